@@ -1,0 +1,1 @@
+"""The OpenAI-compatible HTTP API. Knows the engine, never the S-Part."""

@@ -1,0 +1,1 @@
+"""The engine: iteration-level batching, placement on R-nodes, preemption."""

@@ -1,0 +1,50 @@
+"""What the API hands to the engine and what it gets back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+class EngineError(Exception):
+    """Base; the message is a sentence for the client."""
+
+
+class PromptTooLong(EngineError):
+    """Prompt (and at least one token) does not fit the model or the KV-cache: the client's fault (400)."""
+
+
+class Overloaded(EngineError):
+    """The queue is full (429)."""
+
+
+class NotReady(EngineError):
+    """No R-node is connected, or the node is draining (503)."""
+
+
+class GenerationFailed(EngineError):
+    """The request was running and cannot be finished, e.g. its R-node was lost (500)."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to generate. Validated by the API; the defaults are OpenAI's."""
+
+    max_tokens: int | None = None  # None: to the end of the context
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None  # None: drawn by the engine
+    logprobs: int | None = None  # alternatives to report a token; 0: the chosen one only
+    stop_token_ids: frozenset[int] = frozenset()  # beside the model's own end tokens
+    ignore_eos: bool = False
+
+
+@dataclass(slots=True)
+class TokenEvent:
+    """One generated token. `finish_reason` is set on the last: "stop" (an end token, which is the token itself) or "length"."""
+
+    token: int
+    logprob: float | None = None
+    top: list[tuple[int, float]] = field(default_factory=list)
+    finish_reason: str | None = None

@@ -1,0 +1,1 @@
+"""The S-Part: everything of the model that has weights, under torch. Knows a link, never which transport."""

@@ -1,0 +1,72 @@
+/* Attention over KV pages: what a kernel is given and what it gives back. Knows nothing of links or sequences.
+ *
+ * A page holds FD_PAGE_TOKENS tokens of one sequence. Per layer it is n_kv_heads chunks; a chunk is the K and the V of one
+ * KV head in the layout its kernels like best, with their scales, fd_kv_chunk_bytes() long, 64-byte aligned.
+ * Only append and attend know that layout. It must not depend on the ISA: every ISA reads what any other wrote.
+ *
+ * Attention is computed by online softmax (Milakov & Gimelshein, arXiv 1805.02867) and leaves un-normalised partial results
+ * (m, l, acc) so that a long sequence can be cut and merged by log-sum-exp:
+ *   m = max_j s_j,   l = sum_j exp(s_j - m),   acc = sum_j exp(s_j - m) V_j,   O = acc / l
+ */
+#ifndef FD_ATTENTION_H
+#define FD_ATTENTION_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#define FD_PAGE_TOKENS 64u
+
+typedef enum { FD_KV_FP32 = 0, FD_KV_FP16 = 1, FD_KV_INT8 = 2, FD_KV_DTYPES } fd_kv_dtype_t;
+typedef enum { FD_ISA_SCALAR = 0, FD_ISA_AVX2 = 1, FD_ISA_AVX512 = 2, FD_ISAS } fd_isa_t;
+
+/* Bytes of one (page, KV head) chunk: K, V and scales; a multiple of 64. */
+size_t fd_kv_chunk_bytes(fd_kv_dtype_t dtype, uint32_t head_size);
+
+/* One query block of one sequence and one KV head over consecutive pages. */
+typedef struct {
+    const uint8_t *const *chunks; /* chunks[i] holds tokens first_token + [i*64, (i+1)*64) of the sequence */
+    uint32_t n_chunks;
+    uint32_t first_token;         /* position of chunks[0]'s first token, a multiple of FD_PAGE_TOKENS */
+    uint32_t head_size;           /* multiple of 8, 8..256 */
+    uint32_t group;               /* query heads that share this KV head */
+    uint32_t q_len;               /* new tokens in the block, >= 1 */
+    uint32_t q_pos;               /* position of the first of them; query row j sees positions <= q_pos + j */
+    uint32_t window;              /* 0: all of them; else only positions > q_pos + j - window */
+    const float *q;               /* [q_len][group][head_size], already times softmax scale; 64-byte aligned */
+    float *acc;                   /* [q_len][group][head_size] out, un-normalised */
+    float *m;                     /* [q_len][group] out; -INFINITY where a row sees none of these chunks */
+    float *l;                     /* [q_len][group] out; 0 there */
+} fd_attend_t;
+
+/* Bytes beyond the causal limit in the last chunk are uninitialised memory: a kernel may load them but must not let
+ * them (NaN or infinity included) reach the result. Fresh pages are zero-filled by the OS, reused ones are not. */
+
+typedef struct {
+    const char *isa;
+    /* Writes token t (0..63) of a chunk; k and v are [head_size] fp32. int8: one scale per token and head, quantised here. */
+    void (*append)(uint8_t *chunk, uint32_t head_size, uint32_t t, const float *k, const float *v);
+    void (*attend)(const fd_attend_t *a);
+} fd_kv_ops_t;
+
+/* Everything else that is worth a vector unit, per ISA. */
+typedef struct {
+    /* dst[i] = scale * src[i]; src in activation dtype (fd_act_dtype_t of region.h). Any n. */
+    void (*load_act)(float *dst, const void *src, size_t n, uint32_t act_dtype, float scale);
+    void (*store_act)(void *dst, const float *src, size_t n, uint32_t act_dtype); /* round to nearest even */
+    /* (m, l, acc) += (m2, l2, acc2), `rows` rows of head_size. Rows with l2 == 0 add nothing. */
+    void (*merge)(float *m, float *l, float *acc, const float *m2, const float *l2, const float *acc2, uint32_t rows, uint32_t head_size);
+    /* acc[r] /= l[r]; rows with l == 0 become 0. */
+    void (*finish)(float *acc, const float *l, uint32_t rows, uint32_t head_size);
+} fd_vec_ops_t;
+
+/* Best ISA this CPU and OS support (cpuid and xgetbv). */
+fd_isa_t fd_isa_best(void);
+int fd_isa_supported(fd_isa_t isa);
+const char *fd_isa_name(fd_isa_t isa);               /* "scalar", "avx2", "avx512" */
+int fd_isa_from_name(const char *name, fd_isa_t *out); /* 0 on success, -1 unknown */
+
+/* Never NULL for a valid dtype and a supported ISA. */
+const fd_kv_ops_t *fd_kv_ops(fd_kv_dtype_t dtype, fd_isa_t isa);
+const fd_vec_ops_t *fd_vec_ops(fd_isa_t isa);
+
+#endif

@@ -1,0 +1,61 @@
+/* The R-engine: a pool of threads that polls the doorbells of all its links, appends K and V, attends and rings back.
+ *
+ * Python is never entered on that path and its GIL never taken. Calls are served in the order their bells are seen, each by all
+ * threads: thread 0 takes the call, copies and checks header and table, plans the step (once a step), all threads work,
+ * the last one to finish rings the reply. Control operations (lease, free, ...) come from any other thread; they take the
+ * engine's mutex, which a call takes only while it plans a step.
+ */
+#ifndef FD_ENGINE_H
+#define FD_ENGINE_H
+
+#include "attention.h"
+#include "region.h"
+
+typedef struct fd_engine fd_engine_t;
+typedef struct fd_link fd_link_t;
+
+typedef struct {
+    uint32_t threads;        /* >= 1 */
+    const int *cpus;         /* cpu of each thread, or NULL: unpinned */
+    fd_isa_t isa;
+    uint32_t spin_us;        /* how long an idle thread spins before it sleeps */
+    uint64_t kv_bytes;       /* budget that all leases share */
+} fd_engine_config_t;
+
+/* A link's share of the KV-cache: an arena of its own, so no number a peer sends can reach another's pages. */
+typedef struct {
+    uint32_t kv_dtype;       /* fd_kv_dtype_t */
+    uint32_t n_pages;        /* pages of FD_PAGE_TOKENS tokens, each counted once for all layers */
+    uint32_t max_seqs;
+    float softmax_scale;
+    const uint32_t *windows; /* [n_layers], 0: full attention */
+} fd_lease_t;
+
+/* Called by an engine thread right after a reply bell is rung (a TCP link sends it off); must not block. */
+typedef void (*fd_notify_fn)(void *ctx, uint32_t slot);
+
+typedef struct {
+    uint64_t calls, refused, rows, kv_bytes, busy_ns;
+    uint32_t pages_total, pages_used, seqs;
+} fd_link_stats_t;
+
+/* All of these return NULL / a negative fd_status_t on failure and leave a readable sentence in err. */
+fd_engine_t *fd_engine_new(const fd_engine_config_t *config, char *err, size_t err_len);
+void fd_engine_free(fd_engine_t *engine);      /* joins the threads; all links must be gone */
+int fd_engine_eventfd(const fd_engine_t *engine); /* write 1 to wake a sleeping engine */
+size_t fd_page_bytes(const fd_geometry_t *g, uint32_t kv_dtype); /* one page, all layers and KV heads */
+uint64_t fd_engine_kv_free(fd_engine_t *engine);
+
+/* `region` (region_bytes of the geometry's layout) must stay mapped until fd_engine_remove_link returns. */
+fd_link_t *fd_engine_add_link(fd_engine_t *engine, void *region, const fd_geometry_t *g, const fd_lease_t *lease,
+                              fd_notify_fn notify, void *ctx, char *err, size_t err_len);
+/* Waits for a call in progress, then unmaps the arena. */
+void fd_engine_remove_link(fd_engine_t *engine, fd_link_t *link);
+
+int fd_link_free(fd_link_t *link, uint32_t seq, uint32_t tag, char *err, size_t err_len);
+int fd_link_trim(fd_link_t *link, uint32_t seq, uint32_t tag, uint32_t length, char *err, size_t err_len);
+/* dst (empty) shares src's first `length` tokens; whole pages are reference-counted, a cut page is copied. */
+int fd_link_fork(fd_link_t *link, uint32_t src, uint32_t src_tag, uint32_t dst, uint32_t dst_tag, uint32_t length, char *err, size_t err_len);
+void fd_link_stats(fd_link_t *link, fd_link_stats_t *out);
+
+#endif

@@ -1,0 +1,32 @@
+"""The C extensions; everything else is declared in pyproject.toml.
+
+One set of flags builds every file for the ABI's baseline. A file of vector kernels opens with its own
+`#pragma GCC target(...)`, and cpuid picks among them at run time, so one wheel serves every machine.
+"""
+
+import glob
+
+from setuptools import Extension, setup
+
+CFLAGS = ["-O3", "-std=gnu11", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-unused-parameter", "-ffp-contract=fast"]
+
+setup(
+    ext_modules=[
+        Extension(
+            "fastdecode.kernels._native",
+            sources=sorted(glob.glob("kernels/*.c")),
+            depends=sorted(glob.glob("kernels/*.h")),
+            include_dirs=["kernels"],
+            extra_compile_args=CFLAGS,
+            extra_link_args=["-pthread"],
+        ),
+        Extension(
+            "fastdecode.transports._native",
+            sources=sorted(glob.glob("transports/*.c")),
+            depends=sorted(glob.glob("transports/*.h")) + ["kernels/region.h"],
+            include_dirs=["kernels", "transports"],
+            extra_compile_args=CFLAGS,
+            extra_link_args=["-pthread"],
+        ),
+    ]
+)

@@ -1,0 +1,1 @@
+"""The activation region and the links that carry it."""
