@@ -86,6 +86,10 @@ class EmbeddedRNode:
                     raise RuntimeError(f"the embedded R-node ended at start (exit status {self._process.returncode})")
                 await asyncio.sleep(0.02)
 
+    def hide(self) -> None:
+        """Remove the socket, once the S-node has connected: nobody else may, and a kill leaves no file behind."""
+        shutil.rmtree(self._directory, ignore_errors=True)
+
     async def stop(self) -> None:
         """End the child: SIGTERM, and SIGKILL if it does not listen. Idempotent."""
         with contextlib.suppress(ProcessLookupError):
@@ -96,7 +100,7 @@ class EmbeddedRNode:
             log.warning("the embedded R-node does not end; killing it")
             self._process.kill()
             await self._process.wait()
-        shutil.rmtree(self._directory, ignore_errors=True)
+        self.hide()
 
 
 def _die_with_parent() -> None:
