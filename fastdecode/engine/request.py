@@ -46,7 +46,7 @@ class SamplingParams:
 
 @dataclass(slots=True)
 class TokenEvent:
-    """One generated token. `finish_reason` is set on the last: "stop" (an end token, which is the token itself) or "length"."""
+    """One generated token. The last has a `finish_reason`: "stop" (an end token: the token itself) or "length"."""
 
     token: int
     logprob: float | None = None
