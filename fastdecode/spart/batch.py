@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(slots=True)
@@ -22,8 +24,11 @@ class Chunk:
 
 @dataclass(slots=True)
 class SampleSpec:
-    """Sampling of one row. `temperature` 0 is greedy. `seed` and `index` alone fix the random number, so a sequence draws the same
-    tokens whatever batch it runs in and however often it is preempted."""
+    """Sampling of one row. `temperature` 0 is greedy.
+
+    `seed` and `index` alone fix the random number, so a sequence draws the same tokens whatever batch it runs in and
+    however often it is preempted.
+    """
 
     temperature: float = 1.0
     top_k: int = 0  # 0: off
@@ -36,7 +41,7 @@ class SampleSpec:
 
 @dataclass(slots=True)
 class StepBatch:
-    """One step of one mini-batch. Chunks that attend on the R-node come first; within each kind they are in order of link."""
+    """One step of one mini-batch. Chunks that attend on the R-node come first; each kind is in order of link."""
 
     slot: int  # the mini-batch's slot on every link
     chunks: list[Chunk]
