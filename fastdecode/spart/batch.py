@@ -49,11 +49,12 @@ class StepBatch:
 
 @dataclass(slots=True)
 class Sampled:
-    """The next token of one chunk."""
+    """The next token of one chunk, or why there is none."""
 
-    token: int
+    token: int  # -1 with an error
     logprob: float | None = None  # of the raw (temperature 1) distribution, nats
     top: list[tuple[int, float]] = field(default_factory=list)  # the best alternatives, best first
+    error: str | None = None  # this row's logits are not finite; the other rows of the step are sound
 
 
 @dataclass(slots=True)
