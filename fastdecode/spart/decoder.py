@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from fastdecode.spart.batch import Sampled, StepBatch, StepOutput
+from fastdecode.spart.config import ModelConfig
 from fastdecode.spart.exchange import Exchange, SlotViews, shares
 from fastdecode.spart.layers import ACTIVATIONS, make_norm, norm_heads
 from fastdecode.spart.prompt import PromptCache, PromptChunk
@@ -53,8 +54,7 @@ class SPart:
         """Run `batch` through all layers; yields once a layer, after its rows are posted. Returns a StepOutput.
 
         `keep_logits` adds the logits of the sampled rows. Raises ValueError for a batch that breaks batch.py's rules,
-        SamplingError for logits that are not finite, and what Link.wait raises, with the failed link's index as `link`;
-        by then the slot is at rest on all other links.
+        and what Link.wait raises; by then, and also when the generator is closed, the slot is at rest on all links.
         """
         rows = _Rows(self, batch)
         exchange = Exchange(batch.slot, rows.shares, self.model.device, self.model.dtype)
@@ -79,7 +79,7 @@ class SPart:
                 self._prompts.drop(prompt.key)
             raise
         for prompt in rows.prompts:
-            self._prompts.end(prompt.key, prompt.chunk)
+            self._prompts.end(prompt)
         sampled, logits = self._sample(state.x, rows)
         return StepOutput(
             sampled=sampled,
@@ -99,9 +99,14 @@ class SPart:
         return self._prompts.nbytes
 
     def release_link(self, index: int) -> None:
-        """Drop all views of a link's region, so that it can be unmapped."""
-        for key in [key for key in self._views if key[0] == index]:
-            del self._views[key]
+        """Let go of a link's region, so that it can be unmapped. No step may be using it."""
+        for key in list(self._views):
+            if key[0] == index:
+                del self._views[key]
+
+    @property
+    def config(self) -> ModelConfig:
+        return self._config
 
     def _slot_views(self, index: int, slot: int) -> SlotViews:
         views = self._views.get((index, slot))

@@ -42,7 +42,6 @@ class SlotViews:
 class Share:
     """What one link gets of a step: ranges of the step's rows. In the slot, appended rows follow attending ones."""
 
-    index: int  # in the S-Part's list of links
     views: SlotViews
     entries: np.ndarray  # ROW_DTYPE
     attending: slice
@@ -74,7 +73,7 @@ def shares(chunks: list[Chunk], views: dict[int, SlotViews]) -> list[Share]:
     result = []
     for index, table in entries.items():
         attending, appended = (slice(*kind.get(index, (0, 0))) for kind in rows)
-        share = Share(index, views[index], np.array(table, ROW_DTYPE), attending, appended)
+        share = Share(views[index], np.array(table, ROW_DTYPE), attending, appended)
         limit = share.views.link.geometry.max_rows
         if share.n_rows > limit:
             raise ValueError(f"a step of {share.n_rows} rows for a link that takes {limit}")
@@ -87,7 +86,7 @@ class Exchange:
 
     def __init__(self, slot: int, shares: list[Share], device: torch.device, dtype: torch.dtype):
         self._slot, self._shares, self._device = slot, shares, device
-        self._pending: list[Share] = []
+        self._pending: list[Link] = []  # posted, not yet answered
         self._direct = device.type == "cpu" and len(shares) == 1
         n_attend, n_rows = sum(s.n_attend for s in shares), sum(s.n_rows for s in shares)
         views = shares[0].views
@@ -112,21 +111,16 @@ class Exchange:
             if layer == 0:
                 link.write_table(self._slot, share.entries)
             link.post(self._slot, layer, len(share.entries), share.n_rows, share.n_attend, layer == 0)
-            self._pending.append(share)
+            self._pending.append(link)
 
     def wait(self, timeout: float) -> int:
         """Block until every link has answered; then `o` is filled. Returns the KV-cache bytes read.
 
-        Raises CallRefused and LinkDown; the exception's `link` is the index of the link that failed.
+        Raises CallRefused and LinkDown.
         """
         kv_bytes = 0
         while self._pending:
-            share = self._pending.pop()
-            try:
-                kv_bytes += share.views.link.wait(self._slot, timeout).kv_bytes
-            except TransportError as error:
-                error.link = share.index
-                raise
+            kv_bytes += self._pending.pop().wait(self._slot, timeout).kv_bytes
         if not self._direct:
             self._gather()
         return kv_bytes
@@ -135,7 +129,7 @@ class Exchange:
         """Wait for what is still under way after a failure, so that the slots can be used again."""
         while self._pending:
             with contextlib.suppress(TransportError):
-                self._pending.pop().views.link.wait(self._slot, timeout)
+                self._pending.pop().wait(self._slot, timeout)
 
     def _scatter(self) -> None:
         q, kv, _ = self._host

@@ -21,7 +21,7 @@ class PromptCache:
     def __init__(self, config: ModelConfig, device: torch.device, dtype: torch.dtype):
         self._shape = (config.n_layers, 2 * config.n_kv_heads * config.head_size)
         self._options = {"device": device, "dtype": dtype}
-        self._prompts: dict[Hashable, _Prompt] = {}
+        self._prompts: dict[Hashable, Prompt] = {}
 
     def __len__(self) -> int:
         return len(self._prompts)
@@ -30,7 +30,7 @@ class PromptCache:
     def nbytes(self) -> int:
         return sum(prompt.kv.nbytes for prompt in self._prompts.values())
 
-    def begin(self, key: Hashable, chunk: Chunk) -> _Prompt | None:
+    def begin(self, key: Hashable, chunk: Chunk) -> Prompt | None:
         """Room for the chunk's K and V; None if it is the whole prompt. Raises ValueError for a chunk out of turn."""
         if chunk.pos == 0:
             self.drop(key)
@@ -41,25 +41,25 @@ class PromptCache:
             if chunk.pos:
                 raise ValueError(f"prompt of sequence {key} goes on at {chunk.pos}, but its first tokens are not here")
             n_layers, width = self._shape
-            prompt = self._prompts[key] = _Prompt(torch.empty(n_layers, 0, width, **self._options))
+            prompt = self._prompts[key] = Prompt(torch.empty(n_layers, 0, width, **self._options))
         if prompt.length != chunk.pos:
             raise ValueError(f"prompt of sequence {key} goes on at {chunk.pos}, expected at {prompt.length}")
         prompt.reserve(chunk.pos + len(chunk.tokens))
         return prompt
 
-    def end(self, key: Hashable, chunk: Chunk) -> None:
+    def end(self, work: PromptChunk) -> None:
         """The chunk is through all layers."""
-        if chunk.sample is not None:
-            self.drop(key)
-        else:
-            self._prompts[key].length = chunk.pos + len(chunk.tokens)
+        if work.chunk.sample is not None:
+            self.drop(work.key)
+        elif work.prompt is not None:
+            work.prompt.length = work.chunk.pos + len(work.chunk.tokens)
 
     def drop(self, key: Hashable) -> None:
         """Forget a sequence's prompt, if it is here."""
         self._prompts.pop(key, None)
 
 
-class _Prompt:
+class Prompt:
     """[layers, capacity, K and V of a row] of which `length` rows are there in every layer."""
 
     def __init__(self, kv: torch.Tensor):
@@ -77,19 +77,19 @@ class _Prompt:
 class PromptChunk:
     """One chunk of a step while it passes through the layers: rows `rows` of the step."""
 
-    def __init__(self, config: ModelConfig, key: Hashable, chunk: Chunk, rows: slice, prompt: _Prompt | None):
+    def __init__(self, config: ModelConfig, key: Hashable, chunk: Chunk, rows: slice, prompt: Prompt | None):
         self.key, self.chunk, self.rows = key, chunk, rows
         self._heads = (config.n_q_heads, config.n_kv_heads, config.head_size)
         self._scale, self._windows = config.softmax_scale, config.windows
-        self._prompt = prompt
+        self.prompt = prompt
         self._masks: dict[int, torch.Tensor] = {}
 
     def attend(self, layer: int, q: torch.Tensor, kv: torch.Tensor, out: torch.Tensor) -> None:
         """The chunk's rows of the step: q [n, n_q_heads * d], kv [n, 2 * n_kv_heads * d] -> out, like q."""
         n_q, n_kv, size = self._heads
         n, pos = len(q), self.chunk.pos
-        if self._prompt is not None:
-            everything = self._prompt.kv[layer, : pos + n]
+        if self.prompt is not None:
+            everything = self.prompt.kv[layer, : pos + n]
             everything[pos:] = kv
             kv = everything
         window = self._windows[layer]

@@ -21,14 +21,8 @@ from fastdecode.spart.batch import Sampled, SampleSpec
 MIN_TEMPERATURE = 1e-5
 # Sorted prefix in which the cut of top-p is looked for before a whole row is sorted.
 _TOP_P_PREFIX = 1024
-
-
-class SamplingError(Exception):
-    """Logits are NaN or infinite; `rows` are the rows of the batch that have such."""
-
-    def __init__(self, rows: list[int]):
-        super().__init__("the model's logits are not finite: its weights or activations overflow their dtype")
-        self.rows = rows
+_NOT_FINITE = "the model's logits are not finite: an activation overflowed its dtype"
+_MASK = (1 << 64) - 1
 
 
 def uniforms(seeds: list[int], indices: list[int]) -> np.ndarray:
@@ -36,9 +30,6 @@ def uniforms(seeds: list[int], indices: list[int]) -> np.ndarray:
     seed = np.array([s & _MASK for s in seeds], np.uint64)
     index = np.array([i & _MASK for i in indices], np.uint64)
     return (_mix(_mix(seed) ^ index) >> np.uint64(11)) * 2.0**-53
-
-
-_MASK = (1 << 64) - 1
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
@@ -52,18 +43,23 @@ class Sampler:
     """Callable: logits and how to sample each of their rows -> tokens."""
 
     def __call__(self, logits: torch.Tensor, specs: list[SampleSpec]) -> list[Sampled]:
-        """logits [rows, vocab] fp32, one spec a row. Raises SamplingError."""
+        """logits [rows, vocab] fp32, one spec a row. A row with logits that are NaN or +inf gets an error, no token."""
         best, tokens = logits.max(dim=1)  # the maximum of a row with a NaN is NaN
-        finite = best.isfinite()
-        if not finite.all():
-            raise SamplingError((~finite).nonzero().flatten().tolist())
-        drawn = [i for i, spec in enumerate(specs) if spec.temperature >= MIN_TEMPERATURE]
+        finite = best.isfinite().tolist()
+        drawn = [i for i, spec in enumerate(specs) if finite[i] and spec.temperature >= MIN_TEMPERATURE]
         if drawn:
             chosen = [specs[i] for i in drawn]
             rows = torch.tensor(drawn, device=logits.device)
             scaled = filtered(logits.index_select(0, rows), chosen)
             tokens[rows] = _draw(scaled, uniforms([s.seed for s in chosen], [s.index for s in chosen]))
-        return _report(logits, tokens, specs)
+        sampled = [
+            Sampled(token) if sound else Sampled(-1, error=_NOT_FINITE)
+            for token, sound in zip(tokens.tolist(), finite, strict=True)
+        ]
+        asked = [i for i, spec in enumerate(specs) if finite[i] and spec.logprobs is not None]
+        if asked:
+            _report(sampled, asked, logits, specs)
+        return sampled
 
 
 def filtered(logits: torch.Tensor, specs: list[SampleSpec]) -> torch.Tensor:
@@ -116,19 +112,15 @@ def _draw(scaled: torch.Tensor, u: np.ndarray) -> torch.Tensor:
     return torch.searchsorted(sums, target, right=True).flatten()
 
 
-def _report(logits: torch.Tensor, tokens: torch.Tensor, specs: list[SampleSpec]) -> list[Sampled]:
-    """Adds the log-probabilities asked for, of the distribution before temperature and filters."""
-    sampled = [Sampled(token) for token in tokens.tolist()]
-    asked = [i for i, spec in enumerate(specs) if spec.logprobs is not None]
-    if not asked:
-        return sampled
+def _report(sampled: list[Sampled], asked: list[int], logits: torch.Tensor, specs: list[SampleSpec]) -> None:
+    """Add the log-probabilities the rows `asked` want, of the distribution before temperature and filters."""
     rows = torch.tensor(asked, device=logits.device)
     logprobs = logits.index_select(0, rows).log_softmax(dim=1)
-    own = logprobs.gather(1, tokens[rows][:, None]).flatten().tolist()
+    tokens = torch.tensor([sampled[i].token for i in asked], device=logits.device)
+    own = logprobs.gather(1, tokens[:, None]).flatten().tolist()
     most = min(max(specs[i].logprobs for i in asked), logits.shape[1])
     top = logprobs.topk(most, dim=1)
     for i, logprob, values, ids in zip(asked, own, top.values.tolist(), top.indices.tolist(), strict=True):
         n = specs[i].logprobs
         sampled[i].logprob = logprob
         sampled[i].top = list(zip(ids[:n], values[:n], strict=True))
-    return sampled
