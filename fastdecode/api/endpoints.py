@@ -14,7 +14,6 @@ from aiohttp import web
 
 from fastdecode.api.answers import Answer, ChatAnswer, CompletionAnswer, usage
 from fastdecode.api.errors import ApiError, from_engine, json_response
-from fastdecode.api.fields import invalid
 from fastdecode.api.generation import Choice, Piece, Run, Submits, submit
 from fastdecode.api.metrics import Metrics
 from fastdecode.api.protocol import ChatRequest, CompletionRequest, Generation, parse_chat, parse_completion
@@ -50,9 +49,6 @@ class Generator:
         body: CompletionRequest = parse_completion(await self._json(request))
         self._check_model(body.generation)
         prompts = [await self._encode(p) if isinstance(p, str) else p for p in body.prompts]
-        for prompt in prompts:
-            if not prompt:
-                raise invalid("prompt", "has no tokens")
         answer = CompletionAnswer(self.model, self.tokenizer, logprobs=body.generation.sampling.logprobs is not None)
         # The text continues the prompt's, so its first space is part of it.
         detokenizers = [lambda prompt=prompt: Detokenizer(self.tokenizer, prompt) for prompt in prompts]
@@ -118,15 +114,20 @@ class Generator:
         answer: Answer,
     ) -> web.StreamResponse:
         n = generation.n
-        run = submit(
-            self.engine,
-            prompts,
-            generation.sampling_of,
-            n,
-            request_id=answer.id,
-            make_choice=lambda index, prompt: Choice(index, len(prompt), detokenizers[index // n](), generation.stop),
-            ended=self.metrics.choice_ended,
-        )
+        try:
+            run = submit(
+                self.engine,
+                prompts,
+                generation.sampling_of,
+                n,
+                request_id=answer.id,
+                make_choice=lambda index, prompt: Choice(
+                    index, len(prompt), detokenizers[index // n](), generation.stop
+                ),
+                ended=self.metrics.choice_ended,
+            )
+        except EngineError as error:
+            raise from_engine(error, answer.prompt_param) from None
         self._runs.add(run)
         self._idle.clear()
         try:
