@@ -79,3 +79,40 @@ async def _serve(config: NodeConfig, directory: Path, model: Model, split: Split
         log.info("draining: running requests may go on for %.0f s", config.drain_seconds)
         await engine.drain(config.drain_seconds)
     log.info("S-node ended")
+
+
+async def _open(stack: contextlib.AsyncExitStack, url: str, hello: Hello, secret: bytes | None, config: NodeConfig) -> Link:
+    link = await connect(url, hello, secret, spin_us=config.spin_us)
+    stack.push_async_callback(link.close)
+    lease = link.lease
+    tokens = lease.n_pages * PAGE_TOKENS
+    log.info("R-node %s: %s, %d thread(s), room for %d tokens of %s KV-cache", url, lease.isa, lease.threads, tokens, config.kv_dtype)
+    return link
+
+
+async def _reconnect(engine: Engine, index: int, link: Link, hello: Hello, secret: bytes | None, config: NodeConfig) -> None:
+    """Watch one R-node; when its link dies, try again with growing pauses until it is back, for as long as the S-node lives."""
+    while True:
+        error = await link.closed()
+        log.error("R-node %s was lost: %s", link.url, error)
+        for pause in itertools.chain(_RECONNECT_SECONDS, itertools.repeat(_RECONNECT_SECONDS[-1])):
+            await asyncio.sleep(pause)
+            try:
+                link = await connect(link.url, hello, secret, spin_us=config.spin_us)
+            except (TransportError, OSError) as reason:
+                log.debug("R-node %s: %s", link.url, reason)
+                continue
+            engine.replace_link(index, link)
+            log.info("R-node %s is back", link.url)
+            break
+
+
+def _greet(host: str, port: int, name: str) -> None:
+    """Say where the API is and how to try it."""
+    url = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
+    print(
+        f"Serving {name} on {url}. Try:\n"
+        f"  curl -N {url}/completions -H 'Content-Type: application/json' \\\n"
+        f"""    -d '{{"model": "{name}", "prompt": "It was a", "max_tokens": 100, "stream": true}}'""",
+        flush=True,
+    )
