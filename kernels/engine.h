@@ -9,6 +9,7 @@
 #define FD_ENGINE_H
 
 #include "attention.h"
+#include "doorbell.h"
 #include "region.h"
 
 typedef struct fd_engine fd_engine_t;
@@ -30,9 +31,6 @@ typedef struct {
     float softmax_scale;
     const uint32_t *windows; /* [n_layers], 0: full attention */
 } fd_lease_t;
-
-/* Called by an engine thread right after a reply bell is rung (a TCP link sends it off); must not block. */
-typedef void (*fd_notify_fn)(void *ctx, uint32_t slot);
 
 typedef struct {
     uint64_t calls, refused, rows, kv_bytes, busy_ns;
