@@ -9,7 +9,7 @@ import threading
 
 import pytest
 from fastdecode.transports.base import CallRefused
-from toy import VOCAB, ToyLink, ToySPart, continuation
+from toy import POISON, VOCAB, ToyLink, ToySPart, continuation
 
 from fastdecode.engine.engine import Engine
 from fastdecode.engine.request import (
@@ -148,7 +148,7 @@ async def tokens_of(stream):
 
 def prompts(n, longest=300, seed=0):
     rng = random.Random(seed)
-    return [[rng.randrange(VOCAB) for _ in range(rng.randint(1, longest))] for _ in range(n)]
+    return [[rng.randrange(POISON) for _ in range(rng.randint(1, longest))] for _ in range(n)]
 
 
 @pytest.mark.parametrize("mini_batches", [1, 2, 3])
@@ -308,6 +308,14 @@ async def test_failed_step_fails_its_own_sequences_only(fault, when, caplog):
         assert continuation([1], 20) in results or continuation([2], 20) in results
         assert await tokens_of(engine.submit([1], GREEDY)) == continuation([1], 20)
     assert "step" in caplog.text
+
+
+async def test_row_without_finite_logits_fails_alone():
+    async with running(ToyLink()) as (engine, _):
+        bad, good = engine.submit([1, POISON], GREEDY), engine.submit([1, 2], GREEDY)
+        with pytest.raises(GenerationFailed, match="not finite"):
+            await tokens_of(bad)
+        assert await tokens_of(good) == continuation([1, 2], 20)
 
 
 @pytest.mark.parametrize("silently", [False, True])

@@ -70,7 +70,7 @@ class World:
         sampled = []
         for row in plan.rows:
             last = len(row.seq.tokens) + 1 == self.lasts.get(row.seq)
-            sampled.append(SimpleNamespace(token=END if last else WORD) if row.sample else None)
+            sampled.append(SimpleNamespace(token=END if last else WORD, error=None) if row.sample else None)
         outcomes = self.scheduler.complete(plan, sampled)
         done = [o.seq for o in outcomes if o.finish_reason]
         self.ended += done

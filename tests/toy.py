@@ -17,11 +17,12 @@ from fastdecode.engine.cluster import pages_for
 from fastdecode.spart.batch import Sampled, StepOutput
 
 VOCAB = 1000
+POISON = VOCAB - 1  # a prompt that ends with it has no next token
 BAD_SEQUENCE, OUT_OF_PAGES = 3, 4
 
 
 def next_token(tokens: list[int]) -> int:
-    return zlib.crc32(repr(tokens).encode()) % VOCAB
+    return zlib.crc32(repr(tokens).encode()) % POISON
 
 
 def continuation(prompt: list[int], n: int, ends: frozenset[int] = frozenset()) -> list[int]:
@@ -129,9 +130,14 @@ class ToySPart:
         if spec is None:
             return None
         cached = self.links[chunk.link].cache[chunk.seq][1]
+        if chunk.tokens[-1] == POISON:
+            return Sampled(-1, error="the logits are not finite")
         if spec.temperature == 0:
             return Sampled(next_token(cached))
         return Sampled(next_token([spec.seed, spec.index, *cached]))
+
+    def release_link(self, index: int) -> None:
+        assert self.links[index].dead
 
     def drop(self, link: int, seq: int, tag: int) -> None:
         self.staged.pop((link, seq, tag), None)
