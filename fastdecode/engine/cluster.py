@@ -6,6 +6,7 @@ counts as free again only when the R-node has acknowledged the FREE (`freed`).
 
 from __future__ import annotations
 
+from math import ceil
 from typing import TYPE_CHECKING, NamedTuple
 
 from fastdecode.transports.base import PAGE_TOKENS
@@ -106,7 +107,7 @@ class Cluster:
         for node in self.nodes:
             if not node.alive or not node.has_index or node in barred:
                 continue
-            reserve = 0 if node.free_pages == node.n_pages else max(1, round(self.watermark * node.n_pages))
+            reserve = 0 if node.free_pages == node.n_pages else ceil(self.watermark * node.n_pages)
             if pages + reserve <= node.free_pages and (best is None or node.load < best.load):
                 best = node
         return best

@@ -110,7 +110,7 @@ class Scheduler:
             self._leave(seq)
 
     def take_failed(self) -> list[tuple[Sequence, str]]:
-        """Sequences that no live R-node can hold any more, and why. Each is returned once."""
+        """Sequences that cannot go on, and why. Each is returned once."""
         failed, self._failed = self._failed, []
         return failed
 
@@ -134,6 +134,10 @@ class Scheduler:
             seq.cached += row.n_tokens
             if seq.cancelled:
                 self._leave(seq)
+                continue
+            if row.sample and token.error is not None:
+                self._leave(seq)
+                self._failed.append((seq, token.error))
                 continue
             reason = None
             if row.sample:
