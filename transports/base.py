@@ -188,6 +188,8 @@ class RegionLayout:
 class LinkService(Protocol):
     """What an R-node offers to the transports it listens on (implemented by fastdecode/rnode.py over the R-engine)."""
 
+    name: str  # the R-node's, told to every caller
+
     def open_link(self, hello: Hello, region: memoryview, notify: object | None) -> OpenLink:
         """Grant a lease and put the link's region under the R-engine's eyes.
 
