@@ -37,10 +37,11 @@ typedef struct {
     uint32_t pages_total, pages_used, seqs;
 } fd_link_stats_t;
 
-/* All of these return NULL / a negative fd_status_t on failure and leave a readable sentence in err. */
+/* All of these return NULL / a negative fd_status_t on failure and leave a readable sentence in err. After NULL, errno is EINVAL
+ * if what was asked for makes no sense, else it says what was lacking (ENOMEM: memory or KV-cache). */
 fd_engine_t *fd_engine_new(const fd_engine_config_t *config, char *err, size_t err_len);
 void fd_engine_free(fd_engine_t *engine);      /* joins the threads; all links must be gone */
-int fd_engine_eventfd(const fd_engine_t *engine); /* write 1 to wake a sleeping engine */
+int fd_engine_eventfd(const fd_engine_t *engine); /* write 1 to wake a sleeping engine; for those that the node trusts */
 size_t fd_page_bytes(const fd_geometry_t *g, uint32_t kv_dtype); /* one page, all layers and KV heads */
 uint64_t fd_engine_kv_free(fd_engine_t *engine);
 
@@ -50,6 +51,11 @@ fd_link_t *fd_engine_add_link(fd_engine_t *engine, void *region, const fd_geomet
 /* Waits for a call in progress, then unmaps the arena. */
 void fd_engine_remove_link(fd_engine_t *engine, fd_link_t *link);
 
+/* Also wakes the engine. The one to hand to a peer: what it does to an eventfd of its own harms no other link. */
+int fd_link_eventfd(const fd_link_t *link);
+
+/* A sequence named here must not be part of a call in progress; if it is, the lease's contents suffer and nothing else.
+ * Freeing an empty sequence does nothing. */
 int fd_link_free(fd_link_t *link, uint32_t seq, uint32_t tag, char *err, size_t err_len);
 int fd_link_trim(fd_link_t *link, uint32_t seq, uint32_t tag, uint32_t length, char *err, size_t err_len);
 /* dst (empty) shares src's first `length` tokens; whole pages are reference-counted, a cut page is copied. */

@@ -1,0 +1,129 @@
+/* Kernels for AVX2 with FMA and F16C, 8 lanes. */
+#include "dispatch.h"
+
+#if FD_X86
+#include <immintrin.h>
+
+#ifdef __clang__
+#pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), apply_to = function)
+#else
+#pragma GCC push_options
+#pragma GCC target("avx2,fma,f16c")
+#endif
+
+#include "chunk.h"
+#include "half.h"
+
+typedef __m256 vec_t;
+
+enum { LANES = 8, MAX_BLOCK = 6, MAX_VECS = 8 };
+
+/* Of the 16 registers at most 12 are sums, beside 2 vectors of K or V and a broadcast query or weight. */
+FD_INLINE int tile_vecs(int rows) { return rows == 1 ? 8 : rows == 2 ? 4 : 2; }
+
+FD_INLINE vec_t vec_zero(void) { return _mm256_setzero_ps(); }
+FD_INLINE vec_t vec_set1(float x) { return _mm256_set1_ps(x); }
+FD_INLINE vec_t vec_load(const float *p) { return _mm256_loadu_ps(p); }
+FD_INLINE void vec_store(float *p, vec_t x) { _mm256_storeu_ps(p, x); }
+FD_INLINE vec_t vec_add(vec_t x, vec_t y) { return _mm256_add_ps(x, y); }
+FD_INLINE vec_t vec_sub(vec_t x, vec_t y) { return _mm256_sub_ps(x, y); }
+FD_INLINE vec_t vec_mul(vec_t x, vec_t y) { return _mm256_mul_ps(x, y); }
+FD_INLINE vec_t vec_fma(vec_t x, vec_t y, vec_t z) { return _mm256_fmadd_ps(x, y, z); }
+FD_INLINE vec_t vec_max(vec_t x, vec_t y) { return _mm256_max_ps(x, y); }
+FD_INLINE vec_t vec_abs(vec_t x) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), x); }
+FD_INLINE float vec_reduce_max(vec_t x) {
+    __m128 y = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+    y = _mm_max_ps(y, _mm_movehl_ps(y, y));
+    return _mm_cvtss_f32(_mm_max_ss(y, _mm_movehdup_ps(y)));
+}
+FD_INLINE float vec_reduce_add(vec_t x) {
+    __m128 y = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+    y = _mm_add_ps(y, _mm_movehl_ps(y, y));
+    return _mm_cvtss_f32(_mm_add_ss(y, _mm_movehdup_ps(y)));
+}
+FD_INLINE vec_t vec_round(vec_t x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+/* x times 2^n, n integral; x and the result are normal. */
+FD_INLINE vec_t vec_scale2(vec_t x, vec_t n) {
+    const __m256i exponent = _mm256_slli_epi32(_mm256_cvtps_epi32(n), 23);
+    return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(x), exponent));
+}
+/* y, but 0 where x is below the limit. */
+FD_INLINE vec_t vec_zero_below(vec_t y, vec_t x, float limit) {
+    return _mm256_and_ps(y, _mm256_cmp_ps(x, _mm256_set1_ps(limit), _CMP_GE_OQ));
+}
+/* Lane i of x where bit i is set, else fill. */
+FD_INLINE vec_t vec_keep(vec_t x, uint64_t bits, float fill) {
+    const __m256i lane = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+    const __m256i set = _mm256_and_si256(_mm256_set1_epi32((int)(bits & 0xff)), lane);
+    return _mm256_blendv_ps(_mm256_set1_ps(fill), x, _mm256_castsi256_ps(_mm256_cmpeq_epi32(set, lane)));
+}
+
+FD_INLINE vec_t vec_load_fp16(const void *p) { return _mm256_cvtph_ps(_mm_loadu_si128(p)); }
+FD_INLINE vec_t vec_load_bf16(const void *p) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(p)), 16));
+}
+FD_INLINE void vec_store_fp16(void *p, vec_t x) { _mm_storeu_si128(p, _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT)); }
+/* Operands in this order so that NaN stays NaN. */
+FD_INLINE vec_t vec_saturate_fp16(vec_t x) {
+    return _mm256_max_ps(_mm256_set1_ps(-FD_FP16_MAX), _mm256_min_ps(_mm256_set1_ps(FD_FP16_MAX), x));
+}
+FD_INLINE void vec_store_bf16(void *p, vec_t x) {
+    const __m256i u = _mm256_castps_si256(x), odd = _mm256_and_si256(_mm256_srli_epi32(u, 16), _mm256_set1_epi32(1));
+    const __m256i rounded = _mm256_add_epi32(_mm256_add_epi32(u, _mm256_set1_epi32(0x7fff)), odd);
+    const __m256i quiet = _mm256_or_si256(u, _mm256_set1_epi32(0x400000));
+    const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
+    const __m256i y = _mm256_srli_epi32(_mm256_blendv_epi8(rounded, quiet, nan), 16);
+    _mm_storeu_si128(p, _mm_packus_epi32(_mm256_castsi256_si128(y), _mm256_extracti128_si256(y, 1)));
+}
+FD_INLINE void vec_store_int8(void *p, vec_t x) {
+    const __m256i y = _mm256_cvtps_epi32(x);
+    const __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(y), _mm256_extracti128_si256(y, 1));
+    _mm_storel_epi64(p, _mm_packs_epi16(words, words));
+}
+
+FD_INLINE vec_t kv_load(fd_kv_dtype_t dtype, const uint8_t *p) {
+    if (dtype == FD_KV_FP32) return _mm256_loadu_ps((const float *)p);
+    if (dtype == FD_KV_FP16) return vec_load_fp16(p);
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p)));
+}
+
+/* Head sizes are multiples of 8, so with 8 lanes a half vector never occurs; attend_simd.h still names these. */
+FD_INLINE vec_t vec_load_half(const float *p) { return vec_load(p); }
+FD_INLINE void vec_store_half(float *p, vec_t x) { vec_store(p, x); }
+FD_INLINE void vec_store_fp16_half(void *p, vec_t x) { vec_store_fp16(p, x); }
+FD_INLINE void vec_store_int8_half(void *p, vec_t x) { vec_store_int8(p, x); }
+FD_INLINE vec_t kv_load_half(fd_kv_dtype_t dtype, const uint8_t *p) { return kv_load(dtype, p); }
+
+#include "attend_simd.h"
+
+#define FD_KERNELS(name, dtype)                                                                                        \
+    FD_BLOCK(name, dtype, 1) FD_BLOCK(name, dtype, 2) FD_BLOCK(name, dtype, 3)                                         \
+    FD_BLOCK(name, dtype, 4) FD_BLOCK(name, dtype, 5) FD_BLOCK(name, dtype, 6)                                         \
+    static const block_fn name##_blocks[MAX_BLOCK] = {                                                                 \
+        attend_##name##_block1, attend_##name##_block2, attend_##name##_block3,                                        \
+        attend_##name##_block4, attend_##name##_block5, attend_##name##_block6,                                        \
+    };                                                                                                                 \
+    static void fd_attend_##name##_avx2(const fd_attend_t *a) { attend(a, name##_blocks); }                            \
+    static void fd_append_##name##_avx2(uint8_t *chunk, uint32_t head_size, uint32_t t, const float *k,                \
+                                        const float *v) {                                                              \
+        append(dtype, chunk, head_size, t, k, v);                                                                      \
+    }
+
+FD_KERNELS(fp32, FD_KV_FP32)
+FD_KERNELS(fp16, FD_KV_FP16)
+FD_KERNELS(int8, FD_KV_INT8)
+
+const fd_kv_ops_t fd_kv_ops_avx2[FD_KV_DTYPES] = {
+    [FD_KV_FP32] = {"avx2", fd_append_fp32_avx2, fd_attend_fp32_avx2},
+    [FD_KV_FP16] = {"avx2", fd_append_fp16_avx2, fd_attend_fp16_avx2},
+    [FD_KV_INT8] = {"avx2", fd_append_int8_avx2, fd_attend_int8_avx2},
+};
+
+const fd_vec_ops_t fd_vec_ops_avx2 = {load_act, store_act, merge, finish};
+
+#ifdef __clang__
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#endif
+#endif

@@ -1,0 +1,62 @@
+/* A link's share of the KV-cache: an arena of pages, and which sequence holds which of them.
+ *
+ * A page holds FD_PAGE_TOKENS tokens of one sequence, all layers. The arena is layer-major, so that what a layer's call reads
+ * lies together: the chunk of (layer, page, KV head) stands at ((layer * n_pages + page) * n_kv_heads + head) * chunk_bytes.
+ *
+ * Pages are reference-counted; sequences that share a prefix share its pages. A page is written only by a sequence that
+ * holds it alone: FORK copies a page that it cuts, and a step copies a shared page before it appends to it.
+ *
+ * Nothing here locks: the link's mutex is held around every call. Only `fd_kv_chunk` is used without it, on page numbers
+ * that a step copied while it had the mutex; the arena stays mapped until the link is gone, so a stale number reads
+ * or writes this lease's memory and no other's.
+ */
+#ifndef FD_KVCACHE_H
+#define FD_KVCACHE_H
+
+#include "attention.h"
+#include "region.h"
+
+#define FD_MAX_PAGES (1u << 25)       /* of one lease, so that a position always fits 32 bits */
+#define FD_MAX_SEQS (1u << 20)        /* of one lease */
+#define FD_MAX_SHARED_REFS (1u << 24) /* page references beyond the first that FORK may create in one lease */
+
+typedef struct {
+    uint32_t *pages;
+    uint32_t n_pages, capacity;
+    uint32_t length; /* tokens; 0: the sequence is empty and its tag means nothing */
+    uint32_t tag;
+    uint32_t mark; /* of the last row table that named it; finds duplicates */
+} fd_seq_t;
+
+typedef struct {
+    uint8_t *arena;
+    size_t arena_bytes, chunk_bytes;
+    uint32_t n_layers, n_kv_heads, n_pages, max_seqs;
+    fd_seq_t *seqs;       /* [max_seqs] */
+    uint32_t *refs;       /* [n_pages] sequences that hold a page */
+    uint32_t *free_pages; /* stack, top last */
+    uint32_t n_free, n_seqs, shared_refs, mark;
+} fd_kvcache_t;
+
+/* Returns FD_OK or FD_INTERNAL (no memory). Sizes have been checked by the caller. */
+fd_status_t fd_kvcache_init(fd_kvcache_t *kv, const fd_geometry_t *g, fd_kv_dtype_t dtype, uint32_t n_pages, uint32_t max_seqs,
+                            char *err, size_t err_len);
+void fd_kvcache_destroy(fd_kvcache_t *kv);
+
+/* A free of an empty sequence does nothing: the step that was to fill it may have been refused. */
+fd_status_t fd_kvcache_free(fd_kvcache_t *kv, uint32_t seq, uint32_t tag, char *err, size_t err_len);
+fd_status_t fd_kvcache_trim(fd_kvcache_t *kv, uint32_t seq, uint32_t tag, uint32_t length, char *err, size_t err_len);
+fd_status_t fd_kvcache_fork(fd_kvcache_t *kv, uint32_t src, uint32_t src_tag, uint32_t dst, uint32_t dst_tag, uint32_t length,
+                            char *err, size_t err_len);
+
+/* Makes room for the new rows of a whole table or changes nothing. Table entries need only be bounded in number;
+ * everything else about them is checked here. */
+fd_status_t fd_kvcache_append(fd_kvcache_t *kv, const fd_row_t *table, uint32_t n_entries, char *err, size_t err_len);
+
+static inline uint32_t fd_pages_for(uint64_t tokens) { return (uint32_t)((tokens + FD_PAGE_TOKENS - 1) / FD_PAGE_TOKENS); }
+
+static inline uint8_t *fd_kv_chunk(const fd_kvcache_t *kv, uint32_t layer, uint32_t page, uint32_t head) {
+    return kv->arena + (((size_t)layer * kv->n_pages + page) * kv->n_kv_heads + head) * kv->chunk_bytes;
+}
+
+#endif

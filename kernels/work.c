@@ -1,0 +1,232 @@
+#include "work.h"
+
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum {
+    Q_BLOCK_ROWS = 64, /* query rows (tokens x group) a kernel is given at once, as far as whole tokens allow */
+    MAX_Q_BLOCK = 16,
+    ITEMS_PER_THREAD = 4, /* finer than one, so that a thread that is late or descheduled holds up little */
+    LANES = 16            /* floats in 64 bytes */
+};
+
+static float *alloc_floats(size_t n) { return aligned_alloc(64, fd_round_up(n * sizeof(float), 64)); }
+
+static size_t padded(size_t floats) { return fd_round_up(floats, LANES); }
+
+static bool alloc_scratch(fd_work_t *w) {
+    size_t rows = (size_t)w->shape.q_block * w->shape.group, hs = w->g.head_size;
+    size_t block = padded(rows * hs), stat = padded(rows), row = padded(hs);
+    w->scratch = calloc(w->n_threads, sizeof *w->scratch);
+    if (!w->scratch) return false;
+    for (uint32_t t = 0; t < w->n_threads; t++) {
+        fd_scratch_t *s = &w->scratch[t];
+        s->chunks = malloc(w->kv->n_pages * sizeof *s->chunks);
+        s->memory = alloc_floats(2 * block + 2 * stat + 2 * row);
+        if (!s->chunks || !s->memory) return false;
+        s->q = s->memory;
+        s->acc = s->q + block;
+        s->m = s->acc + block;
+        s->l = s->m + stat;
+        s->k = s->l + stat;
+        s->v = s->k + row;
+    }
+    return true;
+}
+
+static bool alloc_partials(fd_work_t *w) {
+    size_t rows = (size_t)w->shape.q_block * w->shape.group;
+    size_t block = padded(rows * w->g.head_size), stat = padded(rows), n = 2 * (size_t)w->shape.max_items;
+    w->partials = malloc(n * sizeof *w->partials);
+    w->partial_memory = alloc_floats(n * (block + 2 * stat));
+    w->pieces_left = calloc(w->shape.max_items, sizeof *w->pieces_left);
+    if (!w->partials || !w->partial_memory || !w->pieces_left) return false;
+    float *next = w->partial_memory;
+    for (size_t i = 0; i < n; i++, next += block + 2 * stat)
+        w->partials[i] = (fd_partial_t){next, next + block, next + block + stat};
+    return true;
+}
+
+fd_status_t fd_work_init(fd_work_t *w, const fd_geometry_t *g, fd_kvcache_t *kv, fd_kv_dtype_t dtype, fd_isa_t isa,
+                         float softmax_scale, const uint32_t *windows, uint32_t n_threads) {
+    memset(w, 0, sizeof *w);
+    w->g = *g;
+    w->layout = fd_region_layout(g);
+    w->kv_ops = fd_kv_ops(dtype, isa);
+    w->vec_ops = fd_vec_ops(isa);
+    w->kv = kv;
+    w->softmax_scale = softmax_scale;
+    w->n_threads = n_threads;
+    w->windows = malloc(g->n_layers * sizeof *w->windows);
+    if (!w->windows) return FD_INTERNAL;
+    memcpy(w->windows, windows, g->n_layers * sizeof *w->windows);
+    w->shape.n_kv_heads = g->n_kv_heads;
+    w->shape.group = g->n_q_heads / g->n_kv_heads;
+    uint32_t block = Q_BLOCK_ROWS / w->shape.group;
+    w->shape.q_block = block < 1 ? 1 : block > MAX_Q_BLOCK ? MAX_Q_BLOCK : block;
+    w->shape.max_items = n_threads > 1 ? n_threads * ITEMS_PER_THREAD : 1; /* alone: nothing to cut for */
+    w->shape.max_window = windows[0];
+    for (uint32_t i = 1; i < g->n_layers && w->shape.max_window; i++)
+        if (!windows[i] || windows[i] > w->shape.max_window) w->shape.max_window = windows[i];
+    if (alloc_scratch(w) && (w->shape.max_items == 1 || alloc_partials(w))) return FD_OK;
+    fd_work_destroy(w);
+    return FD_INTERNAL;
+}
+
+void fd_work_destroy(fd_work_t *w) {
+    for (uint32_t t = 0; w->scratch && t < w->n_threads; t++) {
+        free(w->scratch[t].chunks);
+        free(w->scratch[t].memory);
+    }
+    free(w->scratch);
+    free(w->partials);
+    free(w->partial_memory);
+    free(w->pieces_left);
+    free(w->windows);
+    memset(w, 0, sizeof *w);
+}
+
+void fd_work_begin(fd_work_t *w, const fd_step_t *step) {
+    for (uint32_t i = 0; i < step->n_items; i++)
+        if (step->items[i].n_pieces) __atomic_store_n(&w->pieces_left[i], step->items[i].n_pieces, __ATOMIC_RELAXED);
+}
+
+/* What all pieces of one item share. */
+typedef struct {
+    const fd_work_t *w;
+    const fd_step_t *step;
+    uint8_t *slot;
+    uint32_t layer, window;
+    fd_scratch_t *scratch;
+    uint64_t kv_bytes;
+} ctx_t;
+
+/* New rows [from, to) of an entry (counted within it), one KV head. */
+static void append_rows(ctx_t *c, const fd_entry_t *e, uint32_t head, uint32_t from, uint32_t to) {
+    const fd_work_t *w = c->w;
+    uint32_t hs = w->g.head_size, act = w->g.act_dtype;
+    size_t bytes = hs * fd_act_bytes(act);
+    const uint8_t *k = c->slot + w->layout.kv + (size_t)(e->row + from) * w->layout.kv_row_bytes + head * bytes;
+    for (uint32_t j = from; j < to; j++, k += w->layout.kv_row_bytes) {
+        uint32_t t = e->pos + j;
+        uint8_t *chunk = fd_kv_chunk(w->kv, c->layer, c->step->pages[e->pages + t / FD_PAGE_TOKENS], head);
+        w->vec_ops->load_act(c->scratch->k, k, hs, act, 1.0f);
+        w->vec_ops->load_act(c->scratch->v, k + w->g.n_kv_heads * bytes, hs, act, 1.0f);
+        w->kv_ops->append(chunk, hs, t % FD_PAGE_TOKENS, c->scratch->k, c->scratch->v);
+    }
+}
+
+/* Attends query rows [from, from + q_len) of an entry to its pages [first, last), as far as the layer's window reaches. */
+static void attend_block(ctx_t *c, const fd_entry_t *e, uint32_t head, uint32_t from, uint32_t q_len, uint32_t first,
+                         uint32_t last, fd_partial_t out) {
+    const fd_work_t *w = c->w;
+    uint32_t hs = w->g.head_size, group = w->shape.group, q_pos = e->pos + from;
+    uint32_t seen = fd_first_page(q_pos, c->window), end = fd_pages_for((uint64_t)q_pos + q_len);
+    if (first < seen) first = seen;
+    if (last > end) last = end;
+    if (first >= last) {
+        for (uint32_t i = 0; i < q_len * group; i++) {
+            out.m[i] = -INFINITY;
+            out.l[i] = 0;
+        }
+        memset(out.acc, 0, (size_t)q_len * group * hs * sizeof *out.acc);
+        return;
+    }
+    size_t head_bytes = (size_t)group * hs * fd_act_bytes(w->g.act_dtype);
+    const uint8_t *q = c->slot + w->layout.q + (size_t)(e->row + from) * w->layout.q_row_bytes + head * head_bytes;
+    for (uint32_t j = 0; j < q_len; j++)
+        w->vec_ops->load_act(c->scratch->q + (size_t)j * group * hs, q + j * w->layout.q_row_bytes, (size_t)group * hs,
+                             w->g.act_dtype, w->softmax_scale);
+    const uint32_t *pages = c->step->pages + e->pages;
+    for (uint32_t p = first; p < last; p++) c->scratch->chunks[p - first] = fd_kv_chunk(w->kv, c->layer, pages[p], head);
+    const fd_attend_t a = {
+        .chunks = c->scratch->chunks,
+        .n_chunks = last - first,
+        .first_token = first * FD_PAGE_TOKENS,
+        .head_size = hs,
+        .group = group,
+        .q_len = q_len,
+        .q_pos = q_pos,
+        .window = c->window,
+        .q = c->scratch->q,
+        .acc = out.acc,
+        .m = out.m,
+        .l = out.l,
+    };
+    w->kv_ops->attend(&a);
+    c->kv_bytes += (last - first) * w->kv->chunk_bytes;
+}
+
+static void store_block(ctx_t *c, const fd_entry_t *e, uint32_t head, uint32_t from, uint32_t q_len, fd_partial_t p) {
+    const fd_work_t *w = c->w;
+    size_t n = (size_t)w->shape.group * w->g.head_size;
+    w->vec_ops->finish(p.acc, p.l, q_len * w->shape.group, w->g.head_size);
+    uint8_t *o = c->slot + w->layout.o + (size_t)(e->row + from) * w->layout.q_row_bytes +
+                 head * n * fd_act_bytes(w->g.act_dtype);
+    for (uint32_t j = 0; j < q_len; j++)
+        w->vec_ops->store_act(o + j * w->layout.q_row_bytes, p.acc + j * n, n, w->g.act_dtype);
+}
+
+static void attend_whole(ctx_t *c, const fd_entry_t *e, uint32_t head) {
+    fd_partial_t own = {c->scratch->acc, c->scratch->m, c->scratch->l};
+    append_rows(c, e, head, 0, e->n_rows);
+    for (uint32_t from = 0; from < e->n_rows;) {
+        uint32_t q_len = e->n_rows - from < c->w->shape.q_block ? e->n_rows - from : c->w->shape.q_block;
+        attend_block(c, e, head, from, q_len, 0, UINT32_MAX, own);
+        store_block(c, e, head, from, q_len, own);
+        from += q_len;
+    }
+}
+
+/* Pieces of the span that is cut at the end of item `owner`: its own, then what following items begin with. */
+static void merge_pieces(ctx_t *c, const fd_entry_t *e, uint32_t head, uint32_t owner) {
+    const fd_work_t *w = c->w;
+    fd_partial_t sum = w->partials[2 * owner + 1];
+    for (uint32_t i = owner + 1; i < owner + c->step->items[owner].n_pieces; i++) {
+        fd_partial_t p = w->partials[2 * i];
+        w->vec_ops->merge(sum.m, sum.l, sum.acc, p.m, p.l, p.acc, e->n_rows * w->shape.group, w->g.head_size);
+    }
+    store_block(c, e, head, 0, e->n_rows, sum);
+}
+
+/* A piece of an attending entry: pages [first, last); `last` FD_LINE_END: to the end, new rows included. */
+static void attend_piece(ctx_t *c, const fd_entry_t *e, uint32_t head, uint32_t first, uint32_t last, uint32_t item) {
+    uint32_t owner = first ? c->step->items[item].cut : item;
+    if (last == FD_LINE_END) append_rows(c, e, head, 0, e->n_rows);
+    attend_block(c, e, head, 0, e->n_rows, first, last, c->w->partials[2 * item + (first == 0)]);
+    if (__atomic_sub_fetch(&c->w->pieces_left[owner], 1, __ATOMIC_ACQ_REL) == 0) merge_pieces(c, e, head, owner);
+}
+
+/* Appends those new rows that lie in pages [first, last). */
+static void append_piece(ctx_t *c, const fd_entry_t *e, uint32_t head, uint32_t first, uint32_t last) {
+    uint64_t from = (uint64_t)first * FD_PAGE_TOKENS, to = (uint64_t)last * FD_PAGE_TOKENS, end = (uint64_t)e->pos + e->n_rows;
+    if (from < e->pos) from = e->pos;
+    if (to > end) to = end;
+    append_rows(c, e, head, (uint32_t)(from - e->pos), (uint32_t)(to - e->pos));
+}
+
+uint64_t fd_work_item(const fd_work_t *w, const fd_step_t *step, uint8_t *slot, uint32_t layer, uint32_t i, uint32_t thread) {
+    ctx_t c = {w, step, slot, layer, w->windows[layer], &w->scratch[thread], 0};
+    const fd_item_t *item = &step->items[i];
+    fd_point_t at = item->begin;
+    for (;;) {
+        bool final = at.entry == item->end.entry && at.head == item->end.head;
+        uint32_t last = final ? item->end.page : FD_LINE_END;
+        if (!last) break;
+        const fd_entry_t *e = &step->entries[at.entry];
+        if (!e->attend)
+            append_piece(&c, e, at.head, at.page, last);
+        else if (!at.page && last == FD_LINE_END)
+            attend_whole(&c, e, at.head);
+        else
+            attend_piece(&c, e, at.head, at.page, last, i);
+        if (final) break;
+        at.page = 0;
+        if (++at.head == w->shape.n_kv_heads) {
+            at.head = 0;
+            at.entry++;
+        }
+    }
+    return c.kv_bytes;
+}

@@ -1,0 +1,291 @@
+"""The S side of a link in plain Python over the bytes of a region, and float64 attention to hold the R-engine against.
+
+Written from the comments of kernels/region.h alone, so that the layout is checked from outside.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import time
+from dataclasses import dataclass
+
+import numpy as np
+
+NEW_STEP = 1
+ATTEND = 1
+OK, BAD_CALL, BAD_TABLE, BAD_SEQUENCE, OUT_OF_PAGES, LINK_CLOSED = range(6)
+FP32, FP16, BF16 = range(3)  # activation dtypes
+KV_FP32, KV_FP16, KV_INT8 = range(3)
+KV_NAMES = ("fp32", "fp16", "int8")
+PAGE = 64
+
+_CALL = struct.Struct("<QIIIII9I")
+_ROW = struct.Struct("<6I")
+_REPLY = struct.Struct("<QIIQQ224s")
+# Offsets within a slot's head: each part on a cache line of its own.
+_REQUEST_BELL, _CALL_AT, _REPLY_BELL, _REPLY_AT = 0, 64, 128, 256
+_HEAD = 512
+_ASLEEP = 64
+
+
+@dataclass(frozen=True)
+class Geometry:
+    n_slots: int = 2
+    max_rows: int = 32
+    n_layers: int = 2
+    n_q_heads: int = 4
+    n_kv_heads: int = 2
+    head_size: int = 16
+    act_dtype: int = FP32
+
+    def tuple(self) -> tuple[int, ...]:
+        return (
+            self.n_slots,
+            self.max_rows,
+            self.n_layers,
+            self.n_q_heads,
+            self.n_kv_heads,
+            self.head_size,
+            self.act_dtype,
+        )
+
+
+@dataclass(frozen=True)
+class Reply:
+    seq: int
+    status: int
+    n_attend_rows: int
+    busy_ns: int
+    kv_bytes: int
+    message: str
+
+
+def _pages(n: int) -> int:
+    return (n + 4095) // 4096 * 4096
+
+
+def encode(x: np.ndarray, act_dtype: int) -> bytes:
+    """fp32 to activation dtype, round to nearest even."""
+    if act_dtype == FP32:
+        return x.astype("<f4").tobytes()
+    if act_dtype == FP16:
+        return x.astype("<f2").tobytes()
+    bits = np.ascontiguousarray(x, "<f4").view("<u4")
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("<u2").tobytes()
+
+
+def decode(data: bytes, act_dtype: int) -> np.ndarray:
+    if act_dtype == FP32:
+        return np.frombuffer(data, "<f4").astype(np.float64)
+    if act_dtype == FP16:
+        return np.frombuffer(data, "<f2").astype(np.float64)
+    return (np.frombuffer(data, "<u2").astype("<u4") << 16).view("<f4").astype(np.float64)
+
+
+class Peer:
+    """Writes calls into a region and reads replies out of it. `wake_fd`: eventfd of the R-engine's end."""
+
+    def __init__(self, g: Geometry, fd: int | None = None):
+        self.g = g
+        elem = 4 if g.act_dtype == FP32 else 2
+        self.q_row = g.n_q_heads * g.head_size * elem
+        self.kv_row = 2 * g.n_kv_heads * g.head_size * elem
+        self.q_at = _pages(_HEAD + g.max_rows * 24)
+        self.kv_at = _pages(self.q_at + g.max_rows * self.q_row)
+        self.o_at = _pages(self.kv_at + g.max_rows * self.kv_row)
+        self.slot_bytes = _pages(self.o_at + g.max_rows * self.q_row)
+        self.bytes = 4096 + g.n_slots * self.slot_bytes
+        if fd is not None and os.fstat(fd).st_size < self.bytes:
+            os.ftruncate(fd, self.bytes)
+        self.map = mmap.mmap(-1 if fd is None else fd, self.bytes)
+        self.words = np.frombuffer(self.map, "<u8")
+        self.seq = [0] * g.n_slots
+        self.wake_fd = -1
+
+    def at(self, slot: int) -> int:
+        return 4096 + slot * self.slot_bytes
+
+    def put(self, offset: int, data: bytes) -> None:
+        self.map[offset : offset + len(data)] = data
+
+    def header(self, slot: int, seq: int, flags: int, layer: int, n_entries: int, n_rows: int, n_attend: int, reserved: int = 0):
+        self.put(self.at(slot) + _CALL_AT, _CALL.pack(seq, flags, layer, n_entries, n_rows, n_attend, reserved, *[0] * 8))
+
+    def table(self, slot: int, rows: list[tuple[int, ...]]) -> None:
+        """rows: (seq, tag, pos, n_rows, flags[, reserved])."""
+        self.put(self.at(slot) + _HEAD, b"".join(_ROW.pack(*r, *[0] * (6 - len(r))) for r in rows))
+
+    def ring(self, slot: int, bell: int) -> None:
+        self.words[(self.at(slot) + _REQUEST_BELL) // 8] = bell
+        if self.wake_fd >= 0 and self.map[_ASLEEP]:
+            os.eventfd_write(self.wake_fd, 1)
+
+    def reply_bell(self, slot: int) -> int:
+        return int(self.words[(self.at(slot) + _REPLY_BELL) // 8])
+
+    def wait(self, slot: int, bell: int, seconds: float = 20.0) -> Reply:
+        deadline = time.monotonic() + seconds
+        while self.reply_bell(slot) != bell:
+            assert time.monotonic() < deadline, f"no reply to call {bell}"
+            time.sleep(0)
+        at = self.at(slot) + _REPLY_AT
+        seq, status, n, busy, kv, text = _REPLY.unpack(self.map[at : at + _REPLY.size])
+        return Reply(seq, status, n, busy, kv, text.split(b"\0")[0].decode())
+
+    def post(self, slot: int, layer: int, n_entries: int, n_rows: int, n_attend: int, new_step: bool) -> int:
+        self.seq[slot] += 1
+        self.header(slot, self.seq[slot], NEW_STEP if new_step else 0, layer, n_entries, n_rows, n_attend)
+        self.ring(slot, self.seq[slot])
+        return self.seq[slot]
+
+    def call(self, slot: int, layer: int, n_entries: int, n_rows: int, n_attend: int, new_step: bool) -> Reply:
+        return self.wait(slot, self.post(slot, layer, n_entries, n_rows, n_attend, new_step))
+
+    def put_rows(self, slot: int, q: np.ndarray, kv: np.ndarray) -> None:
+        self.put(self.at(slot) + self.q_at, encode(q, self.g.act_dtype))
+        self.put(self.at(slot) + self.kv_at, encode(kv, self.g.act_dtype))
+
+    def o_rows(self, slot: int, n: int) -> np.ndarray:
+        at = self.at(slot) + self.o_at
+        o = decode(self.map[at : at + n * self.q_row], self.g.act_dtype)
+        return o.reshape(n, self.g.n_q_heads, self.g.head_size)
+
+
+def attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, pos: int, window: int, scale: float) -> np.ndarray:
+    """float64 causal attention of q [n, n_q_heads, d] at positions pos.. to k, v [tokens, n_kv_heads, d]."""
+    n, heads, _ = q.shape
+    k, v = (np.repeat(x, heads // x.shape[1], axis=1) for x in (k, v))
+    scores = np.einsum("nhd,thd->nht", q, k) * scale
+    t, p = np.arange(len(k))[None, :], pos + np.arange(n)[:, None]
+    seen = (t <= p) & ((window == 0) | (t > p - window))
+    scores = np.where(seen[:, None, :], scores, -np.inf)
+    weights = np.exp(scores - scores.max(axis=2, keepdims=True))
+    return np.einsum("nht,thd->nhd", weights / weights.sum(axis=2, keepdims=True), v)
+
+
+# Largest error of an O element for normally distributed K and V; the cache formats' own error, then the activations'.
+KV_ERROR = {KV_FP32: 2e-5, KV_FP16: 2e-3, KV_INT8: 4e-2}
+ACT_ERROR = {FP32: 0.0, FP16: 2e-3, BF16: 1.6e-2}
+
+
+@dataclass
+class Shadow:
+    tag: int
+    k: list[np.ndarray]  # per layer [tokens, n_kv_heads, head_size] float64
+    v: list[np.ndarray]
+
+    @property
+    def length(self) -> int:
+        return len(self.k[0])
+
+
+class Link(Peer):
+    """A link to an engine in this process, whose every O row is compared with a float64 shadow of the cache."""
+
+    def __init__(self, engine, g: Geometry, kv_dtype: int = KV_FP32, n_pages: int = 64, max_seqs: int = 8, windows=None, seed=0):
+        from fastdecode.kernels import _native
+
+        super().__init__(g)
+        self.kv_dtype, self.scale = kv_dtype, g.head_size**-0.5
+        self.windows = list(windows or [0] * g.n_layers)
+        self.rng = np.random.default_rng(seed)
+        self.shadows: dict[int, Shadow] = {}
+        self.next_tag = 1
+        _native.init_region_header(self.map, g.tuple())
+        self.lease = engine.add_link(self.map, g.tuple(), kv_dtype, n_pages, max_seqs, self.scale, self.windows)
+        self.wake_fd = self.lease.eventfd
+
+    def close(self) -> None:
+        self.lease.close()
+        self.wake_fd = -1
+
+    def entries(self, plan: list[tuple[int, int, bool]]) -> list[tuple[int, ...]]:
+        """Row table for (sequence, rows, attend), from what the shadow says is cached."""
+        table = []
+        for seq, n, attend in plan:
+            if seq not in self.shadows:
+                empty = np.zeros((0, self.g.n_kv_heads, self.g.head_size))
+                layers = self.g.n_layers
+                self.shadows[seq] = Shadow(self.next_tag, [empty] * layers, [empty] * layers)
+                self.next_tag += 1
+            s = self.shadows[seq]
+            table.append((seq, s.tag, s.length, n, ATTEND if attend else 0))
+        return table
+
+    def begin(self, slot: int, plan: list[tuple[int, int, bool]]) -> Step:
+        """Write the row table of a step; its layers are then called one by one."""
+        table = self.entries(plan)
+        self.table(slot, table)
+        return Step(self, slot, plan, table)
+
+    def step(self, slot: int, plan: list[tuple[int, int, bool]], layers=None) -> None:
+        """A whole step, every O row checked."""
+        step = self.begin(slot, plan)
+        for layer in range(self.g.n_layers) if layers is None else layers:
+            step.call(layer)
+
+    def fill(self, seq: int, tokens: int, slot: int = 0) -> None:
+        """Append-only prefill in chunks of the slot's size."""
+        while tokens:
+            n = min(tokens, self.g.max_rows)
+            self.step(slot, [(seq, n, False)])
+            tokens -= n
+
+    def forget(self, seq: int) -> None:
+        self.lease.free(seq, self.shadows.pop(seq).tag)
+
+    def trim(self, seq: int, length: int) -> None:
+        s = self.shadows[seq]
+        self.lease.trim(seq, s.tag, length)
+        s.k, s.v = [k[:length] for k in s.k], [v[:length] for v in s.v]
+
+    def fork(self, src: int, dst: int, length: int) -> None:
+        s = self.shadows[src]
+        self.lease.fork(src, s.tag, dst, self.next_tag, length)
+        self.shadows[dst] = Shadow(self.next_tag, [k[:length] for k in s.k], [v[:length] for v in s.v])
+        self.next_tag += 1
+
+
+class Step:
+    """The calls of one step of one slot."""
+
+    def __init__(self, link: Link, slot: int, plan, table):
+        self.link, self.slot, self.plan, self.table = link, slot, plan, table
+        self.n_rows = sum(n for _, n, _ in plan)
+        self.n_attend = sum(n for _, n, attend in plan if attend)
+        self.first = True
+
+    def post(self, layer: int) -> int:
+        link, g = self.link, self.link.g
+        shape = (self.n_rows, 2 * g.n_kv_heads + g.n_q_heads, g.head_size)
+        data = encode(link.rng.standard_normal(shape), g.act_dtype)
+        rows = decode(data, g.act_dtype).reshape(shape)
+        self.q, self.kv = rows[: self.n_attend, 2 * g.n_kv_heads :], rows[:, : 2 * g.n_kv_heads]
+        link.put_rows(self.slot, self.q, self.kv)
+        bell = link.post(self.slot, layer, len(self.plan), self.n_rows, self.n_attend, self.first)
+        self.first = False
+        return bell
+
+    def finish(self, layer: int, bell: int) -> Reply:
+        link, g = self.link, self.link.g
+        reply = link.wait(self.slot, bell)
+        assert (reply.status, reply.message) == (OK, ""), reply
+        assert (reply.seq, reply.n_attend_rows) == (bell, self.n_attend)
+        o = link.o_rows(self.slot, self.n_attend)
+        limit = KV_ERROR[link.kv_dtype] + ACT_ERROR[g.act_dtype]
+        row = 0
+        for (seq, n, attend), entry in zip(self.plan, self.table, strict=True):
+            s, kv = link.shadows[seq], self.kv[row : row + n]
+            assert len(s.k[layer]) == entry[2]
+            s.k[layer] = np.concatenate([s.k[layer], kv[:, : g.n_kv_heads]])
+            s.v[layer] = np.concatenate([s.v[layer], kv[:, g.n_kv_heads :]])
+            if attend:
+                want = attention(self.q[row : row + n], s.k[layer], s.v[layer], entry[2], link.windows[layer], link.scale)
+                np.testing.assert_allclose(o[row : row + n], want, rtol=0, atol=limit)
+            row += n
+        return reply
+
+    def call(self, layer: int) -> Reply:
+        return self.finish(layer, self.post(layer))
