@@ -19,11 +19,13 @@ def check_region_header(region: Buffer, geometry: _Geometry) -> None:
 class Port:
     """The S side of a link's data path. Methods are thread-safe; one thread a slot at a time.
 
-    Exactly one of `wake_fd` (shared memory: the R-engine's eventfd, borrowed) and `data_fd` (TCP: a connected socket, owned from
-    then on, also if this raises OSError) is given. Keeps the region mapped while it lives.
+    Exactly one of `wake_fd` (shared memory: the R-engine's eventfd, borrowed) and `data_fd` (TCP: a connected socket,
+    owned from then on, also if this raises OSError) is given. Keeps the region mapped while it lives.
     """
 
-    def __new__(cls, region: Buffer, geometry: _Geometry, spin_us: int, *, wake_fd: int = -1, data_fd: int = -1) -> Port: ...
+    def __init__(
+        self, region: Buffer, geometry: _Geometry, spin_us: int, *, wake_fd: int = -1, data_fd: int = -1
+    ) -> None: ...
     @property
     def down_fd(self) -> int:
         """An eventfd, readable once the port is down."""
@@ -45,7 +47,7 @@ class Port:
 class Pump:
     """The R side of a TCP link's data path. Keeps the region mapped while it lives."""
 
-    def __new__(cls, region: Buffer, geometry: _Geometry) -> Pump: ...
+    def __init__(self, region: Buffer, geometry: _Geometry) -> None: ...
     @property
     def notify(self) -> object:
         """PyCapsule "fastdecode.notify" for LinkService.open_link; keeps the pump alive."""

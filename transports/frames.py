@@ -1,12 +1,13 @@
 """Control frames: 4 bytes of little-endian length, then one message as JSON (`messages.py`), over a stream socket.
 
-A socket is read exactly a frame at a time, never ahead. So a connection can change hands after any frame: descriptors can
-follow on it, or the C pump can take it over.
+A socket is read exactly a frame at a time, never ahead. So a connection can change hands after any frame: descriptors
+can follow on it, or the C pump can take it over.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import socket
 
@@ -62,10 +63,8 @@ class FrameSocket:
 
     def end_writing(self) -> None:
         """Tell the peer that no more will come."""
-        try:
+        with contextlib.suppress(OSError):
             self.sock.shutdown(socket.SHUT_WR)
-        except OSError:
-            pass
 
     def close(self) -> None:
         """Close the socket; no task may be reading or writing. Idempotent."""

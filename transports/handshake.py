@@ -6,8 +6,8 @@
     S  on a second connection, after its CHALLENGE: ATTACH token
     R  OK, and the connection is the data path's (or, over shared memory, brings its descriptors)
 
-Both MACs are HMAC-SHA256 under the shared secret (RFC 2104) over the role, both nonces and the message itself, so that each end
-proves that it knows the secret, now, and that its message is as it was sent. The connection is not encrypted.
+Both MACs are HMAC-SHA256 under the shared secret (RFC 2104) over the role, both nonces and the message itself, so that
+each end proves that it knows the secret, now, and that its message is as it was sent. The connection is not encrypted.
 """
 
 from __future__ import annotations
@@ -50,12 +50,15 @@ async def _challenge(conn: FrameSocket) -> Challenge:
 
 
 async def say_hello(conn: FrameSocket, hello: Hello, secret: bytes | None) -> tuple[Lease, str]:
-    """Ask for a link; returns what was granted and the token for ATTACH. Raises LinkRefused, LinkDown, ProtocolError."""
+    """Ask for a link; returns what was granted and the token for ATTACH.
+
+    Raises LinkRefused, LinkDown, ProtocolError.
+    """
     challenge = await _challenge(conn)
     if challenge.needs_secret and secret is None:
         raise LinkRefused(f"R-node {challenge.node} asks for a shared secret and this side was given none")
     if secret is not None and not challenge.needs_secret:
-        raise LinkRefused(f"R-node {challenge.node} has no shared secret, so it cannot prove to know the one given here")
+        raise LinkRefused(f"R-node {challenge.node} has no shared secret, this side was given one")
 
     geometry = hello.geometry
     message = HelloMessage(
@@ -87,7 +90,10 @@ async def say_hello(conn: FrameSocket, hello: Hello, secret: bytes | None) -> tu
 
 
 async def attach(conn: FrameSocket, token: str) -> None:
-    """Make `conn` the data connection of the link that `token` was given for. Raises LinkRefused, LinkDown, ProtocolError."""
+    """Make `conn` the data connection of the link that `token` was given for.
+
+    Raises LinkRefused, LinkDown, ProtocolError.
+    """
     await _challenge(conn)
     await conn.write(Attach(version=PROTOCOL_VERSION, token=token))
     answer = await conn.read()

@@ -21,8 +21,8 @@ from .region import Region
 
 log = logging.getLogger(__name__)
 
-#: A PING goes out this often; so many in a row without any answer, and the R-node counts as dead. Counted rather than timed, so
-#: that a stall of this side's own event loop is not taken for one of the peer's.
+#: A PING goes out this often; so many in a row without any answer, and the R-node counts as dead. Counted rather than
+#: timed, so that a stall of this side's own event loop is not taken for one of the peer's.
 PING_INTERVAL_S = 1.0
 PINGS_UNANSWERED = 5
 

@@ -1,7 +1,8 @@
 """The control messages: one frozen dataclass each, known by the name in their "type" field.
 
-Every field of a message that arrives is checked here, for its type and for its range, before anything else sees it. A field
-too many or too few is an error as well: both ends have the same protocol version, so it can only be a bug or an attack.
+Every field of a message that arrives is checked here, for its type and for its range, before anything else sees it. A
+field too many or too few is an error as well: both ends have the same protocol version, so it can only be a bug or an
+attack.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ def _int(high: int, low: int = 0) -> Any:
 
 
 def _text(limit: int) -> Any:
-    return _checked(lambda v: None if isinstance(v, str) and len(v) <= limit else f"a string of at most {limit} characters")
+    good = lambda v: isinstance(v, str) and len(v) <= limit  # noqa: E731
+    return _checked(lambda v: None if good(v) else f"a string of at most {limit} characters")
 
 
 def _hex(n_bytes: int) -> Any:

@@ -1,7 +1,7 @@
 """The activation region as memory: made by the R side (or, over TCP, by each side for itself), mapped, described.
 
-A region is an anonymous memfd. Nothing of it has a name, so nothing is left behind however its owners die; and its size is
-sealed, so no peer can truncate it under the other's feet.
+A region is an anonymous memfd. Nothing of it has a name, so nothing is left behind however its owners die; and its size
+is sealed, so no peer can truncate it under the other's feet.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from .base import Hello, Link, LinkDown, LinkService, Server, TransportError
 
 SCHEMES = {"shm": ".shm", "tcp": ".tcp"}
 
-#: How long a waiter spins before it sleeps, unless told otherwise. A reply over shared memory takes tens of microseconds.
+#: Unless told otherwise. A small reply over shared memory takes tens of microseconds.
 SPIN_US = 50
 
 
@@ -28,22 +28,20 @@ def _check_secret(secret: bytes | None) -> None:
         raise TransportError("the shared secret is empty")
 
 
-def check_url(url: str) -> None:
-    """Raises TransportError, with a sentence, unless `url` names a transport and an address it can take."""
-    _module(url).parse(url)
+async def connect(url: str, hello: Hello, secret: bytes | None, *, spin_us: int | None = None) -> Link:
+    """Open a link to the R-node at `url`. `spin_us`: how long a waiter spins before it sleeps.
 
-
-async def connect(url: str, hello: Hello, secret: bytes | None, *, spin_us: int = SPIN_US) -> Link:
-    """Open a link to the R-node at `url`. Raises LinkRefused, LinkDown, TransportError."""
+    Raises LinkRefused, LinkDown, TransportError.
+    """
     _check_secret(secret)
     try:
         async with asyncio.timeout(handshake.DEADLINE_S):
-            return await _module(url).connect(url, hello, secret, spin_us=spin_us)
+            return await _module(url).connect(url, hello, secret, spin_us=SPIN_US if spin_us is None else spin_us)
     except TimeoutError:
         raise LinkDown(f"{url} did not finish the hand-shake within {handshake.DEADLINE_S:.0f} s") from None
 
 
 async def serve(url: str, service: LinkService, secret: bytes | None, *, insecure: bool = False) -> Server:
-    """Serve links at `url`. Raises TransportError if it cannot listen there, or should not (see tcp.serve on `insecure`)."""
+    """Serve links at `url`. Raises TransportError if it cannot listen there, or should not (`insecure`: see tcp.py)."""
     _check_secret(secret)
     return await _module(url).serve(url, service, secret, insecure=insecure)

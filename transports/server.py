@@ -21,8 +21,8 @@ from .region import GeometryError, Region
 
 log = logging.getLogger(__name__)
 
-#: Connections that may be in the middle of their hand-shake. One more, and the oldest of them is dropped: who is slow on
-#: purpose cannot keep the others out.
+#: Connections that may be in the middle of their hand-shake. One more, and the oldest of them is dropped: who is slow
+#: on purpose cannot keep the others out.
 MAX_PENDING = 32
 
 FD_INTERNAL = 6  # fd_status_t

@@ -1,8 +1,9 @@
 """Links over shared memory: `shm:///path/to/socket`.
 
 Both ends map the same memfd, so nothing moves: a bell rung at one end is seen at the other. The unix socket carries the
-control connection, and at ATTACH the descriptors of the region and of the R-engine's eventfd. Who may connect is decided by the
-socket's mode, 0600. A peer's death is the end of its control connection, which the kernel closes at once.
+control connection, and at ATTACH the descriptors of the region and of the R-engine's eventfd. Who may connect is
+decided by the socket's mode, 0600. A peer's death is the end of its control connection, which the kernel closes at
+once.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import contextlib
 import errno
 import os
 import socket
+import stat
 import struct
 from urllib.parse import unquote, urlsplit
 
@@ -25,6 +27,7 @@ from .region import Region, geometry_tuple
 from .server import Carrier, ControlServer
 
 _BACKLOG = 64
+_PATH_MAX = 106  # sun_path has 108: a NUL and, while the socket is made, a ~
 
 
 def parse(url: str) -> str:
@@ -33,8 +36,8 @@ def parse(url: str) -> str:
     path = unquote(parts.path)
     if parts.netloc or not path.startswith("/") or parts.query or parts.fragment or path.endswith("/"):
         raise TransportError(f"{url!r} is not of the form shm:///path/to/socket")
-    if len(os.fsencode(path)) > 107:
-        raise TransportError(f"the socket's path is longer than the 107 bytes a unix socket may have: {path}")
+    if len(os.fsencode(path)) > _PATH_MAX:
+        raise TransportError(f"the socket's path is longer than the {_PATH_MAX} bytes it may have: {path}")
     return path
 
 
@@ -138,19 +141,15 @@ async def serve(url: str, service: LinkService, secret: bytes | None, *, insecur
 
 def _listen(url: str) -> socket.socket:
     path = parse(url)
+    making = path + "~"
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        # The socket's mode follows from its descriptor's, so nobody else can get in between bind and chmod.
-        os.fchmod(sock.fileno(), 0o600)
-        try:
-            sock.bind(path)
-        except OSError as error:
-            if error.errno != errno.EADDRINUSE:
-                raise
-            _remove_stale(path)
-            sock.bind(path)
-        os.chmod(path, 0o600)
+        _remove_stale(path)
+        _remove_stale(making)
+        sock.bind(making)
+        os.chmod(making, 0o600)
         sock.listen(_BACKLOG)
+        os.rename(making, path)  # now that nobody who sees it finds it deaf or open to others
     except BaseException as error:
         sock.close()
         if isinstance(error, OSError):
@@ -164,7 +163,10 @@ def _remove_stale(path: str) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         try:
             probe.connect(path)
-        except ConnectionRefusedError:
-            os.unlink(path)
+        except FileNotFoundError:
             return
+        except ConnectionRefusedError:
+            if stat.S_ISSOCK(os.stat(path).st_mode):
+                os.unlink(path)
+                return
     raise OSError(errno.EADDRINUSE, "in use")

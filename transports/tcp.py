@@ -1,8 +1,8 @@
 """Links over TCP: `tcp://host:port`.
 
 Each end has a region of its own; a pump in C (`tcp_pump.c`) moves the used bytes from one to the other over the data
-connection, which is a second connection to the same port. A vanished host is noticed by the kernel: probes when idle, unacknowledged
-bytes when not, both within 5 seconds, whatever the two event loops are doing. Nothing is encrypted.
+connection, which is a second connection to the same port. A vanished host is noticed by the kernel: probes when idle,
+unacknowledged bytes when not, both within 5 seconds, whatever the two event loops are doing. Nothing is encrypted.
 """
 
 from __future__ import annotations
@@ -124,9 +124,9 @@ class _TcpServer(ControlServer):
 
 
 async def serve(url: str, service: LinkService, secret: bytes | None, *, insecure: bool = False) -> Server:
-    """Listen; port 0 takes a free one. Raises TransportError, also for an address that others can reach if there is no secret.
+    """Listen; port 0 takes a free one.
 
-    `insecure`: allow that.
+    Raises TransportError, also, unless `insecure`, for an address that other machines can reach if there is no secret.
     """
     host, port = parse(url)
     try:
@@ -134,8 +134,8 @@ async def serve(url: str, service: LinkService, secret: bytes | None, *, insecur
         family, kind, proto, _, address = addresses[0]
         if secret is None and not insecure and not ipaddress.ip_address(address[0].split("%")[0]).is_loopback:
             raise TransportError(
-                f"{url} can be reached from other machines and there is no shared secret: anybody could use this R-node and "
-                "read what it is sent; give it a secret, or listen on 127.0.0.1"
+                f"{url} can be reached from other machines and there is no shared secret, so anybody could use this "
+                "R-node; give it one, or listen on 127.0.0.1"
             )
         sock = socket.socket(family, kind, proto)
         try:
@@ -147,5 +147,5 @@ async def serve(url: str, service: LinkService, secret: bytes | None, *, insecur
             raise
     except OSError as error:
         raise TransportError(f"cannot listen on {url}: {error.strerror}") from None
-    port = sock.getsockname()[1]
-    return _TcpServer(f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}", sock, service, secret, _Pumped)
+    host = f"[{host}]" if ":" in host else host
+    return _TcpServer(f"tcp://{host}:{sock.getsockname()[1]}", sock, service, secret, _Pumped)
