@@ -60,9 +60,9 @@ class _LinkStats(TypedDict):
 class Engine:
     """Threads that serve the calls of all their links without entering Python (fd_engine_t).
 
-    `kv_bytes` is the budget that all leases share. `isa` None: FASTDECODE_ISA, else the best. `cpus`: one CPU a thread to
-    pin it to. An idle thread spins for `spin_us` before it sleeps. Raises ValueError for what cannot be had, RuntimeError
-    if threads cannot start.
+    `kv_bytes` is the budget that all leases share. `isa` None: FASTDECODE_ISA, else the best. `cpus`: one CPU a thread
+    to pin it to. An idle thread spins for `spin_us` before it sleeps. Raises ValueError for what cannot be had,
+    RuntimeError if threads cannot start.
     """
 
     def __new__(

@@ -9,9 +9,11 @@ import mmap
 import os
 import struct
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from fastdecode.kernels import _native
 
 NEW_STEP = 1
 ATTEND = 1
@@ -185,12 +187,10 @@ class Shadow:
 class Link(Peer):
     """A link to an engine in this process, whose every O row is compared with a float64 shadow of the cache."""
 
-    def __init__(self, engine, g: Geometry, kv_dtype: int = KV_FP32, n_pages: int = 64, max_seqs: int = 8, windows=None):
-        from fastdecode.kernels import _native
-
+    def __init__(self, engine, g: Geometry, kv_dtype=KV_FP32, n_pages=64, max_seqs=8, windows: Sequence[int] = ()):
         super().__init__(g)
         self.kv_dtype, self.scale = kv_dtype, g.head_size**-0.5
-        self.windows = list(windows or [0] * g.n_layers)
+        self.windows = list(windows) or [0] * g.n_layers
         self.rng = np.random.default_rng(0)
         self.shadows: dict[int, Shadow] = {}
         self.next_tag = 1

@@ -9,6 +9,7 @@ import time
 
 import numpy as np
 import pytest
+from fastdecode.kernels import _native
 from rengine_peer import (
     BAD_CALL,
     BF16,
@@ -24,8 +25,6 @@ from rengine_peer import (
     Geometry,
     Link,
 )
-
-from fastdecode.kernels import _native
 
 ISAS = _native.isa_supported()
 
@@ -421,7 +420,8 @@ def test_random_walk(links):
         elif live and action == 1:
             link.trim(src, int(rng.integers(1, link.shadows[src].length + 1)))
         elif live and action == 2 and len(live) < 12 and link.lease.stats()["pages_used"] < 60:
-            link.fork(src, next(s for s in range(12) if s not in live), int(rng.integers(1, link.shadows[src].length + 1)))
+            dst = next(s for s in range(12) if s not in live)
+            link.fork(src, dst, int(rng.integers(1, link.shadows[src].length + 1)))
         elif link.lease.stats()["pages_used"] < 45:
             chosen = rng.permutation(12)[: rng.integers(1, 5)]
             kinds = sorted((bool(rng.integers(3)) for _ in chosen), reverse=True)
