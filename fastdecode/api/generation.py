@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Protocol
 
 from fastdecode.api.text import StopStrings
-from fastdecode.engine.request import EngineError, GenerationFailed, SamplingParams, TokenEvent
+from fastdecode.engine.request import GenerationFailed, SamplingParams, TokenEvent
 from fastdecode.tokenizer import Detokenizer
 
 
@@ -212,7 +212,7 @@ def submit(
             for k in range(n):
                 index = p * n + k
                 run.add(make_choice(index, prompt), engine.submit(prompt, params_of(k), f"{request_id}-{index}"))
-    except EngineError:
+    except BaseException:
         run.cancel()
         raise
     return run

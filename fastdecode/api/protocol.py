@@ -183,7 +183,7 @@ def _stop_token_ids(fields: Fields) -> frozenset[int]:
     ids = fields.take("stop_token_ids")
     if ids is None:
         return frozenset()
-    if not isinstance(ids, list) or not all(is_integer(i) and 0 <= i <= _MAX_INT for i in ids):
+    if ids != [] and not _is_token_ids(ids):
         raise invalid("stop_token_ids", "must be a list of token ids")
     return frozenset(ids)
 
@@ -207,15 +207,15 @@ def _prompts(prompt: Any) -> tuple[str | list[int], ...]:
         raise invalid("prompt", "must be a string, a list of strings, a list of token ids, or a list of such lists")
     if is_integer(prompt[0]):
         prompt = [prompt]
-    if all(isinstance(p, str) for p in prompt) or all(
-        isinstance(p, list) and p and all(map(is_integer, p)) for p in prompt
-    ):
-        if len(prompt) > MAX_CHOICES:
-            raise invalid("prompt", f"at most {MAX_CHOICES} prompts a request")
-        return tuple(prompt)
-    raise invalid(
-        "prompt", "must be a string, a list of strings, a list of token ids, or a list of such lists; none empty"
-    )
+    if not all(isinstance(p, str) for p in prompt) and not all(_is_token_ids(p) for p in prompt):
+        raise invalid("prompt", "must be all strings or all lists of token ids, none of these empty")
+    if len(prompt) > MAX_CHOICES:
+        raise invalid("prompt", f"at most {MAX_CHOICES} prompts a request")
+    return tuple(prompt)
+
+
+def _is_token_ids(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(is_integer(i) and 0 <= i <= _MAX_INT for i in value)
 
 
 def _messages(messages: Any) -> list[dict[str, str]]:
