@@ -85,17 +85,32 @@ async def _serve(config: NodeConfig, directory: Path, model: Model, split: Split
     log.info("S-node ended")
 
 
-async def _open(stack: contextlib.AsyncExitStack, url: str, hello: Hello, secret: bytes | None, config: NodeConfig) -> Link:
+async def _open(
+    stack: contextlib.AsyncExitStack, url: str, hello: Hello, secret: bytes | None, config: NodeConfig
+) -> Link:
     link = await connect(url, hello, secret, spin_us=config.spin_us)
     stack.push_async_callback(link.close)
     lease = link.lease
     tokens = lease.n_pages * PAGE_TOKENS
-    log.info("R-node %s: %s, %d thread(s), room for %d tokens of %s KV-cache", url, lease.isa, lease.threads, tokens, config.kv_dtype)
+    log.info(
+        "R-node %s: %s, %d thread(s), room for %d tokens of %s KV-cache",
+        url,
+        lease.isa,
+        lease.threads,
+        tokens,
+        config.kv_dtype,
+    )
     return link
 
 
 async def _reconnect(
-    stack: contextlib.AsyncExitStack, engine: Engine, index: int, link: Link, hello: Hello, secret: bytes | None, config: NodeConfig
+    stack: contextlib.AsyncExitStack,
+    engine: Engine,
+    index: int,
+    link: Link,
+    hello: Hello,
+    secret: bytes | None,
+    config: NodeConfig,
 ) -> None:
     """Watch one R-node; when its link dies, try again with growing pauses until it is back."""
     while error := await link.closed():
