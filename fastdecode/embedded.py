@@ -59,7 +59,14 @@ class EmbeddedRNode:
         """Start the child and wait until it listens. Raises RuntimeError if it does not."""
         directory = Path(tempfile.mkdtemp(prefix="fastdecode-"))  # 0700, so nobody else reaches the socket
         argv = ["--role", "r", "--listen", f"shm://{directory}/r.sock"]
-        argv += ["--threads", str(split.r_threads), "--kv-memory", str(split.kv_memory), "--log-level", config.log_level]
+        argv += [
+            "--threads",
+            str(split.r_threads),
+            "--kv-memory",
+            str(split.kv_memory),
+            "--log-level",
+            config.log_level,
+        ]
         if config.cpus is not None:
             argv += ["--cpus", ",".join(map(str, config.cpus))]
         if config.spin_us is not None:
@@ -67,7 +74,12 @@ class EmbeddedRNode:
         if config.secret_file is not None:
             argv += ["--secret-file", str(config.secret_file)]
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "fastdecode.node", *argv, stdin=asyncio.subprocess.DEVNULL, preexec_fn=_die_with_parent
+            sys.executable,
+            "-m",
+            "fastdecode.node",
+            *argv,
+            stdin=asyncio.subprocess.DEVNULL,
+            preexec_fn=_die_with_parent,
         )
         node = cls(process, directory)
         try:

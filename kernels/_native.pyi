@@ -24,13 +24,13 @@ def kv_attend(
     window: int,
     acc: Buffer,
     m: Buffer,
-    l: Buffer,  # noqa: E741
+    l: Buffer,
     /,
 ) -> None: ...
 def attend_merge(
-    isa: str, m: Buffer, l: Buffer, acc: Buffer, m2: Buffer, l2: Buffer, acc2: Buffer, /  # noqa: E741
+    isa: str, m: Buffer, l: Buffer, acc: Buffer, m2: Buffer, l2: Buffer, acc2: Buffer, /
 ) -> None: ...
-def attend_finish(isa: str, acc: Buffer, l: Buffer, /) -> None: ...  # noqa: E741
+def attend_finish(isa: str, acc: Buffer, l: Buffer, /) -> None: ...
 def load_act(isa: str, dst: Buffer, src: Buffer, act_dtype: str, scale: float, /) -> None: ...
 def store_act(isa: str, dst: Buffer, src: Buffer, act_dtype: str, /) -> None: ...
 

@@ -38,7 +38,12 @@ class Transformers:
         mask = torch.ones_like(self._ids)
         start = perf_counter()
         self._model.generate(
-            self._ids, attention_mask=mask, past_key_values=self._cache, max_new_tokens=steps, min_new_tokens=steps, do_sample=False
+            self._ids,
+            attention_mask=mask,
+            past_key_values=self._cache,
+            max_new_tokens=steps,
+            min_new_tokens=steps,
+            do_sample=False,
         )
         return perf_counter() - start
 
