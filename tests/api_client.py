@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
-from openai import AsyncOpenAI
+from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 from prometheus_client.parser import text_string_to_metric_families
 
 from fastdecode.api.server import Server, make_app, serve
@@ -44,12 +44,15 @@ class Client:
 async def served(engine: Any, tokenizer: Tokenizer, *, key: str = "none", **options: Any) -> AsyncIterator[Client]:
     """Serve `engine` on a free port; `options` are make_app's, `key` the clients'."""
     server = await serve(make_app(engine, tokenizer, MODEL, **options), "127.0.0.1", 0)
+    http_client = DefaultAsyncHttpxClient(verify=False)  # there is no TLS; reading the system's roots takes its time
     url = f"http://127.0.0.1:{server.port}"
     try:
         async with (
-            AsyncOpenAI(base_url=url + "/v1", api_key=key, max_retries=0, timeout=60) as openai,
+            AsyncOpenAI(
+                base_url=url + "/v1", api_key=key, max_retries=0, timeout=60, http_client=http_client
+            ) as openai,
             aiohttp.ClientSession(url, headers={"Authorization": f"Bearer {key}"}) as http,
         ):
             yield Client(server, openai, http)
     finally:
-        await server.close()
+        await server.close(grace=0)

@@ -217,9 +217,11 @@ async def test_a_failure_in_mid_stream_is_an_error_event_and_the_end(tokenizer, 
     engine = ScriptedEngine([*spell("half"), GenerationFailed("R-node tcp://r1 was lost")])
     async with served(engine, tokenizer) as client:
         api = client.openai.completions if ask is ASK else client.openai.chat.completions
+        chunks = []
         with pytest.raises(openai.APIError, match="R-node tcp://r1 was lost") as caught:
-            async for _ in await api.create(**ask, stream=True):
-                pass
+            async for chunk in await api.create(**ask, stream=True):
+                chunks.append(chunk.choices[0])
+        assert "".join(c.text if ask is ASK else c.delta.content for c in chunks) == "half"
         assert (caught.value.code, caught.value.type) == ("generation_failed", "server_error")
         assert (await client.metrics())["fastdecode:request_success_total", "error"] == 1
 

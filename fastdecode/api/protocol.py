@@ -75,10 +75,10 @@ class Generation:
 
 @dataclass(frozen=True, slots=True)
 class CompletionRequest:
-    """A body of /v1/completions. A prompt is text or token ids."""
+    """A body of /v1/completions. The prompts are all text or all token ids, and at least one."""
 
     generation: Generation
-    prompts: tuple[str | list[int], ...]
+    prompts: list[str] | list[list[int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,9 +200,9 @@ def _include_usage(fields: Fields, stream: bool) -> bool:
     return include_usage
 
 
-def _prompts(prompt: Any) -> tuple[str | list[int], ...]:
+def _prompts(prompt: Any) -> list[str] | list[list[int]]:
     if isinstance(prompt, str):
-        return (prompt,)
+        return [prompt]
     if not isinstance(prompt, list) or not prompt:
         raise invalid("prompt", "must be a string, a list of strings, a list of token ids, or a list of such lists")
     if is_integer(prompt[0]):
@@ -211,11 +211,12 @@ def _prompts(prompt: Any) -> tuple[str | list[int], ...]:
         raise invalid("prompt", "must be all strings or all lists of token ids, none of these empty")
     if len(prompt) > MAX_CHOICES:
         raise invalid("prompt", f"at most {MAX_CHOICES} prompts a request")
-    return tuple(prompt)
+    return prompt
 
 
 def _is_token_ids(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(is_integer(i) and 0 <= i <= _MAX_INT for i in value)
+    """Whether it is a list of at least one token id. Bodies can hold millions, so no step of it is Python's."""
+    return isinstance(value, list) and set(map(type, value)) == {int} and min(value) >= 0 and max(value) <= _MAX_INT
 
 
 def _messages(messages: Any) -> list[dict[str, str]]:
