@@ -25,7 +25,7 @@ def test_every_field_is_an_option(capsys):
 
 
 def test_values_are_parsed():
-    config = NodeConfig.from_args("--role r --listen tcp://127.0.0.1:7300 --listen shm:///tmp/r --kv-memory 4GiB --cpus 0-2,5".split())
+    config = NodeConfig.from_args(["--role", "r", "--listen", "tcp://127.0.0.1:7300", "--listen", "shm:///tmp/r", "--kv-memory", "4GiB", "--cpus", "0-2,5"])
     assert config.listen == ("tcp://127.0.0.1:7300", "shm:///tmp/r")
     assert config.kv_memory == 4 << 30
     assert config.cpus == (0, 1, 2, 5)
