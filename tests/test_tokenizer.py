@@ -9,6 +9,7 @@ import pytest
 import tokenizers_made
 from tokenizers import Tokenizer as BackendTokenizer
 from tokenizers import decoders, models, pre_tokenizers
+from tokenizers_made import CHATML
 from transformers import AutoTokenizer
 
 from fastdecode.chat_template import ChatTemplateError
@@ -29,11 +30,6 @@ TEXTS = [
     "\r\n \u200b\u00a0\u3000",
 ]
 
-CHATML = (
-    "{%- for message in messages %}"
-    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
 LLAMA3 = """{{- bos_token }}
 {%- if messages[0]['role'] == 'system' %}
     {%- set system_message = messages[0]['content'] | trim %}

@@ -16,6 +16,12 @@ CORPUS = [
     "她说你好世界。今日はいい天気ですね。안녕하세요 세계",
 ]
 
+CHATML = (
+    "{%- for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
 
 def byte_level(directory: Path, *, chat_template: Any = None, **config: Any) -> Path:
     """Byte-level BPE, as Llama 3 and Qwen have it: <|begin|> before the text, chat markers, no unknown token."""

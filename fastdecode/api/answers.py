@@ -20,6 +20,7 @@ class Answer(ABC):
     id_prefix: str
     object: str
     chunk_object: str
+    prompt_param: str  # the field the prompt is in
 
     def __init__(self, model: str, tokenizer: Tokenizer, *, logprobs: bool):
         self.id = f"{self.id_prefix}-{uuid4().hex}"
@@ -61,6 +62,7 @@ class CompletionAnswer(Answer):
     id_prefix = "cmpl"
     object = "text_completion"
     chunk_object = "text_completion"
+    prompt_param = "prompt"
 
     def choice(self, index: int, piece: Piece) -> dict[str, Any]:
         return {
@@ -108,6 +110,7 @@ class ChatAnswer(Answer):
     id_prefix = "chatcmpl"
     object = "chat.completion"
     chunk_object = "chat.completion.chunk"
+    prompt_param = "messages"
 
     def choice(self, index: int, piece: Piece) -> dict[str, Any]:
         return {

@@ -14,7 +14,6 @@ from aiohttp import web
 
 from fastdecode.api.answers import Answer, ChatAnswer, CompletionAnswer, usage
 from fastdecode.api.errors import ApiError, from_engine, json_response
-from fastdecode.api.fields import invalid
 from fastdecode.api.generation import Choice, Piece, Run, Submits, submit
 from fastdecode.api.metrics import Metrics
 from fastdecode.api.protocol import ChatRequest, CompletionRequest, Generation, parse_chat, parse_completion
@@ -49,10 +48,7 @@ class Generator:
         """POST /v1/completions."""
         body: CompletionRequest = parse_completion(await self._json(request))
         self._check_model(body.generation)
-        prompts = [await self._encode(p) if isinstance(p, str) else p for p in body.prompts]
-        for prompt in prompts:
-            if not prompt:
-                raise invalid("prompt", "has no tokens")
+        prompts = await self._encode(body.prompts) if isinstance(body.prompts[0], str) else body.prompts
         answer = CompletionAnswer(self.model, self.tokenizer, logprobs=body.generation.sampling.logprobs is not None)
         # The text continues the prompt's, so its first space is part of it.
         detokenizers = [lambda prompt=prompt: Detokenizer(self.tokenizer, prompt) for prompt in prompts]
@@ -66,7 +62,7 @@ class Generator:
             text = self.tokenizer.render_chat(body.messages, **body.template_variables)
         except ChatTemplateError as error:
             raise ApiError(400, str(error), param="messages", code="chat_template_error") from None
-        prompt = await self._encode(text, add_special_tokens=False)
+        [prompt] = await self._encode([text], add_special_tokens=False)
         answer = ChatAnswer(self.model, self.tokenizer, logprobs=body.generation.sampling.logprobs is not None)
         return await self._answer(request, body.generation, [prompt], [lambda: Detokenizer(self.tokenizer)], answer)
 
@@ -78,12 +74,10 @@ class Generator:
                 await self._idle.wait()
         except TimeoutError:
             for run in self._runs:
-                run.fail(ApiError(503, "the server is shutting down", code="shutting_down"))
-        self._encoder.shutdown(wait=False, cancel_futures=True)
+                run.fail(_shutting_down())
+        self._encoder.shutdown(wait=False)
 
     async def _json(self, request: web.Request) -> Any:
-        if self.closing:
-            raise ApiError(503, "the server is shutting down", code="shutting_down", headers={"Connection": "close"})
         if request.content_type != "application/json":
             # Browsers send other types across sites without asking; this one they ask for.
             raise ApiError(415, "Content-Type must be application/json", code="unsupported_media_type")
@@ -101,13 +95,15 @@ class Generator:
                 code="model_not_found",
             )
 
-    async def _encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        if len(text) <= _INLINE_CHARACTERS:
-            return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(
-            self._encoder, lambda: self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        )
+    async def _encode(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
+        def encode() -> list[list[int]]:
+            return [self.tokenizer.encode(text, add_special_tokens=add_special_tokens) for text in texts]
+
+        if sum(map(len, texts)) <= _INLINE_CHARACTERS:
+            return encode()
+        if self.closing:
+            raise _shutting_down()
+        return await asyncio.get_running_loop().run_in_executor(self._encoder, encode)
 
     async def _answer(
         self,
@@ -117,16 +113,23 @@ class Generator:
         detokenizers: Sequence[Callable[[], Detokenizer]],
         answer: Answer,
     ) -> web.StreamResponse:
+        if self.closing:
+            raise _shutting_down()
         n = generation.n
-        run = submit(
-            self.engine,
-            prompts,
-            generation.sampling_of,
-            n,
-            request_id=answer.id,
-            make_choice=lambda index, prompt: Choice(index, len(prompt), detokenizers[index // n](), generation.stop),
-            ended=self.metrics.choice_ended,
-        )
+        try:
+            run = submit(
+                self.engine,
+                prompts,
+                generation.sampling_of,
+                n,
+                request_id=answer.id,
+                make_choice=lambda index, prompt: Choice(
+                    index, len(prompt), detokenizers[index // n](), generation.stop
+                ),
+                ended=self.metrics.choice_ended,
+            )
+        except EngineError as error:
+            raise from_engine(error, answer.prompt_param) from None
         self._runs.add(run)
         self._idle.clear()
         try:
@@ -176,3 +179,7 @@ class Generator:
             await events.send([answer.chunk(None, usage(run.choices, generation.n), with_usage=True)])
         await events.done()
         return events.response
+
+
+def _shutting_down() -> ApiError:
+    return ApiError(503, "the server is shutting down", code="shutting_down", headers={"Connection": "close"})

@@ -7,7 +7,14 @@ from typing import Any
 import orjson
 from aiohttp import web
 
-from fastdecode.engine.request import EngineError, GenerationFailed, NotReady, Overloaded, PromptTooLong
+from fastdecode.engine.request import (
+    EngineError,
+    GenerationFailed,
+    InvalidPrompt,
+    NotReady,
+    Overloaded,
+    PromptTooLong,
+)
 
 
 class ApiError(Exception):
@@ -48,12 +55,14 @@ class ApiError(Exception):
 _TYPES = {401: "authentication_error", 429: "rate_limit_error", 503: "service_unavailable_error"}
 
 
-def from_engine(error: EngineError) -> ApiError:
-    """The HTTP answer to an engine's refusal or failure."""
+def from_engine(error: EngineError, prompt_param: str | None = None) -> ApiError:
+    """The HTTP answer to an engine's refusal or failure. `prompt_param` names the field the prompt came from."""
     message = str(error)
     match error:
         case PromptTooLong():
-            return ApiError(400, message, code="context_length_exceeded")
+            return ApiError(400, message, param=prompt_param, code="context_length_exceeded")
+        case InvalidPrompt():
+            return ApiError(400, message, param=prompt_param, code="invalid_prompt")
         case Overloaded():
             return ApiError(429, message, code="overloaded", headers={"Retry-After": "1"})
         case NotReady():

@@ -8,7 +8,6 @@ anything up; what waits for it is at most the text of its own max_tokens.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +15,7 @@ from types import TracebackType
 from typing import Protocol
 
 from fastdecode.api.text import StopStrings
-from fastdecode.engine.request import EngineError, GenerationFailed, SamplingParams, TokenEvent
+from fastdecode.engine.request import GenerationFailed, SamplingParams, TokenEvent
 from fastdecode.tokenizer import Detokenizer
 
 
@@ -129,7 +128,7 @@ class Run:
             stream.cancel()
 
     def fail(self, error: Exception) -> None:
-        """Make `pieces` raise `error`."""
+        """End the run: `pieces` raises `error` once it has handed out what is ready."""
         self._error = self._error or error
         self._wake.set()
 
@@ -145,8 +144,7 @@ class Run:
         self.cancel()
         for task in self._tasks:
             task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _follow(self, choice: Choice, stream: TokenStream) -> None:
         """Read one choice to its end."""
@@ -154,6 +152,8 @@ class Run:
         reason = "abort"
         try:
             async for event in stream:
+                if self._error is not None:
+                    return
                 piece = choice.feed(event)
                 if piece:
                     self._ready.setdefault(choice.index, Piece()).append(piece)
@@ -174,8 +174,8 @@ class Run:
     async def pieces(self, timeout: float | None = None) -> dict[int, Piece] | None:
         """What became ready since the last call, by index of choice; waits for something.
 
-        Empty after `timeout` seconds of nothing, None after the end. Raises the error that ended the generation, an
-        EngineError.
+        Empty after `timeout` seconds of nothing, None after the end. Raises the error that ended the generation (an
+        EngineError) after what became ready before it.
         """
         while not self._ready and self._error is None and self._left:
             self._wake.clear()
@@ -184,12 +184,12 @@ class Run:
                     await self._wake.wait()
             except TimeoutError:
                 return {}
+        if self._ready:
+            ready, self._ready = self._ready, {}
+            return ready
         if self._error is not None:
             raise self._error
-        if not self._ready:
-            return None
-        ready, self._ready = self._ready, {}
-        return ready
+        return None
 
 
 def submit(
@@ -212,7 +212,7 @@ def submit(
             for k in range(n):
                 index = p * n + k
                 run.add(make_choice(index, prompt), engine.submit(prompt, params_of(k), f"{request_id}-{index}"))
-    except EngineError:
+    except BaseException:
         run.cancel()
         raise
     return run

@@ -30,7 +30,7 @@ async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamRe
         return from_engine(error).response()
     except web.HTTPRequestEntityTooLarge:
         return ApiError(
-            413, f"the body is larger than {request._client_max_size} bytes", code="body_too_large"
+            413, f"the body is larger than {request.client_max_size} bytes", code="body_too_large"
         ).response()
     except web.HTTPMethodNotAllowed as error:
         headers = {"Allow": ", ".join(sorted(error.allowed_methods))}

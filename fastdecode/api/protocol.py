@@ -75,10 +75,10 @@ class Generation:
 
 @dataclass(frozen=True, slots=True)
 class CompletionRequest:
-    """A body of /v1/completions. A prompt is text or token ids."""
+    """A body of /v1/completions. The prompts are all text or all token ids, and at least one."""
 
     generation: Generation
-    prompts: tuple[str | list[int], ...]
+    prompts: list[str] | list[list[int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +183,7 @@ def _stop_token_ids(fields: Fields) -> frozenset[int]:
     ids = fields.take("stop_token_ids")
     if ids is None:
         return frozenset()
-    if not isinstance(ids, list) or not all(is_integer(i) and 0 <= i <= _MAX_INT for i in ids):
+    if ids != [] and not _is_token_ids(ids):
         raise invalid("stop_token_ids", "must be a list of token ids")
     return frozenset(ids)
 
@@ -200,22 +200,23 @@ def _include_usage(fields: Fields, stream: bool) -> bool:
     return include_usage
 
 
-def _prompts(prompt: Any) -> tuple[str | list[int], ...]:
+def _prompts(prompt: Any) -> list[str] | list[list[int]]:
     if isinstance(prompt, str):
-        return (prompt,)
+        return [prompt]
     if not isinstance(prompt, list) or not prompt:
         raise invalid("prompt", "must be a string, a list of strings, a list of token ids, or a list of such lists")
     if is_integer(prompt[0]):
         prompt = [prompt]
-    if all(isinstance(p, str) for p in prompt) or all(
-        isinstance(p, list) and p and all(map(is_integer, p)) for p in prompt
-    ):
-        if len(prompt) > MAX_CHOICES:
-            raise invalid("prompt", f"at most {MAX_CHOICES} prompts a request")
-        return tuple(prompt)
-    raise invalid(
-        "prompt", "must be a string, a list of strings, a list of token ids, or a list of such lists; none empty"
-    )
+    if not all(isinstance(p, str) for p in prompt) and not all(_is_token_ids(p) for p in prompt):
+        raise invalid("prompt", "must be all strings or all lists of token ids, none of these empty")
+    if len(prompt) > MAX_CHOICES:
+        raise invalid("prompt", f"at most {MAX_CHOICES} prompts a request")
+    return prompt
+
+
+def _is_token_ids(value: Any) -> bool:
+    """Whether it is a list of at least one token id. Bodies can hold millions, so no step of it is Python's."""
+    return isinstance(value, list) and set(map(type, value)) == {int} and min(value) >= 0 and max(value) <= _MAX_INT
 
 
 def _messages(messages: Any) -> list[dict[str, str]]:

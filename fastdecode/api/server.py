@@ -106,7 +106,7 @@ class Server:
         self._close_requests = close_requests
         self.port = port
 
-    async def close(self, grace: float = 0.0) -> None:
+    async def close(self, grace: float = 1.0) -> None:
         """Stop listening, give running requests `grace` seconds to end, end the others with an error. Idempotent."""
         if self._site in self._runner.sites:
             await self._site.stop()
