@@ -16,12 +16,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import rengine_peer as peer
-from link_driver import LARGE, SMALL, Driver, hello
-from rnode_process import STUCK_S, RNodeProcess
-
 from fastdecode.transports import link as link_module
 from fastdecode.transports.base import ROW_DTYPE, CallRefused, Link, LinkDown, LinkRefused, TransportError
 from fastdecode.transports.registry import connect, serve
+from link_driver import LARGE, SMALL, Driver, hello
+from rnode_process import STUCK_S, RNodeProcess
 
 KV_BYTES = 64 << 20
 NOTICED_S = 5.0  # a death must have been noticed by then
@@ -90,7 +89,7 @@ async def test_half_precision_rows(shared_node, act_dtype):
 
 
 async def test_hundreds_of_calls_in_order_and_slots_reused(shared_node):
-    """Two slots in flight all the time, steps of changing size; every reply belongs to its call, every row to its reply."""
+    """Two slots in flight, steps of changing size: every reply belongs to its call, every row to its reply."""
     said = hello()
     link = await connect(shared_node.url, said, None)
     driver = Driver(link, said)
@@ -98,8 +97,8 @@ async def test_hundreds_of_calls_in_order_and_slots_reused(shared_node):
 
     def steps():
         for _ in range(60):
-            plans = [[(slot, int(rng.integers(1, 9)), True), (slot + 2, int(rng.integers(1, 9)), False)] for slot in (0, 1)]
-            under_way = [driver.begin(slot, plan) for slot, plan in enumerate(plans)]
+            sizes = rng.integers(1, 9, 4).tolist()
+            under_way = [driver.begin(s, [(s, sizes[s], True), (s + 2, sizes[s + 2], False)]) for s in (0, 1)]
             for layer in range(said.geometry.n_layers):
                 bells = [step.post(layer) for step in under_way]
                 for step, bell in zip(reversed(under_way), reversed(bells), strict=True):
@@ -203,7 +202,7 @@ async def test_refused_calls_leave_the_link_alive(shared_node, row, status):
     await in_thread(driver.fill, 0, 10)
     driver.table(0, [row])
     link.post(0, 0, 1, 1, 1, True)
-    with pytest.raises(CallRefused, match="entr|row|sequence") as refused:
+    with pytest.raises(CallRefused, match=r"entr|row|sequence") as refused:
         await in_thread(link.wait, 0, HANG_S)
     assert refused.value.status == status
     await in_thread(lambda: driver.step(0, [(0, 1, True)]))
@@ -232,7 +231,7 @@ async def test_misuse_is_an_error_and_sends_nothing(shared_node):
     with pytest.raises(ValueError, match="no call has been posted"):
         link.wait(0, 1.0)
     for call in [(2, 0, 1, 1, 1), (0, 2, 1, 1, 1), (0, 0, 1, 33, 1), (0, 0, 1, 1, 2), (0, 0, 2, 1, 1), (0, 0, 0, 1, 1)]:
-        with pytest.raises(ValueError, match="slot|layer|rows"):
+        with pytest.raises(ValueError, match=r"slot|layer|rows"):
             link.post(*call, True)
     with pytest.raises(ValueError, match="longer"):
         link.write_table(0, np.zeros(33, ROW_DTYPE))
@@ -348,7 +347,7 @@ async def test_no_reply_within_the_timeout(node):
     node.stop()
     link.write_table(0, np.array([(0, 1, 0, 1, 1, 0)], ROW_DTYPE))
     link.post(0, 0, 1, 1, 1, True)
-    with pytest.raises(LinkDown, match="no reply to call 1 of slot 0 within 0.1 s"):
+    with pytest.raises(LinkDown, match=r"no reply to call 1 of slot 0 within 0\.1 s"):
         await in_thread(link.wait, 0, 0.1)
     assert "no reply" in str(await asyncio.wait_for(link.closed(), NOTICED_S))
     await is_dead(link)
