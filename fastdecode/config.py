@@ -1,7 +1,7 @@
 """The configuration of a node: one frozen dataclass, from which the command line is read.
 
-A field is an option of the same name. Its metadata say what it is for, which role it belongs to and how its text is parsed; a bad
-value, or an option of the other role, is an error at start.
+A field is an option of the same name. Its metadata say what it is for, which role it belongs to and how its text is
+parsed; a bad value, or an option of the other role, is an error at start.
 """
 
 from __future__ import annotations
@@ -206,7 +206,8 @@ class NodeConfig:
         """Parse a command line. Prints usage and exits with 2 on a bad one."""
         parser = argparse.ArgumentParser(
             prog="fastdecode-node",
-            description="One daemon, two roles: the S-node computes everything that has weights and serves the API, R-nodes hold the KV-cache and attend.",
+            description="One daemon, two roles: the S-node computes everything that has weights and serves the API, "
+            "R-nodes hold the KV-cache and attend.",
             allow_abbrev=False,
         )
         parser.add_argument("--version", action="version", version=f"fastdecode {__version__}")

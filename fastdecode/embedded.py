@@ -34,9 +34,9 @@ class Split:
 def split_machine(config: NodeConfig, *, s_on_gpu: bool) -> Split:
     """Choose what the command line left open.
 
-    Attention saturates the memory bus with few threads while the S-Part wants arithmetic; one core each beats both sharing all
-    of them. So on a CPU the R-node gets half of the cores (rounded down, at least one); beside a GPU all but one. The KV-cache
-    gets half of the memory that is free: it is committed only as it fills.
+    Attention saturates the memory bus with few threads while the S-Part wants arithmetic; one core each beats both
+    sharing all of them. So on a CPU the R-node gets half of the cores (rounded down, at least one); beside a GPU all
+    but one. The KV-cache gets half of the memory that is free: it is committed only as it fills.
     """
     cores = len(usable_cpus())
     r_threads = config.threads or (len(config.cpus) if config.cpus else None)

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from fastdecode.transports.registry import connect
 
 from fastdecode.engine.engine import Engine
 from fastdecode.rnode import RNode
 from fastdecode.spart import SPart, load_model
+from fastdecode.transports.registry import connect
 
 
 @contextlib.asynccontextmanager

@@ -26,7 +26,18 @@ def test_every_field_is_an_option(capsys):
 
 def test_values_are_parsed():
     config = NodeConfig.from_args(
-        ["--role", "r", "--listen", "tcp://127.0.0.1:7300", "--listen", "shm:///tmp/r", "--kv-memory", "4GiB", "--cpus", "0-2,5"]
+        [
+            "--role",
+            "r",
+            "--listen",
+            "tcp://127.0.0.1:7300",
+            "--listen",
+            "shm:///tmp/r",
+            "--kv-memory",
+            "4GiB",
+            "--cpus",
+            "0-2,5",
+        ]
     )
     assert config.listen == ("tcp://127.0.0.1:7300", "shm:///tmp/r")
     assert config.kv_memory == 4 << 30
@@ -114,7 +125,7 @@ def test_usable_cpus_follow_the_affinity_mask():
 
 
 def test_cgroup_limits_hold_though_the_host_has_more(tmp_path, monkeypatch):
-    """cgroup v2: the leaf allows a core and a half and 3 GiB, of which 1 GiB is used and a quarter of that is page cache."""
+    """The leaf (cgroup v2) allows a core and a half and 3 GiB; 1 GiB is used, a quarter of which is page cache."""
     leaf = tmp_path / "a" / "b"
     leaf.mkdir(parents=True)
     (leaf / "cpu.max").write_text("150000 100000\n")

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
+
 from fastdecode.kernels import _native as native
 
 PAGE = 64

@@ -1,4 +1,7 @@
-"""`fastdecode-bench`: one subcommand a question. Progress goes to stderr, results to stdout (a table, or one object with --json)."""
+"""`fastdecode-bench`: one subcommand a question.
+
+Progress goes to stderr, results to stdout: a table, or one object with --json.
+"""
 
 from __future__ import annotations
 

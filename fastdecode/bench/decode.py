@@ -1,5 +1,8 @@
-"""Output tokens a second of the split system at a given batch and context; of its S-Part and its R-Part alone; and how near
-the split comes to the bound, the slower of the two. Peers run the same checkpoint, batch and context in the same rounds."""
+"""Output tokens a second of the split system at a given batch and context, and of its two parts alone.
+
+The bound is the slower of the two; the figure to watch is how near the split comes to it. Peers run the same
+checkpoint, batch and context in the same rounds.
+"""
 
 from __future__ import annotations
 
@@ -141,9 +144,8 @@ def _result(
 
 
 def _print_table(result: dict) -> None:
-    print(
-        f"{result['model']}: batch {result['batch']}, context {result['context']}, {result['mini_batches']} mini-batches, {result['dtype']}, KV {result['kv_dtype']}"
-    )
+    shape = f"batch {result['batch']}, context {result['context']}, {result['mini_batches']} mini-batches"
+    print(f"{result['model']}: {shape}, {result['dtype']}, KV {result['kv_dtype']}")
     rows = [
         ("split", result["tokens_per_s"]),
         ("S alone", result["s_tokens_per_s"]),

@@ -1,4 +1,4 @@
-"""Peers of the decode benchmark: each loads the same checkpoint once and then decodes `steps` tokens of every sequence a round."""
+"""Peers of the decode benchmark: each loads the checkpoint once, then decodes some tokens of each sequence a round."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Peer(Protocol):
 
 
 class Transformers:
-    """transformers' `generate`, greedy, going on from a cache of `context` random tokens. Has all cores to itself in its turn."""
+    """transformers' `generate`, greedy, going on from a cache of `context` random tokens, on all cores in its turn."""
 
     def __init__(self, model: Path, batch: int, context: int, dtype: torch.dtype, device: torch.device, threads: int):
         from transformers import AutoModelForCausalLM, DynamicCache

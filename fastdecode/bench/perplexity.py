@@ -1,7 +1,7 @@
 """Perplexity of a text under each KV-cache format: what a smaller cache costs.
 
-Every token is decoded, none prefilled, so that each one's attention reads what the R-node has stored. The text is cut into
-sequences that advance together, one token a step.
+Every token is decoded, none prefilled, so that each one's attention reads what the R-node has stored. The text is cut
+into sequences that advance together, one token a step.
 """
 
 from __future__ import annotations
@@ -43,10 +43,11 @@ def run(args: argparse.Namespace) -> None:
     if args.json:
         print(orjson.dumps(result, option=orjson.OPT_INDENT_2).decode())
         return
-    print(f"{result['model']}: {result['tokens']} tokens in sequences of {result['length']}, weights {result['dtype']}")
+    print(f"{result['model']}: {result['tokens']} tokens in sequences of {result['length']}, {result['dtype']} weights")
     for row in result["rows"]:
         change = "" if row["change"] is None else f"  {100 * row['change']:+.3f} %"
-        print(f"  KV {row['kv_dtype']:<6}{row['nats_per_token']:10.5f} nats/token  perplexity {row['perplexity']:.4f}{change}")
+        nats, ppl = row["nats_per_token"], row["perplexity"]
+        print(f"  KV {row['kv_dtype']:<6}{nats:10.5f} nats/token  perplexity {ppl:.4f}{change}")
 
 
 async def _run(args: argparse.Namespace) -> dict:
@@ -94,7 +95,7 @@ def cut(directory: Path, text: str, sequences: int, length: int) -> np.ndarray:
 
 
 def nats_per_token(model: Model, link: Link, ids: np.ndarray, progress: str | None = None) -> float:
-    """Mean of -ln p(next token) over ids [sequences, length]; the link's lease must be fresh and have room for all of it."""
+    """Mean of -ln p(next token) over ids [sequences, length]. The link's lease must be fresh and have room for them."""
     spart = SPart(model, [link])
     sequences, length = ids.shape
     total = 0.0
