@@ -93,8 +93,9 @@ def make_checkpoint(name: str, seed: int = 0) -> Path:
 
 def make_model(name: str, seed: int = 0) -> Any:
     """The transformers model itself, fp32, in eval mode."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, logging
 
+    logging.disable_progress_bar()
     family, overrides, _ = VARIANTS[name]
     config = _config(family, dict(overrides))
     with torch.random.fork_rng():
@@ -115,8 +116,9 @@ def make_model(name: str, seed: int = 0) -> Any:
 
 def reference(directory: Path) -> Any:
     """The checkpoint as transformers loads it in fp32."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, logging
 
+    logging.disable_progress_bar()
     return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
 
 

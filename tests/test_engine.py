@@ -8,7 +8,6 @@ import random
 import threading
 
 import pytest
-from fastdecode.transports.base import CallRefused
 from toy import POISON, VOCAB, ToyLink, ToySPart, continuation
 
 from fastdecode.engine.engine import Engine
@@ -21,6 +20,7 @@ from fastdecode.engine.request import (
     SamplingParams,
 )
 from fastdecode.engine.runner import Runner, RunnerStopped
+from fastdecode.transports.base import CallRefused
 
 # -- runner -----------------------------------------------------------------------------------------------------------
 

@@ -6,12 +6,12 @@ import random
 from types import SimpleNamespace
 
 import pytest
-from fastdecode.transports.base import PAGE_TOKENS
 
 from fastdecode.engine.cluster import Cluster, pages_for
 from fastdecode.engine.request import SamplingParams
 from fastdecode.engine.scheduler import Plan, Scheduler, SchedulerLimits
 from fastdecode.engine.sequence import Sequence
+from fastdecode.transports.base import PAGE_TOKENS
 
 END = 7  # the end token of every sequence here
 WORD = 1

@@ -13,11 +13,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 from checkpoints import VOCAB_SIZE, make_checkpoint, reference
-from fastdecode.transports.registry import connect
 
 from fastdecode.engine.engine import Engine
 from fastdecode.engine.request import GenerationFailed, NotReady, SamplingParams
 from fastdecode.spart import SPart, load_model
+from fastdecode.transports.registry import connect
 
 MAX_ROWS = 128  # well below the longest prompts, so that they are chunked
 

@@ -11,10 +11,9 @@ import threading
 import zlib
 from types import SimpleNamespace
 
-from fastdecode.transports.base import CallRefused, LinkDown
-
 from fastdecode.engine.cluster import pages_for
 from fastdecode.spart.batch import Sampled, StepOutput
+from fastdecode.transports.base import CallRefused, LinkDown
 
 VOCAB = 1000
 POISON = VOCAB - 1  # a prompt that ends with it has no next token

@@ -26,6 +26,8 @@ log = logging.getLogger(__name__)
 PING_INTERVAL_S = 1.0
 PINGS_UNANSWERED = 5
 
+_LINK_CLOSED = 5  # fd_status_t: the R-engine has taken this link from its list
+
 #: How long `close` waits for the R-node to have freed the lease.
 CLOSE_S = 5.0
 
@@ -75,6 +77,9 @@ class RegionLink(Link):
             status, busy_ns, kv_bytes, message = self._port.wait(slot, timeout)
         except ConnectionError as error:
             raise self._down(error) from None
+        if status == _LINK_CLOSED:
+            self._port.kill(message)
+            raise self._down(message)
         if status:
             raise CallRefused(status, message)
         return CallTimes(busy_ns, kv_bytes)
@@ -95,9 +100,7 @@ class RegionLink(Link):
         await self._ask(Trim(id=next(self._ids), seq=seq, tag=tag, length=length))
 
     async def fork(self, src: tuple[int, int], dst: tuple[int, int], length: int) -> None:
-        request = Fork(
-            id=next(self._ids), src=src[0], src_tag=src[1], dst=dst[0], dst_tag=dst[1], length=length
-        )
+        request = Fork(id=next(self._ids), src=src[0], src_tag=src[1], dst=dst[0], dst_tag=dst[1], length=length)
         await self._ask(request)
 
     async def stats(self) -> dict:

@@ -57,8 +57,9 @@ fd_port_result_t fd_port_wait(fd_port_t *port, uint32_t index, uint64_t timeout_
         return FD_PORT_DOWN;
     }
 
-    /* The peer can write this memory: copy it, then look at the copy. */
+    /* The peer can write this memory: copy it, then look at the copy (and keep the compiler from looking again). */
     memcpy(reply, &slot->reply, sizeof *reply);
+    __asm__ __volatile__("" : : "r"(reply) : "memory");
     reply->message[sizeof reply->message - 1] = 0;
     const char *wrong = NULL;
     if (reply->seq != call->seq) wrong = "a reply does not carry its call's number";

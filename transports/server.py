@@ -156,7 +156,8 @@ class ControlServer(Server):
         self._secret = secret
         self._carrier = carrier
         self._loop = asyncio.get_running_loop()
-        self._pending: dict[asyncio.Task[None], None] = {}  # in the order of their coming
+        # In the order of their coming, with what ends each; it is given a reason.
+        self._pending: dict[asyncio.Task[None], Callable[[str], object]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._links: set[ServedLink] = set()
         self._unattached: dict[str, _Unattached] = {}
@@ -166,10 +167,8 @@ class ControlServer(Server):
         self._accepting.cancel()
         await asyncio.gather(self._accepting, return_exceptions=True)
         self._listener.close()
-        for task in list(self._pending):
-            task.cancel()
-        for link in self._links:
-            link.end("the R-node is shutting down")
+        for end in [*self._pending.values(), *(link.end for link in self._links)]:
+            end("the R-node is shutting down")
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _accept(self) -> None:
@@ -181,10 +180,10 @@ class ControlServer(Server):
                 await asyncio.sleep(0.1)
                 continue
             if len(self._pending) >= MAX_PENDING:
-                next(iter(self._pending)).cancel()
+                self._pending.pop(next(iter(self._pending)))("too many hand-shakes are under way")
             task = self._loop.create_task(self._connection(sock))
             self._tasks.add(task)
-            self._pending[task] = None
+            self._pending[task] = task.cancel
             task.add_done_callback(self._tasks.discard)
             task.add_done_callback(lambda t: self._pending.pop(t, None))
 
@@ -212,6 +211,8 @@ class ControlServer(Server):
             await tell(conn, Refused(reason=reason))
         except LinkDown:
             pass
+        except Exception:
+            log.exception("%s: a connection failed", self.url)
         else:
             await self._serve(conn, caller, link)
         finally:
@@ -242,13 +243,16 @@ class ControlServer(Server):
         timer = self._loop.call_later(handshake.DEADLINE_S, link.end, late)
         self._unattached[token] = _Unattached(link, task, timer)
         self._links.add(link)
+        if task in self._pending:
+            self._pending[task] = link.end
         log.info("link of %s opened: %s", link.name, link.lease)
         try:
             if self._accepting.done():
                 link.end("the R-node is shutting down")
-            await caller.welcome(link.lease, token, self._secret)
+            async with asyncio.timeout(handshake.DEADLINE_S):
+                await caller.welcome(link.lease, token, self._secret)
             await link.run()
-        except LinkDown as error:
+        except (LinkDown, TimeoutError) as error:
             log.info("link of %s ended: %s", link.name, error)
         finally:
             timer.cancel()

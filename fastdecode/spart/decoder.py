@@ -90,19 +90,13 @@ class SPart:
         )
 
     def drop(self, link: int, seq: int, tag: int) -> None:
-        """Forget a prompt that will not be continued (aborted or preempted between its chunks)."""
+        """Forget a prompt that will not be continued (aborted or preempted between its chunks). From any thread."""
         self._prompts.drop((link, seq, tag))
 
     @property
     def staged_bytes(self) -> int:
         """Memory that holds K and V of prompts between their chunks."""
         return self._prompts.nbytes
-
-    def release_link(self, index: int) -> None:
-        """Let go of a link's region, so that it can be unmapped. No step may be using it."""
-        for key in list(self._views):
-            if key[0] == index:
-                del self._views[key]
 
     @property
     def config(self) -> ModelConfig:
