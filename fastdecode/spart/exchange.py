@@ -34,8 +34,10 @@ class SlotViews:
         self.o = self._rows(y.slot(slot) + y.o, y.q_row_bytes)
 
     def _rows(self, offset: int, row_bytes: int) -> torch.Tensor:
-        count = self._max_rows * row_bytes // self._dtype.itemsize
-        return torch.frombuffer(self._region, dtype=self._dtype, count=count, offset=offset).view(self._max_rows, -1)
+        # By way of numpy, which keeps the buffer exported and with it the region mapped as long as a tensor is there.
+        # torch.frombuffer does not: a link that goes down in the middle of a step would unmap it under the step's feet.
+        rows = np.frombuffer(self._region, np.uint8, self._max_rows * row_bytes, offset)
+        return torch.from_numpy(rows).view(self._dtype).view(self._max_rows, -1)
 
 
 @dataclass(frozen=True, slots=True)
