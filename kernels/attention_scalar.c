@@ -182,7 +182,11 @@ static void merge(float *m, float *l, float *acc, const float *m2, const float *
 
 static void finish(float *acc, const float *l, uint32_t rows, uint32_t head_size) {
     for (uint32_t r = 0; r < rows; r++, acc += head_size) {
-        const float scale = l[r] == 0.0f ? 0.0f : 1.0f / l[r];
+        if (l[r] == 0.0f) {
+            memset(acc, 0, head_size * sizeof *acc);
+            continue;
+        }
+        const float scale = 1.0f / l[r];
         for (uint32_t d = 0; d < head_size; d++) acc[d] *= scale;
     }
 }

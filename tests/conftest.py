@@ -1,4 +1,4 @@
-"""Puts the helper modules beside the tests on sys.path (importlib mode does not)."""
+"""Shared by all tests: `tests/` itself is importable, for helper modules such as checkpoints.py."""
 
 import sys
 from pathlib import Path

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+
 from fastdecode.kernels import _native
 
 NEW_STEP = 1

@@ -9,7 +9,6 @@ import time
 
 import numpy as np
 import pytest
-from fastdecode.kernels import _native
 from rengine_peer import (
     BAD_CALL,
     BF16,
@@ -25,6 +24,8 @@ from rengine_peer import (
     Geometry,
     Link,
 )
+
+from fastdecode.kernels import _native
 
 ISAS = _native.isa_supported()
 

@@ -10,8 +10,9 @@ import threading
 import time
 from pathlib import Path
 
-from fastdecode.kernels import _native
 from rengine_peer import KV_FP32, Geometry, Peer
+
+from fastdecode.kernels import _native
 
 G = Geometry(n_slots=1, max_rows=4, n_layers=1)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from fastdecode.kernels import _native
 from rengine_peer import (
     ATTEND,
     BAD_CALL,
@@ -16,6 +15,8 @@ from rengine_peer import (
     Geometry,
     Link,
 )
+
+from fastdecode.kernels import _native
 
 
 @pytest.fixture

@@ -1,13 +1,13 @@
 """What a transport is: the page to read before writing one.
 
-A *link* joins one S-node to one R-node. Both ends hold an activation region of the same layout (kernels/region.h): a header
-page and `n_slots` slots, each with a request half and a reply half. A transport only makes bytes written at one end appear
-at the other, doorbell last. It never looks at what the bytes mean, beyond the counts in a call header that say how
-many of them are used.
+A *link* joins one S-node to one R-node. Both ends hold an activation region of the same layout (kernels/region.h): a
+header page and `n_slots` slots, each with a request half and a reply half. A transport only makes bytes written at one
+end appear at the other, doorbell last. It never looks at what the bytes mean, beyond the counts in a call header that
+say how many of them are used.
 
 A link also has a control connection (length-prefixed JSON frames, `frames.py`) over which it is opened (`handshake.py`:
-version, shared secret, geometry) and by which its sequences are freed, trimmed and forked. The control connection is asyncio;
-the data path is C and memory and never enters the event loop.
+version, shared secret, geometry) and by which its sequences are freed, trimmed and forked. The control connection is
+asyncio; the data path is C and memory and never enters the event loop.
 
 A transport is one module with two coroutines, registered by URL scheme in `registry.py`:
 
@@ -34,7 +34,7 @@ KV_DTYPES = ("fp32", "fp16", "int8")  # index == fd_kv_dtype_t
 PAGE_TOKENS = 64
 
 #: One row table entry (fd_row_t of kernels/region.h).
-ROW_DTYPE = np.dtype([("seq", "<u4"), ("tag", "<u4"), ("pos", "<u4"), ("n_rows", "<u4"), ("flags", "<u4"), ("reserved", "<u4")])
+ROW_DTYPE = np.dtype([(name, "<u4") for name in ("seq", "tag", "pos", "n_rows", "flags", "reserved")])
 ROW_ATTEND = 1
 
 
@@ -128,7 +128,10 @@ class Link(ABC):
 
     @abstractmethod
     def wait(self, slot: int, timeout: float) -> CallTimes:
-        """Block until the reply to the last `post` is there. Raises CallRefused, LinkDown (also after `timeout` seconds)."""
+        """Block until the reply to the last `post` is there.
+
+        Raises CallRefused, LinkDown (also after `timeout` seconds).
+        """
 
     @abstractmethod
     def ready(self, slot: int) -> bool:
@@ -188,12 +191,14 @@ class RegionLayout:
 class LinkService(Protocol):
     """What an R-node offers to the transports it listens on (implemented by fastdecode/rnode.py over the R-engine)."""
 
+    name: str  # the R-node's, told to every caller
+
     def open_link(self, hello: Hello, region: memoryview, notify: object | None) -> OpenLink:
         """Grant a lease and put the link's region under the R-engine's eyes.
 
         `region` is mapped, its header written, and stays mapped until OpenLink.close returns. `notify` is None or a
-        PyCapsule named "fastdecode.notify" around an fd_notify_t {fd_notify_fn fn; void *ctx}, called when a reply bell has been rung.
-        Raises LinkRefused.
+        PyCapsule named "fastdecode.notify" around an fd_notify_t {fd_notify_fn fn; void *ctx}, called when a reply bell
+        has been rung. Raises LinkRefused.
         """
 
 

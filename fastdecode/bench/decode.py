@@ -1,0 +1,320 @@
+"""Output tokens a second of the split system at a given batch and context, and of its two parts alone.
+
+The bound is the slower of the two; the figure to watch is how near the split comes to it. Peers run the same
+checkpoint, batch and context in the same rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import random
+import statistics
+import time
+from pathlib import Path
+
+import numpy as np
+import orjson
+import torch
+import uvloop
+from tqdm import tqdm
+
+from fastdecode.bench.peers import PEERS
+from fastdecode.config import NodeConfig
+from fastdecode.demo import model_dir
+from fastdecode.embedded import EmbeddedRNode, split_machine
+from fastdecode.engine.runner import Runner
+from fastdecode.spart import SPart, choose_device, choose_dtype, load_model
+from fastdecode.spart.batch import Chunk, SampleSpec, StepBatch
+from fastdecode.transports.base import PAGE_TOKENS, ROW_ATTEND, ROW_DTYPE, CallTimes, Link
+from fastdecode.transports.registry import connect
+
+COMMAND = ("decode", "output tokens/s of the split system, of S and R apart, and the ratio to the max(S, R) bound")
+
+_FILL_ROWS = 512
+_TIMEOUT = 60.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", type=Path, metavar="DIR", help="checkpoint; default: the demo model")
+    parser.add_argument("--batch", type=int, default=32, help="sequences decoding at once, over all mini-batches")
+    parser.add_argument("--context", type=int, default=512, help="tokens cached of each sequence")
+    parser.add_argument("--steps", type=int, default=16, help="tokens of each sequence a round")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--mini-batches", type=int, default=2)
+    parser.add_argument(
+        "--r-node", action="append", metavar="URL", help="R-node to use (repeatable); default: an embedded one"
+    )
+    parser.add_argument("--kv-dtype", choices=("fp32", "fp16", "int8"), default="fp16")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--dtype", choices=("auto", "fp32", "bf16", "fp16"), default="auto")
+    parser.add_argument("--threads", type=int, help="attention threads of the embedded R-node")
+    parser.add_argument("--s-threads", type=int, help="threads of the S-Part on a CPU")
+    parser.add_argument("--cpus", help="cpus of the attention threads, e.g. 1 or 4-7")
+    parser.add_argument("--spin-us", type=int, help="microseconds to spin for the other side before sleeping")
+    parser.add_argument(
+        "--peer", action="append", choices=sorted(PEERS), default=[], help="also run this peer (repeatable)"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(args: argparse.Namespace) -> None:
+    if args.batch < args.mini_batches:
+        raise ValueError("--batch is smaller than --mini-batches")
+    result = uvloop.run(_run(args))
+    if args.json:
+        print(orjson.dumps(result, option=orjson.OPT_INDENT_2).decode())
+    else:
+        _print_table(result)
+
+
+async def _run(args: argparse.Namespace) -> dict:
+    device = choose_device(args.device)
+    directory = args.model or model_dir()
+    dtype = choose_dtype(args.dtype, directory, device)
+    argv = ["--kv-dtype", args.kv_dtype, "--mini-batches", str(args.mini_batches)]
+    for flag, value in (
+        ("--threads", args.threads),
+        ("--s-threads", args.s_threads),
+        ("--cpus", args.cpus),
+        ("--spin-us", args.spin_us),
+    ):
+        argv += [flag, str(value)] if value is not None else []
+    config = NodeConfig.from_args(argv)
+    split = split_machine(config, s_on_gpu=device.type == "cuda")
+    all_threads = torch.get_num_threads()
+    torch.set_num_threads(split.s_threads)
+    model = load_model(directory, device=device, dtype=dtype, progress=True)
+    node = None
+    if not args.r_node:
+        node = await EmbeddedRNode.start(config, split)
+    try:
+        bench = await _Bench.open(args, model, [node.url] if node else args.r_node)
+        await bench.fill()
+        peers = {
+            name: PEERS[name](directory, args.batch, args.context, dtype, device, all_threads) for name in args.peer
+        }
+        samples: dict[str, list[float]] = {"split": [], "s": [], "r": [], **{name: [] for name in peers}}
+        for i in tqdm(range(args.rounds + 1), desc="rounds", unit="round"):
+            measured = {"split": await bench.split_round(), "s": bench.s_round(), "r": await bench.r_round()}
+            for name, peer in peers.items():
+                torch.set_num_threads(all_threads)
+                measured[name] = args.batch * args.steps / peer.round(args.steps)
+                torch.set_num_threads(split.s_threads)
+            if i:  # the first round warms up
+                for name, value in measured.items():
+                    samples[name].append(value)
+        await bench.close()
+    finally:
+        if node:
+            await node.stop()
+    return _result(args, directory, dtype, split, bench, samples)
+
+
+def _result(
+    args: argparse.Namespace, directory: Path, dtype: torch.dtype, split: object, bench: _Bench, samples: dict
+) -> dict:
+    ratios = [x / min(s, r) for x, s, r in zip(samples["split"], samples["s"], samples["r"], strict=True)]
+    return {
+        "model": directory.resolve().name,
+        "parameters": bench.model.parameters,
+        "batch": args.batch,
+        "context": args.context,
+        "mini_batches": args.mini_batches,
+        "dtype": str(dtype).removeprefix("torch."),
+        "kv_dtype": args.kv_dtype,
+        "s_threads": split.s_threads,
+        "r_threads": sum(link.lease.threads for link in bench.links),
+        "isa": bench.links[0].lease.isa,
+        "rounds": args.rounds,
+        "tokens_per_s": statistics.median(samples["split"]),
+        "s_tokens_per_s": statistics.median(samples["s"]),
+        "r_tokens_per_s": statistics.median(samples["r"]),
+        "bound_ratio": statistics.median(ratios),
+        "spread": {name: [min(values), max(values)] for name, values in {**samples, "bound_ratio": ratios}.items()},
+        "peers": {
+            name: {
+                "tokens_per_s": statistics.median(samples[name]),
+                "ratio": statistics.median(a / b for a, b in zip(samples["split"], samples[name], strict=True)),
+            }
+            for name in args.peer
+        },
+    }
+
+
+def _print_table(result: dict) -> None:
+    shape = f"batch {result['batch']}, context {result['context']}, {result['mini_batches']} mini-batches"
+    print(f"{result['model']}: {shape}, {result['dtype']}, KV {result['kv_dtype']}")
+    rows = [
+        ("split", result["tokens_per_s"]),
+        ("S alone", result["s_tokens_per_s"]),
+        ("R alone", result["r_tokens_per_s"]),
+    ]
+    rows += [(name, peer["tokens_per_s"]) for name, peer in result["peers"].items()]
+    for name, tokens in rows:
+        print(f"  {name:<14}{tokens:10.1f} tokens/s")
+    print(f"  {'to the bound':<14}{100 * result['bound_ratio']:10.1f} %")
+    for name, peer in result["peers"].items():
+        print(f"  split / {name}: {peer['ratio']:.2f}x")
+
+
+class _NoRPart(Link):
+    """Stands in for a link while the S-Part is timed alone: the same region, and every call answered at once."""
+
+    def __init__(self, link: Link):
+        self.url, self.geometry, self.lease, self.layout = link.url, link.geometry, link.lease, link.layout
+        self.region = memoryview(np.zeros(link.layout.region_bytes, np.uint8)).cast("B")
+
+    def write_table(self, slot, entries):
+        pass
+
+    def post(self, slot, layer, n_entries, n_rows, n_attend_rows, new_step):
+        pass
+
+    def wait(self, slot, timeout):
+        return CallTimes(0, 0)
+
+    def ready(self, slot):
+        return True
+
+    async def free(self, handles):
+        pass
+
+    async def trim(self, seq, tag, length):
+        pass
+
+    async def fork(self, src, dst, length):
+        pass
+
+    async def stats(self):
+        return {}
+
+    async def closed(self):
+        return None
+
+    async def close(self):
+        pass
+
+
+class _Bench:
+    """`batch` sequences of `context` cached tokens, spread over the links and dealt to the mini-batches."""
+
+    def __init__(self, args: argparse.Namespace, model, links: list[Link]):
+        self.args, self.model, self.links = args, model, links
+        self.spart = SPart(model, links)
+        self.s_alone = SPart(model, [_NoRPart(link) for link in links])
+        self.runner = Runner()
+        # (link, seq) of every sequence; neighbours go to different links, each mini-batch is sorted by link.
+        everyone = [(i % len(links), i // len(links)) for i in range(args.batch)]
+        self.mini_batches = [sorted(everyone[i :: args.mini_batches]) for i in range(args.mini_batches)]
+
+    @classmethod
+    async def open(cls, args: argparse.Namespace, model, urls: list[str]) -> _Bench:
+        rows = max(-(-args.batch // args.mini_batches), _FILL_ROWS)
+        per_link = -(-args.batch // len(urls))
+        tokens = args.context + args.steps + 1
+        hello = model.hello(
+            n_slots=args.mini_batches, max_rows=rows, kv_dtype=args.kv_dtype, kv_bytes=None, max_seqs=per_link
+        )
+        links = [await connect(url, dataclasses.replace(hello), None) for url in urls]
+        for link in links:
+            needed = per_link * -(-tokens // PAGE_TOKENS)
+            if link.lease.n_pages < needed:
+                raise ValueError(
+                    f"{link.url} grants {link.lease.n_pages} KV pages, this batch and context need {needed}"
+                )
+        return cls(args, model, links)
+
+    async def close(self) -> None:
+        self.runner.stop()
+        for link in self.links:
+            await link.close()
+
+    async def fill(self) -> None:
+        """Cache `context` tokens of random K and V for every sequence: append-only calls, no S-Part."""
+        generator = torch.Generator().manual_seed(0)
+        for link in self.links:
+            y = link.layout
+            rows = torch.randn(_FILL_ROWS * y.kv_row_bytes // 4, generator=generator)
+            raw = rows.to(self.model.act_torch_dtype).view(torch.uint8).numpy()[: _FILL_ROWS * y.kv_row_bytes]
+            start = y.slot(0) + y.kv
+            link.region[start : start + raw.nbytes] = memoryview(raw).cast("B")
+        total = self.args.batch * self.args.context
+        with tqdm(total=total, desc="filling the KV-cache", unit="token", unit_scale=True) as bar:
+            for index, seq in sorted(s for batch in self.mini_batches for s in batch):
+                for pos in range(0, self.args.context, _FILL_ROWS):
+                    n = min(_FILL_ROWS, self.args.context - pos)
+                    await asyncio.to_thread(self._append, self.links[index], seq, pos, n)
+                    bar.update(n)
+
+    def _append(self, link: Link, seq: int, pos: int, n: int) -> None:
+        link.write_table(0, np.array([(seq, 1, pos, n, 0, 0)], ROW_DTYPE))
+        for layer in range(link.geometry.n_layers):
+            link.post(0, layer, 1, n, 0, layer == 0)
+            link.wait(0, _TIMEOUT)
+
+    async def _trim(self) -> None:
+        for index, seq in (s for batch in self.mini_batches for s in batch):
+            await self.links[index].trim(seq, 1, self.args.context)
+
+    def _batch(self, slot: int, step: int) -> StepBatch:
+        spec = SampleSpec(temperature=0.0)
+        vocab = self.model.config.vocab_size
+        return StepBatch(
+            slot,
+            [
+                Chunk(link, seq, 1, self.args.context + step, [random.randrange(vocab)], False, spec)
+                for link, seq in self.mini_batches[slot]
+            ],
+        )
+
+    async def split_round(self) -> float:
+        """Tokens a second, both parts at work."""
+
+        async def drive(slot: int) -> None:
+            for step in range(self.args.steps):
+                await self.runner.submit(self.spart.step(self._batch(slot, step)))
+
+        start = time.perf_counter()
+        await asyncio.gather(*(drive(slot) for slot in range(self.args.mini_batches)))
+        elapsed = time.perf_counter() - start
+        await self._trim()
+        return self.args.batch * self.args.steps / elapsed
+
+    def s_round(self) -> float:
+        """Tokens a second of the S-Part alone, mini-batch after mini-batch as in the split."""
+        start = time.perf_counter()
+        for step in range(self.args.steps):
+            for slot in range(self.args.mini_batches):
+                for _ in self.s_alone.step(self._batch(slot, step)):
+                    pass
+        return self.args.batch * self.args.steps / (time.perf_counter() - start)
+
+    async def r_round(self) -> float:
+        """Tokens a second of the R-Part alone, all slots in flight."""
+        elapsed = await asyncio.to_thread(self._r_steps)
+        await self._trim()
+        return self.args.batch * self.args.steps / elapsed
+
+    def _r_steps(self) -> float:
+        layers = self.links[0].geometry.n_layers
+        counts = {}
+        start = time.perf_counter()
+        for step in range(self.args.steps):
+            for slot, batch in enumerate(self.mini_batches):
+                for index, link in enumerate(self.links):
+                    rows = [(seq, 1, self.args.context + step, 1, ROW_ATTEND, 0) for i, seq in batch if i == index]
+                    counts[slot, index] = len(rows)
+                    if rows:
+                        link.write_table(slot, np.array(rows, ROW_DTYPE))
+            busy = [key for key, n in counts.items() if n]
+            for layer in range(layers):
+                for slot, index in busy:
+                    if layer:
+                        self.links[index].wait(slot, _TIMEOUT)
+                    n = counts[slot, index]
+                    self.links[index].post(slot, layer, n, n, n, layer == 0)
+            for slot, index in busy:
+                self.links[index].wait(slot, _TIMEOUT)
+        return time.perf_counter() - start

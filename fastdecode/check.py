@@ -1,0 +1,68 @@
+"""`fastdecode-node --check`: what this node sees of the machine."""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+from importlib.util import find_spec
+from pathlib import Path
+
+from fastdecode import __version__
+from fastdecode.config import format_bytes
+from fastdecode.kernels import _native
+from fastdecode.machine import available_memory, usable_cpus
+
+
+def report() -> str:
+    """One line a fact, for people."""
+    rows = [
+        ("fastdecode", f"{__version__}, Python {platform.python_version()}, {platform.system()} {platform.release()}"),
+        ("cores", f"{len(usable_cpus())} usable of {os.cpu_count()}"),
+        ("memory", f"{format_bytes(available_memory())} available"),
+        ("ISA", _isa()),
+        ("huge pages", _huge_pages()),
+        ("memlock", _memlock()),
+        ("GPU", _gpu()),
+        ("RDMA", _rdma()),
+    ]
+    return "\n".join(f"{name:<11} {value}" for name, value in rows)
+
+
+def _isa() -> str:
+    forced = os.environ.get("FASTDECODE_ISA")
+    supported = _native.isa_supported()
+    if forced is None:
+        return f"{_native.isa_best()} (kernels for {', '.join(supported)})"
+    verdict = "forced by FASTDECODE_ISA" if forced in supported else "asked for by FASTDECODE_ISA, not to be had here"
+    return f"{forced} {verdict} (kernels for {', '.join(supported)})"
+
+
+def _huge_pages() -> str:
+    try:
+        setting = Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text()
+    except OSError:
+        return "transparent huge pages: not offered by this kernel"
+    chosen = setting[setting.find("[") + 1 : setting.find("]")]
+    return f"transparent huge pages: {chosen}"
+
+
+def _memlock() -> str:
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return "unlimited" if soft == resource.RLIM_INFINITY else format_bytes(soft)
+
+
+def _gpu() -> str:
+    import torch
+
+    if not torch.cuda.is_available():
+        return f"none (torch {torch.__version__})"
+    names = (torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count()))
+    return ", ".join(f"{p.name}, {format_bytes(p.total_memory)}" for p in names) + f" (torch {torch.__version__})"
+
+
+def _rdma() -> str:
+    root = Path("/sys/class/infiniband")
+    devices = sorted(p.name for p in root.iterdir()) if root.is_dir() else []
+    pyverbs = "pyverbs installed" if find_spec("pyverbs") else "pyverbs not installed"
+    return f"{', '.join(devices) or 'no devices'} ({pyverbs})"

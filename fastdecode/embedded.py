@@ -1,0 +1,121 @@
+"""The embedded R-node: a child process over shared memory, for an S-node that was given none."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import logging
+import shutil
+import signal
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from fastdecode.config import NodeConfig
+from fastdecode.machine import available_memory, usable_cpus
+
+log = logging.getLogger(__name__)
+
+_PR_SET_PDEATHSIG = 1
+_START_SECONDS = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """How one machine's cores and memory are shared out between the S-Part and an embedded R-node."""
+
+    s_threads: int
+    r_threads: int
+    kv_memory: int
+
+
+def split_machine(config: NodeConfig, *, s_on_gpu: bool) -> Split:
+    """Choose what the command line left open.
+
+    Attention saturates the memory bus with few threads while the S-Part wants arithmetic; one core each beats both
+    sharing all of them. So on a CPU the R-node gets half of the cores (rounded down, at least one); beside a GPU all
+    but one. The KV-cache gets half of the memory that is free: it is committed only as it fills.
+    """
+    cores = len(usable_cpus())
+    r_threads = config.threads or (len(config.cpus) if config.cpus else None)
+    if r_threads is None:
+        r_threads = max(1, cores - 1 if s_on_gpu else cores // 2)
+    s_threads = config.s_threads or max(1, cores - r_threads)
+    return Split(s_threads, r_threads, config.kv_memory or available_memory() // 2)
+
+
+class EmbeddedRNode:
+    """A child `fastdecode-node --role r`; it dies with this process, however that ends."""
+
+    def __init__(self, process: asyncio.subprocess.Process, directory: Path):
+        self._process = process
+        self._directory = directory
+        self.url = f"shm://{directory}/r.sock"
+
+    @classmethod
+    async def start(cls, config: NodeConfig, split: Split) -> EmbeddedRNode:
+        """Start the child and wait until it listens. Raises RuntimeError if it does not."""
+        directory = Path(tempfile.mkdtemp(prefix="fastdecode-"))  # 0700, so nobody else reaches the socket
+        argv = ["--role", "r", "--listen", f"shm://{directory}/r.sock"]
+        argv += [
+            "--threads",
+            str(split.r_threads),
+            "--kv-memory",
+            str(split.kv_memory),
+            "--log-level",
+            config.log_level,
+        ]
+        if config.cpus is not None:
+            argv += ["--cpus", ",".join(map(str, config.cpus))]
+        if config.spin_us is not None:
+            argv += ["--spin-us", str(config.spin_us)]
+        if config.secret_file is not None:
+            argv += ["--secret-file", str(config.secret_file)]
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "fastdecode.node",
+            *argv,
+            stdin=asyncio.subprocess.DEVNULL,
+            preexec_fn=_die_with_parent,
+        )
+        node = cls(process, directory)
+        try:
+            await node._until_listening()
+        except BaseException:
+            await node.stop()
+            raise
+        log.info("embedded R-node: %d thread(s), pid %d", split.r_threads, process.pid)
+        return node
+
+    async def _until_listening(self) -> None:
+        socket = self._directory / "r.sock"
+        async with asyncio.timeout(_START_SECONDS):
+            while not socket.exists():
+                if self._process.returncode is not None:
+                    raise RuntimeError(f"the embedded R-node ended at start (exit status {self._process.returncode})")
+                await asyncio.sleep(0.02)
+
+    def hide(self) -> None:
+        """Remove the socket, once the S-node has connected: nobody else may, and a kill leaves no file behind."""
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    async def stop(self) -> None:
+        """End the child: SIGTERM, and SIGKILL if it does not listen. Idempotent."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.terminate()
+        try:
+            await asyncio.wait_for(self._process.wait(), 5.0)
+        except TimeoutError:
+            log.warning("the embedded R-node does not end; killing it")
+            self._process.kill()
+            await self._process.wait()
+        self.hide()
+
+
+def _die_with_parent() -> None:
+    """In the child before exec: SIGKILL when the parent dies, and no SIGINT of its own (the parent decides)."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)

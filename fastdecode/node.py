@@ -1,0 +1,81 @@
+"""`fastdecode-node`: the daemon of both roles. Everything it needs is in its NodeConfig."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+from collections.abc import Sequence
+
+import uvloop
+
+from fastdecode.config import ConfigError, NodeConfig, format_bytes
+from fastdecode.machine import available_memory, usable_cpus
+from fastdecode.transports.base import TransportError
+
+log = logging.getLogger(__name__)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Console script. Exit status: 0 after a clean end, 2 on a bad option, 1 if anything else keeps it from running."""
+    config = NodeConfig.from_args(argv)
+    logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)-7s %(name)s: %(message)s")
+    try:
+        if config.check:
+            from fastdecode.check import report
+
+            print(report())
+        elif config.role == "r":
+            uvloop.run(run_r_node(config))
+        else:
+            from fastdecode.snode import run_s_node
+
+            run_s_node(config)
+    except ConfigError as error:
+        _end(error, 2)
+    except (TransportError, OSError, RuntimeError, MemoryError, ValueError) as error:
+        log.debug("the node ended", exc_info=True)
+        _end(error, 1)
+
+
+def _end(error: BaseException, status: int) -> None:
+    print(f"fastdecode-node: error: {error}", file=sys.stderr)
+    sys.exit(status)
+
+
+async def until_told_to_end() -> None:
+    """Return on the first SIGTERM or SIGINT; a second one ends the process at once."""
+    told = asyncio.Event()
+
+    def end() -> None:
+        if told.is_set():
+            os._exit(130)
+        told.set()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, end)
+    await told.wait()
+
+
+async def run_r_node(config: NodeConfig) -> None:
+    """The R-node: one R-engine, any number of links, until SIGTERM."""
+    from fastdecode.rnode import RNode
+
+    told = asyncio.create_task(until_told_to_end())
+    threads = config.threads or (len(config.cpus) if config.cpus else len(usable_cpus()))
+    kv_memory = config.kv_memory or available_memory() // 2
+    node = RNode(threads=threads, kv_bytes=kv_memory, cpus=config.cpus, spin_us=config.spin_us)
+    try:
+        for url in await node.serve(config.listen, config.read_secret(), insecure=config.insecure):
+            log.info("R-node on %s: %s, %d thread(s), %s of KV-cache", url, node.isa, threads, format_bytes(kv_memory))
+        await told
+    finally:
+        await node.close()
+    log.info("R-node ended")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,171 @@
+"""The R-node: what it grants to the S-nodes that call, over one R-engine and any number of transports.
+
+Nothing here is on the data path. The R-engine's threads (kernels/engine.h) serve the calls; this opens and closes
+links.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import socket
+from collections.abc import Iterator, Sequence
+
+from fastdecode.kernels._native import Engine, EngineLink, page_bytes
+from fastdecode.transports import registry
+from fastdecode.transports.base import (
+    ACT_DTYPES,
+    KV_DTYPES,
+    PAGE_TOKENS,
+    CallRefused,
+    Hello,
+    Lease,
+    LinkRefused,
+    Server,
+)
+
+log = logging.getLogger(__name__)
+
+_SPIN_US = 100
+_MAX_SEQS = 65536
+_MAX_PAGES = 1 << 25  # FD_MAX_PAGES of kernels/kvcache.h
+# fd_status_t of kernels/region.h
+_BAD_SEQUENCE, _OUT_OF_PAGES, _LINK_CLOSED = 3, 4, 5
+
+
+class RNode:
+    """Grants leases of one R-engine's KV-cache (a transports.base.LinkService)."""
+
+    def __init__(
+        self,
+        *,
+        threads: int,
+        kv_bytes: int,
+        cpus: Sequence[int] | None = None,
+        spin_us: int | None = None,
+        isa: str | None = None,
+        name: str | None = None,
+    ):
+        """`kv_bytes`: memory that all leases share; `cpus`: one to pin each thread to; `spin_us`: how long an idle
+        thread spins before it sleeps; `isa` None: FASTDECODE_ISA, else the best. Raises ValueError, RuntimeError.
+        """
+        self.name = name or f"{socket.gethostname()}:{os.getpid()}"
+        self._engine = Engine(threads, kv_bytes, isa, cpus, _SPIN_US if spin_us is None else spin_us)
+        self._servers: list[Server] = []
+
+    @property
+    def isa(self) -> str:
+        return self._engine.isa
+
+    @property
+    def kv_free(self) -> int:
+        """Bytes of the KV-cache's memory that no lease holds."""
+        return self._engine.kv_free
+
+    async def serve(self, urls: Sequence[str], secret: bytes | None, *, insecure: bool = False) -> list[str]:
+        """Listen at all of `urls`; returns them with the ports actually bound. Raises TransportError."""
+        bound = []
+        for url in urls:
+            server = await registry.serve(url, self, secret, insecure=insecure)
+            self._servers.append(server)
+            bound.append(server.url)
+        return bound
+
+    async def close(self) -> None:
+        """Stop listening, end all links and join the R-engine's threads. Idempotent."""
+        while self._servers:
+            await self._servers.pop().close()
+        self._engine.close()
+
+    def open_link(self, hello: Hello, region: memoryview, notify: object | None) -> OpenRLink:
+        """Grant what was asked for, or as many pages as there is memory for. Raises LinkRefused."""
+        geometry = hello.geometry
+        if len(hello.windows) != geometry.n_layers:
+            raise LinkRefused(f"HELLO has {len(hello.windows)} attention windows for {geometry.n_layers} layers")
+        if hello.kv_dtype not in KV_DTYPES:
+            raise LinkRefused(f"unknown KV-cache dtype {hello.kv_dtype!r}, known are {', '.join(KV_DTYPES)}")
+        if not (math.isfinite(hello.softmax_scale) and hello.softmax_scale > 0):
+            raise LinkRefused(f"the softmax scale {hello.softmax_scale} is not a positive number")
+        if not 1 <= hello.max_seqs <= _MAX_SEQS:
+            raise LinkRefused(f"{hello.max_seqs} sequences are not within 1..{_MAX_SEQS}")
+
+        numbers = (
+            geometry.n_slots,
+            geometry.max_rows,
+            geometry.n_layers,
+            geometry.n_q_heads,
+            geometry.n_kv_heads,
+            geometry.head_size,
+            ACT_DTYPES.index(geometry.act_dtype),
+        )
+        kv_dtype = KV_DTYPES.index(hello.kv_dtype)
+        one_page = page_bytes(numbers, kv_dtype)
+        free = self._engine.kv_free
+        wanted = free if hello.kv_bytes is None else hello.kv_bytes
+        n_pages = min(min(wanted, free) // one_page, _MAX_PAGES)
+        if n_pages < 1:
+            raise LinkRefused(
+                f"no memory for a KV-cache: {wanted} bytes wanted, {free} free on R-node {self.name}, "
+                f"and {PAGE_TOKENS} tokens of this model take {one_page}"
+            )
+        try:
+            link = self._engine.add_link(
+                region, numbers, kv_dtype, n_pages, hello.max_seqs, hello.softmax_scale, hello.windows, notify
+            )
+        except (ValueError, MemoryError) as error:
+            raise LinkRefused(f"the R-engine refused the link: {error}") from None
+        lease = Lease(n_pages, hello.max_seqs, one_page, self._engine.isa, self._engine.threads, self.name)
+        return OpenRLink(link, lease)
+
+
+class OpenRLink:
+    """One link of the R-engine (a transports.base.OpenLink)."""
+
+    def __init__(self, link: EngineLink, lease: Lease):
+        self.lease = lease
+        self.wake_fd = link.eventfd
+        self._link = link
+
+    def free(self, handles: Sequence[tuple[int, int]]) -> None:
+        """Frees every sequence that it can, then raises CallRefused for the first that it could not."""
+        first: CallRefused | None = None
+        for seq, tag in handles:
+            try:
+                with _refusals():
+                    self._link.free(seq, tag)
+            except CallRefused as error:
+                first = first or error
+        if first:
+            raise first
+
+    def trim(self, seq: int, tag: int, length: int) -> None:
+        with _refusals():
+            self._link.trim(seq, tag, length)
+
+    def fork(self, src: tuple[int, int], dst: tuple[int, int], length: int) -> None:
+        with _refusals():
+            self._link.fork(*src, *dst, length)
+
+    def stats(self) -> dict:
+        with _refusals():
+            return dict(self._link.stats())
+
+    def close(self) -> None:
+        stats = self._link.stats()
+        self._link.close()
+        log.info("lease of %d pages freed after %s", self.lease.n_pages, stats)
+
+
+@contextlib.contextmanager
+def _refusals() -> Iterator[None]:
+    """The R-engine's exceptions as the transports know them."""
+    try:
+        yield
+    except ValueError as error:
+        raise CallRefused(_BAD_SEQUENCE, str(error)) from None
+    except MemoryError as error:
+        raise CallRefused(_OUT_OF_PAGES, str(error)) from None
+    except RuntimeError as error:
+        raise CallRefused(_LINK_CLOSED, str(error)) from None

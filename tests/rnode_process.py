@@ -1,0 +1,95 @@
+"""An R-node in a process of its own, to be killed, stopped, or stuck.
+
+    python rnode_process.py URL KV_BYTES [SECRET]
+
+prints the URL it is bound to. SIGTERM ends it; SIGUSR1 holds its GIL for STUCK_S seconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+STUCK_S = 1.0
+
+
+class RNodeProcess:
+    """Starts the script; `url` is where it listens."""
+
+    def __init__(self, url: str, kv_bytes: int, secret: str = ""):
+        self._args = [sys.executable, __file__, url, str(kv_bytes), *([secret] if secret else [])]
+        self.start()
+
+    def start(self) -> None:
+        self.process = subprocess.Popen(self._args, stdout=subprocess.PIPE, text=True)
+        assert self.process.stdout
+        self.url = self.process.stdout.readline().strip()
+        assert self.url, "the R-node did not start"
+        self._args[2] = self.url  # the next start takes the same port
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def tell(self, number: int) -> None:
+        self.process.send_signal(number)
+
+    def stop(self) -> None:
+        """Stops it (SIGSTOP), and returns when every thread of it stands still."""
+        self.tell(signal.SIGSTOP)
+        while any(self._state(thread) != "T" for thread in os.listdir(f"/proc/{self.pid}/task")):
+            time.sleep(0.001)
+
+    def go_on(self) -> None:
+        self.tell(signal.SIGCONT)
+
+    def _state(self, thread: str) -> str:
+        return Path(f"/proc/{self.pid}/task/{thread}/stat").read_text().rpartition(")")[2].split()[0]
+
+    def end(self, number: int = signal.SIGTERM) -> int:
+        """Ends it, and returns its exit status."""
+        self.process.send_signal(number)
+        self.process.send_signal(signal.SIGCONT)
+        try:
+            return self.process.wait(20)
+        finally:
+            self.process.kill()
+            self.process.wait()
+            assert self.process.stdout
+            self.process.stdout.close()
+
+    def fds(self) -> int:
+        return len(os.listdir(f"/proc/{self.pid}/fd"))
+
+    def threads(self) -> int:
+        return len(os.listdir(f"/proc/{self.pid}/task"))
+
+    def memfds(self) -> int:
+        """Regions that the process maps or holds."""
+        return Path(f"/proc/{self.pid}/maps").read_text().count("memfd:fastdecode-region")
+
+
+def hold_the_gil(*_: object) -> None:
+    ctypes.PyDLL(None).usleep(int(STUCK_S * 1e6))
+
+
+async def main(url: str, kv_bytes: int, secret: bytes | None) -> None:
+    from fastdecode.rnode import RNode
+
+    ended = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ended.set)
+    signal.signal(signal.SIGUSR1, hold_the_gil)
+    node = RNode(threads=1, kv_bytes=kv_bytes, name="test", spin_us=20)
+    print(*await node.serve([url], secret), flush=True)
+    await ended.wait()
+    await node.close()
+
+
+if __name__ == "__main__":
+    asyncio.run(main(sys.argv[1], int(sys.argv[2]), sys.argv[3].encode() if len(sys.argv) > 3 else None))

@@ -1,0 +1,202 @@
+"""`fastdecode-node` as its users run it: processes, signals, sockets, and nothing left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import openai
+import pytest
+from openai import OpenAI
+
+NODE = [sys.executable, "-m", "fastdecode.node"]
+START_SECONDS = 60
+
+
+class Node:
+    """A fastdecode-node process; its log is read from a file."""
+
+    def __init__(self, tmp_path: Path, *argv: str):
+        self.log = tmp_path / f"node-{time.monotonic_ns()}.log"
+        with self.log.open("wb") as out:
+            env = {**os.environ, "OMP_NUM_THREADS": "1"}
+            self.process = subprocess.Popen(
+                [*NODE, *argv], stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=env
+            )
+
+    def wait_for(self, pattern: str, seconds: float = START_SECONDS) -> re.Match[str]:
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            if match := re.search(pattern, self.log.read_text()):
+                return match
+            if self.process.poll() is not None:
+                break
+            time.sleep(0.05)
+        raise AssertionError(f"{pattern!r} did not appear:\n{self.log.read_text()}")
+
+    def api(self) -> OpenAI:
+        url = self.wait_for(r"(http://127\.0\.0\.1:\d+)/v1")[1]
+        return OpenAI(base_url=url + "/v1", api_key="none", max_retries=0, timeout=60)
+
+    def end(self, number: int = signal.SIGTERM, seconds: float = 20) -> int:
+        self.process.send_signal(number)
+        return self.process.wait(seconds)
+
+    def children(self) -> list[int]:
+        text = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
+        return [int(pid) for pid in text.split()]
+
+
+@pytest.fixture
+def start(tmp_path):
+    """start(*argv) -> Node; all are killed at the end."""
+    with contextlib.ExitStack() as stack:
+
+        def start(*argv: str) -> Node:
+            node = Node(tmp_path, *argv)
+            stack.callback(lambda: node.process.poll() is None and node.end(signal.SIGKILL))
+            return node
+
+        yield start
+
+
+def gone(pid: int, seconds: float = 5) -> bool:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+        except FileNotFoundError:
+            return True
+        if state == "Z":
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def complete(api: OpenAI, n: int = 8) -> str:
+    return api.completions.create(model="fastdecode-demo", prompt="It was", max_tokens=n, temperature=0).choices[0].text
+
+
+def traces() -> set[str]:
+    """What a killed node could leave: shared memory segments and our temporary directories."""
+    return {str(p) for p in Path("/dev/shm").iterdir()} | {str(p) for p in Path("/tmp").glob("fastdecode-*")}
+
+
+def test_demo_model_streams_and_sigterm_ends_both_processes(start):
+    before = traces()
+    node = start("--port", "0", "--kv-memory", "256MiB")
+    stream = node.api().completions.create(
+        model="fastdecode-demo", prompt="It was", max_tokens=12, temperature=0, stream=True
+    )
+    pieces = [chunk.choices[0].text for chunk in stream if chunk.choices]
+    assert len(pieces) > 1 and "".join(pieces) == complete(node.api(), 12)
+    (child,) = node.children()
+    assert node.end() == 0
+    assert gone(child)
+    assert traces() <= before
+
+
+def test_s_node_killed_takes_its_embedded_r_node_along_and_leaves_nothing(start):
+    before = traces()
+    node = start("--port", "0", "--kv-memory", "256MiB")
+    complete(node.api())
+    (child,) = node.children()
+    node.end(signal.SIGKILL)
+    assert gone(child)
+    assert traces() <= before
+
+
+def test_r_node_killed_ends_its_streams_with_an_error_and_the_s_node_stays_up(start, tmp_path):
+    before = traces()
+    socket = tmp_path / "r.sock"
+    r_node = start("--role", "r", "--listen", f"shm://{socket}", "--kv-memory", "256MiB", "--threads", "1")
+    r_node.wait_for("R-node on shm")
+    s_node = start("--port", "0", "--r-node", f"shm://{socket}")
+    api = s_node.api()
+    stream = api.completions.create(
+        model="fastdecode-demo",
+        prompt="It was",
+        max_tokens=400,
+        temperature=0,
+        stream=True,
+        extra_body={"ignore_eos": True},
+    )
+    next(iter(stream))
+    r_node.end(signal.SIGKILL)
+    with pytest.raises(openai.APIError, match="lost"):
+        for _ in stream:
+            pass
+    assert traces() <= before
+    with pytest.raises(openai.InternalServerError):  # 503: alive, but nowhere to put a KV-cache
+        complete(api)
+    again = start("--role", "r", "--listen", f"shm://{socket}", "--kv-memory", "256MiB", "--threads", "1")
+    again.wait_for("R-node on shm")
+    s_node.wait_for(f"shm://{re.escape(str(socket))} is back", 20)
+    assert complete(api)
+    assert s_node.end() == 0
+
+
+def test_killed_s_node_frees_its_lease(start, tmp_path):
+    """The R-node's whole KV-cache is leased to the first S-node; the second can only start once it is free again."""
+    socket = tmp_path / "r.sock"
+    r_node = start("--role", "r", "--listen", f"shm://{socket}", "--kv-memory", "64MiB", "--threads", "1")
+    r_node.wait_for("R-node on shm")
+    first = start("--port", "0", "--r-node", f"shm://{socket}")
+    text = complete(first.api())
+    first.end(signal.SIGKILL)
+    time.sleep(5)
+    second = start("--port", "0", "--r-node", f"shm://{socket}")
+    assert complete(second.api()) == text
+
+
+def test_three_r_nodes_over_tcp_with_a_secret(start, tmp_path):
+    secret = tmp_path / "secret"
+    secret.write_text("correct horse")
+    urls = []
+    for _ in range(3):
+        r_node = start(
+            "--role",
+            "r",
+            "--listen",
+            "tcp://127.0.0.1:0",
+            "--kv-memory",
+            "64MiB",
+            "--threads",
+            "1",
+            "--secret-file",
+            str(secret),
+        )
+        urls += ["--r-node", r_node.wait_for(r"R-node on (tcp://\S+):")[1]]
+    api = start("--port", "0", *urls, "--secret-file", str(secret)).api()
+    assert complete(api)
+    wrong = tmp_path / "wrong"
+    wrong.write_text("battery staple")
+    refused = start("--port", "0", *urls, "--secret-file", str(wrong))
+    assert refused.process.wait(START_SECONDS) == 1
+    assert "secret" in refused.log.read_text()
+    assert complete(api)
+
+
+def test_a_bad_start_is_one_sentence(start, tmp_path):
+    for argv, sentence in (
+        (["--model", str(tmp_path / "none")], "none"),
+        (["--r-node", "carrier-pigeon://loft"], "carrier-pigeon"),
+        (["--r-node", f"shm://{tmp_path}/nobody.sock"], "nobody.sock"),
+        (["--role", "r", "--listen", "tcp://0.0.0.0:0"], "secret"),
+    ):
+        node = start(*argv)
+        assert node.process.wait(START_SECONDS) in (1, 2), argv
+        log = node.log.read_text()
+        assert sentence in log.splitlines()[-1] and "Traceback" not in log, log
+
+
+def test_check_prints_what_the_node_sees():
+    out = subprocess.run([*NODE, "--check"], capture_output=True, text=True, timeout=60, check=True).stdout
+    for fact in ("ISA", "cores", "memory", "GPU", "RDMA"):
+        assert re.search(rf"^{fact}\s+\S", out, re.M), out

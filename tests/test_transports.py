@@ -1,0 +1,534 @@
+"""The conformance suite of the transports: what every link does, against an R-node in a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import gc
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import rengine_peer as peer
+from link_driver import LARGE, SMALL, Driver, hello
+from rnode_process import STUCK_S, RNodeProcess
+
+from fastdecode.transports import link as link_module
+from fastdecode.transports.base import ROW_DTYPE, CallRefused, Link, LinkDown, LinkRefused, TransportError
+from fastdecode.transports.registry import connect, serve
+
+KV_BYTES = 64 << 20
+NOTICED_S = 5.0  # a death must have been noticed by then
+PAGES = KV_BYTES // (SMALL.n_layers * SMALL.n_kv_heads * 2 * SMALL.head_size * 4 * 64)
+
+HANG_S = 20.0
+
+
+def new_url(transport: str, folder: Path) -> str:
+    return f"shm://{folder}/r.sock" if transport == "shm" else "tcp://127.0.0.1:0"
+
+
+@pytest.fixture(params=["shm", "tcp"], scope="module")
+def shared_node(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RNodeProcess]:
+    """An R-node for the tests that leave it as it was."""
+    node = RNodeProcess(new_url(request.param, tmp_path_factory.mktemp("node")), KV_BYTES)
+    yield node
+    assert node.end() == 0
+
+
+@pytest.fixture(params=["shm", "tcp"])
+def node(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RNodeProcess]:
+    """An R-node for the tests that do something to it."""
+    node = RNodeProcess(new_url(request.param, tmp_path), KV_BYTES)
+    yield node
+    if node.process.poll() is None:
+        node.end()
+
+
+async def until(happened: Callable[[], Awaitable[bool]], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not await happened():
+        assert time.monotonic() < deadline, f"not within {seconds} s"
+        await asyncio.sleep(0.02)
+
+
+async def in_thread(function, *args):
+    return await asyncio.wait_for(asyncio.to_thread(function, *args), HANG_S)
+
+
+# ---- what a link does ----
+
+
+async def test_attention_equals_float64(shared_node):
+    said = hello(windows=(0, 70))
+    link = await connect(shared_node.url, said, None)
+    driver = Driver(link, said)
+
+    def steps():
+        driver.fill(0, 100)
+        driver.step(0, [(0, 1, True), (1, 20, False)])
+        driver.step(1, [(1, 4, True), (0, 1, True), (2, 7, False)])
+
+    await in_thread(steps)
+    assert link.lease.page_bytes == SMALL.n_layers * SMALL.n_kv_heads * 2 * SMALL.head_size * 4 * 64
+    assert (link.lease.max_seqs, link.lease.n_pages) == (8, (1 << 20) // link.lease.page_bytes)
+    await link.close()
+
+
+@pytest.mark.parametrize("act_dtype", ["fp16", "bf16"])
+async def test_half_precision_rows(shared_node, act_dtype):
+    said = hello(dataclasses.replace(SMALL, act_dtype=act_dtype), kv_dtype="fp16")
+    link = await connect(shared_node.url, said, None)
+    await in_thread(lambda: Driver(link, said).step(0, [(0, 30, True)]))
+    await link.close()
+
+
+async def test_hundreds_of_calls_in_order_and_slots_reused(shared_node):
+    """Two slots in flight, steps of changing size: every reply belongs to its call, every row to its reply."""
+    said = hello()
+    link = await connect(shared_node.url, said, None)
+    driver = Driver(link, said)
+    rng = np.random.default_rng(1)
+
+    def steps():
+        for _ in range(60):
+            sizes = rng.integers(1, 9, 4).tolist()
+            under_way = [driver.begin(s, [(s, sizes[s], True), (s + 2, sizes[s + 2], False)]) for s in (0, 1)]
+            for layer in range(said.geometry.n_layers):
+                bells = [step.post(layer) for step in under_way]
+                for step, bell in zip(reversed(under_way), reversed(bells), strict=True):
+                    step.finish(layer, bell)
+
+    await in_thread(steps)
+    assert (await link.stats())["calls"] == 60 * 2 * 2
+    await link.close()
+
+
+async def test_rows_of_megabytes_cross_whole(shared_node):
+    said = hello(LARGE, kv_bytes=KV_BYTES // 2)
+    link = await connect(shared_node.url, said, None)
+    driver = Driver(link, said)
+
+    def steps():
+        for i in range(3):
+            under_way = [driver.begin(slot, [(2 * i + slot, LARGE.max_rows, True)]) for slot in (0, 1)]
+            for step, bell in [(step, step.post(0)) for step in under_way]:
+                step.finish(0, bell)
+            driver.step(0, [(2 * i, 1, True)])
+
+    await in_thread(steps)
+    await link.close()
+
+
+async def test_several_links_of_one_r_node_at_once(shared_node):
+    said = hello()
+    links = [await connect(shared_node.url, said, None) for _ in range(3)]
+
+    def steps(driver: Driver):
+        for _ in range(30):
+            driver.step(0, [(0, 3, True), (1, 2, False)])
+
+    await asyncio.gather(*(in_thread(steps, Driver(link, said, seed)) for seed, link in enumerate(links)))
+    for link in links:
+        assert (await link.stats())["calls"] == 60
+        await link.close()
+
+
+async def test_ready_says_whether_wait_would_block(node):
+    said = hello()
+    link = await connect(node.url, said, None)
+    driver = Driver(link, said)
+    step = driver.begin(0, [(0, 1, True)])
+    node.stop()
+    bell = step.post(0)
+    assert not link.ready(0)
+    node.go_on()
+    async with asyncio.timeout(HANG_S):
+        while not link.ready(0):
+            await asyncio.sleep(0.001)
+    step.finish(0, bell)
+    await link.close()
+
+
+async def test_free_trim_and_fork(shared_node):
+    said = hello()
+    link = await connect(shared_node.url, said, None)
+    driver = Driver(link, said)
+    await in_thread(driver.fill, 0, 100)
+    await driver.trim_seq(0, 90)
+    await driver.fork_seq(0, 1, 70)
+    await in_thread(lambda: driver.step(0, [(0, 2, True), (1, 2, True)]))
+    stats = await link.stats()
+    assert (stats["pages_used"], stats["seqs"]) == (3, 2)  # two of sequence 0, of which sequence 1 shares one
+    await driver.free_seq(0)
+    await in_thread(lambda: driver.step(0, [(1, 2, True)]))
+    await driver.free_seq(1)
+    stats = await link.stats()
+    assert (stats["pages_used"], stats["seqs"], stats["pages_total"]) == (0, 0, link.lease.n_pages)
+    await link.close()
+
+
+async def test_refused_control_requests_leave_the_link_alive(shared_node):
+    said = hello()
+    link = await connect(shared_node.url, said, None)
+    driver = Driver(link, said)
+    await in_thread(driver.fill, 0, 10)
+    for request in (link.free([(0, 99)]), link.free([(8, 1)]), link.trim(0, 1, 11), link.fork((0, 1), (0, 2), 5)):
+        with pytest.raises(CallRefused) as refused:
+            await request
+        assert refused.value.status == peer.BAD_SEQUENCE
+    await in_thread(lambda: driver.step(0, [(0, 1, True)]))
+    await link.close()
+
+
+@pytest.mark.parametrize(
+    ("row", "status"),
+    [
+        ((8, 1, 0, 1, 1), peer.BAD_TABLE),  # a sequence outside the lease
+        ((0, 1, 0, 2, 1), peer.BAD_TABLE),  # more rows than the call
+        ((0, 1, 5, 1, 1), peer.BAD_SEQUENCE),  # a position that is not cached
+        ((0, 7, 10, 1, 1), peer.BAD_SEQUENCE),  # another generation's tag
+    ],
+)
+async def test_refused_calls_leave_the_link_alive(shared_node, row, status):
+    said = hello()
+    link = await connect(shared_node.url, said, None)
+    driver = Driver(link, said)
+    await in_thread(driver.fill, 0, 10)
+    driver.table(0, [row])
+    link.post(0, 0, 1, 1, 1, True)
+    with pytest.raises(CallRefused, match=r"entr|row|sequence") as refused:
+        await in_thread(link.wait, 0, HANG_S)
+    assert refused.value.status == status
+    await in_thread(lambda: driver.step(0, [(0, 1, True)]))
+    await link.close()
+
+
+async def test_out_of_pages_leaves_the_link_alive(shared_node):
+    said = hello(kv_bytes=4 * 32768)
+    link = await connect(shared_node.url, said, None)
+    assert link.lease.n_pages == 4
+    driver = Driver(link, said)
+    await in_thread(driver.fill, 0, 4 * 64 - 1)
+    driver.table(0, [(0, 1, 4 * 64 - 1, 1, 1), (1, 2, 0, 1, 1)])
+    link.post(0, 0, 2, 2, 2, True)
+    with pytest.raises(CallRefused) as refused:
+        await in_thread(link.wait, 0, HANG_S)
+    assert refused.value.status == peer.OUT_OF_PAGES
+    await in_thread(lambda: driver.step(0, [(0, 1, True)]))
+    await link.close()
+
+
+async def test_misuse_is_an_error_and_sends_nothing(shared_node):
+    said = hello()
+    link = await connect(shared_node.url, said, None)
+    driver = Driver(link, said)
+    with pytest.raises(ValueError, match="no call has been posted"):
+        link.wait(0, 1.0)
+    for call in [(2, 0, 1, 1, 1), (0, 2, 1, 1, 1), (0, 0, 1, 33, 1), (0, 0, 1, 1, 2), (0, 0, 2, 1, 1), (0, 0, 0, 1, 1)]:
+        with pytest.raises(ValueError, match=r"slot|layer|rows"):
+            link.post(*call, True)
+    with pytest.raises(ValueError, match="longer"):
+        link.write_table(0, np.zeros(33, ROW_DTYPE))
+    with pytest.raises(ValueError, match="ROW_DTYPE"):
+        link.write_table(0, np.zeros(24, np.uint8))
+    step = driver.begin(0, [(0, 1, True)])
+    bell = step.post(0)
+    with pytest.raises(ValueError, match="has not been waited for"):
+        link.post(0, 1, 1, 1, 1, False)
+    with pytest.raises(ValueError, match="has not been waited for"):
+        link.write_table(0, np.zeros(1, ROW_DTYPE))
+    step.finish(0, bell)
+    step.call(1)
+    assert (await link.stats())["calls"] == 2
+    await link.close()
+
+
+async def test_r_node_whose_python_is_stuck_goes_on_serving(node):
+    said = hello()
+    link = await connect(node.url, said, None)
+    driver = Driver(link, said)
+    await in_thread(lambda: driver.step(0, [(0, 1, True)]))
+    asked = asyncio.create_task(link.stats())
+    await asked  # its Python answers
+    node.tell(signal.SIGUSR1)
+    await asyncio.sleep(0.1)
+    asked = asyncio.create_task(link.stats())
+    started = time.monotonic()
+
+    def steps():
+        n = 0
+        while time.monotonic() - started < STUCK_S / 2:
+            driver.step(0, [(n % 8, 1, True)])
+            n += 1
+        return n
+
+    n = await in_thread(steps)
+    assert not asked.done()  # and does not while it is stuck
+    assert n > 10
+    assert (await asked)["calls"] >= 2 * n
+    await link.close()
+
+
+# ---- who dies, and how ----
+
+
+async def waiting_thread(link: Link) -> asyncio.Task[None]:
+    """A thread asleep in `wait`, for the reply to a call that nobody answers."""
+    link.write_table(0, np.array([(0, 1, 0, 1, 1, 0)], ROW_DTYPE))
+    link.post(0, 0, 1, 1, 1, True)
+    waiter = asyncio.create_task(asyncio.to_thread(link.wait, 0, 60.0))
+    await asyncio.sleep(0.2)
+    assert not waiter.done()
+    return waiter
+
+
+async def is_dead(link: Link) -> None:
+    for data in (lambda: link.post(1, 0, 1, 1, 1, True), lambda: link.write_table(1, np.zeros(1, ROW_DTYPE))):
+        with pytest.raises(LinkDown):
+            data()
+    assert link.ready(0)
+    for request in (link.free([(0, 1)]), link.stats()):
+        with pytest.raises(LinkDown):
+            await request
+    await link.close()
+
+
+async def test_r_node_killed_while_a_thread_waits(node):
+    link = await connect(node.url, hello(), None)
+    node.stop()
+    waiter = await waiting_thread(link)
+    asked = asyncio.create_task(link.stats())
+    await asyncio.sleep(0)
+    assert node.end(signal.SIGKILL) == -signal.SIGKILL
+    async with asyncio.timeout(NOTICED_S):
+        with pytest.raises(LinkDown):
+            await waiter
+        with pytest.raises(LinkDown):
+            await asked
+        assert isinstance(await link.closed(), LinkDown)
+    await is_dead(link)
+
+
+async def test_r_node_killed_and_started_again_at_the_same_address(node):
+    link = await connect(node.url, hello(), None)
+    before = node.url
+    node.end(signal.SIGKILL)
+    async with asyncio.timeout(NOTICED_S):
+        assert isinstance(await link.closed(), LinkDown)
+    with pytest.raises(LinkDown, match="no R-node can be reached"):
+        await connect(node.url, hello(), None)
+    node.start()
+    assert node.url == before
+    again = await connect(node.url, hello(), None)
+    await in_thread(lambda: Driver(again, hello()).step(0, [(0, 1, True)]))
+    await again.close()
+    await link.close()
+
+
+async def test_r_node_that_hangs_is_given_up(node, monkeypatch):
+    monkeypatch.setattr(link_module, "PING_INTERVAL_S", 0.1)
+    link = await connect(node.url, hello(), None)
+    node.stop()
+    waiter = await waiting_thread(link)
+    async with asyncio.timeout(NOTICED_S):
+        with pytest.raises(LinkDown, match="has not answered"):
+            await waiter
+    assert "has not answered" in str(await link.closed())
+
+
+async def test_no_reply_within_the_timeout(node):
+    link = await connect(node.url, hello(), None)
+    node.stop()
+    link.write_table(0, np.array([(0, 1, 0, 1, 1, 0)], ROW_DTYPE))
+    link.post(0, 0, 1, 1, 1, True)
+    with pytest.raises(LinkDown, match=r"no reply to call 1 of slot 0 within 0\.1 s"):
+        await in_thread(link.wait, 0, 0.1)
+    assert "no reply" in str(await asyncio.wait_for(link.closed(), NOTICED_S))
+    await is_dead(link)
+
+
+async def test_r_node_told_to_end_says_so(node):
+    link = await connect(node.url, hello(), None)
+    assert await asyncio.to_thread(node.end) == 0
+    async with asyncio.timeout(NOTICED_S):
+        assert "shutting down" in str(await link.closed())
+    await is_dead(link)
+
+
+async def test_closing_wakes_the_waiting(node):
+    link = await connect(node.url, hello(), None)
+    node.stop()
+    waiter = await waiting_thread(link)
+    closing = asyncio.create_task(link.close())
+    async with asyncio.timeout(NOTICED_S):
+        with pytest.raises(LinkDown, match="closed"):
+            await waiter
+    node.go_on()
+    async with asyncio.timeout(NOTICED_S):
+        await closing
+        assert await link.closed() is None
+    await is_dead(link)
+
+
+async def test_closed_link_has_freed_its_lease(shared_node):
+    for _ in range(3):
+        link = await connect(shared_node.url, hello(kv_bytes=None), None)
+        assert link.lease.n_pages == PAGES
+        with pytest.raises(LinkRefused, match="no memory for a KV-cache"):
+            await connect(shared_node.url, hello(), None)
+        await link.close()
+        await link.close()
+
+
+S_NODE = """
+import asyncio, sys
+from link_driver import Driver, hello
+from fastdecode.transports.registry import connect
+
+async def main():
+    said = hello(kv_bytes=None)
+    link = await connect(sys.argv[1], said, None)
+    driver = Driver(link, said)
+    step = driver.begin(0, [(0, 5, True)])
+    step.post(0)
+    print(link.lease.n_pages, flush=True)
+    await asyncio.sleep(60)
+
+asyncio.run(main())
+"""
+
+
+async def test_s_node_killed_frees_its_lease_and_leaves_nothing_behind(shared_node):
+    shm, regions = os.listdir("/dev/shm"), shared_node.memfds()
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent)}
+    s_node = subprocess.Popen(
+        [sys.executable, "-c", S_NODE, shared_node.url], stdout=subprocess.PIPE, text=True, env=environment
+    )
+    try:
+        assert s_node.stdout
+        assert int(await in_thread(s_node.stdout.readline)) == PAGES
+        with pytest.raises(LinkRefused, match="no memory"):
+            await connect(shared_node.url, hello(), None)
+    finally:
+        s_node.kill()
+        s_node.wait()
+        s_node.stdout.close()
+
+    async def freed() -> bool:
+        try:
+            link = await connect(shared_node.url, hello(kv_bytes=None), None)
+        except LinkRefused:
+            return False
+        assert link.lease.n_pages == PAGES
+        await link.close()
+        return True
+
+    await until(freed, NOTICED_S)
+    assert shared_node.memfds() == regions
+    assert os.listdir("/dev/shm") == shm
+
+
+async def test_neither_side_leaks_over_many_links(shared_node):
+    said = hello()
+
+    async def cycle() -> None:
+        link = await connect(shared_node.url, said, None)
+        await in_thread(lambda: Driver(link, said).step(0, [(0, 3, True)]))
+        await link.close()
+
+    def counts() -> tuple[int, ...]:
+        gc.collect()
+        mine = len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+        regions = Path("/proc/self/maps").read_text().count("memfd:fastdecode-region")
+        return (*mine, regions, shared_node.fds(), shared_node.threads(), shared_node.memfds())
+
+    # Both sides' executors first start as many threads as they ever will.
+    await asyncio.gather(*(asyncio.to_thread(time.sleep, 0.1) for _ in range(40)))
+    for _ in range(40):
+        await cycle()
+    before = counts()
+    for _ in range(20):
+        await cycle()
+    assert counts() == before
+
+
+# ---- addresses ----
+
+
+class NoService:
+    """Grants nothing."""
+
+    name = "none"
+
+    def open_link(self, said, region, notify):
+        raise LinkRefused("not today")
+
+
+async def test_refusal_reaches_the_s_node(tmp_path):
+    for url in (f"shm://{tmp_path}/r.sock", "tcp://127.0.0.1:0", "tcp://localhost:0"):
+        server = await serve(url, NoService(), None)
+        with pytest.raises(LinkRefused, match="not today"):
+            await connect(server.url, hello(), None)
+        await server.close()
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("url", "says"),
+    [
+        ("rdma://host:1", "known transport, which are shm://, tcp://"),
+        ("127.0.0.1:80", "known transport"),
+        ("tcp://127.0.0.1", "not of the form tcp://host:port"),
+        ("tcp://:80", "not of the form tcp://host:port"),
+        ("tcp://host:99999", "not of the form tcp://host:port"),
+        ("tcp://host:80/path", "not of the form tcp://host:port"),
+        ("shm://relative/path", "not of the form shm:///path"),
+        ("shm:///", "not of the form shm:///path"),
+        ("shm:///" + "x" * 107, "longer than"),
+    ],
+)
+async def test_bad_urls(url, says):
+    with pytest.raises(TransportError, match=says):
+        await serve(url, NoService(), None)
+    with pytest.raises(TransportError, match=says):
+        await connect(url, hello(), None)
+
+
+async def test_no_secret_on_an_address_that_others_reach():
+    with pytest.raises(TransportError, match="no shared secret"):
+        await serve("tcp://0.0.0.0:0", NoService(), None)
+    for secret, insecure in ((b"secret", False), (None, True)):
+        server = await serve("tcp://0.0.0.0:0", NoService(), secret, insecure=insecure)
+        await server.close()
+
+
+async def test_an_empty_secret_is_none():
+    with pytest.raises(TransportError, match="secret is empty"):
+        await serve("tcp://127.0.0.1:0", NoService(), b"\n")
+
+
+async def test_addresses_in_use_are_left_alone(tmp_path):
+    for url in (f"shm://{tmp_path}/r.sock", "tcp://127.0.0.1:0"):
+        server = await serve(url, NoService(), None)
+        with pytest.raises(TransportError, match="in use"):
+            await serve(server.url, NoService(), None)
+        with pytest.raises(LinkRefused, match="not today"):
+            await connect(server.url, hello(), None)
+        await server.close()
+    (tmp_path / "file").write_text("precious")
+    with pytest.raises(TransportError, match="in use"):
+        await serve(f"shm://{tmp_path}/file", NoService(), None)
+    assert (tmp_path / "file").read_text() == "precious"
+
+
+async def test_the_socket_is_its_owners_alone(tmp_path):
+    server = await serve(f"shm://{tmp_path}/r.sock", NoService(), None)
+    assert (tmp_path / "r.sock").stat().st_mode & 0o777 == 0o600
+    await server.close()

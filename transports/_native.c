@@ -1,0 +1,441 @@
+/* fastdecode.transports._native: the region's layout, the S side's port and the TCP pump, for Python. */
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <structmember.h>
+
+#include "port.h"
+
+static PyObject *down_error(fd_down_t *down) {
+    char reason[256];
+    fd_down_reason(down, reason);
+    PyErr_SetString(PyExc_ConnectionError, reason);
+    return NULL;
+}
+
+static PyObject *down_reason(fd_down_t *down) {
+    char reason[256];
+    if (!fd_is_down(down)) Py_RETURN_NONE;
+    fd_down_reason(down, reason);
+    return PyUnicode_DecodeUTF8(reason, (Py_ssize_t)strlen(reason), "replace");
+}
+
+/* ---- geometry and layout ---- */
+
+/* O& converter: (n_slots, max_rows, n_layers, n_q_heads, n_kv_heads, head_size, act_dtype), all integers. */
+static int geometry_from(PyObject *object, void *out) {
+    fd_geometry_t *g = out;
+    uint32_t *fields[] = {&g->n_slots, &g->max_rows, &g->n_layers, &g->n_q_heads, &g->n_kv_heads, &g->head_size, &g->act_dtype};
+    g->reserved = 0;
+    if (!PyTuple_Check(object) || PyTuple_GET_SIZE(object) != 7) {
+        PyErr_SetString(PyExc_TypeError, "a geometry is a tuple of seven integers");
+        return 0;
+    }
+    for (Py_ssize_t i = 0; i < 7; i++) {
+        unsigned long value = PyLong_AsUnsignedLong(PyTuple_GET_ITEM(object, i));
+        if (value == (unsigned long)-1 && PyErr_Occurred()) return 0;
+        *fields[i] = value > UINT32_MAX ? UINT32_MAX : (uint32_t)value;
+    }
+    const char *error = fd_geometry_error(g);
+    if (!error) return 1;
+    PyErr_SetString(PyExc_ValueError, error);
+    return 0;
+}
+
+static PyObject *region_layout(PyObject *module, PyObject *args) {
+    fd_geometry_t g;
+    if (!PyArg_ParseTuple(args, "O&:region_layout", geometry_from, &g)) return NULL;
+    fd_layout_t y = fd_region_layout(&g);
+    return Py_BuildValue("nnnnnnnnn", (Py_ssize_t)y.slot0, (Py_ssize_t)y.slot_bytes, (Py_ssize_t)y.region_bytes, (Py_ssize_t)y.table,
+                         (Py_ssize_t)y.q, (Py_ssize_t)y.kv, (Py_ssize_t)y.o, (Py_ssize_t)y.q_row_bytes, (Py_ssize_t)y.kv_row_bytes);
+}
+
+/* Takes a writable buffer that is exactly the geometry's region. */
+static int region_from(PyObject *object, const fd_geometry_t *g, Py_buffer *view) {
+    if (PyObject_GetBuffer(object, view, PyBUF_WRITABLE)) return -1;
+    size_t wanted = fd_region_layout(g).region_bytes;
+    if ((size_t)view->len == wanted && (uintptr_t)view->buf % FD_LINE == 0) return 0;
+    PyErr_Format(PyExc_ValueError, "the region has %zd bytes, its geometry needs %zu", view->len, wanted);
+    PyBuffer_Release(view);
+    return -1;
+}
+
+static PyObject *init_region_header(PyObject *module, PyObject *args) {
+    PyObject *region;
+    fd_geometry_t g;
+    Py_buffer view;
+    if (!PyArg_ParseTuple(args, "OO&:init_region_header", &region, geometry_from, &g) || region_from(region, &g, &view)) return NULL;
+    fd_region_header_t *header = view.buf;
+    header->version = FD_PROTOCOL_VERSION;
+    header->geometry = g;
+    header->engine_asleep = 0;
+    header->magic = FD_REGION_MAGIC;
+    PyBuffer_Release(&view);
+    Py_RETURN_NONE;
+}
+
+static PyObject *check_region_header(PyObject *module, PyObject *args) {
+    PyObject *region;
+    fd_geometry_t g;
+    Py_buffer view;
+    if (!PyArg_ParseTuple(args, "OO&:check_region_header", &region, geometry_from, &g) || region_from(region, &g, &view)) return NULL;
+    fd_region_header_t header = *(const fd_region_header_t *)view.buf;
+    PyBuffer_Release(&view);
+    if (header.magic != FD_REGION_MAGIC) return PyErr_Format(PyExc_ValueError, "the region does not begin with its magic number");
+    if (header.version != FD_PROTOCOL_VERSION)
+        return PyErr_Format(PyExc_ValueError, "the region has version %u, this end %u", header.version, FD_PROTOCOL_VERSION);
+    if (memcmp(&header.geometry, &g, sizeof g)) return PyErr_Format(PyExc_ValueError, "the region was laid out for another geometry");
+    Py_RETURN_NONE;
+}
+
+/* ---- Port: the S side ---- */
+
+typedef struct {
+    PyObject_HEAD
+    Py_buffer region;
+    fd_port_t port;
+    bool open;       /* the region is held; changes under the GIL */
+    uint32_t inside; /* threads in a method that looks at the region */
+} PortObject;
+
+static PyObject *port_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+    static char *names[] = {"region", "geometry", "spin_us", "wake_fd", "data_fd", NULL};
+    PyObject *region;
+    fd_geometry_t g;
+    unsigned int spin_us;
+    int wake_fd = -1, data_fd = -1;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO&I|$ii:Port", names, &region, geometry_from, &g, &spin_us, &wake_fd, &data_fd))
+        return NULL;
+    if ((wake_fd < 0) == (data_fd < 0)) {
+        PyErr_SetString(PyExc_TypeError, "exactly one of wake_fd (shared memory) and data_fd (TCP) is needed");
+        return NULL;
+    }
+    PortObject *self = (PortObject *)type->tp_alloc(type, 0);
+    if (!self) return NULL;
+    if (region_from(region, &g, &self->region)) goto fail;
+    if (fd_port_init(&self->port, self->region.buf, &g, spin_us)) {
+        PyErr_SetFromErrno(PyExc_OSError);
+        PyBuffer_Release(&self->region);
+        goto fail;
+    }
+    self->open = true;
+    self->port.wake_fd = wake_fd;
+    if (data_fd >= 0) {
+        self->port.pump = fd_pump_new(FD_SIDE_S, self->region.buf, &g, &self->port.down);
+        if (!self->port.pump) {
+            PyErr_NoMemory();
+            goto fail;
+        }
+        if (fd_pump_start(self->port.pump, data_fd, -1)) {
+            PyErr_SetFromErrno(PyExc_OSError);
+            goto fail;
+        }
+    }
+    return (PyObject *)self;
+fail:
+    Py_DECREF(self);
+    return NULL;
+}
+
+/* Takes the port down, joins its threads, waits until no thread is inside, and lets go of the region. */
+static void port_stop(PortObject *self) {
+    fd_port_kill(&self->port, "the link was closed");
+    Py_BEGIN_ALLOW_THREADS
+    if (self->port.pump) fd_pump_stop(self->port.pump);
+    while (__atomic_load_n(&self->inside, __ATOMIC_ACQUIRE)) usleep(1000);
+    Py_END_ALLOW_THREADS
+    if (!self->open) return; /* another thread was here meanwhile */
+    self->open = false;
+    fd_down_close_fd(&self->port.down);
+    PyBuffer_Release(&self->region);
+}
+
+static void port_dealloc(PortObject *self) {
+    if (self->open) port_stop(self);
+    if (self->port.pump) fd_pump_free(self->port.pump);
+    PyTypeObject *type = Py_TYPE(self);
+    type->tp_free((PyObject *)self);
+    Py_DECREF(type);
+}
+
+/* Every method that looks at the region goes through this pair, so that port_stop can tell when nobody does any more. */
+static int port_enter(PortObject *self) {
+    if (!self->open) {
+        down_error(&self->port.down);
+        return -1;
+    }
+    __atomic_add_fetch(&self->inside, 1, __ATOMIC_ACQUIRE);
+    return 0;
+}
+
+static void port_leave(PortObject *self) { __atomic_sub_fetch(&self->inside, 1, __ATOMIC_RELEASE); }
+
+static PyObject *port_write_table(PortObject *self, PyObject *args) {
+    unsigned int slot;
+    Py_buffer rows;
+    if (!PyArg_ParseTuple(args, "Iy*:write_table", &slot, &rows)) return NULL;
+    if (port_enter(self)) {
+        PyBuffer_Release(&rows);
+        return NULL;
+    }
+    const fd_port_t *port = &self->port;
+    const char *error = NULL;
+    if (slot >= port->geometry.n_slots) error = "slot beyond the region";
+    else if ((size_t)rows.len % sizeof(fd_row_t)) error = "a row table consists of 24-byte entries";
+    else if ((size_t)rows.len / sizeof(fd_row_t) > port->geometry.max_rows) error = "row table longer than the slot";
+    else if (port->slots[slot].in_flight) error = "the slot's last call has not been waited for";
+    else memcpy((uint8_t *)fd_slot_at(port->region, &port->layout, slot) + port->layout.table, rows.buf, (size_t)rows.len);
+    port_leave(self);
+    PyBuffer_Release(&rows);
+    if (error) return PyErr_Format(PyExc_ValueError, "%s", error);
+    Py_RETURN_NONE;
+}
+
+static PyObject *port_post(PortObject *self, PyObject *args) {
+    unsigned int slot;
+    int new_step;
+    fd_call_t call = {0};
+    if (!PyArg_ParseTuple(args, "IIIIIp:post", &slot, &call.layer, &call.n_entries, &call.n_rows, &call.n_attend_rows, &new_step))
+        return NULL;
+    call.flags = new_step ? FD_CALL_NEW_STEP : 0;
+    const char *misuse;
+    fd_port_result_t result;
+    if (port_enter(self)) return NULL;
+    if (self->port.pump) {
+        Py_BEGIN_ALLOW_THREADS
+        result = fd_port_post(&self->port, slot, &call, &misuse);
+        Py_END_ALLOW_THREADS
+    } else {
+        result = fd_port_post(&self->port, slot, &call, &misuse);
+    }
+    port_leave(self);
+    if (result == FD_PORT_DOWN) return down_error(&self->port.down);
+    if (result == FD_PORT_MISUSE) return PyErr_Format(PyExc_ValueError, "%s", misuse);
+    Py_RETURN_NONE;
+}
+
+static PyObject *port_wait(PortObject *self, PyObject *args) {
+    unsigned int slot;
+    double timeout;
+    if (!PyArg_ParseTuple(args, "Id:wait", &slot, &timeout)) return NULL;
+    if (!(timeout >= 0)) return PyErr_Format(PyExc_ValueError, "the timeout must not be negative");
+    uint64_t timeout_ns = timeout < 1e9 ? (uint64_t)(timeout * 1e9) : 1000000000000000000u;
+    fd_reply_t reply;
+    const char *misuse;
+    fd_port_result_t result;
+    if (port_enter(self)) return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    result = fd_port_wait(&self->port, slot, timeout_ns, &reply, &misuse);
+    port_leave(self);
+    Py_END_ALLOW_THREADS
+    if (result == FD_PORT_DOWN) return down_error(&self->port.down);
+    if (result == FD_PORT_MISUSE) return PyErr_Format(PyExc_ValueError, "%s", misuse);
+    PyObject *message = PyUnicode_DecodeUTF8(reply.message, (Py_ssize_t)strlen(reply.message), "replace");
+    if (!message) return NULL;
+    return Py_BuildValue("IKKN", reply.status, (unsigned long long)reply.busy_ns, (unsigned long long)reply.kv_bytes, message);
+}
+
+static PyObject *port_ready(PortObject *self, PyObject *arg) {
+    unsigned long slot = PyLong_AsUnsignedLong(arg);
+    if (slot == (unsigned long)-1 && PyErr_Occurred()) return NULL;
+    if (slot >= self->port.geometry.n_slots) return PyErr_Format(PyExc_ValueError, "slot beyond the region");
+    return PyBool_FromLong(!self->open || fd_port_ready(&self->port, (uint32_t)slot));
+}
+
+static PyObject *port_kill(PortObject *self, PyObject *arg) {
+    const char *reason = PyUnicode_AsUTF8(arg);
+    if (!reason) return NULL;
+    if (self->open) fd_port_kill(&self->port, reason);
+    Py_RETURN_NONE;
+}
+
+static PyObject *port_close(PortObject *self, PyObject *unused) {
+    if (self->open) port_stop(self);
+    Py_RETURN_NONE;
+}
+
+static PyObject *port_get_reason(PortObject *self, void *closure) { return down_reason(&self->port.down); }
+
+static PyMethodDef port_methods[] = {
+    {"write_table", (PyCFunction)port_write_table, METH_VARARGS, NULL},
+    {"post", (PyCFunction)port_post, METH_VARARGS, NULL},
+    {"wait", (PyCFunction)port_wait, METH_VARARGS, NULL},
+    {"ready", (PyCFunction)port_ready, METH_O, NULL},
+    {"kill", (PyCFunction)port_kill, METH_O, NULL},
+    {"close", (PyCFunction)port_close, METH_NOARGS, NULL},
+    {0},
+};
+
+static PyMemberDef port_members[] = {
+    {"down_fd", T_INT, offsetof(PortObject, port.down.fd), READONLY, NULL},
+    {0},
+};
+
+static PyGetSetDef port_getset[] = {
+    {"reason", (getter)port_get_reason, NULL, NULL, NULL},
+    {0},
+};
+
+static PyType_Slot port_slots[] = {
+    {Py_tp_doc, "The S side of a link's data path; see _native.pyi."},
+    {Py_tp_new, port_new},
+    {Py_tp_dealloc, port_dealloc},
+    {Py_tp_methods, port_methods},
+    {Py_tp_members, port_members},
+    {Py_tp_getset, port_getset},
+    {0, NULL},
+};
+
+static PyType_Spec port_spec = {
+    .name = "fastdecode.transports._native.Port",
+    .basicsize = sizeof(PortObject),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
+    .slots = port_slots,
+};
+
+/* ---- Pump: the R side of a TCP link ---- */
+
+typedef struct {
+    PyObject_HEAD
+    Py_buffer region;
+    fd_down_t down;
+    fd_pump_t *pump;
+    fd_notify_t notify;
+    bool open; /* the region is held; changes under the GIL */
+} PumpObject;
+
+static PyObject *pump_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+    static char *names[] = {"region", "geometry", NULL};
+    PyObject *region;
+    fd_geometry_t g;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO&:Pump", names, &region, geometry_from, &g)) return NULL;
+    PumpObject *self = (PumpObject *)type->tp_alloc(type, 0);
+    if (!self) return NULL;
+    if (region_from(region, &g, &self->region)) goto fail;
+    if (fd_down_init(&self->down)) {
+        PyErr_SetFromErrno(PyExc_OSError);
+        PyBuffer_Release(&self->region);
+        goto fail;
+    }
+    self->pump = fd_pump_new(FD_SIDE_R, self->region.buf, &g, &self->down);
+    if (!self->pump) {
+        PyErr_NoMemory();
+        fd_down_close_fd(&self->down);
+        PyBuffer_Release(&self->region);
+        goto fail;
+    }
+    self->open = true;
+    self->notify = (fd_notify_t){fd_pump_send, self->pump};
+    return (PyObject *)self;
+fail:
+    Py_DECREF(self);
+    return NULL;
+}
+
+static void pump_stop(PumpObject *self) {
+    fd_down_set(&self->down, "the link was closed");
+    Py_BEGIN_ALLOW_THREADS
+    fd_pump_stop(self->pump);
+    Py_END_ALLOW_THREADS
+    if (!self->open) return; /* another thread was here meanwhile */
+    self->open = false;
+    fd_down_close_fd(&self->down);
+    PyBuffer_Release(&self->region);
+}
+
+static void pump_dealloc(PumpObject *self) {
+    if (self->open) pump_stop(self);
+    if (self->pump) fd_pump_free(self->pump);
+    PyTypeObject *type = Py_TYPE(self);
+    type->tp_free((PyObject *)self);
+    Py_DECREF(type);
+}
+
+static PyObject *pump_start(PumpObject *self, PyObject *args) {
+    int data_fd, wake_fd;
+    if (!PyArg_ParseTuple(args, "ii:start", &data_fd, &wake_fd)) return NULL;
+    if (fd_pump_start(self->pump, data_fd, wake_fd)) return PyErr_SetFromErrno(PyExc_OSError);
+    Py_RETURN_NONE;
+}
+
+static PyObject *pump_close(PumpObject *self, PyObject *unused) {
+    if (self->open) pump_stop(self);
+    Py_RETURN_NONE;
+}
+
+static PyObject *pump_get_reason(PumpObject *self, void *closure) { return down_reason(&self->down); }
+
+static void notify_free(PyObject *capsule) { Py_DECREF((PyObject *)PyCapsule_GetContext(capsule)); }
+
+/* The capsule keeps the pump alive, so an engine thread may call it until its link is closed. */
+static PyObject *pump_get_notify(PumpObject *self, void *closure) {
+    PyObject *capsule = PyCapsule_New(&self->notify, FD_NOTIFY_CAPSULE, notify_free);
+    if (!capsule) return NULL;
+    Py_INCREF(self);
+    PyCapsule_SetContext(capsule, self);
+    return capsule;
+}
+
+static PyMethodDef pump_methods[] = {
+    {"start", (PyCFunction)pump_start, METH_VARARGS, NULL},
+    {"close", (PyCFunction)pump_close, METH_NOARGS, NULL},
+    {0},
+};
+
+static PyMemberDef pump_members[] = {
+    {"down_fd", T_INT, offsetof(PumpObject, down.fd), READONLY, NULL},
+    {0},
+};
+
+static PyGetSetDef pump_getset[] = {
+    {"reason", (getter)pump_get_reason, NULL, NULL, NULL},
+    {"notify", (getter)pump_get_notify, NULL, NULL, NULL},
+    {0},
+};
+
+static PyType_Slot pump_slots[] = {
+    {Py_tp_doc, "The R side of a TCP link's data path; see _native.pyi."},
+    {Py_tp_new, pump_new},
+    {Py_tp_dealloc, pump_dealloc},
+    {Py_tp_methods, pump_methods},
+    {Py_tp_members, pump_members},
+    {Py_tp_getset, pump_getset},
+    {0, NULL},
+};
+
+static PyType_Spec pump_spec = {
+    .name = "fastdecode.transports._native.Pump",
+    .basicsize = sizeof(PumpObject),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
+    .slots = pump_slots,
+};
+
+/* ---- module ---- */
+
+static PyMethodDef functions[] = {
+    {"region_layout", region_layout, METH_VARARGS, NULL},
+    {"init_region_header", init_region_header, METH_VARARGS, NULL},
+    {"check_region_header", check_region_header, METH_VARARGS, NULL},
+    {0},
+};
+
+static int add_type(PyObject *module, PyType_Spec *spec) {
+    PyObject *type = PyType_FromSpec(spec);
+    if (!type) return -1;
+    int rc = PyModule_AddType(module, (PyTypeObject *)type);
+    Py_DECREF(type);
+    return rc;
+}
+
+static int module_exec(PyObject *module) {
+    if (PyModule_AddIntConstant(module, "PROTOCOL_VERSION", FD_PROTOCOL_VERSION)) return -1;
+    return add_type(module, &port_spec) || add_type(module, &pump_spec) ? -1 : 0;
+}
+
+static PyModuleDef_Slot module_slots[] = {{Py_mod_exec, module_exec}, {0, NULL}};
+
+static PyModuleDef module_def = {
+    PyModuleDef_HEAD_INIT, .m_name = "_native", .m_doc = "The links' data path in C; see _native.pyi.",
+    .m_methods = functions, .m_slots = module_slots,
+};
+
+PyMODINIT_FUNC PyInit__native(void) { return PyModuleDef_Init(&module_def); }

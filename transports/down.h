@@ -1,0 +1,58 @@
+/* Why and whether one end of a link is down: a flag that data threads poll, a sentence, an eventfd for the event loop. */
+#ifndef FD_DOWN_H
+#define FD_DOWN_H
+
+#include <pthread.h>
+#include <stdarg.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/eventfd.h>
+
+#include "doorbell.h"
+
+typedef struct {
+    uint32_t flag;    /* 1 once down; never goes back */
+    int fd;           /* eventfd, readable once down */
+    pthread_mutex_t lock;
+    char reason[256]; /* the first one given */
+} fd_down_t;
+
+static inline int fd_down_init(fd_down_t *d) {
+    d->flag = 0;
+    d->reason[0] = 0;
+    d->fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+    if (d->fd < 0) return -1;
+    pthread_mutex_init(&d->lock, NULL);
+    return 0;
+}
+
+/* Gives the eventfd back; once down, flag and reason stay readable. */
+static inline void fd_down_close_fd(fd_down_t *d) {
+    close(d->fd);
+    d->fd = -1;
+}
+
+static inline bool fd_is_down(const fd_down_t *d) { return __atomic_load_n(&d->flag, __ATOMIC_ACQUIRE) != 0; }
+
+/* The first reason stays. */
+__attribute__((format(printf, 2, 3))) static inline void fd_down_set(fd_down_t *d, const char *format, ...) {
+    pthread_mutex_lock(&d->lock);
+    if (!d->flag) {
+        va_list args;
+        va_start(args, format);
+        vsnprintf(d->reason, sizeof d->reason, format, args);
+        va_end(args);
+        __atomic_store_n(&d->flag, 1, __ATOMIC_SEQ_CST);
+        fd_eventfd_wake(d->fd);
+    }
+    pthread_mutex_unlock(&d->lock);
+}
+
+static inline void fd_down_reason(fd_down_t *d, char out[256]) {
+    pthread_mutex_lock(&d->lock);
+    memcpy(out, d->reason, sizeof d->reason);
+    pthread_mutex_unlock(&d->lock);
+}
+
+#endif

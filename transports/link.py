@@ -1,0 +1,203 @@
+"""The S side of a link, whatever carries its bytes.
+
+A transport opens the connections and the region and makes a `_native.Port` over them; everything after that is here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import os
+from collections.abc import Sequence
+
+import numpy as np
+
+from ._native import Port
+from .base import ROW_DTYPE, CallRefused, CallTimes, Lease, Link, LinkDown, TransportError
+from .frames import FrameSocket
+from .messages import MAX_HANDLES, Error, Fork, Free, Ok, Ping, ProtocolError, Request, Stats, Trim
+from .region import Region
+
+log = logging.getLogger(__name__)
+
+#: A PING goes out this often; so many in a row without any answer, and the R-node counts as dead. Counted rather than
+#: timed, so that a stall of this side's own event loop is not taken for one of the peer's.
+PING_INTERVAL_S = 1.0
+PINGS_UNANSWERED = 5
+
+_LINK_CLOSED = 5  # fd_status_t: the R-engine has taken this link from its list
+
+#: How long `close` waits for the R-node to have freed the lease.
+CLOSE_S = 5.0
+
+
+class RegionLink(Link):
+    """A link over a mapped region, a port into it, and a control connection; owns all three."""
+
+    def __init__(self, url: str, conn: FrameSocket, lease: Lease, region: Region, port: Port, wake_fd: int = -1):
+        """Takes over all that is given, `wake_fd` (an eventfd that `port` borrows, or -1) included."""
+        self.url = url
+        self.geometry = region.geometry
+        self.lease = lease
+        self.layout = region.layout
+        self.region = region.view
+        self._mapped = region
+        self._port = port
+        self._conn = conn
+        self._wake_fd = wake_fd
+        self._loop = asyncio.get_running_loop()
+        self._ids = itertools.count(1)
+        self._asked: dict[int, asyncio.Future[Ok]] = {}
+        self._unanswered_pings = 0
+        self._error: LinkDown | None = None
+        self._ending: asyncio.Future[None] = self._loop.create_future()
+        self._ended: asyncio.Future[None] = self._loop.create_future()
+        self._loop.add_reader(port.down_fd, self._port_down)
+        self._life = self._loop.create_task(self._live(), name=f"link {url}")
+
+    # ---- data path ----
+
+    def write_table(self, slot: int, entries: np.ndarray) -> None:
+        if entries.dtype != ROW_DTYPE:
+            raise ValueError(f"a row table has dtype ROW_DTYPE, not {entries.dtype}")
+        try:
+            self._port.write_table(slot, np.ascontiguousarray(entries).view(np.uint8))
+        except ConnectionError as error:
+            raise self._down(error) from None
+
+    def post(self, slot: int, layer: int, n_entries: int, n_rows: int, n_attend_rows: int, new_step: bool) -> None:
+        try:
+            self._port.post(slot, layer, n_entries, n_rows, n_attend_rows, new_step)
+        except ConnectionError as error:
+            raise self._down(error) from None
+
+    def wait(self, slot: int, timeout: float) -> CallTimes:
+        try:
+            status, busy_ns, kv_bytes, message = self._port.wait(slot, timeout)
+        except ConnectionError as error:
+            raise self._down(error) from None
+        if status == _LINK_CLOSED:
+            self._port.kill(message)
+            raise self._down(message)
+        if status:
+            raise CallRefused(status, message)
+        return CallTimes(busy_ns, kv_bytes)
+
+    def ready(self, slot: int) -> bool:
+        return self._port.ready(slot)
+
+    def _down(self, error: object) -> LinkDown:
+        return LinkDown(f"link {self.url} is down: {error}")
+
+    # ---- control path ----
+
+    async def free(self, handles: Sequence[tuple[int, int]]) -> None:
+        for i in range(0, len(handles), MAX_HANDLES):
+            await self._ask(Free(id=next(self._ids), handles=[list(h) for h in handles[i : i + MAX_HANDLES]]))
+
+    async def trim(self, seq: int, tag: int, length: int) -> None:
+        await self._ask(Trim(id=next(self._ids), seq=seq, tag=tag, length=length))
+
+    async def fork(self, src: tuple[int, int], dst: tuple[int, int], length: int) -> None:
+        request = Fork(id=next(self._ids), src=src[0], src_tag=src[1], dst=dst[0], dst_tag=dst[1], length=length)
+        await self._ask(request)
+
+    async def stats(self) -> dict:
+        return (await self._ask(Stats(id=next(self._ids)))).stats or {}
+
+    async def _ask(self, request: Request) -> Ok:
+        if self._ending.done():
+            raise self._error or self._down("it was closed")
+        self._asked[request.id] = answer = self._loop.create_future()
+        try:
+            await self._conn.write(request)
+            return await answer
+        except LinkDown as error:
+            self._end(error)
+            raise self._error or self._down("it was closed") from None
+        finally:
+            del self._asked[request.id]
+            if not answer.cancel() and not answer.cancelled():
+                answer.exception()  # seen
+
+    async def _read_answers(self) -> None:
+        """Until the connection ends; raises TransportError."""
+        while True:
+            message = await self._conn.read()
+            self._unanswered_pings = 0
+            if isinstance(message, Error) and message.id == 0:
+                raise LinkDown(message.message)
+            if not isinstance(message, Ok | Error):
+                raise ProtocolError(f"the R-node sent {message.TYPE} on an open link")
+            answer = self._asked.get(message.id)
+            if answer is None or answer.done():  # the asker was cancelled, or a PING's
+                continue
+            if isinstance(message, Ok):
+                answer.set_result(message)
+            else:
+                answer.set_exception(CallRefused(message.status, message.message))
+
+    async def _ping(self) -> None:
+        while self._unanswered_pings < PINGS_UNANSWERED:
+            self._unanswered_pings += 1
+            await self._conn.write(Ping(id=next(self._ids)))
+            await asyncio.sleep(PING_INTERVAL_S)
+        raise LinkDown(f"the R-node has not answered for {PINGS_UNANSWERED * PING_INTERVAL_S:.0f} s")
+
+    # ---- life and death ----
+
+    def _port_down(self) -> None:
+        self._end(LinkDown(self._port.reason or "the data path ended"))
+
+    def _end(self, error: BaseException | None) -> None:
+        """Begin to end the link, for the first reason given (None: `close`)."""
+        if self._ending.done():
+            return
+        self._ending.set_result(None)
+        if error is not None:
+            self._error = self._down(error)
+            log.warning("%s", self._error)
+        self._loop.remove_reader(self._port.down_fd)
+        self._port.kill(str(error or "it was closed"))
+        for answer in self._asked.values():
+            if not answer.done():
+                answer.set_exception(self._error or self._down("it was closed"))
+
+    async def _live(self) -> None:
+        tasks = [self._loop.create_task(self._read_answers()), self._loop.create_task(self._ping())]
+        try:
+            await asyncio.wait([*tasks, self._ending], return_when=asyncio.FIRST_COMPLETED)
+            for task in tasks:
+                if task.done():
+                    self._end(task.exception())
+        finally:
+            self._end(LinkDown("its event loop was stopped"))
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await self._clean_up()
+            self._ended.set_result(None)
+
+    async def _clean_up(self) -> None:
+        # The R-node closes the control connection when it has freed the lease: wait for that, to leave nothing behind.
+        try:
+            self._conn.end_writing()
+            async with asyncio.timeout(CLOSE_S if self._error is None else 0):
+                while True:
+                    await self._conn.read()
+        except (TransportError, TimeoutError):
+            pass
+        self._conn.close()
+        await self._loop.run_in_executor(None, self._port.close)
+        if self._wake_fd >= 0:
+            os.close(self._wake_fd)
+        self._mapped.close()
+
+    async def closed(self) -> LinkDown | None:
+        await asyncio.shield(self._ended)
+        return self._error
+
+    async def close(self) -> None:
+        self._end(None)
+        await asyncio.shield(self._ended)

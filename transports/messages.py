@@ -1,0 +1,291 @@
+"""The control messages: one frozen dataclass each, known by the name in their "type" field.
+
+Every field of a message that arrives is checked here, for its type and for its range, before anything else sees it. A
+field too many or too few is an error as well: both ends have the same protocol version, so it can only be a bug or an
+attack.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import orjson
+
+from .base import ACT_DTYPES, KV_DTYPES, PROTOCOL_VERSION, TransportError
+
+#: Limits on what a peer's lists may hold (kernels/region.h: FD_MAX_LAYERS; a frame of 1 MiB holds this many handles).
+MAX_WINDOWS = 1024
+MAX_HANDLES = 32768
+
+U32 = 2**32 - 1
+#: JSON integers beyond this are not exact everywhere; 4 PiB of anything is also more than anybody has.
+MAX_BYTES = 2**52
+
+
+class ProtocolError(TransportError):
+    """The peer sent something that is not a message of this protocol."""
+
+
+class VersionMismatch(ProtocolError):
+    """The peer speaks another version of the protocol."""
+
+    def __init__(self, theirs: object):
+        super().__init__(f"protocol version mismatch: the peer has {_show(theirs)}, this end {PROTOCOL_VERSION}")
+
+
+def _show(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+# A checker returns what is wrong with a value, as "expected ...", or None.
+_Check = Callable[[Any], "str | None"]
+
+
+def _is_int(value: object, low: int, high: int) -> bool:
+    return type(value) is int and low <= value <= high  # bool is an int to isinstance
+
+
+def _int(high: int, low: int = 0) -> Any:
+    return _checked(lambda v: None if _is_int(v, low, high) else f"an integer within {low}..{high}")
+
+
+def _text(limit: int) -> Any:
+    good = lambda v: isinstance(v, str) and len(v) <= limit  # noqa: E731
+    return _checked(lambda v: None if good(v) else f"a string of at most {limit} characters")
+
+
+def _hex(n_bytes: int) -> Any:
+    def check(value: Any) -> str | None:
+        digits = set("0123456789abcdef")
+        good = isinstance(value, str) and len(value) == 2 * n_bytes and digits.issuperset(value)
+        return None if good else f"{2 * n_bytes} hexadecimal digits"
+
+    return _checked(check)
+
+
+def _choice(names: tuple[str, ...]) -> Any:
+    return _checked(lambda v: None if isinstance(v, str) and v in names else "one of " + ", ".join(names))
+
+
+def _flag() -> Any:
+    return _checked(lambda v: None if isinstance(v, bool) else "true or false")
+
+
+def _positive() -> Any:
+    good = lambda v: type(v) in (int, float) and math.isfinite(v) and v > 0  # noqa: E731
+    return _checked(lambda v: None if good(v) else "a finite number greater than 0")
+
+
+def _ints(limit: int) -> Any:
+    def check(value: Any) -> str | None:
+        good = isinstance(value, list) and len(value) <= limit and all(_is_int(v, 0, U32) for v in value)
+        return None if good else f"a list of at most {limit} integers within 0..{U32}"
+
+    return _checked(check)
+
+
+def _pairs(limit: int) -> Any:
+    def check(value: Any) -> str | None:
+        good = isinstance(value, list) and len(value) <= limit
+        good = good and all(isinstance(p, list) and len(p) == 2 and all(_is_int(v, 0, U32) for v in p) for p in value)
+        return None if good else f"a list of at most {limit} pairs of integers within 0..{U32}"
+
+    return _checked(check)
+
+
+def _counters() -> Any:
+    def check(value: Any) -> str | None:
+        good = isinstance(value, dict) and all(_is_int(v, 0, 2**64 - 1) for v in value.values())
+        return None if good else "an object of counters"
+
+    return _checked(check)
+
+
+def _or_null(spec: Any) -> Any:
+    check = spec.metadata["check"]
+    return _checked(lambda v: None if v is None else (wrong := check(v)) and wrong + ", or null")
+
+
+def _checked(check: _Check) -> Any:
+    return field(metadata={"check": check})
+
+
+def _id() -> Any:
+    return _int(2**53)
+
+
+_message = dataclass(frozen=True, slots=True, kw_only=True)
+
+
+# Hand-shake. R: CHALLENGE. S: HELLO, to open a link, or ATTACH, to add the data connection to one.
+# R: WELCOME (to HELLO), OK (to ATTACH) or REFUSED.
+
+
+@_message
+class Challenge:
+    TYPE: ClassVar[str] = "CHALLENGE"
+    version: int = _int(U32)
+    nonce: str = _hex(32)
+    needs_secret: bool = _flag()
+    node: str = _text(256)
+
+
+@_message
+class HelloMessage:
+    """base.Hello on the wire. `region_bytes` is the S side's idea of the region's size, to compare."""
+
+    TYPE: ClassVar[str] = "HELLO"
+    version: int = _int(U32)
+    nonce: str = _hex(32)
+    mac: str | None = _or_null(_hex(32))
+    n_slots: int = _int(U32)
+    max_rows: int = _int(U32)
+    n_layers: int = _int(U32)
+    n_q_heads: int = _int(U32)
+    n_kv_heads: int = _int(U32)
+    head_size: int = _int(U32)
+    act_dtype: str = _choice(ACT_DTYPES)
+    region_bytes: int = _int(MAX_BYTES)
+    kv_dtype: str = _choice(KV_DTYPES)
+    windows: list[int] = _ints(MAX_WINDOWS)
+    softmax_scale: float = _positive()
+    kv_bytes: int | None = _or_null(_int(MAX_BYTES))
+    max_seqs: int = _int(U32)
+
+
+@_message
+class Attach:
+    TYPE: ClassVar[str] = "ATTACH"
+    version: int = _int(U32)
+    token: str = _hex(32)
+
+
+@_message
+class Welcome:
+    """base.Lease on the wire. `token`, good once, attaches the data connection."""
+
+    TYPE: ClassVar[str] = "WELCOME"
+    mac: str | None = _or_null(_hex(32))
+    token: str = _hex(32)
+    n_pages: int = _int(U32, 1)
+    max_seqs: int = _int(U32, 1)
+    page_bytes: int = _int(MAX_BYTES, 1)
+    isa: str = _text(32)
+    threads: int = _int(U32, 1)
+    node: str = _text(256)
+
+
+@_message
+class Refused:
+    TYPE: ClassVar[str] = "REFUSED"
+    reason: str = _text(4096)
+
+
+# An open link. S asks, R answers OK or ERROR with the same id.
+
+
+@_message
+class Free:
+    """`handles` are (seq, tag) pairs."""
+
+    TYPE: ClassVar[str] = "FREE"
+    id: int = _id()
+    handles: list[list[int]] = _pairs(MAX_HANDLES)
+
+
+@_message
+class Trim:
+    TYPE: ClassVar[str] = "TRIM"
+    id: int = _id()
+    seq: int = _int(U32)
+    tag: int = _int(U32)
+    length: int = _int(U32)
+
+
+@_message
+class Fork:
+    TYPE: ClassVar[str] = "FORK"
+    id: int = _id()
+    src: int = _int(U32)
+    src_tag: int = _int(U32)
+    dst: int = _int(U32)
+    dst_tag: int = _int(U32)
+    length: int = _int(U32)
+
+
+@_message
+class Stats:
+    TYPE: ClassVar[str] = "STATS"
+    id: int = _id()
+
+
+@_message
+class Ping:
+    TYPE: ClassVar[str] = "PING"
+    id: int = _id()
+
+
+@_message
+class Ok:
+    """`stats` answers STATS and is null otherwise."""
+
+    TYPE: ClassVar[str] = "OK"
+    id: int = _id()
+    stats: dict[str, int] | None = _or_null(_counters())
+
+
+@_message
+class Error:
+    """`id` 0: not an answer, the link ends for this reason. `status` is an fd_status_t of kernels/region.h."""
+
+    TYPE: ClassVar[str] = "ERROR"
+    id: int = _id()
+    status: int = _int(U32)
+    message: str = _text(4096)
+
+
+Request = Free | Trim | Fork | Stats | Ping
+Message = Challenge | HelloMessage | Attach | Welcome | Refused | Request | Ok | Error
+
+_TYPES: dict[str, type] = {
+    m.TYPE: m for m in (Challenge, HelloMessage, Attach, Welcome, Refused, Free, Trim, Fork, Stats, Ping, Ok, Error)
+}
+_CHECKS: dict[type, dict[str, _Check]] = {
+    m: {f.name: f.metadata["check"] for f in dataclasses.fields(m)} for m in _TYPES.values()
+}
+
+
+def encode(message: Message) -> bytes:
+    """The message as JSON, keys sorted: equal messages are equal bytes, so these are also what a MAC covers."""
+    fields = {name: getattr(message, name) for name in _CHECKS[type(message)]}
+    return orjson.dumps({"type": message.TYPE} | fields, option=orjson.OPT_SORT_KEYS)
+
+
+def decode(body: bytes) -> Message:
+    """Parse and check one message. Raises ProtocolError, VersionMismatch."""
+    try:
+        fields = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise ProtocolError(f"a control frame is not JSON: {error}") from None
+    if not isinstance(fields, dict):
+        raise ProtocolError(f"a control frame is not a JSON object but {_show(fields)}")
+    name = fields.pop("type", None)
+    message = _TYPES.get(name) if isinstance(name, str) else None
+    if message is None:
+        raise ProtocolError(f"unknown control message type {_show(name)}")
+    checks = _CHECKS[message]
+    # First of all, because another version's message may well have other fields.
+    if "version" in checks and fields.get("version") != PROTOCOL_VERSION:
+        raise VersionMismatch(fields.get("version"))
+    for key in fields.keys() ^ checks.keys():
+        raise ProtocolError(f"{name}: {'unknown' if key in fields else 'missing'} field {_show(key)}")
+    for key, check in checks.items():
+        expected = check(fields[key])
+        if expected is not None:
+            raise ProtocolError(f"{name}.{key}: expected {expected}, got {_show(fields[key])}")
+    return message(**fields)

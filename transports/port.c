@@ -1,0 +1,74 @@
+#include "port.h"
+
+int fd_port_init(fd_port_t *port, uint8_t *region, const fd_geometry_t *g, uint32_t spin_us) {
+    memset(port, 0, sizeof *port);
+    port->region = region;
+    port->geometry = *g;
+    port->layout = fd_region_layout(g);
+    port->spin_ns = spin_us * 1000ull;
+    port->wake_fd = -1;
+    return fd_down_init(&port->down);
+}
+
+void fd_port_kill(fd_port_t *port, const char *reason) {
+    fd_down_set(&port->down, "%s", reason);
+    for (uint32_t i = 0; i < port->geometry.n_slots; i++)
+        fd_stop_waiters(fd_slot_at(port->region, &port->layout, i), &port->down.flag);
+}
+
+fd_port_result_t fd_port_post(fd_port_t *port, uint32_t index, fd_call_t *call, const char **misuse) {
+    if (fd_is_down(&port->down)) return FD_PORT_DOWN;
+    if (index >= port->geometry.n_slots) *misuse = "slot beyond the region";
+    else if (port->slots[index].in_flight) *misuse = "the slot's last call has not been waited for";
+    else *misuse = fd_call_error(&port->geometry, call);
+    if (*misuse) return FD_PORT_MISUSE;
+
+    call->seq = port->slots[index].call.seq + 1;
+    port->slots[index].call = *call;
+    port->slots[index].in_flight = true;
+    fd_slot_t *slot = fd_slot_at(port->region, &port->layout, index);
+    slot->call = *call;
+    if (port->pump) fd_pump_send(port->pump, index);
+    else fd_ring_request(slot, call->seq, &((fd_region_header_t *)port->region)->engine_asleep, port->wake_fd);
+    return FD_PORT_OK;
+}
+
+bool fd_port_ready(const fd_port_t *port, uint32_t index) {
+    const fd_slot_t *slot = fd_slot_at(port->region, &port->layout, index);
+    return fd_is_down(&port->down) || fd_bell_read(&slot->reply_bell) == port->slots[index].call.seq;
+}
+
+fd_port_result_t fd_port_wait(fd_port_t *port, uint32_t index, uint64_t timeout_ns, fd_reply_t *reply, const char **misuse) {
+    if (index >= port->geometry.n_slots) *misuse = "slot beyond the region";
+    else if (!port->slots[index].in_flight) *misuse = "no call has been posted to the slot";
+    else *misuse = NULL;
+    if (*misuse) return FD_PORT_MISUSE;
+
+    const fd_call_t *call = &port->slots[index].call;
+    fd_slot_t *slot = fd_slot_at(port->region, &port->layout, index);
+    char late[128];
+    switch (fd_wait_reply(slot, call->seq, port->spin_ns, timeout_ns, &port->down.flag)) {
+    case FD_WAIT_DONE: break;
+    case FD_WAIT_STOPPED: return FD_PORT_DOWN;
+    case FD_WAIT_TIMEOUT:
+        snprintf(late, sizeof late, "no reply to call %llu of slot %u within %.3g s", (unsigned long long)call->seq, index,
+                 (double)timeout_ns * 1e-9);
+        fd_port_kill(port, late);
+        return FD_PORT_DOWN;
+    }
+
+    /* The peer can write this memory: copy it, then look at the copy (and keep the compiler from looking again). */
+    memcpy(reply, &slot->reply, sizeof *reply);
+    __asm__ __volatile__("" : : "r"(reply) : "memory");
+    reply->message[sizeof reply->message - 1] = 0;
+    const char *wrong = NULL;
+    if (reply->seq != call->seq) wrong = "a reply does not carry its call's number";
+    else if (reply->status > FD_INTERNAL) wrong = "a reply has an unknown status";
+    else if (reply->n_attend_rows != (reply->status == FD_OK ? call->n_attend_rows : 0)) wrong = "a reply's rows do not match its call";
+    if (wrong) {
+        fd_port_kill(port, wrong);
+        return FD_PORT_DOWN;
+    }
+    port->slots[index].in_flight = false;
+    return FD_PORT_OK;
+}

@@ -1,0 +1,172 @@
+"""Links over shared memory: `shm:///path/to/socket`.
+
+Both ends map the same memfd, so nothing moves: a bell rung at one end is seen at the other. The unix socket carries the
+control connection, and at ATTACH the descriptors of the region and of the R-engine's eventfd. Who may connect is
+decided by the socket's mode, 0600. A peer's death is the end of its control connection, which the kernel closes at
+once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import os
+import socket
+import stat
+import struct
+from urllib.parse import unquote, urlsplit
+
+from . import handshake
+from ._native import Port
+from .base import Hello, Link, LinkDown, LinkService, Server, TransportError
+from .frames import FrameSocket
+from .link import RegionLink
+from .messages import Ok
+from .region import Region, geometry_tuple
+from .server import Carrier, ControlServer
+
+_BACKLOG = 64
+_PATH_MAX = 106  # sun_path has 108: a NUL and, while the socket is made, a ~
+
+
+def parse(url: str) -> str:
+    """The path in `url`. Raises TransportError."""
+    parts = urlsplit(url)
+    path = unquote(parts.path)
+    if parts.netloc or not path.startswith("/") or parts.query or parts.fragment or path.endswith("/"):
+        raise TransportError(f"{url!r} is not of the form shm:///path/to/socket")
+    if len(os.fsencode(path)) > _PATH_MAX:
+        raise TransportError(f"the socket's path is longer than the {_PATH_MAX} bytes it may have: {path}")
+    return path
+
+
+# ---- S side ----
+
+
+async def connect(url: str, hello: Hello, secret: bytes | None, *, spin_us: int) -> Link:
+    """Open a link. Raises LinkRefused, LinkDown, TransportError."""
+    path = parse(url)
+    async with contextlib.AsyncExitStack() as on_failure:
+        conn = await _dial(url, path)
+        on_failure.callback(conn.close)
+        lease, token = await handshake.say_hello(conn, hello, secret)
+
+        attached = await _dial(url, path)
+        with contextlib.closing(attached):
+            await handshake.attach(attached, token)
+            region_fd, wake_fd = await _receive_fds(attached.sock, 2)
+        on_failure.callback(os.close, wake_fd)
+        region = Region.adopt(region_fd, hello.geometry)
+        on_failure.callback(region.close)
+        port = Port(region.view, geometry_tuple(hello.geometry), spin_us, wake_fd=wake_fd)
+        on_failure.pop_all()
+    return RegionLink(url, conn, lease, region, port, wake_fd)
+
+
+async def _dial(url: str, path: str) -> FrameSocket:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    sock.setblocking(False)
+    try:
+        await asyncio.get_running_loop().sock_connect(sock, path)
+    except BaseException as error:
+        sock.close()
+        if isinstance(error, OSError):
+            raise LinkDown(f"no R-node can be reached at {url}: {os.strerror(error.errno or 0)}") from None
+        raise
+    return FrameSocket(sock)
+
+
+async def _receive_fds(sock: socket.socket, n: int) -> list[int]:
+    """The `n` descriptors that the peer sends next. Raises LinkDown."""
+    loop = asyncio.get_running_loop()
+    readable = loop.create_future()
+    loop.add_reader(sock, lambda: readable.done() or readable.set_result(None))
+    try:
+        await readable
+    finally:
+        loop.remove_reader(sock)
+    try:
+        _, fds, _, _ = socket.recv_fds(sock, 1, n, socket.MSG_CMSG_CLOEXEC)
+    except OSError as error:
+        raise LinkDown(f"the R-node handed nothing over: {error}") from None
+    if len(fds) != n:
+        for fd in fds:
+            os.close(fd)
+        raise LinkDown("the R-node closed the connection without handing its region over")
+    return fds
+
+
+# ---- R side ----
+
+
+class _Mapping(Carrier):
+    """Nothing to carry: the peer gets the descriptors, and the R-engine sees its bells."""
+
+    notify = None
+    down_fd = -1
+
+    def __init__(self, region: Region):
+        self._region = region
+
+    async def attach(self, conn: FrameSocket, wake_fd: int) -> None:
+        await conn.write(Ok(id=0, stats=None))
+        socket.send_fds(conn.sock, [b"\0"], [self._region.fd, wake_fd])
+
+    def reason(self) -> str:
+        return ""
+
+    def close(self) -> None:
+        pass
+
+
+class _ShmServer(ControlServer):
+    def configure(self, sock: socket.socket) -> None:
+        pass
+
+    def peer_name(self, sock: socket.socket) -> str:
+        pid, _, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+        return f"process {pid}"
+
+    async def close(self) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(parse(self.url))
+        await super().close()
+
+
+async def serve(url: str, service: LinkService, secret: bytes | None, *, insecure: bool = False) -> Server:
+    """Listen. `insecure` makes no difference: the socket is its owner's alone. Raises TransportError."""
+    return _ShmServer(url, _listen(url), service, secret, _Mapping)
+
+
+def _listen(url: str) -> socket.socket:
+    path = parse(url)
+    making = path + "~"
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        _remove_stale(path)
+        _remove_stale(making)
+        sock.bind(making)
+        os.chmod(making, 0o600)
+        sock.listen(_BACKLOG)
+        os.rename(making, path)  # now that nobody who sees it finds it deaf or open to others
+    except BaseException as error:
+        sock.close()
+        if isinstance(error, OSError):
+            raise TransportError(f"cannot listen on {url}: {os.strerror(error.errno or 0)}") from None
+        raise
+    return sock
+
+
+def _remove_stale(path: str) -> None:
+    """Remove a socket whose owner is dead. Raises OSError (EADDRINUSE) if it is alive or no socket at all."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(path)
+        except FileNotFoundError:
+            return
+        except ConnectionRefusedError:
+            if stat.S_ISSOCK(os.stat(path).st_mode):
+                os.unlink(path)
+                return
+    raise OSError(errno.EADDRINUSE, "in use")

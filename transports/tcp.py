@@ -1,0 +1,151 @@
+"""Links over TCP: `tcp://host:port`.
+
+Each end has a region of its own; a pump in C (`tcp_pump.c`) moves the used bytes from one to the other over the data
+connection, which is a second connection to the same port. A vanished host is noticed by the kernel: probes when idle,
+unacknowledged bytes when not, both within 5 seconds, whatever the two event loops are doing. Nothing is encrypted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import os
+import socket
+from urllib.parse import urlsplit
+
+from . import handshake
+from ._native import Port, Pump
+from .base import Hello, Link, LinkDown, LinkService, Server, TransportError
+from .frames import FrameSocket
+from .link import RegionLink
+from .messages import Ok
+from .region import Region, geometry_tuple
+from .server import Carrier, ControlServer
+
+_BACKLOG = 64
+_SILENCE_S = 5
+
+
+def parse(url: str) -> tuple[str, int]:
+    """The two in `url`. Raises TransportError."""
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        host = port = None
+    if not host or port is None or parts.path or parts.query or parts.fragment or parts.username is not None:
+        raise TransportError(f"{url!r} is not of the form tcp://host:port")
+    return host, port
+
+
+def _configure(sock: socket.socket) -> None:
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _SILENCE_S - 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _SILENCE_S * 1000)
+
+
+# ---- S side ----
+
+
+async def connect(url: str, hello: Hello, secret: bytes | None, *, spin_us: int) -> Link:
+    """Open a link. Raises LinkRefused, LinkDown, TransportError."""
+    host, port_number = parse(url)
+    async with contextlib.AsyncExitStack() as on_failure:
+        conn = await _dial(url, host, port_number)
+        on_failure.callback(conn.close)
+        lease, token = await handshake.say_hello(conn, hello, secret)
+
+        data = await _dial(url, host, port_number)
+        on_failure.callback(data.close)
+        await handshake.attach(data, token)
+        region = Region.create(hello.geometry)
+        on_failure.callback(region.close)
+        port = Port(region.view, geometry_tuple(hello.geometry), spin_us, data_fd=data.sock.detach())
+        on_failure.pop_all()
+    return RegionLink(url, conn, lease, region, port)
+
+
+async def _dial(url: str, host: str, port: int) -> FrameSocket:
+    loop = asyncio.get_running_loop()
+    last = "no such host"
+    try:
+        addresses = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        addresses, last = [], error.strerror
+    for family, kind, proto, _, address in addresses:
+        sock = socket.socket(family, kind, proto)
+        sock.setblocking(False)
+        try:
+            _configure(sock)
+            await loop.sock_connect(sock, address)
+            return FrameSocket(sock)
+        except BaseException as error:
+            sock.close()
+            if not isinstance(error, OSError):
+                raise
+            last = os.strerror(error.errno or 0)
+    raise LinkDown(f"no R-node can be reached at {url}: {last}")
+
+
+# ---- R side ----
+
+
+class _Pumped(Carrier):
+    def __init__(self, region: Region):
+        self._pump = Pump(region.view, geometry_tuple(region.geometry))
+        self.notify = self._pump.notify
+        self.down_fd = self._pump.down_fd
+
+    async def attach(self, conn: FrameSocket, wake_fd: int) -> None:
+        await conn.write(Ok(id=0, stats=None))
+        self._pump.start(conn.sock.detach(), wake_fd)
+
+    def reason(self) -> str:
+        return self._pump.reason or "the data connection ended"
+
+    def close(self) -> None:
+        self._pump.close()
+
+
+class _TcpServer(ControlServer):
+    def configure(self, sock: socket.socket) -> None:
+        _configure(sock)
+
+    def peer_name(self, sock: socket.socket) -> str:
+        try:
+            host, port = sock.getpeername()[:2]
+        except OSError:
+            return "a peer that has gone"
+        return f"{host}:{port}"
+
+
+async def serve(url: str, service: LinkService, secret: bytes | None, *, insecure: bool = False) -> Server:
+    """Listen; port 0 takes a free one.
+
+    Raises TransportError, also, unless `insecure`, for an address that other machines can reach if there is no secret.
+    """
+    host, port = parse(url)
+    try:
+        addresses = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        family, kind, proto, _, address = addresses[0]
+        if secret is None and not insecure and not ipaddress.ip_address(address[0].split("%")[0]).is_loopback:
+            raise TransportError(
+                f"{url} can be reached from other machines and there is no shared secret, so anybody could use this "
+                "R-node; give it one, or listen on 127.0.0.1"
+            )
+        sock = socket.socket(family, kind, proto)
+        try:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind(address)
+            sock.listen(_BACKLOG)
+        except BaseException:
+            sock.close()
+            raise
+    except OSError as error:
+        raise TransportError(f"cannot listen on {url}: {error.strerror}") from None
+    host = f"[{host}]" if ":" in host else host
+    return _TcpServer(f"tcp://{host}:{sock.getsockname()[1]}", sock, service, secret, _Pumped)
