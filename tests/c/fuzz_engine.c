@@ -337,7 +337,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
 }
 #else
 int main(int argc, char **argv) {
-    uint64_t inputs = argc > 1 ? strtoull(argv[1], NULL, 10) : 60, seed = argc > 2 ? strtoull(argv[2], NULL, 10) : 1;
+    uint64_t inputs = argc > 1 ? strtoull(argv[1], NULL, 10) : 30, seed = argc > 2 ? strtoull(argv[2], NULL, 10) : 1;
     uint64_t calls = 0, refused = 0;
     for (uint32_t threads = 1; threads <= 3; threads++) {
         fd_engine_t *engine = start_engine(threads);
