@@ -23,7 +23,7 @@ setup(
         Extension(
             "fastdecode.transports._native",
             sources=sorted(glob.glob("transports/*.c")),
-            depends=sorted(glob.glob("transports/*.h")) + ["kernels/region.h", "kernels/doorbell.h"],
+            depends=[*sorted(glob.glob("transports/*.h")), "kernels/region.h", "kernels/doorbell.h"],
             include_dirs=["kernels", "transports"],
             extra_compile_args=CFLAGS,
             extra_link_args=["-pthread"],

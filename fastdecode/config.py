@@ -1,7 +1,7 @@
 """The configuration of a node: one frozen dataclass, from which the command line is read.
 
-A field is an option of the same name. Its metadata say what it is for, which role it belongs to and how its text is parsed; a bad
-value, or an option of the other role, is an error at start.
+A field is an option of the same name. Its metadata say what it is for, which role it belongs to and how its text is
+parsed; a bad value, or an option of the other role, is an error at start.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "
 
 
 def parse_bytes(text: str) -> int:
-    """"4GiB", "512 MiB", "1e9", "4G" (decimal) -> bytes. Raises ValueError."""
+    """ "4GiB", "512 MiB", "1e9", "4G" (decimal) -> bytes. Raises ValueError."""
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]*)?(?:e[0-9]+)?)\s*(?:([kmgt]i?)?b?)\s*", text.lower())
     if not match or (size := int(float(match[1]) * _UNITS[match[2] or ""])) <= 0:
         raise ValueError(f"{text!r} is not a size such as 4GiB or 512MiB")
@@ -67,7 +67,7 @@ def _seconds(text: str) -> float:
 
 
 def _cpu_list(text: str) -> tuple[int, ...]:
-    """"0-3,8" -> (0, 1, 2, 3, 8)."""
+    """ "0-3,8" -> (0, 1, 2, 3, 8)."""
     cpus: list[int] = []
     for part in text.split(","):
         first, _, last = part.partition("-")
@@ -104,34 +104,71 @@ class NodeConfig:
     role: str = _option("s: weights, API and scheduling. r: KV-cache and attention.", "s", choices=("s", "r"))
     check: bool = _option("print what this node sees of the machine and exit", False)
 
-    model: Path | None = _option("Hugging Face model directory; default: the demo model", role="s", parse=Path, metavar="DIR")
-    served_model_name: str | None = _option("the model's name in the API; default: the directory's", role="s", metavar="NAME")
+    model: Path | None = _option(
+        "Hugging Face model directory; default: the demo model", role="s", parse=Path, metavar="DIR"
+    )
+    served_model_name: str | None = _option(
+        "the model's name in the API; default: the directory's", role="s", metavar="NAME"
+    )
     host: str = _option("address the API listens on", "127.0.0.1", role="s")
     port: int = _option("port the API listens on", 8000, role="s", parse=_port)
-    api_key_file: Path | None = _option("file with the key clients must present; default: none", role="s", parse=Path, metavar="FILE")
+    api_key_file: Path | None = _option(
+        "file with the key clients must present; default: none", role="s", parse=Path, metavar="FILE"
+    )
     r_node: tuple[str, ...] = _option(
-        "an R-node to use (repeatable); default: an embedded one, started as a child over shared memory", (), role="s", parse=_url, metavar="URL"
+        "an R-node to use (repeatable); default: an embedded one, started as a child over shared memory",
+        (),
+        role="s",
+        parse=_url,
+        metavar="URL",
     )
     device: str = _option("where the S-Part runs", "auto", role="s", choices=("auto", "cpu", "cuda"))
-    dtype: str = _option("dtype of weights and activations; auto: the checkpoint's, or what the CPU is good at", "auto", role="s", choices=("auto", "fp32", "bf16", "fp16"))
+    dtype: str = _option(
+        "dtype of weights and activations; auto: the checkpoint's, or what the CPU is good at",
+        "auto",
+        role="s",
+        choices=("auto", "fp32", "bf16", "fp16"),
+    )
     kv_dtype: str = _option("format of the KV-cache", "fp16", role="s", choices=("fp32", "fp16", "int8"))
-    kv_lease: int | None = _option("KV-cache memory to ask of each R-node; default: all it has free", role="s", parse=parse_bytes, metavar="SIZE")
-    max_model_len: int | None = _option("longest sequence, prompt and output; default: the model's", role="s", parse=_positive, metavar="TOKENS")
-    mini_batches: int = _option("mini-batches in flight: the S-Part of one overlaps the R-Part of another", 2, role="s", parse=_positive)
+    kv_lease: int | None = _option(
+        "KV-cache memory to ask of each R-node; default: all it has free", role="s", parse=parse_bytes, metavar="SIZE"
+    )
+    max_model_len: int | None = _option(
+        "longest sequence, prompt and output; default: the model's", role="s", parse=_positive, metavar="TOKENS"
+    )
+    mini_batches: int = _option(
+        "mini-batches in flight: the S-Part of one overlaps the R-Part of another", 2, role="s", parse=_positive
+    )
     max_batch_size: int = _option("sequences a mini-batch", 256, role="s", parse=_positive)
-    max_batch_tokens: int = _option("rows a step: decoding sequences and prompt tokens together", 512, role="s", parse=_positive)
-    max_queued: int = _option("requests that may wait before further ones are refused (429)", 1024, role="s", parse=_natural)
+    max_batch_tokens: int = _option(
+        "rows a step: decoding sequences and prompt tokens together", 512, role="s", parse=_positive
+    )
+    max_queued: int = _option(
+        "requests that may wait before further ones are refused (429)", 1024, role="s", parse=_natural
+    )
     s_threads: int | None = _option("threads of the S-Part on a CPU", role="s", parse=_positive)
     drain_seconds: float = _option("on SIGTERM, how long running requests may go on", 5.0, role="s", parse=_seconds)
 
-    listen: tuple[str, ...] = _option("where S-nodes connect (repeatable): tcp://host:port, shm:///path/to/socket", (), role="r", parse=_url, metavar="URL")
+    listen: tuple[str, ...] = _option(
+        "where S-nodes connect (repeatable): tcp://host:port, shm:///path/to/socket",
+        (),
+        role="r",
+        parse=_url,
+        metavar="URL",
+    )
     insecure: bool = _option("allow listening beyond this host without --secret-file", False, role="r")
 
-    kv_memory: int | None = _option("memory for the KV-cache of this (or the embedded) R-node", parse=parse_bytes, metavar="SIZE")
+    kv_memory: int | None = _option(
+        "memory for the KV-cache of this (or the embedded) R-node", parse=parse_bytes, metavar="SIZE"
+    )
     threads: int | None = _option("attention threads of this (or the embedded) R-node", parse=_positive)
-    cpus: tuple[int, ...] | None = _option("pin the attention threads to these cpus, e.g. 0-3,8", parse=_cpu_list, metavar="LIST")
+    cpus: tuple[int, ...] | None = _option(
+        "pin the attention threads to these cpus, e.g. 0-3,8", parse=_cpu_list, metavar="LIST"
+    )
     spin_us: int | None = _option("microseconds to spin for the other side before sleeping", parse=_natural)
-    secret_file: Path | None = _option("file with the secret that S-nodes and R-nodes share", parse=Path, metavar="FILE")
+    secret_file: Path | None = _option(
+        "file with the secret that S-nodes and R-nodes share", parse=Path, metavar="FILE"
+    )
     log_level: str = _option("what to log", "info", choices=("debug", "info", "warning", "error"))
 
     def __post_init__(self) -> None:
@@ -139,7 +176,9 @@ class NodeConfig:
             if self.role not in f.metadata["role"] and getattr(self, f.name) != f.default:
                 raise ConfigError(f"{_flag(f.name)} is not an option of --role {self.role}")
         if self.role == "r" and not self.listen and not self.check:
-            raise ConfigError("--role r needs --listen, e.g. --listen shm:///tmp/r.sock or --listen tcp://127.0.0.1:7300")
+            raise ConfigError(
+                "--role r needs --listen, e.g. --listen shm:///tmp/r.sock or --listen tcp://127.0.0.1:7300"
+            )
         if self.r_node:
             for name in ("kv_memory", "threads", "cpus"):
                 if getattr(self, name) is not None:
@@ -167,7 +206,8 @@ class NodeConfig:
         """Parse a command line. Prints usage and exits with 2 on a bad one."""
         parser = argparse.ArgumentParser(
             prog="fastdecode-node",
-            description="One daemon, two roles: the S-node computes everything that has weights and serves the API, R-nodes hold the KV-cache and attend.",
+            description="One daemon, two roles: the S-node computes everything that has weights and serves the API, "
+            "R-nodes hold the KV-cache and attend.",
             allow_abbrev=False,
         )
         parser.add_argument("--version", action="version", version=f"fastdecode {__version__}")

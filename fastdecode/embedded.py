@@ -34,9 +34,9 @@ class Split:
 def split_machine(config: NodeConfig, *, s_on_gpu: bool) -> Split:
     """Choose what the command line left open.
 
-    Attention saturates the memory bus with few threads while the S-Part wants arithmetic; one core each beats both sharing all
-    of them. So on a CPU the R-node gets half of the cores (rounded down, at least one); beside a GPU all but one. The KV-cache
-    gets half of the memory that is free: it is committed only as it fills.
+    Attention saturates the memory bus with few threads while the S-Part wants arithmetic; one core each beats both
+    sharing all of them. So on a CPU the R-node gets half of the cores (rounded down, at least one); beside a GPU all
+    but one. The KV-cache gets half of the memory that is free: it is committed only as it fills.
     """
     cores = len(usable_cpus())
     r_threads = config.threads or (len(config.cpus) if config.cpus else None)
@@ -59,7 +59,14 @@ class EmbeddedRNode:
         """Start the child and wait until it listens. Raises RuntimeError if it does not."""
         directory = Path(tempfile.mkdtemp(prefix="fastdecode-"))  # 0700, so nobody else reaches the socket
         argv = ["--role", "r", "--listen", f"shm://{directory}/r.sock"]
-        argv += ["--threads", str(split.r_threads), "--kv-memory", str(split.kv_memory), "--log-level", config.log_level]
+        argv += [
+            "--threads",
+            str(split.r_threads),
+            "--kv-memory",
+            str(split.kv_memory),
+            "--log-level",
+            config.log_level,
+        ]
         if config.cpus is not None:
             argv += ["--cpus", ",".join(map(str, config.cpus))]
         if config.spin_us is not None:
@@ -67,7 +74,12 @@ class EmbeddedRNode:
         if config.secret_file is not None:
             argv += ["--secret-file", str(config.secret_file)]
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "fastdecode.node", *argv, stdin=asyncio.subprocess.DEVNULL, preexec_fn=_die_with_parent
+            sys.executable,
+            "-m",
+            "fastdecode.node",
+            *argv,
+            stdin=asyncio.subprocess.DEVNULL,
+            preexec_fn=_die_with_parent,
         )
         node = cls(process, directory)
         try:

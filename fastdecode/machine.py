@@ -9,7 +9,7 @@ _CGROUP_ROOT = Path("/sys/fs/cgroup")
 
 
 def usable_cpus() -> list[int]:
-    """The cpus this process may run on, fewer where the cgroup's quota (cpu.max, cpu.cfs_quota_us) allows less time than they have."""
+    """The cpus this process may run on; fewer where the cgroup's quota allows less time than they have."""
     cpus = sorted(os.sched_getaffinity(0))
     quota = _cpu_quota()
     if quota is not None:
@@ -18,7 +18,7 @@ def usable_cpus() -> list[int]:
 
 
 def available_memory() -> int:
-    """Bytes this process can still take without swapping: the least of the host's and its cgroups' (v1, v2) free memory."""
+    """Bytes this process can take without swapping: the least of the host's and its cgroups' (v1, v2) free memory."""
     free = [_meminfo("MemAvailable")]
     for directory in _cgroup_dirs():
         limit = _read_int(directory / "memory.max")

@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Console script. Exits with 0 after a clean end, 2 on a bad option, 1 on anything else that keeps the node from running."""
+    """Console script. Exit status: 0 after a clean end, 2 on a bad option, 1 if anything else keeps it from running."""
     config = NodeConfig.from_args(argv)
     logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)-7s %(name)s: %(message)s")
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import sys
 from pathlib import Path
@@ -20,7 +21,7 @@ from fastdecode.machine import usable_cpus
 from fastdecode.node import until_told_to_end
 from fastdecode.spart import Model, SPart, choose_device, choose_dtype, load_model
 from fastdecode.tokenizer import Tokenizer
-from fastdecode.transports.base import Hello, Link, LinkRefused, TransportError
+from fastdecode.transports.base import PAGE_TOKENS, Hello, Link, TransportError
 from fastdecode.transports.registry import connect
 
 log = logging.getLogger(__name__)
@@ -72,6 +73,9 @@ async def _serve(config: NodeConfig, directory: Path, model: Model, split: Split
         )
         await engine.start()
         stack.push_async_callback(engine.stop)
+        for index, link in enumerate(links):
+            watch = asyncio.create_task(_reconnect(stack, engine, index, link, hello, secret, config))
+            stack.callback(watch.cancel)
         site = await serve(make_app(engine, tokenizer, name, api_key=api_key), config.host, config.port)
         stack.push_async_callback(site.close)
         _greet(config.host, site.port, name)
@@ -81,24 +85,40 @@ async def _serve(config: NodeConfig, directory: Path, model: Model, split: Split
     log.info("S-node ended")
 
 
-async def _open(stack: contextlib.AsyncExitStack, url: str, hello: Hello, secret: bytes | None, config: NodeConfig) -> Link:
+async def _open(
+    stack: contextlib.AsyncExitStack, url: str, hello: Hello, secret: bytes | None, config: NodeConfig
+) -> Link:
     link = await connect(url, hello, secret, spin_us=config.spin_us)
     stack.push_async_callback(link.close)
     lease = link.lease
     tokens = lease.n_pages * PAGE_TOKENS
-    log.info("R-node %s: %s, %d thread(s), room for %d tokens of %s KV-cache", url, lease.isa, lease.threads, tokens, config.kv_dtype)
+    log.info(
+        "R-node %s: %s, %d thread(s), room for %d tokens of %s KV-cache",
+        url,
+        lease.isa,
+        lease.threads,
+        tokens,
+        config.kv_dtype,
+    )
     return link
 
 
-async def _reconnect(engine: Engine, index: int, link: Link, hello: Hello, secret: bytes | None, config: NodeConfig) -> None:
-    """Watch one R-node; when its link dies, try again with growing pauses until it is back, for as long as the S-node lives."""
-    while True:
-        error = await link.closed()
+async def _reconnect(
+    stack: contextlib.AsyncExitStack,
+    engine: Engine,
+    index: int,
+    link: Link,
+    hello: Hello,
+    secret: bytes | None,
+    config: NodeConfig,
+) -> None:
+    """Watch one R-node; when its link dies, try again with growing pauses until it is back."""
+    while error := await link.closed():
         log.error("R-node %s was lost: %s", link.url, error)
         for pause in itertools.chain(_RECONNECT_SECONDS, itertools.repeat(_RECONNECT_SECONDS[-1])):
             await asyncio.sleep(pause)
             try:
-                link = await connect(link.url, hello, secret, spin_us=config.spin_us)
+                link = await _open(stack, link.url, hello, secret, config)
             except (TransportError, OSError) as reason:
                 log.debug("R-node %s: %s", link.url, reason)
                 continue

@@ -1,18 +1,17 @@
 from collections.abc import Buffer, Sequence
 from typing import TypedDict, final
 
-#: n_slots, max_rows, n_layers, n_q_heads, n_kv_heads, head_size, index of the activation dtype (transports.base.ACT_DTYPES)
+#: n_slots, max_rows, n_layers, n_q_heads, n_kv_heads, head_size, index of the activation dtype in
+#: transports.base.ACT_DTYPES
 _Geometry = Sequence[int]
 
-# ---- attention (attention.h), for tests and measurements; `kv_dtype` and `act_dtype` as in the functions' docstrings ----
+# ---- attention (attention.h), for tests and measurements; dtypes and ISAs by name ----
 
 def isa_best() -> str: ...
 def isa_supported() -> list[str]: ...
 def isa_of_kernels(isa: str, kv_dtype: str, /) -> str: ...
 def chunk_bytes(kv_dtype: str, head_size: int, /) -> int: ...
-def kv_append(
-    isa: str, kv_dtype: str, chunks: Buffer, first_token_slot: int, k: Buffer, v: Buffer, /
-) -> None: ...
+def kv_append(isa: str, kv_dtype: str, chunks: Buffer, first_token_slot: int, k: Buffer, v: Buffer, /) -> None: ...
 def kv_attend(
     isa: str,
     kv_dtype: str,
@@ -24,13 +23,11 @@ def kv_attend(
     window: int,
     acc: Buffer,
     m: Buffer,
-    l: Buffer,  # noqa: E741
+    l: Buffer,
     /,
 ) -> None: ...
-def attend_merge(
-    isa: str, m: Buffer, l: Buffer, acc: Buffer, m2: Buffer, l2: Buffer, acc2: Buffer, /  # noqa: E741
-) -> None: ...
-def attend_finish(isa: str, acc: Buffer, l: Buffer, /) -> None: ...  # noqa: E741
+def attend_merge(isa: str, m: Buffer, l: Buffer, acc: Buffer, m2: Buffer, l2: Buffer, acc2: Buffer, /) -> None: ...
+def attend_finish(isa: str, acc: Buffer, l: Buffer, /) -> None: ...
 def load_act(isa: str, dst: Buffer, src: Buffer, act_dtype: str, scale: float, /) -> None: ...
 def store_act(isa: str, dst: Buffer, src: Buffer, act_dtype: str, /) -> None: ...
 
@@ -40,7 +37,7 @@ def page_bytes(geometry: _Geometry, kv_dtype: int, /) -> int:
     """Bytes of one page of 64 tokens, all layers and KV heads. `kv_dtype` is an index of transports.base.KV_DTYPES."""
 
 def region_layout(geometry: _Geometry, /) -> tuple[int, int, int, int, int, int, int, int, int]:
-    """The fields of transports.base.RegionLayout, in order. Raises ValueError with a sentence if the geometry is not sane."""
+    """The fields of transports.base.RegionLayout, in order. Raises ValueError if the geometry is not sane."""
 
 def init_region_header(region: Buffer, geometry: _Geometry, /) -> None:
     """Write a region's header page."""
@@ -59,8 +56,9 @@ class _LinkStats(TypedDict):
 class Engine:
     """Threads that serve the calls of all their links without entering Python (fd_engine_t).
 
-    `kv_bytes` is the budget that all leases share. `isa` None: FASTDECODE_ISA, else the best. `cpus`: one CPU a thread to pin it to.
-    An idle thread spins for `spin_us` before it sleeps. Raises ValueError for what cannot be had, RuntimeError if threads cannot start.
+    `kv_bytes` is the budget that all leases share. `isa` None: FASTDECODE_ISA, else the best. `cpus`: one CPU a thread
+    to pin it to. An idle thread spins for `spin_us` before it sleeps. Raises ValueError for what cannot be had,
+    RuntimeError if threads cannot start.
     """
 
     def __new__(
@@ -87,10 +85,12 @@ class Engine:
         windows: Sequence[int],
         notify: object | None = None,
     ) -> EngineLink:
-        """Grant a lease and serve the calls that appear in `region` (writable, kept alive until close; its header is the caller's).
+        """Grant a lease and serve the calls that appear in `region` (writable, kept alive until close; the caller has
+        written its header).
 
-        `windows`: sliding window of each layer, 0: none. `notify`: PyCapsule "fastdecode.notify", called by an engine thread when a
-        reply bell has been rung. Raises ValueError for bad numbers, MemoryError if the KV-cache has no room for `n_pages`.
+        `windows`: sliding window of each layer, 0: none. `notify`: PyCapsule "fastdecode.notify", called by an engine
+        thread when a reply bell has been rung. Raises ValueError for bad numbers, MemoryError if the KV-cache has no
+        room for `n_pages`.
         """
     def close(self) -> None:
         """Join the threads. Raises RuntimeError while links are open. Idempotent."""
@@ -107,7 +107,7 @@ class EngineLink:
     def trim(self, seq: int, tag: int, length: int, /) -> None:
         """Roll a sequence back to its first `length` tokens. ValueError: wrong tag or index, or it has fewer."""
     def fork(self, src: int, src_tag: int, dst: int, dst_tag: int, length: int, /) -> None:
-        """Let the empty `dst` share the first `length` tokens of `src`. ValueError as above, MemoryError: no free page."""
+        """Let the empty `dst` share the first `length` tokens of `src`. Errors as `trim`; MemoryError: no free page."""
     def stats(self) -> _LinkStats: ...
     def close(self) -> None:
         """Leave the engine and free the lease; waits for a call in progress. Idempotent."""

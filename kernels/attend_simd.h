@@ -9,7 +9,8 @@
  *   1. scores 64 tokens in tiles of registers: a vector of K is loaded and widened once for all rows of the block;
  *   2. masks what a row must not see, updates m and l, turns scores into weights (online softmax, one step a chunk);
  *   3. adds weights times V in tiles of registers, again one load for all rows, rescaling acc as it is loaded.
- * The panel's first block prefetches the next chunk, the same tile of it, as it works through this one.
+ * As they go, the tiles prefetch the next chunk front to back, each step as many bytes as it reads itself. In that order, not in
+ * the tiles' own: the hardware would fetch the neighbours of every line as well, and all traffic would fall into the first tile.
  *
  * Garbage beyond the causal limit: K is transposed, so it stays in lanes of its own, which step 2 overwrites with
  * -infinity before anything is computed from them; V beyond the last token that some row of the block sees is not read.
@@ -25,10 +26,17 @@
 #include "half.h"
 #include "region.h"
 
-enum { PANEL_ROWS = 32, PAGE_VECS = FD_PAGE_TOKENS / LANES };
+/* Before a loop whose trip count is constant once inlined: only then do arrays of vectors become registers. */
+#ifdef __clang__
+#define FD_UNROLL _Pragma("clang loop unroll(full)")
+#else
+#define FD_UNROLL _Pragma("GCC unroll 8")
+#endif
+
+enum { PANEL_ROWS = 32, PAGE_VECS = FD_PAGE_TOKENS / LANES, PREFETCH_LOCALITY = 2 };
 
 /* exp(x) for x <= 0: exp(r) 2^n with x = n ln 2 + r, |r| <= ln 2 / 2 and a polynomial of degree 6 in r. Below EXP_FLUSH, where the
- * result would soon be subnormal, it is 0; -infinity included. Error over all floats of [EXP_FLUSH, 0]: below 1.1 ULP. */
+ * result would soon be subnormal, it is 0; -infinity included. Largest error over all floats of [EXP_FLUSH, 0]: 1.01 ULP. */
 #define EXP_FLUSH -87.0f
 
 FD_INLINE vec_t vec_exp(vec_t x) {
@@ -48,6 +56,7 @@ FD_INLINE vec_t vec_exp(vec_t x) {
 /* One block's work in one chunk. */
 typedef struct {
     const uint8_t *chunk, *next;    /* next: prefetched; NULL: nothing is */
+    uint32_t index, n_blocks;       /* of the panel's blocks, which take turns at prefetching */
     uint32_t head_size;
     uint32_t lo, hi;                /* tokens that some row sees */
     uint64_t visible[MAX_BLOCK];    /* bit t: the row sees token t */
@@ -55,39 +64,45 @@ typedef struct {
     float *m, *l, *acc;             /* [rows], [rows], [rows][head_size] */
 } block_t;
 
+/* What tile `tile` of K (offset 0) or V (offset: where V starts) prefetches while it takes `steps` steps of `step` bytes. */
+FD_INLINE const uint8_t *prefetch_start(const block_t *b, size_t offset, uint32_t tile, uint32_t steps, size_t step) {
+    return b->next && tile % b->n_blocks == b->index ? b->next + offset + tile * steps * step : NULL;
+}
+
 /* Tokens [t0, t0 + vecs * LANES): scores[r][t] = sum_d q[d][r] K[d][t]. */
 FD_INLINE void score_tile(const fd_kv_dtype_t dtype, const int rows, const int vecs, const block_t *b, uint32_t t0,
                           float scores[][FD_PAGE_TOKENS]) {
-    const size_t elem = fd_kv_elem_bytes(dtype), stride = FD_PAGE_TOKENS * elem;
-    const uint8_t *k = b->chunk + t0 * elem, *ahead = b->next ? b->next + t0 * elem : NULL;
+    const size_t elem = fd_kv_elem_bytes(dtype), stride = FD_PAGE_TOKENS * elem, step = vecs * LANES * elem;
+    const uint8_t *k = b->chunk + t0 * elem;
+    const uint8_t *ahead = prefetch_start(b, 0, t0 / (vecs * LANES), b->head_size, step);
     const float *q = b->q;
     vec_t sum[MAX_BLOCK][PAGE_VECS];
-#pragma GCC unroll 8
+    FD_UNROLL
     for (int r = 0; r < rows; r++)
-#pragma GCC unroll 8
+        FD_UNROLL
         for (int i = 0; i < vecs; i++) sum[r][i] = vec_zero();
     for (uint32_t d = 0; d < b->head_size; d++, k += stride, q += rows) {
         if (ahead) {
-#pragma GCC unroll 8
-            for (size_t line = 0; line < vecs * LANES * elem; line += 64) __builtin_prefetch(ahead + line);
-            ahead += stride;
+            FD_UNROLL
+            for (size_t line = 0; line < step; line += 64) __builtin_prefetch(ahead + line, 0, PREFETCH_LOCALITY);
+            ahead += step;
         }
         vec_t x[PAGE_VECS];
-#pragma GCC unroll 8
+        FD_UNROLL
         for (int i = 0; i < vecs; i++) x[i] = kv_load(dtype, k + i * LANES * elem);
-#pragma GCC unroll 8
+        FD_UNROLL
         for (int r = 0; r < rows; r++) {
             const vec_t qd = vec_set1(q[r]);
-#pragma GCC unroll 8
+            FD_UNROLL
             for (int i = 0; i < vecs; i++) sum[r][i] = vec_fma(qd, x[i], sum[r][i]);
         }
     }
-#pragma GCC unroll 8
+    FD_UNROLL
     for (int i = 0; i < vecs; i++) {
         const uint32_t t = t0 + i * LANES;
         vec_t scale = vec_zero();
         if (dtype == FD_KV_INT8) scale = vec_load((const float *)(b->chunk + fd_chunk_k_scales(b->head_size)) + t);
-#pragma GCC unroll 8
+        FD_UNROLL
         for (int r = 0; r < rows; r++)
             vec_store(&scores[r][t], dtype == FD_KV_INT8 ? vec_mul(sum[r][i], scale) : sum[r][i]);
     }
@@ -132,36 +147,37 @@ FD_INLINE void soft_max(const fd_kv_dtype_t dtype, const int rows, const block_t
  * acc[r][d] = rescale[r] acc[r][d] + sum over [lo, hi) of weights[r][t] V[t][d]. */
 FD_INLINE void value_tile(const fd_kv_dtype_t dtype, const int rows, const int vecs, const int half, const block_t *b,
                           uint32_t d0, float weights[][FD_PAGE_TOKENS], const float *rescale) {
-    const size_t elem = fd_kv_elem_bytes(dtype), stride = b->head_size * elem;
-    const size_t offset = fd_chunk_v(dtype, b->head_size) + b->lo * stride + d0 * elem;
-    const uint8_t *v = b->chunk + offset, *ahead = b->next ? b->next + offset : NULL;
+    const size_t elem = fd_kv_elem_bytes(dtype), stride = b->head_size * elem, step = vecs * LANES * elem;
+    const size_t offset = fd_chunk_v(dtype, b->head_size);
+    const uint8_t *v = b->chunk + offset + b->lo * stride + d0 * elem;
+    const uint8_t *ahead = prefetch_start(b, offset, d0 / (vecs * LANES), FD_PAGE_TOKENS, step);
     vec_t sum[MAX_BLOCK][MAX_VECS];
-#pragma GCC unroll 8
+    FD_UNROLL
     for (int r = 0; r < rows; r++)
-#pragma GCC unroll 8
+        FD_UNROLL
         for (int i = 0; i < vecs; i++) {
             const float *acc = b->acc + (size_t)r * b->head_size + d0 + i * LANES;
             sum[r][i] = vec_mul(half ? vec_load_half(acc) : vec_load(acc), vec_set1(rescale[r]));
         }
     for (uint32_t t = b->lo; t < b->hi; t++, v += stride) {
         if (ahead) {
-#pragma GCC unroll 8
-            for (size_t line = 0; line < vecs * LANES * elem; line += 64) __builtin_prefetch(ahead + line);
-            ahead += stride;
+            FD_UNROLL
+            for (size_t line = 0; line < step; line += 64) __builtin_prefetch(ahead + line, 0, PREFETCH_LOCALITY);
+            ahead += step;
         }
         vec_t x[MAX_VECS];
-#pragma GCC unroll 8
+        FD_UNROLL
         for (int i = 0; i < vecs; i++) x[i] = half ? kv_load_half(dtype, v) : kv_load(dtype, v + i * LANES * elem);
-#pragma GCC unroll 8
+        FD_UNROLL
         for (int r = 0; r < rows; r++) {
             const vec_t w = vec_set1(weights[r][t]);
-#pragma GCC unroll 8
+            FD_UNROLL
             for (int i = 0; i < vecs; i++) sum[r][i] = vec_fma(w, x[i], sum[r][i]);
         }
     }
-#pragma GCC unroll 8
+    FD_UNROLL
     for (int r = 0; r < rows; r++)
-#pragma GCC unroll 8
+        FD_UNROLL
         for (int i = 0; i < vecs; i++) {
             float *acc = b->acc + (size_t)r * b->head_size + d0 + i * LANES;
             if (half)
@@ -220,7 +236,7 @@ static void attend_panel(const fd_attend_t *a, const block_fn *blocks, uint32_t 
         const uint8_t *next = c + 1 < a->n_chunks && base + FD_PAGE_TOKENS < end ? a->chunks[c + 1] : NULL;
         for (uint32_t i = 0; i < n_blocks; i++) {
             const uint32_t r0 = block_row(rows, n_blocks, i), n = block_row(rows, n_blocks, i + 1) - r0, row = row0 + r0;
-            block_t b = {.chunk = a->chunks[c], .next = i ? NULL : next, .head_size = head_size, .lo = FD_PAGE_TOKENS};
+            block_t b = {.chunk = a->chunks[c], .next = next, .index = i, .n_blocks = n_blocks, .head_size = head_size, .lo = FD_PAGE_TOKENS};
             for (uint32_t r = 0; r < n; r++) {
                 const uint32_t j = (row + r) / a->group;
                 uint32_t lo, hi;
@@ -312,7 +328,11 @@ static void merge(float *m, float *l, float *acc, const float *m2, const float *
 
 static void finish(float *acc, const float *l, uint32_t rows, uint32_t head_size) {
     for (uint32_t r = 0; r < rows; r++, acc += head_size) {
-        const float scale = l[r] == 0.0f ? 0.0f : 1.0f / l[r];
+        if (l[r] == 0.0f) {
+            memset(acc, 0, head_size * sizeof *acc);
+            continue;
+        }
+        const float scale = 1.0f / l[r];
         uint32_t d = 0;
         for (; d + LANES <= head_size; d += LANES) vec_store(acc + d, vec_mul(vec_load(acc + d), vec_set1(scale)));
         for (; d < head_size; d++) acc[d] *= scale;

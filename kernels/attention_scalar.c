@@ -103,7 +103,10 @@ static float row_to_int8(int8_t *dst, size_t stride, const float *src, uint32_t 
     for (uint32_t i = 0; i < n; i++) amax = fabsf(src[i]) > amax ? fabsf(src[i]) : amax;
     const int tiny = amax < FD_INT8_TINY;
     const float inverse = tiny ? 0.0f : 127.0f / amax, nearest = 0x1.8p23f; /* adding it rounds to an integer, ties to even */
-    for (uint32_t i = 0; i < n; i++) dst[i * stride] = (int8_t)(int)(src[i] * inverse + nearest - nearest);
+    for (uint32_t i = 0; i < n; i++) {
+        const float x = src[i] * inverse + nearest - nearest;
+        dst[i * stride] = x == x ? (int8_t)(int)x : 0; /* of NaN the conversion is undefined */
+    }
     return tiny ? 0.0f : amax / 127.0f;
 }
 
@@ -179,7 +182,11 @@ static void merge(float *m, float *l, float *acc, const float *m2, const float *
 
 static void finish(float *acc, const float *l, uint32_t rows, uint32_t head_size) {
     for (uint32_t r = 0; r < rows; r++, acc += head_size) {
-        const float scale = l[r] == 0.0f ? 0.0f : 1.0f / l[r];
+        if (l[r] == 0.0f) {
+            memset(acc, 0, head_size * sizeof *acc);
+            continue;
+        }
+        const float scale = 1.0f / l[r];
         for (uint32_t d = 0; d < head_size; d++) acc[d] *= scale;
     }
 }

@@ -182,26 +182,12 @@ static bool serve_slot(fd_engine_t *e, fd_link_t *link, uint32_t slot) {
     return true;
 }
 
-/* Tells who waits on a link that is being removed. */
-static void close_link(fd_link_t *link) {
-    for (uint32_t i = 0; i < link->work.g.n_slots; i++) {
-        fd_slot_t *s = fd_slot_at(link->region, &link->work.layout, i);
-        fd_reply_t r = {.seq = fd_bell_read(&s->request_bell), .status = FD_LINK_CLOSED, .message = "the R-node has closed this link"};
-        if (r.seq != link->slots[i].served) reply(link, i, &r);
-    }
-}
-
 /* ---- thread 0 ---- */
 
 static bool control_changed(fd_engine_t *e) { return __atomic_load_n(&e->control, __ATOMIC_ACQUIRE) != e->taken_up; }
 
 static void take_up_control(fd_engine_t *e) {
     pthread_mutex_lock(&e->mutex);
-    for (uint32_t i = 0; i < e->n_live; i++) {
-        uint32_t k = 0;
-        while (k < e->n_links && e->links[k] != e->live[i]) k++;
-        if (k == e->n_links) close_link(e->live[i]);
-    }
     memcpy(e->live, e->links, e->n_links * sizeof *e->links);
     e->n_live = e->n_links;
     e->taken_up = e->control;

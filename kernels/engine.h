@@ -48,7 +48,7 @@ uint64_t fd_engine_kv_free(fd_engine_t *engine);
 /* `region` (region_bytes of the geometry's layout) must stay mapped until fd_engine_remove_link returns. */
 fd_link_t *fd_engine_add_link(fd_engine_t *engine, void *region, const fd_geometry_t *g, const fd_lease_t *lease,
                               fd_notify_fn notify, void *ctx, char *err, size_t err_len);
-/* Waits for a call in progress, then unmaps the arena. */
+/* Waits for a call in progress, answers one that is not with FD_LINK_CLOSED (without notify), then unmaps the arena. */
 void fd_engine_remove_link(fd_engine_t *engine, fd_link_t *link);
 
 /* Also wakes the engine. The one to hand to a peer: what it does to an eventfd of its own harms no other link. */

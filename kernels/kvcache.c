@@ -163,7 +163,7 @@ static bool appends_to_shared(const fd_kvcache_t *kv, const fd_seq_t *s) {
     return s->length % FD_PAGE_TOKENS && kv->refs[s->pages[s->length / FD_PAGE_TOKENS]] > 1;
 }
 
-fd_status_t fd_kvcache_append(fd_kvcache_t *kv, const fd_row_t *table, uint32_t n_entries, char *err, size_t err_len) {
+fd_status_t fd_kvcache_check(fd_kvcache_t *kv, const fd_row_t *table, uint32_t n_entries, char *err, size_t err_len) {
     if (!++kv->mark) { /* once in 2^32 steps old marks could be taken for new ones */
         for (uint32_t i = 0; i < kv->max_seqs; i++) kv->seqs[i].mark = 0;
         kv->mark = 1;
@@ -179,6 +179,10 @@ fd_status_t fd_kvcache_append(fd_kvcache_t *kv, const fd_row_t *table, uint32_t 
     if (needed > kv->n_free)
         return FAIL(FD_OUT_OF_PAGES, "the step needs %llu pages, %u of %u are free", (unsigned long long)needed, kv->n_free,
                     kv->n_pages);
+    return FD_OK;
+}
+
+fd_status_t fd_kvcache_append(fd_kvcache_t *kv, const fd_row_t *table, uint32_t n_entries, char *err, size_t err_len) {
     for (uint32_t i = 0; i < n_entries; i++) {
         fd_seq_t *s = &kv->seqs[table[i].seq];
         if (!reserve_list(s, fd_pages_for((uint64_t)s->length + table[i].n_rows)))

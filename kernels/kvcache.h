@@ -49,8 +49,10 @@ fd_status_t fd_kvcache_trim(fd_kvcache_t *kv, uint32_t seq, uint32_t tag, uint32
 fd_status_t fd_kvcache_fork(fd_kvcache_t *kv, uint32_t src, uint32_t src_tag, uint32_t dst, uint32_t dst_tag, uint32_t length,
                             char *err, size_t err_len);
 
-/* Makes room for the new rows of a whole table or changes nothing. Table entries need only be bounded in number;
- * everything else about them is checked here. */
+/* Whether a step fits: every entry names a sequence of the lease once, at its end, and there are pages for all new rows.
+ * Changes nothing that matters. Entries have at least one row. */
+fd_status_t fd_kvcache_check(fd_kvcache_t *kv, const fd_row_t *table, uint32_t n_entries, char *err, size_t err_len);
+/* Makes room for the new rows of a table that fits, or changes nothing. Fails only for want of memory (FD_INTERNAL). */
 fd_status_t fd_kvcache_append(fd_kvcache_t *kv, const fd_row_t *table, uint32_t n_entries, char *err, size_t err_len);
 
 static inline uint32_t fd_pages_for(uint64_t tokens) { return (uint32_t)((tokens + FD_PAGE_TOKENS - 1) / FD_PAGE_TOKENS); }

@@ -114,6 +114,17 @@ fd_link_t *fd_engine_add_link(fd_engine_t *e, void *region, const fd_geometry_t 
     return link;
 }
 
+/* Tells who still waits for a reply. Thread 0 has let go of the link; the connection's end is for its owner to announce. */
+static void refuse_waiting(fd_link_t *link) {
+    for (uint32_t i = 0; i < link->work.g.n_slots; i++) {
+        fd_slot_t *slot = fd_slot_at(link->region, &link->work.layout, i);
+        uint64_t bell = fd_bell_read(&slot->request_bell);
+        if (bell == link->slots[i].served) continue;
+        slot->reply = (fd_reply_t){.seq = bell, .status = FD_LINK_CLOSED, .message = "the R-node has closed this link"};
+        fd_ring_reply(slot, bell);
+    }
+}
+
 void fd_engine_remove_link(fd_engine_t *e, fd_link_t *link) {
     pthread_mutex_lock(&e->mutex);
     uint32_t i = 0;
@@ -123,6 +134,7 @@ void fd_engine_remove_link(fd_engine_t *e, fd_link_t *link) {
     fd_eventfd_wake(e->eventfd);
     while ((int32_t)(e->taken_up - change) < 0) pthread_cond_wait(&e->taken, &e->mutex);
     pthread_mutex_unlock(&e->mutex);
+    refuse_waiting(link);
     uint64_t bytes = link->lease_bytes;
     destroy(link);
     release(e, bytes);

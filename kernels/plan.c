@@ -156,13 +156,11 @@ static void cut_line(fd_step_t *step, const fd_plan_shape_t *shape) {
 
 fd_status_t fd_step_plan(fd_step_t *step, fd_kvcache_t *kv, const fd_plan_shape_t *shape, char *err, size_t err_len) {
     fd_status_t status = check_table(step, err, err_len);
+    if (status == FD_OK) status = fd_kvcache_check(kv, step->table, step->n_entries, err, err_len);
     if (status != FD_OK) return status;
-    size_t n_pages = 0;
+    size_t n_pages = 0; /* no more than the lease has and FD_MAX_SHARED_REFS */
     for (uint32_t i = 0; i < step->n_entries; i++)
         n_pages += fd_pages_for((uint64_t)step->table[i].pos + step->table[i].n_rows);
-    /* Positions are not checked against the cache yet: a sum that no cache could hold must not cost memory. */
-    if (n_pages > (size_t)kv->n_pages + FD_MAX_SHARED_REFS)
-        return FAIL(FD_BAD_SEQUENCE, "the step would read %zu pages, the lease holds %u", n_pages, kv->n_pages);
     if (!reserve_pages(step, n_pages)) return FAIL(FD_INTERNAL, "no memory for %zu page numbers", n_pages);
     status = fd_kvcache_append(kv, step->table, step->n_entries, err, err_len);
     if (status != FD_OK) return status;

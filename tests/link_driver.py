@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import rengine_peer as peer
+
 from fastdecode.transports.base import ACT_DTYPES, KV_DTYPES, ROW_DTYPE, Geometry, Hello, Link
 
 SMALL = Geometry(n_slots=2, max_rows=32, n_layers=2, n_q_heads=4, n_kv_heads=2, head_size=16, act_dtype="fp32")

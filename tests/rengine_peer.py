@@ -9,9 +9,12 @@ import mmap
 import os
 import struct
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+
+from fastdecode.kernels import _native
 
 NEW_STEP = 1
 ATTEND = 1
@@ -110,8 +113,9 @@ class Peer:
     def put(self, offset: int, data: bytes) -> None:
         self.map[offset : offset + len(data)] = data
 
-    def header(self, slot: int, seq: int, flags: int, layer: int, n_entries: int, n_rows: int, n_attend: int, reserved: int = 0):
-        self.put(self.at(slot) + _CALL_AT, _CALL.pack(seq, flags, layer, n_entries, n_rows, n_attend, reserved, *[0] * 8))
+    def header(self, slot: int, seq: int, flags: int, layer: int, *counts: int, reserved: int = 0) -> None:
+        """counts: entries, rows, attending rows."""
+        self.put(self.at(slot) + _CALL_AT, _CALL.pack(seq, flags, layer, *counts, reserved, *[0] * 8))
 
     def table(self, slot: int, rows: list[tuple[int, ...]]) -> None:
         """rows: (seq, tag, pos, n_rows, flags[, reserved])."""
@@ -184,13 +188,11 @@ class Shadow:
 class Link(Peer):
     """A link to an engine in this process, whose every O row is compared with a float64 shadow of the cache."""
 
-    def __init__(self, engine, g: Geometry, kv_dtype: int = KV_FP32, n_pages: int = 64, max_seqs: int = 8, windows=None, seed=0):
-        from fastdecode.kernels import _native
-
+    def __init__(self, engine, g: Geometry, kv_dtype=KV_FP32, n_pages=64, max_seqs=8, windows: Sequence[int] = ()):
         super().__init__(g)
         self.kv_dtype, self.scale = kv_dtype, g.head_size**-0.5
-        self.windows = list(windows or [0] * g.n_layers)
-        self.rng = np.random.default_rng(seed)
+        self.windows = list(windows) or [0] * g.n_layers
+        self.rng = np.random.default_rng(0)
         self.shadows: dict[int, Shadow] = {}
         self.next_tag = 1
         _native.init_region_header(self.map, g.tuple())
@@ -282,7 +284,8 @@ class Step:
             s.k[layer] = np.concatenate([s.k[layer], kv[:, : g.n_kv_heads]])
             s.v[layer] = np.concatenate([s.v[layer], kv[:, g.n_kv_heads :]])
             if attend:
-                want = attention(self.q[row : row + n], s.k[layer], s.v[layer], entry[2], link.windows[layer], link.scale)
+                q = self.q[row : row + n]
+                want = attention(q, s.k[layer], s.v[layer], entry[2], link.windows[layer], link.scale)
                 np.testing.assert_allclose(o[row : row + n], want, rtol=0, atol=limit)
             row += n
         return reply

@@ -25,7 +25,20 @@ def test_every_field_is_an_option(capsys):
 
 
 def test_values_are_parsed():
-    config = NodeConfig.from_args(["--role", "r", "--listen", "tcp://127.0.0.1:7300", "--listen", "shm:///tmp/r", "--kv-memory", "4GiB", "--cpus", "0-2,5"])
+    config = NodeConfig.from_args(
+        [
+            "--role",
+            "r",
+            "--listen",
+            "tcp://127.0.0.1:7300",
+            "--listen",
+            "shm:///tmp/r",
+            "--kv-memory",
+            "4GiB",
+            "--cpus",
+            "0-2,5",
+        ]
+    )
     assert config.listen == ("tcp://127.0.0.1:7300", "shm:///tmp/r")
     assert config.kv_memory == 4 << 30
     assert config.cpus == (0, 1, 2, 5)
@@ -76,14 +89,29 @@ def test_secret_file_must_exist_and_say_something(tmp_path):
 
 @pytest.mark.parametrize(
     "text, size",
-    [("1", 1), ("1b", 1), ("2k", 2000), ("2KiB", 2048), ("1.5GiB", 3 << 29), ("4G", 4 * 10**9), ("512 MiB", 512 << 20), ("1e9", 10**9)],
+    [
+        ("1", 1),
+        ("1b", 1),
+        ("2k", 2000),
+        ("2KiB", 2048),
+        ("1.5GiB", 3 << 29),
+        ("4G", 4 * 10**9),
+        ("512 MiB", 512 << 20),
+        ("1e9", 10**9),
+    ],
 )
 def test_sizes(text, size):
     assert parse_bytes(text) == size
 
 
 def test_sizes_are_printed_for_people():
-    assert [format_bytes(n) for n in (0, 1023, 1536, 3 << 29, 5 << 40)] == ["0 B", "1023 B", "1.5 KiB", "1.5 GiB", "5.0 TiB"]
+    assert [format_bytes(n) for n in (0, 1023, 1536, 3 << 29, 5 << 40)] == [
+        "0 B",
+        "1023 B",
+        "1.5 KiB",
+        "1.5 GiB",
+        "5.0 TiB",
+    ]
 
 
 def test_usable_cpus_follow_the_affinity_mask():
@@ -97,7 +125,7 @@ def test_usable_cpus_follow_the_affinity_mask():
 
 
 def test_cgroup_limits_hold_though_the_host_has_more(tmp_path, monkeypatch):
-    """cgroup v2: the leaf allows a core and a half and 3 GiB, of which 1 GiB is used and a quarter of that is page cache."""
+    """The leaf (cgroup v2) allows a core and a half and 3 GiB; 1 GiB is used, a quarter of which is page cache."""
     leaf = tmp_path / "a" / "b"
     leaf.mkdir(parents=True)
     (leaf / "cpu.max").write_text("150000 100000\n")

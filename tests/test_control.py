@@ -18,14 +18,14 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from link_driver import LARGE, SMALL, Driver, hello
+
+from fastdecode.rnode import RNode
 from fastdecode.transports import handshake, server
 from fastdecode.transports._native import Port
 from fastdecode.transports.base import ACT_DTYPES, PROTOCOL_VERSION, Geometry, LinkDown, LinkRefused, TransportError
 from fastdecode.transports.region import Region, geometry_tuple, region_layout
 from fastdecode.transports.registry import connect
-from link_driver import LARGE, SMALL, Driver, hello
-
-from fastdecode.rnode import RNode
 
 KV_BYTES = 64 << 20
 SECRET = b"a secret of the two nodes"

@@ -26,7 +26,9 @@ class Node:
         self.log = tmp_path / f"node-{time.monotonic_ns()}.log"
         with self.log.open("wb") as out:
             env = {**os.environ, "OMP_NUM_THREADS": "1"}
-            self.process = subprocess.Popen([*NODE, *argv], stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=env)
+            self.process = subprocess.Popen(
+                [*NODE, *argv], stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=env
+            )
 
     def wait_for(self, pattern: str, seconds: float = START_SECONDS) -> re.Match[str]:
         deadline = time.monotonic() + seconds
@@ -89,7 +91,9 @@ def traces() -> set[str]:
 def test_demo_model_streams_and_sigterm_ends_both_processes(start):
     before = traces()
     node = start("--port", "0", "--kv-memory", "256MiB")
-    stream = node.api().completions.create(model="fastdecode-demo", prompt="It was", max_tokens=12, temperature=0, stream=True)
+    stream = node.api().completions.create(
+        model="fastdecode-demo", prompt="It was", max_tokens=12, temperature=0, stream=True
+    )
     pieces = [chunk.choices[0].text for chunk in stream if chunk.choices]
     assert len(pieces) > 1 and "".join(pieces) == complete(node.api(), 12)
     (child,) = node.children()
@@ -115,7 +119,14 @@ def test_r_node_killed_ends_its_streams_with_an_error_and_the_s_node_stays_up(st
     r_node.wait_for("R-node on shm")
     s_node = start("--port", "0", "--r-node", f"shm://{socket}")
     api = s_node.api()
-    stream = api.completions.create(model="fastdecode-demo", prompt="It was", max_tokens=400, temperature=0, stream=True, extra_body={"ignore_eos": True})
+    stream = api.completions.create(
+        model="fastdecode-demo",
+        prompt="It was",
+        max_tokens=400,
+        temperature=0,
+        stream=True,
+        extra_body={"ignore_eos": True},
+    )
     next(iter(stream))
     r_node.end(signal.SIGKILL)
     with pytest.raises(openai.APIError, match="lost"):
@@ -149,7 +160,18 @@ def test_three_r_nodes_over_tcp_with_a_secret(start, tmp_path):
     secret.write_text("correct horse")
     urls = []
     for _ in range(3):
-        r_node = start("--role", "r", "--listen", "tcp://127.0.0.1:0", "--kv-memory", "64MiB", "--threads", "1", "--secret-file", str(secret))
+        r_node = start(
+            "--role",
+            "r",
+            "--listen",
+            "tcp://127.0.0.1:0",
+            "--kv-memory",
+            "64MiB",
+            "--threads",
+            "1",
+            "--secret-file",
+            str(secret),
+        )
         urls += ["--r-node", r_node.wait_for(r"R-node on (tcp://\S+):")[1]]
     api = start("--port", "0", *urls, "--secret-file", str(secret)).api()
     assert complete(api)

@@ -16,11 +16,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import rengine_peer as peer
+from link_driver import LARGE, SMALL, Driver, hello
+from rnode_process import STUCK_S, RNodeProcess
+
 from fastdecode.transports import link as link_module
 from fastdecode.transports.base import ROW_DTYPE, CallRefused, Link, LinkDown, LinkRefused, TransportError
 from fastdecode.transports.registry import connect, serve
-from link_driver import LARGE, SMALL, Driver, hello
-from rnode_process import STUCK_S, RNodeProcess
 
 KV_BYTES = 64 << 20
 NOTICED_S = 5.0  # a death must have been noticed by then
@@ -531,5 +532,3 @@ async def test_the_socket_is_its_owners_alone(tmp_path):
     server = await serve(f"shm://{tmp_path}/r.sock", NoService(), None)
     assert (tmp_path / "r.sock").stat().st_mode & 0o777 == 0o600
     await server.close()
-
-

@@ -148,9 +148,7 @@ class Caller:
         """Grant what it asked for. Raises LinkDown."""
         hello = self.answer
         assert isinstance(hello, HelloMessage)
-        message = Welcome(
-            mac=None, token=token, **{name: getattr(lease, name) for name in Lease.__dataclass_fields__}
-        )
+        message = Welcome(mac=None, token=token, **{name: getattr(lease, name) for name in Lease.__dataclass_fields__})
         if secret is not None:
             message = replace(message, mac=_mac(secret, b"R", hello.nonce, self._challenge.nonce, message))
         await self.conn.write(message)
@@ -159,9 +157,7 @@ class Caller:
 
 async def challenge(conn: FrameSocket, node: str, needs_secret: bool) -> Caller:
     """Challenge a fresh connection and take its answer. Raises ProtocolError, LinkDown."""
-    message = Challenge(
-        version=PROTOCOL_VERSION, nonce=secrets.token_hex(32), needs_secret=needs_secret, node=node
-    )
+    message = Challenge(version=PROTOCOL_VERSION, nonce=secrets.token_hex(32), needs_secret=needs_secret, node=node)
     await conn.write(message)
     answer = await conn.read()
     if not isinstance(answer, HelloMessage | Attach):

@@ -100,9 +100,7 @@ class RegionLink(Link):
         await self._ask(Trim(id=next(self._ids), seq=seq, tag=tag, length=length))
 
     async def fork(self, src: tuple[int, int], dst: tuple[int, int], length: int) -> None:
-        request = Fork(
-            id=next(self._ids), src=src[0], src_tag=src[1], dst=dst[0], dst_tag=dst[1], length=length
-        )
+        request = Fork(id=next(self._ids), src=src[0], src_tag=src[1], dst=dst[0], dst_tag=dst[1], length=length)
         await self._ask(request)
 
     async def stats(self) -> dict:

@@ -253,8 +253,7 @@ Request = Free | Trim | Fork | Stats | Ping
 Message = Challenge | HelloMessage | Attach | Welcome | Refused | Request | Ok | Error
 
 _TYPES: dict[str, type] = {
-    m.TYPE: m
-    for m in (Challenge, HelloMessage, Attach, Welcome, Refused, Free, Trim, Fork, Stats, Ping, Ok, Error)
+    m.TYPE: m for m in (Challenge, HelloMessage, Attach, Welcome, Refused, Free, Trim, Fork, Stats, Ping, Ok, Error)
 }
 _CHECKS: dict[type, dict[str, _Check]] = {
     m: {f.name: f.metadata["check"] for f in dataclasses.fields(m)} for m in _TYPES.values()

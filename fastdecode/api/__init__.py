@@ -1,1 +1,3 @@
-"""The OpenAI-compatible HTTP API. Knows the engine, never the S-Part."""
+"""The HTTP API: OpenAI's endpoints, health and metrics, over an engine and a tokenizer. It knows nothing of the
+S-Part.
+"""

@@ -1,4 +1,7 @@
-"""`fastdecode-bench`: one subcommand a question. Progress goes to stderr, results to stdout (a table, or one object with --json)."""
+"""`fastdecode-bench`: one subcommand a question.
+
+Progress goes to stderr, results to stdout: a table, or one object with --json.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from fastdecode.bench import checkpoint, decode
+from fastdecode.bench import checkpoint, decode, perplexity
 from fastdecode.transports.base import TransportError
 
 
@@ -14,7 +17,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Console script."""
     parser = argparse.ArgumentParser(prog="fastdecode-bench", description=__doc__, allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True)
-    for module in (decode, checkpoint):
+    for module in (decode, perplexity, checkpoint):
         name, help_text = module.COMMAND
         command = commands.add_parser(name, help=help_text, description=module.__doc__, allow_abbrev=False)
         module.add_arguments(command)
@@ -24,3 +27,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         args.run(args)
     except (TransportError, OSError, RuntimeError, ValueError) as error:
         sys.exit(f"fastdecode-bench {args.command}: {error}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,5 +1,8 @@
-"""Output tokens a second of the split system at a given batch and context; of its S-Part and its R-Part alone; and how near
-the split comes to the bound, the slower of the two. Peers run the same checkpoint, batch and context in the same rounds."""
+"""Output tokens a second of the split system at a given batch and context, and of its two parts alone.
+
+The bound is the slower of the two; the figure to watch is how near the split comes to it. Peers run the same
+checkpoint, batch and context in the same rounds.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=16, help="tokens of each sequence a round")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--mini-batches", type=int, default=2)
-    parser.add_argument("--r-node", action="append", metavar="URL", help="R-node to use (repeatable); default: an embedded one")
+    parser.add_argument(
+        "--r-node", action="append", metavar="URL", help="R-node to use (repeatable); default: an embedded one"
+    )
     parser.add_argument("--kv-dtype", choices=("fp32", "fp16", "int8"), default="fp16")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--dtype", choices=("auto", "fp32", "bf16", "fp16"), default="auto")
@@ -48,7 +53,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--s-threads", type=int, help="threads of the S-Part on a CPU")
     parser.add_argument("--cpus", help="cpus of the attention threads, e.g. 1 or 4-7")
     parser.add_argument("--spin-us", type=int, help="microseconds to spin for the other side before sleeping")
-    parser.add_argument("--peer", action="append", choices=sorted(PEERS), default=[], help="also run this peer (repeatable)")
+    parser.add_argument(
+        "--peer", action="append", choices=sorted(PEERS), default=[], help="also run this peer (repeatable)"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -67,7 +74,12 @@ async def _run(args: argparse.Namespace) -> dict:
     directory = args.model or model_dir()
     dtype = choose_dtype(args.dtype, directory, device)
     argv = ["--kv-dtype", args.kv_dtype, "--mini-batches", str(args.mini_batches)]
-    for flag, value in (("--threads", args.threads), ("--s-threads", args.s_threads), ("--cpus", args.cpus), ("--spin-us", args.spin_us)):
+    for flag, value in (
+        ("--threads", args.threads),
+        ("--s-threads", args.s_threads),
+        ("--cpus", args.cpus),
+        ("--spin-us", args.spin_us),
+    ):
         argv += [flag, str(value)] if value is not None else []
     config = NodeConfig.from_args(argv)
     split = split_machine(config, s_on_gpu=device.type == "cuda")
@@ -80,7 +92,9 @@ async def _run(args: argparse.Namespace) -> dict:
     try:
         bench = await _Bench.open(args, model, [node.url] if node else args.r_node)
         await bench.fill()
-        peers = {name: PEERS[name](directory, args.batch, args.context, dtype, device, all_threads) for name in args.peer}
+        peers = {
+            name: PEERS[name](directory, args.batch, args.context, dtype, device, all_threads) for name in args.peer
+        }
         samples: dict[str, list[float]] = {"split": [], "s": [], "r": [], **{name: [] for name in peers}}
         for i in tqdm(range(args.rounds + 1), desc="rounds", unit="round"):
             measured = {"split": await bench.split_round(), "s": bench.s_round(), "r": await bench.r_round()}
@@ -98,7 +112,9 @@ async def _run(args: argparse.Namespace) -> dict:
     return _result(args, directory, dtype, split, bench, samples)
 
 
-def _result(args: argparse.Namespace, directory: Path, dtype: torch.dtype, split: object, bench: _Bench, samples: dict) -> dict:
+def _result(
+    args: argparse.Namespace, directory: Path, dtype: torch.dtype, split: object, bench: _Bench, samples: dict
+) -> dict:
     ratios = [x / min(s, r) for x, s, r in zip(samples["split"], samples["s"], samples["r"], strict=True)]
     return {
         "model": directory.resolve().name,
@@ -128,8 +144,13 @@ def _result(args: argparse.Namespace, directory: Path, dtype: torch.dtype, split
 
 
 def _print_table(result: dict) -> None:
-    print(f"{result['model']}: batch {result['batch']}, context {result['context']}, {result['mini_batches']} mini-batches, {result['dtype']}, KV {result['kv_dtype']}")
-    rows = [("split", result["tokens_per_s"]), ("S alone", result["s_tokens_per_s"]), ("R alone", result["r_tokens_per_s"])]
+    shape = f"batch {result['batch']}, context {result['context']}, {result['mini_batches']} mini-batches"
+    print(f"{result['model']}: {shape}, {result['dtype']}, KV {result['kv_dtype']}")
+    rows = [
+        ("split", result["tokens_per_s"]),
+        ("S alone", result["s_tokens_per_s"]),
+        ("R alone", result["r_tokens_per_s"]),
+    ]
     rows += [(name, peer["tokens_per_s"]) for name, peer in result["peers"].items()]
     for name, tokens in rows:
         print(f"  {name:<14}{tokens:10.1f} tokens/s")
@@ -193,12 +214,16 @@ class _Bench:
         rows = max(-(-args.batch // args.mini_batches), _FILL_ROWS)
         per_link = -(-args.batch // len(urls))
         tokens = args.context + args.steps + 1
-        hello = model.hello(n_slots=args.mini_batches, max_rows=rows, kv_dtype=args.kv_dtype, kv_bytes=None, max_seqs=per_link)
+        hello = model.hello(
+            n_slots=args.mini_batches, max_rows=rows, kv_dtype=args.kv_dtype, kv_bytes=None, max_seqs=per_link
+        )
         links = [await connect(url, dataclasses.replace(hello), None) for url in urls]
         for link in links:
             needed = per_link * -(-tokens // PAGE_TOKENS)
             if link.lease.n_pages < needed:
-                raise ValueError(f"{link.url} grants {link.lease.n_pages} KV pages, this batch and context need {needed}")
+                raise ValueError(
+                    f"{link.url} grants {link.lease.n_pages} KV pages, this batch and context need {needed}"
+                )
         return cls(args, model, links)
 
     async def close(self) -> None:
@@ -238,7 +263,10 @@ class _Bench:
         vocab = self.model.config.vocab_size
         return StepBatch(
             slot,
-            [Chunk(link, seq, 1, self.args.context + step, [random.randrange(vocab)], False, spec) for link, seq in self.mini_batches[slot]],
+            [
+                Chunk(link, seq, 1, self.args.context + step, [random.randrange(vocab)], False, spec)
+                for link, seq in self.mini_batches[slot]
+            ],
         )
 
     async def split_round(self) -> float:

@@ -1,4 +1,4 @@
-"""Peers of the decode benchmark: each loads the same checkpoint once and then decodes `steps` tokens of every sequence a round."""
+"""Peers of the decode benchmark: each loads the checkpoint once, then decodes some tokens of each sequence a round."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Peer(Protocol):
 
 
 class Transformers:
-    """transformers' `generate`, greedy, going on from a cache of `context` random tokens. Has all cores to itself in its turn."""
+    """transformers' `generate`, greedy, going on from a cache of `context` random tokens, on all cores in its turn."""
 
     def __init__(self, model: Path, batch: int, context: int, dtype: torch.dtype, device: torch.device, threads: int):
         from transformers import AutoModelForCausalLM, DynamicCache
@@ -34,11 +34,17 @@ class Transformers:
         torch.set_num_threads(before)
 
     def round(self, steps: int) -> float:
-        self._cache.crop(self._context)
+        if grown := self._cache.get_seq_length() - self._context:
+            self._cache.crop(-grown)
         mask = torch.ones_like(self._ids)
         start = perf_counter()
         self._model.generate(
-            self._ids, attention_mask=mask, past_key_values=self._cache, max_new_tokens=steps, min_new_tokens=steps, do_sample=False
+            self._ids,
+            attention_mask=mask,
+            past_key_values=self._cache,
+            max_new_tokens=steps,
+            min_new_tokens=steps,
+            do_sample=False,
         )
         return perf_counter() - start
 

@@ -9,7 +9,11 @@ class EngineError(Exception):
     """Base; the message is a sentence for the client."""
 
 
-class PromptTooLong(EngineError):
+class InvalidPrompt(EngineError):
+    """The prompt is empty or holds a token id that is not in the vocabulary: the client's fault (400)."""
+
+
+class PromptTooLong(InvalidPrompt):
     """Prompt (and at least one token) does not fit the model or the KV-cache: the client's fault (400)."""
 
 
@@ -42,7 +46,7 @@ class SamplingParams:
 
 @dataclass(slots=True)
 class TokenEvent:
-    """One generated token. `finish_reason` is set on the last: "stop" (an end token, which is the token itself) or "length"."""
+    """One generated token. The last has a `finish_reason`: "stop" (an end token: the token itself) or "length"."""
 
     token: int
     logprob: float | None = None

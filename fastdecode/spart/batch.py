@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(slots=True)
@@ -22,8 +24,11 @@ class Chunk:
 
 @dataclass(slots=True)
 class SampleSpec:
-    """Sampling of one row. `temperature` 0 is greedy. `seed` and `index` alone fix the random number, so a sequence draws the same
-    tokens whatever batch it runs in and however often it is preempted."""
+    """Sampling of one row. `temperature` 0 is greedy.
+
+    `seed` and `index` alone fix the random number, so a sequence draws the same tokens whatever batch it runs in and
+    however often it is preempted.
+    """
 
     temperature: float = 1.0
     top_k: int = 0  # 0: off
@@ -36,7 +41,7 @@ class SampleSpec:
 
 @dataclass(slots=True)
 class StepBatch:
-    """One step of one mini-batch. Chunks that attend on the R-node come first; within each kind they are in order of link."""
+    """One step of one mini-batch. Chunks that attend on the R-node come first; each kind is in order of link."""
 
     slot: int  # the mini-batch's slot on every link
     chunks: list[Chunk]
@@ -44,11 +49,12 @@ class StepBatch:
 
 @dataclass(slots=True)
 class Sampled:
-    """The next token of one chunk."""
+    """The next token of one chunk, or why there is none."""
 
-    token: int
+    token: int  # -1 with an error
     logprob: float | None = None  # of the raw (temperature 1) distribution, nats
     top: list[tuple[int, float]] = field(default_factory=list)  # the best alternatives, best first
+    error: str | None = None  # this row's logits are not finite; the other rows of the step are sound
 
 
 @dataclass(slots=True)

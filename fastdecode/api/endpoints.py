@@ -1,0 +1,185 @@
+"""/v1/completions and /v1/chat/completions: a body in, an answer or a stream out."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+from aiohttp import web
+
+from fastdecode.api.answers import Answer, ChatAnswer, CompletionAnswer, usage
+from fastdecode.api.errors import ApiError, from_engine, json_response
+from fastdecode.api.generation import Choice, Piece, Run, Submits, submit
+from fastdecode.api.metrics import Metrics
+from fastdecode.api.protocol import ChatRequest, CompletionRequest, Generation, parse_chat, parse_completion
+from fastdecode.api.sse import EventStream
+from fastdecode.chat_template import ChatTemplateError
+from fastdecode.engine.request import EngineError
+from fastdecode.tokenizer import Detokenizer, Tokenizer
+
+log = logging.getLogger(__name__)
+
+_INLINE_CHARACTERS = 8192  # longer text is encoded in a thread, so that it does not hold up the streams
+
+
+@dataclass(slots=True)
+class Generator:
+    """What both endpoints work with, and the requests that are running."""
+
+    engine: Submits
+    tokenizer: Tokenizer
+    model: str
+    metrics: Metrics
+    keep_alive_seconds: float
+    closing: bool = False  # new requests are refused
+    _runs: set[Run] = field(default_factory=set)
+    _idle: asyncio.Event = field(default_factory=asyncio.Event)
+    _encoder: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "tokenizer"))
+
+    def __post_init__(self) -> None:
+        self._idle.set()
+
+    async def completions(self, request: web.Request) -> web.StreamResponse:
+        """POST /v1/completions."""
+        body: CompletionRequest = parse_completion(await self._json(request))
+        self._check_model(body.generation)
+        prompts = await self._encode(body.prompts) if isinstance(body.prompts[0], str) else body.prompts
+        answer = CompletionAnswer(self.model, self.tokenizer, logprobs=body.generation.sampling.logprobs is not None)
+        # The text continues the prompt's, so its first space is part of it.
+        detokenizers = [lambda prompt=prompt: Detokenizer(self.tokenizer, prompt) for prompt in prompts]
+        return await self._answer(request, body.generation, prompts, detokenizers, answer)
+
+    async def chat(self, request: web.Request) -> web.StreamResponse:
+        """POST /v1/chat/completions."""
+        body: ChatRequest = parse_chat(await self._json(request))
+        self._check_model(body.generation)
+        try:
+            text = self.tokenizer.render_chat(body.messages, **body.template_variables)
+        except ChatTemplateError as error:
+            raise ApiError(400, str(error), param="messages", code="chat_template_error") from None
+        [prompt] = await self._encode([text], add_special_tokens=False)
+        answer = ChatAnswer(self.model, self.tokenizer, logprobs=body.generation.sampling.logprobs is not None)
+        return await self._answer(request, body.generation, [prompt], [lambda: Detokenizer(self.tokenizer)], answer)
+
+    async def close(self, grace: float) -> None:
+        """Refuse new requests, give running ones `grace` seconds, then end them with an error."""
+        self.closing = True
+        try:
+            async with asyncio.timeout(grace):
+                await self._idle.wait()
+        except TimeoutError:
+            for run in self._runs:
+                run.fail(_shutting_down())
+        self._encoder.shutdown(wait=False)
+
+    async def _json(self, request: web.Request) -> Any:
+        if request.content_type != "application/json":
+            # Browsers send other types across sites without asking; this one they ask for.
+            raise ApiError(415, "Content-Type must be application/json", code="unsupported_media_type")
+        try:
+            return orjson.loads(await request.read())
+        except orjson.JSONDecodeError as error:
+            raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from None
+
+    def _check_model(self, generation: Generation) -> None:
+        if generation.model != self.model:
+            raise ApiError(
+                404,
+                f"there is no model {generation.model!r} here, only {self.model!r}",
+                param="model",
+                code="model_not_found",
+            )
+
+    async def _encode(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
+        def encode() -> list[list[int]]:
+            return [self.tokenizer.encode(text, add_special_tokens=add_special_tokens) for text in texts]
+
+        if sum(map(len, texts)) <= _INLINE_CHARACTERS:
+            return encode()
+        if self.closing:
+            raise _shutting_down()
+        return await asyncio.get_running_loop().run_in_executor(self._encoder, encode)
+
+    async def _answer(
+        self,
+        request: web.Request,
+        generation: Generation,
+        prompts: Sequence[list[int]],
+        detokenizers: Sequence[Callable[[], Detokenizer]],
+        answer: Answer,
+    ) -> web.StreamResponse:
+        if self.closing:
+            raise _shutting_down()
+        n = generation.n
+        try:
+            run = submit(
+                self.engine,
+                prompts,
+                generation.sampling_of,
+                n,
+                request_id=answer.id,
+                make_choice=lambda index, prompt: Choice(
+                    index, len(prompt), detokenizers[index // n](), generation.stop
+                ),
+                ended=self.metrics.choice_ended,
+            )
+        except EngineError as error:
+            raise from_engine(error, answer.prompt_param) from None
+        self._runs.add(run)
+        self._idle.clear()
+        try:
+            # Leaving this block, also by the cancellation that a client's going causes, cancels what still runs.
+            async with run:
+                if generation.stream:
+                    return await self._stream(request, generation, run, answer)
+                return await self._whole(generation, run, answer)
+        finally:
+            self._runs.discard(run)
+            if not self._runs:
+                self._idle.set()
+
+    async def _whole(self, generation: Generation, run: Run, answer: Answer) -> web.Response:
+        whole: dict[int, Piece] = {choice.index: Piece() for choice in run.choices}
+        while (ready := await run.pieces()) is not None:
+            for index, piece in ready.items():
+                whole[index].append(piece)
+        return json_response(answer.whole(whole, run.choices, generation.n), headers={"x-request-id": answer.id})
+
+    async def _stream(
+        self, request: web.Request, generation: Generation, run: Run, answer: Answer
+    ) -> web.StreamResponse:
+        events = EventStream(request, {"x-request-id": answer.id})
+        await events.open()
+        with_usage = generation.include_usage
+        openings = [delta for choice in run.choices for delta in answer.opening(choice.index)]
+        if openings:
+            await events.send(answer.chunk(delta, with_usage=with_usage) for delta in openings)
+        try:
+            while (ready := await run.pieces(self.keep_alive_seconds)) is not None:
+                deltas = [delta for index, piece in ready.items() for delta in answer.deltas(index, piece)]
+                if deltas:
+                    await events.send(answer.chunk(delta, with_usage=with_usage) for delta in deltas)
+                else:
+                    await events.keep_alive()
+        except (EngineError, ApiError) as error:
+            await events.fail((error if isinstance(error, ApiError) else from_engine(error)).body)
+            return events.response
+        except ConnectionError:
+            raise
+        except Exception:
+            log.exception("a stream failed")
+            await events.fail(ApiError(500, "internal error; the server's log says more", code="internal_error").body)
+            return events.response
+        if with_usage:
+            await events.send([answer.chunk(None, usage(run.choices, generation.n), with_usage=True)])
+        await events.done()
+        return events.response
+
+
+def _shutting_down() -> ApiError:
+    return ApiError(503, "the server is shutting down", code="shutting_down", headers={"Connection": "close"})

@@ -1,0 +1,177 @@
+"""/metrics: vLLM's metric names under `fastdecode:`, and what only a system with R-nodes has.
+
+Histograms are observed as things happen: `Metrics` is the engine's observer. Everything that the engine counts itself
+is read from its statistics when Prometheus asks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from fastdecode.engine.stats import EngineStats, NodeStats
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+_PREFIX = "fastdecode:"
+_TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2.5, 5, 10)
+_FIRST_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
+_REQUEST_BUCKETS = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 60, 120, 240, 480, 960)
+_REASONS = ("stop", "length", "abort", "error")
+
+
+class Metrics:
+    """Everything /metrics shows, in a registry of its own. Also an EngineObserver."""
+
+    def __init__(self, model: str, stats: Callable[[], EngineStats]):
+        """`model` labels every sample, as `model_name`; `stats` takes a snapshot of the engine's counters."""
+        self.registry = CollectorRegistry()
+        self._labels = {"model_name": model}
+        self._time_to_first_token = self._histogram(
+            "time_to_first_token_seconds", "From submit to the first token.", _FIRST_BUCKETS
+        )
+        self._inter_token = self._histogram(
+            "inter_token_latency_seconds", "Between two tokens of a request.", _TOKEN_BUCKETS
+        )
+        self._end_to_end = self._histogram(
+            "e2e_request_latency_seconds", "From submit to a request's end.", _REQUEST_BUCKETS
+        )
+        self._queue_time = self._histogram(
+            "request_queue_time_seconds", "From submit to the first step.", _REQUEST_BUCKETS
+        )
+        self._prompt_length = self._histogram("request_prompt_tokens", "Prompt tokens of a request.", _powers_of_two())
+        self._output_length = self._histogram(
+            "request_generation_tokens", "Tokens a request generated.", _powers_of_two()
+        )
+        self._iteration = self._histogram("iteration_tokens_total", "Rows of a step.", _powers_of_two())
+        self._step = self._histogram("step_seconds", "From handing a step to the S-Part to its end.", _TOKEN_BUCKETS)
+        self._success = Counter(
+            _PREFIX + "request_success",
+            "Requests ended, by reason.",
+            ("model_name", "finished_reason"),
+            registry=self.registry,
+        )
+        for reason in _REASONS:
+            self._success.labels(model, reason)
+        self.registry.register(_EngineCollector(model, stats))
+
+    def _histogram(self, name: str, documentation: str, buckets: tuple[float, ...]) -> Histogram:
+        histogram = Histogram(
+            _PREFIX + name, documentation, tuple(self._labels), registry=self.registry, buckets=buckets
+        )
+        return histogram.labels(**self._labels)
+
+    def render(self) -> bytes:
+        """The text exposition format (Prometheus 0.0.4)."""
+        return generate_latest(self.registry)
+
+    def choice_ended(self, reason: str, seconds: float) -> None:
+        """A choice ended as its client sees it; a stop string, which the engine knows nothing of, is "stop"."""
+        self._success.labels(finished_reason=reason, **self._labels).inc()
+        self._end_to_end.observe(seconds)
+
+    # What the engine tells its observer (engine/stats.py):
+
+    def started(self, queue_seconds: float) -> None:
+        self._queue_time.observe(queue_seconds)
+
+    def first_token(self, seconds: float) -> None:
+        self._time_to_first_token.observe(seconds)
+
+    def inter_token(self, seconds: float) -> None:
+        self._inter_token.observe(seconds)
+
+    def finished(self, reason: str, seconds: float, prompt_tokens: int, generated_tokens: int) -> None:
+        self._prompt_length.observe(prompt_tokens)
+        self._output_length.observe(generated_tokens)
+
+    def step(self, tokens: int, seconds: float) -> None:
+        self._iteration.observe(tokens)
+        self._step.observe(seconds)
+
+
+class _EngineCollector(Collector):
+    """The engine's own counts, taken at the moment of a scrape."""
+
+    def __init__(self, model: str, stats: Callable[[], EngineStats]):
+        self._model = model
+        self._stats = stats
+
+    def describe(self) -> list[Metric]:
+        return []  # registering must not need an engine that has started
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._stats()
+        totals = stats.totals
+        yield self._gauge("num_requests_running", "Requests in a mini-batch.", stats.running)
+        yield self._gauge(
+            "num_requests_waiting", "Requests that wait for their turn, preempted ones included.", stats.waiting
+        )
+        yield self._gauge(
+            "kv_cache_usage_perc", "KV-cache pages in use, of all live R-nodes' (1 is full).", stats.kv_usage
+        )
+        yield self._counter("num_preemptions", "Requests put back to be recomputed.", totals.preemptions)
+        yield self._counter("prompt_tokens", "Prompt tokens of requests that were started.", totals.prompt_tokens)
+        yield self._counter("generation_tokens", "Tokens generated.", totals.generated_tokens)
+        yield self._counter("admission_rejections", "Requests refused because the queue was full.", totals.rejected)
+        yield self._counter("steps", "Steps completed.", totals.steps)
+        yield self._counter("s_seconds", "Time the S-Part computed.", totals.s_seconds)
+        yield self._counter("s_wait_for_r_seconds", "Time the S-Part stood waiting for R-nodes.", totals.r_wait_seconds)
+        yield self._counter("kv_bytes_read", "KV-cache bytes the R-nodes read.", totals.kv_bytes)
+        yield from self._nodes(stats.nodes)
+
+    def _gauge(self, name: str, documentation: str, value: float) -> Metric:
+        family = GaugeMetricFamily(_PREFIX + name, documentation, labels=["model_name"])
+        family.add_metric([self._model], value)
+        return family
+
+    def _counter(self, name: str, documentation: str, value: float) -> Metric:
+        family = CounterMetricFamily(_PREFIX + name, documentation, labels=["model_name"])
+        family.add_metric([self._model], value)
+        return family
+
+    def _nodes(self, nodes: list[NodeStats]) -> Iterator[Metric]:
+        for kind, name, documentation, value in _NODE_METRICS:
+            family = kind(_PREFIX + "r_node_" + name, documentation, labels=["model_name", "r_node", "isa"])
+            for node in nodes:
+                family.add_metric([self._model, node.url, node.isa], value(node))
+            yield family
+
+
+_NODE_METRICS: tuple[tuple[type, str, str, Callable[[NodeStats], float]], ...] = (
+    (GaugeMetricFamily, "alive", "1 while the R-node is connected.", lambda node: float(node.alive)),
+    (GaugeMetricFamily, "pages", "Cache pages of the lease.", lambda node: node.pages_total),
+    (
+        GaugeMetricFamily,
+        "pages_used",
+        "Cache pages in use, frees not yet acknowledged included.",
+        lambda node: node.pages_used,
+    ),
+    (
+        GaugeMetricFamily,
+        "kv_bytes_used",
+        "Bytes of the cache pages in use.",
+        lambda node: node.pages_used * node.page_bytes,
+    ),
+    (GaugeMetricFamily, "sequences", "Sequences placed on the R-node.", lambda node: node.sequences),
+    (
+        CounterMetricFamily,
+        "attention_seconds",
+        "Time the R-engine worked for this S-node.",
+        lambda node: node.attention_seconds,
+    ),
+    (
+        CounterMetricFamily,
+        "kv_bytes_read",
+        "KV-cache bytes the R-engine read for this S-node.",
+        lambda node: node.kv_bytes_read,
+    ),
+    (CounterMetricFamily, "calls", "Layer calls the R-engine served for this S-node.", lambda node: node.calls),
+)
+
+
+def _powers_of_two() -> tuple[float, ...]:
+    return tuple(float(2**i) for i in range(18))

@@ -1,0 +1,272 @@
+"""The bodies of /v1/completions and /v1/chat/completions: parsed, checked and typed.
+
+Nothing is accepted and ignored. A field is read, or its value is one that asks for nothing (a penalty of 0, an empty
+list of tools), or the request is refused with a 400 that names it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fastdecode.api.fields import Fields, invalid, is_integer, is_one_of
+from fastdecode.chat_template import RESERVED_VARIABLES
+from fastdecode.engine.request import SamplingParams
+
+MAX_N = 128  # choices a prompt
+MAX_CHOICES = 1024  # choices a request, all prompts together
+MAX_STOPS = 16
+MAX_STOP_LENGTH = 1024  # characters
+MAX_TOP_LOGPROBS = 20
+_DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens on /v1/completions
+_MAX_INT = 2**31 - 1
+
+_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+
+_NEUTRAL = {
+    "presence_penalty": is_one_of(0),
+    "frequency_penalty": is_one_of(0),
+    "repetition_penalty": is_one_of(1),
+    "logit_bias": is_one_of({}),
+}
+_NEUTRAL_COMPLETION = _NEUTRAL | {"echo": is_one_of(False), "suffix": is_one_of("")}
+_NEUTRAL_CHAT = _NEUTRAL | {
+    "audio": is_one_of(),
+    "function_call": is_one_of("none", "auto"),  # "auto" without functions is "none"
+    "functions": is_one_of([]),
+    "metadata": is_one_of({}),
+    "modalities": is_one_of(["text"]),
+    "parallel_tool_calls": is_one_of(True, False),  # says something of tools, and there are none
+    "prediction": is_one_of(),
+    "reasoning_effort": is_one_of("none"),
+    "response_format": is_one_of({"type": "text"}),
+    "service_tier": is_one_of("auto", "default"),
+    "store": is_one_of(False),
+    "tool_choice": is_one_of("none", "auto"),
+    "tools": is_one_of([]),
+    "verbosity": is_one_of("medium"),
+    "web_search_options": is_one_of(),
+}
+_NEUTRAL_MESSAGE = {
+    "annotations": is_one_of([]),
+    "audio": is_one_of(),
+    "function_call": is_one_of(),
+    "refusal": is_one_of(),
+    "tool_calls": is_one_of([]),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """What both endpoints ask of a generation."""
+
+    model: str
+    sampling: SamplingParams
+    n: int
+    stop: tuple[str, ...]
+    stream: bool
+    include_usage: bool
+
+    def sampling_of(self, index: int) -> SamplingParams:
+        """Parameters of a prompt's choice `index`. With a seed, each choice has its own, the first the request's."""
+        seed = self.sampling.seed
+        return self.sampling if seed is None else replace(self.sampling, seed=(seed + index) % 2**63)
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionRequest:
+    """A body of /v1/completions. The prompts are all text or all token ids, and at least one."""
+
+    generation: Generation
+    prompts: list[str] | list[list[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class ChatRequest:
+    """A body of /v1/chat/completions. `messages` are as a chat template wants them: contents are strings."""
+
+    generation: Generation
+    messages: list[dict[str, str]]
+    template_variables: dict[str, Any]
+
+
+def parse_completion(body: Any) -> CompletionRequest:
+    """Check a decoded JSON body. Raises ApiError (400)."""
+    fields = Fields(body)
+    model = _model(fields)
+    prompts = _prompts(fields.required("prompt"))
+    n = fields.integer("n", 1, MAX_N, 1)
+    if len(prompts) * n > MAX_CHOICES:
+        raise invalid("n", f"{len(prompts)} prompts times n={n} is more than {MAX_CHOICES} choices")
+    best_of = fields.integer("best_of", 1, MAX_N, n)
+    if best_of != n:
+        raise invalid("best_of", f"only best_of equal to n ({n}) is supported", code="unsupported_value")
+    logprobs = fields.integer("logprobs", 0, MAX_TOP_LOGPROBS)
+    max_tokens = fields.integer("max_tokens", 1, _MAX_INT, _DEFAULT_COMPLETION_TOKENS)
+    generation = _generation(fields, model=model, n=n, max_tokens=max_tokens, logprobs=logprobs)
+    fields.end(_NEUTRAL_COMPLETION)
+    return CompletionRequest(generation, prompts)
+
+
+def parse_chat(body: Any) -> ChatRequest:
+    """Check a decoded JSON body. Raises ApiError (400)."""
+    fields = Fields(body)
+    model = _model(fields)
+    messages = _messages(fields.required("messages"))
+    n = fields.integer("n", 1, MAX_N, 1)
+    max_tokens = fields.integer("max_tokens", 1, _MAX_INT)
+    max_completion_tokens = fields.integer("max_completion_tokens", 1, _MAX_INT)
+    if max_tokens is not None and max_completion_tokens not in (None, max_tokens):
+        raise invalid("max_tokens", "is the old name of max_completion_tokens; give one of them")
+    wants_logprobs = fields.boolean("logprobs")
+    top_logprobs = fields.integer("top_logprobs", 0, MAX_TOP_LOGPROBS)
+    if top_logprobs is not None and not wants_logprobs:
+        raise invalid("top_logprobs", "needs logprobs to be true")
+    generation = _generation(
+        fields,
+        model=model,
+        n=n,
+        max_tokens=max_completion_tokens or max_tokens,
+        logprobs=(top_logprobs or 0) if wants_logprobs else None,
+    )
+    variables = _template_variables(fields)
+    for name in ("safety_identifier", "prompt_cache_key"):  # labels, like user: they never change an answer
+        fields.string(name)
+    fields.end(_NEUTRAL_CHAT)
+    return ChatRequest(generation, messages, variables)
+
+
+def _model(fields: Fields) -> str:
+    if (model := fields.string("model")) is None:
+        raise invalid("model", "this field is required")
+    return model
+
+
+def _generation(fields: Fields, *, model: str, n: int, max_tokens: int | None, logprobs: int | None) -> Generation:
+    """Read what both endpoints have in common."""
+    top_k = fields.integer("top_k", -1, _MAX_INT, 0)
+    sampling = SamplingParams(
+        max_tokens=max_tokens,
+        temperature=fields.number("temperature", 0.0, 2.0, 1.0),
+        top_p=fields.number("top_p", 0.0, 1.0, 1.0),
+        top_k=max(top_k, 0),  # -1 is another way of saying "all"
+        min_p=fields.number("min_p", 0.0, 1.0, 0.0),
+        seed=_seed(fields),
+        logprobs=logprobs,
+        stop_token_ids=_stop_token_ids(fields),
+        ignore_eos=fields.boolean("ignore_eos"),
+    )
+    stream = fields.boolean("stream")
+    generation = Generation(model, sampling, n, _stop(fields), stream, _include_usage(fields, stream))
+    fields.string("user")
+    return generation
+
+
+def _seed(fields: Fields) -> int | None:
+    seed = fields.integer("seed", -(2**63), 2**63 - 1)
+    return None if seed is None else seed % 2**63
+
+
+def _stop(fields: Fields) -> tuple[str, ...]:
+    stop = fields.take("stop")
+    stops = [] if stop is None else [stop] if isinstance(stop, str) else stop
+    if not isinstance(stops, list) or not all(isinstance(s, str) and s for s in stops):
+        raise invalid("stop", "must be a string or a list of strings, none empty")
+    if len(stops) > MAX_STOPS:
+        raise invalid("stop", f"at most {MAX_STOPS} strings")
+    if any(len(s) > MAX_STOP_LENGTH for s in stops):
+        raise invalid("stop", f"at most {MAX_STOP_LENGTH} characters a string")
+    return tuple(stops)
+
+
+def _stop_token_ids(fields: Fields) -> frozenset[int]:
+    ids = fields.take("stop_token_ids")
+    if ids is None:
+        return frozenset()
+    if ids != [] and not _is_token_ids(ids):
+        raise invalid("stop_token_ids", "must be a list of token ids")
+    return frozenset(ids)
+
+
+def _include_usage(fields: Fields, stream: bool) -> bool:
+    options = fields.take("stream_options")
+    if options is None:
+        return False
+    if not stream:
+        raise invalid("stream_options", "needs stream to be true")
+    options = Fields(options, "stream_options")
+    include_usage = options.boolean("include_usage")
+    options.end({"include_obfuscation": is_one_of(False)})
+    return include_usage
+
+
+def _prompts(prompt: Any) -> list[str] | list[list[int]]:
+    if isinstance(prompt, str):
+        return [prompt]
+    if not isinstance(prompt, list) or not prompt:
+        raise invalid("prompt", "must be a string, a list of strings, a list of token ids, or a list of such lists")
+    if is_integer(prompt[0]):
+        prompt = [prompt]
+    if not all(isinstance(p, str) for p in prompt) and not all(_is_token_ids(p) for p in prompt):
+        raise invalid("prompt", "must be all strings or all lists of token ids, none of these empty")
+    if len(prompt) > MAX_CHOICES:
+        raise invalid("prompt", f"at most {MAX_CHOICES} prompts a request")
+    return prompt
+
+
+def _is_token_ids(value: Any) -> bool:
+    """Whether it is a list of at least one token id. Bodies can hold millions, so no step of it is Python's."""
+    return isinstance(value, list) and set(map(type, value)) == {int} and min(value) >= 0 and max(value) <= _MAX_INT
+
+
+def _messages(messages: Any) -> list[dict[str, str]]:
+    if not isinstance(messages, list) or not messages:
+        raise invalid("messages", "must be a list of at least one message")
+    return [_message(Fields(message, f"messages[{i}]")) for i, message in enumerate(messages)]
+
+
+def _message(fields: Fields) -> dict[str, str]:
+    role = fields.string("role")
+    if role not in _ROLES:
+        raise invalid(fields.param("role"), f"must be one of {', '.join(_ROLES)}")
+    message = {"role": _ROLES[role], "content": _content(fields.required("content"), fields.param("content"))}
+    for name in ("name", "reasoning_content"):
+        if (value := fields.string(name)) is not None:
+            message[name] = value
+    fields.end(_NEUTRAL_MESSAGE)
+    return message
+
+
+def _content(content: Any, param: str) -> str:
+    """A message's text; parts are joined by newlines."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list) or not content:
+        raise invalid(param, "must be a string or a list of text parts")
+    texts = []
+    for i, part in enumerate(content):
+        fields = Fields(part, f"{param}[{i}]")
+        if (kind := fields.required("type")) != "text":
+            raise invalid(
+                fields.param("type"), f"only text parts are supported, not {kind!r}", code="unsupported_value"
+            )
+        if (text := fields.string("text")) is None:
+            raise invalid(fields.param("text"), "this field is required")
+        texts.append(text)
+        fields.end({})
+    return "\n".join(texts)
+
+
+def _template_variables(fields: Fields) -> dict[str, Any]:
+    """vLLM's extension `chat_template_kwargs`: variables for the model's own template, e.g. {"enable_thinking":
+    false}.
+    """
+    variables = fields.take("chat_template_kwargs")
+    if variables is None:
+        return {}
+    if not isinstance(variables, dict):
+        raise invalid("chat_template_kwargs", "must be a JSON object")
+    for name in variables:
+        if name in RESERVED_VARIABLES or not name.isidentifier():
+            raise invalid(f"chat_template_kwargs.{name}", "is not a variable a request may set")
+    return variables

@@ -1,0 +1,87 @@
+"""Chat templates: the Jinja programs that write a conversation as a prompt, run as transformers runs them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+#: What the renderer itself passes to a template; a caller's own variables must not have these names.
+RESERVED_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+
+
+class ChatTemplateError(ValueError):
+    """There is no template, it is not valid Jinja, or it refuses the conversation (which may be its own message)."""
+
+
+class ChatTemplate:
+    """A compiled chat template. A template is part of a downloaded model, so it runs in Jinja's immutable sandbox."""
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str]):
+        """`special_tokens`: the texts a template may use by name ("bos_token", ...). Raises ChatTemplateError."""
+        self._special_tokens = dict(special_tokens)
+        try:
+            self._template = _environment().from_string(source)
+        except jinja2.TemplateSyntaxError as error:
+            raise ChatTemplateError(
+                f"the chat template is not valid Jinja: line {error.lineno}: {error.message}"
+            ) from None
+
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **variables: Any
+    ) -> str:
+        """The prompt as text. Keys of a message whose value is None are left out. Raises ChatTemplateError."""
+        messages = [{key: value for key, value in message.items() if value is not None} for message in messages]
+        known = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": add_generation_prompt}
+        try:
+            return self._template.render(self._special_tokens | variables | known)
+        except jinja2.TemplateError as error:
+            raise ChatTemplateError(f"the chat template refused the messages: {error.message}") from None
+        except (TypeError, ValueError, KeyError, AttributeError, IndexError, ArithmeticError, RecursionError) as error:
+            raise ChatTemplateError(f"the chat template failed on the messages: {error}") from None
+
+
+class _Generation(Extension):
+    """`{% generation %}...{% endgeneration %}`: marks an assistant's words for training; here, just its body."""
+
+    tags = frozenset({"generation"})
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Plain JSON; Jinja's own filter of this name escapes HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.now().strftime(pattern)

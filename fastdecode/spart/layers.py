@@ -1,0 +1,34 @@
+"""Norms and activations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+
+from fastdecode.spart.config import ModelConfig
+from fastdecode.spart.weights import Norm
+
+#: Activation by the name config.json gives it.
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": partial(F.silu, inplace=True),
+    "relu": F.relu_,
+    "gelu": F.gelu,
+    "gelu_new": partial(F.gelu, approximate="tanh"),
+    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
+}
+
+
+def make_norm(config: ModelConfig) -> Callable[[torch.Tensor, Norm], torch.Tensor]:
+    """x [n, hidden], its parameters -> normalised [n, hidden]. Statistics are computed in fp32 whatever the dtype."""
+    shape, eps = (config.hidden_size,), config.norm_eps
+    if config.norm == "rms":
+        return lambda x, norm: F.rms_norm(x, shape, norm.weight, eps)
+    return lambda x, norm: F.layer_norm(x, shape, norm.weight, norm.bias, eps)
+
+
+def norm_heads(x: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
+    """RMS norm of every head of x [n, heads, head_size] in place (the QK norm of Qwen3)."""
+    x.copy_(F.rms_norm(x, weight.shape, weight, eps))

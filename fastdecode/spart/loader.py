@@ -1,0 +1,179 @@
+"""From a Hugging Face directory to parameters on the device, once.
+
+The headers of all files are compared with what the model needs before a byte of a weight is read, so that a checkpoint
+that does not fit is refused at once and by the tensor's name. Then each tensor goes from the mapped file into its place
+in the preallocated parameters, converted on the way; at no time is there more than one tensor beside them.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from tqdm import tqdm
+
+from fastdecode.spart.config import CheckpointError, ModelConfig
+from fastdecode.spart.weights import TORCH_DTYPES, Allocation, Model, Slot
+
+log = logging.getLogger(__name__)
+
+_FLOATS = {"F32", "F16", "BF16"}
+# Written by old checkpoints, computed from the config here.
+_DERIVED = ("rotary_emb.inv_freq", "attn.masked_bias")
+
+
+def load_model(
+    directory: str | Path, device: torch.device | str = "cpu", dtype: torch.dtype | str = "auto", progress: bool = False
+) -> Model:
+    """Load a checkpoint for inference.
+
+    `dtype` is that of weights and activations: a torch dtype, "fp32", "bf16", "fp16" or "auto" (choose_dtype).
+    `progress` shows a bar on stderr. Raises CheckpointError, which names a tensor that is missing or has another shape.
+    """
+    directory, device = Path(directory), torch.device(device)
+    config = ModelConfig.from_dir(directory)
+    if isinstance(dtype, str):
+        dtype = choose_dtype(dtype, directory, device)
+    stored = _scan(directory)
+    own_head = "lm_head.weight" in stored and (not config.tied or _head_differs(stored))
+    allocation = Allocation(config, device, dtype, own_head or not config.tied)
+    slots = _match(allocation.slots, stored, tied=config.tied)
+    with torch.inference_mode():
+        _copy(slots, progress)
+    parameters = sum(slot.target.numel() for slot in allocation.slots)
+    return Model(config, allocation.weights, device, dtype, parameters)
+
+
+def choose_device(name: str) -> torch.device:
+    """`name` is "auto" (CUDA where there is a GPU, else the CPU), "cpu" or "cuda", for which there must be a GPU.
+
+    Raises CheckpointError.
+    """
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    elif name == "cuda" and not torch.cuda.is_available():
+        raise CheckpointError("no CUDA device is usable by this torch; use --device cpu")
+    return torch.device(name)
+
+
+def choose_dtype(name: str, directory: str | Path, device: torch.device) -> torch.dtype:
+    """`name` is "fp32", "bf16", "fp16" or "auto".
+
+    "auto" is the checkpoint's dtype on a GPU. On a CPU a 16-bit dtype only pays where there are instructions for it:
+    without them its products are slower than fp32's, so "auto" is fp32 there.
+    """
+    if name != "auto":
+        return TORCH_DTYPES[name]
+    dtype = ModelConfig.from_dir(directory).dtype
+    if device.type == "cpu":
+        native = {"bf16": torch.cpu._is_avx512_bf16_supported, "fp16": torch.cpu._is_amx_fp16_supported}
+        if dtype in native and not native[dtype]():
+            dtype = "fp32"
+    return TORCH_DTYPES[dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """A tensor in a file."""
+
+    path: Path
+    name: str
+    shape: tuple[int, ...]
+    dtype: str  # safetensors' name
+
+
+@contextmanager
+def _open(path: Path) -> Iterator[safe_open]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing, though the checkpoint's index names it") from None
+    except SafetensorError as error:
+        raise CheckpointError(f"{path} is not a sound safetensors file: {error}") from None
+
+
+def _files(directory: Path) -> list[Path]:
+    index = directory / "model.safetensors.index.json"
+    if (single := directory / "model.safetensors").is_file():
+        return [single]
+    if index.is_file():
+        try:
+            names = set(json.loads(index.read_bytes())["weight_map"].values())
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise CheckpointError(f"{index} is not an index of safetensors files") from None
+        for name in names:
+            if Path(name).name != name:
+                raise CheckpointError(f"{index} names {name!r}, which is not a file beside it")
+        return [directory / name for name in sorted(names)]
+    if any(directory.glob("pytorch_model*.bin*")):
+        raise CheckpointError(
+            f"{directory} has its weights as pytorch_model.bin only; safetensors are needed "
+            "(in transformers: model.save_pretrained(directory))"
+        )
+    raise CheckpointError(f"{directory} has no model.safetensors and no model.safetensors.index.json")
+
+
+def _scan(directory: Path) -> dict[str, _Stored]:
+    """Everything the checkpoint's headers list, under the names that a whole model's checkpoint would use."""
+    stored: dict[str, _Stored] = {}
+    for path in _files(directory):
+        with _open(path) as file:
+            for name in file.keys():  # noqa: SIM118
+                view = file.get_slice(name)
+                stored[name] = _Stored(path, name, tuple(view.get_shape()), view.get_dtype())
+    if not any(name.startswith("model.") for name in stored):  # saved from the model without its head
+        stored = {name if name.startswith("lm_head.") else f"model.{name}": tensor for name, tensor in stored.items()}
+    return stored
+
+
+def _read(tensor: _Stored) -> torch.Tensor:
+    with _open(tensor.path) as file:
+        return file.get_tensor(tensor.name)
+
+
+def _head_differs(stored: dict[str, _Stored]) -> bool:
+    """True if the checkpoint has a head that is not its embedding: then they are not tied, whatever the config says."""
+    names = [name for name in stored if name.endswith("embed_tokens.weight")]
+    head = stored["lm_head.weight"]
+    return not any(stored[name].shape == head.shape and torch.equal(_read(stored[name]), _read(head)) for name in names)
+
+
+def _match(slots: list[Slot], stored: dict[str, _Stored], tied: bool) -> list[tuple[Slot, _Stored]]:
+    pairs = []
+    for slot in slots:
+        tensor = stored.get(slot.name)
+        shape = tuple(slot.target.shape)
+        if tensor is None:
+            missing = [s.name for s in slots if s.name not in stored]
+            more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
+            raise CheckpointError(f"the checkpoint lacks the tensor {missing[0]!r}{more}")
+        if tensor.shape != shape:
+            raise CheckpointError(f"tensor {slot.name!r} has shape {tensor.shape}, config.json makes it {shape}")
+        if tensor.dtype not in _FLOATS:
+            raise CheckpointError(f"tensor {slot.name!r} is stored as {tensor.dtype}, not as F32, BF16 or F16")
+        pairs.append((slot, tensor))
+    wanted = {slot.name for slot in slots} | ({"lm_head.weight"} if tied else set())
+    unused = sorted(name for name in stored if name not in wanted and not name.endswith(_DERIVED))
+    if unused:
+        shown = ", ".join(unused[:5]) + (", ..." if len(unused) > 5 else "")
+        log.warning("%d tensors of the checkpoint are not used: %s", len(unused), shown)
+    return pairs
+
+
+def _copy(pairs: list[tuple[Slot, _Stored]], progress: bool) -> None:
+    total = sum(slot.target.nbytes for slot, _ in pairs)
+    units = {"unit": "B", "unit_scale": True, "unit_divisor": 1024}
+    with tqdm(total=total, desc="loading weights", disable=not progress, **units) as bar:
+        for path in sorted({tensor.path for _, tensor in pairs}):
+            with _open(path) as file:
+                for slot, tensor in pairs:
+                    if tensor.path == path:
+                        slot.target.copy_(file.get_tensor(tensor.name))
+                        bar.update(slot.target.nbytes)

@@ -1,0 +1,72 @@
+"""Rotary position embedding (Su et al., arXiv 2104.09864), the two halves of a head paired as in GPT-NeoX and Llama."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from fastdecode.spart.config import Rope
+
+
+def inverse_frequencies(rope: Rope, head_size: int) -> torch.Tensor:
+    """Angle per position of each of the head's pairs: [head_size / 2] fp32."""
+    exponents = torch.arange(0, head_size, 2, dtype=torch.float32) / head_size
+    frequencies = 1.0 / rope.theta**exponents
+    match rope.kind:
+        case "linear":
+            return frequencies / rope.factor
+        case "llama3":
+            return _llama3(rope, frequencies)
+        case "yarn":
+            return _yarn(rope, frequencies, head_size)
+        case _:
+            return frequencies
+
+
+def _llama3(rope: Rope, frequencies: torch.Tensor) -> torch.Tensor:
+    """Llama 3.1: slow pairs are slowed by `factor`, fast ones kept, those between interpolated."""
+    turns = rope.original_max_positions * frequencies / (2 * math.pi)  # over the context trained on
+    kept = ((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0, 1)
+    return (1 - kept) * frequencies / rope.factor + kept * frequencies
+
+
+def _yarn(rope: Rope, frequencies: torch.Tensor, head_size: int) -> torch.Tensor:
+    """YaRN, arXiv 2309.00071, equations 17 to 20: as above, with a ramp over pairs instead of wavelengths."""
+
+    def pair_that_turns(times: float) -> float:
+        ratio = rope.original_max_positions / (times * 2 * math.pi)
+        return head_size * math.log(ratio) / (2 * math.log(rope.theta))
+
+    low, high = pair_that_turns(rope.beta_fast), pair_that_turns(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_size - 1)
+    ramp = (torch.arange(head_size // 2, dtype=torch.float32) - low) / max(high - low, 0.001)
+    slowed = ramp.clamp(0, 1)
+    return slowed * frequencies / rope.factor + (1 - slowed) * frequencies
+
+
+class RotaryEmbedding:
+    """cos and sin for the rows of a step, and their application in place."""
+
+    def __init__(self, rope: Rope, head_size: int, device: torch.device, dtype: torch.dtype):
+        self._frequencies = inverse_frequencies(rope, head_size).to(device)
+        self._scale = rope.attention_factor
+        self._dtype = dtype
+
+    def angles(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """positions [n] -> cos, sin [n, 1, head_size / 2] in the activation dtype; computed in fp32, once a step."""
+        angles = positions.to(torch.float32)[:, None, None] * self._frequencies
+        cos, sin = angles.cos(), angles.sin()
+        if self._scale != 1.0:
+            cos, sin = cos * self._scale, sin * self._scale
+        return cos.to(self._dtype), sin.to(self._dtype)
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+    """Rotate x [n, heads, head_size] in place: a head's halves (a, b) become (a cos - b sin, b cos + a sin)."""
+    a, b = x.chunk(2, dim=-1)
+    a_sin = a * sin
+    a.mul_(cos).addcmul_(b, sin, value=-1)
+    b.mul_(cos).add_(a_sin)

@@ -1,0 +1,126 @@
+"""The next token of every row of a step, drawn on the logits' device.
+
+Order and meaning of the filters are those of Hugging Face's processors: temperature first, then top-k, top-p on what
+top-k left, min-p on what top-p left. A filter is a threshold: tokens of equal probability are kept or dropped together,
+so the outcome does not depend on how a sort breaks ties.
+
+A draw needs one uniform number a row. It is a hash of (seed, index) alone, and the cumulative distribution it is looked
+up in is computed row by row, so a sequence draws the same tokens in any batch and after any preemption.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+
+from fastdecode.spart.batch import Sampled, SampleSpec
+
+#: Below it a temperature is greedy: dividing by it would only overflow.
+MIN_TEMPERATURE = 1e-5
+# Sorted prefix in which the cut of top-p is looked for before a whole row is sorted.
+_TOP_P_PREFIX = 1024
+_NOT_FINITE = "the model's logits are not finite: an activation overflowed its dtype"
+_MASK = (1 << 64) - 1
+
+
+def uniforms(seeds: list[int], indices: list[int]) -> np.ndarray:
+    """One fp64 number in [0, 1) a pair: splitmix64 (Steele, Lea, Flood, OOPSLA 2014) of the seed, then of the index."""
+    seed = np.array([s & _MASK for s in seeds], np.uint64)
+    index = np.array([i & _MASK for i in indices], np.uint64)
+    return (_mix(_mix(seed) ^ index) >> np.uint64(11)) * 2.0**-53
+
+
+def _mix(x: np.ndarray) -> np.ndarray:
+    x = x + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+class Sampler:
+    """Callable: logits and how to sample each of their rows -> tokens."""
+
+    def __call__(self, logits: torch.Tensor, specs: list[SampleSpec]) -> list[Sampled]:
+        """logits [rows, vocab] fp32, one spec a row. A row with logits that are NaN or +inf gets an error, no token."""
+        best, tokens = logits.max(dim=1)  # the maximum of a row with a NaN is NaN
+        finite = best.isfinite().tolist()
+        drawn = [i for i, spec in enumerate(specs) if finite[i] and spec.temperature >= MIN_TEMPERATURE]
+        if drawn:
+            chosen = [specs[i] for i in drawn]
+            rows = torch.tensor(drawn, device=logits.device)
+            scaled = filtered(logits.index_select(0, rows), chosen)
+            tokens[rows] = _draw(scaled, uniforms([s.seed for s in chosen], [s.index for s in chosen]))
+        sampled = [
+            Sampled(token) if sound else Sampled(-1, error=_NOT_FINITE)
+            for token, sound in zip(tokens.tolist(), finite, strict=True)
+        ]
+        asked = [i for i, spec in enumerate(specs) if finite[i] and spec.logprobs is not None]
+        if asked:
+            _report(sampled, asked, logits, specs)
+        return sampled
+
+
+def filtered(logits: torch.Tensor, specs: list[SampleSpec]) -> torch.Tensor:
+    """Logits [rows, vocab] over their temperature, less the row's maximum; -inf where a filter drops the token."""
+
+    def column(values: list[float]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.float32, device=logits.device)[:, None]
+
+    vocab = logits.shape[1]
+    scaled = (logits - logits.amax(dim=1, keepdim=True)) / column([spec.temperature for spec in specs])
+    ks = [spec.top_k if 0 < spec.top_k < vocab else vocab for spec in specs]
+    if (largest := max((k for k in ks if k < vocab), default=0)) > 0:
+        values = scaled.topk(largest, dim=1).values
+        place = torch.tensor([min(k, largest) - 1 for k in ks], device=logits.device)[:, None]
+        floor = values.gather(1, place).where(column(ks) < vocab, -math.inf)
+        scaled.masked_fill_(scaled < floor, -math.inf)
+    nucleus = [i for i, spec in enumerate(specs) if spec.top_p < 1.0]
+    if nucleus:
+        rows = torch.tensor(nucleus, device=logits.device)
+        scaled[rows] = _top_p(scaled.index_select(0, rows), column([specs[i].top_p for i in nucleus]))
+    if any(spec.min_p > 0.0 for spec in specs):
+        floor = column([math.log(spec.min_p) if spec.min_p > 0.0 else -math.inf for spec in specs])
+        scaled.masked_fill_(scaled < floor, -math.inf)
+    return scaled
+
+
+def _top_p(scaled: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+    """Keep the likeliest tokens until their sum reaches top_p [rows, 1], the one that reaches it included."""
+    probabilities = scaled.softmax(dim=1)
+    floor, reached = _nucleus_floor(probabilities, top_p, min(_TOP_P_PREFIX, scaled.shape[1]))
+    if not reached.all():
+        rows = (~reached).nonzero().flatten()
+        floor[rows], _ = _nucleus_floor(probabilities[rows], top_p[rows], scaled.shape[1])
+    return scaled.masked_fill(probabilities < floor, -math.inf)
+
+
+def _nucleus_floor(probabilities: torch.Tensor, top_p: torch.Tensor, prefix: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The nucleus' smallest probability [rows, 1], and whether the `prefix` likeliest tokens were enough to tell."""
+    best = probabilities.topk(prefix, dim=1).values
+    sums = best.cumsum(dim=1, dtype=torch.float64)
+    size = ((sums - best) < top_p).sum(dim=1, keepdim=True).clamp_(min=1)
+    return best.gather(1, size - 1), (sums[:, -1:] >= top_p).flatten()
+
+
+def _draw(scaled: torch.Tensor, u: np.ndarray) -> torch.Tensor:
+    """Inverse of the cumulative distribution of each row's softmax at u, tokens in order of their ids."""
+    sums = scaled.softmax(dim=1).cumsum(dim=1, dtype=torch.float64)
+    target = torch.from_numpy(u).to(scaled.device)[:, None] * sums[:, -1:]
+    # The first sum above the target: never a dropped token, for the sum does not grow there.
+    return torch.searchsorted(sums, target, right=True).flatten()
+
+
+def _report(sampled: list[Sampled], asked: list[int], logits: torch.Tensor, specs: list[SampleSpec]) -> None:
+    """Add the log-probabilities the rows `asked` want, of the distribution before temperature and filters."""
+    rows = torch.tensor(asked, device=logits.device)
+    logprobs = logits.index_select(0, rows).log_softmax(dim=1)
+    tokens = torch.tensor([sampled[i].token for i in asked], device=logits.device)
+    own = logprobs.gather(1, tokens[:, None]).flatten().tolist()
+    most = min(max(specs[i].logprobs for i in asked), logits.shape[1])
+    top = logprobs.topk(most, dim=1)
+    for i, logprob, values, ids in zip(asked, own, top.values.tolist(), top.indices.tolist(), strict=True):
+        n = specs[i].logprobs
+        sampled[i].logprob = logprob
+        sampled[i].top = list(zip(ids[:n], values[:n], strict=True))

@@ -1,0 +1,221 @@
+"""A model's parameters on its device, in the shapes the decoder multiplies with.
+
+Every parameter is allocated once, empty, and filled in place by the loader from the tensors named in its `Slot`s. Where
+two of a checkpoint's matrices are applied to the same rows they are one parameter here: K over V, so that one product
+writes a KV row of the activation region; gate over up.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from fastdecode.spart.config import ModelConfig
+from fastdecode.transports.base import ACT_DTYPES, Hello
+
+TORCH_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Where a checkpoint's tensor goes: `target` is a view into a parameter, of the tensor's own shape."""
+
+    name: str
+    target: torch.Tensor
+
+
+class Linear:
+    """y = x Wᵀ + b. `weight` is [out, in] as in the checkpoint, `bias` [out] or None."""
+
+    __slots__ = ("bias", "weight", "weight_t")
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None):
+        self.weight = weight
+        self.weight_t = weight.t()
+        self.bias = bias
+
+    def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """x [n, in] -> [n, out], written to `out` if it is given."""
+        if self.bias is None:
+            return torch.mm(x, self.weight_t, out=out)
+        return torch.addmm(self.bias, x, self.weight_t, out=out)
+
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> None:
+        """residual += y, without a temporary."""
+        if self.bias is not None:
+            residual.add_(self.bias)
+        residual.addmm_(x, self.weight_t)
+
+
+@dataclass(slots=True)
+class Norm:
+    """Parameters [hidden]; both None: only normalised. RMS norms have no bias."""
+
+    weight: torch.Tensor | None
+    bias: torch.Tensor | None
+
+
+@dataclass(slots=True)
+class Layer:
+    """One transformer block. `kv` gives K heads, then V heads; `up` gives gate, then up, if the MLP is gated."""
+
+    attention_norm: Norm
+    q: Linear
+    kv: Linear
+    q_norm: torch.Tensor | None  # [head_size]
+    k_norm: torch.Tensor | None
+    o: Linear
+    mlp_norm: Norm
+    up: Linear
+    down: Linear
+
+
+@dataclass(slots=True)
+class Weights:
+    embedding: torch.Tensor  # [vocab, embed_size]
+    positions: torch.Tensor | None  # [position_offset + max_positions, hidden]
+    project_in: Linear | None
+    layers: list[Layer]
+    final_norm: Norm | None
+    project_out: Linear | None
+    head: Linear
+
+
+@dataclass(slots=True)
+class Model:
+    """A loaded checkpoint."""
+
+    config: ModelConfig
+    weights: Weights
+    device: torch.device
+    dtype: torch.dtype  # of weights and activations
+    parameters: int  # numbers in the checkpoint's matrices and vectors, a tied head counted once
+
+    @property
+    def act_dtype(self) -> str:
+        """Activation dtype of the links, of ACT_DTYPES: what the S-Part computes in, so that nothing is converted."""
+        return next(name for name in ACT_DTYPES if TORCH_DTYPES[name] is self.dtype)
+
+    @property
+    def act_torch_dtype(self) -> torch.dtype:
+        return self.dtype
+
+    def hello(self, n_slots: int, max_rows: int, kv_dtype: str, kv_bytes: int | None, max_seqs: int) -> Hello:
+        """What to ask of an R-node; the arguments are the fields of Geometry and Hello that the model does not fix."""
+        return Hello(
+            geometry=self.config.hello_geometry(n_slots, max_rows, self.act_dtype),
+            kv_dtype=kv_dtype,
+            windows=self.config.windows,
+            softmax_scale=self.config.softmax_scale,
+            kv_bytes=kv_bytes,
+            max_seqs=max_seqs,
+        )
+
+
+class Allocation:
+    """Empty parameters for a configuration, and the slots that a checkpoint's tensors fill.
+
+    `head` is separate from the embedding only if `own_head`: a checkpoint may bring a head though its config says tied.
+    """
+
+    def __init__(self, config: ModelConfig, device: torch.device, dtype: torch.dtype, own_head: bool):
+        self._options = {"device": device, "dtype": dtype}
+        self.slots: list[Slot] = []
+        self.weights = _opt(self, config, own_head) if config.rope is None else _llama_like(self, config, own_head)
+
+    def vector(self, name: str, size: int) -> torch.Tensor:
+        return self.matrix(name, size)
+
+    def matrix(self, name: str, *shape: int) -> torch.Tensor:
+        target = torch.empty(shape, **self._options)
+        self.slots.append(Slot(name, target))
+        return target
+
+    def linear(self, names: list[str], outs: list[int], width: int, bias: bool) -> Linear:
+        """One product for the linears `names` with `outs[i]` output features each, stacked in that order."""
+        weight = torch.empty(sum(outs), width, **self._options)
+        vector = torch.empty(sum(outs), **self._options) if bias else None
+        for name, part in zip(names, weight.split(outs), strict=True):
+            self.slots.append(Slot(f"{name}.weight", part))
+        if vector is not None:
+            for name, part in zip(names, vector.split(outs), strict=True):
+                self.slots.append(Slot(f"{name}.bias", part))
+        return Linear(weight, vector)
+
+    def norm(self, name: str, config: ModelConfig) -> Norm:
+        if not config.norm_affine:
+            return Norm(None, None)
+        weight = self.vector(f"{name}.weight", config.hidden_size)
+        bias = self.vector(f"{name}.bias", config.hidden_size) if config.norm == "layer" else None
+        return Norm(weight, bias)
+
+    def attention(self, name: str, out_name: str, c: ModelConfig) -> tuple[Linear, Linear, Linear]:
+        q_size, kv_size = c.n_q_heads * c.head_size, c.n_kv_heads * c.head_size
+        q = self.linear([f"{name}.q_proj"], [q_size], c.hidden_size, c.qkv_bias)
+        kv = self.linear([f"{name}.k_proj", f"{name}.v_proj"], [kv_size] * 2, c.hidden_size, c.qkv_bias)
+        return q, kv, self.linear([f"{name}.{out_name}"], [c.hidden_size], q_size, c.o_bias)
+
+
+def _llama_like(a: Allocation, c: ModelConfig, own_head: bool) -> Weights:
+    """Llama, Mistral, Qwen2, Qwen3."""
+    embedding = a.matrix("model.embed_tokens.weight", c.vocab_size, c.hidden_size)
+    layers = []
+    for i in range(c.n_layers):
+        prefix = f"model.layers.{i}."
+        q, kv, o = a.attention(f"{prefix}self_attn", "o_proj", c)
+        gate_and_up = [f"{prefix}mlp.gate_proj", f"{prefix}mlp.up_proj"]
+        layers.append(
+            Layer(
+                attention_norm=a.norm(f"{prefix}input_layernorm", c),
+                q=q,
+                kv=kv,
+                q_norm=a.vector(f"{prefix}self_attn.q_norm.weight", c.head_size) if c.qk_norm else None,
+                k_norm=a.vector(f"{prefix}self_attn.k_norm.weight", c.head_size) if c.qk_norm else None,
+                o=o,
+                mlp_norm=a.norm(f"{prefix}post_attention_layernorm", c),
+                up=a.linear(gate_and_up, [c.intermediate_size] * 2, c.hidden_size, c.mlp_bias),
+                down=a.linear([f"{prefix}mlp.down_proj"], [c.hidden_size], c.intermediate_size, c.mlp_bias),
+            )
+        )
+    return Weights(
+        embedding=embedding,
+        positions=None,
+        project_in=None,
+        layers=layers,
+        final_norm=a.norm("model.norm", c),
+        project_out=None,
+        head=Linear(a.matrix("lm_head.weight", c.vocab_size, c.hidden_size) if own_head else embedding),
+    )
+
+
+def _opt(a: Allocation, c: ModelConfig, own_head: bool) -> Weights:
+    embedding = a.matrix("model.decoder.embed_tokens.weight", c.vocab_size, c.embed_size)
+    projected = c.embed_size != c.hidden_size
+    layers = []
+    for i in range(c.n_layers):
+        prefix = f"model.decoder.layers.{i}."
+        q, kv, o = a.attention(f"{prefix}self_attn", "out_proj", c)
+        layers.append(
+            Layer(
+                attention_norm=a.norm(f"{prefix}self_attn_layer_norm", c),
+                q=q,
+                kv=kv,
+                q_norm=None,
+                k_norm=None,
+                o=o,
+                mlp_norm=a.norm(f"{prefix}final_layer_norm", c),
+                up=a.linear([f"{prefix}fc1"], [c.intermediate_size], c.hidden_size, c.mlp_bias),
+                down=a.linear([f"{prefix}fc2"], [c.hidden_size], c.intermediate_size, c.mlp_bias),
+            )
+        )
+    decoder = "model.decoder."
+    return Weights(
+        embedding=embedding,
+        positions=a.matrix(f"{decoder}embed_positions.weight", c.position_offset + c.max_positions, c.hidden_size),
+        project_in=a.linear([f"{decoder}project_in"], [c.hidden_size], c.embed_size, False) if projected else None,
+        layers=layers,
+        final_norm=a.norm(f"{decoder}final_layer_norm", c) if c.final_norm else None,
+        project_out=a.linear([f"{decoder}project_out"], [c.embed_size], c.hidden_size, False) if projected else None,
+        head=Linear(a.matrix("lm_head.weight", c.vocab_size, c.embed_size) if own_head else embedding),
+    )

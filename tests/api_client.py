@@ -1,0 +1,58 @@
+"""A served API and the clients that judge it: the real runner, a real socket, the `openai` package."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+from openai import AsyncOpenAI, DefaultAsyncHttpxClient
+from prometheus_client.parser import text_string_to_metric_families
+
+from fastdecode.api.server import Server, make_app, serve
+from fastdecode.tokenizer import Tokenizer
+
+MODEL = "tiny"
+
+
+@dataclass
+class Client:
+    """`openai`: the judge. `http`: for what it would never send."""
+
+    server: Server
+    openai: AsyncOpenAI
+    http: aiohttp.ClientSession
+
+    async def post(self, path: str, body: Any) -> tuple[int, dict[str, Any]]:
+        async with self.http.post(path, json=body) as response:
+            return response.status, await response.json()
+
+    async def metrics(self) -> dict[tuple[str, str], float]:
+        """(sample name, its labels but model_name, joined) -> value, as prometheus_client's own parser reads them."""
+        async with self.http.get("/metrics") as response:
+            text = await response.text()
+        return {
+            (sample.name, ",".join(v for k, v in sorted(sample.labels.items()) if k != "model_name")): sample.value
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+        }
+
+
+@contextlib.asynccontextmanager
+async def served(engine: Any, tokenizer: Tokenizer, *, key: str = "none", **options: Any) -> AsyncIterator[Client]:
+    """Serve `engine` on a free port; `options` are make_app's, `key` the clients'."""
+    server = await serve(make_app(engine, tokenizer, MODEL, **options), "127.0.0.1", 0)
+    http_client = DefaultAsyncHttpxClient(verify=False)  # there is no TLS; reading the system's roots takes its time
+    url = f"http://127.0.0.1:{server.port}"
+    try:
+        async with (
+            AsyncOpenAI(
+                base_url=url + "/v1", api_key=key, max_retries=0, timeout=60, http_client=http_client
+            ) as openai,
+            aiohttp.ClientSession(url, headers={"Authorization": f"Bearer {key}"}) as http,
+        ):
+            yield Client(server, openai, http)
+    finally:
+        await server.close(grace=0)

@@ -1,0 +1,365 @@
+/* Throws mutated calls, row tables and control operations at an R-engine, beside a well-behaved link whose answers must stay right.
+ *
+ * An input is a string of bytes that steers one hostile link from its opening to its end; see `hostile_link`. Every bell rung must be
+ * answered, whatever lies behind it, and nothing may trip a sanitizer. tests/test_rengine_fuzz.py builds this with gcc
+ * and runs a fixed number of pseudo-random inputs: fuzz_engine [inputs [first seed]]. With clang it is a libFuzzer target:
+ *
+ *   clang -g -O1 -fsanitize=fuzzer,address,undefined -DFD_LIBFUZZER -Ikernels tests/c/fuzz_engine.c \
+ *     $(ls kernels/\*.c | grep -v -e py_ -e module.c) -lm -o fuzz_engine && ./fuzz_engine -max_len=4096
+ */
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "engine.h"
+
+#define REQUIRE(condition) \
+    do { \
+        if (!(condition)) { \
+            fprintf(stderr, "%s:%d: %s does not hold\n", __FILE__, __LINE__, #condition); \
+            abort(); \
+        } \
+    } while (0)
+
+static char err[256];
+static uint64_t answers[FD_OUT_OF_PAGES + 1]; /* to hostile calls, by status */
+
+/* Every instruction set of this machine gets its turn. */
+static fd_engine_t *start_engine(uint32_t threads) {
+    fd_isa_t isa = (fd_isa_t)(threads % FD_ISAS);
+    fd_engine_config_t config = {threads, NULL, fd_isa_supported(isa) ? isa : FD_ISA_SCALAR, 20, 64 << 20};
+    fd_engine_t *engine = fd_engine_new(&config, err, sizeof err);
+    REQUIRE(engine);
+    return engine;
+}
+
+static void *new_region(const fd_geometry_t *g) {
+    size_t bytes = fd_region_layout(g).region_bytes;
+    fd_region_header_t *region = aligned_alloc(FD_REGION_PAGE, bytes);
+    REQUIRE(region);
+    memset(region, 0, bytes);
+    *region = (fd_region_header_t){.magic = FD_REGION_MAGIC, .version = FD_PROTOCOL_VERSION, .geometry = *g};
+    return region;
+}
+
+static const fd_reply_t *answer(fd_slot_t *slot, uint64_t bell) {
+    REQUIRE(fd_wait_reply(slot, bell, 20000, 20000000000u, NULL) == FD_WAIT_DONE);
+    return &slot->reply;
+}
+
+static void ring(fd_link_t *link, void *region, fd_slot_t *slot, uint64_t bell) {
+    fd_ring_request(slot, bell, &((fd_region_header_t *)region)->engine_asleep, fd_link_eventfd(link));
+}
+
+/* ---- the well-behaved link: one sequence, one head pair, checked in double ---- */
+
+enum { HEAD = 8, GROUP = 2, MAX_TOKENS = 300 };
+static const fd_geometry_t good_geometry = {1, 4, 1, GROUP, 1, HEAD, FD_ACT_FP32, 0};
+
+static struct {
+    fd_link_t *link;
+    void *region;
+    uint64_t seq;
+    uint32_t length, noise;
+    float k[MAX_TOKENS][HEAD], v[MAX_TOKENS][HEAD];
+} good;
+
+static void open_good(fd_engine_t *engine) {
+    uint32_t window = 0;
+    fd_lease_t lease = {FD_KV_FP32, 6, 2, 0.25f, &window};
+    memset(&good, 0, sizeof good);
+    good.region = new_region(&good_geometry);
+    good.link = fd_engine_add_link(engine, good.region, &good_geometry, &lease, NULL, NULL, err, sizeof err);
+    REQUIRE(good.link);
+}
+
+static void close_good(fd_engine_t *engine) {
+    fd_engine_remove_link(engine, good.link);
+    free(good.region);
+}
+
+static float next_noise(void) {
+    good.noise = good.noise * 1664525u + 1013904223u;
+    return (float)(int32_t)good.noise * 0x1p-30f;
+}
+
+static void check_row(const float *q, const float *o, uint32_t visible) {
+    for (uint32_t h = 0; h < GROUP; h++, q += HEAD, o += HEAD) {
+        double sum = 0, want[HEAD] = {0};
+        for (uint32_t t = 0; t < visible; t++) {
+            double score = 0;
+            for (uint32_t d = 0; d < HEAD; d++) score += 0.25 * q[d] * good.k[t][d];
+            sum += exp(score);
+            for (uint32_t d = 0; d < HEAD; d++) want[d] += exp(score) * good.v[t][d];
+        }
+        for (uint32_t d = 0; d < HEAD; d++) REQUIRE(fabs(want[d] / sum - o[d]) < 1e-4);
+    }
+}
+
+static void good_call(void) {
+    const fd_layout_t y = fd_region_layout(&good_geometry);
+    fd_slot_t *slot = fd_slot_at(good.region, &y, 0);
+    uint32_t n = 1 + (uint32_t)good.seq % good_geometry.max_rows;
+    if (good.length + n > MAX_TOKENS) {
+        good.length = 100;
+        REQUIRE(fd_link_trim(good.link, 1, 7, good.length, err, sizeof err) == 0);
+    }
+    float *q = (float *)((uint8_t *)slot + y.q), *kv = (float *)((uint8_t *)slot + y.kv);
+    for (uint32_t i = 0; i < n * GROUP * HEAD; i++) q[i] = next_noise();
+    for (uint32_t i = 0; i < n * 2 * HEAD; i++) kv[i] = next_noise();
+    for (uint32_t j = 0; j < n; j++) {
+        memcpy(good.k[good.length + j], kv + j * 2 * HEAD, sizeof good.k[0]);
+        memcpy(good.v[good.length + j], kv + j * 2 * HEAD + HEAD, sizeof good.v[0]);
+    }
+    *(fd_row_t *)((uint8_t *)slot + y.table) = (fd_row_t){1, 7, good.length, n, FD_ROW_ATTEND, 0};
+    slot->call = (fd_call_t){.seq = ++good.seq, .flags = FD_CALL_NEW_STEP, .n_entries = 1, .n_rows = n, .n_attend_rows = n};
+    ring(good.link, good.region, slot, good.seq);
+    const fd_reply_t *reply = answer(slot, good.seq);
+    REQUIRE(reply->status == FD_OK && reply->n_attend_rows == n);
+    for (uint32_t j = 0; j < n; j++)
+        check_row(q + j * GROUP * HEAD, (float *)((uint8_t *)slot + y.o) + j * GROUP * HEAD, good.length + j + 1);
+    good.length += n;
+}
+
+/* ---- the hostile link ---- */
+
+typedef struct {
+    const uint8_t *at, *end;
+} input_t;
+
+static uint32_t take(input_t *in, uint32_t bytes) {
+    uint32_t x = 0;
+    while (bytes-- && in->at < in->end) x = x << 8 | *in->at++;
+    return x;
+}
+
+/* A number that has a good chance of standing at an edge of `bound`. */
+static uint32_t edgy(input_t *in, uint32_t bound) {
+    uint32_t x = take(in, 1);
+    const uint32_t edges[] = {0, 1, bound - 1, bound, bound + 1, 63, 64, 65, 1u << 31, UINT32_MAX, UINT32_MAX - 63, bound / 2};
+    if (x < 64) return edges[x % 12];
+    return x < 72 ? take(in, 4) : bound ? take(in, 2) % bound : 0;
+}
+
+enum { SEQS = 6 };
+
+typedef struct {
+    fd_geometry_t g;
+    fd_layout_t y;
+    fd_link_t *link;
+    void *region;
+    struct {
+        uint32_t tag, length;
+    } seqs[SEQS]; /* what is cached, as far as we know: makes most calls good ones */
+    struct {
+        uint64_t bell;
+        fd_call_t call;
+    } slots[2];
+} hostile_t;
+
+static void *slot_part(hostile_t *h, uint32_t slot, size_t offset) {
+    return (uint8_t *)fd_slot_at(h->region, &h->y, slot) + offset;
+}
+
+static void open_hostile(hostile_t *h, fd_engine_t *engine, input_t *in) {
+    static const fd_geometry_t geometries[] = {
+        {2, 40, 2, 4, 2, 16, FD_ACT_FP16, 0},
+        {1, 200, 1, 1, 1, 8, FD_ACT_FP32, 0},
+        {2, 70, 3, 96, 1, 24, FD_ACT_BF16, 0},
+        {2, 1, 1, 6, 3, 256, FD_ACT_FP32, 0},
+    };
+    memset(h, 0, sizeof *h);
+    h->g = geometries[take(in, 1) % 4];
+    h->y = fd_region_layout(&h->g);
+    uint32_t windows[3];
+    for (uint32_t i = 0; i < 3; i++) windows[i] = take(in, 1) % 2 ? 0 : edgy(in, 100);
+    fd_lease_t lease = {take(in, 1) % FD_KV_DTYPES, 1 + take(in, 1) % 24, SEQS, 0.3f, windows};
+    h->region = new_region(&h->g);
+    h->link = fd_engine_add_link(engine, h->region, &h->g, &lease, NULL, NULL, err, sizeof err);
+    REQUIRE(h->link);
+}
+
+/* A table that would be served if there is room, and a header for it. */
+static void good_step(hostile_t *h, input_t *in, fd_row_t *table, fd_call_t *call) {
+    uint32_t n = 1 + take(in, 1) % SEQS, first = take(in, 1), attending = take(in, 1) % (n + 1), rows = 0;
+    for (uint32_t i = 0; i < n && rows < h->g.max_rows; i++) {
+        uint32_t seq = (first + i) % SEQS, want = 1 + take(in, 1) % h->g.max_rows;
+        if (want > h->g.max_rows - rows) want = h->g.max_rows - rows;
+        if (!h->seqs[seq].length) h->seqs[seq].tag = take(in, 1);
+        table[i] = (fd_row_t){seq, h->seqs[seq].tag, h->seqs[seq].length, want, i < attending ? FD_ROW_ATTEND : 0, 0};
+        rows += want;
+        call->n_entries++;
+        if (i < attending) call->n_attend_rows += want;
+    }
+    call->n_rows = rows;
+    call->flags = FD_CALL_NEW_STEP;
+}
+
+static void mutate_row(input_t *in, fd_row_t *r, uint32_t max_rows) {
+    switch (take(in, 1) % 6) {
+    case 0: r->seq = edgy(in, SEQS); break;
+    case 1: r->tag ^= take(in, 1); break;
+    case 2: r->pos = edgy(in, 64); break;
+    case 3: r->n_rows = edgy(in, max_rows); break;
+    case 4: r->flags = edgy(in, 2); break;
+    default: r->reserved = take(in, 1);
+    }
+}
+
+static void mutate_call(input_t *in, fd_call_t *c, const fd_geometry_t *g) {
+    switch (take(in, 1) % 7) {
+    case 0: c->seq += edgy(in, 2); break;
+    case 1: c->flags = edgy(in, 2); break;
+    case 2: c->layer = edgy(in, g->n_layers); break;
+    case 3: c->n_entries = edgy(in, g->max_rows); break;
+    case 4: c->n_rows = edgy(in, g->max_rows); break;
+    case 5: c->n_attend_rows = edgy(in, g->max_rows); break;
+    default: c->reserved[take(in, 1) % 9] = take(in, 1);
+    }
+}
+
+/* What a peer may do while its call is being worked on. */
+static void scribble(hostile_t *h, input_t *in, uint32_t slot) {
+#ifndef __SANITIZE_THREAD__ /* these are races, on purpose */
+    uint8_t *base = slot_part(h, slot, sizeof(uint64_t));
+    size_t span = h->y.slot_bytes - sizeof(uint64_t);
+    for (uint32_t n = take(in, 1) % 16; n; n--) {
+        size_t at = take(in, 1) % 2 ? take(in, 2) % 1024 : take(in, 3);
+        uint8_t *byte = base + at % span;
+        /* The reply's half is ours as well, but we wait on its bell. */
+        if (byte >= (uint8_t *)slot_part(h, slot, offsetof(fd_slot_t, reply_bell)) && byte < (uint8_t *)slot_part(h, slot, h->y.table)) continue;
+        *(volatile uint8_t *)byte = (uint8_t)take(in, 1);
+    }
+    if (take(in, 1) % 8 == 0) __atomic_store_n(&((fd_region_header_t *)h->region)->engine_asleep, take(in, 1), __ATOMIC_RELAXED);
+#endif
+}
+
+static void note_served(hostile_t *h, const fd_row_t *table, const fd_call_t *call) {
+    for (uint32_t i = 0; i < call->n_entries; i++) {
+        REQUIRE(table[i].seq < SEQS); /* nothing else may have been served */
+        h->seqs[table[i].seq].length = table[i].pos + table[i].n_rows;
+        h->seqs[table[i].seq].tag = table[i].tag;
+    }
+}
+
+static void hostile_call(hostile_t *h, input_t *in) {
+    uint32_t slot = take(in, 1) % h->g.n_slots, mode = take(in, 1) % 8;
+    fd_row_t *table = calloc(h->g.max_rows, sizeof *table);
+    REQUIRE(table);
+    fd_call_t call = {0};
+    bool fresh = mode < 5 || !h->slots[slot].call.n_rows;
+    if (fresh)
+        good_step(h, in, table, &call);
+    else
+        call = h->slots[slot].call;
+    call.layer = take(in, 1) % h->g.n_layers;
+    uint64_t bell = h->slots[slot].bell + 1;
+    call.seq = bell;
+    bool racing = mode == 3;
+    if (mode < 2)
+        for (uint32_t n = 1 + take(in, 1) % 3; n && call.n_entries; n--)
+            mutate_row(in, &table[take(in, 1) % call.n_entries], h->g.max_rows);
+    if (mode == 1 || mode == 2 || mode == 5) mutate_call(in, &call, &h->g);
+    if (take(in, 1) == 0) bell += edgy(in, 3) | (uint64_t)take(in, 4) << 32;
+    if (bell == h->slots[slot].bell) bell++; /* not a ring */
+    fd_slot_t *s = fd_slot_at(h->region, &h->y, slot);
+    uint8_t *rows = slot_part(h, slot, h->y.q);
+    for (uint32_t n = take(in, 1) % 16; n; n--) rows[take(in, 2) % (h->y.o - h->y.q)] = (uint8_t)take(in, 1);
+    memcpy(slot_part(h, slot, h->y.table), table, fresh ? h->g.max_rows * sizeof *table : 0);
+    s->call = call;
+    ring(h->link, h->region, s, bell);
+    if (racing) scribble(h, in, slot);
+    fd_reply_t reply = *answer(s, bell);
+    h->slots[slot].bell = bell;
+    REQUIRE(reply.seq == bell && reply.status <= FD_OUT_OF_PAGES);
+    REQUIRE(memchr(reply.message, 0, sizeof reply.message) && (reply.status == FD_OK) == !reply.message[0]);
+    answers[reply.status]++;
+    if (reply.status == FD_OK) {
+        REQUIRE(racing || reply.n_attend_rows == call.n_attend_rows);
+        if (!racing && call.flags & FD_CALL_NEW_STEP && fresh) note_served(h, table, &call);
+        call.flags = 0;
+        h->slots[slot].call = call;
+    }
+    free(table);
+}
+
+static void control(hostile_t *h, input_t *in) {
+    uint32_t a = edgy(in, SEQS), b = edgy(in, SEQS), length = edgy(in, 128);
+    uint32_t tag = take(in, 1) % 8 && a < SEQS ? h->seqs[a].tag : take(in, 4);
+    int rc;
+    switch (take(in, 1) % 3) {
+    case 0:
+        rc = fd_link_free(h->link, a, tag, err, sizeof err);
+        if (rc == 0) h->seqs[a].length = 0;
+        break;
+    case 1:
+        rc = fd_link_trim(h->link, a, tag, length, err, sizeof err);
+        if (rc == 0) h->seqs[a].length = length;
+        break;
+    default:
+        rc = fd_link_fork(h->link, a, tag, b, length, length, err, sizeof err);
+        if (rc == 0) h->seqs[b].length = h->seqs[b].tag = length;
+    }
+    fd_link_stats_t stats;
+    fd_link_stats(h->link, &stats);
+    REQUIRE(rc <= 0 && stats.pages_used <= stats.pages_total && stats.seqs <= SEQS);
+}
+
+static void hostile_link(fd_engine_t *engine, const uint8_t *data, size_t size) {
+    input_t in = {data, data + size};
+    hostile_t h;
+    open_hostile(&h, engine, &in);
+    while (in.at < in.end) {
+        if (take(&in, 1) % 4)
+            hostile_call(&h, &in);
+        else
+            control(&h, &in);
+    }
+    good_call();
+    for (uint32_t i = 0; i < SEQS; i++) /* all pages come back, whatever happened */
+        for (uint32_t tag = 0; fd_link_free(h.link, i, h.seqs[i].tag, err, sizeof err) && tag < 256; tag++) h.seqs[i].tag = tag;
+    fd_engine_remove_link(engine, h.link);
+    free(h.region);
+}
+
+#ifdef FD_LIBFUZZER
+int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
+    static fd_engine_t *engine;
+    if (!engine) {
+        engine = start_engine(2);
+        open_good(engine);
+    }
+    hostile_link(engine, data, size);
+    return 0;
+}
+#else
+int main(int argc, char **argv) {
+    uint64_t inputs = argc > 1 ? strtoull(argv[1], NULL, 10) : 60, seed = argc > 2 ? strtoull(argv[2], NULL, 10) : 1;
+    uint64_t calls = 0, refused = 0;
+    for (uint32_t threads = 1; threads <= 3; threads++) {
+        fd_engine_t *engine = start_engine(threads);
+        open_good(engine);
+        for (uint64_t i = 0; i < inputs; i++) {
+            static uint8_t data[4096];
+            uint64_t x = (seed + i) * 0x9e3779b97f4a7c15u + threads;
+            for (size_t k = 0; k < sizeof data; k++) { /* xorshift64 */
+                x ^= x << 13, x ^= x >> 7, x ^= x << 17;
+                data[k] = (uint8_t)(x >> 32);
+            }
+            hostile_link(engine, data, 512 + x % (sizeof data - 512));
+        }
+        fd_link_stats_t stats;
+        fd_link_stats(good.link, &stats);
+        calls += stats.calls;
+        refused += stats.refused;
+        close_good(engine);
+        REQUIRE(fd_engine_kv_free(engine) == 64 << 20);
+        fd_engine_free(engine);
+    }
+    REQUIRE(calls == 3 * inputs && refused == 0);
+    for (int status = FD_OK; status <= FD_OUT_OF_PAGES; status++)
+        printf("%llu hostile calls answered with status %d\n", (unsigned long long)answers[status], status);
+    return 0;
+}
+#endif

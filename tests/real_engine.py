@@ -1,0 +1,55 @@
+"""A real engine for tests: an R-node in this process, a link over shared memory, a tiny checkpoint on the CPU."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fastdecode.engine.engine import Engine
+from fastdecode.rnode import RNode
+from fastdecode.spart import SPart, load_model
+from fastdecode.transports.registry import connect
+
+
+@contextlib.asynccontextmanager
+async def real_engine(
+    checkpoint: Path,
+    tmp_path: Path,
+    *,
+    kv_bytes: int = 2**24,
+    mini_batches: int = 2,
+    max_batch_size: int = 16,
+    max_batch_tokens: int = 64,
+    **options: Any,
+) -> AsyncIterator[Engine]:
+    """A started engine; `options` are Engine's."""
+    torch.set_num_threads(1)
+    model = load_model(checkpoint, device=torch.device("cpu"), dtype=torch.float32, progress=False)
+    hello = model.hello(
+        n_slots=mini_batches,
+        max_rows=max_batch_tokens,
+        kv_dtype="fp32",
+        kv_bytes=None,
+        max_seqs=mini_batches * max_batch_size,
+    )
+    async with contextlib.AsyncExitStack() as stack:
+        node = RNode(threads=1, kv_bytes=kv_bytes)
+        stack.push_async_callback(node.close)
+        [url] = await node.serve([f"shm://{tmp_path}/r.sock"], None)
+        link = await connect(url, hello, None)
+        stack.push_async_callback(link.close)
+        engine = Engine(
+            SPart(model, [link]),
+            [link],
+            mini_batches=mini_batches,
+            max_batch_size=max_batch_size,
+            max_batch_tokens=max_batch_tokens,
+            **options,
+        )
+        await engine.start()
+        stack.push_async_callback(engine.stop)
+        yield engine

@@ -1,0 +1,88 @@
+"""An engine that says what a test tells it to, for what a real one cannot be made to do on demand."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+
+from fastdecode.engine.request import EngineError, SamplingParams, TokenEvent
+from fastdecode.engine.stats import EngineStats, NodeStats, NullObserver
+
+#: What a stream does next: give a token, wait for the test, or fail.
+Act = int | TokenEvent | asyncio.Event | Exception
+
+
+class ScriptedStream:
+    """One request's tokens. The last is given finish_reason "length" unless it says otherwise."""
+
+    def __init__(self, acts: Iterable[Act]):
+        self._acts = list(acts)
+        self.cancelled = asyncio.Event()
+
+    def __aiter__(self) -> ScriptedStream:
+        return self
+
+    async def __anext__(self) -> TokenEvent:
+        await asyncio.sleep(0)  # tokens come one by one
+        while self._acts:
+            act = self._acts.pop(0)
+            if isinstance(act, Exception):
+                raise act
+            if isinstance(act, asyncio.Event):
+                await act.wait()
+                continue
+            event = TokenEvent(act) if isinstance(act, int) else act
+            if not self._acts and event.finish_reason is None:
+                event.finish_reason = "length"
+            return event
+        raise StopAsyncIteration
+
+    def cancel(self) -> None:
+        self.cancelled.set()
+
+
+class ScriptedEngine:
+    """Each submit takes the next script; `refusal` is raised instead once the scripts are used up."""
+
+    max_model_len = 4096
+
+    def __init__(self, *scripts: Iterable[Act], refusal: EngineError | None = None):
+        self._scripts = list(scripts)
+        self._refusal = refusal
+        self.prompts: list[list[int]] = []
+        self.params: list[SamplingParams] = []
+        self.streams: list[ScriptedStream] = []
+        self.observer = NullObserver()
+        self.ready = True
+        self.stalled_seconds = 0.0
+        self.alive = True
+
+    def submit(self, prompt_ids: list[int], params: SamplingParams, request_id: str | None = None) -> ScriptedStream:
+        if not self._scripts:
+            raise self._refusal or AssertionError("one request more than there are scripts")
+        self.prompts.append(prompt_ids)
+        self.params.append(params)
+        self.streams.append(ScriptedStream(self._scripts.pop(0)))
+        return self.streams[-1]
+
+    async def refresh(self) -> None:
+        """Its counters are always fresh."""
+
+    @property
+    def stats(self) -> EngineStats:
+        node = NodeStats(
+            url="tcp://r1",
+            node="r1",
+            isa="avx2",
+            threads=4,
+            alive=self.alive,
+            pages_total=100,
+            pages_used=25,
+            sequences=3,
+            load=0,
+            page_bytes=4096,
+            attention_seconds=1.5,
+            kv_bytes_read=7,
+            calls=9,
+        )
+        return EngineStats(running=2, waiting=1, kv_usage=0.25, nodes=[node])

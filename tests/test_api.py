@@ -1,0 +1,360 @@
+"""The API over a real engine, R-node and checkpoint. Judges: the `openai` client, transformers, prometheus_client's
+parser.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+
+import openai
+import pytest
+import torch
+from api_client import MODEL, served
+from checkpoints import make_checkpoint, reference
+from real_engine import real_engine
+
+from fastdecode.tokenizer import Tokenizer
+
+PROMPT = "The quick brown fox"
+MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Who are you?"}]
+ASK = {"model": MODEL, "prompt": PROMPT, "max_tokens": 12, "temperature": 0}
+CHAT = {"model": MODEL, "messages": MESSAGES, "max_completion_tokens": 12, "temperature": 0}
+
+
+@pytest.fixture(scope="session")
+def checkpoint():
+    return make_checkpoint("llama-gqa")
+
+
+@pytest.fixture(scope="session")
+def model(checkpoint):
+    return reference(checkpoint)
+
+
+@pytest.fixture(scope="session")
+def tokenizer(checkpoint):
+    return Tokenizer.from_dir(checkpoint)
+
+
+@pytest.fixture
+async def engine(checkpoint, tmp_path):
+    async with real_engine(checkpoint, tmp_path) as engine:
+        yield engine
+
+
+@pytest.fixture
+async def client(engine, tokenizer):
+    async with served(engine, tokenizer) as client:
+        yield client
+
+
+def greedy(model, ids, n):
+    """What transformers makes of a prompt: at most n token ids."""
+    out = model.generate(torch.tensor([ids]), max_new_tokens=n, do_sample=False)
+    return out[0, len(ids) :].tolist()
+
+
+async def until(condition):
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+# -- answers ----------------------------------------------------------------------------------------------------------
+
+
+async def test_models(client):
+    assert [m.id async for m in client.openai.models.list()] == [MODEL]
+    assert (await client.openai.models.retrieve(MODEL)).owned_by == "fastdecode"
+    with pytest.raises(openai.NotFoundError) as caught:
+        await client.openai.models.retrieve("gpt-5")
+    assert caught.value.code == "model_not_found"
+
+
+async def test_completion_is_transformers_greedy_text(client, model, tokenizer):
+    ids = tokenizer.encode(PROMPT)
+    expected = greedy(model, ids, 12)
+    answer = await client.openai.completions.create(**ASK)
+    assert answer.choices[0].text == tokenizer.decode(ids + expected)[len(tokenizer.decode(ids)) :]
+    assert answer.choices[0].finish_reason == ("stop" if expected[-1] == 1 else "length")
+    usage = answer.usage
+    assert (usage.prompt_tokens, usage.completion_tokens) == (len(ids), len(expected))
+    assert usage.total_tokens == len(ids) + len(expected)
+    assert (answer.object, answer.model) == ("text_completion", MODEL)
+    assert answer._request_id == answer.id
+
+
+async def test_chat_is_transformers_greedy_text(client, model, tokenizer):
+    ids = tokenizer.apply_chat_template(MESSAGES)
+    expected = greedy(model, ids, 12)
+    answer = await client.openai.chat.completions.create(**CHAT)
+    assert answer.choices[0].message.content == tokenizer.decode(expected)
+    assert answer.choices[0].message.role == "assistant"
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(ids), len(expected))
+    assert answer.object == "chat.completion"
+
+
+@pytest.mark.parametrize("n", [1, 3])
+async def test_streamed_and_whole_completions_agree(client, n):
+    ask = ASK | {"temperature": 1.0, "seed": 11, "n": n, "prompt": [PROMPT, "The lazy dog"]}
+    whole = await client.openai.completions.create(**ask)
+    texts, reasons, usage = [""] * 2 * n, [None] * 2 * n, None
+    async for chunk in await client.openai.completions.create(
+        **ask, stream=True, stream_options={"include_usage": True}
+    ):
+        usage = chunk.usage or usage
+        for choice in chunk.choices:
+            assert reasons[choice.index] is None
+            texts[choice.index] += choice.text
+            reasons[choice.index] = choice.finish_reason
+    assert texts == [choice.text for choice in whole.choices]
+    assert reasons == [choice.finish_reason for choice in whole.choices]
+    assert [choice.index for choice in whole.choices] == list(range(2 * n))
+    assert usage == whole.usage
+
+
+@pytest.mark.parametrize("n", [1, 3])
+async def test_streamed_and_whole_chats_agree(client, n):
+    ask = CHAT | {"temperature": 1.0, "seed": 11, "n": n}
+    whole = await client.openai.chat.completions.create(**ask)
+    texts, reasons, roles, usage = [""] * n, [None] * n, [None] * n, None
+    async for chunk in await client.openai.chat.completions.create(
+        **ask, stream=True, stream_options={"include_usage": True}
+    ):
+        usage = chunk.usage or usage
+        for choice in chunk.choices:
+            assert reasons[choice.index] is None
+            texts[choice.index] += choice.delta.content or ""
+            roles[choice.index] = roles[choice.index] or choice.delta.role
+            reasons[choice.index] = choice.finish_reason
+    assert texts == [choice.message.content for choice in whole.choices]
+    assert reasons == [choice.finish_reason for choice in whole.choices]
+    assert roles == ["assistant"] * n
+    assert usage == whole.usage
+
+
+async def test_prompts_in_all_four_forms(client, tokenizer):
+    one, two = tokenizer.encode(PROMPT), tokenizer.encode("Zwölf")
+    texts = {}
+    for prompt in (PROMPT, "Zwölf"):
+        answer = await client.openai.completions.create(**ASK | {"prompt": prompt})
+        texts[prompt] = answer.choices[0].text
+    for prompt in ([PROMPT, "Zwölf"], [one, two]):
+        answer = await client.openai.completions.create(**ASK | {"prompt": prompt})
+        assert [choice.text for choice in answer.choices] == list(texts.values())
+        assert answer.usage.prompt_tokens == len(one) + len(two)
+    answer = await client.openai.completions.create(**ASK | {"prompt": one})
+    assert answer.choices[0].text == texts[PROMPT]
+
+
+async def test_a_seed_fixes_every_choice(client):
+    wild = {"temperature": 2.0, "max_tokens": 40}
+
+    async def texts(n, seed):
+        answer = await client.openai.completions.create(**ASK | {"n": n, "seed": seed} | wild)
+        return [choice.text for choice in answer.choices]
+
+    three = await texts(3, 5)
+    assert three == await texts(3, 5)
+    assert len(set(three)) == 3
+    assert await texts(1, 5) == three[:1]
+    assert await texts(1, -5) == await texts(1, -5)
+    assert await texts(1, None) != await texts(1, None)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"temperature": 0.7},
+        {"temperature": 2},
+        {"top_p": 0.5},
+        {"top_p": 0},
+        {"extra_body": {"top_k": 1}},
+        {"extra_body": {"top_k": -1}},
+        {"extra_body": {"min_p": 0.1}},
+        {"stop": ["a", "b"]},
+        {"user": "someone"},
+        {"seed": 2**63 - 1},
+    ],
+    ids=str,
+)
+async def test_supported_fields(client, fields):
+    answer = await client.openai.completions.create(**ASK | {"temperature": 1.0} | fields)
+    assert answer.usage.completion_tokens >= 1
+    answer = await client.openai.chat.completions.create(**CHAT | {"temperature": 1.0} | fields)
+    assert answer.usage.completion_tokens >= 1
+
+
+@pytest.mark.parametrize("fields", [{"extra_body": {"top_k": 1}}, {"top_p": 0}, {"extra_body": {"min_p": 1}}], ids=str)
+async def test_the_narrowest_sampling_is_greedy(client, fields):
+    best = await client.openai.completions.create(**ASK)
+    answer = await client.openai.completions.create(**ASK | {"temperature": 1.0} | fields)
+    assert answer.choices[0].text == best.choices[0].text
+
+
+async def test_stop_token_ids_and_ignore_eos(client, model, tokenizer):
+    ids = tokenizer.encode(PROMPT)
+    expected = greedy(model, ids, 12)
+    stop = expected[4]
+    first = expected.index(stop)
+    answer = await client.openai.completions.create(**ASK, extra_body={"stop_token_ids": [stop]})
+    assert (answer.choices[0].finish_reason, answer.usage.completion_tokens) == ("stop", first + 1)
+    answer = await client.openai.completions.create(**ASK | {"max_tokens": 200}, extra_body={"ignore_eos": True})
+    assert (answer.choices[0].finish_reason, answer.usage.completion_tokens) == ("length", 200)
+
+
+@pytest.mark.parametrize("streamed", [False, True], ids=["whole", "stream"])
+async def test_logprobs_are_transformers(client, model, tokenizer, streamed):
+    ids = tokenizer.encode(PROMPT)
+    said = greedy(model, ids, 12)
+    with torch.no_grad():
+        logits = model(torch.tensor([ids + said])).logits[0, len(ids) - 1 : -1]
+    expected = torch.log_softmax(logits.double(), -1)
+    best = expected.topk(3).values.tolist()
+    answer = await client.openai.completions.create(**ASK, logprobs=3, stream=streamed)
+    choices = [chunk.choices[0] async for chunk in answer] if streamed else answer.choices
+    logprobs = [value for choice in choices for value in choice.logprobs.token_logprobs]
+    top = [alternatives for choice in choices for alternatives in choice.logprobs.top_logprobs]
+    shown = [token for token in said if token != 1]
+    assert logprobs == pytest.approx([expected[i, token].item() for i, token in enumerate(shown)], abs=1e-3)
+    assert [sorted(t.values(), reverse=True) for t in top] == [pytest.approx(b, abs=1e-3) for b in best[: len(shown)]]
+
+
+@pytest.mark.parametrize("streamed", [False, True], ids=["whole", "stream"])
+async def test_chat_logprobs(client, streamed):
+    answer = await client.openai.chat.completions.create(**CHAT, logprobs=True, top_logprobs=2, stream=streamed)
+    choices = [chunk.choices[0] async for chunk in answer] if streamed else answer.choices
+    entries = [entry for choice in choices if choice.logprobs for entry in choice.logprobs.content]
+    assert entries
+    for entry in entries:
+        assert entry.logprob == entry.top_logprobs[0].logprob  # greedy
+        assert len(entry.top_logprobs) == 2 and entry.bytes is not None
+    text = "".join(c.delta.content or "" for c in choices) if streamed else choices[0].message.content
+    assert b"".join(bytes(entry.bytes) for entry in entries).decode(errors="replace") == text
+
+
+async def test_text_parts_and_roles(client, tokenizer):
+    parts = [{"type": "text", "text": "Who"}, {"type": "text", "text": "are you?"}]
+    developer = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": parts}]
+    joined = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Who\nare you?"}]
+    a = await client.openai.chat.completions.create(**CHAT | {"messages": developer})
+    b = await client.openai.chat.completions.create(**CHAT | {"messages": joined})
+    assert (a.choices, a.usage) == (b.choices, b.usage)
+
+
+async def test_an_answer_can_be_sent_back(client):
+    """What the client's own objects dump to is a message again."""
+    answer = await client.openai.chat.completions.create(**CHAT)
+    messages = [*MESSAGES, answer.choices[0].message.model_dump(), {"role": "user", "content": "Go on."}]
+    assert (await client.openai.chat.completions.create(**CHAT | {"messages": messages})).usage.completion_tokens
+
+
+# -- clients that go, queues that fill --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("streamed", [False, True], ids=["whole", "stream"])
+async def test_a_client_that_goes_while_decoding_frees_its_pages(client, engine, streamed):
+    ask = ASK | {"max_tokens": 900, "n": 2}
+
+    async def read():
+        answer = await client.openai.completions.create(**ask, stream=streamed, extra_body={"ignore_eos": True})
+        async for _ in answer:
+            pass
+
+    reading = asyncio.create_task(read())
+    await until(lambda: engine.stats.running == 2 and engine.totals.generated_tokens > 4)
+    assert engine.stats.nodes[0].pages_used > 0
+    reading.cancel()
+    await asyncio.wait([reading])
+    await until(lambda: engine.stats.nodes[0].pages_used == 0 and engine.stats.running == 0)
+    assert engine.totals.generated_tokens < 1800
+    metrics = await client.metrics()
+    assert metrics["fastdecode:num_requests_running", ""] == 0
+    assert metrics["fastdecode:kv_cache_usage_perc", ""] == 0
+    assert metrics["fastdecode:request_success_total", "abort"] == 2
+
+
+async def test_a_client_that_goes_while_it_waits_is_forgotten(checkpoint, tokenizer, tmp_path):
+    async with (
+        real_engine(checkpoint, tmp_path, mini_batches=1, max_batch_size=1) as engine,
+        served(engine, tokenizer) as client,
+    ):
+        endless = ASK | {"max_tokens": 900, "extra_body": {"ignore_eos": True}, "stream": True}
+        running = await client.openai.completions.create(**endless)
+        await anext(running)
+        waiting = asyncio.create_task(client.openai.completions.create(**ASK))
+        await until(lambda: engine.stats.waiting == 1)
+        waiting.cancel()
+        await until(lambda: engine.stats.waiting == 0)
+        assert engine.stats.running == 1
+        await running.close()
+        await until(lambda: engine.stats.nodes[0].pages_used == 0)
+
+
+async def test_a_full_queue_is_a_429(checkpoint, tokenizer, tmp_path):
+    async with (
+        real_engine(checkpoint, tmp_path, mini_batches=1, max_batch_size=1, max_queued=1) as engine,
+        served(engine, tokenizer) as client,
+    ):
+        endless = ASK | {"max_tokens": 900, "extra_body": {"ignore_eos": True}, "stream": True}
+        running = await client.openai.completions.create(**endless)
+        await anext(running)
+        waiting = await client.openai.completions.create(**endless)
+        with pytest.raises(openai.RateLimitError) as caught:
+            await client.openai.completions.create(**ASK)
+        assert caught.value.response.headers["Retry-After"] == "1"
+        assert (await client.metrics())["fastdecode:admission_rejections_total", ""] == 1
+        await running.close()
+        await waiting.close()
+
+
+async def test_many_streams_at_once_are_each_their_own(client, tokenizer):
+    asks = [ASK | {"prompt": [3 + i] * (1 + 7 * i), "seed": i, "temperature": 1.0} for i in range(12)]
+    alone = [(await client.openai.completions.create(**ask)).choices[0].text for ask in asks]
+
+    async def streamed(ask):
+        return "".join([c.choices[0].text async for c in await client.openai.completions.create(**ask, stream=True)])
+
+    assert await asyncio.gather(*map(streamed, asks)) == alone
+
+
+# -- health and metrics -----------------------------------------------------------------------------------------------
+
+
+async def test_health_names_the_r_nodes(client, engine):
+    async with client.http.get("/health") as response:
+        body = await response.json()
+        assert (response.status, body["status"]) == (200, "ok")
+    node = engine.stats.nodes[0]
+    assert body["nodes"][0]["url"] == node.url and body["nodes"][0]["isa"] == node.isa in body["isa"]
+    await engine.drain(0)
+    async with client.http.get("/health") as response:
+        assert response.status == 503
+    with pytest.raises(openai.InternalServerError) as caught:
+        await client.openai.completions.create(**ASK)
+    assert (caught.value.status_code, caught.value.code) == (503, "not_ready")
+
+
+async def test_metrics_count_what_was_done(client, tokenizer):
+    answer = await client.openai.completions.create(**ASK, n=2, extra_body={"ignore_eos": True})
+    metrics = await client.metrics()
+    tokens, prompt = answer.usage.completion_tokens, answer.usage.prompt_tokens
+    assert metrics["fastdecode:generation_tokens_total", ""] == tokens == 24
+    assert metrics["fastdecode:prompt_tokens_total", ""] == 2 * prompt  # each choice prefills its own
+    assert metrics["fastdecode:request_success_total", "length"] == 2
+    assert metrics["fastdecode:num_preemptions_total", ""] == 0
+    counts = {
+        "time_to_first_token_seconds": 2,
+        "inter_token_latency_seconds": tokens - 2,
+        "e2e_request_latency_seconds": 2,
+        "request_queue_time_seconds": 2,
+    }
+    for name, count in counts.items():
+        assert metrics[f"fastdecode:{name}_count", ""] == count
+        assert 0 <= metrics[f"fastdecode:{name}_sum", ""] < math.inf
+    nodes = {name: value for (name, labels), value in metrics.items() if labels.endswith("r.sock")}
+    assert nodes["fastdecode:r_node_alive"] == 1
+    assert nodes["fastdecode:r_node_attention_seconds_total"] > 0
+    assert nodes["fastdecode:r_node_calls_total"] > 0
+    assert metrics["fastdecode:s_wait_for_r_seconds_total", ""] > 0

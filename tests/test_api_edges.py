@@ -1,0 +1,441 @@
+"""The API's edges over a scripted engine: what is sent when tokens, stop strings, failures and clients fall just so."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import random
+import socket
+
+import openai
+import pytest
+import tokenizers_made
+from api_client import MODEL, served
+from scripted_engine import ScriptedEngine
+
+from fastdecode.api.text import StopStrings
+from fastdecode.engine.request import GenerationFailed, InvalidPrompt, NotReady, Overloaded, PromptTooLong, TokenEvent
+from fastdecode.tokenizer import Tokenizer
+
+ASK = {"model": MODEL, "prompt": "x"}
+CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return Tokenizer.from_dir(
+        tokenizers_made.byte_level(tmp_path_factory.mktemp("tok"), chat_template=tokenizers_made.CHATML)
+    )
+
+
+@pytest.fixture(scope="module")
+def spell(tokenizer):
+    """Token ids of a text, one a byte."""
+    ids = {tokenizer.token_bytes(i): i for i in range(tokenizer.vocab_size)}
+    return lambda text: [ids[bytes([b])] for b in text.encode()]
+
+
+def flat(lists):
+    return [item for items in lists for item in items]
+
+
+async def completion_stream(client, **body):
+    """The text, the finish reasons and the pieces of a streamed completion."""
+    pieces, reasons = [], []
+    async for chunk in await client.openai.completions.create(**ASK | body, stream=True):
+        pieces += [choice.text for choice in chunk.choices]
+        reasons += [choice.finish_reason for choice in chunk.choices if choice.finish_reason]
+    return "".join(pieces), reasons, [piece for piece in pieces if piece]
+
+
+# -- text -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("said", "stop", "expected", "reason"),
+    [
+        ("one STOP two", "STOP", "one ", "stop"),
+        ("one STO", "STOP", "one STO", "length"),  # held back to the end, then released
+        ("aabaabaaab", ["aabaaa"], "aab", "stop"),  # a false start that overlaps the true one
+        ("abcd", ["abcd", "bc"], "a", "stop"),  # the one that is complete first
+        ("世界🦙!", "🦙", "世界", "stop"),
+        ("STOP", ["STOP"], "", "stop"),
+        ("no such thing", ["x", "yy"], "no such thing", "length"),
+    ],
+)
+@pytest.mark.parametrize("streamed", [False, True], ids=["whole", "stream"])
+async def test_stop_strings_across_tokens(tokenizer, spell, said, stop, expected, reason, streamed):
+    engine = ScriptedEngine(spell(said))
+    async with served(engine, tokenizer) as client:
+        if streamed:
+            text, reasons, _ = await completion_stream(client, stop=stop)
+        else:
+            answer = await client.openai.completions.create(**ASK, stop=stop)
+            text, reasons = answer.choices[0].text, [answer.choices[0].finish_reason]
+    assert (text, reasons) == (expected, [reason])
+    assert engine.streams[0].cancelled.is_set()
+
+
+def cut_before_stop(text, stops):
+    """The definition, one character at a time."""
+    for end in range(1, len(text) + 1):
+        if complete := [len(stop) for stop in stops if text[:end].endswith(stop)]:
+            return text[: end - max(complete)], True
+    return text, False
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_stop_strings_do_not_depend_on_how_the_text_is_cut(seed):
+    rng = random.Random(seed)
+    for _ in range(500):
+        stops = ["".join(rng.choices("ab", k=rng.randint(1, 5))) for _ in range(rng.randint(1, 3))]
+        text = "".join(rng.choices("abc", weights=[5, 5, 1], k=rng.randint(0, 20)))
+        matcher, sent, stopped, rest = StopStrings(stops), "", False, text
+        while rest and not stopped:
+            n = rng.randint(1, 4)
+            released, stopped = matcher.push(rest[:n])
+            sent, rest = sent + released, rest[n:]
+            assert cut_before_stop(text, stops)[0].startswith(sent)
+        assert (sent + matcher.flush() * (not stopped), stopped) == cut_before_stop(text, stops)
+
+
+async def test_no_part_of_a_stop_string_is_sent_before_it_is_known_to_be_none(tokenizer, spell):
+    wait = asyncio.Event()
+    engine = ScriptedEngine([*spell("ab##"), wait, *spell("#c")])
+    async with served(engine, tokenizer) as client:
+        stream = await client.openai.completions.create(**ASK, stop="####", stream=True)
+        seen = ""
+        async for chunk in stream:
+            seen += chunk.choices[0].text
+            if seen == "ab":
+                wait.set()
+            assert "#" not in seen or seen.startswith("ab###")
+    assert seen == "ab###c"
+
+
+async def test_a_stop_string_ends_the_request_in_the_engine_though_it_would_go_on(tokenizer, spell):
+    engine = ScriptedEngine([*spell("done."), asyncio.Event()])
+    async with served(engine, tokenizer) as client:
+        answer = await client.openai.completions.create(**ASK, stop=".")
+        assert (answer.choices[0].text, answer.usage.completion_tokens) == ("done", 5)
+        assert engine.streams[0].cancelled.is_set()
+        assert (await client.metrics())["fastdecode:request_success_total", "stop"] == 1
+
+
+async def test_characters_are_streamed_whole(tokenizer, spell):
+    async with served(ScriptedEngine(spell("é世🦙.")), tokenizer) as client:
+        text, _, pieces = await completion_stream(client)
+    assert text == "é世🦙." and "\ufffd" not in "".join(pieces)
+
+
+async def test_an_unfinished_character_is_sent_at_the_end(tokenizer, spell):
+    async with served(ScriptedEngine(spell("a世")[:-1]), tokenizer) as client:
+        assert (await completion_stream(client))[0] == "a\ufffd"
+
+
+async def test_the_end_token_is_counted_and_not_shown(tokenizer, spell):
+    stop = spell("!")[0]
+    script = [*spell("ab"), TokenEvent(stop, finish_reason="stop")]
+    async with served(ScriptedEngine(script), tokenizer) as client:
+        answer = await client.openai.completions.create(**ASK, extra_body={"stop_token_ids": [stop]})
+    assert (answer.choices[0].text, answer.choices[0].finish_reason) == ("ab", "stop")
+    assert answer.usage.completion_tokens == 3
+
+
+def with_logprobs(ids):
+    return [TokenEvent(i, -0.5, [(i, -0.5), (i + 1, float("-inf"))]) for i in ids]
+
+
+@pytest.mark.parametrize("streamed", [False, True], ids=["whole", "stream"])
+async def test_completion_logprobs_line_up_with_the_text(tokenizer, spell, streamed):
+    """Tokens after the stop string are left out, and those of half a character are named by their bytes."""
+    ids = spell("aé STOP")
+    async with served(ScriptedEngine(with_logprobs(ids)), tokenizer) as client:
+        if streamed:
+            parts = [
+                c async for c in await client.openai.completions.create(**ASK, stop="STOP", logprobs=2, stream=True)
+            ]
+            logprobs = [part.choices[0].logprobs for part in parts]
+        else:
+            logprobs = [(await client.openai.completions.create(**ASK, stop="STOP", logprobs=2)).choices[0].logprobs]
+    assert flat(part.tokens for part in logprobs) == ["a", "bytes:\\xc3", "bytes:\\xa9", " "]
+    assert flat(part.text_offset for part in logprobs) == [0, 1, 1, 2]
+    assert flat(part.token_logprobs for part in logprobs) == [-0.5] * 4
+    top = flat(part.top_logprobs for part in logprobs)
+    assert top[0]["a"] == -0.5 and len(top) == 4 and -9999.0 in top[0].values()
+
+
+@pytest.mark.parametrize("streamed", [False, True], ids=["whole", "stream"])
+async def test_chat_logprobs(tokenizer, spell, streamed):
+    async with served(ScriptedEngine(with_logprobs(spell("aé"))), tokenizer) as client:
+        answer = await client.openai.chat.completions.create(**CHAT, logprobs=True, top_logprobs=2, stream=streamed)
+        choices = [chunk.choices[0] async for chunk in answer] if streamed else answer.choices
+    content = flat(c.logprobs.content for c in choices if c.logprobs)
+    assert [entry.token for entry in content] == ["a", "\\xc3", "\\xa9"]
+    assert bytes(flat(entry.bytes for entry in content)).decode() == "aé"
+    assert [len(entry.top_logprobs) for entry in content] == [2, 2, 2]
+
+
+@contextlib.asynccontextmanager
+async def raw_request(port, path, body):
+    """A request on a socket of its own, for a client that just goes."""
+    sock = socket.socket()
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**16)
+    sock.connect(("127.0.0.1", port))
+    reader, writer = await asyncio.open_connection(sock=sock, limit=2**16)
+    data = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+    writer.write(head.encode() + data)
+    try:
+        yield reader, writer
+    finally:
+        writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
+
+
+# -- streams ----------------------------------------------------------------------------------------------------------
+
+
+async def events(client, path, body):
+    """The raw events of a stream, comments included, and whether it was ended properly."""
+    async with client.http.post(path, json=body | {"stream": True}) as response:
+        assert response.headers["Content-Type"] == "text/event-stream; charset=utf-8"
+        text = (await response.read()).decode()
+    assert text.endswith("\n\n")
+    return text.removesuffix("\n\n").split("\n\n")
+
+
+async def test_the_bytes_of_a_chat_stream(tokenizer, spell):
+    engine = ScriptedEngine(spell("ok"))
+    async with served(engine, tokenizer) as client:
+        *chunks, usage, done = await events(
+            client, "/v1/chat/completions", CHAT | {"stream_options": {"include_usage": True}}
+        )
+    assert done == "data: [DONE]"
+    chunks = [json.loads(chunk.removeprefix("data: ")) for chunk in chunks]
+    assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
+    assert len({(chunk["id"], chunk["created"], chunk["model"]) for chunk in chunks}) == 1
+    assert all(chunk["usage"] is None for chunk in chunks)
+    assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert chunks[-1]["choices"][0] == {"index": 0, "delta": {}, "logprobs": None, "finish_reason": "length"}
+    usage = json.loads(usage.removeprefix("data: "))
+    prompt = len(engine.prompts[0])
+    assert usage["choices"] == []
+    assert usage["usage"] == {"prompt_tokens": prompt, "completion_tokens": 2, "total_tokens": prompt + 2}
+
+
+async def test_a_stream_that_has_nothing_to_say_says_so(tokenizer, spell):
+    wait = asyncio.Event()
+    async with (
+        served(ScriptedEngine([wait, *spell("ok")]), tokenizer, keep_alive_seconds=0.02) as client,
+        client.http.post("/v1/completions", json=ASK | {"stream": True}) as response,
+    ):
+        assert [await response.content.readline() for _ in range(4)] == [b": keep-alive\n", b"\n"] * 2
+        wait.set()
+        assert b"data: [DONE]" in await response.read()
+
+
+@pytest.mark.parametrize("ask", [ASK, CHAT], ids=["completion", "chat"])
+async def test_a_failure_in_mid_stream_is_an_error_event_and_the_end(tokenizer, spell, ask):
+    engine = ScriptedEngine([*spell("half"), GenerationFailed("R-node tcp://r1 was lost")])
+    async with served(engine, tokenizer) as client:
+        api = client.openai.completions if ask is ASK else client.openai.chat.completions
+        chunks = []
+        with pytest.raises(openai.APIError, match="R-node tcp://r1 was lost") as caught:
+            async for chunk in await api.create(**ask, stream=True):
+                chunks.append(chunk.choices[0])
+        assert "".join(c.text if ask is ASK else c.delta.content for c in chunks) == "half"
+        assert (caught.value.code, caught.value.type) == ("generation_failed", "server_error")
+        assert (await client.metrics())["fastdecode:request_success_total", "error"] == 1
+
+
+async def test_the_error_event_comes_last(tokenizer, spell):
+    engine = ScriptedEngine([*spell("half"), GenerationFailed("lost")])
+    async with served(engine, tokenizer) as client:
+        *_, last = await events(client, "/v1/completions", ASK)
+    error = {"message": "lost", "type": "server_error", "param": None, "code": "generation_failed"}
+    assert json.loads(last.removeprefix("data: ")) == {"error": error}
+
+
+async def test_one_failed_choice_fails_the_request_and_cancels_the_others(tokenizer, spell):
+    engine = ScriptedEngine([asyncio.Event()], [*spell("x"), GenerationFailed("lost")])
+    async with served(engine, tokenizer) as client:
+        with pytest.raises(openai.InternalServerError, match="lost"):
+            await client.openai.completions.create(**ASK, n=2)
+    assert all(stream.cancelled.is_set() for stream in engine.streams)
+
+
+async def test_choices_are_interleaved_as_they_come(tokenizer, spell):
+    first, second = asyncio.Event(), asyncio.Event()
+    engine = ScriptedEngine([first, *spell("abc")], [*spell("x"), second, *spell("y")])
+    async with served(engine, tokenizer) as client:
+        seen = ["", ""]
+        async for chunk in await client.openai.completions.create(**ASK, n=2, stream=True):
+            for choice in chunk.choices:
+                seen[choice.index] += choice.text
+            if seen == ["", "x"]:
+                first.set()
+            if seen == ["abc", "x"]:
+                second.set()
+    assert seen == ["abc", "xy"]
+
+
+async def test_a_reader_that_stalls_holds_up_neither_the_engine_nor_other_streams(tokenizer, spell):
+    """Its tokens are taken from the engine all the same, and what it did not read in time comes in bigger pieces."""
+    n = 50_000  # events of some 170 bytes each: more than the sockets' buffers hold
+    engine = ScriptedEngine(spell("0") * n, spell("quick"))
+    async with served(engine, tokenizer) as client:
+        body = ASK | {"stream": True}
+        async with raw_request(client.server.port, "/v1/completions", body) as (reader, _), asyncio.timeout(60):
+            await reader.readuntil(b"\r\n\r\n")
+            answer = await client.openai.completions.create(**ASK)
+            assert answer.choices[0].text == "quick"
+            while not engine.streams[0].cancelled.is_set():  # by the API, when it has read to the end
+                await asyncio.sleep(0.01)
+            raw = bytearray()
+            while b"data: [DONE]" not in raw[-64:]:
+                raw += await reader.read(2**16)
+    texts = [json.loads(line[6:])["choices"][0]["text"] for line in raw.split(b"\n") if line.startswith(b"data: {")]
+    assert "".join(texts) == "0" * n
+    assert len(texts) < n
+
+
+async def test_variables_for_the_models_own_chat_template(tmp_path, spell):
+    """vLLM's chat_template_kwargs, e.g. Qwen3's enable_thinking."""
+    template = "{{ messages[0].content }}{% if enable_thinking is false %}<think>{% endif %}"
+    tokenizer = Tokenizer.from_dir(tokenizers_made.byte_level(tmp_path, chat_template=template))
+    engine = ScriptedEngine(spell("a"), spell("b"))
+    async with served(engine, tokenizer) as client:
+        await client.openai.chat.completions.create(**CHAT)
+        extra = {"chat_template_kwargs": {"enable_thinking": False}}
+        await client.openai.chat.completions.create(**CHAT, extra_body=extra)
+    think = tokenizer.encode("<think>", add_special_tokens=False)
+    assert engine.prompts[1] == engine.prompts[0] + think
+
+
+# -- clients that go --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["close", "reset"])
+@pytest.mark.parametrize("streamed", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("said", ["", "some"], ids=["in the queue", "while decoding"])
+async def test_a_client_that_goes_cancels_its_requests(tokenizer, spell, said, streamed, how):
+    engine = ScriptedEngine(*[[*spell(said), asyncio.Event()]] * 2)
+    async with served(engine, tokenizer) as client:
+        body = ASK | {"stream": streamed, "n": 2}
+        async with raw_request(client.server.port, "/v1/completions", body) as (reader, writer), asyncio.timeout(20):
+            if streamed:
+                await reader.readuntil(b"\r\n\r\n")
+            while len(engine.streams) < 2 or any(len(stream._acts) > 0 for stream in engine.streams):
+                await asyncio.sleep(0.005)
+            if how == "reset":
+                option = b"\1\0\0\0\0\0\0\0"
+                writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, option)
+        async with asyncio.timeout(20):
+            for stream in engine.streams:
+                await stream.cancelled.wait()
+        while (await client.metrics())["fastdecode:request_success_total", "abort"] != 2:
+            await asyncio.sleep(0.005)
+
+
+# -- refusals ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("refusal", "error", "code"),
+    [
+        (Overloaded("the queue is full"), openai.RateLimitError, "overloaded"),
+        (NotReady("no R-node is connected"), openai.InternalServerError, "not_ready"),
+        (PromptTooLong("5000 tokens"), openai.BadRequestError, "context_length_exceeded"),
+        (InvalidPrompt("a token id"), openai.BadRequestError, "invalid_prompt"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
+)
+@pytest.mark.parametrize("streamed", [False, True], ids=["whole", "stream"])
+async def test_the_engines_refusals(tokenizer, refusal, error, code, streamed):
+    async with served(ScriptedEngine(refusal=refusal), tokenizer) as client:
+        with pytest.raises(error, match=str(refusal)) as caught:
+            await client.openai.chat.completions.create(**CHAT, stream=streamed)
+    assert caught.value.code == code
+    assert caught.value.param == ("messages" if isinstance(refusal, InvalidPrompt) else None)
+    assert ("Retry-After" in caught.value.response.headers) == (caught.value.status_code in (429, 503))
+
+
+async def test_choices_before_a_refused_one_are_cancelled(tokenizer, spell):
+    engine = ScriptedEngine(spell("a"), spell("b"), refusal=Overloaded("full"))
+    async with served(engine, tokenizer) as client:
+        with pytest.raises(openai.RateLimitError):
+            await client.openai.completions.create(**ASK, n=3)
+    assert [stream.cancelled.is_set() for stream in engine.streams] == [True, True]
+
+
+# -- health, metrics, end ---------------------------------------------------------------------------------------------
+
+
+async def test_health_follows_the_engine(tokenizer):
+    engine = ScriptedEngine()
+    async with served(engine, tokenizer, stalled_after_seconds=30) as client:
+
+        async def health():
+            async with client.http.get("/health") as response:
+                return response.status, await response.json()
+
+        status, body = await health()
+        assert (status, body["status"], body["isa"]) == (200, "ok", ["avx2"])
+        assert body["nodes"][0]["url"] == "tcp://r1" and body["nodes"][0]["pages_used"] == 25
+        engine.stalled_seconds = 31.0
+        status, body = await health()
+        assert status == 503 and body["status"].startswith("stalled")
+        engine.stalled_seconds, engine.ready = 0.0, False
+        assert (await health())[0] == 503
+        engine.alive = False
+        status, body = await health()
+        assert (status, body["status"]) == (503, "no R-node is connected")
+
+
+async def test_metrics_show_the_engines_numbers(tokenizer):
+    async with served(ScriptedEngine(), tokenizer) as client:
+        metrics = await client.metrics()
+        async with client.http.get("/metrics") as response:
+            assert response.headers["Content-Type"].startswith("text/plain; version=0.0.4")
+    assert metrics["fastdecode:num_requests_running", ""] == 2
+    assert metrics["fastdecode:num_requests_waiting", ""] == 1
+    assert metrics["fastdecode:kv_cache_usage_perc", ""] == 0.25
+    assert metrics["fastdecode:r_node_attention_seconds_total", "avx2,tcp://r1"] == 1.5
+    assert metrics["fastdecode:r_node_pages_used", "avx2,tcp://r1"] == 25
+
+
+async def test_closing_lets_streams_end_within_the_grace(tokenizer, spell):
+    wait = asyncio.Event()
+    async with served(ScriptedEngine([*spell("a"), wait, *spell("b")]), tokenizer) as client:
+        stream = await client.openai.completions.create(**ASK, stream=True)
+        text = (await anext(stream)).choices[0].text
+        closing = asyncio.create_task(client.server.close(grace=30))
+        await asyncio.sleep(0.05)
+        with pytest.raises(OSError):
+            await asyncio.open_connection("127.0.0.1", client.server.port)
+        wait.set()
+        text += "".join([chunk.choices[0].text async for chunk in stream])
+        await closing
+    assert text == "ab"
+
+
+@pytest.mark.parametrize("streamed", [False, True], ids=["whole", "stream"])
+async def test_closing_ends_what_is_left_with_an_error(tokenizer, spell, streamed):
+    engine = ScriptedEngine([*spell("a"), asyncio.Event()])
+    async with served(engine, tokenizer) as client:
+
+        async def ask():
+            answer = await client.openai.completions.create(**ASK, stream=streamed)
+            return [chunk async for chunk in answer]
+
+        asking = asyncio.create_task(ask())
+        while not engine.streams or len(engine.streams[0]._acts) > 0:
+            await asyncio.sleep(0.005)
+        await client.server.close(grace=0.01)
+        with pytest.raises(openai.APIError, match="shutting down") as caught:
+            await asking
+        assert caught.value.code == "shutting_down"
+    assert engine.streams[0].cancelled.is_set()

@@ -1,0 +1,459 @@
+"""Runner and engine over a toy model whose output shows every mistake in what is cached (toy.py)."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import threading
+
+import pytest
+from toy import POISON, VOCAB, ToyLink, ToySPart, continuation
+
+from fastdecode.engine.engine import Engine
+from fastdecode.engine.request import (
+    GenerationFailed,
+    InvalidPrompt,
+    NotReady,
+    Overloaded,
+    PromptTooLong,
+    SamplingParams,
+)
+from fastdecode.engine.runner import Runner, RunnerStopped
+from fastdecode.transports.base import CallRefused
+
+# -- runner -----------------------------------------------------------------------------------------------------------
+
+
+@contextlib.asynccontextmanager
+async def running_runner():
+    runner = Runner()
+    try:
+        yield runner
+    finally:
+        await asyncio.to_thread(runner.stop)
+
+
+def toy_step(name, n, trace, first=None):
+    if first is not None:
+        assert first.wait(20)
+    for i in range(n):
+        trace.append((name, i))
+        yield
+    return name
+
+
+async def test_steps_take_turns_at_every_post():
+    trace: list[tuple[str, int]] = []
+    both = threading.Event()
+    async with running_runner() as runner:
+        a = runner.submit(toy_step("a", 3, trace, first=both))
+        b = runner.submit(toy_step("b", 3, trace))
+        both.set()
+        assert await asyncio.gather(a, b) == ["a", "b"]
+    assert trace == [(name, i) for i in range(3) for name in "ab"]
+
+
+async def test_new_step_starts_while_another_is_under_way():
+    trace: list[tuple[str, int]] = []
+    reached, go_on = threading.Event(), threading.Event()
+
+    def long_step():
+        yield
+        reached.set()
+        assert go_on.wait(20)
+        yield
+        trace.append(("long", 1))
+
+    async with running_runner() as runner:
+        long = runner.submit(long_step())
+        await asyncio.to_thread(reached.wait, 20)
+        short = runner.submit(toy_step("short", 1, trace))
+        go_on.set()
+        await asyncio.gather(long, short)
+    assert trace == [("short", 0), ("long", 1)]
+
+
+async def test_exception_of_a_step_is_its_own():
+    def bad():
+        yield
+        raise ZeroDivisionError("bad step")
+
+    async with running_runner() as runner:
+        bad_step, good = runner.submit(bad()), runner.submit(toy_step("good", 5, []))
+        with pytest.raises(ZeroDivisionError, match="bad step"):
+            await bad_step
+        assert await good == "good"
+
+
+async def test_stop_closes_what_is_under_way():
+    closed = []
+
+    def endless():
+        try:
+            while True:
+                yield
+        finally:
+            closed.append(threading.current_thread().name)
+
+    async with running_runner() as runner:
+        step = runner.submit(endless())
+        await asyncio.sleep(0.01)
+    with pytest.raises(RunnerStopped):
+        await step
+    assert closed == ["fastdecode-s-part"], "a generator is closed by the thread that ran it"
+    assert "fastdecode-s-part" not in [thread.name for thread in threading.enumerate()]
+
+
+async def test_step_nobody_waits_for_any_more_does_no_harm():
+    async with running_runner() as runner:
+        runner.submit(toy_step("gone", 3, [])).cancel()
+        assert await runner.submit(toy_step("here", 3, [])) == "here"
+
+
+# -- engine -----------------------------------------------------------------------------------------------------------
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=20)
+
+
+@contextlib.asynccontextmanager
+async def running(*links, max_positions=4096, eos=frozenset(), **options):
+    """A started engine over `links`; at its end every page must have come back."""
+    spart = ToySPart(links, max_positions=max_positions, eos=eos)
+    engine = Engine(spart, list(links), **options)
+    await engine.start()
+    try:
+        yield engine, spart
+        spart.gate.set()
+        if engine.ready:
+            assert await engine.drain(20)
+        await until(lambda: all(node.free_pages == node.n_pages for node in engine.cluster.alive))
+        assert not spart.staged
+        for node in engine.cluster.alive:
+            assert not node.link.cache
+    finally:
+        spart.gate.set()
+        await engine.stop()
+
+
+async def until(condition):
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+async def tokens_of(stream):
+    return [event.token async for event in stream]
+
+
+def prompts(n, longest=300, seed=0):
+    rng = random.Random(seed)
+    return [[rng.randrange(POISON) for _ in range(rng.randint(1, longest))] for _ in range(n)]
+
+
+@pytest.mark.parametrize("mini_batches", [1, 2, 3])
+@pytest.mark.parametrize("n_links", [1, 3])
+async def test_requests_at_random_times_get_their_own_tokens(mini_batches, n_links):
+    rng = random.Random(mini_batches)
+    links = [ToyLink(f"tcp://r{i}") for i in range(n_links)]
+
+    async def client(engine, prompt, n):
+        await asyncio.sleep(rng.random() * 0.05)
+        stream = engine.submit(prompt, SamplingParams(temperature=0.0, max_tokens=n))
+        assert await tokens_of(stream) == continuation(prompt, n)
+
+    async with running(*links, mini_batches=mini_batches, max_batch_tokens=128, max_batch_size=32) as (engine, _):
+        await asyncio.gather(*(client(engine, prompt, rng.randint(1, 90)) for prompt in prompts(48)))
+        assert engine.stats.totals.preemptions == 0
+        assert all(link.frames for link in links), "every R-node had work"
+
+
+async def test_too_small_a_lease_costs_time_not_tokens():
+    link = ToyLink(n_pages=9)
+    async with running(link, max_batch_tokens=64, max_batch_size=16) as (engine, _):
+        given = prompts(12, longest=150)
+        streams = [engine.submit(p, SamplingParams(temperature=0.0, max_tokens=150)) for p in given]
+        for prompt, tokens in zip(given, await asyncio.gather(*map(tokens_of, streams)), strict=True):
+            assert tokens == continuation(prompt, 150)
+        assert engine.stats.totals.preemptions > 0
+
+
+async def test_seed_fixes_the_draw_whatever_happens_to_the_sequence():
+    params = SamplingParams(max_tokens=120, seed=42)
+
+    async def alone():
+        async with running(ToyLink()) as (engine, _):
+            return await tokens_of(engine.submit([1, 2, 3], params))
+
+    async with running(ToyLink(n_pages=5), max_batch_tokens=64, max_batch_size=16) as (engine, _):
+        crowd = [engine.submit(p, SamplingParams(temperature=0.0, max_tokens=120)) for p in prompts(5, longest=60)]
+        seeded = engine.submit([1, 2, 3], params)
+        unseeded = [engine.submit([1, 2, 3], SamplingParams(max_tokens=120)) for _ in range(2)]
+        crowded, *others = await asyncio.gather(*map(tokens_of, [seeded, *unseeded, *crowd]))
+        assert engine.stats.totals.preemptions > 0
+    assert crowded == await alone()
+    assert others[0] != others[1] != crowded
+
+
+async def test_without_max_tokens_it_goes_on_to_the_end_of_the_context():
+    async with running(ToyLink(), max_positions=100, max_model_len=90) as (engine, _):
+        events = [event async for event in engine.submit([5] * 30, SamplingParams(temperature=0.0))]
+        assert [e.token for e in events] == continuation([5] * 30, 60)
+        assert [e.finish_reason for e in events] == [None] * 59 + ["length"]
+
+
+async def test_lease_smaller_than_the_context_is_the_context():
+    async with running(ToyLink(n_pages=2)) as (engine, _):
+        assert len(await tokens_of(engine.submit([5] * 100, SamplingParams(temperature=0.0)))) == 29
+        assert len(await tokens_of(engine.submit([5] * 128, SamplingParams(temperature=0.0)))) == 1
+        with pytest.raises(PromptTooLong, match="129 tokens; the KV-cache holds at most 128"):
+            engine.submit([5] * 129, GREEDY)
+
+
+async def test_end_tokens():
+    prompt = [1, 2, 3]
+    plain = continuation(prompt, 20)
+    eos, stop = plain[9], plain[4]
+    async with running(ToyLink(), eos=frozenset({eos})) as (engine, _):
+        events = [event async for event in engine.submit(prompt, GREEDY)]
+        assert [e.token for e in events] == plain[:10] and events[-1].finish_reason == "stop"
+        ignoring = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+        assert await tokens_of(engine.submit(prompt, ignoring)) == plain
+        stopping = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True, stop_token_ids=frozenset({stop}))
+        assert await tokens_of(engine.submit(prompt, stopping)) == plain[:5]
+
+
+async def test_what_cannot_run_is_refused_at_submit():
+    link = ToyLink()
+    engine = Engine(ToySPart([link], max_positions=50), [link], max_queued=2)
+    with pytest.raises(NotReady, match="not started"):
+        engine.submit([1], GREEDY)
+    async with running(ToyLink(), max_positions=50, max_queued=2) as (engine, _):
+        with pytest.raises(PromptTooLong, match="50 tokens; the context is 50"):
+            engine.submit([1] * 50, GREEDY)
+        for prompt in ([], [VOCAB], [-1]):
+            with pytest.raises(InvalidPrompt):
+                engine.submit(prompt, GREEDY)
+        streams = [engine.submit([1] * 49, GREEDY) for _ in range(2)]
+        with pytest.raises(Overloaded, match="2 requests"):
+            engine.submit([1], GREEDY)
+        for stream in streams:
+            assert len(await tokens_of(stream)) == 1
+
+
+async def test_links_and_limits_that_do_not_fit_are_refused():
+    link = ToyLink(n_slots=2, max_rows=100)
+    spart = ToySPart([link], max_positions=50)
+    for options, message in [
+        ({"mini_batches": 3, "max_batch_tokens": 100, "max_batch_size": 9}, "2 slots for 3"),
+        ({"max_batch_tokens": 101, "max_batch_size": 9}, "100 rows"),
+        ({"max_batch_tokens": 100, "max_batch_size": 101}, "max_seqs"),
+        ({"max_batch_tokens": 100, "max_batch_size": 9, "max_model_len": 51}, "50 positions"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            Engine(spart, [link], **options)
+    with pytest.raises(ValueError, match="at least one R-node"):
+        Engine(spart, [])
+
+
+async def test_cancel_in_the_queue_in_prefill_and_in_decode():
+    long = SamplingParams(temperature=0.0, max_tokens=1000)
+    async with running(ToyLink(), mini_batches=1, max_batch_tokens=16, max_batch_size=8) as (engine, spart):
+        decoding = engine.submit([1], long)
+        await anext(decoding)
+        prefilling, queued = engine.submit([2] * 4000, long), engine.submit([3], long)
+        await until(lambda: spart.staged)
+        spart.gate.clear()
+        assert (engine.stats.running, engine.stats.waiting) == (2, 1)
+        for stream in (queued, prefilling, decoding):
+            stream.cancel()
+            stream.cancel()
+            assert len(await tokens_of(stream)) < 100, "ends after what is already there"
+        assert engine.stats.waiting == 0
+        spart.gate.set()
+        await until(lambda: engine.stats.running == 0)
+
+
+async def test_cancel_after_the_end_is_nothing():
+    async with running(ToyLink()) as (engine, _):
+        stream = engine.submit([1], GREEDY)
+        assert len(await tokens_of(stream)) == 20
+        stream.cancel()
+        with pytest.raises(StopAsyncIteration):
+            await anext(stream)
+
+
+async def test_frees_that_gather_travel_in_one_frame():
+    link = ToyLink()
+    async with running(link) as (engine, _):
+        await asyncio.gather(*(tokens_of(engine.submit([i], GREEDY)) for i in range(20)))
+    assert sum(map(len, link.frames)) == 20
+    assert len(link.frames) < 10
+
+
+@pytest.mark.parametrize("fault", [CallRefused(3, "tag does not match"), MemoryError("no memory")])
+@pytest.mark.parametrize("when", ["early_fault", "fault"])
+async def test_failed_step_fails_its_own_sequences_only(fault, when, caplog):
+    async with running(ToyLink(), mini_batches=2) as (engine, spart):
+        spart.gate.clear()
+        one = engine.submit([1], GREEDY)
+        await until(spart.posted.is_set)
+        setattr(spart, when, fault)
+        other = engine.submit([2], GREEDY)
+        await until(lambda: engine.stats.waiting == 0)
+        spart.gate.set()
+        results = await asyncio.gather(tokens_of(one), tokens_of(other), return_exceptions=True)
+        failed = [result for result in results if isinstance(result, GenerationFailed)]
+        assert len(failed) == 1 and "step" in str(failed[0])
+        assert continuation([1], 20) in results or continuation([2], 20) in results
+        assert await tokens_of(engine.submit([1], GREEDY)) == continuation([1], 20)
+    assert "step" in caplog.text
+
+
+async def test_row_without_finite_logits_fails_alone():
+    async with running(ToyLink()) as (engine, _):
+        bad, good = engine.submit([1, POISON], GREEDY), engine.submit([1, 2], GREEDY)
+        with pytest.raises(GenerationFailed, match="not finite"):
+            await tokens_of(bad)
+        assert await tokens_of(good) == continuation([1, 2], 20)
+
+
+@pytest.mark.parametrize("silently", [False, True])
+async def test_streams_of_a_lost_node_go_on_at_another(silently):
+    links = [ToyLink("tcp://r0"), ToyLink("tcp://r1")]
+    params = SamplingParams(temperature=0.0, max_tokens=200)
+    async with running(*links, max_batch_tokens=64, max_batch_size=16) as (engine, _):
+        given = prompts(16)
+        streams = [engine.submit(p, params) for p in given]
+        await anext(streams[3])
+        await until(lambda: all(node.sequences for node in engine.cluster.nodes))
+        links[1].kill(silently=silently)
+        results = await asyncio.gather(*map(tokens_of, streams))
+        for i, (prompt, tokens) in enumerate(zip(given, results, strict=True)):
+            assert tokens == continuation(prompt, 200)[i == 3 :]
+        assert [node.alive for node in engine.stats.nodes] == [True, False]
+
+
+@pytest.mark.parametrize("silently", [False, True])
+async def test_loss_of_the_only_node_ends_streams_until_it_is_back(silently):
+    link = ToyLink("tcp://r0")
+    params = SamplingParams(temperature=0.0, max_tokens=1000)
+    async with running(link, mini_batches=2, max_batch_tokens=32, max_batch_size=4) as (engine, spart):
+        streams = [engine.submit(p, params) for p in prompts(12)]
+        await anext(streams[0])
+        link.kill(silently=silently)
+        for stream in streams:
+            with pytest.raises(GenerationFailed, match="tcp://r0 was lost"):
+                await tokens_of(stream)
+        with pytest.raises(NotReady, match="no R-node"):
+            engine.submit([1], GREEDY)
+        assert not engine.ready and engine.stalled_seconds == 0
+        await until(lambda: not spart.staged)
+        fresh = ToyLink("tcp://r0")
+        engine.replace_link(0, fresh)
+        assert engine.ready
+        assert await tokens_of(engine.submit([1], GREEDY)) == continuation([1], 20)
+
+
+async def test_replaced_link_waits_for_the_steps_that_use_the_old_one():
+    old, fresh = ToyLink("tcp://r0"), ToyLink("tcp://r0")
+    other = ToyLink("tcp://r1", n_pages=20)
+    async with running(old, other, mini_batches=2) as (engine, spart):
+        spart.gate.clear()
+        stream = engine.submit([1], GREEDY)
+        await until(spart.posted.is_set)
+        old.kill()
+        engine.replace_link(0, fresh)
+        assert spart.links[0] is old
+        spart.gate.set()
+        assert await tokens_of(stream) == continuation([1], 20)
+        assert spart.links[0] is fresh
+        assert await tokens_of(engine.submit([2], GREEDY)) == continuation([2], 20)
+        assert fresh.frames or fresh.cache
+
+
+async def test_replacing_link_must_fit():
+    async with running(ToyLink()) as (engine, _):
+        with pytest.raises(ValueError, match="1 slots"):
+            engine.replace_link(0, ToyLink(n_slots=1))
+        assert engine.ready
+
+
+async def test_drain_lets_running_requests_end_and_takes_no_new_ones():
+    async with running(ToyLink()) as (engine, spart):
+        spart.gate.clear()
+        stream = engine.submit([1], GREEDY)
+        assert not await engine.drain(0.01)
+        with pytest.raises(NotReady, match="shutting down"):
+            engine.submit([1], GREEDY)
+        spart.gate.set()
+        assert await engine.drain(20)
+        assert await tokens_of(stream) == continuation([1], 20)
+
+
+async def test_stop_fails_what_is_still_there():
+    link = ToyLink()
+    spart = ToySPart([link])
+    engine = Engine(spart, [link])
+    await engine.start()
+    streams = [engine.submit([i], SamplingParams(temperature=0.0, max_tokens=4000)) for i in range(5)]
+    await anext(streams[0])
+    await engine.stop()
+    await engine.stop()
+    for stream in streams:
+        with pytest.raises(GenerationFailed, match="shutting down"):
+            await tokens_of(stream)
+
+
+async def test_defect_in_the_engine_is_said_to_every_client(caplog):
+    """A driver that dies must not leave clients waiting, nor the node looking healthy."""
+    link = ToyLink()
+    spart = ToySPart([link])
+    engine = Engine(spart, [link])
+    await engine.start()
+    spart.gate.clear()
+    stream = engine.submit([1], GREEDY)
+    await until(spart.posted.is_set)
+    engine.scheduler.complete = None
+    spart.gate.set()
+    with pytest.raises(GenerationFailed, match="broke"):
+        await tokens_of(stream)
+    with pytest.raises(NotReady, match="broke"):
+        engine.submit([1], GREEDY)
+    await engine.stop()
+    assert "the engine broke" in caplog.text
+
+
+async def test_counters_and_observer():
+    class Observer:
+        def __init__(self):
+            self.seen = []
+
+        def __getattr__(self, name):
+            return lambda *args: self.seen.append((name, args))
+
+    observer = Observer()
+    async with running(ToyLink("tcp://r0", n_pages=10), observer=observer) as (engine, spart):
+        await tokens_of(engine.submit([1] * 7, GREEDY))
+        spart.gate.clear()
+        stream = engine.submit([2] * 70, GREEDY)
+        await until(lambda: engine.stats.running == 1)
+        assert engine.stalled_seconds > 0
+        await engine.refresh()
+        stats = engine.stats
+        assert (stats.running, stats.waiting, stats.kv_usage) == (1, 0, 0.2)
+        assert (stats.totals.requests, stats.totals.prompt_tokens, stats.totals.generated_tokens) == (2, 77, 20)
+        assert (stats.totals.steps, stats.totals.s_seconds, stats.totals.r_wait_seconds) == (20, 5.0, 10.0)
+        node = stats.nodes[0]
+        assert (node.url, node.alive, node.pages_used, node.sequences, node.load) == ("tcp://r0", True, 2, 1, 90)
+        assert (node.attention_seconds, node.kv_bytes_read, node.calls) == (2.0, 5, 3)
+        stream.cancel()
+    names = [name for name, _ in observer.seen]
+    assert {name: names.count(name) for name in set(names)} == {
+        "started": 2, "step": 21, "first_token": 1, "inter_token": 19, "finished": 2,
+    }  # fmt: skip
+    ends = [args for name, args in observer.seen if name == "finished"]
+    assert [(reason, prompt, generated) for reason, _, prompt, generated in ends] == [
+        ("length", 7, 20),
+        ("cancelled", 70, 0),
+    ]

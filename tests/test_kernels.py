@@ -1,0 +1,521 @@
+"""The attention kernels of every ISA this machine has, against float64 on NumPy.
+
+The error of an output is its largest difference, divided by the largest |V|.
+"""
+# ruff: noqa: E741 (m, l and acc are the names of attention.h and of the paper)
+
+from __future__ import annotations
+
+import functools
+import itertools
+import random
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+from fastdecode.kernels import _native as native
+
+PAGE = 64
+ISAS = native.isa_supported()
+KV_DTYPES = ["fp32", "fp16", "int8"]
+
+# What a kernel may lose against float64 over the very values in the cache (fp32 arithmetic, the polynomial exp),
+# and what the cache's format may lose on top, against float64 over the values before they were stored
+# (standard normal K and V, scores of about unit variance).
+#                        arithmetic  format
+ERROR_BUDGET = {"fp32": (2e-6, 2e-6), "fp16": (2e-6, 5e-4), "int8": (2e-6, 2e-2)}
+L_BUDGET = 5e-6  # relative
+M_BUDGET = 5e-6  # relative to 1 + |m|
+
+HEAD_SIZES = [8, 24, 64, 80, 128, 256]
+GROUPS = [1, 2, 3, 4, 5, 6, 7, 8, 16, 33]
+LENGTHS = [1, 63, 64, 65, 200, 5000]
+WINDOWS = [0, 1, 63, 64, 65, 1000]
+Q_LENS = [1, 2, 17, 64]
+CASES_PER_HEAD_SIZE = 48
+LARGEST_CASE = 1 << 25  # multiply-adds of its scores
+
+by_isa = pytest.mark.parametrize("isa", ISAS)
+by_kv_dtype = pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+by_act_dtype = pytest.mark.parametrize("act_dtype", ["fp32", "fp16", "bf16"])
+
+
+class Case(NamedTuple):
+    head_size: int
+    group: int
+    length: int  # tokens cached, the query block's own included
+    window: int
+    q_len: int
+
+
+def pick_cases(head_size: int) -> list[Case]:
+    """A random subset of the full product, the same in every run, with every value of every axis in it."""
+    axes = {"group": GROUPS, "length": LENGTHS, "window": WINDOWS, "q_len": Q_LENS}
+    product = [Case(head_size, *values) for values in itertools.product(*axes.values())]
+    product = [c for c in product if head_size * c.group * c.length * c.q_len <= LARGEST_CASE]
+    chosen = random.Random(head_size).sample(product, CASES_PER_HEAD_SIZE)
+    for axis, values in axes.items():
+        assert {getattr(case, axis) for case in chosen} == set(values), f"draw more cases: not every {axis} is in"
+    return [case._replace(length=max(case.length, case.q_len)) for case in chosen]
+
+
+def aligned_bytes(n: int, fill: int = 0xFF) -> np.ndarray:
+    """n bytes at a 64-byte boundary, by default all ones: NaN in every float format."""
+    buffer = np.full(n + 64, fill, np.uint8)
+    start = -buffer.ctypes.data % 64
+    return buffer[start : start + n]
+
+
+def stored(x: np.ndarray, kv_dtype: str) -> np.ndarray:
+    """What a cache holds after x [n, head_size] was appended, in float64; written from the formats' definition."""
+    if kv_dtype == "fp32":
+        return x.astype(np.float64)
+    if kv_dtype == "fp16":
+        return np.clip(x, -65504, 65504).astype(np.float16).astype(np.float64)
+    amax = np.abs(x).max(axis=1, keepdims=True)
+    inverse = np.divide(np.float32(127), amax, out=np.zeros_like(amax), where=amax > 0)
+    return np.rint(x * inverse).astype(np.float64) * (amax / np.float32(127)).astype(np.float64)
+
+
+class Partial(NamedTuple):
+    """Un-normalised results as attention.h defines them: m, l [q_len, group], acc [q_len, group, head_size]."""
+
+    m: np.ndarray
+    l: np.ndarray
+    acc: np.ndarray
+
+    @property
+    def output(self) -> np.ndarray:
+        return np.divide(self.acc, self.l[..., None], out=np.zeros_like(self.acc), where=self.l[..., None] > 0)
+
+
+def reference(q: np.ndarray, k: np.ndarray, v: np.ndarray, q_pos: int, window: int = 0, first: int = 0) -> Partial:
+    """Attention in float64 over tokens whose positions begin at `first`."""
+    positions = first + np.arange(len(k))
+    limits = q_pos + np.arange(len(q))[:, None]
+    visible = positions <= limits
+    if window:
+        visible &= positions > limits - window
+    scores = (q.reshape(-1, q.shape[2]).astype(np.float64) @ k.T.astype(np.float64)).reshape(*q.shape[:2], len(k))
+    scores[~np.broadcast_to(visible[:, None], scores.shape)] = -np.inf
+    m = scores.max(axis=2, initial=-np.inf)
+    p = np.exp(scores - np.where(np.isfinite(m), m, 0)[..., None])
+    return Partial(m, p.sum(axis=2), p @ v.astype(np.float64))
+
+
+class Cache:
+    """One KV head of one sequence: chunks scattered over memory that held `fill` before, unused ones at the end."""
+
+    def __init__(self, isa: str, kv_dtype: str, k: np.ndarray, v: np.ndarray, fill: int = 0xFF) -> None:
+        self.isa, self.kv_dtype = isa, kv_dtype
+        n, chunk_bytes = len(k) // PAGE + 2, native.chunk_bytes(kv_dtype, k.shape[1])
+        run = aligned_bytes(n * chunk_bytes, fill)
+        native.kv_append(isa, kv_dtype, run, 0, k, v)
+        self.order = random.Random(n).sample(range(n), n)
+        self.buffer = aligned_bytes(n * chunk_bytes)
+        self.chunks = self.buffer.reshape(n, chunk_bytes)
+        self.chunks[self.order] = run.reshape(n, chunk_bytes)
+
+    def attend(
+        self, q: np.ndarray, q_pos: int, window: int = 0, pages: slice = slice(None), isa: str | None = None
+    ) -> Partial:
+        first = pages.indices(len(self.order))[0] * PAGE
+        out = Partial(*(np.full(shape, np.nan, np.float32) for shape in (q.shape[:2], q.shape[:2], q.shape)))
+        order = self.order[pages]
+        native.kv_attend(
+            isa or self.isa, self.kv_dtype, self.buffer, order, first, q, q_pos, window, out.acc, out.m, out.l
+        )
+        return out
+
+
+def normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    return rng.standard_normal(shape, dtype=np.float32)
+
+
+def queries(rng: np.random.Generator, q_len: int, group: int, head_size: int) -> np.ndarray:
+    """Scaled by 1 / sqrt(head_size), as q comes to a kernel."""
+    return normal(rng, q_len, group, head_size) * np.float32(head_size**-0.5)
+
+
+def make_inputs(case: Case) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(case)
+    q = queries(rng, case.q_len, case.group, case.head_size)
+    return q, normal(rng, case.length, case.head_size), normal(rng, case.length, case.head_size)
+
+
+@functools.cache
+def expected(case: Case, kv_dtype: str | None) -> Partial:
+    """The reference over what the cache holds, or (None) over the values before they were stored."""
+    q, k, v = make_inputs(case)
+    if kv_dtype:
+        k, v = stored(k, kv_dtype), stored(v, kv_dtype)
+    return reference(q, k, v, case.length - case.q_len, case.window)
+
+
+def assert_close(got: Partial, want: Partial, v_max: float, kv_dtype: str, what: object) -> None:
+    """Within the arithmetic budget, m, l and acc each; rows that see nothing exactly as attention.h has them."""
+    seen = want.l > 0
+    assert np.isneginf(got.m[~seen]).all() and not got.l[~seen].any() and not got.acc[~seen].any(), what
+    assert np.all(np.abs(got.m[seen] - want.m[seen]) <= M_BUDGET * (1 + np.abs(want.m[seen]))), what
+    l_wanted = want.l[seen] * np.exp(want.m[seen] - got.m[seen])  # l is relative to the kernel's own m
+    assert np.all(np.abs(got.l[seen] - l_wanted) <= L_BUDGET * l_wanted), what
+    error, budget = np.abs(got.output - want.output).max() / v_max, ERROR_BUDGET[kv_dtype][0]
+    assert error <= budget, f"{what}: error {error:.2e}, over the budget {budget:.0e}"
+
+
+@by_kv_dtype
+@by_isa
+def test_the_op_table_is_the_one_asked_for(isa: str, kv_dtype: str) -> None:
+    assert native.isa_of_kernels(isa, kv_dtype) == isa
+
+
+def test_isas_agree_with_the_operating_system() -> None:
+    with open("/proc/cpuinfo") as f:
+        flags = next((set(line.split(":")[1].split()) for line in f if line.startswith("flags")), set())
+    needed = {"avx2": {"avx2", "fma", "f16c"}, "avx512": {"avx512f", "avx512bw", "avx512dq", "avx512vl"}}
+    assert ["scalar", *(isa for isa, wanted in needed.items() if wanted <= flags)] == ISAS
+    assert native.isa_best() == ISAS[-1]
+
+
+@pytest.mark.parametrize("head_size", HEAD_SIZES)
+@by_kv_dtype
+@by_isa
+def test_attention_equals_float64(isa: str, kv_dtype: str, head_size: int) -> None:
+    budget = ERROR_BUDGET[kv_dtype][1]
+    for case in pick_cases(head_size):
+        q, k, v = make_inputs(case)
+        got = Cache(isa, kv_dtype, k, v).attend(q, case.length - case.q_len, case.window)
+        v_max = float(np.abs(v).max())
+        assert_close(got, expected(case, kv_dtype), v_max, kv_dtype, case)
+        error = np.abs(got.output - expected(case, None).output).max() / v_max
+        assert error <= budget, f"{case}: {kv_dtype} costs {error:.2e}, over the budget {budget:.0e}"
+
+
+@by_kv_dtype
+@by_isa
+def test_every_number_of_tokens_in_a_page(isa: str, kv_dtype: str) -> None:
+    rng = np.random.default_rng(1)
+    q, k, v = queries(rng, 1, 3, 24), normal(rng, 2 * PAGE, 24), normal(rng, 2 * PAGE, 24)
+    for n in range(1, 2 * PAGE + 1):
+        got = Cache(isa, kv_dtype, k[:n], v[:n]).attend(q, n - 1)
+        assert_close(got, reference(q, stored(k[:n], kv_dtype), stored(v[:n], kv_dtype), n - 1), 4, kv_dtype, n)
+
+
+@by_kv_dtype
+@by_isa
+def test_rows_that_see_none_of_the_chunks(isa: str, kv_dtype: str) -> None:
+    rng = np.random.default_rng(2)
+    k, v, q = normal(rng, 4 * PAGE, 64), normal(rng, 4 * PAGE, 64), queries(rng, 3, 5, 64)
+    cache = Cache(isa, kv_dtype, k, v)
+    for what, q_pos, window, pages in [
+        ("the causal limit lies before the chunks", 2 * PAGE - 3, 0, slice(2, 4)),
+        ("the window begins after the chunks", 4 * PAGE - 3, 100, slice(0, 2)),
+        ("no chunks", 4 * PAGE - 3, 0, slice(2, 2)),
+    ]:
+        got = cache.attend(q, q_pos, window, pages)
+        assert np.isneginf(got.m).all() and not got.l.any() and not got.acc.any(), what
+    # Only the block's last row reaches into the pages.
+    got = cache.attend(q, 2 * PAGE - 2, 0, slice(2, 4))
+    k, v = stored(k, kv_dtype)[2 * PAGE :], stored(v, kv_dtype)[2 * PAGE :]
+    want = reference(q, k, v, 2 * PAGE - 2, first=2 * PAGE)
+    assert (want.l > 0).sum() == 5
+    assert_close(got, want, 4, kv_dtype, "one row of three")
+
+
+# What uninitialised memory may hold: NaN of fp32 and fp16; infinity of fp32; of fp16; a signalling NaN of fp32.
+GARBAGE = {"ones": b"\xff" * 4, "inf32": b"\0\0\x80\x7f", "inf16": b"\0\x7c\0\x7c", "signalling": b"\1\0\xa0\xff"}
+
+
+@pytest.mark.parametrize("garbage", GARBAGE)
+@by_kv_dtype
+@by_isa
+def test_garbage_beyond_the_limits_never_reaches_a_result(isa: str, kv_dtype: str, garbage: str) -> None:
+    rng = np.random.default_rng(3)
+    pattern = np.frombuffer(GARBAGE[garbage], np.uint8)
+    for head_size, group, q_len, length, window in [
+        (8, 1, 1, 1, 0),
+        (80, 1, 1, 100, 0),
+        (128, 8, 1, 65, 0),
+        (24, 3, 17, 200, 0),
+        (64, 4, 1, 500, 70),
+        (64, 2, 9, 500, 130),
+    ]:
+        q = queries(rng, q_len, group, head_size)
+        k, v = normal(rng, length, head_size), normal(rng, length, head_size)
+        clean, dirty = (Cache(isa, kv_dtype, k, v, fill=0) for _ in range(2))
+        run = np.resize(pattern, len(dirty.buffer))
+        dirty.buffer[:] = run
+        run = aligned_bytes(len(run))
+        run[:] = dirty.buffer
+        native.kv_append(isa, kv_dtype, run, 0, k, v)
+        run = run.reshape(dirty.chunks.shape)
+        q_pos = length - q_len
+        no_longer_seen = max(0, q_pos + 1 - window) // PAGE if window else 0
+        run[:no_longer_seen] = np.resize(pattern, run.shape[1])
+        dirty.chunks[dirty.order] = run
+        for got, want in zip(dirty.attend(q, q_pos, window), clean.attend(q, q_pos, window), strict=True):
+            assert np.array_equal(got, want), (head_size, group, q_len, length, window)
+
+
+@by_kv_dtype
+@pytest.mark.parametrize("reader", ISAS)
+@pytest.mark.parametrize("writer", ISAS)
+def test_a_chunk_written_by_one_isa_is_read_by_another(writer: str, reader: str, kv_dtype: str) -> None:
+    rng = np.random.default_rng(4)
+    for head_size in HEAD_SIZES:
+        q = queries(rng, 1, 4, head_size)
+        k, v = normal(rng, 100, head_size), normal(rng, 100, head_size)
+        cache = Cache(writer, kv_dtype, k, v)
+        assert np.array_equal(cache.buffer, Cache(reader, kv_dtype, k, v).buffer), head_size
+        want = reference(q, stored(k, kv_dtype), stored(v, kv_dtype), 99)
+        assert_close(cache.attend(q, 99, isa=reader), want, 4, kv_dtype, head_size)
+
+
+@by_kv_dtype
+@by_isa
+def test_appending_token_by_token_equals_appending_at_once(isa: str, kv_dtype: str) -> None:
+    rng = np.random.default_rng(5)
+    k, v = normal(rng, 150, 80), normal(rng, 150, 80)
+    at_once, one_by_one = (aligned_bytes(3 * native.chunk_bytes(kv_dtype, 80)) for _ in range(2))
+    native.kv_append(isa, kv_dtype, at_once, 0, k, v)
+    for t in range(150):
+        native.kv_append(isa, kv_dtype, one_by_one, t, k[t : t + 1], v[t : t + 1])
+    assert np.array_equal(at_once, one_by_one)
+
+
+@by_kv_dtype
+@by_isa
+def test_parts_merged_by_log_sum_exp_equal_the_whole(isa: str, kv_dtype: str) -> None:
+    rng = np.random.default_rng(6)
+    for head_size, group, q_len, window in [(64, 3, 1, 0), (24, 1, 5, 0), (128, 8, 2, 100), (8, 4, 64, 0)]:
+        n, rows = 5 * PAGE + 7, q_len * group
+        q = queries(rng, q_len, group, head_size)
+        k, v = normal(rng, n, head_size), normal(rng, n, head_size)
+        cache, q_pos = Cache(isa, kv_dtype, k, v), n - q_len
+        m, l = np.full(rows, -np.inf, np.float32), np.zeros(rows, np.float32)
+        acc = np.full((rows, head_size), np.nan, np.float32)  # of empty rows it must not be read
+        for pages in (slice(0, 2), slice(2, 3), slice(3, 7)):
+            part = cache.attend(q, q_pos, window, pages)
+            native.attend_merge(isa, m, l, acc, part.m.ravel(), part.l.ravel(), part.acc.reshape(rows, head_size))
+        whole = Partial(m.reshape(q_len, group), l.reshape(q_len, group), acc.reshape(q.shape).copy())
+        want = reference(q, stored(k, kv_dtype), stored(v, kv_dtype), q_pos, window)
+        assert_close(whole, want, 4, kv_dtype, (head_size, group, q_len, window))
+        native.attend_finish(isa, acc, l)
+        assert np.allclose(acc.reshape(q.shape), want.output, rtol=0, atol=4 * ERROR_BUDGET[kv_dtype][0])
+
+
+@by_isa
+def test_merge_of_parts_far_apart_and_of_empty_ones(isa: str) -> None:
+    m, l = np.array([1e4, -1e4, -np.inf, 3], np.float32), np.array([2, 2, 0, 4], np.float32)
+    m2, l2 = np.array([-1e4, 1e4, -np.inf, -np.inf], np.float32), np.array([5, 5, 0, 0], np.float32)
+    acc, acc2 = np.full((4, 24), 6, np.float32), np.full((4, 24), 10, np.float32)
+    acc[2] = acc2[3] = np.nan
+    native.attend_merge(isa, m, l, acc, m2, l2, acc2)
+    assert m.tolist() == [1e4, 1e4, -np.inf, 3] and l.tolist() == [2, 5, 0, 4]
+    assert [set(row) for row in acc[[0, 1, 3]].tolist()] == [{6}, {10}, {6}]
+
+
+@by_isa
+def test_finish_makes_rows_that_saw_nothing_zero(isa: str) -> None:
+    acc = np.full((3, 88), 5, np.float32)
+    acc[1] = np.nan
+    native.attend_finish(isa, acc, np.array([2, 0, 4], np.float32))
+    assert [set(row) for row in acc.tolist()] == [{2.5}, {0}, {1.25}]
+
+
+@by_kv_dtype
+@by_isa
+def test_scores_of_ten_thousand(isa: str, kv_dtype: str) -> None:
+    rng = np.random.default_rng(7)
+    # Integers, so that scores are exact in fp32; max |k| is 127, so that int8's scale is 1.
+    q = rng.integers(-8, 9, (1, 4, 128)).astype(np.float32)
+    k = rng.integers(-40, 41, (300, 128)).astype(np.float32)
+    k[:, 0] = 127
+    v = normal(rng, 300, 128)
+    want = reference(q, stored(k, kv_dtype), stored(v, kv_dtype), 299)
+    assert_close(Cache(isa, kv_dtype, k, v).attend(q, 299), want, 4, kv_dtype, "both signs")
+    q[..., 1:] = 0
+    q[..., 0] = [80, -80, 80, -80]  # all scores of a row are one
+    got = Cache(isa, kv_dtype, k, v).attend(q, 299)
+    assert got.m.tolist() == [[10160, -10160, 10160, -10160]] and got.l.tolist() == [[300] * 4]
+    want = reference(q, stored(k, kv_dtype), stored(v, kv_dtype), 299)
+    assert_close(got, want, 4, kv_dtype, "constant")
+
+
+@by_kv_dtype
+@by_isa
+def test_zero_and_subnormal_rows(isa: str, kv_dtype: str) -> None:
+    rng = np.random.default_rng(8)
+    q, k, v = queries(rng, 1, 3, 80), normal(rng, 70, 80), normal(rng, 70, 80)
+    k[::3], v[::4] = 0, 0
+    k[1], v[1] = 1e-44, -1e-44  # subnormal in fp32: int8's 127 / max |x| would overflow
+    k[2], v[2] = 3e-7, 3e-7  # subnormal in fp16
+    got = Cache(isa, kv_dtype, k, v).attend(q, 69)
+    k[1] = v[1] = 0
+    assert_close(got, reference(q, stored(k, kv_dtype), stored(v, kv_dtype), 69), 4, kv_dtype, "")
+    zeros = np.zeros((1, 80), np.float32)
+    alone = Cache(isa, kv_dtype, zeros, zeros).attend(q, 0)
+    assert not alone.m.any() and (alone.l == 1).all() and not alone.acc.any()
+
+
+@by_isa
+def test_fp16_saturates_what_it_cannot_hold(isa: str) -> None:
+    huge = np.array([[1e6, -1e6, np.inf, -np.inf, 65504, 65519, 65520, -70000]], np.float32)
+    held = [65504, -65504, 65504, -65504, 65504, 65504, 65504, -65504]
+    zeros = np.zeros((1, 8), np.float32)
+    assert Cache(isa, "fp16", zeros, huge).attend(np.ones((1, 1, 8), np.float32), 0).acc.tolist() == [[held]]
+    assert Cache(isa, "fp16", huge, zeros).attend(np.eye(8, dtype=np.float32)[None], 0).m.tolist() == [held]
+
+
+@by_isa
+def test_weights_far_below_the_maximum_vanish(isa: str) -> None:
+    k, v = np.zeros((PAGE + 1, 8), np.float32), np.ones((PAGE + 1, 8), np.float32)
+    k[:, 0] = np.arange(PAGE + 1) * -110
+    q = np.zeros((1, 1, 8), np.float32)
+    q[..., 0] = 1
+    got = Cache(isa, "fp32", k, v).attend(q, PAGE)
+    assert got.l.item() == 1 and set(got.acc.ravel()) == {1}
+
+
+def bits_equal(got: np.ndarray, want: np.ndarray, infinity: int) -> bool:
+    """Equal bit for bit, but for which NaN it is; both as unsigned integers."""
+    sign = 1 << (8 * want.itemsize - 1)
+    nan = (want & ~want.dtype.type(sign)) > infinity
+    return bool(((got[nan] & ~got.dtype.type(sign)) > infinity).all()) and np.array_equal(got[~nan], want[~nan])
+
+
+@by_isa
+def test_load_act_widens_every_two_byte_float(isa: str) -> None:
+    patterns = np.arange(1 << 16, dtype=np.uint16)
+    got = np.empty(len(patterns), np.float32)
+    native.load_act(isa, got, patterns, "fp16", 1.0)
+    assert bits_equal(got.view(np.uint32), patterns.view(np.float16).astype(np.float32).view(np.uint32), 0x7F800000)
+    native.load_act(isa, got, patterns, "bf16", 1.0)
+    assert bits_equal(got.view(np.uint32), patterns.astype(np.uint32) << 16, 0x7F800000)
+
+
+TORCH_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+@by_act_dtype
+@by_isa
+def test_load_act_scales_any_length(isa: str, act_dtype: str) -> None:
+    for n in [*range(40), 1000]:
+        x = torch.randn(n, generator=torch.Generator().manual_seed(n)).to(TORCH_DTYPES[act_dtype])
+        guarded = np.full(n + 1, 7, np.float32)
+        native.load_act(isa, guarded[:n], x.view(torch.uint8).numpy(), act_dtype, 0.3)
+        assert np.array_equal(guarded[:n], x.float().numpy() * np.float32(0.3)) and guarded[n] == 7, n
+
+
+def rounding_probes() -> np.ndarray:
+    """All fp16 and bf16 values, the ties between neighbours, a float either side of each tie, random bit patterns."""
+    half = np.arange(0x7C00, dtype=np.uint16).view(np.float16).astype(np.float32)
+    upper = np.arange(0x7F80, dtype=np.uint32) << 16
+    ties = np.concatenate([(half[:-1] + half[1:]) / 2, (upper | 0x8000).view(np.float32), np.float32([65520])])
+    around = [np.nextafter(ties, np.float32(0)), np.nextafter(ties, np.float32(3e38))]
+    noise = np.random.default_rng(9).integers(0, 1 << 32, 100_000, dtype=np.uint32).view(np.float32)
+    positive = np.concatenate([half, upper.view(np.float32), ties, *around, noise, np.float32([np.inf, np.nan])])
+    return np.concatenate([positive, -positive])
+
+
+@by_isa
+def test_store_act_rounds_to_nearest_even(isa: str) -> None:
+    x = rounding_probes()
+    fp16, bf16, fp32 = (np.empty(len(x), dtype) for dtype in (np.uint16, np.uint16, np.uint32))
+    native.store_act(isa, fp16, x, "fp16")
+    with np.errstate(over="ignore", invalid="ignore"):
+        assert bits_equal(fp16, x.astype(np.float16).view(np.uint16), 0x7C00)
+    native.store_act(isa, bf16, x, "bf16")
+    assert bits_equal(bf16, torch.from_numpy(x).to(torch.bfloat16).view(torch.uint16).numpy(), 0x7F80)
+    native.store_act(isa, fp32, x, "fp32")
+    assert np.array_equal(fp32, x.view(np.uint32))
+
+
+@by_act_dtype
+@by_isa
+def test_store_act_writes_no_further_than_asked(isa: str, act_dtype: str) -> None:
+    for n in range(40):
+        x = torch.randn(n, generator=torch.Generator().manual_seed(n))
+        want = x.to(TORCH_DTYPES[act_dtype]).view(torch.uint8).numpy()
+        guarded = np.full(len(want) + 64, 0xA5, np.uint8)
+        native.store_act(isa, guarded[: len(want)], x.numpy(), act_dtype)
+        assert np.array_equal(guarded[: len(want)], want) and (guarded[len(want) :] == 0xA5).all(), n
+
+
+@by_kv_dtype
+@by_isa
+def test_kernels_write_no_further_than_asked(isa: str, kv_dtype: str) -> None:
+    rng = np.random.default_rng(10)
+    for head_size, group in itertools.product([8, 24, 40, 256], [1, 3, 7, 9]):
+        k, v, q = normal(rng, 3, head_size), normal(rng, 3, head_size), normal(rng, 1, group, head_size)
+        chunk_bytes = native.chunk_bytes(kv_dtype, head_size)
+        memory = aligned_bytes(chunk_bytes + 64, 0xA5)
+        native.kv_append(isa, kv_dtype, memory[:chunk_bytes], PAGE - 3, k, v)
+        assert (memory[chunk_bytes:] == 0xA5).all(), head_size
+        acc, m, l = (np.full(n + 16, 7, np.float32) for n in (q.size, group, group))
+        views = acc[: q.size].reshape(q.shape), m[:group].reshape(1, group), l[:group].reshape(1, group)
+        native.kv_attend(isa, kv_dtype, memory[:chunk_bytes], None, 0, q, PAGE - 1, 3, *views)
+        assert all((x[-16:] == 7).all() for x in (acc, m, l)), (head_size, group)
+
+
+def test_chunk_bytes_are_the_formats_and_keep_alignment() -> None:
+    for head_size in range(8, 257, 8):
+        elements = 2 * PAGE * head_size
+        sizes = [native.chunk_bytes(kv_dtype, head_size) for kv_dtype in KV_DTYPES]
+        assert sizes == [4 * elements, 2 * elements, elements + 2 * PAGE * 4]
+        assert all(size % 64 == 0 for size in sizes)
+
+
+def test_bad_arguments_are_refused() -> None:
+    chunk = aligned_bytes(native.chunk_bytes("fp32", 8))
+    row, wide = np.zeros((1, 8), np.float32), np.zeros((2, 16), np.float32)
+    q, state = np.zeros((1, 1, 8), np.float32), np.zeros((1, 1), np.float32)
+    read_only = chunk.view()
+    read_only.flags.writeable = False
+
+    def append(isa="scalar", kv_dtype="fp32", chunks=chunk, slot=0, k=row, v=row) -> None:
+        native.kv_append(isa, kv_dtype, chunks, slot, k, v)
+
+    def attend(chunks=chunk, order=None, first=0, q=q, q_pos=0, acc=q, m=state, l=state) -> None:
+        native.kv_attend("scalar", "fp32", chunks, order, first, q, q_pos, 0, acc.copy(), m.copy(), l.copy())
+
+    append(slot=PAGE - 1)
+    attend()
+    for call, arguments in [
+        (append, {"isa": "mmx"}),
+        (append, {"kv_dtype": "fp8"}),
+        (append, {"chunks": chunk[:-64]}),
+        (append, {"chunks": aligned_bytes(len(chunk) + 64)[4 : len(chunk) + 4]}),
+        (append, {"chunks": read_only}),
+        (append, {"slot": PAGE}),
+        (append, {"slot": -1}),
+        (append, {"slot": 1 << 32}),
+        (append, {"k": wide}),
+        (append, {"k": row.astype(np.float64)}),
+        (append, {"k": row[0], "v": row[0]}),
+        (append, {"k": wide[:, :8], "v": wide[:, 8:]}),
+        (append, {"k": wide[:, :12].copy(), "v": wide[:, :12].copy()}),
+        (attend, {"chunks": chunk[:-64]}),
+        (attend, {"order": [1]}),
+        (attend, {"order": [-1]}),
+        (attend, {"first": 1}),
+        (attend, {"q": np.zeros((1, 2, 8), np.float32)}),
+        (attend, {"q": np.zeros((0, 1, 8), np.float32), "acc": np.zeros((0, 1, 8), np.float32), "m": state[:0]}),
+        (attend, {"m": np.zeros((1, 2), np.float32)}),
+        (attend, {"l": np.zeros((2, 1), np.float32)}),
+        (attend, {"acc": np.zeros((1, 1, 16), np.float32)}),
+        (attend, {"q_pos": -1}),
+    ]:
+        with pytest.raises(ValueError):
+            call(**arguments)
+    for head_size in (0, 4, 12, 264, 1 << 31):
+        with pytest.raises(ValueError, match="head size"):
+            native.chunk_bytes("fp16", head_size)
+    with pytest.raises(ValueError, match="length"):
+        native.load_act("scalar", np.zeros(3, np.float32), np.zeros(4, np.uint16), "fp16", 1.0)
+    with pytest.raises(ValueError, match="length"):
+        native.store_act("scalar", np.zeros(4, np.uint16), np.zeros(3, np.float32), "bf16")
+    with pytest.raises(ValueError, match="shapes"):
+        native.attend_finish("scalar", np.zeros((2, 8), np.float32), np.zeros(3, np.float32))

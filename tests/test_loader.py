@@ -1,0 +1,351 @@
+"""Reading checkpoints: what their configuration means, and how a bad one is refused."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import VARIANTS, make_checkpoint, reference
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
+from transformers.activations import ACT2FN
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from fastdecode.spart import CheckpointError, ModelConfig, choose_device, choose_dtype, load_model
+from fastdecode.spart.layers import ACTIVATIONS
+from fastdecode.spart.rope import inverse_frequencies
+from fastdecode.transports.base import Geometry
+
+
+@pytest.fixture
+def copy(tmp_path):
+    """A checkpoint of one's own to spoil."""
+
+    def make(name: str = "llama-mha") -> Path:
+        return Path(shutil.copytree(make_checkpoint(name), tmp_path / name))
+
+    return make
+
+
+def edit_config(directory: Path, remove: tuple[str, ...] = (), **changes) -> None:
+    path = directory / "config.json"
+    config = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({k: v for k, v in config.items() if k not in remove}))
+
+
+def edit_tensors(directory: Path, edit) -> None:
+    path = directory / "model.safetensors"
+    tensors = load_file(path)
+    edit(tensors)
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+# -- configuration ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_both_spellings_of_rope_mean_the_same(name, copy):
+    """transformers 5 writes rope_parameters and dtype; 4 wrote rope_theta, rope_scaling and torch_dtype."""
+    directory = copy(name)
+    new = ModelConfig.from_dir(directory)
+    raw = json.loads((directory / "config.json").read_text())
+    rope = raw.get("rope_parameters") or {}
+    scaling = {k: v for k, v in rope.items() if k != "rope_theta"}
+    for kind in ("rope_type", "type"):  # before 4.43 it was "type"
+        if scaling:
+            scaling[kind] = scaling.pop("rope_type", None) or scaling.pop("type", None)
+        old = {"rope_scaling": None if scaling.get(kind) == "default" else scaling, "torch_dtype": raw["dtype"]}
+        if rope:
+            old["rope_theta"] = rope["rope_theta"]
+        edit_config(directory, ("rope_parameters", "dtype"), **old)
+        assert ModelConfig.from_dir(directory) == new
+
+
+@pytest.mark.parametrize("kind", ["linear", "llama3", "yarn"])
+@pytest.mark.parametrize("head_size", [24, 64, 128])
+def test_rope_frequencies_are_transformers(kind, head_size):
+    parameters = {"rope_type": kind, "rope_theta": 500000.0, "factor": 8.0}
+    if kind != "linear":
+        parameters["original_max_position_embeddings"] = 8192
+    if kind == "llama3":
+        parameters |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    if kind == "yarn":
+        parameters |= {"beta_fast": 30.0, "truncate": False}
+    config = AutoConfig.for_model(
+        "llama", head_dim=head_size, rope_parameters=parameters, max_position_embeddings=65536, dtype="float32"
+    )
+    expected, factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+    rope = ModelConfig.from_dict(config.to_dict() | {"architectures": ["LlamaForCausalLM"]}).rope
+    torch.testing.assert_close(inverse_frequencies(rope, head_size), expected, rtol=1e-6, atol=0)
+    assert rope.attention_factor == pytest.approx(factor)
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activations_are_transformers(name):
+    x = torch.linspace(-6, 6, 101)
+    torch.testing.assert_close(ACTIVATIONS[name](x.clone()), ACT2FN[name](x), rtol=1e-5, atol=1e-6)
+
+
+def test_geometry_and_windows():
+    config = ModelConfig.from_dir(make_checkpoint("mistral"))
+    assert config.hello_geometry(2, 64, "bf16") == Geometry(2, 64, 3, 4, 2, 32, "bf16")
+    assert config.windows == (16, 16, 16)
+    assert config.softmax_scale == pytest.approx(32**-0.5)
+    assert ModelConfig.from_dir(make_checkpoint("qwen2-window")).windows == (0, 16, 16)
+    assert ModelConfig.from_dir(make_checkpoint("qwen2")).windows == (0, 0, 0)
+    assert ModelConfig.from_dir(make_checkpoint("mistral-full")).windows == (0, 0, 0)
+
+
+def test_end_tokens_come_from_both_files(copy):
+    directory = copy()
+    edit_config(directory, eos_token_id=[1, 5])
+    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 7]}))
+    assert ModelConfig.from_dir(directory).eos_token_ids == (1, 5, 7)
+    (directory / "generation_config.json").unlink()
+    edit_config(directory, eos_token_id=9)
+    assert ModelConfig.from_dir(directory).eos_token_ids == (9,)
+
+
+def test_unknown_architecture_is_named_with_the_known_ones(copy):
+    directory = copy()
+    edit_config(directory, architectures=["MambaForCausalLM"])
+    with pytest.raises(CheckpointError, match=r"MambaForCausalLM.*LlamaForCausalLM.*OPTForCausalLM"):
+        load_model(directory)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"head_dim": 20}, "head size 20"),
+        ({"head_dim": 264}, "head size 264"),
+        ({"num_key_value_heads": 3}, "4 query heads are not a multiple of 3"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "'dynamic' is not supported"),
+        ({"rope_parameters": {"rope_type": "linear"}}, "'factor' is None"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"hidden_act": "swiglu"}, "'swiglu'"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantised .awq"),
+        ({"hidden_size": "64"}, "'hidden_size' is '64'"),
+        ({"num_hidden_layers": 0}, "'num_hidden_layers' is 0"),
+        ({"dtype": "float8_e4m3fn"}, "float8_e4m3fn"),
+        ({"tie_word_embeddings": "yes"}, "'tie_word_embeddings' is 'yes'"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_a_configuration_that_cannot_be_served_says_why(copy, changes, message):
+    directory = copy()
+    edit_config(directory, **changes)
+    with pytest.raises(CheckpointError, match=message):
+        load_model(directory)
+
+
+def test_a_missing_key_is_named(copy):
+    directory = copy()
+    edit_config(directory, remove=("hidden_size",))
+    with pytest.raises(CheckpointError, match="lacks 'hidden_size'"):
+        load_model(directory)
+
+
+def test_not_a_model_directory(tmp_path):
+    with pytest.raises(CheckpointError, match=r"no config\.json"):
+        load_model(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(CheckpointError, match="not JSON"):
+        load_model(tmp_path)
+
+
+# -- tensors ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_every_number_of_the_checkpoint_is_loaded(name):
+    """Sums of parameters, so that a tensor in the wrong half of a fused one would still have to be found elsewhere."""
+    directory = make_checkpoint(name)
+    model = load_model(directory, dtype="fp32")
+    theirs = sum(p.numel() for p in reference(directory).parameters())
+    assert model.parameters == theirs
+
+
+def test_a_sharded_checkpoint_has_several_files():
+    directory = make_checkpoint("llama-gqa")
+    assert len(list(directory.glob("model-*.safetensors"))) > 2
+    assert (directory / "model.safetensors.index.json").is_file()
+
+
+@pytest.mark.parametrize("name", ["llama-bf16", "llama-fp16", "llama-mha"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_weights_are_converted(name, dtype):
+    stored = load_file(make_checkpoint(name) / "model.safetensors")["model.layers.1.mlp.up_proj.weight"]
+    model = load_model(make_checkpoint(name), dtype=dtype)
+    up = model.weights.layers[1].up.weight
+    assert up.dtype == dtype and torch.equal(up[96:], stored.to(dtype))
+
+
+def test_a_missing_tensor_is_named(copy):
+    directory = copy()
+    edit_tensors(directory, lambda tensors: tensors.pop("model.layers.1.self_attn.v_proj.weight"))
+    with pytest.raises(CheckpointError, match=r"lacks the tensor 'model\.layers\.1\.self_attn\.v_proj\.weight'"):
+        load_model(directory)
+
+
+def test_a_tensor_of_another_shape_is_named(copy):
+    directory = copy()
+
+    def cut(tensors):
+        name = "model.layers.2.mlp.down_proj.weight"
+        tensors[name] = tensors[name][:, :-8].contiguous()
+
+    edit_tensors(directory, cut)
+    with pytest.raises(CheckpointError, match=r"'model\.layers\.2\.mlp\.down_proj\.weight' has shape \(64, 88\)"):
+        load_model(directory)
+
+
+def test_a_tensor_of_another_type_is_named(copy):
+    directory = copy()
+    edit_tensors(directory, lambda t: t.update({"model.norm.weight": t["model.norm.weight"].to(torch.int8)}))
+    with pytest.raises(CheckpointError, match=r"'model\.norm\.weight' is stored as I8"):
+        load_model(directory)
+
+
+def test_a_leftover_tensor_is_a_warning(copy, caplog):
+    directory = copy()
+    edit_tensors(directory, lambda tensors: tensors.update({"model.layers.0.extra": torch.zeros(3)}))
+    with caplog.at_level(logging.WARNING):
+        load_model(directory)
+    assert "model.layers.0.extra" in caplog.text
+
+
+def test_a_tied_checkpoint_that_repeats_its_embedding_is_tied(copy, caplog):
+    directory = copy("qwen3")
+    edit_tensors(directory, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
+    with caplog.at_level(logging.WARNING):
+        model = load_model(directory)
+    assert model.weights.head.weight is model.weights.embedding
+    assert not caplog.text
+
+
+def test_a_head_that_differs_from_the_embedding_is_used_as_transformers_does(copy):
+    directory = copy("qwen3")
+    edit_tensors(directory, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"] * 2}))
+    model = load_model(directory)
+    assert torch.equal(model.weights.head.weight, reference(directory).lm_head.weight)
+
+
+def test_a_checkpoint_of_the_bare_model_loads(copy):
+    """AutoModel (without the head) saves the same tensors without their common prefix."""
+    directory = copy("qwen3")
+    want = load_model(directory).weights.layers[0].kv.weight
+
+    def strip(tensors):
+        for name in list(tensors):
+            tensors[name.removeprefix("model.")] = tensors.pop(name)
+
+    edit_tensors(directory, strip)
+    assert torch.equal(load_model(directory).weights.layers[0].kv.weight, want)
+
+
+def test_pytorch_bin_only_says_that_safetensors_are_needed(copy):
+    directory = copy()
+    (directory / "model.safetensors").rename(directory / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match=r"pytorch_model\.bin.*safetensors"):
+        load_model(directory)
+
+
+def test_no_weights_at_all(copy):
+    directory = copy()
+    (directory / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"no model\.safetensors"):
+        load_model(directory)
+
+
+def test_a_shard_the_index_names_is_missing(copy):
+    directory = copy("llama-gqa")
+    victim = sorted(directory.glob("model-*.safetensors"))[1]
+    victim.unlink()
+    with pytest.raises(CheckpointError, match=victim.name):
+        load_model(directory)
+
+
+def test_an_index_that_points_outside_is_refused(copy):
+    directory = copy("llama-gqa")
+    index = directory / "model.safetensors.index.json"
+    raw = json.loads(index.read_text())
+    raw["weight_map"]["model.norm.weight"] = "../elsewhere.safetensors"
+    index.write_text(json.dumps(raw))
+    with pytest.raises(CheckpointError, match="elsewhere"):
+        load_model(directory)
+
+
+def test_a_truncated_file_is_refused(copy):
+    directory = copy()
+    path = directory / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:5000])
+    with pytest.raises(CheckpointError, match="not a sound safetensors file"):
+        load_model(directory)
+
+
+def test_loading_takes_no_second_copy_of_the_model(tmp_path):
+    """Peak memory of a process that loads 34 M bf16 parameters as fp32: 136 MB of parameters and little else.
+
+    The checkpoint is in small shards, because a file that is mapped counts while it is (its pages are the kernel's
+    cache, not a copy).
+    """
+    config = LlamaConfig(
+        vocab_size=1024, hidden_size=512, intermediate_size=2048, num_hidden_layers=8, num_attention_heads=8
+    )
+    LlamaForCausalLM._from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path, max_shard_size="8MB")
+    program = """
+import sys
+import torch
+from fastdecode.spart import load_model
+
+def status(key):
+    return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith(key))
+
+torch.ones(8, 8) @ torch.ones(8, 8)
+before = status("VmRSS:")
+model = load_model(sys.argv[1], dtype="fp32")
+print(status("VmHWM:") - before, model.parameters * 4)
+"""
+    done = subprocess.run([sys.executable, "-c", program, tmp_path], capture_output=True, text=True, check=True)
+    grown, parameters = map(int, done.stdout.split())
+    assert parameters > 130e6
+    assert grown < 1.3 * parameters
+
+
+def test_the_package_itself_does_without_torch():
+    """A node or a tool that only needs the batch's types must not wait for torch."""
+    program = "import sys; from fastdecode.spart import ModelConfig, batch; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
+def test_progress_bar(capsys):
+    load_model(make_checkpoint("llama-mha"), progress=True)
+    assert "loading weights: 100%" in capsys.readouterr().err
+    load_model(make_checkpoint("llama-mha"))
+    assert capsys.readouterr().err == ""
+
+
+# -- where and in what ------------------------------------------------------------------------------------------------
+
+
+def test_dtype_by_name_and_by_checkpoint():
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    directory = make_checkpoint("llama-bf16")
+    assert choose_dtype("fp16", directory, cpu) is torch.float16
+    assert choose_dtype("auto", directory, cuda) is torch.bfloat16
+    assert choose_dtype("auto", directory, cpu) in (torch.bfloat16, torch.float32)
+    assert choose_dtype("auto", make_checkpoint("llama-mha"), cuda) is torch.float32
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_cuda_without_a_gpu_is_an_error():
+    assert choose_device("auto").type == "cpu"
+    with pytest.raises(CheckpointError, match="no CUDA device"):
+        choose_device("cuda")

@@ -1,0 +1,72 @@
+"""The R-engine serves calls while its process's Python is stuck."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+from rengine_peer import KV_FP32, Geometry, Peer
+
+from fastdecode.kernels import _native
+
+G = Geometry(n_slots=1, max_rows=4, n_layers=1)
+
+#: The S side, a process of its own: layer calls as fast as they are answered, the time of each reply.
+S_SIDE = """
+import sys, time
+sys.path.insert(0, sys.argv[1])
+from rengine_peer import Geometry, OK, Peer
+peer = Peer(Geometry(n_slots=1, max_rows=4, n_layers=1), int(sys.argv[2]))
+peer.wake_fd = int(sys.argv[3])
+peer.table(0, [(0, 1, 0, 1, 1)])
+times, new_step = [], True
+end = time.monotonic() + 60
+print("ready", flush=True)
+while not peer.map[72] and time.monotonic() < end:
+    assert peer.call(0, 0, 1, 1, 1, new_step).status == OK
+    times.append(time.monotonic())
+    new_step = False
+print(*times)
+"""
+
+
+def test_calls_go_on_while_the_gil_is_held():
+    fd = os.memfd_create("region")
+    peer = Peer(G, fd)
+    _native.init_region_header(peer.map, G.tuple())
+    engine = _native.Engine(1, 1 << 24)
+    lease = engine.add_link(peer.map, G.tuple(), KV_FP32, 4, 4, 1.0, [0])
+    command = [sys.executable, "-c", S_SIDE, str(Path(__file__).parent), str(fd), str(lease.eventfd)]
+    ticks, stop = [], threading.Event()
+
+    def tick() -> None:
+        while not stop.wait(0.001):
+            ticks.append(time.monotonic())
+
+    witness = threading.Thread(target=tick)
+    child = subprocess.Popen(command, pass_fds=[fd, lease.eventfd], stdout=subprocess.PIPE, text=True)
+    try:
+        assert child.stdout.readline() == "ready\n"
+        witness.start()
+        begin = time.monotonic()
+        ctypes.PyDLL(None).usleep(1_000_000)  # PyDLL, unlike CDLL, keeps the GIL
+        end = time.monotonic()
+        peer.map[72] = 1  # a byte of the header page that nobody uses: stop
+        served = [float(t) for t in child.communicate(timeout=30)[0].split()]
+    finally:
+        stop.set()
+        child.kill()
+        child.wait()
+        child.stdout.close()
+        if witness.ident:
+            witness.join()
+        lease.close()
+        engine.close()
+        os.close(fd)
+    assert not [t for t in ticks if begin + 0.1 < t < end - 0.1], "the GIL was not held"
+    assert len([t for t in served if begin < t < end]) > 300

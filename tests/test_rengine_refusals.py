@@ -1,0 +1,180 @@
+"""What the R-engine refuses, and that it goes on afterwards: nothing a peer writes may cost more than its own call."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from rengine_peer import (
+    ATTEND,
+    BAD_CALL,
+    BAD_SEQUENCE,
+    BAD_TABLE,
+    NEW_STEP,
+    OK,
+    OUT_OF_PAGES,
+    Geometry,
+    Link,
+)
+
+from fastdecode.kernels import _native
+
+
+@pytest.fixture
+def link():
+    """Sequence 0 has 5 tokens under tag 1, sequence 1 has 64 under tag 2; 4 pages in all."""
+    engine = _native.Engine(2, 1 << 26)
+    link = Link(engine, Geometry(n_slots=2, max_rows=64, n_layers=2), n_pages=4)
+    link.step(0, [(0, 5, True)])
+    link.step(1, [(1, 64, False)])
+    yield link
+    link.close()
+    engine.close()
+
+
+def still_good(link: Link) -> None:
+    """Nothing has changed, and good calls are served in both slots."""
+    assert link.lease.stats() | {"pages_used": 2, "seqs": 2} == link.lease.stats()
+    link.step(0, [(0, 1, True), (1, 2, True)])
+    link.step(1, [(0, 2, True)])
+
+
+@pytest.mark.parametrize(
+    ("counts", "flags", "layer", "reserved", "message"),
+    [
+        ((1, 1, 1), NEW_STEP | 2, 0, 0, "unknown call flag"),
+        ((1, 1, 1), NEW_STEP, 2, 0, "layer beyond the model"),
+        ((1, 1, 1), NEW_STEP, 2**32 - 1, 0, "layer beyond the model"),
+        ((1, 0, 0), NEW_STEP, 0, 0, "rows outside the slot"),
+        ((1, 65, 1), NEW_STEP, 0, 0, "rows outside the slot"),
+        ((1, 2**32 - 1, 1), NEW_STEP, 0, 0, "rows outside the slot"),
+        ((1, 1, 2), NEW_STEP, 0, 0, "more attending rows than rows"),
+        ((0, 1, 1), NEW_STEP, 0, 0, "row table longer than the rows"),
+        ((2, 1, 1), NEW_STEP, 0, 0, "row table longer than the rows"),
+        ((2**32 - 1, 64, 1), NEW_STEP, 0, 0, "row table longer than the rows"),
+        ((1, 1, 1), NEW_STEP, 0, 7, "reserved field is not zero"),
+    ],
+)
+def test_a_header_out_of_bounds(link, counts, flags, layer, reserved, message):
+    link.table(0, link.entries([(0, 1, True)]))
+    link.seq[0] += 1
+    link.header(0, link.seq[0], flags, layer, *counts, reserved=reserved)
+    link.ring(0, link.seq[0])
+    reply = link.wait(0, link.seq[0])
+    assert (reply.status, reply.n_attend_rows) == (BAD_CALL, 0)
+    assert message in reply.message
+    still_good(link)
+
+
+@pytest.mark.parametrize(
+    ("rows", "status", "message"),
+    [
+        ([(8, 1, 0, 1, 0)], BAD_TABLE, "entry 0: sequence 8 is outside the lease of 8"),
+        ([(2**32 - 1, 1, 0, 1, 0)], BAD_TABLE, "sequence 4294967295 is outside the lease"),
+        ([(0, 1, 5, 1, 2)], BAD_TABLE, "unknown flags 0x2"),
+        ([(0, 1, 5, 1, 0, 9)], BAD_TABLE, "reserved field is not zero"),
+        ([(0, 1, 5, 0, 0)], BAD_TABLE, "entry 0 has no rows"),
+        ([(0, 1, 5, 1, 0), (1, 2, 64, 1, ATTEND)], BAD_TABLE, "entry 1 attends but stands behind one that does not"),
+        ([(0, 1, 5, 1, ATTEND), (0, 1, 6, 1, ATTEND)], BAD_TABLE, "entry 1: sequence 0 is named twice"),
+        ([(0, 7, 5, 1, 0)], BAD_SEQUENCE, "entry 0: sequence 0 has tag 1, not 7"),
+        ([(0, 1, 6, 1, 0)], BAD_SEQUENCE, "entry 0: sequence 0 has 5 tokens, not 6"),
+        ([(0, 1, 0, 1, 0)], BAD_SEQUENCE, "entry 0: sequence 0 has 5 tokens, not 0"),
+        ([(0, 1, 2**32 - 1, 1, 0)], BAD_SEQUENCE, "sequence 0 has 5 tokens, not 4294967295"),
+        ([(5, 9, 3, 1, 0)], BAD_SEQUENCE, "entry 0: sequence 5 has 0 tokens, not 3"),
+        ([(2, 3, 0, 1, 0), (3, 4, 0, 1, 0), (4, 5, 0, 1, 0)], OUT_OF_PAGES, "needs 3 pages, 2 of 4 are free"),
+    ],
+)
+def test_a_row_table_that_does_not_fit_the_lease(link, rows, status, message):
+    link.table(0, rows)
+    attend = sum(r[3] for r in rows if r[4] & ATTEND)
+    reply = link.call(0, 0, len(rows), sum(r[3] for r in rows) or 1, attend, True)
+    assert reply.status == status
+    assert message in reply.message
+    still_good(link)
+
+
+@pytest.mark.parametrize("total", [(2, 1), (1, 0)])
+def test_a_table_that_does_not_add_up_to_the_header(link, total):
+    link.table(0, link.entries([(0, 1, True)]))
+    reply = link.call(0, 0, 1, *total, True)
+    assert reply.status == BAD_TABLE
+    assert f"adds up to 1 rows, 1 of them attending; the call says {total[0]} and {total[1]}" in reply.message
+    still_good(link)
+
+
+def test_row_counts_that_overflow_32_bits_when_added(link):
+    link.table(0, [(0, 1, 5, 2**32 - 1, 0), (1, 2, 64, 3, 0)])
+    reply = link.call(0, 0, 2, 2, 0, True)
+    assert (reply.status, "adds up to 4294967298 rows" in reply.message) == (BAD_TABLE, True)
+    still_good(link)
+
+
+def test_a_refused_step_has_no_layers(link):
+    link.table(0, [(0, 99, 5, 1, ATTEND)])
+    assert link.call(0, 0, 1, 1, 1, True).status == BAD_SEQUENCE
+    for layer in range(2):
+        reply = link.call(0, layer, 1, 1, 1, False)
+        assert (reply.status, "no step is under way" in reply.message) == (BAD_CALL, True)
+    still_good(link)
+
+
+def test_a_layer_whose_counts_are_not_the_steps(link):
+    step = link.begin(0, [(0, 2, True)])
+    step.call(0)
+    for counts in [(1, 3, 2), (1, 2, 1), (2, 2, 2)]:
+        reply = link.call(0, 1, *counts, False)
+        assert (reply.status, "the step has 1, 2, 2" in reply.message) == (BAD_CALL, True)
+    step.call(1)  # the step itself is unharmed
+
+
+@pytest.mark.parametrize(("bell", "number"), [(2, 2), (2**64 - 1, 2**64 - 1), (1, 2), (1, 0)])
+def test_a_call_out_of_order_is_answered_and_its_bell_taken_for_the_last(link, bell, number):
+    """`bell` and `number` are relative to the slot's last call."""
+    last = link.seq[0]
+    bell, number = (last + bell) % 2**64, (last + number) % 2**64
+    link.table(0, link.entries([(0, 1, True)]))
+    link.header(0, number, NEW_STEP, 0, 1, 1, 1)
+    link.ring(0, bell)
+    reply = link.wait(0, bell)
+    assert (reply.status, reply.seq) == (BAD_CALL, bell)
+    assert f"where call {last + 1} was due" in reply.message
+    link.seq[0] = bell
+    still_good(link)
+
+
+def test_running_out_of_pages_changes_nothing(link):
+    link.fill(2, 64, slot=1)
+    link.step(1, [(3, 60, True)])
+    before = link.lease.stats()
+    plan = [(0, 1, True), (3, 4, True), (1, 1, True), (4, 1, False)]  # two would fit
+    link.table(0, link.entries(plan))
+    del link.shadows[4]
+    reply = link.call(0, 0, 4, 7, 6, True)
+    assert (reply.status, reply.message) == (OUT_OF_PAGES, "the step needs 2 pages, 0 of 4 are free")
+    after = link.lease.stats()
+    assert (after["pages_used"], after["seqs"]) == (before["pages_used"], before["seqs"])
+    link.step(0, [(0, 1, True), (3, 4, True)])
+    link.forget(2)
+    link.step(0, [(1, 1, True), (0, 1, True)])
+
+
+def test_a_sequence_longer_than_the_lease(link):
+    link.forget(1)
+    link.fill(0, 4 * 64 - 5)
+    link.table(0, link.entries([(0, 1, True)]))
+    reply = link.call(0, 0, 1, 1, 1, True)
+    assert (reply.status, reply.message) == (
+        OUT_OF_PAGES,
+        "entry 0: sequence 0 would have 257 tokens, the lease holds 256",
+    )
+
+
+def test_not_a_number_stays_in_its_own_rows(link):
+    """NaN and infinity in one sequence's rows leave the others' answers alone, also in pages that are used again."""
+    link.table(0, [(2, 50, 0, 64, ATTEND)])
+    for layer in range(2):
+        link.put_rows(0, np.full((64, 4, 16), np.nan), np.full((64, 4, 16), np.inf))
+        reply = link.call(0, layer, 1, 64, 64, layer == 0)
+        assert reply.status == OK
+        assert np.isnan(link.o_rows(0, 64)).all()
+    link.lease.free(2, 50)
+    link.step(0, [(3, 10, True), (0, 1, True)])  # 3 gets the page that 2 had

@@ -1,0 +1,464 @@
+"""The scheduler against a page book whose R-nodes only count."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+
+import pytest
+
+from fastdecode.engine.cluster import Cluster, pages_for
+from fastdecode.engine.request import SamplingParams
+from fastdecode.engine.scheduler import Plan, Scheduler, SchedulerLimits
+from fastdecode.engine.sequence import Sequence
+from fastdecode.transports.base import PAGE_TOKENS
+
+END = 7  # the end token of every sequence here
+WORD = 1
+
+
+class World:
+    """R-nodes that remember what was appended where; the caller begins and ends steps and acknowledges FREEs."""
+
+    def __init__(self, leases=((40, 64),), mini_batches=2, max_batch_tokens=128, max_seqs=16, watermark=0.01):
+        links = [
+            SimpleNamespace(url=f"tcp://r{i}", lease=SimpleNamespace(n_pages=pages, max_seqs=seqs))
+            for i, (pages, seqs) in enumerate(leases)
+        ]
+        self.cluster = Cluster(links, watermark)
+        self.limits = SchedulerLimits(mini_batches, max_batch_tokens, max_seqs)
+        self.scheduler = Scheduler(self.cluster, self.limits)
+        self.flights: dict[int, Plan] = {}
+        self.cached: list[dict[tuple[int, int], int]] = [{} for _ in links]  # per R-node: handle -> tokens appended
+        self.ended: list[Sequence] = []
+        self.admitted: list[int] = []  # orders of arrival, as they were first given a row
+        self.lasts: dict[Sequence, int] = {}  # the length at which END comes
+        self._orders = 0
+
+    def add(self, n_prompt, max_new, end_after=None) -> Sequence:
+        seq = Sequence(
+            request_id=f"r{self._orders}",
+            order=self._orders,
+            tokens=[WORD] * n_prompt,
+            n_prompt=n_prompt,
+            max_new=max_new,
+            params=SamplingParams(),
+            seed=0,
+            end_tokens=frozenset({END}),
+        )
+        self._orders += 1
+        if end_after is not None:
+            self.lasts[seq] = n_prompt + end_after
+        self.scheduler.add(seq)
+        return seq
+
+    def begin(self, mini_batch: int) -> Plan | None:
+        assert mini_batch not in self.flights
+        plan = self.scheduler.schedule(mini_batch)
+        if plan is not None:
+            self.check_plan(plan)
+            self.flights[mini_batch] = plan
+            for row in plan.rows:
+                self.append(row)
+            self.admitted += sorted({row.seq.order for row in plan.rows} - set(self.admitted))
+        self.check_book()
+        return plan
+
+    def end(self, mini_batch: int) -> list[Sequence]:
+        """End a step in flight; returns the sequences that finished."""
+        plan = self.flights.pop(mini_batch)
+        sampled = []
+        for row in plan.rows:
+            last = len(row.seq.tokens) + 1 == self.lasts.get(row.seq)
+            sampled.append(SimpleNamespace(token=END if last else WORD, error=None) if row.sample else None)
+        outcomes = self.scheduler.complete(plan, sampled)
+        done = [o.seq for o in outcomes if o.finish_reason]
+        self.ended += done
+        self.check_book()
+        return done
+
+    def free(self) -> bool:
+        """Acknowledge every FREE; True if there was one."""
+        any_freed = False
+        for node, cached in zip(self.cluster.nodes, self.cached, strict=True):
+            handles = node.take_released()
+            for handle in handles:
+                del cached[handle.index, handle.tag]
+            node.freed(handles)
+            any_freed |= bool(handles)
+        return any_freed
+
+    def append(self, row) -> None:
+        """What an R-node would do with the row, and refuse."""
+        seq = row.seq
+        cached = self.cached[seq.node.position]
+        if seq.cached == 0:
+            assert not any(index == seq.index for index, _ in cached), "an index is used again before its FREE"
+            cached[seq.index, seq.tag] = 0
+        assert cached[seq.index, seq.tag] == seq.cached
+        cached[seq.index, seq.tag] += row.n_tokens
+        used = sum(map(pages_for, cached.values()))
+        assert used <= seq.node.n_pages, "the lease is over-committed"
+
+    def check_plan(self, plan: Plan) -> None:
+        assert plan.n_tokens <= self.limits.max_batch_tokens
+        assert len({row.seq for row in plan.rows}) == len(plan.rows) <= self.limits.max_seqs
+        kinds = [(row.prefill, row.seq.node.position) for row in plan.rows]
+        assert kinds == sorted(kinds), "decoding rows first, each kind in order of link"
+        for row in plan.rows:
+            assert row.n_tokens >= 1
+            assert pages_for(row.seq.cached + row.n_tokens) <= row.seq.pages, "a row without a page counted for it"
+            assert row.seq.mini_batch == plan.mini_batch
+            flying = [r.seq for other in self.flights.values() for r in other.rows]
+            assert row.seq not in flying, "in two steps at once"
+            assert row.sample == (row.seq.cached + row.n_tokens == len(row.seq.tokens))
+
+    def check_book(self) -> None:
+        members = [seq for batch in self.scheduler.mini_batches for seq in batch]
+        assert len(set(members)) == len(members), "in two mini-batches at once"
+        assert not set(members) & set(self.scheduler.waiting)
+        for i, batch in enumerate(self.scheduler.mini_batches):
+            assert all(seq.mini_batch == i for seq in batch)
+            assert len(batch) <= self.limits.max_seqs
+            assert sum(seq.prefilling for seq in batch) <= 1 or i in self.flights, "two unfinished prompts"
+        for node in self.cluster.nodes:
+            counted = sum(seq.pages for seq in node.sequences)
+            assert node.free_pages >= 0
+            assert node.free_pages + counted + node.pages_freeing == node.n_pages
+            assert node.sequences == {seq for seq in members if seq.node is node}
+            assert node.load == sum(seq.final_length for seq in node.sequences)
+        orders = [seq.order for seq in self.scheduler.waiting]
+        assert orders == sorted(orders)
+
+    def run(self, limit=100_000) -> None:
+        """All mini-batches in turn until nothing is left."""
+        for _ in range(limit):
+            moved = False
+            for mini_batch in range(self.limits.mini_batches):
+                if mini_batch in self.flights:
+                    self.end(mini_batch)
+                    moved = True
+                moved |= self.begin(mini_batch) is not None
+            moved |= self.free()
+            if not self.scheduler.has_work and not self.flights:
+                self.free()
+                return
+            assert moved, "there is work and nothing moves"
+        raise AssertionError("it does not end")
+
+    def assert_empty(self) -> None:
+        assert not self.scheduler.has_work and not self.flights
+        for node, cached in zip(self.cluster.nodes, self.cached, strict=True):
+            assert not cached and node.free_pages == node.n_pages and node.load == 0 and not node.sequences
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_arrivals_ends_cancels(seed):
+    """Whatever comes and goes in whatever order: books balance, every request ends with the tokens it is due."""
+    rng = random.Random(seed)
+    leases = [(rng.choice([9, 14, 40]), rng.choice([3, 8, 64])) for _ in range(rng.choice([1, 1, 3]))]
+    world = World(leases, rng.choice([1, 2, 3]), rng.choice([16, 64, 300]), rng.choice([3, 8]), rng.choice([0.01, 0.2]))
+    capacity = world.cluster.capacity
+    seqs, cancelled = [], set()
+    for _ in range(1500):
+        action = rng.random()
+        if action < 0.07 and len(seqs) < 60:
+            n_prompt = min(capacity, rng.choice([1, 5, 63, 64, 65, 128, rng.randint(1, 500)]))
+            room = capacity + 1 - n_prompt
+            max_new = min(room, rng.choice([1, 2, 64, 65, rng.randint(1, 300)]))
+            seqs.append(world.add(n_prompt, max_new, rng.choice([None, rng.randint(1, max_new)])))
+        elif action < 0.075 and seqs:
+            victim = rng.choice(seqs)
+            if victim not in world.ended:
+                world.scheduler.cancel(victim)
+                cancelled.add(victim)
+        elif action < 0.2:
+            world.free()
+        else:
+            mini_batch = rng.randrange(world.limits.mini_batches)
+            if mini_batch in world.flights:
+                world.end(mini_batch)
+            else:
+                world.begin(mini_batch)
+    world.run()
+    world.assert_empty()
+    assert not world.scheduler.take_failed()
+    assert set(world.ended) == set(seqs) - cancelled
+    assert len(world.ended) == len(set(world.ended))
+    for seq in world.ended:
+        due = min(seq.max_new, world.lasts.get(seq, 10**9) - seq.n_prompt)
+        assert seq.n_generated == due
+        assert seq.finish_reason() == ("stop" if seq.tokens[-1] == END else "length")
+    assert world.admitted == sorted(world.admitted), "first come, first served"
+
+
+def test_random_runs_do_preempt():
+    """The runs above would prove little of preemption if none of them had any."""
+    world = World([(6, 8)])
+    for _ in range(6):
+        world.add(64, 100)
+    world.run()
+    assert world.scheduler.preemptions > 0
+    assert len(world.ended) == 6
+
+
+@pytest.mark.parametrize("n_prompt", [1, 63, 64, 65, 128])
+@pytest.mark.parametrize("max_new", [1, 2, 64, 65])
+def test_exact_lease_holds_its_tokens_and_no_page_more(n_prompt, max_new):
+    """The last token is never cached: n tokens need pages for n - 1, and a lease of just that is enough, alone."""
+    pages = max(pages_for(n_prompt), pages_for(n_prompt + max_new - 1))
+    world = World([(pages, 1)])
+    seq = world.add(n_prompt, max_new)
+    most = 0
+    while world.scheduler.has_work:
+        for mini_batch in range(2):
+            if mini_batch in world.flights:
+                world.end(mini_batch)
+            elif world.begin(mini_batch):
+                most = max(most, seq.pages)
+    world.free()
+    world.assert_empty()
+    assert seq.n_generated == max_new
+    assert most == pages
+    assert world.scheduler.preemptions == 0
+
+
+def test_long_prompt_is_chunked_within_the_budget_beside_decoding_rows():
+    world = World([(40, 8)], mini_batches=1, max_batch_tokens=100)
+    first = world.add(10, 50)
+    world.begin(0)
+    world.end(0)
+    long = world.add(250, 5)
+    chunks = []
+    for _ in range(3):
+        plan = world.begin(0)
+        assert plan.rows[0].seq is first and not plan.rows[0].prefill
+        chunks.append((plan.rows[1].n_tokens, plan.rows[1].sample))
+        world.end(0)
+    assert chunks == [(99, False), (99, False), (52, True)]
+    assert long.n_generated == 1
+    assert first.n_generated == 4, "a running stream does not stall while a prompt is prefilled"
+    world.run()
+
+
+def test_a_prompt_starts_only_after_the_unfinished_one():
+    world = World([(40, 8)], mini_batches=1, max_batch_tokens=100)
+    long, short = world.add(150, 5), world.add(20, 5)
+    assert [row.seq for row in world.begin(0).rows] == [long]
+    assert short in world.scheduler.waiting
+    world.end(0)
+    assert [(row.seq, row.n_tokens) for row in world.begin(0).rows] == [(long, 50), (short, 20)]
+
+
+def test_burst_is_shared_between_mini_batches():
+    """A burst fills one mini-batch's budget at once, but not beyond its share."""
+    world = World([(400, 64)], max_batch_tokens=200)
+    for _ in range(10):
+        world.add(10, 20)
+    assert len(world.begin(0).rows) == 5
+    assert len(world.begin(1).rows) == 5
+
+
+def test_lopsided_mini_batches_are_evened_out():
+    world = World([(400, 64)], max_batch_tokens=200)
+    seqs = [world.add(10, 100) for _ in range(8)]
+    world.begin(0), world.begin(1)
+    assert [len(batch) for batch in world.scheduler.mini_batches] == [4, 4]
+    for seq in seqs:
+        if seq.mini_batch == 1:
+            world.scheduler.cancel(seq)
+    world.end(1)
+    assert world.begin(1) is None
+    world.end(0)
+    assert len(world.begin(0).rows) == 2
+    assert len(world.begin(1).rows) == 2
+    world.run()
+
+
+def test_full_queue_keeps_every_mini_batch_at_its_bound():
+    world = World([(400, 64)], mini_batches=3, max_seqs=4, max_batch_tokens=64)
+    for _ in range(20):
+        world.add(5, 30)
+    for mini_batch in range(3):
+        assert len(world.begin(mini_batch).rows) == 4
+    assert len(world.scheduler.waiting) == 8
+    world.run()
+
+
+def test_newest_is_preempted_and_comes_back_first():
+    world = World([(4, 8)], mini_batches=1)
+    old, new = world.add(64, 70), world.add(60, 100)
+    world.begin(0)
+    while not world.scheduler.preemptions:
+        world.end(0)
+        world.begin(0)
+    behind = world.add(1, 1)
+    assert world.scheduler.waiting == [new, behind]
+    had = new.n_generated
+    assert had > 0 and new.cached == 0 and new.node is None
+    world.run()
+    assert [old.n_generated, new.n_generated] == [70, 100]
+    assert world.ended.index(old) < world.ended.index(new)
+
+
+def test_victim_in_flight_is_preempted_when_its_step_ends():
+    world = World([(4, 8)], mini_batches=2, max_batch_tokens=126, watermark=0)
+    old, new = world.add(64 + 62, 90), world.add(64 + 10, 90)
+    world.begin(0), world.begin(1)
+    assert (old.mini_batch, new.mini_batch) == (0, 1)
+    world.end(0)
+    for _ in range(2):  # `old` fills its second page, `new` stays in flight
+        world.begin(0)
+        world.end(0)
+    assert world.begin(0) is None, "no page, and the newest sequence is in the middle of a step"
+    assert new.node is not None
+    world.end(1)
+    assert world.begin(1) is None
+    assert new.node is None and new in world.scheduler.waiting
+    assert world.begin(0) is None, "its pages are not ours before the FREE is acknowledged"
+    world.free()
+    assert [row.seq for row in world.begin(0).rows] == [old]
+    world.run()
+
+
+def test_watermark_keeps_newcomers_from_the_last_pages():
+    """Without it a preempted sequence would come back into the very pages it was taken, and be preempted again."""
+    world = World([(10, 8)], mini_batches=1, max_batch_tokens=1000, watermark=0.3)
+    first = world.add(6 * PAGE_TOKENS, 10)
+    world.begin(0), world.end(0)
+    second = world.add(PAGE_TOKENS, 2)
+    world.begin(0), world.end(0)
+    assert first.pages == 7 and second.node is None, "3 of 10 pages are kept"
+    world.run()
+    assert world.scheduler.preemptions == 0
+
+
+def test_cancel_while_waiting_prefilling_decoding_and_in_flight():
+    world = World([(40, 8)], mini_batches=1, max_batch_tokens=50)
+    decoding, prefilling, waiting = world.add(5, 50), world.add(120, 5), world.add(5, 5)
+    world.begin(0)
+    world.end(0)
+    assert prefilling.prefilling and waiting in world.scheduler.waiting
+    world.begin(0)
+    world.scheduler.cancel(waiting)
+    assert waiting not in world.scheduler.waiting
+    world.scheduler.cancel(prefilling)
+    assert prefilling.node is not None, "not before its step has ended"
+    world.end(0)
+    assert prefilling.node is None
+    world.scheduler.cancel(decoding)
+    world.scheduler.cancel(decoding)
+    world.free()
+    world.assert_empty()
+
+
+def test_placement_takes_the_least_loaded_node_with_room():
+    world = World([(20, 8), (10, 8)], mini_batches=1, max_batch_tokens=1000)
+    placed = []
+    for n_prompt, max_new in [(100, 500), (100, 100), (100, 100), (100, 100), (500, 10), (300, 10)]:
+        seq = world.add(n_prompt, max_new)
+        world.begin(0), world.end(0)
+        placed.append(seq.node.position)
+    # loads at the end: 600, then 200, 400 and 600 on the other; the 500 have no room there, nor have the 300
+    assert placed == [0, 1, 1, 1, 0, 0]
+
+
+def test_sequence_that_outgrows_a_small_lease_moves_to_a_big_one():
+    world = World([(20, 8), (3, 8)], mini_batches=1)
+    world.add(64, 900)
+    world.begin(0), world.end(0)
+    seq = world.add(100, 300)
+    world.begin(0), world.end(0)
+    assert seq.node.n_pages == 3
+    world.run()
+    assert seq.n_generated == 300
+
+
+def test_lost_node_lets_its_sequences_be_recomputed_elsewhere():
+    world = World([(20, 8), (20, 8)], mini_batches=2)
+    seqs = [world.add(30, 100) for _ in range(4)]
+    world.begin(0), world.begin(1)
+    world.end(0), world.end(1)
+    world.begin(0)
+    lost = world.cluster.nodes[0]
+    there = [seq for seq in seqs if seq.node is lost]
+    flying = [row.seq for row in world.flights[0].rows]
+    assert there
+    world.scheduler.lost(lost)
+    for seq in there:
+        assert (seq.node is lost) == (seq in flying), "those in flight go when their step ends"
+    plan = world.flights.pop(0)
+    world.scheduler.recompute(plan)
+    assert not lost.sequences
+    world.run()
+    assert [seq.n_generated for seq in seqs] == [100] * 4
+    assert world.scheduler.preemptions == 0, "a loss is not a preemption"
+
+
+def test_step_that_ends_well_on_a_lost_node_keeps_its_token():
+    world = World([(20, 8), (20, 8)], mini_batches=1)
+    seq = world.add(30, 10)
+    world.begin(0)
+    world.scheduler.lost(seq.node)
+    world.end(0)
+    assert seq.n_generated == 1 and seq in world.scheduler.waiting
+    world.run()
+    assert seq.n_generated == 10
+
+
+def test_last_node_lost_fails_everything_by_name():
+    world = World([(20, 8)], mini_batches=1, max_seqs=1)
+    running, waiting = world.add(30, 10), world.add(30, 10)
+    world.begin(0), world.end(0)
+    world.scheduler.lost(running.node)
+    failed = world.scheduler.take_failed()
+    assert [seq for seq, _ in failed] == [running, waiting]
+    assert all("tcp://r0 was lost" in reason for _, reason in failed)
+    assert not world.scheduler.take_failed()
+
+
+def test_lost_node_fails_only_what_the_others_cannot_hold():
+    world = World([(20, 8), (2, 8)], mini_batches=1, max_batch_tokens=1000)
+    big, small = world.add(500, 10), world.add(50, 10)
+    world.begin(0), world.end(0)
+    world.scheduler.lost(world.cluster.nodes[0])
+    assert [seq for seq, _ in world.scheduler.take_failed()] == [big]
+    world.run()
+    assert small.n_generated == 10
+
+
+def test_replaced_link_starts_with_an_empty_book():
+    world = World([(20, 8)], mini_batches=1)
+    world.add(30, 10)
+    world.begin(0), world.end(0)
+    old = world.cluster.nodes[0]
+    with pytest.raises(ValueError, match="alive"):
+        world.cluster.replace_link(0, old.link)
+    world.scheduler.lost(old)
+    world.scheduler.take_failed()
+    fresh = world.cluster.replace_link(0, old.link)
+    assert (fresh.free_pages, fresh.load, fresh.pages_freeing, fresh.alive) == (20, 0, 0, True)
+    world.cached[0].clear()
+    seq = world.add(30, 10)
+    world.run()
+    assert seq.n_generated == 10
+
+
+def test_index_and_tag_come_back_with_a_new_generation():
+    world = World([(20, 1)], mini_batches=1)
+    first = world.add(5, 1)
+    world.begin(0)
+    tag = first.tag
+    world.end(0)
+    second = world.add(5, 1)
+    assert world.begin(0) is None, "the only index is not free before the FREE is acknowledged"
+    world.free()
+    world.begin(0)
+    assert (second.index, second.tag) == (first.index, tag + 1)
+
+
+def test_limits_that_cannot_work_are_refused():
+    with pytest.raises(ValueError, match="max_seqs"):
+        SchedulerLimits(2, 64, 65)
+    with pytest.raises(ValueError, match="mini_batches"):
+        SchedulerLimits(0, 64, 8)

@@ -1,0 +1,271 @@
+"""The engine end to end: real S-Part, real links, R-nodes in processes of their own. transformers judges the output."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+from checkpoints import VOCAB_SIZE, make_checkpoint, reference
+
+from fastdecode.engine.engine import Engine
+from fastdecode.engine.request import GenerationFailed, NotReady, SamplingParams
+from fastdecode.spart import SPart, load_model
+from fastdecode.transports.registry import connect
+
+MAX_ROWS = 128  # well below the longest prompts, so that they are chunked
+
+
+class RNodeProcess:
+    """`fastdecode-node --role r`, to be talked to and killed."""
+
+    def __init__(self, url: str):
+        argv = ["--role", "r", "--listen", url, "--kv-memory", "256MiB", "--threads", "1"]
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "fastdecode.node", *argv],
+            stdin=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        said = []
+        for line in self.process.stderr:
+            said.append(line)
+            if match := re.search(r"R-node on (\S+?):? ", line):
+                self.url = match[1]
+                return
+        raise AssertionError(f"the R-node did not start: {''.join(said)}")
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.end()
+
+    def end(self) -> None:
+        self.process.terminate()
+        self.process.wait(10)
+        self.process.stderr.close()
+
+
+@contextlib.contextmanager
+def r_nodes(*urls: str) -> Iterator[list[RNodeProcess]]:
+    with contextlib.ExitStack() as stack:
+        nodes = []
+        for url in urls:
+            nodes.append(RNodeProcess(url))
+            stack.callback(nodes[-1].end)
+        yield nodes
+
+
+@pytest.fixture(scope="module")
+def shm_node(tmp_path_factory):
+    with r_nodes(f"shm://{tmp_path_factory.mktemp('r')}/r.sock") as (node,):
+        yield node
+
+
+@pytest.fixture(scope="module")
+def tcp_nodes():
+    with r_nodes(*["tcp://127.0.0.1:0"] * 3) as nodes:
+        yield nodes
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return load_model(make_checkpoint("llama-gqa"), device=torch.device("cpu"), dtype=torch.float32, progress=False)
+
+
+@contextlib.asynccontextmanager
+async def serving(model, nodes, *, mini_batches=2, n_pages=None, max_seqs=64, **options):
+    """A started engine; at its end, if all its R-nodes live, they must hold nothing."""
+
+    async def link_to(url):
+        page = 64 * model.config.n_layers * 2 * model.config.n_kv_heads * model.config.head_size * 4
+        kv_bytes = (n_pages or 500) * page * 5 // 4  # fp32, and some room for a page's padding
+        return await connect(url, model.hello(mini_batches, MAX_ROWS, "fp32", kv_bytes, max_seqs), None)
+
+    links = [await link_to(node.url) for node in nodes]
+    engine = Engine(
+        SPart(model, links, timeout=20.0),
+        links,
+        mini_batches=mini_batches,
+        max_batch_tokens=MAX_ROWS,
+        max_batch_size=32,
+        **options,
+    )
+    await engine.start()
+    engine.link_to = link_to
+    try:
+        yield engine
+        await until(lambda: not engine.scheduler.has_work)
+        for node in engine.cluster.alive:
+            await until(lambda node=node: node.free_pages == node.n_pages)
+            assert (await node.link.stats())["pages_used"] == 0
+        assert engine.spart.staged_bytes == 0
+    finally:
+        await engine.stop()
+        for link in engine.spart.links:
+            await link.close()
+
+
+async def until(condition):
+    async with asyncio.timeout(30):
+        while not condition():
+            await asyncio.sleep(0.002)
+
+
+def greedy(n):
+    return SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True)
+
+
+def prompts(lengths, seed=0):
+    rng = random.Random(seed)
+    return [[rng.randrange(3, VOCAB_SIZE) for _ in range(n)] for n in lengths]
+
+
+async def tokens_of(stream):
+    return [event.token async for event in stream]
+
+
+def assert_greedy(judge, prompt, tokens):
+    """Every token is what transformers would have chosen after those before it."""
+    with torch.inference_mode():
+        logits = judge(torch.tensor([prompt + tokens])).logits[0]
+    assert tokens == logits[len(prompt) - 1 : -1].argmax(-1).tolist()
+
+
+@pytest.fixture(scope="module")
+def judge():
+    return reference(make_checkpoint("llama-gqa"))
+
+
+LENGTHS = [1, 2, 63, 64, 65, 127, 128, 129, 300, 600, 17, 5]
+
+
+@pytest.mark.parametrize("mini_batches", [1, 2, 3])
+async def test_greedy_equals_transformers_over_shm(mini_batches, model, judge, shm_node):
+    async with serving(model, [shm_node], mini_batches=mini_batches) as engine:
+        await assert_all_greedy(engine, judge)
+
+
+@pytest.mark.parametrize("mini_batches", [1, 3])
+async def test_greedy_equals_transformers_over_three_tcp_nodes(mini_batches, model, judge, tcp_nodes):
+    async with serving(model, tcp_nodes, mini_batches=mini_batches) as engine:
+        await assert_all_greedy(engine, judge)
+        await engine.refresh()
+        assert all(node.attention_seconds > 0 for node in engine.stats.nodes), "every R-node had work"
+
+
+async def assert_all_greedy(engine, judge):
+    given = prompts(LENGTHS)
+    results = await asyncio.gather(*(tokens_of(engine.submit(p, greedy(64))) for p in given))
+    for prompt, tokens in zip(given, results, strict=True):
+        assert len(tokens) == 64
+        assert_greedy(judge, prompt, tokens)
+
+
+async def test_sliding_window_across_chunks(shm_node):
+    directory = make_checkpoint("mistral")
+    model = load_model(directory, device=torch.device("cpu"), dtype=torch.float32, progress=False)
+    async with serving(model, [shm_node]) as engine:
+        await assert_all_greedy(engine, reference(directory))
+
+
+async def test_48_mixed_requests_at_random_times_are_each_as_alone(model, shm_node, tcp_nodes):
+    rng = random.Random(48)
+    given = prompts([rng.choice([rng.randint(1, 40), rng.randint(1, 400)]) for _ in range(48)], seed=1)
+    params = [
+        SamplingParams(max_tokens=rng.randint(1, 50), temperature=rng.choice([0.0, 0.8]), top_p=0.95, seed=i)
+        for i in range(48)
+    ]
+
+    async def client(engine, i):
+        await asyncio.sleep(rng.random())
+        return await tokens_of(engine.submit(given[i], params[i]))
+
+    async with serving(model, tcp_nodes[:2]) as engine:
+        together = await asyncio.gather(*(client(engine, i) for i in range(48)))
+    async with serving(model, [shm_node], mini_batches=1) as engine:
+        for i in range(48):
+            assert together[i] == await tokens_of(engine.submit(given[i], params[i]))
+
+
+async def test_tiny_lease_preempts_and_changes_nothing(model, judge, shm_node):
+    async with serving(model, [shm_node], n_pages=12) as engine:
+        given = prompts([50, 100, 150, 200, 60, 3, 120, 10])
+        results = await asyncio.gather(*(tokens_of(engine.submit(p, greedy(150))) for p in given))
+        for prompt, tokens in zip(given, results, strict=True):
+            assert_greedy(judge, prompt, tokens)
+        assert engine.stats.totals.preemptions > 0
+
+
+async def test_cancel_in_the_queue_in_prefill_and_in_decode_frees_pages(model, judge, shm_node):
+    async with serving(model, [shm_node], mini_batches=1) as engine:
+        decoding = engine.submit([5] * 10, greedy(900))
+        await anext(decoding)
+        prefilling, queued = engine.submit([6] * 1000, greedy(9)), engine.submit([7], greedy(9))
+        await until(lambda: engine.spart.staged_bytes > 0)
+        assert engine.stats.waiting == 1
+        for stream in (decoding, prefilling, queued):
+            stream.cancel()
+        assert [len(await tokens_of(stream)) for stream in (prefilling, queued)] == [0, 0]
+        await until(lambda: engine.stats.running == 0)  # `serving` looks at the pages
+
+
+async def test_sigkill_of_the_only_r_node_ends_streams_and_a_new_one_serves_on(model, judge, tmp_path):
+    url = f"shm://{tmp_path}/r.sock"
+    with contextlib.ExitStack() as processes:
+        (node,) = processes.enter_context(r_nodes(url))
+        async with serving(model, [node]) as engine:
+            streams = [engine.submit(p, greedy(800)) for p in prompts([10, 200, 30])]
+            await anext(streams[0])
+            node.kill()
+            for stream in streams:
+                with pytest.raises(GenerationFailed, match=re.escape(f"R-node {node.url} was lost")):
+                    await tokens_of(stream)
+            with pytest.raises(NotReady):
+                engine.submit([5], greedy(5))
+            (again,) = processes.enter_context(r_nodes(url))
+            engine.replace_link(0, await engine.link_to(again.url))
+            prompt = prompts([100])[0]
+            assert_greedy(judge, prompt, await tokens_of(engine.submit(prompt, greedy(20))))
+
+
+@pytest.mark.parametrize("scheme", ["shm", "tcp"])
+async def test_sigkill_of_one_of_two_r_nodes_costs_time_not_tokens(scheme, model, judge, tmp_path):
+    urls = ["tcp://127.0.0.1:0"] * 2 if scheme == "tcp" else [f"shm://{tmp_path}/r{i}.sock" for i in range(2)]
+    with r_nodes(*urls) as nodes:
+        async with serving(model, nodes) as engine:
+            given = prompts([10, 200, 30, 77, 64, 3])
+            streams = [engine.submit(p, greedy(200)) for p in given]
+            firsts = [(await anext(stream)).token for stream in streams]
+            assert all(node.sequences for node in engine.cluster.nodes)
+            nodes[1].kill()
+            for prompt, first, stream in zip(given, firsts, streams, strict=True):
+                tokens = [first, *await tokens_of(stream)]
+                assert len(tokens) == 200
+                assert_greedy(judge, prompt, tokens)
+            assert [node.alive for node in engine.stats.nodes] == [True, False]
+
+
+async def test_step_an_r_node_refuses_fails_and_the_engine_goes_on(model, judge, shm_node):
+    async with serving(model, [shm_node], mini_batches=1) as engine:
+        stream = engine.submit([5] * 10, greedy(900))
+        await anext(stream)
+        (seq,) = engine.cluster.nodes[0].sequences
+        await seq.node.link.free([(seq.index, seq.tag)])  # behind the engine's back
+        with pytest.raises(GenerationFailed, match="refused"):
+            await tokens_of(stream)
+        prompt = prompts([100])[0]
+        assert_greedy(judge, prompt, await tokens_of(engine.submit(prompt, greedy(20))))

@@ -1,0 +1,444 @@
+"""The S-Part over links to a real R-engine, against transformers on the same checkpoint.
+
+Everything is held against one forward pass of transformers in fp32 over the whole text, whatever the way in which the
+S-Part was given it: in one prompt or many, token by token, several at once, over one link or three.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import FAMILIES, VARIANTS, make_checkpoint, reference
+
+from fastdecode.rnode import RNode
+from fastdecode.spart import Model, SPart, load_model
+from fastdecode.spart.batch import Chunk, SampleSpec, StepBatch, StepOutput
+from fastdecode.spart.exchange import Exchange, SlotViews, shares
+from fastdecode.transports.base import CallRefused, Link, LinkDown
+from fastdecode.transports.registry import connect
+
+GREEDY = SampleSpec(temperature=0.0)
+
+#: Budgets, in standard deviations of the logits. Everything in fp32: rounding alone.
+EXACT = 5e-5
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@asynccontextmanager
+async def linked(
+    model: Model, tmp_path: Path, n: int = 1, kv_dtype: str = "fp32", scheme: str = "shm", max_rows: int = 700
+) -> AsyncIterator[list[Link]]:
+    """Links to `n` R-nodes of one thread each."""
+    nodes, links = [], []
+    hello = model.hello(n_slots=2, max_rows=max_rows, kv_dtype=kv_dtype, kv_bytes=1 << 25, max_seqs=16)
+    try:
+        for i in range(n):
+            nodes.append(RNode(threads=1, kv_bytes=1 << 25))
+            url = f"shm://{tmp_path}/r{i}" if scheme == "shm" else "tcp://127.0.0.1:0"
+            links.append(await connect((await nodes[-1].serve([url], None))[0], hello, None))
+        yield links
+    finally:
+        for link in links:
+            await link.close()
+        for node in nodes:
+            await node.close()
+
+
+def run(step) -> StepOutput:
+    """Run a step to its end; the R-node has as long as it wants."""
+    while True:
+        try:
+            next(step)
+        except StopIteration as end:
+            return end.value
+
+
+def interleave(*steps) -> list[StepOutput]:
+    """Run the steps of several slots in turn, a layer each."""
+    outputs: list[StepOutput | None] = [None] * len(steps)
+    while None in outputs:
+        for i, step in enumerate(steps):
+            if outputs[i] is None:
+                try:
+                    next(step)
+                except StopIteration as end:
+                    outputs[i] = end.value
+    return outputs
+
+
+def text(n: int, seed: int = 0) -> list[int]:
+    return torch.randint(3, 384, (n,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def expected_logits(directory: Path, tokens: list[int]) -> torch.Tensor:
+    """[tokens, vocab]: row i predicts token i + 1."""
+    with torch.no_grad():
+        return reference(directory)(torch.tensor([tokens])).logits[0]
+
+
+def assert_close(got: torch.Tensor, want: torch.Tensor, budget: float = EXACT) -> None:
+    error = ((got - want).abs().max() / want.std()).item()
+    assert error < budget, f"off by {error:.2e} standard deviations of the logits, budget {budget:.0e}"
+
+
+@dataclass
+class Text:
+    """A text that is fed piece by piece, and the logits every piece's last token must have."""
+
+    link: int
+    seq: int
+    tokens: list[int]
+    want: torch.Tensor
+    pos: int = 0
+    prompt: int = 0  # tokens before it go in as prompt chunks
+    errors: list[float] = field(default_factory=list)
+
+    def chunk(self, n: int) -> Chunk:
+        prefill = self.pos < self.prompt
+        if prefill:
+            n = min(n, self.prompt - self.pos)
+        tokens = self.tokens[self.pos : self.pos + n]
+        more = prefill and self.pos + n < self.prompt
+        self.pos += len(tokens)
+        return Chunk(self.link, self.seq, 1, self.pos - len(tokens), tokens, prefill, None if more else GREEDY)
+
+    def check(self, logits: torch.Tensor) -> None:
+        want = self.want[self.pos - 1]
+        self.errors.append(((logits - want).abs().max() / self.want.std()).item())
+
+
+def feed(spart: SPart, slot: int, pieces: list[tuple[Text, int]]):
+    """A step that feeds `n` tokens of each text, in the order the contract asks for. Returns it and how to check it."""
+    chunks = [(t, t.chunk(n)) for t, n in pieces]
+    chunks.sort(key=lambda pair: (pair[1].prefill, pair[1].link))
+
+    def check(output: StepOutput) -> None:
+        sampled = [t for t, chunk in chunks if chunk.sample]
+        for t, logits in zip(sampled, output.logits, strict=True):
+            t.check(logits)
+        tokens = [s.token for s in output.sampled if s is not None]
+        assert tokens == output.logits.argmax(dim=1).tolist()
+
+    return spart.step(StepBatch(slot, [chunk for _, chunk in chunks]), keep_logits=True), check
+
+
+# -- equal to transformers --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+async def test_logits_equal_transformers(variant, tmp_path):
+    """Six prompts in one step, without padding; then all of them token by token past a page's end."""
+    directory = make_checkpoint(variant)
+    model = load_model(directory, dtype="fp32")
+    async with linked(model, tmp_path) as links:
+        spart = SPart(model, links)
+        texts = []
+        for seq, n in enumerate([1, 2, 17, 60, 64, 130]):
+            tokens = text(n + 8, seed=seq)
+            texts.append(Text(0, seq, tokens, expected_logits(directory, tokens), prompt=n))
+        for _ in range(9):
+            step, check = feed(spart, 0, [(t, t.prompt if t.pos == 0 else 1) for t in texts])
+            check(run(step))
+    assert max(error for t in texts for error in t.errors) < EXACT
+    assert all(len(t.errors) == 9 for t in texts)
+
+
+@pytest.mark.parametrize("variant", FAMILIES)
+async def test_greedy_tokens_equal_transformers(variant, tmp_path):
+    directory = make_checkpoint(variant)
+    model, theirs = load_model(directory, dtype="fp32"), reference(directory)
+    theirs.generation_config.eos_token_id = None
+    prompts = [text(n, seed=n) for n in (1, 7, 64, 600)]
+    n_new = 64
+    async with linked(model, tmp_path, n=2) as links:
+        spart = SPart(model, links)
+        ours = [list(p) for p in prompts]
+        chunks = [Chunk(i // 2, i, 1, 0, p, True, GREEDY) for i, p in enumerate(prompts)]
+        for _ in range(n_new):
+            output = run(spart.step(StepBatch(0, chunks)))
+            for tokens, sampled in zip(ours, output.sampled, strict=True):
+                tokens.append(sampled.token)
+            chunks = [Chunk(i // 2, i, 1, len(t) - 1, t[-1:], False, GREEDY) for i, t in enumerate(ours)]
+    for prompt, tokens in zip(prompts, ours, strict=True):
+        want = theirs.generate(torch.tensor([prompt]), max_new_tokens=n_new, do_sample=False, use_cache=True)
+        assert tokens == want[0].tolist()
+
+
+@pytest.mark.parametrize("variant", [*FAMILIES, "qwen2-window"])
+@pytest.mark.parametrize(
+    "sizes",
+    [[1] * 90, [89, 1], [1, 89], [30, 30, 30], [15, 16, 17, 18, 24]],
+    ids=["one by one", "all but one", "one first", "thirds", "around the window"],
+)
+async def test_a_prompt_in_chunks(variant, sizes, tmp_path):
+    directory = make_checkpoint(variant)
+    model, tokens = load_model(directory, dtype="fp32"), text(90)
+    async with linked(model, tmp_path) as links:
+        spart = SPart(model, links)
+        whole = Text(0, 0, tokens, expected_logits(directory, tokens), prompt=len(tokens))
+        for n in sizes:
+            step, check = feed(spart, 0, [(whole, n)])
+            check(run(step))
+            assert (spart.staged_bytes > 0) == (whole.pos < 90)
+    assert len(whole.errors) == 1 and whole.errors[0] < EXACT
+
+
+@pytest.mark.parametrize("variant", [*FAMILIES, "opt-projected"])
+async def test_several_tokens_at_once_attend_causally_on_the_r_node(variant, tmp_path):
+    directory = make_checkpoint(variant)
+    model, tokens = load_model(directory, dtype="fp32"), text(150)
+    want = expected_logits(directory, tokens)
+    async with linked(model, tmp_path) as links:
+        spart = SPart(model, links)
+        texts = [Text(0, seq, tokens, want, prompt=prompt) for seq, prompt in enumerate([0, 1, 40])]
+        for n in (1, 30, 5, 64, 2):
+            step, check = feed(spart, 0, [(t, n) for t in texts])
+            check(run(step))
+    assert max(error for t in texts for error in t.errors) < EXACT
+
+
+@pytest.mark.parametrize("scheme", ["shm", "tcp"])
+@pytest.mark.parametrize("variant", FAMILIES)
+async def test_any_mixture_of_work_gives_the_same_logits(variant, scheme, tmp_path):
+    """Twelve texts on three R-nodes in two mini-batches whose layers are interleaved: prompts in chunks, single tokens,
+    several tokens, in whatever company chance puts them."""
+    directory = make_checkpoint(variant)
+    model, chance = load_model(directory, dtype="fp32"), random.Random(5)
+    async with linked(model, tmp_path, n=3, scheme=scheme, max_rows=128) as links:
+        spart = SPart(model, links)
+        slots: list[list[Text]] = [[], []]
+        for seq in range(12):
+            tokens = text(chance.randint(20, 100), seed=seq)
+            prompt = chance.randint(1, len(tokens))
+            slots[seq % 2].append(Text(seq % 3, seq, tokens, expected_logits(directory, tokens), prompt=prompt))
+        texts = slots[0] + slots[1]
+        while any(t.pos < len(t.tokens) for t in texts):
+            work = []
+            for slot, members in enumerate(slots):
+                busy = [t for t in members if t.pos < len(t.tokens)]
+                if busy:
+                    chosen = chance.sample(busy, chance.randint(1, len(busy)))
+                    work.append(feed(spart, slot, [(t, chance.choice([1, 1, 3, 20])) for t in chosen]))
+            for (_, check), output in zip(work, interleave(*(step for step, _ in work)), strict=True):
+                check(output)
+    assert max(error for t in texts for error in t.errors) < EXACT
+    assert all(t.errors for t in texts)
+    assert spart.staged_bytes == 0
+
+
+async def test_sampled_tokens_do_not_depend_on_company(tmp_path):
+    model = load_model(make_checkpoint("qwen3"), dtype="fp32")
+
+    async def draw(company: int) -> list[int]:
+        (tmp_path / str(company)).mkdir()
+        async with linked(model, tmp_path / str(company)) as links:
+            spart, drawn = SPart(model, links), []
+            texts = [text(9, seed=i) for i in range(company + 1)]
+            for index in range(20):
+                chunks = []
+                for seq, tokens in enumerate(texts):
+                    first = index == 0
+                    spec = SampleSpec(temperature=1.0, top_p=0.9, seed=seq, index=index)
+                    pos = 0 if first else len(tokens) - 1
+                    chunks.append(Chunk(0, seq, 1, pos, tokens[pos:], first, spec))
+                for tokens, sampled in zip(texts, run(spart.step(StepBatch(0, chunks))).sampled, strict=True):
+                    tokens.append(sampled.token)
+                drawn.append(texts[0][-1])
+            return drawn
+
+    assert await draw(0) == await draw(7)
+
+
+# -- what a smaller format costs --------------------------------------------------------------------------------------
+
+#: Root mean square error of teacher-forced logits, in their standard deviations. The random checkpoints are far more
+#: sensitive than trained ones: their attention is nearly one-hot, so a small error in a score changes what is read.
+KV_BUDGET = {"fp16": 2e-3, "int8": 5e-2}
+DTYPE_BUDGET = {"bf16": 5e-2, "fp16": 1e-2}
+
+
+async def teacher_forced_rms(directory: Path, model: Model, tmp_path: Path, kv_dtype: str) -> float:
+    tokens = text(120)
+    want = expected_logits(directory, tokens)
+    async with linked(model, tmp_path, kv_dtype=kv_dtype) as links:
+        spart, got = SPart(model, links), []
+        for pos, token in enumerate(tokens):
+            chunk = Chunk(0, 0, 1, pos, [token], False, GREEDY)
+            got.append(run(spart.step(StepBatch(0, [chunk]), keep_logits=True)).logits[0])
+    return ((torch.stack(got) - want).square().mean().sqrt() / want.std()).item()
+
+
+@pytest.mark.parametrize("kv_dtype", KV_BUDGET)
+@pytest.mark.parametrize("variant", [*FAMILIES, "llama-mqa", "llama-mha"])
+async def test_smaller_caches_stay_within_budget(variant, kv_dtype, tmp_path):
+    directory = make_checkpoint(variant)
+    error = await teacher_forced_rms(directory, load_model(directory, dtype="fp32"), tmp_path, kv_dtype)
+    print(f"{variant} {kv_dtype}: {error:.2e}")
+    assert EXACT < error < KV_BUDGET[kv_dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPE_BUDGET)
+@pytest.mark.parametrize("variant", FAMILIES)
+async def test_smaller_weights_and_activations_stay_within_budget(variant, dtype, tmp_path):
+    directory = make_checkpoint(variant)
+    error = await teacher_forced_rms(directory, load_model(directory, dtype=dtype), tmp_path, "fp32")
+    print(f"{variant} {dtype}: {error:.2e}")
+    assert EXACT < error < DTYPE_BUDGET[dtype]
+
+
+# -- where the rows are -----------------------------------------------------------------------------------------------
+
+
+async def test_with_one_link_the_rows_are_the_slot_itself(tmp_path):
+    model = load_model(make_checkpoint("llama-gqa"), dtype="fp32")
+    async with linked(model, tmp_path, n=2) as links:
+        views = {i: SlotViews(link, 1) for i, link in enumerate(links)}
+        chunks = [Chunk(0, 0, 1, 5, [7], False, GREEDY), Chunk(0, 1, 1, 0, [7] * 3, True, GREEDY)]
+        exchange = Exchange(1, shares(chunks, views), torch.device("cpu"), torch.float32)
+        y = links[0].layout
+        start = torch.frombuffer(links[0].region, dtype=torch.uint8).data_ptr() + y.slot(1)
+        assert [x.data_ptr() - start for x in (exchange.q, exchange.kv, exchange.o)] == [y.q, y.kv, y.o]
+        assert [len(exchange.q), len(exchange.kv), len(exchange.o)] == [1, 4, 1]
+        both = shares([chunks[0], Chunk(1, 0, 1, 5, [7], False, GREEDY)], views)
+        apart = Exchange(1, both, torch.device("cpu"), torch.float32)
+        assert not start <= apart.q.data_ptr() < start + y.slot_bytes
+
+
+async def test_step_reports_where_its_time_went(tmp_path):
+    model = load_model(make_checkpoint("llama-gqa"), dtype="fp32")
+    async with linked(model, tmp_path) as links:
+        spart = SPart(model, links)
+        prompt = run(spart.step(StepBatch(0, [Chunk(0, 0, 1, 0, text(40), True, GREEDY)])))
+        assert prompt.kv_bytes == 0 and prompt.s_seconds > 0
+        token = run(spart.step(StepBatch(0, [Chunk(0, 0, 1, 40, [5], False, GREEDY)])))
+        row = 2 * model.config.n_kv_heads * model.config.head_size * 4
+        assert 41 * row * model.config.n_layers <= token.kv_bytes <= 64 * row * model.config.n_layers
+        assert token.s_seconds > 0 and token.r_wait_seconds > 0 and token.logits is None
+
+
+# -- faults -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("chunks", "message"),
+    [
+        ([], "without chunks"),
+        ([Chunk(0, 0, 1, 0, [], True, GREEDY)], "without tokens"),
+        ([Chunk(0, 0, 1, 0, [384], True, GREEDY)], "vocabulary of 384"),
+        ([Chunk(0, 0, 1, 0, [-1], True, GREEDY)], "vocabulary of 384"),
+        ([Chunk(0, 0, 1, 0, [5] * 65, True, GREEDY)], "65 rows for a link that takes 64"),
+        ([Chunk(0, 0, 1, 0, [5], True, GREEDY), Chunk(0, 1, 1, 0, [5], False, GREEDY)], "not in order"),
+        ([Chunk(1, 0, 1, 0, [5], False, GREEDY), Chunk(0, 1, 1, 0, [5], False, GREEDY)], "not in order"),
+        ([Chunk(0, 0, 1, 7, [5], True, GREEDY)], "first tokens are not here"),
+        ([Chunk(0, 0, 1, 1024, [5], False, GREEDY)], "beyond the model's 1024"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+async def test_a_batch_that_breaks_the_rules_is_refused_before_anything_is_sent(chunks, message, tmp_path):
+    model = load_model(make_checkpoint("opt"), dtype="fp32")
+    async with linked(model, tmp_path, n=2, max_rows=64) as links:
+        spart = SPart(model, links)
+        with pytest.raises(ValueError, match=message):
+            run(spart.step(StepBatch(0, chunks)))
+        assert [(await link.stats())["calls"] for link in links] == [0, 0]
+        assert run(spart.step(StepBatch(0, [Chunk(0, 0, 1, 0, [5], True, GREEDY)]))).sampled[0].token >= 0
+
+
+async def test_a_chunk_out_of_turn_is_refused(tmp_path):
+    model = load_model(make_checkpoint("qwen2"), dtype="fp32")
+    async with linked(model, tmp_path) as links:
+        spart = SPart(model, links)
+        run(spart.step(StepBatch(0, [Chunk(0, 0, 1, 0, text(10), True, None)])))
+        with pytest.raises(ValueError, match="goes on at 12, expected at 10"):
+            run(spart.step(StepBatch(0, [Chunk(0, 0, 1, 12, text(10), True, None)])))
+
+
+async def test_a_link_of_another_geometry_is_refused(tmp_path):
+    model, other = (
+        load_model(make_checkpoint("qwen2"), dtype="fp32"),
+        load_model(make_checkpoint("qwen3"), dtype="fp32"),
+    )
+    async with linked(other, tmp_path) as links:
+        with pytest.raises(ValueError, match="the model needs"):
+            run(SPart(model, links).step(StepBatch(0, [Chunk(0, 0, 1, 0, [5], True, GREEDY)])))
+
+
+async def test_a_refused_call_leaves_the_slot_usable_on_every_link(tmp_path):
+    """Link 1 refuses (the sequence is not there); link 0, which has answered or will, can be used at once."""
+    directory = make_checkpoint("llama-gqa")
+    model, tokens = load_model(directory, dtype="fp32"), text(6)
+    async with linked(model, tmp_path, n=2) as links:
+        spart = SPart(model, links)
+        run(spart.step(StepBatch(0, [Chunk(0, 0, 1, 0, tokens[:5], True, GREEDY)])))
+        with pytest.raises(CallRefused):
+            chunks = [Chunk(0, 1, 1, 0, [9], False, GREEDY), Chunk(1, 3, 1, 17, [9], False, GREEDY)]
+            run(spart.step(StepBatch(0, chunks)))
+        output = run(spart.step(StepBatch(0, [Chunk(0, 0, 1, 5, tokens[5:], False, GREEDY)]), keep_logits=True))
+    assert_close(output.logits[0], expected_logits(directory, tokens)[-1])
+
+
+async def test_a_lost_r_node_ends_the_step_with_link_down(tmp_path):
+    model = load_model(make_checkpoint("llama-gqa"), dtype="fp32")
+    async with linked(model, tmp_path, n=2) as links:
+        spart = SPart(model, links, timeout=20)
+        chunks = [Chunk(0, 0, 1, 0, text(5), True, None), Chunk(1, 0, 1, 0, text(5), True, None)]
+        step = spart.step(StepBatch(0, chunks))
+        next(step)
+        await links[1].close()
+        with pytest.raises(LinkDown):
+            run(step)
+        assert spart.staged_bytes == 0
+        assert run(spart.step(StepBatch(0, [Chunk(0, 2, 1, 0, text(5), True, GREEDY)]))).sampled[0].token >= 0
+
+
+async def test_a_step_that_is_abandoned_leaves_nothing_behind(tmp_path):
+    directory = make_checkpoint("mistral")
+    model, tokens = load_model(directory, dtype="fp32"), text(40)
+    async with linked(model, tmp_path) as links:
+        spart = SPart(model, links)
+        step = spart.step(StepBatch(0, [Chunk(0, 0, 1, 0, tokens, True, None)]))
+        next(step)
+        assert spart.staged_bytes > 0
+        step.close()
+        assert spart.staged_bytes == 0
+        output = run(spart.step(StepBatch(0, [Chunk(0, 1, 1, 0, tokens, True, GREEDY)]), keep_logits=True))
+    assert_close(output.logits[0], expected_logits(directory, tokens)[-1])
+
+
+async def test_an_aborted_prompt_is_dropped(tmp_path):
+    model = load_model(make_checkpoint("mistral"), dtype="fp32")
+    async with linked(model, tmp_path) as links:
+        spart = SPart(model, links)
+        for seq in (0, 1):
+            run(spart.step(StepBatch(0, [Chunk(0, seq, 1, 0, text(40), True, None)])))
+        both = spart.staged_bytes
+        spart.drop(0, 0, 1)
+        spart.drop(0, 0, 1)
+        assert spart.staged_bytes == both // 2
+        run(spart.step(StepBatch(0, [Chunk(0, 1, 1, 40, text(3), True, GREEDY)])))
+        assert spart.staged_bytes == 0
+
+
+async def test_a_replaced_link_is_used_from_the_next_step(tmp_path):
+    directory = make_checkpoint("llama-gqa")
+    model, tokens = load_model(directory, dtype="fp32"), text(30)
+    async with linked(model, tmp_path, n=2) as links:
+        spart = SPart(model, [links[0]])
+        run(spart.step(StepBatch(0, [Chunk(0, 0, 1, 0, tokens, True, GREEDY)])))
+        spart.links[0] = links[1]
+        output = run(spart.step(StepBatch(0, [Chunk(0, 0, 1, 0, tokens, True, GREEDY)]), keep_logits=True))
+        assert (await links[1].stats())["calls"] == model.config.n_layers
+    assert_close(output.logits[0], expected_logits(directory, tokens)[-1])

@@ -1,0 +1,288 @@
+"""The tokenizer against transformers' AutoTokenizer, on tokenizers trained here."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+import tokenizers_made
+from tokenizers import Tokenizer as BackendTokenizer
+from tokenizers import decoders, models, pre_tokenizers
+from tokenizers_made import CHATML
+from transformers import AutoTokenizer
+
+from fastdecode.chat_template import ChatTemplateError
+from fastdecode.tokenizer import Detokenizer, Tokenizer, TokenizerError
+
+TEXTS = [
+    "",
+    " ",
+    "Hello",
+    " Hello  world ",
+    "It is a truth universally acknowledged.\n\n\tBut 12345?",
+    "她说你好世界。",
+    "안녕 🦙🧑‍🚀👩🏽‍🔬 café 🇳🇱 é",
+    "�a�",
+    "<|im_start|>user\nhi<|im_end|>\n",
+    "</s><s> x<unk>",
+    "a <think> b",
+    "\r\n \u200b\u00a0\u3000",
+]
+
+LLAMA3 = """{{- bos_token }}
+{%- if messages[0]['role'] == 'system' %}
+    {%- set system_message = messages[0]['content'] | trim %}
+    {%- set messages = messages[1:] %}
+{%- else %}
+    {%- set system_message = '' %}
+{%- endif %}
+{%- if not date_string is defined %}
+    {%- set date_string = strftime_now('%Y') %}
+{%- endif %}
+{{- '<|start_header_id|>system<|end_header_id|>\n\nToday is ' + date_string + '.\n' + system_message + '<|eot_id|>' }}
+{%- for message in messages %}
+    {%- if not (message.role == 'ipython' or 'tool_calls' in message) %}
+        {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n' + message['content'] | trim + '<|eot_id|>'
+        }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|start_header_id|>assistant<|end_header_id|>\n\n' }}
+{%- endif %}
+"""
+MISTRAL = """{%- if messages[0]["role"] == "system" %}
+    {%- set system_message = messages[0]["content"] %}
+    {%- set loop_messages = messages[1:] %}
+{%- else %}
+    {%- set loop_messages = messages %}
+{%- endif %}
+{{- bos_token }}
+{%- set ns = namespace(index=0) %}
+{%- for message in loop_messages %}
+    {%- if (message["role"] == "user") != (ns.index % 2 == 0) %}
+        {{- raise_exception("conversation roles must alternate") }}
+    {%- endif %}
+    {%- set ns.index = ns.index + 1 %}
+    {%- if message["role"] == "user" %}
+        {%- if loop.last and system_message is defined %}
+            {{- "[INST] " + system_message + "\n\n" + message["content"] + "[/INST]" }}
+        {%- else %}
+            {{- "[INST] " + message["content"] + "[/INST]" }}
+        {%- endif %}
+    {%- else %}
+        {% generation %}
+        {{- " " + message["content"] | trim + eos_token }}
+        {% endgeneration %}
+    {%- endif %}
+{%- endfor %}
+"""
+TRICKS = """{%- macro show(x) %}{{ x | tojson }}{% endmacro %}
+{%- for m in messages %}
+    {%- if m.role == 'system' %}{% continue %}{% endif %}
+{{ loop.index0 }}:{{ show(m) }}|{{ [m.role, m.content] | tojson(indent=2) }}
+    {%- if loop.index > 2 %}{% break %}{% endif %}
+{%- endfor %}
+{%- if enable_thinking is defined and enable_thinking is false %}<think></think>{% endif %}{{ tools is none }}"""
+
+CHAT = [
+    {"role": "system", "content": " Be brief. "},
+    {"role": "user", "content": "Häl\"lo <b>'you'</b> 世界 🦙"},
+    {"role": "assistant", "content": " Hi!\n"},
+    {"role": "user", "content": "Bye & so on"},
+]
+
+ADDED_TOKEN = {"__type": "AddedToken", "lstrip": False, "rstrip": False, "normalized": False, "single_word": False}
+
+
+def kind_of(kind, directory, **config):
+    return getattr(tokenizers_made, kind)(directory, **config)
+
+
+@pytest.fixture(scope="module", params=["byte_level", "metaspace"])
+def model_dir(request, tmp_path_factory):
+    return kind_of(request.param, tmp_path_factory.mktemp(request.param), chat_template=CHATML)
+
+
+@pytest.fixture(scope="module")
+def ours(model_dir):
+    return Tokenizer.from_dir(model_dir)
+
+
+@pytest.fixture(scope="module")
+def theirs(model_dir):
+    return AutoTokenizer.from_pretrained(model_dir)
+
+
+@pytest.mark.parametrize("special", [True, False])
+@pytest.mark.parametrize("text", TEXTS)
+def test_encoding_is_transformers(ours, theirs, text, special):
+    assert ours.encode(text, add_special_tokens=special) == theirs.encode(text, add_special_tokens=special)
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_decoding_is_transformers(ours, theirs, text):
+    ids = theirs.encode(text)
+    for skip in (True, False):
+        assert ours.decode(ids, skip_special_tokens=skip) == theirs.decode(ids, skip_special_tokens=skip)
+    assert (ours.vocab_size, ours.bos_token, ours.eos_token) == (len(theirs), theirs.bos_token, theirs.eos_token)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"add_bos_token": False},
+        {"add_bos_token": True},
+        {"add_bos_token": True, "add_eos_token": True},
+        {"bos_token": ADDED_TOKEN | {"content": "<bos>"}},
+        {"extra_special_tokens": ["<|extra|>"]},
+        {"eos_token": None},
+    ],
+    ids=lambda config: ",".join(config),
+)
+@pytest.mark.parametrize("kind", ["byte_level", "metaspace"])
+def test_tokenizer_config_says_which_special_tokens_there_are(tmp_path, kind, config):
+    directory = kind_of(kind, tmp_path, **config)
+    ours, theirs = Tokenizer.from_dir(directory), AutoTokenizer.from_pretrained(directory)
+    for text in [*TEXTS, "a<|extra|>b <bos> c"]:
+        ids = theirs.encode(text)
+        assert ours.encode(text) == ids
+        assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
+    assert (ours.bos_token, ours.eos_token) == (theirs.bos_token, theirs.eos_token)
+
+
+def test_tokens_only_listed_in_tokenizer_config_are_added(tmp_path):
+    listed = {str(i): {"content": f"<x{i}>", "rstrip": True, "special": bool(i % 2)} for i in (401, 402)}
+    directory = tokenizers_made.byte_level(tmp_path, added_tokens_decoder=listed)
+    ours, theirs = Tokenizer.from_dir(directory), AutoTokenizer.from_pretrained(directory)
+    ids = theirs.encode("a<x401> b<x402> c")
+    assert ours.encode("a<x401> b<x402> c") == ids
+    assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("template", [CHATML, LLAMA3, MISTRAL, TRICKS], ids=["chatml", "llama3", "mistral", "tricks"])
+@pytest.mark.parametrize("messages", [CHAT, CHAT[1:2], CHAT[:2]], ids=["four", "one", "system"])
+@pytest.mark.parametrize("variables", [{}, {"enable_thinking": False, "date_string": "1813"}], ids=["", "variables"])
+def test_chats_are_rendered_as_by_transformers(tmp_path, template, messages, variables):
+    directory = tokenizers_made.byte_level(tmp_path, chat_template=template)
+    ours, theirs = Tokenizer.from_dir(directory), AutoTokenizer.from_pretrained(directory)
+    for prompted in (True, False):
+        expected = theirs.apply_chat_template(messages, add_generation_prompt=prompted, return_dict=False, **variables)
+        assert ours.apply_chat_template(messages, add_generation_prompt=prompted, **variables) == expected
+    text = theirs.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **variables)
+    assert ours.render_chat(messages, **variables) == text
+
+
+@pytest.mark.parametrize("where", ["list", "jinja", "json"])
+def test_a_template_is_found_wherever_it_may_be(tmp_path, where):
+    named = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": CHATML}]
+    directory = tokenizers_made.byte_level(tmp_path, chat_template=named if where == "list" else None)
+    if where == "jinja":
+        (directory / "chat_template.jinja").write_text(CHATML)
+    if where == "json":
+        (directory / "chat_template.json").write_text(json.dumps({"chat_template": CHATML}))
+    expected = "<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\n"
+    assert Tokenizer.from_dir(directory).render_chat([{"role": "user", "content": "x"}]) == expected
+
+
+def test_a_template_may_refuse_a_conversation(tmp_path):
+    tokenizer = Tokenizer.from_dir(tokenizers_made.byte_level(tmp_path, chat_template=MISTRAL))
+    with pytest.raises(ChatTemplateError, match="roles must alternate"):
+        tokenizer.apply_chat_template([CHAT[2]])
+
+
+@pytest.mark.parametrize(
+    "template",
+    ["{{ ''.__class__.__mro__ }}{{ messages.append(1) }}", "{{ messages[0].nothing.at.all }}", "{{ 1 + 'a' }}"],
+)
+def test_a_template_that_fails_is_an_error_of_the_chat(tmp_path, template):
+    tokenizer = Tokenizer.from_dir(tokenizers_made.byte_level(tmp_path, chat_template=template))
+    with pytest.raises(ChatTemplateError):
+        tokenizer.apply_chat_template(CHAT)
+
+
+def test_no_template(tmp_path):
+    tokenizer = Tokenizer.from_dir(tokenizers_made.byte_level(tmp_path))
+    assert not tokenizer.has_chat_template
+    with pytest.raises(ChatTemplateError, match="no chat template"):
+        tokenizer.apply_chat_template(CHAT)
+
+
+def test_broken_files_are_named(tmp_path):
+    with pytest.raises(TokenizerError, match=r"no tokenizer\.json"):
+        Tokenizer.from_dir(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(TokenizerError, match=r"tokenizer\.json"):
+        Tokenizer.from_dir(tmp_path)
+    tokenizers_made.byte_level(tmp_path, chat_template="{% if %}")
+    with pytest.raises(ChatTemplateError, match="not valid Jinja"):
+        Tokenizer.from_dir(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text("[")
+    with pytest.raises(TokenizerError, match=r"tokenizer_config\.json"):
+        Tokenizer.from_dir(tmp_path)
+
+
+def stream(tokenizer, ids, prompt=()):
+    detokenizer = Detokenizer(tokenizer, prompt)
+    return [*map(detokenizer.push, ids), detokenizer.flush()]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_streamed_text_is_the_decoded_whole(ours, theirs, text):
+    ids = theirs.encode(text)
+    assert "".join(stream(ours, ids)) == theirs.decode(ids, skip_special_tokens=True)
+
+
+def test_a_character_never_comes_in_parts(ours, theirs):
+    text = "x她说🦙🧑‍🚀 y안é…"
+    pieces = stream(ours, theirs.encode(text))
+    assert "".join(pieces) == text
+    assert not any("\ufffd" in piece for piece in pieces)
+    assert pieces[-1] == ""  # and none comes later than its last byte
+
+
+def test_tokens_that_end_within_characters_one_after_another(tmp_path):
+    """世 is E4 B8 96. With tokens E4 and B8 96 E4 the text never ends on a whole character, and must come all the
+    same.
+    """
+    alphabet = pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str("世")[0][0]
+    vocab = {alphabet[0]: 0, alphabet[1:] + alphabet[0]: 1, alphabet[1:]: 2}
+    backend = BackendTokenizer(models.BPE(vocab, []))
+    backend.decoder = decoders.ByteLevel()
+    ours = Tokenizer.from_dir(tokenizers_made.save(tmp_path, backend))
+    assert stream(ours, [0, *[1] * 200, 2]) == ["", *["世"] * 201, ""]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_any_tokens_at_all(ours, theirs, seed):
+    """Random ids: broken bytes, special tokens, ids beyond the vocabulary."""
+    rng = random.Random(seed)
+    ids = [rng.randrange(ours.vocab_size + 5) for _ in range(300)]
+    if theirs.convert_tokens_to_ids("<0xE4>") is not None:  # see the next test
+        ids = [i for i in ids if len(ours.token_bytes(i)) != 1 or ours.token_bytes(i) < b"\x80"]
+    assert "".join(stream(ours, ids)) == theirs.decode(ids, skip_special_tokens=True)
+
+
+def test_a_broken_byte_spares_the_characters_before_it(tmp_path):
+    """Where bytes are tokens of their own, the library's decoder gives up a whole run of them for one that is broken.
+    A stream has sent the run's first characters by then, and cannot take them back."""
+    ours = Tokenizer.from_dir(tokenizers_made.metaspace(tmp_path))
+    byte = {ours.token_bytes(i): i for i in range(ours.vocab_size)}
+    ids = [byte[bytes([b])] for b in "世".encode() + b"\xe4"]
+    assert stream(ours, ids) == ["", "", "世", "", "\ufffd\ufffd\ufffd"]
+    assert stream(ours, ids + ids)[-1] != "世"
+
+
+@pytest.mark.parametrize("cut", range(1, 30))
+def test_text_that_continues_a_prompt(ours, cut):
+    ids = ours.encode("a café  世界 and 🦙 some more words", add_special_tokens=False)
+    before, after = (b"".join(map(ours.token_bytes, part)) for part in (ids[:cut], ids[cut:]))
+    known = before.decode(errors="ignore")  # a character cut in two belongs to what follows
+    assert "".join(stream(ours, ids[cut:], ids[:cut])) == (before + after).decode()[len(known) :]
+
+
+def test_token_bytes_joined_are_the_text(ours, theirs):
+    for text in TEXTS:
+        ids = ours.encode(text, add_special_tokens=False)
+        assert b"".join(map(ours.token_bytes, ids)).decode().lstrip(" ") == theirs.decode(ids).lstrip(" ")
+    assert ours.token_bytes(ours.vocab_size + 1) == b""

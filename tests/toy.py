@@ -1,0 +1,142 @@
+"""An S-Part without weights over R-nodes without attention, for tests of what schedules them.
+
+The toy model's next token is a hash of all the tokens its R-node has cached, so a lost, doubled or foreign row changes
+the output; its R-nodes check handles, positions and pages as the real ones do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import zlib
+from types import SimpleNamespace
+
+from fastdecode.engine.cluster import pages_for
+from fastdecode.spart.batch import Sampled, StepOutput
+from fastdecode.transports.base import CallRefused, LinkDown
+
+VOCAB = 1000
+POISON = VOCAB - 1  # a prompt that ends with it has no next token
+BAD_SEQUENCE, OUT_OF_PAGES = 3, 4
+
+
+def next_token(tokens: list[int]) -> int:
+    return zlib.crc32(repr(tokens).encode()) % POISON
+
+
+def continuation(prompt: list[int], n: int, ends: frozenset[int] = frozenset()) -> list[int]:
+    """What the toy model makes of a prompt: at most n tokens, the first of `ends` the last."""
+    tokens = list(prompt)
+    while len(tokens) < len(prompt) + n:
+        tokens.append(next_token(tokens))
+        if tokens[-1] in ends:
+            break
+    return tokens[len(prompt) :]
+
+
+class ToyLink:
+    def __init__(self, url="tcp://toy", n_pages=1000, max_seqs=64, n_slots=4, max_rows=512):
+        self.url = url
+        self.geometry = SimpleNamespace(n_slots=n_slots, max_rows=max_rows)
+        self.lease = SimpleNamespace(
+            n_pages=n_pages, max_seqs=max_seqs, page_bytes=4096, isa="toy", threads=1, node=url.removeprefix("tcp://")
+        )
+        self.cache: dict[int, tuple[int, list[int]]] = {}  # sequence index -> tag, tokens
+        self.frames: list[list[tuple[int, int]]] = []  # FREEs
+        self.dead = False
+        self._closed = asyncio.get_running_loop().create_future()
+
+    def append(self, chunk) -> None:
+        self.check_alive()
+        if chunk.pos == 0:
+            if chunk.seq in self.cache:
+                raise CallRefused(BAD_SEQUENCE, f"sequence {chunk.seq} is in use")
+            self.cache[chunk.seq] = (chunk.tag, [])
+        tag, tokens = self.cache.get(chunk.seq, (None, []))
+        if tag != chunk.tag or len(tokens) != chunk.pos:
+            raise CallRefused(BAD_SEQUENCE, f"sequence {chunk.seq}: tag or position")
+        tokens += chunk.tokens
+        if sum(pages_for(len(cached)) for _, cached in self.cache.values()) > self.lease.n_pages:
+            raise CallRefused(OUT_OF_PAGES, "no page left")
+
+    def check_alive(self) -> None:
+        if self.dead:
+            raise LinkDown(f"{self.url}: connection lost")
+
+    def kill(self, *, silently: bool = False) -> None:
+        """The peer is gone; `silently`: only whoever uses the link gets to know."""
+        self.dead = True
+        if not silently and not self._closed.done():
+            self._closed.set_result(LinkDown(f"{self.url}: connection lost"))
+
+    async def free(self, handles) -> None:
+        self.frames.append(list(handles))
+        await asyncio.sleep(0.001)
+        self.check_alive()
+        for seq, tag in handles:
+            if self.cache.get(seq, (None,))[0] != tag:
+                raise CallRefused(BAD_SEQUENCE, f"nothing to free for sequence {seq}")
+            del self.cache[seq]
+
+    async def stats(self) -> dict:
+        self.check_alive()
+        return {"calls": 3, "busy_ns": 2_000_000_000, "kv_bytes": 5}
+
+    async def closed(self) -> LinkDown | None:
+        return await asyncio.shield(self._closed)
+
+
+class ToySPart:
+    """`steps` counts those begun; clear `gate` to hold every step where it has posted but not yet been answered."""
+
+    def __init__(self, links, *, max_positions=4096, eos=frozenset()):
+        self.links = list(links)
+        self.config = SimpleNamespace(max_positions=max_positions, eos_token_ids=eos, vocab_size=VOCAB)
+        self.staged: dict[tuple[int, int, int], int] = {}  # handle -> tokens of an unfinished prompt
+        self.gate = threading.Event()
+        self.gate.set()
+        self.posted = threading.Event()
+        self.steps = 0
+        self.fault: Exception | None = None  # raised once, by the next step to be answered
+        self.early_fault: Exception | None = None  # raised once, by the next step, before anything is posted
+
+    def step(self, batch, keep_logits=False):
+        self.steps += 1
+        if self.early_fault is not None:
+            self.early_fault, fault = None, self.early_fault
+            raise fault
+        for chunk in batch.chunks:
+            handle = (chunk.link, chunk.seq, chunk.tag)
+            if chunk.prefill:
+                assert self.staged.pop(handle, 0) == chunk.pos, "the prompt's earlier K/V is not staged"
+                if chunk.sample is None:
+                    self.staged[handle] = chunk.pos + len(chunk.tokens)
+            self.links[chunk.link].append(chunk)
+        for _ in range(2):  # layers
+            self.posted.set()
+            yield
+            assert self.gate.wait(20)
+            if self.fault is not None:
+                self.fault, fault = None, self.fault
+                raise fault
+            for chunk in batch.chunks:
+                self.links[chunk.link].check_alive()
+        sampled = [self.sample(chunk) for chunk in batch.chunks]
+        return StepOutput(sampled, s_seconds=0.25, r_wait_seconds=0.5, kv_bytes=10)
+
+    def sample(self, chunk) -> Sampled | None:
+        spec = chunk.sample
+        if spec is None:
+            return None
+        cached = self.links[chunk.link].cache[chunk.seq][1]
+        if chunk.tokens[-1] == POISON:
+            return Sampled(-1, error="the logits are not finite")
+        if spec.temperature == 0:
+            return Sampled(next_token(cached))
+        return Sampled(next_token([spec.seed, spec.index, *cached]))
+
+    def release_link(self, index: int) -> None:
+        assert self.links[index].dead
+
+    def drop(self, link: int, seq: int, tag: int) -> None:
+        self.staged.pop((link, seq, tag), None)
