@@ -277,9 +277,11 @@ static void hostile_call(hostile_t *h, input_t *in) {
     answers[reply.status]++;
     if (reply.status == FD_OK) {
         REQUIRE(racing || reply.n_attend_rows == call.n_attend_rows);
-        if (!racing && call.flags & FD_CALL_NEW_STEP && fresh) note_served(h, table, &call);
+        if (call.flags & FD_CALL_NEW_STEP && fresh) note_served(h, table, &call); /* after a race, most likely */
         call.flags = 0;
         h->slots[slot].call = call;
+    } else if (call.flags & FD_CALL_NEW_STEP) {
+        h->slots[slot].call.n_rows = 0;
     }
     free(table);
 }
