@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import random
 import socket
 
 import openai
@@ -13,6 +14,7 @@ import tokenizers_made
 from api_client import MODEL, served
 from scripted_engine import ScriptedEngine
 
+from fastdecode.api.text import StopStrings
 from fastdecode.engine.request import GenerationFailed, InvalidPrompt, NotReady, Overloaded, PromptTooLong, TokenEvent
 from fastdecode.tokenizer import Tokenizer
 
@@ -73,6 +75,29 @@ async def test_stop_strings_across_tokens(tokenizer, spell, said, stop, expected
             text, reasons = answer.choices[0].text, [answer.choices[0].finish_reason]
     assert (text, reasons) == (expected, [reason])
     assert engine.streams[0].cancelled.is_set()
+
+
+def cut_before_stop(text, stops):
+    """The definition, one character at a time."""
+    for end in range(1, len(text) + 1):
+        if complete := [len(stop) for stop in stops if text[:end].endswith(stop)]:
+            return text[: end - max(complete)], True
+    return text, False
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_stop_strings_do_not_depend_on_how_the_text_is_cut(seed):
+    rng = random.Random(seed)
+    for _ in range(500):
+        stops = ["".join(rng.choices("ab", k=rng.randint(1, 5))) for _ in range(rng.randint(1, 3))]
+        text = "".join(rng.choices("abc", weights=[5, 5, 1], k=rng.randint(0, 20)))
+        matcher, sent, stopped, rest = StopStrings(stops), "", False, text
+        while rest and not stopped:
+            n = rng.randint(1, 4)
+            released, stopped = matcher.push(rest[:n])
+            sent, rest = sent + released, rest[n:]
+            assert cut_before_stop(text, stops)[0].startswith(sent)
+        assert (sent + matcher.flush() * (not stopped), stopped) == cut_before_stop(text, stops)
 
 
 async def test_no_part_of_a_stop_string_is_sent_before_it_is_known_to_be_none(tokenizer, spell):
@@ -275,6 +300,19 @@ async def test_a_reader_that_stalls_holds_up_neither_the_engine_nor_other_stream
     texts = [json.loads(line[6:])["choices"][0]["text"] for line in raw.split(b"\n") if line.startswith(b"data: {")]
     assert "".join(texts) == "0" * n
     assert len(texts) < n
+
+
+async def test_variables_for_the_models_own_chat_template(tmp_path, spell):
+    """vLLM's chat_template_kwargs, e.g. Qwen3's enable_thinking."""
+    template = "{{ messages[0].content }}{% if enable_thinking is false %}<think>{% endif %}"
+    tokenizer = Tokenizer.from_dir(tokenizers_made.byte_level(tmp_path, chat_template=template))
+    engine = ScriptedEngine(spell("a"), spell("b"))
+    async with served(engine, tokenizer) as client:
+        await client.openai.chat.completions.create(**CHAT)
+        extra = {"chat_template_kwargs": {"enable_thinking": False}}
+        await client.openai.chat.completions.create(**CHAT, extra_body=extra)
+    think = tokenizer.encode("<think>", add_special_tokens=False)
+    assert engine.prompts[1] == engine.prompts[0] + think
 
 
 # -- clients that go --------------------------------------------------------------------------------------------------

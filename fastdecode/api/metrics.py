@@ -143,7 +143,7 @@ class _EngineCollector(Collector):
 
 _NODE_METRICS: tuple[tuple[type, str, str, Callable[[NodeStats], float]], ...] = (
     (GaugeMetricFamily, "alive", "1 while the R-node is connected.", lambda node: float(node.alive)),
-    (GaugeMetricFamily, "pages_total", "Cache pages of the lease.", lambda node: node.pages_total),
+    (GaugeMetricFamily, "pages", "Cache pages of the lease.", lambda node: node.pages_total),
     (
         GaugeMetricFamily,
         "pages_used",

@@ -27,3 +27,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         args.run(args)
     except (TransportError, OSError, RuntimeError, ValueError) as error:
         sys.exit(f"fastdecode-bench {args.command}: {error}")
+
+
+if __name__ == "__main__":
+    main()

@@ -34,7 +34,8 @@ class Transformers:
         torch.set_num_threads(before)
 
     def round(self, steps: int) -> float:
-        self._cache.crop(self._context)
+        if grown := self._cache.get_seq_length() - self._context:
+            self._cache.crop(-grown)
         mask = torch.ones_like(self._ids)
         start = perf_counter()
         self._model.generate(

@@ -1,0 +1,234 @@
+"""What the API refuses, and how: by status, OpenAI's error object and the name of the field. Judge: the `openai`
+client.
+"""
+
+from __future__ import annotations
+
+import aiohttp
+import openai
+import pytest
+from api_client import MODEL, served
+from checkpoints import MAX_POSITIONS, make_checkpoint
+from real_engine import real_engine
+
+from fastdecode.tokenizer import Tokenizer
+
+MESSAGES = [{"role": "user", "content": "Who are you?"}]
+ASK = {"model": MODEL, "prompt": "The quick", "max_tokens": 4}
+CHAT = {"model": MODEL, "messages": MESSAGES, "max_completion_tokens": 4}
+
+NEUTRAL = {
+    "presence_penalty": 0,
+    "frequency_penalty": 0.0,
+    "logit_bias": {},
+    "stop": None,
+    "user": None,
+    "logprobs": None,
+    "stream_options": None,
+    "n": None,
+}
+NEUTRAL_COMPLETION = NEUTRAL | {"echo": False, "suffix": None, "best_of": 1}
+NEUTRAL_CHAT = NEUTRAL | {
+    "response_format": {"type": "text"},
+    "tools": [],
+    "tool_choice": "none",
+    "functions": None,
+    "store": False,
+    "modalities": ["text"],
+    "metadata": None,
+    "service_tier": "auto",
+    "parallel_tool_calls": True,
+    "top_logprobs": None,
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return Tokenizer.from_dir(make_checkpoint("llama-gqa"))
+
+
+@pytest.fixture
+async def engine(tmp_path):
+    async with real_engine(make_checkpoint("llama-gqa"), tmp_path) as engine:
+        yield engine
+
+
+@pytest.fixture
+async def client(engine, tokenizer):
+    async with served(engine, tokenizer) as client:
+        yield client
+
+
+async def test_fields_that_ask_for_nothing_are_accepted(client):
+    for path, body in (("/v1/completions", ASK | NEUTRAL_COMPLETION), ("/v1/chat/completions", CHAT | NEUTRAL_CHAT)):
+        status, answer = await client.post(path, body)
+        assert status == 200, answer
+
+
+BAD_BOTH = [
+    ({"presence_penalty": 0.5}, "presence_penalty"),
+    ({"frequency_penalty": -1}, "frequency_penalty"),
+    ({"logit_bias": {"5": 1}}, "logit_bias"),
+    ({"nonsense": 1}, "nonsense"),
+    ({"nonsense": None}, "nonsense"),
+    ({"temperature": 2.5}, "temperature"),
+    ({"temperature": "hot"}, "temperature"),
+    ({"temperature": True}, "temperature"),
+    ({"top_p": -0.1}, "top_p"),
+    ({"top_k": 1.5}, "top_k"),
+    ({"min_p": 2}, "min_p"),
+    ({"n": 0}, "n"),
+    ({"n": 129}, "n"),
+    ({"n": "2"}, "n"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": 1.5}, "max_tokens"),
+    ({"seed": 2**63}, "seed"),
+    ({"seed": "x"}, "seed"),
+    ({"stop": [""]}, "stop"),
+    ({"stop": ["x"] * 17}, "stop"),
+    ({"stop": [1]}, "stop"),
+    ({"stop": "x" * 2000}, "stop"),
+    ({"stream": "yes"}, "stream"),
+    ({"stream_options": {"include_usage": True}}, "stream_options"),
+    ({"stream": True, "stream_options": {"nonsense": 1}}, "stream_options.nonsense"),
+    ({"stop_token_ids": [-1]}, "stop_token_ids"),
+    ({"ignore_eos": 1}, "ignore_eos"),
+    ({"user": 5}, "user"),
+    ({"model": None}, "model"),
+    ({"model": 5}, "model"),
+]
+BAD_COMPLETION = [
+    ({"prompt": None}, "prompt"),
+    ({"prompt": []}, "prompt"),
+    ({"prompt": [[]]}, "prompt"),
+    ({"prompt": ["a", 1]}, "prompt"),
+    ({"prompt": [1, "a"]}, "prompt"),
+    ({"prompt": [True]}, "prompt"),
+    ({"prompt": {"a": 1}}, "prompt"),
+    ({"prompt": [384]}, "prompt"),  # one beyond the vocabulary
+    ({"prompt": [-1]}, "prompt"),
+    ({"prompt": [2**40]}, "prompt"),
+    ({"prompt": [1] * MAX_POSITIONS}, "prompt"),
+    ({"prompt": ["x"] * 100, "n": 100}, "n"),
+    ({"logprobs": 21}, "logprobs"),
+    ({"logprobs": True}, "logprobs"),
+    ({"best_of": 2}, "best_of"),
+    ({"echo": True}, "echo"),
+    ({"suffix": "x"}, "suffix"),
+    ({"messages": MESSAGES}, "messages"),
+]
+BAD_CHAT = [
+    ({"messages": None}, "messages"),
+    ({"messages": []}, "messages"),
+    ({"messages": "hi"}, "messages"),
+    ({"messages": ["hi"]}, "messages[0]"),
+    ({"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role"),
+    ({"messages": [{"role": "user"}]}, "messages[0].content"),
+    ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+    ({"messages": [{"role": "user", "content": []}]}, "messages[0].content"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
+    ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
+    ({"messages": [{"role": "user", "content": "x", "mood": "sad"}]}, "messages[0].mood"),
+    ({"messages": [{"role": "user", "content": "x" * 9000}]}, "messages"),
+    ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+    ({"tool_choice": "required"}, "tool_choice"),
+    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"store": True}, "store"),
+    ({"logprobs": 3}, "logprobs"),
+    ({"top_logprobs": 3}, "top_logprobs"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    ({"max_tokens": 3}, "max_tokens"),  # beside another max_completion_tokens
+    ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
+    ({"prompt": "x"}, "prompt"),
+]
+
+
+@pytest.mark.parametrize(("fields", "param"), BAD_BOTH + BAD_COMPLETION, ids=lambda value: str(value)[:40])
+async def test_a_bad_completion_is_refused_by_name(client, fields, param):
+    with pytest.raises(openai.BadRequestError) as caught:
+        await client.openai.completions.create(model=MODEL, prompt="", extra_body=ASK | fields)
+    assert (caught.value.param, caught.value.type) == (param, "invalid_request_error")
+    assert caught.value.message
+
+
+@pytest.mark.parametrize(("fields", "param"), BAD_BOTH + BAD_CHAT, ids=lambda value: str(value)[:40])
+async def test_a_bad_chat_is_refused_by_name(client, fields, param):
+    with pytest.raises(openai.BadRequestError) as caught:
+        await client.openai.chat.completions.create(model=MODEL, messages=[], extra_body=CHAT | fields)
+    assert (caught.value.param, caught.value.type) == (param, "invalid_request_error")
+
+
+async def test_a_prompt_beyond_the_context_has_its_own_code(client):
+    with pytest.raises(openai.BadRequestError) as caught:
+        await client.openai.completions.create(**ASK | {"prompt": [5] * MAX_POSITIONS})
+    assert caught.value.code == "context_length_exceeded"
+
+
+async def test_an_unknown_model(client):
+    for create, ask in ((client.openai.completions.create, ASK), (client.openai.chat.completions.create, CHAT)):
+        with pytest.raises(openai.NotFoundError) as caught:
+            await create(**ask | {"model": "gpt-5"})
+        assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
+
+
+async def test_a_model_without_a_chat_template(engine, tokenizer, monkeypatch):
+    monkeypatch.setattr(tokenizer, "_template", None)
+    async with served(engine, tokenizer) as client:
+        with pytest.raises(openai.BadRequestError, match="no chat template"):
+            await client.openai.chat.completions.create(**CHAT)
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"[1]", b'"x"', b'{"temperature": NaN}', b'{"temperature": 1e999}', b"\xff", b"[" * 5000]
+)
+async def test_bodies_that_are_no_json_object(client, body):
+    async with client.http.post("/v1/completions", data=body, headers={"Content-Type": "application/json"}) as response:
+        assert response.status == 400
+        assert (await response.json())["error"]["type"] == "invalid_request_error"
+
+
+async def test_a_body_of_another_type(client):
+    async with client.http.post("/v1/completions", data=b'{"prompt": "x"}') as response:
+        assert response.status == 415
+        assert "application/json" in (await response.json())["error"]["message"]
+
+
+async def test_a_body_too_large(engine, tokenizer):
+    async with served(engine, tokenizer, max_body_bytes=10_000) as client:
+        with pytest.raises(openai.APIStatusError) as caught:
+            await client.openai.completions.create(**ASK | {"prompt": "x" * 1_000_000})
+        assert (caught.value.status_code, caught.value.code) == (413, "body_too_large")
+        assert (await client.openai.completions.create(**ASK)).usage  # and the server goes on
+
+
+async def test_paths_and_methods_there_are_not(client):
+    for method, path, status in (
+        ("GET", "/v1/completions", 405),
+        ("POST", "/health", 405),
+        ("POST", "/v1/embeddings", 404),
+        ("GET", "/", 404),
+        ("GET", "/v1/models/a/b", 404),
+    ):
+        async with client.http.request(method, path) as response:
+            assert response.status == status
+            error = (await response.json())["error"]
+            assert set(error) == {"message", "type", "param", "code"}
+            assert ("Allow" in response.headers) == (status == 405)
+
+
+async def test_the_api_key(engine, tokenizer):
+    async with served(engine, tokenizer, api_key="sesame", key="sesame") as client:
+        assert (await client.openai.completions.create(**ASK)).usage
+    for key in ("Sesame", "sesame2", "x"):
+        async with served(engine, tokenizer, api_key="sesame", key=key) as client:
+            with pytest.raises(openai.AuthenticationError) as caught:
+                await client.openai.completions.create(**ASK)
+            assert caught.value.code == "invalid_api_key"
+            async with client.http.get("/metrics") as response:
+                assert response.status == 401
+            async with client.http.get("/nothing") as response:
+                assert response.status == 401
+            async with client.http.get("/health") as response:
+                assert response.status == 200
+            async with aiohttp.request("GET", f"http://127.0.0.1:{client.server.port}/v1/models") as response:
+                assert response.status == 401  # no header at all

@@ -1,0 +1,56 @@
+"""What a smaller KV-cache costs the demo model, every token decoded through a real R-node; fp32 is judged by transformers."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from rnode_process import RNodeProcess
+
+from fastdecode.bench.perplexity import cut, nats_per_token
+from fastdecode.demo import heldout_text, model_dir
+from fastdecode.spart import load_model
+from fastdecode.transports.registry import connect
+
+SEQUENCES, LENGTH = 32, 160
+#: Relative change of perplexity against the fp32 cache.
+BUDGET = {"fp16": 0.001, "int8": 0.005}
+
+
+@pytest.fixture(scope="module")
+def node(tmp_path_factory):
+    node = RNodeProcess(f"shm://{tmp_path_factory.mktemp('r')}/r.sock", 1 << 28)
+    yield node
+    node.end()
+
+
+@pytest.fixture(scope="module")
+def model():
+    return load_model(model_dir(), device="cpu", dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def ids():
+    return cut(model_dir(), heldout_text(), SEQUENCES, LENGTH)
+
+
+async def perplexity(model, node, ids, kv_dtype) -> float:
+    link = await connect(node.url, model.hello(1, SEQUENCES, kv_dtype, None, SEQUENCES), None)
+    try:
+        return math.exp(nats_per_token(model, link, ids))
+    finally:
+        await link.close()
+
+
+async def test_perplexity_of_each_kv_format(model, node, ids):
+    from transformers import AutoModelForCausalLM
+
+    judge = AutoModelForCausalLM.from_pretrained(model_dir(), dtype=torch.float32).eval()
+    rows = torch.from_numpy(ids)
+    with torch.inference_mode():
+        judged = math.exp(judge(rows, labels=rows).loss.item())
+    exact = await perplexity(model, node, ids, "fp32")
+    assert exact == pytest.approx(judged, rel=1e-5)
+    for kv_dtype, budget in BUDGET.items():
+        assert await perplexity(model, node, ids, kv_dtype) == pytest.approx(exact, rel=budget), kv_dtype
