@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from fastdecode.rnode import RNode
 
 sys.path.insert(0, str(Path(__file__).parent))
+os.environ["PYTHONPATH"] = str(Path(__file__).parent)  # in children, too
 
 # One torch thread here and in every process a test starts: with more, OpenMP's spinning waiters and the R-engine's
 # threads take the cores from each other.
