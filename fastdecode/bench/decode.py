@@ -99,13 +99,13 @@ async def _run(args: argparse.Namespace) -> dict:
         for i in tqdm(range(args.rounds + 1), desc="rounds", unit="round"):
             measured = {"split": await bench.split_round(), "s": bench.s_round(), "r": await bench.r_round()}
             for name, peer in peers.items():
-                torch.set_num_threads(all_threads)
                 measured[name] = args.batch * args.steps / peer.round(args.steps)
-                torch.set_num_threads(split.s_threads)
             if i:  # the first round warms up
                 for name, value in measured.items():
                     samples[name].append(value)
         await bench.close()
+        for peer in peers.values():
+            peer.close()
     finally:
         if node:
             await node.stop()
