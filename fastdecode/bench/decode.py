@@ -27,7 +27,7 @@ from fastdecode.embedded import EmbeddedRNode, split_machine
 from fastdecode.engine.runner import Runner
 from fastdecode.spart import SPart, choose_device, choose_dtype, load_model
 from fastdecode.spart.batch import Chunk, SampleSpec, StepBatch
-from fastdecode.transports.base import PAGE_TOKENS, ROW_ATTEND, ROW_DTYPE, CallTimes, Link
+from fastdecode.transports.base import KV_DTYPES, PAGE_TOKENS, ROW_ATTEND, ROW_DTYPE, CallTimes, Link
 from fastdecode.transports.registry import connect
 
 COMMAND = ("decode", "output tokens/s of the split system, of S and R apart, and the ratio to the max(S, R) bound")
@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--r-node", action="append", metavar="URL", help="R-node to use (repeatable); default: an embedded one"
     )
-    parser.add_argument("--kv-dtype", choices=("fp32", "fp16", "int8"), default="fp16")
+    parser.add_argument("--kv-dtype", choices=KV_DTYPES, default="fp16")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--dtype", choices=("auto", "fp32", "bf16", "fp16"), default="auto")
     parser.add_argument("--threads", type=int, help="attention threads of the embedded R-node")
