@@ -49,3 +49,51 @@ def test_a_bad_call_is_one_sentence(argv, sentence):
     done = subprocess.run([*BENCH, *argv], capture_output=True, text=True, timeout=110)
     assert done.returncode == 1
     assert sentence in done.stderr.splitlines()[-1] and "Traceback" not in done.stderr
+
+
+CELL = ["--context", "130", "--head-size", "16", "--kv-heads", "2", "--kv-bytes", "256KiB", "--rounds", "3"]
+
+
+def test_attention_prints_a_row_a_cell_and_peer_with_the_roofline_of_the_same_rounds():
+    argv = ["--kv-dtype", "fp32", "--kv-dtype", "int8", "--group", "1", "--group", "3", *CELL]
+    result = json.loads(bench("attention", *argv, "--threads", "1", "--peer", "torch", "--json"))
+    rows = result["rows"]
+    cells = [(row["kv_dtype"], row["group"], row["peer"]) for row in rows]
+    assert cells == [(dtype, group, peer) for dtype in ("fp32", "int8") for group in (1, 3) for peer in (None, "torch")]
+    for row in rows:
+        assert (row["context"], row["head_size"], row["threads"], row["rounds"]) == (130, 16, 1, 3)
+        assert 1 <= row["judged_rounds"] <= 3
+        for figures in (row, row["all_rounds"]):
+            for name in ("gbps", "roofline_gbps", "roofline_pct", "seq_layers_per_s"):
+                low, high = row["spread"][name]
+                assert 0 < low <= figures[name] <= high
+        assert bool(row["isa"]) == (row["peer"] is None)
+    # 130 tokens of 2 heads, K and V of 16 fp32: 8 sequences make 256 KiB, and each call reads their 3 pages whole
+    fp32 = rows[0]
+    assert fp32["sequences"] == 8
+    assert fp32["gbps"] * 1e9 == pytest.approx(fp32["seq_layers_per_s"] * 3 * 64 * 2 * 2 * 16 * 4)
+
+
+def test_attention_in_cache_is_one_thread_on_a_megabyte():
+    result = json.loads(bench("attention", "--in-cache", "--kv-dtype", "fp16", "--head-size", "64", "--json"))
+    assert [row["group"] for row in result["rows"]] == [1, 4, 8]
+    for row in result["rows"]:
+        assert (row["threads"], row["sequences"], row["kv_heads"]) == (1, 1, 1)
+        assert row["context"] * 64 * 2 * 2 == 1 << 20
+        assert row["gbps"] > 0 and row["roofline_gbps"] > 0
+
+
+def test_attention_judges_by_the_rounds_under_the_limit_and_by_all_where_there_are_none():
+    argv = ["attention", "--kv-dtype", "fp16", "--group", "1", *CELL, "--peer", "none", "--json"]
+    for limit in ("1e-9", "1e9"):
+        (row,) = json.loads(bench(*argv, "--judge-below", limit))["rows"]
+        assert row["judged_rounds"] == 3
+        assert row["all_rounds"]["gbps"] == row["gbps"]
+
+
+def test_attention_draws_a_plot(tmp_path):
+    pytest.importorskip("matplotlib")
+    argv = ["--kv-dtype", "fp16", "--group", "1", *CELL, "--peer", "torch"]
+    table = bench("attention", *argv, "--plot", str(tmp_path / "plot.png"))
+    assert "torch fp16" in table
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
