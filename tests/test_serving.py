@@ -4,51 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import mmap
 import random
 import re
-import subprocess
-import sys
+import signal
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
 from checkpoints import VOCAB_SIZE, make_checkpoint, reference
+from rnode_process import RNodeProcess
 
 from fastdecode.engine.engine import Engine
 from fastdecode.engine.request import GenerationFailed, NotReady, SamplingParams
 from fastdecode.spart import SPart, load_model
+from fastdecode.spart.exchange import SlotViews
+from fastdecode.transports.region import region_layout
 from fastdecode.transports.registry import connect
 
 MAX_ROWS = 128  # well below the longest prompts, so that they are chunked
-
-
-class RNodeProcess:
-    """`fastdecode-node --role r`, to be talked to and killed."""
-
-    def __init__(self, url: str):
-        argv = ["--role", "r", "--listen", url, "--kv-memory", "256MiB", "--threads", "1"]
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "fastdecode.node", *argv],
-            stdin=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        said = []
-        for line in self.process.stderr:
-            said.append(line)
-            if match := re.search(r"R-node on (\S+?):? ", line):
-                self.url = match[1]
-                return
-        raise AssertionError(f"the R-node did not start: {''.join(said)}")
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.end()
-
-    def end(self) -> None:
-        self.process.terminate()
-        self.process.wait(10)
-        self.process.stderr.close()
 
 
 @contextlib.contextmanager
@@ -56,7 +31,7 @@ def r_nodes(*urls: str) -> Iterator[list[RNodeProcess]]:
     with contextlib.ExitStack() as stack:
         nodes = []
         for url in urls:
-            nodes.append(RNodeProcess(url))
+            nodes.append(RNodeProcess(url, kv_bytes=256 << 20))
             stack.callback(nodes[-1].end)
         yield nodes
 
@@ -230,7 +205,7 @@ async def test_sigkill_of_the_only_r_node_ends_streams_and_a_new_one_serves_on(m
         async with serving(model, [node]) as engine:
             streams = [engine.submit(p, greedy(800)) for p in prompts([10, 200, 30])]
             await anext(streams[0])
-            node.kill()
+            node.end(signal.SIGKILL)
             for stream in streams:
                 with pytest.raises(GenerationFailed, match=re.escape(f"R-node {node.url} was lost")):
                     await tokens_of(stream)
@@ -251,7 +226,7 @@ async def test_sigkill_of_one_of_two_r_nodes_costs_time_not_tokens(scheme, model
             streams = [engine.submit(p, greedy(200)) for p in given]
             firsts = [(await anext(stream)).token for stream in streams]
             assert all(node.sequences for node in engine.cluster.nodes)
-            nodes[1].kill()
+            nodes[1].end(signal.SIGKILL)
             for prompt, first, stream in zip(given, firsts, streams, strict=True):
                 tokens = [first, *await tokens_of(stream)]
                 assert len(tokens) == 200
@@ -269,3 +244,17 @@ async def test_step_an_r_node_refuses_fails_and_the_engine_goes_on(model, judge,
             await tokens_of(stream)
         prompt = prompts([100])[0]
         assert_greedy(judge, prompt, await tokens_of(engine.submit(prompt, greedy(20))))
+
+
+def test_region_stays_mapped_while_the_s_part_looks_at_it(model):
+    """Else an R-node that dies in the middle of a step takes the S-node with it."""
+    geometry = model.hello(1, 8, "fp32", None, 1).geometry
+    layout = region_layout(geometry)
+    memory = mmap.mmap(-1, layout.region_bytes)
+    region = memoryview(memory)
+    views = SlotViews(SimpleNamespace(geometry=geometry, layout=layout, region=region), 0)
+    region.release()
+    with pytest.raises(BufferError):
+        memory.close()
+    del views
+    memory.close()

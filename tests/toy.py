@@ -135,8 +135,5 @@ class ToySPart:
             return Sampled(next_token(cached))
         return Sampled(next_token([spec.seed, spec.index, *cached]))
 
-    def release_link(self, index: int) -> None:
-        assert self.links[index].dead
-
     def drop(self, link: int, seq: int, tag: int) -> None:
         self.staged.pop((link, seq, tag), None)

@@ -400,7 +400,6 @@ class Engine:
         for position in [p for p in self._replacements if p not in busy]:
             link = self._replacements.pop(position)
             self._drop_staged(self.cluster.nodes[position], self.cluster.nodes[position].take_released())
-            self.spart.release_link(position)
             self.spart.links[position] = link
             self._spawn(self._watch(self.cluster.replace_link(position, link)))
             self._wake_all()
