@@ -11,6 +11,7 @@ import argparse
 import itertools
 import os
 import statistics
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
@@ -117,7 +118,12 @@ def _cell(args: argparse.Namespace, kv_dtype: str, shape: Shape, cpus: list[int]
         roofline = stack.enter_context(closing(Roofline(ours.kv_bytes, cpus)))
         peers: dict[str, AttentionPeer] = {}
         for name in peer_names:
-            peers[name] = stack.enter_context(closing(PEERS[name](shape, kv_dtype, args.kv_bytes, len(cpus))))
+            try:
+                peer = PEERS[name](shape, kv_dtype, args.kv_bytes, len(cpus))
+            except ValueError as error:
+                tqdm.write(f"{name} leaves {kv_dtype}, head size {shape.head_size} out: {error}", file=sys.stderr)
+                continue
+            peers[name] = stack.enter_context(closing(peer))
         roof, gbps, rate = [], [], []
         seconds: dict[str, list[float]] = {name: [] for name in peers}
         for _ in tqdm(range(args.rounds + 1), desc="rounds", unit="round", leave=False):

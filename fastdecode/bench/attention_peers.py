@@ -9,7 +9,9 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from fastdecode.bench.shape import Data, Shape
+from fastdecode.bench.ggml_peer import GgmlFlashAttention
+from fastdecode.bench.openvino_peer import OpenVINOPagedAttention
+from fastdecode.bench.shape import Data, Shape, huge_pages
 
 
 class AttentionPeer(Protocol):
@@ -49,8 +51,10 @@ class TorchSDPA:
         data = Data.of(shape)
 
         def tiled(x: np.ndarray) -> torch.Tensor:  # [tokens, heads, d] -> [sequences, heads, tokens, d]
-            one = torch.from_numpy(x).to(dtype).transpose(0, 1).contiguous()
-            return one.repeat(self.sequences, 1, 1, 1)
+            one = torch.from_numpy(x).to(dtype).transpose(0, 1)
+            memory = huge_pages(self.sequences * one.nbytes)
+            every = torch.frombuffer(memory, dtype=dtype, count=self.sequences * one.numel())
+            return every.view(self.sequences, *one.shape).copy_(one)
 
         self._k, self._v = tiled(data.k), tiled(data.v)
         self._q = tiled(data.q.reshape(shape.kv_heads, shape.group, -1).swapaxes(0, 1))
@@ -70,7 +74,11 @@ class TorchSDPA:
         del self._k, self._v
 
 
-PEERS: dict[str, type[AttentionPeer]] = {"torch": TorchSDPA}
+PEERS: dict[str, type[AttentionPeer]] = {
+    "torch": TorchSDPA,
+    "ggml": GgmlFlashAttention,
+    "openvino": OpenVINOPagedAttention,
+}
 
 
 def installed() -> list[str]:

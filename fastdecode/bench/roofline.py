@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 from collections.abc import Sequence
 
+from fastdecode.bench.shape import huge_pages
 from fastdecode.kernels._native import read_seconds
 
 
@@ -13,8 +14,7 @@ class Roofline:
 
     def __init__(self, n_bytes: int, cpus: Sequence[int]):
         self.cpus = tuple(cpus)
-        self._map = mmap.mmap(-1, -(-n_bytes // mmap.PAGESIZE) * mmap.PAGESIZE)
-        self._map.madvise(mmap.MADV_HUGEPAGE)
+        self._map = huge_pages(n_bytes)
         for offset in range(0, len(self._map), mmap.PAGESIZE):  # else all of it would be one page of zeros
             self._map[offset] = 1
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from dataclasses import dataclass
 
 import numpy as np
@@ -39,3 +40,10 @@ class Data:
         kv = rng.standard_normal((2, shape.context, shape.kv_heads, shape.head_size), np.float32).astype(np.float16)
         q = rng.standard_normal((shape.q_heads, shape.head_size), np.float32).astype(np.float16)
         return cls(q, kv[0], kv[1])
+
+
+def huge_pages(n_bytes: int) -> mmap.mmap:
+    """Zeroed memory in huge pages where they are to be had, as the R-engine's: for rooflines and peers."""
+    memory = mmap.mmap(-1, -(-n_bytes // mmap.PAGESIZE) * mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
