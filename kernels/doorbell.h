@@ -36,7 +36,7 @@ typedef struct {
 
 /* Who has spun this long offers the core to whoever wants it between looks: where threads outnumber cores, the one that is waited
  * for may be waiting for this very core, and would get it only at the scheduler's next tick, milliseconds away. */
-#define FD_POLITE_NS 5000u
+#define FD_POLITE_NS 2000u
 
 typedef enum {
     FD_WAIT_DONE = 0,
@@ -107,7 +107,7 @@ static inline fd_wait_t fd_wait_reply(fd_slot_t *slot, uint64_t seq, uint64_t sp
     uint64_t start = 0;
     for (uint32_t i = 1;; i++) {
         if (fd_bell_read(&slot->reply_bell) == seq) return FD_WAIT_DONE;
-        if (i % 64) {
+        if (i % 16) {
             fd_cpu_relax();
             continue;
         }

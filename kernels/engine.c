@@ -16,7 +16,7 @@
 
 enum {
     SAFETY_NET_MS = 100, /* a sleeping engine looks at its bells this often even if nobody wakes it */
-    POLLS_PER_CLOCK = 64,
+    POLLS_PER_CLOCK = 16,
     SPINS_PER_YIELD = 256
 };
 

@@ -5,8 +5,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from importlib.util import find_spec
 
 import pytest
+from rnode_process import RNodeProcess
+
+from fastdecode.bench import transport_peers
 
 BENCH = [sys.executable, "-m", "fastdecode.bench.cli"]
 
@@ -43,6 +47,9 @@ def test_decode_on_a_checkpoint_it_made(tmp_path):
         (["decode", "--batch", "1", "--mini-batches", "2"], "--batch is smaller than --mini-batches"),
         (["decode", "--batch", "2", "--context", "99999999"], "KV pages"),
         (["decode", "--model", "/nonexistent"], "/nonexistent"),
+        (["attention", "--threads", "100000"], "may run on"),
+        (["transport", "--payload", "7"], "a payload of 7 bytes"),
+        (["transport", "--peer", "shm:///nonexistent/r.sock", "--beside", "none"], "no R-node can be reached"),
     ],
 )
 def test_a_bad_call_is_one_sentence(argv, sentence):
@@ -97,3 +104,50 @@ def test_attention_draws_a_plot(tmp_path):
     table = bench("attention", *argv, "--plot", str(tmp_path / "plot.png"))
     assert "torch fp16" in table
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_transport_prints_a_row_a_transport_and_peer_from_an_empty_call_to_a_layer(tmp_path):
+    urls = ["--url", f"shm://{tmp_path}/r.sock", "--url", "tcp://127.0.0.1:0"]
+    shape = ["--payload", "0", "--payload", "32768", "--rows", "4", "--heads", "4", "--kv-heads", "2"]
+    quick = ["--head-size", "16", "--seconds", "0.01", "--rounds", "2", "--beside", "raw", "--spin-us", "50"]
+    plot = tmp_path / "plot.png"
+    argv = [*urls, *shape, *quick, *(["--plot", str(plot)] if find_spec("matplotlib") else [])]
+    result = json.loads(bench("transport", *argv, "--json"))
+    rows = {(row["case"], row["transport"], row["peer"]): row for row in result["rows"]}
+    layer = "layer 4x4/2x16"
+    assert {case for case, _, _ in rows} == {"empty", "32.0 KiB", layer}
+    assert {(transport, peer) for _, transport, peer in rows} == {("shm", None), ("tcp", None), ("tcp", "raw")}
+    assert len(rows) == 9
+    for (case, _, peer), row in rows.items():
+        sizes = {"empty": (0, 0), "32.0 KiB": (32768, 32768), layer: (4 * (4 + 2 * 2) * 16 * 2, 4 * 4 * 16 * 2)}
+        assert (row["bytes_out"], row["bytes_back"]) == sizes[case]
+        assert row["carried_out"] > row["bytes_out"] or (peer and row["carried_out"] == row["bytes_out"])
+        assert 0 < row["p50_us"] <= row["p90_us"] <= row["p99_us"] <= row["p999_us"]
+        assert row["calls"] >= 2 * 30
+        low, high = row["spread_p50_us"]
+        assert low <= row["p50_us"] <= high
+        assert (row["gbps"] > 0) == (case != "empty")
+    assert not find_spec("matplotlib") or plot.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("name", transport_peers.PEERS)
+def test_a_peer_of_the_transport_answers_payloads_of_any_size(name):
+    if name not in transport_peers.installed():
+        pytest.skip(f"{name} is not installed")
+    peer = transport_peers.EchoProcess(name)
+    try:
+        for out, back in ((0, 0), (70000, 5), (5, 70000)):
+            taken = peer.round_trips(out, back, 3)
+            assert len(taken) == 3 and min(taken) > 0
+    finally:
+        peer.close()
+
+
+def test_transport_talks_to_an_r_node_that_runs_already(tmp_path):
+    node = RNodeProcess(f"shm://{tmp_path}/r.sock", 1 << 28)
+    try:
+        quick = ["--payload", "0", "--rows", "1", "--seconds", "0.01", "--rounds", "1", "--beside", "none"]
+        rows = json.loads(bench("transport", "--peer", node.url, *quick, "--json"))["rows"]
+    finally:
+        node.end()
+    assert [(row["url"], row["bytes_out"]) for row in rows] == [(node.url, 0), (node.url, (32 + 16) * 128 * 2)]

@@ -40,3 +40,30 @@ def attention(result: dict, path: Path) -> None:
     figure.tight_layout()
     figure.savefig(path, dpi=150)
     plt.close(figure)
+
+
+def transport(result: dict, path: Path) -> None:
+    """Latency (median, and 99th percentile dotted) and throughput over the payload, ours and the peers'."""
+    figure, (latency, throughput) = plt.subplots(1, 2, figsize=(11, 4.5))
+    lines: dict[str, list[dict]] = {}
+    for row in result["rows"]:
+        name = row["peer"] or f"fastdecode {row['transport']}"
+        if row["bytes_out"] == row["bytes_back"]:  # the sweep; a layer call has another shape
+            lines.setdefault(name, []).append(row)
+    for name, rows in lines.items():
+        rows.sort(key=lambda row: row["bytes_out"])
+        sizes = [max(row["bytes_out"], 64) for row in rows]  # an empty call at the left edge
+        (line,) = latency.plot(sizes, [row["p50_us"] for row in rows], marker="o", markersize=3, label=name)
+        latency.plot(sizes, [row["p99_us"] for row in rows], linestyle=":", color=line.get_color())
+        full = [row for row in rows if row["bytes_out"]]
+        throughput.plot([r["bytes_out"] for r in full], [r["gbps"] for r in full], marker="o", markersize=3, label=name)
+    for axis, label in ((latency, "round trip, us (99th percentile dotted)"), (throughput, "GB/s, both ways")):
+        axis.set_xscale("log", base=2)
+        axis.set_yscale("log")
+        axis.set_xlabel("bytes each way")
+        axis.set_ylabel(label)
+        axis.grid(alpha=0.3)
+    latency.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
