@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
+import torch
 
 from fastdecode.kernels import _native as native
 
