@@ -84,6 +84,8 @@ class EmbeddedRNode:
             "fastdecode.node",
             *argv,
             stdin=asyncio.subprocess.DEVNULL,
+            # ^C in a terminal is for the parent alone: its running requests need this node until it ends it.
+            start_new_session=True,
             preexec_fn=_die_with_parent,
         )
         node = cls(process, directory)
@@ -123,7 +125,5 @@ class EmbeddedRNode:
 
 
 def _die_with_parent() -> None:
-    """In the child before exec: SIGKILL when the parent dies. SIGINT stays ignored (node.until_told_to_end): a terminal
-    sends it to both, and the parent's running requests need this node until it ends it."""
+    """In the child before exec: SIGKILL when the parent dies."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)

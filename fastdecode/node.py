@@ -49,8 +49,7 @@ def _end(error: BaseException, status: int) -> None:
 
 
 async def until_told_to_end() -> None:
-    """Return on the first SIGTERM or SIGINT; a second one ends the process at once. SIGINT is left alone where whoever
-    started this process had it ignored."""
+    """Return on the first SIGTERM or SIGINT; a second one ends the process at once."""
     told = asyncio.Event()
 
     def end() -> None:
@@ -60,8 +59,7 @@ async def until_told_to_end() -> None:
 
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        if signal.getsignal(number) is not signal.SIG_IGN:
-            loop.add_signal_handler(number, end)
+        loop.add_signal_handler(number, end)
     await told.wait()
 
 
