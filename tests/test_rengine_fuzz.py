@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 SOURCES = [*sorted(ROOT.glob("kernels/*.c")), ROOT / "tests/c/fuzz_engine.c"]
-WITH_PYTHON = {"module.c", "py_attention.c", "py_engine.c"}
+WITH_PYTHON = {"module.c", "py_attention.c", "py_engine.c", "py_roofline.c"}
 SANITIZERS = "-fsanitize=address,undefined,float-cast-overflow"
 FLAGS = ["-std=gnu11", "-O1", SANITIZERS, "-fno-sanitize-recover=all"]
 
