@@ -17,10 +17,13 @@ if TYPE_CHECKING:
     from fastdecode.rnode import RNode
 
 sys.path.insert(0, str(Path(__file__).parent))
+os.environ["PYTHONPATH"] = str(Path(__file__).parent)  # in children, too
 
 # One torch thread here and in every process a test starts: with more, OpenMP's spinning waiters and the R-engine's
 # threads take the cores from each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# No child finds the source folder `fastdecode/` in its working directory instead of the installed package.
+os.environ["PYTHONSAFEPATH"] = "1"
 
 R_NODE_KV_BYTES = 64 << 20
 

@@ -20,6 +20,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from fastdecode.spart import CheckpointError, ModelConfig, choose_device, choose_dtype, load_model
 from fastdecode.spart.layers import ACTIVATIONS
 from fastdecode.spart.rope import inverse_frequencies
+from fastdecode.spart.weights import Linear, PackedLinear, known_rows
 from fastdecode.transports.base import Geometry
 
 
@@ -134,6 +135,15 @@ def test_unknown_architecture_is_named_with_the_known_ones(copy):
         ({"num_hidden_layers": 0}, "'num_hidden_layers' is 0"),
         ({"dtype": "float8_e4m3fn"}, "float8_e4m3fn"),
         ({"tie_word_embeddings": "yes"}, "'tie_word_embeddings' is 'yes'"),
+        ({"num_hidden_layers": 10**7}, "10000000 layers"),
+        ({"architectures": 5}, "'architectures' is 5"),
+        ({"dtype": ["float32"]}, "dtype .'float32'. is not one of"),
+        ({"eos_token_id": {"a": 1}}, "'eos_token_id' is {'a': 1}"),
+        ({"rope_parameters": [1]}, "'rope_parameters' is .1., not an object"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 0}}, "'factor' is 0.0, not a positive"),
+        ({"rope_parameters": {"rope_type": "yarn", "original_max_position_embeddings": "x"}}, "'x', not a number"),
+        ({"quantization_config": "awq"}, "'quantization_config' is 'awq', not an object"),
+        ({"rms_norm_eps": float("nan")}, "'rms_norm_eps' is nan"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
@@ -162,6 +172,19 @@ def test_not_a_model_directory(tmp_path):
 # -- tensors ----------------------------------------------------------------------------------------------------------
 
 
+def test_packed_products_compile_few_kernels_and_are_right_for_every_number_of_rows():
+    """Every distinct number of rows costs oneDNN a kernel of its own; a server meets all of them."""
+    torch.manual_seed(0)
+    weight, bias = torch.randn(24, 16), torch.randn(24)
+    packed = PackedLinear(Linear(weight, bias))
+    for n in (*range(1, 130), 511, 512, 513):
+        x = torch.randn(n, 16)
+        assert torch.allclose(packed(x), x @ weight.T + bias, atol=1e-5)
+        assert n <= known_rows(n) <= n * 17 / 16 + 1
+    assert len({known_rows(n) for n in range(1, 513)}) <= 96
+    assert all(known_rows(n) == n for n in range(1, 33))
+
+
 @pytest.mark.parametrize("name", VARIANTS)
 def test_every_number_of_the_checkpoint_is_loaded(name):
     """Sums of parameters, so that a tensor in the wrong half of a fused one would still have to be found elsewhere."""
@@ -182,8 +205,8 @@ def test_a_sharded_checkpoint_has_several_files():
 def test_weights_are_converted(name, dtype):
     stored = load_file(make_checkpoint(name) / "model.safetensors")
     layer = load_model(make_checkpoint(name), dtype=dtype).weights.layers[1]
-    v = stored["model.layers.1.self_attn.v_proj.weight"].to(dtype)
-    assert layer.kv.weight.dtype == dtype and torch.equal(layer.kv.weight[-len(v) :], v)
+    assert layer.mlp_norm.weight.dtype == dtype
+    assert torch.equal(layer.mlp_norm.weight, stored["model.layers.1.post_attention_layernorm.weight"].to(dtype))
     up = stored["model.layers.1.mlp.up_proj.weight"].to(dtype)
     x = torch.randn(5, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
     with torch.inference_mode():
@@ -251,14 +274,14 @@ def assert_head_is(model, weight):
 def test_a_checkpoint_of_the_bare_model_loads(copy):
     """AutoModel (without the head) saves the same tensors without their common prefix."""
     directory = copy("qwen3")
-    want = load_model(directory).weights.layers[0].kv.weight
+    want = load_model(directory).weights.layers[0].mlp_norm.weight
 
     def strip(tensors):
         for name in list(tensors):
             tensors[name.removeprefix("model.")] = tensors.pop(name)
 
     edit_tensors(directory, strip)
-    assert torch.equal(load_model(directory).weights.layers[0].kv.weight, want)
+    assert torch.equal(load_model(directory).weights.layers[0].mlp_norm.weight, want)
 
 
 def test_pytorch_bin_only_says_that_safetensors_are_needed(copy):

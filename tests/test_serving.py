@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import mmap
 import random
 import re
@@ -13,7 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from checkpoints import VOCAB_SIZE, make_checkpoint, reference
+from checkpoints import FAMILIES, VOCAB_SIZE, make_checkpoint, reference
 from rnode_process import RNodeProcess
 
 from fastdecode.engine.engine import Engine
@@ -37,9 +38,14 @@ def r_nodes(*urls: str) -> Iterator[list[RNodeProcess]]:
 
 
 @pytest.fixture(scope="module")
-def shm_node(tmp_path_factory):
-    with r_nodes(f"shm://{tmp_path_factory.mktemp('r')}/r.sock") as (node,):
-        yield node
+def shm_nodes(tmp_path_factory):
+    with r_nodes(*[f"shm://{tmp_path_factory.mktemp('r')}/r.sock" for _ in range(3)]) as nodes:
+        yield nodes
+
+
+@pytest.fixture
+def shm_node(shm_nodes):
+    return shm_nodes[0]
 
 
 @pytest.fixture(scope="module")
@@ -56,9 +62,19 @@ def one_thread():
     torch.set_num_threads(before)
 
 
-@pytest.fixture(scope="module")
+@functools.cache
+def loaded(name):
+    return load_model(make_checkpoint(name), device="cpu", dtype=torch.float32)
+
+
+@functools.cache
+def judge_of(name):
+    return reference(make_checkpoint(name))
+
+
+@pytest.fixture
 def model():
-    return load_model(make_checkpoint("llama-gqa"), device=torch.device("cpu"), dtype=torch.float32, progress=False)
+    return loaded("llama-gqa")
 
 
 @contextlib.asynccontextmanager
@@ -120,41 +136,29 @@ def assert_greedy(judge, prompt, tokens):
     assert tokens == logits[len(prompt) - 1 : -1].argmax(-1).tolist()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def judge():
-    return reference(make_checkpoint("llama-gqa"))
+    return judge_of("llama-gqa")
 
 
 LENGTHS = [1, 2, 63, 64, 65, 127, 128, 129, 300, 600, 17, 5]
 
 
 @pytest.mark.parametrize("mini_batches", [1, 2, 3])
-async def test_greedy_equals_transformers_over_shm(mini_batches, model, judge, shm_node):
-    async with serving(model, [shm_node], mini_batches=mini_batches) as engine:
-        await assert_all_greedy(engine, judge)
-
-
-@pytest.mark.parametrize("mini_batches", [1, 3])
-async def test_greedy_equals_transformers_over_three_tcp_nodes(mini_batches, model, judge, tcp_nodes):
-    async with serving(model, tcp_nodes, mini_batches=mini_batches) as engine:
-        await assert_all_greedy(engine, judge)
+@pytest.mark.parametrize("n_nodes", [1, 3])
+@pytest.mark.parametrize("scheme", ["shm", "tcp"])
+@pytest.mark.parametrize("family", [*FAMILIES, "llama-llama3"])
+async def test_greedy_equals_transformers(family, scheme, n_nodes, mini_batches, shm_nodes, tcp_nodes):
+    model, judge = loaded(family), judge_of(family)
+    nodes = {"shm": shm_nodes, "tcp": tcp_nodes}[scheme][:n_nodes]
+    async with serving(model, nodes, mini_batches=mini_batches) as engine:
+        given = prompts(LENGTHS)
+        results = await asyncio.gather(*(tokens_of(engine.submit(p, greedy(64))) for p in given))
+        for prompt, tokens in zip(given, results, strict=True):
+            assert len(tokens) == 64
+            assert_greedy(judge, prompt, tokens)
         await engine.refresh()
         assert all(node.attention_seconds > 0 for node in engine.stats.nodes), "every R-node had work"
-
-
-async def assert_all_greedy(engine, judge):
-    given = prompts(LENGTHS)
-    results = await asyncio.gather(*(tokens_of(engine.submit(p, greedy(64))) for p in given))
-    for prompt, tokens in zip(given, results, strict=True):
-        assert len(tokens) == 64
-        assert_greedy(judge, prompt, tokens)
-
-
-async def test_sliding_window_across_chunks(shm_node):
-    directory = make_checkpoint("mistral")
-    model = load_model(directory, device=torch.device("cpu"), dtype=torch.float32, progress=False)
-    async with serving(model, [shm_node]) as engine:
-        await assert_all_greedy(engine, reference(directory))
 
 
 async def test_48_mixed_requests_at_random_times_are_each_as_alone(model, shm_node, tcp_nodes):

@@ -30,7 +30,7 @@ import numpy as np
 PROTOCOL_VERSION = 1
 
 ACT_DTYPES = ("fp32", "fp16", "bf16")  # index == fd_act_dtype_t
-KV_DTYPES = ("fp32", "fp16", "int8")  # index == fd_kv_dtype_t
+KV_DTYPES = ("fp32", "fp16", "bf16", "int8", "int4")  # index == fd_kv_dtype_t
 PAGE_TOKENS = 64
 
 #: One row table entry (fd_row_t of kernels/region.h).
@@ -139,7 +139,10 @@ class Link(ABC):
 
     @abstractmethod
     async def free(self, handles: Sequence[tuple[int, int]]) -> None:
-        """Free sequences, given as (seq, tag). Raises LinkDown, CallRefused."""
+        """Free sequences, given as (seq, tag).
+
+        Raises LinkDown; CallRefused if the R-node does not know one of them, and then the others are free all the same.
+        """
 
     @abstractmethod
     async def trim(self, seq: int, tag: int, length: int) -> None:
