@@ -172,14 +172,18 @@ def test_not_a_model_directory(tmp_path):
 # -- tensors ----------------------------------------------------------------------------------------------------------
 
 
-def test_packed_products_compile_few_kernels_and_are_right_for_every_number_of_rows():
+def test_products_compile_few_kernels_and_are_right_for_every_number_of_rows():
     """Every distinct number of rows costs oneDNN a kernel of its own; a server meets all of them."""
     torch.manual_seed(0)
     weight, bias = torch.randn(24, 16), torch.randn(24)
-    packed = PackedLinear(Linear(weight, bias))
+    linear, packed = Linear(weight.bfloat16(), bias.bfloat16()), PackedLinear(Linear(weight, bias))
     for n in (*range(1, 130), 511, 512, 513):
         x = torch.randn(n, 16)
-        assert torch.allclose(packed(x), x @ weight.T + bias, atol=1e-5)
+        assert torch.allclose(packed(x), expected := x @ weight.T + bias, atol=1e-5)
+        slot = torch.full((n + 1, 24), 7.0, dtype=torch.bfloat16)
+        linear(x.bfloat16(), out=slot[:n])
+        assert torch.allclose(slot[:n].float(), expected, rtol=0.03, atol=0.2)
+        assert (slot[n] == 7).all()
         assert n <= known_rows(n) <= n * 17 / 16 + 1
     assert len({known_rows(n) for n in range(1, 513)}) <= 96
     assert all(known_rows(n) == n for n in range(1, 33))

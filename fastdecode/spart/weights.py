@@ -37,6 +37,14 @@ class Linear:
 
     def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """x [n, in] -> [n, out], written to `out` if it is given."""
+        n = len(x)
+        # What is not fp32 goes to oneDNN on a CPU.
+        if x.device.type == "cpu" and x.dtype is not torch.float32 and n != known_rows(n):
+            y = self._product(_padded(x))[:n]
+            return y if out is None else out.copy_(y)
+        return self._product(x, out)
+
+    def _product(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         if self.bias is None:
             return torch.mm(x, self.weight_t, out=out)
         return torch.addmm(self.bias, x, self.weight_t, out=out)
@@ -61,11 +69,7 @@ class PackedLinear:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [n, in] -> [n, out]."""
         n = len(x)
-        if n == (rows := known_rows(n)):
-            return torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")
-        padded = x.new_zeros(rows, x.shape[1])
-        padded[:n] = x
-        return torch.ops.mkldnn._linear_pointwise(padded, self._packed, self._bias, "none", [], "")[:n]
+        return torch.ops.mkldnn._linear_pointwise(_padded(x), self._packed, self._bias, "none", [], "")[:n]
 
 
 def known_rows(n: int) -> int:
@@ -76,6 +80,16 @@ def known_rows(n: int) -> int:
     """
     step = 1 << max(0, (n - 1).bit_length() - 5)
     return -(-n // step) * step
+
+
+def _padded(x: torch.Tensor) -> torch.Tensor:
+    """x [n, in] -> [known_rows(n), in], zeros below; x itself where there is nothing to add."""
+    n = len(x)
+    if n == (rows := known_rows(n)):
+        return x
+    padded = x.new_zeros(rows, x.shape[1])
+    padded[:n] = x
+    return padded
 
 
 def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
