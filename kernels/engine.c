@@ -16,8 +16,10 @@
 
 enum {
     SAFETY_NET_MS = 100, /* a sleeping engine looks at its bells this often even if nobody wakes it */
-    POLLS_PER_CLOCK = 64,
-    SPINS_PER_YIELD = 256
+    POLLS_PER_CLOCK = 16,
+    POLLS_PER_LOOK = 4, /* a look is a system call a link */
+    SPINS_PER_YIELD = 256,
+    LONG_CALL_NS = 50000 /* after a call that took longer, others take in what comes during the next */
 };
 
 /* ---- a job: the items of one call, done by whoever comes ---- */
@@ -77,6 +79,14 @@ static uint64_t run_layer(fd_engine_t *e, fd_link_t *link, const fd_step_t *step
     return __atomic_load_n(&e->job_bytes, __ATOMIC_RELAXED);
 }
 
+/* False if a thread that has been idle for so long should sleep. */
+static bool spin_on(const fd_engine_t *e, uint64_t idle_since) {
+    uint64_t idle = fd_now_ns() - idle_since;
+    if (idle >= e->spin_ns) return false;
+    if (idle >= FD_POLITE_NS) sched_yield();
+    return true;
+}
+
 static void *helper_main(void *arg) {
     struct {
         fd_engine_t *engine;
@@ -95,7 +105,7 @@ static void *helper_main(void *arg) {
             idle_since = fd_now_ns();
         } else if (i % POLLS_PER_CLOCK) {
             fd_cpu_relax();
-        } else if (fd_now_ns() - idle_since >= e->spin_ns) {
+        } else if (!spin_on(e, idle_since)) {
             __atomic_fetch_add(&e->sleepers, 1, __ATOMIC_SEQ_CST);
             __atomic_thread_fence(__ATOMIC_SEQ_CST);
             fd_futex_wait(&e->epoch, seen, 1000000000u, false);
@@ -153,7 +163,15 @@ static void reply(fd_link_t *link, uint32_t slot, const fd_reply_t *r) {
     fd_slot_t *s = fd_slot_at(link->region, &link->work.layout, slot);
     s->reply = *r;
     fd_ring_reply(s, r->seq);
-    if (link->notify) link->notify(link->notify_ctx, slot);
+    if (link->notify.fn) link->notify.fn(link->notify.ctx, slot);
+}
+
+/* See fd_look_fn. Cheap where nobody is looking. */
+static void look(fd_engine_t *e, bool go_on) {
+    if (!go_on && !e->looking) return;
+    e->looking = go_on;
+    for (uint32_t i = 0; i < e->n_live; i++)
+        if (e->live[i]->notify.look) e->live[i]->notify.look(e->live[i]->notify.ctx, go_on);
 }
 
 /* True if there was a call. */
@@ -162,6 +180,7 @@ static bool serve_slot(fd_engine_t *e, fd_link_t *link, uint32_t slot) {
     fd_slot_state_t *state = &link->slots[slot];
     uint64_t bell = fd_bell_read(&s->request_bell);
     if (bell == state->served) return false;
+    if (e->last_busy_ns > LONG_CALL_NS) look(e, false);
     uint64_t start = fd_now_ns();
     fd_call_t call;
     copy_out(&call, &s->call, sizeof call);
@@ -175,7 +194,7 @@ static bool serve_slot(fd_engine_t *e, fd_link_t *link, uint32_t slot) {
     } else {
         count(&link->stats.refused, 1);
     }
-    r.busy_ns = fd_now_ns() - start;
+    r.busy_ns = e->last_busy_ns = fd_now_ns() - start;
     count(&link->stats.calls, 1);
     count(&link->stats.busy_ns, r.busy_ns);
     reply(link, slot, &r);
@@ -187,6 +206,7 @@ static bool serve_slot(fd_engine_t *e, fd_link_t *link, uint32_t slot) {
 static bool control_changed(fd_engine_t *e) { return __atomic_load_n(&e->control, __ATOMIC_ACQUIRE) != e->taken_up; }
 
 static void take_up_control(fd_engine_t *e) {
+    look(e, false);
     pthread_mutex_lock(&e->mutex);
     memcpy(e->live, e->links, e->n_links * sizeof *e->links);
     e->n_live = e->n_links;
@@ -224,6 +244,7 @@ static void say_asleep(fd_engine_t *e, uint32_t asleep) {
 
 static void sleep_until_rung(fd_engine_t *e) {
     struct epoll_event events[16];
+    look(e, false);
     say_asleep(e, 1);
     if (!any_bell(e) && !control_changed(e)) epoll_wait(e->epoll, events, 16, SAFETY_NET_MS);
     say_asleep(e, 0);
@@ -237,11 +258,13 @@ static void *polling_main(void *arg) {
         if (poll_bells(e)) {
             idle_since = fd_now_ns();
         } else if (i % POLLS_PER_CLOCK) {
+            if (i % POLLS_PER_LOOK == 0) look(e, true);
             fd_cpu_relax();
-        } else if (fd_now_ns() - idle_since >= e->spin_ns) {
+        } else if (!spin_on(e, idle_since)) {
             sleep_until_rung(e);
         }
     }
+    look(e, false);
     return NULL;
 }
 

@@ -30,7 +30,7 @@ import numpy as np
 PROTOCOL_VERSION = 1
 
 ACT_DTYPES = ("fp32", "fp16", "bf16")  # index == fd_act_dtype_t
-KV_DTYPES = ("fp32", "fp16", "int8")  # index == fd_kv_dtype_t
+KV_DTYPES = ("fp32", "fp16", "bf16", "int8", "int4")  # index == fd_kv_dtype_t
 PAGE_TOKENS = 64
 
 #: One row table entry (fd_row_t of kernels/region.h).
@@ -200,8 +200,8 @@ class LinkService(Protocol):
         """Grant a lease and put the link's region under the R-engine's eyes.
 
         `region` is mapped, its header written, and stays mapped until OpenLink.close returns. `notify` is None or a
-        PyCapsule named "fastdecode.notify" around an fd_notify_t {fd_notify_fn fn; void *ctx}, called when a reply bell
-        has been rung. Raises LinkRefused.
+        PyCapsule named "fastdecode.notify" around an fd_notify_t (kernels/doorbell.h), whose fn is called when a reply
+        bell has been rung. Raises LinkRefused.
         """
 
 
