@@ -66,7 +66,12 @@ async def _serve(
             node = await EmbeddedRNode.start(config, split)
             stack.push_async_callback(node.stop)
             urls = (node.url,)
-        links = [await _open(stack, url, hello, secret, config) for url in urls]
+        links: list[Link] = []
+        opened: list[Link] = []  # of each R-node the link it has now
+        stack.push_async_callback(_close, opened)
+        for url in urls:
+            links.append(await _open(url, hello, secret, config))
+            opened.append(links[-1])
         if node:
             node.hide()
         engine = Engine(
@@ -80,8 +85,8 @@ async def _serve(
         )
         await engine.start()
         stack.push_async_callback(engine.stop)
-        for index, link in enumerate(links):
-            watch = asyncio.create_task(_reconnect(stack, engine, index, link, hello, secret, config))
+        for index in range(len(opened)):
+            watch = asyncio.create_task(_reconnect(opened, index, engine, hello, secret, config))
             watch.add_done_callback(_log_failure)
             stack.callback(watch.cancel)
         site = await serve(make_app(engine, tokenizer, name, api_key=api_key), config.host, config.port)
@@ -93,11 +98,12 @@ async def _serve(
     log.info("S-node ended")
 
 
-async def _open(
-    stack: contextlib.AsyncExitStack, url: str, hello: Hello, secret: bytes | None, config: NodeConfig
-) -> Link:
+async def _close(links: list[Link]) -> None:
+    await asyncio.gather(*(link.close() for link in links))
+
+
+async def _open(url: str, hello: Hello, secret: bytes | None, config: NodeConfig) -> Link:
     link = await connect(url, hello, secret, spin_us=config.spin_us)
-    stack.push_async_callback(link.close)
     lease = link.lease
     tokens = lease.n_pages * PAGE_TOKENS
     log.info(
@@ -112,25 +118,20 @@ async def _open(
 
 
 async def _reconnect(
-    stack: contextlib.AsyncExitStack,
-    engine: Engine,
-    index: int,
-    link: Link,
-    hello: Hello,
-    secret: bytes | None,
-    config: NodeConfig,
+    opened: list[Link], index: int, engine: Engine, hello: Hello, secret: bytes | None, config: NodeConfig
 ) -> None:
     """Watch one R-node; when its link dies, try again with growing pauses until it is back."""
-    while await link.closed():
+    url = opened[index].url
+    while await opened[index].closed():
         for pause in itertools.chain(_RECONNECT_SECONDS, itertools.repeat(_RECONNECT_SECONDS[-1])):
             await asyncio.sleep(pause)
             try:
-                link = await _open(stack, link.url, hello, secret, config)
+                opened[index] = await _open(url, hello, secret, config)
             except (TransportError, OSError) as reason:
-                log.debug("R-node %s: %s", link.url, reason)
+                log.debug("R-node %s: %s", url, reason)
                 continue
-            engine.replace_link(index, link)
-            log.info("R-node %s is back", link.url)
+            engine.replace_link(index, opened[index])
+            log.info("R-node %s is back", url)
             break
 
 

@@ -53,6 +53,10 @@ class Node:
         self.process.send_signal(number)
         return self.process.wait(seconds)
 
+    def regions(self) -> int:
+        """Activation regions that the process has mapped."""
+        return Path(f"/proc/{self.process.pid}/maps").read_text().count("fastdecode-region")
+
     def children(self) -> list[int]:
         text = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
         return [int(pid) for pid in text.split()]
@@ -162,7 +166,9 @@ def test_r_node_killed_ends_its_streams_with_an_error_and_the_s_node_stays_up(st
     again.wait_for("R-node on shm")
     s_node.wait_for(f"shm://{re.escape(str(socket))} is back", 20)
     assert complete(api)
+    assert s_node.regions() == 1  # the dead link's is not kept
     assert s_node.end() == 0
+    assert "the link was closed" not in s_node.log.read_text()  # the engine ended first, and lost nothing
 
 
 def test_killed_s_node_frees_its_lease(start, tmp_path):

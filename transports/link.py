@@ -93,6 +93,11 @@ class RegionLink(Link):
     def _down(self, error: object) -> LinkDown:
         return LinkDown(f"link {self.url} is down: {error}")
 
+    def _gone(self) -> LinkDown:
+        """What to raise once the link has ended. Not `_error` itself: with a traceback that leads back here it would be
+        part of a cycle, which keeps the region mapped until the garbage collector comes by."""
+        return LinkDown(str(self._error)) if self._error else self._down("it was closed")
+
     # ---- control path ----
 
     async def free(self, handles: Sequence[tuple[int, int]]) -> None:
@@ -111,14 +116,14 @@ class RegionLink(Link):
 
     async def _ask(self, request: Request) -> Ok:
         if self._ending.done():
-            raise self._error or self._down("it was closed")
+            raise self._gone()
         self._asked[request.id] = answer = self._loop.create_future()
         try:
             await self._conn.write(request)
             return await answer
         except LinkDown as error:
             self._end(error)
-            raise self._error or self._down("it was closed") from None
+            raise self._gone() from None
         finally:
             del self._asked[request.id]
             if not answer.cancel() and not answer.cancelled():
@@ -167,7 +172,7 @@ class RegionLink(Link):
         self._port.kill(str(error or "it was closed"))
         for answer in self._asked.values():
             if not answer.done():
-                answer.set_exception(self._error or self._down("it was closed"))
+                answer.set_exception(self._gone())
 
     async def _live(self) -> None:
         tasks = [self._loop.create_task(self._read_answers()), self._loop.create_task(self._ping())]

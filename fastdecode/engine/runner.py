@@ -85,6 +85,8 @@ class Runner:
             self._answer(job.future.set_exception, error, job.future)
         else:
             return True
+        finally:
+            del job  # its future has the error, whose traceback has this frame: a cycle with all of the step's tensors
         return False
 
     def _answer(self, setter: Callable[[Any], None], value: Any, future: asyncio.Future) -> None:

@@ -106,6 +106,8 @@ class SPart:
         views = self._views.get((index, slot))
         if views is None or views.link is not self.links[index]:
             link = self.links[index]
+            # A view keeps its region mapped, so those of a link that was replaced go all at once.
+            self._views = {key: v for key, v in self._views.items() if v.link is self.links[key[0]]}
             wanted = self._config.hello_geometry(link.geometry.n_slots, link.geometry.max_rows, self.model.act_dtype)
             if link.geometry != wanted:
                 raise ValueError(f"link to {link.url} has geometry {link.geometry}, the model needs {wanted}")
