@@ -16,7 +16,10 @@
 /* A larger frame is left to the sending thread: copying it into the socket would keep the caller too long. */
 #define INLINE_BYTES (1u << 20)
 
-enum { NAP_MS = 50 }; /* a waiter looks this often at least whether its link is still up */
+enum {
+    NAP_MS = 50,        /* a waiter looks this often at least whether its link is still up */
+    SAFETY_NET_MS = 100 /* and the receiving thread whether something has come that nobody waits for */
+};
 enum { HEAD = 0, TABLE = 1, Q = 2, KV = 3, PARTS = 4 }; /* iovecs of a frame; O rows take TABLE's place */
 
 typedef struct {
@@ -326,8 +329,10 @@ static void *rx_main(void *arg) {
     fd_pump_t *p = arg;
     struct epoll_event event;
     for (fd_rx_t rx = RX_DRY; rx != RX_END;) {
-        if (epoll_wait(p->epoll, &event, 1, -1) < 0) continue; /* EINTR */
-        pthread_mutex_lock(&p->duty);
+        int n = epoll_wait(p->epoll, &event, 1, p->side == FD_SIDE_S ? SAFETY_NET_MS : -1);
+        if (n < 0) continue; /* EINTR */
+        if (n > 0) pthread_mutex_lock(&p->duty);
+        else if (pthread_mutex_trylock(&p->duty)) continue;
         rx = receive(p, true);
         pthread_mutex_unlock(&p->duty);
     }
