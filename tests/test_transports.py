@@ -21,6 +21,7 @@ from rnode_process import STUCK_S, RNodeProcess
 
 from fastdecode.transports import link as link_module
 from fastdecode.transports.base import ROW_DTYPE, CallRefused, Link, LinkDown, LinkRefused, TransportError
+from fastdecode.transports.rdma_devices import list_ports
 from fastdecode.transports.registry import connect, serve
 
 KV_BYTES = 64 << 20
@@ -30,11 +31,15 @@ PAGES = KV_BYTES // (SMALL.n_layers * SMALL.n_kv_heads * 2 * SMALL.head_size * 4
 HANG_S = 20.0
 
 
+#: RDMA where there is a device, such as in tests/rdma's virtual machine.
+TRANSPORTS = ["shm", "tcp", *(["rdma"] if any(port.active for port in list_ports()) else [])]
+
+
 def new_url(transport: str, folder: Path) -> str:
-    return f"shm://{folder}/r.sock" if transport == "shm" else "tcp://127.0.0.1:0"
+    return f"shm://{folder}/r.sock" if transport == "shm" else f"{transport}://127.0.0.1:0"
 
 
-@pytest.fixture(params=["shm", "tcp"], scope="module")
+@pytest.fixture(params=TRANSPORTS, scope="module")
 def shared_node(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RNodeProcess]:
     """An R-node for the tests that leave it as it was."""
     node = RNodeProcess(new_url(request.param, tmp_path_factory.mktemp("node")), KV_BYTES)
@@ -42,7 +47,7 @@ def shared_node(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
     assert node.end() == 0
 
 
-@pytest.fixture(params=["shm", "tcp"])
+@pytest.fixture(params=TRANSPORTS)
 def node(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RNodeProcess]:
     """An R-node for the tests that do something to it."""
     node = RNodeProcess(new_url(request.param, tmp_path), KV_BYTES)
@@ -483,12 +488,16 @@ async def test_refusal_reaches_the_s_node(tmp_path):
 @pytest.mark.parametrize(
     ("url", "says"),
     [
-        ("rdma://host:1", "known transport, which are shm://, tcp://"),
+        ("quic://host:1", "known transport, which are shm://, tcp://, rdma://"),
         ("127.0.0.1:80", "known transport"),
         ("tcp://127.0.0.1", "not of the form tcp://host:port"),
         ("tcp://:80", "not of the form tcp://host:port"),
         ("tcp://host:99999", "not of the form tcp://host:port"),
         ("tcp://host:80/path", "not of the form tcp://host:port"),
+        ("rdma://host", "not of the form rdma://host:port"),
+        ("rdma://host:1?device=a&device=b", "not of the form rdma://host:port"),
+        ("rdma://host:1?gid=first", "not of the form rdma://host:port"),
+        ("rdma://host:1?mtu=9000", "not of the form rdma://host:port"),
         ("shm://relative/path", "not of the form shm:///path"),
         ("shm:///", "not of the form shm:///path"),
         ("shm:///" + "x" * 107, "longer than"),
