@@ -75,6 +75,7 @@ class EmbeddedRNode:
             argv += ["--secret-file", str(config.secret_file)]
         process = await asyncio.create_subprocess_exec(
             sys.executable,
+            "-P",  # whatever lies in the working directory, the child is this package
             "-m",
             "fastdecode.node",
             *argv,

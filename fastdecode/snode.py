@@ -75,6 +75,7 @@ async def _serve(config: NodeConfig, directory: Path, model: Model, split: Split
         stack.push_async_callback(engine.stop)
         for index, link in enumerate(links):
             watch = asyncio.create_task(_reconnect(stack, engine, index, link, hello, secret, config))
+            watch.add_done_callback(_log_failure)
             stack.callback(watch.cancel)
         site = await serve(make_app(engine, tokenizer, name, api_key=api_key), config.host, config.port)
         stack.push_async_callback(site.close)
@@ -125,6 +126,11 @@ async def _reconnect(
             engine.replace_link(index, link)
             log.info("R-node %s is back", link.url)
             break
+
+
+def _log_failure(task: asyncio.Task) -> None:
+    if not task.cancelled() and (error := task.exception()):
+        log.error("an R-node is no longer watched", exc_info=error)
 
 
 def _greet(host: str, port: int, name: str) -> None:

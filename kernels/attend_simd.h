@@ -33,6 +33,7 @@
 #define FD_UNROLL _Pragma("GCC unroll 8")
 #endif
 
+/* Prefetching goes to L2: into L1, where it holds the few line fill buffers, it cost a Xeon 10 to 30 %. */
 enum { PANEL_ROWS = 32, PAGE_VECS = FD_PAGE_TOKENS / LANES, PREFETCH_LOCALITY = 2 };
 
 /* exp(x) for x <= 0: exp(r) 2^n with x = n ln 2 + r, |r| <= ln 2 / 2 and a polynomial of degree 6 in r. Below EXP_FLUSH, where the
@@ -213,7 +214,7 @@ typedef void (*block_fn)(const block_t *b);
 #define FD_BLOCK(name, dtype, rows) \
     static void attend_##name##_block##rows(const block_t *b) { attend_block(dtype, rows, b); }
 
-/* First query row and rows of block `i` of the `n` that rows [0, rows) are cut into, as evenly as can be. */
+/* First row of block `i` of the `n` that rows [0, rows) are cut into, as evenly as can be. */
 FD_INLINE uint32_t block_row(uint32_t rows, uint32_t n, uint32_t i) { return (uint32_t)((uint64_t)rows * i / n); }
 
 /* Rows [row0, row0 + rows) of the query, rows <= PANEL_ROWS. */
@@ -236,7 +237,8 @@ static void attend_panel(const fd_attend_t *a, const block_fn *blocks, uint32_t 
         const uint8_t *next = c + 1 < a->n_chunks && base + FD_PAGE_TOKENS < end ? a->chunks[c + 1] : NULL;
         for (uint32_t i = 0; i < n_blocks; i++) {
             const uint32_t r0 = block_row(rows, n_blocks, i), n = block_row(rows, n_blocks, i + 1) - r0, row = row0 + r0;
-            block_t b = {.chunk = a->chunks[c], .next = next, .index = i, .n_blocks = n_blocks, .head_size = head_size, .lo = FD_PAGE_TOKENS};
+            block_t b = {.chunk = a->chunks[c], .next = next, .index = i, .n_blocks = n_blocks, .head_size = head_size};
+            b.lo = FD_PAGE_TOKENS;
             for (uint32_t r = 0; r < n; r++) {
                 const uint32_t j = (row + r) / a->group;
                 uint32_t lo, hi;

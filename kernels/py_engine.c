@@ -251,14 +251,14 @@ static PyGetSetDef engine_getset[] = {
     {"threads", (getter)engine_get_threads, NULL, "number of threads", NULL},
     {"kv_free", (getter)engine_get_kv_free, NULL, "bytes of the budget that no lease holds", NULL},
     {"eventfd", (getter)engine_get_eventfd, NULL, "wakes the engine; for callers within this process", NULL},
-    {NULL},
+    {0},
 };
 
 static PyMethodDef engine_methods[] = {
     {"add_link", (PyCFunction)(void (*)(void))engine_add_link, METH_VARARGS | METH_KEYWORDS,
      "add_link(region, geometry, kv_dtype, n_pages, max_seqs, softmax_scale, windows, notify=None) -> EngineLink"},
     {"close", (PyCFunction)engine_close, METH_NOARGS, "Join the threads. All links must be closed."},
-    {NULL},
+    {0},
 };
 
 /* ---- EngineLink ---- */
@@ -335,7 +335,7 @@ static PyObject *link_get_eventfd(link_object_t *self, void *unused) {
 
 static PyGetSetDef link_getset[] = {
     {"eventfd", (getter)link_get_eventfd, NULL, "wakes the engine; the one to hand to a peer", NULL},
-    {NULL},
+    {0},
 };
 
 static PyMethodDef link_methods[] = {
@@ -345,7 +345,7 @@ static PyMethodDef link_methods[] = {
      "fork(src, src_tag, dst, dst_tag, length): let the empty `dst` share the first `length` tokens of `src`"},
     {"stats", (PyCFunction)link_stats, METH_NOARGS, "Counters, as fd_link_stats_t."},
     {"close", (PyCFunction)link_close, METH_NOARGS, "Leave the engine and free the lease; waits for a call in progress. Idempotent."},
-    {NULL},
+    {0},
 };
 
 /* ---- module ---- */
@@ -385,7 +385,7 @@ PyMethodDef fd_engine_methods[] = {
     {"page_bytes", py_page_bytes, METH_VARARGS, "page_bytes(geometry, kv_dtype) -> bytes of a page, all layers and KV heads"},
     {"region_layout", py_region_layout, METH_VARARGS, "region_layout(geometry) -> the fields of transports.base.RegionLayout, in order"},
     {"init_region_header", py_init_region_header, METH_VARARGS, "init_region_header(region, geometry): write the first page of a region"},
-    {NULL},
+    {0},
 };
 
 int fd_engine_add_types(PyObject *module) {

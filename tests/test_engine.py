@@ -372,6 +372,25 @@ async def test_replaced_link_waits_for_the_steps_that_use_the_old_one():
         assert fresh.frames or fresh.cache
 
 
+async def test_replaced_link_inherits_no_staged_prompt():
+    """The fresh link's handles are the old one's again; what was staged for those must be gone, though a FREE hangs."""
+    old, fresh = ToyLink("tcp://r0"), ToyLink("tcp://r0")
+    async with running(old, max_batch_tokens=16, max_batch_size=8) as (engine, spart):
+        old.answering.clear()
+        await tokens_of(engine.submit([1], GREEDY))
+        await until(lambda: old.frames)
+        stream = engine.submit([2] * 4000, GREEDY)
+        await until(lambda: spart.staged)
+        old.kill()
+        engine.replace_link(0, fresh)
+        with pytest.raises(GenerationFailed, match="lost"):
+            await tokens_of(stream)
+        await until(lambda: spart.links[0] is fresh)
+        assert not spart.staged
+        old.answering.set()
+        assert await tokens_of(engine.submit([3] * 100, GREEDY)) == continuation([3] * 100, 20)
+
+
 async def test_replacing_link_must_fit():
     async with running(ToyLink()) as (engine, _):
         with pytest.raises(ValueError, match="1 slots"):

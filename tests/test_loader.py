@@ -180,10 +180,15 @@ def test_a_sharded_checkpoint_has_several_files():
 @pytest.mark.parametrize("name", ["llama-bf16", "llama-fp16", "llama-mha"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_weights_are_converted(name, dtype):
-    stored = load_file(make_checkpoint(name) / "model.safetensors")["model.layers.1.mlp.up_proj.weight"]
-    model = load_model(make_checkpoint(name), dtype=dtype)
-    up = model.weights.layers[1].up.weight
-    assert up.dtype == dtype and torch.equal(up[96:], stored.to(dtype))
+    stored = load_file(make_checkpoint(name) / "model.safetensors")
+    layer = load_model(make_checkpoint(name), dtype=dtype).weights.layers[1]
+    v = stored["model.layers.1.self_attn.v_proj.weight"].to(dtype)
+    assert layer.kv.weight.dtype == dtype and torch.equal(layer.kv.weight[-len(v) :], v)
+    up = stored["model.layers.1.mlp.up_proj.weight"].to(dtype)
+    x = torch.randn(5, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
+    with torch.inference_mode():
+        ours, theirs = layer.up(x)[:, 96:].double(), x.double() @ up.double().T
+    assert (ours - theirs).abs().max() <= 8 * torch.finfo(dtype).eps * theirs.abs().max()
 
 
 def test_a_missing_tensor_is_named(copy):
@@ -225,7 +230,8 @@ def test_a_tied_checkpoint_that_repeats_its_embedding_is_tied(copy, caplog):
     edit_tensors(directory, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
     with caplog.at_level(logging.WARNING):
         model = load_model(directory)
-    assert model.weights.head.weight is model.weights.embedding
+    assert model.parameters == sum(p.numel() for p in reference(directory).parameters())  # the head is not another one
+    assert_head_is(model, model.weights.embedding)
     assert not caplog.text
 
 
@@ -233,7 +239,13 @@ def test_a_head_that_differs_from_the_embedding_is_used_as_transformers_does(cop
     directory = copy("qwen3")
     edit_tensors(directory, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"] * 2}))
     model = load_model(directory)
-    assert torch.equal(model.weights.head.weight, reference(directory).lm_head.weight)
+    assert_head_is(model, reference(directory).lm_head.weight)
+
+
+def assert_head_is(model, weight):
+    x = torch.eye(model.config.hidden_size)
+    with torch.inference_mode():
+        torch.testing.assert_close(model.weights.head(x).T, weight)
 
 
 def test_a_checkpoint_of_the_bare_model_loads(copy):

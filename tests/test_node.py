@@ -25,7 +25,7 @@ class Node:
     def __init__(self, tmp_path: Path, *argv: str):
         self.log = tmp_path / f"node-{time.monotonic_ns()}.log"
         with self.log.open("wb") as out:
-            env = {**os.environ, "OMP_NUM_THREADS": "1"}
+            env = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(temporary(tmp_path))}
             self.process = subprocess.Popen(
                 [*NODE, *argv], stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=env
             )
@@ -83,13 +83,20 @@ def complete(api: OpenAI, n: int = 8) -> str:
     return api.completions.create(model="fastdecode-demo", prompt="It was", max_tokens=n, temperature=0).choices[0].text
 
 
-def traces() -> set[str]:
-    """What a killed node could leave: shared memory segments and our temporary directories."""
-    return {str(p) for p in Path("/dev/shm").iterdir()} | {str(p) for p in Path("/tmp").glob("fastdecode-*")}
+def temporary(tmp_path: Path) -> Path:
+    """The nodes' own TMPDIR."""
+    directory = tmp_path / "tmp"
+    directory.mkdir(exist_ok=True)
+    return directory
 
 
-def test_demo_model_streams_and_sigterm_ends_both_processes(start):
-    before = traces()
+def traces(tmp_path: Path) -> set[Path]:
+    """What a killed node could leave: shared memory segments and temporary files."""
+    return {*Path("/dev/shm").iterdir(), *temporary(tmp_path).iterdir()}
+
+
+def test_demo_model_streams_and_sigterm_ends_both_processes(start, tmp_path):
+    before = traces(tmp_path)
     node = start("--port", "0", "--kv-memory", "256MiB")
     stream = node.api().completions.create(
         model="fastdecode-demo", prompt="It was", max_tokens=12, temperature=0, stream=True
@@ -99,21 +106,21 @@ def test_demo_model_streams_and_sigterm_ends_both_processes(start):
     (child,) = node.children()
     assert node.end() == 0
     assert gone(child)
-    assert traces() <= before
+    assert traces(tmp_path) <= before
 
 
-def test_s_node_killed_takes_its_embedded_r_node_along_and_leaves_nothing(start):
-    before = traces()
+def test_s_node_killed_takes_its_embedded_r_node_along_and_leaves_nothing(start, tmp_path):
+    before = traces(tmp_path)
     node = start("--port", "0", "--kv-memory", "256MiB")
     complete(node.api())
     (child,) = node.children()
     node.end(signal.SIGKILL)
     assert gone(child)
-    assert traces() <= before
+    assert traces(tmp_path) <= before
 
 
 def test_r_node_killed_ends_its_streams_with_an_error_and_the_s_node_stays_up(start, tmp_path):
-    before = traces()
+    before = traces(tmp_path)
     socket = tmp_path / "r.sock"
     r_node = start("--role", "r", "--listen", f"shm://{socket}", "--kv-memory", "256MiB", "--threads", "1")
     r_node.wait_for("R-node on shm")
@@ -132,7 +139,7 @@ def test_r_node_killed_ends_its_streams_with_an_error_and_the_s_node_stays_up(st
     with pytest.raises(openai.APIError, match="lost"):
         for _ in stream:
             pass
-    assert traces() <= before
+    assert traces(tmp_path) <= before
     with pytest.raises(openai.InternalServerError):  # 503: alive, but nowhere to put a KV-cache
         complete(api)
     again = start("--role", "r", "--listen", f"shm://{socket}", "--kv-memory", "256MiB", "--threads", "1")

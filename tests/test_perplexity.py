@@ -1,4 +1,4 @@
-"""What a smaller KV-cache costs the demo model, every token decoded through a real R-node; fp32 is judged by transformers."""
+"""What a smaller KV-cache costs the demo model, every token decoded through an R-node; transformers judges fp32."""
 
 from __future__ import annotations
 

@@ -270,7 +270,9 @@ def test_lopsided_mini_batches_are_evened_out():
     world.end(1)
     assert world.begin(1) is None
     world.end(0)
+    world.scheduler.changed = False
     assert len(world.begin(0).rows) == 2
+    assert world.scheduler.changed, "the other is to be woken"
     assert len(world.begin(1).rows) == 2
     world.run()
 
@@ -299,6 +301,20 @@ def test_newest_is_preempted_and_comes_back_first():
     world.run()
     assert [old.n_generated, new.n_generated] == [70, 100]
     assert world.ended.index(old) < world.ended.index(new)
+
+
+def test_no_more_is_preempted_than_is_needed():
+    """Two sequences want a page in the same step, and the first victim has two."""
+    world = World([(6, 8)], mini_batches=1, max_batch_tokens=1000, watermark=0)
+    first, second, victim = world.add(126, 9), world.add(126, 9), world.add(100, 9)
+    for _ in range(3):
+        world.begin(0), world.end(0)
+    assert world.begin(0) is None
+    assert victim.node is None and world.scheduler.preemptions == 1
+    world.free()
+    assert [row.seq for row in world.begin(0).rows] == [first, second]
+    world.run()
+    assert world.scheduler.preemptions == 1
 
 
 def test_victim_in_flight_is_preempted_when_its_step_ends():

@@ -4,51 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
+import mmap
 import random
 import re
-import subprocess
-import sys
+import signal
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
-from checkpoints import VOCAB_SIZE, make_checkpoint, reference
+from checkpoints import FAMILIES, VOCAB_SIZE, make_checkpoint, reference
+from rnode_process import RNodeProcess
 
 from fastdecode.engine.engine import Engine
 from fastdecode.engine.request import GenerationFailed, NotReady, SamplingParams
 from fastdecode.spart import SPart, load_model
+from fastdecode.spart.exchange import SlotViews
+from fastdecode.transports.region import region_layout
 from fastdecode.transports.registry import connect
 
 MAX_ROWS = 128  # well below the longest prompts, so that they are chunked
-
-
-class RNodeProcess:
-    """`fastdecode-node --role r`, to be talked to and killed."""
-
-    def __init__(self, url: str):
-        argv = ["--role", "r", "--listen", url, "--kv-memory", "256MiB", "--threads", "1"]
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "fastdecode.node", *argv],
-            stdin=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        said = []
-        for line in self.process.stderr:
-            said.append(line)
-            if match := re.search(r"R-node on (\S+?):? ", line):
-                self.url = match[1]
-                return
-        raise AssertionError(f"the R-node did not start: {''.join(said)}")
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.end()
-
-    def end(self) -> None:
-        self.process.terminate()
-        self.process.wait(10)
-        self.process.stderr.close()
 
 
 @contextlib.contextmanager
@@ -56,15 +32,20 @@ def r_nodes(*urls: str) -> Iterator[list[RNodeProcess]]:
     with contextlib.ExitStack() as stack:
         nodes = []
         for url in urls:
-            nodes.append(RNodeProcess(url))
+            nodes.append(RNodeProcess(url, kv_bytes=256 << 20))
             stack.callback(nodes[-1].end)
         yield nodes
 
 
 @pytest.fixture(scope="module")
-def shm_node(tmp_path_factory):
-    with r_nodes(f"shm://{tmp_path_factory.mktemp('r')}/r.sock") as (node,):
-        yield node
+def shm_nodes(tmp_path_factory):
+    with r_nodes(*[f"shm://{tmp_path_factory.mktemp('r')}/r.sock" for _ in range(3)]) as nodes:
+        yield nodes
+
+
+@pytest.fixture
+def shm_node(shm_nodes):
+    return shm_nodes[0]
 
 
 @pytest.fixture(scope="module")
@@ -81,9 +62,19 @@ def one_thread():
     torch.set_num_threads(before)
 
 
-@pytest.fixture(scope="module")
+@functools.cache
+def loaded(name):
+    return load_model(make_checkpoint(name), device="cpu", dtype=torch.float32)
+
+
+@functools.cache
+def judge_of(name):
+    return reference(make_checkpoint(name))
+
+
+@pytest.fixture
 def model():
-    return load_model(make_checkpoint("llama-gqa"), device=torch.device("cpu"), dtype=torch.float32, progress=False)
+    return loaded("llama-gqa")
 
 
 @contextlib.asynccontextmanager
@@ -145,41 +136,29 @@ def assert_greedy(judge, prompt, tokens):
     assert tokens == logits[len(prompt) - 1 : -1].argmax(-1).tolist()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def judge():
-    return reference(make_checkpoint("llama-gqa"))
+    return judge_of("llama-gqa")
 
 
 LENGTHS = [1, 2, 63, 64, 65, 127, 128, 129, 300, 600, 17, 5]
 
 
 @pytest.mark.parametrize("mini_batches", [1, 2, 3])
-async def test_greedy_equals_transformers_over_shm(mini_batches, model, judge, shm_node):
-    async with serving(model, [shm_node], mini_batches=mini_batches) as engine:
-        await assert_all_greedy(engine, judge)
-
-
-@pytest.mark.parametrize("mini_batches", [1, 3])
-async def test_greedy_equals_transformers_over_three_tcp_nodes(mini_batches, model, judge, tcp_nodes):
-    async with serving(model, tcp_nodes, mini_batches=mini_batches) as engine:
-        await assert_all_greedy(engine, judge)
+@pytest.mark.parametrize("n_nodes", [1, 3])
+@pytest.mark.parametrize("scheme", ["shm", "tcp"])
+@pytest.mark.parametrize("family", [*FAMILIES, "llama-llama3"])
+async def test_greedy_equals_transformers(family, scheme, n_nodes, mini_batches, shm_nodes, tcp_nodes):
+    model, judge = loaded(family), judge_of(family)
+    nodes = {"shm": shm_nodes, "tcp": tcp_nodes}[scheme][:n_nodes]
+    async with serving(model, nodes, mini_batches=mini_batches) as engine:
+        given = prompts(LENGTHS)
+        results = await asyncio.gather(*(tokens_of(engine.submit(p, greedy(64))) for p in given))
+        for prompt, tokens in zip(given, results, strict=True):
+            assert len(tokens) == 64
+            assert_greedy(judge, prompt, tokens)
         await engine.refresh()
         assert all(node.attention_seconds > 0 for node in engine.stats.nodes), "every R-node had work"
-
-
-async def assert_all_greedy(engine, judge):
-    given = prompts(LENGTHS)
-    results = await asyncio.gather(*(tokens_of(engine.submit(p, greedy(64))) for p in given))
-    for prompt, tokens in zip(given, results, strict=True):
-        assert len(tokens) == 64
-        assert_greedy(judge, prompt, tokens)
-
-
-async def test_sliding_window_across_chunks(shm_node):
-    directory = make_checkpoint("mistral")
-    model = load_model(directory, device=torch.device("cpu"), dtype=torch.float32, progress=False)
-    async with serving(model, [shm_node]) as engine:
-        await assert_all_greedy(engine, reference(directory))
 
 
 async def test_48_mixed_requests_at_random_times_are_each_as_alone(model, shm_node, tcp_nodes):
@@ -230,7 +209,7 @@ async def test_sigkill_of_the_only_r_node_ends_streams_and_a_new_one_serves_on(m
         async with serving(model, [node]) as engine:
             streams = [engine.submit(p, greedy(800)) for p in prompts([10, 200, 30])]
             await anext(streams[0])
-            node.kill()
+            node.end(signal.SIGKILL)
             for stream in streams:
                 with pytest.raises(GenerationFailed, match=re.escape(f"R-node {node.url} was lost")):
                     await tokens_of(stream)
@@ -251,7 +230,7 @@ async def test_sigkill_of_one_of_two_r_nodes_costs_time_not_tokens(scheme, model
             streams = [engine.submit(p, greedy(200)) for p in given]
             firsts = [(await anext(stream)).token for stream in streams]
             assert all(node.sequences for node in engine.cluster.nodes)
-            nodes[1].kill()
+            nodes[1].end(signal.SIGKILL)
             for prompt, first, stream in zip(given, firsts, streams, strict=True):
                 tokens = [first, *await tokens_of(stream)]
                 assert len(tokens) == 200
@@ -269,3 +248,17 @@ async def test_step_an_r_node_refuses_fails_and_the_engine_goes_on(model, judge,
             await tokens_of(stream)
         prompt = prompts([100])[0]
         assert_greedy(judge, prompt, await tokens_of(engine.submit(prompt, greedy(20))))
+
+
+def test_region_stays_mapped_while_the_s_part_looks_at_it(model):
+    """Else an R-node that dies in the middle of a step takes the S-node with it."""
+    geometry = model.hello(1, 8, "fp32", None, 1).geometry
+    layout = region_layout(geometry)
+    memory = mmap.mmap(-1, layout.region_bytes)
+    region = memoryview(memory)
+    views = SlotViews(SimpleNamespace(geometry=geometry, layout=layout, region=region), 0)
+    region.release()
+    with pytest.raises(BufferError):
+        memory.close()
+    del views
+    memory.close()

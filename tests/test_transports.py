@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import gc
+import json
 import os
 import signal
 import subprocess
@@ -16,19 +17,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 import rengine_peer as peer
+import vanished_host
 from link_driver import LARGE, SMALL, Driver, hello
 from rnode_process import STUCK_S, RNodeProcess
 
 from fastdecode.transports import link as link_module
-from fastdecode.transports.base import ROW_DTYPE, CallRefused, Link, LinkDown, LinkRefused, TransportError
+from fastdecode.transports.base import ROW_DTYPE, CallRefused, Link, LinkDown, LinkRefused
 from fastdecode.transports.rdma_devices import list_ports
-from fastdecode.transports.registry import connect, serve
+from fastdecode.transports.registry import connect
 
 KV_BYTES = 64 << 20
 NOTICED_S = 5.0  # a death must have been noticed by then
 PAGES = KV_BYTES // (SMALL.n_layers * SMALL.n_kv_heads * 2 * SMALL.head_size * 4 * 64)
 
-HANG_S = 20.0
+HANG_S = float(os.environ.get("FASTDECODE_HANG_S", "20"))  # more where everything is slow
 
 
 #: RDMA where there is a device, such as in tests/rdma's virtual machine.
@@ -412,10 +414,7 @@ asyncio.run(main())
 
 async def test_s_node_killed_frees_its_lease_and_leaves_nothing_behind(shared_node):
     shm, regions = os.listdir("/dev/shm"), shared_node.memfds()
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent)}
-    s_node = subprocess.Popen(
-        [sys.executable, "-c", S_NODE, shared_node.url], stdout=subprocess.PIPE, text=True, env=environment
-    )
+    s_node = subprocess.Popen([sys.executable, "-c", S_NODE, shared_node.url], stdout=subprocess.PIPE, text=True)
     try:
         assert s_node.stdout
         assert int(await in_thread(s_node.stdout.readline)) == PAGES
@@ -440,6 +439,17 @@ async def test_s_node_killed_frees_its_lease_and_leaves_nothing_behind(shared_no
     assert os.listdir("/dev/shm") == shm
 
 
+def test_vanished_host_is_noticed_by_both_sides():
+    """No FIN, no RST, nothing; on one link a call is under way, the other is idle."""
+    script = Path(__file__).with_name("vanished_host.py")
+    done = subprocess.run([sys.executable, script], stdout=subprocess.PIPE, timeout=60)
+    if done.returncode == vanished_host.NOT_ALLOWED:
+        pytest.skip("no network namespace may be made here")
+    assert done.returncode == 0
+    idle, busy, freed = json.loads(done.stdout)
+    assert max(idle, busy, freed) < 2 * NOTICED_S  # the rest is for a busy machine
+
+
 async def test_neither_side_leaks_over_many_links(shared_node):
     said = hello()
 
@@ -462,82 +472,3 @@ async def test_neither_side_leaks_over_many_links(shared_node):
     for _ in range(20):
         await cycle()
     assert counts() == before
-
-
-# ---- addresses ----
-
-
-class NoService:
-    """Grants nothing."""
-
-    name = "none"
-
-    def open_link(self, said, region, notify):
-        raise LinkRefused("not today")
-
-
-async def test_refusal_reaches_the_s_node(tmp_path):
-    for url in (f"shm://{tmp_path}/r.sock", "tcp://127.0.0.1:0", "tcp://localhost:0"):
-        server = await serve(url, NoService(), None)
-        with pytest.raises(LinkRefused, match="not today"):
-            await connect(server.url, hello(), None)
-        await server.close()
-    assert os.listdir(tmp_path) == []
-
-
-@pytest.mark.parametrize(
-    ("url", "says"),
-    [
-        ("quic://host:1", "known transport, which are shm://, tcp://, rdma://"),
-        ("127.0.0.1:80", "known transport"),
-        ("tcp://127.0.0.1", "not of the form tcp://host:port"),
-        ("tcp://:80", "not of the form tcp://host:port"),
-        ("tcp://host:99999", "not of the form tcp://host:port"),
-        ("tcp://host:80/path", "not of the form tcp://host:port"),
-        ("rdma://host", "not of the form rdma://host:port"),
-        ("rdma://host:1?device=a&device=b", "not of the form rdma://host:port"),
-        ("rdma://host:1?gid=first", "not of the form rdma://host:port"),
-        ("rdma://host:1?mtu=9000", "not of the form rdma://host:port"),
-        ("shm://relative/path", "not of the form shm:///path"),
-        ("shm:///", "not of the form shm:///path"),
-        ("shm:///" + "x" * 107, "longer than"),
-    ],
-)
-async def test_bad_urls(url, says):
-    with pytest.raises(TransportError, match=says):
-        await serve(url, NoService(), None)
-    with pytest.raises(TransportError, match=says):
-        await connect(url, hello(), None)
-
-
-async def test_no_secret_on_an_address_that_others_reach():
-    with pytest.raises(TransportError, match="no shared secret"):
-        await serve("tcp://0.0.0.0:0", NoService(), None)
-    for secret, insecure in ((b"secret", False), (None, True)):
-        server = await serve("tcp://0.0.0.0:0", NoService(), secret, insecure=insecure)
-        await server.close()
-
-
-async def test_an_empty_secret_is_none():
-    with pytest.raises(TransportError, match="secret is empty"):
-        await serve("tcp://127.0.0.1:0", NoService(), b"\n")
-
-
-async def test_addresses_in_use_are_left_alone(tmp_path):
-    for url in (f"shm://{tmp_path}/r.sock", "tcp://127.0.0.1:0"):
-        server = await serve(url, NoService(), None)
-        with pytest.raises(TransportError, match="in use"):
-            await serve(server.url, NoService(), None)
-        with pytest.raises(LinkRefused, match="not today"):
-            await connect(server.url, hello(), None)
-        await server.close()
-    (tmp_path / "file").write_text("precious")
-    with pytest.raises(TransportError, match="in use"):
-        await serve(f"shm://{tmp_path}/file", NoService(), None)
-    assert (tmp_path / "file").read_text() == "precious"
-
-
-async def test_the_socket_is_its_owners_alone(tmp_path):
-    server = await serve(f"shm://{tmp_path}/r.sock", NoService(), None)
-    assert (tmp_path / "r.sock").stat().st_mode & 0o777 == 0o600
-    await server.close()

@@ -44,6 +44,8 @@ class ToyLink:
         self.cache: dict[int, tuple[int, list[int]]] = {}  # sequence index -> tag, tokens
         self.frames: list[list[tuple[int, int]]] = []  # FREEs
         self.dead = False
+        self.answering = asyncio.Event()  # FREEs; cleared, they wait
+        self.answering.set()
         self._closed = asyncio.get_running_loop().create_future()
 
     def append(self, chunk) -> None:
@@ -72,11 +74,13 @@ class ToyLink:
     async def free(self, handles) -> None:
         self.frames.append(list(handles))
         await asyncio.sleep(0.001)
+        await self.answering.wait()
         self.check_alive()
-        for seq, tag in handles:
-            if self.cache.get(seq, (None,))[0] != tag:
-                raise CallRefused(BAD_SEQUENCE, f"nothing to free for sequence {seq}")
+        unknown = [(seq, tag) for seq, tag in handles if self.cache.get(seq, (None,))[0] != tag]
+        for seq, _ in set(handles) - set(unknown):
             del self.cache[seq]
+        if unknown:
+            raise CallRefused(BAD_SEQUENCE, f"nothing to free for {unknown}")
 
     async def stats(self) -> dict:
         self.check_alive()
@@ -134,9 +138,6 @@ class ToySPart:
         if spec.temperature == 0:
             return Sampled(next_token(cached))
         return Sampled(next_token([spec.seed, spec.index, *cached]))
-
-    def release_link(self, index: int) -> None:
-        assert self.links[index].dead
 
     def drop(self, link: int, seq: int, tag: int) -> None:
         self.staged.pop((link, seq, tag), None)

@@ -139,7 +139,10 @@ class Link(ABC):
 
     @abstractmethod
     async def free(self, handles: Sequence[tuple[int, int]]) -> None:
-        """Free sequences, given as (seq, tag). Raises LinkDown, CallRefused."""
+        """Free sequences, given as (seq, tag).
+
+        Raises LinkDown; CallRefused if the R-node does not know one of them, and then the others are free all the same.
+        """
 
     @abstractmethod
     async def trim(self, seq: int, tag: int, length: int) -> None:

@@ -3,7 +3,6 @@
 #define FD_DOWN_H
 
 #include <pthread.h>
-#include <stdarg.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <string.h>
@@ -38,13 +37,10 @@ static inline void fd_down_close_fd(fd_down_t *d) {
 static inline bool fd_is_down(const fd_down_t *d) { return __atomic_load_n(&d->flag, __ATOMIC_ACQUIRE) != 0; }
 
 /* The first reason stays. */
-__attribute__((format(printf, 2, 3))) static inline void fd_down_set(fd_down_t *d, const char *format, ...) {
+static inline void fd_down_set(fd_down_t *d, const char *reason) {
     pthread_mutex_lock(&d->lock);
-    if (!d->flag) {
-        va_list args;
-        va_start(args, format);
-        vsnprintf(d->reason, sizeof d->reason, format, args);
-        va_end(args);
+    if (!fd_is_down(d)) {
+        snprintf(d->reason, sizeof d->reason, "%s", reason);
         __atomic_store_n(&d->flag, 1, __ATOMIC_SEQ_CST);
         fd_eventfd_wake(d->fd);
     }

@@ -27,6 +27,9 @@ PINGS_UNANSWERED = 5
 
 _LINK_CLOSED = 5  # fd_status_t: the R-engine has taken this link from its list
 
+#: How long the control connection may take to say why the data path has ended.
+LAST_WORDS_S = 0.1
+
 #: How long `close` waits for the R-node to have freed the lease.
 CLOSE_S = 5.0
 
@@ -155,7 +158,9 @@ class RegionLink(Link):
     # ---- life and death ----
 
     def _port_down(self) -> None:
-        self._end(LinkDown(self._port.reason or "the data path ended"))
+        # An R-node that ends a link has said why on the control connection, which may just not have been read yet.
+        self._loop.remove_reader(self._port.down_fd)
+        self._loop.call_later(LAST_WORDS_S, self._end, LinkDown(self._port.reason or "the data path ended"))
 
     def _end(self, error: BaseException | None) -> None:
         """Begin to end the link, for the first reason given (None: `close`)."""

@@ -15,7 +15,7 @@ int fd_port_init(fd_port_t *port, uint8_t *region, const fd_geometry_t *g, uint3
 }
 
 void fd_port_kill(fd_port_t *port, const char *reason) {
-    fd_down_set(&port->down, "%s", reason);
+    fd_down_set(&port->down, reason);
     for (uint32_t i = 0; i < port->geometry.n_slots; i++)
         fd_stop_waiters(fd_slot_at(port->region, &port->layout, i), &port->down.flag);
 }

@@ -105,7 +105,7 @@ static PyObject *poster_reap(PosterObject *self, PyObject *unused) {
 static PyObject *poster_kill(PosterObject *self, PyObject *arg) {
     const char *reason = PyUnicode_AsUTF8(arg);
     if (!reason) return NULL;
-    if (self->open) fd_down_set(&self->down, "%s", reason);
+    if (self->open) fd_down_set(&self->down, reason);
     Py_RETURN_NONE;
 }
 

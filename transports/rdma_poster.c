@@ -117,7 +117,7 @@ static bool build_chain(fd_poster_t *p, uint32_t slot, const size_t most[MAX_PAR
 
 static void fail(fd_poster_t *p, const char *reason) {
     p->queued = 0;
-    fd_down_set(p->down, "%s", reason);
+    fd_down_set(p->down, reason);
     if (p->side == FD_SIDE_S) /* nobody will ring these bells any more */
         for (uint32_t i = 0; i < p->geometry.n_slots; i++) fd_stop_waiters(fd_slot_at(p->region, &p->layout, i), &p->down->flag);
 }

@@ -24,7 +24,7 @@ from .region import Region, geometry_tuple
 from .server import Carrier, ControlServer
 
 _BACKLOG = 64
-_SILENCE_S = 5
+_SILENCE_S = 4
 
 
 def parse(url: str) -> tuple[str, int]:

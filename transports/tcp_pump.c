@@ -266,7 +266,7 @@ static void *rx_main(void *arg) {
         else error = receive_reply(p, &head.frame, &head.reply);
     }
     shutdown(p->sock, SHUT_RDWR); /* no half-dead link: whatever ended one direction ends the other */
-    fd_down_set(p->down, "%s", error);
+    fd_down_set(p->down, error);
     if (p->side == FD_SIDE_S) /* nobody will ring these bells any more */
         for (uint32_t i = 0; i < p->geometry.n_slots; i++) fd_stop_waiters(fd_slot_at(p->region, &p->layout, i), &p->down->flag);
     return NULL;

@@ -144,6 +144,14 @@ def save(model: Llama, tokenizer, out: Path) -> None:
     dump("generation_config.json", {**ids, "do_sample": True, "temperature": 0.8, "top_p": 0.95})
 
 
+def restore(model: Llama, checkpoint: Path) -> None:
+    """Load the weights of a checkpoint directory."""
+    from safetensors.torch import load_file
+
+    saved = load_file(checkpoint / "model.safetensors")
+    model.load_state_dict({name.removeprefix("model."): value for name, value in saved.items()})
+
+
 def train(args: argparse.Namespace) -> None:
     """Tokenizer, training loop, and the held-out measurement."""
     torch.set_num_threads(args.threads)
@@ -160,6 +168,8 @@ def train(args: argparse.Namespace) -> None:
     size = sum(map(len, ids["train"]))
 
     model = Llama(CONFIG, args.dropout).bfloat16()
+    if args.init:
+        restore(model, args.init)
     params = list(model.parameters())
     masters = [p.detach().float().requires_grad_() for p in params]
     embedding, *rest = masters
@@ -196,7 +206,7 @@ def train(args: argparse.Namespace) -> None:
         seen += args.batch_tokens
         done = step + 1 == args.steps or progress >= 1
         if (step + 1) % args.eval_every == 0 or done:
-            total, count = evaluate(model, ids["dev"], length)
+            total, count = evaluate(model, ids["dev"], CONFIG["max_position_embeddings"])
             line = f"step {step + 1} epoch {seen / size:.1f} {minutes:.1f} min: "
             bar.write(line + f"train {loss.item():.3f} dev {total / count:.4f}")
             if total / count < best:
@@ -206,10 +216,7 @@ def train(args: argparse.Namespace) -> None:
         if done:
             break
 
-    from safetensors.torch import load_file
-
-    saved = load_file(args.out / "model.safetensors")
-    model.load_state_dict({name.removeprefix("model."): value for name, value in saved.items()})
+    restore(model, args.out)
     total, count = evaluate(model, ids["heldout"], CONFIG["max_position_embeddings"])
     size = sum(len(chapter.encode()) for chapter in text["heldout"])
     print(f"held-out: {total / count:.4f} nats per token (perplexity {math.exp(total / count):.2f}), ", end="")
@@ -220,6 +227,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--corpus", type=Path, required=True, help="directory written by corpus.py")
     parser.add_argument("--out", type=Path, required=True, help="checkpoint directory to write")
+    parser.add_argument("--init", type=Path, help="checkpoint directory to go on from (same corpus)")
     parser.add_argument("--steps", type=int, default=4000)
     parser.add_argument("--minutes", type=float, default=math.inf, help="end the schedule by this time, if earlier")
     parser.add_argument("--batch-tokens", type=int, default=4096)

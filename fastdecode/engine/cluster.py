@@ -96,7 +96,7 @@ class Cluster:
         """True if some live R-node, were it empty, could cache `tokens` tokens."""
         return bool(self.alive) and tokens <= self.capacity
 
-    def place(self, tokens: int, barred: frozenset[RNode] = frozenset()) -> RNode | None:
+    def place(self, tokens: int) -> RNode | None:
         """The least loaded live R-node that has room for `tokens` tokens now; None if there is none.
 
         A share of every lease (`watermark`) is kept from newcomers, so that sequences that already run can grow for a
@@ -105,7 +105,7 @@ class Cluster:
         pages = pages_for(tokens)
         best = None
         for node in self.nodes:
-            if not node.alive or not node.has_index or node in barred:
+            if not node.alive or not node.has_index:
                 continue
             reserve = 0 if node.free_pages == node.n_pages else ceil(self.watermark * node.n_pages)
             if pages + reserve <= node.free_pages and (best is None or node.load < best.load):

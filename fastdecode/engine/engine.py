@@ -332,31 +332,21 @@ class Engine:
                 self._drop_staged(node, handles)
                 if not node.alive:
                     continue  # gone with the node
-                names = [(handle.index, handle.tag) for handle in handles]
                 try:
-                    await self._free_handles(node.link, names)
+                    await node.link.free([(handle.index, handle.tag) for handle in handles])
                 except LinkDown as error:
                     self._lost(node, error)
-                else:
-                    node.freed(handles)
-                    self._wake_all()
+                    continue
+                except CallRefused as error:
+                    log.warning("R-node %s knows nothing of a sequence to free: %s", node.url, error)
+                node.freed(handles)
+                self._wake_all()
         finally:
             self._freeing.discard(node)
 
     def _drop_staged(self, node: RNode, handles: list[Handle]) -> None:
         for handle in handles:
             self.spart.drop(node.position, handle.index, handle.tag)
-
-    async def _free_handles(self, link: Link, names: list[tuple[int, int]]) -> None:
-        try:
-            await link.free(names)
-        except CallRefused as error:
-            # One it does not know (its first step failed before it got there) must not keep the others.
-            if len(names) == 1:
-                log.debug("R-node %s had nothing to free for sequence %s: %s", link.url, names[0], error)
-                return
-            for name in names:
-                await self._free_handles(link, [name])
 
     async def _watch(self, node: RNode) -> None:
         error = await node.link.closed()
@@ -400,7 +390,6 @@ class Engine:
         for position in [p for p in self._replacements if p not in busy]:
             link = self._replacements.pop(position)
             self._drop_staged(self.cluster.nodes[position], self.cluster.nodes[position].take_released())
-            self.spart.release_link(position)
             self.spart.links[position] = link
             self._spawn(self._watch(self.cluster.replace_link(position, link)))
             self._wake_all()

@@ -218,8 +218,7 @@ class Scheduler:
         if len(running) >= min(share, self.limits.max_seqs):
             return None
         seq = self.waiting[0]
-        # A page that comes free on a node where somebody starves is not a newcomer's.
-        node = self.cluster.place(len(seq.tokens), barred=frozenset(s.node for s in self._starved))
+        node = self.cluster.place(len(seq.tokens))  # never one where somebody starves: that has no page left
         if node is None:
             return None
         del self.waiting[0]
@@ -238,7 +237,10 @@ class Scheduler:
                 self._find_page(seq)
 
     def _find_page(self, seq: Sequence) -> bool:
-        """Count one more page for `seq`, preempting newer ones of its node. False: it must wait, or was preempted."""
+        """Count one more page for `seq`; if there is none, preempt the newest of its node.
+
+        False: it must wait, until the R-node has acknowledged the FREE at the least, or was itself the newest.
+        """
         node = seq.node
         if self.cluster.grow(seq):
             if seq in self._starved:
@@ -246,16 +248,12 @@ class Scheduler:
             return True
         if seq not in self._starved:
             insort(self._starved, seq, key=_ORDER)
-        wanted = sum(1 for s in self._starved if s.node is node and s.order <= seq.order)
-        while node.pages_freeing < wanted:
+        if not node.pages_freeing:  # else some are on their way
             newest = max(node.sequences, key=_ORDER)
-            if newest.in_flight:
-                return False  # it is preempted here as soon as its step has ended
-            self.preemptions += 1
-            self._requeue(newest)
-            if newest is seq:
-                return False
-        return False  # until the R-node has acknowledged the FREE
+            if not newest.in_flight:  # else it is preempted here when its step has ended
+                self.preemptions += 1
+                self._requeue(newest)
+        return False
 
     def _requeue(self, seq: Sequence) -> None:
         """Let a running sequence wait to be recomputed, tokens and all."""

@@ -191,7 +191,6 @@ class _State:
         else:
             self._q, self._o = exchange.q, exchange.o
         self._n_attend = n_attend
-        self._up = self.x.new_empty(n, c.intermediate_size * (2 if c.gated else 1))
         self._q_heads = self._q.view(n, c.n_q_heads, c.head_size)
         self._k_heads = exchange.kv.view(n, 2 * c.n_kv_heads, c.head_size)[:, : c.n_kv_heads]
         self._angles = spart._rope.angles(positions) if spart._rope else None
@@ -220,16 +219,16 @@ class _State:
         if self._mixed and self._n_attend:
             self._o[: self._n_attend].copy_(self._exchange.o)
         norm_first = self._config.norm_first
-        layer.o.add_to(self.x, self._o)
+        self.x.add_(layer.o(self._o))
         if not norm_first:
             self.x = self._norm(self.x, layer.attention_norm)
         h = self._norm(self.x, layer.mlp_norm) if norm_first else self.x
-        up = layer.up(h, out=self._up)
+        up = layer.up(h)
         if self._config.gated:
             gate, value = up.chunk(2, dim=1)
             up = self._activation(gate).mul_(value)
         else:
             up = self._activation(up)
-        layer.down.add_to(self.x, up)
+        self.x.add_(layer.down(up))
         if not norm_first:
             self.x = self._norm(self.x, layer.mlp_norm)

@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
 from fastdecode.spart.config import CheckpointError, ModelConfig
-from fastdecode.spart.weights import TORCH_DTYPES, Allocation, Model, Slot
+from fastdecode.spart.weights import TORCH_DTYPES, Allocation, Model, Slot, can_pack
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +47,12 @@ def load_model(
     with torch.inference_mode():
         _copy(slots, progress)
     parameters = sum(slot.target.numel() for slot in allocation.slots)
-    return Model(config, allocation.weights, device, dtype, parameters)
+    weights = allocation.weights
+    if can_pack(device, dtype):
+        del slots, allocation  # they hold every weight
+        with torch.inference_mode():
+            weights.pack()
+    return Model(config, weights, device, dtype, parameters)
 
 
 def choose_device(name: str) -> torch.device:

@@ -1,0 +1,87 @@
+"""Where links may be served and sought: URLs, sockets in use, addresses that need a secret."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from link_driver import hello
+
+from fastdecode.transports.base import LinkRefused, TransportError
+from fastdecode.transports.registry import connect, serve
+
+
+class NoService:
+    """Grants nothing."""
+
+    name = "none"
+
+    def open_link(self, said, region, notify):
+        raise LinkRefused("not today")
+
+
+async def test_refusal_reaches_the_s_node(tmp_path):
+    for url in (f"shm://{tmp_path}/r.sock", "tcp://127.0.0.1:0", "tcp://localhost:0"):
+        server = await serve(url, NoService(), None)
+        with pytest.raises(LinkRefused, match="not today"):
+            await connect(server.url, hello(), None)
+        await server.close()
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("url", "says"),
+    [
+        ("quic://host:1", "known transport, which are shm://, tcp://, rdma://"),
+        ("127.0.0.1:80", "known transport"),
+        ("tcp://127.0.0.1", "not of the form tcp://host:port"),
+        ("tcp://:80", "not of the form tcp://host:port"),
+        ("tcp://host:99999", "not of the form tcp://host:port"),
+        ("tcp://host:80/path", "not of the form tcp://host:port"),
+        ("rdma://host", "not of the form rdma://host:port"),
+        ("rdma://host:1?device=a&device=b", "not of the form rdma://host:port"),
+        ("rdma://host:1?gid=first", "not of the form rdma://host:port"),
+        ("rdma://host:1?mtu=9000", "not of the form rdma://host:port"),
+        ("shm://relative/path", "not of the form shm:///path"),
+        ("shm:///", "not of the form shm:///path"),
+        ("shm:///" + "x" * 107, "longer than"),
+    ],
+)
+async def test_bad_urls(url, says):
+    with pytest.raises(TransportError, match=says):
+        await serve(url, NoService(), None)
+    with pytest.raises(TransportError, match=says):
+        await connect(url, hello(), None)
+
+
+async def test_no_secret_on_an_address_that_others_reach():
+    with pytest.raises(TransportError, match="no shared secret"):
+        await serve("tcp://0.0.0.0:0", NoService(), None)
+    for secret, insecure in ((b"secret", False), (None, True)):
+        server = await serve("tcp://0.0.0.0:0", NoService(), secret, insecure=insecure)
+        await server.close()
+
+
+async def test_an_empty_secret_is_none():
+    with pytest.raises(TransportError, match="secret is empty"):
+        await serve("tcp://127.0.0.1:0", NoService(), b"\n")
+
+
+async def test_addresses_in_use_are_left_alone(tmp_path):
+    for url in (f"shm://{tmp_path}/r.sock", "tcp://127.0.0.1:0"):
+        server = await serve(url, NoService(), None)
+        with pytest.raises(TransportError, match="in use"):
+            await serve(server.url, NoService(), None)
+        with pytest.raises(LinkRefused, match="not today"):
+            await connect(server.url, hello(), None)
+        await server.close()
+    (tmp_path / "file").write_text("precious")
+    with pytest.raises(TransportError, match="in use"):
+        await serve(f"shm://{tmp_path}/file", NoService(), None)
+    assert (tmp_path / "file").read_text() == "precious"
+
+
+async def test_the_socket_is_its_owners_alone(tmp_path):
+    server = await serve(f"shm://{tmp_path}/r.sock", NoService(), None)
+    assert (tmp_path / "r.sock").stat().st_mode & 0o777 == 0o600
+    await server.close()

@@ -1,0 +1,252 @@
+"""Data frames, replies and regions that are not what they should be: the link ends, or the call is refused, and nobody
+else notices.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import struct
+
+import pytest
+from link_driver import LARGE, SMALL, hello
+from wire_peers import HANG_S, MAGIC, ONE_ROW, Q_BYTES, Caller, FakeRNode, attached, call, frame, opened
+
+from fastdecode.transports._native import Port
+from fastdecode.transports.base import ACT_DTYPES, PROTOCOL_VERSION, Geometry, LinkDown, TransportError
+from fastdecode.transports.region import Region, geometry_tuple, region_layout
+from fastdecode.transports.registry import connect
+
+# ---- data frames over TCP ----
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        (frame(call(), ONE_ROW, magic=MAGIC + 1), "magic number"),
+        (b"GET / HTTP/1.1\r\n" + b"x" * 64, "magic number"),
+        (frame(call(), ONE_ROW, slot=2), "slot beyond the region"),
+        (frame(call(), ONE_ROW, slot=2**32 - 1), "slot beyond the region"),
+        (frame(call(), ONE_ROW, length=64), "length does not match"),
+        (frame(call(), ONE_ROW, length=64 + len(ONE_ROW) + 1), "length does not match"),
+        (frame(call(), ONE_ROW, length=2**64 - 1), "length does not match"),
+        (frame(call(counts=(1, 2, 1)), ONE_ROW), "length does not match"),
+        (frame(call(counts=(1, 2**32 - 1, 1)), ONE_ROW), "rows outside the slot"),
+        (frame(call(counts=(1, 33, 1)), ONE_ROW), "rows outside the slot"),
+        (frame(call(counts=(1, 0, 0)), ONE_ROW), "rows outside the slot"),
+        (frame(call(counts=(1, 1, 2)), ONE_ROW), "more attending rows"),
+        (frame(call(counts=(2**31, 1, 1)), ONE_ROW), "row table longer"),
+        (frame(call(layer=2), ONE_ROW), "layer beyond the model"),
+        (frame(call(flags=3), ONE_ROW), "unknown call flag"),
+        (frame(call(reserved=1), ONE_ROW), "reserved field"),
+        (frame(call(seq=2), ONE_ROW), "out of order"),
+        (frame(call(seq=0), ONE_ROW), "out of order"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+async def test_lying_data_frames_end_their_link(r_node, bystander, data, says):
+    control, token = await opened(r_node.tcp)
+    caller = await attached(r_node.tcp, token)
+    caller.send(data)
+    error = await control.hear()
+    assert (error["type"], error["id"]) == ("ERROR", 0) and says in error["message"]
+    assert await control.heard_last() == b""
+    await caller.heard_last()
+    await caller.close()
+    await control.close()
+
+
+@pytest.mark.parametrize("n", [1, 15, 16, 79, 80, 81, 103, 104, 500])
+async def test_data_frames_cut_short_end_their_link(r_node, bystander, n):
+    control, token = await opened(r_node.tcp)
+    caller = await attached(r_node.tcp, token)
+    caller.send(frame(call(), ONE_ROW)[:n])
+    caller.writer.write_eof()
+    assert "within a frame" in (await control.hear())["message"]
+    await caller.close()
+    await control.close()
+
+
+async def test_data_connection_closed_between_frames_ends_the_link(r_node, bystander):
+    control, token = await opened(r_node.tcp)
+    caller = await attached(r_node.tcp, token)
+    await caller.close()
+    assert "closed the data connection" in (await control.hear())["message"]
+    await control.close()
+
+
+async def test_a_row_table_that_points_outside_the_lease_is_answered(r_node, bystander):
+    """Not the transport's business: the R-engine refuses the call and the link lives on."""
+    control, token = await opened(r_node.tcp)
+    caller = await attached(r_node.tcp, token)
+    caller.send(frame(call(), struct.pack("<6I", 2**32 - 1, 1, 0, 1, 1, 0) + ONE_ROW[24:]))
+    caller.send(frame(call(), ONE_ROW, slot=1))
+    replies = {}
+    async with asyncio.timeout(HANG_S):
+        for _ in range(2):
+            magic, slot, length = struct.unpack("<IIQ", await caller.reader.readexactly(16))
+            assert magic == MAGIC
+            reply = await caller.reader.readexactly(length)
+            replies[slot] = (*struct.unpack_from("<QII", reply), length)
+    assert replies == {0: (1, 2, 0, 256), 1: (1, 0, 1, 256 + Q_BYTES)}
+    await control.close()
+    await caller.heard_last()
+    await caller.close()
+
+
+async def test_a_peer_that_reads_no_replies_holds_up_only_itself(r_node, bystander):
+    """Its replies fill the sockets; then a call for the slot whose reply is still on its way is refused."""
+    control, token = await opened(r_node.tcp, LARGE, kv_bytes=32 << 20, max_seqs=32)
+    with socket.create_connection(("127.0.0.1", int(r_node.tcp.rpartition(":")[2]))) as sock:
+        sock.setblocking(False)
+        caller = Caller(*await asyncio.open_connection(sock=sock))
+        await caller.hear()
+        caller.say({"type": "ATTACH", "version": PROTOCOL_VERSION, "token": token})
+        assert (await caller.hear())["type"] == "OK"
+        caller.writer.transport.pause_reading()
+        rows = LARGE.max_rows
+        row_bytes = (LARGE.n_q_heads + 2 * LARGE.n_kv_heads) * LARGE.head_size * 4
+        said_why = None
+        async with asyncio.timeout(HANG_S):
+            for seq in range(32):  # at 2 MiB each
+                table = struct.pack("<6I", seq, 1, 0, rows, 1, 0)
+                caller.send(frame(call(seq + 1, counts=(1, rows, rows)), table + bytes(rows * row_bytes)))
+                served = False
+                while not served and said_why is None:
+                    control.say({"type": "STATS", "id": 1})
+                    answer = await control.hear()
+                    said_why = answer.get("message")
+                    served = said_why is None and answer["stats"]["calls"] > seq
+                if said_why:
+                    break
+        assert said_why and "last call is not answered" in said_why
+        caller.writer.transport.abort()
+        await asyncio.sleep(0)
+    await control.close()
+
+
+# ---- replies that lie, S side ----
+
+
+def reply(seq: int = 1, status: int = 0, rows: int = 1, message: bytes = b"") -> bytes:
+    return struct.pack("<QIIQQ224s", seq, status, rows, 1, 2, message)
+
+
+O_ROW = bytes(Q_BYTES)
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        (frame(reply(), O_ROW, magic=7), "magic number"),
+        (frame(reply(), O_ROW, slot=9), "slot beyond the region"),
+        (frame(reply(), O_ROW, slot=1), "answers no call"),
+        (frame(reply(seq=2), O_ROW), "answers no call"),
+        (frame(reply(seq=0), O_ROW), "answers no call"),
+        (frame(reply(rows=2), O_ROW * 2), "rows do not match"),
+        (frame(reply(rows=2**32 - 1), O_ROW), "rows do not match"),
+        (frame(reply(status=2), O_ROW), "rows do not match"),
+        (frame(reply(), O_ROW, length=256), "length does not match"),
+        (frame(reply(), O_ROW, length=2**63), "length does not match"),
+        (frame(reply(status=99, rows=0), b""), "unknown status"),
+        (frame(reply(), O_ROW) * 2, "answers no call"),
+        (frame(reply(), O_ROW)[:300], None),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+async def test_lying_replies_end_the_link(data, says):
+    fake = FakeRNode()
+    fake.reply = data
+    async with fake as url:
+        link = await connect(url, hello(), None)
+        link.post(0, 0, 1, 1, 1, False)
+        if says is None:  # the rest does not come; nor does anything out of the half that did
+            with pytest.raises(LinkDown, match="no reply"):
+                await asyncio.to_thread(link.wait, 0, 0.2)
+        else:
+            async with asyncio.timeout(HANG_S):
+                if data.count(struct.pack("<I", MAGIC)) < 2:
+                    with pytest.raises(LinkDown, match=says):
+                        await asyncio.to_thread(link.wait, 0, HANG_S)
+                assert says in str(await link.closed())
+        await link.close()
+
+
+async def test_a_refusals_message_need_not_be_text():
+    fake = FakeRNode()
+    fake.reply = frame(reply(status=6, rows=0, message=b"\xff" * 224), b"")
+    async with fake as url:
+        link = await connect(url, hello(), None)
+        link.post(0, 0, 1, 1, 1, False)
+        with pytest.raises(TransportError, match="\ufffd" * 223):
+            await asyncio.to_thread(link.wait, 0, HANG_S)
+        await link.close()
+
+
+@pytest.mark.parametrize(
+    ("answer", "says"),
+    [
+        (reply(seq=2), "does not carry its call's number"),
+        (reply(rows=3), "rows do not match"),
+        (reply(status=1), "rows do not match"),
+        (reply(status=2**32 - 1, rows=0), "unknown status"),
+    ],
+)
+def test_lying_replies_in_shared_memory(answer, says):
+    region = Region.create(SMALL)
+    wake = os.eventfd(0)
+    port = Port(region.view, geometry_tuple(SMALL), 0, wake_fd=wake)
+    port.post(0, 0, 1, 1, 1, True)
+    slot = region.layout.slot(0)
+    region.view[slot + 256 : slot + 512] = answer
+    region.view[slot + 128 : slot + 136] = struct.pack("<Q", 1)
+    with pytest.raises(ConnectionError, match=says):
+        port.wait(0, HANG_S)
+    with pytest.raises(ConnectionError, match=says):
+        port.post(1, 0, 1, 1, 1, True)
+    port.close()
+    os.close(wake)
+    region.close()
+
+
+# ---- regions ----
+
+
+def test_a_region_that_is_not_what_it_should_be():
+    other = Geometry(2, 64, 2, 4, 2, 16, "fp32")
+    region = Region.create(SMALL)
+    with pytest.raises(TransportError, match="this end expects"):
+        Region.adopt(os.dup(region.fd), other)
+    with pytest.raises(TransportError, match="another geometry"):
+        Region.adopt(os.dup(region.fd), Geometry(2, 32, 3, 4, 2, 16, "fp32"))
+    region.view[4:8] = struct.pack("<I", PROTOCOL_VERSION + 1)
+    with pytest.raises(TransportError, match=f"version {PROTOCOL_VERSION + 1}"):
+        Region.adopt(os.dup(region.fd), SMALL)
+    region.view[0:4] = b"none"
+    with pytest.raises(TransportError, match="magic number"):
+        Region.adopt(os.dup(region.fd), SMALL)
+    region.close()
+    unsealed = os.memfd_create("unsealed", os.MFD_ALLOW_SEALING)
+    os.ftruncate(unsealed, region.layout.region_bytes)
+    with pytest.raises(TransportError, match="not sealed"):
+        Region.adopt(unsealed, SMALL)
+
+
+def test_a_region_cannot_be_resized():
+    region = Region.create(SMALL)
+    for size in (0, region.layout.region_bytes * 2):
+        with pytest.raises(PermissionError):
+            os.ftruncate(region.fd, size)
+    region.close()
+
+
+@pytest.mark.parametrize("act_dtype", ACT_DTYPES)
+def test_layouts_agree_with_the_r_engines(act_dtype):
+    from fastdecode.kernels import _native
+
+    geometry = Geometry(3, 100, 5, 12, 4, 24, act_dtype)
+    layout = region_layout(geometry)
+    assert _native.region_layout(geometry_tuple(geometry)) == tuple(
+        getattr(layout, name) for name in type(layout).__dataclass_fields__
+    )

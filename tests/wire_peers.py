@@ -1,0 +1,177 @@
+"""Peers that speak the links' protocol byte by byte, to say in it what no peer should.
+
+Written from the comments of handshake.py, frames.py and tcp_pump.h alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import json
+import struct
+
+from link_driver import SMALL
+
+from fastdecode.transports.base import PROTOCOL_VERSION, Geometry
+from fastdecode.transports.region import region_layout
+
+HANG_S = 20.0
+
+
+class Caller:
+    """A connection to an R-node, byte by byte."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
+        self.reader, self.writer = reader, writer
+
+    @classmethod
+    async def dial(cls, url: str, **options: int) -> Caller:
+        if url.startswith("shm://"):
+            return cls(*await asyncio.open_unix_connection(url.removeprefix("shm://")))
+        host, port = url.removeprefix("tcp://").split(":")
+        return cls(*await asyncio.open_connection(host, int(port), **options))
+
+    def send(self, data: bytes) -> None:
+        self.writer.write(data)
+
+    def say(self, message: object) -> None:
+        body = message if isinstance(message, bytes) else json.dumps(message).encode()
+        self.send(struct.pack("<I", len(body)) + body)
+
+    async def hear(self) -> dict:
+        async with asyncio.timeout(HANG_S):
+            (size,) = struct.unpack("<I", await self.reader.readexactly(4))
+            return json.loads(await self.reader.readexactly(size))
+
+    async def heard_last(self) -> bytes:
+        """All that comes until the node closes the connection."""
+        async with asyncio.timeout(HANG_S):
+            try:
+                return await self.reader.read()
+            except ConnectionResetError:  # it closed with our bytes unread
+                return b""
+
+    async def close(self) -> None:
+        self.writer.close()
+        with contextlib.suppress(ConnectionError):
+            await self.writer.wait_closed()
+
+
+def said(geometry: Geometry = SMALL, **changes: object) -> dict:
+    """A HELLO without a secret."""
+    message = {
+        "type": "HELLO",
+        "version": PROTOCOL_VERSION,
+        "nonce": "5a" * 32,
+        "mac": None,
+        "n_slots": geometry.n_slots,
+        "max_rows": geometry.max_rows,
+        "n_layers": geometry.n_layers,
+        "n_q_heads": geometry.n_q_heads,
+        "n_kv_heads": geometry.n_kv_heads,
+        "head_size": geometry.head_size,
+        "act_dtype": geometry.act_dtype,
+        "region_bytes": region_layout(geometry).region_bytes,
+        "kv_dtype": "fp32",
+        "windows": [0] * geometry.n_layers,
+        "softmax_scale": 0.25,
+        "kv_bytes": 8 << 20,
+        "max_seqs": 4,
+    }
+    return message | changes
+
+
+def mac(secret: bytes, role: bytes, s_nonce: str, r_nonce: str, message: dict) -> str:
+    body = json.dumps(message | {"mac": None}, sort_keys=True, separators=(",", ":")).encode()
+    text = b"\0".join([b"fastdecode", role, s_nonce.encode(), r_nonce.encode(), body])
+    return hmac.new(secret, text, "sha256").hexdigest()
+
+
+async def opened(url: str, geometry: Geometry = SMALL, **changes: object) -> tuple[Caller, str]:
+    caller = await Caller.dial(url)
+    await caller.hear()
+    caller.say(said(geometry, **changes))
+    welcome = await caller.hear()
+    assert welcome["type"] == "WELCOME", welcome
+    return caller, welcome["token"]
+
+
+async def attached(url: str, token: str, **options: int) -> Caller:
+    caller = await Caller.dial(url, **options)
+    await caller.hear()
+    caller.say({"type": "ATTACH", "version": PROTOCOL_VERSION, "token": token})
+    assert (await caller.hear())["type"] == "OK"
+    return caller
+
+
+class FakeRNode:
+    """Speaks the R side of TCP, as `answer_hello` and `answer_attach` tell it to."""
+
+    def __init__(self, needs_secret: bool = False):
+        self.challenge = {
+            "type": "CHALLENGE",
+            "version": PROTOCOL_VERSION,
+            "nonce": "c4" * 32,
+            "needs_secret": needs_secret,
+            "node": "fake",
+        }
+        self.welcome = {
+            "type": "WELCOME",
+            "mac": None,
+            "token": "70" * 32,
+            "n_pages": 4,
+            "max_seqs": 4,
+            "page_bytes": 32768,
+            "isa": "scalar",
+            "threads": 1,
+            "node": "fake",
+        }
+        self.reply = b""
+
+    async def __aenter__(self) -> str:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        return f"tcp://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+
+    async def __aexit__(self, *_: object) -> None:
+        self._server.close()
+        await self._server.wait_closed()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        peer = Caller(reader, writer)
+        try:
+            peer.say(self.challenge)
+            if (await peer.hear())["type"] == "HELLO":
+                peer.say(self.welcome)
+            else:
+                peer.say({"type": "OK", "id": 0, "stats": None})
+                await reader.readexactly(16 + 64)  # a call
+                peer.send(self.reply)
+            await reader.read()
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        finally:
+            await peer.close()
+
+
+# ---- data frames ----
+
+MAGIC = 0x4D524644
+NEW_STEP = 1  # call flag
+ROW = struct.pack("<6I", 0, 1, 0, 1, 1, 0)
+Q_BYTES = SMALL.n_q_heads * SMALL.head_size * 4
+KV_ROW_BYTES = 2 * SMALL.n_kv_heads * SMALL.head_size * 4
+
+
+def call(
+    seq: int = 1, flags: int = NEW_STEP, layer: int = 0, counts: tuple[int, int, int] = (1, 1, 1), reserved: int = 0
+) -> bytes:
+    return struct.pack("<QIIIII9I", seq, flags, layer, *counts, reserved, *[0] * 8)
+
+
+def frame(header: bytes, rest: bytes, slot: int = 0, magic: int = MAGIC, length: int | None = None) -> bytes:
+    length = len(header) + len(rest) if length is None else length
+    return struct.pack("<IIQ", magic, slot, length) + header + rest
+
+
+ONE_ROW = ROW + bytes(Q_BYTES + KV_ROW_BYTES)
