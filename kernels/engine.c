@@ -25,7 +25,7 @@ enum {
 /* Where a bell wakes nobody (RDMA), a sleeping engine looks at its bells after an eighth of the time that it has been idle:
  * it adds that much to the time between two calls at most, and uses well under 1 % of a core. */
 #define NAP_MIN_NS 20000u
-#define NAP_MAX_NS 2000000u
+#define NAP_MAX_NS 5000000u
 
 /* ---- a job: the items of one call, done by whoever comes ---- */
 

@@ -28,6 +28,7 @@ from fastdecode.transports.rdma_devices import Gid, Port, choose, list_ports
 from fastdecode.transports.rdma_endpoint import Endpoint
 from fastdecode.transports.registry import connect, serve
 
+ROOT = Path(__file__).parent.parent
 KV_BYTES = 16 << 20
 NAMED_S = 5.0  # an error must have been named by then
 HANG_S = 60.0
@@ -155,9 +156,21 @@ def test_the_binary_interface_is_that_of_the_installed_header():
     compiler = shutil.which("cc")
     if not compiler or not Path("/usr/include/infiniband/verbs.h").exists():
         pytest.skip("no compiler, or no infiniband/verbs.h (Debian: libibverbs-dev)")
-    here = Path(__file__).parent
-    source, include = here / "c/verbs_abi.c", here.parent / "transports"
+    source, include = ROOT / "tests/c/verbs_abi.c", ROOT / "transports"
     subprocess.run([compiler, "-fsyntax-only", "-Wall", "-Wextra", "-Werror", f"-I{include}", source], check=True)
+
+
+@pytest.mark.skipif(not shutil.which("gcc"), reason="needs gcc")
+def test_poster_over_a_device_made_of_memcpy(tmp_path):
+    """tests/c/poster_loopback.c, under AddressSanitizer and UBSan."""
+    program, flags = tmp_path / "poster_loopback", ["-std=gnu11", "-O1", "-fsanitize=address,undefined"]
+    sources = [ROOT / "tests/c/poster_loopback.c", ROOT / "transports/rdma_poster.c"]
+    include = [f"-I{ROOT / name}" for name in ("kernels", "transports")]
+    subprocess.run(
+        ["gcc", *flags, "-fno-sanitize-recover=all", *include, *sources, "-pthread", "-o", program], check=True
+    )
+    run = subprocess.run([program], capture_output=True, text=True, timeout=60)
+    assert run.returncode == 0, run.stderr
 
 
 @pytest.mark.parametrize("address", [0, 8, (1 << 47) - 4096, (1 << 64) - 8, id(object())])
@@ -176,8 +189,11 @@ needs_wire = pytest.mark.skipif(
 )
 
 
+SECRET = b"for addresses that others may reach"
+
+
 def an_r_node(host: str) -> Iterator[RNodeProcess]:
-    node = RNodeProcess(f"rdma://{host}:0", KV_BYTES)
+    node = RNodeProcess(f"rdma://{host}:0", KV_BYTES, SECRET.decode())
     yield node
     if node.process.poll() is None:
         assert node.end() == 0
@@ -217,7 +233,7 @@ async def test_only_the_links_own_region_can_be_written(node, monkeypatch, elsew
     cards = []
     with monkeypatch.context() as patch:
         meddle(patch, lambda card: cards.append(card) or card)
-        bystander = await connect(node.url, said, None)
+        bystander = await connect(node.url, said, SECRET)
     other = Driver(bystander, said)
     await step_of(other)
     changes = {
@@ -229,7 +245,7 @@ async def test_only_the_links_own_region_can_be_written(node, monkeypatch, elsew
     }
     with monkeypatch.context() as patch:
         meddle(patch, changes[elsewhere])
-        link = await connect(node.url, said, None)
+        link = await connect(node.url, said, SECRET)
     with pytest.raises(LinkDown, match="remote access error"):
         await asyncio.wait_for(step_of(Driver(link, said)), NAMED_S)
     assert "remote access error" in str(await asyncio.wait_for(link.closed(), NAMED_S))
@@ -241,7 +257,7 @@ async def test_only_the_links_own_region_can_be_written(node, monkeypatch, elsew
 @needs_device
 async def test_regions_are_registered_while_their_link_lives(node):
     assert pinned_kib("self") == 0
-    links = [await connect(node.url, hello(), None) for _ in range(2)]
+    links = [await connect(node.url, hello(), SECRET) for _ in range(2)]
     kib = links[0].layout.region_bytes >> 10
     assert pinned_kib("self") >= 2 * kib
     assert pinned_kib(node.pid) >= 2 * kib
@@ -254,7 +270,7 @@ async def test_regions_are_registered_while_their_link_lives(node):
 async def test_an_s_node_that_stops_reading_leaves_other_links_alone(node):
     """Replies are written to memory: a peer that is stopped takes them all the same."""
     said = hello(kv_bytes=1 << 19)
-    links = [await connect(node.url, said, None) for _ in range(2)]
+    links = [await connect(node.url, said, SECRET) for _ in range(2)]
     drivers = [Driver(link, said, seed) for seed, link in enumerate(links)]
     under_way = drivers[0].begin(0, [(0, 1, True)])
     bell = under_way.post(0)
@@ -268,9 +284,9 @@ async def test_an_s_node_that_stops_reading_leaves_other_links_alone(node):
 @needs_device
 async def test_a_gid_that_is_not_there_is_refused(node):
     with pytest.raises(TransportError, match="has no GID 99"):
-        await connect(f"{node.url}?device={list_ports()[0].device}&gid=99", hello(), None)
+        await connect(f"{node.url}?device={list_ports()[0].device}&gid=99", hello(), SECRET)
     with pytest.raises(TransportError, match="no RDMA port none0"):
-        await connect(f"{node.url}?device=none0", hello(), None)
+        await connect(f"{node.url}?device=none0", hello(), SECRET)
 
 
 @needs_device
@@ -281,6 +297,25 @@ async def test_an_r_node_that_cannot_do_rdma_says_so():
             await connect(failing.url, hello(), None)
     finally:
         assert failing.end() == 0
+
+
+@needs_device
+@pytest.mark.timeout(600)
+async def test_a_completion_is_the_same_as_over_shared_memory(tmp_path):
+    from real_engine import real_engine  # brings torch along, which nothing else here needs
+
+    from fastdecode.demo import model_dir
+    from fastdecode.engine.request import SamplingParams
+
+    async def complete(url: str | None) -> list[list[int]]:
+        async with real_engine(model_dir(), tmp_path, url=url) as engine:
+            greedy = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+            streams = [engine.submit(list(range(5 + i, 95 + 7 * i)), greedy) for i in range(3)]
+            return [[event.token async for event in stream] for stream in streams]
+
+    over_shm = await complete(None)
+    assert [len(tokens) for tokens in over_shm] == [12] * 3
+    assert await complete("rdma://127.0.0.1:0") == over_shm
 
 
 # ---- with a wire ----
@@ -305,7 +340,7 @@ def wire() -> Iterator[None]:
 async def test_devices_at_both_ends_of_a_wire_are_found_by_the_route(far_node, wire, monkeypatch):
     cards = []
     meddle(monkeypatch, lambda card: cards.append(card) or card)
-    link = await connect(far_node.url, hello(), None)
+    link = await connect(far_node.url, hello(), SECRET)
     assert IPv6Address(bytes.fromhex(cards[0].gid)).ipv4_mapped.exploded == "10.8.0.2"
     await step_of(Driver(link, hello()))
     await link.close()
@@ -317,7 +352,7 @@ async def test_loss_and_reordering_tear_nothing(far_node, wire):
     for device in ("va", "vb"):
         sh(f"tc qdisc add dev {device} root netem delay 200us reorder 90% loss 0.3%")
     said = hello()
-    link = await connect(far_node.url, said, None)
+    link = await connect(far_node.url, said, SECRET)
     driver = Driver(link, said)
 
     def steps() -> None:
@@ -332,7 +367,7 @@ async def test_loss_and_reordering_tear_nothing(far_node, wire):
 @pytest.mark.parametrize("which", ["va", "vb"])
 async def test_link_set_down_is_named(node, far_node, wire, which):
     said = hello()
-    link, bystander = await connect(far_node.url, said, None), await connect(node.url, said, None)
+    link, bystander = await connect(far_node.url, said, SECRET), await connect(node.url, said, SECRET)
     driver, other = Driver(link, said), Driver(bystander, said)
     await step_of(driver)
     sh(f"ip link set {which} down")
@@ -346,7 +381,7 @@ async def test_link_set_down_is_named(node, far_node, wire, which):
 @needs_wire
 async def test_a_host_that_falls_silent_is_named(far_node, wire):
     said = hello()
-    link = await connect(far_node.url, said, None)
+    link = await connect(far_node.url, said, SECRET)
     driver = Driver(link, said)
     await step_of(driver)
     sh("tc qdisc add dev va root netem loss 100%")
@@ -358,7 +393,7 @@ async def test_a_host_that_falls_silent_is_named(far_node, wire):
 @needs_wire
 async def test_an_r_node_killed_under_load_is_named(far_node, wire):
     said = hello()
-    link = await connect(far_node.url, said, None)
+    link = await connect(far_node.url, said, SECRET)
     driver = Driver(link, said)
 
     def steps() -> None:

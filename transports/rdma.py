@@ -7,7 +7,7 @@ memory, and no Python runs at either end's receiving side. Each link has a devic
 queue pair of its own, in which the peer can write to the link's region and do nothing else. Nothing is encrypted.
 
 A write wakes nobody at the other end. An idle R-engine with such links therefore looks at its bells after an eighth of
-the time that it has been idle, at most 2 ms later; a waiter at the S side likewise, at most 1 ms.
+the time that it has been idle, at most 5 ms later; a waiter at the S side likewise, at most 1 ms.
 
 A dead peer is noticed by its control connection's end (process), by the device's retries within half a second of a
 write (host), or by TCP's probes within 5 seconds. `device`, `port` and `gid` are each end's own; unless given, they are
