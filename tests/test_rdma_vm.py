@@ -22,7 +22,7 @@ def test_rdma_links_in_a_virtual_machine():
         pytest.skip(str(error))
     assert importlib.util.find_spec("fastdecode.transports._native")
     here = Path(__file__).parent
-    pytest_ = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "timeout=300"]
+    pytest_ = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "timeout=300", "--durations=15"]
     status, output = guest.run(
         [*pytest_, "-k", "rdma", str(here / "test_transports.py"), str(here / "test_rdma.py")], BOOT_S
     )

@@ -16,6 +16,9 @@ from .base import TransportError
 
 SYSFS = Path("/sys/class/infiniband")
 _ROCE_V2 = "RoCE v2"
+#: A GID table may have a thousand entries. The kernel fills it from the front, so after a gap as long as this nothing
+#: more is looked for.
+_GIDS_MAX, _GAP = 1024, 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,12 +68,14 @@ def _text(path: Path) -> str:
 
 
 def _gids(port: Path) -> tuple[Gid, ...]:
-    gids = []
-    for entry in sorted(port.glob("gids/*"), key=lambda path: int(path.name)):
-        text = _text(entry)
-        if text and (address := IPv6Address(text)) != IPv6Address(0):
-            kind, interface = (_text(port / "gid_attrs" / name / entry.name) for name in ("types", "ndevs"))
-            gids.append(Gid(int(entry.name), address, kind, interface))
+    gids: list[Gid] = []
+    for index in range(_GIDS_MAX):
+        text = _text(port / "gids" / str(index))
+        if text.strip("0:"):
+            kind, interface = (_text(port / "gid_attrs" / name / str(index)) for name in ("types", "ndevs"))
+            gids.append(Gid(index, IPv6Address(text), kind, interface))
+        elif index - (gids[-1].index if gids else 0) > _GAP:
+            break
     return tuple(gids)
 
 
