@@ -25,12 +25,25 @@ class ConfigError(ValueError):
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 
+# Beyond what any machine has, and within what the R-engine and the wire count in.
+_MAX_BYTES = 2**52
+_MAX_CPUS = 1024  # CPU_SETSIZE
+# Options that are numbers, and the largest each may be.
+_MOST = {
+    "mini_batches": 16,
+    "max_batch_tokens": 65536,
+    "threads": 512,
+    "s_threads": 512,
+    "spin_us": 60_000_000,
+}
+
+
 def parse_bytes(text: str) -> int:
     """ "4GiB", "512 MiB", "1e9", "4G" (decimal) -> bytes. Raises ValueError."""
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]*)?(?:e[0-9]+)?)\s*(?:([kmgt]i?)?b?)\s*", text.lower())
-    if not match or (size := int(float(match[1]) * _UNITS[match[2] or ""])) <= 0:
+    if not match or not 1 <= (size := float(match[1]) * _UNITS[match[2] or ""]) <= _MAX_BYTES:
         raise ValueError(f"{text!r} is not a size such as 4GiB or 512MiB")
-    return size
+    return int(size)
 
 
 def format_bytes(n: float) -> str:
@@ -71,7 +84,10 @@ def _cpu_list(text: str) -> tuple[int, ...]:
     cpus: list[int] = []
     for part in text.split(","):
         first, _, last = part.partition("-")
-        cpus.extend(range(int(first), int(last or first) + 1))
+        span = range(int(first), int(last or first) + 1)
+        if span.stop > _MAX_CPUS:
+            raise ValueError(f"{text!r}: cpus are numbered 0 to {_MAX_CPUS - 1}")
+        cpus.extend(span)
     if not cpus or len(set(cpus)) != len(cpus):
         raise ValueError(f"{text!r} is not a list of cpus such as 0-3,8")
     return tuple(cpus)
@@ -129,7 +145,9 @@ class NodeConfig:
         role="s",
         choices=("auto", "fp32", "bf16", "fp16"),
     )
-    kv_dtype: str = _option("format of the KV-cache", "fp16", role="s", choices=("fp32", "fp16", "int8"))
+    kv_dtype: str = _option(
+        "format of the KV-cache", "fp16", role="s", choices=("fp32", "fp16", "bf16", "int8", "int4")
+    )
     kv_lease: int | None = _option(
         "KV-cache memory to ask of each R-node; default: all it has free", role="s", parse=parse_bytes, metavar="SIZE"
     )
@@ -185,10 +203,9 @@ class NodeConfig:
                     raise ConfigError(f"{_flag(name)} is for the embedded R-node; with --r-node give it to that node")
         if self.cpus is not None and self.threads is not None and len(self.cpus) != self.threads:
             raise ConfigError(f"--cpus names {len(self.cpus)} cpus for --threads {self.threads}")
-        if self.mini_batches > 16:
-            raise ConfigError("--mini-batches is at most 16")
-        if self.max_batch_tokens > 65536:
-            raise ConfigError("--max-batch-tokens is at most 65536")
+        for name, most in _MOST.items():
+            if (getattr(self, name) or 0) > most:
+                raise ConfigError(f"{_flag(name)} is at most {most}")
         if self.max_batch_size > self.max_batch_tokens:
             raise ConfigError("--max-batch-size is larger than --max-batch-tokens: every sequence needs a row")
 
@@ -199,7 +216,10 @@ class NodeConfig:
     def read_api_key(self) -> str | None:
         """The API's key. Raises ConfigError."""
         key = _read_key(self.api_key_file, "--api-key-file")
-        return None if key is None else key.decode()
+        try:
+            return None if key is None else key.decode()
+        except UnicodeDecodeError:
+            raise ConfigError(f"--api-key-file {self.api_key_file} is not text") from None
 
     @classmethod
     def from_args(cls, argv: Sequence[str] | None = None) -> NodeConfig:

@@ -31,6 +31,14 @@ def attend_finish(isa: str, acc: Buffer, l: Buffer, /) -> None: ...
 def load_act(isa: str, dst: Buffer, src: Buffer, act_dtype: str, scale: float, /) -> None: ...
 def store_act(isa: str, dst: Buffer, src: Buffer, act_dtype: str, /) -> None: ...
 
+# ---- the read-only roofline (roofline.h), for measurements ----
+
+def read_seconds(buffer: Buffer, cpus: Sequence[int], passes: int = 1, /) -> float:
+    """Time in which a thread on each of `cpus`, each with its share, read the 64-byte aligned `buffer` `passes` times.
+
+    Raises ValueError, OSError if a thread cannot be started on its cpu.
+    """
+
 # ---- the R-engine (engine.h) ----
 
 def page_bytes(geometry: _Geometry, kv_dtype: int, /) -> int:

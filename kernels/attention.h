@@ -16,8 +16,8 @@
 
 #define FD_PAGE_TOKENS 64u
 
-typedef enum { FD_KV_FP32 = 0, FD_KV_FP16 = 1, FD_KV_INT8 = 2, FD_KV_DTYPES } fd_kv_dtype_t;
-typedef enum { FD_ISA_SCALAR = 0, FD_ISA_AVX2 = 1, FD_ISA_AVX512 = 2, FD_ISAS } fd_isa_t;
+typedef enum { FD_KV_FP32 = 0, FD_KV_FP16 = 1, FD_KV_BF16 = 2, FD_KV_INT8 = 3, FD_KV_INT4 = 4, FD_KV_DTYPES } fd_kv_dtype_t;
+typedef enum { FD_ISA_SCALAR = 0, FD_ISA_AVX2 = 1, FD_ISA_AVX512 = 2, FD_ISA_AVX512VNNI = 3, FD_ISAS } fd_isa_t;
 
 /* Bytes of one (page, KV head) chunk: K, V and scales; a multiple of 64. */
 size_t fd_kv_chunk_bytes(fd_kv_dtype_t dtype, uint32_t head_size);
@@ -43,7 +43,7 @@ typedef struct {
 
 typedef struct {
     const char *isa;
-    /* Writes token t (0..63) of a chunk; k and v are [head_size] fp32. int8: one scale per token and head, quantised here. */
+    /* Writes token t (0..63) of a chunk; k and v are [head_size] fp32, rounded or quantised here. */
     void (*append)(uint8_t *chunk, uint32_t head_size, uint32_t t, const float *k, const float *v);
     void (*attend)(const fd_attend_t *a);
 } fd_kv_ops_t;
@@ -62,7 +62,7 @@ typedef struct {
 /* Best ISA this CPU and OS support (cpuid and xgetbv). */
 fd_isa_t fd_isa_best(void);
 int fd_isa_supported(fd_isa_t isa);
-const char *fd_isa_name(fd_isa_t isa);               /* "scalar", "avx2", "avx512" */
+const char *fd_isa_name(fd_isa_t isa);               /* "scalar", "avx2", "avx512", "avx512vnni" */
 int fd_isa_from_name(const char *name, fd_isa_t *out); /* 0 on success, -1 unknown */
 
 /* Never NULL for a valid dtype and a supported ISA. */

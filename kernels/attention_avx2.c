@@ -18,8 +18,11 @@ typedef __m256 vec_t;
 
 enum { LANES = 8, MAX_BLOCK = 6, MAX_VECS = 8 };
 
-/* Of the 16 registers at most 12 are sums, beside 2 vectors of K or V and a broadcast query or weight. */
-FD_INLINE int tile_vecs(int rows) { return rows == 1 ? 8 : rows == 2 ? 4 : 2; }
+/* Of the 16 registers at most 12 are sums, beside 2 vectors of K or V and a broadcast multiplier; fewer where words are taken apart. */
+FD_INLINE int tile_vecs(fd_kv_dtype_t dtype, int rows) {
+    return rows > 2 ? 2 : rows == 2 || (dtype != FD_KV_FP32 && dtype != FD_KV_FP16) ? 4 : 8;
+}
+FD_INLINE uint32_t block_rows(fd_kv_dtype_t dtype) { return dtype == FD_KV_FP32 || dtype == FD_KV_FP16 ? 6 : 4; }
 
 FD_INLINE vec_t vec_zero(void) { return _mm256_setzero_ps(); }
 FD_INLINE vec_t vec_set1(float x) { return _mm256_set1_ps(x); }
@@ -30,6 +33,7 @@ FD_INLINE vec_t vec_sub(vec_t x, vec_t y) { return _mm256_sub_ps(x, y); }
 FD_INLINE vec_t vec_mul(vec_t x, vec_t y) { return _mm256_mul_ps(x, y); }
 FD_INLINE vec_t vec_fma(vec_t x, vec_t y, vec_t z) { return _mm256_fmadd_ps(x, y, z); }
 FD_INLINE vec_t vec_max(vec_t x, vec_t y) { return _mm256_max_ps(x, y); }
+FD_INLINE vec_t vec_min(vec_t x, vec_t y) { return _mm256_min_ps(x, y); }
 FD_INLINE vec_t vec_abs(vec_t x) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), x); }
 FD_INLINE float vec_reduce_max(vec_t x) {
     __m128 y = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
@@ -42,15 +46,21 @@ FD_INLINE float vec_reduce_add(vec_t x) {
     return _mm_cvtss_f32(_mm_add_ss(y, _mm_movehdup_ps(y)));
 }
 FD_INLINE vec_t vec_round(vec_t x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
-/* x times 2^n, n integral; x and the result are normal. */
-FD_INLINE vec_t vec_scale2(vec_t x, vec_t n) {
-    const __m256i exponent = _mm256_slli_epi32(_mm256_cvtps_epi32(n), 23);
-    return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(x), exponent));
+/* x - floor(x). */
+FD_INLINE vec_t vec_fraction(vec_t x) { return _mm256_sub_ps(x, _mm256_floor_ps(x)); }
+/* y times 2^floor(x), but 0 where x is below the limit or NaN; y and the result are normal. */
+FD_INLINE vec_t vec_scale2(vec_t y, vec_t x, float limit) {
+    const __m256i exponent = _mm256_slli_epi32(_mm256_cvtps_epi32(_mm256_floor_ps(x)), 23);
+    const vec_t scaled = _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(y), exponent));
+    return _mm256_and_ps(scaled, _mm256_cmp_ps(x, _mm256_set1_ps(limit), _CMP_GE_OQ));
 }
-/* y, but 0 where x is below the limit. */
-FD_INLINE vec_t vec_zero_below(vec_t y, vec_t x, float limit) {
-    return _mm256_and_ps(y, _mm256_cmp_ps(x, _mm256_set1_ps(limit), _CMP_GE_OQ));
-}
+FD_INLINE int vec_any_above(vec_t x, vec_t y) { return _mm256_movemask_ps(_mm256_cmp_ps(x, y, _CMP_GT_OQ)) != 0; }
+FD_INLINE vec_t vec_bits(__m256i x) { return _mm256_castsi256_ps(x); }
+FD_INLINE __m256i vec_ints(vec_t x) { return _mm256_castps_si256(x); }
+FD_INLINE vec_t vec_from_int(vec_t x) { return _mm256_cvtepi32_ps(vec_ints(x)); }
+FD_INLINE vec_t vec_add_int(vec_t x, vec_t y) { return vec_bits(_mm256_add_epi32(vec_ints(x), vec_ints(y))); }
+/* The 32 bits at p in every lane. */
+FD_INLINE vec_t vec_broadcast(const void *p) { return _mm256_broadcast_ss(p); }
 /* Lane i of x where bit i is set, else fill. */
 FD_INLINE vec_t vec_keep(vec_t x, uint64_t bits, float fill) {
     const __m256i lane = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
@@ -75,26 +85,64 @@ FD_INLINE void vec_store_bf16(void *p, vec_t x) {
     const __m256i y = _mm256_srli_epi32(_mm256_blendv_epi8(rounded, quiet, nan), 16);
     _mm_storeu_si128(p, _mm_packus_epi32(_mm256_castsi256_si128(y), _mm256_extracti128_si256(y, 1)));
 }
-FD_INLINE void vec_store_int8(void *p, vec_t x) {
+/* Rounded to nearest even; the lanes fit into 16 bits. */
+FD_INLINE __m128i vec_to_int16(vec_t x) {
     const __m256i y = _mm256_cvtps_epi32(x);
-    const __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(y), _mm256_extracti128_si256(y, 1));
-    _mm_storel_epi64(p, _mm_packs_epi16(words, words));
+    return _mm_packs_epi32(_mm256_castsi256_si128(y), _mm256_extracti128_si256(y, 1));
 }
+FD_INLINE void vec_store_u8(void *p, vec_t x, int zero) {
+    const __m128i words = _mm_add_epi16(vec_to_int16(x), _mm_set1_epi16((short)zero));
+    _mm_storel_epi64(p, _mm_packus_epi16(words, words));
+}
+
+/* ---- words of K and V (chunk.h) ---- */
 
 FD_INLINE vec_t kv_load(fd_kv_dtype_t dtype, const uint8_t *p) {
-    if (dtype == FD_KV_FP32) return _mm256_loadu_ps((const float *)p);
-    if (dtype == FD_KV_FP16) return vec_load_fp16(p);
-    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p)));
+    return dtype == FD_KV_FP16 ? vec_load_fp16(p) : _mm256_loadu_ps((const float *)p);
 }
 
-/* Head sizes are multiples of 8, so with 8 lanes a half vector never occurs; attend_simd.h still names these. */
+/* scale and (of int4) centre of LANES tokens. */
+FD_INLINE void kv_affine(fd_kv_dtype_t dtype, const void *p, vec_t *scale, vec_t *centre) {
+    const __m256i x = _mm256_loadu_si256(p);
+    *scale = vec_bits(dtype == FD_KV_INT8 ? x : _mm256_and_si256(x, _mm256_set1_epi32((int)0xffff0000)));
+    *centre = dtype == FD_KV_INT8 ? vec_zero() : vec_bits(_mm256_slli_epi32(x, 16));
+}
+
+/* Integers are multiplied in pairs of 16 bits, vpmaddwd and vpaddd. */
+FD_INLINE int kv_bits(fd_kv_dtype_t dtype) { return 16; }
+FD_INLINE float kv_levels(fd_kv_dtype_t dtype, int is_v) { return 32767.0f; }
+FD_INLINE int kv_parts(fd_kv_dtype_t dtype) { return dtype == FD_KV_INT4 ? 4 : dtype == FD_KV_INT8 || dtype == FD_KV_BF16 ? 2 : 1; }
+
+FD_INLINE vec_t kv_part(fd_kv_dtype_t dtype, vec_t words, int part) {
+    if (dtype == FD_KV_FP32 || dtype == FD_KV_FP16) return words;
+    const __m256i x = vec_ints(words);
+    if (dtype == FD_KV_BF16)
+        return vec_bits(part == 0 ? _mm256_slli_epi32(x, 16) : _mm256_and_si256(x, _mm256_set1_epi32((int)0xffff0000)));
+    if (dtype == FD_KV_INT8) return vec_bits(part ? _mm256_srli_epi16(x, 8) : _mm256_and_si256(x, _mm256_set1_epi16(0xff)));
+    if (part == 3) return vec_bits(_mm256_srli_epi16(x, 12));
+    return vec_bits(_mm256_and_si256(part ? _mm256_srli_epi16(x, part == 1 ? 8 : 4) : x, _mm256_set1_epi16(0xf)));
+}
+FD_INLINE vec_t kv_multiply_add(fd_kv_dtype_t dtype, int is_v, vec_t x, vec_t y, vec_t sum) {
+    if (!fd_kv_is_int(dtype)) return vec_fma(x, y, sum);
+    return vec_bits(_mm256_add_epi32(vec_ints(sum), _mm256_madd_epi16(vec_ints(x), vec_ints(y))));
+}
+FD_INLINE void kv_store_multipliers(fd_kv_dtype_t dtype, void *to, uint32_t i, vec_t x) {
+    _mm_storeu_si128((__m128i *)to + i, vec_to_int16(x));
+}
+FD_INLINE vec_t kv_sum_weights(const void *weights, uint32_t first, uint32_t last) { return vec_zero(); }
+
+/* Head sizes are multiples of 8, so with 8 lanes a half vector never occurs; the headers below still name these. */
 FD_INLINE vec_t vec_load_half(const float *p) { return vec_load(p); }
 FD_INLINE void vec_store_half(float *p, vec_t x) { vec_store(p, x); }
 FD_INLINE void vec_store_fp16_half(void *p, vec_t x) { vec_store_fp16(p, x); }
-FD_INLINE void vec_store_int8_half(void *p, vec_t x) { vec_store_int8(p, x); }
+FD_INLINE void vec_store_bf16_half(void *p, vec_t x) { vec_store_bf16(p, x); }
+FD_INLINE void vec_store_u8_half(void *p, vec_t x, int zero) { vec_store_u8(p, x, zero); }
 FD_INLINE vec_t kv_load_half(fd_kv_dtype_t dtype, const uint8_t *p) { return kv_load(dtype, p); }
 
 #include "attend_simd.h"
+#include "rows_simd.h"
+#include "append.h"
+#include "act_simd.h"
 
 #define FD_KERNELS(name, dtype)                                                                                        \
     FD_BLOCK(name, dtype, 1) FD_BLOCK(name, dtype, 2) FD_BLOCK(name, dtype, 3)                                         \
@@ -103,7 +151,7 @@ FD_INLINE vec_t kv_load_half(fd_kv_dtype_t dtype, const uint8_t *p) { return kv_
         attend_##name##_block1, attend_##name##_block2, attend_##name##_block3,                                        \
         attend_##name##_block4, attend_##name##_block5, attend_##name##_block6,                                        \
     };                                                                                                                 \
-    static void fd_attend_##name##_avx2(const fd_attend_t *a) { attend(a, name##_blocks); }                            \
+    static void fd_attend_##name##_avx2(const fd_attend_t *a) { attend(dtype, a, name##_blocks); }                     \
     static void fd_append_##name##_avx2(uint8_t *chunk, uint32_t head_size, uint32_t t, const float *k,                \
                                         const float *v) {                                                              \
         append(dtype, chunk, head_size, t, k, v);                                                                      \
@@ -111,12 +159,16 @@ FD_INLINE vec_t kv_load_half(fd_kv_dtype_t dtype, const uint8_t *p) { return kv_
 
 FD_KERNELS(fp32, FD_KV_FP32)
 FD_KERNELS(fp16, FD_KV_FP16)
+FD_KERNELS(bf16, FD_KV_BF16)
 FD_KERNELS(int8, FD_KV_INT8)
+FD_KERNELS(int4, FD_KV_INT4)
 
 const fd_kv_ops_t fd_kv_ops_avx2[FD_KV_DTYPES] = {
     [FD_KV_FP32] = {"avx2", fd_append_fp32_avx2, fd_attend_fp32_avx2},
     [FD_KV_FP16] = {"avx2", fd_append_fp16_avx2, fd_attend_fp16_avx2},
+    [FD_KV_BF16] = {"avx2", fd_append_bf16_avx2, fd_attend_bf16_avx2},
     [FD_KV_INT8] = {"avx2", fd_append_int8_avx2, fd_attend_int8_avx2},
+    [FD_KV_INT4] = {"avx2", fd_append_int4_avx2, fd_attend_int4_avx2},
 };
 
 const fd_vec_ops_t fd_vec_ops_avx2 = {load_act, store_act, merge, finish};

@@ -13,21 +13,30 @@
 
 enum { BLOCK_ROWS = 8 };
 
-/* Widens n elements. */
-FD_INLINE void widen(const fd_kv_dtype_t dtype, float *dst, const uint8_t *src, uint32_t n) {
+/* Lanes [from, to) of index i of a matrix (chunk.h) as floats; of int8 and int4 the integers less their zero point. */
+FD_INLINE void widen(const fd_kv_dtype_t dtype, float *dst, const uint8_t *matrix, uint32_t lanes, uint32_t i, uint32_t from,
+                     uint32_t to) {
+    const uint32_t elems = fd_word_elems(dtype);
+    const uint8_t *words = matrix + (size_t)(i / elems) * lanes * fd_word_bytes(dtype);
     if (dtype == FD_KV_FP32)
-        memcpy(dst, src, n * sizeof *dst);
+        memcpy(dst, (const float *)words + from, (to - from) * sizeof *dst);
     else if (dtype == FD_KV_FP16)
-        for (uint32_t i = 0; i < n; i++) dst[i] = fd_fp16_to_fp32(((const uint16_t *)src)[i]);
+        for (uint32_t j = from; j < to; j++) dst[j - from] = fd_fp16_to_fp32(((const uint16_t *)words)[j]);
+    else if (dtype == FD_KV_BF16)
+        for (uint32_t j = from; j < to; j++) dst[j - from] = fd_bf16_to_fp32((uint16_t)(((const uint32_t *)words)[j] >> i % 2 * 16));
+    else if (dtype == FD_KV_INT8)
+        for (uint32_t j = from; j < to; j++)
+            dst[j - from] = (float)((int)(((const uint32_t *)words)[j] >> 8 * fd_word_byte(i) & 0xffu) - fd_zero_point(dtype));
     else
-        for (uint32_t i = 0; i < n; i++) dst[i] = (float)((const int8_t *)src)[i];
+        for (uint32_t j = from; j < to; j++)
+            dst[j - from] = (float)((int)(((const uint32_t *)words)[j] >> (8 * fd_word_byte(i) + i % 8 / 4 * 4) & 0xfu) - fd_zero_point(dtype));
 }
 
 /* Query rows [row, row + rows) over one chunk, whose first token is at position `base`. */
 FD_INLINE void attend_block(const fd_attend_t *a, const fd_kv_dtype_t dtype, const uint8_t *chunk, uint64_t base,
                             uint32_t row, uint32_t rows) {
     const uint32_t head_size = a->head_size;
-    const size_t elem = fd_kv_elem_bytes(dtype);
+    const uint8_t *v = chunk + fd_chunk_v(dtype, head_size);
     uint32_t lo[BLOCK_ROWS], hi[BLOCK_ROWS], first = FD_PAGE_TOKENS, last = 0; /* last: beyond the last token any row sees */
     for (uint32_t r = 0; r < rows; r++) {
         const uint32_t j = (row + r) / a->group;
@@ -38,13 +47,14 @@ FD_INLINE void attend_block(const fd_attend_t *a, const fd_kv_dtype_t dtype, con
     }
     if (first >= last) return;
 
-    float weights[BLOCK_ROWS][FD_PAGE_TOKENS] = {{0}}, wide[FD_MAX_CHUNK_HEAD];
+    float weights[BLOCK_ROWS][FD_PAGE_TOKENS] = {{0}}, q_sum[BLOCK_ROWS] = {0}, wide[FD_MAX_CHUNK_HEAD];
     const float *q = a->q + (size_t)row * head_size;
     for (uint32_t d = 0; d < head_size; d++) {
-        widen(dtype, wide, chunk + (d * FD_PAGE_TOKENS + first) * elem, last - first);
+        widen(dtype, wide, chunk, FD_PAGE_TOKENS, d, first, last);
         for (uint32_t r = 0; r < rows; r++) {
             const float qd = q[(size_t)r * head_size + d];
             for (uint32_t t = first; t < last; t++) weights[r][t] += qd * wide[t - first];
+            q_sum[r] += qd;
         }
     }
 
@@ -54,9 +64,9 @@ FD_INLINE void attend_block(const fd_attend_t *a, const fd_kv_dtype_t dtype, con
             memset(w, 0, sizeof weights[r]);
             continue;
         }
-        if (dtype == FD_KV_INT8) {
-            const float *scales = (const float *)(chunk + fd_chunk_k_scales(head_size));
-            for (uint32_t t = lo[r]; t < hi[r]; t++) w[t] *= scales[t];
+        for (uint32_t t = lo[r]; fd_kv_is_int(dtype) && t < hi[r]; t++) {
+            const uint32_t word = ((const uint32_t *)(chunk + fd_chunk_k_affine(dtype, head_size)))[t];
+            w[t] = fd_affine_scale(dtype, word) * w[t] + fd_affine_centre(dtype, word) * q_sum[r];
         }
         float max = a->m[row + r], sum = 0.0f;
         for (uint32_t t = lo[r]; t < hi[r]; t++) max = w[t] > max ? w[t] : max;
@@ -67,16 +77,17 @@ FD_INLINE void attend_block(const fd_attend_t *a, const fd_kv_dtype_t dtype, con
         const float rescale = expf(a->m[row + r] - max); /* 0 at the row's first chunk, where m is -infinity */
         a->m[row + r] = max;
         a->l[row + r] = a->l[row + r] * rescale + sum;
-        for (uint32_t d = 0; d < head_size; d++) acc[d] *= rescale;
-        if (dtype == FD_KV_INT8) {
-            const float *scales = (const float *)(chunk + fd_chunk_v_scales(head_size));
-            for (uint32_t t = first; t < last; t++) w[t] *= scales[t];
+        float rest = 0.0f; /* sum of weights times centres: the same for all dimensions */
+        for (uint32_t t = lo[r]; fd_kv_is_int(dtype) && t < hi[r]; t++) {
+            const uint32_t word = ((const uint32_t *)(chunk + fd_chunk_v_affine(dtype, head_size)))[t];
+            rest += w[t] * fd_affine_centre(dtype, word);
+            w[t] *= fd_affine_scale(dtype, word);
         }
+        for (uint32_t d = 0; d < head_size; d++) acc[d] = acc[d] * rescale + rest;
     }
 
-    const uint8_t *v = chunk + fd_chunk_v(dtype, head_size);
     for (uint32_t t = first; t < last; t++) {
-        widen(dtype, wide, v + (size_t)t * head_size * elem, head_size);
+        widen(dtype, wide, v, head_size, t, 0, head_size);
         for (uint32_t r = 0; r < rows; r++) {
             float *acc = a->acc + (size_t)(row + r) * head_size;
             for (uint32_t d = 0; d < head_size; d++) acc[d] += weights[r][t] * wide[d];
@@ -97,37 +108,47 @@ FD_INLINE void attend(const fd_attend_t *a, const fd_kv_dtype_t dtype) {
     }
 }
 
-/* Quantises a row; returns its scale. */
-static float row_to_int8(int8_t *dst, size_t stride, const float *src, uint32_t n) {
+/* Rounds to the nearest integer, ties to even; NaN becomes 0. |x| < 2^22. */
+static int nearest(float x) {
+    const float magic = 0x1.8p23f, y = x + magic - magic;
+    return y == y ? (int)y : 0;
+}
+
+/* Quantises a row to integers; returns the word of its affine table. */
+static uint32_t row_to_int8(uint8_t *dst, const float *src, uint32_t n) {
     float amax = 0.0f;
     for (uint32_t i = 0; i < n; i++) amax = fabsf(src[i]) > amax ? fabsf(src[i]) : amax;
-    const int tiny = amax < FD_INT8_TINY;
-    const float inverse = tiny ? 0.0f : 127.0f / amax, nearest = 0x1.8p23f; /* adding it rounds to an integer, ties to even */
+    const int tiny = amax < FD_TINY;
+    const float inverse = tiny ? 0.0f : 127.0f / amax;
+    for (uint32_t i = 0; i < n; i++) dst[i] = (uint8_t)(nearest(src[i] * inverse) + fd_zero_point(FD_KV_INT8));
+    return fd_float_bits(tiny ? 0.0f : amax / 127.0f);
+}
+
+static uint32_t row_to_int4(uint8_t *dst, const float *src, uint32_t n) {
+    float min = src[0], max = src[0];
     for (uint32_t i = 0; i < n; i++) {
-        const float x = src[i] * inverse + nearest - nearest;
-        dst[i * stride] = x == x ? (int8_t)(int)x : 0; /* of NaN the conversion is undefined */
+        min = src[i] < min ? src[i] : min;
+        max = src[i] > max ? src[i] : max;
     }
-    return tiny ? 0.0f : amax / 127.0f;
+    const uint32_t word = fd_int4_affine(min, max);
+    const float inverse = fd_int4_inverse(word), centre = fd_bits_float(word << 16);
+    for (uint32_t i = 0; i < n; i++) {
+        const float x = (src[i] - centre) * inverse;
+        dst[i] = (uint8_t)(nearest(x < -8.0f ? -8.0f : x > 7.0f ? 7.0f : x) + fd_zero_point(FD_KV_INT4));
+    }
+    return word;
 }
 
-static uint16_t saturated_fp16(float x) {
-    return fd_fp32_to_fp16(x > FD_FP16_MAX ? FD_FP16_MAX : x < -FD_FP16_MAX ? -FD_FP16_MAX : x);
+static void row_to_fp16(uint16_t *dst, const float *src, uint32_t n) {
+    for (uint32_t i = 0; i < n; i++)
+        dst[i] = fd_fp32_to_fp16(src[i] > FD_FP16_MAX ? FD_FP16_MAX : src[i] < -FD_FP16_MAX ? -FD_FP16_MAX : src[i]);
 }
 
-FD_INLINE void append(const fd_kv_dtype_t dtype, uint8_t *chunk, uint32_t head_size, uint32_t t, const float *k,
-                      const float *v) {
-    uint8_t *v_row = chunk + fd_chunk_v(dtype, head_size) + t * head_size * fd_kv_elem_bytes(dtype);
-    if (dtype == FD_KV_FP32) {
-        for (uint32_t d = 0; d < head_size; d++) ((float *)chunk)[d * FD_PAGE_TOKENS + t] = k[d];
-        memcpy(v_row, v, head_size * sizeof *v);
-    } else if (dtype == FD_KV_FP16) {
-        for (uint32_t d = 0; d < head_size; d++) ((uint16_t *)chunk)[d * FD_PAGE_TOKENS + t] = saturated_fp16(k[d]);
-        for (uint32_t d = 0; d < head_size; d++) ((uint16_t *)v_row)[d] = saturated_fp16(v[d]);
-    } else {
-        ((float *)(chunk + fd_chunk_k_scales(head_size)))[t] = row_to_int8((int8_t *)chunk + t, FD_PAGE_TOKENS, k, head_size);
-        ((float *)(chunk + fd_chunk_v_scales(head_size)))[t] = row_to_int8((int8_t *)v_row, 1, v, head_size);
-    }
+static void row_to_bf16(uint16_t *dst, const float *src, uint32_t n) {
+    for (uint32_t i = 0; i < n; i++) dst[i] = fd_fp32_to_bf16(src[i]);
 }
+
+#include "append.h"
 
 #define FD_KERNELS(name, dtype)                                                                                        \
     static void fd_attend_##name##_scalar(const fd_attend_t *a) { attend(a, dtype); }                                  \
@@ -138,12 +159,16 @@ FD_INLINE void append(const fd_kv_dtype_t dtype, uint8_t *chunk, uint32_t head_s
 
 FD_KERNELS(fp32, FD_KV_FP32)
 FD_KERNELS(fp16, FD_KV_FP16)
+FD_KERNELS(bf16, FD_KV_BF16)
 FD_KERNELS(int8, FD_KV_INT8)
+FD_KERNELS(int4, FD_KV_INT4)
 
 const fd_kv_ops_t fd_kv_ops_scalar[FD_KV_DTYPES] = {
     [FD_KV_FP32] = {"scalar", fd_append_fp32_scalar, fd_attend_fp32_scalar},
     [FD_KV_FP16] = {"scalar", fd_append_fp16_scalar, fd_attend_fp16_scalar},
+    [FD_KV_BF16] = {"scalar", fd_append_bf16_scalar, fd_attend_bf16_scalar},
     [FD_KV_INT8] = {"scalar", fd_append_int8_scalar, fd_attend_int8_scalar},
+    [FD_KV_INT4] = {"scalar", fd_append_int4_scalar, fd_attend_int4_scalar},
 };
 
 static void load_act(float *dst, const void *src, size_t n, uint32_t act_dtype, float scale) {

@@ -1,38 +1,88 @@
 /* The layout of a chunk: K and V of FD_PAGE_TOKENS tokens of one KV head in one layer. The same for every ISA.
  *
- *   K         [head_size][64]   transposed: a vector holds one dimension of many tokens, so a score needs no horizontal sum
- *   V         [64][head_size]   token-major: a vector holds many dimensions of one token, so an output needs none either
- *   k_scales  [64] fp32         int8 only: K[d][t] = k_scales[t] * stored
- *   v_scales  [64] fp32         int8 only: V[t][d] = v_scales[t] * stored
+ * K and V are matrices that a kernel multiplies from the left, by queries and by softmax weights. Both are stored so that a vector
+ * register holds consecutive results (lanes) and no product needs a sum across lanes:
  *
- * Elements are fp32, fp16 or int8. A score is multiplied by its token's K scale, a softmax weight by its V scale, so
- * neither costs anything per element.
+ *   K  sums over dimensions, lanes are tokens:      [head_size / E][64] words
+ *   V  sums over tokens,     lanes are dimensions:  [64 / E][head_size] words
  *
- * fp16 saturates: what is beyond +-65504 is stored as +-65504, for an infinity in the cache would turn every later
- * output of its sequence into NaN. int8 is symmetric, scale = max |x| / 127, rounded to nearest even; a token whose max |x|
- * is below FD_INT8_TINY is stored as zeros with scale 0 (127 / max |x| would overflow). NaN is kept by fp32 and fp16.
+ * A word holds E consecutive elements of the sum's index, so that a kernel takes them apart with a shift and a mask:
+ *
+ *   fp32  1 in 32 bits
+ *   fp16  1 in 16 bits
+ *   bf16  2 in 32 bits, the first in the low half
+ *   int8  4 in 32 bits, in the bytes 0, 2, 1, 3
+ *   int4  8 in 32 bits, in the low nibbles of bytes 0, 2, 1, 3, then in the high ones
+ *
+ * Bytes 0 and 2 are thus two neighbours in 16-bit halves once the others are masked off, as vpmaddwd wants them.
+ *
+ *   k_affine, v_affine  [64] words, int8 and int4: one a token. int8: fp32 scale. int4: bf16 scale (high half), bf16 centre (low).
+ *
+ *   int8  x = scale * (stored - 128)             scale = max |x| / 127
+ *   int4  x = scale * (stored - 8) + centre      scale = (max - min) / 15, centre = (min + max + scale) / 2
+ *
+ * fp16 saturates: what is beyond +-65504 is stored as +-65504, for an infinity in the cache would turn every later output of its
+ * sequence into NaN. bf16 has fp32's range and does not; subnormals are kept. Everything is rounded to nearest even. int8: a token
+ * whose max |x| is below FD_TINY is stored as zeros with scale 0 (127 / max |x| would overflow). int4: a token whose values
+ * differ by less than FD_TINY from their centre has scale 0. NaN is kept by fp32, fp16 and bf16.
  */
 #ifndef FD_CHUNK_H
 #define FD_CHUNK_H
 
 #include "attention.h"
+#include "half.h"
 
 #define FD_MAX_CHUNK_HEAD 256u /* the largest head_size */
-#define FD_INT8_TINY 1e-36f
+#define FD_TINY 1e-36f
 
 #define FD_INLINE static inline __attribute__((always_inline))
 
-FD_INLINE size_t fd_kv_elem_bytes(fd_kv_dtype_t dtype) { return dtype == FD_KV_FP32 ? 4 : dtype == FD_KV_FP16 ? 2 : 1; }
-
-/* Byte offsets within a chunk. */
-FD_INLINE size_t fd_chunk_v(fd_kv_dtype_t dtype, uint32_t head_size) {
-    return FD_PAGE_TOKENS * (size_t)head_size * fd_kv_elem_bytes(dtype);
+/* E of the list above, and bytes of a word. */
+FD_INLINE uint32_t fd_word_elems(fd_kv_dtype_t dtype) {
+    return dtype == FD_KV_BF16 ? 2 : dtype == FD_KV_INT8 ? 4 : dtype == FD_KV_INT4 ? 8 : 1;
 }
 
-FD_INLINE size_t fd_chunk_k_scales(uint32_t head_size) { return 2 * fd_chunk_v(FD_KV_INT8, head_size); }
+FD_INLINE size_t fd_word_bytes(fd_kv_dtype_t dtype) { return dtype == FD_KV_FP16 ? 2 : 4; }
 
-FD_INLINE size_t fd_chunk_v_scales(uint32_t head_size) {
-    return fd_chunk_k_scales(head_size) + FD_PAGE_TOKENS * sizeof(float);
+FD_INLINE int fd_kv_is_int(fd_kv_dtype_t dtype) { return dtype == FD_KV_INT8 || dtype == FD_KV_INT4; }
+
+/* Which byte of an int8 or int4 word element i (its low two bits) is in. */
+FD_INLINE uint32_t fd_word_byte(uint32_t i) { return (i & 1u) << 1 | (i >> 1 & 1u); }
+
+/* Byte offsets within a chunk: of V, of the affine tables. */
+FD_INLINE size_t fd_chunk_v(fd_kv_dtype_t dtype, uint32_t head_size) {
+    return FD_PAGE_TOKENS * (size_t)head_size / fd_word_elems(dtype) * fd_word_bytes(dtype);
+}
+
+FD_INLINE size_t fd_chunk_k_affine(fd_kv_dtype_t dtype, uint32_t head_size) { return 2 * fd_chunk_v(dtype, head_size); }
+
+FD_INLINE size_t fd_chunk_v_affine(fd_kv_dtype_t dtype, uint32_t head_size) {
+    return fd_chunk_k_affine(dtype, head_size) + FD_PAGE_TOKENS * sizeof(uint32_t);
+}
+
+/* What a stored integer stands for is scale * (stored - zero point) + centre; of one token's word of an affine table. */
+static inline int fd_zero_point(fd_kv_dtype_t dtype) { return dtype == FD_KV_INT8 ? 128 : 8; }
+
+static inline float fd_affine_scale(fd_kv_dtype_t dtype, uint32_t word) {
+    return fd_bits_float(dtype == FD_KV_INT8 ? word : word & 0xffff0000u);
+}
+
+static inline float fd_affine_centre(fd_kv_dtype_t dtype, uint32_t word) {
+    return dtype == FD_KV_INT8 ? 0.0f : fd_bits_float(word << 16);
+}
+
+/* scale and centre of an int4 token whose values lie within [min, max]. Whatever the rounding of both leaves out is clipped. */
+static inline uint32_t fd_int4_affine(float min, float max) {
+    const float step = (max - min) / 15.0f;
+    const uint32_t centre = fd_fp32_to_bf16(max * 0.5f + min * 0.5f + step * 0.5f);
+    const float c = fd_bits_float(centre << 16), above = (max - c) / 7.0f, below = (c - min) / 8.0f;
+    const float scale = above > below ? above : below;
+    return (scale < FD_TINY ? 0u : (uint32_t)fd_fp32_to_bf16(scale) << 16) | centre;
+}
+
+static inline float fd_int4_inverse(uint32_t word) {
+    const float scale = fd_bits_float(word & 0xffff0000u);
+    return scale == 0.0f ? 0.0f : 1.0f / scale;
 }
 
 /* The positions [start, end) that query row j of a block sees. */

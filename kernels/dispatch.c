@@ -3,13 +3,14 @@
 #include "dispatch.h"
 
 size_t fd_kv_chunk_bytes(fd_kv_dtype_t dtype, uint32_t head_size) {
-    const size_t scales = dtype == FD_KV_INT8 ? 2 * FD_PAGE_TOKENS * sizeof(float) : 0;
-    return 2 * fd_chunk_v(dtype, head_size) + scales;
+    const size_t affine = fd_kv_is_int(dtype) ? 2 * FD_PAGE_TOKENS * sizeof(uint32_t) : 0;
+    return 2 * fd_chunk_v(dtype, head_size) + affine;
 }
 
 const fd_kv_ops_t *fd_kv_ops(fd_kv_dtype_t dtype, fd_isa_t isa) {
     if ((unsigned)dtype >= FD_KV_DTYPES || !fd_isa_supported(isa)) return NULL;
 #if FD_X86
+    if (isa == FD_ISA_AVX512VNNI) return &fd_kv_ops_avx512vnni[dtype];
     if (isa == FD_ISA_AVX512) return &fd_kv_ops_avx512[dtype];
     if (isa == FD_ISA_AVX2) return &fd_kv_ops_avx2[dtype];
 #endif
@@ -19,7 +20,7 @@ const fd_kv_ops_t *fd_kv_ops(fd_kv_dtype_t dtype, fd_isa_t isa) {
 const fd_vec_ops_t *fd_vec_ops(fd_isa_t isa) {
     if (!fd_isa_supported(isa)) return NULL;
 #if FD_X86
-    if (isa == FD_ISA_AVX512) return &fd_vec_ops_avx512;
+    if (isa == FD_ISA_AVX512VNNI || isa == FD_ISA_AVX512) return &fd_vec_ops_avx512;
     if (isa == FD_ISA_AVX2) return &fd_vec_ops_avx2;
 #endif
     return &fd_vec_ops_scalar;

@@ -13,7 +13,17 @@
 extern const fd_kv_ops_t fd_kv_ops_scalar[FD_KV_DTYPES];
 extern const fd_vec_ops_t fd_vec_ops_scalar;
 #if FD_X86
-extern const fd_kv_ops_t fd_kv_ops_avx2[FD_KV_DTYPES], fd_kv_ops_avx512[FD_KV_DTYPES];
+extern const fd_kv_ops_t fd_kv_ops_avx2[FD_KV_DTYPES], fd_kv_ops_avx512[FD_KV_DTYPES], fd_kv_ops_avx512vnni[FD_KV_DTYPES];
+/* Those of AVX-512 that AVX-512 with VNNI has no better ones for. */
+#define FD_DECLARE(name)                                                                                               \
+    void fd_append_##name##_avx512(uint8_t *chunk, uint32_t head_size, uint32_t t, const float *k, const float *v);    \
+    void fd_attend_##name##_avx512(const fd_attend_t *a);
+FD_DECLARE(fp32)
+FD_DECLARE(fp16)
+FD_DECLARE(bf16)
+FD_DECLARE(int8)
+FD_DECLARE(int4)
+#undef FD_DECLARE
 extern const fd_vec_ops_t fd_vec_ops_avx2, fd_vec_ops_avx512;
 #endif
 

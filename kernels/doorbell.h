@@ -15,6 +15,7 @@
 #include <errno.h>
 #include <limits.h>
 #include <linux/futex.h>
+#include <sched.h>
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
@@ -32,6 +33,10 @@ typedef struct {
 } fd_notify_t;
 
 #define FD_NOTIFY_CAPSULE "fastdecode.notify"
+
+/* Who has spun this long offers the core to whoever wants it between looks: where threads outnumber cores, the one that is waited
+ * for may be waiting for this very core, and would get it only at the scheduler's next tick, milliseconds away. */
+#define FD_POLITE_NS 2000u
 
 typedef enum {
     FD_WAIT_DONE = 0,
@@ -102,7 +107,7 @@ static inline fd_wait_t fd_wait_reply(fd_slot_t *slot, uint64_t seq, uint64_t sp
     uint64_t start = 0;
     for (uint32_t i = 1;; i++) {
         if (fd_bell_read(&slot->reply_bell) == seq) return FD_WAIT_DONE;
-        if (i % 64) {
+        if (i % 16) {
             fd_cpu_relax();
             continue;
         }
@@ -110,6 +115,7 @@ static inline fd_wait_t fd_wait_reply(fd_slot_t *slot, uint64_t seq, uint64_t sp
         uint64_t now = fd_now_ns();
         if (!start) start = now;
         if (now - start >= spin_ns) break;
+        if (now - start >= FD_POLITE_NS) sched_yield();
     }
     for (;;) {
         uint64_t waited = fd_now_ns() - start;

@@ -17,7 +17,7 @@
 
 enum {
     SAFETY_NET_MS = 100, /* a sleeping engine looks at its bells this often even if nobody wakes it */
-    POLLS_PER_CLOCK = 64,
+    POLLS_PER_CLOCK = 16,
     RELOOKS = 1000,
     SPINS_PER_YIELD = 256
 };
@@ -84,6 +84,14 @@ static uint64_t run_layer(fd_engine_t *e, fd_link_t *link, const fd_step_t *step
     return __atomic_load_n(&e->job_bytes, __ATOMIC_RELAXED);
 }
 
+/* False if a thread that has been idle for so long should sleep. */
+static bool spin_on(const fd_engine_t *e, uint64_t idle_since) {
+    uint64_t idle = fd_now_ns() - idle_since;
+    if (idle >= e->spin_ns) return false;
+    if (idle >= FD_POLITE_NS) sched_yield();
+    return true;
+}
+
 static void *helper_main(void *arg) {
     struct {
         fd_engine_t *engine;
@@ -102,7 +110,7 @@ static void *helper_main(void *arg) {
             idle_since = fd_now_ns();
         } else if (i % POLLS_PER_CLOCK) {
             fd_cpu_relax();
-        } else if (fd_now_ns() - idle_since >= e->spin_ns) {
+        } else if (!spin_on(e, idle_since)) {
             __atomic_fetch_add(&e->sleepers, 1, __ATOMIC_SEQ_CST);
             __atomic_thread_fence(__ATOMIC_SEQ_CST);
             fd_futex_wait(&e->epoch, seen, 1000000000u, false);
@@ -264,9 +272,8 @@ static void *polling_main(void *arg) {
             idle_since = fd_now_ns();
         } else if (i % POLLS_PER_CLOCK) {
             fd_cpu_relax();
-        } else {
-            uint64_t idle_ns = fd_now_ns() - idle_since;
-            if (idle_ns >= e->spin_ns) sleep_until_rung(e, idle_ns);
+        } else if (!spin_on(e, idle_since)) {
+            sleep_until_rung(e, fd_now_ns() - idle_since);
         }
     }
     return NULL;

@@ -24,7 +24,9 @@ static unsigned detect(void) {
     if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(b & bit_AVX2)) return isas;
     const uint64_t enabled = xgetbv0();
     if ((enabled & XCR0_AVX) == XCR0_AVX) isas |= 1u << FD_ISA_AVX2;
-    if ((b & avx512_7b) == avx512_7b && (enabled & XCR0_AVX512) == XCR0_AVX512) isas |= 1u << FD_ISA_AVX512;
+    if ((b & avx512_7b) != avx512_7b || (enabled & XCR0_AVX512) != XCR0_AVX512) return isas;
+    isas |= 1u << FD_ISA_AVX512;
+    if (c & bit_AVX512VNNI) isas |= 1u << FD_ISA_AVX512VNNI;
     return isas;
 }
 #else
@@ -45,10 +47,17 @@ static unsigned supported(void) {
 int fd_isa_supported(fd_isa_t isa) { return (unsigned)isa < FD_ISAS && (supported() >> isa & 1u); }
 
 fd_isa_t fd_isa_best(void) {
-    return fd_isa_supported(FD_ISA_AVX512) ? FD_ISA_AVX512 : fd_isa_supported(FD_ISA_AVX2) ? FD_ISA_AVX2 : FD_ISA_SCALAR;
+    unsigned isa = FD_ISAS - 1; /* in ascending order */
+    while (!fd_isa_supported((fd_isa_t)isa)) isa--;
+    return (fd_isa_t)isa;
 }
 
-static const char *const names[FD_ISAS] = {[FD_ISA_SCALAR] = "scalar", [FD_ISA_AVX2] = "avx2", [FD_ISA_AVX512] = "avx512"};
+static const char *const names[FD_ISAS] = {
+    [FD_ISA_SCALAR] = "scalar",
+    [FD_ISA_AVX2] = "avx2",
+    [FD_ISA_AVX512] = "avx512",
+    [FD_ISA_AVX512VNNI] = "avx512vnni",
+};
 
 const char *fd_isa_name(fd_isa_t isa) { return (unsigned)isa < FD_ISAS ? names[isa] : "unknown"; }
 

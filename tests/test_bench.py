@@ -5,8 +5,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from importlib.util import find_spec
 
 import pytest
+from rnode_process import RNodeProcess
+
+from fastdecode.bench import transport_peers
 
 BENCH = [sys.executable, "-m", "fastdecode.bench.cli"]
 
@@ -43,9 +47,107 @@ def test_decode_on_a_checkpoint_it_made(tmp_path):
         (["decode", "--batch", "1", "--mini-batches", "2"], "--batch is smaller than --mini-batches"),
         (["decode", "--batch", "2", "--context", "99999999"], "KV pages"),
         (["decode", "--model", "/nonexistent"], "/nonexistent"),
+        (["attention", "--threads", "100000"], "may run on"),
+        (["transport", "--payload", "7"], "a payload of 7 bytes"),
+        (["transport", "--peer", "shm:///nonexistent/r.sock", "--beside", "none"], "no R-node can be reached"),
     ],
 )
 def test_a_bad_call_is_one_sentence(argv, sentence):
     done = subprocess.run([*BENCH, *argv], capture_output=True, text=True, timeout=110)
     assert done.returncode == 1
     assert sentence in done.stderr.splitlines()[-1] and "Traceback" not in done.stderr
+
+
+CELL = ["--context", "130", "--head-size", "16", "--kv-heads", "2", "--kv-bytes", "256KiB", "--rounds", "3"]
+
+
+def test_attention_prints_a_row_a_cell_and_peer_with_the_roofline_of_the_same_rounds():
+    argv = ["--kv-dtype", "fp32", "--kv-dtype", "int8", "--group", "1", "--group", "3", *CELL]
+    result = json.loads(bench("attention", *argv, "--threads", "1", "--peer", "torch", "--json"))
+    rows = result["rows"]
+    cells = [(row["kv_dtype"], row["group"], row["peer"]) for row in rows]
+    assert cells == [(dtype, group, peer) for dtype in ("fp32", "int8") for group in (1, 3) for peer in (None, "torch")]
+    for row in rows:
+        assert (row["context"], row["head_size"], row["threads"], row["rounds"]) == (130, 16, 1, 3)
+        assert 1 <= row["judged_rounds"] <= 3
+        for figures in (row, row["all_rounds"]):
+            for name in ("gbps", "roofline_gbps", "roofline_pct", "seq_layers_per_s"):
+                low, high = row["spread"][name]
+                assert 0 < low <= figures[name] <= high
+        assert bool(row["isa"]) == (row["peer"] is None)
+    # 130 tokens of 2 heads, K and V of 16 fp32: 8 sequences make 256 KiB, and each call reads their 3 pages whole
+    fp32 = rows[0]
+    assert fp32["sequences"] == 8
+    assert fp32["gbps"] * 1e9 == pytest.approx(fp32["seq_layers_per_s"] * 3 * 64 * 2 * 2 * 16 * 4)
+
+
+def test_attention_in_cache_is_one_thread_on_a_megabyte():
+    result = json.loads(bench("attention", "--in-cache", "--kv-dtype", "fp16", "--head-size", "64", "--json"))
+    assert [row["group"] for row in result["rows"]] == [1, 4, 8]
+    for row in result["rows"]:
+        assert (row["threads"], row["sequences"], row["kv_heads"]) == (1, 1, 1)
+        assert row["context"] * 64 * 2 * 2 == 1 << 20
+        assert row["gbps"] > 0 and row["roofline_gbps"] > 0
+
+
+def test_attention_judges_by_the_rounds_under_the_limit_and_by_all_where_there_are_none():
+    argv = ["attention", "--kv-dtype", "fp16", "--group", "1", *CELL, "--peer", "none", "--json"]
+    for limit in ("1e-9", "1e9"):
+        (row,) = json.loads(bench(*argv, "--judge-below", limit))["rows"]
+        assert row["judged_rounds"] == 3
+        assert row["all_rounds"]["gbps"] == row["gbps"]
+
+
+def test_attention_draws_a_plot(tmp_path):
+    pytest.importorskip("matplotlib")
+    argv = ["--kv-dtype", "fp16", "--group", "1", *CELL, "--peer", "torch"]
+    table = bench("attention", *argv, "--plot", str(tmp_path / "plot.png"))
+    assert "torch fp16" in table
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_transport_prints_a_row_a_transport_and_peer_from_an_empty_call_to_a_layer(tmp_path):
+    urls = ["--url", f"shm://{tmp_path}/r.sock", "--url", "tcp://127.0.0.1:0"]
+    shape = ["--payload", "0", "--payload", "32768", "--rows", "4", "--heads", "4", "--kv-heads", "2"]
+    quick = ["--head-size", "16", "--seconds", "0.01", "--rounds", "2", "--beside", "raw", "--spin-us", "50"]
+    plot = tmp_path / "plot.png"
+    argv = [*urls, *shape, *quick, *(["--plot", str(plot)] if find_spec("matplotlib") else [])]
+    result = json.loads(bench("transport", *argv, "--json"))
+    rows = {(row["case"], row["transport"], row["peer"]): row for row in result["rows"]}
+    layer = "layer 4x4/2x16"
+    assert {case for case, _, _ in rows} == {"empty", "32.0 KiB", layer}
+    assert {(transport, peer) for _, transport, peer in rows} == {("shm", None), ("tcp", None), ("tcp", "raw")}
+    assert len(rows) == 9
+    for (case, _, peer), row in rows.items():
+        sizes = {"empty": (0, 0), "32.0 KiB": (32768, 32768), layer: (4 * (4 + 2 * 2) * 16 * 2, 4 * 4 * 16 * 2)}
+        assert (row["bytes_out"], row["bytes_back"]) == sizes[case]
+        assert row["carried_out"] > row["bytes_out"] or (peer and row["carried_out"] == row["bytes_out"])
+        assert 0 < row["p50_us"] <= row["p90_us"] <= row["p99_us"] <= row["p999_us"]
+        assert row["calls"] >= 2 * 30
+        low, high = row["spread_p50_us"]
+        assert low <= row["p50_us"] <= high
+        assert (row["gbps"] > 0) == (case != "empty")
+    assert not find_spec("matplotlib") or plot.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("name", transport_peers.PEERS)
+def test_a_peer_of_the_transport_answers_payloads_of_any_size(name):
+    if name not in transport_peers.installed():
+        pytest.skip(f"{name} is not installed")
+    peer = transport_peers.EchoProcess(name)
+    try:
+        for out, back in ((0, 0), (70000, 5), (5, 70000)):
+            taken = peer.round_trips(out, back, 3)
+            assert len(taken) == 3 and min(taken) > 0
+    finally:
+        peer.close()
+
+
+def test_transport_talks_to_an_r_node_that_runs_already(tmp_path):
+    node = RNodeProcess(f"shm://{tmp_path}/r.sock", 1 << 28)
+    try:
+        quick = ["--payload", "0", "--rows", "1", "--seconds", "0.01", "--rounds", "1", "--beside", "none"]
+        rows = json.loads(bench("transport", "--peer", node.url, *quick, "--json"))["rows"]
+    finally:
+        node.end()
+    assert [(row["url"], row["bytes_out"]) for row in rows] == [(node.url, 0), (node.url, (32 + 16) * 128 * 2)]

@@ -182,8 +182,8 @@ def test_a_sharded_checkpoint_has_several_files():
 def test_weights_are_converted(name, dtype):
     stored = load_file(make_checkpoint(name) / "model.safetensors")
     layer = load_model(make_checkpoint(name), dtype=dtype).weights.layers[1]
-    v = stored["model.layers.1.self_attn.v_proj.weight"].to(dtype)
-    assert layer.kv.weight.dtype == dtype and torch.equal(layer.kv.weight[-len(v) :], v)
+    assert layer.mlp_norm.weight.dtype == dtype
+    assert torch.equal(layer.mlp_norm.weight, stored["model.layers.1.post_attention_layernorm.weight"].to(dtype))
     up = stored["model.layers.1.mlp.up_proj.weight"].to(dtype)
     x = torch.randn(5, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
     with torch.inference_mode():
@@ -251,14 +251,14 @@ def assert_head_is(model, weight):
 def test_a_checkpoint_of_the_bare_model_loads(copy):
     """AutoModel (without the head) saves the same tensors without their common prefix."""
     directory = copy("qwen3")
-    want = load_model(directory).weights.layers[0].kv.weight
+    want = load_model(directory).weights.layers[0].mlp_norm.weight
 
     def strip(tensors):
         for name in list(tensors):
             tensors[name.removeprefix("model.")] = tensors.pop(name)
 
     edit_tensors(directory, strip)
-    assert torch.equal(load_model(directory).weights.layers[0].kv.weight, want)
+    assert torch.equal(load_model(directory).weights.layers[0].mlp_norm.weight, want)
 
 
 def test_pytorch_bin_only_says_that_safetensors_are_needed(copy):

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import rengine_peer as peer
 import vanished_host
-from link_driver import LARGE, SMALL, Driver, hello
+from link_driver import HANG_S, LARGE, SMALL, Driver, hello
 from rnode_process import STUCK_S, RNodeProcess
 
 from fastdecode.transports import link as link_module
@@ -29,8 +29,6 @@ from fastdecode.transports.registry import connect
 KV_BYTES = 64 << 20
 NOTICED_S = 5.0  # a death must have been noticed by then
 PAGES = KV_BYTES // (SMALL.n_layers * SMALL.n_kv_heads * 2 * SMALL.head_size * 4 * 64)
-
-HANG_S = float(os.environ.get("FASTDECODE_HANG_S", "20"))  # more where everything is slow
 
 
 #: RDMA where there is a device, such as in tests/rdma's virtual machine.

@@ -31,7 +31,7 @@ import numpy as np
 PROTOCOL_VERSION = 1
 
 ACT_DTYPES = ("fp32", "fp16", "bf16")  # index == fd_act_dtype_t
-KV_DTYPES = ("fp32", "fp16", "int8")  # index == fd_kv_dtype_t
+KV_DTYPES = ("fp32", "fp16", "bf16", "int8", "int4")  # index == fd_kv_dtype_t
 PAGE_TOKENS = 64
 
 #: One row table entry (fd_row_t of kernels/region.h).

@@ -27,7 +27,7 @@ from fastdecode.embedded import EmbeddedRNode, split_machine
 from fastdecode.engine.runner import Runner
 from fastdecode.spart import SPart, choose_device, choose_dtype, load_model
 from fastdecode.spart.batch import Chunk, SampleSpec, StepBatch
-from fastdecode.transports.base import PAGE_TOKENS, ROW_ATTEND, ROW_DTYPE, CallTimes, Link
+from fastdecode.transports.base import KV_DTYPES, PAGE_TOKENS, ROW_ATTEND, ROW_DTYPE, CallTimes, Link
 from fastdecode.transports.registry import connect
 
 COMMAND = ("decode", "output tokens/s of the split system, of S and R apart, and the ratio to the max(S, R) bound")
@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--r-node", action="append", metavar="URL", help="R-node to use (repeatable); default: an embedded one"
     )
-    parser.add_argument("--kv-dtype", choices=("fp32", "fp16", "int8"), default="fp16")
+    parser.add_argument("--kv-dtype", choices=KV_DTYPES, default="fp16")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--dtype", choices=("auto", "fp32", "bf16", "fp16"), default="auto")
     parser.add_argument("--threads", type=int, help="attention threads of the embedded R-node")
@@ -99,13 +99,13 @@ async def _run(args: argparse.Namespace) -> dict:
         for i in tqdm(range(args.rounds + 1), desc="rounds", unit="round"):
             measured = {"split": await bench.split_round(), "s": bench.s_round(), "r": await bench.r_round()}
             for name, peer in peers.items():
-                torch.set_num_threads(all_threads)
                 measured[name] = args.batch * args.steps / peer.round(args.steps)
-                torch.set_num_threads(split.s_threads)
             if i:  # the first round warms up
                 for name, value in measured.items():
                     samples[name].append(value)
         await bench.close()
+        for peer in peers.values():
+            peer.close()
     finally:
         if node:
             await node.stop()

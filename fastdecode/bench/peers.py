@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from time import perf_counter
@@ -9,10 +11,14 @@ from typing import Protocol
 
 import torch
 
+from fastdecode.bench import vllm_worker
+
 
 class Peer(Protocol):
     def round(self, steps: int) -> float:
         """Decode `steps` tokens of every sequence, from the same context each time; seconds taken."""
+
+    def close(self) -> None: ...
 
 
 class Transformers:
@@ -25,10 +31,11 @@ class Transformers:
         self._model.generation_config.eos_token_id = None
         self._model.generation_config.pad_token_id = 0
         self._context = context
+        self._threads = threads
         vocab = self._model.config.vocab_size
         self._ids = torch.randint(vocab, (batch, context + 1), generator=torch.Generator().manual_seed(0)).to(device)
-        before, _ = torch.get_num_threads(), torch.set_num_threads(threads)
         self._cache = DynamicCache(config=self._model.config)
+        before, _ = torch.get_num_threads(), torch.set_num_threads(threads)
         with torch.inference_mode():
             self._model(self._ids[:, :context], past_key_values=self._cache, logits_to_keep=1)
         torch.set_num_threads(before)
@@ -37,6 +44,7 @@ class Transformers:
         if grown := self._cache.get_seq_length() - self._context:
             self._cache.crop(-grown)
         mask = torch.ones_like(self._ids)
+        before, _ = torch.get_num_threads(), torch.set_num_threads(self._threads)
         start = perf_counter()
         self._model.generate(
             self._ids,
@@ -46,7 +54,47 @@ class Transformers:
             min_new_tokens=steps,
             do_sample=False,
         )
-        return perf_counter() - start
+        elapsed = perf_counter() - start
+        torch.set_num_threads(before)
+        return elapsed
+
+    def close(self) -> None:
+        pass
 
 
-PEERS: dict[str, Callable[..., Peer]] = {"transformers": Transformers}
+class Vllm:
+    """vLLM in an environment of its own: FASTDECODE_VLLM_PYTHON names that environment's python."""
+
+    def __init__(self, model: Path, batch: int, context: int, dtype: torch.dtype, device: torch.device, threads: int):
+        python = os.environ.get("FASTDECODE_VLLM_PYTHON")
+        if not python:
+            raise ValueError("the vllm peer needs FASTDECODE_VLLM_PYTHON, the python of an environment that has vLLM")
+        argv = [python, "-P", vllm_worker.__file__, str(model), str(batch), str(context), str(dtype).split(".")[-1]]
+        cpus = sorted(os.sched_getaffinity(0))[:threads]
+        env = {
+            **os.environ,
+            "VLLM_CPU_OMP_THREADS_BIND": f"{cpus[0]}-{cpus[-1]}",
+            "VLLM_CPU_KVCACHE_SPACE": "4",
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_NO_USAGE_STATS": "1",
+            "HF_HUB_OFFLINE": "1",
+        }
+        self._process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
+        if self._read() != "ready":
+            raise RuntimeError("vLLM did not start; its log is above")
+
+    def _read(self) -> str:
+        assert self._process.stdout
+        return self._process.stdout.readline().strip()
+
+    def round(self, steps: int) -> float:
+        assert self._process.stdin
+        print(steps, file=self._process.stdin, flush=True)
+        return float(self._read())
+
+    def close(self) -> None:
+        self._process.terminate()
+        self._process.wait()
+
+
+PEERS: dict[str, Callable[..., Peer]] = {"transformers": Transformers, "vllm": Vllm}

@@ -191,21 +191,26 @@ class _State:
         else:
             self._q, self._o = exchange.q, exchange.o
         self._n_attend = n_attend
-        self._q_heads = self._q.view(n, c.n_q_heads, c.head_size)
-        self._k_heads = exchange.kv.view(n, 2 * c.n_kv_heads, c.head_size)[:, : c.n_kv_heads]
+        q_heads, kv_heads = (rows.view(n, -1, c.head_size) for rows in (self._q, exchange.kv))
+        self._places = q_heads, kv_heads[:, : c.n_kv_heads], kv_heads[:, c.n_kv_heads :]
         self._angles = spart._rope.angles(positions) if spart._rope else None
 
     def project(self, layer: Layer) -> None:
         """Residual stream to Q and KV rows, ready to be posted."""
-        h = self._norm(self.x, layer.attention_norm) if self._config.norm_first else self.x
-        layer.q(h, out=self._q)
-        layer.kv(h, out=self._exchange.kv)
+        c = self._config
+        h = self._norm(self.x, layer.attention_norm) if c.norm_first else self.x
+        heads = layer.qkv(h).view(len(h), -1, c.head_size)
+        q, k, v = heads.split([c.n_q_heads, c.n_kv_heads, c.n_kv_heads], dim=1)
         if layer.q_norm is not None:
-            norm_heads(self._q_heads, layer.q_norm, self._config.norm_eps)
-            norm_heads(self._k_heads, layer.k_norm, self._config.norm_eps)
+            q, k = norm_heads(q, layer.q_norm, c.norm_eps), norm_heads(k, layer.k_norm, c.norm_eps)
+        q_place, k_place, v_place = self._places
         if self._angles is not None:
-            rotate(self._q_heads, *self._angles)
-            rotate(self._k_heads, *self._angles)
+            rotate(q, *self._angles, out=q_place)
+            rotate(k, *self._angles, out=k_place)
+        else:
+            q_place.copy_(q)
+            k_place.copy_(k)
+        v_place.copy_(v)
         if self._mixed and self._n_attend:
             self._exchange.q.copy_(self._q[: self._n_attend])
 

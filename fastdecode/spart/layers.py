@@ -29,6 +29,6 @@ def make_norm(config: ModelConfig) -> Callable[[torch.Tensor, Norm], torch.Tenso
     return lambda x, norm: F.layer_norm(x, shape, norm.weight, norm.bias, eps)
 
 
-def norm_heads(x: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
-    """RMS norm of every head of x [n, heads, head_size] in place (the QK norm of Qwen3)."""
-    x.copy_(F.rms_norm(x, weight.shape, weight, eps))
+def norm_heads(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """RMS norm of every head of x [n, heads, head_size] (the QK norm of Qwen3)."""
+    return F.rms_norm(x, weight.shape, weight, eps)

@@ -48,7 +48,7 @@ def _yarn(rope: Rope, frequencies: torch.Tensor, head_size: int) -> torch.Tensor
 
 
 class RotaryEmbedding:
-    """cos and sin for the rows of a step, and their application in place."""
+    """cos and sin for the rows of a step."""
 
     def __init__(self, rope: Rope, head_size: int, device: torch.device, dtype: torch.dtype):
         self._frequencies = inverse_frequencies(rope, head_size).to(device)
@@ -64,9 +64,9 @@ class RotaryEmbedding:
         return cos.to(self._dtype), sin.to(self._dtype)
 
 
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
-    """Rotate x [n, heads, head_size] in place: a head's halves (a, b) become (a cos - b sin, b cos + a sin)."""
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, out: torch.Tensor) -> None:
+    """Rotate x [n, heads, head_size] into `out`: a head's halves (a, b) become (a cos - b sin, b cos + a sin)."""
     a, b = x.chunk(2, dim=-1)
-    a_sin = a * sin
-    a.mul_(cos).addcmul_(b, sin, value=-1)
-    b.mul_(cos).add_(a_sin)
+    out_a, out_b = out.chunk(2, dim=-1)
+    torch.mul(a, cos, out=out_a).addcmul_(b, sin, value=-1)
+    torch.mul(b, cos, out=out_b).addcmul_(a, sin)

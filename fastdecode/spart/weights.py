@@ -1,8 +1,8 @@
 """A model's parameters on its device, in the shapes the decoder multiplies with.
 
 Every parameter is allocated once, empty, and filled in place by the loader from the tensors named in its `Slot`s. Where
-two of a checkpoint's matrices are applied to the same rows they are one parameter here: K over V, so that one product
-writes a KV row of the activation region; gate over up.
+several of a checkpoint's matrices are applied to the same rows they are one parameter here: Q over K over V, gate over
+up.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 
 from fastdecode.spart.config import ModelConfig
 from fastdecode.transports.base import ACT_DTYPES, Hello
@@ -28,26 +29,22 @@ class Slot:
 class Linear:
     """y = x Wᵀ + b. `weight` is [out, in] as in the checkpoint, `bias` [out] or None."""
 
-    __slots__ = ("bias", "weight", "weight_t")
+    __slots__ = ("bias", "weight")
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None):
         self.weight = weight
-        self.weight_t = weight.t()
         self.bias = bias
 
-    def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """x [n, in] -> [n, out], written to `out` if it is given."""
-        if self.bias is None:
-            return torch.mm(x, self.weight_t, out=out)
-        return torch.addmm(self.bias, x, self.weight_t, out=out)
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x [n, in] -> [n, out]."""
+        return F.linear(x, self.weight, self.bias)
 
 
 class PackedLinear:
     """A Linear for the CPU whose weight oneDNN has put into the order its kernels read.
 
-    torch.mm packs the weight anew at every call. For the few rows of a decode step that costs 1.4 times the product in
-    bf16 and several times for a wide LM head. What it cannot do is write to a given place, so the projections that
-    belong in an activation slot stay Linear.
+    F.linear packs the weight anew at every call. For the few rows of a decode step that makes it 1.4 times slower in
+    bf16, and several times for a wide LM head.
     """
 
     __slots__ = ("_bias", "_packed")
@@ -84,11 +81,10 @@ class Norm:
 
 @dataclass(slots=True)
 class Layer:
-    """One transformer block. `kv` gives K heads, then V heads; `up` gives gate, then up, if the MLP is gated."""
+    """One transformer block. `qkv` gives Q heads, K heads, V heads; `up` gives gate, then up, if the MLP is gated."""
 
     attention_norm: Norm
-    q: Linear
-    kv: Linear
+    qkv: Linear | PackedLinear
     q_norm: torch.Tensor | None  # [head_size]
     k_norm: torch.Tensor | None
     o: Linear | PackedLinear
@@ -108,12 +104,13 @@ class Weights:
     head: Linear | PackedLinear
 
     def pack(self) -> None:
-        """Make PackedLinears of what does not write into a slot, one after another: only one weight is there twice.
+        """Make PackedLinears of the blocks' linears and the head, one after another: only one weight is there twice.
 
         A tied head becomes a matrix of its own.
         """
         for layer in self.layers:
-            layer.o, layer.up, layer.down = PackedLinear(layer.o), PackedLinear(layer.up), PackedLinear(layer.down)
+            for name in ("qkv", "o", "up", "down"):
+                setattr(layer, name, PackedLinear(getattr(layer, name)))
         self.head = PackedLinear(self.head)
 
 
@@ -185,11 +182,11 @@ class Allocation:
         bias = self.vector(f"{name}.bias", config.hidden_size) if config.norm == "layer" else None
         return Norm(weight, bias)
 
-    def attention(self, name: str, out_name: str, c: ModelConfig) -> tuple[Linear, Linear, Linear]:
+    def attention(self, name: str, out_name: str, c: ModelConfig) -> tuple[Linear, Linear]:
         q_size, kv_size = c.n_q_heads * c.head_size, c.n_kv_heads * c.head_size
-        q = self.linear([f"{name}.q_proj"], [q_size], c.hidden_size, c.qkv_bias)
-        kv = self.linear([f"{name}.k_proj", f"{name}.v_proj"], [kv_size] * 2, c.hidden_size, c.qkv_bias)
-        return q, kv, self.linear([f"{name}.{out_name}"], [c.hidden_size], q_size, c.o_bias)
+        names = [f"{name}.q_proj", f"{name}.k_proj", f"{name}.v_proj"]
+        qkv = self.linear(names, [q_size, kv_size, kv_size], c.hidden_size, c.qkv_bias)
+        return qkv, self.linear([f"{name}.{out_name}"], [c.hidden_size], q_size, c.o_bias)
 
 
 def _llama_like(a: Allocation, c: ModelConfig, own_head: bool) -> Weights:
@@ -198,13 +195,12 @@ def _llama_like(a: Allocation, c: ModelConfig, own_head: bool) -> Weights:
     layers = []
     for i in range(c.n_layers):
         prefix = f"model.layers.{i}."
-        q, kv, o = a.attention(f"{prefix}self_attn", "o_proj", c)
+        qkv, o = a.attention(f"{prefix}self_attn", "o_proj", c)
         gate_and_up = [f"{prefix}mlp.gate_proj", f"{prefix}mlp.up_proj"]
         layers.append(
             Layer(
                 attention_norm=a.norm(f"{prefix}input_layernorm", c),
-                q=q,
-                kv=kv,
+                qkv=qkv,
                 q_norm=a.vector(f"{prefix}self_attn.q_norm.weight", c.head_size) if c.qk_norm else None,
                 k_norm=a.vector(f"{prefix}self_attn.k_norm.weight", c.head_size) if c.qk_norm else None,
                 o=o,
@@ -230,12 +226,11 @@ def _opt(a: Allocation, c: ModelConfig, own_head: bool) -> Weights:
     layers = []
     for i in range(c.n_layers):
         prefix = f"model.decoder.layers.{i}."
-        q, kv, o = a.attention(f"{prefix}self_attn", "out_proj", c)
+        qkv, o = a.attention(f"{prefix}self_attn", "out_proj", c)
         layers.append(
             Layer(
                 attention_norm=a.norm(f"{prefix}self_attn_layer_norm", c),
-                q=q,
-                kv=kv,
+                qkv=qkv,
                 q_norm=None,
                 k_norm=None,
                 o=o,

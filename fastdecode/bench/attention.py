@@ -1,0 +1,217 @@
+"""Decode attention of the R-engine in GB/s of KV-cache read, and its share of the read-only roofline.
+
+Each cell is a shape and a format. A round measures the roofline, the R-engine and every peer in turn, because the
+bandwidth of a shared machine wanders; a cell is judged on the rounds in which the roofline reads less than
+`--judge-below`, if there are any. With --in-cache a single thread attends to a KV-cache that fits its L2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from pathlib import Path
+
+import orjson
+from tqdm import tqdm
+
+from fastdecode.bench.attention_peers import PEERS, AttentionPeer, installed
+from fastdecode.bench.roofline import Roofline
+from fastdecode.bench.rpart import RPart
+from fastdecode.bench.shape import Shape
+from fastdecode.config import parse_bytes
+from fastdecode.kernels import _native
+from fastdecode.machine import usable_cpus
+from fastdecode.transports.base import KV_DTYPES, PAGE_TOKENS
+
+COMMAND = ("attention", "GB/s of the R-engine's attention, its share of the read roofline, and peers")
+
+_IN_CACHE_BYTES = 1 << 20
+_IN_CACHE_SECONDS = 0.02  # of a round
+_SETTLE_SECONDS = 0.005  # for the last one's threads to stop spinning
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    def repeatable(flag: str, choices_or_type: dict, help_text: str) -> None:
+        parser.add_argument(flag, action="append", help=f"{help_text} (repeatable)", **choices_or_type)
+
+    repeatable("--kv-dtype", {"choices": KV_DTYPES}, "format; default: all but fp32")
+    repeatable("--group", {"type": int}, "query heads a KV head; default: 1, 4, 8")
+    repeatable("--context", {"type": int}, "tokens a sequence; default: 512, 4096, 32768")
+    repeatable("--head-size", {"type": int}, "default: 64, 128")
+    parser.add_argument("--kv-heads", type=int, default=8)
+    parser.add_argument("--kv-bytes", type=parse_bytes, default=2 << 30, metavar="SIZE", help="KV a cell; default 2GiB")
+    parser.add_argument("--in-cache", action="store_true", help="one thread, 1 MiB of KV in its L2, one KV head")
+    parser.add_argument("--threads", type=int, help="default: one a usable core")
+    parser.add_argument("--isa", choices=_native.isa_supported(), help="default: the best")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument(
+        "--judge-below", type=float, default=50.0, metavar="GBPS", help="judge on rounds with a lower roofline; 50"
+    )
+    repeatable("--peer", {"choices": [*PEERS, "none"]}, "peer to run; default: all that are installed")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the cells under their rooflines")
+
+
+def run(args: argparse.Namespace) -> None:
+    if args.plot:
+        from fastdecode.bench import plot  # fails now, if at all
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # peers' idle threads must not take the cores of who is next
+    result = _measure(args)
+    if args.plot:
+        plot.attention(result, args.plot)
+    if args.json:
+        print(orjson.dumps(result, option=orjson.OPT_INDENT_2).decode())
+    else:
+        _print_table(result)
+
+
+def _measure(args: argparse.Namespace) -> dict:
+    cpus = usable_cpus()
+    threads = 1 if args.in_cache else args.threads or len(cpus)
+    if not 1 <= threads <= len(cpus):
+        raise ValueError(f"--threads {threads}: this process may run on {len(cpus)} cpus")
+    for name in ("rounds", "kv_heads", "group", "context", "head_size"):
+        values = getattr(args, name)
+        if any(v < 1 for v in (values if isinstance(values, list) else [values]) if v is not None):
+            raise ValueError(f"--{name.replace('_', '-')} is not a positive number")
+    wanted = list(PEERS) if args.peer is None else [name for name in args.peer if name != "none"]
+    present = [] if args.in_cache else [name for name in wanted if name in installed()]
+    rows = []
+    cells = list(_cells(args))
+    for kv_dtype, shape in (bar := tqdm(cells, desc="cells", unit="cell")):
+        bar.set_postfix_str(f"{kv_dtype} G={shape.group} context {shape.context} d={shape.head_size}")
+        if args.in_cache:
+            rows.append(_cell_in_cache(args, kv_dtype, shape, cpus[:1]))
+        else:
+            rows += _cell(args, kv_dtype, shape, cpus[:threads], present)
+    return {
+        "threads": threads,
+        "in_cache": args.in_cache,
+        "rounds": args.rounds,
+        "judge_below": args.judge_below,
+        "peers_absent": [] if args.in_cache else [name for name in wanted if name not in present],
+        "rows": rows,
+    }
+
+
+def _cells(args: argparse.Namespace) -> Iterator[tuple[str, Shape]]:
+    dtypes = args.kv_dtype or [dtype for dtype in KV_DTYPES if dtype != "fp32"]
+    for kv_dtype, head_size in itertools.product(dtypes, args.head_size or (64, 128)):
+        if args.in_cache:
+            page = _native.chunk_bytes(kv_dtype, head_size)
+            contexts = [max(1, _IN_CACHE_BYTES // page) * PAGE_TOKENS]
+        else:
+            contexts = args.context or (512, 4096, 32768)
+        for context, group in itertools.product(contexts, args.group or (1, 4, 8)):
+            yield kv_dtype, Shape(context, group, head_size, 1 if args.in_cache else args.kv_heads)
+
+
+def _cell(args: argparse.Namespace, kv_dtype: str, shape: Shape, cpus: list[int], peer_names: list[str]) -> list[dict]:
+    with ExitStack() as stack:
+        ours = stack.enter_context(closing(RPart(shape, kv_dtype, args.kv_bytes, cpus, args.isa)))
+        roofline = stack.enter_context(closing(Roofline(ours.kv_bytes, cpus)))
+        peers: dict[str, AttentionPeer] = {}
+        for name in peer_names:
+            try:
+                peer = PEERS[name](shape, kv_dtype, args.kv_bytes, len(cpus))
+            except ValueError as error:
+                tqdm.write(f"{name} leaves {kv_dtype}, head size {shape.head_size} out: {error}", file=sys.stderr)
+                continue
+            peers[name] = stack.enter_context(closing(peer))
+        roof, gbps, rate = [], [], []
+        seconds: dict[str, list[float]] = {name: [] for name in peers}
+        for _ in tqdm(range(args.rounds + 1), desc="rounds", unit="round", leave=False):
+            before = roofline.gbps()
+            elapsed, kv_bytes = ours.layer()
+            roof.append((before + roofline.gbps()) / 2)
+            gbps.append(kv_bytes / elapsed * 1e-9)
+            rate.append(ours.sequences / elapsed)
+            for name, peer in peers.items():
+                seconds[name].append(peer.layer())
+                time.sleep(_SETTLE_SECONDS)
+        common = {
+            "kv_dtype": kv_dtype,
+            "group": shape.group,
+            "context": shape.context,
+            "head_size": shape.head_size,
+            "kv_heads": shape.kv_heads,
+            "threads": len(cpus),
+        }
+        # The first round warms up.
+        own = {**common, "sequences": ours.sequences, "isa": ours.isa, "peer": None, "format": kv_dtype}
+        rows = [{**own, **_figures(args, roof[1:], gbps[1:], rate[1:])}]
+        for name, peer in peers.items():
+            theirs = [peer.kv_bytes / s * 1e-9 for s in seconds[name][1:]]
+            rates = [peer.sequences / s for s in seconds[name][1:]]
+            row = {**common, "sequences": peer.sequences, "isa": None, "peer": name, "format": peer.format}
+            ratio = statistics.median(a / b for a, b in zip(rate[1:], rates, strict=True))
+            rows.append({**row, **_figures(args, roof[1:], theirs, rates), "ours_to_peer": ratio})
+        return rows
+
+
+def _cell_in_cache(args: argparse.Namespace, kv_dtype: str, shape: Shape, cpus: list[int]) -> dict:
+    with (
+        closing(RPart(shape, kv_dtype, 1, cpus, args.isa, progress=False)) as ours,
+        closing(Roofline(ours.kv_bytes, cpus)) as roofline,
+    ):
+        elapsed, _ = ours.layers_in_cache(10)
+        layers = max(1, int(10 * _IN_CACHE_SECONDS / elapsed))
+        passes = max(1, int(_IN_CACHE_SECONDS * 1e11 / ours.kv_bytes))
+        roof, gbps, rate = [], [], []
+        for _ in range(args.rounds):
+            roof.append(roofline.gbps(passes))
+            elapsed, kv_bytes = ours.layers_in_cache(layers)
+            gbps.append(kv_bytes / elapsed * 1e-9)
+            rate.append(layers / elapsed)
+        args = argparse.Namespace(judge_below=0.0)
+        row = {
+            "kv_dtype": kv_dtype,
+            "group": shape.group,
+            "context": shape.context,
+            "head_size": shape.head_size,
+            "kv_heads": shape.kv_heads,
+            "threads": 1,
+            "sequences": 1,
+            "isa": ours.isa,
+            "peer": None,
+            "format": kv_dtype,
+        }
+        return {**row, **_figures(args, roof, gbps, rate)}
+
+
+def _figures(args: argparse.Namespace, roof: list[float], gbps: list[float], rate: list[float]) -> dict:
+    """Medians over the rounds that judge, and over all; smallest and largest of all."""
+    judging = [i for i, r in enumerate(roof) if r < args.judge_below] or range(len(roof))
+    pct = [100 * g / r for g, r in zip(gbps, roof, strict=True)]
+    series = {"gbps": gbps, "roofline_gbps": roof, "roofline_pct": pct, "seq_layers_per_s": rate}
+    return {
+        **{name: statistics.median(values[i] for i in judging) for name, values in series.items()},
+        "rounds": len(roof),
+        "judged_rounds": len(judging),
+        "all_rounds": {name: statistics.median(values) for name, values in series.items()},
+        "spread": {name: [min(values), max(values)] for name, values in series.items()},
+    }
+
+
+def _print_table(result: dict) -> None:
+    where = "in L2" if result["in_cache"] else "in memory"
+    print(f"decode attention, KV {where}, {result['threads']} thread(s), medians of {result['rounds']} rounds")
+    print(
+        f"{'KV':<6}{'G':>3}{'context':>9}{'d':>5}  {'who':<14}{'GB/s':>8}{'roofline':>10}{'%':>7}{'seq layers/s':>14}"
+    )
+    for row in result["rows"]:
+        who = f"{row['peer']} {row['format']}" if row["peer"] else row["isa"]
+        times = f"  ours {row['ours_to_peer']:.2f}x" if row["peer"] else ""
+        print(
+            f"{row['kv_dtype']:<6}{row['group']:>3}{row['context']:>9}{row['head_size']:>5}  {who:<14}"
+            f"{row['gbps']:>8.1f}{row['roofline_gbps']:>10.1f}{row['roofline_pct']:>7.1f}"
+            f"{row['seq_layers_per_s']:>14.1f}{times}"
+        )
+    if result["peers_absent"]:
+        print(f"not installed: {', '.join(result['peers_absent'])}")

@@ -1,0 +1,86 @@
+"""Peers of the attention benchmark: others' decode attention on the same shapes, each in its own nearest format."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from time import perf_counter
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from fastdecode.bench.ggml_peer import GgmlFlashAttention
+from fastdecode.bench.openvino_peer import OpenVINOPagedAttention
+from fastdecode.bench.shape import Data, Shape, huge_pages
+
+
+class AttentionPeer(Protocol):
+    """As many sequences as make up `kv_bytes` in the peer's own format."""
+
+    module: str  # what must be importable
+    format: str  # of K and V
+    sequences: int
+    kv_bytes: int
+
+    def __init__(self, shape: Shape, kv_dtype: str, kv_bytes: int, threads: int): ...
+
+    def layer(self) -> float:
+        """Seconds of one layer of one step of all sequences."""
+
+    def output(self) -> np.ndarray:
+        """O of the last call, [sequences, q_heads, head_size] float32."""
+
+    def close(self) -> None: ...
+
+
+class TorchSDPA:
+    """torch's scaled_dot_product_attention, the query heads of a group taken as the rows of a query block.
+
+    (Its own `enable_gqa` repeats K and V in memory, which is slower.)
+    """
+
+    module = "torch"
+
+    def __init__(self, shape: Shape, kv_dtype: str, kv_bytes: int, threads: int):
+        dtype = {"fp32": torch.float32, "fp16": torch.float16}.get(kv_dtype, torch.bfloat16)
+        self.format = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}[dtype]
+        token = 2 * shape.kv_heads * shape.head_size * dtype.itemsize
+        self.sequences = shape.sequences(token, kv_bytes)
+        self.kv_bytes = self.sequences * shape.context * token
+        self._threads, self._shape = threads, shape
+        data = Data.of(shape)
+
+        def tiled(x: np.ndarray) -> torch.Tensor:  # [tokens, heads, d] -> [sequences, heads, tokens, d]
+            one = torch.from_numpy(x).to(dtype).transpose(0, 1)
+            memory = huge_pages(self.sequences * one.nbytes)
+            every = torch.frombuffer(memory, dtype=dtype, count=self.sequences * one.numel())
+            return every.view(self.sequences, *one.shape).copy_(one)
+
+        self._k, self._v = tiled(data.k), tiled(data.v)
+        self._q = tiled(data.q.reshape(shape.kv_heads, shape.group, -1).swapaxes(0, 1))
+        self._o = self._q
+
+    def layer(self) -> float:
+        torch.set_num_threads(self._threads)
+        with torch.inference_mode():
+            start = perf_counter()
+            self._o = torch.nn.functional.scaled_dot_product_attention(self._q, self._k, self._v)
+            return perf_counter() - start
+
+    def output(self) -> np.ndarray:
+        return self._o.float().reshape(self.sequences, self._shape.q_heads, self._shape.head_size).numpy()
+
+    def close(self) -> None:
+        del self._k, self._v
+
+
+PEERS: dict[str, type[AttentionPeer]] = {
+    "torch": TorchSDPA,
+    "ggml": GgmlFlashAttention,
+    "openvino": OpenVINOPagedAttention,
+}
+
+
+def installed() -> list[str]:
+    """Names of the peers that can be imported here."""
+    return [name for name, peer in PEERS.items() if find_spec(peer.module)]

@@ -1,0 +1,26 @@
+"""The read-only roofline: what the machine delivers to threads that only read, measured next to what it judges."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Sequence
+
+from fastdecode.bench.shape import huge_pages
+from fastdecode.kernels._native import read_seconds
+
+
+class Roofline:
+    """A buffer of `n_bytes`, read in turn with the measurements by one thread pinned to each of `cpus`."""
+
+    def __init__(self, n_bytes: int, cpus: Sequence[int]):
+        self.cpus = tuple(cpus)
+        self._map = huge_pages(n_bytes)
+        for offset in range(0, len(self._map), mmap.PAGESIZE):  # else all of it would be one page of zeros
+            self._map[offset] = 1
+
+    def gbps(self, passes: int = 1) -> float:
+        """GB/s over `passes` readings of all of it. Raises OSError."""
+        return passes * len(self._map) / read_seconds(self._map, self.cpus, passes) * 1e-9
+
+    def close(self) -> None:
+        self._map.close()

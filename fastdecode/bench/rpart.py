@@ -1,0 +1,143 @@
+"""The R-Part of one layer: the R-engine itself, in this process, called as an S-node calls it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import numpy as np
+from tqdm import tqdm
+
+from fastdecode.bench.shape import Data, Shape
+from fastdecode.kernels._native import Engine, page_bytes
+from fastdecode.transports._native import Port
+from fastdecode.transports.base import KV_DTYPES, PAGE_TOKENS, ROW_ATTEND, ROW_DTYPE, Geometry
+from fastdecode.transports.region import Region, geometry_tuple
+
+_FILL_PAGES = 64  # appended by one call
+_TIMEOUT = 60.0
+_TAG = 1
+
+
+class RPart:
+    """Sequences that make up at least `kv_bytes` of KV, their pages shuffled, over an engine pinned to `cpus`.
+
+    Nobody spins: the caller sleeps while the engine works and the engine while the caller does, so that neither has
+    more than its own cores.
+    """
+
+    def __init__(
+        self,
+        shape: Shape,
+        kv_dtype: str,
+        kv_bytes: int,
+        cpus: Sequence[int],
+        isa: str | None = None,
+        progress: bool = True,
+    ):
+        """Raises ValueError, MemoryError."""
+        self.shape, self.kv_dtype = shape, kv_dtype
+        numbers = (1, 1, 1, shape.q_heads, shape.kv_heads, shape.head_size, 1)
+        one_page = page_bytes(numbers, KV_DTYPES.index(kv_dtype))
+        self.sequences = shape.sequences(one_page / PAGE_TOKENS, kv_bytes)
+        n_pages = self.sequences * -(-shape.context // PAGE_TOKENS)
+        self.kv_bytes = n_pages * one_page
+        rows = max(self.sequences, _FILL_PAGES * PAGE_TOKENS)
+        geometry = Geometry(1, rows, 1, shape.q_heads, shape.kv_heads, shape.head_size, "fp16")
+        self._region = Region.create(geometry)
+        numbers = geometry_tuple(geometry)
+        self._engine = Engine(len(cpus), self.kv_bytes, isa, cpus, 0)
+        self.isa, self.threads = self._engine.isa, self._engine.threads
+        self._link = self._engine.add_link(
+            self._region.view,
+            numbers,
+            KV_DTYPES.index(kv_dtype),
+            n_pages,
+            self.sequences,
+            shape.head_size**-0.5,
+            (0,),
+        )
+        self._port = Port(self._region.view, numbers, 0, wake_fd=self._link.eventfd)
+        self._table = np.zeros(self.sequences, ROW_DTYPE)
+        self._table["seq"] = np.arange(self.sequences)
+        self._table["tag"], self._table["pos"] = _TAG, shape.context - 1
+        self._table["n_rows"], self._table["flags"] = 1, ROW_ATTEND
+        self._fill(Data.of(shape), progress)
+
+    def close(self) -> None:
+        self._port.close()
+        self._link.close()
+        self._engine.close()
+        self._region.close()
+
+    def _rows(self, offset: int, n: int, row_bytes: int) -> np.ndarray:
+        """`n` rows of the slot, fp16, as the region holds them."""
+        start = self._region.layout.slot(0) + offset
+        raw = np.frombuffer(self._region.view[start : start + n * row_bytes], np.float16)
+        return raw.reshape(n, row_bytes // 2)
+
+    def _fill(self, data: Data, progress: bool) -> None:
+        """Cache all tokens but the last of every sequence; whose page comes next is drawn by lot."""
+        y, shape, cached = self._region.layout, self.shape, self.shape.context - 1
+        source = np.concatenate([data.k, data.v], axis=1).reshape(shape.context, -1)
+        rng = np.random.default_rng(0)
+        turns = rng.permutation(np.repeat(np.arange(self.sequences), -(-cached // PAGE_TOKENS)))
+        lengths = np.zeros(self.sequences, np.int64)
+        kv = self._rows(y.kv, _FILL_PAGES * PAGE_TOKENS, y.kv_row_bytes)
+        bar = tqdm(total=len(turns), desc=f"filling {self.kv_dtype}", unit="page", leave=False, disable=not progress)
+        entries: dict[int, tuple[int, int]] = {}  # sequence: position, rows
+        for turn, seq in enumerate(turns.tolist()):
+            n = min(PAGE_TOKENS, cached - int(lengths[seq]))
+            entries[seq] = (int(lengths[seq]), n)
+            lengths[seq] += n
+            last = turn + 1 == len(turns)
+            if last or len(entries) == _FILL_PAGES or turns[turn + 1] in entries:  # a call names a sequence once
+                table, row = np.zeros(len(entries), ROW_DTYPE), 0
+                for i, (s, (pos, n_rows)) in enumerate(entries.items()):
+                    kv[row : row + n_rows] = source[pos : pos + n_rows]
+                    table[i] = (s, _TAG, pos, n_rows, 0, 0)
+                    row += n_rows
+                self._port.write_table(0, table.view(np.uint8))
+                self._call(len(entries), row, 0, True)
+                bar.update(len(entries))
+                entries.clear()
+        bar.close()
+        kv = self._rows(y.kv, self.sequences, y.kv_row_bytes)
+        kv[:] = source[-1]
+        self._rows(y.q, self.sequences, y.q_row_bytes)[:] = data.q.reshape(-1)
+        self._port.write_table(0, self._table.view(np.uint8))
+
+    def _call(self, n_entries: int, n_rows: int, n_attend: int, new_step: bool) -> tuple[int, int]:
+        """Nanoseconds the engine worked, bytes of KV it read."""
+        self._port.post(0, 0, n_entries, n_rows, n_attend, new_step)
+        status, busy_ns, kv_bytes, message = self._port.wait(0, _TIMEOUT)
+        if status:
+            raise RuntimeError(f"the R-engine refused a call: {message}")
+        return busy_ns, kv_bytes
+
+    def layer(self) -> tuple[float, int]:
+        """One layer of a step of its own, from bell to reply: seconds, bytes of KV read."""
+        n = self.sequences
+        start = time.perf_counter()
+        _, kv_bytes = self._call(n, n, n, True)
+        seconds = time.perf_counter() - start
+        for seq in range(n):
+            self._link.trim(seq, _TAG, self.shape.context - 1)
+        return seconds, kv_bytes
+
+    def layers_in_cache(self, n: int) -> tuple[float, int]:
+        """`n` times the same layer of one step, by the engine's own clock: seconds, bytes of KV read.
+
+        For caches that are read in microseconds, next to which the flight of a doorbell would count.
+        """
+        s = self.sequences
+        results = [self._call(s, s, s, i == 0) for i in range(n + 1)][1:]  # the first one plans the step
+        for seq in range(s):
+            self._link.trim(seq, _TAG, self.shape.context - 1)
+        return sum(busy for busy, _ in results) * 1e-9, sum(read for _, read in results)
+
+    def output(self) -> np.ndarray:
+        """O of all sequences after a call, [sequences, q_heads, head_size]."""
+        y = self._region.layout
+        o = self._rows(y.o, self.sequences, y.q_row_bytes)
+        return o.reshape(self.sequences, self.shape.q_heads, self.shape.head_size).copy()

@@ -1,0 +1,49 @@
+"""The shape of a layer's attention in a benchmark, and the same random data for whoever runs it."""
+
+from __future__ import annotations
+
+import mmap
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Decode attention of one layer: each sequence attends one new token to `context` cached ones, itself included."""
+
+    context: int
+    group: int  # query heads a KV head
+    head_size: int
+    kv_heads: int
+
+    @property
+    def q_heads(self) -> int:
+        return self.group * self.kv_heads
+
+    def sequences(self, token_bytes: float, kv_bytes: int) -> int:
+        """How many sequences make up at least `kv_bytes` of KV at `token_bytes` a token, all KV heads."""
+        return max(1, -(-kv_bytes // int(self.context * token_bytes)))
+
+
+@dataclass(frozen=True, slots=True)
+class Data:
+    """Normal q [q_heads, head_size] and k, v [context, kv_heads, head_size], fp16; every sequence has the same."""
+
+    q: np.ndarray
+    k: np.ndarray
+    v: np.ndarray
+
+    @classmethod
+    def of(cls, shape: Shape) -> Data:
+        rng = np.random.default_rng(0)
+        kv = rng.standard_normal((2, shape.context, shape.kv_heads, shape.head_size), np.float32).astype(np.float16)
+        q = rng.standard_normal((shape.q_heads, shape.head_size), np.float32).astype(np.float16)
+        return cls(q, kv[0], kv[1])
+
+
+def huge_pages(n_bytes: int) -> mmap.mmap:
+    """Zeroed memory in huge pages where they are to be had, as the R-engine's: for rooflines and peers."""
+    memory = mmap.mmap(-1, -(-n_bytes // mmap.PAGESIZE) * mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory

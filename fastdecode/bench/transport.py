@@ -1,0 +1,258 @@
+"""Round trips over a link, from an empty doorbell to 4 MiB and in the shape of a real layer call.
+
+The other process is an R-node that this starts, or the one at --peer. What is timed is `post` to `wait`, less the time
+that the R-engine says it worked: what the transport costs. Beside it, in the same rounds and on the same bytes, what
+else could carry them. `bytes_out` and `bytes_back` are the rows a case is about; `carried_out` and `carried_back` count
+all that a call brings along, among it the 32 bytes of K and V that not even an empty call can do without.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import statistics
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter, perf_counter_ns
+
+import numpy as np
+import orjson
+from tqdm import tqdm
+
+from fastdecode.bench.rnode_child import RNodeChild
+from fastdecode.bench.transport_peers import PEERS, EchoProcess, installed
+from fastdecode.config import format_bytes
+from fastdecode.kernels._native import page_bytes
+from fastdecode.transports import registry
+from fastdecode.transports.base import KV_DTYPES, ROW_ATTEND, ROW_DTYPE, Geometry, Hello
+from fastdecode.transports.region import geometry_tuple
+
+COMMAND = ("transport", "round trips over a link, beside raw sockets, gloo and ZeroMQ")
+
+_PAYLOADS = (0, 256, 4 << 10, 8 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20)
+_HEAD_SIZE, _MAX_Q_ROW = 8, 16 << 10
+_ACT_BYTES = 2
+_KV_DTYPE = "fp16"
+_CALL_BYTES, _REPLY_BYTES = 64, 256  # fd_call_t, fd_reply_t
+_MIN_CALLS = 30
+_TIMEOUT = 20.0
+_KV_BYTES = 1 << 30
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--url",
+        action="append",
+        metavar="URL",
+        help="transport to start an R-node on (repeatable); default: shm and tcp",
+    )
+    parser.add_argument(
+        "--peer",
+        action="append",
+        default=[],
+        metavar="URL",
+        help="R-node that runs already, here or elsewhere (repeatable)",
+    )
+    parser.add_argument("--secret-file", type=Path, metavar="FILE", help="shared secret of the R-nodes at --peer")
+    parser.add_argument("--beside", action="append", choices=[*PEERS, "none"], help="default: all that are installed")
+    parser.add_argument("--payload", action="append", type=int, metavar="BYTES", help="each way (repeatable)")
+    parser.add_argument("--rows", type=int, default=64, help="rows of the layer call")
+    parser.add_argument("--heads", type=int, default=32, help="its query heads")
+    parser.add_argument("--kv-heads", type=int, default=8)
+    parser.add_argument("--head-size", type=int, default=128)
+    parser.add_argument("--spin-us", type=int, default=20000, help="how long both sides spin before they sleep")
+    parser.add_argument("--seconds", type=float, default=0.2, help="of each case, transport and round")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument(
+        "--cpus", type=_two_cpus, metavar="A,B", help="pin the waiting thread here to A, what answers there to B"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw latency and throughput over the payload")
+
+
+def _two_cpus(text: str) -> tuple[int, int]:
+    here, there = map(int, text.split(","))
+    return here, there
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Calls of one shape. `attend` False: rows that are only appended, so that nothing comes back."""
+
+    name: str
+    rows: int
+    q_heads: int
+    kv_heads: int
+    head_size: int
+    attend: bool
+    bytes_out: int
+    bytes_back: int
+
+    @classmethod
+    def payload(cls, n: int) -> Case:
+        """`n` bytes of Q rows out and of O rows back, next to 32 bytes of K and V a row."""
+        if n == 0:
+            return cls("empty", 1, 1, 1, _HEAD_SIZE, False, 0, 0)
+        row = min(n, _MAX_Q_ROW)
+        if n % row or row % (_HEAD_SIZE * _ACT_BYTES):
+            raise ValueError(f"a payload of {n} bytes is not a multiple of 16, or of 16 KiB beyond that")
+        heads = row // (_HEAD_SIZE * _ACT_BYTES)
+        return cls(format_bytes(n), n // row, heads, 1, _HEAD_SIZE, True, n, n)
+
+    @classmethod
+    def layer(cls, rows: int, heads: int, kv_heads: int, head_size: int) -> Case:
+        q, kv = (rows * n * head_size * _ACT_BYTES for n in (heads, 2 * kv_heads))
+        return cls(f"layer {rows}x{heads}/{kv_heads}x{head_size}", rows, heads, kv_heads, head_size, True, q + kv, q)
+
+    @property
+    def geometry(self) -> Geometry:
+        return Geometry(1, self.rows, 1, self.q_heads, self.kv_heads, self.head_size, "fp16")
+
+    @property
+    def carried(self) -> tuple[int, int]:
+        q, kv = (n * self.rows * self.head_size * _ACT_BYTES for n in (self.q_heads, 2 * self.kv_heads))
+        return _CALL_BYTES + kv + q * self.attend, _REPLY_BYTES + q * self.attend
+
+
+def run(args: argparse.Namespace) -> None:
+    if args.plot:
+        from fastdecode.bench import plot  # fails now, if at all
+    result = _measure(args)
+    if args.plot:
+        plot.transport(result, args.plot)
+    if args.json:
+        print(orjson.dumps(result, option=orjson.OPT_INDENT_2).decode())
+    else:
+        _print_table(result)
+
+
+def _measure(args: argparse.Namespace) -> dict:
+    payloads = _PAYLOADS if args.payload is None else args.payload
+    cases = [Case.payload(n) for n in payloads]
+    cases.append(Case.layer(args.rows, args.heads, args.kv_heads, args.head_size))
+    secret = args.secret_file.read_bytes().strip() if args.secret_file else None
+    wanted = list(PEERS) if args.beside is None else [name for name in args.beside if name != "none"]
+    present = [name for name in wanted if name in installed()]
+    here, there = args.cpus or (None, None)
+    with ExitStack() as stack:
+        directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="fastdecode-"))
+        urls = [(url, secret) for url in args.peer]
+        for url in args.url or ([] if args.peer else [f"shm://{directory}/r.sock", "tcp://127.0.0.1:0"]):
+            child = stack.enter_context(closing(RNodeChild(url, args.spin_us, _KV_BYTES, there)))
+            urls.append((child.url, None))
+        peers = {name: stack.enter_context(closing(EchoProcess(name, there))) for name in present}
+        samples: dict[tuple[int, str], list[np.ndarray]] = {}
+        for _ in tqdm(range(args.rounds), desc="rounds", unit="round"):
+            for i, case in enumerate(tqdm(cases, desc="cases", unit="case", leave=False)):
+                for url, shared in urls:
+                    taken = asyncio.run(_calls(url, shared, case, args.spin_us, args.seconds, here))
+                    samples.setdefault((i, url), []).append(taken)
+                for name, peer in peers.items():
+                    taken = _round_trips(peer, case, args.seconds, here)
+                    samples.setdefault((i, name), []).append(taken)
+    rows = [_row(cases[i], source, rounds, source in peers) for (i, source), rounds in samples.items()]
+    return {
+        "spin_us": args.spin_us,
+        "cpus": args.cpus,
+        "rounds": args.rounds,
+        "beside_absent": [name for name in wanted if name not in present],
+        "rows": rows,
+    }
+
+
+async def _calls(
+    url: str, secret: bytes | None, case: Case, spin_us: int, seconds: float, cpu: int | None
+) -> np.ndarray:
+    """[calls, 2]: nanoseconds from post to wait, and those of them that the R-engine worked."""
+    one_page = page_bytes(geometry_tuple(case.geometry), KV_DTYPES.index(_KV_DTYPE))
+    hello = Hello(case.geometry, _KV_DTYPE, (0,), case.head_size**-0.5, case.rows * one_page, case.rows)
+    link = await registry.connect(url, hello, secret, spin_us=spin_us)
+    try:
+        y, rng = link.layout, np.random.default_rng(0)
+        for offset, row_bytes in ((y.q, y.q_row_bytes), (y.kv, y.kv_row_bytes)):
+            start, n = y.slot(0) + offset, case.rows * row_bytes
+            link.region[start : start + n] = rng.standard_normal(n // 2).astype(np.float16).tobytes()
+        table = np.zeros(case.rows, ROW_DTYPE)
+        table["seq"], table["tag"], table["n_rows"] = np.arange(case.rows), 1, 1
+        table["flags"] = ROW_ATTEND if case.attend else 0
+        link.write_table(0, table)
+        attending = case.rows if case.attend else 0
+        taken: list[tuple[int, int]] = []
+        end = 0.0
+        with _pinned(cpu):  # this thread is the event loop's: only the link's own pings wait for it meanwhile
+            while len(taken) < _MIN_CALLS or perf_counter() < end:
+                start_ns = perf_counter_ns()
+                link.post(0, 0, case.rows, case.rows, attending, end == 0)
+                times = link.wait(0, _TIMEOUT)
+                taken.append((perf_counter_ns() - start_ns, times.busy_ns))
+                if end == 0:  # the first one has sent the row table and planned the step
+                    taken.clear()
+                    end = perf_counter() + seconds
+        return np.array(taken)
+    finally:
+        await link.close()
+
+
+@contextmanager
+def _pinned(cpu: int | None) -> Iterator[None]:
+    """This thread on `cpu`; threads it has started before stay where they are."""
+    before = os.sched_getaffinity(0)
+    if cpu is not None:
+        os.sched_setaffinity(0, {cpu})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def _round_trips(peer: EchoProcess, case: Case, seconds: float, cpu: int | None) -> np.ndarray:
+    """As `_calls`; nobody works at the other end."""
+    with _pinned(cpu):
+        trial = peer.round_trips(case.bytes_out, case.bytes_back, _MIN_CALLS)
+        n = max(_MIN_CALLS, int(seconds * 1e9 / statistics.median(trial)))
+        taken = np.array(peer.round_trips(case.bytes_out, case.bytes_back, n))
+    return np.stack([taken, np.zeros_like(taken)], axis=1)
+
+
+def _row(case: Case, source: str, rounds: list[np.ndarray], is_peer: bool) -> dict:
+    micros = [(taken[:, 0] - taken[:, 1]) / 1e3 for taken in rounds]
+    p50, p90, p99, p999 = (float(np.percentile(np.concatenate(micros), q)) for q in (50, 90, 99, 99.9))
+    out, back = case.carried if not is_peer else (max(1, case.bytes_out), max(1, case.bytes_back))
+    medians = [float(np.median(m)) for m in micros]
+    return {
+        "transport": "tcp" if is_peer else source.partition(":")[0],
+        "case": case.name,
+        "bytes_out": case.bytes_out,
+        "bytes_back": case.bytes_back,
+        "p50_us": p50,
+        "p90_us": p90,
+        "p99_us": p99,
+        "p999_us": p999,
+        "gbps": (case.bytes_out + case.bytes_back) / p50 * 1e-3,
+        "peer": source if is_peer else None,
+        "url": None if is_peer else source,
+        "engine_us": None if is_peer else float(np.median(np.concatenate(rounds)[:, 1])) / 1e3,
+        "carried_out": out,
+        "carried_back": back,
+        "calls": sum(len(m) for m in micros),
+        "spread_p50_us": [min(medians), max(medians)],
+    }
+
+
+def _print_table(result: dict) -> None:
+    print(
+        f"round trips less the R-engine's time, us; both sides spin {result['spin_us']} us; {result['rounds']} rounds"
+    )
+    print(f"{'case':<22}{'over':<10}{'p50':>9}{'p90':>9}{'p99':>9}{'p99.9':>10}{'GB/s':>8}{'engine':>9}")
+    for row in result["rows"]:
+        engine = "" if row["engine_us"] is None else f"{row['engine_us']:.1f}"
+        print(
+            f"{row['case']:<22}{row['peer'] or row['transport']:<10}{row['p50_us']:>9.1f}{row['p90_us']:>9.1f}"
+            f"{row['p99_us']:>9.1f}{row['p999_us']:>10.1f}{row['gbps']:>8.2f}{engine:>9}"
+        )
+    if result["beside_absent"]:
+        print(f"not installed: {', '.join(result['beside_absent'])}")

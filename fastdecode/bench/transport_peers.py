@@ -1,0 +1,231 @@
+"""Peers of the transport benchmark: the same bytes there and back between two processes by other means.
+
+`python -m fastdecode.bench.transport_peers NAME ADDRESS [CPU]` is the other process.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from contextlib import suppress
+from importlib.util import find_spec
+from time import perf_counter_ns
+from typing import Protocol
+
+_ORDER = struct.Struct("<qqq")  # bytes out, bytes back, round trips; none of these: end
+_TIMEOUT_S = 60
+
+
+class Wire(Protocol):
+    """One end of a connection that carries messages of a length known to both ends. An empty one is sent as a byte."""
+
+    module: str  # what must be importable
+    address: str
+
+    def __init__(self, address: str | None):
+        """The end that makes the address (None), or the one that is given it."""
+
+    def open(self) -> None:
+        """Finish connecting; the other process has been started."""
+
+    def buffer(self, n: int) -> object: ...
+    def send(self, buffer: object) -> None: ...
+    def receive(self, buffer: object) -> None: ...
+    def close(self) -> None: ...
+
+
+class RawSocket:
+    """Blocking TCP sockets, loopback, nothing around the bytes."""
+
+    module = "socket"
+
+    def __init__(self, address: str | None):
+        self._server = None
+        if address is None:
+            self._server = socket.create_server(("127.0.0.1", 0))
+            self.address = str(self._server.getsockname()[1])
+        else:
+            self.address = address
+
+    def open(self) -> None:
+        if self._server:
+            self._server.settimeout(_TIMEOUT_S)
+            self._socket, _ = self._server.accept()
+            self._server.close()
+            self._socket.settimeout(None)
+        else:
+            self._socket = socket.create_connection(("127.0.0.1", int(self.address)))
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def buffer(self, n: int) -> memoryview:
+        return memoryview(bytearray(max(1, n)))
+
+    def send(self, buffer: memoryview) -> None:
+        self._socket.sendall(buffer)
+
+    def receive(self, buffer: memoryview) -> None:
+        got = 0
+        while got < len(buffer):
+            n = self._socket.recv_into(buffer[got:], 0, socket.MSG_WAITALL)
+            if not n:
+                raise ConnectionError("the other end is gone")
+            got += n
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+class Gloo:
+    """torch.distributed's point-to-point calls over gloo."""
+
+    module = "torch.distributed"
+
+    def __init__(self, address: str | None):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        self._rank = int(address is not None)
+        self._directory = tempfile.TemporaryDirectory(prefix="fastdecode-") if address is None else None
+        self.address = address or f"{self._directory.name}/store"
+
+    def open(self) -> None:
+        import torch.distributed as dist
+
+        self._dist = dist
+        dist.init_process_group("gloo", init_method=f"file://{self.address}", rank=self._rank, world_size=2)
+
+    def buffer(self, n: int) -> object:
+        import torch
+
+        return torch.zeros(max(1, n), dtype=torch.uint8)
+
+    def send(self, buffer: object) -> None:
+        self._dist.send(buffer, 1 - self._rank)
+
+    def receive(self, buffer: object) -> None:
+        self._dist.recv(buffer, 1 - self._rank)
+
+    def close(self) -> None:
+        self._dist.destroy_process_group()
+        if self._directory:
+            self._directory.cleanup()
+
+
+class ZeroMQ:
+    """pyzmq, a PAIR over loopback TCP, without copies where it can."""
+
+    module = "zmq"
+
+    def __init__(self, address: str | None):
+        import zmq
+
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.PAIR)
+        self._socket.linger = 0
+        if address is None:
+            self.address = f"tcp://127.0.0.1:{self._socket.bind_to_random_port('tcp://127.0.0.1')}"
+        else:
+            self.address = address
+            self._socket.connect(address)
+
+    def open(self) -> None:
+        pass
+
+    def buffer(self, n: int) -> memoryview:
+        return memoryview(bytearray(max(1, n)))
+
+    def send(self, buffer: memoryview) -> None:
+        self._socket.send(buffer, copy=len(buffer) < 65536)
+
+    def receive(self, buffer: memoryview) -> None:
+        frame = self._socket.recv(copy=len(buffer) < 65536)
+        assert len(frame) == len(buffer)
+        buffer[:] = memoryview(frame)  # where the others have them too: in place
+
+    def close(self) -> None:
+        self._socket.close()
+        self._context.term()
+
+
+PEERS: dict[str, Callable[[str | None], Wire]] = {"raw": RawSocket, "gloo": Gloo, "zmq": ZeroMQ}
+
+
+def installed() -> list[str]:
+    """Names of the peers that can be imported here."""
+    names = []
+    for name, wire in PEERS.items():
+        with suppress(ModuleNotFoundError):
+            if find_spec(wire.module):
+                names.append(name)
+    return names
+
+
+class EchoProcess:
+    """A peer's other end, pinned to `cpu` if given."""
+
+    def __init__(self, name: str, cpu: int | None = None):
+        self._wire = PEERS[name](None)
+        argv = [sys.executable, "-m", __name__, name, self._wire.address]
+        if cpu is not None:
+            argv.append(str(cpu))
+        self._process = subprocess.Popen(argv)
+        try:
+            self._wire.open()
+        except BaseException:
+            self._process.kill()
+            self._process.wait()
+            raise
+
+    def round_trips(self, out: int, back: int, n: int) -> list[int]:
+        """Nanoseconds of each of `n`."""
+        wire = self._wire
+        wire.send(_ordered(wire, out, back, n))
+        there, here = wire.buffer(out), wire.buffer(back)
+        taken = []
+        for _ in range(n):
+            start = perf_counter_ns()
+            wire.send(there)
+            wire.receive(here)
+            taken.append(perf_counter_ns() - start)
+        return taken
+
+    def close(self) -> None:
+        with suppress(OSError):
+            self._wire.send(_ordered(self._wire, 0, 0, 0))
+        try:
+            self._process.wait(10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._wire.close()
+
+
+def _ordered(wire: Wire, *numbers: int) -> object:
+    buffer = wire.buffer(_ORDER.size)
+    memoryview(buffer.numpy() if hasattr(buffer, "numpy") else buffer)[:] = _ORDER.pack(*numbers)
+    return buffer
+
+
+def _echo(name: str, address: str, *cpus: int) -> None:
+    if cpus:
+        os.sched_setaffinity(0, cpus)
+    wire = PEERS[name](address)
+    wire.open()
+    while True:
+        order = wire.buffer(_ORDER.size)
+        wire.receive(order)
+        out, back, n = _ORDER.unpack(memoryview(order.numpy() if hasattr(order, "numpy") else order))
+        if not n:
+            break
+        there, here = wire.buffer(out), wire.buffer(back)
+        for _ in range(n):
+            wire.receive(there)
+            wire.send(here)
+    wire.close()
+
+
+if __name__ == "__main__":
+    _echo(sys.argv[1], sys.argv[2], *map(int, sys.argv[3:]))

@@ -1,0 +1,80 @@
+/* Appending a token to a chunk, once for all ISAs. The file that includes this defines before, for n elements (a multiple of 8):
+ *
+ *   void row_to_fp16(uint16_t *dst, const float *src, uint32_t n)      saturating
+ *   void row_to_bf16(uint16_t *dst, const float *src, uint32_t n)
+ *   uint32_t row_to_int8(uint8_t *dst, const float *src, uint32_t n)   returns the word of the affine table, as does
+ *   uint32_t row_to_int4(uint8_t *dst, const float *src, uint32_t n)
+ */
+#ifndef FD_APPEND_H
+#define FD_APPEND_H
+
+#include <string.h>
+
+#include "chunk.h"
+
+/* A row in its format: fp32, the bits of fp16 or bf16, or the stored integers. */
+typedef union {
+    float fp32[FD_MAX_CHUNK_HEAD];
+    uint16_t half[FD_MAX_CHUNK_HEAD];
+    uint8_t code[FD_MAX_CHUNK_HEAD];
+} row_t;
+
+/* Returns the word of the affine table. */
+FD_INLINE uint32_t convert_row(const fd_kv_dtype_t dtype, row_t *dst, const float *src, uint32_t n) {
+    if (dtype == FD_KV_INT8) return row_to_int8(dst->code, src, n);
+    if (dtype == FD_KV_INT4) return row_to_int4(dst->code, src, n);
+    if (dtype == FD_KV_FP16) row_to_fp16(dst->half, src, n);
+    else if (dtype == FD_KV_BF16) row_to_bf16(dst->half, src, n);
+    else memcpy(dst->fp32, src, n * sizeof *src);
+    return 0;
+}
+
+/* K: whole words, each in a line of its own. */
+FD_INLINE void store_k(const fd_kv_dtype_t dtype, uint8_t *matrix, uint32_t head_size, uint32_t t, const row_t *k) {
+    uint32_t *to = (uint32_t *)matrix + t;
+    if (dtype == FD_KV_FP16) {
+        uint16_t *half = (uint16_t *)matrix + t;
+        for (uint32_t d = 0; d < head_size; d++) half[d * FD_PAGE_TOKENS] = k->half[d];
+        return;
+    }
+    for (uint32_t d = 0; d < head_size; d += fd_word_elems(dtype), to += FD_PAGE_TOKENS) {
+        const uint8_t *c = k->code + d;
+        if (dtype == FD_KV_FP32) *to = fd_float_bits(k->fp32[d]);
+        if (dtype == FD_KV_BF16) *to = k->half[d] | (uint32_t)k->half[d + 1] << 16;
+        if (dtype == FD_KV_INT8) *to = c[0] | (uint32_t)c[2] << 8 | (uint32_t)c[1] << 16 | (uint32_t)c[3] << 24;
+        if (dtype == FD_KV_INT4)
+            *to = (c[0] | c[4] << 4) | (uint32_t)(c[2] | c[6] << 4) << 8 | (uint32_t)(c[1] | c[5] << 4) << 16 |
+                  (uint32_t)(c[3] | c[7] << 4) << 24;
+    }
+}
+
+/* V: the token's part of every word of a row of the matrix. */
+FD_INLINE void store_v(const fd_kv_dtype_t dtype, uint8_t *matrix, uint32_t head_size, uint32_t t, const row_t *v) {
+    uint8_t *words = matrix + (size_t)(t / fd_word_elems(dtype)) * head_size * fd_word_bytes(dtype);
+    if (dtype == FD_KV_FP32) memcpy(words, v->fp32, head_size * sizeof *v->fp32);
+    if (dtype == FD_KV_FP16) memcpy(words, v->half, head_size * sizeof *v->half);
+    if (dtype == FD_KV_BF16)
+        for (uint32_t d = 0; d < head_size; d++) ((uint16_t *)words)[2 * d + t % 2] = v->half[d];
+    if (dtype == FD_KV_INT8)
+        for (uint32_t d = 0; d < head_size; d++) words[4 * d + fd_word_byte(t)] = v->code[d];
+    if (dtype == FD_KV_INT4) {
+        const uint32_t shift = t % 8 / 4 * 4;
+        for (uint32_t d = 0; d < head_size; d++) {
+            uint8_t *byte = &words[4 * d + fd_word_byte(t)];
+            *byte = (uint8_t)((*byte & 0xf0u >> shift) | v->code[d] << shift);
+        }
+    }
+}
+
+FD_INLINE void append(const fd_kv_dtype_t dtype, uint8_t *chunk, uint32_t head_size, uint32_t t, const float *k, const float *v) {
+    row_t row;
+    const uint32_t k_word = convert_row(dtype, &row, k, head_size);
+    store_k(dtype, chunk, head_size, t, &row);
+    const uint32_t v_word = convert_row(dtype, &row, v, head_size);
+    store_v(dtype, chunk + fd_chunk_v(dtype, head_size), head_size, t, &row);
+    if (!fd_kv_is_int(dtype)) return;
+    ((uint32_t *)(chunk + fd_chunk_k_affine(dtype, head_size)))[t] = k_word;
+    ((uint32_t *)(chunk + fd_chunk_v_affine(dtype, head_size)))[t] = v_word;
+}
+
+#endif
