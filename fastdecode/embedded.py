@@ -10,6 +10,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,11 +25,10 @@ _START_SECONDS = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """How one machine's cores and memory are shared out between the S-Part and an embedded R-node."""
+    """How one machine's cores are shared out between the S-Part and an embedded R-node."""
 
     s_threads: int
     r_threads: int
-    kv_memory: int
 
 
 def split_machine(config: NodeConfig, *, s_on_gpu: bool) -> Split:
@@ -36,14 +36,14 @@ def split_machine(config: NodeConfig, *, s_on_gpu: bool) -> Split:
 
     Attention saturates the memory bus with few threads while the S-Part wants arithmetic; one core each beats both
     sharing all of them. So on a CPU the R-node gets half of the cores (rounded down, at least one); beside a GPU all
-    but one. The KV-cache gets half of the memory that is free: it is committed only as it fills.
+    but one.
     """
     cores = len(usable_cpus())
     r_threads = config.threads or (len(config.cpus) if config.cpus else None)
     if r_threads is None:
         r_threads = max(1, cores - 1 if s_on_gpu else cores // 2)
     s_threads = config.s_threads or max(1, cores - r_threads)
-    return Split(s_threads, r_threads, config.kv_memory or available_memory() // 2)
+    return Split(s_threads, r_threads)
 
 
 class EmbeddedRNode:
@@ -56,14 +56,18 @@ class EmbeddedRNode:
 
     @classmethod
     async def start(cls, config: NodeConfig, split: Split) -> EmbeddedRNode:
-        """Start the child and wait until it listens. Raises RuntimeError if it does not."""
+        """Start the child and wait until it listens. Raises RuntimeError if it does not.
+
+        Where the command line leaves it open, the KV-cache gets half of the memory that is free now, so that comes
+        after the weights are loaded. It is committed only as it fills.
+        """
         directory = Path(tempfile.mkdtemp(prefix="fastdecode-"))  # 0700, so nobody else reaches the socket
         argv = ["--role", "r", "--listen", f"shm://{directory}/r.sock"]
         argv += [
             "--threads",
             str(split.r_threads),
             "--kv-memory",
-            str(split.kv_memory),
+            str(config.kv_memory or available_memory() // 2),
             "--log-level",
             config.log_level,
         ]
@@ -80,6 +84,8 @@ class EmbeddedRNode:
             "fastdecode.node",
             *argv,
             stdin=asyncio.subprocess.DEVNULL,
+            # ^C in a terminal is for the parent alone: its running requests need this node until it ends it.
+            start_new_session=True,
             preexec_fn=_die_with_parent,
         )
         node = cls(process, directory)
@@ -93,11 +99,13 @@ class EmbeddedRNode:
 
     async def _until_listening(self) -> None:
         socket = self._directory / "r.sock"
-        async with asyncio.timeout(_START_SECONDS):
-            while not socket.exists():
-                if self._process.returncode is not None:
-                    raise RuntimeError(f"the embedded R-node ended at start (exit status {self._process.returncode})")
-                await asyncio.sleep(0.02)
+        deadline = time.monotonic() + _START_SECONDS
+        while not socket.exists():
+            if self._process.returncode is not None:
+                raise RuntimeError(f"the embedded R-node ended at start (exit status {self._process.returncode})")
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"the embedded R-node does not listen after {_START_SECONDS:.0f} s")
+            await asyncio.sleep(0.02)
 
     def hide(self) -> None:
         """Remove the socket, once the S-node has connected: nobody else may, and a kill leaves no file behind."""
@@ -117,6 +125,5 @@ class EmbeddedRNode:
 
 
 def _die_with_parent() -> None:
-    """In the child before exec: SIGKILL when the parent dies, and no SIGINT of its own (the parent decides)."""
+    """In the child before exec: SIGKILL when the parent dies."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)

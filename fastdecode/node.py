@@ -19,7 +19,8 @@ log = logging.getLogger(__name__)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Console script. Exit status: 0 after a clean end, 2 on a bad option, 1 if anything else keeps it from running."""
+    """Console script. Exit status: 0 after a clean end, 2 on a bad option, 130 if interrupted while it loads, 1 if
+    anything else keeps it from running."""
     config = NodeConfig.from_args(argv)
     logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)-7s %(name)s: %(message)s")
     try:
@@ -35,6 +36,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             run_s_node(config)
     except ConfigError as error:
         _end(error, 2)
+    except KeyboardInterrupt:
+        sys.exit(130)  # before until_told_to_end: nothing was running yet
     except (TransportError, OSError, RuntimeError, MemoryError, ValueError) as error:
         log.debug("the node ended", exc_info=True)
         _end(error, 1)

@@ -53,6 +53,7 @@ class RNode:
         """
         self.name = name or f"{socket.gethostname()}:{os.getpid()}"
         self._engine = Engine(threads, kv_bytes, isa, cpus, _SPIN_US if spin_us is None else spin_us)
+        self._kv_bytes = kv_bytes
         self._servers: list[Server] = []
 
     @property
@@ -103,12 +104,12 @@ class RNode:
         kv_dtype = KV_DTYPES.index(hello.kv_dtype)
         one_page = page_bytes(numbers, kv_dtype)
         free = self._engine.kv_free
-        wanted = free if hello.kv_bytes is None else hello.kv_bytes
+        wanted = self._kv_bytes if hello.kv_bytes is None else hello.kv_bytes
         n_pages = min(min(wanted, free) // one_page, _MAX_PAGES)
         if n_pages < 1:
             raise LinkRefused(
-                f"no memory for a KV-cache: {wanted} bytes wanted, {free} free on R-node {self.name}, "
-                f"and {PAGE_TOKENS} tokens of this model take {one_page}"
+                f"no memory for a KV-cache: {wanted} bytes wanted, {free} free of the {self._kv_bytes} that R-node "
+                f"{self.name} has for all its S-nodes, and {PAGE_TOKENS} tokens of this model take {one_page}"
             )
         try:
             link = self._engine.add_link(

@@ -7,7 +7,6 @@ import contextlib
 import itertools
 import logging
 import sys
-from pathlib import Path
 
 import torch
 import uvloop
@@ -32,19 +31,27 @@ _RECONNECT_SECONDS = (0.5, 1.0, 2.0, 4.0, 8.0)
 def run_s_node(config: NodeConfig) -> None:
     """Run until SIGTERM. Raises ConfigError, TransportError, OSError, RuntimeError with a sentence for the user."""
     directory = config.model or model_dir()
+    secret, api_key = config.read_secret(), config.read_api_key()
     device = choose_device(config.device)
     split = split_machine(config, s_on_gpu=device.type == "cuda")
     torch.set_num_threads(config.s_threads or (len(usable_cpus()) if config.r_node else split.s_threads))
     dtype = choose_dtype(config.dtype, directory, device)
+    tokenizer = Tokenizer.from_dir(directory)  # before the weights: a mistake in it shows at once
     model = load_model(directory, device=device, dtype=dtype, progress=sys.stderr.isatty())
-    uvloop.run(_serve(config, directory, model, split))
-
-
-async def _serve(config: NodeConfig, directory: Path, model: Model, split: Split) -> None:
-    told = asyncio.create_task(until_told_to_end())
-    secret, api_key = config.read_secret(), config.read_api_key()
-    tokenizer = Tokenizer.from_dir(directory)
     name = config.served_model_name or ("fastdecode-demo" if config.model is None else directory.resolve().name)
+    uvloop.run(_serve(config, name, model, tokenizer, split, secret, api_key))
+
+
+async def _serve(
+    config: NodeConfig,
+    name: str,
+    model: Model,
+    tokenizer: Tokenizer,
+    split: Split,
+    secret: bytes | None,
+    api_key: str | None,
+) -> None:
+    told = asyncio.create_task(until_told_to_end())
     hello = model.hello(
         n_slots=config.mini_batches,
         max_rows=config.max_batch_tokens,
@@ -114,8 +121,7 @@ async def _reconnect(
     config: NodeConfig,
 ) -> None:
     """Watch one R-node; when its link dies, try again with growing pauses until it is back."""
-    while error := await link.closed():
-        log.error("R-node %s was lost: %s", link.url, error)
+    while await link.closed():
         for pause in itertools.chain(_RECONNECT_SECONDS, itertools.repeat(_RECONNECT_SECONDS[-1])):
             await asyncio.sleep(pause)
             try:

@@ -68,7 +68,12 @@ class Tokenizer:
         config = _read_json(directory / "tokenizer_config.json")
         if "added_tokens_decoder" not in config:  # older directories keep the named tokens in a file of their own
             config = config | _read_json(directory / "special_tokens_map.json")
-        return cls(backend, config, _find_template(directory, config))
+        try:
+            return cls(backend, config, _find_template(directory, config))
+        except (TokenizerError, ChatTemplateError):
+            raise
+        except (TypeError, ValueError, KeyError, AttributeError) as error:
+            raise TokenizerError(f"{directory / 'tokenizer_config.json'} is not understood: {error!r}") from None
 
     def _add_special_tokens(self, config: Mapping[str, Any]) -> None:
         known = {token.content for token in self._backend.get_added_tokens_decoder().values()}

@@ -37,11 +37,11 @@
 #define FD_UNROLL _Pragma("GCC unroll 8")
 #endif
 
-enum { PANEL_ROWS = 32, PAGE_VECS = FD_PAGE_TOKENS / LANES, PREFETCH_LOCALITY = 3, LINE = 64 };
+enum { PANEL_ROWS = 32, PAGE_VECS = FD_PAGE_TOKENS / LANES, PREFETCH_LOCALITY = 2, LINE = 64 };
 enum { Q_STRIDE = FD_MAX_CHUNK_HEAD * sizeof(float), WEIGHT_STRIDE = FD_PAGE_TOKENS * sizeof(float) };
 
 #define LOG2_E 0x1.715476p+0f
-#define EXP2_FLUSH -125.0f /* below it, where the result would soon be subnormal, it is 0 */
+#define EXP2_FLUSH -96.0f /* below it, where products of the result would soon be subnormal (and slow), it is 0 */
 
 /* 2^x for x <= 0: 2^n p(x - n), n = floor(x), p a polynomial with p(0) = 1. Below EXP2_FLUSH, -infinity included, and of NaN it is 0.
  * Largest relative error: 1.5e-7 for floats; 3e-6 for int8 and 9e-5 for int4, far below what 16 and 8 bits lose anyway. */
@@ -72,7 +72,7 @@ typedef struct {
 
 /* One block's work in one chunk. */
 typedef struct {
-    const uint8_t *chunk, *next;    /* next: prefetched; NULL: nothing is */
+    const uint8_t *chunk, *next;    /* next: prefetched; may be the same */
     uint32_t index, n_blocks;       /* of the panel's blocks, which take turns at prefetching */
     uint32_t head_size;
     uint32_t lo, hi;                /* tokens that some row sees */
@@ -83,9 +83,10 @@ typedef struct {
     float *acc;                     /* [rows][head_size] */
 } block_t;
 
-/* What tile `tile` of K (offset 0) or V (offset: where V starts) prefetches while it takes `steps` steps of `step` bytes. */
+/* Where tile `tile` of K (offset 0) or V (offset: where V starts) begins to prefetch while it takes `steps` steps of `step` bytes.
+ * If it is not its turn it asks for what it is about to read: that costs less than a branch in the loop. */
 FD_INLINE const uint8_t *prefetch_start(const block_t *b, size_t offset, uint32_t tile, uint32_t steps, size_t step) {
-    return b->next && tile % b->n_blocks == b->index ? b->next + offset + tile * steps * step : NULL;
+    return tile % b->n_blocks == b->index ? b->next + offset + tile * steps * step : b->chunk + offset;
 }
 
 /* sum[r][i] += multiplier of row r times lanes [i * LANES, (i + 1) * LANES) of a matrix (chunk.h), over its words [from, to), or only
@@ -97,11 +98,9 @@ FD_INLINE void multiply(const fd_kv_dtype_t dtype, const int is_v, const int row
     matrix += from * stride;
     multipliers += (size_t)from * kv_parts(dtype) * sizeof(float);
     for (uint32_t s = from; s < to; s++, matrix += stride, multipliers += kv_parts(dtype) * sizeof(float)) {
-        if (ahead) {
-            FD_UNROLL
-            for (size_t line = 0; line < step; line += LINE) __builtin_prefetch(ahead + line, 0, PREFETCH_LOCALITY);
-            ahead += step;
-        }
+        FD_UNROLL
+        for (size_t line = 0; line < step; line += LINE) __builtin_prefetch(ahead + line, 0, PREFETCH_LOCALITY);
+        ahead += step;
         vec_t words[MAX_VECS];
         FD_UNROLL
         for (int i = 0; i < vecs; i++)
@@ -250,8 +249,8 @@ FD_INLINE void value_tile(const fd_kv_dtype_t dtype, const int rows, const int v
         }
     uint32_t from = b->lo / elems, to = (b->hi + elems - 1) / elems;
     if (dtype == FD_KV_BF16) { /* a word at the edge may hold a token that nobody sees, and that token a NaN */
-        if (b->lo % 2) multiply(dtype, 1, rows, vecs, half, 2, v, stride, from, from + 1, w, WEIGHT_STRIDE, NULL, sum), from++;
-        if (b->hi % 2) to--, multiply(dtype, 1, rows, vecs, half, 1, v, stride, to, to + 1, w, WEIGHT_STRIDE, NULL, sum);
+        if (b->lo % 2) multiply(dtype, 1, rows, vecs, half, 2, v, stride, from, from + 1, w, WEIGHT_STRIDE, v, sum), from++;
+        if (b->hi % 2) to--, multiply(dtype, 1, rows, vecs, half, 1, v, stride, to, to + 1, w, WEIGHT_STRIDE, v, sum);
     }
     multiply(dtype, 1, rows, vecs, half, -1, v, stride, from, to, w, WEIGHT_STRIDE, ahead, sum);
     FD_UNROLL
@@ -275,7 +274,7 @@ FD_INLINE void attend_block(const fd_kv_dtype_t dtype, const int rows, const blo
     float scores[MAX_BLOCK][FD_PAGE_TOKENS] __attribute__((aligned(64)));
     float rescale[LANES] __attribute__((aligned(64))), unit[MAX_BLOCK];
 
-    if (fd_kv_is_int(dtype) && b->next && !b->index)
+    if (fd_kv_is_int(dtype) && !b->index)
         for (uint32_t line = 0; line < 2 * FD_PAGE_TOKENS * sizeof(uint32_t); line += LINE)
             __builtin_prefetch(b->next + fd_chunk_k_affine(dtype, b->head_size) + line, 0, PREFETCH_LOCALITY);
 
@@ -353,7 +352,7 @@ FD_INLINE void attend_panel(const fd_kv_dtype_t dtype, const fd_attend_t *a, con
         const uint64_t base = a->first_token + (uint64_t)c * FD_PAGE_TOKENS;
         if (base + FD_PAGE_TOKENS <= start) continue;
         if (base >= end) break;
-        const uint8_t *next = c + 1 < a->n_chunks && base + FD_PAGE_TOKENS < end ? a->chunks[c + 1] : NULL;
+        const uint8_t *next = c + 1 < a->n_chunks && base + FD_PAGE_TOKENS < end ? a->chunks[c + 1] : a->chunks[c];
         for (uint32_t i = 0; i < n_blocks; i++) {
             const uint32_t r0 = block_row(rows, n_blocks, i), n = block_row(rows, n_blocks, i + 1) - r0;
             block_t b = {.chunk = a->chunks[c], .next = next, .index = i, .n_blocks = n_blocks, .head_size = head_size, .lo = FD_PAGE_TOKENS, .full = 1};

@@ -26,11 +26,16 @@ FD_INLINE vec_t kv_part(fd_kv_dtype_t dtype, vec_t words, int part) {
     if (dtype == FD_KV_INT8) return vec_bits(part ? _mm512_srli_epi16(x, 8) : _mm512_and_si512(x, _mm512_set1_epi16(0xff)));
     return vec_bits(_mm512_and_si512(part ? _mm512_srli_epi16(x, 4) : x, _mm512_set1_epi8(0xf)));
 }
-/* vpdpbusd takes one side unsigned: what is stored against the query's signs, the weights against V. */
+/* vpdpbusd takes one side unsigned: what is stored against the query's signs, the weights against V. In assembly because gcc 12 copies the
+ * sum before the intrinsic, which costs as much as the product. */
 FD_INLINE vec_t kv_multiply_add(fd_kv_dtype_t dtype, int is_v, vec_t x, vec_t y, vec_t sum) {
-    if (dtype == FD_KV_INT8) return vec_bits(_mm512_dpwssd_epi32(vec_ints(sum), vec_ints(x), vec_ints(y)));
-    if (is_v) return vec_bits(_mm512_dpbusd_epi32(vec_ints(sum), vec_ints(y), vec_ints(x)));
-    return vec_bits(_mm512_dpbusd_epi32(vec_ints(sum), vec_ints(x), vec_ints(y)));
+    if (dtype == FD_KV_INT8)
+        __asm__("vpdpwssd %2, %1, %0" : "+v"(sum) : "v"(x), "v"(y));
+    else if (is_v)
+        __asm__("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(y), "v"(x));
+    else
+        __asm__("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(x), "v"(y));
+    return sum;
 }
 FD_INLINE void kv_store_multipliers(fd_kv_dtype_t dtype, void *to, uint32_t i, vec_t x) {
     const __m512i y = _mm512_cvtps_epi32(x);

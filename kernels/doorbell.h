@@ -26,17 +26,22 @@
  * and must not need Python's GIL. */
 typedef void (*fd_notify_fn)(void *ctx, uint32_t slot);
 
+/* May be called by the R-engine's thread 0, again and again while it is idle (`go_on`), and once before it works or sleeps or lets
+ * go of the link (not `go_on`): a carrier may take in what has come on that thread meanwhile, and ring. Must not block. */
+typedef void (*fd_look_fn)(void *ctx, bool go_on);
+
 /* What a PyCapsule named FD_NOTIFY_CAPSULE points to. The capsule must outlive the link that it is given to. */
 typedef struct {
     fd_notify_fn fn;
-    void *ctx;
+    void *ctx;       /* of both */
+    fd_look_fn look; /* or NULL */
 } fd_notify_t;
 
 #define FD_NOTIFY_CAPSULE "fastdecode.notify"
 
 /* Who has spun this long offers the core to whoever wants it between looks: where threads outnumber cores, the one that is waited
  * for may be waiting for this very core, and would get it only at the scheduler's next tick, milliseconds away. */
-#define FD_POLITE_NS 2000u
+#define FD_POLITE_NS 500u
 
 typedef enum {
     FD_WAIT_DONE = 0,

@@ -18,8 +18,10 @@
 enum {
     SAFETY_NET_MS = 100, /* a sleeping engine looks at its bells this often even if nobody wakes it */
     POLLS_PER_CLOCK = 16,
-    RELOOKS = 1000,
-    SPINS_PER_YIELD = 256
+    POLLS_PER_LOOK = 4, /* a look is a system call a link */
+    SETTLE_POLLS = 1000,
+    SPINS_PER_YIELD = 256,
+    LONG_CALL_NS = 50000 /* after a call that took longer, others take in what comes during the next */
 };
 
 /* Where a bell wakes nobody (RDMA), a sleeping engine looks at its bells after an eighth of the time that it has been idle:
@@ -168,12 +170,20 @@ static void reply(fd_link_t *link, uint32_t slot, const fd_reply_t *r) {
     fd_slot_t *s = fd_slot_at(link->region, &link->work.layout, slot);
     s->reply = *r;
     fd_ring_reply(s, r->seq);
-    if (link->notify) link->notify(link->notify_ctx, slot);
+    if (link->notify.fn) link->notify.fn(link->notify.ctx, slot);
+}
+
+/* See fd_look_fn. Cheap where nobody is looking. */
+static void look(fd_engine_t *e, bool go_on) {
+    if (!go_on && !e->looking) return;
+    e->looking = go_on;
+    for (uint32_t i = 0; i < e->n_live; i++)
+        if (e->live[i]->notify.look) e->live[i]->notify.look(e->live[i]->notify.ctx, go_on);
 }
 
 /* An RDMA device that is software may write a bell byte by byte: one that is neither old nor next is not judged at once. */
-static uint64_t look_again(const uint64_t *at, uint64_t bell, uint64_t served) {
-    for (int i = 0; i < RELOOKS && bell != served && bell != served + 1; i++) {
+static uint64_t settled(const uint64_t *at, uint64_t bell, uint64_t served) {
+    for (int i = 0; i < SETTLE_POLLS && bell != served && bell != served + 1; i++) {
         fd_cpu_relax();
         bell = fd_bell_read(at);
     }
@@ -185,8 +195,9 @@ static bool serve_slot(fd_engine_t *e, fd_link_t *link, uint32_t slot) {
     fd_slot_t *s = fd_slot_at(link->region, &link->work.layout, slot);
     fd_slot_state_t *state = &link->slots[slot];
     uint64_t bell = fd_bell_read(&s->request_bell);
-    if (link->unrung) bell = look_again(&s->request_bell, bell, state->served);
+    if (link->unrung) bell = settled(&s->request_bell, bell, state->served);
     if (bell == state->served) return false;
+    if (e->last_busy_ns > LONG_CALL_NS) look(e, false);
     uint64_t start = fd_now_ns();
     fd_call_t call;
     copy_out(&call, &s->call, sizeof call);
@@ -200,7 +211,7 @@ static bool serve_slot(fd_engine_t *e, fd_link_t *link, uint32_t slot) {
     } else {
         count(&link->stats.refused, 1);
     }
-    r.busy_ns = fd_now_ns() - start;
+    r.busy_ns = e->last_busy_ns = fd_now_ns() - start;
     count(&link->stats.calls, 1);
     count(&link->stats.busy_ns, r.busy_ns);
     reply(link, slot, &r);
@@ -212,6 +223,7 @@ static bool serve_slot(fd_engine_t *e, fd_link_t *link, uint32_t slot) {
 static bool control_changed(fd_engine_t *e) { return __atomic_load_n(&e->control, __ATOMIC_ACQUIRE) != e->taken_up; }
 
 static void take_up_control(fd_engine_t *e) {
+    look(e, false);
     pthread_mutex_lock(&e->mutex);
     memcpy(e->live, e->links, e->n_links * sizeof *e->links);
     e->n_live = e->n_links;
@@ -251,6 +263,7 @@ static void say_asleep(fd_engine_t *e, uint32_t asleep) {
 
 static void sleep_until_rung(fd_engine_t *e, uint64_t idle_ns) {
     struct epoll_event events[16];
+    look(e, false);
     say_asleep(e, 1);
     if (!any_bell(e) && !control_changed(e)) {
         if (e->n_unrung) {
@@ -271,11 +284,13 @@ static void *polling_main(void *arg) {
         if (poll_bells(e)) {
             idle_since = fd_now_ns();
         } else if (i % POLLS_PER_CLOCK) {
+            if (i % POLLS_PER_LOOK == 0) look(e, true);
             fd_cpu_relax();
         } else if (!spin_on(e, idle_since)) {
             sleep_until_rung(e, fd_now_ns() - idle_since);
         }
     }
+    look(e, false);
     return NULL;
 }
 

@@ -45,9 +45,9 @@ int fd_engine_eventfd(const fd_engine_t *engine); /* write 1 to wake a sleeping 
 size_t fd_page_bytes(const fd_geometry_t *g, uint32_t kv_dtype); /* one page, all layers and KV heads */
 uint64_t fd_engine_kv_free(fd_engine_t *engine);
 
-/* `region` (region_bytes of the geometry's layout) must stay mapped until fd_engine_remove_link returns. */
+/* `notify` is copied; NULL: nobody is told. `region` (region_bytes of the geometry's layout) must stay mapped until fd_engine_remove_link returns. */
 fd_link_t *fd_engine_add_link(fd_engine_t *engine, void *region, const fd_geometry_t *g, const fd_lease_t *lease,
-                              fd_notify_fn notify, void *ctx, char *err, size_t err_len);
+                              const fd_notify_t *notify, char *err, size_t err_len);
 /* Waits for a call in progress, answers one that is not with FD_LINK_CLOSED (without notify), then unmaps the arena. */
 void fd_engine_remove_link(fd_engine_t *engine, fd_link_t *link);
 

@@ -22,8 +22,7 @@ struct fd_link {
     fd_work_t work;
     int eventfd;
     uint64_t lease_bytes;
-    fd_notify_fn notify;
-    void *notify_ctx;
+    fd_notify_t notify; /* fn may be NULL, as may look */
     pthread_mutex_t mutex; /* of `kv`: planning against control operations */
     fd_kvcache_t kv;
     fd_slot_state_t *slots; /* [n_slots], thread 0 only */
@@ -55,6 +54,8 @@ struct fd_engine {
 
     fd_link_t *live[FD_MAX_LINKS]; /* thread 0's own copy of `links` */
     uint32_t n_live, n_unrung;
+    bool looking; /* thread 0 takes in what comes over the live links' carriers (fd_look_fn) */
+    uint64_t last_busy_ns;
 
     struct {
         const fd_work_t *work;

@@ -92,7 +92,7 @@ static void release(fd_engine_t *e, uint64_t bytes) {
 }
 
 fd_link_t *fd_engine_add_link(fd_engine_t *e, void *region, const fd_geometry_t *g, const fd_lease_t *lease,
-                              fd_notify_fn notify, void *ctx, char *err, size_t err_len) {
+                              const fd_notify_t *notify, char *err, size_t err_len) {
     errno = EINVAL;
     if (!lease_ok(g, lease, region, err, err_len)) return NULL;
     uint64_t bytes = lease->n_pages * (uint64_t)fd_page_bytes(g, lease->kv_dtype);
@@ -105,8 +105,7 @@ fd_link_t *fd_engine_add_link(fd_engine_t *e, void *region, const fd_geometry_t 
         return NULL;
     }
     link->lease_bytes = bytes;
-    link->notify = notify;
-    link->notify_ctx = ctx;
+    if (notify) link->notify = *notify;
     pthread_mutex_lock(&e->mutex);
     e->links[e->n_links++] = link;
     __atomic_fetch_add(&e->control, 1, __ATOMIC_SEQ_CST);

@@ -210,7 +210,7 @@ static PyObject *engine_add_link(engine_object_t *self, PyObject *args, PyObject
                                      &lease.n_pages, &lease.max_seqs, &lease.softmax_scale, &windows, &notify))
         return NULL;
     if (!self->engine) return closed_error("the R-engine");
-    fd_notify_t none = {NULL, NULL}, *target = &none;
+    const fd_notify_t *target = NULL;
     if (notify != Py_None && !(target = PyCapsule_GetPointer(notify, FD_NOTIFY_CAPSULE))) return NULL;
     uint32_t layer_windows[FD_MAX_LAYERS];
     if (!convert_ints(windows, "windows", g.n_layers, 0, UINT32_MAX, layer_windows, false)) return NULL;
@@ -219,7 +219,7 @@ static PyObject *engine_add_link(engine_object_t *self, PyObject *args, PyObject
     if (!link) return NULL;
     char err[ERR_LEN];
     if (PyObject_GetBuffer(region, &link->region, PyBUF_WRITABLE) == 0 && region_fits(&link->region, &g)) {
-        link->link = fd_engine_add_link(self->engine, link->region.buf, &g, &lease, target->fn, target->ctx, err, sizeof err);
+        link->link = fd_engine_add_link(self->engine, link->region.buf, &g, &lease, target, err, sizeof err);
         if (!link->link) PyErr_SetString(errno == EINVAL ? PyExc_ValueError : PyExc_MemoryError, err);
     }
     if (!link->link) {

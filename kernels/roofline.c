@@ -42,7 +42,7 @@ __attribute__((target("avx2"))) static long long read_avx2(const fd_line_t *line
     return read_lines(lines, n, passes);
 }
 
-__attribute__((target("avx512f,prefer-vector-width=512"))) static long long read_avx512(const fd_line_t *lines, size_t n, uint32_t passes) {
+__attribute__((target("avx512f"))) static long long read_avx512(const fd_line_t *lines, size_t n, uint32_t passes) {
     return read_lines(lines, n, passes);
 }
 #endif

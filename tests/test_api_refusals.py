@@ -193,6 +193,13 @@ async def test_a_body_of_another_type(client):
         assert "application/json" in (await response.json())["error"]["message"]
 
 
+async def test_a_body_that_is_not_encoded_as_it_says(client):
+    headers = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
+    async with client.http.post("/v1/completions", data=b"no gzip", headers=headers) as response:
+        assert response.status == 400
+        assert (await response.json())["error"]["code"] == "invalid_body"
+
+
 async def test_a_body_too_large(engine, tokenizer):
     async with served(engine, tokenizer, max_body_bytes=10_000) as client:
         with pytest.raises(openai.APIStatusError) as caught:

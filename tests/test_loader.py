@@ -20,6 +20,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from fastdecode.spart import CheckpointError, ModelConfig, choose_device, choose_dtype, load_model
 from fastdecode.spart.layers import ACTIVATIONS
 from fastdecode.spart.rope import inverse_frequencies
+from fastdecode.spart.weights import Linear, PackedLinear, known_rows
 from fastdecode.transports.base import Geometry
 
 
@@ -134,6 +135,15 @@ def test_unknown_architecture_is_named_with_the_known_ones(copy):
         ({"num_hidden_layers": 0}, "'num_hidden_layers' is 0"),
         ({"dtype": "float8_e4m3fn"}, "float8_e4m3fn"),
         ({"tie_word_embeddings": "yes"}, "'tie_word_embeddings' is 'yes'"),
+        ({"num_hidden_layers": 10**7}, "10000000 layers"),
+        ({"architectures": 5}, "'architectures' is 5"),
+        ({"dtype": ["float32"]}, "dtype .'float32'. is not one of"),
+        ({"eos_token_id": {"a": 1}}, "'eos_token_id' is {'a': 1}"),
+        ({"rope_parameters": [1]}, "'rope_parameters' is .1., not an object"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 0}}, "'factor' is 0.0, not a positive"),
+        ({"rope_parameters": {"rope_type": "yarn", "original_max_position_embeddings": "x"}}, "'x', not a number"),
+        ({"quantization_config": "awq"}, "'quantization_config' is 'awq', not an object"),
+        ({"rms_norm_eps": float("nan")}, "'rms_norm_eps' is nan"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
@@ -160,6 +170,19 @@ def test_not_a_model_directory(tmp_path):
 
 
 # -- tensors ----------------------------------------------------------------------------------------------------------
+
+
+def test_packed_products_compile_few_kernels_and_are_right_for_every_number_of_rows():
+    """Every distinct number of rows costs oneDNN a kernel of its own; a server meets all of them."""
+    torch.manual_seed(0)
+    weight, bias = torch.randn(24, 16), torch.randn(24)
+    packed = PackedLinear(Linear(weight, bias))
+    for n in (*range(1, 130), 511, 512, 513):
+        x = torch.randn(n, 16)
+        assert torch.allclose(packed(x), x @ weight.T + bias, atol=1e-5)
+        assert n <= known_rows(n) <= n * 17 / 16 + 1
+    assert len({known_rows(n) for n in range(1, 513)}) <= 96
+    assert all(known_rows(n) == n for n in range(1, 33))
 
 
 @pytest.mark.parametrize("name", VARIANTS)

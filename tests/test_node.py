@@ -22,12 +22,17 @@ START_SECONDS = 60
 class Node:
     """A fastdecode-node process; its log is read from a file."""
 
-    def __init__(self, tmp_path: Path, *argv: str):
+    def __init__(self, tmp_path: Path, *argv: str, own_group: bool = False):
         self.log = tmp_path / f"node-{time.monotonic_ns()}.log"
         with self.log.open("wb") as out:
             env = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(temporary(tmp_path))}
             self.process = subprocess.Popen(
-                [*NODE, *argv], stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=env
+                [*NODE, *argv],
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                env=env,
+                process_group=0 if own_group else None,
             )
 
     def wait_for(self, pattern: str, seconds: float = START_SECONDS) -> re.Match[str]:
@@ -58,8 +63,8 @@ def start(tmp_path):
     """start(*argv) -> Node; all are killed at the end."""
     with contextlib.ExitStack() as stack:
 
-        def start(*argv: str) -> Node:
-            node = Node(tmp_path, *argv)
+        def start(*argv: str, own_group: bool = False) -> Node:
+            node = Node(tmp_path, *argv, own_group=own_group)
             stack.callback(lambda: node.process.poll() is None and node.end(signal.SIGKILL))
             return node
 
@@ -117,6 +122,17 @@ def test_s_node_killed_takes_its_embedded_r_node_along_and_leaves_nothing(start,
     node.end(signal.SIGKILL)
     assert gone(child)
     assert traces(tmp_path) <= before
+
+
+def test_interrupt_from_the_terminal_lets_running_requests_end(start):
+    """A terminal sends ^C to the whole foreground process group: the embedded R-node is not to be in it."""
+    node = start("--port", "0", "--kv-memory", "256MiB", "--drain-seconds", "30", own_group=True)
+    ask = {"model": "fastdecode-demo", "prompt": "It was", "max_tokens": 200, "stream": True}
+    stream = node.api().completions.create(**ask, extra_body={"ignore_eos": True})
+    next(iter(stream))
+    os.killpg(node.process.pid, signal.SIGINT)
+    assert [chunk.choices[0].finish_reason for chunk in stream][-1] == "length"
+    assert node.process.wait(20) == 0
 
 
 def test_r_node_killed_ends_its_streams_with_an_error_and_the_s_node_stays_up(start, tmp_path):

@@ -309,9 +309,9 @@ def test_notify_is_called_after_each_reply(engines, links):
     fn = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_uint32)(lambda ctx, slot: calls.append((ctx, slot)))
 
     class Notify(ctypes.Structure):
-        _fields_ = [("fn", type(fn)), ("ctx", ctypes.c_void_p)]
+        _fields_ = [("fn", type(fn)), ("ctx", ctypes.c_void_p), ("look", ctypes.c_void_p)]
 
-    target = Notify(fn, 42)
+    target = Notify(fn, 42, None)
     new = ctypes.pythonapi.PyCapsule_New
     new.restype, new.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
     capsule = new(ctypes.addressof(target), b"fastdecode.notify", None)

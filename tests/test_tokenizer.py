@@ -217,9 +217,15 @@ def test_broken_files_are_named(tmp_path):
     tokenizers_made.byte_level(tmp_path, chat_template="{% if %}")
     with pytest.raises(ChatTemplateError, match="not valid Jinja"):
         Tokenizer.from_dir(tmp_path)
-    (tmp_path / "tokenizer_config.json").write_text("[")
-    with pytest.raises(TokenizerError, match=r"tokenizer_config\.json"):
-        Tokenizer.from_dir(tmp_path)
+    for broken in (
+        "[",
+        '{"bos_token": 5}',
+        '{"added_tokens_decoder": {"1": {}}}',
+        '{"added_tokens_decoder": {"x": "a"}}',
+    ):
+        (tmp_path / "tokenizer_config.json").write_text(broken)
+        with pytest.raises(TokenizerError, match=r"tokenizer_config\.json"):
+            Tokenizer.from_dir(tmp_path)
 
 
 def stream(tokenizer, ids, prompt=()):

@@ -22,7 +22,7 @@ from link_driver import HANG_S, LARGE, SMALL, Driver, hello
 from rnode_process import STUCK_S, RNodeProcess
 
 from fastdecode.transports import link as link_module
-from fastdecode.transports.base import ROW_DTYPE, CallRefused, Link, LinkDown, LinkRefused
+from fastdecode.transports.base import ROW_ATTEND, ROW_DTYPE, CallRefused, Link, LinkDown, LinkRefused
 from fastdecode.transports.rdma_devices import list_ports
 from fastdecode.transports.registry import connect
 
@@ -128,6 +128,29 @@ async def test_rows_of_megabytes_cross_whole(shared_node):
             driver.step(0, [(2 * i, 1, True)])
 
     await in_thread(steps)
+    await link.close()
+
+
+async def test_threads_that_wait_on_slots_of_their_own_get_their_own_replies(shared_node):
+    """Over TCP each may be the one that receives for both, and may go while the other still waits."""
+    said = hello(LARGE, kv_bytes=32 << 20)
+    link = await connect(shared_node.url, said, None)
+    y, q_shape, kv_shape = link.layout, (LARGE.n_q_heads, LARGE.head_size), (2, LARGE.n_kv_heads, LARGE.head_size)
+
+    def calls(slot: int) -> None:
+        n = (3, LARGE.max_rows)[slot]  # small frames through one, large ones through the other
+        at = y.slot(slot)
+        rows = np.full((n, *kv_shape), slot + 1, np.float32)
+        link.region[at + y.kv : at + y.kv + rows.nbytes] = rows.tobytes()
+        link.write_table(slot, np.array([(slot, 1, 0, n, ROW_ATTEND, 0)], ROW_DTYPE))
+        o = np.frombuffer(link.region[at + y.o : at + y.o + n * y.q_row_bytes], np.float32).reshape(n, *q_shape)
+        for i in range((200, 20)[slot]):
+            o[:] = 0
+            link.post(slot, 0, 1, n, n, i == 0)
+            link.wait(slot, HANG_S)
+            np.testing.assert_allclose(o, slot + 1, rtol=1e-6)  # all V are the same
+
+    await asyncio.gather(in_thread(calls, 0), in_thread(calls, 1))
     await link.close()
 
 

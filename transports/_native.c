@@ -337,7 +337,7 @@ static PyObject *pump_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) 
         goto fail;
     }
     self->open = true;
-    self->notify = (fd_notify_t){fd_pump_send, self->pump};
+    self->notify = (fd_notify_t){fd_pump_send, self->pump, fd_pump_look};
     return (PyObject *)self;
 fail:
     Py_DECREF(self);

@@ -201,8 +201,8 @@ class LinkService(Protocol):
         """Grant a lease and put the link's region under the R-engine's eyes.
 
         `region` is mapped, its header written, and stays mapped until OpenLink.close returns. `notify` is None or a
-        PyCapsule named "fastdecode.notify" around an fd_notify_t {fd_notify_fn fn; void *ctx}, called when a reply bell
-        has been rung. Raises LinkRefused.
+        PyCapsule named "fastdecode.notify" around an fd_notify_t (kernels/doorbell.h), whose fn is called when a reply
+        bell has been rung. Raises LinkRefused.
         """
 
 

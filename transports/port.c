@@ -40,6 +40,7 @@ fd_port_result_t fd_port_post(fd_port_t *port, uint32_t index, fd_call_t *call, 
 
 bool fd_port_ready(const fd_port_t *port, uint32_t index) {
     const fd_slot_t *slot = fd_slot_at(port->region, &port->layout, index);
+    if (port->pump) fd_pump_receive(port->pump, index, port->slots[index].call.seq, 0, 0);
     return fd_is_down(&port->down) || fd_bell_read(&slot->reply_bell) == port->slots[index].call.seq;
 }
 
@@ -73,7 +74,9 @@ fd_port_result_t fd_port_wait(fd_port_t *port, uint32_t index, uint64_t timeout_
     const fd_call_t *call = &port->slots[index].call;
     fd_slot_t *slot = fd_slot_at(port->region, &port->layout, index);
     char late[128];
-    switch (wait_reply(port, slot, call->seq, timeout_ns)) {
+    uint64_t waited_ns = port->pump ? fd_pump_receive(port->pump, index, call->seq, port->spin_ns, timeout_ns) : 0;
+    uint64_t left_ns = waited_ns < timeout_ns ? timeout_ns - waited_ns : 0;
+    switch (wait_reply(port, slot, call->seq, left_ns)) {
     case FD_WAIT_DONE: break;
     case FD_WAIT_STOPPED: return FD_PORT_DOWN;
     case FD_WAIT_TIMEOUT:

@@ -64,7 +64,7 @@ static PyObject *poster_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
         goto fail;
     }
     self->open = true;
-    self->notify = (fd_notify_t){fd_poster_send, self->poster};
+    self->notify = (fd_notify_t){.fn = fd_poster_send, .ctx = self->poster};
     return (PyObject *)self;
 fail:
     Py_DECREF(self);

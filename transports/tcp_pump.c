@@ -5,6 +5,7 @@
 #include <poll.h>
 #include <signal.h>
 #include <stdlib.h>
+#include <sys/epoll.h>
 #include <sys/socket.h>
 #include <sys/uio.h>
 
@@ -13,8 +14,9 @@
 #endif
 
 /* A larger frame is left to the sending thread: copying it into the socket would keep the caller too long. */
-#define INLINE_BYTES (128u << 10)
+#define INLINE_BYTES (1u << 20)
 
+enum { NAP_MS = 50 }; /* a waiter looks this often at least whether its link is still up */
 enum { HEAD = 0, TABLE = 1, Q = 2, KV = 3, PARTS = 4 }; /* iovecs of a frame; O rows take TABLE's place */
 
 typedef struct {
@@ -22,6 +24,14 @@ typedef struct {
     uint64_t seq;          /* of the call the slot is busy with, or of its last one */
     uint32_t n_attend_rows;
 } fd_pump_slot_t;
+
+typedef struct {
+    fd_frame_t frame;
+    union {
+        fd_call_t call;
+        fd_reply_t reply;
+    };
+} fd_head_t;
 
 struct fd_pump {
     fd_side_t side;
@@ -31,28 +41,35 @@ struct fd_pump {
     int wake_fd;
     fd_down_t *down;
 
-    int sock; /* -1 before start and after stop; changes under `lock` */
+    int sock; /* -1 before start and after stop; changes under `duty` and `lock` */
     bool started;
-    pthread_t rx, tx;
+    pthread_t rx_thread, tx_thread;
 
     pthread_mutex_t lock; /* guards all below; never held across a call that blocks */
     pthread_cond_t work;
     bool stopping;
+    bool watching;        /* the receiving thread takes in what comes */
     bool left_to_tx;      /* the sending thread has the socket: others only queue */
     fd_pump_slot_t slots[FD_MAX_SLOTS];
+    uint32_t n_busy;      /* of them */
     uint32_t queue[FD_MAX_SLOTS]; /* slots to send, oldest first */
     uint32_t queued;
 
-    /* The frame under way. */
+    /* The frame on its way out. */
     bool sending;
     struct iovec parts[PARTS];
+    fd_head_t head;
+
+    /* Who receives holds this: the receiving thread, or who waits for what comes and would rather not be woken by it. */
+    pthread_mutex_t duty; /* guards all below; before `lock` */
+    int epoll;            /* the receiving thread sleeps on it */
+    bool looking;         /* the R-engine's thread 0 has `duty`; its own flag */
     struct {
-        fd_frame_t frame;
-        union {
-            fd_call_t call;
-            fd_reply_t reply;
-        };
-    } head;
+        size_t got;                 /* bytes of the frame */
+        struct iovec parts[PARTS];  /* room for the rest of it, once the head is there */
+        fd_head_t head;
+        const char *error;          /* why nothing more will come */
+    } rx;
 };
 
 /* ---- what a frame consists of ---- */
@@ -93,14 +110,14 @@ static void begin_frame(fd_pump_t *p, uint32_t index) {
     p->sending = true;
 }
 
-static size_t bytes_left(const fd_pump_t *p) {
+static size_t bytes_left(const struct iovec parts[PARTS]) {
     size_t n = 0;
-    for (int i = 0; i < PARTS; i++) n += p->parts[i].iov_len;
+    for (int i = 0; i < PARTS; i++) n += parts[i].iov_len;
     return n;
 }
 
-static void consume(struct iovec parts[PARTS], size_t n) {
-    for (int i = 0; i < PARTS && n; i++) {
+static void consume(struct iovec *parts, size_t n_parts, size_t n) {
+    for (size_t i = 0; i < n_parts && n; i++) {
         size_t take = n < parts[i].iov_len ? n : parts[i].iov_len;
         parts[i].iov_base = (uint8_t *)parts[i].iov_base + take;
         parts[i].iov_len -= take;
@@ -119,7 +136,7 @@ static void flush(fd_pump_t *p, bool patient) {
             begin_frame(p, index);
         }
         index = p->head.frame.slot;
-        if (!patient && bytes_left(p) > INLINE_BYTES) {
+        if (!patient && bytes_left(p->parts) > INLINE_BYTES) {
             p->left_to_tx = true;
             pthread_cond_signal(&p->work);
             return;
@@ -138,11 +155,18 @@ static void flush(fd_pump_t *p, bool patient) {
             }
             return;
         }
-        consume(p->parts, (size_t)n);
-        if (bytes_left(p)) continue;
+        consume(p->parts, PARTS, (size_t)n);
+        if (bytes_left(p->parts)) continue;
         p->sending = false;
         if (p->side == FD_SIDE_R) p->slots[index].busy = false; /* before the lock, and so the peer's next call, gets in */
     }
+}
+
+/* Whether the receiving thread is to take in what comes; it sees the connection's end in any case. Lock held. */
+static void watch(fd_pump_t *p, bool on) {
+    struct epoll_event event = {.events = EPOLLRDHUP | (on ? EPOLLIN : 0)};
+    epoll_ctl(p->epoll, EPOLL_CTL_MOD, p->sock, &event);
+    p->watching = on;
 }
 
 void fd_pump_send(void *pump, uint32_t index) {
@@ -152,6 +176,8 @@ void fd_pump_send(void *pump, uint32_t index) {
         if (p->side == FD_SIDE_S) {
             const fd_call_t *call = &fd_slot_at(p->region, &p->layout, index)->call;
             p->slots[index] = (fd_pump_slot_t){.busy = true, .seq = call->seq, .n_attend_rows = call->n_attend_rows};
+            /* While this one is waited for, or before, the other's reply may come. */
+            if (++p->n_busy > 1 && !p->watching) watch(p, true);
         }
         p->queue[p->queued++] = index;
         if (!p->left_to_tx) flush(p, false);
@@ -178,35 +204,31 @@ static void *tx_main(void *arg) {
     return NULL;
 }
 
-/* ---- receiving; these return NULL or why the link ends ---- */
+/* ---- receiving: by whoever holds `duty` ---- */
 
-static const char *receive(fd_pump_t *p, struct iovec *parts, int n_parts, bool at_boundary) {
-    bool first = at_boundary;
-    for (;;) {
-        while (n_parts && !parts->iov_len) parts++, n_parts--;
-        if (!n_parts) return NULL;
-        struct msghdr message = {.msg_iov = parts, .msg_iovlen = (size_t)n_parts};
-        ssize_t n = recvmsg(p->sock, &message, MSG_WAITALL);
-        if (n < 0 && errno == EINTR) continue;
-        if (n < 0) return errno == ETIMEDOUT ? "the peer has fallen silent" : "the data connection broke";
-        if (n == 0) return first ? "the peer closed the data connection" : "the data connection ended within a frame";
-        first = false;
-        size_t left = (size_t)n;
-        for (int i = 0; left; i++) {
-            size_t take = left < parts[i].iov_len ? left : parts[i].iov_len;
-            parts[i].iov_base = (uint8_t *)parts[i].iov_base + take;
-            parts[i].iov_len -= take;
-            left -= take;
-        }
-    }
+typedef enum { RX_DRY, RX_FRAME, RX_END } fd_rx_t;
+
+/* What recvmsg gives of `parts`, which are taken off. False if there is nothing (now, or ever: then p->rx.error says why). */
+static bool take(fd_pump_t *p, struct iovec *parts, size_t n_parts, int flags) {
+    ssize_t n;
+    struct msghdr message = {.msg_iov = parts, .msg_iovlen = n_parts};
+    do n = recvmsg(p->sock, &message, flags);
+    while (n < 0 && errno == EINTR);
+    if (n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return false;
+    if (n < 0) p->rx.error = errno == ETIMEDOUT ? "the peer has fallen silent" : "the data connection broke";
+    else if (n == 0) p->rx.error = p->rx.got ? "the data connection ended within a frame" : "the peer closed the data connection";
+    if (n <= 0) return false;
+    p->rx.got += (size_t)n;
+    consume(parts, n_parts, (size_t)n);
+    return true;
 }
 
-static const char *receive_call(fd_pump_t *p, const fd_frame_t *frame, const fd_call_t *call) {
+/* The frame's head is there: is it one that may come now, and where does the rest go? NULL, or why the link ends. */
+static const char *begin_call(fd_pump_t *p, const fd_frame_t *frame, const fd_call_t *call) {
     const char *error = fd_call_error(&p->geometry, call);
     if (error) return error;
     fd_slot_t *slot = fd_slot_at(p->region, &p->layout, frame->slot);
-    struct iovec parts[PARTS];
-    if (frame->length != sizeof *call + call_parts(p, slot, call, parts)) return "a data frame's length does not match its call";
+    if (frame->length != sizeof *call + call_parts(p, slot, call, p->rx.parts)) return "a data frame's length does not match its call";
 
     /* Under the lock, because a reply's last byte may reach the peer before its sender has marked the slot free. */
     pthread_mutex_lock(&p->lock);
@@ -215,61 +237,141 @@ static const char *receive_call(fd_pump_t *p, const fd_frame_t *frame, const fd_
     else if (call->seq != state->seq + 1) error = "a call is out of order";
     else *state = (fd_pump_slot_t){.busy = true, .seq = call->seq, .n_attend_rows = call->n_attend_rows};
     pthread_mutex_unlock(&p->lock);
-    if (error) return error;
-
-    error = receive(p, parts + TABLE, PARTS - TABLE, false);
-    if (error) return error;
-    slot->call = *call;
-    fd_ring_request(slot, call->seq, &((fd_region_header_t *)p->region)->engine_asleep, p->wake_fd);
-    return NULL;
+    return error;
 }
 
-static const char *receive_reply(fd_pump_t *p, const fd_frame_t *frame, fd_reply_t *reply) {
+static const char *begin_reply(fd_pump_t *p, const fd_frame_t *frame, fd_reply_t *reply) {
     pthread_mutex_lock(&p->lock);
     fd_pump_slot_t state = p->slots[frame->slot];
     pthread_mutex_unlock(&p->lock);
     if (!state.busy || reply->seq != state.seq) return "a reply came that answers no call";
     if (reply->n_attend_rows != (reply->status == FD_OK ? state.n_attend_rows : 0)) return "a reply's rows do not match its call";
     reply->message[sizeof reply->message - 1] = 0;
-
     fd_slot_t *slot = fd_slot_at(p->region, &p->layout, frame->slot);
-    struct iovec parts[PARTS];
-    if (frame->length != sizeof *reply + reply_parts(p, slot, reply, parts)) return "a data frame's length does not match its reply";
-    const char *error = receive(p, parts + TABLE, PARTS - TABLE, false);
-    if (error) return error;
-    pthread_mutex_lock(&p->lock);
-    p->slots[frame->slot].busy = false;
-    pthread_mutex_unlock(&p->lock);
-    slot->reply = *reply;
-    fd_ring_reply(slot, reply->seq);
+    if (frame->length != sizeof *reply + reply_parts(p, slot, reply, p->rx.parts)) return "a data frame's length does not match its reply";
     return NULL;
+}
+
+static const char *begin_body(fd_pump_t *p) {
+    const fd_frame_t *frame = &p->rx.head.frame;
+    if (frame->magic != FD_FRAME_MAGIC) return "a data frame does not begin with its magic number";
+    if (frame->slot >= p->geometry.n_slots) return "a data frame names a slot beyond the region";
+    p->rx.parts[HEAD] = (struct iovec){NULL, 0};
+    return p->side == FD_SIDE_R ? begin_call(p, frame, &p->rx.head.call) : begin_reply(p, frame, &p->rx.head.reply);
+}
+
+/* The whole frame lies in the region: ring. */
+static void finish_frame(fd_pump_t *p) {
+    uint32_t index = p->rx.head.frame.slot;
+    fd_slot_t *slot = fd_slot_at(p->region, &p->layout, index);
+    p->rx.got = 0;
+    if (p->side == FD_SIDE_R) {
+        slot->call = p->rx.head.call;
+        fd_ring_request(slot, slot->call.seq, &((fd_region_header_t *)p->region)->engine_asleep, p->wake_fd);
+    } else {
+        pthread_mutex_lock(&p->lock);
+        p->slots[index].busy = false;
+        p->n_busy--;
+        pthread_mutex_unlock(&p->lock);
+        slot->reply = p->rx.head.reply;
+        fd_ring_reply(slot, slot->reply.seq);
+    }
+}
+
+/* Goes on with the frame under way as far as there are bytes; `patient`: waits for those that its head has announced. */
+static fd_rx_t advance(fd_pump_t *p, bool patient) {
+    const size_t head = sizeof(fd_frame_t) + (p->side == FD_SIDE_R ? sizeof(fd_call_t) : sizeof(fd_reply_t));
+    while (!p->rx.error && p->rx.got < head) {
+        struct iovec part = {(uint8_t *)&p->rx.head + p->rx.got, head - p->rx.got};
+        if (!take(p, &part, 1, MSG_DONTWAIT)) return p->rx.error ? RX_END : RX_DRY;
+        if (p->rx.got == head) p->rx.error = begin_body(p);
+    }
+    while (!p->rx.error && bytes_left(p->rx.parts))
+        if (!take(p, p->rx.parts, PARTS, patient ? MSG_WAITALL : MSG_DONTWAIT)) return p->rx.error ? RX_END : RX_DRY;
+    if (p->rx.error) return RX_END;
+    finish_frame(p);
+    return RX_FRAME;
+}
+
+static void end_link(fd_pump_t *p) {
+    shutdown(p->sock, SHUT_RDWR); /* no half-dead link: whatever ended one direction ends the other */
+    fd_down_set(p->down, p->rx.error);
+    if (p->side == FD_SIDE_S) /* nobody will ring these bells any more */
+        for (uint32_t i = 0; i < p->geometry.n_slots; i++) fd_stop_waiters(fd_slot_at(p->region, &p->layout, i), &p->down->flag);
+}
+
+static fd_rx_t receive(fd_pump_t *p, bool patient) {
+    if (p->rx.error) return RX_END;
+    fd_rx_t rx = advance(p, patient);
+    if (rx == RX_END) end_link(p);
+    return rx;
+}
+
+/* The thread that holds `duty` receives by itself from now on. */
+static void take_over(fd_pump_t *p) {
+    pthread_mutex_lock(&p->lock);
+    if (p->watching) watch(p, false);
+    pthread_mutex_unlock(&p->lock);
+}
+
+/* It lets go. On the S side nothing can come that nobody has asked for, and who has asked for one reply will wait for it. */
+static void hand_back(fd_pump_t *p) {
+    pthread_mutex_lock(&p->lock);
+    if (p->side == FD_SIDE_R || p->n_busy) watch(p, true);
+    pthread_mutex_unlock(&p->lock);
+    pthread_mutex_unlock(&p->duty);
 }
 
 static void *rx_main(void *arg) {
     fd_pump_t *p = arg;
-    struct {
-        fd_frame_t frame;
-        union {
-            fd_call_t call;
-            fd_reply_t reply;
-        };
-    } head;
-    size_t header = p->side == FD_SIDE_R ? sizeof head.call : sizeof head.reply;
-    const char *error = NULL;
-    while (!error) {
-        struct iovec part = {&head, sizeof head.frame + header};
-        error = receive(p, &part, 1, true);
-        if (error) break;
-        if (head.frame.magic != FD_FRAME_MAGIC) error = "a data frame does not begin with its magic number";
-        else if (head.frame.slot >= p->geometry.n_slots) error = "a data frame names a slot beyond the region";
-        else if (p->side == FD_SIDE_R) error = receive_call(p, &head.frame, &head.call);
-        else error = receive_reply(p, &head.frame, &head.reply);
+    struct epoll_event event;
+    for (fd_rx_t rx = RX_DRY; rx != RX_END;) {
+        if (epoll_wait(p->epoll, &event, 1, -1) < 0) continue; /* EINTR */
+        pthread_mutex_lock(&p->duty);
+        rx = receive(p, true);
+        pthread_mutex_unlock(&p->duty);
     }
-    shutdown(p->sock, SHUT_RDWR); /* no half-dead link: whatever ended one direction ends the other */
-    fd_down_set(p->down, error);
-    if (p->side == FD_SIDE_S) /* nobody will ring these bells any more */
-        for (uint32_t i = 0; i < p->geometry.n_slots; i++) fd_stop_waiters(fd_slot_at(p->region, &p->layout, i), &p->down->flag);
     return NULL;
+}
+
+uint64_t fd_pump_receive(fd_pump_t *p, uint32_t index, uint64_t seq, uint64_t spin_ns, uint64_t timeout_ns) {
+    const fd_slot_t *slot = fd_slot_at(p->region, &p->layout, index);
+    uint64_t start = fd_now_ns(), waited = 0;
+    if (fd_bell_read(&slot->reply_bell) == seq || pthread_mutex_trylock(&p->duty)) return 0;
+    fd_rx_t rx = p->sock >= 0 ? RX_FRAME : RX_END;
+    if (rx != RX_END) take_over(p);
+    while (rx != RX_END && fd_bell_read(&slot->reply_bell) != seq && !fd_is_down(p->down)) {
+        rx = receive(p, false);
+        if (rx != RX_DRY) continue;
+        waited = fd_now_ns() - start;
+        if (waited >= timeout_ns) break;
+        if (waited >= spin_ns) {
+            struct pollfd either[2] = {{.fd = p->sock, .events = POLLIN}, {.fd = p->down->fd, .events = POLLIN}};
+            uint64_t left_ms = (timeout_ns - waited) / 1000000 + 1;
+            poll(either, 2, left_ms < NAP_MS ? (int)left_ms : NAP_MS);
+        } else if (waited >= FD_POLITE_NS) {
+            sched_yield();
+        }
+    }
+    if (rx == RX_END) pthread_mutex_unlock(&p->duty);
+    else hand_back(p);
+    return waited;
+}
+
+void fd_pump_look(void *pump, bool go_on) {
+    fd_pump_t *p = pump;
+    if (go_on && !p->looking) {
+        if (pthread_mutex_trylock(&p->duty)) return;
+        if (p->sock < 0 || p->rx.error) {
+            pthread_mutex_unlock(&p->duty);
+            return;
+        }
+        p->looking = true;
+        take_over(p);
+    }
+    if (!p->looking || (go_on && receive(p, false) != RX_END)) return;
+    p->looking = false;
+    hand_back(p);
 }
 
 /* ---- life ---- */
@@ -284,40 +386,56 @@ fd_pump_t *fd_pump_new(fd_side_t side, uint8_t *region, const fd_geometry_t *g, 
     p->wake_fd = -1;
     p->down = down;
     p->sock = -1;
+    p->epoll = -1;
+    pthread_mutex_init(&p->duty, NULL);
     pthread_mutex_init(&p->lock, NULL);
     pthread_cond_init(&p->work, NULL);
     return p;
 }
 
-int fd_pump_start(fd_pump_t *p, int sock, int wake_fd) {
-    int flags = fcntl(sock, F_GETFL), rc;
-    if (p->started || p->stopping) errno = EALREADY, flags = -1;
-    if (flags < 0 || fcntl(sock, F_SETFL, flags & ~O_NONBLOCK) < 0) {
-        rc = errno;
-        close(sock);
-        errno = rc;
-        return -1;
-    }
-    p->sock = sock;
-    p->wake_fd = wake_fd;
+static int start_threads(fd_pump_t *p) {
     /* Signals are for Python's main thread. */
     sigset_t all, old;
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &old);
-    rc = pthread_create(&p->tx, NULL, tx_main, p);
+    int rc = pthread_create(&p->tx_thread, NULL, tx_main, p);
     if (!rc) {
-        rc = pthread_create(&p->rx, NULL, rx_main, p);
+        rc = pthread_create(&p->rx_thread, NULL, rx_main, p);
         if (rc) {
             pthread_mutex_lock(&p->lock);
             p->stopping = true;
             pthread_cond_signal(&p->work);
             pthread_mutex_unlock(&p->lock);
-            pthread_join(p->tx, NULL);
+            pthread_join(p->tx_thread, NULL);
         }
     }
     pthread_sigmask(SIG_SETMASK, &old, NULL);
+    return rc;
+}
+
+/* Others may look at the socket from then on. */
+static void set_socket(fd_pump_t *p, int sock) {
+    pthread_mutex_lock(&p->duty);
+    pthread_mutex_lock(&p->lock);
+    p->sock = sock;
+    pthread_mutex_unlock(&p->lock);
+    pthread_mutex_unlock(&p->duty);
+}
+
+int fd_pump_start(fd_pump_t *p, int sock, int wake_fd) {
+    struct epoll_event event = {.events = EPOLLRDHUP | (p->side == FD_SIDE_R ? EPOLLIN : 0)};
+    int flags = fcntl(sock, F_GETFL), rc = 0;
+    if (p->started || p->stopping) rc = EALREADY;
+    else if (flags < 0 || fcntl(sock, F_SETFL, flags & ~O_NONBLOCK) < 0) rc = errno;
+    else if ((p->epoll = epoll_create1(EPOLL_CLOEXEC)) < 0 || epoll_ctl(p->epoll, EPOLL_CTL_ADD, sock, &event)) rc = errno;
+    if (!rc) {
+        p->wake_fd = wake_fd;
+        p->watching = p->side == FD_SIDE_R;
+        set_socket(p, sock);
+        rc = start_threads(p);
+        if (rc) set_socket(p, -1);
+    }
     if (rc) {
-        p->sock = -1;
         close(sock);
         errno = rc;
         return -1;
@@ -333,16 +451,19 @@ void fd_pump_stop(fd_pump_t *p) {
     pthread_cond_signal(&p->work);
     pthread_mutex_unlock(&p->lock);
     if (!p->started) return;
-    pthread_join(p->rx, NULL);
-    pthread_join(p->tx, NULL);
-    pthread_mutex_lock(&p->lock);
-    close(p->sock);
-    p->sock = -1;
-    pthread_mutex_unlock(&p->lock);
+    pthread_join(p->rx_thread, NULL);
+    pthread_join(p->tx_thread, NULL);
+    int sock = p->sock;
+    set_socket(p, -1); /* and whoever is receiving has seen the end and let go */
+    close(sock);
+    close(p->epoll);
+    p->epoll = -1;
     p->started = false;
 }
 
 void fd_pump_free(fd_pump_t *p) {
+    if (p->epoll >= 0) close(p->epoll);
+    pthread_mutex_destroy(&p->duty);
     pthread_cond_destroy(&p->work);
     pthread_mutex_destroy(&p->lock);
     free(p);

@@ -11,7 +11,8 @@
  * out first, has been found in bounds and the slot is known to be the peer's to fill.
  *
  * Sending tries the socket at once and leaves what does not fit to a thread, so neither an R-engine thread nor the S-Part
- * ever waits for a peer that reads slowly.
+ * ever waits for a peer that reads slowly. Receiving is done by who waits for what comes, while somebody does: the S-Part in
+ * fd_pump_receive, an idle R-engine in fd_pump_look. That spares a wake-up and a hand-over each. At other times a thread does it.
  */
 #ifndef FD_TCP_PUMP_H
 #define FD_TCP_PUMP_H
@@ -39,6 +40,13 @@ int fd_pump_start(fd_pump_t *pump, int sock, int wake_fd);
 
 /* An fd_notify_fn: sends this end's half of the slot, which must not change until the peer's answer to it. Never blocks. */
 void fd_pump_send(void *pump, uint32_t slot);
+
+/* S side: receives on the calling thread until the slot's reply bell shows `seq`, the link is down or the time is over; not at all
+ * while another thread receives. Spins for `spin_ns`, then sleeps. Returns the nanoseconds it took. */
+uint64_t fd_pump_receive(fd_pump_t *pump, uint32_t slot, uint64_t seq, uint64_t spin_ns, uint64_t timeout_ns);
+
+/* R side, an fd_look_fn: what has come is received, by this thread from now on until it says that it does not go on. Never blocks. */
+void fd_pump_look(void *pump, bool go_on);
 
 /* Cuts the connection and joins the threads. Idempotent; fd_pump_send stays harmless afterwards. */
 void fd_pump_stop(fd_pump_t *pump);

@@ -83,6 +83,8 @@ class Generator:
             raise ApiError(415, "Content-Type must be application/json", code="unsupported_media_type")
         try:
             return orjson.loads(await request.read())
+        except web.RequestPayloadError as error:
+            raise ApiError(400, f"the body cannot be read: {error}", code="invalid_body") from None
         except orjson.JSONDecodeError as error:
             raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from None
 

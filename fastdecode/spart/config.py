@@ -19,6 +19,7 @@ from typing import Any
 from fastdecode.transports.base import Geometry
 
 ACTIVATIONS = ("silu", "relu", "gelu", "gelu_new", "gelu_pytorch_tanh")
+MAX_LAYERS = 1024  # FD_MAX_LAYERS of kernels/region.h
 _DTYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 
 
@@ -92,8 +93,8 @@ class ModelConfig:
         """`raw` is config.json, `generation` is generation_config.json. Raises CheckpointError."""
         keys = _Keys(raw)
         architecture = _architecture(raw)
-        if raw.get("quantization_config"):
-            method = raw["quantization_config"].get("quant_method", "unknown")
+        if quantization := _table(raw, "quantization_config"):
+            method = quantization.get("quant_method", "unknown")
             raise CheckpointError(f"the checkpoint is quantised ({method}); weights must be fp32, bf16 or fp16")
         config = cls(
             architecture=architecture,
@@ -139,7 +140,7 @@ class _Keys:
         return value
 
     def number(self, name: str, default: float) -> float:
-        return _number(self.raw, name, default)
+        return _positive(self.raw, name, default)
 
     def flag(self, name: str, default: bool) -> bool:
         value = self.raw.get(name, default)
@@ -163,6 +164,21 @@ def _number(raw: dict[str, Any], name: str, default: float | None = None) -> flo
     return float(value)
 
 
+def _positive(raw: dict[str, Any], name: str, default: float | None = None) -> float:
+    value = _number(raw, name, default)
+    if not 0 < value < math.inf:
+        raise CheckpointError(f"config.json: {name!r} is {value!r}, not a positive number")
+    return value
+
+
+def _table(raw: dict[str, Any], name: str) -> dict[str, Any]:
+    """The object of that name; empty where it is absent or null."""
+    value = raw.get(name) or {}
+    if not isinstance(value, dict):
+        raise CheckpointError(f"config.json: {name!r} is {value!r}, not an object")
+    return value
+
+
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_bytes())
@@ -179,16 +195,18 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def _architecture(raw: dict[str, Any]) -> str:
     names = raw.get("architectures") or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise CheckpointError(f"config.json: 'architectures' is {names!r}, not a list of names")
     for name in names:
         if name in FAMILIES:
             return name
-    found = ", ".join(map(str, names)) or f"none (model_type {raw.get('model_type')!r})"
+    found = ", ".join(names) or f"none (model_type {raw.get('model_type')!r})"
     raise CheckpointError(f"unknown architecture {found}; known are {', '.join(FAMILIES)}")
 
 
 def _dtype(raw: dict[str, Any]) -> str:
     name = raw.get("dtype") or raw.get("torch_dtype") or "float32"
-    if name not in _DTYPES:
+    if not isinstance(name, str) or name not in _DTYPES:
         raise CheckpointError(f"config.json: dtype {name!r} is not one of {', '.join(_DTYPES)}")
     return _DTYPES[name]
 
@@ -198,12 +216,17 @@ def _eos(raw: dict[str, Any], generation: dict[str, Any]) -> tuple[int, ...]:
     ids: dict[int, None] = {}
     for value in (raw.get("eos_token_id"), generation.get("eos_token_id")):
         for token in value if isinstance(value, list) else [value]:
-            if token is not None:
-                ids[int(token)] = None
+            if token is None:
+                continue
+            if isinstance(token, bool) or not isinstance(token, int):
+                raise CheckpointError(f"'eos_token_id' is {value!r}, not a token id or a list of them")
+            ids[token] = None
     return tuple(ids)
 
 
 def _check(c: ModelConfig) -> None:
+    if c.n_layers > MAX_LAYERS:
+        raise CheckpointError(f"{c.n_layers} layers are more than the {MAX_LAYERS} that are supported")
     if c.n_q_heads % c.n_kv_heads:
         raise CheckpointError(f"{c.n_q_heads} query heads are not a multiple of {c.n_kv_heads} KV heads")
     if c.head_size % 8 or not 8 <= c.head_size <= 256:
@@ -212,25 +235,25 @@ def _check(c: ModelConfig) -> None:
 
 def _rope(keys: _Keys, max_positions: int) -> Rope:
     """`rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (transformers 4)."""
-    raw = keys.raw.get("rope_scaling") or keys.raw.get("rope_parameters") or {}
-    theta = _number(raw, "rope_theta", keys.number("rope_theta", 10000.0))
+    raw = _table(keys.raw, "rope_scaling") or _table(keys.raw, "rope_parameters")
+    theta = _positive(raw, "rope_theta", keys.number("rope_theta", 10000.0))
     if raw.get("partial_rotary_factor", keys.raw.get("partial_rotary_factor", 1.0)) not in (None, 1.0):
         raise CheckpointError("config.json: a partial_rotary_factor other than 1 is not supported")
     kind = raw.get("rope_type") or raw.get("type") or "default"
     if kind == "default":
         return Rope(theta)
     if kind == "linear":
-        return Rope(theta, kind, factor=_number(raw, "factor"))
+        return Rope(theta, kind, factor=_positive(raw, "factor"))
     if kind not in ("llama3", "yarn"):
         raise CheckpointError(f"RoPE scaling {kind!r} is not supported; known are default, linear, llama3, yarn")
     # A value beside rope_scaling, not in it, has priority in transformers (Phi 3's place for it).
     name = "original_max_position_embeddings"
-    trained_on = keys.raw.get(name) or raw.get(name) or max_positions
+    trained_on = _positive(keys.raw if keys.raw.get(name) else raw, name, max_positions)
     if kind == "llama3":
         return Rope(
             theta,
             kind,
-            factor=_number(raw, "factor"),
+            factor=_positive(raw, "factor"),
             original_max_positions=int(trained_on),
             low_freq_factor=_number(raw, "low_freq_factor"),
             high_freq_factor=_number(raw, "high_freq_factor"),
@@ -238,7 +261,7 @@ def _rope(keys: _Keys, max_positions: int) -> Rope:
     for name in ("mscale", "mscale_all_dim"):
         if raw.get(name):
             raise CheckpointError(f"YaRN with {name!r} is not supported")
-    factor = _number(raw, "factor", max_positions / trained_on)
+    factor = _positive(raw, "factor", max_positions / trained_on)
     return Rope(
         theta,
         kind,

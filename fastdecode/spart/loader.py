@@ -114,7 +114,7 @@ def _files(directory: Path) -> list[Path]:
         except (ValueError, KeyError, TypeError, AttributeError):
             raise CheckpointError(f"{index} is not an index of safetensors files") from None
         for name in names:
-            if Path(name).name != name:
+            if not isinstance(name, str) or Path(name).name != name:
                 raise CheckpointError(f"{index} names {name!r}, which is not a file beside it")
         return [directory / name for name in sorted(names)]
     if any(directory.glob("pytorch_model*.bin*")):

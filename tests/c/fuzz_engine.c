@@ -70,7 +70,7 @@ static void open_good(fd_engine_t *engine) {
     fd_lease_t lease = {FD_KV_FP32, 6, 2, 0.25f, &window};
     memset(&good, 0, sizeof good);
     good.region = new_region(&good_geometry);
-    good.link = fd_engine_add_link(engine, good.region, &good_geometry, &lease, NULL, NULL, err, sizeof err);
+    good.link = fd_engine_add_link(engine, good.region, &good_geometry, &lease, NULL, err, sizeof err);
     REQUIRE(good.link);
 }
 
@@ -176,7 +176,7 @@ static void open_hostile(hostile_t *h, fd_engine_t *engine, input_t *in) {
     for (uint32_t i = 0; i < 3; i++) windows[i] = take(in, 1) % 2 ? 0 : edgy(in, 100);
     fd_lease_t lease = {take(in, 1) % FD_KV_DTYPES, 1 + take(in, 1) % 24, SEQS, 0.3f, windows};
     h->region = new_region(&h->g);
-    h->link = fd_engine_add_link(engine, h->region, &h->g, &lease, NULL, NULL, err, sizeof err);
+    h->link = fd_engine_add_link(engine, h->region, &h->g, &lease, NULL, err, sizeof err);
     REQUIRE(h->link);
 }
 
