@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import platform
 import resource
-from importlib.util import find_spec
 from pathlib import Path
 
 from fastdecode import __version__
 from fastdecode.config import format_bytes
 from fastdecode.kernels import _native
 from fastdecode.machine import available_memory, usable_cpus
+from fastdecode.transports import rdma_devices
 
 
 def report() -> str:
@@ -24,9 +24,9 @@ def report() -> str:
         ("huge pages", _huge_pages()),
         ("memlock", _memlock()),
         ("GPU", _gpu()),
-        ("RDMA", _rdma()),
+        ("RDMA", rdma_devices.report()),
     ]
-    return "\n".join(f"{name:<11} {value}" for name, value in rows)
+    return "\n".join(f"{name:<11} {value}".replace("\n", f"\n{'':<11} ") for name, value in rows)
 
 
 def _isa() -> str:
@@ -59,10 +59,3 @@ def _gpu() -> str:
         return f"none (torch {torch.__version__})"
     names = (torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count()))
     return ", ".join(f"{p.name}, {format_bytes(p.total_memory)}" for p in names) + f" (torch {torch.__version__})"
-
-
-def _rdma() -> str:
-    root = Path("/sys/class/infiniband")
-    devices = sorted(p.name for p in root.iterdir()) if root.is_dir() else []
-    pyverbs = "pyverbs installed" if find_spec("pyverbs") else "pyverbs not installed"
-    return f"{', '.join(devices) or 'no devices'} ({pyverbs})"

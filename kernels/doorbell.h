@@ -22,7 +22,7 @@
 
 #include "region.h"
 
-/* Called by an R-engine thread right after it has rung a reply bell (a TCP link sends the reply off). Must not block
+/* Called by an R-engine thread right after it has rung a reply bell (TCP and RDMA links send the reply off). Must not block
  * and must not need Python's GIL. */
 typedef void (*fd_notify_fn)(void *ctx, uint32_t slot);
 

@@ -18,6 +18,7 @@ typedef struct {
 struct fd_link {
     fd_engine_t *engine;
     uint8_t *region;
+    bool unrung; /* nobody wakes the engine for this link's bells */
     fd_work_t work;
     int eventfd;
     uint64_t lease_bytes;
@@ -52,7 +53,7 @@ struct fd_engine {
     uint32_t stop;     /* atomic */
 
     fd_link_t *live[FD_MAX_LINKS]; /* thread 0's own copy of `links` */
-    uint32_t n_live;
+    uint32_t n_live, n_unrung;
     bool looking; /* thread 0 takes in what comes over the live links' carriers (fd_look_fn) */
     uint64_t last_busy_ns;
 

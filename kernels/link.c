@@ -47,6 +47,7 @@ static fd_link_t *build(fd_engine_t *e, void *region, const fd_geometry_t *g, co
     if (!link) return FAIL(NULL, "no memory for a link");
     link->engine = e;
     link->region = region;
+    link->unrung = ((const fd_region_header_t *)region)->unrung; /* now, while no peer can write it */
     pthread_mutex_init(&link->mutex, NULL);
     link->eventfd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     struct epoll_event event = {.events = EPOLLIN | EPOLLET};

@@ -59,7 +59,10 @@ typedef struct {
     uint32_t magic;
     uint32_t version;
     fd_geometry_t geometry;
-    uint8_t pad[FD_LINE - 40];
+    /* 1 where bells come over a wire that wakes nobody: the R-engine, which looks at this when it takes the link up, then never
+     * sleeps long. */
+    uint32_t unrung;
+    uint8_t pad[FD_LINE - 44];
     /* 1 while the R-engine sleeps and must be woken (eventfd) after a request bell is rung. */
     uint32_t engine_asleep __attribute__((aligned(64)));
 } fd_region_header_t;

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from fastdecode.rnode import RNode
 
 sys.path.insert(0, str(Path(__file__).parent))
-os.environ["PYTHONPATH"] = str(Path(__file__).parent)  # in children, too
+# In children, too.
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (sys.path[0], os.environ.get("PYTHONPATH"))))
 
 # One torch thread here and in every process a test starts: with more, OpenMP's spinning waiters and the R-engine's
 # threads take the cores from each other.

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
+
 import numpy as np
 import rengine_peer as peer
 
 from fastdecode.transports.base import ACT_DTYPES, KV_DTYPES, ROW_DTYPE, Geometry, Hello, Link
+
+#: A deadline for what should take no time; longer where everything is slow.
+HANG_S = float(os.environ.get("FASTDECODE_HANG_S", "20"))
 
 SMALL = Geometry(n_slots=2, max_rows=32, n_layers=2, n_q_heads=4, n_kv_heads=2, head_size=16, act_dtype="fp32")
 #: Frames of 3 MiB one way and 2 MiB the other: more than a socket takes at once.
@@ -56,7 +61,7 @@ class Driver(peer.Link):
         self.link.post(slot, layer, n_entries, n_rows, n_attend, new_step)
         return 0
 
-    def wait(self, slot: int, bell: int, seconds: float = 20.0) -> peer.Reply:
+    def wait(self, slot: int, bell: int, seconds: float = HANG_S) -> peer.Reply:
         times = self.link.wait(slot, seconds)
         return peer.Reply(bell, peer.OK, self._posted[slot], times.busy_ns, times.kv_bytes, "")
 

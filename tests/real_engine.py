@@ -1,4 +1,4 @@
-"""A real engine for tests: an R-node in this process, a link over shared memory, a tiny checkpoint on the CPU."""
+"""A real engine for tests: an R-node in this process, a link (over shared memory), a tiny checkpoint on the CPU."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ async def real_engine(
     mini_batches: int = 2,
     max_batch_size: int = 16,
     max_batch_tokens: int = 64,
+    url: str | None = None,
     **options: Any,
 ) -> AsyncIterator[Engine]:
-    """A started engine; `options` are Engine's."""
+    """A started engine; `url` is where the R-node listens, `options` are Engine's."""
     torch.set_num_threads(1)
     model = load_model(checkpoint, device=torch.device("cpu"), dtype=torch.float32, progress=False)
     hello = model.hello(
@@ -39,8 +40,8 @@ async def real_engine(
     async with contextlib.AsyncExitStack() as stack:
         node = RNode(threads=1, kv_bytes=kv_bytes)
         stack.push_async_callback(node.close)
-        [url] = await node.serve([f"shm://{tmp_path}/r.sock"], None)
-        link = await connect(url, hello, None)
+        [bound] = await node.serve([url or f"shm://{tmp_path}/r.sock"], None)
+        link = await connect(bound, hello, None)
         stack.push_async_callback(link.close)
         engine = Engine(
             SPart(model, [link]),

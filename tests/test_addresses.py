@@ -32,12 +32,16 @@ async def test_refusal_reaches_the_s_node(tmp_path):
 @pytest.mark.parametrize(
     ("url", "says"),
     [
-        ("rdma://host:1", "known transport, which are shm://, tcp://"),
+        ("quic://host:1", "known transport, which are shm://, tcp://, rdma://"),
         ("127.0.0.1:80", "known transport"),
         ("tcp://127.0.0.1", "not of the form tcp://host:port"),
         ("tcp://:80", "not of the form tcp://host:port"),
         ("tcp://host:99999", "not of the form tcp://host:port"),
         ("tcp://host:80/path", "not of the form tcp://host:port"),
+        ("rdma://host", "not of the form rdma://host:port"),
+        ("rdma://host:1?device=a&device=b", "not of the form rdma://host:port"),
+        ("rdma://host:1?gid=first", "not of the form rdma://host:port"),
+        ("rdma://host:1?mtu=9000", "not of the form rdma://host:port"),
         ("shm://relative/path", "not of the form shm:///path"),
         ("shm:///", "not of the form shm:///path"),
         ("shm:///" + "x" * 107, "longer than"),

@@ -18,25 +18,28 @@ import numpy as np
 import pytest
 import rengine_peer as peer
 import vanished_host
-from link_driver import LARGE, SMALL, Driver, hello
+from link_driver import HANG_S, LARGE, SMALL, Driver, hello
 from rnode_process import STUCK_S, RNodeProcess
 
 from fastdecode.transports import link as link_module
 from fastdecode.transports.base import ROW_ATTEND, ROW_DTYPE, CallRefused, Link, LinkDown, LinkRefused
+from fastdecode.transports.rdma_devices import list_ports
 from fastdecode.transports.registry import connect
 
 KV_BYTES = 64 << 20
 NOTICED_S = 5.0  # a death must have been noticed by then
 PAGES = KV_BYTES // (SMALL.n_layers * SMALL.n_kv_heads * 2 * SMALL.head_size * 4 * 64)
 
-HANG_S = 20.0
+
+#: RDMA where there is a device, such as in tests/rdma's virtual machine.
+TRANSPORTS = ["shm", "tcp", *(["rdma"] if any(port.active for port in list_ports()) else [])]
 
 
 def new_url(transport: str, folder: Path) -> str:
-    return f"shm://{folder}/r.sock" if transport == "shm" else "tcp://127.0.0.1:0"
+    return f"shm://{folder}/r.sock" if transport == "shm" else f"{transport}://127.0.0.1:0"
 
 
-@pytest.fixture(params=["shm", "tcp"], scope="module")
+@pytest.fixture(params=TRANSPORTS, scope="module")
 def shared_node(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RNodeProcess]:
     """An R-node for the tests that leave it as it was."""
     node = RNodeProcess(new_url(request.param, tmp_path_factory.mktemp("node")), KV_BYTES)
@@ -44,7 +47,7 @@ def shared_node(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
     assert node.end() == 0
 
 
-@pytest.fixture(params=["shm", "tcp"])
+@pytest.fixture(params=TRANSPORTS)
 def node(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RNodeProcess]:
     """An R-node for the tests that do something to it."""
     node = RNodeProcess(new_url(request.param, tmp_path), KV_BYTES)
@@ -432,10 +435,7 @@ asyncio.run(main())
 
 async def test_s_node_killed_frees_its_lease_and_leaves_nothing_behind(shared_node):
     shm, regions = os.listdir("/dev/shm"), shared_node.memfds()
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent)}
-    s_node = subprocess.Popen(
-        [sys.executable, "-c", S_NODE, shared_node.url], stdout=subprocess.PIPE, text=True, env=environment
-    )
+    s_node = subprocess.Popen([sys.executable, "-c", S_NODE, shared_node.url], stdout=subprocess.PIPE, text=True)
     try:
         assert s_node.stdout
         assert int(await in_thread(s_node.stdout.readline)) == PAGES

@@ -1,9 +1,7 @@
 /* fastdecode.transports._native: the region's layout, the S side's port and the TCP pump, for Python. */
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
-#include <structmember.h>
+#include "native.h"
 
-#include "port.h"
+#include <structmember.h>
 
 static PyObject *down_error(fd_down_t *down) {
     char reason[256];
@@ -12,7 +10,7 @@ static PyObject *down_error(fd_down_t *down) {
     return NULL;
 }
 
-static PyObject *down_reason(fd_down_t *down) {
+PyObject *fd_py_down_reason(fd_down_t *down) {
     char reason[256];
     if (!fd_is_down(down)) Py_RETURN_NONE;
     fd_down_reason(down, reason);
@@ -21,8 +19,7 @@ static PyObject *down_reason(fd_down_t *down) {
 
 /* ---- geometry and layout ---- */
 
-/* O& converter: (n_slots, max_rows, n_layers, n_q_heads, n_kv_heads, head_size, act_dtype), all integers. */
-static int geometry_from(PyObject *object, void *out) {
+int fd_py_geometry(PyObject *object, void *out) {
     fd_geometry_t *g = out;
     uint32_t *fields[] = {&g->n_slots, &g->max_rows, &g->n_layers, &g->n_q_heads, &g->n_kv_heads, &g->head_size, &g->act_dtype};
     g->reserved = 0;
@@ -43,14 +40,13 @@ static int geometry_from(PyObject *object, void *out) {
 
 static PyObject *region_layout(PyObject *module, PyObject *args) {
     fd_geometry_t g;
-    if (!PyArg_ParseTuple(args, "O&:region_layout", geometry_from, &g)) return NULL;
+    if (!PyArg_ParseTuple(args, "O&:region_layout", fd_py_geometry, &g)) return NULL;
     fd_layout_t y = fd_region_layout(&g);
     return Py_BuildValue("nnnnnnnnn", (Py_ssize_t)y.slot0, (Py_ssize_t)y.slot_bytes, (Py_ssize_t)y.region_bytes, (Py_ssize_t)y.table,
                          (Py_ssize_t)y.q, (Py_ssize_t)y.kv, (Py_ssize_t)y.o, (Py_ssize_t)y.q_row_bytes, (Py_ssize_t)y.kv_row_bytes);
 }
 
-/* Takes a writable buffer that is exactly the geometry's region. */
-static int region_from(PyObject *object, const fd_geometry_t *g, Py_buffer *view) {
+int fd_py_region(PyObject *object, const fd_geometry_t *g, Py_buffer *view) {
     if (PyObject_GetBuffer(object, view, PyBUF_WRITABLE)) return -1;
     size_t wanted = fd_region_layout(g).region_bytes;
     if ((size_t)view->len == wanted && (uintptr_t)view->buf % FD_LINE == 0) return 0;
@@ -63,7 +59,7 @@ static PyObject *init_region_header(PyObject *module, PyObject *args) {
     PyObject *region;
     fd_geometry_t g;
     Py_buffer view;
-    if (!PyArg_ParseTuple(args, "OO&:init_region_header", &region, geometry_from, &g) || region_from(region, &g, &view)) return NULL;
+    if (!PyArg_ParseTuple(args, "OO&:init_region_header", &region, fd_py_geometry, &g) || fd_py_region(region, &g, &view)) return NULL;
     fd_region_header_t *header = view.buf;
     header->version = FD_PROTOCOL_VERSION;
     header->geometry = g;
@@ -77,7 +73,7 @@ static PyObject *check_region_header(PyObject *module, PyObject *args) {
     PyObject *region;
     fd_geometry_t g;
     Py_buffer view;
-    if (!PyArg_ParseTuple(args, "OO&:check_region_header", &region, geometry_from, &g) || region_from(region, &g, &view)) return NULL;
+    if (!PyArg_ParseTuple(args, "OO&:check_region_header", &region, fd_py_geometry, &g) || fd_py_region(region, &g, &view)) return NULL;
     fd_region_header_t header = *(const fd_region_header_t *)view.buf;
     PyBuffer_Release(&view);
     if (header.magic != FD_REGION_MAGIC) return PyErr_Format(PyExc_ValueError, "the region does not begin with its magic number");
@@ -98,20 +94,22 @@ typedef struct {
 } PortObject;
 
 static PyObject *port_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"region", "geometry", "spin_us", "wake_fd", "data_fd", NULL};
+    static char *names[] = {"region", "geometry", "spin_us", "wake_fd", "data_fd", "verbs", NULL};
     PyObject *region;
     fd_geometry_t g;
     unsigned int spin_us;
     int wake_fd = -1, data_fd = -1;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO&I|$ii:Port", names, &region, geometry_from, &g, &spin_us, &wake_fd, &data_fd))
+    fd_verbs_t verbs = {0};
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO&I|$iiO&:Port", names, &region, fd_py_geometry, &g, &spin_us, &wake_fd, &data_fd,
+                                     fd_py_verbs, &verbs))
         return NULL;
-    if ((wake_fd < 0) == (data_fd < 0)) {
-        PyErr_SetString(PyExc_TypeError, "exactly one of wake_fd (shared memory) and data_fd (TCP) is needed");
+    if ((wake_fd >= 0) + (data_fd >= 0) + (verbs.qp != NULL) != 1) {
+        PyErr_SetString(PyExc_TypeError, "exactly one of wake_fd (shared memory), data_fd (TCP) and verbs (RDMA) is needed");
         return NULL;
     }
     PortObject *self = (PortObject *)type->tp_alloc(type, 0);
     if (!self) return NULL;
-    if (region_from(region, &g, &self->region)) goto fail;
+    if (fd_py_region(region, &g, &self->region)) goto fail;
     if (fd_port_init(&self->port, self->region.buf, &g, spin_us)) {
         PyErr_SetFromErrno(PyExc_OSError);
         PyBuffer_Release(&self->region);
@@ -130,6 +128,13 @@ static PyObject *port_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) 
             goto fail;
         }
     }
+    if (verbs.qp) {
+        self->port.poster = fd_poster_new(FD_SIDE_S, self->region.buf, &g, &self->port.down);
+        if (!self->port.poster || fd_poster_start(self->port.poster, &verbs)) {
+            PyErr_SetFromErrno(PyExc_OSError);
+            goto fail;
+        }
+    }
     return (PyObject *)self;
 fail:
     Py_DECREF(self);
@@ -141,6 +146,7 @@ static void port_stop(PortObject *self) {
     fd_port_kill(&self->port, "the link was closed");
     Py_BEGIN_ALLOW_THREADS
     if (self->port.pump) fd_pump_stop(self->port.pump);
+    if (self->port.poster) fd_poster_stop(self->port.poster);
     while (__atomic_load_n(&self->inside, __ATOMIC_ACQUIRE)) usleep(1000);
     Py_END_ALLOW_THREADS
     if (!self->open) return; /* another thread was here meanwhile */
@@ -152,6 +158,7 @@ static void port_stop(PortObject *self) {
 static void port_dealloc(PortObject *self) {
     if (self->open) port_stop(self);
     if (self->port.pump) fd_pump_free(self->port.pump);
+    if (self->port.poster) fd_poster_free(self->port.poster);
     PyTypeObject *type = Py_TYPE(self);
     type->tp_free((PyObject *)self);
     Py_DECREF(type);
@@ -200,7 +207,7 @@ static PyObject *port_post(PortObject *self, PyObject *args) {
     const char *misuse;
     fd_port_result_t result;
     if (port_enter(self)) return NULL;
-    if (self->port.pump) {
+    if (self->port.pump || self->port.poster) {
         Py_BEGIN_ALLOW_THREADS
         result = fd_port_post(&self->port, slot, &call, &misuse);
         Py_END_ALLOW_THREADS
@@ -241,6 +248,11 @@ static PyObject *port_ready(PortObject *self, PyObject *arg) {
     return PyBool_FromLong(!self->open || fd_port_ready(&self->port, (uint32_t)slot));
 }
 
+static PyObject *port_reap(PortObject *self, PyObject *unused) {
+    if (self->open && self->port.poster) fd_poster_reap(self->port.poster);
+    Py_RETURN_NONE;
+}
+
 static PyObject *port_kill(PortObject *self, PyObject *arg) {
     const char *reason = PyUnicode_AsUTF8(arg);
     if (!reason) return NULL;
@@ -253,13 +265,14 @@ static PyObject *port_close(PortObject *self, PyObject *unused) {
     Py_RETURN_NONE;
 }
 
-static PyObject *port_get_reason(PortObject *self, void *closure) { return down_reason(&self->port.down); }
+static PyObject *port_get_reason(PortObject *self, void *closure) { return fd_py_down_reason(&self->port.down); }
 
 static PyMethodDef port_methods[] = {
     {"write_table", (PyCFunction)port_write_table, METH_VARARGS, NULL},
     {"post", (PyCFunction)port_post, METH_VARARGS, NULL},
     {"wait", (PyCFunction)port_wait, METH_VARARGS, NULL},
     {"ready", (PyCFunction)port_ready, METH_O, NULL},
+    {"reap", (PyCFunction)port_reap, METH_NOARGS, NULL},
     {"kill", (PyCFunction)port_kill, METH_O, NULL},
     {"close", (PyCFunction)port_close, METH_NOARGS, NULL},
     {0},
@@ -307,10 +320,10 @@ static PyObject *pump_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) 
     static char *names[] = {"region", "geometry", NULL};
     PyObject *region;
     fd_geometry_t g;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO&:Pump", names, &region, geometry_from, &g)) return NULL;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO&:Pump", names, &region, fd_py_geometry, &g)) return NULL;
     PumpObject *self = (PumpObject *)type->tp_alloc(type, 0);
     if (!self) return NULL;
-    if (region_from(region, &g, &self->region)) goto fail;
+    if (fd_py_region(region, &g, &self->region)) goto fail;
     if (fd_down_init(&self->down)) {
         PyErr_SetFromErrno(PyExc_OSError);
         PyBuffer_Release(&self->region);
@@ -362,7 +375,7 @@ static PyObject *pump_close(PumpObject *self, PyObject *unused) {
     Py_RETURN_NONE;
 }
 
-static PyObject *pump_get_reason(PumpObject *self, void *closure) { return down_reason(&self->down); }
+static PyObject *pump_get_reason(PumpObject *self, void *closure) { return fd_py_down_reason(&self->down); }
 
 static void notify_free(PyObject *capsule) { Py_DECREF((PyObject *)PyCapsule_GetContext(capsule)); }
 
@@ -415,6 +428,7 @@ static PyMethodDef functions[] = {
     {"region_layout", region_layout, METH_VARARGS, NULL},
     {"init_region_header", init_region_header, METH_VARARGS, NULL},
     {"check_region_header", check_region_header, METH_VARARGS, NULL},
+    {"verbs_fds", fd_py_verbs_fds, METH_VARARGS, NULL},
     {0},
 };
 
@@ -428,7 +442,7 @@ static int add_type(PyObject *module, PyType_Spec *spec) {
 
 static int module_exec(PyObject *module) {
     if (PyModule_AddIntConstant(module, "PROTOCOL_VERSION", FD_PROTOCOL_VERSION)) return -1;
-    return add_type(module, &port_spec) || add_type(module, &pump_spec) ? -1 : 0;
+    return add_type(module, &port_spec) || add_type(module, &pump_spec) || add_type(module, &fd_py_poster_spec) ? -1 : 0;
 }
 
 static PyModuleDef_Slot module_slots[] = {{Py_mod_exec, module_exec}, {0, NULL}};

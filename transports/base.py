@@ -14,7 +14,8 @@ A transport is one module with two coroutines, registered by URL scheme in `regi
     async def connect(url, hello, secret) -> Link          # S side
     async def serve(url, service, secret) -> Server        # R side; `service` is a LinkService
 
-and it passes tests/test_transports.py.
+and it passes tests/test_transports.py. Where a bell at the R side cannot wake the R-engine (nobody there runs when it
+is written), the transport sets `unrung` in the region's header before LinkService.open_link.
 """
 
 from __future__ import annotations

@@ -10,6 +10,8 @@
 
 #include "doorbell.h"
 
+typedef enum { FD_SIDE_S, FD_SIDE_R } fd_side_t; /* which end of a link */
+
 typedef struct {
     uint32_t flag;    /* 1 once down; never goes back */
     int fd;           /* eventfd, readable once down */

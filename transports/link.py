@@ -8,8 +8,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -38,8 +37,16 @@ CLOSE_S = 5.0
 class RegionLink(Link):
     """A link over a mapped region, a port into it, and a control connection; owns all three."""
 
-    def __init__(self, url: str, conn: FrameSocket, lease: Lease, region: Region, port: Port, wake_fd: int = -1):
-        """Takes over all that is given, `wake_fd` (an eventfd that `port` borrows, or -1) included."""
+    def __init__(
+        self,
+        url: str,
+        conn: FrameSocket,
+        lease: Lease,
+        region: Region,
+        port: Port,
+        release: Callable[[], object] | None = None,
+    ):
+        """Takes over all that is given. `release` gives back what `port` borrows, once that is closed."""
         self.url = url
         self.geometry = region.geometry
         self.lease = lease
@@ -48,7 +55,7 @@ class RegionLink(Link):
         self._mapped = region
         self._port = port
         self._conn = conn
-        self._wake_fd = wake_fd
+        self._release = release
         self._loop = asyncio.get_running_loop()
         self._ids = itertools.count(1)
         self._asked: dict[int, asyncio.Future[Ok]] = {}
@@ -200,8 +207,8 @@ class RegionLink(Link):
             pass
         self._conn.close()
         await self._loop.run_in_executor(None, self._port.close)
-        if self._wake_fd >= 0:
-            os.close(self._wake_fd)
+        if self._release:
+            self._release()
         self._mapped.close()
 
     async def closed(self) -> LinkDown | None:

@@ -186,6 +186,27 @@ class Refused:
     reason: str = _text(4096)
 
 
+# The data path of an RDMA link, after OK to ATTACH. S: ENDPOINT. R, once it can receive: ENDPOINT.
+
+
+@_message
+class Endpoint:
+    """One end's queue pair and region (InfiniBand Architecture Specification, vol. 1, 9 and 12).
+
+    `gid` is the port's address; `lid` the one within an InfiniBand subnet, 0 on Ethernet; `mtu` in bytes. `rkey` and
+    `address` (64 bits, hexadecimal) are what the peer writes to the region with.
+    """
+
+    TYPE: ClassVar[str] = "ENDPOINT"
+    qpn: int = _int(2**24 - 1)
+    psn: int = _int(2**24 - 1)
+    gid: str = _hex(16)
+    lid: int = _int(2**16 - 1)
+    mtu: int = _int(4096, 256)
+    rkey: int = _int(U32)
+    address: str = _hex(8)
+
+
 # An open link. S asks, R answers OK or ERROR with the same id.
 
 
@@ -250,10 +271,11 @@ class Error:
 
 
 Request = Free | Trim | Fork | Stats | Ping
-Message = Challenge | HelloMessage | Attach | Welcome | Refused | Request | Ok | Error
+Message = Challenge | HelloMessage | Attach | Welcome | Refused | Endpoint | Request | Ok | Error
 
 _TYPES: dict[str, type] = {
-    m.TYPE: m for m in (Challenge, HelloMessage, Attach, Welcome, Refused, Free, Trim, Fork, Stats, Ping, Ok, Error)
+    m.TYPE: m
+    for m in (Challenge, HelloMessage, Attach, Welcome, Refused, Endpoint, Free, Trim, Fork, Stats, Ping, Ok, Error)
 }
 _CHECKS: dict[type, dict[str, _Check]] = {
     m: {f.name: f.metadata["check"] for f in dataclasses.fields(m)} for m in _TYPES.values()

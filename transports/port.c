@@ -1,5 +1,9 @@
 #include "port.h"
 
+/* A reply that an RDMA write brings wakes nobody. Who waits for one looks again after an eighth of the time that it has waited. */
+#define NAP_MIN_NS 20000u
+#define NAP_MAX_NS 1000000u
+
 int fd_port_init(fd_port_t *port, uint8_t *region, const fd_geometry_t *g, uint32_t spin_us) {
     memset(port, 0, sizeof *port);
     port->region = region;
@@ -29,6 +33,7 @@ fd_port_result_t fd_port_post(fd_port_t *port, uint32_t index, fd_call_t *call, 
     fd_slot_t *slot = fd_slot_at(port->region, &port->layout, index);
     slot->call = *call;
     if (port->pump) fd_pump_send(port->pump, index);
+    else if (port->poster) fd_poster_send(port->poster, index);
     else fd_ring_request(slot, call->seq, &((fd_region_header_t *)port->region)->engine_asleep, port->wake_fd);
     return FD_PORT_OK;
 }
@@ -37,6 +42,27 @@ bool fd_port_ready(const fd_port_t *port, uint32_t index) {
     const fd_slot_t *slot = fd_slot_at(port->region, &port->layout, index);
     if (port->pump) fd_pump_receive(port->pump, index, port->slots[index].call.seq, 0, 0);
     return fd_is_down(&port->down) || fd_bell_read(&slot->reply_bell) == port->slots[index].call.seq;
+}
+
+/* fd_wait_reply for a bell that is written by a device. Each time that it looks, it also takes the device's completions, so
+ * that a dead peer is noticed even while the event loop is busy. */
+static fd_wait_t wait_unrung(fd_port_t *port, fd_slot_t *slot, uint64_t seq, uint64_t timeout_ns) {
+    uint64_t start = fd_now_ns(), spin_ns = port->spin_ns;
+    for (;;) {
+        uint64_t waited = fd_now_ns() - start;
+        if (waited >= timeout_ns) return FD_WAIT_TIMEOUT;
+        uint64_t nap = waited / 8 < NAP_MIN_NS ? NAP_MIN_NS : waited / 8 > NAP_MAX_NS ? NAP_MAX_NS : waited / 8;
+        uint64_t left = timeout_ns - waited;
+        fd_wait_t result = fd_wait_reply(slot, seq, spin_ns, spin_ns + nap < left ? spin_ns + nap : left, &port->down.flag);
+        if (result != FD_WAIT_TIMEOUT) return result;
+        spin_ns = 0;
+        fd_poster_reap(port->poster);
+    }
+}
+
+static fd_wait_t wait_reply(fd_port_t *port, fd_slot_t *slot, uint64_t seq, uint64_t timeout_ns) {
+    if (port->poster) return wait_unrung(port, slot, seq, timeout_ns);
+    return fd_wait_reply(slot, seq, port->spin_ns, timeout_ns, &port->down.flag);
 }
 
 fd_port_result_t fd_port_wait(fd_port_t *port, uint32_t index, uint64_t timeout_ns, fd_reply_t *reply, const char **misuse) {
@@ -50,7 +76,7 @@ fd_port_result_t fd_port_wait(fd_port_t *port, uint32_t index, uint64_t timeout_
     char late[128];
     uint64_t waited_ns = port->pump ? fd_pump_receive(port->pump, index, call->seq, port->spin_ns, timeout_ns) : 0;
     uint64_t left_ns = waited_ns < timeout_ns ? timeout_ns - waited_ns : 0;
-    switch (fd_wait_reply(slot, call->seq, port->spin_ns, left_ns, &port->down.flag)) {
+    switch (wait_reply(port, slot, call->seq, left_ns)) {
     case FD_WAIT_DONE: break;
     case FD_WAIT_STOPPED: return FD_PORT_DOWN;
     case FD_WAIT_TIMEOUT:

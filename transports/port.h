@@ -6,6 +6,7 @@
 #define FD_PORT_H
 
 #include "down.h"
+#include "rdma_poster.h"
 #include "tcp_pump.h"
 
 typedef struct {
@@ -13,8 +14,9 @@ typedef struct {
     fd_geometry_t geometry;
     fd_layout_t layout;
     uint64_t spin_ns;
-    int wake_fd;      /* shm: the R-engine's eventfd; -1 over TCP */
-    fd_pump_t *pump;  /* TCP; NULL for shm */
+    int wake_fd;         /* shm: the R-engine's eventfd; else -1 */
+    fd_pump_t *pump;     /* TCP; else NULL */
+    fd_poster_t *poster; /* RDMA; else NULL */
     fd_down_t down;
     struct {
         fd_call_t call; /* the one in flight, or the last */

@@ -9,7 +9,7 @@ from types import ModuleType
 from . import handshake
 from .base import Hello, Link, LinkDown, LinkService, Server, TransportError
 
-SCHEMES = {"shm": ".shm", "tcp": ".tcp"}
+SCHEMES = {"shm": ".shm", "tcp": ".tcp", "rdma": ".rdma"}
 
 #: Unless told otherwise. A small reply over shared memory takes tens of microseconds.
 SPIN_US = 50

@@ -43,6 +43,9 @@ class Carrier(ABC):
     async def attach(self, conn: FrameSocket, wake_fd: int) -> None:
         """Answer OK to ATTACH and start. The connection is taken over. Raises LinkDown, OSError."""
 
+    def detach(self) -> None:  # noqa: B027
+        """The link is ending: leave the event loop, on which this runs, alone. `close` follows."""
+
     @abstractmethod
     def reason(self) -> str:
         """Why the data path has ended."""
@@ -102,6 +105,7 @@ class ServedLink:
 
     async def free(self) -> None:
         """Free the lease and everything else, in a thread: the R-engine may have to finish a call first. Once."""
+        self._carrier.detach()
         await asyncio.shield(self._loop.run_in_executor(None, self._free))
 
     def _free(self) -> None:

@@ -39,7 +39,8 @@ def parse(url: str) -> tuple[str, int]:
     return host, port
 
 
-def _configure(sock: socket.socket) -> None:
+def configure(sock: socket.socket) -> None:
+    """No delay, and an end to the connection within 5 seconds if the peer's host vanishes."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1)
@@ -55,11 +56,11 @@ async def connect(url: str, hello: Hello, secret: bytes | None, *, spin_us: int)
     """Open a link. Raises LinkRefused, LinkDown, TransportError."""
     host, port_number = parse(url)
     async with contextlib.AsyncExitStack() as on_failure:
-        conn = await _dial(url, host, port_number)
+        conn = await dial(url, host, port_number)
         on_failure.callback(conn.close)
         lease, token = await handshake.say_hello(conn, hello, secret)
 
-        data = await _dial(url, host, port_number)
+        data = await dial(url, host, port_number)
         on_failure.callback(data.close)
         await handshake.attach(data, token)
         region = Region.create(hello.geometry)
@@ -69,7 +70,8 @@ async def connect(url: str, hello: Hello, secret: bytes | None, *, spin_us: int)
     return RegionLink(url, conn, lease, region, port)
 
 
-async def _dial(url: str, host: str, port: int) -> FrameSocket:
+async def dial(url: str, host: str, port: int) -> FrameSocket:
+    """Connect. Raises LinkDown."""
     loop = asyncio.get_running_loop()
     last = "no such host"
     try:
@@ -80,7 +82,7 @@ async def _dial(url: str, host: str, port: int) -> FrameSocket:
         sock = socket.socket(family, kind, proto)
         sock.setblocking(False)
         try:
-            _configure(sock)
+            configure(sock)
             await loop.sock_connect(sock, address)
             return FrameSocket(sock)
         except BaseException as error:
@@ -111,9 +113,9 @@ class _Pumped(Carrier):
         self._pump.close()
 
 
-class _TcpServer(ControlServer):
+class TcpControlServer(ControlServer):
     def configure(self, sock: socket.socket) -> None:
-        _configure(sock)
+        configure(sock)
 
     def peer_name(self, sock: socket.socket) -> str:
         try:
@@ -129,6 +131,12 @@ async def serve(url: str, service: LinkService, secret: bytes | None, *, insecur
     Raises TransportError, also, unless `insecure`, for an address that other machines can reach if there is no secret.
     """
     host, port = parse(url)
+    sock, netloc = await listen(url, host, port, secret, insecure)
+    return TcpControlServer(f"tcp://{netloc}", sock, service, secret, _Pumped)
+
+
+async def listen(url: str, host: str, port: int, secret: bytes | None, insecure: bool) -> tuple[socket.socket, str]:
+    """A listening socket, and its host:port for a URL. Raises TransportError, see `serve`."""
     try:
         addresses = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
         family, kind, proto, _, address = addresses[0]
@@ -148,4 +156,4 @@ async def serve(url: str, service: LinkService, secret: bytes | None, *, insecur
     except OSError as error:
         raise TransportError(f"cannot listen on {url}: {error.strerror}") from None
     host = f"[{host}]" if ":" in host else host
-    return _TcpServer(f"tcp://{host}:{sock.getsockname()[1]}", sock, service, secret, _Pumped)
+    return sock, f"{host}:{sock.getsockname()[1]}"

@@ -29,8 +29,6 @@ typedef struct {
 
 _Static_assert(sizeof(fd_frame_t) == 16, "a frame's head is 16 bytes on the wire");
 
-typedef enum { FD_SIDE_S, FD_SIDE_R } fd_side_t;
-
 typedef struct fd_pump fd_pump_t;
 
 /* `region` and `down`, which a pump thread sets when the connection ends, must outlive the pump. NULL if out of memory. */

@@ -1,0 +1,303 @@
+/* The RDMA poster over a device that is not there: two posters, and a provider whose WRITEs are memcpy.
+ *
+ * Checks that what a call or reply uses arrives and nothing else does, bell last; that a queue too short for all that is
+ * posted loses nothing; that errors are named; and that what a peer does to a region harms only its own link. Exits with 0.
+ */
+#include <stdio.h>
+#include <stdlib.h>
+
+#include "rdma_poster.h"
+
+#define CHECK(condition)                                                                              \
+    do {                                                                                              \
+        if (!(condition)) {                                                                           \
+            fprintf(stderr, "%s:%d: %s does not hold\n", __FILE__, __LINE__, #condition);             \
+            exit(1);                                                                                  \
+        }                                                                                             \
+    } while (0)
+
+enum { MAX_CQES = 4096 };
+
+/* ---- the device ---- */
+
+typedef struct {
+    fd_ibv_qp_t qp; /* first: the provider gets it back */
+    fd_ibv_cq_t cq;
+    fd_ibv_context_t context;
+    uint8_t *local, *remote;
+    size_t region_bytes, slot0, slot_bytes;
+    uint32_t lkey, rkey, max_message, depth;
+    uint32_t unfinished; /* posted, their completion not yet polled or implied */
+    uint64_t posts, requests, signalled;
+    fd_ibv_wc_t done[MAX_CQES];
+    uint32_t covers[MAX_CQES]; /* requests that a completion stands for */
+    uint32_t n_done, since_signal;
+    bool withhold;   /* completions */
+    int next_status; /* of the next request, if not 0 */
+    int refuse;      /* errno of the next post */
+} device_t;
+
+static int post_send(fd_ibv_qp_t *qp, fd_ibv_send_wr_t *wr, fd_ibv_send_wr_t **bad) {
+    device_t *d = (device_t *)qp;
+    *bad = wr;
+    if (d->refuse) return d->refuse;
+    d->posts++;
+    for (; wr; wr = wr->next) {
+        CHECK(++d->unfinished <= d->depth);
+        CHECK(wr->opcode == FD_IBV_WR_RDMA_WRITE && wr->num_sge == 1 && wr->rkey == d->rkey);
+        const fd_ibv_sge_t *sge = wr->sg_list;
+        CHECK(sge->length > 0 && sge->length <= d->max_message);
+        uint64_t to = wr->remote_addr - (uintptr_t)d->remote;
+        CHECK(to < d->region_bytes && sge->length <= d->region_bytes - to);
+        if (!(wr->send_flags & FD_IBV_SEND_INLINE)) { /* what is not inlined lies in the registered region, at the same place */
+            CHECK(sge->lkey == d->lkey && sge->addr - (uintptr_t)d->local == to);
+        } else {
+            CHECK(sge->length <= FD_INLINE_BYTES);
+        }
+        d->since_signal++;
+        d->requests++;
+        if (d->next_status) {
+            CHECK(d->n_done < MAX_CQES);
+            d->done[d->n_done++] = (fd_ibv_wc_t){.wr_id = wr->wr_id, .status = d->next_status, .vendor_err = 129};
+            return 0;
+        }
+        /* The bell is the last of its chain. */
+        size_t in_slot = (to - d->slot0) % d->slot_bytes;
+        bool bell = in_slot == offsetof(fd_slot_t, request_bell) || in_slot == offsetof(fd_slot_t, reply_bell);
+        CHECK(bell == (wr->next == NULL));
+        memcpy(d->remote + to, (void *)(uintptr_t)sge->addr, sge->length);
+        if (wr->send_flags & FD_IBV_SEND_SIGNALED) {
+            CHECK(d->n_done < MAX_CQES);
+            d->covers[d->n_done] = d->since_signal;
+            d->since_signal = 0;
+            d->signalled++;
+            d->done[d->n_done++] = (fd_ibv_wc_t){.wr_id = wr->wr_id, .status = FD_IBV_WC_SUCCESS};
+        }
+    }
+    return 0;
+}
+
+static int poll_cq(fd_ibv_cq_t *cq, int n, fd_ibv_wc_t *wc) {
+    device_t *d = (device_t *)((uint8_t *)cq - offsetof(device_t, cq));
+    if (d->withhold) return 0;
+    int k = 0;
+    for (; k < n && d->n_done; k++) {
+        wc[k] = d->done[0];
+        d->unfinished -= d->covers[0];
+        d->n_done--;
+        memmove(d->done, d->done + 1, d->n_done * sizeof *d->done);
+        memmove(d->covers, d->covers + 1, d->n_done * sizeof *d->covers);
+    }
+    return k;
+}
+
+/* ---- two ends ---- */
+
+typedef struct {
+    uint8_t *region;
+    fd_down_t down;
+    fd_poster_t *poster;
+    device_t device;
+} end_t;
+
+typedef struct {
+    fd_geometry_t g;
+    fd_layout_t y;
+    end_t s, r;
+} pair_t;
+
+static void open_end(pair_t *p, end_t *e, end_t *other, fd_side_t side, uint32_t max_message, uint32_t depth) {
+    device_t *d = &e->device;
+    memset(d, 0, sizeof *d);
+    d->qp.context = &d->context;
+    d->qp.send_cq = &d->cq;
+    d->cq.context = &d->context;
+    d->context.post_send = post_send;
+    d->context.poll_cq = poll_cq;
+    d->local = e->region;
+    d->remote = other->region;
+    d->region_bytes = p->y.region_bytes;
+    d->slot0 = p->y.slot0;
+    d->slot_bytes = p->y.slot_bytes;
+    d->lkey = 0x11;
+    d->rkey = 0x22;
+    d->max_message = max_message;
+    d->depth = depth;
+    CHECK(fd_down_init(&e->down) == 0);
+    e->poster = fd_poster_new(side, e->region, &p->g, &e->down);
+    CHECK(e->poster);
+    fd_poster_send(e->poster, 0); /* not started: nothing happens */
+    fd_verbs_t verbs = {&d->qp, d->lkey, d->rkey, (uintptr_t)other->region, max_message, depth};
+    CHECK(fd_poster_start(e->poster, &verbs) == 0);
+    CHECK(fd_poster_start(e->poster, &verbs) == -1 && errno == EALREADY);
+}
+
+static void open_pair(pair_t *p, uint32_t max_message, uint32_t depth) {
+    p->g = (fd_geometry_t){.n_slots = 3, .max_rows = 40, .n_layers = 2, .n_q_heads = 4, .n_kv_heads = 2, .head_size = 64,
+                           .act_dtype = FD_ACT_FP32};
+    p->y = fd_region_layout(&p->g);
+    p->s.region = aligned_alloc(FD_REGION_PAGE, p->y.region_bytes);
+    p->r.region = aligned_alloc(FD_REGION_PAGE, p->y.region_bytes);
+    CHECK(p->s.region && p->r.region);
+    memset(p->s.region, 0, p->y.region_bytes);
+    memset(p->r.region, 0, p->y.region_bytes);
+    open_end(p, &p->s, &p->r, FD_SIDE_S, max_message, depth);
+    open_end(p, &p->r, &p->s, FD_SIDE_R, max_message, depth);
+    CHECK(((fd_region_header_t *)p->r.region)->unrung && !((fd_region_header_t *)p->s.region)->unrung);
+}
+
+static void close_end(end_t *e) {
+    fd_poster_stop(e->poster);
+    uint64_t posts = e->device.posts;
+    fd_poster_send(e->poster, 0);
+    fd_poster_reap(e->poster);
+    CHECK(e->device.posts == posts);
+    fd_poster_free(e->poster);
+    fd_down_close_fd(&e->down);
+    free(e->region);
+}
+
+static void close_pair(pair_t *p) {
+    close_end(&p->s);
+    close_end(&p->r);
+}
+
+static void fill(uint8_t *at, size_t n) {
+    while (n--) *at++ = (uint8_t)rand();
+}
+
+static fd_slot_t *slot_of(pair_t *p, end_t *e, uint32_t slot) { return fd_slot_at(e->region, &p->y, slot); }
+
+static void put_call(pair_t *p, uint32_t slot, uint64_t seq) {
+    fd_slot_t *s = slot_of(p, &p->s, slot);
+    uint32_t rows = 1 + (uint32_t)rand() % p->g.max_rows;
+    s->call = (fd_call_t){.seq = seq, .flags = rand() % 2, .layer = 1, .n_entries = 1 + (uint32_t)rand() % rows, .n_rows = rows,
+                          .n_attend_rows = (uint32_t)rand() % (rows + 1)};
+    fill((uint8_t *)s + p->y.table, p->y.slot_bytes - p->y.table);
+}
+
+/* Bytes [from, to) of the slot are at one end what they are at the other up to `used`, and as they were beyond. */
+static void arrived(pair_t *p, end_t *from, end_t *to, const uint8_t *before, uint32_t slot, size_t at, size_t used, size_t end) {
+    const uint8_t *sent = (uint8_t *)slot_of(p, from, slot), *got = (uint8_t *)slot_of(p, to, slot);
+    CHECK(!memcmp(sent + at, got + at, used));
+    CHECK(!memcmp(before + at + used, got + at + used, end - at - used));
+}
+
+static void call_and_reply(pair_t *p, uint32_t slot, uint64_t seq) {
+    const fd_layout_t *y = &p->y;
+    uint8_t *before = malloc(y->slot_bytes);
+    CHECK(before);
+    put_call(p, slot, seq);
+    fd_slot_t *s = slot_of(p, &p->s, slot), *r = slot_of(p, &p->r, slot);
+    memcpy(before, r, y->slot_bytes);
+    fd_poster_send(p->s.poster, slot);
+    const fd_call_t *c = &s->call;
+    CHECK(r->request_bell == seq && !memcmp(&r->call, c, sizeof *c));
+    arrived(p, &p->s, &p->r, before, slot, y->table, c->flags ? c->n_entries * sizeof(fd_row_t) : 0, y->q);
+    arrived(p, &p->s, &p->r, before, slot, y->q, c->n_attend_rows * y->q_row_bytes, y->kv);
+    arrived(p, &p->s, &p->r, before, slot, y->kv, c->n_rows * y->kv_row_bytes, y->o);
+    CHECK(!memcmp(before + y->o, (uint8_t *)r + y->o, y->slot_bytes - y->o) && r->reply_bell == seq - 1);
+
+    fill((uint8_t *)r + y->o, y->slot_bytes - y->o);
+    r->reply = (fd_reply_t){.seq = seq, .n_attend_rows = c->n_attend_rows, .busy_ns = 5, .message = "a message"};
+    r->reply_bell = seq;
+    memcpy(before, s, y->slot_bytes);
+    fd_poster_send(p->r.poster, slot);
+    CHECK(s->reply_bell == seq && !memcmp(&s->reply, &r->reply, sizeof s->reply));
+    arrived(p, &p->r, &p->s, before, slot, y->o, r->reply.n_attend_rows * y->q_row_bytes, y->slot_bytes);
+    CHECK(!memcmp(before + y->table, (uint8_t *)s + y->table, y->o - y->table));
+    free(before);
+}
+
+static void calls_arrive_whole(uint32_t max_message, uint32_t depth, int calls) {
+    pair_t p;
+    open_pair(&p, max_message, depth);
+    for (int i = 0; i < calls; i++) call_and_reply(&p, (uint32_t)i % p.g.n_slots, 1 + (uint64_t)i / p.g.n_slots);
+    CHECK(!fd_is_down(&p.s.down) && !fd_is_down(&p.r.down));
+    CHECK(p.s.device.signalled > 0 && p.s.device.signalled <= p.s.device.requests * 4 / depth);
+    close_pair(&p);
+}
+
+/* Completions stay away until the queue is full; what waits for room is sent once they come. */
+static void full_queue_loses_nothing(void) {
+    pair_t p;
+    open_pair(&p, 1u << 20, 16);
+    p.s.device.withhold = true;
+    uint64_t seq[3] = {0}, sent = 0;
+    while (p.s.device.unfinished + 5 <= 16) {
+        put_call(&p, sent % 3, ++seq[sent % 3]);
+        fd_poster_send(p.s.poster, sent++ % 3);
+    }
+    for (uint32_t slot = 0; slot < 3; slot++) {
+        put_call(&p, slot, ++seq[slot]);
+        slot_of(&p, &p.s, slot)->call.flags = FD_CALL_NEW_STEP;
+        slot_of(&p, &p.s, slot)->call.n_attend_rows = 1;
+        fd_poster_send(p.s.poster, slot);
+    }
+    CHECK(slot_of(&p, &p.r, 2)->request_bell == seq[2] - 1);
+    p.s.device.withhold = false;
+    for (int i = 0; i < 3; i++) fd_poster_reap(p.s.poster);
+    for (uint32_t slot = 0; slot < 3; slot++) CHECK(slot_of(&p, &p.r, slot)->request_bell == seq[slot]);
+    close_pair(&p);
+}
+
+static void error_is_named(int status, int refuse, const char *name) {
+    pair_t p;
+    open_pair(&p, 1u << 20, 64);
+    call_and_reply(&p, 0, 1);
+    p.s.device.next_status = status;
+    p.s.device.refuse = refuse;
+    put_call(&p, 1, 1);
+    fd_poster_send(p.s.poster, 1);
+    fd_poster_reap(p.s.poster);
+    char reason[256];
+    fd_down_reason(&p.s.down, reason);
+    CHECK(fd_is_down(&p.s.down));
+    if (!strstr(reason, name)) fprintf(stderr, "%s\n", reason), exit(1);
+    uint64_t posts = p.s.device.posts;
+    fd_poster_send(p.s.poster, 0);
+    CHECK(p.s.device.posts == posts && !fd_is_down(&p.r.down));
+    close_pair(&p);
+}
+
+/* The peer writes the region that a poster reads: too many rows are not sent. */
+static void meddling_is_noticed(void) {
+    pair_t p;
+    open_pair(&p, 1u << 20, 64);
+    fd_reply_t *reply = &slot_of(&p, &p.r, 0)->reply;
+    *reply = (fd_reply_t){.seq = 1, .n_attend_rows = p.g.max_rows + 1};
+    fd_poster_send(p.r.poster, 0);
+    CHECK(fd_is_down(&p.r.down) && p.r.device.posts == 0);
+    put_call(&p, 0, 1);
+    slot_of(&p, &p.s, 0)->call.n_rows = 0xffffffff;
+    fd_poster_send(p.s.poster, 0);
+    CHECK(fd_is_down(&p.s.down) && p.s.device.posts == 0);
+    close_pair(&p);
+}
+
+static void queue_too_short_for_a_call(void) {
+    pair_t p;
+    open_pair(&p, 1u << 20, 64);
+    fd_poster_t *poster = fd_poster_new(FD_SIDE_S, p.s.region, &p.g, &p.s.down);
+    fd_verbs_t verbs = {&p.s.device.qp, 0x11, 0x22, (uintptr_t)p.r.region, 4096, 16};
+    CHECK(poster && fd_poster_start(poster, &verbs) == -1 && errno == EMSGSIZE);
+    fd_poster_stop(poster);
+    fd_poster_free(poster);
+    close_pair(&p);
+}
+
+int main(void) {
+    srand(1);
+    calls_arrive_whole(1u << 30, 512, 600);
+    calls_arrive_whole(1u << 30, 16, 600);
+    calls_arrive_whole(4096, 128, 600); /* rows in several messages each */
+    full_queue_loses_nothing();
+    error_is_named(FD_IBV_WC_REM_ACCESS_ERR, 0, "remote access error");
+    error_is_named(FD_IBV_WC_RETRY_EXC_ERR, 0, "retry exceeded");
+    error_is_named(FD_IBV_WC_WR_FLUSH_ERR, 0, "flushed");
+    error_is_named(22, 0, "work request failed (completion status 22, vendor 129)");
+    error_is_named(0, ENOMEM, "takes no work requests: Cannot allocate memory");
+    meddling_is_noticed();
+    queue_too_short_for_a_call();
+    return 0;
+}

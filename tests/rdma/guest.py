@@ -1,0 +1,210 @@
+"""RDMA verbs on a machine without an RDMA device: Soft-RoCE (rdma_rxe) in a small QEMU guest.
+
+    python tests/rdma/guest.py prepare            once: downloads Debian packages (about 160 MB), installs nothing
+    python tests/rdma/guest.py run COMMAND...     runs a command in a guest, in the current folder
+
+The guest's root is an overlay over this machine's own files, read-only, with the RDMA packages (libibverbs, pyverbs,
+perftest) on top: the command sees the same files and the same Python as here, and what it writes is gone afterwards.
+It is emulated, so Python is some 20 times slower. `devices.sh` says which RDMA devices there are.
+
+Needs Debian or a relative of it for `prepare` (apt-get, dpkg), and nothing more to run. The cache is
+$FASTDECODE_RDMA_VM, or fastdecode-rdma-vm below $XDG_CACHE_HOME or ~/.cache.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+
+import initrd
+
+HERE = Path(__file__).parent
+_PACKAGES = ["libibverbs1", "ibverbs-providers", "ibverbs-utils", "librdmacm1", "libibumad3", "libpci3"]
+_PACKAGES += ["libnl-3-200", "libnl-route-3-200", "perftest", "python3-pyverbs"]
+_KERNEL_ARGUMENTS = (
+    "console=ttyS0 quiet panic=-1 mitigations=off nokaslr tsc=reliable no_timer_check random.trust_cpu=on audit=0 "
+    "norandmaps rdinit=/init"
+)
+
+
+class NotHere(Exception):
+    """There can be no guest on this machine; the message says why."""
+
+
+def cache() -> Path:
+    own = os.environ.get("FASTDECODE_RDMA_VM")
+    return Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "fastdecode-rdma-vm")
+
+
+# ---- prepare ----
+
+
+def _call(*command: str, cwd: Path) -> str:
+    try:
+        return subprocess.run(command, cwd=cwd, check=True, capture_output=True, text=True).stdout
+    except FileNotFoundError:
+        raise NotHere(f"{command[0]} is not installed, is this Debian?") from None
+    except subprocess.CalledProcessError as error:
+        raise NotHere(f"{shlex.join(command)[:200]} failed: {error.stderr.strip()[-300:]}") from None
+
+
+def _lacking(package: str, folder: Path) -> list[str]:
+    """The package and what it depends on, as far as it is not installed."""
+    plan = _call("apt-get", "install", "-s", "--no-install-recommends", package, cwd=folder)
+    return [line.split()[1] for line in plan.splitlines() if line.startswith("Inst ")]
+
+
+def prepare() -> None:
+    """Fill the cache, unless it is. Raises NotHere."""
+    home = cache()
+    if (home / "ready").exists():
+        return
+    shutil.rmtree(home, ignore_errors=True)
+    debs = home / "debs"
+    debs.mkdir(parents=True)
+    # The metapackage names a kernel that the archive still has.
+    depends = _call("apt-cache", "depends", "linux-image-amd64", cwd=debs)
+    kernels = [w for w in depends.split() if w.startswith("linux-image-") and w != "linux-image-amd64"]
+    if not kernels:
+        raise NotHere("the package archive has no linux-image-amd64")
+    kernel = kernels[0]
+    qemu = [] if shutil.which("qemu-system-x86_64") else _lacking("qemu-system-x86", debs)
+    packages = [*_PACKAGES, *([] if shutil.which("rdma") else _lacking("iproute2", debs))]
+    _call("apt-get", "download", "-q", kernel, "busybox-static", *packages, *qemu, cwd=debs)
+
+    def unpack(package: str, into: Path) -> None:
+        (deb,) = debs.glob(f"{package}_*.deb")
+        _call("dpkg", "-x", str(deb), str(into), cwd=debs)
+
+    for package in qemu:
+        unpack(package, home / "qemu")
+    extra = home / "extra"
+    for package in packages:
+        unpack(package, extra)
+    for name in ("bin", "sbin", "lib"):  # must not hide the guest's links of these names into /usr
+        if (extra / name).is_dir():
+            shutil.copytree(extra / name, extra / "usr" / name, symlinks=True, dirs_exist_ok=True)
+            shutil.rmtree(extra / name)
+    own = extra / "opt/pyverbs"  # a folder with pyverbs alone, for PYTHONPATH
+    own.mkdir(parents=True)
+    (own / "pyverbs").symlink_to("/usr/lib/python3/dist-packages/pyverbs")
+
+    unpack(kernel, home / "kernel")
+    unpack("busybox-static", home / "busybox")
+    (image,) = (home / "kernel/boot").glob("vmlinuz-*")
+    (home / "vmlinux").write_bytes(initrd.unpack_kernel(image.read_bytes()))
+    busybox = (home / "busybox/bin/busybox").read_bytes()
+    (home / "initrd.gz").write_bytes(initrd.make_initramfs(home / "kernel", busybox, (HERE / "init.sh").read_bytes()))
+    for name in ("debs", "kernel", "busybox"):
+        shutil.rmtree(home / name)
+    (home / "ready").touch()
+
+
+# ---- run ----
+
+
+def check() -> None:
+    """Raises NotHere unless `run` can be used and this Python can load the guest's pyverbs."""
+    home = cache()
+    if not (home / "ready").exists():
+        raise NotHere("the virtual machine is not prepared: python tests/rdma/guest.py prepare")
+    abi = f"cpython-{sys.version_info.major}{sys.version_info.minor}"
+    if not list(home.glob(f"extra/usr/lib/python3/dist-packages/pyverbs/qp.{abi}-*.so")):
+        raise NotHere(f"Debian's pyverbs here is for another Python than {abi}")
+
+
+def _qemu(home: Path) -> tuple[list[str], dict[str, str]]:
+    own = home / "qemu/usr"
+    if not own.exists():
+        return ["qemu-system-x86_64"], dict(os.environ)
+    libraries = f"{own}/lib/x86_64-linux-gnu:{home}/qemu/lib/x86_64-linux-gnu"
+    command = [f"{own}/bin/qemu-system-x86_64", "-L", f"{own}/share/seabios", "-L", f"{own}/share/qemu"]
+    return command, os.environ | {"LD_LIBRARY_PATH": libraries}
+
+
+def _share(folder: Path | str, tag: str, read_only: bool = True) -> list[str]:
+    options = ",readonly=on" if read_only else ""
+    return ["-virtfs", f"local,path={folder},mount_tag={tag},security_model=none,multidevs=remap{options}"]
+
+
+def run(command: list[str], timeout: float) -> tuple[int | None, str]:
+    """Run `command` in a guest after devices.sh; returns its exit status (None: none within `timeout` seconds, or the
+    guest died) and what it printed, which is also passed on to stdout as it comes.
+    """
+    home = cache()
+    with tempfile.TemporaryDirectory(prefix="fastdecode-rdma-") as name:
+        folder = Path(name)
+        script = [
+            f"export PATH={shlex.quote(os.environ['PATH'])}:/usr/sbin:/sbin HOME=/root PYTHONPATH=/opt/pyverbs",
+            "export PYTHONDONTWRITEBYTECODE=1 OMP_NUM_THREADS=1 FASTDECODE_RDMA_WIRE=1 FASTDECODE_HANG_S=300",
+            f". {shlex.quote(str(HERE / 'devices.sh'))}",
+            f"cd {shlex.quote(os.getcwd())}",
+            f"exec {shlex.join(command)}",
+        ]
+        (folder / "command.sh").write_text("\n".join(script) + "\n")
+        reading, writing = os.pipe()
+        qemu, environment = _qemu(home)
+        # Two CPUs, or whoever polls would keep the other end from running.
+        arguments = [*qemu, "-accel", "tcg,thread=multi,tb-size=256", "-M", "pc", "-cpu", "max", "-smp", "2"]
+        arguments += ["-m", "3G", "-nodefaults", "-no-user-config", "-display", "none", "-no-reboot"]
+        arguments += ["-kernel", f"{home}/vmlinux", "-initrd", f"{home}/initrd.gz", "-append", _KERNEL_ARGUMENTS]
+        arguments += ["-chardev", f"file,id=console,path={folder}/console", "-serial", "chardev:console"]
+        arguments += ["-device", "virtio-serial-pci", "-chardev", f"file,id=out,path=/dev/fd/{writing}"]
+        arguments += ["-device", "virtserialport,chardev=out,name=command.out"]
+        arguments += _share("/", "host") + _share(home / "extra", "extra") + _share(folder, "out", read_only=False)
+        process = subprocess.Popen(arguments, env=environment, stdin=subprocess.DEVNULL, pass_fds=[writing])
+        os.close(writing)
+        printed: list[bytes] = []
+        relay = threading.Thread(target=_relay, args=(reading, printed))
+        relay.start()
+        try:
+            process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            pass
+        finally:
+            process.kill()
+            process.wait()
+            relay.join()
+        output = b"".join(printed).decode(errors="replace")
+        try:
+            return int((folder / "status").read_text()), output
+        except (FileNotFoundError, ValueError):
+            console = folder / "console"
+            tail = console.read_text(errors="replace")[-3000:] if console.exists() else ""
+            return None, f"{output}\nthe guest gave no exit status; its console ends with:\n{tail}"
+
+
+def _relay(reading: int, printed: list[bytes]) -> None:
+    with os.fdopen(reading, "rb", 0) as pipe:
+        while part := pipe.read(65536):
+            printed.append(part)
+            sys.stdout.write(part.decode(errors="replace"))
+            sys.stdout.flush()
+
+
+def main() -> int:
+    try:
+        if sys.argv[1:] == ["prepare"]:
+            prepare()
+            return 0
+        if sys.argv[1:2] == ["run"] and len(sys.argv) > 2:
+            check()
+            status, output = run(sys.argv[2:], 1800)
+            if status is None:
+                print(output[-4000:], file=sys.stderr)
+            return 125 if status is None else status
+    except NotHere as error:
+        print(f"no RDMA virtual machine: {error}", file=sys.stderr)
+        return 1
+    print(__doc__, file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

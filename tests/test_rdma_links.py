@@ -1,0 +1,249 @@
+"""What is RDMA's own about its links; what every link does is in test_transports.py.
+
+All this needs a device, and some a wire of its own that may be cut: tests/rdma has a virtual machine with both, in
+which test_rdma_vm.py runs it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from ipaddress import IPv6Address
+from pathlib import Path
+
+import pytest
+from link_driver import HANG_S, Driver, hello
+from rnode_process import RNodeProcess
+
+from fastdecode.transports.base import LinkDown, LinkRefused, TransportError
+from fastdecode.transports.rdma_devices import list_ports
+from fastdecode.transports.rdma_endpoint import Endpoint
+from fastdecode.transports.registry import connect
+
+KV_BYTES = 16 << 20
+NAMED_S = 5.0  # an error must have been named by then
+
+pytestmark = pytest.mark.skipif(
+    not any(port.active for port in list_ports()), reason="no active RDMA device here; test_rdma_vm.py has one"
+)
+needs_wire = pytest.mark.skipif(
+    "FASTDECODE_RDMA_WIRE" not in os.environ, reason="no RDMA devices on a wire to cut; test_rdma_vm.py has them"
+)
+
+
+SECRET = b"for addresses that others may reach"
+
+
+def an_r_node(host: str) -> Iterator[RNodeProcess]:
+    node = RNodeProcess(f"rdma://{host}:0", KV_BYTES, SECRET.decode())
+    yield node
+    if node.process.poll() is None:
+        assert node.end() == 0
+
+
+@pytest.fixture(scope="module")
+def node() -> Iterator[RNodeProcess]:
+    yield from an_r_node("127.0.0.1")
+
+
+@pytest.fixture(scope="module")
+def far_node() -> Iterator[RNodeProcess]:
+    """At the other end of the wire."""
+    yield from an_r_node("10.8.0.2")
+
+
+async def step_of(driver: Driver) -> None:
+    await asyncio.wait_for(asyncio.to_thread(driver.step, 0, [(0, 3, True)]), HANG_S)
+
+
+def pinned_kib(pid: int | str) -> int:
+    """Memory that a process has registered with devices."""
+    (line,) = (x for x in Path(f"/proc/{pid}/status").read_text().splitlines() if x.startswith("VmPin"))
+    return int(line.split()[1])
+
+
+def meddle(monkeypatch: pytest.MonkeyPatch, change) -> None:
+    """Have the next connections of this process write elsewhere: `change` takes the peer's card and returns another."""
+    join = Endpoint.join
+    monkeypatch.setattr(Endpoint, "join", lambda self, card: join(self, change(card)))
+
+
+@pytest.mark.parametrize("elsewhere", ["wrong key", "beyond the region", "another link's region"])
+async def test_only_the_links_own_region_can_be_written(node, monkeypatch, elsewhere):
+    said = hello()
+    cards = []
+    with monkeypatch.context() as patch:
+        meddle(patch, lambda card: cards.append(card) or card)
+        bystander = await connect(node.url, said, SECRET)
+    other = Driver(bystander, said)
+    await step_of(other)
+    changes = {
+        "wrong key": lambda card: dataclasses.replace(card, rkey=card.rkey ^ 0x5500),
+        "beyond the region": lambda card: dataclasses.replace(
+            card, address=(int(card.address, 16) + bystander.layout.region_bytes).to_bytes(8).hex()
+        ),
+        "another link's region": lambda card: dataclasses.replace(card, rkey=cards[0].rkey, address=cards[0].address),
+    }
+    with monkeypatch.context() as patch:
+        meddle(patch, changes[elsewhere])
+        link = await connect(node.url, said, SECRET)
+    with pytest.raises(LinkDown, match="remote access error"):
+        await asyncio.wait_for(step_of(Driver(link, said)), NAMED_S)
+    assert "remote access error" in str(await asyncio.wait_for(link.closed(), NAMED_S))
+    await step_of(other)  # untouched
+    await bystander.close()
+    assert pinned_kib("self") == 0
+
+
+async def test_regions_are_registered_while_their_link_lives(node):
+    assert pinned_kib("self") == 0
+    links = [await connect(node.url, hello(), SECRET) for _ in range(2)]
+    kib = links[0].layout.region_bytes >> 10
+    assert pinned_kib("self") >= 2 * kib
+    assert pinned_kib(node.pid) >= 2 * kib
+    for link in links:
+        await link.close()
+    assert (pinned_kib("self"), pinned_kib(node.pid)) == (0, 0)
+
+
+async def test_an_s_node_that_stops_reading_leaves_other_links_alone(node):
+    """Replies are written to memory: a peer that is stopped takes them all the same."""
+    said = hello(kv_bytes=1 << 19)
+    links = [await connect(node.url, said, SECRET) for _ in range(2)]
+    drivers = [Driver(link, said, seed) for seed, link in enumerate(links)]
+    under_way = drivers[0].begin(0, [(0, 1, True)])
+    bell = under_way.post(0)
+    for _ in range(20):
+        await step_of(drivers[1])
+    under_way.finish(0, bell)
+    for link in links:
+        await link.close()
+
+
+async def test_a_gid_that_is_not_there_is_refused(node):
+    with pytest.raises(TransportError, match="has no GID 99"):
+        await connect(f"{node.url}?device={list_ports()[0].device}&gid=99", hello(), SECRET)
+    with pytest.raises(TransportError, match="no RDMA port none0"):
+        await connect(f"{node.url}?device=none0", hello(), SECRET)
+
+
+async def test_an_r_node_that_cannot_do_rdma_says_so():
+    failing = RNodeProcess("rdma://127.0.0.1:0?device=none0", KV_BYTES)
+    try:
+        with pytest.raises(LinkRefused, match="the R-node cannot do RDMA: there is no RDMA port none0"):
+            await connect(failing.url, hello(), None)
+    finally:
+        assert failing.end() == 0
+
+
+@pytest.mark.timeout(600)
+async def test_a_completion_is_the_same_as_over_shared_memory(tmp_path):
+    from real_engine import real_engine  # brings torch along, which nothing else here needs
+
+    from fastdecode.demo import model_dir
+    from fastdecode.engine.request import SamplingParams
+
+    async def complete(url: str | None) -> list[list[int]]:
+        async with real_engine(model_dir(), tmp_path, url=url) as engine:
+            greedy = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+            streams = [engine.submit(list(range(5 + i, 95 + 7 * i)), greedy) for i in range(3)]
+            return [[event.token async for event in stream] for stream in streams]
+
+    over_shm = await complete(None)
+    assert [len(tokens) for tokens in over_shm] == [12] * 3
+    assert await complete("rdma://127.0.0.1:0") == over_shm
+
+
+# ---- with a wire ----
+
+
+def sh(command: str) -> None:
+    subprocess.run(command.split(), check=True)
+
+
+@pytest.fixture
+def wire() -> Iterator[None]:
+    """Whatever a test does to it is undone."""
+    yield
+    for device in ("va", "vb"):
+        subprocess.run(["tc", "qdisc", "del", "dev", device, "root"], check=False, stderr=subprocess.DEVNULL)
+        sh(f"ip link set {device} up")
+    sh("ip route replace 10.8.0.2 dev va src 10.8.0.1 table 77")
+    sh("ip route replace 10.8.0.1 dev vb src 10.8.0.2 table 77")
+
+
+@needs_wire
+async def test_devices_at_both_ends_of_a_wire_are_found_by_the_route(far_node, wire, monkeypatch):
+    cards = []
+    meddle(monkeypatch, lambda card: cards.append(card) or card)
+    link = await connect(far_node.url, hello(), SECRET)
+    assert IPv6Address(bytes.fromhex(cards[0].gid)).ipv4_mapped.exploded == "10.8.0.2"
+    await step_of(Driver(link, hello()))
+    await link.close()
+
+
+@needs_wire
+async def test_loss_and_reordering_tear_nothing(far_node, wire):
+    """Every row is checked: what arrives late or twice must not show."""
+    for device in ("va", "vb"):
+        sh(f"tc qdisc add dev {device} root netem delay 200us reorder 90% loss 0.3%")
+    said = hello()
+    link = await connect(far_node.url, said, SECRET)
+    driver = Driver(link, said)
+
+    def steps() -> None:
+        for i in range(40):
+            driver.step(i % 2, [(i % 4, 1 + i % 7, True), (4 + i % 4, 2, False)])
+
+    await asyncio.wait_for(asyncio.to_thread(steps), HANG_S)
+    await link.close()
+
+
+@needs_wire
+@pytest.mark.parametrize("which", ["va", "vb"])
+async def test_link_set_down_is_named(node, far_node, wire, which):
+    said = hello()
+    link, bystander = await connect(far_node.url, said, SECRET), await connect(node.url, said, SECRET)
+    driver, other = Driver(link, said), Driver(bystander, said)
+    await step_of(driver)
+    sh(f"ip link set {which} down")
+    with pytest.raises(LinkDown, match=r"link of rx. port 1 is down|retry exceeded|its link is down"):
+        await asyncio.wait_for(step_of(driver), NAMED_S)
+    await asyncio.wait_for(link.closed(), NAMED_S)
+    await step_of(other)
+    await bystander.close()
+
+
+@needs_wire
+async def test_a_host_that_falls_silent_is_named(far_node, wire):
+    said = hello()
+    link = await connect(far_node.url, said, SECRET)
+    driver = Driver(link, said)
+    await step_of(driver)
+    sh("tc qdisc add dev va root netem loss 100%")
+    with pytest.raises(LinkDown, match="retry exceeded: the peer's device does not answer"):
+        await asyncio.wait_for(step_of(driver), NAMED_S)
+    await asyncio.wait_for(link.closed(), NAMED_S)
+
+
+@needs_wire
+async def test_an_r_node_killed_under_load_is_named(far_node, wire):
+    said = hello()
+    link = await connect(far_node.url, said, SECRET)
+    driver = Driver(link, said)
+
+    def steps() -> None:
+        while True:
+            driver.step(0, [(0, 1, True)])
+
+    loaded = asyncio.create_task(asyncio.to_thread(steps))
+    await asyncio.sleep(0.5)
+    far_node.end(signal.SIGKILL)
+    with pytest.raises(LinkDown, match=r"closed the connection|retry exceeded|connection broke|remote access error"):
+        await asyncio.wait_for(loaded, NAMED_S)
+    await asyncio.wait_for(link.closed(), NAMED_S)
+    assert pinned_kib("self") == 0

@@ -1,0 +1,181 @@
+"""Links over RDMA verbs: `rdma://host:port[?device=NAME&port=NUMBER&gid=INDEX]`.
+
+The control connection is TCP at host:port, and so is a second one over which the two ends exchange where their regions
+are (messages.Endpoint). From then on a call is a chain of one-sided RDMA writes into the R-node's region, the doorbell
+last, and a reply the same back into the S-node's (`rdma_poster.h`); the R-engine sees the bell because it polls its own
+memory, and no Python runs at either end's receiving side. Each link has a device context, a protection domain and a
+queue pair of its own, in which the peer can write to the link's region and do nothing else. Nothing is encrypted.
+
+A write wakes nobody at the other end. An idle R-engine with such links therefore looks at its bells after an eighth of
+the time that it has been idle, at most 5 ms later; a waiter at the S side likewise, at most 1 ms.
+
+A dead peer is noticed by its control connection's end (process), by the device's retries within half a second of a
+write (host), or by TCP's probes within 5 seconds. `device`, `port` and `gid` are each end's own; unless given, they are
+those of the interface that the control connection runs over (`rdma_devices.choose`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from urllib.parse import parse_qsl, urlsplit
+
+from . import handshake, tcp
+from ._native import Port, Poster
+from .base import Hello, Link, LinkDown, LinkRefused, LinkService, Server, TransportError
+from .frames import FrameSocket
+from .link import RegionLink
+from .messages import Endpoint as EndpointMessage
+from .messages import Ok, ProtocolError, Refused
+from .rdma_devices import Place, choose, list_ports
+from .rdma_endpoint import Endpoint, load
+from .region import Region, geometry_tuple
+from .server import Carrier
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """What an rdma:// URL says."""
+
+    host: str
+    tcp_port: int
+    device: str | None = None
+    number: int | None = None
+    gid: int | None = None
+
+    def place(self, control: FrameSocket) -> Place:
+        """The RDMA port and GID for a link with this control connection. Raises TransportError."""
+        return choose(list_ports(), control.sock.getsockname()[0], self.device, self.number, self.gid)
+
+
+def parse(url: str) -> Address:
+    """Raises TransportError."""
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname, parts.port
+        query = parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query))
+        options: dict[str, str] = dict(query)
+        if not host or port is None or parts.path or parts.fragment or parts.username is not None:
+            raise ValueError
+        if len(options) != len(query) or options.keys() - {"device", "port", "gid"} or not all(options.values()):
+            raise ValueError
+        number, gid = (int(options[name]) if name in options else None for name in ("port", "gid"))
+    except ValueError:
+        raise TransportError(
+            f"{url!r} is not of the form rdma://host:port[?device=NAME&port=NUMBER&gid=INDEX]"
+        ) from None
+    return Address(host, port, options.get("device"), number, gid)
+
+
+# ---- S side ----
+
+
+async def connect(url: str, hello: Hello, secret: bytes | None, *, spin_us: int) -> Link:
+    """Open a link. Raises LinkRefused, LinkDown, TransportError."""
+    address = parse(url)
+    load()
+    async with contextlib.AsyncExitStack() as on_failure:
+        conn = await tcp.dial(url, address.host, address.tcp_port)
+        on_failure.callback(conn.close)
+        place = address.place(conn)
+        lease, token = await handshake.say_hello(conn, hello, secret)
+
+        region = Region.create(hello.geometry)
+        on_failure.callback(region.close)
+        endpoint = Endpoint(region.view, place)
+        on_failure.callback(endpoint.close)
+        data = await tcp.dial(url, address.host, address.tcp_port)
+        with contextlib.closing(data):
+            await handshake.attach(data, token)
+            await data.write(endpoint.card)
+            peer = await data.read()
+        if isinstance(peer, Refused):
+            raise LinkRefused(peer.reason)
+        if not isinstance(peer, EndpointMessage):
+            raise ProtocolError(f"the R-node answered ENDPOINT with {peer.TYPE}")
+        port = Port(region.view, geometry_tuple(hello.geometry), spin_us, verbs=endpoint.join(peer))
+        on_failure.callback(port.close)
+        on_failure.callback(endpoint.unwatch)
+        endpoint.watch(port.reap, port.kill)
+        on_failure.pop_all()
+
+    def release() -> None:
+        endpoint.unwatch()
+        endpoint.close()
+
+    return RegionLink(url, conn, lease, region, port, release)
+
+
+# ---- R side ----
+
+
+@contextlib.contextmanager
+def _refusing() -> Iterator[None]:
+    """The caller is told what goes wrong."""
+    try:
+        yield
+    except (TransportError, OSError) as error:
+        raise LinkRefused(f"the R-node cannot do RDMA: {error}") from None
+
+
+class _Written(Carrier):
+    """A region that the peer's device writes to, and an endpoint to write replies back with."""
+
+    def __init__(self, region: Region, *, address: Address):
+        self._region = region
+        self._address = address
+        self._poster = Poster(region.view, geometry_tuple(region.geometry))
+        self._endpoint: Endpoint | None = None
+        self._detached = False
+        self.notify = self._poster.notify
+        self.down_fd = self._poster.down_fd
+
+    async def attach(self, conn: FrameSocket, wake_fd: int) -> None:
+        endpoint = self._open(conn)
+        await conn.write(Ok(id=0, stats=None))
+        peer = await conn.read()
+        if not isinstance(peer, EndpointMessage):
+            raise ProtocolError(f"expected ENDPOINT, got {peer.TYPE}")
+        self._still_wanted()
+        with _refusing():
+            self._poster.start(endpoint.join(peer))
+        endpoint.watch(self._poster.reap, self._poster.kill)
+        await conn.write(endpoint.card)
+
+    def _open(self, conn: FrameSocket) -> Endpoint:
+        self._still_wanted()
+        with _refusing():
+            self._endpoint = Endpoint(self._region.view, self._address.place(conn))
+        return self._endpoint
+
+    def _still_wanted(self) -> None:
+        if self._detached:
+            raise LinkDown("the link has ended")
+
+    def reason(self) -> str:
+        return self._poster.reason or "the RDMA connection ended"
+
+    def detach(self) -> None:
+        self._detached = True
+        if self._endpoint:
+            self._endpoint.unwatch()
+
+    def close(self) -> None:
+        self._poster.close()
+        if self._endpoint:
+            self._endpoint.close()
+
+
+async def serve(url: str, service: LinkService, secret: bytes | None, *, insecure: bool = False) -> Server:
+    """Listen; port 0 takes a free one. The server's URL is without the query, which concerns this end's devices only.
+
+    Raises TransportError like tcp.serve, and if this machine has no RDMA device or lacks pyverbs.
+    """
+    address = parse(url)
+    load()
+    if not list_ports():
+        raise TransportError(f"cannot serve {url}: this machine has no RDMA device")
+    sock, netloc = await tcp.listen(url, address.host, address.tcp_port, secret, insecure)
+    return tcp.TcpControlServer(f"rdma://{netloc}", sock, service, secret, partial(_Written, address=address))

@@ -1,0 +1,254 @@
+"""One end of an RDMA connection, over pyverbs: device, protection domain, registration, queue pair, completion events.
+
+pyverbs of Debian 12 (rdma-core 44) and of PyPI differ in where their constants are, which `load` evens out. It opens
+and closes everything here, but does not post: `rdma_poster.h` says why, and `_queue_pair_address` how the poster gets
+at the queue pair.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import importlib
+import logging
+import os
+import secrets
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import cache
+from ipaddress import IPv6Address
+from typing import Any
+
+from . import rdma_devices
+from ._native import verbs_fds
+from .base import TransportError
+from .messages import Endpoint as EndpointMessage
+
+INSTALL = (
+    "Debian and Ubuntu have it as python3-pyverbs, for the system's Python and rdma-core; "
+    "pip install 'fastdecode[rdma]' builds it and needs the rdma-core of the very same version"
+)
+
+#: Work requests in a send queue, if the device has as many.
+_DEPTH = 512
+_INLINE_BYTES = 64
+#: 4.096 us * 2^14 for each of 1 + 6 tries (IBTA vol. 1, 9.7.6.1.3): a dead peer is named within half a second. On some
+#: devices a retry count of 7 is without end.
+_TIMEOUT, _RETRIES = 14, 6
+_HOPS = 64
+
+
+class Verbs:
+    """pyverbs, as far as it is used here."""
+
+    def __init__(self) -> None:
+        """Raises ImportError, AttributeError."""
+        for name in ("addr", "cq", "device", "mr", "pd", "pyverbs_error", "qp"):
+            setattr(self, name, importlib.import_module(f"pyverbs.{name}"))
+        try:
+            self.enums = importlib.import_module("pyverbs.enums")  # rdma-core before 50
+        except ImportError:
+            self.enums = importlib.import_module("pyverbs.libibverbs_enums")
+        self.Error = self.pyverbs_error.PyverbsError
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"pyverbs lacks {name}")
+
+    def open(self, device: str) -> Any:
+        """A context of its own on the device. Raises TransportError."""
+        try:
+            return self.device.Context(name=device)
+        except self.Error as error:
+            raise TransportError(f"RDMA device {device} cannot be opened: {error}") from None
+
+    def active_mtu(self, port: rdma_devices.Port) -> int:
+        """Bytes in a packet. Raises TransportError."""
+        with self.open(port.device) as context:
+            return 128 << context.query_port(port.number).active_mtu
+
+
+@cache
+def load() -> Verbs:
+    """Import pyverbs. Raises TransportError with how to install it."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    try:
+        return Verbs()
+    except (ImportError, AttributeError) as error:
+        raise TransportError(f"rdma:// needs pyverbs, which cannot be used here ({error}): {INSTALL}") from None
+    finally:  # importing it configures the program's logging
+        root.handlers[:] = handlers
+        root.setLevel(level)
+
+
+def _queue_pair_address(qp: Any) -> int:
+    """Where libibverbs' struct ibv_qp of a pyverbs QP is.
+
+    pyverbs does not tell. In its class QP the pointer is the first field after those of the base class, in every
+    version so far (44 to 59); `verbs_fds` finds out, without trusting the address, whether it still is.
+    """
+    return ctypes.c_uint64.from_address(id(qp) + type(qp).__base__.__basicsize__).value
+
+
+class Endpoint:
+    """A queue pair that may write to the peer's region and whose peer may write to ours, and to nothing else."""
+
+    def __init__(self, region: memoryview, place: rdma_devices.Place):
+        """Registers `region`, which must stay mapped until `close`. Raises TransportError."""
+        self._verbs = verbs = load()
+        self._place = place
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._psn = secrets.randbelow(1 << 24)
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(region))
+        self._closing = ExitStack()
+        try:
+            self._open(len(region))
+        except verbs.Error as error:
+            self._closing.close()
+            raise TransportError(f"{place.port} cannot serve a link: {error}") from None
+        except BaseException:
+            self._closing.close()
+            raise
+
+    def _open(self, size: int) -> None:
+        verbs, enums, place = self._verbs, self._verbs.enums, self._place
+        opened = self._closing.callback
+        self._context = verbs.open(place.port.device)
+        opened(self._context.close)
+        limits = self._context.query_device()
+        port = self._context.query_port(place.port.number)
+        self._mtu, self._max_message = port.active_mtu, min(port.max_msg_sz, 1 << 30)
+        self._depth = min(_DEPTH, limits.max_qp_wr, limits.max_cqe)
+
+        domain = verbs.pd.PD(self._context)
+        opened(domain.close)
+        rights = enums.IBV_ACCESS_LOCAL_WRITE | enums.IBV_ACCESS_REMOTE_WRITE
+        try:
+            self._registration = verbs.mr.MR(domain, size, rights, address=self._address)
+        except verbs.Error as error:
+            raise TransportError(
+                f"a region of {size >> 10} KiB cannot be registered with {place.port.device}: {error}; "
+                f"{rdma_devices.memlock()}"
+            ) from None
+        opened(self._registration.close)
+        self._channel = verbs.cq.CompChannel(self._context)
+        opened(self._channel.close)
+        self._completions = verbs.cq.CQ(self._context, self._depth, None, self._channel, 0)
+        opened(self._completions.close)
+        cap = verbs.qp.QPCap(
+            max_send_wr=self._depth, max_recv_wr=1, max_send_sge=1, max_recv_sge=1, max_inline_data=_INLINE_BYTES
+        )
+        wanted = verbs.qp.QPInitAttr(
+            qp_type=enums.IBV_QPT_RC, scq=self._completions, rcq=self._completions, cap=cap, sq_sig_all=False
+        )
+        self._pair = verbs.qp.QP(domain, wanted)
+        opened(self._pair.close)
+        try:
+            self._fds = verbs_fds(_queue_pair_address(self._pair), self._pair.qp_num)
+        except ValueError as error:
+            raise TransportError(f"this version of pyverbs is not known to fastdecode ({error}): {INSTALL}") from None
+
+    @property
+    def card(self) -> EndpointMessage:
+        """What the peer must know."""
+        port, gid = self._place.port, self._place.gid
+        return EndpointMessage(
+            qpn=self._pair.qp_num,
+            psn=self._psn,
+            gid=(gid.address if gid else IPv6Address(0)).packed.hex(),
+            lid=port.lid,
+            mtu=128 << self._mtu,
+            rkey=self._registration.rkey,
+            address=self._address.to_bytes(8).hex(),
+        )
+
+    def join(self, peer: EndpointMessage) -> tuple[int, int, int, int, int, int, int]:
+        """Connect to the peer's queue pair; returns what the poster takes. Raises TransportError."""
+        verbs, enums, place = self._verbs, self._verbs.enums, self._place
+        attributes = verbs.qp.QPAttr(port_num=place.port.number)
+        attributes.qp_access_flags = enums.IBV_ACCESS_REMOTE_WRITE
+        attributes.path_mtu = min(self._mtu, (peer.mtu >> 8).bit_length())  # enum ibv_mtu: 1 is 256 bytes
+        attributes.dest_qp_num, attributes.rq_psn, attributes.sq_psn = peer.qpn, peer.psn, self._psn
+        attributes.timeout, attributes.retry_cnt = _TIMEOUT, _RETRIES
+        try:
+            attributes.ah_attr = self._path_to(peer)
+            self._pair.to_rts(attributes)
+        except verbs.Error as error:
+            raise TransportError(f"{place.port} cannot connect to the peer's queue pair: {error}") from None
+        return (
+            _queue_pair_address(self._pair),
+            self._pair.qp_num,
+            self._registration.lkey,
+            peer.rkey,
+            int(peer.address, 16),
+            self._max_message,
+            self._depth,
+        )
+
+    def _path_to(self, peer: EndpointMessage) -> Any:
+        address, port, gid = self._verbs.addr, self._place.port, self._place.gid
+        if gid is None:
+            return address.AHAttr(port_num=port.number, dlid=peer.lid)
+        route = address.GlobalRoute(
+            dgid=address.GID(IPv6Address(bytes.fromhex(peer.gid)).exploded), sgid_index=gid.index
+        )
+        route.hop_limit = _HOPS
+        return address.AHAttr(port_num=port.number, dlid=peer.lid, is_global=1, gr=route)
+
+    # ---- events ----
+
+    def watch(self, reap: Callable[[], object], fail: Callable[[str], object]) -> None:
+        """Have the event loop call `reap` when completions have come, and `fail` with what befell the device."""
+        self._reap, self._fail = reap, fail
+        self._loop = asyncio.get_running_loop()
+        for fd, react in zip(self._fds, (self._on_completions, self._on_device_event), strict=True):
+            os.set_blocking(fd, False)
+            self._loop.add_reader(fd, react)
+        self._completions.req_notify()
+        reap()  # what came before anybody was to be told
+
+    def unwatch(self) -> None:
+        """Leave the event loop. Idempotent."""
+        if self._loop is not None:
+            for fd in self._fds:
+                self._loop.remove_reader(fd)
+        self._loop = None
+
+    def _on_completions(self) -> None:
+        try:
+            self._channel.get_cq_event(self._completions)
+        except self._verbs.Error:  # nothing there after all
+            return
+        self._completions.ack_events(1)
+        self._completions.req_notify()  # first, or a completion in between would tell nobody
+        self._reap()
+
+    def _on_device_event(self) -> None:
+        enums = self._verbs.enums
+        try:
+            event = self._context.get_async_event()
+        except self._verbs.Error:
+            return
+        kind = event.event_type
+        event.ack()
+        fatal = {
+            enums.IBV_EVENT_DEVICE_FATAL: "the RDMA device has failed",
+            enums.IBV_EVENT_CQ_ERR: "the RDMA completion queue has overflowed",
+            enums.IBV_EVENT_QP_FATAL: "the RDMA queue pair has failed",
+            enums.IBV_EVENT_QP_REQ_ERR: "the peer made an invalid RDMA request",
+            enums.IBV_EVENT_QP_ACCESS_ERR: "the peer made an RDMA request that it has no right to",
+        }
+        if kind in fatal:
+            self._fail(fatal[kind])
+        elif kind == enums.IBV_EVENT_PORT_ERR and not self._port_is_active():
+            self._fail(f"the link of {self._place.port} is down")
+
+    def _port_is_active(self) -> bool:
+        try:
+            return self._context.query_port(self._place.port.number).state == self._verbs.enums.IBV_PORT_ACTIVE
+        except self._verbs.Error:
+            return False
+
+    def close(self) -> None:
+        """Disconnect, and take the registration back. `unwatch` and the poster's `close` come first. Idempotent."""
+        self._closing.close()
