@@ -17,25 +17,31 @@
 #define FD_PAGE_TOKENS 64u
 
 typedef enum { FD_KV_FP32 = 0, FD_KV_FP16 = 1, FD_KV_BF16 = 2, FD_KV_INT8 = 3, FD_KV_INT4 = 4, FD_KV_DTYPES } fd_kv_dtype_t;
-typedef enum { FD_ISA_SCALAR = 0, FD_ISA_AVX2 = 1, FD_ISA_AVX512 = 2, FD_ISA_AVX512VNNI = 3, FD_ISAS } fd_isa_t;
+typedef enum { FD_ISA_SCALAR = 0, FD_ISA_AVX2 = 1, FD_ISA_AVX512 = 2, FD_ISA_AVX512VNNI = 3, FD_ISA_AMX = 4, FD_ISAS } fd_isa_t;
 
 /* Bytes of one (page, KV head) chunk: K, V and scales; a multiple of 64. */
 size_t fd_kv_chunk_bytes(fd_kv_dtype_t dtype, uint32_t head_size);
 
-/* One query block of one sequence and one KV head over consecutive pages. */
+/* Query rows that a kernel keeps the state of at once. */
+#define FD_PANEL_ROWS 64u
+
+/* One query block of one sequence and `heads` neighbouring KV heads over consecutive pages. More than one head only as long as
+ * heads * q_len * group <= FD_PANEL_ROWS. */
 typedef struct {
-    const uint8_t *const *chunks; /* chunks[i] holds tokens first_token + [i*64, (i+1)*64) of the sequence */
+    const uint8_t *const *chunks; /* chunks[i] holds tokens first_token + [i*64, (i+1)*64) of the sequence, of the first head */
     uint32_t n_chunks;
+    uint32_t heads;
+    size_t head_stride;           /* bytes from a head's chunk to the next head's */
     uint32_t first_token;         /* position of chunks[0]'s first token, a multiple of FD_PAGE_TOKENS */
     uint32_t head_size;           /* multiple of 8, 8..256 */
     uint32_t group;               /* query heads that share this KV head */
     uint32_t q_len;               /* new tokens in the block, >= 1 */
     uint32_t q_pos;               /* position of the first of them; query row j sees positions <= q_pos + j */
     uint32_t window;              /* 0: all of them; else only positions > q_pos + j - window */
-    const float *q;               /* [q_len][group][head_size], already times softmax scale; 64-byte aligned */
-    float *acc;                   /* [q_len][group][head_size] out, un-normalised */
-    float *m;                     /* [q_len][group] out; -INFINITY where a row sees none of these chunks */
-    float *l;                     /* [q_len][group] out; 0 there */
+    const float *q;               /* [heads][q_len][group][head_size], already times softmax scale; 64-byte aligned */
+    float *acc;                   /* [heads][q_len][group][head_size] out, un-normalised */
+    float *m;                     /* [heads][q_len][group] out; -INFINITY where a row sees none of these chunks */
+    float *l;                     /* [heads][q_len][group] out; 0 there */
 } fd_attend_t;
 
 /* Bytes beyond the causal limit in the last chunk are uninitialised memory: a kernel may load them but must not let
@@ -62,7 +68,7 @@ typedef struct {
 /* Best ISA this CPU and OS support (cpuid and xgetbv). */
 fd_isa_t fd_isa_best(void);
 int fd_isa_supported(fd_isa_t isa);
-const char *fd_isa_name(fd_isa_t isa);               /* "scalar", "avx2", "avx512", "avx512vnni" */
+const char *fd_isa_name(fd_isa_t isa);               /* "scalar", "avx2", "avx512", "avx512vnni", "amx" */
 int fd_isa_from_name(const char *name, fd_isa_t *out); /* 0 on success, -1 unknown */
 
 /* Never NULL for a valid dtype and a supported ISA. */

@@ -37,7 +37,7 @@ FD_INLINE vec_t kv_multiply_add(fd_kv_dtype_t dtype, int is_v, vec_t x, vec_t y,
         __asm__("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(x), "v"(y));
     return sum;
 }
-FD_INLINE void kv_store_multipliers(fd_kv_dtype_t dtype, void *to, uint32_t i, vec_t x) {
+FD_INLINE void kv_store_multipliers(fd_kv_dtype_t dtype, int is_v, void *to, uint32_t i, vec_t x) {
     const __m512i y = _mm512_cvtps_epi32(x);
     if (dtype == FD_KV_INT8) {
         _mm256_storeu_si256((__m256i *)to + i, _mm512_cvtepi32_epi16(y));
@@ -46,12 +46,16 @@ FD_INLINE void kv_store_multipliers(fd_kv_dtype_t dtype, void *to, uint32_t i, v
     const __m128i order = _mm_setr_epi8(0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15);
     _mm_storeu_si128((__m128i *)to + i, _mm_shuffle_epi8(_mm512_cvtepi32_epi8(y), order));
 }
+FD_INLINE void kv_store_query(fd_kv_dtype_t dtype, void *to, const float *q, uint32_t head_size) {
+    memcpy(to, q, head_size * sizeof *q);
+}
 /* Lane by lane, the sum of those weights of 8 bits that lie in vectors [first, last). */
 FD_INLINE vec_t kv_sum_weights(const void *weights, uint32_t first, uint32_t last) {
     const __m512i w = _mm512_maskz_loadu_epi32((__mmask16)(0xffffu << 4 * first & 0xffffu >> (16 - 4 * last)), weights);
     return vec_from_int(vec_bits(_mm512_dpbusd_epi32(_mm512_setzero_si512(), w, _mm512_set1_epi8(1))));
 }
 
+#include "tiles_simd.h"
 #include "attend_simd.h"
 
 #define FD_KERNELS(name, dtype)                                                                                        \
@@ -61,7 +65,7 @@ FD_INLINE vec_t kv_sum_weights(const void *weights, uint32_t first, uint32_t las
         attend_##name##_block1, attend_##name##_block2, attend_##name##_block3, attend_##name##_block4,                \
         attend_##name##_block5, attend_##name##_block6, attend_##name##_block7, attend_##name##_block8,                \
     };                                                                                                                 \
-    static void fd_attend_##name##_avx512vnni(const fd_attend_t *a) { attend(dtype, a, name##_blocks); }
+    void fd_attend_##name##_avx512vnni(const fd_attend_t *a) { attend(dtype, a, name##_blocks); }
 
 FD_KERNELS(int8, FD_KV_INT8)
 FD_KERNELS(int4, FD_KV_INT4)

@@ -95,17 +95,25 @@ FD_INLINE void attend_block(const fd_attend_t *a, const fd_kv_dtype_t dtype, con
     }
 }
 
-FD_INLINE void attend(const fd_attend_t *a, const fd_kv_dtype_t dtype) {
-    const uint32_t rows = a->q_len * a->group;
-    for (uint32_t r = 0; r < rows; r++) a->m[r] = -INFINITY, a->l[r] = 0.0f;
-    memset(a->acc, 0, (size_t)rows * a->head_size * sizeof *a->acc);
-    const uint64_t start = fd_row_start(a, 0), end = fd_row_end(a, a->q_len - 1);
-    for (uint32_t c = 0; c < a->n_chunks; c++) {
-        const uint64_t base = a->first_token + (uint64_t)c * FD_PAGE_TOKENS;
+/* KV head `head` of the call. */
+FD_INLINE void attend_head(fd_attend_t a, const fd_kv_dtype_t dtype, uint32_t head) {
+    const uint32_t rows = a.q_len * a.group;
+    const size_t first_row = (size_t)head * rows;
+    a.q += first_row * a.head_size, a.acc += first_row * a.head_size;
+    a.m += first_row, a.l += first_row;
+    for (uint32_t r = 0; r < rows; r++) a.m[r] = -INFINITY, a.l[r] = 0.0f;
+    memset(a.acc, 0, (size_t)rows * a.head_size * sizeof *a.acc);
+    const uint64_t start = fd_row_start(&a, 0), end = fd_row_end(&a, a.q_len - 1);
+    for (uint32_t c = 0; c < a.n_chunks; c++) {
+        const uint64_t base = a.first_token + (uint64_t)c * FD_PAGE_TOKENS;
         if (base + FD_PAGE_TOKENS <= start || base >= end) continue;
         for (uint32_t r = 0; r < rows; r += BLOCK_ROWS)
-            attend_block(a, dtype, a->chunks[c], base, r, rows - r < BLOCK_ROWS ? rows - r : BLOCK_ROWS);
+            attend_block(&a, dtype, a.chunks[c] + head * a.head_stride, base, r, rows - r < BLOCK_ROWS ? rows - r : BLOCK_ROWS);
     }
+}
+
+FD_INLINE void attend(const fd_attend_t *a, const fd_kv_dtype_t dtype) {
+    for (uint32_t head = 0; head < a->heads; head++) attend_head(*a, dtype, head);
 }
 
 /* Rounds to the nearest integer, ties to even; NaN becomes 0. |x| < 2^22. */

@@ -10,6 +10,7 @@ size_t fd_kv_chunk_bytes(fd_kv_dtype_t dtype, uint32_t head_size) {
 const fd_kv_ops_t *fd_kv_ops(fd_kv_dtype_t dtype, fd_isa_t isa) {
     if ((unsigned)dtype >= FD_KV_DTYPES || !fd_isa_supported(isa)) return NULL;
 #if FD_X86
+    if (isa == FD_ISA_AMX) return &fd_kv_ops_amx[dtype];
     if (isa == FD_ISA_AVX512VNNI) return &fd_kv_ops_avx512vnni[dtype];
     if (isa == FD_ISA_AVX512) return &fd_kv_ops_avx512[dtype];
     if (isa == FD_ISA_AVX2) return &fd_kv_ops_avx2[dtype];
@@ -20,7 +21,7 @@ const fd_kv_ops_t *fd_kv_ops(fd_kv_dtype_t dtype, fd_isa_t isa) {
 const fd_vec_ops_t *fd_vec_ops(fd_isa_t isa) {
     if (!fd_isa_supported(isa)) return NULL;
 #if FD_X86
-    if (isa == FD_ISA_AVX512VNNI || isa == FD_ISA_AVX512) return &fd_vec_ops_avx512;
+    if (isa >= FD_ISA_AVX512) return &fd_vec_ops_avx512;
     if (isa == FD_ISA_AVX2) return &fd_vec_ops_avx2;
 #endif
     return &fd_vec_ops_scalar;

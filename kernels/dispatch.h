@@ -13,8 +13,9 @@
 extern const fd_kv_ops_t fd_kv_ops_scalar[FD_KV_DTYPES];
 extern const fd_vec_ops_t fd_vec_ops_scalar;
 #if FD_X86
-extern const fd_kv_ops_t fd_kv_ops_avx2[FD_KV_DTYPES], fd_kv_ops_avx512[FD_KV_DTYPES], fd_kv_ops_avx512vnni[FD_KV_DTYPES];
-/* Those of AVX-512 that AVX-512 with VNNI has no better ones for. */
+extern const fd_kv_ops_t fd_kv_ops_avx2[FD_KV_DTYPES], fd_kv_ops_avx512[FD_KV_DTYPES], fd_kv_ops_avx512vnni[FD_KV_DTYPES],
+    fd_kv_ops_amx[FD_KV_DTYPES];
+/* What the ISAs above AVX-512 have no better ones for. */
 #define FD_DECLARE(name)                                                                                               \
     void fd_append_##name##_avx512(uint8_t *chunk, uint32_t head_size, uint32_t t, const float *k, const float *v);    \
     void fd_attend_##name##_avx512(const fd_attend_t *a);
@@ -24,6 +25,8 @@ FD_DECLARE(bf16)
 FD_DECLARE(int8)
 FD_DECLARE(int4)
 #undef FD_DECLARE
+void fd_attend_int8_avx512vnni(const fd_attend_t *a);
+void fd_attend_int4_avx512vnni(const fd_attend_t *a);
 extern const fd_vec_ops_t fd_vec_ops_avx2, fd_vec_ops_avx512;
 #endif
 

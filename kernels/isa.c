@@ -7,8 +7,24 @@
 
 #if FD_X86
 #include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
-enum { XCR0_AVX = 0x6 /* xmm, ymm */, XCR0_AVX512 = 0xe6 /* and opmask, zmm0-15's upper halves, zmm16-31 */ };
+enum {
+    XCR0_AVX = 0x6,     /* xmm, ymm */
+    XCR0_AVX512 = 0xe6, /* and opmask, zmm0-15's upper halves, zmm16-31 */
+    XCR0_AMX = 0x60000  /* tile configuration, tiles */
+};
+
+/* Linux gives a process tiles (8 KiB a thread) only if asked to: Documentation/arch/x86/xstate.rst. */
+static int allow_tiles(void) {
+#ifdef __linux__
+    enum { ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18 };
+    return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
+#else
+    return 0;
+#endif
+}
 
 static uint64_t xgetbv0(void) {
     uint32_t lo, hi;
@@ -19,6 +35,7 @@ static uint64_t xgetbv0(void) {
 static unsigned detect(void) {
     const unsigned avx2_1c = bit_OSXSAVE | bit_AVX | bit_FMA | bit_F16C;
     const unsigned avx512_7b = bit_AVX512F | bit_AVX512DQ | bit_AVX512BW | bit_AVX512VL;
+    const unsigned amx_7d = bit_AMX_TILE | bit_AMX_INT8 | bit_AMX_BF16;
     unsigned a, b, c, d, isas = 1u << FD_ISA_SCALAR;
     if (!__get_cpuid(1, &a, &b, &c, &d) || (c & avx2_1c) != avx2_1c) return isas;
     if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(b & bit_AVX2)) return isas;
@@ -26,7 +43,9 @@ static unsigned detect(void) {
     if ((enabled & XCR0_AVX) == XCR0_AVX) isas |= 1u << FD_ISA_AVX2;
     if ((b & avx512_7b) != avx512_7b || (enabled & XCR0_AVX512) != XCR0_AVX512) return isas;
     isas |= 1u << FD_ISA_AVX512;
-    if (c & bit_AVX512VNNI) isas |= 1u << FD_ISA_AVX512VNNI;
+    if (!(c & bit_AVX512VNNI)) return isas;
+    isas |= 1u << FD_ISA_AVX512VNNI;
+    if ((d & amx_7d) == amx_7d && (enabled & XCR0_AMX) == XCR0_AMX && allow_tiles()) isas |= 1u << FD_ISA_AMX;
     return isas;
 }
 #else
@@ -57,6 +76,7 @@ static const char *const names[FD_ISAS] = {
     [FD_ISA_AVX2] = "avx2",
     [FD_ISA_AVX512] = "avx512",
     [FD_ISA_AVX512VNNI] = "avx512vnni",
+    [FD_ISA_AMX] = "amx",
 };
 
 const char *fd_isa_name(fd_isa_t isa) { return (unsigned)isa < FD_ISAS ? names[isa] : "unknown"; }

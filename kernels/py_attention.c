@@ -195,14 +195,17 @@ static PyObject *kv_attend(PyObject *self, PyObject *args) {
     if (!PyArg_ParseTuple(args, "O&O&OOO&OO&O&OOO", to_isa, &isa, to_kv_dtype, &dtype, &chunks_o, &order, to_u32, &a.first_token,
                           &q_o, to_u32, &a.q_pos, to_u32, &a.window, &acc_o, &m_o, &l_o))
         return NULL;
-    if (!(q = get_floats(&b, q_o, 0, 3)) || !(acc = get_floats(&b, acc_o, PyBUF_WRITABLE, 3)) || !check_same_shape(q, acc, 3)) goto out;
-    if (!(m = get_floats(&b, m_o, PyBUF_WRITABLE, 2)) || !check_same_shape(q, m, 2)) goto out;
-    if (!(l = get_floats(&b, l_o, PyBUF_WRITABLE, 2)) || !check_same_shape(q, l, 2)) goto out;
-    if (!check_head_size(q->shape[2])) goto out;
-    if (!check(q->shape[0] >= 1 && q->shape[1] >= 1 && q->shape[0] * q->shape[1] <= (1 << 24), "no query rows, or more than 2^24")) goto out;
+    if (!(q = get_floats(&b, q_o, 0, 4)) || !(acc = get_floats(&b, acc_o, PyBUF_WRITABLE, 4)) || !check_same_shape(q, acc, 4)) goto out;
+    if (!(m = get_floats(&b, m_o, PyBUF_WRITABLE, 3)) || !check_same_shape(q, m, 3)) goto out;
+    if (!(l = get_floats(&b, l_o, PyBUF_WRITABLE, 3)) || !check_same_shape(q, l, 3)) goto out;
+    if (!check_head_size(q->shape[3])) goto out;
+    const Py_ssize_t heads = q->shape[0], rows = q->shape[1] * q->shape[2];
+    if (!check(heads >= 1 && rows >= 1 && rows <= (1 << 24), "no query rows, or more than 2^24")) goto out;
+    if (!check(heads == 1 || heads * rows <= FD_PANEL_ROWS, "several heads have more query rows than a panel")) goto out;
     if (!check(a.first_token % FD_PAGE_TOKENS == 0, "the first token does not begin a page")) goto out;
-    a.q_len = (uint32_t)q->shape[0], a.group = (uint32_t)q->shape[1], a.head_size = (uint32_t)q->shape[2];
-    const size_t bytes = fd_kv_chunk_bytes((fd_kv_dtype_t)dtype, a.head_size);
+    a.heads = (uint32_t)heads, a.q_len = (uint32_t)q->shape[1], a.group = (uint32_t)q->shape[2], a.head_size = (uint32_t)q->shape[3];
+    a.head_stride = fd_kv_chunk_bytes((fd_kv_dtype_t)dtype, a.head_size);
+    const size_t bytes = a.heads * a.head_stride;
     if (!(chunks = get_chunks(&b, chunks_o, 0, bytes))) goto out;
     if (!(picked = pick_chunks(chunks->buf, chunks->len / bytes, bytes, order, &a.n_chunks))) goto out;
     a.chunks = picked, a.q = q->buf, a.acc = acc->buf, a.m = m->buf, a.l = l->buf;
@@ -291,8 +294,9 @@ PyMethodDef fd_attention_methods[] = {
     {"kv_append", kv_append, METH_VARARGS,
      "kv_append(isa, kv_dtype, chunks, first_token_slot, k, v): writes k, v [n, head_size] to a run of chunks from that token on."},
     {"kv_attend", kv_attend, METH_VARARGS,
-     "kv_attend(isa, kv_dtype, chunks, order, first_token, q, q_pos, window, acc, m, l): attention of q [q_len, group, head_size]\n"
-     "over the chunks that order (None: all; else indexes) picks, into acc (as q), m and l [q_len, group]. See attention.h."},
+     "kv_attend(isa, kv_dtype, chunks, order, first_token, q, q_pos, window, acc, m, l): attention of q [heads, q_len, group,\n"
+     "head_size] over the pages (each `heads` chunks) that order (None: all; else indexes) picks, into acc (as q), m and l\n"
+     "[heads, q_len, group]. See attention.h."},
     {"attend_merge", attend_merge, METH_VARARGS,
      "attend_merge(isa, m, l, acc, m2, l2, acc2): adds partial results to the first three; [rows], [rows], [rows, head_size]."},
     {"attend_finish", attend_finish, METH_VARARGS, "attend_finish(isa, acc, l): acc [rows, head_size] /= l [rows]."},

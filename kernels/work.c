@@ -143,6 +143,8 @@ static void attend_block(ctx_t *c, const fd_entry_t *e, uint32_t head, uint32_t 
     const fd_attend_t a = {
         .chunks = c->scratch->chunks,
         .n_chunks = last - first,
+        .heads = 1,
+        .head_stride = w->kv->chunk_bytes,
         .first_token = first * FD_PAGE_TOKENS,
         .head_size = hs,
         .group = group,

@@ -39,10 +39,13 @@ INT16 = Budget(2e-4, 5e-4, 2e-4)  # queries and weights rounded to 16 bits
 INT8 = Budget(1.5e-2, 5e-2, 3e-2)  # to 8 bits
 
 
-def budget(isa: str, kv_dtype: str) -> Budget:
+def budget(isa: str, kv_dtype: str, head_size: int = 8) -> Budget:
+    if (isa, kv_dtype) == ("amx", "bf16"):
+        return INT16  # queries and weights as two bf16 each
     if isa == "scalar" or kv_dtype not in ("int8", "int4"):
         return FLOATS
-    return INT8 if (isa, kv_dtype) == ("avx512vnni", "int4") else INT16
+    tiles = isa == "amx" and head_size % 64 == 0  # other head sizes are left to VNNI
+    return INT8 if kv_dtype == "int4" and isa in ("avx512vnni", "amx") and not tiles else INT16
 
 
 HEAD_SIZES = [8, 24, 64, 80, 128, 256]
@@ -156,9 +159,8 @@ class Cache:
         first = pages.indices(len(self.order))[0] * PAGE
         out = Partial(*(np.full(shape, np.nan, np.float32) for shape in (q.shape[:2], q.shape[:2], q.shape)))
         order = self.order[pages]
-        native.kv_attend(
-            isa or self.isa, self.kv_dtype, self.buffer, order, first, q, q_pos, window, out.acc, out.m, out.l
-        )
+        m, l, acc = (x[None] for x in out)  # one head
+        native.kv_attend(isa or self.isa, self.kv_dtype, self.buffer, order, first, q[None], q_pos, window, acc, m, l)
         return out
 
 
@@ -207,7 +209,9 @@ def test_isas_agree_with_the_operating_system() -> None:
     with open("/proc/cpuinfo") as f:
         flags = next((set(line.split(":")[1].split()) for line in f if line.startswith("flags")), set())
     avx512 = {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
-    needed = {"avx2": {"avx2", "fma", "f16c"}, "avx512": avx512, "avx512vnni": {*avx512, "avx512_vnni"}}
+    vnni = {*avx512, "avx512_vnni"}
+    needed = {"avx2": {"avx2", "fma", "f16c"}, "avx512": avx512, "avx512vnni": vnni}
+    needed["amx"] = {*vnni, "amx_tile", "amx_int8", "amx_bf16"}
     assert ["scalar", *(isa for isa, wanted in needed.items() if wanted <= flags)] == ISAS
     assert native.isa_best() == ISAS[-1]
 
@@ -220,7 +224,7 @@ def test_attention_equals_float64(isa: str, kv_dtype: str, head_size: int) -> No
         q, k, v = make_inputs(case)
         got = Cache(isa, kv_dtype, k, v).attend(q, case.length - case.q_len, case.window)
         v_max = float(np.abs(v).max())
-        assert_close(got, expected(case, kv_dtype), v_max, budget(isa, kv_dtype), case)
+        assert_close(got, expected(case, kv_dtype), v_max, budget(isa, kv_dtype, head_size), case)
         error = np.abs(got.output - expected(case, None).output).max() / v_max
         assert error <= FORMAT_BUDGET[kv_dtype], f"{case}: {kv_dtype} costs {error:.2e}"
 
@@ -339,6 +343,30 @@ def test_parts_merged_by_log_sum_exp_equal_the_whole(isa: str, kv_dtype: str) ->
         assert np.allclose(acc.reshape(q.shape), want.output, rtol=0, atol=4 * budget(isa, kv_dtype).output)
 
 
+@by_kv_dtype
+@by_isa
+def test_heads_attended_at_once_equal_each_alone(isa: str, kv_dtype: str) -> None:
+    rng = np.random.default_rng(11)
+    for heads, head_size, group, q_len, length, window in [
+        (2, 64, 1, 1, 130, 0),
+        (8, 128, 8, 1, 300, 0),
+        (3, 80, 5, 4, 200, 70),
+        (4, 24, 2, 3, 65, 0),
+    ]:
+        q = queries(rng, heads * q_len, group, head_size).reshape(heads, q_len, group, head_size)
+        caches = [
+            Cache(isa, kv_dtype, normal(rng, length, head_size), normal(rng, length, head_size)) for _ in range(heads)
+        ]
+        alone = [cache.attend(one, length - q_len, window) for cache, one in zip(caches, q, strict=True)]
+        pages = np.stack([cache.chunks[cache.order] for cache in caches], axis=1)
+        buffer = aligned_bytes(pages.size)
+        buffer[:] = pages.ravel()
+        m, l, acc = (np.full(shape, np.nan, np.float32) for shape in (q.shape[:3], q.shape[:3], q.shape))
+        native.kv_attend(isa, kv_dtype, buffer, None, 0, q, length - q_len, window, acc, m, l)
+        for got, want in zip((m, l, acc), zip(*alone, strict=True), strict=True):
+            assert np.array_equal(got, np.stack(want)), (heads, head_size, group, q_len, length, window)
+
+
 @by_isa
 def test_merge_of_parts_far_apart_and_of_empty_ones(isa: str) -> None:
     m, l = np.array([1e4, -1e4, -np.inf, 3], np.float32), np.array([2, 2, 0, 4], np.float32)
@@ -428,8 +456,8 @@ def test_kernels_write_no_further_than_asked(isa: str, kv_dtype: str) -> None:
         native.kv_append(isa, kv_dtype, memory[:chunk_bytes], PAGE - 3, k, v)
         assert (memory[chunk_bytes:] == 0xA5).all(), head_size
         acc, m, l = (np.full(n + 16, 7, np.float32) for n in (q.size, group, group))
-        views = acc[: q.size].reshape(q.shape), m[:group].reshape(1, group), l[:group].reshape(1, group)
-        native.kv_attend(isa, kv_dtype, memory[:chunk_bytes], None, 0, q, PAGE - 1, 3, *views)
+        views = acc[: q.size].reshape(1, *q.shape), m[:group].reshape(1, 1, group), l[:group].reshape(1, 1, group)
+        native.kv_attend(isa, kv_dtype, memory[:chunk_bytes], None, 0, q[None], PAGE - 1, 3, *views)
         assert all((x[-16:] == 7).all() for x in (acc, m, l)), (head_size, group)
 
 
@@ -445,7 +473,9 @@ def test_chunk_bytes_are_the_formats_and_keep_alignment() -> None:
 def test_bad_arguments_are_refused() -> None:
     chunk = aligned_bytes(native.chunk_bytes("fp32", 8))
     row, wide = np.zeros((1, 8), np.float32), np.zeros((2, 16), np.float32)
-    q, state = np.zeros((1, 1, 8), np.float32), np.zeros((1, 1), np.float32)
+    q, state = np.zeros((1, 1, 1, 8), np.float32), np.zeros((1, 1, 1), np.float32)
+    two_heads = aligned_bytes(2 * len(chunk))
+    wide_block, wide_state = np.zeros((2, 33, 1, 8), np.float32), np.zeros((2, 33, 1), np.float32)  # over 64 rows
     read_only = chunk.view()
     read_only.flags.writeable = False
 
@@ -475,11 +505,14 @@ def test_bad_arguments_are_refused() -> None:
         (attend, {"order": [1]}),
         (attend, {"order": [-1]}),
         (attend, {"first": 1}),
-        (attend, {"q": np.zeros((1, 2, 8), np.float32)}),
-        (attend, {"q": np.zeros((0, 1, 8), np.float32), "acc": np.zeros((0, 1, 8), np.float32), "m": state[:0]}),
-        (attend, {"m": np.zeros((1, 2), np.float32)}),
-        (attend, {"l": np.zeros((2, 1), np.float32)}),
-        (attend, {"acc": np.zeros((1, 1, 16), np.float32)}),
+        (attend, {"q": q[0]}),
+        (attend, {"q": np.zeros((1, 1, 2, 8), np.float32)}),
+        (attend, {"q": q[:, :0], "acc": q[:, :0], "m": state[:, :0], "l": state[:, :0]}),
+        (attend, {"q": q[:0], "acc": q[:0], "m": state[:0], "l": state[:0]}),
+        (attend, {"m": np.zeros((1, 1, 2), np.float32)}),
+        (attend, {"l": np.zeros((1, 2, 1), np.float32)}),
+        (attend, {"acc": np.zeros((1, 1, 1, 16), np.float32)}),
+        (attend, {"chunks": two_heads, "q": wide_block, "acc": wide_block, "m": wide_state, "l": wide_state}),
         (attend, {"q_pos": -1}),
     ]:
         with pytest.raises(ValueError):

@@ -1,0 +1,273 @@
+/* Kernels for AMX (Intel SDM vol. 1, ch. 18) beside AVX-512 with VNNI: bf16, int8 and int4 are multiplied by tiles, the rest is AVX-512's.
+ *
+ * A tile of K or V is 16 rows of 64 bytes. The words of chunk.h are what a tile product wants: 16 lanes of tokens (or dimensions) wide, 64
+ * bytes of the sum's index deep in bytes, 32 in bf16. One tile instruction thus does the work of 16 per query row, and a chunk is
+ * read about as fast as L2 delivers it, however large the group.
+ *
+ * To its left a tile has 16 rows of multipliers, two for each of up to 8 query rows, so that narrow products are enough: the high and the low
+ * byte of a 16-bit integer, or a bf16 and what it leaves of an fp32 (16 bits of significand together). int4 is widened to bytes on the way.
+ */
+#include "dispatch.h"
+
+#if FD_X86
+#include <immintrin.h>
+
+#ifdef __clang__
+#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,amx-tile,amx-int8,amx-bf16"))), apply_to = function)
+#else
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,amx-tile,amx-int8,amx-bf16")
+#endif
+
+#include "vec_avx512.h"
+
+enum { TILE_ROWS = 16, TILE_ROW_BYTES = 64, COLUMNS = 64 /* of a product: four tiles */ };
+
+FD_INLINE uint32_t block_rows(fd_kv_dtype_t dtype) { return MAX_BLOCK; }
+FD_INLINE int kv_bits(fd_kv_dtype_t dtype) { return 16; }
+/* Of queries, whose halves are both signed: 127 * 256 + 127. Of weights, which are not. */
+FD_INLINE float kv_levels(fd_kv_dtype_t dtype, int is_v) { return is_v ? 65535.0f : 32639.0f; }
+FD_INLINE vec_t kv_sum_weights(const void *weights, uint32_t first, uint32_t last) { return vec_zero(); }
+
+/* Bytes from a row's high halves to its low ones: half of Q_STRIDE, half of WEIGHT_STRIDE. */
+FD_INLINE size_t low_half(int is_v) { return is_v ? FD_PAGE_TOKENS * sizeof(float) / 2 : FD_MAX_CHUNK_HEAD * sizeof(float) / 2; }
+
+FD_INLINE void kv_store_multipliers(fd_kv_dtype_t dtype, int is_v, void *to, uint32_t i, vec_t x) {
+    const __m128i order = _mm_setr_epi8(0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15); /* of elements in words, chunk.h */
+    const __m512i y = _mm512_cvtps_epi32(x), carry = _mm512_set1_epi32(is_v ? 0 : 128);
+    const __m512i high = _mm512_srai_epi32(_mm512_add_epi32(y, carry), 8);
+    __m128i *at = (__m128i *)to + i;
+    _mm_storeu_si128(at, _mm_shuffle_epi8(_mm512_cvtepi32_epi8(high), order));
+    _mm_storeu_si128((__m128i *)((uint8_t *)at + low_half(is_v)), _mm_shuffle_epi8(_mm512_cvtepi32_epi8(y), order));
+}
+
+/* 2 * LANES floats, cut off to bf16 and what that leaves, cut off to bf16 too. */
+FD_INLINE void store_split(uint8_t *to, size_t to_low, vec_t x0, vec_t x1) {
+    const __m512i odd = _mm512_set_epi16(63, 61, 59, 57, 55, 53, 51, 49, 47, 45, 43, 41, 39, 37, 35, 33,
+                                         31, 29, 27, 25, 23, 21, 19, 17, 15, 13, 11, 9, 7, 5, 3, 1);
+    const vec_t high = vec_bits(_mm512_set1_epi32((int)0xffff0000));
+    _mm512_storeu_si512(to, _mm512_permutex2var_epi16(vec_ints(x0), odd, vec_ints(x1)));
+    x0 = vec_sub(x0, _mm512_and_ps(x0, high));
+    x1 = vec_sub(x1, _mm512_and_ps(x1, high));
+    _mm512_storeu_si512(to + to_low, _mm512_permutex2var_epi16(vec_ints(x0), odd, vec_ints(x1)));
+}
+FD_INLINE void kv_store_query(fd_kv_dtype_t dtype, void *to, const float *q, uint32_t head_size) {
+    for (uint32_t d = 0; d < head_size; d += 2 * LANES)
+        store_split((uint8_t *)to + d * sizeof(uint16_t), low_half(0), vec_load(q + d), vec_load(q + d + LANES));
+}
+
+#include "softmax_simd.h"
+#include "attend_simd.h"
+
+/* Tiles 0 to 3 are sums, 4 is to the left, 5 and 6 take turns on the right. */
+FD_INLINE void configure_tiles(uint32_t block) {
+    struct __attribute__((packed)) {
+        uint8_t palette, start_row, reserved[14];
+        uint16_t row_bytes[16];
+        uint8_t rows[16];
+    } config = {.palette = 1};
+    for (int tile = 0; tile < 7; tile++) {
+        config.row_bytes[tile] = TILE_ROW_BYTES;
+        config.rows[tile] = tile < 5 ? 2 * block : TILE_ROWS;
+    }
+    _tile_loadconfig(&config);
+}
+
+/* Elements of the sum's index in a word of K or V as the tiles see it: int4 has been widened to int8. */
+FD_INLINE uint32_t tile_word_elems(fd_kv_dtype_t dtype) { return dtype == FD_KV_BF16 ? 2 : 4; }
+
+/* Makes a matrix of int4 one of int8, every row of `row_bytes` two; prefetches as much as it reads. In a pass of its own, for a tile that is loaded
+ * right behind its stores waits for them to reach the cache. */
+FD_INLINE void widen_nibbles(const uint8_t *matrix, uint32_t rows, uint32_t row_bytes, const uint8_t *ahead, uint8_t *wide) {
+    const __m512i nibble = _mm512_set1_epi8(0xf);
+    for (uint32_t i = 0; i < rows; i++, wide += row_bytes)
+        for (uint32_t at = 0; at < row_bytes; at += LINE, matrix += LINE, ahead += LINE, wide += LINE) {
+            const __m512i x = _mm512_load_si512(matrix);
+            _mm512_store_si512(wide, _mm512_and_si512(x, nibble));
+            _mm512_store_si512(wide + row_bytes, _mm512_and_si512(_mm512_srli_epi16(x, 4), nibble));
+            __builtin_prefetch(ahead, 0, PREFETCH_LOCALITY);
+        }
+}
+
+/* Words of bf16 token pairs, the first of them of tokens `token` and the next, with zeros for those outside [lo, hi): zero times whatever lies
+ * there may be NaN. */
+FD_INLINE void clear_unseen(const uint8_t *words, size_t stride, uint32_t token, uint32_t lo, uint32_t hi, uint8_t tile[][TILE_ROW_BYTES]) {
+    for (uint32_t i = 0; i < TILE_ROWS; i++) {
+        const uint32_t even = token + 2 * i, odd = even + 1;
+        const uint32_t seen = (even >= lo && even < hi ? 0xffffu : 0) | (odd >= lo && odd < hi ? 0xffff0000u : 0);
+        _mm512_store_si512(tile[i], _mm512_and_si512(_mm512_loadu_si512(words + i * stride), _mm512_set1_epi32((int)seen)));
+    }
+}
+
+/* One column tile of the product: sum `i` += left (4) times right. */
+#define FD_COLUMN(i, right)                                                                                            \
+    do {                                                                                                               \
+        const uint8_t *words = matrix + (i) * TILE_ROW_BYTES;                                                          \
+        if (dtype == FD_KV_BF16 && is_v && !b->full) {                                                          \
+            clear_unseen(words, stride, step * 2 * TILE_ROWS, b->lo, b->hi, tile[i]);                                  \
+            _tile_loadd(right, tile[i], TILE_ROW_BYTES);                                                               \
+        } else {                                                                                                       \
+            _tile_loadd(right, words, stride);                                                                         \
+        }                                                                                                              \
+        if (dtype == FD_KV_BF16)                                                                                       \
+            _tile_dpbf16ps(i, 4, right);                                                                               \
+        else if (is_v)                                                                                                 \
+            _tile_dpbuud(i, 4, right);                                                                                 \
+        else                                                                                                           \
+            _tile_dpbsud(i, 4, right);                                                                                 \
+        FD_UNROLL                                                                                                      \
+        for (uint32_t line = 0; line < TILE_ROWS && dtype != FD_KV_INT4; line++)                                       \
+            __builtin_prefetch(ahead + line * LINE, 0, PREFETCH_LOCALITY);                                            \
+        ahead += TILE_ROWS * LINE;                                                                                     \
+    } while (0)
+
+/* products[2 r], [2 r + 1] = the high and the low multipliers of row r, `left` and low_half behind it, times COLUMNS columns of K or V
+ * over `steps` tiles in depth. Prefetches from `ahead` on as much as it reads, of int4 nothing. */
+FD_INLINE void multiply_tiles(const fd_kv_dtype_t dtype, const int is_v, const block_t *b, const uint8_t *left, const uint8_t *matrix, size_t stride,
+                              uint32_t steps, const uint8_t *ahead, float products[][COLUMNS]) {
+    uint8_t tile[4][TILE_ROWS][TILE_ROW_BYTES] __attribute__((aligned(64))); /* of what was cleared */
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (uint32_t step = 0; step < steps; step++, left += TILE_ROW_BYTES, matrix += TILE_ROWS * stride) {
+        _tile_loadd(4, left, low_half(is_v));
+        FD_COLUMN(0, 5);
+        FD_COLUMN(1, 6);
+        FD_COLUMN(2, 5);
+        FD_COLUMN(3, 6);
+    }
+    _tile_stored(0, products[0], sizeof products[0]);
+    _tile_stored(1, products[0] + LANES, sizeof products[0]);
+    _tile_stored(2, products[0] + 2 * LANES, sizeof products[0]);
+    _tile_stored(3, products[0] + 3 * LANES, sizeof products[0]);
+}
+
+/* Lanes [i * LANES, (i + 1) * LANES) of row r's product, both halves together. */
+FD_INLINE vec_t whole_product(fd_kv_dtype_t dtype, float products[][COLUMNS], uint32_t r, uint32_t i) {
+    const vec_t high = vec_load(&products[2 * r][i * LANES]), low = vec_load(&products[2 * r + 1][i * LANES]);
+    if (dtype == FD_KV_BF16) return vec_add(high, low);
+    return vec_from_int(vec_add_int(vec_bits(_mm512_slli_epi32(vec_ints(high), 8)), low));
+}
+
+/* Where block b prefetches while it reads what lies `offset` bytes into its chunk; blocks but the first ask for what they have. */
+FD_INLINE const uint8_t *prefetch_from(const block_t *b, size_t offset) { return (b->index ? b->chunk : b->next) + offset; }
+
+FD_INLINE void score_chunk(const fd_kv_dtype_t dtype, const block_t *b, uint8_t *wide, float scores[][FD_PAGE_TOKENS]) {
+    float products[2 * MAX_BLOCK][COLUMNS] __attribute__((aligned(64)));
+    const uint32_t steps = b->head_size / tile_word_elems(dtype) / TILE_ROWS, row_bytes = FD_PAGE_TOKENS * sizeof(uint32_t);
+    const uint8_t *k = b->chunk, *ahead = prefetch_from(b, 0);
+    if (dtype == FD_KV_INT4) {
+        widen_nibbles(k, b->head_size / fd_word_elems(dtype), row_bytes, ahead, wide);
+        k = wide;
+    }
+    multiply_tiles(dtype, 0, b, b->q, k, row_bytes, steps, ahead, products);
+    for (uint32_t i = 0; i < PAGE_VECS; i++) {
+        vec_t scale = vec_zero(), offset = vec_zero();
+        if (fd_kv_is_int(dtype)) {
+            kv_affine(dtype, b->chunk + fd_chunk_k_affine(dtype, b->head_size) + i * LANES * sizeof(uint32_t), &scale, &offset);
+            offset = vec_fma(scale, vec_set1(-(float)fd_zero_point(dtype)), offset);
+        }
+        for (uint32_t r = 0; r < b->rows; r++) {
+            vec_t s = whole_product(dtype, products, r, i);
+            if (fd_kv_is_int(dtype)) s = vec_fma(s, scale, vec_mul(offset, vec_set1(b->state[r].q_sum)));
+            vec_store(&scores[r][i * LANES], s);
+        }
+    }
+}
+
+/* Makes the weights that soft_max left a matrix on the left. */
+FD_INLINE void split_weights(const fd_kv_dtype_t dtype, const block_t *b, float weights[][FD_PAGE_TOKENS]) {
+    const uint32_t first = b->lo / LANES, last = (b->hi + LANES - 1) / LANES;
+    for (uint32_t r = 0; r < b->rows; r++) {
+        uint8_t *row = (uint8_t *)weights[r];
+        if (dtype == FD_KV_BF16) {
+            vec_t w[PAGE_VECS];
+            FD_UNROLL
+            for (uint32_t i = 0; i < PAGE_VECS; i++)
+                w[i] = b->full || (i >= first && i < last) ? vec_load(&weights[r][i * LANES]) : vec_zero();
+            FD_UNROLL
+            for (uint32_t i = 0; i < PAGE_VECS; i += 2) store_split(row + i * LANES * sizeof(uint16_t), low_half(1), w[i], w[i + 1]);
+        } else if (!b->full) {
+            for (int low = 0; low < 2; low++, row += low_half(1)) {
+                memset(row, 0, first * LANES);
+                memset(row + last * LANES, 0, FD_PAGE_TOKENS - last * LANES);
+            }
+        }
+    }
+}
+
+FD_INLINE void add_values(const fd_kv_dtype_t dtype, const block_t *b, uint8_t *wide, float weights[][FD_PAGE_TOKENS], const float *rescale, const float *unit) {
+    float products[2 * MAX_BLOCK][COLUMNS] __attribute__((aligned(64)));
+    const uint32_t steps = FD_PAGE_TOKENS / tile_word_elems(dtype) / TILE_ROWS, row_bytes = b->head_size * sizeof(uint32_t);
+    const size_t offset = fd_chunk_v(dtype, b->head_size);
+    const uint8_t *v = b->chunk + offset, *ahead = prefetch_from(b, offset);
+    if (dtype == FD_KV_INT4) {
+        widen_nibbles(v, FD_PAGE_TOKENS / fd_word_elems(dtype), row_bytes, ahead, wide);
+        v = wide;
+    }
+    for (uint32_t d = 0; d < b->head_size; d += COLUMNS) {
+        multiply_tiles(dtype, 1, b, (const uint8_t *)weights, v + d * sizeof(uint32_t), row_bytes, steps, ahead, products);
+        ahead += steps * TILE_ROWS * COLUMNS * sizeof(uint32_t);
+        for (uint32_t r = 0; r < b->rows; r++) {
+            float *acc = b->acc + (size_t)r * b->head_size + d;
+            const vec_t old = vec_set1(rescale[r]), new = vec_set1(fd_kv_is_int(dtype) ? unit[r] : 1.0f);
+            FD_UNROLL
+            for (uint32_t i = 0; i < COLUMNS / LANES; i++) {
+                const vec_t product = whole_product(dtype, products, r, i), kept = vec_mul(vec_load(acc + i * LANES), old);
+                vec_store(acc + i * LANES, vec_fma(product, new, kept));
+            }
+        }
+    }
+}
+
+FD_INLINE void attend_block(const fd_kv_dtype_t dtype, const block_t *b) {
+    float scores[MAX_BLOCK][FD_PAGE_TOKENS] __attribute__((aligned(64)));
+    float rescale[LANES] __attribute__((aligned(64))), unit[MAX_BLOCK];
+    uint8_t wide[FD_PAGE_TOKENS * FD_MAX_CHUNK_HEAD] __attribute__((aligned(64))); /* K, then V, of int4 */
+    prefetch_affine(dtype, b);
+    score_chunk(dtype, b, wide, scores);
+    if (b->full)
+        soft_max(dtype, (int)b->rows, 1, b, scores, rescale, unit);
+    else
+        soft_max(dtype, (int)b->rows, 0, b, scores, rescale, unit);
+    split_weights(dtype, b, scores);
+    add_values(dtype, b, wide, scores, rescale, unit);
+}
+
+/* A tile in depth is 64 bytes of a head: other head sizes are left to the next best ISA. */
+#define FD_KERNEL(name, dtype, otherwise)                                                                              \
+    static void attend_##name##_block(const block_t *b) { attend_block(dtype, b); }                                    \
+    static void fd_attend_##name##_amx(const fd_attend_t *a) {                                                         \
+        static const block_fn blocks[MAX_BLOCK] = {                                                                    \
+            attend_##name##_block, attend_##name##_block, attend_##name##_block, attend_##name##_block,                \
+            attend_##name##_block, attend_##name##_block, attend_##name##_block, attend_##name##_block,                \
+        };                                                                                                             \
+        if (a->head_size % TILE_ROW_BYTES) {                                                                           \
+            otherwise(a);                                                                                              \
+            return;                                                                                                    \
+        }                                                                                                              \
+        const uint32_t rows = a->q_len * a->group;                                                                     \
+        configure_tiles(rows < MAX_BLOCK ? rows : MAX_BLOCK);                                                          \
+        attend(dtype, a, blocks);                                                                                      \
+        _tile_release();                                                                                               \
+    }
+
+FD_KERNEL(bf16, FD_KV_BF16, fd_attend_bf16_avx512)
+FD_KERNEL(int8, FD_KV_INT8, fd_attend_int8_avx512vnni)
+FD_KERNEL(int4, FD_KV_INT4, fd_attend_int4_avx512vnni)
+
+const fd_kv_ops_t fd_kv_ops_amx[FD_KV_DTYPES] = {
+    [FD_KV_FP32] = {"amx", fd_append_fp32_avx512, fd_attend_fp32_avx512},
+    [FD_KV_FP16] = {"amx", fd_append_fp16_avx512, fd_attend_fp16_avx512},
+    [FD_KV_BF16] = {"amx", fd_append_bf16_avx512, fd_attend_bf16_amx},
+    [FD_KV_INT8] = {"amx", fd_append_int8_avx512, fd_attend_int8_amx},
+    [FD_KV_INT4] = {"amx", fd_append_int4_avx512, fd_attend_int4_amx},
+};
+
+#ifdef __clang__
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#endif
+#endif

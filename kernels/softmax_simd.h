@@ -1,0 +1,144 @@
+/* Online softmax over one chunk, a block of query rows at a time (attend_simd.h): scores become the weights that V is multiplied by. */
+#ifndef FD_SOFTMAX_SIMD_H
+#define FD_SOFTMAX_SIMD_H
+
+#include <math.h>
+#include <string.h>
+
+#include "chunk.h"
+#include "dispatch.h"
+
+/* Before a loop whose trip count is constant once inlined: only then do arrays of vectors become registers. */
+#ifdef __clang__
+#define FD_UNROLL _Pragma("clang loop unroll(full)")
+#else
+#define FD_UNROLL _Pragma("GCC unroll 8")
+#endif
+
+enum { PAGE_VECS = FD_PAGE_TOKENS / LANES, PREFETCH_LOCALITY = 2, LINE = 64 };
+enum { Q_STRIDE = FD_MAX_CHUNK_HEAD * sizeof(float), WEIGHT_STRIDE = FD_PAGE_TOKENS * sizeof(float) }; /* of multipliers, bytes */
+
+#define LOG2_E 0x1.715476p+0f
+#define EXP2_FLUSH -96.0f /* below it, where products of the result would soon be subnormal (and slow), it is 0 */
+
+/* 2^x for x <= 0: 2^n p(x - n), n = floor(x), p a polynomial with p(0) = 1. Below EXP2_FLUSH, -infinity included, and of NaN it is 0.
+ * Largest relative error: 1.5e-7 for floats; 3e-6 for int8 and 9e-5 for int4, far below what 16 and 8 bits lose anyway. */
+FD_INLINE vec_t vec_exp2(const fd_kv_dtype_t dtype, vec_t x) {
+    const vec_t r = vec_fraction(x);
+    vec_t p;
+    if (dtype == FD_KV_INT4 && kv_bits(dtype) == 8) {
+        p = vec_fma(vec_set1(0x1.3baaaep-4f), r, vec_set1(0x1.d23786p-3f));
+        p = vec_fma(p, r, vec_set1(0x1.63e65ap-1f));
+    } else if (fd_kv_is_int(dtype)) {
+        p = vec_fma(vec_set1(0x1.b7f738p-7f), r, vec_set1(0x1.abf866p-5f));
+        p = vec_fma(p, r, vec_set1(0x1.ee2452p-3f));
+        p = vec_fma(p, r, vec_set1(0x1.62d6c6p-1f));
+    } else {
+        p = vec_fma(vec_set1(0x1.e97502p-10f), r, vec_set1(0x1.277854p-7f));
+        p = vec_fma(p, r, vec_set1(0x1.c91ce6p-5f));
+        p = vec_fma(p, r, vec_set1(0x1.ebdb56p-3f));
+        p = vec_fma(p, r, vec_set1(0x1.62e4bap-1f));
+    }
+    return vec_scale2(vec_fma(p, r, vec_set1(1.0f)), x, EXP2_FLUSH);
+}
+
+/* What a panel keeps of a query row. Scores and m are in units of `unit`, which float formats have 1. */
+typedef struct {
+    float l[LANES], rest[LANES]; /* sums by lane: of weights; of weights times V's offsets */
+    float m, unit, q_sum;        /* q_sum: of the query's integers */
+} row_state_t;
+
+/* One block's work in one chunk. */
+typedef struct {
+    const uint8_t *chunk, *next;    /* next: prefetched; may be the same */
+    uint32_t index, n_blocks;       /* of the panel's blocks, which take turns at prefetching */
+    uint32_t rows, head_size;
+    uint32_t lo, hi;                /* tokens that some row sees */
+    int full;                       /* every row sees every token */
+    uint64_t visible[MAX_BLOCK];    /* bit t: the row sees token t; not set if `full` */
+    const uint8_t *q;               /* [rows][Q_STRIDE] multipliers as the ISA stores them */
+    row_state_t *state;             /* [rows] */
+    float *acc;                     /* [rows][head_size] */
+} block_t;
+
+typedef void (*block_fn)(const block_t *b);
+
+/* The next chunk's tables; K and V are prefetched by whoever reads this chunk's. */
+FD_INLINE void prefetch_affine(const fd_kv_dtype_t dtype, const block_t *b) {
+    if (!fd_kv_is_int(dtype) || b->index) return;
+    for (uint32_t line = 0; line < 2 * FD_PAGE_TOKENS * sizeof(uint32_t); line += LINE)
+        __builtin_prefetch(b->next + fd_chunk_k_affine(dtype, b->head_size) + line, 0, PREFETCH_LOCALITY);
+}
+
+/* Online softmax: scores of [lo, hi) become multipliers for V in place; m, l and rest are brought up to date; rescale[r] is what
+ * acc must be multiplied by, unit[r] (integers) what the products must be. */
+FD_INLINE void soft_max(const fd_kv_dtype_t dtype, const int rows, const int full, const block_t *b,
+                        float scores[][FD_PAGE_TOKENS], float *rescale, float *unit) {
+    const uint32_t first = full ? 0 : b->lo / LANES, last = full ? PAGE_VECS : (b->hi + LANES - 1) / LANES;
+    float change[LANES] = {0};
+    for (int r = 0; r < rows; r++) {
+        if (!full && !b->visible[r]) continue; /* 0: acc stays as it is */
+        row_state_t *state = &b->state[r];
+        vec_t max = vec_set1(-INFINITY);
+        for (uint32_t i = first; i < last; i++) {
+            vec_t s = vec_load(&scores[r][i * LANES]);
+            if (!full) {
+                s = vec_keep(s, b->visible[r] >> i * LANES, -INFINITY);
+                vec_store(&scores[r][i * LANES], s);
+            }
+            max = vec_max(s, max); /* NaN is passed over */
+        }
+        if (!vec_any_above(max, vec_set1(state->m))) continue; /* as a rule: the maximum has been seen */
+        const float m = vec_reduce_max(max);
+        change[r] = (state->m - m) * (state->unit * LOG2_E);
+        state->m = m;
+    }
+    vec_store(rescale, vec_exp2(dtype, vec_load(change)));
+
+    vec_t scale[PAGE_VECS], offset[PAGE_VECS];
+    if (fd_kv_is_int(dtype)) {
+        const uint64_t seen = ~UINT64_C(0) << b->lo & ~UINT64_C(0) >> (FD_PAGE_TOKENS - b->hi);
+        for (uint32_t i = first; i < last; i++) {
+            kv_affine(dtype, b->chunk + fd_chunk_v_affine(dtype, b->head_size) + i * LANES * sizeof(uint32_t), &scale[i], &offset[i]);
+            if (kv_bits(dtype) == 16) offset[i] = vec_fma(scale[i], vec_set1(-(float)fd_zero_point(dtype)), offset[i]);
+            if (full) continue;
+            scale[i] = vec_keep(scale[i], seen >> i * LANES, 0.0f);
+            offset[i] = vec_keep(offset[i], seen >> i * LANES, 0.0f);
+        }
+    }
+    for (int r = 0; r < rows; r++) {
+        row_state_t *state = &b->state[r];
+        float *weights = scores[r];
+        unit[r] = 0.0f;
+        if (!full && !b->visible[r]) {
+            memset(weights, 0, sizeof scores[r]);
+            continue;
+        }
+        const vec_t m = vec_set1(state->m), to_log2 = vec_set1(state->unit * LOG2_E);
+        vec_t sum = vec_zero(), rest = vec_zero(), max = vec_zero(), w[PAGE_VECS];
+        for (uint32_t i = first; i < last; i++) {
+            const vec_t p = vec_exp2(dtype, vec_mul(vec_sub(vec_load(&weights[i * LANES]), m), to_log2));
+            sum = vec_add(sum, p);
+            if (fd_kv_is_int(dtype)) {
+                rest = vec_fma(p, offset[i], rest);
+                w[i] = vec_mul(p, scale[i]);
+                max = vec_max(max, w[i]);
+            } else {
+                vec_store(&weights[i * LANES], p);
+            }
+        }
+        vec_store(state->l, vec_fma(vec_load(state->l), vec_set1(rescale[r]), sum));
+        if (fd_kv_is_int(dtype)) {
+            const float largest = vec_reduce_max(max), levels = kv_levels(dtype, 1);
+            const int any = largest >= FD_TINY;
+            const vec_t inverse = vec_set1(any ? levels / largest : 0.0f);
+            unit[r] = any ? largest / levels : 0.0f;
+            for (uint32_t i = first; i < last; i++) kv_store_multipliers(dtype, 1, weights, i, vec_mul(w[i], inverse));
+            if (kv_bits(dtype) == 8) /* the weights as rounded: their error times the zero point would be V's largest */
+                rest = vec_fma(kv_sum_weights(weights, first, last), vec_set1(-(float)fd_zero_point(dtype) * unit[r]), rest);
+            vec_store(state->rest, vec_fma(vec_load(state->rest), vec_set1(rescale[r]), rest));
+        }
+    }
+}
+
+#endif
