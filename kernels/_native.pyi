@@ -42,7 +42,7 @@ def read_seconds(buffer: Buffer, cpus: Sequence[int], passes: int = 1, /) -> flo
 # ---- the R-engine (engine.h) ----
 
 def page_bytes(geometry: _Geometry, kv_dtype: int, /) -> int:
-    """Bytes of one page of 64 tokens, all layers and KV heads. `kv_dtype` is an index of transports.base.KV_DTYPES."""
+    """Bytes of one page of PAGE_TOKENS tokens, all layers and KV heads. `kv_dtype` is an index of transports.base.KV_DTYPES."""
 
 def region_layout(geometry: _Geometry, /) -> tuple[int, int, int, int, int, int, int, int, int]:
     """The fields of transports.base.RegionLayout, in order. Raises ValueError if the geometry is not sane."""

@@ -8,7 +8,7 @@
  * Blocking. Query rows (all heads of the group, all tokens of the query block) are cut into panels, panels into blocks. A panel may span
  * several KV heads, whose chunks lie one behind the other in a page: what is read from one page is then long, and the prefetch
  * seldom jumps. A panel walks the chunks; in each, a block
- *   1. scores 64 tokens in tiles of registers: a vector of K is loaded and taken apart once for all rows of the block;
+ *   1. scores its tokens in tiles of registers: a vector of K is loaded and taken apart once for all rows of the block;
  *   2. masks what a row must not see, updates m and l, turns scores into weights (online softmax, one step a chunk);
  *   3. adds weights times V in tiles of registers, again one load for all rows.
  * As they go, the tiles prefetch the next chunk front to back, each step as many bytes as it reads itself. In that order, not in
@@ -50,7 +50,7 @@ FD_INLINE void begin_row(const fd_kv_dtype_t dtype, const float *q, uint32_t hea
     for (uint32_t d = 0; d < head_size; d += LANES) {
         const vec_t x = vec_round(vec_mul(vec_load(padded + d), inverse));
         sum = vec_add(sum, x);
-        kv_store_multipliers(dtype, 0, multipliers, d / LANES, x);
+        kv_store_multipliers(dtype, multipliers, d / LANES, x);
     }
     state->q_sum = vec_reduce_add(sum);
 }
@@ -71,7 +71,7 @@ FD_INLINE void see(block_t *b, const fd_attend_t *a, uint32_t row, uint64_t base
         const uint32_t j = (row + r) / a->group;
         uint32_t lo, hi;
         fd_clip(fd_row_start(a, j), fd_row_end(a, j), base, &lo, &hi);
-        b->visible[r] = lo < hi ? (~UINT64_C(0) << lo) & (~UINT64_C(0) >> (FD_PAGE_TOKENS - hi)) : 0;
+        b->seen[r].lo = lo, b->seen[r].hi = hi;
         b->full &= lo == 0 && hi == FD_PAGE_TOKENS;
         if (lo < hi && lo < b->lo) b->lo = lo;
         if (lo < hi && hi > b->hi) b->hi = hi;

@@ -14,7 +14,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define FD_PAGE_TOKENS 64u
+#define FD_PAGE_TOKENS 128u
 
 typedef enum { FD_KV_FP32 = 0, FD_KV_FP16 = 1, FD_KV_BF16 = 2, FD_KV_INT8 = 3, FD_KV_INT4 = 4, FD_KV_DTYPES } fd_kv_dtype_t;
 typedef enum { FD_ISA_SCALAR = 0, FD_ISA_AVX2 = 1, FD_ISA_AVX512 = 2, FD_ISA_AVX512VNNI = 3, FD_ISA_AMX = 4, FD_ISAS } fd_isa_t;
@@ -28,7 +28,7 @@ size_t fd_kv_chunk_bytes(fd_kv_dtype_t dtype, uint32_t head_size);
 /* One query block of one sequence and `heads` neighbouring KV heads over consecutive pages. More than one head only as long as
  * heads * q_len * group <= FD_PANEL_ROWS. */
 typedef struct {
-    const uint8_t *const *chunks; /* chunks[i] holds tokens first_token + [i*64, (i+1)*64) of the sequence, of the first head */
+    const uint8_t *const *chunks; /* chunks[i] holds tokens first_token + [i*128, (i+1)*128) of the sequence, of the first head */
     uint32_t n_chunks;
     uint32_t heads;
     size_t head_stride;           /* bytes from a head's chunk to the next head's */
@@ -49,7 +49,7 @@ typedef struct {
 
 typedef struct {
     const char *isa;
-    /* Writes token t (0..63) of a chunk; k and v are [head_size] fp32, rounded or quantised here. */
+    /* Writes token t (0..127) of a chunk; k and v are [head_size] fp32, rounded or quantised here. */
     void (*append)(uint8_t *chunk, uint32_t head_size, uint32_t t, const float *k, const float *v);
     void (*attend)(const fd_attend_t *a);
 } fd_kv_ops_t;

@@ -1,4 +1,4 @@
-/* Kernels for AMX (Intel SDM vol. 1, ch. 18) beside AVX-512 with VNNI: bf16, int8 and int4 are multiplied by tiles, the rest is AVX-512's.
+/* Kernels for AMX (Intel SDM vol. 1, ch. 18) beside AVX-512 with VNNI and VBMI: bf16, int8 and int4 are multiplied by tiles, the rest is AVX-512's.
  *
  * A tile of K or V is 16 rows of 64 bytes. The words of chunk.h are what a tile product wants: 16 lanes of tokens (or dimensions) wide, 64
  * bytes of the sum's index deep in bytes, 32 in bf16. One tile instruction thus does the work of 16 per query row, and a chunk is
@@ -13,15 +13,15 @@
 #include <immintrin.h>
 
 #ifdef __clang__
-#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,amx-tile,amx-int8,amx-bf16"))), apply_to = function)
+#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,avx512vbmi,amx-tile,amx-int8,amx-bf16"))), apply_to = function)
 #else
 #pragma GCC push_options
-#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,amx-tile,amx-int8,amx-bf16")
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,avx512vbmi,amx-tile,amx-int8,amx-bf16")
 #endif
 
 #include "vec_avx512.h"
 
-enum { TILE_ROWS = 16, TILE_ROW_BYTES = 64, COLUMNS = 64 /* of a product: four tiles */ };
+enum { TILE_ROWS = 16, TILE_ROW_BYTES = 64, COLUMNS = 64 /* of a product: four tiles */, COLUMN_VECS = COLUMNS / LANES };
 
 FD_INLINE uint32_t block_rows(fd_kv_dtype_t dtype) { return MAX_BLOCK; }
 FD_INLINE int kv_bits(fd_kv_dtype_t dtype) { return 16; }
@@ -32,13 +32,38 @@ FD_INLINE vec_t kv_sum_weights(const void *weights, uint32_t first, uint32_t las
 /* Bytes from a row's high halves to its low ones: half of Q_STRIDE, half of WEIGHT_STRIDE. */
 FD_INLINE size_t low_half(int is_v) { return is_v ? FD_PAGE_TOKENS * sizeof(float) / 2 : FD_MAX_CHUNK_HEAD * sizeof(float) / 2; }
 
-FD_INLINE void kv_store_multipliers(fd_kv_dtype_t dtype, int is_v, void *to, uint32_t i, vec_t x) {
-    const __m128i order = _mm_setr_epi8(0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15); /* of elements in words, chunk.h */
-    const __m512i y = _mm512_cvtps_epi32(x), carry = _mm512_set1_epi32(is_v ? 0 : 128);
-    const __m512i high = _mm512_srai_epi32(_mm512_add_epi32(y, carry), 8);
-    __m128i *at = (__m128i *)to + i;
-    _mm_storeu_si128(at, _mm_shuffle_epi8(_mm512_cvtepi32_epi8(high), order));
-    _mm_storeu_si128((__m128i *)((uint8_t *)at + low_half(is_v)), _mm_shuffle_epi8(_mm512_cvtepi32_epi8(y), order));
+/* Where permutex2var_epi8 finds the low byte of element e of 64 after packus_epi32 has made 16-bit words of them, two vectors at a time. */
+#define FD_PACKED(e) ((e) / 32 * 64 + 2 * ((e) % 16 / 4 * 8 + (e) / 16 % 2 * 4 + (e) % 4))
+#define FD_WORD(e) FD_PACKED(e), FD_PACKED((e) + 2), FD_PACKED((e) + 1), FD_PACKED((e) + 3) /* in the order of chunk.h */
+#define FD_WORDS(e) FD_WORD(e), FD_WORD((e) + 4), FD_WORD((e) + 8), FD_WORD((e) + 12)
+static const uint8_t packed_words[64] = {FD_WORDS(0), FD_WORDS(16), FD_WORDS(32), FD_WORDS(48)};
+
+/* Four vectors of integers within 0..65535. */
+FD_INLINE void store_weights(uint8_t *to, const vec_t *x) {
+    const __m512i low = _mm512_loadu_si512(packed_words), high = _mm512_add_epi8(low, _mm512_set1_epi8(1));
+    const __m512i x01 = _mm512_packus_epi32(_mm512_cvtps_epi32(x[0]), _mm512_cvtps_epi32(x[1]));
+    const __m512i x23 = _mm512_packus_epi32(_mm512_cvtps_epi32(x[2]), _mm512_cvtps_epi32(x[3]));
+    _mm512_storeu_si512(to, _mm512_permutex2var_epi8(x01, high, x23));
+    _mm512_storeu_si512(to + low_half(1), _mm512_permutex2var_epi8(x01, low, x23));
+}
+
+/* Vector i of a row of integers, into signed halves. */
+FD_INLINE void kv_store_multipliers(fd_kv_dtype_t dtype, void *to, uint32_t i, vec_t x) {
+    const __m128i order = _mm_setr_epi8(0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15);
+    const __m512i low = _mm512_cvtps_epi32(x), high = _mm512_srai_epi32(_mm512_add_epi32(low, _mm512_set1_epi32(128)), 8);
+    uint8_t *at = (uint8_t *)to + i * LANES;
+    _mm_storeu_si128((__m128i *)at, _mm_shuffle_epi8(_mm512_cvtepi32_epi8(high), order));
+    _mm_storeu_si128((__m128i *)(at + low_half(0)), _mm_shuffle_epi8(_mm512_cvtepi32_epi8(low), order));
+}
+
+#define FD_OWN_STORE_WEIGHTS
+/* All vectors of a row, those outside [first, last) zero, into unsigned halves. */
+FD_INLINE void kv_store_weights(fd_kv_dtype_t dtype, void *to, uint32_t first, uint32_t last, const vec_t *w, vec_t inverse) {
+    vec_t x[FD_PAGE_TOKENS / LANES];
+    FD_UNROLL
+    for (uint32_t i = 0; i < FD_PAGE_TOKENS / LANES; i++) x[i] = i >= first && i < last ? vec_mul(w[i], inverse) : vec_zero();
+    FD_UNROLL
+    for (uint32_t i = 0; i < FD_PAGE_TOKENS / LANES; i += 4) store_weights((uint8_t *)to + i * LANES, x + i);
 }
 
 /* 2 * LANES floats, cut off to bf16 and what that leaves, cut off to bf16 too. */
@@ -51,6 +76,7 @@ FD_INLINE void store_split(uint8_t *to, size_t to_low, vec_t x0, vec_t x1) {
     x1 = vec_sub(x1, _mm512_and_ps(x1, high));
     _mm512_storeu_si512(to + to_low, _mm512_permutex2var_epi16(vec_ints(x0), odd, vec_ints(x1)));
 }
+#define FD_OWN_STORE_QUERY
 FD_INLINE void kv_store_query(fd_kv_dtype_t dtype, void *to, const float *q, uint32_t head_size) {
     for (uint32_t d = 0; d < head_size; d += 2 * LANES)
         store_split((uint8_t *)to + d * sizeof(uint16_t), low_half(0), vec_load(q + d), vec_load(q + d + LANES));
@@ -59,16 +85,17 @@ FD_INLINE void kv_store_query(fd_kv_dtype_t dtype, void *to, const float *q, uin
 #include "softmax_simd.h"
 #include "attend_simd.h"
 
-/* Tiles 0 to 3 are sums, 4 is to the left, 5 and 6 take turns on the right. */
-FD_INLINE void configure_tiles(uint32_t block) {
+/* Tiles 0 to 3 are sums, 4 is on the left, 5 and 6 take turns on the right. bf16 has the high multipliers in 4 and the low ones in 7, and one
+ * sum of both. */
+FD_INLINE void configure_tiles(fd_kv_dtype_t dtype, uint32_t block) {
     struct __attribute__((packed)) {
         uint8_t palette, start_row, reserved[14];
         uint16_t row_bytes[16];
         uint8_t rows[16];
     } config = {.palette = 1};
-    for (int tile = 0; tile < 7; tile++) {
+    for (int tile = 0; tile < 8; tile++) {
         config.row_bytes[tile] = TILE_ROW_BYTES;
-        config.rows[tile] = tile < 5 ? 2 * block : TILE_ROWS;
+        config.rows[tile] = tile == 5 || tile == 6 ? TILE_ROWS : dtype == FD_KV_BF16 ? block : 2 * block;
     }
     _tile_loadconfig(&config);
 }
@@ -109,9 +136,10 @@ FD_INLINE void clear_unseen(const uint8_t *words, size_t stride, uint32_t token,
         } else {                                                                                                       \
             _tile_loadd(right, words, stride);                                                                         \
         }                                                                                                              \
-        if (dtype == FD_KV_BF16)                                                                                       \
+        if (dtype == FD_KV_BF16) {                                                                                     \
             _tile_dpbf16ps(i, 4, right);                                                                               \
-        else if (is_v)                                                                                                 \
+            _tile_dpbf16ps(i, 7, right);                                                                               \
+        } else if (is_v)                                                                                                 \
             _tile_dpbuud(i, 4, right);                                                                                 \
         else                                                                                                           \
             _tile_dpbsud(i, 4, right);                                                                                 \
@@ -121,8 +149,8 @@ FD_INLINE void clear_unseen(const uint8_t *words, size_t stride, uint32_t token,
         ahead += TILE_ROWS * LINE;                                                                                     \
     } while (0)
 
-/* products[2 r], [2 r + 1] = the high and the low multipliers of row r, `left` and low_half behind it, times COLUMNS columns of K or V
- * over `steps` tiles in depth. Prefetches from `ahead` on as much as it reads, of int4 nothing. */
+/* products[r] = row r of `left` times COLUMNS columns of K or V over `steps` tiles in depth; of integers, [2 r] is that of the high halves and
+ * [2 r + 1] that of the low ones. Prefetches from `ahead` on as much as it reads, of int4 nothing. */
 FD_INLINE void multiply_tiles(const fd_kv_dtype_t dtype, const int is_v, const block_t *b, const uint8_t *left, const uint8_t *matrix, size_t stride,
                               uint32_t steps, const uint8_t *ahead, float products[][COLUMNS]) {
     uint8_t tile[4][TILE_ROWS][TILE_ROW_BYTES] __attribute__((aligned(64))); /* of what was cleared */
@@ -131,7 +159,12 @@ FD_INLINE void multiply_tiles(const fd_kv_dtype_t dtype, const int is_v, const b
     _tile_zero(2);
     _tile_zero(3);
     for (uint32_t step = 0; step < steps; step++, left += TILE_ROW_BYTES, matrix += TILE_ROWS * stride) {
-        _tile_loadd(4, left, low_half(is_v));
+        if (dtype == FD_KV_BF16) {
+            _tile_loadd(4, left, 2 * low_half(is_v));
+            _tile_loadd(7, left + low_half(is_v), 2 * low_half(is_v));
+        } else {
+            _tile_loadd(4, left, low_half(is_v));
+        }
         FD_COLUMN(0, 5);
         FD_COLUMN(1, 6);
         FD_COLUMN(2, 5);
@@ -143,10 +176,10 @@ FD_INLINE void multiply_tiles(const fd_kv_dtype_t dtype, const int is_v, const b
     _tile_stored(3, products[0] + 3 * LANES, sizeof products[0]);
 }
 
-/* Lanes [i * LANES, (i + 1) * LANES) of row r's product, both halves together. */
+/* Vector i of row r's product, both halves together. */
 FD_INLINE vec_t whole_product(fd_kv_dtype_t dtype, float products[][COLUMNS], uint32_t r, uint32_t i) {
+    if (dtype == FD_KV_BF16) return vec_load(&products[r][i * LANES]);
     const vec_t high = vec_load(&products[2 * r][i * LANES]), low = vec_load(&products[2 * r + 1][i * LANES]);
-    if (dtype == FD_KV_BF16) return vec_add(high, low);
     return vec_from_int(vec_add_int(vec_bits(_mm512_slli_epi32(vec_ints(high), 8)), low));
 }
 
@@ -161,39 +194,35 @@ FD_INLINE void score_chunk(const fd_kv_dtype_t dtype, const block_t *b, uint8_t 
         widen_nibbles(k, b->head_size / fd_word_elems(dtype), row_bytes, ahead, wide);
         k = wide;
     }
-    multiply_tiles(dtype, 0, b, b->q, k, row_bytes, steps, ahead, products);
     for (uint32_t i = 0; i < PAGE_VECS; i++) {
+        if (i % COLUMN_VECS == 0) {
+            multiply_tiles(dtype, 0, b, b->q, k + i * LANES * sizeof(uint32_t), row_bytes, steps, ahead, products);
+            ahead += steps * TILE_ROWS * COLUMNS * sizeof(uint32_t);
+        }
         vec_t scale = vec_zero(), offset = vec_zero();
         if (fd_kv_is_int(dtype)) {
             kv_affine(dtype, b->chunk + fd_chunk_k_affine(dtype, b->head_size) + i * LANES * sizeof(uint32_t), &scale, &offset);
             offset = vec_fma(scale, vec_set1(-(float)fd_zero_point(dtype)), offset);
         }
         for (uint32_t r = 0; r < b->rows; r++) {
-            vec_t s = whole_product(dtype, products, r, i);
+            vec_t s = whole_product(dtype, products, r, i % COLUMN_VECS);
             if (fd_kv_is_int(dtype)) s = vec_fma(s, scale, vec_mul(offset, vec_set1(b->state[r].q_sum)));
             vec_store(&scores[r][i * LANES], s);
         }
     }
 }
 
-/* Makes the weights that soft_max left a matrix on the left. */
-FD_INLINE void split_weights(const fd_kv_dtype_t dtype, const block_t *b, float weights[][FD_PAGE_TOKENS]) {
+/* Makes the fp32 weights that soft_max left a matrix on the left. */
+FD_INLINE void split_weights(const block_t *b, float weights[][FD_PAGE_TOKENS]) {
     const uint32_t first = b->lo / LANES, last = (b->hi + LANES - 1) / LANES;
     for (uint32_t r = 0; r < b->rows; r++) {
-        uint8_t *row = (uint8_t *)weights[r];
-        if (dtype == FD_KV_BF16) {
-            vec_t w[PAGE_VECS];
-            FD_UNROLL
-            for (uint32_t i = 0; i < PAGE_VECS; i++)
-                w[i] = b->full || (i >= first && i < last) ? vec_load(&weights[r][i * LANES]) : vec_zero();
-            FD_UNROLL
-            for (uint32_t i = 0; i < PAGE_VECS; i += 2) store_split(row + i * LANES * sizeof(uint16_t), low_half(1), w[i], w[i + 1]);
-        } else if (!b->full) {
-            for (int low = 0; low < 2; low++, row += low_half(1)) {
-                memset(row, 0, first * LANES);
-                memset(row + last * LANES, 0, FD_PAGE_TOKENS - last * LANES);
-            }
-        }
+        vec_t w[PAGE_VECS];
+        FD_UNROLL
+        for (uint32_t i = 0; i < PAGE_VECS; i++)
+            w[i] = b->full || (i >= first && i < last) ? vec_load(&weights[r][i * LANES]) : vec_zero();
+        FD_UNROLL
+        for (uint32_t i = 0; i < PAGE_VECS; i += 2)
+            store_split((uint8_t *)weights[r] + i * LANES * sizeof(uint16_t), low_half(1), w[i], w[i + 1]);
     }
 }
 
@@ -213,7 +242,7 @@ FD_INLINE void add_values(const fd_kv_dtype_t dtype, const block_t *b, uint8_t *
             float *acc = b->acc + (size_t)r * b->head_size + d;
             const vec_t old = vec_set1(rescale[r]), new = vec_set1(fd_kv_is_int(dtype) ? unit[r] : 1.0f);
             FD_UNROLL
-            for (uint32_t i = 0; i < COLUMNS / LANES; i++) {
+            for (uint32_t i = 0; i < COLUMN_VECS; i++) {
                 const vec_t product = whole_product(dtype, products, r, i), kept = vec_mul(vec_load(acc + i * LANES), old);
                 vec_store(acc + i * LANES, vec_fma(product, new, kept));
             }
@@ -231,31 +260,31 @@ FD_INLINE void attend_block(const fd_kv_dtype_t dtype, const block_t *b) {
         soft_max(dtype, (int)b->rows, 1, b, scores, rescale, unit);
     else
         soft_max(dtype, (int)b->rows, 0, b, scores, rescale, unit);
-    split_weights(dtype, b, scores);
+    if (dtype == FD_KV_BF16) split_weights(b, scores);
     add_values(dtype, b, wide, scores, rescale, unit);
 }
 
-/* A tile in depth is 64 bytes of a head: other head sizes are left to the next best ISA. */
-#define FD_KERNEL(name, dtype, otherwise)                                                                              \
+/* A tile in depth is 64 bytes of a head: other head sizes are left to the next best ISA, and so are fewer than `least` rows, for which it is faster. */
+#define FD_KERNEL(name, dtype, least, otherwise)                                                                       \
     static void attend_##name##_block(const block_t *b) { attend_block(dtype, b); }                                    \
     static void fd_attend_##name##_amx(const fd_attend_t *a) {                                                         \
+        const uint32_t rows = a->q_len * a->group;                                                                     \
         static const block_fn blocks[MAX_BLOCK] = {                                                                    \
             attend_##name##_block, attend_##name##_block, attend_##name##_block, attend_##name##_block,                \
             attend_##name##_block, attend_##name##_block, attend_##name##_block, attend_##name##_block,                \
         };                                                                                                             \
-        if (a->head_size % TILE_ROW_BYTES) {                                                                           \
+        if (a->head_size % TILE_ROW_BYTES || rows < least) {                                                           \
             otherwise(a);                                                                                              \
             return;                                                                                                    \
         }                                                                                                              \
-        const uint32_t rows = a->q_len * a->group;                                                                     \
-        configure_tiles(rows < MAX_BLOCK ? rows : MAX_BLOCK);                                                          \
+        configure_tiles(dtype, rows < MAX_BLOCK ? rows : MAX_BLOCK);                                                          \
         attend(dtype, a, blocks);                                                                                      \
         _tile_release();                                                                                               \
     }
 
-FD_KERNEL(bf16, FD_KV_BF16, fd_attend_bf16_avx512)
-FD_KERNEL(int8, FD_KV_INT8, fd_attend_int8_avx512vnni)
-FD_KERNEL(int4, FD_KV_INT4, fd_attend_int4_avx512vnni)
+FD_KERNEL(bf16, FD_KV_BF16, 1, fd_attend_bf16_avx512)
+FD_KERNEL(int8, FD_KV_INT8, 1, fd_attend_int8_avx512vnni)
+FD_KERNEL(int4, FD_KV_INT4, 1, fd_attend_int4_avx512vnni)
 
 const fd_kv_ops_t fd_kv_ops_amx[FD_KV_DTYPES] = {
     [FD_KV_FP32] = {"amx", fd_append_fp32_avx512, fd_attend_fp32_avx512},

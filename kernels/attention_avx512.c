@@ -37,11 +37,8 @@ FD_INLINE vec_t kv_multiply_add(fd_kv_dtype_t dtype, int is_v, vec_t x, vec_t y,
     if (!fd_kv_is_int(dtype)) return vec_fma(x, y, sum);
     return vec_bits(_mm512_add_epi32(vec_ints(sum), _mm512_madd_epi16(vec_ints(x), vec_ints(y))));
 }
-FD_INLINE void kv_store_multipliers(fd_kv_dtype_t dtype, int is_v, void *to, uint32_t i, vec_t x) {
+FD_INLINE void kv_store_multipliers(fd_kv_dtype_t dtype, void *to, uint32_t i, vec_t x) {
     _mm256_storeu_si256((__m256i *)to + i, _mm512_cvtepi32_epi16(_mm512_cvtps_epi32(x)));
-}
-FD_INLINE void kv_store_query(fd_kv_dtype_t dtype, void *to, const float *q, uint32_t head_size) {
-    memcpy(to, q, head_size * sizeof *q);
 }
 FD_INLINE vec_t kv_sum_weights(const void *weights, uint32_t first, uint32_t last) { return vec_zero(); }
 

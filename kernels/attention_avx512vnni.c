@@ -37,7 +37,7 @@ FD_INLINE vec_t kv_multiply_add(fd_kv_dtype_t dtype, int is_v, vec_t x, vec_t y,
         __asm__("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(x), "v"(y));
     return sum;
 }
-FD_INLINE void kv_store_multipliers(fd_kv_dtype_t dtype, int is_v, void *to, uint32_t i, vec_t x) {
+FD_INLINE void kv_store_multipliers(fd_kv_dtype_t dtype, void *to, uint32_t i, vec_t x) {
     const __m512i y = _mm512_cvtps_epi32(x);
     if (dtype == FD_KV_INT8) {
         _mm256_storeu_si256((__m256i *)to + i, _mm512_cvtepi32_epi16(y));
@@ -46,13 +46,15 @@ FD_INLINE void kv_store_multipliers(fd_kv_dtype_t dtype, int is_v, void *to, uin
     const __m128i order = _mm_setr_epi8(0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15);
     _mm_storeu_si128((__m128i *)to + i, _mm_shuffle_epi8(_mm512_cvtepi32_epi8(y), order));
 }
-FD_INLINE void kv_store_query(fd_kv_dtype_t dtype, void *to, const float *q, uint32_t head_size) {
-    memcpy(to, q, head_size * sizeof *q);
-}
 /* Lane by lane, the sum of those weights of 8 bits that lie in vectors [first, last). */
 FD_INLINE vec_t kv_sum_weights(const void *weights, uint32_t first, uint32_t last) {
-    const __m512i w = _mm512_maskz_loadu_epi32((__mmask16)(0xffffu << 4 * first & 0xffffu >> (16 - 4 * last)), weights);
-    return vec_from_int(vec_bits(_mm512_dpbusd_epi32(_mm512_setzero_si512(), w, _mm512_set1_epi8(1))));
+    const uint32_t seen = ~0u << 4 * first & ~0u >> (32 - 4 * last); /* words of four weights */
+    __m512i sum = _mm512_setzero_si512();
+    for (int i = 0; i < 2; i++) {
+        const __m512i w = _mm512_maskz_loadu_epi32((__mmask16)(seen >> 16 * i), (const uint8_t *)weights + 64 * i);
+        sum = _mm512_dpbusd_epi32(sum, w, _mm512_set1_epi8(1));
+    }
+    return vec_from_int(vec_bits(sum));
 }
 
 #include "tiles_simd.h"

@@ -3,8 +3,8 @@
  * K and V are matrices that a kernel multiplies from the left, by queries and by softmax weights. Both are stored so that a vector
  * register holds consecutive results (lanes) and no product needs a sum across lanes:
  *
- *   K  sums over dimensions, lanes are tokens:      [head_size / E][64] words
- *   V  sums over tokens,     lanes are dimensions:  [64 / E][head_size] words
+ *   K  sums over dimensions, lanes are tokens:      [head_size / E][128] words
+ *   V  sums over tokens,     lanes are dimensions:  [128 / E][head_size] words
  *
  * A word holds E consecutive elements of the sum's index, so that a kernel takes them apart with a shift and a mask:
  *
@@ -16,7 +16,7 @@
  *
  * Bytes 0 and 2 are thus two neighbours in 16-bit halves once the others are masked off, as vpmaddwd wants them.
  *
- *   k_affine, v_affine  [64] words, int8 and int4: one a token. int8: fp32 scale. int4: bf16 scale (high half), bf16 centre (low).
+ *   k_affine, v_affine  [128] words, int8 and int4: one a token. int8: fp32 scale. int4: bf16 scale (high half), bf16 centre (low).
  *
  *   int8  x = scale * (stored - 128)             scale = max |x| / 127
  *   int4  x = scale * (stored - 8) + centre      scale = (max - min) / 15, centre = (min + max + scale) / 2
@@ -36,6 +36,13 @@
 #define FD_TINY 1e-36f
 
 #define FD_INLINE static inline __attribute__((always_inline))
+
+/* Before a loop whose trip count is constant once inlined: only then do arrays of vectors become registers. */
+#ifdef __clang__
+#define FD_UNROLL _Pragma("clang loop unroll(full)")
+#else
+#define FD_UNROLL _Pragma("GCC unroll 8")
+#endif
 
 /* E of the list above, and bytes of a word. */
 FD_INLINE uint32_t fd_word_elems(fd_kv_dtype_t dtype) {

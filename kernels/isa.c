@@ -45,7 +45,7 @@ static unsigned detect(void) {
     isas |= 1u << FD_ISA_AVX512;
     if (!(c & bit_AVX512VNNI)) return isas;
     isas |= 1u << FD_ISA_AVX512VNNI;
-    if ((d & amx_7d) == amx_7d && (enabled & XCR0_AMX) == XCR0_AMX && allow_tiles()) isas |= 1u << FD_ISA_AMX;
+    if (c & bit_AVX512VBMI && (d & amx_7d) == amx_7d && (enabled & XCR0_AMX) == XCR0_AMX && allow_tiles()) isas |= 1u << FD_ISA_AMX;
     return isas;
 }
 #else

@@ -8,13 +8,6 @@
 #include "chunk.h"
 #include "dispatch.h"
 
-/* Before a loop whose trip count is constant once inlined: only then do arrays of vectors become registers. */
-#ifdef __clang__
-#define FD_UNROLL _Pragma("clang loop unroll(full)")
-#else
-#define FD_UNROLL _Pragma("GCC unroll 8")
-#endif
-
 enum { PAGE_VECS = FD_PAGE_TOKENS / LANES, PREFETCH_LOCALITY = 2, LINE = 64 };
 enum { Q_STRIDE = FD_MAX_CHUNK_HEAD * sizeof(float), WEIGHT_STRIDE = FD_PAGE_TOKENS * sizeof(float) }; /* of multipliers, bytes */
 
@@ -42,6 +35,19 @@ FD_INLINE vec_t vec_exp2(const fd_kv_dtype_t dtype, vec_t x) {
     return vec_scale2(vec_fma(p, r, vec_set1(1.0f)), x, EXP2_FLUSH);
 }
 
+/* How an ISA stores a row of multipliers of floats, and the weights of integer formats, unless it has defined a way of its own. */
+#ifndef FD_OWN_STORE_QUERY
+FD_INLINE void kv_store_query(fd_kv_dtype_t dtype, void *to, const float *q, uint32_t head_size) {
+    memcpy(to, q, head_size * sizeof *q);
+}
+#endif
+#ifndef FD_OWN_STORE_WEIGHTS
+FD_INLINE void kv_store_weights(fd_kv_dtype_t dtype, void *to, uint32_t first, uint32_t last, const vec_t *w, vec_t inverse) {
+    FD_UNROLL
+    for (uint32_t i = first; i < last; i++) kv_store_multipliers(dtype, to, i, vec_mul(w[i], inverse));
+}
+#endif
+
 /* What a panel keeps of a query row. Scores and m are in units of `unit`, which float formats have 1. */
 typedef struct {
     float l[LANES], rest[LANES]; /* sums by lane: of weights; of weights times V's offsets */
@@ -55,7 +61,7 @@ typedef struct {
     uint32_t rows, head_size;
     uint32_t lo, hi;                /* tokens that some row sees */
     int full;                       /* every row sees every token */
-    uint64_t visible[MAX_BLOCK];    /* bit t: the row sees token t; not set if `full` */
+    struct { uint32_t lo, hi; } seen[MAX_BLOCK]; /* by the row; not set if `full` */
     const uint8_t *q;               /* [rows][Q_STRIDE] multipliers as the ISA stores them */
     row_state_t *state;             /* [rows] */
     float *acc;                     /* [rows][head_size] */
@@ -70,6 +76,13 @@ FD_INLINE void prefetch_affine(const fd_kv_dtype_t dtype, const block_t *b) {
         __builtin_prefetch(b->next + fd_chunk_k_affine(dtype, b->head_size) + line, 0, PREFETCH_LOCALITY);
 }
 
+/* Lanes [i * LANES, (i + 1) * LANES) of x that are of tokens [lo, hi), elsewhere `fill`. */
+FD_INLINE vec_t keep_tokens(vec_t x, uint32_t i, uint32_t lo, uint32_t hi, float fill) {
+    const uint32_t base = i * LANES, from = lo > base ? lo - base : 0, to = hi > base ? hi - base : 0;
+    const uint64_t below_to = to >= LANES ? ~UINT64_C(0) : (UINT64_C(1) << to) - 1, below_from = from >= LANES ? ~UINT64_C(0) : (UINT64_C(1) << from) - 1;
+    return vec_keep(x, below_to & ~below_from, fill);
+}
+
 /* Online softmax: scores of [lo, hi) become multipliers for V in place; m, l and rest are brought up to date; rescale[r] is what
  * acc must be multiplied by, unit[r] (integers) what the products must be. */
 FD_INLINE void soft_max(const fd_kv_dtype_t dtype, const int rows, const int full, const block_t *b,
@@ -77,13 +90,14 @@ FD_INLINE void soft_max(const fd_kv_dtype_t dtype, const int rows, const int ful
     const uint32_t first = full ? 0 : b->lo / LANES, last = full ? PAGE_VECS : (b->hi + LANES - 1) / LANES;
     float change[LANES] = {0};
     for (int r = 0; r < rows; r++) {
-        if (!full && !b->visible[r]) continue; /* 0: acc stays as it is */
+        if (!full && b->seen[r].lo >= b->seen[r].hi) continue; /* acc stays as it is */
         row_state_t *state = &b->state[r];
         vec_t max = vec_set1(-INFINITY);
+        FD_UNROLL
         for (uint32_t i = first; i < last; i++) {
             vec_t s = vec_load(&scores[r][i * LANES]);
             if (!full) {
-                s = vec_keep(s, b->visible[r] >> i * LANES, -INFINITY);
+                s = keep_tokens(s, i, b->seen[r].lo, b->seen[r].hi, -INFINITY);
                 vec_store(&scores[r][i * LANES], s);
             }
             max = vec_max(s, max); /* NaN is passed over */
@@ -97,25 +111,26 @@ FD_INLINE void soft_max(const fd_kv_dtype_t dtype, const int rows, const int ful
 
     vec_t scale[PAGE_VECS], offset[PAGE_VECS];
     if (fd_kv_is_int(dtype)) {
-        const uint64_t seen = ~UINT64_C(0) << b->lo & ~UINT64_C(0) >> (FD_PAGE_TOKENS - b->hi);
+        FD_UNROLL
         for (uint32_t i = first; i < last; i++) {
             kv_affine(dtype, b->chunk + fd_chunk_v_affine(dtype, b->head_size) + i * LANES * sizeof(uint32_t), &scale[i], &offset[i]);
             if (kv_bits(dtype) == 16) offset[i] = vec_fma(scale[i], vec_set1(-(float)fd_zero_point(dtype)), offset[i]);
             if (full) continue;
-            scale[i] = vec_keep(scale[i], seen >> i * LANES, 0.0f);
-            offset[i] = vec_keep(offset[i], seen >> i * LANES, 0.0f);
+            scale[i] = keep_tokens(scale[i], i, b->lo, b->hi, 0.0f);
+            offset[i] = keep_tokens(offset[i], i, b->lo, b->hi, 0.0f);
         }
     }
     for (int r = 0; r < rows; r++) {
         row_state_t *state = &b->state[r];
         float *weights = scores[r];
         unit[r] = 0.0f;
-        if (!full && !b->visible[r]) {
+        if (!full && b->seen[r].lo >= b->seen[r].hi) {
             memset(weights, 0, sizeof scores[r]);
             continue;
         }
         const vec_t m = vec_set1(state->m), to_log2 = vec_set1(state->unit * LOG2_E);
         vec_t sum = vec_zero(), rest = vec_zero(), max = vec_zero(), w[PAGE_VECS];
+        FD_UNROLL
         for (uint32_t i = first; i < last; i++) {
             const vec_t p = vec_exp2(dtype, vec_mul(vec_sub(vec_load(&weights[i * LANES]), m), to_log2));
             sum = vec_add(sum, p);
@@ -132,8 +147,8 @@ FD_INLINE void soft_max(const fd_kv_dtype_t dtype, const int rows, const int ful
             const float largest = vec_reduce_max(max), levels = kv_levels(dtype, 1);
             const int any = largest >= FD_TINY;
             const vec_t inverse = vec_set1(any ? levels / largest : 0.0f);
-            unit[r] = any ? largest / levels : 0.0f;
-            for (uint32_t i = first; i < last; i++) kv_store_multipliers(dtype, 1, weights, i, vec_mul(w[i], inverse));
+            unit[r] = any ? largest * (1.0f / levels) : 0.0f;
+            kv_store_weights(dtype, weights, first, last, w, inverse);
             if (kv_bits(dtype) == 8) /* the weights as rounded: their error times the zero point would be V's largest */
                 rest = vec_fma(kv_sum_weights(weights, first, last), vec_set1(-(float)fd_zero_point(dtype) * unit[r]), rest);
             vec_store(state->rest, vec_fma(vec_load(state->rest), vec_set1(rescale[r]), rest));

@@ -17,7 +17,7 @@ import torch
 
 from fastdecode.kernels import _native as native
 
-PAGE = 64
+PAGE = 128
 ISAS = native.isa_supported()
 KV_DTYPES = ["fp32", "fp16", "bf16", "int8", "int4"]
 
@@ -50,10 +50,10 @@ def budget(isa: str, kv_dtype: str, head_size: int = 8) -> Budget:
 
 HEAD_SIZES = [8, 24, 64, 80, 128, 256]
 GROUPS = [1, 2, 3, 4, 5, 6, 7, 8, 16, 33]
-LENGTHS = [1, 63, 64, 65, 200, 5000]
-WINDOWS = [0, 1, 63, 64, 65, 1000]
+LENGTHS = [1, 63, 65, 127, 128, 129, 300, 5000]
+WINDOWS = [0, 1, 63, 127, 128, 129, 1000]
 Q_LENS = [1, 2, 17, 64]
-CASES_PER_HEAD_SIZE = 48
+CASES_PER_HEAD_SIZE = 60
 LARGEST_CASE = 1 << 25  # multiply-adds of its scores
 
 by_isa = pytest.mark.parametrize("isa", ISAS)
@@ -211,7 +211,7 @@ def test_isas_agree_with_the_operating_system() -> None:
     avx512 = {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
     vnni = {*avx512, "avx512_vnni"}
     needed = {"avx2": {"avx2", "fma", "f16c"}, "avx512": avx512, "avx512vnni": vnni}
-    needed["amx"] = {*vnni, "amx_tile", "amx_int8", "amx_bf16"}
+    needed["amx"] = {*vnni, "avx512vbmi", "amx_tile", "amx_int8", "amx_bf16"}
     assert ["scalar", *(isa for isa, wanted in needed.items() if wanted <= flags)] == ISAS
     assert native.isa_best() == ISAS[-1]
 

@@ -32,7 +32,7 @@ PROTOCOL_VERSION = 1
 
 ACT_DTYPES = ("fp32", "fp16", "bf16")  # index == fd_act_dtype_t
 KV_DTYPES = ("fp32", "fp16", "bf16", "int8", "int4")  # index == fd_kv_dtype_t
-PAGE_TOKENS = 64
+PAGE_TOKENS = 128
 
 #: One row table entry (fd_row_t of kernels/region.h).
 ROW_DTYPE = np.dtype([(name, "<u4") for name in ("seq", "tag", "pos", "n_rows", "flags", "reserved")])
