@@ -9,9 +9,9 @@
 /* Costs are in units of reading one cached token of one KV head for up to 8 query rows. */
 enum {
     COST_APPEND = 4,  /* converting and storing one new token */
-    COST_PIECE = 16,  /* starting on a (entry, head): Q in, O out */
+    COST_PIECE = 16,  /* starting on a KV head: Q in, O out */
     MIN_ITEM = 512,   /* less is not worth another thread's attention */
-    MIN_PIECE = 4,    /* pages; a smaller piece is left to its neighbour */
+    MIN_PIECE = 512,  /* cached tokens of all heads; a smaller piece is left to its neighbour */
     MAX_WEIGHT = 1024 /* bounds the sums below, not the work */
 };
 
@@ -66,9 +66,9 @@ static bool reserve_pages(fd_step_t *step, size_t n) {
     return true;
 }
 
-/* One (entry, head) as the cutter sees it: pages [first, last) cost `page_cost` each, page `last` and all behind it `rest`. */
+/* A span as the cutter sees it: pages [first, last) cost `page_cost` each, page `last` and all behind it `rest`. */
 typedef struct {
-    uint32_t first, last;
+    uint32_t first, last, min_piece; /* pages */
     uint64_t page_cost, rest;
 } span_t;
 
@@ -88,6 +88,9 @@ static span_t span_of(const fd_entry_t *e, const fd_plan_shape_t *shape) {
         s.rest = (end - s.last) * s.page_cost + (uint64_t)e->n_rows * COST_APPEND;
     }
     s.rest += COST_PIECE;
+    s.page_cost *= e->heads;
+    s.rest *= e->heads;
+    s.min_piece = MIN_PIECE / FD_PAGE_TOKENS > e->heads ? MIN_PIECE / FD_PAGE_TOKENS / e->heads : 1;
     return s;
 }
 
@@ -96,9 +99,9 @@ static uint64_t span_cost(const span_t *s) { return (s->last - s->first) * s->pa
 /* The page before which a span is best cut, `offset` into its cost; 0: before the span, FD_LINE_END: behind it. */
 static uint32_t cut_span(const span_t *s, uint64_t offset) {
     uint64_t pages = offset / s->page_cost;
-    if (pages < MIN_PIECE) return 0;
+    if (pages < s->min_piece) return 0;
     if (pages > s->last - s->first) pages = s->last - s->first;
-    if (pages < MIN_PIECE) return offset * 2 < span_cost(s) ? 0 : FD_LINE_END;
+    if (pages < s->min_piece) return offset * 2 < span_cost(s) ? 0 : FD_LINE_END;
     return s->first + (uint32_t)pages;
 }
 
@@ -119,11 +122,25 @@ static void link_pieces(fd_step_t *step) {
     }
 }
 
+/* The most KV heads that a kernel takes at once, in even shares. */
+static uint32_t heads_of_span(const fd_row_t *r, const fd_plan_shape_t *shape) {
+    if (!(r->flags & FD_ROW_ATTEND)) return 1;
+    uint64_t rows = (uint64_t)r->n_rows * shape->group;
+    uint32_t heads = rows * shape->n_kv_heads <= FD_PANEL_ROWS ? shape->n_kv_heads : rows < FD_PANEL_ROWS ? FD_PANEL_ROWS / (uint32_t)rows : 1;
+    while (shape->n_kv_heads % heads) heads--;
+    return heads;
+}
+
+/* What an entry costs, all its spans. */
+static uint64_t entry_cost(const span_t *s, const fd_entry_t *e, const fd_plan_shape_t *shape) {
+    return span_cost(s) * (shape->n_kv_heads / e->heads);
+}
+
 static void cut_line(fd_step_t *step, const fd_plan_shape_t *shape) {
     uint64_t total = 0;
     for (uint32_t i = 0; i < step->n_entries; i++) {
         span_t s = span_of(&step->entries[i], shape);
-        total += span_cost(&s) * shape->n_kv_heads;
+        total += entry_cost(&s, &step->entries[i], shape);
     }
     uint64_t wanted = total / MIN_ITEM;
     uint32_t n = wanted < 1 ? 1 : wanted < shape->max_items ? (uint32_t)wanted : shape->max_items;
@@ -136,15 +153,17 @@ static void cut_line(fd_step_t *step, const fd_plan_shape_t *shape) {
         if (i < n) {
             uint64_t at = total / n * i + total % n * i / n;
             span_t s = span_of(&step->entries[entry], shape);
-            while (at - before >= span_cost(&s) * shape->n_kv_heads) {
-                before += span_cost(&s) * shape->n_kv_heads;
+            while (at - before >= entry_cost(&s, &step->entries[entry], shape)) {
+                before += entry_cost(&s, &step->entries[entry], shape);
                 s = span_of(&step->entries[++entry], shape);
             }
-            end = (fd_point_t){entry, (uint32_t)((at - before) / span_cost(&s)), 0};
+            const uint32_t heads = step->entries[entry].heads;
+            end = (fd_point_t){entry, (uint32_t)((at - before) / span_cost(&s)) * heads, 0};
             end.page = cut_span(&s, (at - before) % span_cost(&s));
             if (end.page == FD_LINE_END) {
                 end.page = 0;
-                if (++end.head == shape->n_kv_heads) end = (fd_point_t){entry + 1, 0, 0};
+                end.head += heads;
+                if (end.head == shape->n_kv_heads) end = (fd_point_t){entry + 1, 0, 0};
             }
         }
         if (same_span(&begin, &end) && begin.page == end.page) continue;
@@ -169,7 +188,7 @@ fd_status_t fd_step_plan(fd_step_t *step, fd_kvcache_t *kv, const fd_plan_shape_
     for (uint32_t i = 0; i < step->n_entries; i++) {
         const fd_row_t *r = &step->table[i];
         const fd_seq_t *s = &kv->seqs[r->seq];
-        step->entries[i] = (fd_entry_t){r->pos, r->n_rows, row, r->flags & FD_ROW_ATTEND, at};
+        step->entries[i] = (fd_entry_t){r->pos, r->n_rows, row, r->flags & FD_ROW_ATTEND, heads_of_span(r, shape), at};
         memcpy(step->pages + at, s->pages, s->n_pages * sizeof *s->pages);
         at += s->n_pages;
         row += r->n_rows;

@@ -1,15 +1,15 @@
 /* What a step works on and how its work is shared out, computed once a step and used for all its layers.
  *
- * The work of a layer is laid on a line: entry by entry, KV head by KV head, page by page. The line is cut into items
- * of about equal cost; an item may begin and end anywhere, so a long sequence is cut among several and many short
- * ones fill one. A (entry, head) that is cut leaves a partial result per piece; whoever finishes the last piece merges
- * them by log-sum-exp. Every item has at most two pieces that are not whole, so the room for partial results
+ * The work of a layer is laid on a line of spans: entry by entry, KV heads by KV heads (as many at once as a kernel takes, for they lie side by side
+ * in a page), page by page. The line is cut into items of about equal cost; an item may begin and end anywhere, so a long sequence is
+ * cut among several and many short ones fill one. A span that is cut leaves a partial result per piece; whoever finishes the
+ * last piece merges them by log-sum-exp. Every item has at most two pieces that are not whole, so the room for partial results
  * is bounded by the number of items.
  *
  * New rows are appended by the piece that reads them. So that no other piece can come too early, an attending
  * entry is never cut behind the page that receives its first new row: earlier pieces read only what earlier steps wrote.
  * An entry that only appends is cut at page boundaries. One with more than `q_block` rows that attend is not cut within a
- * head, which bounds partial results. No barrier is needed anywhere.
+ * span, which bounds partial results. No barrier is needed anywhere.
  *
  * The line is planned for the widest window of the model; a layer with a narrower one skips what it does not see.
  */
@@ -26,18 +26,19 @@ typedef struct {
     uint32_t pos, n_rows; /* first new position, new tokens */
     uint32_t row;         /* of the KV rows, and of the Q and O rows if it attends */
     uint32_t attend;
+    uint32_t heads; /* KV heads of a span; divides n_kv_heads */
     size_t pages; /* index of its first page number in fd_step_t.pages */
 } fd_entry_t;
 
-/* A point on the line of work: before `page` (of the sequence) of that entry and KV head. 0 is the beginning. */
+/* A point on the line of work: before `page` (of the sequence) of that entry and the span from KV head `head` on. 0 is the beginning. */
 typedef struct {
     uint32_t entry, head, page;
 } fd_point_t;
 
 typedef struct {
     fd_point_t begin, end;
-    uint32_t cut; /* item in which the (entry, head) begins that this item begins within; FD_NO_CUT if it begins whole */
-    uint32_t n_pieces; /* of the (entry, head) that is cut at the end of this item and begins in it; else 0 */
+    uint32_t cut; /* item in which the span begins that this item begins within; FD_NO_CUT if it begins whole */
+    uint32_t n_pieces; /* of the span that is cut at the end of this item and begins in it; else 0 */
 } fd_item_t;
 
 /* A slot's step. Owned by thread 0; other threads read it while a call is worked on. */

@@ -5,9 +5,8 @@
 #include <string.h>
 
 enum {
-    Q_BLOCK_ROWS = 64, /* query rows (tokens x group) a kernel is given at once, as far as whole tokens allow */
     MAX_Q_BLOCK = 16,
-    ITEMS_PER_THREAD = 4, /* finer than one, so that a thread that is late or descheduled holds up little */
+    ITEMS_PER_THREAD = 8, /* finer than one, so that a thread that is late or descheduled holds up little */
     LANES = 16            /* floats in 64 bytes */
 };
 
@@ -15,8 +14,14 @@ static float *alloc_floats(size_t n) { return aligned_alloc(64, fd_round_up(n * 
 
 static size_t padded(size_t floats) { return fd_round_up(floats, LANES); }
 
+/* Query rows a kernel is given at once at most: of a block of one head, or of several heads in a panel. */
+static size_t most_rows(const fd_work_t *w) {
+    size_t rows = (size_t)w->shape.q_block * w->shape.group;
+    return rows > FD_PANEL_ROWS ? rows : FD_PANEL_ROWS;
+}
+
 static bool alloc_scratch(fd_work_t *w) {
-    size_t rows = (size_t)w->shape.q_block * w->shape.group, hs = w->g.head_size;
+    size_t rows = most_rows(w), hs = w->g.head_size;
     size_t block = padded(rows * hs), stat = padded(rows), row = padded(hs);
     w->scratch = calloc(w->n_threads, sizeof *w->scratch);
     if (!w->scratch) return false;
@@ -36,7 +41,7 @@ static bool alloc_scratch(fd_work_t *w) {
 }
 
 static bool alloc_partials(fd_work_t *w) {
-    size_t rows = (size_t)w->shape.q_block * w->shape.group;
+    size_t rows = most_rows(w);
     size_t block = padded(rows * w->g.head_size), stat = padded(rows), n = 2 * (size_t)w->shape.max_items;
     w->partials = malloc(n * sizeof *w->partials);
     w->partial_memory = alloc_floats(n * (block + 2 * stat));
@@ -63,7 +68,7 @@ fd_status_t fd_work_init(fd_work_t *w, const fd_geometry_t *g, fd_kvcache_t *kv,
     memcpy(w->windows, windows, g->n_layers * sizeof *w->windows);
     w->shape.n_kv_heads = g->n_kv_heads;
     w->shape.group = g->n_q_heads / g->n_kv_heads;
-    uint32_t block = Q_BLOCK_ROWS / w->shape.group;
+    uint32_t block = FD_PANEL_ROWS / w->shape.group;
     w->shape.q_block = block < 1 ? 1 : block > MAX_Q_BLOCK ? MAX_Q_BLOCK : block;
     w->shape.max_items = n_threads > 1 ? n_threads * ITEMS_PER_THREAD : 1; /* alone: nothing to cut for */
     w->shape.max_window = windows[0];
@@ -102,7 +107,7 @@ typedef struct {
     uint64_t kv_bytes;
 } ctx_t;
 
-/* New rows [from, to) of an entry (counted within it), one KV head. */
+/* New rows [from, to) of an entry (counted within it), the span of KV heads from `head` on. */
 static void append_rows(ctx_t *c, const fd_entry_t *e, uint32_t head, uint32_t from, uint32_t to) {
     const fd_work_t *w = c->w;
     uint32_t hs = w->g.head_size, act = w->g.act_dtype;
@@ -111,9 +116,11 @@ static void append_rows(ctx_t *c, const fd_entry_t *e, uint32_t head, uint32_t f
     for (uint32_t j = from; j < to; j++, k += w->layout.kv_row_bytes) {
         uint32_t t = e->pos + j;
         uint8_t *chunk = fd_kv_chunk(w->kv, c->layer, c->step->pages[e->pages + t / FD_PAGE_TOKENS], head);
-        w->vec_ops->load_act(c->scratch->k, k, hs, act, 1.0f);
-        w->vec_ops->load_act(c->scratch->v, k + w->g.n_kv_heads * bytes, hs, act, 1.0f);
-        w->kv_ops->append(chunk, hs, t % FD_PAGE_TOKENS, c->scratch->k, c->scratch->v);
+        for (uint32_t h = 0; h < e->heads; h++, chunk += w->kv->chunk_bytes) {
+            w->vec_ops->load_act(c->scratch->k, k + h * bytes, hs, act, 1.0f);
+            w->vec_ops->load_act(c->scratch->v, k + (w->g.n_kv_heads + h) * bytes, hs, act, 1.0f);
+            w->kv_ops->append(chunk, hs, t % FD_PAGE_TOKENS, c->scratch->k, c->scratch->v);
+        }
     }
 }
 
@@ -126,24 +133,25 @@ static void attend_block(ctx_t *c, const fd_entry_t *e, uint32_t head, uint32_t 
     if (first < seen) first = seen;
     if (last > end) last = end;
     if (first >= last) {
-        for (uint32_t i = 0; i < q_len * group; i++) {
+        for (uint32_t i = 0; i < e->heads * q_len * group; i++) {
             out.m[i] = -INFINITY;
             out.l[i] = 0;
         }
-        memset(out.acc, 0, (size_t)q_len * group * hs * sizeof *out.acc);
+        memset(out.acc, 0, (size_t)e->heads * q_len * group * hs * sizeof *out.acc);
         return;
     }
     size_t head_bytes = (size_t)group * hs * fd_act_bytes(w->g.act_dtype);
     const uint8_t *q = c->slot + w->layout.q + (size_t)(e->row + from) * w->layout.q_row_bytes + head * head_bytes;
-    for (uint32_t j = 0; j < q_len; j++)
-        w->vec_ops->load_act(c->scratch->q + (size_t)j * group * hs, q + j * w->layout.q_row_bytes, (size_t)group * hs,
-                             w->g.act_dtype, w->softmax_scale);
+    for (uint32_t i = 0; i < e->heads * q_len; i++) {
+        const uint8_t *row = q + i / q_len * head_bytes + i % q_len * w->layout.q_row_bytes;
+        w->vec_ops->load_act(c->scratch->q + (size_t)i * group * hs, row, (size_t)group * hs, w->g.act_dtype, w->softmax_scale);
+    }
     const uint32_t *pages = c->step->pages + e->pages;
     for (uint32_t p = first; p < last; p++) c->scratch->chunks[p - first] = fd_kv_chunk(w->kv, c->layer, pages[p], head);
     const fd_attend_t a = {
         .chunks = c->scratch->chunks,
         .n_chunks = last - first,
-        .heads = 1,
+        .heads = e->heads,
         .head_stride = w->kv->chunk_bytes,
         .first_token = first * FD_PAGE_TOKENS,
         .head_size = hs,
@@ -157,17 +165,18 @@ static void attend_block(ctx_t *c, const fd_entry_t *e, uint32_t head, uint32_t 
         .l = out.l,
     };
     w->kv_ops->attend(&a);
-    c->kv_bytes += (last - first) * w->kv->chunk_bytes;
+    c->kv_bytes += (uint64_t)(last - first) * e->heads * w->kv->chunk_bytes;
 }
 
 static void store_block(ctx_t *c, const fd_entry_t *e, uint32_t head, uint32_t from, uint32_t q_len, fd_partial_t p) {
     const fd_work_t *w = c->w;
     size_t n = (size_t)w->shape.group * w->g.head_size;
-    w->vec_ops->finish(p.acc, p.l, q_len * w->shape.group, w->g.head_size);
-    uint8_t *o = c->slot + w->layout.o + (size_t)(e->row + from) * w->layout.q_row_bytes +
-                 head * n * fd_act_bytes(w->g.act_dtype);
-    for (uint32_t j = 0; j < q_len; j++)
-        w->vec_ops->store_act(o + j * w->layout.q_row_bytes, p.acc + j * n, n, w->g.act_dtype);
+    w->vec_ops->finish(p.acc, p.l, e->heads * q_len * w->shape.group, w->g.head_size);
+    uint8_t *o = c->slot + w->layout.o + (size_t)(e->row + from) * w->layout.q_row_bytes;
+    for (uint32_t i = 0; i < e->heads * q_len; i++) {
+        uint8_t *row = o + (head + i / q_len) * n * fd_act_bytes(w->g.act_dtype) + i % q_len * w->layout.q_row_bytes;
+        w->vec_ops->store_act(row, p.acc + i * n, n, w->g.act_dtype);
+    }
 }
 
 static void attend_whole(ctx_t *c, const fd_entry_t *e, uint32_t head) {
@@ -187,7 +196,7 @@ static void merge_pieces(ctx_t *c, const fd_entry_t *e, uint32_t head, uint32_t 
     fd_partial_t sum = w->partials[2 * owner + 1];
     for (uint32_t i = owner + 1; i < owner + c->step->items[owner].n_pieces; i++) {
         fd_partial_t p = w->partials[2 * i];
-        w->vec_ops->merge(sum.m, sum.l, sum.acc, p.m, p.l, p.acc, e->n_rows * w->shape.group, w->g.head_size);
+        w->vec_ops->merge(sum.m, sum.l, sum.acc, p.m, p.l, p.acc, e->heads * e->n_rows * w->shape.group, w->g.head_size);
     }
     store_block(c, e, head, 0, e->n_rows, sum);
 }
@@ -225,7 +234,8 @@ uint64_t fd_work_item(const fd_work_t *w, const fd_step_t *step, uint8_t *slot, 
             attend_piece(&c, e, at.head, at.page, last, i);
         if (final) break;
         at.page = 0;
-        if (++at.head == w->shape.n_kv_heads) {
+        at.head += e->heads;
+        if (at.head == w->shape.n_kv_heads) {
             at.head = 0;
             at.entry++;
         }

@@ -7,14 +7,14 @@
 /* What a thread needs for itself. */
 typedef struct {
     const uint8_t **chunks;    /* [n_pages] */
-    float *q, *acc, *m, *l;    /* one query block */
+    float *q, *acc, *m, *l;    /* one query block, all heads of a span */
     float *k, *v;              /* [head_size] */
     float *memory;             /* of the six above */
 } fd_scratch_t;
 
 /* A partial result of one piece. */
 typedef struct {
-    float *acc, *m, *l; /* [q_block][group][head_size], [q_block][group], the same */
+    float *acc, *m, *l; /* [rows][head_size], [rows], the same; rows: of all heads of a span */
 } fd_partial_t;
 
 /* What is fixed for a link. */
@@ -31,7 +31,7 @@ typedef struct {
     fd_scratch_t *scratch;  /* [n_threads] */
     float *partial_memory;  /* of `partials` */
     fd_partial_t *partials; /* [2 * max_items]: of the piece that an item begins within, of the one it ends within */
-    uint32_t *pieces_left;  /* [max_items] atomic: of the (entry, head) cut at the item's end */
+    uint32_t *pieces_left;  /* [max_items] atomic: of the span cut at the item's end */
 } fd_work_t;
 
 /* Takes over nothing; `windows` is copied. Returns FD_OK or FD_INTERNAL (no memory). */

@@ -22,7 +22,7 @@ OK, BAD_CALL, BAD_TABLE, BAD_SEQUENCE, OUT_OF_PAGES, LINK_CLOSED = range(6)
 FP32, FP16, BF16 = range(3)  # activation dtypes
 KV_FP32, KV_FP16, KV_BF16, KV_INT8, KV_INT4 = range(5)
 KV_NAMES = ("fp32", "fp16", "bf16", "int8", "int4")
-PAGE = 64
+PAGE = 128
 
 _CALL = struct.Struct("<QIIIII9I")
 _ROW = struct.Struct("<6I")

@@ -112,9 +112,9 @@ def test_layers_may_come_in_any_order_and_slots_interleave(links):
 
 
 def test_kv_bytes_of_a_reply_are_the_pages_read(links):
-    link = links(Geometry(n_layers=1, n_kv_heads=2, n_q_heads=4, head_size=16, max_rows=300), n_pages=16, windows=[128])
+    link = links(Geometry(n_layers=1, n_kv_heads=2, n_q_heads=4, head_size=16, max_rows=300), n_pages=16, windows=[180])
     link.fill(0, 300)
-    reply = link.begin(0, [(0, 1, True)]).call(0)  # position 300 sees 173..300: pages 2, 3, 4
+    reply = link.begin(0, [(0, 1, True)]).call(0)  # position 300 sees 121..300: pages 0, 1, 2
     assert reply.kv_bytes == 3 * link.g.n_kv_heads * _native.chunk_bytes("fp32", 16)
     stats = link.lease.stats()
     assert (stats["calls"], stats["rows"], stats["refused"]) == (2, 301, 0)

@@ -28,7 +28,7 @@ from fastdecode.transports.registry import connect
 
 KV_BYTES = 64 << 20
 NOTICED_S = 5.0  # a death must have been noticed by then
-PAGES = KV_BYTES // (SMALL.n_layers * SMALL.n_kv_heads * 2 * SMALL.head_size * 4 * 64)
+PAGES = KV_BYTES // (SMALL.n_layers * SMALL.n_kv_heads * 2 * SMALL.head_size * 4 * PAGE_TOKENS)
 
 
 #: RDMA where there is a device, such as in tests/rdma's virtual machine.
@@ -81,7 +81,7 @@ async def test_attention_equals_float64(shared_node):
         driver.step(1, [(1, 4, True), (0, 1, True), (2, 7, False)])
 
     await in_thread(steps)
-    assert link.lease.page_bytes == SMALL.n_layers * SMALL.n_kv_heads * 2 * SMALL.head_size * 4 * 64
+    assert link.lease.page_bytes == SMALL.n_layers * SMALL.n_kv_heads * 2 * SMALL.head_size * 4 * PAGE_TOKENS
     assert (link.lease.max_seqs, link.lease.n_pages) == (8, (1 << 20) // link.lease.page_bytes)
     await link.close()
 
