@@ -135,7 +135,7 @@ def test_links_have_caches_of_their_own(engines, links):
 def test_pages_are_counted_freed_and_used_again(links):
     link = links(Geometry(max_rows=64, n_layers=1), n_pages=4)
     for _ in range(5):
-        link.fill(0, 129)
+        link.fill(0, 2 * PAGE + 1)
         assert link.lease.stats() | {"pages_total": 4, "pages_used": 3, "seqs": 1} == link.lease.stats()
         link.step(0, [(0, 1, True), (1, 3, True)])
         assert link.lease.stats()["pages_used"] == 4
@@ -146,11 +146,11 @@ def test_pages_are_counted_freed_and_used_again(links):
 
 def test_trim_rolls_back(links):
     link = links(Geometry(max_rows=200, n_layers=2), n_pages=8)
-    link.fill(0, 200)
-    link.trim(0, 70)
+    link.fill(0, 400)
+    link.trim(0, PAGE + 6)
     assert link.lease.stats()["pages_used"] == 2
     link.step(0, [(0, 3, True)])
-    link.trim(0, 64)
+    link.trim(0, PAGE)
     link.step(0, [(0, 1, True)])
     link.trim(0, 0)
     assert link.lease.stats() | {"pages_used": 0, "seqs": 0} == link.lease.stats()
@@ -160,9 +160,9 @@ def test_trim_rolls_back(links):
 
 def test_fork_shares_pages_and_parts_from_them(links):
     link = links(Geometry(max_rows=200, n_layers=2), n_pages=8)
-    link.fill(0, 150)
-    link.fork(0, 1, 150)
-    link.fork(0, 2, 128)
+    link.fill(0, 2 * PAGE + 22)
+    link.fork(0, 1, 2 * PAGE + 22)
+    link.fork(0, 2, 2 * PAGE)
     assert link.lease.stats()["pages_used"] == 4  # three, and a copy of the cut one
     for _ in range(2):
         link.step(0, [(0, 1, True), (1, 2, True), (2, 3, True)])
@@ -176,9 +176,9 @@ def test_fork_shares_pages_and_parts_from_them(links):
 
 def test_a_shared_page_is_copied_before_it_is_appended_to(links):
     link = links(Geometry(max_rows=200, n_layers=2), n_pages=4)
-    link.fill(0, 128)
-    link.fork(0, 1, 128)
-    link.trim(0, 100)  # ends within a page that sequence 1 holds too
+    link.fill(0, 2 * PAGE)
+    link.fork(0, 1, 2 * PAGE)
+    link.trim(0, 2 * PAGE - 28)  # ends within a page that sequence 1 holds too
     link.step(0, [(0, 1, True), (1, 1, True)])
     link.step(0, [(0, 1, True), (1, 1, True)])
     assert link.lease.stats()["pages_used"] == 4
@@ -186,19 +186,19 @@ def test_a_shared_page_is_copied_before_it_is_appended_to(links):
 
 def test_sequences_that_do_not_fit_their_request_are_refused(links):
     link = links(Geometry(max_rows=128, n_layers=1), n_pages=3)
-    link.fill(0, 128)
+    link.fill(0, 2 * PAGE)
     tag = link.shadows[0].tag
     lease = link.lease
     with pytest.raises(ValueError, match=f"sequence 0 has tag {tag}, not 999"):
         lease.free(0, 999)
     with pytest.raises(ValueError, match="sequence 8 is outside the lease of 8"):
         lease.free(8, tag)
-    with pytest.raises(ValueError, match="has 128 tokens, cannot be trimmed to 129"):
-        lease.trim(0, tag, 129)
-    with pytest.raises(ValueError, match="sequence 0 is not empty, it has 128 tokens"):
+    with pytest.raises(ValueError, match="has 256 tokens, cannot be trimmed to 257"):
+        lease.trim(0, tag, 257)
+    with pytest.raises(ValueError, match="sequence 0 is not empty, it has 256 tokens"):
         lease.fork(0, tag, 0, 5, 10)
-    with pytest.raises(ValueError, match="has 128 tokens, cannot share 129"):
-        lease.fork(0, tag, 1, 5, 129)
+    with pytest.raises(ValueError, match="has 256 tokens, cannot share 257"):
+        lease.fork(0, tag, 1, 5, 257)
     link.fork(0, 1, 1)
     with pytest.raises(MemoryError, match="no free page of 3"):
         lease.fork(0, tag, 2, 5, 1)
@@ -410,7 +410,7 @@ def test_threads_are_pinned_where_asked(engines):
 
 def test_random_walk(links):
     """Random steps, forks, trims and frees over shared prefixes, every O row checked."""
-    link = links(Geometry(n_slots=2, max_rows=64, n_layers=2), KV_FP32, 60, 12, windows=[0, 90], threads=3)
+    link = links(Geometry(n_slots=2, max_rows=128, n_layers=2), KV_FP32, 60, 12, windows=[0, 180], threads=3)
     rng = np.random.default_rng(5)
     for _ in range(250):
         live, action = sorted(link.shadows), rng.integers(10)
@@ -425,7 +425,7 @@ def test_random_walk(links):
         elif link.lease.stats()["pages_used"] < 45:
             chosen = rng.permutation(12)[: rng.integers(1, 5)]
             kinds = sorted((bool(rng.integers(3)) for _ in chosen), reverse=True)
-            step = [(int(s), int(rng.integers(1, 16)), kind) for s, kind in zip(chosen, kinds, strict=True)]
+            step = [(int(s), int(rng.integers(1, 32)), kind) for s, kind in zip(chosen, kinds, strict=True)]
             link.step(int(rng.integers(2)), step)
         else:
             link.forget(max(live, key=lambda s: link.shadows[s].length))

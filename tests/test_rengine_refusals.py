@@ -12,6 +12,7 @@ from rengine_peer import (
     NEW_STEP,
     OK,
     OUT_OF_PAGES,
+    PAGE,
     Geometry,
     Link,
 )
@@ -21,11 +22,11 @@ from fastdecode.kernels import _native
 
 @pytest.fixture
 def link():
-    """Sequence 0 has 5 tokens under tag 1, sequence 1 has 64 under tag 2; 4 pages in all."""
+    """Sequence 0 has 5 tokens under tag 1, sequence 1 has a page full under tag 2; 4 pages in all."""
     engine = _native.Engine(2, 1 << 26)
-    link = Link(engine, Geometry(n_slots=2, max_rows=64, n_layers=2), n_pages=4)
+    link = Link(engine, Geometry(n_slots=2, max_rows=PAGE, n_layers=2), n_pages=4)
     link.step(0, [(0, 5, True)])
-    link.step(1, [(1, 64, False)])
+    link.step(1, [(1, PAGE, False)])
     yield link
     link.close()
     engine.close()
@@ -45,12 +46,12 @@ def still_good(link: Link) -> None:
         ((1, 1, 1), NEW_STEP, 2, 0, "layer beyond the model"),
         ((1, 1, 1), NEW_STEP, 2**32 - 1, 0, "layer beyond the model"),
         ((1, 0, 0), NEW_STEP, 0, 0, "rows outside the slot"),
-        ((1, 65, 1), NEW_STEP, 0, 0, "rows outside the slot"),
+        ((1, PAGE + 1, 1), NEW_STEP, 0, 0, "rows outside the slot"),
         ((1, 2**32 - 1, 1), NEW_STEP, 0, 0, "rows outside the slot"),
         ((1, 1, 2), NEW_STEP, 0, 0, "more attending rows than rows"),
         ((0, 1, 1), NEW_STEP, 0, 0, "row table longer than the rows"),
         ((2, 1, 1), NEW_STEP, 0, 0, "row table longer than the rows"),
-        ((2**32 - 1, 64, 1), NEW_STEP, 0, 0, "row table longer than the rows"),
+        ((2**32 - 1, PAGE, 1), NEW_STEP, 0, 0, "row table longer than the rows"),
         ((1, 1, 1), NEW_STEP, 0, 7, "reserved field is not zero"),
     ],
 )
@@ -73,7 +74,7 @@ def test_a_header_out_of_bounds(link, counts, flags, layer, reserved, message):
         ([(0, 1, 5, 1, 2)], BAD_TABLE, "unknown flags 0x2"),
         ([(0, 1, 5, 1, 0, 9)], BAD_TABLE, "reserved field is not zero"),
         ([(0, 1, 5, 0, 0)], BAD_TABLE, "entry 0 has no rows"),
-        ([(0, 1, 5, 1, 0), (1, 2, 64, 1, ATTEND)], BAD_TABLE, "entry 1 attends but stands behind one that does not"),
+        ([(0, 1, 5, 1, 0), (1, 2, PAGE, 1, ATTEND)], BAD_TABLE, "entry 1 attends but stands behind one that does not"),
         ([(0, 1, 5, 1, ATTEND), (0, 1, 6, 1, ATTEND)], BAD_TABLE, "entry 1: sequence 0 is named twice"),
         ([(0, 7, 5, 1, 0)], BAD_SEQUENCE, "entry 0: sequence 0 has tag 1, not 7"),
         ([(0, 1, 6, 1, 0)], BAD_SEQUENCE, "entry 0: sequence 0 has 5 tokens, not 6"),
@@ -102,7 +103,7 @@ def test_a_table_that_does_not_add_up_to_the_header(link, total):
 
 
 def test_row_counts_that_overflow_32_bits_when_added(link):
-    link.table(0, [(0, 1, 5, 2**32 - 1, 0), (1, 2, 64, 3, 0)])
+    link.table(0, [(0, 1, 5, 2**32 - 1, 0), (1, 2, PAGE, 3, 0)])
     reply = link.call(0, 0, 2, 2, 0, True)
     assert (reply.status, "adds up to 4294967298 rows" in reply.message) == (BAD_TABLE, True)
     still_good(link)
@@ -142,8 +143,8 @@ def test_a_call_out_of_order_is_answered_and_its_bell_taken_for_the_last(link, b
 
 
 def test_running_out_of_pages_changes_nothing(link):
-    link.fill(2, 64, slot=1)
-    link.step(1, [(3, 60, True)])
+    link.fill(2, PAGE, slot=1)
+    link.step(1, [(3, PAGE - 4, True)])
     before = link.lease.stats()
     plan = [(0, 1, True), (3, 4, True), (1, 1, True), (4, 1, False)]  # two would fit
     link.table(0, link.entries(plan))
@@ -159,12 +160,12 @@ def test_running_out_of_pages_changes_nothing(link):
 
 def test_a_sequence_longer_than_the_lease(link):
     link.forget(1)
-    link.fill(0, 4 * 64 - 5)
+    link.fill(0, 4 * PAGE - 5)
     link.table(0, link.entries([(0, 1, True)]))
     reply = link.call(0, 0, 1, 1, 1, True)
     assert (reply.status, reply.message) == (
         OUT_OF_PAGES,
-        "entry 0: sequence 0 would have 257 tokens, the lease holds 256",
+        "entry 0: sequence 0 would have 513 tokens, the lease holds 512",
     )
 
 

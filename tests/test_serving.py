@@ -21,6 +21,7 @@ from fastdecode.engine.engine import Engine
 from fastdecode.engine.request import GenerationFailed, NotReady, SamplingParams
 from fastdecode.spart import SPart, load_model
 from fastdecode.spart.exchange import SlotViews
+from fastdecode.transports.base import PAGE_TOKENS
 from fastdecode.transports.region import region_layout
 from fastdecode.transports.registry import connect
 
@@ -82,7 +83,7 @@ async def serving(model, nodes, *, mini_batches=2, n_pages=None, max_seqs=64, **
     """A started engine; at its end, if all its R-nodes live, they must hold nothing."""
 
     async def link_to(url):
-        page = 64 * model.config.n_layers * 2 * model.config.n_kv_heads * model.config.head_size * 4
+        page = PAGE_TOKENS * model.config.n_layers * 2 * model.config.n_kv_heads * model.config.head_size * 4
         kv_bytes = (n_pages or 500) * page * 5 // 4  # fp32, and some room for a page's padding
         return await connect(url, model.hello(mini_batches, MAX_ROWS, "fp32", kv_bytes, max_seqs), None)
 
@@ -181,7 +182,7 @@ async def test_48_mixed_requests_at_random_times_are_each_as_alone(model, shm_no
 
 
 async def test_tiny_lease_preempts_and_changes_nothing(model, judge, shm_node):
-    async with serving(model, [shm_node], n_pages=12) as engine:
+    async with serving(model, [shm_node], n_pages=6) as engine:
         given = prompts([50, 100, 150, 200, 60, 3, 120, 10])
         results = await asyncio.gather(*(tokens_of(engine.submit(p, greedy(150))) for p in given))
         for prompt, tokens in zip(given, results, strict=True):

@@ -22,7 +22,7 @@ from link_driver import HANG_S, LARGE, SMALL, Driver, hello
 from rnode_process import STUCK_S, RNodeProcess
 
 from fastdecode.transports import link as link_module
-from fastdecode.transports.base import ROW_ATTEND, ROW_DTYPE, CallRefused, Link, LinkDown, LinkRefused
+from fastdecode.transports.base import PAGE_TOKENS, ROW_ATTEND, ROW_DTYPE, CallRefused, Link, LinkDown, LinkRefused
 from fastdecode.transports.rdma_devices import list_ports
 from fastdecode.transports.registry import connect
 
