@@ -38,6 +38,7 @@
 #endif
 
 enum { PANEL_ROWS = 32, PAGE_VECS = FD_PAGE_TOKENS / LANES, PREFETCH_LOCALITY = 2, LINE = 64 };
+enum { WORD_TOKENS = LANES < 8 ? 8 : LANES }; /* whole vectors, and whole words of V in every format */
 enum { Q_STRIDE = FD_MAX_CHUNK_HEAD * sizeof(float), WEIGHT_STRIDE = FD_PAGE_TOKENS * sizeof(float) };
 
 #define LOG2_E 0x1.715476p+0f
@@ -163,7 +164,8 @@ FD_INLINE void score_tile(const fd_kv_dtype_t dtype, const int rows, const int v
  * acc must be multiplied by, unit[r] (integers) what the products must be. */
 FD_INLINE void soft_max(const fd_kv_dtype_t dtype, const int rows, const int full, const block_t *b,
                         float scores[][FD_PAGE_TOKENS], float *rescale, float *unit) {
-    const uint32_t first = full ? 0 : b->lo / LANES, last = full ? PAGE_VECS : (b->hi + LANES - 1) / LANES;
+    const uint32_t first = full ? 0 : b->lo / WORD_TOKENS * WORD_TOKENS / LANES;
+    const uint32_t last = full ? PAGE_VECS : (b->hi + WORD_TOKENS - 1) / WORD_TOKENS * WORD_TOKENS / LANES;
     float change[LANES] = {0};
     for (int r = 0; r < rows; r++) {
         if (!b->visible[r]) continue; /* 0: acc stays as it is */

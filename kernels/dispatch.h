@@ -9,6 +9,11 @@
 #else
 #define FD_X86 0
 #endif
+#if defined(__aarch64__)
+#define FD_ARM64 1
+#else
+#define FD_ARM64 0
+#endif
 
 extern const fd_kv_ops_t fd_kv_ops_scalar[FD_KV_DTYPES];
 extern const fd_vec_ops_t fd_vec_ops_scalar;
@@ -25,6 +30,10 @@ FD_DECLARE(int8)
 FD_DECLARE(int4)
 #undef FD_DECLARE
 extern const fd_vec_ops_t fd_vec_ops_avx2, fd_vec_ops_avx512;
+#endif
+#if FD_ARM64
+extern const fd_kv_ops_t fd_kv_ops_neon[FD_KV_DTYPES];
+extern const fd_vec_ops_t fd_vec_ops_neon;
 #endif
 
 #endif
