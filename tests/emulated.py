@@ -24,12 +24,13 @@ from fastdecode.transports.base import ACT_DTYPES, KV_DTYPES
 ROOT = Path(__file__).parent.parent
 NEON, SCALAR = "neon under qemu", "scalar under qemu"
 COMPILER, EMULATOR = "aarch64-linux-gnu-gcc", "qemu-aarch64"
+DEBIAN = "Debian: gcc-aarch64-linux-gnu, libc6-dev-arm64-cross, qemu-user"
 FLAGS = ["-O3", "-std=gnu11", "-Wall", "-Wextra", "-Wno-unused-parameter", "-Werror", "-ffp-contract=fast"]
 PEER = [ROOT / "tests/c/kernels_peer.c", *sorted(ROOT.glob("kernels/attention_*.c"))]
 PEER += [ROOT / "kernels/dispatch.c", ROOT / "kernels/isa.c"]
 
 _missing = [program for program in (COMPILER, EMULATOR) if not shutil.which(program)]
-needs_emulator = pytest.mark.skipif(bool(_missing), reason=f"needs {' and '.join(_missing)}")
+needs_emulator = pytest.mark.skipif(bool(_missing), reason=f"needs {' and '.join(_missing)} ({DEBIAN})")
 
 
 def is_emulated(isa: str) -> bool:

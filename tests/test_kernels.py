@@ -314,6 +314,20 @@ def test_a_chunk_written_by_one_isa_is_read_by_another(writer: str, reader: str,
         assert_close(cache.attend(q, 99, isa=reader), want, 4, budget(reader, kv_dtype), head_size)
 
 
+@pytest.mark.parametrize("isa", params([*ISAS, NEON, SCALAR]))
+def test_int8_rounds_a_product_before_it_rounds_to_an_integer(isa: str) -> None:
+    """As a fused multiply-add would not."""
+    largest = np.float32(3.7)
+    inverse = np.float32(127) / largest
+    x = np.random.default_rng(12).uniform(-3.7, 3.7, 1 << 22).astype(np.float32)
+    x = x[(x * inverse) % 1 == 0.5]
+    rows = np.full((len(x) // 7, 8), largest)
+    rows[:, 1:] = x[: len(rows) * 7].reshape(-1, 7)
+    # Each query sees one token, whose V is the result.
+    got = Cache(isa, "int8", rows, rows).attend(np.zeros((len(rows), 1, 8), np.float32), 0, window=1)
+    assert np.allclose(got.acc[:, 0], stored(rows, "int8"), rtol=0, atol=largest / 127 / 100)
+
+
 @by_kv_dtype
 @by_isa
 def test_appending_token_by_token_equals_appending_at_once(isa: str, kv_dtype: str) -> None:
