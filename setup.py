@@ -1,7 +1,8 @@
 """The C extensions; everything else is declared in pyproject.toml.
 
-One set of flags builds every file for the ABI's baseline. A file of vector kernels opens with its own
-`#pragma GCC target(...)`, and cpuid picks among them at run time, so one wheel serves every machine.
+One set of flags builds every file for the ABI's baseline. A file of vector kernels is empty where the architecture is
+another (FD_X86, FD_ARM64), and names what it needs beyond the baseline in a `#pragma GCC target(...)`. cpuid picks
+among them at run time, so one wheel serves every machine of an architecture.
 """
 
 import glob

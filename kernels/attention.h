@@ -17,7 +17,9 @@
 #define FD_PAGE_TOKENS 128u
 
 typedef enum { FD_KV_FP32 = 0, FD_KV_FP16 = 1, FD_KV_BF16 = 2, FD_KV_INT8 = 3, FD_KV_INT4 = 4, FD_KV_DTYPES } fd_kv_dtype_t;
-typedef enum { FD_ISA_SCALAR = 0, FD_ISA_AVX2 = 1, FD_ISA_AVX512 = 2, FD_ISA_AVX512VNNI = 3, FD_ISA_AMX = 4, FD_ISAS } fd_isa_t;
+typedef enum {
+    FD_ISA_SCALAR = 0, FD_ISA_AVX2 = 1, FD_ISA_AVX512 = 2, FD_ISA_AVX512VNNI = 3, FD_ISA_AMX = 4, FD_ISA_NEON = 5, FD_ISAS
+} fd_isa_t;
 
 /* Bytes of one (page, KV head) chunk: K, V and scales; a multiple of 64. */
 size_t fd_kv_chunk_bytes(fd_kv_dtype_t dtype, uint32_t head_size);
@@ -65,10 +67,10 @@ typedef struct {
     void (*finish)(float *acc, const float *l, uint32_t rows, uint32_t head_size);
 } fd_vec_ops_t;
 
-/* Best ISA this CPU and OS support (cpuid and xgetbv). */
+/* Best ISA this CPU and OS support (x86: cpuid and xgetbv). */
 fd_isa_t fd_isa_best(void);
 int fd_isa_supported(fd_isa_t isa);
-const char *fd_isa_name(fd_isa_t isa);               /* "scalar", "avx2", "avx512", "avx512vnni", "amx" */
+const char *fd_isa_name(fd_isa_t isa);               /* "scalar", "avx2", "avx512", "avx512vnni", "amx", "neon" */
 int fd_isa_from_name(const char *name, fd_isa_t *out); /* 0 on success, -1 unknown */
 
 /* Never NULL for a valid dtype and a supported ISA. */

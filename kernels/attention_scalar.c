@@ -116,9 +116,11 @@ FD_INLINE void attend(const fd_attend_t *a, const fd_kv_dtype_t dtype) {
     for (uint32_t head = 0; head < a->heads; head++) attend_head(*a, dtype, head);
 }
 
-/* Rounds to the nearest integer, ties to even; NaN becomes 0. |x| < 2^22. */
-static int nearest(float x) {
-    const float magic = 0x1.8p23f, y = x + magic - magic;
+/* Clips x to [lowest, highest] and rounds it to the nearest integer, ties to even; NaN becomes 0. As x is compared before magic is
+ * added, a compiler does not fuse that with a product that x may be: every ISA rounds twice, and so must this. */
+static int nearest(float x, float lowest, float highest) {
+    const float clipped = x < lowest ? lowest : x > highest ? highest : x;
+    const float magic = 0x1.8p23f, y = clipped + magic - magic;
     return y == y ? (int)y : 0;
 }
 
@@ -128,7 +130,7 @@ static uint32_t row_to_int8(uint8_t *dst, const float *src, uint32_t n) {
     for (uint32_t i = 0; i < n; i++) amax = fabsf(src[i]) > amax ? fabsf(src[i]) : amax;
     const int tiny = amax < FD_TINY;
     const float inverse = tiny ? 0.0f : 127.0f / amax;
-    for (uint32_t i = 0; i < n; i++) dst[i] = (uint8_t)(nearest(src[i] * inverse) + fd_zero_point(FD_KV_INT8));
+    for (uint32_t i = 0; i < n; i++) dst[i] = (uint8_t)(nearest(src[i] * inverse, -127.0f, 127.0f) + fd_zero_point(FD_KV_INT8));
     return fd_float_bits(tiny ? 0.0f : amax / 127.0f);
 }
 
@@ -140,10 +142,8 @@ static uint32_t row_to_int4(uint8_t *dst, const float *src, uint32_t n) {
     }
     const uint32_t word = fd_int4_affine(min, max);
     const float inverse = fd_int4_inverse(word), centre = fd_bits_float(word << 16);
-    for (uint32_t i = 0; i < n; i++) {
-        const float x = (src[i] - centre) * inverse;
-        dst[i] = (uint8_t)(nearest(x < -8.0f ? -8.0f : x > 7.0f ? 7.0f : x) + fd_zero_point(FD_KV_INT4));
-    }
+    for (uint32_t i = 0; i < n; i++)
+        dst[i] = (uint8_t)(nearest((src[i] - centre) * inverse, -8.0f, 7.0f) + fd_zero_point(FD_KV_INT4));
     return word;
 }
 

@@ -15,6 +15,9 @@ const fd_kv_ops_t *fd_kv_ops(fd_kv_dtype_t dtype, fd_isa_t isa) {
     if (isa == FD_ISA_AVX512) return &fd_kv_ops_avx512[dtype];
     if (isa == FD_ISA_AVX2) return &fd_kv_ops_avx2[dtype];
 #endif
+#if FD_ARM64
+    if (isa == FD_ISA_NEON) return &fd_kv_ops_neon[dtype];
+#endif
     return &fd_kv_ops_scalar[dtype];
 }
 
@@ -23,6 +26,9 @@ const fd_vec_ops_t *fd_vec_ops(fd_isa_t isa) {
 #if FD_X86
     if (isa >= FD_ISA_AVX512) return &fd_vec_ops_avx512;
     if (isa == FD_ISA_AVX2) return &fd_vec_ops_avx2;
+#endif
+#if FD_ARM64
+    if (isa == FD_ISA_NEON) return &fd_vec_ops_neon;
 #endif
     return &fd_vec_ops_scalar;
 }

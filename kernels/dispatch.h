@@ -9,6 +9,11 @@
 #else
 #define FD_X86 0
 #endif
+#if defined(__aarch64__)
+#define FD_ARM64 1
+#else
+#define FD_ARM64 0
+#endif
 
 extern const fd_kv_ops_t fd_kv_ops_scalar[FD_KV_DTYPES];
 extern const fd_vec_ops_t fd_vec_ops_scalar;
@@ -28,6 +33,10 @@ FD_DECLARE(int4)
 void fd_attend_int8_avx512vnni(const fd_attend_t *a);
 void fd_attend_int4_avx512vnni(const fd_attend_t *a);
 extern const fd_vec_ops_t fd_vec_ops_avx2, fd_vec_ops_avx512;
+#endif
+#if FD_ARM64
+extern const fd_kv_ops_t fd_kv_ops_neon[FD_KV_DTYPES];
+extern const fd_vec_ops_t fd_vec_ops_neon;
 #endif
 
 #endif

@@ -64,7 +64,13 @@ static inline uint64_t fd_now_ns(void) {
     return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
 }
 
-static inline uint64_t fd_bell_read(const uint64_t *bell) { return __atomic_load_n(bell, __ATOMIC_ACQUIRE); }
+static inline uint64_t fd_bell_read(const uint64_t *bell) {
+    const uint64_t seq = __atomic_load_n(bell, __ATOMIC_ACQUIRE);
+#if defined(__aarch64__)
+    __asm__ __volatile__("dmb oshld" : : : "memory"); /* acquire orders what CPUs have written; an RDMA device may have written this */
+#endif
+    return seq;
+}
 
 static inline fd_slot_t *fd_slot_at(void *region, const fd_layout_t *y, uint32_t slot) {
     return (fd_slot_t *)((uint8_t *)region + y->slot0 + slot * y->slot_bytes);

@@ -48,6 +48,8 @@ static unsigned detect(void) {
     if (c & bit_AVX512VBMI && (d & amx_7d) == amx_7d && (enabled & XCR0_AMX) == XCR0_AMX && allow_tiles()) isas |= 1u << FD_ISA_AMX;
     return isas;
 }
+#elif FD_ARM64 /* Linux runs on no 64-bit Arm without Advanced SIMD */
+static unsigned detect(void) { return 1u << FD_ISA_SCALAR | 1u << FD_ISA_NEON; }
 #else
 static unsigned detect(void) { return 1u << FD_ISA_SCALAR; }
 #endif
@@ -77,6 +79,7 @@ static const char *const names[FD_ISAS] = {
     [FD_ISA_AVX512] = "avx512",
     [FD_ISA_AVX512VNNI] = "avx512vnni",
     [FD_ISA_AMX] = "amx",
+    [FD_ISA_NEON] = "neon",
 };
 
 const char *fd_isa_name(fd_isa_t isa) { return (unsigned)isa < FD_ISAS ? names[isa] : "unknown"; }

@@ -8,6 +8,7 @@
 #include "chunk.h"
 #include "dispatch.h"
 
+enum { WORD_TOKENS = LANES < 8 ? 8 : LANES }; /* whole vectors, and whole words of V in every format */
 enum { PAGE_VECS = FD_PAGE_TOKENS / LANES, PREFETCH_LOCALITY = 2, LINE = 64 };
 enum { Q_STRIDE = FD_MAX_CHUNK_HEAD * sizeof(float), WEIGHT_STRIDE = FD_PAGE_TOKENS * sizeof(float) }; /* of multipliers, bytes */
 
@@ -87,7 +88,8 @@ FD_INLINE vec_t keep_tokens(vec_t x, uint32_t i, uint32_t lo, uint32_t hi, float
  * acc must be multiplied by, unit[r] (integers) what the products must be. */
 FD_INLINE void soft_max(const fd_kv_dtype_t dtype, const int rows, const int full, const block_t *b,
                         float scores[][FD_PAGE_TOKENS], float *rescale, float *unit) {
-    const uint32_t first = full ? 0 : b->lo / LANES, last = full ? PAGE_VECS : (b->hi + LANES - 1) / LANES;
+    const uint32_t first = full ? 0 : b->lo / WORD_TOKENS * WORD_TOKENS / LANES;
+    const uint32_t last = full ? PAGE_VECS : (b->hi + WORD_TOKENS - 1) / WORD_TOKENS * WORD_TOKENS / LANES;
     float change[LANES] = {0};
     for (int r = 0; r < rows; r++) {
         if (!full && b->seen[r].lo >= b->seen[r].hi) continue; /* acc stays as it is */

@@ -1,16 +1,17 @@
-"""Loading and storing activations, by every ISA this machine has, against NumPy's fp16 and torch's bf16."""
+"""Loading and storing activations, by every ISA this machine has or emulates, against NumPy's fp16 and torch's bf16."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 import torch
+from emulated import NEON, SCALAR, kernels, params
 
 from fastdecode.kernels import _native as native
 
 TORCH_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
-by_isa = pytest.mark.parametrize("isa", native.isa_supported())
+by_isa = pytest.mark.parametrize("isa", params([*native.isa_supported(), NEON, SCALAR]))
 by_act_dtype = pytest.mark.parametrize("act_dtype", TORCH_DTYPES)
 
 
@@ -25,9 +26,9 @@ def bits_equal(got: np.ndarray, want: np.ndarray, infinity: int) -> bool:
 def test_load_act_widens_every_two_byte_float(isa: str) -> None:
     patterns = np.arange(1 << 16, dtype=np.uint16)
     got = np.empty(len(patterns), np.float32)
-    native.load_act(isa, got, patterns, "fp16", 1.0)
+    kernels(isa).load_act(isa, got, patterns, "fp16", 1.0)
     assert bits_equal(got.view(np.uint32), patterns.view(np.float16).astype(np.float32).view(np.uint32), 0x7F800000)
-    native.load_act(isa, got, patterns, "bf16", 1.0)
+    kernels(isa).load_act(isa, got, patterns, "bf16", 1.0)
     assert bits_equal(got.view(np.uint32), patterns.astype(np.uint32) << 16, 0x7F800000)
 
 
@@ -37,7 +38,7 @@ def test_load_act_scales_any_length(isa: str, act_dtype: str) -> None:
     for n in [*range(40), 1000]:
         x = torch.randn(n, generator=torch.Generator().manual_seed(n)).to(TORCH_DTYPES[act_dtype])
         guarded = np.full(n + 1, 7, np.float32)
-        native.load_act(isa, guarded[:n], x.view(torch.uint8).numpy(), act_dtype, 0.3)
+        kernels(isa).load_act(isa, guarded[:n], x.view(torch.uint8).numpy(), act_dtype, 0.3)
         assert np.array_equal(guarded[:n], x.float().numpy() * np.float32(0.3)) and guarded[n] == 7, n
 
 
@@ -56,12 +57,12 @@ def rounding_probes() -> np.ndarray:
 def test_store_act_rounds_to_nearest_even(isa: str) -> None:
     x = rounding_probes()
     fp16, bf16, fp32 = (np.empty(len(x), dtype) for dtype in (np.uint16, np.uint16, np.uint32))
-    native.store_act(isa, fp16, x, "fp16")
+    kernels(isa).store_act(isa, fp16, x, "fp16")
     with np.errstate(over="ignore", invalid="ignore"):
         assert bits_equal(fp16, x.astype(np.float16).view(np.uint16), 0x7C00)
-    native.store_act(isa, bf16, x, "bf16")
+    kernels(isa).store_act(isa, bf16, x, "bf16")
     assert bits_equal(bf16, torch.from_numpy(x).to(torch.bfloat16).view(torch.uint16).numpy(), 0x7F80)
-    native.store_act(isa, fp32, x, "fp32")
+    kernels(isa).store_act(isa, fp32, x, "fp32")
     assert np.array_equal(fp32, x.view(np.uint32))
 
 
@@ -72,7 +73,7 @@ def test_store_act_writes_no_further_than_asked(isa: str, act_dtype: str) -> Non
         x = torch.randn(n, generator=torch.Generator().manual_seed(n))
         want = x.to(TORCH_DTYPES[act_dtype]).view(torch.uint8).numpy()
         guarded = np.full(len(want) + 64, 0xA5, np.uint8)
-        native.store_act(isa, guarded[: len(want)], x.numpy(), act_dtype)
+        kernels(isa).store_act(isa, guarded[: len(want)], x.numpy(), act_dtype)
         assert np.array_equal(guarded[: len(want)], want) and (guarded[len(want) :] == 0xA5).all(), n
 
 

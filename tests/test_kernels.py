@@ -1,4 +1,4 @@
-"""The attention kernels of every ISA this machine has, against float64 on NumPy.
+"""The attention kernels of every ISA this machine has or emulates, against float64 on NumPy.
 
 The error of an output is its largest difference, divided by the largest |V|.
 """
@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
+from emulated import NEON, SCALAR, is_emulated, kernels, params
 
 from fastdecode.kernels import _native as native
 
@@ -42,7 +43,7 @@ INT8 = Budget(1.5e-2, 5e-2, 3e-2)  # to 8 bits
 def budget(isa: str, kv_dtype: str, head_size: int = 8) -> Budget:
     if (isa, kv_dtype) == ("amx", "bf16"):
         return INT16  # queries and weights as two bf16 each
-    if isa == "scalar" or kv_dtype not in ("int8", "int4"):
+    if isa in ("scalar", SCALAR) or kv_dtype not in ("int8", "int4"):
         return FLOATS
     tiles = isa == "amx" and head_size % 64 == 0  # other head sizes are left to VNNI
     return INT8 if kv_dtype == "int4" and isa in ("avx512vnni", "amx") and not tiles else INT16
@@ -55,8 +56,9 @@ WINDOWS = [0, 1, 63, 127, 128, 129, 1000]
 Q_LENS = [1, 2, 17, 64]
 CASES_PER_HEAD_SIZE = 60
 LARGEST_CASE = 1 << 25  # multiply-adds of its scores
+LARGEST_EMULATED_CASE = 1 << 20
 
-by_isa = pytest.mark.parametrize("isa", ISAS)
+by_isa = pytest.mark.parametrize("isa", params([*ISAS, NEON]))
 by_kv_dtype = pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 
 
@@ -147,7 +149,7 @@ class Cache:
         self.isa, self.kv_dtype = isa, kv_dtype
         n, chunk_bytes = len(k) // PAGE + 2, native.chunk_bytes(kv_dtype, k.shape[1])
         run = aligned_bytes(n * chunk_bytes, fill)
-        native.kv_append(isa, kv_dtype, run, 0, k, v)
+        kernels(isa).kv_append(isa, kv_dtype, run, 0, k, v)
         self.order = random.Random(n).sample(range(n), n)
         self.buffer = aligned_bytes(n * chunk_bytes)
         self.chunks = self.buffer.reshape(n, chunk_bytes)
@@ -159,8 +161,9 @@ class Cache:
         first = pages.indices(len(self.order))[0] * PAGE
         out = Partial(*(np.full(shape, np.nan, np.float32) for shape in (q.shape[:2], q.shape[:2], q.shape)))
         order = self.order[pages]
+        isa = isa or self.isa
         m, l, acc = (x[None] for x in out)  # one head
-        native.kv_attend(isa or self.isa, self.kv_dtype, self.buffer, order, first, q[None], q_pos, window, acc, m, l)
+        kernels(isa).kv_attend(isa, self.kv_dtype, self.buffer, order, first, q[None], q_pos, window, acc, m, l)
         return out
 
 
@@ -200,18 +203,19 @@ def assert_close(got: Partial, want: Partial, v_max: float, allowed: Budget, wha
 
 
 @by_kv_dtype
-@by_isa
+@pytest.mark.parametrize("isa", ISAS)
 def test_the_op_table_is_the_one_asked_for(isa: str, kv_dtype: str) -> None:
     assert native.isa_of_kernels(isa, kv_dtype) == isa
 
 
 def test_isas_agree_with_the_operating_system() -> None:
     with open("/proc/cpuinfo") as f:
-        flags = next((set(line.split(":")[1].split()) for line in f if line.startswith("flags")), set())
+        flags = next((set(line.split(":")[1].split()) for line in f if line.startswith(("flags", "Features"))), set())
     avx512 = {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
     vnni = {*avx512, "avx512_vnni"}
     needed = {"avx2": {"avx2", "fma", "f16c"}, "avx512": avx512, "avx512vnni": vnni}
     needed["amx"] = {*vnni, "avx512vbmi", "amx_tile", "amx_int8", "amx_bf16"}
+    needed["neon"] = {"asimd"}
     assert ["scalar", *(isa for isa, wanted in needed.items() if wanted <= flags)] == ISAS
     assert native.isa_best() == ISAS[-1]
 
@@ -221,6 +225,8 @@ def test_isas_agree_with_the_operating_system() -> None:
 @by_isa
 def test_attention_equals_float64(isa: str, kv_dtype: str, head_size: int) -> None:
     for case in pick_cases(head_size):
+        if is_emulated(isa) and head_size * case.group * case.length * case.q_len > LARGEST_EMULATED_CASE:
+            continue
         q, k, v = make_inputs(case)
         got = Cache(isa, kv_dtype, k, v).attend(q, case.length - case.q_len, case.window)
         v_max = float(np.abs(v).max())
@@ -286,7 +292,7 @@ def test_garbage_beyond_the_limits_never_reaches_a_result(isa: str, kv_dtype: st
         dirty.buffer[:] = run
         run = aligned_bytes(len(run))
         run[:] = dirty.buffer
-        native.kv_append(isa, kv_dtype, run, 0, k, v)
+        kernels(isa).kv_append(isa, kv_dtype, run, 0, k, v)
         run = run.reshape(dirty.chunks.shape)
         q_pos = length - q_len
         no_longer_seen = max(0, q_pos + 1 - window) // PAGE if window else 0
@@ -297,8 +303,8 @@ def test_garbage_beyond_the_limits_never_reaches_a_result(isa: str, kv_dtype: st
 
 
 @by_kv_dtype
-@pytest.mark.parametrize("reader", ISAS)
-@pytest.mark.parametrize("writer", ISAS)
+@pytest.mark.parametrize("reader", params([*ISAS, NEON, SCALAR]))
+@pytest.mark.parametrize("writer", params([*ISAS, NEON, SCALAR]))
 def test_a_chunk_written_by_one_isa_is_read_by_another(writer: str, reader: str, kv_dtype: str) -> None:
     rng = np.random.default_rng(4)
     for head_size in HEAD_SIZES:
@@ -310,15 +316,29 @@ def test_a_chunk_written_by_one_isa_is_read_by_another(writer: str, reader: str,
         assert_close(cache.attend(q, 99, isa=reader), want, 4, budget(reader, kv_dtype), head_size)
 
 
+@pytest.mark.parametrize("isa", params([*ISAS, NEON, SCALAR]))
+def test_int8_rounds_a_product_before_it_rounds_to_an_integer(isa: str) -> None:
+    """As a fused multiply-add would not."""
+    largest = np.float32(3.7)
+    inverse = np.float32(127) / largest
+    x = np.random.default_rng(12).uniform(-3.7, 3.7, 1 << 22).astype(np.float32)
+    x = x[(x * inverse) % 1 == 0.5]
+    rows = np.full((len(x) // 7, 8), largest)
+    rows[:, 1:] = x[: len(rows) * 7].reshape(-1, 7)
+    # Each query sees one token, whose V is the result.
+    got = Cache(isa, "int8", rows, rows).attend(np.zeros((len(rows), 1, 8), np.float32), 0, window=1)
+    assert np.allclose(got.acc[:, 0], stored(rows, "int8"), rtol=0, atol=largest / 127 / 100)
+
+
 @by_kv_dtype
 @by_isa
 def test_appending_token_by_token_equals_appending_at_once(isa: str, kv_dtype: str) -> None:
     rng = np.random.default_rng(5)
     k, v = normal(rng, 150, 80), normal(rng, 150, 80)
     at_once, one_by_one = (aligned_bytes(3 * native.chunk_bytes(kv_dtype, 80)) for _ in range(2))
-    native.kv_append(isa, kv_dtype, at_once, 0, k, v)
+    kernels(isa).kv_append(isa, kv_dtype, at_once, 0, k, v)
     for t in range(150):
-        native.kv_append(isa, kv_dtype, one_by_one, t, k[t : t + 1], v[t : t + 1])
+        kernels(isa).kv_append(isa, kv_dtype, one_by_one, t, k[t : t + 1], v[t : t + 1])
     assert np.array_equal(at_once, one_by_one)
 
 
@@ -335,11 +355,11 @@ def test_parts_merged_by_log_sum_exp_equal_the_whole(isa: str, kv_dtype: str) ->
         acc = np.full((rows, head_size), np.nan, np.float32)  # of empty rows it must not be read
         for pages in (slice(0, 2), slice(2, 3), slice(3, 7)):
             part = cache.attend(q, q_pos, window, pages)
-            native.attend_merge(isa, m, l, acc, part.m.ravel(), part.l.ravel(), part.acc.reshape(rows, head_size))
+            kernels(isa).attend_merge(isa, m, l, acc, part.m.ravel(), part.l.ravel(), part.acc.reshape(rows, head_size))
         whole = Partial(m.reshape(q_len, group), l.reshape(q_len, group), acc.reshape(q.shape).copy())
         want = reference(q, stored(k, kv_dtype), stored(v, kv_dtype), q_pos, window)
         assert_close(whole, want, 4, budget(isa, kv_dtype), (head_size, group, q_len, window))
-        native.attend_finish(isa, acc, l)
+        kernels(isa).attend_finish(isa, acc, l)
         assert np.allclose(acc.reshape(q.shape), want.output, rtol=0, atol=4 * budget(isa, kv_dtype).output)
 
 
@@ -362,7 +382,7 @@ def test_heads_attended_at_once_equal_each_alone(isa: str, kv_dtype: str) -> Non
         buffer = aligned_bytes(pages.size)
         buffer[:] = pages.ravel()
         m, l, acc = (np.full(shape, np.nan, np.float32) for shape in (q.shape[:3], q.shape[:3], q.shape))
-        native.kv_attend(isa, kv_dtype, buffer, None, 0, q, length - q_len, window, acc, m, l)
+        kernels(isa).kv_attend(isa, kv_dtype, buffer, None, 0, q, length - q_len, window, acc, m, l)
         for got, want in zip((m, l, acc), zip(*alone, strict=True), strict=True):
             assert np.array_equal(got, np.stack(want)), (heads, head_size, group, q_len, length, window)
 
@@ -373,7 +393,7 @@ def test_merge_of_parts_far_apart_and_of_empty_ones(isa: str) -> None:
     m2, l2 = np.array([-1e4, 1e4, -np.inf, -np.inf], np.float32), np.array([5, 5, 0, 0], np.float32)
     acc, acc2 = np.full((4, 24), 6, np.float32), np.full((4, 24), 10, np.float32)
     acc[2] = acc2[3] = np.nan
-    native.attend_merge(isa, m, l, acc, m2, l2, acc2)
+    kernels(isa).attend_merge(isa, m, l, acc, m2, l2, acc2)
     assert m.tolist() == [1e4, 1e4, -np.inf, 3] and l.tolist() == [2, 5, 0, 4]
     assert [set(row) for row in acc[[0, 1, 3]].tolist()] == [{6}, {10}, {6}]
 
@@ -382,7 +402,7 @@ def test_merge_of_parts_far_apart_and_of_empty_ones(isa: str) -> None:
 def test_finish_makes_rows_that_saw_nothing_zero(isa: str) -> None:
     acc = np.full((3, 88), 5, np.float32)
     acc[1] = np.nan
-    native.attend_finish(isa, acc, np.array([2, 0, 4], np.float32))
+    kernels(isa).attend_finish(isa, acc, np.array([2, 0, 4], np.float32))
     assert [set(row) for row in acc.tolist()] == [{2.5}, {0}, {1.25}]
 
 
@@ -453,11 +473,11 @@ def test_kernels_write_no_further_than_asked(isa: str, kv_dtype: str) -> None:
         k, v, q = normal(rng, 3, head_size), normal(rng, 3, head_size), normal(rng, 1, group, head_size)
         chunk_bytes = native.chunk_bytes(kv_dtype, head_size)
         memory = aligned_bytes(chunk_bytes + 64, 0xA5)
-        native.kv_append(isa, kv_dtype, memory[:chunk_bytes], PAGE - 3, k, v)
+        kernels(isa).kv_append(isa, kv_dtype, memory[:chunk_bytes], PAGE - 3, k, v)
         assert (memory[chunk_bytes:] == 0xA5).all(), head_size
         acc, m, l = (np.full(n + 16, 7, np.float32) for n in (q.size, group, group))
         views = acc[: q.size].reshape(1, *q.shape), m[:group].reshape(1, 1, group), l[:group].reshape(1, 1, group)
-        native.kv_attend(isa, kv_dtype, memory[:chunk_bytes], None, 0, q[None], PAGE - 1, 3, *views)
+        kernels(isa).kv_attend(isa, kv_dtype, memory[:chunk_bytes], None, 0, q[None], PAGE - 1, 3, *views)
         assert all((x[-16:] == 7).all() for x in (acc, m, l)), (head_size, group)
 
 

@@ -1,0 +1,127 @@
+/* The kernels of a machine that is emulated, for tests/emulated.py: does on stdin's behalf what the CPython module does at home.
+ *
+ *   request  request_t, then `n_buffers` times: a size in bytes (uint32_t) and that many bytes
+ *   reply    the first `n_written` of the buffers, as they are afterwards
+ *
+ * Numbers are little-endian. Every buffer ends where an unmapped page begins: whoever reads or writes beyond it dies of that.
+ * Exits with 0 when stdin ends, with 1 and a sentence for what it cannot do.
+ */
+#define _GNU_SOURCE
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include "attention.h"
+#include "region.h"
+
+enum { APPEND = 0, ATTEND = 1, MERGE = 2, FINISH = 3, LOAD_ACT = 4, STORE_ACT = 5, MAX_BUFFERS = 6 };
+
+typedef struct {
+    char isa[16];
+    uint32_t op, dtype; /* dtype: of the KV-cache or of activations */
+    uint32_t n_buffers, n_written;
+    uint32_t head_size, rows; /* rows: tokens to append, rows of merge and finish */
+    uint32_t token;           /* append: the first slot. attend: position of the first chunk's first token */
+    uint32_t heads, group, q_len, q_pos, window;
+    float scale;
+} request_t;
+
+typedef struct {
+    uint8_t *at, *map;
+    uint32_t bytes;
+    size_t map_bytes;
+} buffer_t;
+
+static void fail(const char *what) {
+    fprintf(stderr, "%s\n", what);
+    exit(1);
+}
+
+static void read_exactly(void *to, size_t n) {
+    if (n && fread(to, n, 1, stdin) != 1) fail("a request ends too early");
+}
+
+static buffer_t read_buffer(void) {
+    buffer_t b;
+    read_exactly(&b.bytes, sizeof b.bytes);
+    const size_t page = (size_t)sysconf(_SC_PAGESIZE), mapped = fd_round_up(b.bytes, page);
+    b.map_bytes = mapped + page;
+    b.map = mmap(NULL, b.map_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (b.map == MAP_FAILED || mprotect(b.map + mapped, page, PROT_NONE)) fail("no memory");
+    b.at = b.map + mapped - b.bytes;
+    read_exactly(b.at, b.bytes);
+    return b;
+}
+
+static void append(const request_t *r, const fd_kv_ops_t *ops, buffer_t *b) {
+    const size_t chunk_bytes = fd_kv_chunk_bytes((fd_kv_dtype_t)r->dtype, r->head_size);
+    for (uint32_t i = 0; i < r->rows; i++) {
+        const uint32_t t = r->token + i;
+        uint8_t *chunk = b[0].at + t / FD_PAGE_TOKENS * chunk_bytes;
+        const size_t row = (size_t)i * r->head_size;
+        ops->append(chunk, r->head_size, t % FD_PAGE_TOKENS, (const float *)b[1].at + row, (const float *)b[2].at + row);
+    }
+}
+
+/* Buffers: acc, m, l, the run of pages, which of them (uint32_t), q. */
+static void attend(const request_t *r, const fd_kv_ops_t *ops, buffer_t *b) {
+    const size_t head_bytes = fd_kv_chunk_bytes((fd_kv_dtype_t)r->dtype, r->head_size), page_bytes = r->heads * head_bytes;
+    const uint32_t n_chunks = b[4].bytes / sizeof(uint32_t);
+    const uint8_t **chunks = malloc((n_chunks + 1) * sizeof *chunks);
+    if (!chunks) fail("no memory");
+    for (uint32_t i = 0; i < n_chunks; i++) chunks[i] = b[3].at + ((const uint32_t *)b[4].at)[i] * page_bytes;
+    const fd_attend_t a = {
+        .chunks = chunks,
+        .heads = r->heads,
+        .head_stride = head_bytes,
+        .n_chunks = n_chunks,
+        .first_token = r->token,
+        .head_size = r->head_size,
+        .group = r->group,
+        .q_len = r->q_len,
+        .q_pos = r->q_pos,
+        .window = r->window,
+        .q = (const float *)b[5].at,
+        .acc = (float *)b[0].at,
+        .m = (float *)b[1].at,
+        .l = (float *)b[2].at,
+    };
+    ops->attend(&a);
+    free(chunks);
+}
+
+static void serve(const request_t *r, buffer_t *b) {
+    fd_isa_t isa;
+    if (fd_isa_from_name(r->isa, &isa) || !fd_isa_supported(isa)) fail("the ISA is unknown or not supported by this CPU");
+    const fd_kv_ops_t *kv = fd_kv_ops((fd_kv_dtype_t)r->dtype, isa);
+    const fd_vec_ops_t *vec = fd_vec_ops(isa);
+    if (strcmp(kv->isa, r->isa)) fail("the kernels are not of the ISA asked for");
+    float *f[MAX_BUFFERS];
+    for (int i = 0; i < MAX_BUFFERS; i++) f[i] = (float *)b[i].at;
+    switch (r->op) {
+    case APPEND: append(r, kv, b); break;
+    case ATTEND: attend(r, kv, b); break;
+    case MERGE: vec->merge(f[0], f[1], f[2], f[3], f[4], f[5], r->rows, r->head_size); break;
+    case FINISH: vec->finish(f[0], f[1], r->rows, r->head_size); break;
+    case LOAD_ACT: vec->load_act(f[0], b[1].at, b[0].bytes / sizeof(float), r->dtype, r->scale); break;
+    case STORE_ACT: vec->store_act(b[0].at, f[1], b[1].bytes / sizeof(float), r->dtype); break;
+    default: fail("an unknown operation");
+    }
+}
+
+int main(void) {
+    request_t r;
+    while (fread(&r, sizeof r, 1, stdin) == 1) {
+        buffer_t b[MAX_BUFFERS] = {{0}};
+        if (r.n_buffers > MAX_BUFFERS || r.n_written > r.n_buffers) fail("too many buffers");
+        for (uint32_t i = 0; i < r.n_buffers; i++) b[i] = read_buffer();
+        serve(&r, b);
+        for (uint32_t i = 0; i < r.n_written; i++)
+            if (b[i].bytes && fwrite(b[i].at, b[i].bytes, 1, stdout) != 1) fail("the reply cannot be written");
+        if (fflush(stdout)) fail("the reply cannot be written");
+        for (uint32_t i = 0; i < r.n_buffers; i++) munmap(b[i].map, b[i].map_bytes);
+    }
+    return ferror(stdin) ? 1 : 0;
+}

@@ -1,0 +1,175 @@
+"""The kernels of a machine that is not this one, behind the functions that `_native` has for this one's.
+
+`NEON` and `SCALAR` are aarch64's, run by qemu-user from programs that a cross compiler builds. A test that gets its
+kernels from `kernels(isa)` holds them to the same bounds as this machine's own.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import shutil
+import struct
+import subprocess
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fastdecode.kernels import _native as native
+from fastdecode.transports.base import ACT_DTYPES, KV_DTYPES
+
+ROOT = Path(__file__).parent.parent
+NEON, SCALAR = "neon under qemu", "scalar under qemu"
+COMPILER, EMULATOR = "aarch64-linux-gnu-gcc", "qemu-aarch64"
+DEBIAN = "Debian: gcc-aarch64-linux-gnu, libc6-dev-arm64-cross, qemu-user"
+FLAGS = ["-O3", "-std=gnu11", "-Wall", "-Wextra", "-Wno-unused-parameter", "-Werror", "-ffp-contract=fast"]
+PEER = [ROOT / "tests/c/kernels_peer.c", *sorted(ROOT.glob("kernels/attention_*.c"))]
+PEER += [ROOT / "kernels/dispatch.c", ROOT / "kernels/isa.c"]
+
+_missing = [program for program in (COMPILER, EMULATOR) if not shutil.which(program)]
+needs_emulator = pytest.mark.skipif(bool(_missing), reason=f"needs {' and '.join(_missing)} ({DEBIAN})")
+
+
+def is_emulated(isa: str) -> bool:
+    return isa in (NEON, SCALAR)
+
+
+def params(isas: list[str]) -> list:
+    """For pytest.mark.parametrize: the emulated ones are skipped where there is no emulator."""
+    return [pytest.param(isa, marks=needs_emulator if is_emulated(isa) else ()) for isa in isas]
+
+
+# ---- building for aarch64 ----
+
+
+@functools.cache
+def _folder() -> Path:
+    folder = tempfile.TemporaryDirectory()
+    atexit.register(folder.cleanup)
+    return Path(folder.name)
+
+
+@functools.cache
+def cross_compile(source: Path) -> Path:
+    target = _folder() / f"{source.stem}.o"
+    includes = ["-I", ROOT / "kernels", "-I", ROOT / "transports"]
+    subprocess.run([COMPILER, *FLAGS, *includes, "-c", source, "-o", target], check=True)
+    return target
+
+
+def cross_build(sources: list[Path]) -> Path:
+    """A program named after the first source."""
+    with ThreadPoolExecutor(2) as pool:
+        objects = list(pool.map(cross_compile, sources))
+    program = _folder() / sources[0].stem
+    subprocess.run([COMPILER, "-static", *objects, "-pthread", "-lm", "-o", program], check=True)
+    return program
+
+
+# ---- tests/c/kernels_peer.c ----
+
+_REQUEST = struct.Struct("<16s 12I f")
+_APPEND, _ATTEND, _MERGE, _FINISH, _LOAD_ACT, _STORE_ACT = range(6)
+
+
+class _Emulated:
+    """Arguments as those of `_native`, which checks them; here they must be right."""
+
+    def __init__(self) -> None:
+        self.peer = subprocess.Popen([EMULATOR, cross_build(PEER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        atexit.register(self.close)
+
+    def close(self) -> None:
+        self.peer.stdin.close()
+        self.peer.stdout.close()
+        self.peer.wait()
+
+    def ask(
+        self,
+        isa: str,
+        op: int,
+        dtype: int,
+        written: list[np.ndarray],
+        read: list[np.ndarray],
+        *,
+        head_size: int = 0,
+        rows: int = 0,
+        token: int = 0,
+        heads: int = 0,
+        group: int = 0,
+        q_len: int = 0,
+        q_pos: int = 0,
+        window: int = 0,
+        scale: float = 1.0,
+    ) -> None:
+        buffers = [*written, *read]
+        assert all(x.flags.c_contiguous for x in buffers)
+        numbers = (op, dtype, len(buffers), len(written), head_size, rows, token)
+        numbers += (heads, group, q_len, q_pos, window)
+        self.peer.stdin.write(_REQUEST.pack(isa.split()[0].encode(), *numbers, scale))
+        for x in buffers:
+            self.peer.stdin.write(struct.pack("<I", x.nbytes) + x.tobytes())
+        self.peer.stdin.flush()
+        for x in written:
+            reply = self.peer.stdout.read(x.nbytes)
+            assert len(reply) == x.nbytes, f"{isa}: the emulated program has died"
+            x[...] = np.frombuffer(reply, x.dtype).reshape(x.shape)
+
+    def kv_append(self, isa: str, kv_dtype: str, chunks: np.ndarray, slot: int, k: np.ndarray, v: np.ndarray) -> None:
+        dtype, (rows, head_size) = KV_DTYPES.index(kv_dtype), k.shape
+        self.ask(isa, _APPEND, dtype, [chunks], [k, v], head_size=head_size, rows=rows, token=slot)
+
+    def kv_attend(
+        self,
+        isa: str,
+        kv_dtype: str,
+        chunks: np.ndarray,
+        order: list[int] | None,
+        first_token: int,
+        q: np.ndarray,
+        q_pos: int,
+        window: int,
+        acc: np.ndarray,
+        m: np.ndarray,
+        l: np.ndarray,  # noqa: E741
+    ) -> None:
+        heads, q_len, group, head_size = q.shape
+        if order is None:
+            order = list(range(chunks.nbytes // native.chunk_bytes(kv_dtype, head_size) // heads))
+        self.ask(
+            isa,
+            _ATTEND,
+            KV_DTYPES.index(kv_dtype),
+            [acc, m, l],
+            [chunks, np.array(order, np.uint32), q],
+            head_size=head_size,
+            token=first_token,
+            heads=heads,
+            group=group,
+            q_len=q_len,
+            q_pos=q_pos,
+            window=window,
+        )
+
+    def attend_merge(self, isa: str, m, l, acc, m2, l2, acc2) -> None:  # noqa: E741
+        self.ask(isa, _MERGE, 0, [m, l, acc], [m2, l2, acc2], rows=len(acc), head_size=acc.shape[1])
+
+    def attend_finish(self, isa: str, acc: np.ndarray, l: np.ndarray) -> None:  # noqa: E741
+        self.ask(isa, _FINISH, 0, [acc], [l], rows=len(acc), head_size=acc.shape[1])
+
+    def load_act(self, isa: str, dst: np.ndarray, src: np.ndarray, act_dtype: str, scale: float) -> None:
+        self.ask(isa, _LOAD_ACT, ACT_DTYPES.index(act_dtype), [dst], [src], scale=scale)
+
+    def store_act(self, isa: str, dst: np.ndarray, src: np.ndarray, act_dtype: str) -> None:
+        self.ask(isa, _STORE_ACT, ACT_DTYPES.index(act_dtype), [dst], [src])
+
+
+_emulated = functools.cache(_Emulated)
+
+
+def kernels(isa: str):
+    """What has kv_append, kv_attend, attend_merge, attend_finish, load_act and store_act of an ISA."""
+    return _emulated() if is_emulated(isa) else native

@@ -1,0 +1,28 @@
+"""What of the C code is not kernels, for aarch64 (kernels: test_kernels.py and test_act_kernels.py).
+
+The emulator keeps the order of this machine's memory: what runs here shows that the code builds and works there, not
+that its fences suffice.
+"""
+
+from __future__ import annotations
+
+import subprocess
+
+from emulated import EMULATOR, ROOT, cross_build, cross_compile, needs_emulator
+
+pytestmark = needs_emulator
+
+ENGINE = [p for p in sorted(ROOT.glob("kernels/*.c")) if p.name != "module.c" and not p.name.startswith("py_")]
+
+
+def test_an_engine_answers_hostile_calls_and_its_other_link_stays_right() -> None:
+    program = cross_build([ROOT / "tests/c/fuzz_engine.c", *ENGINE])
+    run = subprocess.run([EMULATOR, program, "10"], capture_output=True, text=True, timeout=100)
+    assert run.returncode == 0, run.stdout + run.stderr
+    answers = [int(line.split()[0]) for line in run.stdout.splitlines()]
+    assert len(answers) == 5 and min(answers) > 20, run.stdout
+
+
+def test_transports_compile_without_a_warning() -> None:
+    for name in ("port", "rdma_poster", "tcp_pump"):
+        cross_compile(ROOT / f"transports/{name}.c")
