@@ -2,18 +2,22 @@
 
     python rnode_process.py URL KV_BYTES [SECRET]
 
-prints the URL it is bound to. SIGTERM ends it; SIGUSR1 holds its GIL for STUCK_S seconds.
+prints the URL it is bound to. SIGTERM ends it; SIGUSR1 holds its GIL for STUCK_S seconds. And what a process holds.
 """
 
 from __future__ import annotations
 
 import asyncio
 import ctypes
+import gc
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 STUCK_S = 1.0
@@ -64,15 +68,40 @@ class RNodeProcess:
             assert self.process.stdout
             self.process.stdout.close()
 
-    def fds(self) -> int:
-        return len(os.listdir(f"/proc/{self.pid}/fd"))
 
-    def threads(self) -> int:
-        return len(os.listdir(f"/proc/{self.pid}/task"))
+@dataclass(frozen=True)
+class Held:
+    """What a process holds that a link could leave behind."""
 
-    def memfds(self) -> int:
-        """Regions that the process maps or holds."""
-        return Path(f"/proc/{self.pid}/maps").read_text().count("memfd:fastdecode-region")
+    fds: int
+    threads: int
+    regions: int  # mapped
+    shm: int  # names in /dev/shm, of all processes
+
+    @classmethod
+    def by(cls, pid: int) -> Held:
+        if pid == os.getpid():
+            gc.collect()
+        fds, threads = (len(os.listdir(f"/proc/{pid}/{what}")) for what in ("fd", "task"))
+        regions = Path(f"/proc/{pid}/maps").read_text().count("memfd:fastdecode-region")
+        return cls(fds, threads, regions, len(os.listdir("/dev/shm")))
+
+
+def resident_bytes(pid: int) -> int:
+    """Memory of a process, but for what it has of files on disk."""
+    status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    return sum(int(status[name].split()[0]) for name in ("RssAnon", "RssShmem")) << 10
+
+
+def start_executor_threads() -> None:
+    """Give the running loop's executor all the threads that it will ever have: what comes later, a link left behind."""
+    n = 4
+    loop, barrier = asyncio.get_running_loop(), threading.Barrier(n + 1)
+    executor = ThreadPoolExecutor(n)
+    loop.set_default_executor(executor)
+    for _ in range(n):
+        executor.submit(barrier.wait)
+    barrier.wait()
 
 
 def hold_the_gil(*_: object) -> None:
@@ -85,6 +114,7 @@ async def main(url: str, kv_bytes: int, secret: bytes | None) -> None:
     ended = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ended.set)
     signal.signal(signal.SIGUSR1, hold_the_gil)
+    start_executor_threads()
     node = RNode(threads=1, kv_bytes=kv_bytes, name="test", spin_us=20)
     print(*await node.serve([url], secret), flush=True)
     await ended.wait()
