@@ -36,18 +36,12 @@ def transports() -> list[str]:
     return ["shm", "tcp", *(["rdma"] if any(port.active for port in list_ports()) else [])]
 
 
-def started(transport: str, folder: Path) -> RNodeProcess:
-    from link_driver import KV_BYTES
-    from rnode_process import RNodeProcess
-
-    url = f"shm://{folder}/r.sock" if transport == "shm" else f"{transport}://127.0.0.1:0"
-    return RNodeProcess(url, KV_BYTES)
-
-
 @pytest.fixture(params=transports(), scope="module")
 def shared_node(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RNodeProcess]:
     """An R-node process for the tests that leave it as it was; once over each transport."""
-    node = started(request.param, tmp_path_factory.mktemp("node"))
+    from rnode_process import RNodeProcess
+
+    node = RNodeProcess.over(request.param, tmp_path_factory.mktemp("node"))
     yield node
     assert node.end() == 0
 
@@ -55,7 +49,9 @@ def shared_node(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
 @pytest.fixture(params=transports())
 def node(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RNodeProcess]:
     """An R-node process for the tests that do something to it; once over each transport."""
-    node = started(request.param, tmp_path)
+    from rnode_process import RNodeProcess
+
+    node = RNodeProcess.over(request.param, tmp_path)
     yield node
     if node.process.poll() is None:
         node.end()
@@ -64,7 +60,7 @@ def node(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RNodeProces
 @pytest.fixture
 async def r_node(tmp_path: Path) -> AsyncIterator[RNode]:
     """An R-node within this process; its addresses are `shm` and `tcp`."""
-    from link_driver import KV_BYTES
+    from rnode_process import KV_BYTES
 
     from fastdecode.rnode import RNode
 
@@ -77,7 +73,8 @@ async def r_node(tmp_path: Path) -> AsyncIterator[RNode]:
 @pytest.fixture
 async def bystander(r_node: RNode) -> AsyncIterator[None]:
     """Another S-node, over TCP, that goes on decoding, checked against float64, while a test does what it does."""
-    from link_driver import KV_BYTES, Driver, hello
+    from link_driver import Driver, hello
+    from rnode_process import KV_BYTES
 
     from fastdecode.transports.registry import connect
 

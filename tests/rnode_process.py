@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 STUCK_S = 1.0
+KV_BYTES = 64 << 20  # unless told otherwise
 
 
 class RNodeProcess:
@@ -29,6 +30,11 @@ class RNodeProcess:
     def __init__(self, url: str, kv_bytes: int, secret: str = ""):
         self._args = [sys.executable, __file__, url, str(kv_bytes), *([secret] if secret else [])]
         self.start()
+
+    @classmethod
+    def over(cls, transport: str, folder: Path) -> RNodeProcess:
+        """One that listens on this host alone."""
+        return cls(f"shm://{folder}/r.sock" if transport == "shm" else f"{transport}://127.0.0.1:0", KV_BYTES)
 
     def start(self) -> None:
         self.process = subprocess.Popen(self._args, stdout=subprocess.PIPE, text=True)
@@ -46,15 +52,10 @@ class RNodeProcess:
 
     def stop(self) -> None:
         """Stops it (SIGSTOP), and returns when every thread of it stands still."""
-        self.tell(signal.SIGSTOP)
-        while any(self._state(thread) != "T" for thread in os.listdir(f"/proc/{self.pid}/task")):
-            time.sleep(0.001)
+        stop(self.process)
 
     def go_on(self) -> None:
         self.tell(signal.SIGCONT)
-
-    def _state(self, thread: str) -> str:
-        return Path(f"/proc/{self.pid}/task/{thread}/stat").read_text().rpartition(")")[2].split()[0]
 
     def end(self, number: int = signal.SIGTERM) -> int:
         """Ends it, and returns its exit status."""
@@ -67,6 +68,15 @@ class RNodeProcess:
             self.process.wait()
             assert self.process.stdout
             self.process.stdout.close()
+
+
+def stop(process: subprocess.Popen) -> None:
+    """See RNodeProcess.stop."""
+    process.send_signal(signal.SIGSTOP)
+    while any(
+        f.read_text().rpartition(")")[2].split()[0] != "T" for f in Path(f"/proc/{process.pid}/task").glob("*/stat")
+    ):
+        time.sleep(0.001)
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 import rengine_peer as peer
 import vanished_host
-from link_driver import CALLS, HANG_S, KV_BYTES, LARGE, NOTICED_S, SMALL, Driver, Payloads, hello, in_thread, until
-from rnode_process import STUCK_S, Held, start_executor_threads
+from link_driver import CALLS, HANG_S, LARGE, NOTICED_S, SMALL, Driver, Payloads, hello, in_thread, until
+from rnode_process import KV_BYTES, STUCK_S, Held, start_executor_threads
 
 from fastdecode.transports import link as link_module
 from fastdecode.transports.base import ROW_ATTEND, ROW_DTYPE, CallRefused, Link, LinkDown, LinkRefused
