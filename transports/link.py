@@ -20,9 +20,9 @@ from .region import Region
 
 log = logging.getLogger(__name__)
 
-#: A PING goes out this often; so many in a row without any answer, and the R-node counts as dead, less than 5 seconds
-#: after its last sign of life. Counted rather than timed, so that a stall of this side's own event loop is not taken for
-#: one of the peer's.
+#: A PING goes out this often; so many in a row without any answer, and the R-node counts as dead, within 5 seconds of
+#: its last sign of life. Counted rather than timed, so that a stall of this side's own event loop is not taken for one
+#: of the peer's.
 PING_INTERVAL_S = 0.8
 PINGS_UNANSWERED = 5
 
