@@ -183,7 +183,11 @@ class NodeConfig:
     cpus: tuple[int, ...] | None = _option(
         "pin the attention threads to these cpus, e.g. 0-3,8", parse=_cpu_list, metavar="LIST"
     )
-    spin_us: int | None = _option("microseconds to spin for the other side before sleeping", parse=_natural)
+    spin_us: int | None = _option(
+        "microseconds to spin for the other side before sleeping; default: 50 for a reply at the S-node, 100 for calls "
+        "at an R-node",
+        parse=_natural,
+    )
     secret_file: Path | None = _option(
         "file with the secret that S-nodes and R-nodes share", parse=Path, metavar="FILE"
     )
