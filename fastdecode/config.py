@@ -138,6 +138,9 @@ class NodeConfig:
         parse=_url,
         metavar="URL",
     )
+    connect_seconds: float = _option(
+        "at start, how long to wait for R-nodes that cannot be reached yet", 30.0, role="s", parse=_seconds
+    )
     device: str = _option("where the S-Part runs", "auto", role="s", choices=("auto", "cpu", "cuda"))
     dtype: str = _option(
         "dtype of weights and activations; auto: the checkpoint's, or what the CPU is good at",
