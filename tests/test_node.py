@@ -213,9 +213,6 @@ def test_port_in_use_is_noticed_before_the_weights_are_loaded(start, tmp_path):
         node = start("--model", str(tmp_path), "--port", str(port))
         assert node.process.wait(START_SECONDS) == 1
     assert f"cannot serve the API on 127.0.0.1:{port}: Address already in use" in node.log.read_text().splitlines()[-1]
-    node = start("--model", str(tmp_path), "--port", "0")
-    assert node.process.wait(START_SECONDS) == 1
-    assert "safetensors" in node.log.read_text().splitlines()[-1]
 
 
 def test_tokens_that_the_model_has_not_are_told_of_at_start(start, tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import socket
 import time
@@ -115,23 +116,46 @@ class Server:
 
 
 def bind(host: str, port: int) -> list[socket.socket]:
-    """Take host:port (port 0: any free one), on every address that the host has here, without listening yet: so that a
-    port in use is known before anything else takes its time. Raises OSError."""
+    """Take host:port (port 0: any free one) on every address that the host name has here.
+
+    Nobody listens yet: this is for knowing of a port in use before anything else takes its time. Raises OSError with a
+    sentence.
+    """
     sockets: list[socket.socket] = []
+    failed: OSError | None = None
     try:
-        found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        for family, kind, proto, _, address in dict.fromkeys(found):
-            sockets.append(socket.socket(family, kind, proto))
-            sockets[-1].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            if family == socket.AF_INET6:
-                sockets[-1].setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-            sockets[-1].bind((address[0], port, *address[2:]))
-            port = sockets[0].getsockname()[1]
+        found = dict.fromkeys(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE))
+        for family, kind, proto, _, address in found:
+            taken = sockets[0].getsockname()[1] if sockets else port
+            try:
+                sockets.append(_bound(family, kind, proto, (address[0], taken, *address[2:])))
+            except OSError as error:
+                if error.errno not in (
+                    errno.EADDRNOTAVAIL,
+                    errno.EAFNOSUPPORT,
+                ):  # a name may have one more than the host
+                    raise
+                failed = error
+        if not sockets and failed:
+            raise failed
     except OSError as error:
         for sock in sockets:
             sock.close()
-        raise OSError(error.errno, f"cannot serve the API on {host}:{port}: {error.strerror}") from None
+        raise OSError(f"cannot serve the API on {host}:{port}: {error.strerror}") from None
     return sockets
+
+
+def _bound(family: int, kind: int, proto: int, address: tuple) -> socket.socket:
+    sock = socket.socket(family, kind, proto)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        sock.bind(address)
+    except OSError:
+        sock.close()
+        raise
+    return sock
 
 
 class _OneLine(logging.Filter):
