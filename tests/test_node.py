@@ -178,15 +178,16 @@ def test_r_node_killed_ends_its_streams_with_an_error_and_the_s_node_stays_up(st
 def test_embedded_r_node_killed_is_started_again(start, tmp_path):
     before = traces(tmp_path)
     node = start("--port", "0", "--kv-memory", "256MiB")
-    text = complete(node.api())
-    (child,) = node.children()
-    for times in (1, 2):
-        os.kill(child, signal.SIGKILL)
-        node.wait_for("(?s)" + ".*is back" * times, 20)
-        assert complete(node.api()) == text
-        (child,), old = node.children(), child
-        assert child != old
-        assert traces(tmp_path) <= before
+    with node.api() as api:
+        text = complete(api)
+        (child,) = node.children()
+        for times in (1, 2):
+            os.kill(child, signal.SIGKILL)
+            node.wait_for("(?s)" + ".*is back" * times, 20)
+            assert complete(api) == text
+            (child,), old = node.children(), child
+            assert child != old
+            assert traces(tmp_path) <= before
     assert node.regions() == 1  # the dead links' are not kept
     assert node.end() == 0
     assert gone(child)
@@ -198,7 +199,8 @@ def test_r_node_that_is_not_up_yet_is_waited_for(start, tmp_path):
     s_node = start("--port", "0", "--r-node", f"shm://{sock}")
     s_node.wait_for(f"no R-node can be reached at shm://{re.escape(str(sock))}.*trying again for 30 s")
     start("--role", "r", "--listen", f"shm://{sock}", "--kv-memory", "64MiB", "--threads", "1")
-    assert complete(s_node.api())
+    with s_node.api() as api:
+        assert complete(api)
     waiting = start("--port", "0", "--r-node", f"shm://{tmp_path}/nobody.sock")
     waiting.wait_for("trying again")
     assert waiting.end() == 0
@@ -223,12 +225,12 @@ def test_tokens_that_the_model_has_not_are_told_of_at_start(start, tmp_path):
     config["additional_special_tokens"] = ["<|one|>", "<|two|>"]
     (tmp_path / "tokenizer_config.json").write_bytes(orjson.dumps(config))
     node = start("--port", "0", "--kv-memory", "256MiB", "--model", str(tmp_path))
-    api = node.api()
     node.wait_for(re.escape("2 token(s) more than the model's 4096") + ".*" + re.escape("'<|one|>', '<|two|>'"))
     name = tmp_path.name
-    assert api.completions.create(model=name, prompt="It was", max_tokens=2).choices[0].text
-    with pytest.raises(openai.BadRequestError, match="outside the model's vocabulary"):
-        api.completions.create(model=name, prompt="It was<|two|>", max_tokens=2)
+    with node.api() as api:
+        assert api.completions.create(model=name, prompt="It was", max_tokens=2).choices[0].text
+        with pytest.raises(openai.BadRequestError, match="outside the model's vocabulary"):
+            api.completions.create(model=name, prompt="It was<|two|>", max_tokens=2)
 
 
 def test_killed_s_node_frees_its_lease(start, tmp_path):
