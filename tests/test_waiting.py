@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 from link_driver import Driver, Payloads, hello, in_thread
 from rnode_process import RNodeProcess
 
@@ -33,18 +35,23 @@ async def test_an_idle_node_uses_under_1_percent_of_a_core(shared_node):
         await link.close()
 
 
-async def test_tcp_links_that_are_idle_spin_no_threads_while_another_is_busy():
+@pytest.fixture
+def tcp_node(tmp_path: Path) -> Iterator[RNodeProcess]:
+    node = RNodeProcess.over("tcp", tmp_path)
+    yield node
+    assert node.end() == 0
+
+
+async def test_tcp_links_that_are_idle_spin_no_threads_while_another_is_busy(tcp_node):
     """The R-engine's own thread looks at all sockets; each link's threads sleep."""
-    node = RNodeProcess("tcp://127.0.0.1:0", 64 << 20)
-    links = [await connect(node.url, hello(), None) for _ in range(12)]
-    busy = await connect(node.url, Payloads.HELLO, None)
-    before = cpu_seconds(node.pid)
+    links = [await connect(tcp_node.url, hello(), None) for _ in range(12)]
+    busy = await connect(tcp_node.url, Payloads.HELLO, None)
+    before = cpu_seconds(tcp_node.pid)
     await in_thread(Payloads(busy).run, 5000)
-    after = cpu_seconds(node.pid)
+    after = cpu_seconds(tcp_node.pid)
     used = sorted((after[thread] - seconds for thread, seconds in before.items()), reverse=True)
     assert len(used) > 2 * len(links)
     assert used[0] > 0.05  # the R-engine's
     assert sum(used[4:]) < 0.1 * used[0], used  # but for the busy link's two and Python's
     for link in (*links, busy):
         await link.close()
-    assert node.end() == 0
