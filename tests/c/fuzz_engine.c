@@ -25,10 +25,11 @@
 static char err[256];
 static uint64_t answers[FD_OUT_OF_PAGES + 1]; /* to hostile calls, by status */
 
-/* Every instruction set of this machine gets its turn. */
+/* Every instruction set of this machine gets its turn, and every way to treat the memory. */
 static fd_engine_t *start_engine(uint32_t threads) {
     fd_isa_t isa = (fd_isa_t)(threads % FD_ISAS);
-    fd_engine_config_t config = {threads, NULL, fd_isa_supported(isa) ? isa : FD_ISA_SCALAR, 20, 64 << 20};
+    fd_engine_config_t config = {threads, NULL, fd_isa_supported(isa) ? isa : FD_ISA_SCALAR, 20, 64 << 20, FD_HUGE_MADVISE,
+                                 threads == 3, threads == 2};
     fd_engine_t *engine = fd_engine_new(&config, err, sizeof err);
     REQUIRE(engine);
     return engine;
