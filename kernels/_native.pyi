@@ -67,7 +67,7 @@ class _LinkStats(TypedDict):
 class Engine:
     """Threads that serve the calls of all their links without entering Python (fd_engine_t).
 
-    `kv_bytes` is the budget that all leases share. `isa` None: FASTDECODE_ISA, else the best. `cpus`: one CPU a thread
+    `kv_bytes` is the budget that all leases share (rounded down to whole hugetlb pages). `isa` None: FASTDECODE_ISA, else the best. `cpus`: one CPU a thread
     to pin it to. An idle thread spins for `spin_us` before it sleeps.
 
     `huge_pages`: of the arenas, "madvise" (transparent ones), "hugetlb" or "off". `prefault`: the threads fault a
@@ -128,7 +128,7 @@ class EngineLink:
         """Wakes the engine; the one to hand to a peer, whose misuse of it harms no other link. Closed by `close`."""
     @property
     def prefault(self) -> tuple[int, int, int]:
-        """Bytes of the arena faulted in ahead, how many are to be (0 without `prefault`), errno that stopped it or 0."""
+        """Bytes of the arena faulted in ahead, how many are to be (0: none), errno that stopped it or 0."""
     def free(self, seq: int, tag: int, /) -> None:
         """Give a sequence's pages back; an empty sequence has none. ValueError: wrong tag or index."""
     def trim(self, seq: int, tag: int, length: int, /) -> None:

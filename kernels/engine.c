@@ -425,6 +425,7 @@ fd_engine_t *fd_engine_new(const fd_engine_config_t *config, char *err, size_t e
     e->isa = config->isa;
     e->spin_ns = (uint64_t)config->spin_us * 1000;
     e->kv_bytes = config->kv_bytes;
+    if (config->huge == FD_HUGE_HUGETLB) e->kv_bytes -= e->kv_bytes % fd_memory_granule(config->huge);
     e->huge = config->huge;
     e->prefault = config->prefault;
     e->trim_idle_ns = config->trim_idle_ns;
