@@ -67,8 +67,9 @@ class _LinkStats(TypedDict):
 class Engine:
     """Threads that serve the calls of all their links without entering Python (fd_engine_t).
 
-    `kv_bytes` is the budget that all leases share (rounded down to whole hugetlb pages). `isa` None: FASTDECODE_ISA, else the best. `cpus`: one CPU a thread
-    to pin it to. An idle thread spins for `spin_us` before it sleeps.
+    `kv_bytes` is the budget that all leases share, rounded down to whole hugetlb pages where those are used. `isa`
+    None: FASTDECODE_ISA, else the best. `cpus`: one CPU a thread to pin it to. An idle thread spins for `spin_us`
+    before it sleeps.
 
     `huge_pages`: of the arenas, "madvise" (transparent ones), "hugetlb" or "off". `prefault`: the threads fault a
     lease's arena in between calls, from the moment it is granted. `trim_idle_s`: after so many seconds without a call a
