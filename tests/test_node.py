@@ -15,10 +15,6 @@ import openai
 import pytest
 from openai import OpenAI
 
-from fastdecode import machine
-from fastdecode.transports.base import Geometry, Hello
-from fastdecode.transports.registry import connect
-
 NODE = [sys.executable, "-m", "fastdecode.node"]
 START_SECONDS = 60
 
@@ -56,10 +52,6 @@ class Node:
     def end(self, number: int = signal.SIGTERM, seconds: float = 20) -> int:
         self.process.send_signal(number)
         return self.process.wait(seconds)
-
-    def resident(self) -> int:
-        """Bytes of memory that the process has."""
-        return int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
     def regions(self) -> int:
         """Activation regions that the process has mapped."""
@@ -218,30 +210,6 @@ def test_three_r_nodes_over_tcp_with_a_secret(start, tmp_path):
     assert refused.process.wait(START_SECONDS) == 1
     assert "secret" in refused.log.read_text()
     assert complete(api)
-
-
-async def test_an_r_node_is_bound_to_its_numa_node_and_faults_its_leases_in(start, tmp_path):
-    if not (nodes := machine.numa_nodes()):
-        pytest.skip("this kernel knows no NUMA")
-    url = f"shm://{tmp_path}/r.sock"
-    options = ["--threads", "2", "--kv-memory", "64MiB", "--prefault", "--numa-node", str(nodes[0].number)]
-    node = start("--role", "r", "--listen", url, *options)
-    node.wait_for("R-node on")
-    tasks = list(Path(f"/proc/{node.process.pid}/task").iterdir())
-    assert len([t for t in tasks if (t / "comm").read_text().startswith("fd-r")]) == 2
-    for task in tasks:
-        allowed = re.search(r"^Cpus_allowed_list:\t(.*)$", (task / "status").read_text(), re.M)[1]
-        assert set(machine.parse_cpu_list(allowed)) <= set(nodes[0].cpus)
-        assert f"bind:{nodes[0].number}" in Path(f"/proc/{task.name}/numa_maps").read_text()
-    geometry = Geometry(n_slots=1, max_rows=8, n_layers=2, n_q_heads=8, n_kv_heads=8, head_size=128, act_dtype="fp16")
-    link = await connect(url, Hello(geometry, "fp16", (0, 0), 1.0, None, 4), None)
-    try:
-        node.wait_for(r"prefault: 64\.0 MiB of 64\.0 MiB \(100 %\)")
-        assert node.resident() >= 64 << 20
-    finally:
-        await link.close()
-    node.wait_for("lease of 128 pages freed")
-    assert node.end() == 0
 
 
 def test_a_bad_start_is_one_sentence(start, tmp_path):
