@@ -24,14 +24,14 @@ GEOMETRY = Geometry(n_slots=1, max_rows=8, n_layers=2, n_q_heads=8, n_kv_heads=8
 MIB = 1 << 20
 
 
-def pages_by_node(pid: int, least: int) -> dict[int, int]:
-    """How many small pages lie on which node, of mappings with at least so many bytes of anonymous memory."""
+def bytes_by_node(pid: int, least: int) -> dict[int, int]:
+    """How much lies on which node of the mappings with at least so many bytes of anonymous memory."""
     found: dict[int, int] = {}
     for line in Path(f"/proc/{pid}/numa_maps").read_text().splitlines():
-        anonymous = re.search(r" anon=(\d+)", line)
-        if anonymous and int(anonymous[1]) * 4096 >= least:
+        anonymous, size = re.search(r" anon=(\d+)", line), re.search(r" kernelpagesize_kB=(\d+)", line)
+        if anonymous and size and int(anonymous[1]) * int(size[1]) * 1024 >= least:
             for node, pages in re.findall(r" N(\d+)=(\d+)", line):
-                found[int(node)] = found.get(int(node), 0) + int(pages)
+                found[int(node)] = found.get(int(node), 0) + int(pages) * int(size[1]) * 1024
     return found
 
 
@@ -53,7 +53,7 @@ async def test_an_r_node_stays_on_its_numa_node(node: NumaNode, tmp_path):
             await until_logged(log, "R-node on", process)
             link = await connect(url, Hello(GEOMETRY, "fp16", (0, 0), 1.0, None, 4), None)
             await until_logged(log, r"prefault: 64\.0 MiB of 64\.0 MiB \(100 %\)", process)
-            assert pages_by_node(process.pid, 60 * MIB) == {node.number: 64 * MIB // 4096}
+            assert bytes_by_node(process.pid, 60 * MIB) == {node.number: 64 * MIB}
             tasks = list(Path(f"/proc/{process.pid}/task").iterdir())
             assert sum((task / "comm").read_text().startswith("fd-r") for task in tasks) == 2
             for task in tasks:
@@ -62,7 +62,7 @@ async def test_an_r_node_stays_on_its_numa_node(node: NumaNode, tmp_path):
                 assert f" bind:{node.number} " in Path(f"/proc/{task.name}/numa_maps").read_text()
             await link.close()
             await until_logged(log, "lease of 128 pages freed", process)
-            assert not pages_by_node(process.pid, 60 * MIB)
+            assert not bytes_by_node(process.pid, 60 * MIB)
         finally:
             process.terminate()
     assert process.returncode == 0, log.read_text()
