@@ -3,7 +3,8 @@
  * Python is never entered on that path and its GIL never taken. Calls are served in the order their bells are seen, each by all
  * threads: thread 0 takes the call, copies and checks header and table, plans the step (once a step), all threads work,
  * the last one to finish rings the reply. Control operations (lease, free, ...) come from any other thread; they take the
- * engine's mutex, which a call takes only while it plans a step.
+ * engine's mutex, which a call takes only while it plans a step. Between calls the threads tend the leases' memory, a slice at
+ * a time: they fault it in ahead and give what is free back to the OS, where that was asked for.
  */
 #ifndef FD_ENGINE_H
 #define FD_ENGINE_H
