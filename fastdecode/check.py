@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 import platform
 import resource
-from pathlib import Path
 
 from fastdecode import __version__
 from fastdecode.config import format_bytes
 from fastdecode.kernels import _native
-from fastdecode.machine import available_memory, usable_cpus
+from fastdecode.machine import available_memory, huge_pages, numa_nodes, usable_cpus
 from fastdecode.transports import rdma_devices
 
 
@@ -21,6 +20,7 @@ def report() -> str:
         ("cores", f"{len(usable_cpus())} usable of {os.cpu_count()}"),
         ("memory", f"{format_bytes(available_memory())} available"),
         ("ISA", _isa()),
+        ("NUMA", _numa()),
         ("huge pages", _huge_pages()),
         ("memlock", _memlock()),
         ("GPU", _gpu()),
@@ -38,13 +38,18 @@ def _isa() -> str:
     return f"{forced} {verdict} (kernels for {', '.join(supported)})"
 
 
+def _numa() -> str:
+    nodes = (
+        f"node {n.number}: {len(n.cpus)} cpu(s), {format_bytes(n.free)} free, huge pages not counted"
+        for n in numa_nodes()
+    )
+    return "\n".join(nodes) or "not offered by this kernel"
+
+
 def _huge_pages() -> str:
-    try:
-        setting = Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text()
-    except OSError:
-        return "transparent huge pages: not offered by this kernel"
-    chosen = setting[setting.find("[") + 1 : setting.find("]")]
-    return f"transparent huge pages: {chosen}"
+    pages = huge_pages()
+    hugetlb = f"{pages.free} of {pages.total} free, {format_bytes(pages.size)} each" if pages.size else "not offered"
+    return f"transparent: {pages.transparent or 'not offered'}; hugetlb: {hugetlb}"
 
 
 def _memlock() -> str:

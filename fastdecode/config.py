@@ -16,6 +16,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from fastdecode import __version__
+from fastdecode.machine import parse_cpu_list
 
 
 class ConfigError(ValueError):
@@ -35,7 +36,10 @@ _MOST = {
     "threads": 512,
     "s_threads": 512,
     "spin_us": 60_000_000,
+    "trim_idle_s": 10**9,
 }
+#: Options that an S-node without R-nodes has for the one that it starts.
+EMBEDDED = ("kv_memory", "threads", "cpus", "numa_node", "huge_pages", "prefault", "trim_idle_s")
 
 
 def parse_bytes(text: str) -> int:
@@ -80,17 +84,10 @@ def _seconds(text: str) -> float:
 
 
 def _cpu_list(text: str) -> tuple[int, ...]:
-    """ "0-3,8" -> (0, 1, 2, 3, 8)."""
-    cpus: list[int] = []
-    for part in text.split(","):
-        first, _, last = part.partition("-")
-        span = range(int(first), int(last or first) + 1)
-        if span.stop > _MAX_CPUS:
-            raise ValueError(f"{text!r}: cpus are numbered 0 to {_MAX_CPUS - 1}")
-        cpus.extend(span)
+    cpus = parse_cpu_list(text, _MAX_CPUS)
     if not cpus or len(set(cpus)) != len(cpus):
         raise ValueError(f"{text!r} is not a list of cpus such as 0-3,8")
-    return tuple(cpus)
+    return cpus
 
 
 def _url(text: str) -> str:
@@ -186,6 +183,21 @@ class NodeConfig:
     cpus: tuple[int, ...] | None = _option(
         "pin the attention threads to these cpus, e.g. 0-3,8", parse=_cpu_list, metavar="LIST"
     )
+    numa_node: int | None = _option(
+        "bind this (or the embedded) R-node, its threads and its memory, to this NUMA node", parse=_natural, metavar="N"
+    )
+    huge_pages: str = _option(
+        "of the KV-cache. madvise: transparent ones; hugetlb: of the pool that vm.nr_hugepages sets aside",
+        "madvise",
+        choices=("madvise", "hugetlb", "off"),
+    )
+    prefault: bool = _option("fault the KV-cache in as soon as it is leased, not as it fills", False)
+    trim_idle_s: float = _option(
+        "after so many seconds without a call, give the free part of a lease back to the OS; 0: only when it ends",
+        0.0,
+        parse=_seconds,
+        metavar="SECONDS",
+    )
     spin_us: int | None = _option(
         "microseconds to spin for the other side before sleeping; default: 50 for a reply at the S-node, 100 for calls "
         "at an R-node",
@@ -205,11 +217,14 @@ class NodeConfig:
                 "--role r needs --listen, e.g. --listen shm:///tmp/r.sock or --listen tcp://127.0.0.1:7300"
             )
         if self.r_node:
-            for name in ("kv_memory", "threads", "cpus"):
-                if getattr(self, name) is not None:
+            for name in EMBEDDED:
+                if getattr(self, name) != _DEFAULTS[name]:
                     raise ConfigError(f"{_flag(name)} is for the embedded R-node; with --r-node give it to that node")
         if self.cpus is not None and self.threads is not None and len(self.cpus) != self.threads:
             raise ConfigError(f"--cpus names {len(self.cpus)} cpus for --threads {self.threads}")
+        if self.trim_idle_s and (self.prefault or self.huge_pages == "hugetlb"):
+            other = "--prefault" if self.prefault else "--huge-pages hugetlb"
+            raise ConfigError(f"--trim-idle-s gives memory back that {other} is to keep: one or the other")
         for name, most in _MOST.items():
             if (getattr(self, name) or 0) > most:
                 raise ConfigError(f"{_flag(name)} is at most {most}")
@@ -227,6 +242,17 @@ class NodeConfig:
             return None if key is None else key.decode()
         except UnicodeDecodeError:
             raise ConfigError(f"--api-key-file {self.api_key_file} is not text") from None
+
+    def to_args(self, names: Sequence[str]) -> list[str]:
+        """The options of these fields as a command line; what is left at its default is left out."""
+        args = []
+        for name in names:
+            value = getattr(self, name)
+            if value is True:
+                args.append(_flag(name))
+            elif value != _DEFAULTS[name]:
+                args += [_flag(name), ",".join(map(str, value)) if isinstance(value, tuple) else str(value)]
+        return args
 
     @classmethod
     def from_args(cls, argv: Sequence[str] | None = None) -> NodeConfig:
@@ -251,6 +277,9 @@ class NodeConfig:
             return cls(**given)
         except ConfigError as error:
             parser.error(str(error))
+
+
+_DEFAULTS = {f.name: f.default for f in dataclasses.fields(NodeConfig)}
 
 
 def _flag(name: str) -> str:

@@ -14,8 +14,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from fastdecode.config import NodeConfig
-from fastdecode.machine import available_memory, usable_cpus
+from fastdecode.config import EMBEDDED, NodeConfig
+from fastdecode.machine import numa_nodes, usable_cpus
 
 log = logging.getLogger(__name__)
 
@@ -36,12 +36,16 @@ def split_machine(config: NodeConfig, *, s_on_gpu: bool) -> Split:
 
     Attention saturates the memory bus with few threads while the S-Part wants arithmetic; one core each beats both
     sharing all of them. So on a CPU the R-node gets half of the cores (rounded down, at least one); beside a GPU all
-    but one.
+    but one. An R-node that is bound to a NUMA node has no more threads than that has cores.
     """
     cores = len(usable_cpus())
     r_threads = config.threads or (len(config.cpus) if config.cpus else None)
     if r_threads is None:
         r_threads = max(1, cores - 1 if s_on_gpu else cores // 2)
+        if config.numa_node is not None:
+            r_threads = min(
+                [r_threads, *(len(n.cpus) for n in numa_nodes() if n.number == config.numa_node and n.cpus)]
+            )
     s_threads = config.s_threads or max(1, cores - r_threads)
     return Split(s_threads, r_threads)
 
@@ -50,21 +54,16 @@ class EmbeddedRNode:
     """A child `fastdecode-node --role r`; it dies with this process, however that ends."""
 
     def __init__(self, config: NodeConfig, split: Split):
-        """Where the command line leaves it open, the KV-cache gets half of the memory that is free now, so this comes
-        after the weights are loaded. It is committed only as it fills.
+        """Where the command line leaves it open, the KV-cache gets a share of the memory that is free when the child
+        starts, so this comes after the weights are loaded.
         """
         self._directory = Path(tempfile.mkdtemp(prefix="fastdecode-"))  # 0700, so nobody else reaches the socket
         self._process: asyncio.subprocess.Process | None = None
         self._threads = split.r_threads
         self.url = f"shm://{self._directory}/r.sock"
         self._argv = ["--role", "r", "--listen", self.url, "--threads", str(split.r_threads)]
-        self._argv += ["--kv-memory", str(config.kv_memory or available_memory() // 2), "--log-level", config.log_level]
-        if config.cpus is not None:
-            self._argv += ["--cpus", ",".join(map(str, config.cpus))]
-        if config.spin_us is not None:
-            self._argv += ["--spin-us", str(config.spin_us)]
-        if config.secret_file is not None:
-            self._argv += ["--secret-file", str(config.secret_file)]
+        self._argv += config.to_args([name for name in EMBEDDED if name != "threads"])
+        self._argv += config.to_args(["spin_us", "secret_file", "log_level"])
 
     async def start(self) -> None:
         """Start the child and wait until it listens. Raises RuntimeError if it does not."""

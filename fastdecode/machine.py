@@ -3,9 +3,77 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
 
 _CGROUP_ROOT = Path("/sys/fs/cgroup")
+_SYSFS = Path("/sys")
+
+
+@dataclass(frozen=True, slots=True)
+class NumaNode:
+    """A NUMA node of the machine; `free` is in bytes, page cache included."""
+
+    number: int
+    cpus: tuple[int, ...]
+    free: int
+
+
+def parse_cpu_list(text: str, most: int = 1 << 16) -> tuple[int, ...]:
+    """ "0-3,8" -> (0, 1, 2, 3, 8); "" -> (). Raises ValueError, also for a cpu that is not below `most`."""
+    cpus: list[int] = []
+    for part in text.split(",") if text else []:
+        first, _, last = part.partition("-")
+        span = range(int(first), int(last or first) + 1)
+        if span.stop > most:
+            raise ValueError(f"{text!r}: cpus are numbered 0 to {most - 1}")
+        cpus.extend(span)
+    return tuple(cpus)
+
+
+def numa_nodes(sysfs: Path = _SYSFS) -> list[NumaNode]:
+    """The nodes that are online, memory without cpus included; none where the kernel knows no NUMA."""
+    root = sysfs / "devices" / "system" / "node"
+    try:
+        online = parse_cpu_list((root / "online").read_text().strip())
+    except (OSError, ValueError):
+        return []
+    nodes = []
+    for number in online:
+        directory = root / f"node{number}"
+        cpus = parse_cpu_list((directory / "cpulist").read_text().strip())
+        lines = (directory / "meminfo").read_text().splitlines()  # "Node 0 MemFree:  123 kB"
+        fields = {line.split()[2].rstrip(":"): int(line.split()[3]) * 1024 for line in lines}
+        free = fields["MemFree"] + fields["Active(file)"] + fields["Inactive(file)"]
+        nodes.append(NumaNode(number, cpus, free))
+    return nodes
+
+
+@dataclass(frozen=True, slots=True)
+class HugePages:
+    """`transparent` is the kernel's setting (None: it has none); `size` of a hugetlb page in bytes, how many of those
+    there are in `total`, and how many of them nobody uses or has reserved."""
+
+    transparent: str | None
+    size: int
+    total: int
+    free: int
+
+
+def huge_pages(sysfs: Path = _SYSFS) -> HugePages:
+    """What there is of them, in pages of the default hugetlb size."""
+    try:
+        setting = (sysfs / "kernel" / "mm" / "transparent_hugepage" / "enabled").read_text()
+        transparent = setting[setting.find("[") + 1 : setting.find("]")]
+    except OSError:
+        transparent = None
+    try:
+        size = _meminfo("Hugepagesize")
+    except RuntimeError:
+        return HugePages(transparent, 0, 0, 0)
+    pool = sysfs / "kernel" / "mm" / "hugepages" / f"hugepages-{size // 1024}kB"
+    total, unused, reserved = (_read_int(pool / f"{name}_hugepages") or 0 for name in ("nr", "free", "resv"))
+    return HugePages(transparent, size, total, max(0, unused - reserved))
 
 
 def usable_cpus() -> list[int]:

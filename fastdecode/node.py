@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import uvloop
 
 from fastdecode.config import ConfigError, NodeConfig, format_bytes
-from fastdecode.machine import available_memory, usable_cpus
+from fastdecode.machine import available_memory, huge_pages, numa_nodes, usable_cpus
 from fastdecode.transports.base import TransportError
 
 log = logging.getLogger(__name__)
@@ -63,14 +63,39 @@ async def until_told_to_end() -> None:
     await told.wait()
 
 
+def _kv_memory(config: NodeConfig) -> int:
+    """Bytes for the KV-cache: as told, else half of what is available, or all free pages of the hugetlb pool."""
+    if config.huge_pages == "hugetlb":
+        pages = huge_pages()
+        return config.kv_memory or max(1, pages.free) * pages.size
+    free = [available_memory(), *(n.free for n in numa_nodes() if n.number == config.numa_node)]
+    if config.prefault and (config.kv_memory or 0) > min(free):
+        raise ConfigError(
+            f"--prefault: of --kv-memory {format_bytes(config.kv_memory)} only {format_bytes(min(free))} are free"
+        )
+    return config.kv_memory or min(free) // 2
+
+
 async def run_r_node(config: NodeConfig) -> None:
     """The R-node: one R-engine, any number of links, until SIGTERM."""
-    from fastdecode.rnode import RNode
+    from fastdecode.rnode import RNode, bind_to_node
 
     told = asyncio.create_task(until_told_to_end())
+    if config.numa_node is not None:
+        bind_to_node(config.numa_node)
+        if wrong := set(config.cpus or ()) - os.sched_getaffinity(0):
+            raise ConfigError(f"--cpus: {min(wrong)} is not a cpu of --numa-node {config.numa_node}")
     threads = config.threads or (len(config.cpus) if config.cpus else len(usable_cpus()))
-    kv_memory = config.kv_memory or available_memory() // 2
-    node = RNode(threads=threads, kv_bytes=kv_memory, cpus=config.cpus, spin_us=config.spin_us)
+    kv_memory = _kv_memory(config)
+    node = RNode(
+        threads=threads,
+        kv_bytes=kv_memory,
+        cpus=config.cpus,
+        spin_us=config.spin_us,
+        huge_pages=config.huge_pages,
+        prefault=config.prefault,
+        trim_idle_s=config.trim_idle_s,
+    )
     try:
         for url in await node.serve(config.listen, config.read_secret(), insecure=config.insecure):
             log.info("R-node on %s: %s, %d thread(s), %s of KV-cache", url, node.isa, threads, format_bytes(kv_memory))

@@ -6,6 +6,7 @@ links.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import math
@@ -13,7 +14,9 @@ import os
 import socket
 from collections.abc import Iterator, Sequence
 
-from fastdecode.kernels._native import Engine, EngineLink, page_bytes
+from fastdecode.config import format_bytes
+from fastdecode.kernels._native import Engine, EngineLink, bind_memory, page_bytes
+from fastdecode.machine import numa_nodes
 from fastdecode.transports import registry
 from fastdecode.transports.base import (
     ACT_DTYPES,
@@ -30,9 +33,29 @@ log = logging.getLogger(__name__)
 
 _SPIN_US = 100
 _MAX_SEQS = 65536
+_PROGRESS_SECONDS = 2.0
 _MAX_PAGES = 1 << 25  # FD_MAX_PAGES of kernels/kvcache.h
 # fd_status_t of kernels/region.h
 _BAD_SEQUENCE, _OUT_OF_PAGES, _LINK_CLOSED = 3, 4, 5
+
+
+def bind_to_node(number: int) -> None:
+    """Let this thread, and those it starts from now on, run on one NUMA node's cpus and take its memory only.
+
+    Raises ValueError if there is no such node or none of its cpus may be used, OSError if the kernel does not allow it.
+    """
+    cpus = {node.number: node.cpus for node in numa_nodes()}
+    if number not in cpus:
+        raise ValueError(f"there is no NUMA node {number}, there are: {', '.join(map(str, cpus)) or 'none'}")
+    usable = os.sched_getaffinity(0).intersection(cpus[number])
+    if not usable:
+        raise ValueError(f"none of NUMA node {number}'s cpus may be used by this process")
+    os.sched_setaffinity(0, usable)
+    try:
+        bind_memory(number)
+    except OSError as error:
+        hint = "; in a container that takes CAP_SYS_NICE" if isinstance(error, PermissionError) else ""
+        raise OSError(error.errno, f"cannot bind memory to NUMA node {number}: {error.strerror}{hint}") from None
 
 
 class RNode:
@@ -47,13 +70,20 @@ class RNode:
         spin_us: int | None = None,
         isa: str | None = None,
         name: str | None = None,
+        huge_pages: str = "madvise",
+        prefault: bool = False,
+        trim_idle_s: float = 0.0,
     ):
         """`kv_bytes`: memory that all leases share; `cpus`: one to pin each thread to; `spin_us`: how long an idle
-        thread spins before it sleeps; `isa` None: FASTDECODE_ISA, else the best. Raises ValueError, RuntimeError.
+        thread spins before it sleeps; `isa` None: FASTDECODE_ISA, else the best; `huge_pages`, `prefault`,
+        `trim_idle_s`: as kernels._native.Engine has them. Raises ValueError, RuntimeError.
         """
         self.name = name or f"{socket.gethostname()}:{os.getpid()}"
-        self._engine = Engine(threads, kv_bytes, isa, cpus, _SPIN_US if spin_us is None else spin_us)
+        spin_us = _SPIN_US if spin_us is None else spin_us
+        self._engine = Engine(threads, kv_bytes, isa, cpus, spin_us, huge_pages, prefault, trim_idle_s)
         self._kv_bytes = kv_bytes
+        self._prefault = prefault
+        self._watches: set[asyncio.Task[None]] = set()
         self._servers: list[Server] = []
 
     @property
@@ -78,6 +108,8 @@ class RNode:
         """Stop listening, end all links and join the R-engine's threads. Idempotent."""
         while self._servers:
             await self._servers.pop().close()
+        for watch in self._watches:
+            watch.cancel()
         self._engine.close()
 
     def open_link(self, hello: Hello, region: memoryview, notify: object | None) -> OpenRLink:
@@ -117,8 +149,30 @@ class RNode:
             )
         except (ValueError, MemoryError) as error:
             raise LinkRefused(f"the R-engine refused the link: {error}") from None
+        if self._prefault:
+            watch = asyncio.get_running_loop().create_task(_log_prefault(link))
+            self._watches.add(watch)
+            watch.add_done_callback(self._watches.discard)
         lease = Lease(n_pages, hello.max_seqs, one_page, self._engine.isa, self._engine.threads, self.name)
         return OpenRLink(link, lease)
+
+
+async def _log_prefault(link: EngineLink) -> None:
+    """Say how far a lease has been faulted in until it is, or has ended."""
+    loop = asyncio.get_running_loop()
+    said = -math.inf
+    with contextlib.suppress(RuntimeError):  # the link is closed
+        while True:
+            done, total, error = link.prefault
+            if error:
+                log.warning("prefault ended: %s; the rest comes as it is used", os.strerror(error))
+                return
+            if done == total or loop.time() - said >= _PROGRESS_SECONDS:
+                log.info("prefault: %s of %s (%d %%)", format_bytes(done), format_bytes(total), 100 * done // total)
+                said = loop.time()
+            if done == total:
+                return
+            await asyncio.sleep(0.1)
 
 
 class OpenRLink:

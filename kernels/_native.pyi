@@ -39,7 +39,10 @@ def read_seconds(buffer: Buffer, cpus: Sequence[int], passes: int = 1, /) -> flo
     Raises ValueError, OSError if a thread cannot be started on its cpu.
     """
 
-# ---- the R-engine (engine.h) ----
+# ---- the R-engine (engine.h, memory.h) ----
+
+def bind_memory(node: int, /) -> None:
+    """Let this thread, and those it starts from now on, take memory of NUMA node `node` only. Raises OSError."""
 
 def page_bytes(geometry: _Geometry, kv_dtype: int, /) -> int:
     """Bytes of one page of PAGE_TOKENS tokens, all layers and KV heads. `kv_dtype` is an index of transports.base.KV_DTYPES."""
@@ -64,13 +67,27 @@ class _LinkStats(TypedDict):
 class Engine:
     """Threads that serve the calls of all their links without entering Python (fd_engine_t).
 
-    `kv_bytes` is the budget that all leases share. `isa` None: FASTDECODE_ISA, else the best. `cpus`: one CPU a thread
-    to pin it to. An idle thread spins for `spin_us` before it sleeps. Raises ValueError for what cannot be had,
-    RuntimeError if threads cannot start.
+    `kv_bytes` is the budget that all leases share, rounded down to whole hugetlb pages where those are used. `isa`
+    None: FASTDECODE_ISA, else the best. `cpus`: one CPU a thread to pin it to. An idle thread spins for `spin_us`
+    before it sleeps.
+
+    `huge_pages`: of the arenas, "madvise" (transparent ones), "hugetlb" or "off". `prefault`: the threads fault a
+    lease's arena in between calls, from the moment it is granted. `trim_idle_s`: after so many seconds without a call a
+    link's free pages go back to the OS, 0: never.
+
+    Raises ValueError for what cannot be had, RuntimeError if threads cannot start or there are too few hugetlb pages.
     """
 
     def __new__(
-        cls, threads: int, kv_bytes: int, isa: str | None = None, cpus: Sequence[int] | None = None, spin_us: int = 100
+        cls,
+        threads: int,
+        kv_bytes: int,
+        isa: str | None = None,
+        cpus: Sequence[int] | None = None,
+        spin_us: int = 100,
+        huge_pages: str = "madvise",
+        prefault: bool = False,
+        trim_idle_s: float = 0.0,
     ) -> Engine: ...
     @property
     def isa(self) -> str: ...
@@ -110,12 +127,15 @@ class EngineLink:
     @property
     def eventfd(self) -> int:
         """Wakes the engine; the one to hand to a peer, whose misuse of it harms no other link. Closed by `close`."""
+    @property
+    def prefault(self) -> tuple[int, int, int]:
+        """Bytes of the arena faulted in ahead, how many are to be (0: none), errno that stopped it or 0."""
     def free(self, seq: int, tag: int, /) -> None:
         """Give a sequence's pages back; an empty sequence has none. ValueError: wrong tag or index."""
     def trim(self, seq: int, tag: int, length: int, /) -> None:
         """Roll a sequence back to its first `length` tokens. ValueError: wrong tag or index, or it has fewer."""
     def fork(self, src: int, src_tag: int, dst: int, dst_tag: int, length: int, /) -> None:
-        """Let the empty `dst` share the first `length` tokens of `src`. Errors as `trim`; MemoryError: no free page."""
+        """Let the empty `dst` share the first `length` tokens of `src`. Errors as `trim`."""
     def stats(self) -> _LinkStats: ...
     def close(self) -> None:
         """Leave the engine and free the lease; waits for a call in progress. Idempotent."""

@@ -21,7 +21,8 @@ enum {
     POLLS_PER_LOOK = 4, /* a look is a system call a link */
     SETTLE_POLLS = 1000,
     SPINS_PER_YIELD = 256,
-    LONG_CALL_NS = 50000 /* after a call that took longer, others take in what comes during the next */
+    LONG_CALL_NS = 50000, /* after a call that took longer, others take in what comes during the next */
+    TEND_NS = 10000000    /* under load a slice of the arenas' upkeep is done this often, else whenever there is no call */
 };
 
 /* Where a bell wakes nobody (RDMA), a sleeping engine looks at its bells after an eighth of the time that it has been idle:
@@ -42,13 +43,22 @@ static bool claim_item(fd_queue_t *q, uint32_t *item) {
     return false;
 }
 
+static void do_item(fd_engine_t *e, uint32_t item, uint32_t thread) {
+    if (e->job.step) {
+        uint64_t bytes = fd_work_item(e->job.work, e->job.step, e->job.slot, e->job.layer, item, thread);
+        __atomic_fetch_add(&e->job_bytes, bytes, __ATOMIC_RELAXED);
+    } else {
+        int error = fd_kvcache_fault_in(e->job.work->kv, e->job.first_part + item);
+        if (error) __atomic_store_n(&e->job_error, error, __ATOMIC_RELAXED);
+    }
+}
+
 /* A claimed item keeps the job alive until it is counted off; nothing of the job may be looked at after that. */
 static void do_items(fd_engine_t *e, uint32_t thread) {
     for (uint32_t k = 0, item; k < e->n_threads; k++) {
         fd_queue_t *q = &e->queues[(thread + k) % e->n_threads];
         while (claim_item(q, &item)) {
-            uint64_t bytes = fd_work_item(e->job.work, e->job.step, e->job.slot, e->job.layer, item, thread);
-            __atomic_fetch_add(&e->job_bytes, bytes, __ATOMIC_RELAXED);
+            do_item(e, item, thread);
             __atomic_sub_fetch(&e->items_left, 1, __ATOMIC_ACQ_REL);
         }
     }
@@ -60,19 +70,12 @@ static void wake_helpers(fd_engine_t *e, uint32_t epoch) {
     if (__atomic_load_n(&e->sleepers, __ATOMIC_RELAXED)) fd_futex_wake(&e->epoch, false);
 }
 
-/* Thread 0. Returns the bytes of KV-cache read. */
-static uint64_t run_layer(fd_engine_t *e, fd_link_t *link, const fd_step_t *step, uint8_t *slot, uint32_t layer) {
-    fd_work_begin(&link->work, step);
-    if (step->n_items == 1) return fd_work_item(&link->work, step, slot, layer, 0, 0);
-    e->job.work = &link->work;
-    e->job.step = step;
-    e->job.slot = slot;
-    e->job.layer = layer;
-    __atomic_store_n(&e->job_bytes, 0, __ATOMIC_RELAXED);
-    __atomic_store_n(&e->items_left, step->n_items, __ATOMIC_RELAXED);
+/* Thread 0, with `job` filled in. Returns when all items are done. */
+static void run_job(fd_engine_t *e, uint32_t n_items) {
+    __atomic_store_n(&e->items_left, n_items, __ATOMIC_RELAXED);
     uint32_t epoch = e->epoch + 1;
     for (uint32_t t = 0; t < e->n_threads; t++) {
-        uint64_t next = (uint64_t)step->n_items * t / e->n_threads, end = (uint64_t)step->n_items * (t + 1) / e->n_threads;
+        uint64_t next = (uint64_t)n_items * t / e->n_threads, end = (uint64_t)n_items * (t + 1) / e->n_threads;
         __atomic_store_n(&e->queues[t].claim, (uint64_t)epoch << 32 | next << 16 | end, __ATOMIC_RELEASE);
     }
     wake_helpers(e, epoch);
@@ -83,6 +86,18 @@ static uint64_t run_layer(fd_engine_t *e, fd_link_t *link, const fd_step_t *step
         else
             sched_yield(); /* the helper that we wait for may want this core */
     }
+}
+
+/* Thread 0. Returns the bytes of KV-cache read. */
+static uint64_t run_layer(fd_engine_t *e, fd_link_t *link, const fd_step_t *step, uint8_t *slot, uint32_t layer) {
+    fd_work_begin(&link->work, step);
+    if (step->n_items == 1) return fd_work_item(&link->work, step, slot, layer, 0, 0);
+    e->job.work = &link->work;
+    e->job.step = step;
+    e->job.slot = slot;
+    e->job.layer = layer;
+    __atomic_store_n(&e->job_bytes, 0, __ATOMIC_RELAXED);
+    run_job(e, step->n_items);
     return __atomic_load_n(&e->job_bytes, __ATOMIC_RELAXED);
 }
 
@@ -198,7 +213,7 @@ static bool serve_slot(fd_engine_t *e, fd_link_t *link, uint32_t slot) {
     if (link->unrung) bell = settled(&s->request_bell, bell, state->served);
     if (bell == state->served) return false;
     if (e->last_busy_ns > LONG_CALL_NS) look(e, false);
-    uint64_t start = fd_now_ns();
+    uint64_t start = link->last_call_ns = fd_now_ns();
     fd_call_t call;
     copy_out(&call, &s->call, sizeof call);
     fd_reply_t r = {.seq = bell};
@@ -216,6 +231,43 @@ static bool serve_slot(fd_engine_t *e, fd_link_t *link, uint32_t slot) {
     count(&link->stats.busy_ns, r.busy_ns);
     reply(link, slot, &r);
     return true;
+}
+
+/* ---- upkeep of the arenas, between calls ---- */
+
+/* Faults in the next parts of a link's arena, one a thread. False if all are in or one could not be. */
+static bool fault_in(fd_engine_t *e, fd_link_t *link) {
+    uint64_t done = link->prefault.done, left = link->prefault.parts - done;
+    if (!left || link->prefault.error) return false;
+    uint32_t n = left < e->n_threads ? (uint32_t)left : e->n_threads;
+    look(e, false); /* as before a long call */
+    e->job.work = &link->work;
+    e->job.step = NULL;
+    e->job.first_part = done;
+    __atomic_store_n(&e->job_error, 0, __ATOMIC_RELAXED);
+    run_job(e, n);
+    __atomic_store_n(&link->prefault.error, __atomic_load_n(&e->job_error, __ATOMIC_RELAXED), __ATOMIC_RELAXED);
+    if (!link->prefault.error) __atomic_store_n(&link->prefault.done, done + n, __ATOMIC_RELAXED);
+    return true;
+}
+
+/* Only thread 0 lets a step loose, so none is being worked on. False if nothing is left that could go back. */
+static bool give_back(fd_link_t *link) {
+    pthread_mutex_lock(&link->mutex);
+    bool more = fd_kvcache_give_back(&link->kv);
+    pthread_mutex_unlock(&link->mutex);
+    return more;
+}
+
+/* One slice of whatever is due. False if nothing is. */
+static bool tend(fd_engine_t *e) {
+    uint64_t now = e->tended_ns = fd_now_ns();
+    for (uint32_t i = 0; i < e->n_live; i++) {
+        fd_link_t *link = e->live[i];
+        if (fault_in(e, link)) return true;
+        if (e->trim_idle_ns && now - link->last_call_ns >= e->trim_idle_ns && give_back(link)) return true;
+    }
+    return false;
 }
 
 /* ---- thread 0 ---- */
@@ -283,10 +335,11 @@ static void *polling_main(void *arg) {
         if (control_changed(e)) take_up_control(e);
         if (poll_bells(e)) {
             idle_since = fd_now_ns();
+            if (idle_since - e->tended_ns >= TEND_NS) tend(e);
         } else if (i % POLLS_PER_CLOCK) {
             if (i % POLLS_PER_LOOK == 0) look(e, true);
             fd_cpu_relax();
-        } else if (!spin_on(e, idle_since)) {
+        } else if (!tend(e) && !spin_on(e, idle_since)) {
             sleep_until_rung(e, fd_now_ns() - idle_since);
         }
     }
@@ -342,7 +395,20 @@ static const char *config_error(const fd_engine_config_t *c) {
     if (!fd_isa_supported(c->isa)) return "this machine does not support the instruction set asked for";
     for (uint32_t i = 0; c->cpus && i < c->threads; i++)
         if (c->cpus[i] < 0 || c->cpus[i] >= CPU_SETSIZE) return "a CPU number is out of range";
+    if (c->huge >= FD_HUGE_MODES) return "unknown kind of huge pages";
+    /* The kernel does not reserve again what is given back of a hugetlb mapping: its next touch could be a SIGBUS. */
+    if (c->trim_idle_ns && c->huge == FD_HUGE_HUGETLB) return "hugetlb pages stay reserved, they cannot be given back";
+    if (c->trim_idle_ns && c->prefault) return "what is faulted in ahead is not to be given back";
     return NULL;
+}
+
+/* Now rather than when the first S-node asks for its lease. */
+static bool hugetlb_to_be_had(uint64_t bytes, char *err, size_t err_len) {
+    bytes -= bytes % fd_memory_granule(FD_HUGE_HUGETLB);
+    void *memory = bytes ? fd_memory_map(bytes, FD_HUGE_HUGETLB, err, err_len) : NULL;
+    if (!bytes) snprintf(err, err_len, "the KV-cache has less memory than one huge page");
+    if (memory) fd_memory_unmap(memory, bytes);
+    return memory;
 }
 
 fd_engine_t *fd_engine_new(const fd_engine_config_t *config, char *err, size_t err_len) {
@@ -350,6 +416,7 @@ fd_engine_t *fd_engine_new(const fd_engine_config_t *config, char *err, size_t e
     errno = EINVAL;
     if (reason) return FAIL(NULL, "%s", reason);
     errno = ENOMEM;
+    if (config->huge == FD_HUGE_HUGETLB && !hugetlb_to_be_had(config->kv_bytes, err, err_len)) return NULL;
     fd_engine_t *e = aligned_alloc(64, fd_round_up(sizeof *e, 64));
     if (!e) return FAIL(NULL, "no memory for the R-engine");
     memset(e, 0, sizeof *e);
@@ -358,6 +425,10 @@ fd_engine_t *fd_engine_new(const fd_engine_config_t *config, char *err, size_t e
     e->isa = config->isa;
     e->spin_ns = (uint64_t)config->spin_us * 1000;
     e->kv_bytes = config->kv_bytes;
+    if (config->huge == FD_HUGE_HUGETLB) e->kv_bytes -= e->kv_bytes % fd_memory_granule(config->huge);
+    e->huge = config->huge;
+    e->prefault = config->prefault;
+    e->trim_idle_ns = config->trim_idle_ns;
     pthread_mutex_init(&e->mutex, NULL);
     pthread_cond_init(&e->taken, NULL);
     e->threads = calloc(e->n_threads, sizeof *e->threads);

@@ -3,13 +3,15 @@
  * Python is never entered on that path and its GIL never taken. Calls are served in the order their bells are seen, each by all
  * threads: thread 0 takes the call, copies and checks header and table, plans the step (once a step), all threads work,
  * the last one to finish rings the reply. Control operations (lease, free, ...) come from any other thread; they take the
- * engine's mutex, which a call takes only while it plans a step.
+ * engine's mutex, which a call takes only while it plans a step. Between calls the threads tend the leases' memory, a slice at
+ * a time: they fault it in ahead and give what is free back to the OS, where that was asked for.
  */
 #ifndef FD_ENGINE_H
 #define FD_ENGINE_H
 
 #include "attention.h"
 #include "doorbell.h"
+#include "memory.h"
 #include "region.h"
 
 typedef struct fd_engine fd_engine_t;
@@ -21,6 +23,9 @@ typedef struct {
     fd_isa_t isa;
     uint32_t spin_us;        /* how long an idle thread spins before it sleeps */
     uint64_t kv_bytes;       /* budget that all leases share */
+    fd_huge_t huge;
+    bool prefault;           /* the engine's threads fault a lease's arena in as soon as it is granted */
+    uint64_t trim_idle_ns;   /* after so long without a call, a link's free pages go back to the OS; 0: never. Not for hugetlb */
 } fd_engine_config_t;
 
 /* A link's share of the KV-cache: an arena of its own, so no number a peer sends can reach another's pages. */
@@ -36,6 +41,12 @@ typedef struct {
     uint64_t calls, refused, rows, kv_bytes, busy_ns;
     uint32_t pages_total, pages_used, seqs;
 } fd_link_stats_t;
+
+/* How far the arena of a link has been faulted in; stopped for good if `error` (errno) is not 0. */
+typedef struct {
+    uint64_t bytes, total;
+    int error;
+} fd_prefault_t;
 
 /* All of these return NULL / a negative fd_status_t on failure and leave a readable sentence in err. After NULL, errno is EINVAL
  * if what was asked for makes no sense, else it says what was lacking (ENOMEM: memory or KV-cache). */
@@ -58,8 +69,9 @@ int fd_link_eventfd(const fd_link_t *link);
  * Freeing an empty sequence does nothing. */
 int fd_link_free(fd_link_t *link, uint32_t seq, uint32_t tag, char *err, size_t err_len);
 int fd_link_trim(fd_link_t *link, uint32_t seq, uint32_t tag, uint32_t length, char *err, size_t err_len);
-/* dst (empty) shares src's first `length` tokens; whole pages are reference-counted, a cut page is copied. */
+/* dst (empty) shares src's first `length` tokens; pages are reference-counted, and the cut one copied when either appends to it. */
 int fd_link_fork(fd_link_t *link, uint32_t src, uint32_t src_tag, uint32_t dst, uint32_t dst_tag, uint32_t length, char *err, size_t err_len);
 void fd_link_stats(fd_link_t *link, fd_link_stats_t *out);
+void fd_link_prefault(fd_link_t *link, fd_prefault_t *out);
 
 #endif

@@ -26,6 +26,11 @@ struct fd_link {
     pthread_mutex_t mutex; /* of `kv`: planning against control operations */
     fd_kvcache_t kv;
     fd_slot_state_t *slots; /* [n_slots], thread 0 only */
+    uint64_t last_call_ns;  /* thread 0 only, and so what is written of the next; `parts` never changes */
+    struct {
+        uint64_t parts, done; /* of fd_kvcache_parts, `parts` 0 without prefaulting; done: relaxed atomic */
+        int error;            /* relaxed atomic */
+    } prefault;
     struct {
         uint64_t calls, refused, rows, kv_bytes, busy_ns; /* written by thread 0, read by anyone: relaxed atomics */
     } stats;
@@ -40,7 +45,9 @@ typedef struct {
 struct fd_engine {
     uint32_t n_threads;
     fd_isa_t isa;
-    uint64_t spin_ns, kv_bytes;
+    uint64_t spin_ns, kv_bytes, trim_idle_ns;
+    fd_huge_t huge;
+    bool prefault;
     int eventfd, epoll;
 
     pthread_mutex_t mutex; /* links, kv_used, taken_up */
@@ -55,16 +62,18 @@ struct fd_engine {
     fd_link_t *live[FD_MAX_LINKS]; /* thread 0's own copy of `links` */
     uint32_t n_live, n_unrung;
     bool looking; /* thread 0 takes in what comes over the live links' carriers (fd_look_fn) */
-    uint64_t last_busy_ns;
+    uint64_t last_busy_ns, tended_ns;
 
     struct {
         const fd_work_t *work;
-        const fd_step_t *step;
+        const fd_step_t *step; /* NULL: item i faults in part `first_part` + i of the link's arena */
         uint8_t *slot;
         uint32_t layer;
+        uint64_t first_part;
     } job;                /* constant while items_left > 0 */
     fd_queue_t *queues;   /* [n_threads] */
     uint64_t job_bytes;   /* atomic */
+    int job_error;        /* atomic: errno of a part that could not be faulted in */
     uint32_t items_left __attribute__((aligned(64))); /* atomic */
     uint32_t epoch __attribute__((aligned(64)));      /* atomic and futex: counts jobs */
     uint32_t sleepers;                                /* atomic: helpers asleep on `epoch` */

@@ -3,23 +3,27 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/mman.h>
 
 #define FAIL(status, ...) (snprintf(err, err_len, __VA_ARGS__), (status))
 
+#define PART_BYTES ((size_t)2 << 20)    /* faulted in at once: a call that comes meanwhile waits for it */
+#define STRETCH_BYTES ((size_t)16 << 20) /* given back at once */
+
 fd_status_t fd_kvcache_init(fd_kvcache_t *kv, const fd_geometry_t *g, fd_kv_dtype_t dtype, uint32_t n_pages, uint32_t max_seqs,
-                            char *err, size_t err_len) {
+                            fd_huge_t huge, char *err, size_t err_len) {
     memset(kv, 0, sizeof *kv);
     kv->n_layers = g->n_layers;
     kv->n_kv_heads = g->n_kv_heads;
     kv->n_pages = n_pages;
     kv->max_seqs = max_seqs;
     kv->chunk_bytes = fd_kv_chunk_bytes(dtype, g->head_size);
-    kv->arena_bytes = (size_t)n_pages * g->n_layers * g->n_kv_heads * kv->chunk_bytes;
-    void *arena = mmap(NULL, kv->arena_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (arena == MAP_FAILED) return FAIL(FD_INTERNAL, "cannot map %zu bytes for the KV-cache", kv->arena_bytes);
-    madvise(arena, kv->arena_bytes, MADV_HUGEPAGE); /* where it is not to be had, small pages do */
-    kv->arena = arena;
+    kv->row_bytes = g->n_kv_heads * kv->chunk_bytes;
+    kv->granule = fd_memory_granule(huge);
+    kv->arena_bytes = (size_t)n_pages * g->n_layers * kv->row_bytes;
+    if (huge == FD_HUGE_HUGETLB) kv->arena_bytes = fd_round_up(kv->arena_bytes, kv->granule);
+    kv->arena = fd_memory_map(kv->arena_bytes, huge, err, err_len);
+    if (!kv->arena) return FD_INTERNAL;
+    kv->swept = (uint64_t)n_pages * g->n_layers;
     kv->seqs = calloc(max_seqs, sizeof *kv->seqs);
     kv->refs = calloc(n_pages, sizeof *kv->refs);
     kv->free_pages = malloc(n_pages * sizeof *kv->free_pages);
@@ -37,7 +41,7 @@ void fd_kvcache_destroy(fd_kvcache_t *kv) {
     free(kv->seqs);
     free(kv->refs);
     free(kv->free_pages);
-    if (kv->arena) munmap(kv->arena, kv->arena_bytes);
+    if (kv->arena) fd_memory_unmap(kv->arena, kv->arena_bytes);
     memset(kv, 0, sizeof *kv);
 }
 
@@ -56,6 +60,7 @@ static bool reserve_list(fd_seq_t *s, uint32_t n_pages) {
 static uint32_t take_page(fd_kvcache_t *kv) {
     uint32_t page = kv->free_pages[--kv->n_free];
     kv->refs[page] = 1;
+    kv->swept = 0;
     return page;
 }
 
@@ -64,6 +69,7 @@ static void drop_page(fd_kvcache_t *kv, uint32_t page) {
         kv->shared_refs--;
     else
         kv->free_pages[kv->n_free++] = page;
+    kv->swept = 0;
 }
 
 /* Drops pages from the end, so that they come off the free list again in the sequence's order. */
@@ -81,7 +87,7 @@ static void shrink(fd_kvcache_t *kv, fd_seq_t *s, uint32_t length) {
 
 static void copy_page(fd_kvcache_t *kv, uint32_t dst, uint32_t src) {
     for (uint32_t layer = 0; layer < kv->n_layers; layer++)
-        memcpy(fd_kv_chunk(kv, layer, dst, 0), fd_kv_chunk(kv, layer, src, 0), kv->n_kv_heads * kv->chunk_bytes);
+        memcpy(fd_kv_chunk(kv, layer, dst, 0), fd_kv_chunk(kv, layer, src, 0), kv->row_bytes);
 }
 
 static fd_status_t find(fd_kvcache_t *kv, uint32_t seq, uint32_t tag, fd_seq_t **out, char *err, size_t err_len) {
@@ -120,22 +126,16 @@ fd_status_t fd_kvcache_fork(fd_kvcache_t *kv, uint32_t src, uint32_t src_tag, ui
     if (to->length) return FAIL(FD_BAD_SEQUENCE, "sequence %u is not empty, it has %u tokens", dst, to->length);
     if (length < 1 || length > from->length)
         return FAIL(FD_BAD_SEQUENCE, "sequence %u has %u tokens, cannot share %u", src, from->length, length);
-    uint32_t whole = length / FD_PAGE_TOKENS;
-    bool cut = length % FD_PAGE_TOKENS != 0;
-    if (cut && !kv->n_free) return FAIL(FD_OUT_OF_PAGES, "no free page of %u for the page that a fork cuts", kv->n_pages);
-    if (whole > FD_MAX_SHARED_REFS - kv->shared_refs)
+    uint32_t n = fd_pages_for(length);
+    if (n > FD_MAX_SHARED_REFS - kv->shared_refs)
         return FAIL(FD_OUT_OF_PAGES, "forks would share pages more than %u times", FD_MAX_SHARED_REFS);
-    if (!reserve_list(to, whole + cut)) return FAIL(FD_INTERNAL, "no memory for a list of %u pages", whole + cut);
-    for (uint32_t i = 0; i < whole; i++) {
+    if (!reserve_list(to, n)) return FAIL(FD_INTERNAL, "no memory for a list of %u pages", n);
+    for (uint32_t i = 0; i < n; i++) {
         to->pages[i] = from->pages[i];
         kv->refs[to->pages[i]]++;
     }
-    kv->shared_refs += whole;
-    if (cut) {
-        to->pages[whole] = take_page(kv);
-        copy_page(kv, to->pages[whole], from->pages[whole]);
-    }
-    to->n_pages = whole + cut;
+    kv->shared_refs += n;
+    to->n_pages = n;
     to->length = length;
     to->tag = dst_tag;
     kv->n_seqs++;
@@ -158,9 +158,11 @@ static fd_status_t check_entry(fd_kvcache_t *kv, const fd_row_t *r, uint32_t i, 
     return FD_OK;
 }
 
-/* The page that receives the first new row, if the sequence shares it and must have a copy of its own. */
-static bool appends_to_shared(const fd_kvcache_t *kv, const fd_seq_t *s) {
-    return s->length % FD_PAGE_TOKENS && kv->refs[s->pages[s->length / FD_PAGE_TOKENS]] > 1;
+/* The page that receives the first new row, if the sequence shares it and must have a copy of its own; else NULL. */
+static uint32_t *shared_end(const fd_kvcache_t *kv, const fd_seq_t *s) {
+    if (s->length % FD_PAGE_TOKENS == 0) return NULL;
+    uint32_t *page = s->pages + s->length / FD_PAGE_TOKENS;
+    return kv->refs[*page] > 1 ? page : NULL;
 }
 
 fd_status_t fd_kvcache_check(fd_kvcache_t *kv, const fd_row_t *table, uint32_t n_entries, char *err, size_t err_len) {
@@ -168,18 +170,28 @@ fd_status_t fd_kvcache_check(fd_kvcache_t *kv, const fd_row_t *table, uint32_t n
         for (uint32_t i = 0; i < kv->max_seqs; i++) kv->seqs[i].mark = 0;
         kv->mark = 1;
     }
+    fd_status_t status = FD_OK;
     uint64_t needed = 0;
-    for (uint32_t i = 0; i < n_entries; i++) {
-        fd_status_t status = check_entry(kv, &table[i], i, err, err_len);
-        if (status != FD_OK) return status;
-        const fd_seq_t *s = &kv->seqs[table[i].seq];
-        /* Two sequences of a step that share the page both get a copy; that is one more than needed, and rare. */
-        needed += fd_pages_for((uint64_t)s->length + table[i].n_rows) - s->n_pages + appends_to_shared(kv, s);
+    uint32_t checked = 0;
+    for (; checked < n_entries; checked++) {
+        status = check_entry(kv, &table[checked], checked, err, err_len);
+        if (status != FD_OK) break;
+        fd_seq_t *s = &kv->seqs[table[checked].seq];
+        needed += fd_pages_for((uint64_t)s->length + table[checked].n_rows) - s->n_pages;
+        uint32_t *page = shared_end(kv, s);
+        s->copies = page != NULL;
+        if (!page) continue;
+        needed++;
+        kv->refs[*page]--; /* the last of those that share it keeps it */
     }
-    if (needed > kv->n_free)
+    while (checked--) {
+        const fd_seq_t *s = &kv->seqs[table[checked].seq];
+        if (s->copies) kv->refs[s->pages[s->length / FD_PAGE_TOKENS]]++;
+    }
+    if (status == FD_OK && needed > kv->n_free)
         return FAIL(FD_OUT_OF_PAGES, "the step needs %llu pages, %u of %u are free", (unsigned long long)needed, kv->n_free,
                     kv->n_pages);
-    return FD_OK;
+    return status;
 }
 
 fd_status_t fd_kvcache_append(fd_kvcache_t *kv, const fd_row_t *table, uint32_t n_entries, char *err, size_t err_len) {
@@ -190,8 +202,9 @@ fd_status_t fd_kvcache_append(fd_kvcache_t *kv, const fd_row_t *table, uint32_t 
     }
     for (uint32_t i = 0; i < n_entries; i++) {
         fd_seq_t *s = &kv->seqs[table[i].seq];
-        if (appends_to_shared(kv, s)) {
-            uint32_t *page = &s->pages[s->length / FD_PAGE_TOKENS], own = take_page(kv);
+        uint32_t *page = shared_end(kv, s);
+        if (page) {
+            uint32_t own = take_page(kv);
             copy_page(kv, own, *page);
             drop_page(kv, *page);
             *page = own;
@@ -204,4 +217,35 @@ fd_status_t fd_kvcache_append(fd_kvcache_t *kv, const fd_row_t *table, uint32_t 
         while (s->n_pages < fd_pages_for(s->length)) s->pages[s->n_pages++] = take_page(kv);
     }
     return FD_OK;
+}
+
+/* Pages of one layer that make up a part. */
+static uint32_t part_pages(const fd_kvcache_t *kv) {
+    size_t n = (PART_BYTES + kv->row_bytes - 1) / kv->row_bytes;
+    return n < kv->n_pages ? (uint32_t)n : kv->n_pages;
+}
+
+uint64_t fd_kvcache_parts(const fd_kvcache_t *kv) {
+    uint32_t n = part_pages(kv);
+    return ((uint64_t)kv->n_pages + n - 1) / n * kv->n_layers;
+}
+
+int fd_kvcache_fault_in(const fd_kvcache_t *kv, uint64_t part) {
+    uint32_t n = part_pages(kv), first = (uint32_t)(part / kv->n_layers * n), layer = (uint32_t)(part % kv->n_layers);
+    if (n > kv->n_pages - first) n = kv->n_pages - first;
+    return fd_memory_fault_in(fd_kv_chunk(kv, layer, first, 0), n * kv->row_bytes);
+}
+
+bool fd_kvcache_give_back(fd_kvcache_t *kv) {
+    const uint64_t n_rows = (uint64_t)kv->n_layers * kv->n_pages;
+    uint64_t at = kv->swept; /* rows as they lie in the arena: free pages at a layer's end and at the next one's start are one run */
+    while (at < n_rows && kv->refs[at % kv->n_pages]) at++;
+    uint64_t first = at;
+    while (at < n_rows && !kv->refs[at % kv->n_pages] && (at - first) * kv->row_bytes < STRETCH_BYTES + kv->row_bytes + kv->granule) at++;
+    size_t from = fd_round_up(first * kv->row_bytes, kv->granule), to = at * kv->row_bytes;
+    bool run_ends = at == n_rows || kv->refs[at % kv->n_pages];
+    if (at < n_rows) to -= to % kv->granule;
+    if (from < to) fd_memory_give_back(kv->arena + from, to - from);
+    kv->swept = run_ends ? at : to / kv->row_bytes; /* a run that goes on goes on where it was cut */
+    return kv->swept < n_rows;
 }

@@ -53,13 +53,16 @@ static fd_link_t *build(fd_engine_t *e, void *region, const fd_geometry_t *g, co
     struct epoll_event event = {.events = EPOLLIN | EPOLLET};
     if (link->eventfd < 0 || epoll_ctl(e->epoll, EPOLL_CTL_ADD, link->eventfd, &event)) {
         snprintf(err, err_len, "no file descriptor for a link");
-    } else if (fd_kvcache_init(&link->kv, g, lease->kv_dtype, lease->n_pages, lease->max_seqs, err, err_len) == FD_OK) {
+    } else if (fd_kvcache_init(&link->kv, g, lease->kv_dtype, lease->n_pages, lease->max_seqs, e->huge, err,
+                               err_len) == FD_OK) {
         bool ok = fd_work_init(&link->work, g, &link->kv, lease->kv_dtype, e->isa, lease->softmax_scale, lease->windows,
                                e->n_threads) == FD_OK;
         link->slots = ok ? calloc(g->n_slots, sizeof *link->slots) : NULL;
         ok = link->slots != NULL;
         for (uint32_t i = 0; ok && i < g->n_slots; i++)
             ok = fd_step_init(&link->slots[i].step, g->max_rows, link->work.shape.max_items) == FD_OK;
+        if (e->prefault) link->prefault.parts = fd_kvcache_parts(&link->kv);
+        link->last_call_ns = fd_now_ns();
         if (ok) return link;
         snprintf(err, err_len, "no memory for the working space of a link");
     }
@@ -96,6 +99,7 @@ fd_link_t *fd_engine_add_link(fd_engine_t *e, void *region, const fd_geometry_t 
     errno = EINVAL;
     if (!lease_ok(g, lease, region, err, err_len)) return NULL;
     uint64_t bytes = lease->n_pages * (uint64_t)fd_page_bytes(g, lease->kv_dtype);
+    if (e->huge == FD_HUGE_HUGETLB) bytes = fd_round_up(bytes, fd_memory_granule(e->huge));
     errno = ENOMEM;
     if (!reserve(e, lease->n_pages, bytes, err, err_len)) return NULL;
     fd_link_t *link = build(e, region, g, lease, err, err_len);
@@ -175,4 +179,11 @@ void fd_link_stats(fd_link_t *link, fd_link_stats_t *out) {
     out->pages_used = link->kv.n_pages - link->kv.n_free;
     out->seqs = link->kv.n_seqs;
     pthread_mutex_unlock(&link->mutex);
+}
+
+void fd_link_prefault(fd_link_t *link, fd_prefault_t *out) {
+    uint64_t parts = link->prefault.parts, done = __atomic_load_n(&link->prefault.done, __ATOMIC_RELAXED);
+    out->total = parts ? link->lease_bytes : 0;
+    out->bytes = done < parts ? out->total / parts * done : out->total;
+    out->error = __atomic_load_n(&link->prefault.error, __ATOMIC_RELAXED);
 }

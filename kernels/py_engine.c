@@ -133,15 +133,31 @@ static int convert_ints(PyObject *o, const char *what, Py_ssize_t n, long long m
     return ok;
 }
 
+static int choose_huge(const char *name, fd_huge_t *huge) {
+    static const char *names[FD_HUGE_MODES] = {"madvise", "hugetlb", "off"};
+    for (int i = 0; i < FD_HUGE_MODES; i++)
+        if (!strcmp(name, names[i])) return *huge = (fd_huge_t)i, 1;
+    PyErr_Format(PyExc_ValueError, "huge_pages '%s' is none of madvise, hugetlb, off", name);
+    return 0;
+}
+
 static PyObject *engine_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"threads", "kv_bytes", "isa", "cpus", "spin_us", NULL};
+    static char *names[] = {"threads", "kv_bytes", "isa", "cpus", "spin_us", "huge_pages", "prefault", "trim_idle_s", NULL};
     fd_engine_config_t config = {0};
     unsigned threads, spin_us = 100;
     unsigned long long kv_bytes;
-    const char *isa = NULL;
+    const char *isa = NULL, *huge = "madvise";
     PyObject *cpus = Py_None;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "IK|zOI", names, &threads, &kv_bytes, &isa, &cpus, &spin_us)) return NULL;
-    if (!choose_isa(isa, &config.isa)) return NULL;
+    int prefault = 0;
+    double trim_idle_s = 0;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "IK|zOIspd", names, &threads, &kv_bytes, &isa, &cpus, &spin_us, &huge, &prefault,
+                                     &trim_idle_s))
+        return NULL;
+    if (!choose_isa(isa, &config.isa) || !choose_huge(huge, &config.huge)) return NULL;
+    if (!(trim_idle_s >= 0 && trim_idle_s <= 1e9)) {
+        PyErr_SetString(PyExc_ValueError, "trim_idle_s is not a time in seconds");
+        return NULL;
+    }
     if (threads < 1 || threads > 512) return PyErr_Format(PyExc_ValueError, "%u threads are not within 1..512", threads);
     int *pins = NULL;
     if (cpus != Py_None) {
@@ -161,6 +177,8 @@ static PyObject *engine_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
     config.cpus = pins;
     config.spin_us = spin_us;
     config.kv_bytes = kv_bytes;
+    config.prefault = prefault;
+    config.trim_idle_ns = (uint64_t)(trim_idle_s * 1e9);
     self->isa = config.isa;
     self->pid = getpid();
     self->link_type = PyObject_GetAttrString((PyObject *)type, "_link_type");
@@ -328,6 +346,13 @@ static PyObject *link_stats(link_object_t *self, PyObject *unused) {
                          s.kv_bytes, "busy_ns", s.busy_ns, "pages_total", s.pages_total, "pages_used", s.pages_used, "seqs", s.seqs);
 }
 
+static PyObject *link_get_prefault(link_object_t *self, void *unused) {
+    fd_prefault_t p;
+    if (!self->link) return closed_error("the link");
+    fd_link_prefault(self->link, &p);
+    return Py_BuildValue("KKi", p.bytes, p.total, p.error);
+}
+
 static PyObject *link_get_eventfd(link_object_t *self, void *unused) {
     if (!self->link) return closed_error("the link");
     return PyLong_FromLong(fd_link_eventfd(self->link));
@@ -335,6 +360,7 @@ static PyObject *link_get_eventfd(link_object_t *self, void *unused) {
 
 static PyGetSetDef link_getset[] = {
     {"eventfd", (getter)link_get_eventfd, NULL, "wakes the engine; the one to hand to a peer", NULL},
+    {"prefault", (getter)link_get_prefault, NULL, "(bytes faulted in ahead, bytes to fault in ahead, errno that stopped it or 0)", NULL},
     {0},
 };
 
@@ -381,7 +407,16 @@ static PyType_Spec link_spec = {
     .slots = link_slots,
 };
 
+static PyObject *py_bind_memory(PyObject *module, PyObject *args) {
+    unsigned node;
+    if (!PyArg_ParseTuple(args, "I", &node)) return NULL;
+    errno = fd_memory_bind(node);
+    if (errno) return PyErr_SetFromErrno(PyExc_OSError);
+    Py_RETURN_NONE;
+}
+
 PyMethodDef fd_engine_methods[] = {
+    {"bind_memory", py_bind_memory, METH_VARARGS, "bind_memory(node): this thread and those it starts take memory of that NUMA node only"},
     {"page_bytes", py_page_bytes, METH_VARARGS, "page_bytes(geometry, kv_dtype) -> bytes of a page, all layers and KV heads"},
     {"region_layout", py_region_layout, METH_VARARGS, "region_layout(geometry) -> the fields of transports.base.RegionLayout, in order"},
     {"init_region_header", py_init_region_header, METH_VARARGS, "init_region_header(region, geometry): write the first page of a region"},

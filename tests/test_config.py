@@ -7,8 +7,8 @@ import os
 
 import pytest
 
-from fastdecode import machine
-from fastdecode.config import ConfigError, NodeConfig, format_bytes, parse_bytes
+from fastdecode import embedded, machine, rnode
+from fastdecode.config import EMBEDDED, ConfigError, NodeConfig, format_bytes, parse_bytes
 
 
 def test_defaults_are_those_of_the_dataclass():
@@ -68,6 +68,13 @@ def test_values_are_parsed():
         ("--r-node tcp://h:1 --threads 2", "--threads is for the embedded R-node"),
         ("--cpus 0-1 --threads 3", "names 2 cpus for --threads 3"),
         ("--cpus 3-1", "not a list of cpus"),
+        ("--numa-node -1", "-1 is negative"),
+        ("--huge-pages big", "invalid choice: 'big'"),
+        ("--trim-idle-s 1e10", "--trim-idle-s is at most 1000000000"),
+        ("--trim-idle-s 5 --prefault", "memory back that --prefault is to keep"),
+        ("--trim-idle-s 5 --huge-pages hugetlb", "memory back that --huge-pages hugetlb is to keep"),
+        ("--r-node tcp://h:1 --prefault", "--prefault is for the embedded R-node"),
+        ("--r-node tcp://h:1 --numa-node 0", "--numa-node is for the embedded R-node"),
         ("--drain-seconds nan", "not a time"),
         ("--modle x", "unrecognized arguments"),
         ("--mini 3", "unrecognized arguments"),
@@ -78,6 +85,22 @@ def test_bad_option_is_an_error_that_names_it(argv, complaint, capsys):
         NodeConfig.from_args(argv.split())
     assert exit_.value.code == 2
     assert complaint in capsys.readouterr().err
+
+
+def test_an_embedded_r_node_is_told_what_its_s_node_was():
+    options = {
+        "kv_memory": 4 << 30,
+        "threads": 2,
+        "cpus": (0, 3),
+        "numa_node": 0,
+        "huge_pages": "hugetlb",
+        "prefault": True,
+    }
+    told = NodeConfig(**options).to_args(EMBEDDED)
+    config = NodeConfig.from_args(["--role", "r", "--listen", "shm:///r", *told])
+    assert config == NodeConfig(role="r", listen=("shm:///r",), **options)
+    assert NodeConfig(trim_idle_s=2.5).to_args(EMBEDDED) == ["--trim-idle-s", "2.5"]
+    assert NodeConfig().to_args(EMBEDDED) == []
 
 
 def test_secret_file_must_exist_and_say_something(tmp_path):
@@ -143,3 +166,67 @@ def test_cgroup_limits_hold_though_the_host_has_more(tmp_path, monkeypatch):
     monkeypatch.setattr(machine, "_meminfo", lambda field: 64 << 30)
     assert len(machine.usable_cpus()) == 1
     assert machine.available_memory() == (3 << 30) - (1 << 30) + (1 << 28)
+
+
+def make_numa(root, online: str, nodes: dict[int, str]) -> None:
+    """What a kernel shows of NUMA nodes, under a root of our own; node n has n + 1 GiB free, page cache included."""
+    directory = root / "devices/system/node"
+    directory.mkdir(parents=True)
+    (directory / "online").write_text(f"{online}\n")
+    for n, cpus in nodes.items():
+        (directory / f"node{n}").mkdir()
+        (directory / f"node{n}/cpulist").write_text(f"{cpus}\n")
+        fields = {"MemTotal": 64 << 20, "MemFree": n << 20, "Active(file)": 1 << 19, "Inactive(file)": 1 << 19}
+        lines = [f"Node {n} {name + ':':<15} {kib:>9} kB" for name, kib in fields.items()]
+        (directory / f"node{n}/meminfo").write_text("\n".join([*lines, f"Node {n} HugePages_Total:     0"]) + "\n")
+
+
+def test_numa_nodes_are_read_with_gaps_and_memory_that_has_no_cpus(tmp_path):
+    make_numa(tmp_path, "0,2-3", {0: "0-3,8-11", 2: "4-7,12-15", 3: ""})
+    assert machine.numa_nodes(tmp_path) == [
+        machine.NumaNode(0, (0, 1, 2, 3, 8, 9, 10, 11), 1 << 30),
+        machine.NumaNode(2, (4, 5, 6, 7, 12, 13, 14, 15), 3 << 30),
+        machine.NumaNode(3, (), 4 << 30),
+    ]
+    assert machine.numa_nodes(tmp_path / "elsewhere") == []
+
+
+def test_numa_nodes_of_this_machine_have_its_cpus_and_memory():
+    nodes = machine.numa_nodes()
+    if not nodes:
+        pytest.skip("this kernel knows no NUMA")
+    assert os.sched_getaffinity(0) <= {cpu for node in nodes for cpu in node.cpus}
+    assert 0 < sum(node.free for node in nodes) <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def test_an_r_node_binds_itself_only_to_a_numa_node_that_it_may_use(tmp_path, monkeypatch):
+    make_numa(tmp_path, "0-1", {0: "0-1023", 1: ""})
+    monkeypatch.setattr(rnode, "numa_nodes", lambda: machine.numa_nodes(tmp_path))
+    with pytest.raises(ValueError, match="there is no NUMA node 7, there are: 0, 1"):
+        rnode.bind_to_node(7)
+    with pytest.raises(ValueError, match="none of NUMA node 1's cpus may be used"):
+        rnode.bind_to_node(1)
+
+
+def test_an_embedded_r_node_on_a_numa_node_has_no_more_threads_than_that_has_cpus(tmp_path, monkeypatch):
+    make_numa(tmp_path, "0-1", {0: "0-1", 1: "2-15"})
+    monkeypatch.setattr(embedded, "numa_nodes", lambda: machine.numa_nodes(tmp_path))
+    monkeypatch.setattr(embedded, "usable_cpus", lambda: list(range(16)))
+    split = embedded.split_machine
+    assert split(NodeConfig(), s_on_gpu=False) == embedded.Split(8, 8)
+    assert split(NodeConfig(numa_node=0), s_on_gpu=False) == embedded.Split(14, 2)
+    assert split(NodeConfig(numa_node=1), s_on_gpu=True) == embedded.Split(2, 14)
+    assert split(NodeConfig(numa_node=0, threads=5), s_on_gpu=False) == embedded.Split(11, 5)
+
+
+def test_huge_pages_that_others_have_reserved_are_not_free(tmp_path, monkeypatch):
+    kernel = tmp_path / "kernel/mm"
+    (kernel / "transparent_hugepage").mkdir(parents=True)
+    (kernel / "transparent_hugepage/enabled").write_text("always [madvise] never\n")
+    pool = kernel / "hugepages/hugepages-2048kB"
+    pool.mkdir(parents=True)
+    for name, n in (("nr", 100), ("free", 60), ("resv", 25)):
+        (pool / f"{name}_hugepages").write_text(f"{n}\n")
+    monkeypatch.setattr(machine, "_meminfo", lambda field: {"Hugepagesize": 2 << 20}[field])
+    assert machine.huge_pages(tmp_path) == machine.HugePages("madvise", 2 << 20, 100, 35)
+    assert machine.huge_pages(tmp_path / "elsewhere") == machine.HugePages(None, 2 << 20, 0, 0)

@@ -275,11 +275,15 @@ def test_three_r_nodes_over_tcp_with_a_secret(start, tmp_path):
 
 
 def test_a_bad_start_is_one_sentence(start, tmp_path):
+    r_role = ["--role", "r", "--listen", f"shm://{tmp_path}/r.sock"]
     for argv, sentence in (
         (["--model", str(tmp_path / "none")], "none"),
         (["--r-node", "carrier-pigeon://loft"], "carrier-pigeon"),
         (["--r-node", f"shm://{tmp_path}/nobody.sock", "--connect-seconds", "0"], "nobody.sock"),
         (["--role", "r", "--listen", "tcp://0.0.0.0:0"], "secret"),
+        ([*r_role, "--numa-node", "99"], "there is no NUMA node 99"),
+        ([*r_role, "--kv-memory", "500TiB", "--prefault"], "of --kv-memory 500.0 TiB only"),
+        ([*r_role, "--kv-memory", "50TiB", "--huge-pages", "hugetlb"], "set vm.nr_hugepages to"),
     ):
         node = start(*argv)
         assert node.process.wait(START_SECONDS) in (1, 2), argv
@@ -289,5 +293,5 @@ def test_a_bad_start_is_one_sentence(start, tmp_path):
 
 def test_check_prints_what_the_node_sees():
     out = subprocess.run([*NODE, "--check"], capture_output=True, text=True, timeout=60, check=True).stdout
-    for fact in ("ISA", "cores", "memory", "GPU", "RDMA"):
+    for fact in ("ISA", "cores", "memory", "NUMA", "huge pages", "GPU", "RDMA"):
         assert re.search(rf"^{fact}\s+\S", out, re.M), out

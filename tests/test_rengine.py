@@ -19,6 +19,7 @@ from rengine_peer import (
     KV_NAMES,
     LINK_CLOSED,
     OK,
+    OUT_OF_PAGES,
     PAGE,
     Geometry,
     Link,
@@ -163,7 +164,9 @@ def test_fork_shares_pages_and_parts_from_them(links):
     link.fill(0, 2 * PAGE + 22)
     link.fork(0, 1, 2 * PAGE + 22)
     link.fork(0, 2, 2 * PAGE)
-    assert link.lease.stats()["pages_used"] == 4  # three, and a copy of the cut one
+    assert link.lease.stats()["pages_used"] == 3  # the cut one is copied when it is appended to
+    link.step(0, [(0, 1, True), (1, 2, True), (2, 3, True)])
+    assert link.lease.stats()["pages_used"] == 5  # the last of those that share a page keeps it
     for _ in range(2):
         link.step(0, [(0, 1, True), (1, 2, True), (2, 3, True)])
     link.forget(0)
@@ -199,11 +202,27 @@ def test_sequences_that_do_not_fit_their_request_are_refused(links):
         lease.fork(0, tag, 0, 5, 10)
     with pytest.raises(ValueError, match="has 256 tokens, cannot share 257"):
         lease.fork(0, tag, 1, 5, 257)
-    link.fork(0, 1, 1)
-    with pytest.raises(MemoryError, match="no free page of 3"):
-        lease.fork(0, tag, 2, 5, 1)
     lease.free(5, 123)  # an empty one: nothing to do
     link.step(0, [(1, 1, True)])
+
+
+def test_forks_that_fill_the_lease_are_served(links):
+    """Four sequences share a cut page: with three pages free, all of them can go on in one step."""
+    link = links(Geometry(max_rows=128, n_layers=2), n_pages=4)
+    link.fill(0, 40)
+    for seq in (1, 2, 3):
+        link.fork(0, seq, 40)
+    assert link.lease.stats()["pages_used"] == 1
+    link.step(0, [(seq, 1, True) for seq in range(4)])
+    assert link.lease.stats()["pages_used"] == 4
+    link.forget(3)
+    link.fork(0, 3, 41)
+    link.fork(0, 4, 41)
+    link.table(0, link.entries([(0, 1, True), (3, 1, True), (4, 1, True)]))
+    reply = link.call(0, 0, 3, 3, 3, True)
+    assert (reply.status, reply.message) == (OUT_OF_PAGES, "the step needs 2 pages, 1 of 4 are free")
+    link.forget(4)
+    link.step(0, [(0, 1, True), (3, 1, True)])  # the refused step has changed nothing
 
 
 def test_a_link_gets_its_answer_whatever_others_wait_for(engines, links):

@@ -25,14 +25,14 @@
 static char err[256];
 static uint64_t answers[FD_OUT_OF_PAGES + 1]; /* to hostile calls, by status */
 
-/* The instruction sets of this machine take turns, from the best down. */
+/* The instruction sets of this machine take turns, from the best down, and the ways to treat the memory. */
 static fd_engine_t *start_engine(uint32_t threads) {
     fd_isa_t isa = fd_isa_best();
     for (uint32_t i = 1; i < threads; i++) {
         do isa = isa == FD_ISA_SCALAR ? FD_ISAS - 1 : isa - 1;
         while (!fd_isa_supported(isa));
     }
-    fd_engine_config_t config = {threads, NULL, isa, 20, 64 << 20};
+    fd_engine_config_t config = {threads, NULL, isa, 20, 64 << 20, FD_HUGE_MADVISE, threads == 3, threads == 2};
     fd_engine_t *engine = fd_engine_new(&config, err, sizeof err);
     REQUIRE(engine);
     return engine;

@@ -1,4 +1,4 @@
-"""RDMA verbs on a machine without an RDMA device: Soft-RoCE (rdma_rxe) in a small QEMU guest.
+"""RDMA verbs on a machine without an RDMA device: Soft-RoCE (rdma_rxe) in a small QEMU guest, which has two NUMA nodes.
 
     python tests/rdma/guest.py prepare            once: downloads Debian packages (about 160 MB), installs nothing
     python tests/rdma/guest.py run COMMAND...     runs a command in a guest, in the current folder
@@ -150,9 +150,24 @@ def run(command: list[str], timeout: float) -> tuple[int | None, str]:
         (folder / "command.sh").write_text("\n".join(script) + "\n")
         reading, writing = os.pipe()
         qemu, environment = _qemu(home)
-        # Two CPUs, or whoever polls would keep the other end from running.
-        arguments = [*qemu, "-accel", "tcg,thread=multi,tb-size=256", "-M", "pc", "-cpu", "max", "-smp", "2"]
-        arguments += ["-m", "3G", "-nodefaults", "-no-user-config", "-display", "none", "-no-reboot"]
+        # Two CPUs, or whoever polls would keep the other end from running; each is a NUMA node.
+        arguments = [
+            *qemu,
+            "-accel",
+            "tcg,thread=multi,tb-size=256",
+            "-M",
+            "pc",
+            "-cpu",
+            "max",
+            "-smp",
+            "2",
+            "-m",
+            "3G",
+        ]
+        for i in range(2):
+            arguments += ["-object", f"memory-backend-ram,id=ram{i},size=1536M"]
+            arguments += ["-numa", f"node,nodeid={i},cpus={i},memdev=ram{i}"]
+        arguments += ["-nodefaults", "-no-user-config", "-display", "none", "-no-reboot"]
         arguments += ["-kernel", f"{home}/vmlinux", "-initrd", f"{home}/initrd.gz", "-append", _KERNEL_ARGUMENTS]
         arguments += ["-chardev", f"file,id=console,path={folder}/console", "-serial", "chardev:console"]
         arguments += ["-device", "virtio-serial-pci", "-chardev", f"file,id=out,path=/dev/fd/{writing}"]

@@ -1,0 +1,336 @@
+"""The KV-cache's memory: who faults it in, when it goes back to the OS, huge pages, and what a call may not do."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import re
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rengine_peer import FP32, KV_FP32, OK, PAGE, Geometry, Link
+
+from fastdecode.kernels import _native
+
+#: 512 KiB a page and layer, 1 MiB a page.
+BIG = Geometry(n_slots=2, max_rows=512, n_layers=2, n_q_heads=8, n_kv_heads=8, head_size=128, act_dtype=FP32)
+MIB = 1 << 20
+OS_PAGE = os.sysconf("SC_PAGE_SIZE")
+NR_HUGEPAGES = Path("/proc/sys/vm/nr_hugepages")
+
+
+@contextlib.contextmanager
+def link_of(n_pages: int, threads: int = 2, g: Geometry = BIG, **kwargs) -> Iterator[Link]:
+    """A link to an engine of its own."""
+    engine = _native.Engine(threads, 1 << 30, spin_us=20, **kwargs)
+    link = Link(engine, g, KV_FP32, n_pages)
+    try:
+        yield link
+    finally:
+        link.close()
+        engine.close()
+
+
+def append(link: Link, seq: int, tokens: int, at: int = 0) -> None:
+    """Appends zeros, unchecked, with tag 1."""
+    while tokens:
+        n = min(tokens, link.g.max_rows)
+        link.table(0, [(seq, 1, at, n, 0)])
+        for layer in range(link.g.n_layers):
+            reply = link.call(0, layer, 1, n, 0, layer == 0)
+            assert (reply.status, reply.message) == (OK, "")
+        at, tokens = at + n, tokens - n
+
+
+def arena_bytes(flag: str) -> int:
+    """What is resident of this process's arenas, which have a flag of /proc/pid/smaps: hg (MADV_HUGEPAGE), nh, ht."""
+    flags = flag if flag == "ht" else f"nr.* {flag}"  # not reserved: thread stacks are, and are nh as well
+    total = 0
+    for mapping in re.split(r"(?<=\n)(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text()):
+        if re.search(rf"^VmFlags:.* {flags}\b", mapping, re.M):
+            total += sum(int(n) for n in re.findall(r"^(?:Rss|Private_Hugetlb): +(\d+) kB", mapping, re.M))
+    return total * 1024
+
+
+def faults(engine: bool) -> int:
+    """Page faults so far of the R-engines' threads of this process, or of all others."""
+    total = 0
+    for thread in Path("/proc/self/task").iterdir():
+        if (thread / "comm").read_text().startswith("fd-r") == engine:
+            total += int((thread / "stat").read_text().rpartition(")")[2].split()[7])
+    return total
+
+
+def until(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.01)
+
+
+def faulted_in(link: Link) -> bool:
+    done, total, error = link.lease.prefault
+    assert error == 0
+    return done == total
+
+
+def test_the_memory_of_free_pages_goes_back_when_a_link_is_idle():
+    with link_of(65, huge_pages="madvise", trim_idle_s=0.2) as link:
+        link.fill(0, 70)
+        append(link, 1, 40 * PAGE)
+        link.fill(2, 70)
+        used = arena_bytes("hg")
+        assert used >= 43 * MIB
+        link.lease.free(1, 1)
+        # A huge page goes back if no part of it is used: of each layer's 20 MiB between the others all but two at most.
+        until(lambda: arena_bytes("hg") <= used - 36 * MIB, "the memory was never given back")
+        for _ in range(2):  # what is used stays, and what went back can be used again
+            link.step(0, [(0, 65, True), (2, 1, True), (3, 200, True)])
+
+
+def test_a_lease_that_lives_on_keeps_its_memory_unless_asked():
+    with link_of(9, huge_pages="off") as link:
+        append(link, 0, 8 * PAGE)
+        link.lease.free(0, 1)
+        used = arena_bytes("nh")
+        time.sleep(0.5)  # several looks of an idle engine
+        assert arena_bytes("nh") == used >= 8 * MIB
+        append(link, 0, 8 * PAGE)
+        assert arena_bytes("nh") == used
+
+
+def test_all_of_the_memory_goes_back_when_nothing_is_used():
+    """Small pages: to the last byte, though layers end within them."""
+    g = Geometry(n_slots=1, max_rows=512, n_layers=5, n_q_heads=1, n_kv_heads=1, head_size=24)
+    with link_of(33, g=g, threads=1, huge_pages="off", trim_idle_s=0.05) as link:
+        append(link, 0, 33 * PAGE)
+        assert arena_bytes("nh") >= 33 * 5 * 12288
+        link.lease.free(0, 1)
+        until(lambda: arena_bytes("nh") == 0, "some memory was never given back")
+        link.fill(1, 100)
+        link.step(0, [(1, 3, True)])
+
+
+def test_a_lease_that_ends_gives_everything_back():
+    before = arena_bytes("hg")
+    with link_of(32) as link:
+        append(link, 0, 30 * PAGE)
+        assert arena_bytes("hg") - before >= 30 * MIB
+        link.close()
+        assert arena_bytes("hg") == before
+
+
+def test_pages_freed_and_used_all_the_time_are_right_whatever_goes_back():
+    """The idle time is so short that memory goes back between nearly all calls."""
+    g = Geometry(n_slots=1, max_rows=64, n_layers=3, n_q_heads=4, n_kv_heads=2, head_size=64)
+    with link_of(40, g=g, huge_pages="off", trim_idle_s=1e-6) as link:
+        rng = np.random.default_rng(3)
+        for _ in range(150):
+            live = sorted(link.shadows)
+            if len(live) > 4:
+                link.forget(int(rng.choice(live)))
+            elif live and rng.integers(3) == 0:
+                src = int(rng.choice(live))
+                link.fork(
+                    src, next(s for s in range(8) if s not in live), int(rng.integers(link.shadows[src].length)) + 1
+                )
+            chosen = rng.permutation(8)[:2]
+            if all(link.shadows[s].length < 500 for s in chosen if s in link.shadows):
+                link.step(0, [(int(s), int(rng.integers(1, 30)), True) for s in chosen])
+
+
+def test_the_engines_threads_fault_a_lease_in_and_calls_do_not_wait_for_it():
+    """First touch is by the threads that read; calls are served meanwhile, and once it is done cause no fault."""
+    with link_of(65, huge_pages="off", prefault=True) as link:
+        others = faults(engine=False)
+        link.table(0, [(7, 1, 0, 1, 0)])
+        assert link.call(0, 0, 1, 1, 0, True).status == OK
+        assert not faulted_in(link)
+        until(lambda: faulted_in(link), "never faulted in")
+        assert arena_bytes("nh") >= link.lease.prefault[1] == 65 * MIB
+        assert faults(engine=False) - others < 1000 < 65 * MIB // OS_PAGE
+        append(link, 0, 10 * PAGE)  # the engine's own tables and the region
+        before = faults(engine=True)
+        append(link, 1, 10 * PAGE)
+        assert faults(engine=True) - before < 50
+
+
+def test_without_prefault_a_lease_costs_nothing_until_it_is_used():
+    with link_of(65, huge_pages="off") as link:
+        assert link.lease.prefault == (0, 0, 0)
+        assert arena_bytes("nh") == 0
+        append(link, 0, 10 * PAGE)
+        before = faults(engine=True)
+        append(link, 1, 10 * PAGE)
+        assert faults(engine=True) - before >= 10 * MIB // OS_PAGE
+
+
+def test_a_lease_is_faulted_in_though_calls_never_cease():
+    with link_of(65, huge_pages="off", prefault=True) as link:
+        link.fill(0, 10)
+        n = 0
+        while not faulted_in(link):
+            link.step(n % 2, [(0, 1, True)])
+            n += 1
+            assert n < 5000
+        assert n > 1
+
+
+def test_a_fork_touches_no_page():
+    """It is the control thread that forks: what it cuts is copied by the engine, in the step that appends to it."""
+    with link_of(8, huge_pages="off") as link:
+        link.fill(0, PAGE + 10)
+        used = arena_bytes("nh")
+        link.fork(0, 1, PAGE + 5)
+        assert arena_bytes("nh") == used
+        link.step(0, [(1, 1, True)])
+        assert arena_bytes("nh") == used + MIB
+
+
+@contextlib.contextmanager
+def hugetlb_pages(n: int) -> Iterator[None]:
+    """`n` more of them in the OS's pool, and none afterwards. Skips where they are not to be had."""
+    before = int(NR_HUGEPAGES.read_text())
+    try:
+        NR_HUGEPAGES.write_text(str(before + n))
+    except OSError as error:
+        pytest.skip(f"vm.nr_hugepages cannot be set: {error.strerror}")
+    try:
+        if (got := int(NR_HUGEPAGES.read_text()) - before) < n:
+            pytest.skip(f"the OS found {got} of {n} huge pages")
+        yield
+    finally:
+        NR_HUGEPAGES.write_text(str(before))
+
+
+@pytest.mark.parametrize("prefault", [False, True], ids=["lazy", "prefault"])
+def test_the_cache_lies_in_hugetlb_pages_where_asked(prefault):
+    page = int(re.search(r"^Hugepagesize: +(\d+)", Path("/proc/meminfo").read_text(), re.M)[1]) * 1024
+    with hugetlb_pages(6):
+        engine = _native.Engine(2, 6 * page + 5, huge_pages="hugetlb", prefault=prefault)
+        link = Link(engine, BIG, KV_FP32, 2 * page // MIB + 1)
+        try:
+            assert engine.kv_free == 3 * page
+            until(lambda: faulted_in(link), "never faulted in")
+            assert arena_bytes("ht") == (3 * page if prefault else 0)
+            link.fill(0, 100)
+            link.step(0, [(0, 30, True), (1, 1, True)])
+            assert arena_bytes("ht") >= page
+            with pytest.raises(MemoryError, match="are free"):
+                Link(engine, BIG, KV_FP32, 3 * page // MIB + 1)
+            link.close()
+            assert engine.kv_free == 6 * page
+        finally:
+            link.close()
+            engine.close()
+
+
+def test_hugetlb_pages_that_are_not_there_are_an_error_that_says_how_many():
+    total = int(NR_HUGEPAGES.read_text())
+    with pytest.raises(RuntimeError, match=r"(\d+) huge pages of \d+ KiB are needed") as error:
+        _native.Engine(1, 1 << 44, huge_pages="hugetlb")
+    needed, left, wanted = re.fullmatch(
+        r"(\d+) huge pages of \d+ KiB are needed and (\d+) are to be had: set vm.nr_hugepages to (\d+) or more",
+        str(error.value),
+    ).groups()
+    assert int(needed) > 1000 and int(wanted) == total + int(needed) - int(left)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"huge_pages": "large"}, "'large' is none of madvise, hugetlb, off"),
+        ({"trim_idle_s": -1.0}, "not a time"),
+        ({"trim_idle_s": float("nan")}, "not a time"),
+        ({"trim_idle_s": 1.0, "huge_pages": "hugetlb"}, "hugetlb pages stay reserved"),
+        ({"trim_idle_s": 1.0, "prefault": True}, "not to be given back"),
+    ],
+)
+def test_an_engine_that_makes_no_sense_is_refused(kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        _native.Engine(1, 1 << 20, **kwargs)
+
+
+def test_memory_is_bound_to_a_numa_node():
+    """Binds a thread: an engine made by it takes the binding over. The kernel is asked what holds."""
+    libc, nodes = ctypes.CDLL(None, use_errno=True), os.listdir("/sys/devices/system/node")
+    if "node0" not in nodes:
+        pytest.skip("this kernel knows no NUMA")
+    get_mempolicy = {"x86_64": 239, "aarch64": 236}.get(os.uname().machine)
+    if get_mempolicy is None:
+        pytest.skip("the number of get_mempolicy is not known here")
+    said: list[object] = []
+
+    def bind() -> None:
+        try:
+            _native.bind_memory(0)
+            mode, mask = ctypes.c_int(), (ctypes.c_ulong * 16)()
+            assert libc.syscall(get_mempolicy, ctypes.byref(mode), mask, 1024, None, 0) == 0
+            said.extend((mode.value, list(mask)))
+            with link_of(4) as link:
+                tasks = [t for t in Path("/proc/self/task").iterdir() if (t / "comm").read_text() == "fd-r1\n"]
+                said.append("bind:0" in Path(f"/proc/{tasks[0].name}/numa_maps").read_text())
+                link.step(0, [(0, 5, True)])
+            _native.bind_memory(999)
+        except BaseException as error:
+            said.append(error)
+
+    thread = threading.Thread(target=bind)
+    thread.start()
+    thread.join()
+    if isinstance(said[0], PermissionError):
+        pytest.skip(f"set_mempolicy: {said[0]}")
+    assert said[:3] == [2, [1] + [0] * 15, True]  # MPOL_BIND
+    assert isinstance(said[3], OSError), said[3]
+
+
+#: Prints what the engine's threads allocate and lock: in the first calls of steps, in all others.
+COUNTED = """
+import ctypes
+from rengine_peer import ATTEND, KV_FP16, OK, Geometry, Link
+from fastdecode.kernels import _native
+
+libc = ctypes.CDLL(None)
+engine = _native.Engine(3, 1 << 28, spin_us=1000)
+link = Link(engine, Geometry(max_rows=256, n_layers=8, n_q_heads=8, n_kv_heads=4, head_size=64), KV_FP16, 100)
+counts = {True: [0, 0], False: [0, 0]}
+
+def step(table):
+    link.table(0, table)
+    rows, attending = sum(row[3] for row in table), sum(row[3] for row in table if row[4])
+    for layer in range(8):
+        before = libc.fd_count_allocations(), libc.fd_count_locks()
+        assert link.call(0, layer, len(table), rows, attending, layer == 0).status == OK
+        counts[layer == 0][0] += libc.fd_count_allocations() - before[0]
+        counts[layer == 0][1] += libc.fd_count_locks() - before[1]
+
+for i in range(12):
+    step([(0, 1, i * 250, 250, 0)])
+for i in range(5):  # one that is cut among the threads, blocks of queries, one that only appends
+    step([(0, 1, 3000 + i, 1, ATTEND), (1, 1, i * 20, 20, ATTEND), (2, 1, i, 1, ATTEND), (3, 1, i * 80, 80, 0)])
+print(*counts[True], *counts[False])
+link.close()
+"""
+
+
+@pytest.mark.skipif(not shutil.which("gcc"), reason="needs gcc")
+def test_calls_allocate_nothing_and_take_no_lock(tmp_path):
+    """Counted in a process into which tests/c/count_calls.c is preloaded. A step's first call may do both: it plans."""
+    here = Path(__file__).parent
+    library = tmp_path / "count_calls.so"
+    subprocess.run(["gcc", "-shared", "-fPIC", "-O1", here / "c/count_calls.c", "-o", library], check=True)
+    environment = os.environ | {"LD_PRELOAD": str(library), "PYTHONPATH": str(here)}
+    command = [sys.executable, "-c", COUNTED]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert run.returncode == 0, run.stderr
+    planning_allocations, planning_locks, *calling = map(int, run.stdout.split())
+    assert planning_allocations > 0 and planning_locks >= 17  # the counters count
+    assert calling == [0, 0]
