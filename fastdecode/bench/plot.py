@@ -13,15 +13,15 @@ matplotlib.use("agg")
 import matplotlib.pyplot as plt
 
 #: One look for each of whom the attention plot shows, so that it is the same in every panel.
-_MARKERS = {"torch": ("v", "tab:gray"), "ggml": ("s", "tab:green"), "openvino": ("^", "tab:purple")}
+_MARKERS = {"torch": ("v", "black"), "ggml": ("s", "tab:green"), "openvino": ("^", "tab:purple")}
 _MARKERS |= {"vllm": ("o", "tab:orange")}
 
 
 def attention(result: dict, path: Path) -> None:
     """GB/s of KV of every cell of the sweep under the roofline it was measured with, a panel a format and head size.
 
-    Bars are ours, black lines the read roofline, markers the peers in their own formats (GB/s of their own bytes), and
-    diamonds ours with the KV in the L2 of one thread. The scale is logarithmic.
+    Bars are ours, their share of the roofline is below; black lines are the roofline, markers the peers (GB/s of KV in
+    formats of their own), diamonds ours with the KV in the L2 of one thread. The scale is logarithmic.
     """
     sweep = [row for row in result["rows"] if row["part"] == "sweep"]
     rows = sweep or result["rows"]
@@ -32,14 +32,13 @@ def attention(result: dict, path: Path) -> None:
         cells.setdefault((row["group"], row["context"]), {})[row["peer"]] = row
     formats, sizes = (list(dict.fromkeys(panel[i] for panel in panels)) for i in (0, 1))
     widest = max(len(cells) for cells in panels.values())
-    size = (max(6.5, (0.55 * widest + 0.9) * len(sizes)), 2.3 * len(formats) + 0.9)
+    size = (max(6.5, (0.55 * widest + 0.9) * len(sizes)), 2.4 * len(formats) + 0.9)
     figure, axes = plt.subplots(len(formats), len(sizes), figsize=size, squeeze=False, sharey=True)
     for (kv_dtype, head_size), cells in panels.items():
         axis = axes[formats.index(kv_dtype), sizes.index(head_size)]
         for x, (cell, who) in enumerate(sorted(cells.items())):
             own = who[None]
             axis.bar(x, own["gbps"], 0.62, color="tab:blue", label="fastdecode")
-            axis.text(x, own["gbps"], f"{own['roofline_pct']:.0f}%", ha="center", va="bottom", fontsize=6.5)
             roof = own["roofline_gbps"]
             axis.plot([x - 0.45, x + 0.45], [roof, roof], color="black", lw=1.5, label="read roofline")
             for name, row in who.items():
@@ -50,7 +49,8 @@ def attention(result: dict, path: Path) -> None:
             if gbps := in_l2.get((kv_dtype, head_size, cell[0])):
                 style = {"marker": "D", "color": "tab:red", "ls": "", "ms": 4, "mfc": "none"}
                 axis.plot(x, gbps, **style, label="fastdecode in L2, 1 thread")
-        axis.set_xticks(range(len(cells)), [f"{c}\nG={g}" for g, c in sorted(cells)], fontsize=7)
+        labels = [f"{c}\nG={g}\n{who[None]['roofline_pct']:.0f}%" for (g, c), who in sorted(cells.items())]
+        axis.set_xticks(range(len(cells)), labels, fontsize=7)
         axis.set_yscale("log")
         axis.grid(axis="y", which="both", alpha=0.25)
         axis.set_axisbelow(True)
@@ -61,9 +61,8 @@ def attention(result: dict, path: Path) -> None:
     for axis in axes.flat:
         for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
             named.setdefault(label, handle)
-    figure.suptitle(
-        f"Decode attention, {result['threads']} thread(s); context over group; % of the roofline", fontsize=10
-    )
+    title = f"Decode attention, {result['threads']} thread(s): context, group, % of the read roofline"
+    figure.suptitle(title, fontsize=10)
     figure.legend(named.values(), named, fontsize=8, ncols=len(named), loc="lower center")
     figure.tight_layout(rect=(0, 0.45 / size[1], 1, 1))
     figure.savefig(path, dpi=150)
