@@ -58,12 +58,13 @@ def test_a_bad_call_is_one_sentence(argv, sentence):
     assert sentence in done.stderr.splitlines()[-1] and "Traceback" not in done.stderr
 
 
+SWEEP = ["--part", "sweep"]
 CELL = ["--context", "130", "--head-size", "16", "--kv-heads", "2", "--kv-bytes", "256KiB", "--rounds", "3"]
 
 
 def test_attention_prints_a_row_a_cell_and_peer_with_the_roofline_of_the_same_rounds():
     argv = ["--kv-dtype", "fp32", "--kv-dtype", "int8", "--group", "1", "--group", "3", *CELL]
-    result = json.loads(bench("attention", *argv, "--threads", "1", "--peer", "torch", "--json"))
+    result = json.loads(bench("attention", *SWEEP, *argv, "--threads", "1", "--peer", "torch", "--json"))
     rows = result["rows"]
     cells = [(row["kv_dtype"], row["group"], row["peer"]) for row in rows]
     assert cells == [(dtype, group, peer) for dtype in ("fp32", "int8") for group in (1, 3) for peer in (None, "torch")]
@@ -82,7 +83,8 @@ def test_attention_prints_a_row_a_cell_and_peer_with_the_roofline_of_the_same_ro
 
 
 def test_attention_in_cache_is_one_thread_on_a_megabyte():
-    result = json.loads(bench("attention", "--in-cache", "--kv-dtype", "fp16", "--head-size", "64", "--json"))
+    argv = ["--part", "in-cache", "--kv-dtype", "fp16", "--head-size", "64", "--rounds", "2", "--json"]
+    result = json.loads(bench("attention", *argv))
     assert [row["group"] for row in result["rows"]] == [1, 4, 8]
     for row in result["rows"]:
         assert (row["threads"], row["sequences"], row["kv_heads"]) == (1, 1, 1)
@@ -91,18 +93,41 @@ def test_attention_in_cache_is_one_thread_on_a_megabyte():
 
 
 def test_attention_judges_by_the_rounds_under_the_limit_and_by_all_where_there_are_none():
-    argv = ["attention", "--kv-dtype", "fp16", "--group", "1", *CELL, "--peer", "none", "--json"]
+    argv = ["attention", *SWEEP, "--kv-dtype", "fp16", "--group", "1", *CELL, "--peer", "none", "--json"]
     for limit in ("1e-9", "1e9"):
         (row,) = json.loads(bench(*argv, "--judge-below", limit))["rows"]
         assert row["judged_rounds"] == 3
         assert row["all_rounds"]["gbps"] == row["gbps"]
 
 
+def test_attention_sums_up_what_all_its_parts_found(tmp_path):
+    formats = ["--kv-dtype", "fp16", "--kv-dtype", "int4", "--group", "1", "--context", "4096", "--context", "130"]
+    shape = ["--head-size", "16", "--kv-heads", "2", "--kv-bytes", "256KiB", "--rounds", "2"]
+    result = json.loads(bench("attention", *formats, *shape, "--peer", "torch", "--json"))
+    fields = "kv_dtype group context head_size threads gbps roofline_gbps roofline_pct seq_layers_per_s isa peer"
+    assert all(set(fields.split()) <= set(row) for row in result["rows"])
+    rows = {(r["part"], r["kv_dtype"], r["context"], r["peer"]): r for r in result["rows"]}
+    assert [part for part, *_ in rows] == ["sweep"] * 8 + ["one-thread"] * 4 + ["in-cache"] * 2
+    sums = {(r["kv_dtype"], r["context"]): r for r in result["summary"]}
+    for (kv_dtype, context), row in sums.items():
+        own, alone = rows["sweep", kv_dtype, context, None], rows["one-thread", kv_dtype, context, None]
+        in_cache = next(r for (part, dtype, *_), r in rows.items() if (part, dtype) == ("in-cache", kv_dtype))
+        assert row["roofline_pct"] == own["roofline_pct"] and row["one_thread_pct"] == alone["roofline_pct"]
+        assert row["l2_gbps"] == in_cache["gbps"]
+        assert row["best_peer"] == "torch"
+        assert row["best_peer_ratio"] == rows["sweep", kv_dtype, context, "torch"]["ours_to_peer"]
+        middle = rows["sweep", kv_dtype, 4096, None]
+        assert row["points_from_4096"] == own["roofline_pct"] - middle["roofline_pct"]
+    fp16, int4 = (rows["sweep", kv_dtype, 130, None] for kv_dtype in ("fp16", "int4"))
+    rate = int4["seq_layers_per_s"] / int4["roofline_gbps"] / fp16["seq_layers_per_s"] * fp16["roofline_gbps"]
+    assert sums["fp16", 130]["fp16_ratio"] == 1 and sums["int4", 130]["fp16_ratio"] == pytest.approx(rate)
+
+
 def test_attention_draws_a_plot(tmp_path):
     pytest.importorskip("matplotlib")
     argv = ["--kv-dtype", "fp16", "--group", "1", *CELL, "--peer", "torch"]
     table = bench("attention", *argv, "--plot", str(tmp_path / "plot.png"))
-    assert "torch fp16" in table
+    assert "torch fp16" in table and "KV in L2" in table
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 

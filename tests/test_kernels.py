@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-import torch
 from emulated import NEON, SCALAR, is_emulated, kernels, params
 
+from fastdecode.bench.accuracy import stored
 from fastdecode.kernels import _native as native
 
 PAGE = 128
@@ -86,34 +86,6 @@ def aligned_bytes(n: int, fill: int = 0xFF) -> np.ndarray:
     buffer = np.full(n + 64, fill, np.uint8)
     start = -buffer.ctypes.data % 64
     return buffer[start : start + n]
-
-
-def stored(x: np.ndarray, kv_dtype: str) -> np.ndarray:
-    """What a cache holds after x [n, head_size] was appended, in float64; written from the formats' definition."""
-    if kv_dtype == "fp32":
-        return x.astype(np.float64)
-    if kv_dtype == "fp16":
-        return np.clip(x, -65504, 65504).astype(np.float16).astype(np.float64)
-    if kv_dtype == "bf16":
-        return torch.from_numpy(x).bfloat16().double().numpy()
-    if kv_dtype == "int4":
-        return stored_int4(x)
-    amax = np.abs(x).max(axis=1, keepdims=True)
-    inverse = np.divide(np.float32(127), amax, out=np.zeros_like(amax), where=amax > 0)
-    return np.rint(x * inverse).astype(np.float64) * (amax / np.float32(127)).astype(np.float64)
-
-
-def stored_int4(x: np.ndarray) -> np.ndarray:
-    def bf16(y: np.ndarray) -> np.ndarray:
-        return torch.from_numpy(y).bfloat16().float().numpy()
-
-    low, high = x.min(axis=1, keepdims=True), x.max(axis=1, keepdims=True)
-    centre = bf16(high / 2 + low / 2 + (high - low) / np.float32(15) / 2)
-    scale = np.maximum((high - centre) / np.float32(7), (centre - low) / np.float32(8))
-    scale = np.where(scale < np.float32(1e-36), 0, bf16(scale)).astype(np.float32)
-    inverse = np.divide(np.float32(1), scale, out=np.zeros_like(scale), where=scale > 0)
-    codes = np.rint(np.clip((x - centre) * inverse, -8, 7)).astype(np.float64)
-    return codes * scale.astype(np.float64) + centre.astype(np.float64)
 
 
 class Partial(NamedTuple):

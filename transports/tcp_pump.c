@@ -122,6 +122,7 @@ static size_t bytes_left(const struct iovec parts[PARTS]) {
 static void consume(struct iovec *parts, size_t n_parts, size_t n) {
     for (size_t i = 0; i < n_parts && n; i++) {
         size_t take = n < parts[i].iov_len ? n : parts[i].iov_len;
+        if (!take) continue; /* no bytes, and perhaps no place */
         parts[i].iov_base = (uint8_t *)parts[i].iov_base + take;
         parts[i].iov_len -= take;
         n -= take;

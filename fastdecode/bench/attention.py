@@ -1,8 +1,10 @@
 """Decode attention of the R-engine in GB/s of KV-cache read, and its share of the read-only roofline.
 
-Each cell is a shape and a format. A round measures the roofline, the R-engine and every peer in turn, because the
-bandwidth of a shared machine wanders; a cell is judged on the rounds in which the roofline reads less than
-`--judge-below`, if there are any. With --in-cache a single thread attends to a KV-cache that fits its L2.
+Three parts: the sweep over formats and shapes, KV in memory, beside the peers; one thread alone at group 1; and one
+thread whose KV lies in its L2, which shows what the instructions alone allow. A round measures the roofline, the
+R-engine and every peer in turn, because the bandwidth of a shared machine wanders; a cell is judged on the rounds in
+which the roofline reads less than `--judge-below`, if there are any. A peer's output is held against float64 before it
+is timed.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ from pathlib import Path
 import orjson
 from tqdm import tqdm
 
-from fastdecode.bench.attention_peers import PEERS, AttentionPeer, installed
+from fastdecode.bench.attention_peers import PEERS, AttentionPeer, check, installed
+from fastdecode.bench.attention_report import print_report, summary
 from fastdecode.bench.roofline import Roofline
 from fastdecode.bench.rpart import RPart
 from fastdecode.bench.shape import Shape
@@ -31,6 +34,9 @@ from fastdecode.transports.base import KV_DTYPES, PAGE_TOKENS
 
 COMMAND = ("attention", "GB/s of the R-engine's attention, its share of the read roofline, and peers")
 
+PARTS = ("sweep", "one-thread", "in-cache")
+
+_ONE_THREAD_CONTEXT, _HEAD_SIZE = 4096, 128  # of the parts that are not the sweep
 _IN_CACHE_BYTES = 1 << 20
 _IN_CACHE_SECONDS = 0.02  # of a round
 _SETTLE_SECONDS = 0.005  # for the last one's threads to stop spinning
@@ -46,8 +52,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     repeatable("--head-size", {"type": int}, "default: 64, 128")
     parser.add_argument("--kv-heads", type=int, default=8)
     parser.add_argument("--kv-bytes", type=parse_bytes, default=2 << 30, metavar="SIZE", help="KV a cell; default 2GiB")
-    parser.add_argument("--in-cache", action="store_true", help="one thread, 1 MiB of KV in its L2, one KV head")
-    parser.add_argument("--threads", type=int, help="default: one a usable core")
+    parser.add_argument(
+        "--peer-kv-bytes",
+        type=parse_bytes,
+        default=512 << 20,
+        metavar="SIZE",
+        help="KV of a peer; default 512MiB, to save time (a large last-level cache makes that an advantage to them)",
+    )
+    repeatable("--part", {"choices": PARTS}, "what to measure; default: all")
+    parser.add_argument("--threads", type=int, help="of the sweep; default: one a usable core")
     parser.add_argument("--isa", choices=_native.isa_supported(), help="default: the best")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument(
@@ -68,62 +81,74 @@ def run(args: argparse.Namespace) -> None:
     if args.json:
         print(orjson.dumps(result, option=orjson.OPT_INDENT_2).decode())
     else:
-        _print_table(result)
+        print_report(result)
 
 
 def _measure(args: argparse.Namespace) -> dict:
     cpus = usable_cpus()
-    threads = 1 if args.in_cache else args.threads or len(cpus)
+    threads = args.threads or len(cpus)
     if not 1 <= threads <= len(cpus):
         raise ValueError(f"--threads {threads}: this process may run on {len(cpus)} cpus")
     for name in ("rounds", "kv_heads", "group", "context", "head_size"):
         values = getattr(args, name)
         if any(v < 1 for v in (values if isinstance(values, list) else [values]) if v is not None):
             raise ValueError(f"--{name.replace('_', '-')} is not a positive number")
+    parts = args.part or PARTS
     wanted = list(PEERS) if args.peer is None else [name for name in args.peer if name != "none"]
-    present = [] if args.in_cache else [name for name in wanted if name in installed()]
+    present = [name for name in wanted if name in installed()]
     rows = []
-    cells = list(_cells(args))
-    for kv_dtype, shape in (bar := tqdm(cells, desc="cells", unit="cell")):
-        bar.set_postfix_str(f"{kv_dtype} G={shape.group} context {shape.context} d={shape.head_size}")
-        if args.in_cache:
+    cells = [(part, *cell) for part in PARTS if part in parts for cell in _cells(args, part)]
+    for part, kv_dtype, shape in (bar := tqdm(cells, desc="cells", unit="cell")):
+        bar.set_postfix_str(f"{part}: {kv_dtype} G={shape.group} context {shape.context} d={shape.head_size}")
+        if part == "in-cache":
             rows.append(_cell_in_cache(args, kv_dtype, shape, cpus[:1]))
+        elif part == "one-thread":
+            rows += _cell(args, part, kv_dtype, shape, cpus[:1], [])
         else:
-            rows += _cell(args, kv_dtype, shape, cpus[:threads], present)
+            rows += _cell(args, part, kv_dtype, shape, cpus[:threads], present)
     return {
         "threads": threads,
-        "in_cache": args.in_cache,
         "rounds": args.rounds,
         "judge_below": args.judge_below,
-        "peers_absent": [] if args.in_cache else [name for name in wanted if name not in present],
+        "kv_bytes": args.kv_bytes,
+        "peer_kv_bytes": args.peer_kv_bytes,
+        "peers_absent": [name for name in wanted if name not in present] if "sweep" in parts else [],
         "rows": rows,
+        "summary": summary(rows),
     }
 
 
-def _cells(args: argparse.Namespace) -> Iterator[tuple[str, Shape]]:
+def _cells(args: argparse.Namespace, part: str) -> Iterator[tuple[str, Shape]]:
+    """Formats and shapes of a part. Beyond the sweep one shape is enough, unless the command line asks for others."""
     dtypes = args.kv_dtype or [dtype for dtype in KV_DTYPES if dtype != "fp32"]
-    for kv_dtype, head_size in itertools.product(dtypes, args.head_size or (64, 128)):
-        if args.in_cache:
+    sizes = args.head_size or ((64, 128) if part == "sweep" else (_HEAD_SIZE,))
+    groups = (1,) if part == "one-thread" else args.group or (1, 4, 8)
+    for kv_dtype, head_size in itertools.product(dtypes, sizes):
+        if part == "in-cache":
             page = _native.chunk_bytes(kv_dtype, head_size)
             contexts = [max(1, _IN_CACHE_BYTES // page) * PAGE_TOKENS]
         else:
-            contexts = args.context or (512, 4096, 32768)
-        for context, group in itertools.product(contexts, args.group or (1, 4, 8)):
-            yield kv_dtype, Shape(context, group, head_size, 1 if args.in_cache else args.kv_heads)
+            contexts = args.context or ((512, 4096, 32768) if part == "sweep" else (_ONE_THREAD_CONTEXT,))
+        for context, group in itertools.product(contexts, groups):
+            yield kv_dtype, Shape(context, group, head_size, 1 if part == "in-cache" else args.kv_heads)
 
 
-def _cell(args: argparse.Namespace, kv_dtype: str, shape: Shape, cpus: list[int], peer_names: list[str]) -> list[dict]:
+def _cell(
+    args: argparse.Namespace, part: str, kv_dtype: str, shape: Shape, cpus: list[int], peer_names: list[str]
+) -> list[dict]:
     with ExitStack() as stack:
         ours = stack.enter_context(closing(RPart(shape, kv_dtype, args.kv_bytes, cpus, args.isa)))
         roofline = stack.enter_context(closing(Roofline(ours.kv_bytes, cpus)))
         peers: dict[str, AttentionPeer] = {}
         for name in peer_names:
             try:
-                peer = PEERS[name](shape, kv_dtype, args.kv_bytes, len(cpus))
+                peer = PEERS[name](shape, kv_dtype, min(args.peer_kv_bytes, args.kv_bytes), len(cpus))
             except ValueError as error:
                 tqdm.write(f"{name} leaves {kv_dtype}, head size {shape.head_size} out: {error}", file=sys.stderr)
                 continue
             peers[name] = stack.enter_context(closing(peer))
+            peer.layer()
+            check(peer, shape, kv_dtype)
         roof, gbps, rate = [], [], []
         seconds: dict[str, list[float]] = {name: [] for name in peers}
         for _ in tqdm(range(args.rounds + 1), desc="rounds", unit="round", leave=False):
@@ -135,14 +160,7 @@ def _cell(args: argparse.Namespace, kv_dtype: str, shape: Shape, cpus: list[int]
             for name, peer in peers.items():
                 seconds[name].append(peer.layer())
                 time.sleep(_SETTLE_SECONDS)
-        common = {
-            "kv_dtype": kv_dtype,
-            "group": shape.group,
-            "context": shape.context,
-            "head_size": shape.head_size,
-            "kv_heads": shape.kv_heads,
-            "threads": len(cpus),
-        }
+        common = _common(part, kv_dtype, shape, len(cpus))
         # The first round warms up.
         own = {**common, "sequences": ours.sequences, "isa": ours.isa, "peer": None, "format": kv_dtype}
         rows = [{**own, **_figures(args, roof[1:], gbps[1:], rate[1:])}]
@@ -170,19 +188,21 @@ def _cell_in_cache(args: argparse.Namespace, kv_dtype: str, shape: Shape, cpus: 
             gbps.append(kv_bytes / elapsed * 1e-9)
             rate.append(layers / elapsed)
         args = argparse.Namespace(judge_below=0.0)
-        row = {
-            "kv_dtype": kv_dtype,
-            "group": shape.group,
-            "context": shape.context,
-            "head_size": shape.head_size,
-            "kv_heads": shape.kv_heads,
-            "threads": 1,
-            "sequences": 1,
-            "isa": ours.isa,
-            "peer": None,
-            "format": kv_dtype,
-        }
+        row = _common("in-cache", kv_dtype, shape, 1)
+        row |= {"sequences": 1, "isa": ours.isa, "peer": None, "format": kv_dtype}
         return {**row, **_figures(args, roof, gbps, rate)}
+
+
+def _common(part: str, kv_dtype: str, shape: Shape, threads: int) -> dict:
+    return {
+        "part": part,
+        "kv_dtype": kv_dtype,
+        "group": shape.group,
+        "context": shape.context,
+        "head_size": shape.head_size,
+        "kv_heads": shape.kv_heads,
+        "threads": threads,
+    }
 
 
 def _figures(args: argparse.Namespace, roof: list[float], gbps: list[float], rate: list[float]) -> dict:
@@ -197,21 +217,3 @@ def _figures(args: argparse.Namespace, roof: list[float], gbps: list[float], rat
         "all_rounds": {name: statistics.median(values) for name, values in series.items()},
         "spread": {name: [min(values), max(values)] for name, values in series.items()},
     }
-
-
-def _print_table(result: dict) -> None:
-    where = "in L2" if result["in_cache"] else "in memory"
-    print(f"decode attention, KV {where}, {result['threads']} thread(s), medians of {result['rounds']} rounds")
-    print(
-        f"{'KV':<6}{'G':>3}{'context':>9}{'d':>5}  {'who':<14}{'GB/s':>8}{'roofline':>10}{'%':>7}{'seq layers/s':>14}"
-    )
-    for row in result["rows"]:
-        who = f"{row['peer']} {row['format']}" if row["peer"] else row["isa"]
-        times = f"  ours {row['ours_to_peer']:.2f}x" if row["peer"] else ""
-        print(
-            f"{row['kv_dtype']:<6}{row['group']:>3}{row['context']:>9}{row['head_size']:>5}  {who:<14}"
-            f"{row['gbps']:>8.1f}{row['roofline_gbps']:>10.1f}{row['roofline_pct']:>7.1f}"
-            f"{row['seq_layers_per_s']:>14.1f}{times}"
-        )
-    if result["peers_absent"]:
-        print(f"not installed: {', '.join(result['peers_absent'])}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
+import functools
 from time import perf_counter
 from typing import Protocol
 
@@ -12,15 +12,22 @@ import torch
 from fastdecode.bench.ggml_peer import GgmlFlashAttention
 from fastdecode.bench.openvino_peer import OpenVINOPagedAttention
 from fastdecode.bench.shape import Data, Shape, huge_pages
+from fastdecode.bench.vllm_peer import VllmPagedAttention
+
+#: Largest error of an element of O for normal K and V; a peer that has not our format uses a finer one.
+TOLERANCE = {"fp32": 5e-4, "fp16": 5e-3, "bf16": 1e-2, "int8": 4e-2, "int4": 2e-1}
 
 
 class AttentionPeer(Protocol):
     """As many sequences as make up `kv_bytes` in the peer's own format."""
 
-    module: str  # what must be importable
+    needs: str  # what must be there
     format: str  # of K and V
     sequences: int
     kv_bytes: int
+
+    @staticmethod
+    def installed() -> bool: ...
 
     def __init__(self, shape: Shape, kv_dtype: str, kv_bytes: int, threads: int): ...
 
@@ -39,7 +46,11 @@ class TorchSDPA:
     (Its own `enable_gqa` repeats K and V in memory, which is slower.)
     """
 
-    module = "torch"
+    needs = "torch"
+
+    @staticmethod
+    def installed() -> bool:
+        return True
 
     def __init__(self, shape: Shape, kv_dtype: str, kv_bytes: int, threads: int):
         dtype = {"fp32": torch.float32, "fp16": torch.float16}.get(kv_dtype, torch.bfloat16)
@@ -78,9 +89,28 @@ PEERS: dict[str, type[AttentionPeer]] = {
     "torch": TorchSDPA,
     "ggml": GgmlFlashAttention,
     "openvino": OpenVINOPagedAttention,
+    "vllm": VllmPagedAttention,
 }
 
 
 def installed() -> list[str]:
-    """Names of the peers that can be imported here."""
-    return [name for name, peer in PEERS.items() if find_spec(peer.module)]
+    """Names of the peers that can run here."""
+    return [name for name, peer in PEERS.items() if peer.installed()]
+
+
+def check(peer: AttentionPeer, shape: Shape, kv_dtype: str) -> None:
+    """Raises RuntimeError if the peer's last output is not the attention of every sequence to every token."""
+    error = float(np.abs(peer.output() - expected(shape)).max())
+    if not error <= TOLERANCE[kv_dtype]:
+        raise RuntimeError(f"the output of {type(peer).__name__} ({peer.format}) is wrong by {error:.2g}")
+
+
+@functools.lru_cache(maxsize=1)
+def expected(shape: Shape) -> np.ndarray:
+    """O [q_heads, head_size] of `Data.of(shape)` in float64."""
+    data = Data.of(shape)
+    q, k, v = (x.astype(np.float64) for x in (data.q, data.k, data.v))
+    k, v = (x.swapaxes(0, 1) for x in (k, v))  # [kv_heads, context, head_size]
+    scores = q.reshape(shape.kv_heads, shape.group, -1) @ k.swapaxes(1, 2) * shape.head_size**-0.5
+    weights = np.exp(scores - scores.max(axis=2, keepdims=True))
+    return (weights @ v / weights.sum(axis=2, keepdims=True)).reshape(shape.q_heads, -1)

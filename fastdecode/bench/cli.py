@@ -9,7 +9,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from fastdecode.bench import attention, checkpoint, decode, perplexity, transport
+from fastdecode.bench import accuracy, attention, checkpoint, decode, perplexity, transport
 from fastdecode.transports.base import TransportError
 
 
@@ -17,7 +17,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Console script."""
     parser = argparse.ArgumentParser(prog="fastdecode-bench", description=__doc__, allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True)
-    for module in (decode, attention, transport, perplexity, checkpoint):
+    for module in (decode, attention, transport, perplexity, accuracy, checkpoint):
         name, help_text = module.COMMAND
         command = commands.add_parser(name, help=help_text, description=module.__doc__, allow_abbrev=False)
         module.add_arguments(command)

@@ -53,7 +53,11 @@ def _library() -> ctypes.CDLL:
 class GgmlFlashAttention:
     """ggml_flash_attn_ext with contiguous K and V of each head, [sequences][heads][tokens][head_size]."""
 
-    module = "llama_cpp"
+    needs = "llama-cpp-python"
+
+    @staticmethod
+    def installed() -> bool:
+        return find_spec("llama_cpp") is not None
 
     def __init__(self, shape: Shape, kv_dtype: str, kv_bytes: int, threads: int):
         """Raises ValueError where the format's blocks do not divide a row."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from time import perf_counter
 
 import numpy as np
@@ -15,7 +16,11 @@ _FILL_BLOCKS = 64
 class OpenVINOPagedAttention:
     """PagedAttentionExtension, one layer. The plugin has the last word on the cache's type, block and scales."""
 
-    module = "openvino"
+    needs = "openvino"
+
+    @staticmethod
+    def installed() -> bool:
+        return find_spec("openvino") is not None
 
     def __init__(self, shape: Shape, kv_dtype: str, kv_bytes: int, threads: int):
         import openvino

@@ -12,34 +12,65 @@ except ImportError:
 matplotlib.use("agg")
 import matplotlib.pyplot as plt
 
+#: One look for each of whom the attention plot shows, so that it is the same in every panel.
+_MARKERS = {"torch": ("v", "black"), "ggml": ("s", "tab:green"), "openvino": ("^", "tab:purple")}
+_MARKERS |= {"vllm": ("o", "tab:orange")}
+
 
 def attention(result: dict, path: Path) -> None:
-    """GB/s of every cell, ours and the peers', under the roofline it was measured with."""
-    cells: dict[tuple, dict[str, dict]] = {}
-    for row in result["rows"]:
-        cell = (row["kv_dtype"], row["head_size"], row["context"], row["group"])
-        cells.setdefault(cell, {})[row["peer"] or "fastdecode"] = row
-    names = list(dict.fromkeys(name for cell in cells.values() for name in cell))
-    formats = list(dict.fromkeys(cell[0] for cell in cells))
-    figure, axes = plt.subplots(
-        len(formats), 1, figsize=(max(6, 0.7 * len(cells) / len(formats) + 2), 2.6 * len(formats)), squeeze=False
-    )
-    for axis, kv_dtype in zip(axes[:, 0], formats, strict=True):
-        own = [(cell, rows) for cell, rows in cells.items() if cell[0] == kv_dtype]
-        width = 0.8 / len(names)
-        for i, name in enumerate(names):
-            at = [(x, rows[name]) for x, (_, rows) in enumerate(own) if name in rows]
-            left = [x - 0.4 + (i + 0.5) * width for x, _ in at]
-            axis.bar(left, [row["gbps"] for _, row in at], width, label=name)
-        for x, (_, rows) in enumerate(own):
-            roof = rows["fastdecode"]["roofline_gbps"]
-            axis.plot([x - 0.45, x + 0.45], [roof, roof], color="black", label="read roofline" if x == 0 else None)
-        axis.set_xticks(range(len(own)), [f"G={c[3]}\n{c[2]}\nd={c[1]}" for c, _ in own], fontsize=7)
-        axis.set_ylabel(f"{kv_dtype}, GB/s of KV")
-    axes[0, 0].legend(fontsize=7, ncols=len(names) + 1, loc="lower left", bbox_to_anchor=(0, 1))
-    figure.tight_layout()
+    """GB/s of KV of every cell of the sweep under the roofline it was measured with, a panel a format and head size.
+
+    Bars are ours, their share of the roofline is below; black lines are the roofline, markers the peers (GB/s of KV in
+    formats of their own), diamonds ours with the KV in the L2 of one thread. The scale is logarithmic.
+    """
+    sweep = [row for row in result["rows"] if row["part"] == "sweep"]
+    rows = sweep or result["rows"]
+    in_l2 = {_shape(row): row["gbps"] for row in result["rows"] if row["part"] == "in-cache" and sweep}
+    panels: dict[tuple, dict[tuple, dict]] = {}
+    for row in rows:
+        cells = panels.setdefault((row["kv_dtype"], row["head_size"]), {})
+        cells.setdefault((row["group"], row["context"]), {})[row["peer"]] = row
+    formats, sizes = (list(dict.fromkeys(panel[i] for panel in panels)) for i in (0, 1))
+    widest = max(len(cells) for cells in panels.values())
+    size = (max(6.5, (0.55 * widest + 0.9) * len(sizes)), 2.4 * len(formats) + 0.9)
+    figure, axes = plt.subplots(len(formats), len(sizes), figsize=size, squeeze=False, sharey=True)
+    for (kv_dtype, head_size), cells in panels.items():
+        axis = axes[formats.index(kv_dtype), sizes.index(head_size)]
+        for x, (cell, who) in enumerate(sorted(cells.items())):
+            own = who[None]
+            axis.bar(x, own["gbps"], 0.62, color="tab:blue", label="fastdecode")
+            roof = own["roofline_gbps"]
+            axis.plot([x - 0.45, x + 0.45], [roof, roof], color="black", lw=1.5, label="read roofline")
+            for name, row in who.items():
+                if name is not None:
+                    marker, color = _MARKERS[name]
+                    style = {"marker": marker, "color": color, "ls": "", "ms": 5, "mec": "white", "mew": 0.6}
+                    axis.plot(x, row["gbps"], **style, label=name)
+            if gbps := in_l2.get((kv_dtype, head_size, cell[0])):
+                style = {"marker": "D", "color": "tab:red", "ls": "", "ms": 4, "mfc": "none"}
+                axis.plot(x, gbps, **style, label="fastdecode in L2, 1 thread")
+        labels = [f"{c}\nG={g}\n{who[None]['roofline_pct']:.0f}%" for (g, c), who in sorted(cells.items())]
+        axis.set_xticks(range(len(cells)), labels, fontsize=7)
+        axis.set_yscale("log")
+        axis.grid(axis="y", which="both", alpha=0.25)
+        axis.set_axisbelow(True)
+        axis.set_title(f"{kv_dtype}, head size {head_size}", fontsize=9)
+    for axis in axes[:, 0]:
+        axis.set_ylabel("GB/s of KV", fontsize=8)
+    named = {}
+    for axis in axes.flat:
+        for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
+            named.setdefault(label, handle)
+    title = f"Decode attention, {result['threads']} thread(s): context, group, % of the read roofline"
+    figure.suptitle(title, fontsize=10)
+    figure.legend(named.values(), named, fontsize=8, ncols=len(named), loc="lower center")
+    figure.tight_layout(rect=(0, 0.45 / size[1], 1, 1))
     figure.savefig(path, dpi=150)
     plt.close(figure)
+
+
+def _shape(row: dict) -> tuple:
+    return row["kv_dtype"], row["head_size"], row["group"]
 
 
 def transport(result: dict, path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import mmap
 from dataclasses import dataclass
 
@@ -35,6 +36,7 @@ class Data:
     v: np.ndarray
 
     @classmethod
+    @functools.lru_cache(maxsize=1)  # the R-engine and its peers want the same, one after the other
     def of(cls, shape: Shape) -> Data:
         rng = np.random.default_rng(0)
         kv = rng.standard_normal((2, shape.context, shape.kv_heads, shape.head_size), np.float32).astype(np.float16)

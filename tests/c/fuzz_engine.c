@@ -1,42 +1,16 @@
 /* Throws mutated calls, row tables and control operations at an R-engine, beside a well-behaved link whose answers must stay right.
  *
- * An input is a string of bytes that steers one hostile link from its opening to its end; see `hostile_link`. Every bell rung must be
- * answered, whatever lies behind it, and nothing may trip a sanitizer. tests/test_rengine_fuzz.py builds this with gcc
- * and runs a fixed number of pseudo-random inputs: fuzz_engine [inputs [first seed]]. With clang it is a libFuzzer target:
- *
- *   clang -g -O1 -fsanitize=fuzzer,address,undefined -DFD_LIBFUZZER -Ikernels tests/c/fuzz_engine.c \
- *     $(ls kernels/\*.c | grep -v -e py_ -e module.c) -lm -o fuzz_engine && ./fuzz_engine -max_len=4096
+ * See fuzz.h for what an input is, and hostile_link for what it does. Every bell rung must be answered, whatever lies behind it,
+ * and nothing may trip a sanitizer. The first byte chooses among engines of every instruction set, the others the KV format.
  */
 #include <math.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
 
 #include "engine.h"
-
-#define REQUIRE(condition) \
-    do { \
-        if (!(condition)) { \
-            fprintf(stderr, "%s:%d: %s does not hold\n", __FILE__, __LINE__, #condition); \
-            abort(); \
-        } \
-    } while (0)
+#include "fuzz.h"
 
 static char err[256];
 static uint64_t answers[FD_OUT_OF_PAGES + 1]; /* to hostile calls, by status */
-
-/* The instruction sets of this machine take turns, from the best down, and the ways to treat the memory. */
-static fd_engine_t *start_engine(uint32_t threads) {
-    fd_isa_t isa = fd_isa_best();
-    for (uint32_t i = 1; i < threads; i++) {
-        do isa = isa == FD_ISA_SCALAR ? FD_ISAS - 1 : isa - 1;
-        while (!fd_isa_supported(isa));
-    }
-    fd_engine_config_t config = {threads, NULL, isa, 20, 64 << 20, FD_HUGE_MADVISE, threads == 3, threads == 2};
-    fd_engine_t *engine = fd_engine_new(&config, err, sizeof err);
-    REQUIRE(engine);
-    return engine;
-}
+static uint64_t inputs;
 
 static void *new_region(const fd_geometry_t *g) {
     size_t bytes = fd_region_layout(g).region_bytes;
@@ -56,95 +30,82 @@ static void ring(fd_link_t *link, void *region, fd_slot_t *slot, uint64_t bell) 
     fd_ring_request(slot, bell, &((fd_region_header_t *)region)->engine_asleep, fd_link_eventfd(link));
 }
 
-/* ---- the well-behaved link: one sequence, one head pair, checked in double ---- */
+/* ---- an engine, and its well-behaved link: one sequence, one head pair, checked in double ---- */
 
 enum { HEAD = 8, GROUP = 2, MAX_TOKENS = 300 };
 static const fd_geometry_t good_geometry = {1, 4, 1, GROUP, 1, HEAD, FD_ACT_FP32, 0};
 
-static struct {
+typedef struct {
+    fd_engine_t *engine;
     fd_link_t *link;
     void *region;
     uint64_t seq;
     uint32_t length, noise;
     float k[MAX_TOKENS][HEAD], v[MAX_TOKENS][HEAD];
-} good;
+} target_t;
 
-static void open_good(fd_engine_t *engine) {
+static target_t targets[FD_ISAS];
+
+/* Started when an input first wants it, with 1 to 3 threads. */
+static target_t *target_of(uint32_t isa) {
+    target_t *t = &targets[isa];
+    if (t->engine) return t;
+    fd_engine_config_t config = {1 + isa % 3, NULL, fd_isa_supported(isa) ? isa : FD_ISA_SCALAR, 20, 64 << 20,
+                                 FD_HUGE_MADVISE, isa % 3 == 2, isa % 3 == 1};
+    t->engine = fd_engine_new(&config, err, sizeof err);
+    REQUIRE(t->engine);
     uint32_t window = 0;
     fd_lease_t lease = {FD_KV_FP32, 6, 2, 0.25f, &window};
-    memset(&good, 0, sizeof good);
-    good.region = new_region(&good_geometry);
-    good.link = fd_engine_add_link(engine, good.region, &good_geometry, &lease, NULL, err, sizeof err);
-    REQUIRE(good.link);
+    t->region = new_region(&good_geometry);
+    t->link = fd_engine_add_link(t->engine, t->region, &good_geometry, &lease, NULL, err, sizeof err);
+    REQUIRE(t->link);
+    return t;
 }
 
-static void close_good(fd_engine_t *engine) {
-    fd_engine_remove_link(engine, good.link);
-    free(good.region);
+static float next_noise(target_t *t) {
+    t->noise = t->noise * 1664525u + 1013904223u;
+    return (float)(int32_t)t->noise * 0x1p-30f;
 }
 
-static float next_noise(void) {
-    good.noise = good.noise * 1664525u + 1013904223u;
-    return (float)(int32_t)good.noise * 0x1p-30f;
-}
-
-static void check_row(const float *q, const float *o, uint32_t visible) {
+static void check_row(const target_t *good, const float *q, const float *o, uint32_t visible) {
     for (uint32_t h = 0; h < GROUP; h++, q += HEAD, o += HEAD) {
         double sum = 0, want[HEAD] = {0};
         for (uint32_t t = 0; t < visible; t++) {
             double score = 0;
-            for (uint32_t d = 0; d < HEAD; d++) score += 0.25 * q[d] * good.k[t][d];
+            for (uint32_t d = 0; d < HEAD; d++) score += 0.25 * q[d] * good->k[t][d];
             sum += exp(score);
-            for (uint32_t d = 0; d < HEAD; d++) want[d] += exp(score) * good.v[t][d];
+            for (uint32_t d = 0; d < HEAD; d++) want[d] += exp(score) * good->v[t][d];
         }
         for (uint32_t d = 0; d < HEAD; d++) REQUIRE(fabs(want[d] / sum - o[d]) < 1e-4);
     }
 }
 
-static void good_call(void) {
+static void good_call(target_t *good) {
     const fd_layout_t y = fd_region_layout(&good_geometry);
-    fd_slot_t *slot = fd_slot_at(good.region, &y, 0);
-    uint32_t n = 1 + (uint32_t)good.seq % good_geometry.max_rows;
-    if (good.length + n > MAX_TOKENS) {
-        good.length = 100;
-        REQUIRE(fd_link_trim(good.link, 1, 7, good.length, err, sizeof err) == 0);
+    fd_slot_t *slot = fd_slot_at(good->region, &y, 0);
+    uint32_t n = 1 + (uint32_t)good->seq % good_geometry.max_rows;
+    if (good->length + n > MAX_TOKENS) {
+        good->length = 100;
+        REQUIRE(fd_link_trim(good->link, 1, 7, good->length, err, sizeof err) == 0);
     }
     float *q = (float *)((uint8_t *)slot + y.q), *kv = (float *)((uint8_t *)slot + y.kv);
-    for (uint32_t i = 0; i < n * GROUP * HEAD; i++) q[i] = next_noise();
-    for (uint32_t i = 0; i < n * 2 * HEAD; i++) kv[i] = next_noise();
+    for (uint32_t i = 0; i < n * GROUP * HEAD; i++) q[i] = next_noise(good);
+    for (uint32_t i = 0; i < n * 2 * HEAD; i++) kv[i] = next_noise(good);
     for (uint32_t j = 0; j < n; j++) {
-        memcpy(good.k[good.length + j], kv + j * 2 * HEAD, sizeof good.k[0]);
-        memcpy(good.v[good.length + j], kv + j * 2 * HEAD + HEAD, sizeof good.v[0]);
+        memcpy(good->k[good->length + j], kv + j * 2 * HEAD, sizeof good->k[0]);
+        memcpy(good->v[good->length + j], kv + j * 2 * HEAD + HEAD, sizeof good->v[0]);
     }
-    *(fd_row_t *)((uint8_t *)slot + y.table) = (fd_row_t){1, 7, good.length, n, FD_ROW_ATTEND, 0};
-    slot->call = (fd_call_t){.seq = ++good.seq, .flags = FD_CALL_NEW_STEP, .n_entries = 1, .n_rows = n, .n_attend_rows = n};
-    ring(good.link, good.region, slot, good.seq);
-    const fd_reply_t *reply = answer(slot, good.seq);
+    *(fd_row_t *)((uint8_t *)slot + y.table) = (fd_row_t){1, 7, good->length, n, FD_ROW_ATTEND, 0};
+    slot->call = (fd_call_t){.seq = ++good->seq, .flags = FD_CALL_NEW_STEP, .n_entries = 1, .n_rows = n, .n_attend_rows = n};
+    ring(good->link, good->region, slot, good->seq);
+    const fd_reply_t *reply = answer(slot, good->seq);
     REQUIRE(reply->status == FD_OK && reply->n_attend_rows == n);
     for (uint32_t j = 0; j < n; j++)
-        check_row(q + j * GROUP * HEAD, (float *)((uint8_t *)slot + y.o) + j * GROUP * HEAD, good.length + j + 1);
-    good.length += n;
+        check_row(good, q + j * GROUP * HEAD, (float *)((uint8_t *)slot + y.o) + j * GROUP * HEAD, good->length + j + 1);
+    good->length += n;
 }
 
 /* ---- the hostile link ---- */
-
-typedef struct {
-    const uint8_t *at, *end;
-} input_t;
-
-static uint32_t take(input_t *in, uint32_t bytes) {
-    uint32_t x = 0;
-    while (bytes-- && in->at < in->end) x = x << 8 | *in->at++;
-    return x;
-}
-
-/* A number that has a good chance of standing at an edge of `bound`. */
-static uint32_t edgy(input_t *in, uint32_t bound) {
-    uint32_t x = take(in, 1);
-    const uint32_t edges[] = {0, 1, bound - 1, bound, bound + 1, 63, 64, 65, 1u << 31, UINT32_MAX, UINT32_MAX - 63, bound / 2};
-    if (x < 64) return edges[x % 12];
-    return x < 72 ? take(in, 4) : bound ? take(in, 2) % bound : 0;
-}
 
 enum { SEQS = 6 };
 
@@ -312,60 +273,42 @@ static void control(hostile_t *h, input_t *in) {
     REQUIRE(rc <= 0 && stats.pages_used <= stats.pages_total && stats.seqs <= SEQS);
 }
 
-static void hostile_link(fd_engine_t *engine, const uint8_t *data, size_t size) {
-    input_t in = {data, data + size};
+static void hostile_link(target_t *target, input_t *in) {
     hostile_t h;
-    open_hostile(&h, engine, &in);
-    while (in.at < in.end) {
-        if (take(&in, 1) % 4)
-            hostile_call(&h, &in);
+    open_hostile(&h, target->engine, in);
+    while (in->at < in->end) {
+        if (take(in, 1) % 4)
+            hostile_call(&h, in);
         else
-            control(&h, &in);
+            control(&h, in);
     }
-    good_call();
+    good_call(target);
     for (uint32_t i = 0; i < SEQS; i++) /* all pages come back, whatever happened */
         for (uint32_t tag = 0; fd_link_free(h.link, i, h.seqs[i].tag, err, sizeof err) && tag < 256; tag++) h.seqs[i].tag = tag;
-    fd_engine_remove_link(engine, h.link);
+    fd_engine_remove_link(target->engine, h.link);
     free(h.region);
 }
 
-#ifdef FD_LIBFUZZER
-int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
-    static fd_engine_t *engine;
-    if (!engine) {
-        engine = start_engine(2);
-        open_good(engine);
-    }
-    hostile_link(engine, data, size);
-    return 0;
+static void fuzz_one(const uint8_t *data, size_t size) {
+    input_t in = {data, data + size};
+    hostile_link(target_of(take(&in, 1) % FD_ISAS), &in);
+    inputs++;
 }
-#else
-int main(int argc, char **argv) {
-    uint64_t inputs = argc > 1 ? strtoull(argv[1], NULL, 10) : 30, seed = argc > 2 ? strtoull(argv[2], NULL, 10) : 1;
-    uint64_t calls = 0, refused = 0;
-    for (uint32_t threads = 1; threads <= 3; threads++) {
-        fd_engine_t *engine = start_engine(threads);
-        open_good(engine);
-        for (uint64_t i = 0; i < inputs; i++) {
-            static uint8_t data[4096];
-            uint64_t x = (seed + i) * 0x9e3779b97f4a7c15u + threads;
-            for (size_t k = 0; k < sizeof data; k++) { /* xorshift64 */
-                x ^= x << 13, x ^= x >> 7, x ^= x << 17;
-                data[k] = (uint8_t)(x >> 32);
-            }
-            hostile_link(engine, data, 512 + x % (sizeof data - 512));
-        }
+
+static void fuzz_end(void) {
+    uint64_t calls = 0;
+    for (target_t *t = targets; t < targets + FD_ISAS; t++) {
+        if (!t->engine) continue;
         fd_link_stats_t stats;
-        fd_link_stats(good.link, &stats);
+        fd_link_stats(t->link, &stats);
+        REQUIRE(stats.refused == 0);
         calls += stats.calls;
-        refused += stats.refused;
-        close_good(engine);
-        REQUIRE(fd_engine_kv_free(engine) == 64 << 20);
-        fd_engine_free(engine);
+        fd_engine_remove_link(t->engine, t->link);
+        free(t->region);
+        REQUIRE(fd_engine_kv_free(t->engine) == 64 << 20);
+        fd_engine_free(t->engine);
     }
-    REQUIRE(calls == 3 * inputs && refused == 0);
+    REQUIRE(calls == inputs);
     for (int status = FD_OK; status <= FD_OUT_OF_PAGES; status++)
         printf("%llu hostile calls answered with status %d\n", (unsigned long long)answers[status], status);
-    return 0;
 }
-#endif

@@ -1,0 +1,276 @@
+"""Error of attention over each KV-cache format against float64, for every instruction set of this machine.
+
+The error of a row of O is |O - reference| / |reference|, Euclidean norms over the head. "kernel" compares with float64
+attention over what the cache holds, so it is the kernel's arithmetic alone; "whole" compares with float64 attention
+over K and V as they came, so it is what a user loses. Q, K and V are the demo model's, of all layers and heads, taken
+from a run over its held-out text; and ranges made to hurt.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import orjson
+import torch
+import uvloop
+from tqdm import tqdm
+
+from fastdecode.bench.perplexity import cut
+from fastdecode.config import NodeConfig
+from fastdecode.demo import heldout_text, model_dir
+from fastdecode.embedded import EmbeddedRNode, split_machine
+from fastdecode.kernels import _native
+from fastdecode.spart import Model, SPart, load_model
+from fastdecode.spart.batch import Chunk, StepBatch
+from fastdecode.spart.exchange import SlotViews
+from fastdecode.transports.base import KV_DTYPES, PAGE_TOKENS, Link
+from fastdecode.transports.registry import connect
+
+COMMAND = ("accuracy", "error of attention over each KV-cache format against float64")
+
+_ALIGNED = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One KV head of one sequence, fp32.
+
+    q [rows, group, head_size], already times the softmax scale; k, v [tokens, head_size]. The rows are
+    the last tokens; each attends to itself and to what came before it, within `window` if not 0.
+    """
+
+    q: np.ndarray
+    k: np.ndarray
+    v: np.ndarray
+    window: int = 0
+
+
+@dataclass(slots=True)
+class Error:
+    """Relative errors of rows of O: over all of them (root of summed squares), and the largest of a row."""
+
+    _error: float = 0.0
+    _reference: float = 0.0
+    worst: float = 0.0
+
+    def add(self, got: np.ndarray, want: np.ndarray) -> None:
+        error, norm = np.linalg.norm(got - want, axis=-1), np.linalg.norm(want, axis=-1)
+        self._error += float(np.square(error).sum())
+        self._reference += float(np.square(norm).sum())
+        with np.errstate(divide="ignore"):
+            ratio = np.divide(error, norm, out=np.zeros_like(error), where=error > 0)  # what is exactly 0 may be due
+        self.worst = max(self.worst, float(ratio.max()))
+
+    @property
+    def pooled(self) -> float:
+        if not self._error:
+            return 0.0
+        return math.sqrt(self._error / self._reference) if self._reference else math.inf
+
+
+# ---- the reference ----
+
+
+def stored(x: np.ndarray, kv_dtype: str) -> np.ndarray:
+    """What a cache holds after x [tokens, head_size] was appended, in float64; written from the formats' definition."""
+    if kv_dtype == "fp32":
+        return x.astype(np.float64)
+    if kv_dtype == "fp16":
+        return np.clip(x, -65504, 65504).astype(np.float16).astype(np.float64)
+    if kv_dtype == "bf16":
+        return _bf16(x).astype(np.float64)
+    if kv_dtype == "int4":
+        return _stored_int4(x)
+    amax = np.abs(x).max(axis=1, keepdims=True)
+    amax[amax < np.float32(1e-36)] = 0
+    inverse = np.divide(np.float32(127), amax, out=np.zeros_like(amax), where=amax > 0)
+    return np.rint(x * inverse).astype(np.float64) * (amax / np.float32(127)).astype(np.float64)
+
+
+def _bf16(x: np.ndarray) -> np.ndarray:
+    return torch.from_numpy(x).bfloat16().float().numpy()
+
+
+def _stored_int4(x: np.ndarray) -> np.ndarray:
+    low, high = x.min(axis=1, keepdims=True), x.max(axis=1, keepdims=True)
+    centre = _bf16(high / 2 + low / 2 + (high - low) / np.float32(15) / 2)
+    scale = np.maximum((high - centre) / np.float32(7), (centre - low) / np.float32(8))
+    scale = np.where(scale < np.float32(1e-36), 0, _bf16(scale)).astype(np.float32)
+    inverse = np.divide(np.float32(1), scale, out=np.zeros_like(scale), where=scale > 0)
+    codes = np.rint(np.clip((x - centre) * inverse, -8, 7)).astype(np.float64)
+    return codes * scale.astype(np.float64) + centre.astype(np.float64)
+
+
+def reference(case: Case, k: np.ndarray, v: np.ndarray) -> np.ndarray:
+    """O [rows, group, head_size] over k and v in float64."""
+    tokens, rows = len(k), len(case.q)
+    limits = tokens - rows + np.arange(rows)[:, None]
+    positions = np.arange(tokens)
+    visible = positions <= limits
+    if case.window:
+        visible &= positions > limits - case.window
+    scores = case.q.astype(np.float64) @ k.T.astype(np.float64)
+    scores[~np.broadcast_to(visible[:, None], scores.shape)] = -np.inf
+    weights = np.exp(scores - scores.max(axis=2, keepdims=True))
+    return weights @ v.astype(np.float64) / weights.sum(axis=2, keepdims=True)
+
+
+# ---- the kernels ----
+
+
+def attend(isa: str, kv_dtype: str, case: Case, q_len: int = 1) -> np.ndarray:
+    """O [rows, group, head_size] of the kernels, `q_len` rows a call."""
+    tokens, head_size = case.k.shape
+    chunk = _native.chunk_bytes(kv_dtype, head_size)
+    n = -(-tokens // PAGE_TOKENS)
+    memory = np.full(n * chunk + _ALIGNED, 0xFF, np.uint8)  # NaN where nothing is written
+    memory = memory[-memory.ctypes.data % _ALIGNED :][: n * chunk]
+    _native.kv_append(isa, kv_dtype, memory, 0, case.k, case.v)
+    acc = np.empty(case.q.shape, np.float32)
+    m, l = (np.empty(case.q.shape[:2], np.float32) for _ in range(2))  # noqa: E741
+    for start in range(0, len(case.q), q_len):
+        rows = slice(start, min(start + q_len, len(case.q)))
+        out = acc[None, rows], m[None, rows], l[None, rows]
+        q_pos = tokens - len(case.q) + start
+        _native.kv_attend(isa, kv_dtype, memory, None, 0, case.q[None, rows], q_pos, case.window, *out)
+    _native.attend_finish(isa, acc.reshape(-1, head_size), l.reshape(-1))
+    return acc
+
+
+def errors(isas: list[str], kv_dtype: str, cases: list[Case], q_len: int = 1) -> dict[str, tuple[Error, Error]]:
+    """Of the kernel alone, and whole, by ISA."""
+    result = {isa: (Error(), Error()) for isa in isas}
+    for case in cases:
+        exact = reference(case, case.k, case.v)
+        cached = reference(case, stored(case.k, kv_dtype), stored(case.v, kv_dtype))
+        for isa, (kernel, whole) in result.items():
+            got = attend(isa, kv_dtype, case, q_len).astype(np.float64)
+            kernel.add(got, cached)
+            whole.add(got, exact)
+    return result
+
+
+# ---- the data ----
+
+
+def captured(model: Model, link: Link, ids: np.ndarray) -> list[Case]:
+    """Q, K and V of every layer, KV head and sequence of ids [sequences, length], each token decoded through `link`.
+
+    The link's lease must be fresh and have room for them.
+    """
+    spart, views = SPart(model, [link]), SlotViews(link, 0)
+    g, (n, length) = link.geometry, ids.shape
+    group = g.n_q_heads // g.n_kv_heads
+    q = np.empty((g.n_layers, n, length, g.n_kv_heads, group, g.head_size), np.float32)
+    kv = np.empty((g.n_layers, n, length, 2, g.n_kv_heads, g.head_size), np.float32)
+    for pos in range(length):
+        chunks = [Chunk(0, i, 1, pos, [int(ids[i, pos])], False, None) for i in range(n)]
+        for layer, _ in enumerate(spart.step(StepBatch(0, chunks))):
+            q[layer, :, pos] = views.q[:n].float().numpy().reshape(q.shape[1], *q.shape[3:])
+            kv[layer, :, pos] = views.kv[:n].float().numpy().reshape(kv.shape[1], *kv.shape[3:])
+    q *= np.float32(model.config.softmax_scale)
+    every = np.ndindex(g.n_layers, n, g.n_kv_heads)
+    return [
+        Case(*(np.ascontiguousarray(x) for x in (q[i, s, :, h], kv[i, s, :, 0, h], kv[i, s, :, 1, h])))
+        for i, s, h in every
+    ]
+
+
+def adversarial() -> dict[str, list[Case]]:
+    """Ranges made to hurt, by name: 64 rows of 4 heads of 128 over 300 tokens."""
+
+    def normal(seed: int) -> Case:
+        rng = np.random.default_rng(seed)
+        q, k, v = (rng.standard_normal(s, np.float32) for s in ((64, 4, 128), (300, 128), (300, 128)))
+        return Case(q * np.float32(128**-0.5), k, v)
+
+    def changed(k: float = 1, v: float = 1, window: int = 0) -> list[Case]:
+        case = normal(1)
+        return [Case(case.q, case.k * np.float32(k), case.v * np.float32(v), window)]
+
+    outliers, rows, constant = normal(2), normal(3), normal(4)
+    outliers.k[:, [5, 77]] *= 20  # channels, as K has them
+    outliers.v[::17] *= 100  # tokens
+    rows.v[:] = rows.v[:, :1] * np.array([1, 100] * 64, np.float32)  # half of each row is small beside the other
+    constant.k[:] = constant.k[:, :1]
+    constant.v[:] = constant.v[:, :1]
+    one = normal(5)
+    return {
+        "normal": [normal(0)],
+        "outliers": [outliers],
+        "uneven rows": [rows],
+        "constant rows": [constant],
+        "peaked": changed(k=8),
+        "beyond fp16": changed(v=1e6),
+        "huge": changed(v=1e30),
+        "below fp16": changed(k=1e-6, v=1e-6),
+        "subnormal": changed(k=1e-40, v=1e-40),
+        "window of 1": changed(window=1),
+        "window of 65": changed(window=65),
+        "one token": [Case(one.q[:1], one.k[:1], one.v[:1])],
+    }
+
+
+# ---- the command ----
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", type=Path, metavar="DIR", help="checkpoint; default: the demo model")
+    parser.add_argument("--length", type=int, default=256, help="tokens a sequence")
+    parser.add_argument("--sequences", type=int, default=8, help="sequences, from the beginning of the text")
+    parser.add_argument("--isa", action="append", choices=_native.isa_supported(), help="(repeatable); default: all")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(args: argparse.Namespace) -> None:
+    directory = args.model or model_dir()
+    model = load_model(directory, device=torch.device("cpu"), dtype=torch.float32)
+    ids = cut(directory, heldout_text(), args.sequences, args.length)
+    data = {directory.resolve().name: uvloop.run(_captured_here(model, ids))} | adversarial()
+    isas = args.isa or _native.isa_supported()
+    rows = [row for name, cases in data.items() for row in _rows(name, cases, isas)]
+    result = {"model": directory.resolve().name, "length": args.length, "sequences": args.sequences, "rows": rows}
+    if args.json:
+        print(orjson.dumps(result, option=orjson.OPT_INDENT_2).decode())
+    else:
+        _print(rows)
+
+
+async def _captured_here(model: Model, ids: np.ndarray) -> list[Case]:
+    config = NodeConfig()
+    node = await EmbeddedRNode.start(config, split_machine(config, s_on_gpu=False))
+    try:
+        hello = model.hello(n_slots=1, max_rows=len(ids), kv_dtype="fp32", kv_bytes=None, max_seqs=len(ids))
+        link = await connect(node.url, hello, None)
+        cases = captured(model, link, ids)
+        await link.close()
+        return cases
+    finally:
+        await node.stop()
+
+
+def _rows(name: str, cases: list[Case], isas: list[str]) -> Iterator[dict]:
+    for kv_dtype in tqdm(KV_DTYPES, desc=name, unit="format", leave=False):
+        for isa, (kernel, whole) in errors(isas, kv_dtype, cases).items():
+            yield {
+                "data": name,
+                "kv_dtype": kv_dtype,
+                "isa": isa,
+                "kernel": kernel.pooled,
+                "kernel_worst": kernel.worst,
+                "whole": whole.pooled,
+                "whole_worst": whole.worst,
+            }
+
+
+def _print(rows: list[dict]) -> None:
+    print("relative L2 error of O against float64: over all rows, and of the worst one")
+    print(f"{'data':<16}{'KV':<6}{'isa':<12}{'kernel':>10}{'worst':>10}{'whole':>10}{'worst':>10}")
+    for row in rows:
+        figures = (row["kernel"], row["kernel_worst"], row["whole"], row["whole_worst"])
+        print(f"{row['data']:<16}{row['kv_dtype']:<6}{row['isa']:<12}" + "".join(f"{x:>10.1e}" for x in figures))

@@ -1,0 +1,113 @@
+"""What the attention benchmark's rows come to, and how they are printed."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator
+
+_PARTS = {
+    "sweep": "KV in memory, {threads} thread(s)",
+    "one-thread": "KV in memory, one thread alone",
+    "in-cache": "KV in L2, one thread (roofline: the same bytes only read)",
+}
+
+
+def summary(rows: list[dict]) -> list[dict]:
+    """One row a cell of the sweep: how far it lies under its roofline and ahead of its peers, its neighbours and fp16.
+
+    `best_peer_ratio` is ours / the best peer in sequences x layers a second, of the same rounds. `fp16_ratio` is the
+    same over our fp16, measured in other rounds, so both count relative to their rooflines. `points_from_4096` is the
+    share of the roofline less that at context 4096, `l2_gbps` the figure of one thread with its KV in L2,
+    `one_thread_pct` the share of what one thread can read. What has not been measured is None.
+    """
+    own = {_cell(row): row for row in rows if row["part"] == "sweep" and row["peer"] is None}
+    in_l2 = {_shape(row): row["gbps"] for row in rows if row["part"] == "in-cache"}
+    alone = {(*_shape(row), row["context"]): row["roofline_pct"] for row in rows if row["part"] == "one-thread"}
+    result = []
+    for cell, row in own.items():
+        kv_dtype, head_size, context, group = cell
+        peers = {r["peer"]: r["ours_to_peer"] for r in rows if r["peer"] and _cell(r) == cell}
+        best = min(peers, key=peers.__getitem__, default=None)
+        fp16, middle = own.get(("fp16", *cell[1:])), own.get((kv_dtype, head_size, 4096, group))
+        result.append(
+            {
+                **{name: row[name] for name in ("kv_dtype", "head_size", "context", "group")},
+                **{name: row[name] for name in ("gbps", "roofline_gbps", "roofline_pct", "judged_rounds")},
+                "points_from_4096": row["roofline_pct"] - middle["roofline_pct"] if middle else None,
+                "fp16_ratio": _per_roofline(row) / _per_roofline(fp16) if fp16 else None,
+                "best_peer": best,
+                "best_peer_ratio": peers[best] if best else None,
+                "l2_gbps": in_l2.get(_shape(row)),
+                "one_thread_pct": alone.get((*_shape(row), context)),
+            }
+        )
+    return result
+
+
+def _per_roofline(row: dict) -> float:
+    return row["seq_layers_per_s"] / row["roofline_gbps"]
+
+
+def _shape(row: dict) -> tuple:
+    return row["kv_dtype"], row["head_size"], row["group"]
+
+
+def _cell(row: dict) -> tuple:
+    return row["kv_dtype"], row["head_size"], row["context"], row["group"]
+
+
+def print_report(result: dict) -> None:
+    rounds, below = result["rounds"], result["judge_below"]
+    print(f"decode attention, medians of the rounds (of {rounds}) whose roofline reads under {below:g} GB/s, if any")
+    for part, title in _PARTS.items():
+        if rows := [row for row in result["rows"] if row["part"] == part]:
+            print("\n" + title.format(**result))
+            for line in _table(rows):
+                print(line)
+    if any(row["part"] == "sweep" for row in result["rows"]):
+        _print_summary(result["summary"])
+    if result["peers_absent"]:
+        print(f"\nnot installed: {', '.join(result['peers_absent'])}")
+
+
+def _table(rows: list[dict]) -> Iterator[str]:
+    yield (
+        f"{'KV':<6}{'G':>3}{'context':>9}{'d':>5}  {'who':<14}{'GB/s':>8}{'roofline':>10}{'%':>7}{'seq layers/s':>14}"
+        f"{'rounds':>8}"
+    )
+    for row in rows:
+        who = f"{row['peer']} {row['format']}" if row["peer"] else row["isa"]
+        times = f"  ours {row['ours_to_peer']:.2f}x" if row["peer"] else ""
+        yield (
+            f"{row['kv_dtype']:<6}{row['group']:>3}{row['context']:>9}{row['head_size']:>5}  {who:<14}"
+            f"{row['gbps']:>8.1f}{row['roofline_gbps']:>10.1f}{row['roofline_pct']:>7.1f}"
+            f"{row['seq_layers_per_s']:>14.1f}{row['judged_rounds']:>8}{times}"
+        )
+
+
+def _print_summary(rows: list[dict]) -> None:
+    print(
+        "\nours: % of the roofline, points off context 4096, tokens/s over fp16's, over the best peer's; in L2; alone"
+    )
+    print(
+        f"{'KV':<6}{'G':>3}{'context':>9}{'d':>5}{'%':>8}{'points':>8}{'/ fp16':>8}{'/ peer':>8}  {'':<10}"
+        f"{'L2 GB/s':>8}{'1 thread %':>12}"
+    )
+
+    def number(x: float | None, form: str) -> str:
+        return "" if x is None else format(x, form)
+
+    for row in rows:
+        print(
+            f"{row['kv_dtype']:<6}{row['group']:>3}{row['context']:>9}{row['head_size']:>5}{row['roofline_pct']:>8.1f}"
+            f"{number(row['points_from_4096'], '+.1f'):>8}{number(row['fp16_ratio'], '.2f'):>8}"
+            f"{number(row['best_peer_ratio'], '.2f'):>8}  {row['best_peer'] or '':<10}"
+            f"{number(row['l2_gbps'], '.1f'):>8}{number(row['one_thread_pct'], '.1f'):>12}"
+        )
+    for kv_dtype in dict.fromkeys(row["kv_dtype"] for row in rows):
+        pct = [row["roofline_pct"] for row in rows if row["kv_dtype"] == kv_dtype]
+        ratios = [row["best_peer_ratio"] for row in rows if row["kv_dtype"] == kv_dtype and row["best_peer"]]
+        peers = f"; over the best peer {min(ratios):.2f}-{max(ratios):.2f}x" if ratios else ""
+        print(
+            f"{kv_dtype}: {min(pct):.0f}-{max(pct):.0f} % of the roofline, median {statistics.median(pct):.0f} %{peers}"
+        )

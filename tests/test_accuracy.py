@@ -1,0 +1,111 @@
+"""Attention over each KV-cache format against float64: real K and V of the demo model, and ranges made to hurt.
+
+Every error is relative, |O - reference| / |reference| of a row of O. The kernel's budget allows for its arithmetic
+alone (the reference reads what the cache holds), the format's for the rounding of K and V too (it reads what was to be
+cached).
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+import torch
+from rnode_process import RNodeProcess
+from test_kernels import FLOATS, INT8, INT16, budget
+
+from fastdecode.bench import accuracy
+from fastdecode.bench.perplexity import cut
+from fastdecode.demo import heldout_text, model_dir
+from fastdecode.kernels import _native
+from fastdecode.spart import load_model
+from fastdecode.transports.base import KV_DTYPES
+from fastdecode.transports.registry import connect
+
+ISAS = _native.isa_supported()
+ADVERSARIAL = accuracy.adversarial()
+
+#: Relative errors by the arithmetic of a kernel: over all rows of anything, and of the worst row of the demo model.
+KERNEL = {FLOATS: (5e-6, 2e-5), INT16: (6e-4, 5e-3), INT8: (3e-2, 0.15)}
+#: And by format, over all rows and of the worst one of the demo model.
+MODEL = {"fp32": (1e-6, 2e-5), "fp16": (8e-4, 6e-3), "bf16": (6e-3, 5e-2), "int8": (1.5e-2, 0.2), "int4": (0.2, 1.5)}
+#: By format, over all rows of a range made to hurt.
+FORMAT = {"fp32": 5e-6, "fp16": 2e-3, "bf16": 1e-2, "int8": 6e-2, "int4": 1.0}
+#: What a format cannot hold: fp16 saturates at 65504 and is subnormal below 6e-5, integers are zero below 1e-36.
+LOST = {
+    "beyond fp16": {"fp16": 1.0},
+    "huge": {"fp16": 1.0},
+    "below fp16": {"fp16": 5e-2},
+    "subnormal": {"fp32": 2e-4, "fp16": 1.0, "bf16": 0.5, "int8": 1.0, "int4": 4.0},
+}
+
+
+@pytest.fixture(scope="module")
+def model_cases(tmp_path_factory) -> list[accuracy.Case]:
+    model = load_model(model_dir(), device="cpu", dtype=torch.float32)
+    ids = cut(model_dir(), heldout_text(), 2, 140)
+    node = RNodeProcess(f"shm://{tmp_path_factory.mktemp('r')}/r.sock", 1 << 26)
+
+    async def decode() -> list[accuracy.Case]:
+        link = await connect(node.url, model.hello(1, len(ids), "fp32", None, len(ids)), None)
+        try:
+            return accuracy.captured(model, link, ids)
+        finally:
+            await link.close()
+
+    try:
+        return asyncio.run(decode())
+    finally:
+        node.end()
+
+
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+def test_real_k_and_v_of_every_layer_and_head(model_cases, kv_dtype):
+    assert len(model_cases) == 5 * 2 * 2 and model_cases[0].q.shape == (140, 4, 32)
+    for isa, (kernel, whole) in accuracy.errors(ISAS, kv_dtype, model_cases).items():
+        for error, (all_rows, worst) in (
+            (kernel, KERNEL[budget(isa, kv_dtype)]),
+            (whole, MODEL[kv_dtype]),
+        ):
+            assert error.pooled <= all_rows and error.worst <= worst, (isa, error)
+
+
+def test_what_was_captured_is_what_transformers_computes(model_cases):
+    """K and V of the last layer, all of whose inputs have passed through the R-node."""
+    from transformers import AutoModelForCausalLM
+
+    judge = AutoModelForCausalLM.from_pretrained(model_dir(), dtype=torch.float32).eval()
+    ids = torch.from_numpy(cut(model_dir(), heldout_text(), 2, 140))
+    with torch.inference_mode():
+        layer = judge(ids, use_cache=True).past_key_values.layers[4]
+    cases = model_cases[-4:]  # sequence 0's two heads, then sequence 1's
+    for case, (sequence, head) in zip(cases, np.ndindex(2, 2), strict=True):
+        np.testing.assert_allclose(case.k, layer.keys[sequence, head], atol=2e-4)
+        np.testing.assert_allclose(case.v, layer.values[sequence, head], atol=2e-4)
+
+
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+@pytest.mark.parametrize("name", ADVERSARIAL)
+def test_ranges_made_to_hurt(name, kv_dtype):
+    cases = ADVERSARIAL[name]
+    for q_len in (1, 64):  # token by token, and as one block
+        for isa, (kernel, whole) in accuracy.errors(ISAS, kv_dtype, cases, q_len).items():
+            lost = LOST.get(name, {}).get(kv_dtype, FORMAT[kv_dtype])
+            allowed = KERNEL[budget(isa, kv_dtype)][0]
+            if name == "subnormal":  # the results have few bits themselves
+                allowed = max(allowed, 2e-4)
+            assert kernel.pooled <= allowed, (isa, q_len, kernel)
+            assert whole.pooled <= max(lost, 1.1 * allowed), (isa, q_len, whole)
+
+
+def test_a_wrong_result_is_an_error():
+    case = ADVERSARIAL["normal"][0]
+    exact = accuracy.reference(case, case.k, case.v)
+    error = accuracy.Error()
+    error.add(exact, exact)
+    assert (error.pooled, error.worst) == (0, 0)
+    error.add(exact * 1.01, exact)
+    assert error.pooled == pytest.approx(0.01 / 2**0.5) and error.worst == pytest.approx(0.01)
+    error.add(np.ones((1, 1, 8)), np.zeros((1, 1, 8)))
+    assert error.worst == np.inf
