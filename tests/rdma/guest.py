@@ -1,6 +1,6 @@
 """RDMA verbs on a machine without an RDMA device: Soft-RoCE (rdma_rxe) in a small QEMU guest.
 
-    python tests/rdma/guest.py prepare            once: downloads Debian packages (about 160 MB), installs nothing
+    python tests/rdma/guest.py prepare            once: downloads Debian packages (about 90 MB), installs nothing
     python tests/rdma/guest.py run COMMAND...     runs a command in a guest, in the current folder
 
 The guest's root is an overlay over this machine's own files, read-only, with the RDMA packages (libibverbs, pyverbs,
@@ -13,6 +13,8 @@ $FASTDECODE_RDMA_VM, or fastdecode-rdma-vm below $XDG_CACHE_HOME or ~/.cache.
 
 from __future__ import annotations
 
+import hashlib
+import inspect
 import os
 import shlex
 import shutil
@@ -20,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from pathlib import Path
 
 import initrd
@@ -60,11 +63,24 @@ def _lacking(package: str, folder: Path) -> list[str]:
     return [line.split()[1] for line in plan.splitlines() if line.startswith("Inst ")]
 
 
+def _version() -> str:
+    """Changes with what `prepare` makes."""
+    sources = [(HERE / name).read_text() for name in ("init.sh", "initrd.py")]
+    return hashlib.sha256(repr([*sources, _PACKAGES, inspect.getsource(prepare)]).encode()).hexdigest()
+
+
+def _is_ready() -> bool:
+    try:
+        return (cache() / "ready").read_text() == _version()
+    except FileNotFoundError:
+        return False
+
+
 def prepare() -> None:
     """Fill the cache, unless it is. Raises NotHere."""
-    home = cache()
-    if (home / "ready").exists():
+    if _is_ready():
         return
+    home = cache()
     shutil.rmtree(home, ignore_errors=True)
     debs = home / "debs"
     debs.mkdir(parents=True)
@@ -103,7 +119,7 @@ def prepare() -> None:
     (home / "initrd.gz").write_bytes(initrd.make_initramfs(home / "kernel", busybox, (HERE / "init.sh").read_bytes()))
     for name in ("debs", "kernel", "busybox"):
         shutil.rmtree(home / name)
-    (home / "ready").touch()
+    (home / "ready").write_text(_version())
 
 
 # ---- run ----
@@ -111,11 +127,10 @@ def prepare() -> None:
 
 def check() -> None:
     """Raises NotHere unless `run` can be used and this Python can load the guest's pyverbs."""
-    home = cache()
-    if not (home / "ready").exists():
+    if not _is_ready():
         raise NotHere("the virtual machine is not prepared: python tests/rdma/guest.py prepare")
     abi = f"cpython-{sys.version_info.major}{sys.version_info.minor}"
-    if not list(home.glob(f"extra/usr/lib/python3/dist-packages/pyverbs/qp.{abi}-*.so")):
+    if not list(cache().glob(f"extra/usr/lib/python3/dist-packages/pyverbs/qp.{abi}-*.so")):
         raise NotHere(f"Debian's pyverbs here is for another Python than {abi}")
 
 
@@ -133,16 +148,20 @@ def _share(folder: Path | str, tag: str, read_only: bool = True) -> list[str]:
     return ["-virtfs", f"local,path={folder},mount_tag={tag},security_model=none,multidevs=remap{options}"]
 
 
-def run(command: list[str], timeout: float) -> tuple[int | None, str]:
-    """Run `command` in a guest after devices.sh; returns its exit status (None: none within `timeout` seconds, or the
-    guest died) and what it printed, which is also passed on to stdout as it comes.
-    """
-    home = cache()
-    with tempfile.TemporaryDirectory(prefix="fastdecode-rdma-") as name:
-        folder = Path(name)
+class Guest:
+    """A running guest, in which a command follows devices.sh. It prints what the command prints."""
+
+    def __init__(self, command: list[str], wire: str | None = None, number: int = 1):
+        """`wire`: a -netdev of QEMU, over which the guest is host 10.9.0.`number`; None: its devices are its own."""
+        home = cache()
+        self._folder = tempfile.TemporaryDirectory(prefix="fastdecode-rdma-")
+        folder = Path(self._folder.name)
+        given = {name: value for name, value in os.environ.items() if name.startswith("FASTDECODE_")}
+        given |= {"PATH": f"{os.environ['PATH']}:/usr/sbin:/sbin", "HOME": "/root", "PYTHONPATH": "/opt/pyverbs"}
+        given |= {"PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1", "FASTDECODE_SLOW": "1"}
+        given["FASTDECODE_RDMA_WIRE"] = "veth" if wire is None else f"guest {number}"
         script = [
-            f"export PATH={shlex.quote(os.environ['PATH'])}:/usr/sbin:/sbin HOME=/root PYTHONPATH=/opt/pyverbs",
-            "export PYTHONDONTWRITEBYTECODE=1 OMP_NUM_THREADS=1 FASTDECODE_RDMA_WIRE=1 FASTDECODE_SLOW=1",
+            *(f"export {name}={shlex.quote(value)}" for name, value in given.items()),
             f". {shlex.quote(str(HERE / 'devices.sh'))}",
             f"cd {shlex.quote(os.getcwd())}",
             f"exec {shlex.join(command)}",
@@ -158,34 +177,58 @@ def run(command: list[str], timeout: float) -> tuple[int | None, str]:
         arguments += ["-device", "virtio-serial-pci", "-chardev", f"file,id=out,path=/dev/fd/{writing}"]
         arguments += ["-device", "virtserialport,chardev=out,name=command.out"]
         arguments += _share("/", "host") + _share(home / "extra", "extra") + _share(folder, "out", read_only=False)
-        process = subprocess.Popen(arguments, env=environment, stdin=subprocess.DEVNULL, pass_fds=[writing])
+        if wire is not None:
+            card = f"virtio-net-pci,netdev=wire,mac=52:54:00:00:00:{number:02x},romfile="
+            arguments += ["-netdev", f"{wire},id=wire", "-device", card]
+        self._process = subprocess.Popen(arguments, env=environment, stdin=subprocess.DEVNULL, pass_fds=[writing])
         os.close(writing)
-        printed: list[bytes] = []
-        relay = threading.Thread(target=_relay, args=(reading, printed))
-        relay.start()
+        self._printed: list[bytes] = []
+        self._relay = threading.Thread(target=self._print, args=(reading,))
+        self._relay.start()
+
+    def _print(self, reading: int) -> None:
+        with os.fdopen(reading, "rb", 0) as pipe:
+            while part := pipe.read(65536):
+                self._printed.append(part)
+                sys.stdout.write(part.decode(errors="replace"))
+                sys.stdout.flush()
+
+    @property
+    def output(self) -> str:
+        return b"".join(self._printed).decode(errors="replace")
+
+    def says(self, text: str, timeout: float) -> bool:
+        """Whether it prints `text` within `timeout` seconds, and before it ends."""
+        deadline = time.monotonic() + timeout
+        while text not in self.output:
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                return text in self.output
+            time.sleep(0.05)
+        return True
+
+    def end(self, timeout: float = 0) -> tuple[int | None, str]:
+        """Wait so many seconds for the command, then pull the plug. The command's exit status (None: it gave none),
+        and what it printed."""
         try:
-            process.wait(timeout)
+            self._process.wait(timeout)
         except subprocess.TimeoutExpired:
             pass
         finally:
-            process.kill()
-            process.wait()
-            relay.join()
-        output = b"".join(printed).decode(errors="replace")
-        try:
-            return int((folder / "status").read_text()), output
-        except (FileNotFoundError, ValueError):
-            console = folder / "console"
-            tail = console.read_text(errors="replace")[-3000:] if console.exists() else ""
-            return None, f"{output}\nthe guest gave no exit status; its console ends with:\n{tail}"
+            self._process.kill()
+            self._process.wait()
+            self._relay.join()
+        with self._folder as name:
+            try:
+                return int(Path(name, "status").read_text()), self.output
+            except (FileNotFoundError, ValueError):
+                console = Path(name, "console")
+                tail = console.read_text(errors="replace")[-3000:] if console.exists() else ""
+                return None, f"{self.output}\nthe guest gave no exit status; its console ends with:\n{tail}"
 
 
-def _relay(reading: int, printed: list[bytes]) -> None:
-    with os.fdopen(reading, "rb", 0) as pipe:
-        while part := pipe.read(65536):
-            printed.append(part)
-            sys.stdout.write(part.decode(errors="replace"))
-            sys.stdout.flush()
+def run(command: list[str], timeout: float) -> tuple[int | None, str]:
+    """Run `command` in a guest for `timeout` seconds at most. See Guest.end."""
+    return Guest(command).end(timeout)
 
 
 def main() -> int:
