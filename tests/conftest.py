@@ -7,13 +7,15 @@ import os
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
 if TYPE_CHECKING:
+    from rnode_process import RNodeProcess
+
     from fastdecode.rnode import RNode
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -26,15 +28,43 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # No child finds the source folder `fastdecode/` in its working directory instead of the installed package.
 os.environ["PYTHONSAFEPATH"] = "1"
 
-R_NODE_KV_BYTES = 64 << 20
+
+def transports() -> list[str]:
+    """RDMA where there is a device, such as in tests/rdma's virtual machine."""
+    from fastdecode.transports.rdma_devices import list_ports
+
+    return ["shm", "tcp", *(["rdma"] if any(port.active for port in list_ports()) else [])]
+
+
+@pytest.fixture(params=transports(), scope="module")
+def shared_node(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RNodeProcess]:
+    """An R-node process for the tests that leave it as it was; once over each transport."""
+    from rnode_process import RNodeProcess
+
+    node = RNodeProcess.over(request.param, tmp_path_factory.mktemp("node"))
+    yield node
+    assert node.end() == 0
+
+
+@pytest.fixture(params=transports())
+def node(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RNodeProcess]:
+    """An R-node process for the tests that do something to it; once over each transport."""
+    from rnode_process import RNodeProcess
+
+    node = RNodeProcess.over(request.param, tmp_path)
+    yield node
+    if node.process.poll() is None:
+        node.end()
 
 
 @pytest.fixture
 async def r_node(tmp_path: Path) -> AsyncIterator[RNode]:
     """An R-node within this process; its addresses are `shm` and `tcp`."""
+    from rnode_process import KV_BYTES
+
     from fastdecode.rnode import RNode
 
-    node = RNode(threads=1, kv_bytes=R_NODE_KV_BYTES, name="test", spin_us=20)
+    node = RNode(threads=1, kv_bytes=KV_BYTES, name="test", spin_us=20)
     node.shm, node.tcp = await node.serve([f"shm://{tmp_path}/r.sock", "tcp://127.0.0.1:0"], None)
     yield node
     await node.close()
@@ -44,6 +74,7 @@ async def r_node(tmp_path: Path) -> AsyncIterator[RNode]:
 async def bystander(r_node: RNode) -> AsyncIterator[None]:
     """Another S-node, over TCP, that goes on decoding, checked against float64, while a test does what it does."""
     from link_driver import Driver, hello
+    from rnode_process import KV_BYTES
 
     from fastdecode.transports.registry import connect
 
@@ -72,4 +103,4 @@ async def bystander(r_node: RNode) -> AsyncIterator[None]:
         stop.set()
         await work
     await link.close()
-    assert r_node.kv_free == R_NODE_KV_BYTES  # nobody has left a lease behind
+    assert r_node.kv_free == KV_BYTES  # nobody has left a lease behind

@@ -1,17 +1,28 @@
-"""Runs steps over a transports.base.Link and holds every O row against float64 attention (rengine_peer.py)."""
+"""Runs steps over a transports.base.Link and holds every O row against what it must be: `Driver` any step, against
+float64 attention (rengine_peer.py); `Payloads` a million calls.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import os
+import time
+from collections.abc import Awaitable, Callable
 
 import numpy as np
 import rengine_peer as peer
 
-from fastdecode.transports.base import ACT_DTYPES, KV_DTYPES, ROW_DTYPE, Geometry, Hello, Link
+from fastdecode.transports.base import ACT_DTYPES, KV_DTYPES, ROW_ATTEND, ROW_DTYPE, Geometry, Hello, Link
 
 #: Set where everything is slow: an emulated machine takes half a minute for a call of LARGE's full size.
 SLOW = "FASTDECODE_SLOW" in os.environ
 HANG_S = 300.0 if SLOW else 20.0
+
+NOTICED_S = 5.0  # a death must have been noticed by then
+
+#: How many calls the test of torn payloads makes, and how often the tests of leaks kill somebody or cut the wires.
+CALLS = int(os.environ.get("FASTDECODE_CALLS", 200 if SLOW else 20_000))
+CYCLES = int(os.environ.get("FASTDECODE_CYCLES", 1))
 
 SMALL = Geometry(n_slots=2, max_rows=32, n_layers=2, n_q_heads=4, n_kv_heads=2, head_size=16, act_dtype="fp32")
 #: Frames of 3 MiB one way and 2 MiB the other: more than a socket takes at once.
@@ -29,6 +40,17 @@ def hello(
 ) -> Hello:
     windows = (0,) * geometry.n_layers if windows is None else windows
     return Hello(geometry, kv_dtype, windows, geometry.head_size**-0.5, kv_bytes, max_seqs)
+
+
+async def in_thread(function, *args):
+    return await asyncio.wait_for(asyncio.to_thread(function, *args), HANG_S)
+
+
+async def until(happened: Callable[[], Awaitable[bool]], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not await happened():
+        assert time.monotonic() < deadline, f"not within {seconds} s"
+        await asyncio.sleep(0.02)
 
 
 class Driver(peer.Link):
@@ -81,3 +103,90 @@ class Driver(peer.Link):
         await self.link.fork((src, s.tag), (dst, self.next_tag), length)
         self.shadows[dst] = peer.Shadow(self.next_tag, [k[:length] for k in s.k], [v[:length] for v in s.v])
         self.next_tag += 1
+
+
+class Payloads:
+    """Calls of 2 to 32 KiB, one in each slot at a time, in which every element of Q, K, V and O counts.
+
+    A row's sequence has one token before it, with K and V of 0. So the row's O is sigmoid(q . k * scale) * v, known for
+    the few payloads that there are; each call carries another one than the call before it in its slot.
+    """
+
+    HELLO = hello(
+        Geometry(2, 16, 2, n_q_heads=8, n_kv_heads=4, head_size=32, act_dtype="fp32"), kv_bytes=8 << 20, max_seqs=32
+    )
+    CALLS_A_STEP = 500  # 250 a slot
+
+    def __init__(self, link: Link, seed: int = 0):
+        """In the link's event loop."""
+        g, y = link.geometry, link.layout
+        self.link = link
+        self.calls = 0
+        self._loop = asyncio.get_running_loop()
+        self._rng = np.random.default_rng(seed)
+        n, rows, row = 61, g.max_rows, g.head_size
+        self._q = self._rng.standard_normal((n, rows, g.n_q_heads, row), np.float32)
+        self._kv = self._rng.standard_normal((n, rows, 2, g.n_kv_heads, row), np.float32)
+        k, v = np.repeat(self._kv, g.n_q_heads // g.n_kv_heads, axis=3).transpose(2, 0, 1, 3, 4)
+        score = (self._q * k).sum(-1, dtype=np.float64, keepdims=True) * self.HELLO.softmax_scale
+        self._o = (v / (1 + np.exp(-score))).astype(np.float32)
+
+        def rows_of(slot: int, at: int, like: np.ndarray) -> np.ndarray:
+            at += y.slot(slot)
+            return np.frombuffer(link.region[at : at + like[0].nbytes], np.float32).reshape(like.shape[1:])
+
+        views = [[(y.q, self._q), (y.kv, self._kv), (y.o, self._o)]] * g.n_slots
+        self._views = [[rows_of(slot, at, like) for at, like in three] for slot, three in enumerate(views)]
+        self._carried = [0] * g.n_slots  # payload of the slot's last call
+
+    def run(self, calls: int) -> None:
+        """At least so many. Raises AssertionError for an element that is wrong, and what the link raises."""
+        slots = range(self.link.geometry.n_slots)
+        if not self.calls:
+            for slot in slots:
+                self._fill(slot)
+        end = self.calls + calls
+        while self.calls < end:
+            sizes = self._rng.integers(1, self.link.geometry.max_rows + 1, len(slots)).tolist()
+            for slot in slots:
+                self._begin(slot, sizes[slot])
+            for i in range(self.CALLS_A_STEP // len(slots)):
+                for slot in slots:
+                    self._post(slot, sizes[slot], i)
+                for slot in slots if i % 3 else reversed(slots):
+                    self._check(slot, sizes[slot])
+
+    def _table(self, slot: int, n: int, pos: int, flags: int) -> None:
+        first = slot * self.link.geometry.max_rows
+        self.link.write_table(slot, np.array([(first + i, 1, pos, 1, flags, 0) for i in range(n)], ROW_DTYPE))
+
+    def _fill(self, slot: int) -> None:
+        """The tokens before the rows."""
+        g = self.link.geometry
+        self._table(slot, g.max_rows, 0, 0)
+        self._views[slot][1][:] = 0
+        for layer in range(g.n_layers):
+            self.link.post(slot, layer, g.max_rows, g.max_rows, 0, layer == 0)
+            self.link.wait(slot, HANG_S)
+            self.calls += 1
+
+    def _begin(self, slot: int, n: int) -> None:
+        rows = self.link.geometry.max_rows
+
+        async def trim() -> None:
+            await asyncio.gather(*(self.link.trim(slot * rows + i, 1, 1) for i in range(rows)))
+
+        asyncio.run_coroutine_threadsafe(trim(), self._loop).result(HANG_S)
+        self._table(slot, n, 1, ROW_ATTEND)
+
+    def _post(self, slot: int, n: int, i: int) -> None:
+        this = self._carried[slot] = (self._carried[slot] + 1 + slot) % len(self._q)
+        q, kv, o = self._views[slot]
+        q[:n], kv[:n], o[:n] = self._q[this, :n], self._kv[this, :n], np.nan
+        self.link.post(slot, i % self.link.geometry.n_layers, n, n, n, i == 0)
+        self.calls += 1
+
+    def _check(self, slot: int, n: int) -> None:
+        self.link.wait(slot, HANG_S)
+        error = np.abs(self._views[slot][2][:n] - self._o[self._carried[slot], :n]).max()
+        assert error < 1e-5, f"call {self.calls}: an O element is wrong by {error}"

@@ -2,21 +2,26 @@
 
     python rnode_process.py URL KV_BYTES [SECRET]
 
-prints the URL it is bound to. SIGTERM ends it; SIGUSR1 holds its GIL for STUCK_S seconds.
+prints the URL it is bound to. SIGTERM ends it; SIGUSR1 holds its GIL for STUCK_S seconds. And what a process holds.
 """
 
 from __future__ import annotations
 
 import asyncio
 import ctypes
+import gc
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 STUCK_S = 1.0
+KV_BYTES = 64 << 20  # unless told otherwise
 
 
 class RNodeProcess:
@@ -25,6 +30,11 @@ class RNodeProcess:
     def __init__(self, url: str, kv_bytes: int, secret: str = ""):
         self._args = [sys.executable, __file__, url, str(kv_bytes), *([secret] if secret else [])]
         self.start()
+
+    @classmethod
+    def over(cls, transport: str, folder: Path) -> RNodeProcess:
+        """One that listens on this host alone."""
+        return cls(f"shm://{folder}/r.sock" if transport == "shm" else f"{transport}://127.0.0.1:0", KV_BYTES)
 
     def start(self) -> None:
         self.process = subprocess.Popen(self._args, stdout=subprocess.PIPE, text=True)
@@ -42,15 +52,10 @@ class RNodeProcess:
 
     def stop(self) -> None:
         """Stops it (SIGSTOP), and returns when every thread of it stands still."""
-        self.tell(signal.SIGSTOP)
-        while any(self._state(thread) != "T" for thread in os.listdir(f"/proc/{self.pid}/task")):
-            time.sleep(0.001)
+        stop(self.process)
 
     def go_on(self) -> None:
         self.tell(signal.SIGCONT)
-
-    def _state(self, thread: str) -> str:
-        return Path(f"/proc/{self.pid}/task/{thread}/stat").read_text().rpartition(")")[2].split()[0]
 
     def end(self, number: int = signal.SIGTERM) -> int:
         """Ends it, and returns its exit status."""
@@ -64,15 +69,49 @@ class RNodeProcess:
             assert self.process.stdout
             self.process.stdout.close()
 
-    def fds(self) -> int:
-        return len(os.listdir(f"/proc/{self.pid}/fd"))
 
-    def threads(self) -> int:
-        return len(os.listdir(f"/proc/{self.pid}/task"))
+def stop(process: subprocess.Popen) -> None:
+    """See RNodeProcess.stop."""
+    process.send_signal(signal.SIGSTOP)
+    while any(
+        f.read_text().rpartition(")")[2].split()[0] != "T" for f in Path(f"/proc/{process.pid}/task").glob("*/stat")
+    ):
+        time.sleep(0.001)
 
-    def memfds(self) -> int:
-        """Regions that the process maps or holds."""
-        return Path(f"/proc/{self.pid}/maps").read_text().count("memfd:fastdecode-region")
+
+@dataclass(frozen=True)
+class Held:
+    """What a process holds that a link could leave behind."""
+
+    fds: int
+    threads: int
+    regions: int  # mapped
+    shm: int  # names in /dev/shm, of all processes
+
+    @classmethod
+    def by(cls, pid: int) -> Held:
+        if pid == os.getpid():
+            gc.collect()
+        fds, threads = (len(os.listdir(f"/proc/{pid}/{what}")) for what in ("fd", "task"))
+        regions = Path(f"/proc/{pid}/maps").read_text().count("memfd:fastdecode-region")
+        return cls(fds, threads, regions, len(os.listdir("/dev/shm")))
+
+
+def resident_bytes(pid: int) -> int:
+    """Memory of a process, but for what it has of files on disk."""
+    status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    return sum(int(status[name].split()[0]) for name in ("RssAnon", "RssShmem")) << 10
+
+
+def start_executor_threads() -> None:
+    """Give the running loop's executor all the threads that it will ever have: what comes later, a link left behind."""
+    n = 4
+    loop, barrier = asyncio.get_running_loop(), threading.Barrier(n + 1)
+    executor = ThreadPoolExecutor(n)
+    loop.set_default_executor(executor)
+    for _ in range(n):
+        executor.submit(barrier.wait)
+    barrier.wait()
 
 
 def hold_the_gil(*_: object) -> None:
@@ -85,6 +124,7 @@ async def main(url: str, kv_bytes: int, secret: bytes | None) -> None:
     ended = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ended.set)
     signal.signal(signal.SIGUSR1, hold_the_gil)
+    start_executor_threads()
     node = RNode(threads=1, kv_bytes=kv_bytes, name="test", spin_us=20)
     print(*await node.serve([url], secret), flush=True)
     await ended.wait()

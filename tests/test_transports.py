@@ -4,67 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import gc
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import rengine_peer as peer
 import vanished_host
-from link_driver import HANG_S, LARGE, SMALL, Driver, hello
-from rnode_process import STUCK_S, RNodeProcess
+from link_driver import CALLS, HANG_S, LARGE, NOTICED_S, SMALL, Driver, Payloads, hello, in_thread, until
+from rnode_process import KV_BYTES, STUCK_S, Held, start_executor_threads
 
 from fastdecode.transports import link as link_module
 from fastdecode.transports.base import ROW_ATTEND, ROW_DTYPE, CallRefused, Link, LinkDown, LinkRefused
-from fastdecode.transports.rdma_devices import list_ports
 from fastdecode.transports.registry import connect
 
-KV_BYTES = 64 << 20
-NOTICED_S = 5.0  # a death must have been noticed by then
 PAGES = KV_BYTES // (SMALL.n_layers * SMALL.n_kv_heads * 2 * SMALL.head_size * 4 * 64)
-
-
-#: RDMA where there is a device, such as in tests/rdma's virtual machine.
-TRANSPORTS = ["shm", "tcp", *(["rdma"] if any(port.active for port in list_ports()) else [])]
-
-
-def new_url(transport: str, folder: Path) -> str:
-    return f"shm://{folder}/r.sock" if transport == "shm" else f"{transport}://127.0.0.1:0"
-
-
-@pytest.fixture(params=TRANSPORTS, scope="module")
-def shared_node(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RNodeProcess]:
-    """An R-node for the tests that leave it as it was."""
-    node = RNodeProcess(new_url(request.param, tmp_path_factory.mktemp("node")), KV_BYTES)
-    yield node
-    assert node.end() == 0
-
-
-@pytest.fixture(params=TRANSPORTS)
-def node(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RNodeProcess]:
-    """An R-node for the tests that do something to it."""
-    node = RNodeProcess(new_url(request.param, tmp_path), KV_BYTES)
-    yield node
-    if node.process.poll() is None:
-        node.end()
-
-
-async def until(happened: Callable[[], Awaitable[bool]], seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while not await happened():
-        assert time.monotonic() < deadline, f"not within {seconds} s"
-        await asyncio.sleep(0.02)
-
-
-async def in_thread(function, *args):
-    return await asyncio.wait_for(asyncio.to_thread(function, *args), HANG_S)
 
 
 # ---- what a link does ----
@@ -112,6 +71,17 @@ async def test_hundreds_of_calls_in_order_and_slots_reused(shared_node):
 
     await in_thread(steps)
     assert (await link.stats())["calls"] == 60 * 2 * 2
+    await link.close()
+
+
+@pytest.mark.timeout(120 + CALLS / 1000)
+async def test_no_byte_of_any_call_is_torn(shared_node):
+    """A million calls with FASTDECODE_CALLS=1000000: the bell shows only when all of the call or the reply is there."""
+    link = await connect(shared_node.url, Payloads.HELLO, None)
+    payloads = Payloads(link)
+    await asyncio.to_thread(payloads.run, CALLS)
+    assert (await link.stats())["calls"] == payloads.calls >= CALLS
+    del payloads
     await link.close()
 
 
@@ -434,7 +404,7 @@ asyncio.run(main())
 
 
 async def test_s_node_killed_frees_its_lease_and_leaves_nothing_behind(shared_node):
-    shm, regions = os.listdir("/dev/shm"), shared_node.memfds()
+    before = Held.by(shared_node.pid)
     s_node = subprocess.Popen([sys.executable, "-c", S_NODE, shared_node.url], stdout=subprocess.PIPE, text=True)
     try:
         assert s_node.stdout
@@ -456,8 +426,7 @@ async def test_s_node_killed_frees_its_lease_and_leaves_nothing_behind(shared_no
         return True
 
     await until(freed, NOTICED_S)
-    assert shared_node.memfds() == regions
-    assert os.listdir("/dev/shm") == shm
+    assert Held.by(shared_node.pid) == before
 
 
 def test_vanished_host_is_noticed_by_both_sides():
@@ -479,17 +448,9 @@ async def test_neither_side_leaks_over_many_links(shared_node):
         await in_thread(lambda: Driver(link, said).step(0, [(0, 3, True)]))
         await link.close()
 
-    def counts() -> tuple[int, ...]:
-        gc.collect()
-        mine = len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
-        regions = Path("/proc/self/maps").read_text().count("memfd:fastdecode-region")
-        return (*mine, regions, shared_node.fds(), shared_node.threads(), shared_node.memfds())
-
-    # Both sides' executors first start as many threads as they ever will.
-    await asyncio.gather(*(asyncio.to_thread(time.sleep, 0.1) for _ in range(40)))
-    for _ in range(40):
-        await cycle()
-    before = counts()
+    start_executor_threads()
+    await cycle()
+    before = Held.by(os.getpid()), Held.by(shared_node.pid)
     for _ in range(20):
         await cycle()
-    assert counts() == before
+    assert (Held.by(os.getpid()), Held.by(shared_node.pid)) == before

@@ -20,9 +20,10 @@ from .region import Region
 
 log = logging.getLogger(__name__)
 
-#: A PING goes out this often; so many in a row without any answer, and the R-node counts as dead. Counted rather than
-#: timed, so that a stall of this side's own event loop is not taken for one of the peer's.
-PING_INTERVAL_S = 1.0
+#: A PING goes out this often; so many in a row without any answer, and the R-node counts as dead, within 5 seconds of
+#: its last sign of life. Counted rather than timed, so that a stall of this side's own event loop is not taken for one
+#: of the peer's.
+PING_INTERVAL_S = 0.8
 PINGS_UNANSWERED = 5
 
 _LINK_CLOSED = 5  # fd_status_t: the R-engine has taken this link from its list

@@ -211,6 +211,18 @@ static void *tx_main(void *arg) {
 
 typedef enum { RX_DRY, RX_FRAME, RX_END } fd_rx_t;
 
+/* Why a connection has broken. */
+static const char *broken(int error) {
+    switch (error) {
+    case ETIMEDOUT: return "the peer has fallen silent";
+    case EHOSTUNREACH:
+    case ENETUNREACH:
+    case ENETDOWN: return "the peer can no longer be reached";
+    case ECONNRESET: return "the peer reset the data connection";
+    default: return "the data connection broke";
+    }
+}
+
 /* What recvmsg gives of `parts`, which are taken off. False if there is nothing (now, or ever: then p->rx.error says why). */
 static bool take(fd_pump_t *p, struct iovec *parts, size_t n_parts, int flags) {
     ssize_t n;
@@ -218,7 +230,7 @@ static bool take(fd_pump_t *p, struct iovec *parts, size_t n_parts, int flags) {
     do n = recvmsg(p->sock, &message, flags);
     while (n < 0 && errno == EINTR);
     if (n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return false;
-    if (n < 0) p->rx.error = errno == ETIMEDOUT ? "the peer has fallen silent" : "the data connection broke";
+    if (n < 0) p->rx.error = broken(errno);
     else if (n == 0) p->rx.error = p->rx.got ? "the data connection ended within a frame" : "the peer closed the data connection";
     if (n <= 0) return false;
     p->rx.got += (size_t)n;

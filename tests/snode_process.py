@@ -1,0 +1,124 @@
+"""The S side of a link in a process of its own, to be killed or stopped.
+
+    python snode_process.py URL WHAT [SECRET]
+
+prints a line once its link is open, and why the link has ended when it has. WHAT: idle; load, which makes calls
+without end and checks every byte; large, whose calls no socket takes at once; or a number, to be killed before that
+control frame (from 0).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+from rnode_process import stop
+
+
+class SNodeProcess:
+    """Starts the script."""
+
+    def __init__(self, url: str, what: object, secret: str = ""):
+        args = [sys.executable, __file__, url, str(what), *([secret] if secret else [])]
+        self.process = subprocess.Popen(args, stdout=subprocess.PIPE, text=True)
+
+    def says(self) -> str:
+        """The next line; empty if there will be none."""
+        assert self.process.stdout
+        return self.process.stdout.readline().strip()
+
+    def stop(self) -> None:
+        """Stops it (SIGSTOP), and returns when every thread of it stands still."""
+        stop(self.process)
+
+    def go_on(self) -> None:
+        self.process.send_signal(signal.SIGCONT)
+
+    def end(self, number: int = signal.SIGKILL) -> int:
+        """Ends it, and returns its exit status."""
+        with contextlib.suppress(ProcessLookupError):
+            self.process.send_signal(number)
+            self.process.send_signal(signal.SIGCONT)
+        try:
+            return self.process.wait(20)
+        finally:
+            self.process.kill()
+            self.process.wait()
+            assert self.process.stdout
+            self.process.stdout.close()
+
+
+@contextlib.contextmanager
+def before_frame(n: int, act: Callable[[], object]) -> Iterator[None]:
+    """Calls `act` before this task reads or writes its n-th control frame."""
+    from fastdecode.transports.frames import FrameSocket
+
+    task, seen, originals = asyncio.current_task(), 0, (FrameSocket.read, FrameSocket.write)
+
+    def counted(original):
+        async def read_or_write(*args):
+            nonlocal seen
+            if asyncio.current_task() is task:
+                if seen == n:
+                    act()
+                seen += 1
+            return await original(*args)
+
+        return read_or_write
+
+    FrameSocket.read, FrameSocket.write = map(counted, originals)
+    try:
+        yield
+    finally:
+        FrameSocket.read, FrameSocket.write = originals
+
+
+def large_hello():
+    """Of links whose calls and replies are larger than what two sockets can hold: 64 KiB a row, each way."""
+    from link_driver import hello
+
+    from fastdecode.transports.base import Geometry
+
+    held = sum(int(Path(f"/proc/sys/net/ipv4/tcp_{x}mem").read_text().split()[2]) for x in "rw")
+    rows = (held >> 16) + 16
+    return hello(Geometry(1, rows, 1, 64, 1, 256, "fp32"), windows=(1,), kv_bytes=4 << 20, max_seqs=1)
+
+
+async def main(url: str, what: str, secret: bytes | None) -> None:
+    from link_driver import Payloads, hello
+
+    from fastdecode.transports.base import ROW_DTYPE, LinkDown
+    from fastdecode.transports.registry import connect
+
+    said = {"load": Payloads.HELLO, "large": large_hello()}.get(what, hello())
+    dies = before_frame(int(what), lambda: os.kill(os.getpid(), signal.SIGKILL)) if what.isdigit() else None
+    with dies or contextlib.nullcontext():
+        link = await connect(url, said, secret)
+    if what == "load":
+        payloads = Payloads(link)
+        await asyncio.to_thread(payloads.run, 1)
+    print("open", flush=True)
+    try:
+        if what == "load":
+            await asyncio.to_thread(payloads.run, sys.maxsize)
+        elif what == "large":
+            rows = said.geometry.max_rows
+            link.write_table(0, np.array([(0, 1, 0, rows, 1, 0)], ROW_DTYPE))
+            for i in itertools.count():
+                link.post(0, 0, 1, rows, rows, i == 0)
+                await asyncio.to_thread(link.wait, 0, 60.0)
+    except LinkDown:
+        pass
+    print(await link.closed(), flush=True)
+
+
+if __name__ == "__main__":
+    asyncio.run(main(sys.argv[1], sys.argv[2], sys.argv[3].encode() if len(sys.argv) > 3 else None))

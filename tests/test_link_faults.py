@@ -1,0 +1,227 @@
+"""Part of the conformance suite of the transports: an S-node or an R-node dies, at every phase and again and again.
+
+Each time the other end says so within 5 seconds, nothing is left behind, and the other links notice nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import cut_wire
+import pytest
+from link_driver import CYCLES, HANG_S, NOTICED_S, Payloads, hello, in_thread, until
+from rnode_process import KV_BYTES, Held, RNodeProcess, resident_bytes, start_executor_threads
+from snode_process import SNodeProcess, before_frame
+
+from fastdecode.transports.base import LinkDown, LinkRefused
+from fastdecode.transports.registry import connect
+
+#: How an S-node says that an R-node is gone.
+GONE = r"closed the (data )?connection|reset the data connection|connection broke|ended within a frame|retry exceeded|remote access error"
+
+#: By so much a process may have grown after all cycles. In each, more than 100 KiB of a region are written, and at the
+#: R-node 4 MiB of KV-cache.
+GROWTH = 4 << 20
+
+pytestmark = pytest.mark.timeout(120 + 10 * CYCLES)
+
+
+@contextlib.asynccontextmanager
+async def untouched(url: str) -> AsyncIterator[None]:
+    """A link on which calls are made, every byte of them checked, all the while."""
+    link = await connect(url, Payloads.HELLO, None)
+    payloads = Payloads(link)
+    running = asyncio.create_task(asyncio.to_thread(payloads.run, sys.maxsize))
+    try:
+        yield
+        seen = payloads.calls
+        while payloads.calls == seen:
+            assert not running.done(), running.exception()
+            await asyncio.sleep(0.01)
+    finally:
+        await link.close()
+        with pytest.raises(LinkDown):
+            await running
+
+
+@pytest.fixture
+def other_node(node: RNodeProcess, tmp_path: Path) -> Iterator[RNodeProcess]:
+    """One more like `node`."""
+    (tmp_path / "other").mkdir()
+    other = RNodeProcess.over(node.url.partition(":")[0], tmp_path / "other")
+    yield other
+    assert other.end() == 0
+
+
+async def whole_cache_is_free(url: str) -> bool:
+    try:
+        link = await connect(url, hello(kv_bytes=None), None)
+    except LinkRefused:
+        return False
+    assert link.lease.n_pages * link.lease.page_bytes == KV_BYTES
+    await link.close()
+    return True
+
+
+async def holds(pid: int, what: Held) -> bool:
+    return Held.by(pid) == what
+
+
+# ---- at every phase ----
+
+
+async def test_r_node_killed_during_the_hand_shake(node):
+    start_executor_threads()
+    before = None
+    for n in itertools.count():
+        if node.process.poll() is not None:
+            node.start()
+        before = before or Held.by(os.getpid())
+        assert Held.by(os.getpid()) == before
+        with contextlib.suppress(LinkDown):
+            async with asyncio.timeout(NOTICED_S):
+                with before_frame(n, lambda: node.end(signal.SIGKILL)):
+                    link = await connect(node.url, hello(), None)
+                if node.process.poll() is None:
+                    await link.close()
+                    break
+                assert isinstance(await link.closed(), LinkDown)  # it had said all that it had to before
+    assert n >= 6  # CHALLENGE, HELLO, WELCOME; CHALLENGE, ATTACH, OK
+
+
+async def test_s_node_killed_during_the_hand_shake_or_idle(shared_node):
+    assert await whole_cache_is_free(shared_node.url)
+    before = Held.by(shared_node.pid)
+    for n in itertools.count():
+        s_node = SNodeProcess(shared_node.url, n)
+        opened = await in_thread(s_node.says)
+        s_node.end()
+        await until(lambda: holds(shared_node.pid, before), NOTICED_S)
+        assert await whole_cache_is_free(shared_node.url)
+        if opened:
+            break
+    assert n >= 6
+
+
+@pytest.fixture
+def tcp_node() -> Iterator[RNodeProcess]:
+    node = RNodeProcess("tcp://127.0.0.1:0", KV_BYTES)
+    yield node
+    node.end()
+
+
+def unsent(port: int, of_r_node: bool) -> int:
+    """Bytes that one end of an R-node's connections has to send or to send again."""
+    lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return max(int(x[4].split(":")[0], 16) for x in lines if int(x[1 if of_r_node else 2].split(":")[1], 16) == port)
+
+
+async def stop_within_a_frame(peer: RNodeProcess | SNodeProcess, port: int, to_r_node: bool) -> None:
+    """Stop `peer` when it has a part of a frame that is larger than what both sockets hold."""
+
+    async def caught() -> bool:
+        peer.stop()
+        await asyncio.sleep(0.02)
+        if unsent(port, not to_r_node):
+            return True
+        peer.go_on()
+        return False
+
+    await until(caught, HANG_S)
+
+
+async def test_s_node_killed_within_a_call(tcp_node):
+    port = int(tcp_node.url.rpartition(":")[2])
+    before = Held.by(tcp_node.pid)
+    s_node = SNodeProcess(tcp_node.url, "large")
+    assert await in_thread(s_node.says) == "open"
+    await stop_within_a_frame(tcp_node, port, True)
+    s_node.end()
+    tcp_node.go_on()
+    await until(lambda: holds(tcp_node.pid, before), NOTICED_S)
+    assert await whole_cache_is_free(tcp_node.url)
+
+
+async def test_r_node_killed_within_a_reply(tcp_node):
+    port = int(tcp_node.url.rpartition(":")[2])
+    s_node = SNodeProcess(tcp_node.url, "large")
+    assert await in_thread(s_node.says) == "open"
+    await stop_within_a_frame(s_node, port, False)
+    tcp_node.end(signal.SIGKILL)
+    s_node.go_on()
+    async with asyncio.timeout(NOTICED_S):
+        assert re.search(GONE, await asyncio.to_thread(s_node.says))
+    s_node.end()
+
+
+# ---- under load, again and again ----
+
+
+async def test_r_node_killed_under_load(node, other_node):
+    start_executor_threads()
+    node.end(signal.SIGKILL)
+
+    async def cycle(before: Held) -> None:
+        node.start()
+        idle = await connect(node.url, hello(), None)
+        loaded = await connect(node.url, Payloads.HELLO, None)
+        load = asyncio.create_task(asyncio.to_thread(Payloads(loaded).run, sys.maxsize))
+        while (await loaded.stats())["calls"] < 100:
+            assert not load.done(), load.exception()
+        node.end(signal.SIGKILL)
+        async with asyncio.timeout(NOTICED_S):
+            with pytest.raises(LinkDown, match=GONE):
+                await load
+            for link in (loaded, idle):
+                assert re.search(GONE, str(await link.closed()))
+        del load, link, loaded, idle
+        await until(lambda: holds(os.getpid(), before), NOTICED_S)
+
+    async with untouched(other_node.url):
+        before = Held.by(os.getpid())
+        await cycle(before)
+        resident = resident_bytes(os.getpid())
+        for _ in range(CYCLES):
+            await cycle(before)
+        assert resident_bytes(os.getpid()) < resident + GROWTH
+
+
+async def test_s_node_killed_under_load(shared_node):
+    async def cycle(before: Held) -> None:
+        s_node = SNodeProcess(shared_node.url, "load")
+        assert await in_thread(s_node.says) == "open"
+        s_node.end()
+        await until(lambda: holds(shared_node.pid, before), NOTICED_S)
+
+    async with untouched(shared_node.url):
+        before = Held.by(shared_node.pid)
+        await cycle(before)
+        resident = resident_bytes(shared_node.pid)
+        for _ in range(CYCLES):
+            await cycle(before)
+        assert resident_bytes(shared_node.pid) < resident + GROWTH
+    await until(lambda: whole_cache_is_free(shared_node.url), NOTICED_S)
+
+
+def test_wires_set_down():
+    """No FIN, no RST, nothing; at either end of the wire, on links that are idle and links under load."""
+    script = Path(__file__).with_name("cut_wire.py")
+    done = subprocess.run([sys.executable, script, str(CYCLES)], stdout=subprocess.PIPE, text=True)
+    if done.returncode == cut_wire.NOT_HERE:
+        pytest.skip(done.stdout)
+    assert done.returncode == 0
+    said = json.loads(done.stdout)
+    assert max(said["given_up"], said["freed"]) < 2 * NOTICED_S  # the rest is for a busy machine
+    r_before, r_after, s_before, s_after = said["held"]
+    assert (r_after, s_after) == (r_before, s_before)
+    assert max(said["grown"]) < GROWTH
