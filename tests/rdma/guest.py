@@ -57,10 +57,24 @@ def _call(*command: str, cwd: Path) -> str:
         raise NotHere(f"{shlex.join(command)[:200]} failed: {error.stderr.strip()[-300:]}") from None
 
 
-def _lacking(package: str, folder: Path) -> list[str]:
-    """The package and what it depends on, as far as it is not installed."""
-    plan = _call("apt-get", "install", "-s", "--no-install-recommends", package, cwd=folder)
-    return [line.split()[1] for line in plan.splitlines() if line.startswith("Inst ")]
+class _Archive:
+    """The packages that this machine's apt knows of, with lists of our own: the machine's may be missing or old."""
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+        for name in ("lists/partial", "cache/archives/partial"):
+            (folder / name).mkdir(parents=True)
+        self._options = ["-o", f"Dir::State::Lists={folder}/lists", "-o", f"Dir::Cache={folder}/cache"]
+        self._options += ["-o", "APT::Sandbox::User="]
+        self.apt("apt-get", "update", "-q")
+
+    def apt(self, tool: str, *arguments: str) -> str:
+        return _call(tool, *self._options, *arguments, cwd=self._folder)
+
+    def lacking(self, package: str) -> list[str]:
+        """The package and what it depends on, as far as it is not installed."""
+        plan = self.apt("apt-get", "install", "-s", "--no-install-recommends", package)
+        return [line.split()[1] for line in plan.splitlines() if line.startswith("Inst ")]
 
 
 def _version() -> str:
@@ -83,16 +97,16 @@ def prepare() -> None:
     home = cache()
     shutil.rmtree(home, ignore_errors=True)
     debs = home / "debs"
-    debs.mkdir(parents=True)
+    archive = _Archive(debs)
     # The metapackage names a kernel that the archive still has.
-    depends = _call("apt-cache", "depends", "linux-image-amd64", cwd=debs)
+    depends = archive.apt("apt-cache", "depends", "linux-image-amd64")
     kernels = [w for w in depends.split() if w.startswith("linux-image-") and w != "linux-image-amd64"]
     if not kernels:
         raise NotHere("the package archive has no linux-image-amd64")
     kernel = kernels[0]
-    qemu = [] if shutil.which("qemu-system-x86_64") else _lacking("qemu-system-x86", debs)
-    packages = [*_PACKAGES, *([] if shutil.which("rdma") else _lacking("iproute2", debs))]
-    _call("apt-get", "download", "-q", kernel, "busybox-static", *packages, *qemu, cwd=debs)
+    qemu = [] if shutil.which("qemu-system-x86_64") else archive.lacking("qemu-system-x86")
+    packages = [*_PACKAGES, *([] if shutil.which("rdma") else archive.lacking("iproute2"))]
+    archive.apt("apt-get", "download", "-q", kernel, "busybox-static", *packages, *qemu)
 
     def unpack(package: str, into: Path) -> None:
         (deb,) = debs.glob(f"{package}_*.deb")
@@ -158,7 +172,7 @@ class Guest:
         folder = Path(self._folder.name)
         given = {name: value for name, value in os.environ.items() if name.startswith("FASTDECODE_")}
         given |= {"PATH": f"{os.environ['PATH']}:/usr/sbin:/sbin", "HOME": "/root", "PYTHONPATH": "/opt/pyverbs"}
-        given |= {"PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1", "FASTDECODE_SLOW": "1"}
+        given |= {"PYTHONSAFEPATH": "1", "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1", "FASTDECODE_SLOW": "1"}
         given["FASTDECODE_RDMA_WIRE"] = "veth" if wire is None else f"guest {number}"
         script = [
             *(f"export {name}={shlex.quote(value)}" for name, value in given.items()),
