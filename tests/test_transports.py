@@ -9,7 +9,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +16,7 @@ import pytest
 import rengine_peer as peer
 import vanished_host
 from link_driver import CALLS, HANG_S, LARGE, NOTICED_S, SMALL, Driver, Payloads, hello, in_thread, until
-from rnode_process import KV_BYTES, STUCK_S, Held, start_executor_threads
+from rnode_process import KV_BYTES, Held, start_executor_threads
 
 from fastdecode.transports import link as link_module
 from fastdecode.transports.base import ROW_ATTEND, ROW_DTYPE, CallRefused, Link, LinkDown, LinkRefused
@@ -258,19 +257,14 @@ async def test_r_node_whose_python_is_stuck_goes_on_serving(node):
     node.tell(signal.SIGUSR1)
     await asyncio.sleep(0.1)
     asked = asyncio.create_task(link.stats())
-    started = time.monotonic()
 
     def steps():
-        n = 0
-        while time.monotonic() - started < STUCK_S / 2:
-            driver.step(0, [(n % 8, 1, True)])
-            n += 1
-        return n
+        for i in range(12):
+            driver.step(0, [(i % 8, 1, True)])
 
-    n = await in_thread(steps)
+    await in_thread(steps)
     assert not asked.done()  # and does not while it is stuck
-    assert n > 10
-    assert (await asked)["calls"] >= 2 * n
+    assert (await asked)["calls"] >= 2 * 12
     await link.close()
 
 

@@ -29,7 +29,7 @@ import initrd
 
 HERE = Path(__file__).parent
 _PACKAGES = ["libibverbs1", "ibverbs-providers", "ibverbs-utils", "librdmacm1", "libibumad3", "libpci3"]
-_PACKAGES += ["libnl-3-200", "libnl-route-3-200", "perftest", "python3-pyverbs"]
+_PACKAGES += ["libnl-3-200", "libnl-route-3-200", "perftest", "python3-pyverbs", "libibverbs-dev"]
 _KERNEL_ARGUMENTS = (
     "console=ttyS0 quiet panic=-1 mitigations=off nokaslr tsc=reliable no_timer_check random.trust_cpu=on audit=0 "
     "norandmaps rdinit=/init"
