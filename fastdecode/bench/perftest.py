@@ -41,7 +41,7 @@ class Perftest:
         return ["-d", place.port.device, "-i", str(place.port.number), *gid, "-F"]
 
     def round_trips(self, out: int, back: int, n: int) -> list[int]:
-        """Nanoseconds of each of `n`, with so many bytes each way; the tool itself prints halves of them."""
+        """Nanoseconds of each of `n`, with as many bytes back as out; the tool itself prints halves of them."""
         assert out == back
         printed = self._run("ib_write_lat", "-s", str(max(1, out)), "-n", str(n), "-H", "-U")
         halves = re.findall(r"^\s*\d+,\s*([\d.]+)\s*$", printed, re.MULTILINE)

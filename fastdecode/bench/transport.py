@@ -73,6 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"default: all that are installed; {_PERFTEST} beside an rdma:// link that is started here",
     )
     parser.add_argument("--payload", action="append", type=int, metavar="BYTES", help="each way (repeatable)")
+    parser.add_argument("--out", action="append", default=[], type=int, metavar="BYTES", help="out only (repeatable)")
     parser.add_argument(
         "--stream", action="append", default=[], type=int, metavar="BYTES", help="one way, calls in flight (repeatable)"
     )
@@ -121,6 +122,14 @@ class Case:
         return cls(format_bytes(n), n // row, heads, 1, _HEAD_SIZE, True, n, n)
 
     @classmethod
+    def out(cls, n: int) -> Case:
+        """`n` bytes of K and V in one row out, which need little work there."""
+        unit = 2 * _HEAD_SIZE * _ACT_BYTES
+        if n <= 0 or n % unit:
+            raise ValueError(f"{n} bytes out are not a multiple of {unit}")
+        return cls(f"{format_bytes(n)} out", 1, n // unit, n // unit, _HEAD_SIZE, False, n, 0)
+
+    @classmethod
     def layer(cls, rows: int, heads: int, kv_heads: int, head_size: int) -> Case:
         q, kv = (rows * n * head_size * _ACT_BYTES for n in (heads, 2 * kv_heads))
         return cls(f"layer {rows}x{heads}/{kv_heads}x{head_size}", rows, heads, kv_heads, head_size, True, q + kv, q)
@@ -159,6 +168,7 @@ def run(args: argparse.Namespace) -> None:
 def _measure(args: argparse.Namespace) -> dict:
     payloads = _PAYLOADS if args.payload is None else args.payload
     cases = [Case.payload(n) for n in payloads]
+    cases += [Case.out(n) for n in args.out]
     cases.append(Case.layer(args.rows, args.heads, args.kv_heads, args.head_size))
     streams = [Case.stream(n) for n in args.stream]
     secret = args.secret_file.read_bytes().strip() if args.secret_file else None
