@@ -2,7 +2,8 @@
 
     python rnode_process.py URL KV_BYTES [SECRET]
 
-prints the URL it is bound to. SIGTERM ends it; SIGUSR1 holds its GIL for STUCK_S seconds. And what a process holds.
+prints the URL it is bound to. SIGTERM ends it; SIGUSR1 holds its GIL for STUCK_S seconds, which it says first.
+And what a process holds.
 """
 
 from __future__ import annotations
@@ -50,6 +51,12 @@ class RNodeProcess:
 
     def tell(self, number: int) -> None:
         self.process.send_signal(number)
+
+    def stick(self) -> None:
+        """Holds its GIL for STUCK_S seconds from now on."""
+        self.tell(signal.SIGUSR1)
+        assert self.process.stdout
+        assert self.process.stdout.readline() == "stuck\n"
 
     def stop(self) -> None:
         """Stops it (SIGSTOP), and returns when every thread of it stands still."""
@@ -142,6 +149,7 @@ def start_executor_threads() -> None:
 
 
 def hold_the_gil(*_: object) -> None:
+    os.write(1, b"stuck\n")
     ctypes.PyDLL(None).usleep(int(STUCK_S * 1e6))
 
 

@@ -254,8 +254,7 @@ async def test_r_node_whose_python_is_stuck_goes_on_serving(node):
     await in_thread(lambda: driver.step(0, [(0, 1, True)]))
     asked = asyncio.create_task(link.stats())
     await asked  # its Python answers
-    node.tell(signal.SIGUSR1)
-    await asyncio.sleep(0.1)
+    node.stick()
     asked = asyncio.create_task(link.stats())
 
     def steps():
