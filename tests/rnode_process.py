@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-STUCK_S = 5.0 if "FASTDECODE_SLOW" in os.environ else 1.0  # see link_driver.SLOW
+STUCK_S = 3.0 if "FASTDECODE_SLOW" in os.environ else 1.0  # see link_driver.SLOW
 KV_BYTES = 64 << 20  # unless told otherwise
 
 

@@ -13,8 +13,10 @@ $FASTDECODE_RDMA_VM, or fastdecode-rdma-vm below $XDG_CACHE_HOME or ~/.cache.
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import inspect
+import mmap
 import os
 import shlex
 import shutil
@@ -31,8 +33,8 @@ HERE = Path(__file__).parent
 _PACKAGES = ["libibverbs1", "ibverbs-providers", "ibverbs-utils", "librdmacm1", "libibumad3", "libpci3"]
 _PACKAGES += ["libnl-3-200", "libnl-route-3-200", "perftest", "python3-pyverbs", "libibverbs-dev"]
 _KERNEL_ARGUMENTS = (
-    "console=ttyS0 quiet panic=-1 mitigations=off nokaslr tsc=reliable no_timer_check random.trust_cpu=on audit=0 "
-    "norandmaps rdinit=/init"
+    "console=ttyS0 quiet panic=-1 mitigations=off nokaslr no_timer_check random.trust_cpu=on audit=0 "
+    "norandmaps rdinit=/init tsc=reliable tsc_early_khz={tsc_khz}"
 )
 
 
@@ -162,6 +164,24 @@ def _share(folder: Path | str, tag: str, read_only: bool = True) -> list[str]:
     return ["-virtfs", f"local,path={folder},mount_tag={tag},security_model=none,multidevs=remap{options}"]
 
 
+def _tsc_khz() -> int:
+    """The rate of this machine's time-stamp counter, which the guest reads too. A guest that has to find out for itself
+    while the machine is busy may err by a factor of four, and all its time-outs with it."""
+    code = mmap.mmap(-1, mmap.PAGESIZE, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
+    code.write(bytes.fromhex("0f31 48c1e220 4809d0 c3"))  # rdtsc; shl rdx, 32; or rax, rdx; ret
+    rdtsc = ctypes.CFUNCTYPE(ctypes.c_uint64)(ctypes.addressof(ctypes.c_char.from_buffer(code)))
+
+    def now() -> tuple[int, int]:
+        around = [(time.monotonic_ns(), rdtsc(), time.monotonic_ns()) for _ in range(100)]
+        before, ticks, after = min(around, key=lambda x: x[2] - x[0])
+        return ticks, (before + after) // 2
+
+    ticks, ns = now()
+    time.sleep(0.1)
+    later_ticks, later_ns = now()
+    return (later_ticks - ticks) * 1_000_000 // (later_ns - ns)
+
+
 class Guest:
     """A running guest, in which a command follows devices.sh. It prints what the command prints."""
 
@@ -186,7 +206,8 @@ class Guest:
         # Two CPUs, or whoever polls would keep the other end from running.
         arguments = [*qemu, "-accel", "tcg,thread=multi,tb-size=256", "-M", "pc", "-cpu", "max", "-smp", "2"]
         arguments += ["-m", "3G", "-nodefaults", "-no-user-config", "-display", "none", "-no-reboot"]
-        arguments += ["-kernel", f"{home}/vmlinux", "-initrd", f"{home}/initrd.gz", "-append", _KERNEL_ARGUMENTS]
+        arguments += ["-kernel", f"{home}/vmlinux", "-initrd", f"{home}/initrd.gz"]
+        arguments += ["-append", _KERNEL_ARGUMENTS.format(tsc_khz=_tsc_khz())]
         arguments += ["-chardev", f"file,id=console,path={folder}/console", "-serial", "chardev:console"]
         arguments += ["-device", "virtio-serial-pci", "-chardev", f"file,id=out,path=/dev/fd/{writing}"]
         arguments += ["-device", "virtserialport,chardev=out,name=command.out"]
