@@ -42,9 +42,10 @@ async def test_an_r_node_whose_host_loses_its_power_is_named(capsys):
 
     await until(is_down, 60.0)
     assert time.monotonic() - since < NOTICED_S
-    with pytest.raises(LinkDown, match="retry exceeded: the peer's device does not answer"):
+    # By the device if it had something to send, by the PINGs if a reply was being waited for.
+    with pytest.raises(LinkDown, match="retry exceeded: the peer's device does not answer|has not answered"):
         await load
-    async with asyncio.timeout(2 * NOTICED_S):  # by five PINGs
+    async with asyncio.timeout(2 * NOTICED_S):
         assert isinstance(await idle.closed(), LinkDown)
         assert isinstance(await loaded.closed(), LinkDown)
     assert Held.by(os.getpid()).registered == 0
