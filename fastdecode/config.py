@@ -138,6 +138,9 @@ class NodeConfig:
         parse=_url,
         metavar="URL",
     )
+    connect_seconds: float = _option(
+        "at start, how long to wait for R-nodes that cannot be reached yet", 30.0, role="s", parse=_seconds
+    )
     device: str = _option("where the S-Part runs", "auto", role="s", choices=("auto", "cpu", "cuda"))
     dtype: str = _option(
         "dtype of weights and activations; auto: the checkpoint's, or what the CPU is good at",
@@ -183,7 +186,11 @@ class NodeConfig:
     cpus: tuple[int, ...] | None = _option(
         "pin the attention threads to these cpus, e.g. 0-3,8", parse=_cpu_list, metavar="LIST"
     )
-    spin_us: int | None = _option("microseconds to spin for the other side before sleeping", parse=_natural)
+    spin_us: int | None = _option(
+        "microseconds to spin for the other side before sleeping; default: 50 for a reply at the S-node, 100 for calls "
+        "at an R-node",
+        parse=_natural,
+    )
     secret_file: Path | None = _option(
         "file with the secret that S-nodes and R-nodes share", parse=Path, metavar="FILE"
     )

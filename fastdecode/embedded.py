@@ -49,53 +49,48 @@ def split_machine(config: NodeConfig, *, s_on_gpu: bool) -> Split:
 class EmbeddedRNode:
     """A child `fastdecode-node --role r`; it dies with this process, however that ends."""
 
-    def __init__(self, process: asyncio.subprocess.Process, directory: Path):
-        self._process = process
-        self._directory = directory
-        self.url = f"shm://{directory}/r.sock"
-
-    @classmethod
-    async def start(cls, config: NodeConfig, split: Split) -> EmbeddedRNode:
-        """Start the child and wait until it listens. Raises RuntimeError if it does not.
-
-        Where the command line leaves it open, the KV-cache gets half of the memory that is free now, so that comes
+    def __init__(self, config: NodeConfig, split: Split):
+        """Where the command line leaves it open, the KV-cache gets half of the memory that is free now, so this comes
         after the weights are loaded. It is committed only as it fills.
         """
-        directory = Path(tempfile.mkdtemp(prefix="fastdecode-"))  # 0700, so nobody else reaches the socket
-        argv = ["--role", "r", "--listen", f"shm://{directory}/r.sock"]
-        argv += [
-            "--threads",
-            str(split.r_threads),
-            "--kv-memory",
-            str(config.kv_memory or available_memory() // 2),
-            "--log-level",
-            config.log_level,
-        ]
+        self._directory = Path(tempfile.mkdtemp(prefix="fastdecode-"))  # 0700, so nobody else reaches the socket
+        self._process: asyncio.subprocess.Process | None = None
+        self._threads = split.r_threads
+        self.url = f"shm://{self._directory}/r.sock"
+        self._argv = ["--role", "r", "--listen", self.url, "--threads", str(split.r_threads)]
+        self._argv += ["--kv-memory", str(config.kv_memory or available_memory() // 2), "--log-level", config.log_level]
         if config.cpus is not None:
-            argv += ["--cpus", ",".join(map(str, config.cpus))]
+            self._argv += ["--cpus", ",".join(map(str, config.cpus))]
         if config.spin_us is not None:
-            argv += ["--spin-us", str(config.spin_us)]
+            self._argv += ["--spin-us", str(config.spin_us)]
         if config.secret_file is not None:
-            argv += ["--secret-file", str(config.secret_file)]
-        process = await asyncio.create_subprocess_exec(
+            self._argv += ["--secret-file", str(config.secret_file)]
+
+    async def start(self) -> None:
+        """Start the child and wait until it listens. Raises RuntimeError if it does not."""
+        self._process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-P",  # whatever lies in the working directory, the child is this package
             "-m",
             "fastdecode.node",
-            *argv,
+            *self._argv,
             stdin=asyncio.subprocess.DEVNULL,
             # ^C in a terminal is for the parent alone: its running requests need this node until it ends it.
             start_new_session=True,
             preexec_fn=_die_with_parent,
         )
-        node = cls(process, directory)
         try:
-            await node._until_listening()
+            await self._until_listening()
         except BaseException:
-            await node.stop()
+            await self.stop()
             raise
-        log.info("embedded R-node: %d thread(s), pid %d", split.r_threads, process.pid)
-        return node
+        log.info("embedded R-node: %d thread(s), pid %d", self._threads, self._process.pid)
+
+    async def restart(self) -> None:
+        """Start another child in the place of one that is dead or does not answer. Raises RuntimeError, OSError."""
+        await self.stop()
+        self._directory.mkdir(mode=0o700)
+        await self.start()
 
     async def _until_listening(self) -> None:
         socket = self._directory / "r.sock"
@@ -113,6 +108,11 @@ class EmbeddedRNode:
 
     async def stop(self) -> None:
         """End the child: SIGTERM, and SIGKILL if it does not listen. Idempotent."""
+        if self._process is not None:
+            await self._end()
+        self.hide()
+
+    async def _end(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             self._process.terminate()
         try:
@@ -121,7 +121,6 @@ class EmbeddedRNode:
             log.warning("the embedded R-node does not end; killing it")
             self._process.kill()
             await self._process.wait()
-        self.hide()
 
 
 def _die_with_parent() -> None:

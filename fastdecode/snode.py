@@ -4,28 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import logging
+import socket
 import sys
 
 import torch
 import uvloop
 
-from fastdecode.api.server import make_app, serve
+from fastdecode.api.server import bind, make_app, serve
 from fastdecode.config import NodeConfig
 from fastdecode.demo import model_dir
 from fastdecode.embedded import EmbeddedRNode, Split, split_machine
 from fastdecode.engine.engine import Engine
 from fastdecode.machine import usable_cpus
 from fastdecode.node import until_told_to_end
-from fastdecode.spart import Model, SPart, choose_device, choose_dtype, load_model
+from fastdecode.reach import RNodes
+from fastdecode.spart import Model, ModelConfig, SPart, choose_device, choose_dtype, load_model
 from fastdecode.tokenizer import Tokenizer
-from fastdecode.transports.base import PAGE_TOKENS, Hello, Link, TransportError
-from fastdecode.transports.registry import connect
 
 log = logging.getLogger(__name__)
-
-_RECONNECT_SECONDS = (0.5, 1.0, 2.0, 4.0, 8.0)
 
 
 def run_s_node(config: NodeConfig) -> None:
@@ -36,10 +33,25 @@ def run_s_node(config: NodeConfig) -> None:
     split = split_machine(config, s_on_gpu=device.type == "cuda")
     torch.set_num_threads(config.s_threads or (len(usable_cpus()) if config.r_node else split.s_threads))
     dtype = choose_dtype(config.dtype, directory, device)
-    tokenizer = Tokenizer.from_dir(directory)  # before the weights: a mistake in it shows at once
+    # Before the weights, which take their time: a mistake shows at once.
+    sockets = bind(config.host, config.port)
+    tokenizer = Tokenizer.from_dir(directory)
+    _check_vocabulary(tokenizer, ModelConfig.from_dir(directory))
     model = load_model(directory, device=device, dtype=dtype, progress=sys.stderr.isatty())
     name = config.served_model_name or ("fastdecode-demo" if config.model is None else directory.resolve().name)
-    uvloop.run(_serve(config, name, model, tokenizer, split, secret, api_key))
+    uvloop.run(_serve(config, name, model, tokenizer, sockets, split, secret, api_key))
+
+
+def _check_vocabulary(tokenizer: Tokenizer, model: ModelConfig) -> None:
+    """Tokens that the model has not: a prompt with one of them is refused, which is no reason not to start."""
+    if beyond := tokenizer.tokens_from(model.vocab_size):
+        some = ", ".join(map(repr, beyond[:3])) + (", ..." if len(beyond) > 3 else "")
+        log.warning(
+            "the tokenizer has %d token(s) more than the model's %d; a prompt that holds one will be refused: %s",
+            len(beyond),
+            model.vocab_size,
+            some,
+        )
 
 
 async def _serve(
@@ -47,6 +59,7 @@ async def _serve(
     name: str,
     model: Model,
     tokenizer: Tokenizer,
+    sockets: list[socket.socket],
     split: Split,
     secret: bytes | None,
     api_key: str | None,
@@ -60,20 +73,19 @@ async def _serve(
         max_seqs=config.mini_batches * config.max_batch_size,
     )
     async with contextlib.AsyncExitStack() as stack:
-        urls = config.r_node
-        node = None
-        if not urls:
-            node = await EmbeddedRNode.start(config, split)
-            stack.push_async_callback(node.stop)
-            urls = (node.url,)
-        links: list[Link] = []
-        opened: list[Link] = []  # of each R-node the link it has now
-        stack.push_async_callback(_close, opened)
-        for url in urls:
-            links.append(await _open(url, hello, secret, config))
-            opened.append(links[-1])
-        if node:
-            node.hide()
+        embedded = None
+        if not config.r_node:
+            embedded = EmbeddedRNode(config, split)
+            stack.push_async_callback(embedded.stop)
+            await embedded.start()
+        r_nodes = RNodes(config.r_node or (embedded.url,), hello, secret, config, embedded)
+        stack.push_async_callback(r_nodes.close)
+        opening = asyncio.create_task(r_nodes.open())
+        stack.callback(opening.cancel)
+        await asyncio.wait([opening, told], return_when=asyncio.FIRST_COMPLETED)
+        if not opening.done():
+            return
+        links = opening.result()
         engine = Engine(
             SPart(model, links),
             links,
@@ -85,59 +97,15 @@ async def _serve(
         )
         await engine.start()
         stack.push_async_callback(engine.stop)
-        for index in range(len(opened)):
-            watch = asyncio.create_task(_reconnect(opened, index, engine, hello, secret, config))
-            watch.add_done_callback(_log_failure)
-            stack.callback(watch.cancel)
-        site = await serve(make_app(engine, tokenizer, name, api_key=api_key), config.host, config.port)
+        r_nodes.watch(engine)
+        stack.callback(r_nodes.unwatch)
+        site = await serve(make_app(engine, tokenizer, name, api_key=api_key), sockets)
         stack.push_async_callback(site.close)
         _greet(config.host, site.port, name)
         await told
         log.info("draining: running requests may go on for %.0f s", config.drain_seconds)
         await engine.drain(config.drain_seconds)
     log.info("S-node ended")
-
-
-async def _close(links: list[Link]) -> None:
-    await asyncio.gather(*(link.close() for link in links))
-
-
-async def _open(url: str, hello: Hello, secret: bytes | None, config: NodeConfig) -> Link:
-    link = await connect(url, hello, secret, spin_us=config.spin_us)
-    lease = link.lease
-    tokens = lease.n_pages * PAGE_TOKENS
-    log.info(
-        "R-node %s: %s, %d thread(s), room for %d tokens of %s KV-cache",
-        url,
-        lease.isa,
-        lease.threads,
-        tokens,
-        config.kv_dtype,
-    )
-    return link
-
-
-async def _reconnect(
-    opened: list[Link], index: int, engine: Engine, hello: Hello, secret: bytes | None, config: NodeConfig
-) -> None:
-    """Watch one R-node; when its link dies, try again with growing pauses until it is back."""
-    url = opened[index].url
-    while await opened[index].closed():
-        for pause in itertools.chain(_RECONNECT_SECONDS, itertools.repeat(_RECONNECT_SECONDS[-1])):
-            await asyncio.sleep(pause)
-            try:
-                opened[index] = await _open(url, hello, secret, config)
-            except (TransportError, OSError) as reason:
-                log.debug("R-node %s: %s", url, reason)
-                continue
-            engine.replace_link(index, opened[index])
-            log.info("R-node %s is back", url)
-            break
-
-
-def _log_failure(task: asyncio.Task) -> None:
-    if not task.cancelled() and (error := task.exception()):
-        log.error("an R-node is no longer watched", exc_info=error)
 
 
 def _greet(host: str, port: int, name: str) -> None:

@@ -119,6 +119,11 @@ class Tokenizer:
             return bytes([int(match[1], 16)])
         return text.replace("▁", " ").encode()
 
+    def tokens_from(self, token: int) -> list[str]:
+        """The tokens whose ids are `token` and above, in order."""
+        ids = {i: text for text, i in self._backend.get_vocab(with_added_tokens=True).items() if i >= token}
+        return [ids[i] for i in sorted(ids)]
+
     @property
     def has_chat_template(self) -> bool:
         return self._template is not None

@@ -56,6 +56,20 @@ static fd_status_t check_table(const fd_step_t *step, char *err, size_t err_len)
     return FD_OK;
 }
 
+/* Of a table whose positions are those of the cache: may one call ask for so much attention? */
+static fd_status_t check_work(const fd_step_t *step, const fd_plan_shape_t *shape, char *err, size_t err_len) {
+    uint64_t pairs = 0, elements = (uint64_t)shape->n_kv_heads * shape->group * shape->head_size;
+    for (uint32_t i = 0; i < step->n_entries; i++) {
+        const fd_row_t *r = &step->table[i];
+        uint64_t seen = (uint64_t)r->pos + r->n_rows, most = (uint64_t)shape->max_window + r->n_rows;
+        if (shape->max_window && seen > most) seen = most;
+        if (r->flags & FD_ROW_ATTEND) pairs += r->n_rows * seen;
+    }
+    if (pairs <= FD_MAX_CALL_WORK / elements) return FD_OK;
+    return FAIL(FD_BAD_TABLE, "the call attends %llu pairs of a row and a token; with this model's heads at most %llu are allowed",
+                (unsigned long long)pairs, (unsigned long long)(FD_MAX_CALL_WORK / elements));
+}
+
 static bool reserve_pages(fd_step_t *step, size_t n) {
     if (n <= step->pages_capacity) return true;
     size_t capacity = n + n / 2;
@@ -157,6 +171,7 @@ static void cut_line(fd_step_t *step, const fd_plan_shape_t *shape) {
 fd_status_t fd_step_plan(fd_step_t *step, fd_kvcache_t *kv, const fd_plan_shape_t *shape, char *err, size_t err_len) {
     fd_status_t status = check_table(step, err, err_len);
     if (status == FD_OK) status = fd_kvcache_check(kv, step->table, step->n_entries, err, err_len);
+    if (status == FD_OK) status = check_work(step, shape, err, err_len);
     if (status != FD_OK) return status;
     size_t n_pages = 0; /* no more than the lease has and FD_MAX_SHARED_REFS */
     for (uint32_t i = 0; i < step->n_entries; i++)

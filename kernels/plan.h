@@ -52,7 +52,7 @@ typedef struct {
 
 /* What the planner must know besides the table. */
 typedef struct {
-    uint32_t n_kv_heads, group;
+    uint32_t n_kv_heads, group, head_size;
     uint32_t q_block;    /* query tokens a kernel is given at once */
     uint32_t max_window; /* of any layer; 0: some layer sees everything */
     uint32_t max_items;

@@ -40,6 +40,11 @@
 #define FD_MAX_HEADS 1024u
 #define FD_MAX_HEAD_SIZE 256u
 
+/* An R-engine serves one call at a time, so what one may ask for bounds how long an S-node can keep the others waiting. Its
+ * attention: query heads x head size x (attending row, cached token) pairs, each a multiply-add of QK^T and one of PV. That is
+ * some 10 s of one AVX-512 core, and five decode steps over 1 TiB of an 8B model's cache. */
+#define FD_MAX_CALL_WORK (1ull << 39)
+
 typedef enum { FD_ACT_FP32 = 0, FD_ACT_FP16 = 1, FD_ACT_BF16 = 2 } fd_act_dtype_t;
 
 /* What both ends agree on at HELLO; a region's layout follows from it alone. */

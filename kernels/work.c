@@ -63,6 +63,7 @@ fd_status_t fd_work_init(fd_work_t *w, const fd_geometry_t *g, fd_kvcache_t *kv,
     memcpy(w->windows, windows, g->n_layers * sizeof *w->windows);
     w->shape.n_kv_heads = g->n_kv_heads;
     w->shape.group = g->n_q_heads / g->n_kv_heads;
+    w->shape.head_size = g->head_size;
     uint32_t block = Q_BLOCK_ROWS / w->shape.group;
     w->shape.q_block = block < 1 ? 1 : block > MAX_Q_BLOCK ? MAX_Q_BLOCK : block;
     w->shape.max_items = n_threads > 1 ? n_threads * ITEMS_PER_THREAD : 1; /* alone: nothing to cut for */

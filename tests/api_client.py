@@ -11,7 +11,7 @@ import aiohttp
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 from prometheus_client.parser import text_string_to_metric_families
 
-from fastdecode.api.server import Server, make_app, serve
+from fastdecode.api.server import Server, bind, make_app, serve
 from fastdecode.tokenizer import Tokenizer
 
 MODEL = "tiny"
@@ -43,7 +43,7 @@ class Client:
 @contextlib.asynccontextmanager
 async def served(engine: Any, tokenizer: Tokenizer, *, key: str = "none", **options: Any) -> AsyncIterator[Client]:
     """Serve `engine` on a free port; `options` are make_app's, `key` the clients'."""
-    server = await serve(make_app(engine, tokenizer, MODEL, **options), "127.0.0.1", 0)
+    server = await serve(make_app(engine, tokenizer, MODEL, **options), bind("127.0.0.1", 0))
     http_client = DefaultAsyncHttpxClient(verify=False)  # there is no TLS; reading the system's roots takes its time
     url = f"http://127.0.0.1:{server.port}"
     try:

@@ -45,6 +45,7 @@ class ScriptedEngine:
     """Each submit takes the next script; `refusal` is raised instead once the scripts are used up."""
 
     max_model_len = 4096
+    max_queued = 1024
 
     def __init__(self, *scripts: Iterable[Act], refusal: EngineError | None = None):
         self._scripts = list(scripts)

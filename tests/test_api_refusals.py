@@ -4,6 +4,8 @@ client.
 
 from __future__ import annotations
 
+import asyncio
+
 import aiohttp
 import openai
 import pytest
@@ -239,3 +241,43 @@ async def test_the_api_key(engine, tokenizer):
                 assert response.status == 200
             async with aiohttp.request("GET", f"http://127.0.0.1:{client.server.port}/v1/models") as response:
                 assert response.status == 401  # no header at all
+
+
+async def test_more_choices_than_the_queue_can_ever_take(tokenizer, tmp_path):
+    """A 400, not a 429 that no patience helps."""
+    async with (
+        real_engine(make_checkpoint("llama-gqa"), tmp_path, max_queued=3) as engine,
+        served(engine, tokenizer) as client,
+    ):
+        assert len((await client.openai.completions.create(**ASK, n=3)).choices) == 3
+        for body, param in ((ASK | {"n": 4}, "n"), (ASK | {"prompt": [[5], [6]], "n": 2}, "n"), (CHAT | {"n": 4}, "n")):
+            status, answer = await client.post(
+                "/v1/chat/completions" if "messages" in body else "/v1/completions", body
+            )
+            assert (status, answer["error"]["param"], answer["error"]["code"]) == (400, param, "too_many_choices")
+            assert "4 choices; this server queues at most 3 (--max-queued)" in answer["error"]["message"]
+        status, answer = await client.post("/v1/completions", ASK | {"prompt": [[5], [6], [7], [8]]})
+        assert (status, answer["error"]["param"]) == (400, "prompt")
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"GET / HTTP/1.1\r\nHost: x\r\nContent-Length: minus one\r\n\r\n",
+        b"GET / HTTP/1.1\r\nno colon\r\n\r\n",
+        b"GET /health HTTP/9\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: " + b"x" * 20000 + b"\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        b"Transfer-Encoding: chunked\r\n\r\nzz\r\n",
+    ],
+    ids=["length", "header", "version", "long", "chunk"],
+)
+async def test_what_is_not_http_is_a_400_and_a_line_in_the_log(client, caplog, sent):
+    reader, writer = await asyncio.open_connection("127.0.0.1", client.server.port)
+    writer.write(sent)
+    assert (await reader.readline()).split()[1] == b"400"
+    writer.close()
+    (record,) = [r for r in caplog.records if r.name.startswith(("fastdecode", "aiohttp")) and r.levelno >= 30]
+    assert record.levelname == "WARNING" and record.exc_info is None
+    assert "not HTTP" in record.getMessage() and "\n" not in record.getMessage() and len(record.getMessage()) < 400
+    assert (await client.openai.completions.create(**ASK)).choices

@@ -60,7 +60,15 @@ async def test_wrong_version_names_both(r_node, bystander):
         ({"n_kv_heads": 8}, "KV heads is not within"),
         ({"head_size": 12}, "head size"),
         ({"head_size": 264}, "head size"),
-        ({"n_slots": 16, "max_rows": 65536, "n_q_heads": 1024, "n_kv_heads": 1024, "head_size": 256}, "more than the"),
+        (
+            {"n_slots": 16, "max_rows": 65536, "n_q_heads": 1024, "n_kv_heads": 1024, "head_size": 256},
+            "a call would have",
+        ),
+        ({"max_rows": 65536, "n_q_heads": 128, "n_kv_heads": 8, "head_size": 128}, "more than the 2147483648 allowed"),
+        (
+            {"n_slots": 16, "max_rows": 12000, "n_q_heads": 128, "n_kv_heads": 8, "head_size": 128},
+            "the region would have",
+        ),
         ({"region_bytes": 4096}, "lay regions out differently: 4096 bytes at the S-node, 61440 here"),
         ({"windows": [0]}, "1 attention windows for 2 layers"),
         ({"windows": [0, 0, 0]}, "3 attention windows for 2 layers"),

@@ -27,7 +27,7 @@ from fastdecode.transports.base import LinkDown, LinkRefused
 from fastdecode.transports.registry import connect
 
 #: How an S-node says that an R-node is gone.
-GONE = r"closed the (data )?connection|reset the data connection|connection broke|ended within a frame|retry exceeded|remote access error"
+GONE = r"(closed|reset) the (data )?connection|connection broke|within a frame|retry exceeded|remote access error"
 
 #: By so much a process may have grown after all cycles. In each, more than 100 KiB of a region are written, and at the
 #: R-node 4 MiB of KV-cache.

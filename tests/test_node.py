@@ -6,14 +6,18 @@ import contextlib
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import openai
+import orjson
 import pytest
 from openai import OpenAI
+
+from fastdecode.demo import model_dir
 
 NODE = [sys.executable, "-m", "fastdecode.node"]
 START_SECONDS = 60
@@ -141,10 +145,10 @@ def test_interrupt_from_the_terminal_lets_running_requests_end(start):
 
 def test_r_node_killed_ends_its_streams_with_an_error_and_the_s_node_stays_up(start, tmp_path):
     before = traces(tmp_path)
-    socket = tmp_path / "r.sock"
-    r_node = start("--role", "r", "--listen", f"shm://{socket}", "--kv-memory", "256MiB", "--threads", "1")
+    sock = tmp_path / "r.sock"
+    r_node = start("--role", "r", "--listen", f"shm://{sock}", "--kv-memory", "256MiB", "--threads", "1")
     r_node.wait_for("R-node on shm")
-    s_node = start("--port", "0", "--r-node", f"shm://{socket}")
+    s_node = start("--port", "0", "--r-node", f"shm://{sock}")
     api = s_node.api()
     stream = api.completions.create(
         model="fastdecode-demo",
@@ -162,25 +166,81 @@ def test_r_node_killed_ends_its_streams_with_an_error_and_the_s_node_stays_up(st
     assert traces(tmp_path) <= before
     with pytest.raises(openai.InternalServerError):  # 503: alive, but nowhere to put a KV-cache
         complete(api)
-    again = start("--role", "r", "--listen", f"shm://{socket}", "--kv-memory", "256MiB", "--threads", "1")
+    again = start("--role", "r", "--listen", f"shm://{sock}", "--kv-memory", "256MiB", "--threads", "1")
     again.wait_for("R-node on shm")
-    s_node.wait_for(f"shm://{re.escape(str(socket))} is back", 20)
+    s_node.wait_for(f"shm://{re.escape(str(sock))} is back", 20)
     assert complete(api)
     assert s_node.regions() == 1  # the dead link's is not kept
     assert s_node.end() == 0
     assert "the link was closed" not in s_node.log.read_text()  # the engine ended first, and lost nothing
 
 
+def test_embedded_r_node_killed_is_started_again(start, tmp_path):
+    before = traces(tmp_path)
+    node = start("--port", "0", "--kv-memory", "256MiB")
+    text = complete(node.api())
+    (child,) = node.children()
+    for times in (1, 2):
+        os.kill(child, signal.SIGKILL)
+        node.wait_for("(?s)" + ".*is back" * times, 20)
+        assert complete(node.api()) == text
+        (child,), old = node.children(), child
+        assert child != old
+        assert traces(tmp_path) <= before
+    assert node.regions() == 1  # the dead links' are not kept
+    assert node.end() == 0
+    assert gone(child)
+    assert traces(tmp_path) <= before
+
+
+def test_r_node_that_is_not_up_yet_is_waited_for(start, tmp_path):
+    sock = tmp_path / "r.sock"
+    s_node = start("--port", "0", "--r-node", f"shm://{sock}")
+    s_node.wait_for(f"no R-node can be reached at shm://{re.escape(str(sock))}.*trying again for 30 s")
+    start("--role", "r", "--listen", f"shm://{sock}", "--kv-memory", "64MiB", "--threads", "1")
+    assert complete(s_node.api())
+    waiting = start("--port", "0", "--r-node", f"shm://{tmp_path}/nobody.sock")
+    waiting.wait_for("trying again")
+    assert waiting.end() == 0
+
+
+def test_port_in_use_is_noticed_before_the_weights_are_loaded(start, tmp_path):
+    """A checkpoint without weights would be the next complaint."""
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((model_dir() / name).read_bytes())
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        node = start("--model", str(tmp_path), "--port", str(port))
+        assert node.process.wait(START_SECONDS) == 1
+    assert f"cannot serve the API on 127.0.0.1:{port}: Address already in use" in node.log.read_text().splitlines()[-1]
+
+
+def test_tokens_that_the_model_has_not_are_told_of_at_start(start, tmp_path):
+    for path in model_dir().iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    config = orjson.loads((model_dir() / "tokenizer_config.json").read_bytes())
+    (tmp_path / "tokenizer_config.json").unlink()
+    config["additional_special_tokens"] = ["<|one|>", "<|two|>"]
+    (tmp_path / "tokenizer_config.json").write_bytes(orjson.dumps(config))
+    node = start("--port", "0", "--kv-memory", "256MiB", "--model", str(tmp_path))
+    api = node.api()
+    node.wait_for(re.escape("2 token(s) more than the model's 4096") + ".*" + re.escape("'<|one|>', '<|two|>'"))
+    name = tmp_path.name
+    assert api.completions.create(model=name, prompt="It was", max_tokens=2).choices[0].text
+    with pytest.raises(openai.BadRequestError, match="outside the model's vocabulary"):
+        api.completions.create(model=name, prompt="It was<|two|>", max_tokens=2)
+
+
 def test_killed_s_node_frees_its_lease(start, tmp_path):
     """The R-node's whole KV-cache is leased to the first S-node; the second can only start once it is free again."""
-    socket = tmp_path / "r.sock"
-    r_node = start("--role", "r", "--listen", f"shm://{socket}", "--kv-memory", "64MiB", "--threads", "1")
+    sock = tmp_path / "r.sock"
+    r_node = start("--role", "r", "--listen", f"shm://{sock}", "--kv-memory", "64MiB", "--threads", "1")
     r_node.wait_for("R-node on shm")
-    first = start("--port", "0", "--r-node", f"shm://{socket}")
+    first = start("--port", "0", "--r-node", f"shm://{sock}")
     text = complete(first.api())
     first.end(signal.SIGKILL)
     time.sleep(5)
-    second = start("--port", "0", "--r-node", f"shm://{socket}")
+    second = start("--port", "0", "--r-node", f"shm://{sock}")
     assert complete(second.api()) == text
 
 
@@ -216,7 +276,7 @@ def test_a_bad_start_is_one_sentence(start, tmp_path):
     for argv, sentence in (
         (["--model", str(tmp_path / "none")], "none"),
         (["--r-node", "carrier-pigeon://loft"], "carrier-pigeon"),
-        (["--r-node", f"shm://{tmp_path}/nobody.sock"], "nobody.sock"),
+        (["--r-node", f"shm://{tmp_path}/nobody.sock", "--connect-seconds", "0"], "nobody.sock"),
         (["--role", "r", "--listen", "tcp://0.0.0.0:0"], "secret"),
     ):
         node = start(*argv)

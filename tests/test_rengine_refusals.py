@@ -9,6 +9,7 @@ from rengine_peer import (
     BAD_CALL,
     BAD_SEQUENCE,
     BAD_TABLE,
+    KV_FP16,
     NEW_STEP,
     OK,
     OUT_OF_PAGES,
@@ -177,3 +178,23 @@ def test_not_a_number_stays_in_its_own_rows(link):
         assert reply.status == OK
     link.lease.free(2, 50)
     link.step(0, [(3, 10, True), (0, 1, True)])  # 3 gets the page that 2 had
+
+
+def test_a_legal_call_that_would_keep_the_others_waiting_for_minutes():
+    """1500 rows that see up to 1500 tokens, with 1024 heads of 256: more than 2^39 multiply-adds."""
+    engine = _native.Engine(1, 1 << 28)
+    large = Link(engine, Geometry(1, 1500, 1, n_q_heads=1024, n_kv_heads=1, head_size=256), KV_FP16, n_pages=32)
+    other = Link(engine, Geometry())
+    for rows, status in ((1500, BAD_TABLE), (1449, BAD_TABLE), (1, OK)):
+        large.table(0, [(0, 1, 0, rows, ATTEND)])
+        reply = large.call(0, 0, 1, rows, rows, True)
+        assert reply.status == status
+        assert (f"{rows * rows} pairs" in reply.message and "at most 2097152" in reply.message) == (status != OK)
+    large.table(0, [(0, 1, 1, 1499, 0)])  # appending is another matter
+    assert large.call(0, 0, 1, 1499, 0, True).status == OK
+    large.table(0, [(0, 1, 1500, 1, ATTEND)])
+    assert large.call(0, 0, 1, 1, 1, True).status == OK
+    other.step(0, [(0, 3, True)])
+    for link in (large, other):
+        link.close()
+    engine.close()

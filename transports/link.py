@@ -136,6 +136,7 @@ class RegionLink(Link):
             del self._asked[request.id]
             if not answer.cancel() and not answer.cancelled():
                 answer.exception()  # seen
+            del answer  # its exception's traceback leads here: a cycle, which would keep the region mapped
 
     async def _read_answers(self) -> None:
         """Until the connection ends; raises TransportError."""

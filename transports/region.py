@@ -17,8 +17,10 @@ assert _native.PROTOCOL_VERSION == PROTOCOL_VERSION
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
-#: No region is larger, whatever the peer asks for. Pages that no call uses are never committed.
+#: No region is larger, whatever the peer asks for, and no slot of one: all rows of a call together, which an R-engine
+#: serves before it looks at the next. Pages that no call uses are never committed.
 MAX_REGION_BYTES = 16 << 30
+MAX_SLOT_BYTES = 2 << 30
 
 
 class GeometryError(TransportError):
@@ -46,10 +48,12 @@ def region_layout(geometry: Geometry) -> RegionLayout:
         layout = RegionLayout(*_native.region_layout(geometry_tuple(geometry)))
     except (ValueError, OverflowError) as error:
         raise GeometryError(f"{error} ({geometry})") from None
-    if layout.region_bytes > MAX_REGION_BYTES:
-        raise GeometryError(
-            f"the region would have {layout.region_bytes} bytes, more than the {MAX_REGION_BYTES} allowed ({geometry})"
-        )
+    for part, n, most in (
+        ("a call", layout.slot_bytes, MAX_SLOT_BYTES),
+        ("the region", layout.region_bytes, MAX_REGION_BYTES),
+    ):
+        if n > most:
+            raise GeometryError(f"{part} would have {n} bytes, more than the {most} allowed ({geometry})")
     return layout
 
 

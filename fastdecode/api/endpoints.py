@@ -118,6 +118,14 @@ class Generator:
         if self.closing:
             raise _shutting_down()
         n = generation.n
+        if (choices := len(prompts) * n) > self.engine.max_queued:
+            raise ApiError(
+                400,
+                f"{len(prompts)} prompt(s) times n={n} is {choices} choices; this server queues at most "
+                f"{self.engine.max_queued} (--max-queued)",
+                param="n" if n > 1 else answer.prompt_param,
+                code="too_many_choices",
+            )
         try:
             run = submit(
                 self.engine,

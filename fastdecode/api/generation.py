@@ -30,6 +30,8 @@ class TokenStream(Protocol):
 class Submits(Protocol):
     """The engine, as far as generating goes. Raises PromptTooLong, Overloaded, NotReady."""
 
+    max_queued: int  # more can never be submitted at once
+
     def submit(self, prompt_ids: list[int], params: SamplingParams, request_id: str | None = None) -> TokenStream: ...
 
 

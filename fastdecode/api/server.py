@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import logging
+import socket
 import time
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from fastdecode.api.endpoints import Generator
 from fastdecode.api.errors import ApiError, json_response
@@ -98,34 +102,92 @@ def make_app(
 class Server:
     """A served application: where it listens, and how to end it."""
 
-    def __init__(
-        self, runner: web.AppRunner, site: web.TCPSite, close_requests: Callable[[float], Awaitable[None]], port: int
-    ):
+    def __init__(self, runner: web.AppRunner, close_requests: Callable[[float], Awaitable[None]], port: int):
         self._runner = runner
-        self._site = site
         self._close_requests = close_requests
         self.port = port
 
     async def close(self, grace: float = 1.0) -> None:
         """Stop listening, give running requests `grace` seconds to end, end the others with an error. Idempotent."""
-        if self._site in self._runner.sites:
-            await self._site.stop()
+        for site in list(self._runner.sites):
+            await site.stop()
         await self._close_requests(grace)
         await self._runner.cleanup()
 
 
-async def serve(app: web.Application, host: str, port: int) -> Server:
-    """Listen on host:port (port 0: any free one). Raises OSError.
+def bind(host: str, port: int) -> list[socket.socket]:
+    """Take host:port (port 0: any free one) on every address that the host name has here.
+
+    Nobody listens yet: this is for knowing of a port in use before anything else takes its time. Raises OSError with a
+    sentence.
+    """
+    sockets: list[socket.socket] = []
+    failed: OSError | None = None
+    try:
+        found = dict.fromkeys(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE))
+        for family, kind, proto, _, address in found:
+            taken = sockets[0].getsockname()[1] if sockets else port
+            try:
+                sockets.append(_bound(family, kind, proto, (address[0], taken, *address[2:])))
+            except OSError as error:
+                if error.errno not in (
+                    errno.EADDRNOTAVAIL,
+                    errno.EAFNOSUPPORT,
+                ):  # a name may have one more than the host
+                    raise
+                failed = error
+        if not sockets and failed:
+            raise failed
+    except OSError as error:
+        for sock in sockets:
+            sock.close()
+        raise OSError(f"cannot serve the API on {host}:{port}: {error.strerror}") from None
+    return sockets
+
+
+def _bound(family: int, kind: int, proto: int, address: tuple) -> socket.socket:
+    sock = socket.socket(family, kind, proto)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        sock.bind(address)
+    except OSError:
+        sock.close()
+        raise
+    return sock
+
+
+class _OneLine(logging.Filter):
+    """What is not HTTP is the client's fault: a line in the log, without a traceback."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        error = record.exc_info and record.exc_info[1]
+        if isinstance(error, HttpProcessingError):
+            record.levelno, record.levelname = logging.WARNING, "WARNING"
+            said = " ".join(error.message.split())[:200]
+            record.msg, record.args = f"{record.msg}: not HTTP: %r", (*(record.args or ()), said)
+            record.exc_info = None
+        return True
+
+
+_log = logging.getLogger("fastdecode.api.http")
+_log.addFilter(_OneLine())
+
+
+async def serve(app: web.Application, sockets: list[socket.socket]) -> Server:
+    """Listen on sockets that are bound, which are taken over. Raises OSError.
 
     A client that goes away must cancel its handler, or its request would go on to its end: aiohttp does so only if it
     is told.
     """
-    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=2.0)
+    port = sockets[0].getsockname()[1]
+    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, logger=_log, shutdown_timeout=2.0)
     await runner.setup()
-    site = web.TCPSite(runner, host, port)
     try:
-        await site.start()
+        for sock in sockets:
+            await web.SockSite(runner, sock).start()
     except OSError:
         await runner.cleanup()
         raise
-    return Server(runner, site, app[_GENERATOR].close, runner.addresses[0][1])
+    return Server(runner, app[_GENERATOR].close, port)

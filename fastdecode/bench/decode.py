@@ -88,7 +88,8 @@ async def _run(args: argparse.Namespace) -> dict:
     model = load_model(directory, device=device, dtype=dtype, progress=True)
     node = None
     if not args.r_node:
-        node = await EmbeddedRNode.start(config, split)
+        node = EmbeddedRNode(config, split)
+        await node.start()
     try:
         bench = await _Bench.open(args, model, [node.url] if node else args.r_node)
         await bench.fill()

@@ -56,7 +56,8 @@ async def _run(args: argparse.Namespace) -> dict:
     text = args.text.read_text() if args.text else heldout_text()
     ids = cut(directory, text, args.sequences, args.length)
     config = NodeConfig()
-    node = await EmbeddedRNode.start(config, split_machine(config, s_on_gpu=device.type == "cuda"))
+    node = EmbeddedRNode(config, split_machine(config, s_on_gpu=device.type == "cuda"))
+    await node.start()
     rows = []
     try:
         for kv_dtype in args.kv_dtype or KV_DTYPES:

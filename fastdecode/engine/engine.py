@@ -107,7 +107,7 @@ class Engine:
         if max_model_len is not None and max_model_len > positions:
             raise ValueError(f"max_model_len {max_model_len} is more than the model's {positions} positions")
         self.max_model_len = max_model_len or positions
-        self.max_queued = max_queued
+        self.max_queued = max(max_queued, 1)  # who is admitted at once has waited, too
         self.spart = spart
         self.cluster = Cluster(links, watermark)
         self.scheduler = Scheduler(self.cluster, SchedulerLimits(mini_batches, max_batch_tokens, max_batch_size))
@@ -177,7 +177,7 @@ class Engine:
         if (why := self._why_not_ready()) is not None:
             raise NotReady(why)
         max_new = self._room_for(prompt_ids)
-        if len(self.scheduler.waiting) >= max(self.max_queued, 1):
+        if len(self.scheduler.waiting) >= self.max_queued:
             self.totals.rejected += 1
             raise Overloaded(f"{len(self.scheduler.waiting)} requests are waiting already")
         if params.max_tokens is not None:

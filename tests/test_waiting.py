@@ -1,0 +1,50 @@
+"""What links cost while nothing comes over them: CPU time, which a busy machine does not change."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+
+from link_driver import Driver, Payloads, hello, in_thread
+from rnode_process import RNodeProcess
+
+from fastdecode.transports.registry import connect
+
+IDLE_S = 2.0
+
+
+def cpu_seconds(pid: int) -> dict[str, float]:
+    """CPU time that each thread of a process has used."""
+    return {x.name: int((x / "schedstat").read_text().split()[0]) / 1e9 for x in Path(f"/proc/{pid}/task").iterdir()}
+
+
+async def test_an_idle_node_uses_under_1_percent_of_a_core(shared_node):
+    links = [await connect(shared_node.url, hello(), None) for _ in range(6)]
+    for link in links:
+        await in_thread(Driver(link, hello()).step, 0, [(0, 1, True)])
+    await asyncio.sleep(0.2)
+    pids = shared_node.pid, os.getpid()
+    before = [sum(cpu_seconds(pid).values()) for pid in pids]
+    await asyncio.sleep(IDLE_S)
+    for pid, seconds in zip(pids, before, strict=True):
+        assert sum(cpu_seconds(pid).values()) - seconds < 0.01 * IDLE_S
+    for link in links:
+        await link.close()
+
+
+async def test_tcp_links_that_are_idle_spin_no_threads_while_another_is_busy():
+    """The R-engine's own thread looks at all sockets; each link's threads sleep."""
+    node = RNodeProcess("tcp://127.0.0.1:0", 64 << 20)
+    links = [await connect(node.url, hello(), None) for _ in range(12)]
+    busy = await connect(node.url, Payloads.HELLO, None)
+    before = cpu_seconds(node.pid)
+    await in_thread(Payloads(busy).run, 5000)
+    after = cpu_seconds(node.pid)
+    used = sorted((after[thread] - seconds for thread, seconds in before.items()), reverse=True)
+    assert len(used) > 2 * len(links)
+    assert used[0] > 0.05  # the R-engine's
+    assert sum(used[4:]) < 0.1 * used[0], used  # but for the busy link's two and Python's
+    for link in (*links, busy):
+        await link.close()
+    assert node.end() == 0
