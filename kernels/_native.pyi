@@ -45,7 +45,7 @@ def bind_memory(node: int, /) -> None:
     """Let this thread, and those it starts from now on, take memory of NUMA node `node` only. Raises OSError."""
 
 def page_bytes(geometry: _Geometry, kv_dtype: int, /) -> int:
-    """Bytes of one page of PAGE_TOKENS tokens, all layers and KV heads. `kv_dtype` is an index of transports.base.KV_DTYPES."""
+    """Bytes of one page, all layers and KV heads. `kv_dtype` is an index of transports.base.KV_DTYPES."""
 
 def region_layout(geometry: _Geometry, /) -> tuple[int, int, int, int, int, int, int, int, int]:
     """The fields of transports.base.RegionLayout, in order. Raises ValueError if the geometry is not sane."""

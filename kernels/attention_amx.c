@@ -6,6 +6,7 @@
  *
  * To its left a tile has 16 rows of multipliers, two for each of up to 8 query rows, so that narrow products are enough: the high and the low
  * byte of a 16-bit integer, or a bf16 and what it leaves of an fp32 (16 bits of significand together). int4 is widened to bytes on the way.
+ * bf16 products take subnormals for zeros.
  */
 #include "dispatch.h"
 

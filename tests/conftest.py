@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from rnode_process import RNodeProcess
+    from rnode_process import FarRNode, RNodeProcess
 
     from fastdecode.rnode import RNode
 
@@ -30,17 +30,25 @@ os.environ["PYTHONSAFEPATH"] = "1"
 
 
 def transports() -> list[str]:
-    """RDMA where there is a device, such as in tests/rdma's virtual machine."""
+    """RDMA where there is a device, such as in tests/rdma's virtual machine. FASTDECODE_R_NODE is the URL of an R-node
+    on another host; then there is no other."""
+    if far := os.environ.get("FASTDECODE_R_NODE"):
+        return [far.partition(":")[0]]
     from fastdecode.transports.rdma_devices import list_ports
 
     return ["shm", "tcp", *(["rdma"] if any(port.active for port in list_ports()) else [])]
 
 
 @pytest.fixture(params=transports(), scope="module")
-def shared_node(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RNodeProcess]:
+def shared_node(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[RNodeProcess | FarRNode]:
     """An R-node process for the tests that leave it as it was; once over each transport."""
-    from rnode_process import RNodeProcess
+    from rnode_process import FarRNode, RNodeProcess
 
+    if far := os.environ.get("FASTDECODE_R_NODE"):
+        yield FarRNode(far)
+        return
     node = RNodeProcess.over(request.param, tmp_path_factory.mktemp("node"))
     yield node
     assert node.end() == 0
@@ -51,6 +59,8 @@ def node(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RNodeProces
     """An R-node process for the tests that do something to it; once over each transport."""
     from rnode_process import RNodeProcess
 
+    if "FASTDECODE_R_NODE" in os.environ:
+        pytest.skip("the only R-node is on another host")
     node = RNodeProcess.over(request.param, tmp_path)
     yield node
     if node.process.poll() is None:

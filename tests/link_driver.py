@@ -17,6 +17,8 @@ from fastdecode.transports.base import ACT_DTYPES, KV_DTYPES, ROW_ATTEND, ROW_DT
 #: Set where everything is slow: an emulated machine takes half a minute for a call of LARGE's full size.
 SLOW = "FASTDECODE_SLOW" in os.environ
 HANG_S = 300.0 if SLOW else 20.0
+#: By this tests divide how often they do a thing.
+FEWER = 4 if SLOW else 1
 
 NOTICED_S = 5.0  # a death must have been noticed by then
 
@@ -27,7 +29,7 @@ CYCLES = int(os.environ.get("FASTDECODE_CYCLES", 1))
 SMALL = Geometry(n_slots=2, max_rows=32, n_layers=2, n_q_heads=4, n_kv_heads=2, head_size=16, act_dtype="fp32")
 #: Frames of 3 MiB one way and 2 MiB the other: more than a socket takes at once.
 LARGE = Geometry(
-    n_slots=2, max_rows=64 if SLOW else 256, n_layers=1, n_q_heads=32, n_kv_heads=8, head_size=64, act_dtype="fp32"
+    n_slots=2, max_rows=256 // FEWER, n_layers=1, n_q_heads=32, n_kv_heads=8, head_size=64, act_dtype="fp32"
 )
 
 

@@ -2,7 +2,8 @@
 
     python rnode_process.py URL KV_BYTES [SECRET]
 
-prints the URL it is bound to. SIGTERM ends it; SIGUSR1 holds its GIL for STUCK_S seconds. And what a process holds.
+prints the URL it is bound to. SIGTERM ends it; SIGUSR1 holds its GIL for STUCK_S seconds, which it says first.
+And what a process holds.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-STUCK_S = 1.0
+STUCK_S = 3.0 if "FASTDECODE_SLOW" in os.environ else 1.0  # see link_driver.SLOW
 KV_BYTES = 64 << 20  # unless told otherwise
 
 
@@ -33,8 +34,9 @@ class RNodeProcess:
 
     @classmethod
     def over(cls, transport: str, folder: Path) -> RNodeProcess:
-        """One that listens on this host alone."""
-        return cls(f"shm://{folder}/r.sock" if transport == "shm" else f"{transport}://127.0.0.1:0", KV_BYTES)
+        """One that listens on this host alone; over RDMA at FASTDECODE_RDMA_HOST, if that is set."""
+        host = os.environ.get("FASTDECODE_RDMA_HOST", "127.0.0.1") if transport == "rdma" else "127.0.0.1"
+        return cls(f"shm://{folder}/r.sock" if transport == "shm" else f"{transport}://{host}:0", KV_BYTES)
 
     def start(self) -> None:
         self.process = subprocess.Popen(self._args, stdout=subprocess.PIPE, text=True)
@@ -49,6 +51,12 @@ class RNodeProcess:
 
     def tell(self, number: int) -> None:
         self.process.send_signal(number)
+
+    def stick(self) -> None:
+        """Holds its GIL for STUCK_S seconds from now on."""
+        self.tell(signal.SIGUSR1)
+        assert self.process.stdout
+        assert self.process.stdout.readline() == "stuck\n"
 
     def stop(self) -> None:
         """Stops it (SIGSTOP), and returns when every thread of it stands still."""
@@ -70,6 +78,19 @@ class RNodeProcess:
             self.process.stdout.close()
 
 
+class FarRNode:
+    """One on another host, of which only the URL is known."""
+
+    def __init__(self, url: str):
+        self.url = url
+
+    @property
+    def pid(self) -> int:
+        import pytest
+
+        pytest.skip("the R-node is on another host")
+
+
 def stop(process: subprocess.Popen) -> None:
     """See RNodeProcess.stop."""
     process.send_signal(signal.SIGSTOP)
@@ -86,7 +107,9 @@ class Held:
     fds: int
     threads: int
     regions: int  # mapped
+    registered: int  # bytes of memory that devices may use
     shm: int  # names in /dev/shm, of all processes
+    verbs: str  # queue pairs, completion queues, registrations and so on, of all processes
 
     @classmethod
     def by(cls, pid: int) -> Held:
@@ -94,13 +117,24 @@ class Held:
             gc.collect()
         fds, threads = (len(os.listdir(f"/proc/{pid}/{what}")) for what in ("fd", "task"))
         regions = Path(f"/proc/{pid}/maps").read_text().count("memfd:fastdecode-region")
-        return cls(fds, threads, regions, len(os.listdir("/dev/shm")))
+        return cls(fds, threads, regions, _status_bytes(pid, "VmPin"), len(os.listdir("/dev/shm")), _verbs())
+
+
+def _verbs() -> str:
+    """As the kernel counts them, a line a device."""
+    if not any(Path("/sys/class").glob("infiniband/*")):
+        return ""
+    return subprocess.run(["rdma", "resource"], stdout=subprocess.PIPE, text=True, check=True).stdout
+
+
+def _status_bytes(pid: int, *names: str) -> int:
+    status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    return sum(int(status[name].split()[0]) for name in names) << 10
 
 
 def resident_bytes(pid: int) -> int:
     """Memory of a process, but for what it has of files on disk."""
-    status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
-    return sum(int(status[name].split()[0]) for name in ("RssAnon", "RssShmem")) << 10
+    return _status_bytes(pid, "RssAnon", "RssShmem")
 
 
 def start_executor_threads() -> None:
@@ -115,6 +149,7 @@ def start_executor_threads() -> None:
 
 
 def hold_the_gil(*_: object) -> None:
+    os.write(1, b"stuck\n")
     ctypes.PyDLL(None).usleep(int(STUCK_S * 1e6))
 
 
@@ -126,7 +161,7 @@ async def main(url: str, kv_bytes: int, secret: bytes | None) -> None:
     signal.signal(signal.SIGUSR1, hold_the_gil)
     start_executor_threads()
     node = RNode(threads=1, kv_bytes=kv_bytes, name="test", spin_us=20)
-    print(*await node.serve([url], secret), flush=True)
+    print(*await node.serve([url], secret, insecure=True), flush=True)
     await ended.wait()
     await node.close()
 

@@ -155,6 +155,25 @@ def test_transport_prints_a_row_a_transport_and_peer_from_an_empty_call_to_a_lay
     assert not find_spec("matplotlib") or plot.read_bytes().startswith(b"\x89PNG")
 
 
+def test_transport_times_calls_that_only_go_out_and_streams_of_them(tmp_path):
+    urls = ["--url", f"shm://{tmp_path}/r.sock", "--url", "tcp://127.0.0.1:0"]
+    quick = ["--payload", "0", "--rows", "1", "--seconds", "0.01", "--rounds", "1", "--beside", "none"]
+    rows = json.loads(bench("transport", *urls, *quick, "--out", "4096", "--stream", "131072", "--json"))["rows"]
+    out = [row for row in rows if row["case"] == "4.0 KiB out"]
+    assert [(row["transport"], row["bytes_out"], row["bytes_back"]) for row in out] == [
+        ("shm", 4096, 0),
+        ("tcp", 4096, 0),
+    ]
+    (stream,) = [row for row in rows if row["case"] == "stream 128.0 KiB"]  # over shm nothing moves
+    assert (stream["transport"], stream["bytes_out"], stream["bytes_back"], stream["p99_us"]) == (
+        "tcp",
+        131072,
+        0,
+        None,
+    )
+    assert stream["gbps"] == pytest.approx(131072 / stream["p50_us"] * 1e-3)
+
+
 @pytest.mark.parametrize("name", transport_peers.PEERS)
 def test_a_peer_of_the_transport_answers_payloads_of_any_size(name):
     if name not in transport_peers.installed():

@@ -21,7 +21,7 @@ from rengine_peer import FP32, KV_FP32, OK, PAGE, Geometry, Link
 from fastdecode.kernels import _native
 
 #: 512 KiB a page and layer, 1 MiB a page.
-BIG = Geometry(n_slots=2, max_rows=512, n_layers=2, n_q_heads=8, n_kv_heads=8, head_size=128, act_dtype=FP32)
+BIG = Geometry(n_slots=2, max_rows=512, n_layers=1, n_q_heads=8, n_kv_heads=8, head_size=128, act_dtype=FP32)
 MIB = 1 << 20
 OS_PAGE = os.sysconf("SC_PAGE_SIZE")
 NR_HUGEPAGES = Path("/proc/sys/vm/nr_hugepages")

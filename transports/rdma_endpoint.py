@@ -1,6 +1,6 @@
 """One end of an RDMA connection, over pyverbs: device, protection domain, registration, queue pair, completion events.
 
-pyverbs of Debian 12 (rdma-core 44) and of PyPI differ in where their constants are, which `load` evens out. It opens
+pyverbs of Debian 12 (rdma-core 44) and of PyPI differ in where their constants are, which `_Enums` evens out. It opens
 and closes everything here, but does not post: `rdma_poster.h` says why, and `_queue_pair_address` how the poster gets
 at the queue pair.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import enum
 import importlib
 import logging
 import os
@@ -38,6 +39,25 @@ _TIMEOUT, _RETRIES = 14, 6
 _HOPS = 64
 
 
+class _Enums:
+    """The constants of verbs as integers, by name."""
+
+    def __init__(self) -> None:
+        """Raises ImportError."""
+        try:
+            module = importlib.import_module("pyverbs.enums")  # rdma-core before 50
+        except ImportError:
+            module = importlib.import_module("pyverbs.libibverbs_enums")
+        # What a constant is an attribute of depends on the Cython that pyverbs was built with: the module, or its enum.
+        self._holders = [module, *(value for value in vars(module).values() if isinstance(value, enum.EnumMeta))]
+
+    def __getattr__(self, name: str) -> int:
+        for holder in self._holders:
+            if hasattr(holder, name):
+                return int(getattr(holder, name))
+        raise AttributeError(f"pyverbs lacks {name}")
+
+
 class Verbs:
     """pyverbs, as far as it is used here."""
 
@@ -45,10 +65,7 @@ class Verbs:
         """Raises ImportError, AttributeError."""
         for name in ("addr", "cq", "device", "mr", "pd", "pyverbs_error", "qp"):
             setattr(self, name, importlib.import_module(f"pyverbs.{name}"))
-        try:
-            self.enums = importlib.import_module("pyverbs.enums")  # rdma-core before 50
-        except ImportError:
-            self.enums = importlib.import_module("pyverbs.libibverbs_enums")
+        self.enums = _Enums()
         self.Error = self.pyverbs_error.PyverbsError
 
     def __getattr__(self, name: str) -> Any:

@@ -8,16 +8,21 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 
-from fastdecode.bench import accuracy, attention, checkpoint, decode, perplexity, transport
 from fastdecode.transports.base import TransportError
+
+_COMMANDS = ("decode", "attention", "transport", "perplexity", "accuracy", "checkpoint")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Console script."""
+    argv = sys.argv[1:] if argv is None else argv
+    # Others than the one asked for are left alone: most bring torch along, which `transport` does without.
+    wanted = [name for name in _COMMANDS if [name] == list(argv[:1])] or _COMMANDS
     parser = argparse.ArgumentParser(prog="fastdecode-bench", description=__doc__, allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True)
-    for module in (decode, attention, transport, perplexity, accuracy, checkpoint):
+    for module in (import_module(f"fastdecode.bench.{name}") for name in wanted):
         name, help_text = module.COMMAND
         command = commands.add_parser(name, help=help_text, description=module.__doc__, allow_abbrev=False)
         module.add_arguments(command)

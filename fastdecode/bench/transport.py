@@ -3,7 +3,11 @@
 The other process is an R-node that this starts, or the one at --peer. What is timed is `post` to `wait`, less the time
 that the R-engine says it worked: what the transport costs. Beside it, in the same rounds and on the same bytes, what
 else could carry them. `bytes_out` and `bytes_back` are the rows a case is about; `carried_out` and `carried_back` count
-all that a call brings along, among it the 32 bytes of K and V that not even an empty call can do without.
+all that a call brings along, among it the 32 bytes of K and V that not even an empty call can do without. Over shm
+nothing has to be sent: what a call costs there is Python's and the two doorbells' share of what it costs elsewhere.
+
+--stream asks for the time from one reply to the next with several calls in flight, whose K and V rows go out and which
+the R-engine refuses at once, as no sequence has their tag.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ import os
 import statistics
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter, perf_counter_ns
@@ -23,21 +27,25 @@ import numpy as np
 import orjson
 from tqdm import tqdm
 
+from fastdecode.bench.perftest import TOOLS, Perftest
+from fastdecode.bench.perftest import installed as perftest_installed
 from fastdecode.bench.rnode_child import RNodeChild
 from fastdecode.bench.transport_peers import PEERS, EchoProcess, installed
 from fastdecode.config import format_bytes
 from fastdecode.kernels._native import page_bytes
 from fastdecode.transports import registry
-from fastdecode.transports.base import KV_DTYPES, ROW_ATTEND, ROW_DTYPE, Geometry, Hello
+from fastdecode.transports.base import KV_DTYPES, ROW_ATTEND, ROW_DTYPE, CallRefused, Geometry, Hello
 from fastdecode.transports.region import geometry_tuple
 
-COMMAND = ("transport", "round trips over a link, beside raw sockets, gloo and ZeroMQ")
+COMMAND = ("transport", "round trips over a link, beside raw sockets, gloo, ZeroMQ and perftest")
 
 _PAYLOADS = (0, 256, 4 << 10, 8 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20)
 _HEAD_SIZE, _MAX_Q_ROW = 8, 16 << 10
 _ACT_BYTES = 2
 _KV_DTYPE = "fp16"
 _CALL_BYTES, _REPLY_BYTES = 64, 256  # fd_call_t, fd_reply_t
+_STREAM_SLOTS, _STREAM_ROW, _STREAM_HEAD_SIZE = 4, 64 << 10, 256
+_PERFTEST = "perftest"
 _MIN_CALLS = 30
 _TIMEOUT = 20.0
 _KV_BYTES = 1 << 30
@@ -58,8 +66,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="R-node that runs already, here or elsewhere (repeatable)",
     )
     parser.add_argument("--secret-file", type=Path, metavar="FILE", help="shared secret of the R-nodes at --peer")
-    parser.add_argument("--beside", action="append", choices=[*PEERS, "none"], help="default: all that are installed")
+    parser.add_argument(
+        "--beside",
+        action="append",
+        choices=[*PEERS, _PERFTEST, "none"],
+        help=f"default: all that are installed; {_PERFTEST} beside an rdma:// link that is started here",
+    )
     parser.add_argument("--payload", action="append", type=int, metavar="BYTES", help="each way (repeatable)")
+    parser.add_argument("--out", action="append", default=[], type=int, metavar="BYTES", help="out only (repeatable)")
+    parser.add_argument(
+        "--stream", action="append", default=[], type=int, metavar="BYTES", help="one way, calls in flight (repeatable)"
+    )
     parser.add_argument("--rows", type=int, default=64, help="rows of the layer call")
     parser.add_argument("--heads", type=int, default=32, help="its query heads")
     parser.add_argument("--kv-heads", type=int, default=8)
@@ -91,6 +108,7 @@ class Case:
     attend: bool
     bytes_out: int
     bytes_back: int
+    slots: int = 1
 
     @classmethod
     def payload(cls, n: int) -> Case:
@@ -104,13 +122,30 @@ class Case:
         return cls(format_bytes(n), n // row, heads, 1, _HEAD_SIZE, True, n, n)
 
     @classmethod
+    def out(cls, n: int) -> Case:
+        """`n` bytes of K and V in one row out, which need little work there."""
+        unit = 2 * _HEAD_SIZE * _ACT_BYTES
+        if n <= 0 or n % unit:
+            raise ValueError(f"{n} bytes out are not a multiple of {unit}")
+        return cls(f"{format_bytes(n)} out", 1, n // unit, n // unit, _HEAD_SIZE, False, n, 0)
+
+    @classmethod
     def layer(cls, rows: int, heads: int, kv_heads: int, head_size: int) -> Case:
         q, kv = (rows * n * head_size * _ACT_BYTES for n in (heads, 2 * kv_heads))
         return cls(f"layer {rows}x{heads}/{kv_heads}x{head_size}", rows, heads, kv_heads, head_size, True, q + kv, q)
 
+    @classmethod
+    def stream(cls, n: int) -> Case:
+        """`n` bytes of K and V rows out."""
+        if n <= 0 or n % _STREAM_ROW:
+            raise ValueError(f"a stream of {n} bytes a call is not a multiple of {format_bytes(_STREAM_ROW)}")
+        heads = _STREAM_ROW // (2 * _STREAM_HEAD_SIZE * _ACT_BYTES)
+        rows = n // _STREAM_ROW
+        return cls(f"stream {format_bytes(n)}", rows, heads, heads, _STREAM_HEAD_SIZE, False, n, 0, _STREAM_SLOTS)
+
     @property
     def geometry(self) -> Geometry:
-        return Geometry(1, self.rows, 1, self.q_heads, self.kv_heads, self.head_size, "fp16")
+        return Geometry(self.slots, self.rows, 1, self.q_heads, self.kv_heads, self.head_size, "fp16")
 
     @property
     def carried(self) -> tuple[int, int]:
@@ -133,44 +168,67 @@ def run(args: argparse.Namespace) -> None:
 def _measure(args: argparse.Namespace) -> dict:
     payloads = _PAYLOADS if args.payload is None else args.payload
     cases = [Case.payload(n) for n in payloads]
+    cases += [Case.out(n) for n in args.out]
     cases.append(Case.layer(args.rows, args.heads, args.kv_heads, args.head_size))
+    streams = [Case.stream(n) for n in args.stream]
     secret = args.secret_file.read_bytes().strip() if args.secret_file else None
-    wanted = list(PEERS) if args.beside is None else [name for name in args.beside if name != "none"]
-    present = [name for name in wanted if name in installed()]
     here, there = args.cpus or (None, None)
     with ExitStack() as stack:
         directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="fastdecode-"))
         urls = [(url, secret) for url in args.peer]
-        for url in args.url or ([] if args.peer else [f"shm://{directory}/r.sock", "tcp://127.0.0.1:0"]):
+        to_start = args.url or ([] if args.peer else [f"shm://{directory}/r.sock", "tcp://127.0.0.1:0"])
+        for url in to_start:
             child = stack.enter_context(closing(RNodeChild(url, args.spin_us, _KV_BYTES, there)))
             urls.append((child.url, None))
+        rdma = [url for url in to_start if url.startswith("rdma://")]
+        wanted = args.beside or [*PEERS, *([_PERFTEST] if rdma else [])]
+        present = [*installed(name for name in wanted if name in PEERS)]
         peers = {name: stack.enter_context(closing(EchoProcess(name, there))) for name in present}
-        samples: dict[tuple[int, str], list[np.ndarray]] = {}
+        perftest = None
+        if rdma and _PERFTEST in wanted and perftest_installed():
+            present.append(_PERFTEST)
+            perftest = Perftest(rdma[0])
+        samples: dict[tuple[Case, str], list[np.ndarray]] = {}
         for _ in tqdm(range(args.rounds), desc="rounds", unit="round"):
-            for i, case in enumerate(tqdm(cases, desc="cases", unit="case", leave=False)):
+            for case in tqdm(cases, desc="cases", unit="case", leave=False):
                 for url, shared in urls:
                     taken = asyncio.run(_calls(url, shared, case, args.spin_us, args.seconds, here))
-                    samples.setdefault((i, url), []).append(taken)
-                for name, peer in peers.items():
+                    samples.setdefault((case, url), []).append(taken)
+                beside = dict(peers)
+                if perftest and case.bytes_out == case.bytes_back:
+                    beside["ib_write_lat"] = perftest
+                for name, peer in beside.items():
                     taken = _round_trips(peer, case, args.seconds, here)
-                    samples.setdefault((i, name), []).append(taken)
-    rows = [_row(cases[i], source, rounds, source in peers) for (i, source), rounds in samples.items()]
+                    samples.setdefault((case, name), []).append(taken)
+            for case in streams:
+                for url, shared in urls:
+                    if not url.startswith("shm://"):  # which sends nothing
+                        taken = asyncio.run(_stream(url, shared, case, args.spin_us, args.seconds, here))
+                        samples.setdefault((case, url), []).append(taken)
+                if perftest:
+                    writes = max(_MIN_CALLS, int(args.seconds * 1e9 / perftest.stream(case.bytes_out, _MIN_CALLS)))
+                    taken = np.array([perftest.stream(case.bytes_out, writes)])
+                    samples.setdefault((case, "ib_write_bw"), []).append(taken)
+    rows = [_row(case, source, rounds) for (case, source), rounds in samples.items()]
     return {
         "spin_us": args.spin_us,
         "cpus": args.cpus,
         "rounds": args.rounds,
-        "beside_absent": [name for name in wanted if name not in present],
+        "beside_absent": [name for name in wanted if name not in (*present, "none")],
         "rows": rows,
     }
+
+
+def _hello(case: Case) -> Hello:
+    one_page = page_bytes(geometry_tuple(case.geometry), KV_DTYPES.index(_KV_DTYPE))
+    return Hello(case.geometry, _KV_DTYPE, (0,), case.head_size**-0.5, case.rows * one_page, case.rows)
 
 
 async def _calls(
     url: str, secret: bytes | None, case: Case, spin_us: int, seconds: float, cpu: int | None
 ) -> np.ndarray:
     """[calls, 2]: nanoseconds from post to wait, and those of them that the R-engine worked."""
-    one_page = page_bytes(geometry_tuple(case.geometry), KV_DTYPES.index(_KV_DTYPE))
-    hello = Hello(case.geometry, _KV_DTYPE, (0,), case.head_size**-0.5, case.rows * one_page, case.rows)
-    link = await registry.connect(url, hello, secret, spin_us=spin_us)
+    link = await registry.connect(url, _hello(case), secret, spin_us=spin_us)
     try:
         y, rng = link.layout, np.random.default_rng(0)
         for offset, row_bytes in ((y.q, y.q_row_bytes), (y.kv, y.kv_row_bytes)):
@@ -197,6 +255,42 @@ async def _calls(
         await link.close()
 
 
+async def _stream(
+    url: str, secret: bytes | None, case: Case, spin_us: int, seconds: float, cpu: int | None
+) -> np.ndarray:
+    """[1]: nanoseconds a call, one after another through all slots."""
+    link = await registry.connect(url, _hello(case), secret, spin_us=spin_us)
+    slots = range(case.geometry.n_slots)
+    table = np.array([(0, 7, 3, case.rows, 0, 0)], ROW_DTYPE)
+
+    def reply(slot: int) -> None:
+        with suppress(CallRefused):
+            link.wait(slot, _TIMEOUT)
+            raise RuntimeError("the R-engine has not refused a call of a sequence that is not there")
+
+    def post(slot: int) -> None:
+        link.post(slot, 0, 1, case.rows, 0, True)
+
+    try:
+        for slot in slots:
+            link.write_table(slot, table)
+        with _pinned(cpu):
+            for slot in slots:
+                post(slot)
+            calls, start = 0, perf_counter()
+            while calls < _MIN_CALLS or perf_counter() < start + seconds:
+                for slot in slots:
+                    reply(slot)
+                    post(slot)
+                calls += len(slots)
+            elapsed = perf_counter() - start
+            for slot in slots:
+                reply(slot)
+        return np.array([elapsed / calls * 1e9])
+    finally:
+        await link.close()
+
+
 @contextmanager
 def _pinned(cpu: int | None) -> Iterator[None]:
     """This thread on `cpu`; threads it has started before stay where they are."""
@@ -209,8 +303,8 @@ def _pinned(cpu: int | None) -> Iterator[None]:
         os.sched_setaffinity(0, before)
 
 
-def _round_trips(peer: EchoProcess, case: Case, seconds: float, cpu: int | None) -> np.ndarray:
-    """As `_calls`; nobody works at the other end."""
+def _round_trips(peer: EchoProcess | Perftest, case: Case, seconds: float, cpu: int | None) -> np.ndarray:
+    """[calls, 2], as of `_calls`; nobody works at the other end."""
     with _pinned(cpu):
         trial = peer.round_trips(case.bytes_out, case.bytes_back, _MIN_CALLS)
         n = max(_MIN_CALLS, int(seconds * 1e9 / statistics.median(trial)))
@@ -218,41 +312,54 @@ def _round_trips(peer: EchoProcess, case: Case, seconds: float, cpu: int | None)
     return np.stack([taken, np.zeros_like(taken)], axis=1)
 
 
-def _row(case: Case, source: str, rounds: list[np.ndarray], is_peer: bool) -> dict:
-    micros = [(taken[:, 0] - taken[:, 1]) / 1e3 for taken in rounds]
-    p50, p90, p99, p999 = (float(np.percentile(np.concatenate(micros), q)) for q in (50, 90, 99, 99.9))
-    out, back = case.carried if not is_peer else (max(1, case.bytes_out), max(1, case.bytes_back))
-    medians = [float(np.median(m)) for m in micros]
-    return {
-        "transport": "tcp" if is_peer else source.partition(":")[0],
+def _row(case: Case, source: str, rounds: list[np.ndarray]) -> dict:
+    ours = "://" in source
+    out, back = case.carried if ours else (max(1, case.bytes_out), max(1, case.bytes_back))
+    row = {
+        "transport": source.partition(":")[0] if ours else "rdma" if source in TOOLS else "tcp",
         "case": case.name,
         "bytes_out": case.bytes_out,
         "bytes_back": case.bytes_back,
-        "p50_us": p50,
-        "p90_us": p90,
-        "p99_us": p99,
-        "p999_us": p999,
-        "gbps": (case.bytes_out + case.bytes_back) / p50 * 1e-3,
-        "peer": source if is_peer else None,
-        "url": None if is_peer else source,
-        "engine_us": None if is_peer else float(np.median(np.concatenate(rounds)[:, 1])) / 1e3,
+        "peer": None if ours else source,
+        "url": source if ours else None,
         "carried_out": out,
         "carried_back": back,
-        "calls": sum(len(m) for m in micros),
-        "spread_p50_us": [min(medians), max(medians)],
     }
+    if rounds[0].ndim == 1:  # a stream; calls overlap, and none has a time of its own
+        micros = np.concatenate(rounds) / 1e3
+        p50 = float(np.median(micros))
+        row |= dict.fromkeys(("p90_us", "p99_us", "p999_us", "engine_us")) | {
+            "calls": None,
+            "spread_p50_us": [float(micros.min()), float(micros.max())],
+        }
+    else:
+        samples = np.concatenate(rounds) / 1e3
+        p50, p90, p99, p999 = np.percentile(samples[:, 0] - samples[:, 1], (50, 90, 99, 99.9)).tolist()
+        medians = [float(np.median(taken[:, 0] - taken[:, 1])) / 1e3 for taken in rounds]
+        row |= {"p90_us": p90, "p99_us": p99, "p999_us": p999}
+        row |= {"engine_us": float(np.median(samples[:, 1])) if ours else None}
+        row |= {"calls": len(samples), "spread_p50_us": [min(medians), max(medians)]}
+    return row | {"p50_us": p50, "gbps": (case.bytes_out + case.bytes_back) / p50 * 1e-3}
 
 
 def _print_table(result: dict) -> None:
     print(
         f"round trips less the R-engine's time, us; both sides spin {result['spin_us']} us; {result['rounds']} rounds"
     )
-    print(f"{'case':<22}{'over':<10}{'p50':>9}{'p90':>9}{'p99':>9}{'p99.9':>10}{'GB/s':>8}{'engine':>9}")
+    columns = {
+        "p50": "p50_us",
+        "p90": "p90_us",
+        "p99": "p99_us",
+        "p99.9": "p999_us",
+        "GB/s": "gbps",
+        "engine": "engine_us",
+    }
+    print(f"{'case':<22}{'over':<13}" + "".join(f"{name:>9}" for name in columns))
     for row in result["rows"]:
-        engine = "" if row["engine_us"] is None else f"{row['engine_us']:.1f}"
-        print(
-            f"{row['case']:<22}{row['peer'] or row['transport']:<10}{row['p50_us']:>9.1f}{row['p90_us']:>9.1f}"
-            f"{row['p99_us']:>9.1f}{row['p999_us']:>10.1f}{row['gbps']:>8.2f}{engine:>9}"
+        numbers = (
+            f"{'':>9}" if row[key] is None else f"{row[key]:>9.{2 if key == 'gbps' else 1}f}"
+            for key in columns.values()
         )
+        print(f"{row['case']:<22}{row['peer'] or row['transport']:<13}" + "".join(numbers))
     if result["beside_absent"]:
         print(f"not installed: {', '.join(result['beside_absent'])}")

@@ -11,7 +11,7 @@ import struct
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from importlib.util import find_spec
 from time import perf_counter_ns
@@ -153,12 +153,12 @@ class ZeroMQ:
 PEERS: dict[str, Callable[[str | None], Wire]] = {"raw": RawSocket, "gloo": Gloo, "zmq": ZeroMQ}
 
 
-def installed() -> list[str]:
-    """Names of the peers that can be imported here."""
+def installed(wanted: Iterable[str] = PEERS) -> list[str]:
+    """Those of the peers that can be imported here."""
     names = []
-    for name, wire in PEERS.items():
+    for name in wanted:
         with suppress(ModuleNotFoundError):
-            if find_spec(wire.module):
+            if find_spec(PEERS[name].module):
                 names.append(name)
     return names
 

@@ -1,7 +1,13 @@
-# In the guest: rxe0 on the loopback interface, which its driver short-cuts, and rxa and rxb at the two ends of a veth pair,
-# with every packet between 10.8.0.1 and 10.8.0.2 over that wire, although both ends are in one network namespace (the
-# driver receives in the first one only).
+# In the guest. With a network card: rxe0 on it. Without: rxe0 on the loopback interface, which its driver short-cuts, and rxa
+# and rxb at the two ends of a veth pair, with every packet between 10.8.0.1 and 10.8.0.2 over that wire, although both ends
+# are in one network namespace (the driver receives in the first one only).
 set -e
+if [ -e /sys/class/net/eth0 ]; then
+    ip addr add "10.9.0.${FASTDECODE_RDMA_WIRE#guest }/24" dev eth0
+    ip link set eth0 up
+    rdma link add rxe0 type rxe netdev eth0
+    return
+fi
 rdma link add rxe0 type rxe netdev lo
 ip link add va type veth peer name vb
 for i in va vb; do

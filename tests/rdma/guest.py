@@ -1,6 +1,6 @@
 """RDMA verbs on a machine without an RDMA device: Soft-RoCE (rdma_rxe) in a small QEMU guest, which has two NUMA nodes.
 
-    python tests/rdma/guest.py prepare            once: downloads Debian packages (about 160 MB), installs nothing
+    python tests/rdma/guest.py prepare            once: downloads Debian packages (about 90 MB), installs nothing
     python tests/rdma/guest.py run COMMAND...     runs a command in a guest, in the current folder
 
 The guest's root is an overlay over this machine's own files, read-only, with the RDMA packages (libibverbs, pyverbs,
@@ -13,6 +13,10 @@ $FASTDECODE_RDMA_VM, or fastdecode-rdma-vm below $XDG_CACHE_HOME or ~/.cache.
 
 from __future__ import annotations
 
+import ctypes
+import hashlib
+import inspect
+import mmap
 import os
 import shlex
 import shutil
@@ -20,16 +24,17 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from pathlib import Path
 
 import initrd
 
 HERE = Path(__file__).parent
 _PACKAGES = ["libibverbs1", "ibverbs-providers", "ibverbs-utils", "librdmacm1", "libibumad3", "libpci3"]
-_PACKAGES += ["libnl-3-200", "libnl-route-3-200", "perftest", "python3-pyverbs"]
+_PACKAGES += ["libnl-3-200", "libnl-route-3-200", "perftest", "python3-pyverbs", "libibverbs-dev"]
 _KERNEL_ARGUMENTS = (
-    "console=ttyS0 quiet panic=-1 mitigations=off nokaslr tsc=reliable no_timer_check random.trust_cpu=on audit=0 "
-    "norandmaps rdinit=/init"
+    "console=ttyS0 quiet panic=-1 mitigations=off nokaslr no_timer_check random.trust_cpu=on audit=0 "
+    "norandmaps rdinit=/init tsc=reliable tsc_early_khz={tsc_khz}"
 )
 
 
@@ -54,29 +59,56 @@ def _call(*command: str, cwd: Path) -> str:
         raise NotHere(f"{shlex.join(command)[:200]} failed: {error.stderr.strip()[-300:]}") from None
 
 
-def _lacking(package: str, folder: Path) -> list[str]:
-    """The package and what it depends on, as far as it is not installed."""
-    plan = _call("apt-get", "install", "-s", "--no-install-recommends", package, cwd=folder)
-    return [line.split()[1] for line in plan.splitlines() if line.startswith("Inst ")]
+class _Archive:
+    """The packages that this machine's apt knows of, with lists of our own: the machine's may be missing or old."""
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+        for name in ("lists/partial", "cache/archives/partial"):
+            (folder / name).mkdir(parents=True)
+        self._options = ["-o", f"Dir::State::Lists={folder}/lists", "-o", f"Dir::Cache={folder}/cache"]
+        self._options += ["-o", "APT::Sandbox::User="]
+        self.apt("apt-get", "update", "-q")
+
+    def apt(self, tool: str, *arguments: str) -> str:
+        return _call(tool, *self._options, *arguments, cwd=self._folder)
+
+    def lacking(self, package: str) -> list[str]:
+        """The package and what it depends on, as far as it is not installed."""
+        plan = self.apt("apt-get", "install", "-s", "--no-install-recommends", package)
+        return [line.split()[1] for line in plan.splitlines() if line.startswith("Inst ")]
+
+
+def _version() -> str:
+    """Changes with what `prepare` makes."""
+    sources = [(HERE / name).read_text() for name in ("init.sh", "initrd.py")]
+    return hashlib.sha256(repr([*sources, _PACKAGES, inspect.getsource(prepare)]).encode()).hexdigest()
+
+
+def _is_ready() -> bool:
+    try:
+        return (cache() / "ready").read_text() == _version()
+    except FileNotFoundError:
+        return False
 
 
 def prepare() -> None:
     """Fill the cache, unless it is. Raises NotHere."""
-    home = cache()
-    if (home / "ready").exists():
+    if _is_ready():
         return
+    home = cache()
     shutil.rmtree(home, ignore_errors=True)
     debs = home / "debs"
-    debs.mkdir(parents=True)
+    archive = _Archive(debs)
     # The metapackage names a kernel that the archive still has.
-    depends = _call("apt-cache", "depends", "linux-image-amd64", cwd=debs)
+    depends = archive.apt("apt-cache", "depends", "linux-image-amd64")
     kernels = [w for w in depends.split() if w.startswith("linux-image-") and w != "linux-image-amd64"]
     if not kernels:
         raise NotHere("the package archive has no linux-image-amd64")
     kernel = kernels[0]
-    qemu = [] if shutil.which("qemu-system-x86_64") else _lacking("qemu-system-x86", debs)
-    packages = [*_PACKAGES, *([] if shutil.which("rdma") else _lacking("iproute2", debs))]
-    _call("apt-get", "download", "-q", kernel, "busybox-static", *packages, *qemu, cwd=debs)
+    qemu = [] if shutil.which("qemu-system-x86_64") else archive.lacking("qemu-system-x86")
+    packages = [*_PACKAGES, *([] if shutil.which("rdma") else archive.lacking("iproute2"))]
+    archive.apt("apt-get", "download", "-q", kernel, "busybox-static", *packages, *qemu)
 
     def unpack(package: str, into: Path) -> None:
         (deb,) = debs.glob(f"{package}_*.deb")
@@ -103,7 +135,7 @@ def prepare() -> None:
     (home / "initrd.gz").write_bytes(initrd.make_initramfs(home / "kernel", busybox, (HERE / "init.sh").read_bytes()))
     for name in ("debs", "kernel", "busybox"):
         shutil.rmtree(home / name)
-    (home / "ready").touch()
+    (home / "ready").write_text(_version())
 
 
 # ---- run ----
@@ -111,11 +143,10 @@ def prepare() -> None:
 
 def check() -> None:
     """Raises NotHere unless `run` can be used and this Python can load the guest's pyverbs."""
-    home = cache()
-    if not (home / "ready").exists():
+    if not _is_ready():
         raise NotHere("the virtual machine is not prepared: python tests/rdma/guest.py prepare")
     abi = f"cpython-{sys.version_info.major}{sys.version_info.minor}"
-    if not list(home.glob(f"extra/usr/lib/python3/dist-packages/pyverbs/qp.{abi}-*.so")):
+    if not list(cache().glob(f"extra/usr/lib/python3/dist-packages/pyverbs/qp.{abi}-*.so")):
         raise NotHere(f"Debian's pyverbs here is for another Python than {abi}")
 
 
@@ -133,16 +164,38 @@ def _share(folder: Path | str, tag: str, read_only: bool = True) -> list[str]:
     return ["-virtfs", f"local,path={folder},mount_tag={tag},security_model=none,multidevs=remap{options}"]
 
 
-def run(command: list[str], timeout: float) -> tuple[int | None, str]:
-    """Run `command` in a guest after devices.sh; returns its exit status (None: none within `timeout` seconds, or the
-    guest died) and what it printed, which is also passed on to stdout as it comes.
-    """
-    home = cache()
-    with tempfile.TemporaryDirectory(prefix="fastdecode-rdma-") as name:
-        folder = Path(name)
+def _tsc_khz() -> int:
+    """The rate of this machine's time-stamp counter, which the guest reads too. A guest that has to find out for itself
+    while the machine is busy may err by a factor of four, and all its time-outs with it."""
+    code = mmap.mmap(-1, mmap.PAGESIZE, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
+    code.write(bytes.fromhex("0f31 48c1e220 4809d0 c3"))  # rdtsc; shl rdx, 32; or rax, rdx; ret
+    rdtsc = ctypes.CFUNCTYPE(ctypes.c_uint64)(ctypes.addressof(ctypes.c_char.from_buffer(code)))
+
+    def now() -> tuple[int, int]:
+        around = [(time.monotonic_ns(), rdtsc(), time.monotonic_ns()) for _ in range(100)]
+        before, ticks, after = min(around, key=lambda x: x[2] - x[0])
+        return ticks, (before + after) // 2
+
+    ticks, ns = now()
+    time.sleep(0.1)
+    later_ticks, later_ns = now()
+    return (later_ticks - ticks) * 1_000_000 // (later_ns - ns)
+
+
+class Guest:
+    """A running guest, in which a command follows devices.sh. It prints what the command prints."""
+
+    def __init__(self, command: list[str], wire: str | None = None, number: int = 1):
+        """`wire`: a -netdev of QEMU, over which the guest is host 10.9.0.`number`; None: its devices are its own."""
+        home = cache()
+        self._folder = tempfile.TemporaryDirectory(prefix="fastdecode-rdma-")
+        folder = Path(self._folder.name)
+        given = {name: value for name, value in os.environ.items() if name.startswith("FASTDECODE_")}
+        given |= {"PATH": f"{os.environ['PATH']}:/usr/sbin:/sbin", "HOME": "/root", "PYTHONPATH": "/opt/pyverbs"}
+        given |= {"PYTHONSAFEPATH": "1", "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1", "FASTDECODE_SLOW": "1"}
+        given["FASTDECODE_RDMA_WIRE"] = "veth" if wire is None else f"guest {number}"
         script = [
-            f"export PATH={shlex.quote(os.environ['PATH'])}:/usr/sbin:/sbin HOME=/root PYTHONPATH=/opt/pyverbs",
-            "export PYTHONDONTWRITEBYTECODE=1 OMP_NUM_THREADS=1 FASTDECODE_RDMA_WIRE=1 FASTDECODE_SLOW=1",
+            *(f"export {name}={shlex.quote(value)}" for name, value in given.items()),
             f". {shlex.quote(str(HERE / 'devices.sh'))}",
             f"cd {shlex.quote(os.getcwd())}",
             f"exec {shlex.join(command)}",
@@ -151,56 +204,69 @@ def run(command: list[str], timeout: float) -> tuple[int | None, str]:
         reading, writing = os.pipe()
         qemu, environment = _qemu(home)
         # Two CPUs, or whoever polls would keep the other end from running; each is a NUMA node.
-        arguments = [
-            *qemu,
-            "-accel",
-            "tcg,thread=multi,tb-size=256",
-            "-M",
-            "pc",
-            "-cpu",
-            "max",
-            "-smp",
-            "2",
-            "-m",
-            "3G",
-        ]
+        arguments = [*qemu, "-accel", "tcg,thread=multi,tb-size=256", "-M", "pc", "-cpu", "max", "-smp", "2", "-m", "3G"]
         for i in range(2):
             arguments += ["-object", f"memory-backend-ram,id=ram{i},size=1536M"]
             arguments += ["-numa", f"node,nodeid={i},cpus={i},memdev=ram{i}"]
         arguments += ["-nodefaults", "-no-user-config", "-display", "none", "-no-reboot"]
-        arguments += ["-kernel", f"{home}/vmlinux", "-initrd", f"{home}/initrd.gz", "-append", _KERNEL_ARGUMENTS]
+        arguments += ["-kernel", f"{home}/vmlinux", "-initrd", f"{home}/initrd.gz"]
+        arguments += ["-append", _KERNEL_ARGUMENTS.format(tsc_khz=_tsc_khz())]
         arguments += ["-chardev", f"file,id=console,path={folder}/console", "-serial", "chardev:console"]
         arguments += ["-device", "virtio-serial-pci", "-chardev", f"file,id=out,path=/dev/fd/{writing}"]
         arguments += ["-device", "virtserialport,chardev=out,name=command.out"]
         arguments += _share("/", "host") + _share(home / "extra", "extra") + _share(folder, "out", read_only=False)
-        process = subprocess.Popen(arguments, env=environment, stdin=subprocess.DEVNULL, pass_fds=[writing])
+        if wire is not None:
+            card = f"virtio-net-pci,netdev=wire,mac=52:54:00:00:00:{number:02x},romfile="
+            arguments += ["-netdev", f"{wire},id=wire", "-device", card]
+        self._process = subprocess.Popen(arguments, env=environment, stdin=subprocess.DEVNULL, pass_fds=[writing])
         os.close(writing)
-        printed: list[bytes] = []
-        relay = threading.Thread(target=_relay, args=(reading, printed))
-        relay.start()
+        self._printed: list[bytes] = []
+        self._relay = threading.Thread(target=self._print, args=(reading,))
+        self._relay.start()
+
+    def _print(self, reading: int) -> None:
+        with os.fdopen(reading, "rb", 0) as pipe:
+            while part := pipe.read(65536):
+                self._printed.append(part)
+                sys.stdout.write(part.decode(errors="replace"))
+                sys.stdout.flush()
+
+    @property
+    def output(self) -> str:
+        return b"".join(self._printed).decode(errors="replace")
+
+    def says(self, text: str, timeout: float) -> bool:
+        """Whether it prints `text` within `timeout` seconds, and before it ends."""
+        deadline = time.monotonic() + timeout
+        while text not in self.output:
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                return text in self.output
+            time.sleep(0.05)
+        return True
+
+    def end(self, timeout: float = 0) -> tuple[int | None, str]:
+        """Wait so many seconds for the command, then pull the plug. The command's exit status (None: it gave none),
+        and what it printed."""
         try:
-            process.wait(timeout)
+            self._process.wait(timeout)
         except subprocess.TimeoutExpired:
             pass
         finally:
-            process.kill()
-            process.wait()
-            relay.join()
-        output = b"".join(printed).decode(errors="replace")
-        try:
-            return int((folder / "status").read_text()), output
-        except (FileNotFoundError, ValueError):
-            console = folder / "console"
-            tail = console.read_text(errors="replace")[-3000:] if console.exists() else ""
-            return None, f"{output}\nthe guest gave no exit status; its console ends with:\n{tail}"
+            self._process.kill()
+            self._process.wait()
+            self._relay.join()
+        with self._folder as name:
+            try:
+                return int(Path(name, "status").read_text()), self.output
+            except (FileNotFoundError, ValueError):
+                console = Path(name, "console")
+                tail = console.read_text(errors="replace")[-3000:] if console.exists() else ""
+                return None, f"{self.output}\nthe guest gave no exit status; its console ends with:\n{tail}"
 
 
-def _relay(reading: int, printed: list[bytes]) -> None:
-    with os.fdopen(reading, "rb", 0) as pipe:
-        while part := pipe.read(65536):
-            printed.append(part)
-            sys.stdout.write(part.decode(errors="replace"))
-            sys.stdout.flush()
+def run(command: list[str], timeout: float) -> tuple[int | None, str]:
+    """Run `command` in a guest for `timeout` seconds at most. See Guest.end."""
+    return Guest(command).end(timeout)
 
 
 def main() -> int:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 #: With what they depend on: the guest's disks (9p, overlay), its wires, and RDMA on them. rdma_rxe asks for the crypto
 #: "crc32" in a way that would need modprobe; the generic one is also the fastest under emulation.
-MODULES = ["virtio_pci", "virtio_console", "9p", "9pnet_virtio", "overlay", "veth", "sch_netem"]
+MODULES = ["virtio_pci", "virtio_console", "9p", "9pnet_virtio", "overlay", "virtio_net", "veth", "sch_netem"]
 MODULES += ["ib_uverbs", "rdma_ucm", "rdma_rxe", "crc32_generic"]
 
 

@@ -1,0 +1,51 @@
+"""Links to an R-node on another host, whose power then fails. It takes two hosts, and somebody to pull the plug: see
+test_rdma_vm.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import time
+
+import pytest
+from link_driver import NOTICED_S, Payloads, hello, until
+from rnode_process import Held
+
+from fastdecode.transports.base import LinkDown
+from fastdecode.transports.registry import connect
+
+PULL_THE_PLUG = "now pull the plug of the R-node's host"
+
+pytestmark = pytest.mark.skipif("FASTDECODE_R_NODE" not in os.environ, reason="no R-node on another host")
+
+
+async def test_an_r_node_whose_host_loses_its_power_is_named(capsys):
+    url = os.environ["FASTDECODE_R_NODE"]
+    idle, loaded = await connect(url, hello(), None), await connect(url, Payloads.HELLO, None)
+    payloads = Payloads(loaded)
+    load = asyncio.create_task(asyncio.to_thread(payloads.run, sys.maxsize))
+    while payloads.calls < 100:
+        assert not load.done(), load.exception()
+        await asyncio.sleep(0.01)
+    with capsys.disabled():
+        print(PULL_THE_PLUG, flush=True)
+
+    seen, since = 0, time.monotonic()
+
+    async def is_down() -> bool:
+        nonlocal seen, since
+        if payloads.calls != seen:
+            seen, since = payloads.calls, time.monotonic()
+        return load.done()
+
+    await until(is_down, 60.0)
+    assert time.monotonic() - since < NOTICED_S
+    # By the device if it had something to send, by the PINGs if a reply was being waited for.
+    with pytest.raises(LinkDown, match=r"retry exceeded: the peer's device does not answer|has not answered"):
+        await load
+    async with asyncio.timeout(2 * NOTICED_S):
+        assert isinstance(await idle.closed(), LinkDown)
+        assert isinstance(await loaded.closed(), LinkDown)
+    assert Held.by(os.getpid()).registered == 0
