@@ -285,7 +285,7 @@ FD_INLINE void attend_block(const fd_kv_dtype_t dtype, const block_t *b) {
 
 FD_KERNEL(bf16, FD_KV_BF16, 1, fd_attend_bf16_avx512)
 FD_KERNEL(int8, FD_KV_INT8, 1, fd_attend_int8_avx512vnni)
-FD_KERNEL(int4, FD_KV_INT4, 1, fd_attend_int4_avx512vnni)
+FD_KERNEL(int4, FD_KV_INT4, 6, fd_attend_int4_avx512vnni)
 
 const fd_kv_ops_t fd_kv_ops_amx[FD_KV_DTYPES] = {
     [FD_KV_FP32] = {"amx", fd_append_fp32_avx512, fd_attend_fp32_avx512},

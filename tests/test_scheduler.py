@@ -289,7 +289,7 @@ def test_full_queue_keeps_every_mini_batch_at_its_bound():
 
 def test_newest_is_preempted_and_comes_back_first():
     world = World([(4, 8)], mini_batches=1)
-    old, new = world.add(64, 70), world.add(60, 100)
+    old, new = world.add(PAGE_TOKENS, 134), world.add(PAGE_TOKENS - 4, 164)
     world.begin(0)
     while not world.scheduler.preemptions:
         world.end(0)
@@ -299,14 +299,15 @@ def test_newest_is_preempted_and_comes_back_first():
     had = new.n_generated
     assert had > 0 and new.cached == 0 and new.node is None
     world.run()
-    assert [old.n_generated, new.n_generated] == [70, 100]
+    assert [old.n_generated, new.n_generated] == [134, 164]
     assert world.ended.index(old) < world.ended.index(new)
 
 
 def test_no_more_is_preempted_than_is_needed():
     """Two sequences want a page in the same step, and the first victim has two."""
     world = World([(6, 8)], mini_batches=1, max_batch_tokens=1000, watermark=0)
-    first, second, victim = world.add(126, 9), world.add(126, 9), world.add(100, 9)
+    first, second = (world.add(2 * PAGE_TOKENS - 2, 9) for _ in range(2))
+    victim = world.add(PAGE_TOKENS + 36, 9)
     for _ in range(3):
         world.begin(0), world.end(0)
     assert world.begin(0) is None
@@ -318,8 +319,8 @@ def test_no_more_is_preempted_than_is_needed():
 
 
 def test_victim_in_flight_is_preempted_when_its_step_ends():
-    world = World([(4, 8)], mini_batches=2, max_batch_tokens=126, watermark=0)
-    old, new = world.add(64 + 62, 90), world.add(64 + 10, 90)
+    world = World([(4, 8)], mini_batches=2, max_batch_tokens=2 * PAGE_TOKENS - 2, watermark=0)
+    old, new = world.add(2 * PAGE_TOKENS - 2, 90), world.add(PAGE_TOKENS + 10, 90)
     world.begin(0), world.begin(1)
     assert (old.mini_batch, new.mini_batch) == (0, 1)
     world.end(0)
@@ -369,13 +370,13 @@ def test_cancel_while_waiting_prefilling_decoding_and_in_flight():
 
 
 def test_placement_takes_the_least_loaded_node_with_room():
-    world = World([(20, 8), (10, 8)], mini_batches=1, max_batch_tokens=1000)
+    world = World([(20, 8), (10, 8)], mini_batches=1, max_batch_tokens=2000)
     placed = []
-    for n_prompt, max_new in [(100, 500), (100, 100), (100, 100), (100, 100), (500, 10), (300, 10)]:
+    for n_prompt, max_new in [(200, 1000), (200, 200), (200, 200), (200, 200), (1000, 20), (600, 20)]:
         seq = world.add(n_prompt, max_new)
         world.begin(0), world.end(0)
         placed.append(seq.node.position)
-    # loads at the end: 600, then 200, 400 and 600 on the other; the 500 have no room there, nor have the 300
+    # loads at the end: 1200, then 400, 800 and 1200 on the other; the 1000 have no room there, nor have the 600
     assert placed == [0, 1, 1, 1, 0, 0]
 
 

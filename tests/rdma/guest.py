@@ -204,7 +204,8 @@ class Guest:
         reading, writing = os.pipe()
         qemu, environment = _qemu(home)
         # Two CPUs, or whoever polls would keep the other end from running; each is a NUMA node.
-        arguments = [*qemu, "-accel", "tcg,thread=multi,tb-size=256", "-M", "pc", "-cpu", "max", "-smp", "2", "-m", "3G"]
+        arguments = [*qemu, "-accel", "tcg,thread=multi,tb-size=256", "-M", "pc", "-cpu", "max"]
+        arguments += ["-smp", "2", "-m", "3G"]
         for i in range(2):
             arguments += ["-object", f"memory-backend-ram,id=ram{i},size=1536M"]
             arguments += ["-numa", f"node,nodeid={i},cpus={i},memdev=ram{i}"]
