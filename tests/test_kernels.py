@@ -45,7 +45,7 @@ def budget(isa: str, kv_dtype: str, head_size: int = 8, rows: int = 1) -> Budget
         return INT16  # queries and weights as two bf16 each
     if isa in ("scalar", SCALAR) or kv_dtype not in ("int8", "int4"):
         return FLOATS
-    tiles = isa == "amx" and head_size % 64 == 0 and rows >= 6  # the rest is left to VNNI
+    tiles = isa == "amx" and head_size % 64 == 0 and rows > 8  # the rest is left to VNNI
     return INT8 if kv_dtype == "int4" and isa in ("avx512vnni", "amx") and not tiles else INT16
 
 
