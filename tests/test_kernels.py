@@ -202,7 +202,9 @@ def test_attention_equals_float64(isa: str, kv_dtype: str, head_size: int) -> No
         q, k, v = make_inputs(case)
         got = Cache(isa, kv_dtype, k, v).attend(q, case.length - case.q_len, case.window)
         v_max = float(np.abs(v).max())
-        assert_close(got, expected(case, kv_dtype), v_max, budget(isa, kv_dtype, head_size, case.group * case.q_len), case)
+        assert_close(
+            got, expected(case, kv_dtype), v_max, budget(isa, kv_dtype, head_size, case.group * case.q_len), case
+        )
         error = np.abs(got.output - expected(case, None).output).max() / v_max
         assert error <= FORMAT_BUDGET[kv_dtype], f"{case}: {kv_dtype} costs {error:.2e}"
 

@@ -63,8 +63,8 @@ def attention(result: dict, path: Path) -> None:
             named.setdefault(label, handle)
     title = f"Decode attention, {result['threads']} thread(s): context, group, % of the read roofline"
     figure.suptitle(title, fontsize=10)
-    figure.legend(named.values(), named, fontsize=8, ncols=len(named), loc="lower center")
-    figure.tight_layout(rect=(0, 0.45 / size[1], 1, 1))
+    figure.legend(named.values(), named, fontsize=8, ncols=3, loc="lower center")
+    figure.tight_layout(rect=(0, 0.65 / size[1], 1, 1))
     figure.savefig(path, dpi=150)
     plt.close(figure)
 
