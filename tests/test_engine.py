@@ -474,5 +474,5 @@ async def test_counters_and_observer():
     ends = [args for name, args in observer.seen if name == "finished"]
     assert [(reason, prompt, generated) for reason, _, prompt, generated in ends] == [
         ("length", 7, 20),
-        ("cancelled", 70, 0),
+        ("cancelled", 134, 0),
     ]

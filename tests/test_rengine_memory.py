@@ -84,13 +84,13 @@ def faulted_in(link: Link) -> bool:
 
 def test_the_memory_of_free_pages_goes_back_when_a_link_is_idle():
     with link_of(65, huge_pages="madvise", trim_idle_s=0.2) as link:
-        link.fill(0, 70)
+        link.fill(0, PAGE + 6)
         append(link, 1, 40 * PAGE)
-        link.fill(2, 70)
+        link.fill(2, PAGE + 6)
         used = arena_bytes("hg")
         assert used >= 43 * MIB
         link.lease.free(1, 1)
-        # A huge page goes back if no part of it is used: of each layer's 20 MiB between the others all but two at most.
+        # A huge page goes back if no part of it is used: of the 40 MiB between the others all but two at most.
         until(lambda: arena_bytes("hg") <= used - 36 * MIB, "the memory was never given back")
         for _ in range(2):  # what is used stays, and what went back can be used again
             link.step(0, [(0, 65, True), (2, 1, True), (3, 200, True)])

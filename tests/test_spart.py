@@ -325,7 +325,7 @@ async def test_step_reports_where_its_time_went(tmp_path):
         assert prompt.kv_bytes == 0 and prompt.s_seconds > 0
         token = run(spart.step(StepBatch(0, [Chunk(0, 0, 1, 40, [5], False, GREEDY)])))
         row = 2 * model.config.n_kv_heads * model.config.head_size * 4
-        assert 41 * row * model.config.n_layers <= token.kv_bytes <= 64 * row * model.config.n_layers
+        assert 41 * row * model.config.n_layers <= token.kv_bytes <= 128 * row * model.config.n_layers
         assert token.s_seconds > 0 and token.r_wait_seconds > 0 and token.logits is None
 
 
