@@ -267,7 +267,8 @@ FD_INLINE void attend_block(const fd_kv_dtype_t dtype, const block_t *b) {
     add_values(dtype, b, wide, scores, rescale, unit);
 }
 
-/* A tile in depth is 64 bytes of a head: other head sizes are left to the next best ISA, and so are fewer than `least` rows, for which it is faster. */
+/* A tile in depth is 64 bytes of a head: other head sizes are left to the next best ISA, and so are fewer than `least` rows: tiles save
+ * arithmetic only, and vectors keep more of memory in flight. */
 #define FD_KERNEL(name, dtype, least, otherwise)                                                                       \
     static void attend_##name##_block(const block_t *b) { attend_block(dtype, b); }                                    \
     static void fd_attend_##name##_amx(const fd_attend_t *a) {                                                         \
@@ -285,10 +286,10 @@ FD_INLINE void attend_block(const fd_kv_dtype_t dtype, const block_t *b) {
         _tile_release();                                                                                               \
     }
 
-FD_KERNEL(bf16, FD_KV_BF16, 1, fd_attend_bf16_avx512)
-FD_KERNEL(int8, FD_KV_INT8, 1, fd_attend_int8_avx512vnni)
-FD_KERNEL(int4, FD_KV_INT4, 6, fd_attend_int4_avx512vnni)
-FD_KERNEL(int8_int4, FD_KV_INT8_INT4, 4, fd_attend_int8_int4_avx512vnni)
+FD_KERNEL(bf16, FD_KV_BF16, 8, fd_attend_bf16_avx512)
+FD_KERNEL(int8, FD_KV_INT8, 4, fd_attend_int8_avx512vnni)
+FD_KERNEL(int4, FD_KV_INT4, 9, fd_attend_int4_avx512vnni)
+FD_KERNEL(int8_int4, FD_KV_INT8_INT4, 8, fd_attend_int8_int4_avx512vnni)
 
 const fd_kv_ops_t fd_kv_ops_amx[FD_KV_DTYPES] = {
     [FD_KV_FP32] = {"amx", fd_append_fp32_avx512, fd_attend_fp32_avx512},

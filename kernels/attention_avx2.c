@@ -61,6 +61,11 @@ FD_INLINE vec_t vec_from_int(vec_t x) { return _mm256_cvtepi32_ps(vec_ints(x)); 
 FD_INLINE vec_t vec_add_int(vec_t x, vec_t y) { return vec_bits(_mm256_add_epi32(vec_ints(x), vec_ints(y))); }
 /* The 32 bits at p in every lane. */
 FD_INLINE vec_t vec_broadcast(const void *p) { return _mm256_broadcast_ss(p); }
+/* x, computed here (vec_avx512.h). */
+FD_INLINE vec_t vec_pin(vec_t x) {
+    __asm__ volatile("" : "+x"(x));
+    return x;
+}
 /* Lane i of x where bit i is set, else fill. */
 FD_INLINE vec_t vec_keep(vec_t x, uint64_t bits, float fill) {
     const __m256i lane = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);

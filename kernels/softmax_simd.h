@@ -44,7 +44,6 @@ FD_INLINE void kv_store_query(fd_kv_dtype_t format, void *to, const float *q, ui
 #endif
 #ifndef FD_OWN_STORE_WEIGHTS
 FD_INLINE void kv_store_weights(fd_kv_dtype_t format, void *to, uint32_t first, uint32_t last, const vec_t *w, vec_t inverse) {
-    FD_UNROLL
     for (uint32_t i = first; i < last; i++) kv_store_multipliers(format, to, i, vec_mul(w[i], inverse));
 }
 #endif
@@ -96,7 +95,6 @@ FD_INLINE void soft_max(const fd_kv_dtype_t dtype, const int rows, const int ful
         if (!full && b->seen[r].lo >= b->seen[r].hi) continue; /* acc stays as it is */
         row_state_t *state = &b->state[r];
         vec_t max = vec_set1(-INFINITY);
-        FD_UNROLL
         for (uint32_t i = first; i < last; i++) {
             vec_t s = vec_load(&scores[r][i * LANES]);
             if (!full) {
@@ -114,7 +112,6 @@ FD_INLINE void soft_max(const fd_kv_dtype_t dtype, const int rows, const int ful
 
     vec_t scale[PAGE_VECS], offset[PAGE_VECS];
     if (fd_kv_is_int(format)) {
-        FD_UNROLL
         for (uint32_t i = first; i < last; i++) {
             kv_affine(format, b->chunk + fd_chunk_v_affine(dtype, b->head_size) + i * LANES * sizeof(uint32_t), &scale[i], &offset[i]);
             if (kv_bits(format) == 16) offset[i] = vec_fma(scale[i], vec_set1(-(float)fd_zero_point(format)), offset[i]);
@@ -133,7 +130,6 @@ FD_INLINE void soft_max(const fd_kv_dtype_t dtype, const int rows, const int ful
         }
         const vec_t m = vec_set1(state->m), to_log2 = vec_set1(state->unit * LOG2_E);
         vec_t sum = vec_zero(), rest = vec_zero(), max = vec_zero(), w[PAGE_VECS];
-        FD_UNROLL
         for (uint32_t i = first; i < last; i++) {
             const vec_t p = vec_exp2(format, vec_mul(vec_sub(vec_load(&weights[i * LANES]), m), to_log2));
             sum = vec_add(sum, p);

@@ -19,13 +19,14 @@ FD_INLINE void multiply(const fd_kv_dtype_t format, const int is_v, const int ro
     matrix += from * stride;
     multipliers += (size_t)from * kv_parts(format) * sizeof(float);
     for (uint32_t s = from; s < to; s++, matrix += stride, multipliers += kv_parts(format) * sizeof(float)) {
-        FD_UNROLL
-        for (size_t line = 0; line < step; line += LINE) __builtin_prefetch(ahead + line, 0, PREFETCH_LOCALITY);
-        ahead += step;
         vec_t words[MAX_VECS];
         FD_UNROLL
-        for (int i = 0; i < vecs; i++)
+        for (int i = 0; i < vecs; i++) {
+            if (i * vec_bytes % LINE == 0) __builtin_prefetch(ahead + i * vec_bytes, 0, PREFETCH_LOCALITY);
             words[i] = half ? kv_load_half(format, matrix) : kv_load(format, matrix + i * vec_bytes);
+            if (rows == 1) words[i] = vec_pin(words[i]);
+        }
+        ahead += step;
         FD_UNROLL
         for (int u = 0; u < kv_parts(format); u++) {
             if (!(parts >> u & 1)) continue;

@@ -13,6 +13,11 @@ typedef float32x4_t vec_t;
 /* Rows whose weights are rescaled by the lanes of one vector: no more than LANES. */
 enum { LANES = 4, MAX_BLOCK = 4, MAX_VECS = 8 };
 
+/* x, computed here (vec_avx512.h). */
+FD_INLINE vec_t vec_pin(vec_t x) {
+    __asm__ volatile("" : "+w"(x));
+    return x;
+}
 FD_INLINE vec_t vec_zero(void) { return vdupq_n_f32(0.0f); }
 FD_INLINE vec_t vec_set1(float x) { return vdupq_n_f32(x); }
 FD_INLINE vec_t vec_load(const float *p) { return vld1q_f32(p); }

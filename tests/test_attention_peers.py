@@ -25,8 +25,6 @@ def test_the_r_engine_of_the_benchmark_attends_to_every_token_of_every_sequence(
             seconds, kv_bytes = ours.layer()
             assert seconds > 0 and kv_bytes == ours.kv_bytes
             np.testing.assert_allclose(ours.output() - expected(SHAPE), 0, atol=TOLERANCE[kv_dtype])
-        seconds, kv_bytes = ours.layers_in_cache(3)
-        assert seconds > 0 and kv_bytes == 3 * ours.kv_bytes
     finally:
         ours.close()
 

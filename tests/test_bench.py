@@ -76,10 +76,10 @@ def test_attention_prints_a_row_a_cell_and_peer_with_the_roofline_of_the_same_ro
                 low, high = row["spread"][name]
                 assert 0 < low <= figures[name] <= high
         assert bool(row["isa"]) == (row["peer"] is None)
-    # 130 tokens of 2 heads, K and V of 16 fp32: 8 sequences make 256 KiB, and each call reads their 3 pages whole
+    # 130 tokens of 2 heads, K and V of 16 fp32: 8 sequences make 256 KiB, and each call reads their 2 pages whole
     fp32 = rows[0]
     assert fp32["sequences"] == 8
-    assert fp32["gbps"] * 1e9 == pytest.approx(fp32["seq_layers_per_s"] * 3 * 64 * 2 * 2 * 16 * 4)
+    assert fp32["gbps"] * 1e9 == pytest.approx(fp32["seq_layers_per_s"] * 2 * 128 * 2 * 2 * 16 * 4)
 
 
 def test_attention_in_cache_is_one_thread_on_a_megabyte():

@@ -204,10 +204,10 @@ async def test_without_max_tokens_it_goes_on_to_the_end_of_the_context():
 
 async def test_lease_smaller_than_the_context_is_the_context():
     async with running(ToyLink(n_pages=2)) as (engine, _):
-        assert len(await tokens_of(engine.submit([5] * 100, SamplingParams(temperature=0.0)))) == 29
-        assert len(await tokens_of(engine.submit([5] * 128, SamplingParams(temperature=0.0)))) == 1
-        with pytest.raises(PromptTooLong, match="129 tokens; the KV-cache holds at most 128"):
-            engine.submit([5] * 129, GREEDY)
+        assert len(await tokens_of(engine.submit([5] * 100, SamplingParams(temperature=0.0)))) == 157
+        assert len(await tokens_of(engine.submit([5] * 256, SamplingParams(temperature=0.0)))) == 1
+        with pytest.raises(PromptTooLong, match="257 tokens; the KV-cache holds at most 256"):
+            engine.submit([5] * 257, GREEDY)
 
 
 async def test_end_tokens():
@@ -455,16 +455,16 @@ async def test_counters_and_observer():
     async with running(ToyLink("tcp://r0", n_pages=10), observer=observer) as (engine, spart):
         await tokens_of(engine.submit([1] * 7, GREEDY))
         spart.gate.clear()
-        stream = engine.submit([2] * 70, GREEDY)
+        stream = engine.submit([2] * 134, GREEDY)
         await until(lambda: engine.stats.running == 1)
         assert engine.stalled_seconds > 0
         await engine.refresh()
         stats = engine.stats
         assert (stats.running, stats.waiting, stats.kv_usage) == (1, 0, 0.2)
-        assert (stats.totals.requests, stats.totals.prompt_tokens, stats.totals.generated_tokens) == (2, 77, 20)
+        assert (stats.totals.requests, stats.totals.prompt_tokens, stats.totals.generated_tokens) == (2, 141, 20)
         assert (stats.totals.steps, stats.totals.s_seconds, stats.totals.r_wait_seconds) == (20, 5.0, 10.0)
         node = stats.nodes[0]
-        assert (node.url, node.alive, node.pages_used, node.sequences, node.load) == ("tcp://r0", True, 2, 1, 90)
+        assert (node.url, node.alive, node.pages_used, node.sequences, node.load) == ("tcp://r0", True, 2, 1, 154)
         assert (node.attention_seconds, node.kv_bytes_read, node.calls) == (2.0, 5, 3)
         stream.cancel()
     names = [name for name, _ in observer.seen]

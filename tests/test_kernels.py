@@ -47,8 +47,7 @@ def budget(isa: str, kv_dtype: str, head_size: int = 8, rows: int = 1) -> Budget
         return INT16  # queries and weights as two bf16 each
     if isa in ("scalar", SCALAR) or kv_dtype not in INTEGERS:
         return FLOATS
-    least = 4 if kv_dtype == "int8-int4" else 6
-    tiles = isa == "amx" and head_size % 64 == 0 and rows >= least  # the rest is left to VNNI
+    tiles = isa == "amx" and head_size % 64 == 0 and rows > 8  # the rest is left to VNNI
     if kv_dtype == "int8" or isa not in ("avx512vnni", "amx") or tiles:
         return INT16
     return INT8 if kv_dtype == "int4" else INT16_INT8

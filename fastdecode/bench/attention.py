@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
 
+import numpy as np
 import orjson
 from tqdm import tqdm
 
@@ -26,7 +27,7 @@ from fastdecode.bench.attention_peers import PEERS, AttentionPeer, check, instal
 from fastdecode.bench.attention_report import print_report, summary
 from fastdecode.bench.roofline import Roofline
 from fastdecode.bench.rpart import RPart
-from fastdecode.bench.shape import Shape
+from fastdecode.bench.shape import Data, Shape, huge_pages
 from fastdecode.config import parse_bytes
 from fastdecode.kernels import _native
 from fastdecode.machine import usable_cpus
@@ -101,7 +102,7 @@ def _measure(args: argparse.Namespace) -> dict:
     for part, kv_dtype, shape in (bar := tqdm(cells, desc="cells", unit="cell")):
         bar.set_postfix_str(f"{part}: {kv_dtype} G={shape.group} context {shape.context} d={shape.head_size}")
         if part == "in-cache":
-            rows.append(_cell_in_cache(args, kv_dtype, shape, cpus[:1]))
+            rows.append(_cell_in_cache(args, kv_dtype, shape, cpus[0]))
         elif part == "one-thread":
             rows += _cell(args, part, kv_dtype, shape, cpus[:1], [])
         else:
@@ -173,24 +174,40 @@ def _cell(
         return rows
 
 
-def _cell_in_cache(args: argparse.Namespace, kv_dtype: str, shape: Shape, cpus: list[int]) -> dict:
-    with (
-        closing(RPart(shape, kv_dtype, 1, cpus, args.isa, progress=False)) as ours,
-        closing(Roofline(ours.kv_bytes, cpus)) as roofline,
-    ):
-        elapsed, _ = ours.layers_in_cache(10)
-        layers = max(1, int(10 * _IN_CACHE_SECONDS / elapsed))
-        passes = max(1, int(_IN_CACHE_SECONDS * 1e11 / ours.kv_bytes))
-        roof, gbps, rate = [], [], []
-        for _ in range(args.rounds):
-            roof.append(roofline.gbps(passes))
-            elapsed, kv_bytes = ours.layers_in_cache(layers)
-            gbps.append(kv_bytes / elapsed * 1e-9)
-            rate.append(layers / elapsed)
-        args = argparse.Namespace(judge_below=0.0)
-        row = _common("in-cache", kv_dtype, shape, 1)
-        row |= {"sequences": 1, "isa": ours.isa, "peer": None, "format": kv_dtype}
-        return {**row, **_figures(args, roof, gbps, rate)}
+def _cell_in_cache(args: argparse.Namespace, kv_dtype: str, shape: Shape, cpu: int) -> dict:
+    """The kernel alone, over the same pages again and again: an engine that sleeps between calls of microseconds comes
+    back to a cold core."""
+    data, isa = Data.of(shape), args.isa or _native.isa_best()
+    n_pages, kv_bytes = shape.context // PAGE_TOKENS, _native.chunk_bytes(kv_dtype, shape.head_size)
+    kv_bytes *= n_pages
+    pages = np.frombuffer(huge_pages(kv_bytes), np.uint8)[:kv_bytes]
+    k, v = (x[:, 0].astype(np.float32) for x in (data.k, data.v))
+    _native.kv_append(isa, kv_dtype, pages, 0, k, v)
+    q = (data.q.astype(np.float32) * np.float32(shape.head_size**-0.5)).reshape(1, 1, shape.group, -1)
+    acc, m, l = np.empty_like(q), *(np.empty(q.shape[:3], np.float32) for _ in range(2))  # noqa: E741
+    usable = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {cpu})
+    try:
+        with closing(Roofline(kv_bytes, [cpu])) as roofline:
+
+            def attend(times: int) -> float:
+                start = time.perf_counter()
+                order, last = list(range(n_pages)) * times, n_pages * times * PAGE_TOKENS - 1
+                _native.kv_attend(isa, kv_dtype, pages, order, 0, q, last, 0, acc, m, l)
+                return time.perf_counter() - start
+
+            times = max(1, int(100 * _IN_CACHE_SECONDS / attend(100)))
+            passes = max(1, int(_IN_CACHE_SECONDS * 1e11 / kv_bytes))
+            roof, seconds = [], []
+            for _ in range(args.rounds):
+                roof.append(roofline.gbps(passes))
+                seconds.append(attend(times))
+    finally:
+        os.sched_setaffinity(0, usable)
+    row = _common("in-cache", kv_dtype, shape, 1)
+    row |= {"sequences": 1, "isa": isa, "peer": None, "format": kv_dtype}
+    gbps = [times * kv_bytes / s * 1e-9 for s in seconds]
+    return {**row, **_figures(argparse.Namespace(judge_below=0.0), roof, gbps, [times / s for s in seconds])}
 
 
 def _common(part: str, kv_dtype: str, shape: Shape, threads: int) -> dict:

@@ -107,34 +107,23 @@ class RPart:
         self._rows(y.q, self.sequences, y.q_row_bytes)[:] = data.q.reshape(-1)
         self._port.write_table(0, self._table.view(np.uint8))
 
-    def _call(self, n_entries: int, n_rows: int, n_attend: int, new_step: bool) -> tuple[int, int]:
+    def _call(self, n_entries: int, n_rows: int, n_attend: int, new_step: bool) -> int:
         """Nanoseconds the engine worked, bytes of KV it read."""
         self._port.post(0, 0, n_entries, n_rows, n_attend, new_step)
-        status, busy_ns, kv_bytes, message = self._port.wait(0, _TIMEOUT)
+        status, _, kv_bytes, message = self._port.wait(0, _TIMEOUT)
         if status:
             raise RuntimeError(f"the R-engine refused a call: {message}")
-        return busy_ns, kv_bytes
+        return kv_bytes
 
     def layer(self) -> tuple[float, int]:
         """One layer of a step of its own, from bell to reply: seconds, bytes of KV read."""
         n = self.sequences
         start = time.perf_counter()
-        _, kv_bytes = self._call(n, n, n, True)
+        kv_bytes = self._call(n, n, n, True)
         seconds = time.perf_counter() - start
         for seq in range(n):
             self._link.trim(seq, _TAG, self.shape.context - 1)
         return seconds, kv_bytes
-
-    def layers_in_cache(self, n: int) -> tuple[float, int]:
-        """`n` times the same layer of one step, by the engine's own clock: seconds, bytes of KV read.
-
-        For caches that are read in microseconds, next to which the flight of a doorbell would count.
-        """
-        s = self.sequences
-        results = [self._call(s, s, s, i == 0) for i in range(n + 1)][1:]  # the first one plans the step
-        for seq in range(s):
-            self._link.trim(seq, _TAG, self.shape.context - 1)
-        return sum(busy for busy, _ in results) * 1e-9, sum(read for _, read in results)
 
     def output(self) -> np.ndarray:
         """O of all sequences after a call, [sequences, q_heads, head_size]."""
