@@ -249,7 +249,8 @@ def run(args: argparse.Namespace) -> None:
 
 async def _captured_here(model: Model, ids: np.ndarray) -> list[Case]:
     config = NodeConfig()
-    node = await EmbeddedRNode.start(config, split_machine(config, s_on_gpu=False))
+    node = EmbeddedRNode(config, split_machine(config, s_on_gpu=False))
+    await node.start()
     try:
         hello = model.hello(n_slots=1, max_rows=len(ids), kv_dtype="fp32", kv_bytes=None, max_seqs=len(ids))
         link = await connect(node.url, hello, None)
