@@ -146,7 +146,10 @@ class NodeConfig:
         choices=("auto", "fp32", "bf16", "fp16"),
     )
     kv_dtype: str = _option(
-        "format of the KV-cache", "fp16", role="s", choices=("fp32", "fp16", "bf16", "int8", "int4")
+        "format of the KV-cache; int8-int4: K in int8, V in int4",
+        "fp16",
+        role="s",
+        choices=("fp32", "fp16", "bf16", "int8", "int4", "int8-int4"),
     )
     kv_lease: int | None = _option(
         "KV-cache memory to ask of each R-node; default: all it has free", role="s", parse=parse_bytes, metavar="SIZE"

@@ -20,44 +20,44 @@ typedef union {
 } row_t;
 
 /* Returns the word of the affine table. */
-FD_INLINE uint32_t convert_row(const fd_kv_dtype_t dtype, row_t *dst, const float *src, uint32_t n) {
-    if (dtype == FD_KV_INT8) return row_to_int8(dst->code, src, n);
-    if (dtype == FD_KV_INT4) return row_to_int4(dst->code, src, n);
-    if (dtype == FD_KV_FP16) row_to_fp16(dst->half, src, n);
-    else if (dtype == FD_KV_BF16) row_to_bf16(dst->half, src, n);
+FD_INLINE uint32_t convert_row(const fd_kv_dtype_t format, row_t *dst, const float *src, uint32_t n) {
+    if (format == FD_KV_INT8) return row_to_int8(dst->code, src, n);
+    if (format == FD_KV_INT4) return row_to_int4(dst->code, src, n);
+    if (format == FD_KV_FP16) row_to_fp16(dst->half, src, n);
+    else if (format == FD_KV_BF16) row_to_bf16(dst->half, src, n);
     else memcpy(dst->fp32, src, n * sizeof *src);
     return 0;
 }
 
 /* K: whole words, each in a line of its own. */
-FD_INLINE void store_k(const fd_kv_dtype_t dtype, uint8_t *matrix, uint32_t head_size, uint32_t t, const row_t *k) {
+FD_INLINE void store_k(const fd_kv_dtype_t format, uint8_t *matrix, uint32_t head_size, uint32_t t, const row_t *k) {
     uint32_t *to = (uint32_t *)matrix + t;
-    if (dtype == FD_KV_FP16) {
+    if (format == FD_KV_FP16) {
         uint16_t *half = (uint16_t *)matrix + t;
         for (uint32_t d = 0; d < head_size; d++) half[d * FD_PAGE_TOKENS] = k->half[d];
         return;
     }
-    for (uint32_t d = 0; d < head_size; d += fd_word_elems(dtype), to += FD_PAGE_TOKENS) {
+    for (uint32_t d = 0; d < head_size; d += fd_word_elems(format), to += FD_PAGE_TOKENS) {
         const uint8_t *c = k->code + d;
-        if (dtype == FD_KV_FP32) *to = fd_float_bits(k->fp32[d]);
-        if (dtype == FD_KV_BF16) *to = k->half[d] | (uint32_t)k->half[d + 1] << 16;
-        if (dtype == FD_KV_INT8) *to = c[0] | (uint32_t)c[2] << 8 | (uint32_t)c[1] << 16 | (uint32_t)c[3] << 24;
-        if (dtype == FD_KV_INT4)
+        if (format == FD_KV_FP32) *to = fd_float_bits(k->fp32[d]);
+        if (format == FD_KV_BF16) *to = k->half[d] | (uint32_t)k->half[d + 1] << 16;
+        if (format == FD_KV_INT8) *to = c[0] | (uint32_t)c[2] << 8 | (uint32_t)c[1] << 16 | (uint32_t)c[3] << 24;
+        if (format == FD_KV_INT4)
             *to = (c[0] | c[4] << 4) | (uint32_t)(c[2] | c[6] << 4) << 8 | (uint32_t)(c[1] | c[5] << 4) << 16 |
                   (uint32_t)(c[3] | c[7] << 4) << 24;
     }
 }
 
 /* V: the token's part of every word of a row of the matrix. */
-FD_INLINE void store_v(const fd_kv_dtype_t dtype, uint8_t *matrix, uint32_t head_size, uint32_t t, const row_t *v) {
-    uint8_t *words = matrix + (size_t)(t / fd_word_elems(dtype)) * head_size * fd_word_bytes(dtype);
-    if (dtype == FD_KV_FP32) memcpy(words, v->fp32, head_size * sizeof *v->fp32);
-    if (dtype == FD_KV_FP16) memcpy(words, v->half, head_size * sizeof *v->half);
-    if (dtype == FD_KV_BF16)
+FD_INLINE void store_v(const fd_kv_dtype_t format, uint8_t *matrix, uint32_t head_size, uint32_t t, const row_t *v) {
+    uint8_t *words = matrix + (size_t)(t / fd_word_elems(format)) * head_size * fd_word_bytes(format);
+    if (format == FD_KV_FP32) memcpy(words, v->fp32, head_size * sizeof *v->fp32);
+    if (format == FD_KV_FP16) memcpy(words, v->half, head_size * sizeof *v->half);
+    if (format == FD_KV_BF16)
         for (uint32_t d = 0; d < head_size; d++) ((uint16_t *)words)[2 * d + t % 2] = v->half[d];
-    if (dtype == FD_KV_INT8)
+    if (format == FD_KV_INT8)
         for (uint32_t d = 0; d < head_size; d++) words[4 * d + fd_word_byte(t)] = v->code[d];
-    if (dtype == FD_KV_INT4) {
+    if (format == FD_KV_INT4) {
         const uint32_t shift = t % 8 / 4 * 4;
         for (uint32_t d = 0; d < head_size; d++) {
             uint8_t *byte = &words[4 * d + fd_word_byte(t)];
@@ -67,11 +67,12 @@ FD_INLINE void store_v(const fd_kv_dtype_t dtype, uint8_t *matrix, uint32_t head
 }
 
 FD_INLINE void append(const fd_kv_dtype_t dtype, uint8_t *chunk, uint32_t head_size, uint32_t t, const float *k, const float *v) {
+    const fd_kv_dtype_t k_format = fd_k_format(dtype), v_format = fd_v_format(dtype);
     row_t row;
-    const uint32_t k_word = convert_row(dtype, &row, k, head_size);
-    store_k(dtype, chunk, head_size, t, &row);
-    const uint32_t v_word = convert_row(dtype, &row, v, head_size);
-    store_v(dtype, chunk + fd_chunk_v(dtype, head_size), head_size, t, &row);
+    const uint32_t k_word = convert_row(k_format, &row, k, head_size);
+    store_k(k_format, chunk, head_size, t, &row);
+    const uint32_t v_word = convert_row(v_format, &row, v, head_size);
+    store_v(v_format, chunk + fd_chunk_v(dtype, head_size), head_size, t, &row);
     if (!fd_kv_is_int(dtype)) return;
     ((uint32_t *)(chunk + fd_chunk_k_affine(dtype, head_size)))[t] = k_word;
     ((uint32_t *)(chunk + fd_chunk_v_affine(dtype, head_size)))[t] = v_word;

@@ -1,9 +1,9 @@
 /* The vector kernels, written once against the vectors of the ISA's file that includes this.
  *
  * That file defines `vec_t` of LANES floats or 32-bit integers, the vec_* and kv_* primitives on it, MAX_BLOCK (most query rows a
- * register tile holds; block_rows(dtype) of them are used) and tile_vecs(dtype, rows) (how many vectors of K or V go with
+ * register tile holds; block_rows(dtype) of them are used) and tile_vecs(format, rows) (how many vectors of K or V go with
  * that many rows before registers run out). Every function here is inlined into an entry point that fixes dtype and rows, so
- * those parameters cost nothing.
+ * those parameters cost nothing. Queries and scores go by the format of K, weights and what they add up to by that of V.
  *
  * Blocking. Query rows (all heads of the group, all tokens of the query block) are cut into panels, panels into blocks. A panel may span
  * several KV heads, whose chunks lie one behind the other in a page: what is read from one page is then long, and the prefetch
@@ -32,11 +32,12 @@ FD_INLINE uint32_t block_row(uint32_t rows, uint32_t n, uint32_t i) { return (ui
 
 /* A query row as a kernel multiplies by it, and its state before the first chunk. */
 FD_INLINE void begin_row(const fd_kv_dtype_t dtype, const float *q, uint32_t head_size, uint8_t *multipliers, row_state_t *state) {
+    const fd_kv_dtype_t format = fd_k_format(dtype);
     memset(state, 0, sizeof *state);
     state->m = -INFINITY;
     state->unit = 1.0f;
-    if (!fd_kv_is_int(dtype)) {
-        kv_store_query(dtype, multipliers, q, head_size);
+    if (!fd_kv_is_int(format)) {
+        kv_store_query(format, multipliers, q, head_size);
         return;
     }
     float padded[FD_MAX_CHUNK_HEAD + LANES] __attribute__((aligned(64)));
@@ -44,13 +45,13 @@ FD_INLINE void begin_row(const fd_kv_dtype_t dtype, const float *q, uint32_t hea
     memset(padded + head_size, 0, LANES * sizeof *q);
     vec_t max = vec_zero(), sum = vec_zero();
     for (uint32_t d = 0; d < head_size; d += LANES) max = vec_max(max, vec_abs(vec_load(padded + d)));
-    const float largest = vec_reduce_max(max), levels = kv_levels(dtype, 0);
+    const float largest = vec_reduce_max(max), levels = kv_levels(format, 0);
     if (largest >= FD_TINY) state->unit = largest / levels;
     const vec_t inverse = vec_set1(largest >= FD_TINY ? levels / largest : 0.0f);
     for (uint32_t d = 0; d < head_size; d += LANES) {
         const vec_t x = vec_round(vec_mul(vec_load(padded + d), inverse));
         sum = vec_add(sum, x);
-        kv_store_multipliers(dtype, multipliers, d / LANES, x);
+        kv_store_multipliers(format, multipliers, d / LANES, x);
     }
     state->q_sum = vec_reduce_add(sum);
 }

@@ -16,7 +16,9 @@
 
 #define FD_PAGE_TOKENS 128u
 
-typedef enum { FD_KV_FP32 = 0, FD_KV_FP16 = 1, FD_KV_BF16 = 2, FD_KV_INT8 = 3, FD_KV_INT4 = 4, FD_KV_DTYPES } fd_kv_dtype_t;
+typedef enum {
+    FD_KV_FP32 = 0, FD_KV_FP16 = 1, FD_KV_BF16 = 2, FD_KV_INT8 = 3, FD_KV_INT4 = 4, FD_KV_INT8_INT4 = 5 /* K, V */, FD_KV_DTYPES
+} fd_kv_dtype_t;
 typedef enum {
     FD_ISA_SCALAR = 0, FD_ISA_AVX2 = 1, FD_ISA_AVX512 = 2, FD_ISA_AVX512VNNI = 3, FD_ISA_AMX = 4, FD_ISA_NEON = 5, FD_ISAS
 } fd_isa_t;

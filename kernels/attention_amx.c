@@ -25,9 +25,9 @@
 enum { TILE_ROWS = 16, TILE_ROW_BYTES = 64, COLUMNS = 64 /* of a product: four tiles */, COLUMN_VECS = COLUMNS / LANES };
 
 FD_INLINE uint32_t block_rows(fd_kv_dtype_t dtype) { return MAX_BLOCK; }
-FD_INLINE int kv_bits(fd_kv_dtype_t dtype) { return 16; }
+FD_INLINE int kv_bits(fd_kv_dtype_t format) { return 16; }
 /* Of queries, whose halves are both signed: 127 * 256 + 127. Of weights, which are not. */
-FD_INLINE float kv_levels(fd_kv_dtype_t dtype, int is_v) { return is_v ? 65535.0f : 32639.0f; }
+FD_INLINE float kv_levels(fd_kv_dtype_t format, int is_v) { return is_v ? 65535.0f : 32639.0f; }
 FD_INLINE vec_t kv_sum_weights(const void *weights, uint32_t first, uint32_t last) { return vec_zero(); }
 
 /* Bytes from a row's high halves to its low ones: half of Q_STRIDE, half of WEIGHT_STRIDE. */
@@ -49,7 +49,7 @@ FD_INLINE void store_weights(uint8_t *to, const vec_t *x) {
 }
 
 /* Vector i of a row of integers, into signed halves. */
-FD_INLINE void kv_store_multipliers(fd_kv_dtype_t dtype, void *to, uint32_t i, vec_t x) {
+FD_INLINE void kv_store_multipliers(fd_kv_dtype_t format, void *to, uint32_t i, vec_t x) {
     const __m128i order = _mm_setr_epi8(0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15);
     const __m512i low = _mm512_cvtps_epi32(x), high = _mm512_srai_epi32(_mm512_add_epi32(low, _mm512_set1_epi32(128)), 8);
     uint8_t *at = (uint8_t *)to + i * LANES;
@@ -59,7 +59,7 @@ FD_INLINE void kv_store_multipliers(fd_kv_dtype_t dtype, void *to, uint32_t i, v
 
 #define FD_OWN_STORE_WEIGHTS
 /* All vectors of a row, those outside [first, last) zero, into unsigned halves. */
-FD_INLINE void kv_store_weights(fd_kv_dtype_t dtype, void *to, uint32_t first, uint32_t last, const vec_t *w, vec_t inverse) {
+FD_INLINE void kv_store_weights(fd_kv_dtype_t format, void *to, uint32_t first, uint32_t last, const vec_t *w, vec_t inverse) {
     vec_t x[FD_PAGE_TOKENS / LANES];
     FD_UNROLL
     for (uint32_t i = 0; i < FD_PAGE_TOKENS / LANES; i++) x[i] = i >= first && i < last ? vec_mul(w[i], inverse) : vec_zero();
@@ -78,7 +78,7 @@ FD_INLINE void store_split(uint8_t *to, size_t to_low, vec_t x0, vec_t x1) {
     _mm512_storeu_si512(to + to_low, _mm512_permutex2var_epi16(vec_ints(x0), odd, vec_ints(x1)));
 }
 #define FD_OWN_STORE_QUERY
-FD_INLINE void kv_store_query(fd_kv_dtype_t dtype, void *to, const float *q, uint32_t head_size) {
+FD_INLINE void kv_store_query(fd_kv_dtype_t format, void *to, const float *q, uint32_t head_size) {
     for (uint32_t d = 0; d < head_size; d += 2 * LANES)
         store_split((uint8_t *)to + d * sizeof(uint16_t), low_half(0), vec_load(q + d), vec_load(q + d + LANES));
 }
@@ -102,7 +102,7 @@ FD_INLINE void configure_tiles(fd_kv_dtype_t dtype, uint32_t block) {
 }
 
 /* Elements of the sum's index in a word of K or V as the tiles see it: int4 has been widened to int8. */
-FD_INLINE uint32_t tile_word_elems(fd_kv_dtype_t dtype) { return dtype == FD_KV_BF16 ? 2 : 4; }
+FD_INLINE uint32_t tile_word_elems(fd_kv_dtype_t format) { return format == FD_KV_BF16 ? 2 : 4; }
 
 /* Makes a matrix of int4 one of int8, every row of `row_bytes` two; prefetches as much as it reads. In a pass of its own, for a tile that is loaded
  * right behind its stores waits for them to reach the cache. */
@@ -131,28 +131,28 @@ FD_INLINE void clear_unseen(const uint8_t *words, size_t stride, uint32_t token,
 #define FD_COLUMN(i, right)                                                                                            \
     do {                                                                                                               \
         const uint8_t *words = matrix + (i) * TILE_ROW_BYTES;                                                          \
-        if (dtype == FD_KV_BF16 && is_v && !b->full) {                                                          \
+        if (format == FD_KV_BF16 && is_v && !b->full) {                                                                \
             clear_unseen(words, stride, step * 2 * TILE_ROWS, b->lo, b->hi, tile[i]);                                  \
             _tile_loadd(right, tile[i], TILE_ROW_BYTES);                                                               \
         } else {                                                                                                       \
             _tile_loadd(right, words, stride);                                                                         \
         }                                                                                                              \
-        if (dtype == FD_KV_BF16) {                                                                                     \
+        if (format == FD_KV_BF16) {                                                                                    \
             _tile_dpbf16ps(i, 4, right);                                                                               \
             _tile_dpbf16ps(i, 7, right);                                                                               \
-        } else if (is_v)                                                                                                 \
+        } else if (is_v)                                                                                               \
             _tile_dpbuud(i, 4, right);                                                                                 \
         else                                                                                                           \
             _tile_dpbsud(i, 4, right);                                                                                 \
         FD_UNROLL                                                                                                      \
-        for (uint32_t line = 0; line < TILE_ROWS && dtype != FD_KV_INT4; line++)                                       \
-            __builtin_prefetch(ahead + line * LINE, 0, PREFETCH_LOCALITY);                                            \
+        for (uint32_t line = 0; line < TILE_ROWS && format != FD_KV_INT4; line++)                                      \
+            __builtin_prefetch(ahead + line * LINE, 0, PREFETCH_LOCALITY);                                             \
         ahead += TILE_ROWS * LINE;                                                                                     \
     } while (0)
 
 /* products[r] = row r of `left` times COLUMNS columns of K or V over `steps` tiles in depth; of integers, [2 r] is that of the high halves and
  * [2 r + 1] that of the low ones. Prefetches from `ahead` on as much as it reads, of int4 nothing. */
-FD_INLINE void multiply_tiles(const fd_kv_dtype_t dtype, const int is_v, const block_t *b, const uint8_t *left, const uint8_t *matrix, size_t stride,
+FD_INLINE void multiply_tiles(const fd_kv_dtype_t format, const int is_v, const block_t *b, const uint8_t *left, const uint8_t *matrix, size_t stride,
                               uint32_t steps, const uint8_t *ahead, float products[][COLUMNS]) {
     uint8_t tile[4][TILE_ROWS][TILE_ROW_BYTES] __attribute__((aligned(64))); /* of what was cleared */
     _tile_zero(0);
@@ -160,7 +160,7 @@ FD_INLINE void multiply_tiles(const fd_kv_dtype_t dtype, const int is_v, const b
     _tile_zero(2);
     _tile_zero(3);
     for (uint32_t step = 0; step < steps; step++, left += TILE_ROW_BYTES, matrix += TILE_ROWS * stride) {
-        if (dtype == FD_KV_BF16) {
+        if (format == FD_KV_BF16) {
             _tile_loadd(4, left, 2 * low_half(is_v));
             _tile_loadd(7, left + low_half(is_v), 2 * low_half(is_v));
         } else {
@@ -178,8 +178,8 @@ FD_INLINE void multiply_tiles(const fd_kv_dtype_t dtype, const int is_v, const b
 }
 
 /* Vector i of row r's product, both halves together. */
-FD_INLINE vec_t whole_product(fd_kv_dtype_t dtype, float products[][COLUMNS], uint32_t r, uint32_t i) {
-    if (dtype == FD_KV_BF16) return vec_load(&products[r][i * LANES]);
+FD_INLINE vec_t whole_product(fd_kv_dtype_t format, float products[][COLUMNS], uint32_t r, uint32_t i) {
+    if (format == FD_KV_BF16) return vec_load(&products[r][i * LANES]);
     const vec_t high = vec_load(&products[2 * r][i * LANES]), low = vec_load(&products[2 * r + 1][i * LANES]);
     return vec_from_int(vec_add_int(vec_bits(_mm512_slli_epi32(vec_ints(high), 8)), low));
 }
@@ -188,26 +188,27 @@ FD_INLINE vec_t whole_product(fd_kv_dtype_t dtype, float products[][COLUMNS], ui
 FD_INLINE const uint8_t *prefetch_from(const block_t *b, size_t offset) { return (b->index ? b->chunk : b->next) + offset; }
 
 FD_INLINE void score_chunk(const fd_kv_dtype_t dtype, const block_t *b, uint8_t *wide, float scores[][FD_PAGE_TOKENS]) {
+    const fd_kv_dtype_t format = fd_k_format(dtype);
     float products[2 * MAX_BLOCK][COLUMNS] __attribute__((aligned(64)));
-    const uint32_t steps = b->head_size / tile_word_elems(dtype) / TILE_ROWS, row_bytes = FD_PAGE_TOKENS * sizeof(uint32_t);
+    const uint32_t steps = b->head_size / tile_word_elems(format) / TILE_ROWS, row_bytes = FD_PAGE_TOKENS * sizeof(uint32_t);
     const uint8_t *k = b->chunk, *ahead = prefetch_from(b, 0);
-    if (dtype == FD_KV_INT4) {
-        widen_nibbles(k, b->head_size / fd_word_elems(dtype), row_bytes, ahead, wide);
+    if (format == FD_KV_INT4) {
+        widen_nibbles(k, b->head_size / fd_word_elems(format), row_bytes, ahead, wide);
         k = wide;
     }
     for (uint32_t i = 0; i < PAGE_VECS; i++) {
         if (i % COLUMN_VECS == 0) {
-            multiply_tiles(dtype, 0, b, b->q, k + i * LANES * sizeof(uint32_t), row_bytes, steps, ahead, products);
+            multiply_tiles(format, 0, b, b->q, k + i * LANES * sizeof(uint32_t), row_bytes, steps, ahead, products);
             ahead += steps * TILE_ROWS * COLUMNS * sizeof(uint32_t);
         }
         vec_t scale = vec_zero(), offset = vec_zero();
-        if (fd_kv_is_int(dtype)) {
-            kv_affine(dtype, b->chunk + fd_chunk_k_affine(dtype, b->head_size) + i * LANES * sizeof(uint32_t), &scale, &offset);
-            offset = vec_fma(scale, vec_set1(-(float)fd_zero_point(dtype)), offset);
+        if (fd_kv_is_int(format)) {
+            kv_affine(format, b->chunk + fd_chunk_k_affine(dtype, b->head_size) + i * LANES * sizeof(uint32_t), &scale, &offset);
+            offset = vec_fma(scale, vec_set1(-(float)fd_zero_point(format)), offset);
         }
         for (uint32_t r = 0; r < b->rows; r++) {
-            vec_t s = whole_product(dtype, products, r, i % COLUMN_VECS);
-            if (fd_kv_is_int(dtype)) s = vec_fma(s, scale, vec_mul(offset, vec_set1(b->state[r].q_sum)));
+            vec_t s = whole_product(format, products, r, i % COLUMN_VECS);
+            if (fd_kv_is_int(format)) s = vec_fma(s, scale, vec_mul(offset, vec_set1(b->state[r].q_sum)));
             vec_store(&scores[r][i * LANES], s);
         }
     }
@@ -228,23 +229,24 @@ FD_INLINE void split_weights(const block_t *b, float weights[][FD_PAGE_TOKENS]) 
 }
 
 FD_INLINE void add_values(const fd_kv_dtype_t dtype, const block_t *b, uint8_t *wide, float weights[][FD_PAGE_TOKENS], const float *rescale, const float *unit) {
+    const fd_kv_dtype_t format = fd_v_format(dtype);
     float products[2 * MAX_BLOCK][COLUMNS] __attribute__((aligned(64)));
-    const uint32_t steps = FD_PAGE_TOKENS / tile_word_elems(dtype) / TILE_ROWS, row_bytes = b->head_size * sizeof(uint32_t);
+    const uint32_t steps = FD_PAGE_TOKENS / tile_word_elems(format) / TILE_ROWS, row_bytes = b->head_size * sizeof(uint32_t);
     const size_t offset = fd_chunk_v(dtype, b->head_size);
     const uint8_t *v = b->chunk + offset, *ahead = prefetch_from(b, offset);
-    if (dtype == FD_KV_INT4) {
-        widen_nibbles(v, FD_PAGE_TOKENS / fd_word_elems(dtype), row_bytes, ahead, wide);
+    if (format == FD_KV_INT4) {
+        widen_nibbles(v, FD_PAGE_TOKENS / fd_word_elems(format), row_bytes, ahead, wide);
         v = wide;
     }
     for (uint32_t d = 0; d < b->head_size; d += COLUMNS) {
-        multiply_tiles(dtype, 1, b, (const uint8_t *)weights, v + d * sizeof(uint32_t), row_bytes, steps, ahead, products);
+        multiply_tiles(format, 1, b, (const uint8_t *)weights, v + d * sizeof(uint32_t), row_bytes, steps, ahead, products);
         ahead += steps * TILE_ROWS * COLUMNS * sizeof(uint32_t);
         for (uint32_t r = 0; r < b->rows; r++) {
             float *acc = b->acc + (size_t)r * b->head_size + d;
-            const vec_t old = vec_set1(rescale[r]), new = vec_set1(fd_kv_is_int(dtype) ? unit[r] : 1.0f);
+            const vec_t old = vec_set1(rescale[r]), new = vec_set1(fd_kv_is_int(format) ? unit[r] : 1.0f);
             FD_UNROLL
             for (uint32_t i = 0; i < COLUMN_VECS; i++) {
-                const vec_t product = whole_product(dtype, products, r, i), kept = vec_mul(vec_load(acc + i * LANES), old);
+                const vec_t product = whole_product(format, products, r, i), kept = vec_mul(vec_load(acc + i * LANES), old);
                 vec_store(acc + i * LANES, vec_fma(product, new, kept));
             }
         }
@@ -287,6 +289,7 @@ FD_INLINE void attend_block(const fd_kv_dtype_t dtype, const block_t *b) {
 FD_KERNEL(bf16, FD_KV_BF16, 8, fd_attend_bf16_avx512)
 FD_KERNEL(int8, FD_KV_INT8, 4, fd_attend_int8_avx512vnni)
 FD_KERNEL(int4, FD_KV_INT4, 9, fd_attend_int4_avx512vnni)
+FD_KERNEL(int8_int4, FD_KV_INT8_INT4, 8, fd_attend_int8_int4_avx512vnni)
 
 const fd_kv_ops_t fd_kv_ops_amx[FD_KV_DTYPES] = {
     [FD_KV_FP32] = {"amx", fd_append_fp32_avx512, fd_attend_fp32_avx512},
@@ -294,6 +297,7 @@ const fd_kv_ops_t fd_kv_ops_amx[FD_KV_DTYPES] = {
     [FD_KV_BF16] = {"amx", fd_append_bf16_avx512, fd_attend_bf16_amx},
     [FD_KV_INT8] = {"amx", fd_append_int8_avx512, fd_attend_int8_amx},
     [FD_KV_INT4] = {"amx", fd_append_int4_avx512, fd_attend_int4_amx},
+    [FD_KV_INT8_INT4] = {"amx", fd_append_int8_int4_avx512, fd_attend_int8_int4_amx},
 };
 
 #ifdef __clang__

@@ -19,8 +19,8 @@ typedef __m256 vec_t;
 enum { LANES = 8, MAX_BLOCK = 6, MAX_VECS = 8 };
 
 /* Of the 16 registers at most 12 are sums, beside 2 vectors of K or V and a broadcast multiplier; fewer where words are taken apart. */
-FD_INLINE int tile_vecs(fd_kv_dtype_t dtype, int rows) {
-    return rows > 2 ? 2 : rows == 2 || (dtype != FD_KV_FP32 && dtype != FD_KV_FP16) ? 4 : 8;
+FD_INLINE int tile_vecs(fd_kv_dtype_t format, int rows) {
+    return rows > 2 ? 2 : rows == 2 || (format != FD_KV_FP32 && format != FD_KV_FP16) ? 4 : 8;
 }
 FD_INLINE uint32_t block_rows(fd_kv_dtype_t dtype) { return dtype == FD_KV_FP32 || dtype == FD_KV_FP16 ? 6 : 4; }
 
@@ -102,36 +102,36 @@ FD_INLINE void vec_store_u8(void *p, vec_t x, int zero) {
 
 /* ---- words of K and V (chunk.h) ---- */
 
-FD_INLINE vec_t kv_load(fd_kv_dtype_t dtype, const uint8_t *p) {
-    return dtype == FD_KV_FP16 ? vec_load_fp16(p) : _mm256_loadu_ps((const float *)p);
+FD_INLINE vec_t kv_load(fd_kv_dtype_t format, const uint8_t *p) {
+    return format == FD_KV_FP16 ? vec_load_fp16(p) : _mm256_loadu_ps((const float *)p);
 }
 
 /* scale and (of int4) centre of LANES tokens. */
-FD_INLINE void kv_affine(fd_kv_dtype_t dtype, const void *p, vec_t *scale, vec_t *centre) {
+FD_INLINE void kv_affine(fd_kv_dtype_t format, const void *p, vec_t *scale, vec_t *centre) {
     const __m256i x = _mm256_loadu_si256(p);
-    *scale = vec_bits(dtype == FD_KV_INT8 ? x : _mm256_and_si256(x, _mm256_set1_epi32((int)0xffff0000)));
-    *centre = dtype == FD_KV_INT8 ? vec_zero() : vec_bits(_mm256_slli_epi32(x, 16));
+    *scale = vec_bits(format == FD_KV_INT8 ? x : _mm256_and_si256(x, _mm256_set1_epi32((int)0xffff0000)));
+    *centre = format == FD_KV_INT8 ? vec_zero() : vec_bits(_mm256_slli_epi32(x, 16));
 }
 
 /* Integers are multiplied in pairs of 16 bits, vpmaddwd and vpaddd. */
-FD_INLINE int kv_bits(fd_kv_dtype_t dtype) { return 16; }
-FD_INLINE float kv_levels(fd_kv_dtype_t dtype, int is_v) { return 32767.0f; }
-FD_INLINE int kv_parts(fd_kv_dtype_t dtype) { return dtype == FD_KV_INT4 ? 4 : dtype == FD_KV_INT8 || dtype == FD_KV_BF16 ? 2 : 1; }
+FD_INLINE int kv_bits(fd_kv_dtype_t format) { return 16; }
+FD_INLINE float kv_levels(fd_kv_dtype_t format, int is_v) { return 32767.0f; }
+FD_INLINE int kv_parts(fd_kv_dtype_t format) { return format == FD_KV_INT4 ? 4 : format == FD_KV_INT8 || format == FD_KV_BF16 ? 2 : 1; }
 
-FD_INLINE vec_t kv_part(fd_kv_dtype_t dtype, vec_t words, int part) {
-    if (dtype == FD_KV_FP32 || dtype == FD_KV_FP16) return words;
+FD_INLINE vec_t kv_part(fd_kv_dtype_t format, vec_t words, int part) {
+    if (format == FD_KV_FP32 || format == FD_KV_FP16) return words;
     const __m256i x = vec_ints(words);
-    if (dtype == FD_KV_BF16)
+    if (format == FD_KV_BF16)
         return vec_bits(part == 0 ? _mm256_slli_epi32(x, 16) : _mm256_and_si256(x, _mm256_set1_epi32((int)0xffff0000)));
-    if (dtype == FD_KV_INT8) return vec_bits(part ? _mm256_srli_epi16(x, 8) : _mm256_and_si256(x, _mm256_set1_epi16(0xff)));
+    if (format == FD_KV_INT8) return vec_bits(part ? _mm256_srli_epi16(x, 8) : _mm256_and_si256(x, _mm256_set1_epi16(0xff)));
     if (part == 3) return vec_bits(_mm256_srli_epi16(x, 12));
     return vec_bits(_mm256_and_si256(part ? _mm256_srli_epi16(x, part == 1 ? 8 : 4) : x, _mm256_set1_epi16(0xf)));
 }
-FD_INLINE vec_t kv_multiply_add(fd_kv_dtype_t dtype, int is_v, vec_t x, vec_t y, vec_t sum) {
-    if (!fd_kv_is_int(dtype)) return vec_fma(x, y, sum);
+FD_INLINE vec_t kv_multiply_add(fd_kv_dtype_t format, int is_v, vec_t x, vec_t y, vec_t sum) {
+    if (!fd_kv_is_int(format)) return vec_fma(x, y, sum);
     return vec_bits(_mm256_add_epi32(vec_ints(sum), _mm256_madd_epi16(vec_ints(x), vec_ints(y))));
 }
-FD_INLINE void kv_store_multipliers(fd_kv_dtype_t dtype, void *to, uint32_t i, vec_t x) {
+FD_INLINE void kv_store_multipliers(fd_kv_dtype_t format, void *to, uint32_t i, vec_t x) {
     _mm_storeu_si128((__m128i *)to + i, vec_to_int16(x));
 }
 FD_INLINE vec_t kv_sum_weights(const void *weights, uint32_t first, uint32_t last) { return vec_zero(); }
@@ -142,7 +142,7 @@ FD_INLINE void vec_store_half(float *p, vec_t x) { vec_store(p, x); }
 FD_INLINE void vec_store_fp16_half(void *p, vec_t x) { vec_store_fp16(p, x); }
 FD_INLINE void vec_store_bf16_half(void *p, vec_t x) { vec_store_bf16(p, x); }
 FD_INLINE void vec_store_u8_half(void *p, vec_t x, int zero) { vec_store_u8(p, x, zero); }
-FD_INLINE vec_t kv_load_half(fd_kv_dtype_t dtype, const uint8_t *p) { return kv_load(dtype, p); }
+FD_INLINE vec_t kv_load_half(fd_kv_dtype_t format, const uint8_t *p) { return kv_load(format, p); }
 
 #include "tiles_simd.h"
 #include "attend_simd.h"
@@ -168,6 +168,7 @@ FD_KERNELS(fp16, FD_KV_FP16)
 FD_KERNELS(bf16, FD_KV_BF16)
 FD_KERNELS(int8, FD_KV_INT8)
 FD_KERNELS(int4, FD_KV_INT4)
+FD_KERNELS(int8_int4, FD_KV_INT8_INT4)
 
 const fd_kv_ops_t fd_kv_ops_avx2[FD_KV_DTYPES] = {
     [FD_KV_FP32] = {"avx2", fd_append_fp32_avx2, fd_attend_fp32_avx2},
@@ -175,6 +176,7 @@ const fd_kv_ops_t fd_kv_ops_avx2[FD_KV_DTYPES] = {
     [FD_KV_BF16] = {"avx2", fd_append_bf16_avx2, fd_attend_bf16_avx2},
     [FD_KV_INT8] = {"avx2", fd_append_int8_avx2, fd_attend_int8_avx2},
     [FD_KV_INT4] = {"avx2", fd_append_int4_avx2, fd_attend_int4_avx2},
+    [FD_KV_INT8_INT4] = {"avx2", fd_append_int8_int4_avx2, fd_attend_int8_int4_avx2},
 };
 
 const fd_vec_ops_t fd_vec_ops_avx2 = {load_act, store_act, merge, finish};

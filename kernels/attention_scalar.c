@@ -14,27 +14,28 @@
 enum { BLOCK_ROWS = 8 };
 
 /* Lanes [from, to) of index i of a matrix (chunk.h) as floats; of int8 and int4 the integers less their zero point. */
-FD_INLINE void widen(const fd_kv_dtype_t dtype, float *dst, const uint8_t *matrix, uint32_t lanes, uint32_t i, uint32_t from,
+FD_INLINE void widen(const fd_kv_dtype_t format, float *dst, const uint8_t *matrix, uint32_t lanes, uint32_t i, uint32_t from,
                      uint32_t to) {
-    const uint32_t elems = fd_word_elems(dtype);
-    const uint8_t *words = matrix + (size_t)(i / elems) * lanes * fd_word_bytes(dtype);
-    if (dtype == FD_KV_FP32)
+    const uint32_t elems = fd_word_elems(format);
+    const uint8_t *words = matrix + (size_t)(i / elems) * lanes * fd_word_bytes(format);
+    if (format == FD_KV_FP32)
         memcpy(dst, (const float *)words + from, (to - from) * sizeof *dst);
-    else if (dtype == FD_KV_FP16)
+    else if (format == FD_KV_FP16)
         for (uint32_t j = from; j < to; j++) dst[j - from] = fd_fp16_to_fp32(((const uint16_t *)words)[j]);
-    else if (dtype == FD_KV_BF16)
+    else if (format == FD_KV_BF16)
         for (uint32_t j = from; j < to; j++) dst[j - from] = fd_bf16_to_fp32((uint16_t)(((const uint32_t *)words)[j] >> i % 2 * 16));
-    else if (dtype == FD_KV_INT8)
+    else if (format == FD_KV_INT8)
         for (uint32_t j = from; j < to; j++)
-            dst[j - from] = (float)((int)(((const uint32_t *)words)[j] >> 8 * fd_word_byte(i) & 0xffu) - fd_zero_point(dtype));
+            dst[j - from] = (float)((int)(((const uint32_t *)words)[j] >> 8 * fd_word_byte(i) & 0xffu) - fd_zero_point(format));
     else
         for (uint32_t j = from; j < to; j++)
-            dst[j - from] = (float)((int)(((const uint32_t *)words)[j] >> (8 * fd_word_byte(i) + i % 8 / 4 * 4) & 0xfu) - fd_zero_point(dtype));
+            dst[j - from] = (float)((int)(((const uint32_t *)words)[j] >> (8 * fd_word_byte(i) + i % 8 / 4 * 4) & 0xfu) - fd_zero_point(format));
 }
 
 /* Query rows [row, row + rows) over one chunk, whose first token is at position `base`. */
 FD_INLINE void attend_block(const fd_attend_t *a, const fd_kv_dtype_t dtype, const uint8_t *chunk, uint64_t base,
                             uint32_t row, uint32_t rows) {
+    const fd_kv_dtype_t k_format = fd_k_format(dtype), v_format = fd_v_format(dtype);
     const uint32_t head_size = a->head_size;
     const uint8_t *v = chunk + fd_chunk_v(dtype, head_size);
     uint32_t lo[BLOCK_ROWS], hi[BLOCK_ROWS], first = FD_PAGE_TOKENS, last = 0; /* last: beyond the last token any row sees */
@@ -50,7 +51,7 @@ FD_INLINE void attend_block(const fd_attend_t *a, const fd_kv_dtype_t dtype, con
     float weights[BLOCK_ROWS][FD_PAGE_TOKENS] = {{0}}, q_sum[BLOCK_ROWS] = {0}, wide[FD_MAX_CHUNK_HEAD];
     const float *q = a->q + (size_t)row * head_size;
     for (uint32_t d = 0; d < head_size; d++) {
-        widen(dtype, wide, chunk, FD_PAGE_TOKENS, d, first, last);
+        widen(k_format, wide, chunk, FD_PAGE_TOKENS, d, first, last);
         for (uint32_t r = 0; r < rows; r++) {
             const float qd = q[(size_t)r * head_size + d];
             for (uint32_t t = first; t < last; t++) weights[r][t] += qd * wide[t - first];
@@ -66,7 +67,7 @@ FD_INLINE void attend_block(const fd_attend_t *a, const fd_kv_dtype_t dtype, con
         }
         for (uint32_t t = lo[r]; fd_kv_is_int(dtype) && t < hi[r]; t++) {
             const uint32_t word = ((const uint32_t *)(chunk + fd_chunk_k_affine(dtype, head_size)))[t];
-            w[t] = fd_affine_scale(dtype, word) * w[t] + fd_affine_centre(dtype, word) * q_sum[r];
+            w[t] = fd_affine_scale(k_format, word) * w[t] + fd_affine_centre(k_format, word) * q_sum[r];
         }
         float max = a->m[row + r], sum = 0.0f;
         for (uint32_t t = lo[r]; t < hi[r]; t++) max = w[t] > max ? w[t] : max;
@@ -80,14 +81,14 @@ FD_INLINE void attend_block(const fd_attend_t *a, const fd_kv_dtype_t dtype, con
         float rest = 0.0f; /* sum of weights times centres: the same for all dimensions */
         for (uint32_t t = lo[r]; fd_kv_is_int(dtype) && t < hi[r]; t++) {
             const uint32_t word = ((const uint32_t *)(chunk + fd_chunk_v_affine(dtype, head_size)))[t];
-            rest += w[t] * fd_affine_centre(dtype, word);
-            w[t] *= fd_affine_scale(dtype, word);
+            rest += w[t] * fd_affine_centre(v_format, word);
+            w[t] *= fd_affine_scale(v_format, word);
         }
         for (uint32_t d = 0; d < head_size; d++) acc[d] = acc[d] * rescale + rest;
     }
 
     for (uint32_t t = first; t < last; t++) {
-        widen(dtype, wide, v, head_size, t, 0, head_size);
+        widen(v_format, wide, v, head_size, t, 0, head_size);
         for (uint32_t r = 0; r < rows; r++) {
             float *acc = a->acc + (size_t)(row + r) * head_size;
             for (uint32_t d = 0; d < head_size; d++) acc[d] += weights[r][t] * wide[d];
@@ -170,6 +171,7 @@ FD_KERNELS(fp16, FD_KV_FP16)
 FD_KERNELS(bf16, FD_KV_BF16)
 FD_KERNELS(int8, FD_KV_INT8)
 FD_KERNELS(int4, FD_KV_INT4)
+FD_KERNELS(int8_int4, FD_KV_INT8_INT4)
 
 const fd_kv_ops_t fd_kv_ops_scalar[FD_KV_DTYPES] = {
     [FD_KV_FP32] = {"scalar", fd_append_fp32_scalar, fd_attend_fp32_scalar},
@@ -177,6 +179,7 @@ const fd_kv_ops_t fd_kv_ops_scalar[FD_KV_DTYPES] = {
     [FD_KV_BF16] = {"scalar", fd_append_bf16_scalar, fd_attend_bf16_scalar},
     [FD_KV_INT8] = {"scalar", fd_append_int8_scalar, fd_attend_int8_scalar},
     [FD_KV_INT4] = {"scalar", fd_append_int4_scalar, fd_attend_int4_scalar},
+    [FD_KV_INT8_INT4] = {"scalar", fd_append_int8_int4_scalar, fd_attend_int8_int4_scalar},
 };
 
 static void load_act(float *dst, const void *src, size_t n, uint32_t act_dtype, float scale) {

@@ -14,9 +14,11 @@
  *   int8  4 in 32 bits, in the bytes 0, 2, 1, 3
  *   int4  8 in 32 bits, in the low nibbles of bytes 0, 2, 1, 3, then in the high ones
  *
+ * int8-int4 has K as int8 has it and V as int4 has it; every other format is that of both.
+ *
  * Bytes 0 and 2 are thus two neighbours in 16-bit halves once the others are masked off, as vpmaddwd wants them.
  *
- *   k_affine, v_affine  [128] words, int8 and int4: one a token. int8: fp32 scale. int4: bf16 scale (high half), bf16 centre (low).
+ *   k_affine, v_affine  [128] words, of integers: one a token. int8: fp32 scale. int4: bf16 scale (high half), bf16 centre (low).
  *
  *   int8  x = scale * (stored - 128)             scale = max |x| / 127
  *   int4  x = scale * (stored - 8) + centre      scale = (max - min) / 15, centre = (min + max + scale) / 2
@@ -44,38 +46,47 @@
 #define FD_UNROLL _Pragma("GCC unroll 8")
 #endif
 
+/* The formats of K and of V: what handles words takes one of these (`format`), what handles chunks the cache's own (`dtype`). */
+FD_INLINE fd_kv_dtype_t fd_k_format(fd_kv_dtype_t dtype) { return dtype == FD_KV_INT8_INT4 ? FD_KV_INT8 : dtype; }
+FD_INLINE fd_kv_dtype_t fd_v_format(fd_kv_dtype_t dtype) { return dtype == FD_KV_INT8_INT4 ? FD_KV_INT4 : dtype; }
+
+/* K and V are both of integers, or neither is. */
+FD_INLINE int fd_kv_is_int(fd_kv_dtype_t dtype) { return dtype >= FD_KV_INT8; }
+
 /* E of the list above, and bytes of a word. */
-FD_INLINE uint32_t fd_word_elems(fd_kv_dtype_t dtype) {
-    return dtype == FD_KV_BF16 ? 2 : dtype == FD_KV_INT8 ? 4 : dtype == FD_KV_INT4 ? 8 : 1;
+FD_INLINE uint32_t fd_word_elems(fd_kv_dtype_t format) {
+    return format == FD_KV_BF16 ? 2 : format == FD_KV_INT8 ? 4 : format == FD_KV_INT4 ? 8 : 1;
 }
 
-FD_INLINE size_t fd_word_bytes(fd_kv_dtype_t dtype) { return dtype == FD_KV_FP16 ? 2 : 4; }
-
-FD_INLINE int fd_kv_is_int(fd_kv_dtype_t dtype) { return dtype == FD_KV_INT8 || dtype == FD_KV_INT4; }
+FD_INLINE size_t fd_word_bytes(fd_kv_dtype_t format) { return format == FD_KV_FP16 ? 2 : 4; }
 
 /* Which byte of an int8 or int4 word element i (its low two bits) is in. */
 FD_INLINE uint32_t fd_word_byte(uint32_t i) { return (i & 1u) << 1 | (i >> 1 & 1u); }
 
-/* Byte offsets within a chunk: of V, of the affine tables. */
-FD_INLINE size_t fd_chunk_v(fd_kv_dtype_t dtype, uint32_t head_size) {
-    return FD_PAGE_TOKENS * (size_t)head_size / fd_word_elems(dtype) * fd_word_bytes(dtype);
+FD_INLINE size_t fd_matrix_bytes(fd_kv_dtype_t format, uint32_t head_size) {
+    return FD_PAGE_TOKENS * (size_t)head_size / fd_word_elems(format) * fd_word_bytes(format);
 }
 
-FD_INLINE size_t fd_chunk_k_affine(fd_kv_dtype_t dtype, uint32_t head_size) { return 2 * fd_chunk_v(dtype, head_size); }
+/* Byte offsets within a chunk: of V, of the affine tables. */
+FD_INLINE size_t fd_chunk_v(fd_kv_dtype_t dtype, uint32_t head_size) { return fd_matrix_bytes(fd_k_format(dtype), head_size); }
+
+FD_INLINE size_t fd_chunk_k_affine(fd_kv_dtype_t dtype, uint32_t head_size) {
+    return fd_chunk_v(dtype, head_size) + fd_matrix_bytes(fd_v_format(dtype), head_size);
+}
 
 FD_INLINE size_t fd_chunk_v_affine(fd_kv_dtype_t dtype, uint32_t head_size) {
     return fd_chunk_k_affine(dtype, head_size) + FD_PAGE_TOKENS * sizeof(uint32_t);
 }
 
 /* What a stored integer stands for is scale * (stored - zero point) + centre; of one token's word of an affine table. */
-static inline int fd_zero_point(fd_kv_dtype_t dtype) { return dtype == FD_KV_INT8 ? 128 : 8; }
+static inline int fd_zero_point(fd_kv_dtype_t format) { return format == FD_KV_INT8 ? 128 : 8; }
 
-static inline float fd_affine_scale(fd_kv_dtype_t dtype, uint32_t word) {
-    return fd_bits_float(dtype == FD_KV_INT8 ? word : word & 0xffff0000u);
+static inline float fd_affine_scale(fd_kv_dtype_t format, uint32_t word) {
+    return fd_bits_float(format == FD_KV_INT8 ? word : word & 0xffff0000u);
 }
 
-static inline float fd_affine_centre(fd_kv_dtype_t dtype, uint32_t word) {
-    return dtype == FD_KV_INT8 ? 0.0f : fd_bits_float(word << 16);
+static inline float fd_affine_centre(fd_kv_dtype_t format, uint32_t word) {
+    return format == FD_KV_INT8 ? 0.0f : fd_bits_float(word << 16);
 }
 
 /* scale and centre of an int4 token whose values lie within [min, max]. Whatever the rounding of both leaves out is clipped. */

@@ -4,7 +4,7 @@
 
 size_t fd_kv_chunk_bytes(fd_kv_dtype_t dtype, uint32_t head_size) {
     const size_t affine = fd_kv_is_int(dtype) ? 2 * FD_PAGE_TOKENS * sizeof(uint32_t) : 0;
-    return 2 * fd_chunk_v(dtype, head_size) + affine;
+    return fd_chunk_k_affine(dtype, head_size) + affine;
 }
 
 const fd_kv_ops_t *fd_kv_ops(fd_kv_dtype_t dtype, fd_isa_t isa) {

@@ -29,9 +29,11 @@ FD_DECLARE(fp16)
 FD_DECLARE(bf16)
 FD_DECLARE(int8)
 FD_DECLARE(int4)
+FD_DECLARE(int8_int4)
 #undef FD_DECLARE
 void fd_attend_int8_avx512vnni(const fd_attend_t *a);
 void fd_attend_int4_avx512vnni(const fd_attend_t *a);
+void fd_attend_int8_int4_avx512vnni(const fd_attend_t *a);
 extern const fd_vec_ops_t fd_vec_ops_avx2, fd_vec_ops_avx512;
 #endif
 #if FD_ARM64

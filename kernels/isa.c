@@ -35,7 +35,7 @@ static uint64_t xgetbv0(void) {
 static unsigned detect(void) {
     const unsigned avx2_1c = bit_OSXSAVE | bit_AVX | bit_FMA | bit_F16C;
     const unsigned avx512_7b = bit_AVX512F | bit_AVX512DQ | bit_AVX512BW | bit_AVX512VL;
-    const unsigned amx_7d = 1u << 22 | 1u << 24 | 1u << 25; /* bf16, tile, int8: compilers differ in their names */
+    const unsigned amx_7d = 1u << 24 | 1u << 25 | 1u << 22; /* tile, int8, bf16: compilers differ in their names */
     unsigned a, b, c, d, isas = 1u << FD_ISA_SCALAR;
     if (!__get_cpuid(1, &a, &b, &c, &d) || (c & avx2_1c) != avx2_1c) return isas;
     if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(b & bit_AVX2)) return isas;

@@ -10,7 +10,8 @@
 #include "region.h"
 
 static const char *const kv_dtypes[FD_KV_DTYPES] = {
-    [FD_KV_FP32] = "fp32", [FD_KV_FP16] = "fp16", [FD_KV_BF16] = "bf16", [FD_KV_INT8] = "int8", [FD_KV_INT4] = "int4"};
+    [FD_KV_FP32] = "fp32", [FD_KV_FP16] = "fp16", [FD_KV_BF16] = "bf16", [FD_KV_INT8] = "int8", [FD_KV_INT4] = "int4",
+    [FD_KV_INT8_INT4] = "int8-int4"};
 static const char *const act_dtypes[] = {[FD_ACT_FP32] = "fp32", [FD_ACT_FP16] = "fp16", [FD_ACT_BF16] = "bf16"};
 
 /* "O&" converters and checks: 1, or 0 with an exception set. */

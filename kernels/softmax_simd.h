@@ -16,14 +16,14 @@ enum { Q_STRIDE = FD_MAX_CHUNK_HEAD * sizeof(float), WEIGHT_STRIDE = FD_PAGE_TOK
 #define EXP2_FLUSH -96.0f /* below it, where products of the result would soon be subnormal (and slow), it is 0 */
 
 /* 2^x for x <= 0: 2^n p(x - n), n = floor(x), p a polynomial with p(0) = 1. Below EXP2_FLUSH, -infinity included, and of NaN it is 0.
- * Largest relative error: 1.5e-7 for floats; 3e-6 for int8 and 9e-5 for int4, far below what 16 and 8 bits lose anyway. */
-FD_INLINE vec_t vec_exp2(const fd_kv_dtype_t dtype, vec_t x) {
+ * Largest relative error, by V's format: 1.5e-7 for floats; 3e-6 for int8 and 9e-5 for int4, far below what 16 and 8 bits lose anyway. */
+FD_INLINE vec_t vec_exp2(const fd_kv_dtype_t format, vec_t x) {
     const vec_t r = vec_fraction(x);
     vec_t p;
-    if (dtype == FD_KV_INT4 && kv_bits(dtype) == 8) {
+    if (format == FD_KV_INT4 && kv_bits(format) == 8) {
         p = vec_fma(vec_set1(0x1.3baaaep-4f), r, vec_set1(0x1.d23786p-3f));
         p = vec_fma(p, r, vec_set1(0x1.63e65ap-1f));
-    } else if (fd_kv_is_int(dtype)) {
+    } else if (fd_kv_is_int(format)) {
         p = vec_fma(vec_set1(0x1.b7f738p-7f), r, vec_set1(0x1.abf866p-5f));
         p = vec_fma(p, r, vec_set1(0x1.ee2452p-3f));
         p = vec_fma(p, r, vec_set1(0x1.62d6c6p-1f));
@@ -38,13 +38,13 @@ FD_INLINE vec_t vec_exp2(const fd_kv_dtype_t dtype, vec_t x) {
 
 /* How an ISA stores a row of multipliers of floats, and the weights of integer formats, unless it has defined a way of its own. */
 #ifndef FD_OWN_STORE_QUERY
-FD_INLINE void kv_store_query(fd_kv_dtype_t dtype, void *to, const float *q, uint32_t head_size) {
+FD_INLINE void kv_store_query(fd_kv_dtype_t format, void *to, const float *q, uint32_t head_size) {
     memcpy(to, q, head_size * sizeof *q);
 }
 #endif
 #ifndef FD_OWN_STORE_WEIGHTS
-FD_INLINE void kv_store_weights(fd_kv_dtype_t dtype, void *to, uint32_t first, uint32_t last, const vec_t *w, vec_t inverse) {
-    for (uint32_t i = first; i < last; i++) kv_store_multipliers(dtype, to, i, vec_mul(w[i], inverse));
+FD_INLINE void kv_store_weights(fd_kv_dtype_t format, void *to, uint32_t first, uint32_t last, const vec_t *w, vec_t inverse) {
+    for (uint32_t i = first; i < last; i++) kv_store_multipliers(format, to, i, vec_mul(w[i], inverse));
 }
 #endif
 
@@ -87,6 +87,7 @@ FD_INLINE vec_t keep_tokens(vec_t x, uint32_t i, uint32_t lo, uint32_t hi, float
  * acc must be multiplied by, unit[r] (integers) what the products must be. */
 FD_INLINE void soft_max(const fd_kv_dtype_t dtype, const int rows, const int full, const block_t *b,
                         float scores[][FD_PAGE_TOKENS], float *rescale, float *unit) {
+    const fd_kv_dtype_t format = fd_v_format(dtype);
     const uint32_t first = full ? 0 : b->lo / WORD_TOKENS * WORD_TOKENS / LANES;
     const uint32_t last = full ? PAGE_VECS : (b->hi + WORD_TOKENS - 1) / WORD_TOKENS * WORD_TOKENS / LANES;
     float change[LANES] = {0};
@@ -107,13 +108,13 @@ FD_INLINE void soft_max(const fd_kv_dtype_t dtype, const int rows, const int ful
         change[r] = (state->m - m) * (state->unit * LOG2_E);
         state->m = m;
     }
-    vec_store(rescale, vec_exp2(dtype, vec_load(change)));
+    vec_store(rescale, vec_exp2(format, vec_load(change)));
 
     vec_t scale[PAGE_VECS], offset[PAGE_VECS];
-    if (fd_kv_is_int(dtype)) {
+    if (fd_kv_is_int(format)) {
         for (uint32_t i = first; i < last; i++) {
-            kv_affine(dtype, b->chunk + fd_chunk_v_affine(dtype, b->head_size) + i * LANES * sizeof(uint32_t), &scale[i], &offset[i]);
-            if (kv_bits(dtype) == 16) offset[i] = vec_fma(scale[i], vec_set1(-(float)fd_zero_point(dtype)), offset[i]);
+            kv_affine(format, b->chunk + fd_chunk_v_affine(dtype, b->head_size) + i * LANES * sizeof(uint32_t), &scale[i], &offset[i]);
+            if (kv_bits(format) == 16) offset[i] = vec_fma(scale[i], vec_set1(-(float)fd_zero_point(format)), offset[i]);
             if (full) continue;
             scale[i] = keep_tokens(scale[i], i, b->lo, b->hi, 0.0f);
             offset[i] = keep_tokens(offset[i], i, b->lo, b->hi, 0.0f);
@@ -130,9 +131,9 @@ FD_INLINE void soft_max(const fd_kv_dtype_t dtype, const int rows, const int ful
         const vec_t m = vec_set1(state->m), to_log2 = vec_set1(state->unit * LOG2_E);
         vec_t sum = vec_zero(), rest = vec_zero(), max = vec_zero(), w[PAGE_VECS];
         for (uint32_t i = first; i < last; i++) {
-            const vec_t p = vec_exp2(dtype, vec_mul(vec_sub(vec_load(&weights[i * LANES]), m), to_log2));
+            const vec_t p = vec_exp2(format, vec_mul(vec_sub(vec_load(&weights[i * LANES]), m), to_log2));
             sum = vec_add(sum, p);
-            if (fd_kv_is_int(dtype)) {
+            if (fd_kv_is_int(format)) {
                 rest = vec_fma(p, offset[i], rest);
                 w[i] = vec_mul(p, scale[i]);
                 max = vec_max(max, w[i]);
@@ -141,14 +142,14 @@ FD_INLINE void soft_max(const fd_kv_dtype_t dtype, const int rows, const int ful
             }
         }
         vec_store(state->l, vec_fma(vec_load(state->l), vec_set1(rescale[r]), sum));
-        if (fd_kv_is_int(dtype)) {
-            const float largest = vec_reduce_max(max), levels = kv_levels(dtype, 1);
+        if (fd_kv_is_int(format)) {
+            const float largest = vec_reduce_max(max), levels = kv_levels(format, 1);
             const int any = largest >= FD_TINY;
             const vec_t inverse = vec_set1(any ? levels / largest : 0.0f);
             unit[r] = any ? largest * (1.0f / levels) : 0.0f;
-            kv_store_weights(dtype, weights, first, last, w, inverse);
-            if (kv_bits(dtype) == 8) /* the weights as rounded: their error times the zero point would be V's largest */
-                rest = vec_fma(kv_sum_weights(weights, first, last), vec_set1(-(float)fd_zero_point(dtype) * unit[r]), rest);
+            kv_store_weights(format, weights, first, last, w, inverse);
+            if (kv_bits(format) == 8) /* the weights as rounded: their error times the zero point would be V's largest */
+                rest = vec_fma(kv_sum_weights(weights, first, last), vec_set1(-(float)fd_zero_point(format) * unit[r]), rest);
             vec_store(state->rest, vec_fma(vec_load(state->rest), vec_set1(rescale[r]), rest));
         }
     }

@@ -12,70 +12,71 @@ FD_INLINE const uint8_t *prefetch_start(const block_t *b, size_t offset, uint32_
 
 /* sum[r][i] += multiplier of row r times lanes [i * LANES, (i + 1) * LANES) of a matrix (chunk.h), over its words [from, to), or only
  * the parts of them that `parts` has a bit for. A lone row sums even and odd parts apart, for the latency; so sum has two then. */
-FD_INLINE void multiply(const fd_kv_dtype_t dtype, const int is_v, const int rows, const int vecs, const int half, const int parts,
+FD_INLINE void multiply(const fd_kv_dtype_t format, const int is_v, const int rows, const int vecs, const int half, const int parts,
                         const uint8_t *matrix, size_t stride, uint32_t from, uint32_t to, const uint8_t *multipliers,
                         const size_t multiplier_stride, const uint8_t *ahead, vec_t sum[][MAX_VECS]) {
-    const size_t vec_bytes = LANES * fd_word_bytes(dtype), step = vecs * vec_bytes;
+    const size_t vec_bytes = LANES * fd_word_bytes(format), step = vecs * vec_bytes;
     matrix += from * stride;
-    multipliers += (size_t)from * kv_parts(dtype) * sizeof(float);
-    for (uint32_t s = from; s < to; s++, matrix += stride, multipliers += kv_parts(dtype) * sizeof(float)) {
+    multipliers += (size_t)from * kv_parts(format) * sizeof(float);
+    for (uint32_t s = from; s < to; s++, matrix += stride, multipliers += kv_parts(format) * sizeof(float)) {
         vec_t words[MAX_VECS];
         FD_UNROLL
         for (int i = 0; i < vecs; i++) {
             if (i * vec_bytes % LINE == 0) __builtin_prefetch(ahead + i * vec_bytes, 0, PREFETCH_LOCALITY);
-            words[i] = half ? kv_load_half(dtype, matrix) : kv_load(dtype, matrix + i * vec_bytes);
+            words[i] = half ? kv_load_half(format, matrix) : kv_load(format, matrix + i * vec_bytes);
             if (rows == 1) words[i] = vec_pin(words[i]);
         }
         ahead += step;
         FD_UNROLL
-        for (int u = 0; u < kv_parts(dtype); u++) {
+        for (int u = 0; u < kv_parts(format); u++) {
             if (!(parts >> u & 1)) continue;
             vec_t x[MAX_VECS];
             FD_UNROLL
-            for (int i = 0; i < vecs; i++) x[i] = kv_part(dtype, words[i], u);
+            for (int i = 0; i < vecs; i++) x[i] = kv_part(format, words[i], u);
             FD_UNROLL
             for (int r = 0; r < rows; r++) {
                 const vec_t y = vec_broadcast(multipliers + r * multiplier_stride + u * sizeof(float));
                 const int to_sum = rows == 1 ? u & 1 : r;
                 FD_UNROLL
-                for (int i = 0; i < vecs; i++) sum[to_sum][i] = kv_multiply_add(dtype, is_v, x[i], y, sum[to_sum][i]);
+                for (int i = 0; i < vecs; i++) sum[to_sum][i] = kv_multiply_add(format, is_v, x[i], y, sum[to_sum][i]);
             }
         }
     }
 }
 
-FD_INLINE int n_sums(const fd_kv_dtype_t dtype, const int rows) { return rows == 1 && kv_parts(dtype) > 1 ? 2 : rows; }
+FD_INLINE int n_sums(const fd_kv_dtype_t format, const int rows) { return rows == 1 && kv_parts(format) > 1 ? 2 : rows; }
 
 /* What a lone row has summed apart. */
-FD_INLINE vec_t total(const fd_kv_dtype_t dtype, const int rows, vec_t sum[][MAX_VECS], int r, int i) {
-    if (n_sums(dtype, rows) == rows) return sum[r][i];
-    return fd_kv_is_int(dtype) ? vec_add_int(sum[0][i], sum[1][i]) : vec_add(sum[0][i], sum[1][i]);
+FD_INLINE vec_t total(const fd_kv_dtype_t format, const int rows, vec_t sum[][MAX_VECS], int r, int i) {
+    if (n_sums(format, rows) == rows) return sum[r][i];
+    return fd_kv_is_int(format) ? vec_add_int(sum[0][i], sum[1][i]) : vec_add(sum[0][i], sum[1][i]);
 }
 
 /* Tokens [t0, t0 + vecs * LANES): scores[r][t] = sum_d q[d][r] K[d][t]. */
 FD_INLINE void score_tile(const fd_kv_dtype_t dtype, const int rows, const int vecs, const block_t *b, uint32_t t0,
                           float scores[][FD_PAGE_TOKENS]) {
-    const size_t word = fd_word_bytes(dtype);
-    const uint32_t steps = b->head_size / fd_word_elems(dtype);
+    const fd_kv_dtype_t format = fd_k_format(dtype);
+    const size_t word = fd_word_bytes(format);
+    const uint32_t steps = b->head_size / fd_word_elems(format);
     const uint8_t *ahead = prefetch_start(b, 0, t0 / (vecs * LANES), steps, vecs * LANES * word);
     vec_t sum[MAX_BLOCK][MAX_VECS];
     FD_UNROLL
-    for (int r = 0; r < n_sums(dtype, rows); r++)
+    for (int r = 0; r < n_sums(format, rows); r++)
         FD_UNROLL
         for (int i = 0; i < vecs; i++) sum[r][i] = vec_zero();
-    multiply(dtype, 0, rows, vecs, 0, -1, b->chunk + t0 * word, FD_PAGE_TOKENS * word, 0, steps, b->q, Q_STRIDE, ahead, sum);
+    multiply(format, 0, rows, vecs, 0, -1, b->chunk + t0 * word, FD_PAGE_TOKENS * word, 0, steps, b->q, Q_STRIDE, ahead, sum);
     FD_UNROLL
     for (int i = 0; i < vecs; i++) {
         const uint32_t t = t0 + i * LANES;
         vec_t scale = vec_zero(), offset = vec_zero();
-        if (fd_kv_is_int(dtype)) {
-            kv_affine(dtype, b->chunk + fd_chunk_k_affine(dtype, b->head_size) + t * sizeof(uint32_t), &scale, &offset);
-            offset = vec_fma(scale, vec_set1(-(float)fd_zero_point(dtype)), offset);
+        if (fd_kv_is_int(format)) {
+            kv_affine(format, b->chunk + fd_chunk_k_affine(dtype, b->head_size) + t * sizeof(uint32_t), &scale, &offset);
+            offset = vec_fma(scale, vec_set1(-(float)fd_zero_point(format)), offset);
         }
         FD_UNROLL
         for (int r = 0; r < rows; r++) {
-            vec_t s = total(dtype, rows, sum, r, i);
-            if (fd_kv_is_int(dtype)) s = vec_fma(vec_from_int(s), scale, vec_mul(offset, vec_set1(b->state[r].q_sum)));
+            vec_t s = total(format, rows, sum, r, i);
+            if (fd_kv_is_int(format)) s = vec_fma(vec_from_int(s), scale, vec_mul(offset, vec_set1(b->state[r].q_sum)));
             vec_store(&scores[r][t], s);
         }
     }
@@ -85,32 +86,33 @@ FD_INLINE void score_tile(const fd_kv_dtype_t dtype, const int rows, const int v
  * acc[r][d] = rescale[r] acc[r][d] + sum over [lo, hi) of weights[r][t] V[t][d]. */
 FD_INLINE void value_tile(const fd_kv_dtype_t dtype, const int rows, const int vecs, const int half, const block_t *b, uint32_t d0,
                           float weights[][FD_PAGE_TOKENS], const float *rescale, const float *unit) {
-    const size_t word = fd_word_bytes(dtype), stride = b->head_size * word, offset = fd_chunk_v(dtype, b->head_size);
-    const uint32_t elems = fd_word_elems(dtype);
+    const fd_kv_dtype_t format = fd_v_format(dtype);
+    const size_t word = fd_word_bytes(format), stride = b->head_size * word, offset = fd_chunk_v(dtype, b->head_size);
+    const uint32_t elems = fd_word_elems(format);
     const uint8_t *v = b->chunk + offset + d0 * word, *w = (const uint8_t *)weights;
     const uint8_t *ahead = prefetch_start(b, offset, d0 / (vecs * LANES), FD_PAGE_TOKENS / elems, vecs * LANES * word);
     vec_t sum[MAX_BLOCK][MAX_VECS];
     FD_UNROLL
-    for (int r = 0; r < n_sums(dtype, rows); r++)
+    for (int r = 0; r < n_sums(format, rows); r++)
         FD_UNROLL
         for (int i = 0; i < vecs; i++) {
             const float *acc = b->acc + (size_t)r * b->head_size + d0 + i * LANES;
-            if (fd_kv_is_int(dtype) || r >= rows) sum[r][i] = vec_zero();
+            if (fd_kv_is_int(format) || r >= rows) sum[r][i] = vec_zero();
             else sum[r][i] = vec_mul(half ? vec_load_half(acc) : vec_load(acc), vec_set1(rescale[r]));
         }
     uint32_t from = b->lo / elems, to = (b->hi + elems - 1) / elems;
-    if (dtype == FD_KV_BF16) { /* a word at the edge may hold a token that nobody sees, and that token a NaN */
-        if (b->lo % 2) multiply(dtype, 1, rows, vecs, half, 2, v, stride, from, from + 1, w, WEIGHT_STRIDE, v, sum), from++;
-        if (b->hi % 2) to--, multiply(dtype, 1, rows, vecs, half, 1, v, stride, to, to + 1, w, WEIGHT_STRIDE, v, sum);
+    if (format == FD_KV_BF16) { /* a word at the edge may hold a token that nobody sees, and that token a NaN */
+        if (b->lo % 2) multiply(format, 1, rows, vecs, half, 2, v, stride, from, from + 1, w, WEIGHT_STRIDE, v, sum), from++;
+        if (b->hi % 2) to--, multiply(format, 1, rows, vecs, half, 1, v, stride, to, to + 1, w, WEIGHT_STRIDE, v, sum);
     }
-    multiply(dtype, 1, rows, vecs, half, -1, v, stride, from, to, w, WEIGHT_STRIDE, ahead, sum);
+    multiply(format, 1, rows, vecs, half, -1, v, stride, from, to, w, WEIGHT_STRIDE, ahead, sum);
     FD_UNROLL
     for (int r = 0; r < rows; r++)
         FD_UNROLL
         for (int i = 0; i < vecs; i++) {
             float *acc = b->acc + (size_t)r * b->head_size + d0 + i * LANES;
-            vec_t x = total(dtype, rows, sum, r, i);
-            if (fd_kv_is_int(dtype)) {
+            vec_t x = total(format, rows, sum, r, i);
+            if (fd_kv_is_int(format)) {
                 const vec_t old = vec_mul(half ? vec_load_half(acc) : vec_load(acc), vec_set1(rescale[r]));
                 x = vec_fma(vec_from_int(x), vec_set1(unit[r]), old);
             }
@@ -126,7 +128,7 @@ FD_INLINE void attend_block(const fd_kv_dtype_t dtype, const int rows, const blo
     float rescale[LANES] __attribute__((aligned(64))), unit[MAX_BLOCK];
 
     prefetch_affine(dtype, b);
-    const int vecs = tile_vecs(dtype, rows), score_vecs = vecs < PAGE_VECS ? vecs : PAGE_VECS;
+    const int most = tile_vecs(fd_k_format(dtype), rows), score_vecs = most < PAGE_VECS ? most : PAGE_VECS;
     const uint32_t step = (uint32_t)score_vecs * LANES;
     for (uint32_t t = b->lo / step * step; t < b->hi; t += step) score_tile(dtype, rows, score_vecs, b, t, scores);
 
@@ -135,6 +137,7 @@ FD_INLINE void attend_block(const fd_kv_dtype_t dtype, const int rows, const blo
     else
         soft_max(dtype, rows, 0, b, scores, rescale, unit);
 
+    const int vecs = tile_vecs(fd_v_format(dtype), rows);
     const uint32_t whole = b->head_size / LANES;
     uint32_t i = 0;
     for (; i + vecs <= whole; i += vecs) value_tile(dtype, rows, vecs, 0, b, i * LANES, scores, rescale, unit);

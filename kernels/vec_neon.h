@@ -77,15 +77,15 @@ FD_INLINE void vec_store_u8(void *p, vec_t x, int zero) {
 
 /* ---- words of K and V (chunk.h) ---- */
 
-FD_INLINE vec_t kv_load(fd_kv_dtype_t dtype, const uint8_t *p) {
-    return dtype == FD_KV_FP16 ? vec_load_fp16(p) : vec_load((const float *)p);
+FD_INLINE vec_t kv_load(fd_kv_dtype_t format, const uint8_t *p) {
+    return format == FD_KV_FP16 ? vec_load_fp16(p) : vec_load((const float *)p);
 }
 
 /* scale and (of int4) centre of LANES tokens. */
-FD_INLINE void kv_affine(fd_kv_dtype_t dtype, const void *p, vec_t *scale, vec_t *centre) {
+FD_INLINE void kv_affine(fd_kv_dtype_t format, const void *p, vec_t *scale, vec_t *centre) {
     const uint32x4_t x = vld1q_u32(p);
-    *scale = vec_bits(dtype == FD_KV_INT8 ? x : vandq_u32(x, vdupq_n_u32(0xffff0000u)));
-    *centre = dtype == FD_KV_INT8 ? vec_zero() : vec_bits(vshlq_n_u32(x, 16));
+    *scale = vec_bits(format == FD_KV_INT8 ? x : vandq_u32(x, vdupq_n_u32(0xffff0000u)));
+    *centre = format == FD_KV_INT8 ? vec_zero() : vec_bits(vshlq_n_u32(x, 16));
 }
 
 /* Head sizes are multiples of 8, so with 4 lanes a half vector never occurs; the templates still name these. */
@@ -94,6 +94,6 @@ FD_INLINE void vec_store_half(float *p, vec_t x) { vec_store(p, x); }
 FD_INLINE void vec_store_fp16_half(void *p, vec_t x) { vec_store_fp16(p, x); }
 FD_INLINE void vec_store_bf16_half(void *p, vec_t x) { vec_store_bf16(p, x); }
 FD_INLINE void vec_store_u8_half(void *p, vec_t x, int zero) { vec_store_u8(p, x, zero); }
-FD_INLINE vec_t kv_load_half(fd_kv_dtype_t dtype, const uint8_t *p) { return kv_load(dtype, p); }
+FD_INLINE vec_t kv_load_half(fd_kv_dtype_t format, const uint8_t *p) { return kv_load(format, p); }
 
 #endif

@@ -20,8 +20,8 @@ NEW_STEP = 1
 ATTEND = 1
 OK, BAD_CALL, BAD_TABLE, BAD_SEQUENCE, OUT_OF_PAGES, LINK_CLOSED = range(6)
 FP32, FP16, BF16 = range(3)  # activation dtypes
-KV_FP32, KV_FP16, KV_BF16, KV_INT8, KV_INT4 = range(5)
-KV_NAMES = ("fp32", "fp16", "bf16", "int8", "int4")
+KV_FP32, KV_FP16, KV_BF16, KV_INT8, KV_INT4, KV_INT8_INT4 = range(6)
+KV_NAMES = ("fp32", "fp16", "bf16", "int8", "int4", "int8-int4")
 PAGE = 128
 
 _CALL = struct.Struct("<QIIIII9I")
@@ -170,7 +170,7 @@ def attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, pos: int, window: int
 
 
 # Largest error of an O element for normally distributed K and V; the cache formats' own error, then the activations'.
-KV_ERROR = {KV_FP32: 2e-5, KV_FP16: 2e-3, KV_BF16: 2e-2, KV_INT8: 4e-2, KV_INT4: 5e-1}
+KV_ERROR = {KV_FP32: 2e-5, KV_FP16: 2e-3, KV_BF16: 2e-2, KV_INT8: 4e-2, KV_INT4: 5e-1, KV_INT8_INT4: 3e-1}
 ACT_ERROR = {FP32: 0.0, FP16: 2e-3, BF16: 1.6e-2}
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from rnode_process import RNodeProcess
-from test_kernels import FLOATS, INT8, INT16, budget
+from test_kernels import FLOATS, INT8, INT16, INT16_INT8, budget
 
 from fastdecode.bench import accuracy
 from fastdecode.bench.perplexity import cut
@@ -27,17 +27,18 @@ ISAS = _native.isa_supported()
 ADVERSARIAL = accuracy.adversarial()
 
 #: Relative errors by the arithmetic of a kernel: over all rows of anything, and of the worst row of the demo model.
-KERNEL = {FLOATS: (5e-6, 2e-5), INT16: (6e-4, 5e-3), INT8: (3e-2, 0.15)}
+KERNEL = {FLOATS: (5e-6, 2e-5), INT16: (6e-4, 5e-3), INT8: (3e-2, 0.15), INT16_INT8: (3e-2, 0.15)}
 #: And by format, over all rows and of the worst one of the demo model.
 MODEL = {"fp32": (1e-6, 2e-5), "fp16": (8e-4, 6e-3), "bf16": (6e-3, 5e-2), "int8": (1.5e-2, 0.2), "int4": (0.2, 1.5)}
+MODEL["int8-int4"] = (0.1, 0.3)
 #: By format, over all rows of a range made to hurt.
-FORMAT = {"fp32": 5e-6, "fp16": 2e-3, "bf16": 1e-2, "int8": 6e-2, "int4": 1.0}
+FORMAT = {"fp32": 5e-6, "fp16": 2e-3, "bf16": 1e-2, "int8": 6e-2, "int4": 1.0, "int8-int4": 0.15}
 #: What a format cannot hold: fp16 saturates at 65504 and is subnormal below 6e-5, integers are zero below 1e-36.
 LOST = {
     "beyond fp16": {"fp16": 1.0},
     "huge": {"fp16": 1.0},
     "below fp16": {"fp16": 5e-2},
-    "subnormal": {"fp32": 2e-4, "fp16": 1.0, "bf16": 0.5, "int8": 1.0, "int4": 4.0},
+    "subnormal": {"fp32": 2e-4, "fp16": 1.0, "bf16": 0.5, "int8": 1.0, "int4": 4.0, "int8-int4": 4.0},
 }
 
 

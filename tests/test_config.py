@@ -9,6 +9,7 @@ import pytest
 
 from fastdecode import embedded, machine, rnode
 from fastdecode.config import EMBEDDED, ConfigError, NodeConfig, format_bytes, parse_bytes
+from fastdecode.transports.base import KV_DTYPES
 
 
 def test_defaults_are_those_of_the_dataclass():
@@ -42,6 +43,11 @@ def test_values_are_parsed():
     assert config.listen == ("tcp://127.0.0.1:7300", "shm:///tmp/r")
     assert config.kv_memory == 4 << 30
     assert config.cpus == (0, 1, 2, 5)
+
+
+def test_every_format_of_the_kv_cache_is_a_choice():
+    for kv_dtype in KV_DTYPES:
+        assert NodeConfig.from_args(["--kv-dtype", kv_dtype]).kv_dtype == kv_dtype
 
 
 @pytest.mark.parametrize(

@@ -15,16 +15,17 @@ import numpy as np
 import pytest
 from emulated import NEON, SCALAR, is_emulated, kernels, params
 
-from fastdecode.bench.accuracy import stored
+from fastdecode.bench.accuracy import stored, stored_kv
 from fastdecode.kernels import _native as native
 
 PAGE = 128
 ISAS = native.isa_supported()
-KV_DTYPES = ["fp32", "fp16", "bf16", "int8", "int4"]
+KV_DTYPES = ["fp32", "fp16", "bf16", "int8", "int4", "int8-int4"]
+INTEGERS = ("int8", "int4", "int8-int4")
 
 # What the cache's format may lose, against float64 over the values before they were stored (standard normal K and V,
 # scores of about unit variance).
-FORMAT_BUDGET = {"fp32": 2e-6, "fp16": 5e-4, "bf16": 4e-3, "int8": 2e-2, "int4": 0.5}
+FORMAT_BUDGET = {"fp32": 2e-6, "fp16": 5e-4, "bf16": 4e-3, "int8": 2e-2, "int4": 0.5, "int8-int4": 0.1}
 
 
 class Budget(NamedTuple):
@@ -38,15 +39,18 @@ class Budget(NamedTuple):
 FLOATS = Budget(2e-6, 5e-6, 5e-6)  # fp32 arithmetic, the polynomial exp
 INT16 = Budget(2e-4, 5e-4, 2e-4)  # queries and weights rounded to 16 bits
 INT8 = Budget(1.5e-2, 5e-2, 3e-2)  # to 8 bits
+INT16_INT8 = Budget(1.5e-2, 5e-4, 2e-4)  # queries to 16 bits, weights to 8
 
 
 def budget(isa: str, kv_dtype: str, head_size: int = 8, rows: int = 1) -> Budget:
     if (isa, kv_dtype) == ("amx", "bf16"):
         return INT16  # queries and weights as two bf16 each
-    if isa in ("scalar", SCALAR) or kv_dtype not in ("int8", "int4"):
+    if isa in ("scalar", SCALAR) or kv_dtype not in INTEGERS:
         return FLOATS
     tiles = isa == "amx" and head_size % 64 == 0 and rows > 8  # the rest is left to VNNI
-    return INT8 if kv_dtype == "int4" and isa in ("avx512vnni", "amx") and not tiles else INT16
+    if kv_dtype == "int8" or isa not in ("avx512vnni", "amx") or tiles:
+        return INT16
+    return INT8 if kv_dtype == "int4" else INT16_INT8
 
 
 HEAD_SIZES = [8, 24, 64, 80, 128, 256]
@@ -159,7 +163,7 @@ def expected(case: Case, kv_dtype: str | None) -> Partial:
     """The reference over what the cache holds, or (None) over the values before they were stored."""
     q, k, v = make_inputs(case)
     if kv_dtype:
-        k, v = stored(k, kv_dtype), stored(v, kv_dtype)
+        k, v = stored_kv(k, v, kv_dtype)
     return reference(q, k, v, case.length - case.q_len, case.window)
 
 
@@ -216,7 +220,7 @@ def test_every_number_of_tokens_in_a_page(isa: str, kv_dtype: str) -> None:
     q, k, v = queries(rng, 1, 3, 24), normal(rng, 2 * PAGE, 24), normal(rng, 2 * PAGE, 24)
     for n in range(1, 2 * PAGE + 1):
         got = Cache(isa, kv_dtype, k[:n], v[:n]).attend(q, n - 1)
-        want = reference(q, stored(k[:n], kv_dtype), stored(v[:n], kv_dtype), n - 1)
+        want = reference(q, *stored_kv(k[:n], v[:n], kv_dtype), n - 1)
         assert_close(got, want, 4, budget(isa, kv_dtype), n)
 
 
@@ -235,7 +239,7 @@ def test_rows_that_see_none_of_the_chunks(isa: str, kv_dtype: str) -> None:
         assert np.isneginf(got.m).all() and not got.l.any() and not got.acc.any(), what
     # Only the block's last row reaches into the pages.
     got = cache.attend(q, 2 * PAGE - 2, 0, slice(2, 4))
-    k, v = stored(k, kv_dtype)[2 * PAGE :], stored(v, kv_dtype)[2 * PAGE :]
+    k, v = (x[2 * PAGE :] for x in stored_kv(k, v, kv_dtype))
     want = reference(q, k, v, 2 * PAGE - 2, first=2 * PAGE)
     assert (want.l > 0).sum() == 5
     assert_close(got, want, 4, budget(isa, kv_dtype), "one row of three")
@@ -286,7 +290,7 @@ def test_a_chunk_written_by_one_isa_is_read_by_another(writer: str, reader: str,
         k, v = normal(rng, 100, head_size), normal(rng, 100, head_size)
         cache = Cache(writer, kv_dtype, k, v)
         assert np.array_equal(cache.buffer, Cache(reader, kv_dtype, k, v).buffer), head_size
-        want = reference(q, stored(k, kv_dtype), stored(v, kv_dtype), 99)
+        want = reference(q, *stored_kv(k, v, kv_dtype), 99)
         assert_close(cache.attend(q, 99, isa=reader), want, 4, budget(reader, kv_dtype), head_size)
 
 
@@ -331,7 +335,7 @@ def test_parts_merged_by_log_sum_exp_equal_the_whole(isa: str, kv_dtype: str) ->
             part = cache.attend(q, q_pos, window, pages)
             kernels(isa).attend_merge(isa, m, l, acc, part.m.ravel(), part.l.ravel(), part.acc.reshape(rows, head_size))
         whole = Partial(m.reshape(q_len, group), l.reshape(q_len, group), acc.reshape(q.shape).copy())
-        want = reference(q, stored(k, kv_dtype), stored(v, kv_dtype), q_pos, window)
+        want = reference(q, *stored_kv(k, v, kv_dtype), q_pos, window)
         assert_close(whole, want, 4, budget(isa, kv_dtype), (head_size, group, q_len, window))
         kernels(isa).attend_finish(isa, acc, l)
         assert np.allclose(acc.reshape(q.shape), want.output, rtol=0, atol=4 * budget(isa, kv_dtype).output)
@@ -389,8 +393,8 @@ def test_scores_of_ten_thousand(isa: str, kv_dtype: str) -> None:
     k = rng.integers(-40, 41, (300, 128)).astype(np.float32)
     k[:, 0] = 127
     v = normal(rng, 300, 128)
-    want, got = reference(q, stored(k, kv_dtype), stored(v, kv_dtype), 299), Cache(isa, kv_dtype, k, v).attend(q, 299)
-    if kv_dtype in ("int8", "int4"):  # scales make them inexact, and a weight is off by the exponential of that
+    want, got = reference(q, *stored_kv(k, v, kv_dtype), 299), Cache(isa, kv_dtype, k, v).attend(q, 299)
+    if kv_dtype in INTEGERS:  # scales make them inexact, and a weight is off by the exponential of that
         np.testing.assert_allclose(got.m, want.m, rtol=budget(isa, kv_dtype).m)
         assert np.isfinite(got.acc).all() and (got.l >= 1).all()
     else:
@@ -400,7 +404,7 @@ def test_scores_of_ten_thousand(isa: str, kv_dtype: str) -> None:
     q[..., 0] = [80, -80, 80, -80]
     got = Cache(isa, kv_dtype, k, v).attend(q, 299)
     assert got.m[0] == pytest.approx([10160, -10160, 10160, -10160], rel=1e-6) and got.l.tolist() == [[300] * 4]
-    want = reference(q, stored(k, kv_dtype), stored(v, kv_dtype), 299)
+    want = reference(q, *stored_kv(k, v, kv_dtype), 299)
     assert_close(got, want, 4, budget(isa, kv_dtype), "constant")
 
 
@@ -414,7 +418,7 @@ def test_zero_and_subnormal_rows(isa: str, kv_dtype: str) -> None:
     k[2], v[2] = 3e-7, 3e-7  # subnormal in fp16
     got = Cache(isa, kv_dtype, k, v).attend(q, 69)
     k[1] = v[1] = 0
-    assert_close(got, reference(q, stored(k, kv_dtype), stored(v, kv_dtype), 69), 4, budget(isa, kv_dtype), "")
+    assert_close(got, reference(q, *stored_kv(k, v, kv_dtype), 69), 4, budget(isa, kv_dtype), "")
     zeros = np.zeros((1, 80), np.float32)
     alone = Cache(isa, kv_dtype, zeros, zeros).attend(q, 0)
     assert not alone.m.any() and (alone.l == 1).all() and not alone.acc.any()
@@ -460,8 +464,24 @@ def test_chunk_bytes_are_the_formats_and_keep_alignment() -> None:
         elements = 2 * PAGE * head_size
         sizes = [native.chunk_bytes(kv_dtype, head_size) for kv_dtype in KV_DTYPES]
         affine = 2 * PAGE * 4
-        assert sizes == [4 * elements, 2 * elements, 2 * elements, elements + affine, elements // 2 + affine]
+        wide, narrow, mixed = (n + affine for n in (elements, elements // 2, elements * 3 // 4))
+        assert sizes == [4 * elements, 2 * elements, 2 * elements, wide, narrow, mixed]
         assert all(size % 64 == 0 for size in sizes)
+
+
+@by_isa
+def test_int8_int4_holds_k_as_int8_does_and_v_as_int4_does(isa: str) -> None:
+    rng = np.random.default_rng(13)
+    for head_size in HEAD_SIZES:
+        k, v = normal(rng, PAGE, head_size), normal(rng, PAGE, head_size)
+        parts = {}
+        for kv_dtype, k_bits, v_bits in [("int8", 8, 8), ("int4", 4, 4), ("int8-int4", 8, 4)]:
+            chunk = aligned_bytes(native.chunk_bytes(kv_dtype, head_size))
+            kernels(isa).kv_append(isa, kv_dtype, chunk, 0, k, v)
+            k_bytes, v_bytes = PAGE * head_size * k_bits // 8, PAGE * head_size * v_bits // 8
+            parts[kv_dtype] = np.split(chunk, np.cumsum([k_bytes, v_bytes, PAGE * 4]))  # and the affine tables
+        for i, part in enumerate(parts["int8-int4"]):
+            assert np.array_equal(part, parts["int4" if i % 2 else "int8"][i]), (head_size, i)
 
 
 def test_bad_arguments_are_refused() -> None:

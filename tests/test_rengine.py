@@ -377,7 +377,7 @@ def test_leases_share_one_budget(engines, links):
         ({"geometry": (1, 1, 1, 1, 1, 12, 0)}, "head size"),
         ({"geometry": (1, 70000, 1, 1, 1, 8, 0)}, "rows per call"),
         ({"geometry": (16, 65536, 2, 1024, 1024, 256, 0)}, "the region has"),
-        ({"kv_dtype": 5}, "unknown KV-cache dtype 5"),
+        ({"kv_dtype": 6}, "unknown KV-cache dtype 6"),
         ({"n_pages": 0}, "0 pages are not within"),
         ({"max_seqs": 2**31}, "2147483648 sequences are not within"),
         ({"softmax_scale": float("nan")}, "softmax scale is not finite"),

@@ -37,7 +37,7 @@ import numpy as np
 PROTOCOL_VERSION = 1
 
 ACT_DTYPES = ("fp32", "fp16", "bf16")  # index == fd_act_dtype_t
-KV_DTYPES = ("fp32", "fp16", "bf16", "int8", "int4")  # index == fd_kv_dtype_t
+KV_DTYPES = ("fp32", "fp16", "bf16", "int8", "int4", "int8-int4")  # index == fd_kv_dtype_t; K-V if they differ
 PAGE_TOKENS = 128
 
 #: One row table entry (fd_row_t of kernels/region.h).

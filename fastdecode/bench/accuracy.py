@@ -76,15 +76,21 @@ class Error:
 # ---- the reference ----
 
 
-def stored(x: np.ndarray, kv_dtype: str) -> np.ndarray:
-    """What a cache holds after x [tokens, head_size] was appended, in float64; written from the formats' definition."""
-    if kv_dtype == "fp32":
+def stored_kv(k: np.ndarray, v: np.ndarray, kv_dtype: str) -> tuple[np.ndarray, np.ndarray]:
+    """What a cache holds after k and v [tokens, head_size] were appended, in float64."""
+    k_format, _, v_format = kv_dtype.partition("-")
+    return stored(k, k_format), stored(v, v_format or k_format)
+
+
+def stored(x: np.ndarray, kv_format: str) -> np.ndarray:
+    """x [tokens, head_size] in a format of K or of V, in float64; written from the formats' definition."""
+    if kv_format == "fp32":
         return x.astype(np.float64)
-    if kv_dtype == "fp16":
+    if kv_format == "fp16":
         return np.clip(x, -65504, 65504).astype(np.float16).astype(np.float64)
-    if kv_dtype == "bf16":
+    if kv_format == "bf16":
         return _bf16(x).astype(np.float64)
-    if kv_dtype == "int4":
+    if kv_format == "int4":
         return _stored_int4(x)
     amax = np.abs(x).max(axis=1, keepdims=True)
     amax[amax < np.float32(1e-36)] = 0
@@ -147,7 +153,7 @@ def errors(isas: list[str], kv_dtype: str, cases: list[Case], q_len: int = 1) ->
     result = {isa: (Error(), Error()) for isa in isas}
     for case in cases:
         exact = reference(case, case.k, case.v)
-        cached = reference(case, stored(case.k, kv_dtype), stored(case.v, kv_dtype))
+        cached = reference(case, *stored_kv(case.k, case.v, kv_dtype))
         for isa, (kernel, whole) in result.items():
             got = attend(isa, kv_dtype, case, q_len).astype(np.float64)
             kernel.add(got, cached)
@@ -243,7 +249,8 @@ def run(args: argparse.Namespace) -> None:
 
 async def _captured_here(model: Model, ids: np.ndarray) -> list[Case]:
     config = NodeConfig()
-    node = await EmbeddedRNode.start(config, split_machine(config, s_on_gpu=False))
+    node = EmbeddedRNode(config, split_machine(config, s_on_gpu=False))
+    await node.start()
     try:
         hello = model.hello(n_slots=1, max_rows=len(ids), kv_dtype="fp32", kv_bytes=None, max_seqs=len(ids))
         link = await connect(node.url, hello, None)
@@ -270,7 +277,7 @@ def _rows(name: str, cases: list[Case], isas: list[str]) -> Iterator[dict]:
 
 def _print(rows: list[dict]) -> None:
     print("relative L2 error of O against float64: over all rows, and of the worst one")
-    print(f"{'data':<16}{'KV':<6}{'isa':<12}{'kernel':>10}{'worst':>10}{'whole':>10}{'worst':>10}")
+    print(f"{'data':<16}{'KV':<11}{'isa':<12}{'kernel':>10}{'worst':>10}{'whole':>10}{'worst':>10}")
     for row in rows:
         figures = (row["kernel"], row["kernel_worst"], row["whole"], row["whole_worst"])
-        print(f"{row['data']:<16}{row['kv_dtype']:<6}{row['isa']:<12}" + "".join(f"{x:>10.1e}" for x in figures))
+        print(f"{row['data']:<16}{row['kv_dtype']:<11}{row['isa']:<12}" + "".join(f"{x:>10.1e}" for x in figures))

@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     def repeatable(flag: str, choices_or_type: dict, help_text: str) -> None:
         parser.add_argument(flag, action="append", help=f"{help_text} (repeatable)", **choices_or_type)
 
-    repeatable("--kv-dtype", {"choices": KV_DTYPES}, "format; default: all but fp32")
+    repeatable("--kv-dtype", {"choices": KV_DTYPES}, "format; default: fp16, bf16, int8, int4")
     repeatable("--group", {"type": int}, "query heads a KV head; default: 1, 4, 8")
     repeatable("--context", {"type": int}, "tokens a sequence; default: 512, 4096, 32768")
     repeatable("--head-size", {"type": int}, "default: 64, 128")
@@ -121,7 +121,7 @@ def _measure(args: argparse.Namespace) -> dict:
 
 def _cells(args: argparse.Namespace, part: str) -> Iterator[tuple[str, Shape]]:
     """Formats and shapes of a part. Beyond the sweep one shape is enough, unless the command line asks for others."""
-    dtypes = args.kv_dtype or [dtype for dtype in KV_DTYPES if dtype != "fp32"]
+    dtypes = args.kv_dtype or ("fp16", "bf16", "int8", "int4")
     sizes = args.head_size or ((64, 128) if part == "sweep" else (_HEAD_SIZE,))
     groups = (1,) if part == "one-thread" else args.group or (1, 4, 8)
     for kv_dtype, head_size in itertools.product(dtypes, sizes):

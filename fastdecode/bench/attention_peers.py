@@ -15,7 +15,7 @@ from fastdecode.bench.shape import Data, Shape, huge_pages
 from fastdecode.bench.vllm_peer import VllmPagedAttention
 
 #: Largest error of an element of O for normal K and V; a peer that has not our format uses a finer one.
-TOLERANCE = {"fp32": 5e-4, "fp16": 5e-3, "bf16": 1e-2, "int8": 4e-2, "fp8": 2e-1, "int4": 2e-1}
+TOLERANCE = {"fp32": 5e-4, "fp16": 5e-3, "bf16": 1e-2, "int8": 4e-2, "fp8": 2e-1, "int4": 2e-1, "int8-int4": 2e-1}
 
 
 class AttentionPeer(Protocol):

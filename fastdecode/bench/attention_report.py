@@ -72,14 +72,14 @@ def print_report(result: dict) -> None:
 
 def _table(rows: list[dict]) -> Iterator[str]:
     yield (
-        f"{'KV':<6}{'G':>3}{'context':>9}{'d':>5}  {'who':<14}{'GB/s':>8}{'roofline':>10}{'%':>7}{'seq layers/s':>14}"
+        f"{'KV':<11}{'G':>3}{'context':>9}{'d':>5}  {'who':<14}{'GB/s':>8}{'roofline':>10}{'%':>7}{'seq layers/s':>14}"
         f"{'rounds':>8}"
     )
     for row in rows:
         who = f"{row['peer']} {row['format']}" if row["peer"] else row["isa"]
         times = f"  ours {row['ours_to_peer']:.2f}x" if row["peer"] else ""
         yield (
-            f"{row['kv_dtype']:<6}{row['group']:>3}{row['context']:>9}{row['head_size']:>5}  {who:<14}"
+            f"{row['kv_dtype']:<11}{row['group']:>3}{row['context']:>9}{row['head_size']:>5}  {who:<14}"
             f"{row['gbps']:>8.1f}{row['roofline_gbps']:>10.1f}{row['roofline_pct']:>7.1f}"
             f"{row['seq_layers_per_s']:>14.1f}{row['judged_rounds']:>8}{times}"
         )
@@ -90,7 +90,7 @@ def _print_summary(rows: list[dict]) -> None:
         "\nours: % of the roofline, points off context 4096, tokens/s over fp16's, over the best peer's; in L2; alone"
     )
     print(
-        f"{'KV':<6}{'G':>3}{'context':>9}{'d':>5}{'%':>8}{'points':>8}{'/ fp16':>8}{'/ peer':>8}  {'':<10}"
+        f"{'KV':<11}{'G':>3}{'context':>9}{'d':>5}{'%':>8}{'points':>8}{'/ fp16':>8}{'/ peer':>8}  {'':<10}"
         f"{'L2 GB/s':>8}{'1 thread %':>12}"
     )
 
@@ -99,7 +99,7 @@ def _print_summary(rows: list[dict]) -> None:
 
     for row in rows:
         print(
-            f"{row['kv_dtype']:<6}{row['group']:>3}{row['context']:>9}{row['head_size']:>5}{row['roofline_pct']:>8.1f}"
+            f"{row['kv_dtype']:<11}{row['group']:>3}{row['context']:>9}{row['head_size']:>5}{row['roofline_pct']:>8.1f}"
             f"{number(row['points_from_4096'], '+.1f'):>8}{number(row['fp16_ratio'], '.2f'):>8}"
             f"{number(row['best_peer_ratio'], '.2f'):>8}  {row['best_peer'] or '':<10}"
             f"{number(row['l2_gbps'], '.1f'):>8}{number(row['one_thread_pct'], '.1f'):>12}"

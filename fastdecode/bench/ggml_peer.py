@@ -13,6 +13,7 @@ import numpy as np
 from fastdecode.bench.shape import Data, Shape, huge_pages
 
 _TYPES = {"fp32": ("f32", 0), "fp16": ("f16", 1), "bf16": ("bf16", 30), "int8": ("q8_0", 8), "int4": ("q4_0", 2)}
+_TYPES["int8-int4"] = _TYPES["int8"]
 _F32 = 0
 _OVERHEAD = 1 << 20  # of a context: tensors' heads and the graph
 _WORK = 1 << 26  # more than the graph's plan asks for; committed as it is used
@@ -62,7 +63,7 @@ class GgmlFlashAttention:
     def __init__(self, shape: Shape, kv_dtype: str, kv_bytes: int, threads: int):
         """Raises ValueError where the format's blocks do not divide a row."""
         self.format, self._type = _TYPES[kv_dtype]
-        if kv_dtype in ("int8", "int4") and shape.head_size % 32:
+        if self.format in ("q8_0", "q4_0") and shape.head_size % 32:
             raise ValueError(f"ggml's {self.format} needs head sizes that are multiples of 32")
         self._lib = lib = _library()
         self._shape, self._threads = shape, threads

@@ -9,7 +9,7 @@ import numpy as np
 
 from fastdecode.bench.shape import Data, Shape, huge_pages
 
-_PRECISIONS = {"fp32": "f32", "fp16": "f16", "bf16": "bf16", "int8": "u8", "int4": "u4"}
+_PRECISIONS = {"fp32": "f32", "fp16": "f16", "bf16": "bf16", "int8": "u8", "int4": "u4", "int8-int4": "u8"}
 _FILL_BLOCKS = 64
 
 

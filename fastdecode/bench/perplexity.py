@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> None:
     for row in result["rows"]:
         change = "" if row["change"] is None else f"  {100 * row['change']:+.3f} %"
         nats, ppl = row["nats_per_token"], row["perplexity"]
-        print(f"  KV {row['kv_dtype']:<6}{nats:10.5f} nats/token  perplexity {ppl:.4f}{change}")
+        print(f"  KV {row['kv_dtype']:<11}{nats:10.5f} nats/token  perplexity {ppl:.4f}{change}")
 
 
 async def _run(args: argparse.Namespace) -> dict:

@@ -13,7 +13,7 @@ import numpy as np
 from fastdecode.bench import vllm_attention_worker
 from fastdecode.bench.shape import Data, Shape
 
-_FORMATS = {"fp32": "fp32", "fp16": "fp16", "bf16": "bf16", "int8": "fp8", "int4": "fp8"}
+_FORMATS = {"fp32": "fp32", "fp16": "fp16", "bf16": "bf16", "int8": "fp8", "int4": "fp8", "int8-int4": "fp8"}
 _BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
 
 
