@@ -17,6 +17,16 @@ PyObject *fd_py_down_reason(fd_down_t *down) {
     return PyUnicode_DecodeUTF8(reason, (Py_ssize_t)strlen(reason), "replace");
 }
 
+static void notify_free(PyObject *capsule) { Py_DECREF((PyObject *)PyCapsule_GetContext(capsule)); }
+
+PyObject *fd_py_notify(PyObject *owner, void *notify) {
+    PyObject *capsule = PyCapsule_New(notify, FD_NOTIFY_CAPSULE, notify_free);
+    if (!capsule) return NULL;
+    Py_INCREF(owner);
+    PyCapsule_SetContext(capsule, owner);
+    return capsule;
+}
+
 /* ---- geometry and layout ---- */
 
 int fd_py_geometry(PyObject *object, void *out) {
@@ -377,16 +387,7 @@ static PyObject *pump_close(PumpObject *self, PyObject *unused) {
 
 static PyObject *pump_get_reason(PumpObject *self, void *closure) { return fd_py_down_reason(&self->down); }
 
-static void notify_free(PyObject *capsule) { Py_DECREF((PyObject *)PyCapsule_GetContext(capsule)); }
-
-/* The capsule keeps the pump alive, so an engine thread may call it until its link is closed. */
-static PyObject *pump_get_notify(PumpObject *self, void *closure) {
-    PyObject *capsule = PyCapsule_New(&self->notify, FD_NOTIFY_CAPSULE, notify_free);
-    if (!capsule) return NULL;
-    Py_INCREF(self);
-    PyCapsule_SetContext(capsule, self);
-    return capsule;
-}
+static PyObject *pump_get_notify(PumpObject *self, void *closure) { return fd_py_notify((PyObject *)self, &self->notify); }
 
 static PyMethodDef pump_methods[] = {
     {"start", (PyCFunction)pump_start, METH_VARARGS, NULL},

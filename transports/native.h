@@ -9,6 +9,8 @@
 
 /* The reason that `down` has, or None. */
 PyObject *fd_py_down_reason(fd_down_t *down);
+/* A capsule for fd_engine_add_link that keeps `owner`, of which `notify` is a part, alive: an engine thread may call it until its link is closed. */
+PyObject *fd_py_notify(PyObject *owner, void *notify);
 
 /* O& converter to an fd_geometry_t: (n_slots, max_rows, n_layers, n_q_heads, n_kv_heads, head_size, act_dtype), all integers. */
 int fd_py_geometry(PyObject *object, void *out);

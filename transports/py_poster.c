@@ -116,16 +116,7 @@ static PyObject *poster_close(PosterObject *self, PyObject *unused) {
 
 static PyObject *poster_get_reason(PosterObject *self, void *closure) { return fd_py_down_reason(&self->down); }
 
-static void notify_free(PyObject *capsule) { Py_DECREF((PyObject *)PyCapsule_GetContext(capsule)); }
-
-/* The capsule keeps the poster alive, so an engine thread may call it until its link is closed. */
-static PyObject *poster_get_notify(PosterObject *self, void *closure) {
-    PyObject *capsule = PyCapsule_New(&self->notify, FD_NOTIFY_CAPSULE, notify_free);
-    if (!capsule) return NULL;
-    Py_INCREF(self);
-    PyCapsule_SetContext(capsule, self);
-    return capsule;
-}
+static PyObject *poster_get_notify(PosterObject *self, void *closure) { return fd_py_notify((PyObject *)self, &self->notify); }
 
 static PyMethodDef poster_methods[] = {
     {"start", (PyCFunction)poster_start, METH_VARARGS, NULL},
