@@ -81,14 +81,21 @@ FD_INLINE void see(block_t *b, const fd_attend_t *a, uint32_t row, uint64_t base
 
 /* Rows [row0, row0 + rows) of every KV head, FD_PANEL_ROWS at most in all. */
 FD_INLINE void attend_panel(const fd_kv_dtype_t dtype, const fd_attend_t *a, const block_fn *blocks, uint32_t row0, uint32_t rows) {
-    uint8_t q[(FD_PANEL_ROWS + MAX_BLOCK - 1) * Q_STRIDE] __attribute__((aligned(64))); /* a kernel may load MAX_BLOCK rows for any block */
+    /* A kernel may load MAX_BLOCK rows for any block. */
+    uint8_t q[(FD_PANEL_ROWS + MAX_BLOCK - 1) * FD_MAX_CHUNK_HEAD * sizeof(float)] __attribute__((aligned(64)));
     row_state_t state[FD_PANEL_ROWS];
     const uint32_t head_size = a->head_size, head_rows = a->q_len * a->group;
     const uint32_t most = block_rows(dtype), n_blocks = (rows + most - 1) / most;
-    for (uint32_t i = 0; i < a->heads * rows; i++) {
-        const size_t row = (size_t)i / rows * head_rows + row0 + i % rows;
-        begin_row(dtype, a->q + row * head_size, head_size, q + i * Q_STRIDE, &state[i]);
-    }
+    const size_t row_bytes = q_row_bytes(fd_k_format(dtype), head_size);
+    for (uint32_t h = 0; h < a->heads; h++)
+        for (uint32_t block = 0; block < n_blocks; block++) {
+            const uint32_t r0 = block_row(rows, n_blocks, block), n = block_row(rows, n_blocks, block + 1) - r0;
+            for (uint32_t r = 0; r < n; r++) {
+                uint8_t row[FD_MAX_CHUNK_HEAD * sizeof(float)] __attribute__((aligned(64)));
+                begin_row(dtype, a->q + ((size_t)h * head_rows + row0 + r0 + r) * head_size, head_size, row, &state[h * rows + r0 + r]);
+                place_row(q + (h * rows + r0) * row_bytes, n, r, row, row_bytes);
+            }
+        }
 
     const uint32_t first = row0 / a->group, last = (row0 + rows - 1) / a->group;
     const uint64_t start = fd_row_start(a, first), end = fd_row_end(a, last);
@@ -107,7 +114,7 @@ FD_INLINE void attend_panel(const fd_kv_dtype_t dtype, const fd_attend_t *a, con
                 b.lo = 0, b.hi = FD_PAGE_TOKENS, b.full = 1;
                 if (!whole) see(&b, a, row0 + r, base);
                 if (b.lo >= b.hi) continue;
-                b.q = q + i * Q_STRIDE;
+                b.q = q + i * row_bytes;
                 b.state = state + i;
                 b.acc = a->acc + ((size_t)h * head_rows + row0 + r) * head_size;
                 blocks[b.rows - 1](&b);

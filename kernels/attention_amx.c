@@ -26,11 +26,12 @@ enum { TILE_ROWS = 16, TILE_ROW_BYTES = 64, COLUMNS = 64 /* of a product: four t
 
 FD_INLINE uint32_t block_rows(fd_kv_dtype_t dtype) { return MAX_BLOCK; }
 FD_INLINE int kv_bits(fd_kv_dtype_t format) { return 16; }
+FD_INLINE int kv_parts(fd_kv_dtype_t format) { return format == FD_KV_INT4 ? 4 : 2; }
 /* Of queries, whose halves are both signed: 127 * 256 + 127. Of weights, which are not. */
 FD_INLINE float kv_levels(fd_kv_dtype_t format, int is_v) { return is_v ? 65535.0f : 32639.0f; }
 FD_INLINE vec_t kv_sum_weights(const void *weights, uint32_t first, uint32_t last) { return vec_zero(); }
 
-/* Bytes from a row's high halves to its low ones: half of Q_STRIDE, half of WEIGHT_STRIDE. */
+/* Bytes from a row's high halves to its low ones, while there is one row only: half the space that it has. */
 FD_INLINE size_t low_half(int is_v) { return is_v ? FD_PAGE_TOKENS * sizeof(float) / 2 : FD_MAX_CHUNK_HEAD * sizeof(float) / 2; }
 
 /* Where permutex2var_epi8 finds the low byte of element e of 64 after packus_epi32 has made 16-bit words of them, two vectors at a time. */
@@ -81,6 +82,13 @@ FD_INLINE void store_split(uint8_t *to, size_t to_low, vec_t x0, vec_t x1) {
 FD_INLINE void kv_store_query(fd_kv_dtype_t format, void *to, const float *q, uint32_t head_size) {
     for (uint32_t d = 0; d < head_size; d += 2 * LANES)
         store_split((uint8_t *)to + d * sizeof(uint16_t), low_half(0), vec_load(q + d), vec_load(q + d + LANES));
+}
+
+#define FD_OWN_PLACE_ROW
+/* A block's queries are rows of a tile: high halves, low halves, those of the next row. */
+FD_INLINE void place_row(uint8_t *block, uint32_t rows, uint32_t r, const uint8_t *row, size_t row_bytes) {
+    memcpy(block + r * row_bytes, row, row_bytes / 2);
+    memcpy(block + r * row_bytes + row_bytes / 2, row + low_half(0), row_bytes / 2);
 }
 
 #include "softmax_simd.h"
@@ -150,10 +158,10 @@ FD_INLINE void clear_unseen(const uint8_t *words, size_t stride, uint32_t token,
         ahead += TILE_ROWS * LINE;                                                                                     \
     } while (0)
 
-/* products[r] = row r of `left` times COLUMNS columns of K or V over `steps` tiles in depth; of integers, [2 r] is that of the high halves and
- * [2 r + 1] that of the low ones. Prefetches from `ahead` on as much as it reads, of int4 nothing. */
-FD_INLINE void multiply_tiles(const fd_kv_dtype_t format, const int is_v, const block_t *b, const uint8_t *left, const uint8_t *matrix, size_t stride,
-                              uint32_t steps, const uint8_t *ahead, float products[][COLUMNS]) {
+/* products[r] = row r of `left`, whose halves are `half` bytes apart, times COLUMNS columns of K or V over `steps` tiles in depth; of integers,
+ * [2 r] is that of the high halves and [2 r + 1] that of the low ones. Prefetches from `ahead` on as much as it reads, of int4 nothing. */
+FD_INLINE void multiply_tiles(const fd_kv_dtype_t format, const int is_v, const block_t *b, const uint8_t *left, size_t half, const uint8_t *matrix,
+                              size_t stride, uint32_t steps, const uint8_t *ahead, float products[][COLUMNS]) {
     uint8_t tile[4][TILE_ROWS][TILE_ROW_BYTES] __attribute__((aligned(64))); /* of what was cleared */
     _tile_zero(0);
     _tile_zero(1);
@@ -161,10 +169,10 @@ FD_INLINE void multiply_tiles(const fd_kv_dtype_t format, const int is_v, const 
     _tile_zero(3);
     for (uint32_t step = 0; step < steps; step++, left += TILE_ROW_BYTES, matrix += TILE_ROWS * stride) {
         if (format == FD_KV_BF16) {
-            _tile_loadd(4, left, 2 * low_half(is_v));
-            _tile_loadd(7, left + low_half(is_v), 2 * low_half(is_v));
+            _tile_loadd(4, left, 2 * half);
+            _tile_loadd(7, left + half, 2 * half);
         } else {
-            _tile_loadd(4, left, low_half(is_v));
+            _tile_loadd(4, left, half);
         }
         FD_COLUMN(0, 5);
         FD_COLUMN(1, 6);
@@ -198,7 +206,8 @@ FD_INLINE void score_chunk(const fd_kv_dtype_t dtype, const block_t *b, uint8_t 
     }
     for (uint32_t i = 0; i < PAGE_VECS; i++) {
         if (i % COLUMN_VECS == 0) {
-            multiply_tiles(format, 0, b, b->q, k + i * LANES * sizeof(uint32_t), row_bytes, steps, ahead, products);
+            multiply_tiles(format, 0, b, b->q, q_row_bytes(format, b->head_size) / 2, k + i * LANES * sizeof(uint32_t), row_bytes, steps, ahead,
+                           products);
             ahead += steps * TILE_ROWS * COLUMNS * sizeof(uint32_t);
         }
         vec_t scale = vec_zero(), offset = vec_zero();
@@ -239,7 +248,7 @@ FD_INLINE void add_values(const fd_kv_dtype_t dtype, const block_t *b, uint8_t *
         v = wide;
     }
     for (uint32_t d = 0; d < b->head_size; d += COLUMNS) {
-        multiply_tiles(format, 1, b, (const uint8_t *)weights, v + d * sizeof(uint32_t), row_bytes, steps, ahead, products);
+        multiply_tiles(format, 1, b, (const uint8_t *)weights, low_half(1), v + d * sizeof(uint32_t), row_bytes, steps, ahead, products);
         ahead += steps * TILE_ROWS * COLUMNS * sizeof(uint32_t);
         for (uint32_t r = 0; r < b->rows; r++) {
             float *acc = b->acc + (size_t)r * b->head_size + d;
@@ -257,7 +266,6 @@ FD_INLINE void attend_block(const fd_kv_dtype_t dtype, const block_t *b) {
     float scores[MAX_BLOCK][FD_PAGE_TOKENS] __attribute__((aligned(64)));
     float rescale[LANES] __attribute__((aligned(64))), unit[MAX_BLOCK];
     uint8_t wide[FD_PAGE_TOKENS * FD_MAX_CHUNK_HEAD] __attribute__((aligned(64))); /* K, then V, of int4 */
-    prefetch_affine(dtype, b);
     score_chunk(dtype, b, wide, scores);
     if (b->full)
         soft_max(dtype, (int)b->rows, 1, b, scores, rescale, unit);
@@ -268,7 +276,7 @@ FD_INLINE void attend_block(const fd_kv_dtype_t dtype, const block_t *b) {
 }
 
 /* A tile in depth is 64 bytes of a head: other head sizes are left to the next best ISA, and so are fewer than `least` rows: tiles save
- * arithmetic only, and vectors keep more of memory in flight. */
+ * arithmetic only, and hardly any of theirs is done while memory is waited for, most of the vectors' is. */
 #define FD_KERNEL(name, dtype, least, otherwise)                                                                       \
     static void attend_##name##_block(const block_t *b) { attend_block(dtype, b); }                                    \
     static void fd_attend_##name##_amx(const fd_attend_t *a) {                                                         \
@@ -281,13 +289,13 @@ FD_INLINE void attend_block(const fd_kv_dtype_t dtype, const block_t *b) {
             otherwise(a);                                                                                              \
             return;                                                                                                    \
         }                                                                                                              \
-        configure_tiles(dtype, rows < MAX_BLOCK ? rows : MAX_BLOCK);                                                          \
+        configure_tiles(dtype, rows < MAX_BLOCK ? rows : MAX_BLOCK);                                                   \
         attend(dtype, a, blocks);                                                                                      \
         _tile_release();                                                                                               \
     }
 
-FD_KERNEL(bf16, FD_KV_BF16, 8, fd_attend_bf16_avx512)
-FD_KERNEL(int8, FD_KV_INT8, 4, fd_attend_int8_avx512vnni)
+FD_KERNEL(bf16, FD_KV_BF16, 9, fd_attend_bf16_avx512)
+FD_KERNEL(int8, FD_KV_INT8, 8, fd_attend_int8_avx512vnni)
 FD_KERNEL(int4, FD_KV_INT4, 9, fd_attend_int4_avx512vnni)
 FD_KERNEL(int8_int4, FD_KV_INT8_INT4, 8, fd_attend_int8_int4_avx512vnni)
 

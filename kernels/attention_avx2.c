@@ -20,7 +20,8 @@ enum { LANES = 8, MAX_BLOCK = 6, MAX_VECS = 8 };
 
 /* Of the 16 registers at most 12 are sums, beside 2 vectors of K or V and a broadcast multiplier; fewer where words are taken apart. */
 FD_INLINE int tile_vecs(fd_kv_dtype_t format, int rows) {
-    return rows > 2 ? 2 : rows == 2 || (format != FD_KV_FP32 && format != FD_KV_FP16) ? 4 : 8;
+    const int taken_apart = format != FD_KV_FP32 && format != FD_KV_FP16;
+    return rows > (taken_apart ? 2 : 3) ? 2 : rows > 1 || taken_apart ? 4 : 8;
 }
 FD_INLINE uint32_t block_rows(fd_kv_dtype_t dtype) { return dtype == FD_KV_FP32 || dtype == FD_KV_FP16 ? 6 : 4; }
 

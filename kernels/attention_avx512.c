@@ -13,9 +13,12 @@
 
 #include "vec_avx512.h"
 
-/* Of the 32 registers at most 16 are sums: the vectors of K or V, taken apart, and a broadcast multiplier still fit beside them. */
+/* Of the 32 registers at most 16 are sums: a vector of K or V, taken apart, and a broadcast multiplier still fit beside them. Floats
+ * are fastest a line at a time. */
 FD_INLINE int tile_vecs(fd_kv_dtype_t format, int rows) {
-    return rows > 4 ? 2 : rows > 2 || (format != FD_KV_FP32 && format != FD_KV_FP16) ? 4 : 8;
+    if (format == FD_KV_FP16) return 2;
+    if (rows > 4) return 2;
+    return fd_kv_is_int(format) ? 4 : 1;
 }
 FD_INLINE uint32_t block_rows(fd_kv_dtype_t dtype) { return MAX_BLOCK; }
 

@@ -10,7 +10,6 @@
 
 enum { WORD_TOKENS = LANES < 8 ? 8 : LANES }; /* whole vectors, and whole words of V in every format */
 enum { PAGE_VECS = FD_PAGE_TOKENS / LANES, PREFETCH_LOCALITY = 2, LINE = 64 };
-enum { Q_STRIDE = FD_MAX_CHUNK_HEAD * sizeof(float), WEIGHT_STRIDE = FD_PAGE_TOKENS * sizeof(float) }; /* of multipliers, bytes */
 
 #define LOG2_E 0x1.715476p+0f
 #define EXP2_FLUSH -96.0f /* below it, where products of the result would soon be subnormal (and slow), it is 0 */
@@ -48,6 +47,20 @@ FD_INLINE void kv_store_weights(fd_kv_dtype_t format, void *to, uint32_t first, 
 }
 #endif
 
+/* Bytes of multipliers that a query row is: kv_parts(format) times 32 bits for every word of K. */
+FD_INLINE size_t q_row_bytes(fd_kv_dtype_t format, uint32_t head_size) {
+    return head_size / fd_word_elems(format) * kv_parts(format) * sizeof(uint32_t);
+}
+
+/* Puts multipliers, as the functions above have stored them, where a block has those of its row `r`: next to those that the other rows have for
+ * the same word. */
+#ifndef FD_OWN_PLACE_ROW
+FD_INLINE void place_row(uint8_t *block, uint32_t rows, uint32_t r, const uint8_t *row, size_t row_bytes) {
+    const size_t word = sizeof(uint32_t);
+    for (size_t w = 0; w < row_bytes / word; w++) memcpy(block + (w * rows + r) * word, row + w * word, word);
+}
+#endif
+
 /* What a panel keeps of a query row. Scores and m are in units of `unit`, which float formats have 1. */
 typedef struct {
     float l[LANES], rest[LANES]; /* sums by lane: of weights; of weights times V's offsets */
@@ -62,19 +75,12 @@ typedef struct {
     uint32_t lo, hi;                /* tokens that some row sees */
     int full;                       /* every row sees every token */
     struct { uint32_t lo, hi; } seen[MAX_BLOCK]; /* by the row; not set if `full` */
-    const uint8_t *q;               /* [rows][Q_STRIDE] multipliers as the ISA stores them */
+    const uint8_t *q;               /* multipliers of all rows (place_row) */
     row_state_t *state;             /* [rows] */
     float *acc;                     /* [rows][head_size] */
 } block_t;
 
 typedef void (*block_fn)(const block_t *b);
-
-/* The next chunk's tables; K and V are prefetched by whoever reads this chunk's. */
-FD_INLINE void prefetch_affine(const fd_kv_dtype_t dtype, const block_t *b) {
-    if (!fd_kv_is_int(dtype) || b->index) return;
-    for (uint32_t line = 0; line < 2 * FD_PAGE_TOKENS * sizeof(uint32_t); line += LINE)
-        __builtin_prefetch(b->next + fd_chunk_k_affine(dtype, b->head_size) + line, 0, PREFETCH_LOCALITY);
-}
 
 /* Lanes [i * LANES, (i + 1) * LANES) of x that are of tokens [lo, hi), elsewhere `fill`. */
 FD_INLINE vec_t keep_tokens(vec_t x, uint32_t i, uint32_t lo, uint32_t hi, float fill) {
@@ -84,7 +90,7 @@ FD_INLINE vec_t keep_tokens(vec_t x, uint32_t i, uint32_t lo, uint32_t hi, float
 }
 
 /* Online softmax: scores of [lo, hi) become multipliers for V in place; m, l and rest are brought up to date; rescale[r] is what
- * acc must be multiplied by, unit[r] (integers) what the products must be. */
+ * acc must be multiplied by, unit[r] (integers) what the products must be. Meanwhile the next chunk's tables are prefetched. */
 FD_INLINE void soft_max(const fd_kv_dtype_t dtype, const int rows, const int full, const block_t *b,
                         float scores[][FD_PAGE_TOKENS], float *rescale, float *unit) {
     const fd_kv_dtype_t format = fd_v_format(dtype);
@@ -110,6 +116,9 @@ FD_INLINE void soft_max(const fd_kv_dtype_t dtype, const int rows, const int ful
     }
     vec_store(rescale, vec_exp2(format, vec_load(change)));
 
+    /* A few lines with every vector of weights: all at once they would be in the way of K's. */
+    enum { TABLE_LINES = 2 * FD_PAGE_TOKENS * sizeof(uint32_t) / LINE, LINES_A_VEC = (TABLE_LINES + PAGE_VECS - 1) / PAGE_VECS };
+    const uint8_t *tables = (b->index ? b->chunk : b->next) + fd_chunk_k_affine(dtype, b->head_size);
     vec_t scale[PAGE_VECS], offset[PAGE_VECS];
     if (fd_kv_is_int(format)) {
         for (uint32_t i = first; i < last; i++) {
@@ -131,6 +140,8 @@ FD_INLINE void soft_max(const fd_kv_dtype_t dtype, const int rows, const int ful
         const vec_t m = vec_set1(state->m), to_log2 = vec_set1(state->unit * LOG2_E);
         vec_t sum = vec_zero(), rest = vec_zero(), max = vec_zero(), w[PAGE_VECS];
         for (uint32_t i = first; i < last; i++) {
+            for (uint32_t line = 0; line < LINES_A_VEC && fd_kv_is_int(format) && r == 0; line++)
+                __builtin_prefetch(tables + (i * TABLE_LINES / PAGE_VECS + line) * LINE, 0, PREFETCH_LOCALITY);
             const vec_t p = vec_exp2(format, vec_mul(vec_sub(vec_load(&weights[i * LANES]), m), to_log2));
             sum = vec_add(sum, p);
             if (fd_kv_is_int(format)) {
