@@ -286,6 +286,26 @@ async def test_a_host_that_falls_silent_is_named(far_node, wire):
 
 
 @needs_wire
+async def test_a_host_that_owes_nothing_but_a_reply_falls_silent_and_is_named(far_node, wire):
+    """Its device has acknowledged all of the call: nothing is left to be retried, unless the bell is rung again."""
+    said = hello()
+    link = await connect(far_node.url, said, SECRET)
+    driver = Driver(link, said)
+    await step_of(driver)
+    far_node.stop()
+    try:
+        under_way = driver.begin(0, [(0, 1, True)])
+        bell = under_way.post(0)
+        await asyncio.sleep(0.1)
+        sh("tc qdisc add dev va root netem loss 100%")
+        with pytest.raises(LinkDown, match="retry exceeded: the peer's device does not answer"):
+            await asyncio.wait_for(asyncio.to_thread(under_way.finish, 0, bell), NOTICED_S)
+    finally:
+        far_node.go_on()
+    await asyncio.wait_for(link.closed(), NOTICED_S)
+
+
+@needs_wire
 async def test_an_r_node_killed_under_load_is_named(far_node, wire):
     said = hello()
     link = await connect(far_node.url, said, SECRET)

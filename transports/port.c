@@ -3,6 +3,7 @@
 /* A reply that an RDMA write brings wakes nobody. Who waits for one looks again after an eighth of the time that it has waited. */
 #define NAP_MIN_NS 20000u
 #define NAP_MAX_NS 1000000u
+#define RING_AGAIN_NS 250000000u /* of waiting */
 
 int fd_port_init(fd_port_t *port, uint8_t *region, const fd_geometry_t *g, uint32_t spin_us) {
     memset(port, 0, sizeof *port);
@@ -45,9 +46,10 @@ bool fd_port_ready(const fd_port_t *port, uint32_t index) {
 }
 
 /* fd_wait_reply for a bell that is written by a device. Each time that it looks, it also takes the device's completions, so
- * that a dead peer is noticed even while the event loop is busy. */
-static fd_wait_t wait_unrung(fd_port_t *port, fd_slot_t *slot, uint64_t seq, uint64_t timeout_ns) {
-    uint64_t start = fd_now_ns(), spin_ns = port->spin_ns;
+ * that a dead peer is noticed even while the event loop is busy, and now and then rings again, so that the device has something to tell. */
+static fd_wait_t wait_unrung(fd_port_t *port, uint32_t index, uint64_t seq, uint64_t timeout_ns) {
+    fd_slot_t *slot = fd_slot_at(port->region, &port->layout, index);
+    uint64_t start = fd_now_ns(), spin_ns = port->spin_ns, rung_ns = 0;
     for (;;) {
         uint64_t waited = fd_now_ns() - start;
         if (waited >= timeout_ns) return FD_WAIT_TIMEOUT;
@@ -56,13 +58,14 @@ static fd_wait_t wait_unrung(fd_port_t *port, fd_slot_t *slot, uint64_t seq, uin
         fd_wait_t result = fd_wait_reply(slot, seq, spin_ns, spin_ns + nap < left ? spin_ns + nap : left, &port->down.flag);
         if (result != FD_WAIT_TIMEOUT) return result;
         spin_ns = 0;
-        fd_poster_reap(port->poster);
+        if (waited - rung_ns >= RING_AGAIN_NS) fd_poster_ring_again(port->poster, index), rung_ns = waited;
+        else fd_poster_reap(port->poster);
     }
 }
 
-static fd_wait_t wait_reply(fd_port_t *port, fd_slot_t *slot, uint64_t seq, uint64_t timeout_ns) {
-    if (port->poster) return wait_unrung(port, slot, seq, timeout_ns);
-    return fd_wait_reply(slot, seq, port->spin_ns, timeout_ns, &port->down.flag);
+static fd_wait_t wait_reply(fd_port_t *port, uint32_t index, uint64_t seq, uint64_t timeout_ns) {
+    if (port->poster) return wait_unrung(port, index, seq, timeout_ns);
+    return fd_wait_reply(fd_slot_at(port->region, &port->layout, index), seq, port->spin_ns, timeout_ns, &port->down.flag);
 }
 
 fd_port_result_t fd_port_wait(fd_port_t *port, uint32_t index, uint64_t timeout_ns, fd_reply_t *reply, const char **misuse) {
@@ -72,11 +75,11 @@ fd_port_result_t fd_port_wait(fd_port_t *port, uint32_t index, uint64_t timeout_
     if (*misuse) return FD_PORT_MISUSE;
 
     const fd_call_t *call = &port->slots[index].call;
-    fd_slot_t *slot = fd_slot_at(port->region, &port->layout, index);
+    const fd_slot_t *slot = fd_slot_at(port->region, &port->layout, index);
     char late[128];
     uint64_t waited_ns = port->pump ? fd_pump_receive(port->pump, index, call->seq, port->spin_ns, timeout_ns) : 0;
     uint64_t left_ns = waited_ns < timeout_ns ? timeout_ns - waited_ns : 0;
-    switch (wait_reply(port, slot, call->seq, left_ns)) {
+    switch (wait_reply(port, index, call->seq, left_ns)) {
     case FD_WAIT_DONE: break;
     case FD_WAIT_STOPPED: return FD_PORT_DOWN;
     case FD_WAIT_TIMEOUT:

@@ -202,6 +202,25 @@ static void reap(fd_poster_t *p) {
     if (n < 0) fail(p, "the RDMA completion queue cannot be read");
 }
 
+static fd_ibv_send_wr_t *bell_of(const fd_poster_t *p, const fd_chain_t *chain) { return &chain->wr[p->chain_max - 1]; }
+
+/* Posts the last `n` linked requests of a chain, from `first` to the bell. */
+static bool post(fd_poster_t *p, const fd_chain_t *chain, fd_ibv_send_wr_t *first, uint32_t n, bool signalled) {
+    fd_ibv_send_wr_t *bell = bell_of(p, chain), *bad;
+    bell->wr_id = p->posted + n;
+    bell->send_flags = signalled ? FD_IBV_SEND_INLINE | FD_IBV_SEND_SIGNALED : FD_IBV_SEND_INLINE;
+    int rc = p->verbs.qp->context->post_send(p->verbs.qp, first, &bad);
+    if (rc) {
+        char text[160];
+        snprintf(text, sizeof text, "the RDMA device takes no work requests: %s", strerror(rc));
+        fail(p, text);
+        return false;
+    }
+    p->posted += n;
+    if (signalled) p->signalled = p->posted;
+    return true;
+}
+
 /* Posts what is queued and fits. What does not is posted when completions have made room for it: of the requests that then
  * fill the queue, all but less than half are covered by a signalled one. */
 static void flush(fd_poster_t *p) {
@@ -213,24 +232,11 @@ static void flush(fd_poster_t *p) {
             fail(p, error);
             return;
         }
-        fd_ibv_send_wr_t *first, *bad, *last = &chain->wr[p->chain_max - 1]; /* the bell */
+        fd_ibv_send_wr_t *first;
         uint32_t n = link_chain(p, chain, used, &first);
         if (p->posted - p->retired + n > p->verbs.depth) reap(p);
         if (fd_is_down(p->down) || p->posted - p->retired + n > p->verbs.depth) return;
-        last->wr_id = p->posted + n;
-        last->send_flags = FD_IBV_SEND_INLINE;
-        if (last->wr_id - p->signalled >= p->verbs.depth / 4) {
-            last->send_flags |= FD_IBV_SEND_SIGNALED;
-            p->signalled = last->wr_id;
-        }
-        int rc = p->verbs.qp->context->post_send(p->verbs.qp, first, &bad);
-        if (rc) {
-            char text[160];
-            snprintf(text, sizeof text, "the RDMA device takes no work requests: %s", strerror(rc));
-            fail(p, text);
-            return;
-        }
-        p->posted += n;
+        if (!post(p, chain, first, n, p->posted + n - p->signalled >= p->verbs.depth / 4)) return;
         memmove(p->queue, p->queue + 1, --p->queued * sizeof p->queue[0]);
     }
 }
@@ -251,6 +257,15 @@ void fd_poster_reap(fd_poster_t *p) {
         reap(p);
         flush(p);
     }
+    pthread_mutex_unlock(&p->lock);
+}
+
+void fd_poster_ring_again(fd_poster_t *p, uint32_t index) {
+    pthread_mutex_lock(&p->lock);
+    if (p->started && !p->stopped && index < p->geometry.n_slots) reap(p);
+    if (p->started && !p->stopped && index < p->geometry.n_slots && !p->queued && !fd_is_down(p->down) &&
+        p->posted - p->retired < p->verbs.depth)
+        post(p, &p->chains[index], bell_of(p, &p->chains[index]), 1, true);
     pthread_mutex_unlock(&p->lock);
 }
 

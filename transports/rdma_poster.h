@@ -10,7 +10,7 @@
  *
  * The work requests of a slot are built once; a post sets lengths and links. A completion is asked for once in a quarter of
  * the send queue. They are taken (fd_poster_reap) when a completion event wakes the event loop, while a thread waits for a
- * reply, and when the queue is short of room.
+ * reply, and when the queue is short of room. Who waits long rings again, to learn whether there is anybody.
  *
  * Nobody at the other end is interrupted, so nobody there can be woken: the R-engine is told (`unrung` in the region's header)
  * to look at these bells by itself, and a waiter at the S side (port.c) sleeps in short naps.
@@ -48,6 +48,10 @@ int fd_poster_start(fd_poster_t *poster, const fd_verbs_t *verbs);
 
 /* An fd_notify_fn: sends this end's half of the slot, which must not change until the peer's answer to it. Never blocks. */
 void fd_poster_send(void *poster, uint32_t slot);
+
+/* Sends the slot's bell once more, as it was last sent, and asks for a completion. It tells the peer nothing new, but a device that gets no
+ * acknowledgement says so within a second: of a host that died after it had acknowledged all of a call nothing else would. */
+void fd_poster_ring_again(fd_poster_t *poster, uint32_t slot);
 
 /* Takes what completions there are; one that tells of an error sets `down`. */
 void fd_poster_reap(fd_poster_t *poster);

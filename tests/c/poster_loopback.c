@@ -260,6 +260,26 @@ static void error_is_named(int status, int refuse, const char *name) {
     close_pair(&p);
 }
 
+/* A peer that has acknowledged a call and then died is found out by ringing again; one that lives sees no other call. */
+static void ringing_again_finds_the_dead(void) {
+    pair_t p;
+    open_pair(&p, 1u << 20, 64);
+    for (uint64_t seq = 1; seq <= 200; seq++) {
+        put_call(&p, 0, seq);
+        fd_poster_send(p.s.poster, 0);
+        uint8_t before[sizeof(fd_slot_t)];
+        memcpy(before, slot_of(&p, &p.r, 0), sizeof before);
+        fd_poster_ring_again(p.s.poster, 0);
+        CHECK(!memcmp(before, slot_of(&p, &p.r, 0), sizeof before) && slot_of(&p, &p.r, 0)->request_bell == seq);
+    }
+    CHECK(!fd_is_down(&p.s.down) && p.s.device.signalled >= 200);
+    p.s.device.next_status = FD_IBV_WC_RETRY_EXC_ERR;
+    fd_poster_ring_again(p.s.poster, 0);
+    fd_poster_reap(p.s.poster);
+    CHECK(fd_is_down(&p.s.down));
+    close_pair(&p);
+}
+
 /* The peer writes the region that a poster reads: too many rows are not sent. */
 static void meddling_is_noticed(void) {
     pair_t p;
@@ -297,6 +317,7 @@ int main(void) {
     error_is_named(FD_IBV_WC_WR_FLUSH_ERR, 0, "flushed");
     error_is_named(22, 0, "work request failed (completion status 22, vendor 129)");
     error_is_named(0, ENOMEM, "takes no work requests: Cannot allocate memory");
+    ringing_again_finds_the_dead();
     meddling_is_noticed();
     queue_too_short_for_a_call();
     return 0;
