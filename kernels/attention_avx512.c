@@ -52,17 +52,11 @@ FD_INLINE vec_t kv_sum_weights(const void *weights, uint32_t first, uint32_t las
 #include "act_simd.h"
 
 #define FD_KERNELS(name, dtype)                                                                                        \
-    FD_BLOCK(name, dtype, 1) FD_BLOCK(name, dtype, 2) FD_BLOCK(name, dtype, 3) FD_BLOCK(name, dtype, 4)                \
-    FD_BLOCK(name, dtype, 5) FD_BLOCK(name, dtype, 6) FD_BLOCK(name, dtype, 7) FD_BLOCK(name, dtype, 8)                \
-    static const block_fn name##_blocks[MAX_BLOCK] = {                                                                 \
-        attend_##name##_block1, attend_##name##_block2, attend_##name##_block3, attend_##name##_block4,                \
-        attend_##name##_block5, attend_##name##_block6, attend_##name##_block7, attend_##name##_block8,                \
-    };                                                                                                                 \
+    FD_BLOCKS(name, dtype)                                                                                             \
     void fd_attend_##name##_avx512(const fd_attend_t *a) { attend(dtype, a, name##_blocks); }                          \
     void fd_append_##name##_avx512(uint8_t *chunk, uint32_t head_size, uint32_t t, const float *k, const float *v) {   \
         append(dtype, chunk, head_size, t, k, v);                                                                      \
     }
-
 
 FD_KERNELS(fp32, FD_KV_FP32)
 FD_KERNELS(fp16, FD_KV_FP16)

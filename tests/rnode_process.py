@@ -16,20 +16,22 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+
+from script_process import ScriptProcess
 
 STUCK_S = 3.0 if "FASTDECODE_SLOW" in os.environ else 1.0  # see link_driver.SLOW
 KV_BYTES = 64 << 20  # unless told otherwise
 
 
-class RNodeProcess:
+class RNodeProcess(ScriptProcess):
     """Starts the script; `url` is where it listens."""
 
     def __init__(self, url: str, kv_bytes: int, secret: str = ""):
-        self._args = [sys.executable, __file__, url, str(kv_bytes), *([secret] if secret else [])]
+        self.url = url
+        self._rest = [str(kv_bytes), *([secret] if secret else [])]
         self.start()
 
     @classmethod
@@ -39,43 +41,15 @@ class RNodeProcess:
         return cls(f"shm://{folder}/r.sock" if transport == "shm" else f"{transport}://{host}:0", KV_BYTES)
 
     def start(self) -> None:
-        self.process = subprocess.Popen(self._args, stdout=subprocess.PIPE, text=True)
-        assert self.process.stdout
-        self.url = self.process.stdout.readline().strip()
+        """Also after its end, and at the same address then."""
+        super().__init__(__file__, self.url, *self._rest)
+        self.url = self.says()
         assert self.url, "the R-node did not start"
-        self._args[2] = self.url  # the next start takes the same port
-
-    @property
-    def pid(self) -> int:
-        return self.process.pid
-
-    def tell(self, number: int) -> None:
-        self.process.send_signal(number)
 
     def stick(self) -> None:
         """Holds its GIL for STUCK_S seconds from now on."""
         self.tell(signal.SIGUSR1)
-        assert self.process.stdout
-        assert self.process.stdout.readline() == "stuck\n"
-
-    def stop(self) -> None:
-        """Stops it (SIGSTOP), and returns when every thread of it stands still."""
-        stop(self.process)
-
-    def go_on(self) -> None:
-        self.tell(signal.SIGCONT)
-
-    def end(self, number: int = signal.SIGTERM) -> int:
-        """Ends it, and returns its exit status."""
-        self.process.send_signal(number)
-        self.process.send_signal(signal.SIGCONT)
-        try:
-            return self.process.wait(20)
-        finally:
-            self.process.kill()
-            self.process.wait()
-            assert self.process.stdout
-            self.process.stdout.close()
+        assert self.says() == "stuck"
 
 
 class FarRNode:
@@ -89,15 +63,6 @@ class FarRNode:
         import pytest
 
         pytest.skip("the R-node is on another host")
-
-
-def stop(process: subprocess.Popen) -> None:
-    """See RNodeProcess.stop."""
-    process.send_signal(signal.SIGSTOP)
-    while any(
-        f.read_text().rpartition(")")[2].split()[0] != "T" for f in Path(f"/proc/{process.pid}/task").glob("*/stat")
-    ):
-        time.sleep(0.001)
 
 
 @dataclass(frozen=True)

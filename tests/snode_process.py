@@ -14,46 +14,23 @@ import contextlib
 import itertools
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
-from rnode_process import stop
+from script_process import ScriptProcess
 
 
-class SNodeProcess:
+class SNodeProcess(ScriptProcess):
     """Starts the script."""
 
     def __init__(self, url: str, what: object, secret: str = ""):
-        args = [sys.executable, __file__, url, str(what), *([secret] if secret else [])]
-        self.process = subprocess.Popen(args, stdout=subprocess.PIPE, text=True)
-
-    def says(self) -> str:
-        """The next line; empty if there will be none."""
-        assert self.process.stdout
-        return self.process.stdout.readline().strip()
-
-    def stop(self) -> None:
-        """Stops it (SIGSTOP), and returns when every thread of it stands still."""
-        stop(self.process)
-
-    def go_on(self) -> None:
-        self.process.send_signal(signal.SIGCONT)
+        super().__init__(__file__, url, str(what), *([secret] if secret else []))
 
     def end(self, number: int = signal.SIGKILL) -> int:
         """Ends it, and returns its exit status."""
-        with contextlib.suppress(ProcessLookupError):
-            self.process.send_signal(number)
-            self.process.send_signal(signal.SIGCONT)
-        try:
-            return self.process.wait(20)
-        finally:
-            self.process.kill()
-            self.process.wait()
-            assert self.process.stdout
-            self.process.stdout.close()
+        return super().end(number)
 
 
 @contextlib.contextmanager

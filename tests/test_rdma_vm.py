@@ -10,12 +10,13 @@ import pytest
 
 sys.path.append(str(Path(__file__).parent / "rdma"))
 import guest
+from link_driver import CYCLES
 from rnode_process import KV_BYTES
 from test_rdma_hosts import PULL_THE_PLUG
 
 HERE = Path(__file__).parent
 BOOT_S = 120.0
-TESTS_S = 1500.0
+TESTS_S = 1500.0 + 60.0 * CYCLES
 ALL = "FASTDECODE_RDMA_ALL" in os.environ
 
 pytestmark = pytest.mark.timeout(BOOT_S + TESTS_S)
