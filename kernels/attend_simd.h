@@ -19,6 +19,9 @@
  * An ISA may say that 8 bits are enough for a format (kv_bits). With x = scale * stored + offset, the scales of V go into
  * the weights before they are rounded; the offsets give the same for every dimension and are added at the end.
  *
+ * What the caller appends in before_last it appends to a chunk that is in the cache by then. So there must be one panel only: a->heads * a->q_len
+ * * a->group <= FD_PANEL_ROWS.
+ *
  * Garbage beyond the causal limit: K's tokens are in lanes of their own, which step 2 overwrites with -infinity before anything is
  * computed from them; V beyond the last token that some row of the block sees is not read, or (integers) multiplied by zero.
  */
@@ -107,7 +110,8 @@ FD_INLINE void attend_panel(const fd_kv_dtype_t dtype, const fd_attend_t *a, con
         const int more = c + 1 < a->n_chunks && base + FD_PAGE_TOKENS < end;
         for (uint32_t h = 0; h < a->heads; h++) {
             block_t b = {.chunk = a->chunks[c] + h * a->head_stride, .n_blocks = n_blocks, .head_size = head_size};
-            b.next = h + 1 < a->heads ? b.chunk + a->head_stride : more ? a->chunks[c + 1] : b.chunk;
+            b.next = h + 1 < a->heads ? b.chunk + a->head_stride : more ? a->chunks[c + 1] : a->after ? a->after : b.chunk;
+            if (!more && a->before_last) a->before_last(a->context, h);
             for (; b.index < n_blocks; b.index++) {
                 const uint32_t r = block_row(rows, n_blocks, b.index), i = h * rows + r;
                 b.rows = block_row(rows, n_blocks, b.index + 1) - r;

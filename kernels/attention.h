@@ -46,6 +46,11 @@ typedef struct {
     float *acc;                   /* [heads][q_len][group][head_size] out, un-normalised */
     float *m;                     /* [heads][q_len][group] out; -INFINITY where a row sees none of these chunks */
     float *l;                     /* [heads][q_len][group] out; 0 there */
+    const uint8_t *after;         /* the chunk that the caller reads next, prefetched at the end; may be NULL */
+    /* Called for each of the `heads` before its last chunk is read, with `context`; may be NULL. There the caller appends what is to be attended
+     * too: a chunk that has been prefetched takes a token in a fraction of the time, for K is spread over all of its lines. */
+    void (*before_last)(void *context, uint32_t head);
+    void *context;
 } fd_attend_t;
 
 /* Bytes beyond the causal limit in the last chunk are uninitialised memory: a kernel may load them but must not let

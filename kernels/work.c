@@ -105,11 +105,12 @@ typedef struct {
     uint8_t *slot;
     uint32_t layer, window;
     fd_scratch_t *scratch;
+    const uint8_t *after; /* the first chunk of the item's next span, or NULL */
     uint64_t kv_bytes;
 } ctx_t;
 
-/* New rows [from, to) of an entry (counted within it), the span of KV heads from `head` on. */
-static void append_rows(ctx_t *c, const fd_entry_t *e, uint32_t head, uint32_t from, uint32_t to) {
+/* New rows [from, to) of an entry (counted within it), `heads` KV heads from `head` on. */
+static void append_rows(ctx_t *c, const fd_entry_t *e, uint32_t head, uint32_t heads, uint32_t from, uint32_t to) {
     const fd_work_t *w = c->w;
     uint32_t hs = w->g.head_size, act = w->g.act_dtype;
     size_t bytes = hs * fd_act_bytes(act);
@@ -117,7 +118,7 @@ static void append_rows(ctx_t *c, const fd_entry_t *e, uint32_t head, uint32_t f
     for (uint32_t j = from; j < to; j++, k += w->layout.kv_row_bytes) {
         uint32_t t = e->pos + j;
         uint8_t *chunk = fd_kv_chunk(w->kv, c->layer, c->step->pages[e->pages + t / FD_PAGE_TOKENS], head);
-        for (uint32_t h = 0; h < e->heads; h++, chunk += w->kv->chunk_bytes) {
+        for (uint32_t h = 0; h < heads; h++, chunk += w->kv->chunk_bytes) {
             w->vec_ops->load_act(c->scratch->k, k + h * bytes, hs, act, 1.0f);
             w->vec_ops->load_act(c->scratch->v, k + (w->g.n_kv_heads + h) * bytes, hs, act, 1.0f);
             w->kv_ops->append(chunk, hs, t % FD_PAGE_TOKENS, c->scratch->k, c->scratch->v);
@@ -125,15 +126,36 @@ static void append_rows(ctx_t *c, const fd_entry_t *e, uint32_t head, uint32_t f
     }
 }
 
-/* Attends query rows [from, from + q_len) of an entry to its pages [first, last), as far as the layer's window reaches. */
+/* An entry whose new rows are still to be appended while it is attended. */
+typedef struct {
+    ctx_t *c;
+    const fd_entry_t *e;
+    uint32_t head;
+} pending_t;
+
+static void append_pending(void *context, uint32_t head) {
+    const pending_t *p = context;
+    append_rows(p->c, p->e, p->head + head, 1, 0, p->e->n_rows);
+}
+
+/* Whether the entry's new rows are left to the kernel's `before_last`: one token, whose page is the last. Else appends them. */
+static bool leave_pending(ctx_t *c, const fd_entry_t *e, uint32_t head) {
+    if (e->n_rows == 1 && e->heads * c->w->shape.group <= FD_PANEL_ROWS) return true;
+    append_rows(c, e, head, e->heads, 0, e->n_rows);
+    return false;
+}
+
+/* Attends query rows [from, from + q_len) of an entry to its pages [first, last), as far as the layer's window reaches. `pending`: see
+ * leave_pending; the last page is among them then. */
 static void attend_block(ctx_t *c, const fd_entry_t *e, uint32_t head, uint32_t from, uint32_t q_len, uint32_t first,
-                         uint32_t last, fd_partial_t out) {
+                         uint32_t last, bool pending, fd_partial_t out) {
     const fd_work_t *w = c->w;
     uint32_t hs = w->g.head_size, group = w->shape.group, q_pos = e->pos + from;
     uint32_t seen = fd_first_page(q_pos, c->window), end = fd_pages_for((uint64_t)q_pos + q_len);
     if (first < seen) first = seen;
     if (last > end) last = end;
     if (first >= last) {
+        if (pending) append_rows(c, e, head, e->heads, 0, e->n_rows);
         for (uint32_t i = 0; i < e->heads * q_len * group; i++) {
             out.m[i] = -INFINITY;
             out.l[i] = 0;
@@ -149,6 +171,7 @@ static void attend_block(ctx_t *c, const fd_entry_t *e, uint32_t head, uint32_t 
     }
     const uint32_t *pages = c->step->pages + e->pages;
     for (uint32_t p = first; p < last; p++) c->scratch->chunks[p - first] = fd_kv_chunk(w->kv, c->layer, pages[p], head);
+    pending_t appended = {c, e, head};
     const fd_attend_t a = {
         .chunks = c->scratch->chunks,
         .n_chunks = last - first,
@@ -164,6 +187,9 @@ static void attend_block(ctx_t *c, const fd_entry_t *e, uint32_t head, uint32_t 
         .acc = out.acc,
         .m = out.m,
         .l = out.l,
+        .after = c->after,
+        .before_last = pending ? append_pending : NULL,
+        .context = &appended,
     };
     w->kv_ops->attend(&a);
     c->kv_bytes += (uint64_t)(last - first) * e->heads * w->kv->chunk_bytes;
@@ -182,10 +208,10 @@ static void store_block(ctx_t *c, const fd_entry_t *e, uint32_t head, uint32_t f
 
 static void attend_whole(ctx_t *c, const fd_entry_t *e, uint32_t head) {
     fd_partial_t own = {c->scratch->acc, c->scratch->m, c->scratch->l};
-    append_rows(c, e, head, 0, e->n_rows);
+    const bool pending = leave_pending(c, e, head);
     for (uint32_t from = 0; from < e->n_rows;) {
         uint32_t q_len = e->n_rows - from < c->w->shape.q_block ? e->n_rows - from : c->w->shape.q_block;
-        attend_block(c, e, head, from, q_len, 0, UINT32_MAX, own);
+        attend_block(c, e, head, from, q_len, 0, UINT32_MAX, pending, own);
         store_block(c, e, head, from, q_len, own);
         from += q_len;
     }
@@ -205,8 +231,8 @@ static void merge_pieces(ctx_t *c, const fd_entry_t *e, uint32_t head, uint32_t 
 /* A piece of an attending entry: pages [first, last); `last` FD_LINE_END: to the end, new rows included. */
 static void attend_piece(ctx_t *c, const fd_entry_t *e, uint32_t head, uint32_t first, uint32_t last, uint32_t item) {
     uint32_t owner = first ? c->step->items[item].cut : item;
-    if (last == FD_LINE_END) append_rows(c, e, head, 0, e->n_rows);
-    attend_block(c, e, head, 0, e->n_rows, first, last, c->w->partials[2 * item + (first == 0)]);
+    const bool pending = last == FD_LINE_END && leave_pending(c, e, head);
+    attend_block(c, e, head, 0, e->n_rows, first, last, pending, c->w->partials[2 * item + (first == 0)]);
     if (__atomic_sub_fetch(&c->w->pieces_left[owner], 1, __ATOMIC_ACQ_REL) == 0) merge_pieces(c, e, head, owner);
 }
 
@@ -215,18 +241,35 @@ static void append_piece(ctx_t *c, const fd_entry_t *e, uint32_t head, uint32_t 
     uint64_t from = (uint64_t)first * FD_PAGE_TOKENS, to = (uint64_t)last * FD_PAGE_TOKENS, end = (uint64_t)e->pos + e->n_rows;
     if (from < e->pos) from = e->pos;
     if (to > end) to = end;
-    append_rows(c, e, head, (uint32_t)(from - e->pos), (uint32_t)(to - e->pos));
+    append_rows(c, e, head, e->heads, (uint32_t)(from - e->pos), (uint32_t)(to - e->pos));
+}
+
+/* Where the span after the one at `at` begins. */
+static fd_point_t next_span(const fd_work_t *w, const fd_step_t *step, fd_point_t at) {
+    uint32_t head = at.head + step->entries[at.entry].heads;
+    return head < w->shape.n_kv_heads ? (fd_point_t){.entry = at.entry, .head = head} : (fd_point_t){.entry = at.entry + 1};
+}
+
+static bool same_span(fd_point_t a, fd_point_t b) { return a.entry == b.entry && a.head == b.head; }
+
+/* The first chunk that is read for the span at `at`, if the item goes on to it and it attends. */
+static const uint8_t *first_chunk(const ctx_t *c, fd_point_t at, fd_point_t end) {
+    if (same_span(at, end) && !end.page) return NULL;
+    const fd_entry_t *e = &c->step->entries[at.entry];
+    return e->attend ? fd_kv_chunk(c->w->kv, c->layer, c->step->pages[e->pages + fd_first_page(e->pos, c->window)], at.head) : NULL;
 }
 
 uint64_t fd_work_item(const fd_work_t *w, const fd_step_t *step, uint8_t *slot, uint32_t layer, uint32_t i, uint32_t thread) {
-    ctx_t c = {w, step, slot, layer, w->windows[layer], &w->scratch[thread], 0};
+    ctx_t c = {w, step, slot, layer, w->windows[layer], &w->scratch[thread], NULL, 0};
     const fd_item_t *item = &step->items[i];
     fd_point_t at = item->begin;
     for (;;) {
-        bool final = at.entry == item->end.entry && at.head == item->end.head;
+        bool final = same_span(at, item->end);
         uint32_t last = final ? item->end.page : FD_LINE_END;
         if (!last) break;
         const fd_entry_t *e = &step->entries[at.entry];
+        const fd_point_t next = next_span(w, step, at);
+        c.after = final ? NULL : first_chunk(&c, next, item->end);
         if (!e->attend)
             append_piece(&c, e, at.head, at.page, last);
         else if (!at.page && last == FD_LINE_END)
@@ -234,12 +277,7 @@ uint64_t fd_work_item(const fd_work_t *w, const fd_step_t *step, uint8_t *slot, 
         else
             attend_piece(&c, e, at.head, at.page, last, i);
         if (final) break;
-        at.page = 0;
-        at.head += e->heads;
-        if (at.head == w->shape.n_kv_heads) {
-            at.head = 0;
-            at.entry++;
-        }
+        at = next;
     }
     return c.kv_bytes;
 }
