@@ -157,8 +157,11 @@ class NodeConfig:
     max_model_len: int | None = _option(
         "longest sequence, prompt and output; default: the model's", role="s", parse=_positive, metavar="TOKENS"
     )
-    mini_batches: int = _option(
-        "mini-batches in flight: the S-Part of one overlaps the R-Part of another", 2, role="s", parse=_positive
+    mini_batches: int | None = _option(
+        "mini-batches in flight: the S-Part of one overlaps the R-Part of another; default: 2, or 1 where both parts "
+        "take turns on the same cores",
+        role="s",
+        parse=_positive,
     )
     max_batch_size: int = _option("sequences a mini-batch", 256, role="s", parse=_positive)
     max_batch_tokens: int = _option(

@@ -25,20 +25,28 @@ _START_SECONDS = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """How one machine's cores are shared out between the S-Part and an embedded R-node."""
+    """How one machine's cores are shared out between the S-Part and an embedded R-node, if it has one."""
 
     s_threads: int
     r_threads: int
+    mini_batches: int
 
 
 def split_machine(config: NodeConfig, *, s_on_gpu: bool) -> Split:
     """Choose what the command line left open.
 
-    Attention saturates the memory bus with few threads while the S-Part wants arithmetic; one core each beats both
-    sharing all of them. So on a CPU the R-node gets half of the cores (rounded down, at least one); beside a GPU all
-    but one. An R-node that is bound to a NUMA node has no more threads than that has cores.
+    On a CPU both parts take turns on all cores, with one mini-batch: two of half the size would read the weights twice,
+    and each part on half of the cores takes twice as long (`fastdecode-bench decode` shows either). Where the command
+    line gives one of them cores of its own or asks for more mini-batches, and beside a GPU, they work side by side: the
+    R-node gets half of the cores (rounded down, at least one), beside a GPU all but one. An R-node that is bound to a
+    NUMA node has no more threads than that has cores.
     """
     cores = len(usable_cpus())
+    if config.r_node:
+        return Split(config.s_threads or cores, 0, config.mini_batches or 2)
+    apart = config.threads or config.cpus or config.s_threads or config.numa_node is not None
+    if not s_on_gpu and not apart and (config.mini_batches or 1) == 1:
+        return Split(cores, cores, 1)
     r_threads = config.threads or (len(config.cpus) if config.cpus else None)
     if r_threads is None:
         r_threads = max(1, cores - 1 if s_on_gpu else cores // 2)
@@ -47,7 +55,7 @@ def split_machine(config: NodeConfig, *, s_on_gpu: bool) -> Split:
                 [r_threads, *(len(n.cpus) for n in numa_nodes() if n.number == config.numa_node and n.cpus)]
             )
     s_threads = config.s_threads or max(1, cores - r_threads)
-    return Split(s_threads, r_threads)
+    return Split(s_threads, r_threads, config.mini_batches or 2)
 
 
 class EmbeddedRNode:

@@ -16,7 +16,6 @@ from fastdecode.config import NodeConfig
 from fastdecode.demo import model_dir
 from fastdecode.embedded import EmbeddedRNode, Split, split_machine
 from fastdecode.engine.engine import Engine
-from fastdecode.machine import usable_cpus
 from fastdecode.node import until_told_to_end
 from fastdecode.reach import RNodes
 from fastdecode.spart import Model, ModelConfig, SPart, choose_device, choose_dtype, load_model
@@ -31,7 +30,7 @@ def run_s_node(config: NodeConfig) -> None:
     secret, api_key = config.read_secret(), config.read_api_key()
     device = choose_device(config.device)
     split = split_machine(config, s_on_gpu=device.type == "cuda")
-    torch.set_num_threads(config.s_threads or (len(usable_cpus()) if config.r_node else split.s_threads))
+    torch.set_num_threads(split.s_threads)
     dtype = choose_dtype(config.dtype, directory, device)
     # Before the weights, which take their time: a mistake shows at once.
     sockets = bind(config.host, config.port)
@@ -66,11 +65,11 @@ async def _serve(
 ) -> None:
     told = asyncio.create_task(until_told_to_end())
     hello = model.hello(
-        n_slots=config.mini_batches,
+        n_slots=split.mini_batches,
         max_rows=config.max_batch_tokens,
         kv_dtype=config.kv_dtype,
         kv_bytes=config.kv_lease,
-        max_seqs=config.mini_batches * config.max_batch_size,
+        max_seqs=split.mini_batches * config.max_batch_size,
     )
     async with contextlib.AsyncExitStack() as stack:
         embedded = None
@@ -90,7 +89,7 @@ async def _serve(
             SPart(model, links),
             links,
             max_model_len=config.max_model_len,
-            mini_batches=config.mini_batches,
+            mini_batches=split.mini_batches,
             max_batch_size=config.max_batch_size,
             max_batch_tokens=config.max_batch_tokens,
             max_queued=config.max_queued,

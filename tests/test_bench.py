@@ -39,7 +39,7 @@ def test_decode_on_a_checkpoint_it_made(tmp_path):
     assert "parameters" in out
     argv = ["--batch", "3", "--context", "1", "--steps", "1", "--rounds", "1", "--kv-dtype", "int8"]
     table = bench("decode", "--model", str(tmp_path / "random"), *argv)
-    assert all(name in table for name in ("split", "S alone", "R alone", "to the bound"))
+    assert all(name in table for name in ("split", "S alone", "R alone", "of the bound"))
 
 
 @pytest.mark.parametrize(

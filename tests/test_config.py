@@ -219,10 +219,21 @@ def test_an_embedded_r_node_on_a_numa_node_has_no_more_threads_than_that_has_cpu
     monkeypatch.setattr(embedded, "numa_nodes", lambda: machine.numa_nodes(tmp_path))
     monkeypatch.setattr(embedded, "usable_cpus", lambda: list(range(16)))
     split = embedded.split_machine
-    assert split(NodeConfig(), s_on_gpu=False) == embedded.Split(8, 8)
-    assert split(NodeConfig(numa_node=0), s_on_gpu=False) == embedded.Split(14, 2)
-    assert split(NodeConfig(numa_node=1), s_on_gpu=True) == embedded.Split(2, 14)
-    assert split(NodeConfig(numa_node=0, threads=5), s_on_gpu=False) == embedded.Split(11, 5)
+    assert split(NodeConfig(numa_node=0), s_on_gpu=False) == embedded.Split(14, 2, 2)
+    assert split(NodeConfig(numa_node=1), s_on_gpu=True) == embedded.Split(2, 14, 2)
+    assert split(NodeConfig(numa_node=0, threads=5), s_on_gpu=False) == embedded.Split(11, 5, 2)
+
+
+def test_both_parts_take_turns_on_all_cores_unless_told_otherwise_or_beside_a_gpu(monkeypatch):
+    monkeypatch.setattr(embedded, "usable_cpus", lambda: list(range(16)))
+    split = embedded.split_machine
+    assert split(NodeConfig(), s_on_gpu=False) == embedded.Split(16, 16, 1)
+    assert split(NodeConfig(mini_batches=2), s_on_gpu=False) == embedded.Split(8, 8, 2)
+    assert split(NodeConfig(threads=4), s_on_gpu=False) == embedded.Split(12, 4, 2)
+    assert split(NodeConfig(cpus=(3, 4)), s_on_gpu=False) == embedded.Split(14, 2, 2)
+    assert split(NodeConfig(s_threads=4, mini_batches=1), s_on_gpu=False) == embedded.Split(4, 8, 1)
+    assert split(NodeConfig(), s_on_gpu=True) == embedded.Split(1, 15, 2)
+    assert split(NodeConfig(r_node=("tcp://there:7300",)), s_on_gpu=False).s_threads == 16
 
 
 def test_huge_pages_that_others_have_reserved_are_not_free(tmp_path, monkeypatch):
