@@ -87,8 +87,7 @@ FD_INLINE void vec_store_u8_half(void *p, vec_t x, int zero) {
     _mm_storel_epi64(p, _mm512_cvtepi32_epi8(_mm512_add_epi32(_mm512_cvtps_epi32(x), _mm512_set1_epi32(zero))));
 }
 
-/* x, computed here: a compiler moves loads past prefetches and back. Memory is read a few hundredths faster by the two in turn than by several
- * prefetches in a row; with more query rows other orders are better. */
+/* x, computed here: a compiler moves loads past prefetches and past each other (`multiply` of tiles_simd.h says why it must not). */
 FD_INLINE vec_t vec_pin(vec_t x) {
     __asm__ volatile("" : "+v"(x));
     return x;
