@@ -69,7 +69,7 @@ async def main(cycles: int, ended: contextlib.ExitStack) -> None:
     from rnode_process import Held, RNodeProcess, resident_bytes, start_executor_threads
     from snode_process import SNodeProcess
 
-    from fastdecode.transports.base import LinkDown
+    from fastdecode.transports.base import Hello, Link, LinkDown
     from fastdecode.transports.registry import connect
 
     there = new_namespace()
@@ -103,11 +103,19 @@ async def main(cycles: int, ended: contextlib.ExitStack) -> None:
     async def cleaned_up() -> bool:
         return Held.by(os.getpid()) == s_before
 
+    async def reach(url: str, said: Hello) -> Link:
+        """As soon as there is a way again: a wire that has just been set up may have none yet."""
+        while True:
+            try:
+                return await connect(url, said, SECRET.encode())
+            except LinkDown:
+                await asyncio.sleep(0.05)
+
     async def cycle() -> tuple[float, float]:
         urls = [f"tcp://10.9.{wire}.2:{port}" for wire in "12"]
         async with asyncio.timeout(HANG_S):
-            idle = [await connect(url, hello(), SECRET.encode()) for url in urls]
-            busy = [await connect(url, Payloads.HELLO, SECRET.encode()) for url in urls]
+            idle = [await reach(url, hello()) for url in urls]
+            busy = [await reach(url, Payloads.HELLO) for url in urls]
         loads = [asyncio.create_task(asyncio.to_thread(Payloads(link).run, sys.maxsize)) for link in busy]
         await asyncio.sleep(0.2)
         assert not any(load.done() for load in loads)

@@ -66,7 +66,8 @@ def test_two_machines_and_one_loses_its_power(tmp_path):
     wire = f"addr.type=unix,addr.path={tmp_path}/wire"
     which = "rdma" if ALL else "rdma and (float64 or torn or power)"
     suite = suite_of("-k", f"'{which}'", *(str(HERE / name) for name in ("test_transports.py", "test_rdma_hosts.py")))
-    r_node = [sys.executable, str(HERE / "rnode_process.py"), url, str(KV_BYTES)]
+    script = f"{sys.executable} {HERE / 'rnode_process.py'} {url} {KV_BYTES}"
+    r_node = ["sh", "-c", f"export PYTHONPATH=$PYTHONPATH:{HERE}; exec {script}"]
     hosts = [guest.Guest(r_node, f"stream,server=on,{wire}", 1)]
     try:
         assert hosts[0].says(url, BOOT_S), hosts[0].end()
