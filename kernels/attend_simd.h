@@ -11,12 +11,12 @@
  *   1. scores its tokens in tiles of registers: a vector of K is loaded and taken apart once for all rows of the block;
  *   2. masks what a row must not see, updates m and l, turns scores into weights (online softmax, one step a chunk);
  *   3. adds weights times V in tiles of registers, again one load for all rows.
- * As they go, the tiles prefetch the next chunk front to back, each step as many bytes as it reads itself. In that order, not in
- * the tiles' own: the hardware would fetch the neighbours of every line as well, and all traffic would fall into the first tile.
+ * Tiles read a chunk from its first byte to its last (chunk.h), and as they go they prefetch what comes FD_PREFETCH_AHEAD later, each step as many
+ * bytes as it reads itself.
  *
  * Integer formats multiply in integers. A query row is rounded to 16-bit integers once, the weights of a row in a chunk
  * once a chunk, each scaled by its own largest; products of a chunk are summed exactly in 32 bits. (255 * 32767 * 256 < 2^31.)
- * An ISA may say that 8 bits are enough for a format (kv_bits). With x = scale * stored + offset, the scales of V go into
+ * An ISA may say that 8 bits are enough (kv_bits), and round the multipliers of bf16 to bf16 (kv_store_query, kv_store_float_weights). With x = scale * stored + offset, the scales of V go into
  * the weights before they are rounded; the offsets give the same for every dimension and are added at the end.
  *
  * What the caller appends in before_last it appends to a chunk that is in the cache by then. So there must be one panel only: a->heads * a->q_len
@@ -109,8 +109,9 @@ FD_INLINE void attend_panel(const fd_kv_dtype_t dtype, const fd_attend_t *a, con
         const int whole = base >= fd_row_start(a, last) && base + FD_PAGE_TOKENS <= fd_row_end(a, first);
         const int more = c + 1 < a->n_chunks && base + FD_PAGE_TOKENS < end;
         for (uint32_t h = 0; h < a->heads; h++) {
-            block_t b = {.chunk = a->chunks[c] + h * a->head_stride, .n_blocks = n_blocks, .head_size = head_size};
+            block_t b = {.chunk = a->chunks[c] + h * a->head_stride, .n_blocks = n_blocks, .head_size = head_size, .bytes = fd_chunk_end(dtype, head_size)};
             b.next = h + 1 < a->heads ? b.chunk + a->head_stride : more ? a->chunks[c + 1] : a->after ? a->after : b.chunk;
+            if (h == 0 && c + 1 < a->n_chunks) __builtin_prefetch(a->chunks[c + 1], 0, PREFETCH_LOCALITY); /* its address is translated by then */
             if (!more && a->before_last) a->before_last(a->context, h);
             for (; b.index < n_blocks; b.index++) {
                 const uint32_t r = block_row(rows, n_blocks, b.index), i = h * rows + r;

@@ -20,11 +20,14 @@ typedef enum {
     FD_KV_FP32 = 0, FD_KV_FP16 = 1, FD_KV_BF16 = 2, FD_KV_INT8 = 3, FD_KV_INT4 = 4, FD_KV_INT8_INT4 = 5 /* K, V */, FD_KV_DTYPES
 } fd_kv_dtype_t;
 typedef enum {
-    FD_ISA_SCALAR = 0, FD_ISA_AVX2 = 1, FD_ISA_AVX512 = 2, FD_ISA_AVX512VNNI = 3, FD_ISA_AMX = 4, FD_ISA_NEON = 5, FD_ISAS
+    FD_ISA_SCALAR = 0, FD_ISA_AVX2 = 1, FD_ISA_AVX512 = 2, FD_ISA_AVX512VNNI = 3, FD_ISA_AVX512BF16 = 4, FD_ISA_AMX = 5, FD_ISA_NEON = 6, FD_ISAS
 } fd_isa_t;
 
 /* Bytes of one (page, KV head) chunk: K, V and scales; a multiple of 64. */
 size_t fd_kv_chunk_bytes(fd_kv_dtype_t dtype, uint32_t head_size);
+
+/* Asks for the memory that append is going to write for token t. */
+void fd_kv_expect_append(fd_kv_dtype_t dtype, const uint8_t *chunk, uint32_t head_size, uint32_t t);
 
 /* Query rows that a kernel keeps the state of at once. */
 #define FD_PANEL_ROWS 64u
@@ -77,7 +80,7 @@ typedef struct {
 /* Best ISA this CPU and OS support (x86: cpuid and xgetbv). */
 fd_isa_t fd_isa_best(void);
 int fd_isa_supported(fd_isa_t isa);
-const char *fd_isa_name(fd_isa_t isa);               /* "scalar", "avx2", "avx512", "avx512vnni", "amx", "neon" */
+const char *fd_isa_name(fd_isa_t isa);               /* "scalar", "avx2", "avx512", "avx512vnni", "avx512bf16", "amx", "neon" */
 int fd_isa_from_name(const char *name, fd_isa_t *out); /* 0 on success, -1 unknown */
 
 /* Never NULL for a valid dtype and a supported ISA. */

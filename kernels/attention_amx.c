@@ -22,14 +22,14 @@
 
 #include "vec_avx512.h"
 
-enum { TILE_ROWS = 16, TILE_ROW_BYTES = 64, COLUMNS = 64 /* of a product: four tiles */, COLUMN_VECS = COLUMNS / LANES };
+enum { TILE_ROWS = 16, TILE_ROW_BYTES = 64, WIDTH = 64 /* lanes of a product: four tiles, two columns */, WIDTH_VECS = WIDTH / LANES };
+enum { ROW_BYTES = FD_COLUMN_LANES * 4 /* of a column of words of 32 bits */ };
 
 FD_INLINE uint32_t block_rows(fd_kv_dtype_t dtype) { return MAX_BLOCK; }
 FD_INLINE int kv_bits(fd_kv_dtype_t format) { return 16; }
 FD_INLINE int kv_parts(fd_kv_dtype_t format) { return format == FD_KV_INT4 ? 4 : 2; }
 /* Of queries, whose halves are both signed: 127 * 256 + 127. Of weights, which are not. */
 FD_INLINE float kv_levels(fd_kv_dtype_t format, int is_v) { return is_v ? 65535.0f : 32639.0f; }
-FD_INLINE vec_t kv_sum_weights(const void *weights, uint32_t first, uint32_t last) { return vec_zero(); }
 
 /* Bytes from a row's high halves to its low ones, while there is one row only: half the space that it has. */
 FD_INLINE size_t low_half(int is_v) { return is_v ? FD_PAGE_TOKENS * sizeof(float) / 2 : FD_MAX_CHUNK_HEAD * sizeof(float) / 2; }
@@ -112,38 +112,38 @@ FD_INLINE void configure_tiles(fd_kv_dtype_t dtype, uint32_t block) {
 /* Elements of the sum's index in a word of K or V as the tiles see it: int4 has been widened to int8. */
 FD_INLINE uint32_t tile_word_elems(fd_kv_dtype_t format) { return format == FD_KV_BF16 ? 2 : 4; }
 
-/* Makes a matrix of int4 one of int8, every row of `row_bytes` two; prefetches as much as it reads. In a pass of its own, for a tile that is loaded
- * right behind its stores waits for them to reach the cache. */
-FD_INLINE void widen_nibbles(const uint8_t *matrix, uint32_t rows, uint32_t row_bytes, const uint8_t *ahead, uint8_t *wide) {
+/* Makes `rows` rows of int4 twice as many of int8; prefetches as much as it reads. In a pass of its own, for a tile that is loaded right behind its
+ * stores waits for them to reach the cache. */
+FD_INLINE void widen_nibbles(const uint8_t *matrix, uint32_t rows, const uint8_t *ahead, uint8_t *wide) {
     const __m512i nibble = _mm512_set1_epi8(0xf);
-    for (uint32_t i = 0; i < rows; i++, wide += row_bytes)
-        for (uint32_t at = 0; at < row_bytes; at += LINE, matrix += LINE, ahead += LINE, wide += LINE) {
+    for (uint32_t row = 0; row < rows; row++, wide += ROW_BYTES)
+        for (uint32_t at = 0; at < ROW_BYTES; at += LINE, matrix += LINE, ahead += LINE, wide += LINE) {
             const __m512i x = _mm512_load_si512(matrix);
             _mm512_store_si512(wide, _mm512_and_si512(x, nibble));
-            _mm512_store_si512(wide + row_bytes, _mm512_and_si512(_mm512_srli_epi16(x, 4), nibble));
+            _mm512_store_si512(wide + ROW_BYTES, _mm512_and_si512(_mm512_srli_epi16(x, 4), nibble));
             __builtin_prefetch(ahead, 0, PREFETCH_LOCALITY);
         }
 }
 
 /* Words of bf16 token pairs, the first of them of tokens `token` and the next, with zeros for those outside [lo, hi): zero times whatever lies
  * there may be NaN. */
-FD_INLINE void clear_unseen(const uint8_t *words, size_t stride, uint32_t token, uint32_t lo, uint32_t hi, uint8_t tile[][TILE_ROW_BYTES]) {
+FD_INLINE void clear_unseen(const uint8_t *words, uint32_t token, uint32_t lo, uint32_t hi, uint8_t tile[][TILE_ROW_BYTES]) {
     for (uint32_t i = 0; i < TILE_ROWS; i++) {
         const uint32_t even = token + 2 * i, odd = even + 1;
         const uint32_t seen = (even >= lo && even < hi ? 0xffffu : 0) | (odd >= lo && odd < hi ? 0xffff0000u : 0);
-        _mm512_store_si512(tile[i], _mm512_and_si512(_mm512_loadu_si512(words + i * stride), _mm512_set1_epi32((int)seen)));
+        _mm512_store_si512(tile[i], _mm512_and_si512(_mm512_loadu_si512(words + i * ROW_BYTES), _mm512_set1_epi32((int)seen)));
     }
 }
 
-/* One column tile of the product: sum `i` += left (4) times right. */
-#define FD_COLUMN(i, right)                                                                                            \
+/* One tile of the product's width: sum `i` += left (4) times right. */
+#define FD_TILE(i, right)                                                                                              \
     do {                                                                                                               \
-        const uint8_t *words = matrix + (i) * TILE_ROW_BYTES;                                                          \
+        const uint8_t *words = matrix + (i) / 2 * depth * ROW_BYTES + (i) % 2 * TILE_ROW_BYTES;                        \
         if (format == FD_KV_BF16 && is_v && !b->full) {                                                                \
-            clear_unseen(words, stride, step * 2 * TILE_ROWS, b->lo, b->hi, tile[i]);                                  \
+            clear_unseen(words, step * 2 * TILE_ROWS, b->lo, b->hi, tile[i]);                                          \
             _tile_loadd(right, tile[i], TILE_ROW_BYTES);                                                               \
         } else {                                                                                                       \
-            _tile_loadd(right, words, stride);                                                                         \
+            _tile_loadd(right, words, ROW_BYTES);                                                                      \
         }                                                                                                              \
         if (format == FD_KV_BF16) {                                                                                    \
             _tile_dpbf16ps(i, 4, right);                                                                               \
@@ -158,26 +158,26 @@ FD_INLINE void clear_unseen(const uint8_t *words, size_t stride, uint32_t token,
         ahead += TILE_ROWS * LINE;                                                                                     \
     } while (0)
 
-/* products[r] = row r of `left`, whose halves are `half` bytes apart, times COLUMNS columns of K or V over `steps` tiles in depth; of integers,
+/* products[r] = row r of `left`, whose halves are `half` bytes apart, times two columns of K or V, `depth` rows deep, of which `steps` tiles are multiplied; of integers,
  * [2 r] is that of the high halves and [2 r + 1] that of the low ones. Prefetches from `ahead` on as much as it reads, of int4 nothing. */
 FD_INLINE void multiply_tiles(const fd_kv_dtype_t format, const int is_v, const block_t *b, const uint8_t *left, size_t half, const uint8_t *matrix,
-                              size_t stride, uint32_t steps, const uint8_t *ahead, float products[][COLUMNS]) {
+                              uint32_t depth, uint32_t steps, const uint8_t *ahead, float products[][WIDTH]) {
     uint8_t tile[4][TILE_ROWS][TILE_ROW_BYTES] __attribute__((aligned(64))); /* of what was cleared */
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
     _tile_zero(3);
-    for (uint32_t step = 0; step < steps; step++, left += TILE_ROW_BYTES, matrix += TILE_ROWS * stride) {
+    for (uint32_t step = 0; step < steps; step++, left += TILE_ROW_BYTES, matrix += TILE_ROWS * ROW_BYTES) {
         if (format == FD_KV_BF16) {
             _tile_loadd(4, left, 2 * half);
             _tile_loadd(7, left + half, 2 * half);
         } else {
             _tile_loadd(4, left, half);
         }
-        FD_COLUMN(0, 5);
-        FD_COLUMN(1, 6);
-        FD_COLUMN(2, 5);
-        FD_COLUMN(3, 6);
+        FD_TILE(0, 5);
+        FD_TILE(1, 6);
+        FD_TILE(2, 5);
+        FD_TILE(3, 6);
     }
     _tile_stored(0, products[0], sizeof products[0]);
     _tile_stored(1, products[0] + LANES, sizeof products[0]);
@@ -186,7 +186,7 @@ FD_INLINE void multiply_tiles(const fd_kv_dtype_t format, const int is_v, const 
 }
 
 /* Vector i of row r's product, both halves together. */
-FD_INLINE vec_t whole_product(fd_kv_dtype_t format, float products[][COLUMNS], uint32_t r, uint32_t i) {
+FD_INLINE vec_t whole_product(fd_kv_dtype_t format, float products[][WIDTH], uint32_t r, uint32_t i) {
     if (format == FD_KV_BF16) return vec_load(&products[r][i * LANES]);
     const vec_t high = vec_load(&products[2 * r][i * LANES]), low = vec_load(&products[2 * r + 1][i * LANES]);
     return vec_from_int(vec_add_int(vec_bits(_mm512_slli_epi32(vec_ints(high), 8)), low));
@@ -197,26 +197,28 @@ FD_INLINE const uint8_t *prefetch_from(const block_t *b, size_t offset) { return
 
 FD_INLINE void score_chunk(const fd_kv_dtype_t dtype, const block_t *b, uint8_t *wide, float scores[][FD_PAGE_TOKENS]) {
     const fd_kv_dtype_t format = fd_k_format(dtype);
-    float products[2 * MAX_BLOCK][COLUMNS] __attribute__((aligned(64)));
-    const uint32_t steps = b->head_size / tile_word_elems(format) / TILE_ROWS, row_bytes = FD_PAGE_TOKENS * sizeof(uint32_t);
+    float products[2 * MAX_BLOCK][WIDTH] __attribute__((aligned(64)));
+    const uint32_t steps = b->head_size / tile_word_elems(format) / TILE_ROWS, stored = fd_k_depth(format, b->head_size);
+    const uint32_t depth = format == FD_KV_INT4 ? steps * TILE_ROWS : stored;
     const uint8_t *k = b->chunk, *ahead = prefetch_from(b, 0);
     if (format == FD_KV_INT4) {
-        widen_nibbles(k, b->head_size / fd_word_elems(format), row_bytes, ahead, wide);
+        for (uint32_t i = 0; i < FD_PAGE_TOKENS / FD_COLUMN_LANES; i++)
+            widen_nibbles(k + i * stored * ROW_BYTES, stored - 1, ahead + i * stored * ROW_BYTES, wide + i * depth * ROW_BYTES);
         k = wide;
     }
     for (uint32_t i = 0; i < PAGE_VECS; i++) {
-        if (i % COLUMN_VECS == 0) {
-            multiply_tiles(format, 0, b, b->q, q_row_bytes(format, b->head_size) / 2, k + i * LANES * sizeof(uint32_t), row_bytes, steps, ahead,
-                           products);
-            ahead += steps * TILE_ROWS * COLUMNS * sizeof(uint32_t);
+        if (i % WIDTH_VECS == 0) {
+            multiply_tiles(format, 0, b, b->q, q_row_bytes(format, b->head_size) / 2, k, depth, steps, ahead, products);
+            k += 2 * depth * ROW_BYTES, ahead += 2 * stored * ROW_BYTES;
         }
         vec_t scale = vec_zero(), offset = vec_zero();
         if (fd_kv_is_int(format)) {
-            kv_affine(format, b->chunk + fd_chunk_k_affine(dtype, b->head_size) + i * LANES * sizeof(uint32_t), &scale, &offset);
+            kv_affine(format, b->chunk + fd_chunk_k_affine(dtype, b->head_size, i * LANES), &scale, &offset);
+            __builtin_prefetch(prefetch_from(b, fd_chunk_k_affine(dtype, b->head_size, i * LANES)), 0, PREFETCH_LOCALITY);
             offset = vec_fma(scale, vec_set1(-(float)fd_zero_point(format)), offset);
         }
         for (uint32_t r = 0; r < b->rows; r++) {
-            vec_t s = whole_product(format, products, r, i % COLUMN_VECS);
+            vec_t s = whole_product(format, products, r, i % WIDTH_VECS);
             if (fd_kv_is_int(format)) s = vec_fma(s, scale, vec_mul(offset, vec_set1(b->state[r].q_sum)));
             vec_store(&scores[r][i * LANES], s);
         }
@@ -239,22 +241,22 @@ FD_INLINE void split_weights(const block_t *b, float weights[][FD_PAGE_TOKENS]) 
 
 FD_INLINE void add_values(const fd_kv_dtype_t dtype, const block_t *b, uint8_t *wide, float weights[][FD_PAGE_TOKENS], const float *rescale, const float *unit) {
     const fd_kv_dtype_t format = fd_v_format(dtype);
-    float products[2 * MAX_BLOCK][COLUMNS] __attribute__((aligned(64)));
-    const uint32_t steps = FD_PAGE_TOKENS / tile_word_elems(format) / TILE_ROWS, row_bytes = b->head_size * sizeof(uint32_t);
+    float products[2 * MAX_BLOCK][WIDTH] __attribute__((aligned(64)));
+    const uint32_t depth = FD_PAGE_TOKENS / tile_word_elems(format), steps = depth / TILE_ROWS;
     const size_t offset = fd_chunk_v(dtype, b->head_size);
     const uint8_t *v = b->chunk + offset, *ahead = prefetch_from(b, offset);
     if (format == FD_KV_INT4) {
-        widen_nibbles(v, FD_PAGE_TOKENS / fd_word_elems(format), row_bytes, ahead, wide);
+        widen_nibbles(v, fd_v_depth(format) * b->head_size / FD_COLUMN_LANES, ahead, wide);
         v = wide;
     }
-    for (uint32_t d = 0; d < b->head_size; d += COLUMNS) {
-        multiply_tiles(format, 1, b, (const uint8_t *)weights, low_half(1), v + d * sizeof(uint32_t), row_bytes, steps, ahead, products);
-        ahead += steps * TILE_ROWS * COLUMNS * sizeof(uint32_t);
+    for (uint32_t d = 0; d < b->head_size; d += WIDTH) {
+        multiply_tiles(format, 1, b, (const uint8_t *)weights, low_half(1), v, depth, steps, ahead, products);
+        v += 2 * depth * ROW_BYTES, ahead += 2 * depth * ROW_BYTES;
         for (uint32_t r = 0; r < b->rows; r++) {
             float *acc = b->acc + (size_t)r * b->head_size + d;
             const vec_t old = vec_set1(rescale[r]), new = vec_set1(fd_kv_is_int(format) ? unit[r] : 1.0f);
             FD_UNROLL
-            for (uint32_t i = 0; i < COLUMN_VECS; i++) {
+            for (uint32_t i = 0; i < WIDTH_VECS; i++) {
                 const vec_t product = whole_product(format, products, r, i), kept = vec_mul(vec_load(acc + i * LANES), old);
                 vec_store(acc + i * LANES, vec_fma(product, new, kept));
             }

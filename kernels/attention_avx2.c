@@ -16,12 +16,12 @@
 
 typedef __m256 vec_t;
 
-enum { LANES = 8, MAX_BLOCK = 6, MAX_VECS = 8 };
+enum { LANES = 8, MAX_BLOCK = 6 };
 
 /* Of the 16 registers at most 12 are sums, beside 2 vectors of K or V and a broadcast multiplier; fewer where words are taken apart. */
 FD_INLINE int tile_vecs(fd_kv_dtype_t format, int rows) {
     const int taken_apart = format != FD_KV_FP32 && format != FD_KV_FP16;
-    return rows > (taken_apart ? 2 : 3) ? 2 : rows > 1 || taken_apart ? 4 : 8;
+    return rows > (taken_apart ? 2 : 3) ? 2 : 4;
 }
 FD_INLINE uint32_t block_rows(fd_kv_dtype_t dtype) { return dtype == FD_KV_FP32 || dtype == FD_KV_FP16 ? 6 : 4; }
 
@@ -60,6 +60,7 @@ FD_INLINE vec_t vec_bits(__m256i x) { return _mm256_castsi256_ps(x); }
 FD_INLINE __m256i vec_ints(vec_t x) { return _mm256_castps_si256(x); }
 FD_INLINE vec_t vec_from_int(vec_t x) { return _mm256_cvtepi32_ps(vec_ints(x)); }
 FD_INLINE vec_t vec_add_int(vec_t x, vec_t y) { return vec_bits(_mm256_add_epi32(vec_ints(x), vec_ints(y))); }
+FD_INLINE vec_t vec_and_bits(vec_t x, uint32_t bits) { return vec_bits(_mm256_and_si256(vec_ints(x), _mm256_set1_epi32((int)bits))); }
 /* The 32 bits at p in every lane. */
 FD_INLINE vec_t vec_broadcast(const void *p) { return _mm256_broadcast_ss(p); }
 /* x, computed here (vec_avx512.h). */
@@ -119,7 +120,7 @@ FD_INLINE int kv_bits(fd_kv_dtype_t format) { return 16; }
 FD_INLINE float kv_levels(fd_kv_dtype_t format, int is_v) { return 32767.0f; }
 FD_INLINE int kv_parts(fd_kv_dtype_t format) { return format == FD_KV_INT4 ? 4 : format == FD_KV_INT8 || format == FD_KV_BF16 ? 2 : 1; }
 
-FD_INLINE vec_t kv_part(fd_kv_dtype_t format, vec_t words, int part) {
+FD_INLINE vec_t kv_part(fd_kv_dtype_t format, int is_v, vec_t words, int part) {
     if (format == FD_KV_FP32 || format == FD_KV_FP16) return words;
     const __m256i x = vec_ints(words);
     if (format == FD_KV_BF16)
@@ -135,7 +136,6 @@ FD_INLINE vec_t kv_multiply_add(fd_kv_dtype_t format, int is_v, vec_t x, vec_t y
 FD_INLINE void kv_store_multipliers(fd_kv_dtype_t format, void *to, uint32_t i, vec_t x) {
     _mm_storeu_si128((__m128i *)to + i, vec_to_int16(x));
 }
-FD_INLINE vec_t kv_sum_weights(const void *weights, uint32_t first, uint32_t last) { return vec_zero(); }
 
 /* Head sizes are multiples of 8, so with 8 lanes a half vector never occurs; the headers below still name these. */
 FD_INLINE vec_t vec_load_half(const float *p) { return vec_load(p); }

@@ -13,13 +13,8 @@
 
 #include "vec_avx512.h"
 
-/* Of the 32 registers at most 16 are sums: a vector of K or V, taken apart, and a broadcast multiplier still fit beside them. Floats
- * are fastest a line at a time. */
-FD_INLINE int tile_vecs(fd_kv_dtype_t format, int rows) {
-    if (format == FD_KV_FP16) return 2;
-    if (rows > 4) return 2;
-    return fd_kv_is_int(format) ? 4 : 1;
-}
+/* A column: of the 32 registers at most 16 are sums, so that a vector of K or V, taken apart, and a broadcast multiplier still fit beside them. */
+FD_INLINE int tile_vecs(fd_kv_dtype_t format, int rows) { return 2; }
 FD_INLINE uint32_t block_rows(fd_kv_dtype_t dtype) { return MAX_BLOCK; }
 
 /* Integers are multiplied in pairs of 16 bits, vpmaddwd and vpaddd. */
@@ -27,7 +22,7 @@ FD_INLINE int kv_bits(fd_kv_dtype_t format) { return 16; }
 FD_INLINE float kv_levels(fd_kv_dtype_t format, int is_v) { return 32767.0f; }
 FD_INLINE int kv_parts(fd_kv_dtype_t format) { return format == FD_KV_INT4 ? 4 : format == FD_KV_INT8 || format == FD_KV_BF16 ? 2 : 1; }
 
-FD_INLINE vec_t kv_part(fd_kv_dtype_t format, vec_t words, int part) {
+FD_INLINE vec_t kv_part(fd_kv_dtype_t format, int is_v, vec_t words, int part) {
     if (format == FD_KV_FP32 || format == FD_KV_FP16) return words;
     const __m512i x = vec_ints(words);
     if (format == FD_KV_BF16)
@@ -43,7 +38,6 @@ FD_INLINE vec_t kv_multiply_add(fd_kv_dtype_t format, int is_v, vec_t x, vec_t y
 FD_INLINE void kv_store_multipliers(fd_kv_dtype_t format, void *to, uint32_t i, vec_t x) {
     _mm256_storeu_si256((__m256i *)to + i, _mm512_cvtepi32_epi16(_mm512_cvtps_epi32(x)));
 }
-FD_INLINE vec_t kv_sum_weights(const void *weights, uint32_t first, uint32_t last) { return vec_zero(); }
 
 #include "tiles_simd.h"
 #include "attend_simd.h"

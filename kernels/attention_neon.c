@@ -18,7 +18,7 @@ FD_INLINE int kv_parts(fd_kv_dtype_t format) { return (int)fd_word_elems(format)
 
 /* Assembly, here an empty one, keeps gcc 12 from reordering integer sums and from taking all parts apart beforehand: for either, registers
  * do not suffice. */
-FD_INLINE vec_t kv_part(fd_kv_dtype_t format, vec_t words, int part) {
+FD_INLINE vec_t kv_part(fd_kv_dtype_t format, int is_v, vec_t words, int part) {
     if (format == FD_KV_FP32 || format == FD_KV_FP16) return words;
     const uint32x4_t x = vec_ints(words);
     if (format == FD_KV_BF16) return vec_bits(part == 0 ? vshlq_n_u32(x, 16) : vandq_u32(x, vdupq_n_u32(0xffff0000u)));
@@ -35,7 +35,6 @@ FD_INLINE vec_t kv_multiply_add(fd_kv_dtype_t format, int is_v, vec_t x, vec_t y
 FD_INLINE void kv_store_multipliers(fd_kv_dtype_t format, void *to, uint32_t i, vec_t x) {
     vst1q_s32((int32_t *)to + i * LANES, vcvtnq_s32_f32(x));
 }
-FD_INLINE vec_t kv_sum_weights(const void *weights, uint32_t first, uint32_t last) { return vec_zero(); }
 
 #include "tiles_simd.h"
 #include "attend_simd.h"

@@ -13,23 +13,31 @@
 
 enum { BLOCK_ROWS = 8 };
 
-/* Lanes [from, to) of index i of a matrix (chunk.h) as floats; of int8 and int4 the integers less their zero point. */
-FD_INLINE void widen(const fd_kv_dtype_t format, float *dst, const uint8_t *matrix, uint32_t lanes, uint32_t i, uint32_t from,
-                     uint32_t to) {
-    const uint32_t elems = fd_word_elems(format);
-    const uint8_t *words = matrix + (size_t)(i / elems) * lanes * fd_word_bytes(format);
+/* `n` lanes of index i, in words that lie one behind the other, as floats; of int8 and int4 the integers less their zero point. */
+FD_INLINE void widen_words(const fd_kv_dtype_t format, float *dst, const uint8_t *words, uint32_t i, uint32_t n) {
     if (format == FD_KV_FP32)
-        memcpy(dst, (const float *)words + from, (to - from) * sizeof *dst);
+        memcpy(dst, words, n * sizeof *dst);
     else if (format == FD_KV_FP16)
-        for (uint32_t j = from; j < to; j++) dst[j - from] = fd_fp16_to_fp32(((const uint16_t *)words)[j]);
+        for (uint32_t j = 0; j < n; j++) dst[j] = fd_fp16_to_fp32(((const uint16_t *)words)[j]);
     else if (format == FD_KV_BF16)
-        for (uint32_t j = from; j < to; j++) dst[j - from] = fd_bf16_to_fp32((uint16_t)(((const uint32_t *)words)[j] >> i % 2 * 16));
+        for (uint32_t j = 0; j < n; j++) dst[j] = fd_bf16_to_fp32((uint16_t)(((const uint32_t *)words)[j] >> i % 2 * 16));
     else if (format == FD_KV_INT8)
-        for (uint32_t j = from; j < to; j++)
-            dst[j - from] = (float)((int)(((const uint32_t *)words)[j] >> 8 * fd_word_byte(i) & 0xffu) - fd_zero_point(format));
+        for (uint32_t j = 0; j < n; j++)
+            dst[j] = (float)((int)(((const uint32_t *)words)[j] >> 8 * fd_word_byte(i) & 0xffu) - fd_zero_point(format));
     else
-        for (uint32_t j = from; j < to; j++)
-            dst[j - from] = (float)((int)(((const uint32_t *)words)[j] >> (8 * fd_word_byte(i) + i % 8 / 4 * 4) & 0xfu) - fd_zero_point(format));
+        for (uint32_t j = 0; j < n; j++)
+            dst[j] = (float)((int)(((const uint32_t *)words)[j] >> (8 * fd_word_byte(i) + i % 8 / 4 * 4) & 0xfu) - fd_zero_point(format));
+}
+
+/* Lanes [from, to) of index i of a matrix (chunk.h) `depth` rows deep and `lanes` wide. */
+FD_INLINE void widen(const fd_kv_dtype_t format, float *dst, const uint8_t *matrix, uint32_t depth, uint32_t lanes, uint32_t i,
+                     uint32_t from, uint32_t to) {
+    for (uint32_t end; from < to; dst += end - from, from = end) {
+        end = (from / FD_COLUMN_LANES + 1) * FD_COLUMN_LANES;
+        end = end < to ? end : to;
+        const size_t row = i / fd_word_elems(format) * fd_lane_stride(format, lanes, from);
+        widen_words(format, dst, matrix + fd_lane_offset(format, depth, from) + row, i, end - from);
+    }
 }
 
 /* Query rows [row, row + rows) over one chunk, whose first token is at position `base`. */
@@ -51,7 +59,7 @@ FD_INLINE void attend_block(const fd_attend_t *a, const fd_kv_dtype_t dtype, con
     float weights[BLOCK_ROWS][FD_PAGE_TOKENS] = {{0}}, q_sum[BLOCK_ROWS] = {0}, wide[FD_MAX_CHUNK_HEAD];
     const float *q = a->q + (size_t)row * head_size;
     for (uint32_t d = 0; d < head_size; d++) {
-        widen(k_format, wide, chunk, FD_PAGE_TOKENS, d, first, last);
+        widen(k_format, wide, chunk, fd_k_depth(k_format, head_size), FD_PAGE_TOKENS, d, first, last);
         for (uint32_t r = 0; r < rows; r++) {
             const float qd = q[(size_t)r * head_size + d];
             for (uint32_t t = first; t < last; t++) weights[r][t] += qd * wide[t - first];
@@ -66,7 +74,7 @@ FD_INLINE void attend_block(const fd_attend_t *a, const fd_kv_dtype_t dtype, con
             continue;
         }
         for (uint32_t t = lo[r]; fd_kv_is_int(dtype) && t < hi[r]; t++) {
-            const uint32_t word = ((const uint32_t *)(chunk + fd_chunk_k_affine(dtype, head_size)))[t];
+            const uint32_t word = *(const uint32_t *)(chunk + fd_chunk_k_affine(dtype, head_size, t));
             w[t] = fd_affine_scale(k_format, word) * w[t] + fd_affine_centre(k_format, word) * q_sum[r];
         }
         float max = a->m[row + r], sum = 0.0f;
@@ -80,7 +88,7 @@ FD_INLINE void attend_block(const fd_attend_t *a, const fd_kv_dtype_t dtype, con
         a->l[row + r] = a->l[row + r] * rescale + sum;
         float rest = 0.0f; /* sum of weights times centres: the same for all dimensions */
         for (uint32_t t = lo[r]; fd_kv_is_int(dtype) && t < hi[r]; t++) {
-            const uint32_t word = ((const uint32_t *)(chunk + fd_chunk_v_affine(dtype, head_size)))[t];
+            const uint32_t word = *(const uint32_t *)(chunk + fd_chunk_v_affine(dtype, head_size, t));
             rest += w[t] * fd_affine_centre(v_format, word);
             w[t] *= fd_affine_scale(v_format, word);
         }
@@ -88,7 +96,7 @@ FD_INLINE void attend_block(const fd_attend_t *a, const fd_kv_dtype_t dtype, con
     }
 
     for (uint32_t t = first; t < last; t++) {
-        widen(v_format, wide, v, head_size, t, 0, head_size);
+        widen(v_format, wide, v, fd_v_depth(v_format), head_size, t, 0, head_size);
         for (uint32_t r = 0; r < rows; r++) {
             float *acc = a->acc + (size_t)(row + r) * head_size;
             for (uint32_t d = 0; d < head_size; d++) acc[d] += weights[r][t] * wide[d];
@@ -126,7 +134,7 @@ static int nearest(float x, float lowest, float highest) {
     return y == y ? (int)y : 0;
 }
 
-/* Quantises a row to integers; returns the word of its affine table. */
+/* Quantises a row to integers; returns its affine word. */
 static uint32_t row_to_int8(uint8_t *dst, const float *src, uint32_t n) {
     float amax = 0.0f;
     for (uint32_t i = 0; i < n; i++) amax = fabsf(src[i]) > amax ? fabsf(src[i]) : amax;

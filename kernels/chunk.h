@@ -3,8 +3,12 @@
  * K and V are matrices that a kernel multiplies from the left, by queries and by softmax weights. Both are stored so that a vector
  * register holds consecutive results (lanes) and no product needs a sum across lanes:
  *
- *   K  sums over dimensions, lanes are tokens:      [head_size / E][128] words
- *   V  sums over tokens,     lanes are dimensions:  [128 / E][head_size] words
+ *   K  sums over dimensions, lanes are tokens:      head_size / E words deep, 128 wide
+ *   V  sums over tokens,     lanes are dimensions:  128 / E words deep, head_size wide
+ *
+ * Either is cut into columns of 32 lanes, one behind the other, each [depth][32] words; V's last one is narrower where 32 does not divide
+ * head_size. Integers have a word more a token, its affine word: K's in a last row of each column, V's in 128 words between K and V. So a
+ * kernel reads a chunk from its first byte to its last, without a gap: hardware prefetchers follow that, and lose their way at every step aside.
  *
  * A word holds E consecutive elements of the sum's index, so that a kernel takes them apart with a shift and a mask:
  *
@@ -18,7 +22,7 @@
  *
  * Bytes 0 and 2 are thus two neighbours in 16-bit halves once the others are masked off, as vpmaddwd wants them.
  *
- *   k_affine, v_affine  [128] words, of integers: one a token. int8: fp32 scale. int4: bf16 scale (high half), bf16 centre (low).
+ * An affine word is, of int8, the fp32 scale; of int4, the scale in bf16 (high half) and the centre in bf16 (low half).
  *
  *   int8  x = scale * (stored - 128)             scale = max |x| / 127
  *   int4  x = scale * (stored - 8) + centre      scale = (max - min) / 15, centre = (min + max + scale) / 2
@@ -35,6 +39,7 @@
 #include "half.h"
 
 #define FD_MAX_CHUNK_HEAD 256u /* the largest head_size */
+#define FD_COLUMN_LANES 32u
 #define FD_TINY 1e-36f
 
 #define FD_INLINE static inline __attribute__((always_inline))
@@ -60,25 +65,41 @@ FD_INLINE uint32_t fd_word_elems(fd_kv_dtype_t format) {
 
 FD_INLINE size_t fd_word_bytes(fd_kv_dtype_t format) { return format == FD_KV_FP16 ? 2 : 4; }
 
+/* In bytes: from the start of a matrix `depth` words deep to lane `lane` of its first row; from there to the same lane of the next row, where the
+ * matrix is `lanes` wide. */
+FD_INLINE size_t fd_lane_offset(fd_kv_dtype_t format, uint32_t depth, uint32_t lane) {
+    const uint32_t in_column = lane % FD_COLUMN_LANES;
+    return ((size_t)(lane - in_column) * depth + in_column) * fd_word_bytes(format);
+}
+FD_INLINE size_t fd_lane_stride(fd_kv_dtype_t format, uint32_t lanes, uint32_t lane) {
+    const uint32_t rest = lanes - lane / FD_COLUMN_LANES * FD_COLUMN_LANES;
+    return (rest < FD_COLUMN_LANES ? rest : FD_COLUMN_LANES) * fd_word_bytes(format);
+}
+
 /* Which byte of an int8 or int4 word element i (its low two bits) is in. */
 FD_INLINE uint32_t fd_word_byte(uint32_t i) { return (i & 1u) << 1 | (i >> 1 & 1u); }
 
-FD_INLINE size_t fd_matrix_bytes(fd_kv_dtype_t format, uint32_t head_size) {
-    return FD_PAGE_TOKENS * (size_t)head_size / fd_word_elems(format) * fd_word_bytes(format);
+/* Rows of K's columns, that of the affine words included, and of V's. */
+FD_INLINE uint32_t fd_k_depth(fd_kv_dtype_t format, uint32_t head_size) { return head_size / fd_word_elems(format) + fd_kv_is_int(format); }
+FD_INLINE uint32_t fd_v_depth(fd_kv_dtype_t format) { return FD_PAGE_TOKENS / fd_word_elems(format); }
+
+/* Byte offsets within a chunk: of token t's affine words, of V, of the chunk's end. */
+FD_INLINE size_t fd_chunk_k_affine(fd_kv_dtype_t dtype, uint32_t head_size, uint32_t t) {
+    const uint32_t depth = fd_k_depth(fd_k_format(dtype), head_size);
+    return fd_lane_offset(fd_k_format(dtype), depth, t) + (depth - 1) * FD_COLUMN_LANES * sizeof(uint32_t);
+}
+FD_INLINE size_t fd_chunk_v_affine(fd_kv_dtype_t dtype, uint32_t head_size, uint32_t t) {
+    return fd_lane_offset(fd_k_format(dtype), fd_k_depth(fd_k_format(dtype), head_size), FD_PAGE_TOKENS) + t * sizeof(uint32_t);
+}
+FD_INLINE size_t fd_chunk_v(fd_kv_dtype_t dtype, uint32_t head_size) {
+    return fd_chunk_v_affine(dtype, head_size, fd_kv_is_int(dtype) ? FD_PAGE_TOKENS : 0);
+}
+FD_INLINE size_t fd_chunk_end(fd_kv_dtype_t dtype, uint32_t head_size) {
+    const fd_kv_dtype_t format = fd_v_format(dtype);
+    return fd_chunk_v(dtype, head_size) + (size_t)head_size * fd_v_depth(format) * fd_word_bytes(format);
 }
 
-/* Byte offsets within a chunk: of V, of the affine tables. */
-FD_INLINE size_t fd_chunk_v(fd_kv_dtype_t dtype, uint32_t head_size) { return fd_matrix_bytes(fd_k_format(dtype), head_size); }
-
-FD_INLINE size_t fd_chunk_k_affine(fd_kv_dtype_t dtype, uint32_t head_size) {
-    return fd_chunk_v(dtype, head_size) + fd_matrix_bytes(fd_v_format(dtype), head_size);
-}
-
-FD_INLINE size_t fd_chunk_v_affine(fd_kv_dtype_t dtype, uint32_t head_size) {
-    return fd_chunk_k_affine(dtype, head_size) + FD_PAGE_TOKENS * sizeof(uint32_t);
-}
-
-/* What a stored integer stands for is scale * (stored - zero point) + centre; of one token's word of an affine table. */
+/* What a stored integer stands for is scale * (stored - zero point) + centre; of an affine word. */
 static inline int fd_zero_point(fd_kv_dtype_t format) { return format == FD_KV_INT8 ? 128 : 8; }
 
 static inline float fd_affine_scale(fd_kv_dtype_t format, uint32_t word) {

@@ -19,7 +19,7 @@ extern const fd_kv_ops_t fd_kv_ops_scalar[FD_KV_DTYPES];
 extern const fd_vec_ops_t fd_vec_ops_scalar;
 #if FD_X86
 extern const fd_kv_ops_t fd_kv_ops_avx2[FD_KV_DTYPES], fd_kv_ops_avx512[FD_KV_DTYPES], fd_kv_ops_avx512vnni[FD_KV_DTYPES],
-    fd_kv_ops_amx[FD_KV_DTYPES];
+    fd_kv_ops_avx512bf16[FD_KV_DTYPES], fd_kv_ops_amx[FD_KV_DTYPES];
 /* What the ISAs above AVX-512 have no better ones for. */
 #define FD_DECLARE(name)                                                                                               \
     void fd_append_##name##_avx512(uint8_t *chunk, uint32_t head_size, uint32_t t, const float *k, const float *v);    \

@@ -45,6 +45,8 @@ static unsigned detect(void) {
     isas |= 1u << FD_ISA_AVX512;
     if (!(c & bit_AVX512VNNI)) return isas;
     isas |= 1u << FD_ISA_AVX512VNNI;
+    unsigned a1, b1, c1, d1;
+    if (a > 0 && __get_cpuid_count(7, 1, &a1, &b1, &c1, &d1) && a1 & bit_AVX512BF16) isas |= 1u << FD_ISA_AVX512BF16;
     if (c & bit_AVX512VBMI && (d & amx_7d) == amx_7d && (enabled & XCR0_AMX) == XCR0_AMX && allow_tiles()) isas |= 1u << FD_ISA_AMX;
     return isas;
 }
@@ -78,6 +80,7 @@ static const char *const names[FD_ISAS] = {
     [FD_ISA_AVX2] = "avx2",
     [FD_ISA_AVX512] = "avx512",
     [FD_ISA_AVX512VNNI] = "avx512vnni",
+    [FD_ISA_AVX512BF16] = "avx512bf16",
     [FD_ISA_AMX] = "amx",
     [FD_ISA_NEON] = "neon",
 };

@@ -9,17 +9,29 @@
 #include "dispatch.h"
 
 enum { WORD_TOKENS = LANES < 8 ? 8 : LANES }; /* whole vectors, and whole words of V in every format */
-enum { PAGE_VECS = FD_PAGE_TOKENS / LANES, PREFETCH_LOCALITY = 2, LINE = 64 };
+enum { PAGE_VECS = FD_PAGE_TOKENS / LANES, MAX_VECS = FD_COLUMN_LANES / LANES /* of a tile, at most a column wide */, LINE = 64 };
+
+/* Cores differ in how they like to be told what to read, so an ISA says which it is for. Intel's: a chunk ahead, into L2, and not while there is
+ * arithmetic between two matrices. AMD's: shortly before, into L1, and always, for what they have asked for is little and soon there. */
+#ifdef FD_PREFETCH_NEAR
+#define FD_PREFETCH_AHEAD ((size_t)8 << 10) /* bytes; a chunk at most */
+#define FD_PREFETCH_IN_SOFT_MAX 1
+enum { PREFETCH_LOCALITY = 3 };
+#else
+#define FD_PREFETCH_AHEAD SIZE_MAX
+#define FD_PREFETCH_IN_SOFT_MAX 0
+enum { PREFETCH_LOCALITY = 2 };
+#endif
 
 #define LOG2_E 0x1.715476p+0f
 #define EXP2_FLUSH -96.0f /* below it, where products of the result would soon be subnormal (and slow), it is 0 */
 
 /* 2^x for x <= 0: 2^n p(x - n), n = floor(x), p a polynomial with p(0) = 1. Below EXP2_FLUSH, -infinity included, and of NaN it is 0.
- * Largest relative error, by V's format: 1.5e-7 for floats; 3e-6 for int8 and 9e-5 for int4, far below what 16 and 8 bits lose anyway. */
+ * Largest relative error: 1.5e-7 for floats; 3e-6 for integers of 16 bits and 9e-5 for those of 8, far below what they lose anyway. */
 FD_INLINE vec_t vec_exp2(const fd_kv_dtype_t format, vec_t x) {
     const vec_t r = vec_fraction(x);
     vec_t p;
-    if (format == FD_KV_INT4 && kv_bits(format) == 8) {
+    if (fd_kv_is_int(format) && kv_bits(format) == 8) {
         p = vec_fma(vec_set1(0x1.3baaaep-4f), r, vec_set1(0x1.d23786p-3f));
         p = vec_fma(p, r, vec_set1(0x1.63e65ap-1f));
     } else if (fd_kv_is_int(format)) {
@@ -40,6 +52,17 @@ FD_INLINE vec_t vec_exp2(const fd_kv_dtype_t format, vec_t x) {
 FD_INLINE void kv_store_query(fd_kv_dtype_t format, void *to, const float *q, uint32_t head_size) {
     memcpy(to, q, head_size * sizeof *q);
 }
+#endif
+#ifndef FD_OWN_STORE_FLOAT_WEIGHTS
+FD_INLINE void kv_store_float_weights(fd_kv_dtype_t format, void *to, uint32_t i, vec_t w) { vec_store((float *)to + i * LANES, w); }
+#endif
+/* Lane by lane, the sum of the weights of vectors [first, last) as they are stored; where they are stored as floats nobody asks. */
+#ifndef FD_OWN_SUM_WEIGHTS
+FD_INLINE vec_t kv_sum_weights(fd_kv_dtype_t format, const void *weights, uint32_t first, uint32_t last) { return vec_zero(); }
+#endif
+/* What V's integers stand for 0 as, once they are multiplied. */
+#ifndef FD_OWN_V_ZERO
+FD_INLINE int kv_v_zero(fd_kv_dtype_t format) { return fd_zero_point(format); }
 #endif
 #ifndef FD_OWN_STORE_WEIGHTS
 FD_INLINE void kv_store_weights(fd_kv_dtype_t format, void *to, uint32_t first, uint32_t last, const vec_t *w, vec_t inverse) {
@@ -70,6 +93,7 @@ typedef struct {
 /* One block's work in one chunk. */
 typedef struct {
     const uint8_t *chunk, *next;    /* next: prefetched; may be the same */
+    size_t bytes;                   /* of a chunk */
     uint32_t index, n_blocks;       /* of the panel's blocks, which take turns at prefetching */
     uint32_t rows, head_size;
     uint32_t lo, hi;                /* tokens that some row sees */
@@ -82,6 +106,15 @@ typedef struct {
 
 typedef void (*block_fn)(const block_t *b);
 
+/* Where to begin to prefetch, as many bytes as are read meanwhile, the first of them at byte `at` of the chunk: FD_PREFETCH_AHEAD further on, in the
+ * next chunk if need be. The blocks of a panel read a chunk one after the other, so they prefetch the next one in turns, tile by tile; whose turn it
+ * is not asks for what it is about to read: that costs less than a branch in the loop. */
+FD_INLINE const uint8_t *prefetch_start(const block_t *b, size_t at, uint32_t tile) {
+    if (b->n_blocks > 1) return (tile % b->n_blocks == b->index ? b->next : b->chunk) + at;
+    const size_t ahead = FD_PREFETCH_AHEAD < b->bytes ? FD_PREFETCH_AHEAD : b->bytes;
+    return at + ahead < b->bytes ? b->chunk + at + ahead : b->next + (at + ahead - b->bytes);
+}
+
 /* Lanes [i * LANES, (i + 1) * LANES) of x that are of tokens [lo, hi), elsewhere `fill`. */
 FD_INLINE vec_t keep_tokens(vec_t x, uint32_t i, uint32_t lo, uint32_t hi, float fill) {
     const uint32_t base = i * LANES, from = lo > base ? lo - base : 0, to = hi > base ? hi - base : 0;
@@ -90,7 +123,7 @@ FD_INLINE vec_t keep_tokens(vec_t x, uint32_t i, uint32_t lo, uint32_t hi, float
 }
 
 /* Online softmax: scores of [lo, hi) become multipliers for V in place; m, l and rest are brought up to date; rescale[r] is what
- * acc must be multiplied by, unit[r] (integers) what the products must be. Meanwhile the next chunk's tables are prefetched. */
+ * acc must be multiplied by, unit[r] (integers) what the products must be. */
 FD_INLINE void soft_max(const fd_kv_dtype_t dtype, const int rows, const int full, const block_t *b,
                         float scores[][FD_PAGE_TOKENS], float *rescale, float *unit) {
     const fd_kv_dtype_t format = fd_v_format(dtype);
@@ -116,19 +149,23 @@ FD_INLINE void soft_max(const fd_kv_dtype_t dtype, const int rows, const int ful
     }
     vec_store(rescale, vec_exp2(format, vec_load(change)));
 
-    /* A few lines with every vector of weights: all at once they would be in the way of K's. */
-    enum { TABLE_LINES = 2 * FD_PAGE_TOKENS * sizeof(uint32_t) / LINE, LINES_A_VEC = (TABLE_LINES + PAGE_VECS - 1) / PAGE_VECS };
-    const uint8_t *tables = (b->index ? b->chunk : b->next) + fd_chunk_k_affine(dtype, b->head_size);
+    const uint8_t *affine = b->chunk + fd_chunk_v_affine(dtype, b->head_size, 0);
+    const uint8_t *ahead = prefetch_start(b, fd_chunk_v_affine(dtype, b->head_size, 0), 0);
     vec_t scale[PAGE_VECS], offset[PAGE_VECS];
+    const int has_offset = format == FD_KV_INT4 || (format == FD_KV_INT8 && kv_bits(format) == 16);
+    const int rounded_sum = format == FD_KV_BF16 && kv_parts(format) == 1; /* l is of the weights as rounded, so that they add up to 1 */
     if (fd_kv_is_int(format)) {
         for (uint32_t i = first; i < last; i++) {
-            kv_affine(format, b->chunk + fd_chunk_v_affine(dtype, b->head_size) + i * LANES * sizeof(uint32_t), &scale[i], &offset[i]);
-            if (kv_bits(format) == 16) offset[i] = vec_fma(scale[i], vec_set1(-(float)fd_zero_point(format)), offset[i]);
+            const size_t at = i * LANES * sizeof(uint32_t);
+            if (at % LINE == 0) __builtin_prefetch(ahead + at, 0, PREFETCH_LOCALITY);
+            kv_affine(format, affine + at, &scale[i], &offset[i]);
+            if (kv_bits(format) == 16) offset[i] = vec_fma(scale[i], vec_set1(-(float)kv_v_zero(format)), offset[i]);
             if (full) continue;
             scale[i] = keep_tokens(scale[i], i, b->lo, b->hi, 0.0f);
             offset[i] = keep_tokens(offset[i], i, b->lo, b->hi, 0.0f);
         }
     }
+    const uint8_t *v_ahead = prefetch_start(b, fd_chunk_v(dtype, b->head_size), 0);
     for (int r = 0; r < rows; r++) {
         row_state_t *state = &b->state[r];
         float *weights = scores[r];
@@ -140,18 +177,18 @@ FD_INLINE void soft_max(const fd_kv_dtype_t dtype, const int rows, const int ful
         const vec_t m = vec_set1(state->m), to_log2 = vec_set1(state->unit * LOG2_E);
         vec_t sum = vec_zero(), rest = vec_zero(), max = vec_zero(), w[PAGE_VECS];
         for (uint32_t i = first; i < last; i++) {
-            for (uint32_t line = 0; line < LINES_A_VEC && fd_kv_is_int(format) && r == 0; line++)
-                __builtin_prefetch(tables + (i * TABLE_LINES / PAGE_VECS + line) * LINE, 0, PREFETCH_LOCALITY);
+            if (FD_PREFETCH_IN_SOFT_MAX) __builtin_prefetch(v_ahead, 0, PREFETCH_LOCALITY), v_ahead += LINE;
             const vec_t p = vec_exp2(format, vec_mul(vec_sub(vec_load(&weights[i * LANES]), m), to_log2));
-            sum = vec_add(sum, p);
+            if (!rounded_sum) sum = vec_add(sum, p);
             if (fd_kv_is_int(format)) {
-                rest = vec_fma(p, offset[i], rest);
+                if (has_offset) rest = vec_fma(p, offset[i], rest);
                 w[i] = vec_mul(p, scale[i]);
                 max = vec_max(max, w[i]);
             } else {
-                vec_store(&weights[i * LANES], p);
+                kv_store_float_weights(format, weights, i, p);
             }
         }
+        if (rounded_sum) sum = kv_sum_weights(format, weights, first, last);
         vec_store(state->l, vec_fma(vec_load(state->l), vec_set1(rescale[r]), sum));
         if (fd_kv_is_int(format)) {
             const float largest = vec_reduce_max(max), levels = kv_levels(format, 1);
@@ -159,8 +196,8 @@ FD_INLINE void soft_max(const fd_kv_dtype_t dtype, const int rows, const int ful
             const vec_t inverse = vec_set1(any ? levels / largest : 0.0f);
             unit[r] = any ? largest * (1.0f / levels) : 0.0f;
             kv_store_weights(format, weights, first, last, w, inverse);
-            if (kv_bits(format) == 8) /* the weights as rounded: their error times the zero point would be V's largest */
-                rest = vec_fma(kv_sum_weights(weights, first, last), vec_set1(-(float)fd_zero_point(format) * unit[r]), rest);
+            if (kv_bits(format) == 8 && kv_v_zero(format)) /* the weights as rounded: their error times the zero point would be V's largest */
+                rest = vec_fma(kv_sum_weights(format, weights, first, last), vec_set1(-(float)kv_v_zero(format) * unit[r]), rest);
             vec_store(state->rest, vec_fma(vec_load(state->rest), vec_set1(rescale[r]), rest));
         }
     }

@@ -4,12 +4,6 @@
 
 #include "softmax_simd.h"
 
-/* Where tile `tile` of K (offset 0) or V (offset: where V starts) begins to prefetch while it takes `steps` steps of `step` bytes.
- * If it is not its turn it asks for what it is about to read: that costs less than a branch in the loop. */
-FD_INLINE const uint8_t *prefetch_start(const block_t *b, size_t offset, uint32_t tile, uint32_t steps, size_t step) {
-    return tile % b->n_blocks == b->index ? b->next + offset + tile * steps * step : b->chunk + offset;
-}
-
 /* Multipliers of a block of rows: of the row r, for part u of word s, the 32 bits at `at` + s * word + u * part + r * row. Queries lie
  * word by word (place_row), so that few cache lines are touched at a time; weights row by row, as soft_max left them. */
 typedef struct {
@@ -26,31 +20,43 @@ FD_INLINE multipliers_t weight_multipliers(fd_kv_dtype_t format, float weights[]
     return (multipliers_t){(const uint8_t *)weights, kv_parts(format) * sizeof(float), sizeof(float), FD_PAGE_TOKENS * sizeof(float)};
 }
 
-/* sum[r][i] += multiplier of row r times lanes [i * LANES, (i + 1) * LANES) of a matrix (chunk.h), over its words [from, to), or only
- * the parts of them that `parts` has a bit for. A lone row sums even and odd parts apart, for the latency; so sum has two then.
+/* sum[r][i] += multiplier of row r times lanes [i * LANES, (i + 1) * LANES) of a column (chunk.h), over its words [from, to), or only
+ * the bits of them that are set in `bits`. A lone row sums even and odd parts apart, for the latency; so sum has two then.
  *
  * A line is asked for, a line is read and multiplied by all rows, then the next: memory reads a fifth faster so than if all loads of a step
- * and their prefetches come together. The pin keeps the compiler to it. */
-FD_INLINE void multiply(const fd_kv_dtype_t format, const int is_v, const int rows, const int vecs, const int half, const int parts,
+ * and their prefetches come together. The pin keeps the compiler to it. But where words have so many parts for so many rows that the multipliers of a
+ * step do not fit into registers beside the sums, a part of all vectors is multiplied before the next part. */
+FD_INLINE void multiply(const fd_kv_dtype_t format, const int is_v, const int rows, const int vecs, const int half, const uint32_t bits,
                         const uint8_t *matrix, size_t stride, uint32_t from, uint32_t to, multipliers_t multipliers, const uint8_t *ahead,
                         vec_t sum[][MAX_VECS]) {
     const size_t vec_bytes = LANES * fd_word_bytes(format), step = vecs * vec_bytes;
+    const int parts = kv_parts(format), by_part = parts > 1 && parts * rows > LANES / 2, at_once = by_part ? vecs : 1;
     matrix += from * stride;
     multipliers.at += from * multipliers.word;
     for (uint32_t s = from; s < to; s++, matrix += stride, multipliers.at += multipliers.word, ahead += step) {
         FD_UNROLL
-        for (int i = 0; i < vecs; i++) {
-            if (i * vec_bytes % LINE == 0) __builtin_prefetch(ahead + i * vec_bytes, 0, PREFETCH_LOCALITY);
-            const vec_t words = vec_pin(half ? kv_load_half(format, matrix) : kv_load(format, matrix + i * vec_bytes));
+        for (int i0 = 0; i0 < vecs; i0 += at_once) {
+            vec_t words[MAX_VECS];
             FD_UNROLL
-            for (int u = 0; u < kv_parts(format); u++) {
-                if (!(parts >> u & 1)) continue;
-                const vec_t x = kv_part(format, words, u);
+            for (int i = i0; i < i0 + at_once; i++) {
+                if (i * vec_bytes % LINE == 0) __builtin_prefetch(ahead + i * vec_bytes, 0, PREFETCH_LOCALITY);
+                words[i] = vec_pin(half ? kv_load_half(format, matrix) : kv_load(format, matrix + i * vec_bytes));
+                if (bits != ~0u) words[i] = vec_and_bits(words[i], bits);
+            }
+            FD_UNROLL
+            for (int u = 0; u < parts; u++) {
+                vec_t x[MAX_VECS];
+                FD_UNROLL
+                for (int i = i0; i < i0 + at_once; i++) {
+                    x[i] = kv_part(format, is_v, words[i], u);
+                    if (by_part) x[i] = vec_pin(x[i]);
+                }
                 FD_UNROLL
                 for (int r = 0; r < rows; r++) {
                     const vec_t y = vec_broadcast(multipliers.at + u * multipliers.part + r * multipliers.row);
                     const int to_sum = rows == 1 ? u & 1 : r;
-                    sum[to_sum][i] = kv_multiply_add(format, is_v, x, y, sum[to_sum][i]);
+                    FD_UNROLL
+                    for (int i = i0; i < i0 + at_once; i++) sum[to_sum][i] = kv_multiply_add(format, is_v, x[i], y, sum[to_sum][i]);
                 }
             }
         }
@@ -70,21 +76,22 @@ FD_INLINE void score_tile(const fd_kv_dtype_t dtype, const int rows, const int v
                           float scores[][FD_PAGE_TOKENS]) {
     const fd_kv_dtype_t format = fd_k_format(dtype);
     const size_t word = fd_word_bytes(format);
-    const uint32_t steps = b->head_size / fd_word_elems(format);
-    const uint8_t *ahead = prefetch_start(b, 0, t0 / (vecs * LANES), steps, vecs * LANES * word);
+    const uint32_t steps = b->head_size / fd_word_elems(format), depth = fd_k_depth(format, b->head_size);
+    const uint8_t *ahead = prefetch_start(b, t0 * depth * word, t0 / (vecs * LANES));
     vec_t sum[MAX_BLOCK][MAX_VECS];
     FD_UNROLL
     for (int r = 0; r < n_sums(format, rows); r++)
         FD_UNROLL
         for (int i = 0; i < vecs; i++) sum[r][i] = vec_zero();
-    multiply(format, 0, rows, vecs, 0, -1, b->chunk + t0 * word, FD_PAGE_TOKENS * word, 0, steps, query_multipliers(format, rows, b->q),
-             ahead, sum);
+    multiply(format, 0, rows, vecs, 0, ~0u, b->chunk + fd_lane_offset(format, depth, t0), FD_COLUMN_LANES * word, 0, steps,
+             query_multipliers(format, rows, b->q), ahead, sum);
     FD_UNROLL
     for (int i = 0; i < vecs; i++) {
         const uint32_t t = t0 + i * LANES;
         vec_t scale = vec_zero(), offset = vec_zero();
         if (fd_kv_is_int(format)) {
-            kv_affine(format, b->chunk + fd_chunk_k_affine(dtype, b->head_size) + t * sizeof(uint32_t), &scale, &offset);
+            __builtin_prefetch(ahead + (steps * vecs + i) * LANES * word, 0, PREFETCH_LOCALITY);
+            kv_affine(format, b->chunk + fd_chunk_k_affine(dtype, b->head_size, t), &scale, &offset);
             offset = vec_fma(scale, vec_set1(-(float)fd_zero_point(format)), offset);
         }
         FD_UNROLL
@@ -101,11 +108,11 @@ FD_INLINE void score_tile(const fd_kv_dtype_t dtype, const int rows, const int v
 FD_INLINE void value_tile(const fd_kv_dtype_t dtype, const int rows, const int vecs, const int half, const block_t *b, uint32_t d0,
                           float weights[][FD_PAGE_TOKENS], const float *rescale, const float *unit) {
     const fd_kv_dtype_t format = fd_v_format(dtype);
-    const size_t word = fd_word_bytes(format), stride = b->head_size * word, offset = fd_chunk_v(dtype, b->head_size);
-    const uint32_t elems = fd_word_elems(format);
-    const uint8_t *v = b->chunk + offset + d0 * word;
+    const uint32_t elems = fd_word_elems(format), depth = fd_v_depth(format);
+    const size_t offset = fd_chunk_v(dtype, b->head_size), stride = fd_lane_stride(format, b->head_size, d0);
+    const uint8_t *v = b->chunk + offset + fd_lane_offset(format, depth, d0);
     const multipliers_t w = weight_multipliers(format, weights);
-    const uint8_t *ahead = prefetch_start(b, offset, d0 / (vecs * LANES), FD_PAGE_TOKENS / elems, vecs * LANES * word);
+    const uint8_t *ahead = prefetch_start(b, offset + d0 * depth * fd_word_bytes(format), d0 / (vecs * LANES));
     vec_t sum[MAX_BLOCK][MAX_VECS];
     FD_UNROLL
     for (int r = 0; r < n_sums(format, rows); r++)
@@ -117,10 +124,10 @@ FD_INLINE void value_tile(const fd_kv_dtype_t dtype, const int rows, const int v
         }
     uint32_t from = b->lo / elems, to = (b->hi + elems - 1) / elems;
     if (format == FD_KV_BF16) { /* a word at the edge may hold a token that nobody sees, and that token a NaN */
-        if (b->lo % 2) multiply(format, 1, rows, vecs, half, 2, v, stride, from, from + 1, w, v, sum), from++;
-        if (b->hi % 2) to--, multiply(format, 1, rows, vecs, half, 1, v, stride, to, to + 1, w, v, sum);
+        if (b->lo % 2) multiply(format, 1, rows, vecs, half, 0xffff0000u, v, stride, from, from + 1, w, v, sum), from++;
+        if (b->hi % 2) to--, multiply(format, 1, rows, vecs, half, 0xffffu, v, stride, to, to + 1, w, v, sum);
     }
-    multiply(format, 1, rows, vecs, half, -1, v, stride, from, to, w, ahead, sum);
+    multiply(format, 1, rows, vecs, half, ~0u, v, stride, from, to, w, ahead, sum);
     FD_UNROLL
     for (int r = 0; r < rows; r++)
         FD_UNROLL
@@ -142,7 +149,7 @@ FD_INLINE void attend_block(const fd_kv_dtype_t dtype, const int rows, const blo
     float scores[MAX_BLOCK][FD_PAGE_TOKENS] __attribute__((aligned(64)));
     float rescale[LANES] __attribute__((aligned(64))), unit[MAX_BLOCK];
 
-    const int most = tile_vecs(fd_k_format(dtype), rows), score_vecs = most < PAGE_VECS ? most : PAGE_VECS;
+    const int score_vecs = tile_vecs(fd_k_format(dtype), rows);
     const uint32_t step = (uint32_t)score_vecs * LANES;
     for (uint32_t t = b->lo / step * step; t < b->hi; t += step) score_tile(dtype, rows, score_vecs, b, t, scores);
 

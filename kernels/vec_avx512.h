@@ -10,7 +10,7 @@
 
 typedef __m512 vec_t;
 
-enum { LANES = 16, MAX_BLOCK = 8, MAX_VECS = 8, HALF = 0x00ff };
+enum { LANES = 16, MAX_BLOCK = 8, HALF = 0x00ff };
 
 FD_INLINE vec_t vec_zero(void) { return _mm512_setzero_ps(); }
 FD_INLINE vec_t vec_set1(float x) { return _mm512_set1_ps(x); }
@@ -41,6 +41,7 @@ FD_INLINE vec_t vec_bits(__m512i x) { return _mm512_castsi512_ps(x); }
 FD_INLINE __m512i vec_ints(vec_t x) { return _mm512_castps_si512(x); }
 FD_INLINE vec_t vec_from_int(vec_t x) { return _mm512_cvtepi32_ps(vec_ints(x)); }
 FD_INLINE vec_t vec_add_int(vec_t x, vec_t y) { return vec_bits(_mm512_add_epi32(vec_ints(x), vec_ints(y))); }
+FD_INLINE vec_t vec_and_bits(vec_t x, uint32_t bits) { return vec_bits(_mm512_and_si512(vec_ints(x), _mm512_set1_epi32((int)bits))); }
 /* The 32 bits at p in every lane. */
 FD_INLINE vec_t vec_broadcast(const void *p) {
     int32_t x;

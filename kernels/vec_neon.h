@@ -11,7 +11,7 @@
 typedef float32x4_t vec_t;
 
 /* Rows whose weights are rescaled by the lanes of one vector: no more than LANES. */
-enum { LANES = 4, MAX_BLOCK = 4, MAX_VECS = 8 };
+enum { LANES = 4, MAX_BLOCK = 4 };
 
 /* x, computed here (vec_avx512.h). */
 FD_INLINE vec_t vec_pin(vec_t x) {
@@ -45,6 +45,7 @@ FD_INLINE vec_t vec_scale2(vec_t y, vec_t x, float limit) {
 FD_INLINE int vec_any_above(vec_t x, vec_t y) { return vmaxvq_u32(vcgtq_f32(x, y)) != 0; }
 FD_INLINE vec_t vec_from_int(vec_t x) { return vcvtq_f32_s32(vreinterpretq_s32_f32(x)); }
 FD_INLINE vec_t vec_add_int(vec_t x, vec_t y) { return vec_bits(vaddq_u32(vec_ints(x), vec_ints(y))); }
+FD_INLINE vec_t vec_and_bits(vec_t x, uint32_t bits) { return vec_bits(vandq_u32(vec_ints(x), vdupq_n_u32(bits))); }
 /* The 32 bits at p in every lane. */
 FD_INLINE vec_t vec_broadcast(const void *p) {
     uint32_t x;

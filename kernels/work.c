@@ -58,6 +58,7 @@ fd_status_t fd_work_init(fd_work_t *w, const fd_geometry_t *g, fd_kvcache_t *kv,
     memset(w, 0, sizeof *w);
     w->g = *g;
     w->layout = fd_region_layout(g);
+    w->kv_dtype = dtype;
     w->kv_ops = fd_kv_ops(dtype, isa);
     w->vec_ops = fd_vec_ops(isa);
     w->kv = kv;
@@ -133,8 +134,17 @@ typedef struct {
     uint32_t head;
 } pending_t;
 
+/* While the head before it is attended, a head's lines come in. */
+static void expect_pending(const pending_t *p, uint32_t head) {
+    const fd_work_t *w = p->c->w;
+    if (head == p->e->heads) return;
+    const uint8_t *chunk = fd_kv_chunk(w->kv, p->c->layer, p->c->step->pages[p->e->pages + p->e->pos / FD_PAGE_TOKENS], p->head + head);
+    fd_kv_expect_append(w->kv_dtype, chunk, w->g.head_size, p->e->pos % FD_PAGE_TOKENS);
+}
+
 static void append_pending(void *context, uint32_t head) {
     const pending_t *p = context;
+    expect_pending(p, head + 1);
     append_rows(p->c, p->e, p->head + head, 1, 0, p->e->n_rows);
 }
 
@@ -191,6 +201,7 @@ static void attend_block(ctx_t *c, const fd_entry_t *e, uint32_t head, uint32_t 
         .before_last = pending ? append_pending : NULL,
         .context = &appended,
     };
+    if (pending) expect_pending(&appended, 0);
     w->kv_ops->attend(&a);
     c->kv_bytes += (uint64_t)(last - first) * e->heads * w->kv->chunk_bytes;
 }

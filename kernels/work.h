@@ -22,6 +22,7 @@ typedef struct {
     fd_geometry_t g;
     fd_layout_t layout;
     fd_plan_shape_t shape;
+    fd_kv_dtype_t kv_dtype;
     const fd_kv_ops_t *kv_ops;
     const fd_vec_ops_t *vec_ops;
     fd_kvcache_t *kv;
