@@ -41,6 +41,12 @@ def read_seconds(buffer: Buffer, cpus: Sequence[int], passes: int = 1, /) -> flo
 
 # ---- the R-engine (engine.h, memory.h) ----
 
+def multiply_rate(instruction: str, rounds: int, /) -> float:
+    """How many of 'vfmadd231ps', 'vdpbf16ps' or 'vpdpbusd' of 64 bytes the calling thread's core does a second.
+
+    Raises ValueError where it has none such.
+    """
+
 def bind_memory(node: int, /) -> None:
     """Let this thread, and those it starts from now on, take memory of NUMA node `node` only. Raises OSError."""
 

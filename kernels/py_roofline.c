@@ -55,8 +55,21 @@ out:
     return result;
 }
 
+static PyObject *multiply_rate(PyObject *self, PyObject *args) {
+    const char *instruction;
+    unsigned long rounds;
+    if (!PyArg_ParseTuple(args, "sk", &instruction, &rounds)) return NULL;
+    double rate;
+    Py_BEGIN_ALLOW_THREADS
+    rate = fd_multiply_rate(instruction, rounds ? rounds : 1);
+    Py_END_ALLOW_THREADS
+    return rate < 0 ? PyErr_Format(PyExc_ValueError, "this machine has no %s of 64 bytes", instruction) : PyFloat_FromDouble(rate);
+}
+
 PyMethodDef fd_roofline_methods[] = {
     {"read_seconds", read_seconds, METH_VARARGS,
      "read_seconds(buffer, cpus, passes=1) -> float: time in which one thread on each of `cpus` together read the buffer so often."},
+    {"multiply_rate", multiply_rate, METH_VARARGS,
+     "multiply_rate(instruction, rounds) -> float: of 'vfmadd231ps', 'vdpbf16ps' or 'vpdpbusd' of 64 bytes, how many a second this core does."},
     {NULL, NULL, 0, NULL},
 };

@@ -6,6 +6,7 @@
 #include <sched.h>
 #include <signal.h>
 #include <stdlib.h>
+#include <string.h>
 
 #include "dispatch.h"
 #include "doorbell.h"
@@ -113,4 +114,32 @@ double fd_read_seconds(const void *buffer, size_t bytes, const int *cpus, uint32
     free(readers);
     errno = rc;
     return rc ? -1 : (double)(last - first) * 1e-9;
+}
+
+#if FD_X86
+/* Sixteen sums, so that none waits for its own last addition. */
+#define FD_RATE(instruction)                                                                                           \
+    __attribute__((target("avx512f"))) static double rate_##instruction(uint64_t rounds) {                             \
+        const uint64_t start = fd_now_ns();                                                                            \
+        for (uint64_t i = 0; i < rounds; i++)                                                                          \
+            __asm__ volatile(FD_4(instruction, "0", "1", "2", "3") FD_4(instruction, "4", "5", "6", "7")               \
+                             FD_4(instruction, "8", "9", "10", "11") FD_4(instruction, "12", "13", "14", "15")         \
+                             :::"xmm0", "xmm1", "xmm2", "xmm3", "xmm4", "xmm5", "xmm6", "xmm7", "xmm8", "xmm9",        \
+                             "xmm10", "xmm11", "xmm12", "xmm13", "xmm14", "xmm15", "xmm16");                           \
+        return 16.0 * rounds / (fd_now_ns() - start) * 1e9;                                                            \
+    }
+#define FD_1(instruction, sum) #instruction " %%zmm16, %%zmm16, %%zmm" sum "\n"
+#define FD_4(instruction, a, b, c, d) FD_1(instruction, a) FD_1(instruction, b) FD_1(instruction, c) FD_1(instruction, d)
+FD_RATE(vfmadd231ps)
+FD_RATE(vdpbf16ps)
+FD_RATE(vpdpbusd)
+#endif
+
+double fd_multiply_rate(const char *instruction, uint64_t rounds) {
+#if FD_X86
+    if (!strcmp(instruction, "vfmadd231ps") && fd_isa_supported(FD_ISA_AVX512)) return rate_vfmadd231ps(rounds);
+    if (!strcmp(instruction, "vdpbf16ps") && fd_isa_supported(FD_ISA_AVX512BF16)) return rate_vdpbf16ps(rounds);
+    if (!strcmp(instruction, "vpdpbusd") && fd_isa_supported(FD_ISA_AVX512VNNI)) return rate_vpdpbusd(rounds);
+#endif
+    return -1;
 }

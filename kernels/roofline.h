@@ -12,4 +12,8 @@
  * the last one's end, or -1 with errno if threads cannot be started so. */
 double fd_read_seconds(const void *buffer, size_t bytes, const int *cpus, uint32_t n_threads, uint32_t passes);
 
+/* The other roofline, arithmetic: instructions a second that the calling thread's core does of one that a kernel multiplies 64 bytes with,
+ * "vfmadd231ps", "vdpbf16ps" or "vpdpbusd", over `rounds` x 16 of them that wait for nothing but each other's units. -1 where it has none such. */
+double fd_multiply_rate(const char *instruction, uint64_t rounds);
+
 #endif

@@ -11,6 +11,7 @@ import pytest
 from rnode_process import RNodeProcess
 
 from fastdecode.bench import transport_peers
+from fastdecode.kernels import _native
 from fastdecode.transports.base import KV_DTYPES
 
 BENCH = [sys.executable, "-m", "fastdecode.bench.cli"]
@@ -91,6 +92,17 @@ def test_attention_in_cache_is_one_thread_on_a_megabyte():
         assert (row["threads"], row["sequences"], row["kv_heads"]) == (1, 1, 1)
         assert row["context"] * 64 * 2 * 2 == 1 << 20
         assert row["gbps"] > 0 and row["roofline_gbps"] > 0
+        if row["isa"] in ("avx512", "avx512vnni", "avx512bf16"):
+            assert row["multiply_bound_gbps"] > 0
+        else:
+            assert row["multiply_bound_gbps"] is None
+    bounds = [row["multiply_bound_gbps"] for row in result["rows"]]
+    assert bounds == sorted(bounds, key=lambda bound: -(bound or 0))  # the more rows, the more there is to multiply
+
+
+def test_rates_are_of_instructions_that_are_known():
+    with pytest.raises(ValueError, match="no vpmaddwd of 64 bytes"):
+        _native.multiply_rate("vpmaddwd", 1)
 
 
 def test_attention_judges_by_the_rounds_under_the_limit_and_by_all_where_there_are_none():

@@ -40,6 +40,23 @@ PARTS = ("sweep", "one-thread", "in-cache")
 _ONE_THREAD_CONTEXT, _HEAD_SIZE = 4096, 128  # of the parts that are not the sweep
 _IN_CACHE_BYTES = 1 << 20
 _IN_CACHE_SECONDS = 0.02  # of a round
+#: What a kernel multiplies 64 bytes of KV with, and how many a query row; the 64-byte instruction sets.
+_MULTIPLIES = {
+    "avx512": {"fp16": ("vfmadd231ps", 2), "bf16": ("vfmadd231ps", 2)},
+    "avx512vnni": {
+        "fp16": ("vfmadd231ps", 2),
+        "bf16": ("vfmadd231ps", 2),
+        "int8": ("vpdpbusd", 1),
+        "int4": ("vpdpbusd", 2),
+    },
+    "avx512bf16": {
+        "fp16": ("vfmadd231ps", 2),
+        "bf16": ("vdpbf16ps", 1),
+        "int8": ("vpdpbusd", 1),
+        "int4": ("vpdpbusd", 2),
+    },
+}
+_MULTIPLY_ROUNDS = 1 << 20  # milliseconds
 _SETTLE_SECONDS = 0.005  # for the last one's threads to stop spinning
 
 
@@ -176,7 +193,7 @@ def _cell(
 
 def _cell_in_cache(args: argparse.Namespace, kv_dtype: str, shape: Shape, cpu: int) -> dict:
     """The kernel alone, over the same pages again and again: an engine that sleeps between calls of microseconds comes
-    back to a cold core."""
+    back to a cold core. `multiply_bound_gbps` is what it would reach if it did nothing but multiply, where known."""
     data, isa = Data.of(shape), args.isa or _native.isa_best()
     n_pages, kv_bytes = shape.context // PAGE_TOKENS, _native.chunk_bytes(kv_dtype, shape.head_size)
     kv_bytes *= n_pages
@@ -198,15 +215,20 @@ def _cell_in_cache(args: argparse.Namespace, kv_dtype: str, shape: Shape, cpu: i
 
             times = max(1, int(100 * _IN_CACHE_SECONDS / attend(100)))
             passes = max(1, int(_IN_CACHE_SECONDS * 1e11 / kv_bytes))
-            roof, seconds = [], []
+            instruction, a_line = _MULTIPLIES.get(isa, {}).get(kv_dtype, (None, 0))
+            roof, seconds, bound = [], [], []
             for _ in range(args.rounds):
                 roof.append(roofline.gbps(passes))
                 seconds.append(attend(times))
+                if instruction:
+                    rate = _native.multiply_rate(instruction, _MULTIPLY_ROUNDS)
+                    bound.append(64 * rate / (a_line * shape.group) * 1e-9)
     finally:
         os.sched_setaffinity(0, usable)
     row = _common("in-cache", kv_dtype, shape, 1)
     row |= {"sequences": 1, "isa": isa, "peer": None, "format": kv_dtype}
     gbps = [times * kv_bytes / s * 1e-9 for s in seconds]
+    row["multiply_bound_gbps"] = statistics.median(bound) if bound else None
     return {**row, **_figures(argparse.Namespace(judge_below=0.0), roof, gbps, [times / s for s in seconds])}
 
 

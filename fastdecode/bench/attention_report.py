@@ -78,6 +78,8 @@ def _table(rows: list[dict]) -> Iterator[str]:
     for row in rows:
         who = f"{row['peer']} {row['format']}" if row["peer"] else row["isa"]
         times = f"  ours {row['ours_to_peer']:.2f}x" if row["peer"] else ""
+        if row.get("multiply_bound_gbps"):
+            times = f"  multiplications alone {row['multiply_bound_gbps']:.1f}"
         yield (
             f"{row['kv_dtype']:<11}{row['group']:>3}{row['context']:>9}{row['head_size']:>5}  {who:<14}"
             f"{row['gbps']:>8.1f}{row['roofline_gbps']:>10.1f}{row['roofline_pct']:>7.1f}"
