@@ -11,7 +11,7 @@
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,avx512vnni")
 #endif
 
-#define FD_PREFETCH_NEAR /* a core that has BF16 and no AMX is AMD's, Zen 4 or later */
+#define FD_PREFETCH_NEAR /* who has BF16 and no AMX is as a rule a core of AMD's, Zen 4 or later */
 #include "vec_vnni.h"
 
 #include "tiles_simd.h"

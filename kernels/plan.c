@@ -150,6 +150,13 @@ static uint64_t entry_cost(const span_t *s, const fd_entry_t *e, const fd_plan_s
     return span_cost(s) * (shape->n_kv_heads / e->heads);
 }
 
+/* What the first i of n items cost together. Where there is plenty of work they become smaller and smaller, the last 1/n of the average, so that
+ * threads that are not equally fast finish together. */
+static uint64_t cut_at(uint64_t total, uint32_t i, uint32_t n, bool plenty) {
+    const uint64_t rest = n - i, linear = total / n * rest + total % n * rest / n;
+    return total - (plenty ? linear / n * rest + linear % n * rest / n : linear);
+}
+
 static void cut_line(fd_step_t *step, const fd_plan_shape_t *shape) {
     uint64_t total = 0;
     for (uint32_t i = 0; i < step->n_entries; i++) {
@@ -165,7 +172,7 @@ static void cut_line(fd_step_t *step, const fd_plan_shape_t *shape) {
     for (uint32_t i = 1; i <= n; i++) {
         fd_point_t end = {step->n_entries, 0, 0};
         if (i < n) {
-            uint64_t at = total / n * i + total % n * i / n;
+            uint64_t at = cut_at(total, i, n, n == shape->max_items);
             span_t s = span_of(&step->entries[entry], shape);
             while (at - before >= entry_cost(&s, &step->entries[entry], shape)) {
                 before += entry_cost(&s, &step->entries[entry], shape);
