@@ -39,13 +39,13 @@ def read_seconds(buffer: Buffer, cpus: Sequence[int], passes: int = 1, /) -> flo
     Raises ValueError, OSError if a thread cannot be started on its cpu.
     """
 
-# ---- the R-engine (engine.h, memory.h) ----
-
 def multiply_rate(instruction: str, rounds: int, /) -> float:
     """How many of 'vfmadd231ps', 'vdpbf16ps' or 'vpdpbusd' of 64 bytes the calling thread's core does a second.
 
     Raises ValueError where it has none such.
     """
+
+# ---- the R-engine (engine.h, memory.h) ----
 
 def bind_memory(node: int, /) -> None:
     """Let this thread, and those it starts from now on, take memory of NUMA node `node` only. Raises OSError."""

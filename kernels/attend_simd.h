@@ -16,8 +16,9 @@
  *
  * Integer formats multiply in integers. A query row is rounded to 16-bit integers once, the weights of a row in a chunk
  * once a chunk, each scaled by its own largest; products of a chunk are summed exactly in 32 bits. (255 * 32767 * 256 < 2^31.)
- * An ISA may say that 8 bits are enough (kv_bits), and round the multipliers of bf16 to bf16 (kv_store_query, kv_store_float_weights). With x = scale * stored + offset, the scales of V go into
- * the weights before they are rounded; the offsets give the same for every dimension and are added at the end.
+ * An ISA may say that 8 bits are enough (kv_bits), and round the multipliers of bf16 to bf16 (kv_store_query, kv_store_float_weights).
+ * With x = scale * stored + offset, the scales of V go into the weights before they are rounded; the offsets give the same for every
+ * dimension and are added at the end.
  *
  * What the caller appends in before_last it appends to a chunk that is in the cache by then. So there must be one panel only: a->heads * a->q_len
  * * a->group <= FD_PANEL_ROWS.

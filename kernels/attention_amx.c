@@ -51,11 +51,10 @@ FD_INLINE void store_weights(uint8_t *to, const vec_t *x) {
 
 /* Vector i of a row of integers, into signed halves. */
 FD_INLINE void kv_store_multipliers(fd_kv_dtype_t format, void *to, uint32_t i, vec_t x) {
-    const __m128i order = _mm_setr_epi8(0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15);
     const __m512i low = _mm512_cvtps_epi32(x), high = _mm512_srai_epi32(_mm512_add_epi32(low, _mm512_set1_epi32(128)), 8);
     uint8_t *at = (uint8_t *)to + i * LANES;
-    _mm_storeu_si128((__m128i *)at, _mm_shuffle_epi8(_mm512_cvtepi32_epi8(high), order));
-    _mm_storeu_si128((__m128i *)(at + low_half(0)), _mm_shuffle_epi8(_mm512_cvtepi32_epi8(low), order));
+    store_word_bytes(at, high);
+    store_word_bytes(at + low_half(0), low);
 }
 
 #define FD_OWN_STORE_WEIGHTS

@@ -96,6 +96,11 @@ FD_INLINE vec_t vec_pin(vec_t x) {
 
 /* ---- words of K and V (chunk.h) ---- */
 
+/* Bytes of sixteen elements into the order that words of int8 and int4 have them in. */
+FD_INLINE __m128i word_order(void) { return _mm_setr_epi8(0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15); }
+/* The low bytes of sixteen integers, in that order. */
+FD_INLINE void store_word_bytes(void *to, __m512i x) { _mm_storeu_si128(to, _mm_shuffle_epi8(_mm512_cvtepi32_epi8(x), word_order())); }
+
 FD_INLINE vec_t kv_load(fd_kv_dtype_t format, const uint8_t *p) {
     return format == FD_KV_FP16 ? vec_load_fp16(p) : _mm512_loadu_ps(p);
 }

@@ -57,13 +57,12 @@ FD_INLINE void kv_store_query(fd_kv_dtype_t format, void *to, const float *q, ui
 }
 /* Vector i of a query's integers, in the byte order of chunk.h's words. */
 FD_INLINE void kv_store_multipliers(fd_kv_dtype_t format, void *to, uint32_t i, vec_t x) {
-    const __m128i order = _mm_setr_epi8(0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15);
-    _mm_storeu_si128((__m128i *)to + i, _mm_shuffle_epi8(_mm512_cvtepi32_epi8(_mm512_cvtps_epi32(x)), order));
+    store_word_bytes((__m128i *)to + i, _mm512_cvtps_epi32(x));
 }
 /* Four vectors of integers within 0..255, in that order too: packing leaves them lane by lane, one word of each vector after the other. */
 FD_INLINE void store_weights(uint8_t *to, const vec_t *x) {
     const __m512i words = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-    const __m512i order = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15));
+    const __m512i order = _mm512_broadcast_i32x4(word_order());
     const __m512i x01 = _mm512_packus_epi32(_mm512_cvtps_epi32(x[0]), _mm512_cvtps_epi32(x[1]));
     const __m512i x23 = _mm512_packus_epi32(_mm512_cvtps_epi32(x[2]), _mm512_cvtps_epi32(x[3]));
     _mm512_storeu_si512(to, _mm512_permutexvar_epi32(words, _mm512_shuffle_epi8(_mm512_packus_epi16(x01, x23), order)));

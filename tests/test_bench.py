@@ -96,8 +96,6 @@ def test_attention_in_cache_is_one_thread_on_a_megabyte():
             assert row["multiply_bound_gbps"] > 0
         else:
             assert row["multiply_bound_gbps"] is None
-    bounds = [row["multiply_bound_gbps"] for row in result["rows"]]
-    assert bounds == sorted(bounds, key=lambda bound: -(bound or 0))  # the more rows, the more there is to multiply
 
 
 def test_rates_are_of_instructions_that_are_known():
