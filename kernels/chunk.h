@@ -40,7 +40,7 @@
 
 #define FD_MAX_CHUNK_HEAD 256u /* the largest head_size */
 #define FD_COLUMN_LANES 32u
-#define FD_TINY 1e-36f
+#define FD_TINY 1e-33f /* 65535, the most levels that a kernel has, divided by it is finite */
 
 #define FD_INLINE static inline __attribute__((always_inline))
 

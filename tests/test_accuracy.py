@@ -33,7 +33,7 @@ MODEL = {"fp32": (1e-6, 2e-5), "fp16": (8e-4, 6e-3), "bf16": (6e-3, 5e-2), "int8
 MODEL["int8-int4"] = (0.1, 0.3)
 #: By format, over all rows of a range made to hurt.
 FORMAT = {"fp32": 5e-6, "fp16": 2e-3, "bf16": 1e-2, "int8": 6e-2, "int4": 1.0, "int8-int4": 0.15}
-#: What a format cannot hold: fp16 saturates at 65504 and is subnormal below 6e-5, integers are zero below 1e-36.
+#: What a format cannot hold: fp16 saturates at 65504 and is subnormal below 6e-5, integers are zero below 1e-33.
 LOST = {
     "beyond fp16": {"fp16": 1.0},
     "huge": {"fp16": 1.0},

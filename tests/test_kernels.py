@@ -407,6 +407,18 @@ def test_scores_of_ten_thousand(isa: str, kv_dtype: str) -> None:
     assert_close(got, want, 4, budget(isa, kv_dtype), "constant")
 
 
+@pytest.mark.parametrize("size", [0.0, 1e-40, 1e-37, 1e-35, 1e-33, 1e-20])
+@by_kv_dtype
+@by_isa
+def test_queries_next_to_nothing_weigh_all_tokens_alike(isa: str, kv_dtype: str, size: float) -> None:
+    case = Case(head_size=32, group=4, length=3 * PAGE + 5, window=0, q_len=1)
+    q, k, v = make_inputs(case)
+    q = (q / np.abs(q).max() * size).astype(np.float32)
+    got = Cache(isa, kv_dtype, k, v).attend(q, case.length - 1)
+    want = reference(q, *stored_kv(k, v, kv_dtype), case.length - 1)
+    assert_close(got, want, np.abs(v).max(), budget(isa, kv_dtype, case.head_size, 4), size)
+
+
 @by_kv_dtype
 @by_isa
 def test_zero_and_subnormal_rows(isa: str, kv_dtype: str) -> None:

@@ -93,7 +93,7 @@ def stored(x: np.ndarray, kv_format: str) -> np.ndarray:
     if kv_format == "int4":
         return _stored_int4(x)
     amax = np.abs(x).max(axis=1, keepdims=True)
-    amax[amax < np.float32(1e-36)] = 0
+    amax[amax < np.float32(1e-33)] = 0
     inverse = np.divide(np.float32(127), amax, out=np.zeros_like(amax), where=amax > 0)
     return np.rint(x * inverse).astype(np.float64) * (amax / np.float32(127)).astype(np.float64)
 
@@ -106,7 +106,7 @@ def _stored_int4(x: np.ndarray) -> np.ndarray:
     low, high = x.min(axis=1, keepdims=True), x.max(axis=1, keepdims=True)
     centre = _bf16(high / 2 + low / 2 + (high - low) / np.float32(15) / 2)
     scale = np.maximum((high - centre) / np.float32(7), (centre - low) / np.float32(8))
-    scale = np.where(scale < np.float32(1e-36), 0, _bf16(scale)).astype(np.float32)
+    scale = np.where(scale < np.float32(1e-33), 0, _bf16(scale)).astype(np.float32)
     inverse = np.divide(np.float32(1), scale, out=np.zeros_like(scale), where=scale > 0)
     codes = np.rint(np.clip((x - centre) * inverse, -8, 7)).astype(np.float64)
     return codes * scale.astype(np.float64) + centre.astype(np.float64)
