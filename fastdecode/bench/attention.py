@@ -73,9 +73,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--peer-kv-bytes",
         type=parse_bytes,
-        default=512 << 20,
         metavar="SIZE",
-        help="KV of a peer; default 512MiB, to save time (a large last-level cache makes that an advantage to them)",
+        help="KV of a peer; default as --kv-bytes (less saves time, and may fit into a large last-level cache)",
     )
     repeatable("--part", {"choices": PARTS}, "what to measure; default: all")
     parser.add_argument("--threads", type=int, help="of the sweep; default: one a usable core")
@@ -129,11 +128,15 @@ def _measure(args: argparse.Namespace) -> dict:
         "rounds": args.rounds,
         "judge_below": args.judge_below,
         "kv_bytes": args.kv_bytes,
-        "peer_kv_bytes": args.peer_kv_bytes,
+        "peer_kv_bytes": _peer_kv_bytes(args),
         "peers_absent": [name for name in wanted if name not in present] if "sweep" in parts else [],
         "rows": rows,
         "summary": summary(rows),
     }
+
+
+def _peer_kv_bytes(args: argparse.Namespace) -> int:
+    return min(args.peer_kv_bytes or args.kv_bytes, args.kv_bytes)
 
 
 def _cells(args: argparse.Namespace, part: str) -> Iterator[tuple[str, Shape]]:
@@ -160,7 +163,7 @@ def _cell(
         peers: dict[str, AttentionPeer] = {}
         for name in peer_names:
             try:
-                peer = PEERS[name](shape, kv_dtype, min(args.peer_kv_bytes, args.kv_bytes), len(cpus))
+                peer = PEERS[name](shape, kv_dtype, _peer_kv_bytes(args), len(cpus))
             except ValueError as error:
                 tqdm.write(f"{name} leaves {kv_dtype}, head size {shape.head_size} out: {error}", file=sys.stderr)
                 continue
