@@ -11,7 +11,7 @@
  *   1. scores its tokens in tiles of registers: a vector of K is loaded and taken apart once for all rows of the block;
  *   2. masks what a row must not see, updates m and l, turns scores into weights (online softmax, one step a chunk);
  *   3. adds weights times V in tiles of registers, again one load for all rows.
- * Tiles read a chunk from its first byte to its last (chunk.h), and as they go they prefetch what comes FD_PREFETCH_AHEAD later, each step as many
+ * Tiles read a chunk from its first byte to its last (chunk.h), and as they go they prefetch what comes prefetch_ahead later, each step as many
  * bytes as it reads itself.
  *
  * Integer formats multiply in integers. A query row is rounded to 16-bit integers once, the weights of a row in a chunk
@@ -34,6 +34,9 @@
 /* First query row and rows of block `i` of the `n` that rows [0, rows) are cut into, as evenly as can be. */
 FD_INLINE uint32_t block_row(uint32_t rows, uint32_t n, uint32_t i) { return (uint32_t)((uint64_t)rows * i / n); }
 
+/* Elements [d, d + LANES) of x, as far as it has them; then zeros. */
+FD_INLINE vec_t load_up_to(const float *x, uint32_t d, uint32_t n) { return d + LANES <= n ? vec_load(x + d) : vec_load_half(x + d); }
+
 /* A query row as a kernel multiplies by it, and its state before the first chunk. */
 FD_INLINE void begin_row(const fd_kv_dtype_t dtype, const float *q, uint32_t head_size, uint8_t *multipliers, row_state_t *state) {
     const fd_kv_dtype_t format = fd_k_format(dtype);
@@ -44,16 +47,13 @@ FD_INLINE void begin_row(const fd_kv_dtype_t dtype, const float *q, uint32_t hea
         kv_store_query(format, multipliers, q, head_size);
         return;
     }
-    float padded[FD_MAX_CHUNK_HEAD + LANES] __attribute__((aligned(64)));
-    memcpy(padded, q, head_size * sizeof *q);
-    memset(padded + head_size, 0, LANES * sizeof *q);
     vec_t max = vec_zero(), sum = vec_zero();
-    for (uint32_t d = 0; d < head_size; d += LANES) max = vec_max(max, vec_abs(vec_load(padded + d)));
+    for (uint32_t d = 0; d < head_size; d += LANES) max = vec_max(max, vec_abs(load_up_to(q, d, head_size)));
     const float largest = vec_reduce_max(max), levels = kv_levels(format, 0);
     if (largest >= FD_TINY) state->unit = largest / levels;
     const vec_t inverse = vec_set1(largest >= FD_TINY ? levels / largest : 0.0f);
     for (uint32_t d = 0; d < head_size; d += LANES) {
-        const vec_t x = vec_round(vec_mul(vec_load(padded + d), inverse));
+        const vec_t x = vec_round(vec_mul(load_up_to(q, d, head_size), inverse));
         sum = vec_add(sum, x);
         kv_store_multipliers(format, multipliers, d / LANES, x);
     }
@@ -94,11 +94,10 @@ FD_INLINE void attend_panel(const fd_kv_dtype_t dtype, const fd_attend_t *a, con
     for (uint32_t h = 0; h < a->heads; h++)
         for (uint32_t block = 0; block < n_blocks; block++) {
             const uint32_t r0 = block_row(rows, n_blocks, block), n = block_row(rows, n_blocks, block + 1) - r0;
-            for (uint32_t r = 0; r < n; r++) {
-                uint8_t row[FD_MAX_CHUNK_HEAD * sizeof(float)] __attribute__((aligned(64)));
-                begin_row(dtype, a->q + ((size_t)h * head_rows + row0 + r0 + r) * head_size, head_size, row, &state[h * rows + r0 + r]);
-                place_row(q + (h * rows + r0) * row_bytes, n, r, row, row_bytes);
-            }
+            uint8_t separate[MAX_BLOCK * ROW_ROOM] __attribute__((aligned(64)));
+            for (uint32_t r = 0; r < n; r++)
+                begin_row(dtype, a->q + ((size_t)h * head_rows + row0 + r0 + r) * head_size, head_size, separate + r * ROW_ROOM, &state[h * rows + r0 + r]);
+            place_rows(q + (h * rows + r0) * row_bytes, separate, n, row_bytes);
         }
 
     const uint32_t first = row0 / a->group, last = (row0 + rows - 1) / a->group;
@@ -112,6 +111,8 @@ FD_INLINE void attend_panel(const fd_kv_dtype_t dtype, const fd_attend_t *a, con
         for (uint32_t h = 0; h < a->heads; h++) {
             block_t b = {.chunk = a->chunks[c] + h * a->head_stride, .n_blocks = n_blocks, .head_size = head_size, .bytes = fd_chunk_end(dtype, head_size)};
             b.next = h + 1 < a->heads ? b.chunk + a->head_stride : more ? a->chunks[c + 1] : a->after ? a->after : b.chunk;
+            const uint32_t tiles = (FD_PAGE_TOKENS + head_size) / FD_COLUMN_LANES;
+            b.early = (more ? a->chunks[c + 1] : a->after ? a->after : b.chunk) + (size_t)h * tiles * early_lines(dtype, (int)rows) * LINE;
             if (h == 0 && c + 1 < a->n_chunks) __builtin_prefetch(a->chunks[c + 1], 0, PREFETCH_LOCALITY); /* its address is translated by then */
             if (!more && a->before_last) a->before_last(a->context, h);
             for (; b.index < n_blocks; b.index++) {

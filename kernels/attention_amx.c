@@ -83,11 +83,13 @@ FD_INLINE void kv_store_query(fd_kv_dtype_t format, void *to, const float *q, ui
         store_split((uint8_t *)to + d * sizeof(uint16_t), low_half(0), vec_load(q + d), vec_load(q + d + LANES));
 }
 
-#define FD_OWN_PLACE_ROW
+#define FD_OWN_PLACE_ROWS
 /* A block's queries are rows of a tile: high halves, low halves, those of the next row. */
-FD_INLINE void place_row(uint8_t *block, uint32_t rows, uint32_t r, const uint8_t *row, size_t row_bytes) {
-    memcpy(block + r * row_bytes, row, row_bytes / 2);
-    memcpy(block + r * row_bytes + row_bytes / 2, row + low_half(0), row_bytes / 2);
+FD_INLINE void place_rows(uint8_t *block, const uint8_t *rows, uint32_t n_rows, size_t row_bytes) {
+    for (uint32_t r = 0; r < n_rows; r++, block += row_bytes, rows += 2 * low_half(0)) {
+        memcpy(block, rows, row_bytes / 2);
+        memcpy(block + row_bytes / 2, rows + low_half(0), row_bytes / 2);
+    }
 }
 
 #include "softmax_simd.h"

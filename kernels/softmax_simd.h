@@ -14,14 +14,19 @@ enum { PAGE_VECS = FD_PAGE_TOKENS / LANES, MAX_VECS = FD_COLUMN_LANES / LANES /*
 /* Cores differ in how they like to be told what to read, so an ISA says which it is for. Intel's: a chunk ahead, into L2, and not while there is
  * arithmetic between two matrices. AMD's: shortly before, into L1, and always, for what they have asked for is little and soon there. */
 #ifdef FD_PREFETCH_NEAR
-#define FD_PREFETCH_AHEAD ((size_t)8 << 10) /* bytes; a chunk at most */
-#define FD_PREFETCH_IN_SOFT_MAX 1
-enum { PREFETCH_LOCALITY = 3 };
+enum { PREFETCH_NEAR = 1, PREFETCH_LOCALITY = 3 };
 #else
-#define FD_PREFETCH_AHEAD SIZE_MAX
-#define FD_PREFETCH_IN_SOFT_MAX 0
-enum { PREFETCH_LOCALITY = 2 };
+enum { PREFETCH_NEAR = 0, PREFETCH_LOCALITY = 2 };
 #endif
+/* A lone row is through a page of int4 in 4 us, of which the jump to the next page takes a tenth: whatever prefetches a plain stream in hardware has to
+ * find out where it goes on. So the next page's first lines are asked for a few at a time while this one is read, and everything else is asked for a little
+ * later. Other formats gain less from that than it costs them. */
+FD_INLINE int is_hasty(const fd_kv_dtype_t dtype, const int rows) { return PREFETCH_NEAR && dtype == FD_KV_INT4 && rows == 1; }
+/* In bytes; a chunk at most. */
+FD_INLINE size_t prefetch_ahead(const fd_kv_dtype_t dtype, const int rows) { return PREFETCH_NEAR ? (is_hasty(dtype, rows) ? 6 : 8) << 10 : SIZE_MAX; }
+FD_INLINE int prefetch_in_soft_max(const fd_kv_dtype_t dtype, const int rows) { return PREFETCH_NEAR && !is_hasty(dtype, rows); }
+/* Lines from the next page's start on that a tile asks for. */
+FD_INLINE int early_lines(const fd_kv_dtype_t dtype, const int rows) { return is_hasty(dtype, rows) ? 3 : 0; }
 
 #define LOG2_E 0x1.715476p+0f
 #define EXP2_FLUSH -96.0f /* below it, where products of the result would soon be subnormal (and slow), it is 0 */
@@ -75,12 +80,19 @@ FD_INLINE size_t q_row_bytes(fd_kv_dtype_t format, uint32_t head_size) {
     return head_size / fd_word_elems(format) * kv_parts(format) * sizeof(uint32_t);
 }
 
-/* Puts multipliers, as the functions above have stored them, where a block has those of its row `r`: next to those that the other rows have for
- * the same word. */
-#ifndef FD_OWN_PLACE_ROW
-FD_INLINE void place_row(uint8_t *block, uint32_t rows, uint32_t r, const uint8_t *row, size_t row_bytes) {
-    const size_t word = sizeof(uint32_t);
-    for (size_t w = 0; w < row_bytes / word; w++) memcpy(block + (w * rows + r) * word, row + w * word, word);
+/* Puts the multipliers of a block's rows, each as the functions above have stored it, word by word: a word of every row, then the next. */
+enum { ROW_ROOM = FD_MAX_CHUNK_HEAD * sizeof(float) /* bytes from a row to the next before */ };
+#ifndef FD_OWN_PLACE_ROWS
+FD_INLINE void place_rows(uint8_t *block, const uint8_t *rows, uint32_t n_rows, size_t row_bytes) {
+    const uint32_t room = ROW_ROOM / sizeof(uint32_t), n = (uint32_t)(row_bytes / sizeof(uint32_t)), *from = (const uint32_t *)rows;
+    uint32_t *to = (uint32_t *)block, w = 0;
+#ifdef FD_INTERLEAVE
+    if (n_rows % 4 == 0)
+        for (; w + LANES <= n; w += LANES)
+            for (uint32_t r = 0; r < n_rows; r += 4) interleave4(to + w * n_rows + r, n_rows, from + r * room + w, room);
+#endif
+    for (; w < n; w++)
+        for (uint32_t r = 0; r < n_rows; r++) to[w * n_rows + r] = from[r * room + w];
 }
 #endif
 
@@ -93,26 +105,34 @@ typedef struct {
 /* One block's work in one chunk. */
 typedef struct {
     const uint8_t *chunk, *next;    /* next: prefetched; may be the same */
+    const uint8_t *early;           /* of the next page, what this chunk's tiles ask for (early_lines) */
     size_t bytes;                   /* of a chunk */
     uint32_t index, n_blocks;       /* of the panel's blocks, which take turns at prefetching */
     uint32_t rows, head_size;
     uint32_t lo, hi;                /* tokens that some row sees */
     int full;                       /* every row sees every token */
     struct { uint32_t lo, hi; } seen[MAX_BLOCK]; /* by the row; not set if `full` */
-    const uint8_t *q;               /* multipliers of all rows (place_row) */
+    const uint8_t *q;               /* multipliers of all rows (place_rows) */
     row_state_t *state;             /* [rows] */
     float *acc;                     /* [rows][head_size] */
 } block_t;
 
 typedef void (*block_fn)(const block_t *b);
 
-/* Where to begin to prefetch, as many bytes as are read meanwhile, the first of them at byte `at` of the chunk: FD_PREFETCH_AHEAD further on, in the
+/* Where to begin to prefetch, as many bytes as are read meanwhile, the first of them at byte `at` of the chunk: prefetch_ahead further on, in the
  * next chunk if need be. The blocks of a panel read a chunk one after the other, so they prefetch the next one in turns, tile by tile; whose turn it
  * is not asks for what it is about to read: that costs less than a branch in the loop. */
-FD_INLINE const uint8_t *prefetch_start(const block_t *b, size_t at, uint32_t tile) {
+FD_INLINE const uint8_t *prefetch_start(const fd_kv_dtype_t dtype, const int rows, const block_t *b, size_t at, uint32_t tile) {
     if (b->n_blocks > 1) return (tile % b->n_blocks == b->index ? b->next : b->chunk) + at;
-    const size_t ahead = FD_PREFETCH_AHEAD < b->bytes ? FD_PREFETCH_AHEAD : b->bytes;
+    const size_t most = prefetch_ahead(dtype, rows), ahead = most < b->bytes ? most : b->bytes;
     return at + ahead < b->bytes ? b->chunk + at + ahead : b->next + (at + ahead - b->bytes);
+}
+
+/* Asks for its share of the next page's start. `tile`: of those of 32 lanes, of K and V in turn. */
+FD_INLINE void prefetch_early(const fd_kv_dtype_t dtype, const int rows, const block_t *b, uint32_t tile) {
+    const int lines = early_lines(dtype, rows);
+    FD_UNROLL
+    for (int i = 0; i < lines; i++) __builtin_prefetch(b->early + (tile * (uint32_t)lines + (uint32_t)i) * LINE, 0, PREFETCH_LOCALITY);
 }
 
 /* Lanes [i * LANES, (i + 1) * LANES) of x that are of tokens [lo, hi), elsewhere `fill`. */
@@ -150,7 +170,7 @@ FD_INLINE void soft_max(const fd_kv_dtype_t dtype, const int rows, const int ful
     vec_store(rescale, vec_exp2(format, vec_load(change)));
 
     const uint8_t *affine = b->chunk + fd_chunk_v_affine(dtype, b->head_size, 0);
-    const uint8_t *ahead = prefetch_start(b, fd_chunk_v_affine(dtype, b->head_size, 0), 0);
+    const uint8_t *ahead = prefetch_start(dtype, rows, b, fd_chunk_v_affine(dtype, b->head_size, 0), 0);
     vec_t scale[PAGE_VECS], offset[PAGE_VECS];
     const int has_offset = format == FD_KV_INT4 || (format == FD_KV_INT8 && kv_bits(format) == 16);
     const int rounded_sum = format == FD_KV_BF16 && kv_parts(format) == 1; /* l is of the weights as rounded, so that they add up to 1 */
@@ -165,7 +185,7 @@ FD_INLINE void soft_max(const fd_kv_dtype_t dtype, const int rows, const int ful
             offset[i] = keep_tokens(offset[i], i, b->lo, b->hi, 0.0f);
         }
     }
-    const uint8_t *v_ahead = prefetch_start(b, fd_chunk_v(dtype, b->head_size), 0);
+    const uint8_t *v_ahead = prefetch_start(dtype, rows, b, fd_chunk_v(dtype, b->head_size), 0);
     for (int r = 0; r < rows; r++) {
         row_state_t *state = &b->state[r];
         float *weights = scores[r];
@@ -177,7 +197,7 @@ FD_INLINE void soft_max(const fd_kv_dtype_t dtype, const int rows, const int ful
         const vec_t m = vec_set1(state->m), to_log2 = vec_set1(state->unit * LOG2_E);
         vec_t sum = vec_zero(), rest = vec_zero(), max = vec_zero(), w[PAGE_VECS];
         for (uint32_t i = first; i < last; i++) {
-            if (FD_PREFETCH_IN_SOFT_MAX) __builtin_prefetch(v_ahead, 0, PREFETCH_LOCALITY), v_ahead += LINE;
+            if (prefetch_in_soft_max(dtype, rows)) __builtin_prefetch(v_ahead, 0, PREFETCH_LOCALITY), v_ahead += LINE;
             const vec_t p = vec_exp2(format, vec_mul(vec_sub(vec_load(&weights[i * LANES]), m), to_log2));
             if (!rounded_sum) sum = vec_add(sum, p);
             if (fd_kv_is_int(format)) {

@@ -5,7 +5,7 @@
 #include "softmax_simd.h"
 
 /* Multipliers of a block of rows: of the row r, for part u of word s, the 32 bits at `at` + s * word + u * part + r * row. Queries lie
- * word by word (place_row), so that few cache lines are touched at a time; weights row by row, as soft_max left them. */
+ * word by word (place_rows), so that few cache lines are touched at a time; weights row by row, as soft_max left them. */
 typedef struct {
     const uint8_t *at;
     size_t word, part, row;
@@ -77,7 +77,8 @@ FD_INLINE void score_tile(const fd_kv_dtype_t dtype, const int rows, const int v
     const fd_kv_dtype_t format = fd_k_format(dtype);
     const size_t word = fd_word_bytes(format);
     const uint32_t steps = b->head_size / fd_word_elems(format), depth = fd_k_depth(format, b->head_size);
-    const uint8_t *ahead = prefetch_start(b, t0 * depth * word, t0 / (vecs * LANES));
+    const uint8_t *ahead = prefetch_start(dtype, rows, b, t0 * depth * word, t0 / (vecs * LANES));
+    prefetch_early(dtype, rows, b, t0 / FD_COLUMN_LANES);
     vec_t sum[MAX_BLOCK][MAX_VECS];
     FD_UNROLL
     for (int r = 0; r < n_sums(format, rows); r++)
@@ -112,7 +113,8 @@ FD_INLINE void value_tile(const fd_kv_dtype_t dtype, const int rows, const int v
     const size_t offset = fd_chunk_v(dtype, b->head_size), stride = fd_lane_stride(format, b->head_size, d0);
     const uint8_t *v = b->chunk + offset + fd_lane_offset(format, depth, d0);
     const multipliers_t w = weight_multipliers(format, weights);
-    const uint8_t *ahead = prefetch_start(b, offset + d0 * depth * fd_word_bytes(format), d0 / (vecs * LANES));
+    const uint8_t *ahead = prefetch_start(dtype, rows, b, offset + d0 * depth * fd_word_bytes(format), d0 / (vecs * LANES));
+    prefetch_early(dtype, rows, b, (FD_PAGE_TOKENS + d0) / FD_COLUMN_LANES);
     vec_t sum[MAX_BLOCK][MAX_VECS];
     FD_UNROLL
     for (int r = 0; r < n_sums(format, rows); r++)

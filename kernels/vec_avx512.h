@@ -88,6 +88,24 @@ FD_INLINE void vec_store_u8_half(void *p, vec_t x, int zero) {
     _mm_storel_epi64(p, _mm512_cvtepi32_epi8(_mm512_add_epi32(_mm512_cvtps_epi32(x), _mm512_set1_epi32(zero))));
 }
 
+#define FD_INTERLEAVE
+/* Sixteen words of four rows, `room` words apart: to[w * stride + r] is word w of row r. */
+FD_INLINE void interleave4(uint32_t *to, size_t stride, const uint32_t *from, size_t room) {
+    const __m512i x0 = _mm512_loadu_si512(from), x1 = _mm512_loadu_si512(from + room);
+    const __m512i x2 = _mm512_loadu_si512(from + 2 * room), x3 = _mm512_loadu_si512(from + 3 * room);
+    const __m512i low01 = _mm512_unpacklo_epi32(x0, x1), high01 = _mm512_unpackhi_epi32(x0, x1);
+    const __m512i low23 = _mm512_unpacklo_epi32(x2, x3), high23 = _mm512_unpackhi_epi32(x2, x3);
+    const __m512i words[4] = {_mm512_unpacklo_epi64(low01, low23), _mm512_unpackhi_epi64(low01, low23),
+                              _mm512_unpacklo_epi64(high01, high23), _mm512_unpackhi_epi64(high01, high23)}; /* i: words i, 4 + i, ... */
+    FD_UNROLL
+    for (size_t i = 0; i < 4; i++) {
+        _mm_storeu_si128((__m128i *)(to + i * stride), _mm512_castsi512_si128(words[i]));
+        _mm_storeu_si128((__m128i *)(to + (4 + i) * stride), _mm512_extracti32x4_epi32(words[i], 1));
+        _mm_storeu_si128((__m128i *)(to + (8 + i) * stride), _mm512_extracti32x4_epi32(words[i], 2));
+        _mm_storeu_si128((__m128i *)(to + (12 + i) * stride), _mm512_extracti32x4_epi32(words[i], 3));
+    }
+}
+
 /* x, computed here: a compiler moves loads past prefetches and past each other (`multiply` of tiles_simd.h says why it must not). */
 FD_INLINE vec_t vec_pin(vec_t x) {
     __asm__ volatile("" : "+v"(x));
