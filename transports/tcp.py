@@ -25,6 +25,7 @@ from .server import Carrier, ControlServer
 
 _BACKLOG = 64
 _SILENCE_S = 4
+_RTO_MAX_MS = 44  # TCP_RTO_MAX_MS of linux/tcp.h, Linux 6.15 and later
 
 
 def parse(url: str) -> tuple[str, int]:
@@ -47,6 +48,9 @@ def configure(sock: socket.socket) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _SILENCE_S - 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _SILENCE_S * 1000)
+    with contextlib.suppress(OSError):
+        # What TCP_USER_TIMEOUT allows is looked at when a timer ends: once a second, however often it has been doubled.
+        sock.setsockopt(socket.IPPROTO_TCP, _RTO_MAX_MS, 1000)
 
 
 # ---- S side ----
