@@ -40,7 +40,8 @@ FD_INLINE size_t low_half(int is_v) { return is_v ? FD_PAGE_TOKENS * sizeof(floa
 #define FD_WORDS(e) FD_WORD(e), FD_WORD((e) + 4), FD_WORD((e) + 8), FD_WORD((e) + 12)
 static const uint8_t packed_words[64] = {FD_WORDS(0), FD_WORDS(16), FD_WORDS(32), FD_WORDS(48)};
 
-/* Four vectors of integers within 0..65535. */
+#define FD_PACKED_WEIGHTS
+/* Four vectors of integers within 0..65535, into unsigned halves. */
 FD_INLINE void store_weights(uint8_t *to, const vec_t *x) {
     const __m512i low = _mm512_loadu_si512(packed_words), high = _mm512_add_epi8(low, _mm512_set1_epi8(1));
     const __m512i x01 = _mm512_packus_epi32(_mm512_cvtps_epi32(x[0]), _mm512_cvtps_epi32(x[1]));
@@ -55,16 +56,6 @@ FD_INLINE void kv_store_multipliers(fd_kv_dtype_t format, void *to, uint32_t i, 
     uint8_t *at = (uint8_t *)to + i * LANES;
     store_word_bytes(at, high);
     store_word_bytes(at + low_half(0), low);
-}
-
-#define FD_OWN_STORE_WEIGHTS
-/* All vectors of a row, those outside [first, last) zero, into unsigned halves. */
-FD_INLINE void kv_store_weights(fd_kv_dtype_t format, void *to, uint32_t first, uint32_t last, const vec_t *w, vec_t inverse) {
-    vec_t x[FD_PAGE_TOKENS / LANES];
-    FD_UNROLL
-    for (uint32_t i = 0; i < FD_PAGE_TOKENS / LANES; i++) x[i] = i >= first && i < last ? vec_mul(w[i], inverse) : vec_zero();
-    FD_UNROLL
-    for (uint32_t i = 0; i < FD_PAGE_TOKENS / LANES; i += 4) store_weights((uint8_t *)to + i * LANES, x + i);
 }
 
 /* 2 * LANES floats, cut off to bf16 and what that leaves, cut off to bf16 too. */

@@ -18,8 +18,8 @@ enum { PREFETCH_NEAR = 1, PREFETCH_LOCALITY = 3 };
 #else
 enum { PREFETCH_NEAR = 0, PREFETCH_LOCALITY = 2 };
 #endif
-/* A lone row is through a page of int4 in 4 us, of which the jump to the next page takes a tenth: whatever prefetches a plain stream in hardware has to
- * find out where it goes on. So the next page's first lines are asked for a few at a time while this one is read, and everything else is asked for a little
+/* A lone row is through a page of int4 so soon that the jump to the next page is felt: whatever prefetches a plain stream in hardware has to find out
+ * where it goes on. So the next page's first lines are asked for a few at a time while this one is read, and everything else is asked for a little
  * later. Other formats gain less from that than it costs them. */
 FD_INLINE int is_hasty(const fd_kv_dtype_t dtype, const int rows) { return PREFETCH_NEAR && dtype == FD_KV_INT4 && rows == 1; }
 /* In bytes; a chunk at most. */
@@ -69,7 +69,15 @@ FD_INLINE vec_t kv_sum_weights(fd_kv_dtype_t format, const void *weights, uint32
 #ifndef FD_OWN_V_ZERO
 FD_INLINE int kv_v_zero(fd_kv_dtype_t format) { return fd_zero_point(format); }
 #endif
-#ifndef FD_OWN_STORE_WEIGHTS
+#ifdef FD_PACKED_WEIGHTS /* four vectors at a time (store_weights): all of a row, those outside [first, last) zero */
+FD_INLINE void kv_store_weights(fd_kv_dtype_t format, void *to, uint32_t first, uint32_t last, const vec_t *w, vec_t inverse) {
+    vec_t x[PAGE_VECS];
+    FD_UNROLL
+    for (uint32_t i = 0; i < PAGE_VECS; i++) x[i] = i >= first && i < last ? vec_mul(w[i], inverse) : vec_zero();
+    FD_UNROLL
+    for (uint32_t i = 0; i < PAGE_VECS; i += 4) store_weights((uint8_t *)to + i * LANES, x + i);
+}
+#else
 FD_INLINE void kv_store_weights(fd_kv_dtype_t format, void *to, uint32_t first, uint32_t last, const vec_t *w, vec_t inverse) {
     for (uint32_t i = first; i < last; i++) kv_store_multipliers(format, to, i, vec_mul(w[i], inverse));
 }

@@ -59,6 +59,7 @@ FD_INLINE void kv_store_query(fd_kv_dtype_t format, void *to, const float *q, ui
 FD_INLINE void kv_store_multipliers(fd_kv_dtype_t format, void *to, uint32_t i, vec_t x) {
     store_word_bytes((__m128i *)to + i, _mm512_cvtps_epi32(x));
 }
+#define FD_PACKED_WEIGHTS
 /* Four vectors of integers within 0..255, in that order too: packing leaves them lane by lane, one word of each vector after the other. */
 FD_INLINE void store_weights(uint8_t *to, const vec_t *x) {
     const __m512i words = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
@@ -66,15 +67,6 @@ FD_INLINE void store_weights(uint8_t *to, const vec_t *x) {
     const __m512i x01 = _mm512_packus_epi32(_mm512_cvtps_epi32(x[0]), _mm512_cvtps_epi32(x[1]));
     const __m512i x23 = _mm512_packus_epi32(_mm512_cvtps_epi32(x[2]), _mm512_cvtps_epi32(x[3]));
     _mm512_storeu_si512(to, _mm512_permutexvar_epi32(words, _mm512_shuffle_epi8(_mm512_packus_epi16(x01, x23), order)));
-}
-#define FD_OWN_STORE_WEIGHTS
-/* All vectors of a row, those outside [first, last) zero. */
-FD_INLINE void kv_store_weights(fd_kv_dtype_t format, void *to, uint32_t first, uint32_t last, const vec_t *w, vec_t inverse) {
-    vec_t x[FD_PAGE_TOKENS / LANES];
-    FD_UNROLL
-    for (uint32_t i = 0; i < FD_PAGE_TOKENS / LANES; i++) x[i] = i >= first && i < last ? vec_mul(w[i], inverse) : vec_zero();
-    FD_UNROLL
-    for (uint32_t i = 0; i < FD_PAGE_TOKENS / LANES; i += 4) store_weights((uint8_t *)to + i * LANES, x + i);
 }
 #define FD_OWN_STORE_FLOAT_WEIGHTS
 FD_INLINE void kv_store_float_weights(fd_kv_dtype_t format, void *to, uint32_t i, vec_t x) {
