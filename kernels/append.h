@@ -29,6 +29,9 @@ FD_INLINE uint32_t convert_row(const fd_kv_dtype_t format, row_t *dst, const flo
     return 0;
 }
 
+/* Four codes as they stand in a word of int8 (chunk.h): the middle ones change places. */
+FD_INLINE uint32_t in_word_order(uint32_t x) { return (x & 0xff0000ffu) | (x & 0xff00u) << 8 | (x >> 8 & 0xff00u); }
+
 /* K: whole words, one of every row of a column. */
 FD_INLINE void store_k(const fd_kv_dtype_t format, uint8_t *matrix, uint32_t head_size, uint32_t t, const row_t *k) {
     matrix += fd_lane_offset(format, fd_k_depth(format, head_size), t);
@@ -36,32 +39,33 @@ FD_INLINE void store_k(const fd_kv_dtype_t format, uint8_t *matrix, uint32_t hea
         for (uint32_t d = 0; d < head_size; d++) ((uint16_t *)matrix)[d * FD_COLUMN_LANES] = k->half[d];
         return;
     }
-    uint32_t *to = (uint32_t *)matrix;
-    for (uint32_t d = 0; d < head_size; d += fd_word_elems(format), to += FD_COLUMN_LANES) {
-        const uint8_t *c = k->code + d;
-        if (format == FD_KV_FP32) *to = fd_float_bits(k->fp32[d]);
-        if (format == FD_KV_BF16) *to = k->half[d] | (uint32_t)k->half[d + 1] << 16;
-        if (format == FD_KV_INT8) *to = c[0] | (uint32_t)c[2] << 8 | (uint32_t)c[1] << 16 | (uint32_t)c[3] << 24;
-        if (format == FD_KV_INT4)
-            *to = (c[0] | c[4] << 4) | (uint32_t)(c[2] | c[6] << 4) << 8 | (uint32_t)(c[1] | c[5] << 4) << 16 |
-                  (uint32_t)(c[3] | c[7] << 4) << 24;
+    uint32_t words[FD_MAX_CHUNK_HEAD]; /* first together, which vectorises, then spread */
+    const uint32_t n = head_size / fd_word_elems(format);
+    if (format == FD_KV_INT4) {
+        for (uint32_t i = 0; i < n; i++) {
+            uint64_t x;
+            memcpy(&x, k->code + 8 * i, sizeof x);
+            words[i] = in_word_order((uint32_t)(x | x >> 28));
+        }
+    } else {
+        memcpy(words, k, n * sizeof *words);
+        for (uint32_t i = 0; format == FD_KV_INT8 && i < n; i++) words[i] = in_word_order(words[i]);
     }
+    for (uint32_t i = 0; i < n; i++) ((uint32_t *)matrix)[i * FD_COLUMN_LANES] = words[i];
 }
 
 /* V: the token's part of every word of a row, dimensions [d, d + n), a column's. */
-FD_INLINE void store_v_column(const fd_kv_dtype_t format, uint8_t *words, uint32_t t, const row_t *v, uint32_t d, uint32_t n) {
-    if (format == FD_KV_FP32) memcpy(words, v->fp32 + d, n * sizeof *v->fp32);
-    if (format == FD_KV_FP16) memcpy(words, v->half + d, n * sizeof *v->half);
-    if (format == FD_KV_BF16)
-        for (uint32_t i = 0; i < n; i++) ((uint16_t *)words)[2 * i + t % 2] = v->half[d + i];
-    if (format == FD_KV_INT8)
-        for (uint32_t i = 0; i < n; i++) words[4 * i + fd_word_byte(t)] = v->code[d + i];
-    if (format == FD_KV_INT4) {
-        const uint32_t shift = t % 8 / 4 * 4;
-        for (uint32_t i = 0; i < n; i++) {
-            uint8_t *byte = &words[4 * i + fd_word_byte(t)];
-            *byte = (uint8_t)((*byte & 0xf0u >> shift) | v->code[d + i] << shift);
-        }
+FD_INLINE void store_v_column(const fd_kv_dtype_t format, uint8_t *to, uint32_t t, const row_t *v, uint32_t d, uint32_t n) {
+    uint32_t *words = (uint32_t *)to;
+    if (format == FD_KV_FP32) memcpy(to, v->fp32 + d, n * sizeof *v->fp32);
+    if (format == FD_KV_FP16) memcpy(to, v->half + d, n * sizeof *v->half);
+    if (format == FD_KV_BF16) {
+        const uint32_t shift = t % 2 * 16, mask = 0xffffu << shift;
+        for (uint32_t i = 0; i < n; i++) words[i] = (words[i] & ~mask) | (uint32_t)v->half[d + i] << shift;
+    }
+    if (fd_kv_is_int(format)) {
+        const uint32_t shift = fd_word_byte(t) * 8 + (format == FD_KV_INT4 ? t % 8 / 4 * 4 : 0), mask = (format == FD_KV_INT4 ? 0xfu : 0xffu) << shift;
+        for (uint32_t i = 0; i < n; i++) words[i] = (words[i] & ~mask) | (uint32_t)v->code[d + i] << shift;
     }
 }
 
@@ -76,11 +80,10 @@ FD_INLINE void store_v(const fd_kv_dtype_t format, uint8_t *matrix, uint32_t hea
 
 FD_INLINE void append(const fd_kv_dtype_t dtype, uint8_t *chunk, uint32_t head_size, uint32_t t, const float *k, const float *v) {
     const fd_kv_dtype_t k_format = fd_k_format(dtype), v_format = fd_v_format(dtype);
-    row_t row;
-    const uint32_t k_word = convert_row(k_format, &row, k, head_size);
-    store_k(k_format, chunk, head_size, t, &row);
-    const uint32_t v_word = convert_row(v_format, &row, v, head_size);
-    store_v(v_format, chunk + fd_chunk_v(dtype, head_size), head_size, t, &row);
+    row_t k_row, v_row;
+    const uint32_t k_word = convert_row(k_format, &k_row, k, head_size), v_word = convert_row(v_format, &v_row, v, head_size);
+    store_k(k_format, chunk, head_size, t, &k_row);
+    store_v(v_format, chunk + fd_chunk_v(dtype, head_size), head_size, t, &v_row);
     if (!fd_kv_is_int(dtype)) return;
     *(uint32_t *)(chunk + fd_chunk_k_affine(dtype, head_size, t)) = k_word;
     *(uint32_t *)(chunk + fd_chunk_v_affine(dtype, head_size, t)) = v_word;
