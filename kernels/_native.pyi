@@ -142,6 +142,8 @@ class EngineLink:
         """Roll a sequence back to its first `length` tokens. ValueError: wrong tag or index, or it has fewer."""
     def fork(self, src: int, src_tag: int, dst: int, dst_tag: int, length: int, /) -> None:
         """Let the empty `dst` share the first `length` tokens of `src`. Errors as `trim`."""
+    def pages(self, seq: int, tag: int, /) -> list[int]:
+        """The numbers of a sequence's pages, in order; neighbours lie side by side. ValueError: wrong tag or index."""
     def stats(self) -> _LinkStats: ...
     def close(self) -> None:
         """Leave the engine and free the lease; waits for a call in progress. Idempotent."""

@@ -7,7 +7,14 @@
 #define FAIL(status, ...) (snprintf(err, err_len, __VA_ARGS__), (status))
 
 #define PART_BYTES ((size_t)2 << 20)    /* faulted in at once: a call that comes meanwhile waits for it */
-#define STRETCH_BYTES ((size_t)16 << 20) /* given back at once */
+#define GIVE_BACK_BYTES ((size_t)16 << 20) /* at once */
+
+/* The most pages that a huge page holds of a layer, as a power of two: of a stretch. */
+static uint32_t stretch_order(const fd_kvcache_t *kv) {
+    uint32_t order = 0;
+    while (order < FD_MAX_STRETCH_ORDER && kv->row_bytes << (order + 1) <= FD_TRANSPARENT_BYTES) order++;
+    return order;
+}
 
 fd_status_t fd_kvcache_init(fd_kvcache_t *kv, const fd_geometry_t *g, fd_kv_dtype_t dtype, uint32_t n_pages, uint32_t max_seqs,
                             fd_huge_t huge, char *err, size_t err_len) {
@@ -26,13 +33,10 @@ fd_status_t fd_kvcache_init(fd_kvcache_t *kv, const fd_geometry_t *g, fd_kv_dtyp
     kv->swept = (uint64_t)n_pages * g->n_layers;
     kv->seqs = calloc(max_seqs, sizeof *kv->seqs);
     kv->refs = calloc(n_pages, sizeof *kv->refs);
-    kv->free_pages = malloc(n_pages * sizeof *kv->free_pages);
-    if (!kv->seqs || !kv->refs || !kv->free_pages) {
+    if (!fd_pages_init(&kv->free, n_pages, stretch_order(kv)) || !kv->seqs || !kv->refs) {
         fd_kvcache_destroy(kv);
         return FAIL(FD_INTERNAL, "no memory for the books of %u pages and %u sequences", n_pages, max_seqs);
     }
-    for (uint32_t i = 0; i < n_pages; i++) kv->free_pages[i] = n_pages - 1 - i; /* page 0 comes off first */
-    kv->n_free = n_pages;
     return FD_OK;
 }
 
@@ -40,7 +44,7 @@ void fd_kvcache_destroy(fd_kvcache_t *kv) {
     for (uint32_t i = 0; kv->seqs && i < kv->max_seqs; i++) free(kv->seqs[i].pages);
     free(kv->seqs);
     free(kv->refs);
-    free(kv->free_pages);
+    fd_pages_destroy(&kv->free);
     if (kv->arena) fd_memory_unmap(kv->arena, kv->arena_bytes);
     memset(kv, 0, sizeof *kv);
 }
@@ -56,9 +60,9 @@ static bool reserve_list(fd_seq_t *s, uint32_t n_pages) {
     return true;
 }
 
-/* The caller has made sure that there is one. */
-static uint32_t take_page(fd_kvcache_t *kv) {
-    uint32_t page = kv->free_pages[--kv->n_free];
+/* For place `i` of the sequence's list. The caller has made sure that there is one. */
+static uint32_t take_page(fd_kvcache_t *kv, const fd_seq_t *s, uint32_t i) {
+    const uint32_t page = fd_pages_take(&kv->free, i ? s->pages[i - 1] : FD_NO_PAGE);
     kv->refs[page] = 1;
     kv->swept = 0;
     return page;
@@ -68,11 +72,11 @@ static void drop_page(fd_kvcache_t *kv, uint32_t page) {
     if (--kv->refs[page])
         kv->shared_refs--;
     else
-        kv->free_pages[kv->n_free++] = page;
+        fd_pages_put(&kv->free, page);
     kv->swept = 0;
 }
 
-/* Drops pages from the end, so that they come off the free list again in the sequence's order. */
+/* Drops pages from the end, so that the stretch it began with is the next one to be taken. */
 static void shrink(fd_kvcache_t *kv, fd_seq_t *s, uint32_t length) {
     uint32_t keep = fd_pages_for(length);
     while (s->n_pages > keep) drop_page(kv, s->pages[--s->n_pages]);
@@ -142,6 +146,15 @@ fd_status_t fd_kvcache_fork(fd_kvcache_t *kv, uint32_t src, uint32_t src_tag, ui
     return FD_OK;
 }
 
+fd_status_t fd_kvcache_pages(fd_kvcache_t *kv, uint32_t seq, uint32_t tag, const uint32_t **pages, uint32_t *n, char *err, size_t err_len) {
+    fd_seq_t *s;
+    fd_status_t status = find(kv, seq, tag, &s, err, err_len);
+    if (status != FD_OK) return status;
+    *pages = s->pages;
+    *n = s->n_pages;
+    return FD_OK;
+}
+
 static fd_status_t check_entry(fd_kvcache_t *kv, const fd_row_t *r, uint32_t i, char *err, size_t err_len) {
     if (r->seq >= kv->max_seqs)
         return FAIL(FD_BAD_TABLE, "entry %u: sequence %u is outside the lease of %u", i, r->seq, kv->max_seqs);
@@ -188,8 +201,8 @@ fd_status_t fd_kvcache_check(fd_kvcache_t *kv, const fd_row_t *table, uint32_t n
         const fd_seq_t *s = &kv->seqs[table[checked].seq];
         if (s->copies) kv->refs[s->pages[s->length / FD_PAGE_TOKENS]]++;
     }
-    if (status == FD_OK && needed > kv->n_free)
-        return FAIL(FD_OUT_OF_PAGES, "the step needs %llu pages, %u of %u are free", (unsigned long long)needed, kv->n_free,
+    if (status == FD_OK && needed > kv->free.n_free)
+        return FAIL(FD_OUT_OF_PAGES, "the step needs %llu pages, %u of %u are free", (unsigned long long)needed, kv->free.n_free,
                     kv->n_pages);
     return status;
 }
@@ -204,7 +217,7 @@ fd_status_t fd_kvcache_append(fd_kvcache_t *kv, const fd_row_t *table, uint32_t 
         fd_seq_t *s = &kv->seqs[table[i].seq];
         uint32_t *page = shared_end(kv, s);
         if (page) {
-            uint32_t own = take_page(kv);
+            const uint32_t own = take_page(kv, s, (uint32_t)(page - s->pages));
             copy_page(kv, own, *page);
             drop_page(kv, *page);
             *page = own;
@@ -214,7 +227,7 @@ fd_status_t fd_kvcache_append(fd_kvcache_t *kv, const fd_row_t *table, uint32_t 
             kv->n_seqs++;
         }
         s->length += table[i].n_rows;
-        while (s->n_pages < fd_pages_for(s->length)) s->pages[s->n_pages++] = take_page(kv);
+        for (; s->n_pages < fd_pages_for(s->length); s->n_pages++) s->pages[s->n_pages] = take_page(kv, s, s->n_pages);
     }
     return FD_OK;
 }
@@ -241,7 +254,7 @@ bool fd_kvcache_give_back(fd_kvcache_t *kv) {
     uint64_t at = kv->swept; /* rows as they lie in the arena: free pages at a layer's end and at the next one's start are one run */
     while (at < n_rows && kv->refs[at % kv->n_pages]) at++;
     uint64_t first = at;
-    while (at < n_rows && !kv->refs[at % kv->n_pages] && (at - first) * kv->row_bytes < STRETCH_BYTES + kv->row_bytes + kv->granule) at++;
+    while (at < n_rows && !kv->refs[at % kv->n_pages] && (at - first) * kv->row_bytes < GIVE_BACK_BYTES + kv->row_bytes + kv->granule) at++;
     size_t from = fd_round_up(first * kv->row_bytes, kv->granule), to = at * kv->row_bytes;
     bool run_ends = at == n_rows || kv->refs[at % kv->n_pages];
     if (at < n_rows) to -= to % kv->granule;

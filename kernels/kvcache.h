@@ -2,6 +2,8 @@
  *
  * A page holds FD_PAGE_TOKENS tokens of one sequence, all layers. The arena is layer-major, so that what a layer's call reads
  * lies together: the chunk of (layer, page, KV head) stands at ((layer * n_pages + page) * n_kv_heads + head) * chunk_bytes.
+ * A sequence's pages lie side by side where that can be had, in stretches (pages.h) of 2 MiB a layer at most: a sequence that is new
+ * touches a huge page of its own, not several.
  *
  * Pages are reference-counted; sequences that share a prefix share its pages, the one that it cuts included. A page is written
  * only by a sequence that holds it alone: a step copies a shared page before it appends to it.
@@ -17,6 +19,7 @@
 
 #include "attention.h"
 #include "memory.h"
+#include "pages.h"
 #include "region.h"
 
 #define FD_MAX_PAGES (1u << 25)       /* of one lease, so that a position always fits 32 bits */
@@ -39,8 +42,8 @@ typedef struct {
     uint32_t n_layers, n_kv_heads, n_pages, max_seqs;
     fd_seq_t *seqs;       /* [max_seqs] */
     uint32_t *refs;       /* [n_pages] sequences that hold a page */
-    uint32_t *free_pages; /* stack, top last */
-    uint32_t n_free, n_seqs, shared_refs, mark;
+    fd_pages_t free;
+    uint32_t n_seqs, shared_refs, mark;
     uint64_t swept; /* rows that fd_kvcache_give_back has passed since a page was last taken or dropped */
 } fd_kvcache_t;
 
@@ -54,6 +57,8 @@ fd_status_t fd_kvcache_free(fd_kvcache_t *kv, uint32_t seq, uint32_t tag, char *
 fd_status_t fd_kvcache_trim(fd_kvcache_t *kv, uint32_t seq, uint32_t tag, uint32_t length, char *err, size_t err_len);
 fd_status_t fd_kvcache_fork(fd_kvcache_t *kv, uint32_t src, uint32_t src_tag, uint32_t dst, uint32_t dst_tag, uint32_t length,
                             char *err, size_t err_len);
+/* A sequence's pages, in order: [*n] at *pages until the cache changes. */
+fd_status_t fd_kvcache_pages(fd_kvcache_t *kv, uint32_t seq, uint32_t tag, const uint32_t **pages, uint32_t *n, char *err, size_t err_len);
 
 /* Whether a step fits: every entry names a sequence of the lease once, at its end, and there are pages for all new rows.
  * Changes nothing that matters. Entries have at least one row. */

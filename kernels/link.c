@@ -3,6 +3,7 @@
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 
@@ -168,6 +169,19 @@ int fd_link_fork(fd_link_t *link, uint32_t src, uint32_t src_tag, uint32_t dst, 
     return -(int)status;
 }
 
+int fd_link_pages(fd_link_t *link, uint32_t seq, uint32_t tag, uint32_t **pages, uint32_t *n, char *err, size_t err_len) {
+    const uint32_t *list;
+    pthread_mutex_lock(&link->mutex);
+    fd_status_t status = fd_kvcache_pages(&link->kv, seq, tag, &list, n, err, err_len);
+    if (status == FD_OK) {
+        *pages = malloc((*n + 1) * sizeof **pages);
+        if (*pages && *n) memcpy(*pages, list, *n * sizeof **pages);
+        if (!*pages) status = (snprintf(err, err_len, "no memory for a list of %u pages", *n), FD_INTERNAL);
+    }
+    pthread_mutex_unlock(&link->mutex);
+    return -(int)status;
+}
+
 void fd_link_stats(fd_link_t *link, fd_link_stats_t *out) {
     out->calls = __atomic_load_n(&link->stats.calls, __ATOMIC_RELAXED);
     out->refused = __atomic_load_n(&link->stats.refused, __ATOMIC_RELAXED);
@@ -176,7 +190,7 @@ void fd_link_stats(fd_link_t *link, fd_link_stats_t *out) {
     out->busy_ns = __atomic_load_n(&link->stats.busy_ns, __ATOMIC_RELAXED);
     pthread_mutex_lock(&link->mutex);
     out->pages_total = link->kv.n_pages;
-    out->pages_used = link->kv.n_pages - link->kv.n_free;
+    out->pages_used = link->kv.n_pages - link->kv.free.n_free;
     out->seqs = link->kv.n_seqs;
     pthread_mutex_unlock(&link->mutex);
 }

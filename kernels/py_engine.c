@@ -338,6 +338,24 @@ static PyObject *link_fork(link_object_t *self, PyObject *args) {
     return outcome(fd_link_fork(self->link, src, src_tag, dst, dst_tag, length, err, sizeof err), err);
 }
 
+static PyObject *link_pages(link_object_t *self, PyObject *args) {
+    unsigned seq, tag, n;
+    uint32_t *pages;
+    char err[ERR_LEN];
+    if (!PyArg_ParseTuple(args, "II", &seq, &tag)) return NULL;
+    if (!self->link) return closed_error("the link");
+    const int rc = fd_link_pages(self->link, seq, tag, &pages, &n, err, sizeof err);
+    if (rc) return outcome(rc, err);
+    PyObject *list = PyList_New(n);
+    for (unsigned i = 0; list && i < n; i++) {
+        PyObject *page = PyLong_FromUnsignedLong(pages[i]);
+        if (page) PyList_SET_ITEM(list, i, page);
+        else Py_CLEAR(list);
+    }
+    free(pages);
+    return list;
+}
+
 static PyObject *link_stats(link_object_t *self, PyObject *unused) {
     fd_link_stats_t s;
     if (!self->link) return closed_error("the link");
@@ -369,6 +387,7 @@ static PyMethodDef link_methods[] = {
     {"trim", (PyCFunction)link_trim, METH_VARARGS, "trim(seq, tag, length): roll back to the first `length` tokens"},
     {"fork", (PyCFunction)link_fork, METH_VARARGS,
      "fork(src, src_tag, dst, dst_tag, length): let the empty `dst` share the first `length` tokens of `src`"},
+    {"pages", (PyCFunction)link_pages, METH_VARARGS, "pages(seq, tag) -> the numbers of a sequence's pages, in order"},
     {"stats", (PyCFunction)link_stats, METH_NOARGS, "Counters, as fd_link_stats_t."},
     {"close", (PyCFunction)link_close, METH_NOARGS, "Leave the engine and free the lease; waits for a call in progress. Idempotent."},
     {0},
