@@ -106,16 +106,32 @@ typedef struct {
     uint8_t *slot;
     uint32_t layer, window;
     fd_scratch_t *scratch;
-    const uint8_t *after; /* the first chunk of the item's next span, or NULL */
+    const uint8_t *after, *after_q; /* the first chunk of the item's next span and its query rows, or NULL */
     uint64_t kv_bytes;
 } ctx_t;
+
+/* The S-node, or its transport, has written rows into the region: they are not in this core's cache. */
+static void expect_row(const uint8_t *row, size_t bytes) {
+    for (size_t i = 0; i < bytes; i += 64) __builtin_prefetch(row + i);
+}
+
+/* What a layer's call brought of KV head `head` of an entry's new row: K, n_kv_heads heads further on V; and of its query row. */
+static const uint8_t *kv_row(const ctx_t *c, const fd_entry_t *e, uint32_t row, uint32_t head) {
+    const fd_work_t *w = c->w;
+    return c->slot + w->layout.kv + (size_t)(e->row + row) * w->layout.kv_row_bytes + head * w->g.head_size * fd_act_bytes(w->g.act_dtype);
+}
+static size_t q_head_bytes(const fd_work_t *w) { return (size_t)w->shape.group * w->g.head_size * fd_act_bytes(w->g.act_dtype); }
+static const uint8_t *q_row(const ctx_t *c, const fd_entry_t *e, uint32_t row, uint32_t head) {
+    const fd_work_t *w = c->w;
+    return c->slot + w->layout.q + (size_t)(e->row + row) * w->layout.q_row_bytes + head * q_head_bytes(w);
+}
 
 /* New rows [from, to) of an entry (counted within it), `heads` KV heads from `head` on. */
 static void append_rows(ctx_t *c, const fd_entry_t *e, uint32_t head, uint32_t heads, uint32_t from, uint32_t to) {
     const fd_work_t *w = c->w;
     uint32_t hs = w->g.head_size, act = w->g.act_dtype;
     size_t bytes = hs * fd_act_bytes(act);
-    const uint8_t *k = c->slot + w->layout.kv + (size_t)(e->row + from) * w->layout.kv_row_bytes + head * bytes;
+    const uint8_t *k = kv_row(c, e, from, head);
     for (uint32_t j = from; j < to; j++, k += w->layout.kv_row_bytes) {
         uint32_t t = e->pos + j;
         uint8_t *chunk = fd_kv_chunk(w->kv, c->layer, c->step->pages[e->pages + t / FD_PAGE_TOKENS], head);
@@ -134,10 +150,14 @@ typedef struct {
     uint32_t head;
 } pending_t;
 
-/* While the head before it is attended, a head's lines come in. */
+/* While the head before it is attended, a head's lines come in: of the chunk and of the row that goes there. */
 static void expect_pending(const pending_t *p, uint32_t head) {
     const fd_work_t *w = p->c->w;
     if (head == p->e->heads) return;
+    const size_t bytes = w->g.head_size * fd_act_bytes(w->g.act_dtype);
+    const uint8_t *k = kv_row(p->c, p->e, 0, p->head + head);
+    expect_row(k, bytes);
+    expect_row(k + w->g.n_kv_heads * bytes, bytes);
     const uint8_t *chunk = fd_kv_chunk(w->kv, p->c->layer, p->c->step->pages[p->e->pages + p->e->pos / FD_PAGE_TOKENS], p->head + head);
     fd_kv_expect_append(w->kv_dtype, chunk, w->g.head_size, p->e->pos % FD_PAGE_TOKENS);
 }
@@ -145,6 +165,8 @@ static void expect_pending(const pending_t *p, uint32_t head) {
 static void append_pending(void *context, uint32_t head) {
     const pending_t *p = context;
     expect_pending(p, head + 1);
+    const size_t q_bytes = q_head_bytes(p->c->w);
+    if (p->c->after_q) expect_row(p->c->after_q + head * q_bytes, q_bytes);
     append_rows(p->c, p->e, p->head + head, 1, 0, p->e->n_rows);
 }
 
@@ -173,8 +195,8 @@ static void attend_block(ctx_t *c, const fd_entry_t *e, uint32_t head, uint32_t 
         memset(out.acc, 0, (size_t)e->heads * q_len * group * hs * sizeof *out.acc);
         return;
     }
-    size_t head_bytes = (size_t)group * hs * fd_act_bytes(w->g.act_dtype);
-    const uint8_t *q = c->slot + w->layout.q + (size_t)(e->row + from) * w->layout.q_row_bytes + head * head_bytes;
+    const size_t head_bytes = q_head_bytes(w);
+    const uint8_t *q = q_row(c, e, from, head);
     for (uint32_t i = 0; i < e->heads * q_len; i++) {
         const uint8_t *row = q + i / q_len * head_bytes + i % q_len * w->layout.q_row_bytes;
         w->vec_ops->load_act(c->scratch->q + (size_t)i * group * hs, row, (size_t)group * hs, w->g.act_dtype, w->softmax_scale);
@@ -263,15 +285,16 @@ static fd_point_t next_span(const fd_work_t *w, const fd_step_t *step, fd_point_
 
 static bool same_span(fd_point_t a, fd_point_t b) { return a.entry == b.entry && a.head == b.head; }
 
-/* The first chunk that is read for the span at `at`, if the item goes on to it and it attends. */
-static const uint8_t *first_chunk(const ctx_t *c, fd_point_t at, fd_point_t end) {
-    if (same_span(at, end) && !end.page) return NULL;
+/* Looks at what is read first for the span at `at`, if the item goes on to it and it attends. */
+static void look_ahead(ctx_t *c, fd_point_t at, fd_point_t end) {
     const fd_entry_t *e = &c->step->entries[at.entry];
-    return e->attend ? fd_kv_chunk(c->w->kv, c->layer, c->step->pages[e->pages + fd_first_page(e->pos, c->window)], at.head) : NULL;
+    if ((same_span(at, end) && !end.page) || !e->attend) return;
+    c->after = fd_kv_chunk(c->w->kv, c->layer, c->step->pages[e->pages + fd_first_page(e->pos, c->window)], at.head);
+    c->after_q = q_row(c, e, 0, at.head);
 }
 
 uint64_t fd_work_item(const fd_work_t *w, const fd_step_t *step, uint8_t *slot, uint32_t layer, uint32_t i, uint32_t thread) {
-    ctx_t c = {w, step, slot, layer, w->windows[layer], &w->scratch[thread], NULL, 0};
+    ctx_t c = {w, step, slot, layer, w->windows[layer], &w->scratch[thread], NULL, NULL, 0};
     const fd_item_t *item = &step->items[i];
     fd_point_t at = item->begin;
     for (;;) {
@@ -280,7 +303,8 @@ uint64_t fd_work_item(const fd_work_t *w, const fd_step_t *step, uint8_t *slot, 
         if (!last) break;
         const fd_entry_t *e = &step->entries[at.entry];
         const fd_point_t next = next_span(w, step, at);
-        c.after = final ? NULL : first_chunk(&c, next, item->end);
+        c.after = c.after_q = NULL;
+        if (!final) look_ahead(&c, next, item->end);
         if (!e->attend)
             append_piece(&c, e, at.head, at.page, last);
         else if (!at.page && last == FD_LINE_END)
