@@ -76,6 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SIZE",
         help="KV of a peer; default as --kv-bytes (less saves time, and may fit into a large last-level cache)",
     )
+    parser.add_argument("--scattered", action="store_true", help="no two pages of a sequence lie side by side")
     repeatable("--part", {"choices": PARTS}, "what to measure; default: all")
     parser.add_argument("--threads", type=int, help="of the sweep; default: one a usable core")
     parser.add_argument("--isa", choices=_native.isa_supported(), help="default: the best")
@@ -158,7 +159,9 @@ def _cell(
     args: argparse.Namespace, part: str, kv_dtype: str, shape: Shape, cpus: list[int], peer_names: list[str]
 ) -> list[dict]:
     with ExitStack() as stack:
-        ours = stack.enter_context(closing(RPart(shape, kv_dtype, args.kv_bytes, cpus, args.isa)))
+        ours = stack.enter_context(
+            closing(RPart(shape, kv_dtype, args.kv_bytes, cpus, args.isa, scattered=args.scattered))
+        )
         roofline = stack.enter_context(closing(Roofline(ours.kv_bytes, cpus)))
         peers: dict[str, AttentionPeer] = {}
         for name in peer_names:
@@ -184,6 +187,7 @@ def _cell(
         common = _common(part, kv_dtype, shape, len(cpus))
         # The first round warms up.
         own = {**common, "sequences": ours.sequences, "isa": ours.isa, "peer": None, "format": kv_dtype}
+        own["run_pages"] = ours.run_pages()
         rows = [{**own, **_figures(args, roof[1:], gbps[1:], rate[1:])}]
         for name, peer in peers.items():
             theirs = [peer.kv_bytes / s * 1e-9 for s in seconds[name][1:]]

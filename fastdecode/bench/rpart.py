@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Sequence
 
@@ -20,7 +21,11 @@ _TAG = 1
 
 
 class RPart:
-    """Sequences that make up at least `kv_bytes` of KV, their pages shuffled, over an engine pinned to `cpus`.
+    """Sequences that make up at least `kv_bytes` of KV over an engine pinned to `cpus`.
+
+    The sequences grow page by page in an order drawn by lot, so their pages lie as the R-node's allocator keeps them:
+    in stretches, and these shuffled. `scattered`: there is never but a page here and there that is free, so every page
+    lies somewhere else than the one before; that is the worst that a cache can come to.
 
     Nobody spins: the caller sleeps while the engine works and the engine while the caller does, so that neither has
     more than its own cores.
@@ -34,9 +39,10 @@ class RPart:
         cpus: Sequence[int],
         isa: str | None = None,
         progress: bool = True,
+        scattered: bool = False,
     ):
         """Raises ValueError, MemoryError."""
-        self.shape, self.kv_dtype = shape, kv_dtype
+        self.shape, self.kv_dtype, self._scattered = shape, kv_dtype, scattered
         numbers = (1, 1, 1, shape.q_heads, shape.kv_heads, shape.head_size, 1)
         one_page = page_bytes(numbers, KV_DTYPES.index(kv_dtype))
         self.sequences = shape.sequences(one_page / PAGE_TOKENS, kv_bytes)
@@ -53,7 +59,7 @@ class RPart:
             numbers,
             KV_DTYPES.index(kv_dtype),
             n_pages,
-            self.sequences,
+            self.sequences + scattered * n_pages,
             shape.head_size**-0.5,
             (0,),
         )
@@ -76,6 +82,23 @@ class RPart:
         raw = np.frombuffer(self._region.view[start : start + n * row_bytes], np.float16)
         return raw.reshape(n, row_bytes // 2)
 
+    def run_pages(self) -> float:
+        """How many pages of a sequence lie side by side, on average."""
+        lists = [self._link.pages(seq, _TAG) for seq in range(self.sequences)]
+        jumps = sum(b != a + 1 for pages in lists for a, b in itertools.pairwise(pages))
+        return sum(map(len, lists)) / (len(lists) + jumps)
+
+    def _occupy(self, n_pages: int) -> list[int]:
+        """Fill the cache with sequences of a token each; they stand behind those that are measured."""
+        seqs, at_once = list(range(self.sequences, self.sequences + n_pages)), _FILL_PAGES * PAGE_TOKENS
+        for i in range(0, n_pages, at_once):
+            some = seqs[i : i + at_once]
+            table = np.zeros(len(some), ROW_DTYPE)
+            table["seq"], table["tag"], table["n_rows"] = some, _TAG, 1
+            self._port.write_table(0, table.view(np.uint8))
+            self._call(len(some), len(some), 0, True)
+        return seqs
+
     def _fill(self, data: Data, progress: bool) -> None:
         """Cache all tokens but the last of every sequence; whose page comes next is drawn by lot."""
         y, shape, cached = self._region.layout, self.shape, self.shape.context - 1
@@ -84,6 +107,7 @@ class RPart:
         turns = rng.permutation(np.repeat(np.arange(self.sequences), -(-cached // PAGE_TOKENS)))
         lengths = np.zeros(self.sequences, np.int64)
         kv = self._rows(y.kv, _FILL_PAGES * PAGE_TOKENS, y.kv_row_bytes)
+        in_the_way = rng.permutation(self._occupy(len(turns))).tolist() if self._scattered else []
         bar = tqdm(total=len(turns), desc=f"filling {self.kv_dtype}", unit="page", leave=False, disable=not progress)
         entries: dict[int, tuple[int, int]] = {}  # sequence: position, rows
         for turn, seq in enumerate(turns.tolist()):
@@ -97,6 +121,8 @@ class RPart:
                     kv[row : row + n_rows] = source[pos : pos + n_rows]
                     table[i] = (s, _TAG, pos, n_rows, 0, 0)
                     row += n_rows
+                for _ in entries if in_the_way else ():
+                    self._link.free(in_the_way.pop(), _TAG)
                 self._port.write_table(0, table.view(np.uint8))
                 self._call(len(entries), row, 0, True)
                 bar.update(len(entries))
