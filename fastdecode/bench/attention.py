@@ -3,8 +3,8 @@
 Three parts: the sweep over formats and shapes, KV in memory, beside the peers; one thread alone at group 1; and one
 thread whose KV lies in its L2, which shows what the instructions alone allow. A round measures the roofline, the
 R-engine and every peer in turn, because the bandwidth of a shared machine wanders; a cell is judged on the rounds in
-which the roofline reads less than `--judge-below`, if there are any. A peer's output is held against float64 before it
-is timed.
+which the roofline reads less than `--judge-below`, if there are any, and rounds go on until `--rounds` of them do or
+three times as many have been taken. A peer's output is held against float64 before it is timed.
 """
 
 from __future__ import annotations
@@ -57,6 +57,7 @@ _MULTIPLIES = {
     },
 }
 _MULTIPLY_ROUNDS = 1 << 20  # milliseconds
+_PATIENCE = 3  # times the rounds asked for, until as many judge
 _SETTLE_SECONDS = 0.005  # for the last one's threads to stop spinning
 
 
@@ -80,7 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     repeatable("--part", {"choices": PARTS}, "what to measure; default: all")
     parser.add_argument("--threads", type=int, help="of the sweep; default: one a usable core")
     parser.add_argument("--isa", choices=_native.isa_supported(), help="default: the best")
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=7, help="of a cell, of those that judge; 7")
     parser.add_argument(
         "--judge-below", type=float, default=50.0, metavar="GBPS", help="judge on rounds with a lower roofline; 50"
     )
@@ -175,10 +176,15 @@ def _cell(
             check(peer, shape, kv_dtype)
         roof, gbps, rate = [], [], []
         seconds: dict[str, list[float]] = {name: [] for name in peers}
-        for _ in tqdm(range(args.rounds + 1), desc="rounds", unit="round", leave=False):
+        judging = 0
+        for turn in (bar := tqdm(range(args.rounds * _PATIENCE + 1), desc="rounds", unit="round", leave=False)):
+            if judging == args.rounds:
+                break
             before = roofline.gbps()
             elapsed, kv_bytes = ours.layer()
             roof.append((before + roofline.gbps()) / 2)
+            judging += turn > 0 and roof[-1] < args.judge_below
+            bar.set_postfix_str(f"{judging} of {args.rounds} judge")
             gbps.append(kv_bytes / elapsed * 1e-9)
             rate.append(ours.sequences / elapsed)
             for name, peer in peers.items():
