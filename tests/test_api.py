@@ -193,6 +193,44 @@ async def test_the_narrowest_sampling_is_greedy(client, fields):
     assert answer.choices[0].text == best.choices[0].text
 
 
+@pytest.mark.parametrize("penalty", [1.0, 1.7, 0.6])
+@pytest.mark.parametrize("bias", [{}, {None: -0.3}, {None: -100.0, 9: 0.4}], ids=str)
+async def test_bias_and_repetition_penalty_are_transformers(client, model, tokenizer, penalty, bias):
+    """None stands for the token that is said first without."""
+    ids = tokenizer.encode(PROMPT)
+    [first] = greedy(model, ids, 1)
+    bias = {first if token is None else token: value for token, value in bias.items()}
+    out = model.generate(
+        torch.tensor([ids]),
+        max_new_tokens=40,
+        do_sample=False,
+        repetition_penalty=penalty,
+        sequence_bias={(token,): value for token, value in bias.items()} or None,
+    )
+    expected = out[0, len(ids) :].tolist()
+    answer = await client.openai.completions.create(
+        **ASK | {"max_tokens": 40, "logit_bias": {str(token): value for token, value in bias.items()}},
+        extra_body={"repetition_penalty": penalty},
+    )
+    assert answer.usage.completion_tokens == len(expected)
+    assert answer.choices[0].text == tokenizer.decode(ids + expected)[len(tokenizer.decode(ids)) :]
+
+
+@pytest.mark.parametrize(("frequency", "presence"), [(0.5, 0.0), (0.0, 1.5), (-0.1, 2.0)])
+async def test_frequency_and_presence_penalties_are_openais(client, model, tokenizer, frequency, presence):
+    """OpenAI's formula over transformers' logits."""
+    ids = tokenizer.apply_chat_template(MESSAGES)
+    said = []
+    while len(said) < 40 and said[-1:] != [1]:
+        with torch.no_grad():
+            logits = model(torch.tensor([ids + said])).logits[0, -1].double()
+        counts = torch.tensor(said, dtype=torch.long).bincount(minlength=len(logits))
+        said.append(int((logits - counts * frequency - (counts > 0) * presence).argmax()))
+    penalties = {"frequency_penalty": frequency, "presence_penalty": presence, "max_completion_tokens": 40}
+    answer = await client.openai.chat.completions.create(**CHAT | penalties)
+    assert answer.choices[0].message.content == tokenizer.decode(said)
+
+
 async def test_stop_token_ids_and_ignore_eos(client, model, tokenizer):
     ids = tokenizer.encode(PROMPT)
     expected = greedy(model, ids, 12)

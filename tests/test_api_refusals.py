@@ -22,6 +22,7 @@ CHAT = {"model": MODEL, "messages": MESSAGES, "max_completion_tokens": 4}
 NEUTRAL = {
     "presence_penalty": 0,
     "frequency_penalty": 0.0,
+    "repetition_penalty": 1,
     "logit_bias": {},
     "stop": None,
     "user": None,
@@ -68,9 +69,17 @@ async def test_fields_that_ask_for_nothing_are_accepted(client):
 
 
 BAD_BOTH = [
-    ({"presence_penalty": 0.5}, "presence_penalty"),
-    ({"frequency_penalty": -1}, "frequency_penalty"),
-    ({"logit_bias": {"5": 1}}, "logit_bias"),
+    ({"presence_penalty": 2.5}, "presence_penalty"),
+    ({"frequency_penalty": "much"}, "frequency_penalty"),
+    ({"repetition_penalty": 0}, "repetition_penalty"),
+    ({"logit_bias": [5]}, "logit_bias"),
+    ({"logit_bias": {"the": 1}}, "logit_bias.the"),
+    ({"logit_bias": {"-5": 1}}, "logit_bias.-5"),
+    ({"logit_bias": {"5": 101}}, "logit_bias.5"),
+    ({"logit_bias": {"5": True}}, "logit_bias.5"),
+    ({"logit_bias": {"5": 1, "05": 1}}, "logit_bias.05"),
+    ({"logit_bias": {"384": 1}}, "logit_bias"),  # one beyond the vocabulary
+    ({"logit_bias": {str(token): 1 for token in range(1025)}}, "logit_bias"),
     ({"nonsense": 1}, "nonsense"),
     ({"nonsense": None}, "nonsense"),
     ({"temperature": 2.5}, "temperature"),

@@ -9,12 +9,15 @@ import torch
 from transformers import (
     LogitsProcessorList,
     MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
 
 from fastdecode.spart.batch import SampleSpec
+from fastdecode.spart.penalties import LogitRules
 from fastdecode.spart.sampling import Sampler, filtered, uniforms
 
 VOCAB = 3000  # more than the prefix in which the cut of top-p is looked for first
@@ -185,3 +188,58 @@ def test_extreme_temperatures_stay_finite():
     row = torch.tensor([[60000.0, -60000.0, 59999.0]])
     cold, hot = Sampler()(row.expand(2, -1), [SampleSpec(temperature=2e-5), SampleSpec(temperature=1e30, seed=3)])
     assert cold.token == 0 and hot.error is None
+
+
+def draw(logits: torch.Tensor, rules: list[LogitRules | None], temperature: float) -> list[int]:
+    specs = [SampleSpec(temperature, top_k=50, seed=i, index=3, rules=rule) for i, rule in enumerate(rules)]
+    return [s.token for s in Sampler()(logits, specs)]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.5])
+@pytest.mark.parametrize("repetition", [1.0, 1.4, 0.5])
+def test_bias_and_repetition_penalty_are_hugging_faces(logits, repetition, temperature):
+    before = logits.clone()
+    best = logits.topk(40, dim=1).indices
+    prompt, output = best[:, ::3], best[:, [0, 1, 0, 4, 0]]
+    bias = {int(best[0, 2]): 3.5, int(best[1, 0]): -100.0, 5: 0.25}
+    rules = []
+    for row in range(len(logits)):
+        rules.append(LogitRules(bias=bias.items(), repetition=repetition, prompt=prompt[row].tolist()))
+        for token in output[row].tolist():
+            rules[-1].generated(token)
+    theirs = SequenceBiasLogitsProcessor({(token,): value for token, value in bias.items()})(None, logits.clone())
+    if repetition != 1.0:
+        theirs = RepetitionPenaltyLogitsProcessor(repetition)(torch.cat([prompt, output], dim=1), theirs)
+    assert draw(logits, rules, temperature) == draw(theirs, [None] * len(theirs), temperature)
+    assert draw(logits, rules, temperature) != draw(logits, [None] * len(rules), temperature)
+    assert torch.equal(logits, before)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.5])
+@pytest.mark.parametrize(("frequency", "presence"), [(0.7, 0.0), (0.0, 1.1), (1.3, -0.4), (-0.2, 2.0)])
+def test_frequency_and_presence_penalties_are_openais(logits, frequency, presence, temperature):
+    """mu[j] - c[j] * frequency - (c[j] > 0) * presence, over what was generated, whatever the prompt."""
+    output = logits.topk(30, dim=1).indices[:, [0] * 3 + [1] * 20 + list(range(3, 30))]
+    rules = []
+    theirs = logits.double()
+    for row, tokens in enumerate(output.tolist()):
+        rules.append(LogitRules(frequency=frequency, presence=presence, prompt=[7, 8, *tokens[:5]]))
+        for token in tokens:
+            rules[-1].generated(token)
+        counts = torch.tensor(tokens).bincount(minlength=VOCAB).double()
+        theirs[row] -= counts * frequency + (counts > 0) * presence
+    theirs = theirs.float()
+    assert draw(logits, rules, temperature) == draw(theirs, [None] * len(theirs), temperature)
+    assert draw(logits, rules, temperature) != draw(logits, [None] * len(rules), temperature)
+
+
+def test_rules_of_one_row_leave_the_others_and_all_logprobs_alone(logits):
+    best = logits.argmax(dim=1).tolist()
+    forbidden = LogitRules(bias=[(best[3], -100.0)])
+    specs = [SampleSpec(temperature=0.0, logprobs=2, rules=forbidden if i == 3 else None) for i in range(len(logits))]
+    sampled = Sampler()(logits, specs)
+    assert [s.token for s in sampled[:3] + sampled[4:]] == best[:3] + best[4:]
+    assert sampled[3].token == logits[3].topk(2).indices[1]
+    raw = logits[3].double().log_softmax(dim=0)
+    assert sampled[3].logprob == pytest.approx(raw[sampled[3].token].item(), abs=1e-5)
+    assert [token for token, _ in sampled[3].top] == logits[3].topk(2).indices.tolist()

@@ -166,7 +166,14 @@ async def test_48_mixed_requests_at_random_times_are_each_as_alone(model, shm_no
     rng = random.Random(48)
     given = prompts([rng.choice([rng.randint(1, 40), rng.randint(1, 400)]) for _ in range(48)], seed=1)
     params = [
-        SamplingParams(max_tokens=rng.randint(1, 50), temperature=rng.choice([0.0, 0.8]), top_p=0.95, seed=i)
+        SamplingParams(
+            max_tokens=rng.randint(1, 50),
+            temperature=rng.choice([0.0, 0.8]),
+            top_p=0.95,
+            seed=i,
+            frequency_penalty=rng.choice([0.0, 0.3]),
+            repetition_penalty=rng.choice([1.0, 1.2]),
+        )
         for i in range(48)
     ]
 
@@ -188,6 +195,17 @@ async def test_tiny_lease_preempts_and_changes_nothing(model, judge, shm_node):
         for prompt, tokens in zip(given, results, strict=True):
             assert_greedy(judge, prompt, tokens)
         assert engine.stats.totals.preemptions > 0
+
+
+async def test_preemption_forgets_no_penalty(model, shm_node):
+    given = prompts([50, 100, 150, 200, 60, 3, 120, 10])
+    params = SamplingParams(max_tokens=150, temperature=0.0, frequency_penalty=0.2, logit_bias=((9, 1.5),))
+    async with serving(model, [shm_node], n_pages=6) as engine:
+        together = await asyncio.gather(*(tokens_of(engine.submit(p, params)) for p in given))
+        assert engine.stats.totals.preemptions > 0
+    async with serving(model, [shm_node]) as engine:
+        assert together == [await tokens_of(engine.submit(p, params)) for p in given]
+    assert max(tokens.count(tokens[-1]) for tokens in together) < 100
 
 
 async def test_cancel_in_the_queue_in_prefill_and_in_decode_frees_pages(model, judge, shm_node):

@@ -10,6 +10,7 @@ from aiohttp import web
 from fastdecode.engine.request import (
     EngineError,
     GenerationFailed,
+    InvalidParameter,
     InvalidPrompt,
     NotReady,
     Overloaded,
@@ -63,6 +64,8 @@ def from_engine(error: EngineError, prompt_param: str | None = None) -> ApiError
             return ApiError(400, message, param=prompt_param, code="context_length_exceeded")
         case InvalidPrompt():
             return ApiError(400, message, param=prompt_param, code="invalid_prompt")
+        case InvalidParameter():
+            return ApiError(400, message, param=error.name, code="invalid_value")
         case Overloaded():
             return ApiError(429, message, code="overloaded", headers={"Retry-After": "1"})
         case NotReady():

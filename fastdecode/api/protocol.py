@@ -1,7 +1,7 @@
 """The bodies of /v1/completions and /v1/chat/completions: parsed, checked and typed.
 
-Nothing is accepted and ignored. A field is read, or its value is one that asks for nothing (a penalty of 0, an empty
-list of tools), or the request is refused with a 400 that names it.
+Nothing is accepted and ignored. A field is read, or its value is one that asks for nothing (an empty list of tools,
+`echo` false), or the request is refused with a 400 that names it.
 """
 
 from __future__ import annotations
@@ -18,19 +18,14 @@ MAX_CHOICES = 1024  # choices a request, all prompts together
 MAX_STOPS = 16
 MAX_STOP_LENGTH = 1024  # characters
 MAX_TOP_LOGPROBS = 20
+MAX_BIASES = 1024
 _DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens on /v1/completions
 _MAX_INT = 2**31 - 1
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 
-_NEUTRAL = {
-    "presence_penalty": is_one_of(0),
-    "frequency_penalty": is_one_of(0),
-    "repetition_penalty": is_one_of(1),
-    "logit_bias": is_one_of({}),
-}
-_NEUTRAL_COMPLETION = _NEUTRAL | {"echo": is_one_of(False), "suffix": is_one_of("")}
-_NEUTRAL_CHAT = _NEUTRAL | {
+_NEUTRAL_COMPLETION = {"echo": is_one_of(False), "suffix": is_one_of("")}
+_NEUTRAL_CHAT = {
     "audio": is_one_of(),
     "function_call": is_one_of("none", "auto"),  # "auto" without functions is "none"
     "functions": is_one_of([]),
@@ -153,6 +148,10 @@ def _generation(fields: Fields, *, model: str, n: int, max_tokens: int | None, l
         min_p=fields.number("min_p", 0.0, 1.0, 0.0),
         seed=_seed(fields),
         logprobs=logprobs,
+        presence_penalty=fields.number("presence_penalty", -2.0, 2.0, 0.0),
+        frequency_penalty=fields.number("frequency_penalty", -2.0, 2.0, 0.0),
+        repetition_penalty=fields.number("repetition_penalty", 0.01, 100.0, 1.0),
+        logit_bias=_logit_bias(fields),
         stop_token_ids=_stop_token_ids(fields),
         ignore_eos=fields.boolean("ignore_eos"),
     )
@@ -177,6 +176,24 @@ def _stop(fields: Fields) -> tuple[str, ...]:
     if any(len(s) > MAX_STOP_LENGTH for s in stops):
         raise invalid("stop", f"at most {MAX_STOP_LENGTH} characters a string")
     return tuple(stops)
+
+
+def _logit_bias(fields: Fields) -> tuple[tuple[int, float], ...]:
+    """OpenAI's object of token id (a string, as JSON has it) to bias; those of 0 are dropped."""
+    bias = fields.take("logit_bias")
+    if bias is None:
+        return ()
+    if not isinstance(bias, dict):
+        raise invalid("logit_bias", "must be a JSON object of token ids and numbers")
+    if len(bias) > MAX_BIASES:
+        raise invalid("logit_bias", f"at most {MAX_BIASES} tokens")
+    values: dict[int, float] = {}
+    entries = Fields(bias, "logit_bias")
+    for name in bias:
+        if not (name.isascii() and name.isdigit()) or len(name) > 10 or int(name) > _MAX_INT or int(name) in values:
+            raise invalid(entries.param(name), "is not a token id, or not the first time")
+        values[int(name)] = entries.number(name, -100.0, 100.0, 0.0)
+    return tuple((token, value) for token, value in values.items() if value)
 
 
 def _stop_token_ids(fields: Fields) -> frozenset[int]:

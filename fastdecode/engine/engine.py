@@ -18,6 +18,7 @@ from weakref import WeakKeyDictionary
 from fastdecode.engine.cluster import Cluster, Handle, RNode
 from fastdecode.engine.request import (
     GenerationFailed,
+    InvalidParameter,
     InvalidPrompt,
     NotReady,
     Overloaded,
@@ -30,6 +31,7 @@ from fastdecode.engine.scheduler import Outcome, Plan, Scheduler, SchedulerLimit
 from fastdecode.engine.sequence import Sequence
 from fastdecode.engine.stats import EngineObserver, EngineStats, NodeStats, NullObserver, Totals
 from fastdecode.spart.batch import Chunk, SampleSpec, StepBatch
+from fastdecode.spart.penalties import LogitRules
 from fastdecode.transports.base import CallRefused, LinkDown, TransportError
 
 if TYPE_CHECKING:
@@ -173,10 +175,11 @@ class Engine:
     # -- requests -------------------------------------------------------------------------------------------------
 
     def submit(self, prompt_ids: list[int], params: SamplingParams, request_id: str | None = None) -> RequestStream:
-        """Queue a request. Raises NotReady, Overloaded, PromptTooLong, InvalidPrompt."""
+        """Queue a request. Raises NotReady, Overloaded, PromptTooLong, InvalidPrompt, InvalidParameter."""
         if (why := self._why_not_ready()) is not None:
             raise NotReady(why)
         max_new = self._room_for(prompt_ids)
+        self._check_bias(params)
         if len(self.scheduler.waiting) >= self.max_queued:
             self.totals.rejected += 1
             raise Overloaded(f"{len(self.scheduler.waiting)} requests are waiting already")
@@ -191,6 +194,7 @@ class Engine:
             params=params,
             seed=secrets.randbits(64) if params.seed is None else params.seed,
             end_tokens=params.stop_token_ids if params.ignore_eos else params.stop_token_ids | self.end_tokens,
+            rules=_logit_rules(params, prompt_ids),
         )
         self._arrivals += 1
         self.totals.requests += 1
@@ -224,6 +228,12 @@ class Engine:
         if n > capacity:
             raise PromptTooLong(f"the prompt has {n} tokens; the KV-cache holds at most {capacity} of one sequence")
         return min(self.max_model_len, capacity + 1) - n
+
+    def _check_bias(self, params: SamplingParams) -> None:
+        vocabulary = self.spart.config.vocab_size
+        for token, _ in params.logit_bias:
+            if not 0 <= token < vocabulary:
+                raise InvalidParameter("logit_bias", f"token {token} is outside the vocabulary (0 to {vocabulary - 1})")
 
     def _cancel(self, seq: Sequence) -> None:
         if seq not in self._live:
@@ -469,7 +479,18 @@ def _step_batch(plan: Plan) -> StepBatch:
 
 def _sample_spec(seq: Sequence) -> SampleSpec:
     p = seq.params
-    return SampleSpec(p.temperature, p.top_k, p.top_p, p.min_p, seq.seed, seq.n_generated, p.logprobs)
+    return SampleSpec(p.temperature, p.top_k, p.top_p, p.min_p, seq.seed, seq.n_generated, p.logprobs, seq.rules)
+
+
+def _logit_rules(params: SamplingParams, prompt_ids: list[int]) -> LogitRules | None:
+    rules = LogitRules(
+        bias=params.logit_bias,
+        repetition=params.repetition_penalty,
+        frequency=params.frequency_penalty,
+        presence=params.presence_penalty,
+        prompt=prompt_ids,
+    )
+    return rules if rules.penalises or params.logit_bias else None
 
 
 def _check_link(link: Link, mini_batches: int, max_batch_tokens: int) -> None:

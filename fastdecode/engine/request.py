@@ -17,6 +17,14 @@ class PromptTooLong(InvalidPrompt):
     """Prompt (and at least one token) does not fit the model or the KV-cache: the client's fault (400)."""
 
 
+class InvalidParameter(EngineError):
+    """A sampling parameter does not suit the model: the client's fault (400)."""
+
+    def __init__(self, name: str, message: str):
+        super().__init__(f"{name}: {message}")
+        self.name = name
+
+
 class Overloaded(EngineError):
     """The queue is full (429)."""
 
@@ -40,6 +48,10 @@ class SamplingParams:
     min_p: float = 0.0
     seed: int | None = None  # None: drawn by the engine
     logprobs: int | None = None  # alternatives to report a token; 0: the chosen one only
+    presence_penalty: float = 0.0  # these four: spart/penalties.py
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()  # each token once
     stop_token_ids: frozenset[int] = frozenset()  # beside the model's own end tokens
     ignore_eos: bool = False
 

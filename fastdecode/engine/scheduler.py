@@ -141,7 +141,7 @@ class Scheduler:
                 continue
             reason = None
             if row.sample:
-                seq.tokens.append(token.token)
+                seq.append(token.token)
                 reason = seq.finish_reason()
                 outcomes.append(Outcome(seq, token, reason))
             if reason is not None:

@@ -11,6 +11,7 @@ from fastdecode.engine.request import EngineError, SamplingParams, TokenEvent
 
 if TYPE_CHECKING:
     from fastdecode.engine.cluster import RNode
+    from fastdecode.spart.penalties import LogitRules
 
 
 @dataclass(slots=True, eq=False)
@@ -29,6 +30,7 @@ class Sequence:
     params: SamplingParams
     seed: int
     end_tokens: frozenset[int]
+    rules: LogitRules | None = None  # None where the parameters have neither bias nor penalty
 
     # Placement: filled by the cluster in `admit`, taken back in `release`.
     node: RNode | None = None
@@ -61,6 +63,12 @@ class Sequence:
     def final_length(self) -> int:
         """Tokens it will have if nothing ends it sooner."""
         return self.n_prompt + self.max_new
+
+    def append(self, token: int) -> None:
+        """Take a token that was generated."""
+        self.tokens.append(token)
+        if self.rules is not None:
+            self.rules.generated(token)
 
     def finish_reason(self) -> str | None:
         """Whether the token just appended was the last, and why."""

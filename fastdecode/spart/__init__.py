@@ -10,6 +10,7 @@
     rope        rotary embedding
     layers      norms and activations
     sampling    the next token
+    penalties   bias and penalties that a request puts on tokens
 
 The names below are imported on first use, so that a node without torch at hand pays nothing for this package.
 """

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
+    from fastdecode.spart.penalties import LogitRules
+
 
 @dataclass(slots=True)
 class Chunk:
@@ -37,6 +39,7 @@ class SampleSpec:
     seed: int = 0
     index: int = 0  # number of tokens generated before this one
     logprobs: int | None = None  # how many alternatives to report; 0: only the chosen token; None: nothing
+    rules: LogitRules | None = None  # what comes before everything else
 
 
 @dataclass(slots=True)
@@ -52,7 +55,7 @@ class Sampled:
     """The next token of one chunk, or why there is none."""
 
     token: int  # -1 with an error
-    logprob: float | None = None  # of the raw (temperature 1) distribution, nats
+    logprob: float | None = None  # of the model's own distribution: no rules, temperature 1, no filters; nats
     top: list[tuple[int, float]] = field(default_factory=list)  # the best alternatives, best first
     error: str | None = None  # this row's logits are not finite; the other rows of the step are sound
 

@@ -1,8 +1,8 @@
 """The next token of every row of a step, drawn on the logits' device.
 
-Order and meaning of the filters are those of Hugging Face's processors: temperature first, then top-k, top-p on what
-top-k left, min-p on what top-p left. A filter is a threshold: tokens of equal probability are kept or dropped together,
-so the outcome does not depend on how a sort breaks ties.
+Order and meaning of the filters are those of Hugging Face's processors: bias and penalties first (penalties.py), then
+temperature, top-k, top-p on what top-k left, min-p on what top-p left. A filter is a threshold: tokens of equal
+probability are kept or dropped together, so the outcome does not depend on how a sort breaks ties.
 
 A draw needs one uniform number a row. It is a hash of (seed, index) alone, and the cumulative distribution it is looked
 up in is computed row by row, so a sequence draws the same tokens in any batch and after any preemption.
@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from fastdecode.spart.batch import Sampled, SampleSpec
+from fastdecode.spart.penalties import LogitRules
 
 #: Below it a temperature is greedy: dividing by it would only overflow.
 MIN_TEMPERATURE = 1e-5
@@ -46,6 +47,14 @@ class Sampler:
         """logits [rows, vocab] fp32, one spec a row. A row with logits that are NaN or +inf gets an error, no token."""
         best, tokens = logits.max(dim=1)  # the maximum of a row with a NaN is NaN
         finite = best.isfinite().tolist()
+        own = logits
+        ruled = [i for i, spec in enumerate(specs) if finite[i] and spec.rules is not None]
+        if ruled:
+            logits = logits.clone()
+            for i in ruled:
+                _apply(specs[i].rules, logits[i])
+            rows = torch.tensor(ruled, device=logits.device)
+            tokens[rows] = logits.index_select(0, rows).argmax(dim=1)
         drawn = [i for i, spec in enumerate(specs) if finite[i] and spec.temperature >= MIN_TEMPERATURE]
         if drawn:
             chosen = [specs[i] for i in drawn]
@@ -58,8 +67,23 @@ class Sampler:
         ]
         asked = [i for i, spec in enumerate(specs) if finite[i] and spec.logprobs is not None]
         if asked:
-            _report(sampled, asked, logits, specs)
+            _report(sampled, asked, own, specs)
         return sampled
+
+
+def _apply(rules: LogitRules, row: torch.Tensor) -> None:
+    """Change a row of logits, [vocab], in place."""
+
+    def here(x: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(x).to(row.device)
+
+    if len(rules.bias):
+        row[here(rules.bias_ids)] += here(rules.bias)
+    ids, counts = map(here, rules.seen)
+    if len(ids) and rules.penalises:
+        x = row[ids]
+        x = torch.where(x > 0, x / rules.repetition, x * rules.repetition)
+        row[ids] = x - rules.frequency * counts - rules.presence * (counts > 0)
 
 
 def filtered(logits: torch.Tensor, specs: list[SampleSpec]) -> torch.Tensor:
@@ -113,7 +137,7 @@ def _draw(scaled: torch.Tensor, u: np.ndarray) -> torch.Tensor:
 
 
 def _report(sampled: list[Sampled], asked: list[int], logits: torch.Tensor, specs: list[SampleSpec]) -> None:
-    """Add the log-probabilities the rows `asked` want, of the distribution before temperature and filters."""
+    """Add the log-probabilities the rows `asked` want, of the distribution before rules, temperature and filters."""
     rows = torch.tensor(asked, device=logits.device)
     logprobs = logits.index_select(0, rows).log_softmax(dim=1)
     tokens = torch.tensor([sampled[i].token for i in asked], device=logits.device)
