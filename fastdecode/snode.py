@@ -23,6 +23,9 @@ from fastdecode.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
+#: A GPU computes a prompt anew sooner than R-nodes attend to a long rest of one. Where the balance is, is not measured.
+_MAX_PREFIX_REST = 256
+
 
 def run_s_node(config: NodeConfig) -> None:
     """Run until SIGTERM. Raises ConfigError, TransportError, OSError, RuntimeError with a sentence for the user."""
@@ -69,7 +72,8 @@ async def _serve(
         max_rows=config.max_batch_tokens,
         kv_dtype=config.kv_dtype,
         kv_bytes=config.kv_lease,
-        max_seqs=split.mini_batches * config.max_batch_size,
+        # As many again may have ended and be kept for their prefixes.
+        max_seqs=split.mini_batches * config.max_batch_size * (1 if config.no_prefix_cache else 2),
     )
     async with contextlib.AsyncExitStack() as stack:
         embedded = None
@@ -93,6 +97,8 @@ async def _serve(
             max_batch_size=config.max_batch_size,
             max_batch_tokens=config.max_batch_tokens,
             max_queued=config.max_queued,
+            prefix_cache=not config.no_prefix_cache,
+            max_prefix_rest=None if model.device.type == "cpu" else _MAX_PREFIX_REST,
         )
         await engine.start()
         stack.push_async_callback(engine.stop)

@@ -357,6 +357,26 @@ async def test_many_streams_at_once_are_each_their_own(client, tokenizer):
     assert await asyncio.gather(*map(streamed, asks)) == alone
 
 
+async def test_a_conversation_says_what_was_not_computed_again(checkpoint, model, tokenizer, tmp_path):
+    async with (
+        real_engine(checkpoint, tmp_path, prefix_cache=True) as engine,
+        served(engine, tokenizer) as client,
+    ):
+        messages, reused = [{"role": "user", "content": "word " * 60}], []
+        for _ in range(3):
+            answer = await client.openai.chat.completions.create(**CHAT | {"messages": messages})
+            expected = greedy(model, tokenizer.apply_chat_template(messages), 12)
+            assert answer.choices[0].message.content == tokenizer.decode(expected)
+            reused.append(answer.usage.prompt_tokens_details.cached_tokens)
+            assert reused[-1] < answer.usage.prompt_tokens
+            said = {"role": "assistant", "content": answer.choices[0].message.content}
+            messages += [said, {"role": "user", "content": "And then?"}]
+        assert reused[0] == 0 < 128 <= reused[1] <= reused[2]
+        metrics = await client.metrics()
+        assert metrics["fastdecode:prefix_cache_hits_total", ""] == sum(reused)
+        assert metrics["fastdecode:prefix_cache_queries_total", ""] == metrics["fastdecode:prompt_tokens_total", ""]
+
+
 # -- health and metrics -----------------------------------------------------------------------------------------------
 
 

@@ -223,7 +223,12 @@ async def test_the_bytes_of_a_chat_stream(tokenizer, spell):
     usage = json.loads(usage.removeprefix("data: "))
     prompt = len(engine.prompts[0])
     assert usage["choices"] == []
-    assert usage["usage"] == {"prompt_tokens": prompt, "completion_tokens": 2, "total_tokens": prompt + 2}
+    assert usage["usage"] == {
+        "prompt_tokens": prompt,
+        "completion_tokens": 2,
+        "total_tokens": prompt + 2,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }
 
 
 async def test_a_stream_that_has_nothing_to_say_says_so(tokenizer, spell):

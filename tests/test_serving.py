@@ -80,7 +80,7 @@ def model():
 
 @contextlib.asynccontextmanager
 async def serving(model, nodes, *, mini_batches=2, n_pages=None, max_seqs=64, **options):
-    """A started engine; at its end, if all its R-nodes live, they must hold nothing."""
+    """A started engine; at its end, if all its R-nodes live, they must hold nothing but what is kept."""
 
     async def link_to(url):
         page = PAGE_TOKENS * model.config.n_layers * 2 * model.config.n_kv_heads * model.config.head_size * 4
@@ -102,8 +102,10 @@ async def serving(model, nodes, *, mini_batches=2, n_pages=None, max_seqs=64, **
         yield engine
         await until(lambda: not engine.scheduler.has_work)
         for node in engine.cluster.alive:
-            await until(lambda node=node: node.free_pages == node.n_pages)
-            assert (await node.link.stats())["pages_used"] == 0
+            kept = node.prefixes
+            await until(lambda node=node, kept=kept: node.free_pages + kept.pages == node.n_pages)
+            stats = await node.link.stats()
+            assert (stats["seqs"], stats["pages_used"] <= kept.pages) == (len(kept), True)
         assert engine.spart.staged_bytes == 0
     finally:
         await engine.stop()
@@ -195,6 +197,23 @@ async def test_tiny_lease_preempts_and_changes_nothing(model, judge, shm_node):
         for prompt, tokens in zip(given, results, strict=True):
             assert_greedy(judge, prompt, tokens)
         assert engine.stats.totals.preemptions > 0
+
+
+@pytest.mark.parametrize("n_nodes", [1, 2])
+@pytest.mark.parametrize("family", ["llama-gqa", "mistral", "qwen2", "opt"])
+async def test_prompts_that_share_what_is_kept_are_greedy_as_transformers(family, n_nodes, tcp_nodes):
+    """Conversations that go on, and a beginning that many have."""
+    model, judge = loaded(family), judge_of(family)
+    common, *rest = prompts([300, 5, 1, 130, 40, 200])
+    async with serving(model, tcp_nodes[:n_nodes], prefix_cache=True) as engine:
+        histories = [common + end for end in rest]
+        for turn in range(3):
+            answers = await asyncio.gather(*(tokens_of(engine.submit(h, greedy(20))) for h in histories))
+            for history, answer in zip(histories, answers, strict=True):
+                assert_greedy(judge, history, answer)
+            histories = [h + a + [3 + turn] * 7 for h, a in zip(histories, answers, strict=True)]
+        totals = engine.stats.totals
+        assert totals.prefix_hits > 10 * 300 and totals.preemptions == 0
 
 
 async def test_preemption_forgets_no_penalty(model, shm_node):

@@ -44,6 +44,11 @@ class ToyLink:
         self.cache: dict[int, tuple[int, list[int]]] = {}  # sequence index -> tag, tokens
         self.frames: list[list[tuple[int, int]]] = []  # FREEs
         self.dead = False
+        self.refuse_forks = False
+        self.forks = 0
+        self.fork_asked = asyncio.Event()
+        self.forking = asyncio.Event()  # FORKs; cleared, they wait
+        self.forking.set()
         self.answering = asyncio.Event()  # FREEs; cleared, they wait
         self.answering.set()
         self._closed = asyncio.get_running_loop().create_future()
@@ -81,6 +86,19 @@ class ToyLink:
             del self.cache[seq]
         if unknown:
             raise CallRefused(BAD_SEQUENCE, f"nothing to free for {unknown}")
+
+    async def fork(self, src, dst, length) -> None:
+        await asyncio.sleep(0.001)
+        self.fork_asked.set()
+        await self.forking.wait()
+        self.check_alive()
+        if self.refuse_forks:
+            raise CallRefused(BAD_SEQUENCE, "no forks today")
+        tag, tokens = self.cache.get(src[0], (None, []))
+        if tag != src[1] or dst[0] in self.cache or not 1 <= length <= len(tokens):
+            raise CallRefused(BAD_SEQUENCE, f"cannot fork {src} to {dst}")
+        self.cache[dst[0]] = (dst[1], tokens[:length])
+        self.forks += 1
 
     async def stats(self) -> dict:
         self.check_alive()

@@ -49,7 +49,7 @@ class Answer(ABC):
         }
 
     def chunk(
-        self, choice: dict[str, Any] | None, usage: dict[str, int] | None = None, *, with_usage: bool = False
+        self, choice: dict[str, Any] | None, usage: dict[str, Any] | None = None, *, with_usage: bool = False
     ) -> dict[str, Any]:
         """One event of a stream. `with_usage`: the client asked for usage, so that every chunk has the key."""
         chunk = self._head | {"object": self.chunk_object, "choices": [] if choice is None else [choice]}
@@ -145,11 +145,16 @@ class ChatAnswer(Answer):
         return {"token": data.decode(errors="backslashreplace"), "logprob": _finite(logprob), "bytes": list(data)}
 
 
-def usage(choices: Sequence[Choice], n: int) -> dict[str, int]:
+def usage(choices: Sequence[Choice], n: int) -> dict[str, Any]:
     """Token counts of a request of `n` choices a prompt. A prompt counts once, however many choices it has."""
     prompt = sum(choice.n_prompt for choice in choices[::n])
     completion = sum(choice.n_tokens for choice in choices)
-    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": sum(choice.n_reused for choice in choices[::n])},
+    }
 
 
 def _delta(

@@ -74,6 +74,7 @@ class Choice:
         self.index = index
         self.n_prompt = n_prompt
         self.n_tokens = 0
+        self.n_reused = 0  # prompt tokens found in the prefix cache
         self._detokenizer = detokenizer
         self._stops = StopStrings(stops)
         self._seen = 0  # characters detokenised
@@ -83,6 +84,7 @@ class Choice:
     def feed(self, event: TokenEvent) -> Piece:
         """Take one token. After a piece with a finish_reason no more may come."""
         self.n_tokens += 1
+        self.n_reused = event.reused
         text = ""
         if event.finish_reason != "stop":
             if event.logprob is not None:

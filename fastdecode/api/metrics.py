@@ -114,6 +114,10 @@ class _EngineCollector(Collector):
             "kv_cache_usage_perc", "KV-cache pages in use, of all live R-nodes' (1 is full).", stats.kv_usage
         )
         yield self._counter("num_preemptions", "Requests put back to be recomputed.", totals.preemptions)
+        yield self._counter(
+            "prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", totals.prefix_queries
+        )
+        yield self._counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.", totals.prefix_hits)
         yield self._counter("prompt_tokens", "Prompt tokens of requests that were started.", totals.prompt_tokens)
         yield self._counter("generation_tokens", "Tokens generated.", totals.generated_tokens)
         yield self._counter("admission_rejections", "Requests refused because the queue was full.", totals.rejected)

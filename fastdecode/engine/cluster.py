@@ -1,14 +1,16 @@
-"""The S-node's book of its R-nodes: leases, pages, sequence indexes, load.
+"""The S-node's book of its R-nodes: leases, pages, sequence indexes, load, and what is kept of sequences that ended.
 
 The S-node counts and the R-node checks: nothing here talks to a peer. A page or a sequence index that was given back
-counts as free again only when the R-node has acknowledged the FREE (`freed`).
+counts as free again only when the R-node has acknowledged the FREE (`freed`). Pages that sequences share are counted
+for each of them, so an R-node never has fewer than are counted.
 """
 
 from __future__ import annotations
 
 from math import ceil
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
+from fastdecode.engine.prefixes import Handle, Kept, PrefixBook, page_hashes
 from fastdecode.transports.base import PAGE_TOKENS
 
 if TYPE_CHECKING:
@@ -18,19 +20,13 @@ if TYPE_CHECKING:
     from fastdecode.transports.base import Link
 
 _TAG_MASK = 0xFFFFFFFF  # a tag is 32 bits on the wire
+#: Of a lease's pages, not taken by what is merely kept: who comes need not wait until some of it has been freed.
+_HEADROOM = 0.1
 
 
 def pages_for(tokens: int) -> int:
     """Pages that hold `tokens` cached tokens."""
     return -(-tokens // PAGE_TOKENS)
-
-
-class Handle(NamedTuple):
-    """A released sequence as its R-node knows it, with the pages that FREE will give back."""
-
-    index: int
-    tag: int
-    pages: int
 
 
 class RNode:
@@ -44,15 +40,18 @@ class RNode:
         self.n_pages = link.lease.n_pages
         self.free_pages = self.n_pages
         self.pages_freeing = 0  # released, FREE not acknowledged yet
+        self._handles_freeing = 0
         self.load = 0  # cached tokens once every sequence here has grown to its final length
         self.sequences: set[Sequence] = set()
         self.released: list[Handle] = []  # FREE still to be sent
+        self.prefixes = PrefixBook()
         self._indexes = list(range(link.lease.max_seqs - 1, -1, -1))
         self._tags = [0] * link.lease.max_seqs
 
     @property
     def pages_used(self) -> int:
-        return self.n_pages - self.free_pages
+        """Pages that nobody else can have; those of what is kept he can."""
+        return self.n_pages - self.free_pages - self.prefixes.pages
 
     @property
     def has_index(self) -> bool:
@@ -69,18 +68,45 @@ class RNode:
         handles, self.released = self.released, []
         return handles
 
+    def drop(self, kept: Kept) -> None:
+        """Keep it no longer."""
+        self.release(self.prefixes.remove(kept))
+
+    def release(self, handle: Handle) -> None:
+        """To be freed by the next FREE."""
+        self.pages_freeing += handle.pages
+        self._handles_freeing += 1
+        self.released.append(handle)
+
+    def make_room(self, pages: int, index: bool) -> None:
+        """Drop of what is kept, the one used longest ago first, until `pages` pages (and an index) are free or on their
+        way, or nothing is left that could go."""
+        while self.free_pages + self.pages_freeing < pages or (
+            index and not self._indexes and not self._handles_freeing
+        ):
+            if (kept := self.prefixes.oldest()) is None:
+                return
+            self.drop(kept)
+
+    def lost(self) -> None:
+        """It is gone, and with it what it kept."""
+        self.alive = False
+        self.prefixes = PrefixBook()
+
     def freed(self, handles: Iterable[Handle]) -> None:
         for handle in handles:
             self._indexes.append(handle.index)
             self.free_pages += handle.pages
             self.pages_freeing -= handle.pages
+            self._handles_freeing -= 1
 
 
 class Cluster:
     """All R-nodes, in the order of the S-Part's links."""
 
-    def __init__(self, links: Iterable[Link], watermark: float = 0.01):
-        self.watermark = watermark
+    def __init__(self, links: Iterable[Link], watermark: float = 0.01, keeps: bool = False):
+        """`keeps`: see prefixes.py."""
+        self.watermark, self.keeps = watermark, keeps
         self.nodes = [RNode(position, link) for position, link in enumerate(links)]
 
     @property
@@ -102,14 +128,32 @@ class Cluster:
         A share of every lease (`watermark`) is kept from newcomers, so that sequences that already run can grow for a
         while before one must be preempted. An empty node has nobody to protect.
         """
-        pages = pages_for(tokens)
         best = None
         for node in self.nodes:
-            if not node.alive or not node.has_index:
-                continue
-            reserve = 0 if node.free_pages == node.n_pages else ceil(self.watermark * node.n_pages)
-            if pages + reserve <= node.free_pages and (best is None or node.load < best.load):
+            if self.has_room(node, tokens) and (best is None or node.load < best.load):
                 best = node
+        return best
+
+    def has_room(self, node: RNode, tokens: int) -> bool:
+        return node.alive and node.has_index and self._needed(node, tokens) <= node.free_pages
+
+    def _needed(self, node: RNode, tokens: int) -> int:
+        return pages_for(tokens) + (ceil(self.watermark * node.n_pages) if node.sequences or node.pages_freeing else 0)
+
+    def make_room(self, tokens: int) -> None:
+        """Nobody has room for `tokens` tokens: let the least loaded of those that could have it drop what it keeps."""
+        could = [n for n in self.alive if self._needed(n, tokens) <= n.free_pages + n.pages_freeing + n.prefixes.pages]
+        if could:
+            node = min(could, key=lambda n: n.load)
+            node.make_room(self._needed(node, tokens), index=True)
+
+    def find(self, seq: Sequence) -> tuple[RNode, Kept, int] | None:
+        """Where most of the tokens of `seq` are kept, by whom, and how many."""
+        best = None
+        for node in self.alive:
+            found = node.prefixes.find(seq.tokens, seq.hashes)
+            if found and (best is None or found[1] > best[2]):
+                best = node, *found
         return best
 
     def admit(self, seq: Sequence, node: RNode) -> None:
@@ -131,14 +175,22 @@ class Cluster:
         seq.pages += 1
         return True
 
-    def release(self, seq: Sequence) -> None:
-        """Take `seq` off its node; its pages come back with `RNode.freed`."""
+    def release(self, seq: Sequence, keep: bool = False) -> None:
+        """Take `seq` off its node; its pages come back with `RNode.freed`. `keep`: others may use its cache."""
         node = seq.node
         node.sequences.remove(seq)
         node.load -= seq.final_length
-        node.pages_freeing += seq.pages
-        node.released.append(Handle(seq.index, seq.tag, seq.pages))
-        seq.node, seq.pages = None, 0
+        handle = Handle(seq.index, seq.tag, seq.pages)
+        if keep and self.keeps and node.alive and seq.cached >= PAGE_TOKENS:
+            tokens = seq.tokens[: seq.cached]
+            source = seq.source
+            if source in node.prefixes and not source.pins and tokens[: len(source.tokens)] == source.tokens:
+                node.drop(source)  # all of it is in this one
+            node.prefixes.keep(Kept(handle, tokens, page_hashes(tokens)))
+            node.make_room(ceil(_HEADROOM * node.n_pages), index=True)
+        else:
+            node.release(handle)
+        seq.node, seq.pages, seq.source = None, 0, None
 
     def replace_link(self, position: int, link: Link) -> RNode:
         """Put a fresh link in the place of a dead R-node's. What the old one held is gone with it."""

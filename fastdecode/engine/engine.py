@@ -15,7 +15,9 @@ from collections.abc import AsyncIterator, Coroutine, Iterable
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
-from fastdecode.engine.cluster import Cluster, Handle, RNode
+from fastdecode.engine.batching import logit_rules, step_batch
+from fastdecode.engine.cluster import Cluster, RNode
+from fastdecode.engine.prefixes import Handle, page_hashes
 from fastdecode.engine.request import (
     GenerationFailed,
     InvalidParameter,
@@ -30,8 +32,6 @@ from fastdecode.engine.runner import Runner
 from fastdecode.engine.scheduler import Outcome, Plan, Scheduler, SchedulerLimits
 from fastdecode.engine.sequence import Sequence
 from fastdecode.engine.stats import EngineObserver, EngineStats, NodeStats, NullObserver, Totals
-from fastdecode.spart.batch import Chunk, SampleSpec, StepBatch
-from fastdecode.spart.penalties import LogitRules
 from fastdecode.transports.base import CallRefused, LinkDown, TransportError
 
 if TYPE_CHECKING:
@@ -95,11 +95,15 @@ class Engine:
         max_batch_tokens: int = 512,
         max_queued: int = 1024,
         watermark: float = 0.01,
+        prefix_cache: bool = False,
+        max_prefix_rest: int | None = None,
         end_token_ids: Iterable[int] | None = None,
         observer: EngineObserver | None = None,
     ):
         """`max_batch_size` counts the sequences of a mini-batch, `max_batch_tokens` the rows of a step. `max_model_len`
         None: all positions the model has. `end_token_ids` None: the model's own. `watermark`: see Cluster.place.
+        `prefix_cache`: keep the cache of sequences that have ended, for prompts that begin as they do (prefixes.py), as
+        long as R-nodes have no more than `max_prefix_rest` tokens (None: any number) of a prompt's rest to attend.
         Raises ValueError where these do not fit the model or the links."""
         if not links:
             raise ValueError("the engine needs at least one R-node")
@@ -111,8 +115,9 @@ class Engine:
         self.max_model_len = max_model_len or positions
         self.max_queued = max(max_queued, 1)  # who is admitted at once has waited, too
         self.spart = spart
-        self.cluster = Cluster(links, watermark)
-        self.scheduler = Scheduler(self.cluster, SchedulerLimits(mini_batches, max_batch_tokens, max_batch_size))
+        self.cluster = Cluster(links, watermark, prefix_cache)
+        limits = SchedulerLimits(mini_batches, max_batch_tokens, max_batch_size, max_prefix_rest)
+        self.scheduler = Scheduler(self.cluster, limits)
         self.observer = observer or NullObserver()
         self.totals = Totals()
         self.last_progress = time.monotonic()  # a step was completed, or work began after none
@@ -194,7 +199,8 @@ class Engine:
             params=params,
             seed=secrets.randbits(64) if params.seed is None else params.seed,
             end_tokens=params.stop_token_ids if params.ignore_eos else params.stop_token_ids | self.end_tokens,
-            rules=_logit_rules(params, prompt_ids),
+            hashes=page_hashes(prompt_ids) if self.cluster.keeps else [],
+            rules=logit_rules(params, prompt_ids),
         )
         self._arrivals += 1
         self.totals.requests += 1
@@ -275,7 +281,7 @@ class Engine:
         begun = time.monotonic()
         self._note_started(plan, begun)
         try:
-            output = await self._runner.submit(self.spart.step(_step_batch(plan)))
+            output = await self._runner.submit(self.spart.step(step_batch(plan)))
         except LinkDown as error:
             await self._recover(plan, error)
         except CallRefused as error:
@@ -303,7 +309,7 @@ class Engine:
 
     def _deliver(self, outcome: Outcome, now: float) -> None:
         seq, sampled, reason = outcome
-        seq.output.put_nowait(TokenEvent(sampled.token, sampled.logprob, sampled.top, reason))
+        seq.output.put_nowait(TokenEvent(sampled.token, sampled.logprob, sampled.top, reason, seq.reused))
         self.totals.generated_tokens += 1
         if seq.last_token is None:
             self.observer.first_token(now - seq.arrived)
@@ -321,6 +327,8 @@ class Engine:
         """Pass on what the scheduler's last call has brought about."""
         for seq, reason in self.scheduler.take_failed():
             self._fail(seq, reason)
+        for seq in self.scheduler.take_forks():
+            self._spawn(self._fork(seq))
         for node in self.cluster.nodes:
             if node.released and node not in self._freeing:
                 self._freeing.add(node)
@@ -353,6 +361,20 @@ class Engine:
                 self._wake_all()
         finally:
             self._freeing.discard(node)
+
+    async def _fork(self, seq: Sequence) -> None:
+        """Let a prompt take over what is kept of another sequence."""
+        node, source, done = seq.node, seq.source.handle, False
+        try:
+            await node.link.fork((source.index, source.tag), (seq.index, seq.tag), seq.shared)
+            done = True
+        except LinkDown as error:
+            self._lost(node, error)
+        except CallRefused as error:
+            log.warning("R-node %s could not let a prompt share what it keeps: %s", node.url, error)
+        self.scheduler.forked(seq, done)
+        self._after_change()
+        self._wake_all()
 
     def _drop_staged(self, node: RNode, handles: list[Handle]) -> None:
         for handle in handles:
@@ -423,6 +445,8 @@ class Engine:
     def stats(self) -> EngineStats:
         nodes = self.cluster.alive
         self.totals.preemptions = self.scheduler.preemptions
+        self.totals.prefix_queries = self.scheduler.prompt_tokens if self.cluster.keeps else 0
+        self.totals.prefix_hits = self.scheduler.reused_tokens
         return EngineStats(
             running=self.scheduler.n_running,
             waiting=len(self.scheduler.waiting),
@@ -465,32 +489,6 @@ class Engine:
         self._broken = True
         for seq in list(self._live):
             self._fail(seq, "the engine broke; see the server's log")
-
-
-def _step_batch(plan: Plan) -> StepBatch:
-    """The plan as the S-Part takes it."""
-    chunks = []
-    for seq, n_tokens, prefill, sample in plan.rows:
-        tokens = seq.tokens[seq.cached : seq.cached + n_tokens]
-        spec = _sample_spec(seq) if sample else None
-        chunks.append(Chunk(seq.node.position, seq.index, seq.tag, seq.cached, tokens, prefill, spec))
-    return StepBatch(plan.mini_batch, chunks)
-
-
-def _sample_spec(seq: Sequence) -> SampleSpec:
-    p = seq.params
-    return SampleSpec(p.temperature, p.top_k, p.top_p, p.min_p, seq.seed, seq.n_generated, p.logprobs, seq.rules)
-
-
-def _logit_rules(params: SamplingParams, prompt_ids: list[int]) -> LogitRules | None:
-    rules = LogitRules(
-        bias=params.logit_bias,
-        repetition=params.repetition_penalty,
-        frequency=params.frequency_penalty,
-        presence=params.presence_penalty,
-        prompt=prompt_ids,
-    )
-    return rules if rules.penalises or params.logit_bias else None
 
 
 def _check_link(link: Link, mini_batches: int, max_batch_tokens: int) -> None:

@@ -64,3 +64,4 @@ class TokenEvent:
     logprob: float | None = None
     top: list[tuple[int, float]] = field(default_factory=list)
     finish_reason: str | None = None
+    reused: int = 0  # prompt tokens that were found in the prefix cache; the same with every token

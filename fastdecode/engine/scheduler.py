@@ -8,6 +8,10 @@ The number of arrival is the only priority. Requests are admitted in that order;
 its newest sequence is preempted: its pages are freed and it waits, in its old place in the queue, to be recomputed. The
 oldest sequence of a node is never preempted for another, so it ends, then the next one does: nothing starves.
 
+A prompt that begins as a sequence that has ended (prefixes.py) is placed where that one's cache is kept and takes over
+its first tokens: the R-node is asked for a FORK (`take_forks`, `forked`), and the rest of the prompt is attended there
+like rows that decode, for the keys and values before it are not on the S-node.
+
 A sequence may change its mini-batch between any two steps at no cost (its cache does not move), so mini-batches are
 kept equal in number at every step by handing surplus over.
 """
@@ -24,6 +28,7 @@ from fastdecode.engine.cluster import Cluster, RNode, pages_for
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from fastdecode.engine.prefixes import Kept
     from fastdecode.engine.sequence import Sequence
     from fastdecode.spart.batch import Sampled
 
@@ -37,6 +42,7 @@ class SchedulerLimits:
     mini_batches: int
     max_batch_tokens: int  # rows of a step; at most `max_rows` of every link's slots
     max_seqs: int  # sequences; at most max_batch_tokens, so that every one can decode in every step
+    max_rest: int | None = None  # tokens of a prompt that may be left to R-nodes to attend; None: any number
 
     def __post_init__(self) -> None:
         if self.mini_batches < 1:
@@ -50,13 +56,13 @@ class Row(NamedTuple):
 
     seq: Sequence
     n_tokens: int
-    prefill: bool
+    prefill: bool  # attended on the S-node; else on the R-node: what decodes, and the rest of a prompt that was forked
     sample: bool  # False: more of the prompt follows
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One step. Rows that decode come first; within each kind they are in order of link (spart/batch.py)."""
+    """One step. Rows that attend on R-nodes come first; each kind is in order of link (spart/batch.py)."""
 
     mini_batch: int
     rows: list[Row]
@@ -86,6 +92,8 @@ class Scheduler:
         self.changed = False  # something another mini-batch may have waited for has happened; the reader clears it
         self._starved: list[Sequence] = []  # need a page and wait for one, in order of arrival
         self._failed: list[tuple[Sequence, str]] = []
+        self._forks: list[Sequence] = []
+        self.prompt_tokens = self.reused_tokens = 0  # looked up among what is kept, and found there
 
     @property
     def n_running(self) -> int:
@@ -107,12 +115,37 @@ class Scheduler:
             if seq in self.waiting:
                 self.waiting.remove(seq)
         elif not seq.in_flight:
-            self._leave(seq)
+            self._leave(seq, keep=True)
 
     def take_failed(self) -> list[tuple[Sequence, str]]:
         """Sequences that cannot go on, and why. Each is returned once."""
         failed, self._failed = self._failed, []
         return failed
+
+    def take_forks(self) -> list[Sequence]:
+        """Sequences that are to share `shared` tokens of `source` on their node. Each is returned once, and `forked` is
+        called for it then; until then it is in flight and its source is not dropped."""
+        forks, self._forks = self._forks, []
+        return forks
+
+    def forked(self, seq: Sequence, done: bool) -> None:
+        """The R-node has done so, or could not."""
+        seq.in_flight = False
+        seq.source.pins -= 1
+        if done:
+            seq.cached = seq.shared
+            if seq.n_generated == 0:
+                seq.reused = seq.shared
+            self.reused_tokens += seq.shared
+        else:
+            if seq.source in seq.node.prefixes and not seq.source.pins:
+                seq.node.drop(seq.source)
+            seq.source, seq.shared = None, 0
+        self.changed = True
+        if seq.cancelled:
+            self._leave(seq)
+        elif not seq.node.alive:
+            self._requeue(seq)
 
     # -- a step ---------------------------------------------------------------------------------------------------
 
@@ -120,9 +153,9 @@ class Scheduler:
         """The next step of a mini-batch that has none in flight; None if it has nothing to do now."""
         self._feed_starved()
         self._hand_over(mini_batch)
-        decode = self._decode_rows(mini_batch)
-        prefill = self._prefill_rows(mini_batch, self.limits.max_batch_tokens - len(decode))
-        rows = [*sorted(decode, key=_link_of), *sorted(prefill, key=_link_of)]
+        rows = self._decode_rows(mini_batch)
+        rows += self._prefill_rows(mini_batch, self.limits.max_batch_tokens - len(rows))
+        rows.sort(key=_place)
         return Plan(mini_batch, rows) if rows else None
 
     def complete(self, plan: Plan, sampled: Iterable[Sampled | None]) -> list[Outcome]:
@@ -133,7 +166,7 @@ class Scheduler:
             seq.in_flight = False
             seq.cached += row.n_tokens
             if seq.cancelled:
-                self._leave(seq)
+                self._leave(seq, keep=True)
                 continue
             if row.sample and token.error is not None:
                 self._leave(seq)
@@ -145,7 +178,7 @@ class Scheduler:
                 reason = seq.finish_reason()
                 outcomes.append(Outcome(seq, token, reason))
             if reason is not None:
-                self._leave(seq)
+                self._leave(seq, keep=True)
             elif not seq.node.alive:
                 self._requeue(seq)
         return outcomes
@@ -172,7 +205,7 @@ class Scheduler:
 
     def lost(self, node: RNode) -> None:
         """An R-node is gone: its sequences wait to be recomputed elsewhere (those in flight when their step ends)."""
-        node.alive = False
+        node.lost()
         for seq in sorted(node.sequences, key=_ORDER):
             if not seq.in_flight:
                 self._requeue(seq)
@@ -195,7 +228,7 @@ class Scheduler:
 
     def _prefill_rows(self, mini_batch: int, budget: int) -> list[Row]:
         rows: list[Row] = []
-        for seq in self.mini_batches[mini_batch]:  # at most one prompt is unfinished
+        for seq in self.mini_batches[mini_batch]:  # at most one prompt of those that the S-node attends is unfinished
             if seq.prefilling:
                 budget -= self._add_chunk(rows, seq, budget)
         while budget > 0 and (seq := self._admit(mini_batch)) is not None:
@@ -203,10 +236,10 @@ class Scheduler:
         return rows
 
     def _add_chunk(self, rows: list[Row], seq: Sequence, budget: int) -> int:
-        n_tokens = min(budget, seq.prefill_end - seq.cached)
+        n_tokens = 0 if seq.in_flight else min(budget, seq.prefill_end - seq.cached)
         if n_tokens > 0:
             seq.in_flight = True
-            rows.append(Row(seq, n_tokens, prefill=True, sample=seq.cached + n_tokens == seq.prefill_end))
+            rows.append(Row(seq, n_tokens, prefill=not seq.shared, sample=seq.cached + n_tokens == seq.prefill_end))
         return n_tokens
 
     def _admit(self, mini_batch: int) -> Sequence | None:
@@ -218,15 +251,34 @@ class Scheduler:
         if len(running) >= min(share, self.limits.max_seqs):
             return None
         seq = self.waiting[0]
-        node = self.cluster.place(len(seq.tokens))  # never one where somebody starves: that has no page left
+        node, source, shared = self._place_by_prefix(seq)
         if node is None:
+            node, source, shared = self.cluster.place(len(seq.tokens)), None, 0
+        if node is None:  # never one where somebody starves: that has no page left
+            self.cluster.make_room(len(seq.tokens))
             return None
         del self.waiting[0]
         self.cluster.admit(seq, node)
         seq.mini_batch = mini_batch
         seq.prefill_end = len(seq.tokens)
+        self.prompt_tokens += len(seq.tokens)
+        if source is not None:
+            source.pins += 1
+            seq.source, seq.shared, seq.in_flight = source, shared, True
+            self._forks.append(seq)
         insort(running, seq, key=_ORDER)
         return seq
+
+    def _place_by_prefix(self, seq: Sequence) -> tuple[RNode | None, Kept | None, int]:
+        """The R-node that keeps most of what the prompt begins with, if it has room; by whom, and how many tokens."""
+        found = self.cluster.find(seq)
+        if found is None:
+            return None, None, 0
+        node, source, shared = found
+        if self.limits.max_rest is not None and len(seq.tokens) - shared > self.limits.max_rest:
+            return None, None, 0
+        node.prefixes.touch(source)  # whatever must go to make room for the prompt, not this
+        return found if self.cluster.has_room(node, len(seq.tokens)) else (None, None, 0)
 
     # -- pages ----------------------------------------------------------------------------------------------------
 
@@ -248,6 +300,8 @@ class Scheduler:
             return True
         if seq not in self._starved:
             insort(self._starved, seq, key=_ORDER)
+        if not node.pages_freeing:
+            node.make_room(1, index=False)
         if not node.pages_freeing:  # else some are on their way
             newest = max(node.sequences, key=_ORDER)
             if not newest.in_flight:  # else it is preempted here when its step has ended
@@ -259,18 +313,19 @@ class Scheduler:
         """Let a running sequence wait to be recomputed, tokens and all."""
         node = seq.node
         self._leave(seq)
-        seq.cached = seq.prefill_end = 0
+        seq.cached = seq.prefill_end = seq.shared = 0
         if self.cluster.can_hold(len(seq.tokens)):
             self.add(seq)
         else:
             self._failed.append((seq, self._loss(node)))
 
-    def _leave(self, seq: Sequence) -> None:
+    def _leave(self, seq: Sequence, keep: bool = False) -> None:
+        """Off its node. `keep`: what it has cached is sound. (Of a prompt in work, rows are staged on the S-node.)"""
         self.mini_batches[seq.mini_batch].remove(seq)
         seq.mini_batch = None
         if seq in self._starved:
             self._starved.remove(seq)
-        self.cluster.release(seq)
+        self.cluster.release(seq, keep and not seq.prefilling)
         self.changed = True
 
     def _loss(self, node: RNode) -> str:
@@ -298,5 +353,5 @@ class Scheduler:
             self.changed = True
 
 
-def _link_of(row: Row) -> int:
-    return row.seq.node.position
+def _place(row: Row) -> tuple[bool, int]:
+    return row.prefill, row.seq.node.position

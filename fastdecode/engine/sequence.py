@@ -11,6 +11,7 @@ from fastdecode.engine.request import EngineError, SamplingParams, TokenEvent
 
 if TYPE_CHECKING:
     from fastdecode.engine.cluster import RNode
+    from fastdecode.engine.prefixes import Kept
     from fastdecode.spart.penalties import LogitRules
 
 
@@ -30,6 +31,7 @@ class Sequence:
     params: SamplingParams
     seed: int
     end_tokens: frozenset[int]
+    hashes: list[int] = field(default_factory=list)  # of the prompt's pages (prefixes.py); empty where nothing is kept
     rules: LogitRules | None = None  # None where the parameters have neither bias nor penalty
 
     # Placement: filled by the cluster in `admit`, taken back in `release`.
@@ -37,10 +39,12 @@ class Sequence:
     index: int = 0  # sequence index within the node's lease
     tag: int = 0  # generation of that index
     pages: int = 0  # pages counted for it on the node
+    source: Kept | None = None  # whose first `shared` tokens it has taken over, and so need not compute
+    shared: int = 0
 
     # Progress: kept by the scheduler.
     mini_batch: int | None = None  # None: waiting or ended
-    in_flight: bool = False  # its rows are in a step that has not been completed
+    in_flight: bool = False  # its rows are in a step that has not been completed, or it is being forked
     cancelled: bool = False  # to be released as soon as it is not in flight
     cached: int = 0  # tokens cached on the node
     prefill_end: int = 0  # tokens to prefill before it decodes: all that were known when it was placed
@@ -50,6 +54,7 @@ class Sequence:
     arrived: float = field(default_factory=time.monotonic)
     started: float | None = None  # first scheduled
     last_token: float | None = None
+    reused: int = 0  # prompt tokens that were found in the cache when it was first placed
 
     @property
     def prefilling(self) -> bool:

@@ -45,7 +45,7 @@ class NodeStats:
     threads: int
     alive: bool
     pages_total: int
-    pages_used: int  # counted for sequences, FREE not acknowledged included
+    pages_used: int  # counted for sequences, FREE not acknowledged included; not what is kept of those that ended
     sequences: int
     load: int  # tokens that its sequences will have at most
     page_bytes: int
@@ -75,4 +75,6 @@ class Totals:
     steps: int = 0
     s_seconds: float = 0.0  # the S-Part computed
     r_wait_seconds: float = 0.0  # the S-Part stood waiting for R-nodes
+    prefix_queries: int = 0  # prompt tokens looked up in the prefix cache
+    prefix_hits: int = 0  # of them, those found
     kv_bytes: int = 0  # KV-cache bytes that the R-nodes read

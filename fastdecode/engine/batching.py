@@ -1,0 +1,40 @@
+"""What the engine knows in the S-Part's terms."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fastdecode.spart.batch import Chunk, SampleSpec, StepBatch
+from fastdecode.spart.penalties import LogitRules
+
+if TYPE_CHECKING:
+    from fastdecode.engine.request import SamplingParams
+    from fastdecode.engine.scheduler import Plan
+    from fastdecode.engine.sequence import Sequence
+
+
+def step_batch(plan: Plan) -> StepBatch:
+    """The plan as the S-Part takes it."""
+    chunks = []
+    for seq, n_tokens, prefill, sample in plan.rows:
+        tokens = seq.tokens[seq.cached : seq.cached + n_tokens]
+        spec = _sample_spec(seq) if sample else None
+        chunks.append(Chunk(seq.node.position, seq.index, seq.tag, seq.cached, tokens, prefill, spec))
+    return StepBatch(plan.mini_batch, chunks)
+
+
+def _sample_spec(seq: Sequence) -> SampleSpec:
+    p = seq.params
+    return SampleSpec(p.temperature, p.top_k, p.top_p, p.min_p, seq.seed, seq.n_generated, p.logprobs, seq.rules)
+
+
+def logit_rules(params: SamplingParams, prompt_ids: list[int]) -> LogitRules | None:
+    """None where the parameters have neither bias nor penalty."""
+    rules = LogitRules(
+        bias=params.logit_bias,
+        repetition=params.repetition_penalty,
+        frequency=params.frequency_penalty,
+        presence=params.presence_penalty,
+        prompt=prompt_ids,
+    )
+    return rules if rules.penalises or params.logit_bias else None

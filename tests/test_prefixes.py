@@ -1,0 +1,292 @@
+"""What is kept of sequences that have ended, and who shares it, over the toy model: a wrong cache is a wrong token."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+
+import pytest
+from toy import POISON, ToyLink, ToySPart, continuation
+
+from fastdecode.engine.engine import Engine
+from fastdecode.engine.prefixes import Handle, Kept, PrefixBook, page_hashes
+from fastdecode.engine.request import GenerationFailed, SamplingParams
+from fastdecode.transports.base import PAGE_TOKENS
+
+# -- the book ---------------------------------------------------------------------------------------------------------
+
+
+def text(n, seed=0):
+    rng = random.Random(seed)
+    return [rng.randrange(POISON) for _ in range(n)]
+
+
+def kept(tokens, pages=None, index=0):
+    return Kept(Handle(index, 1, pages or -(-len(tokens) // PAGE_TOKENS)), list(tokens), page_hashes(tokens))
+
+
+def find(book, tokens):
+    return book.find(tokens, page_hashes(tokens))
+
+
+def test_the_longest_beginning_is_found_to_the_token():
+    book, tokens = PrefixBook(), text(1000)
+    short, long, other = kept(tokens[:300]), kept(tokens[:600] + text(50, 1)), kept(text(700, 2))
+    for entry in (short, long, other):
+        book.keep(entry)
+    assert find(book, tokens) == (long, 600)
+    assert find(book, tokens[:400]) == (long, 399)  # the last token is to be computed
+    assert find(book, tokens[:256]) == (long, 255)
+    assert find(book, tokens[:280] + text(50, 3)) == (long, 280)
+    assert find(book, tokens[:129]) == (long, 128)
+    assert find(book, tokens[:128]) is None  # less than a page could be shared
+    assert find(book, tokens[1:]) is None
+    assert find(book, [*other.tokens, 5]) == (other, 700)
+    book.remove(long)
+    assert find(book, tokens) == (short, 300)
+    book.remove(short)
+    assert find(book, tokens) is None
+    assert (len(book), book.pages) == (1, 6)
+
+
+def test_tokens_are_compared_not_hashes_alone():
+    book, tokens = PrefixBook(), text(300)
+    liar = Kept(Handle(0, 1, 3), text(300, 1), page_hashes(tokens))
+    book.keep(liar)
+    assert find(book, tokens) is None
+
+
+def test_the_one_used_longest_ago_goes_first_unless_it_is_being_forked():
+    book = PrefixBook()
+    first, second, third = (kept(text(200, seed)) for seed in range(3))
+    for entry in (first, second, third):
+        book.keep(entry)
+    assert book.oldest() is first
+    book.touch(first)
+    assert book.oldest() is second
+    second.pins = 1
+    assert book.oldest() is third
+    first.pins = third.pins = 1
+    assert book.oldest() is None
+
+
+# -- the engine -------------------------------------------------------------------------------------------------------
+
+ASK = SamplingParams(temperature=0.0, max_tokens=10)
+
+
+@contextlib.asynccontextmanager
+async def keeping(*links, **options):
+    """A started engine that keeps prefixes; at its end all pages are free or kept, and R-nodes have nothing else."""
+    spart = ToySPart(links)
+    engine = Engine(spart, list(links), prefix_cache=True, **{"max_batch_tokens": 512, "max_batch_size": 64} | options)
+    await engine.start()
+    try:
+        yield engine, spart
+        spart.gate.set()
+        assert await engine.drain(20)
+        await until(lambda: not engine.scheduler.has_work)  # those cancelled in flight
+        await until(lambda: all(not node.pages_freeing for node in engine.cluster.alive))
+        assert not spart.staged
+        for node in engine.cluster.alive:
+            assert node.free_pages + node.prefixes.pages == node.n_pages
+            assert node.pages_used == 0
+            assert len(node.link.cache) == len(node.prefixes)
+            assert not any(entry.pins for entry in node.prefixes._kept)
+    finally:
+        spart.gate.set()
+        await engine.stop()
+
+
+async def until(condition):
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+async def tokens_of(stream):
+    return [event.token async for event in stream]
+
+
+async def ask(engine, prompt, params=ASK):
+    """Its tokens are right; returns how many of the prompt's were taken over."""
+    events = [event async for event in engine.submit(prompt, params)]
+    assert [event.token for event in events] == continuation(prompt, params.max_tokens)
+    return events[-1].reused
+
+
+async def test_a_prompt_seen_before_is_not_computed_again():
+    link, prompt = ToyLink(), text(700)
+    async with keeping(link) as (engine, _):
+        assert await ask(engine, prompt) == 0
+        assert await ask(engine, prompt) == 699
+        assert await ask(engine, prompt[:300] + text(400, 1)) == 300
+        assert await ask(engine, prompt[:127]) == 0
+        assert link.forks == 2
+        totals = engine.stats.totals
+        assert (totals.prefix_queries, totals.prefix_hits) == (700 + 700 + 700 + 127, 699 + 300)
+
+
+async def test_a_conversation_is_kept_once():
+    link, history = ToyLink(), text(200)
+    async with keeping(link) as (engine, _):
+        for turn in range(5):
+            reused = await ask(engine, history)
+            assert (reused > 0) == (turn > 0)
+            history += continuation(history, 10) + text(30, turn)
+        node = engine.cluster.nodes[0]
+        assert len(node.prefixes) == 1
+        await until(lambda: engine.stats.kv_usage == 0)  # the one before is being freed
+
+
+async def test_the_rest_of_a_long_prompt_shares_steps_with_others():
+    link, prompt = ToyLink(), text(900)
+    async with keeping(link, max_batch_tokens=64, max_batch_size=32, mini_batches=2) as (engine, _):
+        await ask(engine, prompt[:200])
+        asks = [prompt, prompt[:150] + text(600, 1), text(500, 2), text(20, 3), prompt[:199] + text(700, 4)]
+        reused = await asyncio.gather(*(ask(engine, p) for p in asks))
+        assert reused == [200, 150, 0, 0, 199]
+
+
+async def test_a_long_rest_is_not_left_to_r_nodes():
+    link, prompt = ToyLink(), text(400)
+    async with keeping(link, max_prefix_rest=100) as (engine, _):
+        await ask(engine, prompt)
+        assert await ask(engine, prompt[:300] + text(101, 1)) == 0
+        assert await ask(engine, prompt[:300] + text(100, 2)) == 300
+
+
+async def test_what_is_wanted_is_not_what_goes():
+    link, prompt = ToyLink(n_pages=15), text(500)
+    async with keeping(link) as (engine, _):
+        await ask(engine, prompt)
+        for i in range(2):
+            await ask(engine, text(400, i))
+        assert await ask(engine, prompt + text(100, 9)) == 500
+
+
+async def test_a_tenth_of_a_lease_is_left_to_who_comes():
+    async with keeping(ToyLink(n_pages=40)) as (engine, _):
+        for i in range(20):
+            await ask(engine, text(400, i))
+        node = engine.cluster.nodes[0]
+        await until(lambda: not node.pages_freeing)
+        assert 4 <= node.free_pages < 8
+
+
+async def test_what_is_kept_makes_room_for_who_comes():
+    link = ToyLink(n_pages=12)
+    async with keeping(link) as (engine, _):
+        for i in range(30):
+            await ask(engine, text(random.Random(i).randint(100, 1500), i))
+        assert engine.stats.totals.preemptions == 0
+        assert len(engine.cluster.nodes[0].prefixes) >= 1
+        await ask(engine, text(12 * PAGE_TOKENS - 9, 99))  # all of the lease
+
+
+async def test_what_is_kept_goes_before_anybody_is_preempted():
+    link = ToyLink(n_pages=10)
+    async with keeping(link, watermark=0.0) as (engine, _):
+        for i in range(4):
+            await ask(engine, text(2 * PAGE_TOKENS - 10, i))
+        growing = SamplingParams(temperature=0.0, max_tokens=500)
+        await asyncio.gather(*(ask(engine, text(100, 10 + i), growing) for i in range(2)))
+        assert engine.stats.totals.preemptions == 0
+
+
+async def test_too_few_sequences_of_a_lease_are_no_reason_to_wait():
+    link = ToyLink(max_seqs=3)
+    async with keeping(link) as (engine, _):
+        for i in range(10):
+            await ask(engine, text(200, i))
+        assert len(engine.cluster.nodes[0].prefixes) <= 3
+
+
+async def test_a_fork_that_is_refused_costs_time_only():
+    link, prompt = ToyLink(), text(400)
+    async with keeping(link) as (engine, _):
+        await ask(engine, prompt)
+        link.refuse_forks = True
+        assert await ask(engine, prompt) == 0
+        link.refuse_forks = False
+        assert await ask(engine, prompt) == 399
+
+
+async def test_an_r_node_that_dies_while_it_forks_costs_time_only():
+    links, prompt = [ToyLink("tcp://a"), ToyLink("tcp://b")], text(400)
+    async with keeping(*links) as (engine, _):
+        await ask(engine, prompt)
+        (link,) = [link for link in links if link.cache]
+        link.forking.clear()
+        again = asyncio.create_task(ask(engine, prompt))
+        await link.fork_asked.wait()
+        link.kill()
+        link.forking.set()
+        assert await again == 0
+    async with keeping(ToyLink()) as (engine, _):
+        await ask(engine, prompt)
+        link = engine.cluster.nodes[0].link
+        link.forking.clear()
+        again = asyncio.create_task(ask(engine, prompt))
+        await link.fork_asked.wait()
+        link.kill()
+        link.forking.set()
+        with pytest.raises(GenerationFailed, match="lost"):
+            await again
+
+
+async def test_a_request_that_goes_while_it_is_forked_leaves_nothing():
+    link, prompt = ToyLink(), text(400)
+    async with keeping(link) as (engine, _):
+        await ask(engine, prompt)
+        link.forking.clear()
+        stream = engine.submit(prompt, ASK)
+        await link.fork_asked.wait()
+        stream.cancel()
+        assert await tokens_of(stream) == []
+        link.forking.set()
+        assert await ask(engine, prompt) == 399
+
+
+async def test_a_request_that_goes_while_it_decodes_is_kept_and_one_in_its_prompt_is_not():
+    link, prompt = ToyLink(), text(700)
+    async with keeping(link, max_batch_tokens=64, max_batch_size=32, mini_batches=1) as (engine, spart):
+        stream = engine.submit(prompt, ASK)
+        await anext(stream)
+        stream.cancel()
+        assert await ask(engine, prompt) == 699
+        fresh = text(700, 1)
+        spart.gate.clear()
+        stream = engine.submit(fresh, ASK)
+        await until(lambda: spart.staged)
+        stream.cancel()
+        spart.gate.set()
+        assert await ask(engine, fresh) == 0
+
+
+@pytest.mark.parametrize("mini_batches", [1, 2])
+@pytest.mark.parametrize("n_links", [1, 3])
+async def test_a_crowd_with_common_beginnings_in_a_cache_too_small(mini_batches, n_links):
+    rng = random.Random(10 * mini_batches + n_links)
+    links = [ToyLink(f"tcp://r{i}", n_pages=60 // n_links, max_seqs=20) for i in range(n_links)]
+    roots = [text(500, seed) for seed in range(4)]
+
+    async def client(engine, i):
+        prompt = rng.choice(roots)[: rng.randint(1, 500)] + text(rng.randint(1, 300), 100 + i)
+        await asyncio.sleep(rng.random())
+        stream = engine.submit(prompt, SamplingParams(temperature=0.0, max_tokens=(n := rng.randint(1, 150))))
+        if rng.random() < 0.2:
+            await asyncio.sleep(rng.random() * 0.02)
+            stream.cancel()
+            tokens = await tokens_of(stream)
+            assert tokens == continuation(prompt, n)[: len(tokens)]
+        else:
+            assert await tokens_of(stream) == continuation(prompt, n)
+
+    options = {"mini_batches": mini_batches, "max_batch_tokens": 128, "max_batch_size": 16}
+    async with keeping(*links, **options) as (engine, _):
+        await asyncio.gather(*(client(engine, i) for i in range(120)))
+        totals = engine.stats.totals
+        assert totals.prefix_hits > 1000
+        assert sum(link.forks for link in links) > 10
