@@ -47,19 +47,18 @@ class Sampler:
         """logits [rows, vocab] fp32, one spec a row. A row with logits that are NaN or +inf gets an error, no token."""
         best, tokens = logits.max(dim=1)  # the maximum of a row with a NaN is NaN
         finite = best.isfinite().tolist()
-        own = logits
-        ruled = [i for i, spec in enumerate(specs) if finite[i] and spec.rules is not None]
-        if ruled:
-            logits = logits.clone()
-            for i in ruled:
-                _apply(specs[i].rules, logits[i])
-            rows = torch.tensor(ruled, device=logits.device)
-            tokens[rows] = logits.index_select(0, rows).argmax(dim=1)
+        ruled = {i: _ruled(logits[i], spec.rules) for i, spec in enumerate(specs) if finite[i] and spec.rules}
+        for i, row in ruled.items():
+            tokens[i] = row.argmax()
         drawn = [i for i, spec in enumerate(specs) if finite[i] and spec.temperature >= MIN_TEMPERATURE]
         if drawn:
             chosen = [specs[i] for i in drawn]
             rows = torch.tensor(drawn, device=logits.device)
-            scaled = filtered(logits.index_select(0, rows), chosen)
+            picked = logits.index_select(0, rows)
+            for place, i in enumerate(drawn):
+                if i in ruled:
+                    picked[place] = ruled[i]
+            scaled = filtered(picked, chosen)
             tokens[rows] = _draw(scaled, uniforms([s.seed for s in chosen], [s.index for s in chosen]))
         sampled = [
             Sampled(token) if sound else Sampled(-1, error=_NOT_FINITE)
@@ -67,12 +66,13 @@ class Sampler:
         ]
         asked = [i for i, spec in enumerate(specs) if finite[i] and spec.logprobs is not None]
         if asked:
-            _report(sampled, asked, own, specs)
+            _report(sampled, asked, logits, specs)
         return sampled
 
 
-def _apply(rules: LogitRules, row: torch.Tensor) -> None:
-    """Change a row of logits, [vocab], in place."""
+def _ruled(logits: torch.Tensor, rules: LogitRules) -> torch.Tensor:
+    """A row of logits, [vocab], as the rules want it; the row itself stays as it is."""
+    row = logits.clone()
 
     def here(x: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(x).to(row.device)
@@ -84,6 +84,7 @@ def _apply(rules: LogitRules, row: torch.Tensor) -> None:
         x = row[ids]
         x = torch.where(x > 0, x / rules.repetition, x * rules.repetition)
         row[ids] = x - rules.frequency * counts - rules.presence * (counts > 0)
+    return row
 
 
 def filtered(logits: torch.Tensor, specs: list[SampleSpec]) -> torch.Tensor:
