@@ -265,6 +265,21 @@ async def test_a_request_that_goes_while_it_decodes_is_kept_and_one_in_its_promp
         assert await ask(engine, fresh) == 0
 
 
+async def test_a_cache_that_has_come_to_nothing_is_not_kept():
+    link, poisoned = ToyLink(), [*text(300), POISON]
+    async with keeping(link) as (engine, spart):
+        with pytest.raises(GenerationFailed, match="not finite"):
+            await tokens_of(engine.submit(poisoned, ASK))
+        spart.gate.clear()
+        spart.posted.clear()
+        stream = engine.submit(poisoned, ASK)
+        await asyncio.to_thread(spart.posted.wait, 20)
+        stream.cancel()  # before it is known
+        spart.gate.set()
+        await until(lambda: not engine.scheduler.has_work)
+        assert len(engine.cluster.nodes[0].prefixes) == 0
+
+
 @pytest.mark.parametrize("mini_batches", [1, 2])
 @pytest.mark.parametrize("n_links", [1, 3])
 async def test_a_crowd_with_common_beginnings_in_a_cache_too_small(mini_batches, n_links):

@@ -165,10 +165,11 @@ class Scheduler:
             seq = row.seq
             seq.in_flight = False
             seq.cached += row.n_tokens
+            sound = not (row.sample and token.error is not None)
             if seq.cancelled:
-                self._leave(seq, keep=True)
+                self._leave(seq, keep=sound)
                 continue
-            if row.sample and token.error is not None:
+            if not sound:
                 self._leave(seq)
                 self._failed.append((seq, token.error))
                 continue
