@@ -200,7 +200,7 @@ async def test_tiny_lease_preempts_and_changes_nothing(model, judge, shm_node):
 
 
 @pytest.mark.parametrize("n_nodes", [1, 2])
-@pytest.mark.parametrize("family", ["llama-gqa", "mistral", "qwen2", "opt"])
+@pytest.mark.parametrize("family", FAMILIES)
 async def test_prompts_that_share_what_is_kept_are_greedy_as_transformers(family, n_nodes, tcp_nodes):
     """Conversations that go on, and a beginning that many have."""
     model, judge = loaded(family), judge_of(family)
