@@ -10,8 +10,8 @@ import glob
 from setuptools import Extension, setup
 
 CFLAGS = ["-O3", "-std=gnu11", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-unused-parameter", "-ffp-contract=fast"]
-# Extensions inherit CPython's -fwrapv, with which the kernels are up to a tenth slower: a counter that may wrap
-# around cannot become a pointer.
+# Extensions inherit CPython's -fwrapv, with which the kernels are slower: a counter that may wrap around cannot become
+# a pointer.
 CFLAGS += ["-fstrict-overflow"]
 
 setup(
