@@ -8,7 +8,7 @@ import random
 import threading
 
 import pytest
-from toy import POISON, VOCAB, ToyLink, ToySPart, continuation
+from toy import POISON, VOCAB, ToyLink, ToySPart, continuation, tokens_of, until
 
 from fastdecode.engine.engine import Engine
 from fastdecode.engine.request import (
@@ -134,16 +134,6 @@ async def running(*links, max_positions=4096, eos=frozenset(), **options):
     finally:
         spart.gate.set()
         await engine.stop()
-
-
-async def until(condition):
-    async with asyncio.timeout(20):
-        while not condition():
-            await asyncio.sleep(0.001)
-
-
-async def tokens_of(stream):
-    return [event.token async for event in stream]
 
 
 def prompts(n, longest=300, seed=0):

@@ -7,7 +7,7 @@ import contextlib
 import random
 
 import pytest
-from toy import POISON, ToyLink, ToySPart, continuation
+from toy import POISON, ToyLink, ToySPart, continuation, tokens_of, until
 
 from fastdecode.engine.engine import Engine
 from fastdecode.engine.prefixes import Handle, Kept, PrefixBook, page_hashes
@@ -97,16 +97,6 @@ async def keeping(*links, **options):
     finally:
         spart.gate.set()
         await engine.stop()
-
-
-async def until(condition):
-    async with asyncio.timeout(20):
-        while not condition():
-            await asyncio.sleep(0.001)
-
-
-async def tokens_of(stream):
-    return [event.token async for event in stream]
 
 
 async def ask(engine, prompt, params=ASK):

@@ -34,6 +34,16 @@ def continuation(prompt: list[int], n: int, ends: frozenset[int] = frozenset()) 
     return tokens[len(prompt) :]
 
 
+async def until(condition):
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+async def tokens_of(stream):
+    return [event.token async for event in stream]
+
+
 class ToyLink:
     def __init__(self, url="tcp://toy", n_pages=1000, max_seqs=64, n_slots=4, max_rows=512):
         self.url = url
