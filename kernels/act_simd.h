@@ -1,4 +1,4 @@
-/* merge, finish, load_act and store_act (fd_vec_ops_t) against the vectors of the ISA's file that includes this. */
+/* merge, finish and load_act (fd_vec_ops_t) against the vectors of the ISA's file that includes this. */
 #ifndef FD_ACT_SIMD_H
 #define FD_ACT_SIMD_H
 
@@ -6,9 +6,8 @@
 #include <string.h>
 
 #include "chunk.h"
-#include "region.h"
 
-static void merge(float *m, float *l, float *acc, const float *m2, const float *l2, const float *acc2, uint32_t rows,
+FD_INLINE void merge(float *m, float *l, float *acc, const float *m2, const float *l2, const float *acc2, uint32_t rows,
                   uint32_t head_size) {
     for (uint32_t r = 0; r < rows; r++, acc += head_size, acc2 += head_size) {
         if (l2[r] == 0.0f) continue;
@@ -28,20 +27,7 @@ static void merge(float *m, float *l, float *acc, const float *m2, const float *
     }
 }
 
-static void finish(float *acc, const float *l, uint32_t rows, uint32_t head_size) {
-    for (uint32_t r = 0; r < rows; r++, acc += head_size) {
-        if (l[r] == 0.0f) {
-            memset(acc, 0, head_size * sizeof *acc);
-            continue;
-        }
-        const float scale = 1.0f / l[r];
-        uint32_t d = 0;
-        for (; d + LANES <= head_size; d += LANES) vec_store(acc + d, vec_mul(vec_load(acc + d), vec_set1(scale)));
-        for (; d < head_size; d++) acc[d] *= scale;
-    }
-}
-
-static void load_act(float *dst, const void *src, size_t n, uint32_t act_dtype, float scale) {
+FD_INLINE void load_act(float *dst, const void *src, size_t n, uint32_t act_dtype, float scale) {
     const vec_t x = vec_set1(scale);
     size_t i = 0;
     if (act_dtype == FD_ACT_FP32) {
@@ -59,18 +45,35 @@ static void load_act(float *dst, const void *src, size_t n, uint32_t act_dtype, 
     }
 }
 
-static void store_act(void *dst, const float *src, size_t n, uint32_t act_dtype) {
-    uint16_t *to = dst;
-    size_t i = 0;
-    if (act_dtype == FD_ACT_FP32) {
-        memcpy(dst, src, n * sizeof *src);
-    } else if (act_dtype == FD_ACT_FP16) {
-        for (; i + LANES <= n; i += LANES) vec_store_fp16(to + i, vec_load(src + i));
-        for (; i < n; i++) to[i] = fd_fp32_to_fp16(src[i]);
-    } else {
-        for (; i + LANES <= n; i += LANES) vec_store_bf16(to + i, vec_load(src + i));
-        for (; i < n; i++) to[i] = fd_fp32_to_bf16(src[i]);
+#define NO_REST (-0.0f) /* what changes nothing it is added to, the sign of a zero included */
+
+/* o = (acc + rest) / l; 0 where l is. */
+FD_INLINE void finish_row(void *o, const float *acc, float rest, float l, uint32_t n, uint32_t act_dtype) {
+    if (l == 0.0f) {
+        memset(o, 0, n * fd_act_bytes(act_dtype));
+        return;
     }
+    const float scale = 1.0f / l;
+    const vec_t x = vec_set1(scale), y = vec_set1(rest);
+    uint32_t i = 0;
+    if (act_dtype == FD_ACT_FP32) {
+        float *to = o;
+        for (; i + LANES <= n; i += LANES) vec_store(to + i, vec_mul(vec_add(vec_load(acc + i), y), x));
+        for (; i < n; i++) to[i] = (acc[i] + rest) * scale;
+    } else if (act_dtype == FD_ACT_FP16) {
+        uint16_t *to = o;
+        for (; i + LANES <= n; i += LANES) vec_store_fp16(to + i, vec_mul(vec_add(vec_load(acc + i), y), x));
+        for (; i < n; i++) to[i] = fd_fp32_to_fp16((acc[i] + rest) * scale);
+    } else {
+        uint16_t *to = o;
+        for (; i + LANES <= n; i += LANES) vec_store_bf16(to + i, vec_mul(vec_add(vec_load(acc + i), y), x));
+        for (; i < n; i++) to[i] = fd_fp32_to_bf16((acc[i] + rest) * scale);
+    }
+}
+
+FD_INLINE void finish(void *o, const float *acc, const float *l, uint32_t rows, uint32_t head_size, uint32_t act_dtype) {
+    const size_t row_bytes = head_size * fd_act_bytes(act_dtype);
+    for (uint32_t r = 0; r < rows; r++) finish_row((uint8_t *)o + r * row_bytes, acc + (size_t)r * head_size, NO_REST, l[r], head_size, act_dtype);
 }
 
 #endif

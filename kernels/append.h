@@ -2,8 +2,8 @@
  *
  *   void row_to_fp16(uint16_t *dst, const float *src, uint32_t n)      saturating
  *   void row_to_bf16(uint16_t *dst, const float *src, uint32_t n)
- *   uint32_t row_to_int8(uint8_t *dst, const float *src, uint32_t n)   returns the affine word, as does
- *   uint32_t row_to_int4(uint8_t *dst, const float *src, uint32_t n)
+ *   uint32_t row_to_int8(void *dst, int wide, const float *src, uint32_t n)   into bytes or, if `wide`, uint32_t; returns the affine word,
+ *   uint32_t row_to_int4(void *dst, int wide, const float *src, uint32_t n)   as does this
  */
 #ifndef FD_APPEND_H
 #define FD_APPEND_H
@@ -12,17 +12,19 @@
 
 #include "chunk.h"
 
-/* A row in its format: fp32, the bits of fp16 or bf16, or the stored integers. */
+/* A row in its format: fp32, the bits of fp16 or bf16, or the stored integers: K's in bytes, V's in words, for either is read in vectors as wide as it
+ * was written in, or it would have to wait until it is in the cache. */
 typedef union {
     float fp32[FD_MAX_CHUNK_HEAD];
     uint16_t half[FD_MAX_CHUNK_HEAD];
     uint8_t code[FD_MAX_CHUNK_HEAD];
+    uint32_t wide[FD_MAX_CHUNK_HEAD];
 } row_t;
 
 /* Returns the affine word, of integers. */
-FD_INLINE uint32_t convert_row(const fd_kv_dtype_t format, row_t *dst, const float *src, uint32_t n) {
-    if (format == FD_KV_INT8) return row_to_int8(dst->code, src, n);
-    if (format == FD_KV_INT4) return row_to_int4(dst->code, src, n);
+FD_INLINE uint32_t convert_row(const fd_kv_dtype_t format, const int is_v, row_t *dst, const float *src, uint32_t n) {
+    if (format == FD_KV_INT8) return row_to_int8(dst, is_v, src, n);
+    if (format == FD_KV_INT4) return row_to_int4(dst, is_v, src, n);
     if (format == FD_KV_FP16) row_to_fp16(dst->half, src, n);
     else if (format == FD_KV_BF16) row_to_bf16(dst->half, src, n);
     else memcpy(dst->fp32, src, n * sizeof *src);
@@ -65,7 +67,7 @@ FD_INLINE void store_v_column(const fd_kv_dtype_t format, uint8_t *to, uint32_t 
     }
     if (fd_kv_is_int(format)) {
         const uint32_t shift = fd_word_byte(t) * 8 + (format == FD_KV_INT4 ? t % 8 / 4 * 4 : 0), mask = (format == FD_KV_INT4 ? 0xfu : 0xffu) << shift;
-        for (uint32_t i = 0; i < n; i++) words[i] = (words[i] & ~mask) | (uint32_t)v->code[d + i] << shift;
+        for (uint32_t i = 0; i < n; i++) words[i] = (words[i] & ~mask) | v->wide[d + i] << shift;
     }
 }
 
@@ -81,7 +83,7 @@ FD_INLINE void store_v(const fd_kv_dtype_t format, uint8_t *matrix, uint32_t hea
 FD_INLINE void append(const fd_kv_dtype_t dtype, uint8_t *chunk, uint32_t head_size, uint32_t t, const float *k, const float *v) {
     const fd_kv_dtype_t k_format = fd_k_format(dtype), v_format = fd_v_format(dtype);
     row_t k_row, v_row;
-    const uint32_t k_word = convert_row(k_format, &k_row, k, head_size), v_word = convert_row(v_format, &v_row, v, head_size);
+    const uint32_t k_word = convert_row(k_format, 0, &k_row, k, head_size), v_word = convert_row(v_format, 1, &v_row, v, head_size);
     store_k(k_format, chunk, head_size, t, &k_row);
     store_v(v_format, chunk + fd_chunk_v(dtype, head_size), head_size, t, &v_row);
     if (!fd_kv_is_int(dtype)) return;

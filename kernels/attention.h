@@ -45,8 +45,12 @@ typedef struct {
     uint32_t q_len;               /* new tokens in the block, >= 1 */
     uint32_t q_pos;               /* position of the first of them; query row j sees positions <= q_pos + j */
     uint32_t window;              /* 0: all of them; else only positions > q_pos + j - window */
-    const float *q;               /* [heads][q_len][group][head_size], already times softmax scale; 64-byte aligned */
-    float *acc;                   /* [heads][q_len][group][head_size] out, un-normalised */
+    float softmax_scale;
+    uint32_t act_dtype;           /* of q and o (fd_act_dtype_t of region.h) */
+    const uint8_t *q;             /* query rows [group][head_size] of every head and token, as far apart as the strides say */
+    size_t q_head_stride, q_token_stride; /* bytes from a head's row to the next head's, from a token's to the next token's */
+    uint8_t *o;                   /* NULL, or where acc / l goes, rounded, laid out as q; then what follows is scratch */
+    float *acc;                   /* [heads][q_len][group][head_size] out, un-normalised; 64-byte aligned */
     float *m;                     /* [heads][q_len][group] out; -INFINITY where a row sees none of these chunks */
     float *l;                     /* [heads][q_len][group] out; 0 there */
     const uint8_t *after;         /* the chunk that the caller reads next, prefetched at the end; may be NULL */
@@ -70,11 +74,10 @@ typedef struct {
 typedef struct {
     /* dst[i] = scale * src[i]; src in activation dtype (fd_act_dtype_t of region.h). Any n. */
     void (*load_act)(float *dst, const void *src, size_t n, uint32_t act_dtype, float scale);
-    void (*store_act)(void *dst, const float *src, size_t n, uint32_t act_dtype); /* round to nearest even */
     /* (m, l, acc) += (m2, l2, acc2), `rows` rows of head_size. Rows with l2 == 0 add nothing. */
     void (*merge)(float *m, float *l, float *acc, const float *m2, const float *l2, const float *acc2, uint32_t rows, uint32_t head_size);
-    /* acc[r] /= l[r]; rows with l == 0 become 0. */
-    void (*finish)(float *acc, const float *l, uint32_t rows, uint32_t head_size);
+    /* o[r] = acc[r] / l[r], rounded to nearest even in activation dtype; 0 where l[r] is 0. Any head_size. */
+    void (*finish)(void *o, const float *acc, const float *l, uint32_t rows, uint32_t head_size, uint32_t act_dtype);
 } fd_vec_ops_t;
 
 /* Best ISA this CPU and OS support (x86: cpuid and xgetbv). */

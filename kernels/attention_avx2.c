@@ -101,6 +101,7 @@ FD_INLINE void vec_store_u8(void *p, vec_t x, int zero) {
     const __m128i words = _mm_add_epi16(vec_to_int16(x), _mm_set1_epi16((short)zero));
     _mm_storel_epi64(p, _mm_packus_epi16(words, words));
 }
+FD_INLINE void vec_store_int(void *p, vec_t x, int zero) { _mm256_storeu_si256(p, _mm256_add_epi32(_mm256_cvtps_epi32(x), _mm256_set1_epi32(zero))); }
 
 /* ---- words of K and V (chunk.h) ---- */
 
@@ -143,13 +144,13 @@ FD_INLINE void vec_store_half(float *p, vec_t x) { vec_store(p, x); }
 FD_INLINE void vec_store_fp16_half(void *p, vec_t x) { vec_store_fp16(p, x); }
 FD_INLINE void vec_store_bf16_half(void *p, vec_t x) { vec_store_bf16(p, x); }
 FD_INLINE void vec_store_u8_half(void *p, vec_t x, int zero) { vec_store_u8(p, x, zero); }
+FD_INLINE void vec_store_int_half(void *p, vec_t x, int zero) { vec_store_int(p, x, zero); }
 FD_INLINE vec_t kv_load_half(fd_kv_dtype_t format, const uint8_t *p) { return kv_load(format, p); }
 
 #include "tiles_simd.h"
 #include "attend_simd.h"
 #include "rows_simd.h"
 #include "append.h"
-#include "act_simd.h"
 
 #define FD_KERNELS(name, dtype)                                                                                        \
     FD_BLOCK(name, dtype, 1) FD_BLOCK(name, dtype, 2) FD_BLOCK(name, dtype, 3)                                         \
@@ -180,7 +181,7 @@ const fd_kv_ops_t fd_kv_ops_avx2[FD_KV_DTYPES] = {
     [FD_KV_INT8_INT4] = {"avx2", fd_append_int8_int4_avx2, fd_attend_int8_int4_avx2},
 };
 
-const fd_vec_ops_t fd_vec_ops_avx2 = {load_act, store_act, merge, finish};
+const fd_vec_ops_t fd_vec_ops_avx2 = {load_act, merge, finish};
 
 #ifdef __clang__
 #pragma clang attribute pop

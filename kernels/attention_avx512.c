@@ -43,7 +43,6 @@ FD_INLINE void kv_store_multipliers(fd_kv_dtype_t format, void *to, uint32_t i, 
 #include "attend_simd.h"
 #include "rows_simd.h"
 #include "append.h"
-#include "act_simd.h"
 
 #define FD_KERNELS(name, dtype)                                                                                        \
     FD_BLOCKS(name, dtype)                                                                                             \
@@ -68,7 +67,7 @@ const fd_kv_ops_t fd_kv_ops_avx512[FD_KV_DTYPES] = {
     [FD_KV_INT8_INT4] = {"avx512", fd_append_int8_int4_avx512, fd_attend_int8_int4_avx512},
 };
 
-const fd_vec_ops_t fd_vec_ops_avx512 = {load_act, store_act, merge, finish};
+const fd_vec_ops_t fd_vec_ops_avx512 = {load_act, merge, finish};
 
 #ifdef __clang__
 #pragma clang attribute pop

@@ -40,7 +40,6 @@ FD_INLINE void kv_store_multipliers(fd_kv_dtype_t format, void *to, uint32_t i, 
 #include "attend_simd.h"
 #include "rows_simd.h"
 #include "append.h"
-#include "act_simd.h"
 
 #define FD_KERNELS(name, dtype)                                                                                        \
     FD_BLOCK(name, dtype, 1) FD_BLOCK(name, dtype, 2) FD_BLOCK(name, dtype, 3) FD_BLOCK(name, dtype, 4)                \
@@ -69,5 +68,5 @@ const fd_kv_ops_t fd_kv_ops_neon[FD_KV_DTYPES] = {
     [FD_KV_INT8_INT4] = {"neon", fd_append_int8_int4_neon, fd_attend_int8_int4_neon},
 };
 
-const fd_vec_ops_t fd_vec_ops_neon = {load_act, store_act, merge, finish};
+const fd_vec_ops_t fd_vec_ops_neon = {load_act, merge, finish};
 #endif

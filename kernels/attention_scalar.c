@@ -9,9 +9,32 @@
 #include "chunk.h"
 #include "dispatch.h"
 #include "half.h"
-#include "region.h"
 
 enum { BLOCK_ROWS = 8 };
+
+static void load_act(float *dst, const void *src, size_t n, uint32_t act_dtype, float scale) {
+    if (act_dtype == FD_ACT_FP32)
+        for (size_t i = 0; i < n; i++) dst[i] = scale * ((const float *)src)[i];
+    else if (act_dtype == FD_ACT_FP16)
+        for (size_t i = 0; i < n; i++) dst[i] = scale * fd_fp16_to_fp32(((const uint16_t *)src)[i]);
+    else
+        for (size_t i = 0; i < n; i++) dst[i] = scale * fd_bf16_to_fp32(((const uint16_t *)src)[i]);
+}
+
+/* o = acc / l; 0 where l is. */
+static void finish_row(void *o, const float *acc, float l, uint32_t n, uint32_t act_dtype) {
+    if (l == 0.0f) {
+        memset(o, 0, n * fd_act_bytes(act_dtype));
+        return;
+    }
+    const float scale = 1.0f / l;
+    if (act_dtype == FD_ACT_FP32)
+        for (uint32_t i = 0; i < n; i++) ((float *)o)[i] = acc[i] * scale;
+    else if (act_dtype == FD_ACT_FP16)
+        for (uint32_t i = 0; i < n; i++) ((uint16_t *)o)[i] = fd_fp32_to_fp16(acc[i] * scale);
+    else
+        for (uint32_t i = 0; i < n; i++) ((uint16_t *)o)[i] = fd_fp32_to_bf16(acc[i] * scale);
+}
 
 /* `n` lanes of index i, in words that lie one behind the other, as floats; of int8 and int4 the integers less their zero point. */
 FD_INLINE void widen_words(const fd_kv_dtype_t format, float *dst, const uint8_t *words, uint32_t i, uint32_t n) {
@@ -40,8 +63,8 @@ FD_INLINE void widen(const fd_kv_dtype_t format, float *dst, const uint8_t *matr
     }
 }
 
-/* Query rows [row, row + rows) over one chunk, whose first token is at position `base`. */
-FD_INLINE void attend_block(const fd_attend_t *a, const fd_kv_dtype_t dtype, const uint8_t *chunk, uint64_t base,
+/* Query rows [row, row + rows) of a KV head over one chunk, whose first token is at position `base`. acc, m and l are the head's. */
+FD_INLINE void attend_block(const fd_attend_t *a, const fd_kv_dtype_t dtype, uint32_t head, const uint8_t *chunk, uint64_t base,
                             uint32_t row, uint32_t rows) {
     const fd_kv_dtype_t k_format = fd_k_format(dtype), v_format = fd_v_format(dtype);
     const uint32_t head_size = a->head_size;
@@ -57,11 +80,12 @@ FD_INLINE void attend_block(const fd_attend_t *a, const fd_kv_dtype_t dtype, con
     if (first >= last) return;
 
     float weights[BLOCK_ROWS][FD_PAGE_TOKENS] = {{0}}, q_sum[BLOCK_ROWS] = {0}, wide[FD_MAX_CHUNK_HEAD];
-    const float *q = a->q + (size_t)row * head_size;
+    float q[BLOCK_ROWS][FD_MAX_CHUNK_HEAD];
+    for (uint32_t r = 0; r < rows; r++) load_act(q[r], a->q + fd_act_offset(a, head, row + r), head_size, a->act_dtype, a->softmax_scale);
     for (uint32_t d = 0; d < head_size; d++) {
         widen(k_format, wide, chunk, fd_k_depth(k_format, head_size), FD_PAGE_TOKENS, d, first, last);
         for (uint32_t r = 0; r < rows; r++) {
-            const float qd = q[(size_t)r * head_size + d];
+            const float qd = q[r][d];
             for (uint32_t t = first; t < last; t++) weights[r][t] += qd * wide[t - first];
             q_sum[r] += qd;
         }
@@ -108,8 +132,7 @@ FD_INLINE void attend_block(const fd_attend_t *a, const fd_kv_dtype_t dtype, con
 FD_INLINE void attend_head(fd_attend_t a, const fd_kv_dtype_t dtype, uint32_t head) {
     const uint32_t rows = a.q_len * a.group;
     const size_t first_row = (size_t)head * rows;
-    a.q += first_row * a.head_size, a.acc += first_row * a.head_size;
-    a.m += first_row, a.l += first_row;
+    a.acc += first_row * a.head_size, a.m += first_row, a.l += first_row;
     for (uint32_t r = 0; r < rows; r++) a.m[r] = -INFINITY, a.l[r] = 0.0f;
     memset(a.acc, 0, (size_t)rows * a.head_size * sizeof *a.acc);
     const uint64_t start = fd_row_start(&a, 0), end = fd_row_end(&a, a.q_len - 1);
@@ -118,8 +141,10 @@ FD_INLINE void attend_head(fd_attend_t a, const fd_kv_dtype_t dtype, uint32_t he
         if (base + FD_PAGE_TOKENS <= start || base >= end) continue;
         if (base + FD_PAGE_TOKENS >= end && a.before_last) a.before_last(a.context, head);
         for (uint32_t r = 0; r < rows; r += BLOCK_ROWS)
-            attend_block(&a, dtype, a.chunks[c] + head * a.head_stride, base, r, rows - r < BLOCK_ROWS ? rows - r : BLOCK_ROWS);
+            attend_block(&a, dtype, head, a.chunks[c] + head * a.head_stride, base, r, rows - r < BLOCK_ROWS ? rows - r : BLOCK_ROWS);
     }
+    for (uint32_t r = 0; a.o && r < rows; r++)
+        finish_row(a.o + fd_act_offset(&a, head, r), a.acc + (size_t)r * a.head_size, a.l[r], a.head_size, a.act_dtype);
 }
 
 FD_INLINE void attend(const fd_attend_t *a, const fd_kv_dtype_t dtype) {
@@ -134,17 +159,22 @@ static int nearest(float x, float lowest, float highest) {
     return y == y ? (int)y : 0;
 }
 
+static void store_code(void *dst, int wide, uint32_t i, int code) {
+    if (wide) ((uint32_t *)dst)[i] = (uint32_t)code;
+    else ((uint8_t *)dst)[i] = (uint8_t)code;
+}
+
 /* Quantises a row to integers; returns its affine word. */
-static uint32_t row_to_int8(uint8_t *dst, const float *src, uint32_t n) {
+static uint32_t row_to_int8(void *dst, int wide, const float *src, uint32_t n) {
     float amax = 0.0f;
     for (uint32_t i = 0; i < n; i++) amax = fabsf(src[i]) > amax ? fabsf(src[i]) : amax;
     const int tiny = amax < FD_TINY;
     const float inverse = tiny ? 0.0f : 127.0f / amax;
-    for (uint32_t i = 0; i < n; i++) dst[i] = (uint8_t)(nearest(src[i] * inverse, -127.0f, 127.0f) + fd_zero_point(FD_KV_INT8));
+    for (uint32_t i = 0; i < n; i++) store_code(dst, wide, i, nearest(src[i] * inverse, -127.0f, 127.0f) + fd_zero_point(FD_KV_INT8));
     return fd_float_bits(tiny ? 0.0f : amax / 127.0f);
 }
 
-static uint32_t row_to_int4(uint8_t *dst, const float *src, uint32_t n) {
+static uint32_t row_to_int4(void *dst, int wide, const float *src, uint32_t n) {
     float min = src[0], max = src[0];
     for (uint32_t i = 0; i < n; i++) {
         min = src[i] < min ? src[i] : min;
@@ -153,7 +183,7 @@ static uint32_t row_to_int4(uint8_t *dst, const float *src, uint32_t n) {
     const uint32_t word = fd_int4_affine(min, max);
     const float inverse = fd_int4_inverse(word), centre = fd_bits_float(word << 16);
     for (uint32_t i = 0; i < n; i++)
-        dst[i] = (uint8_t)(nearest((src[i] - centre) * inverse, -8.0f, 7.0f) + fd_zero_point(FD_KV_INT4));
+        store_code(dst, wide, i, nearest((src[i] - centre) * inverse, -8.0f, 7.0f) + fd_zero_point(FD_KV_INT4));
     return word;
 }
 
@@ -191,24 +221,6 @@ const fd_kv_ops_t fd_kv_ops_scalar[FD_KV_DTYPES] = {
     [FD_KV_INT8_INT4] = {"scalar", fd_append_int8_int4_scalar, fd_attend_int8_int4_scalar},
 };
 
-static void load_act(float *dst, const void *src, size_t n, uint32_t act_dtype, float scale) {
-    if (act_dtype == FD_ACT_FP32)
-        for (size_t i = 0; i < n; i++) dst[i] = scale * ((const float *)src)[i];
-    else if (act_dtype == FD_ACT_FP16)
-        for (size_t i = 0; i < n; i++) dst[i] = scale * fd_fp16_to_fp32(((const uint16_t *)src)[i]);
-    else
-        for (size_t i = 0; i < n; i++) dst[i] = scale * fd_bf16_to_fp32(((const uint16_t *)src)[i]);
-}
-
-static void store_act(void *dst, const float *src, size_t n, uint32_t act_dtype) {
-    if (act_dtype == FD_ACT_FP32)
-        memcpy(dst, src, n * sizeof *src);
-    else if (act_dtype == FD_ACT_FP16)
-        for (size_t i = 0; i < n; i++) ((uint16_t *)dst)[i] = fd_fp32_to_fp16(src[i]);
-    else
-        for (size_t i = 0; i < n; i++) ((uint16_t *)dst)[i] = fd_fp32_to_bf16(src[i]);
-}
-
 static void merge(float *m, float *l, float *acc, const float *m2, const float *l2, const float *acc2, uint32_t rows,
                   uint32_t head_size) {
     for (uint32_t r = 0; r < rows; r++, acc += head_size, acc2 += head_size) {
@@ -225,15 +237,9 @@ static void merge(float *m, float *l, float *acc, const float *m2, const float *
     }
 }
 
-static void finish(float *acc, const float *l, uint32_t rows, uint32_t head_size) {
-    for (uint32_t r = 0; r < rows; r++, acc += head_size) {
-        if (l[r] == 0.0f) {
-            memset(acc, 0, head_size * sizeof *acc);
-            continue;
-        }
-        const float scale = 1.0f / l[r];
-        for (uint32_t d = 0; d < head_size; d++) acc[d] *= scale;
-    }
+static void finish(void *o, const float *acc, const float *l, uint32_t rows, uint32_t head_size, uint32_t act_dtype) {
+    const size_t row_bytes = head_size * fd_act_bytes(act_dtype);
+    for (uint32_t r = 0; r < rows; r++) finish_row((uint8_t *)o + r * row_bytes, acc + (size_t)r * head_size, l[r], head_size, act_dtype);
 }
 
-const fd_vec_ops_t fd_vec_ops_scalar = {load_act, store_act, merge, finish};
+const fd_vec_ops_t fd_vec_ops_scalar = {load_act, merge, finish};

@@ -37,6 +37,7 @@
 
 #include "attention.h"
 #include "half.h"
+#include "region.h"
 
 #define FD_MAX_CHUNK_HEAD 256u /* the largest head_size */
 #define FD_COLUMN_LANES 32u
@@ -130,6 +131,12 @@ FD_INLINE uint64_t fd_row_end(const fd_attend_t *a, uint32_t j) { return (uint64
 FD_INLINE uint64_t fd_row_start(const fd_attend_t *a, uint32_t j) {
     const uint64_t end = fd_row_end(a, j);
     return a->window && end > a->window ? end - a->window : 0;
+}
+
+/* Where query row `row` of KV head `head` is in q and o. */
+FD_INLINE size_t fd_act_offset(const fd_attend_t *a, uint32_t head, uint32_t row) {
+    const uint32_t token = row / a->group, in_group = row % a->group;
+    return head * a->q_head_stride + token * a->q_token_stride + (size_t)in_group * a->head_size * fd_act_bytes(a->act_dtype);
 }
 
 /* Clips positions [start, end) to the tokens [*lo, *hi) of the chunk whose first token is `base`; empty if *lo >= *hi. */

@@ -189,16 +189,17 @@ static PyObject *kv_attend(PyObject *self, PyObject *args) {
     int dtype;
     fd_isa_t isa;
     fd_attend_t a = {0};
-    PyObject *chunks_o, *order, *q_o, *acc_o, *m_o, *l_o, *result = NULL;
+    PyObject *chunks_o, *order, *q_o, *acc_o, *m_o, *l_o, *o_o = Py_None, *result = NULL;
     const uint8_t **picked = NULL;
     buffers_t b = {.n = 0};
-    Py_buffer *chunks, *q, *acc, *m, *l;
-    if (!PyArg_ParseTuple(args, "O&O&OOO&OO&O&OOO", to_isa, &isa, to_kv_dtype, &dtype, &chunks_o, &order, to_u32, &a.first_token,
-                          &q_o, to_u32, &a.q_pos, to_u32, &a.window, &acc_o, &m_o, &l_o))
+    Py_buffer *chunks, *q, *acc, *m, *l, *o = NULL;
+    if (!PyArg_ParseTuple(args, "O&O&OOO&OO&O&OOO|O", to_isa, &isa, to_kv_dtype, &dtype, &chunks_o, &order, to_u32, &a.first_token,
+                          &q_o, to_u32, &a.q_pos, to_u32, &a.window, &acc_o, &m_o, &l_o, &o_o))
         return NULL;
     if (!(q = get_floats(&b, q_o, 0, 4)) || !(acc = get_floats(&b, acc_o, PyBUF_WRITABLE, 4)) || !check_same_shape(q, acc, 4)) goto out;
     if (!(m = get_floats(&b, m_o, PyBUF_WRITABLE, 3)) || !check_same_shape(q, m, 3)) goto out;
     if (!(l = get_floats(&b, l_o, PyBUF_WRITABLE, 3)) || !check_same_shape(q, l, 3)) goto out;
+    if (o_o != Py_None && (!(o = get_floats(&b, o_o, PyBUF_WRITABLE, 4)) || !check_same_shape(q, o, 4))) goto out;
     if (!check_head_size(q->shape[3])) goto out;
     const Py_ssize_t heads = q->shape[0], rows = q->shape[1] * q->shape[2];
     if (!check(heads >= 1 && rows >= 1 && rows <= (1 << 24), "no query rows, or more than 2^24")) goto out;
@@ -209,7 +210,9 @@ static PyObject *kv_attend(PyObject *self, PyObject *args) {
     const size_t bytes = a.heads * a.head_stride;
     if (!(chunks = get_chunks(&b, chunks_o, 0, bytes))) goto out;
     if (!(picked = pick_chunks(chunks->buf, chunks->len / bytes, bytes, order, &a.n_chunks))) goto out;
-    a.chunks = picked, a.q = q->buf, a.acc = acc->buf, a.m = m->buf, a.l = l->buf;
+    a.chunks = picked, a.acc = acc->buf, a.m = m->buf, a.l = l->buf;
+    a.q = q->buf, a.act_dtype = FD_ACT_FP32, a.softmax_scale = 1.0f, a.o = o ? o->buf : NULL;
+    a.q_token_stride = (size_t)a.group * a.head_size * sizeof(float), a.q_head_stride = a.q_len * a.q_token_stride;
     Py_BEGIN_ALLOW_THREADS
     fd_kv_ops((fd_kv_dtype_t)dtype, isa)->attend(&a);
     Py_END_ALLOW_THREADS
@@ -238,20 +241,24 @@ out:
 
 static PyObject *attend_finish(PyObject *self, PyObject *args) {
     fd_isa_t isa;
-    PyObject *acc_o, *l_o, *result = NULL;
+    int dtype;
+    PyObject *o_o, *acc_o, *l_o, *result = NULL;
     buffers_t b = {.n = 0};
-    Py_buffer *acc, *l;
-    if (!PyArg_ParseTuple(args, "O&OO", to_isa, &isa, &acc_o, &l_o)) return NULL;
-    if (!(acc = get_floats(&b, acc_o, PyBUF_WRITABLE, 2)) || !(l = get_floats(&b, l_o, 0, 1)) || !check_same_shape(acc, l, 1)) goto out;
-    if (!check_head_size(acc->shape[1])) goto out;
-    fd_vec_ops(isa)->finish(acc->buf, l->buf, (uint32_t)acc->shape[0], (uint32_t)acc->shape[1]);
+    Py_buffer *o, *acc, *l;
+    if (!PyArg_ParseTuple(args, "O&OOOO&", to_isa, &isa, &o_o, &acc_o, &l_o, to_act_dtype, &dtype)) return NULL;
+    if (!(acc = get_floats(&b, acc_o, 0, 2)) || !(l = get_floats(&b, l_o, 0, 1)) || !check_same_shape(acc, l, 1)) goto out;
+    if (!(o = get(&b, o_o, PyBUF_WRITABLE))) goto out;
+    const size_t rows = (size_t)acc->shape[0], n = (size_t)acc->shape[1];
+    if (!check((size_t)o->len == rows * n * fd_act_bytes((uint32_t)dtype), "o and acc are not of one length")) goto out;
+    if (!check(rows <= UINT32_MAX && n <= UINT32_MAX, "more rows or values than 2^32-1")) goto out;
+    fd_vec_ops(isa)->finish(o->buf, acc->buf, l->buf, (uint32_t)rows, (uint32_t)n, (uint32_t)dtype);
     result = Py_NewRef(Py_None);
 out:
     release(&b);
     return result;
 }
 
-/* load_act(isa, dst, src, act_dtype, scale) and store_act(isa, dst, src, act_dtype): the act side is untyped bytes. */
+/* The act side is untyped bytes. */
 static PyObject *load_act(PyObject *self, PyObject *args) {
     int dtype;
     float scale;
@@ -270,23 +277,6 @@ out:
     return result;
 }
 
-static PyObject *store_act(PyObject *self, PyObject *args) {
-    int dtype;
-    fd_isa_t isa;
-    PyObject *dst_o, *src_o, *result = NULL;
-    buffers_t b = {.n = 0};
-    Py_buffer *dst, *src;
-    if (!PyArg_ParseTuple(args, "O&OOO&", to_isa, &isa, &dst_o, &src_o, to_act_dtype, &dtype)) return NULL;
-    if (!(src = get_floats(&b, src_o, 0, 1)) || !(dst = get(&b, dst_o, PyBUF_WRITABLE))) goto out;
-    const size_t n = (size_t)src->shape[0];
-    if (!check((size_t)dst->len == n * fd_act_bytes((uint32_t)dtype), "src and dst are not of one length")) goto out;
-    fd_vec_ops(isa)->store_act(dst->buf, src->buf, n, (uint32_t)dtype);
-    result = Py_NewRef(Py_None);
-out:
-    release(&b);
-    return result;
-}
-
 PyMethodDef fd_attention_methods[] = {
     {"isa_best", isa_best, METH_NOARGS, "isa_best() -> str: the best ISA that this CPU and OS support."},
     {"isa_supported", isa_supported, METH_NOARGS, "isa_supported() -> list[str], slowest first."},
@@ -297,11 +287,11 @@ PyMethodDef fd_attention_methods[] = {
     {"kv_attend", kv_attend, METH_VARARGS,
      "kv_attend(isa, kv_dtype, chunks, order, first_token, q, q_pos, window, acc, m, l): attention of q [heads, q_len, group,\n"
      "head_size] over the pages (each `heads` chunks) that order (None: all; else indexes) picks, into acc (as q), m and l\n"
-     "[heads, q_len, group]. See attention.h."},
+     "[heads, q_len, group], or (then those are scratch) acc / l into a last argument o (as q). See attention.h."},
     {"attend_merge", attend_merge, METH_VARARGS,
      "attend_merge(isa, m, l, acc, m2, l2, acc2): adds partial results to the first three; [rows], [rows], [rows, head_size]."},
-    {"attend_finish", attend_finish, METH_VARARGS, "attend_finish(isa, acc, l): acc [rows, head_size] /= l [rows]."},
+    {"attend_finish", attend_finish, METH_VARARGS,
+     "attend_finish(isa, o, acc, l, act_dtype): o = acc [rows, head_size] / l [rows]; o is bytes of act_dtype."},
     {"load_act", load_act, METH_VARARGS, "load_act(isa, dst, src, act_dtype, scale): dst = scale * src; src is bytes of act_dtype."},
-    {"store_act", store_act, METH_VARARGS, "store_act(isa, dst, src, act_dtype): dst = src rounded to act_dtype; dst is bytes."},
     {NULL, NULL, 0, NULL},
 };

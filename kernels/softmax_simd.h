@@ -58,6 +58,12 @@ FD_INLINE void kv_store_query(fd_kv_dtype_t format, void *to, const float *q, ui
     memcpy(to, q, head_size * sizeof *q);
 }
 #endif
+/* Vectors [i, i + 4) of a query's integers. */
+#ifndef FD_OWN_STORE_MULTIPLIERS4
+FD_INLINE void kv_store_multipliers4(fd_kv_dtype_t format, void *to, uint32_t i, const vec_t *x) {
+    for (uint32_t j = 0; j < 4; j++) kv_store_multipliers(format, to, i + j, x[j]);
+}
+#endif
 #ifndef FD_OWN_STORE_FLOAT_WEIGHTS
 FD_INLINE void kv_store_float_weights(fd_kv_dtype_t format, void *to, uint32_t i, vec_t w) { vec_store((float *)to + i * LANES, w); }
 #endif

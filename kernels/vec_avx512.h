@@ -88,6 +88,11 @@ FD_INLINE void vec_store_u8_half(void *p, vec_t x, int zero) {
     _mm_storel_epi64(p, _mm512_cvtepi32_epi8(_mm512_add_epi32(_mm512_cvtps_epi32(x), _mm512_set1_epi32(zero))));
 }
 
+FD_INLINE void vec_store_int(void *p, vec_t x, int zero) { _mm512_storeu_si512(p, _mm512_add_epi32(_mm512_cvtps_epi32(x), _mm512_set1_epi32(zero))); }
+FD_INLINE void vec_store_int_half(void *p, vec_t x, int zero) {
+    _mm512_mask_storeu_epi32(p, HALF, _mm512_add_epi32(_mm512_cvtps_epi32(x), _mm512_set1_epi32(zero)));
+}
+
 #define FD_INTERLEAVE
 /* Sixteen words of four rows, `room` words apart: to[w * stride + r] is word w of row r. */
 FD_INLINE void interleave4(uint32_t *to, size_t stride, const uint32_t *from, size_t room) {

@@ -75,6 +75,7 @@ FD_INLINE void vec_store_u8(void *p, vec_t x, int zero) {
     const uint32_t bytes = vget_lane_u32(vreinterpret_u32_s8(vmovn_s16(vcombine_s16(words, words))), 0);
     memcpy(p, &bytes, sizeof bytes);
 }
+FD_INLINE void vec_store_int(void *p, vec_t x, int zero) { vst1q_s32(p, vaddq_s32(vcvtnq_s32_f32(x), vdupq_n_s32(zero))); }
 
 /* ---- words of K and V (chunk.h) ---- */
 
@@ -95,6 +96,7 @@ FD_INLINE void vec_store_half(float *p, vec_t x) { vec_store(p, x); }
 FD_INLINE void vec_store_fp16_half(void *p, vec_t x) { vec_store_fp16(p, x); }
 FD_INLINE void vec_store_bf16_half(void *p, vec_t x) { vec_store_bf16(p, x); }
 FD_INLINE void vec_store_u8_half(void *p, vec_t x, int zero) { vec_store_u8(p, x, zero); }
+FD_INLINE void vec_store_int_half(void *p, vec_t x, int zero) { vec_store_int(p, x, zero); }
 FD_INLINE vec_t kv_load_half(fd_kv_dtype_t format, const uint8_t *p) { return kv_load(format, p); }
 
 #endif

@@ -28,10 +28,9 @@ static bool alloc_scratch(fd_work_t *w) {
     for (uint32_t t = 0; t < w->n_threads; t++) {
         fd_scratch_t *s = &w->scratch[t];
         s->chunks = malloc(w->kv->n_pages * sizeof *s->chunks);
-        s->memory = alloc_floats(2 * block + 2 * stat + 2 * row);
+        s->memory = alloc_floats(block + 2 * stat + 2 * row);
         if (!s->chunks || !s->memory) return false;
-        s->q = s->memory;
-        s->acc = s->q + block;
+        s->acc = s->memory;
         s->m = s->acc + block;
         s->l = s->m + stat;
         s->k = s->l + stat;
@@ -164,10 +163,9 @@ static void expect_pending(const pending_t *p, uint32_t head) {
 
 static void append_pending(void *context, uint32_t head) {
     const pending_t *p = context;
-    expect_pending(p, head + 1);
-    const size_t q_bytes = q_head_bytes(p->c->w);
-    if (p->c->after_q) expect_row(p->c->after_q + head * q_bytes, q_bytes);
     append_rows(p->c, p->e, p->head + head, 1, 0, p->e->n_rows);
+    expect_pending(p, head + 1);
+    if (p->c->after_q && head + 1 == p->e->heads) expect_row(p->c->after_q, q_head_bytes(p->c->w));
 }
 
 /* Whether the entry's new rows are left to the kernel's `before_last`: one token, whose page is the last. Else appends them. */
@@ -177,10 +175,26 @@ static bool leave_pending(ctx_t *c, const fd_entry_t *e, uint32_t head) {
     return false;
 }
 
+static uint8_t *o_row(const ctx_t *c, const fd_entry_t *e, uint32_t row, uint32_t head) {
+    const fd_work_t *w = c->w;
+    return c->slot + w->layout.o + (size_t)(e->row + row) * w->layout.q_row_bytes + head * q_head_bytes(w);
+}
+
+/* What is known of query rows [from, from + q_len) becomes O rows. */
+static void store_block(ctx_t *c, const fd_entry_t *e, uint32_t head, uint32_t from, uint32_t q_len, fd_partial_t p) {
+    const fd_work_t *w = c->w;
+    const uint32_t group = w->shape.group, hs = w->g.head_size;
+    uint8_t *o = o_row(c, e, from, head);
+    for (uint32_t i = 0; i < e->heads * q_len; i++) {
+        uint8_t *row = o + i / q_len * q_head_bytes(w) + i % q_len * w->layout.q_row_bytes;
+        w->vec_ops->finish(row, p.acc + (size_t)i * group * hs, p.l + i * group, group, hs, w->g.act_dtype);
+    }
+}
+
 /* Attends query rows [from, from + q_len) of an entry to its pages [first, last), as far as the layer's window reaches. `pending`: see
- * leave_pending; the last page is among them then. */
+ * leave_pending; the last page is among them then. `whole`: there are no other pieces, so O rows are written and `out` is scratch. */
 static void attend_block(ctx_t *c, const fd_entry_t *e, uint32_t head, uint32_t from, uint32_t q_len, uint32_t first,
-                         uint32_t last, bool pending, fd_partial_t out) {
+                         uint32_t last, bool pending, bool whole, fd_partial_t out) {
     const fd_work_t *w = c->w;
     uint32_t hs = w->g.head_size, group = w->shape.group, q_pos = e->pos + from;
     uint32_t seen = fd_first_page(q_pos, c->window), end = fd_pages_for((uint64_t)q_pos + q_len);
@@ -193,13 +207,8 @@ static void attend_block(ctx_t *c, const fd_entry_t *e, uint32_t head, uint32_t 
             out.l[i] = 0;
         }
         memset(out.acc, 0, (size_t)e->heads * q_len * group * hs * sizeof *out.acc);
+        if (whole) store_block(c, e, head, from, q_len, out);
         return;
-    }
-    const size_t head_bytes = q_head_bytes(w);
-    const uint8_t *q = q_row(c, e, from, head);
-    for (uint32_t i = 0; i < e->heads * q_len; i++) {
-        const uint8_t *row = q + i / q_len * head_bytes + i % q_len * w->layout.q_row_bytes;
-        w->vec_ops->load_act(c->scratch->q + (size_t)i * group * hs, row, (size_t)group * hs, w->g.act_dtype, w->softmax_scale);
     }
     const uint32_t *pages = c->step->pages + e->pages;
     for (uint32_t p = first; p < last; p++) c->scratch->chunks[p - first] = fd_kv_chunk(w->kv, c->layer, pages[p], head);
@@ -215,7 +224,12 @@ static void attend_block(ctx_t *c, const fd_entry_t *e, uint32_t head, uint32_t 
         .q_len = q_len,
         .q_pos = q_pos,
         .window = c->window,
-        .q = c->scratch->q,
+        .softmax_scale = w->softmax_scale,
+        .act_dtype = w->g.act_dtype,
+        .q = q_row(c, e, from, head),
+        .q_head_stride = q_head_bytes(w),
+        .q_token_stride = w->layout.q_row_bytes,
+        .o = whole ? o_row(c, e, from, head) : NULL,
         .acc = out.acc,
         .m = out.m,
         .l = out.l,
@@ -228,24 +242,12 @@ static void attend_block(ctx_t *c, const fd_entry_t *e, uint32_t head, uint32_t 
     c->kv_bytes += (uint64_t)(last - first) * e->heads * w->kv->chunk_bytes;
 }
 
-static void store_block(ctx_t *c, const fd_entry_t *e, uint32_t head, uint32_t from, uint32_t q_len, fd_partial_t p) {
-    const fd_work_t *w = c->w;
-    size_t n = (size_t)w->shape.group * w->g.head_size;
-    w->vec_ops->finish(p.acc, p.l, e->heads * q_len * w->shape.group, w->g.head_size);
-    uint8_t *o = c->slot + w->layout.o + (size_t)(e->row + from) * w->layout.q_row_bytes;
-    for (uint32_t i = 0; i < e->heads * q_len; i++) {
-        uint8_t *row = o + (head + i / q_len) * n * fd_act_bytes(w->g.act_dtype) + i % q_len * w->layout.q_row_bytes;
-        w->vec_ops->store_act(row, p.acc + i * n, n, w->g.act_dtype);
-    }
-}
-
 static void attend_whole(ctx_t *c, const fd_entry_t *e, uint32_t head) {
     fd_partial_t own = {c->scratch->acc, c->scratch->m, c->scratch->l};
     const bool pending = leave_pending(c, e, head);
     for (uint32_t from = 0; from < e->n_rows;) {
         uint32_t q_len = e->n_rows - from < c->w->shape.q_block ? e->n_rows - from : c->w->shape.q_block;
-        attend_block(c, e, head, from, q_len, 0, UINT32_MAX, pending, own);
-        store_block(c, e, head, from, q_len, own);
+        attend_block(c, e, head, from, q_len, 0, UINT32_MAX, pending, true, own);
         from += q_len;
     }
 }
@@ -265,7 +267,7 @@ static void merge_pieces(ctx_t *c, const fd_entry_t *e, uint32_t head, uint32_t 
 static void attend_piece(ctx_t *c, const fd_entry_t *e, uint32_t head, uint32_t first, uint32_t last, uint32_t item) {
     uint32_t owner = first ? c->step->items[item].cut : item;
     const bool pending = last == FD_LINE_END && leave_pending(c, e, head);
-    attend_block(c, e, head, 0, e->n_rows, first, last, pending, c->w->partials[2 * item + (first == 0)]);
+    attend_block(c, e, head, 0, e->n_rows, first, last, pending, false, c->w->partials[2 * item + (first == 0)]);
     if (__atomic_sub_fetch(&c->w->pieces_left[owner], 1, __ATOMIC_ACQ_REL) == 0) merge_pieces(c, e, head, owner);
 }
 

@@ -7,9 +7,9 @@
 /* What a thread needs for itself. */
 typedef struct {
     const uint8_t **chunks;    /* [n_pages] */
-    float *q, *acc, *m, *l;    /* one query block, all heads of a span */
+    float *acc, *m, *l;        /* one query block, all heads of a span */
     float *k, *v;              /* [head_size] */
-    float *memory;             /* of the six above */
+    float *memory;             /* of the five above */
 } fd_scratch_t;
 
 /* A partial result of one piece. */

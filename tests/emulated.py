@@ -72,7 +72,7 @@ def cross_build(sources: list[Path]) -> Path:
 # ---- tests/c/kernels_peer.c ----
 
 _REQUEST = struct.Struct("<16s 12I f")
-_APPEND, _ATTEND, _MERGE, _FINISH, _LOAD_ACT, _STORE_ACT = range(6)
+_APPEND, _ATTEND, _MERGE, _FINISH, _LOAD_ACT = range(5)
 
 
 class _Emulated:
@@ -135,6 +135,7 @@ class _Emulated:
         acc: np.ndarray,
         m: np.ndarray,
         l: np.ndarray,  # noqa: E741
+        o: np.ndarray | None = None,
     ) -> None:
         heads, q_len, group, head_size = q.shape
         if order is None:
@@ -143,7 +144,7 @@ class _Emulated:
             isa,
             _ATTEND,
             KV_DTYPES.index(kv_dtype),
-            [acc, m, l],
+            [acc, m, l, np.empty(0, np.float32) if o is None else o],
             [chunks, np.array(order, np.uint32), q],
             head_size=head_size,
             token=first_token,
@@ -157,19 +158,17 @@ class _Emulated:
     def attend_merge(self, isa: str, m, l, acc, m2, l2, acc2) -> None:  # noqa: E741
         self.ask(isa, _MERGE, 0, [m, l, acc], [m2, l2, acc2], rows=len(acc), head_size=acc.shape[1])
 
-    def attend_finish(self, isa: str, acc: np.ndarray, l: np.ndarray) -> None:  # noqa: E741
-        self.ask(isa, _FINISH, 0, [acc], [l], rows=len(acc), head_size=acc.shape[1])
+    def attend_finish(self, isa: str, o: np.ndarray, acc: np.ndarray, l: np.ndarray, act_dtype: str) -> None:  # noqa: E741
+        dtype, (rows, head_size) = ACT_DTYPES.index(act_dtype), acc.shape
+        self.ask(isa, _FINISH, dtype, [o], [acc, l], rows=rows, head_size=head_size)
 
     def load_act(self, isa: str, dst: np.ndarray, src: np.ndarray, act_dtype: str, scale: float) -> None:
         self.ask(isa, _LOAD_ACT, ACT_DTYPES.index(act_dtype), [dst], [src], scale=scale)
-
-    def store_act(self, isa: str, dst: np.ndarray, src: np.ndarray, act_dtype: str) -> None:
-        self.ask(isa, _STORE_ACT, ACT_DTYPES.index(act_dtype), [dst], [src])
 
 
 _emulated = functools.cache(_Emulated)
 
 
 def kernels(isa: str):
-    """What has kv_append, kv_attend, attend_merge, attend_finish, load_act and store_act of an ISA."""
+    """What has kv_append, kv_attend, attend_merge, attend_finish and load_act of an ISA."""
     return _emulated() if is_emulated(isa) else native

@@ -1,4 +1,7 @@
-"""Loading and storing activations, by every ISA this machine has or emulates, against NumPy's fp16 and torch's bf16."""
+"""Activations loaded, and finished rows of attention stored as such, by every ISA this machine has or emulates.
+
+Against NumPy's fp16 and torch's bf16.
+"""
 
 from __future__ import annotations
 
@@ -54,31 +57,35 @@ def rounding_probes() -> np.ndarray:
 
 
 @by_isa
-def test_store_act_rounds_to_nearest_even(isa: str) -> None:
-    x = rounding_probes()
+def test_finished_rows_are_rounded_to_nearest_even(isa: str) -> None:
+    x, one = rounding_probes(), np.ones(1, np.float32)
     fp16, bf16, fp32 = (np.empty(len(x), dtype) for dtype in (np.uint16, np.uint16, np.uint32))
-    kernels(isa).store_act(isa, fp16, x, "fp16")
+    kernels(isa).attend_finish(isa, fp16, x[None], one, "fp16")
     with np.errstate(over="ignore", invalid="ignore"):
         assert bits_equal(fp16, x.astype(np.float16).view(np.uint16), 0x7C00)
-    kernels(isa).store_act(isa, bf16, x, "bf16")
+    kernels(isa).attend_finish(isa, bf16, x[None], one, "bf16")
     assert bits_equal(bf16, torch.from_numpy(x).to(torch.bfloat16).view(torch.uint16).numpy(), 0x7F80)
-    kernels(isa).store_act(isa, fp32, x, "fp32")
-    assert np.array_equal(fp32, x.view(np.uint32))
+    kernels(isa).attend_finish(isa, fp32, x[None], one, "fp32")
+    assert bits_equal(fp32, x.view(np.uint32), 0x7F800000)
 
 
 @by_act_dtype
 @by_isa
-def test_store_act_writes_no_further_than_asked(isa: str, act_dtype: str) -> None:
+def test_finish_divides_and_writes_no_further_than_asked(isa: str, act_dtype: str) -> None:
     for n in range(40):
         x = torch.randn(n, generator=torch.Generator().manual_seed(n))
-        want = x.to(TORCH_DTYPES[act_dtype]).view(torch.uint8).numpy()
-        guarded = np.full(len(want) + 64, 0xA5, np.uint8)
-        kernels(isa).store_act(isa, guarded[: len(want)], x.numpy(), act_dtype)
-        assert np.array_equal(guarded[: len(want)], want) and (guarded[len(want) :] == 0xA5).all(), n
+        rows = torch.stack([x / 4, torch.zeros(n), x]).to(TORCH_DTYPES[act_dtype]).view(torch.uint8).numpy().ravel()
+        guarded = np.full(len(rows) + 64, 0xA5, np.uint8)
+        acc, l = np.stack([x.numpy(), np.full(n, np.nan, np.float32), x.numpy()]), np.float32([4, 0, 1])  # noqa: E741
+        kernels(isa).attend_finish(isa, guarded[: len(rows)], acc, l, act_dtype)
+        assert np.array_equal(guarded[: len(rows)], rows) and (guarded[len(rows) :] == 0xA5).all(), n
 
 
 def test_lengths_that_do_not_agree_are_refused() -> None:
     with pytest.raises(ValueError, match="length"):
         native.load_act("scalar", np.zeros(3, np.float32), np.zeros(4, np.uint16), "fp16", 1.0)
+    acc, l = np.zeros((2, 3), np.float32), np.ones(2, np.float32)  # noqa: E741
     with pytest.raises(ValueError, match="length"):
-        native.store_act("scalar", np.zeros(4, np.uint16), np.zeros(3, np.float32), "bf16")
+        native.attend_finish("scalar", np.zeros(7, np.uint16), acc, l, "bf16")
+    with pytest.raises(ValueError, match="shapes"):
+        native.attend_finish("scalar", np.zeros(6, np.uint16), acc, l[:1], "bf16")

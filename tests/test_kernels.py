@@ -336,8 +336,9 @@ def test_parts_merged_by_log_sum_exp_equal_the_whole(isa: str, kv_dtype: str) ->
         whole = Partial(m.reshape(q_len, group), l.reshape(q_len, group), acc.reshape(q.shape).copy())
         want = reference(q, *stored_kv(k, v, kv_dtype), q_pos, window)
         assert_close(whole, want, 4, budget(isa, kv_dtype), (head_size, group, q_len, window))
-        kernels(isa).attend_finish(isa, acc, l)
-        assert np.allclose(acc.reshape(q.shape), want.output, rtol=0, atol=4 * budget(isa, kv_dtype).output)
+        o = np.empty_like(acc)
+        kernels(isa).attend_finish(isa, o, acc, l, "fp32")
+        assert np.allclose(o.reshape(q.shape), want.output, rtol=0, atol=4 * budget(isa, kv_dtype).output)
 
 
 @by_kv_dtype
@@ -364,6 +365,43 @@ def test_heads_attended_at_once_equal_each_alone(isa: str, kv_dtype: str) -> Non
             assert np.array_equal(got, np.stack(want)), (heads, head_size, group, q_len, length, window)
 
 
+@by_kv_dtype
+@by_isa
+def test_output_written_at_once_is_what_finishing_gives(isa: str, kv_dtype: str) -> None:
+    rng = np.random.default_rng(12)
+    for heads, head_size, group, q_len, length, window in [
+        (8, 128, 8, 1, 300, 0),
+        (2, 80, 3, 4, 200, 70),
+        (1, 24, 9, 30, 200, 0),  # more rows than a panel
+    ]:
+        q = queries(rng, heads * q_len, group, head_size).reshape(heads, q_len, group, head_size)
+        pages = -(-length // PAGE)
+        chunk = native.chunk_bytes(kv_dtype, head_size)
+        buffer = aligned_bytes(pages * heads * chunk).reshape(pages, heads, chunk)
+        for head in range(heads):
+            run = aligned_bytes(pages * chunk)
+            k, v = normal(rng, length, head_size), normal(rng, length, head_size)
+            kernels(isa).kv_append(isa, kv_dtype, run, 0, k, v)
+            buffer[:, head] = run.reshape(pages, chunk)
+        m, l, acc, o, want = (np.full(s, np.nan, np.float32) for s in (q.shape[:3], q.shape[:3], *[q.shape] * 3))
+        common = (isa, kv_dtype, buffer.ravel(), None, 0, q, length - q_len, window)
+        kernels(isa).kv_attend(*common, acc, m, l)
+        kernels(isa).attend_finish(isa, want, acc.reshape(-1, head_size), l.ravel(), "fp32")
+        kernels(isa).kv_attend(*common, acc, m, l, o)
+        assert np.array_equal(o, want), (heads, head_size, group, q_len, length, window)
+
+
+@by_isa
+def test_output_of_rows_that_see_nothing_is_zero(isa: str) -> None:
+    q = np.ones((2, 1, 3, 24), np.float32)
+    chunks = aligned_bytes(2 * native.chunk_bytes("fp16", 24))
+    m, l, acc, o = (np.full(s, np.nan, np.float32) for s in (q.shape[:3], q.shape[:3], q.shape, q.shape))
+    kernels(isa).kv_attend(isa, "fp16", chunks, None, 5 * PAGE, q, 4 * PAGE, 0, acc, m, l, o)
+    assert not o.any()
+    kernels(isa).kv_attend(isa, "fp16", chunks, None, 5 * PAGE, q, 4 * PAGE, 0, acc, m, l)
+    assert (m == -np.inf).all() and not l.any() and not acc.any()
+
+
 @by_isa
 def test_merge_of_parts_far_apart_and_of_empty_ones(isa: str) -> None:
     m, l = np.array([1e4, -1e4, -np.inf, 3], np.float32), np.array([2, 2, 0, 4], np.float32)
@@ -373,14 +411,6 @@ def test_merge_of_parts_far_apart_and_of_empty_ones(isa: str) -> None:
     kernels(isa).attend_merge(isa, m, l, acc, m2, l2, acc2)
     assert m.tolist() == [1e4, 1e4, -np.inf, 3] and l.tolist() == [2, 5, 0, 4]
     assert [set(row) for row in acc[[0, 1, 3]].tolist()] == [{6}, {10}, {6}]
-
-
-@by_isa
-def test_finish_makes_rows_that_saw_nothing_zero(isa: str) -> None:
-    acc = np.full((3, 88), 5, np.float32)
-    acc[1] = np.nan
-    kernels(isa).attend_finish(isa, acc, np.array([2, 0, 4], np.float32))
-    assert [set(row) for row in acc.tolist()] == [{2.5}, {0}, {1.25}]
 
 
 @by_kv_dtype
@@ -505,8 +535,8 @@ def test_bad_arguments_are_refused() -> None:
     def append(isa="scalar", kv_dtype="fp32", chunks=chunk, slot=0, k=row, v=row) -> None:
         native.kv_append(isa, kv_dtype, chunks, slot, k, v)
 
-    def attend(chunks=chunk, order=None, first=0, q=q, q_pos=0, acc=q, m=state, l=state) -> None:
-        native.kv_attend("scalar", "fp32", chunks, order, first, q, q_pos, 0, acc.copy(), m.copy(), l.copy())
+    def attend(chunks=chunk, order=None, first=0, q=q, q_pos=0, acc=q, m=state, l=state, o=None) -> None:
+        native.kv_attend("scalar", "fp32", chunks, order, first, q, q_pos, 0, acc.copy(), m.copy(), l.copy(), o)
 
     append(slot=PAGE - 1)
     attend()
@@ -537,11 +567,11 @@ def test_bad_arguments_are_refused() -> None:
         (attend, {"acc": np.zeros((1, 1, 1, 16), np.float32)}),
         (attend, {"chunks": two_heads, "q": wide_block, "acc": wide_block, "m": wide_state, "l": wide_state}),
         (attend, {"q_pos": -1}),
+        (attend, {"o": np.zeros((1, 1, 2, 8), np.float32)}),
+        (attend, {"o": q.astype(np.float64)}),
     ]:
         with pytest.raises(ValueError):
             call(**arguments)
     for head_size in (0, 4, 12, 264, 1 << 31):
         with pytest.raises(ValueError, match="head size"):
             native.chunk_bytes("fp16", head_size)
-    with pytest.raises(ValueError, match="shapes"):
-        native.attend_finish("scalar", np.zeros((2, 8), np.float32), np.zeros(3, np.float32))

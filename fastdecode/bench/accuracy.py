@@ -137,15 +137,14 @@ def attend(isa: str, kv_dtype: str, case: Case, q_len: int = 1) -> np.ndarray:
     memory = np.full(n * chunk + _ALIGNED, 0xFF, np.uint8)  # NaN where nothing is written
     memory = memory[-memory.ctypes.data % _ALIGNED :][: n * chunk]
     _native.kv_append(isa, kv_dtype, memory, 0, case.k, case.v)
-    acc = np.empty(case.q.shape, np.float32)
+    acc, o = np.empty(case.q.shape, np.float32), np.empty(case.q.shape, np.float32)
     m, l = (np.empty(case.q.shape[:2], np.float32) for _ in range(2))  # noqa: E741
     for start in range(0, len(case.q), q_len):
         rows = slice(start, min(start + q_len, len(case.q)))
-        out = acc[None, rows], m[None, rows], l[None, rows]
+        out = acc[None, rows], m[None, rows], l[None, rows], o[None, rows]
         q_pos = tokens - len(case.q) + start
         _native.kv_attend(isa, kv_dtype, memory, None, 0, case.q[None, rows], q_pos, case.window, *out)
-    _native.attend_finish(isa, acc.reshape(-1, head_size), l.reshape(-1))
-    return acc
+    return o
 
 
 def errors(isas: list[str], kv_dtype: str, cases: list[Case], q_len: int = 1) -> dict[str, tuple[Error, Error]]:

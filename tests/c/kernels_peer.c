@@ -16,7 +16,7 @@
 #include "attention.h"
 #include "region.h"
 
-enum { APPEND = 0, ATTEND = 1, MERGE = 2, FINISH = 3, LOAD_ACT = 4, STORE_ACT = 5, MAX_BUFFERS = 6 };
+enum { APPEND = 0, ATTEND = 1, MERGE = 2, FINISH = 3, LOAD_ACT = 4, MAX_BUFFERS = 7 };
 
 typedef struct {
     char isa[16];
@@ -65,13 +65,14 @@ static void append(const request_t *r, const fd_kv_ops_t *ops, buffer_t *b) {
     }
 }
 
-/* Buffers: acc, m, l, the run of pages, which of them (uint32_t), q. */
+/* Buffers: acc, m, l, o (empty: not asked for), the run of pages, which of them (uint32_t), q. */
 static void attend(const request_t *r, const fd_kv_ops_t *ops, buffer_t *b) {
     const size_t head_bytes = fd_kv_chunk_bytes((fd_kv_dtype_t)r->dtype, r->head_size), page_bytes = r->heads * head_bytes;
-    const uint32_t n_chunks = b[4].bytes / sizeof(uint32_t);
+    const uint32_t n_chunks = b[5].bytes / sizeof(uint32_t);
     const uint8_t **chunks = malloc((n_chunks + 1) * sizeof *chunks);
     if (!chunks) fail("no memory");
-    for (uint32_t i = 0; i < n_chunks; i++) chunks[i] = b[3].at + ((const uint32_t *)b[4].at)[i] * page_bytes;
+    for (uint32_t i = 0; i < n_chunks; i++) chunks[i] = b[4].at + ((const uint32_t *)b[5].at)[i] * page_bytes;
+    const size_t token_bytes = (size_t)r->group * r->head_size * sizeof(float);
     const fd_attend_t a = {
         .chunks = chunks,
         .heads = r->heads,
@@ -83,7 +84,12 @@ static void attend(const request_t *r, const fd_kv_ops_t *ops, buffer_t *b) {
         .q_len = r->q_len,
         .q_pos = r->q_pos,
         .window = r->window,
-        .q = (const float *)b[5].at,
+        .softmax_scale = 1.0f,
+        .act_dtype = FD_ACT_FP32,
+        .q = b[6].at,
+        .q_head_stride = r->q_len * token_bytes,
+        .q_token_stride = token_bytes,
+        .o = b[3].bytes ? b[3].at : NULL,
         .acc = (float *)b[0].at,
         .m = (float *)b[1].at,
         .l = (float *)b[2].at,
@@ -104,9 +110,8 @@ static void serve(const request_t *r, buffer_t *b) {
     case APPEND: append(r, kv, b); break;
     case ATTEND: attend(r, kv, b); break;
     case MERGE: vec->merge(f[0], f[1], f[2], f[3], f[4], f[5], r->rows, r->head_size); break;
-    case FINISH: vec->finish(f[0], f[1], r->rows, r->head_size); break;
+    case FINISH: vec->finish(b[0].at, f[1], f[2], r->rows, r->head_size, r->dtype); break;
     case LOAD_ACT: vec->load_act(f[0], b[1].at, b[0].bytes / sizeof(float), r->dtype, r->scale); break;
-    case STORE_ACT: vec->store_act(b[0].at, f[1], b[1].bytes / sizeof(float), r->dtype); break;
     default: fail("an unknown operation");
     }
 }
