@@ -80,7 +80,7 @@ FD_INLINE void store_v(const fd_kv_dtype_t format, uint8_t *matrix, uint32_t hea
     }
 }
 
-FD_INLINE void append(const fd_kv_dtype_t dtype, uint8_t *chunk, uint32_t head_size, uint32_t t, const float *k, const float *v) {
+FD_INLINE void append_row(const fd_kv_dtype_t dtype, uint8_t *chunk, const uint32_t head_size, uint32_t t, const float *k, const float *v) {
     const fd_kv_dtype_t k_format = fd_k_format(dtype), v_format = fd_v_format(dtype);
     row_t k_row, v_row;
     const uint32_t k_word = convert_row(k_format, 0, &k_row, k, head_size), v_word = convert_row(v_format, 1, &v_row, v, head_size);
@@ -89,6 +89,12 @@ FD_INLINE void append(const fd_kv_dtype_t dtype, uint8_t *chunk, uint32_t head_s
     if (!fd_kv_is_int(dtype)) return;
     *(uint32_t *)(chunk + fd_chunk_k_affine(dtype, head_size, t)) = k_word;
     *(uint32_t *)(chunk + fd_chunk_v_affine(dtype, head_size, t)) = v_word;
+}
+
+/* The usual head size is a constant, and loops unroll. */
+FD_INLINE void append(const fd_kv_dtype_t dtype, uint8_t *chunk, uint32_t head_size, uint32_t t, const float *k, const float *v) {
+    if (head_size == 128) append_row(dtype, chunk, 128, t, k, v);
+    else append_row(dtype, chunk, head_size, t, k, v);
 }
 
 #endif

@@ -88,7 +88,8 @@ FD_INLINE void see(block_t *b, const fd_attend_t *a, uint32_t row, uint64_t base
 
 /* Rows [row0, row0 + rows) of every KV head, FD_PANEL_ROWS at most in all: what they are multiplied by, and their state. */
 typedef struct {
-    uint8_t q[(FD_PANEL_ROWS + MAX_BLOCK - 1) * FD_MAX_CHUNK_HEAD * sizeof(float)] __attribute__((aligned(64))); /* a kernel may load MAX_BLOCK rows for any block */
+    /* A kernel may load MAX_BLOCK rows for any block. */
+    uint8_t q[(FD_PANEL_ROWS + MAX_BLOCK - 1) * FD_MAX_CHUNK_HEAD * sizeof(float)] __attribute__((aligned(64)));
     row_state_t state[FD_PANEL_ROWS];
     uint32_t row0, rows, n_blocks; /* of each head */
     size_t row_bytes;              /* of q */
@@ -110,14 +111,8 @@ FD_INLINE void begin_rows(const fd_kv_dtype_t dtype, const fd_attend_t *a, const
     memset(acc_row(a, head, p->row0), 0, (size_t)p->rows * a->head_size * sizeof *a->acc);
 }
 
-/* The usual head size is a constant, and a row then stays in registers. */
-FD_INLINE void begin_head(const fd_kv_dtype_t dtype, const fd_attend_t *a, panel_t *p, uint32_t head) {
-    if (a->head_size == 128) begin_rows(dtype, a, 128, p, head);
-    else begin_rows(dtype, a, a->head_size, p, head);
-}
-
 /* What the rows' sums give in the end. */
-FD_INLINE void end_head(const fd_kv_dtype_t dtype, const fd_attend_t *a, const panel_t *p, uint32_t head) {
+FD_INLINE void end_rows(const fd_kv_dtype_t dtype, const fd_attend_t *a, const uint32_t head_size, const panel_t *p, uint32_t head) {
     for (uint32_t r = 0; r < p->rows; r++) {
         const row_state_t *state = &p->state[head * p->rows + r];
         const uint32_t row = p->row0 + r;
@@ -125,13 +120,23 @@ FD_INLINE void end_head(const fd_kv_dtype_t dtype, const fd_attend_t *a, const p
         float *acc = acc_row(a, head, row);
         const float l = vec_reduce_add(vec_load(state->l)), rest = fd_kv_is_int(dtype) ? vec_reduce_add(vec_load(state->rest)) : NO_REST;
         if (a->o) {
-            finish_row(a->o + fd_act_offset(a, head, row), acc, rest, l, a->head_size, a->act_dtype);
+            finish_row(a->o + fd_act_offset(a, head, row), acc, rest, l, head_size, a->act_dtype);
             continue;
         }
         a->m[i] = state->m * state->unit;
         a->l[i] = l;
-        for (uint32_t d = 0; fd_kv_is_int(dtype) && d < a->head_size; d++) acc[d] += rest;
+        for (uint32_t d = 0; fd_kv_is_int(dtype) && d < head_size; d++) acc[d] += rest;
     }
+}
+
+/* The usual head size is a constant, and a row then stays in registers. */
+FD_INLINE void begin_head(const fd_kv_dtype_t dtype, const fd_attend_t *a, panel_t *p, uint32_t head) {
+    if (a->head_size == 128) begin_rows(dtype, a, 128, p, head);
+    else begin_rows(dtype, a, a->head_size, p, head);
+}
+FD_INLINE void end_head(const fd_kv_dtype_t dtype, const fd_attend_t *a, const panel_t *p, uint32_t head) {
+    if (a->head_size == 128) end_rows(dtype, a, 128, p, head);
+    else end_rows(dtype, a, a->head_size, p, head);
 }
 
 /* The panel's rows of q, or of o to be written, of a head that is next come in while there is other work to do. */
@@ -159,11 +164,12 @@ FD_INLINE void attend_panel(const fd_kv_dtype_t dtype, const fd_attend_t *a, con
         const int whole = base >= fd_row_start(a, last) && base + FD_PAGE_TOKENS <= fd_row_end(a, first);
         const int more = c + 1 < a->n_chunks && base + FD_PAGE_TOKENS < end;
         for (uint32_t h = 0; h < a->heads; h++) {
-            block_t b = {.chunk = a->chunks[c] + h * a->head_stride, .n_blocks = p.n_blocks, .head_size = head_size, .bytes = fd_chunk_end(dtype, head_size)};
-            b.next = h + 1 < a->heads ? b.chunk + a->head_stride : more ? a->chunks[c + 1] : a->after ? a->after : b.chunk;
+            const uint8_t *chunk = a->chunks[c] + h * a->head_stride, *next_page = more ? a->chunks[c + 1] : a->after ? a->after : chunk;
+            block_t b = {.chunk = chunk, .n_blocks = p.n_blocks, .head_size = head_size, .bytes = fd_chunk_end(dtype, head_size)};
+            b.next = h + 1 < a->heads ? chunk + a->head_stride : next_page;
             const uint32_t tiles = (FD_PAGE_TOKENS + head_size) / FD_COLUMN_LANES;
-            b.early = (more ? a->chunks[c + 1] : a->after ? a->after : b.chunk) + (size_t)h * tiles * early_lines(dtype, (int)rows) * LINE;
-            if (h == 0 && c + 1 < a->n_chunks) __builtin_prefetch(a->chunks[c + 1], 0, PREFETCH_LOCALITY); /* its address is translated by then */
+            b.early = next_page + (size_t)h * tiles * early_lines(dtype, (int)rows) * LINE;
+            if (h == 0) __builtin_prefetch(next_page, 0, PREFETCH_LOCALITY); /* its address is translated by then */
             if (!begun) begin_head(dtype, a, &p, h);
             if (!begun && h + 1 < a->heads) expect_rows(a, &p, h + 1, a->q, 0);
             if (!more && a->o) expect_rows(a, &p, h, a->o, 1);

@@ -135,7 +135,7 @@ FD_INLINE uint64_t fd_row_start(const fd_attend_t *a, uint32_t j) {
 
 /* Where query row `row` of KV head `head` is in q and o. */
 FD_INLINE size_t fd_act_offset(const fd_attend_t *a, uint32_t head, uint32_t row) {
-    const uint32_t token = row / a->group, in_group = row % a->group;
+    const uint32_t token = a->q_len == 1 ? 0 : row / a->group, in_group = row - token * a->group; /* decode need not divide */
     return head * a->q_head_stride + token * a->q_token_stride + (size_t)in_group * a->head_size * fd_act_bytes(a->act_dtype);
 }
 
