@@ -1,10 +1,11 @@
 """Decode attention of the R-engine in GB/s of KV-cache read, and its share of the read-only roofline.
 
 Three parts: the sweep over formats and shapes, KV in memory, beside the peers; one thread alone at group 1; and one
-thread whose KV lies in its L2, which shows what the instructions alone allow. A round measures the roofline, the
-R-engine and every peer in turn, because the bandwidth of a shared machine wanders; a cell is judged on the rounds in
-which the roofline reads less than `--judge-below`, if there are any, and rounds go on until `--rounds` of them do or
-three times as many have been taken. A peer's output is held against float64 before it is timed.
+thread whose KV lies in its L2, which shows what the instructions alone allow. Because the bandwidth of a shared machine
+wanders, a round measures the roofline and the R-engine at all contexts in turn; then, context by context, rounds
+measure the R-engine and every peer. A cell is judged on the rounds in which the roofline reads less than
+`--judge-below`, if there are any, and rounds go on until `--rounds` of them do or three times as many have been taken.
+A peer's output is held against float64 before it is timed.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
 
@@ -117,14 +118,17 @@ def _measure(args: argparse.Namespace) -> dict:
     present = [name for name in wanted if name in installed()]
     rows = []
     cells = [(part, *cell) for part in PARTS if part in parts for cell in _cells(args, part)]
-    for part, kv_dtype, shape in (bar := tqdm(cells, desc="cells", unit="cell")):
-        bar.set_postfix_str(f"{part}: {kv_dtype} G={shape.group} context {shape.context} d={shape.head_size}")
+    for part, kv_dtype, shapes in (bar := tqdm(cells, desc="cells", unit="cell")):
+        contexts = ", ".join(str(shape.context) for shape in shapes)
+        bar.set_postfix_str(f"{part}: {kv_dtype} G={shapes[0].group} context {contexts} d={shapes[0].head_size}")
         if part == "in-cache":
-            rows.append(_cell_in_cache(args, kv_dtype, shape, cpus[0]))
+            rows += [_cell_in_cache(args, kv_dtype, shape, cpus[0]) for shape in shapes]
         elif part == "one-thread":
-            rows += _cell(args, part, kv_dtype, shape, cpus[:1], [])
+            rows += _own_rows(args, part, kv_dtype, shapes, cpus[:1])
         else:
-            rows += _cell(args, part, kv_dtype, shape, cpus[:threads], present)
+            rows += _own_rows(args, part, kv_dtype, shapes, cpus[:threads])
+            for shape in shapes:
+                rows += _peer_rows(args, kv_dtype, shape, cpus[:threads], present)
     return {
         "threads": threads,
         "rounds": args.rounds,
@@ -141,31 +145,83 @@ def _peer_kv_bytes(args: argparse.Namespace) -> int:
     return min(args.peer_kv_bytes or args.kv_bytes, args.kv_bytes)
 
 
-def _cells(args: argparse.Namespace, part: str) -> Iterator[tuple[str, Shape]]:
-    """Formats and shapes of a part. Beyond the sweep one shape is enough, unless the command line asks for others."""
+def _cells(args: argparse.Namespace, part: str) -> Iterator[tuple[str, list[Shape]]]:
+    """Formats of a part, each with shapes that differ in context.
+
+    Beyond the sweep one context and head size are enough, unless the command line asks for others.
+    """
     dtypes = args.kv_dtype or ("fp16", "bf16", "int8", "int4")
     sizes = args.head_size or ((64, 128) if part == "sweep" else (_HEAD_SIZE,))
     groups = (1,) if part == "one-thread" else args.group or (1, 4, 8)
-    for kv_dtype, head_size in itertools.product(dtypes, sizes):
+    for kv_dtype, head_size, group in itertools.product(dtypes, sizes, groups):
         if part == "in-cache":
             page = _native.chunk_bytes(kv_dtype, head_size)
             contexts = [max(1, _IN_CACHE_BYTES // page) * PAGE_TOKENS]
         else:
             contexts = args.context or ((512, 4096, 32768) if part == "sweep" else (_ONE_THREAD_CONTEXT,))
-        for context, group in itertools.product(contexts, groups):
-            yield kv_dtype, Shape(context, group, head_size, 1 if part == "in-cache" else args.kv_heads)
+        heads = 1 if part == "in-cache" else args.kv_heads
+        yield kv_dtype, [Shape(context, group, head_size, heads) for context in contexts]
 
 
-def _cell(
-    args: argparse.Namespace, part: str, kv_dtype: str, shape: Shape, cpus: list[int], peer_names: list[str]
-) -> list[dict]:
+class _Cell:
+    """The R-engine in one shape, and what was measured of it in rounds with the roofline; the first round warms up."""
+
+    def __init__(self, args: argparse.Namespace, part: str, kv_dtype: str, shape: Shape, cpus: list[int]):
+        self.common = _common(part, kv_dtype, shape, len(cpus))
+        self.cpus, self._judge_below = cpus, args.judge_below
+        self._ours = RPart(shape, kv_dtype, args.kv_bytes, cpus, args.isa, scattered=args.scattered)
+        self.sequences = self._ours.sequences
+        self.roof: list[float] = []
+        self.gbps: list[float] = []
+        self.rate: list[float] = []
+
+    def close(self) -> None:
+        self._ours.close()
+
+    def turn(self, roofline: Roofline) -> None:
+        before = roofline.gbps()
+        elapsed, kv_bytes = self._ours.layer()
+        self.roof.append((before + roofline.gbps()) / 2)
+        self.gbps.append(kv_bytes / elapsed * 1e-9)
+        self.rate.append(self.sequences / elapsed)
+
+    @property
+    def judging(self) -> int:
+        """How many rounds judge."""
+        return sum(r < self._judge_below for r in self.roof[1:])
+
+    def row(self, args: argparse.Namespace) -> dict:
+        row = {**self.common, "sequences": self.sequences, "isa": self._ours.isa, "peer": None}
+        row |= {"format": self.common["kv_dtype"], "run_pages": self._ours.run_pages()}
+        return {**row, **_figures(args, self.roof[1:], self.gbps[1:], self.rate[1:])}
+
+
+def _turns(args: argparse.Namespace, cells: list[_Cell], then: Callable[[], None] = lambda: None) -> None:
+    """Rounds of all cells, each beside the roofline, until `--rounds` judge in each or three times as many are over."""
+    with closing(Roofline(args.kv_bytes, cells[0].cpus)) as roofline:
+        for _ in (bar := tqdm(range(args.rounds * _PATIENCE + 1), desc="rounds", unit="round", leave=False)):
+            judging = min(cell.judging for cell in cells)
+            bar.set_postfix_str(f"{judging} of {args.rounds} judge")
+            if judging >= args.rounds:
+                break
+            for cell in cells:
+                cell.turn(roofline)
+            then()
+
+
+def _own_rows(args: argparse.Namespace, part: str, kv_dtype: str, shapes: list[Shape], cpus: list[int]) -> list[dict]:
+    """Contexts take turns too, for they are compared with each other."""
     with ExitStack() as stack:
-        ours = stack.enter_context(
-            closing(RPart(shape, kv_dtype, args.kv_bytes, cpus, args.isa, scattered=args.scattered))
-        )
-        roofline = stack.enter_context(closing(Roofline(ours.kv_bytes, cpus)))
+        cells = [stack.enter_context(closing(_Cell(args, part, kv_dtype, shape, cpus))) for shape in shapes]
+        _turns(args, cells)
+        return [cell.row(args) for cell in cells]
+
+
+def _peer_rows(args: argparse.Namespace, kv_dtype: str, shape: Shape, cpus: list[int], names: list[str]) -> list[dict]:
+    """Peers in turn with the R-engine, one shape at a time: all at once would be too much memory."""
+    with ExitStack() as stack:
         peers: dict[str, AttentionPeer] = {}
-        for name in peer_names:
+        for name in names:
             try:
                 peer = PEERS[name](shape, kv_dtype, _peer_kv_bytes(args), len(cpus))
             except ValueError as error:
@@ -174,33 +230,24 @@ def _cell(
             peers[name] = stack.enter_context(closing(peer))
             peer.layer()
             check(peer, shape, kv_dtype)
-        roof, gbps, rate = [], [], []
+        if not peers:
+            return []
+        cell = stack.enter_context(closing(_Cell(args, "sweep", kv_dtype, shape, cpus)))
         seconds: dict[str, list[float]] = {name: [] for name in peers}
-        judging = 0
-        for turn in (bar := tqdm(range(args.rounds * _PATIENCE + 1), desc="rounds", unit="round", leave=False)):
-            if judging == args.rounds:
-                break
-            before = roofline.gbps()
-            elapsed, kv_bytes = ours.layer()
-            roof.append((before + roofline.gbps()) / 2)
-            judging += turn > 0 and roof[-1] < args.judge_below
-            bar.set_postfix_str(f"{judging} of {args.rounds} judge")
-            gbps.append(kv_bytes / elapsed * 1e-9)
-            rate.append(ours.sequences / elapsed)
+
+        def then() -> None:
             for name, peer in peers.items():
                 seconds[name].append(peer.layer())
                 time.sleep(_SETTLE_SECONDS)
-        common = _common(part, kv_dtype, shape, len(cpus))
-        # The first round warms up.
-        own = {**common, "sequences": ours.sequences, "isa": ours.isa, "peer": None, "format": kv_dtype}
-        own["run_pages"] = ours.run_pages()
-        rows = [{**own, **_figures(args, roof[1:], gbps[1:], rate[1:])}]
+
+        _turns(args, [cell], then)
+        rows = []
         for name, peer in peers.items():
             theirs = [peer.kv_bytes / s * 1e-9 for s in seconds[name][1:]]
             rates = [peer.sequences / s for s in seconds[name][1:]]
-            row = {**common, "sequences": peer.sequences, "isa": None, "peer": name, "format": peer.format}
-            ratio = statistics.median(a / b for a, b in zip(rate[1:], rates, strict=True))
-            rows.append({**row, **_figures(args, roof[1:], theirs, rates), "ours_to_peer": ratio})
+            row = {**cell.common, "sequences": peer.sequences, "isa": None, "peer": name, "format": peer.format}
+            ratio = statistics.median(a / b for a, b in zip(cell.rate[1:], rates, strict=True))
+            rows.append({**row, **_figures(args, cell.roof[1:], theirs, rates), "ours_to_peer": ratio})
         return rows
 
 
