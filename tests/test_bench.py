@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -199,6 +200,15 @@ def test_a_peer_of_the_transport_answers_payloads_of_any_size(name):
             assert len(taken) == 3 and min(taken) > 0
     finally:
         peer.close()
+
+
+@pytest.mark.parametrize("name", transport_peers.PEERS)
+def test_a_peer_whose_other_end_does_not_start_is_an_error(name, monkeypatch):
+    if name not in transport_peers.installed():
+        pytest.skip(f"{name} is not installed")
+    monkeypatch.setattr(sys, "executable", shutil.which("false"))
+    with pytest.raises(RuntimeError, match="did not start"):
+        transport_peers.EchoProcess(name)
 
 
 def test_transport_talks_to_an_r_node_that_runs_already(tmp_path):

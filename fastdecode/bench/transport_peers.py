@@ -19,6 +19,7 @@ from typing import Protocol
 
 _ORDER = struct.Struct("<qqq")  # bytes out, bytes back, round trips; none of these: end
 _TIMEOUT_S = 60
+_UP = "up\n"  # the other end's first words
 
 
 class Wire(Protocol):
@@ -45,7 +46,7 @@ class RawSocket:
     module = "socket"
 
     def __init__(self, address: str | None):
-        self._server = None
+        self._server = self._socket = None
         if address is None:
             self._server = socket.create_server(("127.0.0.1", 0))
             self.address = str(self._server.getsockname()[1])
@@ -77,7 +78,9 @@ class RawSocket:
             got += n
 
     def close(self) -> None:
-        self._socket.close()
+        for end in (self._server, self._socket):
+            if end:
+                end.close()
 
 
 class Gloo:
@@ -88,14 +91,15 @@ class Gloo:
     def __init__(self, address: str | None):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         self._rank = int(address is not None)
+        self._dist = None
         self._directory = tempfile.TemporaryDirectory(prefix="fastdecode-") if address is None else None
         self.address = address or f"{self._directory.name}/store"
 
     def open(self) -> None:
         import torch.distributed as dist
 
-        self._dist = dist
         dist.init_process_group("gloo", init_method=f"file://{self.address}", rank=self._rank, world_size=2)
+        self._dist = dist
 
     def buffer(self, n: int) -> object:
         import torch
@@ -109,7 +113,8 @@ class Gloo:
         self._dist.recv(buffer, 1 - self._rank)
 
     def close(self) -> None:
-        self._dist.destroy_process_group()
+        if self._dist:
+            self._dist.destroy_process_group()
         if self._directory:
             self._directory.cleanup()
 
@@ -164,19 +169,24 @@ def installed(wanted: Iterable[str] = PEERS) -> list[str]:
 
 
 class EchoProcess:
-    """A peer's other end, pinned to `cpu` if given."""
+    """A peer's other end, pinned to `cpu` if given. Raises RuntimeError if it does not start."""
 
     def __init__(self, name: str, cpu: int | None = None):
         self._wire = PEERS[name](None)
         argv = [sys.executable, "-m", __name__, name, self._wire.address]
         if cpu is not None:
             argv.append(str(cpu))
-        self._process = subprocess.Popen(argv)
+        self._process = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)
         try:
+            assert self._process.stdout is not None
+            with self._process.stdout as up:
+                if up.readline() != _UP:  # some would wait for it for ever
+                    raise RuntimeError(f"the other end of {name} did not start")
             self._wire.open()
         except BaseException:
             self._process.kill()
             self._process.wait()
+            self._wire.close()
             raise
 
     def round_trips(self, out: int, back: int, n: int) -> list[int]:
@@ -213,6 +223,7 @@ def _echo(name: str, address: str, *cpus: int) -> None:
     if cpus:
         os.sched_setaffinity(0, cpus)
     wire = PEERS[name](address)
+    print(_UP, end="", flush=True)
     wire.open()
     while True:
         order = wire.buffer(_ORDER.size)
