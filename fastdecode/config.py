@@ -171,7 +171,9 @@ class NodeConfig:
         "requests that may wait before further ones are refused (429)", 1024, role="s", parse=_natural
     )
     no_prefix_cache: bool = _option(
-        "compute every prompt anew: keep nothing of sequences that have ended", False, role="s"
+        "compute every prompt anew: share no cache between sequences and keep none of those that have ended",
+        False,
+        role="s",
     )
     s_threads: int | None = _option("threads of the S-Part on a CPU", role="s", parse=_positive)
     drain_seconds: float = _option("on SIGTERM, how long running requests may go on", 5.0, role="s", parse=_seconds)

@@ -1,4 +1,7 @@
-"""What is kept of sequences that have ended, and who shares it, over the toy model: a wrong cache is a wrong token."""
+"""What sequences that begin alike share, running ones and ended ones, over the toy model.
+
+A wrong cache is a wrong token.
+"""
 
 from __future__ import annotations
 
@@ -69,6 +72,27 @@ def test_the_one_used_longest_ago_goes_first_unless_it_is_being_forked():
     assert book.oldest() is third
     first.pins = third.pins = 1
     assert book.oldest() is None
+
+
+def test_of_a_running_one_whole_pages_are_shared_once_they_are_computed():
+    book, tokens = PrefixBook(), text(600)
+    runs, ended = kept(tokens[:500]), kept(tokens[:300])
+    runs.running, runs.computed = True, False
+    book.keep(runs)
+    book.keep(ended)
+    assert find(book, tokens) == (ended, 300)
+    assert book.find(tokens, page_hashes(tokens), computed=False) == (runs, 384)
+    runs.computed = True
+    assert find(book, tokens) == (runs, 384)
+    assert find(book, tokens[:384]) == (ended, 300)  # of the running one 256: the last token is to be computed
+    book.remove(ended)
+    assert find(book, tokens[:384]) == (runs, 256)
+    assert find(book, tokens[:128]) is None
+    assert book.oldest() is None
+    book.ended(runs, Handle(0, 1, 5), tokens[:550])
+    assert find(book, tokens) == (runs, 550)
+    assert book.oldest() is runs
+    assert (len(book), book.pages) == (1, 5)
 
 
 # -- the engine -------------------------------------------------------------------------------------------------------
@@ -268,6 +292,61 @@ async def test_a_cache_that_has_come_to_nothing_is_not_kept():
         spart.gate.set()
         await until(lambda: not engine.scheduler.has_work)
         assert len(engine.cluster.nodes[0].prefixes) == 0
+
+
+@pytest.mark.parametrize("mini_batches", [1, 2])
+async def test_requests_that_come_together_compute_a_common_prompt_once(mini_batches):
+    link, prompt = ToyLink(), text(700)
+    async with keeping(link, max_batch_tokens=64, max_batch_size=32, mini_batches=mini_batches) as (engine, _):
+        assert sorted(await asyncio.gather(*(ask(engine, prompt) for _ in range(5)))) == [0, 640, 640, 640, 640]
+        assert link.forks == 4
+        ends = [prompt[:500] + text(100, seed) for seed in range(4)]
+        assert sorted(await asyncio.gather(*(ask(engine, end) for end in ends))) == [500] * 4
+
+
+async def test_a_prompt_is_not_held_up_for_a_small_part_of_it():
+    prompt, gate = text(200), SamplingParams(temperature=0.0, max_tokens=3)
+    async with keeping(ToyLink(), max_batch_tokens=64, max_batch_size=32, mini_batches=2) as (engine, spart):
+        spart.gate.clear()
+        streams = [engine.submit(prompt + text(n, n), gate) for n in (10, 300)]
+        await until(lambda: engine.scheduler.n_running == 2)
+        spart.gate.set()
+        for stream, n in zip(streams, (10, 300), strict=True):
+            assert await tokens_of(stream) == continuation(prompt + text(n, n), 3)
+
+
+async def test_a_running_sequence_that_goes_while_it_is_forked_costs_time_only():
+    link, prompt = ToyLink(), text(400)
+    async with keeping(link) as (engine, _):
+        stream = engine.submit(prompt, SamplingParams(temperature=0.0, max_tokens=1000))
+        await anext(stream)
+        link.forking.clear()
+        again = asyncio.create_task(ask(engine, prompt))
+        await link.fork_asked.wait()
+        stream.cancel()
+        await until(lambda: engine.scheduler.n_running == 1)
+        link.forking.set()
+        assert await again == 384
+        link.refuse_forks = True
+        stream = engine.submit(prompt[:300] + text(200, 1), SamplingParams(temperature=0.0, max_tokens=1000))
+        await anext(stream)
+        assert await ask(engine, prompt[:300] + text(200, 1)) == 0
+        stream.cancel()
+        link.refuse_forks = False
+
+
+async def test_a_prompt_waits_in_vain_for_one_that_is_cancelled():
+    prompt = text(700)
+    async with keeping(ToyLink(), max_batch_tokens=64, max_batch_size=32, mini_batches=2) as (engine, spart):
+        spart.gate.clear()
+        stream = engine.submit(prompt, ASK)
+        await until(lambda: spart.staged)
+        again = asyncio.create_task(ask(engine, prompt))
+        await asyncio.sleep(0.01)
+        assert engine.scheduler.n_running == 1  # the other is held up for it
+        stream.cancel()
+        spart.gate.set()
+        assert await again == 0
 
 
 @pytest.mark.parametrize("mini_batches", [1, 2])

@@ -216,6 +216,14 @@ async def test_prompts_that_share_what_is_kept_are_greedy_as_transformers(family
         assert totals.prefix_hits > 10 * 300 and totals.preemptions == 0
 
 
+async def test_a_prompt_that_comes_many_times_at_once_is_computed_once(model, judge, tcp_nodes):
+    (prompt,) = prompts([300])
+    async with serving(model, tcp_nodes[:1], prefix_cache=True) as engine:
+        for tokens in await asyncio.gather(*(tokens_of(engine.submit(prompt, greedy(40))) for _ in range(6))):
+            assert_greedy(judge, prompt, tokens)
+        assert engine.stats.totals.prefix_hits == 5 * 256
+
+
 async def test_preemption_forgets_no_penalty(model, shm_node):
     given = prompts([50, 100, 150, 200, 60, 3, 120, 10])
     params = SamplingParams(max_tokens=150, temperature=0.0, frequency_penalty=0.2, logit_bias=((9, 1.5),))

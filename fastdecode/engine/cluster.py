@@ -1,4 +1,4 @@
-"""The S-node's book of its R-nodes: leases, pages, sequence indexes, load, and what is kept of sequences that ended.
+"""The S-node's book of its R-nodes: leases, pages, sequence indexes, load, and whose cache others may begin with.
 
 The S-node counts and the R-node checks: nothing here talks to a peer. A page or a sequence index that was given back
 counts as free again only when the R-node has acknowledged the FREE (`freed`). Pages that sequences share are counted
@@ -69,8 +69,10 @@ class RNode:
         return handles
 
     def drop(self, kept: Kept) -> None:
-        """Keep it no longer."""
-        self.release(self.prefixes.remove(kept))
+        """Keep it no longer; of one that runs, share it no longer."""
+        handle = self.prefixes.remove(kept)
+        if not kept.running:
+            self.release(handle)
 
     def release(self, handle: Handle) -> None:
         """To be freed by the next FREE."""
@@ -147,11 +149,11 @@ class Cluster:
             node = min(could, key=lambda n: n.load)
             node.make_room(self._needed(node, tokens), index=True)
 
-    def find(self, seq: Sequence) -> tuple[RNode, Kept, int] | None:
-        """Where most of the tokens of `seq` are kept, by whom, and how many."""
+    def find(self, seq: Sequence, computed: bool = True) -> tuple[RNode, Kept, int] | None:
+        """Where most of the tokens of `seq` are cached or (`computed` False) in work, by whom, and how many."""
         best = None
         for node in self.alive:
-            found = node.prefixes.find(seq.tokens, seq.hashes)
+            found = node.prefixes.find(seq.tokens, seq.hashes, computed)
             if found and (best is None or found[1] > best[2]):
                 best = node, *found
         return best
@@ -166,6 +168,10 @@ class Cluster:
         node.free_pages -= pages
         node.load += seq.final_length
         node.sequences.add(seq)
+        if seq.hashes:
+            handle = Handle(seq.index, seq.tag, pages=0)
+            seq.entry = Kept(handle, list(seq.tokens), seq.hashes, running=True, computed=False)
+            node.prefixes.keep(seq.entry)
 
     def grow(self, seq: Sequence) -> bool:
         """Count one more page for `seq`; False if its node has none."""
@@ -180,17 +186,24 @@ class Cluster:
         node = seq.node
         node.sequences.remove(seq)
         node.load -= seq.final_length
-        handle = Handle(seq.index, seq.tag, seq.pages)
+        handle, entry = Handle(seq.index, seq.tag, seq.pages), seq.entry
+        shared = entry in node.prefixes
         if keep and self.keeps and node.alive and seq.cached >= PAGE_TOKENS:
             tokens = seq.tokens[: seq.cached]
             source = seq.source
-            if source in node.prefixes and not source.pins and tokens[: len(source.tokens)] == source.tokens:
+            may_go = source in node.prefixes and not (source.pins or source.running)
+            if may_go and tokens[: len(source.tokens)] == source.tokens:
                 node.drop(source)  # all of it is in this one
-            node.prefixes.keep(Kept(handle, tokens, page_hashes(tokens)))
+            if shared:
+                node.prefixes.ended(entry, handle, tokens)
+            else:
+                node.prefixes.keep(Kept(handle, tokens, page_hashes(tokens)))
             node.make_room(ceil(_HEADROOM * node.n_pages), index=True)
         else:
+            if shared:
+                node.prefixes.remove(entry)
             node.release(handle)
-        seq.node, seq.pages, seq.source = None, 0, None
+        seq.node, seq.pages, seq.entry, seq.source = None, 0, None, None
 
     def replace_link(self, position: int, link: Link) -> RNode:
         """Put a fresh link in the place of a dead R-node's. What the old one held is gone with it."""

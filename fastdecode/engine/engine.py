@@ -102,7 +102,7 @@ class Engine:
     ):
         """`max_batch_size` counts the sequences of a mini-batch, `max_batch_tokens` the rows of a step. `max_model_len`
         None: all positions the model has. `end_token_ids` None: the model's own. `watermark`: see Cluster.place.
-        `prefix_cache`: keep the cache of sequences that have ended, for prompts that begin as they do (prefixes.py), as
+        `prefix_cache`: prompts that begin as other sequences take over their cache; it is kept (prefixes.py), as
         long as R-nodes have no more than `max_prefix_rest` tokens (None: any number) of a prompt's rest to attend.
         Raises ValueError where these do not fit the model or the links."""
         if not links:

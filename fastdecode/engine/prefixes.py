@@ -1,7 +1,8 @@
-"""Sequences that have ended and whose cache is kept: a prompt that begins as one of them does not compute that again.
+"""Sequences whose cache others may begin with: a prompt that begins as one of them does not compute that again.
 
-The book of one R-node. What is kept is found by its whole pages: the hash of a page is that of all tokens up to its
-end, and tokens are compared before anything is shared. What was used longest ago goes first when its pages are needed.
+The book of one R-node. In it are sequences that run, with what they had been given when they were placed, and those
+that have ended and whose cache is kept. They are found by whole pages: the hash of a page is that of all tokens up to
+its end, and tokens are compared before anything is shared. What was used longest ago goes first when pages are needed.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ _CANDIDATES = 64
 
 
 class Handle(NamedTuple):
-    """A sequence that nobody runs any more as its R-node knows it, with the pages that FREE will give back."""
+    """A sequence as its R-node knows it, with the pages that FREE will give back: none as long as it runs."""
 
     index: int
     tag: int
@@ -26,12 +27,17 @@ class Handle(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Kept:
-    """`tokens` are those that the R-node has cached; `hashes` of their whole pages."""
+    """`tokens` are those that the R-node has cached, or will have once they are `computed`; `hashes` of whole pages.
+
+    Of a sequence that runs only whole pages are shared: it goes on writing into its last.
+    """
 
     handle: Handle
     tokens: list[int]
     hashes: list[int]
     pins: int = 0  # forks of it under way: it must not go
+    running: bool = False
+    computed: bool = True
 
 
 def page_hashes(tokens: list[int]) -> list[int]:
@@ -57,19 +63,24 @@ class PrefixBook:
     def __contains__(self, kept: Kept) -> bool:
         return kept in self._kept
 
-    def find(self, tokens: list[int], hashes: list[int]) -> tuple[Kept, int] | None:
-        """Who shares most of the tokens, a page at the least, and how many: never the last, which is to be computed."""
-        most = len(tokens) - 1
+    def find(self, tokens: list[int], hashes: list[int], computed: bool = True) -> tuple[Kept, int] | None:
+        """Who shares most of the tokens, a page at the least, and how many: never the last, which is to be computed.
+        `computed` False: of those that are in work."""
+        best = None
         for place in range(len(hashes), 0, -1):
             whole = place * PAGE_TOKENS
-            have = self._by_page.get(hashes[place - 1], ())[-_CANDIDATES:]
+            if best and best[1] >= whole + PAGE_TOKENS:
+                break
+            have = [kept for kept in self._by_page.get(hashes[place - 1], ()) if kept.computed == computed]
             if not have:
                 continue
-            kept = max(reversed(have), key=lambda kept, whole=whole: _common(kept.tokens, tokens, whole))
-            n = min(_common(kept.tokens, tokens, whole), most)
-            if n >= PAGE_TOKENS and kept.tokens[:whole] == tokens[:whole]:  # else their hashes agree by accident
-                return kept, n
-        return None
+            kept = max(reversed(have[-_CANDIDATES:]), key=lambda kept, whole=whole: _shared(kept, tokens, whole))
+            n = _shared(kept, tokens, whole)
+            if n < PAGE_TOKENS or (best and n <= best[1]):
+                continue
+            if kept.tokens[:whole] == tokens[:whole]:  # else their hashes agree by accident
+                best = kept, n
+        return best
 
     def touch(self, kept: Kept) -> None:
         self._kept.move_to_end(kept)
@@ -79,6 +90,13 @@ class PrefixBook:
         self.pages += kept.handle.pages
         for page in kept.hashes:
             self._by_page.setdefault(page, []).append(kept)
+
+    def ended(self, kept: Kept, handle: Handle, tokens: list[int]) -> None:
+        """One that ran does so no more; its cache is kept."""
+        self.remove(kept)
+        kept.handle, kept.tokens, kept.hashes = handle, tokens, page_hashes(tokens)
+        kept.running, kept.computed = False, True
+        self.keep(kept)
 
     def remove(self, kept: Kept) -> Handle:
         del self._kept[kept]
@@ -92,12 +110,13 @@ class PrefixBook:
 
     def oldest(self) -> Kept | None:
         """The one used longest ago of those that may go."""
-        return next((kept for kept in self._kept if not kept.pins), None)
+        return next((kept for kept in self._kept if not (kept.pins or kept.running)), None)
 
 
-def _common(kept: list[int], tokens: list[int], whole: int) -> int:
-    """How many tokens both begin with, if they do with `whole` of them. Not a page more: that would have a hash."""
-    n = whole
-    while n < len(kept) and n < len(tokens) and kept[n] == tokens[n]:
+def _shared(kept: Kept, tokens: list[int], whole: int) -> int:
+    """How many tokens can be shared, if `whole` of them agree: less than a page more, for that would have a hash."""
+    n, most = whole, min(len(kept.tokens), len(tokens))
+    while n < most and kept.tokens[n] == tokens[n]:
         n += 1
-    return n
+    n = min(n, len(tokens) - 1)
+    return n - n % PAGE_TOKENS if kept.running else n

@@ -8,8 +8,8 @@ The number of arrival is the only priority. Requests are admitted in that order;
 its newest sequence is preempted: its pages are freed and it waits, in its old place in the queue, to be recomputed. The
 oldest sequence of a node is never preempted for another, so it ends, then the next one does: nothing starves.
 
-A prompt that begins as a sequence that has ended (prefixes.py) is placed where that one's cache is kept and takes over
-its first tokens: the R-node is asked for a FORK (`take_forks`, `forked`), and the rest of the prompt is attended there
+A prompt that begins as another sequence (prefixes.py) is placed where that one's cache is and takes over its first
+tokens: the R-node is asked for a FORK (`take_forks`, `forked`), and the rest of the prompt is attended there
 like rows that decode, for the keys and values before it are not on the S-node.
 
 A sequence may change its mini-batch between any two steps at no cost (its cache does not move), so mini-batches are
@@ -173,6 +173,8 @@ class Scheduler:
                 self._leave(seq)
                 self._failed.append((seq, token.error))
                 continue
+            if seq.entry is not None and not seq.prefilling:
+                seq.entry.computed = True
             reason = None
             if row.sample:
                 seq.append(token.token)
@@ -252,8 +254,14 @@ class Scheduler:
         if len(running) >= min(share, self.limits.max_seqs):
             return None
         seq = self.waiting[0]
-        node, source, shared = self._place_by_prefix(seq)
-        if node is None:
+        found, coming = self._place_by_prefix(seq), self._place_by_prefix(seq, computed=False)
+        worth_it = coming and 2 * coming[2] >= len(seq.tokens) and (found is None or coming[2] > found[2])
+        if worth_it and self.cluster.has_room(coming[0], len(seq.tokens)):
+            return None  # most of the prompt will be there in a few steps
+        node, source, shared = found or (None, None, 0)
+        if source is not None:
+            node.prefixes.touch(source)  # whatever must go to make room for the prompt, not this
+        if node is None or not self.cluster.has_room(node, len(seq.tokens)):
             node, source, shared = self.cluster.place(len(seq.tokens)), None, 0
         if node is None:  # never one where somebody starves: that has no page left
             self.cluster.make_room(len(seq.tokens))
@@ -270,16 +278,12 @@ class Scheduler:
         insort(running, seq, key=_ORDER)
         return seq
 
-    def _place_by_prefix(self, seq: Sequence) -> tuple[RNode | None, Kept | None, int]:
-        """The R-node that keeps most of what the prompt begins with, if it has room; by whom, and how many tokens."""
-        found = self.cluster.find(seq)
-        if found is None:
-            return None, None, 0
-        node, source, shared = found
-        if self.limits.max_rest is not None and len(seq.tokens) - shared > self.limits.max_rest:
-            return None, None, 0
-        node.prefixes.touch(source)  # whatever must go to make room for the prompt, not this
-        return found if self.cluster.has_room(node, len(seq.tokens)) else (None, None, 0)
+    def _place_by_prefix(self, seq: Sequence, computed: bool = True) -> tuple[RNode, Kept, int] | None:
+        """The R-node that has most of what the prompt begins with; whose it is, and how many tokens."""
+        found = self.cluster.find(seq, computed)
+        if found is None or self.limits.max_rest is None or len(seq.tokens) - found[2] <= self.limits.max_rest:
+            return found
+        return None
 
     # -- pages ----------------------------------------------------------------------------------------------------
 

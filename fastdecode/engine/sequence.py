@@ -39,6 +39,7 @@ class Sequence:
     index: int = 0  # sequence index within the node's lease
     tag: int = 0  # generation of that index
     pages: int = 0  # pages counted for it on the node
+    entry: Kept | None = None  # its own in the node's book of prefixes
     source: Kept | None = None  # whose first `shared` tokens it has taken over, and so need not compute
     shared: int = 0
 
