@@ -23,6 +23,7 @@ from link_driver import CYCLES, HANG_S, NOTICED_S, Payloads, hello, in_thread, u
 from rnode_process import KV_BYTES, Held, RNodeProcess, resident_bytes, start_executor_threads
 from snode_process import SNodeProcess, before_frame
 
+from fastdecode.rnode import RNode
 from fastdecode.transports.base import LinkDown, LinkRefused
 from fastdecode.transports.registry import connect
 
@@ -225,3 +226,20 @@ def test_wires_set_down():
     r_before, r_after, s_before, s_after = said["held"]
     assert (r_after, s_after) == (r_before, s_before)
     assert max(said["grown"]) < GROWTH
+
+
+async def test_link_closed_while_an_answer_comes(tmp_path):
+    """However much of the answer has been read: once the link is closed, the R-node has its memory back."""
+    node = RNode(threads=1, kv_bytes=KV_BYTES)
+    try:
+        (url,) = await node.serve([f"shm://{tmp_path}/r.sock"], None)
+        for iterations in [*range(20)] * 2:
+            link = await connect(url, hello(kv_bytes=None), None)
+            asking = asyncio.create_task(link.stats())
+            for _ in range(iterations):  # of the event loop
+                await asyncio.sleep(0)
+            await link.close()
+            assert node.kv_free == KV_BYTES, iterations
+            await asyncio.gather(asking, return_exceptions=True)
+    finally:
+        await node.close()

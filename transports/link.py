@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from ._native import Port
-from .base import ROW_DTYPE, CallRefused, CallTimes, Lease, Link, LinkDown, TransportError
+from .base import ROW_DTYPE, CallRefused, CallTimes, Lease, Link, LinkDown
 from .frames import FrameSocket
 from .messages import MAX_HANDLES, Error, Fork, Free, Ok, Ping, ProtocolError, Request, Stats, Trim
 from .region import Region
@@ -139,7 +139,7 @@ class RegionLink(Link):
             del answer  # its exception's traceback leads here: a cycle, which would keep the region mapped
 
     async def _read_answers(self) -> None:
-        """Until the connection ends; raises TransportError."""
+        """Until the connection ends; raises LinkDown, ProtocolError."""
         while True:
             message = await self._conn.read()
             self._unanswered_pings = 0
@@ -184,7 +184,7 @@ class RegionLink(Link):
                 answer.set_exception(self._gone())
 
     async def _live(self) -> None:
-        tasks = [self._loop.create_task(self._read_answers()), self._loop.create_task(self._ping())]
+        reading, pinging = tasks = [self._loop.create_task(work) for work in (self._read_answers(), self._ping())]
         try:
             await asyncio.wait([*tasks, self._ending], return_when=asyncio.FIRST_COMPLETED)
             for task in tasks:
@@ -192,21 +192,19 @@ class RegionLink(Link):
                     self._end(task.exception())
         finally:
             self._end(LinkDown("its event loop was stopped"))
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            pinging.cancel()
+            await asyncio.gather(pinging, return_exceptions=True)
+            self._conn.end_writing()
+            if self._error is None:
+                # The R-node closes the control connection when it has freed the lease: wait for that, to leave nothing
+                # behind. By the task that reads already: another might begin in the middle of a frame.
+                await asyncio.wait([reading], timeout=CLOSE_S)
+            reading.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
             await self._clean_up()
             self._ended.set_result(None)
 
     async def _clean_up(self) -> None:
-        # The R-node closes the control connection when it has freed the lease: wait for that, to leave nothing behind.
-        try:
-            self._conn.end_writing()
-            async with asyncio.timeout(CLOSE_S if self._error is None else 0):
-                while True:
-                    await self._conn.read()
-        except (TransportError, TimeoutError):
-            pass
         self._conn.close()
         await self._loop.run_in_executor(None, self._port.close)
         if self._release:
