@@ -50,7 +50,7 @@ typedef struct {
     const uint8_t *q;             /* query rows [group][head_size] of every head and token, as far apart as the strides say */
     size_t q_head_stride, q_token_stride; /* bytes from a head's row to the next head's, from a token's to the next token's */
     uint8_t *o;                   /* NULL, or where acc / l goes, rounded, laid out as q; then what follows is scratch */
-    float *acc;                   /* [heads][q_len][group][head_size] out, un-normalised; 64-byte aligned */
+    float *acc;                   /* [heads][q_len][group][head_size] out, un-normalised */
     float *m;                     /* [heads][q_len][group] out; -INFINITY where a row sees none of these chunks */
     float *l;                     /* [heads][q_len][group] out; 0 there */
     const uint8_t *after;         /* the chunk that the caller reads next, prefetched at the end; may be NULL */
