@@ -59,24 +59,20 @@ FD_INLINE void kv_store_query(fd_kv_dtype_t format, void *to, const float *q, ui
 FD_INLINE void kv_store_multipliers(fd_kv_dtype_t format, void *to, uint32_t i, vec_t x) {
     store_word_bytes((__m128i *)to + i, _mm512_cvtps_epi32(x));
 }
-#define FD_OWN_STORE_MULTIPLIERS4
-/* At once, for place_rows reads as much at once: what was stored in parts would have to be in the cache first. */
-FD_INLINE void kv_store_multipliers4(fd_kv_dtype_t format, void *to, uint32_t i, const vec_t *x) {
-    const __m512i words = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-    const __m512i x01 = _mm512_packs_epi32(_mm512_cvtps_epi32(x[0]), _mm512_cvtps_epi32(x[1]));
-    const __m512i x23 = _mm512_packs_epi32(_mm512_cvtps_epi32(x[2]), _mm512_cvtps_epi32(x[3]));
-    const __m512i bytes = _mm512_shuffle_epi8(_mm512_packs_epi16(x01, x23), _mm512_broadcast_i32x4(word_order()));
-    _mm512_storeu_si512((__m128i *)to + i, _mm512_permutexvar_epi32(words, bytes));
-}
-#define FD_PACKED_WEIGHTS
-/* Four vectors of integers within 0..255, in that order too: packing leaves them lane by lane, one word of each vector after the other. */
-FD_INLINE void store_weights(uint8_t *to, const vec_t *x) {
+/* Four vectors of integers of 8 bits in that order too: packing leaves them lane by lane, one word of each vector after the other. */
+FD_INLINE void store_packed(void *to, const vec_t *x, const int is_signed) {
     const __m512i words = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
     const __m512i order = _mm512_broadcast_i32x4(word_order());
-    const __m512i x01 = _mm512_packus_epi32(_mm512_cvtps_epi32(x[0]), _mm512_cvtps_epi32(x[1]));
-    const __m512i x23 = _mm512_packus_epi32(_mm512_cvtps_epi32(x[2]), _mm512_cvtps_epi32(x[3]));
-    _mm512_storeu_si512(to, _mm512_permutexvar_epi32(words, _mm512_shuffle_epi8(_mm512_packus_epi16(x01, x23), order)));
+    const __m512i x01 = _mm512_packs_epi32(_mm512_cvtps_epi32(x[0]), _mm512_cvtps_epi32(x[1]));
+    const __m512i x23 = _mm512_packs_epi32(_mm512_cvtps_epi32(x[2]), _mm512_cvtps_epi32(x[3]));
+    const __m512i bytes = is_signed ? _mm512_packs_epi16(x01, x23) : _mm512_packus_epi16(x01, x23);
+    _mm512_storeu_si512(to, _mm512_permutexvar_epi32(words, _mm512_shuffle_epi8(bytes, order)));
 }
+#define FD_OWN_STORE_MULTIPLIERS4
+/* At once, for place_rows reads as much at once: what was stored in parts would have to be in the cache first. */
+FD_INLINE void kv_store_multipliers4(fd_kv_dtype_t format, void *to, uint32_t i, const vec_t *x) { store_packed((__m128i *)to + i, x, 1); }
+#define FD_PACKED_WEIGHTS
+FD_INLINE void store_weights(uint8_t *to, const vec_t *x) { store_packed(to, x, 0); }
 #define FD_OWN_STORE_FLOAT_WEIGHTS
 FD_INLINE void kv_store_float_weights(fd_kv_dtype_t format, void *to, uint32_t i, vec_t x) {
     if (format == FD_KV_BF16) store_rounded_bf16((__m256i *)to + i, x);
