@@ -8,7 +8,7 @@
 #include "chunk.h"
 
 FD_INLINE void merge(float *m, float *l, float *acc, const float *m2, const float *l2, const float *acc2, uint32_t rows,
-                  uint32_t head_size) {
+                     uint32_t head_size) {
     for (uint32_t r = 0; r < rows; r++, acc += head_size, acc2 += head_size) {
         if (l2[r] == 0.0f) continue;
         if (l[r] == 0.0f) { /* its acc may never have been written */

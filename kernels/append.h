@@ -12,8 +12,8 @@
 
 #include "chunk.h"
 
-/* A row in its format: fp32, the bits of fp16 or bf16, or the stored integers: K's in bytes, V's in words, for either is read in vectors as wide as it
- * was written in, or it would have to wait until it is in the cache. */
+/* A row in its format: fp32, the bits of fp16 or bf16, or the stored integers: K's in bytes, V's in words, as store_v wants them: what is read
+ * in wider vectors than it was written in has to wait until it is in the cache. */
 typedef union {
     float fp32[FD_MAX_CHUNK_HEAD];
     uint16_t half[FD_MAX_CHUNK_HEAD];

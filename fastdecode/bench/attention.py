@@ -168,7 +168,7 @@ class _Cell:
 
     def __init__(self, args: argparse.Namespace, part: str, kv_dtype: str, shape: Shape, cpus: list[int]):
         self.common = _common(part, kv_dtype, shape, len(cpus))
-        self.cpus, self._judge_below = cpus, args.judge_below
+        self.cpus, self._args = cpus, args
         self._ours = RPart(shape, kv_dtype, args.kv_bytes, cpus, args.isa, scattered=args.scattered)
         self.sequences = self._ours.sequences
         self.roof: list[float] = []
@@ -188,12 +188,12 @@ class _Cell:
     @property
     def judging(self) -> int:
         """How many rounds judge."""
-        return sum(r < self._judge_below for r in self.roof[1:])
+        return sum(r < self._args.judge_below for r in self.roof[1:])
 
-    def row(self, args: argparse.Namespace) -> dict:
+    def row(self) -> dict:
         row = {**self.common, "sequences": self.sequences, "isa": self._ours.isa, "peer": None}
         row |= {"format": self.common["kv_dtype"], "run_pages": self._ours.run_pages()}
-        return {**row, **_figures(args, self.roof[1:], self.gbps[1:], self.rate[1:])}
+        return {**row, **_figures(self._args, self.roof[1:], self.gbps[1:], self.rate[1:])}
 
 
 def _turns(args: argparse.Namespace, cells: list[_Cell], then: Callable[[], None] = lambda: None) -> None:
@@ -214,7 +214,7 @@ def _own_rows(args: argparse.Namespace, part: str, kv_dtype: str, shapes: list[S
     with ExitStack() as stack:
         cells = [stack.enter_context(closing(_Cell(args, part, kv_dtype, shape, cpus))) for shape in shapes]
         _turns(args, cells)
-        return [cell.row(args) for cell in cells]
+        return [cell.row() for cell in cells]
 
 
 def _peer_rows(args: argparse.Namespace, kv_dtype: str, shape: Shape, cpus: list[int], names: list[str]) -> list[dict]:
