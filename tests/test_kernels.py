@@ -341,6 +341,19 @@ def test_parts_merged_by_log_sum_exp_equal_the_whole(isa: str, kv_dtype: str) ->
         assert np.allclose(o.reshape(q.shape), want.output, rtol=0, atol=4 * budget(isa, kv_dtype).output)
 
 
+def heads_side_by_side(
+    rng: np.random.Generator, isa: str, kv_dtype: str, heads: int, length: int, head_size: int
+) -> tuple[list[Cache], np.ndarray]:
+    """KV heads with a cache each, and a run of pages that has them all."""
+    caches = [
+        Cache(isa, kv_dtype, normal(rng, length, head_size), normal(rng, length, head_size)) for _ in range(heads)
+    ]
+    pages = np.stack([cache.chunks[cache.order] for cache in caches], axis=1)
+    buffer = aligned_bytes(pages.size)
+    buffer[:] = pages.ravel()
+    return caches, buffer
+
+
 @by_kv_dtype
 @by_isa
 def test_heads_attended_at_once_equal_each_alone(isa: str, kv_dtype: str) -> None:
@@ -352,13 +365,8 @@ def test_heads_attended_at_once_equal_each_alone(isa: str, kv_dtype: str) -> Non
         (4, 24, 2, 3, 65, 0),
     ]:
         q = queries(rng, heads * q_len, group, head_size).reshape(heads, q_len, group, head_size)
-        caches = [
-            Cache(isa, kv_dtype, normal(rng, length, head_size), normal(rng, length, head_size)) for _ in range(heads)
-        ]
+        caches, buffer = heads_side_by_side(rng, isa, kv_dtype, heads, length, head_size)
         alone = [cache.attend(one, length - q_len, window) for cache, one in zip(caches, q, strict=True)]
-        pages = np.stack([cache.chunks[cache.order] for cache in caches], axis=1)
-        buffer = aligned_bytes(pages.size)
-        buffer[:] = pages.ravel()
         m, l, acc = (np.full(shape, np.nan, np.float32) for shape in (q.shape[:3], q.shape[:3], q.shape))
         kernels(isa).kv_attend(isa, kv_dtype, buffer, None, 0, q, length - q_len, window, acc, m, l)
         for got, want in zip((m, l, acc), zip(*alone, strict=True), strict=True):
@@ -375,16 +383,9 @@ def test_output_written_at_once_is_what_finishing_gives(isa: str, kv_dtype: str)
         (1, 24, 9, 30, 200, 0),  # more rows than a panel
     ]:
         q = queries(rng, heads * q_len, group, head_size).reshape(heads, q_len, group, head_size)
-        pages = -(-length // PAGE)
-        chunk = native.chunk_bytes(kv_dtype, head_size)
-        buffer = aligned_bytes(pages * heads * chunk).reshape(pages, heads, chunk)
-        for head in range(heads):
-            run = aligned_bytes(pages * chunk)
-            k, v = normal(rng, length, head_size), normal(rng, length, head_size)
-            kernels(isa).kv_append(isa, kv_dtype, run, 0, k, v)
-            buffer[:, head] = run.reshape(pages, chunk)
+        _, buffer = heads_side_by_side(rng, isa, kv_dtype, heads, length, head_size)
         m, l, acc, o, want = (np.full(s, np.nan, np.float32) for s in (q.shape[:3], q.shape[:3], *[q.shape] * 3))
-        common = (isa, kv_dtype, buffer.ravel(), None, 0, q, length - q_len, window)
+        common = (isa, kv_dtype, buffer, None, 0, q, length - q_len, window)
         kernels(isa).kv_attend(*common, acc, m, l)
         kernels(isa).attend_finish(isa, want, acc.reshape(-1, head_size), l.ravel(), "fp32")
         kernels(isa).kv_attend(*common, acc, m, l, o)
