@@ -70,7 +70,7 @@ class _LinkStats(TypedDict):
     seqs: int
 
 @final
-class Engine:
+class REngine:
     """Threads that serve the calls of all their links without entering Python (fd_engine_t).
 
     `kv_bytes` is the budget that all leases share, rounded down to whole hugetlb pages where those are used. `isa`
@@ -94,7 +94,7 @@ class Engine:
         huge_pages: str = "madvise",
         prefault: bool = False,
         trim_idle_s: float = 0.0,
-    ) -> Engine: ...
+    ) -> REngine: ...
     @property
     def isa(self) -> str: ...
     @property
@@ -104,7 +104,7 @@ class Engine:
         """Bytes of the budget that no lease holds."""
     @property
     def eventfd(self) -> int:
-        """Wakes the engine. For callers within this process; a peer is given EngineLink.eventfd."""
+        """Wakes the engine. For callers within this process; a peer is given REngineLink.eventfd."""
     def add_link(
         self,
         region: Buffer,
@@ -115,7 +115,7 @@ class Engine:
         softmax_scale: float,
         windows: Sequence[int],
         notify: object | None = None,
-    ) -> EngineLink:
+    ) -> REngineLink:
         """Grant a lease and serve the calls that appear in `region` (writable, kept alive until close; the caller has
         written its header).
 
@@ -127,8 +127,8 @@ class Engine:
         """Join the threads. Raises RuntimeError while links are open. Idempotent."""
 
 @final
-class EngineLink:
-    """One link that an Engine serves, and its lease. Methods raise RuntimeError once closed."""
+class REngineLink:
+    """One link that an REngine serves, and its lease. Methods raise RuntimeError once closed."""
 
     @property
     def eventfd(self) -> int:

@@ -12,7 +12,7 @@ from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 from prometheus_client.parser import text_string_to_metric_families
 
 from fastdecode.api.server import Server, bind, make_app, serve
-from fastdecode.tokenizer import Tokenizer
+from fastdecode.text.tokenizer import Tokenizer
 
 MODEL = "tiny"
 

@@ -16,7 +16,7 @@ import pytest
 if TYPE_CHECKING:
     from rnode_process import FarRNode, RNodeProcess
 
-    from fastdecode.rnode import RNode
+    from fastdecode.daemon.rnode import RNode
 
 sys.path.insert(0, str(Path(__file__).parent))
 # In children, too.
@@ -72,7 +72,7 @@ async def r_node(tmp_path: Path) -> AsyncIterator[RNode]:
     """An R-node within this process; its addresses are `shm` and `tcp`."""
     from rnode_process import KV_BYTES
 
-    from fastdecode.rnode import RNode
+    from fastdecode.daemon.rnode import RNode
 
     node = RNode(threads=1, kv_bytes=KV_BYTES, name="test", spin_us=20)
     node.shm, node.tcp = await node.serve([f"shm://{tmp_path}/r.sock", "tcp://127.0.0.1:0"], None)

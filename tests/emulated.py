@@ -17,17 +17,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from sources import INCLUDES, ROOT
 
 from fastdecode.kernels import _native as native
 from fastdecode.transports.base import ACT_DTYPES, KV_DTYPES
 
-ROOT = Path(__file__).parent.parent
 NEON, SCALAR = "neon under qemu", "scalar under qemu"
 COMPILER, EMULATOR = "aarch64-linux-gnu-gcc", "qemu-aarch64"
 DEBIAN = "Debian: gcc-aarch64-linux-gnu, libc6-dev-arm64-cross, qemu-user"
 FLAGS = ["-O3", "-std=gnu11", "-Wall", "-Wextra", "-Wno-unused-parameter", "-Werror", "-ffp-contract=fast"]
-PEER = [ROOT / "tests/c/kernels_peer.c", *sorted(ROOT.glob("kernels/attention_*.c"))]
-PEER += [ROOT / "kernels/dispatch.c", ROOT / "kernels/isa.c"]
+PEER = [ROOT / "tests/c/kernels_peer.c", *sorted(ROOT.glob("kernels/attention/attention_*.c"))]
+PEER += [ROOT / "kernels/attention/dispatch.c", ROOT / "kernels/attention/isa.c"]
 
 _missing = [program for program in (COMPILER, EMULATOR) if not shutil.which(program)]
 needs_emulator = pytest.mark.skipif(bool(_missing), reason=f"needs {' and '.join(_missing)} ({DEBIAN})")
@@ -55,8 +55,7 @@ def _folder() -> Path:
 @functools.cache
 def cross_compile(source: Path) -> Path:
     target = _folder() / f"{source.stem}.o"
-    includes = ["-I", ROOT / "kernels", "-I", ROOT / "transports"]
-    subprocess.run([COMPILER, *FLAGS, *includes, "-c", source, "-o", target], check=True)
+    subprocess.run([COMPILER, *FLAGS, *INCLUDES, "-c", source, "-o", target], check=True)
     return target
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from fastdecode.daemon.rnode import RNode
 from fastdecode.engine.engine import Engine
-from fastdecode.rnode import RNode
 from fastdecode.spart import SPart, load_model
 from fastdecode.transports.registry import connect
 

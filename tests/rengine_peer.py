@@ -1,6 +1,6 @@
 """The S side of a link in plain Python over the bytes of a region, and float64 attention to hold the R-engine against.
 
-Written from the comments of kernels/region.h alone, so that the layout is checked from outside.
+Written from the comments of region/region.h alone, so that the layout is checked from outside.
 """
 
 from __future__ import annotations

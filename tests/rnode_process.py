@@ -119,7 +119,7 @@ def hold_the_gil(*_: object) -> None:
 
 
 async def main(url: str, kv_bytes: int, secret: bytes | None) -> None:
-    from fastdecode.rnode import RNode
+    from fastdecode.daemon.rnode import RNode
 
     ended = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ended.set)

@@ -120,7 +120,7 @@ def _fork_on_demand(requests: socket.socket) -> None:
     import link_driver  # noqa: F401
     import numpy  # noqa: F401
 
-    import fastdecode.rnode  # noqa: F401
+    import fastdecode.daemon.rnode  # noqa: F401
     from fastdecode.transports.base import TransportError
     from fastdecode.transports.rdma_endpoint import load
 

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import subprocess
 
-from emulated import EMULATOR, ROOT, cross_build, cross_compile, needs_emulator
+from emulated import EMULATOR, cross_build, cross_compile, needs_emulator
+from sources import ENGINE, ROOT
 
 pytestmark = needs_emulator
-
-ENGINE = [p for p in sorted(ROOT.glob("kernels/*.c")) if p.name != "module.c" and not p.name.startswith("py_")]
 
 
 def test_an_engine_answers_hostile_calls_and_its_other_link_stays_right() -> None:

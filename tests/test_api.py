@@ -14,7 +14,7 @@ from api_client import MODEL, served
 from checkpoints import make_checkpoint, reference
 from real_engine import real_engine
 
-from fastdecode.tokenizer import Tokenizer
+from fastdecode.text.tokenizer import Tokenizer
 
 PROMPT = "The quick brown fox"
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Who are you?"}]

@@ -16,7 +16,7 @@ from scripted_engine import ScriptedEngine
 
 from fastdecode.api.text import StopStrings
 from fastdecode.engine.request import GenerationFailed, InvalidPrompt, NotReady, Overloaded, PromptTooLong, TokenEvent
-from fastdecode.tokenizer import Tokenizer
+from fastdecode.text.tokenizer import Tokenizer
 
 ASK = {"model": MODEL, "prompt": "x"}
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}

@@ -13,7 +13,7 @@ from api_client import MODEL, served
 from checkpoints import MAX_POSITIONS, make_checkpoint
 from real_engine import real_engine
 
-from fastdecode.tokenizer import Tokenizer
+from fastdecode.text.tokenizer import Tokenizer
 
 MESSAGES = [{"role": "user", "content": "Who are you?"}]
 ASK = {"model": MODEL, "prompt": "The quick", "max_tokens": 4}

@@ -7,8 +7,8 @@ import os
 
 import pytest
 
-from fastdecode import embedded, machine, rnode
-from fastdecode.config import EMBEDDED, ConfigError, NodeConfig, format_bytes, parse_bytes
+from fastdecode.daemon import embedded, machine, rnode
+from fastdecode.daemon.config import EMBEDDED, ConfigError, NodeConfig, format_bytes, parse_bytes
 from fastdecode.transports.base import KV_DTYPES
 
 

@@ -14,7 +14,7 @@ import pytest
 from link_driver import Driver, hello
 from wire_peers import Caller, FakeRNode, attached, mac, opened, said
 
-from fastdecode.rnode import RNode
+from fastdecode.daemon.rnode import RNode
 from fastdecode.transports import handshake, server
 from fastdecode.transports.base import PROTOCOL_VERSION, LinkDown, LinkRefused, TransportError
 from fastdecode.transports.registry import connect

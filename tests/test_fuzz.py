@@ -15,13 +15,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from sources import ENGINE, INCLUDES, ROOT
 
-ROOT = Path(__file__).parent.parent
-#: The engine and its kernels, without the CPython module over them.
-ENGINE = [p for p in sorted(ROOT.glob("kernels/*.c")) if p.name != "module.c" and not p.name.startswith("py_")]
 PORT = [ROOT / "transports" / name for name in ("port.c", "tcp_pump.c", "rdma_poster.c")]
 SECONDS = int(os.environ.get("FASTDECODE_FUZZ_S", "0"))
-INCLUDES = [f"-I{ROOT / folder}" for folder in ("kernels", "transports", "tests/c")]
 WARNINGS = ["-Wall", "-Wextra", "-Wno-unused-parameter", "-Werror"]
 FLAGS = ["-std=gnu11", "-g1", "-O1", "-fno-sanitize-recover=all", *WARNINGS, *INCLUDES]
 GCC_SANITIZERS = "address,undefined,float-cast-overflow"

@@ -23,7 +23,7 @@ from link_driver import CYCLES, HANG_S, NOTICED_S, Payloads, hello, in_thread, u
 from rnode_process import KV_BYTES, Held, RNodeProcess, resident_bytes, start_executor_threads
 from snode_process import SNodeProcess, before_frame
 
-from fastdecode.rnode import RNode
+from fastdecode.daemon.rnode import RNode
 from fastdecode.transports.base import LinkDown, LinkRefused
 from fastdecode.transports.registry import connect
 

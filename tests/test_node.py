@@ -19,7 +19,7 @@ from openai import OpenAI
 
 from fastdecode.demo import model_dir
 
-NODE = [sys.executable, "-m", "fastdecode.node"]
+NODE = [sys.executable, "-m", "fastdecode.daemon.node"]
 START_SECONDS = 60
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from fastdecode.machine import NumaNode, numa_nodes, parse_cpu_list
+from fastdecode.daemon.machine import NumaNode, numa_nodes, parse_cpu_list
 from fastdecode.transports.base import Geometry, Hello
 from fastdecode.transports.registry import connect
 
@@ -47,7 +47,7 @@ async def until_logged(log: Path, pattern: str, process: subprocess.Popen) -> No
 async def test_an_r_node_stays_on_its_numa_node(node: NumaNode, tmp_path):
     url, log = f"shm://{tmp_path}/r.sock", tmp_path / "log"
     options = ["--threads", "2", "--kv-memory", "64MiB", "--prefault", "--numa-node", str(node.number)]
-    command = [sys.executable, "-m", "fastdecode.node", "--role", "r", "--listen", url, *options]
+    command = [sys.executable, "-m", "fastdecode.daemon.node", "--role", "r", "--listen", url, *options]
     with log.open("wb") as out, subprocess.Popen(command, stderr=out, stdin=subprocess.DEVNULL) as process:
         try:
             await until_logged(log, "R-node on", process)

@@ -13,7 +13,7 @@ import pytest
 from toy import POISON, ToyLink, ToySPart, continuation, tokens_of, until
 
 from fastdecode.engine.engine import Engine
-from fastdecode.engine.prefixes import Handle, Kept, PrefixBook, page_hashes
+from fastdecode.engine.prefixes import Handle, PrefixBook, PrefixEntry, page_hashes
 from fastdecode.engine.request import GenerationFailed, SamplingParams
 from fastdecode.transports.base import PAGE_TOKENS
 
@@ -26,7 +26,7 @@ def text(n, seed=0):
 
 
 def kept(tokens, pages=None, index=0):
-    return Kept(Handle(index, 1, pages or -(-len(tokens) // PAGE_TOKENS)), list(tokens), page_hashes(tokens))
+    return PrefixEntry(Handle(index, 1, pages or -(-len(tokens) // PAGE_TOKENS)), list(tokens), page_hashes(tokens))
 
 
 def find(book, tokens):
@@ -55,7 +55,7 @@ def test_the_longest_beginning_is_found_to_the_token():
 
 def test_tokens_are_compared_not_hashes_alone():
     book, tokens = PrefixBook(), text(300)
-    liar = Kept(Handle(0, 1, 3), text(300, 1), page_hashes(tokens))
+    liar = PrefixEntry(Handle(0, 1, 3), text(300, 1), page_hashes(tokens))
     book.keep(liar)
     assert find(book, tokens) is None
 
@@ -165,7 +165,7 @@ async def test_the_rest_of_a_long_prompt_shares_steps_with_others():
 
 async def test_a_long_rest_is_not_left_to_r_nodes():
     link, prompt = ToyLink(), text(400)
-    async with keeping(link, max_prefix_rest=100) as (engine, _):
+    async with keeping(link, max_uncached_suffix=100) as (engine, _):
         await ask(engine, prompt)
         assert await ask(engine, prompt[:300] + text(101, 1)) == 0
         assert await ask(engine, prompt[:300] + text(100, 2)) == 300

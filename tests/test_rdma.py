@@ -15,10 +15,10 @@ from link_driver import hello
 sys.path.append(str(Path(__file__).parent / "rdma"))
 import guest
 
-from fastdecode import check
+from fastdecode.daemon import check
 from fastdecode.transports import _native, rdma_devices, rdma_endpoint
 from fastdecode.transports.base import TransportError
-from fastdecode.transports.rdma_devices import Gid, Port, choose, list_ports
+from fastdecode.transports.rdma_devices import Gid, RdmaPort, choose, list_ports
 from fastdecode.transports.registry import connect, serve
 
 ROOT = Path(__file__).parent.parent
@@ -46,7 +46,7 @@ V1, V2 = "IB/RoCE v1", "RoCE v2"
 
 
 @pytest.fixture
-def two_devices(tmp_path: Path) -> list[Port]:
+def two_devices(tmp_path: Path) -> list[RdmaPort]:
     a = {0: ("fe80::1", V1, "ea"), 1: ("fe80::1", V2, "ea"), 2: ("::ffff:10.0.0.1", V1, "ea")}
     add_port(tmp_path, "a", 1, a | {3: ("::ffff:10.0.0.1", V2, "ea"), 10: ("2001:db8::1", V2, "ea")})
     add_port(tmp_path, "b", 1, {0: ("fe80::2", V2, "eb"), 1: ("::ffff:10.0.1.1", V2, "eb")})
@@ -159,7 +159,7 @@ def test_poster_over_a_device_made_of_memcpy(tmp_path):
     """tests/c/poster_loopback.c, under AddressSanitizer and UBSan."""
     program, flags = tmp_path / "poster_loopback", ["-std=gnu11", "-O1", "-fsanitize=address,undefined"]
     sources = [ROOT / "tests/c/poster_loopback.c", ROOT / "transports/rdma_poster.c"]
-    include = [f"-I{ROOT / name}" for name in ("kernels", "transports")]
+    include = [f"-I{ROOT / name}" for name in ("region", "transports")]
     subprocess.run(
         ["gcc", *flags, "-fno-sanitize-recover=all", *include, *sources, "-pthread", "-o", program], check=True
     )

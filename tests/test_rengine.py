@@ -35,8 +35,8 @@ def engines():
     """Makes engines; closes what is left of them."""
     made = []
 
-    def make(threads: int = 2, kv_bytes: int = 1 << 28, **kwargs) -> _native.Engine:
-        made.append(_native.Engine(threads, kv_bytes, **kwargs))
+    def make(threads: int = 2, kv_bytes: int = 1 << 28, **kwargs) -> _native.REngine:
+        made.append(_native.REngine(threads, kv_bytes, **kwargs))
         return made[-1]
 
     yield make

@@ -39,7 +39,7 @@ def test_calls_go_on_while_the_gil_is_held():
     fd = os.memfd_create("region")
     peer = Peer(G, fd)
     _native.init_region_header(peer.map, G.tuple())
-    engine = _native.Engine(1, 1 << 24)
+    engine = _native.REngine(1, 1 << 24)
     lease = engine.add_link(peer.map, G.tuple(), KV_FP32, 4, 4, 1.0, [0])
     command = [sys.executable, "-c", S_SIDE, str(Path(__file__).parent), str(fd), str(lease.eventfd)]
     ticks, stop = [], threading.Event()

@@ -30,7 +30,7 @@ NR_HUGEPAGES = Path("/proc/sys/vm/nr_hugepages")
 @contextlib.contextmanager
 def link_of(n_pages: int, threads: int = 2, g: Geometry = BIG, **kwargs) -> Iterator[Link]:
     """A link to an engine of its own."""
-    engine = _native.Engine(threads, 1 << 30, spin_us=20, **kwargs)
+    engine = _native.REngine(threads, 1 << 30, spin_us=20, **kwargs)
     link = Link(engine, g, KV_FP32, n_pages)
     try:
         yield link
@@ -215,7 +215,7 @@ def hugetlb_pages(n: int) -> Iterator[None]:
 def test_the_cache_lies_in_hugetlb_pages_where_asked(prefault):
     page = int(re.search(r"^Hugepagesize: +(\d+)", Path("/proc/meminfo").read_text(), re.M)[1]) * 1024
     with hugetlb_pages(6):
-        engine = _native.Engine(2, 6 * page + 5, huge_pages="hugetlb", prefault=prefault)
+        engine = _native.REngine(2, 6 * page + 5, huge_pages="hugetlb", prefault=prefault)
         link = Link(engine, BIG, KV_FP32, 2 * page // MIB + 1)
         try:
             assert engine.kv_free == 3 * page
@@ -236,7 +236,7 @@ def test_the_cache_lies_in_hugetlb_pages_where_asked(prefault):
 def test_hugetlb_pages_that_are_not_there_are_an_error_that_says_how_many():
     total = int(NR_HUGEPAGES.read_text())
     with pytest.raises(RuntimeError, match=r"(\d+) huge pages of \d+ KiB are needed") as error:
-        _native.Engine(1, 1 << 44, huge_pages="hugetlb")
+        _native.REngine(1, 1 << 44, huge_pages="hugetlb")
     needed, left, wanted = re.fullmatch(
         r"(\d+) huge pages of \d+ KiB are needed and (\d+) are to be had: set vm.nr_hugepages to (\d+) or more",
         str(error.value),
@@ -256,7 +256,7 @@ def test_hugetlb_pages_that_are_not_there_are_an_error_that_says_how_many():
 )
 def test_an_engine_that_makes_no_sense_is_refused(kwargs, message):
     with pytest.raises(ValueError, match=message):
-        _native.Engine(1, 1 << 20, **kwargs)
+        _native.REngine(1, 1 << 20, **kwargs)
 
 
 def test_memory_is_bound_to_a_numa_node():
@@ -299,7 +299,7 @@ from rengine_peer import ATTEND, KV_FP16, OK, Geometry, Link
 from fastdecode.kernels import _native
 
 libc = ctypes.CDLL(None)
-engine = _native.Engine(3, 1 << 28, spin_us=1000)
+engine = _native.REngine(3, 1 << 28, spin_us=1000)
 link = Link(engine, Geometry(max_rows=256, n_layers=8, n_q_heads=8, n_kv_heads=4, head_size=64), KV_FP16, 100)
 counts = {True: [0, 0], False: [0, 0]}
 

@@ -17,7 +17,7 @@ SMALL = Geometry(n_slots=1, max_rows=4 * PAGE, n_layers=1, n_q_heads=1, n_kv_hea
 
 @pytest.fixture
 def lease_of() -> Iterator:
-    engine = _native.Engine(1, 1 << 30, spin_us=20)
+    engine = _native.REngine(1, 1 << 30, spin_us=20)
     links: list[Link] = []
 
     def make(n_pages: int, g: Geometry = SMALL) -> Link:

@@ -24,7 +24,7 @@ from fastdecode.kernels import _native
 @pytest.fixture
 def link():
     """Sequence 0 has 5 tokens under tag 1, sequence 1 has a page full under tag 2; 4 pages in all."""
-    engine = _native.Engine(2, 1 << 26)
+    engine = _native.REngine(2, 1 << 26)
     link = Link(engine, Geometry(n_slots=2, max_rows=PAGE, n_layers=2), n_pages=4)
     link.step(0, [(0, 5, True)])
     link.step(1, [(1, PAGE, False)])
@@ -183,7 +183,7 @@ def test_not_a_number_stays_in_its_own_rows(link):
 
 def test_a_legal_call_that_would_keep_the_others_waiting_for_minutes():
     """1500 rows that see up to 1500 tokens, with 1024 heads of 256: more than 2^39 multiply-adds."""
-    engine = _native.Engine(1, 1 << 28)
+    engine = _native.REngine(1, 1 << 28)
     large = Link(engine, Geometry(1, 1500, 1, n_q_heads=1024, n_kv_heads=1, head_size=256), KV_FP16, n_pages=32)
     other = Link(engine, Geometry())
     for rows, status in ((1500, BAD_TABLE), (1449, BAD_TABLE), (1, OK)):

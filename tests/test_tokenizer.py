@@ -12,8 +12,8 @@ from tokenizers import decoders, models, pre_tokenizers
 from tokenizers_made import CHATML
 from transformers import AutoTokenizer
 
-from fastdecode.chat_template import ChatTemplateError
-from fastdecode.tokenizer import Detokenizer, Tokenizer, TokenizerError
+from fastdecode.text.chat_template import ChatTemplateError
+from fastdecode.text.tokenizer import Detokenizer, Tokenizer, TokenizerError
 
 TEXTS = [
     "",

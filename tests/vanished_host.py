@@ -30,7 +30,7 @@ def loopback(flags: int) -> None:
 async def main() -> None:
     from link_driver import Driver, hello
 
-    from fastdecode.rnode import RNode
+    from fastdecode.daemon.rnode import RNode
     from fastdecode.transports.registry import connect
 
     node = RNode(threads=1, kv_bytes=KV_BYTES)

@@ -31,7 +31,8 @@ PyObject *fd_py_notify(PyObject *owner, void *notify) {
 
 int fd_py_geometry(PyObject *object, void *out) {
     fd_geometry_t *g = out;
-    uint32_t *fields[] = {&g->n_slots, &g->max_rows, &g->n_layers, &g->n_q_heads, &g->n_kv_heads, &g->head_size, &g->act_dtype};
+    uint32_t *fields[] = {&g->n_slots,    &g->max_rows,  &g->n_layers, &g->n_q_heads,
+                          &g->n_kv_heads, &g->head_size, &g->act_dtype};
     g->reserved = 0;
     if (!PyTuple_Check(object) || PyTuple_GET_SIZE(object) != 7) {
         PyErr_SetString(PyExc_TypeError, "a geometry is a tuple of seven integers");
@@ -52,8 +53,9 @@ static PyObject *region_layout(PyObject *module, PyObject *args) {
     fd_geometry_t g;
     if (!PyArg_ParseTuple(args, "O&:region_layout", fd_py_geometry, &g)) return NULL;
     fd_layout_t y = fd_region_layout(&g);
-    return Py_BuildValue("nnnnnnnnn", (Py_ssize_t)y.slot0, (Py_ssize_t)y.slot_bytes, (Py_ssize_t)y.region_bytes, (Py_ssize_t)y.table,
-                         (Py_ssize_t)y.q, (Py_ssize_t)y.kv, (Py_ssize_t)y.o, (Py_ssize_t)y.q_row_bytes, (Py_ssize_t)y.kv_row_bytes);
+    return Py_BuildValue("nnnnnnnnn", (Py_ssize_t)y.slot0, (Py_ssize_t)y.slot_bytes, (Py_ssize_t)y.region_bytes,
+                         (Py_ssize_t)y.table, (Py_ssize_t)y.q, (Py_ssize_t)y.kv, (Py_ssize_t)y.o,
+                         (Py_ssize_t)y.q_row_bytes, (Py_ssize_t)y.kv_row_bytes);
 }
 
 int fd_py_region(PyObject *object, const fd_geometry_t *g, Py_buffer *view) {
@@ -69,7 +71,9 @@ static PyObject *init_region_header(PyObject *module, PyObject *args) {
     PyObject *region;
     fd_geometry_t g;
     Py_buffer view;
-    if (!PyArg_ParseTuple(args, "OO&:init_region_header", &region, fd_py_geometry, &g) || fd_py_region(region, &g, &view)) return NULL;
+    if (!PyArg_ParseTuple(args, "OO&:init_region_header", &region, fd_py_geometry, &g) ||
+        fd_py_region(region, &g, &view))
+        return NULL;
     fd_region_header_t *header = view.buf;
     header->version = FD_PROTOCOL_VERSION;
     header->geometry = g;
@@ -83,13 +87,18 @@ static PyObject *check_region_header(PyObject *module, PyObject *args) {
     PyObject *region;
     fd_geometry_t g;
     Py_buffer view;
-    if (!PyArg_ParseTuple(args, "OO&:check_region_header", &region, fd_py_geometry, &g) || fd_py_region(region, &g, &view)) return NULL;
+    if (!PyArg_ParseTuple(args, "OO&:check_region_header", &region, fd_py_geometry, &g) ||
+        fd_py_region(region, &g, &view))
+        return NULL;
     fd_region_header_t header = *(const fd_region_header_t *)view.buf;
     PyBuffer_Release(&view);
-    if (header.magic != FD_REGION_MAGIC) return PyErr_Format(PyExc_ValueError, "the region does not begin with its magic number");
+    if (header.magic != FD_REGION_MAGIC)
+        return PyErr_Format(PyExc_ValueError, "the region does not begin with its magic number");
     if (header.version != FD_PROTOCOL_VERSION)
-        return PyErr_Format(PyExc_ValueError, "the region has version %u, this end %u", header.version, FD_PROTOCOL_VERSION);
-    if (memcmp(&header.geometry, &g, sizeof g)) return PyErr_Format(PyExc_ValueError, "the region was laid out for another geometry");
+        return PyErr_Format(PyExc_ValueError, "the region has version %u, this end %u", header.version,
+                            FD_PROTOCOL_VERSION);
+    if (memcmp(&header.geometry, &g, sizeof g))
+        return PyErr_Format(PyExc_ValueError, "the region was laid out for another geometry");
     Py_RETURN_NONE;
 }
 
@@ -110,11 +119,12 @@ static PyObject *port_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) 
     unsigned int spin_us;
     int wake_fd = -1, data_fd = -1;
     fd_verbs_t verbs = {0};
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO&I|$iiO&:Port", names, &region, fd_py_geometry, &g, &spin_us, &wake_fd, &data_fd,
-                                     fd_py_verbs, &verbs))
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO&I|$iiO&:Port", names, &region, fd_py_geometry, &g, &spin_us,
+                                     &wake_fd, &data_fd, fd_py_verbs, &verbs))
         return NULL;
     if ((wake_fd >= 0) + (data_fd >= 0) + (verbs.qp != NULL) != 1) {
-        PyErr_SetString(PyExc_TypeError, "exactly one of wake_fd (shared memory), data_fd (TCP) and verbs (RDMA) is needed");
+        PyErr_SetString(PyExc_TypeError,
+                        "exactly one of wake_fd (shared memory), data_fd (TCP) and verbs (RDMA) is needed");
         return NULL;
     }
     PortObject *self = (PortObject *)type->tp_alloc(type, 0);
@@ -154,12 +164,10 @@ fail:
 /* Takes the port down, joins its threads, waits until no thread is inside, and lets go of the region. */
 static void port_stop(PortObject *self) {
     fd_port_kill(&self->port, "the link was closed");
-    Py_BEGIN_ALLOW_THREADS
-    if (self->port.pump) fd_pump_stop(self->port.pump);
+    Py_BEGIN_ALLOW_THREADS if (self->port.pump) fd_pump_stop(self->port.pump);
     if (self->port.poster) fd_poster_stop(self->port.poster);
     while (__atomic_load_n(&self->inside, __ATOMIC_ACQUIRE)) usleep(1000);
-    Py_END_ALLOW_THREADS
-    if (!self->open) return; /* another thread was here meanwhile */
+    Py_END_ALLOW_THREADS if (!self->open) return; /* another thread was here meanwhile */
     self->open = false;
     fd_down_close_fd(&self->port.down);
     PyBuffer_Release(&self->region);
@@ -174,7 +182,8 @@ static void port_dealloc(PortObject *self) {
     Py_DECREF(type);
 }
 
-/* Every method that looks at the region goes through this pair, so that port_stop can tell when nobody does any more. */
+/* Every method that looks at the region goes through this pair, so that port_stop can tell when nobody does any more.
+ */
 static int port_enter(PortObject *self) {
     if (!self->open) {
         down_error(&self->port.down);
@@ -200,7 +209,9 @@ static PyObject *port_write_table(PortObject *self, PyObject *args) {
     else if ((size_t)rows.len % sizeof(fd_row_t)) error = "a row table consists of 24-byte entries";
     else if ((size_t)rows.len / sizeof(fd_row_t) > port->geometry.max_rows) error = "row table longer than the slot";
     else if (port->slots[slot].in_flight) error = "the slot's last call has not been waited for";
-    else memcpy((uint8_t *)fd_slot_at(port->region, &port->layout, slot) + port->layout.table, rows.buf, (size_t)rows.len);
+    else
+        memcpy((uint8_t *)fd_slot_at(port->region, &port->layout, slot) + port->layout.table, rows.buf,
+               (size_t)rows.len);
     port_leave(self);
     PyBuffer_Release(&rows);
     if (error) return PyErr_Format(PyExc_ValueError, "%s", error);
@@ -211,15 +222,15 @@ static PyObject *port_post(PortObject *self, PyObject *args) {
     unsigned int slot;
     int new_step;
     fd_call_t call = {0};
-    if (!PyArg_ParseTuple(args, "IIIIIp:post", &slot, &call.layer, &call.n_entries, &call.n_rows, &call.n_attend_rows, &new_step))
+    if (!PyArg_ParseTuple(args, "IIIIIp:post", &slot, &call.layer, &call.n_entries, &call.n_rows, &call.n_attend_rows,
+                          &new_step))
         return NULL;
     call.flags = new_step ? FD_CALL_NEW_STEP : 0;
     const char *misuse;
     fd_port_result_t result;
     if (port_enter(self)) return NULL;
     if (self->port.pump || self->port.poster) {
-        Py_BEGIN_ALLOW_THREADS
-        result = fd_port_post(&self->port, slot, &call, &misuse);
+        Py_BEGIN_ALLOW_THREADS result = fd_port_post(&self->port, slot, &call, &misuse);
         Py_END_ALLOW_THREADS
     } else {
         result = fd_port_post(&self->port, slot, &call, &misuse);
@@ -240,15 +251,14 @@ static PyObject *port_wait(PortObject *self, PyObject *args) {
     const char *misuse;
     fd_port_result_t result;
     if (port_enter(self)) return NULL;
-    Py_BEGIN_ALLOW_THREADS
-    result = fd_port_wait(&self->port, slot, timeout_ns, &reply, &misuse);
+    Py_BEGIN_ALLOW_THREADS result = fd_port_wait(&self->port, slot, timeout_ns, &reply, &misuse);
     port_leave(self);
-    Py_END_ALLOW_THREADS
-    if (result == FD_PORT_DOWN) return down_error(&self->port.down);
+    Py_END_ALLOW_THREADS if (result == FD_PORT_DOWN) return down_error(&self->port.down);
     if (result == FD_PORT_MISUSE) return PyErr_Format(PyExc_ValueError, "%s", misuse);
     PyObject *message = PyUnicode_DecodeUTF8(reply.message, (Py_ssize_t)strlen(reply.message), "replace");
     if (!message) return NULL;
-    return Py_BuildValue("IKKN", reply.status, (unsigned long long)reply.busy_ns, (unsigned long long)reply.kv_bytes, message);
+    return Py_BuildValue("IKKN", reply.status, (unsigned long long)reply.busy_ns, (unsigned long long)reply.kv_bytes,
+                         message);
 }
 
 static PyObject *port_ready(PortObject *self, PyObject *arg) {
@@ -347,7 +357,7 @@ static PyObject *pump_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) 
         goto fail;
     }
     self->open = true;
-    self->notify = (fd_notify_t){fd_pump_send, self->pump, fd_pump_look};
+    self->notify = (fd_notify_t){fd_pump_send, self->pump, fd_pump_poll};
     return (PyObject *)self;
 fail:
     Py_DECREF(self);
@@ -356,10 +366,8 @@ fail:
 
 static void pump_stop(PumpObject *self) {
     fd_down_set(&self->down, "the link was closed");
-    Py_BEGIN_ALLOW_THREADS
-    fd_pump_stop(self->pump);
-    Py_END_ALLOW_THREADS
-    if (!self->open) return; /* another thread was here meanwhile */
+    Py_BEGIN_ALLOW_THREADS fd_pump_stop(self->pump);
+    Py_END_ALLOW_THREADS if (!self->open) return; /* another thread was here meanwhile */
     self->open = false;
     fd_down_close_fd(&self->down);
     PyBuffer_Release(&self->region);
@@ -387,7 +395,9 @@ static PyObject *pump_close(PumpObject *self, PyObject *unused) {
 
 static PyObject *pump_get_reason(PumpObject *self, void *closure) { return fd_py_down_reason(&self->down); }
 
-static PyObject *pump_get_notify(PumpObject *self, void *closure) { return fd_py_notify((PyObject *)self, &self->notify); }
+static PyObject *pump_get_notify(PumpObject *self, void *closure) {
+    return fd_py_notify((PyObject *)self, &self->notify);
+}
 
 static PyMethodDef pump_methods[] = {
     {"start", (PyCFunction)pump_start, METH_VARARGS, NULL},
@@ -443,13 +453,14 @@ static int add_type(PyObject *module, PyType_Spec *spec) {
 
 static int module_exec(PyObject *module) {
     if (PyModule_AddIntConstant(module, "PROTOCOL_VERSION", FD_PROTOCOL_VERSION)) return -1;
-    return add_type(module, &port_spec) || add_type(module, &pump_spec) || add_type(module, &fd_py_poster_spec) ? -1 : 0;
+    return add_type(module, &port_spec) || add_type(module, &pump_spec) || add_type(module, &fd_py_poster_spec) ? -1
+                                                                                                                : 0;
 }
 
 static PyModuleDef_Slot module_slots[] = {{Py_mod_exec, module_exec}, {0, NULL}};
 
 static PyModuleDef module_def = {
-    PyModuleDef_HEAD_INIT, .m_name = "_native", .m_doc = "The links' data path in C; see _native.pyi.",
+    PyModuleDef_HEAD_INIT,  .m_name = "_native",     .m_doc = "The links' data path in C; see _native.pyi.",
     .m_methods = functions, .m_slots = module_slots,
 };
 

@@ -85,7 +85,7 @@ class Pump:
 
 @final
 class Poster:
-    """The R side of an RDMA link's data path. Keeps the region mapped while it lives, and marks it as `unrung`."""
+    """The R side of an RDMA link's data path. Keeps the region mapped while it lives, and marks it as `no_wakeup`."""
 
     def __init__(self, region: Buffer, geometry: _Geometry) -> None: ...
     @property

@@ -1,6 +1,6 @@
 """What a transport is: the page to read before writing one.
 
-A *link* joins one S-node to one R-node. Both ends hold an activation region of the same layout (kernels/region.h): a
+A *link* joins one S-node to one R-node. Both ends hold an activation region of the same layout (region/region.h): a
 header page and `n_slots` slots, each with a request half and a reply half. A transport only makes bytes written at one
 end appear at the other, doorbell last. It never looks at what the bytes mean, beyond the counts in a call header that
 say how many of them are used.
@@ -12,7 +12,7 @@ asyncio; the data path is C and memory and never enters the event loop.
 Who waits spins for a while (`--spin-us`), offering its core to others between two looks, and then sleeps until it is
 rung: a thread of the S side in `Link.wait`, the R-engine's threads for the calls of all links at once. No thread of a
 transport's own spins. Where bytes must be taken in before a bell can be seen (TCP), who waits for them does so, the
-R-engine's thread by fd_look_fn of kernels/doorbell.h. An idle node uses well under 1 % of a core.
+R-engine's thread by fd_poll_fn of region/doorbell.h. An idle node uses well under 1 % of a core.
 
 A transport is one module with two coroutines, registered by URL scheme in `registry.py`:
 
@@ -20,7 +20,7 @@ A transport is one module with two coroutines, registered by URL scheme in `regi
     async def serve(url, service, secret) -> Server        # R side; `service` is a LinkService
 
 and it passes tests/test_transports.py, test_link_faults.py and test_waiting.py. Where a bell at the R side cannot wake
-the R-engine (nobody there runs when it is written), the transport sets `unrung` in the region's header before
+the R-engine (nobody there runs when it is written), the transport sets `no_wakeup` in the region's header before
 LinkService.open_link.
 """
 
@@ -40,7 +40,7 @@ ACT_DTYPES = ("fp32", "fp16", "bf16")  # index == fd_act_dtype_t
 KV_DTYPES = ("fp32", "fp16", "bf16", "int8", "int4", "int8-int4")  # index == fd_kv_dtype_t; K-V if they differ
 PAGE_TOKENS = 128
 
-#: One row table entry (fd_row_t of kernels/region.h).
+#: One row table entry (fd_row_t of region/region.h).
 ROW_DTYPE = np.dtype([(name, "<u4") for name in ("seq", "tag", "pos", "n_rows", "flags", "reserved")])
 ROW_ATTEND = 1
 
@@ -60,7 +60,7 @@ class LinkDown(TransportError):
 class CallRefused(TransportError):
     """The R-engine refused a call; the link lives on.
 
-    `status` is an fd_status_t of kernels/region.h.
+    `status` is an fd_status_t of region/region.h.
     """
 
     def __init__(self, status: int, message: str):
@@ -203,16 +203,16 @@ class LinkService(Protocol):
 
     name: str  # the R-node's, told to every caller
 
-    def open_link(self, hello: Hello, region: memoryview, notify: object | None) -> OpenLink:
+    def open_link(self, hello: Hello, region: memoryview, notify: object | None) -> LinkGrant:
         """Grant a lease and put the link's region under the R-engine's eyes.
 
-        `region` is mapped, its header written, and stays mapped until OpenLink.close returns. `notify` is None or a
-        PyCapsule named "fastdecode.notify" around an fd_notify_t (kernels/doorbell.h), whose fn is called when a reply
+        `region` is mapped, its header written, and stays mapped until LinkGrant.close returns. `notify` is None or a
+        PyCapsule named "fastdecode.notify" around an fd_notify_t (region/doorbell.h), whose fn is called when a reply
         bell has been rung. Raises LinkRefused.
         """
 
 
-class OpenLink(Protocol):
+class LinkGrant(Protocol):
     """One link as the R-node sees it."""
 
     lease: Lease

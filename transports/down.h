@@ -1,4 +1,5 @@
-/* Why and whether one end of a link is down: a flag that data threads poll, a sentence, an eventfd for the event loop. */
+/* Why and whether one end of a link is down: a flag that data threads poll, a sentence, an eventfd for the event loop.
+ */
 #ifndef FD_DOWN_H
 #define FD_DOWN_H
 
@@ -13,8 +14,8 @@
 typedef enum { FD_SIDE_S, FD_SIDE_R } fd_side_t; /* which end of a link */
 
 typedef struct {
-    uint32_t flag;    /* 1 once down; never goes back */
-    int fd;           /* eventfd, readable once down */
+    uint32_t flag; /* 1 once down; never goes back */
+    int fd;        /* eventfd, readable once down */
     pthread_mutex_t lock;
     char reason[256]; /* the first one given */
 } fd_down_t;

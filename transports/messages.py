@@ -17,7 +17,7 @@ import orjson
 
 from .base import ACT_DTYPES, KV_DTYPES, PROTOCOL_VERSION, TransportError
 
-#: Limits on what a peer's lists may hold (kernels/region.h: FD_MAX_LAYERS; a frame of 1 MiB holds this many handles).
+#: Limits on what a peer's lists may hold (region/region.h: FD_MAX_LAYERS; a frame of 1 MiB holds this many handles).
 MAX_WINDOWS = 1024
 MAX_HANDLES = 32768
 
@@ -262,7 +262,7 @@ class Ok:
 
 @_message
 class Error:
-    """`id` 0: not an answer, the link ends for this reason. `status` is an fd_status_t of kernels/region.h."""
+    """`id` 0: not an answer, the link ends for this reason. `status` is an fd_status_t of region/region.h."""
 
     TYPE: ClassVar[str] = "ERROR"
     id: int = _id()

@@ -9,17 +9,19 @@
 
 /* The reason that `down` has, or None. */
 PyObject *fd_py_down_reason(fd_down_t *down);
-/* A capsule for fd_engine_add_link that keeps `owner`, of which `notify` is a part, alive: an engine thread may call it until its link is closed. */
+/* A capsule for fd_engine_add_link that keeps `owner`, of which `notify` is a part, alive: an engine thread may call it
+ * until its link is closed. */
 PyObject *fd_py_notify(PyObject *owner, void *notify);
 
-/* O& converter to an fd_geometry_t: (n_slots, max_rows, n_layers, n_q_heads, n_kv_heads, head_size, act_dtype), all integers. */
+/* O& converter to an fd_geometry_t: (n_slots, max_rows, n_layers, n_q_heads, n_kv_heads, head_size, act_dtype), all
+ * integers. */
 int fd_py_geometry(PyObject *object, void *out);
 
 /* Takes a writable buffer that is exactly the geometry's region. */
 int fd_py_region(PyObject *object, const fd_geometry_t *g, Py_buffer *view);
 
-/* O& converter to an fd_verbs_t: (address of the struct ibv_qp, its number, lkey, rkey, address of the peer's region, bytes of a
- * message at most, depth of the send queue), all integers. */
+/* O& converter to an fd_verbs_t: (address of the struct ibv_qp, its number, lkey, rkey, address of the peer's region,
+ * bytes of a message at most, depth of the send queue), all integers. */
 int fd_py_verbs(PyObject *object, void *out);
 
 /* verbs_fds(qp_address, qp_number) of _native.pyi. */

@@ -1,6 +1,7 @@
 #include "port.h"
 
-/* A reply that an RDMA write brings wakes nobody. Who waits for one looks again after an eighth of the time that it has waited. */
+/* A reply that an RDMA write brings wakes nobody. Who waits for one looks again after an eighth of the time that it has
+ * waited. */
 #define NAP_MIN_NS 20000u
 #define NAP_MAX_NS 1000000u
 #define RING_AGAIN_NS 250000000u /* of waiting */
@@ -45,9 +46,10 @@ bool fd_port_ready(const fd_port_t *port, uint32_t index) {
     return fd_is_down(&port->down) || fd_bell_read(&slot->reply_bell) == port->slots[index].call.seq;
 }
 
-/* fd_wait_reply for a bell that is written by a device. Each time that it looks, it also takes the device's completions, so
- * that a dead peer is noticed even while the event loop is busy, and now and then rings again, so that the device has something to tell. */
-static fd_wait_t wait_unrung(fd_port_t *port, uint32_t index, uint64_t seq, uint64_t timeout_ns) {
+/* fd_wait_reply for a bell that is written by a device. Each time that it looks, it also takes the device's
+ * completions, so that a dead peer is noticed even while the event loop is busy, and now and then rings again, so that
+ * the device has something to tell. */
+static fd_wait_t wait_without_wakeup(fd_port_t *port, uint32_t index, uint64_t seq, uint64_t timeout_ns) {
     fd_slot_t *slot = fd_slot_at(port->region, &port->layout, index);
     uint64_t start = fd_now_ns(), spin_ns = port->spin_ns, rung_ns = 0;
     for (;;) {
@@ -55,7 +57,8 @@ static fd_wait_t wait_unrung(fd_port_t *port, uint32_t index, uint64_t seq, uint
         if (waited >= timeout_ns) return FD_WAIT_TIMEOUT;
         uint64_t nap = waited / 8 < NAP_MIN_NS ? NAP_MIN_NS : waited / 8 > NAP_MAX_NS ? NAP_MAX_NS : waited / 8;
         uint64_t left = timeout_ns - waited;
-        fd_wait_t result = fd_wait_reply(slot, seq, spin_ns, spin_ns + nap < left ? spin_ns + nap : left, &port->down.flag);
+        fd_wait_t result =
+            fd_wait_reply(slot, seq, spin_ns, spin_ns + nap < left ? spin_ns + nap : left, &port->down.flag);
         if (result != FD_WAIT_TIMEOUT) return result;
         spin_ns = 0;
         if (waited - rung_ns >= RING_AGAIN_NS) fd_poster_ring_again(port->poster, index), rung_ns = waited;
@@ -64,11 +67,13 @@ static fd_wait_t wait_unrung(fd_port_t *port, uint32_t index, uint64_t seq, uint
 }
 
 static fd_wait_t wait_reply(fd_port_t *port, uint32_t index, uint64_t seq, uint64_t timeout_ns) {
-    if (port->poster) return wait_unrung(port, index, seq, timeout_ns);
-    return fd_wait_reply(fd_slot_at(port->region, &port->layout, index), seq, port->spin_ns, timeout_ns, &port->down.flag);
+    if (port->poster) return wait_without_wakeup(port, index, seq, timeout_ns);
+    return fd_wait_reply(fd_slot_at(port->region, &port->layout, index), seq, port->spin_ns, timeout_ns,
+                         &port->down.flag);
 }
 
-fd_port_result_t fd_port_wait(fd_port_t *port, uint32_t index, uint64_t timeout_ns, fd_reply_t *reply, const char **misuse) {
+fd_port_result_t fd_port_wait(fd_port_t *port, uint32_t index, uint64_t timeout_ns, fd_reply_t *reply,
+                              const char **misuse) {
     if (index >= port->geometry.n_slots) *misuse = "slot beyond the region";
     else if (!port->slots[index].in_flight) *misuse = "no call has been posted to the slot";
     else *misuse = NULL;
@@ -83,8 +88,8 @@ fd_port_result_t fd_port_wait(fd_port_t *port, uint32_t index, uint64_t timeout_
     case FD_WAIT_DONE: break;
     case FD_WAIT_STOPPED: return FD_PORT_DOWN;
     case FD_WAIT_TIMEOUT:
-        snprintf(late, sizeof late, "no reply to call %llu of slot %u within %.3g s", (unsigned long long)call->seq, index,
-                 (double)timeout_ns * 1e-9);
+        snprintf(late, sizeof late, "no reply to call %llu of slot %u within %.3g s", (unsigned long long)call->seq,
+                 index, (double)timeout_ns * 1e-9);
         fd_port_kill(port, late);
         return FD_PORT_DOWN;
     }
@@ -96,7 +101,8 @@ fd_port_result_t fd_port_wait(fd_port_t *port, uint32_t index, uint64_t timeout_
     const char *wrong = NULL;
     if (reply->seq != call->seq) wrong = "a reply does not carry its call's number";
     else if (reply->status > FD_INTERNAL) wrong = "a reply has an unknown status";
-    else if (reply->n_attend_rows != (reply->status == FD_OK ? call->n_attend_rows : 0)) wrong = "a reply's rows do not match its call";
+    else if (reply->n_attend_rows != (reply->status == FD_OK ? call->n_attend_rows : 0))
+        wrong = "a reply's rows do not match its call";
     if (wrong) {
         fd_port_kill(port, wrong);
         return FD_PORT_DOWN;

@@ -38,7 +38,8 @@ int fd_port_init(fd_port_t *port, uint8_t *region, const fd_geometry_t *g, uint3
 fd_port_result_t fd_port_post(fd_port_t *port, uint32_t slot, fd_call_t *call, const char **misuse);
 
 /* Waits for the reply to the last post and copies it out, checked. A timeout takes the port down. */
-fd_port_result_t fd_port_wait(fd_port_t *port, uint32_t slot, uint64_t timeout_ns, fd_reply_t *reply, const char **misuse);
+fd_port_result_t fd_port_wait(fd_port_t *port, uint32_t slot, uint64_t timeout_ns, fd_reply_t *reply,
+                              const char **misuse);
 
 /* True if fd_port_wait would return at once. */
 bool fd_port_ready(const fd_port_t *port, uint32_t slot);

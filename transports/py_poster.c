@@ -11,11 +11,12 @@ int fd_py_verbs(PyObject *object, void *out) {
         PyErr_SetString(PyExc_TypeError, "verbs are a tuple of seven integers");
         return 0;
     }
-    if (!PyArg_ParseTuple(object, "KIIIKKI;verbs are a tuple of seven integers", &address, &qp_num, &lkey, &rkey, &peer, &max_message,
-                          &depth))
+    if (!PyArg_ParseTuple(object, "KIIIKKI;verbs are a tuple of seven integers", &address, &qp_num, &lkey, &rkey, &peer,
+                          &max_message, &depth))
         return 0;
     const char *error = fd_verbs_error(address, qp_num);
-    if (!error && (max_message < FD_INLINE_BYTES || max_message > UINT32_MAX || depth < 4)) error = "its limits make no sense";
+    if (!error && (max_message < FD_INLINE_BYTES || max_message > UINT32_MAX || depth < 4))
+        error = "its limits make no sense";
     if (error) {
         PyErr_Format(PyExc_ValueError, "not a queue pair that can be posted to: %s", error);
         return 0;
@@ -73,10 +74,8 @@ fail:
 
 static void stop(PosterObject *self) {
     fd_down_set(&self->down, "the link was closed");
-    Py_BEGIN_ALLOW_THREADS
-    fd_poster_stop(self->poster);
-    Py_END_ALLOW_THREADS
-    if (!self->open) return; /* another thread was here meanwhile */
+    Py_BEGIN_ALLOW_THREADS fd_poster_stop(self->poster);
+    Py_END_ALLOW_THREADS if (!self->open) return; /* another thread was here meanwhile */
     self->open = false;
     fd_down_close_fd(&self->down);
     PyBuffer_Release(&self->region);
@@ -116,7 +115,9 @@ static PyObject *poster_close(PosterObject *self, PyObject *unused) {
 
 static PyObject *poster_get_reason(PosterObject *self, void *closure) { return fd_py_down_reason(&self->down); }
 
-static PyObject *poster_get_notify(PosterObject *self, void *closure) { return fd_py_notify((PyObject *)self, &self->notify); }
+static PyObject *poster_get_notify(PosterObject *self, void *closure) {
+    return fd_py_notify((PyObject *)self, &self->notify);
+}
 
 static PyMethodDef poster_methods[] = {
     {"start", (PyCFunction)poster_start, METH_VARARGS, NULL},

@@ -29,7 +29,7 @@ from .frames import FrameSocket
 from .link import RegionLink
 from .messages import Endpoint as EndpointMessage
 from .messages import Ok, ProtocolError, Refused
-from .rdma_devices import Place, choose, list_ports
+from .rdma_devices import PortGid, choose, list_ports
 from .rdma_endpoint import Endpoint, load
 from .region import Region, geometry_tuple
 from .server import Carrier
@@ -45,7 +45,7 @@ class Address:
     number: int | None = None
     gid: int | None = None
 
-    def place(self, control: FrameSocket) -> Place:
+    def choose_port(self, control: FrameSocket) -> PortGid:
         """The RDMA port and GID for a link with this control connection. Raises TransportError."""
         return choose(list_ports(), control.sock.getsockname()[0], self.device, self.number, self.gid)
 
@@ -79,12 +79,12 @@ async def connect(url: str, hello: Hello, secret: bytes | None, *, spin_us: int)
     async with contextlib.AsyncExitStack() as on_failure:
         conn = await tcp.dial(url, address.host, address.tcp_port)
         on_failure.callback(conn.close)
-        place = address.place(conn)
+        port_gid = address.choose_port(conn)
         lease, token = await handshake.say_hello(conn, hello, secret)
 
         region = Region.create(hello.geometry)
         on_failure.callback(region.close)
-        endpoint = Endpoint(region.view, place)
+        endpoint = Endpoint(region.view, port_gid)
         on_failure.callback(endpoint.close)
         data = await tcp.dial(url, address.host, address.tcp_port)
         with contextlib.closing(data):
@@ -147,7 +147,7 @@ class _Written(Carrier):
     def _open(self, conn: FrameSocket) -> Endpoint:
         self._still_wanted()
         with _refusing():
-            self._endpoint = Endpoint(self._region.view, self._address.place(conn))
+            self._endpoint = Endpoint(self._region.view, self._address.choose_port(conn))
         return self._endpoint
 
     def _still_wanted(self) -> None:

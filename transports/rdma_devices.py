@@ -37,7 +37,7 @@ class Gid:
 
 
 @dataclass(frozen=True, slots=True)
-class Port:
+class RdmaPort:
     """One port of one device."""
 
     device: str
@@ -52,10 +52,10 @@ class Port:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class PortGid:
     """Where a link's queue pair is to be. `gid` is None on InfiniBand, within whose subnet LIDs do."""
 
-    port: Port
+    port: RdmaPort
     gid: Gid | None
 
 
@@ -79,10 +79,10 @@ def _gids(port: Path) -> tuple[Gid, ...]:
     return tuple(gids)
 
 
-def list_ports(root: Path = SYSFS) -> list[Port]:
+def list_ports(root: Path = SYSFS) -> list[RdmaPort]:
     """All ports of all devices."""
     return [
-        Port(
+        RdmaPort(
             device=path.parent.parent.name,
             number=int(path.name),
             active=_text(path / "state").endswith("ACTIVE"),
@@ -95,8 +95,8 @@ def list_ports(root: Path = SYSFS) -> list[Port]:
 
 
 def choose(
-    ports: list[Port], local: str, device: str | None = None, number: int | None = None, gid: int | None = None
-) -> Place:
+    ports: list[RdmaPort], local: str, device: str | None = None, number: int | None = None, gid: int | None = None
+) -> PortGid:
     """The port and GID for a link whose control connection has the address `local` at this end.
 
     That is the address of the interface that routes to the peer, so the RoCE v2 GID that stands for it is the one to
@@ -120,7 +120,7 @@ def choose(
         for port in active:
             for entry in port.gids:
                 if entry.type == _ROCE_V2 and entry.host == host:
-                    return Place(port, entry)
+                    return PortGid(port, entry)
     if len(active) > 1:
         raise TransportError(
             f"which RDMA port to use is not clear, as none has {host} for an address: name one of "
@@ -130,14 +130,14 @@ def choose(
     if gid is not None:
         for entry in port.gids:
             if entry.index == gid:
-                return Place(port, entry)
+                return PortGid(port, entry)
         raise TransportError(f"{port} has no GID {gid}, it has {', '.join(_show(g) for g in port.gids) or 'none'}")
     if not port.ethernet:
-        return Place(port, None)
+        return PortGid(port, None)
     routable = [g for g in port.gids if g.type == _ROCE_V2 and not g.host.is_link_local]
     if not routable:
         raise TransportError(f"{port} has no RoCE v2 GID with a routable address: give its interface an IP address")
-    return Place(port, routable[0])
+    return PortGid(port, routable[0])
 
 
 def _show(gid: Gid) -> str:
@@ -175,7 +175,7 @@ def report(root: Path = SYSFS) -> str:
     return "\n".join([verdict, *lines])
 
 
-def _mtu(verbs, port: Port) -> str:
+def _mtu(verbs, port: RdmaPort) -> str:
     """The port's active MTU from the device, or, if that cannot be opened, its interface's."""
     if verbs is not None:
         try:

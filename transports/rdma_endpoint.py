@@ -78,7 +78,7 @@ class Verbs:
         except self.Error as error:
             raise TransportError(f"RDMA device {device} cannot be opened: {error}") from None
 
-    def active_mtu(self, port: rdma_devices.Port) -> int:
+    def active_mtu(self, port: rdma_devices.RdmaPort) -> int:
         """Bytes in a packet. Raises TransportError."""
         with self.open(port.device) as context:
             return 128 << context.query_port(port.number).active_mtu
@@ -110,10 +110,10 @@ def _queue_pair_address(qp: Any) -> int:
 class Endpoint:
     """A queue pair that may write to the peer's region and whose peer may write to ours, and to nothing else."""
 
-    def __init__(self, region: memoryview, place: rdma_devices.Place):
+    def __init__(self, region: memoryview, port_gid: rdma_devices.PortGid):
         """Registers `region`, which must stay mapped until `close`. Raises TransportError."""
         self._verbs = verbs = load()
-        self._place = place
+        self._port_gid = port_gid
         self._loop: asyncio.AbstractEventLoop | None = None
         self._psn = secrets.randbelow(1 << 24)
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(region))
@@ -122,18 +122,18 @@ class Endpoint:
             self._open(len(region))
         except verbs.Error as error:
             self._closing.close()
-            raise TransportError(f"{place.port} cannot serve a link: {error}") from None
+            raise TransportError(f"{port_gid.port} cannot serve a link: {error}") from None
         except BaseException:
             self._closing.close()
             raise
 
     def _open(self, size: int) -> None:
-        verbs, enums, place = self._verbs, self._verbs.enums, self._place
+        verbs, enums, port_gid = self._verbs, self._verbs.enums, self._port_gid
         opened = self._closing.callback
-        self._context = verbs.open(place.port.device)
+        self._context = verbs.open(port_gid.port.device)
         opened(self._context.close)
         limits = self._context.query_device()
-        port = self._context.query_port(place.port.number)
+        port = self._context.query_port(port_gid.port.number)
         self._mtu, self._max_message = port.active_mtu, min(port.max_msg_sz, 1 << 30)
         self._depth = min(_DEPTH, limits.max_qp_wr, limits.max_cqe)
 
@@ -144,7 +144,7 @@ class Endpoint:
             self._registration = verbs.mr.MR(domain, size, rights, address=self._address)
         except verbs.Error as error:
             raise TransportError(
-                f"a region of {size >> 10} KiB cannot be registered with {place.port.device}: {error}; "
+                f"a region of {size >> 10} KiB cannot be registered with {port_gid.port.device}: {error}; "
                 f"{rdma_devices.memlock()}"
             ) from None
         opened(self._registration.close)
@@ -168,7 +168,7 @@ class Endpoint:
     @property
     def card(self) -> EndpointMessage:
         """What the peer must know."""
-        port, gid = self._place.port, self._place.gid
+        port, gid = self._port_gid.port, self._port_gid.gid
         return EndpointMessage(
             qpn=self._pair.qp_num,
             psn=self._psn,
@@ -181,8 +181,8 @@ class Endpoint:
 
     def join(self, peer: EndpointMessage) -> tuple[int, int, int, int, int, int, int]:
         """Connect to the peer's queue pair; returns what the poster takes. Raises TransportError."""
-        verbs, enums, place = self._verbs, self._verbs.enums, self._place
-        attributes = verbs.qp.QPAttr(port_num=place.port.number)
+        verbs, enums, port_gid = self._verbs, self._verbs.enums, self._port_gid
+        attributes = verbs.qp.QPAttr(port_num=port_gid.port.number)
         attributes.qp_access_flags = enums.IBV_ACCESS_REMOTE_WRITE
         attributes.path_mtu = min(self._mtu, (peer.mtu >> 8).bit_length())  # enum ibv_mtu: 1 is 256 bytes
         attributes.dest_qp_num, attributes.rq_psn, attributes.sq_psn = peer.qpn, peer.psn, self._psn
@@ -191,7 +191,7 @@ class Endpoint:
             attributes.ah_attr = self._path_to(peer)
             self._pair.to_rts(attributes)
         except verbs.Error as error:
-            raise TransportError(f"{place.port} cannot connect to the peer's queue pair: {error}") from None
+            raise TransportError(f"{port_gid.port} cannot connect to the peer's queue pair: {error}") from None
         return (
             _queue_pair_address(self._pair),
             self._pair.qp_num,
@@ -203,7 +203,7 @@ class Endpoint:
         )
 
     def _path_to(self, peer: EndpointMessage) -> Any:
-        address, port, gid = self._verbs.addr, self._place.port, self._place.gid
+        address, port, gid = self._verbs.addr, self._port_gid.port, self._port_gid.gid
         if gid is None:
             return address.AHAttr(port_num=port.number, dlid=peer.lid)
         route = address.GlobalRoute(
@@ -258,11 +258,11 @@ class Endpoint:
         if kind in fatal:
             self._fail(fatal[kind])
         elif kind == enums.IBV_EVENT_PORT_ERR and not self._port_is_active():
-            self._fail(f"the link of {self._place.port} is down")
+            self._fail(f"the link of {self._port_gid.port} is down")
 
     def _port_is_active(self) -> bool:
         try:
-            return self._context.query_port(self._place.port.number).state == self._verbs.enums.IBV_PORT_ACTIVE
+            return self._context.query_port(self._port_gid.port.number).state == self._verbs.enums.IBV_PORT_ACTIVE
         except self._verbs.Error:
             return False
 

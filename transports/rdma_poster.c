@@ -4,7 +4,17 @@
 #include <stdlib.h>
 #include <sys/uio.h>
 
-enum { CALL = 0, TABLE = 1, Q = 2, KV = 3, S_BELL = 4, O = 0, REPLY = 1, R_BELL = 2, MAX_PARTS = 5 }; /* of a chain, in order */
+enum {
+    CALL = 0,
+    TABLE = 1,
+    Q = 2,
+    KV = 3,
+    S_BELL = 4,
+    O = 0,
+    REPLY = 1,
+    R_BELL = 2,
+    MAX_PARTS = 5
+}; /* of a chain, in order */
 
 /* One contiguous range of a slot's half: as many work requests as its longest form takes. */
 typedef struct {
@@ -14,7 +24,7 @@ typedef struct {
 typedef struct {
     fd_ibv_send_wr_t *wr; /* [chain_max], with an sge each */
     fd_ibv_sge_t *sge;
-    fd_call_t call;       /* what the inline requests are copied from */
+    fd_call_t call; /* what the inline requests are copied from */
     uint64_t bell;
 } fd_chain_t;
 
@@ -31,8 +41,9 @@ struct fd_poster {
     fd_part_t parts[MAX_PARTS];
     uint32_t n_parts, chain_max;
     fd_chain_t chains[FD_MAX_SLOTS];
-    uint64_t posted, retired, signalled; /* work requests so far: posted, known to be done, covered by a signalled one */
-    uint32_t queue[FD_MAX_SLOTS];        /* slots to send, oldest first */
+    uint64_t posted, retired,
+        signalled;                /* work requests so far: posted, known to be done, covered by a signalled one */
+    uint32_t queue[FD_MAX_SLOTS]; /* slots to send, oldest first */
     uint32_t queued;
 };
 
@@ -61,7 +72,8 @@ const char *fd_verbs_error(uint64_t address, uint32_t qp_num) {
     if (!read_memory((uintptr_t)qp.context, &context, sizeof context)) return "its context is not readable";
     if (!fd_is(context.cmd_fd, "/dev/infiniband/uverbs")) return "its context does not refer to an open device";
     if (!context.poll_cq || !context.post_send) return "its context lacks functions";
-    if (!read_memory((uintptr_t)qp.send_cq, &cq, sizeof cq) || cq.context != qp.context) return "its completion queue is not readable";
+    if (!read_memory((uintptr_t)qp.send_cq, &cq, sizeof cq) || cq.context != qp.context)
+        return "its completion queue is not readable";
     if (!read_memory((uintptr_t)cq.channel, &channel, sizeof channel) || channel.context != qp.context)
         return "its completion channel is not readable";
     return NULL;
@@ -101,14 +113,19 @@ static bool build_chain(fd_poster_t *p, uint32_t slot, const size_t most[MAX_PAR
     const fd_verbs_t *v = &p->verbs;
     for (uint32_t part = 0; part < p->n_parts; part++)
         for (uint32_t i = 0; i < p->parts[part].count; i++) {
-            size_t offset = (size_t)((uint8_t *)fd_slot_at(p->region, &p->layout, slot) - p->region) + at[part] + i * v->max_message;
+            size_t offset = (size_t)((uint8_t *)fd_slot_at(p->region, &p->layout, slot) - p->region) + at[part] +
+                            i * v->max_message;
             void *copy = inlined(p, chain, part);
             uint32_t k = p->parts[part].first + i;
-            chain->sge[k] = (fd_ibv_sge_t){.addr = copy ? (uintptr_t)copy : (uintptr_t)(p->region + offset), .lkey = v->lkey};
+            chain->sge[k] =
+                (fd_ibv_sge_t){.addr = copy ? (uintptr_t)copy : (uintptr_t)(p->region + offset), .lkey = v->lkey};
             if (copy) chain->sge[k].length = (uint32_t)most[part];
-            chain->wr[k] = (fd_ibv_send_wr_t){.sg_list = &chain->sge[k], .num_sge = 1, .opcode = FD_IBV_WR_RDMA_WRITE,
+            chain->wr[k] = (fd_ibv_send_wr_t){.sg_list = &chain->sge[k],
+                                              .num_sge = 1,
+                                              .opcode = FD_IBV_WR_RDMA_WRITE,
                                               .send_flags = copy ? FD_IBV_SEND_INLINE : 0,
-                                              .remote_addr = v->peer + offset, .rkey = v->rkey};
+                                              .remote_addr = v->peer + offset,
+                                              .rkey = v->rkey};
         }
     return true;
 }
@@ -119,7 +136,8 @@ static void fail(fd_poster_t *p, const char *reason) {
     p->queued = 0;
     fd_down_set(p->down, reason);
     if (p->side == FD_SIDE_S) /* nobody will ring these bells any more */
-        for (uint32_t i = 0; i < p->geometry.n_slots; i++) fd_stop_waiters(fd_slot_at(p->region, &p->layout, i), &p->down->flag);
+        for (uint32_t i = 0; i < p->geometry.n_slots; i++)
+            fd_stop_waiters(fd_slot_at(p->region, &p->layout, i), &p->down->flag);
 }
 
 /* Copies out of memory that the peer may be writing; the barrier keeps the compiler from reading it again later. */
@@ -128,7 +146,8 @@ static void copy_out(void *dst, const void *src, size_t n) {
     __asm__ __volatile__("" : : "r"(dst) : "memory");
 }
 
-/* How many bytes of each part the slot's call or reply uses. NULL, or why it cannot be sent: the peer has meddled with it. */
+/* How many bytes of each part the slot's call or reply uses. NULL, or why it cannot be sent: the peer has meddled with
+ * it. */
 static const char *used_bytes(fd_poster_t *p, uint32_t index, size_t used[MAX_PARTS]) {
     const fd_layout_t *y = &p->layout;
     const fd_slot_t *slot = fd_slot_at(p->region, y, index);
@@ -185,18 +204,25 @@ static void reap(fd_poster_t *p) {
             switch (wc[i].status) {
             case FD_IBV_WC_SUCCESS: p->retired = wc[i].wr_id; continue;
             case FD_IBV_WC_LOC_LEN_ERR: cause = "local length error"; break;
-            case FD_IBV_WC_LOC_QP_OP_ERR: cause = "local queue pair operation error: the device or its link is down"; break;
+            case FD_IBV_WC_LOC_QP_OP_ERR:
+                cause = "local queue pair operation error: the device or its link is down";
+                break;
             case FD_IBV_WC_LOC_PROT_ERR: cause = "local protection error"; break;
-            case FD_IBV_WC_WR_FLUSH_ERR: cause = "work request flushed: the queue pair has failed, or its link is down"; break;
+            case FD_IBV_WC_WR_FLUSH_ERR:
+                cause = "work request flushed: the queue pair has failed, or its link is down";
+                break;
             case FD_IBV_WC_REM_INV_REQ_ERR: cause = "remote invalid request"; break;
-            case FD_IBV_WC_REM_ACCESS_ERR: cause = "remote access error: the peer's device refused a write to its region"; break;
+            case FD_IBV_WC_REM_ACCESS_ERR:
+                cause = "remote access error: the peer's device refused a write to its region";
+                break;
             case FD_IBV_WC_REM_OP_ERR: cause = "remote operation error"; break;
             case FD_IBV_WC_RETRY_EXC_ERR: cause = "retry exceeded: the peer's device does not answer"; break;
             case FD_IBV_WC_RNR_RETRY_EXC_ERR: cause = "receiver-not-ready retry exceeded"; break;
             case FD_IBV_WC_FATAL_ERR: cause = "fatal device error"; break;
             default: cause = "work request failed";
             }
-            snprintf(text, sizeof text, "RDMA %s (completion status %d, vendor %u)", cause, wc[i].status, wc[i].vendor_err);
+            snprintf(text, sizeof text, "RDMA %s (completion status %d, vendor %u)", cause, wc[i].status,
+                     wc[i].vendor_err);
             fail(p, text);
         }
     if (n < 0) fail(p, "the RDMA completion queue cannot be read");
@@ -221,8 +247,8 @@ static bool post(fd_poster_t *p, const fd_chain_t *chain, fd_ibv_send_wr_t *firs
     return true;
 }
 
-/* Posts what is queued and fits. What does not is posted when completions have made room for it: of the requests that then
- * fill the queue, all but less than half are covered by a signalled one. */
+/* Posts what is queued and fits. What does not is posted when completions have made room for it: of the requests that
+ * then fill the queue, all but less than half are covered by a signalled one. */
 static void flush(fd_poster_t *p) {
     while (p->queued && !fd_is_down(p->down)) {
         fd_chain_t *chain = &p->chains[p->queue[0]];
@@ -280,7 +306,7 @@ fd_poster_t *fd_poster_new(fd_side_t side, uint8_t *region, const fd_geometry_t 
     p->region = region;
     p->down = down;
     pthread_mutex_init(&p->lock, NULL);
-    if (side == FD_SIDE_R) ((fd_region_header_t *)region)->unrung = 1;
+    if (side == FD_SIDE_R) ((fd_region_header_t *)region)->no_wakeup = 1;
     return p;
 }
 

@@ -43,7 +43,7 @@ def geometry_tuple(geometry: Geometry) -> tuple[int, int, int, int, int, int, in
 
 
 def region_layout(geometry: Geometry) -> RegionLayout:
-    """The layout of kernels/region.h. Raises GeometryError."""
+    """The layout of region/region.h. Raises GeometryError."""
     try:
         layout = RegionLayout(*_native.region_layout(geometry_tuple(geometry)))
     except (ValueError, OverflowError) as error:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from . import handshake
-from .base import CallRefused, Hello, LinkDown, LinkRefused, LinkService, OpenLink, Server, TransportError
+from .base import CallRefused, Hello, LinkDown, LinkGrant, LinkRefused, LinkService, Server, TransportError
 from .frames import FrameSocket
 from .messages import Attach, Error, Fork, Free, Message, Ok, Ping, ProtocolError, Refused, Stats, Trim
 from .region import GeometryError, Region
@@ -55,10 +55,10 @@ class Carrier(ABC):
         """Stop touching the region. May block for a moment. Idempotent."""
 
 
-class ServedLink:
+class LinkSession:
     """One open link: its control connection, region, carrier and the R-engine's side of it."""
 
-    def __init__(self, name: str, conn: FrameSocket, region: Region, carrier: Carrier, opened: OpenLink):
+    def __init__(self, name: str, conn: FrameSocket, region: Region, carrier: Carrier, opened: LinkGrant):
         self.name = name
         self.lease = opened.lease
         self._conn = conn
@@ -163,7 +163,7 @@ class ControlServer(Server):
         # In the order of their coming, with what ends each; it is given a reason.
         self._pending: dict[asyncio.Task[None], Callable[[str], object]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._links: set[ServedLink] = set()
+        self._links: set[LinkSession] = set()
         self._unattached: dict[str, _Unattached] = {}
         self._accepting = self._loop.create_task(self._accept(), name=f"accept {url}")
 
@@ -222,7 +222,7 @@ class ControlServer(Server):
         finally:
             conn.close()
 
-    def _open(self, conn: FrameSocket, hello: Hello) -> ServedLink:
+    def _open(self, conn: FrameSocket, hello: Hello) -> LinkSession:
         """Make a link's region and lease. Raises LinkRefused."""
         try:
             region = Region.create(hello.geometry)
@@ -237,9 +237,9 @@ class ControlServer(Server):
                 carrier.close()
             region.close()
             raise
-        return ServedLink(self.peer_name(conn.sock), conn, region, carrier, opened)
+        return LinkSession(self.peer_name(conn.sock), conn, region, carrier, opened)
 
-    async def _serve(self, conn: FrameSocket, caller: handshake.Caller, link: ServedLink) -> None:
+    async def _serve(self, conn: FrameSocket, caller: handshake.Caller, link: LinkSession) -> None:
         token = secrets.token_hex(32)
         task = asyncio.current_task()
         assert task is not None
@@ -281,7 +281,7 @@ class ControlServer(Server):
 class _Unattached:
     """A link that has its lease and waits for its data connection."""
 
-    link: ServedLink
+    link: LinkSession
     task: asyncio.Task[None]
     timer: asyncio.TimerHandle
 

@@ -23,8 +23,8 @@ enum {
 enum { HEAD = 0, TABLE = 1, Q = 2, KV = 3, PARTS = 4 }; /* iovecs of a frame; O rows take TABLE's place */
 
 typedef struct {
-    bool busy;             /* S: posted and not yet answered. R: received and not yet answered. */
-    uint64_t seq;          /* of the call the slot is busy with, or of its last one */
+    bool busy;    /* S: posted and not yet answered. R: received and not yet answered. */
+    uint64_t seq; /* of the call the slot is busy with, or of its last one */
     uint32_t n_attend_rows;
 } fd_pump_slot_t;
 
@@ -44,17 +44,17 @@ struct fd_pump {
     int wake_fd;
     fd_down_t *down;
 
-    int sock; /* -1 before start and after stop; changes under `duty` and `lock` */
+    int sock; /* -1 before start and after stop; changes under `receive_ownership` and `lock` */
     bool started;
     pthread_t rx_thread, tx_thread;
 
     pthread_mutex_t lock; /* guards all below; never held across a call that blocks */
     pthread_cond_t work;
     bool stopping;
-    bool watching;        /* the receiving thread takes in what comes */
-    bool left_to_tx;      /* the sending thread has the socket: others only queue */
+    bool watching;   /* the receiving thread takes in what comes */
+    bool left_to_tx; /* the sending thread has the socket: others only queue */
     fd_pump_slot_t slots[FD_MAX_SLOTS];
-    uint32_t n_busy;      /* of them */
+    uint32_t n_busy;              /* of them */
     uint32_t queue[FD_MAX_SLOTS]; /* slots to send, oldest first */
     uint32_t queued;
 
@@ -63,15 +63,16 @@ struct fd_pump {
     struct iovec parts[PARTS];
     fd_head_t head;
 
-    /* Who receives holds this: the receiving thread, or who waits for what comes and would rather not be woken by it. */
-    pthread_mutex_t duty; /* guards all below; before `lock` */
-    int epoll;            /* the receiving thread sleeps on it */
-    bool looking;         /* the R-engine's thread 0 has `duty`; its own flag */
+    /* Who receives holds this: the receiving thread, or who waits for what comes and would rather not be woken by it.
+     */
+    pthread_mutex_t receive_ownership; /* guards all below; before `lock` */
+    int epoll;                         /* the receiving thread sleeps on it */
+    bool polling;                      /* the R-engine's thread 0 has `receive_ownership`; its own flag */
     struct {
-        size_t got;                 /* bytes of the frame */
-        struct iovec parts[PARTS];  /* room for the rest of it, once the head is there */
+        size_t got;                /* bytes of the frame */
+        struct iovec parts[PARTS]; /* room for the rest of it, once the head is there */
         fd_head_t head;
-        const char *error;          /* why nothing more will come */
+        const char *error; /* why nothing more will come */
     } rx;
 };
 
@@ -129,8 +130,8 @@ static void consume(struct iovec *parts, size_t n_parts, size_t n) {
     }
 }
 
-/* Sends queued frames until nothing is left, the socket is full, or (unless `patient`) a frame is large; in the two last
- * cases the sending thread takes over. Lock held. */
+/* Sends queued frames until nothing is left, the socket is full, or (unless `patient`) a frame is large; in the two
+ * last cases the sending thread takes over. Lock held. */
 static void flush(fd_pump_t *p, bool patient) {
     while (p->sock >= 0 && (p->sending || p->queued)) {
         uint32_t index;
@@ -162,7 +163,8 @@ static void flush(fd_pump_t *p, bool patient) {
         consume(p->parts, PARTS, (size_t)n);
         if (bytes_left(p->parts)) continue;
         p->sending = false;
-        if (p->side == FD_SIDE_R) p->slots[index].busy = false; /* before the lock, and so the peer's next call, gets in */
+        if (p->side == FD_SIDE_R)
+            p->slots[index].busy = false; /* before the lock, and so the peer's next call, gets in */
     }
 }
 
@@ -208,7 +210,7 @@ static void *tx_main(void *arg) {
     return NULL;
 }
 
-/* ---- receiving: by whoever holds `duty` ---- */
+/* ---- receiving: by whoever holds `receive_ownership` ---- */
 
 typedef enum { RX_DRY, RX_FRAME, RX_END } fd_rx_t;
 
@@ -224,7 +226,8 @@ static const char *broken(int error) {
     }
 }
 
-/* What recvmsg gives of `parts`, which are taken off. False if there is nothing (now, or ever: then p->rx.error says why). */
+/* What recvmsg gives of `parts`, which are taken off. False if there is nothing (now, or ever: then p->rx.error says
+ * why). */
 static bool take(fd_pump_t *p, struct iovec *parts, size_t n_parts, int flags) {
     ssize_t n;
     struct msghdr message = {.msg_iov = parts, .msg_iovlen = n_parts};
@@ -232,7 +235,8 @@ static bool take(fd_pump_t *p, struct iovec *parts, size_t n_parts, int flags) {
     while (n < 0 && errno == EINTR);
     if (n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return false;
     if (n < 0) p->rx.error = broken(errno);
-    else if (n == 0) p->rx.error = p->rx.got ? "the data connection ended within a frame" : "the peer closed the data connection";
+    else if (n == 0)
+        p->rx.error = p->rx.got ? "the data connection ended within a frame" : "the peer closed the data connection";
     if (n <= 0) return false;
     p->rx.got += (size_t)n;
     consume(parts, n_parts, (size_t)n);
@@ -244,7 +248,8 @@ static const char *begin_call(fd_pump_t *p, const fd_frame_t *frame, const fd_ca
     const char *error = fd_call_error(&p->geometry, call);
     if (error) return error;
     fd_slot_t *slot = fd_slot_at(p->region, &p->layout, frame->slot);
-    if (frame->length != sizeof *call + call_parts(p, slot, call, p->rx.parts)) return "a data frame's length does not match its call";
+    if (frame->length != sizeof *call + call_parts(p, slot, call, p->rx.parts))
+        return "a data frame's length does not match its call";
 
     /* Under the lock, because a reply's last byte may reach the peer before its sender has marked the slot free. */
     pthread_mutex_lock(&p->lock);
@@ -261,10 +266,12 @@ static const char *begin_reply(fd_pump_t *p, const fd_frame_t *frame, fd_reply_t
     fd_pump_slot_t state = p->slots[frame->slot];
     pthread_mutex_unlock(&p->lock);
     if (!state.busy || reply->seq != state.seq) return "a reply came that answers no call";
-    if (reply->n_attend_rows != (reply->status == FD_OK ? state.n_attend_rows : 0)) return "a reply's rows do not match its call";
+    if (reply->n_attend_rows != (reply->status == FD_OK ? state.n_attend_rows : 0))
+        return "a reply's rows do not match its call";
     reply->message[sizeof reply->message - 1] = 0;
     fd_slot_t *slot = fd_slot_at(p->region, &p->layout, frame->slot);
-    if (frame->length != sizeof *reply + reply_parts(p, slot, reply, p->rx.parts)) return "a data frame's length does not match its reply";
+    if (frame->length != sizeof *reply + reply_parts(p, slot, reply, p->rx.parts))
+        return "a data frame's length does not match its reply";
     return NULL;
 }
 
@@ -294,7 +301,8 @@ static void finish_frame(fd_pump_t *p) {
     }
 }
 
-/* Goes on with the frame under way as far as there are bytes; `patient`: waits for those that its head has announced. */
+/* Goes on with the frame under way as far as there are bytes; `patient`: waits for those that its head has announced.
+ */
 static fd_rx_t advance(fd_pump_t *p, bool patient) {
     const size_t head = sizeof(fd_frame_t) + (p->side == FD_SIDE_R ? sizeof(fd_call_t) : sizeof(fd_reply_t));
     while (!p->rx.error && p->rx.got < head) {
@@ -313,7 +321,8 @@ static void end_link(fd_pump_t *p) {
     shutdown(p->sock, SHUT_RDWR); /* no half-dead link: whatever ended one direction ends the other */
     fd_down_set(p->down, p->rx.error);
     if (p->side == FD_SIDE_S) /* nobody will ring these bells any more */
-        for (uint32_t i = 0; i < p->geometry.n_slots; i++) fd_stop_waiters(fd_slot_at(p->region, &p->layout, i), &p->down->flag);
+        for (uint32_t i = 0; i < p->geometry.n_slots; i++)
+            fd_stop_waiters(fd_slot_at(p->region, &p->layout, i), &p->down->flag);
 }
 
 static fd_rx_t receive(fd_pump_t *p, bool patient) {
@@ -323,19 +332,20 @@ static fd_rx_t receive(fd_pump_t *p, bool patient) {
     return rx;
 }
 
-/* The thread that holds `duty` receives by itself from now on. */
+/* The thread that holds `receive_ownership` receives by itself from now on. */
 static void take_over(fd_pump_t *p) {
     pthread_mutex_lock(&p->lock);
     if (p->watching) watch(p, false);
     pthread_mutex_unlock(&p->lock);
 }
 
-/* It lets go. On the S side nothing can come that nobody has asked for, and who has asked for one reply will wait for it. */
+/* It lets go. On the S side nothing can come that nobody has asked for, and who has asked for one reply will wait for
+ * it. */
 static void hand_back(fd_pump_t *p) {
     pthread_mutex_lock(&p->lock);
     if (p->side == FD_SIDE_R || p->n_busy) watch(p, true);
     pthread_mutex_unlock(&p->lock);
-    pthread_mutex_unlock(&p->duty);
+    pthread_mutex_unlock(&p->receive_ownership);
 }
 
 static void *rx_main(void *arg) {
@@ -344,10 +354,10 @@ static void *rx_main(void *arg) {
     for (fd_rx_t rx = RX_DRY; rx != RX_END;) {
         int n = epoll_wait(p->epoll, &event, 1, p->side == FD_SIDE_S ? SAFETY_NET_MS : -1);
         if (n < 0) continue; /* EINTR */
-        if (n > 0) pthread_mutex_lock(&p->duty);
-        else if (pthread_mutex_trylock(&p->duty)) continue;
+        if (n > 0) pthread_mutex_lock(&p->receive_ownership);
+        else if (pthread_mutex_trylock(&p->receive_ownership)) continue;
         rx = receive(p, true);
-        pthread_mutex_unlock(&p->duty);
+        pthread_mutex_unlock(&p->receive_ownership);
     }
     return NULL;
 }
@@ -355,7 +365,7 @@ static void *rx_main(void *arg) {
 uint64_t fd_pump_receive(fd_pump_t *p, uint32_t index, uint64_t seq, uint64_t spin_ns, uint64_t timeout_ns) {
     const fd_slot_t *slot = fd_slot_at(p->region, &p->layout, index);
     uint64_t start = fd_now_ns(), waited = 0;
-    if (fd_bell_read(&slot->reply_bell) == seq || pthread_mutex_trylock(&p->duty)) return 0;
+    if (fd_bell_read(&slot->reply_bell) == seq || pthread_mutex_trylock(&p->receive_ownership)) return 0;
     fd_rx_t rx = p->sock >= 0 ? RX_FRAME : RX_END;
     if (rx != RX_END) take_over(p);
     while (rx != RX_END && fd_bell_read(&slot->reply_bell) != seq && !fd_is_down(p->down)) {
@@ -371,24 +381,24 @@ uint64_t fd_pump_receive(fd_pump_t *p, uint32_t index, uint64_t seq, uint64_t sp
             sched_yield();
         }
     }
-    if (rx == RX_END) pthread_mutex_unlock(&p->duty);
+    if (rx == RX_END) pthread_mutex_unlock(&p->receive_ownership);
     else hand_back(p);
     return waited;
 }
 
-void fd_pump_look(void *pump, bool go_on) {
+void fd_pump_poll(void *pump, bool go_on) {
     fd_pump_t *p = pump;
-    if (go_on && !p->looking) {
-        if (pthread_mutex_trylock(&p->duty)) return;
+    if (go_on && !p->polling) {
+        if (pthread_mutex_trylock(&p->receive_ownership)) return;
         if (p->sock < 0 || p->rx.error) {
-            pthread_mutex_unlock(&p->duty);
+            pthread_mutex_unlock(&p->receive_ownership);
             return;
         }
-        p->looking = true;
+        p->polling = true;
         take_over(p);
     }
-    if (!p->looking || (go_on && receive(p, false) != RX_END)) return;
-    p->looking = false;
+    if (!p->polling || (go_on && receive(p, false) != RX_END)) return;
+    p->polling = false;
     hand_back(p);
 }
 
@@ -405,7 +415,7 @@ fd_pump_t *fd_pump_new(fd_side_t side, uint8_t *region, const fd_geometry_t *g, 
     p->down = down;
     p->sock = -1;
     p->epoll = -1;
-    pthread_mutex_init(&p->duty, NULL);
+    pthread_mutex_init(&p->receive_ownership, NULL);
     pthread_mutex_init(&p->lock, NULL);
     pthread_cond_init(&p->work, NULL);
     return p;
@@ -433,11 +443,11 @@ static int start_threads(fd_pump_t *p) {
 
 /* Others may look at the socket from then on. */
 static void set_socket(fd_pump_t *p, int sock) {
-    pthread_mutex_lock(&p->duty);
+    pthread_mutex_lock(&p->receive_ownership);
     pthread_mutex_lock(&p->lock);
     p->sock = sock;
     pthread_mutex_unlock(&p->lock);
-    pthread_mutex_unlock(&p->duty);
+    pthread_mutex_unlock(&p->receive_ownership);
 }
 
 int fd_pump_start(fd_pump_t *p, int sock, int wake_fd) {
@@ -445,7 +455,8 @@ int fd_pump_start(fd_pump_t *p, int sock, int wake_fd) {
     int flags = fcntl(sock, F_GETFL), rc = 0;
     if (p->started || p->stopping) rc = EALREADY;
     else if (flags < 0 || fcntl(sock, F_SETFL, flags & ~O_NONBLOCK) < 0) rc = errno;
-    else if ((p->epoll = epoll_create1(EPOLL_CLOEXEC)) < 0 || epoll_ctl(p->epoll, EPOLL_CTL_ADD, sock, &event)) rc = errno;
+    else if ((p->epoll = epoll_create1(EPOLL_CLOEXEC)) < 0 || epoll_ctl(p->epoll, EPOLL_CTL_ADD, sock, &event))
+        rc = errno;
     if (!rc) {
         p->wake_fd = wake_fd;
         p->watching = p->side == FD_SIDE_R;
@@ -481,7 +492,7 @@ void fd_pump_stop(fd_pump_t *p) {
 
 void fd_pump_free(fd_pump_t *p) {
     if (p->epoll >= 0) close(p->epoll);
-    pthread_mutex_destroy(&p->duty);
+    pthread_mutex_destroy(&p->receive_ownership);
     pthread_cond_destroy(&p->work);
     pthread_mutex_destroy(&p->lock);
     free(p);

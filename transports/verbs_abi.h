@@ -1,9 +1,10 @@
 /* The part of libibverbs' binary interface that posting and polling need.
  *
- * libibverbs has no function for either: ibv_post_send and ibv_poll_cq are inlines of <infiniband/verbs.h> that call through the
- * table in a device's context. That table and these structures are what every verbs program is compiled to (IBVERBS_1.1,
- * rdma-core's libibverbs.so.1), so they do not change. They are written down here, as far as they are used, so that
- * fastdecode builds without libibverbs' headers; tests/c/verbs_abi.c holds them against the headers where these are installed.
+ * libibverbs has no function for either: ibv_post_send and ibv_poll_cq are inlines of <infiniband/verbs.h> that call
+ * through the table in a device's context. That table and these structures are what every verbs program is compiled to
+ * (IBVERBS_1.1, rdma-core's libibverbs.so.1), so they do not change. They are written down here, as far as they are
+ * used, so that fastdecode builds without libibverbs' headers; tests/c/verbs_abi.c holds them against the headers where
+ * these are installed.
  */
 #ifndef FD_VERBS_ABI_H
 #define FD_VERBS_ABI_H

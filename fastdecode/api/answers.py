@@ -9,7 +9,7 @@ from typing import Any
 from uuid import uuid4
 
 from fastdecode.api.generation import Choice, Piece, TokenLogprob
-from fastdecode.tokenizer import Tokenizer
+from fastdecode.text.tokenizer import Tokenizer
 
 _LEAST_LOGPROB = -9999.0  # OpenAI's stand-in for minus infinity, which JSON does not have
 

@@ -14,13 +14,13 @@ from aiohttp import web
 
 from fastdecode.api.answers import Answer, ChatAnswer, CompletionAnswer, usage
 from fastdecode.api.errors import ApiError, from_engine, json_response
-from fastdecode.api.generation import Choice, Piece, Run, Submits, submit
+from fastdecode.api.generation import Choice, EngineClient, Piece, Run, submit
 from fastdecode.api.metrics import Metrics
 from fastdecode.api.protocol import ChatRequest, CompletionRequest, Generation, parse_chat, parse_completion
 from fastdecode.api.sse import EventStream
-from fastdecode.chat_template import ChatTemplateError
 from fastdecode.engine.request import EngineError
-from fastdecode.tokenizer import Detokenizer, Tokenizer
+from fastdecode.text.chat_template import ChatTemplateError
+from fastdecode.text.tokenizer import Detokenizer, Tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ _INLINE_CHARACTERS = 8192  # longer text is encoded in a thread, so that it does
 class Generator:
     """What both endpoints work with, and the requests that are running."""
 
-    engine: Submits
+    engine: EngineClient
     tokenizer: Tokenizer
     model: str
     metrics: Metrics

@@ -16,7 +16,7 @@ from typing import Protocol
 
 from fastdecode.api.text import StopStrings
 from fastdecode.engine.request import GenerationFailed, SamplingParams, TokenEvent
-from fastdecode.tokenizer import Detokenizer
+from fastdecode.text.tokenizer import Detokenizer
 
 
 class TokenStream(Protocol):
@@ -27,7 +27,7 @@ class TokenStream(Protocol):
     def cancel(self) -> None: ...
 
 
-class Submits(Protocol):
+class EngineClient(Protocol):
     """The engine, as far as generating goes. Raises PromptTooLong, Overloaded, NotReady."""
 
     max_queued: int  # more can never be submitted at once
@@ -197,7 +197,7 @@ class Run:
 
 
 def submit(
-    engine: Submits,
+    engine: EngineClient,
     prompts: Sequence[list[int]],
     params_of: Callable[[int], SamplingParams],
     n: int,

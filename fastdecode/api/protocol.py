@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fastdecode.api.fields import Fields, invalid, is_integer, is_one_of
-from fastdecode.chat_template import RESERVED_VARIABLES
 from fastdecode.engine.request import SamplingParams
+from fastdecode.text.chat_template import RESERVED_VARIABLES
 
 MAX_N = 128  # choices a prompt
 MAX_CHOICES = 1024  # choices a request, all prompts together

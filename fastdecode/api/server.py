@@ -14,19 +14,19 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from fastdecode.api.endpoints import Generator
 from fastdecode.api.errors import ApiError, json_response
-from fastdecode.api.generation import Submits
+from fastdecode.api.generation import EngineClient
 from fastdecode.api.health import Reports, health
 from fastdecode.api.metrics import CONTENT_TYPE, Metrics
 from fastdecode.api.middleware import errors_as_json, require_key
 from fastdecode.engine.stats import EngineObserver
-from fastdecode.tokenizer import Tokenizer
+from fastdecode.text.tokenizer import Tokenizer
 
 MAX_BODY_BYTES = 8 * 2**20
 
 _GENERATOR = web.AppKey("generator", Generator)
 
 
-class EngineLike(Submits, Reports, Protocol):
+class EngineLike(EngineClient, Reports, Protocol):
     """What the API needs of the engine (engine/engine.py)."""
 
     observer: EngineObserver

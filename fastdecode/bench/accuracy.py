@@ -21,9 +21,9 @@ import uvloop
 from tqdm import tqdm
 
 from fastdecode.bench.perplexity import cut
-from fastdecode.config import NodeConfig
+from fastdecode.daemon.config import NodeConfig
+from fastdecode.daemon.embedded import EmbeddedRNode, split_machine
 from fastdecode.demo import heldout_text, model_dir
-from fastdecode.embedded import EmbeddedRNode, split_machine
 from fastdecode.kernels import _native
 from fastdecode.spart import Model, SPart, load_model
 from fastdecode.spart.batch import Chunk, StepBatch

@@ -29,9 +29,9 @@ from fastdecode.bench.attention_report import print_report, summary
 from fastdecode.bench.roofline import Roofline
 from fastdecode.bench.rpart import RPart
 from fastdecode.bench.shape import Data, Shape, huge_pages
-from fastdecode.config import parse_bytes
+from fastdecode.daemon.config import parse_bytes
+from fastdecode.daemon.machine import usable_cpus
 from fastdecode.kernels import _native
-from fastdecode.machine import usable_cpus
 from fastdecode.transports.base import KV_DTYPES, PAGE_TOKENS
 
 COMMAND = ("attention", "GB/s of the R-engine's attention, its share of the read roofline, and peers")

@@ -22,11 +22,11 @@ import uvloop
 from tqdm import tqdm
 
 from fastdecode.bench.peers import PEERS
-from fastdecode.config import NodeConfig
+from fastdecode.daemon.config import NodeConfig
+from fastdecode.daemon.embedded import EmbeddedRNode, Split, split_machine
+from fastdecode.daemon.machine import usable_cpus
 from fastdecode.demo import model_dir
-from fastdecode.embedded import EmbeddedRNode, Split, split_machine
 from fastdecode.engine.runner import Runner
-from fastdecode.machine import usable_cpus
 from fastdecode.spart import SPart, choose_device, choose_dtype, load_model
 from fastdecode.spart.batch import Chunk, SampleSpec, StepBatch
 from fastdecode.transports.base import KV_DTYPES, PAGE_TOKENS, ROW_ATTEND, ROW_DTYPE, CallTimes, Link

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 from fastdecode.transports import rdma
-from fastdecode.transports.rdma_devices import Place, choose, list_ports
+from fastdecode.transports.rdma_devices import PortGid, choose, list_ports
 
 TOOLS = ("ib_write_lat", "ib_write_bw")
 _START_S, _RUN_S = 60, 600
@@ -36,9 +36,9 @@ class Perftest:
         ]
 
     @staticmethod
-    def _options(place: Place) -> list[str]:
-        gid = ["-x", str(place.gid.index)] if place.gid else []
-        return ["-d", place.port.device, "-i", str(place.port.number), *gid, "-F"]
+    def _options(port_gid: PortGid) -> list[str]:
+        gid = ["-x", str(port_gid.gid.index)] if port_gid.gid else []
+        return ["-d", port_gid.port.device, "-i", str(port_gid.port.number), *gid, "-F"]
 
     def round_trips(self, out: int, back: int, n: int) -> list[int]:
         """Nanoseconds of each of `n`, with as many bytes back as out; the tool itself prints halves of them."""

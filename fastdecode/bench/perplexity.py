@@ -17,9 +17,9 @@ import uvloop
 from tokenizers import Tokenizer
 from tqdm import tqdm
 
-from fastdecode.config import NodeConfig
+from fastdecode.daemon.config import NodeConfig
+from fastdecode.daemon.embedded import EmbeddedRNode, split_machine
 from fastdecode.demo import heldout_text, model_dir
-from fastdecode.embedded import EmbeddedRNode, split_machine
 from fastdecode.spart import Model, SPart, choose_device, choose_dtype, load_model
 from fastdecode.spart.batch import Chunk, SampleSpec, StepBatch
 from fastdecode.transports.base import KV_DTYPES, Link

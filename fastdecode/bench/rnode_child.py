@@ -10,7 +10,7 @@ import asyncio
 import subprocess
 import sys
 
-from fastdecode.rnode import RNode
+from fastdecode.daemon.rnode import RNode
 
 
 class RNodeChild:

@@ -10,7 +10,7 @@ import numpy as np
 from tqdm import tqdm
 
 from fastdecode.bench.shape import Data, Shape
-from fastdecode.kernels._native import Engine, page_bytes
+from fastdecode.kernels._native import REngine, page_bytes
 from fastdecode.transports._native import Port
 from fastdecode.transports.base import KV_DTYPES, PAGE_TOKENS, ROW_ATTEND, ROW_DTYPE, Geometry
 from fastdecode.transports.region import Region, geometry_tuple
@@ -52,7 +52,7 @@ class RPart:
         geometry = Geometry(1, rows, 1, shape.q_heads, shape.kv_heads, shape.head_size, "fp16")
         self._region = Region.create(geometry)
         numbers = geometry_tuple(geometry)
-        self._engine = Engine(len(cpus), self.kv_bytes, isa, cpus, 0)
+        self._engine = REngine(len(cpus), self.kv_bytes, isa, cpus, 0)
         self.isa, self.threads = self._engine.isa, self._engine.threads
         self._link = self._engine.add_link(
             self._region.view,

@@ -31,7 +31,7 @@ from fastdecode.bench.perftest import TOOLS, Perftest
 from fastdecode.bench.perftest import installed as perftest_installed
 from fastdecode.bench.rnode_child import RNodeChild
 from fastdecode.bench.transport_peers import PEERS, EchoProcess, installed
-from fastdecode.config import format_bytes
+from fastdecode.daemon.config import format_bytes
 from fastdecode.kernels._native import page_bytes
 from fastdecode.transports import registry
 from fastdecode.transports.base import KV_DTYPES, ROW_ATTEND, ROW_DTYPE, CallRefused, Geometry, Hello

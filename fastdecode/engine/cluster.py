@@ -10,7 +10,7 @@ from __future__ import annotations
 from math import ceil
 from typing import TYPE_CHECKING
 
-from fastdecode.engine.prefixes import Handle, Kept, PrefixBook, page_hashes
+from fastdecode.engine.prefixes import Handle, PrefixBook, PrefixEntry, page_hashes
 from fastdecode.transports.base import PAGE_TOKENS
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def pages_for(tokens: int) -> int:
     return -(-tokens // PAGE_TOKENS)
 
 
-class RNode:
+class RNodeLedger:
     """One R-node's lease: what of it is used, by whom, and how loaded it will become."""
 
     def __init__(self, position: int, link: Link):
@@ -68,7 +68,7 @@ class RNode:
         handles, self.released = self.released, []
         return handles
 
-    def drop(self, kept: Kept) -> None:
+    def drop(self, kept: PrefixEntry) -> None:
         """Keep it no longer; of one that runs, share it no longer."""
         handle = self.prefixes.remove(kept)
         if not kept.running:
@@ -109,10 +109,10 @@ class Cluster:
     def __init__(self, links: Iterable[Link], watermark: float = 0.01, keeps: bool = False):
         """`keeps`: see prefixes.py."""
         self.watermark, self.keeps = watermark, keeps
-        self.nodes = [RNode(position, link) for position, link in enumerate(links)]
+        self.nodes = [RNodeLedger(position, link) for position, link in enumerate(links)]
 
     @property
-    def alive(self) -> list[RNode]:
+    def alive(self) -> list[RNodeLedger]:
         return [node for node in self.nodes if node.alive]
 
     @property
@@ -124,7 +124,7 @@ class Cluster:
         """True if some live R-node, were it empty, could cache `tokens` tokens."""
         return bool(self.alive) and tokens <= self.capacity
 
-    def place(self, tokens: int) -> RNode | None:
+    def place(self, tokens: int) -> RNodeLedger | None:
         """The least loaded live R-node that has room for `tokens` tokens now; None if there is none.
 
         A share of every lease (`watermark`) is kept from newcomers, so that sequences that already run can grow for a
@@ -136,10 +136,10 @@ class Cluster:
                 best = node
         return best
 
-    def has_room(self, node: RNode, tokens: int) -> bool:
+    def has_room(self, node: RNodeLedger, tokens: int) -> bool:
         return node.alive and node.has_index and self._needed(node, tokens) <= node.free_pages
 
-    def _needed(self, node: RNode, tokens: int) -> int:
+    def _needed(self, node: RNodeLedger, tokens: int) -> int:
         return pages_for(tokens) + (ceil(self.watermark * node.n_pages) if node.sequences or node.pages_freeing else 0)
 
     def make_room(self, tokens: int) -> None:
@@ -149,7 +149,7 @@ class Cluster:
             node = min(could, key=lambda n: n.load)
             node.make_room(self._needed(node, tokens), index=True)
 
-    def find(self, seq: Sequence, computed: bool = True) -> tuple[RNode, Kept, int] | None:
+    def find(self, seq: Sequence, computed: bool = True) -> tuple[RNodeLedger, PrefixEntry, int] | None:
         """Where most of the tokens of `seq` are cached or (`computed` False) in work, by whom, and how many."""
         best = None
         for node in self.alive:
@@ -158,7 +158,7 @@ class Cluster:
                 best = node, *found
         return best
 
-    def admit(self, seq: Sequence, node: RNode) -> None:
+    def admit(self, seq: Sequence, node: RNodeLedger) -> None:
         """Give `seq` an index on `node` and count the pages of all its present tokens."""
         pages = pages_for(len(seq.tokens))
         if pages > node.free_pages:
@@ -170,7 +170,7 @@ class Cluster:
         node.sequences.add(seq)
         if seq.hashes:
             handle = Handle(seq.index, seq.tag, pages=0)
-            seq.entry = Kept(handle, list(seq.tokens), seq.hashes, running=True, computed=False)
+            seq.entry = PrefixEntry(handle, list(seq.tokens), seq.hashes, running=True, computed=False)
             node.prefixes.keep(seq.entry)
 
     def grow(self, seq: Sequence) -> bool:
@@ -182,7 +182,7 @@ class Cluster:
         return True
 
     def release(self, seq: Sequence, keep: bool = False) -> None:
-        """Take `seq` off its node; its pages come back with `RNode.freed`. `keep`: others may use its cache."""
+        """Take `seq` off its node; its pages come back with `RNodeLedger.freed`. `keep`: others may use its cache."""
         node = seq.node
         node.sequences.remove(seq)
         node.load -= seq.final_length
@@ -197,7 +197,7 @@ class Cluster:
             if shared:
                 node.prefixes.ended(entry, handle, tokens)
             else:
-                node.prefixes.keep(Kept(handle, tokens, page_hashes(tokens)))
+                node.prefixes.keep(PrefixEntry(handle, tokens, page_hashes(tokens)))
             node.make_room(ceil(_HEADROOM * node.n_pages), index=True)
         else:
             if shared:
@@ -205,10 +205,10 @@ class Cluster:
             node.release(handle)
         seq.node, seq.pages, seq.entry, seq.source = None, 0, None, None
 
-    def replace_link(self, position: int, link: Link) -> RNode:
+    def replace_link(self, position: int, link: Link) -> RNodeLedger:
         """Put a fresh link in the place of a dead R-node's. What the old one held is gone with it."""
         old = self.nodes[position]
         if old.alive:
             raise ValueError(f"R-node {old.url} is alive")
-        self.nodes[position] = RNode(position, link)
+        self.nodes[position] = RNodeLedger(position, link)
         return self.nodes[position]

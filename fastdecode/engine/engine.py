@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 from fastdecode.engine.batching import logit_rules, step_batch
-from fastdecode.engine.cluster import Cluster, RNode
+from fastdecode.engine.cluster import Cluster, RNodeLedger
 from fastdecode.engine.prefixes import Handle, page_hashes
 from fastdecode.engine.request import (
     GenerationFailed,
@@ -96,14 +96,14 @@ class Engine:
         max_queued: int = 1024,
         watermark: float = 0.01,
         prefix_cache: bool = False,
-        max_prefix_rest: int | None = None,
+        max_uncached_suffix: int | None = None,
         end_token_ids: Iterable[int] | None = None,
         observer: EngineObserver | None = None,
     ):
         """`max_batch_size` counts the sequences of a mini-batch, `max_batch_tokens` the rows of a step. `max_model_len`
         None: all positions the model has. `end_token_ids` None: the model's own. `watermark`: see Cluster.place.
         `prefix_cache`: prompts that begin as other sequences take over their cache; it is kept (prefixes.py), as
-        long as R-nodes have no more than `max_prefix_rest` tokens (None: any number) of a prompt's rest to attend.
+        long as R-nodes have no more than `max_uncached_suffix` tokens (None: any number) of a prompt's rest to attend.
         Raises ValueError where these do not fit the model or the links."""
         if not links:
             raise ValueError("the engine needs at least one R-node")
@@ -116,7 +116,7 @@ class Engine:
         self.max_queued = max(max_queued, 1)  # who is admitted at once has waited, too
         self.spart = spart
         self.cluster = Cluster(links, watermark, prefix_cache)
-        limits = SchedulerLimits(mini_batches, max_batch_tokens, max_batch_size, max_prefix_rest)
+        limits = SchedulerLimits(mini_batches, max_batch_tokens, max_batch_size, max_uncached_suffix)
         self.scheduler = Scheduler(self.cluster, limits)
         self.observer = observer or NullObserver()
         self.totals = Totals()
@@ -124,7 +124,7 @@ class Engine:
         self.end_tokens = frozenset(spart.config.eos_token_ids if end_token_ids is None else end_token_ids)
         self._live: set[Sequence] = set()
         self._arrivals = 0
-        self._counters: WeakKeyDictionary[RNode, dict] = WeakKeyDictionary()  # each node's last STATS
+        self._counters: WeakKeyDictionary[RNodeLedger, dict] = WeakKeyDictionary()  # each node's last STATS
         self._replacements: dict[int, Link] = {}
         self._runner: Runner | None = None
         self._draining = False
@@ -134,7 +134,7 @@ class Engine:
         self._wake = [asyncio.Event() for _ in range(mini_batches)]
         self._plans: list[Plan | None] = [None] * mini_batches  # in flight
         self._tasks: set[asyncio.Task] = set()
-        self._freeing: set[RNode] = set()  # a FREE is on its way
+        self._freeing: set[RNodeLedger] = set()  # a FREE is on its way
 
     # -- life -----------------------------------------------------------------------------------------------------
 
@@ -343,7 +343,7 @@ class Engine:
 
     # -- R-nodes --------------------------------------------------------------------------------------------------
 
-    async def _free(self, node: RNode) -> None:
+    async def _free(self, node: RNodeLedger) -> None:
         """Send what was released, as many as have gathered in one frame, until there is no more."""
         try:
             while handles := node.take_released():
@@ -376,15 +376,15 @@ class Engine:
         self._after_change()
         self._wake_all()
 
-    def _drop_staged(self, node: RNode, handles: list[Handle]) -> None:
+    def _drop_staged(self, node: RNodeLedger, handles: list[Handle]) -> None:
         for handle in handles:
             self.spart.drop(node.position, handle.index, handle.tag)
 
-    async def _watch(self, node: RNode) -> None:
+    async def _watch(self, node: RNodeLedger) -> None:
         error = await node.link.closed()
         self._lost(node, error or TransportError("the link was closed"))
 
-    def _lost(self, node: RNode, error: Exception) -> None:
+    def _lost(self, node: RNodeLedger, error: Exception) -> None:
         if not node.alive:
             return
         log.error("R-node %s was lost: %s", node.url, error)
@@ -402,7 +402,7 @@ class Engine:
         else:
             self.scheduler.recompute(plan)
 
-    async def _probe(self, node: RNode) -> None:
+    async def _probe(self, node: RNodeLedger) -> None:
         try:
             async with asyncio.timeout(_PROBE_SECONDS):
                 await node.link.stats()
@@ -432,7 +432,7 @@ class Engine:
         """Ask the live R-nodes for their counters, for `stats`. What does not come in time keeps its last value."""
         await asyncio.gather(*(self._refresh(node) for node in self.cluster.alive))
 
-    async def _refresh(self, node: RNode) -> None:
+    async def _refresh(self, node: RNodeLedger) -> None:
         try:
             async with asyncio.timeout(_REFRESH_SECONDS):
                 self._counters[node] = await node.link.stats()
@@ -455,7 +455,7 @@ class Engine:
             totals=self.totals,
         )
 
-    def _node_stats(self, node: RNode) -> NodeStats:
+    def _node_stats(self, node: RNodeLedger) -> NodeStats:
         lease, counters = node.link.lease, self._counters.get(node, {})
         return NodeStats(
             url=node.url,

@@ -26,7 +26,7 @@ class Handle(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class Kept:
+class PrefixEntry:
     """`tokens` are those that the R-node has cached, or will have once they are `computed`; `hashes` of whole pages.
 
     Of a sequence that runs only whole pages are shared: it goes on writing into its last.
@@ -54,16 +54,16 @@ class PrefixBook:
 
     def __init__(self) -> None:
         self.pages = 0  # counted for it
-        self._kept: OrderedDict[Kept, None] = OrderedDict()  # the one used longest ago first
-        self._by_page: dict[int, list[Kept]] = {}  # hash of a page -> who has it, the newest last
+        self._kept: OrderedDict[PrefixEntry, None] = OrderedDict()  # the one used longest ago first
+        self._by_page: dict[int, list[PrefixEntry]] = {}  # hash of a page -> who has it, the newest last
 
     def __len__(self) -> int:
         return len(self._kept)
 
-    def __contains__(self, kept: Kept) -> bool:
+    def __contains__(self, kept: PrefixEntry) -> bool:
         return kept in self._kept
 
-    def find(self, tokens: list[int], hashes: list[int], computed: bool = True) -> tuple[Kept, int] | None:
+    def find(self, tokens: list[int], hashes: list[int], computed: bool = True) -> tuple[PrefixEntry, int] | None:
         """Who shares most of the tokens, a page at the least, and how many: never the last, which is to be computed.
         `computed` False: of those that are in work."""
         best = None
@@ -82,23 +82,23 @@ class PrefixBook:
                 best = kept, n
         return best
 
-    def touch(self, kept: Kept) -> None:
+    def touch(self, kept: PrefixEntry) -> None:
         self._kept.move_to_end(kept)
 
-    def keep(self, kept: Kept) -> None:
+    def keep(self, kept: PrefixEntry) -> None:
         self._kept[kept] = None
         self.pages += kept.handle.pages
         for page in kept.hashes:
             self._by_page.setdefault(page, []).append(kept)
 
-    def ended(self, kept: Kept, handle: Handle, tokens: list[int]) -> None:
+    def ended(self, kept: PrefixEntry, handle: Handle, tokens: list[int]) -> None:
         """One that ran does so no more; its cache is kept."""
         self.remove(kept)
         kept.handle, kept.tokens, kept.hashes = handle, tokens, page_hashes(tokens)
         kept.running, kept.computed = False, True
         self.keep(kept)
 
-    def remove(self, kept: Kept) -> Handle:
+    def remove(self, kept: PrefixEntry) -> Handle:
         del self._kept[kept]
         self.pages -= kept.handle.pages
         for page in kept.hashes:
@@ -108,12 +108,12 @@ class PrefixBook:
                 del self._by_page[page]
         return kept.handle
 
-    def oldest(self) -> Kept | None:
+    def oldest(self) -> PrefixEntry | None:
         """The one used longest ago of those that may go."""
         return next((kept for kept in self._kept if not (kept.pins or kept.running)), None)
 
 
-def _shared(kept: Kept, tokens: list[int], whole: int) -> int:
+def _shared(kept: PrefixEntry, tokens: list[int], whole: int) -> int:
     """How many tokens can be shared, if `whole` of them agree: less than a page more, for that would have a hash."""
     n, most = whole, min(len(kept.tokens), len(tokens))
     while n < most and kept.tokens[n] == tokens[n]:

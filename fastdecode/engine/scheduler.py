@@ -23,12 +23,12 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
-from fastdecode.engine.cluster import Cluster, RNode, pages_for
+from fastdecode.engine.cluster import Cluster, RNodeLedger, pages_for
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from fastdecode.engine.prefixes import Kept
+    from fastdecode.engine.prefixes import PrefixEntry
     from fastdecode.engine.sequence import Sequence
     from fastdecode.spart.batch import Sampled
 
@@ -42,7 +42,7 @@ class SchedulerLimits:
     mini_batches: int
     max_batch_tokens: int  # rows of a step; at most `max_rows` of every link's slots
     max_seqs: int  # sequences; at most max_batch_tokens, so that every one can decode in every step
-    max_rest: int | None = None  # tokens of a prompt that may be left to R-nodes to attend; None: any number
+    max_uncached_suffix: int | None = None  # tokens of a prompt that may be left to R-nodes to attend; None: any number
 
     def __post_init__(self) -> None:
         if self.mini_batches < 1:
@@ -206,7 +206,7 @@ class Scheduler:
                 failed.append(row.seq)
         return failed
 
-    def lost(self, node: RNode) -> None:
+    def lost(self, node: RNodeLedger) -> None:
         """An R-node is gone: its sequences wait to be recomputed elsewhere (those in flight when their step ends)."""
         node.lost()
         for seq in sorted(node.sequences, key=_ORDER):
@@ -278,10 +278,14 @@ class Scheduler:
         insort(running, seq, key=_ORDER)
         return seq
 
-    def _place_by_prefix(self, seq: Sequence, computed: bool = True) -> tuple[RNode, Kept, int] | None:
+    def _place_by_prefix(self, seq: Sequence, computed: bool = True) -> tuple[RNodeLedger, PrefixEntry, int] | None:
         """The R-node that has most of what the prompt begins with; whose it is, and how many tokens."""
         found = self.cluster.find(seq, computed)
-        if found is None or self.limits.max_rest is None or len(seq.tokens) - found[2] <= self.limits.max_rest:
+        if (
+            found is None
+            or self.limits.max_uncached_suffix is None
+            or len(seq.tokens) - found[2] <= self.limits.max_uncached_suffix
+        ):
             return found
         return None
 
@@ -333,7 +337,7 @@ class Scheduler:
         self.cluster.release(seq, keep and not seq.prefilling)
         self.changed = True
 
-    def _loss(self, node: RNode) -> str:
+    def _loss(self, node: RNodeLedger) -> str:
         if not self.cluster.alive:
             return f"R-node {node.url} was lost and no other is connected"
         return f"no R-node that is left can cache the sequence's tokens (at most {self.cluster.capacity})"

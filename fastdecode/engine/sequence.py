@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from fastdecode.engine.request import EngineError, SamplingParams, TokenEvent
 
 if TYPE_CHECKING:
-    from fastdecode.engine.cluster import RNode
-    from fastdecode.engine.prefixes import Kept
+    from fastdecode.engine.cluster import RNodeLedger
+    from fastdecode.engine.prefixes import PrefixEntry
     from fastdecode.spart.penalties import LogitRules
 
 
@@ -35,12 +35,12 @@ class Sequence:
     rules: LogitRules | None = None  # None where the parameters have neither bias nor penalty
 
     # Placement: filled by the cluster in `admit`, taken back in `release`.
-    node: RNode | None = None
+    node: RNodeLedger | None = None
     index: int = 0  # sequence index within the node's lease
     tag: int = 0  # generation of that index
     pages: int = 0  # pages counted for it on the node
-    entry: Kept | None = None  # its own in the node's book of prefixes
-    source: Kept | None = None  # whose first `shared` tokens it has taken over, and so need not compute
+    entry: PrefixEntry | None = None  # its own in the node's book of prefixes
+    source: PrefixEntry | None = None  # whose first `shared` tokens it has taken over, and so need not compute
     shared: int = 0
 
     # Progress: kept by the scheduler.

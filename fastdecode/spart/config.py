@@ -19,7 +19,7 @@ from typing import Any
 from fastdecode.transports.base import Geometry
 
 ACTIVATIONS = ("silu", "relu", "gelu", "gelu_new", "gelu_pytorch_tanh")
-MAX_LAYERS = 1024  # FD_MAX_LAYERS of kernels/region.h
+MAX_LAYERS = 1024  # FD_MAX_LAYERS of region/region.h
 _DTYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 
 

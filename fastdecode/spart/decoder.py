@@ -20,7 +20,7 @@ import torch
 
 from fastdecode.spart.batch import Sampled, StepBatch, StepOutput
 from fastdecode.spart.config import ModelConfig
-from fastdecode.spart.exchange import Exchange, SlotViews, shares
+from fastdecode.spart.exchange import Exchange, SlotViews, link_rows
 from fastdecode.spart.layers import ACTIVATIONS, make_norm, norm_heads
 from fastdecode.spart.prompt import PromptCache, PromptChunk
 from fastdecode.spart.rope import RotaryEmbedding, rotate
@@ -57,7 +57,7 @@ class SPart:
         and what Link.wait raises; by then, and also when the generator is closed, the slot is at rest on all links.
         """
         rows = _Rows(self, batch)
-        exchange = Exchange(batch.slot, rows.shares, self.model.device, self.model.dtype)
+        exchange = Exchange(batch.slot, rows.link_rows, self.model.device, self.model.dtype)
         state = _State(self, rows, exchange)
         s_seconds, r_seconds, kv_bytes = 0.0, 0.0, 0
         resumed = rows.started
@@ -166,7 +166,7 @@ class _Rows:
         self.last_row = stops - 1
         self.sampled = [i for i, chunk in enumerate(chunks) if chunk.sample is not None]
         views = {index: spart._slot_views(index, batch.slot) for index in {chunk.link for chunk in chunks}}
-        self.shares = shares(chunks, views)
+        self.link_rows = link_rows(chunks, views)
         self.prompts = []
         for chunk, stop in zip(chunks, stops.tolist(), strict=True):
             if chunk.prefill:

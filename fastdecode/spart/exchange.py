@@ -41,7 +41,7 @@ class SlotViews:
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class LinkRows:
     """What one link gets of a step: ranges of the step's rows. In the slot, appended rows follow attending ones."""
 
     views: SlotViews
@@ -58,7 +58,7 @@ class Share:
         return self.n_attend + self.appended.stop - self.appended.start
 
 
-def shares(chunks: list[Chunk], views: dict[int, SlotViews]) -> list[Share]:
+def link_rows(chunks: list[Chunk], views: dict[int, SlotViews]) -> list[LinkRows]:
     """Split a step among its links. `views` has the slot of every link that the chunks name. Raises ValueError."""
     entries: dict[int, list[tuple[int, ...]]] = {}
     rows = ({}, {})  # link -> [start, stop), attending and appended
@@ -75,7 +75,7 @@ def shares(chunks: list[Chunk], views: dict[int, SlotViews]) -> list[Share]:
     result = []
     for index, table in entries.items():
         attending, appended = (slice(*kind.get(index, (0, 0))) for kind in rows)
-        share = Share(views[index], np.array(table, ROW_DTYPE), attending, appended)
+        share = LinkRows(views[index], np.array(table, ROW_DTYPE), attending, appended)
         limit = share.views.link.geometry.max_rows
         if share.n_rows > limit:
             raise ValueError(f"a step of {share.n_rows} rows for a link that takes {limit}")
@@ -86,7 +86,7 @@ def shares(chunks: list[Chunk], views: dict[int, SlotViews]) -> list[Share]:
 class Exchange:
     """The rows of one step on their way. Not to be shared by threads."""
 
-    def __init__(self, slot: int, shares: list[Share], device: torch.device, dtype: torch.dtype):
+    def __init__(self, slot: int, shares: list[LinkRows], device: torch.device, dtype: torch.dtype):
         self._slot, self._shares, self._device = slot, shares, device
         self._pending: list[Link] = []  # posted, not yet answered
         self._direct = device.type == "cpu" and len(shares) == 1

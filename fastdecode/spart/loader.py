@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
 from fastdecode.spart.config import CheckpointError, ModelConfig
-from fastdecode.spart.weights import TORCH_DTYPES, Allocation, Model, Slot, can_pack
+from fastdecode.spart.weights import TORCH_DTYPES, Allocation, Model, TensorTarget, can_pack
 
 log = logging.getLogger(__name__)
 
@@ -43,13 +43,13 @@ def load_model(
     stored = _scan(directory)
     own_head = "lm_head.weight" in stored and (not config.tied or _head_differs(stored))
     allocation = Allocation(config, device, dtype, own_head or not config.tied)
-    slots = _match(allocation.slots, stored, tied=config.tied)
+    targets = _match(allocation.targets, stored, tied=config.tied)
     with torch.inference_mode():
-        _copy(slots, progress)
-    parameters = sum(slot.target.numel() for slot in allocation.slots)
+        _copy(targets, progress)
+    parameters = sum(t.target.numel() for t in allocation.targets)
     weights = allocation.weights
     if can_pack(device, dtype):
-        del slots, allocation  # they hold every weight
+        del targets, allocation  # they hold every weight
         with torch.inference_mode():
             weights.pack()
     return Model(config, weights, device, dtype, parameters)
@@ -150,21 +150,21 @@ def _head_differs(stored: dict[str, _Stored]) -> bool:
     return not any(stored[name].shape == head.shape and torch.equal(_read(stored[name]), _read(head)) for name in names)
 
 
-def _match(slots: list[Slot], stored: dict[str, _Stored], tied: bool) -> list[tuple[Slot, _Stored]]:
+def _match(targets: list[TensorTarget], stored: dict[str, _Stored], tied: bool) -> list[tuple[TensorTarget, _Stored]]:
     pairs = []
-    for slot in slots:
-        tensor = stored.get(slot.name)
-        shape = tuple(slot.target.shape)
+    for target in targets:
+        tensor = stored.get(target.name)
+        shape = tuple(target.target.shape)
         if tensor is None:
-            missing = [s.name for s in slots if s.name not in stored]
+            missing = [s.name for s in targets if s.name not in stored]
             more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
             raise CheckpointError(f"the checkpoint lacks the tensor {missing[0]!r}{more}")
         if tensor.shape != shape:
-            raise CheckpointError(f"tensor {slot.name!r} has shape {tensor.shape}, config.json makes it {shape}")
+            raise CheckpointError(f"tensor {target.name!r} has shape {tensor.shape}, config.json makes it {shape}")
         if tensor.dtype not in _FLOATS:
-            raise CheckpointError(f"tensor {slot.name!r} is stored as {tensor.dtype}, not as F32, BF16 or F16")
-        pairs.append((slot, tensor))
-    wanted = {slot.name for slot in slots} | ({"lm_head.weight"} if tied else set())
+            raise CheckpointError(f"tensor {target.name!r} is stored as {tensor.dtype}, not as F32, BF16 or F16")
+        pairs.append((target, tensor))
+    wanted = {target.name for target in targets} | ({"lm_head.weight"} if tied else set())
     unused = sorted(name for name in stored if name not in wanted and not name.endswith(_DERIVED))
     if unused:
         shown = ", ".join(unused[:5]) + (", ..." if len(unused) > 5 else "")
@@ -172,13 +172,13 @@ def _match(slots: list[Slot], stored: dict[str, _Stored], tied: bool) -> list[tu
     return pairs
 
 
-def _copy(pairs: list[tuple[Slot, _Stored]], progress: bool) -> None:
-    total = sum(slot.target.nbytes for slot, _ in pairs)
+def _copy(pairs: list[tuple[TensorTarget, _Stored]], progress: bool) -> None:
+    total = sum(target.target.nbytes for target, _ in pairs)
     units = {"unit": "B", "unit_scale": True, "unit_divisor": 1024}
     with tqdm(total=total, desc="loading weights", disable=not progress, **units) as bar:
         for path in sorted({tensor.path for _, tensor in pairs}):
             with _open(path) as file:
-                for slot, tensor in pairs:
+                for target, tensor in pairs:
                     if tensor.path == path:
-                        slot.target.copy_(file.get_tensor(tensor.name))
-                        bar.update(slot.target.nbytes)
+                        target.target.copy_(file.get_tensor(tensor.name))
+                        bar.update(target.target.nbytes)

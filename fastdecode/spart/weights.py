@@ -1,8 +1,8 @@
 """A model's parameters on its device, in the shapes the decoder multiplies with.
 
-Every parameter is allocated once, empty, and filled in place by the loader from the tensors named in its `Slot`s. Where
-several of a checkpoint's matrices are applied to the same rows they are one parameter here: Q over K over V, gate over
-up.
+Every parameter is allocated once, empty, and filled in place by the loader from the tensors named in its
+`TensorTarget`s. Matrices of a checkpoint that multiply the same rows are one parameter here: Q over K over V, gate
+over up.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ TORCH_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bflo
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
+class TensorTarget:
     """Where a checkpoint's tensor goes: `target` is a view into a parameter, of the tensor's own shape."""
 
     name: str
@@ -161,14 +161,14 @@ class Model:
 
 
 class Allocation:
-    """Empty parameters for a configuration, and the slots that a checkpoint's tensors fill.
+    """Empty parameters for a configuration, and the targets that a checkpoint's tensors fill.
 
     `head` is separate from the embedding only if `own_head`: a checkpoint may bring a head though its config says tied.
     """
 
     def __init__(self, config: ModelConfig, device: torch.device, dtype: torch.dtype, own_head: bool):
         self._options = {"device": device, "dtype": dtype}
-        self.slots: list[Slot] = []
+        self.targets: list[TensorTarget] = []
         self.weights = _opt(self, config, own_head) if config.rope is None else _llama_like(self, config, own_head)
 
     def vector(self, name: str, size: int) -> torch.Tensor:
@@ -176,7 +176,7 @@ class Allocation:
 
     def matrix(self, name: str, *shape: int) -> torch.Tensor:
         target = torch.empty(shape, **self._options)
-        self.slots.append(Slot(name, target))
+        self.targets.append(TensorTarget(name, target))
         return target
 
     def linear(self, names: list[str], outs: list[int], width: int, bias: bool) -> Linear:
@@ -184,10 +184,10 @@ class Allocation:
         weight = torch.empty(sum(outs), width, **self._options)
         vector = torch.empty(sum(outs), **self._options) if bias else None
         for name, part in zip(names, weight.split(outs), strict=True):
-            self.slots.append(Slot(f"{name}.weight", part))
+            self.targets.append(TensorTarget(f"{name}.weight", part))
         if vector is not None:
             for name, part in zip(names, vector.split(outs), strict=True):
-                self.slots.append(Slot(f"{name}.bias", part))
+                self.targets.append(TensorTarget(f"{name}.bias", part))
         return Linear(weight, vector)
 
     def norm(self, name: str, config: ModelConfig) -> Norm:

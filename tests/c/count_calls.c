@@ -6,7 +6,8 @@
 #include <string.h>
 #include <sys/prctl.h>
 
-extern void *__libc_malloc(size_t), *__libc_calloc(size_t, size_t), *__libc_realloc(void *, size_t), *__libc_memalign(size_t, size_t);
+extern void *__libc_malloc(size_t), *__libc_calloc(size_t, size_t), *__libc_realloc(void *, size_t),
+    *__libc_memalign(size_t, size_t);
 extern void __libc_free(void *);
 
 static unsigned long allocations, locks;

@@ -1,9 +1,10 @@
-/* What the fuzzers share. An input is a string of bytes that steers what a hostile peer does, from its coming to its going.
+/* What the fuzzers share. An input is a string of bytes that steers what a hostile peer does, from its coming to its
+ * going.
  *
- * A fuzzer defines fuzz_one, which runs one input, and fuzz_end, which checks what must hold after the last one. There are two
- * drivers: libFuzzer, which looks for inputs that reach new code (clang -fsanitize=fuzzer -DFD_LIBFUZZER), and the `main` below
- * with pseudo-random ones, for compilers without it: PROGRAM [inputs [first seed [seconds]]] ends with the later of both.
- * tests/test_fuzz.py builds and runs them.
+ * A fuzzer defines fuzz_one, which runs one input, and fuzz_end, which checks what must hold after the last one. There
+ * are two drivers: libFuzzer, which looks for inputs that reach new code (clang -fsanitize=fuzzer -DFD_LIBFUZZER), and
+ * the `main` below with pseudo-random ones, for compilers without it: PROGRAM [inputs [first seed [seconds]]] ends with
+ * the later of both. tests/test_fuzz.py builds and runs them.
  */
 #ifndef FD_FUZZ_H
 #define FD_FUZZ_H
@@ -14,12 +15,12 @@
 #include <string.h>
 #include <time.h>
 
-#define REQUIRE(condition) \
-    do { \
-        if (!(condition)) { \
-            fprintf(stderr, "%s:%d: %s does not hold\n", __FILE__, __LINE__, #condition); \
-            abort(); \
-        } \
+#define REQUIRE(condition)                                                                                             \
+    do {                                                                                                               \
+        if (!(condition)) {                                                                                            \
+            fprintf(stderr, "%s:%d: %s does not hold\n", __FILE__, __LINE__, #condition);                              \
+            abort();                                                                                                   \
+        }                                                                                                              \
     } while (0)
 
 static void fuzz_one(const uint8_t *data, size_t size);
@@ -38,7 +39,8 @@ static inline uint32_t take(input_t *in, uint32_t bytes) {
 /* A number that has a good chance of standing at an edge of `bound`. */
 static inline uint32_t edgy(input_t *in, uint32_t bound) {
     uint32_t x = take(in, 1);
-    const uint32_t edges[] = {0, 1, bound - 1, bound, bound + 1, 127, 128, 129, 1u << 31, UINT32_MAX, UINT32_MAX - 63, bound / 2};
+    const uint32_t edges[] = {0,   1,   bound - 1, bound,      bound + 1,       127,
+                              128, 129, 1u << 31,  UINT32_MAX, UINT32_MAX - 63, bound / 2};
     if (x < 64) return edges[x % 12];
     return x < 72 ? take(in, 4) : bound ? take(in, 2) % bound : 0;
 }

@@ -1,7 +1,9 @@
-/* Throws mutated calls, row tables and control operations at an R-engine, beside a well-behaved link whose answers must stay right.
+/* Throws mutated calls, row tables and control operations at an R-engine, beside a well-behaved link whose answers must
+ * stay right.
  *
- * See fuzz.h for what an input is, and hostile_link for what it does. Every bell rung must be answered, whatever lies behind it,
- * and nothing may trip a sanitizer. The first byte chooses among engines of every instruction set, the others the KV format.
+ * See fuzz.h for what an input is, and hostile_link for what it does. Every bell rung must be answered, whatever lies
+ * behind it, and nothing may trip a sanitizer. The first byte chooses among engines of every instruction set, the
+ * others the KV format.
  */
 #include <math.h>
 
@@ -50,8 +52,9 @@ static target_t targets[FD_ISAS];
 static target_t *target_of(uint32_t isa) {
     target_t *t = &targets[isa];
     if (t->engine) return t;
-    fd_engine_config_t config = {1 + isa % 3, NULL, fd_isa_supported(isa) ? isa : FD_ISA_SCALAR, 20, 64 << 20,
-                                 FD_HUGE_MADVISE, isa % 3 == 2, isa % 3 == 1};
+    fd_engine_config_t config = {1 + isa % 3,  NULL,        fd_isa_supported(isa) ? isa : FD_ISA_SCALAR,
+                                 20,           64 << 20,    FD_HUGE_MADVISE,
+                                 isa % 3 == 2, isa % 3 == 1};
     t->engine = fd_engine_new(&config, err, sizeof err);
     REQUIRE(t->engine);
     uint32_t window = 0;
@@ -96,12 +99,14 @@ static void good_call(target_t *good) {
         memcpy(good->v[good->length + j], kv + j * 2 * HEAD + HEAD, sizeof good->v[0]);
     }
     *(fd_row_t *)((uint8_t *)slot + y.table) = (fd_row_t){1, 7, good->length, n, FD_ROW_ATTEND, 0};
-    slot->call = (fd_call_t){.seq = ++good->seq, .flags = FD_CALL_NEW_STEP, .n_entries = 1, .n_rows = n, .n_attend_rows = n};
+    slot->call =
+        (fd_call_t){.seq = ++good->seq, .flags = FD_CALL_NEW_STEP, .n_entries = 1, .n_rows = n, .n_attend_rows = n};
     ring(good->link, good->region, slot, good->seq);
     const fd_reply_t *reply = answer(slot, good->seq);
     REQUIRE(reply->status == FD_OK && reply->n_attend_rows == n);
     for (uint32_t j = 0; j < n; j++)
-        check_row(good, q + j * GROUP * HEAD, (float *)((uint8_t *)slot + y.o) + j * GROUP * HEAD, good->length + j + 1);
+        check_row(good, q + j * GROUP * HEAD, (float *)((uint8_t *)slot + y.o) + j * GROUP * HEAD,
+                  good->length + j + 1);
     good->length += n;
 }
 
@@ -193,10 +198,13 @@ static void scribble(hostile_t *h, input_t *in, uint32_t slot) {
         size_t at = take(in, 1) % 2 ? take(in, 2) % 1024 : take(in, 3);
         uint8_t *byte = base + at % span;
         /* The reply's half is ours as well, but we wait on its bell. */
-        if (byte >= (uint8_t *)slot_part(h, slot, offsetof(fd_slot_t, reply_bell)) && byte < (uint8_t *)slot_part(h, slot, h->y.table)) continue;
+        if (byte >= (uint8_t *)slot_part(h, slot, offsetof(fd_slot_t, reply_bell)) &&
+            byte < (uint8_t *)slot_part(h, slot, h->y.table))
+            continue;
         *(volatile uint8_t *)byte = (uint8_t)take(in, 1);
     }
-    if (take(in, 1) % 8 == 0) __atomic_store_n(&((fd_region_header_t *)h->region)->engine_asleep, take(in, 1), __ATOMIC_RELAXED);
+    if (take(in, 1) % 8 == 0)
+        __atomic_store_n(&((fd_region_header_t *)h->region)->engine_asleep, take(in, 1), __ATOMIC_RELAXED);
 #endif
 }
 
@@ -214,10 +222,8 @@ static void hostile_call(hostile_t *h, input_t *in) {
     REQUIRE(table);
     fd_call_t call = {0};
     bool fresh = mode < 5 || !h->slots[slot].call.n_rows;
-    if (fresh)
-        good_step(h, in, table, &call);
-    else
-        call = h->slots[slot].call;
+    if (fresh) good_step(h, in, table, &call);
+    else call = h->slots[slot].call;
     call.layer = take(in, 1) % h->g.n_layers;
     uint64_t bell = h->slots[slot].bell + 1;
     call.seq = bell;
@@ -277,14 +283,13 @@ static void hostile_link(target_t *target, input_t *in) {
     hostile_t h;
     open_hostile(&h, target->engine, in);
     while (in->at < in->end) {
-        if (take(in, 1) % 4)
-            hostile_call(&h, in);
-        else
-            control(&h, in);
+        if (take(in, 1) % 4) hostile_call(&h, in);
+        else control(&h, in);
     }
     good_call(target);
     for (uint32_t i = 0; i < SEQS; i++) /* all pages come back, whatever happened */
-        for (uint32_t tag = 0; fd_link_free(h.link, i, h.seqs[i].tag, err, sizeof err) && tag < 256; tag++) h.seqs[i].tag = tag;
+        for (uint32_t tag = 0; fd_link_free(h.link, i, h.seqs[i].tag, err, sizeof err) && tag < 256; tag++)
+            h.seqs[i].tag = tag;
     fd_engine_remove_link(target->engine, h.link);
     free(h.region);
 }

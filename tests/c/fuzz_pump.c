@@ -1,8 +1,8 @@
-/* Throws bytes at both ends of a TCP link's data connection: calls at a pump with an R-engine behind it, replies at a pump with
- * an S-node's port before it.
+/* Throws bytes at both ends of a TCP link's data connection: calls at a pump with an R-engine behind it, replies at a
+ * pump with an S-node's port before it.
  *
- * What is well formed must be answered, or arrive, whatever pieces it comes in; after anything else the link must end, say why
- * and leave nothing behind. See fuzz.h for what an input is.
+ * What is well formed must be answered, or arrive, whatever pieces it comes in; after anything else the link must end,
+ * say why and leave nothing behind. See fuzz.h for what an input is.
  */
 #define _GNU_SOURCE
 #include <poll.h>
@@ -30,7 +30,9 @@ typedef struct {
     fd_link_t *link;
 } end_t;
 
-enum { MAX_BODY = 6 * (sizeof(fd_row_t) + 4 * 8 * 4 + 2 * 2 * 8 * 4) }; /* of a message with all the rows that the geometry allows */
+enum {
+    MAX_BODY = 6 * (sizeof(fd_row_t) + 4 * 8 * 4 + 2 * 2 * 8 * 4)
+}; /* of a message with all the rows that the geometry allows */
 
 typedef struct {
     fd_frame_t frame;
@@ -51,14 +53,15 @@ static void open_end(end_t *e, fd_side_t side) {
     e->region = aligned_alloc(FD_REGION_PAGE, e->y.region_bytes);
     REQUIRE(e->region);
     memset(e->region, 0, e->y.region_bytes);
-    *(fd_region_header_t *)e->region = (fd_region_header_t){.magic = FD_REGION_MAGIC, .version = FD_PROTOCOL_VERSION, .geometry = geometry};
+    *(fd_region_header_t *)e->region =
+        (fd_region_header_t){.magic = FD_REGION_MAGIC, .version = FD_PROTOCOL_VERSION, .geometry = geometry};
     REQUIRE(fd_port_init(&e->port, e->region, &geometry, 20) == 0);
     e->pump = fd_pump_new(side, e->region, &geometry, &e->port.down);
     REQUIRE(e->pump);
     if (side == FD_SIDE_R) {
         const uint32_t windows[2] = {0, 70};
         fd_lease_t lease = {FD_KV_FP16, 8, 4, 0.3f, windows};
-        e->notify = (fd_notify_t){fd_pump_send, e->pump, fd_pump_look};
+        e->notify = (fd_notify_t){fd_pump_send, e->pump, fd_pump_poll};
         e->link = fd_engine_add_link(engine, e->region, &geometry, &lease, &e->notify, err, sizeof err);
         REQUIRE(e->link);
     } else {
@@ -138,7 +141,8 @@ static void mutate(message_t *m, input_t *in, fd_side_t side) {
 static void expect_the_end(end_t *e) {
     message_t m;
     shutdown(e->sock, SHUT_WR);
-    while (receive_message(e, &m)) {} /* what was in order so far may yet be answered */
+    while (receive_message(e, &m)) {
+    } /* what was in order so far may yet be answered */
     await(e->port.down.fd);
     REQUIRE(fd_is_down(&e->port.down) && e->port.down.reason[0]);
     n_cut_off++;
@@ -160,10 +164,13 @@ static void hostile_calls(input_t *in) {
         if (take(in, 1) % 8 == 0) ((uint8_t *)&row)[take(in, 1) % sizeof row] ^= (uint8_t)take(in, 1);
         uint8_t *body = (uint8_t *)(&m.call + 1);
         memcpy(body, &row, sizeof row);
-        m.call = (fd_call_t){.seq = seq[slot] + 1, .flags = FD_CALL_NEW_STEP, .n_entries = 1, .n_rows = rows, .n_attend_rows = attend};
-        m.frame = (fd_frame_t){FD_FRAME_MAGIC, slot, sizeof m.call + sizeof row + attend * e.y.q_row_bytes + rows * e.y.kv_row_bytes};
+        m.call = (fd_call_t){
+            .seq = seq[slot] + 1, .flags = FD_CALL_NEW_STEP, .n_entries = 1, .n_rows = rows, .n_attend_rows = attend};
+        m.frame = (fd_frame_t){FD_FRAME_MAGIC, slot,
+                               sizeof m.call + sizeof row + attend * e.y.q_row_bytes + rows * e.y.kv_row_bytes};
         size_t n = message_bytes(&m);
-        for (uint32_t i = take(in, 1) % 8; i; i--) body[sizeof row + take(in, 2) % (MAX_BODY - sizeof row)] = (uint8_t)take(in, 1);
+        for (uint32_t i = take(in, 1) % 8; i; i--)
+            body[sizeof row + take(in, 2) % (MAX_BODY - sizeof row)] = (uint8_t)take(in, 1);
         uint32_t what = take(in, 1) % 16;
         if (what == 0) {
             mutate(&m, in, FD_SIDE_R);
@@ -206,7 +213,8 @@ static void hostile_replies(input_t *in) {
         message_t m, r = {0};
         REQUIRE(receive_message(&e, &m) && m.frame.slot == slot && !memcmp(&m.call, &call, sizeof call));
         REQUIRE(m.frame.length == sizeof call + sizeof(fd_row_t) + rows * (e.y.q_row_bytes + e.y.kv_row_bytes));
-        uint32_t status = take(in, 1) % 4 ? FD_OK : take(in, 1) % (FD_INTERNAL + 1), o_rows = status == FD_OK ? rows : 0;
+        uint32_t status = take(in, 1) % 4 ? FD_OK : take(in, 1) % (FD_INTERNAL + 1),
+                 o_rows = status == FD_OK ? rows : 0;
         r.reply = (fd_reply_t){.seq = call.seq, .status = status, .n_attend_rows = o_rows};
         memset(r.reply.message, take(in, 1), sizeof r.reply.message);
         r.frame = (fd_frame_t){FD_FRAME_MAGIC, slot, sizeof r.reply + o_rows * e.y.q_row_bytes};
@@ -222,14 +230,17 @@ static void hostile_replies(input_t *in) {
         fd_reply_t reply;
         if (what > 2) {
             REQUIRE(fd_port_wait(&e.port, slot, PATIENCE_NS, &reply, &misuse) == FD_PORT_OK && reply.status == status);
-            REQUIRE(!memcmp(e.region + e.y.slot0 + slot * e.y.slot_bytes + e.y.o, &right.reply + 1, o_rows * e.y.q_row_bytes));
+            REQUIRE(!memcmp(e.region + e.y.slot0 + slot * e.y.slot_bytes + e.y.o, &right.reply + 1,
+                            o_rows * e.y.q_row_bytes));
             n_replies++;
             continue;
         }
-        /* A mutation may yet be a reply: one with another status, say. The port then has it, else the connection has ended. */
+        /* A mutation may yet be a reply: one with another status, say. The port then has it, else the connection has
+         * ended. */
         shutdown(e.sock, SHUT_WR);
         if (fd_port_wait(&e.port, slot, PATIENCE_NS, &reply, &misuse) == FD_PORT_OK) {
-            REQUIRE(what == 0 && reply.seq == call.seq && reply.status <= FD_INTERNAL && memchr(reply.message, 0, sizeof reply.message));
+            REQUIRE(what == 0 && reply.seq == call.seq && reply.status <= FD_INTERNAL &&
+                    memchr(reply.message, 0, sizeof reply.message));
         } else {
             REQUIRE(fd_is_down(&e.port.down) && !strstr(e.port.down.reason, "no reply"));
             n_bad_replies++;

@@ -1,10 +1,11 @@
-/* The kernels of a machine that is emulated, for tests/emulated.py: does on stdin's behalf what the CPython module does at home.
+/* The kernels of a machine that is emulated, for tests/emulated.py: does on stdin's behalf what the CPython module does
+ * at home.
  *
  *   request  request_t, then `n_buffers` times: a size in bytes (uint32_t) and that many bytes
  *   reply    the first `n_written` of the buffers, as they are afterwards
  *
- * Numbers are little-endian. Every buffer ends where an unmapped page begins: whoever reads or writes beyond it dies of that.
- * Exits with 0 when stdin ends, with 1 and a sentence for what it cannot do.
+ * Numbers are little-endian. Every buffer ends where an unmapped page begins: whoever reads or writes beyond it dies of
+ * that. Exits with 0 when stdin ends, with 1 and a sentence for what it cannot do.
  */
 #define _GNU_SOURCE
 #include <stdio.h>
@@ -61,13 +62,15 @@ static void append(const request_t *r, const fd_kv_ops_t *ops, buffer_t *b) {
         const uint32_t t = r->token + i;
         uint8_t *chunk = b[0].at + t / FD_PAGE_TOKENS * chunk_bytes;
         const size_t row = (size_t)i * r->head_size;
-        ops->append(chunk, r->head_size, t % FD_PAGE_TOKENS, (const float *)b[1].at + row, (const float *)b[2].at + row);
+        ops->append(chunk, r->head_size, t % FD_PAGE_TOKENS, (const float *)b[1].at + row,
+                    (const float *)b[2].at + row);
     }
 }
 
 /* Buffers: acc, m, l, o (empty: not asked for), the run of pages, which of them (uint32_t), q. */
 static void attend(const request_t *r, const fd_kv_ops_t *ops, buffer_t *b) {
-    const size_t head_bytes = fd_kv_chunk_bytes((fd_kv_dtype_t)r->dtype, r->head_size), page_bytes = r->heads * head_bytes;
+    const size_t head_bytes = fd_kv_chunk_bytes((fd_kv_dtype_t)r->dtype, r->head_size),
+                 page_bytes = r->heads * head_bytes;
     const uint32_t n_chunks = b[5].bytes / sizeof(uint32_t);
     const uint8_t **chunks = malloc((n_chunks + 1) * sizeof *chunks);
     if (!chunks) fail("no memory");
@@ -100,7 +103,8 @@ static void attend(const request_t *r, const fd_kv_ops_t *ops, buffer_t *b) {
 
 static void serve(const request_t *r, buffer_t *b) {
     fd_isa_t isa;
-    if (fd_isa_from_name(r->isa, &isa) || !fd_isa_supported(isa)) fail("the ISA is unknown or not supported by this CPU");
+    if (fd_isa_from_name(r->isa, &isa) || !fd_isa_supported(isa))
+        fail("the ISA is unknown or not supported by this CPU");
     const fd_kv_ops_t *kv = fd_kv_ops((fd_kv_dtype_t)r->dtype, isa);
     const fd_vec_ops_t *vec = fd_vec_ops(isa);
     if (strcmp(kv->isa, r->isa)) fail("the kernels are not of the ISA asked for");

@@ -1,19 +1,20 @@
 /* The RDMA poster over a device that is not there: two posters, and a provider whose WRITEs are memcpy.
  *
- * Checks that what a call or reply uses arrives and nothing else does, bell last; that a queue too short for all that is
- * posted loses nothing; that errors are named; and that what a peer does to a region harms only its own link. Exits with 0.
+ * Checks that what a call or reply uses arrives and nothing else does, bell last; that a queue too short for all that
+ * is posted loses nothing; that errors are named; and that what a peer does to a region harms only its own link. Exits
+ * with 0.
  */
 #include <stdio.h>
 #include <stdlib.h>
 
 #include "rdma_poster.h"
 
-#define CHECK(condition)                                                                              \
-    do {                                                                                              \
-        if (!(condition)) {                                                                           \
-            fprintf(stderr, "%s:%d: %s does not hold\n", __FILE__, __LINE__, #condition);             \
-            exit(1);                                                                                  \
-        }                                                                                             \
+#define CHECK(condition)                                                                                               \
+    do {                                                                                                               \
+        if (!(condition)) {                                                                                            \
+            fprintf(stderr, "%s:%d: %s does not hold\n", __FILE__, __LINE__, #condition);                              \
+            exit(1);                                                                                                   \
+        }                                                                                                              \
     } while (0)
 
 enum { MAX_CQES = 4096 };
@@ -49,7 +50,8 @@ static int post_send(fd_ibv_qp_t *qp, fd_ibv_send_wr_t *wr, fd_ibv_send_wr_t **b
         CHECK(sge->length > 0 && sge->length <= d->max_message);
         uint64_t to = wr->remote_addr - (uintptr_t)d->remote;
         CHECK(to < d->region_bytes && sge->length <= d->region_bytes - to);
-        if (!(wr->send_flags & FD_IBV_SEND_INLINE)) { /* what is not inlined lies in the registered region, at the same place */
+        if (!(wr->send_flags &
+              FD_IBV_SEND_INLINE)) { /* what is not inlined lies in the registered region, at the same place */
             CHECK(sge->lkey == d->lkey && sge->addr - (uintptr_t)d->local == to);
         } else {
             CHECK(sge->length <= FD_INLINE_BYTES);
@@ -133,7 +135,12 @@ static void open_end(pair_t *p, end_t *e, end_t *other, fd_side_t side, uint32_t
 }
 
 static void open_pair(pair_t *p, uint32_t max_message, uint32_t depth) {
-    p->g = (fd_geometry_t){.n_slots = 3, .max_rows = 40, .n_layers = 2, .n_q_heads = 4, .n_kv_heads = 2, .head_size = 64,
+    p->g = (fd_geometry_t){.n_slots = 3,
+                           .max_rows = 40,
+                           .n_layers = 2,
+                           .n_q_heads = 4,
+                           .n_kv_heads = 2,
+                           .head_size = 64,
                            .act_dtype = FD_ACT_FP32};
     p->y = fd_region_layout(&p->g);
     p->s.region = aligned_alloc(FD_REGION_PAGE, p->y.region_bytes);
@@ -143,7 +150,7 @@ static void open_pair(pair_t *p, uint32_t max_message, uint32_t depth) {
     memset(p->r.region, 0, p->y.region_bytes);
     open_end(p, &p->s, &p->r, FD_SIDE_S, max_message, depth);
     open_end(p, &p->r, &p->s, FD_SIDE_R, max_message, depth);
-    CHECK(((fd_region_header_t *)p->r.region)->unrung && !((fd_region_header_t *)p->s.region)->unrung);
+    CHECK(((fd_region_header_t *)p->r.region)->no_wakeup && !((fd_region_header_t *)p->s.region)->no_wakeup);
 }
 
 static void close_end(end_t *e) {
@@ -171,13 +178,18 @@ static fd_slot_t *slot_of(pair_t *p, end_t *e, uint32_t slot) { return fd_slot_a
 static void put_call(pair_t *p, uint32_t slot, uint64_t seq) {
     fd_slot_t *s = slot_of(p, &p->s, slot);
     uint32_t rows = 1 + (uint32_t)rand() % p->g.max_rows;
-    s->call = (fd_call_t){.seq = seq, .flags = rand() % 2, .layer = 1, .n_entries = 1 + (uint32_t)rand() % rows, .n_rows = rows,
+    s->call = (fd_call_t){.seq = seq,
+                          .flags = rand() % 2,
+                          .layer = 1,
+                          .n_entries = 1 + (uint32_t)rand() % rows,
+                          .n_rows = rows,
                           .n_attend_rows = (uint32_t)rand() % (rows + 1)};
     fill((uint8_t *)s + p->y.table, p->y.slot_bytes - p->y.table);
 }
 
 /* Bytes [from, to) of the slot are at one end what they are at the other up to `used`, and as they were beyond. */
-static void arrived(pair_t *p, end_t *from, end_t *to, const uint8_t *before, uint32_t slot, size_t at, size_t used, size_t end) {
+static void arrived(pair_t *p, end_t *from, end_t *to, const uint8_t *before, uint32_t slot, size_t at, size_t used,
+                    size_t end) {
     const uint8_t *sent = (uint8_t *)slot_of(p, from, slot), *got = (uint8_t *)slot_of(p, to, slot);
     CHECK(!memcmp(sent + at, got + at, used));
     CHECK(!memcmp(before + at + used, got + at + used, end - at - used));
@@ -260,7 +272,8 @@ static void error_is_named(int status, int refuse, const char *name) {
     close_pair(&p);
 }
 
-/* A peer that has acknowledged a call and then died is found out by ringing again; one that lives sees no other call. */
+/* A peer that has acknowledged a call and then died is found out by ringing again; one that lives sees no other call.
+ */
 static void ringing_again_finds_the_dead(void) {
     pair_t p;
     open_pair(&p, 1u << 20, 64);

@@ -5,9 +5,10 @@
 
 #include "verbs_abi.h"
 
-#define SAME_PLACE(ours, our_field, theirs, their_field)                                                                  \
-    _Static_assert(offsetof(ours, our_field) == offsetof(theirs, their_field), #our_field " is elsewhere");                \
-    _Static_assert(sizeof(((ours *)0)->our_field) == sizeof(((theirs *)0)->their_field), #our_field " has another size")
+#define SAME_PLACE(ours, our_field, theirs, their_field)                                                               \
+    _Static_assert(offsetof(ours, our_field) == offsetof(theirs, their_field), #our_field " is elsewhere");            \
+    _Static_assert(sizeof(((ours *)0)->our_field) == sizeof(((theirs *)0)->their_field), #our_field " has another "    \
+                                                                                                    "size")
 #define SAME(ours, theirs, field) SAME_PLACE(ours, field, theirs, field)
 
 SAME(fd_ibv_sge_t, struct ibv_sge, addr);
@@ -48,7 +49,8 @@ SAME(fd_ibv_context_t, struct ibv_context, async_fd);
 
 _Static_assert((int)FD_IBV_QPT_RC == (int)IBV_QPT_RC, "queue pair type");
 _Static_assert((int)FD_IBV_WR_RDMA_WRITE == (int)IBV_WR_RDMA_WRITE, "opcode");
-_Static_assert((int)FD_IBV_SEND_SIGNALED == (int)IBV_SEND_SIGNALED && (int)FD_IBV_SEND_INLINE == (int)IBV_SEND_INLINE, "flags");
+_Static_assert((int)FD_IBV_SEND_SIGNALED == (int)IBV_SEND_SIGNALED && (int)FD_IBV_SEND_INLINE == (int)IBV_SEND_INLINE,
+               "flags");
 _Static_assert((int)FD_IBV_WC_SUCCESS == (int)IBV_WC_SUCCESS && (int)FD_IBV_WC_LOC_LEN_ERR == (int)IBV_WC_LOC_LEN_ERR &&
                    (int)FD_IBV_WC_LOC_QP_OP_ERR == (int)IBV_WC_LOC_QP_OP_ERR &&
                    (int)FD_IBV_WC_LOC_PROT_ERR == (int)IBV_WC_LOC_PROT_ERR &&

@@ -1,0 +1,1 @@
+"""The daemon of both roles: S-node, R-node, the links between them, and their configuration."""

@@ -1,0 +1,66 @@
+"""`fastdecode-node --check`: what this node sees of the machine."""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+
+from fastdecode import __version__
+from fastdecode.daemon.config import format_bytes
+from fastdecode.daemon.machine import available_memory, huge_pages, numa_nodes, usable_cpus
+from fastdecode.kernels import _native
+from fastdecode.transports import rdma_devices
+
+
+def report() -> str:
+    """One line a fact, for people."""
+    rows = [
+        ("fastdecode", f"{__version__}, Python {platform.python_version()}, {platform.system()} {platform.release()}"),
+        ("cores", f"{len(usable_cpus())} usable of {os.cpu_count()}"),
+        ("memory", f"{format_bytes(available_memory())} available"),
+        ("ISA", _isa()),
+        ("NUMA", _numa()),
+        ("huge pages", _huge_pages()),
+        ("memlock", _memlock()),
+        ("GPU", _gpu()),
+        ("RDMA", rdma_devices.report()),
+    ]
+    return "\n".join(f"{name:<11} {value}".replace("\n", f"\n{'':<11} ") for name, value in rows)
+
+
+def _isa() -> str:
+    forced = os.environ.get("FASTDECODE_ISA")
+    supported = _native.isa_supported()
+    if forced is None:
+        return f"{_native.isa_best()} (kernels for {', '.join(supported)})"
+    verdict = "forced by FASTDECODE_ISA" if forced in supported else "asked for by FASTDECODE_ISA, not to be had here"
+    return f"{forced} {verdict} (kernels for {', '.join(supported)})"
+
+
+def _numa() -> str:
+    nodes = (
+        f"node {n.number}: {len(n.cpus)} cpu(s), {format_bytes(n.free)} free, huge pages not counted"
+        for n in numa_nodes()
+    )
+    return "\n".join(nodes) or "not offered by this kernel"
+
+
+def _huge_pages() -> str:
+    pages = huge_pages()
+    hugetlb = f"{pages.free} of {pages.total} free, {format_bytes(pages.size)} each" if pages.size else "not offered"
+    return f"transparent: {pages.transparent or 'not offered'}; hugetlb: {hugetlb}"
+
+
+def _memlock() -> str:
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return "unlimited" if soft == resource.RLIM_INFINITY else format_bytes(soft)
+
+
+def _gpu() -> str:
+    import torch
+
+    if not torch.cuda.is_available():
+        return f"none (torch {torch.__version__})"
+    names = (torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count()))
+    return ", ".join(f"{p.name}, {format_bytes(p.total_memory)}" for p in names) + f" (torch {torch.__version__})"

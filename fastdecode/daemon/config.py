@@ -1,0 +1,335 @@
+"""The configuration of a node: one frozen dataclass, from which the command line is read.
+
+A field is an option of the same name. Its metadata say what it is for, which role it belongs to and how its text is
+parsed; a bad value, or an option of the other role, is an error at start.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from fastdecode import __version__
+from fastdecode.daemon.machine import parse_cpu_list
+
+
+class ConfigError(ValueError):
+    """A bad option; the message is a sentence that names it."""
+
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+
+
+# Beyond what any machine has, and within what the R-engine and the wire count in.
+_MAX_BYTES = 2**52
+_MAX_CPUS = 1024  # CPU_SETSIZE
+# Options that are numbers, and the largest each may be.
+_MOST = {
+    "mini_batches": 16,
+    "max_batch_tokens": 65536,
+    "threads": 512,
+    "s_threads": 512,
+    "spin_us": 60_000_000,
+    "trim_idle_s": 10**9,
+}
+#: Options that an S-node without R-nodes has for the one that it starts.
+EMBEDDED = ("kv_memory", "threads", "cpus", "numa_node", "huge_pages", "prefault", "trim_idle_s")
+
+
+def parse_bytes(text: str) -> int:
+    """ "4GiB", "512 MiB", "1e9", "4G" (decimal) -> bytes. Raises ValueError."""
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]*)?(?:e[0-9]+)?)\s*(?:([kmgt]i?)?b?)\s*", text.lower())
+    if not match or not 1 <= (size := float(match[1]) * _UNITS[match[2] or ""]) <= _MAX_BYTES:
+        raise ValueError(f"{text!r} is not a size such as 4GiB or 512MiB")
+    return int(size)
+
+
+def format_bytes(n: float) -> str:
+    """1536 -> "1.5 KiB"."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(n) < 1024:
+            return f"{n:.0f} {unit}" if unit == "B" else f"{n:.1f} {unit}"
+        n /= 1024
+    return f"{n:.1f} TiB"
+
+
+def _positive(text: str) -> int:
+    if (value := int(text)) < 1:
+        raise ValueError(f"{text} is not a positive number")
+    return value
+
+
+def _natural(text: str) -> int:
+    if (value := int(text)) < 0:
+        raise ValueError(f"{text} is negative")
+    return value
+
+
+def _port(text: str) -> int:
+    if not 0 <= (value := int(text)) <= 65535:
+        raise ValueError(f"{text} is not a TCP port (0 to 65535; 0: any free one)")
+    return value
+
+
+def _seconds(text: str) -> float:
+    if not 0 <= (value := float(text)) < float("inf"):
+        raise ValueError(f"{text} is not a time in seconds")
+    return value
+
+
+def _cpu_list(text: str) -> tuple[int, ...]:
+    cpus = parse_cpu_list(text, _MAX_CPUS)
+    if not cpus or len(set(cpus)) != len(cpus):
+        raise ValueError(f"{text!r} is not a list of cpus such as 0-3,8")
+    return cpus
+
+
+def _url(text: str) -> str:
+    if not urlsplit(text).scheme or "://" not in text:
+        raise ValueError(f"{text!r} is not a URL such as tcp://host:port or shm:///path/to/socket")
+    return text
+
+
+def _option(
+    help: str,
+    default: Any = None,
+    *,
+    role: str = "sr",
+    parse: Callable[[str], Any] = str,
+    choices: Sequence[str] | None = None,
+    metavar: str | None = None,
+) -> Any:
+    """A field of NodeConfig. A tuple default makes the option repeatable."""
+    metadata = {"help": help, "role": role, "parse": parse, "choices": choices, "metavar": metavar}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeConfig:
+    """Everything a node is told. `None` means: chosen from the machine or the model at start."""
+
+    role: str = _option("s: weights, API and scheduling. r: KV-cache and attention.", "s", choices=("s", "r"))
+    check: bool = _option("print what this node sees of the machine and exit", False)
+
+    model: Path | None = _option(
+        "Hugging Face model directory; default: the demo model", role="s", parse=Path, metavar="DIR"
+    )
+    served_model_name: str | None = _option(
+        "the model's name in the API; default: the directory's", role="s", metavar="NAME"
+    )
+    host: str = _option("address the API listens on", "127.0.0.1", role="s")
+    port: int = _option("port the API listens on", 8000, role="s", parse=_port)
+    api_key_file: Path | None = _option(
+        "file with the key clients must present; default: none", role="s", parse=Path, metavar="FILE"
+    )
+    r_node: tuple[str, ...] = _option(
+        "an R-node to use (repeatable); default: an embedded one, started as a child over shared memory",
+        (),
+        role="s",
+        parse=_url,
+        metavar="URL",
+    )
+    connect_seconds: float = _option(
+        "at start, how long to wait for R-nodes that cannot be reached yet", 30.0, role="s", parse=_seconds
+    )
+    device: str = _option("where the S-Part runs", "auto", role="s", choices=("auto", "cpu", "cuda"))
+    dtype: str = _option(
+        "dtype of weights and activations; auto: the checkpoint's, or what the CPU is good at",
+        "auto",
+        role="s",
+        choices=("auto", "fp32", "bf16", "fp16"),
+    )
+    kv_dtype: str = _option(
+        "format of the KV-cache; int8-int4: K in int8, V in int4",
+        "fp16",
+        role="s",
+        choices=("fp32", "fp16", "bf16", "int8", "int4", "int8-int4"),
+    )
+    kv_lease: int | None = _option(
+        "KV-cache memory to ask of each R-node; default: all it has free", role="s", parse=parse_bytes, metavar="SIZE"
+    )
+    max_model_len: int | None = _option(
+        "longest sequence, prompt and output; default: the model's", role="s", parse=_positive, metavar="TOKENS"
+    )
+    mini_batches: int | None = _option(
+        "mini-batches in flight: the S-Part of one overlaps the R-Part of another; default: 2, or 1 where both parts "
+        "take turns on the same cores",
+        role="s",
+        parse=_positive,
+    )
+    max_batch_size: int = _option("sequences a mini-batch", 256, role="s", parse=_positive)
+    max_batch_tokens: int = _option(
+        "rows a step: decoding sequences and prompt tokens together", 512, role="s", parse=_positive
+    )
+    max_queued: int = _option(
+        "requests that may wait before further ones are refused (429)", 1024, role="s", parse=_natural
+    )
+    no_prefix_cache: bool = _option(
+        "compute every prompt anew: share no cache between sequences and keep none of those that have ended",
+        False,
+        role="s",
+    )
+    s_threads: int | None = _option("threads of the S-Part on a CPU", role="s", parse=_positive)
+    drain_seconds: float = _option("on SIGTERM, how long running requests may go on", 5.0, role="s", parse=_seconds)
+
+    listen: tuple[str, ...] = _option(
+        "where S-nodes connect (repeatable): tcp://host:port, shm:///path/to/socket",
+        (),
+        role="r",
+        parse=_url,
+        metavar="URL",
+    )
+    insecure: bool = _option("allow listening beyond this host without --secret-file", False, role="r")
+
+    kv_memory: int | None = _option(
+        "memory for the KV-cache of this (or the embedded) R-node", parse=parse_bytes, metavar="SIZE"
+    )
+    threads: int | None = _option("attention threads of this (or the embedded) R-node", parse=_positive)
+    cpus: tuple[int, ...] | None = _option(
+        "pin the attention threads to these cpus, e.g. 0-3,8", parse=_cpu_list, metavar="LIST"
+    )
+    numa_node: int | None = _option(
+        "bind this (or the embedded) R-node, its threads and its memory, to this NUMA node", parse=_natural, metavar="N"
+    )
+    huge_pages: str = _option(
+        "of the KV-cache. madvise: transparent ones; hugetlb: of the pool that vm.nr_hugepages sets aside",
+        "madvise",
+        choices=("madvise", "hugetlb", "off"),
+    )
+    prefault: bool = _option("fault the KV-cache in as soon as it is leased, not as it fills", False)
+    trim_idle_s: float = _option(
+        "after so many seconds without a call, give the free part of a lease back to the OS; 0: only when it ends",
+        0.0,
+        parse=_seconds,
+        metavar="SECONDS",
+    )
+    spin_us: int | None = _option(
+        "microseconds to spin for the other side before sleeping; default: 50 for a reply at the S-node, 100 for calls "
+        "at an R-node",
+        parse=_natural,
+    )
+    secret_file: Path | None = _option(
+        "file with the secret that S-nodes and R-nodes share", parse=Path, metavar="FILE"
+    )
+    log_level: str = _option("what to log", "info", choices=("debug", "info", "warning", "error"))
+
+    def __post_init__(self) -> None:
+        for f in dataclasses.fields(self):
+            if self.role not in f.metadata["role"] and getattr(self, f.name) != f.default:
+                raise ConfigError(f"{_flag(f.name)} is not an option of --role {self.role}")
+        if self.role == "r" and not self.listen and not self.check:
+            raise ConfigError(
+                "--role r needs --listen, e.g. --listen shm:///tmp/r.sock or --listen tcp://127.0.0.1:7300"
+            )
+        if self.r_node:
+            for name in EMBEDDED:
+                if getattr(self, name) != _DEFAULTS[name]:
+                    raise ConfigError(f"{_flag(name)} is for the embedded R-node; with --r-node give it to that node")
+        if self.cpus is not None and self.threads is not None and len(self.cpus) != self.threads:
+            raise ConfigError(f"--cpus names {len(self.cpus)} cpus for --threads {self.threads}")
+        if self.trim_idle_s and (self.prefault or self.huge_pages == "hugetlb"):
+            other = "--prefault" if self.prefault else "--huge-pages hugetlb"
+            raise ConfigError(f"--trim-idle-s gives memory back that {other} is to keep: one or the other")
+        for name, most in _MOST.items():
+            if (getattr(self, name) or 0) > most:
+                raise ConfigError(f"{_flag(name)} is at most {most}")
+        if self.max_batch_size > self.max_batch_tokens:
+            raise ConfigError("--max-batch-size is larger than --max-batch-tokens: every sequence needs a row")
+
+    def read_secret(self) -> bytes | None:
+        """The shared secret, without surrounding white space. Raises ConfigError."""
+        return _read_key(self.secret_file, "--secret-file")
+
+    def read_api_key(self) -> str | None:
+        """The API's key. Raises ConfigError."""
+        key = _read_key(self.api_key_file, "--api-key-file")
+        try:
+            return None if key is None else key.decode()
+        except UnicodeDecodeError:
+            raise ConfigError(f"--api-key-file {self.api_key_file} is not text") from None
+
+    def to_args(self, names: Sequence[str]) -> list[str]:
+        """The options of these fields as a command line; what is left at its default is left out."""
+        args = []
+        for name in names:
+            value = getattr(self, name)
+            if value is True:
+                args.append(_flag(name))
+            elif value != _DEFAULTS[name]:
+                args += [_flag(name), ",".join(map(str, value)) if isinstance(value, tuple) else str(value)]
+        return args
+
+    @classmethod
+    def from_args(cls, argv: Sequence[str] | None = None) -> NodeConfig:
+        """Parse a command line. Prints usage and exits with 2 on a bad one."""
+        parser = argparse.ArgumentParser(
+            prog="fastdecode-node",
+            description="One daemon, two roles: the S-node computes everything that has weights and serves the API, "
+            "R-nodes hold the KV-cache and attend.",
+            allow_abbrev=False,
+        )
+        parser.add_argument("--version", action="version", version=f"fastdecode {__version__}")
+        groups = {
+            "sr": parser.add_argument_group("both roles"),
+            "s": parser.add_argument_group("--role s"),
+            "r": parser.add_argument_group("--role r"),
+        }
+        for f in dataclasses.fields(cls):
+            _add_argument(groups[f.metadata["role"]], f)
+        given = {name: value for name, value in vars(parser.parse_args(argv)).items() if value is not None}
+        given = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
+        try:
+            return cls(**given)
+        except ConfigError as error:
+            parser.error(str(error))
+
+
+_DEFAULTS = {f.name: f.default for f in dataclasses.fields(NodeConfig)}
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _add_argument(group: argparse._ArgumentGroup, f: dataclasses.Field) -> None:
+    meta = f.metadata
+    if isinstance(f.default, bool):
+        group.add_argument(_flag(f.name), action="store_true", default=None, help=meta["help"])
+        return
+
+    def parse(text: str) -> Any:
+        try:
+            return meta["parse"](text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    help_text = meta["help"]
+    if f.default not in (None, ()):
+        help_text += f" (default: {f.default})"
+    group.add_argument(
+        _flag(f.name),
+        action="append" if isinstance(f.default, tuple) else "store",
+        type=parse,
+        choices=meta["choices"],
+        metavar=meta["metavar"],
+        default=None,
+        help=help_text,
+    )
+
+
+def _read_key(path: Path | None, flag: str) -> bytes | None:
+    if path is None:
+        return None
+    try:
+        key = path.read_bytes().strip()
+    except OSError as error:
+        raise ConfigError(f"{flag} {path}: {error.strerror}") from None
+    if not key:
+        raise ConfigError(f"{flag} {path} is empty")
+    return key

@@ -1,0 +1,94 @@
+"""`fastdecode-node`: the daemon of both roles. Everything it needs is in its NodeConfig."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+from collections.abc import Sequence
+
+import uvloop
+
+from fastdecode.daemon.config import ConfigError, NodeConfig, format_bytes
+from fastdecode.daemon.machine import available_memory, huge_pages, numa_nodes, usable_cpus
+from fastdecode.daemon.shutdown import wait_for_shutdown
+from fastdecode.transports.base import TransportError
+
+log = logging.getLogger(__name__)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Console script. Exit status: 0 after a clean end, 2 on a bad option, 130 if interrupted while it loads, 1 if
+    anything else keeps it from running."""
+    config = NodeConfig.from_args(argv)
+    logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)-7s %(name)s: %(message)s")
+    try:
+        if config.check:
+            from fastdecode.daemon.check import report
+
+            print(report())
+        elif config.role == "r":
+            uvloop.run(run_r_node(config))
+        else:
+            from fastdecode.daemon.snode import run_s_node
+
+            run_s_node(config)
+    except ConfigError as error:
+        _end(error, 2)
+    except KeyboardInterrupt:
+        sys.exit(130)  # before wait_for_shutdown: nothing was running yet
+    except (TransportError, OSError, RuntimeError, MemoryError, ValueError) as error:
+        log.debug("the node ended", exc_info=True)
+        _end(error, 1)
+
+
+def _end(error: BaseException, status: int) -> None:
+    print(f"fastdecode-node: error: {error}", file=sys.stderr)
+    sys.exit(status)
+
+
+def _kv_memory(config: NodeConfig) -> int:
+    """Bytes for the KV-cache: as told, else half of what is available, or all free pages of the hugetlb pool."""
+    if config.huge_pages == "hugetlb":
+        pages = huge_pages()
+        return config.kv_memory or max(1, pages.free) * pages.size
+    free = [available_memory(), *(n.free for n in numa_nodes() if n.number == config.numa_node)]
+    if config.prefault and (config.kv_memory or 0) > min(free):
+        raise ConfigError(
+            f"--prefault: of --kv-memory {format_bytes(config.kv_memory)} only {format_bytes(min(free))} are free"
+        )
+    return config.kv_memory or min(free) // 2
+
+
+async def run_r_node(config: NodeConfig) -> None:
+    """The R-node: one R-engine, any number of links, until SIGTERM."""
+    from fastdecode.daemon.rnode import RNode, bind_to_node
+
+    told = asyncio.create_task(wait_for_shutdown())
+    if config.numa_node is not None:
+        bind_to_node(config.numa_node)
+        if wrong := set(config.cpus or ()) - os.sched_getaffinity(0):
+            raise ConfigError(f"--cpus: {min(wrong)} is not a cpu of --numa-node {config.numa_node}")
+    threads = config.threads or (len(config.cpus) if config.cpus else len(usable_cpus()))
+    kv_memory = _kv_memory(config)
+    node = RNode(
+        threads=threads,
+        kv_bytes=kv_memory,
+        cpus=config.cpus,
+        spin_us=config.spin_us,
+        huge_pages=config.huge_pages,
+        prefault=config.prefault,
+        trim_idle_s=config.trim_idle_s,
+    )
+    try:
+        for url in await node.serve(config.listen, config.read_secret(), insecure=config.insecure):
+            log.info("R-node on %s: %s, %d thread(s), %s of KV-cache", url, node.isa, threads, format_bytes(kv_memory))
+        await told
+    finally:
+        await node.close()
+    log.info("R-node ended")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,226 @@
+"""The R-node: what it grants to the S-nodes that call, over one R-engine and any number of transports.
+
+Nothing here is on the data path: the R-engine's threads (kernels/engine/engine.h) serve the calls. This module opens
+and closes links.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import os
+import socket
+from collections.abc import Iterator, Sequence
+
+from fastdecode.daemon.config import format_bytes
+from fastdecode.daemon.machine import numa_nodes
+from fastdecode.kernels._native import REngine, REngineLink, bind_memory, page_bytes
+from fastdecode.transports import registry
+from fastdecode.transports.base import (
+    ACT_DTYPES,
+    KV_DTYPES,
+    PAGE_TOKENS,
+    CallRefused,
+    Hello,
+    Lease,
+    LinkRefused,
+    Server,
+)
+
+log = logging.getLogger(__name__)
+
+_SPIN_US = 100
+_MAX_SEQS = 65536
+_PROGRESS_SECONDS = 2.0
+_MAX_PAGES = 1 << 25  # FD_MAX_PAGES of kernels/cache/kvcache.h
+# fd_status_t of region/region.h
+_BAD_SEQUENCE, _OUT_OF_PAGES, _LINK_CLOSED = 3, 4, 5
+
+
+def bind_to_node(number: int) -> None:
+    """Let this thread, and those it starts from now on, run on one NUMA node's cpus and take its memory only.
+
+    Raises ValueError if there is no such node or none of its cpus may be used, OSError if the kernel does not allow it.
+    """
+    cpus = {node.number: node.cpus for node in numa_nodes()}
+    if number not in cpus:
+        raise ValueError(f"there is no NUMA node {number}, there are: {', '.join(map(str, cpus)) or 'none'}")
+    usable = os.sched_getaffinity(0).intersection(cpus[number])
+    if not usable:
+        raise ValueError(f"none of NUMA node {number}'s cpus may be used by this process")
+    os.sched_setaffinity(0, usable)
+    try:
+        bind_memory(number)
+    except OSError as error:
+        hint = "; in a container that takes CAP_SYS_NICE" if isinstance(error, PermissionError) else ""
+        raise OSError(error.errno, f"cannot bind memory to NUMA node {number}: {error.strerror}{hint}") from None
+
+
+class RNode:
+    """Grants leases of one R-engine's KV-cache (a transports.base.LinkService)."""
+
+    def __init__(
+        self,
+        *,
+        threads: int,
+        kv_bytes: int,
+        cpus: Sequence[int] | None = None,
+        spin_us: int | None = None,
+        isa: str | None = None,
+        name: str | None = None,
+        huge_pages: str = "madvise",
+        prefault: bool = False,
+        trim_idle_s: float = 0.0,
+    ):
+        """`kv_bytes`: memory that all leases share; `cpus`: one to pin each thread to; `spin_us`: how long an idle
+        thread spins before it sleeps; `isa` None: FASTDECODE_ISA, else the best; `huge_pages`, `prefault`,
+        `trim_idle_s`: as kernels._native.REngine has them. Raises ValueError, RuntimeError.
+        """
+        self.name = name or f"{socket.gethostname()}:{os.getpid()}"
+        spin_us = _SPIN_US if spin_us is None else spin_us
+        self._engine = REngine(threads, kv_bytes, isa, cpus, spin_us, huge_pages, prefault, trim_idle_s)
+        self._kv_bytes = kv_bytes
+        self._prefault = prefault
+        self._watches: set[asyncio.Task[None]] = set()
+        self._servers: list[Server] = []
+
+    @property
+    def isa(self) -> str:
+        return self._engine.isa
+
+    @property
+    def kv_free(self) -> int:
+        """Bytes of the KV-cache's memory that no lease holds."""
+        return self._engine.kv_free
+
+    async def serve(self, urls: Sequence[str], secret: bytes | None, *, insecure: bool = False) -> list[str]:
+        """Listen at all of `urls`; returns them with the ports actually bound. Raises TransportError."""
+        bound = []
+        for url in urls:
+            server = await registry.serve(url, self, secret, insecure=insecure)
+            self._servers.append(server)
+            bound.append(server.url)
+        return bound
+
+    async def close(self) -> None:
+        """Stop listening, end all links and join the R-engine's threads. Idempotent."""
+        while self._servers:
+            await self._servers.pop().close()
+        for watch in self._watches:
+            watch.cancel()
+        self._engine.close()
+
+    def open_link(self, hello: Hello, region: memoryview, notify: object | None) -> REngineGrant:
+        """Grant what was asked for, or as many pages as there is memory for. Raises LinkRefused."""
+        geometry = hello.geometry
+        if len(hello.windows) != geometry.n_layers:
+            raise LinkRefused(f"HELLO has {len(hello.windows)} attention windows for {geometry.n_layers} layers")
+        if hello.kv_dtype not in KV_DTYPES:
+            raise LinkRefused(f"unknown KV-cache dtype {hello.kv_dtype!r}, known are {', '.join(KV_DTYPES)}")
+        if not (math.isfinite(hello.softmax_scale) and hello.softmax_scale > 0):
+            raise LinkRefused(f"the softmax scale {hello.softmax_scale} is not a positive number")
+        if not 1 <= hello.max_seqs <= _MAX_SEQS:
+            raise LinkRefused(f"{hello.max_seqs} sequences are not within 1..{_MAX_SEQS}")
+
+        numbers = (
+            geometry.n_slots,
+            geometry.max_rows,
+            geometry.n_layers,
+            geometry.n_q_heads,
+            geometry.n_kv_heads,
+            geometry.head_size,
+            ACT_DTYPES.index(geometry.act_dtype),
+        )
+        kv_dtype = KV_DTYPES.index(hello.kv_dtype)
+        one_page = page_bytes(numbers, kv_dtype)
+        free = self._engine.kv_free
+        wanted = self._kv_bytes if hello.kv_bytes is None else hello.kv_bytes
+        n_pages = min(min(wanted, free) // one_page, _MAX_PAGES)
+        if n_pages < 1:
+            raise LinkRefused(
+                f"no memory for a KV-cache: {wanted} bytes wanted, {free} free of the {self._kv_bytes} that R-node "
+                f"{self.name} has for all its S-nodes, and {PAGE_TOKENS} tokens of this model take {one_page}"
+            )
+        try:
+            link = self._engine.add_link(
+                region, numbers, kv_dtype, n_pages, hello.max_seqs, hello.softmax_scale, hello.windows, notify
+            )
+        except (ValueError, MemoryError) as error:
+            raise LinkRefused(f"the R-engine refused the link: {error}") from None
+        if self._prefault:
+            watch = asyncio.get_running_loop().create_task(_log_prefault(link))
+            self._watches.add(watch)
+            watch.add_done_callback(self._watches.discard)
+        lease = Lease(n_pages, hello.max_seqs, one_page, self._engine.isa, self._engine.threads, self.name)
+        return REngineGrant(link, lease)
+
+
+async def _log_prefault(link: REngineLink) -> None:
+    """Say how far a lease has been faulted in until it is, or has ended."""
+    loop = asyncio.get_running_loop()
+    said = -math.inf
+    with contextlib.suppress(RuntimeError):  # the link is closed
+        while True:
+            done, total, error = link.prefault
+            if error:
+                log.warning("prefault ended: %s; the rest comes as it is used", os.strerror(error))
+                return
+            if done == total or loop.time() - said >= _PROGRESS_SECONDS:
+                log.info("prefault: %s of %s (%d %%)", format_bytes(done), format_bytes(total), 100 * done // total)
+                said = loop.time()
+            if done == total:
+                return
+            await asyncio.sleep(0.1)
+
+
+class REngineGrant:
+    """One link of the R-engine (a transports.base.LinkGrant)."""
+
+    def __init__(self, link: REngineLink, lease: Lease):
+        self.lease = lease
+        self.wake_fd = link.eventfd
+        self._link = link
+
+    def free(self, handles: Sequence[tuple[int, int]]) -> None:
+        """Frees every sequence that it can, then raises CallRefused for the first that it could not."""
+        first: CallRefused | None = None
+        for seq, tag in handles:
+            try:
+                with _refusals():
+                    self._link.free(seq, tag)
+            except CallRefused as error:
+                first = first or error
+        if first:
+            raise first
+
+    def trim(self, seq: int, tag: int, length: int) -> None:
+        with _refusals():
+            self._link.trim(seq, tag, length)
+
+    def fork(self, src: tuple[int, int], dst: tuple[int, int], length: int) -> None:
+        with _refusals():
+            self._link.fork(*src, *dst, length)
+
+    def stats(self) -> dict:
+        with _refusals():
+            return dict(self._link.stats())
+
+    def close(self) -> None:
+        stats = self._link.stats()
+        self._link.close()
+        log.info("lease of %d pages freed after %s", self.lease.n_pages, stats)
+
+
+@contextlib.contextmanager
+def _refusals() -> Iterator[None]:
+    """The R-engine's exceptions as the transports know them."""
+    try:
+        yield
+    except ValueError as error:
+        raise CallRefused(_BAD_SEQUENCE, str(error)) from None
+    except MemoryError as error:
+        raise CallRefused(_OUT_OF_PAGES, str(error)) from None
+    except RuntimeError as error:
+        raise CallRefused(_LINK_CLOSED, str(error)) from None

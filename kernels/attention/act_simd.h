@@ -1,0 +1,81 @@
+/* merge, finish and load_act (fd_vec_ops_t) against the vectors of the ISA's file that includes this. */
+#ifndef FD_ACT_SIMD_H
+#define FD_ACT_SIMD_H
+
+#include <math.h>
+#include <string.h>
+
+#include "chunk.h"
+
+FD_INLINE void merge(float *m, float *l, float *acc, const float *m2, const float *l2, const float *acc2, uint32_t rows,
+                     uint32_t head_size) {
+    for (uint32_t r = 0; r < rows; r++, acc += head_size, acc2 += head_size) {
+        if (l2[r] == 0.0f) continue;
+        if (l[r] == 0.0f) { /* its acc may never have been written */
+            m[r] = m2[r], l[r] = l2[r];
+            memcpy(acc, acc2, head_size * sizeof *acc);
+            continue;
+        }
+        const float max = m2[r] > m[r] ? m2[r] : m[r], scale = expf(m[r] - max), scale2 = expf(m2[r] - max);
+        m[r] = max;
+        l[r] = l[r] * scale + l2[r] * scale2;
+        const vec_t x = vec_set1(scale), x2 = vec_set1(scale2);
+        uint32_t d = 0;
+        for (; d + LANES <= head_size; d += LANES)
+            vec_store(acc + d, vec_fma(vec_load(acc2 + d), x2, vec_mul(vec_load(acc + d), x)));
+        for (; d < head_size; d++) acc[d] = acc[d] * scale + acc2[d] * scale2;
+    }
+}
+
+FD_INLINE void load_act(float *dst, const void *src, size_t n, uint32_t act_dtype, float scale) {
+    const vec_t x = vec_set1(scale);
+    size_t i = 0;
+    if (act_dtype == FD_ACT_FP32) {
+        const float *from = src;
+        for (; i + LANES <= n; i += LANES) vec_store(dst + i, vec_mul(vec_load(from + i), x));
+        for (; i < n; i++) dst[i] = scale * from[i];
+    } else if (act_dtype == FD_ACT_FP16) {
+        const uint16_t *from = src;
+        for (; i + LANES <= n; i += LANES) vec_store(dst + i, vec_mul(vec_load_fp16(from + i), x));
+        for (; i < n; i++) dst[i] = scale * fd_fp16_to_fp32(from[i]);
+    } else {
+        const uint16_t *from = src;
+        for (; i + LANES <= n; i += LANES) vec_store(dst + i, vec_mul(vec_load_bf16(from + i), x));
+        for (; i < n; i++) dst[i] = scale * fd_bf16_to_fp32(from[i]);
+    }
+}
+
+#define NO_REST (-0.0f) /* what changes nothing it is added to, the sign of a zero included */
+
+/* o = (acc + rest) / l; 0 where l is. */
+FD_INLINE void finish_row(void *o, const float *acc, float rest, float l, uint32_t n, uint32_t act_dtype) {
+    if (l == 0.0f) {
+        memset(o, 0, n * fd_act_bytes(act_dtype));
+        return;
+    }
+    const float scale = 1.0f / l;
+    const vec_t x = vec_set1(scale), y = vec_set1(rest);
+    uint32_t i = 0;
+    if (act_dtype == FD_ACT_FP32) {
+        float *to = o;
+        for (; i + LANES <= n; i += LANES) vec_store(to + i, vec_mul(vec_add(vec_load(acc + i), y), x));
+        for (; i < n; i++) to[i] = (acc[i] + rest) * scale;
+    } else if (act_dtype == FD_ACT_FP16) {
+        uint16_t *to = o;
+        for (; i + LANES <= n; i += LANES) vec_store_fp16(to + i, vec_mul(vec_add(vec_load(acc + i), y), x));
+        for (; i < n; i++) to[i] = fd_fp32_to_fp16((acc[i] + rest) * scale);
+    } else {
+        uint16_t *to = o;
+        for (; i + LANES <= n; i += LANES) vec_store_bf16(to + i, vec_mul(vec_add(vec_load(acc + i), y), x));
+        for (; i < n; i++) to[i] = fd_fp32_to_bf16((acc[i] + rest) * scale);
+    }
+}
+
+FD_INLINE void finish(void *o, const float *acc, const float *l, uint32_t rows, uint32_t head_size,
+                      uint32_t act_dtype) {
+    const size_t row_bytes = head_size * fd_act_bytes(act_dtype);
+    for (uint32_t r = 0; r < rows; r++)
+        finish_row((uint8_t *)o + r * row_bytes, acc + (size_t)r * head_size, NO_REST, l[r], head_size, act_dtype);
+}
+
+#endif

@@ -1,0 +1,228 @@
+/* The vector kernels, written once against the vectors of the ISA's file that includes this.
+ *
+ * That file defines `vec_t` of LANES floats or 32-bit integers, the vec_* and kv_* primitives on it, MAX_BLOCK (most
+ * query rows a register tile holds; block_rows(dtype) of them are used) and tile_vecs(format, rows) (how many vectors
+ * of K or V go with that many rows before registers run out). Every function here is inlined into an entry point that
+ * fixes dtype and rows, so those parameters cost nothing. Queries and scores go by the format of K, weights and what
+ * they add up to by that of V.
+ *
+ * Blocking. Query rows (all heads of the group, all tokens of the query block) are cut into panels, panels into blocks.
+ * A panel may span several KV heads, whose chunks lie one behind the other in a page: what is read from one page is
+ * then long, and the prefetch seldom jumps. A panel walks the chunks; in each, a block
+ *   1. scores its tokens in tiles of registers: a vector of K is loaded and taken apart once for all rows of the block;
+ *   2. masks what a row must not see, updates m and l, turns scores into weights (online softmax, one step a chunk);
+ *   3. adds weights times V in tiles of registers, again one load for all rows.
+ * A head's queries are made multipliers right before its first chunk, and its O rows written right behind its last: so
+ * little work comes in between two chunks that what was prefetched arrives meanwhile, and what it needs is still in the
+ * nearest cache.
+ *
+ * Tiles read a chunk from its first byte to its last (chunk.h), and as they go they prefetch what comes prefetch_ahead
+ * later, each step as many bytes as it reads itself.
+ *
+ * Integer formats multiply in integers. A query row is rounded to 16-bit integers once, the weights of a row in a chunk
+ * once a chunk, each scaled by its own largest; products of a chunk are summed exactly in 32 bits. (255 * 32767 * 256 <
+ * 2^31.) An ISA may say that 8 bits are enough (kv_bits), and round the multipliers of bf16 to bf16 (kv_store_query,
+ * kv_store_float_weights). With x = scale * stored + offset, the scales of V go into the weights before they are
+ * rounded; the offsets give the same for every dimension and are added at the end.
+ *
+ * What the caller appends in before_last it appends to a chunk that is in the cache by then. So there must be one panel
+ * only: a->heads * a->q_len
+ * * a->group <= FD_PANEL_ROWS.
+ *
+ * Garbage beyond the causal limit: K's tokens are in lanes of their own, which step 2 overwrites with -infinity before
+ * anything is computed from them; V beyond the last token that some row of the block sees is not read, or (integers)
+ * multiplied by zero.
+ */
+#ifndef FD_ATTEND_SIMD_H
+#define FD_ATTEND_SIMD_H
+
+#include "act_simd.h"
+#include "softmax_simd.h"
+
+/* First query row and rows of block `i` of the `n` that rows [0, rows) are cut into, as evenly as can be. */
+FD_INLINE uint32_t block_row(uint32_t rows, uint32_t n, uint32_t i) { return (uint32_t)((uint64_t)rows * i / n); }
+
+/* Elements [d, d + LANES) of x, as far as it has them; then zeros. */
+FD_INLINE vec_t load_up_to(const float *x, uint32_t d, uint32_t n) {
+    return d + LANES <= n ? vec_load(x + d) : vec_load_half(x + d);
+}
+
+/* A query row as a kernel multiplies by it, and its state before the first chunk. */
+FD_INLINE void begin_row(const fd_kv_dtype_t dtype, const float *q, uint32_t head_size, uint8_t *multipliers,
+                         row_state_t *state) {
+    const fd_kv_dtype_t format = fd_k_format(dtype);
+    memset(state, 0, sizeof *state);
+    state->m = -INFINITY;
+    state->unit = 1.0f;
+    if (!fd_kv_is_int(format)) {
+        kv_store_query(format, multipliers, q, head_size);
+        return;
+    }
+    vec_t max = vec_zero(), sum = vec_zero();
+    for (uint32_t d = 0; d < head_size; d += LANES) max = vec_max(max, vec_abs(load_up_to(q, d, head_size)));
+    const float largest = vec_reduce_max(max), levels = kv_levels(format, 0);
+    if (largest >= FD_TINY) state->unit = largest / levels;
+    const vec_t inverse = vec_set1(largest >= FD_TINY ? levels / largest : 0.0f);
+    uint32_t d = 0;
+    for (; d + 4 * LANES <= head_size; d += 4 * LANES) {
+        vec_t x[4];
+        FD_UNROLL
+        for (int i = 0; i < 4; i++) x[i] = vec_round(vec_mul(vec_load(q + d + i * LANES), inverse));
+        sum = vec_add(sum, vec_add(vec_add(x[0], x[1]), vec_add(x[2], x[3])));
+        kv_store_multipliers4(format, multipliers, d / LANES, x);
+    }
+    for (; d < head_size; d += LANES) {
+        const vec_t x = vec_round(vec_mul(load_up_to(q, d, head_size), inverse));
+        sum = vec_add(sum, x);
+        kv_store_multipliers(format, multipliers, d / LANES, x);
+    }
+    state->q_sum = vec_reduce_add(sum);
+}
+
+/* Fills in which tokens of the chunk at position `base` the block's rows see, the first of them row `row` of its KV
+ * head. */
+FD_INLINE void see(block_t *b, const fd_attend_t *a, uint32_t row, uint64_t base) {
+    b->lo = FD_PAGE_TOKENS, b->hi = 0, b->full = 1;
+    for (uint32_t r = 0; r < b->rows; r++) {
+        const uint32_t j = (row + r) / a->group;
+        uint32_t lo, hi;
+        fd_clip(fd_row_start(a, j), fd_row_end(a, j), base, &lo, &hi);
+        b->seen[r].lo = lo, b->seen[r].hi = hi;
+        b->full &= lo == 0 && hi == FD_PAGE_TOKENS;
+        if (lo < hi && lo < b->lo) b->lo = lo;
+        if (lo < hi && hi > b->hi) b->hi = hi;
+    }
+}
+
+/* Rows [row0, row0 + rows) of every KV head, FD_PANEL_ROWS at most in all: what they are multiplied by, and their
+ * state. */
+typedef struct {
+    /* A kernel may load MAX_BLOCK rows for any block. */
+    uint8_t q[(FD_PANEL_ROWS + MAX_BLOCK - 1) * FD_MAX_CHUNK_HEAD * sizeof(float)] __attribute__((aligned(64)));
+    row_state_t state[FD_PANEL_ROWS];
+    uint32_t row0, rows, n_blocks; /* of each head */
+    size_t row_bytes;              /* of q */
+} panel_t;
+
+FD_INLINE float *acc_row(const fd_attend_t *a, uint32_t head, uint32_t row) {
+    return a->acc + ((size_t)head * a->q_len * a->group + row) * a->head_size;
+}
+
+FD_INLINE void begin_rows(const fd_kv_dtype_t dtype, const fd_attend_t *a, const uint32_t head_size, panel_t *p,
+                          uint32_t head) {
+    for (uint32_t block = 0; block < p->n_blocks; block++) {
+        const uint32_t r0 = block_row(p->rows, p->n_blocks, block), n = block_row(p->rows, p->n_blocks, block + 1) - r0;
+        uint8_t separate[MAX_BLOCK * ROW_ROOM] __attribute__((aligned(64)));
+        for (uint32_t r = 0; r < n; r++) {
+            float q[FD_MAX_CHUNK_HEAD] __attribute__((aligned(64)));
+            load_act(q, a->q + fd_act_offset(a, head, p->row0 + r0 + r), head_size, a->act_dtype, a->softmax_scale);
+            begin_row(dtype, q, head_size, separate + r * ROW_ROOM, &p->state[head * p->rows + r0 + r]);
+        }
+        place_rows(p->q + (head * p->rows + r0) * p->row_bytes, separate, n, p->row_bytes);
+    }
+    memset(acc_row(a, head, p->row0), 0, (size_t)p->rows * a->head_size * sizeof *a->acc);
+}
+
+/* What the rows' sums give in the end. */
+FD_INLINE void end_rows(const fd_kv_dtype_t dtype, const fd_attend_t *a, const uint32_t head_size, const panel_t *p,
+                        uint32_t head) {
+    for (uint32_t r = 0; r < p->rows; r++) {
+        const row_state_t *state = &p->state[head * p->rows + r];
+        const uint32_t row = p->row0 + r;
+        const size_t i = (size_t)head * a->q_len * a->group + row;
+        float *acc = acc_row(a, head, row);
+        const float l = vec_reduce_add(vec_load(state->l)),
+                    rest = fd_kv_is_int(dtype) ? vec_reduce_add(vec_load(state->rest)) : NO_REST;
+        if (a->o) {
+            finish_row(a->o + fd_act_offset(a, head, row), acc, rest, l, head_size, a->act_dtype);
+            continue;
+        }
+        a->m[i] = state->m * state->unit;
+        a->l[i] = l;
+        for (uint32_t d = 0; fd_kv_is_int(dtype) && d < head_size; d++) acc[d] += rest;
+    }
+}
+
+/* The usual head size is a constant, and a row then stays in registers. */
+FD_INLINE void begin_head(const fd_kv_dtype_t dtype, const fd_attend_t *a, panel_t *p, uint32_t head) {
+    if (a->head_size == 128) begin_rows(dtype, a, 128, p, head);
+    else begin_rows(dtype, a, a->head_size, p, head);
+}
+FD_INLINE void end_head(const fd_kv_dtype_t dtype, const fd_attend_t *a, const panel_t *p, uint32_t head) {
+    if (a->head_size == 128) end_rows(dtype, a, 128, p, head);
+    else end_rows(dtype, a, a->head_size, p, head);
+}
+
+/* The panel's rows of q, or of o to be written, of a head that is next come in while there is other work to do. */
+FD_INLINE void prefetch_rows(const fd_attend_t *a, const panel_t *p, uint32_t head, const uint8_t *rows,
+                             const int write) {
+    const size_t bytes = a->group * a->head_size * fd_act_bytes(a->act_dtype);
+    for (uint32_t token = p->row0 / a->group; token <= (p->row0 + p->rows - 1) / a->group; token++)
+        for (size_t i = 0; i < bytes; i += LINE) {
+            const uint8_t *at = rows + fd_act_offset(a, head, token * a->group) + i;
+            if (write) __builtin_prefetch(at, 1);
+            else __builtin_prefetch(at, 0);
+        }
+}
+
+FD_INLINE void attend_panel(const fd_kv_dtype_t dtype, const fd_attend_t *a, const block_fn *blocks, uint32_t row0,
+                            uint32_t rows) {
+    const uint32_t head_size = a->head_size, most = block_rows(dtype);
+    panel_t p;
+    p.row0 = row0, p.rows = rows, p.n_blocks = (rows + most - 1) / most,
+    p.row_bytes = q_row_bytes(fd_k_format(dtype), head_size);
+    const uint32_t first = row0 / a->group, last = (row0 + rows - 1) / a->group;
+    const uint64_t start = fd_row_start(a, first), end = fd_row_end(a, last);
+    int begun = 0;
+    for (uint32_t c = 0; c < a->n_chunks; c++) {
+        const uint64_t base = a->first_token + (uint64_t)c * FD_PAGE_TOKENS;
+        if (base + FD_PAGE_TOKENS <= start) continue;
+        if (base >= end) break;
+        const int whole = base >= fd_row_start(a, last) && base + FD_PAGE_TOKENS <= fd_row_end(a, first);
+        const int more = c + 1 < a->n_chunks && base + FD_PAGE_TOKENS < end;
+        for (uint32_t h = 0; h < a->heads; h++) {
+            const uint8_t *chunk = a->chunks[c] + h * a->head_stride, *next_page = more       ? a->chunks[c + 1]
+                                                                                   : a->after ? a->after
+                                                                                              : chunk;
+            block_t b = {.chunk = chunk,
+                         .n_blocks = p.n_blocks,
+                         .head_size = head_size,
+                         .bytes = fd_chunk_end(dtype, head_size)};
+            b.next = h + 1 < a->heads ? chunk + a->head_stride : next_page;
+            const uint32_t tiles = (FD_PAGE_TOKENS + head_size) / FD_COLUMN_LANES;
+            b.early = next_page + (size_t)h * tiles * early_lines(dtype, (int)rows) * LINE;
+            if (h == 0) __builtin_prefetch(next_page, 0, PREFETCH_LOCALITY); /* its address is translated by then */
+            if (!begun) begin_head(dtype, a, &p, h);
+            if (!begun && h + 1 < a->heads) prefetch_rows(a, &p, h + 1, a->q, 0);
+            if (!more && a->o) prefetch_rows(a, &p, h, a->o, 1);
+            if (!more && a->before_last) a->before_last(a->context, h);
+            for (; b.index < p.n_blocks; b.index++) {
+                const uint32_t r = block_row(rows, p.n_blocks, b.index), i = h * rows + r;
+                b.rows = block_row(rows, p.n_blocks, b.index + 1) - r;
+                b.lo = 0, b.hi = FD_PAGE_TOKENS, b.full = 1;
+                if (!whole) see(&b, a, row0 + r, base);
+                if (b.lo >= b.hi) continue;
+                b.q = p.q + i * p.row_bytes;
+                b.state = p.state + i;
+                b.acc = acc_row(a, h, row0 + r);
+                blocks[b.rows - 1](&b);
+            }
+            if (!more) end_head(dtype, a, &p, h);
+        }
+        if (!more) return;
+        begun = 1;
+    }
+    for (uint32_t h = 0; h < a->heads; h++) { /* they see none of the chunks */
+        begin_head(dtype, a, &p, h);
+        end_head(dtype, a, &p, h);
+    }
+}
+
+/* `blocks` are of the KV dtype. */
+FD_INLINE void attend(const fd_kv_dtype_t dtype, const fd_attend_t *a, const block_fn *blocks) {
+    const uint32_t rows = a->q_len * a->group;
+    for (uint32_t r = 0; r < rows; r += FD_PANEL_ROWS)
+        attend_panel(dtype, a, blocks, r, rows - r < FD_PANEL_ROWS ? rows - r : FD_PANEL_ROWS);
+}
+
+#endif

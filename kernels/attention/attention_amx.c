@@ -1,0 +1,332 @@
+/* Kernels for AMX (Intel SDM vol. 1, ch. 18) beside AVX-512 with VNNI and VBMI: bf16, int8 and int4 are multiplied by
+ * tiles, the rest is AVX-512's.
+ *
+ * A tile of K or V is 16 rows of 64 bytes. The words of chunk.h are what a tile product wants: 16 lanes of tokens (or
+ * dimensions) wide, 64 bytes of the sum's index deep in bytes, 32 in bf16. One tile instruction thus does the work of
+ * 16 per query row, and a chunk is read about as fast as L2 delivers it, however large the group.
+ *
+ * To its left a tile has 16 rows of multipliers, two for each of up to 8 query rows, so that narrow products are
+ * enough: the high and the low byte of a 16-bit integer, or a bf16 and what it leaves of an fp32 (16 bits of
+ * significand together). int4 is widened to bytes on the way. bf16 products take subnormals for zeros.
+ */
+#include "dispatch.h"
+
+#if FD_X86
+#include <immintrin.h>
+
+#ifdef __clang__
+#pragma clang attribute push(                                                                                          \
+    __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,avx512vbmi,amx-tile,amx-int8,amx-bf16"))), \
+    apply_to = function)
+#else
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,avx512vbmi,amx-tile,amx-int8,amx-bf16")
+#endif
+
+#include "vec_avx512.h"
+
+enum {
+    TILE_ROWS = 16,
+    TILE_ROW_BYTES = 64,
+    WIDTH = 64 /* lanes of a product: four tiles, two columns */,
+    WIDTH_VECS = WIDTH / LANES
+};
+enum { ROW_BYTES = FD_COLUMN_LANES * 4 /* of a column of words of 32 bits */ };
+
+FD_INLINE uint32_t block_rows(fd_kv_dtype_t dtype) { return MAX_BLOCK; }
+FD_INLINE int kv_bits(fd_kv_dtype_t format) { return 16; }
+FD_INLINE int kv_parts(fd_kv_dtype_t format) { return format == FD_KV_INT4 ? 4 : 2; }
+/* Of queries, whose halves are both signed: 127 * 256 + 127. Of weights, which are not. */
+FD_INLINE float kv_levels(fd_kv_dtype_t format, int is_v) { return is_v ? 65535.0f : 32639.0f; }
+
+/* Bytes from a row's high halves to its low ones, while there is one row only: half the space that it has. */
+FD_INLINE size_t low_half(int is_v) {
+    return is_v ? FD_PAGE_TOKENS * sizeof(float) / 2 : FD_MAX_CHUNK_HEAD * sizeof(float) / 2;
+}
+
+/* Where permutex2var_epi8 finds the low byte of element e of 64 after packus_epi32 has made 16-bit words of them, two
+ * vectors at a time. */
+#define FD_PACKED(e) ((e) / 32 * 64 + 2 * ((e) % 16 / 4 * 8 + (e) / 16 % 2 * 4 + (e) % 4))
+#define FD_WORD(e)                                                                                                     \
+    FD_PACKED(e), FD_PACKED((e) + 2), FD_PACKED((e) + 1), FD_PACKED((e) + 3) /* in the order of chunk.h */
+#define FD_WORDS(e) FD_WORD(e), FD_WORD((e) + 4), FD_WORD((e) + 8), FD_WORD((e) + 12)
+static const uint8_t packed_words[64] = {FD_WORDS(0), FD_WORDS(16), FD_WORDS(32), FD_WORDS(48)};
+
+#define FD_PACKED_WEIGHTS
+/* Four vectors of integers within 0..65535, into unsigned halves. */
+FD_INLINE void store_weights(uint8_t *to, const vec_t *x) {
+    const __m512i low = _mm512_loadu_si512(packed_words), high = _mm512_add_epi8(low, _mm512_set1_epi8(1));
+    const __m512i x01 = _mm512_packus_epi32(_mm512_cvtps_epi32(x[0]), _mm512_cvtps_epi32(x[1]));
+    const __m512i x23 = _mm512_packus_epi32(_mm512_cvtps_epi32(x[2]), _mm512_cvtps_epi32(x[3]));
+    _mm512_storeu_si512(to, _mm512_permutex2var_epi8(x01, high, x23));
+    _mm512_storeu_si512(to + low_half(1), _mm512_permutex2var_epi8(x01, low, x23));
+}
+
+/* Vector i of a row of integers, into signed halves. */
+FD_INLINE void kv_store_multipliers(fd_kv_dtype_t format, void *to, uint32_t i, vec_t x) {
+    const __m512i low = _mm512_cvtps_epi32(x),
+                  high = _mm512_srai_epi32(_mm512_add_epi32(low, _mm512_set1_epi32(128)), 8);
+    uint8_t *at = (uint8_t *)to + i * LANES;
+    store_word_bytes(at, high);
+    store_word_bytes(at + low_half(0), low);
+}
+
+/* 2 * LANES floats, cut off to bf16 and what that leaves, cut off to bf16 too. */
+FD_INLINE void store_split(uint8_t *to, size_t to_low, vec_t x0, vec_t x1) {
+    const __m512i odd = _mm512_set_epi16(63, 61, 59, 57, 55, 53, 51, 49, 47, 45, 43, 41, 39, 37, 35, 33, 31, 29, 27, 25,
+                                         23, 21, 19, 17, 15, 13, 11, 9, 7, 5, 3, 1);
+    const vec_t high = vec_bits(_mm512_set1_epi32((int)0xffff0000));
+    _mm512_storeu_si512(to, _mm512_permutex2var_epi16(vec_ints(x0), odd, vec_ints(x1)));
+    x0 = vec_sub(x0, _mm512_and_ps(x0, high));
+    x1 = vec_sub(x1, _mm512_and_ps(x1, high));
+    _mm512_storeu_si512(to + to_low, _mm512_permutex2var_epi16(vec_ints(x0), odd, vec_ints(x1)));
+}
+#define FD_OWN_STORE_QUERY
+FD_INLINE void kv_store_query(fd_kv_dtype_t format, void *to, const float *q, uint32_t head_size) {
+    for (uint32_t d = 0; d < head_size; d += 2 * LANES)
+        store_split((uint8_t *)to + d * sizeof(uint16_t), low_half(0), vec_load(q + d), vec_load(q + d + LANES));
+}
+
+#define FD_OWN_PLACE_ROWS
+/* A block's queries are rows of a tile: high halves, low halves, those of the next row. */
+FD_INLINE void place_rows(uint8_t *block, const uint8_t *rows, uint32_t n_rows, size_t row_bytes) {
+    for (uint32_t r = 0; r < n_rows; r++, block += row_bytes, rows += 2 * low_half(0)) {
+        memcpy(block, rows, row_bytes / 2);
+        memcpy(block + row_bytes / 2, rows + low_half(0), row_bytes / 2);
+    }
+}
+
+#include "softmax_simd.h"
+#include "attend_simd.h"
+
+/* Tiles 0 to 3 are sums, 4 is on the left, 5 and 6 take turns on the right. bf16 has the high multipliers in 4 and the
+ * low ones in 7, and one sum of both. */
+FD_INLINE void configure_tiles(fd_kv_dtype_t dtype, uint32_t block) {
+    struct __attribute__((packed)) {
+        uint8_t palette, start_row, reserved[14];
+        uint16_t row_bytes[16];
+        uint8_t rows[16];
+    } config = {.palette = 1};
+    for (int tile = 0; tile < 8; tile++) {
+        config.row_bytes[tile] = TILE_ROW_BYTES;
+        config.rows[tile] = tile == 5 || tile == 6 ? TILE_ROWS : dtype == FD_KV_BF16 ? block : 2 * block;
+    }
+    _tile_loadconfig(&config);
+}
+
+/* Elements of the sum's index in a word of K or V as the tiles see it: int4 has been widened to int8. */
+FD_INLINE uint32_t tile_word_elems(fd_kv_dtype_t format) { return format == FD_KV_BF16 ? 2 : 4; }
+
+/* Makes `rows` rows of int4 twice as many of int8; prefetches as much as it reads. In a pass of its own, for a tile
+ * that is loaded right behind its stores waits for them to reach the cache. */
+FD_INLINE void widen_nibbles(const uint8_t *matrix, uint32_t rows, const uint8_t *ahead, uint8_t *wide) {
+    const __m512i nibble = _mm512_set1_epi8(0xf);
+    for (uint32_t row = 0; row < rows; row++, wide += ROW_BYTES)
+        for (uint32_t at = 0; at < ROW_BYTES; at += LINE, matrix += LINE, ahead += LINE, wide += LINE) {
+            const __m512i x = _mm512_load_si512(matrix);
+            _mm512_store_si512(wide, _mm512_and_si512(x, nibble));
+            _mm512_store_si512(wide + ROW_BYTES, _mm512_and_si512(_mm512_srli_epi16(x, 4), nibble));
+            __builtin_prefetch(ahead, 0, PREFETCH_LOCALITY);
+        }
+}
+
+/* Words of bf16 token pairs, the first of them of tokens `token` and the next, with zeros for those outside [lo, hi):
+ * zero times whatever lies there may be NaN. */
+FD_INLINE void clear_unseen(const uint8_t *words, uint32_t token, uint32_t lo, uint32_t hi,
+                            uint8_t tile[][TILE_ROW_BYTES]) {
+    for (uint32_t i = 0; i < TILE_ROWS; i++) {
+        const uint32_t even = token + 2 * i, odd = even + 1;
+        const uint32_t seen = (even >= lo && even < hi ? 0xffffu : 0) | (odd >= lo && odd < hi ? 0xffff0000u : 0);
+        _mm512_store_si512(tile[i],
+                           _mm512_and_si512(_mm512_loadu_si512(words + i * ROW_BYTES), _mm512_set1_epi32((int)seen)));
+    }
+}
+
+/* One tile of the product's width: sum `i` += left (4) times right. */
+#define FD_TILE(i, right)                                                                                              \
+    do {                                                                                                               \
+        const uint8_t *words = matrix + (i) / 2 * depth * ROW_BYTES + (i) % 2 * TILE_ROW_BYTES;                        \
+        if (format == FD_KV_BF16 && is_v && !b->full) {                                                                \
+            clear_unseen(words, step * 2 * TILE_ROWS, b->lo, b->hi, tile[i]);                                          \
+            _tile_loadd(right, tile[i], TILE_ROW_BYTES);                                                               \
+        } else {                                                                                                       \
+            _tile_loadd(right, words, ROW_BYTES);                                                                      \
+        }                                                                                                              \
+        if (format == FD_KV_BF16) {                                                                                    \
+            _tile_dpbf16ps(i, 4, right);                                                                               \
+            _tile_dpbf16ps(i, 7, right);                                                                               \
+        } else if (is_v) _tile_dpbuud(i, 4, right);                                                                    \
+        else _tile_dpbsud(i, 4, right);                                                                                \
+        FD_UNROLL                                                                                                      \
+        for (uint32_t line = 0; line < TILE_ROWS && format != FD_KV_INT4; line++)                                      \
+            __builtin_prefetch(ahead + line * LINE, 0, PREFETCH_LOCALITY);                                             \
+        ahead += TILE_ROWS * LINE;                                                                                     \
+    } while (0)
+
+/* products[r] = row r of `left`, whose halves are `half` bytes apart, times two columns of K or V, `depth` rows deep,
+ * of which `steps` tiles are multiplied; of integers, [2 r] is that of the high halves and [2 r + 1] that of the low
+ * ones. Prefetches from `ahead` on as much as it reads, of int4 nothing. */
+FD_INLINE void multiply_tiles(const fd_kv_dtype_t format, const int is_v, const block_t *b, const uint8_t *left,
+                              size_t half, const uint8_t *matrix, uint32_t depth, uint32_t steps, const uint8_t *ahead,
+                              float products[][WIDTH]) {
+    uint8_t tile[4][TILE_ROWS][TILE_ROW_BYTES] __attribute__((aligned(64))); /* of what was cleared */
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (uint32_t step = 0; step < steps; step++, left += TILE_ROW_BYTES, matrix += TILE_ROWS * ROW_BYTES) {
+        if (format == FD_KV_BF16) {
+            _tile_loadd(4, left, 2 * half);
+            _tile_loadd(7, left + half, 2 * half);
+        } else {
+            _tile_loadd(4, left, half);
+        }
+        FD_TILE(0, 5);
+        FD_TILE(1, 6);
+        FD_TILE(2, 5);
+        FD_TILE(3, 6);
+    }
+    _tile_stored(0, products[0], sizeof products[0]);
+    _tile_stored(1, products[0] + LANES, sizeof products[0]);
+    _tile_stored(2, products[0] + 2 * LANES, sizeof products[0]);
+    _tile_stored(3, products[0] + 3 * LANES, sizeof products[0]);
+}
+
+/* Vector i of row r's product, both halves together. */
+FD_INLINE vec_t whole_product(fd_kv_dtype_t format, float products[][WIDTH], uint32_t r, uint32_t i) {
+    if (format == FD_KV_BF16) return vec_load(&products[r][i * LANES]);
+    const vec_t high = vec_load(&products[2 * r][i * LANES]), low = vec_load(&products[2 * r + 1][i * LANES]);
+    return vec_from_int(vec_add_int(vec_bits(_mm512_slli_epi32(vec_ints(high), 8)), low));
+}
+
+/* Where block b prefetches while it reads what lies `offset` bytes into its chunk; blocks but the first ask for what
+ * they have. */
+FD_INLINE const uint8_t *prefetch_from(const block_t *b, size_t offset) {
+    return (b->index ? b->chunk : b->next) + offset;
+}
+
+FD_INLINE void score_chunk(const fd_kv_dtype_t dtype, const block_t *b, uint8_t *wide, float scores[][FD_PAGE_TOKENS]) {
+    const fd_kv_dtype_t format = fd_k_format(dtype);
+    float products[2 * MAX_BLOCK][WIDTH] __attribute__((aligned(64)));
+    const uint32_t steps = b->head_size / tile_word_elems(format) / TILE_ROWS,
+                   stored = fd_k_depth(format, b->head_size);
+    const uint32_t depth = format == FD_KV_INT4 ? steps * TILE_ROWS : stored;
+    const uint8_t *k = b->chunk, *ahead = prefetch_from(b, 0);
+    if (format == FD_KV_INT4) {
+        for (uint32_t i = 0; i < FD_PAGE_TOKENS / FD_COLUMN_LANES; i++)
+            widen_nibbles(k + i * stored * ROW_BYTES, stored - 1, ahead + i * stored * ROW_BYTES,
+                          wide + i * depth * ROW_BYTES);
+        k = wide;
+    }
+    for (uint32_t i = 0; i < PAGE_VECS; i++) {
+        if (i % WIDTH_VECS == 0) {
+            multiply_tiles(format, 0, b, b->q, q_row_bytes(format, b->head_size) / 2, k, depth, steps, ahead, products);
+            k += 2 * depth * ROW_BYTES, ahead += 2 * stored * ROW_BYTES;
+        }
+        vec_t scale = vec_zero(), offset = vec_zero();
+        if (fd_kv_is_int(format)) {
+            kv_affine(format, b->chunk + fd_chunk_k_affine(dtype, b->head_size, i * LANES), &scale, &offset);
+            __builtin_prefetch(prefetch_from(b, fd_chunk_k_affine(dtype, b->head_size, i * LANES)), 0,
+                               PREFETCH_LOCALITY);
+            offset = vec_fma(scale, vec_set1(-(float)fd_zero_point(format)), offset);
+        }
+        for (uint32_t r = 0; r < b->rows; r++) {
+            vec_t s = whole_product(format, products, r, i % WIDTH_VECS);
+            if (fd_kv_is_int(format)) s = vec_fma(s, scale, vec_mul(offset, vec_set1(b->state[r].q_sum)));
+            vec_store(&scores[r][i * LANES], s);
+        }
+    }
+}
+
+/* Makes the fp32 weights that soft_max left a matrix on the left. */
+FD_INLINE void split_weights(const block_t *b, float weights[][FD_PAGE_TOKENS]) {
+    const uint32_t first = b->lo / LANES, last = (b->hi + LANES - 1) / LANES;
+    for (uint32_t r = 0; r < b->rows; r++) {
+        vec_t w[PAGE_VECS];
+        FD_UNROLL
+        for (uint32_t i = 0; i < PAGE_VECS; i++)
+            w[i] = b->full || (i >= first && i < last) ? vec_load(&weights[r][i * LANES]) : vec_zero();
+        FD_UNROLL
+        for (uint32_t i = 0; i < PAGE_VECS; i += 2)
+            store_split((uint8_t *)weights[r] + i * LANES * sizeof(uint16_t), low_half(1), w[i], w[i + 1]);
+    }
+}
+
+FD_INLINE void add_values(const fd_kv_dtype_t dtype, const block_t *b, uint8_t *wide, float weights[][FD_PAGE_TOKENS],
+                          const float *rescale, const float *unit) {
+    const fd_kv_dtype_t format = fd_v_format(dtype);
+    float products[2 * MAX_BLOCK][WIDTH] __attribute__((aligned(64)));
+    const uint32_t depth = FD_PAGE_TOKENS / tile_word_elems(format), steps = depth / TILE_ROWS;
+    const size_t offset = fd_chunk_v(dtype, b->head_size);
+    const uint8_t *v = b->chunk + offset, *ahead = prefetch_from(b, offset);
+    if (format == FD_KV_INT4) {
+        widen_nibbles(v, fd_v_depth(format) * b->head_size / FD_COLUMN_LANES, ahead, wide);
+        v = wide;
+    }
+    for (uint32_t d = 0; d < b->head_size; d += WIDTH) {
+        multiply_tiles(format, 1, b, (const uint8_t *)weights, low_half(1), v, depth, steps, ahead, products);
+        v += 2 * depth * ROW_BYTES, ahead += 2 * depth * ROW_BYTES;
+        for (uint32_t r = 0; r < b->rows; r++) {
+            float *acc = b->acc + (size_t)r * b->head_size + d;
+            const vec_t old = vec_set1(rescale[r]), new = vec_set1(fd_kv_is_int(format) ? unit[r] : 1.0f);
+            FD_UNROLL
+            for (uint32_t i = 0; i < WIDTH_VECS; i++) {
+                const vec_t product = whole_product(format, products, r, i),
+                            kept = vec_mul(vec_load(acc + i * LANES), old);
+                vec_store(acc + i * LANES, vec_fma(product, new, kept));
+            }
+        }
+    }
+}
+
+FD_INLINE void attend_block(const fd_kv_dtype_t dtype, const block_t *b) {
+    float scores[MAX_BLOCK][FD_PAGE_TOKENS] __attribute__((aligned(64)));
+    float rescale[LANES] __attribute__((aligned(64))), unit[MAX_BLOCK];
+    uint8_t wide[FD_PAGE_TOKENS * FD_MAX_CHUNK_HEAD] __attribute__((aligned(64))); /* K, then V, of int4 */
+    score_chunk(dtype, b, wide, scores);
+    if (b->full) soft_max(dtype, (int)b->rows, 1, b, scores, rescale, unit);
+    else soft_max(dtype, (int)b->rows, 0, b, scores, rescale, unit);
+    if (dtype == FD_KV_BF16) split_weights(b, scores);
+    add_values(dtype, b, wide, scores, rescale, unit);
+}
+
+/* A tile in depth is 64 bytes of a head: other head sizes are left to the next best ISA, and so are fewer than `least`
+ * rows: tiles save arithmetic only, and hardly any of theirs is done while memory is waited for, most of the vectors'
+ * is. */
+#define FD_KERNEL(name, dtype, least, otherwise)                                                                       \
+    static void attend_##name##_block(const block_t *b) { attend_block(dtype, b); }                                    \
+    static void fd_attend_##name##_amx(const fd_attend_t *a) {                                                         \
+        const uint32_t rows = a->q_len * a->group;                                                                     \
+        static const block_fn blocks[MAX_BLOCK] = {                                                                    \
+            attend_##name##_block, attend_##name##_block, attend_##name##_block, attend_##name##_block,                \
+            attend_##name##_block, attend_##name##_block, attend_##name##_block, attend_##name##_block,                \
+        };                                                                                                             \
+        if (a->head_size % TILE_ROW_BYTES || rows < least) {                                                           \
+            otherwise(a);                                                                                              \
+            return;                                                                                                    \
+        }                                                                                                              \
+        configure_tiles(dtype, rows < MAX_BLOCK ? rows : MAX_BLOCK);                                                   \
+        attend(dtype, a, blocks);                                                                                      \
+        _tile_release();                                                                                               \
+    }
+
+FD_KERNEL(bf16, FD_KV_BF16, 9, fd_attend_bf16_avx512)
+FD_KERNEL(int8, FD_KV_INT8, 8, fd_attend_int8_avx512vnni)
+FD_KERNEL(int4, FD_KV_INT4, 9, fd_attend_int4_avx512vnni)
+FD_KERNEL(int8_int4, FD_KV_INT8_INT4, 8, fd_attend_int8_int4_avx512vnni)
+
+const fd_kv_ops_t fd_kv_ops_amx[FD_KV_DTYPES] = {
+    [FD_KV_FP32] = {"amx", fd_append_fp32_avx512, fd_attend_fp32_avx512},
+    [FD_KV_FP16] = {"amx", fd_append_fp16_avx512, fd_attend_fp16_avx512},
+    [FD_KV_BF16] = {"amx", fd_append_bf16_avx512, fd_attend_bf16_amx},
+    [FD_KV_INT8] = {"amx", fd_append_int8_avx512, fd_attend_int8_amx},
+    [FD_KV_INT4] = {"amx", fd_append_int4_avx512, fd_attend_int4_amx},
+    [FD_KV_INT8_INT4] = {"amx", fd_append_int8_int4_avx512, fd_attend_int8_int4_amx},
+};
+
+#ifdef __clang__
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#endif
+#endif

@@ -1,0 +1,199 @@
+/* Kernels for AVX2 with FMA and F16C, 8 lanes. */
+#include "dispatch.h"
+
+#if FD_X86
+#include <immintrin.h>
+
+#ifdef __clang__
+#pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), apply_to = function)
+#else
+#pragma GCC push_options
+#pragma GCC target("avx2,fma,f16c")
+#endif
+
+#include "chunk.h"
+#include "half.h"
+
+typedef __m256 vec_t;
+
+enum { LANES = 8, MAX_BLOCK = 6 };
+
+/* Of the 16 registers at most 12 are sums, beside 2 vectors of K or V and a broadcast multiplier; fewer where words are
+ * taken apart. */
+FD_INLINE int tile_vecs(fd_kv_dtype_t format, int rows) {
+    const int taken_apart = format != FD_KV_FP32 && format != FD_KV_FP16;
+    return rows > (taken_apart ? 2 : 3) ? 2 : 4;
+}
+FD_INLINE uint32_t block_rows(fd_kv_dtype_t dtype) { return dtype == FD_KV_FP32 || dtype == FD_KV_FP16 ? 6 : 4; }
+
+FD_INLINE vec_t vec_zero(void) { return _mm256_setzero_ps(); }
+FD_INLINE vec_t vec_set1(float x) { return _mm256_set1_ps(x); }
+FD_INLINE vec_t vec_load(const float *p) { return _mm256_loadu_ps(p); }
+FD_INLINE void vec_store(float *p, vec_t x) { _mm256_storeu_ps(p, x); }
+FD_INLINE vec_t vec_add(vec_t x, vec_t y) { return _mm256_add_ps(x, y); }
+FD_INLINE vec_t vec_sub(vec_t x, vec_t y) { return _mm256_sub_ps(x, y); }
+FD_INLINE vec_t vec_mul(vec_t x, vec_t y) { return _mm256_mul_ps(x, y); }
+FD_INLINE vec_t vec_fma(vec_t x, vec_t y, vec_t z) { return _mm256_fmadd_ps(x, y, z); }
+FD_INLINE vec_t vec_max(vec_t x, vec_t y) { return _mm256_max_ps(x, y); }
+FD_INLINE vec_t vec_min(vec_t x, vec_t y) { return _mm256_min_ps(x, y); }
+FD_INLINE vec_t vec_abs(vec_t x) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), x); }
+FD_INLINE float vec_reduce_max(vec_t x) {
+    __m128 y = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+    y = _mm_max_ps(y, _mm_movehl_ps(y, y));
+    return _mm_cvtss_f32(_mm_max_ss(y, _mm_movehdup_ps(y)));
+}
+FD_INLINE float vec_reduce_add(vec_t x) {
+    __m128 y = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+    y = _mm_add_ps(y, _mm_movehl_ps(y, y));
+    return _mm_cvtss_f32(_mm_add_ss(y, _mm_movehdup_ps(y)));
+}
+FD_INLINE vec_t vec_round(vec_t x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+/* x - floor(x). */
+FD_INLINE vec_t vec_fraction(vec_t x) { return _mm256_sub_ps(x, _mm256_floor_ps(x)); }
+/* y times 2^floor(x), but 0 where x is below the limit or NaN; y and the result are normal. */
+FD_INLINE vec_t vec_scale2(vec_t y, vec_t x, float limit) {
+    const __m256i exponent = _mm256_slli_epi32(_mm256_cvtps_epi32(_mm256_floor_ps(x)), 23);
+    const vec_t scaled = _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(y), exponent));
+    return _mm256_and_ps(scaled, _mm256_cmp_ps(x, _mm256_set1_ps(limit), _CMP_GE_OQ));
+}
+FD_INLINE int vec_any_above(vec_t x, vec_t y) { return _mm256_movemask_ps(_mm256_cmp_ps(x, y, _CMP_GT_OQ)) != 0; }
+FD_INLINE vec_t vec_bits(__m256i x) { return _mm256_castsi256_ps(x); }
+FD_INLINE __m256i vec_ints(vec_t x) { return _mm256_castps_si256(x); }
+FD_INLINE vec_t vec_from_int(vec_t x) { return _mm256_cvtepi32_ps(vec_ints(x)); }
+FD_INLINE vec_t vec_add_int(vec_t x, vec_t y) { return vec_bits(_mm256_add_epi32(vec_ints(x), vec_ints(y))); }
+FD_INLINE vec_t vec_and_bits(vec_t x, uint32_t bits) {
+    return vec_bits(_mm256_and_si256(vec_ints(x), _mm256_set1_epi32((int)bits)));
+}
+/* The 32 bits at p in every lane. */
+FD_INLINE vec_t vec_broadcast(const void *p) { return _mm256_broadcast_ss(p); }
+/* x, computed here (vec_avx512.h). */
+FD_INLINE vec_t vec_pin(vec_t x) {
+    __asm__ volatile("" : "+x"(x));
+    return x;
+}
+/* Lane i of x where bit i is set, else fill. */
+FD_INLINE vec_t vec_keep(vec_t x, uint64_t bits, float fill) {
+    const __m256i lane = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+    const __m256i set = _mm256_and_si256(_mm256_set1_epi32((int)(bits & 0xff)), lane);
+    return _mm256_blendv_ps(_mm256_set1_ps(fill), x, _mm256_castsi256_ps(_mm256_cmpeq_epi32(set, lane)));
+}
+
+FD_INLINE vec_t vec_load_fp16(const void *p) { return _mm256_cvtph_ps(_mm_loadu_si128(p)); }
+FD_INLINE vec_t vec_load_bf16(const void *p) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(p)), 16));
+}
+FD_INLINE void vec_store_fp16(void *p, vec_t x) { _mm_storeu_si128(p, _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT)); }
+/* Operands in this order so that NaN stays NaN. */
+FD_INLINE vec_t vec_saturate_fp16(vec_t x) {
+    return _mm256_max_ps(_mm256_set1_ps(-FD_FP16_MAX), _mm256_min_ps(_mm256_set1_ps(FD_FP16_MAX), x));
+}
+FD_INLINE void vec_store_bf16(void *p, vec_t x) {
+    const __m256i u = _mm256_castps_si256(x), odd = _mm256_and_si256(_mm256_srli_epi32(u, 16), _mm256_set1_epi32(1));
+    const __m256i rounded = _mm256_add_epi32(_mm256_add_epi32(u, _mm256_set1_epi32(0x7fff)), odd);
+    const __m256i quiet = _mm256_or_si256(u, _mm256_set1_epi32(0x400000));
+    const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
+    const __m256i y = _mm256_srli_epi32(_mm256_blendv_epi8(rounded, quiet, nan), 16);
+    _mm_storeu_si128(p, _mm_packus_epi32(_mm256_castsi256_si128(y), _mm256_extracti128_si256(y, 1)));
+}
+/* Rounded to nearest even; the lanes fit into 16 bits. */
+FD_INLINE __m128i vec_to_int16(vec_t x) {
+    const __m256i y = _mm256_cvtps_epi32(x);
+    return _mm_packs_epi32(_mm256_castsi256_si128(y), _mm256_extracti128_si256(y, 1));
+}
+FD_INLINE void vec_store_u8(void *p, vec_t x, int zero) {
+    const __m128i words = _mm_add_epi16(vec_to_int16(x), _mm_set1_epi16((short)zero));
+    _mm_storel_epi64(p, _mm_packus_epi16(words, words));
+}
+FD_INLINE void vec_store_int(void *p, vec_t x, int zero) {
+    _mm256_storeu_si256(p, _mm256_add_epi32(_mm256_cvtps_epi32(x), _mm256_set1_epi32(zero)));
+}
+
+/* ---- words of K and V (chunk.h) ---- */
+
+FD_INLINE vec_t kv_load(fd_kv_dtype_t format, const uint8_t *p) {
+    return format == FD_KV_FP16 ? vec_load_fp16(p) : _mm256_loadu_ps((const float *)p);
+}
+
+/* scale and (of int4) centre of LANES tokens. */
+FD_INLINE void kv_affine(fd_kv_dtype_t format, const void *p, vec_t *scale, vec_t *centre) {
+    const __m256i x = _mm256_loadu_si256(p);
+    *scale = vec_bits(format == FD_KV_INT8 ? x : _mm256_and_si256(x, _mm256_set1_epi32((int)0xffff0000)));
+    *centre = format == FD_KV_INT8 ? vec_zero() : vec_bits(_mm256_slli_epi32(x, 16));
+}
+
+/* Integers are multiplied in pairs of 16 bits, vpmaddwd and vpaddd. */
+FD_INLINE int kv_bits(fd_kv_dtype_t format) { return 16; }
+FD_INLINE float kv_levels(fd_kv_dtype_t format, int is_v) { return 32767.0f; }
+FD_INLINE int kv_parts(fd_kv_dtype_t format) {
+    return format == FD_KV_INT4 ? 4 : format == FD_KV_INT8 || format == FD_KV_BF16 ? 2 : 1;
+}
+
+FD_INLINE vec_t kv_part(fd_kv_dtype_t format, int is_v, vec_t words, int part) {
+    if (format == FD_KV_FP32 || format == FD_KV_FP16) return words;
+    const __m256i x = vec_ints(words);
+    if (format == FD_KV_BF16)
+        return vec_bits(part == 0 ? _mm256_slli_epi32(x, 16) : _mm256_and_si256(x, _mm256_set1_epi32((int)0xffff0000)));
+    if (format == FD_KV_INT8)
+        return vec_bits(part ? _mm256_srli_epi16(x, 8) : _mm256_and_si256(x, _mm256_set1_epi16(0xff)));
+    if (part == 3) return vec_bits(_mm256_srli_epi16(x, 12));
+    return vec_bits(_mm256_and_si256(part ? _mm256_srli_epi16(x, part == 1 ? 8 : 4) : x, _mm256_set1_epi16(0xf)));
+}
+FD_INLINE vec_t kv_multiply_add(fd_kv_dtype_t format, int is_v, vec_t x, vec_t y, vec_t sum) {
+    if (!fd_kv_is_int(format)) return vec_fma(x, y, sum);
+    return vec_bits(_mm256_add_epi32(vec_ints(sum), _mm256_madd_epi16(vec_ints(x), vec_ints(y))));
+}
+FD_INLINE void kv_store_multipliers(fd_kv_dtype_t format, void *to, uint32_t i, vec_t x) {
+    _mm_storeu_si128((__m128i *)to + i, vec_to_int16(x));
+}
+
+/* Head sizes are multiples of 8, so with 8 lanes a half vector never occurs; the headers below still name these. */
+FD_INLINE vec_t vec_load_half(const float *p) { return vec_load(p); }
+FD_INLINE void vec_store_half(float *p, vec_t x) { vec_store(p, x); }
+FD_INLINE void vec_store_fp16_half(void *p, vec_t x) { vec_store_fp16(p, x); }
+FD_INLINE void vec_store_bf16_half(void *p, vec_t x) { vec_store_bf16(p, x); }
+FD_INLINE void vec_store_u8_half(void *p, vec_t x, int zero) { vec_store_u8(p, x, zero); }
+FD_INLINE void vec_store_int_half(void *p, vec_t x, int zero) { vec_store_int(p, x, zero); }
+FD_INLINE vec_t kv_load_half(fd_kv_dtype_t format, const uint8_t *p) { return kv_load(format, p); }
+
+#include "tiles_simd.h"
+#include "attend_simd.h"
+#include "rows_simd.h"
+#include "append.h"
+
+#define FD_KERNELS(name, dtype)                                                                                        \
+    FD_BLOCK(name, dtype, 1)                                                                                           \
+    FD_BLOCK(name, dtype, 2) FD_BLOCK(name, dtype, 3) FD_BLOCK(name, dtype, 4) FD_BLOCK(name, dtype, 5)                \
+        FD_BLOCK(name, dtype, 6) static const block_fn name##_blocks[MAX_BLOCK] = {                                    \
+            attend_##name##_block1, attend_##name##_block2, attend_##name##_block3,                                    \
+            attend_##name##_block4, attend_##name##_block5, attend_##name##_block6,                                    \
+    };                                                                                                                 \
+    static void fd_attend_##name##_avx2(const fd_attend_t *a) { attend(dtype, a, name##_blocks); }                     \
+    static void fd_append_##name##_avx2(uint8_t *chunk, uint32_t head_size, uint32_t t, const float *k,                \
+                                        const float *v) {                                                              \
+        append(dtype, chunk, head_size, t, k, v);                                                                      \
+    }
+
+FD_KERNELS(fp32, FD_KV_FP32)
+FD_KERNELS(fp16, FD_KV_FP16)
+FD_KERNELS(bf16, FD_KV_BF16)
+FD_KERNELS(int8, FD_KV_INT8)
+FD_KERNELS(int4, FD_KV_INT4)
+FD_KERNELS(int8_int4, FD_KV_INT8_INT4)
+
+const fd_kv_ops_t fd_kv_ops_avx2[FD_KV_DTYPES] = {
+    [FD_KV_FP32] = {"avx2", fd_append_fp32_avx2, fd_attend_fp32_avx2},
+    [FD_KV_FP16] = {"avx2", fd_append_fp16_avx2, fd_attend_fp16_avx2},
+    [FD_KV_BF16] = {"avx2", fd_append_bf16_avx2, fd_attend_bf16_avx2},
+    [FD_KV_INT8] = {"avx2", fd_append_int8_avx2, fd_attend_int8_avx2},
+    [FD_KV_INT4] = {"avx2", fd_append_int4_avx2, fd_attend_int4_avx2},
+    [FD_KV_INT8_INT4] = {"avx2", fd_append_int8_int4_avx2, fd_attend_int8_int4_avx2},
+};
+
+const fd_vec_ops_t fd_vec_ops_avx2 = {load_act, merge, finish};
+
+#ifdef __clang__
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#endif
+#endif

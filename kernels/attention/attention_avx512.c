@@ -1,0 +1,82 @@
+/* Kernels for AVX-512 F, BW, DQ and VL, 16 lanes. */
+#include "dispatch.h"
+
+#if FD_X86
+#include <immintrin.h>
+
+#ifdef __clang__
+#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c"))),              \
+                             apply_to = function)
+#else
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")
+#endif
+
+#include "vec_avx512.h"
+
+/* A column: of the 32 registers at most 16 are sums, so that a vector of K or V, taken apart, and a broadcast
+ * multiplier still fit beside them. */
+FD_INLINE int tile_vecs(fd_kv_dtype_t format, int rows) { return 2; }
+FD_INLINE uint32_t block_rows(fd_kv_dtype_t dtype) { return MAX_BLOCK; }
+
+/* Integers are multiplied in pairs of 16 bits, vpmaddwd and vpaddd. */
+FD_INLINE int kv_bits(fd_kv_dtype_t format) { return 16; }
+FD_INLINE float kv_levels(fd_kv_dtype_t format, int is_v) { return 32767.0f; }
+FD_INLINE int kv_parts(fd_kv_dtype_t format) {
+    return format == FD_KV_INT4 ? 4 : format == FD_KV_INT8 || format == FD_KV_BF16 ? 2 : 1;
+}
+
+FD_INLINE vec_t kv_part(fd_kv_dtype_t format, int is_v, vec_t words, int part) {
+    if (format == FD_KV_FP32 || format == FD_KV_FP16) return words;
+    const __m512i x = vec_ints(words);
+    if (format == FD_KV_BF16)
+        return vec_bits(part == 0 ? _mm512_slli_epi32(x, 16) : _mm512_and_si512(x, _mm512_set1_epi32((int)0xffff0000)));
+    if (format == FD_KV_INT8)
+        return vec_bits(part ? _mm512_srli_epi16(x, 8) : _mm512_and_si512(x, _mm512_set1_epi16(0xff)));
+    if (part == 3) return vec_bits(_mm512_srli_epi16(x, 12));
+    return vec_bits(_mm512_and_si512(part ? _mm512_srli_epi16(x, part == 1 ? 8 : 4) : x, _mm512_set1_epi16(0xf)));
+}
+FD_INLINE vec_t kv_multiply_add(fd_kv_dtype_t format, int is_v, vec_t x, vec_t y, vec_t sum) {
+    if (!fd_kv_is_int(format)) return vec_fma(x, y, sum);
+    return vec_bits(_mm512_add_epi32(vec_ints(sum), _mm512_madd_epi16(vec_ints(x), vec_ints(y))));
+}
+FD_INLINE void kv_store_multipliers(fd_kv_dtype_t format, void *to, uint32_t i, vec_t x) {
+    _mm256_storeu_si256((__m256i *)to + i, _mm512_cvtepi32_epi16(_mm512_cvtps_epi32(x)));
+}
+
+#include "tiles_simd.h"
+#include "attend_simd.h"
+#include "rows_simd.h"
+#include "append.h"
+
+#define FD_KERNELS(name, dtype)                                                                                        \
+    FD_BLOCKS(name, dtype)                                                                                             \
+    void fd_attend_##name##_avx512(const fd_attend_t *a) { attend(dtype, a, name##_blocks); }                          \
+    void fd_append_##name##_avx512(uint8_t *chunk, uint32_t head_size, uint32_t t, const float *k, const float *v) {   \
+        append(dtype, chunk, head_size, t, k, v);                                                                      \
+    }
+
+FD_KERNELS(fp32, FD_KV_FP32)
+FD_KERNELS(fp16, FD_KV_FP16)
+FD_KERNELS(bf16, FD_KV_BF16)
+FD_KERNELS(int8, FD_KV_INT8)
+FD_KERNELS(int4, FD_KV_INT4)
+FD_KERNELS(int8_int4, FD_KV_INT8_INT4)
+
+const fd_kv_ops_t fd_kv_ops_avx512[FD_KV_DTYPES] = {
+    [FD_KV_FP32] = {"avx512", fd_append_fp32_avx512, fd_attend_fp32_avx512},
+    [FD_KV_FP16] = {"avx512", fd_append_fp16_avx512, fd_attend_fp16_avx512},
+    [FD_KV_BF16] = {"avx512", fd_append_bf16_avx512, fd_attend_bf16_avx512},
+    [FD_KV_INT8] = {"avx512", fd_append_int8_avx512, fd_attend_int8_avx512},
+    [FD_KV_INT4] = {"avx512", fd_append_int4_avx512, fd_attend_int4_avx512},
+    [FD_KV_INT8_INT4] = {"avx512", fd_append_int8_int4_avx512, fd_attend_int8_int4_avx512},
+};
+
+const fd_vec_ops_t fd_vec_ops_avx512 = {load_act, merge, finish};
+
+#ifdef __clang__
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#endif
+#endif

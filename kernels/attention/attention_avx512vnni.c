@@ -1,0 +1,42 @@
+/* Integer kernels for AVX-512 with VNNI. Float formats are those of AVX-512. */
+#include "dispatch.h"
+
+#if FD_X86
+#include <immintrin.h>
+
+#ifdef __clang__
+#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,avx512vnni"))),   \
+                             apply_to = function)
+#else
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,avx512vnni")
+#endif
+
+#include "vec_vnni.h"
+
+#include "tiles_simd.h"
+#include "attend_simd.h"
+
+#define FD_KERNELS(name, dtype)                                                                                        \
+    FD_BLOCKS(name, dtype)                                                                                             \
+    void fd_attend_##name##_avx512vnni(const fd_attend_t *a) { attend(dtype, a, name##_blocks); }
+
+FD_KERNELS(int8, FD_KV_INT8)
+FD_KERNELS(int4, FD_KV_INT4)
+FD_KERNELS(int8_int4, FD_KV_INT8_INT4)
+
+const fd_kv_ops_t fd_kv_ops_avx512vnni[FD_KV_DTYPES] = {
+    [FD_KV_FP32] = {"avx512vnni", fd_append_fp32_avx512, fd_attend_fp32_avx512},
+    [FD_KV_FP16] = {"avx512vnni", fd_append_fp16_avx512, fd_attend_fp16_avx512},
+    [FD_KV_BF16] = {"avx512vnni", fd_append_bf16_avx512, fd_attend_bf16_avx512},
+    [FD_KV_INT8] = {"avx512vnni", fd_append_int8_avx512, fd_attend_int8_avx512vnni},
+    [FD_KV_INT4] = {"avx512vnni", fd_append_int4_avx512, fd_attend_int4_avx512vnni},
+    [FD_KV_INT8_INT4] = {"avx512vnni", fd_append_int8_int4_avx512, fd_attend_int8_int4_avx512vnni},
+};
+
+#ifdef __clang__
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#endif
+#endif

@@ -1,0 +1,77 @@
+/* Kernels for the Advanced SIMD (NEON) that every 64-bit Arm has, 4 lanes. Never measured on such a machine. */
+#include "dispatch.h"
+
+#if FD_ARM64
+#include "vec_neon.h"
+
+/* Of the 32 registers at most 16 are sums, beside 4 vectors of K or V as loaded and as taken apart, and a broadcast
+ * multiplier. */
+FD_INLINE int tile_vecs(fd_kv_dtype_t format, int rows) {
+    return rows > 2 || (format != FD_KV_FP32 && format != FD_KV_FP16) ? 4 : 8;
+}
+FD_INLINE uint32_t block_rows(fd_kv_dtype_t dtype) { return MAX_BLOCK; }
+
+/* Multipliers of 16 bits, but each in 32 and multiplied one by one (mla): products of 16-bit pairs (smull, smull2,
+ * addp, add) take as long in the multiplier, and three more instructions. */
+FD_INLINE int kv_bits(fd_kv_dtype_t format) { return 16; }
+FD_INLINE float kv_levels(fd_kv_dtype_t format, int is_v) { return 32767.0f; }
+FD_INLINE int kv_parts(fd_kv_dtype_t format) { return (int)fd_word_elems(format); }
+
+/* Assembly, here an empty one, keeps gcc 12 from reordering integer sums and from taking all parts apart beforehand:
+ * for either, registers do not suffice. */
+FD_INLINE vec_t kv_part(fd_kv_dtype_t format, int is_v, vec_t words, int part) {
+    if (format == FD_KV_FP32 || format == FD_KV_FP16) return words;
+    const uint32x4_t x = vec_ints(words);
+    if (format == FD_KV_BF16) return vec_bits(part == 0 ? vshlq_n_u32(x, 16) : vandq_u32(x, vdupq_n_u32(0xffff0000u)));
+    const int bits = format == FD_KV_INT8 ? 8 : 4, shift = 8 * (int)fd_word_byte((uint32_t)part) + part / 4 * 4;
+    vec_t taken = vec_bits(vandq_u32(x >> shift, vdupq_n_u32((1u << bits) - 1)));
+    __asm__ volatile("" : "+w"(taken));
+    return taken;
+}
+FD_INLINE vec_t kv_multiply_add(fd_kv_dtype_t format, int is_v, vec_t x, vec_t y, vec_t sum) {
+    if (!fd_kv_is_int(format)) return vec_fma(x, y, sum);
+    __asm__ volatile("mla %0.4s, %1.4s, %2.4s" : "+w"(sum) : "w"(x), "w"(y));
+    return sum;
+}
+FD_INLINE void kv_store_multipliers(fd_kv_dtype_t format, void *to, uint32_t i, vec_t x) {
+    vst1q_s32((int32_t *)to + i * LANES, vcvtnq_s32_f32(x));
+}
+
+#include "tiles_simd.h"
+#include "attend_simd.h"
+#include "rows_simd.h"
+#include "append.h"
+
+#define FD_KERNELS(name, dtype)                                                                                        \
+    FD_BLOCK(name, dtype, 1)                                                                                           \
+    FD_BLOCK(name, dtype, 2) FD_BLOCK(name, dtype, 3)                                                                  \
+        FD_BLOCK(name, dtype, 4) static const block_fn name##_blocks[MAX_BLOCK] = {                                    \
+            attend_##name##_block1,                                                                                    \
+            attend_##name##_block2,                                                                                    \
+            attend_##name##_block3,                                                                                    \
+            attend_##name##_block4,                                                                                    \
+    };                                                                                                                 \
+    static void fd_attend_##name##_neon(const fd_attend_t *a) { attend(dtype, a, name##_blocks); }                     \
+    static void fd_append_##name##_neon(uint8_t *chunk, uint32_t head_size, uint32_t t, const float *k,                \
+                                        const float *v) {                                                              \
+        append(dtype, chunk, head_size, t, k, v);                                                                      \
+    }
+
+FD_KERNELS(fp32, FD_KV_FP32)
+FD_KERNELS(fp16, FD_KV_FP16)
+FD_KERNELS(bf16, FD_KV_BF16)
+FD_KERNELS(int8, FD_KV_INT8)
+FD_KERNELS(int4, FD_KV_INT4)
+FD_KERNELS(int8_int4, FD_KV_INT8_INT4)
+
+const fd_kv_ops_t fd_kv_ops_neon[FD_KV_DTYPES] = {
+    [FD_KV_FP32] = {"neon", fd_append_fp32_neon, fd_attend_fp32_neon},
+    [FD_KV_FP16] = {"neon", fd_append_fp16_neon, fd_attend_fp16_neon},
+    [FD_KV_BF16] = {"neon", fd_append_bf16_neon, fd_attend_bf16_neon},
+    [FD_KV_INT8] = {"neon", fd_append_int8_neon, fd_attend_int8_neon},
+    [FD_KV_INT4] = {"neon", fd_append_int4_neon, fd_attend_int4_neon},
+    [FD_KV_INT8_INT4] = {"neon", fd_append_int8_int4_neon, fd_attend_int8_int4_neon},
+};
+
+const fd_vec_ops_t fd_vec_ops_neon = {load_act, merge, finish};
+#endif

@@ -1,0 +1,255 @@
+/* Kernels in portable C: the definition the vector kernels are held against, and the only ones where there are none.
+ *
+ * Plain loops over a page's tokens or a head's dimensions, so that a compiler can vectorise them for its baseline. A
+ * block of query rows shares each widened row of K and V, as in attend_simd.h.
+ */
+#include <math.h>
+#include <string.h>
+
+#include "chunk.h"
+#include "dispatch.h"
+#include "half.h"
+
+enum { BLOCK_ROWS = 8 };
+
+static void load_act(float *dst, const void *src, size_t n, uint32_t act_dtype, float scale) {
+    if (act_dtype == FD_ACT_FP32)
+        for (size_t i = 0; i < n; i++) dst[i] = scale * ((const float *)src)[i];
+    else if (act_dtype == FD_ACT_FP16)
+        for (size_t i = 0; i < n; i++) dst[i] = scale * fd_fp16_to_fp32(((const uint16_t *)src)[i]);
+    else
+        for (size_t i = 0; i < n; i++) dst[i] = scale * fd_bf16_to_fp32(((const uint16_t *)src)[i]);
+}
+
+/* o = acc / l; 0 where l is. */
+static void finish_row(void *o, const float *acc, float l, uint32_t n, uint32_t act_dtype) {
+    if (l == 0.0f) {
+        memset(o, 0, n * fd_act_bytes(act_dtype));
+        return;
+    }
+    const float scale = 1.0f / l;
+    if (act_dtype == FD_ACT_FP32)
+        for (uint32_t i = 0; i < n; i++) ((float *)o)[i] = acc[i] * scale;
+    else if (act_dtype == FD_ACT_FP16)
+        for (uint32_t i = 0; i < n; i++) ((uint16_t *)o)[i] = fd_fp32_to_fp16(acc[i] * scale);
+    else
+        for (uint32_t i = 0; i < n; i++) ((uint16_t *)o)[i] = fd_fp32_to_bf16(acc[i] * scale);
+}
+
+/* `n` lanes of index i, in words that lie one behind the other, as floats; of int8 and int4 the integers less their
+ * zero point. */
+FD_INLINE void widen_words(const fd_kv_dtype_t format, float *dst, const uint8_t *words, uint32_t i, uint32_t n) {
+    if (format == FD_KV_FP32) memcpy(dst, words, n * sizeof *dst);
+    else if (format == FD_KV_FP16)
+        for (uint32_t j = 0; j < n; j++) dst[j] = fd_fp16_to_fp32(((const uint16_t *)words)[j]);
+    else if (format == FD_KV_BF16)
+        for (uint32_t j = 0; j < n; j++)
+            dst[j] = fd_bf16_to_fp32((uint16_t)(((const uint32_t *)words)[j] >> i % 2 * 16));
+    else if (format == FD_KV_INT8)
+        for (uint32_t j = 0; j < n; j++)
+            dst[j] =
+                (float)((int)(((const uint32_t *)words)[j] >> 8 * fd_word_byte(i) & 0xffu) - fd_zero_point(format));
+    else
+        for (uint32_t j = 0; j < n; j++)
+            dst[j] = (float)((int)(((const uint32_t *)words)[j] >> (8 * fd_word_byte(i) + i % 8 / 4 * 4) & 0xfu) -
+                             fd_zero_point(format));
+}
+
+/* Lanes [from, to) of index i of a matrix (chunk.h) `depth` rows deep and `lanes` wide. */
+FD_INLINE void widen(const fd_kv_dtype_t format, float *dst, const uint8_t *matrix, uint32_t depth, uint32_t lanes,
+                     uint32_t i, uint32_t from, uint32_t to) {
+    for (uint32_t end; from < to; dst += end - from, from = end) {
+        end = (from / FD_COLUMN_LANES + 1) * FD_COLUMN_LANES;
+        end = end < to ? end : to;
+        const size_t row = i / fd_word_elems(format) * fd_lane_stride(format, lanes, from);
+        widen_words(format, dst, matrix + fd_lane_offset(format, depth, from) + row, i, end - from);
+    }
+}
+
+/* Query rows [row, row + rows) of a KV head over one chunk, whose first token is at position `base`. acc, m and l are
+ * the head's. */
+FD_INLINE void attend_block(const fd_attend_t *a, const fd_kv_dtype_t dtype, uint32_t head, const uint8_t *chunk,
+                            uint64_t base, uint32_t row, uint32_t rows) {
+    const fd_kv_dtype_t k_format = fd_k_format(dtype), v_format = fd_v_format(dtype);
+    const uint32_t head_size = a->head_size;
+    const uint8_t *v = chunk + fd_chunk_v(dtype, head_size);
+    uint32_t lo[BLOCK_ROWS], hi[BLOCK_ROWS], first = FD_PAGE_TOKENS,
+                                             last = 0; /* last: beyond the last token any row sees */
+    for (uint32_t r = 0; r < rows; r++) {
+        const uint32_t j = (row + r) / a->group;
+        fd_clip(fd_row_start(a, j), fd_row_end(a, j), base, &lo[r], &hi[r]);
+        if (lo[r] >= hi[r]) continue;
+        first = lo[r] < first ? lo[r] : first;
+        last = hi[r] > last ? hi[r] : last;
+    }
+    if (first >= last) return;
+
+    float weights[BLOCK_ROWS][FD_PAGE_TOKENS] = {{0}}, q_sum[BLOCK_ROWS] = {0}, wide[FD_MAX_CHUNK_HEAD];
+    float q[BLOCK_ROWS][FD_MAX_CHUNK_HEAD];
+    for (uint32_t r = 0; r < rows; r++)
+        load_act(q[r], a->q + fd_act_offset(a, head, row + r), head_size, a->act_dtype, a->softmax_scale);
+    for (uint32_t d = 0; d < head_size; d++) {
+        widen(k_format, wide, chunk, fd_k_depth(k_format, head_size), FD_PAGE_TOKENS, d, first, last);
+        for (uint32_t r = 0; r < rows; r++) {
+            const float qd = q[r][d];
+            for (uint32_t t = first; t < last; t++) weights[r][t] += qd * wide[t - first];
+            q_sum[r] += qd;
+        }
+    }
+
+    for (uint32_t r = 0; r < rows; r++) {
+        float *w = weights[r], *acc = a->acc + (size_t)(row + r) * head_size;
+        if (lo[r] >= hi[r]) {
+            memset(w, 0, sizeof weights[r]);
+            continue;
+        }
+        for (uint32_t t = lo[r]; fd_kv_is_int(dtype) && t < hi[r]; t++) {
+            const uint32_t word = *(const uint32_t *)(chunk + fd_chunk_k_affine(dtype, head_size, t));
+            w[t] = fd_affine_scale(k_format, word) * w[t] + fd_affine_centre(k_format, word) * q_sum[r];
+        }
+        float max = a->m[row + r], sum = 0.0f;
+        for (uint32_t t = lo[r]; t < hi[r]; t++) max = w[t] > max ? w[t] : max;
+        for (uint32_t t = first; t < last; t++) {
+            w[t] = t >= lo[r] && t < hi[r] ? expf(w[t] - max) : 0.0f;
+            sum += w[t];
+        }
+        const float rescale = expf(a->m[row + r] - max); /* 0 at the row's first chunk, where m is -infinity */
+        a->m[row + r] = max;
+        a->l[row + r] = a->l[row + r] * rescale + sum;
+        float rest = 0.0f; /* sum of weights times centres: the same for all dimensions */
+        for (uint32_t t = lo[r]; fd_kv_is_int(dtype) && t < hi[r]; t++) {
+            const uint32_t word = *(const uint32_t *)(chunk + fd_chunk_v_affine(dtype, head_size, t));
+            rest += w[t] * fd_affine_centre(v_format, word);
+            w[t] *= fd_affine_scale(v_format, word);
+        }
+        for (uint32_t d = 0; d < head_size; d++) acc[d] = acc[d] * rescale + rest;
+    }
+
+    for (uint32_t t = first; t < last; t++) {
+        widen(v_format, wide, v, fd_v_depth(v_format), head_size, t, 0, head_size);
+        for (uint32_t r = 0; r < rows; r++) {
+            float *acc = a->acc + (size_t)(row + r) * head_size;
+            for (uint32_t d = 0; d < head_size; d++) acc[d] += weights[r][t] * wide[d];
+        }
+    }
+}
+
+/* KV head `head` of the call. */
+FD_INLINE void attend_head(fd_attend_t a, const fd_kv_dtype_t dtype, uint32_t head) {
+    const uint32_t rows = a.q_len * a.group;
+    const size_t first_row = (size_t)head * rows;
+    a.acc += first_row * a.head_size, a.m += first_row, a.l += first_row;
+    for (uint32_t r = 0; r < rows; r++) a.m[r] = -INFINITY, a.l[r] = 0.0f;
+    memset(a.acc, 0, (size_t)rows * a.head_size * sizeof *a.acc);
+    const uint64_t start = fd_row_start(&a, 0), end = fd_row_end(&a, a.q_len - 1);
+    for (uint32_t c = 0; c < a.n_chunks; c++) {
+        const uint64_t base = a.first_token + (uint64_t)c * FD_PAGE_TOKENS;
+        if (base + FD_PAGE_TOKENS <= start || base >= end) continue;
+        if (base + FD_PAGE_TOKENS >= end && a.before_last) a.before_last(a.context, head);
+        for (uint32_t r = 0; r < rows; r += BLOCK_ROWS)
+            attend_block(&a, dtype, head, a.chunks[c] + head * a.head_stride, base, r,
+                         rows - r < BLOCK_ROWS ? rows - r : BLOCK_ROWS);
+    }
+    for (uint32_t r = 0; a.o && r < rows; r++)
+        finish_row(a.o + fd_act_offset(&a, head, r), a.acc + (size_t)r * a.head_size, a.l[r], a.head_size, a.act_dtype);
+}
+
+FD_INLINE void attend(const fd_attend_t *a, const fd_kv_dtype_t dtype) {
+    for (uint32_t head = 0; head < a->heads; head++) attend_head(*a, dtype, head);
+}
+
+/* Clips x to [lowest, highest] and rounds it to the nearest integer, ties to even; NaN becomes 0. As x is compared
+ * before magic is added, a compiler does not fuse that with a product that x may be: every ISA rounds twice, and so
+ * must this. */
+static int nearest(float x, float lowest, float highest) {
+    const float clipped = x < lowest ? lowest : x > highest ? highest : x;
+    const float magic = 0x1.8p23f, y = clipped + magic - magic;
+    return y == y ? (int)y : 0;
+}
+
+static void store_code(void *dst, int wide, uint32_t i, int code) {
+    if (wide) ((uint32_t *)dst)[i] = (uint32_t)code;
+    else ((uint8_t *)dst)[i] = (uint8_t)code;
+}
+
+/* Quantises a row to integers; returns its affine word. */
+static uint32_t row_to_int8(void *dst, int wide, const float *src, uint32_t n) {
+    float amax = 0.0f;
+    for (uint32_t i = 0; i < n; i++) amax = fabsf(src[i]) > amax ? fabsf(src[i]) : amax;
+    const int tiny = amax < FD_TINY;
+    const float inverse = tiny ? 0.0f : 127.0f / amax;
+    for (uint32_t i = 0; i < n; i++)
+        store_code(dst, wide, i, nearest(src[i] * inverse, -127.0f, 127.0f) + fd_zero_point(FD_KV_INT8));
+    return fd_float_bits(tiny ? 0.0f : amax / 127.0f);
+}
+
+static uint32_t row_to_int4(void *dst, int wide, const float *src, uint32_t n) {
+    float min = src[0], max = src[0];
+    for (uint32_t i = 0; i < n; i++) {
+        min = src[i] < min ? src[i] : min;
+        max = src[i] > max ? src[i] : max;
+    }
+    const uint32_t word = fd_int4_affine(min, max);
+    const float inverse = fd_int4_inverse(word), centre = fd_bits_float(word << 16);
+    for (uint32_t i = 0; i < n; i++)
+        store_code(dst, wide, i, nearest((src[i] - centre) * inverse, -8.0f, 7.0f) + fd_zero_point(FD_KV_INT4));
+    return word;
+}
+
+static void row_to_fp16(uint16_t *dst, const float *src, uint32_t n) {
+    for (uint32_t i = 0; i < n; i++)
+        dst[i] = fd_fp32_to_fp16(src[i] > FD_FP16_MAX ? FD_FP16_MAX : src[i] < -FD_FP16_MAX ? -FD_FP16_MAX : src[i]);
+}
+
+static void row_to_bf16(uint16_t *dst, const float *src, uint32_t n) {
+    for (uint32_t i = 0; i < n; i++) dst[i] = fd_fp32_to_bf16(src[i]);
+}
+
+#include "append.h"
+
+#define FD_KERNELS(name, dtype)                                                                                        \
+    static void fd_attend_##name##_scalar(const fd_attend_t *a) { attend(a, dtype); }                                  \
+    static void fd_append_##name##_scalar(uint8_t *chunk, uint32_t head_size, uint32_t t, const float *k,              \
+                                          const float *v) {                                                            \
+        append(dtype, chunk, head_size, t, k, v);                                                                      \
+    }
+
+FD_KERNELS(fp32, FD_KV_FP32)
+FD_KERNELS(fp16, FD_KV_FP16)
+FD_KERNELS(bf16, FD_KV_BF16)
+FD_KERNELS(int8, FD_KV_INT8)
+FD_KERNELS(int4, FD_KV_INT4)
+FD_KERNELS(int8_int4, FD_KV_INT8_INT4)
+
+const fd_kv_ops_t fd_kv_ops_scalar[FD_KV_DTYPES] = {
+    [FD_KV_FP32] = {"scalar", fd_append_fp32_scalar, fd_attend_fp32_scalar},
+    [FD_KV_FP16] = {"scalar", fd_append_fp16_scalar, fd_attend_fp16_scalar},
+    [FD_KV_BF16] = {"scalar", fd_append_bf16_scalar, fd_attend_bf16_scalar},
+    [FD_KV_INT8] = {"scalar", fd_append_int8_scalar, fd_attend_int8_scalar},
+    [FD_KV_INT4] = {"scalar", fd_append_int4_scalar, fd_attend_int4_scalar},
+    [FD_KV_INT8_INT4] = {"scalar", fd_append_int8_int4_scalar, fd_attend_int8_int4_scalar},
+};
+
+static void merge(float *m, float *l, float *acc, const float *m2, const float *l2, const float *acc2, uint32_t rows,
+                  uint32_t head_size) {
+    for (uint32_t r = 0; r < rows; r++, acc += head_size, acc2 += head_size) {
+        if (l2[r] == 0.0f) continue;
+        if (l[r] == 0.0f) { /* its acc may never have been written */
+            m[r] = m2[r], l[r] = l2[r];
+            memcpy(acc, acc2, head_size * sizeof *acc);
+            continue;
+        }
+        const float max = m2[r] > m[r] ? m2[r] : m[r], scale = expf(m[r] - max), scale2 = expf(m2[r] - max);
+        m[r] = max;
+        l[r] = l[r] * scale + l2[r] * scale2;
+        for (uint32_t d = 0; d < head_size; d++) acc[d] = acc[d] * scale + acc2[d] * scale2;
+    }
+}
+
+static void finish(void *o, const float *acc, const float *l, uint32_t rows, uint32_t head_size, uint32_t act_dtype) {
+    const size_t row_bytes = head_size * fd_act_bytes(act_dtype);
+    for (uint32_t r = 0; r < rows; r++)
+        finish_row((uint8_t *)o + r * row_bytes, acc + (size_t)r * head_size, l[r], head_size, act_dtype);
+}
+
+const fd_vec_ops_t fd_vec_ops_scalar = {load_act, merge, finish};

@@ -1,0 +1,178 @@
+/* Scores and values of a block of query rows in tiles of registers (attend_simd.h). */
+#ifndef FD_TILES_SIMD_H
+#define FD_TILES_SIMD_H
+
+#include "softmax_simd.h"
+
+/* Multipliers of a block of rows: of the row r, for part u of word s, the 32 bits at `at` + s * word + u * part + r *
+ * row. Queries lie word by word (place_rows), so that few cache lines are touched at a time; weights row by row, as
+ * soft_max left them. */
+typedef struct {
+    const uint8_t *at;
+    size_t word, part, row;
+} multipliers_t;
+
+FD_INLINE multipliers_t query_multipliers(fd_kv_dtype_t format, int rows, const uint8_t *q) {
+    const size_t part = rows * sizeof(float);
+    return (multipliers_t){q, kv_parts(format) * part, part, sizeof(float)};
+}
+
+FD_INLINE multipliers_t weight_multipliers(fd_kv_dtype_t format, float weights[][FD_PAGE_TOKENS]) {
+    return (multipliers_t){(const uint8_t *)weights, kv_parts(format) * sizeof(float), sizeof(float),
+                           FD_PAGE_TOKENS * sizeof(float)};
+}
+
+/* sum[r][i] += multiplier of row r times lanes [i * LANES, (i + 1) * LANES) of a column (chunk.h), over its words
+ * [from, to), or only the bits of them that are set in `bits`. A lone row sums even and odd parts apart, for the
+ * latency; so sum has two then.
+ *
+ * A line is asked for, a line is read and multiplied by all rows, then the next: memory reads a fifth faster so than if
+ * all loads of a step and their prefetches come together. The pin keeps the compiler to it. But where words have so
+ * many parts for so many rows that the multipliers of a step do not fit into registers beside the sums, a part of all
+ * vectors is multiplied before the next part. */
+FD_INLINE void multiply(const fd_kv_dtype_t format, const int is_v, const int rows, const int vecs, const int half,
+                        const uint32_t bits, const uint8_t *matrix, size_t stride, uint32_t from, uint32_t to,
+                        multipliers_t multipliers, const uint8_t *ahead, vec_t sum[][MAX_VECS]) {
+    const size_t vec_bytes = LANES * fd_word_bytes(format), step = vecs * vec_bytes;
+    const int parts = kv_parts(format), by_part = parts > 1 && parts * rows > LANES / 2, at_once = by_part ? vecs : 1;
+    matrix += from * stride;
+    multipliers.at += from * multipliers.word;
+    for (uint32_t s = from; s < to; s++, matrix += stride, multipliers.at += multipliers.word, ahead += step) {
+        FD_UNROLL
+        for (int i0 = 0; i0 < vecs; i0 += at_once) {
+            vec_t words[MAX_VECS];
+            FD_UNROLL
+            for (int i = i0; i < i0 + at_once; i++) {
+                if (i * vec_bytes % LINE == 0) __builtin_prefetch(ahead + i * vec_bytes, 0, PREFETCH_LOCALITY);
+                words[i] = vec_pin(half ? kv_load_half(format, matrix) : kv_load(format, matrix + i * vec_bytes));
+                if (bits != ~0u) words[i] = vec_and_bits(words[i], bits);
+            }
+            FD_UNROLL
+            for (int u = 0; u < parts; u++) {
+                vec_t x[MAX_VECS];
+                FD_UNROLL
+                for (int i = i0; i < i0 + at_once; i++) {
+                    x[i] = kv_part(format, is_v, words[i], u);
+                    if (by_part) x[i] = vec_pin(x[i]);
+                }
+                FD_UNROLL
+                for (int r = 0; r < rows; r++) {
+                    const vec_t y = vec_broadcast(multipliers.at + u * multipliers.part + r * multipliers.row);
+                    const int to_sum = rows == 1 ? u & 1 : r;
+                    FD_UNROLL
+                    for (int i = i0; i < i0 + at_once; i++)
+                        sum[to_sum][i] = kv_multiply_add(format, is_v, x[i], y, sum[to_sum][i]);
+                }
+            }
+        }
+    }
+}
+
+FD_INLINE int n_sums(const fd_kv_dtype_t format, const int rows) {
+    return rows == 1 && kv_parts(format) > 1 ? 2 : rows;
+}
+
+/* What a lone row has summed apart. */
+FD_INLINE vec_t total(const fd_kv_dtype_t format, const int rows, vec_t sum[][MAX_VECS], int r, int i) {
+    if (n_sums(format, rows) == rows) return sum[r][i];
+    return fd_kv_is_int(format) ? vec_add_int(sum[0][i], sum[1][i]) : vec_add(sum[0][i], sum[1][i]);
+}
+
+/* Tokens [t0, t0 + vecs * LANES): scores[r][t] = sum_d q[d][r] K[d][t]. */
+FD_INLINE void score_tile(const fd_kv_dtype_t dtype, const int rows, const int vecs, const block_t *b, uint32_t t0,
+                          float scores[][FD_PAGE_TOKENS]) {
+    const fd_kv_dtype_t format = fd_k_format(dtype);
+    const size_t word = fd_word_bytes(format);
+    const uint32_t steps = b->head_size / fd_word_elems(format), depth = fd_k_depth(format, b->head_size);
+    const uint8_t *ahead = prefetch_start(dtype, rows, b, t0 * depth * word, t0 / (vecs * LANES));
+    prefetch_early(dtype, rows, b, t0 / FD_COLUMN_LANES);
+    vec_t sum[MAX_BLOCK][MAX_VECS];
+    FD_UNROLL
+    for (int r = 0; r < n_sums(format, rows); r++) FD_UNROLL
+    for (int i = 0; i < vecs; i++) sum[r][i] = vec_zero();
+    multiply(format, 0, rows, vecs, 0, ~0u, b->chunk + fd_lane_offset(format, depth, t0), FD_COLUMN_LANES * word, 0,
+             steps, query_multipliers(format, rows, b->q), ahead, sum);
+    FD_UNROLL
+    for (int i = 0; i < vecs; i++) {
+        const uint32_t t = t0 + i * LANES;
+        vec_t scale = vec_zero(), offset = vec_zero();
+        if (fd_kv_is_int(format)) {
+            __builtin_prefetch(ahead + (steps * vecs + i) * LANES * word, 0, PREFETCH_LOCALITY);
+            kv_affine(format, b->chunk + fd_chunk_k_affine(dtype, b->head_size, t), &scale, &offset);
+            offset = vec_fma(scale, vec_set1(-(float)fd_zero_point(format)), offset);
+        }
+        FD_UNROLL
+        for (int r = 0; r < rows; r++) {
+            vec_t s = total(format, rows, sum, r, i);
+            if (fd_kv_is_int(format)) s = vec_fma(vec_from_int(s), scale, vec_mul(offset, vec_set1(b->state[r].q_sum)));
+            vec_store(&scores[r][t], s);
+        }
+    }
+}
+
+/* Dimensions [d0, d0 + vecs * LANES), or LANES / 2 of them if `half`:
+ * acc[r][d] = rescale[r] acc[r][d] + sum over [lo, hi) of weights[r][t] V[t][d]. */
+FD_INLINE void value_tile(const fd_kv_dtype_t dtype, const int rows, const int vecs, const int half, const block_t *b,
+                          uint32_t d0, float weights[][FD_PAGE_TOKENS], const float *rescale, const float *unit) {
+    const fd_kv_dtype_t format = fd_v_format(dtype);
+    const uint32_t elems = fd_word_elems(format), depth = fd_v_depth(format);
+    const size_t offset = fd_chunk_v(dtype, b->head_size), stride = fd_lane_stride(format, b->head_size, d0);
+    const uint8_t *v = b->chunk + offset + fd_lane_offset(format, depth, d0);
+    const multipliers_t w = weight_multipliers(format, weights);
+    const uint8_t *ahead =
+        prefetch_start(dtype, rows, b, offset + d0 * depth * fd_word_bytes(format), d0 / (vecs * LANES));
+    prefetch_early(dtype, rows, b, (FD_PAGE_TOKENS + d0) / FD_COLUMN_LANES);
+    vec_t sum[MAX_BLOCK][MAX_VECS];
+    FD_UNROLL
+    for (int r = 0; r < n_sums(format, rows); r++) FD_UNROLL
+    for (int i = 0; i < vecs; i++) {
+        const float *acc = b->acc + (size_t)r * b->head_size + d0 + i * LANES;
+        if (fd_kv_is_int(format) || r >= rows) sum[r][i] = vec_zero();
+        else sum[r][i] = vec_mul(half ? vec_load_half(acc) : vec_load(acc), vec_set1(rescale[r]));
+    }
+    uint32_t from = b->lo / elems, to = (b->hi + elems - 1) / elems;
+    if (format == FD_KV_BF16) { /* a word at the edge may hold a token that nobody sees, and that token a NaN */
+        if (b->lo % 2) multiply(format, 1, rows, vecs, half, 0xffff0000u, v, stride, from, from + 1, w, v, sum), from++;
+        if (b->hi % 2) to--, multiply(format, 1, rows, vecs, half, 0xffffu, v, stride, to, to + 1, w, v, sum);
+    }
+    multiply(format, 1, rows, vecs, half, ~0u, v, stride, from, to, w, ahead, sum);
+    FD_UNROLL
+    for (int r = 0; r < rows; r++) FD_UNROLL
+    for (int i = 0; i < vecs; i++) {
+        float *acc = b->acc + (size_t)r * b->head_size + d0 + i * LANES;
+        vec_t x = total(format, rows, sum, r, i);
+        if (fd_kv_is_int(format)) {
+            const vec_t old = vec_mul(half ? vec_load_half(acc) : vec_load(acc), vec_set1(rescale[r]));
+            x = vec_fma(vec_from_int(x), vec_set1(unit[r]), old);
+        }
+        if (half) vec_store_half(acc, x);
+        else vec_store(acc, x);
+    }
+}
+
+FD_INLINE void attend_block(const fd_kv_dtype_t dtype, const int rows, const block_t *b) {
+    float scores[MAX_BLOCK][FD_PAGE_TOKENS] __attribute__((aligned(64)));
+    float rescale[LANES] __attribute__((aligned(64))), unit[MAX_BLOCK];
+
+    const int score_vecs = tile_vecs(fd_k_format(dtype), rows);
+    const uint32_t step = (uint32_t)score_vecs * LANES;
+    for (uint32_t t = b->lo / step * step; t < b->hi; t += step) score_tile(dtype, rows, score_vecs, b, t, scores);
+
+    if (b->full) soft_max(dtype, rows, 1, b, scores, rescale, unit);
+    else soft_max(dtype, rows, 0, b, scores, rescale, unit);
+
+    const int vecs = tile_vecs(fd_v_format(dtype), rows);
+    const uint32_t whole = b->head_size / LANES;
+    uint32_t i = 0;
+    for (; i + vecs <= whole; i += vecs) value_tile(dtype, rows, vecs, 0, b, i * LANES, scores, rescale, unit);
+    if (vecs > 4 && i + 4 <= whole) value_tile(dtype, rows, 4, 0, b, i * LANES, scores, rescale, unit), i += 4;
+    if (vecs > 2 && i + 2 <= whole) value_tile(dtype, rows, 2, 0, b, i * LANES, scores, rescale, unit), i += 2;
+    if (vecs > 1 && i + 1 <= whole) value_tile(dtype, rows, 1, 0, b, i * LANES, scores, rescale, unit), i += 1;
+    if (b->head_size % LANES) value_tile(dtype, rows, 1, 1, b, i * LANES, scores, rescale, unit);
+}
+
+/* [rows - 1], of one KV dtype; block_rows(dtype) says how many are used. */
+#define FD_BLOCK(name, dtype, rows)                                                                                    \
+    static void attend_##name##_block##rows(const block_t *b) { attend_block(dtype, rows, b); }
+
+#endif

@@ -1,0 +1,158 @@
+/* Vectors of 16 lanes: AVX-512 F, BW, DQ and VL. Included within the target pragma of a file of kernels. */
+#ifndef FD_VEC_AVX512_H
+#define FD_VEC_AVX512_H
+
+#include <immintrin.h>
+#include <string.h>
+
+#include "chunk.h"
+#include "half.h"
+
+typedef __m512 vec_t;
+
+enum { LANES = 16, MAX_BLOCK = 8, HALF = 0x00ff };
+
+FD_INLINE vec_t vec_zero(void) { return _mm512_setzero_ps(); }
+FD_INLINE vec_t vec_set1(float x) { return _mm512_set1_ps(x); }
+FD_INLINE vec_t vec_load(const float *p) { return _mm512_loadu_ps(p); }
+FD_INLINE vec_t vec_load_half(const float *p) { return _mm512_maskz_loadu_ps(HALF, p); }
+FD_INLINE void vec_store(float *p, vec_t x) { _mm512_storeu_ps(p, x); }
+FD_INLINE void vec_store_half(float *p, vec_t x) { _mm512_mask_storeu_ps(p, HALF, x); }
+FD_INLINE vec_t vec_add(vec_t x, vec_t y) { return _mm512_add_ps(x, y); }
+FD_INLINE vec_t vec_sub(vec_t x, vec_t y) { return _mm512_sub_ps(x, y); }
+FD_INLINE vec_t vec_mul(vec_t x, vec_t y) { return _mm512_mul_ps(x, y); }
+FD_INLINE vec_t vec_fma(vec_t x, vec_t y, vec_t z) { return _mm512_fmadd_ps(x, y, z); }
+FD_INLINE vec_t vec_max(vec_t x, vec_t y) { return _mm512_max_ps(x, y); }
+FD_INLINE vec_t vec_min(vec_t x, vec_t y) { return _mm512_min_ps(x, y); }
+FD_INLINE vec_t vec_abs(vec_t x) { return _mm512_abs_ps(x); }
+FD_INLINE float vec_reduce_max(vec_t x) { return _mm512_reduce_max_ps(x); }
+FD_INLINE float vec_reduce_add(vec_t x) { return _mm512_reduce_add_ps(x); }
+FD_INLINE vec_t vec_round(vec_t x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+/* x - floor(x). */
+FD_INLINE vec_t vec_fraction(vec_t x) { return _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC); }
+/* y times 2^floor(x), but 0 where x is below the limit or NaN. */
+FD_INLINE vec_t vec_scale2(vec_t y, vec_t x, float limit) {
+    return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x, _mm512_set1_ps(limit), _CMP_GE_OQ), y, x);
+}
+FD_INLINE int vec_any_above(vec_t x, vec_t y) { return _mm512_cmp_ps_mask(x, y, _CMP_GT_OQ) != 0; }
+FD_INLINE vec_t vec_bits(__m512i x) { return _mm512_castsi512_ps(x); }
+FD_INLINE __m512i vec_ints(vec_t x) { return _mm512_castps_si512(x); }
+FD_INLINE vec_t vec_from_int(vec_t x) { return _mm512_cvtepi32_ps(vec_ints(x)); }
+FD_INLINE vec_t vec_add_int(vec_t x, vec_t y) { return vec_bits(_mm512_add_epi32(vec_ints(x), vec_ints(y))); }
+FD_INLINE vec_t vec_and_bits(vec_t x, uint32_t bits) {
+    return vec_bits(_mm512_and_si512(vec_ints(x), _mm512_set1_epi32((int)bits)));
+}
+/* The 32 bits at p in every lane. */
+FD_INLINE vec_t vec_broadcast(const void *p) {
+    int32_t x;
+    memcpy(&x, p, sizeof x);
+    return vec_bits(_mm512_set1_epi32(x));
+}
+/* Lane i of x where bit i is set, else fill. */
+FD_INLINE vec_t vec_keep(vec_t x, uint64_t bits, float fill) {
+    return _mm512_mask_mov_ps(_mm512_set1_ps(fill), (__mmask16)bits, x);
+}
+
+FD_INLINE vec_t vec_load_fp16(const void *p) { return _mm512_cvtph_ps(_mm256_loadu_si256(p)); }
+FD_INLINE vec_t vec_load_bf16(const void *p) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(p)), 16));
+}
+FD_INLINE void vec_store_fp16(void *p, vec_t x) {
+    _mm256_storeu_si256(p, _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+FD_INLINE void vec_store_fp16_half(void *p, vec_t x) {
+    _mm_storeu_si128(p, _mm256_cvtps_ph(_mm512_castps512_ps256(x), _MM_FROUND_TO_NEAREST_INT));
+}
+/* Operands in this order so that NaN stays NaN. */
+FD_INLINE vec_t vec_saturate_fp16(vec_t x) {
+    return _mm512_max_ps(_mm512_set1_ps(-FD_FP16_MAX), _mm512_min_ps(_mm512_set1_ps(FD_FP16_MAX), x));
+}
+/* Not vcvtneps2bf16, which flushes subnormals. */
+FD_INLINE void vec_store_bf16(void *p, vec_t x) {
+    const __m512i u = _mm512_castps_si512(x), odd = _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));
+    const __m512i rounded = _mm512_add_epi32(_mm512_add_epi32(u, _mm512_set1_epi32(0x7fff)), odd);
+    const __m512i quiet = _mm512_or_si512(u, _mm512_set1_epi32(0x400000));
+    const __m512i y = _mm512_mask_mov_epi32(rounded, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), quiet);
+    _mm256_storeu_si256(p, _mm512_cvtepi32_epi16(_mm512_srli_epi32(y, 16)));
+}
+FD_INLINE void vec_store_bf16_half(void *p, vec_t x) {
+    uint16_t y[LANES];
+    vec_store_bf16(y, x);
+    memcpy(p, y, sizeof y / 2);
+}
+/* Rounded to nearest even; the lanes fit into a byte. */
+FD_INLINE void vec_store_u8(void *p, vec_t x, int zero) {
+    _mm_storeu_si128(p, _mm512_cvtepi32_epi8(_mm512_add_epi32(_mm512_cvtps_epi32(x), _mm512_set1_epi32(zero))));
+}
+FD_INLINE void vec_store_u8_half(void *p, vec_t x, int zero) {
+    _mm_storel_epi64(p, _mm512_cvtepi32_epi8(_mm512_add_epi32(_mm512_cvtps_epi32(x), _mm512_set1_epi32(zero))));
+}
+
+FD_INLINE void vec_store_int(void *p, vec_t x, int zero) {
+    _mm512_storeu_si512(p, _mm512_add_epi32(_mm512_cvtps_epi32(x), _mm512_set1_epi32(zero)));
+}
+FD_INLINE void vec_store_int_half(void *p, vec_t x, int zero) {
+    _mm512_mask_storeu_epi32(p, HALF, _mm512_add_epi32(_mm512_cvtps_epi32(x), _mm512_set1_epi32(zero)));
+}
+
+#define FD_INTERLEAVE
+/* Sixteen words of four rows, `room` words apart: to[w * stride + r] is word w of row r. */
+FD_INLINE void interleave4(uint32_t *to, size_t stride, const uint32_t *from, size_t room) {
+    const __m512i x0 = _mm512_loadu_si512(from), x1 = _mm512_loadu_si512(from + room);
+    const __m512i x2 = _mm512_loadu_si512(from + 2 * room), x3 = _mm512_loadu_si512(from + 3 * room);
+    const __m512i low01 = _mm512_unpacklo_epi32(x0, x1), high01 = _mm512_unpackhi_epi32(x0, x1);
+    const __m512i low23 = _mm512_unpacklo_epi32(x2, x3), high23 = _mm512_unpackhi_epi32(x2, x3);
+    const __m512i words[4] = {_mm512_unpacklo_epi64(low01, low23), _mm512_unpackhi_epi64(low01, low23),
+                              _mm512_unpacklo_epi64(high01, high23),
+                              _mm512_unpackhi_epi64(high01, high23)}; /* i: words i, 4 + i, ... */
+    FD_UNROLL
+    for (size_t i = 0; i < 4; i++) {
+        _mm_storeu_si128((__m128i *)(to + i * stride), _mm512_castsi512_si128(words[i]));
+        _mm_storeu_si128((__m128i *)(to + (4 + i) * stride), _mm512_extracti32x4_epi32(words[i], 1));
+        _mm_storeu_si128((__m128i *)(to + (8 + i) * stride), _mm512_extracti32x4_epi32(words[i], 2));
+        _mm_storeu_si128((__m128i *)(to + (12 + i) * stride), _mm512_extracti32x4_epi32(words[i], 3));
+    }
+}
+
+/* x, computed here: a compiler moves loads past prefetches and past each other (`multiply` of tiles_simd.h says why it
+ * must not). */
+FD_INLINE vec_t vec_pin(vec_t x) {
+    __asm__ volatile("" : "+v"(x));
+    return x;
+}
+
+/* ---- words of K and V (chunk.h) ---- */
+
+/* Bytes of sixteen elements into the order that words of int8 and int4 have them in. */
+FD_INLINE __m128i word_order(void) { return _mm_setr_epi8(0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15); }
+/* The low bytes of sixteen integers, in that order. */
+FD_INLINE void store_word_bytes(void *to, __m512i x) {
+    _mm_storeu_si128(to, _mm_shuffle_epi8(_mm512_cvtepi32_epi8(x), word_order()));
+}
+
+FD_INLINE vec_t kv_load(fd_kv_dtype_t format, const uint8_t *p) {
+    return format == FD_KV_FP16 ? vec_load_fp16(p) : _mm512_loadu_ps(p);
+}
+FD_INLINE vec_t kv_load_half(fd_kv_dtype_t format, const uint8_t *p) {
+    if (format == FD_KV_FP16) return _mm512_zextps256_ps512(_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)));
+    return _mm512_maskz_loadu_ps(HALF, p);
+}
+
+/* scale and (of int4) centre of LANES tokens. */
+FD_INLINE void kv_affine(fd_kv_dtype_t format, const void *p, vec_t *scale, vec_t *centre) {
+    const __m512i x = _mm512_loadu_si512(p);
+    *scale = vec_bits(format == FD_KV_INT8 ? x : _mm512_and_si512(x, _mm512_set1_epi32((int)0xffff0000)));
+    *centre = format == FD_KV_INT8 ? vec_zero() : vec_bits(_mm512_slli_epi32(x, 16));
+}
+
+/* The blocks of tiles_simd.h for every number of rows, and the table of them. */
+#define FD_BLOCKS(name, dtype)                                                                                         \
+    FD_BLOCK(name, dtype, 1)                                                                                           \
+    FD_BLOCK(name, dtype, 2) FD_BLOCK(name, dtype, 3) FD_BLOCK(name, dtype, 4) FD_BLOCK(name, dtype, 5)                \
+        FD_BLOCK(name, dtype, 6) FD_BLOCK(name, dtype, 7)                                                              \
+            FD_BLOCK(name, dtype, 8) static const block_fn name##_blocks[MAX_BLOCK] = {                                \
+                attend_##name##_block1, attend_##name##_block2, attend_##name##_block3, attend_##name##_block4,        \
+                attend_##name##_block5, attend_##name##_block6, attend_##name##_block7, attend_##name##_block8,        \
+    };
+
+#endif

@@ -1,0 +1,265 @@
+#include "kvcache.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define FAIL(status, ...) (snprintf(err, err_len, __VA_ARGS__), (status))
+
+#define PART_BYTES ((size_t)2 << 20)       /* faulted in at once: a call that comes meanwhile waits for it */
+#define GIVE_BACK_BYTES ((size_t)16 << 20) /* at once */
+
+/* The most pages that a huge page holds of a layer, as a power of two: of a stretch. */
+static uint32_t stretch_order(const fd_kvcache_t *kv) {
+    uint32_t order = 0;
+    while (order < FD_MAX_STRETCH_ORDER && kv->row_bytes << (order + 1) <= FD_TRANSPARENT_BYTES) order++;
+    return order;
+}
+
+fd_status_t fd_kvcache_init(fd_kvcache_t *kv, const fd_geometry_t *g, fd_kv_dtype_t dtype, uint32_t n_pages,
+                            uint32_t max_seqs, fd_huge_t huge, char *err, size_t err_len) {
+    memset(kv, 0, sizeof *kv);
+    kv->n_layers = g->n_layers;
+    kv->n_kv_heads = g->n_kv_heads;
+    kv->n_pages = n_pages;
+    kv->max_seqs = max_seqs;
+    kv->chunk_bytes = fd_kv_chunk_bytes(dtype, g->head_size);
+    kv->row_bytes = g->n_kv_heads * kv->chunk_bytes;
+    kv->granule = fd_memory_granule(huge);
+    kv->arena_bytes = (size_t)n_pages * g->n_layers * kv->row_bytes;
+    if (huge == FD_HUGE_HUGETLB) kv->arena_bytes = fd_round_up(kv->arena_bytes, kv->granule);
+    kv->arena = fd_memory_map(kv->arena_bytes, huge, err, err_len);
+    if (!kv->arena) return FD_INTERNAL;
+    kv->swept = (uint64_t)n_pages * g->n_layers;
+    kv->seqs = calloc(max_seqs, sizeof *kv->seqs);
+    kv->refs = calloc(n_pages, sizeof *kv->refs);
+    if (!fd_pages_init(&kv->free, n_pages, stretch_order(kv)) || !kv->seqs || !kv->refs) {
+        fd_kvcache_destroy(kv);
+        return FAIL(FD_INTERNAL, "no memory for the books of %u pages and %u sequences", n_pages, max_seqs);
+    }
+    return FD_OK;
+}
+
+void fd_kvcache_destroy(fd_kvcache_t *kv) {
+    for (uint32_t i = 0; kv->seqs && i < kv->max_seqs; i++) free(kv->seqs[i].pages);
+    free(kv->seqs);
+    free(kv->refs);
+    fd_pages_destroy(&kv->free);
+    if (kv->arena) fd_memory_unmap(kv->arena, kv->arena_bytes);
+    memset(kv, 0, sizeof *kv);
+}
+
+static bool reserve_list(fd_seq_t *s, uint32_t n_pages) {
+    if (n_pages <= s->capacity) return true;
+    uint32_t capacity = s->capacity ? s->capacity : 4;
+    while (capacity < n_pages) capacity *= 2;
+    uint32_t *pages = realloc(s->pages, capacity * sizeof *pages);
+    if (!pages) return false;
+    s->pages = pages;
+    s->capacity = capacity;
+    return true;
+}
+
+/* For place `i` of the sequence's list. The caller has made sure that there is one. */
+static uint32_t take_page(fd_kvcache_t *kv, const fd_seq_t *s, uint32_t i) {
+    const uint32_t page = fd_pages_take(&kv->free, i ? s->pages[i - 1] : FD_NO_PAGE);
+    kv->refs[page] = 1;
+    kv->swept = 0;
+    return page;
+}
+
+static void drop_page(fd_kvcache_t *kv, uint32_t page) {
+    if (--kv->refs[page]) kv->shared_refs--;
+    else fd_pages_put(&kv->free, page);
+    kv->swept = 0;
+}
+
+/* Drops pages from the end, so that the stretch it began with is the next one to be taken. */
+static void shrink(fd_kvcache_t *kv, fd_seq_t *s, uint32_t length) {
+    uint32_t keep = fd_pages_for(length);
+    while (s->n_pages > keep) drop_page(kv, s->pages[--s->n_pages]);
+    s->length = length;
+    if (!length) {
+        free(s->pages);
+        s->pages = NULL;
+        s->capacity = 0;
+        kv->n_seqs--;
+    }
+}
+
+static void copy_page(fd_kvcache_t *kv, uint32_t dst, uint32_t src) {
+    for (uint32_t layer = 0; layer < kv->n_layers; layer++)
+        memcpy(fd_kv_chunk(kv, layer, dst, 0), fd_kv_chunk(kv, layer, src, 0), kv->row_bytes);
+}
+
+static fd_status_t find(fd_kvcache_t *kv, uint32_t seq, uint32_t tag, fd_seq_t **out, char *err, size_t err_len) {
+    if (seq >= kv->max_seqs) return FAIL(FD_BAD_SEQUENCE, "sequence %u is outside the lease of %u", seq, kv->max_seqs);
+    fd_seq_t *s = &kv->seqs[seq];
+    if (s->length && s->tag != tag) return FAIL(FD_BAD_SEQUENCE, "sequence %u has tag %u, not %u", seq, s->tag, tag);
+    *out = s;
+    return FD_OK;
+}
+
+fd_status_t fd_kvcache_free(fd_kvcache_t *kv, uint32_t seq, uint32_t tag, char *err, size_t err_len) {
+    fd_seq_t *s;
+    fd_status_t status = find(kv, seq, tag, &s, err, err_len);
+    if (status == FD_OK && s->length) shrink(kv, s, 0);
+    return status;
+}
+
+fd_status_t fd_kvcache_trim(fd_kvcache_t *kv, uint32_t seq, uint32_t tag, uint32_t length, char *err, size_t err_len) {
+    fd_seq_t *s;
+    fd_status_t status = find(kv, seq, tag, &s, err, err_len);
+    if (status != FD_OK) return status;
+    if (length > s->length)
+        return FAIL(FD_BAD_SEQUENCE, "sequence %u has %u tokens, cannot be trimmed to %u", seq, s->length, length);
+    if (s->length) shrink(kv, s, length);
+    return FD_OK;
+}
+
+fd_status_t fd_kvcache_fork(fd_kvcache_t *kv, uint32_t src, uint32_t src_tag, uint32_t dst, uint32_t dst_tag,
+                            uint32_t length, char *err, size_t err_len) {
+    fd_seq_t *from, *to;
+    fd_status_t status = find(kv, src, src_tag, &from, err, err_len);
+    if (status != FD_OK) return status;
+    if (dst >= kv->max_seqs) return FAIL(FD_BAD_SEQUENCE, "sequence %u is outside the lease of %u", dst, kv->max_seqs);
+    to = &kv->seqs[dst];
+    if (to->length) return FAIL(FD_BAD_SEQUENCE, "sequence %u is not empty, it has %u tokens", dst, to->length);
+    if (length < 1 || length > from->length)
+        return FAIL(FD_BAD_SEQUENCE, "sequence %u has %u tokens, cannot share %u", src, from->length, length);
+    uint32_t n = fd_pages_for(length);
+    if (n > FD_MAX_SHARED_REFS - kv->shared_refs)
+        return FAIL(FD_OUT_OF_PAGES, "forks would share pages more than %u times", FD_MAX_SHARED_REFS);
+    if (!reserve_list(to, n)) return FAIL(FD_INTERNAL, "no memory for a list of %u pages", n);
+    for (uint32_t i = 0; i < n; i++) {
+        to->pages[i] = from->pages[i];
+        kv->refs[to->pages[i]]++;
+    }
+    kv->shared_refs += n;
+    to->n_pages = n;
+    to->length = length;
+    to->tag = dst_tag;
+    kv->n_seqs++;
+    return FD_OK;
+}
+
+fd_status_t fd_kvcache_pages(fd_kvcache_t *kv, uint32_t seq, uint32_t tag, const uint32_t **pages, uint32_t *n,
+                             char *err, size_t err_len) {
+    fd_seq_t *s;
+    fd_status_t status = find(kv, seq, tag, &s, err, err_len);
+    if (status != FD_OK) return status;
+    *pages = s->pages;
+    *n = s->n_pages;
+    return FD_OK;
+}
+
+static fd_status_t check_entry(fd_kvcache_t *kv, const fd_row_t *r, uint32_t i, char *err, size_t err_len) {
+    if (r->seq >= kv->max_seqs)
+        return FAIL(FD_BAD_TABLE, "entry %u: sequence %u is outside the lease of %u", i, r->seq, kv->max_seqs);
+    fd_seq_t *s = &kv->seqs[r->seq];
+    if (s->mark == kv->mark) return FAIL(FD_BAD_TABLE, "entry %u: sequence %u is named twice", i, r->seq);
+    s->mark = kv->mark;
+    if (s->length && r->tag != s->tag)
+        return FAIL(FD_BAD_SEQUENCE, "entry %u: sequence %u has tag %u, not %u", i, r->seq, s->tag, r->tag);
+    if (r->pos != s->length)
+        return FAIL(FD_BAD_SEQUENCE, "entry %u: sequence %u has %u tokens, not %u", i, r->seq, s->length, r->pos);
+    if ((uint64_t)r->pos + r->n_rows > (uint64_t)kv->n_pages * FD_PAGE_TOKENS)
+        return FAIL(FD_OUT_OF_PAGES, "entry %u: sequence %u would have %llu tokens, the lease holds %llu", i, r->seq,
+                    (unsigned long long)r->pos + r->n_rows, (unsigned long long)kv->n_pages * FD_PAGE_TOKENS);
+    return FD_OK;
+}
+
+/* The page that receives the first new row, if the sequence shares it and must have a copy of its own; else NULL. */
+static uint32_t *shared_end(const fd_kvcache_t *kv, const fd_seq_t *s) {
+    if (s->length % FD_PAGE_TOKENS == 0) return NULL;
+    uint32_t *page = s->pages + s->length / FD_PAGE_TOKENS;
+    return kv->refs[*page] > 1 ? page : NULL;
+}
+
+fd_status_t fd_kvcache_check(fd_kvcache_t *kv, const fd_row_t *table, uint32_t n_entries, char *err, size_t err_len) {
+    if (!++kv->mark) { /* once in 2^32 steps old marks could be taken for new ones */
+        for (uint32_t i = 0; i < kv->max_seqs; i++) kv->seqs[i].mark = 0;
+        kv->mark = 1;
+    }
+    fd_status_t status = FD_OK;
+    uint64_t needed = 0;
+    uint32_t checked = 0;
+    for (; checked < n_entries; checked++) {
+        status = check_entry(kv, &table[checked], checked, err, err_len);
+        if (status != FD_OK) break;
+        fd_seq_t *s = &kv->seqs[table[checked].seq];
+        needed += fd_pages_for((uint64_t)s->length + table[checked].n_rows) - s->n_pages;
+        uint32_t *page = shared_end(kv, s);
+        s->copies = page != NULL;
+        if (!page) continue;
+        needed++;
+        kv->refs[*page]--; /* the last of those that share it keeps it */
+    }
+    while (checked--) {
+        const fd_seq_t *s = &kv->seqs[table[checked].seq];
+        if (s->copies) kv->refs[s->pages[s->length / FD_PAGE_TOKENS]]++;
+    }
+    if (status == FD_OK && needed > kv->free.n_free)
+        return FAIL(FD_OUT_OF_PAGES, "the step needs %llu pages, %u of %u are free", (unsigned long long)needed,
+                    kv->free.n_free, kv->n_pages);
+    return status;
+}
+
+fd_status_t fd_kvcache_append(fd_kvcache_t *kv, const fd_row_t *table, uint32_t n_entries, char *err, size_t err_len) {
+    for (uint32_t i = 0; i < n_entries; i++) {
+        fd_seq_t *s = &kv->seqs[table[i].seq];
+        if (!reserve_list(s, fd_pages_for((uint64_t)s->length + table[i].n_rows)))
+            return FAIL(FD_INTERNAL, "no memory for the page list of sequence %u", table[i].seq);
+    }
+    for (uint32_t i = 0; i < n_entries; i++) {
+        fd_seq_t *s = &kv->seqs[table[i].seq];
+        uint32_t *page = shared_end(kv, s);
+        if (page) {
+            const uint32_t own = take_page(kv, s, (uint32_t)(page - s->pages));
+            copy_page(kv, own, *page);
+            drop_page(kv, *page);
+            *page = own;
+        }
+        if (!s->length) {
+            s->tag = table[i].tag;
+            kv->n_seqs++;
+        }
+        s->length += table[i].n_rows;
+        for (; s->n_pages < fd_pages_for(s->length); s->n_pages++) s->pages[s->n_pages] = take_page(kv, s, s->n_pages);
+    }
+    return FD_OK;
+}
+
+/* Pages of one layer that make up a part. */
+static uint32_t part_pages(const fd_kvcache_t *kv) {
+    size_t n = (PART_BYTES + kv->row_bytes - 1) / kv->row_bytes;
+    return n < kv->n_pages ? (uint32_t)n : kv->n_pages;
+}
+
+uint64_t fd_kvcache_parts(const fd_kvcache_t *kv) {
+    uint32_t n = part_pages(kv);
+    return ((uint64_t)kv->n_pages + n - 1) / n * kv->n_layers;
+}
+
+int fd_kvcache_fault_in(const fd_kvcache_t *kv, uint64_t part) {
+    uint32_t n = part_pages(kv), first = (uint32_t)(part / kv->n_layers * n), layer = (uint32_t)(part % kv->n_layers);
+    if (n > kv->n_pages - first) n = kv->n_pages - first;
+    return fd_memory_fault_in(fd_kv_chunk(kv, layer, first, 0), n * kv->row_bytes);
+}
+
+bool fd_kvcache_give_back(fd_kvcache_t *kv) {
+    const uint64_t n_rows = (uint64_t)kv->n_layers * kv->n_pages;
+    uint64_t at = kv->swept; /* rows as they lie in the arena: free pages at a layer's end and at the next one's start
+                                are one run */
+    while (at < n_rows && kv->refs[at % kv->n_pages]) at++;
+    uint64_t first = at;
+    while (at < n_rows && !kv->refs[at % kv->n_pages] &&
+           (at - first) * kv->row_bytes < GIVE_BACK_BYTES + kv->row_bytes + kv->granule)
+        at++;
+    size_t from = fd_round_up(first * kv->row_bytes, kv->granule), to = at * kv->row_bytes;
+    bool run_ends = at == n_rows || kv->refs[at % kv->n_pages];
+    if (at < n_rows) to -= to % kv->granule;
+    if (from < to) fd_memory_give_back(kv->arena + from, to - from);
+    kv->swept = run_ends ? at : to / kv->row_bytes; /* a run that goes on goes on where it was cut */
+    return kv->swept < n_rows;
+}

@@ -1,0 +1,87 @@
+#define _GNU_SOURCE
+#include "memory.h"
+
+#include <errno.h>
+#include <linux/mempolicy.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#ifndef MADV_POPULATE_WRITE
+#define MADV_POPULATE_WRITE 23 /* Linux 5.14 */
+#endif
+
+#define FAIL(status, ...) (snprintf(err, err_len, __VA_ARGS__), (status))
+
+/* A field of /proc/meminfo, 0 if it has none of that name. Pages are counts, the rest is KiB. */
+static size_t meminfo(const char *field) {
+    FILE *f = fopen("/proc/meminfo", "re");
+    char line[128];
+    size_t value = 0, n = strlen(field);
+    while (f && fgets(line, sizeof line, f))
+        if (!strncmp(line, field, n) && line[n] == ':') sscanf(line + n + 1, "%zu", &value);
+    if (f) fclose(f);
+    return value;
+}
+
+size_t fd_memory_granule(fd_huge_t huge) {
+    if (huge == FD_HUGE_MADVISE) return FD_TRANSPARENT_BYTES;
+    size_t hugetlb = huge == FD_HUGE_HUGETLB ? meminfo("Hugepagesize") * 1024 : 0;
+    return hugetlb ? hugetlb : (size_t)sysconf(_SC_PAGESIZE);
+}
+
+static void *map_hugetlb(size_t bytes, char *err, size_t err_len) {
+    /* Not MAP_NORESERVE: a page that is not there when it is touched is a SIGBUS. */
+    void *memory = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_HUGETLB, -1, 0);
+    if (memory == MAP_FAILED) {
+        size_t page = fd_memory_granule(FD_HUGE_HUGETLB), total = meminfo("HugePages_Total");
+        size_t reserved = meminfo("HugePages_Rsvd"), unused = meminfo("HugePages_Free");
+        size_t left = unused > reserved ? unused - reserved : 0, needed = bytes / page;
+        return FAIL(NULL,
+                    "%zu huge pages of %zu KiB are needed and %zu are to be had: set vm.nr_hugepages to %zu or more",
+                    needed, page / 1024, left, needed > left ? total + needed - left : needed);
+    }
+    /* The reservation is good for a page of some node. Were a binding to one node to hold here too, it would not be
+     * good. */
+    syscall(SYS_mbind, memory, bytes, MPOL_LOCAL, NULL, 0ul, 0u);
+    return memory;
+}
+
+void *fd_memory_map(size_t bytes, fd_huge_t huge, char *err, size_t err_len) {
+    if (huge == FD_HUGE_HUGETLB) return map_hugetlb(bytes, err, err_len);
+    size_t page = (size_t)sysconf(_SC_PAGESIZE), whole = (bytes + page - 1) / page * page,
+           room = whole + FD_TRANSPARENT_BYTES;
+    uint8_t *start = mmap(NULL, room, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (start == MAP_FAILED) return FAIL(NULL, "cannot map %zu bytes for the KV-cache: %s", bytes, strerror(errno));
+    size_t before = -(uintptr_t)start % FD_TRANSPARENT_BYTES;
+    uint8_t *memory = start + before;
+    if (before) munmap(start, before);
+    munmap(memory + whole, room - before - whole);
+    madvise(memory, whole,
+            huge == FD_HUGE_MADVISE ? MADV_HUGEPAGE : MADV_NOHUGEPAGE); /* a kernel without them has small pages */
+    return memory;
+}
+
+void fd_memory_unmap(void *memory, size_t bytes) { munmap(memory, bytes); }
+
+int fd_memory_fault_in(uint8_t *from, size_t bytes) {
+    size_t page = (size_t)sysconf(_SC_PAGESIZE), before = (uintptr_t)from % page;
+    from -= before;
+    bytes += before;
+    if (!madvise(from, bytes, MADV_POPULATE_WRITE)) return 0;
+    if (errno != EINVAL) return errno;
+    for (size_t at = 0; at < bytes; at += page) __atomic_fetch_or(from + at, 0, __ATOMIC_RELAXED); /* an older kernel */
+    return 0;
+}
+
+void fd_memory_give_back(uint8_t *from, size_t bytes) { madvise(from, bytes, MADV_DONTNEED); }
+
+int fd_memory_bind(uint32_t node) {
+    enum { BITS = 8 * sizeof(unsigned long) };
+    unsigned long nodes[1024 / BITS] = {0};
+    if (node >= 1024) return EINVAL;
+    nodes[node / BITS] = 1ul << node % BITS;
+    return syscall(SYS_set_mempolicy, MPOL_BIND, nodes, 1024ul + 1) ? errno : 0;
+}

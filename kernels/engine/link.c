@@ -1,0 +1,205 @@
+/* Links of the R-engine: taking them up, letting them go, and what the control connection asks of them. */
+#include <errno.h>
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
+
+#include "engine_state.h"
+
+#define FAIL(status, ...) (snprintf(err, err_len, __VA_ARGS__), (status))
+
+size_t fd_page_bytes(const fd_geometry_t *g, uint32_t kv_dtype) {
+    return (size_t)g->n_layers * g->n_kv_heads * fd_kv_chunk_bytes((fd_kv_dtype_t)kv_dtype, g->head_size);
+}
+
+static bool lease_ok(const fd_geometry_t *g, const fd_lease_t *lease, const void *region, char *err, size_t err_len) {
+    const char *reason = fd_geometry_error(g);
+    if (reason) return FAIL(false, "%s", reason);
+    if (lease->kv_dtype >= FD_KV_DTYPES) return FAIL(false, "unknown KV-cache dtype %u", lease->kv_dtype);
+    if (lease->n_pages < 1 || lease->n_pages > FD_MAX_PAGES)
+        return FAIL(false, "%u pages are not within 1..%u", lease->n_pages, FD_MAX_PAGES);
+    if (lease->max_seqs < 1 || lease->max_seqs > FD_MAX_SEQS)
+        return FAIL(false, "%u sequences are not within 1..%u", lease->max_seqs, FD_MAX_SEQS);
+    if (!isfinite(lease->softmax_scale)) return FAIL(false, "the softmax scale is not finite");
+    if ((uintptr_t)region % FD_LINE) return FAIL(false, "the region does not begin on a cache line");
+    return true;
+}
+
+/* All that the link owns besides its share of the budget. Works on a half-built link. */
+static void destroy(fd_link_t *link) {
+    for (uint32_t i = 0; link->slots && i < link->work.g.n_slots; i++) fd_step_destroy(&link->slots[i].step);
+    free(link->slots);
+    fd_work_destroy(&link->work);
+    fd_kvcache_destroy(&link->kv);
+    if (link->eventfd >= 0) {
+        /* Closing it would not do: a peer may hold a duplicate, which would keep it in the set. */
+        epoll_ctl(link->engine->epoll, EPOLL_CTL_DEL, link->eventfd, NULL);
+        close(link->eventfd);
+    }
+    pthread_mutex_destroy(&link->mutex);
+    free(link);
+}
+
+static fd_link_t *build(fd_engine_t *e, void *region, const fd_geometry_t *g, const fd_lease_t *lease, char *err,
+                        size_t err_len) {
+    fd_link_t *link = calloc(1, sizeof *link);
+    if (!link) return FAIL(NULL, "no memory for a link");
+    link->engine = e;
+    link->region = region;
+    link->no_wakeup = ((const fd_region_header_t *)region)->no_wakeup; /* now, while no peer can write it */
+    pthread_mutex_init(&link->mutex, NULL);
+    link->eventfd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+    struct epoll_event event = {.events = EPOLLIN | EPOLLET};
+    if (link->eventfd < 0 || epoll_ctl(e->epoll, EPOLL_CTL_ADD, link->eventfd, &event)) {
+        snprintf(err, err_len, "no file descriptor for a link");
+    } else if (fd_kvcache_init(&link->kv, g, lease->kv_dtype, lease->n_pages, lease->max_seqs, e->huge, err, err_len) ==
+               FD_OK) {
+        bool ok = fd_work_init(&link->work, g, &link->kv, lease->kv_dtype, e->isa, lease->softmax_scale, lease->windows,
+                               e->n_threads) == FD_OK;
+        link->slots = ok ? calloc(g->n_slots, sizeof *link->slots) : NULL;
+        ok = link->slots != NULL;
+        for (uint32_t i = 0; ok && i < g->n_slots; i++)
+            ok = fd_step_init(&link->slots[i].step, g->max_rows, link->work.shape.max_items) == FD_OK;
+        if (e->prefault) link->prefault.parts = fd_kvcache_parts(&link->kv);
+        link->last_call_ns = fd_now_ns();
+        if (ok) return link;
+        snprintf(err, err_len, "no memory for the working space of a link");
+    }
+    destroy(link);
+    return NULL;
+}
+
+/* Takes a link's place and bytes before anything is allocated for it. */
+static bool reserve(fd_engine_t *e, uint32_t n_pages, uint64_t bytes, char *err, size_t err_len) {
+    pthread_mutex_lock(&e->mutex);
+    bool ok = true;
+    if (e->n_reserved == FD_MAX_LINKS) ok = FAIL(false, "the R-engine already serves %u links", FD_MAX_LINKS);
+    else if (bytes > e->kv_bytes - e->kv_used)
+        ok = FAIL(false, "%u pages need %llu bytes of KV-cache, %llu are free", n_pages, (unsigned long long)bytes,
+                  (unsigned long long)(e->kv_bytes - e->kv_used));
+    if (ok) {
+        e->n_reserved++;
+        e->kv_used += bytes;
+    }
+    pthread_mutex_unlock(&e->mutex);
+    return ok;
+}
+
+static void release(fd_engine_t *e, uint64_t bytes) {
+    pthread_mutex_lock(&e->mutex);
+    e->n_reserved--;
+    e->kv_used -= bytes;
+    pthread_mutex_unlock(&e->mutex);
+}
+
+fd_link_t *fd_engine_add_link(fd_engine_t *e, void *region, const fd_geometry_t *g, const fd_lease_t *lease,
+                              const fd_notify_t *notify, char *err, size_t err_len) {
+    errno = EINVAL;
+    if (!lease_ok(g, lease, region, err, err_len)) return NULL;
+    uint64_t bytes = lease->n_pages * (uint64_t)fd_page_bytes(g, lease->kv_dtype);
+    if (e->huge == FD_HUGE_HUGETLB) bytes = fd_round_up(bytes, fd_memory_granule(e->huge));
+    errno = ENOMEM;
+    if (!reserve(e, lease->n_pages, bytes, err, err_len)) return NULL;
+    fd_link_t *link = build(e, region, g, lease, err, err_len);
+    if (!link) {
+        release(e, bytes);
+        errno = ENOMEM;
+        return NULL;
+    }
+    link->lease_bytes = bytes;
+    if (notify) link->notify = *notify;
+    pthread_mutex_lock(&e->mutex);
+    e->links[e->n_links++] = link;
+    __atomic_fetch_add(&e->control, 1, __ATOMIC_SEQ_CST);
+    pthread_mutex_unlock(&e->mutex);
+    fd_eventfd_wake(e->eventfd);
+    return link;
+}
+
+/* Tells who still waits for a reply. Thread 0 has let go of the link; the connection's end is for its owner to
+ * announce. */
+static void refuse_waiting(fd_link_t *link) {
+    for (uint32_t i = 0; i < link->work.g.n_slots; i++) {
+        fd_slot_t *slot = fd_slot_at(link->region, &link->work.layout, i);
+        uint64_t bell = fd_bell_read(&slot->request_bell);
+        if (bell == link->slots[i].served) continue;
+        slot->reply = (fd_reply_t){.seq = bell, .status = FD_LINK_CLOSED, .message = "the R-node has closed this link"};
+        fd_ring_reply(slot, bell);
+    }
+}
+
+void fd_engine_remove_link(fd_engine_t *e, fd_link_t *link) {
+    pthread_mutex_lock(&e->mutex);
+    uint32_t i = 0;
+    while (e->links[i] != link) i++;
+    e->links[i] = e->links[--e->n_links];
+    uint32_t change = __atomic_add_fetch(&e->control, 1, __ATOMIC_SEQ_CST);
+    fd_eventfd_wake(e->eventfd);
+    while ((int32_t)(e->taken_up - change) < 0) pthread_cond_wait(&e->taken, &e->mutex);
+    pthread_mutex_unlock(&e->mutex);
+    refuse_waiting(link);
+    uint64_t bytes = link->lease_bytes;
+    destroy(link);
+    release(e, bytes);
+}
+
+int fd_link_eventfd(const fd_link_t *link) { return link->eventfd; }
+
+int fd_link_free(fd_link_t *link, uint32_t seq, uint32_t tag, char *err, size_t err_len) {
+    pthread_mutex_lock(&link->mutex);
+    fd_status_t status = fd_kvcache_free(&link->kv, seq, tag, err, err_len);
+    pthread_mutex_unlock(&link->mutex);
+    return -(int)status;
+}
+
+int fd_link_trim(fd_link_t *link, uint32_t seq, uint32_t tag, uint32_t length, char *err, size_t err_len) {
+    pthread_mutex_lock(&link->mutex);
+    fd_status_t status = fd_kvcache_trim(&link->kv, seq, tag, length, err, err_len);
+    pthread_mutex_unlock(&link->mutex);
+    return -(int)status;
+}
+
+int fd_link_fork(fd_link_t *link, uint32_t src, uint32_t src_tag, uint32_t dst, uint32_t dst_tag, uint32_t length,
+                 char *err, size_t err_len) {
+    pthread_mutex_lock(&link->mutex);
+    fd_status_t status = fd_kvcache_fork(&link->kv, src, src_tag, dst, dst_tag, length, err, err_len);
+    pthread_mutex_unlock(&link->mutex);
+    return -(int)status;
+}
+
+int fd_link_pages(fd_link_t *link, uint32_t seq, uint32_t tag, uint32_t **pages, uint32_t *n, char *err,
+                  size_t err_len) {
+    const uint32_t *list;
+    pthread_mutex_lock(&link->mutex);
+    fd_status_t status = fd_kvcache_pages(&link->kv, seq, tag, &list, n, err, err_len);
+    if (status == FD_OK) {
+        *pages = malloc((*n + 1) * sizeof **pages);
+        if (*pages && *n) memcpy(*pages, list, *n * sizeof **pages);
+        if (!*pages) status = (snprintf(err, err_len, "no memory for a list of %u pages", *n), FD_INTERNAL);
+    }
+    pthread_mutex_unlock(&link->mutex);
+    return -(int)status;
+}
+
+void fd_link_stats(fd_link_t *link, fd_link_stats_t *out) {
+    out->calls = __atomic_load_n(&link->stats.calls, __ATOMIC_RELAXED);
+    out->refused = __atomic_load_n(&link->stats.refused, __ATOMIC_RELAXED);
+    out->rows = __atomic_load_n(&link->stats.rows, __ATOMIC_RELAXED);
+    out->kv_bytes = __atomic_load_n(&link->stats.kv_bytes, __ATOMIC_RELAXED);
+    out->busy_ns = __atomic_load_n(&link->stats.busy_ns, __ATOMIC_RELAXED);
+    pthread_mutex_lock(&link->mutex);
+    out->pages_total = link->kv.n_pages;
+    out->pages_used = link->kv.n_pages - link->kv.free.n_free;
+    out->seqs = link->kv.n_seqs;
+    pthread_mutex_unlock(&link->mutex);
+}
+
+void fd_link_prefault(fd_link_t *link, fd_prefault_t *out) {
+    uint64_t parts = link->prefault.parts, done = __atomic_load_n(&link->prefault.done, __ATOMIC_RELAXED);
+    out->total = parts ? link->lease_bytes : 0;
+    out->bytes = done < parts ? out->total / parts * done : out->total;
+    out->error = __atomic_load_n(&link->prefault.error, __ATOMIC_RELAXED);
+}

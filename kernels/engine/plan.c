@@ -1,0 +1,224 @@
+#include "plan.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define FAIL(status, ...) (snprintf(err, err_len, __VA_ARGS__), (status))
+
+/* Costs are in units of reading one cached token of one KV head for up to 8 query rows. */
+enum {
+    COST_APPEND = 4,  /* converting and storing one new token */
+    COST_PIECE = 16,  /* starting on a KV head: Q in, O out */
+    MIN_ITEM = 512,   /* less is not worth another thread's attention */
+    MIN_PIECE = 512,  /* cached tokens of all heads; a smaller piece is left to its neighbour */
+    MAX_WEIGHT = 1024 /* bounds the sums below, not the work */
+};
+
+fd_status_t fd_step_init(fd_step_t *step, uint32_t max_rows, uint32_t max_items) {
+    memset(step, 0, sizeof *step);
+    step->table = malloc(max_rows * sizeof *step->table);
+    step->entries = malloc(max_rows * sizeof *step->entries);
+    step->items = malloc(max_items * sizeof *step->items);
+    if (step->table && step->entries && step->items) return FD_OK;
+    fd_step_destroy(step);
+    return FD_INTERNAL;
+}
+
+void fd_step_destroy(fd_step_t *step) {
+    free(step->table);
+    free(step->entries);
+    free(step->items);
+    free(step->pages);
+    memset(step, 0, sizeof *step);
+}
+
+/* What the table says of itself, before the cache is asked. */
+static fd_status_t check_table(const fd_step_t *step, char *err, size_t err_len) {
+    uint64_t rows = 0, attend_rows = 0;
+    bool appending = false;
+    for (uint32_t i = 0; i < step->n_entries; i++) {
+        const fd_row_t *r = &step->table[i];
+        if (r->flags & ~(uint32_t)FD_ROW_ATTEND) return FAIL(FD_BAD_TABLE, "entry %u: unknown flags 0x%x", i, r->flags);
+        if (r->reserved) return FAIL(FD_BAD_TABLE, "entry %u: reserved field is not zero", i);
+        if (!r->n_rows) return FAIL(FD_BAD_TABLE, "entry %u has no rows", i);
+        rows += r->n_rows;
+        if (r->flags & FD_ROW_ATTEND) {
+            if (appending) return FAIL(FD_BAD_TABLE, "entry %u attends but stands behind one that does not", i);
+            attend_rows += r->n_rows;
+        } else {
+            appending = true;
+        }
+    }
+    if (rows != step->n_rows || attend_rows != step->n_attend_rows)
+        return FAIL(FD_BAD_TABLE, "the table adds up to %llu rows, %llu of them attending; the call says %u and %u",
+                    (unsigned long long)rows, (unsigned long long)attend_rows, step->n_rows, step->n_attend_rows);
+    return FD_OK;
+}
+
+/* Of a table whose positions are those of the cache: may one call ask for so much attention? */
+static fd_status_t check_work(const fd_step_t *step, const fd_plan_shape_t *shape, char *err, size_t err_len) {
+    uint64_t pairs = 0, elements = (uint64_t)shape->n_kv_heads * shape->group * shape->head_size;
+    for (uint32_t i = 0; i < step->n_entries; i++) {
+        const fd_row_t *r = &step->table[i];
+        uint64_t seen = (uint64_t)r->pos + r->n_rows, most = (uint64_t)shape->max_window + r->n_rows;
+        if (shape->max_window && seen > most) seen = most;
+        if (r->flags & FD_ROW_ATTEND) pairs += r->n_rows * seen;
+    }
+    if (pairs <= FD_MAX_CALL_WORK / elements) return FD_OK;
+    return FAIL(FD_BAD_TABLE,
+                "the call attends %llu pairs of a row and a token; with this model's heads at most %llu are allowed",
+                (unsigned long long)pairs, (unsigned long long)(FD_MAX_CALL_WORK / elements));
+}
+
+static bool reserve_pages(fd_step_t *step, size_t n) {
+    if (n <= step->pages_capacity) return true;
+    size_t capacity = n + n / 2;
+    uint32_t *pages = realloc(step->pages, capacity * sizeof *pages);
+    if (!pages) return false;
+    step->pages = pages;
+    step->pages_capacity = capacity;
+    return true;
+}
+
+/* A span as the cutter sees it: pages [first, last) cost `page_cost` each, page `last` and all behind it `rest`. */
+typedef struct {
+    uint32_t first, last, min_piece; /* pages */
+    uint64_t page_cost, rest;
+} span_t;
+
+static span_t span_of(const fd_entry_t *e, const fd_plan_shape_t *shape) {
+    uint32_t end = fd_pages_for((uint64_t)e->pos + e->n_rows);
+    span_t s;
+    if (!e->attend) {
+        s.first = e->pos / FD_PAGE_TOKENS;
+        s.last = end - 1;
+        s.page_cost = s.rest = FD_PAGE_TOKENS * COST_APPEND;
+    } else {
+        uint64_t weight = 1 + (uint64_t)e->n_rows * shape->group / 8;
+        if (weight > MAX_WEIGHT) weight = MAX_WEIGHT;
+        s.first = fd_first_page(e->pos, shape->max_window);
+        s.last = e->n_rows > shape->q_block ? s.first : e->pos / FD_PAGE_TOKENS;
+        s.page_cost = FD_PAGE_TOKENS * weight;
+        s.rest = (end - s.last) * s.page_cost + (uint64_t)e->n_rows * COST_APPEND;
+    }
+    s.rest += COST_PIECE;
+    s.page_cost *= e->heads;
+    s.rest *= e->heads;
+    s.min_piece = MIN_PIECE / FD_PAGE_TOKENS > e->heads ? MIN_PIECE / FD_PAGE_TOKENS / e->heads : 1;
+    return s;
+}
+
+static uint64_t span_cost(const span_t *s) { return (s->last - s->first) * s->page_cost + s->rest; }
+
+/* The page before which a span is best cut, `offset` into its cost; 0: before the span, FD_LINE_END: behind it. */
+static uint32_t cut_span(const span_t *s, uint64_t offset) {
+    uint64_t pages = offset / s->page_cost;
+    if (pages < s->min_piece) return 0;
+    if (pages > s->last - s->first) pages = s->last - s->first;
+    if (pages < s->min_piece) return offset * 2 < span_cost(s) ? 0 : FD_LINE_END;
+    return s->first + (uint32_t)pages;
+}
+
+static bool same_span(const fd_point_t *a, const fd_point_t *b) { return a->entry == b->entry && a->head == b->head; }
+
+/* Tells every item whether it begins within a cut span, and the item in which that span begins how many pieces it has.
+ */
+static void link_pieces(fd_step_t *step) {
+    uint32_t owner = FD_NO_CUT;
+    for (uint32_t i = 0; i < step->n_items; i++) {
+        fd_item_t *item = &step->items[i];
+        item->n_pieces = 0;
+        item->cut = item->begin.page ? owner : FD_NO_CUT;
+        if (item->begin.page) step->items[owner].n_pieces++;
+        if (item->end.page && !(item->begin.page && same_span(&item->begin, &item->end))) {
+            owner = i;
+            item->n_pieces = 1;
+        }
+    }
+}
+
+/* The most KV heads that a kernel takes at once, in even shares. */
+static uint32_t heads_of_span(const fd_row_t *r, const fd_plan_shape_t *shape) {
+    if (!(r->flags & FD_ROW_ATTEND)) return 1;
+    uint64_t rows = (uint64_t)r->n_rows * shape->group;
+    uint32_t heads = rows * shape->n_kv_heads <= FD_PANEL_ROWS ? shape->n_kv_heads
+                     : rows < FD_PANEL_ROWS                    ? FD_PANEL_ROWS / (uint32_t)rows
+                                                               : 1;
+    while (shape->n_kv_heads % heads) heads--;
+    return heads;
+}
+
+/* What an entry costs, all its spans. */
+static uint64_t entry_cost(const span_t *s, const fd_entry_t *e, const fd_plan_shape_t *shape) {
+    return span_cost(s) * (shape->n_kv_heads / e->heads);
+}
+
+/* What the first i of n items cost together. Where there is plenty of work they become smaller and smaller, the last
+ * 1/n of the average, so that threads that are not equally fast finish together. */
+static uint64_t cut_at(uint64_t total, uint32_t i, uint32_t n, bool plenty) {
+    const uint64_t rest = n - i, linear = total / n * rest + total % n * rest / n;
+    return total - (plenty ? linear / n * rest + linear % n * rest / n : linear);
+}
+
+static void cut_line(fd_step_t *step, const fd_plan_shape_t *shape) {
+    uint64_t total = 0;
+    for (uint32_t i = 0; i < step->n_entries; i++) {
+        span_t s = span_of(&step->entries[i], shape);
+        total += entry_cost(&s, &step->entries[i], shape);
+    }
+    uint64_t wanted = total / MIN_ITEM;
+    uint32_t n = wanted < 1 ? 1 : wanted < shape->max_items ? (uint32_t)wanted : shape->max_items;
+    fd_point_t begin = {0, 0, 0};
+    uint32_t entry = 0;
+    uint64_t before = 0; /* cost of the entries before `entry` */
+    step->n_items = 0;
+    for (uint32_t i = 1; i <= n; i++) {
+        fd_point_t end = {step->n_entries, 0, 0};
+        if (i < n) {
+            uint64_t at = cut_at(total, i, n, n == shape->max_items);
+            span_t s = span_of(&step->entries[entry], shape);
+            while (at - before >= entry_cost(&s, &step->entries[entry], shape)) {
+                before += entry_cost(&s, &step->entries[entry], shape);
+                s = span_of(&step->entries[++entry], shape);
+            }
+            const uint32_t heads = step->entries[entry].heads;
+            end = (fd_point_t){entry, (uint32_t)((at - before) / span_cost(&s)) * heads, 0};
+            end.page = cut_span(&s, (at - before) % span_cost(&s));
+            if (end.page == FD_LINE_END) {
+                end.page = 0;
+                end.head += heads;
+                if (end.head == shape->n_kv_heads) end = (fd_point_t){entry + 1, 0, 0};
+            }
+        }
+        if (same_span(&begin, &end) && begin.page == end.page) continue;
+        step->items[step->n_items++] = (fd_item_t){begin, end, FD_NO_CUT, 0};
+        begin = end;
+    }
+    link_pieces(step);
+}
+
+fd_status_t fd_step_plan(fd_step_t *step, fd_kvcache_t *kv, const fd_plan_shape_t *shape, char *err, size_t err_len) {
+    fd_status_t status = check_table(step, err, err_len);
+    if (status == FD_OK) status = fd_kvcache_check(kv, step->table, step->n_entries, err, err_len);
+    if (status == FD_OK) status = check_work(step, shape, err, err_len);
+    if (status != FD_OK) return status;
+    size_t n_pages = 0; /* no more than the lease has and FD_MAX_SHARED_REFS */
+    for (uint32_t i = 0; i < step->n_entries; i++)
+        n_pages += fd_pages_for((uint64_t)step->table[i].pos + step->table[i].n_rows);
+    if (!reserve_pages(step, n_pages)) return FAIL(FD_INTERNAL, "no memory for %zu page numbers", n_pages);
+    status = fd_kvcache_append(kv, step->table, step->n_entries, err, err_len);
+    if (status != FD_OK) return status;
+    size_t at = 0;
+    uint32_t row = 0;
+    for (uint32_t i = 0; i < step->n_entries; i++) {
+        const fd_row_t *r = &step->table[i];
+        const fd_seq_t *s = &kv->seqs[r->seq];
+        step->entries[i] = (fd_entry_t){r->pos, r->n_rows, row, r->flags & FD_ROW_ATTEND, heads_of_span(r, shape), at};
+        memcpy(step->pages + at, s->pages, s->n_pages * sizeof *s->pages);
+        at += s->n_pages;
+        row += r->n_rows;
+    }
+    cut_line(step, shape);
+    return FD_OK;
+}

@@ -1,0 +1,471 @@
+/* The R-engine for Python: REngine, REngineLink and the layout of a region. */
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include <errno.h>
+#include <stdlib.h>
+#include <unistd.h>
+
+#include "engine.h"
+
+#define ERR_LEN 256
+
+typedef struct {
+    PyObject_HEAD
+    fd_engine_t *engine;
+    PyObject *link_type;
+    uint32_t threads;
+    fd_isa_t isa;
+    uint32_t n_links;
+    pid_t pid; /* a forked child has the object but not the threads: there it only forgets them */
+} engine_object_t;
+
+typedef struct {
+    PyObject_HEAD
+    fd_link_t *link;
+    engine_object_t *owner;
+    PyObject *notify;
+    Py_buffer region;
+} link_object_t;
+
+/* ---- geometry and layout ---- */
+
+/* Converter for PyArg: a sequence (n_slots, max_rows, n_layers, n_q_heads, n_kv_heads, head_size, act_dtype). */
+static int convert_geometry(PyObject *o, void *out) {
+    fd_geometry_t *g = out;
+    *g = (fd_geometry_t){0};
+    PyObject *tuple = PySequence_Tuple(o);
+    if (!tuple) return 0;
+    int ok = PyArg_ParseTuple(
+        tuple,
+        "IIIIIII;a geometry is seven integers: slots, rows, layers, query heads, KV heads, head size, activation dtype",
+        &g->n_slots, &g->max_rows, &g->n_layers, &g->n_q_heads, &g->n_kv_heads, &g->head_size, &g->act_dtype);
+    Py_DECREF(tuple);
+    if (!ok) return 0;
+    const char *reason = fd_geometry_error(g);
+    if (reason) PyErr_SetString(PyExc_ValueError, reason);
+    return !reason;
+}
+
+static PyObject *py_page_bytes(PyObject *module, PyObject *args) {
+    fd_geometry_t g;
+    unsigned kv_dtype;
+    if (!PyArg_ParseTuple(args, "O&I", convert_geometry, &g, &kv_dtype)) return NULL;
+    if (kv_dtype >= FD_KV_DTYPES) return PyErr_Format(PyExc_ValueError, "unknown KV-cache dtype %u", kv_dtype);
+    return PyLong_FromSize_t(fd_page_bytes(&g, kv_dtype));
+}
+
+static PyObject *py_region_layout(PyObject *module, PyObject *args) {
+    fd_geometry_t g;
+    if (!PyArg_ParseTuple(args, "O&", convert_geometry, &g)) return NULL;
+    fd_layout_t y = fd_region_layout(&g);
+    return Py_BuildValue("nnnnnnnnn", y.slot0, y.slot_bytes, y.region_bytes, y.table, y.q, y.kv, y.o, y.q_row_bytes,
+                         y.kv_row_bytes);
+}
+
+static int region_fits(const Py_buffer *region, const fd_geometry_t *g) {
+    size_t need = fd_region_layout(g).region_bytes;
+    if ((size_t)region->len >= need) return 1;
+    PyErr_Format(PyExc_ValueError, "the region has %zd bytes, its geometry needs %zu", region->len, need);
+    return 0;
+}
+
+static PyObject *py_init_region_header(PyObject *module, PyObject *args) {
+    fd_geometry_t g;
+    PyObject *o;
+    Py_buffer region;
+    if (!PyArg_ParseTuple(args, "OO&", &o, convert_geometry, &g)) return NULL;
+    if (PyObject_GetBuffer(o, &region, PyBUF_WRITABLE) < 0) return NULL;
+    int ok = region_fits(&region, &g);
+    if (ok) {
+        fd_region_header_t h = {.magic = FD_REGION_MAGIC, .version = FD_PROTOCOL_VERSION, .geometry = g};
+        memcpy(region.buf, &h, sizeof h);
+    }
+    PyBuffer_Release(&region);
+    if (!ok) return NULL;
+    Py_RETURN_NONE;
+}
+
+/* ---- REngine ---- */
+
+static void raise_no_isa(const char *what, const char *name) {
+    char has[64] = "";
+    for (int i = 0; i < FD_ISAS; i++)
+        if (fd_isa_supported((fd_isa_t)i)) {
+            if (*has) strcat(has, ", ");
+            strcat(has, fd_isa_name((fd_isa_t)i));
+        }
+    PyErr_Format(PyExc_ValueError, "%s '%s' cannot be used; this machine has %s", what, name, has);
+}
+
+/* An explicit name wins, then FASTDECODE_ISA, then the best. A name that cannot be had is an error. */
+static int choose_isa(const char *name, fd_isa_t *isa) {
+    const char *what = "isa";
+    if (!name) {
+        what = "FASTDECODE_ISA";
+        name = getenv(what);
+        if (name && !*name) name = NULL;
+    }
+    *isa = fd_isa_best();
+    if (!name) return 1;
+    if (fd_isa_from_name(name, isa) == 0 && fd_isa_supported(*isa)) return 1;
+    raise_no_isa(what, name);
+    return 0;
+}
+
+/* `o` is None or a sequence of exactly `n` integers. Returns 0 with an exception set; *out is NULL for None. */
+static int convert_ints(PyObject *o, const char *what, Py_ssize_t n, long long min, long long max, void *out,
+                        bool is_signed) {
+    PyObject *seq = PySequence_Fast(o, what);
+    if (!seq) return 0;
+    int ok = PySequence_Fast_GET_SIZE(seq) == n;
+    if (!ok) PyErr_Format(PyExc_ValueError, "%s: %zd given, %zd needed", what, PySequence_Fast_GET_SIZE(seq), n);
+    for (Py_ssize_t i = 0; ok && i < n; i++) {
+        long long v = PyLong_AsLongLong(PySequence_Fast_GET_ITEM(seq, i));
+        if (v == -1 && PyErr_Occurred()) {
+            ok = 0;
+        } else if (v < min || v > max) {
+            PyErr_Format(PyExc_ValueError, "%s: %lld is not within %lld..%lld", what, v, min, max);
+            ok = 0;
+        } else if (is_signed) {
+            ((int *)out)[i] = (int)v;
+        } else {
+            ((uint32_t *)out)[i] = (uint32_t)v;
+        }
+    }
+    Py_DECREF(seq);
+    return ok;
+}
+
+static int choose_huge(const char *name, fd_huge_t *huge) {
+    static const char *names[FD_HUGE_MODES] = {"madvise", "hugetlb", "off"};
+    for (int i = 0; i < FD_HUGE_MODES; i++)
+        if (!strcmp(name, names[i])) return *huge = (fd_huge_t)i, 1;
+    PyErr_Format(PyExc_ValueError, "huge_pages '%s' is none of madvise, hugetlb, off", name);
+    return 0;
+}
+
+static PyObject *engine_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+    static char *names[] = {"threads",    "kv_bytes", "isa",         "cpus", "spin_us",
+                            "huge_pages", "prefault", "trim_idle_s", NULL};
+    fd_engine_config_t config = {0};
+    unsigned threads, spin_us = 100;
+    unsigned long long kv_bytes;
+    const char *isa = NULL, *huge = "madvise";
+    PyObject *cpus = Py_None;
+    int prefault = 0;
+    double trim_idle_s = 0;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "IK|zOIspd", names, &threads, &kv_bytes, &isa, &cpus, &spin_us,
+                                     &huge, &prefault, &trim_idle_s))
+        return NULL;
+    if (!choose_isa(isa, &config.isa) || !choose_huge(huge, &config.huge)) return NULL;
+    if (!(trim_idle_s >= 0 && trim_idle_s <= 1e9)) {
+        PyErr_SetString(PyExc_ValueError, "trim_idle_s is not a time in seconds");
+        return NULL;
+    }
+    if (threads < 1 || threads > 512)
+        return PyErr_Format(PyExc_ValueError, "%u threads are not within 1..512", threads);
+    int *pins = NULL;
+    if (cpus != Py_None) {
+        pins = PyMem_Calloc(threads, sizeof *pins);
+        if (!pins) return PyErr_NoMemory();
+        if (!convert_ints(cpus, "cpus", threads, 0, INT_MAX, pins, true)) {
+            PyMem_Free(pins);
+            return NULL;
+        }
+    }
+    engine_object_t *self = (engine_object_t *)type->tp_alloc(type, 0);
+    if (!self) {
+        PyMem_Free(pins);
+        return NULL;
+    }
+    config.threads = self->threads = threads;
+    config.cpus = pins;
+    config.spin_us = spin_us;
+    config.kv_bytes = kv_bytes;
+    config.prefault = prefault;
+    config.trim_idle_ns = (uint64_t)(trim_idle_s * 1e9);
+    self->isa = config.isa;
+    self->pid = getpid();
+    self->link_type = PyObject_GetAttrString((PyObject *)type, "_link_type");
+    char err[ERR_LEN];
+    if (self->link_type && !(self->engine = fd_engine_new(&config, err, sizeof err)))
+        PyErr_SetString(errno == EINVAL ? PyExc_ValueError : PyExc_RuntimeError, err);
+    PyMem_Free(pins);
+    if (!self->engine) {
+        Py_DECREF(self);
+        return NULL;
+    }
+    return (PyObject *)self;
+}
+
+static void stop_engine(engine_object_t *self) {
+    fd_engine_t *engine = self->engine;
+    self->engine = NULL;
+    if (!engine || self->pid != getpid()) return;
+    Py_BEGIN_ALLOW_THREADS fd_engine_free(engine);
+    Py_END_ALLOW_THREADS
+}
+
+static void engine_dealloc(engine_object_t *self) {
+    PyTypeObject *type = Py_TYPE(self);
+    stop_engine(self);
+    Py_XDECREF(self->link_type);
+    type->tp_free(self);
+    Py_DECREF(type);
+}
+
+static PyObject *engine_close(engine_object_t *self, PyObject *unused) {
+    if (self->n_links)
+        return PyErr_Format(PyExc_RuntimeError, "the R-engine still serves %u links; close them first", self->n_links);
+    stop_engine(self);
+    Py_RETURN_NONE;
+}
+
+static PyObject *closed_error(const char *what) { return PyErr_Format(PyExc_RuntimeError, "%s is closed", what); }
+
+static PyObject *engine_add_link(engine_object_t *self, PyObject *args, PyObject *kwargs) {
+    static char *names[] = {"region",        "geometry", "kv_dtype", "n_pages", "max_seqs",
+                            "softmax_scale", "windows",  "notify",   NULL};
+    PyObject *region, *windows, *notify = Py_None;
+    fd_geometry_t g;
+    fd_lease_t lease = {0};
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO&IIIfO|O", names, &region, convert_geometry, &g, &lease.kv_dtype,
+                                     &lease.n_pages, &lease.max_seqs, &lease.softmax_scale, &windows, &notify))
+        return NULL;
+    if (!self->engine) return closed_error("the R-engine");
+    const fd_notify_t *target = NULL;
+    if (notify != Py_None && !(target = PyCapsule_GetPointer(notify, FD_NOTIFY_CAPSULE))) return NULL;
+    uint32_t layer_windows[FD_MAX_LAYERS];
+    if (!convert_ints(windows, "windows", g.n_layers, 0, UINT32_MAX, layer_windows, false)) return NULL;
+    lease.windows = layer_windows;
+    link_object_t *link =
+        (link_object_t *)((PyTypeObject *)self->link_type)->tp_alloc((PyTypeObject *)self->link_type, 0);
+    if (!link) return NULL;
+    char err[ERR_LEN];
+    if (PyObject_GetBuffer(region, &link->region, PyBUF_WRITABLE) == 0 && region_fits(&link->region, &g)) {
+        link->link = fd_engine_add_link(self->engine, link->region.buf, &g, &lease, target, err, sizeof err);
+        if (!link->link) PyErr_SetString(errno == EINVAL ? PyExc_ValueError : PyExc_MemoryError, err);
+    }
+    if (!link->link) {
+        Py_DECREF(link);
+        return NULL;
+    }
+    link->owner = (engine_object_t *)Py_NewRef(self);
+    link->notify = Py_NewRef(notify);
+    self->n_links++;
+    return (PyObject *)link;
+}
+
+static PyObject *engine_get_isa(engine_object_t *self, void *unused) {
+    return PyUnicode_FromString(fd_isa_name(self->isa));
+}
+
+static PyObject *engine_get_threads(engine_object_t *self, void *unused) {
+    return PyLong_FromUnsignedLong(self->threads);
+}
+
+static PyObject *engine_get_kv_free(engine_object_t *self, void *unused) {
+    if (!self->engine) return closed_error("the R-engine");
+    return PyLong_FromUnsignedLongLong(fd_engine_kv_free(self->engine));
+}
+
+static PyObject *engine_get_eventfd(engine_object_t *self, void *unused) {
+    if (!self->engine) return closed_error("the R-engine");
+    return PyLong_FromLong(fd_engine_eventfd(self->engine));
+}
+
+static PyGetSetDef engine_getset[] = {
+    {"isa", (getter)engine_get_isa, NULL, "name of the instruction set in use", NULL},
+    {"threads", (getter)engine_get_threads, NULL, "number of threads", NULL},
+    {"kv_free", (getter)engine_get_kv_free, NULL, "bytes of the budget that no lease holds", NULL},
+    {"eventfd", (getter)engine_get_eventfd, NULL, "wakes the engine; for callers within this process", NULL},
+    {0},
+};
+
+static PyMethodDef engine_methods[] = {
+    {"add_link", (PyCFunction)(void (*)(void))engine_add_link, METH_VARARGS | METH_KEYWORDS,
+     "add_link(region, geometry, kv_dtype, n_pages, max_seqs, softmax_scale, windows, notify=None) -> REngineLink"},
+    {"close", (PyCFunction)engine_close, METH_NOARGS, "Join the threads. All links must be closed."},
+    {0},
+};
+
+/* ---- REngineLink ---- */
+
+/* Takes the link from the engine; the region is not touched after that. */
+static void remove_link(link_object_t *self) {
+    fd_link_t *link = self->link;
+    self->link = NULL;
+    if (link && self->owner->pid == getpid()) {
+        Py_BEGIN_ALLOW_THREADS fd_engine_remove_link(self->owner->engine, link);
+        Py_END_ALLOW_THREADS
+    }
+    if (link) self->owner->n_links--;
+    if (link || !self->owner) PyBuffer_Release(&self->region); /* nothing happens to one that was never filled */
+}
+
+static void link_dealloc(link_object_t *self) {
+    PyTypeObject *type = Py_TYPE(self);
+    remove_link(self);
+    Py_XDECREF(self->notify);
+    Py_XDECREF(self->owner);
+    type->tp_free(self);
+    Py_DECREF(type);
+}
+
+static PyObject *link_close(link_object_t *self, PyObject *unused) {
+    remove_link(self);
+    Py_RETURN_NONE;
+}
+
+static PyObject *outcome(int rc, const char *err) {
+    if (rc == 0) Py_RETURN_NONE;
+    PyErr_SetString(rc == -(int)FD_BAD_SEQUENCE ? PyExc_ValueError : PyExc_MemoryError, err);
+    return NULL;
+}
+
+static PyObject *link_free(link_object_t *self, PyObject *args) {
+    unsigned seq, tag;
+    char err[ERR_LEN];
+    if (!PyArg_ParseTuple(args, "II", &seq, &tag)) return NULL;
+    if (!self->link) return closed_error("the link");
+    return outcome(fd_link_free(self->link, seq, tag, err, sizeof err), err);
+}
+
+static PyObject *link_trim(link_object_t *self, PyObject *args) {
+    unsigned seq, tag, length;
+    char err[ERR_LEN];
+    if (!PyArg_ParseTuple(args, "III", &seq, &tag, &length)) return NULL;
+    if (!self->link) return closed_error("the link");
+    return outcome(fd_link_trim(self->link, seq, tag, length, err, sizeof err), err);
+}
+
+static PyObject *link_fork(link_object_t *self, PyObject *args) {
+    unsigned src, src_tag, dst, dst_tag, length;
+    char err[ERR_LEN];
+    if (!PyArg_ParseTuple(args, "IIIII", &src, &src_tag, &dst, &dst_tag, &length)) return NULL;
+    if (!self->link) return closed_error("the link");
+    return outcome(fd_link_fork(self->link, src, src_tag, dst, dst_tag, length, err, sizeof err), err);
+}
+
+static PyObject *link_pages(link_object_t *self, PyObject *args) {
+    unsigned seq, tag, n;
+    uint32_t *pages;
+    char err[ERR_LEN];
+    if (!PyArg_ParseTuple(args, "II", &seq, &tag)) return NULL;
+    if (!self->link) return closed_error("the link");
+    const int rc = fd_link_pages(self->link, seq, tag, &pages, &n, err, sizeof err);
+    if (rc) return outcome(rc, err);
+    PyObject *list = PyList_New(n);
+    for (unsigned i = 0; list && i < n; i++) {
+        PyObject *page = PyLong_FromUnsignedLong(pages[i]);
+        if (page) PyList_SET_ITEM(list, i, page);
+        else Py_CLEAR(list);
+    }
+    free(pages);
+    return list;
+}
+
+static PyObject *link_stats(link_object_t *self, PyObject *unused) {
+    fd_link_stats_t s;
+    if (!self->link) return closed_error("the link");
+    fd_link_stats(self->link, &s);
+    return Py_BuildValue("{s:K,s:K,s:K,s:K,s:K,s:I,s:I,s:I}", "calls", s.calls, "refused", s.refused, "rows", s.rows,
+                         "kv_bytes", s.kv_bytes, "busy_ns", s.busy_ns, "pages_total", s.pages_total, "pages_used",
+                         s.pages_used, "seqs", s.seqs);
+}
+
+static PyObject *link_get_prefault(link_object_t *self, void *unused) {
+    fd_prefault_t p;
+    if (!self->link) return closed_error("the link");
+    fd_link_prefault(self->link, &p);
+    return Py_BuildValue("KKi", p.bytes, p.total, p.error);
+}
+
+static PyObject *link_get_eventfd(link_object_t *self, void *unused) {
+    if (!self->link) return closed_error("the link");
+    return PyLong_FromLong(fd_link_eventfd(self->link));
+}
+
+static PyGetSetDef link_getset[] = {
+    {"eventfd", (getter)link_get_eventfd, NULL, "wakes the engine; the one to hand to a peer", NULL},
+    {"prefault", (getter)link_get_prefault, NULL,
+     "(bytes faulted in ahead, bytes to fault in ahead, errno that stopped it or 0)", NULL},
+    {0},
+};
+
+static PyMethodDef link_methods[] = {
+    {"free", (PyCFunction)link_free, METH_VARARGS,
+     "free(seq, tag): give a sequence's pages back; an empty one has none"},
+    {"trim", (PyCFunction)link_trim, METH_VARARGS, "trim(seq, tag, length): roll back to the first `length` tokens"},
+    {"fork", (PyCFunction)link_fork, METH_VARARGS,
+     "fork(src, src_tag, dst, dst_tag, length): let the empty `dst` share the first `length` tokens of `src`"},
+    {"pages", (PyCFunction)link_pages, METH_VARARGS, "pages(seq, tag) -> the numbers of a sequence's pages, in order"},
+    {"stats", (PyCFunction)link_stats, METH_NOARGS, "Counters, as fd_link_stats_t."},
+    {"close", (PyCFunction)link_close, METH_NOARGS,
+     "Leave the engine and free the lease; waits for a call in progress. Idempotent."},
+    {0},
+};
+
+/* ---- module ---- */
+
+static PyType_Slot engine_slots[] = {
+    {Py_tp_doc, "R-engine: threads that serve the calls of all their links, without Python."},
+    {Py_tp_new, engine_new},
+    {Py_tp_dealloc, engine_dealloc},
+    {Py_tp_methods, engine_methods},
+    {Py_tp_getset, engine_getset},
+    {0, NULL},
+};
+
+static PyType_Slot link_slots[] = {
+    {Py_tp_doc, "One link that an REngine serves, and its lease of the KV-cache."},
+    {Py_tp_dealloc, link_dealloc},
+    {Py_tp_methods, link_methods},
+    {Py_tp_getset, link_getset},
+    {0, NULL},
+};
+
+static PyType_Spec engine_spec = {
+    .name = "fastdecode.kernels._native.REngine",
+    .basicsize = sizeof(engine_object_t),
+    .flags = Py_TPFLAGS_DEFAULT,
+    .slots = engine_slots,
+};
+
+static PyType_Spec link_spec = {
+    .name = "fastdecode.kernels._native.REngineLink",
+    .basicsize = sizeof(link_object_t),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION,
+    .slots = link_slots,
+};
+
+static PyObject *py_bind_memory(PyObject *module, PyObject *args) {
+    unsigned node;
+    if (!PyArg_ParseTuple(args, "I", &node)) return NULL;
+    errno = fd_memory_bind(node);
+    if (errno) return PyErr_SetFromErrno(PyExc_OSError);
+    Py_RETURN_NONE;
+}
+
+PyMethodDef fd_engine_methods[] = {
+    {"bind_memory", py_bind_memory, METH_VARARGS,
+     "bind_memory(node): this thread and those it starts take memory of that NUMA node only"},
+    {"page_bytes", py_page_bytes, METH_VARARGS,
+     "page_bytes(geometry, kv_dtype) -> bytes of a page, all layers and KV heads"},
+    {"region_layout", py_region_layout, METH_VARARGS,
+     "region_layout(geometry) -> the fields of transports.base.RegionLayout, in order"},
+    {"init_region_header", py_init_region_header, METH_VARARGS,
+     "init_region_header(region, geometry): write the first page of a region"},
+    {0},
+};
+
+int fd_engine_add_types(PyObject *module) {
+    PyObject *engine = PyType_FromSpec(&engine_spec), *link = PyType_FromSpec(&link_spec);
+    int ok = engine && link && PyObject_SetAttrString(engine, "_link_type", link) == 0 &&
+             PyModule_AddObjectRef(module, "REngine", engine) == 0 &&
+             PyModule_AddObjectRef(module, "REngineLink", link) == 0;
+    Py_XDECREF(engine);
+    Py_XDECREF(link);
+    return ok ? 0 : -1;
+}

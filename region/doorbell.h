@@ -1,0 +1,160 @@
+/* Ringing and waiting for the doorbells of an activation region (region.h). Header-only, so both ends share it.
+ *
+ *   S side                                       R side
+ *   fd_ring_request(bell, asleep word, eventfd)  fd_bell_read(request_bell), or asleep on the eventfd
+ *   fd_wait_reply(slot, seq, ...)                fd_ring_reply(slot, seq)
+ *
+ * Neither side makes a system call as long as the other is awake. Who goes to sleep says so first and then looks
+ * at the bell once more; who rings looks for sleepers after ringing. A sequentially consistent fence between the two
+ * steps on each side makes one of them see the other (Dekker's argument), so no wake-up is lost.
+ * All sleeping is bounded, because a hostile peer may write any of these words at any time.
+ */
+#ifndef FD_DOORBELL_H
+#define FD_DOORBELL_H
+
+#include <errno.h>
+#include <limits.h>
+#include <linux/futex.h>
+#include <sched.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "region.h"
+
+/* Called by an R-engine thread right after it has rung a reply bell (TCP and RDMA links send the reply off). Must not
+ * block and must not need Python's GIL. */
+typedef void (*fd_notify_fn)(void *ctx, uint32_t slot);
+
+/* May be called by the R-engine's thread 0, again and again while it is idle (`go_on`), and once before it works or
+ * sleeps or lets go of the link (not `go_on`): a carrier may take in what has come on that thread meanwhile, and ring.
+ * Must not block. */
+typedef void (*fd_poll_fn)(void *ctx, bool go_on);
+
+/* What a PyCapsule named FD_NOTIFY_CAPSULE points to. The capsule must outlive the link that it is given to. */
+typedef struct {
+    fd_notify_fn fn;
+    void *ctx;       /* of both */
+    fd_poll_fn poll; /* or NULL */
+} fd_notify_t;
+
+#define FD_NOTIFY_CAPSULE "fastdecode.notify"
+
+/* Who has spun this long offers the core to whoever wants it between looks: where threads outnumber cores, the one that
+ * is waited for may be waiting for this very core, and would get it only at the scheduler's next tick, milliseconds
+ * away. */
+#define FD_POLITE_NS 500u
+
+typedef enum {
+    FD_WAIT_DONE = 0,
+    FD_WAIT_TIMEOUT = 1,
+    FD_WAIT_STOPPED = 2,
+} fd_wait_t;
+
+static inline void fd_cpu_relax(void) {
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ __volatile__("yield");
+#endif
+}
+
+/* CLOCK_MONOTONIC, nanoseconds. */
+static inline uint64_t fd_now_ns(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
+}
+
+static inline uint64_t fd_bell_read(const uint64_t *bell) {
+    const uint64_t seq = __atomic_load_n(bell, __ATOMIC_ACQUIRE);
+#if defined(__aarch64__)
+    __asm__ __volatile__("dmb oshld"
+                         :
+                         :
+                         : "memory"); /* acquire orders what CPUs have written; an RDMA device may have written this */
+#endif
+    return seq;
+}
+
+static inline fd_slot_t *fd_slot_at(void *region, const fd_layout_t *y, uint32_t slot) {
+    return (fd_slot_t *)((uint8_t *)region + y->slot0 + slot * y->slot_bytes);
+}
+
+/* The word that futexes wait on: the low half of a bell (little-endian). */
+static inline uint32_t *fd_bell_word(uint64_t *bell) { return (uint32_t *)bell; }
+
+/* Sleeps while *word == expected, at most ns. `shared`: the word lies in memory shared between processes. */
+static inline void fd_futex_wait(uint32_t *word, uint32_t expected, uint64_t ns, bool shared) {
+    struct timespec t = {.tv_sec = (time_t)(ns / 1000000000u), .tv_nsec = (long)(ns % 1000000000u)};
+    syscall(SYS_futex, word, shared ? FUTEX_WAIT : FUTEX_WAIT_PRIVATE, expected, &t, NULL, 0);
+}
+
+static inline void fd_futex_wake(uint32_t *word, bool shared) {
+    syscall(SYS_futex, word, shared ? FUTEX_WAKE : FUTEX_WAKE_PRIVATE, INT_MAX, NULL, NULL, 0);
+}
+
+static inline void fd_eventfd_wake(int fd) {
+    uint64_t one = 1;
+    /* A full counter (EAGAIN) has already woken the reader. */
+    while (write(fd, &one, sizeof one) < 0 && errno == EINTR) {
+    }
+}
+
+/* S side (or the R-node's end of a TCP link): everything the call needs is written; publish it.
+ * `wake_fd` < 0 where the engine is at the other end of a wire. */
+static inline void fd_ring_request(fd_slot_t *slot, uint64_t seq, const uint32_t *engine_asleep, int wake_fd) {
+    __atomic_store_n(&slot->request_bell, seq, __ATOMIC_RELEASE);
+    __atomic_thread_fence(__ATOMIC_SEQ_CST);
+    if (wake_fd >= 0 && __atomic_load_n(engine_asleep, __ATOMIC_RELAXED)) fd_eventfd_wake(wake_fd);
+}
+
+/* R side (or the S-node's end of a TCP link): the reply and its rows are written; publish them. */
+static inline void fd_ring_reply(fd_slot_t *slot, uint64_t seq) {
+    __atomic_store_n(&slot->reply_bell, seq, __ATOMIC_RELEASE);
+    __atomic_thread_fence(__ATOMIC_SEQ_CST);
+    if (__atomic_load_n(&slot->reply_waiting, __ATOMIC_RELAXED)) fd_futex_wake(fd_bell_word(&slot->reply_bell), true);
+}
+
+/* Waits until the reply bell shows exactly `seq`: spins for spin_ns, then sleeps on the bell. Gives up after
+ * timeout_ns, or once *stop (may be NULL) is not 0; who sets `stop` calls fd_stop_waiters to be noticed at once. */
+static inline fd_wait_t fd_wait_reply(fd_slot_t *slot, uint64_t seq, uint64_t spin_ns, uint64_t timeout_ns,
+                                      const uint32_t *stop) {
+    const uint64_t nap_ns = 50000000u;
+    uint64_t start = 0;
+    for (uint32_t i = 1;; i++) {
+        if (fd_bell_read(&slot->reply_bell) == seq) return FD_WAIT_DONE;
+        if (i % 16) {
+            fd_cpu_relax();
+            continue;
+        }
+        if (stop && __atomic_load_n(stop, __ATOMIC_ACQUIRE)) return FD_WAIT_STOPPED;
+        uint64_t now = fd_now_ns();
+        if (!start) start = now;
+        if (now - start >= spin_ns) break;
+        if (now - start >= FD_POLITE_NS) sched_yield();
+    }
+    for (;;) {
+        uint64_t waited = fd_now_ns() - start;
+        if (waited >= timeout_ns) return FD_WAIT_TIMEOUT;
+        __atomic_fetch_add(&slot->reply_waiting, 1, __ATOMIC_SEQ_CST);
+        __atomic_thread_fence(__ATOMIC_SEQ_CST);
+        uint64_t bell = fd_bell_read(&slot->reply_bell);
+        bool stopped = stop && __atomic_load_n(stop, __ATOMIC_ACQUIRE);
+        if (bell != seq && !stopped) {
+            uint64_t left = timeout_ns - waited;
+            fd_futex_wait(fd_bell_word(&slot->reply_bell), (uint32_t)bell, left < nap_ns ? left : nap_ns, true);
+        }
+        __atomic_fetch_sub(&slot->reply_waiting, 1, __ATOMIC_SEQ_CST);
+        if (fd_bell_read(&slot->reply_bell) == seq) return FD_WAIT_DONE;
+        if (stopped) return FD_WAIT_STOPPED;
+    }
+}
+
+/* Sets *stop and wakes whoever sleeps in fd_wait_reply on this slot. */
+static inline void fd_stop_waiters(fd_slot_t *slot, uint32_t *stop) {
+    __atomic_store_n(stop, 1, __ATOMIC_SEQ_CST);
+    fd_futex_wake(fd_bell_word(&slot->reply_bell), true);
+}
+
+#endif

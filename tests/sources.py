@@ -1,0 +1,12 @@
+"""Where the C sources stand, for tests that compile them on their own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+KERNELS = ("kernels/attention", "kernels/cache", "kernels/engine")
+#: The R-engine and its kernels, without the CPython module over them.
+ENGINE = sorted(path for folder in KERNELS for path in (ROOT / folder).glob("*.c"))
+#: Flags that find every header.
+INCLUDES = [f"-I{ROOT / folder}" for folder in ("region", *KERNELS, "transports", "tests/c")]
