@@ -1,4 +1,4 @@
-"""Shared by all tests: `tests/` itself is importable, for helper modules such as checkpoints.py."""
+"""Fixtures that several rooms share, and the path by which tests and their children import tests/helpers."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 
     from fastdecode.daemon.rnode import RNode
 
-sys.path.insert(0, str(Path(__file__).parent))
-# In children, too.
+sys.path.insert(0, str(Path(__file__).parent / "helpers"))
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (sys.path[0], os.environ.get("PYTHONPATH"))))
 
 # One torch thread here and in every process a test starts: with more, OpenMP's spinning waiters and the R-engine's

@@ -19,9 +19,9 @@ A transport is one module with two coroutines, registered by URL scheme in `regi
     async def connect(url, hello, secret) -> Link          # S side
     async def serve(url, service, secret) -> Server        # R side; `service` is a LinkService
 
-and it passes tests/test_transports.py, test_link_faults.py and test_waiting.py. Where a bell at the R side cannot wake
-the R-engine (nobody there runs when it is written), the transport sets `no_wakeup` in the region's header before
-LinkService.open_link.
+and it passes test_transports.py, test_link_faults.py and test_waiting.py in tests/transports. Where a bell at the R
+side cannot wake the R-engine (nobody there runs when it is written), the transport sets `no_wakeup` in the region's
+header before LinkService.open_link.
 """
 
 from __future__ import annotations

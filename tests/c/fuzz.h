@@ -4,7 +4,7 @@
  * A fuzzer defines fuzz_one, which runs one input, and fuzz_end, which checks what must hold after the last one. There
  * are two drivers: libFuzzer, which looks for inputs that reach new code (clang -fsanitize=fuzzer -DFD_LIBFUZZER), and
  * the `main` below with pseudo-random ones, for compilers without it: PROGRAM [inputs [first seed [seconds]]] ends with
- * the later of both. tests/test_fuzz.py builds and runs them.
+ * the later of both. tests/c/test_fuzz.py builds and runs them.
  */
 #ifndef FD_FUZZ_H
 #define FD_FUZZ_H

@@ -1,5 +1,5 @@
-/* The kernels of a machine that is emulated, for tests/emulated.py: does on stdin's behalf what the CPython module does
- * at home.
+/* The kernels of an emulated machine, for tests/helpers/emulated.py: runs the requests that come on stdin, as the
+ * CPython module runs calls on this machine.
  *
  *   request  request_t, then `n_buffers` times: a size in bytes (uint32_t) and that many bytes
  *   reply    the first `n_written` of the buffers, as they are afterwards

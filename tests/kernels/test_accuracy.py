@@ -12,8 +12,8 @@ import asyncio
 import numpy as np
 import pytest
 import torch
+from kernel_budget import BF16, FLOATS, INT8, INT16, budget
 from rnode_process import RNodeProcess
-from test_kernels import BF16, FLOATS, INT8, INT16, budget
 
 from fastdecode.bench import accuracy
 from fastdecode.bench.perplexity import cut

@@ -9,7 +9,6 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -424,8 +423,7 @@ async def test_s_node_killed_frees_its_lease_and_leaves_nothing_behind(shared_no
 
 def test_vanished_host_is_noticed_by_both_sides():
     """No FIN, no RST, nothing; on one link a call is under way, the other is idle."""
-    script = Path(__file__).with_name("vanished_host.py")
-    done = subprocess.run([sys.executable, script], stdout=subprocess.PIPE, timeout=60)
+    done = subprocess.run([sys.executable, vanished_host.__file__], stdout=subprocess.PIPE, timeout=60)
     if done.returncode == vanished_host.NOT_ALLOWED:
         pytest.skip("no network namespace may be made here")
     assert done.returncode == 0

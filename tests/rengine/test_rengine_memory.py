@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from rengine_peer import FP32, KV_FP32, OK, PAGE, Geometry, Link
+from sources import ROOT
 
 from fastdecode.kernels import _native
 
@@ -324,10 +325,9 @@ link.close()
 @pytest.mark.skipif(not shutil.which("gcc"), reason="needs gcc")
 def test_calls_allocate_nothing_and_take_no_lock(tmp_path):
     """Counted in a process into which tests/c/count_calls.c is preloaded. A step's first call may do both: it plans."""
-    here = Path(__file__).parent
     library = tmp_path / "count_calls.so"
-    subprocess.run(["gcc", "-shared", "-fPIC", "-O1", here / "c/count_calls.c", "-o", library], check=True)
-    environment = os.environ | {"LD_PRELOAD": str(library), "PYTHONPATH": str(here)}
+    subprocess.run(["gcc", "-shared", "-fPIC", "-O1", ROOT / "tests/c/count_calls.c", "-o", library], check=True)
+    environment = os.environ | {"LD_PRELOAD": str(library)}
     command = [sys.executable, "-c", COUNTED]
     run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
     assert run.returncode == 0, run.stderr

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 
 from rengine_peer import KV_FP32, Geometry, Peer
 
@@ -19,10 +18,9 @@ G = Geometry(n_slots=1, max_rows=4, n_layers=1)
 #: The S side, a process of its own: layer calls as fast as they are answered, the time of each reply.
 S_SIDE = """
 import sys, time
-sys.path.insert(0, sys.argv[1])
 from rengine_peer import Geometry, OK, Peer
-peer = Peer(Geometry(n_slots=1, max_rows=4, n_layers=1), int(sys.argv[2]))
-peer.wake_fd = int(sys.argv[3])
+peer = Peer(Geometry(n_slots=1, max_rows=4, n_layers=1), int(sys.argv[1]))
+peer.wake_fd = int(sys.argv[2])
 peer.table(0, [(0, 1, 0, 1, 1)])
 times, new_step = [], True
 end = time.monotonic() + 60
@@ -41,7 +39,7 @@ def test_calls_go_on_while_the_gil_is_held():
     _native.init_region_header(peer.map, G.tuple())
     engine = _native.REngine(1, 1 << 24)
     lease = engine.add_link(peer.map, G.tuple(), KV_FP32, 4, 4, 1.0, [0])
-    command = [sys.executable, "-c", S_SIDE, str(Path(__file__).parent), str(fd), str(lease.eventfd)]
+    command = [sys.executable, "-c", S_SIDE, str(fd), str(lease.eventfd)]
     ticks, stop = [], threading.Event()
 
     def tick() -> None:

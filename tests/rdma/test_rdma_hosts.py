@@ -11,12 +11,10 @@ import time
 
 import pytest
 from link_driver import NOTICED_S, Payloads, hello, until
-from rnode_process import Held
+from rnode_process import PULL_THE_PLUG, Held
 
 from fastdecode.transports.base import LinkDown
 from fastdecode.transports.registry import connect
-
-PULL_THE_PLUG = "now pull the plug of the R-node's host"
 
 pytestmark = pytest.mark.skipif("FASTDECODE_R_NODE" not in os.environ, reason="no R-node on another host")
 

@@ -1,6 +1,6 @@
 """An R-node bound to a NUMA node: where its threads run and its KV-cache lies, as the kernel says.
 
-Most machines have one node; tests/test_rdma_vm.py runs this in a virtual machine that has two.
+Most machines have one node; tests/rdma/test_rdma_vm.py runs this in a virtual machine that has two.
 """
 
 from __future__ import annotations

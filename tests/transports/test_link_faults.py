@@ -216,8 +216,7 @@ async def test_s_node_killed_under_load(shared_node):
 
 def test_wires_set_down():
     """No FIN, no RST, nothing; at either end of the wire, on links that are idle and links under load."""
-    script = Path(__file__).with_name("cut_wire.py")
-    done = subprocess.run([sys.executable, script, str(CYCLES)], stdout=subprocess.PIPE, text=True)
+    done = subprocess.run([sys.executable, cut_wire.__file__, str(CYCLES)], stdout=subprocess.PIPE, text=True)
     if done.returncode == cut_wire.NOT_HERE:
         pytest.skip(done.stdout)
     assert done.returncode == 0

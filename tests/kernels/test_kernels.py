@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 from emulated import NEON, SCALAR, is_emulated, kernels, params
+from kernel_budget import INTEGERS, Budget, budget
 
 from fastdecode.bench.accuracy import stored, stored_kv
 from fastdecode.kernels import _native as native
@@ -21,35 +22,10 @@ from fastdecode.kernels import _native as native
 PAGE = 128
 ISAS = native.isa_supported()
 KV_DTYPES = ["fp32", "fp16", "bf16", "int8", "int4", "int8-int4"]
-INTEGERS = ("int8", "int4", "int8-int4")
 
 # What the cache's format may lose, against float64 over the values before they were stored (standard normal K and V,
 # scores of about unit variance).
 FORMAT_BUDGET = {"fp32": 2e-6, "fp16": 5e-4, "bf16": 4e-3, "int8": 2e-2, "int4": 0.5, "int8-int4": 0.1}
-
-
-class Budget(NamedTuple):
-    """What a kernel may lose against float64 over the very values in the cache."""
-
-    output: float  # relative to the largest |V|
-    l: float  # relative
-    m: float  # relative to 1 + |m|
-
-
-FLOATS = Budget(2e-6, 5e-6, 5e-6)  # fp32 arithmetic, the polynomial exp
-INT16 = Budget(2e-4, 5e-4, 2e-4)  # queries and weights rounded to 16 bits
-INT8 = Budget(1.5e-2, 5e-2, 3e-2)  # to 8 bits
-BF16 = Budget(4e-3, 2e-2, 1e-2)  # to bf16
-
-
-def budget(isa: str, kv_dtype: str, head_size: int = 8, rows: int = 1) -> Budget:
-    if kv_dtype == "bf16" and isa in ("avx512bf16", "amx"):
-        return BF16 if isa == "avx512bf16" else INT16  # queries and weights as two bf16 each
-    if isa in ("scalar", SCALAR) or kv_dtype not in INTEGERS:
-        return FLOATS
-    tiles = isa == "amx" and head_size % 64 == 0 and rows > 8  # the rest is left to VNNI
-    return INT8 if isa in ("avx512vnni", "avx512bf16", "amx") and not tiles else INT16
-
 
 HEAD_SIZES = [8, 24, 64, 80, 128, 256]
 GROUPS = [1, 2, 3, 4, 5, 6, 7, 8, 16, 33]

@@ -1,4 +1,4 @@
-"""What is RDMA's own about its links; what every link does is in test_transports.py.
+"""What is RDMA's own about its links; what every link does is in tests/transports/test_transports.py.
 
 All this needs a device, and some a wire of its own that may be cut: tests/rdma has a virtual machine with both, in
 which test_rdma_vm.py runs it.

@@ -24,6 +24,8 @@ from script_process import ScriptProcess
 
 STUCK_S = 3.0 if "FASTDECODE_SLOW" in os.environ else 1.0  # see link_driver.SLOW
 KV_BYTES = 64 << 20  # unless told otherwise
+#: What a test prints when it expects the R-node's host to lose its power.
+PULL_THE_PLUG = "now pull the plug of the R-node's host"
 
 
 class RNodeProcess(ScriptProcess):

@@ -8,8 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).parents[1]
+from sources import ROOT
 
 #: What each part of the package may import of the others. The wiring (node, snode, rnode, bench) may import anything.
 MAY_IMPORT = {

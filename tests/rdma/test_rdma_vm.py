@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import os
 import sys
-from pathlib import Path
 
-import pytest
-
-sys.path.append(str(Path(__file__).parent / "rdma"))
 import guest
+import pytest
 from link_driver import CYCLES
-from rnode_process import KV_BYTES
-from test_rdma_hosts import PULL_THE_PLUG
+from rnode_process import KV_BYTES, PULL_THE_PLUG
+from sources import ROOT
 
-HERE = Path(__file__).parent
+TESTS = ROOT / "tests"
+HELPERS = TESTS / "helpers"
 BOOT_S = 120.0
 TESTS_S = 1500.0 + 60.0 * CYCLES
 ALL = "FASTDECODE_RDMA_ALL" in os.environ
@@ -48,16 +46,16 @@ def passed(status: int | None, output: str) -> None:
 @pytest.mark.parametrize("path", PATHS)
 def test_conformance(path):
     """What every link does; on the first path also what is RDMA's own, and what takes two NUMA nodes."""
-    which, files = "rdma", ["test_transports.py", "test_link_faults.py"]
+    which, files = "rdma", ["transports/test_transports.py", "transports/test_link_faults.py"]
     if path == "wire":
         which = "(rdma or numa)"
-        files += ["test_rdma_links.py", "test_numa.py"]
+        files += ["rdma/test_rdma_links.py", "rengine/test_numa.py"]
     if not ALL:
         if path != "wire":
             pytest.skip("takes minutes, and FASTDECODE_RDMA_ALL is not set")
         which += " and not hand_shake"  # a new R-node for every frame
     host, first = PATHS[path]
-    suite = suite_of("-k", f"'{which}'", *(str(HERE / name) for name in files))
+    suite = suite_of("-k", f"'{which}'", *(str(TESTS / name) for name in files))
     passed(*guest.run(["sh", "-c", f"{first}; export FASTDECODE_RDMA_HOST={host}; {suite}"], BOOT_S + TESTS_S))
 
 
@@ -65,9 +63,10 @@ def test_two_machines_and_one_loses_its_power(tmp_path):
     url = "rdma://10.9.0.1:7300"
     wire = f"addr.type=unix,addr.path={tmp_path}/wire"
     which = "rdma" if ALL else "rdma and (float64 or torn or power)"
-    suite = suite_of("-k", f"'{which}'", *(str(HERE / name) for name in ("test_transports.py", "test_rdma_hosts.py")))
-    script = f"{sys.executable} {HERE / 'rnode_process.py'} {url} {KV_BYTES}"
-    r_node = ["sh", "-c", f"export PYTHONPATH=$PYTHONPATH:{HERE}; exec {script}"]
+    files = ("transports/test_transports.py", "rdma/test_rdma_hosts.py")
+    suite = suite_of("-k", f"'{which}'", *(str(TESTS / name) for name in files))
+    script = f"{sys.executable} {HELPERS / 'rnode_process.py'} {url} {KV_BYTES}"
+    r_node = ["sh", "-c", f"export PYTHONPATH=$PYTHONPATH:{HELPERS}; exec {script}"]
     hosts = [guest.Guest(r_node, f"stream,server=on,{wire}", 1)]
     try:
         assert hosts[0].says(url, BOOT_S), hosts[0].end()

@@ -9,19 +9,16 @@ from collections.abc import Iterator
 from ipaddress import IPv6Address
 from pathlib import Path
 
+import guest
 import pytest
 from link_driver import hello
-
-sys.path.append(str(Path(__file__).parent / "rdma"))
-import guest
+from sources import ROOT
 
 from fastdecode.daemon import check
 from fastdecode.transports import _native, rdma_devices, rdma_endpoint
 from fastdecode.transports.base import TransportError
 from fastdecode.transports.rdma_devices import Gid, RdmaPort, choose, list_ports
 from fastdecode.transports.registry import connect, serve
-
-ROOT = Path(__file__).parent.parent
 
 # ---- devices, as the kernel lists them ----
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 KERNELS = ("kernels/attention", "kernels/cache", "kernels/engine")
 #: The R-engine and its kernels, without the CPython module over them.
 ENGINE = sorted(path for folder in KERNELS for path in (ROOT / folder).glob("*.c"))

@@ -1,4 +1,4 @@
-"""What of the C code is not kernels, for aarch64 (kernels: test_kernels.py and test_act_kernels.py).
+"""What of the C code is not kernels, for aarch64 (kernels: tests/kernels).
 
 The emulator keeps the order of this machine's memory: what runs here shows that the code builds and works there, not
 that its fences suffice.

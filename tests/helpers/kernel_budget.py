@@ -1,0 +1,32 @@
+"""How far the result of an attention kernel may be from float64 over the same cached values."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from emulated import SCALAR
+
+INTEGERS = ("int8", "int4", "int8-int4")
+
+
+class Budget(NamedTuple):
+    """What a kernel may lose against float64 over the very values in the cache."""
+
+    output: float  # relative to the largest |V|
+    l: float  # noqa: E741 (its name in attention.h and in the paper); relative
+    m: float  # relative to 1 + |m|
+
+
+FLOATS = Budget(2e-6, 5e-6, 5e-6)  # fp32 arithmetic, the polynomial exp
+INT16 = Budget(2e-4, 5e-4, 2e-4)  # queries and weights rounded to 16 bits
+INT8 = Budget(1.5e-2, 5e-2, 3e-2)  # to 8 bits
+BF16 = Budget(4e-3, 2e-2, 1e-2)  # to bf16
+
+
+def budget(isa: str, kv_dtype: str, head_size: int = 8, rows: int = 1) -> Budget:
+    if kv_dtype == "bf16" and isa in ("avx512bf16", "amx"):
+        return BF16 if isa == "avx512bf16" else INT16  # queries and weights as two bf16 each
+    if isa in ("scalar", SCALAR) or kv_dtype not in INTEGERS:
+        return FLOATS
+    tiles = isa == "amx" and head_size % 64 == 0 and rows > 8  # the rest is left to VNNI
+    return INT8 if isa in ("avx512vnni", "avx512bf16", "amx") and not tiles else INT16
