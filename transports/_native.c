@@ -261,13 +261,6 @@ static PyObject *port_wait(PortObject *self, PyObject *args) {
                          message);
 }
 
-static PyObject *port_ready(PortObject *self, PyObject *arg) {
-    unsigned long slot = PyLong_AsUnsignedLong(arg);
-    if (slot == (unsigned long)-1 && PyErr_Occurred()) return NULL;
-    if (slot >= self->port.geometry.n_slots) return PyErr_Format(PyExc_ValueError, "slot beyond the region");
-    return PyBool_FromLong(!self->open || fd_port_ready(&self->port, (uint32_t)slot));
-}
-
 static PyObject *port_reap(PortObject *self, PyObject *unused) {
     if (self->open && self->port.poster) fd_poster_reap(self->port.poster);
     Py_RETURN_NONE;
@@ -291,7 +284,6 @@ static PyMethodDef port_methods[] = {
     {"write_table", (PyCFunction)port_write_table, METH_VARARGS, NULL},
     {"post", (PyCFunction)port_post, METH_VARARGS, NULL},
     {"wait", (PyCFunction)port_wait, METH_VARARGS, NULL},
-    {"ready", (PyCFunction)port_ready, METH_O, NULL},
     {"reap", (PyCFunction)port_reap, METH_NOARGS, NULL},
     {"kill", (PyCFunction)port_kill, METH_O, NULL},
     {"close", (PyCFunction)port_close, METH_NOARGS, NULL},

@@ -56,7 +56,6 @@ class Port:
         """Raises ConnectionError once down, ValueError if the call is out of bounds or the slot has one in flight."""
     def wait(self, slot: int, timeout: float, /) -> tuple[int, int, int, str]:
         """(status, busy_ns, kv_bytes, message). Raises like `post`; a timeout (seconds) takes the port down."""
-    def ready(self, slot: int, /) -> bool: ...
     def reap(self) -> None:
         """RDMA: take what completions there are; one that tells of an error takes the port down."""
     def kill(self, reason: str, /) -> None:

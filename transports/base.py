@@ -141,10 +141,6 @@ class Link(ABC):
         """
 
     @abstractmethod
-    def ready(self, slot: int) -> bool:
-        """True if `wait` would not block."""
-
-    @abstractmethod
     async def free(self, handles: Sequence[tuple[int, int]]) -> None:
         """Free sequences, given as (seq, tag).
 

@@ -95,9 +95,6 @@ class RegionLink(Link):
             raise CallRefused(status, message)
         return CallTimes(busy_ns, kv_bytes)
 
-    def ready(self, slot: int) -> bool:
-        return self._port.ready(slot)
-
     def _down(self, error: object) -> LinkDown:
         return LinkDown(f"link {self.url} is down: {error}")
 

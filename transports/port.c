@@ -40,12 +40,6 @@ fd_port_result_t fd_port_post(fd_port_t *port, uint32_t index, fd_call_t *call, 
     return FD_PORT_OK;
 }
 
-bool fd_port_ready(const fd_port_t *port, uint32_t index) {
-    const fd_slot_t *slot = fd_slot_at(port->region, &port->layout, index);
-    if (port->pump) fd_pump_receive(port->pump, index, port->slots[index].call.seq, 0, 0);
-    return fd_is_down(&port->down) || fd_bell_read(&slot->reply_bell) == port->slots[index].call.seq;
-}
-
 /* fd_wait_reply for a bell that is written by a device. Each time that it looks, it also takes the device's
  * completions, so that a dead peer is noticed even while the event loop is busy, and now and then rings again, so that
  * the device has something to tell. */

@@ -41,9 +41,6 @@ fd_port_result_t fd_port_post(fd_port_t *port, uint32_t slot, fd_call_t *call, c
 fd_port_result_t fd_port_wait(fd_port_t *port, uint32_t slot, uint64_t timeout_ns, fd_reply_t *reply,
                               const char **misuse);
 
-/* True if fd_port_wait would return at once. */
-bool fd_port_ready(const fd_port_t *port, uint32_t slot);
-
 /* Takes the port down, if it is not yet, and ends all waiting. */
 void fd_port_kill(fd_port_t *port, const char *reason);
 

@@ -20,10 +20,10 @@ from functools import cache
 from ipaddress import IPv6Address
 from typing import Any
 
-from . import rdma_devices
 from ._native import verbs_fds
 from .base import TransportError
 from .messages import Endpoint as EndpointMessage
+from .rdma_devices import PortGid, RdmaPort, describe_memlock
 
 INSTALL = (
     "Debian and Ubuntu have it as python3-pyverbs, for the system's Python and rdma-core; "
@@ -78,7 +78,7 @@ class Verbs:
         except self.Error as error:
             raise TransportError(f"RDMA device {device} cannot be opened: {error}") from None
 
-    def active_mtu(self, port: rdma_devices.RdmaPort) -> int:
+    def active_mtu(self, port: RdmaPort) -> int:
         """Bytes in a packet. Raises TransportError."""
         with self.open(port.device) as context:
             return 128 << context.query_port(port.number).active_mtu
@@ -110,7 +110,7 @@ def _queue_pair_address(qp: Any) -> int:
 class Endpoint:
     """A queue pair that may write to the peer's region and whose peer may write to ours, and to nothing else."""
 
-    def __init__(self, region: memoryview, port_gid: rdma_devices.PortGid):
+    def __init__(self, region: memoryview, port_gid: PortGid):
         """Registers `region`, which must stay mapped until `close`. Raises TransportError."""
         self._verbs = verbs = load()
         self._port_gid = port_gid
@@ -145,7 +145,7 @@ class Endpoint:
         except verbs.Error as error:
             raise TransportError(
                 f"a region of {size >> 10} KiB cannot be registered with {port_gid.port.device}: {error}; "
-                f"{rdma_devices.memlock()}"
+                f"{describe_memlock()}"
             ) from None
         opened(self._registration.close)
         self._channel = verbs.cq.CompChannel(self._context)

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Protocol
 
-from fastdecode.api.text import StopStrings
 from fastdecode.engine.request import GenerationFailed, SamplingParams, TokenEvent
+from fastdecode.text.stop_strings import StopStrings
 from fastdecode.text.tokenizer import Detokenizer
 
 

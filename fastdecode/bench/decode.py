@@ -185,9 +185,6 @@ class _NoRPart(Link):
     def wait(self, slot, timeout):
         return CallTimes(0, 0)
 
-    def ready(self, slot):
-        return True
-
     async def free(self, handles):
         pass
 

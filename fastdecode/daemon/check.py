@@ -10,7 +10,7 @@ from fastdecode import __version__
 from fastdecode.daemon.config import format_bytes
 from fastdecode.daemon.machine import available_memory, huge_pages, numa_nodes, usable_cpus
 from fastdecode.kernels import _native
-from fastdecode.transports import rdma_devices
+from fastdecode.transports import rdma_report
 
 
 def report() -> str:
@@ -24,7 +24,7 @@ def report() -> str:
         ("huge pages", _huge_pages()),
         ("memlock", _memlock()),
         ("GPU", _gpu()),
-        ("RDMA", rdma_devices.report()),
+        ("RDMA", rdma_report.report()),
     ]
     return "\n".join(f"{name:<11} {value}".replace("\n", f"\n{'':<11} ") for name, value in rows)
 

@@ -135,7 +135,7 @@ class RNode:
         )
         kv_dtype = KV_DTYPES.index(hello.kv_dtype)
         one_page = page_bytes(numbers, kv_dtype)
-        free = self._engine.kv_free
+        free = self.kv_free
         wanted = self._kv_bytes if hello.kv_bytes is None else hello.kv_bytes
         n_pages = min(min(wanted, free) // one_page, _MAX_PAGES)
         if n_pages < 1:

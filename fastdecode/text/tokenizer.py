@@ -27,12 +27,7 @@ class TokenizerError(ValueError):
 
 
 class Tokenizer:
-    """A model's tokenizer.
-
-    Attributes:
-        bos_token, eos_token: their text, None where the model has none.
-        vocab_size: number of ids, added tokens included.
-    """
+    """A model's tokenizer."""
 
     def __init__(self, backend: tokenizers.Tokenizer, config: Mapping[str, Any], template: str | None = None):
         """`config` is tokenizer_config.json's content; `template` a Jinja chat template, None where the model has
@@ -42,10 +37,7 @@ class Tokenizer:
         backend.no_truncation()
         backend.no_padding()
         self._named = {name: text for name in _NAMED_SPECIALS if (text := _token_text(config.get(name))) is not None}
-        self.bos_token = self._named.get("bos_token")
-        self.eos_token = self._named.get("eos_token")
         self._add_special_tokens(config)
-        self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
         self._special_ids = frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
         self._added_ids = frozenset(backend.get_added_tokens_decoder())
         self._byte_level = _uses(backend.decoder, "ByteLevel")
@@ -124,10 +116,6 @@ class Tokenizer:
         ids = {i: text for text, i in self._backend.get_vocab(with_added_tokens=True).items() if i >= token}
         return [ids[i] for i in sorted(ids)]
 
-    @property
-    def has_chat_template(self) -> bool:
-        return self._template is not None
-
     def render_chat(
         self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **kwargs: Any
     ) -> str:
@@ -139,15 +127,6 @@ class Tokenizer:
                 "the model has no chat template; use /v1/completions with a prompt in its own format"
             )
         return self._template.render(messages, add_generation_prompt=add_generation_prompt, **kwargs)
-
-    def apply_chat_template(
-        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **kwargs: Any
-    ) -> list[int]:
-        """Token ids of a conversation. The template writes the special tokens, so none are added. Raises
-        ChatTemplateError.
-        """
-        text = self.render_chat(messages, add_generation_prompt=add_generation_prompt, **kwargs)
-        return self.encode(text, add_special_tokens=False)
 
 
 class Detokenizer:

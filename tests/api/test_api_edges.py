@@ -14,8 +14,8 @@ import tokenizers_made
 from api_client import MODEL, served
 from scripted_engine import ScriptedEngine
 
-from fastdecode.api.text import StopStrings
 from fastdecode.engine.request import GenerationFailed, InvalidPrompt, NotReady, Overloaded, PromptTooLong, TokenEvent
+from fastdecode.text.stop_strings import StopStrings
 from fastdecode.text.tokenizer import Tokenizer
 
 ASK = {"model": MODEL, "prompt": "x"}
@@ -32,7 +32,7 @@ def tokenizer(tmp_path_factory):
 @pytest.fixture(scope="module")
 def spell(tokenizer):
     """Token ids of a text, one a byte."""
-    ids = {tokenizer.token_bytes(i): i for i in range(tokenizer.vocab_size)}
+    ids = {tokenizer.token_bytes(i): i for i in range(len(tokenizer.tokens_from(0)))}
     return lambda text: [ids[bytes([b])] for b in text.encode()]
 
 

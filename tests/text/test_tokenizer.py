@@ -125,7 +125,7 @@ def test_decoding_is_transformers(ours, theirs, text):
     ids = theirs.encode(text)
     for skip in (True, False):
         assert ours.decode(ids, skip_special_tokens=skip) == theirs.decode(ids, skip_special_tokens=skip)
-    assert (ours.vocab_size, ours.bos_token, ours.eos_token) == (len(theirs), theirs.bos_token, theirs.eos_token)
+    assert len(ours.tokens_from(0)) == len(theirs)
 
 
 @pytest.mark.parametrize(
@@ -142,13 +142,13 @@ def test_decoding_is_transformers(ours, theirs, text):
 )
 @pytest.mark.parametrize("kind", ["byte_level", "metaspace"])
 def test_tokenizer_config_says_which_special_tokens_there_are(tmp_path, kind, config):
-    directory = kind_of(kind, tmp_path, **config)
+    directory = kind_of(kind, tmp_path, chat_template="{{ bos_token }}|{{ eos_token }}", **config)
     ours, theirs = Tokenizer.from_dir(directory), AutoTokenizer.from_pretrained(directory)
     for text in [*TEXTS, "a<|extra|>b <bos> c"]:
         ids = theirs.encode(text)
         assert ours.encode(text) == ids
         assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
-    assert (ours.bos_token, ours.eos_token) == (theirs.bos_token, theirs.eos_token)
+    assert ours.render_chat(CHAT) == theirs.apply_chat_template(CHAT, tokenize=False)
 
 
 def test_tokens_only_listed_in_tokenizer_config_are_added(tmp_path):
@@ -167,10 +167,10 @@ def test_chats_are_rendered_as_by_transformers(tmp_path, template, messages, var
     directory = tokenizers_made.byte_level(tmp_path, chat_template=template)
     ours, theirs = Tokenizer.from_dir(directory), AutoTokenizer.from_pretrained(directory)
     for prompted in (True, False):
-        expected = theirs.apply_chat_template(messages, add_generation_prompt=prompted, return_dict=False, **variables)
-        assert ours.apply_chat_template(messages, add_generation_prompt=prompted, **variables) == expected
-    text = theirs.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **variables)
-    assert ours.render_chat(messages, **variables) == text
+        text = ours.render_chat(messages, add_generation_prompt=prompted, **variables)
+        options = {"add_generation_prompt": prompted, "return_dict": False} | variables
+        assert text == theirs.apply_chat_template(messages, tokenize=False, **options)
+        assert ours.encode(text, add_special_tokens=False) == theirs.apply_chat_template(messages, **options)
 
 
 @pytest.mark.parametrize("where", ["list", "jinja", "json"])
@@ -188,7 +188,7 @@ def test_a_template_is_found_wherever_it_may_be(tmp_path, where):
 def test_a_template_may_refuse_a_conversation(tmp_path):
     tokenizer = Tokenizer.from_dir(tokenizers_made.byte_level(tmp_path, chat_template=MISTRAL))
     with pytest.raises(ChatTemplateError, match="roles must alternate"):
-        tokenizer.apply_chat_template([CHAT[2]])
+        tokenizer.render_chat([CHAT[2]])
 
 
 @pytest.mark.parametrize(
@@ -198,14 +198,13 @@ def test_a_template_may_refuse_a_conversation(tmp_path):
 def test_a_template_that_fails_is_an_error_of_the_chat(tmp_path, template):
     tokenizer = Tokenizer.from_dir(tokenizers_made.byte_level(tmp_path, chat_template=template))
     with pytest.raises(ChatTemplateError):
-        tokenizer.apply_chat_template(CHAT)
+        tokenizer.render_chat(CHAT)
 
 
 def test_no_template(tmp_path):
     tokenizer = Tokenizer.from_dir(tokenizers_made.byte_level(tmp_path))
-    assert not tokenizer.has_chat_template
     with pytest.raises(ChatTemplateError, match="no chat template"):
-        tokenizer.apply_chat_template(CHAT)
+        tokenizer.render_chat(CHAT)
 
 
 def test_broken_files_are_named(tmp_path):
@@ -263,7 +262,7 @@ def test_tokens_that_end_within_characters_one_after_another(tmp_path):
 def test_any_tokens_at_all(ours, theirs, seed):
     """Random ids: broken bytes, special tokens, ids beyond the vocabulary."""
     rng = random.Random(seed)
-    ids = [rng.randrange(ours.vocab_size + 5) for _ in range(300)]
+    ids = [rng.randrange(len(theirs) + 5) for _ in range(300)]
     if theirs.convert_tokens_to_ids("<0xE4>") is not None:  # see the next test
         ids = [i for i in ids if len(ours.token_bytes(i)) != 1 or ours.token_bytes(i) < b"\x80"]
     assert "".join(stream(ours, ids)) == theirs.decode(ids, skip_special_tokens=True)
@@ -273,7 +272,7 @@ def test_a_broken_byte_spares_the_characters_before_it(tmp_path):
     """Where bytes are tokens of their own, the library's decoder gives up a whole run of them for one that is broken.
     A stream has sent the run's first characters by then, and cannot take them back."""
     ours = Tokenizer.from_dir(tokenizers_made.metaspace(tmp_path))
-    byte = {ours.token_bytes(i): i for i in range(ours.vocab_size)}
+    byte = {ours.token_bytes(i): i for i in range(len(ours.tokens_from(0)))}
     ids = [byte[bytes([b])] for b in "世".encode() + b"\xe4"]
     assert stream(ours, ids) == ["", "", "世", "", "\ufffd\ufffd\ufffd"]
     assert stream(ours, ids + ids)[-1] != "世"
@@ -291,4 +290,4 @@ def test_token_bytes_joined_are_the_text(ours, theirs):
     for text in TEXTS:
         ids = ours.encode(text, add_special_tokens=False)
         assert b"".join(map(ours.token_bytes, ids)).decode().lstrip(" ") == theirs.decode(ids).lstrip(" ")
-    assert ours.token_bytes(ours.vocab_size + 1) == b""
+    assert ours.token_bytes(len(theirs) + 1) == b""

@@ -136,22 +136,6 @@ async def test_several_links_of_one_r_node_at_once(shared_node):
         await link.close()
 
 
-async def test_ready_says_whether_wait_would_block(node):
-    said = hello()
-    link = await connect(node.url, said, None)
-    driver = Driver(link, said)
-    step = driver.begin(0, [(0, 1, True)])
-    node.stop()
-    bell = step.post(0)
-    assert not link.ready(0)
-    node.go_on()
-    async with asyncio.timeout(HANG_S):
-        while not link.ready(0):
-            await asyncio.sleep(0.001)
-    step.finish(0, bell)
-    await link.close()
-
-
 async def test_free_trim_and_fork(shared_node):
     said = hello()
     link = await connect(shared_node.url, said, None)
@@ -283,7 +267,6 @@ async def is_dead(link: Link) -> None:
     for data in (lambda: link.post(1, 0, 1, 1, 1, True), lambda: link.write_table(1, np.zeros(1, ROW_DTYPE))):
         with pytest.raises(LinkDown):
             data()
-    assert link.ready(0)
     for request in (link.free([(0, 1)]), link.stats()):
         with pytest.raises(LinkDown):
             await request
