@@ -1,0 +1,179 @@
+"""Dependencies point one way, and in no circle: among the package's modules, and among the C files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from dependencies import Rooms, circle, forbidden, include_graph, python_graph
+from sources import ROOT
+
+#: Each room and the rooms that it may import from. A room names only rooms above it.
+PYTHON = {
+    "region": [],
+    "kernels": ["region"],
+    "transports": ["region"],
+    "text": [],
+    "demo": [],
+    "spart": ["region", "transports"],
+    "engine": ["region", "transports", "spart"],
+    "api": ["text", "engine"],
+    "daemon": ["region", "kernels", "transports", "text", "demo", "spart", "engine", "api"],
+    "bench": ["region", "kernels", "transports", "text", "demo", "spart", "engine", "api", "daemon"],
+}
+C = {
+    "region": [],
+    "kernels/attention": ["region"],
+    "kernels/cache": ["region", "kernels/attention"],
+    "kernels/engine": ["region", "kernels/attention", "kernels/cache"],
+    "kernels/py": ["region", "kernels/attention", "kernels/cache", "kernels/engine"],
+    "transports": ["region"],
+}
+#: Half of a circle that is about to go.
+KNOWN = [("fastdecode.transports.rdma_devices", "fastdecode.transports.rdma_endpoint")]
+
+
+def faults_of_python(root: Path) -> list[str]:
+    graph = python_graph(root, "fastdecode")
+    for imported in graph.values():
+        imported.discard("fastdecode")  # the version
+    faults = [f"fastdecode imports {name}" for name in sorted(graph.pop("fastdecode"))]
+    for module, imported in KNOWN:
+        graph.get(module, set()).discard(imported)
+    rooms = {f"fastdecode.{room}": [f"fastdecode.{other}" for other in others] for room, others in PYTHON.items()}
+    return faults + forbidden(graph, rooms) + circle(graph)
+
+
+def faults_of_c(root: Path) -> list[str]:
+    graph = include_graph(root, C)
+    return forbidden(graph, C) + circle(graph)
+
+
+@pytest.mark.parametrize("rooms", [PYTHON, C], ids=["python", "c"])
+def test_a_room_names_only_rooms_above_it(rooms: Rooms) -> None:
+    above: set[str] = set()
+    for room, others in rooms.items():
+        assert set(others) <= above
+        above.add(room)
+
+
+def test_python_imports_point_one_way() -> None:
+    assert not faults_of_python(ROOT)
+
+
+def test_c_includes_point_one_way() -> None:
+    assert not faults_of_c(ROOT)
+
+
+# ---- the test of the test: a small tree, right at first, and faults put into it ----
+
+TREE = {
+    "fastdecode/__init__.py": "__version__ = '1'",
+    "fastdecode/engine/__init__.py": "",
+    "fastdecode/engine/engine.py": "import fastdecode.transports.base\nfrom fastdecode import __version__",
+    "fastdecode/engine/request.py": "from . import stats\nfrom ..transports.base import Link",
+    "fastdecode/engine/stats.py": "",
+    "fastdecode/api/__init__.py": "from .server import serve",
+    "fastdecode/api/server.py": "from fastdecode.engine import engine",
+    "transports/__init__.py": "",
+    "transports/base.py": "import os",
+    "kernels/__init__.py": "",
+    "kernels/_native.pyi": "",
+    "region/region.h": "#include <stdint.h>",
+    "kernels/attention/attention.h": '#include "region.h"',
+    "kernels/cache/pages.h": '#pragma once\n#include "attention.h"',
+    "kernels/cache/pages.c": '#include "pages.h"',
+    "transports/pump.c": '# include "../region/region.h"',
+}
+#: A file of the tree, what is added to it, and each file that the fault must name.
+PYTHON_FAULTS = {
+    "upward": ("fastdecode/engine/stats.py", "import fastdecode.api.server", "fastdecode.api.server"),
+    "upward in a function": (
+        "transports/base.py",
+        "def f():\n    from fastdecode.engine.stats import Stats",
+        "fastdecode.engine.stats",
+    ),
+    "upward for type checking": (
+        "transports/base.py",
+        "if TYPE_CHECKING:\n    from ..engine import stats",
+        "fastdecode.engine.stats",
+    ),
+    "past a layer": (
+        "fastdecode/api/server.py",
+        "from fastdecode.transports import base",
+        "fastdecode.transports.base",
+    ),
+    "sideways": ("transports/base.py", "from fastdecode.kernels import _native", "fastdecode.kernels._native"),
+    "circle": (
+        "fastdecode/engine/stats.py",
+        "from fastdecode.engine.request import Request",
+        "fastdecode.engine.stats",
+    ),
+    "circle by relative imports": (
+        "fastdecode/engine/stats.py",
+        "from .request import Request",
+        "fastdecode.engine.stats",
+    ),
+    "no room": ("fastdecode/loose.py", "", "fastdecode.loose is in no room"),
+    "the package's own __init__": (
+        "fastdecode/__init__.py",
+        "import fastdecode.engine.stats",
+        "fastdecode.engine.stats",
+    ),
+}
+C_FAULTS = {
+    "upward": ("kernels/attention/attention.h", '#include "pages.h"', "kernels/cache/pages.h"),
+    "upward by a path": ("region/region.h", '#include "../transports/pump.h"', "transports/pump.h"),
+    "kernels to transports": ("kernels/cache/pages.c", '  #  include "pump.h"', "transports/pump.h"),
+    "transports to kernels": ("transports/pump.c", '#include "attention.h"', "kernels/attention/attention.h"),
+    "circle": ("transports/pump.h", '#include "pump.h"', "transports/pump.h"),
+}
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    for name, text in (TREE | {"transports/pump.h": ""}).items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text + "\n")
+    for room in ("kernels", "transports"):
+        (tmp_path / "fastdecode" / room).symlink_to(f"../{room}")
+    return tmp_path
+
+
+def add(path: Path, text: str) -> None:
+    with path.open("a") as file:
+        file.write(text + "\n")
+
+
+def test_a_tree_without_faults_passes(tree: Path) -> None:
+    assert python_graph(tree, "fastdecode")["fastdecode.engine.request"] == {
+        "fastdecode.engine.stats",
+        "fastdecode.transports.base",
+    }
+    assert include_graph(tree, C)["transports/pump.c"] == {"region/region.h"}
+    assert not faults_of_python(tree)
+    assert not faults_of_c(tree)
+
+
+@pytest.mark.parametrize(("file", "text", "named"), PYTHON_FAULTS.values(), ids=PYTHON_FAULTS)
+def test_a_fault_in_python_is_found(tree: Path, file: str, text: str, named: str) -> None:
+    add(tree / file, text)
+    assert named in " ".join(faults_of_python(tree))
+
+
+@pytest.mark.parametrize(("file", "text", "named"), C_FAULTS.values(), ids=C_FAULTS)
+def test_a_fault_in_c_is_found(tree: Path, file: str, text: str, named: str) -> None:
+    add(tree / file, text)
+    assert named in " ".join(faults_of_c(tree))
+
+
+def test_a_circle_of_headers_within_a_room_is_found(tree: Path) -> None:
+    add(tree / "transports/pump.h", '#include "port.h"')
+    add(tree / "transports/port.h", '#include "pump.h"')
+    assert {"transports/pump.h", "transports/port.h"} == set(faults_of_c(tree))
+
+
+def test_an_include_of_a_file_that_is_nowhere_is_an_error(tree: Path) -> None:
+    add(tree / "transports/pump.c", '#include "elsewhere.h"')
+    with pytest.raises(AssertionError, match="elsewhere"):
+        faults_of_c(tree)
