@@ -1,13 +1,13 @@
-/* Ringing and waiting for the doorbells of an activation region (region.h). Header-only, so both ends share it.
+/* How both ends of a link ring the doorbells of its activation region (region.h) and wait for them.
  *
- *   S side                                       R side
- *   fd_ring_request(bell, asleep word, eventfd)  fd_bell_read(request_bell), or asleep on the eventfd
- *   fd_wait_reply(slot, seq, ...)                fd_ring_reply(slot, seq)
+ *   S side                                           R side
+ *   fd_ring_request(slot, number, asleep, eventfd)   fd_bell_read(request_bell), or asleep on the eventfd
+ *   fd_wait_reply(slot, number, ...)                 fd_ring_reply(slot, number)
  *
- * Neither side makes a system call as long as the other is awake. Who goes to sleep says so first and then looks
- * at the bell once more; who rings looks for sleepers after ringing. A sequentially consistent fence between the two
- * steps on each side makes one of them see the other (Dekker's argument), so no wake-up is lost.
- * All sleeping is bounded, because a hostile peer may write any of these words at any time.
+ * Neither side makes a system call while the other side is awake. A thread that is about to sleep announces it and then
+ * reads the bell once more; a thread that rings looks for sleepers afterwards. A sequentially consistent fence between
+ * the two steps on each side makes at least one thread see the other (Dekker's argument), so no wake-up is lost.
+ * Every sleep has a time limit, because a hostile peer may write any of these words at any time.
  */
 #ifndef FD_DOORBELL_H
 #define FD_DOORBELL_H
@@ -22,27 +22,27 @@
 
 #include "region.h"
 
-/* Called by an R-engine thread right after it has rung a reply bell (TCP and RDMA links send the reply off). Must not
- * block and must not need Python's GIL. */
+/* An R-engine thread calls this right after it has rung a reply bell, so that a TCP or RDMA carrier sends the reply.
+ * Must not block and must not need Python's GIL. */
 typedef void (*fd_notify_fn)(void *ctx, uint32_t slot);
 
-/* May be called by the R-engine's thread 0, again and again while it is idle (`go_on`), and once before it works or
- * sleeps or lets go of the link (not `go_on`): a carrier may take in what has come on that thread meanwhile, and ring.
- * Must not block. */
+/* The R-engine's thread 0 calls this so that a carrier can take in the bytes that have arrived, and ring. While the
+ * thread is idle it calls again and again, with `go_on` true. Before it works, sleeps or releases the link it calls
+ * once, with `go_on` false. Must not block. */
 typedef void (*fd_poll_fn)(void *ctx, bool go_on);
 
-/* What a PyCapsule named FD_NOTIFY_CAPSULE points to. The capsule must outlive the link that it is given to. */
+/* A PyCapsule named FD_NOTIFY_CAPSULE points to this. The capsule must outlive the link that it is given to. */
 typedef struct {
     fd_notify_fn fn;
-    void *ctx;       /* of both */
+    void *ctx;       /* first argument of both functions */
     fd_poll_fn poll; /* or NULL */
 } fd_notify_t;
 
 #define FD_NOTIFY_CAPSULE "fastdecode.notify"
 
-/* Who has spun this long offers the core to whoever wants it between looks: where threads outnumber cores, the one that
- * is waited for may be waiting for this very core, and would get it only at the scheduler's next tick, milliseconds
- * away. */
+/* A waiter that has spun this long yields its core between two reads of the bell. Where threads outnumber cores, the
+ * thread that will ring may need this very core, and would otherwise get it only at the scheduler's next tick,
+ * milliseconds later. */
 #define FD_POLITE_NS 500u
 
 typedef enum {
@@ -67,14 +67,12 @@ static inline uint64_t fd_now_ns(void) {
 }
 
 static inline uint64_t fd_bell_read(const uint64_t *bell) {
-    const uint64_t seq = __atomic_load_n(bell, __ATOMIC_ACQUIRE);
+    const uint64_t number = __atomic_load_n(bell, __ATOMIC_ACQUIRE);
 #if defined(__aarch64__)
-    __asm__ __volatile__("dmb oshld"
-                         :
-                         :
-                         : "memory"); /* acquire orders what CPUs have written; an RDMA device may have written this */
+    /* Acquire orders only what CPUs have written; this may have been written by an RDMA device. */
+    __asm__ __volatile__("dmb oshld" : : : "memory");
 #endif
-    return seq;
+    return number;
 }
 
 static inline fd_slot_t *fd_slot_at(void *region, const fd_layout_t *y, uint32_t slot) {
@@ -84,7 +82,7 @@ static inline fd_slot_t *fd_slot_at(void *region, const fd_layout_t *y, uint32_t
 /* The word that futexes wait on: the low half of a bell (little-endian). */
 static inline uint32_t *fd_bell_word(uint64_t *bell) { return (uint32_t *)bell; }
 
-/* Sleeps while *word == expected, at most ns. `shared`: the word lies in memory shared between processes. */
+/* Sleeps while *word == expected, at most `ns` nanoseconds. `shared`: processes share the memory of the word. */
 static inline void fd_futex_wait(uint32_t *word, uint32_t expected, uint64_t ns, bool shared) {
     struct timespec t = {.tv_sec = (time_t)(ns / 1000000000u), .tv_nsec = (long)(ns % 1000000000u)};
     syscall(SYS_futex, word, shared ? FUTEX_WAIT : FUTEX_WAIT_PRIVATE, expected, &t, NULL, 0);
@@ -101,29 +99,30 @@ static inline void fd_eventfd_wake(int fd) {
     }
 }
 
-/* S side (or the R-node's end of a TCP link): everything the call needs is written; publish it.
- * `wake_fd` < 0 where the engine is at the other end of a wire. */
-static inline void fd_ring_request(fd_slot_t *slot, uint64_t seq, const uint32_t *engine_asleep, int wake_fd) {
-    __atomic_store_n(&slot->request_bell, seq, __ATOMIC_RELEASE);
+/* Publishes a call whose header, table and rows are all written. Called on the S side, or at the R-node's end of a TCP
+ * link. `wake_fd` < 0 if the R-engine is at the other end of a wire. */
+static inline void fd_ring_request(fd_slot_t *slot, uint64_t number, const uint32_t *engine_asleep, int wake_fd) {
+    __atomic_store_n(&slot->request_bell, number, __ATOMIC_RELEASE);
     __atomic_thread_fence(__ATOMIC_SEQ_CST);
     if (wake_fd >= 0 && __atomic_load_n(engine_asleep, __ATOMIC_RELAXED)) fd_eventfd_wake(wake_fd);
 }
 
-/* R side (or the S-node's end of a TCP link): the reply and its rows are written; publish them. */
-static inline void fd_ring_reply(fd_slot_t *slot, uint64_t seq) {
-    __atomic_store_n(&slot->reply_bell, seq, __ATOMIC_RELEASE);
+/* Publishes a reply whose header and rows are all written. Called on the R side, or at the S-node's end of a TCP
+ * link. */
+static inline void fd_ring_reply(fd_slot_t *slot, uint64_t number) {
+    __atomic_store_n(&slot->reply_bell, number, __ATOMIC_RELEASE);
     __atomic_thread_fence(__ATOMIC_SEQ_CST);
     if (__atomic_load_n(&slot->reply_waiting, __ATOMIC_RELAXED)) fd_futex_wake(fd_bell_word(&slot->reply_bell), true);
 }
 
-/* Waits until the reply bell shows exactly `seq`: spins for spin_ns, then sleeps on the bell. Gives up after
- * timeout_ns, or once *stop (may be NULL) is not 0; who sets `stop` calls fd_stop_waiters to be noticed at once. */
-static inline fd_wait_t fd_wait_reply(fd_slot_t *slot, uint64_t seq, uint64_t spin_ns, uint64_t timeout_ns,
+/* Waits until the reply bell reads exactly `number`: spins for spin_ns, then sleeps on the bell. Gives up after
+ * timeout_ns, or once *stop is not 0 (`stop` may be NULL). fd_stop_waiters sets *stop and wakes the waiter at once. */
+static inline fd_wait_t fd_wait_reply(fd_slot_t *slot, uint64_t number, uint64_t spin_ns, uint64_t timeout_ns,
                                       const uint32_t *stop) {
     const uint64_t nap_ns = 50000000u;
     uint64_t start = 0;
     for (uint32_t i = 1;; i++) {
-        if (fd_bell_read(&slot->reply_bell) == seq) return FD_WAIT_DONE;
+        if (fd_bell_read(&slot->reply_bell) == number) return FD_WAIT_DONE;
         if (i % 16) {
             fd_cpu_relax();
             continue;
@@ -141,17 +140,17 @@ static inline fd_wait_t fd_wait_reply(fd_slot_t *slot, uint64_t seq, uint64_t sp
         __atomic_thread_fence(__ATOMIC_SEQ_CST);
         uint64_t bell = fd_bell_read(&slot->reply_bell);
         bool stopped = stop && __atomic_load_n(stop, __ATOMIC_ACQUIRE);
-        if (bell != seq && !stopped) {
+        if (bell != number && !stopped) {
             uint64_t left = timeout_ns - waited;
             fd_futex_wait(fd_bell_word(&slot->reply_bell), (uint32_t)bell, left < nap_ns ? left : nap_ns, true);
         }
         __atomic_fetch_sub(&slot->reply_waiting, 1, __ATOMIC_SEQ_CST);
-        if (fd_bell_read(&slot->reply_bell) == seq) return FD_WAIT_DONE;
+        if (fd_bell_read(&slot->reply_bell) == number) return FD_WAIT_DONE;
         if (stopped) return FD_WAIT_STOPPED;
     }
 }
 
-/* Sets *stop and wakes whoever sleeps in fd_wait_reply on this slot. */
+/* Sets *stop and wakes the threads that sleep in fd_wait_reply on this slot. */
 static inline void fd_stop_waiters(fd_slot_t *slot, uint32_t *stop) {
     __atomic_store_n(stop, 1, __ATOMIC_SEQ_CST);
     fd_futex_wake(fd_bell_word(&slot->reply_bell), true);

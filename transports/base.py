@@ -41,7 +41,7 @@ KV_DTYPES = ("fp32", "fp16", "bf16", "int8", "int4", "int8-int4")  # index == fd
 PAGE_TOKENS = 128
 
 #: One row table entry (fd_row_t of region/region.h).
-ROW_DTYPE = np.dtype([(name, "<u4") for name in ("seq", "tag", "pos", "n_rows", "flags", "reserved")])
+ROW_DTYPE = np.dtype([(name, "<u4") for name in ("seq_index", "tag", "pos", "n_rows", "flags", "reserved")])
 ROW_ATTEND = 1
 
 

@@ -29,14 +29,14 @@ fd_port_result_t fd_port_post(fd_port_t *port, uint32_t index, fd_call_t *call, 
     else *misuse = fd_call_error(&port->geometry, call);
     if (*misuse) return FD_PORT_MISUSE;
 
-    call->seq = port->slots[index].call.seq + 1;
+    call->number = port->slots[index].call.number + 1;
     port->slots[index].call = *call;
     port->slots[index].in_flight = true;
     fd_slot_t *slot = fd_slot_at(port->region, &port->layout, index);
     slot->call = *call;
     if (port->pump) fd_pump_send(port->pump, index);
     else if (port->poster) fd_poster_send(port->poster, index);
-    else fd_ring_request(slot, call->seq, &((fd_region_header_t *)port->region)->engine_asleep, port->wake_fd);
+    else fd_ring_request(slot, call->number, &((fd_region_header_t *)port->region)->engine_asleep, port->wake_fd);
     return FD_PORT_OK;
 }
 
@@ -76,13 +76,13 @@ fd_port_result_t fd_port_wait(fd_port_t *port, uint32_t index, uint64_t timeout_
     const fd_call_t *call = &port->slots[index].call;
     const fd_slot_t *slot = fd_slot_at(port->region, &port->layout, index);
     char late[128];
-    uint64_t waited_ns = port->pump ? fd_pump_receive(port->pump, index, call->seq, port->spin_ns, timeout_ns) : 0;
+    uint64_t waited_ns = port->pump ? fd_pump_receive(port->pump, index, call->number, port->spin_ns, timeout_ns) : 0;
     uint64_t left_ns = waited_ns < timeout_ns ? timeout_ns - waited_ns : 0;
-    switch (wait_reply(port, index, call->seq, left_ns)) {
+    switch (wait_reply(port, index, call->number, left_ns)) {
     case FD_WAIT_DONE: break;
     case FD_WAIT_STOPPED: return FD_PORT_DOWN;
     case FD_WAIT_TIMEOUT:
-        snprintf(late, sizeof late, "no reply to call %llu of slot %u within %.3g s", (unsigned long long)call->seq,
+        snprintf(late, sizeof late, "no reply to call %llu of slot %u within %.3g s", (unsigned long long)call->number,
                  index, (double)timeout_ns * 1e-9);
         fd_port_kill(port, late);
         return FD_PORT_DOWN;
@@ -93,7 +93,7 @@ fd_port_result_t fd_port_wait(fd_port_t *port, uint32_t index, uint64_t timeout_
     __asm__ __volatile__("" : : "r"(reply) : "memory");
     reply->message[sizeof reply->message - 1] = 0;
     const char *wrong = NULL;
-    if (reply->seq != call->seq) wrong = "a reply does not carry its call's number";
+    if (reply->number != call->number) wrong = "a reply does not carry its call's number";
     else if (reply->status > FD_INTERNAL) wrong = "a reply has an unknown status";
     else if (reply->n_attend_rows != (reply->status == FD_OK ? call->n_attend_rows : 0))
         wrong = "a reply's rows do not match its call";

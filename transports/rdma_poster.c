@@ -157,7 +157,7 @@ static const char *used_bytes(fd_poster_t *p, uint32_t index, size_t used[MAX_PA
         copy_out(c, &slot->call, sizeof *c);
         const char *error = fd_call_error(&p->geometry, c);
         if (error) return error;
-        chain->bell = c->seq;
+        chain->bell = c->number;
         used[CALL] = sizeof *c;
         used[TABLE] = c->flags & FD_CALL_NEW_STEP ? c->n_entries * sizeof(fd_row_t) : 0;
         used[Q] = c->n_attend_rows * y->q_row_bytes;
@@ -168,7 +168,7 @@ static const char *used_bytes(fd_poster_t *p, uint32_t index, size_t used[MAX_PA
     fd_reply_t r;
     copy_out(&r, &slot->reply, offsetof(fd_reply_t, message));
     if (r.n_attend_rows > p->geometry.max_rows) return "the peer has overwritten a reply";
-    chain->bell = r.seq;
+    chain->bell = r.number;
     used[O] = r.n_attend_rows * y->q_row_bytes;
     used[REPLY] = sizeof r;
     used[R_BELL] = sizeof chain->bell;

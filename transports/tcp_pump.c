@@ -23,8 +23,8 @@ enum {
 enum { HEAD = 0, TABLE = 1, Q = 2, KV = 3, PARTS = 4 }; /* iovecs of a frame; O rows take TABLE's place */
 
 typedef struct {
-    bool busy;    /* S: posted and not yet answered. R: received and not yet answered. */
-    uint64_t seq; /* of the call the slot is busy with, or of its last one */
+    bool busy;       /* S: posted and not yet answered. R: received and not yet answered. */
+    uint64_t number; /* of the call that the slot is busy with, or of its last one */
     uint32_t n_attend_rows;
 } fd_pump_slot_t;
 
@@ -181,7 +181,8 @@ void fd_pump_send(void *pump, uint32_t index) {
     if (p->sock >= 0 && !p->stopping && index < p->geometry.n_slots && p->queued < FD_MAX_SLOTS) {
         if (p->side == FD_SIDE_S) {
             const fd_call_t *call = &fd_slot_at(p->region, &p->layout, index)->call;
-            p->slots[index] = (fd_pump_slot_t){.busy = true, .seq = call->seq, .n_attend_rows = call->n_attend_rows};
+            p->slots[index] =
+                (fd_pump_slot_t){.busy = true, .number = call->number, .n_attend_rows = call->n_attend_rows};
             /* While this one is waited for, or before, the other's reply may come. */
             if (++p->n_busy > 1 && !p->watching) watch(p, true);
         }
@@ -255,8 +256,8 @@ static const char *begin_call(fd_pump_t *p, const fd_frame_t *frame, const fd_ca
     pthread_mutex_lock(&p->lock);
     fd_pump_slot_t *state = &p->slots[frame->slot];
     if (state->busy) error = "a call came for a slot whose last call is not answered";
-    else if (call->seq != state->seq + 1) error = "a call is out of order";
-    else *state = (fd_pump_slot_t){.busy = true, .seq = call->seq, .n_attend_rows = call->n_attend_rows};
+    else if (call->number != state->number + 1) error = "a call is out of order";
+    else *state = (fd_pump_slot_t){.busy = true, .number = call->number, .n_attend_rows = call->n_attend_rows};
     pthread_mutex_unlock(&p->lock);
     return error;
 }
@@ -265,7 +266,7 @@ static const char *begin_reply(fd_pump_t *p, const fd_frame_t *frame, fd_reply_t
     pthread_mutex_lock(&p->lock);
     fd_pump_slot_t state = p->slots[frame->slot];
     pthread_mutex_unlock(&p->lock);
-    if (!state.busy || reply->seq != state.seq) return "a reply came that answers no call";
+    if (!state.busy || reply->number != state.number) return "a reply came that answers no call";
     if (reply->n_attend_rows != (reply->status == FD_OK ? state.n_attend_rows : 0))
         return "a reply's rows do not match its call";
     reply->message[sizeof reply->message - 1] = 0;
@@ -290,14 +291,14 @@ static void finish_frame(fd_pump_t *p) {
     p->rx.got = 0;
     if (p->side == FD_SIDE_R) {
         slot->call = p->rx.head.call;
-        fd_ring_request(slot, slot->call.seq, &((fd_region_header_t *)p->region)->engine_asleep, p->wake_fd);
+        fd_ring_request(slot, slot->call.number, &((fd_region_header_t *)p->region)->engine_asleep, p->wake_fd);
     } else {
         pthread_mutex_lock(&p->lock);
         p->slots[index].busy = false;
         p->n_busy--;
         pthread_mutex_unlock(&p->lock);
         slot->reply = p->rx.head.reply;
-        fd_ring_reply(slot, slot->reply.seq);
+        fd_ring_reply(slot, slot->reply.number);
     }
 }
 

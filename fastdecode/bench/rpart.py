@@ -65,7 +65,7 @@ class RPart:
         )
         self._port = Port(self._region.view, numbers, 0, wake_fd=self._link.eventfd)
         self._table = np.zeros(self.sequences, ROW_DTYPE)
-        self._table["seq"] = np.arange(self.sequences)
+        self._table["seq_index"] = np.arange(self.sequences)
         self._table["tag"], self._table["pos"] = _TAG, shape.context - 1
         self._table["n_rows"], self._table["flags"] = 1, ROW_ATTEND
         self._fill(Data.of(shape), progress)
@@ -94,7 +94,7 @@ class RPart:
         for i in range(0, n_pages, at_once):
             some = seqs[i : i + at_once]
             table = np.zeros(len(some), ROW_DTYPE)
-            table["seq"], table["tag"], table["n_rows"] = some, _TAG, 1
+            table["seq_index"], table["tag"], table["n_rows"] = some, _TAG, 1
             self._port.write_table(0, table.view(np.uint8))
             self._call(len(some), len(some), 0, True)
         return seqs

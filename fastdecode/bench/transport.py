@@ -235,7 +235,7 @@ async def _calls(
             start, n = y.slot(0) + offset, case.rows * row_bytes
             link.region[start : start + n] = rng.standard_normal(n // 2).astype(np.float16).tobytes()
         table = np.zeros(case.rows, ROW_DTYPE)
-        table["seq"], table["tag"], table["n_rows"] = np.arange(case.rows), 1, 1
+        table["seq_index"], table["tag"], table["n_rows"] = np.arange(case.rows), 1, 1
         table["flags"] = ROW_ATTEND if case.attend else 0
         link.write_table(0, table)
         attending = case.rows if case.attend else 0

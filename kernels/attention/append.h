@@ -16,10 +16,10 @@
 /* A row in its format: fp32, the bits of fp16 or bf16, or the stored integers: K's in bytes, V's in words, as store_v
  * wants them: what is read in wider vectors than it was written in has to wait until it is in the cache. */
 typedef union {
-    float fp32[FD_MAX_CHUNK_HEAD];
-    uint16_t half[FD_MAX_CHUNK_HEAD];
-    uint8_t code[FD_MAX_CHUNK_HEAD];
-    uint32_t wide[FD_MAX_CHUNK_HEAD];
+    float fp32[FD_MAX_HEAD_SIZE];
+    uint16_t half[FD_MAX_HEAD_SIZE];
+    uint8_t code[FD_MAX_HEAD_SIZE];
+    uint32_t wide[FD_MAX_HEAD_SIZE];
 } row_t;
 
 /* Returns the affine word, of integers. */
@@ -42,7 +42,7 @@ FD_INLINE void store_k(const fd_kv_dtype_t format, uint8_t *matrix, uint32_t hea
         for (uint32_t d = 0; d < head_size; d++) ((uint16_t *)matrix)[d * FD_COLUMN_LANES] = k->half[d];
         return;
     }
-    uint32_t words[FD_MAX_CHUNK_HEAD]; /* first together, which vectorises, then spread */
+    uint32_t words[FD_MAX_HEAD_SIZE]; /* first together, which vectorises, then spread */
     const uint32_t n = head_size / fd_word_elems(format);
     if (format == FD_KV_INT4) {
         for (uint32_t i = 0; i < n; i++) {

@@ -98,7 +98,7 @@ FD_INLINE void see(block_t *b, const fd_attend_t *a, uint32_t row, uint64_t base
  * state. */
 typedef struct {
     /* A kernel may load MAX_BLOCK rows for any block. */
-    uint8_t q[(FD_PANEL_ROWS + MAX_BLOCK - 1) * FD_MAX_CHUNK_HEAD * sizeof(float)] __attribute__((aligned(64)));
+    uint8_t q[(FD_PANEL_ROWS + MAX_BLOCK - 1) * FD_MAX_HEAD_SIZE * sizeof(float)] __attribute__((aligned(64)));
     row_state_t state[FD_PANEL_ROWS];
     uint32_t row0, rows, n_blocks; /* of each head */
     size_t row_bytes;              /* of q */
@@ -114,7 +114,7 @@ FD_INLINE void begin_rows(const fd_kv_dtype_t dtype, const fd_attend_t *a, const
         const uint32_t r0 = block_row(p->rows, p->n_blocks, block), n = block_row(p->rows, p->n_blocks, block + 1) - r0;
         uint8_t separate[MAX_BLOCK * ROW_ROOM] __attribute__((aligned(64)));
         for (uint32_t r = 0; r < n; r++) {
-            float q[FD_MAX_CHUNK_HEAD] __attribute__((aligned(64)));
+            float q[FD_MAX_HEAD_SIZE] __attribute__((aligned(64)));
             load_act(q, a->q + fd_act_offset(a, head, p->row0 + r0 + r), head_size, a->act_dtype, a->softmax_scale);
             begin_row(dtype, q, head_size, separate + r * ROW_ROOM, &p->state[head * p->rows + r0 + r]);
         }

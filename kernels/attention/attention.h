@@ -14,17 +14,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define FD_PAGE_TOKENS 128u
+#include "formats.h"
 
-typedef enum {
-    FD_KV_FP32 = 0,
-    FD_KV_FP16 = 1,
-    FD_KV_BF16 = 2,
-    FD_KV_INT8 = 3,
-    FD_KV_INT4 = 4,
-    FD_KV_INT8_INT4 = 5 /* K, V */,
-    FD_KV_DTYPES
-} fd_kv_dtype_t;
 typedef enum {
     FD_ISA_SCALAR = 0,
     FD_ISA_AVX2 = 1,
@@ -60,7 +51,7 @@ typedef struct {
     uint32_t q_pos;       /* position of the first of them; query row j sees positions <= q_pos + j */
     uint32_t window;      /* 0: all of them; else only positions > q_pos + j - window */
     float softmax_scale;
-    uint32_t act_dtype; /* of q and o (fd_act_dtype_t of region.h) */
+    uint32_t act_dtype; /* of q and o (fd_act_dtype_t) */
     const uint8_t *q;   /* query rows [group][head_size] of every head and token, as far apart as the strides say */
     size_t q_head_stride,
         q_token_stride;   /* bytes from a head's row to the next head's, from a token's to the next token's */
@@ -88,7 +79,7 @@ typedef struct {
 
 /* Everything else that is worth a vector unit, per ISA. */
 typedef struct {
-    /* dst[i] = scale * src[i]; src in activation dtype (fd_act_dtype_t of region.h). Any n. */
+    /* dst[i] = scale * src[i]; src in activation dtype (fd_act_dtype_t). Any n. */
     void (*load_act)(float *dst, const void *src, size_t n, uint32_t act_dtype, float scale);
     /* (m, l, acc) += (m2, l2, acc2), `rows` rows of head_size. Rows with l2 == 0 add nothing. */
     void (*merge)(float *m, float *l, float *acc, const float *m2, const float *l2, const float *acc2, uint32_t rows,

@@ -41,7 +41,7 @@ FD_INLINE float kv_levels(fd_kv_dtype_t format, int is_v) { return is_v ? 65535.
 
 /* Bytes from a row's high halves to its low ones, while there is one row only: half the space that it has. */
 FD_INLINE size_t low_half(int is_v) {
-    return is_v ? FD_PAGE_TOKENS * sizeof(float) / 2 : FD_MAX_CHUNK_HEAD * sizeof(float) / 2;
+    return is_v ? FD_PAGE_TOKENS * sizeof(float) / 2 : FD_MAX_HEAD_SIZE * sizeof(float) / 2;
 }
 
 /* Where permutex2var_epi8 finds the low byte of element e of 64 after packus_epi32 has made 16-bit words of them, two
@@ -282,7 +282,7 @@ FD_INLINE void add_values(const fd_kv_dtype_t dtype, const block_t *b, uint8_t *
 FD_INLINE void attend_block(const fd_kv_dtype_t dtype, const block_t *b) {
     float scores[MAX_BLOCK][FD_PAGE_TOKENS] __attribute__((aligned(64)));
     float rescale[LANES] __attribute__((aligned(64))), unit[MAX_BLOCK];
-    uint8_t wide[FD_PAGE_TOKENS * FD_MAX_CHUNK_HEAD] __attribute__((aligned(64))); /* K, then V, of int4 */
+    uint8_t wide[FD_PAGE_TOKENS * FD_MAX_HEAD_SIZE] __attribute__((aligned(64))); /* K, then V, of int4 */
     score_chunk(dtype, b, wide, scores);
     if (b->full) soft_max(dtype, (int)b->rows, 1, b, scores, rescale, unit);
     else soft_max(dtype, (int)b->rows, 0, b, scores, rescale, unit);
@@ -293,7 +293,7 @@ FD_INLINE void attend_block(const fd_kv_dtype_t dtype, const block_t *b) {
 /* A tile in depth is 64 bytes of a head: other head sizes are left to the next best ISA, and so are fewer than `least`
  * rows: tiles save arithmetic only, and hardly any of theirs is done while memory is waited for, most of the vectors'
  * is. */
-#define FD_KERNEL(name, dtype, least, otherwise)                                                                       \
+#define FD_KERNEL(name, dtype, least)                                                                                  \
     static void attend_##name##_block(const block_t *b) { attend_block(dtype, b); }                                    \
     static void fd_attend_##name##_amx(const fd_attend_t *a) {                                                         \
         const uint32_t rows = a->q_len * a->group;                                                                     \
@@ -302,7 +302,7 @@ FD_INLINE void attend_block(const fd_kv_dtype_t dtype, const block_t *b) {
             attend_##name##_block, attend_##name##_block, attend_##name##_block, attend_##name##_block,                \
         };                                                                                                             \
         if (a->head_size % TILE_ROW_BYTES || rows < least) {                                                           \
-            otherwise(a);                                                                                              \
+            fd_attend_##name##_avx512vnni(a);                                                                          \
             return;                                                                                                    \
         }                                                                                                              \
         configure_tiles(dtype, rows < MAX_BLOCK ? rows : MAX_BLOCK);                                                   \
@@ -310,19 +310,16 @@ FD_INLINE void attend_block(const fd_kv_dtype_t dtype, const block_t *b) {
         _tile_release();                                                                                               \
     }
 
-FD_KERNEL(bf16, FD_KV_BF16, 9, fd_attend_bf16_avx512)
-FD_KERNEL(int8, FD_KV_INT8, 8, fd_attend_int8_avx512vnni)
-FD_KERNEL(int4, FD_KV_INT4, 9, fd_attend_int4_avx512vnni)
-FD_KERNEL(int8_int4, FD_KV_INT8_INT4, 8, fd_attend_int8_int4_avx512vnni)
+FD_KERNEL(bf16, FD_KV_BF16, 9)
+FD_KERNEL(int8, FD_KV_INT8, 8)
+FD_KERNEL(int4, FD_KV_INT4, 9)
+FD_KERNEL(int8_int4, FD_KV_INT8_INT4, 8)
 
-const fd_kv_ops_t fd_kv_ops_amx[FD_KV_DTYPES] = {
-    [FD_KV_FP32] = {"amx", fd_append_fp32_avx512, fd_attend_fp32_avx512},
-    [FD_KV_FP16] = {"amx", fd_append_fp16_avx512, fd_attend_fp16_avx512},
-    [FD_KV_BF16] = {"amx", fd_append_bf16_avx512, fd_attend_bf16_amx},
-    [FD_KV_INT8] = {"amx", fd_append_int8_avx512, fd_attend_int8_amx},
-    [FD_KV_INT4] = {"amx", fd_append_int4_avx512, fd_attend_int4_amx},
-    [FD_KV_INT8_INT4] = {"amx", fd_append_int8_int4_avx512, fd_attend_int8_int4_amx},
-};
+/* There are no tiles for these formats. */
+#define fd_attend_fp32_amx fd_attend_fp32_avx512
+#define fd_attend_fp16_amx fd_attend_fp16_avx512
+#define FD_KV_OPS(name, dtype, text) [dtype] = {"amx", fd_append_##name##_avx512, fd_attend_##name##_amx},
+const fd_kv_ops_t fd_kv_ops_amx[FD_KV_DTYPES] = {FD_KV_FORMATS(FD_KV_OPS)};
 
 #ifdef __clang__
 #pragma clang attribute pop

@@ -160,9 +160,10 @@ FD_INLINE vec_t kv_load_half(fd_kv_dtype_t format, const uint8_t *p) { return kv
 #include "rows_simd.h"
 #include "append.h"
 
-#define FD_KERNELS(name, dtype)                                                                                        \
+#define FD_KERNELS(name, dtype, text)                                                                                  \
     FD_BLOCK(name, dtype, 1)                                                                                           \
-    FD_BLOCK(name, dtype, 2) FD_BLOCK(name, dtype, 3) FD_BLOCK(name, dtype, 4) FD_BLOCK(name, dtype, 5)                \
+    FD_BLOCK(name, dtype, 2)                                                                                           \
+    FD_BLOCK(name, dtype, 3) FD_BLOCK(name, dtype, 4) FD_BLOCK(name, dtype, 5)                                         \
         FD_BLOCK(name, dtype, 6) static const block_fn name##_blocks[MAX_BLOCK] = {                                    \
             attend_##name##_block1, attend_##name##_block2, attend_##name##_block3,                                    \
             attend_##name##_block4, attend_##name##_block5, attend_##name##_block6,                                    \
@@ -173,21 +174,10 @@ FD_INLINE vec_t kv_load_half(fd_kv_dtype_t format, const uint8_t *p) { return kv
         append(dtype, chunk, head_size, t, k, v);                                                                      \
     }
 
-FD_KERNELS(fp32, FD_KV_FP32)
-FD_KERNELS(fp16, FD_KV_FP16)
-FD_KERNELS(bf16, FD_KV_BF16)
-FD_KERNELS(int8, FD_KV_INT8)
-FD_KERNELS(int4, FD_KV_INT4)
-FD_KERNELS(int8_int4, FD_KV_INT8_INT4)
+FD_KV_FORMATS(FD_KERNELS)
 
-const fd_kv_ops_t fd_kv_ops_avx2[FD_KV_DTYPES] = {
-    [FD_KV_FP32] = {"avx2", fd_append_fp32_avx2, fd_attend_fp32_avx2},
-    [FD_KV_FP16] = {"avx2", fd_append_fp16_avx2, fd_attend_fp16_avx2},
-    [FD_KV_BF16] = {"avx2", fd_append_bf16_avx2, fd_attend_bf16_avx2},
-    [FD_KV_INT8] = {"avx2", fd_append_int8_avx2, fd_attend_int8_avx2},
-    [FD_KV_INT4] = {"avx2", fd_append_int4_avx2, fd_attend_int4_avx2},
-    [FD_KV_INT8_INT4] = {"avx2", fd_append_int8_int4_avx2, fd_attend_int8_int4_avx2},
-};
+#define FD_KV_OPS(name, dtype, text) [dtype] = {"avx2", fd_append_##name##_avx2, fd_attend_##name##_avx2},
+const fd_kv_ops_t fd_kv_ops_avx2[FD_KV_DTYPES] = {FD_KV_FORMATS(FD_KV_OPS)};
 
 const fd_vec_ops_t fd_vec_ops_avx2 = {load_act, merge, finish};
 

@@ -49,28 +49,17 @@ FD_INLINE void kv_store_multipliers(fd_kv_dtype_t format, void *to, uint32_t i, 
 #include "rows_simd.h"
 #include "append.h"
 
-#define FD_KERNELS(name, dtype)                                                                                        \
+#define FD_KERNELS(name, dtype, text)                                                                                  \
     FD_BLOCKS(name, dtype)                                                                                             \
     void fd_attend_##name##_avx512(const fd_attend_t *a) { attend(dtype, a, name##_blocks); }                          \
     void fd_append_##name##_avx512(uint8_t *chunk, uint32_t head_size, uint32_t t, const float *k, const float *v) {   \
         append(dtype, chunk, head_size, t, k, v);                                                                      \
     }
 
-FD_KERNELS(fp32, FD_KV_FP32)
-FD_KERNELS(fp16, FD_KV_FP16)
-FD_KERNELS(bf16, FD_KV_BF16)
-FD_KERNELS(int8, FD_KV_INT8)
-FD_KERNELS(int4, FD_KV_INT4)
-FD_KERNELS(int8_int4, FD_KV_INT8_INT4)
+FD_KV_FORMATS(FD_KERNELS)
 
-const fd_kv_ops_t fd_kv_ops_avx512[FD_KV_DTYPES] = {
-    [FD_KV_FP32] = {"avx512", fd_append_fp32_avx512, fd_attend_fp32_avx512},
-    [FD_KV_FP16] = {"avx512", fd_append_fp16_avx512, fd_attend_fp16_avx512},
-    [FD_KV_BF16] = {"avx512", fd_append_bf16_avx512, fd_attend_bf16_avx512},
-    [FD_KV_INT8] = {"avx512", fd_append_int8_avx512, fd_attend_int8_avx512},
-    [FD_KV_INT4] = {"avx512", fd_append_int4_avx512, fd_attend_int4_avx512},
-    [FD_KV_INT8_INT4] = {"avx512", fd_append_int8_int4_avx512, fd_attend_int8_int4_avx512},
-};
+#define FD_KV_OPS(name, dtype, text) [dtype] = {"avx512", fd_append_##name##_avx512, fd_attend_##name##_avx512},
+const fd_kv_ops_t fd_kv_ops_avx512[FD_KV_DTYPES] = {FD_KV_FORMATS(FD_KV_OPS)};
 
 const fd_vec_ops_t fd_vec_ops_avx512 = {load_act, merge, finish};
 

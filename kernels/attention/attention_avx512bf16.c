@@ -28,14 +28,10 @@ FD_KERNELS(int8, FD_KV_INT8)
 FD_KERNELS(int4, FD_KV_INT4)
 FD_KERNELS(int8_int4, FD_KV_INT8_INT4)
 
-const fd_kv_ops_t fd_kv_ops_avx512bf16[FD_KV_DTYPES] = {
-    [FD_KV_FP32] = {"avx512bf16", fd_append_fp32_avx512, fd_attend_fp32_avx512},
-    [FD_KV_FP16] = {"avx512bf16", fd_append_fp16_avx512, fd_attend_fp16_avx512bf16},
-    [FD_KV_BF16] = {"avx512bf16", fd_append_bf16_avx512, fd_attend_bf16_avx512bf16},
-    [FD_KV_INT8] = {"avx512bf16", fd_append_int8_avx512, fd_attend_int8_avx512bf16},
-    [FD_KV_INT4] = {"avx512bf16", fd_append_int4_avx512, fd_attend_int4_avx512bf16},
-    [FD_KV_INT8_INT4] = {"avx512bf16", fd_append_int8_int4_avx512, fd_attend_int8_int4_avx512bf16},
-};
+/* fp32 has no kernel of this ISA's own. */
+#define fd_attend_fp32_avx512bf16 fd_attend_fp32_avx512
+#define FD_KV_OPS(name, dtype, text) [dtype] = {"avx512bf16", fd_append_##name##_avx512, fd_attend_##name##_avx512bf16},
+const fd_kv_ops_t fd_kv_ops_avx512bf16[FD_KV_DTYPES] = {FD_KV_FORMATS(FD_KV_OPS)};
 
 #ifdef __clang__
 #pragma clang attribute pop

@@ -42,14 +42,14 @@ FD_INLINE void kv_store_multipliers(fd_kv_dtype_t format, void *to, uint32_t i, 
 #include "rows_simd.h"
 #include "append.h"
 
-#define FD_KERNELS(name, dtype)                                                                                        \
+#define FD_KERNELS(name, dtype, text)                                                                                  \
     FD_BLOCK(name, dtype, 1)                                                                                           \
-    FD_BLOCK(name, dtype, 2) FD_BLOCK(name, dtype, 3)                                                                  \
-        FD_BLOCK(name, dtype, 4) static const block_fn name##_blocks[MAX_BLOCK] = {                                    \
-            attend_##name##_block1,                                                                                    \
-            attend_##name##_block2,                                                                                    \
-            attend_##name##_block3,                                                                                    \
-            attend_##name##_block4,                                                                                    \
+    FD_BLOCK(name, dtype, 2)                                                                                           \
+    FD_BLOCK(name, dtype, 3) FD_BLOCK(name, dtype, 4) static const block_fn name##_blocks[MAX_BLOCK] = {               \
+        attend_##name##_block1,                                                                                        \
+        attend_##name##_block2,                                                                                        \
+        attend_##name##_block3,                                                                                        \
+        attend_##name##_block4,                                                                                        \
     };                                                                                                                 \
     static void fd_attend_##name##_neon(const fd_attend_t *a) { attend(dtype, a, name##_blocks); }                     \
     static void fd_append_##name##_neon(uint8_t *chunk, uint32_t head_size, uint32_t t, const float *k,                \
@@ -57,21 +57,10 @@ FD_INLINE void kv_store_multipliers(fd_kv_dtype_t format, void *to, uint32_t i, 
         append(dtype, chunk, head_size, t, k, v);                                                                      \
     }
 
-FD_KERNELS(fp32, FD_KV_FP32)
-FD_KERNELS(fp16, FD_KV_FP16)
-FD_KERNELS(bf16, FD_KV_BF16)
-FD_KERNELS(int8, FD_KV_INT8)
-FD_KERNELS(int4, FD_KV_INT4)
-FD_KERNELS(int8_int4, FD_KV_INT8_INT4)
+FD_KV_FORMATS(FD_KERNELS)
 
-const fd_kv_ops_t fd_kv_ops_neon[FD_KV_DTYPES] = {
-    [FD_KV_FP32] = {"neon", fd_append_fp32_neon, fd_attend_fp32_neon},
-    [FD_KV_FP16] = {"neon", fd_append_fp16_neon, fd_attend_fp16_neon},
-    [FD_KV_BF16] = {"neon", fd_append_bf16_neon, fd_attend_bf16_neon},
-    [FD_KV_INT8] = {"neon", fd_append_int8_neon, fd_attend_int8_neon},
-    [FD_KV_INT4] = {"neon", fd_append_int4_neon, fd_attend_int4_neon},
-    [FD_KV_INT8_INT4] = {"neon", fd_append_int8_int4_neon, fd_attend_int8_int4_neon},
-};
+#define FD_KV_OPS(name, dtype, text) [dtype] = {"neon", fd_append_##name##_neon, fd_attend_##name##_neon},
+const fd_kv_ops_t fd_kv_ops_neon[FD_KV_DTYPES] = {FD_KV_FORMATS(FD_KV_OPS)};
 
 const fd_vec_ops_t fd_vec_ops_neon = {load_act, merge, finish};
 #endif

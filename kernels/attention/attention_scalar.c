@@ -84,8 +84,8 @@ FD_INLINE void attend_block(const fd_attend_t *a, const fd_kv_dtype_t dtype, uin
     }
     if (first >= last) return;
 
-    float weights[BLOCK_ROWS][FD_PAGE_TOKENS] = {{0}}, q_sum[BLOCK_ROWS] = {0}, wide[FD_MAX_CHUNK_HEAD];
-    float q[BLOCK_ROWS][FD_MAX_CHUNK_HEAD];
+    float weights[BLOCK_ROWS][FD_PAGE_TOKENS] = {{0}}, q_sum[BLOCK_ROWS] = {0}, wide[FD_MAX_HEAD_SIZE];
+    float q[BLOCK_ROWS][FD_MAX_HEAD_SIZE];
     for (uint32_t r = 0; r < rows; r++)
         load_act(q[r], a->q + fd_act_offset(a, head, row + r), head_size, a->act_dtype, a->softmax_scale);
     for (uint32_t d = 0; d < head_size; d++) {
@@ -207,28 +207,17 @@ static void row_to_bf16(uint16_t *dst, const float *src, uint32_t n) {
 
 #include "append.h"
 
-#define FD_KERNELS(name, dtype)                                                                                        \
+#define FD_KERNELS(name, dtype, text)                                                                                  \
     static void fd_attend_##name##_scalar(const fd_attend_t *a) { attend(a, dtype); }                                  \
     static void fd_append_##name##_scalar(uint8_t *chunk, uint32_t head_size, uint32_t t, const float *k,              \
                                           const float *v) {                                                            \
         append(dtype, chunk, head_size, t, k, v);                                                                      \
     }
 
-FD_KERNELS(fp32, FD_KV_FP32)
-FD_KERNELS(fp16, FD_KV_FP16)
-FD_KERNELS(bf16, FD_KV_BF16)
-FD_KERNELS(int8, FD_KV_INT8)
-FD_KERNELS(int4, FD_KV_INT4)
-FD_KERNELS(int8_int4, FD_KV_INT8_INT4)
+FD_KV_FORMATS(FD_KERNELS)
 
-const fd_kv_ops_t fd_kv_ops_scalar[FD_KV_DTYPES] = {
-    [FD_KV_FP32] = {"scalar", fd_append_fp32_scalar, fd_attend_fp32_scalar},
-    [FD_KV_FP16] = {"scalar", fd_append_fp16_scalar, fd_attend_fp16_scalar},
-    [FD_KV_BF16] = {"scalar", fd_append_bf16_scalar, fd_attend_bf16_scalar},
-    [FD_KV_INT8] = {"scalar", fd_append_int8_scalar, fd_attend_int8_scalar},
-    [FD_KV_INT4] = {"scalar", fd_append_int4_scalar, fd_attend_int4_scalar},
-    [FD_KV_INT8_INT4] = {"scalar", fd_append_int8_int4_scalar, fd_attend_int8_int4_scalar},
-};
+#define FD_KV_OPS(name, dtype, text) [dtype] = {"scalar", fd_append_##name##_scalar, fd_attend_##name##_scalar},
+const fd_kv_ops_t fd_kv_ops_scalar[FD_KV_DTYPES] = {FD_KV_FORMATS(FD_KV_OPS)};
 
 static void merge(float *m, float *l, float *acc, const float *m2, const float *l2, const float *acc2, uint32_t rows,
                   uint32_t head_size) {

@@ -41,7 +41,6 @@
 #include "half.h"
 #include "region.h"
 
-#define FD_MAX_CHUNK_HEAD 256u /* the largest head_size */
 #define FD_COLUMN_LANES 32u
 #define FD_TINY 1e-33f /* 65535, the most levels that a kernel has, divided by it is finite */
 

@@ -1,4 +1,4 @@
-/* The tables each ISA's file fills; dispatch.c hands them out. */
+/* The table of kernels that each ISA's file defines, one entry per KV format (region/formats.h). */
 #ifndef FD_DISPATCH_H
 #define FD_DISPATCH_H
 
@@ -20,20 +20,17 @@ extern const fd_vec_ops_t fd_vec_ops_scalar;
 #if FD_X86
 extern const fd_kv_ops_t fd_kv_ops_avx2[FD_KV_DTYPES], fd_kv_ops_avx512[FD_KV_DTYPES],
     fd_kv_ops_avx512vnni[FD_KV_DTYPES], fd_kv_ops_avx512bf16[FD_KV_DTYPES], fd_kv_ops_amx[FD_KV_DTYPES];
-/* What the ISAs above AVX-512 have no better ones for. */
-#define FD_DECLARE(name)                                                                                               \
+/* AVX-512 with VNNI has kernels of its own for the integer formats only. */
+#define fd_attend_fp32_avx512vnni fd_attend_fp32_avx512
+#define fd_attend_fp16_avx512vnni fd_attend_fp16_avx512
+#define fd_attend_bf16_avx512vnni fd_attend_bf16_avx512
+/* The kernels that the ISAs above AVX-512 share. */
+#define FD_DECLARE(name, dtype, text)                                                                                  \
     void fd_append_##name##_avx512(uint8_t *chunk, uint32_t head_size, uint32_t t, const float *k, const float *v);    \
-    void fd_attend_##name##_avx512(const fd_attend_t *a);
-FD_DECLARE(fp32)
-FD_DECLARE(fp16)
-FD_DECLARE(bf16)
-FD_DECLARE(int8)
-FD_DECLARE(int4)
-FD_DECLARE(int8_int4)
+    void fd_attend_##name##_avx512(const fd_attend_t *a);                                                              \
+    void fd_attend_##name##_avx512vnni(const fd_attend_t *a);
+FD_KV_FORMATS(FD_DECLARE)
 #undef FD_DECLARE
-void fd_attend_int8_avx512vnni(const fd_attend_t *a);
-void fd_attend_int4_avx512vnni(const fd_attend_t *a);
-void fd_attend_int8_int4_avx512vnni(const fd_attend_t *a);
 extern const fd_vec_ops_t fd_vec_ops_avx2, fd_vec_ops_avx512;
 #endif
 #if FD_ARM64

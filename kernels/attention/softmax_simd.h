@@ -120,7 +120,7 @@ FD_INLINE size_t q_row_bytes(fd_kv_dtype_t format, uint32_t head_size) {
 
 /* Puts the multipliers of a block's rows, each as the functions above have stored it, word by word: a word of every
  * row, then the next. */
-enum { ROW_ROOM = FD_MAX_CHUNK_HEAD * sizeof(float) /* bytes from a row to the next before */ };
+enum { ROW_ROOM = FD_MAX_HEAD_SIZE * sizeof(float) /* bytes from a row to the next before */ };
 #ifndef FD_OWN_PLACE_ROWS
 FD_INLINE void place_rows(uint8_t *block, const uint8_t *rows, uint32_t n_rows, size_t row_bytes) {
     const uint32_t room = ROW_ROOM / sizeof(uint32_t), n = (uint32_t)(row_bytes / sizeof(uint32_t)),

@@ -154,18 +154,19 @@ fd_status_t fd_kvcache_pages(fd_kvcache_t *kv, uint32_t seq, uint32_t tag, const
 }
 
 static fd_status_t check_entry(fd_kvcache_t *kv, const fd_row_t *r, uint32_t i, char *err, size_t err_len) {
-    if (r->seq >= kv->max_seqs)
-        return FAIL(FD_BAD_TABLE, "entry %u: sequence %u is outside the lease of %u", i, r->seq, kv->max_seqs);
-    fd_seq_t *s = &kv->seqs[r->seq];
-    if (s->mark == kv->mark) return FAIL(FD_BAD_TABLE, "entry %u: sequence %u is named twice", i, r->seq);
+    if (r->seq_index >= kv->max_seqs)
+        return FAIL(FD_BAD_TABLE, "entry %u: sequence %u is outside the lease of %u", i, r->seq_index, kv->max_seqs);
+    fd_seq_t *s = &kv->seqs[r->seq_index];
+    if (s->mark == kv->mark) return FAIL(FD_BAD_TABLE, "entry %u: sequence %u is named twice", i, r->seq_index);
     s->mark = kv->mark;
     if (s->length && r->tag != s->tag)
-        return FAIL(FD_BAD_SEQUENCE, "entry %u: sequence %u has tag %u, not %u", i, r->seq, s->tag, r->tag);
+        return FAIL(FD_BAD_SEQUENCE, "entry %u: sequence %u has tag %u, not %u", i, r->seq_index, s->tag, r->tag);
     if (r->pos != s->length)
-        return FAIL(FD_BAD_SEQUENCE, "entry %u: sequence %u has %u tokens, not %u", i, r->seq, s->length, r->pos);
+        return FAIL(FD_BAD_SEQUENCE, "entry %u: sequence %u has %u tokens, not %u", i, r->seq_index, s->length, r->pos);
     if ((uint64_t)r->pos + r->n_rows > (uint64_t)kv->n_pages * FD_PAGE_TOKENS)
-        return FAIL(FD_OUT_OF_PAGES, "entry %u: sequence %u would have %llu tokens, the lease holds %llu", i, r->seq,
-                    (unsigned long long)r->pos + r->n_rows, (unsigned long long)kv->n_pages * FD_PAGE_TOKENS);
+        return FAIL(FD_OUT_OF_PAGES, "entry %u: sequence %u would have %llu tokens, the lease holds %llu", i,
+                    r->seq_index, (unsigned long long)r->pos + r->n_rows,
+                    (unsigned long long)kv->n_pages * FD_PAGE_TOKENS);
     return FD_OK;
 }
 
@@ -187,7 +188,7 @@ fd_status_t fd_kvcache_check(fd_kvcache_t *kv, const fd_row_t *table, uint32_t n
     for (; checked < n_entries; checked++) {
         status = check_entry(kv, &table[checked], checked, err, err_len);
         if (status != FD_OK) break;
-        fd_seq_t *s = &kv->seqs[table[checked].seq];
+        fd_seq_t *s = &kv->seqs[table[checked].seq_index];
         needed += fd_pages_for((uint64_t)s->length + table[checked].n_rows) - s->n_pages;
         uint32_t *page = shared_end(kv, s);
         s->copies = page != NULL;
@@ -196,7 +197,7 @@ fd_status_t fd_kvcache_check(fd_kvcache_t *kv, const fd_row_t *table, uint32_t n
         kv->refs[*page]--; /* the last of those that share it keeps it */
     }
     while (checked--) {
-        const fd_seq_t *s = &kv->seqs[table[checked].seq];
+        const fd_seq_t *s = &kv->seqs[table[checked].seq_index];
         if (s->copies) kv->refs[s->pages[s->length / FD_PAGE_TOKENS]]++;
     }
     if (status == FD_OK && needed > kv->free.n_free)
@@ -207,12 +208,12 @@ fd_status_t fd_kvcache_check(fd_kvcache_t *kv, const fd_row_t *table, uint32_t n
 
 fd_status_t fd_kvcache_append(fd_kvcache_t *kv, const fd_row_t *table, uint32_t n_entries, char *err, size_t err_len) {
     for (uint32_t i = 0; i < n_entries; i++) {
-        fd_seq_t *s = &kv->seqs[table[i].seq];
+        fd_seq_t *s = &kv->seqs[table[i].seq_index];
         if (!reserve_list(s, fd_pages_for((uint64_t)s->length + table[i].n_rows)))
-            return FAIL(FD_INTERNAL, "no memory for the page list of sequence %u", table[i].seq);
+            return FAIL(FD_INTERNAL, "no memory for the page list of sequence %u", table[i].seq_index);
     }
     for (uint32_t i = 0; i < n_entries; i++) {
-        fd_seq_t *s = &kv->seqs[table[i].seq];
+        fd_seq_t *s = &kv->seqs[table[i].seq_index];
         uint32_t *page = shared_end(kv, s);
         if (page) {
             const uint32_t own = take_page(kv, s, (uint32_t)(page - s->pages));

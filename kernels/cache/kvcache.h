@@ -22,8 +22,6 @@
 #include "pages.h"
 #include "region.h"
 
-#define FD_MAX_PAGES (1u << 25)       /* of one lease, so that a position always fits 32 bits */
-#define FD_MAX_SEQS (1u << 20)        /* of one lease */
 #define FD_MAX_SHARED_REFS (1u << 24) /* page references beyond the first that FORK may create in one lease */
 
 typedef struct {

@@ -164,9 +164,9 @@ static fd_status_t take_call(fd_link_t *link, fd_slot_state_t *state, uint64_t b
     uint64_t expected = state->served + 1;
     state->served = bell;
     if (call->flags & FD_CALL_NEW_STEP) step->valid = 0;
-    if (bell != expected || call->seq != bell)
+    if (bell != expected || call->number != bell)
         return FAIL(FD_BAD_CALL, "the bell shows call %llu and the header call %llu where call %llu was due",
-                    (unsigned long long)bell, (unsigned long long)call->seq, (unsigned long long)expected);
+                    (unsigned long long)bell, (unsigned long long)call->number, (unsigned long long)expected);
     const char *reason = fd_call_error(&link->work.g, call);
     if (reason)
         return FAIL(FD_BAD_CALL, "%s (flags 0x%x, layer %u, %u entries, %u rows, %u of them attending)", reason,
@@ -186,7 +186,7 @@ static void count(uint64_t *counter, uint64_t n) { __atomic_store_n(counter, *co
 static void reply(fd_link_t *link, uint32_t slot, const fd_reply_t *r) {
     fd_slot_t *s = fd_slot_at(link->region, &link->work.layout, slot);
     s->reply = *r;
-    fd_ring_reply(s, r->seq);
+    fd_ring_reply(s, r->number);
     if (link->notify.fn) link->notify.fn(link->notify.ctx, slot);
 }
 
@@ -219,7 +219,7 @@ static bool serve_slot(fd_engine_t *e, fd_link_t *link, uint32_t slot) {
     uint64_t start = link->last_call_ns = fd_now_ns();
     fd_call_t call;
     copy_out(&call, &s->call, sizeof call);
-    fd_reply_t r = {.seq = bell};
+    fd_reply_t r = {.number = bell};
     r.status = take_call(link, state, bell, (const uint8_t *)s, &call, r.message, sizeof r.message);
     if (r.status == FD_OK) {
         r.n_attend_rows = call.n_attend_rows;

@@ -126,7 +126,8 @@ static void refuse_waiting(fd_link_t *link) {
         fd_slot_t *slot = fd_slot_at(link->region, &link->work.layout, i);
         uint64_t bell = fd_bell_read(&slot->request_bell);
         if (bell == link->slots[i].served) continue;
-        slot->reply = (fd_reply_t){.seq = bell, .status = FD_LINK_CLOSED, .message = "the R-node has closed this link"};
+        slot->reply =
+            (fd_reply_t){.number = bell, .status = FD_LINK_CLOSED, .message = "the R-node has closed this link"};
         fd_ring_reply(slot, bell);
     }
 }

@@ -9,11 +9,6 @@
 #include "attention.h"
 #include "region.h"
 
-static const char *const kv_dtypes[FD_KV_DTYPES] = {[FD_KV_FP32] = "fp32", [FD_KV_FP16] = "fp16",
-                                                    [FD_KV_BF16] = "bf16", [FD_KV_INT8] = "int8",
-                                                    [FD_KV_INT4] = "int4", [FD_KV_INT8_INT4] = "int8-int4"};
-static const char *const act_dtypes[] = {[FD_ACT_FP32] = "fp32", [FD_ACT_FP16] = "fp16", [FD_ACT_BF16] = "bf16"};
-
 /* "O&" converters and checks: 1, or 0 with an exception set. */
 
 static int index_of(PyObject *name, const char *const *names, int n, const char *what, int *out) {
@@ -25,9 +20,11 @@ static int index_of(PyObject *name, const char *const *names, int n, const char 
     return 0;
 }
 
-static int to_kv_dtype(PyObject *o, void *out) { return index_of(o, kv_dtypes, FD_KV_DTYPES, "KV dtype", out); }
+static int to_kv_dtype(PyObject *o, void *out) { return index_of(o, fd_kv_dtype_names, FD_KV_DTYPES, "KV dtype", out); }
 
-static int to_act_dtype(PyObject *o, void *out) { return index_of(o, act_dtypes, 3, "activation dtype", out); }
+static int to_act_dtype(PyObject *o, void *out) {
+    return index_of(o, fd_act_dtype_names, FD_ACT_DTYPES, "activation dtype", out);
+}
 
 static int to_isa(PyObject *o, void *out) {
     const char *name = PyUnicode_Check(o) ? PyUnicode_AsUTF8(o) : NULL;
@@ -60,7 +57,7 @@ static int check(int ok, const char *message) {
 
 static int check_head_size(Py_ssize_t head_size) {
     return check(head_size >= 8 && head_size <= FD_MAX_HEAD_SIZE && head_size % 8 == 0,
-                 "head size is not a multiple of 8 within 8..256");
+                 "head size is not a multiple of 8 within 8.." FD_TEXT(FD_MAX_HEAD_SIZE));
 }
 
 /* The buffers of one call; zero-initialised, released together. */

@@ -100,7 +100,7 @@ static void good_call(target_t *good) {
     }
     *(fd_row_t *)((uint8_t *)slot + y.table) = (fd_row_t){1, 7, good->length, n, FD_ROW_ATTEND, 0};
     slot->call =
-        (fd_call_t){.seq = ++good->seq, .flags = FD_CALL_NEW_STEP, .n_entries = 1, .n_rows = n, .n_attend_rows = n};
+        (fd_call_t){.number = ++good->seq, .flags = FD_CALL_NEW_STEP, .n_entries = 1, .n_rows = n, .n_attend_rows = n};
     ring(good->link, good->region, slot, good->seq);
     const fd_reply_t *reply = answer(slot, good->seq);
     REQUIRE(reply->status == FD_OK && reply->n_attend_rows == n);
@@ -168,7 +168,7 @@ static void good_step(hostile_t *h, input_t *in, fd_row_t *table, fd_call_t *cal
 
 static void mutate_row(input_t *in, fd_row_t *r, uint32_t max_rows) {
     switch (take(in, 1) % 6) {
-    case 0: r->seq = edgy(in, SEQS); break;
+    case 0: r->seq_index = edgy(in, SEQS); break;
     case 1: r->tag ^= take(in, 1); break;
     case 2: r->pos = edgy(in, 64); break;
     case 3: r->n_rows = edgy(in, max_rows); break;
@@ -179,7 +179,7 @@ static void mutate_row(input_t *in, fd_row_t *r, uint32_t max_rows) {
 
 static void mutate_call(input_t *in, fd_call_t *c, const fd_geometry_t *g) {
     switch (take(in, 1) % 7) {
-    case 0: c->seq += edgy(in, 2); break;
+    case 0: c->number += edgy(in, 2); break;
     case 1: c->flags = edgy(in, 2); break;
     case 2: c->layer = edgy(in, g->n_layers); break;
     case 3: c->n_entries = edgy(in, g->max_rows); break;
@@ -210,9 +210,9 @@ static void scribble(hostile_t *h, input_t *in, uint32_t slot) {
 
 static void note_served(hostile_t *h, const fd_row_t *table, const fd_call_t *call) {
     for (uint32_t i = 0; i < call->n_entries; i++) {
-        REQUIRE(table[i].seq < SEQS); /* nothing else may have been served */
-        h->seqs[table[i].seq].length = table[i].pos + table[i].n_rows;
-        h->seqs[table[i].seq].tag = table[i].tag;
+        REQUIRE(table[i].seq_index < SEQS); /* nothing else may have been served */
+        h->seqs[table[i].seq_index].length = table[i].pos + table[i].n_rows;
+        h->seqs[table[i].seq_index].tag = table[i].tag;
     }
 }
 
@@ -226,7 +226,7 @@ static void hostile_call(hostile_t *h, input_t *in) {
     else call = h->slots[slot].call;
     call.layer = take(in, 1) % h->g.n_layers;
     uint64_t bell = h->slots[slot].bell + 1;
-    call.seq = bell;
+    call.number = bell;
     bool racing = mode == 3;
     if (mode < 2)
         for (uint32_t n = 1 + take(in, 1) % 3; n && call.n_entries; n--)
@@ -243,7 +243,7 @@ static void hostile_call(hostile_t *h, input_t *in) {
     if (racing) scribble(h, in, slot);
     fd_reply_t reply = *answer(s, bell);
     h->slots[slot].bell = bell;
-    REQUIRE(reply.seq == bell && reply.status <= FD_OUT_OF_PAGES);
+    REQUIRE(reply.number == bell && reply.status <= FD_OUT_OF_PAGES);
     REQUIRE(memchr(reply.message, 0, sizeof reply.message) && (reply.status == FD_OK) == !reply.message[0]);
     answers[reply.status]++;
     if (reply.status == FD_OK) {

@@ -127,7 +127,7 @@ static void mutate(message_t *m, input_t *in, fd_side_t side) {
         switch (take(in, 1) % 6) {
         case 0: m->frame.slot = edgy(in, geometry.n_slots); break;
         case 1: m->frame.length = edgy(in, MAX_BODY) | (take(in, 1) ? 0 : (uint64_t)take(in, 4) << 32); break;
-        case 2: m->call.seq += edgy(in, 2); break; /* of calls and replies */
+        case 2: m->call.number += edgy(in, 2); break; /* of calls and replies */
         case 3: ((uint8_t *)&m->frame)[take(in, 2) % (sizeof m->frame + head)] ^= (uint8_t)take(in, 1); break;
         default:
             if (side == FD_SIDE_R) *counts[take(in, 1) % 5] = edgy(in, geometry.max_rows);
@@ -164,8 +164,11 @@ static void hostile_calls(input_t *in) {
         if (take(in, 1) % 8 == 0) ((uint8_t *)&row)[take(in, 1) % sizeof row] ^= (uint8_t)take(in, 1);
         uint8_t *body = (uint8_t *)(&m.call + 1);
         memcpy(body, &row, sizeof row);
-        m.call = (fd_call_t){
-            .seq = seq[slot] + 1, .flags = FD_CALL_NEW_STEP, .n_entries = 1, .n_rows = rows, .n_attend_rows = attend};
+        m.call = (fd_call_t){.number = seq[slot] + 1,
+                             .flags = FD_CALL_NEW_STEP,
+                             .n_entries = 1,
+                             .n_rows = rows,
+                             .n_attend_rows = attend};
         m.frame = (fd_frame_t){FD_FRAME_MAGIC, slot,
                                sizeof m.call + sizeof row + attend * e.y.q_row_bytes + rows * e.y.kv_row_bytes};
         size_t n = message_bytes(&m);
@@ -185,12 +188,12 @@ static void hostile_calls(input_t *in) {
         if (!send_pieces(&e, in, &m, n) || !open) break;
         message_t r;
         REQUIRE(receive_message(&e, &r));
-        REQUIRE(r.frame.slot == slot && r.reply.seq == ++seq[slot] && r.reply.status <= FD_OUT_OF_PAGES);
+        REQUIRE(r.frame.slot == slot && r.reply.number == ++seq[slot] && r.reply.status <= FD_OUT_OF_PAGES);
         bool served = r.reply.status == FD_OK;
         REQUIRE(r.frame.length == sizeof r.reply + (served ? attend * e.y.q_row_bytes : 0));
         if (served) {
-            REQUIRE(row.seq < 4);
-            length[row.seq] = row.pos + row.n_rows;
+            REQUIRE(row.seq_index < 4);
+            length[row.seq_index] = row.pos + row.n_rows;
             n_answered++;
         } else {
             n_refused++;
@@ -215,7 +218,7 @@ static void hostile_replies(input_t *in) {
         REQUIRE(m.frame.length == sizeof call + sizeof(fd_row_t) + rows * (e.y.q_row_bytes + e.y.kv_row_bytes));
         uint32_t status = take(in, 1) % 4 ? FD_OK : take(in, 1) % (FD_INTERNAL + 1),
                  o_rows = status == FD_OK ? rows : 0;
-        r.reply = (fd_reply_t){.seq = call.seq, .status = status, .n_attend_rows = o_rows};
+        r.reply = (fd_reply_t){.number = call.number, .status = status, .n_attend_rows = o_rows};
         memset(r.reply.message, take(in, 1), sizeof r.reply.message);
         r.frame = (fd_frame_t){FD_FRAME_MAGIC, slot, sizeof r.reply + o_rows * e.y.q_row_bytes};
         memset((uint8_t *)(&r.reply + 1), take(in, 1), o_rows * e.y.q_row_bytes);
@@ -239,7 +242,7 @@ static void hostile_replies(input_t *in) {
          * ended. */
         shutdown(e.sock, SHUT_WR);
         if (fd_port_wait(&e.port, slot, PATIENCE_NS, &reply, &misuse) == FD_PORT_OK) {
-            REQUIRE(what == 0 && reply.seq == call.seq && reply.status <= FD_INTERNAL &&
+            REQUIRE(what == 0 && reply.number == call.number && reply.status <= FD_INTERNAL &&
                     memchr(reply.message, 0, sizeof reply.message));
         } else {
             REQUIRE(fd_is_down(&e.port.down) && !strstr(e.port.down.reason, "no reply"));

@@ -178,7 +178,7 @@ static fd_slot_t *slot_of(pair_t *p, end_t *e, uint32_t slot) { return fd_slot_a
 static void put_call(pair_t *p, uint32_t slot, uint64_t seq) {
     fd_slot_t *s = slot_of(p, &p->s, slot);
     uint32_t rows = 1 + (uint32_t)rand() % p->g.max_rows;
-    s->call = (fd_call_t){.seq = seq,
+    s->call = (fd_call_t){.number = seq,
                           .flags = rand() % 2,
                           .layer = 1,
                           .n_entries = 1 + (uint32_t)rand() % rows,
@@ -211,7 +211,7 @@ static void call_and_reply(pair_t *p, uint32_t slot, uint64_t seq) {
     CHECK(!memcmp(before + y->o, (uint8_t *)r + y->o, y->slot_bytes - y->o) && r->reply_bell == seq - 1);
 
     fill((uint8_t *)r + y->o, y->slot_bytes - y->o);
-    r->reply = (fd_reply_t){.seq = seq, .n_attend_rows = c->n_attend_rows, .busy_ns = 5, .message = "a message"};
+    r->reply = (fd_reply_t){.number = seq, .n_attend_rows = c->n_attend_rows, .busy_ns = 5, .message = "a message"};
     r->reply_bell = seq;
     memcpy(before, s, y->slot_bytes);
     fd_poster_send(p->r.poster, slot);
@@ -298,7 +298,7 @@ static void meddling_is_noticed(void) {
     pair_t p;
     open_pair(&p, 1u << 20, 64);
     fd_reply_t *reply = &slot_of(&p, &p.r, 0)->reply;
-    *reply = (fd_reply_t){.seq = 1, .n_attend_rows = p.g.max_rows + 1};
+    *reply = (fd_reply_t){.number = 1, .n_attend_rows = p.g.max_rows + 1};
     fd_poster_send(p.r.poster, 0);
     CHECK(fd_is_down(&p.r.down) && p.r.device.posts == 0);
     put_call(&p, 0, 1);
