@@ -1,4 +1,4 @@
-"""What the engine knows in the S-Part's terms."""
+"""Translates the engine's terms into the S-Part's: plans into step batches, sampling parameters into logit rules."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 
 def step_batch(plan: Plan) -> StepBatch:
-    """The plan as the S-Part takes it."""
+    """The step batch that the S-Part computes for `plan`."""
     chunks = []
-    for seq, n_tokens, prefill, sample in plan.rows:
+    for seq, n_tokens, prefill, sample in plan.chunks:
         tokens = seq.tokens[seq.cached : seq.cached + n_tokens]
         spec = _sample_spec(seq) if sample else None
         chunks.append(Chunk(seq.node.position, seq.index, seq.tag, seq.cached, tokens, prefill, spec))
@@ -29,7 +29,7 @@ def _sample_spec(seq: Sequence) -> SampleSpec:
 
 
 def logit_rules(params: SamplingParams, prompt_ids: list[int]) -> LogitRules | None:
-    """None where the parameters have neither bias nor penalty."""
+    """The bias and penalties of `params` as rules for the sampler; None if there are neither."""
     rules = LogitRules(
         bias=params.logit_bias,
         repetition=params.repetition_penalty,

@@ -1,16 +1,18 @@
-"""The S-node's book of its R-nodes: leases, pages, sequence indexes, load, and whose cache others may begin with.
+"""All R-nodes as the scheduler sees them: placement of sequences, page counting and the prefix cache.
 
-The S-node counts and the R-node checks: nothing here talks to a peer. A page or a sequence index that was given back
-counts as free again only when the R-node has acknowledged the FREE (`freed`). Pages that sequences share are counted
-for each of them, so an R-node never has fewer than are counted.
+With the prefix cache on, a prompt that starts with the tokens of another sequence is placed on that sequence's R-node
+and takes over its cached pages by a FORK. This module finds, pins, touches and evicts prefix entries; the scheduler
+only sees how many tokens a placed sequence shares.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from math import ceil
 from typing import TYPE_CHECKING
 
-from fastdecode.engine.prefixes import Handle, PrefixBook, PrefixEntry, page_hashes
+from fastdecode.engine.ledger import RNodeLedger, pages_for
+from fastdecode.engine.prefixes import CachedSequence, PrefixEntry, page_hashes
 from fastdecode.transports.base import PAGE_TOKENS
 
 if TYPE_CHECKING:
@@ -19,96 +21,33 @@ if TYPE_CHECKING:
     from fastdecode.engine.sequence import Sequence
     from fastdecode.transports.base import Link
 
-_TAG_MASK = 0xFFFFFFFF  # a tag is 32 bits on the wire
-#: Of a lease's pages, not taken by what is merely kept: who comes need not wait until some of it has been freed.
-_HEADROOM = 0.1
+#: Share of a lease's pages that cached prefixes leave free, so that a new sequence need not wait for an eviction.
+_PREFIX_HEADROOM = 0.1
 
 
-def pages_for(tokens: int) -> int:
-    """Pages that hold `tokens` cached tokens."""
-    return -(-tokens // PAGE_TOKENS)
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """The R-node chosen for a sequence, and the prefix entry it starts from."""
 
-
-class RNodeLedger:
-    """One R-node's lease: what of it is used, by whom, and how loaded it will become."""
-
-    def __init__(self, position: int, link: Link):
-        self.position = position  # in the S-Part's list of links
-        self.link = link
-        self.url = link.url
-        self.alive = True
-        self.n_pages = link.lease.n_pages
-        self.free_pages = self.n_pages
-        self.pages_freeing = 0  # released, FREE not acknowledged yet
-        self._handles_freeing = 0
-        self.load = 0  # cached tokens once every sequence here has grown to its final length
-        self.sequences: set[Sequence] = set()
-        self.released: list[Handle] = []  # FREE still to be sent
-        self.prefixes = PrefixBook()
-        self._indexes = list(range(link.lease.max_seqs - 1, -1, -1))
-        self._tags = [0] * link.lease.max_seqs
-
-    @property
-    def pages_used(self) -> int:
-        """Pages that nobody else can have; those of what is kept he can."""
-        return self.n_pages - self.free_pages - self.prefixes.pages
-
-    @property
-    def has_index(self) -> bool:
-        return bool(self._indexes)
-
-    def take_index(self) -> tuple[int, int]:
-        """A free sequence index and its next tag."""
-        index = self._indexes.pop()
-        self._tags[index] = (self._tags[index] + 1) & _TAG_MASK
-        return index, self._tags[index]
-
-    def take_released(self) -> list[Handle]:
-        """What the next FREE shall name; the caller sends it and then calls `Cluster.freed`."""
-        handles, self.released = self.released, []
-        return handles
-
-    def drop(self, kept: PrefixEntry) -> None:
-        """Keep it no longer; of one that runs, share it no longer."""
-        handle = self.prefixes.remove(kept)
-        if not kept.running:
-            self.release(handle)
-
-    def release(self, handle: Handle) -> None:
-        """To be freed by the next FREE."""
-        self.pages_freeing += handle.pages
-        self._handles_freeing += 1
-        self.released.append(handle)
-
-    def make_room(self, pages: int, index: bool) -> None:
-        """Drop of what is kept, the one used longest ago first, until `pages` pages (and an index) are free or on their
-        way, or nothing is left that could go."""
-        while self.free_pages + self.pages_freeing < pages or (
-            index and not self._indexes and not self._handles_freeing
-        ):
-            if (kept := self.prefixes.oldest()) is None:
-                return
-            self.drop(kept)
-
-    def lost(self) -> None:
-        """It is gone, and with it what it kept."""
-        self.alive = False
-        self.prefixes = PrefixBook()
-
-    def freed(self, handles: Iterable[Handle]) -> None:
-        for handle in handles:
-            self._indexes.append(handle.index)
-            self.free_pages += handle.pages
-            self.pages_freeing -= handle.pages
-            self._handles_freeing -= 1
+    node: RNodeLedger
+    source: PrefixEntry | None = None
+    shared_tokens: int = 0  # leading tokens taken over from `source`
 
 
 class Cluster:
     """All R-nodes, in the order of the S-Part's links."""
 
-    def __init__(self, links: Iterable[Link], watermark: float = 0.01, keeps: bool = False):
-        """`keeps`: see prefixes.py."""
-        self.watermark, self.keeps = watermark, keeps
+    def __init__(
+        self,
+        links: Iterable[Link],
+        watermark: float = 0.01,
+        prefix_cache: bool = False,
+        max_uncached_suffix: int | None = None,
+    ):
+        """`watermark` is the share of a lease's pages that new sequences leave to running ones. `max_uncached_suffix`
+        is how many tokens behind a shared prefix may be left to an R-node's attention; a prompt with a longer suffix is
+        prefilled on the S-node as a whole. None: any number."""
+        self.watermark, self.prefix_cache, self.max_uncached_suffix = watermark, prefix_cache, max_uncached_suffix
         self.nodes = [RNodeLedger(position, link) for position, link in enumerate(links)]
 
     @property
@@ -117,98 +56,143 @@ class Cluster:
 
     @property
     def capacity(self) -> int:
-        """Tokens the biggest live lease can cache."""
+        """Tokens that the largest lease of a live R-node can cache."""
         return max((node.n_pages for node in self.alive), default=0) * PAGE_TOKENS
 
     def can_hold(self, tokens: int) -> bool:
-        """True if some live R-node, were it empty, could cache `tokens` tokens."""
+        """True if a live R-node could cache `tokens` tokens if it were empty."""
         return bool(self.alive) and tokens <= self.capacity
 
-    def place(self, tokens: int) -> RNodeLedger | None:
-        """The least loaded live R-node that has room for `tokens` tokens now; None if there is none.
+    # -- placement ------------------------------------------------------------------------------------------------
 
-        A share of every lease (`watermark`) is kept from newcomers, so that sequences that already run can grow for a
-        while before one must be preempted. An empty node has nobody to protect.
+    def place(self, seq: Sequence) -> Placement | None:
+        """Choose an R-node for a waiting sequence; None: it must wait, for pages or for a prompt that it shares.
+
+        The R-node with the longest cached prefix of the sequence is taken if it has room, else the least loaded one
+        with room. A sequence waits while another one prefills at least half of its tokens. If no R-node has room,
+        prefix entries are evicted, so that a later call succeeds.
         """
-        best = None
-        for node in self.nodes:
-            if self.has_room(node, tokens) and (best is None or node.load < best.load):
-                best = node
-        return best
+        n_tokens = len(seq.tokens)
+        cached, in_work = self._match_prefix(seq), self._match_prefix(seq, computed=False)
+        longer = in_work and (cached is None or in_work.shared_tokens > cached.shared_tokens)
+        if longer and 2 * in_work.shared_tokens >= n_tokens and self._has_room(in_work.node, n_tokens):
+            return None
+        if cached is not None:
+            cached.node.prefixes.touch(cached.source)  # an eviction that makes room for the prompt takes it last
+            if self._has_room(cached.node, n_tokens):
+                return cached
+        # A node where a running sequence waits for a page is never chosen: it has no free page.
+        with_room = [node for node in self.nodes if self._has_room(node, n_tokens)]
+        if with_room:
+            return Placement(min(with_room, key=lambda node: node.load))
+        self._evict_for(n_tokens)
+        return None
 
-    def has_room(self, node: RNodeLedger, tokens: int) -> bool:
-        return node.alive and node.has_index and self._needed(node, tokens) <= node.free_pages
-
-    def _needed(self, node: RNodeLedger, tokens: int) -> int:
-        return pages_for(tokens) + (ceil(self.watermark * node.n_pages) if node.sequences or node.pages_freeing else 0)
-
-    def make_room(self, tokens: int) -> None:
-        """Nobody has room for `tokens` tokens: let the least loaded of those that could have it drop what it keeps."""
-        could = [n for n in self.alive if self._needed(n, tokens) <= n.free_pages + n.pages_freeing + n.prefixes.pages]
-        if could:
-            node = min(could, key=lambda n: n.load)
-            node.make_room(self._needed(node, tokens), index=True)
-
-    def find(self, seq: Sequence, computed: bool = True) -> tuple[RNodeLedger, PrefixEntry, int] | None:
-        """Where most of the tokens of `seq` are cached or (`computed` False) in work, by whom, and how many."""
+    def _match_prefix(self, seq: Sequence, computed: bool = True) -> Placement | None:
+        """Where most leading tokens of `seq` are cached or, with `computed` False, being prefilled."""
         best = None
         for node in self.alive:
-            found = node.prefixes.find(seq.tokens, seq.hashes, computed)
-            if found and (best is None or found[1] > best[2]):
-                best = node, *found
-        return best
+            found = node.prefixes.match(seq.tokens, seq.hashes, computed)
+            if found and (best is None or found[1] > best.shared_tokens):
+                best = Placement(node, *found)
+        if best is None or self.max_uncached_suffix is None:
+            return best
+        return best if len(seq.tokens) - best.shared_tokens <= self.max_uncached_suffix else None
 
-    def admit(self, seq: Sequence, node: RNodeLedger) -> None:
-        """Give `seq` an index on `node` and count the pages of all its present tokens."""
+    def _has_room(self, node: RNodeLedger, tokens: int) -> bool:
+        return node.alive and node.has_free_index and self._pages_needed(node, tokens) <= node.free_pages
+
+    def _pages_needed(self, node: RNodeLedger, tokens: int) -> int:
+        """Free pages that `node` must have to admit a sequence of `tokens` tokens.
+
+        The watermark is part of them, so that running sequences can grow for a while before one must be preempted. A
+        node without sequences needs no watermark.
+        """
+        watermark = ceil(self.watermark * node.n_pages) if node.n_sequences or node.pages_freeing else 0
+        return pages_for(tokens) + watermark
+
+    def _evict_for(self, tokens: int) -> None:
+        """Make room for a sequence of `tokens` tokens on the least loaded R-node whose prefix entries give enough."""
+        enough = [
+            node
+            for node in self.alive
+            if self._pages_needed(node, tokens) <= node.free_pages + node.pages_freeing + node.prefixes.pages
+        ]
+        if enough:
+            node = min(enough, key=lambda n: n.load)
+            node.evict_for(self._pages_needed(node, tokens), index=True)
+
+    # -- life of a placed sequence --------------------------------------------------------------------------------
+
+    def admit(self, seq: Sequence, placement: Placement) -> None:
+        """Give `seq` an index on the placement's R-node, count the pages of its present tokens and pin its source."""
+        node = placement.node
         pages = pages_for(len(seq.tokens))
-        if pages > node.free_pages:
-            raise ValueError(f"R-node {node.url} has {node.free_pages} free pages, not {pages}")
+        seq.index, seq.tag = node.admit(pages, seq.final_length)
         seq.node, seq.pages = node, pages
-        seq.index, seq.tag = node.take_index()
-        node.free_pages -= pages
-        node.load += seq.final_length
-        node.sequences.add(seq)
         if seq.hashes:
-            handle = Handle(seq.index, seq.tag, pages=0)
-            seq.entry = PrefixEntry(handle, list(seq.tokens), seq.hashes, running=True, computed=False)
-            node.prefixes.keep(seq.entry)
+            cached = CachedSequence(seq.index, seq.tag, pages=0)
+            seq.entry = PrefixEntry(cached, list(seq.tokens), seq.hashes, running=True, computed=False)
+            node.prefixes.insert(seq.entry)
+        if placement.source is not None:
+            placement.source.pins += 1
+            seq.source, seq.shared_tokens = placement.source, placement.shared_tokens
+
+    def end_fork(self, seq: Sequence, succeeded: bool) -> None:
+        """Unpin the source of `seq`. After a failed FORK, evict that source and let `seq` share nothing."""
+        seq.source.pins -= 1
+        if succeeded:
+            return
+        if seq.source in seq.node.prefixes and not seq.source.pins:
+            seq.node.evict(seq.source)
+        seq.source, seq.shared_tokens = None, 0
+
+    def mark_prefilled(self, seq: Sequence) -> None:
+        """Record that all tokens `seq` was placed with are cached, so that other prompts may share them."""
+        if seq.entry is not None:
+            seq.entry.computed = True
 
     def grow(self, seq: Sequence) -> bool:
-        """Count one more page for `seq`; False if its node has none."""
+        """Count one more page for `seq`; False if its R-node has no free page."""
         if seq.node.free_pages < 1:
             return False
         seq.node.free_pages -= 1
         seq.pages += 1
         return True
 
-    def release(self, seq: Sequence, keep: bool = False) -> None:
-        """Take `seq` off its node; its pages come back with `RNodeLedger.freed`. `keep`: others may use its cache."""
-        node = seq.node
-        node.sequences.remove(seq)
-        node.load -= seq.final_length
-        handle, entry = Handle(seq.index, seq.tag, seq.pages), seq.entry
-        shared = entry in node.prefixes
-        if keep and self.keeps and node.alive and seq.cached >= PAGE_TOKENS:
+    def reclaim_page(self, node: RNodeLedger) -> bool:
+        """True if a page of `node` is being freed; evicts prefix entries if none is."""
+        if not node.pages_freeing:
+            node.evict_for(1, index=False)
+        return node.pages_freeing > 0
+
+    def release(self, seq: Sequence, sound: bool = False) -> None:
+        """Take `seq` off its R-node. Its pages go to the prefix cache if what is cached of `seq` is `sound` and at
+        least a page, else the next FREE names it."""
+        node, entry, source = seq.node, seq.entry, seq.source
+        node.end_running(seq.final_length)
+        cached = CachedSequence(seq.index, seq.tag, seq.pages)
+        in_index = entry in node.prefixes
+        if sound and self.prefix_cache and node.alive and seq.cached >= PAGE_TOKENS:
             tokens = seq.tokens[: seq.cached]
-            source = seq.source
-            may_go = source in node.prefixes and not (source.pins or source.running)
-            if may_go and tokens[: len(source.tokens)] == source.tokens:
-                node.drop(source)  # all of it is in this one
-            if shared:
-                node.prefixes.ended(entry, handle, tokens)
+            evictable = source in node.prefixes and not (source.pins or source.running)
+            if evictable and tokens[: len(source.tokens)] == source.tokens:
+                node.evict(source)  # the new entry has all of its tokens
+            if in_index:
+                node.prefixes.mark_ended(entry, cached, tokens)
             else:
-                node.prefixes.keep(PrefixEntry(handle, tokens, page_hashes(tokens)))
-            node.make_room(ceil(_HEADROOM * node.n_pages), index=True)
+                node.prefixes.insert(PrefixEntry(cached, tokens, page_hashes(tokens)))
+            node.evict_for(ceil(_PREFIX_HEADROOM * node.n_pages), index=True)
         else:
-            if shared:
+            if in_index:
                 node.prefixes.remove(entry)
-            node.release(handle)
+            node.release(cached)
         seq.node, seq.pages, seq.entry, seq.source = None, 0, None, None
 
     def replace_link(self, position: int, link: Link) -> RNodeLedger:
-        """Put a fresh link in the place of a dead R-node's. What the old one held is gone with it."""
-        old = self.nodes[position]
-        if old.alive:
-            raise ValueError(f"R-node {old.url} is alive")
+        """Start a new account for the R-node at `position`, whose link was lost. Raises ValueError if it is alive."""
+        lost = self.nodes[position]
+        if lost.alive:
+            raise ValueError(f"R-node {lost.url} is alive")
         self.nodes[position] = RNodeLedger(position, link)
         return self.nodes[position]

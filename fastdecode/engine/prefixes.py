@@ -1,8 +1,9 @@
-"""Sequences whose cache others may begin with: a prompt that begins as one of them does not compute that again.
+"""The prefix cache's index of one R-node: sequences whose cached tokens other prompts may share.
 
-The book of one R-node. In it are sequences that run, with what they had been given when they were placed, and those
-that have ended and whose cache is kept. They are found by whole pages: the hash of a page is that of all tokens up to
-its end, and tokens are compared before anything is shared. What was used longest ago goes first when pages are needed.
+An entry is a running sequence, with the tokens it was placed with, or an ended sequence whose pages were not freed. A
+prompt that starts with an entry's tokens does not compute them again. Entries are found by the hashes of whole KV pages
+and then compared token by token, so a hash collision cannot share wrong tokens. When pages are needed, the entry used
+longest ago is evicted first.
 """
 
 from __future__ import annotations
@@ -13,35 +14,35 @@ from typing import NamedTuple
 
 from fastdecode.transports.base import PAGE_TOKENS
 
-#: Of those that share a page the newest are looked at more closely.
-_CANDIDATES = 64
+#: At most this many entries that share a page are compared token by token, the newest ones.
+_MAX_CANDIDATES = 64
 
 
-class Handle(NamedTuple):
-    """A sequence as its R-node knows it, with the pages that FREE will give back: none as long as it runs."""
+class CachedSequence(NamedTuple):
+    """A sequence as its R-node knows it, and the pages that a FREE gives back. `pages` is 0 while it runs."""
 
-    index: int
+    index: int  # sequence index within the R-node's lease
     tag: int
     pages: int
 
 
 @dataclass(slots=True, eq=False)
 class PrefixEntry:
-    """`tokens` are those that the R-node has cached, or will have once they are `computed`; `hashes` of whole pages.
+    """A sequence whose cached tokens other prompts may share.
 
-    Of a sequence that runs only whole pages are shared: it goes on writing into its last.
+    A running sequence still writes into its last page, so only its whole pages are shared.
     """
 
-    handle: Handle
-    tokens: list[int]
-    hashes: list[int]
-    pins: int = 0  # forks of it under way: it must not go
+    cached: CachedSequence
+    tokens: list[int]  # cached on the R-node, or about to be while `computed` is False
+    hashes: list[int]  # page_hashes(tokens)
+    pins: int = 0  # FORKs of this entry under way; a pinned entry is not evicted
     running: bool = False
     computed: bool = True
 
 
 def page_hashes(tokens: list[int]) -> list[int]:
-    """Of each whole page: of all tokens up to its end."""
+    """One hash for each whole page of `tokens`; it covers all tokens from the first one to the end of that page."""
     hashes, last = [], 0
     for end in range(PAGE_TOKENS, len(tokens) + 1, PAGE_TOKENS):
         last = hash((last, tuple(tokens[end - PAGE_TOKENS : end])))
@@ -49,74 +50,86 @@ def page_hashes(tokens: list[int]) -> list[int]:
     return hashes
 
 
-class PrefixBook:
-    """What one R-node keeps."""
+class PrefixIndex:
+    """All prefix entries of one R-node, in order of last use."""
 
     def __init__(self) -> None:
-        self.pages = 0  # counted for it
-        self._kept: OrderedDict[PrefixEntry, None] = OrderedDict()  # the one used longest ago first
-        self._by_page: dict[int, list[PrefixEntry]] = {}  # hash of a page -> who has it, the newest last
+        self.pages = 0  # pages that eviction of all entries would free
+        self._entries: OrderedDict[PrefixEntry, None] = OrderedDict()  # the one used longest ago first
+        self._by_page: dict[int, list[PrefixEntry]] = {}  # page hash -> entries with that page, the newest last
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self._entries)
 
-    def __contains__(self, kept: PrefixEntry) -> bool:
-        return kept in self._kept
+    def __contains__(self, entry: PrefixEntry) -> bool:
+        return entry in self._entries
 
-    def find(self, tokens: list[int], hashes: list[int], computed: bool = True) -> tuple[PrefixEntry, int] | None:
-        """Who shares most of the tokens, a page at the least, and how many: never the last, which is to be computed.
-        `computed` False: of those that are in work."""
+    def match(self, tokens: list[int], hashes: list[int], computed: bool = True) -> tuple[PrefixEntry, int] | None:
+        """Find the entry that shares the most leading tokens with a prompt; returns it and the number of them.
+
+        `hashes` are page_hashes of the prompt (or of its beginning). `computed` True looks among entries whose tokens
+        are cached, False among those that are still being prefilled. The number is at least PAGE_TOKENS and at most
+        len(tokens) - 1, because the last token of a prompt must be computed for its logits. None: no entry shares a
+        whole page.
+        """
         best = None
-        for place in range(len(hashes), 0, -1):
-            whole = place * PAGE_TOKENS
-            if best and best[1] >= whole + PAGE_TOKENS:
+        for n_pages in range(len(hashes), 0, -1):
+            n_whole = n_pages * PAGE_TOKENS
+            if best and best[1] >= n_whole + PAGE_TOKENS:
                 break
-            have = [kept for kept in self._by_page.get(hashes[place - 1], ()) if kept.computed == computed]
-            if not have:
+            candidates = [e for e in self._by_page.get(hashes[n_pages - 1], ()) if e.computed == computed]
+            if not candidates:
                 continue
-            kept = max(reversed(have[-_CANDIDATES:]), key=lambda kept, whole=whole: _shared(kept, tokens, whole))
-            n = _shared(kept, tokens, whole)
+            newest_first = reversed(candidates[-_MAX_CANDIDATES:])
+            entry = max(newest_first, key=lambda e, n_whole=n_whole: _shared_tokens(e, tokens, n_whole))
+            n = _shared_tokens(entry, tokens, n_whole)
             if n < PAGE_TOKENS or (best and n <= best[1]):
                 continue
-            if kept.tokens[:whole] == tokens[:whole]:  # else their hashes agree by accident
-                best = kept, n
+            if entry.tokens[:n_whole] == tokens[:n_whole]:  # else the hashes collided
+                best = entry, n
         return best
 
-    def touch(self, kept: PrefixEntry) -> None:
-        self._kept.move_to_end(kept)
+    def touch(self, entry: PrefixEntry) -> None:
+        """Make `entry` the one used last."""
+        self._entries.move_to_end(entry)
 
-    def keep(self, kept: PrefixEntry) -> None:
-        self._kept[kept] = None
-        self.pages += kept.handle.pages
-        for page in kept.hashes:
-            self._by_page.setdefault(page, []).append(kept)
+    def insert(self, entry: PrefixEntry) -> None:
+        """Add `entry` as the one used last."""
+        self._entries[entry] = None
+        self.pages += entry.cached.pages
+        for page in entry.hashes:
+            self._by_page.setdefault(page, []).append(entry)
 
-    def ended(self, kept: PrefixEntry, handle: Handle, tokens: list[int]) -> None:
-        """One that ran does so no more; its cache is kept."""
-        self.remove(kept)
-        kept.handle, kept.tokens, kept.hashes = handle, tokens, page_hashes(tokens)
-        kept.running, kept.computed = False, True
-        self.keep(kept)
+    def mark_ended(self, entry: PrefixEntry, cached: CachedSequence, tokens: list[int]) -> None:
+        """Turn a running sequence's entry into that of an ended one, whose `tokens` are cached in `cached.pages`."""
+        self.remove(entry)
+        entry.cached, entry.tokens, entry.hashes = cached, tokens, page_hashes(tokens)
+        entry.running, entry.computed = False, True
+        self.insert(entry)
 
-    def remove(self, kept: PrefixEntry) -> Handle:
-        del self._kept[kept]
-        self.pages -= kept.handle.pages
-        for page in kept.hashes:
-            have = self._by_page[page]
-            have.remove(kept)
-            if not have:
+    def remove(self, entry: PrefixEntry) -> CachedSequence:
+        """Take `entry` out of the index; returns its sequence, whose pages the caller may free if it has ended."""
+        del self._entries[entry]
+        self.pages -= entry.cached.pages
+        for page in entry.hashes:
+            entries = self._by_page[page]
+            entries.remove(entry)
+            if not entries:
                 del self._by_page[page]
-        return kept.handle
+        return entry.cached
 
-    def oldest(self) -> PrefixEntry | None:
-        """The one used longest ago of those that may go."""
-        return next((kept for kept in self._kept if not (kept.pins or kept.running)), None)
+    def least_recently_used(self) -> PrefixEntry | None:
+        """The next entry to evict: the one used longest ago that is neither pinned nor running. None: there is none."""
+        return next((entry for entry in self._entries if not (entry.pins or entry.running)), None)
 
 
-def _shared(kept: PrefixEntry, tokens: list[int], whole: int) -> int:
-    """How many tokens can be shared, if `whole` of them agree: less than a page more, for that would have a hash."""
-    n, most = whole, min(len(kept.tokens), len(tokens))
-    while n < most and kept.tokens[n] == tokens[n]:
+def _shared_tokens(entry: PrefixEntry, tokens: list[int], n_whole: int) -> int:
+    """How many leading tokens of a prompt `entry` can share, given that the first `n_whole` agree.
+
+    At most PAGE_TOKENS - 1 more than `n_whole` can agree: another whole page would have matched by its hash.
+    """
+    n, limit = n_whole, min(len(entry.tokens), len(tokens))
+    while n < limit and entry.tokens[n] == tokens[n]:
         n += 1
     n = min(n, len(tokens) - 1)
-    return n - n % PAGE_TOKENS if kept.running else n
+    return n - n % PAGE_TOKENS if entry.running else n

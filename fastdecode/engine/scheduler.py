@@ -1,19 +1,19 @@
-"""Which rows go into the next step of which mini-batch. Pure bookkeeping: no torch, no links, no clock.
+"""Decides what goes into the next step of each mini-batch. Bookkeeping only: no torch, no links, no clock.
 
-Iteration-level batching over n mini-batches. Each step of a mini-batch holds one row of every sequence that decodes,
-then chunks of prompts, together at most `max_batch_tokens` rows. At most one prompt of a mini-batch is unfinished
-between steps, so the S-node stages the K/V of at most n prompts.
+Scheduling is iteration-level, over n mini-batches. A step of a mini-batch holds one token of every sequence that
+decodes, then chunks of prompts, together at most `max_batch_tokens` rows. Between steps at most one prompt of a
+mini-batch is partly prefilled, so the S-node stages the K and V of at most n prompts.
 
-The number of arrival is the only priority. Requests are admitted in that order; when an R-node runs out of pages
-its newest sequence is preempted: its pages are freed and it waits, in its old place in the queue, to be recomputed. The
-oldest sequence of a node is never preempted for another, so it ends, then the next one does: nothing starves.
+The order of arrival is the only priority. Requests are admitted in that order. When an R-node runs out of pages, its
+newest sequence is preempted: its pages are freed, and it waits at its old position in the queue to be recomputed. The
+oldest sequence of an R-node is never preempted for another one, so it ends, then the next one does, and none starves.
 
-A prompt that begins as another sequence (prefixes.py) is placed where that one's cache is and takes over its first
-tokens: the R-node is asked for a FORK (`take_forks`, `forked`), and the rest of the prompt is attended there
-like rows that decode, for the keys and values before it are not on the S-node.
+A prompt that starts with a cached prefix (cluster.py) shares its first tokens with another sequence: the R-node is
+asked for a FORK (`take_forks`, `fork_done`). The uncached suffix is then attended on the R-node like a token that
+decodes, because the keys and values before it are not on the S-node.
 
-A sequence may change its mini-batch between any two steps at no cost (its cache does not move), so mini-batches are
-kept equal in number at every step by handing surplus over.
+A sequence may change its mini-batch between any two steps at no cost, because its cache does not move. So every step
+first moves sequences to smaller mini-batches until all are about equal.
 """
 
 from __future__ import annotations
@@ -23,26 +23,25 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
-from fastdecode.engine.cluster import Cluster, RNodeLedger, pages_for
+from fastdecode.engine.cluster import Cluster
+from fastdecode.engine.ledger import RNodeLedger, pages_for
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from fastdecode.engine.prefixes import PrefixEntry
     from fastdecode.engine.sequence import Sequence
     from fastdecode.spart.batch import Sampled
 
-_ORDER = attrgetter("order")
+_BY_ARRIVAL = attrgetter("order")
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerLimits:
-    """Bounds on a step. All counts are of one mini-batch."""
+    """Bounds on a step. All counts are of one mini-batch. Raises ValueError for bounds that no step can keep."""
 
     mini_batches: int
     max_batch_tokens: int  # rows of a step; at most `max_rows` of every link's slots
-    max_seqs: int  # sequences; at most max_batch_tokens, so that every one can decode in every step
-    max_uncached_suffix: int | None = None  # tokens of a prompt that may be left to R-nodes to attend; None: any number
+    max_seqs: int  # sequences; at most max_batch_tokens, so that all of them can decode in every step
 
     def __post_init__(self) -> None:
         if self.mini_batches < 1:
@@ -51,29 +50,29 @@ class SchedulerLimits:
             raise ValueError(f"max_seqs must be within 1..max_batch_tokens, not {self.max_seqs}")
 
 
-class Row(NamedTuple):
-    """One sequence's share of a step: its tokens [seq.cached, seq.cached + n_tokens)."""
+class PlannedChunk(NamedTuple):
+    """One sequence's part of a step: its tokens [seq.cached, seq.cached + n_tokens)."""
 
     seq: Sequence
     n_tokens: int
-    prefill: bool  # attended on the S-node; else on the R-node: what decodes, and the rest of a prompt that was forked
+    prefill: bool  # True: attended on the S-node. False: on the R-node (decode, and the suffix behind a shared prefix)
     sample: bool  # False: more of the prompt follows
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One step. Rows that attend on R-nodes come first; each kind is in order of link (spart/batch.py)."""
+    """One step. Chunks that attend on R-nodes come first; each kind is in order of link (see spart/batch.py)."""
 
     mini_batch: int
-    rows: list[Row]
+    chunks: list[PlannedChunk]
 
     @property
     def n_tokens(self) -> int:
-        return sum(row.n_tokens for row in self.rows)
+        return sum(chunk.n_tokens for chunk in self.chunks)
 
 
 class Outcome(NamedTuple):
-    """One token that a completed step brought."""
+    """One token that a completed step generated."""
 
     seq: Sequence
     sampled: Sampled
@@ -81,7 +80,7 @@ class Outcome(NamedTuple):
 
 
 class Scheduler:
-    """Queue, mini-batches and preemption. Not thread-safe: the event loop's alone."""
+    """Queue, mini-batches and preemption. Not thread-safe: only the event loop's thread calls it."""
 
     def __init__(self, cluster: Cluster, limits: SchedulerLimits):
         self.cluster = cluster
@@ -89,11 +88,12 @@ class Scheduler:
         self.waiting: list[Sequence] = []  # in order of arrival
         self.mini_batches: list[list[Sequence]] = [[] for _ in range(limits.mini_batches)]  # each in order of arrival
         self.preemptions = 0
-        self.changed = False  # something another mini-batch may have waited for has happened; the reader clears it
-        self._starved: list[Sequence] = []  # need a page and wait for one, in order of arrival
+        self.prompt_tokens = 0  # prompt tokens of all placed sequences, recomputed ones included
+        self.reused_tokens = 0  # those of them that a FORK has shared
+        self.changed = False  # another mini-batch may have work now; the reader clears it
+        self._starved: list[Sequence] = []  # wait for a page, in order of arrival
         self._failed: list[tuple[Sequence, str]] = []
         self._forks: list[Sequence] = []
-        self.prompt_tokens = self.reused_tokens = 0  # looked up among what is kept, and found there
 
     @property
     def n_running(self) -> int:
@@ -103,11 +103,17 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self.waiting) or self.n_running > 0
 
+    def running_on(self, node: RNodeLedger) -> list[Sequence]:
+        """The running sequences that `node` caches, in order of arrival."""
+        running = (seq for mini_batch in self.mini_batches for seq in mini_batch)
+        return sorted((seq for seq in running if seq.node is node), key=_BY_ARRIVAL)
+
     def add(self, seq: Sequence) -> None:
-        insort(self.waiting, seq, key=_ORDER)
+        """Put a sequence into the queue, at its position by arrival."""
+        insort(self.waiting, seq, key=_BY_ARRIVAL)
 
     def cancel(self, seq: Sequence) -> None:
-        """Forget a sequence: now if it is not in flight, else when its step is completed. Idempotent."""
+        """Remove a sequence: now if it is not in flight, else when its step has completed. Idempotent."""
         if seq.cancelled:
             return
         seq.cancelled = True
@@ -115,7 +121,7 @@ class Scheduler:
             if seq in self.waiting:
                 self.waiting.remove(seq)
         elif not seq.in_flight:
-            self._leave(seq, keep=True)
+            self._remove(seq, sound=True)
 
     def take_failed(self) -> list[tuple[Sequence, str]]:
         """Sequences that cannot go on, and why. Each is returned once."""
@@ -123,126 +129,133 @@ class Scheduler:
         return failed
 
     def take_forks(self) -> list[Sequence]:
-        """Sequences that are to share `shared` tokens of `source` on their node. Each is returned once, and `forked` is
-        called for it then; until then it is in flight and its source is not dropped."""
+        """Placed sequences that share `shared_tokens` tokens of their `source`. Each is returned once.
+
+        The caller asks the R-node for a FORK and then calls `fork_done`; until then the sequence counts as in flight
+        and its source is not evicted.
+        """
         forks, self._forks = self._forks, []
         return forks
 
-    def forked(self, seq: Sequence, done: bool) -> None:
-        """The R-node has done so, or could not."""
+    def fork_done(self, seq: Sequence, succeeded: bool) -> None:
+        """Record the result of a FORK. After a failed one the whole prompt is prefilled."""
         seq.in_flight = False
-        seq.source.pins -= 1
-        if done:
-            seq.cached = seq.shared
+        self.cluster.end_fork(seq, succeeded)
+        if succeeded:
+            seq.cached = seq.shared_tokens
             if seq.n_generated == 0:
-                seq.reused = seq.shared
-            self.reused_tokens += seq.shared
-        else:
-            if seq.source in seq.node.prefixes and not seq.source.pins:
-                seq.node.drop(seq.source)
-            seq.source, seq.shared = None, 0
+                seq.reused = seq.shared_tokens
+            self.reused_tokens += seq.shared_tokens
         self.changed = True
         if seq.cancelled:
-            self._leave(seq)
+            self._remove(seq)
         elif not seq.node.alive:
             self._requeue(seq)
 
     # -- a step ---------------------------------------------------------------------------------------------------
 
     def schedule(self, mini_batch: int) -> Plan | None:
-        """The next step of a mini-batch that has none in flight; None if it has nothing to do now."""
-        self._feed_starved()
-        self._hand_over(mini_batch)
-        rows = self._decode_rows(mini_batch)
-        rows += self._prefill_rows(mini_batch, self.limits.max_batch_tokens - len(rows))
-        rows.sort(key=_place)
-        return Plan(mini_batch, rows) if rows else None
+        """Plan the next step of a mini-batch that has none in flight; None if it has nothing to do now."""
+        self._serve_starved()
+        self._balance(mini_batch)
+        chunks = self._decode_chunks(mini_batch)
+        chunks += self._prompt_chunks(mini_batch, self.limits.max_batch_tokens - len(chunks))
+        chunks.sort(key=_step_order)
+        return Plan(mini_batch, chunks) if chunks else None
 
     def complete(self, plan: Plan, sampled: Iterable[Sampled | None]) -> list[Outcome]:
-        """Book a step that ran: `sampled` has one entry a row. Returns the new tokens in the rows' order."""
+        """Record a step that ran. `sampled` has one entry for each chunk. Returns the new tokens in the chunks'
+        order."""
         outcomes = []
-        for row, token in zip(plan.rows, sampled, strict=True):
-            seq = row.seq
+        for chunk, token in zip(plan.chunks, sampled, strict=True):
+            seq = chunk.seq
             seq.in_flight = False
-            seq.cached += row.n_tokens
-            sound = not (row.sample and token.error is not None)
+            seq.cached += chunk.n_tokens
+            sound = not (chunk.sample and token.error is not None)
             if seq.cancelled:
-                self._leave(seq, keep=sound)
+                self._remove(seq, sound=sound)
                 continue
             if not sound:
-                self._leave(seq)
+                self._remove(seq)
                 self._failed.append((seq, token.error))
                 continue
-            if seq.entry is not None and not seq.prefilling:
-                seq.entry.computed = True
+            if not seq.prefilling:
+                self.cluster.mark_prefilled(seq)
             reason = None
-            if row.sample:
+            if chunk.sample:
                 seq.append(token.token)
                 reason = seq.finish_reason()
                 outcomes.append(Outcome(seq, token, reason))
             if reason is not None:
-                self._leave(seq, keep=True)
+                self._remove(seq, sound=True)
             elif not seq.node.alive:
                 self._requeue(seq)
         return outcomes
 
     def recompute(self, plan: Plan) -> None:
-        """A step broke off because an R-node was lost. How much of it the others have cached is not known, so every
-        sequence of the step starts again from its tokens."""
-        for row in plan.rows:
-            row.seq.in_flight = False
-            if row.seq.cancelled:
-                self._leave(row.seq)
+        """Requeue all sequences of a step that failed because an R-node was lost.
+
+        Nobody knows which layers of the step the other R-nodes have cached, so their sequences are recomputed too.
+        """
+        for chunk in plan.chunks:
+            chunk.seq.in_flight = False
+            if chunk.seq.cancelled:
+                self._remove(chunk.seq)
             else:
-                self._requeue(row.seq)
+                self._requeue(chunk.seq)
 
     def fail(self, plan: Plan) -> list[Sequence]:
-        """A step failed for good: its sequences leave. Returns those whose client still waits."""
+        """Remove all sequences of a step that cannot be repeated. Returns those that were not cancelled."""
         failed = []
-        for row in plan.rows:
-            row.seq.in_flight = False
-            self._leave(row.seq)
-            if not row.seq.cancelled:
-                failed.append(row.seq)
+        for chunk in plan.chunks:
+            chunk.seq.in_flight = False
+            self._remove(chunk.seq)
+            if not chunk.seq.cancelled:
+                failed.append(chunk.seq)
         return failed
 
-    def lost(self, node: RNodeLedger) -> None:
-        """An R-node is gone: its sequences wait to be recomputed elsewhere (those in flight when their step ends)."""
-        node.lost()
-        for seq in sorted(node.sequences, key=_ORDER):
+    def node_lost(self, node: RNodeLedger) -> None:
+        """Requeue the sequences of a lost R-node, those in flight when their step ends. Sequences that no other R-node
+        can hold fail."""
+        node.mark_lost()
+        for seq in self.running_on(node):
             if not seq.in_flight:
                 self._requeue(seq)
         for seq in [s for s in self.waiting if not self.cluster.can_hold(len(s.tokens))]:
             self.waiting.remove(seq)
-            self._failed.append((seq, self._loss(node)))
+            self._failed.append((seq, self._loss_message(node)))
 
-    # -- rows -----------------------------------------------------------------------------------------------------
+    # -- chunks ---------------------------------------------------------------------------------------------------
 
-    def _decode_rows(self, mini_batch: int) -> list[Row]:
-        rows = []
-        for seq in list(self.mini_batches[mini_batch]):  # oldest first, so a victim of preemption has no row yet
+    def _decode_chunks(self, mini_batch: int) -> list[PlannedChunk]:
+        chunks = []
+        for seq in list(self.mini_batches[mini_batch]):  # oldest first, so a victim of preemption has no chunk yet
             if seq.node is None or seq.prefilling:
                 continue
-            if pages_for(seq.cached + 1) > seq.pages and not self._find_page(seq):
+            if pages_for(seq.cached + 1) > seq.pages and not self._grow(seq):
                 continue
             seq.in_flight = True
-            rows.append(Row(seq, 1, prefill=False, sample=True))
-        return rows
+            chunks.append(PlannedChunk(seq, 1, prefill=False, sample=True))
+        return chunks
 
-    def _prefill_rows(self, mini_batch: int, budget: int) -> list[Row]:
-        rows: list[Row] = []
-        for seq in self.mini_batches[mini_batch]:  # at most one prompt of those that the S-node attends is unfinished
+    def _prompt_chunks(self, mini_batch: int, budget: int) -> list[PlannedChunk]:
+        """At most `budget` tokens of prompts: first of the mini-batch's unfinished ones, then of newly admitted
+        ones."""
+        chunks: list[PlannedChunk] = []
+        for seq in self.mini_batches[mini_batch]:  # at most one of them is prefilled on the S-node
             if seq.prefilling:
-                budget -= self._add_chunk(rows, seq, budget)
+                budget -= self._append_prompt_chunk(chunks, seq, budget)
         while budget > 0 and (seq := self._admit(mini_batch)) is not None:
-            budget -= self._add_chunk(rows, seq, budget)
-        return rows
+            budget -= self._append_prompt_chunk(chunks, seq, budget)
+        return chunks
 
-    def _add_chunk(self, rows: list[Row], seq: Sequence, budget: int) -> int:
+    def _append_prompt_chunk(self, chunks: list[PlannedChunk], seq: Sequence, budget: int) -> int:
+        """Append the next chunk of a prompt, at most `budget` tokens; returns how many. A FORK under way: none yet."""
         n_tokens = 0 if seq.in_flight else min(budget, seq.prefill_end - seq.cached)
         if n_tokens > 0:
             seq.in_flight = True
-            rows.append(Row(seq, n_tokens, prefill=not seq.shared, sample=seq.cached + n_tokens == seq.prefill_end))
+            last = seq.cached + n_tokens == seq.prefill_end
+            chunks.append(PlannedChunk(seq, n_tokens, prefill=not seq.shared_tokens, sample=last))
         return n_tokens
 
     def _admit(self, mini_batch: int) -> Sequence | None:
@@ -254,53 +267,33 @@ class Scheduler:
         if len(running) >= min(share, self.limits.max_seqs):
             return None
         seq = self.waiting[0]
-        found, coming = self._place_by_prefix(seq), self._place_by_prefix(seq, computed=False)
-        worth_it = coming and 2 * coming[2] >= len(seq.tokens) and (found is None or coming[2] > found[2])
-        if worth_it and self.cluster.has_room(coming[0], len(seq.tokens)):
-            return None  # most of the prompt will be there in a few steps
-        node, source, shared = found or (None, None, 0)
-        if source is not None:
-            node.prefixes.touch(source)  # whatever must go to make room for the prompt, not this
-        if node is None or not self.cluster.has_room(node, len(seq.tokens)):
-            node, source, shared = self.cluster.place(len(seq.tokens)), None, 0
-        if node is None:  # never one where somebody starves: that has no page left
-            self.cluster.make_room(len(seq.tokens))
+        placement = self.cluster.place(seq)
+        if placement is None:
             return None
         del self.waiting[0]
-        self.cluster.admit(seq, node)
+        self.cluster.admit(seq, placement)
         seq.mini_batch = mini_batch
         seq.prefill_end = len(seq.tokens)
         self.prompt_tokens += len(seq.tokens)
-        if source is not None:
-            source.pins += 1
-            seq.source, seq.shared, seq.in_flight = source, shared, True
+        if seq.source is not None:
+            seq.in_flight = True
             self._forks.append(seq)
-        insort(running, seq, key=_ORDER)
+        insort(running, seq, key=_BY_ARRIVAL)
         return seq
-
-    def _place_by_prefix(self, seq: Sequence, computed: bool = True) -> tuple[RNodeLedger, PrefixEntry, int] | None:
-        """The R-node that has most of what the prompt begins with; whose it is, and how many tokens."""
-        found = self.cluster.find(seq, computed)
-        if (
-            found is None
-            or self.limits.max_uncached_suffix is None
-            or len(seq.tokens) - found[2] <= self.limits.max_uncached_suffix
-        ):
-            return found
-        return None
 
     # -- pages ----------------------------------------------------------------------------------------------------
 
-    def _feed_starved(self) -> None:
-        """Give pages that came free to those who starve, oldest first, before anybody else can take them."""
+    def _serve_starved(self) -> None:
+        """Give free pages to starved sequences, oldest first, before any other sequence can take them."""
         for seq in list(self._starved):
-            if seq in self._starved:
-                self._find_page(seq)
+            if seq in self._starved:  # else it was preempted for an older one
+                self._grow(seq)
 
-    def _find_page(self, seq: Sequence) -> bool:
-        """Count one more page for `seq`; if there is none, preempt the newest of its node.
+    def _grow(self, seq: Sequence) -> bool:
+        """Count one more page for `seq`. If its R-node has none, preempt that node's newest sequence.
 
-        False: it must wait, until the R-node has acknowledged the FREE at the least, or was itself the newest.
+        False: `seq` must wait until the R-node has acknowledged a FREE, or `seq` itself was the newest and is
+        preempted.
         """
         node = seq.node
         if self.cluster.grow(seq):
@@ -308,59 +301,65 @@ class Scheduler:
                 self._starved.remove(seq)
             return True
         if seq not in self._starved:
-            insort(self._starved, seq, key=_ORDER)
-        if not node.pages_freeing:
-            node.make_room(1, index=False)
-        if not node.pages_freeing:  # else some are on their way
-            newest = max(node.sequences, key=_ORDER)
-            if not newest.in_flight:  # else it is preempted here when its step has ended
+            insort(self._starved, seq, key=_BY_ARRIVAL)
+        if not self.cluster.reclaim_page(node):
+            newest = self.running_on(node)[-1]
+            if not newest.in_flight:  # else `_serve_starved` comes back here once its step has completed
                 self.preemptions += 1
                 self._requeue(newest)
         return False
 
     def _requeue(self, seq: Sequence) -> None:
-        """Let a running sequence wait to be recomputed, tokens and all."""
+        """Take a running sequence off its R-node and queue it, to be recomputed from all of its tokens."""
         node = seq.node
-        self._leave(seq)
-        seq.cached = seq.prefill_end = seq.shared = 0
+        self._remove(seq)
+        seq.cached = seq.prefill_end = seq.shared_tokens = 0
         if self.cluster.can_hold(len(seq.tokens)):
             self.add(seq)
         else:
-            self._failed.append((seq, self._loss(node)))
+            self._failed.append((seq, self._loss_message(node)))
 
-    def _leave(self, seq: Sequence, keep: bool = False) -> None:
-        """Off its node. `keep`: what it has cached is sound. (Of a prompt in work, rows are staged on the S-node.)"""
+    def _remove(self, seq: Sequence, sound: bool = False) -> None:
+        """Take a running sequence off its R-node and out of its mini-batch.
+
+        `sound`: what is cached of it is right, so it may enter the prefix cache. The prefix of an unfinished prompt may
+        not: the S-node still stages rows for it.
+        """
         self.mini_batches[seq.mini_batch].remove(seq)
         seq.mini_batch = None
         if seq in self._starved:
             self._starved.remove(seq)
-        self.cluster.release(seq, keep and not seq.prefilling)
+        self.cluster.release(seq, sound and not seq.prefilling)
         self.changed = True
 
-    def _loss(self, node: RNodeLedger) -> str:
+    def _loss_message(self, node: RNodeLedger) -> str:
         if not self.cluster.alive:
             return f"R-node {node.url} was lost and no other is connected"
         return f"no R-node that is left can cache the sequence's tokens (at most {self.cluster.capacity})"
 
     # -- balance --------------------------------------------------------------------------------------------------
 
-    def _hand_over(self, mini_batch: int) -> None:
-        """Hand sequences of this mini-batch (none is in flight) to those that have fewer, picking the ones that even
-        out the cached tokens best. A prompt in work stays: each mini-batch has at most one."""
-        mine = self.mini_batches[mini_batch]
+    def _balance(self, mini_batch: int) -> None:
+        """Move sequences from this mini-batch, which has none in flight, to smaller ones.
+
+        Each move takes the sequence that evens out the cached tokens best. An unfinished prompt stays, so
+        that no mini-batch gets a second one.
+        """
+        source = self.mini_batches[mini_batch]
         while True:
-            to = min(range(len(self.mini_batches)), key=lambda i: len(self.mini_batches[i]))
-            other = self.mini_batches[to]
-            movable = [seq for seq in mine if not seq.prefilling]
-            if len(mine) - len(other) < 2 or not movable:
+            target_index = min(range(len(self.mini_batches)), key=lambda i: len(self.mini_batches[i]))
+            target = self.mini_batches[target_index]
+            movable = [seq for seq in source if not seq.prefilling]
+            if len(source) - len(target) < 2 or not movable:
                 return
-            surplus = (sum(s.cached for s in mine) - sum(s.cached for s in other)) / 2
+            surplus = (sum(s.cached for s in source) - sum(s.cached for s in target)) / 2
             seq = min(movable, key=lambda s: abs(surplus - s.cached))
-            mine.remove(seq)
-            insort(other, seq, key=_ORDER)
-            seq.mini_batch = to
+            source.remove(seq)
+            insort(target, seq, key=_BY_ARRIVAL)
+            seq.mini_batch = target_index
             self.changed = True
 
 
-def _place(row: Row) -> tuple[bool, int]:
-    return row.prefill, row.seq.node.position
+def _step_order(chunk: PlannedChunk) -> tuple[bool, int]:
+    """Sort key of a step's chunks: chunks that attend on R-nodes first, then by link."""
+    return chunk.prefill, chunk.seq.node.position

@@ -10,52 +10,52 @@ from typing import TYPE_CHECKING
 from fastdecode.engine.request import EngineError, SamplingParams, TokenEvent
 
 if TYPE_CHECKING:
-    from fastdecode.engine.cluster import RNodeLedger
+    from fastdecode.engine.ledger import RNodeLedger
     from fastdecode.engine.prefixes import PrefixEntry
     from fastdecode.spart.penalties import LogitRules
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """A request and, while it runs, its place in the cluster. Compared and hashed by identity.
+    """A request and, while it runs, where it is cached. Sequences are compared and hashed by identity.
 
-    The last token of `tokens` is never cached before the step that follows it, so a sequence that decodes has
-    `cached == len(tokens) - 1`, and one that ends has asked for at most `pages_for(len(tokens) - 1)` pages.
+    The last token of `tokens` is cached by the step after the one that generated it. So a sequence that decodes has
+    `cached == len(tokens) - 1`, and a sequence that ends has used at most `pages_for(len(tokens) - 1)` pages.
     """
 
     request_id: str
-    order: int  # number of arrival: the scheduler's only priority, the lowest goes first
-    tokens: list[int]  # prompt, then what was generated
+    order: int  # arrival number; the scheduler's only priority, the lowest goes first
+    tokens: list[int]  # the prompt, then the generated tokens
     n_prompt: int
-    max_new: int  # tokens it may generate: its max_tokens, cut to what context and cache hold
+    max_new: int  # tokens it may generate: its max_tokens, cut to what the context and the KV-cache hold
     params: SamplingParams
     seed: int
     end_tokens: frozenset[int]
-    hashes: list[int] = field(default_factory=list)  # of the prompt's pages (prefixes.py); empty where nothing is kept
-    rules: LogitRules | None = None  # None where the parameters have neither bias nor penalty
+    hashes: list[int] = field(default_factory=list)  # prefixes.page_hashes of the prompt; empty: no prefix cache
+    rules: LogitRules | None = None  # None: the parameters have neither a bias nor a penalty
 
-    # Placement: filled by the cluster in `admit`, taken back in `release`.
+    # Set by Cluster.admit, cleared by Cluster.release.
     node: RNodeLedger | None = None
-    index: int = 0  # sequence index within the node's lease
-    tag: int = 0  # generation of that index
-    pages: int = 0  # pages counted for it on the node
-    entry: PrefixEntry | None = None  # its own in the node's book of prefixes
-    source: PrefixEntry | None = None  # whose first `shared` tokens it has taken over, and so need not compute
-    shared: int = 0
+    index: int = 0  # sequence index within the R-node's lease
+    tag: int = 0  # how often that index was given out
+    pages: int = 0  # pages that the ledger counts for it
+    entry: PrefixEntry | None = None  # its own prefix entry, while it runs
+    source: PrefixEntry | None = None  # the prefix entry whose first `shared_tokens` tokens it takes over
+    shared_tokens: int = 0
 
-    # Progress: kept by the scheduler.
-    mini_batch: int | None = None  # None: waiting or ended
-    in_flight: bool = False  # its rows are in a step that has not been completed, or it is being forked
+    # Progress, kept by the scheduler.
+    mini_batch: int | None = None  # None: it waits or has ended
+    in_flight: bool = False  # its tokens are in a step that has not completed, or its FORK is under way
     cancelled: bool = False  # to be released as soon as it is not in flight
-    cached: int = 0  # tokens cached on the node
-    prefill_end: int = 0  # tokens to prefill before it decodes: all that were known when it was placed
+    cached: int = 0  # tokens cached on the R-node
+    prefill_end: int = 0  # tokens to cache before it decodes: all it had when it was placed
 
-    # Output and timing: kept by the engine.
+    # Output and times, kept by the engine. Times are of time.monotonic, in seconds.
     output: asyncio.Queue[TokenEvent | EngineError | None] = field(default_factory=asyncio.Queue)
     arrived: float = field(default_factory=time.monotonic)
     started: float | None = None  # first scheduled
     last_token: float | None = None
-    reused: int = 0  # prompt tokens that were found in the cache when it was first placed
+    reused: int = 0  # prompt tokens that the prefix cache had when it was first placed
 
     @property
     def prefilling(self) -> bool:
@@ -67,17 +67,17 @@ class Sequence:
 
     @property
     def final_length(self) -> int:
-        """Tokens it will have if nothing ends it sooner."""
+        """Tokens it will have unless an end token ends it sooner."""
         return self.n_prompt + self.max_new
 
     def append(self, token: int) -> None:
-        """Take a token that was generated."""
+        """Add a generated token."""
         self.tokens.append(token)
         if self.rules is not None:
             self.rules.generated(token)
 
     def finish_reason(self) -> str | None:
-        """Whether the token just appended was the last, and why."""
+        """Why the token appended last is the sequence's last, "stop" or "length"; None: more tokens follow."""
         if self.tokens[-1] in self.end_tokens:
             return "stop"
         return "length" if self.n_generated >= self.max_new else None

@@ -316,7 +316,7 @@ async def test_streams_of_a_lost_node_go_on_at_another(silently):
         given = prompts(16)
         streams = [engine.submit(p, params) for p in given]
         await anext(streams[3])
-        await until(lambda: all(node.sequences for node in engine.cluster.nodes))
+        await until(lambda: all(node.n_sequences for node in engine.cluster.nodes))
         links[1].kill(silently=silently)
         results = await asyncio.gather(*map(tokens_of, streams))
         for i, (prompt, tokens) in enumerate(zip(given, results, strict=True)):

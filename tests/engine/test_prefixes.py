@@ -13,11 +13,11 @@ import pytest
 from toy import POISON, ToyLink, ToySPart, continuation, tokens_of, until
 
 from fastdecode.engine.engine import Engine
-from fastdecode.engine.prefixes import Handle, PrefixBook, PrefixEntry, page_hashes
+from fastdecode.engine.prefixes import CachedSequence, PrefixEntry, PrefixIndex, page_hashes
 from fastdecode.engine.request import GenerationFailed, SamplingParams
 from fastdecode.transports.base import PAGE_TOKENS
 
-# -- the book ---------------------------------------------------------------------------------------------------------
+# -- the index --------------------------------------------------------------------------------------------------------
 
 
 def text(n, seed=0):
@@ -25,74 +25,74 @@ def text(n, seed=0):
     return [rng.randrange(POISON) for _ in range(n)]
 
 
-def kept(tokens, pages=None, index=0):
-    return PrefixEntry(Handle(index, 1, pages or -(-len(tokens) // PAGE_TOKENS)), list(tokens), page_hashes(tokens))
+def make_entry(tokens, pages=None):
+    return PrefixEntry(CachedSequence(0, 1, pages or -(-len(tokens) // PAGE_TOKENS)), list(tokens), page_hashes(tokens))
 
 
-def find(book, tokens):
-    return book.find(tokens, page_hashes(tokens))
+def match(index, tokens):
+    return index.match(tokens, page_hashes(tokens))
 
 
 def test_the_longest_beginning_is_found_to_the_token():
-    book, tokens = PrefixBook(), text(1000)
-    short, long, other = kept(tokens[:300]), kept(tokens[:600] + text(50, 1)), kept(text(700, 2))
+    index, tokens = PrefixIndex(), text(1000)
+    short, long, other = make_entry(tokens[:300]), make_entry(tokens[:600] + text(50, 1)), make_entry(text(700, 2))
     for entry in (short, long, other):
-        book.keep(entry)
-    assert find(book, tokens) == (long, 600)
-    assert find(book, tokens[:400]) == (long, 399)  # the last token is to be computed
-    assert find(book, tokens[:256]) == (long, 255)
-    assert find(book, tokens[:280] + text(50, 3)) == (long, 280)
-    assert find(book, tokens[:129]) == (long, 128)
-    assert find(book, tokens[:128]) is None  # less than a page could be shared
-    assert find(book, tokens[1:]) is None
-    assert find(book, [*other.tokens, 5]) == (other, 700)
-    book.remove(long)
-    assert find(book, tokens) == (short, 300)
-    book.remove(short)
-    assert find(book, tokens) is None
-    assert (len(book), book.pages) == (1, 6)
+        index.insert(entry)
+    assert match(index, tokens) == (long, 600)
+    assert match(index, tokens[:400]) == (long, 399)  # the last token is to be computed
+    assert match(index, tokens[:256]) == (long, 255)
+    assert match(index, tokens[:280] + text(50, 3)) == (long, 280)
+    assert match(index, tokens[:129]) == (long, 128)
+    assert match(index, tokens[:128]) is None  # less than a page could be shared
+    assert match(index, tokens[1:]) is None
+    assert match(index, [*other.tokens, 5]) == (other, 700)
+    index.remove(long)
+    assert match(index, tokens) == (short, 300)
+    index.remove(short)
+    assert match(index, tokens) is None
+    assert (len(index), index.pages) == (1, 6)
 
 
 def test_tokens_are_compared_not_hashes_alone():
-    book, tokens = PrefixBook(), text(300)
-    liar = PrefixEntry(Handle(0, 1, 3), text(300, 1), page_hashes(tokens))
-    book.keep(liar)
-    assert find(book, tokens) is None
+    index, tokens = PrefixIndex(), text(300)
+    liar = PrefixEntry(CachedSequence(0, 1, 3), text(300, 1), page_hashes(tokens))
+    index.insert(liar)
+    assert match(index, tokens) is None
 
 
 def test_the_one_used_longest_ago_goes_first_unless_it_is_being_forked():
-    book = PrefixBook()
-    first, second, third = (kept(text(200, seed)) for seed in range(3))
+    index = PrefixIndex()
+    first, second, third = (make_entry(text(200, seed)) for seed in range(3))
     for entry in (first, second, third):
-        book.keep(entry)
-    assert book.oldest() is first
-    book.touch(first)
-    assert book.oldest() is second
+        index.insert(entry)
+    assert index.least_recently_used() is first
+    index.touch(first)
+    assert index.least_recently_used() is second
     second.pins = 1
-    assert book.oldest() is third
+    assert index.least_recently_used() is third
     first.pins = third.pins = 1
-    assert book.oldest() is None
+    assert index.least_recently_used() is None
 
 
 def test_of_a_running_one_whole_pages_are_shared_once_they_are_computed():
-    book, tokens = PrefixBook(), text(600)
-    runs, ended = kept(tokens[:500]), kept(tokens[:300])
+    index, tokens = PrefixIndex(), text(600)
+    runs, ended = make_entry(tokens[:500]), make_entry(tokens[:300])
     runs.running, runs.computed = True, False
-    book.keep(runs)
-    book.keep(ended)
-    assert find(book, tokens) == (ended, 300)
-    assert book.find(tokens, page_hashes(tokens), computed=False) == (runs, 384)
+    index.insert(runs)
+    index.insert(ended)
+    assert match(index, tokens) == (ended, 300)
+    assert index.match(tokens, page_hashes(tokens), computed=False) == (runs, 384)
     runs.computed = True
-    assert find(book, tokens) == (runs, 384)
-    assert find(book, tokens[:384]) == (ended, 300)  # of the running one 256: the last token is to be computed
-    book.remove(ended)
-    assert find(book, tokens[:384]) == (runs, 256)
-    assert find(book, tokens[:128]) is None
-    assert book.oldest() is None
-    book.ended(runs, Handle(0, 1, 5), tokens[:550])
-    assert find(book, tokens) == (runs, 550)
-    assert book.oldest() is runs
-    assert (len(book), book.pages) == (1, 5)
+    assert match(index, tokens) == (runs, 384)
+    assert match(index, tokens[:384]) == (ended, 300)  # of the running one 256: the last token is to be computed
+    index.remove(ended)
+    assert match(index, tokens[:384]) == (runs, 256)
+    assert match(index, tokens[:128]) is None
+    assert index.least_recently_used() is None
+    index.mark_ended(runs, CachedSequence(0, 1, 5), tokens[:550])
+    assert match(index, tokens) == (runs, 550)
+    assert index.least_recently_used() is runs
+    assert (len(index), index.pages) == (1, 5)
 
 
 # -- the engine -------------------------------------------------------------------------------------------------------
@@ -117,7 +117,7 @@ async def keeping(*links, **options):
             assert node.free_pages + node.prefixes.pages == node.n_pages
             assert node.pages_used == 0
             assert len(node.link.cache) == len(node.prefixes)
-            assert not any(entry.pins for entry in node.prefixes._kept)
+            assert not any(entry.pins for entry in node.prefixes._entries)
     finally:
         spart.gate.set()
         await engine.stop()

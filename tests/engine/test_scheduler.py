@@ -7,7 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from fastdecode.engine.cluster import Cluster, pages_for
+from fastdecode.engine.cluster import Cluster
+from fastdecode.engine.ledger import pages_for
 from fastdecode.engine.request import SamplingParams
 from fastdecode.engine.scheduler import Plan, Scheduler, SchedulerLimits
 from fastdecode.engine.sequence import Sequence
@@ -31,7 +32,7 @@ class World:
         self.flights: dict[int, Plan] = {}
         self.cached: list[dict[tuple[int, int], int]] = [{} for _ in links]  # per R-node: handle -> tokens appended
         self.ended: list[Sequence] = []
-        self.admitted: list[int] = []  # orders of arrival, as they were first given a row
+        self.admitted: list[int] = []  # orders of arrival, as they were first given a chunk
         self.lasts: dict[Sequence, int] = {}  # the length at which END comes
         self._orders = 0
 
@@ -58,9 +59,9 @@ class World:
         if plan is not None:
             self.check_plan(plan)
             self.flights[mini_batch] = plan
-            for row in plan.rows:
-                self.append(row)
-            self.admitted += sorted({row.seq.order for row in plan.rows} - set(self.admitted))
+            for chunk in plan.chunks:
+                self.append(chunk)
+            self.admitted += sorted({chunk.seq.order for chunk in plan.chunks} - set(self.admitted))
         self.check_book()
         return plan
 
@@ -68,9 +69,9 @@ class World:
         """End a step in flight; returns the sequences that finished."""
         plan = self.flights.pop(mini_batch)
         sampled = []
-        for row in plan.rows:
-            last = len(row.seq.tokens) + 1 == self.lasts.get(row.seq)
-            sampled.append(SimpleNamespace(token=END if last else WORD, error=None) if row.sample else None)
+        for chunk in plan.chunks:
+            last = len(chunk.seq.tokens) + 1 == self.lasts.get(chunk.seq)
+            sampled.append(SimpleNamespace(token=END if last else WORD, error=None) if chunk.sample else None)
         outcomes = self.scheduler.complete(plan, sampled)
         done = [o.seq for o in outcomes if o.finish_reason]
         self.ended += done
@@ -81,37 +82,37 @@ class World:
         """Acknowledge every FREE; True if there was one."""
         any_freed = False
         for node, cached in zip(self.cluster.nodes, self.cached, strict=True):
-            handles = node.take_released()
-            for handle in handles:
-                del cached[handle.index, handle.tag]
-            node.freed(handles)
-            any_freed |= bool(handles)
+            released = node.take_released()
+            for seq in released:
+                del cached[seq.index, seq.tag]
+            node.acknowledge_free(released)
+            any_freed |= bool(released)
         return any_freed
 
-    def append(self, row) -> None:
-        """What an R-node would do with the row, and refuse."""
-        seq = row.seq
+    def append(self, chunk) -> None:
+        """What an R-node would do with the chunk, and refuse."""
+        seq = chunk.seq
         cached = self.cached[seq.node.position]
         if seq.cached == 0:
             assert not any(index == seq.index for index, _ in cached), "an index is used again before its FREE"
             cached[seq.index, seq.tag] = 0
         assert cached[seq.index, seq.tag] == seq.cached
-        cached[seq.index, seq.tag] += row.n_tokens
+        cached[seq.index, seq.tag] += chunk.n_tokens
         used = sum(map(pages_for, cached.values()))
         assert used <= seq.node.n_pages, "the lease is over-committed"
 
     def check_plan(self, plan: Plan) -> None:
         assert plan.n_tokens <= self.limits.max_batch_tokens
-        assert len({row.seq for row in plan.rows}) == len(plan.rows) <= self.limits.max_seqs
-        kinds = [(row.prefill, row.seq.node.position) for row in plan.rows]
+        assert len({chunk.seq for chunk in plan.chunks}) == len(plan.chunks) <= self.limits.max_seqs
+        kinds = [(chunk.prefill, chunk.seq.node.position) for chunk in plan.chunks]
         assert kinds == sorted(kinds), "decoding rows first, each kind in order of link"
-        for row in plan.rows:
-            assert row.n_tokens >= 1
-            assert pages_for(row.seq.cached + row.n_tokens) <= row.seq.pages, "a row without a page counted for it"
-            assert row.seq.mini_batch == plan.mini_batch
-            flying = [r.seq for other in self.flights.values() for r in other.rows]
-            assert row.seq not in flying, "in two steps at once"
-            assert row.sample == (row.seq.cached + row.n_tokens == len(row.seq.tokens))
+        for chunk in plan.chunks:
+            assert chunk.n_tokens >= 1
+            assert pages_for(chunk.seq.cached + chunk.n_tokens) <= chunk.seq.pages, "a chunk without a page"
+            assert chunk.seq.mini_batch == plan.mini_batch
+            flying = [c.seq for other in self.flights.values() for c in other.chunks]
+            assert chunk.seq not in flying, "in two steps at once"
+            assert chunk.sample == (chunk.seq.cached + chunk.n_tokens == len(chunk.seq.tokens))
 
     def check_book(self) -> None:
         members = [seq for batch in self.scheduler.mini_batches for seq in batch]
@@ -122,11 +123,12 @@ class World:
             assert len(batch) <= self.limits.max_seqs
             assert sum(seq.prefilling for seq in batch) <= 1 or i in self.flights, "two unfinished prompts"
         for node in self.cluster.nodes:
-            counted = sum(seq.pages for seq in node.sequences)
+            running = self.scheduler.running_on(node)
+            counted = sum(seq.pages for seq in running)
             assert node.free_pages >= 0
             assert node.free_pages + counted + node.pages_freeing == node.n_pages
-            assert node.sequences == {seq for seq in members if seq.node is node}
-            assert node.load == sum(seq.final_length for seq in node.sequences)
+            assert node.n_sequences == len(running) == sum(seq.node is node for seq in members)
+            assert node.load == sum(seq.final_length for seq in running)
         orders = [seq.order for seq in self.scheduler.waiting]
         assert orders == sorted(orders)
 
@@ -149,7 +151,7 @@ class World:
     def assert_empty(self) -> None:
         assert not self.scheduler.has_work and not self.flights
         for node, cached in zip(self.cluster.nodes, self.cached, strict=True):
-            assert not cached and node.free_pages == node.n_pages and node.load == 0 and not node.sequences
+            assert not cached and node.free_pages == node.n_pages and node.load == 0 and not node.n_sequences
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -232,8 +234,8 @@ def test_long_prompt_is_chunked_within_the_budget_beside_decoding_rows():
     chunks = []
     for _ in range(3):
         plan = world.begin(0)
-        assert plan.rows[0].seq is first and not plan.rows[0].prefill
-        chunks.append((plan.rows[1].n_tokens, plan.rows[1].sample))
+        assert plan.chunks[0].seq is first and not plan.chunks[0].prefill
+        chunks.append((plan.chunks[1].n_tokens, plan.chunks[1].sample))
         world.end(0)
     assert chunks == [(99, False), (99, False), (52, True)]
     assert long.n_generated == 1
@@ -244,10 +246,10 @@ def test_long_prompt_is_chunked_within_the_budget_beside_decoding_rows():
 def test_a_prompt_starts_only_after_the_unfinished_one():
     world = World([(40, 8)], mini_batches=1, max_batch_tokens=100)
     long, short = world.add(150, 5), world.add(20, 5)
-    assert [row.seq for row in world.begin(0).rows] == [long]
+    assert [chunk.seq for chunk in world.begin(0).chunks] == [long]
     assert short in world.scheduler.waiting
     world.end(0)
-    assert [(row.seq, row.n_tokens) for row in world.begin(0).rows] == [(long, 50), (short, 20)]
+    assert [(chunk.seq, chunk.n_tokens) for chunk in world.begin(0).chunks] == [(long, 50), (short, 20)]
 
 
 def test_burst_is_shared_between_mini_batches():
@@ -255,8 +257,8 @@ def test_burst_is_shared_between_mini_batches():
     world = World([(400, 64)], max_batch_tokens=200)
     for _ in range(10):
         world.add(10, 20)
-    assert len(world.begin(0).rows) == 5
-    assert len(world.begin(1).rows) == 5
+    assert len(world.begin(0).chunks) == 5
+    assert len(world.begin(1).chunks) == 5
 
 
 def test_lopsided_mini_batches_are_evened_out():
@@ -271,9 +273,9 @@ def test_lopsided_mini_batches_are_evened_out():
     assert world.begin(1) is None
     world.end(0)
     world.scheduler.changed = False
-    assert len(world.begin(0).rows) == 2
+    assert len(world.begin(0).chunks) == 2
     assert world.scheduler.changed, "the other is to be woken"
-    assert len(world.begin(1).rows) == 2
+    assert len(world.begin(1).chunks) == 2
     world.run()
 
 
@@ -282,7 +284,7 @@ def test_full_queue_keeps_every_mini_batch_at_its_bound():
     for _ in range(20):
         world.add(5, 30)
     for mini_batch in range(3):
-        assert len(world.begin(mini_batch).rows) == 4
+        assert len(world.begin(mini_batch).chunks) == 4
     assert len(world.scheduler.waiting) == 8
     world.run()
 
@@ -313,7 +315,7 @@ def test_no_more_is_preempted_than_is_needed():
     assert world.begin(0) is None
     assert victim.node is None and world.scheduler.preemptions == 1
     world.free()
-    assert [row.seq for row in world.begin(0).rows] == [first, second]
+    assert [chunk.seq for chunk in world.begin(0).chunks] == [first, second]
     world.run()
     assert world.scheduler.preemptions == 1
 
@@ -334,7 +336,7 @@ def test_victim_in_flight_is_preempted_when_its_step_ends():
     assert new.node is None and new in world.scheduler.waiting
     assert world.begin(0) is None, "its pages are not ours before the FREE is acknowledged"
     world.free()
-    assert [row.seq for row in world.begin(0).rows] == [old]
+    assert [chunk.seq for chunk in world.begin(0).chunks] == [old]
     world.run()
 
 
@@ -399,14 +401,14 @@ def test_lost_node_lets_its_sequences_be_recomputed_elsewhere():
     world.begin(0)
     lost = world.cluster.nodes[0]
     there = [seq for seq in seqs if seq.node is lost]
-    flying = [row.seq for row in world.flights[0].rows]
+    flying = [chunk.seq for chunk in world.flights[0].chunks]
     assert there
-    world.scheduler.lost(lost)
+    world.scheduler.node_lost(lost)
     for seq in there:
         assert (seq.node is lost) == (seq in flying), "those in flight go when their step ends"
     plan = world.flights.pop(0)
     world.scheduler.recompute(plan)
-    assert not lost.sequences
+    assert not lost.n_sequences
     world.run()
     assert [seq.n_generated for seq in seqs] == [100] * 4
     assert world.scheduler.preemptions == 0, "a loss is not a preemption"
@@ -416,7 +418,7 @@ def test_step_that_ends_well_on_a_lost_node_keeps_its_token():
     world = World([(20, 8), (20, 8)], mini_batches=1)
     seq = world.add(30, 10)
     world.begin(0)
-    world.scheduler.lost(seq.node)
+    world.scheduler.node_lost(seq.node)
     world.end(0)
     assert seq.n_generated == 1 and seq in world.scheduler.waiting
     world.run()
@@ -427,7 +429,7 @@ def test_last_node_lost_fails_everything_by_name():
     world = World([(20, 8)], mini_batches=1, max_seqs=1)
     running, waiting = world.add(30, 10), world.add(30, 10)
     world.begin(0), world.end(0)
-    world.scheduler.lost(running.node)
+    world.scheduler.node_lost(running.node)
     failed = world.scheduler.take_failed()
     assert [seq for seq, _ in failed] == [running, waiting]
     assert all("tcp://r0 was lost" in reason for _, reason in failed)
@@ -438,7 +440,7 @@ def test_lost_node_fails_only_what_the_others_cannot_hold():
     world = World([(20, 8), (2, 8)], mini_batches=1, max_batch_tokens=1000)
     big, small = world.add(500, 10), world.add(50, 10)
     world.begin(0), world.end(0)
-    world.scheduler.lost(world.cluster.nodes[0])
+    world.scheduler.node_lost(world.cluster.nodes[0])
     assert [seq for seq, _ in world.scheduler.take_failed()] == [big]
     world.run()
     assert small.n_generated == 10
@@ -451,7 +453,7 @@ def test_replaced_link_starts_with_an_empty_book():
     old = world.cluster.nodes[0]
     with pytest.raises(ValueError, match="alive"):
         world.cluster.replace_link(0, old.link)
-    world.scheduler.lost(old)
+    world.scheduler.node_lost(old)
     world.scheduler.take_failed()
     fresh = world.cluster.replace_link(0, old.link)
     assert (fresh.free_pages, fresh.load, fresh.pages_freeing, fresh.alive) == (20, 0, 0, True)

@@ -275,7 +275,7 @@ async def test_sigkill_of_one_of_two_r_nodes_costs_time_not_tokens(scheme, model
             given = prompts([10, 200, 30, 77, 64, 3])
             streams = [engine.submit(p, greedy(200)) for p in given]
             firsts = [(await anext(stream)).token for stream in streams]
-            assert all(node.sequences for node in engine.cluster.nodes)
+            assert all(node.n_sequences for node in engine.cluster.nodes)
             nodes[1].end(signal.SIGKILL)
             for prompt, first, stream in zip(given, firsts, streams, strict=True):
                 tokens = [first, *await tokens_of(stream)]
@@ -288,7 +288,7 @@ async def test_step_an_r_node_refuses_fails_and_the_engine_goes_on(model, judge,
     async with serving(model, [shm_node], mini_batches=1) as engine:
         stream = engine.submit([5] * 10, greedy(900))
         await anext(stream)
-        (seq,) = engine.cluster.nodes[0].sequences
+        (seq,) = engine.scheduler.running_on(engine.cluster.nodes[0])
         await seq.node.link.free([(seq.index, seq.tag)])  # behind the engine's back
         with pytest.raises(GenerationFailed, match="refused"):
             await tokens_of(stream)

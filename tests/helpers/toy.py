@@ -11,7 +11,7 @@ import threading
 import zlib
 from types import SimpleNamespace
 
-from fastdecode.engine.cluster import pages_for
+from fastdecode.engine.ledger import pages_for
 from fastdecode.spart.batch import Sampled, StepOutput
 from fastdecode.transports.base import CallRefused, LinkDown
 

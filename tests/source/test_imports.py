@@ -32,7 +32,6 @@ C = {
 #: One import each of the circles that are about to go.
 KNOWN = [
     ("fastdecode.transports.rdma_devices", "fastdecode.transports.rdma_endpoint"),
-    ("fastdecode.engine.cluster", "fastdecode.engine.sequence"),
 ]
 
 

@@ -1,0 +1,153 @@
+"""What the engine says to R-nodes outside of steps: FREE, FORK and STATS, and what it does when one is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Iterable
+from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
+
+from fastdecode.engine.ledger import RNodeLedger
+from fastdecode.transports.base import CallRefused, LinkDown, TransportError
+
+if TYPE_CHECKING:
+    from fastdecode.engine.prefixes import CachedSequence
+    from fastdecode.engine.scheduler import Scheduler
+    from fastdecode.engine.sequence import Sequence
+    from fastdecode.spart import SPart
+    from fastdecode.transports.base import Link
+
+log = logging.getLogger(__name__)
+
+_PROBE_SECONDS = 5.0  # an R-node that does not answer a STATS for so long counts as lost
+_REFRESH_SECONDS = 2.0
+
+
+class RNodeControl:
+    """Sends control messages to the R-nodes and keeps the scheduler's account of them true.
+
+    Belongs to the engine's event loop. `spawn` starts a coroutine as one of the engine's tasks; `on_change` is called
+    whenever the scheduler may have new work.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        spart: SPart,
+        spawn: Callable[[Coroutine[None, None, None]], None],
+        on_change: Callable[[], None],
+    ):
+        #: Each live R-node's answer to its last STATS.
+        self.counters: WeakKeyDictionary[RNodeLedger, dict] = WeakKeyDictionary()
+        self._scheduler, self._cluster, self._spart = scheduler, scheduler.cluster, spart
+        self._spawn, self._on_change = spawn, on_change
+        self._replacements: dict[int, Link] = {}
+        self._freeing: set[RNodeLedger] = set()  # a FREE to each of them is under way
+
+    def start(self) -> None:
+        """Watch all R-nodes for the end of their links."""
+        for node in self._cluster.nodes:
+            self._spawn(self._watch(node))
+
+    # -- sequences ------------------------------------------------------------------------------------------------
+
+    def send_pending(self) -> None:
+        """Start the FORKs and FREEs that the scheduler has asked for since the last call."""
+        for seq in self._scheduler.take_forks():
+            self._spawn(self._fork(seq))
+        for node in self._cluster.nodes:
+            if node.released and node not in self._freeing:
+                self._freeing.add(node)
+                self._spawn(self._free(node))
+
+    async def _free(self, node: RNodeLedger) -> None:
+        """Free the released sequences, all that have gathered in one frame, until there are no more."""
+        try:
+            while sequences := node.take_released():
+                self._drop_staged(node, sequences)
+                if not node.alive:
+                    continue  # its cache is gone anyway
+                try:
+                    await node.link.free([(seq.index, seq.tag) for seq in sequences])
+                except LinkDown as error:
+                    self.mark_lost(node, error)
+                    continue
+                except CallRefused as error:
+                    log.warning("R-node %s did not know a sequence that was to be freed: %s", node.url, error)
+                node.acknowledge_free(sequences)
+                self._on_change()
+        finally:
+            self._freeing.discard(node)
+
+    async def _fork(self, seq: Sequence) -> None:
+        """Let a placed sequence share the cached tokens of its source."""
+        node, source, succeeded = seq.node, seq.source.cached, False
+        try:
+            await node.link.fork((source.index, source.tag), (seq.index, seq.tag), seq.shared_tokens)
+            succeeded = True
+        except LinkDown as error:
+            self.mark_lost(node, error)
+        except CallRefused as error:
+            log.warning("R-node %s refused to share a cached prefix: %s", node.url, error)
+        self._scheduler.fork_done(seq, succeeded)
+        self._on_change()
+
+    def _drop_staged(self, node: RNodeLedger, sequences: Iterable[CachedSequence]) -> None:
+        """Drop the K and V that the S-Part has staged for unfinished prompts among `sequences`."""
+        for seq in sequences:
+            self._spart.drop(node.position, seq.index, seq.tag)
+
+    # -- loss and replacement -------------------------------------------------------------------------------------
+
+    async def _watch(self, node: RNodeLedger) -> None:
+        error = await node.link.closed()
+        self.mark_lost(node, error or TransportError("the link was closed"))
+
+    def mark_lost(self, node: RNodeLedger, error: Exception) -> None:
+        """Requeue the sequences of a lost R-node. Does nothing if it was lost before."""
+        if not node.alive:
+            return
+        log.error("R-node %s was lost: %s", node.url, error)
+        self._scheduler.node_lost(node)
+        self._on_change()
+
+    async def probe(self, nodes: Iterable[RNodeLedger]) -> None:
+        """Ask each live R-node of `nodes` for an answer; the ones that give none within 5 s count as lost."""
+        await asyncio.gather(*(self._probe(node) for node in nodes if node.alive))
+
+    async def _probe(self, node: RNodeLedger) -> None:
+        try:
+            async with asyncio.timeout(_PROBE_SECONDS):
+                await node.link.stats()
+        except (LinkDown, TimeoutError) as error:
+            self.mark_lost(node, error)
+
+    def set_replacement(self, position: int, link: Link) -> None:
+        """Remember a new link for an R-node whose old link is lost, or is given up now."""
+        self.mark_lost(self._cluster.nodes[position], TransportError("its link was replaced"))
+        self._replacements[position] = link
+
+    def install_replacements(self, busy: set[int]) -> None:
+        """Put new links to use, except at the positions `busy`, where a step in flight still uses the old link."""
+        for position in [p for p in self._replacements if p not in busy]:
+            link, old = self._replacements.pop(position), self._cluster.nodes[position]
+            self._drop_staged(old, old.take_released())
+            self._spart.links[position] = link
+            self._spawn(self._watch(self._cluster.replace_link(position, link)))
+            self._on_change()
+
+    # -- counters -------------------------------------------------------------------------------------------------
+
+    async def refresh(self) -> None:
+        """Ask the live R-nodes for their counters. An R-node that does not answer within 2 s keeps its last ones."""
+        await asyncio.gather(*(self._refresh(node) for node in self._cluster.alive))
+
+    async def _refresh(self, node: RNodeLedger) -> None:
+        try:
+            async with asyncio.timeout(_REFRESH_SECONDS):
+                self.counters[node] = await node.link.stats()
+        except LinkDown as error:
+            self.mark_lost(node, error)
+        except TimeoutError:
+            log.warning("R-node %s has not answered a STATS for %.0f s", node.url, _REFRESH_SECONDS)
