@@ -136,13 +136,13 @@ class REngineLink:
     @property
     def prefault(self) -> tuple[int, int, int]:
         """Bytes of the arena faulted in ahead, how many are to be (0: none), errno that stopped it or 0."""
-    def free(self, seq: int, tag: int, /) -> None:
+    def free(self, seq_index: int, tag: int, /) -> None:
         """Give a sequence's pages back; an empty sequence has none. ValueError: wrong tag or index."""
-    def trim(self, seq: int, tag: int, length: int, /) -> None:
+    def trim(self, seq_index: int, tag: int, length: int, /) -> None:
         """Roll a sequence back to its first `length` tokens. ValueError: wrong tag or index, or it has fewer."""
     def fork(self, src: int, src_tag: int, dst: int, dst_tag: int, length: int, /) -> None:
         """Let the empty `dst` share the first `length` tokens of `src`. Errors as `trim`."""
-    def pages(self, seq: int, tag: int, /) -> list[int]:
+    def pages(self, seq_index: int, tag: int, /) -> list[int]:
         """The numbers of a sequence's pages, in order; neighbours lie side by side. ValueError: wrong tag or index."""
     def stats(self) -> _LinkStats: ...
     def close(self) -> None:

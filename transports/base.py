@@ -34,7 +34,7 @@ from typing import Protocol
 import numpy as np
 
 #: Version of the region's layout, the control frames and the hand-shake together. Both ends must have the same.
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 ACT_DTYPES = ("fp32", "fp16", "bf16")  # index == fd_act_dtype_t
 KV_DTYPES = ("fp32", "fp16", "bf16", "int8", "int4", "int8-int4")  # index == fd_kv_dtype_t; K-V if they differ
@@ -142,13 +142,13 @@ class Link(ABC):
 
     @abstractmethod
     async def free(self, handles: Sequence[tuple[int, int]]) -> None:
-        """Free sequences, given as (seq, tag).
+        """Free sequences, given as (seq_index, tag).
 
         Raises LinkDown; CallRefused if the R-node does not know one of them, and then the others are free all the same.
         """
 
     @abstractmethod
-    async def trim(self, seq: int, tag: int, length: int) -> None:
+    async def trim(self, seq_index: int, tag: int, length: int) -> None:
         """Roll a sequence back to its first `length` tokens."""
 
     @abstractmethod
@@ -215,7 +215,7 @@ class LinkGrant(Protocol):
     wake_fd: int  # eventfd to write when the engine sleeps
 
     def free(self, handles: Sequence[tuple[int, int]]) -> None: ...
-    def trim(self, seq: int, tag: int, length: int) -> None: ...
+    def trim(self, seq_index: int, tag: int, length: int) -> None: ...
     def fork(self, src: tuple[int, int], dst: tuple[int, int], length: int) -> None: ...
     def stats(self) -> dict: ...
     def close(self) -> None:

@@ -109,8 +109,8 @@ class RegionLink(Link):
         for i in range(0, len(handles), MAX_HANDLES):
             await self._ask(Free(id=next(self._ids), handles=[list(h) for h in handles[i : i + MAX_HANDLES]]))
 
-    async def trim(self, seq: int, tag: int, length: int) -> None:
-        await self._ask(Trim(id=next(self._ids), seq=seq, tag=tag, length=length))
+    async def trim(self, seq_index: int, tag: int, length: int) -> None:
+        await self._ask(Trim(id=next(self._ids), seq_index=seq_index, tag=tag, length=length))
 
     async def fork(self, src: tuple[int, int], dst: tuple[int, int], length: int) -> None:
         request = Fork(id=next(self._ids), src=src[0], src_tag=src[1], dst=dst[0], dst_tag=dst[1], length=length)

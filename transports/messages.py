@@ -212,7 +212,7 @@ class Endpoint:
 
 @_message
 class Free:
-    """`handles` are (seq, tag) pairs."""
+    """`handles` are (seq_index, tag) pairs."""
 
     TYPE: ClassVar[str] = "FREE"
     id: int = _id()
@@ -223,7 +223,7 @@ class Free:
 class Trim:
     TYPE: ClassVar[str] = "TRIM"
     id: int = _id()
-    seq: int = _int(U32)
+    seq_index: int = _int(U32)
     tag: int = _int(U32)
     length: int = _int(U32)
 

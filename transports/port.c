@@ -43,7 +43,7 @@ fd_port_result_t fd_port_post(fd_port_t *port, uint32_t index, fd_call_t *call, 
 /* fd_wait_reply for a bell that is written by a device. Each time that it looks, it also takes the device's
  * completions, so that a dead peer is noticed even while the event loop is busy, and now and then rings again, so that
  * the device has something to tell. */
-static fd_wait_t wait_without_wakeup(fd_port_t *port, uint32_t index, uint64_t seq, uint64_t timeout_ns) {
+static fd_wait_t wait_without_wakeup(fd_port_t *port, uint32_t index, uint64_t number, uint64_t timeout_ns) {
     fd_slot_t *slot = fd_slot_at(port->region, &port->layout, index);
     uint64_t start = fd_now_ns(), spin_ns = port->spin_ns, rung_ns = 0;
     for (;;) {
@@ -52,7 +52,7 @@ static fd_wait_t wait_without_wakeup(fd_port_t *port, uint32_t index, uint64_t s
         uint64_t nap = waited / 8 < NAP_MIN_NS ? NAP_MIN_NS : waited / 8 > NAP_MAX_NS ? NAP_MAX_NS : waited / 8;
         uint64_t left = timeout_ns - waited;
         fd_wait_t result =
-            fd_wait_reply(slot, seq, spin_ns, spin_ns + nap < left ? spin_ns + nap : left, &port->down.flag);
+            fd_wait_reply(slot, number, spin_ns, spin_ns + nap < left ? spin_ns + nap : left, &port->down.flag);
         if (result != FD_WAIT_TIMEOUT) return result;
         spin_ns = 0;
         if (waited - rung_ns >= RING_AGAIN_NS) fd_poster_ring_again(port->poster, index), rung_ns = waited;
@@ -60,9 +60,9 @@ static fd_wait_t wait_without_wakeup(fd_port_t *port, uint32_t index, uint64_t s
     }
 }
 
-static fd_wait_t wait_reply(fd_port_t *port, uint32_t index, uint64_t seq, uint64_t timeout_ns) {
-    if (port->poster) return wait_without_wakeup(port, index, seq, timeout_ns);
-    return fd_wait_reply(fd_slot_at(port->region, &port->layout, index), seq, port->spin_ns, timeout_ns,
+static fd_wait_t wait_reply(fd_port_t *port, uint32_t index, uint64_t number, uint64_t timeout_ns) {
+    if (port->poster) return wait_without_wakeup(port, index, number, timeout_ns);
+    return fd_wait_reply(fd_slot_at(port->region, &port->layout, index), number, port->spin_ns, timeout_ns,
                          &port->down.flag);
 }
 

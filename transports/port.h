@@ -33,7 +33,7 @@ typedef enum {
 /* `spin_us`: how long a waiter spins before it sleeps. -1 with errno if a descriptor cannot be had. */
 int fd_port_init(fd_port_t *port, uint8_t *region, const fd_geometry_t *g, uint32_t spin_us);
 
-/* Publishes `call`, whose seq is set here; its rows (and with FD_CALL_NEW_STEP its table) lie in the slot already.
+/* Publishes `call`, whose number is set here; its rows (and with FD_CALL_NEW_STEP its table) lie in the slot already.
  * On FD_PORT_MISUSE *misuse is a sentence. */
 fd_port_result_t fd_port_post(fd_port_t *port, uint32_t slot, fd_call_t *call, const char **misuse);
 

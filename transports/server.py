@@ -126,9 +126,9 @@ class LinkSession:
         stats = None
         match request:
             case Free():
-                self._opened.free([(seq, tag) for seq, tag in request.handles])
+                self._opened.free([(seq_index, tag) for seq_index, tag in request.handles])
             case Trim():
-                self._opened.trim(request.seq, request.tag, request.length)
+                self._opened.trim(request.seq_index, request.tag, request.length)
             case Fork():
                 src, dst = (request.src, request.src_tag), (request.dst, request.dst_tag)
                 self._opened.fork(src, dst, request.length)

@@ -363,13 +363,13 @@ static void *rx_main(void *arg) {
     return NULL;
 }
 
-uint64_t fd_pump_receive(fd_pump_t *p, uint32_t index, uint64_t seq, uint64_t spin_ns, uint64_t timeout_ns) {
+uint64_t fd_pump_receive(fd_pump_t *p, uint32_t index, uint64_t number, uint64_t spin_ns, uint64_t timeout_ns) {
     const fd_slot_t *slot = fd_slot_at(p->region, &p->layout, index);
     uint64_t start = fd_now_ns(), waited = 0;
-    if (fd_bell_read(&slot->reply_bell) == seq || pthread_mutex_trylock(&p->receive_ownership)) return 0;
+    if (fd_bell_read(&slot->reply_bell) == number || pthread_mutex_trylock(&p->receive_ownership)) return 0;
     fd_rx_t rx = p->sock >= 0 ? RX_FRAME : RX_END;
     if (rx != RX_END) take_over(p);
-    while (rx != RX_END && fd_bell_read(&slot->reply_bell) != seq && !fd_is_down(p->down)) {
+    while (rx != RX_END && fd_bell_read(&slot->reply_bell) != number && !fd_is_down(p->down)) {
         rx = receive(p, false);
         if (rx != RX_DRY) continue;
         waited = fd_now_ns() - start;

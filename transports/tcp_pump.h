@@ -44,9 +44,9 @@ int fd_pump_start(fd_pump_t *pump, int sock, int wake_fd);
  * blocks. */
 void fd_pump_send(void *pump, uint32_t slot);
 
-/* S side: receives on the calling thread until the slot's reply bell shows `seq`, the link is down or the time is over;
- * not at all while another thread receives. Spins for `spin_ns`, then sleeps. Returns the nanoseconds it took. */
-uint64_t fd_pump_receive(fd_pump_t *pump, uint32_t slot, uint64_t seq, uint64_t spin_ns, uint64_t timeout_ns);
+/* S side: receives on the calling thread until the slot's reply bell shows `number`, the link is down or the time is
+ * over; not at all while another thread receives. Spins for `spin_ns`, then sleeps. Returns the nanoseconds it took. */
+uint64_t fd_pump_receive(fd_pump_t *pump, uint32_t slot, uint64_t number, uint64_t spin_ns, uint64_t timeout_ns);
 
 /* R side, an fd_poll_fn: what has come is received, by this thread from now on until it says that it does not go on.
  * Never blocks. */

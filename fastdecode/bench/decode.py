@@ -188,7 +188,7 @@ class _NoRPart(Link):
     async def free(self, handles):
         pass
 
-    async def trim(self, seq, tag, length):
+    async def trim(self, seq_index, tag, length):
         pass
 
     async def fork(self, src, dst, length):
@@ -212,7 +212,7 @@ class _Bench:
         self.spart = SPart(model, links)
         self.s_alone = SPart(model, [_NoRPart(link) for link in links])
         self.runner = Runner()
-        # (link, seq) of every sequence; neighbours go to different links, each mini-batch is sorted by link.
+        # (link, seq_index) of every sequence; neighbours go to different links, each mini-batch is sorted by link.
         everyone = [(i % len(links), i // len(links)) for i in range(args.batch)]
         self.mini_batches = [sorted(everyone[i :: args.mini_batches]) for i in range(args.mini_batches)]
 
@@ -249,21 +249,21 @@ class _Bench:
             link.region[start : start + raw.nbytes] = memoryview(raw).cast("B")
         total = self.args.batch * self.args.context
         with tqdm(total=total, desc="filling the KV-cache", unit="token", unit_scale=True) as bar:
-            for index, seq in sorted(s for batch in self.mini_batches for s in batch):
+            for index, seq_index in sorted(s for batch in self.mini_batches for s in batch):
                 for pos in range(0, self.args.context, _FILL_ROWS):
                     n = min(_FILL_ROWS, self.args.context - pos)
-                    await asyncio.to_thread(self._append, self.links[index], seq, pos, n)
+                    await asyncio.to_thread(self._append, self.links[index], seq_index, pos, n)
                     bar.update(n)
 
-    def _append(self, link: Link, seq: int, pos: int, n: int) -> None:
-        link.write_table(0, np.array([(seq, 1, pos, n, 0, 0)], ROW_DTYPE))
+    def _append(self, link: Link, seq_index: int, pos: int, n: int) -> None:
+        link.write_table(0, np.array([(seq_index, 1, pos, n, 0, 0)], ROW_DTYPE))
         for layer in range(link.geometry.n_layers):
             link.post(0, layer, 1, n, 0, layer == 0)
             link.wait(0, _TIMEOUT)
 
     async def _trim(self) -> None:
-        for index, seq in (s for batch in self.mini_batches for s in batch):
-            await self.links[index].trim(seq, 1, self.args.context)
+        for index, seq_index in (s for batch in self.mini_batches for s in batch):
+            await self.links[index].trim(seq_index, 1, self.args.context)
 
     def _batch(self, slot: int, step: int) -> StepBatch:
         spec = SampleSpec(temperature=0.0)
@@ -271,8 +271,8 @@ class _Bench:
         return StepBatch(
             slot,
             [
-                Chunk(link, seq, 1, self.args.context + step, [random.randrange(vocab)], False, spec)
-                for link, seq in self.mini_batches[slot]
+                Chunk(link, seq_index, 1, self.args.context + step, [random.randrange(vocab)], False, spec)
+                for link, seq_index in self.mini_batches[slot]
             ],
         )
 
@@ -311,7 +311,11 @@ class _Bench:
         for step in range(self.args.steps):
             for slot, batch in enumerate(self.mini_batches):
                 for index, link in enumerate(self.links):
-                    rows = [(seq, 1, self.args.context + step, 1, ROW_ATTEND, 0) for i, seq in batch if i == index]
+                    rows = [
+                        (seq_index, 1, self.args.context + step, 1, ROW_ATTEND, 0)
+                        for i, seq_index in batch
+                        if i == index
+                    ]
                     counts[slot, index] = len(rows)
                     if rows:
                         link.write_table(slot, np.array(rows, ROW_DTYPE))

@@ -84,20 +84,20 @@ class RPart:
 
     def run_pages(self) -> float:
         """How many pages of a sequence lie side by side, on average."""
-        lists = [self._link.pages(seq, _TAG) for seq in range(self.sequences)]
+        lists = [self._link.pages(seq_index, _TAG) for seq_index in range(self.sequences)]
         jumps = sum(b != a + 1 for pages in lists for a, b in itertools.pairwise(pages))
         return sum(map(len, lists)) / (len(lists) + jumps)
 
     def _occupy(self, n_pages: int) -> list[int]:
         """Fill the cache with sequences of a token each; they stand behind those that are measured."""
-        seqs, at_once = list(range(self.sequences, self.sequences + n_pages)), _FILL_PAGES * PAGE_TOKENS
+        indexes, at_once = list(range(self.sequences, self.sequences + n_pages)), _FILL_PAGES * PAGE_TOKENS
         for i in range(0, n_pages, at_once):
-            some = seqs[i : i + at_once]
+            some = indexes[i : i + at_once]
             table = np.zeros(len(some), ROW_DTYPE)
             table["seq_index"], table["tag"], table["n_rows"] = some, _TAG, 1
             self._port.write_table(0, table.view(np.uint8))
             self._call(len(some), len(some), 0, True)
-        return seqs
+        return indexes
 
     def _fill(self, data: Data, progress: bool) -> None:
         """Cache all tokens but the last of every sequence; whose page comes next is drawn by lot."""
@@ -110,10 +110,10 @@ class RPart:
         in_the_way = rng.permutation(self._occupy(len(turns))).tolist() if self._scattered else []
         bar = tqdm(total=len(turns), desc=f"filling {self.kv_dtype}", unit="page", leave=False, disable=not progress)
         entries: dict[int, tuple[int, int]] = {}  # sequence: position, rows
-        for turn, seq in enumerate(turns.tolist()):
-            n = min(PAGE_TOKENS, cached - int(lengths[seq]))
-            entries[seq] = (int(lengths[seq]), n)
-            lengths[seq] += n
+        for turn, seq_index in enumerate(turns.tolist()):
+            n = min(PAGE_TOKENS, cached - int(lengths[seq_index]))
+            entries[seq_index] = (int(lengths[seq_index]), n)
+            lengths[seq_index] += n
             last = turn + 1 == len(turns)
             if last or len(entries) == _FILL_PAGES or turns[turn + 1] in entries:  # a call names a sequence once
                 table, row = np.zeros(len(entries), ROW_DTYPE), 0
@@ -147,8 +147,8 @@ class RPart:
         start = time.perf_counter()
         kv_bytes = self._call(n, n, n, True)
         seconds = time.perf_counter() - start
-        for seq in range(n):
-            self._link.trim(seq, _TAG, self.shape.context - 1)
+        for seq_index in range(n):
+            self._link.trim(seq_index, _TAG, self.shape.context - 1)
         return seconds, kv_bytes
 
     def output(self) -> np.ndarray:

@@ -186,18 +186,18 @@ class REngineGrant:
     def free(self, handles: Sequence[tuple[int, int]]) -> None:
         """Frees every sequence that it can, then raises CallRefused for the first that it could not."""
         first: CallRefused | None = None
-        for seq, tag in handles:
+        for seq_index, tag in handles:
             try:
                 with _refusals():
-                    self._link.free(seq, tag)
+                    self._link.free(seq_index, tag)
             except CallRefused as error:
                 first = first or error
         if first:
             raise first
 
-    def trim(self, seq: int, tag: int, length: int) -> None:
+    def trim(self, seq_index: int, tag: int, length: int) -> None:
         with _refusals():
-            self._link.trim(seq, tag, length)
+            self._link.trim(seq_index, tag, length)
 
     def fork(self, src: tuple[int, int], dst: tuple[int, int], length: int) -> None:
         with _refusals():

@@ -16,7 +16,7 @@ class Chunk:
     """What one sequence contributes to a step. Filled by the scheduler, read by the S-Part."""
 
     link: int  # index of the sequence's R-node in the S-Part's list of links
-    seq: int  # index within that link's lease
+    seq_index: int  # index within that link's lease
     tag: int  # generation of that index
     pos: int  # tokens of the sequence already cached on the R-node
     tokens: list[int]  # new tokens, at positions pos, pos+1, ...

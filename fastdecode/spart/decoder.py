@@ -89,9 +89,9 @@ class SPart:
             logits=logits if keep_logits else None,
         )
 
-    def drop(self, link: int, seq: int, tag: int) -> None:
+    def drop(self, link: int, seq_index: int, tag: int) -> None:
         """Forget a prompt that will not be continued (aborted or preempted between its chunks). From any thread."""
-        self._prompts.drop((link, seq, tag))
+        self._prompts.drop((link, seq_index, tag))
 
     @property
     def staged_bytes(self) -> int:
@@ -170,7 +170,7 @@ class _Rows:
         self.prompts = []
         for chunk, stop in zip(chunks, stops.tolist(), strict=True):
             if chunk.prefill:
-                key = (chunk.link, chunk.seq, chunk.tag)
+                key = (chunk.link, chunk.seq_index, chunk.tag)
                 rows = slice(stop - len(chunk.tokens), stop)
                 self.prompts.append(PromptChunk(config, key, chunk, rows, spart._prompts.begin(key, chunk)))
 

@@ -70,7 +70,7 @@ def link_rows(chunks: list[Chunk], views: dict[int, SlotViews]) -> list[LinkRows
         last, start, n = place, row, len(chunk.tokens)
         row += n
         flags = 0 if chunk.prefill else ROW_ATTEND
-        entries.setdefault(chunk.link, []).append((chunk.seq, chunk.tag, chunk.pos, n, flags, 0))
+        entries.setdefault(chunk.link, []).append((chunk.seq_index, chunk.tag, chunk.pos, n, flags, 0))
         rows[chunk.prefill].setdefault(chunk.link, [start, start])[1] = row
     result = []
     for index, table in entries.items():

@@ -31,9 +31,9 @@ fd_status_t fd_kvcache_init(fd_kvcache_t *kv, const fd_geometry_t *g, fd_kv_dtyp
     kv->arena = fd_memory_map(kv->arena_bytes, huge, err, err_len);
     if (!kv->arena) return FD_INTERNAL;
     kv->swept = (uint64_t)n_pages * g->n_layers;
-    kv->seqs = calloc(max_seqs, sizeof *kv->seqs);
+    kv->sequences = calloc(max_seqs, sizeof *kv->sequences);
     kv->refs = calloc(n_pages, sizeof *kv->refs);
-    if (!fd_pages_init(&kv->free, n_pages, stretch_order(kv)) || !kv->seqs || !kv->refs) {
+    if (!fd_pages_init(&kv->free, n_pages, stretch_order(kv)) || !kv->sequences || !kv->refs) {
         fd_kvcache_destroy(kv);
         return FAIL(FD_INTERNAL, "no memory for the books of %u pages and %u sequences", n_pages, max_seqs);
     }
@@ -41,15 +41,15 @@ fd_status_t fd_kvcache_init(fd_kvcache_t *kv, const fd_geometry_t *g, fd_kv_dtyp
 }
 
 void fd_kvcache_destroy(fd_kvcache_t *kv) {
-    for (uint32_t i = 0; kv->seqs && i < kv->max_seqs; i++) free(kv->seqs[i].pages);
-    free(kv->seqs);
+    for (uint32_t i = 0; kv->sequences && i < kv->max_seqs; i++) free(kv->sequences[i].pages);
+    free(kv->sequences);
     free(kv->refs);
     fd_pages_destroy(&kv->free);
     if (kv->arena) fd_memory_unmap(kv->arena, kv->arena_bytes);
     memset(kv, 0, sizeof *kv);
 }
 
-static bool reserve_list(fd_seq_t *s, uint32_t n_pages) {
+static bool reserve_list(fd_sequence_t *s, uint32_t n_pages) {
     if (n_pages <= s->capacity) return true;
     uint32_t capacity = s->capacity ? s->capacity : 4;
     while (capacity < n_pages) capacity *= 2;
@@ -61,7 +61,7 @@ static bool reserve_list(fd_seq_t *s, uint32_t n_pages) {
 }
 
 /* For place `i` of the sequence's list. The caller has made sure that there is one. */
-static uint32_t take_page(fd_kvcache_t *kv, const fd_seq_t *s, uint32_t i) {
+static uint32_t take_page(fd_kvcache_t *kv, const fd_sequence_t *s, uint32_t i) {
     const uint32_t page = fd_pages_take(&kv->free, i ? s->pages[i - 1] : FD_NO_PAGE);
     kv->refs[page] = 1;
     kv->swept = 0;
@@ -75,7 +75,7 @@ static void drop_page(fd_kvcache_t *kv, uint32_t page) {
 }
 
 /* Drops pages from the end, so that the stretch it began with is the next one to be taken. */
-static void shrink(fd_kvcache_t *kv, fd_seq_t *s, uint32_t length) {
+static void shrink(fd_kvcache_t *kv, fd_sequence_t *s, uint32_t length) {
     uint32_t keep = fd_pages_for(length);
     while (s->n_pages > keep) drop_page(kv, s->pages[--s->n_pages]);
     s->length = length;
@@ -92,38 +92,43 @@ static void copy_page(fd_kvcache_t *kv, uint32_t dst, uint32_t src) {
         memcpy(fd_kv_chunk(kv, layer, dst, 0), fd_kv_chunk(kv, layer, src, 0), kv->row_bytes);
 }
 
-static fd_status_t find(fd_kvcache_t *kv, uint32_t seq, uint32_t tag, fd_seq_t **out, char *err, size_t err_len) {
-    if (seq >= kv->max_seqs) return FAIL(FD_BAD_SEQUENCE, "sequence %u is outside the lease of %u", seq, kv->max_seqs);
-    fd_seq_t *s = &kv->seqs[seq];
-    if (s->length && s->tag != tag) return FAIL(FD_BAD_SEQUENCE, "sequence %u has tag %u, not %u", seq, s->tag, tag);
+static fd_status_t find(fd_kvcache_t *kv, uint32_t seq_index, uint32_t tag, fd_sequence_t **out, char *err,
+                        size_t err_len) {
+    if (seq_index >= kv->max_seqs)
+        return FAIL(FD_BAD_SEQUENCE, "sequence %u is outside the lease of %u", seq_index, kv->max_seqs);
+    fd_sequence_t *s = &kv->sequences[seq_index];
+    if (s->length && s->tag != tag)
+        return FAIL(FD_BAD_SEQUENCE, "sequence %u has tag %u, not %u", seq_index, s->tag, tag);
     *out = s;
     return FD_OK;
 }
 
-fd_status_t fd_kvcache_free(fd_kvcache_t *kv, uint32_t seq, uint32_t tag, char *err, size_t err_len) {
-    fd_seq_t *s;
-    fd_status_t status = find(kv, seq, tag, &s, err, err_len);
+fd_status_t fd_kvcache_free(fd_kvcache_t *kv, uint32_t seq_index, uint32_t tag, char *err, size_t err_len) {
+    fd_sequence_t *s;
+    fd_status_t status = find(kv, seq_index, tag, &s, err, err_len);
     if (status == FD_OK && s->length) shrink(kv, s, 0);
     return status;
 }
 
-fd_status_t fd_kvcache_trim(fd_kvcache_t *kv, uint32_t seq, uint32_t tag, uint32_t length, char *err, size_t err_len) {
-    fd_seq_t *s;
-    fd_status_t status = find(kv, seq, tag, &s, err, err_len);
+fd_status_t fd_kvcache_trim(fd_kvcache_t *kv, uint32_t seq_index, uint32_t tag, uint32_t length, char *err,
+                            size_t err_len) {
+    fd_sequence_t *s;
+    fd_status_t status = find(kv, seq_index, tag, &s, err, err_len);
     if (status != FD_OK) return status;
     if (length > s->length)
-        return FAIL(FD_BAD_SEQUENCE, "sequence %u has %u tokens, cannot be trimmed to %u", seq, s->length, length);
+        return FAIL(FD_BAD_SEQUENCE, "sequence %u has %u tokens, cannot be trimmed to %u", seq_index, s->length,
+                    length);
     if (s->length) shrink(kv, s, length);
     return FD_OK;
 }
 
 fd_status_t fd_kvcache_fork(fd_kvcache_t *kv, uint32_t src, uint32_t src_tag, uint32_t dst, uint32_t dst_tag,
                             uint32_t length, char *err, size_t err_len) {
-    fd_seq_t *from, *to;
+    fd_sequence_t *from, *to;
     fd_status_t status = find(kv, src, src_tag, &from, err, err_len);
     if (status != FD_OK) return status;
     if (dst >= kv->max_seqs) return FAIL(FD_BAD_SEQUENCE, "sequence %u is outside the lease of %u", dst, kv->max_seqs);
-    to = &kv->seqs[dst];
+    to = &kv->sequences[dst];
     if (to->length) return FAIL(FD_BAD_SEQUENCE, "sequence %u is not empty, it has %u tokens", dst, to->length);
     if (length < 1 || length > from->length)
         return FAIL(FD_BAD_SEQUENCE, "sequence %u has %u tokens, cannot share %u", src, from->length, length);
@@ -143,10 +148,10 @@ fd_status_t fd_kvcache_fork(fd_kvcache_t *kv, uint32_t src, uint32_t src_tag, ui
     return FD_OK;
 }
 
-fd_status_t fd_kvcache_pages(fd_kvcache_t *kv, uint32_t seq, uint32_t tag, const uint32_t **pages, uint32_t *n,
+fd_status_t fd_kvcache_pages(fd_kvcache_t *kv, uint32_t seq_index, uint32_t tag, const uint32_t **pages, uint32_t *n,
                              char *err, size_t err_len) {
-    fd_seq_t *s;
-    fd_status_t status = find(kv, seq, tag, &s, err, err_len);
+    fd_sequence_t *s;
+    fd_status_t status = find(kv, seq_index, tag, &s, err, err_len);
     if (status != FD_OK) return status;
     *pages = s->pages;
     *n = s->n_pages;
@@ -156,7 +161,7 @@ fd_status_t fd_kvcache_pages(fd_kvcache_t *kv, uint32_t seq, uint32_t tag, const
 static fd_status_t check_entry(fd_kvcache_t *kv, const fd_row_t *r, uint32_t i, char *err, size_t err_len) {
     if (r->seq_index >= kv->max_seqs)
         return FAIL(FD_BAD_TABLE, "entry %u: sequence %u is outside the lease of %u", i, r->seq_index, kv->max_seqs);
-    fd_seq_t *s = &kv->seqs[r->seq_index];
+    fd_sequence_t *s = &kv->sequences[r->seq_index];
     if (s->mark == kv->mark) return FAIL(FD_BAD_TABLE, "entry %u: sequence %u is named twice", i, r->seq_index);
     s->mark = kv->mark;
     if (s->length && r->tag != s->tag)
@@ -171,7 +176,7 @@ static fd_status_t check_entry(fd_kvcache_t *kv, const fd_row_t *r, uint32_t i, 
 }
 
 /* The page that receives the first new row, if the sequence shares it and must have a copy of its own; else NULL. */
-static uint32_t *shared_end(const fd_kvcache_t *kv, const fd_seq_t *s) {
+static uint32_t *shared_end(const fd_kvcache_t *kv, const fd_sequence_t *s) {
     if (s->length % FD_PAGE_TOKENS == 0) return NULL;
     uint32_t *page = s->pages + s->length / FD_PAGE_TOKENS;
     return kv->refs[*page] > 1 ? page : NULL;
@@ -179,7 +184,7 @@ static uint32_t *shared_end(const fd_kvcache_t *kv, const fd_seq_t *s) {
 
 fd_status_t fd_kvcache_check(fd_kvcache_t *kv, const fd_row_t *table, uint32_t n_entries, char *err, size_t err_len) {
     if (!++kv->mark) { /* once in 2^32 steps old marks could be taken for new ones */
-        for (uint32_t i = 0; i < kv->max_seqs; i++) kv->seqs[i].mark = 0;
+        for (uint32_t i = 0; i < kv->max_seqs; i++) kv->sequences[i].mark = 0;
         kv->mark = 1;
     }
     fd_status_t status = FD_OK;
@@ -188,7 +193,7 @@ fd_status_t fd_kvcache_check(fd_kvcache_t *kv, const fd_row_t *table, uint32_t n
     for (; checked < n_entries; checked++) {
         status = check_entry(kv, &table[checked], checked, err, err_len);
         if (status != FD_OK) break;
-        fd_seq_t *s = &kv->seqs[table[checked].seq_index];
+        fd_sequence_t *s = &kv->sequences[table[checked].seq_index];
         needed += fd_pages_for((uint64_t)s->length + table[checked].n_rows) - s->n_pages;
         uint32_t *page = shared_end(kv, s);
         s->copies = page != NULL;
@@ -197,7 +202,7 @@ fd_status_t fd_kvcache_check(fd_kvcache_t *kv, const fd_row_t *table, uint32_t n
         kv->refs[*page]--; /* the last of those that share it keeps it */
     }
     while (checked--) {
-        const fd_seq_t *s = &kv->seqs[table[checked].seq_index];
+        const fd_sequence_t *s = &kv->sequences[table[checked].seq_index];
         if (s->copies) kv->refs[s->pages[s->length / FD_PAGE_TOKENS]]++;
     }
     if (status == FD_OK && needed > kv->free.n_free)
@@ -208,12 +213,12 @@ fd_status_t fd_kvcache_check(fd_kvcache_t *kv, const fd_row_t *table, uint32_t n
 
 fd_status_t fd_kvcache_append(fd_kvcache_t *kv, const fd_row_t *table, uint32_t n_entries, char *err, size_t err_len) {
     for (uint32_t i = 0; i < n_entries; i++) {
-        fd_seq_t *s = &kv->seqs[table[i].seq_index];
+        fd_sequence_t *s = &kv->sequences[table[i].seq_index];
         if (!reserve_list(s, fd_pages_for((uint64_t)s->length + table[i].n_rows)))
             return FAIL(FD_INTERNAL, "no memory for the page list of sequence %u", table[i].seq_index);
     }
     for (uint32_t i = 0; i < n_entries; i++) {
-        fd_seq_t *s = &kv->seqs[table[i].seq_index];
+        fd_sequence_t *s = &kv->sequences[table[i].seq_index];
         uint32_t *page = shared_end(kv, s);
         if (page) {
             const uint32_t own = take_page(kv, s, (uint32_t)(page - s->pages));

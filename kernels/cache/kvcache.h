@@ -31,15 +31,15 @@ typedef struct {
     uint32_t tag;
     uint32_t mark; /* of the last row table that named it; finds duplicates */
     bool copies;   /* while a step is checked: it would copy the page that it appends to */
-} fd_seq_t;
+} fd_sequence_t;
 
 typedef struct {
     uint8_t *arena;
     size_t arena_bytes, chunk_bytes, row_bytes; /* row: a page's share of a layer */
     size_t granule;                             /* fd_memory_granule of the arena */
     uint32_t n_layers, n_kv_heads, n_pages, max_seqs;
-    fd_seq_t *seqs; /* [max_seqs] */
-    uint32_t *refs; /* [n_pages] sequences that hold a page */
+    fd_sequence_t *sequences; /* [max_seqs] */
+    uint32_t *refs;           /* [n_pages] sequences that hold a page */
     fd_pages_t free;
     uint32_t n_seqs, shared_refs, mark;
     uint64_t swept; /* rows that fd_kvcache_give_back has passed since a page was last taken or dropped */
@@ -51,12 +51,13 @@ fd_status_t fd_kvcache_init(fd_kvcache_t *kv, const fd_geometry_t *g, fd_kv_dtyp
 void fd_kvcache_destroy(fd_kvcache_t *kv);
 
 /* A free of an empty sequence does nothing: the step that was to fill it may have been refused. */
-fd_status_t fd_kvcache_free(fd_kvcache_t *kv, uint32_t seq, uint32_t tag, char *err, size_t err_len);
-fd_status_t fd_kvcache_trim(fd_kvcache_t *kv, uint32_t seq, uint32_t tag, uint32_t length, char *err, size_t err_len);
+fd_status_t fd_kvcache_free(fd_kvcache_t *kv, uint32_t seq_index, uint32_t tag, char *err, size_t err_len);
+fd_status_t fd_kvcache_trim(fd_kvcache_t *kv, uint32_t seq_index, uint32_t tag, uint32_t length, char *err,
+                            size_t err_len);
 fd_status_t fd_kvcache_fork(fd_kvcache_t *kv, uint32_t src, uint32_t src_tag, uint32_t dst, uint32_t dst_tag,
                             uint32_t length, char *err, size_t err_len);
 /* A sequence's pages, in order: [*n] at *pages until the cache changes. */
-fd_status_t fd_kvcache_pages(fd_kvcache_t *kv, uint32_t seq, uint32_t tag, const uint32_t **pages, uint32_t *n,
+fd_status_t fd_kvcache_pages(fd_kvcache_t *kv, uint32_t seq_index, uint32_t tag, const uint32_t **pages, uint32_t *n,
                              char *err, size_t err_len);
 
 /* Whether a step fits: every entry names a sequence of the lease once, at its end, and there are pages for all new

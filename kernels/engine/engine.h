@@ -71,14 +71,14 @@ int fd_link_eventfd(const fd_link_t *link);
 
 /* A sequence named here must not be part of a call in progress; if it is, the lease's contents suffer and nothing else.
  * Freeing an empty sequence does nothing. */
-int fd_link_free(fd_link_t *link, uint32_t seq, uint32_t tag, char *err, size_t err_len);
-int fd_link_trim(fd_link_t *link, uint32_t seq, uint32_t tag, uint32_t length, char *err, size_t err_len);
+int fd_link_free(fd_link_t *link, uint32_t seq_index, uint32_t tag, char *err, size_t err_len);
+int fd_link_trim(fd_link_t *link, uint32_t seq_index, uint32_t tag, uint32_t length, char *err, size_t err_len);
 /* dst (empty) shares src's first `length` tokens; pages are reference-counted, and the cut one copied when either
  * appends to it. */
 int fd_link_fork(fd_link_t *link, uint32_t src, uint32_t src_tag, uint32_t dst, uint32_t dst_tag, uint32_t length,
                  char *err, size_t err_len);
 /* The numbers of a sequence's pages, in order: [*n], to be freed by the caller. */
-int fd_link_pages(fd_link_t *link, uint32_t seq, uint32_t tag, uint32_t **pages, uint32_t *n, char *err,
+int fd_link_pages(fd_link_t *link, uint32_t seq_index, uint32_t tag, uint32_t **pages, uint32_t *n, char *err,
                   size_t err_len);
 void fd_link_stats(fd_link_t *link, fd_link_stats_t *out);
 void fd_link_prefault(fd_link_t *link, fd_prefault_t *out);

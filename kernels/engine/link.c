@@ -149,16 +149,16 @@ void fd_engine_remove_link(fd_engine_t *e, fd_link_t *link) {
 
 int fd_link_eventfd(const fd_link_t *link) { return link->eventfd; }
 
-int fd_link_free(fd_link_t *link, uint32_t seq, uint32_t tag, char *err, size_t err_len) {
+int fd_link_free(fd_link_t *link, uint32_t seq_index, uint32_t tag, char *err, size_t err_len) {
     pthread_mutex_lock(&link->mutex);
-    fd_status_t status = fd_kvcache_free(&link->kv, seq, tag, err, err_len);
+    fd_status_t status = fd_kvcache_free(&link->kv, seq_index, tag, err, err_len);
     pthread_mutex_unlock(&link->mutex);
     return -(int)status;
 }
 
-int fd_link_trim(fd_link_t *link, uint32_t seq, uint32_t tag, uint32_t length, char *err, size_t err_len) {
+int fd_link_trim(fd_link_t *link, uint32_t seq_index, uint32_t tag, uint32_t length, char *err, size_t err_len) {
     pthread_mutex_lock(&link->mutex);
-    fd_status_t status = fd_kvcache_trim(&link->kv, seq, tag, length, err, err_len);
+    fd_status_t status = fd_kvcache_trim(&link->kv, seq_index, tag, length, err, err_len);
     pthread_mutex_unlock(&link->mutex);
     return -(int)status;
 }
@@ -171,11 +171,11 @@ int fd_link_fork(fd_link_t *link, uint32_t src, uint32_t src_tag, uint32_t dst, 
     return -(int)status;
 }
 
-int fd_link_pages(fd_link_t *link, uint32_t seq, uint32_t tag, uint32_t **pages, uint32_t *n, char *err,
+int fd_link_pages(fd_link_t *link, uint32_t seq_index, uint32_t tag, uint32_t **pages, uint32_t *n, char *err,
                   size_t err_len) {
     const uint32_t *list;
     pthread_mutex_lock(&link->mutex);
-    fd_status_t status = fd_kvcache_pages(&link->kv, seq, tag, &list, n, err, err_len);
+    fd_status_t status = fd_kvcache_pages(&link->kv, seq_index, tag, &list, n, err, err_len);
     if (status == FD_OK) {
         *pages = malloc((*n + 1) * sizeof **pages);
         if (*pages && *n) memcpy(*pages, list, *n * sizeof **pages);

@@ -213,7 +213,7 @@ fd_status_t fd_step_plan(fd_step_t *step, fd_kvcache_t *kv, const fd_plan_shape_
     uint32_t row = 0;
     for (uint32_t i = 0; i < step->n_entries; i++) {
         const fd_row_t *r = &step->table[i];
-        const fd_seq_t *s = &kv->seqs[r->seq_index];
+        const fd_sequence_t *s = &kv->sequences[r->seq_index];
         step->entries[i] = (fd_entry_t){r->pos, r->n_rows, row, r->flags & FD_ROW_ATTEND, heads_of_span(r, shape), at};
         memcpy(step->pages + at, s->pages, s->n_pages * sizeof *s->pages);
         at += s->n_pages;

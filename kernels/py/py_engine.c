@@ -325,19 +325,19 @@ static PyObject *outcome(int rc, const char *err) {
 }
 
 static PyObject *link_free(link_object_t *self, PyObject *args) {
-    unsigned seq, tag;
+    unsigned seq_index, tag;
     char err[ERR_LEN];
-    if (!PyArg_ParseTuple(args, "II", &seq, &tag)) return NULL;
+    if (!PyArg_ParseTuple(args, "II", &seq_index, &tag)) return NULL;
     if (!self->link) return closed_error("the link");
-    return outcome(fd_link_free(self->link, seq, tag, err, sizeof err), err);
+    return outcome(fd_link_free(self->link, seq_index, tag, err, sizeof err), err);
 }
 
 static PyObject *link_trim(link_object_t *self, PyObject *args) {
-    unsigned seq, tag, length;
+    unsigned seq_index, tag, length;
     char err[ERR_LEN];
-    if (!PyArg_ParseTuple(args, "III", &seq, &tag, &length)) return NULL;
+    if (!PyArg_ParseTuple(args, "III", &seq_index, &tag, &length)) return NULL;
     if (!self->link) return closed_error("the link");
-    return outcome(fd_link_trim(self->link, seq, tag, length, err, sizeof err), err);
+    return outcome(fd_link_trim(self->link, seq_index, tag, length, err, sizeof err), err);
 }
 
 static PyObject *link_fork(link_object_t *self, PyObject *args) {
@@ -349,12 +349,12 @@ static PyObject *link_fork(link_object_t *self, PyObject *args) {
 }
 
 static PyObject *link_pages(link_object_t *self, PyObject *args) {
-    unsigned seq, tag, n;
+    unsigned seq_index, tag, n;
     uint32_t *pages;
     char err[ERR_LEN];
-    if (!PyArg_ParseTuple(args, "II", &seq, &tag)) return NULL;
+    if (!PyArg_ParseTuple(args, "II", &seq_index, &tag)) return NULL;
     if (!self->link) return closed_error("the link");
-    const int rc = fd_link_pages(self->link, seq, tag, &pages, &n, err, sizeof err);
+    const int rc = fd_link_pages(self->link, seq_index, tag, &pages, &n, err, sizeof err);
     if (rc) return outcome(rc, err);
     PyObject *list = PyList_New(n);
     for (unsigned i = 0; list && i < n; i++) {
@@ -396,11 +396,13 @@ static PyGetSetDef link_getset[] = {
 
 static PyMethodDef link_methods[] = {
     {"free", (PyCFunction)link_free, METH_VARARGS,
-     "free(seq, tag): give a sequence's pages back; an empty one has none"},
-    {"trim", (PyCFunction)link_trim, METH_VARARGS, "trim(seq, tag, length): roll back to the first `length` tokens"},
+     "free(seq_index, tag): give a sequence's pages back; an empty one has none"},
+    {"trim", (PyCFunction)link_trim, METH_VARARGS,
+     "trim(seq_index, tag, length): roll back to the first `length` tokens"},
     {"fork", (PyCFunction)link_fork, METH_VARARGS,
      "fork(src, src_tag, dst, dst_tag, length): let the empty `dst` share the first `length` tokens of `src`"},
-    {"pages", (PyCFunction)link_pages, METH_VARARGS, "pages(seq, tag) -> the numbers of a sequence's pages, in order"},
+    {"pages", (PyCFunction)link_pages, METH_VARARGS,
+     "pages(seq_index, tag) -> the numbers of a sequence's pages, in order"},
     {"stats", (PyCFunction)link_stats, METH_NOARGS, "Counters, as fd_link_stats_t."},
     {"close", (PyCFunction)link_close, METH_NOARGS,
      "Leave the engine and free the lease; waits for a call in progress. Idempotent."},

@@ -41,7 +41,7 @@ typedef struct {
     fd_engine_t *engine;
     fd_link_t *link;
     void *region;
-    uint64_t seq;
+    uint64_t number; /* of the last call */
     uint32_t length, noise;
     float k[MAX_TOKENS][HEAD], v[MAX_TOKENS][HEAD];
 } target_t;
@@ -86,7 +86,7 @@ static void check_row(const target_t *good, const float *q, const float *o, uint
 static void good_call(target_t *good) {
     const fd_layout_t y = fd_region_layout(&good_geometry);
     fd_slot_t *slot = fd_slot_at(good->region, &y, 0);
-    uint32_t n = 1 + (uint32_t)good->seq % good_geometry.max_rows;
+    uint32_t n = 1 + (uint32_t)good->number % good_geometry.max_rows;
     if (good->length + n > MAX_TOKENS) {
         good->length = 100;
         REQUIRE(fd_link_trim(good->link, 1, 7, good->length, err, sizeof err) == 0);
@@ -99,10 +99,10 @@ static void good_call(target_t *good) {
         memcpy(good->v[good->length + j], kv + j * 2 * HEAD + HEAD, sizeof good->v[0]);
     }
     *(fd_row_t *)((uint8_t *)slot + y.table) = (fd_row_t){1, 7, good->length, n, FD_ROW_ATTEND, 0};
-    slot->call =
-        (fd_call_t){.number = ++good->seq, .flags = FD_CALL_NEW_STEP, .n_entries = 1, .n_rows = n, .n_attend_rows = n};
-    ring(good->link, good->region, slot, good->seq);
-    const fd_reply_t *reply = answer(slot, good->seq);
+    slot->call = (fd_call_t){
+        .number = ++good->number, .flags = FD_CALL_NEW_STEP, .n_entries = 1, .n_rows = n, .n_attend_rows = n};
+    ring(good->link, good->region, slot, good->number);
+    const fd_reply_t *reply = answer(slot, good->number);
     REQUIRE(reply->status == FD_OK && reply->n_attend_rows == n);
     for (uint32_t j = 0; j < n; j++)
         check_row(good, q + j * GROUP * HEAD, (float *)((uint8_t *)slot + y.o) + j * GROUP * HEAD,
@@ -112,7 +112,7 @@ static void good_call(target_t *good) {
 
 /* ---- the hostile link ---- */
 
-enum { SEQS = 6 };
+enum { SEQUENCES = 6 };
 
 typedef struct {
     fd_geometry_t g;
@@ -121,7 +121,7 @@ typedef struct {
     void *region;
     struct {
         uint32_t tag, length;
-    } seqs[SEQS]; /* what is cached, as far as we know: makes most calls good ones */
+    } sequences[SEQUENCES]; /* what is cached, as far as we know: makes most calls good ones */
     struct {
         uint64_t bell;
         fd_call_t call;
@@ -144,7 +144,7 @@ static void open_hostile(hostile_t *h, fd_engine_t *engine, input_t *in) {
     h->y = fd_region_layout(&h->g);
     uint32_t windows[3];
     for (uint32_t i = 0; i < 3; i++) windows[i] = take(in, 1) % 2 ? 0 : edgy(in, 100);
-    fd_lease_t lease = {take(in, 1) % FD_KV_DTYPES, 1 + take(in, 1) % 24, SEQS, 0.3f, windows};
+    fd_lease_t lease = {take(in, 1) % FD_KV_DTYPES, 1 + take(in, 1) % 24, SEQUENCES, 0.3f, windows};
     h->region = new_region(&h->g);
     h->link = fd_engine_add_link(engine, h->region, &h->g, &lease, NULL, err, sizeof err);
     REQUIRE(h->link);
@@ -152,12 +152,13 @@ static void open_hostile(hostile_t *h, fd_engine_t *engine, input_t *in) {
 
 /* A table that would be served if there is room, and a header for it. */
 static void good_step(hostile_t *h, input_t *in, fd_row_t *table, fd_call_t *call) {
-    uint32_t n = 1 + take(in, 1) % SEQS, first = take(in, 1), attending = take(in, 1) % (n + 1), rows = 0;
+    uint32_t n = 1 + take(in, 1) % SEQUENCES, first = take(in, 1), attending = take(in, 1) % (n + 1), rows = 0;
     for (uint32_t i = 0; i < n && rows < h->g.max_rows; i++) {
-        uint32_t seq = (first + i) % SEQS, want = 1 + take(in, 1) % h->g.max_rows;
+        uint32_t seq_index = (first + i) % SEQUENCES, want = 1 + take(in, 1) % h->g.max_rows;
         if (want > h->g.max_rows - rows) want = h->g.max_rows - rows;
-        if (!h->seqs[seq].length) h->seqs[seq].tag = take(in, 1);
-        table[i] = (fd_row_t){seq, h->seqs[seq].tag, h->seqs[seq].length, want, i < attending ? FD_ROW_ATTEND : 0, 0};
+        if (!h->sequences[seq_index].length) h->sequences[seq_index].tag = take(in, 1);
+        table[i] = (fd_row_t){seq_index, h->sequences[seq_index].tag,       h->sequences[seq_index].length,
+                              want,      i < attending ? FD_ROW_ATTEND : 0, 0};
         rows += want;
         call->n_entries++;
         if (i < attending) call->n_attend_rows += want;
@@ -168,7 +169,7 @@ static void good_step(hostile_t *h, input_t *in, fd_row_t *table, fd_call_t *cal
 
 static void mutate_row(input_t *in, fd_row_t *r, uint32_t max_rows) {
     switch (take(in, 1) % 6) {
-    case 0: r->seq_index = edgy(in, SEQS); break;
+    case 0: r->seq_index = edgy(in, SEQUENCES); break;
     case 1: r->tag ^= take(in, 1); break;
     case 2: r->pos = edgy(in, 64); break;
     case 3: r->n_rows = edgy(in, max_rows); break;
@@ -210,9 +211,9 @@ static void scribble(hostile_t *h, input_t *in, uint32_t slot) {
 
 static void note_served(hostile_t *h, const fd_row_t *table, const fd_call_t *call) {
     for (uint32_t i = 0; i < call->n_entries; i++) {
-        REQUIRE(table[i].seq_index < SEQS); /* nothing else may have been served */
-        h->seqs[table[i].seq_index].length = table[i].pos + table[i].n_rows;
-        h->seqs[table[i].seq_index].tag = table[i].tag;
+        REQUIRE(table[i].seq_index < SEQUENCES); /* nothing else may have been served */
+        h->sequences[table[i].seq_index].length = table[i].pos + table[i].n_rows;
+        h->sequences[table[i].seq_index].tag = table[i].tag;
     }
 }
 
@@ -258,25 +259,25 @@ static void hostile_call(hostile_t *h, input_t *in) {
 }
 
 static void control(hostile_t *h, input_t *in) {
-    uint32_t a = edgy(in, SEQS), b = edgy(in, SEQS), length = edgy(in, 128);
-    uint32_t tag = take(in, 1) % 8 && a < SEQS ? h->seqs[a].tag : take(in, 4);
+    uint32_t a = edgy(in, SEQUENCES), b = edgy(in, SEQUENCES), length = edgy(in, 128);
+    uint32_t tag = take(in, 1) % 8 && a < SEQUENCES ? h->sequences[a].tag : take(in, 4);
     int rc;
     switch (take(in, 1) % 3) {
     case 0:
         rc = fd_link_free(h->link, a, tag, err, sizeof err);
-        if (rc == 0) h->seqs[a].length = 0;
+        if (rc == 0) h->sequences[a].length = 0;
         break;
     case 1:
         rc = fd_link_trim(h->link, a, tag, length, err, sizeof err);
-        if (rc == 0) h->seqs[a].length = length;
+        if (rc == 0) h->sequences[a].length = length;
         break;
     default:
         rc = fd_link_fork(h->link, a, tag, b, length, length, err, sizeof err);
-        if (rc == 0) h->seqs[b].length = h->seqs[b].tag = length;
+        if (rc == 0) h->sequences[b].length = h->sequences[b].tag = length;
     }
     fd_link_stats_t stats;
     fd_link_stats(h->link, &stats);
-    REQUIRE(rc <= 0 && stats.pages_used <= stats.pages_total && stats.seqs <= SEQS);
+    REQUIRE(rc <= 0 && stats.pages_used <= stats.pages_total && stats.seqs <= SEQUENCES);
 }
 
 static void hostile_link(target_t *target, input_t *in) {
@@ -287,9 +288,9 @@ static void hostile_link(target_t *target, input_t *in) {
         else control(&h, in);
     }
     good_call(target);
-    for (uint32_t i = 0; i < SEQS; i++) /* all pages come back, whatever happened */
-        for (uint32_t tag = 0; fd_link_free(h.link, i, h.seqs[i].tag, err, sizeof err) && tag < 256; tag++)
-            h.seqs[i].tag = tag;
+    for (uint32_t i = 0; i < SEQUENCES; i++) /* all pages come back, whatever happened */
+        for (uint32_t tag = 0; fd_link_free(h.link, i, h.sequences[i].tag, err, sizeof err) && tag < 256; tag++)
+            h.sequences[i].tag = tag;
     fd_engine_remove_link(target->engine, h.link);
     free(h.region);
 }

@@ -152,7 +152,7 @@ static void expect_the_end(end_t *e) {
 
 static void hostile_calls(input_t *in) {
     end_t e;
-    uint64_t seq[FD_MAX_SLOTS] = {0};
+    uint64_t number[FD_MAX_SLOTS] = {0};
     uint32_t length[4] = {0}; /* of the lease's sequences, as far as we know */
     bool open = true;
     open_end(&e, FD_SIDE_R);
@@ -164,7 +164,7 @@ static void hostile_calls(input_t *in) {
         if (take(in, 1) % 8 == 0) ((uint8_t *)&row)[take(in, 1) % sizeof row] ^= (uint8_t)take(in, 1);
         uint8_t *body = (uint8_t *)(&m.call + 1);
         memcpy(body, &row, sizeof row);
-        m.call = (fd_call_t){.number = seq[slot] + 1,
+        m.call = (fd_call_t){.number = number[slot] + 1,
                              .flags = FD_CALL_NEW_STEP,
                              .n_entries = 1,
                              .n_rows = rows,
@@ -188,7 +188,7 @@ static void hostile_calls(input_t *in) {
         if (!send_pieces(&e, in, &m, n) || !open) break;
         message_t r;
         REQUIRE(receive_message(&e, &r));
-        REQUIRE(r.frame.slot == slot && r.reply.number == ++seq[slot] && r.reply.status <= FD_OUT_OF_PAGES);
+        REQUIRE(r.frame.slot == slot && r.reply.number == ++number[slot] && r.reply.status <= FD_OUT_OF_PAGES);
         bool served = r.reply.status == FD_OK;
         REQUIRE(r.frame.length == sizeof r.reply + (served ? attend * e.y.q_row_bytes : 0));
         if (served) {

@@ -175,10 +175,10 @@ static void fill(uint8_t *at, size_t n) {
 
 static fd_slot_t *slot_of(pair_t *p, end_t *e, uint32_t slot) { return fd_slot_at(e->region, &p->y, slot); }
 
-static void put_call(pair_t *p, uint32_t slot, uint64_t seq) {
+static void put_call(pair_t *p, uint32_t slot, uint64_t number) {
     fd_slot_t *s = slot_of(p, &p->s, slot);
     uint32_t rows = 1 + (uint32_t)rand() % p->g.max_rows;
-    s->call = (fd_call_t){.number = seq,
+    s->call = (fd_call_t){.number = number,
                           .flags = rand() % 2,
                           .layer = 1,
                           .n_entries = 1 + (uint32_t)rand() % rows,
@@ -195,27 +195,27 @@ static void arrived(pair_t *p, end_t *from, end_t *to, const uint8_t *before, ui
     CHECK(!memcmp(before + at + used, got + at + used, end - at - used));
 }
 
-static void call_and_reply(pair_t *p, uint32_t slot, uint64_t seq) {
+static void call_and_reply(pair_t *p, uint32_t slot, uint64_t number) {
     const fd_layout_t *y = &p->y;
     uint8_t *before = malloc(y->slot_bytes);
     CHECK(before);
-    put_call(p, slot, seq);
+    put_call(p, slot, number);
     fd_slot_t *s = slot_of(p, &p->s, slot), *r = slot_of(p, &p->r, slot);
     memcpy(before, r, y->slot_bytes);
     fd_poster_send(p->s.poster, slot);
     const fd_call_t *c = &s->call;
-    CHECK(r->request_bell == seq && !memcmp(&r->call, c, sizeof *c));
+    CHECK(r->request_bell == number && !memcmp(&r->call, c, sizeof *c));
     arrived(p, &p->s, &p->r, before, slot, y->table, c->flags ? c->n_entries * sizeof(fd_row_t) : 0, y->q);
     arrived(p, &p->s, &p->r, before, slot, y->q, c->n_attend_rows * y->q_row_bytes, y->kv);
     arrived(p, &p->s, &p->r, before, slot, y->kv, c->n_rows * y->kv_row_bytes, y->o);
-    CHECK(!memcmp(before + y->o, (uint8_t *)r + y->o, y->slot_bytes - y->o) && r->reply_bell == seq - 1);
+    CHECK(!memcmp(before + y->o, (uint8_t *)r + y->o, y->slot_bytes - y->o) && r->reply_bell == number - 1);
 
     fill((uint8_t *)r + y->o, y->slot_bytes - y->o);
-    r->reply = (fd_reply_t){.number = seq, .n_attend_rows = c->n_attend_rows, .busy_ns = 5, .message = "a message"};
-    r->reply_bell = seq;
+    r->reply = (fd_reply_t){.number = number, .n_attend_rows = c->n_attend_rows, .busy_ns = 5, .message = "a message"};
+    r->reply_bell = number;
     memcpy(before, s, y->slot_bytes);
     fd_poster_send(p->r.poster, slot);
-    CHECK(s->reply_bell == seq && !memcmp(&s->reply, &r->reply, sizeof s->reply));
+    CHECK(s->reply_bell == number && !memcmp(&s->reply, &r->reply, sizeof s->reply));
     arrived(p, &p->r, &p->s, before, slot, y->o, r->reply.n_attend_rows * y->q_row_bytes, y->slot_bytes);
     CHECK(!memcmp(before + y->table, (uint8_t *)s + y->table, y->o - y->table));
     free(before);
@@ -235,21 +235,21 @@ static void full_queue_loses_nothing(void) {
     pair_t p;
     open_pair(&p, 1u << 20, 16);
     p.s.device.withhold = true;
-    uint64_t seq[3] = {0}, sent = 0;
+    uint64_t number[3] = {0}, sent = 0;
     while (p.s.device.unfinished + 5 <= 16) {
-        put_call(&p, sent % 3, ++seq[sent % 3]);
+        put_call(&p, sent % 3, ++number[sent % 3]);
         fd_poster_send(p.s.poster, sent++ % 3);
     }
     for (uint32_t slot = 0; slot < 3; slot++) {
-        put_call(&p, slot, ++seq[slot]);
+        put_call(&p, slot, ++number[slot]);
         slot_of(&p, &p.s, slot)->call.flags = FD_CALL_NEW_STEP;
         slot_of(&p, &p.s, slot)->call.n_attend_rows = 1;
         fd_poster_send(p.s.poster, slot);
     }
-    CHECK(slot_of(&p, &p.r, 2)->request_bell == seq[2] - 1);
+    CHECK(slot_of(&p, &p.r, 2)->request_bell == number[2] - 1);
     p.s.device.withhold = false;
     for (int i = 0; i < 3; i++) fd_poster_reap(p.s.poster);
-    for (uint32_t slot = 0; slot < 3; slot++) CHECK(slot_of(&p, &p.r, slot)->request_bell == seq[slot]);
+    for (uint32_t slot = 0; slot < 3; slot++) CHECK(slot_of(&p, &p.r, slot)->request_bell == number[slot]);
     close_pair(&p);
 }
 
@@ -277,13 +277,13 @@ static void error_is_named(int status, int refuse, const char *name) {
 static void ringing_again_finds_the_dead(void) {
     pair_t p;
     open_pair(&p, 1u << 20, 64);
-    for (uint64_t seq = 1; seq <= 200; seq++) {
-        put_call(&p, 0, seq);
+    for (uint64_t number = 1; number <= 200; number++) {
+        put_call(&p, 0, number);
         fd_poster_send(p.s.poster, 0);
         uint8_t before[sizeof(fd_slot_t)];
         memcpy(before, slot_of(&p, &p.r, 0), sizeof before);
         fd_poster_ring_again(p.s.poster, 0);
-        CHECK(!memcmp(before, slot_of(&p, &p.r, 0), sizeof before) && slot_of(&p, &p.r, 0)->request_bell == seq);
+        CHECK(!memcmp(before, slot_of(&p, &p.r, 0), sizeof before) && slot_of(&p, &p.r, 0)->request_bell == number);
     }
     CHECK(!fd_is_down(&p.s.down) && p.s.device.signalled >= 200);
     p.s.device.next_status = FD_IBV_WC_RETRY_EXC_ERR;

@@ -92,12 +92,12 @@ class Driver(peer.Link):
         times = self.link.wait(slot, seconds)
         return peer.Reply(bell, peer.OK, self._posted[slot], times.busy_ns, times.kv_bytes, "")
 
-    async def free_seq(self, seq: int) -> None:
-        await self.link.free([(seq, self.shadows.pop(seq).tag)])
+    async def free_seq(self, seq_index: int) -> None:
+        await self.link.free([(seq_index, self.shadows.pop(seq_index).tag)])
 
-    async def trim_seq(self, seq: int, length: int) -> None:
-        s = self.shadows[seq]
-        await self.link.trim(seq, s.tag, length)
+    async def trim_seq(self, seq_index: int, length: int) -> None:
+        s = self.shadows[seq_index]
+        await self.link.trim(seq_index, s.tag, length)
         s.k, s.v = [k[:length] for k in s.k], [v[:length] for v in s.v]
 
     async def fork_seq(self, src: int, dst: int, length: int) -> None:

@@ -57,7 +57,7 @@ class Geometry:
 
 @dataclass(frozen=True)
 class Reply:
-    seq: int
+    number: int
     status: int
     n_attend_rows: int
     busy_ns: int
@@ -104,7 +104,7 @@ class Peer:
             os.ftruncate(fd, self.bytes)
         self.map = mmap.mmap(-1 if fd is None else fd, self.bytes)
         self.words = np.frombuffer(self.map, "<u8")
-        self.seq = [0] * g.n_slots
+        self.numbers = [0] * g.n_slots
         self.wake_fd = -1
 
     def at(self, slot: int) -> int:
@@ -113,12 +113,12 @@ class Peer:
     def put(self, offset: int, data: bytes) -> None:
         self.map[offset : offset + len(data)] = data
 
-    def header(self, slot: int, seq: int, flags: int, layer: int, *counts: int, reserved: int = 0) -> None:
+    def header(self, slot: int, number: int, flags: int, layer: int, *counts: int, reserved: int = 0) -> None:
         """counts: entries, rows, attending rows."""
-        self.put(self.at(slot) + _CALL_AT, _CALL.pack(seq, flags, layer, *counts, reserved, *[0] * 8))
+        self.put(self.at(slot) + _CALL_AT, _CALL.pack(number, flags, layer, *counts, reserved, *[0] * 8))
 
     def table(self, slot: int, rows: list[tuple[int, ...]]) -> None:
-        """rows: (seq, tag, pos, n_rows, flags[, reserved])."""
+        """rows: (seq_index, tag, pos, n_rows, flags[, reserved])."""
         self.put(self.at(slot) + _HEAD, b"".join(_ROW.pack(*r, *[0] * (6 - len(r))) for r in rows))
 
     def ring(self, slot: int, bell: int) -> None:
@@ -135,14 +135,14 @@ class Peer:
             assert time.monotonic() < deadline, f"no reply to call {bell}"
             time.sleep(0)
         at = self.at(slot) + _REPLY_AT
-        seq, status, n, busy, kv, text = _REPLY.unpack(self.map[at : at + _REPLY.size])
-        return Reply(seq, status, n, busy, kv, text.split(b"\0")[0].decode())
+        number, status, n, busy, kv, text = _REPLY.unpack(self.map[at : at + _REPLY.size])
+        return Reply(number, status, n, busy, kv, text.split(b"\0")[0].decode())
 
     def post(self, slot: int, layer: int, n_entries: int, n_rows: int, n_attend: int, new_step: bool) -> int:
-        self.seq[slot] += 1
-        self.header(slot, self.seq[slot], NEW_STEP if new_step else 0, layer, n_entries, n_rows, n_attend)
-        self.ring(slot, self.seq[slot])
-        return self.seq[slot]
+        self.numbers[slot] += 1
+        self.header(slot, self.numbers[slot], NEW_STEP if new_step else 0, layer, n_entries, n_rows, n_attend)
+        self.ring(slot, self.numbers[slot])
+        return self.numbers[slot]
 
     def call(self, slot: int, layer: int, n_entries: int, n_rows: int, n_attend: int, new_step: bool) -> Reply:
         return self.wait(slot, self.post(slot, layer, n_entries, n_rows, n_attend, new_step))
@@ -206,14 +206,14 @@ class Link(Peer):
     def entries(self, plan: list[tuple[int, int, bool]]) -> list[tuple[int, ...]]:
         """Row table for (sequence, rows, attend), from what the shadow says is cached."""
         table = []
-        for seq, n, attend in plan:
-            if seq not in self.shadows:
+        for seq_index, n, attend in plan:
+            if seq_index not in self.shadows:
                 empty = np.zeros((0, self.g.n_kv_heads, self.g.head_size))
                 layers = self.g.n_layers
-                self.shadows[seq] = Shadow(self.next_tag, [empty] * layers, [empty] * layers)
+                self.shadows[seq_index] = Shadow(self.next_tag, [empty] * layers, [empty] * layers)
                 self.next_tag += 1
-            s = self.shadows[seq]
-            table.append((seq, s.tag, s.length, n, ATTEND if attend else 0))
+            s = self.shadows[seq_index]
+            table.append((seq_index, s.tag, s.length, n, ATTEND if attend else 0))
         return table
 
     def begin(self, slot: int, plan: list[tuple[int, int, bool]]) -> Step:
@@ -228,19 +228,19 @@ class Link(Peer):
         for layer in range(self.g.n_layers) if layers is None else layers:
             step.call(layer)
 
-    def fill(self, seq: int, tokens: int, slot: int = 0) -> None:
+    def fill(self, seq_index: int, tokens: int, slot: int = 0) -> None:
         """Append-only prefill in chunks of the slot's size."""
         while tokens:
             n = min(tokens, self.g.max_rows)
-            self.step(slot, [(seq, n, False)])
+            self.step(slot, [(seq_index, n, False)])
             tokens -= n
 
-    def forget(self, seq: int) -> None:
-        self.lease.free(seq, self.shadows.pop(seq).tag)
+    def forget(self, seq_index: int) -> None:
+        self.lease.free(seq_index, self.shadows.pop(seq_index).tag)
 
-    def trim(self, seq: int, length: int) -> None:
-        s = self.shadows[seq]
-        self.lease.trim(seq, s.tag, length)
+    def trim(self, seq_index: int, length: int) -> None:
+        s = self.shadows[seq_index]
+        self.lease.trim(seq_index, s.tag, length)
         s.k, s.v = [k[:length] for k in s.k], [v[:length] for v in s.v]
 
     def fork(self, src: int, dst: int, length: int) -> None:
@@ -274,12 +274,12 @@ class Step:
         link, g = self.link, self.link.g
         reply = link.wait(self.slot, bell)
         assert (reply.status, reply.message) == (OK, ""), reply
-        assert (reply.seq, reply.n_attend_rows) == (bell, self.n_attend)
+        assert (reply.number, reply.n_attend_rows) == (bell, self.n_attend)
         o = link.o_rows(self.slot, self.n_attend)
         limit = KV_ERROR[link.kv_dtype] + ACT_ERROR[g.act_dtype]
         row = 0
-        for (seq, n, attend), entry in zip(self.plan, self.table, strict=True):
-            s, kv = link.shadows[seq], self.kv[row : row + n]
+        for (seq_index, n, attend), entry in zip(self.plan, self.table, strict=True):
+            s, kv = link.shadows[seq_index], self.kv[row : row + n]
             assert len(s.k[layer]) == entry[2]
             s.k[layer] = np.concatenate([s.k[layer], kv[:, : g.n_kv_heads]])
             s.v[layer] = np.concatenate([s.v[layer], kv[:, g.n_kv_heads :]])

@@ -66,12 +66,12 @@ class ToyLink:
     def append(self, chunk) -> None:
         self.check_alive()
         if chunk.pos == 0:
-            if chunk.seq in self.cache:
-                raise CallRefused(BAD_SEQUENCE, f"sequence {chunk.seq} is in use")
-            self.cache[chunk.seq] = (chunk.tag, [])
-        tag, tokens = self.cache.get(chunk.seq, (None, []))
+            if chunk.seq_index in self.cache:
+                raise CallRefused(BAD_SEQUENCE, f"sequence {chunk.seq_index} is in use")
+            self.cache[chunk.seq_index] = (chunk.tag, [])
+        tag, tokens = self.cache.get(chunk.seq_index, (None, []))
         if tag != chunk.tag or len(tokens) != chunk.pos:
-            raise CallRefused(BAD_SEQUENCE, f"sequence {chunk.seq}: tag or position")
+            raise CallRefused(BAD_SEQUENCE, f"sequence {chunk.seq_index}: tag or position")
         tokens += chunk.tokens
         if sum(pages_for(len(cached)) for _, cached in self.cache.values()) > self.lease.n_pages:
             raise CallRefused(OUT_OF_PAGES, "no page left")
@@ -91,9 +91,9 @@ class ToyLink:
         await asyncio.sleep(0.001)
         await self.answering.wait()
         self.check_alive()
-        unknown = [(seq, tag) for seq, tag in handles if self.cache.get(seq, (None,))[0] != tag]
-        for seq, _ in set(handles) - set(unknown):
-            del self.cache[seq]
+        unknown = [(seq_index, tag) for seq_index, tag in handles if self.cache.get(seq_index, (None,))[0] != tag]
+        for seq_index, _ in set(handles) - set(unknown):
+            del self.cache[seq_index]
         if unknown:
             raise CallRefused(BAD_SEQUENCE, f"nothing to free for {unknown}")
 
@@ -138,7 +138,7 @@ class ToySPart:
             self.early_fault, fault = None, self.early_fault
             raise fault
         for chunk in batch.chunks:
-            handle = (chunk.link, chunk.seq, chunk.tag)
+            handle = (chunk.link, chunk.seq_index, chunk.tag)
             if chunk.prefill:
                 assert self.staged.pop(handle, 0) == chunk.pos, "the prompt's earlier K/V is not staged"
                 if chunk.sample is None:
@@ -160,12 +160,12 @@ class ToySPart:
         spec = chunk.sample
         if spec is None:
             return None
-        cached = self.links[chunk.link].cache[chunk.seq][1]
+        cached = self.links[chunk.link].cache[chunk.seq_index][1]
         if chunk.tokens[-1] == POISON:
             return Sampled(-1, error="the logits are not finite")
         if spec.temperature == 0:
             return Sampled(next_token(cached))
         return Sampled(next_token([spec.seed, spec.index, *cached]))
 
-    def drop(self, link: int, seq: int, tag: int) -> None:
-        self.staged.pop((link, seq, tag), None)
+    def drop(self, link: int, seq_index: int, tag: int) -> None:
+        self.staged.pop((link, seq_index, tag), None)

@@ -164,9 +164,9 @@ KV_ROW_BYTES = 2 * SMALL.n_kv_heads * SMALL.head_size * 4
 
 
 def call(
-    seq: int = 1, flags: int = NEW_STEP, layer: int = 0, counts: tuple[int, int, int] = (1, 1, 1), reserved: int = 0
+    number: int = 1, flags: int = NEW_STEP, layer: int = 0, counts: tuple[int, int, int] = (1, 1, 1), reserved: int = 0
 ) -> bytes:
-    return struct.pack("<QIIIII9I", seq, flags, layer, *counts, reserved, *[0] * 8)
+    return struct.pack("<QIIIII9I", number, flags, layer, *counts, reserved, *[0] * 8)
 
 
 def frame(header: bytes, rest: bytes, slot: int = 0, magic: int = MAGIC, length: int | None = None) -> bytes:

@@ -67,7 +67,7 @@ def test_mixed_batches_equal_float64_attention(engines, links, isa, threads, kv_
     link = links(Geometry(max_rows=256, n_layers=2), kv_dtype, 96, 40, engine=engine, windows=[0, 100])
     link.fill(0, 1700)  # long enough to be cut among threads
     link.fill(1, PAGE)  # ends on a page boundary
-    link.step(0, [(seq, 1 + seq % 3, True) for seq in range(2, 34)])  # many short ones share an item
+    link.step(0, [(seq_index, 1 + seq_index % 3, True) for seq_index in range(2, 34)])  # many short ones share an item
     for _ in range(3):
         link.step(1, [(0, 1, True), (1, 1, True), (2, 1, True), (34, 90, False)])
     link.step(0, [(0, 5, True), (1, 70, True), (34, 1, True)])
@@ -210,10 +210,10 @@ def test_forks_that_fill_the_lease_are_served(links):
     """Four sequences share a cut page: with three pages free, all of them can go on in one step."""
     link = links(Geometry(max_rows=128, n_layers=2), n_pages=4)
     link.fill(0, 40)
-    for seq in (1, 2, 3):
-        link.fork(0, seq, 40)
+    for seq_index in (1, 2, 3):
+        link.fork(0, seq_index, 40)
     assert link.lease.stats()["pages_used"] == 1
-    link.step(0, [(seq, 1, True) for seq in range(4)])
+    link.step(0, [(seq_index, 1, True) for seq_index in range(4)])
     assert link.lease.stats()["pages_used"] == 4
     link.forget(3)
     link.fork(0, 3, 41)
@@ -339,7 +339,7 @@ def test_notify_is_called_after_each_reply(engines, links):
     quiet.close()
     lease = engine.add_link(quiet.map, g.tuple(), KV_FP32, 4, 4, 1.0, [0], capsule)
     try:
-        quiet.seq = [0, 0]
+        quiet.numbers = [0, 0]
         reply = quiet.call(1, 0, 1, 1, 0, False)
         assert reply.status == BAD_CALL
         deadline = time.monotonic() + 10

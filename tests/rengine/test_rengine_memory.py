@@ -40,11 +40,11 @@ def link_of(n_pages: int, threads: int = 2, g: Geometry = BIG, **kwargs) -> Iter
         engine.close()
 
 
-def append(link: Link, seq: int, tokens: int, at: int = 0) -> None:
+def append(link: Link, seq_index: int, tokens: int, at: int = 0) -> None:
     """Appends zeros, unchecked, with tag 1."""
     while tokens:
         n = min(tokens, link.g.max_rows)
-        link.table(0, [(seq, 1, at, n, 0)])
+        link.table(0, [(seq_index, 1, at, n, 0)])
         for layer in range(link.g.n_layers):
             reply = link.call(0, layer, 1, n, 0, layer == 0)
             assert (reply.status, reply.message) == (OK, "")

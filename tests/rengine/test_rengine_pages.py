@@ -30,10 +30,10 @@ def lease_of() -> Iterator:
     engine.close()
 
 
-def grow(link: Link, seq: int, pages: int = 1) -> int:
+def grow(link: Link, seq_index: int, pages: int = 1) -> int:
     """Appends so many pages' tokens, tag 1, to a sequence that ends with a page. Returns the status."""
-    at = len(link.lease.pages(seq, 1))
-    link.table(0, [(seq, 1, at * PAGE, pages * PAGE, 0)])
+    at = len(link.lease.pages(seq_index, 1))
+    link.table(0, [(seq_index, 1, at * PAGE, pages * PAGE, 0)])
     return link.call(0, 0, 1, pages * PAGE, 0, True).status
 
 
@@ -41,15 +41,15 @@ def jumps(pages: list[int]) -> int:
     return sum(b != a + 1 for a, b in itertools.pairwise(pages))
 
 
-def grow_in_turns(link: Link, seqs: list[int], pages: int, rng: np.random.Generator) -> None:
-    for seq in rng.permutation(np.repeat(seqs, pages)).tolist():
-        assert grow(link, seq) == OK
+def grow_in_turns(link: Link, seq_indexes: list[int], pages: int, rng: np.random.Generator) -> None:
+    for seq_index in rng.permutation(np.repeat(seq_indexes, pages)).tolist():
+        assert grow(link, seq_index) == OK
 
 
 def test_sequences_that_grow_in_turns_keep_their_pages_side_by_side(lease_of):
     link, rng = lease_of(16 * 24), np.random.default_rng(0)
     grow_in_turns(link, list(range(16)), 24, rng)
-    held = [link.lease.pages(seq, 1) for seq in range(16)]
+    held = [link.lease.pages(seq_index, 1) for seq_index in range(16)]
     assert sorted(itertools.chain(*held)) == list(range(16 * 24))
     assert max(map(jumps, held)) <= 24 // STRETCH - 1
 
@@ -57,11 +57,11 @@ def test_sequences_that_grow_in_turns_keep_their_pages_side_by_side(lease_of):
 def test_a_cache_that_has_seen_many_sequences_come_and_go_still_has_whole_stretches(lease_of):
     link, rng = lease_of(40 * STRETCH), np.random.default_rng(1)
     for generation in range(20):
-        seqs = [seq for seq in range(8) if generation == 0 or rng.random() < 0.7]
-        for seq in seqs:
-            link.lease.free(seq, 1)
-        grow_in_turns(link, seqs, 4 * STRETCH, rng)
-    assert max(jumps(link.lease.pages(seq, 1)) for seq in range(8)) <= 3
+        seq_indexes = [seq_index for seq_index in range(8) if generation == 0 or rng.random() < 0.7]
+        for seq_index in seq_indexes:
+            link.lease.free(seq_index, 1)
+        grow_in_turns(link, seq_indexes, 4 * STRETCH, rng)
+    assert max(jumps(link.lease.pages(seq_index, 1)) for seq_index in range(8)) <= 3
 
 
 def test_a_prompt_is_read_in_one_go(lease_of):
@@ -74,8 +74,8 @@ def test_a_prompt_is_read_in_one_go(lease_of):
 def test_pages_that_are_large_come_one_by_one(lease_of):
     """A stretch is no more than a huge page of a layer: here a page is 4 MiB."""
     link = lease_of(6, Geometry(n_slots=1, max_rows=PAGE, n_layers=1, n_q_heads=32, n_kv_heads=32, head_size=128))
-    for seq in (0, 1, 0, 1, 0, 1):
-        assert grow(link, seq) == OK
+    for seq_index in (0, 1, 0, 1, 0, 1):
+        assert grow(link, seq_index) == OK
     assert sorted(link.lease.pages(0, 1) + link.lease.pages(1, 1)) == list(range(6))
     assert jumps(link.lease.pages(0, 1)) == 2
 
@@ -83,12 +83,12 @@ def test_pages_that_are_large_come_one_by_one(lease_of):
 @pytest.mark.parametrize("n_pages", [1, 7, 8, 9, 30, 41])
 def test_the_last_page_is_given_however_scattered(lease_of, n_pages):
     link = lease_of(n_pages)
-    for seq in range(n_pages):
-        assert grow(link, seq) == OK
+    for seq_index in range(n_pages):
+        assert grow(link, seq_index) == OK
     assert grow(link, n_pages) == OUT_OF_PAGES
-    free = [link.lease.pages(seq, 1)[0] for seq in range(0, n_pages, 2)]
-    for seq in range(0, n_pages, 2):
-        link.lease.free(seq, 1)
+    free = [link.lease.pages(seq_index, 1)[0] for seq_index in range(0, n_pages, 2)]
+    for seq_index in range(0, n_pages, 2):
+        link.lease.free(seq_index, 1)
     for _ in free:
         assert grow(link, n_pages) == OK
     assert sorted(link.lease.pages(n_pages, 1)) == sorted(free)
@@ -100,20 +100,20 @@ def test_no_page_is_given_twice(lease_of):
     link, rng = lease_of(61), np.random.default_rng(2)
     shared = refused = 0
     for _ in range(2000):
-        live = [seq for seq in range(12) if link.lease.pages(seq, 1)]
-        seq, choice = int(rng.integers(12)), rng.random()
-        pages = link.lease.pages(seq, 1)
+        live = [seq_index for seq_index in range(12) if link.lease.pages(seq_index, 1)]
+        seq_index, choice = int(rng.integers(12)), rng.random()
+        pages = link.lease.pages(seq_index, 1)
         if choice < 0.8:
-            refused += grow(link, seq) != OK
+            refused += grow(link, seq_index) != OK
         elif choice < 0.84:
-            link.lease.free(seq, 1)
+            link.lease.free(seq_index, 1)
         elif choice < 0.92 and pages:
-            link.lease.trim(seq, 1, PAGE * int(rng.integers(1, len(pages) + 1)))
+            link.lease.trim(seq_index, 1, PAGE * int(rng.integers(1, len(pages) + 1)))
         elif live and not pages:
             source = int(rng.choice(live))
             n = int(rng.integers(1, len(link.lease.pages(source, 1)) + 1))
-            link.lease.fork(source, 1, seq, 1, n * PAGE)
-            assert link.lease.pages(seq, 1) == link.lease.pages(source, 1)[:n]
+            link.lease.fork(source, 1, seq_index, 1, n * PAGE)
+            assert link.lease.pages(seq_index, 1) == link.lease.pages(source, 1)[:n]
             shared += n
         held: dict[int, int] = {}  # page: its place, the same in all sequences that share it
         for other in range(12):

@@ -58,10 +58,10 @@ def still_good(link: Link) -> None:
 )
 def test_a_header_out_of_bounds(link, counts, flags, layer, reserved, message):
     link.table(0, link.entries([(0, 1, True)]))
-    link.seq[0] += 1
-    link.header(0, link.seq[0], flags, layer, *counts, reserved=reserved)
-    link.ring(0, link.seq[0])
-    reply = link.wait(0, link.seq[0])
+    link.numbers[0] += 1
+    link.header(0, link.numbers[0], flags, layer, *counts, reserved=reserved)
+    link.ring(0, link.numbers[0])
+    reply = link.wait(0, link.numbers[0])
     assert (reply.status, reply.n_attend_rows) == (BAD_CALL, 0)
     assert message in reply.message
     still_good(link)
@@ -131,15 +131,15 @@ def test_a_layer_whose_counts_are_not_the_steps(link):
 @pytest.mark.parametrize(("bell", "number"), [(2, 2), (2**64 - 1, 2**64 - 1), (1, 2), (1, 0)])
 def test_a_call_out_of_order_is_answered_and_its_bell_taken_for_the_last(link, bell, number):
     """`bell` and `number` are relative to the slot's last call."""
-    last = link.seq[0]
+    last = link.numbers[0]
     bell, number = (last + bell) % 2**64, (last + number) % 2**64
     link.table(0, link.entries([(0, 1, True)]))
     link.header(0, number, NEW_STEP, 0, 1, 1, 1)
     link.ring(0, bell)
     reply = link.wait(0, bell)
-    assert (reply.status, reply.seq) == (BAD_CALL, bell)
+    assert (reply.status, reply.number) == (BAD_CALL, bell)
     assert f"where call {last + 1} was due" in reply.message
-    link.seq[0] = bell
+    link.numbers[0] = bell
     still_good(link)
 
 

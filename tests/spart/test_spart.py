@@ -99,7 +99,7 @@ class Text:
     """A text that is fed piece by piece, and the logits every piece's last token must have."""
 
     link: int
-    seq: int
+    seq_index: int
     tokens: list[int]
     want: torch.Tensor
     pos: int = 0
@@ -113,7 +113,7 @@ class Text:
         tokens = self.tokens[self.pos : self.pos + n]
         more = prefill and self.pos + n < self.prompt
         self.pos += len(tokens)
-        return Chunk(self.link, self.seq, 1, self.pos - len(tokens), tokens, prefill, None if more else GREEDY)
+        return Chunk(self.link, self.seq_index, 1, self.pos - len(tokens), tokens, prefill, None if more else GREEDY)
 
     def check(self, logits: torch.Tensor) -> None:
         want = self.want[self.pos - 1]
@@ -146,9 +146,9 @@ async def test_logits_equal_transformers(variant, tmp_path):
     async with linked(model, tmp_path) as links:
         spart = SPart(model, links)
         texts = []
-        for seq, n in enumerate([1, 2, 17, 60, 64, 130]):
-            tokens = text(n + 8, seed=seq)
-            texts.append(Text(0, seq, tokens, expected_logits(directory, tokens), prompt=n))
+        for seq_index, n in enumerate([1, 2, 17, 60, 64, 130]):
+            tokens = text(n + 8, seed=seq_index)
+            texts.append(Text(0, seq_index, tokens, expected_logits(directory, tokens), prompt=n))
         for _ in range(9):
             step, check = feed(spart, 0, [(t, t.prompt if t.pos == 0 else 1) for t in texts])
             check(run(step))
@@ -203,7 +203,7 @@ async def test_several_tokens_at_once_attend_causally_on_the_r_node(variant, tmp
     want = expected_logits(directory, tokens)
     async with linked(model, tmp_path) as links:
         spart = SPart(model, links)
-        texts = [Text(0, seq, tokens, want, prompt=prompt) for seq, prompt in enumerate([0, 1, 40])]
+        texts = [Text(0, seq_index, tokens, want, prompt=prompt) for seq_index, prompt in enumerate([0, 1, 40])]
         for n in (1, 30, 5, 64, 2):
             step, check = feed(spart, 0, [(t, n) for t in texts])
             check(run(step))
@@ -220,10 +220,12 @@ async def test_any_mixture_of_work_gives_the_same_logits(variant, scheme, tmp_pa
     async with linked(model, tmp_path, n=3, scheme=scheme, max_rows=128) as links:
         spart = SPart(model, links)
         slots: list[list[Text]] = [[], []]
-        for seq in range(12):
-            tokens = text(chance.randint(20, 100), seed=seq)
+        for seq_index in range(12):
+            tokens = text(chance.randint(20, 100), seed=seq_index)
             prompt = chance.randint(1, len(tokens))
-            slots[seq % 2].append(Text(seq % 3, seq, tokens, expected_logits(directory, tokens), prompt=prompt))
+            slots[seq_index % 2].append(
+                Text(seq_index % 3, seq_index, tokens, expected_logits(directory, tokens), prompt=prompt)
+            )
         texts = slots[0] + slots[1]
         while any(t.pos < len(t.tokens) for t in texts):
             work = []
@@ -249,11 +251,11 @@ async def test_sampled_tokens_do_not_depend_on_company(tmp_path):
             texts = [text(9, seed=i) for i in range(company + 1)]
             for index in range(20):
                 chunks = []
-                for seq, tokens in enumerate(texts):
+                for seq_index, tokens in enumerate(texts):
                     first = index == 0
-                    spec = SampleSpec(temperature=1.0, top_p=0.9, seed=seq, index=index)
+                    spec = SampleSpec(temperature=1.0, top_p=0.9, seed=seq_index, index=index)
                     pos = 0 if first else len(tokens) - 1
-                    chunks.append(Chunk(0, seq, 1, pos, tokens[pos:], first, spec))
+                    chunks.append(Chunk(0, seq_index, 1, pos, tokens[pos:], first, spec))
                 for tokens, sampled in zip(texts, run(spart.step(StepBatch(0, chunks))).sampled, strict=True):
                     tokens.append(sampled.token)
                 drawn.append(texts[0][-1])
@@ -422,8 +424,8 @@ async def test_an_aborted_prompt_is_dropped(tmp_path):
     model = load_model(make_checkpoint("mistral"), dtype="fp32")
     async with linked(model, tmp_path) as links:
         spart = SPart(model, links)
-        for seq in (0, 1):
-            run(spart.step(StepBatch(0, [Chunk(0, seq, 1, 0, text(40), True, None)])))
+        for seq_index in (0, 1):
+            run(spart.step(StepBatch(0, [Chunk(0, seq_index, 1, 0, text(40), True, None)])))
         both = spart.staged_bytes
         spart.drop(0, 0, 1)
         spart.drop(0, 0, 1)

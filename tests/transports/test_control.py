@@ -330,7 +330,7 @@ async def test_tokens_that_open_nothing(r_node, bystander, transport):
         ({"type": "FREE", "id": 1, "handles": [[0, -1]]}, "FREE.handles: expected a list of at most"),
         ({"type": "FREE", "id": 1, "handles": [[0, 1, 2]]}, "FREE.handles"),
         ({"type": "FREE", "id": 1, "handles": 7}, "FREE.handles"),
-        ({"type": "TRIM", "id": 1, "seq": 0, "tag": 1, "length": 2**32}, "TRIM.length"),
+        ({"type": "TRIM", "id": 1, "seq_index": 0, "tag": 1, "length": 2**32}, "TRIM.length"),
         ({"type": "FORK", "id": "1", "src": 0, "src_tag": 1, "dst": 1, "dst_tag": 1, "length": 1}, "FORK.id"),
         ({"type": "STATS", "id": -1}, "STATS.id"),
         ({"type": "PING"}, "PING: missing field 'id'"),

@@ -40,8 +40,8 @@ from fastdecode.transports.registry import connect
         (frame(call(layer=2), ONE_ROW), "layer beyond the model"),
         (frame(call(flags=3), ONE_ROW), "unknown call flag"),
         (frame(call(reserved=1), ONE_ROW), "reserved field"),
-        (frame(call(seq=2), ONE_ROW), "out of order"),
-        (frame(call(seq=0), ONE_ROW), "out of order"),
+        (frame(call(number=2), ONE_ROW), "out of order"),
+        (frame(call(number=0), ONE_ROW), "out of order"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -109,15 +109,15 @@ async def test_a_peer_that_reads_no_replies_holds_up_only_itself(r_node, bystand
         row_bytes = (LARGE.n_q_heads + 2 * LARGE.n_kv_heads) * LARGE.head_size * 4
         said_why = None
         async with asyncio.timeout(HANG_S):
-            for seq in range(32):  # at 2 MiB each
-                table = struct.pack("<6I", seq, 1, 0, rows, 1, 0)
-                caller.send(frame(call(seq + 1, counts=(1, rows, rows)), table + bytes(rows * row_bytes)))
+            for seq_index in range(32):  # at 2 MiB each
+                table = struct.pack("<6I", seq_index, 1, 0, rows, 1, 0)
+                caller.send(frame(call(seq_index + 1, counts=(1, rows, rows)), table + bytes(rows * row_bytes)))
                 served = False
                 while not served and said_why is None:
                     control.say({"type": "STATS", "id": 1})
                     answer = await control.hear()
                     said_why = answer.get("message")
-                    served = said_why is None and answer["stats"]["calls"] > seq
+                    served = said_why is None and answer["stats"]["calls"] > seq_index
                 if said_why:
                     break
         assert said_why and "last call is not answered" in said_why
@@ -129,8 +129,8 @@ async def test_a_peer_that_reads_no_replies_holds_up_only_itself(r_node, bystand
 # ---- replies that lie, S side ----
 
 
-def reply(seq: int = 1, status: int = 0, rows: int = 1, message: bytes = b"") -> bytes:
-    return struct.pack("<QIIQQ224s", seq, status, rows, 1, 2, message)
+def reply(number: int = 1, status: int = 0, rows: int = 1, message: bytes = b"") -> bytes:
+    return struct.pack("<QIIQQ224s", number, status, rows, 1, 2, message)
 
 
 O_ROW = bytes(Q_BYTES)
@@ -142,8 +142,8 @@ O_ROW = bytes(Q_BYTES)
         (frame(reply(), O_ROW, magic=7), "magic number"),
         (frame(reply(), O_ROW, slot=9), "slot beyond the region"),
         (frame(reply(), O_ROW, slot=1), "answers no call"),
-        (frame(reply(seq=2), O_ROW), "answers no call"),
-        (frame(reply(seq=0), O_ROW), "answers no call"),
+        (frame(reply(number=2), O_ROW), "answers no call"),
+        (frame(reply(number=0), O_ROW), "answers no call"),
         (frame(reply(rows=2), O_ROW * 2), "rows do not match"),
         (frame(reply(rows=2**32 - 1), O_ROW), "rows do not match"),
         (frame(reply(status=2), O_ROW), "rows do not match"),
@@ -188,7 +188,7 @@ async def test_a_refusals_message_need_not_be_text():
 @pytest.mark.parametrize(
     ("answer", "says"),
     [
-        (reply(seq=2), "does not carry its call's number"),
+        (reply(number=2), "does not carry its call's number"),
         (reply(rows=3), "rows do not match"),
         (reply(status=1), "rows do not match"),
         (reply(status=2**32 - 1, rows=0), "unknown status"),
