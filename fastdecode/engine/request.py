@@ -1,4 +1,4 @@
-"""What the API hands to the engine and what it gets back."""
+"""What the API hands to the engine and gets back from it."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from dataclasses import dataclass, field
 
 
 class EngineError(Exception):
-    """Base; the message is a sentence for the client."""
+    """Base of the engine's errors. The message is a sentence for the client; each error names its HTTP status."""
 
 
 class InvalidPrompt(EngineError):
-    """The prompt is empty or holds a token id that is not in the vocabulary: the client's fault (400)."""
+    """The prompt is empty or holds a token id outside the vocabulary (400)."""
 
 
 class PromptTooLong(InvalidPrompt):
-    """Prompt (and at least one token) does not fit the model or the KV-cache: the client's fault (400)."""
+    """The prompt and one generated token do not fit the model's context or the KV-cache (400)."""
 
 
 class InvalidParameter(EngineError):
-    """A sampling parameter does not suit the model: the client's fault (400)."""
+    """A sampling parameter does not fit the model; `name` is its name in the API (400)."""
 
     def __init__(self, name: str, message: str):
         super().__init__(f"{name}: {message}")
@@ -30,38 +30,39 @@ class Overloaded(EngineError):
 
 
 class NotReady(EngineError):
-    """No R-node is connected, or the node is draining (503)."""
+    """No R-node is connected, or the S-node is starting, draining or broken (503)."""
 
 
 class GenerationFailed(EngineError):
-    """The request was running and cannot be finished, e.g. its R-node was lost (500)."""
+    """A request that was running cannot be finished, for example because its R-node was lost (500)."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How to generate. Validated by the API; the defaults are OpenAI's."""
+    """How to generate. The API validates the values; the defaults are those of OpenAI's API."""
 
-    max_tokens: int | None = None  # None: to the end of the context
+    max_tokens: int | None = None  # None: up to the end of the context
     temperature: float = 1.0
     top_p: float = 1.0
-    top_k: int = 0
+    top_k: int = 0  # 0: off
     min_p: float = 0.0
-    seed: int | None = None  # None: drawn by the engine
-    logprobs: int | None = None  # alternatives to report a token; 0: the chosen one only
-    presence_penalty: float = 0.0  # these four: spart/penalties.py
+    seed: int | None = None  # None: the engine draws one
+    logprobs: int | None = None  # alternatives to report for each token; 0: only the chosen token; None: nothing
+    # The formulas of these four stand in spart/penalties.py.
+    presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
-    logit_bias: tuple[tuple[int, float], ...] = ()  # each token once
-    stop_token_ids: frozenset[int] = frozenset()  # beside the model's own end tokens
-    ignore_eos: bool = False
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, bias), each token at most once
+    stop_token_ids: frozenset[int] = frozenset()  # besides the model's own end tokens
+    ignore_eos: bool = False  # the model's own end tokens do not end the request
 
 
 @dataclass(slots=True)
 class TokenEvent:
-    """One generated token. The last has a `finish_reason`: "stop" (an end token: the token itself) or "length"."""
+    """One generated token. The request's last one has a `finish_reason`: "stop" at an end token, else "length"."""
 
     token: int
-    logprob: float | None = None
-    top: list[tuple[int, float]] = field(default_factory=list)
+    logprob: float | None = None  # nats
+    top: list[tuple[int, float]] = field(default_factory=list)  # (token, logprob) of alternatives, best first
     finish_reason: str | None = None
-    reused: int = 0  # prompt tokens that were found in the prefix cache; the same with every token
+    reused: int = 0  # prompt tokens that the prefix cache had; the same in all events of a request

@@ -1,8 +1,9 @@
 """The worker thread in which the S-Part computes.
 
-A step is a generator (`SPart.step`) that yields each time it has posted a layer's rows to the R-nodes; resumed, it
-waits for their reply, computes the next layer's projections, and posts again. With two mini-batches in flight the
-thread goes to and fro between them, so that one's S-Part runs while the R-nodes work on the other's R-Part:
+A step is a generator (`SPart.step`) that yields each time it has posted a layer's rows to the R-nodes. When it is
+resumed, it waits for their reply, computes the next layer's projections and posts again. With two mini-batches in
+flight the thread alternates between them, so that the S-Part of one runs while the R-nodes compute the R-Part of the
+other:
 
     thread    S(A,1)  S(B,1)  S(A,2)  S(B,2)  ...
     R-nodes           R(A,1)  R(B,1)  R(A,2)  ...
@@ -28,7 +29,7 @@ class _Job:
 
 
 class RunnerStopped(Exception):
-    """The step was abandoned because the runner was told to stop."""
+    """The step was abandoned because the runner was stopped."""
 
 
 class Runner:
@@ -36,29 +37,30 @@ class Runner:
 
     def __init__(self, name: str = "fastdecode-s-part"):
         self._loop = asyncio.get_running_loop()
-        self._inbox: SimpleQueue[_Job | None] = SimpleQueue()  # None: stop
-        # A daemon, so that a thread stuck in a dead transport cannot keep the process from ending.
+        self._inbox: SimpleQueue[_Job | None] = SimpleQueue()  # None asks the thread to end
+        # A daemon thread: if it hangs in a dead transport, the process can end all the same.
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def submit(self, step: StepGenerator) -> asyncio.Future:
-        """Run a generator to its end; the future gets what it returned or raised, RunnerStopped if it was abandoned."""
+        """Run a generator to its end. The future gets its return value or exception; RunnerStopped if it was
+        abandoned."""
         future = self._loop.create_future()
         self._inbox.put(_Job(step, future))
         return future
 
     def stop(self) -> None:
-        """End the thread and wait for it. Steps in progress are closed where they stand (at a yield). Idempotent."""
+        """End the thread and wait for it. A step in progress is closed at the yield where it stands. Idempotent."""
         self._inbox.put(None)
         self._thread.join()
 
     # -- in the thread --------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        active: deque[_Job] = deque()  # the one that posted longest ago first
+        active: deque[_Job] = deque()  # the job that posted longest ago first
         try:
             while True:
-                # A new step starts at once: its S-Part fills the time in which the others' replies are on their way.
+                # A new step starts at once: its S-Part fills the time in which the R-nodes work for the other steps.
                 try:
                     job = self._inbox.get(block=not active)
                 except Empty:
@@ -76,7 +78,7 @@ class Runner:
                 self._answer(job.future.set_exception, RunnerStopped("the runner was stopped"), job.future)
 
     def _advance(self, job: _Job) -> bool:
-        """Resume a step up to its next post; False if it ended."""
+        """Resume a step up to its next yield; False if it has ended."""
         try:
             next(job.step)
         except StopIteration as end:
@@ -86,12 +88,14 @@ class Runner:
         else:
             return True
         finally:
-            del job  # its future has the error, whose traceback has this frame: a cycle with all of the step's tensors
+            # The future holds the error, whose traceback holds this frame: without this line that is a reference cycle
+            # that keeps all tensors of the step alive.
+            del job
         return False
 
     def _answer(self, setter: Callable[[Any], None], value: Any, future: asyncio.Future) -> None:
         def answer() -> None:
-            if not future.done():  # the one who waited may be gone
+            if not future.done():  # the waiting coroutine may have been cancelled
                 setter(value)
 
         try:

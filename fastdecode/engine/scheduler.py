@@ -335,7 +335,7 @@ class Scheduler:
     def _loss_message(self, node: RNodeLedger) -> str:
         if not self.cluster.alive:
             return f"R-node {node.url} was lost and no other is connected"
-        return f"no R-node that is left can cache the sequence's tokens (at most {self.cluster.capacity})"
+        return f"no remaining R-node can cache the sequence's tokens (at most {self.cluster.capacity})"
 
     # -- balance --------------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""What the engine counts, for /metrics and /health."""
+"""The engine's counters, for /metrics and /health."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from typing import Protocol
 
 
 class EngineObserver(Protocol):
-    """Told of single events, for histograms. Called in the event loop; must not block or raise. Times: seconds."""
+    """Is called for single events, to fill histograms.
+
+    The calls come from the event loop, so they must not block or raise. Times are in seconds.
+    """
 
     def started(self, queue_seconds: float) -> None:
         """A request was scheduled for the first time."""
@@ -22,11 +25,11 @@ class EngineObserver(Protocol):
         """A request ended, `seconds` after submit; `reason` is "stop", "length", "cancelled" or "error"."""
 
     def step(self, tokens: int, seconds: float) -> None:
-        """A step of `tokens` rows ended `seconds` after it was handed to the S-Part."""
+        """A step of `tokens` rows completed `seconds` after it was handed to the S-Part."""
 
 
 class NullObserver:
-    """Observes nothing."""
+    """An observer that does nothing."""
 
     def started(self, queue_seconds: float) -> None: ...
     def first_token(self, seconds: float) -> None: ...
@@ -45,36 +48,38 @@ class NodeStats:
     threads: int
     alive: bool
     pages_total: int
-    pages_used: int  # counted for sequences, FREE not acknowledged included; not what is kept of those that ended
+    pages_used: int  # pages in use, excluding evictable prefix-cache pages
     sequences: int
-    load: int  # tokens that its sequences will have at most
-    page_bytes: int
-    attention_seconds: float  # time its R-engine worked for this S-node, as of the last refresh
+    load: int  # tokens that its running sequences will have cached at most
+    page_bytes: int  # of one KV page, all layers
+    attention_seconds: float  # time its R-engine has worked for this S-node, as of the last refresh
     kv_bytes_read: int  # as of the last refresh
-    calls: int  # as of the last refresh
+    calls: int  # layers of steps, as of the last refresh
 
 
 @dataclass(slots=True)
 class EngineStats:
-    """A snapshot; the totals count from the engine's start."""
+    """A snapshot. `running` and `waiting` count sequences."""
 
     running: int
     waiting: int
-    kv_usage: float  # pages used / pages of all live leases, 0..1
+    kv_usage: float  # pages used / pages in the leases of all live R-nodes, 0..1
     nodes: list[NodeStats] = field(default_factory=list)
     totals: Totals = field(default_factory=lambda: Totals())
 
 
 @dataclass(slots=True)
 class Totals:
+    """Counters since the engine's start."""
+
     requests: int = 0
-    rejected: int = 0  # Overloaded
+    rejected: int = 0  # requests refused with Overloaded
     preemptions: int = 0
-    prompt_tokens: int = 0  # of requests that were started
+    prompt_tokens: int = 0  # of requests whose first step has begun
     generated_tokens: int = 0
     steps: int = 0
-    s_seconds: float = 0.0  # the S-Part computed
-    r_wait_seconds: float = 0.0  # the S-Part stood waiting for R-nodes
+    s_seconds: float = 0.0  # time the S-Part computed
+    r_wait_seconds: float = 0.0  # time the S-Part waited for R-nodes
     prefix_queries: int = 0  # prompt tokens looked up in the prefix cache
-    prefix_hits: int = 0  # of them, those found
-    kv_bytes: int = 0  # KV-cache bytes that the R-nodes read
+    prefix_hits: int = 0  # those of them that were found there
+    kv_bytes: int = 0  # KV-cache bytes that the R-nodes have read
