@@ -125,13 +125,13 @@ class Cluster:
     # -- life of a placed sequence --------------------------------------------------------------------------------
 
     def admit(self, seq: Sequence, placement: Placement) -> None:
-        """Give `seq` an index on the placement's R-node, count the pages of its present tokens and pin its source."""
+        """Give `seq` a handle on the placement's R-node, count the pages of its present tokens and pin its source."""
         node = placement.node
         pages = pages_for(len(seq.tokens))
-        seq.index, seq.tag = node.admit(pages, seq.final_length)
+        seq.handle = node.admit(pages, seq.final_length)
         seq.node, seq.pages = node, pages
         if seq.hashes:
-            cached = CachedSequence(seq.index, seq.tag, pages=0)
+            cached = CachedSequence(seq.handle, pages=0)
             seq.entry = PrefixEntry(cached, list(seq.tokens), seq.hashes, running=True, computed=False)
             node.prefixes.insert(seq.entry)
         if placement.source is not None:
@@ -171,7 +171,7 @@ class Cluster:
         least a page, else the next FREE names it."""
         node, entry, source = seq.node, seq.entry, seq.source
         node.end_running(seq.final_length)
-        cached = CachedSequence(seq.index, seq.tag, seq.pages)
+        cached = CachedSequence(seq.handle, seq.pages)
         in_index = entry in node.prefixes
         if sound and self.prefix_cache and node.alive and seq.cached >= PAGE_TOKENS:
             tokens = seq.tokens[: seq.cached]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fastdecode.engine.prefixes import CachedSequence, PrefixEntry, PrefixIndex
+from fastdecode.engine.prefixes import CachedSequence, Handle, PrefixEntry, PrefixIndex
 from fastdecode.transports.base import PAGE_TOKENS
 
 if TYPE_CHECKING:
@@ -54,19 +54,19 @@ class RNodeLedger:
     def has_free_index(self) -> bool:
         return bool(self._free_indexes)
 
-    def admit(self, pages: int, final_length: int) -> tuple[int, int]:
-        """Count a new running sequence of `pages` pages and at most `final_length` tokens; returns its index and tag.
+    def admit(self, pages: int, final_length: int) -> Handle:
+        """Count a new running sequence of `pages` pages and at most `final_length` tokens; returns its handle.
 
         Raises ValueError if fewer pages are free.
         """
         if pages > self.free_pages:
             raise ValueError(f"R-node {self.url} has {self.free_pages} free pages, not {pages}")
-        index = self._free_indexes.pop()
-        self._tags[index] = (self._tags[index] + 1) & _TAG_MASK
+        seq_index = self._free_indexes.pop()
+        self._tags[seq_index] = (self._tags[seq_index] + 1) & _TAG_MASK
         self.free_pages -= pages
         self.load += final_length
         self.n_sequences += 1
-        return index, self._tags[index]
+        return Handle(seq_index, self._tags[seq_index])
 
     def end_running(self, final_length: int) -> None:
         """Count one running sequence less. Its pages stay counted until `release` or `evict`."""
@@ -87,7 +87,7 @@ class RNodeLedger:
     def acknowledge_free(self, sequences: Iterable[CachedSequence]) -> None:
         """Record that the R-node has freed `sequences`: their pages and indexes are free again."""
         for sequence in sequences:
-            self._free_indexes.append(sequence.index)
+            self._free_indexes.append(sequence.handle.seq_index)
             self.free_pages += sequence.pages
             self.pages_freeing -= sequence.pages
             self._sequences_freeing -= 1

@@ -18,11 +18,17 @@ from fastdecode.transports.base import PAGE_TOKENS
 _MAX_CANDIDATES = 64
 
 
-class CachedSequence(NamedTuple):
-    """A sequence as its R-node knows it, and the pages that a FREE gives back. `pages` is 0 while it runs."""
+class Handle(NamedTuple):
+    """A sequence as its R-node knows it."""
 
-    index: int  # sequence index within the R-node's lease
-    tag: int
+    seq_index: int  # sequence index within the R-node's lease
+    tag: int  # how often that index was given out, modulo 2^32
+
+
+class CachedSequence(NamedTuple):
+    """A sequence on an R-node, and the pages that a FREE of it gives back: 0 while it runs."""
+
+    handle: Handle
     pages: int
 
 

@@ -69,7 +69,7 @@ class RNodeControl:
                 if not node.alive:
                     continue  # its cache is gone anyway
                 try:
-                    await node.link.free([(seq.index, seq.tag) for seq in sequences])
+                    await node.link.free([sequence.handle for sequence in sequences])
                 except LinkDown as error:
                     self.mark_lost(node, error)
                     continue
@@ -84,7 +84,7 @@ class RNodeControl:
         """Let a placed sequence share the cached tokens of its source."""
         node, source, succeeded = seq.node, seq.source.cached, False
         try:
-            await node.link.fork((source.index, source.tag), (seq.index, seq.tag), seq.shared_tokens)
+            await node.link.fork(source.handle, seq.handle, seq.shared_tokens)
             succeeded = True
         except LinkDown as error:
             self.mark_lost(node, error)
@@ -95,8 +95,8 @@ class RNodeControl:
 
     def _drop_staged(self, node: RNodeLedger, sequences: Iterable[CachedSequence]) -> None:
         """Drop the K and V that the S-Part has staged for unfinished prompts among `sequences`."""
-        for seq in sequences:
-            self._spart.drop(node.position, seq.index, seq.tag)
+        for sequence in sequences:
+            self._spart.drop(node.position, *sequence.handle)
 
     # -- loss and replacement -------------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from fastdecode.engine.prefixes import Handle
 from fastdecode.engine.request import EngineError, SamplingParams, TokenEvent
 
 if TYPE_CHECKING:
@@ -36,8 +37,7 @@ class Sequence:
 
     # Set by Cluster.admit, cleared by Cluster.release.
     node: RNodeLedger | None = None
-    index: int = 0  # sequence index within the R-node's lease
-    tag: int = 0  # how often that index was given out
+    handle: Handle = Handle(0, 0)
     pages: int = 0  # pages that the ledger counts for it
     entry: PrefixEntry | None = None  # its own prefix entry, while it runs
     source: PrefixEntry | None = None  # the prefix entry whose first `shared_tokens` tokens it takes over

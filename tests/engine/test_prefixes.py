@@ -13,7 +13,7 @@ import pytest
 from toy import POISON, ToyLink, ToySPart, continuation, tokens_of, until
 
 from fastdecode.engine.engine import Engine
-from fastdecode.engine.prefixes import CachedSequence, PrefixEntry, PrefixIndex, page_hashes
+from fastdecode.engine.prefixes import CachedSequence, Handle, PrefixEntry, PrefixIndex, page_hashes
 from fastdecode.engine.request import GenerationFailed, SamplingParams
 from fastdecode.transports.base import PAGE_TOKENS
 
@@ -26,7 +26,9 @@ def text(n, seed=0):
 
 
 def make_entry(tokens, pages=None):
-    return PrefixEntry(CachedSequence(0, 1, pages or -(-len(tokens) // PAGE_TOKENS)), list(tokens), page_hashes(tokens))
+    return PrefixEntry(
+        CachedSequence(Handle(0, 1), pages or -(-len(tokens) // PAGE_TOKENS)), list(tokens), page_hashes(tokens)
+    )
 
 
 def match(index, tokens):
@@ -55,7 +57,7 @@ def test_the_longest_beginning_is_found_to_the_token():
 
 def test_tokens_are_compared_not_hashes_alone():
     index, tokens = PrefixIndex(), text(300)
-    liar = PrefixEntry(CachedSequence(0, 1, 3), text(300, 1), page_hashes(tokens))
+    liar = PrefixEntry(CachedSequence(Handle(0, 1), 3), text(300, 1), page_hashes(tokens))
     index.insert(liar)
     assert match(index, tokens) is None
 
@@ -89,7 +91,7 @@ def test_of_a_running_one_whole_pages_are_shared_once_they_are_computed():
     assert match(index, tokens[:384]) == (runs, 256)
     assert match(index, tokens[:128]) is None
     assert index.least_recently_used() is None
-    index.mark_ended(runs, CachedSequence(0, 1, 5), tokens[:550])
+    index.mark_ended(runs, CachedSequence(Handle(0, 1), 5), tokens[:550])
     assert match(index, tokens) == (runs, 550)
     assert index.least_recently_used() is runs
     assert (len(index), index.pages) == (1, 5)

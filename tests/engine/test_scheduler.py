@@ -84,7 +84,7 @@ class World:
         for node, cached in zip(self.cluster.nodes, self.cached, strict=True):
             released = node.take_released()
             for seq in released:
-                del cached[seq.index, seq.tag]
+                del cached[seq.handle]
             node.acknowledge_free(released)
             any_freed |= bool(released)
         return any_freed
@@ -94,10 +94,12 @@ class World:
         seq = chunk.seq
         cached = self.cached[seq.node.position]
         if seq.cached == 0:
-            assert not any(index == seq.index for index, _ in cached), "an index is used again before its FREE"
-            cached[seq.index, seq.tag] = 0
-        assert cached[seq.index, seq.tag] == seq.cached
-        cached[seq.index, seq.tag] += chunk.n_tokens
+            assert not any(index == seq.handle.seq_index for index, _ in cached), (
+                "an index is used again before its FREE"
+            )
+            cached[seq.handle] = 0
+        assert cached[seq.handle] == seq.cached
+        cached[seq.handle] += chunk.n_tokens
         used = sum(map(pages_for, cached.values()))
         assert used <= seq.node.n_pages, "the lease is over-committed"
 
@@ -467,13 +469,13 @@ def test_index_and_tag_come_back_with_a_new_generation():
     world = World([(20, 1)], mini_batches=1)
     first = world.add(5, 1)
     world.begin(0)
-    tag = first.tag
+    handle = first.handle
     world.end(0)
     second = world.add(5, 1)
     assert world.begin(0) is None, "the only index is not free before the FREE is acknowledged"
     world.free()
     world.begin(0)
-    assert (second.index, second.tag) == (first.index, tag + 1)
+    assert second.handle == (handle.seq_index, handle.tag + 1)
 
 
 def test_limits_that_cannot_work_are_refused():

@@ -289,7 +289,7 @@ async def test_step_an_r_node_refuses_fails_and_the_engine_goes_on(model, judge,
         stream = engine.submit([5] * 10, greedy(900))
         await anext(stream)
         (seq,) = engine.scheduler.running_on(engine.cluster.nodes[0])
-        await seq.node.link.free([(seq.index, seq.tag)])  # behind the engine's back
+        await seq.node.link.free([seq.handle])  # behind the engine's back
         with pytest.raises(GenerationFailed, match="refused"):
             await tokens_of(stream)
         prompt = prompts([100])[0]
