@@ -7,32 +7,39 @@ PROTOCOL_VERSION: int
 _Geometry = tuple[int, int, int, int, int, int, int]
 
 def region_layout(geometry: _Geometry) -> tuple[int, int, int, int, int, int, int, int, int]:
-    """The fields of RegionLayout, in order. Raises ValueError with a sentence if the geometry is not sane."""
+    """The fields of base.RegionLayout, in order. Raises ValueError with a sentence if the geometry is out of bounds."""
 
 def init_region_header(region: Buffer, geometry: _Geometry) -> None:
-    """Write a region's header page."""
+    """Write the header page of a region. Raises ValueError if the region's size does not match the geometry."""
 
 def check_region_header(region: Buffer, geometry: _Geometry) -> None:
     """Raise ValueError with a sentence unless the region was made for this geometry and protocol version."""
 
 def verbs_fds(qp_address: int, qp_number: int, /) -> tuple[int, int]:
-    """Descriptors of a queue pair's completion channel and of its device's asynchronous events, both borrowed.
+    """The descriptors of a queue pair's completion channel and of its device's asynchronous events.
 
-    Raises ValueError unless `qp_address` is that of the struct ibv_qp with that number, of a reliable connection, with
-    a completion channel; any address is safe to ask about.
+    The queue pair keeps ownership of both. Any value of `qp_address` is safe. Raises ValueError unless it is the
+    address of a struct ibv_qp with this number, of a reliable connection and with a completion channel.
     """
 
-#: For posting to a connected queue pair: address of its struct ibv_qp, its number, lkey of the region here, rkey and
-#: address of the peer's, bytes that one message may have, depth of the send queue.
+#: How to post to a connected queue pair: address of its struct ibv_qp, its number, lkey of this end's region, rkey and
+#: address of the peer's region, largest message in bytes, depth of the send queue.
 _Verbs = tuple[int, int, int, int, int, int, int]
 
 @final
 class Port:
-    """The S side of a link's data path. Methods are thread-safe; one thread a slot at a time.
+    """The S side of a link's data path.
 
-    Exactly one of `wake_fd` (shared memory: the R-engine's eventfd, borrowed), `data_fd` (TCP: a connected socket,
-    owned from then on, also if this raises OSError) and `verbs` (RDMA: borrowed until `close` returns) is given. Keeps
-    the region mapped while it lives.
+    All methods are thread-safe; one thread may use a slot at a time. A waiter spins for `spin_us` microseconds before
+    it sleeps. The Port keeps the region mapped until `close`.
+
+    The caller gives exactly one of these, which selects the way that calls leave:
+
+    - `wake_fd` (shared memory): the R-engine's eventfd, which stays open until `close` returns;
+    - `data_fd` (any connected stream socket): the Port owns the socket, even if this raises OSError;
+    - `verbs` (RDMA): a queue pair, which stays connected until `close` returns.
+
+    Raises TypeError, ValueError (the region's size does not match the geometry), OSError.
     """
 
     def __init__(
@@ -51,26 +58,35 @@ class Port:
     @property
     def reason(self) -> str | None:
         """Why the port is down; None while it is not."""
-    def write_table(self, slot: int, rows: Buffer, /) -> None: ...
+    def write_table(self, slot: int, rows: Buffer, /) -> None:
+        """Copy `rows`, an array of fd_row_t, to the slot's row table. Raises like `post`."""
     def post(self, slot: int, layer: int, n_entries: int, n_rows: int, n_attend_rows: int, new_step: bool, /) -> None:
-        """Raises ConnectionError once down, ValueError if the call is out of bounds or the slot has one in flight."""
+        """Publish a call, a layer of a step. Returns at once.
+
+        Raises ConnectionError once the port is down, ValueError if a number is out of bounds or the slot has a call in
+        flight.
+        """
     def wait(self, slot: int, timeout: float, /) -> tuple[int, int, int, str]:
-        """(status, busy_ns, kv_bytes, message). Raises like `post`; a timeout (seconds) takes the port down."""
+        """Wait for the reply to the slot's call. Returns (fd_status_t, busy_ns, kv_bytes, message).
+
+        If no reply arrives within `timeout` seconds, the port goes down. Raises ConnectionError once the port is down,
+        ValueError if the slot has no call in flight.
+        """
     def reap(self) -> None:
-        """RDMA: take what completions there are; one that tells of an error takes the port down."""
+        """RDMA: take all completions from the queue. A completion with an error takes the port down."""
     def kill(self, reason: str, /) -> None:
-        """Take the port down, if it is not, and wake all who wait."""
+        """Take the port down and wake all waiters. The first reason stays."""
     def close(self) -> None:
-        """`kill`, then join the threads."""
+        """Take the port down, join its threads and let go of the region. Idempotent."""
 
 @final
 class Pump:
-    """The R side of a TCP link's data path. Keeps the region mapped while it lives."""
+    """The R side of a link's data path over a stream socket. Keeps the region mapped until `close`."""
 
     def __init__(self, region: Buffer, geometry: _Geometry) -> None: ...
     @property
     def notify(self) -> object:
-        """PyCapsule "fastdecode.notify" for LinkService.open_link; keeps the pump alive."""
+        """The PyCapsule "fastdecode.notify" for LinkService.open_link. The capsule keeps the pump alive."""
     @property
     def down_fd(self) -> int:
         """An eventfd, readable once the data connection has ended."""
@@ -78,18 +94,25 @@ class Pump:
     def reason(self) -> str | None:
         """Why the data connection ended; None while it has not."""
     def start(self, data_fd: int, wake_fd: int, /) -> None:
-        """Serve a connected socket, owned from then on (also if this raises OSError). `wake_fd` is borrowed."""
+        """Start to move calls and replies over a connected stream socket.
+
+        The Pump owns `data_fd`, even if this raises OSError. `wake_fd`, the R-engine's eventfd, stays open until
+        `close` returns.
+        """
     def close(self) -> None:
-        """Cut the connection and join the threads. Idempotent."""
+        """Shut the connection down and join the threads. Idempotent."""
 
 @final
 class Poster:
-    """The R side of an RDMA link's data path. Keeps the region mapped while it lives, and marks it as `no_wakeup`."""
+    """The R side of an RDMA link's data path.
+
+    Sets `no_wakeup` in the region's header, and keeps the region mapped until `close`.
+    """
 
     def __init__(self, region: Buffer, geometry: _Geometry) -> None: ...
     @property
     def notify(self) -> object:
-        """PyCapsule "fastdecode.notify" for LinkService.open_link; keeps the poster alive."""
+        """The PyCapsule "fastdecode.notify" for LinkService.open_link. The capsule keeps the poster alive."""
     @property
     def down_fd(self) -> int:
         """An eventfd, readable once the connection has failed."""
@@ -97,10 +120,13 @@ class Poster:
     def reason(self) -> str | None:
         """Why the connection failed; None while it has not."""
     def start(self, verbs: _Verbs, /) -> None:
-        """Send replies through a queue pair, which is borrowed until `close` returns. Raises ValueError, OSError."""
+        """Start to send replies through a queue pair, which stays connected until `close` returns.
+
+        Raises ValueError, OSError.
+        """
     def reap(self) -> None:
-        """Take what completions there are; one that tells of an error ends the connection."""
+        """Take all completions from the queue. A completion with an error ends the connection."""
     def kill(self, reason: str, /) -> None:
-        """The connection has failed."""
+        """Mark the connection as failed. The first reason stays."""
     def close(self) -> None:
-        """Stop touching region and queue pair. Idempotent."""
+        """Stop all access to the region and the queue pair. Idempotent."""

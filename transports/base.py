@@ -1,27 +1,28 @@
-"""What a transport is: the page to read before writing one.
+"""The interfaces between a transport, the S-node and the R-node. docs/adding-a-transport.md says how to write one.
 
 A *link* joins one S-node to one R-node. Both ends hold an activation region of the same layout (region/region.h): a
-header page and `n_slots` slots, each with a request half and a reply half. A transport only makes bytes written at one
-end appear at the other, doorbell last. It never looks at what the bytes mean, beyond the counts in a call header that
-say how many of them are used.
+header page and `n_slots` slots, each with a request half and a reply half. A transport makes the bytes written at one
+end appear at the other end, the doorbell last. A transport does not interpret these bytes; it reads only the counts in
+a call header, which say how many rows the call uses.
 
-A link also has a control connection (length-prefixed JSON frames, `frames.py`) over which it is opened (`handshake.py`:
-version, shared secret, geometry) and by which its sequences are freed, trimmed and forked. The control connection is
-asyncio; the data path is C and memory and never enters the event loop.
+A link also has a control connection, which carries length-prefixed JSON frames (`frames.py`). The hand-shake
+(`handshake.py`: version, shared secret, geometry) and the requests FREE, TRIM and FORK go over the control connection.
+asyncio drives the control connection. The data path is C and memory, and never enters the event loop.
 
-Who waits spins for a while (`--spin-us`), offering its core to others between two looks, and then sleeps until it is
-rung: a thread of the S side in `Link.wait`, the R-engine's threads for the calls of all links at once. No thread of a
-transport's own spins. Where bytes must be taken in before a bell can be seen (TCP), who waits for them does so, the
-R-engine's thread by fd_poll_fn of region/doorbell.h. An idle node uses well under 1 % of a core.
+A waiter spins for `--spin-us`, yielding its core to other threads between two looks at the bell, and then sleeps until
+the other side wakes it. A thread of the S-Part waits in `Link.wait`; the R-engine's threads wait for the calls of all
+links at once. A transport starts no thread that spins. If bytes must be received before a bell can change (TCP), the
+waiter receives them: the S-Part's thread in `Link.wait`, the R-engine's thread 0 through the fd_poll_fn of
+region/doorbell.h. An idle node uses less than 1 % of a core.
 
 A transport is one module with two coroutines, registered by URL scheme in `registry.py`:
 
-    async def connect(url, hello, secret) -> Link          # S side
-    async def serve(url, service, secret) -> Server        # R side; `service` is a LinkService
+    async def connect(url, hello, secret, *, spin_us) -> Link                # S side
+    async def serve(url, service, secret, *, insecure) -> Server             # R side; `service` is a LinkService
 
-and it passes test_transports.py, test_link_faults.py and test_waiting.py in tests/transports. Where a bell at the R
-side cannot wake the R-engine (nobody there runs when it is written), the transport sets `no_wakeup` in the region's
-header before LinkService.open_link.
+The conformance suite of the transports is tests/transports: test_transports.py, test_link_faults.py, test_waiting.py.
+A transport whose request bells cannot wake the R-engine, because a device writes them and no code runs at the R side,
+sets `no_wakeup` in the region's header before it calls LinkService.open_link.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ from typing import Protocol
 
 import numpy as np
 
-#: Version of the region's layout, the control frames and the hand-shake together. Both ends must have the same.
+#: One version number covers the region's layout, the control frames and the hand-shake. Both ends need the same one.
 PROTOCOL_VERSION = 2
 
 ACT_DTYPES = ("fp32", "fp16", "bf16")  # index == fd_act_dtype_t
-KV_DTYPES = ("fp32", "fp16", "bf16", "int8", "int4", "int8-int4")  # index == fd_kv_dtype_t; K-V if they differ
+KV_DTYPES = ("fp32", "fp16", "bf16", "int8", "int4", "int8-int4")  # index == fd_kv_dtype_t; "K-V" if the two differ
 PAGE_TOKENS = 128
 
 #: One row table entry (fd_row_t of region/region.h).
@@ -46,19 +47,19 @@ ROW_ATTEND = 1
 
 
 class TransportError(Exception):
-    """Base of everything a transport raises; the message is a sentence for the user."""
+    """Base class of the errors that transports raise; the message is a sentence for the user."""
 
 
 class LinkRefused(TransportError):
-    """The peer said no at HELLO (version, secret, geometry, memory); its reason is the message."""
+    """The peer refused the hand-shake (version, secret, geometry, memory); the message is the peer's reason."""
 
 
 class LinkDown(TransportError):
-    """The link is dead (peer gone, connection lost, protocol broken); every later call raises it too."""
+    """The link has ended (peer gone, connection lost, protocol broken); every later call on it raises LinkDown too."""
 
 
 class CallRefused(TransportError):
-    """The R-engine refused a call; the link lives on.
+    """The R-engine refused a call or a control request; the link stays usable.
 
     `status` is an fd_status_t of region/region.h.
     """
@@ -70,7 +71,10 @@ class CallRefused(TransportError):
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """What fixes a region's layout (fd_geometry_t). Sizes in elements and rows."""
+    """The numbers from which a region's layout follows (fd_geometry_t).
+
+    `max_rows` is the largest number of rows of one call; `head_size` counts elements.
+    """
 
     n_slots: int
     max_rows: int
@@ -78,107 +82,120 @@ class Geometry:
     n_q_heads: int
     n_kv_heads: int
     head_size: int
-    act_dtype: str  # of ACT_DTYPES
+    act_dtype: str  # one of ACT_DTYPES
 
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """What an S-node asks of an R-node."""
+    """The link that an S-node asks an R-node for."""
 
     geometry: Geometry
-    kv_dtype: str  # of KV_DTYPES
-    windows: tuple[int, ...]  # sliding window a layer, 0: full attention
+    kv_dtype: str  # one of KV_DTYPES
+    windows: tuple[int, ...]  # each layer's sliding window in tokens; 0: full attention
     softmax_scale: float
-    kv_bytes: int | None  # KV-cache memory wanted; None: all that is free
+    kv_bytes: int | None  # KV-cache memory that the S-node asks for; None: all free memory of the R-node
     max_seqs: int
 
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """What the R-node granted."""
+    """The share of an R-node's KV-cache that the R-node has granted to a link."""
 
-    n_pages: int  # of PAGE_TOKENS tokens, all layers
-    max_seqs: int
-    page_bytes: int
-    isa: str
-    threads: int
+    n_pages: int  # pages of PAGE_TOKENS tokens, all layers
+    max_seqs: int  # sequence indexes are 0 .. max_seqs - 1
+    page_bytes: int  # bytes of one page, all layers and KV heads
+    isa: str  # the instruction set that the R-engine computes with
+    threads: int  # of the R-engine
     node: str  # the R-node's name for logs and metrics
 
 
 class Link(ABC):
     """The S side of a link.
 
-    Data path (any thread, GIL released while waiting; one thread a slot at a time):
+    The data path may be used from any thread, one thread per slot at a time; `wait` releases the GIL. A step goes:
 
-        write rows into `region` at the offsets of `layout`, `write_table` once a step, then for each layer
-        `post(slot, layer, ...)` and, once other work is done, `wait(slot)`; then the O rows stand in `region`.
+        1. call `write_table` once;
+        2. for each layer, write the Q and KV rows into `region` at the offsets of `layout`, call `post`, do other work,
+           call `wait`, and read the O rows from `region`.
 
-    A slot's request half must not be touched between `post` and the `wait` that answers it.
+    The request half of a slot must not change between `post` and the return of `wait`.
 
-    Control path (coroutines on the event loop that opened the link). FREE is acknowledged: until `free` returns, the
-    sequence's pages count as used and its index must not be used again.
+    The control path consists of coroutines on the event loop that opened the link. The R-node acknowledges FREE: until
+    `free` returns, the sequence's pages count as used and the S-node must not use its sequence index again.
     """
 
     url: str
     geometry: Geometry
     lease: Lease
     layout: RegionLayout
-    region: memoryview  # the whole region, writable bytes
+    region: memoryview  # the whole region as writable bytes
 
     @abstractmethod
     def write_table(self, slot: int, entries: np.ndarray) -> None:
-        """Put `entries` (ROW_DTYPE, attending ones first) into the slot's row table."""
+        """Write the slot's row table: `entries` [n_entries] of ROW_DTYPE, entries with ROW_ATTEND first.
+
+        Raises ValueError (wrong dtype, more entries than the slot has room for, a call in flight), LinkDown.
+        """
 
     @abstractmethod
     def post(self, slot: int, layer: int, n_entries: int, n_rows: int, n_attend_rows: int, new_step: bool) -> None:
-        """Publish the call: header, then doorbell. Returns at once. Raises LinkDown."""
+        """Publish one call, a layer of a step: the header, then the doorbell. Returns at once.
+
+        `n_rows` counts the KV rows, `n_attend_rows` the Q rows; `new_step` says that the row table is new. Raises
+        ValueError (a number out of bounds, a call of this slot in flight), LinkDown.
+        """
 
     @abstractmethod
     def wait(self, slot: int, timeout: float) -> CallTimes:
-        """Block until the reply to the last `post` is there.
+        """Block until the reply to the slot's last `post` has arrived.
 
-        Raises CallRefused, LinkDown (also after `timeout` seconds).
+        Raises CallRefused, LinkDown (also if no reply arrives within `timeout` seconds), ValueError (no call in
+        flight).
         """
 
     @abstractmethod
     async def free(self, handles: Sequence[tuple[int, int]]) -> None:
-        """Free sequences, given as (seq_index, tag).
+        """Free the sequences with these handles, (sequence index, tag) pairs.
 
-        Raises LinkDown; CallRefused if the R-node does not know one of them, and then the others are free all the same.
+        Raises LinkDown, and CallRefused if the R-node does not know one of the handles; the other sequences are freed
+        even then.
         """
 
     @abstractmethod
     async def trim(self, seq_index: int, tag: int, length: int) -> None:
-        """Roll a sequence back to its first `length` tokens."""
+        """Roll a sequence back to its first `length` tokens. Raises CallRefused, LinkDown."""
 
     @abstractmethod
     async def fork(self, src: tuple[int, int], dst: tuple[int, int], length: int) -> None:
-        """Let the empty `dst` share the first `length` tokens of `src`."""
+        """Let the empty sequence `dst` share the first `length` tokens of `src`; both are handles.
+
+        Raises CallRefused, LinkDown.
+        """
 
     @abstractmethod
     async def stats(self) -> dict:
-        """The R-node's counters for this link, see fd_link_stats_t."""
+        """The R-node's counters for this link, the fields of fd_link_stats_t by name. Raises LinkDown."""
 
     @abstractmethod
     async def closed(self) -> LinkDown | None:
-        """Return when the link has ended: the error, or None after `close`."""
+        """Wait until the link has ended. Returns the error that ended it, or None after `close`."""
 
     @abstractmethod
     async def close(self) -> None:
-        """End the link; the R-node frees the lease. Idempotent."""
+        """End the link and wait until the R-node has freed the lease. Idempotent."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallTimes:
-    """What the R-node said of a call it served."""
+    """The cost of one call, as the R-node reports it."""
 
-    busy_ns: int
-    kv_bytes: int
+    busy_ns: int  # time that the R-engine worked on the call
+    kv_bytes: int  # KV-cache bytes that it read
 
 
 @dataclass(frozen=True, slots=True)
 class RegionLayout:
-    """Byte offsets into a region (fd_layout_t); table, q, kv and o count from the start of a slot."""
+    """Byte offsets into a region (fd_layout_t). `table`, `q`, `kv` and `o` count from the start of a slot."""
 
     slot0: int
     slot_bytes: int
@@ -191,42 +208,46 @@ class RegionLayout:
     kv_row_bytes: int
 
     def slot(self, i: int) -> int:
+        """Offset of slot `i` from the start of the region."""
         return self.slot0 + i * self.slot_bytes
 
 
 class LinkService(Protocol):
-    """What an R-node offers to the transports it listens on (implemented by fastdecode/rnode.py over the R-engine)."""
+    """The service of an R-node to the transports that it listens on (implemented by daemon.rnode.RNode)."""
 
-    name: str  # the R-node's, told to every caller
+    name: str  # the R-node's name, which CHALLENGE tells to every S-node
 
     def open_link(self, hello: Hello, region: memoryview, notify: object | None) -> LinkGrant:
-        """Grant a lease and put the link's region under the R-engine's eyes.
+        """Grant a lease, and let the R-engine serve the calls that appear in `region`.
 
-        `region` is mapped, its header written, and stays mapped until LinkGrant.close returns. `notify` is None or a
-        PyCapsule named "fastdecode.notify" around an fd_notify_t (region/doorbell.h), whose fn is called when a reply
-        bell has been rung. Raises LinkRefused.
+        The caller has written the region's header and keeps the region mapped until LinkGrant.close returns. `notify`
+        is None or a PyCapsule named "fastdecode.notify" around an fd_notify_t (region/doorbell.h); the R-engine calls
+        its `fn` after it has rung a reply bell. Raises LinkRefused.
         """
 
 
 class LinkGrant(Protocol):
-    """One link as the R-node sees it."""
+    """A link that an R-node has granted: the lease, and the operations on it.
+
+    `free`, `trim` and `fork` do what the methods of Link with these names do, and raise CallRefused.
+    """
 
     lease: Lease
-    wake_fd: int  # eventfd to write when the engine sleeps
+    wake_fd: int  # eventfd; a write to it wakes the R-engine
 
     def free(self, handles: Sequence[tuple[int, int]]) -> None: ...
     def trim(self, seq_index: int, tag: int, length: int) -> None: ...
     def fork(self, src: tuple[int, int], dst: tuple[int, int], length: int) -> None: ...
     def stats(self) -> dict: ...
     def close(self) -> None:
-        """Take the link from the R-engine and free its lease; waits for a call in progress."""
+        """Take the link from the R-engine and free the lease. Waits for a call in progress."""
 
 
 class Server(ABC):
-    """A listening transport on the R side."""
+    """A transport that listens, on the R side."""
 
-    url: str  # with the port actually bound
+    url: str  # with the port that the operating system has assigned
 
     @abstractmethod
     async def close(self) -> None:
-        """Stop listening and end all links."""
+        """Stop listening and end all links of this server."""

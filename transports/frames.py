@@ -1,7 +1,7 @@
 """Control frames: 4 bytes of little-endian length, then one message as JSON (`messages.py`), over a stream socket.
 
-A socket is read exactly a frame at a time, never ahead. So a connection can change hands after any frame: descriptors
-can follow on it, or the C pump can take it over.
+A FrameSocket reads one frame at a time and never reads ahead. So the socket can serve another purpose after any frame:
+file descriptors can follow, or the C pump can take the socket over.
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ import socket
 from .base import LinkDown
 from .messages import Message, ProtocolError, decode, encode
 
-#: Longest frame taken from a peer that has not shown that it knows the secret, and from one that has.
-CAP_BEFORE_AUTH = 64 << 10
-CAP_AFTER_AUTH = 1 << 20
+#: Longest frame in bytes that this end accepts, before and after the peer has proved that it knows the secret.
+MAX_FRAME_BEFORE_AUTH = 64 << 10
+MAX_FRAME_AFTER_AUTH = 1 << 20
 
 
 class FrameSocket:
-    """A non-blocking stream socket that carries control frames. One task reads; any may write."""
+    """A non-blocking stream socket that carries control frames. One task may read at a time; any task may write."""
 
     def __init__(self, sock: socket.socket):
-        """Takes the socket over."""
+        """Takes ownership of `sock`."""
         sock.setblocking(False)
         self.sock = sock
-        self.cap = CAP_BEFORE_AUTH
-        self._writing = asyncio.Lock()
+        self.max_frame = MAX_FRAME_BEFORE_AUTH
+        self._write_lock = asyncio.Lock()
 
     async def read(self) -> Message:
-        """The next message. Raises ProtocolError (the frame is bad), LinkDown (the connection is over)."""
+        """Read the next message. Raises ProtocolError (a bad frame), LinkDown (the connection has ended)."""
         size = int.from_bytes(await self._read_exactly(4, True), "little")
-        if size > self.cap:
-            raise ProtocolError(f"a control frame of {size} bytes is longer than the {self.cap} allowed")
+        if size > self.max_frame:
+            raise ProtocolError(f"a control frame of {size} bytes is longer than the {self.max_frame} allowed")
         return decode(await self._read_exactly(size, False))
 
     async def _read_exactly(self, n: int, at_boundary: bool) -> bytes:
@@ -53,16 +53,16 @@ class FrameSocket:
     async def write(self, message: Message) -> None:
         """Send a message. Raises LinkDown."""
         body = encode(message)
-        if len(body) > CAP_AFTER_AUTH:
-            raise ValueError(f"a {message.TYPE} of {len(body)} bytes is longer than the {CAP_AFTER_AUTH} allowed")
-        async with self._writing:
+        if len(body) > MAX_FRAME_AFTER_AUTH:
+            raise ValueError(f"a {message.TYPE} of {len(body)} bytes is longer than the {MAX_FRAME_AFTER_AUTH} allowed")
+        async with self._write_lock:
             try:
                 await asyncio.get_running_loop().sock_sendall(self.sock, len(body).to_bytes(4, "little") + body)
             except OSError as error:
                 raise LinkDown(f"the control connection broke: {os.strerror(error.errno or 0)}") from None
 
     def end_writing(self) -> None:
-        """Tell the peer that no more will come."""
+        """Shut down the writing half of the connection, so that the peer reads its end."""
         with contextlib.suppress(OSError):
             self.sock.shutdown(socket.SHUT_WR)
 

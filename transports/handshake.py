@@ -1,13 +1,14 @@
-"""How a link is opened, and by whom it may be.
+"""The hand-shake that opens a link, and the check of the shared secret.
 
-    R  CHALLENGE  version, nonce, whether a secret is needed, the node's name
-    S  HELLO      version, nonce, MAC, and what is asked for (base.Hello)
-    R  WELCOME    MAC, what is granted (base.Lease), a token   - or -   REFUSED  a reason for people to read
+    R  CHALLENGE  version, nonce, whether the R-node has a secret, the R-node's name
+    S  HELLO      version, nonce, MAC, and the request for a link (base.Hello)
+    R  WELCOME    MAC, the lease (base.Lease), a token   - or -   REFUSED  a reason in plain text
     S  on a second connection, after its CHALLENGE: ATTACH token
-    R  OK, and the connection is the data path's (or, over shared memory, brings its descriptors)
+    R  OK; from then on the second connection belongs to the transport's data path (shared memory passes descriptors)
 
-Both MACs are HMAC-SHA256 under the shared secret (RFC 2104) over the role, both nonces and the message itself, so that
-each end proves that it knows the secret, now, and that its message is as it was sent. The connection is not encrypted.
+Both MACs are HMAC-SHA256 under the shared secret (RFC 2104) over the role, both nonces and the message. So each end
+proves that it knows the secret at this moment, and that nobody has changed its message. The connection is not
+encrypted.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ import secrets
 from dataclasses import replace
 
 from .base import PROTOCOL_VERSION, Geometry, Hello, Lease, LinkRefused, TransportError
-from .frames import CAP_AFTER_AUTH, FrameSocket
+from .frames import MAX_FRAME_AFTER_AUTH, FrameSocket
 from .messages import Attach, Challenge, HelloMessage, Ok, Refused, VersionMismatch, Welcome, encode
 from .region import region_layout
 
-#: Seconds within which each end must have finished its part.
+#: Seconds that each end allows for the hand-shake.
 DEADLINE_S = 10.0
 
 
@@ -30,14 +31,14 @@ def _mac(secret: bytes, role: bytes, s_nonce: str, r_nonce: str, message: HelloM
     return hmac.new(secret, text, "sha256").hexdigest()
 
 
-def _mac_holds(given: str | None, expected: str) -> bool:
+def _mac_matches(given: str | None, expected: str) -> bool:
     return given is not None and hmac.compare_digest(given.encode(), expected.encode())
 
 
 # ---- S side ----
 
 
-async def _challenge(conn: FrameSocket) -> Challenge:
+async def _read_challenge(conn: FrameSocket) -> Challenge:
     try:
         message = await conn.read()
     except VersionMismatch as error:
@@ -50,15 +51,15 @@ async def _challenge(conn: FrameSocket) -> Challenge:
 
 
 async def say_hello(conn: FrameSocket, hello: Hello, secret: bytes | None) -> tuple[Lease, str]:
-    """Ask for a link; returns what was granted and the token for ATTACH.
+    """Ask the R-node for a link. Returns the lease and the token for `attach`.
 
     Raises LinkRefused, LinkDown, ProtocolError.
     """
-    challenge = await _challenge(conn)
+    challenge = await _read_challenge(conn)
     if challenge.needs_secret and secret is None:
-        raise LinkRefused(f"R-node {challenge.node} asks for a shared secret and this side was given none")
+        raise LinkRefused(f"R-node {challenge.node} asks for a shared secret, and this S-node has none")
     if secret is not None and not challenge.needs_secret:
-        raise LinkRefused(f"R-node {challenge.node} has no shared secret, this side was given one")
+        raise LinkRefused(f"R-node {challenge.node} has no shared secret, and this S-node has one")
 
     geometry = hello.geometry
     message = HelloMessage(
@@ -82,19 +83,19 @@ async def say_hello(conn: FrameSocket, hello: Hello, secret: bytes | None) -> tu
         raise LinkRefused(answer.reason)
     if not isinstance(answer, Welcome):
         raise LinkRefused(f"the R-node answered HELLO with {answer.TYPE}")
-    if secret is not None and not _mac_holds(answer.mac, _mac(secret, b"R", message.nonce, challenge.nonce, answer)):
+    if secret is not None and not _mac_matches(answer.mac, _mac(secret, b"R", message.nonce, challenge.nonce, answer)):
         raise LinkRefused(f"R-node {challenge.node} could not prove that it knows the shared secret")
-    conn.cap = CAP_AFTER_AUTH
+    conn.max_frame = MAX_FRAME_AFTER_AUTH
     lease = Lease(**{name: getattr(answer, name) for name in Lease.__dataclass_fields__})
     return lease, answer.token
 
 
 async def attach(conn: FrameSocket, token: str) -> None:
-    """Make `conn` the data connection of the link that `token` was given for.
+    """Make `conn` the data connection of the link that `token` belongs to.
 
     Raises LinkRefused, LinkDown, ProtocolError.
     """
-    await _challenge(conn)
+    await _read_challenge(conn)
     await conn.write(Attach(version=PROTOCOL_VERSION, token=token))
     answer = await conn.read()
     if isinstance(answer, Refused):
@@ -106,25 +107,25 @@ async def attach(conn: FrameSocket, token: str) -> None:
 # ---- R side ----
 
 
-class Caller:
-    """A connection that has been challenged and has answered."""
+class Handshake:
+    """One connection's hand-shake at the R side: CHALLENGE has been sent, and the S-node's `answer` has arrived."""
 
     def __init__(self, conn: FrameSocket, challenge: Challenge, answer: HelloMessage | Attach):
         self.conn = conn
         self.answer = answer
         self._challenge = challenge
 
-    def checked_hello(self, secret: bytes | None) -> Hello:
-        """What it asks for, once it has proved to know the secret. Raises LinkRefused."""
+    def verify_hello(self, secret: bytes | None) -> Hello:
+        """Check the MAC and the geometry of HELLO, and return the request. Raises LinkRefused."""
         message = self.answer
         assert isinstance(message, HelloMessage)
         if secret is not None:
             if message.mac is None:
-                raise LinkRefused("this R-node asks for a shared secret and HELLO came without proof of one")
-            if not _mac_holds(message.mac, _mac(secret, b"S", message.nonce, self._challenge.nonce, message)):
+                raise LinkRefused("this R-node asks for a shared secret, and HELLO carries no proof of one")
+            if not _mac_matches(message.mac, _mac(secret, b"S", message.nonce, self._challenge.nonce, message)):
                 raise LinkRefused("the shared secrets of the two nodes differ")
         elif message.mac is not None:
-            raise LinkRefused("this R-node has no shared secret, the S-node was given one")
+            raise LinkRefused("this R-node has no shared secret, and the S-node has one")
         geometry = Geometry(**{name: getattr(message, name) for name in Geometry.__dataclass_fields__})
         try:
             region_bytes = region_layout(geometry).region_bytes
@@ -145,21 +146,21 @@ class Caller:
         )
 
     async def welcome(self, lease: Lease, token: str, secret: bytes | None) -> None:
-        """Grant what it asked for. Raises LinkDown."""
+        """Send WELCOME with the lease and the token. Raises LinkDown."""
         hello = self.answer
         assert isinstance(hello, HelloMessage)
         message = Welcome(mac=None, token=token, **{name: getattr(lease, name) for name in Lease.__dataclass_fields__})
         if secret is not None:
             message = replace(message, mac=_mac(secret, b"R", hello.nonce, self._challenge.nonce, message))
         await self.conn.write(message)
-        self.conn.cap = CAP_AFTER_AUTH
+        self.conn.max_frame = MAX_FRAME_AFTER_AUTH
 
 
-async def challenge(conn: FrameSocket, node: str, needs_secret: bool) -> Caller:
-    """Challenge a fresh connection and take its answer. Raises ProtocolError, LinkDown."""
+async def challenge(conn: FrameSocket, node: str, needs_secret: bool) -> Handshake:
+    """Send CHALLENGE on a new connection and read the answer. Raises LinkRefused, LinkDown, ProtocolError."""
     message = Challenge(version=PROTOCOL_VERSION, nonce=secrets.token_hex(32), needs_secret=needs_secret, node=node)
     await conn.write(message)
     answer = await conn.read()
     if not isinstance(answer, HelloMessage | Attach):
         raise LinkRefused(f"expected HELLO or ATTACH, got {answer.TYPE}")
-    return Caller(conn, message, answer)
+    return Handshake(conn, message, answer)

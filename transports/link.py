@@ -1,6 +1,6 @@
-"""The S side of a link, whatever carries its bytes.
+"""The S side of an open link, for every transport.
 
-A transport opens the connections and the region and makes a `_native.Port` over them; everything after that is here.
+A transport opens the connections and the region, and makes a `_native.Port` over them. RegionLink does the rest.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from .region import Region
 
 log = logging.getLogger(__name__)
 
-#: A PING goes out this often; so many in a row without any answer, and the R-node counts as dead, within 5 seconds of
-#: its last sign of life. Counted rather than timed, so that a stall of this side's own event loop is not taken for one
-#: of the peer's.
+#: The S-node sends a PING at this interval. After this many PINGs in a row without any message from the R-node, the
+#: link is down, within 5 seconds of the R-node's last message. The S-node counts PINGs instead of measuring time, so
+#: that it does not blame the R-node for a stall of its own event loop.
 PING_INTERVAL_S = 0.8
 PINGS_UNANSWERED = 5
 
-_LINK_CLOSED = 5  # fd_status_t: the R-engine has taken this link from its list
+_LINK_CLOSED = 5  # fd_status_t: the R-engine no longer serves this link
 
-#: How long the control connection may take to say why the data path has ended.
-LAST_WORDS_S = 0.1
+#: Seconds to wait, once the data path has ended, for the R-node's reason to arrive on the control connection.
+REASON_WAIT_S = 0.1
 
-#: How long `close` waits for the R-node to have freed the lease.
+#: Seconds that `close` waits for the R-node to free the lease.
 CLOSE_S = 5.0
 
 
 class RegionLink(Link):
-    """A link over a mapped region, a port into it, and a control connection; owns all three."""
+    """A Link over a mapped region, a port into the region, and a control connection. It owns all three."""
 
     def __init__(
         self,
@@ -47,25 +47,28 @@ class RegionLink(Link):
         port: Port,
         release: Callable[[], object] | None = None,
     ):
-        """Takes over all that is given. `release` gives back what `port` borrows, once that is closed."""
+        """Takes ownership of `conn`, `region` and `port`; starts on the running event loop.
+
+        `release` is called once `port` is closed, and frees what `port` has borrowed from the transport.
+        """
         self.url = url
         self.geometry = region.geometry
         self.lease = lease
         self.layout = region.layout
         self.region = region.view
-        self._mapped = region
+        self._region_map = region
         self._port = port
         self._conn = conn
         self._release = release
         self._loop = asyncio.get_running_loop()
         self._ids = itertools.count(1)
-        self._asked: dict[int, asyncio.Future[Ok]] = {}
+        self._unanswered: dict[int, asyncio.Future[Ok]] = {}
         self._unanswered_pings = 0
         self._error: LinkDown | None = None
         self._ending: asyncio.Future[None] = self._loop.create_future()
         self._ended: asyncio.Future[None] = self._loop.create_future()
-        self._loop.add_reader(port.down_fd, self._port_down)
-        self._life = self._loop.create_task(self._live(), name=f"link {url}")
+        self._loop.add_reader(port.down_fd, self._on_port_down)
+        self._task = self._loop.create_task(self._run(), name=f"link {url}")
 
     # ---- data path ----
 
@@ -75,68 +78,71 @@ class RegionLink(Link):
         try:
             self._port.write_table(slot, np.ascontiguousarray(entries).view(np.uint8))
         except ConnectionError as error:
-            raise self._down(error) from None
+            raise self._link_down(error) from None
 
     def post(self, slot: int, layer: int, n_entries: int, n_rows: int, n_attend_rows: int, new_step: bool) -> None:
         try:
             self._port.post(slot, layer, n_entries, n_rows, n_attend_rows, new_step)
         except ConnectionError as error:
-            raise self._down(error) from None
+            raise self._link_down(error) from None
 
     def wait(self, slot: int, timeout: float) -> CallTimes:
         try:
             status, busy_ns, kv_bytes, message = self._port.wait(slot, timeout)
         except ConnectionError as error:
-            raise self._down(error) from None
+            raise self._link_down(error) from None
         if status == _LINK_CLOSED:
             self._port.kill(message)
-            raise self._down(message)
+            raise self._link_down(message)
         if status:
             raise CallRefused(status, message)
         return CallTimes(busy_ns, kv_bytes)
 
-    def _down(self, error: object) -> LinkDown:
+    def _link_down(self, error: object) -> LinkDown:
         return LinkDown(f"link {self.url} is down: {error}")
 
-    def _gone(self) -> LinkDown:
-        """What to raise once the link has ended. Not `_error` itself: with a traceback that leads back here it would be
-        part of a cycle, which keeps the region mapped until the garbage collector comes by."""
-        return LinkDown(str(self._error)) if self._error else self._down("it was closed")
+    def _ended_error(self) -> LinkDown:
+        """The exception to raise once the link has ended.
+
+        It is a copy of `_error`: an exception that is raised holds a traceback, which holds this object, and the cycle
+        would keep the region mapped until the garbage collector runs.
+        """
+        return LinkDown(str(self._error)) if self._error else self._link_down("it was closed")
 
     # ---- control path ----
 
     async def free(self, handles: Sequence[tuple[int, int]]) -> None:
         for i in range(0, len(handles), MAX_HANDLES):
-            await self._ask(Free(id=next(self._ids), handles=[list(h) for h in handles[i : i + MAX_HANDLES]]))
+            await self._request(Free(id=next(self._ids), handles=[list(h) for h in handles[i : i + MAX_HANDLES]]))
 
     async def trim(self, seq_index: int, tag: int, length: int) -> None:
-        await self._ask(Trim(id=next(self._ids), seq_index=seq_index, tag=tag, length=length))
+        await self._request(Trim(id=next(self._ids), seq_index=seq_index, tag=tag, length=length))
 
     async def fork(self, src: tuple[int, int], dst: tuple[int, int], length: int) -> None:
         request = Fork(id=next(self._ids), src=src[0], src_tag=src[1], dst=dst[0], dst_tag=dst[1], length=length)
-        await self._ask(request)
+        await self._request(request)
 
     async def stats(self) -> dict:
-        return (await self._ask(Stats(id=next(self._ids)))).stats or {}
+        return (await self._request(Stats(id=next(self._ids)))).stats or {}
 
-    async def _ask(self, request: Request) -> Ok:
+    async def _request(self, request: Request) -> Ok:
         if self._ending.done():
-            raise self._gone()
-        self._asked[request.id] = answer = self._loop.create_future()
+            raise self._ended_error()
+        self._unanswered[request.id] = answer = self._loop.create_future()
         try:
             await self._conn.write(request)
             return await answer
         except LinkDown as error:
             self._end(error)
-            raise self._gone() from None
+            raise self._ended_error() from None
         finally:
-            del self._asked[request.id]
+            del self._unanswered[request.id]
             if not answer.cancel() and not answer.cancelled():
-                answer.exception()  # seen
-            del answer  # its exception's traceback leads here: a cycle, which would keep the region mapped
+                answer.exception()  # marks it as retrieved, so that asyncio does not log it
+            del answer  # the traceback of its exception holds this frame: a cycle that would keep the region mapped
 
     async def _read_answers(self) -> None:
-        """Until the connection ends; raises LinkDown, ProtocolError."""
+        """Hand each answer to its request until the connection ends. Raises LinkDown, ProtocolError."""
         while True:
             message = await self._conn.read()
             self._unanswered_pings = 0
@@ -144,8 +150,8 @@ class RegionLink(Link):
                 raise LinkDown(message.message)
             if not isinstance(message, Ok | Error):
                 raise ProtocolError(f"the R-node sent {message.TYPE} on an open link")
-            answer = self._asked.get(message.id)
-            if answer is None or answer.done():  # the asker was cancelled, or a PING's
+            answer = self._unanswered.get(message.id)
+            if answer is None or answer.done():  # an answer to a PING, or to a request that was cancelled
                 continue
             if isinstance(message, Ok):
                 answer.set_result(message)
@@ -159,28 +165,28 @@ class RegionLink(Link):
             await asyncio.sleep(PING_INTERVAL_S)
         raise LinkDown(f"the R-node has not answered for {PINGS_UNANSWERED * PING_INTERVAL_S:.0f} s")
 
-    # ---- life and death ----
+    # ---- start and end ----
 
-    def _port_down(self) -> None:
-        # An R-node that ends a link has said why on the control connection, which may just not have been read yet.
+    def _on_port_down(self) -> None:
+        # An R-node that ends a link sends the reason on the control connection, where it may not have been read yet.
         self._loop.remove_reader(self._port.down_fd)
-        self._loop.call_later(LAST_WORDS_S, self._end, LinkDown(self._port.reason or "the data path ended"))
+        self._loop.call_later(REASON_WAIT_S, self._end, LinkDown(self._port.reason or "the data path ended"))
 
     def _end(self, error: BaseException | None) -> None:
-        """Begin to end the link, for the first reason given (None: `close`)."""
+        """Start to end the link with `error` (None: `close` was called). Only the first call counts."""
         if self._ending.done():
             return
         self._ending.set_result(None)
         if error is not None:
-            self._error = self._down(error)
+            self._error = self._link_down(error)
             log.warning("%s", self._error)
         self._loop.remove_reader(self._port.down_fd)
         self._port.kill(str(error or "it was closed"))
-        for answer in self._asked.values():
+        for answer in self._unanswered.values():
             if not answer.done():
-                answer.set_exception(self._gone())
+                answer.set_exception(self._ended_error())
 
-    async def _live(self) -> None:
+    async def _run(self) -> None:
         reading, pinging = tasks = [self._loop.create_task(work) for work in (self._read_answers(), self._ping())]
         try:
             await asyncio.wait([*tasks, self._ending], return_when=asyncio.FIRST_COMPLETED)
@@ -193,20 +199,20 @@ class RegionLink(Link):
             await asyncio.gather(pinging, return_exceptions=True)
             self._conn.end_writing()
             if self._error is None:
-                # The R-node closes the control connection when it has freed the lease: wait for that, to leave nothing
-                # behind. By the task that reads already: another might begin in the middle of a frame.
+                # The R-node closes the control connection after it has freed the lease. The task that already reads
+                # waits for that end: a second reader could start in the middle of a frame.
                 await asyncio.wait([reading], timeout=CLOSE_S)
             reading.cancel()
             await asyncio.gather(reading, return_exceptions=True)
-            await self._clean_up()
+            await self._release_all()
             self._ended.set_result(None)
 
-    async def _clean_up(self) -> None:
+    async def _release_all(self) -> None:
         self._conn.close()
         await self._loop.run_in_executor(None, self._port.close)
         if self._release:
             self._release()
-        self._mapped.close()
+        self._region_map.close()
 
     async def closed(self) -> LinkDown | None:
         await asyncio.shield(self._ended)

@@ -1,8 +1,7 @@
-"""The control messages: one frozen dataclass each, known by the name in their "type" field.
+"""The control messages. Each is a frozen dataclass; the "type" field of the JSON object names it.
 
-Every field of a message that arrives is checked here, for its type and for its range, before anything else sees it. A
-field too many or too few is an error as well: both ends have the same protocol version, so it can only be a bug or an
-attack.
+`decode` checks the type and the range of every field before any other code sees the message. An unknown or missing
+field is an error too: both ends have the same protocol version, so such a field can only be a bug or an attack.
 """
 
 from __future__ import annotations
@@ -17,17 +16,18 @@ import orjson
 
 from .base import ACT_DTYPES, KV_DTYPES, PROTOCOL_VERSION, TransportError
 
-#: Limits on what a peer's lists may hold (region/region.h: FD_MAX_LAYERS; a frame of 1 MiB holds this many handles).
+#: Longest lists that a peer may send. There is a window for each layer (FD_MAX_LAYERS of region/region.h), and a frame
+#: of 1 MiB has room for this many handles.
 MAX_WINDOWS = 1024
 MAX_HANDLES = 32768
 
 U32 = 2**32 - 1
-#: JSON integers beyond this are not exact everywhere; 4 PiB of anything is also more than anybody has.
+#: Largest byte count, 4 PiB. Some JSON implementations do not represent integers above 2**53 exactly.
 MAX_BYTES = 2**52
 
 
 class ProtocolError(TransportError):
-    """The peer sent something that is not a message of this protocol."""
+    """The peer has sent bytes that are not a message of this protocol, or a message out of turn."""
 
 
 class VersionMismatch(ProtocolError):
@@ -42,7 +42,7 @@ def _show(value: object) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-# A checker returns what is wrong with a value, as "expected ...", or None.
+# A check returns None for a good value, else a phrase to follow the word "expected".
 _Check = Callable[[Any], "str | None"]
 
 
@@ -122,8 +122,8 @@ def _id() -> Any:
 _message = dataclass(frozen=True, slots=True, kw_only=True)
 
 
-# Hand-shake. R: CHALLENGE. S: HELLO, to open a link, or ATTACH, to add the data connection to one.
-# R: WELCOME (to HELLO), OK (to ATTACH) or REFUSED.
+# The hand-shake. The R-node sends CHALLENGE. The S-node answers with HELLO, to open a link, or with ATTACH, to add the
+# data connection to a link. The R-node answers HELLO with WELCOME, ATTACH with OK, and either with REFUSED.
 
 
 @_message
@@ -137,7 +137,7 @@ class Challenge:
 
 @_message
 class HelloMessage:
-    """base.Hello on the wire. `region_bytes` is the S side's idea of the region's size, to compare."""
+    """base.Hello on the wire. `region_bytes` is the region's size as the S-node computes it; the R-node compares it."""
 
     TYPE: ClassVar[str] = "HELLO"
     version: int = _int(U32)
@@ -167,7 +167,7 @@ class Attach:
 
 @_message
 class Welcome:
-    """base.Lease on the wire. `token`, good once, attaches the data connection."""
+    """base.Lease on the wire. ATTACH presents the `token`, which is valid once."""
 
     TYPE: ClassVar[str] = "WELCOME"
     mac: str | None = _or_null(_hex(32))
@@ -186,15 +186,16 @@ class Refused:
     reason: str = _text(4096)
 
 
-# The data path of an RDMA link, after OK to ATTACH. S: ENDPOINT. R, once it can receive: ENDPOINT.
+# The data path of an RDMA link. After OK to ATTACH the S-node sends ENDPOINT, and the R-node sends its own ENDPOINT
+# once the S-node may write to its region.
 
 
 @_message
 class Endpoint:
-    """One end's queue pair and region (InfiniBand Architecture Specification, vol. 1, 9 and 12).
+    """One end's queue pair and region (InfiniBand Architecture Specification, vol. 1, chapters 9 and 12).
 
-    `gid` is the port's address; `lid` the one within an InfiniBand subnet, 0 on Ethernet; `mtu` in bytes. `rkey` and
-    `address` (64 bits, hexadecimal) are what the peer writes to the region with.
+    `gid` is the port's address; `lid` is the port's address within an InfiniBand subnet, 0 on Ethernet; `mtu` is in
+    bytes. The peer writes to the region with `rkey` and `address` (64 bits, hexadecimal).
     """
 
     TYPE: ClassVar[str] = "ENDPOINT"
@@ -207,7 +208,7 @@ class Endpoint:
     address: str = _hex(8)
 
 
-# An open link. S asks, R answers OK or ERROR with the same id.
+# An open link. The S-node sends a request, and the R-node answers with OK or ERROR of the same id.
 
 
 @_message
@@ -262,7 +263,7 @@ class Ok:
 
 @_message
 class Error:
-    """`id` 0: not an answer, the link ends for this reason. `status` is an fd_status_t of region/region.h."""
+    """`status` is an fd_status_t of region/region.h. With `id` 0 the message answers no request: it ends the link."""
 
     TYPE: ClassVar[str] = "ERROR"
     id: int = _id()
@@ -283,7 +284,7 @@ _CHECKS: dict[type, dict[str, _Check]] = {
 
 
 def encode(message: Message) -> bytes:
-    """The message as JSON, keys sorted: equal messages are equal bytes, so these are also what a MAC covers."""
+    """The message as JSON with sorted keys. Equal messages give equal bytes, so a MAC can cover them."""
     fields = {name: getattr(message, name) for name in _CHECKS[type(message)]}
     return orjson.dumps({"type": message.TYPE} | fields, option=orjson.OPT_SORT_KEYS)
 
@@ -301,7 +302,7 @@ def decode(body: bytes) -> Message:
     if message is None:
         raise ProtocolError(f"unknown control message type {_show(name)}")
     checks = _CHECKS[message]
-    # First of all, because another version's message may well have other fields.
+    # The version is checked before the fields, because another version's message may have other fields.
     if "version" in checks and fields.get("version") != PROTOCOL_VERSION:
         raise VersionMismatch(fields.get("version"))
     for key in fields.keys() ^ checks.keys():

@@ -1,17 +1,19 @@
 """Links over RDMA verbs: `rdma://host:port[?device=NAME&port=NUMBER&gid=INDEX]`.
 
-The control connection is TCP at host:port, and so is a second one over which the two ends exchange where their regions
-are (messages.Endpoint). From then on a call is a chain of one-sided RDMA writes into the R-node's region, the doorbell
-last, and a reply the same back into the S-node's (`rdma_poster.h`); the R-engine sees the bell because it polls its own
-memory, and no Python runs at either end's receiving side. Each link has a device context, a protection domain and a
-queue pair of its own, in which the peer can write to the link's region and do nothing else. Nothing is encrypted.
+The control connection is TCP to host:port. Over a second TCP connection the two ends exchange the addresses of their
+regions (messages.Endpoint). From then on a call is a chain of one-sided RDMA writes into the R-node's region, the
+doorbell last, and a reply is a chain of writes into the S-node's region (`rdma_poster.h`). The R-engine sees the bell
+because it polls its own memory; no Python runs at the receiving side of either end. Each link has its own device
+context, protection domain and queue pair, through which the peer can write to the link's region and do nothing else.
+Nothing is encrypted.
 
-A write wakes nobody at the other end. An idle R-engine with such links therefore looks at its bells after an eighth of
-the time that it has been idle, at most 5 ms later; a waiter at the S side likewise, at most 1 ms.
+A write wakes no thread at the other end. So an R-engine with RDMA links that has been idle for a time looks at its
+bells again after an eighth of that time, and at the latest after 5 ms; a waiter at the S side does the same, at the
+latest after 1 ms.
 
-A dead peer is noticed by its control connection's end (process), by the device's retries within half a second of a
-write (host), or by TCP's probes within 5 seconds. `device`, `port` and `gid` are each end's own; unless given, they are
-those of the interface that the control connection runs over (`rdma_devices.choose`).
+The end of its control connection shows that a peer process is dead. For a dead host, the device gives up retrying
+within half a second of a write, and TCP's probes fail within 5 seconds. Each end chooses its own `device`, `port` and
+`gid`; by default they belong to the interface that the control connection runs over (`rdma_devices.choose`).
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ from .server import Carrier
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """What an rdma:// URL says."""
+    """The parts of an rdma:// URL. `number` is the device's port, `gid` an index into its GID table."""
 
     host: str
     tcp_port: int
@@ -51,7 +53,7 @@ class Address:
 
 
 def parse(url: str) -> Address:
-    """Raises TransportError."""
+    """Read an rdma:// URL. Raises TransportError."""
     try:
         parts = urlsplit(url)
         host, port = parts.hostname, parts.port
@@ -89,13 +91,13 @@ async def connect(url: str, hello: Hello, secret: bytes | None, *, spin_us: int)
         data = await tcp.dial(url, address.host, address.tcp_port)
         with contextlib.closing(data):
             await handshake.attach(data, token)
-            await data.write(endpoint.card)
+            await data.write(endpoint.description)
             peer = await data.read()
         if isinstance(peer, Refused):
             raise LinkRefused(peer.reason)
         if not isinstance(peer, EndpointMessage):
             raise ProtocolError(f"the R-node answered ENDPOINT with {peer.TYPE}")
-        port = Port(region.view, geometry_tuple(hello.geometry), spin_us, verbs=endpoint.join(peer))
+        port = Port(region.view, geometry_tuple(hello.geometry), spin_us, verbs=endpoint.connect(peer))
         on_failure.callback(port.close)
         on_failure.callback(endpoint.unwatch)
         endpoint.watch(port.reap, port.kill)
@@ -112,16 +114,16 @@ async def connect(url: str, hello: Hello, secret: bytes | None, *, spin_us: int)
 
 
 @contextlib.contextmanager
-def _refusing() -> Iterator[None]:
-    """The caller is told what goes wrong."""
+def _refuse_on_error() -> Iterator[None]:
+    """Turn errors into LinkRefused, whose message the server sends to the S-node."""
     try:
         yield
     except (TransportError, OSError) as error:
         raise LinkRefused(f"the R-node cannot do RDMA: {error}") from None
 
 
-class _Written(Carrier):
-    """A region that the peer's device writes to, and an endpoint to write replies back with."""
+class _RdmaCarrier(Carrier):
+    """A region that the S-node's device writes calls to, and an Endpoint that writes replies to the S-node's region."""
 
     def __init__(self, region: Region, *, address: Address):
         self._region = region
@@ -133,24 +135,24 @@ class _Written(Carrier):
         self.down_fd = self._poster.down_fd
 
     async def attach(self, conn: FrameSocket, wake_fd: int) -> None:
-        endpoint = self._open(conn)
+        endpoint = self._open_endpoint(conn)
         await conn.write(Ok(id=0, stats=None))
         peer = await conn.read()
         if not isinstance(peer, EndpointMessage):
             raise ProtocolError(f"expected ENDPOINT, got {peer.TYPE}")
-        self._still_wanted()
-        with _refusing():
-            self._poster.start(endpoint.join(peer))
+        self._check_not_detached()
+        with _refuse_on_error():
+            self._poster.start(endpoint.connect(peer))
         endpoint.watch(self._poster.reap, self._poster.kill)
-        await conn.write(endpoint.card)
+        await conn.write(endpoint.description)
 
-    def _open(self, conn: FrameSocket) -> Endpoint:
-        self._still_wanted()
-        with _refusing():
+    def _open_endpoint(self, conn: FrameSocket) -> Endpoint:
+        self._check_not_detached()
+        with _refuse_on_error():
             self._endpoint = Endpoint(self._region.view, self._address.choose_port(conn))
         return self._endpoint
 
-    def _still_wanted(self) -> None:
+    def _check_not_detached(self) -> None:
         if self._detached:
             raise LinkDown("the link has ended")
 
@@ -169,13 +171,14 @@ class _Written(Carrier):
 
 
 async def serve(url: str, service: LinkService, secret: bytes | None, *, insecure: bool = False) -> Server:
-    """Listen; port 0 takes a free one. The server's URL is without the query, which concerns this end's devices only.
+    """Serve links at `url`; port 0 takes any free port.
 
-    Raises TransportError like tcp.serve, and if this machine has no RDMA device or lacks pyverbs.
+    The server's URL has no query, because the query names devices of this machine. Raises TransportError like
+    tcp.serve, and if this machine has no RDMA device or no pyverbs.
     """
     address = parse(url)
     load()
     if not list_ports():
         raise TransportError(f"cannot serve {url}: this machine has no RDMA device")
     sock, netloc = await tcp.listen(url, address.host, address.tcp_port, secret, insecure)
-    return tcp.TcpControlServer(f"rdma://{netloc}", sock, service, secret, partial(_Written, address=address))
+    return tcp.TcpControlServer(f"rdma://{netloc}", sock, service, secret, partial(_RdmaCarrier, address=address))

@@ -1,8 +1,8 @@
 """One end of an RDMA connection, over pyverbs: device, protection domain, registration, queue pair, completion events.
 
-pyverbs of Debian 12 (rdma-core 44) and of PyPI differ in where their constants are, which `_Enums` evens out. It opens
-and closes everything here, but does not post: `rdma_poster.h` says why, and `_queue_pair_address` how the poster gets
-at the queue pair.
+pyverbs of Debian 12 (rdma-core 44) and pyverbs of PyPI keep their constants in different modules; `_Enums` hides the
+difference. pyverbs opens and closes all objects here, but C posts the work requests: `rdma_poster.h` says why, and
+`_queue_pair_address` how the poster finds the queue pair.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from .messages import Endpoint as EndpointMessage
 from .rdma_devices import PortGid, RdmaPort, describe_memlock
 
 INSTALL = (
-    "Debian and Ubuntu have it as python3-pyverbs, for the system's Python and rdma-core; "
-    "pip install 'fastdecode[rdma]' builds it and needs the rdma-core of the very same version"
+    "Debian and Ubuntu have the package python3-pyverbs, for the system's Python and rdma-core; "
+    "pip install 'fastdecode[rdma]' builds pyverbs and needs rdma-core of exactly the same version"
 )
 
-#: Work requests in a send queue, if the device has as many.
+#: Work requests in a send queue, unless the device allows fewer.
 _DEPTH = 512
 _INLINE_BYTES = 64
-#: 4.096 us * 2^14 for each of 1 + 6 tries (IBTA vol. 1, 9.7.6.1.3): a dead peer is named within half a second. On some
-#: devices a retry count of 7 is without end.
+#: The device waits 4.096 us * 2^14 for each of 1 + 6 tries (IBTA vol. 1, 9.7.6.1.3), so it reports a dead peer within
+#: half a second. Some devices take a retry count of 7 as "retry without end".
 _TIMEOUT, _RETRIES = 14, 6
 _HOPS = 64
 
 
 class _Enums:
-    """The constants of verbs as integers, by name."""
+    """The constants of verbs as integers; the attributes have the names of the C API."""
 
     def __init__(self) -> None:
         """Raises ImportError."""
@@ -48,7 +48,8 @@ class _Enums:
             module = importlib.import_module("pyverbs.enums")  # rdma-core before 50
         except ImportError:
             module = importlib.import_module("pyverbs.libibverbs_enums")
-        # What a constant is an attribute of depends on the Cython that pyverbs was built with: the module, or its enum.
+        # Depending on the Cython that built pyverbs, a constant is an attribute of the module or of an enum class in
+        # it.
         self._holders = [module, *(value for value in vars(module).values() if isinstance(value, enum.EnumMeta))]
 
     def __getattr__(self, name: str) -> int:
@@ -59,7 +60,7 @@ class _Enums:
 
 
 class Verbs:
-    """pyverbs, as far as it is used here."""
+    """The modules of pyverbs that this module uses, as attributes."""
 
     def __init__(self) -> None:
         """Raises ImportError, AttributeError."""
@@ -72,43 +73,47 @@ class Verbs:
         raise AttributeError(f"pyverbs lacks {name}")
 
     def open(self, device: str) -> Any:
-        """A context of its own on the device. Raises TransportError."""
+        """Open a new context on the device. Raises TransportError."""
         try:
             return self.device.Context(name=device)
         except self.Error as error:
             raise TransportError(f"RDMA device {device} cannot be opened: {error}") from None
 
     def active_mtu(self, port: RdmaPort) -> int:
-        """Bytes in a packet. Raises TransportError."""
+        """The active MTU of the port in bytes. Raises TransportError."""
         with self.open(port.device) as context:
             return 128 << context.query_port(port.number).active_mtu
 
 
 @cache
 def load() -> Verbs:
-    """Import pyverbs. Raises TransportError with how to install it."""
+    """Import pyverbs. Raises TransportError, whose message says how to install pyverbs."""
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
     try:
         return Verbs()
     except (ImportError, AttributeError) as error:
         raise TransportError(f"rdma:// needs pyverbs, which cannot be used here ({error}): {INSTALL}") from None
-    finally:  # importing it configures the program's logging
+    finally:  # the import of pyverbs configures the root logger
         root.handlers[:] = handlers
         root.setLevel(level)
 
 
 def _queue_pair_address(qp: Any) -> int:
-    """Where libibverbs' struct ibv_qp of a pyverbs QP is.
+    """The address of the struct ibv_qp (libibverbs) behind a pyverbs QP.
 
-    pyverbs does not tell. In its class QP the pointer is the first field after those of the base class, in every
-    version so far (44 to 59); `verbs_fds` finds out, without trusting the address, whether it still is.
+    pyverbs has no function for it. In every version so far (44 to 59) the pointer is the first field of class QP after
+    the fields of its base class. `verbs_fds` checks the result without trusting the address.
     """
     return ctypes.c_uint64.from_address(id(qp) + type(qp).__base__.__basicsize__).value
 
 
 class Endpoint:
-    """A queue pair that may write to the peer's region and whose peer may write to ours, and to nothing else."""
+    """A queue pair and the registration of one region.
+
+    Through the queue pair this end writes to the peer's region, and the peer writes to this end's region and to nothing
+    else.
+    """
 
     def __init__(self, region: memoryview, port_gid: PortGid):
         """Registers `region`, which must stay mapped until `close`. Raises TransportError."""
@@ -129,16 +134,16 @@ class Endpoint:
 
     def _open(self, size: int) -> None:
         verbs, enums, port_gid = self._verbs, self._verbs.enums, self._port_gid
-        opened = self._closing.callback
+        on_close = self._closing.callback
         self._context = verbs.open(port_gid.port.device)
-        opened(self._context.close)
+        on_close(self._context.close)
         limits = self._context.query_device()
         port = self._context.query_port(port_gid.port.number)
         self._mtu, self._max_message = port.active_mtu, min(port.max_msg_sz, 1 << 30)
         self._depth = min(_DEPTH, limits.max_qp_wr, limits.max_cqe)
 
         domain = verbs.pd.PD(self._context)
-        opened(domain.close)
+        on_close(domain.close)
         rights = enums.IBV_ACCESS_LOCAL_WRITE | enums.IBV_ACCESS_REMOTE_WRITE
         try:
             self._registration = verbs.mr.MR(domain, size, rights, address=self._address)
@@ -147,11 +152,11 @@ class Endpoint:
                 f"a region of {size >> 10} KiB cannot be registered with {port_gid.port.device}: {error}; "
                 f"{describe_memlock()}"
             ) from None
-        opened(self._registration.close)
+        on_close(self._registration.close)
         self._channel = verbs.cq.CompChannel(self._context)
-        opened(self._channel.close)
+        on_close(self._channel.close)
         self._completions = verbs.cq.CQ(self._context, self._depth, None, self._channel, 0)
-        opened(self._completions.close)
+        on_close(self._completions.close)
         cap = verbs.qp.QPCap(
             max_send_wr=self._depth, max_recv_wr=1, max_send_sge=1, max_recv_sge=1, max_inline_data=_INLINE_BYTES
         )
@@ -159,15 +164,15 @@ class Endpoint:
             qp_type=enums.IBV_QPT_RC, scq=self._completions, rcq=self._completions, cap=cap, sq_sig_all=False
         )
         self._pair = verbs.qp.QP(domain, wanted)
-        opened(self._pair.close)
+        on_close(self._pair.close)
         try:
             self._fds = verbs_fds(_queue_pair_address(self._pair), self._pair.qp_num)
         except ValueError as error:
             raise TransportError(f"this version of pyverbs is not known to fastdecode ({error}): {INSTALL}") from None
 
     @property
-    def card(self) -> EndpointMessage:
-        """What the peer must know."""
+    def description(self) -> EndpointMessage:
+        """The message with which the peer can connect to this end."""
         port, gid = self._port_gid.port, self._port_gid.gid
         return EndpointMessage(
             qpn=self._pair.qp_num,
@@ -179,8 +184,11 @@ class Endpoint:
             address=self._address.to_bytes(8).hex(),
         )
 
-    def join(self, peer: EndpointMessage) -> tuple[int, int, int, int, int, int, int]:
-        """Connect to the peer's queue pair; returns what the poster takes. Raises TransportError."""
+    def connect(self, peer: EndpointMessage) -> tuple[int, int, int, int, int, int, int]:
+        """Connect to the peer's queue pair. Returns the argument for Port and Poster.start (see _native.pyi).
+
+        Raises TransportError.
+        """
         verbs, enums, port_gid = self._verbs, self._verbs.enums, self._port_gid
         attributes = verbs.qp.QPAttr(port_num=port_gid.port.number)
         attributes.qp_access_flags = enums.IBV_ACCESS_REMOTE_WRITE
@@ -215,17 +223,17 @@ class Endpoint:
     # ---- events ----
 
     def watch(self, reap: Callable[[], object], fail: Callable[[str], object]) -> None:
-        """Have the event loop call `reap` when completions have come, and `fail` with what befell the device."""
+        """Let the event loop call `reap()` when completions arrive, and `fail(reason)` when the device fails."""
         self._reap, self._fail = reap, fail
         self._loop = asyncio.get_running_loop()
         for fd, react in zip(self._fds, (self._on_completions, self._on_device_event), strict=True):
             os.set_blocking(fd, False)
             self._loop.add_reader(fd, react)
         self._completions.req_notify()
-        reap()  # what came before anybody was to be told
+        reap()  # completions that arrived before req_notify raise no event
 
     def unwatch(self) -> None:
-        """Leave the event loop. Idempotent."""
+        """Remove the callbacks of `watch` from the event loop. Idempotent."""
         if self._loop is not None:
             for fd in self._fds:
                 self._loop.remove_reader(fd)
@@ -234,10 +242,10 @@ class Endpoint:
     def _on_completions(self) -> None:
         try:
             self._channel.get_cq_event(self._completions)
-        except self._verbs.Error:  # nothing there after all
+        except self._verbs.Error:  # there was no event after all
             return
         self._completions.ack_events(1)
-        self._completions.req_notify()  # first, or a completion in between would tell nobody
+        self._completions.req_notify()  # before `reap`: a completion that arrives in between must raise an event
         self._reap()
 
     def _on_device_event(self) -> None:
@@ -267,5 +275,8 @@ class Endpoint:
             return False
 
     def close(self) -> None:
-        """Disconnect, and take the registration back. `unwatch` and the poster's `close` come first. Idempotent."""
+        """Destroy the queue pair and the registration.
+
+        To be called after `unwatch` and the poster's `close`. Idempotent.
+        """
         self._closing.close()

@@ -1,7 +1,8 @@
-"""The activation region as memory: made by the R side (or, over TCP, by each side for itself), mapped, described.
+"""The activation region as memory: its layout, and how a process creates and maps one.
 
-A region is an anonymous memfd. Nothing of it has a name, so nothing is left behind however its owners die; and its size
-is sealed, so no peer can truncate it under the other's feet.
+Over shared memory the R side creates the region and hands it to the S side; over TCP and RDMA each side creates its
+own. A region is an anonymous memfd: it has no name in any file system, so nothing is left behind however its owners
+die. Its size is sealed, so that a peer cannot truncate the file while the other side has it mapped.
 """
 
 from __future__ import annotations
@@ -17,18 +18,18 @@ assert _native.PROTOCOL_VERSION == PROTOCOL_VERSION
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
-#: No region is larger, whatever the peer asks for, and no slot of one: all rows of a call together, which an R-engine
-#: serves before it looks at the next. Pages that no call uses are never committed.
+#: Largest region and largest slot that this end creates, whatever the peer asks for. A slot holds all rows of one call,
+#: and the R-engine serves a call as a whole before it takes the next. Memory that no call uses is never committed.
 MAX_REGION_BYTES = 16 << 30
 MAX_SLOT_BYTES = 2 << 30
 
 
 class GeometryError(TransportError):
-    """A geometry that no region can have; the message says what is wrong with it."""
+    """No region can have this geometry; the message gives the reason."""
 
 
 def geometry_tuple(geometry: Geometry) -> tuple[int, int, int, int, int, int, int]:
-    """`geometry` as the C functions take it."""
+    """`geometry` as the C functions take it: seven integers. Raises GeometryError for an unknown activation dtype."""
     if geometry.act_dtype not in ACT_DTYPES:
         raise GeometryError(f"unknown activation dtype {geometry.act_dtype!r}, known are {', '.join(ACT_DTYPES)}")
     return (
@@ -43,25 +44,25 @@ def geometry_tuple(geometry: Geometry) -> tuple[int, int, int, int, int, int, in
 
 
 def region_layout(geometry: Geometry) -> RegionLayout:
-    """The layout of region/region.h. Raises GeometryError."""
+    """The layout of a region with this geometry (fd_region_layout of region/region.h). Raises GeometryError."""
     try:
         layout = RegionLayout(*_native.region_layout(geometry_tuple(geometry)))
     except (ValueError, OverflowError) as error:
         raise GeometryError(f"{error} ({geometry})") from None
-    for part, n, most in (
+    for part, n, limit in (
         ("a call", layout.slot_bytes, MAX_SLOT_BYTES),
         ("the region", layout.region_bytes, MAX_REGION_BYTES),
     ):
-        if n > most:
-            raise GeometryError(f"{part} would have {n} bytes, more than the {most} allowed ({geometry})")
+        if n > limit:
+            raise GeometryError(f"{part} would have {n} bytes, more than the {limit} allowed ({geometry})")
     return layout
 
 
 class Region:
-    """One mapped region. `view` is all of it, writable bytes; `fd` is its memfd."""
+    """A mapped region. `view` is the whole region as writable bytes; `fd` is its memfd."""
 
     def __init__(self, fd: int, geometry: Geometry):
-        """Map the memfd `fd`, which is owned from now on, also on failure. Raises TransportError, OSError."""
+        """Map the memfd `fd`. The Region owns `fd`, and closes it on failure. Raises TransportError, OSError."""
         self.fd = fd
         try:
             self.geometry = geometry
@@ -79,7 +80,7 @@ class Region:
 
     @classmethod
     def create(cls, geometry: Geometry) -> Region:
-        """A fresh region, zero-filled but for its header. Raises GeometryError, OSError."""
+        """Create a region: a header, and zeros behind the header. Raises GeometryError, OSError."""
         layout = region_layout(geometry)
         fd = os.memfd_create("fastdecode-region", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
@@ -93,8 +94,11 @@ class Region:
         return region
 
     @classmethod
-    def adopt(cls, fd: int, geometry: Geometry) -> Region:
-        """Map the peer's region, handed over as a descriptor, once it is what it should be. Raises TransportError."""
+    def from_peer(cls, fd: int, geometry: Geometry) -> Region:
+        """Map a region that the peer has created, and check its header. Owns `fd` like the constructor.
+
+        Raises TransportError if the region has another size, layout or protocol version.
+        """
         region = cls(fd, geometry)
         try:
             _native.check_region_header(region.view, geometry_tuple(geometry))
@@ -104,7 +108,10 @@ class Region:
         return region
 
     def close(self) -> None:
-        """Unmap, now or, while someone still holds a view of it, when the last view is gone. Idempotent."""
+        """Close the memfd and unmap the region. If other views of the region exist, it is unmapped with the last one.
+
+        Idempotent.
+        """
         if self.fd < 0:
             return
         os.close(self.fd)

@@ -1,4 +1,4 @@
-"""Transports by URL scheme: add a line here for a new one."""
+"""The table of transports by URL scheme, and `connect` and `serve` for any of them. A new transport adds a line."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from types import ModuleType
 from . import handshake
 from .base import Hello, Link, LinkDown, LinkService, Server, TransportError
 
+#: URL scheme -> module of this package. A module is imported when its scheme is first used.
 SCHEMES = {"shm": ".shm", "tcp": ".tcp", "rdma": ".rdma"}
 
-#: Unless told otherwise. A small reply over shared memory takes tens of microseconds.
+#: Default of `spin_us`. A small reply over shared memory takes tens of microseconds.
 SPIN_US = 50
 
 
@@ -29,9 +30,10 @@ def _check_secret(secret: bytes | None) -> None:
 
 
 async def connect(url: str, hello: Hello, secret: bytes | None, *, spin_us: int | None = None) -> Link:
-    """Open a link to the R-node at `url`. `spin_us`: how long a waiter spins before it sleeps.
+    """Open a link to the R-node at `url`. A waiter spins for `spin_us` microseconds before it sleeps.
 
-    Raises LinkRefused, LinkDown, TransportError.
+    Raises LinkRefused (the R-node refuses the hand-shake), LinkDown (no R-node answers within handshake.DEADLINE_S),
+    TransportError (bad URL, empty secret, or a device that this machine lacks).
     """
     _check_secret(secret)
     try:
@@ -42,6 +44,10 @@ async def connect(url: str, hello: Hello, secret: bytes | None, *, spin_us: int 
 
 
 async def serve(url: str, service: LinkService, secret: bytes | None, *, insecure: bool = False) -> Server:
-    """Serve links at `url`. Raises TransportError if it cannot listen there, or should not (`insecure`: see tcp.py)."""
+    """Accept links at `url` for `service`.
+
+    Without a secret, a transport refuses to listen on an address that other machines can reach, unless `insecure` is
+    true. Raises TransportError if the transport cannot, or may not, listen at `url`.
+    """
     _check_secret(secret)
     return await _module(url).serve(url, service, secret, insecure=insecure)

@@ -1,6 +1,6 @@
-"""The R side of every transport: accepts connections, shakes hands, answers control requests, cleans up.
+"""The R side of every transport: accept connections, do the hand-shake, answer control requests, free everything.
 
-A transport adds a listening socket and a `Carrier`, the data path of one link.
+A transport adds a listening socket and a Carrier, the data path of one link.
 """
 
 from __future__ import annotations
@@ -21,75 +21,82 @@ from .region import GeometryError, Region
 
 log = logging.getLogger(__name__)
 
-#: Connections that may be in the middle of their hand-shake. One more, and the oldest of them is dropped: who is slow
-#: on purpose cannot keep the others out.
+#: Largest number of connections in the middle of their hand-shake. One more, and the server drops the oldest of them,
+#: so that peers that are slow on purpose cannot keep others out.
 MAX_PENDING = 32
 
 FD_INTERNAL = 6  # fd_status_t
 
 
 class Carrier(ABC):
-    """The data path of one link, R side."""
+    """The data path of one link at the R side. All methods but `close` run on the event loop."""
 
-    #: For LinkService.open_link.
+    #: The capsule to pass to LinkService.open_link, or None.
     notify: object | None
-    #: Readable once the data path has ended by itself; -1 if it cannot.
+    #: An eventfd that is readable once the data path has ended by itself; -1 if it cannot end by itself.
     down_fd: int
 
     @abstractmethod
-    def __init__(self, region: Region): ...
+    def __init__(self, region: Region):
+        """`region` stays mapped until `close` returns. The header may still be changed here (`no_wakeup`)."""
 
     @abstractmethod
     async def attach(self, conn: FrameSocket, wake_fd: int) -> None:
-        """Answer OK to ATTACH and start. The connection is taken over. Raises LinkDown, OSError."""
+        """Answer ATTACH with OK and start the data path. The server calls this at most once.
+
+        `conn` is the link's second connection. The server closes it when this returns, so a carrier that goes on using
+        the socket detaches it. A write to the eventfd `wake_fd` wakes the R-engine. Raises LinkRefused, LinkDown,
+        ProtocolError, OSError.
+        """
 
     def detach(self) -> None:  # noqa: B027
-        """The link is ending: leave the event loop, on which this runs, alone. `close` follows."""
+        """Remove all callbacks from the event loop, because the link is ending. `close` follows, in another thread."""
 
     @abstractmethod
     def reason(self) -> str:
-        """Why the data path has ended."""
+        """A phrase that says why the data path has ended."""
 
     @abstractmethod
     def close(self) -> None:
-        """Stop touching the region. May block for a moment. Idempotent."""
+        """Stop all access to the region. May block for a moment; runs in a thread of its own. Idempotent."""
 
 
 class LinkSession:
-    """One open link: its control connection, region, carrier and the R-engine's side of it."""
+    """One connected S-node: its control connection, region, carrier and grant. The session owns them."""
 
-    def __init__(self, name: str, conn: FrameSocket, region: Region, carrier: Carrier, opened: LinkGrant):
+    def __init__(self, name: str, conn: FrameSocket, region: Region, carrier: Carrier, grant: LinkGrant):
         self.name = name
-        self.lease = opened.lease
+        self.lease = grant.lease
         self._conn = conn
         self._region = region
         self._carrier = carrier
-        self._opened = opened
+        self._grant = grant
         self._loop = asyncio.get_running_loop()
         self._ending: asyncio.Future[str] = self._loop.create_future()
         self._peer_gone = False
 
     async def attach(self, conn: FrameSocket) -> None:
-        await self._carrier.attach(conn, self._opened.wake_fd)
+        """Start the data path on the link's second connection. Raises like Carrier.attach."""
+        await self._carrier.attach(conn, self._grant.wake_fd)
 
     def end(self, reason: str) -> None:
-        """End the link for a reason that the peer is told."""
+        """End the link, for a reason that the session sends to the peer. Only the first reason counts."""
         if not self._ending.done():
             self._ending.set_result(reason)
 
     async def run(self) -> None:
-        """Answer requests until the link ends; tell the peer why if it is there to hear it."""
+        """Answer requests until the link ends, and send the reason to the peer unless the peer has gone."""
         requests = self._loop.create_task(self._answer_requests())
         if self._carrier.down_fd >= 0:
             self._loop.add_reader(self._carrier.down_fd, lambda: self.end(self._carrier.reason()))
         try:
             await asyncio.wait([requests, self._ending], return_when=asyncio.FIRST_COMPLETED)
             if requests.done():
-                self._failed(requests.exception())
+                self._end_for(requests.exception())
             reason = self._ending.result()
             requests.cancel()
             if not self._peer_gone:
-                await tell(self._conn, Error(id=0, status=FD_INTERNAL, message=reason))
+                await send_last(self._conn, Error(id=0, status=FD_INTERNAL, message=reason))
             log.info("link of %s ended: %s", self.name, reason)
         finally:
             requests.cancel()
@@ -97,20 +104,23 @@ class LinkSession:
             if self._carrier.down_fd >= 0:
                 self._loop.remove_reader(self._carrier.down_fd)
 
-    def _failed(self, error: BaseException | None) -> None:
+    def _end_for(self, error: BaseException | None) -> None:
         self._peer_gone = isinstance(error, LinkDown)
         if not isinstance(error, TransportError):
             log.error("link of %s failed", self.name, exc_info=error)
         self.end(str(error) if isinstance(error, TransportError) else "internal error at the R-node, see its log")
 
-    async def free(self) -> None:
-        """Free the lease and everything else, in a thread: the R-engine may have to finish a call first. Once."""
-        self._carrier.detach()
-        await asyncio.shield(self._loop.run_in_executor(None, self._free))
+    async def release(self) -> None:
+        """Free the lease, the data path and the region. To be called once.
 
-    def _free(self) -> None:
+        This runs in a thread, because the R-engine may have to finish a call first.
+        """
+        self._carrier.detach()
+        await asyncio.shield(self._loop.run_in_executor(None, self._release))
+
+    def _release(self) -> None:
         self._carrier.close()
-        self._opened.close()
+        self._grant.close()
         self._region.close()
 
     async def _answer_requests(self) -> None:
@@ -126,14 +136,14 @@ class LinkSession:
         stats = None
         match request:
             case Free():
-                self._opened.free([(seq_index, tag) for seq_index, tag in request.handles])
+                self._grant.free([(seq_index, tag) for seq_index, tag in request.handles])
             case Trim():
-                self._opened.trim(request.seq_index, request.tag, request.length)
+                self._grant.trim(request.seq_index, request.tag, request.length)
             case Fork():
                 src, dst = (request.src, request.src_tag), (request.dst, request.dst_tag)
-                self._opened.fork(src, dst, request.length)
+                self._grant.fork(src, dst, request.length)
             case Stats():
-                stats = self._opened.stats()
+                stats = self._grant.stats()
             case Ping():
                 pass
             case _:
@@ -142,7 +152,7 @@ class LinkSession:
 
 
 class ControlServer(Server):
-    """Serves links on a listening socket."""
+    """Serves links on a listening stream socket."""
 
     def __init__(
         self,
@@ -152,7 +162,7 @@ class ControlServer(Server):
         secret: bytes | None,
         carrier: Callable[[Region], Carrier],
     ):
-        """Takes the listening socket over. `carrier` makes the data path of a link over its region."""
+        """Takes ownership of the listening socket. `carrier(region)` makes the data path of a link."""
         listener.setblocking(False)
         self.url = url
         self._listener = listener
@@ -160,7 +170,7 @@ class ControlServer(Server):
         self._secret = secret
         self._carrier = carrier
         self._loop = asyncio.get_running_loop()
-        # In the order of their coming, with what ends each; it is given a reason.
+        # The hand-shakes under way, oldest first, each with the function that ends it for a reason.
         self._pending: dict[asyncio.Task[None], Callable[[str], object]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._links: set[LinkSession] = set()
@@ -179,7 +189,7 @@ class ControlServer(Server):
         while True:
             try:
                 sock, _ = await self._loop.sock_accept(self._listener)
-            except OSError as error:  # out of descriptors, or the peer has already gone
+            except OSError as error:  # this process is out of descriptors, or the peer has already gone
                 log.warning("%s: cannot accept a connection: %s", self.url, error)
                 await asyncio.sleep(0.1)
                 continue
@@ -193,53 +203,53 @@ class ControlServer(Server):
 
     @abstractmethod
     def configure(self, sock: socket.socket) -> None:
-        """Set what the transport wants set on an accepted socket."""
+        """Set the transport's options on an accepted socket."""
 
     @abstractmethod
     def peer_name(self, sock: socket.socket) -> str:
-        """The peer, for the log."""
+        """A name for the peer in the log."""
 
     async def _connection(self, sock: socket.socket) -> None:
         conn = FrameSocket(sock)
         try:
             self.configure(sock)
             async with asyncio.timeout(handshake.DEADLINE_S):
-                caller = await handshake.challenge(conn, self._service.name, self._secret is not None)
-                if isinstance(caller.answer, Attach):
-                    await self._attach(conn, caller.answer.token)
+                opening = await handshake.challenge(conn, self._service.name, self._secret is not None)
+                if isinstance(opening.answer, Attach):
+                    await self._attach(conn, opening.answer.token)
                     return
-                link = self._open(conn, caller.checked_hello(self._secret))
+                link = self._open(conn, opening.verify_hello(self._secret))
         except (LinkRefused, ProtocolError, TimeoutError) as error:
             reason = str(error) or f"the hand-shake took longer than {handshake.DEADLINE_S:.0f} s"
             log.warning("%s refused %s: %s", self.url, self.peer_name(sock), reason)
-            await tell(conn, Refused(reason=reason))
+            await send_last(conn, Refused(reason=reason))
         except LinkDown:
             pass
         except Exception:
             log.exception("%s: a connection failed", self.url)
         else:
-            await self._serve(conn, caller, link)
+            await self._serve(opening, link)
         finally:
             conn.close()
 
     def _open(self, conn: FrameSocket, hello: Hello) -> LinkSession:
-        """Make a link's region and lease. Raises LinkRefused."""
+        """Create a link's region, carrier and lease. Raises LinkRefused."""
         try:
             region = Region.create(hello.geometry)
         except (GeometryError, OSError) as error:
-            raise LinkRefused(f"no region can be had: {error}") from None
+            raise LinkRefused(f"the R-node cannot create a region: {error}") from None
         carrier = None
         try:
             carrier = self._carrier(region)
-            opened = self._service.open_link(hello, region.view, carrier.notify)
+            grant = self._service.open_link(hello, region.view, carrier.notify)
         except BaseException:
             if carrier:
                 carrier.close()
             region.close()
             raise
-        return LinkSession(self.peer_name(conn.sock), conn, region, carrier, opened)
+        return LinkSession(self.peer_name(conn.sock), conn, region, carrier, grant)
 
-    async def _serve(self, conn: FrameSocket, caller: handshake.Caller, link: LinkSession) -> None:
+    async def _serve(self, opening: handshake.Handshake, link: LinkSession) -> None:
         token = secrets.token_hex(32)
         task = asyncio.current_task()
         assert task is not None
@@ -254,7 +264,7 @@ class ControlServer(Server):
             if self._accepting.done():
                 link.end("the R-node is shutting down")
             async with asyncio.timeout(handshake.DEADLINE_S):
-                await caller.welcome(link.lease, token, self._secret)
+                await opening.welcome(link.lease, token, self._secret)
             await link.run()
         except (LinkDown, TimeoutError) as error:
             log.info("link of %s ended: %s", link.name, error)
@@ -262,10 +272,10 @@ class ControlServer(Server):
             timer.cancel()
             self._unattached.pop(token, None)
             self._links.discard(link)
-            await link.free()
+            await link.release()
 
     async def _attach(self, conn: FrameSocket, token: str) -> None:
-        """Raises LinkRefused, LinkDown."""
+        """Attach the connection to the link that waits for `token`. Raises LinkRefused."""
         waiting = self._unattached.pop(token, None)
         if waiting is None:
             raise LinkRefused("no link waits for this token")
@@ -279,15 +289,15 @@ class ControlServer(Server):
 
 @dataclass(frozen=True, slots=True)
 class _Unattached:
-    """A link that has its lease and waits for its data connection."""
+    """A link that has a lease and waits for its data connection."""
 
     link: LinkSession
     task: asyncio.Task[None]
     timer: asyncio.TimerHandle
 
 
-async def tell(conn: FrameSocket, message: Message) -> None:
-    """Say a last thing; a peer that does not listen is not waited for."""
+async def send_last(conn: FrameSocket, message: Message) -> None:
+    """Send a last message. Gives up after a second, and if the connection has ended."""
     try:
         async with asyncio.timeout(1):
             await conn.write(message)

@@ -1,9 +1,9 @@
 """Links over shared memory: `shm:///path/to/socket`.
 
-Both ends map the same memfd, so nothing moves: a bell rung at one end is seen at the other. The unix socket carries the
-control connection, and at ATTACH the descriptors of the region and of the R-engine's eventfd. Who may connect is
-decided by the socket's mode, 0600. A peer's death is the end of its control connection, which the kernel closes at
-once.
+Both ends map the same memfd, so no bytes move: the other end sees a bell as soon as it is rung. The unix socket carries
+the control connection; over a second connection the R-node passes the descriptors of the region and of the R-engine's
+eventfd. The mode of the socket, 0600, lets only its owner connect. When a process dies, the kernel closes its control
+connection at once, which the peer notices.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from .region import Region, geometry_tuple
 from .server import Carrier, ControlServer
 
 _BACKLOG = 64
-_PATH_MAX = 106  # sun_path has 108: a NUL and, while the socket is made, a ~
+_PATH_MAX = 106  # sun_path has 108 bytes; `_listen` adds a "~", and the kernel a NUL
 
 
 def parse(url: str) -> str:
-    """The path in `url`. Raises TransportError."""
+    """The socket's path in `url`. Raises TransportError."""
     parts = urlsplit(url)
     path = unquote(parts.path)
     if parts.netloc or not path.startswith("/") or parts.query or parts.fragment or path.endswith("/"):
@@ -57,7 +57,7 @@ async def connect(url: str, hello: Hello, secret: bytes | None, *, spin_us: int)
             await handshake.attach(attached, token)
             region_fd, wake_fd = await _receive_fds(attached.sock, 2)
         on_failure.callback(os.close, wake_fd)
-        region = Region.adopt(region_fd, hello.geometry)
+        region = Region.from_peer(region_fd, hello.geometry)
         on_failure.callback(region.close)
         port = Port(region.view, geometry_tuple(hello.geometry), spin_us, wake_fd=wake_fd)
         on_failure.pop_all()
@@ -78,7 +78,7 @@ async def _dial(url: str, path: str) -> FrameSocket:
 
 
 async def _receive_fds(sock: socket.socket, n: int) -> list[int]:
-    """The `n` descriptors that the peer sends next. Raises LinkDown."""
+    """Receive the `n` descriptors that the peer sends next. Raises LinkDown."""
     loop = asyncio.get_running_loop()
     readable = loop.create_future()
     loop.add_reader(sock, lambda: readable.done() or readable.set_result(None))
@@ -89,19 +89,19 @@ async def _receive_fds(sock: socket.socket, n: int) -> list[int]:
     try:
         _, fds, _, _ = socket.recv_fds(sock, 1, n, socket.MSG_CMSG_CLOEXEC)
     except OSError as error:
-        raise LinkDown(f"the R-node handed nothing over: {error}") from None
+        raise LinkDown(f"the R-node passed no descriptors: {error}") from None
     if len(fds) != n:
         for fd in fds:
             os.close(fd)
-        raise LinkDown("the R-node closed the connection without handing its region over")
+        raise LinkDown("the R-node closed the connection without passing its region")
     return fds
 
 
 # ---- R side ----
 
 
-class _Mapping(Carrier):
-    """Nothing to carry: the peer gets the descriptors, and the R-engine sees its bells."""
+class _MemoryCarrier(Carrier):
+    """Passes the region's descriptors to the peer, whose bells the R-engine then sees in its own memory."""
 
     notify = None
     down_fd = -1
@@ -135,21 +135,24 @@ class _ShmServer(ControlServer):
 
 
 async def serve(url: str, service: LinkService, secret: bytes | None, *, insecure: bool = False) -> Server:
-    """Listen. `insecure` makes no difference: the socket is its owner's alone. Raises TransportError."""
-    return _ShmServer(url, _listen(url), service, secret, _Mapping)
+    """Serve links at `url`. `insecure` makes no difference, as only the socket's owner can connect.
+
+    Raises TransportError.
+    """
+    return _ShmServer(url, _listen(url), service, secret, _MemoryCarrier)
 
 
 def _listen(url: str) -> socket.socket:
     path = parse(url)
-    making = path + "~"
+    unfinished = path + "~"
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         _remove_stale(path)
-        _remove_stale(making)
-        sock.bind(making)
-        os.chmod(making, 0o600)
+        _remove_stale(unfinished)
+        sock.bind(unfinished)
+        os.chmod(unfinished, 0o600)
         sock.listen(_BACKLOG)
-        os.rename(making, path)  # now that nobody who sees it finds it deaf or open to others
+        os.rename(unfinished, path)  # the socket appears at `path` only once it listens and only its owner can connect
     except BaseException as error:
         sock.close()
         if isinstance(error, OSError):
@@ -159,7 +162,10 @@ def _listen(url: str) -> socket.socket:
 
 
 def _remove_stale(path: str) -> None:
-    """Remove a socket whose owner is dead. Raises OSError (EADDRINUSE) if it is alive or no socket at all."""
+    """Remove the socket at `path` if its owner is dead.
+
+    Raises OSError (EADDRINUSE) if the owner is alive or the file is not a socket.
+    """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         try:
             probe.connect(path)

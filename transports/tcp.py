@@ -1,8 +1,9 @@
 """Links over TCP: `tcp://host:port`.
 
-Each end has a region of its own; a pump in C (`tcp_pump.c`) moves the used bytes from one to the other over the data
-connection, which is a second connection to the same port. A vanished host is noticed by the kernel: probes when idle,
-unacknowledged bytes when not, both within 5 seconds, whatever the two event loops are doing. Nothing is encrypted.
+Each end has its own region. A pump in C (`tcp_pump.c`) moves the bytes that a call or a reply uses over the data
+connection, which is a second connection to the same port. The kernel notices within 5 seconds that the peer's host has
+vanished, whatever the two event loops are doing: by unanswered probes on an idle connection, by unacknowledged bytes on
+a busy one. Nothing is encrypted.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ from .region import Region, geometry_tuple
 from .server import Carrier, ControlServer
 
 _BACKLOG = 64
-_SILENCE_S = 4
-_RTO_MAX_MS = 44  # TCP_RTO_MAX_MS of linux/tcp.h, Linux 6.15 and later
+_SILENCE_S = 4  # the kernel ends a connection whose peer has been silent for this long
+_TCP_RTO_MAX_MS = 44  # linux/tcp.h, Linux 6.15 and later
 
 
 def parse(url: str) -> tuple[str, int]:
-    """The two in `url`. Raises TransportError."""
+    """The host and the port of `url`. Raises TransportError."""
     try:
         parts = urlsplit(url)
         host, port = parts.hostname, parts.port
@@ -41,7 +42,7 @@ def parse(url: str) -> tuple[str, int]:
 
 
 def configure(sock: socket.socket) -> None:
-    """No delay, and an end to the connection within 5 seconds if the peer's host vanishes."""
+    """Send small frames at once, and let the kernel end the connection within 5 seconds if the peer's host vanishes."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1)
@@ -49,8 +50,9 @@ def configure(sock: socket.socket) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _SILENCE_S - 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _SILENCE_S * 1000)
     with contextlib.suppress(OSError):
-        # What TCP_USER_TIMEOUT allows is looked at when a timer ends: once a second, however often it has been doubled.
-        sock.setsockopt(socket.IPPROTO_TCP, _RTO_MAX_MS, 1000)
+        # The kernel checks TCP_USER_TIMEOUT only when the retransmission timer, which doubles each time, runs out. This
+        # limits the timer to a second.
+        sock.setsockopt(socket.IPPROTO_TCP, _TCP_RTO_MAX_MS, 1000)
 
 
 # ---- S side ----
@@ -75,13 +77,13 @@ async def connect(url: str, hello: Hello, secret: bytes | None, *, spin_us: int)
 
 
 async def dial(url: str, host: str, port: int) -> FrameSocket:
-    """Connect. Raises LinkDown."""
+    """Connect to host:port; errors name `url`. Raises LinkDown."""
     loop = asyncio.get_running_loop()
-    last = "no such host"
+    reason = "no such host"
     try:
         addresses = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError as error:
-        addresses, last = [], error.strerror
+        addresses, reason = [], error.strerror
     for family, kind, proto, _, address in addresses:
         sock = socket.socket(family, kind, proto)
         sock.setblocking(False)
@@ -93,14 +95,16 @@ async def dial(url: str, host: str, port: int) -> FrameSocket:
             sock.close()
             if not isinstance(error, OSError):
                 raise
-            last = os.strerror(error.errno or 0)
-    raise LinkDown(f"no R-node can be reached at {url}: {last}")
+            reason = os.strerror(error.errno or 0)
+    raise LinkDown(f"no R-node can be reached at {url}: {reason}")
 
 
 # ---- R side ----
 
 
-class _Pumped(Carrier):
+class PumpCarrier(Carrier):
+    """A region and a C pump, which moves calls and replies over the data connection, a connected stream socket."""
+
     def __init__(self, region: Region):
         self._pump = Pump(region.view, geometry_tuple(region.geometry))
         self.notify = self._pump.notify
@@ -118,6 +122,8 @@ class _Pumped(Carrier):
 
 
 class TcpControlServer(ControlServer):
+    """A ControlServer on a TCP socket, whatever carries the data."""
+
     def configure(self, sock: socket.socket) -> None:
         configure(sock)
 
@@ -130,24 +136,25 @@ class TcpControlServer(ControlServer):
 
 
 async def serve(url: str, service: LinkService, secret: bytes | None, *, insecure: bool = False) -> Server:
-    """Listen; port 0 takes a free one.
+    """Serve links at `url`; port 0 takes any free port.
 
-    Raises TransportError, also, unless `insecure`, for an address that other machines can reach if there is no secret.
+    Raises TransportError if the address cannot be had, or if other machines can reach it and there is neither a secret
+    nor `insecure`.
     """
     host, port = parse(url)
     sock, netloc = await listen(url, host, port, secret, insecure)
-    return TcpControlServer(f"tcp://{netloc}", sock, service, secret, _Pumped)
+    return TcpControlServer(f"tcp://{netloc}", sock, service, secret, PumpCarrier)
 
 
 async def listen(url: str, host: str, port: int, secret: bytes | None, insecure: bool) -> tuple[socket.socket, str]:
-    """A listening socket, and its host:port for a URL. Raises TransportError, see `serve`."""
+    """Open a listening socket. Returns it with its host:port, for a URL. Raises TransportError like `serve`."""
     try:
         addresses = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
         family, kind, proto, _, address = addresses[0]
         if secret is None and not insecure and not ipaddress.ip_address(address[0].split("%")[0]).is_loopback:
             raise TransportError(
-                f"{url} can be reached from other machines and there is no shared secret, so anybody could use this "
-                "R-node; give it one, or listen on 127.0.0.1"
+                f"other machines can reach {url} and there is no shared secret, so anybody could use this R-node; "
+                "give the R-node a secret, or listen on 127.0.0.1"
             )
         sock = socket.socket(family, kind, proto)
         try:

@@ -226,9 +226,9 @@ async def test_the_same_secret_opens_a_link(guarded, transport):
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 async def test_secrets_that_do_not_fit(r_node, guarded, transport):
     for there, secret, says in [
-        (guarded, None, "asks for a shared secret and this side was given none"),
+        (guarded, None, "asks for a shared secret, and this S-node has none"),
         (guarded, SECRET + b"!", "the shared secrets of the two nodes differ"),
-        (r_node, SECRET, "has no shared secret, this side was given one"),
+        (r_node, SECRET, "has no shared secret, and this S-node has one"),
     ]:
         with pytest.raises(LinkRefused, match=says) as refused:
             await connect(getattr(there, transport), hello(), secret)

@@ -218,20 +218,20 @@ def test_a_region_that_is_not_what_it_should_be():
     other = Geometry(2, 64, 2, 4, 2, 16, "fp32")
     region = Region.create(SMALL)
     with pytest.raises(TransportError, match="this end expects"):
-        Region.adopt(os.dup(region.fd), other)
+        Region.from_peer(os.dup(region.fd), other)
     with pytest.raises(TransportError, match="another geometry"):
-        Region.adopt(os.dup(region.fd), Geometry(2, 32, 3, 4, 2, 16, "fp32"))
+        Region.from_peer(os.dup(region.fd), Geometry(2, 32, 3, 4, 2, 16, "fp32"))
     region.view[4:8] = struct.pack("<I", PROTOCOL_VERSION + 1)
     with pytest.raises(TransportError, match=f"version {PROTOCOL_VERSION + 1}"):
-        Region.adopt(os.dup(region.fd), SMALL)
+        Region.from_peer(os.dup(region.fd), SMALL)
     region.view[0:4] = b"none"
     with pytest.raises(TransportError, match="magic number"):
-        Region.adopt(os.dup(region.fd), SMALL)
+        Region.from_peer(os.dup(region.fd), SMALL)
     region.close()
     unsealed = os.memfd_create("unsealed", os.MFD_ALLOW_SEALING)
     os.ftruncate(unsealed, region.layout.region_bytes)
     with pytest.raises(TransportError, match="not sealed"):
-        Region.adopt(unsealed, SMALL)
+        Region.from_peer(unsealed, SMALL)
 
 
 def test_a_region_cannot_be_resized():
