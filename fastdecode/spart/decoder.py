@@ -56,7 +56,7 @@ class SPart:
         `keep_logits` adds the logits of the sampled rows. Raises ValueError for a batch that breaks batch.py's rules,
         and what Link.wait raises; by then, and also when the generator is closed, the slot is at rest on all links.
         """
-        rows = _Rows(self, batch)
+        rows = StepRows(self, batch)
         exchange = Exchange(batch.slot, rows.link_rows, self.model.device, self.model.dtype)
         state = _State(self, rows, exchange)
         s_seconds, r_seconds, kv_bytes = 0.0, 0.0, 0
@@ -123,7 +123,7 @@ class SPart:
             x.add_(w.positions.index_select(0, positions + self._config.position_offset))
         return x
 
-    def _sample(self, x: torch.Tensor, rows: _Rows) -> tuple[list[Sampled | None], torch.Tensor]:
+    def _sample(self, x: torch.Tensor, rows: StepRows) -> tuple[list[Sampled | None], torch.Tensor]:
         """The last rows of the chunks that want a token -> one Sampled a chunk, logits [sampled chunks, vocab] fp32."""
         sampled: list[Sampled | None] = [None] * len(rows.chunks)
         if not rows.sampled:
@@ -142,7 +142,7 @@ class SPart:
         return sampled, logits
 
 
-class _Rows:
+class StepRows:
     """A batch as rows: what stands where."""
 
     def __init__(self, spart: SPart, batch: StepBatch):
@@ -178,7 +178,7 @@ class _Rows:
 class _State:
     """The tensors of a step: residual stream, buffers, angles."""
 
-    def __init__(self, spart: SPart, rows: _Rows, exchange: Exchange):
+    def __init__(self, spart: SPart, rows: StepRows, exchange: Exchange):
         c, model = spart.model.config, spart.model
         self._norm, self._activation, self._config = spart._norm, spart._activation, c
         self._prompts, self._exchange = rows.prompts, exchange

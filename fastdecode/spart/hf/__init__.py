@@ -1,0 +1,12 @@
+"""The transformers backend: any causal language model of transformers, split at its attention.
+
+    trace       what a model asks of its attention, layer by layer, learned on the meta device before a weight is read
+    config      HFConfig: the one geometry that all layers' rows fit into, and why a model cannot be served
+    model       load_hf_model: the checkpoint through transformers' own loader
+    decoder     HFSPart: one step of one mini-batch, whose forward pass is a greenlet that pauses at each layer
+
+No model code of ours is involved: transformers calls the attention function that `trace` or `decoder` registers through
+its AttentionInterface. Needs the extra `fastdecode[models]`.
+"""
+
+from __future__ import annotations

@@ -1,0 +1,139 @@
+"""HFConfig: a transformers model as the links and the scheduler see it.
+
+A link has one geometry for all layers. Layers that differ are fitted into it: heads are padded with zeros to the
+largest head size, KV heads are repeated up to the largest number, and a layer's own softmax scale is folded into its
+queries. None of this changes a score.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fastdecode.spart.config import MAX_LAYERS, CheckpointError
+from fastdecode.spart.hf.trace import AttentionLayer, trace
+from fastdecode.transports.base import Geometry
+
+_MAX_HEAD_SIZE = 256
+_DTYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
+
+
+@dataclass(frozen=True, slots=True)
+class HFConfig:
+    """What the S-Part, the links and the engine need to know. Sizes in elements."""
+
+    architecture: str
+    dtype: str  # of the checkpoint: "fp32", "fp16", "bf16"
+    vocab_size: int
+    n_layers: int
+    n_q_heads: int
+    n_kv_heads: int
+    head_size: int
+    max_positions: int
+    windows: tuple[int, ...]
+    softmax_scale: float
+    eos_token_ids: tuple[int, ...]
+    bos_token_id: int | None
+    layers: tuple[AttentionLayer, ...]
+
+    @classmethod
+    def from_dir(cls, directory: str | Path) -> HFConfig:
+        """Read a model directory and trace its model on the meta device. Raises CheckpointError."""
+        config, generation = read_configs(directory)
+        return cls.from_configs(config, generation)
+
+    @classmethod
+    def from_configs(cls, config: Any, generation: Any) -> HFConfig:
+        """`config` is a PretrainedConfig, `generation` a GenerationConfig or None. Raises CheckpointError."""
+        layers = tuple(trace(config))
+        _check(config, layers)
+        text = config.get_text_config()
+        chunks = [layer.chunk for layer in layers if layer.chunk]
+        return cls(
+            architecture=(config.architectures or [type(config).__name__])[0],
+            dtype=_DTYPES.get(str(config.dtype).removeprefix("torch."), "fp32"),
+            vocab_size=text.vocab_size,
+            n_layers=len(layers),
+            n_q_heads=layers[0].n_q_heads,
+            n_kv_heads=max(layer.n_kv_heads for layer in layers),
+            head_size=-(-max(max(layer.k_size, layer.v_size) for layer in layers) // 8) * 8,
+            # Within its first chunk, chunked attention is full attention.
+            max_positions=min([_max_positions(text), *chunks]),
+            windows=tuple(layer.window for layer in layers),
+            softmax_scale=layers[0].scale,
+            eos_token_ids=_token_ids(getattr(generation, "eos_token_id", None) or text.eos_token_id),
+            bos_token_id=text.bos_token_id,
+            layers=layers,
+        )
+
+    @property
+    def rope(self) -> None:
+        """No position beyond `max_positions` is computed, whatever the model's position embedding is."""
+        return None
+
+    def hello_geometry(self, n_slots: int, max_rows: int, act_dtype: str) -> Geometry:
+        """What an S-node of this model asks its R-nodes for."""
+        return Geometry(
+            n_slots=n_slots,
+            max_rows=max_rows,
+            n_layers=self.n_layers,
+            n_q_heads=self.n_q_heads,
+            n_kv_heads=self.n_kv_heads,
+            head_size=self.head_size,
+            act_dtype=act_dtype,
+        )
+
+
+def read_configs(directory: str | Path) -> tuple[Any, Any]:
+    """The PretrainedConfig and the GenerationConfig (or None) of a model directory. Raises CheckpointError."""
+    try:
+        from transformers import AutoConfig, GenerationConfig
+    except ImportError:
+        raise CheckpointError("the transformers backend needs transformers: pip install 'fastdecode[models]'") from None
+    if not (Path(directory) / "config.json").is_file():
+        raise CheckpointError(f"{directory} has no config.json, so it is no Hugging Face model directory")
+    try:
+        config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        reason = next(iter(str(error).splitlines()), "")
+        if "trust_remote_code" in str(error):
+            reason = "it needs code of its own (trust_remote_code), which fastdecode does not run"
+        raise CheckpointError(f"transformers cannot read {directory}: {reason}") from None
+    generation = None
+    if (Path(directory) / "generation_config.json").is_file():
+        generation = GenerationConfig.from_pretrained(directory, local_files_only=True)
+    return config, generation
+
+
+def _check(config: Any, layers: tuple[AttentionLayer, ...]) -> None:
+    kind = f"a model of type {config.model_type!r}"
+    if getattr(config, "is_encoder_decoder", False):
+        raise CheckpointError(f"{kind} has an encoder; only decoder-only models can be served")
+    if len(layers) > MAX_LAYERS:
+        raise CheckpointError(f"{kind} has {len(layers)} layers, at most {MAX_LAYERS} are supported")
+    largest = max(max(layer.k_size, layer.v_size) for layer in layers)
+    if largest > _MAX_HEAD_SIZE:
+        raise CheckpointError(f"{kind} has heads of {largest} elements, R-nodes take at most {_MAX_HEAD_SIZE}")
+    if len({layer.n_q_heads for layer in layers}) > 1:
+        raise CheckpointError(f"{kind} has layers with different numbers of query heads, which is not supported yet")
+    most = max(layer.n_kv_heads for layer in layers)
+    if any(most % layer.n_kv_heads for layer in layers):
+        raise CheckpointError(f"{kind} has layers whose numbers of KV heads do not divide one another")
+    if any(layer.softcap for layer in layers):
+        raise CheckpointError(f"{kind} caps its attention scores (softcap), which R-nodes do not support yet")
+    if any(layer.sinks for layer in layers):
+        raise CheckpointError(f"{kind} has attention sinks, which R-nodes do not support yet")
+
+
+def _max_positions(text: Any) -> int:
+    for name in ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"):
+        if value := getattr(text, name, None):
+            return int(value)
+    raise CheckpointError("config.json does not say how many positions the model has")
+
+
+def _token_ids(value: Any) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    return tuple(value) if isinstance(value, list | tuple) else (value,)

@@ -1,0 +1,203 @@
+"""HFSPart: one step of one mini-batch through a transformers model.
+
+The model's forward pass runs in a greenlet. Each layer calls our attention function, which posts the layer's rows to
+the R-nodes, attends the prompts, and pauses the greenlet. Meanwhile the generator `HFSPart.step` yields to the runner,
+which resumes another mini-batch, as with the native decoder. All rows of a step are one packed sequence [1, rows],
+because no part of a model but attention mixes rows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import threading
+import time
+from collections.abc import Generator
+from typing import Any
+
+import torch
+
+from fastdecode.spart.batch import Sampled, StepBatch, StepOutput
+from fastdecode.spart.decoder import SPart, StepRows
+from fastdecode.spart.exchange import Exchange, SlotViews
+from fastdecode.spart.hf.model import ATTENTION, HFModel
+from fastdecode.spart.prompt import PromptCache
+from fastdecode.spart.sampling import Sampler
+from fastdecode.transports.base import Link
+
+_running = threading.local()  # `forward`: the pass whose greenlet runs in this thread
+
+
+class HFSPart(SPart):
+    """A transformers model and the links to the R-nodes that hold its KV-cache; see SPart."""
+
+    def __init__(self, model: HFModel, links: list[Link], timeout: float = 60.0):
+        """`links` and `timeout` are those of SPart."""
+        self.model: Any = model
+        self.links = links
+        self._config: Any = model.config
+        self._timeout = timeout
+        self._views: dict[tuple[int, int], SlotViews] = {}
+        self._prompts = PromptCache(self._config, model.device, model.dtype)
+        self._sampler = Sampler()
+        self._keeps_some_logits = "logits_to_keep" in inspect.signature(model.module.forward).parameters
+
+    def step(self, batch: StepBatch, keep_logits: bool = False) -> Generator[None, None, StepOutput]:
+        """Run `batch` through the model; see SPart.step."""
+        from greenlet import greenlet
+
+        rows = StepRows(self, batch)
+        exchange = Exchange(batch.slot, rows.link_rows, self.model.device, self.model.dtype)
+        forward = _Forward(self, rows, exchange)
+        # Every resume comes from this generator, so the greenlet's parent is whichever frame resumes it.
+        paused = greenlet(forward.run)
+        s_seconds, r_seconds, kv_bytes = 0.0, 0.0, 0
+        resumed = rows.started
+        try:
+            while True:
+                _running.forward = forward
+                paused.parent = _current()
+                with torch.inference_mode():
+                    logits = paused.switch()
+                now = time.perf_counter()
+                s_seconds += now - resumed
+                if paused.dead:
+                    break
+                yield
+                asked = time.perf_counter()
+                kv_bytes += exchange.wait(self._timeout)
+                resumed = time.perf_counter()
+                r_seconds += resumed - asked
+            resumed = time.perf_counter()
+            sampled = self._draw(logits, rows)
+        except BaseException:
+            if not paused.dead:
+                # A generator that the garbage collector closes in another thread cannot reach its greenlet, which then
+                # ends with its thread.
+                with contextlib.suppress(ValueError):
+                    paused.parent = _current()
+                    paused.throw()
+            exchange.settle(self._timeout)
+            for prompt in rows.prompts:
+                self._prompts.drop(prompt.key)
+            raise
+        for prompt in rows.prompts:
+            self._prompts.end(prompt)
+        return StepOutput(
+            sampled=sampled,
+            s_seconds=s_seconds + time.perf_counter() - resumed,
+            r_wait_seconds=r_seconds,
+            kv_bytes=kv_bytes,
+            logits=logits if keep_logits else None,
+        )
+
+    @torch.inference_mode()
+    def _draw(self, logits: torch.Tensor, rows: StepRows) -> list[Sampled | None]:
+        """logits [sampled chunks, vocab] fp32 -> one Sampled a chunk."""
+        sampled: list[Sampled | None] = [None] * len(rows.chunks)
+        if rows.sampled:
+            drawn = self._sampler(logits, [rows.chunks[i].sample for i in rows.sampled])
+            for i, token in zip(rows.sampled, drawn, strict=True):
+                sampled[i] = token
+        return sampled
+
+    def logits_of(self, tokens: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+        """tokens, positions [rows] -> logits [len(keep), vocab] fp32 of the rows `keep`."""
+        options = {"logits_to_keep": keep} if self._keeps_some_logits else {}
+        out = self.model.module(input_ids=tokens[None], position_ids=positions[None], use_cache=False, **options)
+        logits: torch.Tensor = out.logits[0]
+        return (logits if self._keeps_some_logits else logits[keep]).float()
+
+
+class _Forward:
+    """One pass of a step's rows through the model, seen from its attention function."""
+
+    def __init__(self, spart: HFSPart, rows: StepRows, exchange: Exchange):
+        self._spart, self._rows, self._exchange = spart, rows, exchange
+        config = spart.model.config
+        self._layers, self._scale = config.layers, config.softmax_scale
+        self._n_kv, self._size = config.n_kv_heads, config.head_size
+        self._layer = 0
+        n, self._n_attend = len(exchange.kv), len(exchange.q)
+        self._mixed = bool(rows.prompts)
+        if self._mixed:  # the rows of prompts have a Q and an O too, which do not travel
+            self._q = exchange.kv.new_empty(n, exchange.q.shape[1])
+            self._o = torch.empty_like(self._q)
+        else:
+            self._q, self._o = exchange.q, exchange.o
+        # [rows, heads, size]
+        self._q_heads = self._q.view(n, config.n_q_heads, self._size)
+        kv = exchange.kv.view(n, 2 * self._n_kv, self._size)
+        self._k_heads, self._v_heads = kv[:, : self._n_kv], kv[:, self._n_kv :]
+        self._o_heads = self._o.view(n, config.n_q_heads, self._size)
+
+    def run(self) -> torch.Tensor:
+        """The greenlet's function: logits [sampled chunks, vocab]."""
+        spart, rows = self._spart, self._rows
+        device = spart.model.device
+        keep = [rows.last_row[i] for i in rows.sampled]
+        logits = spart.logits_of(
+            torch.from_numpy(rows.tokens).to(device),
+            torch.from_numpy(rows.positions).to(device),
+            # A pass that samples nothing computes one row's logits, because an empty choice is not everywhere allowed.
+            torch.tensor(keep or [0], device=device),
+        )
+        if self._layer != len(self._layers):
+            raise RuntimeError(f"the model called attention {self._layer} times, traced were {len(self._layers)}")
+        return logits if keep else logits[:0]
+
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """One layer: q [1, n_q_heads, rows, k_size], k and v alike -> O [1, rows, n_q_heads, v_size]."""
+        index, exchange = self._layer, self._exchange
+        layer = self._layers[index]
+        self._layer += 1
+        self._write(self._q_heads, q, layer.k_size, 1, layer.scale / self._scale)
+        self._write(self._k_heads, k, layer.k_size, self._n_kv // layer.n_kv_heads, 1.0)
+        self._write(self._v_heads, v, layer.v_size, self._n_kv // layer.n_kv_heads, 1.0)
+        if self._mixed and self._n_attend:
+            exchange.q.copy_(self._q[: self._n_attend])
+        exchange.post(index)
+        for prompt in self._rows.prompts:
+            prompt.attend(index, self._q[prompt.rows], exchange.kv[prompt.rows], out=self._o[prompt.rows])
+        _current().parent.switch()  # to HFSPart.step, which waits for the R-nodes before it comes back
+        if self._mixed and self._n_attend:
+            self._o[: self._n_attend].copy_(exchange.o)
+        # The slot's O rows are overwritten by the next layer, and a model may keep what it is given.
+        return self._o_heads[None, :, :, : layer.v_size].clone()
+
+    @staticmethod
+    def _write(heads: torch.Tensor, values: torch.Tensor, size: int, repeat: int, factor: float) -> None:
+        """values [1, heads, rows, size] into heads [rows, heads, head_size]; what is beyond `size` is zero."""
+        values = values[0].transpose(0, 1)
+        if repeat > 1:
+            values = values.repeat_interleave(repeat, dim=1)
+        if factor != 1.0:
+            values = values * factor
+        heads[:, :, :size].copy_(values)
+        if size < heads.shape[2]:
+            heads[:, :, size:].zero_()
+
+
+def _current() -> Any:
+    from greenlet import getcurrent
+
+    return getcurrent()
+
+
+def _attention(
+    module: torch.nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, *_: Any, **__: Any
+) -> tuple[torch.Tensor, None]:
+    """What transformers calls in every layer; scale, window and the like are the traced ones."""
+    forward: _Forward | None = getattr(_running, "forward", None)
+    if forward is None:
+        raise RuntimeError("this model's attention runs on R-nodes: it can be called through HFSPart only")
+    return forward.attend(q, k, v), None
+
+
+def _register() -> None:
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(ATTENTION, _attention)
+
+
+_register()

@@ -1,0 +1,110 @@
+"""A checkpoint loaded by transformers' own loader, ready to be split."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fastdecode.spart.config import CheckpointError
+from fastdecode.spart.hf.config import HFConfig, read_configs
+from fastdecode.spart.weights import TORCH_DTYPES, Linear, PackedLinear, can_pack
+from fastdecode.transports.base import ACT_DTYPES, Hello
+
+#: Name of our attention function in transformers' AttentionInterface.
+ATTENTION = "fastdecode"
+
+
+@dataclass(slots=True)
+class HFModel:
+    """A loaded model. `module` is transformers' own."""
+
+    config: HFConfig
+    module: Any
+    device: torch.device
+    dtype: torch.dtype  # of weights and activations
+    parameters: int
+
+    @property
+    def act_dtype(self) -> str:
+        """Activation dtype of the links, of ACT_DTYPES."""
+        return next(name for name in ACT_DTYPES if TORCH_DTYPES[name] is self.dtype)
+
+    def hello(self, n_slots: int, max_rows: int, kv_dtype: str, kv_bytes: int | None, max_seqs: int) -> Hello:
+        """What to ask of an R-node; the arguments are the fields of Geometry and Hello that the model does not fix."""
+        return Hello(
+            geometry=self.config.hello_geometry(n_slots, max_rows, self.act_dtype),
+            kv_dtype=kv_dtype,
+            windows=self.config.windows,
+            softmax_scale=self.config.softmax_scale,
+            kv_bytes=kv_bytes,
+            max_seqs=max_seqs,
+        )
+
+
+def load_hf_model(
+    directory: str | Path,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | str = "auto",
+    progress: bool = False,
+) -> HFModel:
+    """Load a checkpoint for inference. The arguments are those of spart.loader.load_model. Raises CheckpointError."""
+    config, generation = read_configs(directory)
+    split = HFConfig.from_configs(config, generation)
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    import fastdecode.spart.hf.decoder  # noqa: F401 (registers the attention function)
+
+    device = torch.device(device)
+    if isinstance(dtype, str):
+        dtype = TORCH_DTYPES[split.dtype if dtype == "auto" else dtype]
+    if not progress:
+        logging.disable_progress_bar()
+    placement = {} if device.type == "cpu" else {"device_map": {"": device}}
+    try:
+        module = AutoModelForCausalLM.from_pretrained(
+            directory,
+            config=config,
+            dtype=dtype,
+            attn_implementation=ATTENTION,
+            local_files_only=True,
+            trust_remote_code=False,
+            **placement,
+        ).eval()
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        reason = next(iter(str(error).splitlines()), "")
+        raise CheckpointError(f"transformers cannot load {directory}: {reason}") from None
+    module.requires_grad_(False)
+    parameters = sum(parameter.numel() for parameter in module.parameters())
+    if can_pack(device, dtype):
+        with torch.inference_mode():
+            _pack(module)
+    return HFModel(split, module, device, dtype, parameters)
+
+
+class _PackedModule(torch.nn.Module):
+    """An nn.Linear whose weight oneDNN has put into the order its kernels read."""
+
+    def __init__(self, linear: torch.nn.Linear):
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        #: For code that asks a layer for its dtype or shape; it has no data.
+        self.weight = torch.empty_like(linear.weight, device="meta")
+        self._packed = PackedLinear(Linear(linear.weight.data, None if linear.bias is None else linear.bias.data))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., in] -> [..., out]."""
+        return self._packed(x.reshape(-1, self.in_features)).view(*x.shape[:-1], self.out_features)
+
+
+def _pack(module: torch.nn.Module) -> None:
+    """Replace every plain nn.Linear below `module`, one after another: only one weight is there twice at a time."""
+    for parent in list(module.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child) is torch.nn.Linear and child.weight.device.type == "cpu":
+                with contextlib.suppress(AttributeError):
+                    setattr(parent, name, _PackedModule(child))

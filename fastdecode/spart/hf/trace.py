@@ -1,0 +1,140 @@
+"""What a transformers model asks of its attention, learned from a forward pass on the meta device.
+
+The pass runs the model's own code on tensors without data. An attention function and a mask function of ours record
+each layer's shapes, scale, window and extras, so everything is known before a weight is read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fastdecode.spart.config import CheckpointError
+
+_NAME = "fastdecode-trace"
+_TOKENS = 4
+_recording = threading.local()
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionLayer:
+    """One layer's attention. Sizes in elements."""
+
+    n_q_heads: int
+    n_kv_heads: int
+    k_size: int  # of a Q and of a K head
+    v_size: int  # of a V and of an O head
+    scale: float  # of the scores
+    window: int  # a token sees itself and window - 1 tokens before it; 0: all of them
+    chunk: int  # a token sees the tokens of its own chunk of positions (Llama 4); 0: no chunks
+    softcap: float  # scores become softcap * tanh(scores / softcap) (Gemma 2); 0: they stay
+    sinks: bool  # each head has a logit that takes part in the softmax and has no value (gpt-oss)
+
+
+def trace(config: Any) -> list[AttentionLayer]:
+    """The layers of the model that `config` (a PretrainedConfig) describes. Raises CheckpointError."""
+    from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
+
+    AttentionInterface.register(_NAME, _attention)
+    AttentionMaskInterface.register(_NAME, _mask)
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, attn_implementation=_NAME).eval()
+    except (KeyError, ValueError) as error:
+        raise CheckpointError(f"{_type(config)} cannot be split at its attention: {_first_line(error)}") from None
+    _use_static_experts(model)
+    _recording.layers = layers = []
+    ids = torch.zeros(1, _TOKENS, dtype=torch.long, device="meta")
+    positions = torch.arange(_TOKENS, device="meta")[None]
+    try:
+        with torch.inference_mode():
+            model(input_ids=ids, position_ids=positions, attention_mask=torch.ones_like(ids), use_cache=False)
+    except CheckpointError:
+        raise
+    except Exception as error:
+        # The pass runs a model's whole code, which may fail in any way on tensors without data.
+        reason = f"{type(error).__name__}: {_first_line(error)}"
+        raise CheckpointError(f"{_type(config)} cannot be traced on the meta device ({reason})") from None
+    finally:
+        del _recording.layers
+    text = config.get_text_config()
+    if len(layers) != text.num_hidden_layers:
+        raise CheckpointError(
+            f"{_type(config)} calls attention {len(layers)} times for {text.num_hidden_layers} layers; layers that "
+            "keep another state than a KV-cache (Mamba, linear attention, ALiBi inside the model) are not supported"
+        )
+    return layers
+
+
+def _use_static_experts(model: Any) -> None:
+    """Choose the experts' implementation whose shapes do not depend on which experts are picked."""
+    if hasattr(model, "set_experts_implementation"):
+        with contextlib.suppress(ValueError, AttributeError):  # a model without mixtures of experts
+            model.set_experts_implementation("batched_mm")
+
+
+def _attention(
+    module: torch.nn.Module,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Record a layer. q [1, heads, tokens, size], k and v alike; returns O [1, tokens, heads, size of V]."""
+    window, chunk = getattr(mask, "fastdecode_limits", (sliding_window or 0, 0))
+    if kwargs.get("position_bias") is not None:
+        raise CheckpointError(f"{type(module).__name__} adds a position bias to its scores, which is not supported")
+    if k.shape[2] != q.shape[2]:
+        raise CheckpointError(f"{type(module).__name__} attends to other tokens than its own (cross-attention)")
+    layer = AttentionLayer(
+        n_q_heads=q.shape[1],
+        n_kv_heads=k.shape[1],
+        k_size=k.shape[3],
+        v_size=v.shape[3],
+        scale=float(scaling) if scaling is not None else q.shape[3] ** -0.5,
+        window=window,
+        chunk=chunk,
+        softcap=float(softcap or 0.0),
+        sinks=s_aux is not None,
+    )
+    _recording.layers.append(layer)
+    return q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3]), None
+
+
+def _mask(
+    *, q_length: int, kv_length: int, mask_function: Any, local_size: int | None = None, **_: Any
+) -> torch.Tensor:
+    """A mask without data that remembers its window or chunk size, found by asking transformers' mask function."""
+
+    def visible(query: int, key: int) -> bool:
+        zero = torch.zeros((), dtype=torch.long)
+        try:
+            return bool(mask_function(zero, zero, torch.tensor(query), torch.tensor(key)))
+        except NotImplementedError:  # chunks depend on the padding, which is a tensor without data here
+            return key <= query and (not local_size or query // local_size == key // local_size)
+
+    if visible(0, 1):
+        raise CheckpointError("the model attends to later tokens (bidirectional attention), so it cannot be served")
+    mask = torch.empty(1, 1, q_length, kv_length, dtype=torch.bool, device="meta")
+    size = local_size or 0
+    # At position `size` a window of that size still sees position 1, a chunk that begins there does not.
+    mask.fastdecode_limits = (size, 0) if not size or visible(size, 1) else (0, size)  # type: ignore[attr-defined]
+    return mask
+
+
+def _type(config: Any) -> str:
+    return f"a model of type {config.model_type!r}"
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).splitlines()), "")[:200]

@@ -1,0 +1,141 @@
+"""Tiny random models of many transformers types, for the transformers backend."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import torch
+
+VOCAB_SIZE = 128
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 1024,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_ROUTED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "first_k_dense_replace": 1}
+_LOCAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
+
+#: model type -> what its configuration has besides or instead of the common values; None takes a value away.
+TYPES: dict[str, dict[str, Any]] = {
+    "apertus": {},
+    "arcee": {},
+    "bitnet": {},
+    "cohere": {},
+    "cohere2": {"sliding_window": 16},
+    "deepseek_v2": {
+        **_ROUTED,
+        "n_group": 1,
+        "topk_group": 1,
+        "q_lora_rank": 32,
+        "kv_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 16,
+        "v_head_dim": 16,
+        "num_key_value_heads": 4,
+        "head_dim": None,
+    },
+    "deepseek_v3": {
+        **_ROUTED,
+        "n_group": 1,
+        "topk_group": 1,
+        "q_lora_rank": 32,
+        "kv_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 16,
+        "v_head_dim": 16,
+        "num_key_value_heads": 4,
+        "head_dim": None,
+    },
+    "diffllama": {},
+    "dots1": {**_ROUTED, "n_group": 1, "topk_group": 1, "n_shared_experts": 1, "routed_scaling_factor": 1.0},
+    "ernie4_5": {},
+    "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32},
+    "exaone4": {"sliding_window": 16},
+    "falcon": {"new_decoder_architecture": True, "num_kv_heads": 2, "head_dim": None},
+    "flex_olmo": {"num_experts": 4, "num_experts_per_tok": 2},
+    "gemma": {},
+    "gemma3_text": {"sliding_window": 16},
+    "gemma4_text": {"sliding_window": 16},
+    "glm": {},
+    "glm4": {},
+    "glm4_moe": {**_ROUTED},
+    "gpt2": {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 1024},
+    "gpt_bigcode": {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 1024, "head_dim": None},
+    "gpt_neox": {},
+    "granite": {},
+    "granitemoe": {**_LOCAL},
+    "granitemoeshared": {**_LOCAL, "shared_intermediate_size": 32},
+    "helium": {},
+    "hunyuan_v1_dense": {},
+    "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": 2},
+    "jais2": {},
+    "llama": {},
+    "llama4_text": {"num_local_experts": 4, "intermediate_size_mlp": 96, "attention_chunk_size": 1024},
+    "minimax_m2": {**_LOCAL},
+    "ministral": {"sliding_window": 16},
+    "mistral": {"sliding_window": 16},
+    "mixtral": {**_LOCAL},
+    "nemotron": {},
+    "olmo": {},
+    "olmo2": {},
+    "olmo3": {"sliding_window": 16},
+    "olmoe": {**_MOE},
+    "opt": {"ffn_dim": 96, "do_layer_norm_before": True, "word_embed_proj_dim": 64},
+    "persimmon": {},
+    "phi": {},
+    "phi3": {},
+    "phimoe": {**_LOCAL},
+    "qwen2": {},
+    "qwen2_moe": {**_MOE, "shared_expert_intermediate_size": 32},
+    "qwen3": {},
+    "qwen3_moe": {**_MOE},
+    "seed_oss": {},
+    "smollm3": {},
+    "stablelm": {},
+    "starcoder2": {},
+    "vaultgemma": {},
+    "gemma2": {"sliding_window": 16},
+    "gpt_oss": {**_LOCAL, "sliding_window": 16},
+    "bloom": {},
+    "mpt": {},
+    "mamba": {},
+    "qwen3_next": {**_MOE, "shared_expert_intermediate_size": 32},
+}
+
+
+def make_config(model_type: str) -> Any:
+    """The tiny configuration of a model type."""
+    from transformers import AutoConfig
+
+    values = {**_COMMON, **TYPES[model_type]}
+    return AutoConfig.for_model(model_type, **{name: value for name, value in values.items() if value is not None})
+
+
+@functools.cache
+def save_model(model_type: str, directory: Path) -> Path:
+    """A random checkpoint, wide enough that greedy decoding does not hang on rounding."""
+    from transformers import AutoModelForCausalLM, logging
+
+    logging.disable_progress_bar()
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        model = AutoModelForCausalLM.from_config(make_config(model_type), dtype=torch.float32)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if parameter.ndim > 1:
+                    parameter.normal_(0.0, 1.0 if "embed" in name else 1.2 * parameter.shape[-1] ** -0.5)
+    model.generation_config.update(do_sample=False, eos_token_id=None, bos_token_id=1, pad_token_id=0)
+    model.eval().save_pretrained(directory / model_type)
+    return directory / model_type

@@ -1,0 +1,176 @@
+"""The transformers backend: token-equal to transformers' own generate, for every model type it takes.
+
+docs/models.md is written by this test: FASTDECODE_WRITE_DOCS=1 pytest tests/spart/test_hf.py
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hf_models import TYPES, VOCAB_SIZE, make_config, save_model
+
+from fastdecode.daemon.rnode import RNode
+from fastdecode.spart.batch import Chunk, SampleSpec, StepBatch
+from fastdecode.spart.config import CheckpointError
+from fastdecode.spart.hf.config import HFConfig
+from fastdecode.spart.hf.decoder import HFSPart
+from fastdecode.spart.hf.model import load_hf_model
+from fastdecode.transports.registry import connect
+
+#: Why a type cannot be served. Every other type of TYPES must pass.
+REFUSED = {
+    "bloom": "calls attention 0 times",
+    "diffllama": "calls attention 6 times for 3 layers",
+    "falcon": "cannot be split at its attention",
+    "gemma2": "softcap",
+    "gemma4_text": "heads of 512 elements",
+    "gpt_oss": "attention sinks",
+    "mamba": "calls attention 0 times",
+    "mpt": "calls attention 0 times",
+    "qwen3_next": "cannot be traced on the meta device",
+    "vaultgemma": "softcap",
+}
+SUPPORTED = sorted(set(TYPES) - set(REFUSED))
+TABLE = Path(__file__).parents[2] / "docs" / "models.md"
+GREEDY = SampleSpec(temperature=0.0)
+PROMPT_LENGTHS = (1, 7, 40, 600)
+CHUNK, NEW_TOKENS = 256, 6
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+def prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(3, VOCAB_SIZE, (n,), generator=generator).tolist() for n in PROMPT_LENGTHS]
+
+
+@torch.inference_mode()
+def expected(directory: Path) -> list[list[int]]:
+    """What transformers generates, one prompt at a time."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
+    options: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    return [
+        model.generate(torch.tensor([prompt]), max_new_tokens=NEW_TOKENS, **options)[0, len(prompt) :].tolist()
+        for prompt in prompts()
+    ]
+
+
+def generate(spart: HFSPart) -> list[list[int]]:
+    """Greedy tokens of all prompts in two interleaved mini-batches, prompts in chunks of at most CHUNK tokens."""
+    sequences = prompts()
+    cached = [0] * len(sequences)
+    while any(len(s) < n + NEW_TOKENS for s, n in zip(sequences, PROMPT_LENGTHS, strict=True)):
+        groups, steps = [], []
+        for slot in (0, 1):
+            chunks, group = [], []
+            for i in range(slot, len(sequences), 2):
+                if len(sequences[i]) == PROMPT_LENGTHS[i] + NEW_TOKENS:
+                    continue
+                prefill = cached[i] < PROMPT_LENGTHS[i]
+                tokens = sequences[i][cached[i] : cached[i] + CHUNK]
+                more = cached[i] + len(tokens) < len(sequences[i])
+                chunks.append((i, Chunk(0, i, 1, cached[i], tokens, prefill, None if more else GREEDY)))
+                cached[i] += len(tokens)
+            chunks.sort(key=lambda pair: pair[1].prefill)
+            group = [i for i, _ in chunks]
+            if group:
+                groups.append(group)
+                steps.append(spart.step(StepBatch(slot, [chunk for _, chunk in chunks])))
+        for group, output in zip(groups, interleave(steps), strict=True):
+            for i, sampled in zip(group, output.sampled, strict=True):
+                if sampled is not None:
+                    sequences[i].append(sampled.token)
+    return [s[n:] for s, n in zip(sequences, PROMPT_LENGTHS, strict=True)]
+
+
+def interleave(steps: list[Any]) -> list[Any]:
+    outputs: list[Any] = [None] * len(steps)
+    while None in outputs:
+        for i, step in enumerate(steps):
+            if outputs[i] is None:
+                try:
+                    next(step)
+                except StopIteration as end:
+                    outputs[i] = end.value
+    return outputs
+
+
+async def ours(directory: Path, scheme: str, tmp_path: Path) -> list[list[int]]:
+    model = load_hf_model(directory, dtype="fp32")
+    node = RNode(threads=1, kv_bytes=1 << 26)
+    try:
+        url = f"shm://{tmp_path}/r" if scheme == "shm" else "tcp://127.0.0.1:0"
+        (url,) = await node.serve([url], None)
+        hello = model.hello(n_slots=2, max_rows=2 * CHUNK, kv_dtype="fp32", kv_bytes=1 << 25, max_seqs=8)
+        link = await connect(url, hello, None)
+        try:
+            return await asyncio.to_thread(lambda: generate(HFSPart(model, [link])))
+        finally:
+            await link.close()
+    finally:
+        await node.close()
+
+
+@pytest.mark.parametrize("model_type", SUPPORTED)
+async def test_tokens_equal_transformers(model_type: str, checkpoints: Path, tmp_path: Path) -> None:
+    directory = save_model(model_type, checkpoints)
+    assert await ours(directory, "shm", tmp_path) == expected(directory)
+
+
+@pytest.mark.parametrize("model_type", ["gemma3_text", "gpt2", "mixtral", "deepseek_v3"])
+async def test_tokens_equal_transformers_over_tcp(model_type: str, checkpoints: Path, tmp_path: Path) -> None:
+    directory = save_model(model_type, checkpoints)
+    assert await ours(directory, "tcp", tmp_path) == expected(directory)
+
+
+@pytest.mark.parametrize("model_type", REFUSED)
+def test_a_model_that_cannot_be_split_is_refused_before_its_weights_are_read(model_type: str) -> None:
+    with pytest.raises(CheckpointError, match=REFUSED[model_type]):
+        HFConfig.from_configs(make_config(model_type), None)
+
+
+def test_code_that_a_checkpoint_brings_is_not_run(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(
+        '{"model_type": "own", "architectures": ["Own"], "auto_map": {"AutoConfig": "own.Config"}}'
+    )
+    with pytest.raises(CheckpointError, match="trust_remote_code"):
+        HFConfig.from_dir(tmp_path)
+
+
+def test_the_documentation_lists_every_type() -> None:
+    """docs/models.md is the table of this test; FASTDECODE_WRITE_DOCS=1 writes it anew."""
+    lines = [
+        "# Models",
+        "",
+        "The native decoder serves Llama, Mistral, Qwen2, Qwen3 and OPT. The transformers backend "
+        "(`--backend transformers`, extra `fastdecode[models]`) serves every causal language model of transformers "
+        "whose attention goes through its attention interface and fits an R-node.",
+        "",
+        "This table is written by `FASTDECODE_WRITE_DOCS=1 pytest tests/spart/test_hf.py`. A type that is served gives "
+        "the tokens of transformers' `generate` in fp32, with prompts of 1 to 600 tokens in chunks and two "
+        "mini-batches, on a tiny random model. A type that is refused is refused before its weights are read.",
+        "",
+        "| Model type | Served | Reason |",
+        "|---|---|---|",
+    ]
+    for model_type in sorted(TYPES):
+        reason = ""
+        if model_type in REFUSED:
+            with pytest.raises(CheckpointError) as refusal:
+                HFConfig.from_configs(make_config(model_type), None)
+            reason = str(refusal.value)
+        lines.append(f"| `{model_type}` | {'no' if reason else 'yes'} | {reason} |")
+    text = "\n".join(lines) + "\n"
+    if os.environ.get("FASTDECODE_WRITE_DOCS"):
+        TABLE.write_text(text)
+    assert TABLE.read_text() == text
