@@ -7,14 +7,14 @@ import platform
 import resource
 
 from fastdecode import __version__
-from fastdecode.daemon.config import format_bytes
+from fastdecode.daemon.config import NodeConfig, format_bytes
 from fastdecode.daemon.machine import available_memory, huge_pages, numa_nodes, usable_cpus
 from fastdecode.kernels import _native
 from fastdecode.transports import rdma_report
 
 
-def report() -> str:
-    """One line a fact, for people."""
+def report(config: NodeConfig) -> str:
+    """One line a fact, for people. Raises CheckpointError for a model that cannot be served."""
     rows = [
         ("fastdecode", f"{__version__}, Python {platform.python_version()}, {platform.system()} {platform.release()}"),
         ("cores", f"{len(usable_cpus())} usable of {os.cpu_count()}"),
@@ -26,6 +26,10 @@ def report() -> str:
         ("GPU", _gpu()),
         ("RDMA", rdma_report.report()),
     ]
+    if config.model is not None:
+        from fastdecode.daemon import check_model
+
+        rows += check_model.rows(config, config.model)
     return "\n".join(f"{name:<11} {value}".replace("\n", f"\n{'':<11} ") for name, value in rows)
 
 

@@ -115,7 +115,9 @@ class NodeConfig:
     """Everything a node is told. `None` means: chosen from the machine or the model at start."""
 
     role: str = _option("s: weights, API and scheduling. r: KV-cache and attention.", "s", choices=("s", "r"))
-    check: bool = _option("print what this node sees of the machine and exit", False)
+    check: bool = _option(
+        "print what this node sees of the machine, and with --model what it makes of the model, and exit", False
+    )
 
     model: Path | None = _option(
         "Hugging Face model directory; default: the demo model", role="s", parse=Path, metavar="DIR"
@@ -137,6 +139,12 @@ class NodeConfig:
     )
     connect_seconds: float = _option(
         "at start, how long to wait for R-nodes that cannot be reached yet", 30.0, role="s", parse=_seconds
+    )
+    backend: str = _option(
+        "native: the decoder of fastdecode; transformers: any model of transformers; auto: native where it can",
+        "auto",
+        role="s",
+        choices=("auto", "native", "transformers"),
     )
     device: str = _option("where the S-Part runs", "auto", role="s", choices=("auto", "cpu", "cuda"))
     dtype: str = _option(

@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if config.check:
             from fastdecode.daemon.check import report
 
-            print(report())
+            print(report(config))
         elif config.role == "r":
             uvloop.run(run_r_node(config))
         else:

@@ -7,6 +7,7 @@ import contextlib
 import logging
 import socket
 import sys
+from typing import TYPE_CHECKING
 
 import torch
 import uvloop
@@ -18,8 +19,13 @@ from fastdecode.daemon.rnode_links import RNodeLinks
 from fastdecode.daemon.shutdown import wait_for_shutdown
 from fastdecode.demo import model_dir
 from fastdecode.engine.engine import Engine
-from fastdecode.spart import Model, ModelConfig, SPart, choose_device, choose_dtype, load_model
+from fastdecode.spart import Model, ModelConfig, choose_device, choose_dtype
+from fastdecode.spart.backend import Backend, choose_backend
 from fastdecode.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from fastdecode.spart.hf.config import HFConfig
+    from fastdecode.spart.hf.model import HFModel
 
 log = logging.getLogger(__name__)
 
@@ -34,17 +40,19 @@ def run_s_node(config: NodeConfig) -> None:
     device = choose_device(config.device)
     split = split_machine(config, s_on_gpu=device.type == "cuda")
     torch.set_num_threads(split.s_threads)
-    dtype = choose_dtype(config.dtype, directory, device)
+    backend = choose_backend(config.backend, directory)
+    dtype = choose_dtype(config.dtype, backend.config.dtype, device)
     # Before the weights, which take their time: a mistake shows at once.
     sockets = bind(config.host, config.port)
     tokenizer = Tokenizer.from_dir(directory)
-    _check_vocabulary(tokenizer, ModelConfig.from_dir(directory))
-    model = load_model(directory, device=device, dtype=dtype, progress=sys.stderr.isatty())
+    _check_vocabulary(tokenizer, backend.config)
+    model = backend.load(device, dtype, progress=sys.stderr.isatty())
+    log.info("%s by the %s backend, %s", backend.config.architecture, backend.name, str(dtype).removeprefix("torch."))
     name = config.served_model_name or ("fastdecode-demo" if config.model is None else directory.resolve().name)
-    uvloop.run(_serve(config, name, model, tokenizer, sockets, split, secret, api_key))
+    uvloop.run(_serve(config, name, backend, model, tokenizer, sockets, split, secret, api_key))
 
 
-def _check_vocabulary(tokenizer: Tokenizer, model: ModelConfig) -> None:
+def _check_vocabulary(tokenizer: Tokenizer, model: ModelConfig | HFConfig) -> None:
     """Tokens that the model has not: a prompt with one of them is refused, which is no reason not to start."""
     if beyond := tokenizer.tokens_from(model.vocab_size):
         some = ", ".join(map(repr, beyond[:3])) + (", ..." if len(beyond) > 3 else "")
@@ -59,7 +67,8 @@ def _check_vocabulary(tokenizer: Tokenizer, model: ModelConfig) -> None:
 async def _serve(
     config: NodeConfig,
     name: str,
-    model: Model,
+    backend: Backend,
+    model: Model | HFModel,
     tokenizer: Tokenizer,
     sockets: list[socket.socket],
     split: Split,
@@ -90,7 +99,7 @@ async def _serve(
             return
         links = opening.result()
         engine = Engine(
-            SPart(model, links),
+            backend.make_spart(model, links),
             links,
             max_model_len=config.max_model_len,
             mini_batches=split.mini_batches,

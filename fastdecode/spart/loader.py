@@ -39,7 +39,7 @@ def load_model(
     directory, device = Path(directory), torch.device(device)
     config = ModelConfig.from_dir(directory)
     if isinstance(dtype, str):
-        dtype = choose_dtype(dtype, directory, device)
+        dtype = choose_dtype(dtype, config.dtype, device)
     stored = _scan(directory)
     own_head = "lm_head.weight" in stored and (not config.tied or _head_differs(stored))
     allocation = Allocation(config, device, dtype, own_head or not config.tied)
@@ -67,15 +67,15 @@ def choose_device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def choose_dtype(name: str, directory: str | Path, device: torch.device) -> torch.dtype:
-    """`name` is "fp32", "bf16", "fp16" or "auto".
+def choose_dtype(name: str, stored: str, device: torch.device) -> torch.dtype:
+    """`name` is "fp32", "bf16", "fp16" or "auto"; `stored` is the checkpoint's dtype, one of the first three.
 
     "auto" is the checkpoint's dtype on a GPU. On a CPU a 16-bit dtype only pays where there are instructions for it:
     without them its products are slower than fp32's, so "auto" is fp32 there.
     """
     if name != "auto":
         return TORCH_DTYPES[name]
-    dtype = ModelConfig.from_dir(directory).dtype
+    dtype = stored
     if device.type == "cpu":
         native = {"bf16": torch.cpu._is_avx512_bf16_supported, "fp16": torch.cpu._is_amx_fp16_supported}
         if dtype in native and not native[dtype]():

@@ -295,3 +295,19 @@ def test_check_prints_what_the_node_sees():
     out = subprocess.run([*NODE, "--check"], capture_output=True, text=True, timeout=60, check=True).stdout
     for fact in ("ISA", "cores", "memory", "NUMA", "huge pages", "GPU", "RDMA"):
         assert re.search(rf"^{fact}\s+\S", out, re.M), out
+
+
+def test_both_backends_serve_the_same_tokens(start):
+    options = ("--role", "s", "--port", "0", "--dtype", "fp32", "--kv-dtype", "fp32", "--kv-memory", "64MiB")
+    texts = []
+    for backend in ("native", "transformers"):
+        node = start(*options, "--backend", backend)
+        texts.append(complete(node.api(), 40))
+        assert node.end() == 0
+    assert texts[0] == texts[1] != ""
+
+
+def test_check_says_what_fits_of_a_model():
+    run = subprocess.run([*NODE, "--check", "--model", str(model_dir())], capture_output=True, text=True, timeout=60)
+    assert run.returncode == 0, run.stderr
+    assert "by the native backend" in run.stdout and "KV int8" in run.stdout and "a token" in run.stdout

@@ -372,11 +372,11 @@ def test_progress_bar(capsys):
 
 def test_dtype_by_name_and_by_checkpoint():
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
-    directory = make_checkpoint("llama-bf16")
-    assert choose_dtype("fp16", directory, cpu) is torch.float16
-    assert choose_dtype("auto", directory, cuda) is torch.bfloat16
-    assert choose_dtype("auto", directory, cpu) in (torch.bfloat16, torch.float32)
-    assert choose_dtype("auto", make_checkpoint("llama-mha"), cuda) is torch.float32
+    stored = ModelConfig.from_dir(make_checkpoint("llama-bf16")).dtype
+    assert choose_dtype("fp16", stored, cpu) is torch.float16
+    assert choose_dtype("auto", stored, cuda) is torch.bfloat16
+    assert choose_dtype("auto", stored, cpu) in (torch.bfloat16, torch.float32)
+    assert choose_dtype("auto", ModelConfig.from_dir(make_checkpoint("llama-mha")).dtype, cuda) is torch.float32
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

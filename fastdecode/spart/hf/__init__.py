@@ -3,9 +3,10 @@
     trace       what a model asks of its attention, layer by layer, learned on the meta device before a weight is read
     config      HFConfig: the one geometry that all layers' rows fit into, and why a model cannot be served
     model       load_hf_model: the checkpoint through transformers' own loader
+    attention   the function that transformers calls in every layer
     decoder     HFSPart: one step of one mini-batch, whose forward pass is a greenlet that pauses at each layer
 
-No model code of ours is involved: transformers calls the attention function that `trace` or `decoder` registers through
+No model code of ours is involved: transformers calls the attention function that `trace` or `attention` registers through
 its AttentionInterface. Needs the extra `fastdecode[models]`.
 """
 

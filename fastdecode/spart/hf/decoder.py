@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import threading
 import time
 from collections.abc import Generator
 from typing import Any
@@ -20,12 +19,11 @@ import torch
 from fastdecode.spart.batch import Sampled, StepBatch, StepOutput
 from fastdecode.spart.decoder import SPart, StepRows
 from fastdecode.spart.exchange import Exchange, SlotViews
-from fastdecode.spart.hf.model import ATTENTION, HFModel
+from fastdecode.spart.hf.attention import running
+from fastdecode.spart.hf.model import HFModel
 from fastdecode.spart.prompt import PromptCache
 from fastdecode.spart.sampling import Sampler
 from fastdecode.transports.base import Link
-
-_running = threading.local()  # `forward`: the pass whose greenlet runs in this thread
 
 
 class HFSPart(SPart):
@@ -55,7 +53,7 @@ class HFSPart(SPart):
         resumed = rows.started
         try:
             while True:
-                _running.forward = forward
+                running.forward = forward
                 paused.parent = _current()
                 with torch.inference_mode():
                     logits = paused.switch()
@@ -182,22 +180,3 @@ def _current() -> Any:
     from greenlet import getcurrent
 
     return getcurrent()
-
-
-def _attention(
-    module: torch.nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, *_: Any, **__: Any
-) -> tuple[torch.Tensor, None]:
-    """What transformers calls in every layer; scale, window and the like are the traced ones."""
-    forward: _Forward | None = getattr(_running, "forward", None)
-    if forward is None:
-        raise RuntimeError("this model's attention runs on R-nodes: it can be called through HFSPart only")
-    return forward.attend(q, k, v), None
-
-
-def _register() -> None:
-    from transformers import AttentionInterface
-
-    AttentionInterface.register(ATTENTION, _attention)
-
-
-_register()

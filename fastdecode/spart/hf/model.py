@@ -10,12 +10,10 @@ from typing import Any
 import torch
 
 from fastdecode.spart.config import CheckpointError
+from fastdecode.spart.hf.attention import ATTENTION, register
 from fastdecode.spart.hf.config import HFConfig, read_configs
 from fastdecode.spart.weights import TORCH_DTYPES, Linear, PackedLinear, can_pack
 from fastdecode.transports.base import ACT_DTYPES, Hello
-
-#: Name of our attention function in transformers' AttentionInterface.
-ATTENTION = "fastdecode"
 
 
 @dataclass(slots=True)
@@ -57,8 +55,7 @@ def load_hf_model(
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
-    import fastdecode.spart.hf.decoder  # noqa: F401 (registers the attention function)
-
+    register()
     device = torch.device(device)
     if isinstance(dtype, str):
         dtype = TORCH_DTYPES[split.dtype if dtype == "auto" else dtype]

@@ -1,0 +1,43 @@
+"""`fastdecode-node --check --model DIR`: which backend serves a model and what fits, before anything is loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fastdecode.daemon.config import NodeConfig, format_bytes
+from fastdecode.daemon.machine import available_memory
+from fastdecode.kernels._native import page_bytes
+from fastdecode.spart import choose_device, choose_dtype
+from fastdecode.spart.backend import choose_backend
+from fastdecode.transports.base import ACT_DTYPES, KV_DTYPES, PAGE_TOKENS
+
+_FILE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
+
+
+def rows(config: NodeConfig, directory: Path) -> list[tuple[str, str]]:
+    """(subject, sentence) lines about the model in `directory`. Raises CheckpointError."""
+    backend = choose_backend(config.backend, directory)
+    model = backend.config
+    device = choose_device(config.device)
+    dtype = str(choose_dtype(config.dtype, model.dtype, device)).removeprefix("torch.")
+    stored = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
+    weights = stored // _FILE_BYTES[model.dtype] * (4 if dtype == "float32" else 2)
+    geometry = model.hello_geometry(1, 1, "fp32")
+    numbers = (1, 1, geometry.n_layers, geometry.n_q_heads, geometry.n_kv_heads, geometry.head_size)
+    memory = config.kv_memory or max(0, available_memory() - (weights if device.type == "cpu" else 0)) // 2
+    shape = f"{model.n_layers} layers, {model.n_q_heads} query and {model.n_kv_heads} KV heads of {model.head_size}"
+    lines = [
+        ("model", f"{model.architecture} ({shape}), by the {backend.name} backend"),
+        ("weights", f"{format_bytes(weights)} as {dtype} on {device.type}, stored as {model.dtype}"),
+    ]
+    length = min(config.max_model_len or model.max_positions, model.max_positions)
+    for kv_dtype in KV_DTYPES:
+        token = page_bytes((*numbers, ACT_DTYPES.index("fp32")), KV_DTYPES.index(kv_dtype)) / PAGE_TOKENS
+        tokens = int(memory // token)
+        whole = f"{tokens // length} sequences of {length}" if tokens >= length else f"not one sequence of {length}"
+        chosen = " (--kv-dtype)" if kv_dtype == config.kv_dtype else ""
+        text = f"{format_bytes(token)} a token; {format_bytes(memory)} hold {tokens} tokens, {whole}{chosen}"
+        lines.append((f"KV {kv_dtype}", text))
+    if device.type == "cpu" and weights > available_memory():
+        lines.append(("too big", f"the weights do not fit into the {format_bytes(available_memory())} available"))
+    return lines

@@ -1,0 +1,76 @@
+"""Which code runs a checkpoint: the native decoder or the transformers backend."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fastdecode.spart.config import CheckpointError, ModelConfig
+
+if TYPE_CHECKING:
+    import torch
+
+    from fastdecode.spart.decoder import SPart
+    from fastdecode.spart.hf.config import HFConfig
+    from fastdecode.spart.hf.model import HFModel
+    from fastdecode.spart.weights import Model
+    from fastdecode.transports.base import Link
+
+BACKENDS = ("auto", "native", "transformers")
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """A checkpoint and the code that runs it; nothing is loaded yet."""
+
+    name: str  # "native" or "transformers"
+    directory: Path
+    config: ModelConfig | HFConfig
+
+    def load(self, device: torch.device, dtype: torch.dtype, progress: bool = False) -> Model | HFModel:
+        """Load the weights; `progress` shows a bar on stderr. Raises CheckpointError."""
+        if self.name == "native":
+            from fastdecode.spart.loader import load_model
+
+            return load_model(self.directory, device, dtype, progress)
+        from fastdecode.spart.hf.model import load_hf_model
+
+        return load_hf_model(self.directory, device, dtype, progress)
+
+    def make_spart(self, model: Model | HFModel, links: list[Link]) -> SPart:
+        """The S-Part of a model that `load` returned."""
+        if self.name == "native":
+            from fastdecode.spart.decoder import SPart
+
+            return SPart(model, links)
+        from fastdecode.spart.hf.decoder import HFSPart
+
+        return HFSPart(model, links)
+
+
+def choose_backend(name: str, directory: str | Path) -> Backend:
+    """`name` is one of BACKENDS; "auto" is the native decoder wherever it knows the checkpoint.
+
+    Raises CheckpointError, with the reasons of both backends where neither takes it.
+    """
+    directory = Path(directory)
+    if name != "transformers":
+        try:
+            return Backend("native", directory, ModelConfig.from_dir(directory))
+        except CheckpointError as error:
+            if name == "native" or not (directory / "config.json").is_file():
+                raise
+            native = error
+    if not (importlib.util.find_spec("transformers") and importlib.util.find_spec("greenlet")):
+        hint = "the transformers backend is not installed: pip install 'fastdecode[models]'"
+        raise CheckpointError(hint if name == "transformers" else f"{native}; {hint}")
+    from fastdecode.spart.hf.config import HFConfig
+
+    try:
+        return Backend("transformers", directory, HFConfig.from_dir(directory))
+    except CheckpointError as error:
+        if name == "transformers":
+            raise
+        raise CheckpointError(f"native decoder: {native}; transformers backend: {error}") from None
