@@ -6,7 +6,7 @@
     attention   the function that transformers calls in every layer
     decoder     HFSPart: one step of one mini-batch, whose forward pass is a greenlet that pauses at each layer
 
-No model code of ours is involved: transformers calls the attention function that `trace` or `attention` registers through
+No model code of ours is involved: transformers calls the attention function that `trace` or `attention` registers with
 its AttentionInterface. Needs the extra `fastdecode[models]`.
 """
 
