@@ -24,6 +24,15 @@ def test_readme_has_at_most_150_lines():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 150
 
 
+def test_figures_of_the_readme_stand_in_performance_md():
+    readme, performance = ((ROOT / name).read_text() for name in ("README.md", "docs/performance.md"))
+    rows = [row.split("|")[2] for row in readme.split("## Figures")[1].splitlines() if row.startswith("| ")]
+    figures = {figure for row in rows for figure in re.findall(r"\d+(?:\.\d+)?", row)}
+    assert len(figures) > 12
+    for figure in figures:
+        assert re.search(rf"(?<![\d.]){re.escape(figure)}(?!\d|\.\d)", performance), figure
+
+
 # ---- commands ----
 
 
