@@ -45,29 +45,29 @@ FD_INLINE void load_act(float *dst, const void *src, size_t n, uint32_t act_dtyp
     }
 }
 
-#define NO_REST (-0.0f) /* what changes nothing it is added to, the sign of a zero included */
+#define NO_BIAS (-0.0f) /* what changes nothing it is added to, the sign of a zero included */
 
 /* o = (acc + rest) / l; 0 where l is. */
-FD_INLINE void finish_row(void *o, const float *acc, float rest, float l, uint32_t n, uint32_t act_dtype) {
+FD_INLINE void finish_row(void *o, const float *acc, float bias, float l, uint32_t n, uint32_t act_dtype) {
     if (l == 0.0f) {
         memset(o, 0, n * fd_act_bytes(act_dtype));
         return;
     }
     const float scale = 1.0f / l;
-    const vec_t x = vec_set1(scale), y = vec_set1(rest);
+    const vec_t x = vec_set1(scale), y = vec_set1(bias);
     uint32_t i = 0;
     if (act_dtype == FD_ACT_FP32) {
         float *to = o;
         for (; i + LANES <= n; i += LANES) vec_store(to + i, vec_mul(vec_add(vec_load(acc + i), y), x));
-        for (; i < n; i++) to[i] = (acc[i] + rest) * scale;
+        for (; i < n; i++) to[i] = (acc[i] + bias) * scale;
     } else if (act_dtype == FD_ACT_FP16) {
         uint16_t *to = o;
         for (; i + LANES <= n; i += LANES) vec_store_fp16(to + i, vec_mul(vec_add(vec_load(acc + i), y), x));
-        for (; i < n; i++) to[i] = fd_fp32_to_fp16((acc[i] + rest) * scale);
+        for (; i < n; i++) to[i] = fd_fp32_to_fp16((acc[i] + bias) * scale);
     } else {
         uint16_t *to = o;
         for (; i + LANES <= n; i += LANES) vec_store_bf16(to + i, vec_mul(vec_add(vec_load(acc + i), y), x));
-        for (; i < n; i++) to[i] = fd_fp32_to_bf16((acc[i] + rest) * scale);
+        for (; i < n; i++) to[i] = fd_fp32_to_bf16((acc[i] + bias) * scale);
     }
 }
 
@@ -75,7 +75,7 @@ FD_INLINE void finish(void *o, const float *acc, const float *l, uint32_t rows, 
                       uint32_t act_dtype) {
     const size_t row_bytes = head_size * fd_act_bytes(act_dtype);
     for (uint32_t r = 0; r < rows; r++)
-        finish_row((uint8_t *)o + r * row_bytes, acc + (size_t)r * head_size, NO_REST, l[r], head_size, act_dtype);
+        finish_row((uint8_t *)o + r * row_bytes, acc + (size_t)r * head_size, NO_BIAS, l[r], head_size, act_dtype);
 }
 
 #endif

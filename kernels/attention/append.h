@@ -18,12 +18,13 @@
 typedef union {
     float fp32[FD_MAX_HEAD_SIZE];
     uint16_t half[FD_MAX_HEAD_SIZE];
-    uint8_t code[FD_MAX_HEAD_SIZE];
-    uint32_t wide[FD_MAX_HEAD_SIZE];
-} row_t;
+    uint8_t bytes[FD_MAX_HEAD_SIZE];
+    uint32_t words[FD_MAX_HEAD_SIZE];
+} converted_row_t;
 
 /* Returns the affine word, of integers. */
-FD_INLINE uint32_t convert_row(const fd_kv_dtype_t format, const int is_v, row_t *dst, const float *src, uint32_t n) {
+FD_INLINE uint32_t convert_row(const fd_kv_dtype_t format, const int is_v, converted_row_t *dst, const float *src,
+                               uint32_t n) {
     if (format == FD_KV_INT8) return row_to_int8(dst, is_v, src, n);
     if (format == FD_KV_INT4) return row_to_int4(dst, is_v, src, n);
     if (format == FD_KV_FP16) row_to_fp16(dst->half, src, n);
@@ -33,10 +34,11 @@ FD_INLINE uint32_t convert_row(const fd_kv_dtype_t format, const int is_v, row_t
 }
 
 /* Four codes as they stand in a word of int8 (chunk.h): the middle ones change places. */
-FD_INLINE uint32_t in_word_order(uint32_t x) { return (x & 0xff0000ffu) | (x & 0xff00u) << 8 | (x >> 8 & 0xff00u); }
+FD_INLINE uint32_t to_word_order(uint32_t x) { return (x & 0xff0000ffu) | (x & 0xff00u) << 8 | (x >> 8 & 0xff00u); }
 
 /* K: whole words, one of every row of a column. */
-FD_INLINE void store_k(const fd_kv_dtype_t format, uint8_t *matrix, uint32_t head_size, uint32_t t, const row_t *k) {
+FD_INLINE void store_k(const fd_kv_dtype_t format, uint8_t *matrix, uint32_t head_size, uint32_t t,
+                       const converted_row_t *k) {
     matrix += fd_lane_offset(format, fd_k_depth(format, head_size), t);
     if (format == FD_KV_FP16) {
         for (uint32_t d = 0; d < head_size; d++) ((uint16_t *)matrix)[d * FD_COLUMN_LANES] = k->half[d];
@@ -47,18 +49,18 @@ FD_INLINE void store_k(const fd_kv_dtype_t format, uint8_t *matrix, uint32_t hea
     if (format == FD_KV_INT4) {
         for (uint32_t i = 0; i < n; i++) {
             uint64_t x;
-            memcpy(&x, k->code + 8 * i, sizeof x);
-            words[i] = in_word_order((uint32_t)(x | x >> 28));
+            memcpy(&x, k->bytes + 8 * i, sizeof x);
+            words[i] = to_word_order((uint32_t)(x | x >> 28));
         }
     } else {
         memcpy(words, k, n * sizeof *words);
-        for (uint32_t i = 0; format == FD_KV_INT8 && i < n; i++) words[i] = in_word_order(words[i]);
+        for (uint32_t i = 0; format == FD_KV_INT8 && i < n; i++) words[i] = to_word_order(words[i]);
     }
     for (uint32_t i = 0; i < n; i++) ((uint32_t *)matrix)[i * FD_COLUMN_LANES] = words[i];
 }
 
 /* V: the token's part of every word of a row, dimensions [d, d + n), a column's. */
-FD_INLINE void store_v_column(const fd_kv_dtype_t format, uint8_t *to, uint32_t t, const row_t *v, uint32_t d,
+FD_INLINE void store_v_column(const fd_kv_dtype_t format, uint8_t *to, uint32_t t, const converted_row_t *v, uint32_t d,
                               uint32_t n) {
     uint32_t *words = (uint32_t *)to;
     if (format == FD_KV_FP32) memcpy(to, v->fp32 + d, n * sizeof *v->fp32);
@@ -70,11 +72,12 @@ FD_INLINE void store_v_column(const fd_kv_dtype_t format, uint8_t *to, uint32_t 
     if (fd_kv_is_int(format)) {
         const uint32_t shift = fd_word_byte(t) * 8 + (format == FD_KV_INT4 ? t % 8 / 4 * 4 : 0),
                        mask = (format == FD_KV_INT4 ? 0xfu : 0xffu) << shift;
-        for (uint32_t i = 0; i < n; i++) words[i] = (words[i] & ~mask) | v->wide[d + i] << shift;
+        for (uint32_t i = 0; i < n; i++) words[i] = (words[i] & ~mask) | v->words[d + i] << shift;
     }
 }
 
-FD_INLINE void store_v(const fd_kv_dtype_t format, uint8_t *matrix, uint32_t head_size, uint32_t t, const row_t *v) {
+FD_INLINE void store_v(const fd_kv_dtype_t format, uint8_t *matrix, uint32_t head_size, uint32_t t,
+                       const converted_row_t *v) {
     const uint32_t depth = fd_v_depth(format), row = t / fd_word_elems(format);
     for (uint32_t d = 0; d < head_size; d += FD_COLUMN_LANES) {
         uint8_t *words = matrix + fd_lane_offset(format, depth, d) + row * fd_lane_stride(format, head_size, d);
@@ -86,7 +89,7 @@ FD_INLINE void store_v(const fd_kv_dtype_t format, uint8_t *matrix, uint32_t hea
 FD_INLINE void append_row(const fd_kv_dtype_t dtype, uint8_t *chunk, const uint32_t head_size, uint32_t t,
                           const float *k, const float *v) {
     const fd_kv_dtype_t k_format = fd_k_format(dtype), v_format = fd_v_format(dtype);
-    row_t k_row, v_row;
+    converted_row_t k_row, v_row;
     const uint32_t k_word = convert_row(k_format, 0, &k_row, k, head_size),
                    v_word = convert_row(v_format, 1, &v_row, v, head_size);
     store_k(k_format, chunk, head_size, t, &k_row);

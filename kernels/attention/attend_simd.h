@@ -40,29 +40,29 @@
 #include "softmax_simd.h"
 
 /* First query row and rows of block `i` of the `n` that rows [0, rows) are cut into, as evenly as can be. */
-FD_INLINE uint32_t block_row(uint32_t rows, uint32_t n, uint32_t i) { return (uint32_t)((uint64_t)rows * i / n); }
+FD_INLINE uint32_t block_first_row(uint32_t rows, uint32_t n, uint32_t i) { return (uint32_t)((uint64_t)rows * i / n); }
 
 /* Elements [d, d + LANES) of x, as far as it has them; then zeros. */
-FD_INLINE vec_t load_up_to(const float *x, uint32_t d, uint32_t n) {
+FD_INLINE vec_t load_tail(const float *x, uint32_t d, uint32_t n) {
     return d + LANES <= n ? vec_load(x + d) : vec_load_half(x + d);
 }
 
 /* A query row as a kernel multiplies by it, and its state before the first chunk. */
-FD_INLINE void begin_row(const fd_kv_dtype_t dtype, const float *q, uint32_t head_size, uint8_t *multipliers,
-                         row_state_t *state) {
+FD_INLINE void init_row(const fd_kv_dtype_t dtype, const float *q, uint32_t head_size, uint8_t *multipliers,
+                        row_state_t *state) {
     const fd_kv_dtype_t format = fd_k_format(dtype);
     memset(state, 0, sizeof *state);
     state->m = -INFINITY;
-    state->unit = 1.0f;
+    state->q_scale = 1.0f;
     if (!fd_kv_is_int(format)) {
         kv_store_query(format, multipliers, q, head_size);
         return;
     }
     vec_t max = vec_zero(), sum = vec_zero();
-    for (uint32_t d = 0; d < head_size; d += LANES) max = vec_max(max, vec_abs(load_up_to(q, d, head_size)));
-    const float largest = vec_reduce_max(max), levels = kv_levels(format, 0);
-    if (largest >= FD_TINY) state->unit = largest / levels;
-    const vec_t inverse = vec_set1(largest >= FD_TINY ? levels / largest : 0.0f);
+    for (uint32_t d = 0; d < head_size; d += LANES) max = vec_max(max, vec_abs(load_tail(q, d, head_size)));
+    const float largest = vec_reduce_max(max), qmax = kv_qmax(format, 0);
+    if (largest >= FD_TINY) state->q_scale = largest / qmax;
+    const vec_t inverse = vec_set1(largest >= FD_TINY ? qmax / largest : 0.0f);
     uint32_t d = 0;
     for (; d + 4 * LANES <= head_size; d += 4 * LANES) {
         vec_t x[4];
@@ -72,7 +72,7 @@ FD_INLINE void begin_row(const fd_kv_dtype_t dtype, const float *q, uint32_t hea
         kv_store_multipliers4(format, multipliers, d / LANES, x);
     }
     for (; d < head_size; d += LANES) {
-        const vec_t x = vec_round(vec_mul(load_up_to(q, d, head_size), inverse));
+        const vec_t x = vec_round(vec_mul(load_tail(q, d, head_size), inverse));
         sum = vec_add(sum, x);
         kv_store_multipliers(format, multipliers, d / LANES, x);
     }
@@ -81,13 +81,13 @@ FD_INLINE void begin_row(const fd_kv_dtype_t dtype, const float *q, uint32_t hea
 
 /* Fills in which tokens of the chunk at position `base` the block's rows see, the first of them row `row` of its KV
  * head. */
-FD_INLINE void see(block_t *b, const fd_attend_t *a, uint32_t row, uint64_t base) {
+FD_INLINE void find_visible(block_t *b, const fd_attend_t *a, uint32_t row, uint64_t base) {
     b->lo = FD_PAGE_TOKENS, b->hi = 0, b->full = 1;
     for (uint32_t r = 0; r < b->rows; r++) {
         const uint32_t j = (row + r) / a->group;
         uint32_t lo, hi;
-        fd_clip(fd_row_start(a, j), fd_row_end(a, j), base, &lo, &hi);
-        b->seen[r].lo = lo, b->seen[r].hi = hi;
+        fd_clip(fd_visible_start(a, j), fd_visible_end(a, j), base, &lo, &hi);
+        b->visible[r].lo = lo, b->visible[r].hi = hi;
         b->full &= lo == 0 && hi == FD_PAGE_TOKENS;
         if (lo < hi && lo < b->lo) b->lo = lo;
         if (lo < hi && hi > b->hi) b->hi = hi;
@@ -108,49 +108,50 @@ FD_INLINE float *acc_row(const fd_attend_t *a, uint32_t head, uint32_t row) {
     return a->acc + ((size_t)head * a->q_len * a->group + row) * a->head_size;
 }
 
-FD_INLINE void begin_rows(const fd_kv_dtype_t dtype, const fd_attend_t *a, const uint32_t head_size, panel_t *p,
-                          uint32_t head) {
+FD_INLINE void init_rows(const fd_kv_dtype_t dtype, const fd_attend_t *a, const uint32_t head_size, panel_t *p,
+                         uint32_t head) {
     for (uint32_t block = 0; block < p->n_blocks; block++) {
-        const uint32_t r0 = block_row(p->rows, p->n_blocks, block), n = block_row(p->rows, p->n_blocks, block + 1) - r0;
-        uint8_t separate[MAX_BLOCK * ROW_ROOM] __attribute__((aligned(64)));
+        const uint32_t r0 = block_first_row(p->rows, p->n_blocks, block),
+                       n = block_first_row(p->rows, p->n_blocks, block + 1) - r0;
+        uint8_t separate[MAX_BLOCK * STORED_ROW_BYTES] __attribute__((aligned(64)));
         for (uint32_t r = 0; r < n; r++) {
             float q[FD_MAX_HEAD_SIZE] __attribute__((aligned(64)));
             load_act(q, a->q + fd_act_offset(a, head, p->row0 + r0 + r), head_size, a->act_dtype, a->softmax_scale);
-            begin_row(dtype, q, head_size, separate + r * ROW_ROOM, &p->state[head * p->rows + r0 + r]);
+            init_row(dtype, q, head_size, separate + r * STORED_ROW_BYTES, &p->state[head * p->rows + r0 + r]);
         }
-        place_rows(p->q + (head * p->rows + r0) * p->row_bytes, separate, n, p->row_bytes);
+        kv_pack_query_rows(p->q + (head * p->rows + r0) * p->row_bytes, separate, n, p->row_bytes);
     }
     memset(acc_row(a, head, p->row0), 0, (size_t)p->rows * a->head_size * sizeof *a->acc);
 }
 
 /* What the rows' sums give in the end. */
-FD_INLINE void end_rows(const fd_kv_dtype_t dtype, const fd_attend_t *a, const uint32_t head_size, const panel_t *p,
-                        uint32_t head) {
+FD_INLINE void finish_rows(const fd_kv_dtype_t dtype, const fd_attend_t *a, const uint32_t head_size, const panel_t *p,
+                           uint32_t head) {
     for (uint32_t r = 0; r < p->rows; r++) {
         const row_state_t *state = &p->state[head * p->rows + r];
         const uint32_t row = p->row0 + r;
         const size_t i = (size_t)head * a->q_len * a->group + row;
         float *acc = acc_row(a, head, row);
         const float l = vec_reduce_add(vec_load(state->l)),
-                    rest = fd_kv_is_int(dtype) ? vec_reduce_add(vec_load(state->rest)) : NO_REST;
+                    bias = fd_kv_is_int(dtype) ? vec_reduce_add(vec_load(state->bias)) : NO_BIAS;
         if (a->o) {
-            finish_row(a->o + fd_act_offset(a, head, row), acc, rest, l, head_size, a->act_dtype);
+            finish_row(a->o + fd_act_offset(a, head, row), acc, bias, l, head_size, a->act_dtype);
             continue;
         }
-        a->m[i] = state->m * state->unit;
+        a->m[i] = state->m * state->q_scale;
         a->l[i] = l;
-        for (uint32_t d = 0; fd_kv_is_int(dtype) && d < head_size; d++) acc[d] += rest;
+        for (uint32_t d = 0; fd_kv_is_int(dtype) && d < head_size; d++) acc[d] += bias;
     }
 }
 
 /* The usual head size is a constant, and a row then stays in registers. */
-FD_INLINE void begin_head(const fd_kv_dtype_t dtype, const fd_attend_t *a, panel_t *p, uint32_t head) {
-    if (a->head_size == 128) begin_rows(dtype, a, 128, p, head);
-    else begin_rows(dtype, a, a->head_size, p, head);
+FD_INLINE void init_head(const fd_kv_dtype_t dtype, const fd_attend_t *a, panel_t *p, uint32_t head) {
+    if (a->head_size == 128) init_rows(dtype, a, 128, p, head);
+    else init_rows(dtype, a, a->head_size, p, head);
 }
-FD_INLINE void end_head(const fd_kv_dtype_t dtype, const fd_attend_t *a, const panel_t *p, uint32_t head) {
-    if (a->head_size == 128) end_rows(dtype, a, 128, p, head);
-    else end_rows(dtype, a, a->head_size, p, head);
+FD_INLINE void finish_head(const fd_kv_dtype_t dtype, const fd_attend_t *a, const panel_t *p, uint32_t head) {
+    if (a->head_size == 128) finish_rows(dtype, a, 128, p, head);
+    else finish_rows(dtype, a, a->head_size, p, head);
 }
 
 /* The panel's rows of q, or of o to be written, of a head that is next come in while there is other work to do. */
@@ -167,54 +168,54 @@ FD_INLINE void prefetch_rows(const fd_attend_t *a, const panel_t *p, uint32_t he
 
 FD_INLINE void attend_panel(const fd_kv_dtype_t dtype, const fd_attend_t *a, const block_fn *blocks, uint32_t row0,
                             uint32_t rows) {
-    const uint32_t head_size = a->head_size, most = block_rows(dtype);
+    const uint32_t head_size = a->head_size, max_rows = block_rows(dtype);
     panel_t p;
-    p.row0 = row0, p.rows = rows, p.n_blocks = (rows + most - 1) / most,
+    p.row0 = row0, p.rows = rows, p.n_blocks = (rows + max_rows - 1) / max_rows,
     p.row_bytes = q_row_bytes(fd_k_format(dtype), head_size);
     const uint32_t first = row0 / a->group, last = (row0 + rows - 1) / a->group;
-    const uint64_t start = fd_row_start(a, first), end = fd_row_end(a, last);
-    int begun = 0;
+    const uint64_t start = fd_visible_start(a, first), end = fd_visible_end(a, last);
+    int initialized = 0;
     for (uint32_t c = 0; c < a->n_chunks; c++) {
         const uint64_t base = a->first_token + (uint64_t)c * FD_PAGE_TOKENS;
         if (base + FD_PAGE_TOKENS <= start) continue;
         if (base >= end) break;
-        const int whole = base >= fd_row_start(a, last) && base + FD_PAGE_TOKENS <= fd_row_end(a, first);
-        const int more = c + 1 < a->n_chunks && base + FD_PAGE_TOKENS < end;
+        const int all_visible = base >= fd_visible_start(a, last) && base + FD_PAGE_TOKENS <= fd_visible_end(a, first);
+        const int more_chunks = c + 1 < a->n_chunks && base + FD_PAGE_TOKENS < end;
         for (uint32_t h = 0; h < a->heads; h++) {
-            const uint8_t *chunk = a->chunks[c] + h * a->head_stride, *next_page = more       ? a->chunks[c + 1]
-                                                                                   : a->after ? a->after
-                                                                                              : chunk;
+            const uint8_t *chunk = a->chunks[c] + h * a->head_stride, *next_page = more_chunks ? a->chunks[c + 1]
+                                                                                   : a->after  ? a->after
+                                                                                               : chunk;
             block_t b = {.chunk = chunk,
                          .n_blocks = p.n_blocks,
                          .head_size = head_size,
-                         .bytes = fd_chunk_end(dtype, head_size)};
+                         .chunk_bytes = fd_chunk_end(dtype, head_size)};
             b.next = h + 1 < a->heads ? chunk + a->head_stride : next_page;
             const uint32_t tiles = (FD_PAGE_TOKENS + head_size) / FD_COLUMN_LANES;
-            b.early = next_page + (size_t)h * tiles * early_lines(dtype, (int)rows) * LINE;
+            b.next_page = next_page + (size_t)h * tiles * early_lines_per_tile(dtype, (int)rows) * LINE;
             if (h == 0) __builtin_prefetch(next_page, 0, PREFETCH_LOCALITY); /* its address is translated by then */
-            if (!begun) begin_head(dtype, a, &p, h);
-            if (!begun && h + 1 < a->heads) prefetch_rows(a, &p, h + 1, a->q, 0);
-            if (!more && a->o) prefetch_rows(a, &p, h, a->o, 1);
-            if (!more && a->before_last) a->before_last(a->context, h);
+            if (!initialized) init_head(dtype, a, &p, h);
+            if (!initialized && h + 1 < a->heads) prefetch_rows(a, &p, h + 1, a->q, 0);
+            if (!more_chunks && a->o) prefetch_rows(a, &p, h, a->o, 1);
+            if (!more_chunks && a->before_last) a->before_last(a->context, h);
             for (; b.index < p.n_blocks; b.index++) {
-                const uint32_t r = block_row(rows, p.n_blocks, b.index), i = h * rows + r;
-                b.rows = block_row(rows, p.n_blocks, b.index + 1) - r;
+                const uint32_t r = block_first_row(rows, p.n_blocks, b.index), i = h * rows + r;
+                b.rows = block_first_row(rows, p.n_blocks, b.index + 1) - r;
                 b.lo = 0, b.hi = FD_PAGE_TOKENS, b.full = 1;
-                if (!whole) see(&b, a, row0 + r, base);
+                if (!all_visible) find_visible(&b, a, row0 + r, base);
                 if (b.lo >= b.hi) continue;
                 b.q = p.q + i * p.row_bytes;
                 b.state = p.state + i;
                 b.acc = acc_row(a, h, row0 + r);
                 blocks[b.rows - 1](&b);
             }
-            if (!more) end_head(dtype, a, &p, h);
+            if (!more_chunks) finish_head(dtype, a, &p, h);
         }
-        if (!more) return;
-        begun = 1;
+        if (!more_chunks) return;
+        initialized = 1;
     }
     for (uint32_t h = 0; h < a->heads; h++) { /* they see none of the chunks */
-        begin_head(dtype, a, &p, h);
-        end_head(dtype, a, &p, h);
+        init_head(dtype, a, &p, h);
+        finish_head(dtype, a, &p, h);
     }
 }
 

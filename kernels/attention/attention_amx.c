@@ -37,10 +37,10 @@ FD_INLINE uint32_t block_rows(fd_kv_dtype_t dtype) { return MAX_BLOCK; }
 FD_INLINE int kv_bits(fd_kv_dtype_t format) { return 16; }
 FD_INLINE int kv_parts(fd_kv_dtype_t format) { return format == FD_KV_INT4 ? 4 : 2; }
 /* Of queries, whose halves are both signed: 127 * 256 + 127. Of weights, which are not. */
-FD_INLINE float kv_levels(fd_kv_dtype_t format, int is_v) { return is_v ? 65535.0f : 32639.0f; }
+FD_INLINE float kv_qmax(fd_kv_dtype_t format, int is_v) { return is_v ? 65535.0f : 32639.0f; }
 
 /* Bytes from a row's high halves to its low ones, while there is one row only: half the space that it has. */
-FD_INLINE size_t low_half(int is_v) {
+FD_INLINE size_t low_half_offset(int is_v) {
     return is_v ? FD_PAGE_TOKENS * sizeof(float) / 2 : FD_MAX_HEAD_SIZE * sizeof(float) / 2;
 }
 
@@ -52,14 +52,14 @@ FD_INLINE size_t low_half(int is_v) {
 #define FD_WORDS(e) FD_WORD(e), FD_WORD((e) + 4), FD_WORD((e) + 8), FD_WORD((e) + 12)
 static const uint8_t packed_words[64] = {FD_WORDS(0), FD_WORDS(16), FD_WORDS(32), FD_WORDS(48)};
 
-#define FD_PACKED_WEIGHTS
+#define FD_HAS_STORE_WEIGHTS4
 /* Four vectors of integers within 0..65535, into unsigned halves. */
-FD_INLINE void store_weights(uint8_t *to, const vec_t *x) {
+FD_INLINE void kv_store_weights4(uint8_t *to, const vec_t *x) {
     const __m512i low = _mm512_loadu_si512(packed_words), high = _mm512_add_epi8(low, _mm512_set1_epi8(1));
     const __m512i x01 = _mm512_packus_epi32(_mm512_cvtps_epi32(x[0]), _mm512_cvtps_epi32(x[1]));
     const __m512i x23 = _mm512_packus_epi32(_mm512_cvtps_epi32(x[2]), _mm512_cvtps_epi32(x[3]));
     _mm512_storeu_si512(to, _mm512_permutex2var_epi8(x01, high, x23));
-    _mm512_storeu_si512(to + low_half(1), _mm512_permutex2var_epi8(x01, low, x23));
+    _mm512_storeu_si512(to + low_half_offset(1), _mm512_permutex2var_epi8(x01, low, x23));
 }
 
 /* Vector i of a row of integers, into signed halves. */
@@ -68,7 +68,7 @@ FD_INLINE void kv_store_multipliers(fd_kv_dtype_t format, void *to, uint32_t i, 
                   high = _mm512_srai_epi32(_mm512_add_epi32(low, _mm512_set1_epi32(128)), 8);
     uint8_t *at = (uint8_t *)to + i * LANES;
     store_word_bytes(at, high);
-    store_word_bytes(at + low_half(0), low);
+    store_word_bytes(at + low_half_offset(0), low);
 }
 
 /* 2 * LANES floats, cut off to bf16 and what that leaves, cut off to bf16 too. */
@@ -84,15 +84,15 @@ FD_INLINE void store_split(uint8_t *to, size_t to_low, vec_t x0, vec_t x1) {
 #define FD_OWN_STORE_QUERY
 FD_INLINE void kv_store_query(fd_kv_dtype_t format, void *to, const float *q, uint32_t head_size) {
     for (uint32_t d = 0; d < head_size; d += 2 * LANES)
-        store_split((uint8_t *)to + d * sizeof(uint16_t), low_half(0), vec_load(q + d), vec_load(q + d + LANES));
+        store_split((uint8_t *)to + d * sizeof(uint16_t), low_half_offset(0), vec_load(q + d), vec_load(q + d + LANES));
 }
 
-#define FD_OWN_PLACE_ROWS
+#define FD_OWN_PACK_QUERY_ROWS
 /* A block's queries are rows of a tile: high halves, low halves, those of the next row. */
-FD_INLINE void place_rows(uint8_t *block, const uint8_t *rows, uint32_t n_rows, size_t row_bytes) {
-    for (uint32_t r = 0; r < n_rows; r++, block += row_bytes, rows += 2 * low_half(0)) {
+FD_INLINE void kv_pack_query_rows(uint8_t *block, const uint8_t *rows, uint32_t n_rows, size_t row_bytes) {
+    for (uint32_t r = 0; r < n_rows; r++, block += row_bytes, rows += 2 * low_half_offset(0)) {
         memcpy(block, rows, row_bytes / 2);
-        memcpy(block + row_bytes / 2, rows + low_half(0), row_bytes / 2);
+        memcpy(block + row_bytes / 2, rows + low_half_offset(0), row_bytes / 2);
     }
 }
 
@@ -119,26 +119,26 @@ FD_INLINE uint32_t tile_word_elems(fd_kv_dtype_t format) { return format == FD_K
 
 /* Makes `rows` rows of int4 twice as many of int8; prefetches as much as it reads. In a pass of its own, for a tile
  * that is loaded right behind its stores waits for them to reach the cache. */
-FD_INLINE void widen_nibbles(const uint8_t *matrix, uint32_t rows, const uint8_t *ahead, uint8_t *wide) {
+FD_INLINE void unpack_nibbles(const uint8_t *matrix, uint32_t rows, const uint8_t *ahead, uint8_t *unpacked) {
     const __m512i nibble = _mm512_set1_epi8(0xf);
-    for (uint32_t row = 0; row < rows; row++, wide += ROW_BYTES)
-        for (uint32_t at = 0; at < ROW_BYTES; at += LINE, matrix += LINE, ahead += LINE, wide += LINE) {
+    for (uint32_t row = 0; row < rows; row++, unpacked += ROW_BYTES)
+        for (uint32_t at = 0; at < ROW_BYTES; at += LINE, matrix += LINE, ahead += LINE, unpacked += LINE) {
             const __m512i x = _mm512_load_si512(matrix);
-            _mm512_store_si512(wide, _mm512_and_si512(x, nibble));
-            _mm512_store_si512(wide + ROW_BYTES, _mm512_and_si512(_mm512_srli_epi16(x, 4), nibble));
+            _mm512_store_si512(unpacked, _mm512_and_si512(x, nibble));
+            _mm512_store_si512(unpacked + ROW_BYTES, _mm512_and_si512(_mm512_srli_epi16(x, 4), nibble));
             __builtin_prefetch(ahead, 0, PREFETCH_LOCALITY);
         }
 }
 
 /* Words of bf16 token pairs, the first of them of tokens `token` and the next, with zeros for those outside [lo, hi):
  * zero times whatever lies there may be NaN. */
-FD_INLINE void clear_unseen(const uint8_t *words, uint32_t token, uint32_t lo, uint32_t hi,
-                            uint8_t tile[][TILE_ROW_BYTES]) {
+FD_INLINE void zero_masked_tokens(const uint8_t *words, uint32_t token, uint32_t lo, uint32_t hi,
+                                  uint8_t tile[][TILE_ROW_BYTES]) {
     for (uint32_t i = 0; i < TILE_ROWS; i++) {
         const uint32_t even = token + 2 * i, odd = even + 1;
-        const uint32_t seen = (even >= lo && even < hi ? 0xffffu : 0) | (odd >= lo && odd < hi ? 0xffff0000u : 0);
+        const uint32_t mask = (even >= lo && even < hi ? 0xffffu : 0) | (odd >= lo && odd < hi ? 0xffff0000u : 0);
         _mm512_store_si512(tile[i],
-                           _mm512_and_si512(_mm512_loadu_si512(words + i * ROW_BYTES), _mm512_set1_epi32((int)seen)));
+                           _mm512_and_si512(_mm512_loadu_si512(words + i * ROW_BYTES), _mm512_set1_epi32((int)mask)));
     }
 }
 
@@ -147,7 +147,7 @@ FD_INLINE void clear_unseen(const uint8_t *words, uint32_t token, uint32_t lo, u
     do {                                                                                                               \
         const uint8_t *words = matrix + (i) / 2 * depth * ROW_BYTES + (i) % 2 * TILE_ROW_BYTES;                        \
         if (format == FD_KV_BF16 && is_v && !b->full) {                                                                \
-            clear_unseen(words, step * 2 * TILE_ROWS, b->lo, b->hi, tile[i]);                                          \
+            zero_masked_tokens(words, step * 2 * TILE_ROWS, b->lo, b->hi, tile[i]);                                    \
             _tile_loadd(right, tile[i], TILE_ROW_BYTES);                                                               \
         } else {                                                                                                       \
             _tile_loadd(right, words, ROW_BYTES);                                                                      \
@@ -193,7 +193,7 @@ FD_INLINE void multiply_tiles(const fd_kv_dtype_t format, const int is_v, const 
 }
 
 /* Vector i of row r's product, both halves together. */
-FD_INLINE vec_t whole_product(fd_kv_dtype_t format, float products[][WIDTH], uint32_t r, uint32_t i) {
+FD_INLINE vec_t combine_halves(fd_kv_dtype_t format, float products[][WIDTH], uint32_t r, uint32_t i) {
     if (format == FD_KV_BF16) return vec_load(&products[r][i * LANES]);
     const vec_t high = vec_load(&products[2 * r][i * LANES]), low = vec_load(&products[2 * r + 1][i * LANES]);
     return vec_from_int(vec_add_int(vec_bits(_mm512_slli_epi32(vec_ints(high), 8)), low));
@@ -205,7 +205,8 @@ FD_INLINE const uint8_t *prefetch_from(const block_t *b, size_t offset) {
     return (b->index ? b->chunk : b->next) + offset;
 }
 
-FD_INLINE void score_chunk(const fd_kv_dtype_t dtype, const block_t *b, uint8_t *wide, float scores[][FD_PAGE_TOKENS]) {
+FD_INLINE void score_chunk(const fd_kv_dtype_t dtype, const block_t *b, uint8_t *unpacked,
+                           float scores[][FD_PAGE_TOKENS]) {
     const fd_kv_dtype_t format = fd_k_format(dtype);
     float products[2 * MAX_BLOCK][WIDTH] __attribute__((aligned(64)));
     const uint32_t steps = b->head_size / tile_word_elems(format) / TILE_ROWS,
@@ -214,9 +215,9 @@ FD_INLINE void score_chunk(const fd_kv_dtype_t dtype, const block_t *b, uint8_t 
     const uint8_t *k = b->chunk, *ahead = prefetch_from(b, 0);
     if (format == FD_KV_INT4) {
         for (uint32_t i = 0; i < FD_PAGE_TOKENS / FD_COLUMN_LANES; i++)
-            widen_nibbles(k + i * stored * ROW_BYTES, stored - 1, ahead + i * stored * ROW_BYTES,
-                          wide + i * depth * ROW_BYTES);
-        k = wide;
+            unpack_nibbles(k + i * stored * ROW_BYTES, stored - 1, ahead + i * stored * ROW_BYTES,
+                           unpacked + i * depth * ROW_BYTES);
+        k = unpacked;
     }
     for (uint32_t i = 0; i < PAGE_VECS; i++) {
         if (i % WIDTH_VECS == 0) {
@@ -231,14 +232,14 @@ FD_INLINE void score_chunk(const fd_kv_dtype_t dtype, const block_t *b, uint8_t 
             offset = vec_fma(scale, vec_set1(-(float)fd_zero_point(format)), offset);
         }
         for (uint32_t r = 0; r < b->rows; r++) {
-            vec_t s = whole_product(format, products, r, i % WIDTH_VECS);
+            vec_t s = combine_halves(format, products, r, i % WIDTH_VECS);
             if (fd_kv_is_int(format)) s = vec_fma(s, scale, vec_mul(offset, vec_set1(b->state[r].q_sum)));
             vec_store(&scores[r][i * LANES], s);
         }
     }
 }
 
-/* Makes the fp32 weights that soft_max left a matrix on the left. */
+/* Makes the fp32 weights that online_softmax left a matrix on the left. */
 FD_INLINE void split_weights(const block_t *b, float weights[][FD_PAGE_TOKENS]) {
     const uint32_t first = b->lo / LANES, last = (b->hi + LANES - 1) / LANES;
     for (uint32_t r = 0; r < b->rows; r++) {
@@ -248,32 +249,32 @@ FD_INLINE void split_weights(const block_t *b, float weights[][FD_PAGE_TOKENS]) 
             w[i] = b->full || (i >= first && i < last) ? vec_load(&weights[r][i * LANES]) : vec_zero();
         FD_UNROLL
         for (uint32_t i = 0; i < PAGE_VECS; i += 2)
-            store_split((uint8_t *)weights[r] + i * LANES * sizeof(uint16_t), low_half(1), w[i], w[i + 1]);
+            store_split((uint8_t *)weights[r] + i * LANES * sizeof(uint16_t), low_half_offset(1), w[i], w[i + 1]);
     }
 }
 
-FD_INLINE void add_values(const fd_kv_dtype_t dtype, const block_t *b, uint8_t *wide, float weights[][FD_PAGE_TOKENS],
-                          const float *rescale, const float *unit) {
+FD_INLINE void add_values(const fd_kv_dtype_t dtype, const block_t *b, uint8_t *unpacked,
+                          float weights[][FD_PAGE_TOKENS], const float *rescale, const float *weight_scale) {
     const fd_kv_dtype_t format = fd_v_format(dtype);
     float products[2 * MAX_BLOCK][WIDTH] __attribute__((aligned(64)));
     const uint32_t depth = FD_PAGE_TOKENS / tile_word_elems(format), steps = depth / TILE_ROWS;
     const size_t offset = fd_chunk_v(dtype, b->head_size);
     const uint8_t *v = b->chunk + offset, *ahead = prefetch_from(b, offset);
     if (format == FD_KV_INT4) {
-        widen_nibbles(v, fd_v_depth(format) * b->head_size / FD_COLUMN_LANES, ahead, wide);
-        v = wide;
+        unpack_nibbles(v, fd_v_depth(format) * b->head_size / FD_COLUMN_LANES, ahead, unpacked);
+        v = unpacked;
     }
     for (uint32_t d = 0; d < b->head_size; d += WIDTH) {
-        multiply_tiles(format, 1, b, (const uint8_t *)weights, low_half(1), v, depth, steps, ahead, products);
+        multiply_tiles(format, 1, b, (const uint8_t *)weights, low_half_offset(1), v, depth, steps, ahead, products);
         v += 2 * depth * ROW_BYTES, ahead += 2 * depth * ROW_BYTES;
         for (uint32_t r = 0; r < b->rows; r++) {
             float *acc = b->acc + (size_t)r * b->head_size + d;
-            const vec_t old = vec_set1(rescale[r]), new = vec_set1(fd_kv_is_int(format) ? unit[r] : 1.0f);
+            const vec_t old = vec_set1(rescale[r]), new = vec_set1(fd_kv_is_int(format) ? weight_scale[r] : 1.0f);
             FD_UNROLL
             for (uint32_t i = 0; i < WIDTH_VECS; i++) {
-                const vec_t product = whole_product(format, products, r, i),
-                            kept = vec_mul(vec_load(acc + i * LANES), old);
-                vec_store(acc + i * LANES, vec_fma(product, new, kept));
+                const vec_t product = combine_halves(format, products, r, i),
+                            rescaled = vec_mul(vec_load(acc + i * LANES), old);
+                vec_store(acc + i * LANES, vec_fma(product, new, rescaled));
             }
         }
     }
@@ -281,19 +282,19 @@ FD_INLINE void add_values(const fd_kv_dtype_t dtype, const block_t *b, uint8_t *
 
 FD_INLINE void attend_block(const fd_kv_dtype_t dtype, const block_t *b) {
     float scores[MAX_BLOCK][FD_PAGE_TOKENS] __attribute__((aligned(64)));
-    float rescale[LANES] __attribute__((aligned(64))), unit[MAX_BLOCK];
-    uint8_t wide[FD_PAGE_TOKENS * FD_MAX_HEAD_SIZE] __attribute__((aligned(64))); /* K, then V, of int4 */
-    score_chunk(dtype, b, wide, scores);
-    if (b->full) soft_max(dtype, (int)b->rows, 1, b, scores, rescale, unit);
-    else soft_max(dtype, (int)b->rows, 0, b, scores, rescale, unit);
+    float rescale[LANES] __attribute__((aligned(64))), weight_scale[MAX_BLOCK];
+    uint8_t unpacked[FD_PAGE_TOKENS * FD_MAX_HEAD_SIZE] __attribute__((aligned(64))); /* K, then V, of int4 */
+    score_chunk(dtype, b, unpacked, scores);
+    if (b->full) online_softmax(dtype, (int)b->rows, 1, b, scores, rescale, weight_scale);
+    else online_softmax(dtype, (int)b->rows, 0, b, scores, rescale, weight_scale);
     if (dtype == FD_KV_BF16) split_weights(b, scores);
-    add_values(dtype, b, wide, scores, rescale, unit);
+    add_values(dtype, b, unpacked, scores, rescale, weight_scale);
 }
 
-/* A tile in depth is 64 bytes of a head: other head sizes are left to the next best ISA, and so are fewer than `least`
- * rows: tiles save arithmetic only, and hardly any of theirs is done while memory is waited for, most of the vectors'
- * is. */
-#define FD_KERNEL(name, dtype, least)                                                                                  \
+/* A tile in depth is 64 bytes of a head: other head sizes are left to the next best ISA, and so are fewer than
+ * `min_rows` rows: tiles save arithmetic only, and hardly any of theirs is done while memory is waited for, most of the
+ * vectors' is. */
+#define FD_KERNEL(name, dtype, min_rows)                                                                               \
     static void attend_##name##_block(const block_t *b) { attend_block(dtype, b); }                                    \
     static void fd_attend_##name##_amx(const fd_attend_t *a) {                                                         \
         const uint32_t rows = a->q_len * a->group;                                                                     \
@@ -301,7 +302,7 @@ FD_INLINE void attend_block(const fd_kv_dtype_t dtype, const block_t *b) {
             attend_##name##_block, attend_##name##_block, attend_##name##_block, attend_##name##_block,                \
             attend_##name##_block, attend_##name##_block, attend_##name##_block, attend_##name##_block,                \
         };                                                                                                             \
-        if (a->head_size % TILE_ROW_BYTES || rows < least) {                                                           \
+        if (a->head_size % TILE_ROW_BYTES || rows < min_rows) {                                                        \
             fd_attend_##name##_avx512vnni(a);                                                                          \
             return;                                                                                                    \
         }                                                                                                              \

@@ -72,7 +72,7 @@ FD_INLINE vec_t vec_pin(vec_t x) {
     return x;
 }
 /* Lane i of x where bit i is set, else fill. */
-FD_INLINE vec_t vec_keep(vec_t x, uint64_t bits, float fill) {
+FD_INLINE vec_t vec_select(vec_t x, uint64_t bits, float fill) {
     const __m256i lane = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
     const __m256i set = _mm256_and_si256(_mm256_set1_epi32((int)(bits & 0xff)), lane);
     return _mm256_blendv_ps(_mm256_set1_ps(fill), x, _mm256_castsi256_ps(_mm256_cmpeq_epi32(set, lane)));
@@ -123,12 +123,12 @@ FD_INLINE void kv_affine(fd_kv_dtype_t format, const void *p, vec_t *scale, vec_
 
 /* Integers are multiplied in pairs of 16 bits, vpmaddwd and vpaddd. */
 FD_INLINE int kv_bits(fd_kv_dtype_t format) { return 16; }
-FD_INLINE float kv_levels(fd_kv_dtype_t format, int is_v) { return 32767.0f; }
+FD_INLINE float kv_qmax(fd_kv_dtype_t format, int is_v) { return 32767.0f; }
 FD_INLINE int kv_parts(fd_kv_dtype_t format) {
     return format == FD_KV_INT4 ? 4 : format == FD_KV_INT8 || format == FD_KV_BF16 ? 2 : 1;
 }
 
-FD_INLINE vec_t kv_part(fd_kv_dtype_t format, int is_v, vec_t words, int part) {
+FD_INLINE vec_t kv_unpack(fd_kv_dtype_t format, int is_v, vec_t words, int part) {
     if (format == FD_KV_FP32 || format == FD_KV_FP16) return words;
     const __m256i x = vec_ints(words);
     if (format == FD_KV_BF16)
@@ -163,7 +163,8 @@ FD_INLINE vec_t kv_load_half(fd_kv_dtype_t format, const uint8_t *p) { return kv
 #define FD_KERNELS(name, dtype, text)                                                                                  \
     FD_BLOCK(name, dtype, 1)                                                                                           \
     FD_BLOCK(name, dtype, 2)                                                                                           \
-    FD_BLOCK(name, dtype, 3) FD_BLOCK(name, dtype, 4) FD_BLOCK(name, dtype, 5)                                         \
+    FD_BLOCK(name, dtype, 3)                                                                                           \
+    FD_BLOCK(name, dtype, 4) FD_BLOCK(name, dtype, 5)                                                                  \
         FD_BLOCK(name, dtype, 6) static const block_fn name##_blocks[MAX_BLOCK] = {                                    \
             attend_##name##_block1, attend_##name##_block2, attend_##name##_block3,                                    \
             attend_##name##_block4, attend_##name##_block5, attend_##name##_block6,                                    \

@@ -14,12 +14,12 @@ FD_INLINE uint32_t block_rows(fd_kv_dtype_t dtype) { return MAX_BLOCK; }
 /* Multipliers of 16 bits, but each in 32 and multiplied one by one (mla): products of 16-bit pairs (smull, smull2,
  * addp, add) take as long in the multiplier, and three more instructions. */
 FD_INLINE int kv_bits(fd_kv_dtype_t format) { return 16; }
-FD_INLINE float kv_levels(fd_kv_dtype_t format, int is_v) { return 32767.0f; }
+FD_INLINE float kv_qmax(fd_kv_dtype_t format, int is_v) { return 32767.0f; }
 FD_INLINE int kv_parts(fd_kv_dtype_t format) { return (int)fd_word_elems(format); }
 
 /* Assembly, here an empty one, keeps gcc 12 from reordering integer sums and from taking all parts apart beforehand:
  * for either, registers do not suffice. */
-FD_INLINE vec_t kv_part(fd_kv_dtype_t format, int is_v, vec_t words, int part) {
+FD_INLINE vec_t kv_unpack(fd_kv_dtype_t format, int is_v, vec_t words, int part) {
     if (format == FD_KV_FP32 || format == FD_KV_FP16) return words;
     const uint32x4_t x = vec_ints(words);
     if (format == FD_KV_BF16) return vec_bits(part == 0 ? vshlq_n_u32(x, 16) : vandq_u32(x, vdupq_n_u32(0xffff0000u)));
@@ -45,7 +45,8 @@ FD_INLINE void kv_store_multipliers(fd_kv_dtype_t format, void *to, uint32_t i, 
 #define FD_KERNELS(name, dtype, text)                                                                                  \
     FD_BLOCK(name, dtype, 1)                                                                                           \
     FD_BLOCK(name, dtype, 2)                                                                                           \
-    FD_BLOCK(name, dtype, 3) FD_BLOCK(name, dtype, 4) static const block_fn name##_blocks[MAX_BLOCK] = {               \
+    FD_BLOCK(name, dtype, 3)                                                                                           \
+    FD_BLOCK(name, dtype, 4) static const block_fn name##_blocks[MAX_BLOCK] = {                                        \
         attend_##name##_block1,                                                                                        \
         attend_##name##_block2,                                                                                        \
         attend_##name##_block3,                                                                                        \

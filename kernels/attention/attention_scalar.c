@@ -77,22 +77,22 @@ FD_INLINE void attend_block(const fd_attend_t *a, const fd_kv_dtype_t dtype, uin
                                              last = 0; /* last: beyond the last token any row sees */
     for (uint32_t r = 0; r < rows; r++) {
         const uint32_t j = (row + r) / a->group;
-        fd_clip(fd_row_start(a, j), fd_row_end(a, j), base, &lo[r], &hi[r]);
+        fd_clip(fd_visible_start(a, j), fd_visible_end(a, j), base, &lo[r], &hi[r]);
         if (lo[r] >= hi[r]) continue;
         first = lo[r] < first ? lo[r] : first;
         last = hi[r] > last ? hi[r] : last;
     }
     if (first >= last) return;
 
-    float weights[BLOCK_ROWS][FD_PAGE_TOKENS] = {{0}}, q_sum[BLOCK_ROWS] = {0}, wide[FD_MAX_HEAD_SIZE];
+    float weights[BLOCK_ROWS][FD_PAGE_TOKENS] = {{0}}, q_sum[BLOCK_ROWS] = {0}, widened[FD_MAX_HEAD_SIZE];
     float q[BLOCK_ROWS][FD_MAX_HEAD_SIZE];
     for (uint32_t r = 0; r < rows; r++)
         load_act(q[r], a->q + fd_act_offset(a, head, row + r), head_size, a->act_dtype, a->softmax_scale);
     for (uint32_t d = 0; d < head_size; d++) {
-        widen(k_format, wide, chunk, fd_k_depth(k_format, head_size), FD_PAGE_TOKENS, d, first, last);
+        widen(k_format, widened, chunk, fd_k_depth(k_format, head_size), FD_PAGE_TOKENS, d, first, last);
         for (uint32_t r = 0; r < rows; r++) {
             const float qd = q[r][d];
-            for (uint32_t t = first; t < last; t++) weights[r][t] += qd * wide[t - first];
+            for (uint32_t t = first; t < last; t++) weights[r][t] += qd * widened[t - first];
             q_sum[r] += qd;
         }
     }
@@ -116,20 +116,20 @@ FD_INLINE void attend_block(const fd_attend_t *a, const fd_kv_dtype_t dtype, uin
         const float rescale = expf(a->m[row + r] - max); /* 0 at the row's first chunk, where m is -infinity */
         a->m[row + r] = max;
         a->l[row + r] = a->l[row + r] * rescale + sum;
-        float rest = 0.0f; /* sum of weights times centres: the same for all dimensions */
+        float bias = 0.0f; /* sum of weights times centres: the same for all dimensions */
         for (uint32_t t = lo[r]; fd_kv_is_int(dtype) && t < hi[r]; t++) {
             const uint32_t word = *(const uint32_t *)(chunk + fd_chunk_v_affine(dtype, head_size, t));
-            rest += w[t] * fd_affine_centre(v_format, word);
+            bias += w[t] * fd_affine_centre(v_format, word);
             w[t] *= fd_affine_scale(v_format, word);
         }
-        for (uint32_t d = 0; d < head_size; d++) acc[d] = acc[d] * rescale + rest;
+        for (uint32_t d = 0; d < head_size; d++) acc[d] = acc[d] * rescale + bias;
     }
 
     for (uint32_t t = first; t < last; t++) {
-        widen(v_format, wide, v, fd_v_depth(v_format), head_size, t, 0, head_size);
+        widen(v_format, widened, v, fd_v_depth(v_format), head_size, t, 0, head_size);
         for (uint32_t r = 0; r < rows; r++) {
             float *acc = a->acc + (size_t)(row + r) * head_size;
-            for (uint32_t d = 0; d < head_size; d++) acc[d] += weights[r][t] * wide[d];
+            for (uint32_t d = 0; d < head_size; d++) acc[d] += weights[r][t] * widened[d];
         }
     }
 }
@@ -141,7 +141,7 @@ FD_INLINE void attend_head(fd_attend_t a, const fd_kv_dtype_t dtype, uint32_t he
     a.acc += first_row * a.head_size, a.m += first_row, a.l += first_row;
     for (uint32_t r = 0; r < rows; r++) a.m[r] = -INFINITY, a.l[r] = 0.0f;
     memset(a.acc, 0, (size_t)rows * a.head_size * sizeof *a.acc);
-    const uint64_t start = fd_row_start(&a, 0), end = fd_row_end(&a, a.q_len - 1);
+    const uint64_t start = fd_visible_start(&a, 0), end = fd_visible_end(&a, a.q_len - 1);
     for (uint32_t c = 0; c < a.n_chunks; c++) {
         const uint64_t base = a.first_token + (uint64_t)c * FD_PAGE_TOKENS;
         if (base + FD_PAGE_TOKENS <= start || base >= end) continue;
@@ -161,29 +161,29 @@ FD_INLINE void attend(const fd_attend_t *a, const fd_kv_dtype_t dtype) {
 /* Clips x to [lowest, highest] and rounds it to the nearest integer, ties to even; NaN becomes 0. As x is compared
  * before magic is added, a compiler does not fuse that with a product that x may be: every ISA rounds twice, and so
  * must this. */
-static int nearest(float x, float lowest, float highest) {
+static int round_clipped(float x, float lowest, float highest) {
     const float clipped = x < lowest ? lowest : x > highest ? highest : x;
     const float magic = 0x1.8p23f, y = clipped + magic - magic;
     return y == y ? (int)y : 0;
 }
 
-static void store_code(void *dst, int wide, uint32_t i, int code) {
-    if (wide) ((uint32_t *)dst)[i] = (uint32_t)code;
+static void store_code(void *dst, int widened, uint32_t i, int code) {
+    if (widened) ((uint32_t *)dst)[i] = (uint32_t)code;
     else ((uint8_t *)dst)[i] = (uint8_t)code;
 }
 
 /* Quantises a row to integers; returns its affine word. */
-static uint32_t row_to_int8(void *dst, int wide, const float *src, uint32_t n) {
+static uint32_t row_to_int8(void *dst, int widened, const float *src, uint32_t n) {
     float amax = 0.0f;
     for (uint32_t i = 0; i < n; i++) amax = fabsf(src[i]) > amax ? fabsf(src[i]) : amax;
     const int tiny = amax < FD_TINY;
     const float inverse = tiny ? 0.0f : 127.0f / amax;
     for (uint32_t i = 0; i < n; i++)
-        store_code(dst, wide, i, nearest(src[i] * inverse, -127.0f, 127.0f) + fd_zero_point(FD_KV_INT8));
+        store_code(dst, widened, i, round_clipped(src[i] * inverse, -127.0f, 127.0f) + fd_zero_point(FD_KV_INT8));
     return fd_float_bits(tiny ? 0.0f : amax / 127.0f);
 }
 
-static uint32_t row_to_int4(void *dst, int wide, const float *src, uint32_t n) {
+static uint32_t row_to_int4(void *dst, int widened, const float *src, uint32_t n) {
     float min = src[0], max = src[0];
     for (uint32_t i = 0; i < n; i++) {
         min = src[i] < min ? src[i] : min;
@@ -192,7 +192,8 @@ static uint32_t row_to_int4(void *dst, int wide, const float *src, uint32_t n) {
     const uint32_t word = fd_int4_affine(min, max);
     const float inverse = fd_int4_inverse(word), centre = fd_bits_float(word << 16);
     for (uint32_t i = 0; i < n; i++)
-        store_code(dst, wide, i, nearest((src[i] - centre) * inverse, -8.0f, 7.0f) + fd_zero_point(FD_KV_INT4));
+        store_code(dst, widened, i,
+                   round_clipped((src[i] - centre) * inverse, -8.0f, 7.0f) + fd_zero_point(FD_KV_INT4));
     return word;
 }
 

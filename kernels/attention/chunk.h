@@ -75,8 +75,8 @@ FD_INLINE size_t fd_lane_offset(fd_kv_dtype_t format, uint32_t depth, uint32_t l
     return ((size_t)(lane - in_column) * depth + in_column) * fd_word_bytes(format);
 }
 FD_INLINE size_t fd_lane_stride(fd_kv_dtype_t format, uint32_t lanes, uint32_t lane) {
-    const uint32_t rest = lanes - lane / FD_COLUMN_LANES * FD_COLUMN_LANES;
-    return (rest < FD_COLUMN_LANES ? rest : FD_COLUMN_LANES) * fd_word_bytes(format);
+    const uint32_t remaining = lanes - lane / FD_COLUMN_LANES * FD_COLUMN_LANES;
+    return (remaining < FD_COLUMN_LANES ? remaining : FD_COLUMN_LANES) * fd_word_bytes(format);
 }
 
 /* Which byte of an int8 or int4 word element i (its low two bits) is in. */
@@ -132,10 +132,10 @@ static inline float fd_int4_inverse(uint32_t word) {
 }
 
 /* The positions [start, end) that query row j of a block sees. */
-FD_INLINE uint64_t fd_row_end(const fd_attend_t *a, uint32_t j) { return (uint64_t)a->q_pos + j + 1; }
+FD_INLINE uint64_t fd_visible_end(const fd_attend_t *a, uint32_t j) { return (uint64_t)a->q_pos + j + 1; }
 
-FD_INLINE uint64_t fd_row_start(const fd_attend_t *a, uint32_t j) {
-    const uint64_t end = fd_row_end(a, j);
+FD_INLINE uint64_t fd_visible_start(const fd_attend_t *a, uint32_t j) {
+    const uint64_t end = fd_visible_end(a, j);
     return a->window && end > a->window ? end - a->window : 0;
 }
 

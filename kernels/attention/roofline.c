@@ -49,7 +49,7 @@ __attribute__((target("avx512f"))) static long long read_avx512(const fd_line_t 
 }
 #endif
 
-static read_fn widest(void) {
+static read_fn widest_read(void) {
 #if FD_X86
     if (fd_isa_supported(FD_ISA_AVX512)) return read_avx512;
     if (fd_isa_supported(FD_ISA_AVX2)) return read_avx2;
@@ -69,7 +69,7 @@ typedef struct {
 
 static void *reader_main(void *arg) {
     reader_t *r = arg;
-    read_fn read = widest();
+    read_fn read = widest_read();
     __atomic_sub_fetch(r->ready, 1, __ATOMIC_ACQ_REL);
     while (__atomic_load_n(r->ready, __ATOMIC_ACQUIRE)) sched_yield();
     r->start_ns = fd_now_ns();

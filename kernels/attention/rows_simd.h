@@ -17,7 +17,7 @@ FD_INLINE void row_to_bf16(uint16_t *dst, const float *src, uint32_t n) {
 }
 
 /* dst = round((src - centre) * inverse), clipped to [lowest, highest], + zero. NaN becomes one of the limits. */
-FD_INLINE void row_to_codes(void *dst, const int wide, const float *src, uint32_t n, float centre, float inverse,
+FD_INLINE void row_to_codes(void *dst, const int as_words, const float *src, uint32_t n, float centre, float inverse,
                             float lowest, float highest, int zero) {
     uint8_t *bytes = dst;
     uint32_t *words = dst;
@@ -25,27 +25,27 @@ FD_INLINE void row_to_codes(void *dst, const int wide, const float *src, uint32_
     uint32_t i = 0;
     for (; i + LANES <= n; i += LANES) {
         const vec_t x = vec_min(vec_max(vec_mul(vec_sub(vec_load(src + i), c), f), lo), hi);
-        if (wide) vec_store_int(words + i, x, zero);
+        if (as_words) vec_store_int(words + i, x, zero);
         else vec_store_u8(bytes + i, x, zero);
     }
     if (i == n) return;
     const vec_t x = vec_min(vec_max(vec_mul(vec_sub(vec_load_half(src + i), c), f), lo), hi);
-    if (wide) vec_store_int_half(words + i, x, zero);
+    if (as_words) vec_store_int_half(words + i, x, zero);
     else vec_store_u8_half(bytes + i, x, zero);
 }
 
-FD_INLINE uint32_t row_to_int8(void *dst, const int wide, const float *src, uint32_t n) {
+FD_INLINE uint32_t row_to_int8(void *dst, const int as_words, const float *src, uint32_t n) {
     vec_t max = vec_zero();
     uint32_t i = 0;
     for (; i + LANES <= n; i += LANES) max = vec_max(vec_abs(vec_load(src + i)), max);
     if (i < n) max = vec_max(vec_abs(vec_load_half(src + i)), max);
     const float amax = vec_reduce_max(max);
     const int tiny = amax < FD_TINY;
-    row_to_codes(dst, wide, src, n, 0.0f, tiny ? 0.0f : 127.0f / amax, -127.0f, 127.0f, fd_zero_point(FD_KV_INT8));
+    row_to_codes(dst, as_words, src, n, 0.0f, tiny ? 0.0f : 127.0f / amax, -127.0f, 127.0f, fd_zero_point(FD_KV_INT8));
     return fd_float_bits(tiny ? 0.0f : amax / 127.0f);
 }
 
-FD_INLINE uint32_t row_to_int4(void *dst, const int wide, const float *src, uint32_t n) {
+FD_INLINE uint32_t row_to_int4(void *dst, const int as_words, const float *src, uint32_t n) {
     const vec_t first = vec_set1(src[0]);
     vec_t min = first, max = first;
     uint32_t i = 0;
@@ -58,7 +58,7 @@ FD_INLINE uint32_t row_to_int4(void *dst, const int wide, const float *src, uint
         max = vec_max(vec_set1(src[i]), max);
     }
     const uint32_t word = fd_int4_affine(-vec_reduce_max(vec_sub(vec_zero(), min)), vec_reduce_max(max));
-    row_to_codes(dst, wide, src, n, fd_bits_float(word << 16), fd_int4_inverse(word), -8.0f, 7.0f,
+    row_to_codes(dst, as_words, src, n, fd_bits_float(word << 16), fd_int4_inverse(word), -8.0f, 7.0f,
                  fd_zero_point(FD_KV_INT4));
     return word;
 }

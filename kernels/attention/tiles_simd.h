@@ -5,11 +5,11 @@
 #include "softmax_simd.h"
 
 /* Multipliers of a block of rows: of the row r, for part u of word s, the 32 bits at `at` + s * word + u * part + r *
- * row. Queries lie word by word (place_rows), so that few cache lines are touched at a time; weights row by row, as
- * soft_max left them. */
+ * row. Queries lie word by word (kv_pack_query_rows), so that few cache lines are touched at a time; weights row by
+ * row, as online_softmax left them. */
 typedef struct {
     const uint8_t *at;
-    size_t word, part, row;
+    size_t word_stride, part_stride, row_stride;
 } multipliers_t;
 
 FD_INLINE multipliers_t query_multipliers(fd_kv_dtype_t format, int rows, const uint8_t *q) {
@@ -36,8 +36,8 @@ FD_INLINE void multiply(const fd_kv_dtype_t format, const int is_v, const int ro
     const size_t vec_bytes = LANES * fd_word_bytes(format), step = vecs * vec_bytes;
     const int parts = kv_parts(format), by_part = parts > 1 && parts * rows > LANES / 2, at_once = by_part ? vecs : 1;
     matrix += from * stride;
-    multipliers.at += from * multipliers.word;
-    for (uint32_t s = from; s < to; s++, matrix += stride, multipliers.at += multipliers.word, ahead += step) {
+    multipliers.at += from * multipliers.word_stride;
+    for (uint32_t s = from; s < to; s++, matrix += stride, multipliers.at += multipliers.word_stride, ahead += step) {
         FD_UNROLL
         for (int i0 = 0; i0 < vecs; i0 += at_once) {
             vec_t words[MAX_VECS];
@@ -52,12 +52,13 @@ FD_INLINE void multiply(const fd_kv_dtype_t format, const int is_v, const int ro
                 vec_t x[MAX_VECS];
                 FD_UNROLL
                 for (int i = i0; i < i0 + at_once; i++) {
-                    x[i] = kv_part(format, is_v, words[i], u);
+                    x[i] = kv_unpack(format, is_v, words[i], u);
                     if (by_part) x[i] = vec_pin(x[i]);
                 }
                 FD_UNROLL
                 for (int r = 0; r < rows; r++) {
-                    const vec_t y = vec_broadcast(multipliers.at + u * multipliers.part + r * multipliers.row);
+                    const vec_t y =
+                        vec_broadcast(multipliers.at + u * multipliers.part_stride + r * multipliers.row_stride);
                     const int to_sum = rows == 1 ? u & 1 : r;
                     FD_UNROLL
                     for (int i = i0; i < i0 + at_once; i++)
@@ -73,7 +74,7 @@ FD_INLINE int n_sums(const fd_kv_dtype_t format, const int rows) {
 }
 
 /* What a lone row has summed apart. */
-FD_INLINE vec_t total(const fd_kv_dtype_t format, const int rows, vec_t sum[][MAX_VECS], int r, int i) {
+FD_INLINE vec_t read_sum(const fd_kv_dtype_t format, const int rows, vec_t sum[][MAX_VECS], int r, int i) {
     if (n_sums(format, rows) == rows) return sum[r][i];
     return fd_kv_is_int(format) ? vec_add_int(sum[0][i], sum[1][i]) : vec_add(sum[0][i], sum[1][i]);
 }
@@ -85,7 +86,7 @@ FD_INLINE void score_tile(const fd_kv_dtype_t dtype, const int rows, const int v
     const size_t word = fd_word_bytes(format);
     const uint32_t steps = b->head_size / fd_word_elems(format), depth = fd_k_depth(format, b->head_size);
     const uint8_t *ahead = prefetch_start(dtype, rows, b, t0 * depth * word, t0 / (vecs * LANES));
-    prefetch_early(dtype, rows, b, t0 / FD_COLUMN_LANES);
+    prefetch_next_page(dtype, rows, b, t0 / FD_COLUMN_LANES);
     vec_t sum[MAX_BLOCK][MAX_VECS];
     FD_UNROLL
     for (int r = 0; r < n_sums(format, rows); r++) FD_UNROLL
@@ -103,7 +104,7 @@ FD_INLINE void score_tile(const fd_kv_dtype_t dtype, const int rows, const int v
         }
         FD_UNROLL
         for (int r = 0; r < rows; r++) {
-            vec_t s = total(format, rows, sum, r, i);
+            vec_t s = read_sum(format, rows, sum, r, i);
             if (fd_kv_is_int(format)) s = vec_fma(vec_from_int(s), scale, vec_mul(offset, vec_set1(b->state[r].q_sum)));
             vec_store(&scores[r][t], s);
         }
@@ -113,7 +114,8 @@ FD_INLINE void score_tile(const fd_kv_dtype_t dtype, const int rows, const int v
 /* Dimensions [d0, d0 + vecs * LANES), or LANES / 2 of them if `half`:
  * acc[r][d] = rescale[r] acc[r][d] + sum over [lo, hi) of weights[r][t] V[t][d]. */
 FD_INLINE void value_tile(const fd_kv_dtype_t dtype, const int rows, const int vecs, const int half, const block_t *b,
-                          uint32_t d0, float weights[][FD_PAGE_TOKENS], const float *rescale, const float *unit) {
+                          uint32_t d0, float weights[][FD_PAGE_TOKENS], const float *rescale,
+                          const float *weight_scale) {
     const fd_kv_dtype_t format = fd_v_format(dtype);
     const uint32_t elems = fd_word_elems(format), depth = fd_v_depth(format);
     const size_t offset = fd_chunk_v(dtype, b->head_size), stride = fd_lane_stride(format, b->head_size, d0);
@@ -121,7 +123,7 @@ FD_INLINE void value_tile(const fd_kv_dtype_t dtype, const int rows, const int v
     const multipliers_t w = weight_multipliers(format, weights);
     const uint8_t *ahead =
         prefetch_start(dtype, rows, b, offset + d0 * depth * fd_word_bytes(format), d0 / (vecs * LANES));
-    prefetch_early(dtype, rows, b, (FD_PAGE_TOKENS + d0) / FD_COLUMN_LANES);
+    prefetch_next_page(dtype, rows, b, (FD_PAGE_TOKENS + d0) / FD_COLUMN_LANES);
     vec_t sum[MAX_BLOCK][MAX_VECS];
     FD_UNROLL
     for (int r = 0; r < n_sums(format, rows); r++) FD_UNROLL
@@ -140,10 +142,10 @@ FD_INLINE void value_tile(const fd_kv_dtype_t dtype, const int rows, const int v
     for (int r = 0; r < rows; r++) FD_UNROLL
     for (int i = 0; i < vecs; i++) {
         float *acc = b->acc + (size_t)r * b->head_size + d0 + i * LANES;
-        vec_t x = total(format, rows, sum, r, i);
+        vec_t x = read_sum(format, rows, sum, r, i);
         if (fd_kv_is_int(format)) {
             const vec_t old = vec_mul(half ? vec_load_half(acc) : vec_load(acc), vec_set1(rescale[r]));
-            x = vec_fma(vec_from_int(x), vec_set1(unit[r]), old);
+            x = vec_fma(vec_from_int(x), vec_set1(weight_scale[r]), old);
         }
         if (half) vec_store_half(acc, x);
         else vec_store(acc, x);
@@ -152,23 +154,27 @@ FD_INLINE void value_tile(const fd_kv_dtype_t dtype, const int rows, const int v
 
 FD_INLINE void attend_block(const fd_kv_dtype_t dtype, const int rows, const block_t *b) {
     float scores[MAX_BLOCK][FD_PAGE_TOKENS] __attribute__((aligned(64)));
-    float rescale[LANES] __attribute__((aligned(64))), unit[MAX_BLOCK];
+    float rescale[LANES] __attribute__((aligned(64))), weight_scale[MAX_BLOCK];
 
     const int score_vecs = tile_vecs(fd_k_format(dtype), rows);
     const uint32_t step = (uint32_t)score_vecs * LANES;
     for (uint32_t t = b->lo / step * step; t < b->hi; t += step) score_tile(dtype, rows, score_vecs, b, t, scores);
 
-    if (b->full) soft_max(dtype, rows, 1, b, scores, rescale, unit);
-    else soft_max(dtype, rows, 0, b, scores, rescale, unit);
+    if (b->full) online_softmax(dtype, rows, 1, b, scores, rescale, weight_scale);
+    else online_softmax(dtype, rows, 0, b, scores, rescale, weight_scale);
 
     const int vecs = tile_vecs(fd_v_format(dtype), rows);
-    const uint32_t whole = b->head_size / LANES;
+    const uint32_t whole_vecs = b->head_size / LANES;
     uint32_t i = 0;
-    for (; i + vecs <= whole; i += vecs) value_tile(dtype, rows, vecs, 0, b, i * LANES, scores, rescale, unit);
-    if (vecs > 4 && i + 4 <= whole) value_tile(dtype, rows, 4, 0, b, i * LANES, scores, rescale, unit), i += 4;
-    if (vecs > 2 && i + 2 <= whole) value_tile(dtype, rows, 2, 0, b, i * LANES, scores, rescale, unit), i += 2;
-    if (vecs > 1 && i + 1 <= whole) value_tile(dtype, rows, 1, 0, b, i * LANES, scores, rescale, unit), i += 1;
-    if (b->head_size % LANES) value_tile(dtype, rows, 1, 1, b, i * LANES, scores, rescale, unit);
+    for (; i + vecs <= whole_vecs; i += vecs)
+        value_tile(dtype, rows, vecs, 0, b, i * LANES, scores, rescale, weight_scale);
+    if (vecs > 4 && i + 4 <= whole_vecs)
+        value_tile(dtype, rows, 4, 0, b, i * LANES, scores, rescale, weight_scale), i += 4;
+    if (vecs > 2 && i + 2 <= whole_vecs)
+        value_tile(dtype, rows, 2, 0, b, i * LANES, scores, rescale, weight_scale), i += 2;
+    if (vecs > 1 && i + 1 <= whole_vecs)
+        value_tile(dtype, rows, 1, 0, b, i * LANES, scores, rescale, weight_scale), i += 1;
+    if (b->head_size % LANES) value_tile(dtype, rows, 1, 1, b, i * LANES, scores, rescale, weight_scale);
 }
 
 /* [rows - 1], of one KV dtype; block_rows(dtype) says how many are used. */

@@ -49,7 +49,7 @@ FD_INLINE vec_t vec_broadcast(const void *p) {
     return vec_bits(_mm512_set1_epi32(x));
 }
 /* Lane i of x where bit i is set, else fill. */
-FD_INLINE vec_t vec_keep(vec_t x, uint64_t bits, float fill) {
+FD_INLINE vec_t vec_select(vec_t x, uint64_t bits, float fill) {
     return _mm512_mask_mov_ps(_mm512_set1_ps(fill), (__mmask16)bits, x);
 }
 
@@ -95,11 +95,11 @@ FD_INLINE void vec_store_int_half(void *p, vec_t x, int zero) {
     _mm512_mask_storeu_epi32(p, HALF, _mm512_add_epi32(_mm512_cvtps_epi32(x), _mm512_set1_epi32(zero)));
 }
 
-#define FD_INTERLEAVE
-/* Sixteen words of four rows, `room` words apart: to[w * stride + r] is word w of row r. */
-FD_INLINE void interleave4(uint32_t *to, size_t stride, const uint32_t *from, size_t room) {
-    const __m512i x0 = _mm512_loadu_si512(from), x1 = _mm512_loadu_si512(from + room);
-    const __m512i x2 = _mm512_loadu_si512(from + 2 * room), x3 = _mm512_loadu_si512(from + 3 * room);
+#define FD_HAS_INTERLEAVE4
+/* Sixteen words of four rows, `row_stride` words apart: to[w * stride + r] is word w of row r. */
+FD_INLINE void interleave4(uint32_t *to, size_t stride, const uint32_t *from, size_t row_stride) {
+    const __m512i x0 = _mm512_loadu_si512(from), x1 = _mm512_loadu_si512(from + row_stride);
+    const __m512i x2 = _mm512_loadu_si512(from + 2 * row_stride), x3 = _mm512_loadu_si512(from + 3 * row_stride);
     const __m512i low01 = _mm512_unpacklo_epi32(x0, x1), high01 = _mm512_unpackhi_epi32(x0, x1);
     const __m512i low23 = _mm512_unpacklo_epi32(x2, x3), high23 = _mm512_unpackhi_epi32(x2, x3);
     const __m512i words[4] = {_mm512_unpacklo_epi64(low01, low23), _mm512_unpackhi_epi64(low01, low23),
@@ -148,11 +148,11 @@ FD_INLINE void kv_affine(fd_kv_dtype_t format, const void *p, vec_t *scale, vec_
 /* The blocks of tiles_simd.h for every number of rows, and the table of them. */
 #define FD_BLOCKS(name, dtype)                                                                                         \
     FD_BLOCK(name, dtype, 1)                                                                                           \
-    FD_BLOCK(name, dtype, 2) FD_BLOCK(name, dtype, 3) FD_BLOCK(name, dtype, 4) FD_BLOCK(name, dtype, 5)                \
-        FD_BLOCK(name, dtype, 6) FD_BLOCK(name, dtype, 7)                                                              \
-            FD_BLOCK(name, dtype, 8) static const block_fn name##_blocks[MAX_BLOCK] = {                                \
-                attend_##name##_block1, attend_##name##_block2, attend_##name##_block3, attend_##name##_block4,        \
-                attend_##name##_block5, attend_##name##_block6, attend_##name##_block7, attend_##name##_block8,        \
+    FD_BLOCK(name, dtype, 2)                                                                                           \
+    FD_BLOCK(name, dtype, 3) FD_BLOCK(name, dtype, 4) FD_BLOCK(name, dtype, 5) FD_BLOCK(name, dtype, 6)                \
+        FD_BLOCK(name, dtype, 7) FD_BLOCK(name, dtype, 8) static const block_fn name##_blocks[MAX_BLOCK] = {           \
+            attend_##name##_block1, attend_##name##_block2, attend_##name##_block3, attend_##name##_block4,            \
+            attend_##name##_block5, attend_##name##_block6, attend_##name##_block7, attend_##name##_block8,            \
     };
 
 #endif

@@ -53,7 +53,7 @@ FD_INLINE vec_t vec_broadcast(const void *p) {
     return vec_bits(vdupq_n_u32(x));
 }
 /* Lane i of x where bit i is set, else fill. */
-FD_INLINE vec_t vec_keep(vec_t x, uint64_t bits, float fill) {
+FD_INLINE vec_t vec_select(vec_t x, uint64_t bits, float fill) {
     static const uint32_t lane[LANES] = {1, 2, 4, 8};
     return vbslq_f32(vtstq_u32(vdupq_n_u32((uint32_t)bits), vld1q_u32(lane)), x, vdupq_n_f32(fill));
 }

@@ -18,15 +18,15 @@ FD_INLINE int tile_vecs(fd_kv_dtype_t format, int rows) { return 2; }
 FD_INLINE uint32_t block_rows(fd_kv_dtype_t dtype) { return MAX_BLOCK; }
 
 FD_INLINE int kv_bits(fd_kv_dtype_t format) { return 8; }
-FD_INLINE float kv_levels(fd_kv_dtype_t format, int is_v) { return is_v ? 255.0f : 127.0f; }
+FD_INLINE float kv_qmax(fd_kv_dtype_t format, int is_v) { return is_v ? 255.0f : 127.0f; }
 FD_INLINE int kv_parts(fd_kv_dtype_t format) { return format == FD_KV_INT4 ? 2 : 1; }
 
 /* vpdpbusd takes one side unsigned: what is stored of K against the query's signs, the weights against V. So V of int8
  * gets its signs back. */
-#define FD_OWN_V_ZERO
-FD_INLINE int kv_v_zero(fd_kv_dtype_t format) { return format == FD_KV_INT8 ? 0 : fd_zero_point(format); }
+#define FD_OWN_V_ZERO_POINT
+FD_INLINE int kv_v_zero_point(fd_kv_dtype_t format) { return format == FD_KV_INT8 ? 0 : fd_zero_point(format); }
 
-FD_INLINE vec_t kv_part(fd_kv_dtype_t format, int is_v, vec_t words, int part) {
+FD_INLINE vec_t kv_unpack(fd_kv_dtype_t format, int is_v, vec_t words, int part) {
     const __m512i x = vec_ints(words);
     if (format == FD_KV_INT8 && is_v) return vec_bits(_mm512_xor_si512(x, _mm512_set1_epi8((char)0x80)));
     if (format == FD_KV_INT4)
@@ -71,12 +71,13 @@ FD_INLINE void store_packed(void *to, const vec_t *x, const int is_signed) {
     _mm512_storeu_si512(to, _mm512_permutexvar_epi32(words, _mm512_shuffle_epi8(bytes, order)));
 }
 #define FD_OWN_STORE_MULTIPLIERS4
-/* At once, for place_rows reads as much at once: what was stored in parts would have to be in the cache first. */
+/* At once, for kv_pack_query_rows reads as much at once: what was stored in parts would have to be in the cache first.
+ */
 FD_INLINE void kv_store_multipliers4(fd_kv_dtype_t format, void *to, uint32_t i, const vec_t *x) {
     store_packed((__m128i *)to + i, x, 1);
 }
-#define FD_PACKED_WEIGHTS
-FD_INLINE void store_weights(uint8_t *to, const vec_t *x) { store_packed(to, x, 0); }
+#define FD_HAS_STORE_WEIGHTS4
+FD_INLINE void kv_store_weights4(uint8_t *to, const vec_t *x) { store_packed(to, x, 0); }
 #define FD_OWN_STORE_FLOAT_WEIGHTS
 FD_INLINE void kv_store_float_weights(fd_kv_dtype_t format, void *to, uint32_t i, vec_t x) {
     if (format == FD_KV_BF16) store_rounded_bf16((__m256i *)to + i, x);
@@ -85,12 +86,12 @@ FD_INLINE void kv_store_float_weights(fd_kv_dtype_t format, void *to, uint32_t i
 #define FD_OWN_SUM_WEIGHTS
 FD_INLINE vec_t kv_sum_weights(fd_kv_dtype_t format, const void *weights, uint32_t first, uint32_t last) {
     const uint32_t elems = format == FD_KV_BF16 ? 2 : 4, words = LANES / elems; /* of a vector of weights */
-    const uint64_t seen = ~UINT64_C(0) << words * first & ~UINT64_C(0) >> (64 - words * last);
+    const uint64_t mask = ~UINT64_C(0) << words * first & ~UINT64_C(0) >> (64 - words * last);
     vec_t sum = vec_zero();
     FD_UNROLL
     for (uint32_t i = 0; i < FD_PAGE_TOKENS / elems / LANES; i++) {
         const vec_t w =
-            vec_bits(_mm512_maskz_loadu_epi32((__mmask16)(seen >> i * LANES), (const uint32_t *)weights + i * LANES));
+            vec_bits(_mm512_maskz_loadu_epi32((__mmask16)(mask >> i * LANES), (const uint32_t *)weights + i * LANES));
         if (format == FD_KV_BF16) sum = kv_multiply_add(format, 1, w, vec_bits(_mm512_set1_epi16(0x3f80)), sum);
         else sum = kv_multiply_add(format, 1, vec_bits(_mm512_set1_epi8(1)), w, sum);
     }
