@@ -1,4 +1,4 @@
-/* merge, finish and load_act (fd_vec_ops_t) against the vectors of the ISA's file that includes this. */
+/* merge, finish and load_act (fd_vec_ops_t), written with the vec_* primitives of the including file. */
 #ifndef FD_ACT_SIMD_H
 #define FD_ACT_SIMD_H
 
@@ -11,7 +11,7 @@ FD_INLINE void merge(float *m, float *l, float *acc, const float *m2, const floa
                      uint32_t head_size) {
     for (uint32_t r = 0; r < rows; r++, acc += head_size, acc2 += head_size) {
         if (l2[r] == 0.0f) continue;
-        if (l[r] == 0.0f) { /* its acc may never have been written */
+        if (l[r] == 0.0f) { /* acc of an empty row may be uninitialised */
             m[r] = m2[r], l[r] = l2[r];
             memcpy(acc, acc2, head_size * sizeof *acc);
             continue;
@@ -45,9 +45,9 @@ FD_INLINE void load_act(float *dst, const void *src, size_t n, uint32_t act_dtyp
     }
 }
 
-#define NO_BIAS (-0.0f) /* what changes nothing it is added to, the sign of a zero included */
+#define NO_BIAS (-0.0f) /* x + -0 is x for every x; x + 0 would turn -0 into 0 */
 
-/* o = (acc + rest) / l; 0 where l is. */
+/* o = (acc + bias) / l, or 0 if l is 0. */
 FD_INLINE void finish_row(void *o, const float *acc, float bias, float l, uint32_t n, uint32_t act_dtype) {
     if (l == 0.0f) {
         memset(o, 0, n * fd_act_bytes(act_dtype));

@@ -1,10 +1,12 @@
-/* Appending a token to a chunk, once for all ISAs. The file that includes this defines before, for n elements (a
- * multiple of 8):
+/* Appends a token to a chunk; every ISA uses this code. The including file defines the conversion of a row before it
+ * includes this file (rows_simd.h does so with vectors, attention_scalar.c without). n is a multiple of 8:
  *
- *   void row_to_fp16(uint16_t *dst, const float *src, uint32_t n)      saturating
+ *   void row_to_fp16(uint16_t *dst, const float *src, uint32_t n)                     saturates
  *   void row_to_bf16(uint16_t *dst, const float *src, uint32_t n)
- *   uint32_t row_to_int8(void *dst, int wide, const float *src, uint32_t n)   into bytes or, if `wide`, uint32_t;
- * returns the affine word, uint32_t row_to_int4(void *dst, int wide, const float *src, uint32_t n)   as does this
+ *   uint32_t row_to_int8(void *dst, int as_words, const float *src, uint32_t n)       returns the affine word
+ *   uint32_t row_to_int4(void *dst, int as_words, const float *src, uint32_t n)       returns the affine word
+ *
+ * The integer conversions write uint8_t, or uint32_t if `as_words`.
  */
 #ifndef FD_APPEND_H
 #define FD_APPEND_H
@@ -13,8 +15,9 @@
 
 #include "chunk.h"
 
-/* A row in its format: fp32, the bits of fp16 or bf16, or the stored integers: K's in bytes, V's in words, as store_v
- * wants them: what is read in wider vectors than it was written in has to wait until it is in the cache. */
+/* A row after conversion: fp32, the bits of fp16 or bf16, or the stored integers. Integers of K are bytes. Integers of
+ * V are 32-bit words, because store_v reads them as words: a load that is wider than the stores before it would wait
+ * until those stores have reached the cache. */
 typedef union {
     float fp32[FD_MAX_HEAD_SIZE];
     uint16_t half[FD_MAX_HEAD_SIZE];
@@ -22,7 +25,7 @@ typedef union {
     uint32_t words[FD_MAX_HEAD_SIZE];
 } converted_row_t;
 
-/* Returns the affine word, of integers. */
+/* Converts a row to `format`; returns the affine word, or 0 for formats that have none. */
 FD_INLINE uint32_t convert_row(const fd_kv_dtype_t format, const int is_v, converted_row_t *dst, const float *src,
                                uint32_t n) {
     if (format == FD_KV_INT8) return row_to_int8(dst, is_v, src, n);
@@ -33,10 +36,10 @@ FD_INLINE uint32_t convert_row(const fd_kv_dtype_t format, const int is_v, conve
     return 0;
 }
 
-/* Four codes as they stand in a word of int8 (chunk.h): the middle ones change places. */
+/* Puts four bytes into the byte order of an int8 word (chunk.h) by exchanging the middle two. */
 FD_INLINE uint32_t to_word_order(uint32_t x) { return (x & 0xff0000ffu) | (x & 0xff00u) << 8 | (x >> 8 & 0xff00u); }
 
-/* K: whole words, one of every row of a column. */
+/* Writes token t of K: one whole word in each row of the token's column. */
 FD_INLINE void store_k(const fd_kv_dtype_t format, uint8_t *matrix, uint32_t head_size, uint32_t t,
                        const converted_row_t *k) {
     matrix += fd_lane_offset(format, fd_k_depth(format, head_size), t);
@@ -44,7 +47,7 @@ FD_INLINE void store_k(const fd_kv_dtype_t format, uint8_t *matrix, uint32_t hea
         for (uint32_t d = 0; d < head_size; d++) ((uint16_t *)matrix)[d * FD_COLUMN_LANES] = k->half[d];
         return;
     }
-    uint32_t words[FD_MAX_HEAD_SIZE]; /* first together, which vectorises, then spread */
+    uint32_t words[FD_MAX_HEAD_SIZE]; /* builds all words first, which vectorises, then scatters them */
     const uint32_t n = head_size / fd_word_elems(format);
     if (format == FD_KV_INT4) {
         for (uint32_t i = 0; i < n; i++) {
@@ -59,7 +62,7 @@ FD_INLINE void store_k(const fd_kv_dtype_t format, uint8_t *matrix, uint32_t hea
     for (uint32_t i = 0; i < n; i++) ((uint32_t *)matrix)[i * FD_COLUMN_LANES] = words[i];
 }
 
-/* V: the token's part of every word of a row, dimensions [d, d + n), a column's. */
+/* Writes token t of V for dimensions [d, d + n) of one column: the token's bits in each word of one row, at `to`. */
 FD_INLINE void store_v_column(const fd_kv_dtype_t format, uint8_t *to, uint32_t t, const converted_row_t *v, uint32_t d,
                               uint32_t n) {
     uint32_t *words = (uint32_t *)to;
@@ -99,7 +102,7 @@ FD_INLINE void append_row(const fd_kv_dtype_t dtype, uint8_t *chunk, const uint3
     *(uint32_t *)(chunk + fd_chunk_v_affine(dtype, head_size, t)) = v_word;
 }
 
-/* The usual head size is a constant, and loops unroll. */
+/* Appends with the usual head size, 128, as a constant, so that the loops unroll. */
 FD_INLINE void append(const fd_kv_dtype_t dtype, uint8_t *chunk, uint32_t head_size, uint32_t t, const float *k,
                       const float *v) {
     if (head_size == 128) append_row(dtype, chunk, 128, t, k, v);

@@ -1,37 +1,37 @@
-/* The vector kernels, written once against the vectors of the ISA's file that includes this.
+/* The attention kernel of the vector ISAs, written once with the primitives that the including file defines: vec_t, the
+ * vec_* and kv_* functions, MAX_BLOCK, block_rows and tile_vecs (docs/adding-a-kernel.md lists them all).
  *
- * That file defines `vec_t` of LANES floats or 32-bit integers, the vec_* and kv_* primitives on it, MAX_BLOCK (most
- * query rows a register tile holds; block_rows(dtype) of them are used) and tile_vecs(format, rows) (how many vectors
- * of K or V go with that many rows before registers run out). Every function here is inlined into an entry point that
- * fixes dtype and rows, so those parameters cost nothing. Queries and scores go by the format of K, weights and what
- * they add up to by that of V.
+ * Every function here is inlined into an entry point that fixes the KV format and the number of rows, so branches on
+ * these parameters cost nothing. Functions on queries and scores take the format of K, functions on weights and outputs
+ * the format of V.
  *
- * Blocking. Query rows (all heads of the group, all tokens of the query block) are cut into panels, panels into blocks.
- * A panel may span several KV heads, whose chunks lie one behind the other in a page: what is read from one page is
- * then long, and the prefetch seldom jumps. A panel walks the chunks; in each, a block
- *   1. scores its tokens in tiles of registers: a vector of K is loaded and taken apart once for all rows of the block;
- *   2. masks what a row must not see, updates m and l, turns scores into weights (online softmax, one step a chunk);
- *   3. adds weights times V in tiles of registers, again one load for all rows.
- * A head's queries are made multipliers right before its first chunk, and its O rows written right behind its last: so
- * little work comes in between two chunks that what was prefetched arrives meanwhile, and what it needs is still in the
- * nearest cache.
+ * Blocking. A query row is one query head of one query token. The rows of an fd_attend_t are cut into panels, and
+ * panels into blocks. A panel may span several KV heads, whose chunks are adjacent in a page: the kernel then reads
+ * longer runs of memory and jumps to another page less often. A panel walks over the chunks; in each chunk, each block
+ *   1. computes scores in register tiles: it loads and unpacks a vector of K once for all rows of the block;
+ *   2. masks the tokens that a row must not see, updates m and l, and turns scores into weights (online softmax, one
+ *      step for each chunk);
+ *   3. adds weights times V to acc in register tiles, again with one load for all rows.
+ * The kernel converts the queries of a head right before the head's first chunk and writes the head's O rows right
+ * after its last chunk. This spreads the work, so that prefetched lines arrive while it is done and its data is still
+ * in L1.
  *
- * Tiles read a chunk from its first byte to its last (chunk.h), and as they go they prefetch what comes prefetch_ahead
- * later, each step as many bytes as it reads itself.
+ * Tiles read a chunk from its first byte to its last (chunk.h). For each line that they read, they prefetch the line
+ * prefetch_ahead() bytes further on.
  *
- * Integer formats multiply in integers. A query row is rounded to 16-bit integers once, the weights of a row in a chunk
- * once a chunk, each scaled by its own largest; products of a chunk are summed exactly in 32 bits. (255 * 32767 * 256 <
- * 2^31.) An ISA may say that 8 bits are enough (kv_bits), and round the multipliers of bf16 to bf16 (kv_store_query,
- * kv_store_float_weights). With x = scale * stored + offset, the scales of V go into the weights before they are
- * rounded; the offsets give the same for every dimension and are added at the end.
+ * Integer formats multiply in integers. A query row is rounded to 16-bit integers once, and the weights of a row once
+ * for each chunk; each row is scaled by its largest magnitude (q_scale, weight_scale). The products of a chunk are
+ * summed exactly in 32 bits, because 255 * 32767 * 256 < 2^31. An ISA may round to 8 bits instead (kv_bits), and may
+ * round the multipliers of bf16 to bf16 (kv_store_query, kv_store_float_weights). With V = scale * stored + offset, the
+ * scales are multiplied into the weights before the weights are rounded. The offsets contribute the same amount to
+ * every dimension, which is summed in row_state_t.bias and added to O at the end.
  *
- * What the caller appends in before_last it appends to a chunk that is in the cache by then. So there must be one panel
- * only: a->heads * a->q_len
- * * a->group <= FD_PANEL_ROWS.
+ * A panel calls before_last for each head, so an fd_attend_t with before_last must fit into one panel: heads * q_len *
+ * group <= FD_PANEL_ROWS.
  *
- * Garbage beyond the causal limit: K's tokens are in lanes of their own, which step 2 overwrites with -infinity before
- * anything is computed from them; V beyond the last token that some row of the block sees is not read, or (integers)
- * multiplied by zero.
+ * Uninitialised memory beyond the causal limit cannot reach a result. Each token of K has a lane of its own, and step 2
+ * overwrites the lanes of masked tokens with -infinity before it uses them. The kernel does not read V beyond the last
+ * token that some row of the block sees, or (integers) multiplies it by zero.
  */
 #ifndef FD_ATTEND_SIMD_H
 #define FD_ATTEND_SIMD_H
@@ -39,15 +39,15 @@
 #include "act_simd.h"
 #include "softmax_simd.h"
 
-/* First query row and rows of block `i` of the `n` that rows [0, rows) are cut into, as evenly as can be. */
+/* The first row of block `i`, if `rows` rows are cut into `n` blocks as evenly as possible. */
 FD_INLINE uint32_t block_first_row(uint32_t rows, uint32_t n, uint32_t i) { return (uint32_t)((uint64_t)rows * i / n); }
 
-/* Elements [d, d + LANES) of x, as far as it has them; then zeros. */
+/* Elements [d, d + LANES) of x, which has n elements, a multiple of 8; zeros beyond the last. */
 FD_INLINE vec_t load_tail(const float *x, uint32_t d, uint32_t n) {
     return d + LANES <= n ? vec_load(x + d) : vec_load_half(x + d);
 }
 
-/* A query row as a kernel multiplies by it, and its state before the first chunk. */
+/* Converts a query row to multipliers and sets the row's state to that before the first chunk. */
 FD_INLINE void init_row(const fd_kv_dtype_t dtype, const float *q, uint32_t head_size, uint8_t *multipliers,
                         row_state_t *state) {
     const fd_kv_dtype_t format = fd_k_format(dtype);
@@ -79,8 +79,8 @@ FD_INLINE void init_row(const fd_kv_dtype_t dtype, const float *q, uint32_t head
     state->q_sum = vec_reduce_add(sum);
 }
 
-/* Fills in which tokens of the chunk at position `base` the block's rows see, the first of them row `row` of its KV
- * head. */
+/* Finds the tokens that the block's rows see in the chunk whose first token is at position `base`. `row` is the index
+ * of the block's first row in its KV head. */
 FD_INLINE void find_visible(block_t *b, const fd_attend_t *a, uint32_t row, uint64_t base) {
     b->lo = FD_PAGE_TOKENS, b->hi = 0, b->full = 1;
     for (uint32_t r = 0; r < b->rows; r++) {
@@ -94,37 +94,39 @@ FD_INLINE void find_visible(block_t *b, const fd_attend_t *a, uint32_t row, uint
     }
 }
 
-/* Rows [row0, row0 + rows) of every KV head, FD_PANEL_ROWS at most in all: what they are multiplied by, and their
- * state. */
+/* Multipliers and softmax state of query rows [row0, row0 + rows) of each KV head; FD_PANEL_ROWS rows at most. */
 typedef struct {
-    /* A kernel may load MAX_BLOCK rows for any block. */
+    /* The multipliers of all rows. There is room behind the last row, because a kernel may load MAX_BLOCK rows for a
+     * smaller block. */
     uint8_t q[(FD_PANEL_ROWS + MAX_BLOCK - 1) * FD_MAX_HEAD_SIZE * sizeof(float)] __attribute__((aligned(64)));
     row_state_t state[FD_PANEL_ROWS];
-    uint32_t row0, rows, n_blocks; /* of each head */
-    size_t row_bytes;              /* of q */
+    uint32_t row0, rows, n_blocks; /* for each head */
+    size_t row_bytes;              /* bytes of multipliers for one row of q */
 } panel_t;
 
+/* Row `row` of KV head `head` in acc. */
 FD_INLINE float *acc_row(const fd_attend_t *a, uint32_t head, uint32_t row) {
     return a->acc + ((size_t)head * a->q_len * a->group + row) * a->head_size;
 }
 
+/* Prepares a head's rows for its first chunk: multipliers, softmax state and a zeroed acc. */
 FD_INLINE void init_rows(const fd_kv_dtype_t dtype, const fd_attend_t *a, const uint32_t head_size, panel_t *p,
                          uint32_t head) {
     for (uint32_t block = 0; block < p->n_blocks; block++) {
         const uint32_t r0 = block_first_row(p->rows, p->n_blocks, block),
                        n = block_first_row(p->rows, p->n_blocks, block + 1) - r0;
-        uint8_t separate[MAX_BLOCK * STORED_ROW_BYTES] __attribute__((aligned(64)));
+        uint8_t stored[MAX_BLOCK * STORED_ROW_BYTES] __attribute__((aligned(64)));
         for (uint32_t r = 0; r < n; r++) {
             float q[FD_MAX_HEAD_SIZE] __attribute__((aligned(64)));
             load_act(q, a->q + fd_act_offset(a, head, p->row0 + r0 + r), head_size, a->act_dtype, a->softmax_scale);
-            init_row(dtype, q, head_size, separate + r * STORED_ROW_BYTES, &p->state[head * p->rows + r0 + r]);
+            init_row(dtype, q, head_size, stored + r * STORED_ROW_BYTES, &p->state[head * p->rows + r0 + r]);
         }
-        kv_pack_query_rows(p->q + (head * p->rows + r0) * p->row_bytes, separate, n, p->row_bytes);
+        kv_pack_query_rows(p->q + (head * p->rows + r0) * p->row_bytes, stored, n, p->row_bytes);
     }
     memset(acc_row(a, head, p->row0), 0, (size_t)p->rows * a->head_size * sizeof *a->acc);
 }
 
-/* What the rows' sums give in the end. */
+/* Writes the results of a head's rows: O rows if the caller wants them, else m, l and acc. */
 FD_INLINE void finish_rows(const fd_kv_dtype_t dtype, const fd_attend_t *a, const uint32_t head_size, const panel_t *p,
                            uint32_t head) {
     for (uint32_t r = 0; r < p->rows; r++) {
@@ -144,7 +146,7 @@ FD_INLINE void finish_rows(const fd_kv_dtype_t dtype, const fd_attend_t *a, cons
     }
 }
 
-/* The usual head size is a constant, and a row then stays in registers. */
+/* init_rows and finish_rows with the usual head size, 128, as a constant, so that a row stays in registers. */
 FD_INLINE void init_head(const fd_kv_dtype_t dtype, const fd_attend_t *a, panel_t *p, uint32_t head) {
     if (a->head_size == 128) init_rows(dtype, a, 128, p, head);
     else init_rows(dtype, a, a->head_size, p, head);
@@ -154,7 +156,7 @@ FD_INLINE void finish_head(const fd_kv_dtype_t dtype, const fd_attend_t *a, cons
     else finish_rows(dtype, a, a->head_size, p, head);
 }
 
-/* The panel's rows of q, or of o to be written, of a head that is next come in while there is other work to do. */
+/* Prefetches the panel's rows of KV head `head` in `rows`, which is q or (`write`) o. */
 FD_INLINE void prefetch_rows(const fd_attend_t *a, const panel_t *p, uint32_t head, const uint8_t *rows,
                              const int write) {
     const size_t bytes = a->group * a->head_size * fd_act_bytes(a->act_dtype);
@@ -166,6 +168,7 @@ FD_INLINE void prefetch_rows(const fd_attend_t *a, const panel_t *p, uint32_t he
         }
 }
 
+/* Attends query rows [row0, row0 + rows) of each KV head, one panel, to all chunks. */
 FD_INLINE void attend_panel(const fd_kv_dtype_t dtype, const fd_attend_t *a, const block_fn *blocks, uint32_t row0,
                             uint32_t rows) {
     const uint32_t head_size = a->head_size, max_rows = block_rows(dtype);
@@ -182,9 +185,8 @@ FD_INLINE void attend_panel(const fd_kv_dtype_t dtype, const fd_attend_t *a, con
         const int all_visible = base >= fd_visible_start(a, last) && base + FD_PAGE_TOKENS <= fd_visible_end(a, first);
         const int more_chunks = c + 1 < a->n_chunks && base + FD_PAGE_TOKENS < end;
         for (uint32_t h = 0; h < a->heads; h++) {
-            const uint8_t *chunk = a->chunks[c] + h * a->head_stride, *next_page = more_chunks ? a->chunks[c + 1]
-                                                                                   : a->after  ? a->after
-                                                                                               : chunk;
+            const uint8_t *chunk = a->chunks[c] + h * a->head_stride;
+            const uint8_t *next_page = more_chunks ? a->chunks[c + 1] : a->after ? a->after : chunk;
             block_t b = {.chunk = chunk,
                          .n_blocks = p.n_blocks,
                          .head_size = head_size,
@@ -192,7 +194,7 @@ FD_INLINE void attend_panel(const fd_kv_dtype_t dtype, const fd_attend_t *a, con
             b.next = h + 1 < a->heads ? chunk + a->head_stride : next_page;
             const uint32_t tiles = (FD_PAGE_TOKENS + head_size) / FD_COLUMN_LANES;
             b.next_page = next_page + (size_t)h * tiles * early_lines_per_tile(dtype, (int)rows) * LINE;
-            if (h == 0) __builtin_prefetch(next_page, 0, PREFETCH_LOCALITY); /* its address is translated by then */
+            if (h == 0) __builtin_prefetch(next_page, 0, PREFETCH_LOCALITY); /* loads the page's TLB entry early */
             if (!initialized) init_head(dtype, a, &p, h);
             if (!initialized && h + 1 < a->heads) prefetch_rows(a, &p, h + 1, a->q, 0);
             if (!more_chunks && a->o) prefetch_rows(a, &p, h, a->o, 1);
@@ -213,13 +215,14 @@ FD_INLINE void attend_panel(const fd_kv_dtype_t dtype, const fd_attend_t *a, con
         if (!more_chunks) return;
         initialized = 1;
     }
-    for (uint32_t h = 0; h < a->heads; h++) { /* they see none of the chunks */
+    for (uint32_t h = 0; h < a->heads; h++) { /* the panel's rows see no token of the chunks */
         init_head(dtype, a, &p, h);
         finish_head(dtype, a, &p, h);
     }
 }
 
-/* `blocks` are of the KV dtype. */
+/* The body of an entry point: attends all query rows of `a`. blocks[n - 1] handles blocks of n rows in format
+ * `dtype`. */
 FD_INLINE void attend(const fd_kv_dtype_t dtype, const fd_attend_t *a, const block_fn *blocks) {
     const uint32_t rows = a->q_len * a->group;
     for (uint32_t r = 0; r < rows; r += FD_PANEL_ROWS)

@@ -1,13 +1,15 @@
-/* Kernels for AMX (Intel SDM vol. 1, ch. 18) beside AVX-512 with VNNI and VBMI: bf16, int8 and int4 are multiplied by
- * tiles, the rest is AVX-512's.
+/* Kernels for AMX (Intel SDM vol. 1, ch. 18) with AVX-512, VNNI and VBMI. Tiles multiply bf16, int8 and int4; AVX-512
+ * does the rest.
  *
- * A tile of K or V is 16 rows of 64 bytes. The words of chunk.h are what a tile product wants: 16 lanes of tokens (or
- * dimensions) wide, 64 bytes of the sum's index deep in bytes, 32 in bf16. One tile instruction thus does the work of
- * 16 per query row, and a chunk is read about as fast as L2 delivers it, however large the group.
+ * A tile of K or V is 16 rows of 64 bytes. The words of chunk.h are laid out as a tile product reads them: a tile row
+ * has 16 lanes (tokens of K, dimensions of V), and the 16 rows span 64 elements of the sum index in bytes, or 32 in
+ * bf16. One tile instruction does the work of 16 vector instructions for each query row, so a chunk is read about as
+ * fast as L2 delivers it, however large the GQA group is.
  *
- * To its left a tile has 16 rows of multipliers, two for each of up to 8 query rows, so that narrow products are
- * enough: the high and the low byte of a 16-bit integer, or a bf16 and what it leaves of an fp32 (16 bits of
- * significand together). int4 is widened to bytes on the way. bf16 products take subnormals for zeros.
+ * The left operand is a tile of up to 16 rows of multipliers, two for each of up to 8 query rows, because the tile
+ * products take narrow multipliers. The two rows are the high and the low byte of a 16-bit integer, or a value
+ * truncated to bf16 and the remainder truncated to bf16, together 16 bits of significand. int4 is unpacked to bytes
+ * first. bf16 products treat subnormals as zeros.
  */
 #include "dispatch.h"
 
@@ -28,32 +30,33 @@
 enum {
     TILE_ROWS = 16,
     TILE_ROW_BYTES = 64,
-    WIDTH = 64 /* lanes of a product: four tiles, two columns */,
+    WIDTH = 64, /* lanes of a product: four tiles, which are two columns */
     WIDTH_VECS = WIDTH / LANES
 };
-enum { ROW_BYTES = FD_COLUMN_LANES * 4 /* of a column of words of 32 bits */ };
+enum { ROW_BYTES = FD_COLUMN_LANES * 4 /* bytes of a row of a column of 32-bit words */ };
 
 FD_INLINE uint32_t block_rows(fd_kv_dtype_t dtype) { return MAX_BLOCK; }
 FD_INLINE int kv_bits(fd_kv_dtype_t format) { return 16; }
 FD_INLINE int kv_parts(fd_kv_dtype_t format) { return format == FD_KV_INT4 ? 4 : 2; }
-/* Of queries, whose halves are both signed: 127 * 256 + 127. Of weights, which are not. */
+/* Both bytes of a query's integer are signed, so the largest is 127 * 256 + 127; weights are unsigned. */
 FD_INLINE float kv_qmax(fd_kv_dtype_t format, int is_v) { return is_v ? 65535.0f : 32639.0f; }
 
-/* Bytes from a row's high halves to its low ones, while there is one row only: half the space that it has. */
+/* Bytes from a row's high halves to its low halves, which begin in the middle of the row's space, as kv_store_*
+ * functions store them. */
 FD_INLINE size_t low_half_offset(int is_v) {
     return is_v ? FD_PAGE_TOKENS * sizeof(float) / 2 : FD_MAX_HEAD_SIZE * sizeof(float) / 2;
 }
 
-/* Where permutex2var_epi8 finds the low byte of element e of 64 after packus_epi32 has made 16-bit words of them, two
- * vectors at a time. */
+/* The index, for permutex2var_epi8, of the low byte of element e of 64 integers, after packus_epi32 has packed them to
+ * 16-bit words, two vectors at a time. */
 #define FD_PACKED(e) ((e) / 32 * 64 + 2 * ((e) % 16 / 4 * 8 + (e) / 16 % 2 * 4 + (e) % 4))
 #define FD_WORD(e)                                                                                                     \
-    FD_PACKED(e), FD_PACKED((e) + 2), FD_PACKED((e) + 1), FD_PACKED((e) + 3) /* in the order of chunk.h */
+    FD_PACKED(e), FD_PACKED((e) + 2), FD_PACKED((e) + 1), FD_PACKED((e) + 3) /* in the byte order of chunk.h */
 #define FD_WORDS(e) FD_WORD(e), FD_WORD((e) + 4), FD_WORD((e) + 8), FD_WORD((e) + 12)
 static const uint8_t packed_words[64] = {FD_WORDS(0), FD_WORDS(16), FD_WORDS(32), FD_WORDS(48)};
 
 #define FD_HAS_STORE_WEIGHTS4
-/* Four vectors of integers within 0..65535, into unsigned halves. */
+/* Splits four vectors of integers in 0..65535 into unsigned high and low bytes and stores both. */
 FD_INLINE void kv_store_weights4(uint8_t *to, const vec_t *x) {
     const __m512i low = _mm512_loadu_si512(packed_words), high = _mm512_add_epi8(low, _mm512_set1_epi8(1));
     const __m512i x01 = _mm512_packus_epi32(_mm512_cvtps_epi32(x[0]), _mm512_cvtps_epi32(x[1]));
@@ -62,7 +65,7 @@ FD_INLINE void kv_store_weights4(uint8_t *to, const vec_t *x) {
     _mm512_storeu_si512(to + low_half_offset(1), _mm512_permutex2var_epi8(x01, low, x23));
 }
 
-/* Vector i of a row of integers, into signed halves. */
+/* Splits vector i of a query row's integers into signed high and low bytes and stores both. */
 FD_INLINE void kv_store_multipliers(fd_kv_dtype_t format, void *to, uint32_t i, vec_t x) {
     const __m512i low = _mm512_cvtps_epi32(x),
                   high = _mm512_srai_epi32(_mm512_add_epi32(low, _mm512_set1_epi32(128)), 8);
@@ -71,7 +74,7 @@ FD_INLINE void kv_store_multipliers(fd_kv_dtype_t format, void *to, uint32_t i, 
     store_word_bytes(at + low_half_offset(0), low);
 }
 
-/* 2 * LANES floats, cut off to bf16 and what that leaves, cut off to bf16 too. */
+/* Truncates 2 * LANES floats to bf16 (the high halves) and the remainders to bf16 (the low halves); stores both. */
 FD_INLINE void store_split(uint8_t *to, size_t to_low, vec_t x0, vec_t x1) {
     const __m512i odd = _mm512_set_epi16(63, 61, 59, 57, 55, 53, 51, 49, 47, 45, 43, 41, 39, 37, 35, 33, 31, 29, 27, 25,
                                          23, 21, 19, 17, 15, 13, 11, 9, 7, 5, 3, 1);
@@ -88,7 +91,7 @@ FD_INLINE void kv_store_query(fd_kv_dtype_t format, void *to, const float *q, ui
 }
 
 #define FD_OWN_PACK_QUERY_ROWS
-/* A block's queries are rows of a tile: high halves, low halves, those of the next row. */
+/* Packs the queries of a block as rows of a tile: the high halves of a row, its low halves, then the next row. */
 FD_INLINE void kv_pack_query_rows(uint8_t *block, const uint8_t *rows, uint32_t n_rows, size_t row_bytes) {
     for (uint32_t r = 0; r < n_rows; r++, block += row_bytes, rows += 2 * low_half_offset(0)) {
         memcpy(block, rows, row_bytes / 2);
@@ -99,8 +102,8 @@ FD_INLINE void kv_pack_query_rows(uint8_t *block, const uint8_t *rows, uint32_t 
 #include "softmax_simd.h"
 #include "attend_simd.h"
 
-/* Tiles 0 to 3 are sums, 4 is on the left, 5 and 6 take turns on the right. bf16 has the high multipliers in 4 and the
- * low ones in 7, and one sum of both. */
+/* Tiles 0 to 3 hold sums, tile 4 the left operand, and tiles 5 and 6 alternate as the right operand. For bf16, tile 4
+ * holds the high halves and tile 7 the low halves of the left operand, and their products go into the same sums. */
 FD_INLINE void configure_tiles(fd_kv_dtype_t dtype, uint32_t block) {
     struct __attribute__((packed)) {
         uint8_t palette, start_row, reserved[14];
@@ -114,11 +117,11 @@ FD_INLINE void configure_tiles(fd_kv_dtype_t dtype, uint32_t block) {
     _tile_loadconfig(&config);
 }
 
-/* Elements of the sum's index in a word of K or V as the tiles see it: int4 has been widened to int8. */
+/* The elements of a word of K or V as the tiles read it; int4 has been unpacked to bytes. */
 FD_INLINE uint32_t tile_word_elems(fd_kv_dtype_t format) { return format == FD_KV_BF16 ? 2 : 4; }
 
-/* Makes `rows` rows of int4 twice as many of int8; prefetches as much as it reads. In a pass of its own, for a tile
- * that is loaded right behind its stores waits for them to reach the cache. */
+/* Unpacks `rows` rows of int4 words to twice as many rows of bytes, and prefetches from `ahead` as much as it reads.
+ * This is a pass of its own, because a tile load right after the stores would wait until these reach the cache. */
 FD_INLINE void unpack_nibbles(const uint8_t *matrix, uint32_t rows, const uint8_t *ahead, uint8_t *unpacked) {
     const __m512i nibble = _mm512_set1_epi8(0xf);
     for (uint32_t row = 0; row < rows; row++, unpacked += ROW_BYTES)
@@ -130,8 +133,8 @@ FD_INLINE void unpack_nibbles(const uint8_t *matrix, uint32_t rows, const uint8_
         }
 }
 
-/* Words of bf16 token pairs, the first of them of tokens `token` and the next, with zeros for those outside [lo, hi):
- * zero times whatever lies there may be NaN. */
+/* Copies a tile of V in bf16, whose first row has tokens `token` and `token` + 1, and zeroes tokens outside [lo, hi).
+ * A zero weight would not mask those tokens, because zero times NaN is NaN. */
 FD_INLINE void zero_masked_tokens(const uint8_t *words, uint32_t token, uint32_t lo, uint32_t hi,
                                   uint8_t tile[][TILE_ROW_BYTES]) {
     for (uint32_t i = 0; i < TILE_ROWS; i++) {
@@ -142,7 +145,7 @@ FD_INLINE void zero_masked_tokens(const uint8_t *words, uint32_t token, uint32_t
     }
 }
 
-/* One tile of the product's width: sum `i` += left (4) times right. */
+/* Multiplies one tile of the product's width: sum `i` += left operand times `right`. */
 #define FD_TILE(i, right)                                                                                              \
     do {                                                                                                               \
         const uint8_t *words = matrix + (i) / 2 * depth * ROW_BYTES + (i) % 2 * TILE_ROW_BYTES;                        \
@@ -163,13 +166,14 @@ FD_INLINE void zero_masked_tokens(const uint8_t *words, uint32_t token, uint32_t
         ahead += TILE_ROWS * LINE;                                                                                     \
     } while (0)
 
-/* products[r] = row r of `left`, whose halves are `half` bytes apart, times two columns of K or V, `depth` rows deep,
- * of which `steps` tiles are multiplied; of integers, [2 r] is that of the high halves and [2 r + 1] that of the low
- * ones. Prefetches from `ahead` on as much as it reads, of int4 nothing. */
+/* Multiplies the rows of `left`, whose halves are `half` bytes apart, by two columns of K or V. A column is `depth`
+ * rows deep, and its first `steps` tiles are multiplied. products[r] receives the product of row r; for integers,
+ * products[2 r] is the product of the row's high bytes and products[2 r + 1] that of its low bytes. The function
+ * prefetches from `ahead` as much as it reads, except for int4, which unpack_nibbles has prefetched. */
 FD_INLINE void multiply_tiles(const fd_kv_dtype_t format, const int is_v, const block_t *b, const uint8_t *left,
                               size_t half, const uint8_t *matrix, uint32_t depth, uint32_t steps, const uint8_t *ahead,
                               float products[][WIDTH]) {
-    uint8_t tile[4][TILE_ROWS][TILE_ROW_BYTES] __attribute__((aligned(64))); /* of what was cleared */
+    uint8_t tile[4][TILE_ROWS][TILE_ROW_BYTES] __attribute__((aligned(64))); /* tiles with masked tokens zeroed */
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
@@ -192,19 +196,20 @@ FD_INLINE void multiply_tiles(const fd_kv_dtype_t format, const int is_v, const 
     _tile_stored(3, products[0] + 3 * LANES, sizeof products[0]);
 }
 
-/* Vector i of row r's product, both halves together. */
+/* Vector i of the product of row r, both halves combined. */
 FD_INLINE vec_t combine_halves(fd_kv_dtype_t format, float products[][WIDTH], uint32_t r, uint32_t i) {
     if (format == FD_KV_BF16) return vec_load(&products[r][i * LANES]);
     const vec_t high = vec_load(&products[2 * r][i * LANES]), low = vec_load(&products[2 * r + 1][i * LANES]);
     return vec_from_int(vec_add_int(vec_bits(_mm512_slli_epi32(vec_ints(high), 8)), low));
 }
 
-/* Where block b prefetches while it reads what lies `offset` bytes into its chunk; blocks but the first ask for what
- * they have. */
+/* Returns the address from which block `b` prefetches while it reads from byte `offset` of its chunk. The panel's first
+ * block prefetches the next chunk; the other blocks prefetch the lines that they read themselves. */
 FD_INLINE const uint8_t *prefetch_from(const block_t *b, size_t offset) {
     return (b->index ? b->chunk : b->next) + offset;
 }
 
+/* Computes the scores of a block for all tokens of a chunk. */
 FD_INLINE void score_chunk(const fd_kv_dtype_t dtype, const block_t *b, uint8_t *unpacked,
                            float scores[][FD_PAGE_TOKENS]) {
     const fd_kv_dtype_t format = fd_k_format(dtype);
@@ -239,7 +244,7 @@ FD_INLINE void score_chunk(const fd_kv_dtype_t dtype, const block_t *b, uint8_t 
     }
 }
 
-/* Makes the fp32 weights that online_softmax left a matrix on the left. */
+/* Splits the fp32 weights that online_softmax stored into the halves of a left operand. */
 FD_INLINE void split_weights(const block_t *b, float weights[][FD_PAGE_TOKENS]) {
     const uint32_t first = b->lo / LANES, last = (b->hi + LANES - 1) / LANES;
     for (uint32_t r = 0; r < b->rows; r++) {
@@ -253,6 +258,7 @@ FD_INLINE void split_weights(const block_t *b, float weights[][FD_PAGE_TOKENS]) 
     }
 }
 
+/* Computes acc = rescale * acc + weights times V for a block. */
 FD_INLINE void add_values(const fd_kv_dtype_t dtype, const block_t *b, uint8_t *unpacked,
                           float weights[][FD_PAGE_TOKENS], const float *rescale, const float *weight_scale) {
     const fd_kv_dtype_t format = fd_v_format(dtype);
@@ -283,7 +289,8 @@ FD_INLINE void add_values(const fd_kv_dtype_t dtype, const block_t *b, uint8_t *
 FD_INLINE void attend_block(const fd_kv_dtype_t dtype, const block_t *b) {
     float scores[MAX_BLOCK][FD_PAGE_TOKENS] __attribute__((aligned(64)));
     float rescale[LANES] __attribute__((aligned(64))), weight_scale[MAX_BLOCK];
-    uint8_t unpacked[FD_PAGE_TOKENS * FD_MAX_HEAD_SIZE] __attribute__((aligned(64))); /* K, then V, of int4 */
+    /* K, then V of int4, unpacked to bytes. */
+    uint8_t unpacked[FD_PAGE_TOKENS * FD_MAX_HEAD_SIZE] __attribute__((aligned(64)));
     score_chunk(dtype, b, unpacked, scores);
     if (b->full) online_softmax(dtype, (int)b->rows, 1, b, scores, rescale, weight_scale);
     else online_softmax(dtype, (int)b->rows, 0, b, scores, rescale, weight_scale);
@@ -291,9 +298,9 @@ FD_INLINE void attend_block(const fd_kv_dtype_t dtype, const block_t *b) {
     add_values(dtype, b, unpacked, scores, rescale, weight_scale);
 }
 
-/* A tile in depth is 64 bytes of a head: other head sizes are left to the next best ISA, and so are fewer than
- * `min_rows` rows: tiles save arithmetic only, and hardly any of theirs is done while memory is waited for, most of the
- * vectors' is. */
+/* Defines the entry point of a KV format. Tiles cover 64 dimensions at a time, so other head sizes are left to AVX-512.
+ * So are fewer than `min_rows` rows: tiles save arithmetic only, and tile arithmetic hardly overlaps with waiting for
+ * memory, as most vector arithmetic does. */
 #define FD_KERNEL(name, dtype, min_rows)                                                                               \
     static void attend_##name##_block(const block_t *b) { attend_block(dtype, b); }                                    \
     static void fd_attend_##name##_amx(const fd_attend_t *a) {                                                         \
@@ -316,7 +323,7 @@ FD_KERNEL(int8, FD_KV_INT8, 8)
 FD_KERNEL(int4, FD_KV_INT4, 9)
 FD_KERNEL(int8_int4, FD_KV_INT8_INT4, 8)
 
-/* There are no tiles for these formats. */
+/* Tiles cannot multiply these formats. */
 #define fd_attend_fp32_amx fd_attend_fp32_avx512
 #define fd_attend_fp16_amx fd_attend_fp16_avx512
 #define FD_KV_OPS(name, dtype, text) [dtype] = {"amx", fd_append_##name##_avx512, fd_attend_##name##_amx},

@@ -18,11 +18,11 @@ typedef __m256 vec_t;
 
 enum { LANES = 8, MAX_BLOCK = 6 };
 
-/* Of the 16 registers at most 12 are sums, beside 2 vectors of K or V and a broadcast multiplier; fewer where words are
- * taken apart. */
+/* At most 12 of the 16 registers hold sums; the others hold 2 vectors of K or V and a broadcast multiplier. Formats
+ * that must be unpacked need more of the others. */
 FD_INLINE int tile_vecs(fd_kv_dtype_t format, int rows) {
-    const int taken_apart = format != FD_KV_FP32 && format != FD_KV_FP16;
-    return rows > (taken_apart ? 2 : 3) ? 2 : 4;
+    const int unpacked = format != FD_KV_FP32 && format != FD_KV_FP16;
+    return rows > (unpacked ? 2 : 3) ? 2 : 4;
 }
 FD_INLINE uint32_t block_rows(fd_kv_dtype_t dtype) { return dtype == FD_KV_FP32 || dtype == FD_KV_FP16 ? 6 : 4; }
 
@@ -50,7 +50,7 @@ FD_INLINE float vec_reduce_add(vec_t x) {
 FD_INLINE vec_t vec_round(vec_t x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 /* x - floor(x). */
 FD_INLINE vec_t vec_fraction(vec_t x) { return _mm256_sub_ps(x, _mm256_floor_ps(x)); }
-/* y times 2^floor(x), but 0 where x is below the limit or NaN; y and the result are normal. */
+/* y times 2^floor(x), or 0 where x is below `limit` or NaN; y and the result are normal. */
 FD_INLINE vec_t vec_scale2(vec_t y, vec_t x, float limit) {
     const __m256i exponent = _mm256_slli_epi32(_mm256_cvtps_epi32(_mm256_floor_ps(x)), 23);
     const vec_t scaled = _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(y), exponent));
@@ -64,14 +64,14 @@ FD_INLINE vec_t vec_add_int(vec_t x, vec_t y) { return vec_bits(_mm256_add_epi32
 FD_INLINE vec_t vec_and_bits(vec_t x, uint32_t bits) {
     return vec_bits(_mm256_and_si256(vec_ints(x), _mm256_set1_epi32((int)bits)));
 }
-/* The 32 bits at p in every lane. */
+/* Copies the 32 bits at p into every lane. */
 FD_INLINE vec_t vec_broadcast(const void *p) { return _mm256_broadcast_ss(p); }
-/* x, computed here (vec_avx512.h). */
+/* Pins the computation of x to this point (vec_avx512.h). */
 FD_INLINE vec_t vec_pin(vec_t x) {
     __asm__ volatile("" : "+x"(x));
     return x;
 }
-/* Lane i of x where bit i is set, else fill. */
+/* Lane i is that of x where bit i is set, else `fill`. */
 FD_INLINE vec_t vec_select(vec_t x, uint64_t bits, float fill) {
     const __m256i lane = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
     const __m256i set = _mm256_and_si256(_mm256_set1_epi32((int)(bits & 0xff)), lane);
@@ -83,7 +83,7 @@ FD_INLINE vec_t vec_load_bf16(const void *p) {
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(p)), 16));
 }
 FD_INLINE void vec_store_fp16(void *p, vec_t x) { _mm_storeu_si128(p, _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT)); }
-/* Operands in this order so that NaN stays NaN. */
+/* The order of the operands keeps NaN. */
 FD_INLINE vec_t vec_saturate_fp16(vec_t x) {
     return _mm256_max_ps(_mm256_set1_ps(-FD_FP16_MAX), _mm256_min_ps(_mm256_set1_ps(FD_FP16_MAX), x));
 }
@@ -95,7 +95,7 @@ FD_INLINE void vec_store_bf16(void *p, vec_t x) {
     const __m256i y = _mm256_srli_epi32(_mm256_blendv_epi8(rounded, quiet, nan), 16);
     _mm_storeu_si128(p, _mm_packus_epi32(_mm256_castsi256_si128(y), _mm256_extracti128_si256(y, 1)));
 }
-/* Rounded to nearest even; the lanes fit into 16 bits. */
+/* Rounds to nearest even; every lane fits into 16 bits. */
 FD_INLINE __m128i vec_to_int16(vec_t x) {
     const __m256i y = _mm256_cvtps_epi32(x);
     return _mm_packs_epi32(_mm256_castsi256_si128(y), _mm256_extracti128_si256(y, 1));
@@ -108,20 +108,20 @@ FD_INLINE void vec_store_int(void *p, vec_t x, int zero) {
     _mm256_storeu_si256(p, _mm256_add_epi32(_mm256_cvtps_epi32(x), _mm256_set1_epi32(zero)));
 }
 
-/* ---- words of K and V (chunk.h) ---- */
+/* ---- Words of K and V (chunk.h) ---- */
 
 FD_INLINE vec_t kv_load(fd_kv_dtype_t format, const uint8_t *p) {
     return format == FD_KV_FP16 ? vec_load_fp16(p) : _mm256_loadu_ps((const float *)p);
 }
 
-/* scale and (of int4) centre of LANES tokens. */
+/* Loads the scale and the centre (0 for int8) of LANES tokens. */
 FD_INLINE void kv_affine(fd_kv_dtype_t format, const void *p, vec_t *scale, vec_t *centre) {
     const __m256i x = _mm256_loadu_si256(p);
     *scale = vec_bits(format == FD_KV_INT8 ? x : _mm256_and_si256(x, _mm256_set1_epi32((int)0xffff0000)));
     *centre = format == FD_KV_INT8 ? vec_zero() : vec_bits(_mm256_slli_epi32(x, 16));
 }
 
-/* Integers are multiplied in pairs of 16 bits, vpmaddwd and vpaddd. */
+/* Integers are multiplied as 16-bit pairs, by vpmaddwd and vpaddd. */
 FD_INLINE int kv_bits(fd_kv_dtype_t format) { return 16; }
 FD_INLINE float kv_qmax(fd_kv_dtype_t format, int is_v) { return 32767.0f; }
 FD_INLINE int kv_parts(fd_kv_dtype_t format) {
@@ -146,7 +146,7 @@ FD_INLINE void kv_store_multipliers(fd_kv_dtype_t format, void *to, uint32_t i, 
     _mm_storeu_si128((__m128i *)to + i, vec_to_int16(x));
 }
 
-/* Head sizes are multiples of 8, so with 8 lanes a half vector never occurs; the headers below still name these. */
+/* With 8 lanes there are no half vectors, because head sizes are multiples of 8; the templates need these names. */
 FD_INLINE vec_t vec_load_half(const float *p) { return vec_load(p); }
 FD_INLINE void vec_store_half(float *p, vec_t x) { vec_store(p, x); }
 FD_INLINE void vec_store_fp16_half(void *p, vec_t x) { vec_store_fp16(p, x); }
@@ -164,10 +164,12 @@ FD_INLINE vec_t kv_load_half(fd_kv_dtype_t format, const uint8_t *p) { return kv
     FD_BLOCK(name, dtype, 1)                                                                                           \
     FD_BLOCK(name, dtype, 2)                                                                                           \
     FD_BLOCK(name, dtype, 3)                                                                                           \
-    FD_BLOCK(name, dtype, 4) FD_BLOCK(name, dtype, 5)                                                                  \
-        FD_BLOCK(name, dtype, 6) static const block_fn name##_blocks[MAX_BLOCK] = {                                    \
-            attend_##name##_block1, attend_##name##_block2, attend_##name##_block3,                                    \
-            attend_##name##_block4, attend_##name##_block5, attend_##name##_block6,                                    \
+    FD_BLOCK(name, dtype, 4)                                                                                           \
+    FD_BLOCK(name, dtype, 5)                                                                                           \
+    FD_BLOCK(name, dtype, 6)                                                                                           \
+    static const block_fn name##_blocks[MAX_BLOCK] = {                                                                 \
+        attend_##name##_block1, attend_##name##_block2, attend_##name##_block3,                                        \
+        attend_##name##_block4, attend_##name##_block5, attend_##name##_block6,                                        \
     };                                                                                                                 \
     static void fd_attend_##name##_avx2(const fd_attend_t *a) { attend(dtype, a, name##_blocks); }                     \
     static void fd_append_##name##_avx2(uint8_t *chunk, uint32_t head_size, uint32_t t, const float *k,                \

@@ -14,12 +14,12 @@
 
 #include "vec_avx512.h"
 
-/* A column: of the 32 registers at most 16 are sums, so that a vector of K or V, taken apart, and a broadcast
- * multiplier still fit beside them. */
+/* A tile is a column wide. At most 16 of the 32 registers hold sums; the parts of a vector of K or V and a broadcast
+ * multiplier fit into the others. */
 FD_INLINE int tile_vecs(fd_kv_dtype_t format, int rows) { return 2; }
 FD_INLINE uint32_t block_rows(fd_kv_dtype_t dtype) { return MAX_BLOCK; }
 
-/* Integers are multiplied in pairs of 16 bits, vpmaddwd and vpaddd. */
+/* Integers are multiplied as 16-bit pairs, by vpmaddwd and vpaddd. */
 FD_INLINE int kv_bits(fd_kv_dtype_t format) { return 16; }
 FD_INLINE float kv_qmax(fd_kv_dtype_t format, int is_v) { return 32767.0f; }
 FD_INLINE int kv_parts(fd_kv_dtype_t format) {

@@ -1,4 +1,4 @@
-/* Kernels for AVX-512 with VNNI and BF16. fp32 is that of AVX-512. */
+/* Kernels for AVX-512 with VNNI and BF16. The fp32 kernel is that of AVX-512. */
 #include "dispatch.h"
 
 #if FD_X86
@@ -12,7 +12,7 @@
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,avx512vnni")
 #endif
 
-#define FD_PREFETCH_NEAR /* who has BF16 and no AMX is as a rule a core of AMD's, Zen 4 or later */
+#define FD_PREFETCH_NEAR /* a CPU with BF16 but without AMX is usually by AMD, Zen 4 or later */
 #include "vec_vnni.h"
 
 #include "tiles_simd.h"
@@ -28,7 +28,7 @@ FD_KERNELS(int8, FD_KV_INT8)
 FD_KERNELS(int4, FD_KV_INT4)
 FD_KERNELS(int8_int4, FD_KV_INT8_INT4)
 
-/* fp32 has no kernel of this ISA's own. */
+/* This ISA has no fp32 kernel of its own. */
 #define fd_attend_fp32_avx512bf16 fd_attend_fp32_avx512
 #define FD_KV_OPS(name, dtype, text) [dtype] = {"avx512bf16", fd_append_##name##_avx512, fd_attend_##name##_avx512bf16},
 const fd_kv_ops_t fd_kv_ops_avx512bf16[FD_KV_DTYPES] = {FD_KV_FORMATS(FD_KV_OPS)};

@@ -1,4 +1,4 @@
-/* Integer kernels for AVX-512 with VNNI. Float formats are those of AVX-512. */
+/* Integer kernels for AVX-512 with VNNI. The kernels of float formats are those of AVX-512. */
 #include "dispatch.h"
 
 #if FD_X86

@@ -1,24 +1,25 @@
-/* Kernels for the Advanced SIMD (NEON) that every 64-bit Arm has, 4 lanes. Never measured on such a machine. */
+/* Kernels for Advanced SIMD (NEON), which every 64-bit Arm CPU has, with 4 lanes. Tested under emulation only; their
+ * speed has never been measured. */
 #include "dispatch.h"
 
 #if FD_ARM64
 #include "vec_neon.h"
 
-/* Of the 32 registers at most 16 are sums, beside 4 vectors of K or V as loaded and as taken apart, and a broadcast
- * multiplier. */
+/* At most 16 of the 32 registers hold sums; the others hold 4 vectors of K or V, before and after unpacking, and a
+ * broadcast multiplier. */
 FD_INLINE int tile_vecs(fd_kv_dtype_t format, int rows) {
     return rows > 2 || (format != FD_KV_FP32 && format != FD_KV_FP16) ? 4 : 8;
 }
 FD_INLINE uint32_t block_rows(fd_kv_dtype_t dtype) { return MAX_BLOCK; }
 
-/* Multipliers of 16 bits, but each in 32 and multiplied one by one (mla): products of 16-bit pairs (smull, smull2,
- * addp, add) take as long in the multiplier, and three more instructions. */
+/* Multipliers have 16 bits but are stored as 32-bit integers and multiplied one at a time (mla). Products of 16-bit
+ * pairs (smull, smull2, addp, add) would occupy the multiplier as long and need three more instructions. */
 FD_INLINE int kv_bits(fd_kv_dtype_t format) { return 16; }
 FD_INLINE float kv_qmax(fd_kv_dtype_t format, int is_v) { return 32767.0f; }
 FD_INLINE int kv_parts(fd_kv_dtype_t format) { return (int)fd_word_elems(format); }
 
-/* Assembly, here an empty one, keeps gcc 12 from reordering integer sums and from taking all parts apart beforehand:
- * for either, registers do not suffice. */
+/* The empty assembly here and the mla below keep gcc 12 from reordering integer sums and from unpacking all parts in
+ * advance; there are not enough registers for either. */
 FD_INLINE vec_t kv_unpack(fd_kv_dtype_t format, int is_v, vec_t words, int part) {
     if (format == FD_KV_FP32 || format == FD_KV_FP16) return words;
     const uint32x4_t x = vec_ints(words);
@@ -46,7 +47,8 @@ FD_INLINE void kv_store_multipliers(fd_kv_dtype_t format, void *to, uint32_t i, 
     FD_BLOCK(name, dtype, 1)                                                                                           \
     FD_BLOCK(name, dtype, 2)                                                                                           \
     FD_BLOCK(name, dtype, 3)                                                                                           \
-    FD_BLOCK(name, dtype, 4) static const block_fn name##_blocks[MAX_BLOCK] = {                                        \
+    FD_BLOCK(name, dtype, 4)                                                                                           \
+    static const block_fn name##_blocks[MAX_BLOCK] = {                                                                 \
         attend_##name##_block1,                                                                                        \
         attend_##name##_block2,                                                                                        \
         attend_##name##_block3,                                                                                        \

@@ -1,7 +1,7 @@
-/* Kernels in portable C: the definition the vector kernels are held against, and the only ones where there are none.
+/* Kernels in portable C: the reference for the vector kernels, and the only kernels on an architecture without those.
  *
- * Plain loops over a page's tokens or a head's dimensions, so that a compiler can vectorise them for its baseline. A
- * block of query rows shares each widened row of K and V, as in attend_simd.h.
+ * They are plain loops over a page's tokens or a head's dimensions, which a compiler can vectorise for the ABI's
+ * baseline. A block of query rows shares each row of K and V that has been widened to floats.
  */
 #include <math.h>
 #include <string.h>
@@ -21,7 +21,7 @@ static void load_act(float *dst, const void *src, size_t n, uint32_t act_dtype, 
         for (size_t i = 0; i < n; i++) dst[i] = scale * fd_bf16_to_fp32(((const uint16_t *)src)[i]);
 }
 
-/* o = acc / l; 0 where l is. */
+/* o = acc / l, or 0 if l is 0. */
 static void finish_row(void *o, const float *acc, float l, uint32_t n, uint32_t act_dtype) {
     if (l == 0.0f) {
         memset(o, 0, n * fd_act_bytes(act_dtype));
@@ -36,8 +36,8 @@ static void finish_row(void *o, const float *acc, float l, uint32_t n, uint32_t 
         for (uint32_t i = 0; i < n; i++) ((uint16_t *)o)[i] = fd_fp32_to_bf16(acc[i] * scale);
 }
 
-/* `n` lanes of index i, in words that lie one behind the other, as floats; of int8 and int4 the integers less their
- * zero point. */
+/* Converts element i of `n` consecutive words to floats. For int8 and int4 these are the stored integers minus the zero
+ * point, without scale and centre. */
 FD_INLINE void widen_words(const fd_kv_dtype_t format, float *dst, const uint8_t *words, uint32_t i, uint32_t n) {
     if (format == FD_KV_FP32) memcpy(dst, words, n * sizeof *dst);
     else if (format == FD_KV_FP16)
@@ -55,7 +55,7 @@ FD_INLINE void widen_words(const fd_kv_dtype_t format, float *dst, const uint8_t
                              fd_zero_point(format));
 }
 
-/* Lanes [from, to) of index i of a matrix (chunk.h) `depth` rows deep and `lanes` wide. */
+/* Converts lanes [from, to) at sum index i to floats. The matrix (chunk.h) is `depth` words deep and `lanes` wide. */
 FD_INLINE void widen(const fd_kv_dtype_t format, float *dst, const uint8_t *matrix, uint32_t depth, uint32_t lanes,
                      uint32_t i, uint32_t from, uint32_t to) {
     for (uint32_t end; from < to; dst += end - from, from = end) {
@@ -66,15 +66,15 @@ FD_INLINE void widen(const fd_kv_dtype_t format, float *dst, const uint8_t *matr
     }
 }
 
-/* Query rows [row, row + rows) of a KV head over one chunk, whose first token is at position `base`. acc, m and l are
- * the head's. */
+/* Attends query rows [row, row + rows) of a KV head to one chunk, whose first token is at position `base`. acc, m and l
+ * in `a` are those of the head. */
 FD_INLINE void attend_block(const fd_attend_t *a, const fd_kv_dtype_t dtype, uint32_t head, const uint8_t *chunk,
                             uint64_t base, uint32_t row, uint32_t rows) {
     const fd_kv_dtype_t k_format = fd_k_format(dtype), v_format = fd_v_format(dtype);
     const uint32_t head_size = a->head_size;
     const uint8_t *v = chunk + fd_chunk_v(dtype, head_size);
     uint32_t lo[BLOCK_ROWS], hi[BLOCK_ROWS], first = FD_PAGE_TOKENS,
-                                             last = 0; /* last: beyond the last token any row sees */
+                                             last = 0; /* tokens [first, last) that at least one row sees */
     for (uint32_t r = 0; r < rows; r++) {
         const uint32_t j = (row + r) / a->group;
         fd_clip(fd_visible_start(a, j), fd_visible_end(a, j), base, &lo[r], &hi[r]);
@@ -113,10 +113,10 @@ FD_INLINE void attend_block(const fd_attend_t *a, const fd_kv_dtype_t dtype, uin
             w[t] = t >= lo[r] && t < hi[r] ? expf(w[t] - max) : 0.0f;
             sum += w[t];
         }
-        const float rescale = expf(a->m[row + r] - max); /* 0 at the row's first chunk, where m is -infinity */
+        const float rescale = expf(a->m[row + r] - max); /* 0 at the row's first chunk, where m was -infinity */
         a->m[row + r] = max;
         a->l[row + r] = a->l[row + r] * rescale + sum;
-        float bias = 0.0f; /* sum of weights times centres: the same for all dimensions */
+        float bias = 0.0f; /* the sum of weights times centres, which is the same for all dimensions */
         for (uint32_t t = lo[r]; fd_kv_is_int(dtype) && t < hi[r]; t++) {
             const uint32_t word = *(const uint32_t *)(chunk + fd_chunk_v_affine(dtype, head_size, t));
             bias += w[t] * fd_affine_centre(v_format, word);
@@ -134,7 +134,7 @@ FD_INLINE void attend_block(const fd_attend_t *a, const fd_kv_dtype_t dtype, uin
     }
 }
 
-/* KV head `head` of the call. */
+/* Attends the query rows of one KV head to all chunks. */
 FD_INLINE void attend_head(fd_attend_t a, const fd_kv_dtype_t dtype, uint32_t head) {
     const uint32_t rows = a.q_len * a.group;
     const size_t first_row = (size_t)head * rows;
@@ -158,9 +158,9 @@ FD_INLINE void attend(const fd_attend_t *a, const fd_kv_dtype_t dtype) {
     for (uint32_t head = 0; head < a->heads; head++) attend_head(*a, dtype, head);
 }
 
-/* Clips x to [lowest, highest] and rounds it to the nearest integer, ties to even; NaN becomes 0. As x is compared
- * before magic is added, a compiler does not fuse that with a product that x may be: every ISA rounds twice, and so
- * must this. */
+/* Clips x to [lowest, highest] and rounds it to the nearest integer, ties to even; NaN becomes 0. x may be a product,
+ * which must be rounded before `magic` is added, as every ISA does. The comparisons in between keep the compiler from
+ * fusing the product and the addition. */
 static int round_clipped(float x, float lowest, float highest) {
     const float clipped = x < lowest ? lowest : x > highest ? highest : x;
     const float magic = 0x1.8p23f, y = clipped + magic - magic;
@@ -172,7 +172,7 @@ static void store_code(void *dst, int widened, uint32_t i, int code) {
     else ((uint8_t *)dst)[i] = (uint8_t)code;
 }
 
-/* Quantises a row to integers; returns its affine word. */
+/* Quantises a row to int8 and returns its affine word; row_to_int4 does the same for int4. */
 static uint32_t row_to_int8(void *dst, int widened, const float *src, uint32_t n) {
     float amax = 0.0f;
     for (uint32_t i = 0; i < n; i++) amax = fabsf(src[i]) > amax ? fabsf(src[i]) : amax;
@@ -224,7 +224,7 @@ static void merge(float *m, float *l, float *acc, const float *m2, const float *
                   uint32_t head_size) {
     for (uint32_t r = 0; r < rows; r++, acc += head_size, acc2 += head_size) {
         if (l2[r] == 0.0f) continue;
-        if (l[r] == 0.0f) { /* its acc may never have been written */
+        if (l[r] == 0.0f) { /* acc of an empty row may be uninitialised */
             m[r] = m2[r], l[r] = l2[r];
             memcpy(acc, acc2, head_size * sizeof *acc);
             continue;

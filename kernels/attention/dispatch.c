@@ -1,4 +1,4 @@
-/* From a KV dtype and an ISA to the kernels for them. */
+/* Selects the kernels for a KV format and an ISA. */
 #include "chunk.h"
 #include "dispatch.h"
 

@@ -1,5 +1,5 @@
-/* Two-byte floats in portable C, bit for bit what F16C and torch give: IEEE 754 binary16 and bfloat16, both rounded to
- * nearest even, subnormals kept, NaN quieted.
+/* Conversions of fp16 (IEEE 754 binary16) and bf16 in portable C. They round to nearest even, keep subnormals and quiet
+ * NaN; the results equal those of F16C and torch bit for bit.
  */
 #ifndef FD_HALF_H
 #define FD_HALF_H
@@ -21,24 +21,23 @@ static inline float fd_bits_float(uint32_t u) {
     return x;
 }
 
-/* Without branches, so that compilers vectorise a loop of it. */
+/* Has no branches, so that compilers vectorise loops that call it. */
 static inline float fd_fp16_to_fp32(uint16_t h) {
     const uint32_t magnitude = h & 0x7fffu;
-    /* Moving the exponent's bias by a multiplication (2^(127-15)) normalises subnormals on the way. */
+    /* Multiplying by 2^(127 - 15) changes the exponent's bias from 15 to 127 and normalises subnormals. */
     const uint32_t finite = fd_float_bits(fd_bits_float(magnitude << 13) * 0x1p112f);
     const uint32_t infinite = magnitude >= 0x7c00u ? 0x7f800000u : 0u;
     const uint32_t quiet = magnitude > 0x7c00u ? 0x00400000u : 0u;
     return fd_bits_float(finite | infinite | quiet | (uint32_t)(h & 0x8000u) << 16);
 }
 
-/* Values from 65520 up become infinite, as IEEE 754 says; whoever wants saturation clamps first. */
+/* Values from 65520 up become infinite, as IEEE 754 requires; a caller that wants saturation clamps x first. */
 static inline uint16_t fd_fp32_to_fp16(float x) {
     const uint32_t bits = fd_float_bits(x), sign = bits >> 16 & 0x8000u, u = bits & 0x7fffffffu;
     uint32_t h;
     if (u > 0x7f800000u) h = 0x7e00u | (u >> 13 & 0x3ffu);
-    else if (u >= 0x47800000u) /* 65536: the binade that rounds up to it is handled by the carry below */ h = 0x7c00u;
-    else if (u <
-             0x38800000u) /* below 2^-14: adding 0.5 aligns the subnormal's last bit with the sum's and rounds there */
+    else if (u >= 0x47800000u) /* 65536; the last branch's carry makes [65520, 65536) infinite */ h = 0x7c00u;
+    else if (u < 0x38800000u) /* 2^-14; adding 0.5 rounds at the last bit of an fp16 subnormal */
         h = fd_float_bits(fd_bits_float(u) + 0.5f) - 0x3f000000u;
     else h = (u - 0x38000000u + 0xfffu + (u >> 13 & 1u)) >> 13;
     return (uint16_t)(h | sign);

@@ -1,5 +1,5 @@
-/* What this CPU can run and what its OS lets it run: a vector extension counts only if xgetbv says that the OS saves
- * its registers (Intel SDM vol. 1, 13.2 and 15.2).
+/* Detects the ISAs that this CPU and its OS support. An x86 vector extension counts only if xgetbv reports that the OS
+ * saves its registers (Intel SDM vol. 1, 13.2 and 15.2).
  */
 #include "dispatch.h"
 
@@ -11,12 +11,12 @@
 #include <unistd.h>
 
 enum {
-    XCR0_AVX = 0x6,     /* xmm, ymm */
-    XCR0_AVX512 = 0xe6, /* and opmask, zmm0-15's upper halves, zmm16-31 */
-    XCR0_AMX = 0x60000  /* tile configuration, tiles */
+    XCR0_AVX = 0x6,     /* xmm and ymm */
+    XCR0_AVX512 = 0xe6, /* XCR0_AVX, opmask, upper halves of zmm0-15, zmm16-31 */
+    XCR0_AMX = 0x60000  /* tile configuration and tiles */
 };
 
-/* Linux gives a process tiles (8 KiB a thread) only if asked to: Documentation/arch/x86/xstate.rst. */
+/* Asks Linux for permission to use the tiles, 8 KiB of state for each thread (Documentation/arch/x86/xstate.rst). */
 static int allow_tiles(void) {
 #ifdef __linux__
     enum { ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18 };
@@ -35,7 +35,7 @@ static uint64_t xgetbv0(void) {
 static unsigned detect(void) {
     const unsigned avx2_1c = bit_OSXSAVE | bit_AVX | bit_FMA | bit_F16C;
     const unsigned avx512_7b = bit_AVX512F | bit_AVX512DQ | bit_AVX512BW | bit_AVX512VL;
-    const unsigned amx_7d = 1u << 24 | 1u << 25 | 1u << 22; /* tile, int8, bf16: compilers differ in their names */
+    const unsigned amx_7d = 1u << 24 | 1u << 25 | 1u << 22; /* tile, int8, bf16; cpuid.h names them unevenly */
     unsigned a, b, c, d, isas = 1u << FD_ISA_SCALAR;
     if (!__get_cpuid(1, &a, &b, &c, &d) || (c & avx2_1c) != avx2_1c) return isas;
     if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(b & bit_AVX2)) return isas;
@@ -51,13 +51,14 @@ static unsigned detect(void) {
         isas |= 1u << FD_ISA_AMX;
     return isas;
 }
-#elif FD_ARM64 /* Linux runs on no 64-bit Arm without Advanced SIMD */
+#elif FD_ARM64 /* Linux requires Advanced SIMD on 64-bit Arm */
 static unsigned detect(void) { return 1u << FD_ISA_SCALAR | 1u << FD_ISA_NEON; }
 #else
 static unsigned detect(void) { return 1u << FD_ISA_SCALAR; }
 #endif
 
-/* Remembered, because cpuid traps in a virtual machine. Threads that race here find the same. */
+/* The supported ISAs as a bit mask. The mask is cached because cpuid traps in a virtual machine; threads that race here
+ * detect the same mask. */
 static unsigned supported(void) {
     static unsigned cached;
     unsigned isas = __atomic_load_n(&cached, __ATOMIC_RELAXED);
@@ -71,7 +72,7 @@ static unsigned supported(void) {
 int fd_isa_supported(fd_isa_t isa) { return (unsigned)isa < FD_ISAS && (supported() >> isa & 1u); }
 
 fd_isa_t fd_isa_best(void) {
-    unsigned isa = FD_ISAS - 1; /* in ascending order */
+    unsigned isa = FD_ISAS - 1; /* fd_isa_t is in ascending order of preference */
     while (!fd_isa_supported((fd_isa_t)isa)) isa--;
     return (fd_isa_t)isa;
 }

@@ -15,8 +15,8 @@ enum { LINE = 64, STREAMS = 4, LINES_AHEAD = 32 };
 
 typedef long long fd_line_t __attribute__((vector_size(LINE), aligned(LINE)));
 
-/* Several streams, far apart, so that more than one page's prefetcher is at work; `read_*` are this for each ISA's
- * widest load. */
+/* Reads STREAMS streams, far apart, so that hardware prefetchers work on several pages at once. The read_* functions
+ * inline this with the widest load of their ISA. */
 static inline __attribute__((always_inline)) long long read_lines(const fd_line_t *lines, size_t n, uint32_t passes) {
     const size_t stride = n / STREAMS;
     fd_line_t sum[STREAMS] = {0};
@@ -27,7 +27,7 @@ static inline __attribute__((always_inline)) long long read_lines(const fd_line_
                 sum[s] ^= lines[s * stride + i];
             }
         for (size_t i = stride * STREAMS; i < n; i++) sum[0] ^= lines[i];
-        __asm__ __volatile__("" : : : "memory"); /* the next pass reads again */
+        __asm__ __volatile__("" : : : "memory"); /* forces the next pass to read again */
     }
     for (int s = 1; s < STREAMS; s++) sum[0] ^= sum[s];
     long long all = 0;
@@ -62,7 +62,7 @@ typedef struct {
     const fd_line_t *lines;
     size_t n;
     uint32_t passes;
-    uint32_t *ready; /* threads not yet at the start; when it is 0 they go */
+    uint32_t *ready; /* threads that have not started; all begin to read when this is 0 */
     uint64_t start_ns, end_ns;
     long long sum; /* keeps the reads from being optimised away */
 } reader_t;
@@ -95,7 +95,7 @@ double fd_read_seconds(const void *buffer, size_t bytes, const int *cpus, uint32
     if (!readers) return -1;
     const size_t lines = bytes / LINE;
     uint32_t ready = n_threads, started = 0;
-    sigset_t all, before; /* signals are for the threads of the program around us */
+    sigset_t all, before; /* reader threads take no signals of the process */
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
     int rc = 0;
@@ -107,7 +107,7 @@ double fd_read_seconds(const void *buffer, size_t bytes, const int *cpus, uint32
     }
     pthread_sigmask(SIG_SETMASK, &before, NULL);
     __atomic_sub_fetch(&ready, n_threads - started,
-                       __ATOMIC_ACQ_REL); /* let go of those that wait for one that never came */
+                       __ATOMIC_ACQ_REL); /* releases the started threads if one failed to start */
     uint64_t first = UINT64_MAX, last = 0;
     for (uint32_t i = 0; i < started; i++) {
         pthread_join(readers[i].thread, NULL);
@@ -120,7 +120,7 @@ double fd_read_seconds(const void *buffer, size_t bytes, const int *cpus, uint32
 }
 
 #if FD_X86
-/* Sixteen sums, so that none waits for its own last addition. */
+/* Uses 16 sums, so that no instruction waits for the one before it on the same sum. */
 #define FD_RATE(instruction)                                                                                           \
     __attribute__((target("avx512f"))) static double rate_##instruction(uint64_t rounds) {                             \
         const uint64_t start = fd_now_ns();                                                                            \

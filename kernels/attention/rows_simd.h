@@ -1,4 +1,4 @@
-/* Rows into their formats (append.h), with the vec_* primitives of the ISA's file that includes this. */
+/* The row conversions that append.h asks for, written with the vec_* primitives of the including file. */
 #ifndef FD_ROWS_SIMD_H
 #define FD_ROWS_SIMD_H
 
@@ -16,7 +16,7 @@ FD_INLINE void row_to_bf16(uint16_t *dst, const float *src, uint32_t n) {
     if (i < n) vec_store_bf16_half(dst + i, vec_load_half(src + i));
 }
 
-/* dst = round((src - centre) * inverse), clipped to [lowest, highest], + zero. NaN becomes one of the limits. */
+/* dst[i] = round(clip((src[i] - centre) * inverse, lowest, highest)) + zero. NaN becomes one of the limits. */
 FD_INLINE void row_to_codes(void *dst, const int as_words, const float *src, uint32_t n, float centre, float inverse,
                             float lowest, float highest, int zero) {
     uint8_t *bytes = dst;

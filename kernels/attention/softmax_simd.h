@@ -1,5 +1,5 @@
-/* Online softmax over one chunk, a block of query rows at a time (attend_simd.h): scores become the weights that V is
- * multiplied by. */
+/* Online softmax of a block of query rows over one chunk (attend_simd.h): it turns scores into the weights that
+ * multiply V. This file also has the prefetch policy, the default primitives and the types that a block works on. */
 #ifndef FD_SOFTMAX_SIMD_H
 #define FD_SOFTMAX_SIMD_H
 
@@ -9,46 +9,48 @@
 #include "chunk.h"
 #include "dispatch.h"
 
-enum { SOFTMAX_STEP = LANES < 8 ? 8 : LANES }; /* whole vectors, and whole words of V in every format */
+/* The softmax works on multiples of this many tokens: whole vectors, and whole words of V in every format. */
+enum { SOFTMAX_STEP = LANES < 8 ? 8 : LANES };
 enum {
-    PAGE_VECS = FD_PAGE_TOKENS / LANES,
-    MAX_VECS = FD_COLUMN_LANES / LANES /* of a tile, at most a column wide */,
-    LINE = 64
+    PAGE_VECS = FD_PAGE_TOKENS / LANES, /* vectors that hold one value for each token of a chunk */
+    MAX_VECS = FD_COLUMN_LANES / LANES, /* vectors of the widest tile, which is a column wide */
+    LINE = 64                           /* bytes of a cache line */
 };
 
-/* Cores differ in how they like to be told what to read, so an ISA says which it is for. Intel's: a chunk ahead, into
- * L2, and not while there is arithmetic between two matrices. AMD's: shortly before, into L1, and always, for what they
- * have asked for is little and soon there. */
+/* The best prefetch distance differs between cores, so an ISA file chooses one of two policies. The default, for cores
+ * by Intel, prefetches one chunk ahead into L2 and does not prefetch V during the softmax. FD_PREFETCH_NEAR, for cores
+ * by AMD, prefetches a few KiB ahead into L1, during the softmax too: so short a distance leaves few requests in
+ * flight, and memory would soon be idle. */
 #ifdef FD_PREFETCH_NEAR
 enum { PREFETCH_NEAR = 1, PREFETCH_LOCALITY = 3 };
 #else
 enum { PREFETCH_NEAR = 0, PREFETCH_LOCALITY = 2 };
 #endif
-/* A lone row is through a page of int4 so soon that the jump to the next page is felt: whatever prefetches a plain
- * stream in hardware has to find out where it goes on. So the next page's first lines are asked for a few at a time
- * while this one is read, and everything else is asked for a little later. Other formats gain less from that than it
- * costs them. */
+/* Whether tiles prefetch the first lines of the next page while they read the current page, a few lines each. A block
+ * of one row reads an int4 page so fast that the start of the next page costs noticeable time, because the hardware
+ * prefetcher has to detect a new stream there. Other prefetches then run at a shorter distance. For other formats this
+ * costs more than it gains. */
 FD_INLINE int prefetch_next_page_early(const fd_kv_dtype_t dtype, const int rows) {
     return PREFETCH_NEAR && dtype == FD_KV_INT4 && rows == 1;
 }
-/* In bytes; a chunk at most. */
+/* The prefetch distance in bytes; prefetch_start limits it to one chunk. */
 FD_INLINE size_t prefetch_ahead(const fd_kv_dtype_t dtype, const int rows) {
-    return PREFETCH_NEAR ? (prefetch_next_page_early(dtype, rows) ? 6 : 8) << 10 : SIZE_MAX;
+    return PREFETCH_NEAR ? (size_t)(prefetch_next_page_early(dtype, rows) ? 6 : 8) << 10 : SIZE_MAX;
 }
 FD_INLINE int prefetch_in_softmax(const fd_kv_dtype_t dtype, const int rows) {
     return PREFETCH_NEAR && !prefetch_next_page_early(dtype, rows);
 }
-/* Lines from the next page's start on that a tile asks for. */
+/* The number of lines of the next page that each tile prefetches. */
 FD_INLINE int early_lines_per_tile(const fd_kv_dtype_t dtype, const int rows) {
     return prefetch_next_page_early(dtype, rows) ? 3 : 0;
 }
 
 #define LOG2_E 0x1.715476p+0f
-#define EXP2_FLUSH -96.0f /* below it, where products of the result would soon be subnormal (and slow), it is 0 */
+#define EXP2_FLUSH -96.0f /* vec_exp2 is 0 below this: products of smaller weights may be subnormal, hence slow */
 
-/* 2^x for x <= 0: 2^n p(x - n), n = floor(x), p a polynomial with p(0) = 1. Below EXP2_FLUSH, -infinity included, and
- * of NaN it is 0. Largest relative error: 1.5e-7 for floats; 3e-6 for integers of 16 bits and 9e-5 for those of 8, far
- * below what they lose anyway. */
+/* 2^x for x <= 0, computed as 2^n p(x - n) with n = floor(x) and a polynomial p with p(0) = 1. The result is 0 for NaN
+ * and below EXP2_FLUSH, -infinity included. The degree of p depends on the format; the largest relative error is 1.5e-7
+ * for float formats, 3e-6 for 16-bit multipliers and 9e-5 for 8-bit multipliers, far below their own rounding error. */
 FD_INLINE vec_t vec_exp2(const fd_kv_dtype_t format, vec_t x) {
     const vec_t r = vec_fraction(x);
     vec_t p;
@@ -68,37 +70,42 @@ FD_INLINE vec_t vec_exp2(const fd_kv_dtype_t format, vec_t x) {
     return vec_scale2(vec_fma(p, r, vec_set1(1.0f)), x, EXP2_FLUSH);
 }
 
-/* How an ISA stores a row of multipliers of floats, and the weights of integer formats, unless it has defined a way of
- * its own. */
+/* Default primitives. An ISA file replaces one by defining FD_OWN_<NAME> and the function kv_<name> before it includes
+ * this file. */
+
+/* Stores a query row of a float format as multipliers. */
 #ifndef FD_OWN_STORE_QUERY
 FD_INLINE void kv_store_query(fd_kv_dtype_t format, void *to, const float *q, uint32_t head_size) {
     memcpy(to, q, head_size * sizeof *q);
 }
 #endif
-/* Vectors [i, i + 4) of a query's integers. */
+/* Stores vectors [i, i + 4) of a query row's integers as multipliers. */
 #ifndef FD_OWN_STORE_MULTIPLIERS4
 FD_INLINE void kv_store_multipliers4(fd_kv_dtype_t format, void *to, uint32_t i, const vec_t *x) {
     for (uint32_t j = 0; j < 4; j++) kv_store_multipliers(format, to, i + j, x[j]);
 }
 #endif
+/* Stores vector i of a row's weights for a float format as multipliers. */
 #ifndef FD_OWN_STORE_FLOAT_WEIGHTS
 FD_INLINE void kv_store_float_weights(fd_kv_dtype_t format, void *to, uint32_t i, vec_t w) {
     vec_store((float *)to + i * LANES, w);
 }
 #endif
-/* Lane by lane, the sum of the weights of vectors [first, last) as they are stored; where they are stored as floats
- * nobody asks. */
+/* Sums the weights of vectors [first, last) as stored, lane by lane. An ISA that rounds weights to 8 bits or to bf16
+ * must replace it; for other ISAs nothing calls it. */
 #ifndef FD_OWN_SUM_WEIGHTS
 FD_INLINE vec_t kv_sum_weights(fd_kv_dtype_t format, const void *weights, uint32_t first, uint32_t last) {
     return vec_zero();
 }
 #endif
-/* What V's integers stand for 0 as, once they are multiplied. */
+/* The integer, as kv_unpack returns it for V, that represents 0 (chunk.h: the zero point). */
 #ifndef FD_OWN_V_ZERO_POINT
 FD_INLINE int kv_v_zero_point(fd_kv_dtype_t format) { return fd_zero_point(format); }
 #endif
-#ifdef FD_HAS_STORE_WEIGHTS4 /* four vectors at a time (kv_store_weights4): all of a row, those outside [first, last)  \
-                                zero */
+/* Stores vectors [first, last) of a row's weights for an integer format as multipliers: w times `inverse`, rounded.
+ * With FD_HAS_STORE_WEIGHTS4 the ISA file defines kv_store_weights4, which stores four vectors at once; this then
+ * stores all vectors of the row, as zeros outside [first, last). */
+#ifdef FD_HAS_STORE_WEIGHTS4
 FD_INLINE void kv_store_weights(fd_kv_dtype_t format, void *to, uint32_t first, uint32_t last, const vec_t *w,
                                 vec_t inverse) {
     vec_t x[PAGE_VECS];
@@ -114,14 +121,14 @@ FD_INLINE void kv_store_weights(fd_kv_dtype_t format, void *to, uint32_t first, 
 }
 #endif
 
-/* Bytes of multipliers that a query row is: kv_parts(format) times 32 bits for every word of K. */
+/* The bytes of a query row's multipliers: kv_parts(format) times 32 bits for each word of K. */
 FD_INLINE size_t q_row_bytes(fd_kv_dtype_t format, uint32_t head_size) {
     return head_size / fd_word_elems(format) * kv_parts(format) * sizeof(uint32_t);
 }
 
-/* Puts the multipliers of a block's rows, each as the functions above have stored it, word by word: a word of every
- * row, then the next. */
-enum { STORED_ROW_BYTES = FD_MAX_HEAD_SIZE * sizeof(float) /* bytes from a row to the next before */ };
+/* Interleaves the multipliers of a block's rows: word 0 of every row, then word 1 of every row, and so on. Before that,
+ * each row lies as the functions above stored it, STORED_ROW_BYTES after the row before it. */
+enum { STORED_ROW_BYTES = FD_MAX_HEAD_SIZE * sizeof(float) };
 #ifndef FD_OWN_PACK_QUERY_ROWS
 FD_INLINE void kv_pack_query_rows(uint8_t *block, const uint8_t *rows, uint32_t n_rows, size_t row_bytes) {
     const uint32_t row_stride = STORED_ROW_BYTES / sizeof(uint32_t), n = (uint32_t)(row_bytes / sizeof(uint32_t)),
@@ -138,35 +145,40 @@ FD_INLINE void kv_pack_query_rows(uint8_t *block, const uint8_t *rows, uint32_t 
 }
 #endif
 
-/* What a panel keeps of a query row. Scores and m are in units of `unit`, which float formats have 1. */
+/* The softmax state of a query row. A true score is q_scale times a score (or m) in this state. */
 typedef struct {
-    float l[LANES], bias[LANES]; /* sums by lane: of weights; of weights times V's offsets */
-    float m, q_scale, q_sum;     /* q_sum: of the query's integers */
+    float l[LANES];    /* sum of weights, lane by lane */
+    float bias[LANES]; /* integer formats: sum of weights times the offsets of V, lane by lane */
+    float m;           /* the largest score so far */
+    float q_scale;     /* the scale of the query's integers; 1 for float formats */
+    float q_sum;       /* the sum of the query's integers */
 } row_state_t;
 
-/* One block's work in one chunk. */
+/* The work of one block in one chunk. */
 typedef struct {
-    const uint8_t *chunk, *next; /* next: prefetched; may be the same */
-    const uint8_t *next_page;    /* of the next page, what this chunk's tiles ask for (early_lines_per_tile) */
-    size_t chunk_bytes;          /* of a chunk */
-    uint32_t index, n_blocks;    /* of the panel's blocks, which take turns at prefetching */
+    const uint8_t *chunk;
+    const uint8_t *next;      /* the chunk that comes next, to be prefetched; may equal `chunk` */
+    const uint8_t *next_page; /* the part of the next page that this chunk's tiles prefetch (early_lines_per_tile) */
+    size_t chunk_bytes;
+    uint32_t index, n_blocks; /* index of this block among the panel's blocks, which take turns at prefetching */
     uint32_t rows, head_size;
-    uint32_t lo, hi; /* tokens that some row sees */
-    int full;        /* every row sees every token */
+    uint32_t lo, hi; /* tokens [lo, hi) that at least one row sees */
+    int full;        /* whether every row sees every token */
     struct {
         uint32_t lo, hi;
-    } visible[MAX_BLOCK]; /* by the row; not set if `full` */
+    } visible[MAX_BLOCK]; /* tokens [lo, hi) that each row sees; not set if `full` */
     const uint8_t *q;     /* multipliers of all rows (kv_pack_query_rows) */
     row_state_t *state;   /* [rows] */
     float *acc;           /* [rows][head_size] */
 } block_t;
 
+/* Attends a block to a chunk; there is one such function for each KV format and number of rows. */
 typedef void (*block_fn)(const block_t *b);
 
-/* Where to begin to prefetch, as many bytes as are read meanwhile, the first of them at byte `at` of the chunk:
- * prefetch_ahead further on, in the next chunk if need be. The blocks of a panel read a chunk one after the other, so
- * they prefetch the next one in turns, tile by tile; whose turn it is not asks for what it is about to read: that costs
- * less than a branch in the loop. */
+/* Returns the address from which tile number `tile` prefetches while it reads from byte `at` of the chunk on. A panel
+ * with one block prefetches prefetch_ahead() bytes further on, in the next chunk if need be. Several blocks read the
+ * same chunk one after the other, so they take turns, tile by tile, at prefetching the next chunk. A block whose turn
+ * it is not prefetches the lines that it reads itself, which costs less than a branch in the tile's loop. */
 FD_INLINE const uint8_t *prefetch_start(const fd_kv_dtype_t dtype, const int rows, const block_t *b, size_t at,
                                         uint32_t tile) {
     if (b->n_blocks > 1) return (tile % b->n_blocks == b->index ? b->next : b->chunk) + at;
@@ -175,7 +187,8 @@ FD_INLINE const uint8_t *prefetch_start(const fd_kv_dtype_t dtype, const int row
     return at + ahead < b->chunk_bytes ? b->chunk + at + ahead : b->next + (at + ahead - b->chunk_bytes);
 }
 
-/* Asks for its share of the next page's start. `tile`: of those of 32 lanes, of K and V in turn. */
+/* Prefetches one tile's share of the next page's first lines. `tile` counts columns, those of K first, then those of
+ * V. */
 FD_INLINE void prefetch_next_page(const fd_kv_dtype_t dtype, const int rows, const block_t *b, uint32_t tile) {
     const int lines = early_lines_per_tile(dtype, rows);
     FD_UNROLL
@@ -183,7 +196,7 @@ FD_INLINE void prefetch_next_page(const fd_kv_dtype_t dtype, const int rows, con
         __builtin_prefetch(b->next_page + (tile * (uint32_t)lines + (uint32_t)i) * LINE, 0, PREFETCH_LOCALITY);
 }
 
-/* Lanes [i * LANES, (i + 1) * LANES) of x that are of tokens [lo, hi), elsewhere `fill`. */
+/* x holds one value for each of tokens [i * LANES, (i + 1) * LANES). Replaces those outside [lo, hi) by `fill`. */
 FD_INLINE vec_t mask_tokens(vec_t x, uint32_t i, uint32_t lo, uint32_t hi, float fill) {
     const uint32_t base = i * LANES, from = lo > base ? lo - base : 0, to = hi > base ? hi - base : 0;
     const uint64_t below_to = to >= LANES ? ~UINT64_C(0) : (UINT64_C(1) << to) - 1,
@@ -191,8 +204,9 @@ FD_INLINE vec_t mask_tokens(vec_t x, uint32_t i, uint32_t lo, uint32_t hi, float
     return vec_select(x, below_to & ~below_from, fill);
 }
 
-/* Online softmax: scores of [lo, hi) become multipliers for V in place; m, l and rest are brought up to date;
- * rescale[r] is what acc must be multiplied by, weight_scale[r] (integers) what the products must be. */
+/* Online softmax of a block over one chunk. Replaces the scores of tokens [lo, hi) by weights, stored as multipliers
+ * for V, and updates m, l and bias. rescale[r] becomes the factor for acc of row r, and weight_scale[r] (integer
+ * formats) the factor for the products of its weights. */
 FD_INLINE void online_softmax(const fd_kv_dtype_t dtype, const int rows, const int full, const block_t *b,
                               float scores[][FD_PAGE_TOKENS], float *rescale, float *weight_scale) {
     const fd_kv_dtype_t format = fd_v_format(dtype);
@@ -200,7 +214,7 @@ FD_INLINE void online_softmax(const fd_kv_dtype_t dtype, const int rows, const i
     const uint32_t last = full ? PAGE_VECS : (b->hi + SOFTMAX_STEP - 1) / SOFTMAX_STEP * SOFTMAX_STEP / LANES;
     float log2_rescale[LANES] = {0};
     for (int r = 0; r < rows; r++) {
-        if (!full && b->visible[r].lo >= b->visible[r].hi) continue; /* acc stays as it is */
+        if (!full && b->visible[r].lo >= b->visible[r].hi) continue; /* log2_rescale 0 leaves acc unchanged */
         row_state_t *state = &b->state[r];
         vec_t max = vec_set1(-INFINITY);
         for (uint32_t i = first; i < last; i++) {
@@ -209,9 +223,9 @@ FD_INLINE void online_softmax(const fd_kv_dtype_t dtype, const int rows, const i
                 s = mask_tokens(s, i, b->visible[r].lo, b->visible[r].hi, -INFINITY);
                 vec_store(&scores[r][i * LANES], s);
             }
-            max = vec_max(s, max); /* NaN is passed over */
+            max = vec_max(s, max); /* ignores NaN in s */
         }
-        if (!vec_any_above(max, vec_set1(state->m))) continue; /* as a rule: the maximum has been seen */
+        if (!vec_any_above(max, vec_set1(state->m))) continue; /* usually m stays */
         const float m = vec_reduce_max(max);
         log2_rescale[r] = (state->m - m) * (state->q_scale * LOG2_E);
         state->m = m;
@@ -222,8 +236,8 @@ FD_INLINE void online_softmax(const fd_kv_dtype_t dtype, const int rows, const i
     const uint8_t *ahead = prefetch_start(dtype, rows, b, fd_chunk_v_affine(dtype, b->head_size, 0), 0);
     vec_t scale[PAGE_VECS], offset[PAGE_VECS];
     const int has_offset = format == FD_KV_INT4 || (format == FD_KV_INT8 && kv_bits(format) == 16);
-    const int rounded_sum = format == FD_KV_BF16 &&
-                            kv_parts(format) == 1; /* l is of the weights as rounded, so that they add up to 1 */
+    /* Weights rounded to bf16 are summed as rounded, so that the normalised weights add up to 1. */
+    const int rounded_sum = format == FD_KV_BF16 && kv_parts(format) == 1;
     if (fd_kv_is_int(format)) {
         for (uint32_t i = first; i < last; i++) {
             const size_t at = i * LANES * sizeof(uint32_t);

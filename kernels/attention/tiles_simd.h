@@ -1,12 +1,12 @@
-/* Scores and values of a block of query rows in tiles of registers (attend_simd.h). */
+/* The two matrix products of a block of query rows, in register tiles (attend_simd.h): scores, and weights times V. */
 #ifndef FD_TILES_SIMD_H
 #define FD_TILES_SIMD_H
 
 #include "softmax_simd.h"
 
-/* Multipliers of a block of rows: of the row r, for part u of word s, the 32 bits at `at` + s * word + u * part + r *
- * row. Queries lie word by word (kv_pack_query_rows), so that few cache lines are touched at a time; weights row by
- * row, as online_softmax left them. */
+/* The multipliers of a block of rows in memory. The 32 bits that multiply part u of word s for row r are at byte
+ * s * word_stride + u * part_stride + r * row_stride. Queries are interleaved (kv_pack_query_rows), so that one step
+ * touches few cache lines. Weights lie row by row, as online_softmax stored them. */
 typedef struct {
     const uint8_t *at;
     size_t word_stride, part_stride, row_stride;
@@ -22,14 +22,15 @@ FD_INLINE multipliers_t weight_multipliers(fd_kv_dtype_t format, float weights[]
                            FD_PAGE_TOKENS * sizeof(float)};
 }
 
-/* sum[r][i] += multiplier of row r times lanes [i * LANES, (i + 1) * LANES) of a column (chunk.h), over its words
- * [from, to), or only the bits of them that are set in `bits`. A lone row sums even and odd parts apart, for the
- * latency; so sum has two then.
+/* For each row r and vector i: adds to sum[r][i] the products of the row's multipliers and lanes [i * LANES,
+ * (i + 1) * LANES) of a column (chunk.h), over words [from, to) of the column. Bits of a word that are not set in
+ * `bits` count as 0. A single row has two sums, one of even and one of odd parts, which shortens the chain of dependent
+ * additions (n_sums).
  *
- * A line is asked for, a line is read and multiplied by all rows, then the next: memory reads a fifth faster so than if
- * all loads of a step and their prefetches come together. The pin keeps the compiler to it. But where words have so
- * many parts for so many rows that the multipliers of a step do not fit into registers beside the sums, a part of all
- * vectors is multiplied before the next part. */
+ * A step prefetches a line, loads a line and multiplies it by all rows before it goes on to the next line. This reads
+ * memory a fifth faster than all loads and prefetches of the step together; vec_pin keeps the compiler from reordering
+ * them. If the multipliers of a step do not fit into registers beside the sums, because words have many parts and there
+ * are many rows, a step instead multiplies one part of all vectors before the next part (by_part). */
 FD_INLINE void multiply(const fd_kv_dtype_t format, const int is_v, const int rows, const int vecs, const int half,
                         const uint32_t bits, const uint8_t *matrix, size_t stride, uint32_t from, uint32_t to,
                         multipliers_t multipliers, const uint8_t *ahead, vec_t sum[][MAX_VECS]) {
@@ -69,17 +70,18 @@ FD_INLINE void multiply(const fd_kv_dtype_t format, const int is_v, const int ro
     }
 }
 
+/* The number of sums for each vector of a tile. */
 FD_INLINE int n_sums(const fd_kv_dtype_t format, const int rows) {
     return rows == 1 && kv_parts(format) > 1 ? 2 : rows;
 }
 
-/* What a lone row has summed apart. */
+/* The sum of row r and vector i; a single row's two sums are added. */
 FD_INLINE vec_t read_sum(const fd_kv_dtype_t format, const int rows, vec_t sum[][MAX_VECS], int r, int i) {
     if (n_sums(format, rows) == rows) return sum[r][i];
     return fd_kv_is_int(format) ? vec_add_int(sum[0][i], sum[1][i]) : vec_add(sum[0][i], sum[1][i]);
 }
 
-/* Tokens [t0, t0 + vecs * LANES): scores[r][t] = sum_d q[d][r] K[d][t]. */
+/* Computes scores[r][t] = sum over d of q[d][r] K[d][t] for tokens t in [t0, t0 + vecs * LANES). */
 FD_INLINE void score_tile(const fd_kv_dtype_t dtype, const int rows, const int vecs, const block_t *b, uint32_t t0,
                           float scores[][FD_PAGE_TOKENS]) {
     const fd_kv_dtype_t format = fd_k_format(dtype);
@@ -111,8 +113,8 @@ FD_INLINE void score_tile(const fd_kv_dtype_t dtype, const int rows, const int v
     }
 }
 
-/* Dimensions [d0, d0 + vecs * LANES), or LANES / 2 of them if `half`:
- * acc[r][d] = rescale[r] acc[r][d] + sum over [lo, hi) of weights[r][t] V[t][d]. */
+/* Computes acc[r][d] = rescale[r] acc[r][d] + sum over t in [lo, hi) of weights[r][t] V[t][d] for dimensions d in
+ * [d0, d0 + vecs * LANES), or [d0, d0 + LANES / 2) if `half`. */
 FD_INLINE void value_tile(const fd_kv_dtype_t dtype, const int rows, const int vecs, const int half, const block_t *b,
                           uint32_t d0, float weights[][FD_PAGE_TOKENS], const float *rescale,
                           const float *weight_scale) {
@@ -133,7 +135,7 @@ FD_INLINE void value_tile(const fd_kv_dtype_t dtype, const int rows, const int v
         else sum[r][i] = vec_mul(half ? vec_load_half(acc) : vec_load(acc), vec_set1(rescale[r]));
     }
     uint32_t from = b->lo / elems, to = (b->hi + elems - 1) / elems;
-    if (format == FD_KV_BF16) { /* a word at the edge may hold a token that nobody sees, and that token a NaN */
+    if (format == FD_KV_BF16) { /* the first and last word may hold a masked token, whose value may be NaN */
         if (b->lo % 2) multiply(format, 1, rows, vecs, half, 0xffff0000u, v, stride, from, from + 1, w, v, sum), from++;
         if (b->hi % 2) to--, multiply(format, 1, rows, vecs, half, 0xffffu, v, stride, to, to + 1, w, v, sum);
     }
@@ -152,6 +154,7 @@ FD_INLINE void value_tile(const fd_kv_dtype_t dtype, const int rows, const int v
     }
 }
 
+/* Attends a block to a chunk: scores, softmax, and weights times V. */
 FD_INLINE void attend_block(const fd_kv_dtype_t dtype, const int rows, const block_t *b) {
     float scores[MAX_BLOCK][FD_PAGE_TOKENS] __attribute__((aligned(64)));
     float rescale[LANES] __attribute__((aligned(64))), weight_scale[MAX_BLOCK];
@@ -177,7 +180,8 @@ FD_INLINE void attend_block(const fd_kv_dtype_t dtype, const int rows, const blo
     if (b->head_size % LANES) value_tile(dtype, rows, 1, 1, b, i * LANES, scores, rescale, weight_scale);
 }
 
-/* [rows - 1], of one KV dtype; block_rows(dtype) says how many are used. */
+/* Defines the block_fn of one KV format for blocks of `rows` rows. An ISA file makes a table of MAX_BLOCK of them,
+ * indexed by rows - 1, of which the first block_rows(dtype) are used. */
 #define FD_BLOCK(name, dtype, rows)                                                                                    \
     static void attend_##name##_block##rows(const block_t *b) { attend_block(dtype, rows, b); }
 

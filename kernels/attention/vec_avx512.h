@@ -1,4 +1,4 @@
-/* Vectors of 16 lanes: AVX-512 F, BW, DQ and VL. Included within the target pragma of a file of kernels. */
+/* The vec_* primitives with 16 lanes of AVX-512 F, BW, DQ and VL. ISA files include this within their target pragma. */
 #ifndef FD_VEC_AVX512_H
 #define FD_VEC_AVX512_H
 
@@ -30,7 +30,7 @@ FD_INLINE float vec_reduce_add(vec_t x) { return _mm512_reduce_add_ps(x); }
 FD_INLINE vec_t vec_round(vec_t x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 /* x - floor(x). */
 FD_INLINE vec_t vec_fraction(vec_t x) { return _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC); }
-/* y times 2^floor(x), but 0 where x is below the limit or NaN. */
+/* y times 2^floor(x), or 0 where x is below `limit` or NaN. */
 FD_INLINE vec_t vec_scale2(vec_t y, vec_t x, float limit) {
     return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x, _mm512_set1_ps(limit), _CMP_GE_OQ), y, x);
 }
@@ -42,13 +42,13 @@ FD_INLINE vec_t vec_add_int(vec_t x, vec_t y) { return vec_bits(_mm512_add_epi32
 FD_INLINE vec_t vec_and_bits(vec_t x, uint32_t bits) {
     return vec_bits(_mm512_and_si512(vec_ints(x), _mm512_set1_epi32((int)bits)));
 }
-/* The 32 bits at p in every lane. */
+/* Copies the 32 bits at p into every lane. */
 FD_INLINE vec_t vec_broadcast(const void *p) {
     int32_t x;
     memcpy(&x, p, sizeof x);
     return vec_bits(_mm512_set1_epi32(x));
 }
-/* Lane i of x where bit i is set, else fill. */
+/* Lane i is that of x where bit i is set, else `fill`. */
 FD_INLINE vec_t vec_select(vec_t x, uint64_t bits, float fill) {
     return _mm512_mask_mov_ps(_mm512_set1_ps(fill), (__mmask16)bits, x);
 }
@@ -63,11 +63,11 @@ FD_INLINE void vec_store_fp16(void *p, vec_t x) {
 FD_INLINE void vec_store_fp16_half(void *p, vec_t x) {
     _mm_storeu_si128(p, _mm256_cvtps_ph(_mm512_castps512_ps256(x), _MM_FROUND_TO_NEAREST_INT));
 }
-/* Operands in this order so that NaN stays NaN. */
+/* The order of the operands keeps NaN. */
 FD_INLINE vec_t vec_saturate_fp16(vec_t x) {
     return _mm512_max_ps(_mm512_set1_ps(-FD_FP16_MAX), _mm512_min_ps(_mm512_set1_ps(FD_FP16_MAX), x));
 }
-/* Not vcvtneps2bf16, which flushes subnormals. */
+/* Does not use vcvtneps2bf16, which flushes subnormals to zero. */
 FD_INLINE void vec_store_bf16(void *p, vec_t x) {
     const __m512i u = _mm512_castps_si512(x), odd = _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));
     const __m512i rounded = _mm512_add_epi32(_mm512_add_epi32(u, _mm512_set1_epi32(0x7fff)), odd);
@@ -96,7 +96,7 @@ FD_INLINE void vec_store_int_half(void *p, vec_t x, int zero) {
 }
 
 #define FD_HAS_INTERLEAVE4
-/* Sixteen words of four rows, `row_stride` words apart: to[w * stride + r] is word w of row r. */
+/* Interleaves 16 words of four rows, which lie `row_stride` words apart: to[w * stride + r] = word w of row r. */
 FD_INLINE void interleave4(uint32_t *to, size_t stride, const uint32_t *from, size_t row_stride) {
     const __m512i x0 = _mm512_loadu_si512(from), x1 = _mm512_loadu_si512(from + row_stride);
     const __m512i x2 = _mm512_loadu_si512(from + 2 * row_stride), x3 = _mm512_loadu_si512(from + 3 * row_stride);
@@ -104,7 +104,7 @@ FD_INLINE void interleave4(uint32_t *to, size_t stride, const uint32_t *from, si
     const __m512i low23 = _mm512_unpacklo_epi32(x2, x3), high23 = _mm512_unpackhi_epi32(x2, x3);
     const __m512i words[4] = {_mm512_unpacklo_epi64(low01, low23), _mm512_unpackhi_epi64(low01, low23),
                               _mm512_unpacklo_epi64(high01, high23),
-                              _mm512_unpackhi_epi64(high01, high23)}; /* i: words i, 4 + i, ... */
+                              _mm512_unpackhi_epi64(high01, high23)}; /* words[i] holds words i, 4 + i, 8 + i, 12 + i */
     FD_UNROLL
     for (size_t i = 0; i < 4; i++) {
         _mm_storeu_si128((__m128i *)(to + i * stride), _mm512_castsi512_si128(words[i]));
@@ -114,18 +114,18 @@ FD_INLINE void interleave4(uint32_t *to, size_t stride, const uint32_t *from, si
     }
 }
 
-/* x, computed here: a compiler moves loads past prefetches and past each other (`multiply` of tiles_simd.h says why it
- * must not). */
+/* Pins the computation of x to this point: the compiler would otherwise move loads past prefetches and past each other
+ * (`multiply` in tiles_simd.h says why it must not). */
 FD_INLINE vec_t vec_pin(vec_t x) {
     __asm__ volatile("" : "+v"(x));
     return x;
 }
 
-/* ---- words of K and V (chunk.h) ---- */
+/* ---- Words of K and V (chunk.h) ---- */
 
-/* Bytes of sixteen elements into the order that words of int8 and int4 have them in. */
+/* A byte shuffle that puts 16 elements into the byte order of int8 and int4 words. */
 FD_INLINE __m128i word_order(void) { return _mm_setr_epi8(0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15); }
-/* The low bytes of sixteen integers, in that order. */
+/* Stores the low bytes of 16 integers in that order. */
 FD_INLINE void store_word_bytes(void *to, __m512i x) {
     _mm_storeu_si128(to, _mm_shuffle_epi8(_mm512_cvtepi32_epi8(x), word_order()));
 }
@@ -138,19 +138,22 @@ FD_INLINE vec_t kv_load_half(fd_kv_dtype_t format, const uint8_t *p) {
     return _mm512_maskz_loadu_ps(HALF, p);
 }
 
-/* scale and (of int4) centre of LANES tokens. */
+/* Loads the scale and the centre (0 for int8) of LANES tokens. */
 FD_INLINE void kv_affine(fd_kv_dtype_t format, const void *p, vec_t *scale, vec_t *centre) {
     const __m512i x = _mm512_loadu_si512(p);
     *scale = vec_bits(format == FD_KV_INT8 ? x : _mm512_and_si512(x, _mm512_set1_epi32((int)0xffff0000)));
     *centre = format == FD_KV_INT8 ? vec_zero() : vec_bits(_mm512_slli_epi32(x, 16));
 }
 
-/* The blocks of tiles_simd.h for every number of rows, and the table of them. */
+/* Defines the block functions of a KV format for 1 to 8 rows (tiles_simd.h) and the table of them. */
 #define FD_BLOCKS(name, dtype)                                                                                         \
     FD_BLOCK(name, dtype, 1)                                                                                           \
     FD_BLOCK(name, dtype, 2)                                                                                           \
-    FD_BLOCK(name, dtype, 3) FD_BLOCK(name, dtype, 4) FD_BLOCK(name, dtype, 5) FD_BLOCK(name, dtype, 6)                \
-        FD_BLOCK(name, dtype, 7) FD_BLOCK(name, dtype, 8) static const block_fn name##_blocks[MAX_BLOCK] = {           \
+    FD_BLOCK(name, dtype, 3)                                                                                           \
+    FD_BLOCK(name, dtype, 4)                                                                                           \
+    FD_BLOCK(name, dtype, 5)                                                                                           \
+    FD_BLOCK(name, dtype, 6) FD_BLOCK(name, dtype, 7)                                                                  \
+        FD_BLOCK(name, dtype, 8) static const block_fn name##_blocks[MAX_BLOCK] = {                                    \
             attend_##name##_block1, attend_##name##_block2, attend_##name##_block3, attend_##name##_block4,            \
             attend_##name##_block5, attend_##name##_block6, attend_##name##_block7, attend_##name##_block8,            \
     };

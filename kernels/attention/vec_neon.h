@@ -1,4 +1,4 @@
-/* Vectors of 4 lanes: the Advanced SIMD of Armv8.0-A. fp16 is only converted; multiplying it is beyond that. */
+/* The vec_* primitives with 4 lanes of Armv8.0-A's Advanced SIMD, which converts fp16 but cannot multiply it. */
 #ifndef FD_VEC_NEON_H
 #define FD_VEC_NEON_H
 
@@ -10,10 +10,10 @@
 
 typedef float32x4_t vec_t;
 
-/* Rows whose weights are rescaled by the lanes of one vector: no more than LANES. */
+/* MAX_BLOCK may not exceed LANES, because online_softmax computes the rescale factors of a block in one vector. */
 enum { LANES = 4, MAX_BLOCK = 4 };
 
-/* x, computed here (vec_avx512.h). */
+/* Pins the computation of x to this point (vec_avx512.h). */
 FD_INLINE vec_t vec_pin(vec_t x) {
     __asm__ volatile("" : "+w"(x));
     return x;
@@ -26,7 +26,7 @@ FD_INLINE vec_t vec_add(vec_t x, vec_t y) { return vaddq_f32(x, y); }
 FD_INLINE vec_t vec_sub(vec_t x, vec_t y) { return vsubq_f32(x, y); }
 FD_INLINE vec_t vec_mul(vec_t x, vec_t y) { return vmulq_f32(x, y); }
 FD_INLINE vec_t vec_fma(vec_t x, vec_t y, vec_t z) { return vfmaq_f32(z, x, y); }
-/* As on x86, y where one of them is NaN: fmax would give NaN, fmaxnm the other. */
+/* Returns y if x or y is NaN, as on x86; fmax would return NaN, and fmaxnm the number. */
 FD_INLINE vec_t vec_max(vec_t x, vec_t y) { return vbslq_f32(vcgtq_f32(x, y), x, y); }
 FD_INLINE vec_t vec_min(vec_t x, vec_t y) { return vbslq_f32(vcltq_f32(x, y), x, y); }
 FD_INLINE vec_t vec_abs(vec_t x) { return vabsq_f32(x); }
@@ -37,7 +37,7 @@ FD_INLINE vec_t vec_round(vec_t x) { return vrndnq_f32(x); }
 FD_INLINE vec_t vec_fraction(vec_t x) { return vsubq_f32(x, vrndmq_f32(x)); }
 FD_INLINE vec_t vec_bits(uint32x4_t x) { return vreinterpretq_f32_u32(x); }
 FD_INLINE uint32x4_t vec_ints(vec_t x) { return vreinterpretq_u32_f32(x); }
-/* y times 2^floor(x), but 0 where x is below the limit or NaN; y and the result are normal. */
+/* y times 2^floor(x), or 0 where x is below `limit` or NaN; y and the result are normal. */
 FD_INLINE vec_t vec_scale2(vec_t y, vec_t x, float limit) {
     const uint32x4_t exponent = vshlq_n_u32(vreinterpretq_u32_s32(vcvtmq_s32_f32(x)), 23);
     return vec_bits(vandq_u32(vaddq_u32(vec_ints(y), exponent), vcgeq_f32(x, vdupq_n_f32(limit))));
@@ -46,13 +46,13 @@ FD_INLINE int vec_any_above(vec_t x, vec_t y) { return vmaxvq_u32(vcgtq_f32(x, y
 FD_INLINE vec_t vec_from_int(vec_t x) { return vcvtq_f32_s32(vreinterpretq_s32_f32(x)); }
 FD_INLINE vec_t vec_add_int(vec_t x, vec_t y) { return vec_bits(vaddq_u32(vec_ints(x), vec_ints(y))); }
 FD_INLINE vec_t vec_and_bits(vec_t x, uint32_t bits) { return vec_bits(vandq_u32(vec_ints(x), vdupq_n_u32(bits))); }
-/* The 32 bits at p in every lane. */
+/* Copies the 32 bits at p into every lane. */
 FD_INLINE vec_t vec_broadcast(const void *p) {
     uint32_t x;
     memcpy(&x, p, sizeof x);
     return vec_bits(vdupq_n_u32(x));
 }
-/* Lane i of x where bit i is set, else fill. */
+/* Lane i is that of x where bit i is set, else `fill`. */
 FD_INLINE vec_t vec_select(vec_t x, uint64_t bits, float fill) {
     static const uint32_t lane[LANES] = {1, 2, 4, 8};
     return vbslq_f32(vtstq_u32(vdupq_n_u32((uint32_t)bits), vld1q_u32(lane)), x, vdupq_n_f32(fill));
@@ -61,7 +61,7 @@ FD_INLINE vec_t vec_select(vec_t x, uint64_t bits, float fill) {
 FD_INLINE vec_t vec_load_fp16(const void *p) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p))); }
 FD_INLINE vec_t vec_load_bf16(const void *p) { return vec_bits(vshll_n_u16(vld1_u16(p), 16)); }
 FD_INLINE void vec_store_fp16(void *p, vec_t x) { vst1_u16(p, vreinterpret_u16_f16(vcvt_f16_f32(x))); }
-/* Operands in this order so that NaN stays NaN. */
+/* The order of the operands keeps NaN. */
 FD_INLINE vec_t vec_saturate_fp16(vec_t x) {
     return vec_max(vec_set1(-FD_FP16_MAX), vec_min(vec_set1(FD_FP16_MAX), x));
 }
@@ -71,7 +71,7 @@ FD_INLINE void vec_store_bf16(void *p, vec_t x) {
     const uint32x4_t quiet = vorrq_u32(u, vdupq_n_u32(0x400000));
     vst1_u16(p, vshrn_n_u32(vbslq_u32(vceqq_f32(x, x), rounded, quiet), 16));
 }
-/* Rounded to nearest even; the lanes plus zero fit into a byte. */
+/* Rounds to nearest even; every lane plus `zero` fits into a byte. */
 FD_INLINE void vec_store_u8(void *p, vec_t x, int zero) {
     const int16x4_t words = vmovn_s32(vaddq_s32(vcvtnq_s32_f32(x), vdupq_n_s32(zero)));
     const uint32_t bytes = vget_lane_u32(vreinterpret_u32_s8(vmovn_s16(vcombine_s16(words, words))), 0);
@@ -81,20 +81,20 @@ FD_INLINE void vec_store_int(void *p, vec_t x, int zero) {
     vst1q_s32(p, vaddq_s32(vcvtnq_s32_f32(x), vdupq_n_s32(zero)));
 }
 
-/* ---- words of K and V (chunk.h) ---- */
+/* ---- Words of K and V (chunk.h) ---- */
 
 FD_INLINE vec_t kv_load(fd_kv_dtype_t format, const uint8_t *p) {
     return format == FD_KV_FP16 ? vec_load_fp16(p) : vec_load((const float *)p);
 }
 
-/* scale and (of int4) centre of LANES tokens. */
+/* Loads the scale and the centre (0 for int8) of LANES tokens. */
 FD_INLINE void kv_affine(fd_kv_dtype_t format, const void *p, vec_t *scale, vec_t *centre) {
     const uint32x4_t x = vld1q_u32(p);
     *scale = vec_bits(format == FD_KV_INT8 ? x : vandq_u32(x, vdupq_n_u32(0xffff0000u)));
     *centre = format == FD_KV_INT8 ? vec_zero() : vec_bits(vshlq_n_u32(x, 16));
 }
 
-/* Head sizes are multiples of 8, so with 4 lanes a half vector never occurs; the templates still name these. */
+/* With 4 lanes there are no half vectors, because head sizes are multiples of 8; the templates need these names. */
 FD_INLINE vec_t vec_load_half(const float *p) { return vec_load(p); }
 FD_INLINE void vec_store_half(float *p, vec_t x) { vec_store(p, x); }
 FD_INLINE void vec_store_fp16_half(void *p, vec_t x) { vec_store_fp16(p, x); }

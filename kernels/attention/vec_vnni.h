@@ -1,19 +1,20 @@
-/* Products of AVX-512 with VNNI, and of bf16 pairs where there is AVX512_BF16. Included within the target pragma of a
- * file of kernels.
+/* The kv_* primitives for AVX-512 with VNNI, and with BF16 if the file that includes this uses bf16 formats. ISA files
+ * include this within their target pragma.
  *
- * Integers are multiplied in fours of 8 bits (vpdpbusd): half as many instructions as 16 bits take. A query, and the
- * weights of a chunk, are rounded as coarsely as int8 rounds K and V, and add as much to the error. bf16 is multiplied
- * in pairs (vdpbf16ps) by queries and weights rounded to bf16, as flash attention on GPUs has them; subnormals count as
- * zeros.
+ * Integers are multiplied as groups of four 8-bit integers (vpdpbusd), which takes half as many instructions as 16-bit
+ * pairs. Queries and weights are rounded as coarsely as int8 rounds K and V, and add as much to the error. bf16 is
+ * multiplied in pairs (vdpbf16ps) by queries and weights rounded to bf16, as flash attention on GPUs does; these
+ * products treat subnormals as zeros.
  *
- * In assembly because gcc 12 copies the sum before the intrinsics, which costs as much as the product.
+ * The products are written in assembly, because gcc 12 copies the sum before each intrinsic, and that copy costs as
+ * much as the product.
  */
 #ifndef FD_VEC_VNNI_H
 #define FD_VEC_VNNI_H
 
 #include "vec_avx512.h"
 
-/* A column: of the 32 registers at most 16 are sums. */
+/* A tile is a column wide; at most 16 of the 32 registers hold sums. */
 FD_INLINE int tile_vecs(fd_kv_dtype_t format, int rows) { return 2; }
 FD_INLINE uint32_t block_rows(fd_kv_dtype_t dtype) { return MAX_BLOCK; }
 
@@ -21,8 +22,8 @@ FD_INLINE int kv_bits(fd_kv_dtype_t format) { return 8; }
 FD_INLINE float kv_qmax(fd_kv_dtype_t format, int is_v) { return is_v ? 255.0f : 127.0f; }
 FD_INLINE int kv_parts(fd_kv_dtype_t format) { return format == FD_KV_INT4 ? 2 : 1; }
 
-/* vpdpbusd takes one side unsigned: what is stored of K against the query's signs, the weights against V. So V of int8
- * gets its signs back. */
+/* vpdpbusd multiplies unsigned by signed integers. In scores the stored integers of K are the unsigned side and the
+ * query the signed side; in outputs the weights are unsigned, so kv_unpack makes int8 V signed, with zero point 0. */
 #define FD_OWN_V_ZERO_POINT
 FD_INLINE int kv_v_zero_point(fd_kv_dtype_t format) { return format == FD_KV_INT8 ? 0 : fd_zero_point(format); }
 
@@ -56,12 +57,12 @@ FD_INLINE void kv_store_query(fd_kv_dtype_t format, void *to, const float *q, ui
     for (; d + LANES <= head_size; d += LANES) store_rounded_bf16((uint16_t *)to + d, vec_load(q + d));
     if (d < head_size) store_rounded_bf16((uint16_t *)to + d, vec_load_half(q + d));
 }
-/* Vector i of a query's integers, in the byte order of chunk.h's words. */
+/* Stores vector i of a query row's integers in the byte order of chunk.h's words. */
 FD_INLINE void kv_store_multipliers(fd_kv_dtype_t format, void *to, uint32_t i, vec_t x) {
     store_word_bytes((__m128i *)to + i, _mm512_cvtps_epi32(x));
 }
-/* Four vectors of integers of 8 bits in that order too: packing leaves them lane by lane, one word of each vector after
- * the other. */
+/* Stores four vectors of 8-bit integers in that order. The pack instructions work within 128-bit lanes, so each 128-bit
+ * lane then has one word of each vector; `words` restores the order of the words. */
 FD_INLINE void store_packed(void *to, const vec_t *x, const int is_signed) {
     const __m512i words = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
     const __m512i order = _mm512_broadcast_i32x4(word_order());
@@ -71,8 +72,7 @@ FD_INLINE void store_packed(void *to, const vec_t *x, const int is_signed) {
     _mm512_storeu_si512(to, _mm512_permutexvar_epi32(words, _mm512_shuffle_epi8(bytes, order)));
 }
 #define FD_OWN_STORE_MULTIPLIERS4
-/* At once, for kv_pack_query_rows reads as much at once: what was stored in parts would have to be in the cache first.
- */
+/* Stores all at once, because the 64-byte load of kv_pack_query_rows would stall behind several narrower stores. */
 FD_INLINE void kv_store_multipliers4(fd_kv_dtype_t format, void *to, uint32_t i, const vec_t *x) {
     store_packed((__m128i *)to + i, x, 1);
 }
@@ -85,7 +85,8 @@ FD_INLINE void kv_store_float_weights(fd_kv_dtype_t format, void *to, uint32_t i
 }
 #define FD_OWN_SUM_WEIGHTS
 FD_INLINE vec_t kv_sum_weights(fd_kv_dtype_t format, const void *weights, uint32_t first, uint32_t last) {
-    const uint32_t elems = format == FD_KV_BF16 ? 2 : 4, words = LANES / elems; /* of a vector of weights */
+    const uint32_t elems = format == FD_KV_BF16 ? 2 : 4,
+                   words = LANES / elems; /* words that hold a vector of weights */
     const uint64_t mask = ~UINT64_C(0) << words * first & ~UINT64_C(0) >> (64 - words * last);
     vec_t sum = vec_zero();
     FD_UNROLL
