@@ -1,0 +1,136 @@
+"""An open-loop load on a running OpenAI-compatible server, such as fastdecode, vLLM or llama.cpp.
+
+Requests come from a trace (Azure's, BurstGPT's or Mooncake's form) or have fixed lengths. They arrive as in the trace,
+at a rate or at a sweep of rates (Poisson or gamma), or all at once with a limit on how many are under way.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from pathlib import Path
+from typing import Any
+
+import orjson
+import uvloop
+
+from fastdecode.bench.serving import client, report, workload
+
+COMMAND = ("serve", "latency and throughput of a running OpenAI-compatible server under load")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `fastdecode-bench serve`."""
+    add = parser.add_argument
+    add("--url", default="http://127.0.0.1:8000/v1", help="the server, up to and with /v1")
+    add("--model", metavar="NAME", help="model to ask for; default: the first that the server lists")
+    add("--api-key-file", type=Path, metavar="FILE", help="file with the key to present")
+    add("--trace", type=Path, metavar="FILE", help="Azure, BurstGPT (CSV) or Mooncake (JSON lines) trace, may be .gz")
+    add("--requests", type=int, default=100, metavar="N", help="number of requests; of a trace, the first N")
+    add("--input-tokens", type=int, default=256, help="prompt tokens a request, without --trace")
+    add("--output-tokens", type=int, default=64, help="output tokens a request, without --trace")
+    add("--scale-lengths", type=float, default=1.0, metavar="F", help="multiply the trace's lengths by F")
+    add("--max-tokens", type=int, metavar="N", help="cut requests to at most N tokens, prompt and output together")
+    arrivals = parser.add_mutually_exclusive_group()
+    arrivals.add_argument("--rate", type=_rates, metavar="R[,R...]", help="requests a second; several make a sweep")
+    arrivals.add_argument("--speed-up", type=float, metavar="F", help="the trace's own arrivals, F times as fast")
+    add(
+        "--burstiness", type=float, default=1.0, help="shape of the gamma-distributed gaps: 1 is Poisson, less burstier"
+    )
+    add("--concurrency", type=int, metavar="N", help="at most N requests under way (closed loop); default: no limit")
+    add("--token-ids", type=_range, default=(3, 1000), metavar="A-B", help="ids that prompts are drawn from (3-1000)")
+    add("--slo-ttft", type=float, metavar="S", help="objective: first token within S seconds")
+    add(
+        "--slo-tbt",
+        type=float,
+        metavar="S",
+        help="objective: 99 %% of a request's gaps between chunks within S seconds",
+    )
+    add("--timeout", type=float, default=600.0, metavar="S", help="give a request up after S seconds")
+    add("--deadline", type=float, metavar="S", help="end a run after S seconds and keep what came")
+    add("--extra", type=_object, default={}, metavar="JSON", help="further fields of every request's body")
+    add("--seed", type=int, default=0)
+    add("--json", action="store_true", help="print one JSON object")
+    add("--out", type=Path, metavar="FILE", help="write the JSON object after every run, so that partial results stay")
+    add("--plot", type=Path, metavar="FILE", help="PNG: latency against rate for a sweep, else the run over time")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Run the load and print its figures. Raises RuntimeError, ValueError, OSError."""
+    result = uvloop.run(_run(args))
+    if args.json:
+        print(orjson.dumps(result, option=orjson.OPT_INDENT_2).decode())
+    if args.plot:
+        from fastdecode.bench.serving import plots
+
+        if len(result["rows"]) > 1:
+            plots.rates(result, args.plot)
+        else:
+            plots.timeline(result["rows"][0], args.plot)
+
+
+async def _run(args: argparse.Namespace) -> dict[str, Any]:
+    base = _requests(args)
+    key = args.api_key_file.read_text().strip() if args.api_key_file else None
+    url = args.url.rstrip("/")
+    server = client.Server(url, args.model or await client.first_model(url, key), key, args.extra)
+    first_id, last_id = args.token_ids
+    prompts = workload.Prompts(first_id, last_id, args.seed, args.scale_lengths)
+    rows: list[dict[str, Any]] = []
+    result = {"url": url, "model": server.model, "trace": args.trace and args.trace.name, "rows": rows}
+    for rate in args.rate or [None]:
+        requests = base if rate is None else workload.at_rate(base, rate, args.burstiness, args.seed)
+        done = await client.run(
+            server,
+            requests,
+            prompts,
+            concurrency=args.concurrency,
+            timeout=args.timeout,
+            deadline=args.deadline,
+            progress=sys.stderr.isatty(),
+        )
+        row = {"rate": rate} | report.summary(done, args.slo_ttft, args.slo_tbt)
+        row |= {"timeline": report.timeline(done), "samples": done.samples}
+        rows.append(row)
+        if not args.json:
+            print(("" if rate is None else f"rate {rate:g}: ") + report.table(row), flush=True)
+        if args.out:
+            args.out.write_bytes(orjson.dumps(result, option=orjson.OPT_INDENT_2))
+        await asyncio.sleep(0)
+    return result
+
+
+def _requests(args: argparse.Namespace) -> list[workload.Request]:
+    if args.requests < 1:
+        raise ValueError("--requests must be at least 1")
+    if args.trace is None:
+        if args.speed_up is not None:
+            raise ValueError("--speed-up needs a --trace")
+        if min(args.input_tokens, args.output_tokens) < 1:
+            raise ValueError("--input-tokens and --output-tokens must be at least 1")
+        return workload.fixed(args.requests, args.input_tokens, args.output_tokens)
+    requests = workload.read_trace(args.trace)[: args.requests]
+    requests = workload.scaled(requests, args.scale_lengths, args.max_tokens)
+    return workload.sped_up(requests, args.speed_up) if args.speed_up else requests
+
+
+def _rates(text: str) -> list[float]:
+    rates = [float(part) for part in text.split(",")]
+    if min(rates) <= 0:
+        raise ValueError("a rate is more than 0")
+    return rates
+
+
+def _range(text: str) -> tuple[int, int]:
+    first, _, last = text.partition("-")
+    if not 0 <= int(first) <= int(last):
+        raise ValueError(f"{text} is not a range such as 3-1000")
+    return int(first), int(last)
+
+
+def _object(text: str) -> dict[str, Any]:
+    value = orjson.loads(text)
+    if not isinstance(value, dict):
+        raise ValueError("--extra is a JSON object")
+    return value

@@ -1,0 +1,51 @@
+"""Plots of serving runs: latency against request rate, and a run over time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from fastdecode.bench import plot
+
+
+def rates(result: dict[str, Any], path: Path) -> None:
+    """TTFT and TBT (median and 99th percentile) and output tokens/s over the request rate."""
+    rows = result["rows"]
+    x = [row["rate"] for row in rows]
+    figure, axes = plot.plt.subplots(1, 3, figsize=(13, 4))
+    for axis, name, label in ((axes[0], "ttft_ms", "TTFT, ms"), (axes[1], "tbt_ms", "TBT, ms")):
+        for p in ("p50", "p99"):
+            axis.plot(x, [row[name].get(p, float("nan")) for row in rows], marker="o", markersize=3, label=p)
+        axis.set_yscale("log")
+        axis.set_ylabel(label)
+        axis.legend(fontsize=8)
+    axes[2].plot(x, [row["output_tokens_per_s"] for row in rows], marker="o", markersize=3)
+    axes[2].set_ylabel("output tokens/s")
+    _finish(figure, axes, "requests/s", path)
+
+
+def timeline(row: dict[str, Any], path: Path) -> None:
+    """Tokens/s and requests under way of one run, and the share of the KV-cache in use where the server tells."""
+    samples = [s for s in row["samples"] if "kv_cache_usage_perc" in s]
+    figure, axes = plot.plt.subplots(1, 3 if samples else 2, figsize=(13, 4))
+    t = [point["t"] for point in row["timeline"]]
+    axes[0].plot(t, [point["tokens_per_s"] for point in row["timeline"]])
+    axes[0].set_ylabel("tokens/s")
+    axes[1].plot(t, [point["under_way"] for point in row["timeline"]], label="under way at the client")
+    if running := [s for s in row["samples"] if "num_requests_running" in s]:
+        axes[1].plot([s["t"] for s in running], [s["num_requests_running"] for s in running], label="running (server)")
+        axes[1].legend(fontsize=8)
+    axes[1].set_ylabel("requests")
+    if samples:
+        axes[2].plot([s["t"] for s in samples], [100 * s["kv_cache_usage_perc"] for s in samples])
+        axes[2].set_ylabel("KV-cache in use, %")
+    _finish(figure, axes, "s", path)
+
+
+def _finish(figure: Any, axes: Any, label: str, path: Path) -> None:
+    for axis in axes:
+        axis.set_xlabel(label)
+        axis.grid(alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+    plot.plt.close(figure)
