@@ -69,6 +69,7 @@ async def until(condition):
 # -- answers ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick
 async def test_models(client):
     assert [m.id async for m in client.openai.models.list()] == [MODEL]
     assert (await client.openai.models.retrieve(MODEL)).owned_by == "fastdecode"
@@ -77,6 +78,7 @@ async def test_models(client):
     assert caught.value.code == "model_not_found"
 
 
+@pytest.mark.quick
 async def test_completion_is_transformers_greedy_text(client, model, tokenizer):
     ids = tokenizer.encode(PROMPT)
     expected = greedy(model, ids, 12)
@@ -90,6 +92,7 @@ async def test_completion_is_transformers_greedy_text(client, model, tokenizer):
     assert answer._request_id == answer.id
 
 
+@pytest.mark.quick
 async def test_chat_is_transformers_greedy_text(client, model, tokenizer):
     ids = chat_prompt(tokenizer, MESSAGES)
     expected = greedy(model, ids, 12)
@@ -119,6 +122,7 @@ async def test_streamed_and_whole_completions_agree(client, n):
     assert usage == whole.usage
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("n", [1, 3])
 async def test_streamed_and_whole_chats_agree(client, n):
     ask = CHAT | {"temperature": 1.0, "seed": 11, "n": n}

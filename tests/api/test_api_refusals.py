@@ -15,6 +15,8 @@ from real_engine import real_engine
 
 from fastdecode.text.tokenizer import Tokenizer
 
+pytestmark = pytest.mark.quick
+
 MESSAGES = [{"role": "user", "content": "Who are you?"}]
 ASK = {"model": MODEL, "prompt": "The quick", "max_tokens": 4}
 CHAT = {"model": MODEL, "messages": MESSAGES, "max_completion_tokens": 4}

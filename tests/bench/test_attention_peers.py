@@ -13,6 +13,8 @@ from fastdecode.bench.rpart import RPart
 from fastdecode.bench.shape import Shape
 from fastdecode.transports.base import KV_DTYPES
 
+pytestmark = pytest.mark.quick
+
 SHAPE = Shape(context=130, group=3, head_size=64, kv_heads=2)  # the last page or block is not full
 KV_BYTES = 1 << 20
 

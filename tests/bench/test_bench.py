@@ -87,6 +87,7 @@ def test_attention_prints_a_row_a_cell_and_peer_with_the_roofline_of_the_same_ro
     assert fp32["gbps"] * 1e9 == pytest.approx(fp32["seq_layers_per_s"] * 2 * 128 * 2 * 2 * 16 * 4)
 
 
+@pytest.mark.quick
 def test_attention_in_cache_is_one_thread_on_a_megabyte():
     argv = ["--part", "in-cache", "--kv-dtype", "fp16", "--head-size", "64", "--rounds", "2", "--json"]
     result = json.loads(bench("attention", *argv))

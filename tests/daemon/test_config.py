@@ -11,6 +11,8 @@ from fastdecode.daemon import embedded, machine, rnode
 from fastdecode.daemon.config import EMBEDDED, ConfigError, NodeConfig, format_bytes, parse_bytes
 from fastdecode.transports.base import KV_DTYPES
 
+pytestmark = pytest.mark.quick
+
 
 def test_defaults_are_those_of_the_dataclass():
     assert NodeConfig.from_args([]) == NodeConfig()

@@ -108,6 +108,7 @@ def traces(tmp_path: Path) -> set[Path]:
     return {*Path("/dev/shm").iterdir(), *temporary(tmp_path).iterdir()}
 
 
+@pytest.mark.quick
 def test_demo_model_streams_and_sigterm_ends_both_processes(start, tmp_path):
     before = traces(tmp_path)
     node = start("--port", "0", "--kv-memory", "256MiB")

@@ -30,6 +30,7 @@ def network(config) -> Llama:
     return model
 
 
+@pytest.mark.quick
 def test_tokenizer_round_trips_any_text(tokenizer, config):
     for text in (demo.heldout_text()[:5000], "naïve £5 日本語 \n\n\t x"):
         ids = tokenizer.encode(text).ids
@@ -38,6 +39,7 @@ def test_tokenizer_round_trips_any_text(tokenizer, config):
         assert tokenizer.decode(ids) == text
 
 
+@pytest.mark.quick
 def test_heldout_loss_is_that_of_a_trained_model(network, tokenizer):
     ids = tokenizer.encode(demo.heldout_text()[:12000]).ids
     rows = torch.tensor(ids[: len(ids) // 513 * 513]).view(-1, 513)

@@ -22,6 +22,8 @@ from fastdecode.engine.request import (
 from fastdecode.engine.runner import Runner, RunnerStopped
 from fastdecode.transports.base import CallRefused
 
+pytestmark = pytest.mark.quick
+
 # -- runner -----------------------------------------------------------------------------------------------------------
 
 

@@ -14,6 +14,8 @@ from fastdecode.engine.scheduler import Plan, Scheduler, SchedulerLimits
 from fastdecode.engine.sequence import Sequence
 from fastdecode.transports.base import PAGE_TOKENS
 
+pytestmark = pytest.mark.quick
+
 END = 7  # the end token of every sequence here
 WORD = 1
 

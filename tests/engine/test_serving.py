@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from checkpoints import FAMILIES, VOCAB_SIZE, make_checkpoint, reference
+from quick import quick
 from rnode_process import RNodeProcess
 
 from fastdecode.engine.engine import Engine
@@ -150,7 +151,7 @@ LENGTHS = [1, 2, 63, 64, 65, 127, 128, 129, 300, 600, 17, 5]
 @pytest.mark.parametrize("mini_batches", [1, 2, 3])
 @pytest.mark.parametrize("n_nodes", [1, 3])
 @pytest.mark.parametrize("scheme", ["shm", "tcp"])
-@pytest.mark.parametrize("family", [*FAMILIES, "llama-llama3"])
+@pytest.mark.parametrize("family", quick([*FAMILIES, "llama-llama3"], "llama-gqa"))
 async def test_greedy_equals_transformers(family, scheme, n_nodes, mini_batches, shm_nodes, tcp_nodes):
     model, judge = loaded(family), judge_of(family)
     nodes = {"shm": shm_nodes, "tcp": tcp_nodes}[scheme][:n_nodes]
@@ -267,6 +268,7 @@ async def test_sigkill_of_the_only_r_node_ends_streams_and_a_new_one_serves_on(m
             assert_greedy(judge, prompt, await tokens_of(engine.submit(prompt, greedy(20))))
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("scheme", ["shm", "tcp"])
 async def test_sigkill_of_one_of_two_r_nodes_costs_time_not_tokens(scheme, model, judge, tmp_path):
     urls = ["tcp://127.0.0.1:0"] * 2 if scheme == "tcp" else [f"shm://{tmp_path}/r{i}.sock" for i in range(2)]

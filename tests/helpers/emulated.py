@@ -157,7 +157,7 @@ class _Emulated:
     def attend_merge(self, isa: str, m, l, acc, m2, l2, acc2) -> None:  # noqa: E741
         self.ask(isa, _MERGE, 0, [m, l, acc], [m2, l2, acc2], rows=len(acc), head_size=acc.shape[1])
 
-    def attend_finish(self, isa: str, o: np.ndarray, acc: np.ndarray, l: np.ndarray, act_dtype: str) -> None:  # noqa: E741
+    def attend_finish(self, isa: str, o: np.ndarray, acc: np.ndarray, l: np.ndarray, act_dtype: str):  # noqa: E741
         dtype, (rows, head_size) = ACT_DTYPES.index(act_dtype), acc.shape
         self.ask(isa, _FINISH, dtype, [o], [acc, l], rows=rows, head_size=head_size)
 

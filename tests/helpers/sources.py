@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -10,3 +11,8 @@ KERNELS = ("kernels/attention", "kernels/cache", "kernels/engine")
 ENGINE = sorted(path for folder in KERNELS for path in (ROOT / folder).glob("*.c"))
 #: Flags that find every header.
 INCLUDES = [f"-I{ROOT / folder}" for folder in ("region", *KERNELS, "transports", "tests/c")]
+
+
+def source_files(root: Path, folders: Iterable[str], *endings: str) -> list[Path]:
+    """The files with these endings in folders of `root`, at any depth."""
+    return sorted(path for folder in folders for ending in endings for path in (root / folder).rglob(f"*.{ending}"))

@@ -12,6 +12,8 @@ from emulated import NEON, SCALAR, kernels, params
 
 from fastdecode.kernels import _native as native
 
+pytestmark = pytest.mark.quick
+
 TORCH_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 by_isa = pytest.mark.parametrize("isa", params([*native.isa_supported(), NEON, SCALAR]))

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from emulated import NEON, SCALAR, is_emulated, kernels, params
 from kernel_budget import INTEGERS, Budget, budget
+from quick import quick
 
 from fastdecode.bench.accuracy import stored, stored_kv
 from fastdecode.kernels import _native as native
@@ -158,6 +159,7 @@ def test_the_op_table_is_the_one_asked_for(isa: str, kv_dtype: str) -> None:
     assert native.isa_of_kernels(isa, kv_dtype) == isa
 
 
+@pytest.mark.quick
 def test_isas_agree_with_the_operating_system() -> None:
     with open("/proc/cpuinfo") as f:
         flags = next((set(line.split(":")[1].split()) for line in f if line.startswith(("flags", "Features"))), set())
@@ -171,7 +173,7 @@ def test_isas_agree_with_the_operating_system() -> None:
     assert native.isa_best() == ISAS[-1]
 
 
-@pytest.mark.parametrize("head_size", HEAD_SIZES)
+@pytest.mark.parametrize("head_size", quick(HEAD_SIZES, 64))
 @by_kv_dtype
 @by_isa
 def test_attention_equals_float64(isa: str, kv_dtype: str, head_size: int) -> None:
@@ -188,6 +190,7 @@ def test_attention_equals_float64(isa: str, kv_dtype: str, head_size: int) -> No
         assert error <= FORMAT_BUDGET[kv_dtype], f"{case}: {kv_dtype} costs {error:.2e}"
 
 
+@pytest.mark.quick
 @by_kv_dtype
 @by_isa
 def test_every_number_of_tokens_in_a_page(isa: str, kv_dtype: str) -> None:
@@ -255,6 +258,7 @@ def test_garbage_beyond_the_limits_never_reaches_a_result(isa: str, kv_dtype: st
             assert np.array_equal(got, want), (head_size, group, q_len, length, window)
 
 
+@pytest.mark.quick
 @by_kv_dtype
 @pytest.mark.parametrize("reader", params([*ISAS, NEON, SCALAR]))
 @pytest.mark.parametrize("writer", params([*ISAS, NEON, SCALAR]))
@@ -295,6 +299,7 @@ def test_appending_token_by_token_equals_appending_at_once(isa: str, kv_dtype: s
     assert np.array_equal(at_once, one_by_one)
 
 
+@pytest.mark.quick
 @by_kv_dtype
 @by_isa
 def test_parts_merged_by_log_sum_exp_equal_the_whole(isa: str, kv_dtype: str) -> None:
@@ -330,6 +335,7 @@ def heads_side_by_side(
     return caches, buffer
 
 
+@pytest.mark.quick
 @by_kv_dtype
 @by_isa
 def test_heads_attended_at_once_equal_each_alone(isa: str, kv_dtype: str) -> None:

@@ -15,6 +15,7 @@ from link_driver import hello
 from sources import ROOT
 
 from fastdecode.daemon import check
+from fastdecode.daemon.config import NodeConfig
 from fastdecode.transports import _native, rdma_endpoint, rdma_report
 from fastdecode.transports.base import TransportError
 from fastdecode.transports.rdma_devices import Gid, RdmaPort, choose, list_ports
@@ -51,6 +52,7 @@ def two_devices(tmp_path: Path) -> list[RdmaPort]:
     return list_ports(tmp_path)
 
 
+@pytest.mark.quick
 def test_ports_as_sysfs_shows_them(two_devices):
     assert [str(port) for port in two_devices] == ["a port 1", "b port 1", "b port 2"]
     assert [port.active for port in two_devices] == [True, True, False]
@@ -59,6 +61,7 @@ def test_ports_as_sysfs_shows_them(two_devices):
     assert list_ports(Path("/nowhere")) == []
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("local", "wanted", "device", "index"),
     [
@@ -77,6 +80,7 @@ def test_the_gid_of_the_interface_that_routes_to_the_peer(two_devices, local, wa
     assert (place.port.device, place.gid.index) == (device, index)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("local", "wanted", "says"),
     [
@@ -104,13 +108,15 @@ def test_an_interface_without_an_address_is_asked_for_one(tmp_path):
         choose(list_ports(tmp_path), "10.0.0.1")
 
 
+@pytest.mark.quick
 def test_no_device_is_an_answer(tmp_path):
     with pytest.raises(TransportError, match="no RDMA device"):
         choose(list_ports(tmp_path), "10.0.0.1")
     assert rdma_report.report(tmp_path).startswith("no devices")
-    assert "RDMA" in check.report()
+    assert "RDMA" in check.report(NodeConfig())
 
 
+@pytest.mark.quick
 def test_check_lists_every_port_and_gid(two_devices, tmp_path):
     verdict, *ports = rdma_report.report(tmp_path).splitlines()
     assert "usable" in verdict
@@ -133,6 +139,7 @@ def no_pyverbs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     rdma_endpoint.load.cache_clear()
 
 
+@pytest.mark.quick
 async def test_without_pyverbs_the_url_says_what_to_install(no_pyverbs):
     with pytest.raises(TransportError, match=r"needs pyverbs.*python3-pyverbs.*fastdecode\[rdma\]"):
         await connect("rdma://127.0.0.1:1", hello(), None)

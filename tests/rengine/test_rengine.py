@@ -58,6 +58,7 @@ def links(engines):
         link.close()
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("kv_dtype", range(len(KV_NAMES)), ids=KV_NAMES)
 @pytest.mark.parametrize("threads", [1, 2, 3])
 @pytest.mark.parametrize("isa", ISAS)
@@ -145,6 +146,7 @@ def test_pages_are_counted_freed_and_used_again(links):
         assert link.lease.stats() | {"pages_used": 0, "seqs": 0} == link.lease.stats()
 
 
+@pytest.mark.quick
 def test_trim_rolls_back(links):
     link = links(Geometry(max_rows=200, n_layers=2), n_pages=8)
     link.fill(0, 400)
@@ -159,6 +161,7 @@ def test_trim_rolls_back(links):
     link.step(0, [(0, 1, True)])
 
 
+@pytest.mark.quick
 def test_fork_shares_pages_and_parts_from_them(links):
     link = links(Geometry(max_rows=200, n_layers=2), n_pages=8)
     link.fill(0, 2 * PAGE + 22)
@@ -427,6 +430,7 @@ def test_threads_are_pinned_where_asked(engines):
         engines(2, cpus=[0])
 
 
+@pytest.mark.quick
 def test_random_walk(links):
     """Random steps, forks, trims and frees over shared prefixes, every O row checked."""
     link = links(Geometry(n_slots=2, max_rows=128, n_layers=2), KV_FP32, 60, 12, windows=[0, 180], threads=3)

@@ -322,6 +322,7 @@ link.close()
 """
 
 
+@pytest.mark.quick
 @pytest.mark.skipif(not shutil.which("gcc"), reason="needs gcc")
 def test_calls_allocate_nothing_and_take_no_lock(tmp_path):
     """Counted in a process into which tests/c/count_calls.c is preloaded. A step's first call may do both: it plans."""

@@ -11,6 +11,8 @@ from rengine_peer import KV_FP32, OK, OUT_OF_PAGES, PAGE, Geometry, Link
 
 from fastdecode.kernels import _native
 
+pytestmark = pytest.mark.quick
+
 STRETCH = 8
 SMALL = Geometry(n_slots=1, max_rows=4 * PAGE, n_layers=1, n_q_heads=1, n_kv_heads=1, head_size=8)
 

@@ -20,6 +20,8 @@ from rengine_peer import (
 
 from fastdecode.kernels import _native
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.fixture
 def link():

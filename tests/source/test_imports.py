@@ -8,6 +8,8 @@ import pytest
 from dependencies import Rooms, circle, forbidden, include_graph, python_graph
 from sources import ROOT
 
+pytestmark = pytest.mark.quick
+
 #: Each room and the rooms that it may import from. A room names only rooms above it.
 PYTHON = {
     "region": [],

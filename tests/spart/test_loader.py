@@ -68,6 +68,7 @@ def test_both_spellings_of_rope_mean_the_same(name, copy):
         assert ModelConfig.from_dir(directory) == new
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("kind", ["linear", "llama3", "yarn"])
 @pytest.mark.parametrize("head_size", [24, 64, 128])
 def test_rope_frequencies_are_transformers(kind, head_size):
@@ -120,6 +121,7 @@ def test_unknown_architecture_is_named_with_the_known_ones(copy):
         load_model(directory)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -185,6 +187,7 @@ def test_packed_products_compile_few_kernels_and_are_right_for_every_number_of_r
     assert all(known_rows(n) == n for n in range(1, 33))
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("name", VARIANTS)
 def test_every_number_of_the_checkpoint_is_loaded(name):
     """Sums of parameters, so that a tensor in the wrong half of a fused one would still have to be found elsewhere."""

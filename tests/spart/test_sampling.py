@@ -20,6 +20,8 @@ from fastdecode.spart.batch import SampleSpec
 from fastdecode.spart.penalties import LogitRules
 from fastdecode.spart.sampling import Sampler, filtered, uniforms
 
+pytestmark = pytest.mark.quick
+
 VOCAB = 3000  # more than the prefix in which the cut of top-p is looked for first
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import FAMILIES, VARIANTS, make_checkpoint, reference
+from quick import quick
 
 from fastdecode.daemon.rnode import RNode
 from fastdecode.spart import Model, SPart, load_model
@@ -138,7 +139,7 @@ def feed(spart: SPart, slot: int, pieces: list[tuple[Text, int]]):
 # -- equal to transformers --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", quick(VARIANTS, *FAMILIES))
 async def test_logits_equal_transformers(variant, tmp_path):
     """Six prompts in one step, without padding; then all of them token by token past a page's end."""
     directory = make_checkpoint(variant)

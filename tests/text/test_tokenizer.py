@@ -15,6 +15,8 @@ from transformers import AutoTokenizer
 from fastdecode.text.chat_template import ChatTemplateError
 from fastdecode.text.tokenizer import Detokenizer, Tokenizer, TokenizerError
 
+pytestmark = pytest.mark.quick
+
 TEXTS = [
     "",
     " ",

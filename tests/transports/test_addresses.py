@@ -10,6 +10,8 @@ from link_driver import hello
 from fastdecode.transports.base import LinkRefused, TransportError
 from fastdecode.transports.registry import connect, serve
 
+pytestmark = pytest.mark.quick
+
 
 class NoService:
     """Grants nothing."""

@@ -39,6 +39,7 @@ async def refusal(url: str, *messages: object) -> str:
     return answer["reason"]
 
 
+@pytest.mark.quick
 async def test_wrong_version_names_both(r_node, bystander):
     other = said(version=PROTOCOL_VERSION + 41) | {"a field": "of the future"}
     reason = await refusal(r_node.tcp, other)
@@ -215,6 +216,7 @@ async def guarded(tmp_path: Path) -> AsyncIterator[RNode]:
     await node.close()
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 async def test_the_same_secret_opens_a_link(guarded, transport):
     link = await connect(getattr(guarded, transport), hello(), SECRET)
@@ -223,6 +225,7 @@ async def test_the_same_secret_opens_a_link(guarded, transport):
     await link.close()
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 async def test_secrets_that_do_not_fit(r_node, guarded, transport):
     for there, secret, says in [

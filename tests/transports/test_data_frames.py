@@ -21,6 +21,7 @@ from fastdecode.transports.registry import connect
 # ---- data frames over TCP ----
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("data", "says"),
     [

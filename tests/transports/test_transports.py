@@ -27,6 +27,7 @@ PAGES = KV_BYTES // (SMALL.n_layers * SMALL.n_kv_heads * 2 * SMALL.head_size * 4
 # ---- what a link does ----
 
 
+@pytest.mark.quick
 async def test_attention_equals_float64(shared_node):
     said = hello(windows=(0, 70))
     link = await connect(shared_node.url, said, None)
@@ -136,6 +137,7 @@ async def test_several_links_of_one_r_node_at_once(shared_node):
         await link.close()
 
 
+@pytest.mark.quick
 async def test_free_trim_and_fork(shared_node):
     said = hello()
     link = await connect(shared_node.url, said, None)
@@ -167,6 +169,7 @@ async def test_refused_control_requests_leave_the_link_alive(shared_node):
     await link.close()
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("row", "status"),
     [
@@ -273,6 +276,7 @@ async def is_dead(link: Link) -> None:
     await link.close()
 
 
+@pytest.mark.quick
 async def test_r_node_killed_while_a_thread_waits(node):
     link = await connect(node.url, hello(), None)
     node.stop()
