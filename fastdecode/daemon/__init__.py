@@ -1,1 +1,1 @@
-"""The daemon of both roles: S-node, R-node, the links between them, and their configuration."""
+"""The daemon `fastdecode-node`: its two roles (S-node, R-node), their links and their configuration."""

@@ -1,4 +1,4 @@
-"""`fastdecode-node --check`: what this node sees of the machine."""
+"""`fastdecode-node --check`: a report of the machine as the node sees it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from fastdecode.transports import rdma_report
 
 
 def report(config: NodeConfig) -> str:
-    """One line a fact, for people. Raises CheckpointError for a model that cannot be served."""
+    """The report as text for users: a name and a value on each line.
+
+    Raises CheckpointError for a model that cannot be served.
+    """
     rows = [
         ("fastdecode", f"{__version__}, Python {platform.python_version()}, {platform.system()} {platform.release()}"),
         ("cores", f"{len(usable_cpus())} usable of {os.cpu_count()}"),
@@ -38,22 +41,21 @@ def _isa() -> str:
     supported = _native.isa_supported()
     if forced is None:
         return f"{_native.isa_best()} (kernels for {', '.join(supported)})"
-    verdict = "forced by FASTDECODE_ISA" if forced in supported else "asked for by FASTDECODE_ISA, not to be had here"
+    verdict = "set by FASTDECODE_ISA" if forced in supported else "set by FASTDECODE_ISA, but this CPU lacks it"
     return f"{forced} {verdict} (kernels for {', '.join(supported)})"
 
 
 def _numa() -> str:
     nodes = (
-        f"node {n.number}: {len(n.cpus)} cpu(s), {format_bytes(n.free)} free, huge pages not counted"
-        for n in numa_nodes()
+        f"node {n.number}: {len(n.cpus)} cpu(s), {format_bytes(n.free)} free (without huge pages)" for n in numa_nodes()
     )
-    return "\n".join(nodes) or "not offered by this kernel"
+    return "\n".join(nodes) or "not supported by this kernel"
 
 
 def _huge_pages() -> str:
     pages = huge_pages()
-    hugetlb = f"{pages.free} of {pages.total} free, {format_bytes(pages.size)} each" if pages.size else "not offered"
-    return f"transparent: {pages.transparent or 'not offered'}; hugetlb: {hugetlb}"
+    hugetlb = f"{pages.free} of {pages.total} free, {format_bytes(pages.size)} each" if pages.size else "not supported"
+    return f"transparent: {pages.transparent or 'not supported'}; hugetlb: {hugetlb}"
 
 
 def _memlock() -> str:

@@ -1,4 +1,4 @@
-"""`fastdecode-node --check --model DIR`: which backend serves a model and what fits, before anything is loaded."""
+"""`fastdecode-node --check --model DIR`: the backend for a model, and how many tokens fit. It loads no weights."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _FILE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
 
 
 def rows(config: NodeConfig, directory: Path) -> list[tuple[str, str]]:
-    """(subject, sentence) lines about the model in `directory`. Raises CheckpointError."""
+    """Lines of the report, (name, value), about the model in `directory`. Raises CheckpointError."""
     backend = choose_backend(config.backend, directory)
     model = backend.config
     device = choose_device(config.device)

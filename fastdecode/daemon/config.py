@@ -1,7 +1,7 @@
-"""The configuration of a node: one frozen dataclass, from which the command line is read.
+"""The configuration of a node: a frozen dataclass whose fields are the options of the command line.
 
-A field is an option of the same name. Its metadata say what it is for, which role it belongs to and how its text is
-parsed; a bad value, or an option of the other role, is an error at start.
+The metadata of a field hold the option's help, the roles that have it, and the function that parses its text. A bad
+value and an option of the other role are errors at start.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from fastdecode.daemon.machine import parse_cpu_list
 
 
 class ConfigError(ValueError):
-    """A bad option; the message is a sentence that names it."""
+    """A bad option; the message is a sentence that names the option."""
 
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 
-# Beyond what any machine has, and within what the R-engine and the wire count in.
+# More than any machine has, and small enough for the R-engine and the control messages.
 _MAX_BYTES = 2**52
 _MAX_CPUS = 1024  # CPU_SETSIZE
 # Options that are numbers, and the largest each may be.
@@ -38,12 +38,12 @@ _MOST = {
     "spin_us": 60_000_000,
     "trim_idle_s": 10**9,
 }
-#: Options that an S-node without R-nodes has for the one that it starts.
-EMBEDDED = ("kv_memory", "threads", "cpus", "numa_node", "huge_pages", "prefault", "trim_idle_s")
+#: Options of an R-node that an S-node without `--r-node` passes on to its embedded R-node.
+EMBEDDED_OPTIONS = ("kv_memory", "threads", "cpus", "numa_node", "huge_pages", "prefault", "trim_idle_s")
 
 
 def parse_bytes(text: str) -> int:
-    """ "4GiB", "512 MiB", "1e9", "4G" (decimal) -> bytes. Raises ValueError."""
+    """ "4GiB", "512 MiB", "1e9", "4G" (a decimal G) -> bytes. Raises ValueError."""
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]*)?(?:e[0-9]+)?)\s*(?:([kmgt]i?)?b?)\s*", text.lower())
     if not match or not 1 <= (size := float(match[1]) * _UNITS[match[2] or ""]) <= _MAX_BYTES:
         raise ValueError(f"{text!r} is not a size such as 4GiB or 512MiB")
@@ -51,7 +51,7 @@ def parse_bytes(text: str) -> int:
 
 
 def format_bytes(n: float) -> str:
-    """1536 -> "1.5 KiB"."""
+    """A number of bytes as text: 1536 -> "1.5 KiB"."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(n) < 1024:
             return f"{n:.0f} {unit}" if unit == "B" else f"{n:.1f} {unit}"
@@ -65,7 +65,7 @@ def _positive(text: str) -> int:
     return value
 
 
-def _natural(text: str) -> int:
+def _non_negative(text: str) -> int:
     if (value := int(text)) < 0:
         raise ValueError(f"{text} is negative")
     return value
@@ -105,33 +105,38 @@ def _option(
     choices: Sequence[str] | None = None,
     metavar: str | None = None,
 ) -> Any:
-    """A field of NodeConfig. A tuple default makes the option repeatable."""
+    """A field of NodeConfig. `role` lists the roles that have the option; a tuple default makes it repeatable."""
     metadata = {"help": help, "role": role, "parse": parse, "choices": choices, "metavar": metavar}
     return dataclasses.field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeConfig:
-    """Everything a node is told. `None` means: chosen from the machine or the model at start."""
+    """The options of a node. None means that the node chooses the value at start, from the machine or the model.
 
-    role: str = _option("s: weights, API and scheduling. r: KV-cache and attention.", "s", choices=("s", "r"))
-    check: bool = _option(
-        "print what this node sees of the machine, and with --model what it makes of the model, and exit", False
+    Raises ConfigError for options that contradict each other.
+    """
+
+    role: str = _option(
+        "s: hold the weights, schedule, and serve the API. r: hold KV-cache and compute attention.",
+        "s",
+        choices=("s", "r"),
     )
+    check: bool = _option("print a report of the machine and, with --model, of the model, and exit", False)
 
     model: Path | None = _option(
         "Hugging Face model directory; default: the demo model", role="s", parse=Path, metavar="DIR"
     )
     served_model_name: str | None = _option(
-        "the model's name in the API; default: the directory's", role="s", metavar="NAME"
+        "the model's name in the API; default: the directory's name", role="s", metavar="NAME"
     )
-    host: str = _option("address the API listens on", "127.0.0.1", role="s")
-    port: int = _option("port the API listens on", 8000, role="s", parse=_port)
+    host: str = _option("address that the API listens on", "127.0.0.1", role="s")
+    port: int = _option("port that the API listens on; 0: any free one", 8000, role="s", parse=_port)
     api_key_file: Path | None = _option(
-        "file with the key clients must present; default: none", role="s", parse=Path, metavar="FILE"
+        "file with the key that clients must present; default: no key is needed", role="s", parse=Path, metavar="FILE"
     )
     r_node: tuple[str, ...] = _option(
-        "an R-node to use (repeatable); default: an embedded one, started as a child over shared memory",
+        "an R-node to use (repeatable); default: an embedded R-node, a child process over shared memory",
         (),
         role="s",
         parse=_url,
@@ -141,14 +146,14 @@ class NodeConfig:
         "at start, how long to wait for R-nodes that cannot be reached yet", 30.0, role="s", parse=_seconds
     )
     backend: str = _option(
-        "native: the decoder of fastdecode; transformers: any model of transformers; auto: native where it can",
+        "native: the decoder of fastdecode; transformers: any model of transformers; auto: native if it can",
         "auto",
         role="s",
         choices=("auto", "native", "transformers"),
     )
     device: str = _option("where the S-Part runs", "auto", role="s", choices=("auto", "cpu", "cuda"))
     dtype: str = _option(
-        "dtype of weights and activations; auto: the checkpoint's, or what the CPU is good at",
+        "dtype of weights and activations; auto: the checkpoint's dtype, or one that the CPU computes fast",
         "auto",
         role="s",
         choices=("auto", "fp32", "bf16", "fp16"),
@@ -160,72 +165,89 @@ class NodeConfig:
         choices=("fp32", "fp16", "bf16", "int8", "int4", "int8-int4"),
     )
     kv_lease: int | None = _option(
-        "KV-cache memory to ask of each R-node; default: all it has free", role="s", parse=parse_bytes, metavar="SIZE"
+        "KV-cache memory to ask each R-node for; default: all its free memory",
+        role="s",
+        parse=parse_bytes,
+        metavar="SIZE",
     )
     max_model_len: int | None = _option(
-        "longest sequence, prompt and output; default: the model's", role="s", parse=_positive, metavar="TOKENS"
+        "longest sequence (prompt and output); default: the model's limit", role="s", parse=_positive, metavar="TOKENS"
     )
     mini_batches: int | None = _option(
-        "mini-batches in flight: the S-Part of one overlaps the R-Part of another; default: 2, or 1 where both parts "
-        "take turns on the same cores",
+        "mini-batches in flight: the S-Part of one overlaps the R-Part of another; default: 2, or 1 if both parts take "
+        "turns on the same cores",
         role="s",
         parse=_positive,
     )
-    max_batch_size: int = _option("sequences a mini-batch", 256, role="s", parse=_positive)
+    max_batch_size: int = _option("most sequences in a mini-batch", 256, role="s", parse=_positive)
     max_batch_tokens: int = _option(
-        "rows a step: decoding sequences and prompt tokens together", 512, role="s", parse=_positive
+        "most rows in a step: decoding sequences and prompt tokens together", 512, role="s", parse=_positive
     )
     max_queued: int = _option(
-        "requests that may wait before further ones are refused (429)", 1024, role="s", parse=_natural
+        "most requests in the queue; the API refuses further ones with status 429", 1024, role="s", parse=_non_negative
     )
     no_prefix_cache: bool = _option(
-        "compute every prompt anew: share no cache between sequences and keep none of those that have ended",
+        "compute every prompt as a whole: share no KV-cache between sequences, and keep none of ended sequences",
         False,
         role="s",
     )
-    s_threads: int | None = _option("threads of the S-Part on a CPU", role="s", parse=_positive)
-    drain_seconds: float = _option("on SIGTERM, how long running requests may go on", 5.0, role="s", parse=_seconds)
+    s_threads: int | None = _option(
+        "threads of the S-Part on a CPU; default: all cores, or the cores that an embedded R-node leaves",
+        role="s",
+        parse=_positive,
+    )
+    drain_seconds: float = _option("on SIGTERM, how long running requests may continue", 5.0, role="s", parse=_seconds)
 
     listen: tuple[str, ...] = _option(
-        "where S-nodes connect (repeatable): tcp://host:port, shm:///path/to/socket",
+        "URL that S-nodes connect to (repeatable): tcp://host:port, shm:///path/to/socket, rdma://host:port",
         (),
         role="r",
         parse=_url,
         metavar="URL",
     )
-    insecure: bool = _option("allow listening beyond this host without --secret-file", False, role="r")
+    insecure: bool = _option(
+        "listen on an address that other hosts can reach even without --secret-file", False, role="r"
+    )
 
     kv_memory: int | None = _option(
-        "memory for the KV-cache of this (or the embedded) R-node", parse=parse_bytes, metavar="SIZE"
+        "memory for the KV-cache of this (or the embedded) R-node; default: half of the available memory",
+        parse=parse_bytes,
+        metavar="SIZE",
     )
-    threads: int | None = _option("attention threads of this (or the embedded) R-node", parse=_positive)
+    threads: int | None = _option(
+        "attention threads of this (or the embedded) R-node; default: all cores, or beside an S-Part a share of them",
+        parse=_positive,
+    )
     cpus: tuple[int, ...] | None = _option(
-        "pin the attention threads to these cpus, e.g. 0-3,8", parse=_cpu_list, metavar="LIST"
+        "cpus to pin the attention threads to, e.g. 0-3,8", parse=_cpu_list, metavar="LIST"
     )
     numa_node: int | None = _option(
-        "bind this (or the embedded) R-node, its threads and its memory, to this NUMA node", parse=_natural, metavar="N"
+        "NUMA node to bind the threads and the memory of this (or the embedded) R-node to",
+        parse=_non_negative,
+        metavar="N",
     )
     huge_pages: str = _option(
-        "of the KV-cache. madvise: transparent ones; hugetlb: of the pool that vm.nr_hugepages sets aside",
+        "huge pages for the KV-cache. madvise: transparent ones; hugetlb: from the pool that vm.nr_hugepages reserves",
         "madvise",
         choices=("madvise", "hugetlb", "off"),
     )
-    prefault: bool = _option("fault the KV-cache in as soon as it is leased, not as it fills", False)
+    prefault: bool = _option(
+        "take the KV-cache's memory from the OS as soon as it is leased, not while it fills", False
+    )
     trim_idle_s: float = _option(
-        "after so many seconds without a call, give the free part of a lease back to the OS; 0: only when it ends",
+        "seconds without a call after which the free part of a lease returns to the OS; 0: only when the lease ends",
         0.0,
         parse=_seconds,
         metavar="SECONDS",
     )
     spin_us: int | None = _option(
-        "microseconds to spin for the other side before sleeping; default: 50 for a reply at the S-node, 100 for calls "
-        "at an R-node",
-        parse=_natural,
+        "microseconds that a waiter spins before it sleeps; default: 50 at an S-node, 100 at an R-node",
+        parse=_non_negative,
     )
     secret_file: Path | None = _option(
         "file with the secret that S-nodes and R-nodes share", parse=Path, metavar="FILE"
     )
-    log_level: str = _option("what to log", "info", choices=("debug", "info", "warning", "error"))
+    log_level: str = _option("least severe messages to log", "info", choices=("debug", "info", "warning", "error"))
 
     def __post_init__(self) -> None:
         for f in dataclasses.fields(self):
@@ -236,14 +258,16 @@ class NodeConfig:
                 "--role r needs --listen, e.g. --listen shm:///tmp/r.sock or --listen tcp://127.0.0.1:7300"
             )
         if self.r_node:
-            for name in EMBEDDED:
+            for name in EMBEDDED_OPTIONS:
                 if getattr(self, name) != _DEFAULTS[name]:
-                    raise ConfigError(f"{_flag(name)} is for the embedded R-node; with --r-node give it to that node")
+                    raise ConfigError(
+                        f"{_flag(name)} is for the embedded R-node; with --r-node, give it to the R-node itself"
+                    )
         if self.cpus is not None and self.threads is not None and len(self.cpus) != self.threads:
             raise ConfigError(f"--cpus names {len(self.cpus)} cpus for --threads {self.threads}")
         if self.trim_idle_s and (self.prefault or self.huge_pages == "hugetlb"):
             other = "--prefault" if self.prefault else "--huge-pages hugetlb"
-            raise ConfigError(f"--trim-idle-s gives memory back that {other} is to keep: one or the other")
+            raise ConfigError(f"--trim-idle-s returns memory that {other} keeps: give one of them")
         for name, most in _MOST.items():
             if (getattr(self, name) or 0) > most:
                 raise ConfigError(f"{_flag(name)} is at most {most}")
@@ -251,11 +275,11 @@ class NodeConfig:
             raise ConfigError("--max-batch-size is larger than --max-batch-tokens: every sequence needs a row")
 
     def read_secret(self) -> bytes | None:
-        """The shared secret, without surrounding white space. Raises ConfigError."""
+        """The shared secret, without surrounding white space; None without --secret-file. Raises ConfigError."""
         return _read_key(self.secret_file, "--secret-file")
 
     def read_api_key(self) -> str | None:
-        """The API's key. Raises ConfigError."""
+        """The API's key; None without --api-key-file. Raises ConfigError."""
         key = _read_key(self.api_key_file, "--api-key-file")
         try:
             return None if key is None else key.decode()
@@ -263,7 +287,7 @@ class NodeConfig:
             raise ConfigError(f"--api-key-file {self.api_key_file} is not text") from None
 
     def to_args(self, names: Sequence[str]) -> list[str]:
-        """The options of these fields as a command line; what is left at its default is left out."""
+        """The options of these fields as a command line, without the options that have their default."""
         args = []
         for name in names:
             value = getattr(self, name)
@@ -275,11 +299,11 @@ class NodeConfig:
 
     @classmethod
     def from_args(cls, argv: Sequence[str] | None = None) -> NodeConfig:
-        """Parse a command line. Prints usage and exits with 2 on a bad one."""
+        """Parse a command line (default: sys.argv). Prints usage and exits with status 2 for a bad one."""
         parser = argparse.ArgumentParser(
             prog="fastdecode-node",
-            description="One daemon, two roles: the S-node computes everything that has weights and serves the API, "
-            "R-nodes hold the KV-cache and attend.",
+            description="One daemon, two roles: an S-node computes everything that has weights and serves the API; "
+            "R-nodes hold the KV-cache and compute attention.",
             allow_abbrev=False,
         )
         parser.add_argument("--version", action="version", version=f"fastdecode {__version__}")

@@ -1,4 +1,4 @@
-"""The embedded R-node: a child process over shared memory, for an S-node that was given none."""
+"""The embedded R-node: the child that an S-node without `--r-node` starts and talks to over shared memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from fastdecode.daemon.config import EMBEDDED, NodeConfig
+from fastdecode.daemon.config import EMBEDDED_OPTIONS, NodeConfig
 from fastdecode.daemon.machine import numa_nodes, usable_cpus
 
 log = logging.getLogger(__name__)
@@ -25,27 +25,28 @@ _START_SECONDS = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """How one machine's cores are shared out between the S-Part and an embedded R-node, if it has one."""
+    """The division of a machine's cores between the S-Part and the embedded R-node."""
 
     s_threads: int
-    r_threads: int
+    r_threads: int  # 0 without an embedded R-node
     mini_batches: int
 
 
 def split_machine(config: NodeConfig, *, s_on_gpu: bool) -> Split:
-    """Choose what the command line left open.
+    """Choose the threads of both parts and the number of mini-batches, where the command line leaves them open.
 
-    On a CPU both parts take turns on all cores, with one mini-batch: two of half the size would read the weights twice,
-    and each part on half of the cores takes twice as long (`fastdecode-bench decode` shows either). Where the command
-    line gives one of them cores of its own or asks for more mini-batches, and beside a GPU, they work side by side: the
-    R-node gets half of the cores (rounded down, at least one), beside a GPU all but one. An R-node that is bound to a
-    NUMA node has no more threads than that has cores.
+    On a CPU both parts take turns on all cores, with one mini-batch. Two mini-batches of half the size would read the
+    weights twice, and with half of the cores each part would take twice as long; `fastdecode-bench decode` measures
+    both. The parts work side by side if the S-Part runs on a GPU, if the command line gives one of the parts its own
+    cores, or if it asks for more mini-batches. The embedded R-node then gets half of the cores (rounded down, at least
+    one), or all cores but one if the S-Part runs on a GPU; bound to a NUMA node, it gets at most the cores of that
+    node.
     """
     cores = len(usable_cpus())
     if config.r_node:
         return Split(config.s_threads or cores, 0, config.mini_batches or 2)
-    apart = config.threads or config.cpus or config.s_threads or config.numa_node is not None
-    if not s_on_gpu and not apart and (config.mini_batches or 1) == 1:
+    side_by_side = config.threads or config.cpus or config.s_threads or config.numa_node is not None
+    if not s_on_gpu and not side_by_side and (config.mini_batches or 1) == 1:
         return Split(cores, cores, 1)
     r_threads = config.threads or (len(config.cpus) if config.cpus else None)
     if r_threads is None:
@@ -59,77 +60,80 @@ def split_machine(config: NodeConfig, *, s_on_gpu: bool) -> Split:
 
 
 class EmbeddedRNode:
-    """A child `fastdecode-node --role r`; it dies with this process, however that ends."""
+    """A child process `fastdecode-node --role r`. The kernel kills it when this process dies, whatever the cause."""
 
     def __init__(self, config: NodeConfig, split: Split):
-        """Where the command line leaves it open, the KV-cache gets a share of the memory that is free when the child
-        starts, so this comes after the weights are loaded.
+        """Prepare the child's command line.
+
+        Start the child after the S-node has loaded the weights: without `--kv-memory`, the child takes a share of the
+        memory that is free when it starts.
         """
-        self._directory = Path(tempfile.mkdtemp(prefix="fastdecode-"))  # 0700, so nobody else reaches the socket
+        self._directory = Path(tempfile.mkdtemp(prefix="fastdecode-"))  # mode 0700: only this user reaches the socket
         self._process: asyncio.subprocess.Process | None = None
         self._threads = split.r_threads
         self.url = f"shm://{self._directory}/r.sock"
         self._argv = ["--role", "r", "--listen", self.url, "--threads", str(split.r_threads)]
-        self._argv += config.to_args([name for name in EMBEDDED if name != "threads"])
+        self._argv += config.to_args([name for name in EMBEDDED_OPTIONS if name != "threads"])
         self._argv += config.to_args(["spin_us", "secret_file", "log_level"])
 
     async def start(self) -> None:
         """Start the child and wait until it listens. Raises RuntimeError if it does not."""
         self._process = await asyncio.create_subprocess_exec(
             sys.executable,
-            "-P",  # whatever lies in the working directory, the child is this package
+            "-P",  # the child must not import a folder `fastdecode` in the working directory
             "-m",
             "fastdecode.daemon.node",
             *self._argv,
             stdin=asyncio.subprocess.DEVNULL,
-            # ^C in a terminal is for the parent alone: its running requests need this node until it ends it.
+            # ^C in a terminal must reach only the parent, whose running requests need this child until the parent ends
+            # it.
             start_new_session=True,
             preexec_fn=_die_with_parent,
         )
         try:
-            await self._until_listening()
+            await self._wait_until_listening()
         except BaseException:
             await self.stop()
             raise
         log.info("embedded R-node: %d thread(s), pid %d", self._threads, self._process.pid)
 
     async def restart(self) -> None:
-        """Start another child in the place of one that is dead or does not answer. Raises RuntimeError, OSError."""
+        """Replace a child that is dead or does not answer. Raises RuntimeError, OSError."""
         await self.stop()
         self._directory.mkdir(mode=0o700)
         await self.start()
 
-    async def _until_listening(self) -> None:
+    async def _wait_until_listening(self) -> None:
         socket = self._directory / "r.sock"
         deadline = time.monotonic() + _START_SECONDS
         while not socket.exists():
             if self._process.returncode is not None:
                 raise RuntimeError(f"the embedded R-node ended at start (exit status {self._process.returncode})")
             if time.monotonic() > deadline:
-                raise RuntimeError(f"the embedded R-node does not listen after {_START_SECONDS:.0f} s")
+                raise RuntimeError(f"the embedded R-node is not listening after {_START_SECONDS:.0f} s")
             await asyncio.sleep(0.02)
 
-    def hide(self) -> None:
-        """Remove the socket, once the S-node has connected: nobody else may, and a kill leaves no file behind."""
+    def remove_socket(self) -> None:
+        """Remove the socket. Once the S-node has connected nobody else may, and a kill must leave no file behind."""
         shutil.rmtree(self._directory, ignore_errors=True)
 
     async def stop(self) -> None:
-        """End the child: SIGTERM, and SIGKILL if it does not listen. Idempotent."""
+        """End the child with SIGTERM, or with SIGKILL if it has not ended after 5 seconds. Idempotent."""
         if self._process is not None:
-            await self._end()
-        self.hide()
+            await self._terminate()
+        self.remove_socket()
 
-    async def _end(self) -> None:
+    async def _terminate(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             self._process.terminate()
         try:
             await asyncio.wait_for(self._process.wait(), 5.0)
         except TimeoutError:
-            log.warning("the embedded R-node does not end; killing it")
+            log.warning("the embedded R-node does not end on SIGTERM; killing it")
             self._process.kill()
             await self._process.wait()
 
 
 def _die_with_parent() -> None:
-    """In the child before exec: SIGKILL when the parent dies."""
+    """Runs in the child before exec: ask the kernel for SIGKILL when the parent dies."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""What this process may use of the machine: cores and memory, as its affinity mask and its cgroup allow."""
+"""The cores and the memory that this process may use, as its affinity mask and its cgroups allow."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ _SYSFS = Path("/sys")
 
 @dataclass(frozen=True, slots=True)
 class NumaNode:
-    """A NUMA node of the machine; `free` is in bytes, page cache included."""
+    """A NUMA node of the machine. `free` is its free memory in bytes; page cache counts as free."""
 
     number: int
     cpus: tuple[int, ...]
     free: int
 
 
-def parse_cpu_list(text: str, most: int = 1 << 16) -> tuple[int, ...]:
-    """ "0-3,8" -> (0, 1, 2, 3, 8); "" -> (). Raises ValueError, also for a cpu that is not below `most`."""
+def parse_cpu_list(text: str, limit: int = 1 << 16) -> tuple[int, ...]:
+    """ "0-3,8" -> (0, 1, 2, 3, 8); "" -> (). Raises ValueError for bad syntax, and for a cpu number >= `limit`."""
     cpus: list[int] = []
     for part in text.split(",") if text else []:
         first, _, last = part.partition("-")
         span = range(int(first), int(last or first) + 1)
-        if span.stop > most:
-            raise ValueError(f"{text!r}: cpus are numbered 0 to {most - 1}")
+        if span.stop > limit:
+            raise ValueError(f"{text!r}: cpus are numbered 0 to {limit - 1}")
         cpus.extend(span)
     return tuple(cpus)
 
 
 def numa_nodes(sysfs: Path = _SYSFS) -> list[NumaNode]:
-    """The nodes that are online, memory without cpus included; none where the kernel knows no NUMA."""
+    """The NUMA nodes that are online, also nodes with memory but no cpus. Empty if the kernel has no NUMA support."""
     root = sysfs / "devices" / "system" / "node"
     try:
         online = parse_cpu_list((root / "online").read_text().strip())
@@ -51,8 +51,12 @@ def numa_nodes(sysfs: Path = _SYSFS) -> list[NumaNode]:
 
 @dataclass(frozen=True, slots=True)
 class HugePages:
-    """`transparent` is the kernel's setting (None: it has none); `size` of a hugetlb page in bytes, how many of those
-    there are in `total`, and how many of them nobody uses or has reserved."""
+    """The machine's huge pages.
+
+    `transparent` is the kernel's setting for transparent huge pages, or None without support. `size` is the size of a
+    hugetlb page in bytes, `total` the number of pages in the pool, and `free` the number that are neither used nor
+    reserved.
+    """
 
     transparent: str | None
     size: int
@@ -61,7 +65,7 @@ class HugePages:
 
 
 def huge_pages(sysfs: Path = _SYSFS) -> HugePages:
-    """What there is of them, in pages of the default hugetlb size."""
+    """Read the huge-page settings and the hugetlb pool of the default page size."""
     try:
         setting = (sysfs / "kernel" / "mm" / "transparent_hugepage" / "enabled").read_text()
         transparent = setting[setting.find("[") + 1 : setting.find("]")]
@@ -77,7 +81,7 @@ def huge_pages(sysfs: Path = _SYSFS) -> HugePages:
 
 
 def usable_cpus() -> list[int]:
-    """The cpus this process may run on; fewer where the cgroup's quota allows less time than they have."""
+    """The cpus that this process may run on, cut to the number of cpus that its cgroup's time quota pays for."""
     cpus = sorted(os.sched_getaffinity(0))
     quota = _cpu_quota()
     if quota is not None:
@@ -86,7 +90,7 @@ def usable_cpus() -> list[int]:
 
 
 def available_memory() -> int:
-    """Bytes this process can take without swapping: the least of the host's and its cgroups' (v1, v2) free memory."""
+    """Bytes that this process can allocate without swapping: the minimum over the host and its cgroups (v1, v2)."""
     free = [_meminfo("MemAvailable")]
     for directory in _cgroup_dirs():
         limit = _read_int(directory / "memory.max")
@@ -101,7 +105,7 @@ def available_memory() -> int:
 
 
 def _unreclaimable(directory: Path, used: int) -> int:
-    """Page cache counts as used in memory.current, yet the kernel gives it back on demand."""
+    """`used` bytes of a cgroup without page cache, which memory.current counts but the kernel can reclaim."""
     try:
         stat = dict(line.split() for line in (directory / "memory.stat").read_text().splitlines())
         return max(0, used - int(stat.get("inactive_file", 0)))
@@ -110,7 +114,7 @@ def _unreclaimable(directory: Path, used: int) -> int:
 
 
 def _cgroup_dirs() -> list[Path]:
-    """This process's cgroup v2 directory and its ancestors: every one of their limits holds."""
+    """This process's cgroup v2 directory and its ancestors; the limits of all of them apply."""
     try:
         for line in Path("/proc/self/cgroup").read_text().splitlines():
             hierarchy, _, path = line.split(":", 2)

@@ -1,4 +1,4 @@
-"""`fastdecode-node`: the daemon of both roles. Everything it needs is in its NodeConfig."""
+"""`fastdecode-node`: the console script of both roles."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ log = logging.getLogger(__name__)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Console script. Exit status: 0 after a clean end, 2 on a bad option, 130 if interrupted while it loads, 1 if
-    anything else keeps it from running."""
+    """Run a node with the options of `argv` (default: sys.argv).
+
+    Exit status: 0 after a clean end, 2 for a bad option, 130 if interrupted while it loads, 1 for any other error.
+    """
     config = NodeConfig.from_args(argv)
     logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)-7s %(name)s: %(message)s")
     try:
@@ -35,37 +37,41 @@ def main(argv: Sequence[str] | None = None) -> None:
 
             run_s_node(config)
     except ConfigError as error:
-        _end(error, 2)
+        _exit_with(error, 2)
     except KeyboardInterrupt:
-        sys.exit(130)  # before wait_for_shutdown: nothing was running yet
+        sys.exit(130)  # the interrupt came before wait_for_shutdown, so no request was running
     except (TransportError, OSError, RuntimeError, MemoryError, ValueError) as error:
         log.debug("the node ended", exc_info=True)
-        _end(error, 1)
+        _exit_with(error, 1)
 
 
-def _end(error: BaseException, status: int) -> None:
+def _exit_with(error: BaseException, status: int) -> None:
     print(f"fastdecode-node: error: {error}", file=sys.stderr)
     sys.exit(status)
 
 
 def _kv_memory(config: NodeConfig) -> int:
-    """Bytes for the KV-cache: as told, else half of what is available, or all free pages of the hugetlb pool."""
+    """Bytes for the KV-cache: --kv-memory, else half of the available memory, or all free pages of the hugetlb pool.
+
+    Raises ConfigError if --prefault asks for more than is free.
+    """
     if config.huge_pages == "hugetlb":
         pages = huge_pages()
         return config.kv_memory or max(1, pages.free) * pages.size
     free = [available_memory(), *(n.free for n in numa_nodes() if n.number == config.numa_node)]
     if config.prefault and (config.kv_memory or 0) > min(free):
         raise ConfigError(
-            f"--prefault: of --kv-memory {format_bytes(config.kv_memory)} only {format_bytes(min(free))} are free"
+            f"--prefault needs all of --kv-memory {format_bytes(config.kv_memory)} now, and only "
+            f"{format_bytes(min(free))} are free"
         )
     return config.kv_memory or min(free) // 2
 
 
 async def run_r_node(config: NodeConfig) -> None:
-    """The R-node: one R-engine, any number of links, until SIGTERM."""
+    """Run an R-node until SIGTERM. Raises ConfigError, TransportError, OSError, RuntimeError, ValueError."""
     from fastdecode.daemon.rnode import RNode, bind_to_node
 
-    told = asyncio.create_task(wait_for_shutdown())
+    shutdown = asyncio.create_task(wait_for_shutdown())
     if config.numa_node is not None:
         bind_to_node(config.numa_node)
         if wrong := set(config.cpus or ()) - os.sched_getaffinity(0):
@@ -84,7 +90,7 @@ async def run_r_node(config: NodeConfig) -> None:
     try:
         for url in await node.serve(config.listen, config.read_secret(), insecure=config.insecure):
             log.info("R-node on %s: %s, %d thread(s), %s of KV-cache", url, node.isa, threads, format_bytes(kv_memory))
-        await told
+        await shutdown
     finally:
         await node.close()
     log.info("R-node ended")

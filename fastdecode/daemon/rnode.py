@@ -1,7 +1,7 @@
-"""The R-node: what it grants to the S-nodes that call, over one R-engine and any number of transports.
+"""The R-node: grants links to S-nodes, over one R-engine and any number of transports.
 
-Nothing here is on the data path: the R-engine's threads (kernels/engine/engine.h) serve the calls. This module opens
-and closes links.
+This module opens and closes links. It is not on the data path: the R-engine's threads (kernels/engine/engine.h) serve
+the calls.
 """
 
 from __future__ import annotations
@@ -40,21 +40,21 @@ _BAD_SEQUENCE, _OUT_OF_PAGES, _LINK_CLOSED = 3, 4, 5
 
 
 def bind_to_node(number: int) -> None:
-    """Let this thread, and those it starts from now on, run on one NUMA node's cpus and take its memory only.
+    """Bind this thread, and the threads that it starts from now on, to the cpus and the memory of a NUMA node.
 
-    Raises ValueError if there is no such node or none of its cpus may be used, OSError if the kernel does not allow it.
+    Raises ValueError if there is no such node or this process may use none of its cpus, OSError if the kernel refuses.
     """
     cpus = {node.number: node.cpus for node in numa_nodes()}
     if number not in cpus:
         raise ValueError(f"there is no NUMA node {number}, there are: {', '.join(map(str, cpus)) or 'none'}")
     usable = os.sched_getaffinity(0).intersection(cpus[number])
     if not usable:
-        raise ValueError(f"none of NUMA node {number}'s cpus may be used by this process")
+        raise ValueError(f"this process may use none of the cpus of NUMA node {number}")
     os.sched_setaffinity(0, usable)
     try:
         bind_memory(number)
     except OSError as error:
-        hint = "; in a container that takes CAP_SYS_NICE" if isinstance(error, PermissionError) else ""
+        hint = "; in a container this needs CAP_SYS_NICE" if isinstance(error, PermissionError) else ""
         raise OSError(error.errno, f"cannot bind memory to NUMA node {number}: {error.strerror}{hint}") from None
 
 
@@ -74,16 +74,24 @@ class RNode:
         prefault: bool = False,
         trim_idle_s: float = 0.0,
     ):
-        """`kv_bytes`: memory that all leases share; `cpus`: one to pin each thread to; `spin_us`: how long an idle
-        thread spins before it sleeps; `isa` None: FASTDECODE_ISA, else the best; `huge_pages`, `prefault`,
-        `trim_idle_s`: as kernels._native.REngine has them. Raises ValueError, RuntimeError.
+        """Start the R-engine.
+
+        Args:
+            kv_bytes: memory that all leases share.
+            cpus: the cpu of each thread, [threads]; None: threads are not pinned.
+            spin_us: microseconds that an idle thread spins before it sleeps; None: 100.
+            isa: instruction set of the kernels; None: FASTDECODE_ISA, else the best that this CPU has.
+            name: the R-node's name for S-nodes and logs; None: host name and process id.
+            huge_pages, prefault, trim_idle_s: see kernels._native.REngine.
+
+        Raises ValueError (a bad value), RuntimeError (threads cannot start, or too few hugetlb pages are free).
         """
         self.name = name or f"{socket.gethostname()}:{os.getpid()}"
         spin_us = _SPIN_US if spin_us is None else spin_us
         self._engine = REngine(threads, kv_bytes, isa, cpus, spin_us, huge_pages, prefault, trim_idle_s)
         self._kv_bytes = kv_bytes
         self._prefault = prefault
-        self._watches: set[asyncio.Task[None]] = set()
+        self._prefault_logs: set[asyncio.Task[None]] = set()
         self._servers: list[Server] = []
 
     @property
@@ -96,7 +104,7 @@ class RNode:
         return self._engine.kv_free
 
     async def serve(self, urls: Sequence[str], secret: bytes | None, *, insecure: bool = False) -> list[str]:
-        """Listen at all of `urls`; returns them with the ports actually bound. Raises TransportError."""
+        """Serve links at all of `urls`. Returns the URLs with the ports that were assigned. Raises TransportError."""
         bound = []
         for url in urls:
             server = await registry.serve(url, self, secret, insecure=insecure)
@@ -108,12 +116,12 @@ class RNode:
         """Stop listening, end all links and join the R-engine's threads. Idempotent."""
         while self._servers:
             await self._servers.pop().close()
-        for watch in self._watches:
-            watch.cancel()
+        for task in self._prefault_logs:
+            task.cancel()
         self._engine.close()
 
     def open_link(self, hello: Hello, region: memoryview, notify: object | None) -> REngineGrant:
-        """Grant what was asked for, or as many pages as there is memory for. Raises LinkRefused."""
+        """Grant a lease with as many pages as `hello` asks for, or as there is memory for. Raises LinkRefused."""
         geometry = hello.geometry
         if len(hello.windows) != geometry.n_layers:
             raise LinkRefused(f"HELLO has {len(hello.windows)} attention windows for {geometry.n_layers} layers")
@@ -150,33 +158,33 @@ class RNode:
         except (ValueError, MemoryError) as error:
             raise LinkRefused(f"the R-engine refused the link: {error}") from None
         if self._prefault:
-            watch = asyncio.get_running_loop().create_task(_log_prefault(link))
-            self._watches.add(watch)
-            watch.add_done_callback(self._watches.discard)
+            task = asyncio.get_running_loop().create_task(_log_prefault(link))
+            self._prefault_logs.add(task)
+            task.add_done_callback(self._prefault_logs.discard)
         lease = Lease(n_pages, hello.max_seqs, one_page, self._engine.isa, self._engine.threads, self.name)
         return REngineGrant(link, lease)
 
 
 async def _log_prefault(link: REngineLink) -> None:
-    """Say how far a lease has been faulted in until it is, or has ended."""
+    """Log how much of a lease's memory has been faulted in, until all of it has or the link is closed."""
     loop = asyncio.get_running_loop()
-    said = -math.inf
+    logged_at = -math.inf
     with contextlib.suppress(RuntimeError):  # the link is closed
         while True:
             done, total, error = link.prefault
             if error:
-                log.warning("prefault ended: %s; the rest comes as it is used", os.strerror(error))
+                log.warning("prefault has stopped: %s; the rest is faulted in when it is used", os.strerror(error))
                 return
-            if done == total or loop.time() - said >= _PROGRESS_SECONDS:
+            if done == total or loop.time() - logged_at >= _PROGRESS_SECONDS:
                 log.info("prefault: %s of %s (%d %%)", format_bytes(done), format_bytes(total), 100 * done // total)
-                said = loop.time()
+                logged_at = loop.time()
             if done == total:
                 return
             await asyncio.sleep(0.1)
 
 
 class REngineGrant:
-    """One link of the R-engine (a transports.base.LinkGrant)."""
+    """A granted link over the R-engine (a transports.base.LinkGrant)."""
 
     def __init__(self, link: REngineLink, lease: Lease):
         self.lease = lease
@@ -184,7 +192,10 @@ class REngineGrant:
         self._link = link
 
     def free(self, handles: Sequence[tuple[int, int]]) -> None:
-        """Frees every sequence that it can, then raises CallRefused for the first that it could not."""
+        """Free the sequences with these handles.
+
+        Raises CallRefused for the first that could not be freed, at the end.
+        """
         first: CallRefused | None = None
         for seq_index, tag in handles:
             try:
@@ -215,7 +226,7 @@ class REngineGrant:
 
 @contextlib.contextmanager
 def _refusals() -> Iterator[None]:
-    """The R-engine's exceptions as the transports know them."""
+    """Turn the R-engine's exceptions into CallRefused."""
     try:
         yield
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""How an S-node reaches its R-nodes: all of them at start, and each again when it is lost."""
+"""The links of an S-node: opened at start, and opened again when an R-node is lost."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: Before one more attempt to reach an R-node that was lost; from the first again once a link has lasted.
+#: Pauses before the first, second, ... attempt to reach a lost R-node. The last pause repeats. A link that has lasted
+#: `_STABLE_SECONDS` starts the series anew.
 _PAUSES_SECONDS = (0.5, 1.0, 2.0, 4.0, 8.0)
-_LASTED_SECONDS = 60.0
-_RETRY_SECONDS = 0.5  # at start
+_STABLE_SECONDS = 60.0
+_RETRY_SECONDS = 0.5  # pause between attempts at start
 
 
 class RNodeLinks:
-    """The R-nodes of one S-node, each with the link it has now."""
+    """All links of one S-node. `links[i]` is the current link to the i-th R-node, alive or not."""
 
     def __init__(
         self,
@@ -35,19 +36,19 @@ class RNodeLinks:
         config: NodeConfig,
         embedded: EmbeddedRNode | None = None,
     ):
-        """`embedded`: the child that the only URL is of. It is started again when it is lost."""
+        """`embedded` is the child process behind the only URL, which is started again when it is lost."""
         self.links: list[Link] = []
         self._urls = urls
         self._hello = hello
         self._secret = secret
         self._config = config
         self._embedded = embedded
-        self._watches: list[asyncio.Task[None]] = []
+        self._watchers: list[asyncio.Task[None]] = []
 
     async def open(self) -> list[Link]:
-        """Open a link to each; who cannot be reached yet is waited for, `connect_seconds` in all.
+        """Open a link to each R-node, and wait up to `connect_seconds` in all for R-nodes that cannot be reached yet.
 
-        Raises LinkDown after that, and LinkRefused, TransportError at once.
+        Raises LinkDown after that time; LinkRefused and TransportError at once.
         """
         deadline = time.monotonic() + (0 if self._embedded else self._config.connect_seconds)
         for url in self._urls:
@@ -55,7 +56,7 @@ class RNodeLinks:
         return list(self.links)
 
     async def _open_until(self, url: str, deadline: float) -> Link:
-        told = None
+        last_message = None
         while True:
             try:
                 return await self._open(url)
@@ -63,15 +64,15 @@ class RNodeLinks:
                 left = deadline - time.monotonic()
                 if left <= 0:
                     raise
-                if str(error) != told:
-                    told = str(error)
-                    log.warning("%s; trying again for %.0f s", told, left)
+                if str(error) != last_message:
+                    last_message = str(error)
+                    log.warning("%s; trying again for %.0f s", last_message, left)
             await asyncio.sleep(min(_RETRY_SECONDS, left))
 
     async def _open(self, url: str) -> Link:
         link = await connect(url, self._hello, self._secret, spin_us=self._config.spin_us)
         if self._embedded:
-            self._embedded.hide()
+            self._embedded.remove_socket()
         lease = link.lease
         log.info(
             "R-node %s: %s, %d thread(s), room for %d tokens of %s KV-cache",
@@ -84,46 +85,48 @@ class RNodeLinks:
         return link
 
     def watch(self, engine: Engine) -> None:
-        """From now on, reach each R-node that is lost again, and give the engine its new link."""
-        for position in range(len(self.links)):
-            watch = asyncio.create_task(self._watch(position, engine))
+        """Start a task for each R-node that opens a new link when the R-node is lost, and gives it to the engine."""
+        for index in range(len(self.links)):
+            watch = asyncio.create_task(self._watch(index, engine))
             watch.add_done_callback(_log_failure)
-            self._watches.append(watch)
+            self._watchers.append(watch)
 
-    async def _watch(self, position: int, engine: Engine) -> None:
+    async def _watch(self, index: int, engine: Engine) -> None:
         attempt = 0
         while True:
-            opened = time.monotonic()
-            if await self.links[position].closed() is None:
+            opened_at = time.monotonic()
+            if await self.links[index].closed() is None:
                 return
-            if time.monotonic() - opened > _LASTED_SECONDS:
+            if time.monotonic() - opened_at > _STABLE_SECONDS:
                 attempt = 0
-            while not await self._again(position, attempt):
+            while not await self._reconnect(index, attempt):
                 attempt += 1
             attempt += 1
-            engine.replace_link(position, self.links[position])
-            log.info("R-node %s is back", self._urls[position])
+            engine.replace_link(index, self.links[index])
+            log.info("R-node %s is back", self._urls[index])
 
-    async def _again(self, position: int, attempt: int) -> bool:
-        """Try to reach one that was lost."""
+    async def _reconnect(self, index: int, attempt: int) -> bool:
+        """Try once to open a new link to a lost R-node. Returns whether there is one."""
         await asyncio.sleep(_PAUSES_SECONDS[min(attempt, len(_PAUSES_SECONDS) - 1)])
         try:
             if self._embedded:
                 await self._embedded.restart()
-            self.links[position] = await self._open(self._urls[position])
+            self.links[index] = await self._open(self._urls[index])
         except (TransportError, OSError, RuntimeError) as reason:
-            log.log(logging.WARNING if self._embedded else logging.DEBUG, "R-node %s: %s", self._urls[position], reason)
+            log.log(logging.WARNING if self._embedded else logging.DEBUG, "R-node %s: %s", self._urls[index], reason)
             return False
         return True
 
     def unwatch(self) -> None:
-        for watch in self._watches:
+        """Stop the tasks of `watch`."""
+        for watch in self._watchers:
             watch.cancel()
 
     async def close(self) -> None:
+        """Close all links."""
         await asyncio.gather(*(link.close() for link in self.links))
 
 
 def _log_failure(task: asyncio.Task) -> None:
     if not task.cancelled() and (error := task.exception()):
-        log.error("an R-node is no longer watched", exc_info=error)
+        log.error("the task that reconnects an R-node has failed", exc_info=error)

@@ -1,4 +1,4 @@
-"""Wait for the signal that ends the process."""
+"""Wait for the signal that asks the process to end."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import signal
 
 async def wait_for_shutdown() -> None:
     """Return on the first SIGTERM or SIGINT; a second one ends the process at once."""
-    told = asyncio.Event()
+    requested = asyncio.Event()
 
-    def end() -> None:
-        if told.is_set():
+    def on_signal() -> None:
+        if requested.is_set():
             os._exit(130)
-        told.set()
+        requested.set()
 
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, end)
-    await told.wait()
+        loop.add_signal_handler(number, on_signal)
+    await requested.wait()

@@ -1,4 +1,4 @@
-"""The S-node: loads the model, opens its links, runs the engine and serves the API until it is told to end."""
+"""The S-node: load the model, open the links, run the engine and serve the API until a signal asks for the end."""
 
 from __future__ import annotations
 
@@ -29,12 +29,17 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: A GPU computes a prompt anew sooner than R-nodes attend to a long rest of one. Where the balance is, is not measured.
+#: With the S-Part on a GPU, a prompt starts from the prefix cache only if its uncached suffix is at most this long. The
+#: S-node computes the attention of a whole prompt itself, but R-nodes attend for the uncached suffix of a shared
+#: prompt; for a long suffix, a GPU that computes the whole prompt is faster. The best limit has not been measured.
 _MAX_UNCACHED_SUFFIX = 256
 
 
 def run_s_node(config: NodeConfig) -> None:
-    """Run until SIGTERM. Raises ConfigError, TransportError, OSError, RuntimeError with a sentence for the user."""
+    """Run an S-node until SIGTERM.
+
+    Raises ConfigError, TransportError, OSError, RuntimeError, ValueError; the message is a sentence for the user.
+    """
     directory = config.model or model_dir()
     secret, api_key = config.read_secret(), config.read_api_key()
     device = choose_device(config.device)
@@ -42,7 +47,7 @@ def run_s_node(config: NodeConfig) -> None:
     torch.set_num_threads(split.s_threads)
     backend = choose_backend(config.backend, directory)
     dtype = choose_dtype(config.dtype, backend.config.dtype, device)
-    # Before the weights, which take their time: a mistake shows at once.
+    # The port and the tokenizer come before the weights, which take long to load, so that a mistake shows at once.
     sockets = bind(config.host, config.port)
     tokenizer = Tokenizer.from_dir(directory)
     _check_vocabulary(tokenizer, backend.config)
@@ -53,14 +58,14 @@ def run_s_node(config: NodeConfig) -> None:
 
 
 def _check_vocabulary(tokenizer: Tokenizer, model: ModelConfig | HFConfig) -> None:
-    """Tokens that the model has not: a prompt with one of them is refused, which is no reason not to start."""
-    if beyond := tokenizer.tokens_from(model.vocab_size):
-        some = ", ".join(map(repr, beyond[:3])) + (", ..." if len(beyond) > 3 else "")
+    """Warn of tokens that are beyond the model's vocabulary. The engine will refuse a prompt with such a token."""
+    if extra := tokenizer.tokens_from(model.vocab_size):
+        examples = ", ".join(map(repr, extra[:3])) + (", ..." if len(extra) > 3 else "")
         log.warning(
-            "the tokenizer has %d token(s) more than the model's %d; a prompt that holds one will be refused: %s",
-            len(beyond),
+            "the tokenizer has %d token(s) more than the model's %d; a prompt with one of them will be refused: %s",
+            len(extra),
             model.vocab_size,
-            some,
+            examples,
         )
 
 
@@ -75,13 +80,13 @@ async def _serve(
     secret: bytes | None,
     api_key: str | None,
 ) -> None:
-    told = asyncio.create_task(wait_for_shutdown())
+    shutdown = asyncio.create_task(wait_for_shutdown())
     hello = model.hello(
         n_slots=split.mini_batches,
         max_rows=config.max_batch_tokens,
         kv_dtype=config.kv_dtype,
         kv_bytes=config.kv_lease,
-        # As many again may have ended and be kept for their prefixes.
+        # The prefix cache keeps as many sequences again that have ended.
         max_seqs=split.mini_batches * config.max_batch_size * (1 if config.no_prefix_cache else 2),
     )
     async with contextlib.AsyncExitStack() as stack:
@@ -90,11 +95,11 @@ async def _serve(
             embedded = EmbeddedRNode(config, split)
             stack.push_async_callback(embedded.stop)
             await embedded.start()
-        r_nodes = RNodeLinks(config.r_node or (embedded.url,), hello, secret, config, embedded)
-        stack.push_async_callback(r_nodes.close)
-        opening = asyncio.create_task(r_nodes.open())
+        r_node_links = RNodeLinks(config.r_node or (embedded.url,), hello, secret, config, embedded)
+        stack.push_async_callback(r_node_links.close)
+        opening = asyncio.create_task(r_node_links.open())
         stack.callback(opening.cancel)
-        await asyncio.wait([opening, told], return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait([opening, shutdown], return_when=asyncio.FIRST_COMPLETED)
         if not opening.done():
             return
         links = opening.result()
@@ -111,19 +116,19 @@ async def _serve(
         )
         await engine.start()
         stack.push_async_callback(engine.stop)
-        r_nodes.watch(engine)
-        stack.callback(r_nodes.unwatch)
-        site = await serve(make_app(engine, tokenizer, name, api_key=api_key), sockets)
-        stack.push_async_callback(site.close)
-        _greet(config.host, site.port, name)
-        await told
+        r_node_links.watch(engine)
+        stack.callback(r_node_links.unwatch)
+        server = await serve(make_app(engine, tokenizer, name, api_key=api_key), sockets)
+        stack.push_async_callback(server.close)
+        _print_greeting(config.host, server.port, name)
+        await shutdown
         log.info("draining: running requests may go on for %.0f s", config.drain_seconds)
         await engine.drain(config.drain_seconds)
     log.info("S-node ended")
 
 
-def _greet(host: str, port: int, name: str) -> None:
-    """Say where the API is and how to try it."""
+def _print_greeting(host: str, port: int, name: str) -> None:
+    """Print the API's address and a command to try it."""
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
     print(
         f"Serving {name} on {url}. Try:\n"

@@ -8,7 +8,7 @@ import os
 import pytest
 
 from fastdecode.daemon import embedded, machine, rnode
-from fastdecode.daemon.config import EMBEDDED, ConfigError, NodeConfig, format_bytes, parse_bytes
+from fastdecode.daemon.config import EMBEDDED_OPTIONS, ConfigError, NodeConfig, format_bytes, parse_bytes
 from fastdecode.transports.base import KV_DTYPES
 
 pytestmark = pytest.mark.quick
@@ -79,8 +79,8 @@ def test_every_format_of_the_kv_cache_is_a_choice():
         ("--numa-node -1", "-1 is negative"),
         ("--huge-pages big", "invalid choice: 'big'"),
         ("--trim-idle-s 1e10", "--trim-idle-s is at most 1000000000"),
-        ("--trim-idle-s 5 --prefault", "memory back that --prefault is to keep"),
-        ("--trim-idle-s 5 --huge-pages hugetlb", "memory back that --huge-pages hugetlb is to keep"),
+        ("--trim-idle-s 5 --prefault", "returns memory that --prefault keeps"),
+        ("--trim-idle-s 5 --huge-pages hugetlb", "returns memory that --huge-pages hugetlb keeps"),
         ("--r-node tcp://h:1 --prefault", "--prefault is for the embedded R-node"),
         ("--r-node tcp://h:1 --numa-node 0", "--numa-node is for the embedded R-node"),
         ("--drain-seconds nan", "not a time"),
@@ -104,11 +104,11 @@ def test_an_embedded_r_node_is_told_what_its_s_node_was():
         "huge_pages": "hugetlb",
         "prefault": True,
     }
-    told = NodeConfig(**options).to_args(EMBEDDED)
+    told = NodeConfig(**options).to_args(EMBEDDED_OPTIONS)
     config = NodeConfig.from_args(["--role", "r", "--listen", "shm:///r", *told])
     assert config == NodeConfig(role="r", listen=("shm:///r",), **options)
-    assert NodeConfig(trim_idle_s=2.5).to_args(EMBEDDED) == ["--trim-idle-s", "2.5"]
-    assert NodeConfig().to_args(EMBEDDED) == []
+    assert NodeConfig(trim_idle_s=2.5).to_args(EMBEDDED_OPTIONS) == ["--trim-idle-s", "2.5"]
+    assert NodeConfig().to_args(EMBEDDED_OPTIONS) == []
 
 
 def test_secret_file_must_exist_and_say_something(tmp_path):
@@ -212,7 +212,7 @@ def test_an_r_node_binds_itself_only_to_a_numa_node_that_it_may_use(tmp_path, mo
     monkeypatch.setattr(rnode, "numa_nodes", lambda: machine.numa_nodes(tmp_path))
     with pytest.raises(ValueError, match="there is no NUMA node 7, there are: 0, 1"):
         rnode.bind_to_node(7)
-    with pytest.raises(ValueError, match="none of NUMA node 1's cpus may be used"):
+    with pytest.raises(ValueError, match="may use none of the cpus of NUMA node 1"):
         rnode.bind_to_node(1)
 
 

@@ -283,7 +283,7 @@ def test_a_bad_start_is_one_sentence(start, tmp_path):
         (["--r-node", f"shm://{tmp_path}/nobody.sock", "--connect-seconds", "0"], "nobody.sock"),
         (["--role", "r", "--listen", "tcp://0.0.0.0:0"], "secret"),
         ([*r_role, "--numa-node", "99"], "there is no NUMA node 99"),
-        ([*r_role, "--kv-memory", "500TiB", "--prefault"], "of --kv-memory 500.0 TiB only"),
+        ([*r_role, "--kv-memory", "500TiB", "--prefault"], "of --kv-memory 500.0 TiB now, and only"),
         ([*r_role, "--kv-memory", "50TiB", "--huge-pages", "hugetlb"], "set vm.nr_hugepages to"),
     ):
         node = start(*argv)
