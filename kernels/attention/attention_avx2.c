@@ -161,12 +161,12 @@ FD_INLINE vec_t kv_load_half(fd_kv_dtype_t format, const uint8_t *p) { return kv
 #include "append.h"
 
 #define FD_KERNELS(name, dtype, text)                                                                                  \
-    FD_BLOCK(name, dtype, 1)                                                                                           \
-    FD_BLOCK(name, dtype, 2)                                                                                           \
-    FD_BLOCK(name, dtype, 3)                                                                                           \
-    FD_BLOCK(name, dtype, 4)                                                                                           \
-    FD_BLOCK(name, dtype, 5)                                                                                           \
-    FD_BLOCK(name, dtype, 6)                                                                                           \
+    FD_BLOCK(name, dtype, 1);                                                                                          \
+    FD_BLOCK(name, dtype, 2);                                                                                          \
+    FD_BLOCK(name, dtype, 3);                                                                                          \
+    FD_BLOCK(name, dtype, 4);                                                                                          \
+    FD_BLOCK(name, dtype, 5);                                                                                          \
+    FD_BLOCK(name, dtype, 6);                                                                                          \
     static const block_fn name##_blocks[MAX_BLOCK] = {                                                                 \
         attend_##name##_block1, attend_##name##_block2, attend_##name##_block3,                                        \
         attend_##name##_block4, attend_##name##_block5, attend_##name##_block6,                                        \

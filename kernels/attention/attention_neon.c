@@ -44,10 +44,10 @@ FD_INLINE void kv_store_multipliers(fd_kv_dtype_t format, void *to, uint32_t i, 
 #include "append.h"
 
 #define FD_KERNELS(name, dtype, text)                                                                                  \
-    FD_BLOCK(name, dtype, 1)                                                                                           \
-    FD_BLOCK(name, dtype, 2)                                                                                           \
-    FD_BLOCK(name, dtype, 3)                                                                                           \
-    FD_BLOCK(name, dtype, 4)                                                                                           \
+    FD_BLOCK(name, dtype, 1);                                                                                          \
+    FD_BLOCK(name, dtype, 2);                                                                                          \
+    FD_BLOCK(name, dtype, 3);                                                                                          \
+    FD_BLOCK(name, dtype, 4);                                                                                          \
     static const block_fn name##_blocks[MAX_BLOCK] = {                                                                 \
         attend_##name##_block1,                                                                                        \
         attend_##name##_block2,                                                                                        \

@@ -183,6 +183,7 @@ FD_INLINE void attend_block(const fd_kv_dtype_t dtype, const int rows, const blo
 /* Defines the block_fn of one KV format for blocks of `rows` rows. An ISA file makes a table of MAX_BLOCK of them,
  * indexed by rows - 1, of which the first block_rows(dtype) are used. */
 #define FD_BLOCK(name, dtype, rows)                                                                                    \
-    static void attend_##name##_block##rows(const block_t *b) { attend_block(dtype, rows, b); }
+    static void attend_##name##_block##rows(const block_t *b) { attend_block(dtype, rows, b); }                        \
+    _Static_assert((rows) <= MAX_BLOCK, "a block has at most MAX_BLOCK rows")
 
 #endif
