@@ -27,7 +27,7 @@ from fastdecode.daemon.embedded import EmbeddedRNode, Split, split_machine
 from fastdecode.daemon.machine import usable_cpus
 from fastdecode.demo import model_dir
 from fastdecode.engine.runner import Runner
-from fastdecode.spart import ModelConfig, SPart, choose_device, choose_dtype, load_model
+from fastdecode.spart import SPart, choose_device, choose_dtype, load_model, read_config
 from fastdecode.spart.batch import Chunk, SampleSpec, StepBatch
 from fastdecode.transports.base import KV_DTYPES, PAGE_TOKENS, ROW_ATTEND, ROW_DTYPE, CallTimes, Link
 from fastdecode.transports.registry import connect
@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> None:
 async def _run(args: argparse.Namespace) -> dict:
     device = choose_device(args.device)
     directory = args.model or model_dir()
-    dtype = choose_dtype(args.dtype, ModelConfig.from_dir(directory).dtype, device)
+    dtype = choose_dtype(args.dtype, read_config(directory).dtype, device)
     argv = ["--kv-dtype", args.kv_dtype]
     for flag, value in (
         ("--mini-batches", args.mini_batches),

@@ -20,7 +20,7 @@ from tqdm import tqdm
 from fastdecode.daemon.config import NodeConfig
 from fastdecode.daemon.embedded import EmbeddedRNode, split_machine
 from fastdecode.demo import heldout_text, model_dir
-from fastdecode.spart import Model, ModelConfig, SPart, choose_device, choose_dtype, load_model
+from fastdecode.spart import Model, SPart, choose_device, choose_dtype, load_model, read_config
 from fastdecode.spart.batch import Chunk, SampleSpec, StepBatch
 from fastdecode.transports.base import KV_DTYPES, Link
 from fastdecode.transports.registry import connect
@@ -52,9 +52,7 @@ def run(args: argparse.Namespace) -> None:
 
 async def _run(args: argparse.Namespace) -> dict:
     device, directory = choose_device("auto"), args.model or model_dir()
-    model = load_model(
-        directory, device=device, dtype=choose_dtype(args.dtype, ModelConfig.from_dir(directory).dtype, device)
-    )
+    model = load_model(directory, device=device, dtype=choose_dtype(args.dtype, read_config(directory).dtype, device))
     text = args.text.read_text() if args.text else heldout_text()
     ids = cut(directory, text, args.sequences, args.length)
     config = NodeConfig()

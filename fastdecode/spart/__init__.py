@@ -1,18 +1,21 @@
-"""The S-Part: everything of the model that has weights, under torch. Knows a link, never which transport.
+"""The S-Part: everything in the model that has weights, under torch. It knows a link, but not which transport.
 
-    config      ModelConfig: what a Hugging Face directory says of its model
-    loader      load_model: safetensors to parameters on the device, once
-    weights     Model: configuration and parameters
-    batch       the chunks of a step, what the scheduler hands over and gets back
-    decoder     SPart: one step of one mini-batch, as a generator that yields while R-nodes attend
-    exchange    a step's Q, K, V and O rows in the slots of its links
-    prompt      attention of prompts, which is computed here
-    rope        rotary embedding
-    layers      norms and activations
-    sampling    the next token
-    penalties   bias and penalties that a request puts on tokens
+    config       ModelConfig: one description of a model, for all families
+    config_json  typed access to config.json
+    families     read_config: each native family's config.json as a ModelConfig
+    backend      choose_backend: the native decoder, or the transformers backend in hf/
+    loader       load_model: safetensors to parameters on the device
+    weights      Model: configuration and parameters
+    batch        what the scheduler hands to the S-Part for a step, and gets back
+    decoder      SPart: one step of one mini-batch, a generator that yields while the R-nodes attend
+    exchange     a step's Q, K, V and O rows in the slots of its links
+    prompt       attention of prompts, which the S-node computes
+    rope         rotary position embedding
+    layers       norms and activations
+    sampling     drawing the next token
+    penalties    the bias and the penalties that a request puts on tokens
 
-The names below are imported on first use, so that a node without torch at hand pays nothing for this package.
+The names below are imported on first use, because torch takes seconds to import and an R-node does without it.
 """
 
 from __future__ import annotations
@@ -20,7 +23,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-_HOMES = {
+#: Public name -> the module that defines it.
+_MODULES = {
     "CheckpointError": "config",
     "ModelConfig": "config",
     "Model": "weights",
@@ -29,12 +33,13 @@ _HOMES = {
     "choose_device": "loader",
     "choose_dtype": "loader",
     "load_model": "loader",
+    "read_config": "families",
 }
 
-__all__ = sorted(_HOMES)
+__all__ = sorted(_MODULES)
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

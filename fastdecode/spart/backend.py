@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fastdecode.spart.config import CheckpointError, ModelConfig
+from fastdecode.spart.families import read_config
 
 if TYPE_CHECKING:
     import torch
@@ -58,7 +59,7 @@ def choose_backend(name: str, directory: str | Path) -> Backend:
     directory = Path(directory)
     if name != "transformers":
         try:
-            return Backend("native", directory, ModelConfig.from_dir(directory))
+            return Backend("native", directory, read_config(directory))
         except CheckpointError as error:
             if name == "native" or not (directory / "config.json").is_file():
                 raise

@@ -1,4 +1,4 @@
-"""What the scheduler hands to the S-Part: the chunks of one step of one mini-batch."""
+"""What the engine hands to the S-Part for one step of a mini-batch, and what it gets back."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Chunk:
-    """What one sequence contributes to a step. Filled by the scheduler, read by the S-Part."""
+    """One sequence's part of a step: the rows of some of its tokens."""
 
-    link: int  # index of the sequence's R-node in the S-Part's list of links
-    seq_index: int  # index within that link's lease
-    tag: int  # generation of that index
-    pos: int  # tokens of the sequence already cached on the R-node
-    tokens: list[int]  # new tokens, at positions pos, pos+1, ...
-    prefill: bool  # True: prompt attention on the S-node, K/V only appended on the R-node. False: attend on the R-node
-    sample: SampleSpec | None  # how to draw the next token after the chunk's last; None: more of the prompt follows
+    link: int  # the sequence's R-node, as an index into the S-Part's list of links
+    seq_index: int  # sequence index within that link's lease
+    tag: int  # how often that index was given out
+    pos: int  # how many tokens of the sequence are cached on the R-node
+    tokens: list[int]  # the tokens at positions pos, pos + 1, ...
+    prefill: bool  # True: the S-node attends, the R-node only appends K and V. False: the R-node attends
+    sample: SampleSpec | None  # how to draw the token after the chunk; None: more of the prompt follows
 
 
 @dataclass(slots=True)
 class SampleSpec:
-    """Sampling of one row. `temperature` 0 is greedy.
+    """How to draw one token. `temperature` 0 is greedy.
 
-    `seed` and `index` alone fix the random number, so a sequence draws the same tokens whatever batch it runs in and
-    however often it is preempted.
+    The random number depends on `seed` and `index` alone, so a sequence draws the same tokens in any batch and after
+    any preemption.
     """
 
     temperature: float = 1.0
@@ -37,14 +37,15 @@ class SampleSpec:
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int = 0
-    index: int = 0  # number of tokens generated before this one
-    logprobs: int | None = None  # how many alternatives to report; 0: only the chosen token; None: nothing
-    rules: LogitRules | None = None  # what comes before everything else
+    index: int = 0  # how many tokens the sequence has generated before this one
+    logprobs: int | None = None  # alternatives to report; 0: only the chosen token; None: nothing
+    rules: LogitRules | None = None  # bias and penalties, applied before anything else
 
 
 @dataclass(slots=True)
 class StepBatch:
-    """One step of one mini-batch. Chunks that attend on the R-node come first; each kind is in order of link."""
+    """One step of one mini-batch. Chunks that the R-node attends come first; each of the two kinds is in order of
+    link."""
 
     slot: int  # the mini-batch's slot on every link
     chunks: list[Chunk]
@@ -52,18 +53,20 @@ class StepBatch:
 
 @dataclass(slots=True)
 class Sampled:
-    """The next token of one chunk, or why there is none."""
+    """The token drawn after one chunk, or the reason why there is none."""
 
     token: int  # -1 with an error
-    logprob: float | None = None  # of the model's own distribution: no rules, temperature 1, no filters; nats
-    top: list[tuple[int, float]] = field(default_factory=list)  # the best alternatives, best first
-    error: str | None = None  # this row's logits are not finite; the other rows of the step are sound
+    logprob: float | None = None  # nats; of the model's own distribution: without rules and filters, at temperature 1
+    top: list[tuple[int, float]] = field(default_factory=list)  # (token, logprob) of the best alternatives, best first
+    error: str | None = None  # the logits of this row are not finite; other rows of the step may be sound
 
 
 @dataclass(slots=True)
 class StepOutput:
-    sampled: list[Sampled | None]  # one a chunk, None where `sample` was None
-    s_seconds: float  # time the S-Part computed
-    r_wait_seconds: float  # time it stood waiting for R-nodes
-    kv_bytes: int  # KV-cache bytes read by the R-nodes
-    logits: torch.Tensor | None = None  # [sampled chunks, vocab] fp32, only when asked for (tests, perplexity)
+    """The result of a step. Times are in seconds."""
+
+    sampled: list[Sampled | None]  # one for each chunk; None if the chunk's `sample` is None
+    s_seconds: float  # the S-Part computed
+    r_wait_seconds: float  # the S-Part waited for R-nodes
+    kv_bytes: int  # KV-cache bytes that the R-nodes read
+    logits: torch.Tensor | None = None  # [sampled chunks, vocab_size] fp32; only if asked for (tests, perplexity)

@@ -1,13 +1,13 @@
-"""SPart: the decoder of every family, one step of one mini-batch at a time.
+"""SPart: the decoder of all model families; it computes one step of one mini-batch at a time.
 
-A step is a generator, because a layer is cut in two by its attention:
+A step is a generator, because attention on the R-nodes cuts each layer in two:
 
     embed ─▶ norm, Q K V, QK norm, RoPE ─▶ post ─▶ yield ─▶ wait ─▶ O projection, MLP ─▶ next layer ... ─▶ head, sample
                                             │  prompts: SDPA   ▲
                                             └──▶ R-nodes attend ┘
 
-Whoever runs the generators resumes another mini-batch's while this one's R-nodes attend. All rows of all chunks stand
-one after another in one matrix, attending chunks first; nothing is padded.
+The runner (engine/runner.py) resumes another mini-batch's step while the R-nodes attend for this one. The rows of all
+chunks stand one after another in one matrix, those of attending chunks first; nothing is padded.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class SPart:
     """
 
     def __init__(self, model: Model, links: list[Link], timeout: float = 60.0):
-        """`links` is kept, not copied: a link may be appended or replaced between steps. `timeout`, in seconds, is how
-        long an R-node may take for a layer."""
+        """`links` is used as it is, not copied: the caller may append or replace a link between steps. `timeout` is how
+        long an R-node may take for one layer, in seconds."""
         self.model, self.links = model, links
         self._config, self._weights = model.config, model.weights
         self._timeout = timeout
@@ -51,14 +51,15 @@ class SPart:
 
     @torch.inference_mode()
     def step(self, batch: StepBatch, keep_logits: bool = False) -> Generator[None, None, StepOutput]:
-        """Run `batch` through all layers; yields once a layer, after its rows are posted. Returns a StepOutput.
+        """Run `batch` through all layers. Yields once a layer, after its rows are posted, and returns a StepOutput.
 
-        `keep_logits` adds the logits of the sampled rows. Raises ValueError for a batch that breaks batch.py's rules,
-        and what Link.wait raises; by then, and also when the generator is closed, the slot is at rest on all links.
+        `keep_logits` puts the logits of the sampled rows into the output. Raises ValueError for a batch that breaks the
+        rules of batch.py; CallRefused and LinkDown as Link.wait does. After an error, and after the generator was
+        closed, no call is in progress in the slot on any link.
         """
         rows = StepRows(self, batch)
         exchange = Exchange(batch.slot, rows.link_rows, self.model.device, self.model.dtype)
-        state = _State(self, rows, exchange)
+        state = _StepState(self, rows, exchange)
         s_seconds, r_seconds, kv_bytes = 0.0, 0.0, 0
         resumed = rows.started
         try:
@@ -90,12 +91,15 @@ class SPart:
         )
 
     def drop(self, link: int, seq_index: int, tag: int) -> None:
-        """Forget a prompt that will not be continued (aborted or preempted between its chunks). From any thread."""
+        """Free the staged K and V of a prompt that will not be continued. May be called from any thread.
+
+        `link` is the index of a link, `seq_index` and `tag` are the sequence's handle on it.
+        """
         self._prompts.drop((link, seq_index, tag))
 
     @property
     def staged_bytes(self) -> int:
-        """Memory that holds K and V of prompts between their chunks."""
+        """Bytes of memory that the staged K and V of unfinished prompts take."""
         return self._prompts.nbytes
 
     @property
@@ -103,18 +107,20 @@ class SPart:
         return self._config
 
     def _slot_views(self, index: int, slot: int) -> SlotViews:
+        """The views of a slot of the link `index`. Raises ValueError for a link of another geometry."""
         views = self._views.get((index, slot))
         if views is None or views.link is not self.links[index]:
             link = self.links[index]
-            # A view keeps its region mapped, so those of a link that was replaced go all at once.
+            # A view keeps its region mapped, so all views of links that were replaced are dropped at once.
             self._views = {key: v for key, v in self._views.items() if v.link is self.links[key[0]]}
             wanted = self._config.hello_geometry(link.geometry.n_slots, link.geometry.max_rows, self.model.act_dtype)
             if link.geometry != wanted:
-                raise ValueError(f"link to {link.url} has geometry {link.geometry}, the model needs {wanted}")
+                raise ValueError(f"the link to {link.url} has geometry {link.geometry}; the model needs {wanted}")
             views = self._views[index, slot] = SlotViews(link, slot)
         return views
 
     def _embed(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """tokens [n], positions [n] -> the residual stream before the first layer, [n, hidden_size]."""
         w = self._weights
         x = w.embedding.index_select(0, tokens)
         if w.project_in is not None:
@@ -124,7 +130,10 @@ class SPart:
         return x
 
     def _sample(self, x: torch.Tensor, rows: StepRows) -> tuple[list[Sampled | None], torch.Tensor]:
-        """The last rows of the chunks that want a token -> one Sampled a chunk, logits [sampled chunks, vocab] fp32."""
+        """Draw a token after each chunk that asks for one, from its last row of x [n, hidden_size].
+
+        Returns one Sampled or None for each chunk, and the logits [sampled chunks, vocab_size] fp32.
+        """
         sampled: list[Sampled | None] = [None] * len(rows.chunks)
         if not rows.sampled:
             return sampled, x.new_empty(0, self._config.vocab_size, dtype=torch.float32)
@@ -143,26 +152,27 @@ class SPart:
 
 
 class StepRows:
-    """A batch as rows: what stands where."""
+    """The rows of a step: their tokens and positions, and where each chunk's rows stand."""
 
     def __init__(self, spart: SPart, batch: StepBatch):
+        """Raises ValueError for a batch that breaks the rules of batch.py."""
         self.started = time.perf_counter()
         config = spart.model.config
         self.chunks = chunks = batch.chunks
         if not chunks:
-            raise ValueError("a step without chunks")
+            raise ValueError("a step has no chunks")
         lengths = np.array([len(chunk.tokens) for chunk in chunks])
         if not lengths.all():
-            raise ValueError("a chunk without tokens")
+            raise ValueError("a chunk has no tokens")
         stops = lengths.cumsum()
         self.tokens = np.array([token for chunk in chunks for token in chunk.tokens])
         if self.tokens.min() < 0 or self.tokens.max() >= config.vocab_size:
-            raise ValueError(f"a token beyond the vocabulary of {config.vocab_size}")
-        # Position of a row: its chunk's, plus its place in the chunk.
+            raise ValueError(f"a token id is outside the vocabulary of {config.vocab_size} tokens")
+        # The position of a row is that of its chunk plus the row's index within the chunk.
         offsets = np.array([chunk.pos for chunk in chunks]) - (stops - lengths)
         self.positions = np.arange(stops[-1]) + offsets.repeat(lengths)
         if config.rope is None and self.positions.max() >= config.max_positions:
-            raise ValueError(f"a position beyond the model's {config.max_positions}")
+            raise ValueError(f"a position is outside the model's {config.max_positions}")
         self.last_row = stops - 1
         self.sampled = [i for i, chunk in enumerate(chunks) if chunk.sample is not None]
         views = {index: spart._slot_views(index, batch.slot) for index in {chunk.link for chunk in chunks}}
@@ -175,8 +185,8 @@ class StepRows:
                 self.prompts.append(PromptChunk(config, key, chunk, rows, spart._prompts.begin(key, chunk)))
 
 
-class _State:
-    """The tensors of a step: residual stream, buffers, angles."""
+class _StepState:
+    """The tensors of a step: the residual stream `x`, the Q, K, V and O rows, and RoPE's angles."""
 
     def __init__(self, spart: SPart, rows: StepRows, exchange: Exchange):
         c, model = spart.model.config, spart.model
@@ -187,42 +197,42 @@ class _State:
         self.x = spart._embed(tokens, positions)
         n, n_attend = len(exchange.kv), len(exchange.q)
         self._mixed = bool(rows.prompts)
-        if self._mixed:  # the rows of prompts have a Q and an O too, which do not travel
+        if self._mixed:  # rows of prompts have Q and O too, but these do not go to an R-node
             self._q = self.x.new_empty(n, exchange.q.shape[1])
             self._o = torch.empty_like(self._q)
         else:
             self._q, self._o = exchange.q, exchange.o
         self._n_attend = n_attend
         q_heads, kv_heads = (rows.view(n, -1, c.head_size) for rows in (self._q, exchange.kv))
-        self._places = q_heads, kv_heads[:, : c.n_kv_heads], kv_heads[:, c.n_kv_heads :]
+        self._q_heads, self._k_heads, self._v_heads = q_heads, kv_heads[:, : c.n_kv_heads], kv_heads[:, c.n_kv_heads :]
         self._angles = spart._rope.angles(positions) if spart._rope else None
 
     def project(self, layer: Layer) -> None:
-        """Residual stream to Q and KV rows, ready to be posted."""
+        """Compute the layer's Q, K and V rows from the residual stream, ready to be posted."""
         c = self._config
         h = self._norm(self.x, layer.attention_norm) if c.norm_first else self.x
         heads = layer.qkv(h).view(len(h), -1, c.head_size)
         q, k, v = heads.split([c.n_q_heads, c.n_kv_heads, c.n_kv_heads], dim=1)
         if layer.q_norm is not None:
             q, k = norm_heads(q, layer.q_norm, c.norm_eps), norm_heads(k, layer.k_norm, c.norm_eps)
-        q_place, k_place, v_place = self._places
         if self._angles is not None:
-            rotate(q, *self._angles, out=q_place)
-            rotate(k, *self._angles, out=k_place)
+            rotate(q, *self._angles, out=self._q_heads)
+            rotate(k, *self._angles, out=self._k_heads)
         else:
-            q_place.copy_(q)
-            k_place.copy_(k)
-        v_place.copy_(v)
+            self._q_heads.copy_(q)
+            self._k_heads.copy_(k)
+        self._v_heads.copy_(v)
         if self._mixed and self._n_attend:
             self._exchange.q.copy_(self._q[: self._n_attend])
 
     def attend_prompts(self, layer: int) -> None:
+        """Compute the O rows of prompts."""
         for prompt in self._prompts:
             rows = prompt.rows
             prompt.attend(layer, self._q[rows], self._exchange.kv[rows], out=self._o[rows])
 
     def finish(self, layer: Layer) -> None:
-        """O rows and residual stream through the rest of the block."""
+        """Compute the rest of the block from the O rows and the residual stream."""
         if self._mixed and self._n_attend:
             self._o[: self._n_attend].copy_(self._exchange.o)
         norm_first = self._config.norm_first

@@ -1,9 +1,9 @@
-"""A step's Q, K, V and O rows in the slots of its links.
+"""A step's Q, K, V and O rows on their way between the decoder and the slots of the links.
 
 The decoder works on three tensors a step: `q` [attending rows, n_q_heads * head_size], `kv` [rows, 2 * n_kv_heads *
-head_size] and `o`, like `q`. On a CPU and with one link in the step they are the slot itself and nothing is copied.
-Otherwise they are buffers of the device whose rows are copied to each link's slot before it is posted, and whose O rows
-are gathered from the slots.
+head_size] and `o`, shaped like `q`. On a CPU, in a step that uses one link, these tensors are the slot itself and
+nothing is copied. Otherwise they are buffers on the device: their rows are copied into each link's slot before the call
+is posted, and the O rows are gathered from the slots after the wait.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from fastdecode.transports.base import ROW_ATTEND, ROW_DTYPE, Link, TransportErr
 
 
 class SlotViews:
-    """torch views over one slot of a link's region, [max_rows, elements of a row] each."""
+    """torch views of one slot of a link's region: `q`, `kv` and `o`, each [max_rows, elements of a row]."""
 
     def __init__(self, link: Link, slot: int):
+        """Raises ValueError if the link has no such slot."""
         g, y = link.geometry, link.layout
         if not 0 <= slot < g.n_slots:
             raise ValueError(f"slot {slot} is not one of the link's {g.n_slots}")
@@ -34,18 +35,18 @@ class SlotViews:
         self.o = self._rows(y.slot(slot) + y.o, y.q_row_bytes)
 
     def _rows(self, offset: int, row_bytes: int) -> torch.Tensor:
-        # By way of numpy, which keeps the buffer exported and with it the region mapped as long as a tensor is there.
-        # torch.frombuffer does not: a link that goes down in the middle of a step would unmap it under the step's feet.
+        # numpy exports the buffer, which keeps the region mapped as long as a tensor uses it. torch.frombuffer does
+        # not: a link that goes down during a step would unmap the region while the step still writes to it.
         rows = np.frombuffer(self._region, np.uint8, self._max_rows * row_bytes, offset)
         return torch.from_numpy(rows).view(self._dtype).view(self._max_rows, -1)
 
 
 @dataclass(frozen=True, slots=True)
 class LinkRows:
-    """What one link gets of a step: ranges of the step's rows. In the slot, appended rows follow attending ones."""
+    """One link's part of a step, as ranges of the step's rows. In the slot, appended rows follow attending rows."""
 
     views: SlotViews
-    entries: np.ndarray  # ROW_DTYPE
+    entries: np.ndarray  # row table, ROW_DTYPE
     attending: slice
     appended: slice
 
@@ -59,39 +60,42 @@ class LinkRows:
 
 
 def link_rows(chunks: list[Chunk], views: dict[int, SlotViews]) -> list[LinkRows]:
-    """Split a step among its links. `views` has the slot of every link that the chunks name. Raises ValueError."""
+    """Split a step among its links. `views` has the slot of every link that a chunk names, by the link's index.
+
+    Raises ValueError if the chunks are not in order or a link gets more rows than its slot has.
+    """
     entries: dict[int, list[tuple[int, ...]]] = {}
-    rows = ({}, {})  # link -> [start, stop), attending and appended
-    row, last = 0, (False, -1)
+    ranges = ({}, {})  # of attending and of appended rows: link -> [start, stop]
+    row, last_order = 0, (False, -1)
     for chunk in chunks:
-        place = (chunk.prefill, chunk.link)
-        if place < last:
-            raise ValueError("the chunks of a step are not in order: attending ones first, then by link")
-        last, start, n = place, row, len(chunk.tokens)
+        order = (chunk.prefill, chunk.link)
+        if order < last_order:
+            raise ValueError("the chunks of a step are not in order: attending chunks first, then by link")
+        last_order, start, n = order, row, len(chunk.tokens)
         row += n
         flags = 0 if chunk.prefill else ROW_ATTEND
         entries.setdefault(chunk.link, []).append((chunk.seq_index, chunk.tag, chunk.pos, n, flags, 0))
-        rows[chunk.prefill].setdefault(chunk.link, [start, start])[1] = row
+        ranges[chunk.prefill].setdefault(chunk.link, [start, start])[1] = row
     result = []
-    for index, table in entries.items():
-        attending, appended = (slice(*kind.get(index, (0, 0))) for kind in rows)
-        share = LinkRows(views[index], np.array(table, ROW_DTYPE), attending, appended)
-        limit = share.views.link.geometry.max_rows
-        if share.n_rows > limit:
-            raise ValueError(f"a step of {share.n_rows} rows for a link that takes {limit}")
-        result.append(share)
+    for link, table in entries.items():
+        attending, appended = (slice(*kind.get(link, (0, 0))) for kind in ranges)
+        rows = LinkRows(views[link], np.array(table, ROW_DTYPE), attending, appended)
+        limit = rows.views.link.geometry.max_rows
+        if rows.n_rows > limit:
+            raise ValueError(f"a step has {rows.n_rows} rows for a link that takes {limit}")
+        result.append(rows)
     return result
 
 
 class Exchange:
-    """The rows of one step on their way. Not to be shared by threads."""
+    """The tensors `q`, `kv` and `o` of one step, and the calls that carry them. Not thread-safe."""
 
-    def __init__(self, slot: int, shares: list[LinkRows], device: torch.device, dtype: torch.dtype):
-        self._slot, self._shares, self._device = slot, shares, device
+    def __init__(self, slot: int, link_rows: list[LinkRows], device: torch.device, dtype: torch.dtype):
+        self._slot, self._link_rows, self._device = slot, link_rows, device
         self._pending: list[Link] = []  # posted, not yet answered
-        self._direct = device.type == "cpu" and len(shares) == 1
-        n_attend, n_rows = sum(s.n_attend for s in shares), sum(s.n_rows for s in shares)
-        views = shares[0].views
+        self._direct = device.type == "cpu" and len(link_rows) == 1
+        n_attend, n_rows = sum(rows.n_attend for rows in link_rows), sum(rows.n_rows for rows in link_rows)
+        views = link_rows[0].views
         if self._direct:
             self.q, self.kv, self.o = views.q[:n_attend], views.kv[:n_rows], views.o[:n_attend]
             return
@@ -105,20 +109,20 @@ class Exchange:
             self._event = torch.cuda.Event()
 
     def post(self, layer: int) -> None:
-        """Ring every link with rows in this step. `q` and `kv` must not be written until `wait`. Raises LinkDown."""
+        """Post a layer's call on every link. `q` and `kv` must not be written before `wait`. Raises LinkDown."""
         if not self._direct:
             self._scatter()
-        for share in self._shares:
-            link = share.views.link
+        for rows in self._link_rows:
+            link = rows.views.link
             if layer == 0:
-                link.write_table(self._slot, share.entries)
-            link.post(self._slot, layer, len(share.entries), share.n_rows, share.n_attend, layer == 0)
+                link.write_table(self._slot, rows.entries)
+            link.post(self._slot, layer, len(rows.entries), rows.n_rows, rows.n_attend, layer == 0)
             self._pending.append(link)
 
     def wait(self, timeout: float) -> int:
-        """Block until every link has answered; then `o` is filled. Returns the KV-cache bytes read.
+        """Block until every link has answered; then `o` is filled. Returns how many KV-cache bytes the R-nodes read.
 
-        Raises CallRefused and LinkDown.
+        `timeout` is in seconds, for each link. Raises CallRefused and LinkDown.
         """
         kv_bytes = 0
         while self._pending:
@@ -128,28 +132,30 @@ class Exchange:
         return kv_bytes
 
     def settle(self, timeout: float) -> None:
-        """Wait for what is still under way after a failure, so that the slots can be used again."""
+        """After a failure, wait for the calls that are still in progress, so that the slots can be used again."""
         while self._pending:
             with contextlib.suppress(TransportError):
                 self._pending.pop().wait(self._slot, timeout)
 
     def _scatter(self) -> None:
+        """Copy `q` and `kv` into the links' slots."""
         q, kv, _ = self._host
         if self._device.type == "cuda":
             q.copy_(self.q, non_blocking=True)
             kv.copy_(self.kv, non_blocking=True)
             self._event.record()
             self._event.synchronize()
-        for share in self._shares:
-            n = share.n_attend
-            share.views.q[:n].copy_(q[share.attending])
-            share.views.kv[:n].copy_(kv[share.attending])
-            share.views.kv[n : share.n_rows].copy_(kv[share.appended])
+        for rows in self._link_rows:
+            n = rows.n_attend
+            rows.views.q[:n].copy_(q[rows.attending])
+            rows.views.kv[:n].copy_(kv[rows.attending])
+            rows.views.kv[n : rows.n_rows].copy_(kv[rows.appended])
 
     def _gather(self) -> None:
+        """Copy the links' O rows into `o`."""
         o = self._host[2]
-        for share in self._shares:
-            o[share.attending].copy_(share.views.o[: share.n_attend])
+        for rows in self._link_rows:
+            o[rows.attending].copy_(rows.views.o[: rows.n_attend])
         if self._device.type == "cuda":
-            # The next `post` synchronises with the stream before `o` on the host is written again.
+            # The next `_scatter` synchronises with the stream before `o` on the host is written again.
             self.o.copy_(o, non_blocking=True)

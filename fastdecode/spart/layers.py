@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from fastdecode.spart.config import ModelConfig
 from fastdecode.spart.weights import Norm
 
-#: Activation by the name config.json gives it.
+#: Activation function by the name that config.json gives it. A function may overwrite its argument.
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": partial(F.silu, inplace=True),
     "relu": F.relu_,
@@ -22,7 +22,10 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 def make_norm(config: ModelConfig) -> Callable[[torch.Tensor, Norm], torch.Tensor]:
-    """x [n, hidden], its parameters -> normalised [n, hidden]. Statistics are computed in fp32 whatever the dtype."""
+    """The model's norm: a function of x [n, hidden_size] and its Norm that returns the normalised rows.
+
+    torch computes the statistics in fp32 for every dtype.
+    """
     shape, eps = (config.hidden_size,), config.norm_eps
     if config.norm == "rms":
         return lambda x, norm: F.rms_norm(x, shape, norm.weight, eps)
@@ -30,5 +33,5 @@ def make_norm(config: ModelConfig) -> Callable[[torch.Tensor, Norm], torch.Tenso
 
 
 def norm_heads(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """RMS norm of every head of x [n, heads, head_size] (the QK norm of Qwen3)."""
+    """RMS norm of every head of x [n, heads, head_size] with one weight [head_size] (the QK norm of Qwen3)."""
     return F.rms_norm(x, weight.shape, weight, eps)

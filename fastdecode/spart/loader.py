@@ -1,8 +1,9 @@
-"""From a Hugging Face directory to parameters on the device, once.
+"""load_model: reads a Hugging Face checkpoint directory into parameters on the device.
 
-The headers of all files are compared with what the model needs before a byte of a weight is read, so that a checkpoint
-that does not fit is refused at once and by the tensor's name. Then each tensor goes from the mapped file into its place
-in the preallocated parameters, converted on the way; at no time is there more than one tensor beside them.
+The headers of all files are compared with the parameters that the model needs before any weight is read, so a
+checkpoint that does not fit is refused at once, and the message names the tensor. Then each tensor is copied from the
+mapped file into its preallocated parameter and converted on the way, so memory never holds more than one tensor besides
+the parameters.
 """
 
 from __future__ import annotations
@@ -18,13 +19,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
-from fastdecode.spart.config import CheckpointError, ModelConfig
+from fastdecode.spart.config import CheckpointError, ModelConfig, TensorNames
+from fastdecode.spart.families import read_config
 from fastdecode.spart.weights import TORCH_DTYPES, Allocation, Model, TensorTarget, can_pack
 
 log = logging.getLogger(__name__)
 
 _FLOATS = {"F32", "F16", "BF16"}
-# Written by old checkpoints, computed from the config here.
+#: Ends of tensor names that old checkpoints contain and that the decoder computes from the config.
 _DERIVED = ("rotary_emb.inv_freq", "attn.masked_bias")
 
 
@@ -33,17 +35,17 @@ def load_model(
 ) -> Model:
     """Load a checkpoint for inference.
 
-    `dtype` is that of weights and activations: a torch dtype, "fp32", "bf16", "fp16" or "auto" (choose_dtype).
-    `progress` shows a bar on stderr. Raises CheckpointError, which names a tensor that is missing or has another shape.
+    `dtype` is the dtype of weights and activations: a torch dtype, "fp32", "bf16", "fp16" or "auto" (see choose_dtype).
+    `progress` shows a progress bar on stderr. Raises CheckpointError; if a tensor is missing or has another shape, the
+    message names it.
     """
     directory, device = Path(directory), torch.device(device)
-    config = ModelConfig.from_dir(directory)
+    config = read_config(directory)
     if isinstance(dtype, str):
         dtype = choose_dtype(dtype, config.dtype, device)
-    stored = _scan(directory)
-    own_head = "lm_head.weight" in stored and (not config.tied or _head_differs(stored))
-    allocation = Allocation(config, device, dtype, own_head or not config.tied)
-    targets = _match(allocation.targets, stored, tied=config.tied)
+    stored = _scan(directory, config.names)
+    allocation = Allocation(config, device, dtype, own_head=not config.tied or _head_differs(stored, config.names))
+    targets = _match(allocation.targets, stored, config)
     with torch.inference_mode():
         _copy(targets, progress)
     parameters = sum(t.target.numel() for t in allocation.targets)
@@ -56,22 +58,23 @@ def load_model(
 
 
 def choose_device(name: str) -> torch.device:
-    """`name` is "auto" (CUDA where there is a GPU, else the CPU), "cpu" or "cuda", for which there must be a GPU.
+    """The device for `name`: "auto" (the GPU if torch can use one, else the CPU), "cpu" or "cuda".
 
-    Raises CheckpointError.
+    Raises CheckpointError for "cuda" if torch can use no GPU.
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     elif name == "cuda" and not torch.cuda.is_available():
-        raise CheckpointError("no CUDA device is usable by this torch; use --device cpu")
+        raise CheckpointError("this torch can use no CUDA device; use --device cpu")
     return torch.device(name)
 
 
 def choose_dtype(name: str, stored: str, device: torch.device) -> torch.dtype:
-    """`name` is "fp32", "bf16", "fp16" or "auto"; `stored` is the checkpoint's dtype, one of the first three.
+    """The torch dtype for `name`: "fp32", "bf16", "fp16" or "auto". `stored` is the checkpoint's dtype, one of the
+    first three.
 
-    "auto" is the checkpoint's dtype on a GPU. On a CPU a 16-bit dtype only pays where there are instructions for it:
-    without them its products are slower than fp32's, so "auto" is fp32 there.
+    "auto" is the checkpoint's dtype, except on a CPU without instructions for that dtype: there 16-bit products are
+    slower than fp32 products, so "auto" is fp32.
     """
     if name != "auto":
         return TORCH_DTYPES[name]
@@ -85,12 +88,12 @@ def choose_dtype(name: str, stored: str, device: torch.device) -> torch.dtype:
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """A tensor in a file."""
+    """A tensor in a safetensors file."""
 
     path: Path
     name: str
     shape: tuple[int, ...]
-    dtype: str  # safetensors' name
+    dtype: str  # in safetensors' spelling, such as "BF16"
 
 
 @contextmanager
@@ -105,6 +108,7 @@ def _open(path: Path) -> Iterator[safe_open]:
 
 
 def _files(directory: Path) -> list[Path]:
+    """The checkpoint's safetensors files. Raises CheckpointError if it has none."""
     index = directory / "model.safetensors.index.json"
     if (single := directory / "model.safetensors").is_file():
         return [single]
@@ -115,26 +119,28 @@ def _files(directory: Path) -> list[Path]:
             raise CheckpointError(f"{index} is not an index of safetensors files") from None
         for name in names:
             if not isinstance(name, str) or Path(name).name != name:
-                raise CheckpointError(f"{index} names {name!r}, which is not a file beside it")
+                raise CheckpointError(f"{index} names {name!r}, which is not the name of a file in its directory")
         return [directory / name for name in sorted(names)]
     if any(directory.glob("pytorch_model*.bin*")):
         raise CheckpointError(
-            f"{directory} has its weights as pytorch_model.bin only; safetensors are needed "
+            f"{directory} has its weights only as pytorch_model.bin; safetensors are needed "
             "(in transformers: model.save_pretrained(directory))"
         )
     raise CheckpointError(f"{directory} has no model.safetensors and no model.safetensors.index.json")
 
 
-def _scan(directory: Path) -> dict[str, _Stored]:
-    """Everything the checkpoint's headers list, under the names that a whole model's checkpoint would use."""
+def _scan(directory: Path, names: TensorNames) -> dict[str, _Stored]:
+    """All tensors that the checkpoint's headers list, by the names that a checkpoint with an LM head gives them."""
     stored: dict[str, _Stored] = {}
     for path in _files(directory):
         with _open(path) as file:
             for name in file.keys():  # noqa: SIM118
                 view = file.get_slice(name)
                 stored[name] = _Stored(path, name, tuple(view.get_shape()), view.get_dtype())
-    if not any(name.startswith("model.") for name in stored):  # saved from the model without its head
-        stored = {name if name.startswith("lm_head.") else f"model.{name}": tensor for name, tensor in stored.items()}
+    base = names.embedding.partition(".")[0]
+    if not any(name.startswith(f"{base}.") for name in stored):  # saved from the base model, which has no LM head
+        head = f"{names.head}."
+        stored = {name if name.startswith(head) else f"{base}.{name}": tensor for name, tensor in stored.items()}
     return stored
 
 
@@ -143,14 +149,22 @@ def _read(tensor: _Stored) -> torch.Tensor:
         return file.get_tensor(tensor.name)
 
 
-def _head_differs(stored: dict[str, _Stored]) -> bool:
-    """True if the checkpoint has a head that is not its embedding: then they are not tied, whatever the config says."""
-    names = [name for name in stored if name.endswith("embed_tokens.weight")]
-    head = stored["lm_head.weight"]
-    return not any(stored[name].shape == head.shape and torch.equal(_read(stored[name]), _read(head)) for name in names)
+def _head_differs(stored: dict[str, _Stored], names: TensorNames) -> bool:
+    """True if the checkpoint has an LM head that is not its embedding: then they are not tied, whatever the config
+    says.
+
+    transformers does the same.
+    """
+    head, embedding = stored.get(f"{names.head}.weight"), stored.get(f"{names.embedding}.weight")
+    if head is None:
+        return False
+    return embedding is None or embedding.shape != head.shape or not torch.equal(_read(embedding), _read(head))
 
 
-def _match(targets: list[TensorTarget], stored: dict[str, _Stored], tied: bool) -> list[tuple[TensorTarget, _Stored]]:
+def _match(
+    targets: list[TensorTarget], stored: dict[str, _Stored], config: ModelConfig
+) -> list[tuple[TensorTarget, _Stored]]:
+    """Pair each target with its tensor. Raises CheckpointError for one that is missing or has another shape or type."""
     pairs = []
     for target in targets:
         tensor = stored.get(target.name)
@@ -160,11 +174,11 @@ def _match(targets: list[TensorTarget], stored: dict[str, _Stored], tied: bool) 
             more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
             raise CheckpointError(f"the checkpoint lacks the tensor {missing[0]!r}{more}")
         if tensor.shape != shape:
-            raise CheckpointError(f"tensor {target.name!r} has shape {tensor.shape}, config.json makes it {shape}")
+            raise CheckpointError(f"tensor {target.name!r} has shape {tensor.shape}, config.json says {shape}")
         if tensor.dtype not in _FLOATS:
-            raise CheckpointError(f"tensor {target.name!r} is stored as {tensor.dtype}, not as F32, BF16 or F16")
+            raise CheckpointError(f"tensor {target.name!r} is stored as {tensor.dtype}, not as F32, F16 or BF16")
         pairs.append((target, tensor))
-    wanted = {target.name for target in targets} | ({"lm_head.weight"} if tied else set())
+    wanted = {target.name for target in targets} | ({f"{config.names.head}.weight"} if config.tied else set())
     unused = sorted(name for name in stored if name not in wanted and not name.endswith(_DERIVED))
     if unused:
         shown = ", ".join(unused[:5]) + (", ..." if len(unused) > 5 else "")

@@ -1,14 +1,14 @@
-"""What a request asks to be done to its logits before a token is drawn, and the tokens that this depends on.
+"""LogitRules: the bias and the penalties that a request puts on its logits, and the token counts they depend on.
 
-In this order, for the logit x of a token:
+The rules apply in this order to the logit x of a token:
 
     bias         x + bias                                              OpenAI's `logit_bias`
-    repetition   x / r if x > 0, x * r if not, of tokens that the      CTRL (Keskar et al., arXiv 1909.05858, 4.1), as
-                 prompt or the output has                              Hugging Face and vLLM have it
-    the others   x - frequency * n - presence, of tokens that the      OpenAI's `frequency_penalty` and
-                 output has n > 0 times                                `presence_penalty`
+    repetition   x / r if x > 0, else x * r, for tokens that occur     CTRL (Keskar et al., arXiv 1909.05858, 4.1), in
+                 in the prompt or the output                           the form of Hugging Face and vLLM
+    the others   x - frequency * n - presence, for tokens that         OpenAI's `frequency_penalty` and
+                 occur n > 0 times in the output                       `presence_penalty`
 
-Knows no torch: the sampler, which has the logits, applies it (sampling.py).
+This module imports no torch; the sampler applies the rules (sampling.py).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 
 
 class LogitRules:
-    """One sequence's rules and counts."""
+    """One sequence's rules, and how often each token occurs in it."""
 
     def __init__(
         self,
@@ -30,37 +30,39 @@ class LogitRules:
         presence: float = 0.0,
         prompt: Iterable[int] = (),
     ):
-        """`bias` names a token once; token ids are within the vocabulary."""
+        """`bias` has each token at most once. All token ids must be within the vocabulary. The defaults change
+        nothing."""
         self.repetition, self.frequency, self.presence = repetition, frequency, presence
         pairs = tuple(bias)
         self.bias_ids = np.array([token for token, _ in pairs], np.int64)
         self.bias = np.array([value for _, value in pairs], np.float32)
-        self._place: dict[int, int] = {}  # of a token in the arrays, which have room to spare
+        self._indexes: dict[int, int] = {}  # token -> index into the two arrays below, which have spare room
         self._ids, self._counts = np.empty(16, np.int64), np.zeros(16, np.float32)
         if repetition != 1.0:
             for token in prompt:
-                self._place_of(token)
+                self._index_of(token)
 
     @property
     def seen(self) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens that penalties are for, each once, and how often the output has them: int64 and fp32, [n]."""
-        n = len(self._place)
+        """The tokens that penalties apply to, int64 [n], and how often each occurs in the output, fp32 [n]."""
+        n = len(self._indexes)
         return self._ids[:n], self._counts[:n]
 
     @property
     def penalises(self) -> bool:
+        """True if the rules have a penalty, and not a bias alone."""
         return self.repetition != 1.0 or self.frequency != 0.0 or self.presence != 0.0
 
     def generated(self, token: int) -> None:
         """Count a token of the output."""
         if self.penalises:
-            place = self._place_of(token)  # first: it may put larger arrays in their place
-            self._counts[place] += 1.0
+            index = self._index_of(token)  # before self._counts is read: this call may replace it by a larger array
+            self._counts[index] += 1.0
 
-    def _place_of(self, token: int) -> int:
-        place = self._place.setdefault(token, len(self._place))
-        if place == len(self._ids):
+    def _index_of(self, token: int) -> int:
+        index = self._indexes.setdefault(token, len(self._indexes))
+        if index == len(self._ids):
             self._ids = np.concatenate([self._ids, np.empty_like(self._ids)])
             self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
-        self._ids[place] = token
-        return place
+        self._ids[index] = token
+        return index

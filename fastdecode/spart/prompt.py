@@ -1,7 +1,7 @@
-"""Attention of prompts, which is computed on the S-node: their K and V are only appended on the R-node.
+"""Attention of prompts, which the S-node computes; the R-node only appends their K and V.
 
-A prompt that comes in one chunk needs its own rows alone. One that is cut keeps the K and V of its earlier chunks here
-until its last chunk is through, no longer.
+A prompt that is prefilled in one chunk needs only its own rows. For a prompt of several chunks, the K and V of the
+earlier chunks are staged here until the last chunk has passed all layers.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fastdecode.spart.config import ModelConfig
 
 
 class PromptCache:
-    """K and V of prompts that are not yet through, by sequence."""
+    """The staged K and V of unfinished prompts, by sequence."""
 
     def __init__(self, config: ModelConfig, device: torch.device, dtype: torch.dtype):
         self._shape = (config.n_layers, 2 * config.n_kv_heads * config.head_size)
@@ -28,10 +28,14 @@ class PromptCache:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of memory that the staged K and V take."""
         return sum(prompt.kv.nbytes for prompt in self._prompts.values())
 
     def begin(self, key: Hashable, chunk: Chunk) -> Prompt | None:
-        """Room for the chunk's K and V; None if it is the whole prompt. Raises ValueError for a chunk out of turn."""
+        """Make room for a chunk's K and V; returns None if the chunk is the whole prompt, for which nothing is staged.
+
+        Raises ValueError if the chunk does not follow the last one of its prompt.
+        """
         if chunk.pos == 0:
             self.drop(key)
             if chunk.sample is not None:
@@ -39,34 +43,35 @@ class PromptCache:
         prompt = self._prompts.get(key)
         if prompt is None:
             if chunk.pos:
-                raise ValueError(f"prompt of sequence {key} goes on at {chunk.pos}, but its first tokens are not here")
+                raise ValueError(f"a prompt goes on at {chunk.pos}, but its first tokens are not staged: {key}")
             n_layers, width = self._shape
             prompt = self._prompts[key] = Prompt(torch.empty(n_layers, 0, width, **self._options))
         if prompt.length != chunk.pos:
-            raise ValueError(f"prompt of sequence {key} goes on at {chunk.pos}, expected at {prompt.length}")
+            raise ValueError(f"a prompt goes on at {chunk.pos}, expected at {prompt.length}: {key}")
         prompt.reserve(chunk.pos + len(chunk.tokens))
         return prompt
 
     def end(self, work: PromptChunk) -> None:
-        """The chunk is through all layers."""
+        """Record that a chunk has passed all layers."""
         if work.chunk.sample is not None:
             self.drop(work.key)
         elif work.prompt is not None:
             work.prompt.length = work.chunk.pos + len(work.chunk.tokens)
 
     def drop(self, key: Hashable) -> None:
-        """Forget a sequence's prompt, if it is here."""
+        """Free what is staged for a sequence, if anything is."""
         self._prompts.pop(key, None)
 
 
 class Prompt:
-    """[layers, capacity, K and V of a row] of which `length` rows are there in every layer."""
+    """Staged K and V of one prompt: `kv` is [layers, capacity, K and V of a row], of which `length` rows are filled."""
 
     def __init__(self, kv: torch.Tensor):
         self.kv = kv
         self.length = 0
 
     def reserve(self, length: int) -> None:
+        """Make room for `length` rows."""
         capacity = self.kv.shape[1]
         if length > capacity:
             grown = self.kv.new_empty(self.kv.shape[0], max(length, 2 * capacity), self.kv.shape[2])
@@ -75,7 +80,7 @@ class Prompt:
 
 
 class PromptChunk:
-    """One chunk of a step while it passes through the layers: rows `rows` of the step."""
+    """A prompt's chunk while it passes through the layers. Its rows in the step are `rows`."""
 
     def __init__(self, config: ModelConfig, key: Hashable, chunk: Chunk, rows: slice, prompt: Prompt | None):
         self.key, self.chunk, self.rows = key, chunk, rows
@@ -85,7 +90,8 @@ class PromptChunk:
         self._masks: dict[int, torch.Tensor] = {}
 
     def attend(self, layer: int, q: torch.Tensor, kv: torch.Tensor, out: torch.Tensor) -> None:
-        """The chunk's rows of the step: q [n, n_q_heads * d], kv [n, 2 * n_kv_heads * d] -> out, like q."""
+        """Attention of the chunk's rows: q [n, n_q_heads * d] and kv [n, 2 * n_kv_heads * d] -> out [n, n_q_heads *
+        d]."""
         n_q, n_kv, size = self._heads
         n, pos = len(q), self.chunk.pos
         if self.prompt is not None:
@@ -95,7 +101,7 @@ class PromptChunk:
         window = self._windows[layer]
         if not window or pos + n <= window:
             window = 0
-        first = max(0, pos - window + 1) if window else 0  # the earliest position that any row sees
+        first = max(0, pos - window + 1) if window else 0  # the earliest position that a row attends to
         k, v = kv[first:].view(pos + n - first, 2, n_kv, size).permute(1, 2, 0, 3)[:, None]
         attended = F.scaled_dot_product_attention(
             q.view(n, n_q, size).transpose(0, 1)[None],
@@ -109,7 +115,10 @@ class PromptChunk:
         out.view(n, n_q, size).copy_(attended[0].transpose(0, 1))
 
     def _mask(self, window: int, first: int, like: torch.Tensor) -> torch.Tensor:
-        """Additive [n, positions from `first`], made once a step: row j sees (pos + j - window, pos + j]."""
+        """Additive mask [n, positions from `first`] of the window size, made once a step.
+
+        Row j attends to the positions (pos + j - window, pos + j], with window 0 to all up to pos + j.
+        """
         mask = self._masks.get(window)
         if mask is None:
             n, pos = len(like), self.chunk.pos

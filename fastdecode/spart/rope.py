@@ -1,4 +1,4 @@
-"""Rotary position embedding (Su et al., arXiv 2104.09864), the two halves of a head paired as in GPT-NeoX and Llama."""
+"""Rotary position embedding (Su et al., arXiv 2104.09864) over the two halves of a head, as in GPT-NeoX and Llama."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fastdecode.spart.config import Rope
 
 
 def inverse_frequencies(rope: Rope, head_size: int) -> torch.Tensor:
-    """Angle per position of each of the head's pairs: [head_size / 2] fp32."""
+    """The angle by which each pair of a head's elements turns at each position, in radians: [head_size / 2] fp32."""
     exponents = torch.arange(0, head_size, 2, dtype=torch.float32) / head_size
     frequencies = 1.0 / rope.theta**exponents
     match rope.kind:
@@ -25,14 +25,17 @@ def inverse_frequencies(rope: Rope, head_size: int) -> torch.Tensor:
 
 
 def _llama3(rope: Rope, frequencies: torch.Tensor) -> torch.Tensor:
-    """Llama 3.1: slow pairs are slowed by `factor`, fast ones kept, those between interpolated."""
-    turns = rope.original_max_positions * frequencies / (2 * math.pi)  # over the context trained on
-    kept = ((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0, 1)
-    return (1 - kept) * frequencies / rope.factor + kept * frequencies
+    """Llama 3.1: the frequency of a slow pair is divided by `factor`, that of a fast pair is kept.
+
+    Between the two, frequencies are interpolated.
+    """
+    turns = rope.original_max_positions * frequencies / (2 * math.pi)  # over the positions the model was trained on
+    fast = ((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0, 1)
+    return (1 - fast) * frequencies / rope.factor + fast * frequencies
 
 
 def _yarn(rope: Rope, frequencies: torch.Tensor, head_size: int) -> torch.Tensor:
-    """YaRN, arXiv 2309.00071, equations 17 to 20: as above, with a ramp over pairs instead of wavelengths."""
+    """YaRN, arXiv 2309.00071, equations 17 to 20: as Llama 3.1, but interpolated by the pair's number."""
 
     def pair_that_turns(times: float) -> float:
         ratio = rope.original_max_positions / (times * 2 * math.pi)
@@ -43,12 +46,12 @@ def _yarn(rope: Rope, frequencies: torch.Tensor, head_size: int) -> torch.Tensor
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_size - 1)
     ramp = (torch.arange(head_size // 2, dtype=torch.float32) - low) / max(high - low, 0.001)
-    slowed = ramp.clamp(0, 1)
-    return slowed * frequencies / rope.factor + (1 - slowed) * frequencies
+    slow = ramp.clamp(0, 1)
+    return slow * frequencies / rope.factor + (1 - slow) * frequencies
 
 
 class RotaryEmbedding:
-    """cos and sin for the rows of a step."""
+    """cos and sin of the angles of a step's rows."""
 
     def __init__(self, rope: Rope, head_size: int, device: torch.device, dtype: torch.dtype):
         self._frequencies = inverse_frequencies(rope, head_size).to(device)
@@ -56,7 +59,7 @@ class RotaryEmbedding:
         self._dtype = dtype
 
     def angles(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """positions [n] -> cos, sin [n, 1, head_size / 2] in the activation dtype; computed in fp32, once a step."""
+        """positions [n] -> cos and sin, each [n, 1, head_size / 2] in the activation dtype. Computed in fp32."""
         angles = positions.to(torch.float32)[:, None, None] * self._frequencies
         cos, sin = angles.cos(), angles.sin()
         if self._scale != 1.0:
@@ -65,7 +68,7 @@ class RotaryEmbedding:
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, out: torch.Tensor) -> None:
-    """Rotate x [n, heads, head_size] into `out`: a head's halves (a, b) become (a cos - b sin, b cos + a sin)."""
+    """Rotate x [n, heads, head_size] into `out`: the halves (a, b) of a head become (a cos - b sin, b cos + a sin)."""
     a, b = x.chunk(2, dim=-1)
     out_a, out_b = out.chunk(2, dim=-1)
     torch.mul(a, cos, out=out_a).addcmul_(b, sin, value=-1)

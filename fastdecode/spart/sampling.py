@@ -1,11 +1,12 @@
-"""The next token of every row of a step, drawn on the logits' device.
+"""Sampler: draws the next token of every row of a step, on the logits' device.
 
-Order and meaning of the filters are those of Hugging Face's processors: bias and penalties first (penalties.py), then
-temperature, top-k, top-p on what top-k left, min-p on what top-p left. A filter is a threshold: tokens of equal
-probability are kept or dropped together, so the outcome does not depend on how a sort breaks ties.
+The filters are those of Hugging Face's logits processors, in their order: bias and penalties (penalties.py),
+temperature, top-k, top-p over the tokens that top-k has left, min-p over the tokens that top-p has left. Each filter is
+a threshold, so tokens of equal probability are kept or dropped together, and the result does not depend on how a sort
+orders equal values.
 
-A draw needs one uniform number a row. It is a hash of (seed, index) alone, and the cumulative distribution it is looked
-up in is computed row by row, so a sequence draws the same tokens in any batch and after any preemption.
+A row's token is drawn with one uniform random number, a hash of (seed, index) alone, from a cumulative distribution
+that is computed from that row alone. So a sequence draws the same tokens in any batch and after any preemption.
 """
 
 from __future__ import annotations
@@ -18,16 +19,19 @@ import torch
 from fastdecode.spart.batch import Sampled, SampleSpec
 from fastdecode.spart.penalties import LogitRules
 
-#: Below it a temperature is greedy: dividing by it would only overflow.
+#: A temperature below this one is greedy, because a division by it would overflow.
 MIN_TEMPERATURE = 1e-5
-# Sorted prefix in which the cut of top-p is looked for before a whole row is sorted.
+#: Top-p first looks at this many of the likeliest tokens; a whole row is sorted only if they are not enough.
 _TOP_P_PREFIX = 1024
 _NOT_FINITE = "the model's logits are not finite: an activation overflowed its dtype"
 _MASK = (1 << 64) - 1
 
 
 def uniforms(seeds: list[int], indices: list[int]) -> np.ndarray:
-    """One fp64 number in [0, 1) a pair: splitmix64 (Steele, Lea, Flood, OOPSLA 2014) of the seed, then of the index."""
+    """A uniform number in [0, 1) for each pair of seed and index, fp64 [n].
+
+    It is splitmix64 (Steele, Lea, Flood, OOPSLA 2014) of the seed, then of the index.
+    """
     seed = np.array([s & _MASK for s in seeds], np.uint64)
     index = np.array([i & _MASK for i in indices], np.uint64)
     return (_mix(_mix(seed) ^ index) >> np.uint64(11)) * 2.0**-53
@@ -41,23 +45,26 @@ def _mix(x: np.ndarray) -> np.ndarray:
 
 
 class Sampler:
-    """Callable: logits and how to sample each of their rows -> tokens."""
+    """Draws a token for each row of logits."""
 
     def __call__(self, logits: torch.Tensor, specs: list[SampleSpec]) -> list[Sampled]:
-        """logits [rows, vocab] fp32, one spec a row. A row with logits that are NaN or +inf gets an error, no token."""
+        """Draw one token a row. `logits` is [rows, vocab_size] fp32; `specs` has one entry for each row.
+
+        A row with a logit that is NaN or +inf gets an error and no token.
+        """
         best, tokens = logits.max(dim=1)  # the maximum of a row with a NaN is NaN
         finite = best.isfinite().tolist()
         ruled = {i: _ruled(logits[i], spec.rules) for i, spec in enumerate(specs) if finite[i] and spec.rules}
-        for i, row in ruled.items():
-            tokens[i] = row.argmax()
+        for i, changed in ruled.items():
+            tokens[i] = changed.argmax()
         drawn = [i for i, spec in enumerate(specs) if finite[i] and spec.temperature >= MIN_TEMPERATURE]
         if drawn:
             chosen = [specs[i] for i in drawn]
             rows = torch.tensor(drawn, device=logits.device)
             picked = logits.index_select(0, rows)
-            for place, i in enumerate(drawn):
+            for row, i in enumerate(drawn):
                 if i in ruled:
-                    picked[place] = ruled[i]
+                    picked[row] = ruled[i]
             scaled = filtered(picked, chosen)
             tokens[rows] = _draw(scaled, uniforms([s.seed for s in chosen], [s.index for s in chosen]))
         sampled = [
@@ -71,15 +78,15 @@ class Sampler:
 
 
 def _ruled(logits: torch.Tensor, rules: LogitRules) -> torch.Tensor:
-    """A row of logits, [vocab], as the rules want it; the row itself stays as it is."""
+    """A copy of a row of logits, [vocab_size], to which the rules have been applied."""
     row = logits.clone()
 
-    def here(x: np.ndarray) -> torch.Tensor:
+    def on_device(x: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(x).to(row.device)
 
     if len(rules.bias):
-        row[here(rules.bias_ids)] += here(rules.bias)
-    ids, counts = map(here, rules.seen)
+        row[on_device(rules.bias_ids)] += on_device(rules.bias)
+    ids, counts = map(on_device, rules.seen)
     if len(ids) and rules.penalises:
         x = row[ids]
         x = torch.where(x > 0, x / rules.repetition, x * rules.repetition)
@@ -88,7 +95,10 @@ def _ruled(logits: torch.Tensor, rules: LogitRules) -> torch.Tensor:
 
 
 def filtered(logits: torch.Tensor, specs: list[SampleSpec]) -> torch.Tensor:
-    """Logits [rows, vocab] over their temperature, less the row's maximum; -inf where a filter drops the token."""
+    """Scaled and filtered logits: (x - the row's maximum) / temperature, or -inf where a filter drops the token.
+
+    `logits` is [rows, vocab_size] fp32 and so is the result. All temperatures must be positive.
+    """
 
     def column(values: list[float]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.float32, device=logits.device)[:, None]
@@ -98,8 +108,8 @@ def filtered(logits: torch.Tensor, specs: list[SampleSpec]) -> torch.Tensor:
     ks = [spec.top_k if 0 < spec.top_k < vocab else vocab for spec in specs]
     if (largest := max((k for k in ks if k < vocab), default=0)) > 0:
         values = scaled.topk(largest, dim=1).values
-        place = torch.tensor([min(k, largest) - 1 for k in ks], device=logits.device)[:, None]
-        floor = values.gather(1, place).where(column(ks) < vocab, -math.inf)
+        kth = torch.tensor([min(k, largest) - 1 for k in ks], device=logits.device)[:, None]
+        floor = values.gather(1, kth).where(column(ks) < vocab, -math.inf)
         scaled.masked_fill_(scaled < floor, -math.inf)
     nucleus = [i for i, spec in enumerate(specs) if spec.top_p < 1.0]
     if nucleus:
@@ -112,7 +122,7 @@ def filtered(logits: torch.Tensor, specs: list[SampleSpec]) -> torch.Tensor:
 
 
 def _top_p(scaled: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """Keep the likeliest tokens until their sum reaches top_p [rows, 1], the one that reaches it included."""
+    """Keep the likeliest tokens up to and including the one with which their sum reaches top_p [rows, 1]."""
     probabilities = scaled.softmax(dim=1)
     floor, reached = _nucleus_floor(probabilities, top_p, min(_TOP_P_PREFIX, scaled.shape[1]))
     if not reached.all():
@@ -122,7 +132,10 @@ def _top_p(scaled: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
 
 
 def _nucleus_floor(probabilities: torch.Tensor, top_p: torch.Tensor, prefix: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The nucleus' smallest probability [rows, 1], and whether the `prefix` likeliest tokens were enough to tell."""
+    """The smallest probability in each row's nucleus, [rows, 1], found among the `prefix` likeliest tokens.
+
+    The second result, [rows], is False where these tokens do not reach top_p, so the first result is not valid.
+    """
     best = probabilities.topk(prefix, dim=1).values
     sums = best.cumsum(dim=1, dtype=torch.float64)
     size = ((sums - best) < top_p).sum(dim=1, keepdim=True).clamp_(min=1)
@@ -130,15 +143,16 @@ def _nucleus_floor(probabilities: torch.Tensor, top_p: torch.Tensor, prefix: int
 
 
 def _draw(scaled: torch.Tensor, u: np.ndarray) -> torch.Tensor:
-    """Inverse of the cumulative distribution of each row's softmax at u, tokens in order of their ids."""
+    """Draw a token a row: the inverse of the cumulative distribution of its softmax, in order of token ids, at u
+    [rows]."""
     sums = scaled.softmax(dim=1).cumsum(dim=1, dtype=torch.float64)
     target = torch.from_numpy(u).to(scaled.device)[:, None] * sums[:, -1:]
-    # The first sum above the target: never a dropped token, for the sum does not grow there.
+    # The first sum above the target. It is never a dropped token's, because the sum does not grow there.
     return torch.searchsorted(sums, target, right=True).flatten()
 
 
 def _report(sampled: list[Sampled], asked: list[int], logits: torch.Tensor, specs: list[SampleSpec]) -> None:
-    """Add the log-probabilities the rows `asked` want, of the distribution before rules, temperature and filters."""
+    """Add log-probabilities to the rows `asked`, of the distribution before rules, temperature and filters."""
     rows = torch.tensor(asked, device=logits.device)
     logprobs = logits.index_select(0, rows).log_softmax(dim=1)
     tokens = torch.tensor([sampled[i].token for i in asked], device=logits.device)

@@ -1,12 +1,13 @@
-"""A model's parameters on its device, in the shapes the decoder multiplies with.
+"""A model's parameters on its device, in the shapes that the decoder multiplies with.
 
-Every parameter is allocated once, empty, and filled in place by the loader from the tensors named in its
-`TensorTarget`s. Matrices of a checkpoint that multiply the same rows are one parameter here: Q over K over V, gate
-over up.
+Every parameter is allocated once, empty. The loader fills it in place from the checkpoint's tensors, which the
+`TensorTarget`s name. Matrices that multiply the same rows are stacked into one parameter: Q over K over V, gate over
+up.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,14 +21,14 @@ TORCH_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bflo
 
 @dataclass(frozen=True, slots=True)
 class TensorTarget:
-    """Where a checkpoint's tensor goes: `target` is a view into a parameter, of the tensor's own shape."""
+    """Where the checkpoint's tensor `name` goes. `target` is a view into a parameter and has the tensor's shape."""
 
     name: str
     target: torch.Tensor
 
 
 class Linear:
-    """y = x Wᵀ + b. `weight` is [out, in] as in the checkpoint, `bias` [out] or None."""
+    """y = x Wᵀ + b. `weight` is [out, in], as in the checkpoint; `bias` is [out] or None."""
 
     __slots__ = ("bias", "weight")
 
@@ -41,15 +42,15 @@ class Linear:
 
 
 class PackedLinear:
-    """A Linear for the CPU whose weight oneDNN has put into the order its kernels read.
+    """A Linear for the CPU whose weight lies in the order that oneDNN's kernels read.
 
-    F.linear packs the weight anew at every call. For the few rows of a decode step that makes it 1.4 times slower in
-    bf16, and several times for a wide LM head.
+    F.linear packs the weight anew at every call. For the few rows of a decode step that takes 1.4 times as long in
+    bf16, and several times as long for a wide LM head.
     """
 
     __slots__ = ("_bias", "_packed")
 
-    _ROWS = 32  # the batch that the order is chosen for; any other works
+    _ROWS = 32  # the number of rows that the order is best for; it is right for any number
 
     def __init__(self, linear: Linear):
         self._packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight, self._ROWS)
@@ -66,17 +67,18 @@ class PackedLinear:
 
 
 def known_rows(n: int) -> int:
-    """`n` rounded up so that there are 16 sizes an octave: up to 32 rows exactly, beyond by at most a sixteenth.
+    """`n` rounded up to one of 16 sizes an octave: n <= 32 stays as it is, a larger n grows by at most a sixteenth.
 
-    oneDNN compiles a kernel, of 0.7 MB and in some milliseconds, for every number of rows it meets, and keeps a
-    thousand of them. Steps have any number of rows.
+    oneDNN compiles a kernel for every number of rows that it meets and keeps a thousand of them; each takes some
+    milliseconds and 0.7 MB. Without rounding, steps would have hundreds of different numbers of rows.
     """
     step = 1 << max(0, (n - 1).bit_length() - 5)
     return -(-n // step) * step
 
 
 def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether PackedLinear works here: oneDNN's own check of the CPU for 16-bit dtypes."""
+    """True if PackedLinear works on this device with this dtype. oneDNN itself says whether the CPU has 16-bit
+    dtypes."""
     if device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return False
     if dtype is torch.bfloat16:
@@ -88,7 +90,7 @@ def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
 
 @dataclass(slots=True)
 class Norm:
-    """Parameters [hidden]; both None: only normalised. RMS norms have no bias."""
+    """The parameters of a norm, [hidden_size]. Both None: rows are only normalised. RMS norms have no bias."""
 
     weight: torch.Tensor | None
     bias: torch.Tensor | None
@@ -96,7 +98,8 @@ class Norm:
 
 @dataclass(slots=True)
 class Layer:
-    """One transformer block. `qkv` gives Q heads, K heads, V heads; `up` gives gate, then up, if the MLP is gated."""
+    """One transformer block. The rows of `qkv` are Q heads, K heads, V heads; those of `up` are gate, up if it is
+    gated."""
 
     attention_norm: Norm
     qkv: Linear | PackedLinear
@@ -110,8 +113,10 @@ class Layer:
 
 @dataclass(slots=True)
 class Weights:
+    """All parameters of a model. A tied `head` has the embedding as its weight."""
+
     embedding: torch.Tensor  # [vocab, embed_size]
-    positions: torch.Tensor | None  # [position_offset + max_positions, hidden]
+    positions: torch.Tensor | None  # [position_offset + max_positions, hidden_size]
     project_in: Linear | None
     layers: list[Layer]
     final_norm: Norm | None
@@ -119,7 +124,7 @@ class Weights:
     head: Linear | PackedLinear
 
     def pack(self) -> None:
-        """Make PackedLinears of the blocks' linears and the head, one after another: only one weight is there twice.
+        """Replace the blocks' linears and the head by PackedLinears, one by one, so that only one weight exists twice.
 
         A tied head becomes a matrix of its own.
         """
@@ -137,11 +142,11 @@ class Model:
     weights: Weights
     device: torch.device
     dtype: torch.dtype  # of weights and activations
-    parameters: int  # numbers in the checkpoint's matrices and vectors, a tied head counted once
+    parameters: int  # how many numbers the checkpoint has; a tied head counts once
 
     @property
     def act_dtype(self) -> str:
-        """Activation dtype of the links, of ACT_DTYPES: what the S-Part computes in, so that nothing is converted."""
+        """The links' activation dtype, one of ACT_DTYPES. It is the S-Part's dtype, so that no row is converted."""
         return next(name for name in ACT_DTYPES if TORCH_DTYPES[name] is self.dtype)
 
     @property
@@ -149,7 +154,8 @@ class Model:
         return self.dtype
 
     def hello(self, n_slots: int, max_rows: int, kv_dtype: str, kv_bytes: int | None, max_seqs: int) -> Hello:
-        """What to ask of an R-node; the arguments are the fields of Geometry and Hello that the model does not fix."""
+        """What an S-node with this model asks of an R-node. The arguments are those fields of Geometry and Hello that
+        the model does not fix."""
         return Hello(
             geometry=self.config.hello_geometry(n_slots, max_rows, self.act_dtype),
             kv_dtype=kv_dtype,
@@ -163,104 +169,78 @@ class Model:
 class Allocation:
     """Empty parameters for a configuration, and the targets that a checkpoint's tensors fill.
 
-    `head` is separate from the embedding only if `own_head`: a checkpoint may bring a head though its config says tied.
+    `own_head`: the LM head is a parameter of its own. A checkpoint may bring a head though its config says tied, so
+    this is not ModelConfig.tied.
     """
 
     def __init__(self, config: ModelConfig, device: torch.device, dtype: torch.dtype, own_head: bool):
-        self._options = {"device": device, "dtype": dtype}
         self.targets: list[TensorTarget] = []
-        self.weights = _opt(self, config, own_head) if config.rope is None else _llama_like(self, config, own_head)
+        self._config = c = config
+        self._device, self._dtype = device, dtype
+        names = c.names
+        embedding = self._matrix(names.embedding, c.vocab_size, c.embed_size)
+        positions = c.position_offset + c.max_positions
+        self.weights = Weights(
+            embedding=embedding,
+            positions=self._matrix(names.positions, positions, c.hidden_size) if names.positions else None,
+            project_in=self._projection(names.project_in, c.hidden_size, c.embed_size),
+            layers=[self._layer(names.block.replace("{i}", str(i))) for i in range(c.n_layers)],
+            final_norm=self._norm(names.final_norm) if c.final_norm else None,
+            project_out=self._projection(names.project_out, c.embed_size, c.hidden_size),
+            head=Linear(self._matrix(names.head, c.vocab_size, c.embed_size) if own_head else embedding),
+        )
 
-    def vector(self, name: str, size: int) -> torch.Tensor:
-        return self.matrix(name, size)
+    def _layer(self, block: str) -> Layer:
+        """The parameters of the block whose tensors' names begin with `block`."""
+        c, names = self._config, self._config.names
+        q_size, kv_size = c.n_q_heads * c.head_size, c.n_kv_heads * c.head_size
+        qkv, up = [f"{block}{name}" for name in names.qkv], [f"{block}{name}" for name in names.up]
+        up_sizes = [c.intermediate_size] * (2 if c.gated else 1)
+        return Layer(
+            attention_norm=self._norm(f"{block}{names.attention_norm}"),
+            qkv=self._linear(qkv, [q_size, kv_size, kv_size], c.hidden_size, c.qkv_bias),
+            q_norm=self._empty(f"{block}{names.q_norm}.weight", c.head_size) if c.qk_norm else None,
+            k_norm=self._empty(f"{block}{names.k_norm}.weight", c.head_size) if c.qk_norm else None,
+            o=self._linear([f"{block}{names.o}"], [c.hidden_size], q_size, c.o_bias),
+            mlp_norm=self._norm(f"{block}{names.mlp_norm}"),
+            up=self._linear(up, up_sizes, c.hidden_size, c.mlp_bias),
+            down=self._linear([f"{block}{names.down}"], [c.hidden_size], c.intermediate_size, c.mlp_bias),
+        )
 
-    def matrix(self, name: str, *shape: int) -> torch.Tensor:
-        target = torch.empty(shape, **self._options)
+    def _empty(self, name: str, *shape: int) -> torch.Tensor:
+        """A parameter that the tensor `name` fills."""
+        target = torch.empty(shape, device=self._device, dtype=self._dtype)
         self.targets.append(TensorTarget(name, target))
         return target
 
-    def linear(self, names: list[str], outs: list[int], width: int, bias: bool) -> Linear:
-        """One product for the linears `names` with `outs[i]` output features each, stacked in that order."""
-        weight = torch.empty(sum(outs), width, **self._options)
-        vector = torch.empty(sum(outs), **self._options) if bias else None
+    def _matrix(self, name: str, rows: int, columns: int) -> torch.Tensor:
+        return self._empty(f"{name}.weight", rows, columns)
+
+    def _projection(self, name: str | None, out: int, width: int) -> Linear | None:
+        """A projection between embedding and hidden size; None if these are equal."""
+        if out == width:
+            return None
+        assert name is not None, "the family's TensorNames has no projection"
+        return self._linear([name], [out], width)
+
+    def _norm(self, name: str) -> Norm:
+        c = self._config
+        if not c.norm_affine:
+            return Norm(None, None)
+        weight = self._empty(f"{name}.weight", c.hidden_size)
+        return Norm(weight, self._empty(f"{name}.bias", c.hidden_size) if c.norm == "layer" else None)
+
+    def _linear(self, names: Sequence[str], outs: list[int], width: int, bias: bool = False) -> Linear:
+        """One matrix for the linears `names`, stacked in that order; the i-th has outs[i] output features.
+
+        A single name means that the checkpoint stores the whole stack as one tensor.
+        """
+        outs = outs if len(names) == len(outs) else [sum(outs)]
+        weight = torch.empty(sum(outs), width, device=self._device, dtype=self._dtype)
+        vector = torch.empty(sum(outs), device=self._device, dtype=self._dtype) if bias else None
         for name, part in zip(names, weight.split(outs), strict=True):
             self.targets.append(TensorTarget(f"{name}.weight", part))
         if vector is not None:
             for name, part in zip(names, vector.split(outs), strict=True):
                 self.targets.append(TensorTarget(f"{name}.bias", part))
         return Linear(weight, vector)
-
-    def norm(self, name: str, config: ModelConfig) -> Norm:
-        if not config.norm_affine:
-            return Norm(None, None)
-        weight = self.vector(f"{name}.weight", config.hidden_size)
-        bias = self.vector(f"{name}.bias", config.hidden_size) if config.norm == "layer" else None
-        return Norm(weight, bias)
-
-    def attention(self, name: str, out_name: str, c: ModelConfig) -> tuple[Linear, Linear]:
-        q_size, kv_size = c.n_q_heads * c.head_size, c.n_kv_heads * c.head_size
-        names = [f"{name}.q_proj", f"{name}.k_proj", f"{name}.v_proj"]
-        qkv = self.linear(names, [q_size, kv_size, kv_size], c.hidden_size, c.qkv_bias)
-        return qkv, self.linear([f"{name}.{out_name}"], [c.hidden_size], q_size, c.o_bias)
-
-
-def _llama_like(a: Allocation, c: ModelConfig, own_head: bool) -> Weights:
-    """Llama, Mistral, Qwen2, Qwen3."""
-    embedding = a.matrix("model.embed_tokens.weight", c.vocab_size, c.hidden_size)
-    layers = []
-    for i in range(c.n_layers):
-        prefix = f"model.layers.{i}."
-        qkv, o = a.attention(f"{prefix}self_attn", "o_proj", c)
-        gate_and_up = [f"{prefix}mlp.gate_proj", f"{prefix}mlp.up_proj"]
-        layers.append(
-            Layer(
-                attention_norm=a.norm(f"{prefix}input_layernorm", c),
-                qkv=qkv,
-                q_norm=a.vector(f"{prefix}self_attn.q_norm.weight", c.head_size) if c.qk_norm else None,
-                k_norm=a.vector(f"{prefix}self_attn.k_norm.weight", c.head_size) if c.qk_norm else None,
-                o=o,
-                mlp_norm=a.norm(f"{prefix}post_attention_layernorm", c),
-                up=a.linear(gate_and_up, [c.intermediate_size] * 2, c.hidden_size, c.mlp_bias),
-                down=a.linear([f"{prefix}mlp.down_proj"], [c.hidden_size], c.intermediate_size, c.mlp_bias),
-            )
-        )
-    return Weights(
-        embedding=embedding,
-        positions=None,
-        project_in=None,
-        layers=layers,
-        final_norm=a.norm("model.norm", c),
-        project_out=None,
-        head=Linear(a.matrix("lm_head.weight", c.vocab_size, c.hidden_size) if own_head else embedding),
-    )
-
-
-def _opt(a: Allocation, c: ModelConfig, own_head: bool) -> Weights:
-    embedding = a.matrix("model.decoder.embed_tokens.weight", c.vocab_size, c.embed_size)
-    projected = c.embed_size != c.hidden_size
-    layers = []
-    for i in range(c.n_layers):
-        prefix = f"model.decoder.layers.{i}."
-        qkv, o = a.attention(f"{prefix}self_attn", "out_proj", c)
-        layers.append(
-            Layer(
-                attention_norm=a.norm(f"{prefix}self_attn_layer_norm", c),
-                qkv=qkv,
-                q_norm=None,
-                k_norm=None,
-                o=o,
-                mlp_norm=a.norm(f"{prefix}final_layer_norm", c),
-                up=a.linear([f"{prefix}fc1"], [c.intermediate_size], c.hidden_size, c.mlp_bias),
-                down=a.linear([f"{prefix}fc2"], [c.hidden_size], c.intermediate_size, c.mlp_bias),
-            )
-        )
-    decoder = "model.decoder."
-    return Weights(
-        embedding=embedding,
-        positions=a.matrix(f"{decoder}embed_positions.weight", c.position_offset + c.max_positions, c.hidden_size),
-        project_in=a.linear([f"{decoder}project_in"], [c.hidden_size], c.embed_size, False) if projected else None,
-        layers=layers,
-        final_norm=a.norm(f"{decoder}final_layer_norm", c) if c.final_norm else None,
-        project_out=a.linear([f"{decoder}project_out"], [c.embed_size], c.hidden_size, False) if projected else None,
-        head=Linear(a.matrix("lm_head.weight", c.vocab_size, c.embed_size) if own_head else embedding),
-    )

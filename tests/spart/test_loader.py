@@ -17,7 +17,8 @@ from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from fastdecode.spart import CheckpointError, ModelConfig, choose_device, choose_dtype, load_model
+from fastdecode.spart import CheckpointError, choose_device, choose_dtype, load_model, read_config
+from fastdecode.spart.families import make_config
 from fastdecode.spart.layers import ACTIVATIONS
 from fastdecode.spart.rope import inverse_frequencies
 from fastdecode.spart.weights import Linear, PackedLinear, known_rows
@@ -54,7 +55,7 @@ def edit_tensors(directory: Path, edit) -> None:
 def test_both_spellings_of_rope_mean_the_same(name, copy):
     """transformers 5 writes rope_parameters and dtype; 4 wrote rope_theta, rope_scaling and torch_dtype."""
     directory = copy(name)
-    new = ModelConfig.from_dir(directory)
+    new = read_config(directory)
     raw = json.loads((directory / "config.json").read_text())
     rope = raw.get("rope_parameters") or {}
     scaling = {k: v for k, v in rope.items() if k != "rope_theta"}
@@ -65,7 +66,7 @@ def test_both_spellings_of_rope_mean_the_same(name, copy):
         if rope:
             old["rope_theta"] = rope["rope_theta"]
         edit_config(directory, ("rope_parameters", "dtype"), **old)
-        assert ModelConfig.from_dir(directory) == new
+        assert read_config(directory) == new
 
 
 @pytest.mark.quick
@@ -83,7 +84,7 @@ def test_rope_frequencies_are_transformers(kind, head_size):
         "llama", head_dim=head_size, rope_parameters=parameters, max_position_embeddings=65536, dtype="float32"
     )
     expected, factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
-    rope = ModelConfig.from_dict(config.to_dict() | {"architectures": ["LlamaForCausalLM"]}).rope
+    rope = make_config(config.to_dict() | {"architectures": ["LlamaForCausalLM"]}).rope
     torch.testing.assert_close(inverse_frequencies(rope, head_size), expected, rtol=1e-6, atol=0)
     assert rope.attention_factor == pytest.approx(factor)
 
@@ -95,23 +96,23 @@ def test_activations_are_transformers(name):
 
 
 def test_geometry_and_windows():
-    config = ModelConfig.from_dir(make_checkpoint("mistral"))
+    config = read_config(make_checkpoint("mistral"))
     assert config.hello_geometry(2, 64, "bf16") == Geometry(2, 64, 3, 4, 2, 32, "bf16")
     assert config.windows == (16, 16, 16)
     assert config.softmax_scale == pytest.approx(32**-0.5)
-    assert ModelConfig.from_dir(make_checkpoint("qwen2-window")).windows == (0, 16, 16)
-    assert ModelConfig.from_dir(make_checkpoint("qwen2")).windows == (0, 0, 0)
-    assert ModelConfig.from_dir(make_checkpoint("mistral-full")).windows == (0, 0, 0)
+    assert read_config(make_checkpoint("qwen2-window")).windows == (0, 16, 16)
+    assert read_config(make_checkpoint("qwen2")).windows == (0, 0, 0)
+    assert read_config(make_checkpoint("mistral-full")).windows == (0, 0, 0)
 
 
 def test_end_tokens_come_from_both_files(copy):
     directory = copy()
     edit_config(directory, eos_token_id=[1, 5])
     (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 7]}))
-    assert ModelConfig.from_dir(directory).eos_token_ids == (1, 5, 7)
+    assert read_config(directory).eos_token_ids == (1, 5, 7)
     (directory / "generation_config.json").unlink()
     edit_config(directory, eos_token_id=9)
-    assert ModelConfig.from_dir(directory).eos_token_ids == (9,)
+    assert read_config(directory).eos_token_ids == (9,)
 
 
 def test_unknown_architecture_is_named_with_the_known_ones(copy):
@@ -375,11 +376,11 @@ def test_progress_bar(capsys):
 
 def test_dtype_by_name_and_by_checkpoint():
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
-    stored = ModelConfig.from_dir(make_checkpoint("llama-bf16")).dtype
+    stored = read_config(make_checkpoint("llama-bf16")).dtype
     assert choose_dtype("fp16", stored, cpu) is torch.float16
     assert choose_dtype("auto", stored, cuda) is torch.bfloat16
     assert choose_dtype("auto", stored, cpu) in (torch.bfloat16, torch.float32)
-    assert choose_dtype("auto", ModelConfig.from_dir(make_checkpoint("llama-mha")).dtype, cuda) is torch.float32
+    assert choose_dtype("auto", read_config(make_checkpoint("llama-mha")).dtype, cuda) is torch.float32
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -338,15 +338,15 @@ async def test_step_reports_where_its_time_went(tmp_path):
 @pytest.mark.parametrize(
     ("chunks", "message"),
     [
-        ([], "without chunks"),
-        ([Chunk(0, 0, 1, 0, [], True, GREEDY)], "without tokens"),
+        ([], "has no chunks"),
+        ([Chunk(0, 0, 1, 0, [], True, GREEDY)], "has no tokens"),
         ([Chunk(0, 0, 1, 0, [384], True, GREEDY)], "vocabulary of 384"),
         ([Chunk(0, 0, 1, 0, [-1], True, GREEDY)], "vocabulary of 384"),
         ([Chunk(0, 0, 1, 0, [5] * 65, True, GREEDY)], "65 rows for a link that takes 64"),
         ([Chunk(0, 0, 1, 0, [5], True, GREEDY), Chunk(0, 1, 1, 0, [5], False, GREEDY)], "not in order"),
         ([Chunk(1, 0, 1, 0, [5], False, GREEDY), Chunk(0, 1, 1, 0, [5], False, GREEDY)], "not in order"),
-        ([Chunk(0, 0, 1, 7, [5], True, GREEDY)], "first tokens are not here"),
-        ([Chunk(0, 0, 1, 1024, [5], False, GREEDY)], "beyond the model's 1024"),
+        ([Chunk(0, 0, 1, 7, [5], True, GREEDY)], "first tokens are not staged"),
+        ([Chunk(0, 0, 1, 1024, [5], False, GREEDY)], "outside the model's 1024"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

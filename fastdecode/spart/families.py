@@ -1,0 +1,204 @@
+"""Model families: how a checkpoint's config.json becomes a ModelConfig. docs/adding-a-model.md adds one step by step.
+
+A family is a function that reads config.json and returns the fields of ModelConfig in which the family differs, among
+them the names of its tensors. A key that is absent from config.json has the default of the family's configuration class
+in transformers. A key that would change the model's output and is not understood is an error, never ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from fastdecode.spart.config import CheckpointError, ModelConfig, TensorNames
+from fastdecode.spart.config_json import ConfigJson, end_token_ids, read_json
+
+
+def read_config(directory: str | Path) -> ModelConfig:
+    """Read a model directory's config.json and, if it has one, generation_config.json. Raises CheckpointError."""
+    directory = Path(directory)
+    raw = read_json(directory / "config.json")
+    generation = directory / "generation_config.json"
+    return make_config(raw, read_json(generation) if generation.is_file() else {})
+
+
+def make_config(raw: dict[str, Any], generation: dict[str, Any] | None = None) -> ModelConfig:
+    """`raw` is config.json, `generation` is generation_config.json. Raises CheckpointError."""
+    config = ConfigJson(raw)
+    architecture = _known_architecture(config)
+    if quantization := config.table("quantization_config"):
+        method = quantization.get("quant_method", "unknown")
+        raise CheckpointError(f"the checkpoint is quantised ({method}); weights must be fp32, bf16 or fp16")
+    return ModelConfig(
+        architecture=architecture,
+        dtype=config.dtype(),
+        vocab_size=config.size("vocab_size"),
+        hidden_size=config.size("hidden_size"),
+        n_layers=config.size("num_hidden_layers"),
+        n_q_heads=config.size("num_attention_heads"),
+        eos_token_ids=end_token_ids(raw, generation or {}),
+        bos_token_id=raw.get("bos_token_id"),
+        **FAMILIES[architecture](config),
+    )
+
+
+def _known_architecture(config: ConfigJson) -> str:
+    names = config.architectures()
+    for name in names:
+        if name in FAMILIES:
+            return name
+    found = ", ".join(names) or f"none (model_type {config.raw.get('model_type')!r})"
+    raise CheckpointError(f"unknown architecture {found}; known are {', '.join(FAMILIES)}")
+
+
+# -- Llama and its relatives ------------------------------------------------------------------------------------------
+
+LLAMA_NAMES = TensorNames(
+    embedding="model.embed_tokens",
+    block="model.layers.{i}.",
+    attention_norm="input_layernorm",
+    qkv=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    q_norm="self_attn.q_norm",
+    k_norm="self_attn.k_norm",
+    o="self_attn.o_proj",
+    mlp_norm="post_attention_layernorm",
+    up=("mlp.gate_proj", "mlp.up_proj"),
+    down="mlp.down_proj",
+    final_norm="model.norm",
+)
+
+
+def _llama_like(config: ConfigJson, kv_heads: int, head_size: int, max_positions: int) -> dict[str, Any]:
+    """What Llama, Mistral, Qwen2 and Qwen3 have in common. The arguments are the defaults of absent keys."""
+    max_positions = config.size("max_position_embeddings", max_positions)
+    head_size = config.size("head_dim", head_size)
+    return {
+        "intermediate_size": config.size("intermediate_size"),
+        "n_kv_heads": config.size("num_key_value_heads", kv_heads),
+        "head_size": head_size,
+        "max_positions": max_positions,
+        "windows": (0,) * config.size("num_hidden_layers"),
+        "softmax_scale": head_size**-0.5,
+        "rope": config.rope(max_positions),
+        "activation": config.activation("hidden_act", "silu"),
+        "norm": "rms",
+        "norm_eps": config.number("rms_norm_eps", 1e-6),
+        "tied": config.flag("tie_word_embeddings", False),
+        "embed_size": config.size("hidden_size"),
+        "names": LLAMA_NAMES,
+    }
+
+
+def _equal_heads(config: ConfigJson) -> int:
+    """The head size of a config.json without `head_dim`."""
+    return max(1, config.size("hidden_size") // config.size("num_attention_heads"))
+
+
+def _llama(config: ConfigJson) -> dict[str, Any]:
+    bias = config.flag("attention_bias", False)
+    return {
+        **_llama_like(config, config.size("num_attention_heads"), _equal_heads(config), 2048),
+        "qkv_bias": bias,
+        "o_bias": bias,
+        "mlp_bias": config.flag("mlp_bias", False),
+    }
+
+
+def _mistral(config: ConfigJson) -> dict[str, Any]:
+    common = _llama_like(config, 8, _equal_heads(config), 131072)
+    return {**common, "windows": (_window(config),) * len(common["windows"])}
+
+
+def _window(config: ConfigJson) -> int:
+    """`sliding_window`. null means full attention, an absent key the default of the Mistral and Qwen classes."""
+    return 0 if config.raw.get("sliding_window", 4096) is None else config.size("sliding_window", 4096)
+
+
+def _qwen_windows(config: ConfigJson, n_layers: int) -> tuple[int, ...]:
+    window = _window(config) if config.flag("use_sliding_window", False) else 0
+    if not window:
+        return (0,) * n_layers
+    types = config.raw.get("layer_types")
+    if types is None:
+        first = config.raw.get("max_window_layers", 28)
+        types = ["sliding_attention" if i >= first else "full_attention" for i in range(n_layers)]
+    sizes = {"full_attention": 0, "sliding_attention": window}
+    for kind in types:
+        if kind not in sizes:
+            raise CheckpointError(f"config.json: layer type {kind!r} is not one of {', '.join(sizes)}")
+    if len(types) < n_layers:
+        raise CheckpointError(f"config.json: {len(types)} layer_types for {n_layers} layers")
+    return tuple(sizes[kind] for kind in types[:n_layers])
+
+
+def _qwen2(config: ConfigJson) -> dict[str, Any]:
+    common = _llama_like(config, config.size("num_attention_heads"), _equal_heads(config), 32768)
+    return {**common, "windows": _qwen_windows(config, len(common["windows"])), "qkv_bias": True}
+
+
+def _qwen3(config: ConfigJson) -> dict[str, Any]:
+    common = _llama_like(config, config.size("num_attention_heads"), 128, 32768)
+    bias = config.flag("attention_bias", False)
+    windows = _qwen_windows(config, len(common["windows"]))
+    return {**common, "windows": windows, "qkv_bias": bias, "o_bias": bias, "qk_norm": True}
+
+
+# -- OPT --------------------------------------------------------------------------------------------------------------
+
+OPT_NAMES = TensorNames(
+    embedding="model.decoder.embed_tokens",
+    positions="model.decoder.embed_positions",
+    project_in="model.decoder.project_in",
+    block="model.decoder.layers.{i}.",
+    attention_norm="self_attn_layer_norm",
+    qkv=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    o="self_attn.out_proj",
+    mlp_norm="final_layer_norm",
+    up=("fc1",),
+    down="fc2",
+    final_norm="model.decoder.final_layer_norm",
+    project_out="model.decoder.project_out",
+)
+
+
+def _opt(config: ConfigJson) -> dict[str, Any]:
+    heads, hidden = config.size("num_attention_heads"), config.size("hidden_size")
+    if hidden % heads:
+        raise CheckpointError(f"hidden size {hidden} is not a multiple of {heads} heads")
+    norm_first = config.flag("do_layer_norm_before", True)
+    bias = config.flag("enable_bias", True)
+    return {
+        "intermediate_size": config.size("ffn_dim", 3072),
+        "n_kv_heads": heads,
+        "head_size": hidden // heads,
+        "max_positions": config.size("max_position_embeddings", 2048),
+        "windows": (0,) * config.size("num_hidden_layers"),
+        "softmax_scale": (hidden // heads) ** -0.5,
+        "rope": None,
+        "position_offset": 2,
+        "activation": config.activation("activation_function", "relu"),
+        "gated": False,
+        "norm": "layer",
+        "norm_eps": 1e-5,
+        "norm_first": norm_first,
+        "norm_affine": config.flag("layer_norm_elementwise_affine", True),
+        # Checkpoints fine-tuned before transformers 4.20.1 lack it (facebookresearch/metaseq#164).
+        "final_norm": norm_first and not config.flag("_remove_final_layer_norm", False),
+        "qkv_bias": bias,
+        "o_bias": bias,
+        "mlp_bias": bias,
+        "tied": config.flag("tie_word_embeddings", True),
+        "embed_size": config.size("word_embed_proj_dim", hidden),
+        "names": OPT_NAMES,
+    }
+
+
+#: By the name in config.json's `architectures`. Each function returns the fields in which its family differs.
+FAMILIES: dict[str, Callable[[ConfigJson], dict[str, Any]]] = {
+    "LlamaForCausalLM": _llama,
+    "MistralForCausalLM": _mistral,
+    "Qwen2ForCausalLM": _qwen2,
+    "Qwen3ForCausalLM": _qwen3,
+    "OPTForCausalLM": _opt,
+}
