@@ -1,3 +1,1 @@
-"""The HTTP API: OpenAI's endpoints, health and metrics, over an engine and a tokenizer. It knows nothing of the
-S-Part.
-"""
+"""The HTTP API: OpenAI's endpoints, health and metrics, over an engine and a tokenizer, without the S-Part."""

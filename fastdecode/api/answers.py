@@ -1,4 +1,4 @@
-"""The JSON of both endpoints' answers, whole and streamed."""
+"""The JSON of the answers of both endpoints, whole and streamed."""
 
 from __future__ import annotations
 
@@ -15,12 +15,15 @@ _LEAST_LOGPROB = -9999.0  # OpenAI's stand-in for minus infinity, which JSON doe
 
 
 class Answer(ABC):
-    """The shape of one endpoint's answer. `id` is also the request's id in the engine and in the headers."""
+    """The shape of one endpoint's answer.
+
+    `id` is the id in the answer; the header x-request-id and the request's id in the engine are the same.
+    """
 
     id_prefix: str
     object: str
     chunk_object: str
-    prompt_param: str  # the field the prompt is in
+    prompt_param: str  # the request's field that holds the prompt
 
     def __init__(self, model: str, tokenizer: Tokenizer, *, logprobs: bool):
         self.id = f"{self.id_prefix}-{uuid4().hex}"
@@ -30,18 +33,18 @@ class Answer(ABC):
 
     @abstractmethod
     def choice(self, index: int, piece: Piece) -> dict[str, Any]:
-        """A whole choice."""
+        """A choice of a whole answer; `piece` holds all of its text."""
 
     @abstractmethod
     def opening(self, index: int) -> list[dict[str, Any]]:
-        """What a choice's stream begins with."""
+        """The deltas that a choice's stream begins with."""
 
     @abstractmethod
     def deltas(self, index: int, piece: Piece) -> list[dict[str, Any]]:
-        """A piece of a choice's stream."""
+        """The deltas for a piece of a choice's text; the last piece has a finish_reason."""
 
     def whole(self, pieces: dict[int, Piece], choices: Sequence[Choice], n: int) -> dict[str, Any]:
-        """The answer to a request without `stream`."""
+        """The answer to a request without `stream`. `pieces[i]` is the text of choice i; `n` choices per prompt."""
         return self._head | {
             "object": self.object,
             "choices": [self.choice(index, pieces[index]) for index in sorted(pieces)],
@@ -51,13 +54,13 @@ class Answer(ABC):
     def chunk(
         self, choice: dict[str, Any] | None, usage: dict[str, Any] | None = None, *, with_usage: bool = False
     ) -> dict[str, Any]:
-        """One event of a stream. `with_usage`: the client asked for usage, so that every chunk has the key."""
+        """One event of a stream. With `with_usage`, for clients that asked for usage, every event has that key."""
         chunk = self._head | {"object": self.chunk_object, "choices": [] if choice is None else [choice]}
         return chunk | {"usage": usage} if with_usage else chunk
 
 
 class CompletionAnswer(Answer):
-    """/v1/completions. `text_offset` counts characters of the choice's own text."""
+    """The answer of /v1/completions. `text_offset` counts the characters of the choice's text, without the prompt."""
 
     id_prefix = "cmpl"
     object = "text_completion"
@@ -89,14 +92,14 @@ class CompletionAnswer(Answer):
         }
 
     def _top(self, entry: TokenLogprob) -> dict[str, float]:
-        """The alternatives and the chosen token. Of two tokens that are written the same, the likelier."""
+        """The alternatives and the chosen token, text -> logprob. Of tokens with equal texts the likeliest counts."""
         top: dict[str, float] = {}
         for token, logprob in [*entry.top, (entry.token, entry.logprob)]:
             top.setdefault(self._token(token), _finite(logprob))
         return top
 
     def _token(self, token: int) -> str:
-        """A token's text; "bytes:\\xe4\\xb8" for one that is not whole characters."""
+        """A token's text, or "bytes:\\xe4\\xb8" for a token that holds a part of a character."""
         data = self.tokenizer.token_bytes(token)
         try:
             return data.decode()
@@ -105,7 +108,7 @@ class CompletionAnswer(Answer):
 
 
 class ChatAnswer(Answer):
-    """/v1/chat/completions."""
+    """The answer of /v1/chat/completions."""
 
     id_prefix = "chatcmpl"
     object = "chat.completion"
@@ -146,7 +149,7 @@ class ChatAnswer(Answer):
 
 
 def usage(choices: Sequence[Choice], n: int) -> dict[str, Any]:
-    """Token counts of a request of `n` choices a prompt. A prompt counts once, however many choices it has."""
+    """Token counts of a request with `n` choices per prompt. The tokens of a prompt count once, whatever `n` is."""
     prompt = sum(choice.n_prompt for choice in choices[::n])
     completion = sum(choice.n_tokens for choice in choices)
     return {

@@ -1,4 +1,4 @@
-"""/v1/completions and /v1/chat/completions: a body in, an answer or a stream out."""
+"""The handlers of /v1/completions and /v1/chat/completions."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from fastdecode.text.tokenizer import Detokenizer, Tokenizer
 
 log = logging.getLogger(__name__)
 
-_INLINE_CHARACTERS = 8192  # longer text is encoded in a thread, so that it does not hold up the streams
+_INLINE_CHARACTERS = 8192  # longer text is encoded in a thread, so that it does not delay the streams
 
 
 @dataclass(slots=True)
 class Generator:
-    """What both endpoints work with, and the requests that are running."""
+    """The handlers of both endpoints, and the requests that are running."""
 
     engine: EngineClient
     tokenizer: Tokenizer
@@ -50,7 +50,7 @@ class Generator:
         self._check_model(body.generation)
         prompts = await self._encode(body.prompts) if isinstance(body.prompts[0], str) else body.prompts
         answer = CompletionAnswer(self.model, self.tokenizer, logprobs=body.generation.sampling.logprobs is not None)
-        # The text continues the prompt's, so its first space is part of it.
+        # The choice's text continues the prompt, so a leading space belongs to it.
         detokenizers = [lambda prompt=prompt: Detokenizer(self.tokenizer, prompt) for prompt in prompts]
         return await self._answer(request, body.generation, prompts, detokenizers, answer)
 
@@ -67,19 +67,20 @@ class Generator:
         return await self._answer(request, body.generation, [prompt], [lambda: Detokenizer(self.tokenizer)], answer)
 
     async def close(self, grace: float) -> None:
-        """Refuse new requests, give running ones `grace` seconds, then end them with an error."""
+        """Refuse new requests, wait `grace` seconds for running requests to end, then end them with an error."""
         self.closing = True
         try:
             async with asyncio.timeout(grace):
                 await self._idle.wait()
         except TimeoutError:
             for run in self._runs:
-                run.fail(_shutting_down())
+                run.fail(_shutting_down_error())
         self._encoder.shutdown(wait=False)
 
     async def _json(self, request: web.Request) -> Any:
         if request.content_type != "application/json":
-            # Browsers send other types across sites without asking; this one they ask for.
+            # A page of another site can make a browser post other content types without permission. For this type the
+            # browser asks the server first, which does not permit it (Fetch standard, CORS-safelisted request header).
             raise ApiError(415, "Content-Type must be application/json", code="unsupported_media_type")
         try:
             return orjson.loads(await request.read())
@@ -104,7 +105,7 @@ class Generator:
         if sum(map(len, texts)) <= _INLINE_CHARACTERS:
             return encode()
         if self.closing:
-            raise _shutting_down()
+            raise _shutting_down_error()
         return await asyncio.get_running_loop().run_in_executor(self._encoder, encode)
 
     async def _answer(
@@ -116,7 +117,7 @@ class Generator:
         answer: Answer,
     ) -> web.StreamResponse:
         if self.closing:
-            raise _shutting_down()
+            raise _shutting_down_error()
         n = generation.n
         if (choices := len(prompts) * n) > self.engine.max_queued:
             raise ApiError(
@@ -136,14 +137,15 @@ class Generator:
                 make_choice=lambda index, prompt: Choice(
                     index, len(prompt), detokenizers[index // n](), generation.stop
                 ),
-                ended=self.metrics.choice_ended,
+                on_choice_end=self.metrics.choice_ended,
             )
         except EngineError as error:
             raise from_engine(error, answer.prompt_param) from None
         self._runs.add(run)
         self._idle.clear()
         try:
-            # Leaving this block, also by the cancellation that a client's going causes, cancels what still runs.
+            # Leaving this block cancels all choices that still run. aiohttp cancels this coroutine if the client goes
+            # away.
             async with run:
                 if generation.stream:
                     return await self._stream(request, generation, run, answer)
@@ -191,5 +193,5 @@ class Generator:
         return events.response
 
 
-def _shutting_down() -> ApiError:
+def _shutting_down_error() -> ApiError:
     return ApiError(503, "the server is shutting down", code="shutting_down", headers={"Connection": "close"})

@@ -23,9 +23,10 @@ class ApiError(Exception):
 
     Attributes:
         status: HTTP status.
-        param: the request's field at fault, None where it is none.
-        code: OpenAI's machine-readable reason, None where it has none.
-        headers: further headers of the answer.
+        message: a sentence for the client.
+        param: the field of the request that is wrong, or None.
+        code: a machine-readable reason like OpenAI's, or None.
+        headers: additional headers of the answer.
     """
 
     def __init__(
@@ -46,10 +47,12 @@ class ApiError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
+        """The JSON object of the answer."""
         kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def response(self) -> web.Response:
+        """The answer for aiohttp."""
         return json_response(self.body, status=self.status, headers=self.headers)
 
 
@@ -57,7 +60,7 @@ _TYPES = {401: "authentication_error", 429: "rate_limit_error", 503: "service_un
 
 
 def from_engine(error: EngineError, prompt_param: str | None = None) -> ApiError:
-    """The HTTP answer to an engine's refusal or failure. `prompt_param` names the field the prompt came from."""
+    """The HTTP answer to an error of the engine. `prompt_param` is the request's field that holds the prompt."""
     message = str(error)
     match error:
         case PromptTooLong():

@@ -1,4 +1,4 @@
-"""Typed, exhaustive reading of a JSON object: every field is read with a type and a range, or refused by name."""
+"""Reads the fields of a JSON object with types and ranges, and refuses unknown fields by name."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from fastdecode.api.errors import ApiError
 
 
 def invalid(param: str, message: str, *, code: str | None = None) -> ApiError:
-    """The 400 that names a field."""
+    """An ApiError with status 400 that names the field `param`."""
     return ApiError(400, f"{param}: {message}", param=param, code=code)
 
 
 class Fields:
-    """The fields of one JSON object, each to be taken once. A field that is null counts as absent, as in OpenAI's API.
+    """The fields of a JSON object. Each method reads one field once; `refuse_others` ends the reading.
 
-    `prefix` is the object's own name within the request ("messages[0]"), "" at the top.
+    `prefix` is the object's name within the request, for example "messages[0]", or "" for the body. A field that is
+    null counts as absent, as in OpenAI's API. All methods raise ApiError (400), which names the field.
     """
 
     def __init__(self, body: Any, prefix: str = ""):
@@ -27,13 +28,15 @@ class Fields:
         self._prefix = prefix + "." if prefix else ""
 
     def param(self, name: str) -> str:
+        """The name of a field within the request."""
         return self._prefix + name
 
     def take(self, name: str) -> Any:
-        """The raw value; None if absent or null."""
+        """The value as it is; None if the field is absent or null."""
         return self._left.pop(name, None)
 
     def required(self, name: str) -> Any:
+        """The value as it is; the field must be there."""
         if (value := self.take(name)) is None:
             raise invalid(self.param(name), "this field is required")
         return value
@@ -72,8 +75,11 @@ class Fields:
             raise invalid(self.param(name), "must be a string")
         return value
 
-    def end(self, neutral: Mapping[str, Callable[[Any], bool]]) -> None:
-        """Refuse what was not taken, except fields of `neutral` whose value asks for nothing."""
+    def refuse_others(self, neutral: Mapping[str, Callable[[Any], bool]]) -> None:
+        """Refuse all fields that have not been read, except those in `neutral` whose value passes the test there.
+
+        `neutral` maps the name of an OpenAI field to a test: whether a value of the field asks for nothing.
+        """
         for name, value in self._left.items():
             if name not in neutral:
                 raise invalid(self.param(name), "unknown field", code="unknown_field")
@@ -86,5 +92,5 @@ def is_integer(value: Any) -> bool:
 
 
 def is_one_of(*allowed: Any) -> Callable[[Any], bool]:
-    """A test for equality with one of `allowed`, where true is not 1."""
+    """A test whether a value equals one of `allowed`; unlike in Python, true does not equal 1."""
     return lambda value: any(value == a and isinstance(value, bool) == isinstance(a, bool) for a in allowed)

@@ -1,8 +1,8 @@
-"""A request's choices, from the engine's tokens to pieces of text.
+"""The choices of a request: from the engine's tokens to pieces of text.
 
-`Choice` is the logic of one choice, without waiting. `Run` drives all choices of a request at once and hands out what
-is ready. It always drains the engine's streams, so a client that reads slowly gets bigger pieces instead of holding
-anything up; what waits for it is at most the text of its own max_tokens.
+A Choice turns the tokens of one choice into text, and never waits. A Run reads the engine's streams of all choices of a
+request at once, and hands out the text that is ready. It reads the streams whether the client is fast or slow: a slow
+client gets larger pieces and delays nobody else. The text that waits for a client is limited by its max_tokens.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fastdecode.text.tokenizer import Detokenizer
 
 
 class TokenStream(Protocol):
-    """The engine's side of a choice: an async iterator of TokenEvent that raises GenerationFailed."""
+    """The engine's stream of one choice: an async iterator of TokenEvent, which may raise GenerationFailed."""
 
     def __aiter__(self) -> TokenStream: ...
     async def __anext__(self) -> TokenEvent: ...
@@ -28,16 +28,16 @@ class TokenStream(Protocol):
 
 
 class EngineClient(Protocol):
-    """The engine, as far as generating goes. Raises PromptTooLong, Overloaded, NotReady."""
+    """The methods of the engine that generate. `submit` raises an EngineError, e.g. PromptTooLong, Overloaded."""
 
-    max_queued: int  # more can never be submitted at once
+    max_queued: int  # a request with more choices can never be queued
 
     def submit(self, prompt_ids: list[int], params: SamplingParams, request_id: str | None = None) -> TokenStream: ...
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """One token of a choice with its probability."""
+    """One token of a choice with its log-probability."""
 
     token: int
     logprob: float  # nats
@@ -47,7 +47,7 @@ class TokenLogprob:
 
 @dataclass(slots=True)
 class Piece:
-    """Text that became ready together."""
+    """Text of a choice that became ready together, with the log-probabilities of its tokens."""
 
     text: str = ""
     logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -63,11 +63,11 @@ class Piece:
 
 
 class Choice:
-    """Text of one choice: detokenised, cut at stop strings, with the log-probabilities of the tokens that the text
-    begins in.
+    """Turns the tokens of one choice into text that is cut at stop strings.
 
-    A token that ends the text (end of sequence, a stop token id) is no part of it and has no entry among the
-    log-probabilities; it does count in `n_tokens`.
+    The log-probability of a token comes with the piece that holds the token's first character. A token that ends the
+    text (end of sequence, a stop token id) is not part of the text and has no log-probability, but `n_tokens` counts
+    it.
     """
 
     def __init__(self, index: int, n_prompt: int, detokenizer: Detokenizer, stops: Sequence[str]):
@@ -79,10 +79,10 @@ class Choice:
         self._stops = StopStrings(stops)
         self._seen = 0  # characters detokenised
         self._released = 0  # characters handed out
-        self._waiting: list[TokenLogprob] = []  # their text is held back
+        self._waiting: list[TokenLogprob] = []  # entries of tokens whose text is held back
 
     def feed(self, event: TokenEvent) -> Piece:
-        """Take one token. After a piece with a finish_reason no more may come."""
+        """Take one token, and return the text that is now ready. After a finish_reason, no token may follow."""
         self.n_tokens += 1
         self.n_reused = event.reused
         text = ""
@@ -104,13 +104,15 @@ class Choice:
 
 
 class Run:
-    """All choices of one request, generated together. An async context manager: on leaving, whatever still runs is
-    cancelled.
+    """All choices of one request.
+
+    An async context manager, which cancels the choices that still run when it is left.
     """
 
-    def __init__(self, ended: Callable[[str, float], None]):
-        """`ended` is told of each choice's end: "stop", "length", "abort" or "error", and the seconds since it was
-        submitted.
+    def __init__(self, on_choice_end: Callable[[str, float], None]):
+        """`on_choice_end(reason, seconds)` is called at the end of each choice.
+
+        The reason is "stop", "length", "abort" or "error"; the seconds count from submit.
         """
         self.choices: list[Choice] = []
         self._streams: list[TokenStream] = []
@@ -118,26 +120,26 @@ class Run:
         self._tasks: list[asyncio.Task[None]] = []
         self._wake = asyncio.Event()
         self._error: Exception | None = None
-        self._ended = ended
-        self._left = 0  # choices that have not ended
+        self._on_choice_end = on_choice_end
+        self._n_running = 0  # choices that have not ended
 
     def add(self, choice: Choice, stream: TokenStream) -> None:
-        """One more choice, before the run is entered."""
+        """Add a choice, before the run is entered."""
         self.choices.append(choice)
         self._streams.append(stream)
 
     def cancel(self) -> None:
-        """Cancel every choice in the engine. For a run that was never entered; idempotent."""
+        """Cancel every choice in the engine. Needed for a run that is never entered. Idempotent."""
         for stream in self._streams:
             stream.cancel()
 
     def fail(self, error: Exception) -> None:
-        """End the run: `pieces` raises `error` once it has handed out what is ready."""
+        """End the run: `pieces` hands out the text that is ready, then raises `error`."""
         self._error = self._error or error
         self._wake.set()
 
     async def __aenter__(self) -> Run:
-        self._left = len(self.choices)
+        self._n_running = len(self.choices)
         pairs = zip(self.choices, self._streams, strict=True)
         self._tasks = [asyncio.create_task(self._follow(choice, stream)) for choice, stream in pairs]
         return self
@@ -166,22 +168,22 @@ class Run:
                     reason = piece.finish_reason
                     return
             raise GenerationFailed("the generation was cancelled by the server")
-        except Exception as failure:  # an EngineError, or a defect that must not leave the client waiting
+        except Exception as failure:  # an EngineError, or a bug, which must not leave the client waiting
             reason = "error"
             self.fail(failure)
         finally:
             stream.cancel()
-            self._left -= 1
+            self._n_running -= 1
             self._wake.set()
-            self._ended(reason, time.monotonic() - started)
+            self._on_choice_end(reason, time.monotonic() - started)
 
     async def pieces(self, timeout: float | None = None) -> dict[int, Piece] | None:
-        """What became ready since the last call, by index of choice; waits for something.
+        """Wait for text, and return all text that has become ready since the last call, by the choice's index.
 
-        Empty after `timeout` seconds of nothing, None after the end. Raises the error that ended the generation (an
-        EngineError) after what became ready before it.
+        Returns {} if nothing becomes ready within `timeout` seconds, and None after the end. Raises the error that
+        ended the generation (an EngineError, or the argument of `fail`), after the text that was ready before it.
         """
-        while not self._ready and self._error is None and self._left:
+        while not self._ready and self._error is None and self._n_running:
             self._wake.clear()
             try:
                 async with asyncio.timeout(timeout):
@@ -204,13 +206,14 @@ def submit(
     *,
     request_id: str,
     make_choice: Callable[[int, list[int]], Choice],
-    ended: Callable[[str, float], None],
+    on_choice_end: Callable[[str, float], None],
 ) -> Run:
     """Submit `n` choices of every prompt, in OpenAI's order: choice i belongs to prompt i // n.
 
-    All or nothing: if the engine refuses one (EngineError), those before it are cancelled.
+    `params_of(k)` gives the parameters of a prompt's k-th choice. If the engine refuses a choice (EngineError), the
+    choices before it are cancelled.
     """
-    run = Run(ended)
+    run = Run(on_choice_end)
     try:
         for p, prompt in enumerate(prompts):
             for k in range(n):

@@ -1,4 +1,4 @@
-"""/health: is the node able to serve, and is what it has been given moving."""
+"""/health: whether the node can take requests, and whether its running requests make progress."""
 
 from __future__ import annotations
 
@@ -7,16 +7,18 @@ from typing import Any, Protocol
 from fastdecode.engine.stats import EngineStats
 
 
-class Reports(Protocol):
-    """The engine, as far as its health goes."""
+class EngineHealth(Protocol):
+    """The attributes of the engine that tell its health."""
 
-    ready: bool
-    stalled_seconds: float
+    ready: bool  # the engine accepts requests
+    stalled_seconds: float  # time since the last completed step, 0 without work
     stats: EngineStats
 
 
-def health(engine: Reports, *, closing: bool, stalled_after: float) -> tuple[int, dict[str, Any]]:
-    """HTTP status and body. 503 while the node cannot take requests, or has work and completed no step for
+def health(engine: EngineHealth, *, closing: bool, stalled_after: float) -> tuple[int, dict[str, Any]]:
+    """The HTTP status and the body of /health.
+
+    The status is 503 while the node cannot take requests, or if it has work and has completed no step for
     `stalled_after` seconds.
     """
     stats = engine.stats

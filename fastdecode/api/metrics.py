@@ -1,7 +1,7 @@
-"""/metrics: vLLM's metric names under `fastdecode:`, and what only a system with R-nodes has.
+"""/metrics: vLLM's metric names under `fastdecode:`, and metrics of the R-nodes.
 
-Histograms are observed as things happen: `Metrics` is the engine's observer. Everything that the engine counts itself
-is read from its statistics when Prometheus asks.
+Metrics is the engine's observer, and fills the histograms as events happen. All that the engine counts by itself is
+read from its statistics when Prometheus asks.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ _REASONS = ("stop", "length", "abort", "error")
 
 
 class Metrics:
-    """Everything /metrics shows, in a registry of its own. Also an EngineObserver."""
+    """All metrics, in their own registry. Also an EngineObserver (engine/stats.py)."""
 
     def __init__(self, model: str, stats: Callable[[], EngineStats]):
-        """`model` labels every sample, as `model_name`; `stats` takes a snapshot of the engine's counters."""
+        """`model` is the label `model_name` of every sample; `stats()` takes a snapshot of the engine's counters."""
         self.registry = CollectorRegistry()
         self._labels = {"model_name": model}
         self._time_to_first_token = self._histogram(
             "time_to_first_token_seconds", "From submit to the first token.", _FIRST_BUCKETS
         )
         self._inter_token = self._histogram(
-            "inter_token_latency_seconds", "Between two tokens of a request.", _TOKEN_BUCKETS
+            "inter_token_latency_seconds", "Time between two tokens of a request.", _TOKEN_BUCKETS
         )
         self._end_to_end = self._histogram(
-            "e2e_request_latency_seconds", "From submit to a request's end.", _REQUEST_BUCKETS
+            "e2e_request_latency_seconds", "From submit to the end of the request.", _REQUEST_BUCKETS
         )
         self._queue_time = self._histogram(
             "request_queue_time_seconds", "From submit to the first step.", _REQUEST_BUCKETS
@@ -47,7 +47,9 @@ class Metrics:
             "request_generation_tokens", "Tokens a request generated.", _powers_of_two()
         )
         self._iteration = self._histogram("iteration_tokens_total", "Rows of a step.", _powers_of_two())
-        self._step = self._histogram("step_seconds", "From handing a step to the S-Part to its end.", _TOKEN_BUCKETS)
+        self._step = self._histogram(
+            "step_seconds", "From the hand-over of a step to the S-Part to its end.", _TOKEN_BUCKETS
+        )
         self._success = Counter(
             _PREFIX + "request_success",
             "Requests ended, by reason.",
@@ -69,11 +71,14 @@ class Metrics:
         return generate_latest(self.registry)
 
     def choice_ended(self, reason: str, seconds: float) -> None:
-        """A choice ended as its client sees it; a stop string, which the engine knows nothing of, is "stop"."""
+        """Count a choice that has ended, `seconds` after submit.
+
+        The reason is the client's view: "stop" also for a stop string, which the engine sees as a cancelled request.
+        """
         self._success.labels(finished_reason=reason, **self._labels).inc()
         self._end_to_end.observe(seconds)
 
-    # What the engine tells its observer (engine/stats.py):
+    # ---- EngineObserver ----
 
     def started(self, queue_seconds: float) -> None:
         self._queue_time.observe(queue_seconds)
@@ -94,26 +99,28 @@ class Metrics:
 
 
 class _EngineCollector(Collector):
-    """The engine's own counts, taken at the moment of a scrape."""
+    """Reads the engine's counters at the moment of a scrape."""
 
     def __init__(self, model: str, stats: Callable[[], EngineStats]):
         self._model = model
         self._stats = stats
 
     def describe(self) -> list[Metric]:
-        return []  # registering must not need an engine that has started
+        return []  # without this, registering would call `collect` before the engine has started
 
     def collect(self) -> Iterator[Metric]:
         stats = self._stats()
         totals = stats.totals
         yield self._gauge("num_requests_running", "Requests in a mini-batch.", stats.running)
+        yield self._gauge("num_requests_waiting", "Requests that wait, preempted ones included.", stats.waiting)
         yield self._gauge(
-            "num_requests_waiting", "Requests that wait for their turn, preempted ones included.", stats.waiting
+            "kv_cache_usage_perc",
+            "Share of the KV-cache pages of all live R-nodes that is in use (1 is full).",
+            stats.kv_usage,
         )
-        yield self._gauge(
-            "kv_cache_usage_perc", "KV-cache pages in use, of all live R-nodes' (1 is full).", stats.kv_usage
+        yield self._counter(
+            "num_preemptions", "Preemptions: running requests put back to be recomputed.", totals.preemptions
         )
-        yield self._counter("num_preemptions", "Requests put back to be recomputed.", totals.preemptions)
         yield self._counter(
             "prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", totals.prefix_queries
         )
@@ -123,7 +130,7 @@ class _EngineCollector(Collector):
         yield self._counter("admission_rejections", "Requests refused because the queue was full.", totals.rejected)
         yield self._counter("steps", "Steps completed.", totals.steps)
         yield self._counter("s_seconds", "Time the S-Part computed.", totals.s_seconds)
-        yield self._counter("s_wait_for_r_seconds", "Time the S-Part stood waiting for R-nodes.", totals.r_wait_seconds)
+        yield self._counter("s_wait_for_r_seconds", "Time the S-Part waited for R-nodes.", totals.r_wait_seconds)
         yield self._counter("kv_bytes_read", "KV-cache bytes the R-nodes read.", totals.kv_bytes)
         yield from self._nodes(stats.nodes)
 
@@ -151,7 +158,7 @@ _NODE_METRICS: tuple[tuple[type, str, str, Callable[[NodeStats], float]], ...] =
     (
         GaugeMetricFamily,
         "pages_used",
-        "Cache pages in use, frees not yet acknowledged included.",
+        "Cache pages in use, including pages whose FREE is not yet acknowledged.",
         lambda node: node.pages_used,
     ),
     (

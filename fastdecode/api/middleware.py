@@ -1,4 +1,4 @@
-"""What every request passes through: errors become JSON in OpenAI's shape, and a key may be asked for."""
+"""The middlewares of every request: errors become JSON in OpenAI's shape, and the API key is checked."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _OPEN_PATHS = frozenset({"/health"})
 
 @web.middleware
 async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Every answer that is not 200 is an error object, aiohttp's own 404, 405 and 413 included."""
+    """Make every answer other than 200 an error object, also aiohttp's own 404, 405 and 413."""
     try:
         return await handler(request)
     except ApiError as error:
@@ -42,20 +42,20 @@ async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamRe
     except web.HTTPException as error:
         return ApiError(error.status, error.reason).response()
     except ConnectionError:
-        raise  # the client has gone; there is nobody to tell
+        raise  # the client has gone, so there is nobody to answer
     except Exception:
         log.exception("%s %s failed", request.method, request.path)
         return ApiError(500, "internal error; the server's log says more", code="internal_error").response()
 
 
 def require_key(api_key: str) -> Callable[[web.Request, Handler], Awaitable[web.StreamResponse]]:
-    """A middleware that asks for `Authorization: Bearer <api_key>` everywhere but on /health."""
+    """A middleware that requires `Authorization: Bearer <api_key>` on every path but /health."""
     expected = _digest(api_key)
 
     @web.middleware
     async def check_key(request: web.Request, handler: Handler) -> web.StreamResponse:
         scheme, _, key = request.headers.get("Authorization", "").partition(" ")
-        # Digests have one length, so the comparison tells nothing of the key's.
+        # All digests have the same length, so the time of the comparison does not reveal the length of the key.
         known = hmac.compare_digest(_digest(key.strip()), expected)
         if request.path not in _OPEN_PATHS and not (known and scheme.lower() == "bearer"):
             message = "wrong API key" if key else "no API key: send it as `Authorization: Bearer <key>`"

@@ -1,7 +1,7 @@
-"""The bodies of /v1/completions and /v1/chat/completions: parsed, checked and typed.
+"""Parse and check the bodies of /v1/completions and /v1/chat/completions.
 
-Nothing is accepted and ignored. A field is read, or its value is one that asks for nothing (an empty list of tools,
-`echo` false), or the request is refused with a 400 that names it.
+The API ignores no field. It reads a field, or it accepts a value that asks for nothing (an empty list of tools, `echo`
+false), or it refuses the request with a 400 that names the field.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from fastdecode.api.fields import Fields, invalid, is_integer, is_one_of
 from fastdecode.engine.request import SamplingParams
 from fastdecode.text.chat_template import RESERVED_VARIABLES
 
-MAX_N = 128  # choices a prompt
-MAX_CHOICES = 1024  # choices a request, all prompts together
+MAX_N = 128  # choices of a prompt
+MAX_CHOICES = 1024  # choices of a request, all prompts together
 MAX_STOPS = 16
 MAX_STOP_LENGTH = 1024  # characters
 MAX_TOP_LOGPROBS = 20
@@ -24,6 +24,7 @@ _MAX_INT = 2**31 - 1
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 
+# Fields that the API does not implement, each with the values that ask for nothing.
 _NEUTRAL_COMPLETION = {"echo": is_one_of(False), "suffix": is_one_of("")}
 _NEUTRAL_CHAT = {
     "audio": is_one_of(),
@@ -31,7 +32,7 @@ _NEUTRAL_CHAT = {
     "functions": is_one_of([]),
     "metadata": is_one_of({}),
     "modalities": is_one_of(["text"]),
-    "parallel_tool_calls": is_one_of(True, False),  # says something of tools, and there are none
+    "parallel_tool_calls": is_one_of(True, False),  # applies to tools only, and there are none
     "prediction": is_one_of(),
     "reasoning_effort": is_one_of("none"),
     "response_format": is_one_of({"type": "text"}),
@@ -53,7 +54,7 @@ _NEUTRAL_MESSAGE = {
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """What both endpoints ask of a generation."""
+    """The parameters of a generation that both endpoints have in common."""
 
     model: str
     sampling: SamplingParams
@@ -63,14 +64,14 @@ class Generation:
     include_usage: bool
 
     def sampling_of(self, index: int) -> SamplingParams:
-        """Parameters of a prompt's choice `index`. With a seed, each choice has its own, the first the request's."""
+        """The sampling parameters of a prompt's choice `index`. Choice i of a request with a seed gets seed + i."""
         seed = self.sampling.seed
         return self.sampling if seed is None else replace(self.sampling, seed=(seed + index) % 2**63)
 
 
 @dataclass(frozen=True, slots=True)
 class CompletionRequest:
-    """A body of /v1/completions. The prompts are all text or all token ids, and at least one."""
+    """A body of /v1/completions. There is at least one prompt, and all prompts are texts or all are token ids."""
 
     generation: Generation
     prompts: list[str] | list[list[int]]
@@ -78,7 +79,7 @@ class CompletionRequest:
 
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
-    """A body of /v1/chat/completions. `messages` are as a chat template wants them: contents are strings."""
+    """A body of /v1/chat/completions. The `messages` suit a chat template: every content is a string."""
 
     generation: Generation
     messages: list[dict[str, str]]
@@ -99,7 +100,7 @@ def parse_completion(body: Any) -> CompletionRequest:
     logprobs = fields.integer("logprobs", 0, MAX_TOP_LOGPROBS)
     max_tokens = fields.integer("max_tokens", 1, _MAX_INT, _DEFAULT_COMPLETION_TOKENS)
     generation = _generation(fields, model=model, n=n, max_tokens=max_tokens, logprobs=logprobs)
-    fields.end(_NEUTRAL_COMPLETION)
+    fields.refuse_others(_NEUTRAL_COMPLETION)
     return CompletionRequest(generation, prompts)
 
 
@@ -125,9 +126,12 @@ def parse_chat(body: Any) -> ChatRequest:
         logprobs=(top_logprobs or 0) if wants_logprobs else None,
     )
     variables = _template_variables(fields)
-    for name in ("safety_identifier", "prompt_cache_key"):  # labels, like user: they never change an answer
+    for name in (
+        "safety_identifier",
+        "prompt_cache_key",
+    ):  # like `user`, these label a request and never change its answer
         fields.string(name)
-    fields.end(_NEUTRAL_CHAT)
+    fields.refuse_others(_NEUTRAL_CHAT)
     return ChatRequest(generation, messages, variables)
 
 
@@ -138,13 +142,13 @@ def _model(fields: Fields) -> str:
 
 
 def _generation(fields: Fields, *, model: str, n: int, max_tokens: int | None, logprobs: int | None) -> Generation:
-    """Read what both endpoints have in common."""
+    """Read the fields that both endpoints have in common."""
     top_k = fields.integer("top_k", -1, _MAX_INT, 0)
     sampling = SamplingParams(
         max_tokens=max_tokens,
         temperature=fields.number("temperature", 0.0, 2.0, 1.0),
         top_p=fields.number("top_p", 0.0, 1.0, 1.0),
-        top_k=max(top_k, 0),  # -1 is another way of saying "all"
+        top_k=max(top_k, 0),  # -1 means "all", as 0 does
         min_p=fields.number("min_p", 0.0, 1.0, 0.0),
         seed=_seed(fields),
         logprobs=logprobs,
@@ -170,7 +174,7 @@ def _stop(fields: Fields) -> tuple[str, ...]:
     stop = fields.take("stop")
     stops = [] if stop is None else [stop] if isinstance(stop, str) else stop
     if not isinstance(stops, list) or not all(isinstance(s, str) and s for s in stops):
-        raise invalid("stop", "must be a string or a list of strings, none empty")
+        raise invalid("stop", "must be a string or a list of strings, and no string may be empty")
     if len(stops) > MAX_STOPS:
         raise invalid("stop", f"at most {MAX_STOPS} strings")
     if any(len(s) > MAX_STOP_LENGTH for s in stops):
@@ -179,7 +183,7 @@ def _stop(fields: Fields) -> tuple[str, ...]:
 
 
 def _logit_bias(fields: Fields) -> tuple[tuple[int, float], ...]:
-    """OpenAI's object of token id (a string, as JSON has it) to bias; those of 0 are dropped."""
+    """Read OpenAI's object of biases, whose keys are token ids as strings. Biases of 0 are dropped."""
     bias = fields.take("logit_bias")
     if bias is None:
         return ()
@@ -191,7 +195,7 @@ def _logit_bias(fields: Fields) -> tuple[tuple[int, float], ...]:
     entries = Fields(bias, "logit_bias")
     for name in bias:
         if not (name.isascii() and name.isdigit()) or len(name) > 10 or int(name) > _MAX_INT or int(name) in values:
-            raise invalid(entries.param(name), "is not a token id, or not the first time")
+            raise invalid(entries.param(name), "is not a token id, or is given twice")
         values[int(name)] = entries.number(name, -100.0, 100.0, 0.0)
     return tuple((token, value) for token, value in values.items() if value)
 
@@ -213,7 +217,7 @@ def _include_usage(fields: Fields, stream: bool) -> bool:
         raise invalid("stream_options", "needs stream to be true")
     options = Fields(options, "stream_options")
     include_usage = options.boolean("include_usage")
-    options.end({"include_obfuscation": is_one_of(False)})
+    options.refuse_others({"include_obfuscation": is_one_of(False)})
     return include_usage
 
 
@@ -225,14 +229,14 @@ def _prompts(prompt: Any) -> list[str] | list[list[int]]:
     if is_integer(prompt[0]):
         prompt = [prompt]
     if not all(isinstance(p, str) for p in prompt) and not all(_is_token_ids(p) for p in prompt):
-        raise invalid("prompt", "must be all strings or all lists of token ids, none of these empty")
+        raise invalid("prompt", "must be all strings or all lists of token ids, and no list may be empty")
     if len(prompt) > MAX_CHOICES:
         raise invalid("prompt", f"at most {MAX_CHOICES} prompts a request")
     return prompt
 
 
 def _is_token_ids(value: Any) -> bool:
-    """Whether it is a list of at least one token id. Bodies can hold millions, so no step of it is Python's."""
+    """Whether `value` is a list of at least one token id. Lists can be long, so no Python loop runs over them."""
     return isinstance(value, list) and set(map(type, value)) == {int} and min(value) >= 0 and max(value) <= _MAX_INT
 
 
@@ -250,12 +254,12 @@ def _message(fields: Fields) -> dict[str, str]:
     for name in ("name", "reasoning_content"):
         if (value := fields.string(name)) is not None:
             message[name] = value
-    fields.end(_NEUTRAL_MESSAGE)
+    fields.refuse_others(_NEUTRAL_MESSAGE)
     return message
 
 
 def _content(content: Any, param: str) -> str:
-    """A message's text; parts are joined by newlines."""
+    """A message's text. The parts of a list of parts are joined by newlines."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list) or not content:
@@ -270,13 +274,14 @@ def _content(content: Any, param: str) -> str:
         if (text := fields.string("text")) is None:
             raise invalid(fields.param("text"), "this field is required")
         texts.append(text)
-        fields.end({})
+        fields.refuse_others({})
     return "\n".join(texts)
 
 
 def _template_variables(fields: Fields) -> dict[str, Any]:
-    """vLLM's extension `chat_template_kwargs`: variables for the model's own template, e.g. {"enable_thinking":
-    false}.
+    """Read vLLM's extension `chat_template_kwargs`: variables for the model's template, e.g.
+
+    {"enable_thinking": false}.
     """
     variables = fields.take("chat_template_kwargs")
     if variables is None:
@@ -285,5 +290,5 @@ def _template_variables(fields: Fields) -> dict[str, Any]:
         raise invalid("chat_template_kwargs", "must be a JSON object")
     for name in variables:
         if name in RESERVED_VARIABLES or not name.isidentifier():
-            raise invalid(f"chat_template_kwargs.{name}", "is not a variable a request may set")
+            raise invalid(f"chat_template_kwargs.{name}", "is not a variable that a request may set")
     return variables

@@ -1,4 +1,4 @@
-"""The HTTP server: routes, the application, and the real runner it is served by."""
+"""The HTTP server: the application with its routes, and aiohttp's runner on bound sockets."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from fastdecode.api.endpoints import Generator
 from fastdecode.api.errors import ApiError, json_response
 from fastdecode.api.generation import EngineClient
-from fastdecode.api.health import Reports, health
+from fastdecode.api.health import EngineHealth, health
 from fastdecode.api.metrics import CONTENT_TYPE, Metrics
 from fastdecode.api.middleware import errors_as_json, require_key
 from fastdecode.engine.stats import EngineObserver
@@ -26,8 +26,8 @@ MAX_BODY_BYTES = 8 * 2**20
 _GENERATOR = web.AppKey("generator", Generator)
 
 
-class EngineLike(EngineClient, Reports, Protocol):
-    """What the API needs of the engine (engine/engine.py)."""
+class EngineLike(EngineClient, EngineHealth, Protocol):
+    """All that the API needs of the engine (engine.engine.Engine)."""
 
     observer: EngineObserver
     max_model_len: int
@@ -46,13 +46,13 @@ def make_app(
     keep_alive_seconds: float = 15.0,
     stalled_after_seconds: float = 60.0,
 ) -> web.Application:
-    """The application. It becomes the engine's observer.
+    """Make the application, and make its metrics the engine's observer.
 
     Args:
-        api_key: asked for on every path but /health; None: nobody is asked.
-        max_body_bytes: longer bodies are a 413.
-        keep_alive_seconds: a stream that has nothing to say for so long sends a comment.
-        stalled_after_seconds: /health is 503 once there is work and no step was completed for so long.
+        api_key: the key that every path but /health requires; None: no path requires a key.
+        max_body_bytes: longer bodies get status 413.
+        keep_alive_seconds: a stream without text for this long sends a comment.
+        stalled_after_seconds: /health has status 503 if there is work and no step has completed for this long.
     """
     metrics = Metrics(model_name, lambda: engine.stats)
     engine.observer = metrics
@@ -100,7 +100,7 @@ def make_app(
 
 
 class Server:
-    """A served application: where it listens, and how to end it."""
+    """An application that is being served; `port` is its TCP port."""
 
     def __init__(self, runner: web.AppRunner, close_requests: Callable[[float], Awaitable[None]], port: int):
         self._runner = runner
@@ -108,7 +108,7 @@ class Server:
         self.port = port
 
     async def close(self, grace: float = 1.0) -> None:
-        """Stop listening, give running requests `grace` seconds to end, end the others with an error. Idempotent."""
+        """Stop listening, wait `grace` seconds for running requests, end the others with an error. Idempotent."""
         for site in list(self._runner.sites):
             await site.stop()
         await self._close_requests(grace)
@@ -116,10 +116,10 @@ class Server:
 
 
 def bind(host: str, port: int) -> list[socket.socket]:
-    """Take host:port (port 0: any free one) on every address that the host name has here.
+    """Bind a socket to host:port (port 0: any free one) for every address that the host name has on this machine.
 
-    Nobody listens yet: this is for knowing of a port in use before anything else takes its time. Raises OSError with a
-    sentence.
+    The sockets do not listen yet. A caller binds first, so that a port in use is an error before the weights are
+    loaded. Raises OSError, whose message is a sentence.
     """
     sockets: list[socket.socket] = []
     failed: OSError | None = None
@@ -130,10 +130,8 @@ def bind(host: str, port: int) -> list[socket.socket]:
             try:
                 sockets.append(_bound(family, kind, proto, (address[0], taken, *address[2:])))
             except OSError as error:
-                if error.errno not in (
-                    errno.EADDRNOTAVAIL,
-                    errno.EAFNOSUPPORT,
-                ):  # a name may have one more than the host
+                # A host name may have addresses that this machine lacks.
+                if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
                     raise
                 failed = error
         if not sockets and failed:
@@ -159,14 +157,14 @@ def _bound(family: int, kind: int, proto: int, address: tuple) -> socket.socket:
 
 
 class _OneLine(logging.Filter):
-    """What is not HTTP is the client's fault: a line in the log, without a traceback."""
+    """Logs bytes that are not HTTP in one line without a traceback, because the fault is the client's."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         error = record.exc_info and record.exc_info[1]
         if isinstance(error, HttpProcessingError):
             record.levelno, record.levelname = logging.WARNING, "WARNING"
-            said = " ".join(error.message.split())[:200]
-            record.msg, record.args = f"{record.msg}: not HTTP: %r", (*(record.args or ()), said)
+            reason = " ".join(error.message.split())[:200]
+            record.msg, record.args = f"{record.msg}: not HTTP: %r", (*(record.args or ()), reason)
             record.exc_info = None
         return True
 
@@ -176,10 +174,10 @@ _log.addFilter(_OneLine())
 
 
 async def serve(app: web.Application, sockets: list[socket.socket]) -> Server:
-    """Listen on sockets that are bound, which are taken over. Raises OSError.
+    """Serve `app` on bound sockets, which the Server then owns. Raises OSError.
 
-    A client that goes away must cancel its handler, or its request would go on to its end: aiohttp does so only if it
-    is told.
+    `handler_cancellation` makes aiohttp cancel the handler of a client that goes away; without it, the request would
+    run to its end.
     """
     port = sockets[0].getsockname()[1]
     runner = web.AppRunner(app, handler_cancellation=True, access_log=None, logger=_log, shutdown_timeout=2.0)

@@ -11,20 +11,19 @@ from aiohttp import web
 _HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
     "Cache-Control": "no-cache",
-    "X-Accel-Buffering": "no",  # nginx would collect events otherwise
+    "X-Accel-Buffering": "no",  # without this, nginx buffers the events
 }
 
 
 class EventStream:
-    """One stream to one client. Every write waits until the client has taken what came before (beyond the socket's
-    buffers).
-    """
+    """One stream to one client. A write waits while the socket's buffers are full, until the client has read on."""
 
     def __init__(self, request: web.Request, headers: dict[str, str]):
         self._request = request
         self.response = web.StreamResponse(headers=_HEADERS | headers)
 
     async def open(self) -> None:
+        """Send the headers."""
         await self.response.prepare(self._request)
 
     async def send(self, events: Iterable[Any]) -> None:
@@ -32,14 +31,15 @@ class EventStream:
         await self.response.write(b"".join(b"data: " + orjson.dumps(event) + b"\n\n" for event in events))
 
     async def keep_alive(self) -> None:
-        """A comment, which clients skip and proxies count as life."""
+        """Send a comment, which clients skip and which keeps proxies from closing the connection."""
         await self.response.write(b": keep-alive\n\n")
 
     async def done(self) -> None:
+        """End the stream with `[DONE]`."""
         await self.response.write(b"data: [DONE]\n\n")
         await self.response.write_eof()
 
     async def fail(self, error: dict[str, Any]) -> None:
-        """End with an error object in place of `[DONE]`."""
+        """End the stream with an error object instead of `[DONE]`."""
         await self.send([error])
         await self.response.write_eof()

@@ -1,1 +1,1 @@
-"""Tokenizers, chat templates and incremental detokenizing."""
+"""Tokenizers, chat templates, stop strings and the incremental decoding of tokens to text."""

@@ -1,4 +1,4 @@
-"""Chat templates: the Jinja programs that write a conversation as a prompt, run as transformers runs them."""
+"""Chat templates: Jinja programs that write a conversation as a prompt. They run as in transformers."""
 
 from __future__ import annotations
 
@@ -13,19 +13,25 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-#: What the renderer itself passes to a template; a caller's own variables must not have these names.
+#: Names of the variables that `render` itself passes to a template. A caller's variables must have other names.
 RESERVED_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 
 
 class ChatTemplateError(ValueError):
-    """There is no template, it is not valid Jinja, or it refuses the conversation (which may be its own message)."""
+    """There is no template, or it is not valid Jinja, or it refuses the conversation.
+
+    A template may raise the refusal itself, with its own message.
+    """
 
 
 class ChatTemplate:
-    """A compiled chat template. A template is part of a downloaded model, so it runs in Jinja's immutable sandbox."""
+    """A compiled chat template. It comes with a downloaded model, so it runs in Jinja's immutable sandbox."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]):
-        """`special_tokens`: the texts a template may use by name ("bos_token", ...). Raises ChatTemplateError."""
+        """`special_tokens` maps the names that a template may use ("bos_token", ...) to texts.
+
+        Raises ChatTemplateError for invalid Jinja.
+        """
         self._special_tokens = dict(special_tokens)
         try:
             self._template = _environment().from_string(source)
@@ -37,7 +43,10 @@ class ChatTemplate:
     def render(
         self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **variables: Any
     ) -> str:
-        """The prompt as text. Keys of a message whose value is None are left out. Raises ChatTemplateError."""
+        """The prompt of a conversation as text. The template does not see keys of messages whose value is None.
+
+        Raises ChatTemplateError.
+        """
         messages = [{key: value for key, value in message.items() if value is not None} for message in messages]
         known = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": add_generation_prompt}
         try:
@@ -49,7 +58,10 @@ class ChatTemplate:
 
 
 class _Generation(Extension):
-    """`{% generation %}...{% endgeneration %}`: marks an assistant's words for training; here, just its body."""
+    """`{% generation %}...{% endgeneration %}` marks an assistant's words for training.
+
+    Rendering keeps the words only.
+    """
 
     tags = frozenset({"generation"})
 
@@ -75,7 +87,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Plain JSON; Jinja's own filter of this name escapes HTML."""
+    """The template filter `tojson`: plain JSON. Jinja's own filter of this name escapes HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

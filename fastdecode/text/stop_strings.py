@@ -9,18 +9,21 @@ from functools import lru_cache
 class StopStrings:
     """Cuts a stream of text before the first stop string.
 
-    Text that could be the beginning of a stop string is held back until it is known not to be, so no part of one is
-    ever released, however the text is cut into tokens. Of several, the one that is complete first counts. Time is
-    linear in the text, whatever the strings (Knuth, Morris and Pratt, "Fast pattern matching in strings", 1977).
+    Text that could be the beginning of a stop string is held back until more text decides. So no part of a stop string
+    is ever released, however the text is cut into tokens. The stop string that is complete first counts. The time is
+    linear in the length of the text (Knuth, Morris and Pratt, "Fast pattern matching in strings", 1977).
     """
 
     def __init__(self, stops: Sequence[str]):
         self._patterns = [(stop, _failures(stop)) for stop in stops]
-        self._matched = [0] * len(stops)  # characters of each stop string that the text ends in
+        self._matched = [0] * len(stops)  # for each stop string, how many of its characters the text ends with
         self._held = ""
 
     def push(self, text: str) -> tuple[str, bool]:
-        """The text released by `text`, and whether a stop string was met (nothing may be pushed after that)."""
+        """Take more text. Returns the text that is released now, and whether a stop string is complete.
+
+        After a complete stop string, `push` must not be called again.
+        """
         if not self._patterns:
             return text, False
         before = len(self._held)
@@ -33,12 +36,12 @@ class StopStrings:
         return released, False
 
     def flush(self) -> str:
-        """What was held back, at the end of the text."""
+        """At the end of the text, return the text that is held back."""
         text, self._held = self._held, ""
         return text
 
     def _advance(self, character: str) -> int:
-        """Take one character; the length of the longest stop string that it completes, else 0."""
+        """Take one character. Returns the length of the longest stop string that it completes, else 0."""
         complete = 0
         for i, (stop, failures) in enumerate(self._patterns):
             n = self._matched[i]
@@ -54,7 +57,7 @@ class StopStrings:
 
 @lru_cache(maxsize=256)
 def _failures(stop: str) -> tuple[int, ...]:
-    """For each beginning of `stop`, the length of its longest proper end that is also a beginning."""
+    """For each non-empty prefix of `stop`, the length of its longest proper suffix that is also a prefix of `stop`."""
     failures = [0] * len(stop)
     n = 0
     for i in range(1, len(stop)):

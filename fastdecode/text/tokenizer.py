@@ -1,6 +1,6 @@
-"""Text to token ids and back: a Hugging Face tokenizer directory, read without transformers.
+"""Text to token ids and back, from the tokenizer files of a Hugging Face model directory, without transformers.
 
-`Tokenizer` encodes, decodes and renders chats exactly as transformers does with the same files; `Detokenizer` turns a
+A Tokenizer encodes, decodes and renders chats exactly as transformers does with the same files. A Detokenizer turns a
 stream of tokens into a stream of text.
 """
 
@@ -23,15 +23,17 @@ _REPLACEMENT = "\ufffd"
 
 
 class TokenizerError(ValueError):
-    """A tokenizer's files are missing or broken; the message names the file."""
+    """A file of the tokenizer is missing or broken; the message names the file."""
 
 
 class Tokenizer:
     """A model's tokenizer."""
 
     def __init__(self, backend: tokenizers.Tokenizer, config: Mapping[str, Any], template: str | None = None):
-        """`config` is tokenizer_config.json's content; `template` a Jinja chat template, None where the model has
-        none.
+        """`config` is the content of tokenizer_config.json; `template` is the Jinja chat template, or None.
+
+        Raises ChatTemplateError for a template that is not valid Jinja; TypeError, ValueError, KeyError or
+        AttributeError for a broken `config`.
         """
         self._backend = backend
         backend.no_truncation()
@@ -55,17 +57,17 @@ class Tokenizer:
             raise TokenizerError(f"{directory} has no tokenizer.json")
         try:
             backend = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the Rust side raises plain Exception
+        except Exception as error:  # the Rust library raises a plain Exception
             raise TokenizerError(f"{path}: {error}") from None
         config = _read_json(directory / "tokenizer_config.json")
-        if "added_tokens_decoder" not in config:  # older directories keep the named tokens in a file of their own
+        if "added_tokens_decoder" not in config:  # older models have the named tokens in a separate file
             config = config | _read_json(directory / "special_tokens_map.json")
         try:
             return cls(backend, config, _find_template(directory, config))
         except (TokenizerError, ChatTemplateError):
             raise
         except (TypeError, ValueError, KeyError, AttributeError) as error:
-            raise TokenizerError(f"{directory / 'tokenizer_config.json'} is not understood: {error!r}") from None
+            raise TokenizerError(f"{directory / 'tokenizer_config.json'} cannot be read: {error!r}") from None
 
     def _add_special_tokens(self, config: Mapping[str, Any]) -> None:
         known = {token.content for token in self._backend.get_added_tokens_decoder().values()}
@@ -82,21 +84,22 @@ class Tokenizer:
         self._backend.add_special_tokens(missing)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`, with the special tokens tokenizer.json's post processor adds. Special tokens written out
-        in the text become those tokens, as everywhere in this field.
+        """Token ids of `text`, with the special tokens that the post processor in tokenizer.json adds.
+
+        The name of a special token in the text becomes that token, as with all tokenizers of this kind.
         """
         return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Text of `ids`; ids the tokenizer does not know (a padded vocabulary's) are nothing."""
+        """Text of `ids`. An id that the tokenizer does not know (models pad their vocabulary) has no text."""
         return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
 
     def is_text(self, token: int) -> bool:
-        """Whether the id stands for text: not a special token, not beyond the vocabulary."""
+        """Whether the token has text: it is not a special token, and the tokenizer knows its id."""
         return token not in self._special_ids and self._backend.id_to_token(token) is not None
 
     def token_bytes(self, token: int) -> bytes:
-        """The bytes one token stands for, in any context but a text's start; b"" for an unknown id."""
+        """The bytes of a token anywhere but at the start of a text; b"" for an unknown id."""
         text = self._backend.id_to_token(token)
         if text is None:
             return b""
@@ -112,14 +115,16 @@ class Tokenizer:
         return text.replace("▁", " ").encode()
 
     def tokens_from(self, token: int) -> list[str]:
-        """The tokens whose ids are `token` and above, in order."""
+        """The texts of all tokens with ids >= `token`, in the order of their ids."""
         ids = {i: text for text, i in self._backend.get_vocab(with_added_tokens=True).items() if i >= token}
         return [ids[i] for i in sorted(ids)]
 
     def render_chat(
         self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **kwargs: Any
     ) -> str:
-        """The prompt of a conversation as text. Raises ChatTemplateError if there is no template, or it refuses the
+        """The prompt of a conversation as text, to be encoded without `add_special_tokens`: the template writes them.
+
+        `kwargs` are variables for the template. Raises ChatTemplateError if there is no template, or if it refuses the
         messages.
         """
         if self._template is None:
@@ -130,35 +135,36 @@ class Tokenizer:
 
 
 class Detokenizer:
-    """Text of a stream of tokens, as it comes.
+    """Turns a stream of tokens into a stream of text.
 
-    What `push` and `flush` return, joined, is the decoded text of all tokens. `push` never returns part of a character:
-    bytes that may be the start of one are held back until it is whole, or until `MAX_HELD` tokens show that it never
-    will be.
+    The results of all calls of `push` and of `flush`, joined, are the decoded text of all tokens. `push` never returns
+    a part of a character: it holds bytes back that may be the start of a character, until the character is complete or
+    `MAX_HELD` tokens have shown that it never will be.
 
-    Only a window of the last tokens is decoded: those before the last clean cut, as context (a decoder may treat a
-    text's first token in a way of its own), and those since.
+    Each call decodes only a window of the last tokens: some tokens before the last point where the text ended on a
+    whole character, and all tokens since. The former are context, because decoders treat the first token of a text
+    specially.
     """
 
     MAX_HELD = 3  # a UTF-8 character has at most four bytes, and a token at least one
-    _CONTEXT = 8  # tokens that are enough for the next ones to be decoded as in the whole text
-    _MAX_WINDOW = 64  # tokens that never end on a whole character are forgotten from here on
+    _CONTEXT = 8  # with this many tokens before them, tokens decode as in the whole text
+    _MAX_WINDOW = 64  # longest window while the text never ends on a whole character
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()):
-        """With `prompt`, the text is what follows the prompt's, leading space and all; without, a text of its own."""
+        """The text continues that of `prompt`, with its leading space; without a prompt it starts a new text."""
         self._tokenizer = tokenizer
         self._window = [token for token in prompt[-self._CONTEXT :] if tokenizer.is_text(token)]
-        self._clean = len(self._window)  # tokens of the window that are context
+        self._clean = len(self._window)  # number of tokens in the window that are context
         while self._decode(self._window[: self._clean]).endswith(_REPLACEMENT):
             self._clean -= 1
-        self._sent = len(self._decode(self._window[: self._clean]))  # characters of the window's text already returned
-        self._held = 0  # tokens in a row after which the text ended within a character
+        self._sent = len(self._decode(self._window[: self._clean]))  # returned characters of the window's text
+        self._held = 0  # number of last tokens after each of which the text ended within a character
 
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids) if ids else ""
 
     def push(self, token: int) -> str:
-        """The text that `token` adds; "" for special tokens and for parts of a character."""
+        """Take a token, and return the text that it adds; "" for special tokens and for parts of a character."""
         if not self._tokenizer.is_text(token):
             return ""
         self._window.append(token)
@@ -166,7 +172,7 @@ class Detokenizer:
         whole = len(text.rstrip(_REPLACEMENT))
         self._held = self._held + 1 if whole < len(text) else 0
         if self._held > self.MAX_HELD:
-            whole = len(text) - 1  # those bytes will never be a character; the last one may yet start another
+            whole = len(text) - 1  # these bytes are no character; only the last one may start one
         new = text[self._sent : whole]
         self._sent = max(self._sent, whole)
         if new and not self._held:
@@ -178,12 +184,12 @@ class Detokenizer:
         return new
 
     def _cut(self, n: int, unsent: int) -> None:
-        """Forget the window's first `n` tokens; the last `unsent` characters of its text are still to be returned."""
+        """Drop the first `n` tokens of the window; the last `unsent` characters of its text remain to be returned."""
         del self._window[:n]
         self._sent = len(self._decode(self._window)) - unsent
 
     def flush(self) -> str:
-        """The rest, at the end of the stream: an unfinished character comes out as U+FFFD."""
+        """At the end of the stream, return the rest of the text. An incomplete character becomes U+FFFD."""
         text = self._decode(self._window)[self._sent :]
         self._window, self._clean, self._sent = [], 0, 0
         return text
@@ -202,8 +208,9 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _find_template(directory: Path, config: Mapping[str, Any]) -> str | None:
-    """The chat template, by transformers' precedence: a file of its own, then tokenizer_config.json, then the
-    processor's old file.
+    """Find the chat template where transformers looks for it, in the same order.
+
+    The places are chat_template.jinja, tokenizer_config.json and chat_template.json.
     """
     path = directory / "chat_template.jinja"
     if path.is_file():
@@ -232,12 +239,12 @@ def _added_token(token: str | Mapping[str, Any], *, special: bool | None = None)
 
 
 def _uses(decoder: tokenizers.decoders.Decoder | None, kind: str) -> bool:
-    """Whether a decoder, or a member of a sequence of them, is of `kind`."""
+    """Whether a decoder, or one of the decoders in a sequence of decoders, is of this kind."""
     return decoder is not None and f'"type":"{kind}"' in decoder.__getstate__().decode()
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """The printable characters that byte-level BPE writes bytes as (GPT-2's `bytes_to_unicode`)."""
+    """The printable characters that stand for bytes in byte-level BPE, character -> byte (GPT-2's bytes_to_unicode)."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [b for b in range(256) if b not in printable]
     return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
