@@ -15,6 +15,8 @@ from fastdecode.bench import cli
 from fastdecode.daemon.config import NodeConfig
 from fastdecode.engine.stats import EngineStats, NodeStats
 
+pytestmark = pytest.mark.quick
+
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 #: What ends a command within a shell's line.
 _OPERATORS = {"|", "||", "&", "&&", ";", ">", "<", ">>", "(", ")"}
