@@ -92,6 +92,13 @@ static inline void fd_futex_wake(uint32_t *word, bool shared) {
     syscall(SYS_futex, word, shared ? FUTEX_WAKE : FUTEX_WAKE_PRIVATE, INT_MAX, NULL, NULL, 0);
 }
 
+/* How long a thread sleeps that no bell can wake, after it has waited for `waited_ns`: an eighth of that, so that its
+ * naps lengthen a wait by an eighth at most, within 20 us and `longest_ns`. */
+static inline uint64_t fd_nap_ns(uint64_t waited_ns, uint64_t longest_ns) {
+    const uint64_t shortest_ns = 20000u, nap_ns = waited_ns / 8;
+    return nap_ns < shortest_ns ? shortest_ns : nap_ns > longest_ns ? longest_ns : nap_ns;
+}
+
 static inline void fd_eventfd_wake(int fd) {
     uint64_t one = 1;
     /* A full counter (EAGAIN) has already woken the reader. */

@@ -27,6 +27,7 @@
 #include <stddef.h>
 #include <stdint.h>
 #include <stdbool.h>
+#include <string.h>
 
 #include "formats.h"
 
@@ -145,6 +146,12 @@ typedef struct {
     size_t table, q, kv, o;
     size_t q_row_bytes, kv_row_bytes; /* an O row is as long as a Q row */
 } fd_layout_t;
+
+/* Copies from memory that the peer may be writing. The barrier keeps the compiler from reading that memory again. */
+static inline void fd_copy_out(void *dst, const void *src, size_t n) {
+    memcpy(dst, src, n);
+    __asm__ __volatile__("" : : "r"(dst) : "memory");
+}
 
 static inline size_t fd_round_up(size_t n, size_t unit) { return (n + unit - 1) / unit * unit; }
 

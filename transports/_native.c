@@ -17,16 +17,6 @@ PyObject *fd_py_down_reason(fd_down_t *down) {
     return PyUnicode_DecodeUTF8(reason, (Py_ssize_t)strlen(reason), "replace");
 }
 
-static void notify_free(PyObject *capsule) { Py_DECREF((PyObject *)PyCapsule_GetContext(capsule)); }
-
-PyObject *fd_py_notify(PyObject *owner, void *notify) {
-    PyObject *capsule = PyCapsule_New(notify, FD_NOTIFY_CAPSULE, notify_free);
-    if (!capsule) return NULL;
-    Py_INCREF(owner);
-    PyCapsule_SetContext(capsule, owner);
-    return capsule;
-}
-
 /* ---- geometry and layout ---- */
 
 int fd_py_geometry(PyObject *object, void *out) {
@@ -164,10 +154,12 @@ fail:
 /* Takes the port down, joins its threads, waits until no thread is inside, and lets go of the region. */
 static void port_stop(PortObject *self) {
     fd_port_kill(&self->port, "the link was closed");
-    Py_BEGIN_ALLOW_THREADS if (self->port.pump) fd_pump_stop(self->port.pump);
+    Py_BEGIN_ALLOW_THREADS
+    if (self->port.pump) fd_pump_stop(self->port.pump);
     if (self->port.poster) fd_poster_stop(self->port.poster);
     while (__atomic_load_n(&self->inside, __ATOMIC_ACQUIRE)) usleep(1000);
-    Py_END_ALLOW_THREADS if (!self->open) return; /* another thread was here meanwhile */
+    Py_END_ALLOW_THREADS
+    if (!self->open) return; /* another thread was here meanwhile */
     self->open = false;
     fd_down_close_fd(&self->port.down);
     PyBuffer_Release(&self->region);
@@ -230,7 +222,8 @@ static PyObject *port_post(PortObject *self, PyObject *args) {
     fd_port_result_t result;
     if (port_enter(self)) return NULL;
     if (self->port.pump || self->port.poster) {
-        Py_BEGIN_ALLOW_THREADS result = fd_port_post(&self->port, slot, &call, &misuse);
+        Py_BEGIN_ALLOW_THREADS
+        result = fd_port_post(&self->port, slot, &call, &misuse);
         Py_END_ALLOW_THREADS
     } else {
         result = fd_port_post(&self->port, slot, &call, &misuse);
@@ -251,9 +244,11 @@ static PyObject *port_wait(PortObject *self, PyObject *args) {
     const char *misuse;
     fd_port_result_t result;
     if (port_enter(self)) return NULL;
-    Py_BEGIN_ALLOW_THREADS result = fd_port_wait(&self->port, slot, timeout_ns, &reply, &misuse);
+    Py_BEGIN_ALLOW_THREADS
+    result = fd_port_wait(&self->port, slot, timeout_ns, &reply, &misuse);
     port_leave(self);
-    Py_END_ALLOW_THREADS if (result == FD_PORT_DOWN) return down_error(&self->port.down);
+    Py_END_ALLOW_THREADS
+    if (result == FD_PORT_DOWN) return down_error(&self->port.down);
     if (result == FD_PORT_MISUSE) return PyErr_Format(PyExc_ValueError, "%s", misuse);
     PyObject *message = PyUnicode_DecodeUTF8(reply.message, (Py_ssize_t)strlen(reply.message), "replace");
     if (!message) return NULL;
@@ -317,114 +312,6 @@ static PyType_Spec port_spec = {
     .slots = port_slots,
 };
 
-/* ---- Pump: the R side of a TCP link ---- */
-
-typedef struct {
-    PyObject_HEAD
-    Py_buffer region;
-    fd_down_t down;
-    fd_pump_t *pump;
-    fd_notify_t notify;
-    bool open; /* the region is held; changes under the GIL */
-} PumpObject;
-
-static PyObject *pump_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"region", "geometry", NULL};
-    PyObject *region;
-    fd_geometry_t g;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO&:Pump", names, &region, fd_py_geometry, &g)) return NULL;
-    PumpObject *self = (PumpObject *)type->tp_alloc(type, 0);
-    if (!self) return NULL;
-    if (fd_py_region(region, &g, &self->region)) goto fail;
-    if (fd_down_init(&self->down)) {
-        PyErr_SetFromErrno(PyExc_OSError);
-        PyBuffer_Release(&self->region);
-        goto fail;
-    }
-    self->pump = fd_pump_new(FD_SIDE_R, self->region.buf, &g, &self->down);
-    if (!self->pump) {
-        PyErr_NoMemory();
-        fd_down_close_fd(&self->down);
-        PyBuffer_Release(&self->region);
-        goto fail;
-    }
-    self->open = true;
-    self->notify = (fd_notify_t){fd_pump_send, self->pump, fd_pump_poll};
-    return (PyObject *)self;
-fail:
-    Py_DECREF(self);
-    return NULL;
-}
-
-static void pump_stop(PumpObject *self) {
-    fd_down_set(&self->down, "the link was closed");
-    Py_BEGIN_ALLOW_THREADS fd_pump_stop(self->pump);
-    Py_END_ALLOW_THREADS if (!self->open) return; /* another thread was here meanwhile */
-    self->open = false;
-    fd_down_close_fd(&self->down);
-    PyBuffer_Release(&self->region);
-}
-
-static void pump_dealloc(PumpObject *self) {
-    if (self->open) pump_stop(self);
-    if (self->pump) fd_pump_free(self->pump);
-    PyTypeObject *type = Py_TYPE(self);
-    type->tp_free((PyObject *)self);
-    Py_DECREF(type);
-}
-
-static PyObject *pump_start(PumpObject *self, PyObject *args) {
-    int data_fd, wake_fd;
-    if (!PyArg_ParseTuple(args, "ii:start", &data_fd, &wake_fd)) return NULL;
-    if (fd_pump_start(self->pump, data_fd, wake_fd)) return PyErr_SetFromErrno(PyExc_OSError);
-    Py_RETURN_NONE;
-}
-
-static PyObject *pump_close(PumpObject *self, PyObject *unused) {
-    if (self->open) pump_stop(self);
-    Py_RETURN_NONE;
-}
-
-static PyObject *pump_get_reason(PumpObject *self, void *closure) { return fd_py_down_reason(&self->down); }
-
-static PyObject *pump_get_notify(PumpObject *self, void *closure) {
-    return fd_py_notify((PyObject *)self, &self->notify);
-}
-
-static PyMethodDef pump_methods[] = {
-    {"start", (PyCFunction)pump_start, METH_VARARGS, NULL},
-    {"close", (PyCFunction)pump_close, METH_NOARGS, NULL},
-    {0},
-};
-
-static PyMemberDef pump_members[] = {
-    {"down_fd", T_INT, offsetof(PumpObject, down.fd), READONLY, NULL},
-    {0},
-};
-
-static PyGetSetDef pump_getset[] = {
-    {"reason", (getter)pump_get_reason, NULL, NULL, NULL},
-    {"notify", (getter)pump_get_notify, NULL, NULL, NULL},
-    {0},
-};
-
-static PyType_Slot pump_slots[] = {
-    {Py_tp_doc, "The R side of a TCP link's data path; see _native.pyi."},
-    {Py_tp_new, pump_new},
-    {Py_tp_dealloc, pump_dealloc},
-    {Py_tp_methods, pump_methods},
-    {Py_tp_members, pump_members},
-    {Py_tp_getset, pump_getset},
-    {0, NULL},
-};
-
-static PyType_Spec pump_spec = {
-    .name = "fastdecode.transports._native.Pump",
-    .basicsize = sizeof(PumpObject),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
-    .slots = pump_slots,
-};
-
 /* ---- module ---- */
 
 static PyMethodDef functions[] = {
@@ -445,8 +332,9 @@ static int add_type(PyObject *module, PyType_Spec *spec) {
 
 static int module_exec(PyObject *module) {
     if (PyModule_AddIntConstant(module, "PROTOCOL_VERSION", FD_PROTOCOL_VERSION)) return -1;
-    return add_type(module, &port_spec) || add_type(module, &pump_spec) || add_type(module, &fd_py_poster_spec) ? -1
-                                                                                                                : 0;
+    return add_type(module, &port_spec) || add_type(module, &fd_py_pump_spec) || add_type(module, &fd_py_poster_spec)
+               ? -1
+               : 0;
 }
 
 static PyModuleDef_Slot module_slots[] = {{Py_mod_exec, module_exec}, {0, NULL}};

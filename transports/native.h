@@ -9,9 +9,6 @@
 
 /* The reason that `down` has, or None. */
 PyObject *fd_py_down_reason(fd_down_t *down);
-/* A capsule for fd_engine_add_link that keeps `owner`, of which `notify` is a part, alive: an engine thread may call it
- * until its link is closed. */
-PyObject *fd_py_notify(PyObject *owner, void *notify);
 
 /* O& converter to an fd_geometry_t: (n_slots, max_rows, n_layers, n_q_heads, n_kv_heads, head_size, act_dtype), all
  * integers. */
@@ -27,6 +24,6 @@ int fd_py_verbs(PyObject *object, void *out);
 /* verbs_fds(qp_address, qp_number) of _native.pyi. */
 PyObject *fd_py_verbs_fds(PyObject *module, PyObject *args);
 
-extern PyType_Spec fd_py_poster_spec;
+extern PyType_Spec fd_py_pump_spec, fd_py_poster_spec;
 
 #endif

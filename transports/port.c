@@ -2,7 +2,6 @@
 
 /* A reply that an RDMA write brings wakes nobody. Who waits for one looks again after an eighth of the time that it has
  * waited. */
-#define NAP_MIN_NS 20000u
 #define NAP_MAX_NS 1000000u
 #define RING_AGAIN_NS 250000000u /* of waiting */
 
@@ -17,9 +16,7 @@ int fd_port_init(fd_port_t *port, uint8_t *region, const fd_geometry_t *g, uint3
 }
 
 void fd_port_kill(fd_port_t *port, const char *reason) {
-    fd_down_set(&port->down, reason);
-    for (uint32_t i = 0; i < port->geometry.n_slots; i++)
-        fd_stop_waiters(fd_slot_at(port->region, &port->layout, i), &port->down.flag);
+    fd_down_stop_link(&port->down, FD_SIDE_S, port->region, &port->geometry, reason);
 }
 
 fd_port_result_t fd_port_post(fd_port_t *port, uint32_t index, fd_call_t *call, const char **misuse) {
@@ -49,7 +46,7 @@ static fd_wait_t wait_without_wakeup(fd_port_t *port, uint32_t index, uint64_t n
     for (;;) {
         uint64_t waited = fd_now_ns() - start;
         if (waited >= timeout_ns) return FD_WAIT_TIMEOUT;
-        uint64_t nap = waited / 8 < NAP_MIN_NS ? NAP_MIN_NS : waited / 8 > NAP_MAX_NS ? NAP_MAX_NS : waited / 8;
+        uint64_t nap = fd_nap_ns(waited, NAP_MAX_NS);
         uint64_t left = timeout_ns - waited;
         fd_wait_t result =
             fd_wait_reply(slot, number, spin_ns, spin_ns + nap < left ? spin_ns + nap : left, &port->down.flag);
@@ -88,9 +85,7 @@ fd_port_result_t fd_port_wait(fd_port_t *port, uint32_t index, uint64_t timeout_
         return FD_PORT_DOWN;
     }
 
-    /* The peer can write this memory: copy it, then look at the copy (and keep the compiler from looking again). */
-    memcpy(reply, &slot->reply, sizeof *reply);
-    __asm__ __volatile__("" : : "r"(reply) : "memory");
+    fd_copy_out(reply, &slot->reply, sizeof *reply);
     reply->message[sizeof reply->message - 1] = 0;
     const char *wrong = NULL;
     if (reply->number != call->number) wrong = "a reply does not carry its call's number";

@@ -134,16 +134,7 @@ static bool build_chain(fd_poster_t *p, uint32_t slot, const size_t most[MAX_PAR
 
 static void fail(fd_poster_t *p, const char *reason) {
     p->queued = 0;
-    fd_down_set(p->down, reason);
-    if (p->side == FD_SIDE_S) /* nobody will ring these bells any more */
-        for (uint32_t i = 0; i < p->geometry.n_slots; i++)
-            fd_stop_waiters(fd_slot_at(p->region, &p->layout, i), &p->down->flag);
-}
-
-/* Copies out of memory that the peer may be writing; the barrier keeps the compiler from reading it again later. */
-static void copy_out(void *dst, const void *src, size_t n) {
-    memcpy(dst, src, n);
-    __asm__ __volatile__("" : : "r"(dst) : "memory");
+    fd_down_stop_link(p->down, p->side, p->region, &p->geometry, reason);
 }
 
 /* How many bytes of each part the slot's call or reply uses. NULL, or why it cannot be sent: the peer has meddled with
@@ -154,7 +145,7 @@ static const char *used_bytes(fd_poster_t *p, uint32_t index, size_t used[MAX_PA
     fd_chain_t *chain = &p->chains[index];
     if (p->side == FD_SIDE_S) {
         fd_call_t *c = &chain->call;
-        copy_out(c, &slot->call, sizeof *c);
+        fd_copy_out(c, &slot->call, sizeof *c);
         const char *error = fd_call_error(&p->geometry, c);
         if (error) return error;
         chain->bell = c->number;
@@ -166,7 +157,7 @@ static const char *used_bytes(fd_poster_t *p, uint32_t index, size_t used[MAX_PA
         return NULL;
     }
     fd_reply_t r;
-    copy_out(&r, &slot->reply, offsetof(fd_reply_t, message));
+    fd_copy_out(&r, &slot->reply, offsetof(fd_reply_t, message));
     if (r.n_attend_rows > p->geometry.max_rows) return "the peer has overwritten a reply";
     chain->bell = r.number;
     used[O] = r.n_attend_rows * y->q_row_bytes;

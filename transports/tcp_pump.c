@@ -79,7 +79,7 @@ struct fd_pump {
 /* ---- what a frame consists of ---- */
 
 /* Bytes after the call header, as iovecs into the slot. */
-static size_t call_parts(const fd_pump_t *p, fd_slot_t *slot, const fd_call_t *c, struct iovec parts[PARTS]) {
+static size_t call_parts(const fd_pump_t *p, fd_slot_t *slot, const fd_call_t *c, struct iovec *parts) {
     const fd_layout_t *y = &p->layout;
     uint8_t *base = (uint8_t *)slot;
     size_t table = c->flags & FD_CALL_NEW_STEP ? c->n_entries * sizeof(fd_row_t) : 0;
@@ -89,7 +89,7 @@ static size_t call_parts(const fd_pump_t *p, fd_slot_t *slot, const fd_call_t *c
     return table + parts[Q].iov_len + parts[KV].iov_len;
 }
 
-static size_t reply_parts(const fd_pump_t *p, fd_slot_t *slot, const fd_reply_t *r, struct iovec parts[PARTS]) {
+static size_t reply_parts(const fd_pump_t *p, fd_slot_t *slot, const fd_reply_t *r, struct iovec *parts) {
     parts[TABLE] = (struct iovec){(uint8_t *)slot + p->layout.o, r->n_attend_rows * p->layout.q_row_bytes};
     parts[Q] = parts[KV] = (struct iovec){NULL, 0};
     return parts[TABLE].iov_len;
@@ -114,7 +114,7 @@ static void begin_frame(fd_pump_t *p, uint32_t index) {
     p->sending = true;
 }
 
-static size_t bytes_left(const struct iovec parts[PARTS]) {
+static size_t bytes_left(const struct iovec *parts) {
     size_t n = 0;
     for (int i = 0; i < PARTS; i++) n += parts[i].iov_len;
     return n;
@@ -320,10 +320,7 @@ static fd_rx_t advance(fd_pump_t *p, bool patient) {
 
 static void end_link(fd_pump_t *p) {
     shutdown(p->sock, SHUT_RDWR); /* no half-dead link: whatever ended one direction ends the other */
-    fd_down_set(p->down, p->rx.error);
-    if (p->side == FD_SIDE_S) /* nobody will ring these bells any more */
-        for (uint32_t i = 0; i < p->geometry.n_slots; i++)
-            fd_stop_waiters(fd_slot_at(p->region, &p->layout, i), &p->down->flag);
+    fd_down_stop_link(p->down, p->side, p->region, &p->geometry, p->rx.error);
 }
 
 static fd_rx_t receive(fd_pump_t *p, bool patient) {

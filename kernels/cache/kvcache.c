@@ -4,7 +4,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define FAIL(status, ...) (snprintf(err, err_len, __VA_ARGS__), (status))
+#include "fail.h"
 
 #define PART_BYTES ((size_t)2 << 20)       /* faulted in at once: a call that comes meanwhile waits for it */
 #define GIVE_BACK_BYTES ((size_t)16 << 20) /* at once */
@@ -35,7 +35,7 @@ fd_status_t fd_kvcache_init(fd_kvcache_t *kv, const fd_geometry_t *g, fd_kv_dtyp
     kv->refs = calloc(n_pages, sizeof *kv->refs);
     if (!fd_pages_init(&kv->free, n_pages, stretch_order(kv)) || !kv->sequences || !kv->refs) {
         fd_kvcache_destroy(kv);
-        return FAIL(FD_INTERNAL, "no memory for the books of %u pages and %u sequences", n_pages, max_seqs);
+        return FD_FAIL(FD_INTERNAL, "no memory for the books of %u pages and %u sequences", n_pages, max_seqs);
     }
     return FD_OK;
 }
@@ -95,10 +95,10 @@ static void copy_page(fd_kvcache_t *kv, uint32_t dst, uint32_t src) {
 static fd_status_t find(fd_kvcache_t *kv, uint32_t seq_index, uint32_t tag, fd_sequence_t **out, char *err,
                         size_t err_len) {
     if (seq_index >= kv->max_seqs)
-        return FAIL(FD_BAD_SEQUENCE, "sequence %u is outside the lease of %u", seq_index, kv->max_seqs);
+        return FD_FAIL(FD_BAD_SEQUENCE, "sequence %u is outside the lease of %u", seq_index, kv->max_seqs);
     fd_sequence_t *s = &kv->sequences[seq_index];
     if (s->length && s->tag != tag)
-        return FAIL(FD_BAD_SEQUENCE, "sequence %u has tag %u, not %u", seq_index, s->tag, tag);
+        return FD_FAIL(FD_BAD_SEQUENCE, "sequence %u has tag %u, not %u", seq_index, s->tag, tag);
     *out = s;
     return FD_OK;
 }
@@ -116,8 +116,8 @@ fd_status_t fd_kvcache_trim(fd_kvcache_t *kv, uint32_t seq_index, uint32_t tag, 
     fd_status_t status = find(kv, seq_index, tag, &s, err, err_len);
     if (status != FD_OK) return status;
     if (length > s->length)
-        return FAIL(FD_BAD_SEQUENCE, "sequence %u has %u tokens, cannot be trimmed to %u", seq_index, s->length,
-                    length);
+        return FD_FAIL(FD_BAD_SEQUENCE, "sequence %u has %u tokens, cannot be trimmed to %u", seq_index, s->length,
+                       length);
     if (s->length) shrink(kv, s, length);
     return FD_OK;
 }
@@ -127,15 +127,16 @@ fd_status_t fd_kvcache_fork(fd_kvcache_t *kv, uint32_t src, uint32_t src_tag, ui
     fd_sequence_t *from, *to;
     fd_status_t status = find(kv, src, src_tag, &from, err, err_len);
     if (status != FD_OK) return status;
-    if (dst >= kv->max_seqs) return FAIL(FD_BAD_SEQUENCE, "sequence %u is outside the lease of %u", dst, kv->max_seqs);
+    if (dst >= kv->max_seqs)
+        return FD_FAIL(FD_BAD_SEQUENCE, "sequence %u is outside the lease of %u", dst, kv->max_seqs);
     to = &kv->sequences[dst];
-    if (to->length) return FAIL(FD_BAD_SEQUENCE, "sequence %u is not empty, it has %u tokens", dst, to->length);
+    if (to->length) return FD_FAIL(FD_BAD_SEQUENCE, "sequence %u is not empty, it has %u tokens", dst, to->length);
     if (length < 1 || length > from->length)
-        return FAIL(FD_BAD_SEQUENCE, "sequence %u has %u tokens, cannot share %u", src, from->length, length);
+        return FD_FAIL(FD_BAD_SEQUENCE, "sequence %u has %u tokens, cannot share %u", src, from->length, length);
     uint32_t n = fd_pages_for(length);
     if (n > FD_MAX_SHARED_REFS - kv->shared_refs)
-        return FAIL(FD_OUT_OF_PAGES, "forks would share pages more than %u times", FD_MAX_SHARED_REFS);
-    if (!reserve_list(to, n)) return FAIL(FD_INTERNAL, "no memory for a list of %u pages", n);
+        return FD_FAIL(FD_OUT_OF_PAGES, "forks would share pages more than %u times", FD_MAX_SHARED_REFS);
+    if (!reserve_list(to, n)) return FD_FAIL(FD_INTERNAL, "no memory for a list of %u pages", n);
     for (uint32_t i = 0; i < n; i++) {
         to->pages[i] = from->pages[i];
         kv->refs[to->pages[i]]++;
@@ -160,18 +161,19 @@ fd_status_t fd_kvcache_pages(fd_kvcache_t *kv, uint32_t seq_index, uint32_t tag,
 
 static fd_status_t check_entry(fd_kvcache_t *kv, const fd_row_t *r, uint32_t i, char *err, size_t err_len) {
     if (r->seq_index >= kv->max_seqs)
-        return FAIL(FD_BAD_TABLE, "entry %u: sequence %u is outside the lease of %u", i, r->seq_index, kv->max_seqs);
+        return FD_FAIL(FD_BAD_TABLE, "entry %u: sequence %u is outside the lease of %u", i, r->seq_index, kv->max_seqs);
     fd_sequence_t *s = &kv->sequences[r->seq_index];
-    if (s->mark == kv->mark) return FAIL(FD_BAD_TABLE, "entry %u: sequence %u is named twice", i, r->seq_index);
+    if (s->mark == kv->mark) return FD_FAIL(FD_BAD_TABLE, "entry %u: sequence %u is named twice", i, r->seq_index);
     s->mark = kv->mark;
     if (s->length && r->tag != s->tag)
-        return FAIL(FD_BAD_SEQUENCE, "entry %u: sequence %u has tag %u, not %u", i, r->seq_index, s->tag, r->tag);
+        return FD_FAIL(FD_BAD_SEQUENCE, "entry %u: sequence %u has tag %u, not %u", i, r->seq_index, s->tag, r->tag);
     if (r->pos != s->length)
-        return FAIL(FD_BAD_SEQUENCE, "entry %u: sequence %u has %u tokens, not %u", i, r->seq_index, s->length, r->pos);
+        return FD_FAIL(FD_BAD_SEQUENCE, "entry %u: sequence %u has %u tokens, not %u", i, r->seq_index, s->length,
+                       r->pos);
     if ((uint64_t)r->pos + r->n_rows > (uint64_t)kv->n_pages * FD_PAGE_TOKENS)
-        return FAIL(FD_OUT_OF_PAGES, "entry %u: sequence %u would have %llu tokens, the lease holds %llu", i,
-                    r->seq_index, (unsigned long long)r->pos + r->n_rows,
-                    (unsigned long long)kv->n_pages * FD_PAGE_TOKENS);
+        return FD_FAIL(FD_OUT_OF_PAGES, "entry %u: sequence %u would have %llu tokens, the lease holds %llu", i,
+                       r->seq_index, (unsigned long long)r->pos + r->n_rows,
+                       (unsigned long long)kv->n_pages * FD_PAGE_TOKENS);
     return FD_OK;
 }
 
@@ -206,8 +208,8 @@ fd_status_t fd_kvcache_check(fd_kvcache_t *kv, const fd_row_t *table, uint32_t n
         if (s->copies) kv->refs[s->pages[s->length / FD_PAGE_TOKENS]]++;
     }
     if (status == FD_OK && needed > kv->free.n_free)
-        return FAIL(FD_OUT_OF_PAGES, "the step needs %llu pages, %u of %u are free", (unsigned long long)needed,
-                    kv->free.n_free, kv->n_pages);
+        return FD_FAIL(FD_OUT_OF_PAGES, "the step needs %llu pages, %u of %u are free", (unsigned long long)needed,
+                       kv->free.n_free, kv->n_pages);
     return status;
 }
 
@@ -215,7 +217,7 @@ fd_status_t fd_kvcache_append(fd_kvcache_t *kv, const fd_row_t *table, uint32_t 
     for (uint32_t i = 0; i < n_entries; i++) {
         fd_sequence_t *s = &kv->sequences[table[i].seq_index];
         if (!reserve_list(s, fd_pages_for((uint64_t)s->length + table[i].n_rows)))
-            return FAIL(FD_INTERNAL, "no memory for the page list of sequence %u", table[i].seq_index);
+            return FD_FAIL(FD_INTERNAL, "no memory for the page list of sequence %u", table[i].seq_index);
     }
     for (uint32_t i = 0; i < n_entries; i++) {
         fd_sequence_t *s = &kv->sequences[table[i].seq_index];

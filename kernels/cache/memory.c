@@ -9,11 +9,11 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include "fail.h"
+
 #ifndef MADV_POPULATE_WRITE
 #define MADV_POPULATE_WRITE 23 /* Linux 5.14 */
 #endif
-
-#define FAIL(status, ...) (snprintf(err, err_len, __VA_ARGS__), (status))
 
 /* A field of /proc/meminfo, 0 if it has none of that name. Pages are counts, the rest is KiB. */
 static size_t meminfo(const char *field) {
@@ -39,9 +39,9 @@ static void *map_hugetlb(size_t bytes, char *err, size_t err_len) {
         size_t page = fd_memory_granule(FD_HUGE_HUGETLB), total = meminfo("HugePages_Total");
         size_t reserved = meminfo("HugePages_Rsvd"), unused = meminfo("HugePages_Free");
         size_t left = unused > reserved ? unused - reserved : 0, needed = bytes / page;
-        return FAIL(NULL,
-                    "%zu huge pages of %zu KiB are needed and %zu are to be had: set vm.nr_hugepages to %zu or more",
-                    needed, page / 1024, left, needed > left ? total + needed - left : needed);
+        return FD_FAIL(NULL,
+                       "%zu huge pages of %zu KiB are needed and %zu are to be had: set vm.nr_hugepages to %zu or more",
+                       needed, page / 1024, left, needed > left ? total + needed - left : needed);
     }
     /* The reservation is good for a page of some node. Were a binding to one node to hold here too, it would not be
      * good. */
@@ -54,7 +54,7 @@ void *fd_memory_map(size_t bytes, fd_huge_t huge, char *err, size_t err_len) {
     size_t page = (size_t)sysconf(_SC_PAGESIZE), whole = (bytes + page - 1) / page * page,
            room = whole + FD_TRANSPARENT_BYTES;
     uint8_t *start = mmap(NULL, room, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (start == MAP_FAILED) return FAIL(NULL, "cannot map %zu bytes for the KV-cache: %s", bytes, strerror(errno));
+    if (start == MAP_FAILED) return FD_FAIL(NULL, "cannot map %zu bytes for the KV-cache: %s", bytes, strerror(errno));
     size_t before = -(uintptr_t)start % FD_TRANSPARENT_BYTES;
     uint8_t *memory = start + before;
     if (before) munmap(start, before);

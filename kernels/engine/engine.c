@@ -12,8 +12,7 @@
 #include <sys/eventfd.h>
 
 #include "engine_state.h"
-
-#define FAIL(status, ...) (snprintf(err, err_len, __VA_ARGS__), (status))
+#include "fail.h"
 
 enum {
     SAFETY_NET_MS = 100, /* a sleeping engine looks at its bells this often even if nobody wakes it */
@@ -28,7 +27,6 @@ enum {
 
 /* Where a bell wakes nobody (RDMA), a sleeping engine looks at its bells after an eighth of the time that it has been
  * idle: it adds that much to the time between two calls at most, and uses well under 1 % of a core. */
-#define NAP_MIN_NS 20000u
 #define NAP_MAX_NS 5000000u
 
 /* ---- a job: the items of one call, done by whoever comes ---- */
@@ -138,18 +136,12 @@ static void *helper_main(void *arg) {
 
 /* ---- calls ---- */
 
-/* Copies out of memory that the peer may be writing; the barrier keeps the compiler from reading it again later. */
-static void copy_out(void *dst, const void *src, size_t n) {
-    memcpy(dst, src, n);
-    __asm__ __volatile__("" : : "r"(dst) : "memory");
-}
-
 static fd_status_t begin_step(fd_link_t *link, fd_step_t *step, const uint8_t *slot, const fd_call_t *call, char *err,
                               size_t err_len) {
     step->n_entries = call->n_entries;
     step->n_rows = call->n_rows;
     step->n_attend_rows = call->n_attend_rows;
-    copy_out(step->table, slot + link->work.layout.table, call->n_entries * sizeof(fd_row_t));
+    fd_copy_out(step->table, slot + link->work.layout.table, call->n_entries * sizeof(fd_row_t));
     pthread_mutex_lock(&link->mutex);
     fd_status_t status = fd_step_plan(step, &link->kv, &link->work.shape, err, err_len);
     pthread_mutex_unlock(&link->mutex);
@@ -165,19 +157,19 @@ static fd_status_t take_call(fd_link_t *link, fd_slot_state_t *state, uint64_t b
     state->served = bell;
     if (call->flags & FD_CALL_NEW_STEP) step->valid = 0;
     if (bell != expected || call->number != bell)
-        return FAIL(FD_BAD_CALL, "the bell shows call %llu and the header call %llu where call %llu was due",
-                    (unsigned long long)bell, (unsigned long long)call->number, (unsigned long long)expected);
+        return FD_FAIL(FD_BAD_CALL, "the bell shows call %llu and the header call %llu where call %llu was due",
+                       (unsigned long long)bell, (unsigned long long)call->number, (unsigned long long)expected);
     const char *reason = fd_call_error(&link->work.g, call);
     if (reason)
-        return FAIL(FD_BAD_CALL, "%s (flags 0x%x, layer %u, %u entries, %u rows, %u of them attending)", reason,
-                    call->flags, call->layer, call->n_entries, call->n_rows, call->n_attend_rows);
+        return FD_FAIL(FD_BAD_CALL, "%s (flags 0x%x, layer %u, %u entries, %u rows, %u of them attending)", reason,
+                       call->flags, call->layer, call->n_entries, call->n_rows, call->n_attend_rows);
     if (call->flags & FD_CALL_NEW_STEP) return begin_step(link, step, slot, call, err, err_len);
     if (!step->valid)
-        return FAIL(FD_BAD_CALL, "no step is under way in this slot: none was begun or the last one was refused");
+        return FD_FAIL(FD_BAD_CALL, "no step is under way in this slot: none was begun or the last one was refused");
     if (call->n_entries != step->n_entries || call->n_rows != step->n_rows ||
         call->n_attend_rows != step->n_attend_rows)
-        return FAIL(FD_BAD_CALL, "%u entries, %u rows, %u attending; the step has %u, %u, %u", call->n_entries,
-                    call->n_rows, call->n_attend_rows, step->n_entries, step->n_rows, step->n_attend_rows);
+        return FD_FAIL(FD_BAD_CALL, "%u entries, %u rows, %u attending; the step has %u, %u, %u", call->n_entries,
+                       call->n_rows, call->n_attend_rows, step->n_entries, step->n_rows, step->n_attend_rows);
     return FD_OK;
 }
 
@@ -218,7 +210,7 @@ static bool serve_slot(fd_engine_t *e, fd_link_t *link, uint32_t slot) {
     if (e->last_busy_ns > LONG_CALL_NS) poll_carriers(e, false);
     uint64_t start = link->last_call_ns = fd_now_ns();
     fd_call_t call;
-    copy_out(&call, &s->call, sizeof call);
+    fd_copy_out(&call, &s->call, sizeof call);
     fd_reply_t r = {.number = bell};
     r.status = take_call(link, state, bell, (const uint8_t *)s, &call, r.message, sizeof r.message);
     if (r.status == FD_OK) {
@@ -322,9 +314,7 @@ static void sleep_until_rung(fd_engine_t *e, uint64_t idle_ns) {
     say_asleep(e, 1);
     if (!any_bell(e) && !control_changed(e)) {
         if (e->n_no_wakeup) {
-            uint64_t nap_ns = idle_ns / 8 < NAP_MIN_NS   ? NAP_MIN_NS
-                              : idle_ns / 8 > NAP_MAX_NS ? NAP_MAX_NS
-                                                         : idle_ns / 8;
+            uint64_t nap_ns = fd_nap_ns(idle_ns, NAP_MAX_NS);
             struct pollfd rung = {.fd = e->epoll, .events = POLLIN};
             ppoll(&rung, 1, &(struct timespec){.tv_nsec = (long)nap_ns}, NULL);
         }
@@ -419,11 +409,11 @@ static bool hugetlb_to_be_had(uint64_t bytes, char *err, size_t err_len) {
 fd_engine_t *fd_engine_new(const fd_engine_config_t *config, char *err, size_t err_len) {
     const char *reason = config_error(config);
     errno = EINVAL;
-    if (reason) return FAIL(NULL, "%s", reason);
+    if (reason) return FD_FAIL(NULL, "%s", reason);
     errno = ENOMEM;
     if (config->huge == FD_HUGE_HUGETLB && !hugetlb_to_be_had(config->kv_bytes, err, err_len)) return NULL;
     fd_engine_t *e = aligned_alloc(64, fd_round_up(sizeof *e, 64));
-    if (!e) return FAIL(NULL, "no memory for the R-engine");
+    if (!e) return FD_FAIL(NULL, "no memory for the R-engine");
     memset(e, 0, sizeof *e);
     e->eventfd = e->epoll = -1;
     e->n_threads = config->threads;
@@ -440,7 +430,7 @@ fd_engine_t *fd_engine_new(const fd_engine_config_t *config, char *err, size_t e
     e->queues = aligned_alloc(64, e->n_threads * sizeof *e->queues);
     if (!e->threads || !e->queues || !open_events(e)) {
         fd_engine_free(e);
-        return FAIL(NULL, "no memory or no file descriptors for the R-engine");
+        return FD_FAIL(NULL, "no memory or no file descriptors for the R-engine");
     }
     memset(e->queues, 0, e->n_threads * sizeof *e->queues);
     sigset_t all, before; /* signals are for the threads of the program around us */
@@ -454,8 +444,8 @@ fd_engine_t *fd_engine_new(const fd_engine_config_t *config, char *err, size_t e
         fd_engine_free(e);
         errno = rc;
         if (config->cpus)
-            return FAIL(NULL, "cannot start R-engine thread %u on CPU %d: %s", i, config->cpus[i], strerror(rc));
-        return FAIL(NULL, "cannot start R-engine thread %u: %s", i, strerror(rc));
+            return FD_FAIL(NULL, "cannot start R-engine thread %u on CPU %d: %s", i, config->cpus[i], strerror(rc));
+        return FD_FAIL(NULL, "cannot start R-engine thread %u: %s", i, strerror(rc));
     }
     return e;
 }

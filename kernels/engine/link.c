@@ -8,8 +8,7 @@
 #include <sys/eventfd.h>
 
 #include "engine_state.h"
-
-#define FAIL(status, ...) (snprintf(err, err_len, __VA_ARGS__), (status))
+#include "fail.h"
 
 size_t fd_page_bytes(const fd_geometry_t *g, uint32_t kv_dtype) {
     return (size_t)g->n_layers * g->n_kv_heads * fd_kv_chunk_bytes((fd_kv_dtype_t)kv_dtype, g->head_size);
@@ -17,14 +16,14 @@ size_t fd_page_bytes(const fd_geometry_t *g, uint32_t kv_dtype) {
 
 static bool lease_ok(const fd_geometry_t *g, const fd_lease_t *lease, const void *region, char *err, size_t err_len) {
     const char *reason = fd_geometry_error(g);
-    if (reason) return FAIL(false, "%s", reason);
-    if (lease->kv_dtype >= FD_KV_DTYPES) return FAIL(false, "unknown KV-cache dtype %u", lease->kv_dtype);
+    if (reason) return FD_FAIL(false, "%s", reason);
+    if (lease->kv_dtype >= FD_KV_DTYPES) return FD_FAIL(false, "unknown KV-cache dtype %u", lease->kv_dtype);
     if (lease->n_pages < 1 || lease->n_pages > FD_MAX_PAGES)
-        return FAIL(false, "%u pages are not within 1..%u", lease->n_pages, FD_MAX_PAGES);
+        return FD_FAIL(false, "%u pages are not within 1..%u", lease->n_pages, FD_MAX_PAGES);
     if (lease->max_seqs < 1 || lease->max_seqs > FD_MAX_SEQS)
-        return FAIL(false, "%u sequences are not within 1..%u", lease->max_seqs, FD_MAX_SEQS);
-    if (!isfinite(lease->softmax_scale)) return FAIL(false, "the softmax scale is not finite");
-    if ((uintptr_t)region % FD_LINE) return FAIL(false, "the region does not begin on a cache line");
+        return FD_FAIL(false, "%u sequences are not within 1..%u", lease->max_seqs, FD_MAX_SEQS);
+    if (!isfinite(lease->softmax_scale)) return FD_FAIL(false, "the softmax scale is not finite");
+    if ((uintptr_t)region % FD_LINE) return FD_FAIL(false, "the region does not begin on a cache line");
     return true;
 }
 
@@ -46,7 +45,7 @@ static void destroy(fd_link_t *link) {
 static fd_link_t *build(fd_engine_t *e, void *region, const fd_geometry_t *g, const fd_lease_t *lease, char *err,
                         size_t err_len) {
     fd_link_t *link = calloc(1, sizeof *link);
-    if (!link) return FAIL(NULL, "no memory for a link");
+    if (!link) return FD_FAIL(NULL, "no memory for a link");
     link->engine = e;
     link->region = region;
     link->no_wakeup = ((const fd_region_header_t *)region)->no_wakeup; /* now, while no peer can write it */
@@ -76,10 +75,10 @@ static fd_link_t *build(fd_engine_t *e, void *region, const fd_geometry_t *g, co
 static bool reserve(fd_engine_t *e, uint32_t n_pages, uint64_t bytes, char *err, size_t err_len) {
     pthread_mutex_lock(&e->mutex);
     bool ok = true;
-    if (e->n_reserved == FD_MAX_LINKS) ok = FAIL(false, "the R-engine already serves %u links", FD_MAX_LINKS);
+    if (e->n_reserved == FD_MAX_LINKS) ok = FD_FAIL(false, "the R-engine already serves %u links", FD_MAX_LINKS);
     else if (bytes > e->kv_bytes - e->kv_used)
-        ok = FAIL(false, "%u pages need %llu bytes of KV-cache, %llu are free", n_pages, (unsigned long long)bytes,
-                  (unsigned long long)(e->kv_bytes - e->kv_used));
+        ok = FD_FAIL(false, "%u pages need %llu bytes of KV-cache, %llu are free", n_pages, (unsigned long long)bytes,
+                     (unsigned long long)(e->kv_bytes - e->kv_used));
     if (ok) {
         e->n_reserved++;
         e->kv_used += bytes;
@@ -179,7 +178,7 @@ int fd_link_pages(fd_link_t *link, uint32_t seq_index, uint32_t tag, uint32_t **
     if (status == FD_OK) {
         *pages = malloc((*n + 1) * sizeof **pages);
         if (*pages && *n) memcpy(*pages, list, *n * sizeof **pages);
-        if (!*pages) status = (snprintf(err, err_len, "no memory for a list of %u pages", *n), FD_INTERNAL);
+        if (!*pages) status = FD_FAIL(FD_INTERNAL, "no memory for a list of %u pages", *n);
     }
     pthread_mutex_unlock(&link->mutex);
     return -(int)status;

@@ -4,7 +4,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define FAIL(status, ...) (snprintf(err, err_len, __VA_ARGS__), (status))
+#include "fail.h"
 
 /* Costs are in units of reading one cached token of one KV head for up to 8 query rows. */
 enum {
@@ -39,20 +39,21 @@ static fd_status_t check_table(const fd_step_t *step, char *err, size_t err_len)
     bool appending = false;
     for (uint32_t i = 0; i < step->n_entries; i++) {
         const fd_row_t *r = &step->table[i];
-        if (r->flags & ~(uint32_t)FD_ROW_ATTEND) return FAIL(FD_BAD_TABLE, "entry %u: unknown flags 0x%x", i, r->flags);
-        if (r->reserved) return FAIL(FD_BAD_TABLE, "entry %u: reserved field is not zero", i);
-        if (!r->n_rows) return FAIL(FD_BAD_TABLE, "entry %u has no rows", i);
+        if (r->flags & ~(uint32_t)FD_ROW_ATTEND)
+            return FD_FAIL(FD_BAD_TABLE, "entry %u: unknown flags 0x%x", i, r->flags);
+        if (r->reserved) return FD_FAIL(FD_BAD_TABLE, "entry %u: reserved field is not zero", i);
+        if (!r->n_rows) return FD_FAIL(FD_BAD_TABLE, "entry %u has no rows", i);
         rows += r->n_rows;
         if (r->flags & FD_ROW_ATTEND) {
-            if (appending) return FAIL(FD_BAD_TABLE, "entry %u attends but stands behind one that does not", i);
+            if (appending) return FD_FAIL(FD_BAD_TABLE, "entry %u attends but stands behind one that does not", i);
             attend_rows += r->n_rows;
         } else {
             appending = true;
         }
     }
     if (rows != step->n_rows || attend_rows != step->n_attend_rows)
-        return FAIL(FD_BAD_TABLE, "the table adds up to %llu rows, %llu of them attending; the call says %u and %u",
-                    (unsigned long long)rows, (unsigned long long)attend_rows, step->n_rows, step->n_attend_rows);
+        return FD_FAIL(FD_BAD_TABLE, "the table adds up to %llu rows, %llu of them attending; the call says %u and %u",
+                       (unsigned long long)rows, (unsigned long long)attend_rows, step->n_rows, step->n_attend_rows);
     return FD_OK;
 }
 
@@ -66,9 +67,9 @@ static fd_status_t check_work(const fd_step_t *step, const fd_plan_shape_t *shap
         if (r->flags & FD_ROW_ATTEND) pairs += r->n_rows * seen;
     }
     if (pairs <= FD_MAX_CALL_WORK / elements) return FD_OK;
-    return FAIL(FD_BAD_TABLE,
-                "the call attends %llu pairs of a row and a token; with this model's heads at most %llu are allowed",
-                (unsigned long long)pairs, (unsigned long long)(FD_MAX_CALL_WORK / elements));
+    return FD_FAIL(FD_BAD_TABLE,
+                   "the call attends %llu pairs of a row and a token; with this model's heads at most %llu are allowed",
+                   (unsigned long long)pairs, (unsigned long long)(FD_MAX_CALL_WORK / elements));
 }
 
 static bool reserve_pages(fd_step_t *step, size_t n) {
@@ -120,8 +121,6 @@ static uint32_t cut_span(const span_t *s, uint64_t offset) {
     return s->first + (uint32_t)pages;
 }
 
-static bool same_span(const fd_point_t *a, const fd_point_t *b) { return a->entry == b->entry && a->head == b->head; }
-
 /* Tells every item whether it begins within a cut span, and the item in which that span begins how many pieces it has.
  */
 static void link_pieces(fd_step_t *step) {
@@ -131,7 +130,7 @@ static void link_pieces(fd_step_t *step) {
         item->n_pieces = 0;
         item->cut = item->begin.page ? owner : FD_NO_CUT;
         if (item->begin.page) step->items[owner].n_pieces++;
-        if (item->end.page && !(item->begin.page && same_span(&item->begin, &item->end))) {
+        if (item->end.page && !(item->begin.page && fd_same_span(item->begin, item->end))) {
             owner = i;
             item->n_pieces = 1;
         }
@@ -191,7 +190,7 @@ static void cut_line(fd_step_t *step, const fd_plan_shape_t *shape) {
                 if (end.head == shape->n_kv_heads) end = (fd_point_t){entry + 1, 0, 0};
             }
         }
-        if (same_span(&begin, &end) && begin.page == end.page) continue;
+        if (fd_same_span(begin, end) && begin.page == end.page) continue;
         step->items[step->n_items++] = (fd_item_t){begin, end, FD_NO_CUT, 0};
         begin = end;
     }
@@ -206,7 +205,7 @@ fd_status_t fd_step_plan(fd_step_t *step, fd_kvcache_t *kv, const fd_plan_shape_
     size_t n_pages = 0; /* no more than the lease has and FD_MAX_SHARED_REFS */
     for (uint32_t i = 0; i < step->n_entries; i++)
         n_pages += fd_pages_for((uint64_t)step->table[i].pos + step->table[i].n_rows);
-    if (!reserve_pages(step, n_pages)) return FAIL(FD_INTERNAL, "no memory for %zu page numbers", n_pages);
+    if (!reserve_pages(step, n_pages)) return FD_FAIL(FD_INTERNAL, "no memory for %zu page numbers", n_pages);
     status = fd_kvcache_append(kv, step->table, step->n_entries, err, err_len);
     if (status != FD_OK) return status;
     size_t at = 0;

@@ -36,6 +36,8 @@ typedef struct {
     uint32_t entry, head, page;
 } fd_point_t;
 
+static inline bool fd_same_span(fd_point_t a, fd_point_t b) { return a.entry == b.entry && a.head == b.head; }
+
 typedef struct {
     fd_point_t begin, end;
     uint32_t cut;      /* item in which the span begins that this item begins within; FD_NO_CUT if it begins whole */

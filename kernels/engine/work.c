@@ -296,12 +296,10 @@ static fd_point_t next_span(const fd_work_t *w, const fd_step_t *step, fd_point_
                                       : (fd_point_t){.entry = at.entry + 1};
 }
 
-static bool same_span(fd_point_t a, fd_point_t b) { return a.entry == b.entry && a.head == b.head; }
-
 /* Looks at what is read first for the span at `at`, if the item goes on to it and it attends. */
 static void prefetch_next_span(ctx_t *c, fd_point_t at, fd_point_t end) {
     const fd_entry_t *e = &c->step->entries[at.entry];
-    if ((same_span(at, end) && !end.page) || !e->attend) return;
+    if ((fd_same_span(at, end) && !end.page) || !e->attend) return;
     c->after = fd_kv_chunk(c->w->kv, c->layer, c->step->pages[e->pages + fd_first_page(e->pos, c->window)], at.head);
     c->after_q = q_row(c, e, 0, at.head);
 }
@@ -312,7 +310,7 @@ uint64_t fd_work_item(const fd_work_t *w, const fd_step_t *step, uint8_t *slot, 
     const fd_item_t *item = &step->items[i];
     fd_point_t at = item->begin;
     for (;;) {
-        bool final = same_span(at, item->end);
+        bool final = fd_same_span(at, item->end);
         uint32_t last = final ? item->end.page : FD_LINE_END;
         if (!last) break;
         const fd_entry_t *e = &step->entries[at.entry];

@@ -152,13 +152,15 @@ static PyObject *kv_append(PyObject *self, PyObject *args) {
     if (!(chunks = get_chunks(&b, chunks_o, PyBUF_WRITABLE, bytes))) goto out;
     if (!check(slot + n <= chunks->len / bytes * FD_PAGE_TOKENS, "tokens beyond the last chunk")) goto out;
     const fd_kv_ops_t *ops = fd_kv_ops((fd_kv_dtype_t)dtype, isa);
-    Py_BEGIN_ALLOW_THREADS for (size_t i = 0; i < n; i++) {
+    Py_BEGIN_ALLOW_THREADS
+    for (size_t i = 0; i < n; i++) {
         const size_t t = slot + i;
         uint8_t *chunk = (uint8_t *)chunks->buf + t / FD_PAGE_TOKENS * bytes;
         ops->append(chunk, head_size, t % FD_PAGE_TOKENS, (const float *)k->buf + i * head_size,
                     (const float *)v->buf + i * head_size);
     }
-    Py_END_ALLOW_THREADS result = Py_NewRef(Py_None);
+    Py_END_ALLOW_THREADS
+    result = Py_NewRef(Py_None);
 out:
     release(&b);
     return result;
@@ -218,8 +220,10 @@ static PyObject *kv_attend(PyObject *self, PyObject *args) {
     a.chunks = picked, a.acc = acc->buf, a.m = m->buf, a.l = l->buf;
     a.q = q->buf, a.act_dtype = FD_ACT_FP32, a.softmax_scale = 1.0f, a.o = o ? o->buf : NULL;
     a.q_token_stride = (size_t)a.group * a.head_size * sizeof(float), a.q_head_stride = a.q_len * a.q_token_stride;
-    Py_BEGIN_ALLOW_THREADS fd_kv_ops((fd_kv_dtype_t)dtype, isa)->attend(&a);
-    Py_END_ALLOW_THREADS result = Py_NewRef(Py_None);
+    Py_BEGIN_ALLOW_THREADS
+    fd_kv_ops((fd_kv_dtype_t)dtype, isa)->attend(&a);
+    Py_END_ALLOW_THREADS
+    result = Py_NewRef(Py_None);
 out:
     PyMem_Free(picked);
     release(&b);

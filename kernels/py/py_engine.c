@@ -203,7 +203,8 @@ static void stop_engine(engine_object_t *self) {
     fd_engine_t *engine = self->engine;
     self->engine = NULL;
     if (!engine || self->pid != getpid()) return;
-    Py_BEGIN_ALLOW_THREADS fd_engine_free(engine);
+    Py_BEGIN_ALLOW_THREADS
+    fd_engine_free(engine);
     Py_END_ALLOW_THREADS
 }
 
@@ -297,7 +298,8 @@ static void remove_link(link_object_t *self) {
     fd_link_t *link = self->link;
     self->link = NULL;
     if (link && self->owner->pid == getpid()) {
-        Py_BEGIN_ALLOW_THREADS fd_engine_remove_link(self->owner->engine, link);
+        Py_BEGIN_ALLOW_THREADS
+        fd_engine_remove_link(self->owner->engine, link);
         Py_END_ALLOW_THREADS
     }
     if (link) self->owner->n_links--;

@@ -45,8 +45,10 @@ static PyObject *read_seconds(PyObject *self, PyObject *args) {
         goto out;
     }
     double seconds;
-    Py_BEGIN_ALLOW_THREADS seconds = fd_read_seconds(buffer.buf, (size_t)buffer.len, cpus, (uint32_t)n, passes);
-    Py_END_ALLOW_THREADS result = seconds < 0 ? PyErr_SetFromErrno(PyExc_OSError) : PyFloat_FromDouble(seconds);
+    Py_BEGIN_ALLOW_THREADS
+    seconds = fd_read_seconds(buffer.buf, (size_t)buffer.len, cpus, (uint32_t)n, passes);
+    Py_END_ALLOW_THREADS
+    result = seconds < 0 ? PyErr_SetFromErrno(PyExc_OSError) : PyFloat_FromDouble(seconds);
 out:
     PyMem_Free(cpus);
     PyBuffer_Release(&buffer);
@@ -58,10 +60,11 @@ static PyObject *multiply_rate(PyObject *self, PyObject *args) {
     unsigned long rounds;
     if (!PyArg_ParseTuple(args, "sk", &instruction, &rounds)) return NULL;
     double rate;
-    Py_BEGIN_ALLOW_THREADS rate = fd_multiply_rate(instruction, rounds ? rounds : 1);
-    Py_END_ALLOW_THREADS return rate < 0
-        ? PyErr_Format(PyExc_ValueError, "this machine has no %s of 64 bytes", instruction)
-        : PyFloat_FromDouble(rate);
+    Py_BEGIN_ALLOW_THREADS
+    rate = fd_multiply_rate(instruction, rounds ? rounds : 1);
+    Py_END_ALLOW_THREADS
+    return rate < 0 ? PyErr_Format(PyExc_ValueError, "this machine has no %s of 64 bytes", instruction)
+                    : PyFloat_FromDouble(rate);
 }
 
 PyMethodDef fd_roofline_methods[] = {

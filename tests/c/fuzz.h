@@ -15,13 +15,8 @@
 #include <string.h>
 #include <time.h>
 
-#define REQUIRE(condition)                                                                                             \
-    do {                                                                                                               \
-        if (!(condition)) {                                                                                            \
-            fprintf(stderr, "%s:%d: %s does not hold\n", __FILE__, __LINE__, #condition);                              \
-            abort();                                                                                                   \
-        }                                                                                                              \
-    } while (0)
+#include "region.h"
+#include "require.h"
 
 static void fuzz_one(const uint8_t *data, size_t size);
 static void fuzz_end(void);
@@ -43,6 +38,16 @@ static inline uint32_t edgy(input_t *in, uint32_t bound) {
                               128, 129, 1u << 31,  UINT32_MAX, UINT32_MAX - 63, bound / 2};
     if (x < 64) return edges[x % 12];
     return x < 72 ? take(in, 4) : bound ? take(in, 2) % bound : 0;
+}
+
+/* A zeroed region whose header says that it has geometry `g`; the caller frees it. */
+static inline void *new_region(const fd_geometry_t *g) {
+    size_t bytes = fd_region_layout(g).region_bytes;
+    fd_region_header_t *region = aligned_alloc(FD_REGION_PAGE, bytes);
+    REQUIRE(region);
+    memset(region, 0, bytes);
+    *region = (fd_region_header_t){.magic = FD_REGION_MAGIC, .version = FD_PROTOCOL_VERSION, .geometry = *g};
+    return region;
 }
 
 #ifdef FD_LIBFUZZER

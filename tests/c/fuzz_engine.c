@@ -14,15 +14,6 @@ static char err[256];
 static uint64_t answers[FD_OUT_OF_PAGES + 1]; /* to hostile calls, by status */
 static uint64_t inputs;
 
-static void *new_region(const fd_geometry_t *g) {
-    size_t bytes = fd_region_layout(g).region_bytes;
-    fd_region_header_t *region = aligned_alloc(FD_REGION_PAGE, bytes);
-    REQUIRE(region);
-    memset(region, 0, bytes);
-    *region = (fd_region_header_t){.magic = FD_REGION_MAGIC, .version = FD_PROTOCOL_VERSION, .geometry = *g};
-    return region;
-}
-
 static const fd_reply_t *answer(fd_slot_t *slot, uint64_t bell) {
     REQUIRE(fd_wait_reply(slot, bell, 20000, 20000000000u, NULL) == FD_WAIT_DONE);
     return &slot->reply;

@@ -50,11 +50,7 @@ static void open_end(end_t *e, fd_side_t side) {
     *e = (end_t){.side = side, .y = fd_region_layout(&geometry)};
     REQUIRE(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, pair) == 0);
     e->sock = pair[0];
-    e->region = aligned_alloc(FD_REGION_PAGE, e->y.region_bytes);
-    REQUIRE(e->region);
-    memset(e->region, 0, e->y.region_bytes);
-    *(fd_region_header_t *)e->region =
-        (fd_region_header_t){.magic = FD_REGION_MAGIC, .version = FD_PROTOCOL_VERSION, .geometry = geometry};
+    e->region = new_region(&geometry);
     REQUIRE(fd_port_init(&e->port, e->region, &geometry, 20) == 0);
     e->pump = fd_pump_new(side, e->region, &geometry, &e->port.down);
     REQUIRE(e->pump);

@@ -8,14 +8,7 @@
 #include <stdlib.h>
 
 #include "rdma_poster.h"
-
-#define CHECK(condition)                                                                                               \
-    do {                                                                                                               \
-        if (!(condition)) {                                                                                            \
-            fprintf(stderr, "%s:%d: %s does not hold\n", __FILE__, __LINE__, #condition);                              \
-            exit(1);                                                                                                   \
-        }                                                                                                              \
-    } while (0)
+#include "require.h"
 
 enum { MAX_CQES = 4096 };
 
@@ -44,32 +37,32 @@ static int post_send(fd_ibv_qp_t *qp, fd_ibv_send_wr_t *wr, fd_ibv_send_wr_t **b
     if (d->refuse) return d->refuse;
     d->posts++;
     for (; wr; wr = wr->next) {
-        CHECK(++d->unfinished <= d->depth);
-        CHECK(wr->opcode == FD_IBV_WR_RDMA_WRITE && wr->num_sge == 1 && wr->rkey == d->rkey);
+        REQUIRE(++d->unfinished <= d->depth);
+        REQUIRE(wr->opcode == FD_IBV_WR_RDMA_WRITE && wr->num_sge == 1 && wr->rkey == d->rkey);
         const fd_ibv_sge_t *sge = wr->sg_list;
-        CHECK(sge->length > 0 && sge->length <= d->max_message);
+        REQUIRE(sge->length > 0 && sge->length <= d->max_message);
         uint64_t to = wr->remote_addr - (uintptr_t)d->remote;
-        CHECK(to < d->region_bytes && sge->length <= d->region_bytes - to);
+        REQUIRE(to < d->region_bytes && sge->length <= d->region_bytes - to);
         if (!(wr->send_flags &
               FD_IBV_SEND_INLINE)) { /* what is not inlined lies in the registered region, at the same place */
-            CHECK(sge->lkey == d->lkey && sge->addr - (uintptr_t)d->local == to);
+            REQUIRE(sge->lkey == d->lkey && sge->addr - (uintptr_t)d->local == to);
         } else {
-            CHECK(sge->length <= FD_INLINE_BYTES);
+            REQUIRE(sge->length <= FD_INLINE_BYTES);
         }
         d->since_signal++;
         d->requests++;
         if (d->next_status) {
-            CHECK(d->n_done < MAX_CQES);
+            REQUIRE(d->n_done < MAX_CQES);
             d->done[d->n_done++] = (fd_ibv_wc_t){.wr_id = wr->wr_id, .status = d->next_status, .vendor_err = 129};
             return 0;
         }
         /* The bell is the last of its chain. */
         size_t in_slot = (to - d->slot0) % d->slot_bytes;
         bool bell = in_slot == offsetof(fd_slot_t, request_bell) || in_slot == offsetof(fd_slot_t, reply_bell);
-        CHECK(bell == (wr->next == NULL));
+        REQUIRE(bell == (wr->next == NULL));
         memcpy(d->remote + to, (void *)(uintptr_t)sge->addr, sge->length);
         if (wr->send_flags & FD_IBV_SEND_SIGNALED) {
-            CHECK(d->n_done < MAX_CQES);
+            REQUIRE(d->n_done < MAX_CQES);
             d->covers[d->n_done] = d->since_signal;
             d->since_signal = 0;
             d->signalled++;
@@ -125,13 +118,13 @@ static void open_end(pair_t *p, end_t *e, end_t *other, fd_side_t side, uint32_t
     d->rkey = 0x22;
     d->max_message = max_message;
     d->depth = depth;
-    CHECK(fd_down_init(&e->down) == 0);
+    REQUIRE(fd_down_init(&e->down) == 0);
     e->poster = fd_poster_new(side, e->region, &p->g, &e->down);
-    CHECK(e->poster);
+    REQUIRE(e->poster);
     fd_poster_send(e->poster, 0); /* not started: nothing happens */
     fd_verbs_t verbs = {&d->qp, d->lkey, d->rkey, (uintptr_t)other->region, max_message, depth};
-    CHECK(fd_poster_start(e->poster, &verbs) == 0);
-    CHECK(fd_poster_start(e->poster, &verbs) == -1 && errno == EALREADY);
+    REQUIRE(fd_poster_start(e->poster, &verbs) == 0);
+    REQUIRE(fd_poster_start(e->poster, &verbs) == -1 && errno == EALREADY);
 }
 
 static void open_pair(pair_t *p, uint32_t max_message, uint32_t depth) {
@@ -145,12 +138,12 @@ static void open_pair(pair_t *p, uint32_t max_message, uint32_t depth) {
     p->y = fd_region_layout(&p->g);
     p->s.region = aligned_alloc(FD_REGION_PAGE, p->y.region_bytes);
     p->r.region = aligned_alloc(FD_REGION_PAGE, p->y.region_bytes);
-    CHECK(p->s.region && p->r.region);
+    REQUIRE(p->s.region && p->r.region);
     memset(p->s.region, 0, p->y.region_bytes);
     memset(p->r.region, 0, p->y.region_bytes);
     open_end(p, &p->s, &p->r, FD_SIDE_S, max_message, depth);
     open_end(p, &p->r, &p->s, FD_SIDE_R, max_message, depth);
-    CHECK(((fd_region_header_t *)p->r.region)->no_wakeup && !((fd_region_header_t *)p->s.region)->no_wakeup);
+    REQUIRE(((fd_region_header_t *)p->r.region)->no_wakeup && !((fd_region_header_t *)p->s.region)->no_wakeup);
 }
 
 static void close_end(end_t *e) {
@@ -158,7 +151,7 @@ static void close_end(end_t *e) {
     uint64_t posts = e->device.posts;
     fd_poster_send(e->poster, 0);
     fd_poster_reap(e->poster);
-    CHECK(e->device.posts == posts);
+    REQUIRE(e->device.posts == posts);
     fd_poster_free(e->poster);
     fd_down_close_fd(&e->down);
     free(e->region);
@@ -191,33 +184,33 @@ static void put_call(pair_t *p, uint32_t slot, uint64_t number) {
 static void arrived(pair_t *p, end_t *from, end_t *to, const uint8_t *before, uint32_t slot, size_t at, size_t used,
                     size_t end) {
     const uint8_t *sent = (uint8_t *)slot_of(p, from, slot), *got = (uint8_t *)slot_of(p, to, slot);
-    CHECK(!memcmp(sent + at, got + at, used));
-    CHECK(!memcmp(before + at + used, got + at + used, end - at - used));
+    REQUIRE(!memcmp(sent + at, got + at, used));
+    REQUIRE(!memcmp(before + at + used, got + at + used, end - at - used));
 }
 
 static void call_and_reply(pair_t *p, uint32_t slot, uint64_t number) {
     const fd_layout_t *y = &p->y;
     uint8_t *before = malloc(y->slot_bytes);
-    CHECK(before);
+    REQUIRE(before);
     put_call(p, slot, number);
     fd_slot_t *s = slot_of(p, &p->s, slot), *r = slot_of(p, &p->r, slot);
     memcpy(before, r, y->slot_bytes);
     fd_poster_send(p->s.poster, slot);
     const fd_call_t *c = &s->call;
-    CHECK(r->request_bell == number && !memcmp(&r->call, c, sizeof *c));
+    REQUIRE(r->request_bell == number && !memcmp(&r->call, c, sizeof *c));
     arrived(p, &p->s, &p->r, before, slot, y->table, c->flags ? c->n_entries * sizeof(fd_row_t) : 0, y->q);
     arrived(p, &p->s, &p->r, before, slot, y->q, c->n_attend_rows * y->q_row_bytes, y->kv);
     arrived(p, &p->s, &p->r, before, slot, y->kv, c->n_rows * y->kv_row_bytes, y->o);
-    CHECK(!memcmp(before + y->o, (uint8_t *)r + y->o, y->slot_bytes - y->o) && r->reply_bell == number - 1);
+    REQUIRE(!memcmp(before + y->o, (uint8_t *)r + y->o, y->slot_bytes - y->o) && r->reply_bell == number - 1);
 
     fill((uint8_t *)r + y->o, y->slot_bytes - y->o);
     r->reply = (fd_reply_t){.number = number, .n_attend_rows = c->n_attend_rows, .busy_ns = 5, .message = "a message"};
     r->reply_bell = number;
     memcpy(before, s, y->slot_bytes);
     fd_poster_send(p->r.poster, slot);
-    CHECK(s->reply_bell == number && !memcmp(&s->reply, &r->reply, sizeof s->reply));
+    REQUIRE(s->reply_bell == number && !memcmp(&s->reply, &r->reply, sizeof s->reply));
     arrived(p, &p->r, &p->s, before, slot, y->o, r->reply.n_attend_rows * y->q_row_bytes, y->slot_bytes);
-    CHECK(!memcmp(before + y->table, (uint8_t *)s + y->table, y->o - y->table));
+    REQUIRE(!memcmp(before + y->table, (uint8_t *)s + y->table, y->o - y->table));
     free(before);
 }
 
@@ -225,8 +218,8 @@ static void calls_arrive_whole(uint32_t max_message, uint32_t depth, int calls) 
     pair_t p;
     open_pair(&p, max_message, depth);
     for (int i = 0; i < calls; i++) call_and_reply(&p, (uint32_t)i % p.g.n_slots, 1 + (uint64_t)i / p.g.n_slots);
-    CHECK(!fd_is_down(&p.s.down) && !fd_is_down(&p.r.down));
-    CHECK(p.s.device.signalled > 0 && p.s.device.signalled <= p.s.device.requests * 4 / depth);
+    REQUIRE(!fd_is_down(&p.s.down) && !fd_is_down(&p.r.down));
+    REQUIRE(p.s.device.signalled > 0 && p.s.device.signalled <= p.s.device.requests * 4 / depth);
     close_pair(&p);
 }
 
@@ -246,10 +239,10 @@ static void full_queue_loses_nothing(void) {
         slot_of(&p, &p.s, slot)->call.n_attend_rows = 1;
         fd_poster_send(p.s.poster, slot);
     }
-    CHECK(slot_of(&p, &p.r, 2)->request_bell == number[2] - 1);
+    REQUIRE(slot_of(&p, &p.r, 2)->request_bell == number[2] - 1);
     p.s.device.withhold = false;
     for (int i = 0; i < 3; i++) fd_poster_reap(p.s.poster);
-    for (uint32_t slot = 0; slot < 3; slot++) CHECK(slot_of(&p, &p.r, slot)->request_bell == number[slot]);
+    for (uint32_t slot = 0; slot < 3; slot++) REQUIRE(slot_of(&p, &p.r, slot)->request_bell == number[slot]);
     close_pair(&p);
 }
 
@@ -264,11 +257,11 @@ static void error_is_named(int status, int refuse, const char *name) {
     fd_poster_reap(p.s.poster);
     char reason[256];
     fd_down_reason(&p.s.down, reason);
-    CHECK(fd_is_down(&p.s.down));
+    REQUIRE(fd_is_down(&p.s.down));
     if (!strstr(reason, name)) fprintf(stderr, "%s\n", reason), exit(1);
     uint64_t posts = p.s.device.posts;
     fd_poster_send(p.s.poster, 0);
-    CHECK(p.s.device.posts == posts && !fd_is_down(&p.r.down));
+    REQUIRE(p.s.device.posts == posts && !fd_is_down(&p.r.down));
     close_pair(&p);
 }
 
@@ -283,13 +276,13 @@ static void ringing_again_finds_the_dead(void) {
         uint8_t before[sizeof(fd_slot_t)];
         memcpy(before, slot_of(&p, &p.r, 0), sizeof before);
         fd_poster_ring_again(p.s.poster, 0);
-        CHECK(!memcmp(before, slot_of(&p, &p.r, 0), sizeof before) && slot_of(&p, &p.r, 0)->request_bell == number);
+        REQUIRE(!memcmp(before, slot_of(&p, &p.r, 0), sizeof before) && slot_of(&p, &p.r, 0)->request_bell == number);
     }
-    CHECK(!fd_is_down(&p.s.down) && p.s.device.signalled >= 200);
+    REQUIRE(!fd_is_down(&p.s.down) && p.s.device.signalled >= 200);
     p.s.device.next_status = FD_IBV_WC_RETRY_EXC_ERR;
     fd_poster_ring_again(p.s.poster, 0);
     fd_poster_reap(p.s.poster);
-    CHECK(fd_is_down(&p.s.down));
+    REQUIRE(fd_is_down(&p.s.down));
     close_pair(&p);
 }
 
@@ -300,11 +293,11 @@ static void meddling_is_noticed(void) {
     fd_reply_t *reply = &slot_of(&p, &p.r, 0)->reply;
     *reply = (fd_reply_t){.number = 1, .n_attend_rows = p.g.max_rows + 1};
     fd_poster_send(p.r.poster, 0);
-    CHECK(fd_is_down(&p.r.down) && p.r.device.posts == 0);
+    REQUIRE(fd_is_down(&p.r.down) && p.r.device.posts == 0);
     put_call(&p, 0, 1);
     slot_of(&p, &p.s, 0)->call.n_rows = 0xffffffff;
     fd_poster_send(p.s.poster, 0);
-    CHECK(fd_is_down(&p.s.down) && p.s.device.posts == 0);
+    REQUIRE(fd_is_down(&p.s.down) && p.s.device.posts == 0);
     close_pair(&p);
 }
 
@@ -313,7 +306,7 @@ static void queue_too_short_for_a_call(void) {
     open_pair(&p, 1u << 20, 64);
     fd_poster_t *poster = fd_poster_new(FD_SIDE_S, p.s.region, &p.g, &p.s.down);
     fd_verbs_t verbs = {&p.s.device.qp, 0x11, 0x22, (uintptr_t)p.r.region, 4096, 16};
-    CHECK(poster && fd_poster_start(poster, &verbs) == -1 && errno == EMSGSIZE);
+    REQUIRE(poster && fd_poster_start(poster, &verbs) == -1 && errno == EMSGSIZE);
     fd_poster_stop(poster);
     fd_poster_free(poster);
     close_pair(&p);

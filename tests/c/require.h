@@ -1,0 +1,16 @@
+/* REQUIRE(condition): prints the condition and aborts if it does not hold. */
+#ifndef FD_REQUIRE_H
+#define FD_REQUIRE_H
+
+#include <stdio.h>
+#include <stdlib.h>
+
+#define REQUIRE(condition)                                                                                             \
+    do {                                                                                                               \
+        if (!(condition)) {                                                                                            \
+            fprintf(stderr, "%s:%d: %s does not hold\n", __FILE__, __LINE__, #condition);                              \
+            abort();                                                                                                   \
+        }                                                                                                              \
+    } while (0)
+
+#endif
