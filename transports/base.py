@@ -173,7 +173,7 @@ class Link(ABC):
         """
 
     @abstractmethod
-    async def stats(self) -> dict:
+    async def stats(self) -> dict[str, int]:
         """The R-node's counters for this link, the fields of fd_link_stats_t by name. Raises LinkDown."""
 
     @abstractmethod
@@ -238,7 +238,7 @@ class LinkGrant(Protocol):
     def free(self, handles: Sequence[tuple[int, int]]) -> None: ...
     def trim(self, seq_index: int, tag: int, length: int) -> None: ...
     def fork(self, src: tuple[int, int], dst: tuple[int, int], length: int) -> None: ...
-    def stats(self) -> dict: ...
+    def stats(self) -> dict[str, int]: ...
     def close(self) -> None:
         """Take the link from the R-engine and free the lease. Waits for a call in progress."""
 

@@ -122,13 +122,14 @@ class RegionLink(Link):
         request = Fork(id=next(self._ids), src=src[0], src_tag=src[1], dst=dst[0], dst_tag=dst[1], length=length)
         await self._request(request)
 
-    async def stats(self) -> dict:
+    async def stats(self) -> dict[str, int]:
         return (await self._request(Stats(id=next(self._ids)))).stats or {}
 
     async def _request(self, request: Request) -> Ok:
         if self._ending.done():
             raise self._ended_error()
-        self._unanswered[request.id] = answer = self._loop.create_future()
+        answer: asyncio.Future[Ok] = self._loop.create_future()
+        self._unanswered[request.id] = answer
         try:
             await self._conn.write(request)
             return await answer

@@ -10,7 +10,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar, dataclass_transform
 
 import orjson
 
@@ -24,6 +24,9 @@ MAX_HANDLES = 32768
 U32 = 2**32 - 1
 #: Largest byte count, 4 PiB. Some JSON implementations do not represent integers above 2**53 exactly.
 MAX_BYTES = 2**52
+
+
+_T = TypeVar("_T")
 
 
 class ProtocolError(TransportError):
@@ -55,8 +58,8 @@ def _int(high: int, low: int = 0) -> Any:
 
 
 def _text(limit: int) -> Any:
-    good = lambda v: isinstance(v, str) and len(v) <= limit  # noqa: E731
-    return _checked(lambda v: None if good(v) else f"a string of at most {limit} characters")
+    wrong = f"a string of at most {limit} characters"
+    return _checked(lambda v: None if isinstance(v, str) and len(v) <= limit else wrong)
 
 
 def _hex(n_bytes: int) -> Any:
@@ -77,8 +80,11 @@ def _flag() -> Any:
 
 
 def _positive() -> Any:
-    good = lambda v: type(v) in (int, float) and math.isfinite(v) and v > 0  # noqa: E731
-    return _checked(lambda v: None if good(v) else "a finite number greater than 0")
+    def check(value: Any) -> str | None:
+        good = type(value) in (int, float) and math.isfinite(value) and value > 0
+        return None if good else "a finite number greater than 0"
+
+    return _checked(check)
 
 
 def _ints(limit: int) -> Any:
@@ -119,7 +125,10 @@ def _id() -> Any:
     return _int(2**53)
 
 
-_message = dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=())
+def _message(cls: type[_T]) -> type[_T]:
+    """A frozen dataclass whose fields are given by name, every one of them: a checker is no default."""
+    return dataclass(frozen=True, slots=True, kw_only=True)(cls)
 
 
 # The hand-shake. The R-node sends CHALLENGE. The S-node answers with HELLO, to open a link, or with ATTACH, to add the
@@ -311,4 +320,5 @@ def decode(body: bytes) -> Message:
         expected = check(fields[key])
         if expected is not None:
             raise ProtocolError(f"{name}.{key}: expected {expected}, got {_show(fields[key])}")
-    return message(**fields)
+    parsed: Message = message(**fields)
+    return parsed

@@ -82,7 +82,8 @@ class Verbs:
     def active_mtu(self, port: RdmaPort) -> int:
         """The active MTU of the port in bytes. Raises TransportError."""
         with self.open(port.device) as context:
-            return 128 << context.query_port(port.number).active_mtu
+            mtu: int = 128 << context.query_port(port.number).active_mtu
+            return mtu
 
 
 @cache
@@ -105,7 +106,9 @@ def _queue_pair_address(qp: Any) -> int:
     pyverbs has no function for it. In every version so far (44 to 59) the pointer is the first field of class QP after
     the fields of its base class. `verbs_fds` checks the result without trusting the address.
     """
-    return ctypes.c_uint64.from_address(id(qp) + type(qp).__base__.__basicsize__).value
+    base = type(qp).__base__
+    assert base is not None  # only `object` has none
+    return ctypes.c_uint64.from_address(id(qp) + base.__basicsize__).value
 
 
 class Endpoint:
@@ -270,7 +273,8 @@ class Endpoint:
 
     def _port_is_active(self) -> bool:
         try:
-            return self._context.query_port(self._port_gid.port.number).state == self._verbs.enums.IBV_PORT_ACTIVE
+            state = self._context.query_port(self._port_gid.port.number).state
+            return bool(state == self._verbs.enums.IBV_PORT_ACTIVE)
         except self._verbs.Error:
             return False
 

@@ -38,7 +38,9 @@ async def connect(url: str, hello: Hello, secret: bytes | None, *, spin_us: int 
     _check_secret(secret)
     try:
         async with asyncio.timeout(handshake.DEADLINE_S):
-            return await _module(url).connect(url, hello, secret, spin_us=SPIN_US if spin_us is None else spin_us)
+            spin_us = SPIN_US if spin_us is None else spin_us
+            link: Link = await _module(url).connect(url, hello, secret, spin_us=spin_us)
+            return link
     except TimeoutError:
         raise LinkDown(f"{url} did not finish the hand-shake within {handshake.DEADLINE_S:.0f} s") from None
 
@@ -50,4 +52,5 @@ async def serve(url: str, service: LinkService, secret: bytes | None, *, insecur
     true. Raises TransportError if the transport cannot, or may not, listen at `url`.
     """
     _check_secret(secret)
-    return await _module(url).serve(url, service, secret, insecure=insecure)
+    server: Server = await _module(url).serve(url, service, secret, insecure=insecure)
+    return server

@@ -12,11 +12,12 @@ import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from . import handshake
 from .base import CallRefused, Hello, LinkDown, LinkGrant, LinkRefused, LinkService, Server, TransportError
 from .frames import FrameSocket
-from .messages import Attach, Error, Fork, Free, Message, Ok, Ping, ProtocolError, Refused, Stats, Trim
+from .messages import Attach, Error, Fork, Free, Message, Ok, Ping, ProtocolError, Refused, Request, Stats, Trim
 from .region import GeometryError, Region
 
 log = logging.getLogger(__name__)
@@ -90,7 +91,8 @@ class LinkSession:
         if self._carrier.down_fd >= 0:
             self._loop.add_reader(self._carrier.down_fd, lambda: self.end(self._carrier.reason()))
         try:
-            await asyncio.wait([requests, self._ending], return_when=asyncio.FIRST_COMPLETED)
+            waited: list[asyncio.Future[Any]] = [requests, self._ending]
+            await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
             if requests.done():
                 self._end_for(requests.exception())
             reason = self._ending.result()
@@ -126,13 +128,16 @@ class LinkSession:
     async def _answer_requests(self) -> None:
         while True:
             request = await self._conn.read()
+            if not isinstance(request, Request):
+                raise ProtocolError(f"{request.TYPE} has no place on an open link")
+            answer: Ok | Error
             try:
                 answer = self._answer(request)
             except CallRefused as error:
                 answer = Error(id=request.id, status=error.status, message=str(error))
             await self._conn.write(answer)
 
-    def _answer(self, request: Message) -> Ok:
+    def _answer(self, request: Request) -> Ok:
         stats = None
         match request:
             case Free():
@@ -146,8 +151,6 @@ class LinkSession:
                 stats = self._grant.stats()
             case Ping():
                 pass
-            case _:
-                raise ProtocolError(f"{request.TYPE} has no place on an open link")
         return Ok(id=request.id, stats=stats)
 
 

@@ -80,10 +80,10 @@ async def _dial(url: str, path: str) -> FrameSocket:
 async def _receive_fds(sock: socket.socket, n: int) -> list[int]:
     """Receive the `n` descriptors that the peer sends next. Raises LinkDown."""
     loop = asyncio.get_running_loop()
-    readable = loop.create_future()
-    loop.add_reader(sock, lambda: readable.done() or readable.set_result(None))
+    readable = asyncio.Event()
+    loop.add_reader(sock, readable.set)
     try:
-        await readable
+        await readable.wait()
     finally:
         loop.remove_reader(sock)
     try:

@@ -83,7 +83,7 @@ async def dial(url: str, host: str, port: int) -> FrameSocket:
     try:
         addresses = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError as error:
-        addresses, reason = [], error.strerror
+        addresses, reason = [], error.strerror or str(error)
     for family, kind, proto, _, address in addresses:
         sock = socket.socket(family, kind, proto)
         sock.setblocking(False)
@@ -151,7 +151,7 @@ async def listen(url: str, host: str, port: int, secret: bytes | None, insecure:
     try:
         addresses = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
         family, kind, proto, _, address = addresses[0]
-        if secret is None and not insecure and not ipaddress.ip_address(address[0].split("%")[0]).is_loopback:
+        if secret is None and not insecure and not ipaddress.ip_address(str(address[0]).split("%")[0]).is_loopback:
             raise TransportError(
                 f"other machines can reach {url} and there is no shared secret, so anybody could use this R-node; "
                 "give the R-node a secret, or listen on 127.0.0.1"

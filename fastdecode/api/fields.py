@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, overload
 
 from fastdecode.api.errors import ApiError
 
@@ -49,8 +49,13 @@ class Fields:
             raise invalid(self.param(name), "must be true or false")
         return value
 
+    @overload
+    def integer(self, name: str, low: int, high: int, default: int) -> int: ...
+    @overload
+    def integer(self, name: str, low: int, high: int, default: None = None) -> int | None: ...
+
     def integer(self, name: str, low: int, high: int, default: int | None = None) -> int | None:
-        value = self.take(name)
+        value: int | None = self.take(name)
         if value is None:
             return default
         if not is_integer(value):

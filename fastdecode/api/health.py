@@ -10,9 +10,18 @@ from fastdecode.engine.stats import EngineStats
 class EngineHealth(Protocol):
     """The attributes of the engine that tell its health."""
 
-    ready: bool  # the engine accepts requests
-    stalled_seconds: float  # time since the last completed step, 0 without work
-    stats: EngineStats
+    @property
+    def ready(self) -> bool:
+        """Whether the engine accepts requests."""
+        ...
+
+    @property
+    def stalled_seconds(self) -> float:
+        """Time since the last completed step, 0 without work."""
+        ...
+
+    @property
+    def stats(self) -> EngineStats: ...
 
 
 def health(engine: EngineHealth, *, closing: bool, stalled_after: float) -> tuple[int, dict[str, Any]]:

@@ -8,6 +8,7 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from aiohttp import web
+from aiohttp.typedefs import Middleware
 
 from fastdecode.api.errors import ApiError, from_engine
 from fastdecode.engine.request import EngineError
@@ -48,7 +49,7 @@ async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamRe
         return ApiError(500, "internal error; the server's log says more", code="internal_error").response()
 
 
-def require_key(api_key: str) -> Callable[[web.Request, Handler], Awaitable[web.StreamResponse]]:
+def require_key(api_key: str) -> Middleware:
     """A middleware that requires `Authorization: Bearer <api_key>` on every path but /health."""
     expected = _digest(api_key)
 

@@ -232,7 +232,8 @@ def _prompts(prompt: Any) -> list[str] | list[list[int]]:
         raise invalid("prompt", "must be all strings or all lists of token ids, and no list may be empty")
     if len(prompt) > MAX_CHOICES:
         raise invalid("prompt", f"at most {MAX_CHOICES} prompts a request")
-    return prompt
+    prompts: list[str] | list[list[int]] = prompt
+    return prompts
 
 
 def _is_token_ids(value: Any) -> bool:

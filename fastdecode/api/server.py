@@ -7,7 +7,7 @@ import logging
 import socket
 import time
 from collections.abc import Awaitable, Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
@@ -30,7 +30,9 @@ class EngineLike(EngineClient, EngineHealth, Protocol):
     """All that the API needs of the engine (engine.engine.Engine)."""
 
     observer: EngineObserver
-    max_model_len: int
+
+    @property
+    def max_model_len(self) -> int: ...
 
     async def refresh(self) -> None:
         """Bring the R-nodes' counters in `stats` up to date."""
@@ -83,8 +85,8 @@ def make_app(
         await engine.refresh()
         return web.Response(body=metrics.render(), headers={"Content-Type": CONTENT_TYPE})
 
-    middlewares = [errors_as_json] if api_key is None else [errors_as_json, require_key(api_key)]
-    app = web.Application(middlewares=middlewares, client_max_size=max_body_bytes)
+    keys = [] if api_key is None else [require_key(api_key)]
+    app = web.Application(middlewares=[errors_as_json, *keys], client_max_size=max_body_bytes)
     app[_GENERATOR] = generator
     app.add_routes(
         [
@@ -143,7 +145,7 @@ def bind(host: str, port: int) -> list[socket.socket]:
     return sockets
 
 
-def _bound(family: int, kind: int, proto: int, address: tuple) -> socket.socket:
+def _bound(family: int, kind: int, proto: int, address: tuple[Any, ...]) -> socket.socket:
     sock = socket.socket(family, kind, proto)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -329,7 +329,7 @@ def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _add_argument(group: argparse._ArgumentGroup, f: dataclasses.Field) -> None:
+def _add_argument(group: argparse._ArgumentGroup, f: dataclasses.Field[Any]) -> None:
     meta = f.metadata
     if isinstance(f.default, bool):
         group.add_argument(_flag(f.name), action="store_true", default=None, help=meta["help"])

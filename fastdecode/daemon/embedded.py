@@ -91,7 +91,7 @@ class EmbeddedRNode:
             preexec_fn=_die_with_parent,
         )
         try:
-            await self._wait_until_listening()
+            await self._wait_until_listening(self._process)
         except BaseException:
             await self.stop()
             raise
@@ -103,12 +103,12 @@ class EmbeddedRNode:
         self._directory.mkdir(mode=0o700)
         await self.start()
 
-    async def _wait_until_listening(self) -> None:
+    async def _wait_until_listening(self, process: asyncio.subprocess.Process) -> None:
         socket = self._directory / "r.sock"
         deadline = time.monotonic() + _START_SECONDS
         while not socket.exists():
-            if self._process.returncode is not None:
-                raise RuntimeError(f"the embedded R-node ended at start (exit status {self._process.returncode})")
+            if process.returncode is not None:
+                raise RuntimeError(f"the embedded R-node ended at start (exit status {process.returncode})")
             if time.monotonic() > deadline:
                 raise RuntimeError(f"the embedded R-node is not listening after {_START_SECONDS:.0f} s")
             await asyncio.sleep(0.02)
@@ -120,18 +120,19 @@ class EmbeddedRNode:
     async def stop(self) -> None:
         """End the child with SIGTERM, or with SIGKILL if it has not ended after 5 seconds. Idempotent."""
         if self._process is not None:
-            await self._terminate()
+            await _terminate(self._process)
         self.remove_socket()
 
-    async def _terminate(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            self._process.terminate()
-        try:
-            await asyncio.wait_for(self._process.wait(), 5.0)
-        except TimeoutError:
-            log.warning("the embedded R-node does not end on SIGTERM; killing it")
-            self._process.kill()
-            await self._process.wait()
+
+async def _terminate(process: asyncio.subprocess.Process) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        process.terminate()
+    try:
+        await asyncio.wait_for(process.wait(), 5.0)
+    except TimeoutError:
+        log.warning("the embedded R-node does not end on SIGTERM; killing it")
+        process.kill()
+        await process.wait()
 
 
 def _die_with_parent() -> None:

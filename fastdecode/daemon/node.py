@@ -59,9 +59,10 @@ def _kv_memory(config: NodeConfig) -> int:
         pages = huge_pages()
         return config.kv_memory or max(1, pages.free) * pages.size
     free = [available_memory(), *(n.free for n in numa_nodes() if n.number == config.numa_node)]
-    if config.prefault and (config.kv_memory or 0) > min(free):
+    wanted = config.kv_memory or 0
+    if config.prefault and wanted > min(free):
         raise ConfigError(
-            f"--prefault needs all of --kv-memory {format_bytes(config.kv_memory)} now, and only "
+            f"--prefault needs all of --kv-memory {format_bytes(wanted)} now, and only "
             f"{format_bytes(min(free))} are free"
         )
     return config.kv_memory or min(free) // 2

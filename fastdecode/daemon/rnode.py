@@ -214,9 +214,10 @@ class REngineGrant:
         with _refusals():
             self._link.fork(*src, *dst, length)
 
-    def stats(self) -> dict:
+    def stats(self) -> dict[str, int]:
         with _refusals():
-            return dict(self._link.stats())
+            stats = self._link.stats()
+        return {name: int(value) for name, value in stats.items() if isinstance(value, int)}
 
     def close(self) -> None:
         stats = self._link.stats()

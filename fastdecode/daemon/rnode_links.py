@@ -127,6 +127,6 @@ class RNodeLinks:
         await asyncio.gather(*(link.close() for link in self.links))
 
 
-def _log_failure(task: asyncio.Task) -> None:
+def _log_failure(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and (error := task.exception()):
         log.error("the task that reconnects an R-node has failed", exc_info=error)

@@ -90,12 +90,13 @@ async def _serve(
         max_seqs=split.mini_batches * config.max_batch_size * (1 if config.no_prefix_cache else 2),
     )
     async with contextlib.AsyncExitStack() as stack:
-        embedded = None
-        if not config.r_node:
+        embedded, urls = None, config.r_node
+        if not urls:
             embedded = EmbeddedRNode(config, split)
             stack.push_async_callback(embedded.stop)
             await embedded.start()
-        r_node_links = RNodeLinks(config.r_node or (embedded.url,), hello, secret, config, embedded)
+            urls = (embedded.url,)
+        r_node_links = RNodeLinks(urls, hello, secret, config, embedded)
         stack.push_async_callback(r_node_links.close)
         opening = asyncio.create_task(r_node_links.open())
         stack.callback(opening.cancel)

@@ -63,7 +63,7 @@ class _Generation(Extension):
     Rendering keeps the words only.
     """
 
-    tags = frozenset({"generation"})
+    tags = {"generation"}  # noqa: RUF012 (jinja2 declares it so)
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
         next(parser.stream)
