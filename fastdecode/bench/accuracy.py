@@ -1,9 +1,9 @@
 """Error of attention over each KV-cache format against float64, for every instruction set of this machine.
 
-The error of a row of O is |O - reference| / |reference|, Euclidean norms over the head. "kernel" compares with float64
-attention over what the cache holds, so it is the kernel's arithmetic alone; "whole" compares with float64 attention
-over K and V as they came, so it is what a user loses. Q, K and V are the demo model's, of all layers and heads, taken
-from a run over its held-out text; and ranges made to hurt.
+The error of a row of O is |O - reference| / |reference|, with Euclidean norms over the head. "kernel" compares with
+float64 attention over the values that the cache holds, so it is the error of the kernel's arithmetic alone. "whole"
+compares with float64 attention over K and V before they were cached, so it is what a user loses. Q, K and V come from a
+run of the demo model over its held-out text, all layers and heads, and from adversarial ranges.
 """
 
 from __future__ import annotations
@@ -40,8 +40,9 @@ _ALIGNED = 64
 class Case:
     """One KV head of one sequence, fp32.
 
-    q [rows, group, head_size], already times the softmax scale; k, v [tokens, head_size]. The rows are
-    the last tokens; each attends to itself and to what came before it, within `window` if not 0.
+    q is [rows, group, head_size], multiplied by the softmax scale; k and v are [tokens, head_size]. The rows of q are
+    the last tokens. Each attends to itself and to the tokens before it, or to the last `window` of these if `window` is
+    not 0.
     """
 
     q: np.ndarray
@@ -52,18 +53,19 @@ class Case:
 
 @dataclass(slots=True)
 class Error:
-    """Relative errors of rows of O: over all of them (root of summed squares), and the largest of a row."""
+    """Relative errors of rows of O: pooled over all rows (root of summed squares), and of the worst row."""
 
     _error: float = 0.0
     _reference: float = 0.0
     worst: float = 0.0
 
     def add(self, got: np.ndarray, want: np.ndarray) -> None:
+        """Count rows: `got` and `want` are [..., head_size]."""
         error, norm = np.linalg.norm(got - want, axis=-1), np.linalg.norm(want, axis=-1)
         self._error += float(np.square(error).sum())
         self._reference += float(np.square(norm).sum())
         with np.errstate(divide="ignore"):
-            ratio = np.divide(error, norm, out=np.zeros_like(error), where=error > 0)  # what is exactly 0 may be due
+            ratio = np.divide(error, norm, out=np.zeros_like(error), where=error > 0)  # 0 / 0 is no error
         self.worst = max(self.worst, float(ratio.max()))
 
     @property
@@ -77,13 +79,14 @@ class Error:
 
 
 def stored_kv(k: np.ndarray, v: np.ndarray, kv_dtype: str) -> tuple[np.ndarray, np.ndarray]:
-    """What a cache holds after k and v [tokens, head_size] were appended, in float64."""
+    """The values of K and V, float64, that a cache holds after k and v [tokens, head_size] were appended."""
     k_format, _, v_format = kv_dtype.partition("-")
     return stored(k, k_format), stored(v, v_format or k_format)
 
 
 def stored(x: np.ndarray, kv_format: str) -> np.ndarray:
-    """x [tokens, head_size] in a format of K or of V, in float64; written from the formats' definition."""
+    """The values, float64, of x [tokens, head_size] stored in a format of K or V; computed from the format's
+    definition."""
     if kv_format == "fp32":
         return x.astype(np.float64)
     if kv_format == "fp16":
@@ -113,7 +116,7 @@ def _stored_int4(x: np.ndarray) -> np.ndarray:
 
 
 def reference(case: Case, k: np.ndarray, v: np.ndarray) -> np.ndarray:
-    """O [rows, group, head_size] over k and v in float64."""
+    """O [rows, group, head_size] in float64, attending to k and v."""
     tokens, rows = len(k), len(case.q)
     limits = tokens - rows + np.arange(rows)[:, None]
     positions = np.arange(tokens)
@@ -130,11 +133,11 @@ def reference(case: Case, k: np.ndarray, v: np.ndarray) -> np.ndarray:
 
 
 def attend(isa: str, kv_dtype: str, case: Case, q_len: int = 1) -> np.ndarray:
-    """O [rows, group, head_size] of the kernels, `q_len` rows a call."""
+    """O [rows, group, head_size] as the kernels compute it, `q_len` rows a call."""
     tokens, head_size = case.k.shape
     chunk = _native.chunk_bytes(kv_dtype, head_size)
     n = -(-tokens // PAGE_TOKENS)
-    memory = np.full(n * chunk + _ALIGNED, 0xFF, np.uint8)  # NaN where nothing is written
+    memory = np.full(n * chunk + _ALIGNED, 0xFF, np.uint8)  # bytes that are not written read as NaN
     memory = memory[-memory.ctypes.data % _ALIGNED :][: n * chunk]
     _native.kv_append(isa, kv_dtype, memory, 0, case.k, case.v)
     acc, o = np.empty(case.q.shape, np.float32), np.empty(case.q.shape, np.float32)
@@ -148,7 +151,7 @@ def attend(isa: str, kv_dtype: str, case: Case, q_len: int = 1) -> np.ndarray:
 
 
 def errors(isas: list[str], kv_dtype: str, cases: list[Case], q_len: int = 1) -> dict[str, tuple[Error, Error]]:
-    """Of the kernel alone, and whole, by ISA."""
+    """The errors "kernel" and "whole" of each ISA."""
     result = {isa: (Error(), Error()) for isa in isas}
     for case in cases:
         exact = reference(case, case.k, case.v)
@@ -164,9 +167,10 @@ def errors(isas: list[str], kv_dtype: str, cases: list[Case], q_len: int = 1) ->
 
 
 def captured(model: Model, link: Link, ids: np.ndarray) -> list[Case]:
-    """Q, K and V of every layer, KV head and sequence of ids [sequences, length], each token decoded through `link`.
+    """Q, K and V of every layer, KV head and sequence, while each token of ids [sequences, length] is decoded over
+    `link`.
 
-    The link's lease must be fresh and have room for them.
+    The link's lease must be unused and have room for all tokens.
     """
     spart, views = SPart(model, [link]), SlotViews(link, 0)
     g, (n, length) = link.geometry, ids.shape
@@ -187,7 +191,7 @@ def captured(model: Model, link: Link, ids: np.ndarray) -> list[Case]:
 
 
 def adversarial() -> dict[str, list[Case]]:
-    """Ranges made to hurt, by name: 64 rows of 4 heads of 128 over 300 tokens."""
+    """Ranges that are hard for a format or a kernel, by name: 64 rows of 4 heads of 128 over 300 tokens."""
 
     def normal(seed: int) -> Case:
         rng = np.random.default_rng(seed)
@@ -199,9 +203,9 @@ def adversarial() -> dict[str, list[Case]]:
         return [Case(case.q, case.k * np.float32(k), case.v * np.float32(v), window)]
 
     outliers, rows, constant = normal(2), normal(3), normal(4)
-    outliers.k[:, [5, 77]] *= 20  # channels, as K has them
-    outliers.v[::17] *= 100  # tokens
-    rows.v[:] = rows.v[:, :1] * np.array([1, 100] * 64, np.float32)  # half of each row is small beside the other
+    outliers.k[:, [5, 77]] *= 20  # outlier channels, as K of real models has
+    outliers.v[::17] *= 100  # outlier tokens
+    rows.v[:] = rows.v[:, :1] * np.array([1, 100] * 64, np.float32)  # half of each row is small
     constant.k[:] = constant.k[:, :1]
     constant.v[:] = constant.v[:, :1]
     one = normal(5)
@@ -226,9 +230,11 @@ def adversarial() -> dict[str, list[Case]]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", type=Path, metavar="DIR", help="checkpoint; default: the demo model")
-    parser.add_argument("--length", type=int, default=256, help="tokens a sequence")
-    parser.add_argument("--sequences", type=int, default=8, help="sequences, from the beginning of the text")
-    parser.add_argument("--isa", action="append", choices=_native.isa_supported(), help="(repeatable); default: all")
+    parser.add_argument("--length", type=int, default=256, help="tokens of each sequence")
+    parser.add_argument("--sequences", type=int, default=8, help="how many, cut from the beginning of the text")
+    parser.add_argument(
+        "--isa", action="append", choices=_native.isa_supported(), help="instruction set (repeatable); default: all"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -275,7 +281,7 @@ def _rows(name: str, cases: list[Case], isas: list[str]) -> Iterator[dict]:
 
 
 def _print(rows: list[dict]) -> None:
-    print("relative L2 error of O against float64: over all rows, and of the worst one")
+    print("relative L2 error of O against float64: over all rows, and of the worst row")
     print(f"{'data':<16}{'KV':<11}{'isa':<12}{'kernel':>10}{'worst':>10}{'whole':>10}{'worst':>10}")
     for row in rows:
         figures = (row["kernel"], row["kernel_worst"], row["whole"], row["whole_worst"])

@@ -1,11 +1,11 @@
 """Decode attention of the R-engine in GB/s of KV-cache read, and its share of the read-only roofline.
 
-Three parts: the sweep over formats and shapes, KV in memory, beside the peers; one thread alone at group 1; and one
-thread whose KV lies in its L2, which shows what the instructions alone allow. Because the bandwidth of a shared machine
-wanders, a round measures the roofline and the R-engine at all contexts in turn; then, context by context, rounds
-measure the R-engine and every peer. A cell is judged on the rounds in which the roofline reads less than
-`--judge-below`, if there are any, and rounds go on until `--rounds` of them do or three times as many have been taken.
-A peer's output is held against float64 before it is timed.
+There are three parts: a sweep over formats and shapes with the KV in memory, next to the peers; one thread alone at
+group 1; and one thread whose KV lies in its L2, which shows what the instructions alone allow. The bandwidth of a
+shared machine drifts, so each round measures the roofline and the R-engine at all contexts in turn; after that, the
+rounds of each context measure the R-engine and every peer. The figures of a cell come from its judging rounds: those in
+which the roofline is below `--judge-below`, or all rounds if there is none. Rounds go on until `--rounds` of them judge
+or three times as many have run. A peer's output is held against float64 before it is timed.
 """
 
 from __future__ import annotations
@@ -38,10 +38,11 @@ COMMAND = ("attention", "GB/s of the R-engine's attention, its share of the read
 
 PARTS = ("sweep", "one-thread", "in-cache")
 
-_ONE_THREAD_CONTEXT, _HEAD_SIZE = 4096, 128  # of the parts that are not the sweep
+_ONE_THREAD_CONTEXT, _HEAD_SIZE = 4096, 128  # of the two parts besides the sweep
 _IN_CACHE_BYTES = 1 << 20
-_IN_CACHE_SECONDS = 0.02  # of a round
-#: What a kernel multiplies 64 bytes of KV with, and how many a query row; the 64-byte instruction sets.
+_IN_CACHE_SECONDS = 0.02  # of one round
+#: By ISA (those with 64-byte vectors) and format: the multiply instruction of the kernel, and how many it needs for 64
+#: bytes of KV and one query row.
 _MULTIPLIES = {
     "avx512": {"fp16": ("vfmadd231ps", 2), "bf16": ("vfmadd231ps", 2)},
     "avx512vnni": {
@@ -57,44 +58,51 @@ _MULTIPLIES = {
         "int4": ("vpdpbusd", 2),
     },
 }
-_MULTIPLY_ROUNDS = 1 << 20  # milliseconds
-_PATIENCE = 3  # times the rounds asked for, until as many judge
-_SETTLE_SECONDS = 0.005  # for the last one's threads to stop spinning
+_MULTIPLY_ROUNDS = 1 << 20  # takes milliseconds
+_PATIENCE = 3  # at most so many times `--rounds` rounds, to get `--rounds` judging ones
+_SETTLE_SECONDS = 0.005  # in which the threads of the last peer stop spinning
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     def repeatable(flag: str, choices_or_type: dict, help_text: str) -> None:
         parser.add_argument(flag, action="append", help=f"{help_text} (repeatable)", **choices_or_type)
 
-    repeatable("--kv-dtype", {"choices": KV_DTYPES}, "format; default: fp16, bf16, int8, int4")
-    repeatable("--group", {"type": int}, "query heads a KV head; default: 1, 4, 8")
-    repeatable("--context", {"type": int}, "tokens a sequence; default: 512, 4096, 32768")
-    repeatable("--head-size", {"type": int}, "default: 64, 128")
+    repeatable("--kv-dtype", {"choices": KV_DTYPES}, "KV-cache format; default: fp16, bf16, int8, int4")
+    repeatable("--group", {"type": int}, "query heads for each KV head; default: 1, 4, 8")
+    repeatable("--context", {"type": int}, "cached tokens of each sequence; default: 512, 4096, 32768")
+    repeatable("--head-size", {"type": int}, "elements of a head; default: 64, 128")
     parser.add_argument("--kv-heads", type=int, default=8)
-    parser.add_argument("--kv-bytes", type=parse_bytes, default=2 << 30, metavar="SIZE", help="KV a cell; default 2GiB")
+    parser.add_argument(
+        "--kv-bytes", type=parse_bytes, default=2 << 30, metavar="SIZE", help="KV of each cell; default: 2GiB"
+    )
     parser.add_argument(
         "--peer-kv-bytes",
         type=parse_bytes,
         metavar="SIZE",
-        help="KV of a peer; default as --kv-bytes (less saves time, and may fit into a large last-level cache)",
+        help="KV of each peer; default: as --kv-bytes (less saves time, but may fit into the last-level cache)",
     )
-    parser.add_argument("--scattered", action="store_true", help="no two pages of a sequence lie side by side")
+    parser.add_argument("--scattered", action="store_true", help="no two pages of a sequence are adjacent")
     repeatable("--part", {"choices": PARTS}, "what to measure; default: all")
-    parser.add_argument("--threads", type=int, help="of the sweep; default: one a usable core")
-    parser.add_argument("--isa", choices=_native.isa_supported(), help="default: the best")
-    parser.add_argument("--rounds", type=int, default=7, help="of a cell, of those that judge; 7")
+    parser.add_argument("--threads", type=int, help="threads of the sweep; default: one for each usable core")
+    parser.add_argument("--isa", choices=_native.isa_supported(), help="instruction set; default: the best")
+    parser.add_argument("--rounds", type=int, default=7, help="judging rounds of each cell; default: 7")
     parser.add_argument(
-        "--judge-below", type=float, default=50.0, metavar="GBPS", help="judge on rounds with a lower roofline; 50"
+        "--judge-below",
+        type=float,
+        default=50.0,
+        metavar="GBPS",
+        help="rounds with a lower roofline judge; default: 50",
     )
-    repeatable("--peer", {"choices": [*PEERS, "none"]}, "peer to run; default: all that are installed")
+    repeatable("--peer", {"choices": [*PEERS, "none"]}, "peer to run; default: all installed ones")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the cells under their rooflines")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="plot the cells and their rooflines")
 
 
 def run(args: argparse.Namespace) -> None:
     if args.plot:
-        from fastdecode.bench import plot  # fails now, if at all
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # peers' idle threads must not take the cores of who is next
+        from fastdecode.bench import plot  # fails here rather than after the measurement
+    # Else a peer's idle threads would spin on the cores of the next peer.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     result = _measure(args)
     if args.plot:
         plot.attention(result, args.plot)
@@ -108,7 +116,7 @@ def _measure(args: argparse.Namespace) -> dict:
     cpus = usable_cpus()
     threads = args.threads or len(cpus)
     if not 1 <= threads <= len(cpus):
-        raise ValueError(f"--threads {threads}: this process may run on {len(cpus)} cpus")
+        raise ValueError(f"--threads {threads}: this process may run on {len(cpus)} CPUs")
     for name in ("rounds", "kv_heads", "group", "context", "head_size"):
         values = getattr(args, name)
         if any(v < 1 for v in (values if isinstance(values, list) else [values]) if v is not None):
@@ -146,9 +154,9 @@ def _peer_kv_bytes(args: argparse.Namespace) -> int:
 
 
 def _cells(args: argparse.Namespace, part: str) -> Iterator[tuple[str, list[Shape]]]:
-    """Formats of a part, each with shapes that differ in context.
+    """The cells of a part: formats, each with shapes that differ in context alone.
 
-    Beyond the sweep one context and head size are enough, unless the command line asks for others.
+    Outside of the sweep there is one context and one head size, unless the command line asks for others.
     """
     dtypes = args.kv_dtype or ("fp16", "bf16", "int8", "int4")
     sizes = args.head_size or ((64, 128) if part == "sweep" else (_HEAD_SIZE,))
@@ -164,7 +172,8 @@ def _cells(args: argparse.Namespace, part: str) -> Iterator[tuple[str, list[Shap
 
 
 class _Cell:
-    """The R-engine in one shape, and what was measured of it in rounds with the roofline; the first round warms up."""
+    """The R-engine with one shape, and its measurements: one of each list for each round. The first round is a
+    warm-up."""
 
     def __init__(self, args: argparse.Namespace, part: str, kv_dtype: str, shape: Shape, cpus: list[int]):
         self.common = _common(part, kv_dtype, shape, len(cpus))
@@ -178,7 +187,8 @@ class _Cell:
     def close(self) -> None:
         self._ours.close()
 
-    def turn(self, roofline: Roofline) -> None:
+    def measure(self, roofline: Roofline) -> None:
+        """Run one round: a layer, between two measurements of the roofline."""
         before = roofline.gbps()
         elapsed, kv_bytes = self._ours.layer()
         self.roof.append((before + roofline.gbps()) / 2)
@@ -187,7 +197,7 @@ class _Cell:
 
     @property
     def judging(self) -> int:
-        """How many rounds judge."""
+        """The number of judging rounds so far."""
         return sum(r < self._args.judge_below for r in self.roof[1:])
 
     def row(self) -> dict:
@@ -196,8 +206,11 @@ class _Cell:
         return {**row, **_figures(self._args, self.roof[1:], self.gbps[1:], self.rate[1:])}
 
 
-def _turns(args: argparse.Namespace, cells: list[_Cell], then: Callable[[], None] = lambda: None) -> None:
-    """Rounds of all cells, each beside the roofline, until `--rounds` judge in each or three times as many are over."""
+def _run_rounds(args: argparse.Namespace, cells: list[_Cell], then: Callable[[], None] = lambda: None) -> None:
+    """Run rounds of all cells until each has `--rounds` judging ones, or for three times `--rounds` rounds.
+
+    `then` is called at the end of every round.
+    """
     with closing(Roofline(args.kv_bytes, cells[0].cpus)) as roofline:
         for _ in (bar := tqdm(range(args.rounds * _PATIENCE + 1), desc="rounds", unit="round", leave=False)):
             judging = min(cell.judging for cell in cells)
@@ -205,27 +218,28 @@ def _turns(args: argparse.Namespace, cells: list[_Cell], then: Callable[[], None
             if judging >= args.rounds:
                 break
             for cell in cells:
-                cell.turn(roofline)
+                cell.measure(roofline)
             then()
 
 
 def _own_rows(args: argparse.Namespace, part: str, kv_dtype: str, shapes: list[Shape], cpus: list[int]) -> list[dict]:
-    """Contexts take turns too, for they are compared with each other."""
+    """The rows of the R-engine. The shapes take turns in each round, because they are compared with each other."""
     with ExitStack() as stack:
         cells = [stack.enter_context(closing(_Cell(args, part, kv_dtype, shape, cpus))) for shape in shapes]
-        _turns(args, cells)
+        _run_rounds(args, cells)
         return [cell.row() for cell in cells]
 
 
 def _peer_rows(args: argparse.Namespace, kv_dtype: str, shape: Shape, cpus: list[int], names: list[str]) -> list[dict]:
-    """Peers in turn with the R-engine, one shape at a time: all at once would be too much memory."""
+    """The rows of the peers, measured in turns with the R-engine: one shape, because all at once would take too much
+    memory."""
     with ExitStack() as stack:
         peers: dict[str, AttentionPeer] = {}
         for name in names:
             try:
                 peer = PEERS[name](shape, kv_dtype, _peer_kv_bytes(args), len(cpus))
             except ValueError as error:
-                tqdm.write(f"{name} leaves {kv_dtype}, head size {shape.head_size} out: {error}", file=sys.stderr)
+                tqdm.write(f"{name} cannot run {kv_dtype}, head size {shape.head_size}: {error}", file=sys.stderr)
                 continue
             peers[name] = stack.enter_context(closing(peer))
             peer.layer()
@@ -235,12 +249,12 @@ def _peer_rows(args: argparse.Namespace, kv_dtype: str, shape: Shape, cpus: list
         cell = stack.enter_context(closing(_Cell(args, "sweep", kv_dtype, shape, cpus)))
         seconds: dict[str, list[float]] = {name: [] for name in peers}
 
-        def then() -> None:
+        def measure_peers() -> None:
             for name, peer in peers.items():
                 seconds[name].append(peer.layer())
                 time.sleep(_SETTLE_SECONDS)
 
-        _turns(args, [cell], then)
+        _run_rounds(args, [cell], measure_peers)
         rows = []
         for name, peer in peers.items():
             theirs = [peer.kv_bytes / s * 1e-9 for s in seconds[name][1:]]
@@ -252,8 +266,11 @@ def _peer_rows(args: argparse.Namespace, kv_dtype: str, shape: Shape, cpus: list
 
 
 def _cell_in_cache(args: argparse.Namespace, kv_dtype: str, shape: Shape, cpu: int) -> dict:
-    """The kernel alone, over the same pages again and again: an engine that sleeps between calls of microseconds comes
-    back to a cold core. `multiply_bound_gbps` is what it would reach if it did nothing but multiply, where known."""
+    """The row of the kernel alone, which attends to the same pages again and again.
+
+    The R-engine is left out because it sleeps between calls, and a core that slept is cold for calls of microseconds.
+    `multiply_bound_gbps` is the rate that the kernel would reach if it did nothing but multiply, None if unknown.
+    """
     data, isa = Data.of(shape), args.isa or _native.isa_best()
     n_pages, kv_bytes = shape.context // PAGE_TOKENS, _native.chunk_bytes(kv_dtype, shape.head_size)
     kv_bytes *= n_pages
@@ -305,7 +322,7 @@ def _common(part: str, kv_dtype: str, shape: Shape, threads: int) -> dict:
 
 
 def _figures(args: argparse.Namespace, roof: list[float], gbps: list[float], rate: list[float]) -> dict:
-    """Medians over the rounds that judge, and over all; smallest and largest of all."""
+    """Medians over the judging rounds and over all rounds; the smallest and largest value of all rounds."""
     judging = [i for i, r in enumerate(roof) if r < args.judge_below] or range(len(roof))
     pct = [100 * g / r for g, r in zip(gbps, roof, strict=True)]
     series = {"gbps": gbps, "roofline_gbps": roof, "roofline_pct": pct, "seq_layers_per_s": rate}

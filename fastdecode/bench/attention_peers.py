@@ -1,4 +1,7 @@
-"""Peers of the attention benchmark: others' decode attention on the same shapes, each in its own nearest format."""
+"""Peers of the attention benchmark: decode attention of other projects on the same shapes.
+
+Each peer uses the one of its own formats that is nearest to the format of the cell.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +17,15 @@ from fastdecode.bench.openvino_peer import OpenVINOPagedAttention
 from fastdecode.bench.shape import Data, Shape, huge_pages
 from fastdecode.bench.vllm_peer import VllmPagedAttention
 
-#: Largest error of an element of O for normal K and V; a peer that has not our format uses a finer one.
+#: Largest error of an element of O for normal K and V, by format. A peer without this format uses a finer one.
 TOLERANCE = {"fp32": 5e-4, "fp16": 5e-3, "bf16": 1e-2, "int8": 4e-2, "fp8": 2e-1, "int4": 2e-1, "int8-int4": 2e-1}
 
 
 class AttentionPeer(Protocol):
-    """As many sequences as make up `kv_bytes` in the peer's own format."""
+    """A peer with as many sequences as make up `kv_bytes` in its own format."""
 
-    needs: str  # what must be there
-    format: str  # of K and V
+    needs: str  # what must be installed, for messages
+    format: str  # its own name of the format of K and V
     sequences: int
     kv_bytes: int
 
@@ -32,19 +35,17 @@ class AttentionPeer(Protocol):
     def __init__(self, shape: Shape, kv_dtype: str, kv_bytes: int, threads: int): ...
 
     def layer(self) -> float:
-        """Seconds of one layer of one step of all sequences."""
+        """Run one layer of one step of all sequences; returns the seconds it took."""
 
     def output(self) -> np.ndarray:
-        """O of the last call, [sequences, q_heads, head_size] float32."""
+        """O of the last `layer`, [sequences, q_heads, head_size] float32."""
 
     def close(self) -> None: ...
 
 
 class TorchSDPA:
-    """torch's scaled_dot_product_attention, the query heads of a group taken as the rows of a query block.
-
-    (Its own `enable_gqa` repeats K and V in memory, which is slower.)
-    """
+    """torch's scaled_dot_product_attention. The query heads of a group are passed as rows of one head, because torch's
+    own `enable_gqa` repeats K and V in memory, which is slower."""
 
     needs = "torch"
 
@@ -94,12 +95,12 @@ PEERS: dict[str, type[AttentionPeer]] = {
 
 
 def installed() -> list[str]:
-    """Names of the peers that can run here."""
+    """The names of the peers that can run on this machine."""
     return [name for name, peer in PEERS.items() if peer.installed()]
 
 
 def check(peer: AttentionPeer, shape: Shape, kv_dtype: str) -> None:
-    """Raises RuntimeError if the peer's last output is not the attention of every sequence to every token."""
+    """Check the peer's last output against float64 attention. Raises RuntimeError if it is wrong."""
     error = float(np.abs(peer.output() - expected(shape)).max())
     if not error <= TOLERANCE["fp8" if peer.format == "fp8" else kv_dtype]:
         raise RuntimeError(f"the output of {type(peer).__name__} ({peer.format}) is wrong by {error:.2g}")
@@ -107,7 +108,7 @@ def check(peer: AttentionPeer, shape: Shape, kv_dtype: str) -> None:
 
 @functools.lru_cache(maxsize=1)
 def expected(shape: Shape) -> np.ndarray:
-    """O [q_heads, head_size] of `Data.of(shape)` in float64."""
+    """O [q_heads, head_size] of `Data.of(shape)`, computed in float64."""
     data = Data.of(shape)
     q, k, v = (x.astype(np.float64) for x in (data.q, data.k, data.v))
     k, v = (x.swapaxes(0, 1) for x in (k, v))  # [kv_heads, context, head_size]

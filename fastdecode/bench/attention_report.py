@@ -1,4 +1,4 @@
-"""What the attention benchmark's rows come to, and how they are printed."""
+"""Summary of the attention benchmark's rows, and how it is printed."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ _PARTS = {
 
 
 def summary(rows: list[dict]) -> list[dict]:
-    """One row a cell of the sweep: how far it lies under its roofline and ahead of its peers, its neighbours and fp16.
+    """One row for each cell of the sweep: its share of the roofline, compared with peers, other contexts and fp16.
 
-    `best_peer_ratio` is ours / the best peer in sequences x layers a second, of the same rounds. `fp16_ratio` is the
-    same over our fp16, measured in other rounds, so both count relative to their rooflines. `points_from_4096` is the
-    share of the roofline less that at context 4096, `l2_gbps` the figure of one thread with its KV in L2,
-    `one_thread_pct` the share of what one thread can read. What has not been measured is None.
+    `best_peer_ratio` is the R-engine's rate over that of the best peer, in sequences x layers a second, of the same
+    rounds. `fp16_ratio` is its rate over that of fp16; because fp16 was measured in other rounds, each rate is divided
+    by its own roofline. `points_from_4096` is the share of the roofline in percent, minus that at context 4096.
+    `l2_gbps` is the figure of one thread with its KV in L2. `one_thread_pct` is one thread's share of the roofline that
+    one thread can read. A value that was not measured is None.
     """
     own = {_cell(row): row for row in rows if row["part"] == "sweep" and row["peer"] is None}
     in_l2 = {_shape(row): row["gbps"] for row in rows if row["part"] == "in-cache"}
@@ -58,7 +59,7 @@ def _cell(row: dict) -> tuple:
 
 def print_report(result: dict) -> None:
     rounds, below = result["rounds"], result["judge_below"]
-    print(f"decode attention, medians of the rounds (of {rounds}) whose roofline reads under {below:g} GB/s, if any")
+    print(f"decode attention; medians of the rounds (of {rounds}) with a roofline below {below:g} GB/s, if any")
     for part, title in _PARTS.items():
         if rows := [row for row in result["rows"] if row["part"] == part]:
             print("\n" + title.format(**result))
@@ -72,24 +73,24 @@ def print_report(result: dict) -> None:
 
 def _table(rows: list[dict]) -> Iterator[str]:
     yield (
-        f"{'KV':<11}{'G':>3}{'context':>9}{'d':>5}  {'who':<14}{'GB/s':>8}{'roofline':>10}{'%':>7}{'seq layers/s':>14}"
+        f"{'KV':<11}{'G':>3}{'context':>9}{'d':>5}  {'run':<14}{'GB/s':>8}{'roofline':>10}{'%':>7}{'seq layers/s':>14}"
         f"{'rounds':>8}"
     )
     for row in rows:
-        who = f"{row['peer']} {row['format']}" if row["peer"] else row["isa"]
-        times = f"  ours {row['ours_to_peer']:.2f}x" if row["peer"] else ""
+        run = f"{row['peer']} {row['format']}" if row["peer"] else row["isa"]
+        note = f"  ours {row['ours_to_peer']:.2f}x" if row["peer"] else ""
         if row.get("multiply_bound_gbps"):
-            times = f"  multiplications alone {row['multiply_bound_gbps']:.1f}"
+            note = f"  multiplications alone {row['multiply_bound_gbps']:.1f}"
         yield (
-            f"{row['kv_dtype']:<11}{row['group']:>3}{row['context']:>9}{row['head_size']:>5}  {who:<14}"
+            f"{row['kv_dtype']:<11}{row['group']:>3}{row['context']:>9}{row['head_size']:>5}  {run:<14}"
             f"{row['gbps']:>8.1f}{row['roofline_gbps']:>10.1f}{row['roofline_pct']:>7.1f}"
-            f"{row['seq_layers_per_s']:>14.1f}{row['judged_rounds']:>8}{times}"
+            f"{row['seq_layers_per_s']:>14.1f}{row['judged_rounds']:>8}{note}"
         )
 
 
 def _print_summary(rows: list[dict]) -> None:
     print(
-        "\nours: % of the roofline, points off context 4096, tokens/s over fp16's, over the best peer's; in L2; alone"
+        "\nR-engine: % of the roofline, points from context 4096, rate over fp16's, over the best peer's; L2; 1 thread"
     )
     print(
         f"{'KV':<11}{'G':>3}{'context':>9}{'d':>5}{'%':>8}{'points':>8}{'/ fp16':>8}{'/ peer':>8}  {'':<10}"

@@ -1,4 +1,4 @@
-"""Write a random checkpoint of a given shape: decode speed does not care what the weights are."""
+"""Write a checkpoint of a given shape with random weights. Decode speed does not depend on the weights' values."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> None:
     tensors = dict(_tensors(args))
     save_file(tensors, args.out / "model.safetensors", metadata={"format": "pt"})
     (args.out / "config.json").write_text(json.dumps(_config(args), indent=2) + "\n")
-    for name in ("tokenizer.json", "tokenizer_config.json"):  # a real tokenizer; its ids are a part of the vocabulary
+    for name in ("tokenizer.json", "tokenizer_config.json"):  # a real tokenizer, whose ids are a part of the vocabulary
         shutil.copyfile(model_dir() / name, args.out / name)
     parameters = sum(t.numel() for t in tensors.values())
     print(f"{args.out}: {parameters / 1e6:.1f} M parameters, {args.dtype}")
@@ -65,7 +65,8 @@ def _config(args: argparse.Namespace) -> dict:
 
 
 def _tensors(args: argparse.Namespace):
-    """Normal weights of standard deviation 1/sqrt(fan-in), so that activations stay near one."""
+    """Names and tensors. Weights are normal with standard deviation 1/sqrt(fan-in), so that activations stay near
+    one."""
     dtype = _DTYPES[args.dtype]
     generator = torch.Generator().manual_seed(args.seed)
 

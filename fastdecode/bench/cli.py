@@ -1,6 +1,6 @@
-"""`fastdecode-bench`: one subcommand a question.
+"""`fastdecode-bench`: one command for each question.
 
-Progress goes to stderr, results to stdout: a table, or one object with --json.
+Progress goes to stderr. Results go to stdout: as a table, or as one JSON object with --json.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ _COMMANDS = ("serve", "decode", "attention", "transport", "perplexity", "accurac
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Console script."""
+    """Entry point of the console script."""
     argv = sys.argv[1:] if argv is None else argv
-    # Others than the one asked for are left alone: most bring torch along, which `transport` does without.
+    # Only the command asked for is imported, because most import torch, which `transport` does without.
     wanted = [name for name in _COMMANDS if [name] == list(argv[:1])] or _COMMANDS
     parser = argparse.ArgumentParser(prog="fastdecode-bench", description=__doc__, allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True)

@@ -1,8 +1,8 @@
-"""Output tokens a second of the split system at a given batch and context, and of its two parts alone.
+"""Output tokens a second of the split system, and of the S-Part and the R-Part alone, at a given batch and context.
 
-The bound is the slower of the two where each has cores of its own, and the time of both where they take turns on the
-same ones; the figure to watch is how near the split comes to it. Peers run the same checkpoint, batch and context in
-the same rounds.
+The two parts set a bound: the time of the slower one if each has cores of its own, the sum of both times if they take
+turns on the same cores. The figure to watch is how near the split system comes to the bound. Peers run the same
+checkpoint, batch and context in the same rounds.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from fastdecode.spart.batch import Chunk, SampleSpec, StepBatch
 from fastdecode.transports.base import KV_DTYPES, PAGE_TOKENS, ROW_ATTEND, ROW_DTYPE, CallTimes, Link
 from fastdecode.transports.registry import connect
 
-COMMAND = ("decode", "output tokens/s of the split system, of S and R apart, and the ratio to the bound that these set")
+COMMAND = ("decode", "output tokens/s of the split system, of S and R alone, and the ratio to the bound that they set")
 
-_FILL_ROWS = 512
-_TIMEOUT = 60.0
+_FILL_ROWS = 512  # appended by one call when the cache is filled
+_TIMEOUT = 60.0  # seconds for a call
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", type=Path, metavar="DIR", help="checkpoint; default: the demo model")
-    parser.add_argument("--batch", type=int, default=32, help="sequences decoding at once, over all mini-batches")
-    parser.add_argument("--context", type=int, default=512, help="tokens cached of each sequence")
-    parser.add_argument("--steps", type=int, default=16, help="tokens of each sequence a round")
+    parser.add_argument("--batch", type=int, default=32, help="sequences that decode at once, over all mini-batches")
+    parser.add_argument("--context", type=int, default=512, help="cached tokens of each sequence")
+    parser.add_argument("--steps", type=int, default=16, help="tokens decoded of each sequence in a round")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--mini-batches", type=int, help="default: what a node would choose")
+    parser.add_argument("--mini-batches", type=int, help="default: as an S-node would choose")
     parser.add_argument(
         "--r-node", action="append", metavar="URL", help="R-node to use (repeatable); default: an embedded one"
     )
@@ -52,9 +52,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--dtype", choices=("auto", "fp32", "bf16", "fp16"), default="auto")
     parser.add_argument("--threads", type=int, help="attention threads of the embedded R-node")
-    parser.add_argument("--s-threads", type=int, help="threads of the S-Part on a CPU")
-    parser.add_argument("--cpus", help="cpus of the attention threads, e.g. 1 or 4-7")
-    parser.add_argument("--spin-us", type=int, help="microseconds to spin for the other side before sleeping")
+    parser.add_argument("--s-threads", type=int, help="threads of the S-Part if it runs on a CPU")
+    parser.add_argument("--cpus", help="CPUs of the attention threads, for example 1 or 4-7")
+    parser.add_argument("--spin-us", type=int, help="microseconds that a waiter spins before it sleeps")
     parser.add_argument(
         "--peer", action="append", choices=sorted(PEERS), default=[], help="also run this peer (repeatable)"
     )
@@ -107,7 +107,7 @@ async def _run(args: argparse.Namespace) -> dict:
             measured = {"split": await bench.split_round(), "s": bench.s_round(), "r": await bench.r_round()}
             for name, peer in peers.items():
                 measured[name] = args.batch * args.steps / peer.round(args.steps)
-            if i:  # the first round warms up
+            if i:  # the first round is a warm-up
                 for name, value in measured.items():
                     samples[name].append(value)
         await bench.close()
@@ -170,7 +170,8 @@ def _print_table(result: dict) -> None:
 
 
 class _NoRPart(Link):
-    """Stands in for a link while the S-Part is timed alone: the same region, and every call answered at once."""
+    """Replaces a link while the S-Part is timed alone: its region has the same layout, and every call returns at
+    once."""
 
     def __init__(self, link: Link):
         self.url, self.geometry, self.lease, self.layout = link.url, link.geometry, link.lease, link.layout
@@ -205,14 +206,14 @@ class _NoRPart(Link):
 
 
 class _Bench:
-    """`batch` sequences of `context` cached tokens, spread over the links and dealt to the mini-batches."""
+    """`batch` sequences of `context` cached tokens, spread over the links and the mini-batches."""
 
     def __init__(self, args: argparse.Namespace, model, links: list[Link]):
         self.args, self.model, self.links = args, model, links
         self.spart = SPart(model, links)
         self.s_alone = SPart(model, [_NoRPart(link) for link in links])
         self.runner = Runner()
-        # (link, seq_index) of every sequence; neighbours go to different links, each mini-batch is sorted by link.
+        # (link, seq_index) of every sequence: neighbours are on different links; each mini-batch is sorted by link.
         everyone = [(i % len(links), i // len(links)) for i in range(args.batch)]
         self.mini_batches = [sorted(everyone[i :: args.mini_batches]) for i in range(args.mini_batches)]
 
@@ -239,7 +240,7 @@ class _Bench:
             await link.close()
 
     async def fill(self) -> None:
-        """Cache `context` tokens of random K and V for every sequence: append-only calls, no S-Part."""
+        """Cache `context` tokens of random K and V for every sequence, with calls that only append."""
         generator = torch.Generator().manual_seed(0)
         for link in self.links:
             y = link.layout
@@ -277,7 +278,7 @@ class _Bench:
         )
 
     async def split_round(self) -> float:
-        """Tokens a second, both parts at work."""
+        """Tokens a second of the split system."""
 
         async def drive(slot: int) -> None:
             for step in range(self.args.steps):
@@ -290,7 +291,7 @@ class _Bench:
         return self.args.batch * self.args.steps / elapsed
 
     def s_round(self) -> float:
-        """Tokens a second of the S-Part alone, mini-batch after mini-batch as in the split."""
+        """Tokens a second of the S-Part alone, one mini-batch after the other as in the split system."""
         start = time.perf_counter()
         for step in range(self.args.steps):
             for slot in range(self.args.mini_batches):
@@ -299,7 +300,7 @@ class _Bench:
         return self.args.batch * self.args.steps / (time.perf_counter() - start)
 
     async def r_round(self) -> float:
-        """Tokens a second of the R-Part alone, all slots in flight."""
+        """Tokens a second of the R-Part alone, with a call in progress in every slot."""
         elapsed = await asyncio.to_thread(self._r_steps)
         await self._trim()
         return self.args.batch * self.args.steps / elapsed

@@ -1,4 +1,4 @@
-"""ggml's flash attention on the CPU, through the libraries that llama-cpp-python ships."""
+"""ggml's flash attention on the CPU, by way of the libraries in the llama-cpp-python package."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ import numpy as np
 
 from fastdecode.bench.shape import Data, Shape, huge_pages
 
+#: KV format -> name and number of the nearest ggml type.
 _TYPES = {"fp32": ("f32", 0), "fp16": ("f16", 1), "bf16": ("bf16", 30), "int8": ("q8_0", 8), "int4": ("q4_0", 2)}
 _TYPES["int8-int4"] = _TYPES["int8"]
 _F32 = 0
-_OVERHEAD = 1 << 20  # of a context: tensors' heads and the graph
-_WORK = 1 << 26  # more than the graph's plan asks for; committed as it is used
+_OVERHEAD = 1 << 20  # bytes in a context for tensor headers and the graph
+_WORK = 1 << 26  # bytes; more than a graph's plan needs, committed by the OS as they are used
 
 
 class _InitParams(ctypes.Structure):
@@ -24,7 +25,7 @@ class _InitParams(ctypes.Structure):
 
 
 def _library() -> ctypes.CDLL:
-    """libggml-cpu, which pulls libggml-base in."""
+    """libggml-cpu, after libggml-base, on which it depends."""
     spec = find_spec("llama_cpp")
     assert spec is not None and spec.origin is not None
     directory = Path(spec.origin).parent / "lib"
@@ -52,7 +53,7 @@ def _library() -> ctypes.CDLL:
 
 
 class GgmlFlashAttention:
-    """ggml_flash_attn_ext with contiguous K and V of each head, [sequences][heads][tokens][head_size]."""
+    """ggml_flash_attn_ext over K and V that are contiguous for each head: [sequences][heads][tokens][head_size]."""
 
     needs = "llama-cpp-python"
 
@@ -61,7 +62,7 @@ class GgmlFlashAttention:
         return find_spec("llama_cpp") is not None
 
     def __init__(self, shape: Shape, kv_dtype: str, kv_bytes: int, threads: int):
-        """Raises ValueError where the format's blocks do not divide a row."""
+        """Raises ValueError if a row is not a multiple of the format's blocks, MemoryError if ggml gets no memory."""
         self.format, self._type = _TYPES[kv_dtype]
         if self.format in ("q8_0", "q4_0") and shape.head_size % 32:
             raise ValueError(f"ggml's {self.format} needs head sizes that are multiples of 32")
@@ -86,7 +87,7 @@ class GgmlFlashAttention:
         lib.ggml_build_forward_expand(self._graph, self._o)
 
     def _cache(self, x: np.ndarray) -> int:
-        """A tensor with x [tokens, heads, head_size] for every sequence."""
+        """A tensor that holds x [tokens, heads, head_size] once for each sequence."""
         lib, shape = self._lib, self._shape
         tensor = lib.ggml_new_tensor_4d(
             self._context, self._type, shape.head_size, shape.context, shape.kv_heads, self.sequences
@@ -106,13 +107,14 @@ class GgmlFlashAttention:
         return tensor
 
     def _floats(self, tensor: int) -> np.ndarray:
-        """[sequences, q_heads, head_size] of an fp32 tensor with one token a sequence."""
+        """A view [sequences, q_heads, head_size] of an fp32 tensor with one token for each sequence."""
         shape = (self.sequences, self._shape.q_heads, self._shape.head_size)
         pointer = ctypes.cast(self._lib.ggml_get_data(tensor), POINTER(c_float))
         return np.ctypeslib.as_array(pointer, shape)
 
     def layer(self) -> float:
-        work = self._lib.ggml_init(_InitParams(_WORK, None, False))  # computing takes from it and never gives back
+        # A new context for each layer, because a computation takes memory from it and never gives it back.
+        work = self._lib.ggml_init(_InitParams(_WORK, None, False))
         start = perf_counter()
         status = self._lib.ggml_graph_compute_with_ctx(work, self._graph, self._threads)
         seconds = perf_counter() - start

@@ -1,4 +1,4 @@
-"""OpenVINO's PagedAttention on the CPU: the operation alone, its cache in shuffled blocks."""
+"""OpenVINO's PagedAttention on the CPU: the operation alone, with a cache of shuffled blocks."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ import numpy as np
 
 from fastdecode.bench.shape import Data, Shape, huge_pages
 
+#: KV format -> nearest OpenVINO cache precision.
 _PRECISIONS = {"fp32": "f32", "fp16": "f16", "bf16": "bf16", "int8": "u8", "int4": "u4", "int8-int4": "u8"}
-_FILL_BLOCKS = 64
+_FILL_BLOCKS = 64  # filled by one inference
 
 
 class OpenVINOPagedAttention:
-    """PagedAttentionExtension, one layer. The plugin has the last word on the cache's type, block and scales."""
+    """One layer of PagedAttentionExtension. The CPU plugin decides the cache's element type, block size and scales."""
 
     needs = "openvino"
 
@@ -31,14 +32,14 @@ class OpenVINOPagedAttention:
             "INFERENCE_NUM_THREADS": threads,
             "PERFORMANCE_HINT": "LATENCY",
         }
-        if kv_dtype in ("fp32", "fp16"):  # else the plugin takes bf16 for the cache as well, where the CPU has it
+        if kv_dtype in ("fp32", "fp16"):  # else the plugin also uses bf16 for the cache if the CPU has it
             hints["INFERENCE_PRECISION_HINT"] = "f32"
         compiled = openvino.Core().compile_model(self._model(), "CPU", hints)
         self._request = compiled.create_infer_request()
         caches = [compiled.input(name) for name in ("key_cache", "value_cache")]
         self.format = caches[0].get_element_type().get_type_name()
         layouts = [[d.get_length() for d in list(c.get_partial_shape())[1:]] for c in caches]
-        self._block = min(layouts[0][1], layouts[1][1])  # the other one has room for its scales
+        self._block = min(layouts[0][1], layouts[1][1])  # the larger one includes room for scales
         per_sequence = -(-shape.context // self._block)
         block_bytes = sum(
             int(np.prod(layout)) * c.get_element_type().bitwidth // 8 for layout, c in zip(layouts, caches, strict=True)
@@ -46,7 +47,7 @@ class OpenVINOPagedAttention:
         self.sequences = shape.sequences(block_bytes / self._block, kv_bytes)
         blocks = self.sequences * per_sequence
         self.kv_bytes = blocks * block_bytes
-        self._memory: list[np.ndarray] = []  # [blocks, bytes of a block] of K, of V
+        self._memory: list[np.ndarray] = []  # [blocks, bytes of a block] each for K and V
         for name, cache, layout in zip(("key_cache", "value_cache"), caches, layouts, strict=True):
             kind = cache.get_element_type()
             memory = huge_pages(blocks * int(np.prod(layout)) * kind.bitwidth // 8)
@@ -57,6 +58,7 @@ class OpenVINOPagedAttention:
         self._fill(Data.of(shape))
 
     def _model(self):
+        """An OpenVINO model of one PagedAttention operation."""
         ov = self._ov
         from openvino import opset13
 
@@ -95,7 +97,8 @@ class OpenVINOPagedAttention:
         return ov.Model([node.output(0)], [q, *rows, *caches, *tables, longest], "attention")
 
     def _set(self, q: np.ndarray, k: np.ndarray, v: np.ndarray, past: int, lengths: np.ndarray, blocks: np.ndarray):
-        """Inputs for sequences with `lengths` new rows after `past` tokens, their blocks in `blocks` [sequences, n]."""
+        """Set the inputs for sequences with `lengths` new rows after `past` cached tokens; `blocks` is [sequences,
+        n]."""
         n, i32 = len(lengths), np.int32
         values = {
             "q": q,
@@ -111,7 +114,7 @@ class OpenVINOPagedAttention:
             self._request.set_tensor(name, self._ov.Tensor(np.asarray(value, order="C")))
 
     def _fill(self, data: Data) -> None:
-        """The first sequence's blocks through the operation, each as a prompt of its own; the others' are copies."""
+        """Fill the cache: the operation fills the first sequence's blocks, each as a prompt; the others are copies."""
         cached, context = self._shape.context - 1, self._shape.context
         q = np.broadcast_to(data.q.reshape(1, -1).astype(np.float32), (context, data.q.size))
         k, v = (x.reshape(context, -1).astype(np.float32) for x in (data.k, data.v))

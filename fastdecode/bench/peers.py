@@ -1,4 +1,5 @@
-"""Peers of the decode benchmark: each loads the checkpoint once, then decodes some tokens of each sequence a round."""
+"""Peers of the decode benchmark: each loads the checkpoint once, then decodes some tokens of each sequence in a
+round."""
 
 from __future__ import annotations
 
@@ -15,14 +16,16 @@ from fastdecode.bench import vllm_worker
 
 
 class Peer(Protocol):
+    """Another system that decodes `batch` sequences of `context` tokens."""
+
     def round(self, steps: int) -> float:
-        """Decode `steps` tokens of every sequence, from the same context each time; seconds taken."""
+        """Decode `steps` tokens of every sequence, from the same context in each round; returns the seconds it took."""
 
     def close(self) -> None: ...
 
 
 class Transformers:
-    """transformers' `generate`, greedy, going on from a cache of `context` random tokens, on all cores in its turn."""
+    """transformers' `generate`, greedy, from a cache of `context` random tokens, with all cores in its turn."""
 
     def __init__(self, model: Path, batch: int, context: int, dtype: torch.dtype, device: torch.device, threads: int):
         from transformers import AutoModelForCausalLM, DynamicCache
@@ -63,12 +66,12 @@ class Transformers:
 
 
 class Vllm:
-    """vLLM in an environment of its own: FASTDECODE_VLLM_PYTHON names that environment's python."""
+    """vLLM in an environment of its own, whose Python interpreter FASTDECODE_VLLM_PYTHON names."""
 
     def __init__(self, model: Path, batch: int, context: int, dtype: torch.dtype, device: torch.device, threads: int):
         python = os.environ.get("FASTDECODE_VLLM_PYTHON")
         if not python:
-            raise ValueError("the vllm peer needs FASTDECODE_VLLM_PYTHON, the python of an environment that has vLLM")
+            raise ValueError("the vllm peer needs FASTDECODE_VLLM_PYTHON, the python of an environment with vLLM")
         argv = [python, "-P", vllm_worker.__file__, str(model), str(batch), str(context), str(dtype).split(".")[-1]]
         cpus = sorted(os.sched_getaffinity(0))[:threads]
         env = {
@@ -81,7 +84,7 @@ class Vllm:
         }
         self._process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
         if self._read() != "ready":
-            raise RuntimeError("vLLM did not start; its log is above")
+            raise RuntimeError("vLLM did not start; see its log above")
 
     def _read(self) -> str:
         assert self._process.stdout

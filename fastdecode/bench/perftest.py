@@ -1,4 +1,5 @@
-"""perftest's ib_write_lat and ib_write_bw beside an rdma:// link: the same ports and GIDs, two processes here."""
+"""perftest's ib_write_lat and ib_write_bw as peers of an rdma:// link: two processes on the ports and GIDs of the
+link."""
 
 from __future__ import annotations
 
@@ -17,11 +18,12 @@ _START_S, _RUN_S = 60, 600
 
 
 def installed() -> bool:
+    """True if both tools are on the PATH."""
     return all(map(shutil.which, TOOLS))
 
 
 class Perftest:
-    """What it says of the path that a link to `url` takes. Raises TransportError, RuntimeError, OSError."""
+    """perftest on the path that a link to `url` takes. Raises TransportError, RuntimeError, OSError."""
 
     def __init__(self, url: str):
         address = rdma.parse(url)
@@ -41,7 +43,8 @@ class Perftest:
         return ["-d", port_gid.port.device, "-i", str(port_gid.port.number), *gid, "-F"]
 
     def round_trips(self, out: int, back: int, n: int) -> list[int]:
-        """Nanoseconds of each of `n`, with as many bytes back as out; the tool itself prints halves of them."""
+        """Nanoseconds of each of `n` round trips of `out` bytes each way. The tool itself prints half of a round
+        trip."""
         assert out == back
         printed = self._run("ib_write_lat", "-s", str(max(1, out)), "-n", str(n), "-H", "-U")
         halves = re.findall(r"^\s*\d+,\s*([\d.]+)\s*$", printed, re.MULTILINE)
@@ -50,12 +53,12 @@ class Perftest:
         return [round(float(x) * 2e3) for x in halves]
 
     def stream(self, n_bytes: int, n: int) -> float:
-        """Nanoseconds a write of `n_bytes`, averaged over `n` of which some are always under way."""
+        """Nanoseconds for one write of `n_bytes`, averaged over `n` writes of which several are always in progress."""
         printed = self._run("ib_write_bw", "-s", str(n_bytes), "-n", str(n))
         found = re.findall(rf"^\s*{n_bytes}\s+\d+\s+[\d.]+\s+([\d.]+)", printed, re.MULTILINE)
         if not found:
             raise RuntimeError(f"ib_write_bw printed no bandwidth:\n{printed}")
-        return n_bytes / (float(found[-1]) * (1 << 20)) * 1e9  # its MB are MiB
+        return n_bytes / (float(found[-1]) * (1 << 20)) * 1e9  # what the tool calls MB is MiB
 
     def _run(self, tool: str, *options: str) -> str:
         with socket.create_server(("", 0)) as free:
@@ -66,10 +69,10 @@ class Perftest:
         )
         try:
             deadline = time.monotonic() + _START_S
-            while not _listening(port):  # a connection made to find out would be taken for the client's
+            while not _listening(port):  # a trial connection would count as the client's
                 if server.poll() is not None or time.monotonic() > deadline:
                     server.kill()
-                    raise RuntimeError(f"{tool} does not start: {server.communicate()[1].strip()[-300:]}")
+                    raise RuntimeError(f"{tool} did not start: {server.communicate()[1].strip()[-300:]}")
                 time.sleep(0.05)
             client = [tool, *self._ends[1], *common, self._host]
             done = subprocess.run(client, capture_output=True, text=True, timeout=_RUN_S)

@@ -1,7 +1,7 @@
-"""Perplexity of a text under each KV-cache format: what a smaller cache costs.
+"""Perplexity of a text with each KV-cache format: what a smaller cache costs.
 
-Every token is decoded, none prefilled, so that each one's attention reads what the R-node has stored. The text is cut
-into sequences that advance together, one token a step.
+Every token is decoded and none is prefilled, so all attention reads the values that the R-node has stored. The text is
+cut into sequences that advance together, one token a step.
 """
 
 from __future__ import annotations
@@ -25,15 +25,17 @@ from fastdecode.spart.batch import Chunk, SampleSpec, StepBatch
 from fastdecode.transports.base import KV_DTYPES, Link
 from fastdecode.transports.registry import connect
 
-COMMAND = ("perplexity", "perplexity of a text under each KV-cache format")
+COMMAND = ("perplexity", "perplexity of a text with each KV-cache format")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", type=Path, metavar="DIR", help="checkpoint; default: the demo model")
     parser.add_argument("--text", type=Path, metavar="FILE", help="text; default: the demo model's held-out text")
-    parser.add_argument("--length", type=int, default=512, help="tokens a sequence")
-    parser.add_argument("--sequences", type=int, default=64, help="sequences, from the beginning of the text")
-    parser.add_argument("--kv-dtype", action="append", choices=KV_DTYPES, help="format to measure (repeatable); all")
+    parser.add_argument("--length", type=int, default=512, help="tokens of each sequence")
+    parser.add_argument("--sequences", type=int, default=64, help="how many, cut from the beginning of the text")
+    parser.add_argument(
+        "--kv-dtype", action="append", choices=KV_DTYPES, help="format to measure (repeatable); default: all"
+    )
     parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="of weights and activations")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
@@ -81,7 +83,8 @@ async def _run(args: argparse.Namespace) -> dict:
 
 
 def cut(directory: Path, text: str, sequences: int, length: int) -> np.ndarray:
-    """The text's first tokens as [sequences, length], each row opened by the model's first token if it has one.
+    """The text's first tokens as ids [sequences, length], int. Each row begins with the tokenizer's begin token if it
+    has one.
 
     Raises ValueError if the text is too short.
     """
@@ -96,7 +99,8 @@ def cut(directory: Path, text: str, sequences: int, length: int) -> np.ndarray:
 
 
 def nats_per_token(model: Model, link: Link, ids: np.ndarray, progress: str | None = None) -> float:
-    """Mean of -ln p(next token) over ids [sequences, length]. The link's lease must be fresh and have room for them."""
+    """Mean of -ln p(next token) over ids [sequences, length]. The link's lease must be unused and have room for all
+    tokens."""
     spart = SPart(model, [link])
     sequences, length = ids.shape
     total = 0.0

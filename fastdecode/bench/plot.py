@@ -1,4 +1,4 @@
-"""Plots of benchmark results. Needs the optional extra `plot`; imported only where a plot is asked for."""
+"""Plots of benchmark results. This module needs the optional extra `plot`, so it is imported only for a plot."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ except ImportError:
 matplotlib.use("agg")
 import matplotlib.pyplot as plt
 
-#: One look for each of whom the attention plot shows, so that it is the same in every panel.
+#: Marker and colour of each peer in the attention plot, the same in every panel.
 _MARKERS = {"torch": ("v", "black"), "ggml": ("s", "tab:green"), "openvino": ("^", "tab:purple")}
 _MARKERS |= {"vllm": ("o", "tab:orange")}
 
 
 def attention(result: dict, path: Path) -> None:
-    """GB/s of KV of every cell of the sweep under the roofline it was measured with, a panel a format and head size.
+    """Plot GB/s of KV and the roofline of every cell of the sweep, with one panel for each format and head size.
 
-    Bars are ours, their share of the roofline is below; black lines are the roofline, markers the peers (GB/s of KV in
-    formats of their own), diamonds ours with the KV in the L2 of one thread. The scale is logarithmic.
+    Bars are the R-engine's, with their share of the roofline below. Black lines are rooflines, markers are peers (GB/s
+    of KV in their own formats), diamonds are the R-engine with its KV in the L2 of one thread. The scale is
+    logarithmic.
     """
     sweep = [row for row in result["rows"] if row["part"] == "sweep"]
     rows = sweep or result["rows"]
@@ -36,12 +37,12 @@ def attention(result: dict, path: Path) -> None:
     figure, axes = plt.subplots(len(formats), len(sizes), figsize=size, squeeze=False, sharey=True)
     for (kv_dtype, head_size), cells in panels.items():
         axis = axes[formats.index(kv_dtype), sizes.index(head_size)]
-        for x, (cell, who) in enumerate(sorted(cells.items())):
-            own = who[None]
+        for x, (cell, by_peer) in enumerate(sorted(cells.items())):
+            own = by_peer[None]
             axis.bar(x, own["gbps"], 0.62, color="tab:blue", label="fastdecode")
             roof = own["roofline_gbps"]
             axis.plot([x - 0.45, x + 0.45], [roof, roof], color="black", lw=1.5, label="read roofline")
-            for name, row in who.items():
+            for name, row in by_peer.items():
                 if name is not None:
                     marker, color = _MARKERS[name]
                     style = {"marker": marker, "color": color, "ls": "", "ms": 5, "mec": "white", "mew": 0.6}
@@ -49,7 +50,7 @@ def attention(result: dict, path: Path) -> None:
             if gbps := in_l2.get((kv_dtype, head_size, cell[0])):
                 style = {"marker": "D", "color": "tab:red", "ls": "", "ms": 4, "mfc": "none"}
                 axis.plot(x, gbps, **style, label="fastdecode in L2, 1 thread")
-        labels = [f"{c}\nG={g}\n{who[None]['roofline_pct']:.0f}%" for (g, c), who in sorted(cells.items())]
+        labels = [f"{c}\nG={g}\n{by_peer[None]['roofline_pct']:.0f}%" for (g, c), by_peer in sorted(cells.items())]
         axis.set_xticks(range(len(cells)), labels, fontsize=7)
         axis.set_yscale("log")
         axis.grid(axis="y", which="both", alpha=0.25)
@@ -74,16 +75,16 @@ def _shape(row: dict) -> tuple:
 
 
 def transport(result: dict, path: Path) -> None:
-    """Latency (median, and 99th percentile dotted) and throughput over the payload, ours and the peers'."""
+    """Plot latency (median, and 99th percentile dotted) and throughput over the payload, of the links and the peers."""
     figure, (latency, throughput) = plt.subplots(1, 2, figsize=(11, 4.5))
     lines: dict[str, list[dict]] = {}
     for row in result["rows"]:
         name = row["peer"] or f"fastdecode {row['transport']}"
-        if row["bytes_out"] == row["bytes_back"]:  # the sweep; a layer call has another shape
+        if row["bytes_out"] == row["bytes_back"]:  # only the sweep over payloads; a layer call has another shape
             lines.setdefault(name, []).append(row)
     for name, rows in lines.items():
         rows.sort(key=lambda row: row["bytes_out"])
-        sizes = [max(row["bytes_out"], 64) for row in rows]  # an empty call at the left edge
+        sizes = [max(row["bytes_out"], 64) for row in rows]  # an empty call stands at the left edge
         (line,) = latency.plot(sizes, [row["p50_us"] for row in rows], marker="o", markersize=3, label=name)
         latency.plot(sizes, [row["p99_us"] for row in rows], linestyle=":", color=line.get_color())
         full = [row for row in rows if row["bytes_out"]]

@@ -1,7 +1,7 @@
 """An R-node in a process of its own for a benchmark.
 
-`python -m fastdecode.bench.rnode_child URL SPIN_US KV_BYTES [CPU]` prints the URL that it is bound to and ends when
-its standard input does, so at the latest with its parent.
+`python -m fastdecode.bench.rnode_child URL SPIN_US KV_BYTES [CPU]` prints the URL that it listens on. It ends when its
+standard input is closed, so at the latest with its parent.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from fastdecode.daemon.rnode import RNode
 
 
 class RNodeChild:
-    """Starts it, with one attention thread, pinned to `cpu` if given; `url` is where it listens.
+    """An R-node process with one attention thread, pinned to `cpu` if that is not None.
 
-    Raises RuntimeError if it does not.
+    The attribute `url` is the URL that it listens on. Raises RuntimeError if it does not start.
     """
 
     def __init__(self, url: str, spin_us: int, kv_bytes: int, cpu: int | None):

@@ -1,4 +1,4 @@
-"""The R-Part of one layer: the R-engine itself, in this process, called as an S-node calls it."""
+"""RPart: the R-Part of one layer. The R-engine runs in this process and is called as an S-node calls it."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from fastdecode.transports.base import KV_DTYPES, PAGE_TOKENS, ROW_ATTEND, ROW_D
 from fastdecode.transports.region import Region, geometry_tuple
 
 _FILL_PAGES = 64  # appended by one call
-_TIMEOUT = 60.0
+_TIMEOUT = 60.0  # seconds for a call
 _TAG = 1
 
 
 class RPart:
-    """Sequences that make up at least `kv_bytes` of KV over an engine pinned to `cpus`.
+    """Sequences that make up at least `kv_bytes` of KV, cached by an R-engine whose threads are pinned to `cpus`.
 
-    The sequences grow page by page in an order drawn by lot, so their pages lie as the R-node's allocator keeps them:
-    in stretches, and these shuffled. `scattered`: there is never but a page here and there that is free, so every page
-    lies somewhere else than the one before; that is the worst that a cache can come to.
+    The sequences grow page by page in a random order, so their pages lie as the R-node's allocator lays them: in runs
+    of adjacent pages, with the runs shuffled. With `scattered` the free pages are single pages everywhere, so no page
+    of a sequence is adjacent to its last one: the worst case for a cache.
 
-    Nobody spins: the caller sleeps while the engine works and the engine while the caller does, so that neither has
-    more than its own cores.
+    No thread spins: the caller sleeps while the engine works and the other way round, so neither takes cores of the
+    other.
     """
 
     def __init__(
@@ -77,19 +77,20 @@ class RPart:
         self._region.close()
 
     def _rows(self, offset: int, n: int, row_bytes: int) -> np.ndarray:
-        """`n` rows of the slot, fp16, as the region holds them."""
+        """A view of `n` rows of the slot, fp16 [n, elements of a row]."""
         start = self._region.layout.slot(0) + offset
         raw = np.frombuffer(self._region.view[start : start + n * row_bytes], np.float16)
         return raw.reshape(n, row_bytes // 2)
 
     def run_pages(self) -> float:
-        """How many pages of a sequence lie side by side, on average."""
+        """The average number of adjacent pages of a sequence."""
         lists = [self._link.pages(seq_index, _TAG) for seq_index in range(self.sequences)]
         jumps = sum(b != a + 1 for pages in lists for a, b in itertools.pairwise(pages))
         return sum(map(len, lists)) / (len(lists) + jumps)
 
     def _occupy(self, n_pages: int) -> list[int]:
-        """Fill the cache with sequences of a token each; they stand behind those that are measured."""
+        """Fill the cache with `n_pages` sequences of one token each; returns their indexes, behind the measured
+        ones."""
         indexes, at_once = list(range(self.sequences, self.sequences + n_pages)), _FILL_PAGES * PAGE_TOKENS
         for i in range(0, n_pages, at_once):
             some = indexes[i : i + at_once]
@@ -100,16 +101,16 @@ class RPart:
         return indexes
 
     def _fill(self, data: Data, progress: bool) -> None:
-        """Cache all tokens but the last of every sequence; whose page comes next is drawn by lot."""
+        """Cache all tokens but the last of every sequence, page by page in a random order of sequences."""
         y, shape, cached = self._region.layout, self.shape, self.shape.context - 1
         source = np.concatenate([data.k, data.v], axis=1).reshape(shape.context, -1)
         rng = np.random.default_rng(0)
         turns = rng.permutation(np.repeat(np.arange(self.sequences), -(-cached // PAGE_TOKENS)))
         lengths = np.zeros(self.sequences, np.int64)
         kv = self._rows(y.kv, _FILL_PAGES * PAGE_TOKENS, y.kv_row_bytes)
-        in_the_way = rng.permutation(self._occupy(len(turns))).tolist() if self._scattered else []
+        occupying = rng.permutation(self._occupy(len(turns))).tolist() if self._scattered else []
         bar = tqdm(total=len(turns), desc=f"filling {self.kv_dtype}", unit="page", leave=False, disable=not progress)
-        entries: dict[int, tuple[int, int]] = {}  # sequence: position, rows
+        entries: dict[int, tuple[int, int]] = {}  # sequence index -> position, rows
         for turn, seq_index in enumerate(turns.tolist()):
             n = min(PAGE_TOKENS, cached - int(lengths[seq_index]))
             entries[seq_index] = (int(lengths[seq_index]), n)
@@ -121,8 +122,8 @@ class RPart:
                     kv[row : row + n_rows] = source[pos : pos + n_rows]
                     table[i] = (s, _TAG, pos, n_rows, 0, 0)
                     row += n_rows
-                for _ in entries if in_the_way else ():
-                    self._link.free(in_the_way.pop(), _TAG)
+                for _ in entries if occupying else ():
+                    self._link.free(occupying.pop(), _TAG)
                 self._port.write_table(0, table.view(np.uint8))
                 self._call(len(entries), row, 0, True)
                 bar.update(len(entries))
@@ -134,7 +135,7 @@ class RPart:
         self._port.write_table(0, self._table.view(np.uint8))
 
     def _call(self, n_entries: int, n_rows: int, n_attend: int, new_step: bool) -> int:
-        """Nanoseconds the engine worked, bytes of KV it read."""
+        """Run one call; returns how many bytes of KV the engine read. Raises RuntimeError if it refuses the call."""
         self._port.post(0, 0, n_entries, n_rows, n_attend, new_step)
         status, _, kv_bytes, message = self._port.wait(0, _TIMEOUT)
         if status:
@@ -142,7 +143,7 @@ class RPart:
         return kv_bytes
 
     def layer(self) -> tuple[float, int]:
-        """One layer of a step of its own, from bell to reply: seconds, bytes of KV read."""
+        """Run one layer as a step of its own; returns the seconds from bell to reply and the bytes of KV read."""
         n = self.sequences
         start = time.perf_counter()
         kv_bytes = self._call(n, n, n, True)
@@ -152,7 +153,7 @@ class RPart:
         return seconds, kv_bytes
 
     def output(self) -> np.ndarray:
-        """O of all sequences after a call, [sequences, q_heads, head_size]."""
+        """O of all sequences after `layer`, [sequences, q_heads, head_size] fp16."""
         y = self._region.layout
         o = self._rows(y.o, self.sequences, y.q_row_bytes)
         return o.reshape(self.sequences, self.shape.q_heads, self.shape.head_size).copy()

@@ -1,4 +1,4 @@
-"""The shape of a layer's attention in a benchmark, and the same random data for whoever runs it."""
+"""The shape of a layer's attention in a benchmark, and the random data that the R-engine and the peers share."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Decode attention of one layer: each sequence attends one new token to `context` cached ones, itself included."""
+    """Decode attention of one layer: each sequence attends one new token to `context` cached tokens, itself
+    included."""
 
     context: int
-    group: int  # query heads a KV head
+    group: int  # query heads for each KV head
     head_size: int
     kv_heads: int
 
@@ -23,20 +24,21 @@ class Shape:
         return self.group * self.kv_heads
 
     def sequences(self, token_bytes: float, kv_bytes: int) -> int:
-        """How many sequences make up at least `kv_bytes` of KV at `token_bytes` a token, all KV heads."""
+        """How many sequences make up at least `kv_bytes` of KV, if all KV heads of a token take `token_bytes`."""
         return max(1, -(-kv_bytes // int(self.context * token_bytes)))
 
 
 @dataclass(frozen=True, slots=True)
 class Data:
-    """Normal q [q_heads, head_size] and k, v [context, kv_heads, head_size], fp16; every sequence has the same."""
+    """Normally distributed q [q_heads, head_size] and k, v [context, kv_heads, head_size], fp16, equal for all
+    sequences."""
 
     q: np.ndarray
     k: np.ndarray
     v: np.ndarray
 
     @classmethod
-    @functools.lru_cache(maxsize=1)  # the R-engine and its peers want the same, one after the other
+    @functools.lru_cache(maxsize=1)  # the R-engine and its peers ask for the same shape, one after the other
     def of(cls, shape: Shape) -> Data:
         rng = np.random.default_rng(0)
         kv = rng.standard_normal((2, shape.context, shape.kv_heads, shape.head_size), np.float32).astype(np.float16)
@@ -45,7 +47,7 @@ class Data:
 
 
 def huge_pages(n_bytes: int) -> mmap.mmap:
-    """Zeroed memory in huge pages where they are to be had, as the R-engine's: for rooflines and peers."""
+    """Zeroed memory for rooflines and peers, in huge pages if the OS has them, like the R-engine's."""
     memory = mmap.mmap(-1, -(-n_bytes // mmap.PAGESIZE) * mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_HUGEPAGE)
     return memory

@@ -1,13 +1,14 @@
 """Round trips over a link, from an empty doorbell to 4 MiB and in the shape of a real layer call.
 
-The other process is an R-node that this starts, or the one at --peer. What is timed is `post` to `wait`, less the time
-that the R-engine says it worked: what the transport costs. Beside it, in the same rounds and on the same bytes, what
-else could carry them. `bytes_out` and `bytes_back` are the rows a case is about; `carried_out` and `carried_back` count
-all that a call brings along, among it the 32 bytes of K and V that not even an empty call can do without. Over shm
-nothing has to be sent: what a call costs there is Python's and the two doorbells' share of what it costs elsewhere.
+The other process is an R-node that this command starts, or the one at --peer. The time of a call goes from `post` to
+the end of `wait`, less the time that the R-engine says it worked: it is what the transport costs. In the same rounds
+and with the same number of bytes, the peers (--beside) are measured. `bytes_out` and `bytes_back` count the rows that a
+case is about. `carried_out` and `carried_back` count all bytes that a call carries, among them the 32 bytes of K and V
+that even an empty call has. Over shm no bytes are sent, so a call costs only the time of Python and of the two
+doorbells, which is part of every other transport's time too.
 
---stream asks for the time from one reply to the next with several calls in flight, whose K and V rows go out and which
-the R-engine refuses at once, as no sequence has their tag.
+--stream measures the time from one reply to the next with several calls in flight. Their K and V rows go out, and the
+R-engine refuses each call at once because no sequence has its tag.
 """
 
 from __future__ import annotations
@@ -37,13 +38,13 @@ from fastdecode.transports import registry
 from fastdecode.transports.base import KV_DTYPES, ROW_ATTEND, ROW_DTYPE, CallRefused, Geometry, Hello
 from fastdecode.transports.region import geometry_tuple
 
-COMMAND = ("transport", "round trips over a link, beside raw sockets, gloo, ZeroMQ and perftest")
+COMMAND = ("transport", "round trips over a link, and over raw sockets, gloo, ZeroMQ and perftest")
 
 _PAYLOADS = (0, 256, 4 << 10, 8 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20)
 _HEAD_SIZE, _MAX_Q_ROW = 8, 16 << 10
 _ACT_BYTES = 2
 _KV_DTYPE = "fp16"
-_CALL_BYTES, _REPLY_BYTES = 64, 256  # fd_call_t, fd_reply_t
+_CALL_BYTES, _REPLY_BYTES = 64, 256  # sizes of fd_call_t and fd_reply_t
 _STREAM_SLOTS, _STREAM_ROW, _STREAM_HEAD_SIZE = 4, 64 << 10, 256
 _PERFTEST = "perftest"
 _MIN_CALLS = 30
@@ -56,39 +57,51 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--url",
         action="append",
         metavar="URL",
-        help="transport to start an R-node on (repeatable); default: shm and tcp",
+        help="start an R-node that listens at this URL (repeatable); default: shm and tcp",
     )
     parser.add_argument(
         "--peer",
         action="append",
         default=[],
         metavar="URL",
-        help="R-node that runs already, here or elsewhere (repeatable)",
+        help="R-node that is already running, here or elsewhere (repeatable)",
     )
     parser.add_argument("--secret-file", type=Path, metavar="FILE", help="shared secret of the R-nodes at --peer")
     parser.add_argument(
         "--beside",
         action="append",
         choices=[*PEERS, _PERFTEST, "none"],
-        help=f"default: all that are installed; {_PERFTEST} beside an rdma:// link that is started here",
+        help=f"peer to run; default: all installed ones; {_PERFTEST} needs an rdma:// link that is started here",
     )
-    parser.add_argument("--payload", action="append", type=int, metavar="BYTES", help="each way (repeatable)")
-    parser.add_argument("--out", action="append", default=[], type=int, metavar="BYTES", help="out only (repeatable)")
+    parser.add_argument("--payload", action="append", type=int, metavar="BYTES", help="bytes each way (repeatable)")
     parser.add_argument(
-        "--stream", action="append", default=[], type=int, metavar="BYTES", help="one way, calls in flight (repeatable)"
+        "--out", action="append", default=[], type=int, metavar="BYTES", help="bytes out, none back (repeatable)"
+    )
+    parser.add_argument(
+        "--stream",
+        action="append",
+        default=[],
+        type=int,
+        metavar="BYTES",
+        help="bytes out, several calls in flight (repeatable)",
     )
     parser.add_argument("--rows", type=int, default=64, help="rows of the layer call")
     parser.add_argument("--heads", type=int, default=32, help="its query heads")
     parser.add_argument("--kv-heads", type=int, default=8)
     parser.add_argument("--head-size", type=int, default=128)
-    parser.add_argument("--spin-us", type=int, default=20000, help="how long both sides spin before they sleep")
-    parser.add_argument("--seconds", type=float, default=0.2, help="of each case, transport and round")
+    parser.add_argument(
+        "--spin-us", type=int, default=20000, help="microseconds that a waiter spins before it sleeps, on both sides"
+    )
+    parser.add_argument("--seconds", type=float, default=0.2, help="duration of each case, transport and round")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument(
-        "--cpus", type=_two_cpus, metavar="A,B", help="pin the waiting thread here to A, what answers there to B"
+        "--cpus",
+        type=_two_cpus,
+        metavar="A,B",
+        help="pin the waiting thread to CPU A and the answering process to CPU B",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw latency and throughput over the payload")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="plot latency and throughput over the payload")
 
 
 def _two_cpus(text: str) -> tuple[int, int]:
@@ -98,7 +111,7 @@ def _two_cpus(text: str) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Calls of one shape. `attend` False: rows that are only appended, so that nothing comes back."""
+    """Calls of one shape. With `attend` False, rows are only appended, so no rows come back."""
 
     name: str
     rows: int
@@ -112,7 +125,8 @@ class Case:
 
     @classmethod
     def payload(cls, n: int) -> Case:
-        """`n` bytes of Q rows out and of O rows back, next to 32 bytes of K and V a row."""
+        """`n` bytes of Q rows out and `n` bytes of O rows back; each row has 32 bytes of K and V too. Raises
+        ValueError."""
         if n == 0:
             return cls("empty", 1, 1, 1, _HEAD_SIZE, False, 0, 0)
         row = min(n, _MAX_Q_ROW)
@@ -123,7 +137,7 @@ class Case:
 
     @classmethod
     def out(cls, n: int) -> Case:
-        """`n` bytes of K and V in one row out, which need little work there."""
+        """`n` bytes of K and V out, in one row, so that the R-engine has little work. Raises ValueError."""
         unit = 2 * _HEAD_SIZE * _ACT_BYTES
         if n <= 0 or n % unit:
             raise ValueError(f"{n} bytes out are not a multiple of {unit}")
@@ -136,7 +150,7 @@ class Case:
 
     @classmethod
     def stream(cls, n: int) -> Case:
-        """`n` bytes of K and V rows out."""
+        """`n` bytes of K and V rows out, in each of several calls in flight. Raises ValueError."""
         if n <= 0 or n % _STREAM_ROW:
             raise ValueError(f"a stream of {n} bytes a call is not a multiple of {format_bytes(_STREAM_ROW)}")
         heads = _STREAM_ROW // (2 * _STREAM_HEAD_SIZE * _ACT_BYTES)
@@ -155,7 +169,7 @@ class Case:
 
 def run(args: argparse.Namespace) -> None:
     if args.plot:
-        from fastdecode.bench import plot  # fails now, if at all
+        from fastdecode.bench import plot  # fails here rather than after the measurement
     result = _measure(args)
     if args.plot:
         plot.transport(result, args.plot)
@@ -202,7 +216,7 @@ def _measure(args: argparse.Namespace) -> dict:
                     samples.setdefault((case, name), []).append(taken)
             for case in streams:
                 for url, shared in urls:
-                    if not url.startswith("shm://"):  # which sends nothing
+                    if not url.startswith("shm://"):  # over shm nothing is sent
                         taken = asyncio.run(_stream(url, shared, case, args.spin_us, args.seconds, here))
                         samples.setdefault((case, url), []).append(taken)
                 if perftest:
@@ -227,7 +241,7 @@ def _hello(case: Case) -> Hello:
 async def _calls(
     url: str, secret: bytes | None, case: Case, spin_us: int, seconds: float, cpu: int | None
 ) -> np.ndarray:
-    """[calls, 2]: nanoseconds from post to wait, and those of them that the R-engine worked."""
+    """[calls, 2]: nanoseconds from post to the end of wait, and how many of them the R-engine worked."""
     link = await registry.connect(url, _hello(case), secret, spin_us=spin_us)
     try:
         y, rng = link.layout, np.random.default_rng(0)
@@ -241,13 +255,13 @@ async def _calls(
         attending = case.rows if case.attend else 0
         taken: list[tuple[int, int]] = []
         end = 0.0
-        with _pinned(cpu):  # this thread is the event loop's: only the link's own pings wait for it meanwhile
+        with _pinned(cpu):  # this blocks the event loop, which has only the link's pings to serve meanwhile
             while len(taken) < _MIN_CALLS or perf_counter() < end:
                 start_ns = perf_counter_ns()
                 link.post(0, 0, case.rows, case.rows, attending, end == 0)
                 times = link.wait(0, _TIMEOUT)
                 taken.append((perf_counter_ns() - start_ns, times.busy_ns))
-                if end == 0:  # the first one has sent the row table and planned the step
+                if end == 0:  # the first call has sent the row table, and the R-engine has planned the step
                     taken.clear()
                     end = perf_counter() + seconds
         return np.array(taken)
@@ -258,7 +272,7 @@ async def _calls(
 async def _stream(
     url: str, secret: bytes | None, case: Case, spin_us: int, seconds: float, cpu: int | None
 ) -> np.ndarray:
-    """[1]: nanoseconds a call, one after another through all slots."""
+    """[1]: nanoseconds for each call, with a call in flight in every slot."""
     link = await registry.connect(url, _hello(case), secret, spin_us=spin_us)
     slots = range(case.geometry.n_slots)
     table = np.array([(0, 7, 3, case.rows, 0, 0)], ROW_DTYPE)
@@ -266,7 +280,7 @@ async def _stream(
     def reply(slot: int) -> None:
         with suppress(CallRefused):
             link.wait(slot, _TIMEOUT)
-            raise RuntimeError("the R-engine has not refused a call of a sequence that is not there")
+            raise RuntimeError("the R-engine has served a call of a sequence that does not exist")
 
     def post(slot: int) -> None:
         link.post(slot, 0, 1, case.rows, 0, True)
@@ -293,7 +307,7 @@ async def _stream(
 
 @contextmanager
 def _pinned(cpu: int | None) -> Iterator[None]:
-    """This thread on `cpu`; threads it has started before stay where they are."""
+    """Pin this thread to `cpu` meanwhile; threads that it has started before are not affected."""
     before = os.sched_getaffinity(0)
     if cpu is not None:
         os.sched_setaffinity(0, {cpu})
@@ -304,7 +318,7 @@ def _pinned(cpu: int | None) -> Iterator[None]:
 
 
 def _round_trips(peer: EchoProcess | Perftest, case: Case, seconds: float, cpu: int | None) -> np.ndarray:
-    """[calls, 2], as of `_calls`; nobody works at the other end."""
+    """[calls, 2] like `_calls`; at the other end no engine works."""
     with _pinned(cpu):
         trial = peer.round_trips(case.bytes_out, case.bytes_back, _MIN_CALLS)
         n = max(_MIN_CALLS, int(seconds * 1e9 / statistics.median(trial)))
@@ -325,7 +339,7 @@ def _row(case: Case, source: str, rounds: list[np.ndarray]) -> dict:
         "carried_out": out,
         "carried_back": back,
     }
-    if rounds[0].ndim == 1:  # a stream; calls overlap, and none has a time of its own
+    if rounds[0].ndim == 1:  # a stream: its calls overlap, so no call has a time of its own
         micros = np.concatenate(rounds) / 1e3
         p50 = float(np.median(micros))
         row |= dict.fromkeys(("p90_us", "p99_us", "p999_us", "engine_us")) | {
@@ -333,7 +347,7 @@ def _row(case: Case, source: str, rounds: list[np.ndarray]) -> dict:
             "spread_p50_us": [float(micros.min()), float(micros.max())],
         }
     else:
-        samples = np.concatenate(rounds)  # whole nanoseconds, as long as rounding could tell equal ones apart
+        samples = np.concatenate(rounds)  # integers, so that equal times do not differ by rounding
         spent = samples[:, 0] - samples[:, 1]
         p50, p90, p99, p999 = (float(ns) / 1e3 for ns in np.percentile(spent, (50, 90, 99, 99.9)))
         medians = [float(np.median(taken[:, 0] - taken[:, 1])) / 1e3 for taken in rounds]

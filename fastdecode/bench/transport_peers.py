@@ -1,6 +1,6 @@
-"""Peers of the transport benchmark: the same bytes there and back between two processes by other means.
+"""Peers of the transport benchmark: other ways to carry the same bytes between two processes and back.
 
-`python -m fastdecode.bench.transport_peers NAME ADDRESS [CPU]` is the other process.
+`python -m fastdecode.bench.transport_peers NAME ADDRESS [CPU]` runs the other process.
 """
 
 from __future__ import annotations
@@ -17,22 +17,23 @@ from importlib.util import find_spec
 from time import perf_counter_ns
 from typing import Protocol
 
-_ORDER = struct.Struct("<qqq")  # bytes out, bytes back, round trips; none of these: end
+_ORDER = struct.Struct("<qqq")  # bytes out, bytes back, number of round trips; 0 round trips: end
 _TIMEOUT_S = 60
-_UP = "up\n"  # the other end's first words
+_UP = "up\n"  # the first line that the other process prints
 
 
 class Wire(Protocol):
-    """One end of a connection that carries messages of a length known to both ends. An empty one is sent as a byte."""
+    """One end of a connection that carries messages whose length both ends know. An empty message is sent as one
+    byte."""
 
-    module: str  # what must be importable
+    module: str  # the module that must be importable
     address: str
 
     def __init__(self, address: str | None):
-        """The end that makes the address (None), or the one that is given it."""
+        """The end that chooses an address (`address` None), or the end that connects to `address`."""
 
     def open(self) -> None:
-        """Finish connecting; the other process has been started."""
+        """Finish connecting. The other process is running."""
 
     def buffer(self, n: int) -> object: ...
     def send(self, buffer: object) -> None: ...
@@ -41,7 +42,7 @@ class Wire(Protocol):
 
 
 class RawSocket:
-    """Blocking TCP sockets, loopback, nothing around the bytes."""
+    """Blocking TCP sockets over loopback, without framing."""
 
     module = "socket"
 
@@ -84,7 +85,7 @@ class RawSocket:
 
 
 class Gloo:
-    """torch.distributed's point-to-point calls over gloo."""
+    """torch.distributed's point-to-point operations over gloo."""
 
     module = "torch.distributed"
 
@@ -120,7 +121,7 @@ class Gloo:
 
 
 class ZeroMQ:
-    """pyzmq, a PAIR over loopback TCP, without copies where it can."""
+    """pyzmq: a PAIR socket over loopback TCP, without copies of large messages."""
 
     module = "zmq"
 
@@ -148,7 +149,7 @@ class ZeroMQ:
     def receive(self, buffer: memoryview) -> None:
         frame = self._socket.recv(copy=len(buffer) < 65536)
         assert len(frame) == len(buffer)
-        buffer[:] = memoryview(frame)  # where the others have them too: in place
+        buffer[:] = memoryview(frame)  # in place, as the other peers receive
 
     def close(self) -> None:
         self._socket.close()
@@ -159,7 +160,7 @@ PEERS: dict[str, Callable[[str | None], Wire]] = {"raw": RawSocket, "gloo": Gloo
 
 
 def installed(wanted: Iterable[str] = PEERS) -> list[str]:
-    """Those of the peers that can be imported here."""
+    """The names among `wanted` whose modules can be imported."""
     names = []
     for name in wanted:
         with suppress(ModuleNotFoundError):
@@ -169,7 +170,10 @@ def installed(wanted: Iterable[str] = PEERS) -> list[str]:
 
 
 class EchoProcess:
-    """A peer's other end, pinned to `cpu` if given. Raises RuntimeError if it does not start."""
+    """A peer and the process of its other end, which is pinned to `cpu` if that is not None.
+
+    Raises RuntimeError if the process does not start.
+    """
 
     def __init__(self, name: str, cpu: int | None = None):
         self._wire = PEERS[name](None)
@@ -180,7 +184,7 @@ class EchoProcess:
         try:
             assert self._process.stdout is not None
             with self._process.stdout as up:
-                if up.readline() != _UP:  # some would wait for it for ever
+                if up.readline() != _UP:  # else `open` of some peers would wait for ever
                     raise RuntimeError(f"the other end of {name} did not start")
             self._wire.open()
         except BaseException:
@@ -190,9 +194,9 @@ class EchoProcess:
             raise
 
     def round_trips(self, out: int, back: int, n: int) -> list[int]:
-        """Nanoseconds of each of `n`."""
+        """Nanoseconds of each of `n` round trips of `out` bytes there and `back` bytes back."""
         wire = self._wire
-        wire.send(_ordered(wire, out, back, n))
+        wire.send(_order(wire, out, back, n))
         there, here = wire.buffer(out), wire.buffer(back)
         taken = []
         for _ in range(n):
@@ -204,7 +208,7 @@ class EchoProcess:
 
     def close(self) -> None:
         with suppress(OSError):
-            self._wire.send(_ordered(self._wire, 0, 0, 0))
+            self._wire.send(_order(self._wire, 0, 0, 0))
         try:
             self._process.wait(10)
         except subprocess.TimeoutExpired:
@@ -213,7 +217,7 @@ class EchoProcess:
         self._wire.close()
 
 
-def _ordered(wire: Wire, *numbers: int) -> object:
+def _order(wire: Wire, *numbers: int) -> object:
     buffer = wire.buffer(_ORDER.size)
     memoryview(buffer.numpy() if hasattr(buffer, "numpy") else buffer)[:] = _ORDER.pack(*numbers)
     return buffer
@@ -226,9 +230,9 @@ def _echo(name: str, address: str, *cpus: int) -> None:
     print(_UP, end="", flush=True)
     wire.open()
     while True:
-        order = wire.buffer(_ORDER.size)
-        wire.receive(order)
-        out, back, n = _ORDER.unpack(memoryview(order.numpy() if hasattr(order, "numpy") else order))
+        message = wire.buffer(_ORDER.size)
+        wire.receive(message)
+        out, back, n = _ORDER.unpack(memoryview(message.numpy() if hasattr(message, "numpy") else message))
         if not n:
             break
         there, here = wire.buffer(out), wire.buffer(back)

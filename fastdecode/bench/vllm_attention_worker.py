@@ -1,15 +1,15 @@
-"""Runs inside vLLM's own environment, as a child of the attention benchmark's vLLM peer; imports nothing of fastdecode.
+"""The attention benchmark's vLLM worker: a child process in vLLM's own environment, which has no fastdecode.
 
-Lines of JSON come in and one goes back for each:
+It reads one JSON object a line and answers each with one line:
 
     {"do": "open", "context", "group", "head_size", "kv_heads", "format", "sequences", "threads", "data"}
-        a cache of `sequences` with the K and V of `data`, an .npz of q [q_heads, head_size] and k, v [context,
-        kv_heads, head_size]; {"kv_bytes"}
-    {"do": "layer"}             vLLM's paged attention, one query row a sequence; {"seconds"}
-    {"do": "output", "to"}      its last result as .npy, [sequences, q_heads, head_size] float32; {}
-    {"do": "close"}             {}
+        makes a cache of `sequences`, each with the K and V of `data`, an .npz of q [q_heads, head_size] and k, v
+        [context, kv_heads, head_size]; answer: {"kv_bytes"}
+    {"do": "layer"}             runs vLLM's paged attention, one query row for each sequence; answer: {"seconds"}
+    {"do": "output", "to"}      writes the last result as .npy, [sequences, q_heads, head_size] float32; answer: {}
+    {"do": "close"}             frees the cache; answer: {}
 
-What vLLM does not support is {"error"}.
+If vLLM does not support a request, the answer is {"error"}.
 """
 
 import json
@@ -17,7 +17,7 @@ import mmap
 import sys
 from time import perf_counter
 
-_BLOCK = 128  # tokens; vLLM's own choice for CPUs
+_BLOCK = 128  # tokens in a block; vLLM's own choice for CPUs
 
 
 class Attention:
@@ -31,7 +31,7 @@ class Attention:
             raise ValueError(f"vLLM supports no head size of {a['head_size']}")
         torch.set_num_threads(a["threads"])
         if torch.cpu._is_amx_tile_supported():
-            torch.cpu._init_amx()  # asks the OS for the tiles, which vLLM's operation takes for granted
+            torch.cpu._init_amx()  # asks the OS for permission to use the tiles, which vLLM's operation assumes
         self._ops = _custom_ops
         fp8 = a["format"] == "fp8"
         dtype = {"fp32": torch.float32, "fp16": torch.float16}.get(a["format"], torch.bfloat16)
@@ -113,7 +113,7 @@ def answer(request, held):
 
 
 def main():
-    out, sys.stdout = sys.stdout, sys.stderr  # vLLM prints
+    out, sys.stdout = sys.stdout, sys.stderr  # vLLM prints to stdout
     held = []
     for line in sys.stdin:
         try:

@@ -1,4 +1,4 @@
-"""vLLM's paged attention on the CPU, in a worker that runs in vLLM's own environment."""
+"""vLLM's paged attention on the CPU, in a worker process that runs in vLLM's own environment."""
 
 from __future__ import annotations
 
@@ -13,19 +13,21 @@ import numpy as np
 from fastdecode.bench import vllm_attention_worker
 from fastdecode.bench.shape import Data, Shape
 
+#: KV format -> nearest format of vLLM's cache.
 _FORMATS = {"fp32": "fp32", "fp16": "fp16", "bf16": "bf16", "int8": "fp8", "int4": "fp8", "int8-int4": "fp8"}
+#: Bytes of an element, by vLLM's format.
 _BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
 
 
 def vllm_python() -> str | None:
-    """The python of an environment that has vLLM, by FASTDECODE_VLLM_PYTHON."""
+    """The python of an environment with vLLM, from FASTDECODE_VLLM_PYTHON; None if that is not set."""
     return os.environ.get("FASTDECODE_VLLM_PYTHON")
 
 
 class VllmPagedAttention:
-    """vLLM's CPU attention over shuffled blocks of 128 tokens. One worker serves all instances, one at a time."""
+    """vLLM's CPU attention over shuffled blocks of 128 tokens. One worker serves all instances, one after the other."""
 
-    needs = "FASTDECODE_VLLM_PYTHON, the python of an environment that has vLLM,"
+    needs = "FASTDECODE_VLLM_PYTHON, the python of an environment with vLLM,"
     _worker: subprocess.Popen[str] | None = None
 
     @staticmethod
@@ -33,7 +35,7 @@ class VllmPagedAttention:
         return vllm_python() is not None
 
     def __init__(self, shape: Shape, kv_dtype: str, kv_bytes: int, threads: int):
-        """Raises ValueError for what vLLM does not support."""
+        """Raises ValueError if vLLM does not support the shape or format, RuntimeError if the worker ends."""
         self.format = _FORMATS[kv_dtype]
         self._shape = shape
         self.sequences = shape.sequences(2 * shape.kv_heads * shape.head_size * _BYTES[self.format], kv_bytes)
@@ -61,7 +63,7 @@ class VllmPagedAttention:
         assert cls._worker.stdin and cls._worker.stdout
         print(json.dumps({"do": do, **arguments}), file=cls._worker.stdin, flush=True)
         if not (line := cls._worker.stdout.readline()):
-            raise RuntimeError("vLLM's worker has ended; its log is above")
+            raise RuntimeError("vLLM's worker has ended; see its log above")
         reply = json.loads(line)
         if "error" in reply:
             raise ValueError(reply["error"].splitlines()[0])
@@ -77,5 +79,5 @@ class VllmPagedAttention:
             return np.load(path)
 
     def close(self) -> None:
-        """Frees the cache; the worker stays for the next shape and ends with this process."""
+        """Free the cache. The worker stays for the next shape and ends with this process."""
         self._ask("close")

@@ -1,9 +1,9 @@
-"""Runs inside vLLM's own environment, as a child of the decode benchmark's vLLM peer; imports nothing of fastdecode.
+"""The decode benchmark's vLLM worker: a child process in vLLM's own environment, which has no fastdecode.
 
     python vllm_worker.py MODEL BATCH CONTEXT DTYPE
 
-prints "ready" when the model is loaded and the prompts are in vLLM's prefix cache; then answers each line "STEPS" with
-the seconds that decoding STEPS tokens of every sequence took: the time to STEPS + 1 tokens less the time to one.
+prints "ready" when the model is loaded and the prompts are in vLLM's prefix cache. Then it answers each line "STEPS"
+with the seconds that STEPS tokens of every sequence took: the time for STEPS + 1 tokens less the time for one.
 """
 
 import random
@@ -16,7 +16,7 @@ def main() -> None:
 
     model, batch, context, dtype = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
     out = sys.stdout
-    sys.stdout = sys.stderr  # vLLM prints
+    sys.stdout = sys.stderr  # vLLM prints to stdout
     llm = LLM(
         model,
         dtype=dtype,

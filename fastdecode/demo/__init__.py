@@ -1,7 +1,7 @@
 """The demo model: a small Llama trained on Jane Austen's novels.
 
-It is the server's default model and the text model the quality measurements
-use.  ``README.md`` next to this file says where the text comes from, how the
+It is the server's default model, and the one that the quality measurements
+use.  `README.md` in this folder says where the text comes from, how the
 model was trained and what to expect of it.
 """
 
@@ -20,5 +20,5 @@ def model_dir() -> Path:
 
 
 def heldout_text() -> str:
-    """Text of the same author that the model has never been trained on."""
+    """Text by the same author that was not in the training set."""
     return (_HERE / "heldout.txt").read_text(encoding="utf-8")

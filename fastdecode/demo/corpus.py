@@ -1,16 +1,16 @@
 """Prepare the demo model's text: six novels by Jane Austen (public domain).
 
-The novels come from the R package ``janeaustenr``, in Debian as
-``r-cran-janeaustenr``.  The package's lazy-load database
-(``Rdata.rdx``/``Rdata.rdb``) is read directly, without R, by the PyPI package
-``rdata``::
+The novels come from the R package `janeaustenr`, in Debian as
+`r-cran-janeaustenr`.  The package's lazy-load database
+(`Rdata.rdx`/`Rdata.rdb`) is read directly, without R, by the PyPI package
+`rdata`::
 
     apt-get download r-cran-janeaustenr
     dpkg -x r-cran-janeaustenr_*.deb janeaustenr
     pip install rdata
     python -m fastdecode.demo.corpus janeaustenr austen
 
-writes ``austen/train.txt``, ``austen/dev.txt`` and ``austen/heldout.txt``.
+writes `austen/train.txt`, `austen/dev.txt` and `austen/heldout.txt`.
 Paragraphs are unwrapped to one line each, chapters become documents, and
 headings, italics marks and editorial notes are dropped.
 """
@@ -24,10 +24,10 @@ import warnings
 import zlib
 from pathlib import Path
 
-#: Separates the chapters within one of the text files.
+#: Separates two chapters in a text file.
 CHAPTER_BREAK = "\n\n\n"
 
-#: Chapters kept out of training: (novel, last n chapters).
+#: Chapters that are not trained on: (novel, number of its last chapters).
 HELDOUT = ("persuasion", 6)
 DEV = ("northangerabbey", 4)
 
@@ -37,7 +37,7 @@ _NOTE = re.compile(r"^\[.*volume|^[* ]+$|^\*Vide ", re.IGNORECASE)
 
 
 def read_novels(package: Path) -> dict[str, list[str]]:
-    """The lines of every novel in an unpacked ``r-cran-janeaustenr``."""
+    """The lines of each novel in an unpacked `r-cran-janeaustenr`, by the novel's name."""
     import rdata
 
     def unserialize(raw: bytes):
@@ -57,7 +57,7 @@ def read_novels(package: Path) -> dict[str, list[str]]:
 
 
 def chapters(lines: list[str]) -> list[str]:
-    """Split a novel into chapters of one-line paragraphs."""
+    """Split the lines of a novel into chapters. Each paragraph becomes one line, and a blank line separates two."""
     result: list[str] = []
     paragraphs: list[str] = []
     paragraph: list[str] = []
@@ -83,7 +83,7 @@ def chapters(lines: list[str]) -> list[str]:
 
 
 def split(novels: dict[str, list[str]]) -> dict[str, list[str]]:
-    """Chapters for training, development and the held-out measurement."""
+    """The chapters of "train", "dev" and "heldout"."""
     parts: dict[str, list[str]] = {"train": [], "dev": [], "heldout": []}
     for name in sorted(novels):
         text = chapters(novels[name])
@@ -96,7 +96,7 @@ def split(novels: dict[str, list[str]]) -> dict[str, list[str]]:
 
 
 def load(path: Path) -> list[str]:
-    """The chapters in one of the files ``main`` writes."""
+    """The chapters in a file that `main` wrote."""
     return path.read_text(encoding="utf-8").rstrip("\n").split(CHAPTER_BREAK)
 
 

@@ -1,7 +1,7 @@
 """The demo model's network, for training: a Llama in plain PyTorch.
 
-Modules carry the parameter names of ``transformers``' ``LlamaForCausalLM``
-(without the leading ``model.``), and the arithmetic is the same, so that the
+Modules carry the parameter names of `transformers`' `LlamaForCausalLM`
+(without the leading `model.`), and the arithmetic is the same, so that the
 trained weights are a Llama checkpoint as they are.
 """
 

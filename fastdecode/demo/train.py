@@ -1,16 +1,15 @@
 """Train the demo model.
 
-``corpus.py`` prepares the text; this script trains the tokenizer and a small
-Llama on it and writes a checkpoint directory that ``transformers`` (and this
+`corpus.py` prepares the text; this script trains the tokenizer and a small
+Llama on it and writes a checkpoint directory that `transformers` (and this
 server) load unchanged::
 
     python -m fastdecode.demo.train --corpus austen --out model --steps 4000
 
 The network computes in bfloat16, as the server does, from fp32 master weights.
 Muon trains the layers' matrices - on this little text it needs far fewer steps
-than AdamW - and AdamW the embedding and the norms.  The checkpoint kept is the
-one with the lowest loss on ``dev.txt``; ``heldout.txt`` is only measured at the
-end.
+than AdamW - and AdamW the embedding and the norms.  The checkpoint with the
+lowest loss on `dev.txt` is kept; `heldout.txt` is only measured at the end.
 """
 
 from __future__ import annotations
@@ -53,8 +52,8 @@ CONFIG = {
     "eos_token_id": 1,
     "torch_dtype": "bfloat16",
 }
-#: Every message becomes a paragraph.  The model goes on in the last paragraph
-#: if that is unfinished, else it starts a new one.
+#: Every message becomes a paragraph.  The model continues the last paragraph if
+#: it does not end a sentence, else it starts a new one.
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"
     "{% set text = message['content'] | trim %}{{ text }}"
@@ -84,10 +83,10 @@ def train_tokenizer(text: list[str]):
 
 
 def batches(chapters: list[list[int]], seed: int) -> Iterator[Tensor]:
-    """Endless rows of the begin token and ``length`` tokens; send (rows, length).
+    """Endless batches [rows, 1 + length], each row a begin token and `length` tokens.
 
-    Every epoch shuffles the chapters, joins them, and cuts them at a new
-    offset, so that no two epochs show the same rows.
+    Send (rows, length) to get a batch.  Every epoch shuffles the chapters, joins
+    them and cuts them at a new offset, so that no two epochs have equal rows.
     """
     rng = random.Random(seed)
     stream: list[int] = []
@@ -104,7 +103,7 @@ def batches(chapters: list[list[int]], seed: int) -> Iterator[Tensor]:
 
 @torch.no_grad()
 def evaluate(model: Llama, chapters: list[list[int]], length: int) -> tuple[float, int]:
-    """Summed loss in nats, and the number of tokens, over whole chapters."""
+    """The summed loss in nats and the number of tokens, over whole chapters cut into rows of `length`."""
     model.eval()
     total, count = 0.0, 0
     for chapter in chapters:
@@ -153,7 +152,7 @@ def restore(model: Llama, checkpoint: Path) -> None:
 
 
 def train(args: argparse.Namespace) -> None:
-    """Tokenizer, training loop, and the held-out measurement."""
+    """Train the tokenizer and the model, then measure the held-out text."""
     torch.set_num_threads(args.threads)
     torch.set_flush_denormal(True)
     torch.manual_seed(args.seed)
@@ -163,7 +162,7 @@ def train(args: argparse.Namespace) -> None:
         part: [[*e.ids, CONFIG["eos_token_id"]] for e in tokenizer.encode_batch(chapters)]
         for part, chapters in text.items()
     }
-    # The begin token is put before every row; the chapters do without.
+    # Chapters have no begin token, because every row gets one.
     ids = {part: [chapter[1:] for chapter in chapters] for part, chapters in ids.items()}
     size = sum(map(len, ids["train"]))
 
@@ -232,7 +231,9 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=math.inf, help="end the schedule by this time, if earlier")
     parser.add_argument("--batch-tokens", type=int, default=4096)
     parser.add_argument("--length", type=int, default=256, help="tokens in a row")
-    parser.add_argument("--long-fraction", type=float, default=0.15, help="last part, on rows of the full length")
+    parser.add_argument(
+        "--long-fraction", type=float, default=0.15, help="share of the steps, at the end, on full rows"
+    )
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--warmup", type=int, default=150, help="steps")
     parser.add_argument("--weight-decay", type=float, default=0.1)
