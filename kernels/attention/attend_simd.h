@@ -168,6 +168,23 @@ FD_INLINE void prefetch_rows(const fd_attend_t *a, const panel_t *p, uint32_t he
         }
 }
 
+/* Writes the result of query rows [row0, row0 + rows) of each KV head when they see no token of the chunks. Calls of
+ * init_head and finish_head would write the same, but each inlined copy of them is larger than the rest of
+ * attend_panel. */
+static void write_unattended_rows(const fd_attend_t *a, uint32_t row0, uint32_t rows) {
+    for (uint32_t h = 0; h < a->heads; h++)
+        for (uint32_t row = row0; row < row0 + rows; row++) {
+            if (a->o) {
+                memset(a->o + fd_act_offset(a, h, row), 0, a->head_size * fd_act_bytes(a->act_dtype));
+                continue;
+            }
+            const size_t i = (size_t)h * a->q_len * a->group + row;
+            a->m[i] = -INFINITY;
+            a->l[i] = 0.0f;
+            memset(acc_row(a, h, row), 0, a->head_size * sizeof *a->acc);
+        }
+}
+
 /* Attends query rows [row0, row0 + rows) of each KV head, one panel, to all chunks. */
 FD_INLINE void attend_panel(const fd_kv_dtype_t dtype, const fd_attend_t *a, const block_fn *blocks, uint32_t row0,
                             uint32_t rows) {
@@ -215,10 +232,7 @@ FD_INLINE void attend_panel(const fd_kv_dtype_t dtype, const fd_attend_t *a, con
         if (!more_chunks) return;
         initialized = 1;
     }
-    for (uint32_t h = 0; h < a->heads; h++) { /* the panel's rows see no token of the chunks */
-        init_head(dtype, a, &p, h);
-        finish_head(dtype, a, &p, h);
-    }
+    write_unattended_rows(a, row0, rows);
 }
 
 /* The body of an entry point: attends all query rows of `a`. blocks[n - 1] handles blocks of n rows in format
