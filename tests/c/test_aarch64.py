@@ -11,7 +11,7 @@ import subprocess
 from emulated import EMULATOR, cross_build, cross_compile, needs_emulator
 from sources import ENGINE, ROOT
 
-pytestmark = needs_emulator
+pytestmark = [*needs_emulator]
 
 
 def test_an_engine_answers_hostile_calls_and_its_other_link_stays_right() -> None:

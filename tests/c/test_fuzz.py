@@ -17,6 +17,8 @@ from pathlib import Path
 import pytest
 from sources import ENGINE, INCLUDES, ROOT
 
+pytestmark = pytest.mark.tools
+
 PORT = [ROOT / "transports" / name for name in ("port.c", "tcp_pump.c", "rdma_poster.c")]
 SECONDS = int(os.environ.get("FASTDECODE_FUZZ_S", "0"))
 FLAGS = ["-std=gnu11", "-g1", "-O1", "-fno-sanitize-recover=all", *INCLUDES]

@@ -20,7 +20,7 @@ FLAGS += [*INCLUDES, f"-I{sysconfig.get_path('include')}"]
 NEEDS_MORE = {"verbs_abi.c"}
 
 
-@pytest.mark.parametrize("compiler", ["gcc", "clang"])
+@pytest.mark.parametrize("compiler", ["gcc", pytest.param("clang", marks=pytest.mark.tools)])
 def test_c_compiles_without_a_warning(compiler: str) -> None:
     if not shutil.which(compiler):
         pytest.skip(f"needs {compiler}")

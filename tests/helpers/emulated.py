@@ -30,7 +30,10 @@ PEER = [ROOT / "tests/c/kernels_peer.c", *sorted(ROOT.glob("kernels/attention/at
 PEER += [ROOT / "kernels/attention/dispatch.c", ROOT / "kernels/attention/isa.c"]
 
 _missing = [program for program in (COMPILER, EMULATOR) if not shutil.which(program)]
-needs_emulator = pytest.mark.skipif(bool(_missing), reason=f"needs {' and '.join(_missing)} ({DEBIAN})")
+needs_emulator = (
+    pytest.mark.tools,
+    pytest.mark.skipif(bool(_missing), reason=f"needs {' and '.join(_missing)} ({DEBIAN})"),
+)
 
 
 def is_emulated(isa: str) -> bool:

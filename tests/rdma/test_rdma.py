@@ -147,6 +147,7 @@ async def test_without_pyverbs_the_url_says_what_to_install(no_pyverbs):
         await serve("rdma://127.0.0.1:0", None, None)
 
 
+@pytest.mark.tools
 def test_the_binary_interface_is_that_of_the_header():
     compiler = shutil.which("cc")
     folders = [Path("/usr/include"), guest.cache() / "extra/usr/include"]

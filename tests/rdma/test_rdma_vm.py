@@ -17,7 +17,7 @@ BOOT_S = 120.0
 TESTS_S = 1500.0 + 60.0 * CYCLES
 ALL = "FASTDECODE_RDMA_ALL" in os.environ
 
-pytestmark = pytest.mark.timeout(BOOT_S + TESTS_S)
+pytestmark = [pytest.mark.tools, pytest.mark.timeout(BOOT_S + TESTS_S)]
 
 #: Where the conformance suite has its R-node, and what is done to the wire first.
 NETEM = "for i in va vb; do tc qdisc add dev $i root netem delay 100us reorder 95% loss 0.1%; done"
