@@ -29,13 +29,16 @@ os.environ["PYTHONSAFEPATH"] = "1"
 
 
 def transports() -> list[str]:
-    """RDMA where there is a device, such as in tests/rdma's virtual machine. FASTDECODE_R_NODE is the URL of an R-node
-    on another host; then there is no other."""
+    """The URL schemes to test: all of LISTEN_URLS, but RDMA only where there is a device, for example in the virtual
+    machine of tests/rdma. If FASTDECODE_R_NODE is the URL of an R-node on another host, only its scheme."""
     if far := os.environ.get("FASTDECODE_R_NODE"):
         return [far.partition(":")[0]]
+    from rnode_process import LISTEN_URLS
+
     from fastdecode.transports.rdma_devices import list_ports
 
-    return ["shm", "tcp", *(["rdma"] if any(port.active for port in list_ports()) else [])]
+    has_rdma = any(port.active for port in list_ports())
+    return [scheme for scheme in LISTEN_URLS if scheme != "rdma" or has_rdma]
 
 
 @pytest.fixture(params=transports(), scope="module")

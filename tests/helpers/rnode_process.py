@@ -24,6 +24,13 @@ from script_process import ScriptProcess
 
 STUCK_S = 3.0 if "FASTDECODE_SLOW" in os.environ else 1.0  # see link_driver.SLOW
 KV_BYTES = 64 << 20  # unless told otherwise
+#: The transports that the conformance suite tests, by URL scheme, each with the URL that a test's R-node listens at.
+#: "{folder}" is a folder of the test's own.
+LISTEN_URLS = {
+    "shm": "shm://{folder}/r.sock",
+    "tcp": "tcp://127.0.0.1:0",
+    "rdma": f"rdma://{os.environ.get('FASTDECODE_RDMA_HOST', '127.0.0.1')}:0",
+}
 #: What a test prints when it expects the R-node's host to lose its power.
 PULL_THE_PLUG = "now pull the plug of the R-node's host"
 
@@ -38,9 +45,8 @@ class RNodeProcess(ScriptProcess):
 
     @classmethod
     def over(cls, transport: str, folder: Path) -> RNodeProcess:
-        """One that listens on this host alone; over RDMA at FASTDECODE_RDMA_HOST, if that is set."""
-        host = os.environ.get("FASTDECODE_RDMA_HOST", "127.0.0.1") if transport == "rdma" else "127.0.0.1"
-        return cls(f"shm://{folder}/r.sock" if transport == "shm" else f"{transport}://{host}:0", KV_BYTES)
+        """An R-node that listens at LISTEN_URLS[transport]."""
+        return cls(LISTEN_URLS[transport].format(folder=folder), KV_BYTES)
 
     def start(self) -> None:
         """Also after its end, and at the same address then."""
