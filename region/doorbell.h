@@ -43,7 +43,7 @@ typedef struct {
 /* A waiter that has spun this long yields its core between two reads of the bell. Where threads outnumber cores, the
  * thread that will ring may need this very core, and would otherwise get it only at the scheduler's next tick,
  * milliseconds later. */
-#define FD_POLITE_NS 500u
+#define FD_YIELD_AFTER_NS 500u
 
 typedef enum {
     FD_WAIT_DONE = 0,
@@ -138,7 +138,7 @@ static inline fd_wait_t fd_wait_reply(fd_slot_t *slot, uint64_t number, uint64_t
         uint64_t now = fd_now_ns();
         if (!start) start = now;
         if (now - start >= spin_ns) break;
-        if (now - start >= FD_POLITE_NS) sched_yield();
+        if (now - start >= FD_YIELD_AFTER_NS) sched_yield();
     }
     for (;;) {
         uint64_t waited = fd_now_ns() - start;

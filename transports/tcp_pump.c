@@ -51,8 +51,8 @@ struct fd_pump {
     pthread_mutex_t lock; /* guards all below; never held across a call that blocks */
     pthread_cond_t work;
     bool stopping;
-    bool watching;   /* the receiving thread takes in what comes */
-    bool left_to_tx; /* the sending thread has the socket: others only queue */
+    bool rx_thread_receives; /* the receiving thread takes in what comes */
+    bool left_to_tx;         /* the sending thread has the socket: others only queue */
     fd_pump_slot_t slots[FD_MAX_SLOTS];
     uint32_t n_busy;              /* of them */
     uint32_t queue[FD_MAX_SLOTS]; /* slots to send, oldest first */
@@ -130,9 +130,9 @@ static void consume(struct iovec *parts, size_t n_parts, size_t n) {
     }
 }
 
-/* Sends queued frames until nothing is left, the socket is full, or (unless `patient`) a frame is large; in the two
- * last cases the sending thread takes over. Lock held. */
-static void flush(fd_pump_t *p, bool patient) {
+/* Sends queued frames until nothing is left, the socket is full, or (unless `large_frames`) a frame is large; in the
+ * two last cases the sending thread takes over. Lock held. */
+static void flush(fd_pump_t *p, bool large_frames) {
     while (p->sock >= 0 && (p->sending || p->queued)) {
         uint32_t index;
         if (!p->sending) {
@@ -141,7 +141,7 @@ static void flush(fd_pump_t *p, bool patient) {
             begin_frame(p, index);
         }
         index = p->head.frame.slot;
-        if (!patient && bytes_left(p->parts) > INLINE_BYTES) {
+        if (!large_frames && bytes_left(p->parts) > INLINE_BYTES) {
             p->left_to_tx = true;
             pthread_cond_signal(&p->work);
             return;
@@ -169,10 +169,10 @@ static void flush(fd_pump_t *p, bool patient) {
 }
 
 /* Whether the receiving thread is to take in what comes; it sees the connection's end in any case. Lock held. */
-static void watch(fd_pump_t *p, bool on) {
+static void let_rx_thread_receive(fd_pump_t *p, bool on) {
     struct epoll_event event = {.events = EPOLLRDHUP | (on ? EPOLLIN : 0)};
     epoll_ctl(p->epoll, EPOLL_CTL_MOD, p->sock, &event);
-    p->watching = on;
+    p->rx_thread_receives = on;
 }
 
 void fd_pump_send(void *pump, uint32_t index) {
@@ -184,7 +184,7 @@ void fd_pump_send(void *pump, uint32_t index) {
             p->slots[index] =
                 (fd_pump_slot_t){.busy = true, .number = call->number, .n_attend_rows = call->n_attend_rows};
             /* While this one is waited for, or before, the other's reply may come. */
-            if (++p->n_busy > 1 && !p->watching) watch(p, true);
+            if (++p->n_busy > 1 && !p->rx_thread_receives) let_rx_thread_receive(p, true);
         }
         p->queue[p->queued++] = index;
         if (!p->left_to_tx) flush(p, false);
@@ -216,7 +216,7 @@ static void *tx_main(void *arg) {
 typedef enum { RX_DRY, RX_FRAME, RX_END } fd_rx_t;
 
 /* Why a connection has broken. */
-static const char *broken(int error) {
+static const char *break_reason(int error) {
     switch (error) {
     case ETIMEDOUT: return "the peer has fallen silent";
     case EHOSTUNREACH:
@@ -229,13 +229,13 @@ static const char *broken(int error) {
 
 /* What recvmsg gives of `parts`, which are taken off. False if there is nothing (now, or ever: then p->rx.error says
  * why). */
-static bool take(fd_pump_t *p, struct iovec *parts, size_t n_parts, int flags) {
+static bool receive_bytes(fd_pump_t *p, struct iovec *parts, size_t n_parts, int flags) {
     ssize_t n;
     struct msghdr message = {.msg_iov = parts, .msg_iovlen = n_parts};
     do n = recvmsg(p->sock, &message, flags);
     while (n < 0 && errno == EINTR);
     if (n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return false;
-    if (n < 0) p->rx.error = broken(errno);
+    if (n < 0) p->rx.error = break_reason(errno);
     else if (n == 0)
         p->rx.error = p->rx.got ? "the data connection ended within a frame" : "the peer closed the data connection";
     if (n <= 0) return false;
@@ -302,17 +302,18 @@ static void finish_frame(fd_pump_t *p) {
     }
 }
 
-/* Goes on with the frame under way as far as there are bytes; `patient`: waits for those that its head has announced.
+/* Goes on with the frame under way as far as there are bytes; `may_block`: waits for those that its head has announced.
  */
-static fd_rx_t advance(fd_pump_t *p, bool patient) {
+static fd_rx_t advance(fd_pump_t *p, bool may_block) {
     const size_t head = sizeof(fd_frame_t) + (p->side == FD_SIDE_R ? sizeof(fd_call_t) : sizeof(fd_reply_t));
     while (!p->rx.error && p->rx.got < head) {
         struct iovec part = {(uint8_t *)&p->rx.head + p->rx.got, head - p->rx.got};
-        if (!take(p, &part, 1, MSG_DONTWAIT)) return p->rx.error ? RX_END : RX_DRY;
+        if (!receive_bytes(p, &part, 1, MSG_DONTWAIT)) return p->rx.error ? RX_END : RX_DRY;
         if (p->rx.got == head) p->rx.error = begin_body(p);
     }
     while (!p->rx.error && bytes_left(p->rx.parts))
-        if (!take(p, p->rx.parts, PARTS, patient ? MSG_WAITALL : MSG_DONTWAIT)) return p->rx.error ? RX_END : RX_DRY;
+        if (!receive_bytes(p, p->rx.parts, PARTS, may_block ? MSG_WAITALL : MSG_DONTWAIT))
+            return p->rx.error ? RX_END : RX_DRY;
     if (p->rx.error) return RX_END;
     finish_frame(p);
     return RX_FRAME;
@@ -323,25 +324,25 @@ static void end_link(fd_pump_t *p) {
     fd_down_stop_link(p->down, p->side, p->region, &p->geometry, p->rx.error);
 }
 
-static fd_rx_t receive(fd_pump_t *p, bool patient) {
+static fd_rx_t receive(fd_pump_t *p, bool may_block) {
     if (p->rx.error) return RX_END;
-    fd_rx_t rx = advance(p, patient);
+    fd_rx_t rx = advance(p, may_block);
     if (rx == RX_END) end_link(p);
     return rx;
 }
 
 /* The thread that holds `receive_ownership` receives by itself from now on. */
-static void take_over(fd_pump_t *p) {
+static void start_receiving(fd_pump_t *p) {
     pthread_mutex_lock(&p->lock);
-    if (p->watching) watch(p, false);
+    if (p->rx_thread_receives) let_rx_thread_receive(p, false);
     pthread_mutex_unlock(&p->lock);
 }
 
 /* It lets go. On the S side nothing can come that nobody has asked for, and who has asked for one reply will wait for
  * it. */
-static void hand_back(fd_pump_t *p) {
+static void stop_receiving(fd_pump_t *p) {
     pthread_mutex_lock(&p->lock);
-    if (p->side == FD_SIDE_R || p->n_busy) watch(p, true);
+    if (p->side == FD_SIDE_R || p->n_busy) let_rx_thread_receive(p, true);
     pthread_mutex_unlock(&p->lock);
     pthread_mutex_unlock(&p->receive_ownership);
 }
@@ -365,7 +366,7 @@ uint64_t fd_pump_receive(fd_pump_t *p, uint32_t index, uint64_t number, uint64_t
     uint64_t start = fd_now_ns(), waited = 0;
     if (fd_bell_read(&slot->reply_bell) == number || pthread_mutex_trylock(&p->receive_ownership)) return 0;
     fd_rx_t rx = p->sock >= 0 ? RX_FRAME : RX_END;
-    if (rx != RX_END) take_over(p);
+    if (rx != RX_END) start_receiving(p);
     while (rx != RX_END && fd_bell_read(&slot->reply_bell) != number && !fd_is_down(p->down)) {
         rx = receive(p, false);
         if (rx != RX_DRY) continue;
@@ -375,12 +376,12 @@ uint64_t fd_pump_receive(fd_pump_t *p, uint32_t index, uint64_t number, uint64_t
             struct pollfd either[2] = {{.fd = p->sock, .events = POLLIN}, {.fd = p->down->fd, .events = POLLIN}};
             uint64_t left_ms = (timeout_ns - waited) / 1000000 + 1;
             poll(either, 2, left_ms < NAP_MS ? (int)left_ms : NAP_MS);
-        } else if (waited >= FD_POLITE_NS) {
+        } else if (waited >= FD_YIELD_AFTER_NS) {
             sched_yield();
         }
     }
     if (rx == RX_END) pthread_mutex_unlock(&p->receive_ownership);
-    else hand_back(p);
+    else stop_receiving(p);
     return waited;
 }
 
@@ -393,11 +394,11 @@ void fd_pump_poll(void *pump, bool go_on) {
             return;
         }
         p->polling = true;
-        take_over(p);
+        start_receiving(p);
     }
     if (!p->polling || (go_on && receive(p, false) != RX_END)) return;
     p->polling = false;
-    hand_back(p);
+    stop_receiving(p);
 }
 
 /* ---- life ---- */
@@ -457,7 +458,7 @@ int fd_pump_start(fd_pump_t *p, int sock, int wake_fd) {
         rc = errno;
     if (!rc) {
         p->wake_fd = wake_fd;
-        p->watching = p->side == FD_SIDE_R;
+        p->rx_thread_receives = p->side == FD_SIDE_R;
         set_socket(p, sock);
         rc = start_threads(p);
         if (rc) set_socket(p, -1);

@@ -66,7 +66,7 @@ void fd_pages_destroy(fd_pages_t *p) {
     memset(p, 0, sizeof *p);
 }
 
-static bool goes_on(const fd_pages_t *p, uint32_t page) {
+static bool continues_run(const fd_pages_t *p, uint32_t page) {
     if (page >= p->n_pages) return false;
     const uint32_t at = page & ((1u << p->order) - 1);
     const uint8_t needed = at ? block(0, at) : block(p->order, 0);
@@ -75,7 +75,7 @@ static bool goes_on(const fd_pages_t *p, uint32_t page) {
 
 uint32_t fd_pages_take(fd_pages_t *p, uint32_t after) {
     uint32_t page = after + 1;
-    if (after == FD_NO_PAGE || !goes_on(p, page)) {
+    if (after == FD_NO_PAGE || !continues_run(p, page)) {
         uint32_t order = p->order;
         while (p->first[order] == FD_NO_PAGE) order--;
         const uint32_t stretch = p->first[order];

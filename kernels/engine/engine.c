@@ -99,10 +99,10 @@ static uint64_t run_layer(fd_engine_t *e, fd_link_t *link, const fd_step_t *step
 }
 
 /* False if a thread that has been idle for so long should sleep. */
-static bool spin_on(const fd_engine_t *e, uint64_t idle_since) {
+static bool keep_spinning(const fd_engine_t *e, uint64_t idle_since) {
     uint64_t idle = fd_now_ns() - idle_since;
     if (idle >= e->spin_ns) return false;
-    if (idle >= FD_POLITE_NS) sched_yield();
+    if (idle >= FD_YIELD_AFTER_NS) sched_yield();
     return true;
 }
 
@@ -124,7 +124,7 @@ static void *helper_main(void *arg) {
             idle_since = fd_now_ns();
         } else if (i % POLLS_PER_CLOCK) {
             fd_cpu_relax();
-        } else if (!spin_on(e, idle_since)) {
+        } else if (!keep_spinning(e, idle_since)) {
             __atomic_fetch_add(&e->sleepers, 1, __ATOMIC_SEQ_CST);
             __atomic_thread_fence(__ATOMIC_SEQ_CST);
             fd_futex_wait(&e->epoch, seen, 1000000000u, false);
@@ -186,13 +186,13 @@ static void reply(fd_link_t *link, uint32_t slot, const fd_reply_t *r) {
 static void poll_carriers(fd_engine_t *e, bool go_on) {
     if (!go_on && !e->polling) return;
     e->polling = go_on;
-    for (uint32_t i = 0; i < e->n_live; i++)
-        if (e->live[i]->notify.poll) e->live[i]->notify.poll(e->live[i]->notify.ctx, go_on);
+    for (uint32_t i = 0; i < e->n_adopted; i++)
+        if (e->adopted[i]->notify.poll) e->adopted[i]->notify.poll(e->adopted[i]->notify.ctx, go_on);
 }
 
 /* An RDMA device that is software may write a bell byte by byte: one that is neither old nor next is not judged at
  * once. */
-static uint64_t settled(const uint64_t *at, uint64_t bell, uint64_t served) {
+static uint64_t settled_bell(const uint64_t *at, uint64_t bell, uint64_t served) {
     for (int i = 0; i < SETTLE_POLLS && bell != served && bell != served + 1; i++) {
         fd_cpu_relax();
         bell = fd_bell_read(at);
@@ -205,7 +205,7 @@ static bool serve_slot(fd_engine_t *e, fd_link_t *link, uint32_t slot) {
     fd_slot_t *s = fd_slot_at(link->region, &link->work.layout, slot);
     fd_slot_state_t *state = &link->slots[slot];
     uint64_t bell = fd_bell_read(&s->request_bell);
-    if (link->no_wakeup) bell = settled(&s->request_bell, bell, state->served);
+    if (link->no_wakeup) bell = settled_bell(&s->request_bell, bell, state->served);
     if (bell == state->served) return false;
     if (e->last_busy_ns > LONG_CALL_NS) poll_carriers(e, false);
     uint64_t start = link->last_call_ns = fd_now_ns();
@@ -257,8 +257,8 @@ static bool give_back(fd_link_t *link) {
 /* One slice of whatever is due. False if nothing is. */
 static bool maintain(fd_engine_t *e) {
     uint64_t now = e->maintained_ns = fd_now_ns();
-    for (uint32_t i = 0; i < e->n_live; i++) {
-        fd_link_t *link = e->live[i];
+    for (uint32_t i = 0; i < e->n_adopted; i++) {
+        fd_link_t *link = e->adopted[i];
         if (fault_in(e, link)) return true;
         if (e->trim_idle_ns && now - link->last_call_ns >= e->trim_idle_ns && give_back(link)) return true;
     }
@@ -267,74 +267,76 @@ static bool maintain(fd_engine_t *e) {
 
 /* ---- thread 0 ---- */
 
-static bool control_changed(fd_engine_t *e) { return __atomic_load_n(&e->control, __ATOMIC_ACQUIRE) != e->taken_up; }
+static bool links_changed(fd_engine_t *e) {
+    return __atomic_load_n(&e->link_changes, __ATOMIC_ACQUIRE) != e->adopted_changes;
+}
 
-static void adopt_control(fd_engine_t *e) {
+static void adopt_links(fd_engine_t *e) {
     poll_carriers(e, false);
     pthread_mutex_lock(&e->mutex);
-    memcpy(e->live, e->links, e->n_links * sizeof *e->links);
-    e->n_live = e->n_links;
+    memcpy(e->adopted, e->links, e->n_links * sizeof *e->links);
+    e->n_adopted = e->n_links;
     e->n_no_wakeup = 0;
-    for (uint32_t i = 0; i < e->n_live; i++) e->n_no_wakeup += e->live[i]->no_wakeup;
-    e->taken_up = e->control;
-    pthread_cond_broadcast(&e->taken);
+    for (uint32_t i = 0; i < e->n_adopted; i++) e->n_no_wakeup += e->adopted[i]->no_wakeup;
+    e->adopted_changes = e->link_changes;
+    pthread_cond_broadcast(&e->adoption);
     pthread_mutex_unlock(&e->mutex);
 }
 
 /* One call a slot and round, so that no link can starve another. */
 static bool poll_bells(fd_engine_t *e) {
     bool any = false;
-    for (uint32_t i = 0; i < e->n_live; i++)
-        for (uint32_t slot = 0; slot < e->live[i]->work.g.n_slots; slot++) {
-            if (!serve_slot(e, e->live[i], slot)) continue;
+    for (uint32_t i = 0; i < e->n_adopted; i++)
+        for (uint32_t slot = 0; slot < e->adopted[i]->work.g.n_slots; slot++) {
+            if (!serve_slot(e, e->adopted[i], slot)) continue;
             any = true;
-            if (control_changed(e)) return true;
+            if (links_changed(e)) return true;
         }
     return any;
 }
 
 static bool any_bell(fd_engine_t *e) {
-    for (uint32_t i = 0; i < e->n_live; i++)
-        for (uint32_t slot = 0; slot < e->live[i]->work.g.n_slots; slot++) {
-            fd_slot_t *s = fd_slot_at(e->live[i]->region, &e->live[i]->work.layout, slot);
-            if (fd_bell_read(&s->request_bell) != e->live[i]->slots[slot].served) return true;
+    for (uint32_t i = 0; i < e->n_adopted; i++)
+        for (uint32_t slot = 0; slot < e->adopted[i]->work.g.n_slots; slot++) {
+            fd_slot_t *s = fd_slot_at(e->adopted[i]->region, &e->adopted[i]->work.layout, slot);
+            if (fd_bell_read(&s->request_bell) != e->adopted[i]->slots[slot].served) return true;
         }
     return false;
 }
 
-static void say_asleep(fd_engine_t *e, uint32_t asleep) {
-    for (uint32_t i = 0; i < e->n_live; i++)
-        __atomic_store_n(&((fd_region_header_t *)e->live[i]->region)->engine_asleep, asleep, __ATOMIC_RELAXED);
+static void set_asleep(fd_engine_t *e, uint32_t asleep) {
+    for (uint32_t i = 0; i < e->n_adopted; i++)
+        __atomic_store_n(&((fd_region_header_t *)e->adopted[i]->region)->engine_asleep, asleep, __ATOMIC_RELAXED);
     __atomic_thread_fence(__ATOMIC_SEQ_CST);
 }
 
 static void sleep_until_rung(fd_engine_t *e, uint64_t idle_ns) {
     struct epoll_event events[16];
     poll_carriers(e, false);
-    say_asleep(e, 1);
-    if (!any_bell(e) && !control_changed(e)) {
+    set_asleep(e, 1);
+    if (!any_bell(e) && !links_changed(e)) {
         if (e->n_no_wakeup) {
             uint64_t nap_ns = fd_nap_ns(idle_ns, NAP_MAX_NS);
-            struct pollfd rung = {.fd = e->epoll, .events = POLLIN};
-            ppoll(&rung, 1, &(struct timespec){.tv_nsec = (long)nap_ns}, NULL);
+            struct pollfd bells = {.fd = e->epoll, .events = POLLIN};
+            ppoll(&bells, 1, &(struct timespec){.tv_nsec = (long)nap_ns}, NULL);
         }
         epoll_wait(e->epoll, events, 16, e->n_no_wakeup ? 0 : SAFETY_NET_MS);
     }
-    say_asleep(e, 0);
+    set_asleep(e, 0);
 }
 
 static void *polling_main(void *arg) {
     fd_engine_t *e = arg;
     uint64_t idle_since = fd_now_ns();
     for (uint32_t i = 1; !__atomic_load_n(&e->stop, __ATOMIC_ACQUIRE); i++) {
-        if (control_changed(e)) adopt_control(e);
+        if (links_changed(e)) adopt_links(e);
         if (poll_bells(e)) {
             idle_since = fd_now_ns();
             if (idle_since - e->maintained_ns >= MAINTAIN_NS) maintain(e);
         } else if (i % POLLS_PER_CLOCK) {
             if (i % SPINS_PER_POLL == 0) poll_carriers(e, true);
             fd_cpu_relax();
-        } else if (!maintain(e) && !spin_on(e, idle_since)) {
+        } else if (!maintain(e) && !keep_spinning(e, idle_since)) {
             sleep_until_rung(e, fd_now_ns() - idle_since);
         }
     }
@@ -398,7 +400,7 @@ static const char *config_error(const fd_engine_config_t *c) {
 }
 
 /* Now rather than when the first S-node asks for its lease. */
-static bool hugetlb_to_be_had(uint64_t bytes, char *err, size_t err_len) {
+static bool hugetlb_available(uint64_t bytes, char *err, size_t err_len) {
     bytes -= bytes % fd_memory_granule(FD_HUGE_HUGETLB);
     void *memory = bytes ? fd_memory_map(bytes, FD_HUGE_HUGETLB, err, err_len) : NULL;
     if (!bytes) snprintf(err, err_len, "the KV-cache has less memory than one huge page");
@@ -411,7 +413,7 @@ fd_engine_t *fd_engine_new(const fd_engine_config_t *config, char *err, size_t e
     errno = EINVAL;
     if (reason) return FD_FAIL(NULL, "%s", reason);
     errno = ENOMEM;
-    if (config->huge == FD_HUGE_HUGETLB && !hugetlb_to_be_had(config->kv_bytes, err, err_len)) return NULL;
+    if (config->huge == FD_HUGE_HUGETLB && !hugetlb_available(config->kv_bytes, err, err_len)) return NULL;
     fd_engine_t *e = aligned_alloc(64, fd_round_up(sizeof *e, 64));
     if (!e) return FD_FAIL(NULL, "no memory for the R-engine");
     memset(e, 0, sizeof *e);
@@ -425,7 +427,7 @@ fd_engine_t *fd_engine_new(const fd_engine_config_t *config, char *err, size_t e
     e->prefault = config->prefault;
     e->trim_idle_ns = config->trim_idle_ns;
     pthread_mutex_init(&e->mutex, NULL);
-    pthread_cond_init(&e->taken, NULL);
+    pthread_cond_init(&e->adoption, NULL);
     e->threads = calloc(e->n_threads, sizeof *e->threads);
     e->queues = aligned_alloc(64, e->n_threads * sizeof *e->queues);
     if (!e->threads || !e->queues || !open_events(e)) {
@@ -460,7 +462,7 @@ void fd_engine_free(fd_engine_t *e) {
     if (e->eventfd >= 0) close(e->eventfd);
     if (e->epoll >= 0) close(e->epoll);
     pthread_mutex_destroy(&e->mutex);
-    pthread_cond_destroy(&e->taken);
+    pthread_cond_destroy(&e->adoption);
     free(e->threads);
     free(e->queues);
     free(e);

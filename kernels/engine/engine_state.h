@@ -50,17 +50,17 @@ struct fd_engine {
     bool prefault;
     int eventfd, epoll;
 
-    pthread_mutex_t mutex; /* links, kv_used, taken_up */
-    pthread_cond_t taken;  /* thread 0 has taken up a change of `links` */
+    pthread_mutex_t mutex;   /* links, kv_used, adopted_changes */
+    pthread_cond_t adoption; /* thread 0 has taken up a change of `links` */
     fd_link_t *links[FD_MAX_LINKS];
     uint32_t n_links, n_reserved; /* served; and those that are being built or taken down as well */
     uint64_t kv_used;
-    uint32_t taken_up; /* value of `control` that thread 0 acts on */
-    uint32_t control;  /* atomic; counts changes of `links` */
-    uint32_t stop;     /* atomic */
+    uint32_t adopted_changes; /* value of `link_changes` that thread 0 acts on */
+    uint32_t link_changes;    /* atomic; counts changes of `links` */
+    uint32_t stop;            /* atomic */
 
-    fd_link_t *live[FD_MAX_LINKS]; /* thread 0's own copy of `links` */
-    uint32_t n_live, n_no_wakeup;
+    fd_link_t *adopted[FD_MAX_LINKS]; /* thread 0's own copy of `links` */
+    uint32_t n_adopted, n_no_wakeup;
     bool polling; /* thread 0 takes in what comes over the live links' carriers (fd_poll_fn) */
     uint64_t last_busy_ns, maintained_ns;
 

@@ -112,7 +112,7 @@ fd_link_t *fd_engine_add_link(fd_engine_t *e, void *region, const fd_geometry_t 
     if (notify) link->notify = *notify;
     pthread_mutex_lock(&e->mutex);
     e->links[e->n_links++] = link;
-    __atomic_fetch_add(&e->control, 1, __ATOMIC_SEQ_CST);
+    __atomic_fetch_add(&e->link_changes, 1, __ATOMIC_SEQ_CST);
     pthread_mutex_unlock(&e->mutex);
     fd_eventfd_wake(e->eventfd);
     return link;
@@ -136,9 +136,9 @@ void fd_engine_remove_link(fd_engine_t *e, fd_link_t *link) {
     uint32_t i = 0;
     while (e->links[i] != link) i++;
     e->links[i] = e->links[--e->n_links];
-    uint32_t change = __atomic_add_fetch(&e->control, 1, __ATOMIC_SEQ_CST);
+    uint32_t change = __atomic_add_fetch(&e->link_changes, 1, __ATOMIC_SEQ_CST);
     fd_eventfd_wake(e->eventfd);
-    while ((int32_t)(e->taken_up - change) < 0) pthread_cond_wait(&e->taken, &e->mutex);
+    while ((int32_t)(e->adopted_changes - change) < 0) pthread_cond_wait(&e->adoption, &e->mutex);
     pthread_mutex_unlock(&e->mutex);
     refuse_waiting(link);
     uint64_t bytes = link->lease_bytes;
