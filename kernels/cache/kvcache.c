@@ -6,10 +6,10 @@
 
 #include "fail.h"
 
-#define PART_BYTES ((size_t)2 << 20)       /* faulted in at once: a call that comes meanwhile waits for it */
-#define GIVE_BACK_BYTES ((size_t)16 << 20) /* at once */
+#define PART_BYTES ((size_t)2 << 20)       /* a call that arrives while a part is faulted in waits for that part */
+#define GIVE_BACK_BYTES ((size_t)16 << 20) /* most bytes that one call of fd_kvcache_give_back gives back */
 
-/* The most pages that a huge page holds of a layer, as a power of two: of a stretch. */
+/* log2 of the pages in a stretch: as many as one huge page holds of one layer. */
 static uint32_t stretch_order(const fd_kvcache_t *kv) {
     uint32_t order = 0;
     while (order < FD_MAX_STRETCH_ORDER && kv->row_bytes << (order + 1) <= FD_TRANSPARENT_BYTES) order++;
@@ -35,7 +35,7 @@ fd_status_t fd_kvcache_init(fd_kvcache_t *kv, const fd_geometry_t *g, fd_kv_dtyp
     kv->refs = calloc(n_pages, sizeof *kv->refs);
     if (!fd_pages_init(&kv->free, n_pages, stretch_order(kv)) || !kv->sequences || !kv->refs) {
         fd_kvcache_destroy(kv);
-        return FD_FAIL(FD_INTERNAL, "no memory for the books of %u pages and %u sequences", n_pages, max_seqs);
+        return FD_FAIL(FD_INTERNAL, "no memory to keep track of %u pages and %u sequences", n_pages, max_seqs);
     }
     return FD_OK;
 }
@@ -60,7 +60,7 @@ static bool reserve_list(fd_sequence_t *s, uint32_t n_pages) {
     return true;
 }
 
-/* For place `i` of the sequence's list. The caller has made sure that there is one. */
+/* Takes a free page to become page `i` of the sequence. The caller has made sure that a page is free. */
 static uint32_t take_page(fd_kvcache_t *kv, const fd_sequence_t *s, uint32_t i) {
     const uint32_t page = fd_pages_take(&kv->free, i ? s->pages[i - 1] : FD_NO_PAGE);
     kv->refs[page] = 1;
@@ -74,7 +74,7 @@ static void drop_page(fd_kvcache_t *kv, uint32_t page) {
     kv->swept = 0;
 }
 
-/* Drops pages from the end, so that the stretch it began with is the next one to be taken. */
+/* Drops the last page first, so that the first page's stretch is the next to be taken. */
 static void shrink(fd_kvcache_t *kv, fd_sequence_t *s, uint32_t length) {
     uint32_t keep = fd_pages_for(length);
     while (s->n_pages > keep) drop_page(kv, s->pages[--s->n_pages]);
@@ -116,7 +116,7 @@ fd_status_t fd_kvcache_trim(fd_kvcache_t *kv, uint32_t seq_index, uint32_t tag, 
     fd_status_t status = find(kv, seq_index, tag, &s, err, err_len);
     if (status != FD_OK) return status;
     if (length > s->length)
-        return FD_FAIL(FD_BAD_SEQUENCE, "sequence %u has %u tokens, cannot be trimmed to %u", seq_index, s->length,
+        return FD_FAIL(FD_BAD_SEQUENCE, "sequence %u has %u tokens and cannot be trimmed to %u", seq_index, s->length,
                        length);
     if (s->length) shrink(kv, s, length);
     return FD_OK;
@@ -130,9 +130,9 @@ fd_status_t fd_kvcache_fork(fd_kvcache_t *kv, uint32_t src, uint32_t src_tag, ui
     if (dst >= kv->max_seqs)
         return FD_FAIL(FD_BAD_SEQUENCE, "sequence %u is outside the lease of %u", dst, kv->max_seqs);
     to = &kv->sequences[dst];
-    if (to->length) return FD_FAIL(FD_BAD_SEQUENCE, "sequence %u is not empty, it has %u tokens", dst, to->length);
+    if (to->length) return FD_FAIL(FD_BAD_SEQUENCE, "sequence %u is not empty: it has %u tokens", dst, to->length);
     if (length < 1 || length > from->length)
-        return FD_FAIL(FD_BAD_SEQUENCE, "sequence %u has %u tokens, cannot share %u", src, from->length, length);
+        return FD_FAIL(FD_BAD_SEQUENCE, "sequence %u has %u tokens and cannot share %u", src, from->length, length);
     uint32_t n = fd_pages_for(length);
     if (n > FD_MAX_SHARED_REFS - kv->shared_refs)
         return FD_FAIL(FD_OUT_OF_PAGES, "forks would share pages more than %u times", FD_MAX_SHARED_REFS);
@@ -171,13 +171,14 @@ static fd_status_t check_entry(fd_kvcache_t *kv, const fd_row_t *r, uint32_t i, 
         return FD_FAIL(FD_BAD_SEQUENCE, "entry %u: sequence %u has %u tokens, not %u", i, r->seq_index, s->length,
                        r->pos);
     if ((uint64_t)r->pos + r->n_rows > (uint64_t)kv->n_pages * FD_PAGE_TOKENS)
-        return FD_FAIL(FD_OUT_OF_PAGES, "entry %u: sequence %u would have %llu tokens, the lease holds %llu", i,
+        return FD_FAIL(FD_OUT_OF_PAGES, "entry %u: sequence %u would have %llu tokens, but the lease holds %llu", i,
                        r->seq_index, (unsigned long long)r->pos + r->n_rows,
                        (unsigned long long)kv->n_pages * FD_PAGE_TOKENS);
     return FD_OK;
 }
 
-/* The page that receives the first new row, if the sequence shares it and must have a copy of its own; else NULL. */
+/* The page that receives the first new row, if other sequences share it, so that this sequence must copy it; else
+ * NULL. */
 static uint32_t *shared_end(const fd_kvcache_t *kv, const fd_sequence_t *s) {
     if (s->length % FD_PAGE_TOKENS == 0) return NULL;
     uint32_t *page = s->pages + s->length / FD_PAGE_TOKENS;
@@ -185,7 +186,7 @@ static uint32_t *shared_end(const fd_kvcache_t *kv, const fd_sequence_t *s) {
 }
 
 fd_status_t fd_kvcache_check(fd_kvcache_t *kv, const fd_row_t *table, uint32_t n_entries, char *err, size_t err_len) {
-    if (!++kv->mark) { /* once in 2^32 steps old marks could be taken for new ones */
+    if (!++kv->mark) { /* the counter wrapped around: marks of old tables could pass for the new one */
         for (uint32_t i = 0; i < kv->max_seqs; i++) kv->sequences[i].mark = 0;
         kv->mark = 1;
     }
@@ -201,14 +202,14 @@ fd_status_t fd_kvcache_check(fd_kvcache_t *kv, const fd_row_t *table, uint32_t n
         s->copies = page != NULL;
         if (!page) continue;
         needed++;
-        kv->refs[*page]--; /* the last of those that share it keeps it */
+        kv->refs[*page]--; /* so that the last of the entries that share the page needs no copy */
     }
     while (checked--) {
         const fd_sequence_t *s = &kv->sequences[table[checked].seq_index];
         if (s->copies) kv->refs[s->pages[s->length / FD_PAGE_TOKENS]]++;
     }
     if (status == FD_OK && needed > kv->free.n_free)
-        return FD_FAIL(FD_OUT_OF_PAGES, "the step needs %llu pages, %u of %u are free", (unsigned long long)needed,
+        return FD_FAIL(FD_OUT_OF_PAGES, "the step needs %llu pages, but %u of %u are free", (unsigned long long)needed,
                        kv->free.n_free, kv->n_pages);
     return status;
 }
@@ -238,7 +239,7 @@ fd_status_t fd_kvcache_append(fd_kvcache_t *kv, const fd_row_t *table, uint32_t 
     return FD_OK;
 }
 
-/* Pages of one layer that make up a part. */
+/* Number of pages in a part. */
 static uint32_t part_pages(const fd_kvcache_t *kv) {
     size_t n = (PART_BYTES + kv->row_bytes - 1) / kv->row_bytes;
     return n < kv->n_pages ? (uint32_t)n : kv->n_pages;
@@ -257,8 +258,7 @@ int fd_kvcache_fault_in(const fd_kvcache_t *kv, uint64_t part) {
 
 bool fd_kvcache_give_back(fd_kvcache_t *kv) {
     const uint64_t n_rows = (uint64_t)kv->n_layers * kv->n_pages;
-    uint64_t at = kv->swept; /* rows as they lie in the arena: free pages at a layer's end and at the next one's start
-                                are one run */
+    uint64_t at = kv->swept; /* free rows at the end of a layer and at the start of the next one form one run */
     while (at < n_rows && kv->refs[at % kv->n_pages]) at++;
     uint64_t first = at;
     while (at < n_rows && !kv->refs[at % kv->n_pages] &&
@@ -268,6 +268,6 @@ bool fd_kvcache_give_back(fd_kvcache_t *kv) {
     bool run_ends = at == n_rows || kv->refs[at % kv->n_pages];
     if (at < n_rows) to -= to % kv->granule;
     if (from < to) fd_memory_give_back(kv->arena + from, to - from);
-    kv->swept = run_ends ? at : to / kv->row_bytes; /* a run that goes on goes on where it was cut */
+    kv->swept = run_ends ? at : to / kv->row_bytes; /* the next call continues a run that this call has cut */
     return kv->swept < n_rows;
 }

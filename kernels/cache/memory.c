@@ -15,7 +15,8 @@
 #define MADV_POPULATE_WRITE 23 /* Linux 5.14 */
 #endif
 
-/* A field of /proc/meminfo, 0 if it has none of that name. Pages are counts, the rest is KiB. */
+/* The value of a field of /proc/meminfo, or 0 if the file has no such field. Fields that count pages have no unit; the
+ * others are in KiB. */
 static size_t meminfo(const char *field) {
     FILE *f = fopen("/proc/meminfo", "re");
     char line[128];
@@ -33,18 +34,19 @@ size_t fd_memory_granule(fd_huge_t huge) {
 }
 
 static void *map_hugetlb(size_t bytes, char *err, size_t err_len) {
-    /* Not MAP_NORESERVE: a page that is not there when it is touched is a SIGBUS. */
+    /* Without MAP_NORESERVE, so that this call fails if pages are missing; a touch of a missing page would be a
+     * SIGBUS. */
     void *memory = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_HUGETLB, -1, 0);
     if (memory == MAP_FAILED) {
         size_t page = fd_memory_granule(FD_HUGE_HUGETLB), total = meminfo("HugePages_Total");
         size_t reserved = meminfo("HugePages_Rsvd"), unused = meminfo("HugePages_Free");
         size_t left = unused > reserved ? unused - reserved : 0, needed = bytes / page;
         return FD_FAIL(NULL,
-                       "%zu huge pages of %zu KiB are needed and %zu are to be had: set vm.nr_hugepages to %zu or more",
+                       "%zu huge pages of %zu KiB are needed but %zu are available: set vm.nr_hugepages to %zu or more",
                        needed, page / 1024, left, needed > left ? total + needed - left : needed);
     }
-    /* The reservation is good for a page of some node. Were a binding to one node to hold here too, it would not be
-     * good. */
+    /* The pool reserves pages without regard to their NUMA node. Under fd_memory_bind, a touch could find no free huge
+     * page on the bound node and raise SIGBUS, so this mapping prefers the local node but accepts any. */
     syscall(SYS_mbind, memory, bytes, MPOL_LOCAL, NULL, 0ul, 0u);
     return memory;
 }
@@ -60,7 +62,7 @@ void *fd_memory_map(size_t bytes, fd_huge_t huge, char *err, size_t err_len) {
     if (before) munmap(start, before);
     munmap(memory + whole, room - before - whole);
     madvise(memory, whole,
-            huge == FD_HUGE_MADVISE ? MADV_HUGEPAGE : MADV_NOHUGEPAGE); /* a kernel without them has small pages */
+            huge == FD_HUGE_MADVISE ? MADV_HUGEPAGE : MADV_NOHUGEPAGE); /* a kernel without huge pages refuses both */
     return memory;
 }
 
@@ -72,7 +74,8 @@ int fd_memory_fault_in(uint8_t *from, size_t bytes) {
     bytes += before;
     if (!madvise(from, bytes, MADV_POPULATE_WRITE)) return 0;
     if (errno != EINVAL) return errno;
-    for (size_t at = 0; at < bytes; at += page) __atomic_fetch_or(from + at, 0, __ATOMIC_RELAXED); /* an older kernel */
+    for (size_t at = 0; at < bytes; at += page) /* a kernel older than MADV_POPULATE_WRITE: write every page instead */
+        __atomic_fetch_or(from + at, 0, __ATOMIC_RELAXED);
     return 0;
 }
 

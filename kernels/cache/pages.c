@@ -3,19 +3,19 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { FULL = -1 };
+enum { FULL = -1 }; /* no page is free */
 
-/* Of pages as many as a stretch can have, those of the block of 2^order at `at`. */
+/* The bits, in fd_stretch_t.free, of the block of 2^order pages that begins at page `at` of the stretch. */
 static uint8_t block(uint32_t order, uint32_t at) { return (uint8_t)(((1u << (1u << order)) - 1) << at); }
 
-/* The first free block of 2^order pages, or FULL. */
+/* The first page, within its stretch, of the first free block of 2^order pages; FULL if there is none. */
 static int find_block(const fd_pages_t *p, uint8_t free, uint32_t order) {
     for (uint32_t at = 0; at < 1u << p->order; at += 1u << order)
         if ((free & block(order, at)) == block(order, at)) return (int)at;
     return FULL;
 }
 
-/* The order of a stretch's largest free block, or FULL. */
+/* The order of the largest free block of a stretch with these free pages, or FULL. */
 static int largest(const fd_pages_t *p, uint8_t free) {
     for (int order = (int)p->order; order >= 0; order--)
         if (find_block(p, free, (uint32_t)order) != FULL) return order;
@@ -54,7 +54,7 @@ bool fd_pages_init(fd_pages_t *p, uint32_t n_pages, uint32_t order) {
         .stretches = calloc(n, sizeof *p->stretches), .n_pages = n_pages, .n_free = n_pages, .order = order};
     if (!p->stretches) return false;
     memset(p->first, 0xff, sizeof p->first);
-    for (uint32_t i = n; i--;) { /* the first stretch comes off first */
+    for (uint32_t i = n; i--;) { /* backwards, so that the first stretch heads its list and is taken first */
         const uint32_t left = n_pages - (i << order), all = 1u << order;
         set_free(p, i, (uint8_t)((1u << (left < all ? left : all)) - 1));
     }
@@ -66,6 +66,7 @@ void fd_pages_destroy(fd_pages_t *p) {
     memset(p, 0, sizeof *p);
 }
 
+/* True if a sequence that ends right before `page` may continue there: rule 1 in pages.h. */
 static bool continues_run(const fd_pages_t *p, uint32_t page) {
     if (page >= p->n_pages) return false;
     const uint32_t at = page & ((1u << p->order) - 1);

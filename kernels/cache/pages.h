@@ -1,16 +1,15 @@
-/* Which pages of an arena are free, and which one a sequence is best given next.
+/* The allocator of an arena's pages: it knows which pages are free and chooses the next page of a sequence.
  *
- * Attention reads a sequence's pages one after the other, and loses time at every jump to a page that lies elsewhere.
- * Sequences grow in turns, so pages handed out in the order in which they are asked for would be shuffled. Therefore
- * the arena is cut into stretches of a few pages, and a sequence that needs a page is given, in this order:
- *   1. the page behind its last one, if it is free and in the same stretch, or begins a stretch of which all pages are
- * free;
- *   2. the first page of the largest free block there is: a whole stretch, half of one, and so on.
- * Nothing is set aside: as long as there is a free page, whoever asks for one gets it, and only the last to come have
- * to do with scattered ones.
+ * Attention reads the pages of a sequence one after the other and loses time at every jump between pages that are not
+ * neighbours. Sequences grow in turns, so pages handed out in order of request would mix the sequences. Therefore the
+ * arena is divided into stretches of a few pages, and a sequence that needs a page receives
+ *   1. the page after its last one, if that page is free and either lies in the same stretch or begins a stretch whose
+ *      pages are all free;
+ *   2. otherwise the first page of the largest free block: a whole stretch, half of one, and so on.
+ * No page is reserved: a request succeeds while any page is free, and pages are scattered only in a nearly full arena.
  *
- * Blocks are those of a buddy allocator: 2^i pages of a stretch, i at most FD_MAX_STRETCH_ORDER, at a multiple of their
- * size. */
+ * Blocks are those of a buddy allocator: 2^i pages of a stretch, at a multiple of 2^i, with i at most
+ * FD_MAX_STRETCH_ORDER. */
 #ifndef FD_PAGES_H
 #define FD_PAGES_H
 
@@ -21,21 +20,23 @@
 #define FD_MAX_STRETCH_ORDER 3u
 
 typedef struct {
-    uint32_t next, previous; /* in the list of stretches whose largest free block is as large; FD_NO_PAGE: none */
-    uint8_t free;            /* bit i: page i of the stretch */
+    uint32_t next, previous; /* in the list of first[]; FD_NO_PAGE ends it */
+    uint8_t free;            /* bit i is set if page i of the stretch is free */
 } fd_stretch_t;
 
 typedef struct {
     fd_stretch_t *stretches;
-    uint32_t n_pages, n_free, order;          /* a stretch has 2^order pages, the last one perhaps fewer */
-    uint32_t first[FD_MAX_STRETCH_ORDER + 1]; /* of each list: by the order of the largest free block */
+    uint32_t n_pages, n_free, order; /* a stretch has 2^order pages; the last one may have fewer */
+    /* first[i] heads the list of the stretches whose largest free block has 2^i pages. */
+    uint32_t first[FD_MAX_STRETCH_ORDER + 1];
 } fd_pages_t;
 
-/* All of n_pages are free. Returns false for want of memory. */
+/* Makes all n_pages free. Returns false if out of memory. */
 bool fd_pages_init(fd_pages_t *p, uint32_t n_pages, uint32_t order);
 void fd_pages_destroy(fd_pages_t *p);
 
-/* A page for a sequence whose last one is `after` (FD_NO_PAGE: it has none). There must be a free one. */
+/* Takes a page for a sequence whose last page is `after`, or FD_NO_PAGE if the sequence has none. A page must be
+ * free. */
 uint32_t fd_pages_take(fd_pages_t *p, uint32_t after);
 void fd_pages_put(fd_pages_t *p, uint32_t page);
 

@@ -15,21 +15,20 @@
 #include "fail.h"
 
 enum {
-    SAFETY_NET_MS = 100, /* a sleeping engine looks at its bells this often even if nobody wakes it */
-    POLLS_PER_CLOCK = 16,
-    SPINS_PER_POLL = 4, /* a look is a system call a link */
-    SETTLE_POLLS = 1000,
-    SPINS_PER_YIELD = 256,
-    LONG_CALL_NS = 50000, /* after a call that took longer, others take in what comes during the next */
-    MAINTAIN_NS =
-        10000000 /* under load a slice of the arenas' upkeep is done this often, else whenever there is no call */
+    SAFETY_NET_MS = 100,  /* a sleeping engine reads its bells this often even if no thread wakes it */
+    POLLS_PER_CLOCK = 16, /* an idle thread reads the clock once in this many polls */
+    SPINS_PER_POLL = 4,   /* thread 0 polls carriers once in this many polls of its bells: it is a system call a link */
+    SETTLE_POLLS = 1000,  /* see settled_bell */
+    SPINS_PER_YIELD = 256, /* thread 0 yields its core this often while it waits for helpers */
+    LONG_CALL_NS = 50000,  /* if the last call took longer, the carriers' own threads receive during the next call */
+    MAINTAIN_NS = 10000000 /* under load, thread 0 maintains the arenas this often; else whenever there is no call */
 };
 
-/* Where a bell wakes nobody (RDMA), a sleeping engine looks at its bells after an eighth of the time that it has been
- * idle: it adds that much to the time between two calls at most, and uses well under 1 % of a core. */
+/* Longest nap (fd_nap_ns) of an engine that has a link whose bells wake no thread (RDMA). An idle engine then uses well
+ * under 1 % of a core. */
 #define NAP_MAX_NS 5000000u
 
-/* ---- a job: the items of one call, done by whoever comes ---- */
+/* ---- a job: the items of one call, which all threads share ---- */
 
 static bool claim_item(fd_queue_t *q, uint32_t *item) {
     uint64_t word = __atomic_load_n(&q->claim, __ATOMIC_ACQUIRE);
@@ -52,7 +51,8 @@ static void do_item(fd_engine_t *e, uint32_t item, uint32_t thread) {
     }
 }
 
-/* A claimed item keeps the job alive until it is counted off; nothing of the job may be looked at after that. */
+/* A job lasts until its last item is counted off in items_left, so a thread reads e->job only while it has a claimed
+ * item that it has not counted off. */
 static void do_items(fd_engine_t *e, uint32_t thread) {
     for (uint32_t k = 0, item; k < e->n_threads; k++) {
         fd_queue_t *q = &e->queues[(thread + k) % e->n_threads];
@@ -69,7 +69,7 @@ static void wake_helpers(fd_engine_t *e, uint32_t epoch) {
     if (__atomic_load_n(&e->sleepers, __ATOMIC_RELAXED)) fd_futex_wake(&e->epoch, false);
 }
 
-/* Thread 0, with `job` filled in. Returns when all items are done. */
+/* Thread 0 calls this after it has filled in e->job. Returns when all items are done. */
 static void run_job(fd_engine_t *e, uint32_t n_items) {
     __atomic_store_n(&e->items_left, n_items, __ATOMIC_RELAXED);
     uint32_t epoch = e->epoch + 1;
@@ -81,11 +81,11 @@ static void run_job(fd_engine_t *e, uint32_t n_items) {
     do_items(e, 0);
     for (uint32_t i = 1; __atomic_load_n(&e->items_left, __ATOMIC_ACQUIRE); i++) {
         if (i % SPINS_PER_YIELD) fd_cpu_relax();
-        else sched_yield(); /* the helper that we wait for may want this core */
+        else sched_yield(); /* a helper that still works may need this core */
     }
 }
 
-/* Thread 0. Returns the bytes of KV-cache read. */
+/* Thread 0 calls this. Returns the bytes of KV-cache that the layer read. */
 static uint64_t run_layer(fd_engine_t *e, fd_link_t *link, const fd_step_t *step, uint8_t *slot, uint32_t layer) {
     fd_work_begin(&link->work, step);
     if (step->n_items == 1) return fd_work_item(&link->work, step, slot, layer, 0, 0);
@@ -98,7 +98,7 @@ static uint64_t run_layer(fd_engine_t *e, fd_link_t *link, const fd_step_t *step
     return __atomic_load_n(&e->job_bytes, __ATOMIC_RELAXED);
 }
 
-/* False if a thread that has been idle for so long should sleep. */
+/* False if a thread that has been idle since `idle_since` should sleep. */
 static bool keep_spinning(const fd_engine_t *e, uint64_t idle_since) {
     uint64_t idle = fd_now_ns() - idle_since;
     if (idle >= e->spin_ns) return false;
@@ -149,7 +149,7 @@ static fd_status_t begin_step(fd_link_t *link, fd_step_t *step, const uint8_t *s
     return status;
 }
 
-/* Everything that can be wrong with a call is found here. */
+/* Checks the whole call and plans its step if it is the first of one. Returns FD_OK, or why the call is refused. */
 static fd_status_t take_call(fd_link_t *link, fd_slot_state_t *state, uint64_t bell, const uint8_t *slot,
                              const fd_call_t *call, char *err, size_t err_len) {
     fd_step_t *step = &state->step;
@@ -157,7 +157,8 @@ static fd_status_t take_call(fd_link_t *link, fd_slot_state_t *state, uint64_t b
     state->served = bell;
     if (call->flags & FD_CALL_NEW_STEP) step->valid = 0;
     if (bell != expected || call->number != bell)
-        return FD_FAIL(FD_BAD_CALL, "the bell shows call %llu and the header call %llu where call %llu was due",
+        return FD_FAIL(FD_BAD_CALL,
+                       "the bell shows call %llu and the header says call %llu, but call %llu was expected",
                        (unsigned long long)bell, (unsigned long long)call->number, (unsigned long long)expected);
     const char *reason = fd_call_error(&link->work.g, call);
     if (reason)
@@ -165,11 +166,12 @@ static fd_status_t take_call(fd_link_t *link, fd_slot_state_t *state, uint64_t b
                        call->flags, call->layer, call->n_entries, call->n_rows, call->n_attend_rows);
     if (call->flags & FD_CALL_NEW_STEP) return begin_step(link, step, slot, call, err, err_len);
     if (!step->valid)
-        return FD_FAIL(FD_BAD_CALL, "no step is under way in this slot: none was begun or the last one was refused");
+        return FD_FAIL(FD_BAD_CALL, "no step is in progress in this slot: none has begun, or the last one was refused");
     if (call->n_entries != step->n_entries || call->n_rows != step->n_rows ||
         call->n_attend_rows != step->n_attend_rows)
-        return FD_FAIL(FD_BAD_CALL, "%u entries, %u rows, %u attending; the step has %u, %u, %u", call->n_entries,
-                       call->n_rows, call->n_attend_rows, step->n_entries, step->n_rows, step->n_attend_rows);
+        return FD_FAIL(
+            FD_BAD_CALL, "the call has %u entries, %u rows and %u attending rows; the step began with %u, %u and %u",
+            call->n_entries, call->n_rows, call->n_attend_rows, step->n_entries, step->n_rows, step->n_attend_rows);
     return FD_OK;
 }
 
@@ -182,7 +184,7 @@ static void reply(fd_link_t *link, uint32_t slot, const fd_reply_t *r) {
     if (link->notify.fn) link->notify.fn(link->notify.ctx, slot);
 }
 
-/* See fd_poll_fn. Cheap where nobody is looking. */
+/* Polls the carriers of all adopted links (fd_poll_fn). Does nothing if polling is to end and has already ended. */
 static void poll_carriers(fd_engine_t *e, bool go_on) {
     if (!go_on && !e->polling) return;
     e->polling = go_on;
@@ -190,8 +192,8 @@ static void poll_carriers(fd_engine_t *e, bool go_on) {
         if (e->adopted[i]->notify.poll) e->adopted[i]->notify.poll(e->adopted[i]->notify.ctx, go_on);
 }
 
-/* An RDMA device that is software may write a bell byte by byte: one that is neither old nor next is not judged at
- * once. */
+/* A software RDMA device may write a bell byte by byte. So a bell that shows neither the last call nor the next one is
+ * read again for a while before the engine believes it. */
 static uint64_t settled_bell(const uint64_t *at, uint64_t bell, uint64_t served) {
     for (int i = 0; i < SETTLE_POLLS && bell != served && bell != served + 1; i++) {
         fd_cpu_relax();
@@ -200,7 +202,7 @@ static uint64_t settled_bell(const uint64_t *at, uint64_t bell, uint64_t served)
     return bell;
 }
 
-/* True if there was a call. */
+/* Serves the slot's call if there is one. Returns whether there was one. */
 static bool serve_slot(fd_engine_t *e, fd_link_t *link, uint32_t slot) {
     fd_slot_t *s = fd_slot_at(link->region, &link->work.layout, slot);
     fd_slot_state_t *state = &link->slots[slot];
@@ -228,14 +230,14 @@ static bool serve_slot(fd_engine_t *e, fd_link_t *link, uint32_t slot) {
     return true;
 }
 
-/* ---- upkeep of the arenas, between calls ---- */
+/* ---- maintaining the arenas, between calls ---- */
 
-/* Faults in the next parts of a link's arena, one a thread. False if all are in or one could not be. */
+/* Faults in the next parts of a link's arena, one per thread. False if no part is left, or if one has failed before. */
 static bool fault_in(fd_engine_t *e, fd_link_t *link) {
     uint64_t done = link->prefault.done, left = link->prefault.parts - done;
     if (!left || link->prefault.error) return false;
     uint32_t n = left < e->n_threads ? (uint32_t)left : e->n_threads;
-    poll_carriers(e, false); /* as before a long call */
+    poll_carriers(e, false); /* faulting in may take as long as a long call */
     e->job.work = &link->work;
     e->job.step = NULL;
     e->job.first_part = done;
@@ -246,7 +248,7 @@ static bool fault_in(fd_engine_t *e, fd_link_t *link) {
     return true;
 }
 
-/* Only thread 0 lets a step loose, so none is being worked on. False if nothing is left that could go back. */
+/* Only thread 0 starts calls, so no thread works on one now. False if no memory is left to give back. */
 static bool give_back(fd_link_t *link) {
     pthread_mutex_lock(&link->mutex);
     bool more = fd_kvcache_give_back(&link->kv);
@@ -254,7 +256,7 @@ static bool give_back(fd_link_t *link) {
     return more;
 }
 
-/* One slice of whatever is due. False if nothing is. */
+/* Does one slice of the maintenance that is due. False if none is. */
 static bool maintain(fd_engine_t *e) {
     uint64_t now = e->maintained_ns = fd_now_ns();
     for (uint32_t i = 0; i < e->n_adopted; i++) {
@@ -283,7 +285,7 @@ static void adopt_links(fd_engine_t *e) {
     pthread_mutex_unlock(&e->mutex);
 }
 
-/* One call a slot and round, so that no link can starve another. */
+/* Serves at most one call of each slot, so that no link can starve another. Returns whether there was a call. */
 static bool poll_bells(fd_engine_t *e) {
     bool any = false;
     for (uint32_t i = 0; i < e->n_adopted; i++)
@@ -388,22 +390,26 @@ static bool open_events(fd_engine_t *e) {
 }
 
 static const char *config_error(const fd_engine_config_t *c) {
-    if (c->threads < 1 || c->threads > FD_MAX_THREADS) return "number of threads is not within 1..512";
-    if (!fd_isa_supported(c->isa)) return "this machine does not support the instruction set asked for";
+    if (c->threads < 1 || c->threads > FD_MAX_THREADS)
+        return "number of threads is not within 1.." FD_TEXT(FD_MAX_THREADS);
+    if (!fd_isa_supported(c->isa)) return "this machine does not support the requested instruction set";
     for (uint32_t i = 0; c->cpus && i < c->threads; i++)
         if (c->cpus[i] < 0 || c->cpus[i] >= CPU_SETSIZE) return "a CPU number is out of range";
     if (c->huge >= FD_HUGE_MODES) return "unknown kind of huge pages";
-    /* The kernel does not reserve again what is given back of a hugetlb mapping: its next touch could be a SIGBUS. */
-    if (c->trim_idle_ns && c->huge == FD_HUGE_HUGETLB) return "hugetlb pages stay reserved, they cannot be given back";
-    if (c->trim_idle_ns && c->prefault) return "what is faulted in ahead is not to be given back";
+    /* The kernel does not reserve a hugetlb page again after it was given back, so the next touch could be a SIGBUS. */
+    if (c->trim_idle_ns && c->huge == FD_HUGE_HUGETLB)
+        return "hugetlb pages stay reserved and cannot be given back to the OS";
+    if (c->trim_idle_ns && c->prefault)
+        return "prefaulted memory cannot be given back to the OS when idle: choose one of the two";
     return NULL;
 }
 
-/* Now rather than when the first S-node asks for its lease. */
+/* Maps the budget once to see that there are enough huge pages, so that a lack of them is reported at start and not
+ * when the first S-node asks for a lease. */
 static bool hugetlb_available(uint64_t bytes, char *err, size_t err_len) {
     bytes -= bytes % fd_memory_granule(FD_HUGE_HUGETLB);
     void *memory = bytes ? fd_memory_map(bytes, FD_HUGE_HUGETLB, err, err_len) : NULL;
-    if (!bytes) snprintf(err, err_len, "the KV-cache has less memory than one huge page");
+    if (!bytes) snprintf(err, err_len, "the KV-cache's budget is smaller than one huge page");
     if (memory) fd_memory_unmap(memory, bytes);
     return memory;
 }
@@ -435,7 +441,7 @@ fd_engine_t *fd_engine_new(const fd_engine_config_t *config, char *err, size_t e
         return FD_FAIL(NULL, "no memory or no file descriptors for the R-engine");
     }
     memset(e->queues, 0, e->n_threads * sizeof *e->queues);
-    sigset_t all, before; /* signals are for the threads of the program around us */
+    sigset_t all, before; /* the threads block all signals: the program's other threads handle them */
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
     int rc = 0;

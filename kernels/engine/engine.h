@@ -1,11 +1,11 @@
 /* The R-engine: a pool of threads that polls the doorbells of all its links, appends K and V, attends and rings back.
  *
- * Python is never entered on that path and its GIL never taken. Calls are served in the order their bells are seen,
- * each by all threads: thread 0 takes the call, copies and checks header and table, plans the step (once a step), all
- * threads work, the last one to finish rings the reply. Control operations (lease, free, ...) come from any other
- * thread; they take the engine's mutex, which a call takes only while it plans a step. Between calls the threads
- * maintain the leases' memory, a slice at a time: they fault it in ahead and give what is free back to the OS, where
- * that was asked for.
+ * No thread of the pool ever enters Python or takes its GIL. The pool serves one call at a time. Thread 0 finds the
+ * call, copies and checks its header and row table, and plans the step if the call is the first of one. Then all
+ * threads share the work, and thread 0 waits for them and rings the reply. Control operations run on other threads:
+ * adding and removing a link takes the engine's mutex; FREE, TRIM and FORK take the link's mutex, which a call takes
+ * only while it plans a step. Between calls the threads maintain the memory of the leases, a slice at a time: if so
+ * configured, they fault it in ahead of use and give free pages back to the OS.
  */
 #ifndef FD_ENGINE_H
 #define FD_ENGINE_H
@@ -20,23 +20,24 @@ typedef struct fd_link fd_link_t;
 
 typedef struct {
     uint32_t threads; /* >= 1 */
-    const int *cpus;  /* cpu of each thread, or NULL: unpinned */
+    const int *cpus;  /* the CPU of each thread, or NULL to pin none */
     fd_isa_t isa;
     uint32_t spin_us;  /* how long an idle thread spins before it sleeps */
-    uint64_t kv_bytes; /* budget that all leases share */
+    uint64_t kv_bytes; /* memory that all leases share */
     fd_huge_t huge;
-    bool prefault;         /* the engine's threads fault a lease's arena in as soon as it is granted */
-    uint64_t trim_idle_ns; /* after so long without a call, a link's free pages go back to the OS; 0: never. Not for
-                              hugetlb */
+    bool prefault; /* the engine's threads fault in a lease's arena as soon as it is granted */
+    /* A link without calls for this long gives free pages back to the OS. 0: never. Not with prefault or hugetlb. */
+    uint64_t trim_idle_ns;
 } fd_engine_config_t;
 
-/* A link's share of the KV-cache: an arena of its own, so no number a peer sends can reach another's pages. */
+/* The KV-cache of one link. Each lease has an arena of its own, so that no number from a peer reaches another link's
+ * pages. */
 typedef struct {
     uint32_t kv_dtype; /* fd_kv_dtype_t */
-    uint32_t n_pages;  /* pages of FD_PAGE_TOKENS tokens, each counted once for all layers */
+    uint32_t n_pages;  /* pages of FD_PAGE_TOKENS tokens; a page covers all layers */
     uint32_t max_seqs;
     float softmax_scale;
-    const uint32_t *windows; /* [n_layers], 0: full attention */
+    const uint32_t *windows; /* [n_layers]; 0: full attention */
 } fd_lease_t;
 
 typedef struct {
@@ -44,40 +45,42 @@ typedef struct {
     uint32_t pages_total, pages_used, seqs;
 } fd_link_stats_t;
 
-/* How far the arena of a link has been faulted in; stopped for good if `error` (errno) is not 0. */
+/* How many bytes of a link's arena have been faulted in. If `error` (errno) is not 0, faulting in has stopped for
+ * good. */
 typedef struct {
     uint64_t bytes, total;
     int error;
 } fd_prefault_t;
 
-/* All of these return NULL / a negative fd_status_t on failure and leave a readable sentence in err. After NULL, errno
- * is EINVAL if what was asked for makes no sense, else it says what was lacking (ENOMEM: memory or KV-cache). */
+/* On failure these functions return NULL or a negative fd_status_t and leave a sentence in err. After NULL, errno is
+ * EINVAL if an argument is invalid, ENOMEM if memory or KV-cache is short, or the error of starting a thread. */
 fd_engine_t *fd_engine_new(const fd_engine_config_t *config, char *err, size_t err_len);
-void fd_engine_free(fd_engine_t *engine); /* joins the threads; all links must be gone */
-int fd_engine_eventfd(
-    const fd_engine_t *engine); /* write 1 to wake a sleeping engine; for those that the node trusts */
-size_t fd_page_bytes(const fd_geometry_t *g, uint32_t kv_dtype); /* one page, all layers and KV heads */
+void fd_engine_free(fd_engine_t *engine); /* joins the threads; all links must have been removed */
+/* Writing 1 wakes a sleeping engine. Only for code that the R-node trusts; a peer gets fd_link_eventfd. */
+int fd_engine_eventfd(const fd_engine_t *engine);
+size_t fd_page_bytes(const fd_geometry_t *g, uint32_t kv_dtype); /* of one page: all layers and KV heads */
 uint64_t fd_engine_kv_free(fd_engine_t *engine);
 
-/* `notify` is copied; NULL: nobody is told. `region` (region_bytes of the geometry's layout) must stay mapped until
+/* Copies `notify`, which may be NULL. `region` (region_bytes of the geometry's layout) must stay mapped until
  * fd_engine_remove_link returns. */
 fd_link_t *fd_engine_add_link(fd_engine_t *engine, void *region, const fd_geometry_t *g, const fd_lease_t *lease,
                               const fd_notify_t *notify, char *err, size_t err_len);
-/* Waits for a call in progress, answers one that is not with FD_LINK_CLOSED (without notify), then unmaps the arena. */
+/* Waits for the call in progress, answers calls that are not yet served with FD_LINK_CLOSED (without notify) and unmaps
+ * the arena. */
 void fd_engine_remove_link(fd_engine_t *engine, fd_link_t *link);
 
-/* Also wakes the engine. The one to hand to a peer: what it does to an eventfd of its own harms no other link. */
+/* Writing 1 wakes a sleeping engine. A peer may have this eventfd: whatever it does to it harms no other link. */
 int fd_link_eventfd(const fd_link_t *link);
 
-/* A sequence named here must not be part of a call in progress; if it is, the lease's contents suffer and nothing else.
- * Freeing an empty sequence does nothing. */
+/* The sequence must not take part in a call in progress; if it does, the contents of this lease may be wrong, but
+ * nothing else. Freeing an empty sequence does nothing. */
 int fd_link_free(fd_link_t *link, uint32_t seq_index, uint32_t tag, char *err, size_t err_len);
 int fd_link_trim(fd_link_t *link, uint32_t seq_index, uint32_t tag, uint32_t length, char *err, size_t err_len);
-/* dst (empty) shares src's first `length` tokens; pages are reference-counted, and the cut one copied when either
- * appends to it. */
+/* Makes the empty sequence `dst` share the first `length` tokens of `src`. Pages are reference-counted; a partly used
+ * last page is copied when either sequence appends to it. */
 int fd_link_fork(fd_link_t *link, uint32_t src, uint32_t src_tag, uint32_t dst, uint32_t dst_tag, uint32_t length,
                  char *err, size_t err_len);
-/* The numbers of a sequence's pages, in order: [*n], to be freed by the caller. */
+/* Allocates [*n] numbers: the sequence's pages, in order. The caller frees *pages. */
 int fd_link_pages(fd_link_t *link, uint32_t seq_index, uint32_t tag, uint32_t **pages, uint32_t *n, char *err,
                   size_t err_len);
 void fd_link_stats(fd_link_t *link, fd_link_stats_t *out);

@@ -1,4 +1,4 @@
-/* Inside of the R-engine, shared by engine.c (threads and calls) and link.c (leases and control). */
+/* The R-engine's own types, which engine.c (threads and calls) and link.c (leases and control operations) share. */
 #ifndef FD_ENGINE_STATE_H
 #define FD_ENGINE_STATE_H
 
@@ -7,37 +7,39 @@
 #include "engine.h"
 #include "work.h"
 
-#define FD_MAX_THREADS 512u
+#define FD_MAX_THREADS 512
 #define FD_MAX_LINKS 256u
 
 typedef struct {
-    uint64_t served; /* last request bell answered */
+    uint64_t served; /* the last request bell that the engine has answered */
     fd_step_t step;
 } fd_slot_state_t;
 
 struct fd_link {
     fd_engine_t *engine;
     uint8_t *region;
-    bool no_wakeup; /* nobody wakes the engine for this link's bells */
+    bool no_wakeup; /* this link's request bells wake no thread */
     fd_work_t work;
     int eventfd;
     uint64_t lease_bytes;
-    fd_notify_t notify;    /* fn may be NULL, as may look */
-    pthread_mutex_t mutex; /* of `kv`: planning against control operations */
+    fd_notify_t notify;    /* `fn` and `poll` may be NULL */
+    pthread_mutex_t mutex; /* guards `kv`, which planning a step and control operations use */
     fd_kvcache_t kv;
     fd_slot_state_t *slots; /* [n_slots], thread 0 only */
-    uint64_t last_call_ns;  /* thread 0 only, and so what is written of the next; `parts` never changes */
-    struct {
-        uint64_t parts, done; /* of fd_kvcache_parts, `parts` 0 without prefaulting; done: relaxed atomic */
-        int error;            /* relaxed atomic */
+    uint64_t last_call_ns;  /* thread 0 only */
+    struct {                /* thread 0 writes, any thread reads: relaxed atomics, but `parts` never changes */
+        uint64_t parts;     /* fd_kvcache_parts, or 0 without prefaulting */
+        uint64_t done;      /* parts that have been faulted in */
+        int error;
     } prefault;
-    struct {
-        uint64_t calls, refused, rows, kv_bytes, busy_ns; /* written by thread 0, read by anyone: relaxed atomics */
+    struct { /* thread 0 writes, any thread reads: relaxed atomics */
+        uint64_t calls, refused, rows, kv_bytes, busy_ns;
     } stats;
 };
 
-/* A thread's share of a job: items [next, end) not yet taken, by it or by one that has run out. The job's epoch is part
- * of the word, so that a latecomer's compare-and-swap can only succeed while the job is still going on. */
+/* The items of a job that are dealt to one thread and not yet claimed: [next, end). A thread whose own queue is empty
+ * claims items from the others' queues. The word contains the job's epoch, so that the compare-and-swap of a late
+ * thread fails once the job is over. */
 typedef struct {
     uint64_t claim __attribute__((aligned(64))); /* epoch << 32 | next << 16 | end */
 } fd_queue_t;
@@ -50,18 +52,19 @@ struct fd_engine {
     bool prefault;
     int eventfd, epoll;
 
-    pthread_mutex_t mutex;   /* links, kv_used, adopted_changes */
-    pthread_cond_t adoption; /* thread 0 has taken up a change of `links` */
+    pthread_mutex_t mutex;   /* guards all down to adopted_changes */
+    pthread_cond_t adoption; /* signalled when thread 0 has adopted a change of `links` */
     fd_link_t *links[FD_MAX_LINKS];
-    uint32_t n_links, n_reserved; /* served; and those that are being built or taken down as well */
+    uint32_t n_links;
+    uint32_t n_reserved; /* n_links and the links that are being built or removed */
     uint64_t kv_used;
-    uint32_t adopted_changes; /* value of `link_changes` that thread 0 acts on */
+    uint32_t adopted_changes; /* value of `link_changes` that thread 0 has adopted */
     uint32_t link_changes;    /* atomic; counts changes of `links` */
     uint32_t stop;            /* atomic */
 
     fd_link_t *adopted[FD_MAX_LINKS]; /* thread 0's own copy of `links` */
     uint32_t n_adopted, n_no_wakeup;
-    bool polling; /* thread 0 takes in what comes over the live links' carriers (fd_poll_fn) */
+    bool polling; /* thread 0 polls the carriers of the adopted links (fd_poll_fn) */
     uint64_t last_busy_ns, maintained_ns;
 
     struct {

@@ -1,4 +1,4 @@
-/* Links of the R-engine: taking them up, letting them go, and what the control connection asks of them. */
+/* Links of the R-engine: adding them, removing them, and the control operations on them. */
 #include <errno.h>
 #include <math.h>
 #include <stdio.h>
@@ -27,14 +27,14 @@ static bool lease_ok(const fd_geometry_t *g, const fd_lease_t *lease, const void
     return true;
 }
 
-/* All that the link owns besides its share of the budget. Works on a half-built link. */
+/* Frees everything that the link owns except its share of the budget. Also frees a half-built link. */
 static void destroy(fd_link_t *link) {
     for (uint32_t i = 0; link->slots && i < link->work.g.n_slots; i++) fd_step_destroy(&link->slots[i].step);
     free(link->slots);
     fd_work_destroy(&link->work);
     fd_kvcache_destroy(&link->kv);
     if (link->eventfd >= 0) {
-        /* Closing it would not do: a peer may hold a duplicate, which would keep it in the set. */
+        /* close alone would leave the eventfd in the epoll set if the peer holds a duplicate of the descriptor. */
         epoll_ctl(link->engine->epoll, EPOLL_CTL_DEL, link->eventfd, NULL);
         close(link->eventfd);
     }
@@ -48,7 +48,7 @@ static fd_link_t *build(fd_engine_t *e, void *region, const fd_geometry_t *g, co
     if (!link) return FD_FAIL(NULL, "no memory for a link");
     link->engine = e;
     link->region = region;
-    link->no_wakeup = ((const fd_region_header_t *)region)->no_wakeup; /* now, while no peer can write it */
+    link->no_wakeup = ((const fd_region_header_t *)region)->no_wakeup; /* read now, while no peer can write it */
     pthread_mutex_init(&link->mutex, NULL);
     link->eventfd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     struct epoll_event event = {.events = EPOLLIN | EPOLLET};
@@ -71,14 +71,14 @@ static fd_link_t *build(fd_engine_t *e, void *region, const fd_geometry_t *g, co
     return NULL;
 }
 
-/* Takes a link's place and bytes before anything is allocated for it. */
+/* Counts a link and its bytes against the engine's limits, before anything is allocated for it. */
 static bool reserve(fd_engine_t *e, uint32_t n_pages, uint64_t bytes, char *err, size_t err_len) {
     pthread_mutex_lock(&e->mutex);
     bool ok = true;
     if (e->n_reserved == FD_MAX_LINKS) ok = FD_FAIL(false, "the R-engine already serves %u links", FD_MAX_LINKS);
     else if (bytes > e->kv_bytes - e->kv_used)
-        ok = FD_FAIL(false, "%u pages need %llu bytes of KV-cache, %llu are free", n_pages, (unsigned long long)bytes,
-                     (unsigned long long)(e->kv_bytes - e->kv_used));
+        ok = FD_FAIL(false, "%u pages need %llu bytes of KV-cache, but %llu are free", n_pages,
+                     (unsigned long long)bytes, (unsigned long long)(e->kv_bytes - e->kv_used));
     if (ok) {
         e->n_reserved++;
         e->kv_used += bytes;
@@ -118,8 +118,8 @@ fd_link_t *fd_engine_add_link(fd_engine_t *e, void *region, const fd_geometry_t 
     return link;
 }
 
-/* Tells who still waits for a reply. Thread 0 has let go of the link; the connection's end is for its owner to
- * announce. */
+/* Answers the calls that thread 0 has not served, now that it no longer serves this link. Does not call `notify`: the
+ * owner of the link ends the connection itself. */
 static void refuse_waiting(fd_link_t *link) {
     for (uint32_t i = 0; i < link->work.g.n_slots; i++) {
         fd_slot_t *slot = fd_slot_at(link->region, &link->work.layout, i);

@@ -6,13 +6,13 @@
 
 #include "fail.h"
 
-/* Costs are in units of reading one cached token of one KV head for up to 8 query rows. */
+/* The unit of cost is reading one cached token of one KV head for up to 8 query rows. */
 enum {
     COST_APPEND = 4,  /* converting and storing one new token */
-    COST_PIECE = 16,  /* starting on a KV head: Q in, O out */
-    MIN_ITEM = 512,   /* less is not worth another thread's attention */
-    MIN_PIECE = 512,  /* cached tokens of all heads; a smaller piece is left to its neighbour */
-    MAX_WEIGHT = 1024 /* bounds the sums below, not the work */
+    COST_PIECE = 16,  /* reading Q and writing O of one KV head */
+    MIN_ITEM = 512,   /* least cost of an item: a smaller one costs more to hand to a thread than to do */
+    MIN_PIECE = 512,  /* least cached tokens x heads of a piece; a smaller piece is joined to its neighbour */
+    MAX_WEIGHT = 1024 /* keeps sums of costs within 64 bits; the work itself has no such limit */
 };
 
 fd_status_t fd_step_init(fd_step_t *step, uint32_t max_rows, uint32_t max_items) {
@@ -33,7 +33,7 @@ void fd_step_destroy(fd_step_t *step) {
     memset(step, 0, sizeof *step);
 }
 
-/* What the table says of itself, before the cache is asked. */
+/* Checks the table against itself and against the call's header. */
 static fd_status_t check_table(const fd_step_t *step, char *err, size_t err_len) {
     uint64_t rows = 0, attend_rows = 0;
     bool appending = false;
@@ -45,7 +45,7 @@ static fd_status_t check_table(const fd_step_t *step, char *err, size_t err_len)
         if (!r->n_rows) return FD_FAIL(FD_BAD_TABLE, "entry %u has no rows", i);
         rows += r->n_rows;
         if (r->flags & FD_ROW_ATTEND) {
-            if (appending) return FD_FAIL(FD_BAD_TABLE, "entry %u attends but stands behind one that does not", i);
+            if (appending) return FD_FAIL(FD_BAD_TABLE, "entry %u attends but follows an entry that does not", i);
             attend_rows += r->n_rows;
         } else {
             appending = true;
@@ -57,7 +57,8 @@ static fd_status_t check_table(const fd_step_t *step, char *err, size_t err_len)
     return FD_OK;
 }
 
-/* Of a table whose positions are those of the cache: may one call ask for so much attention? */
+/* Checks that the call does not ask for more attention than FD_MAX_CALL_WORK. The positions of the table have been
+ * checked against the cache. */
 static fd_status_t check_work(const fd_step_t *step, const fd_plan_shape_t *shape, char *err, size_t err_len) {
     uint64_t pairs = 0, elements = (uint64_t)shape->n_kv_heads * shape->group * shape->head_size;
     for (uint32_t i = 0; i < step->n_entries; i++) {
@@ -68,7 +69,7 @@ static fd_status_t check_work(const fd_step_t *step, const fd_plan_shape_t *shap
     }
     if (pairs <= FD_MAX_CALL_WORK / elements) return FD_OK;
     return FD_FAIL(FD_BAD_TABLE,
-                   "the call attends %llu pairs of a row and a token; with this model's heads at most %llu are allowed",
+                   "the call attends %llu pairs of a row and a token; at most %llu are allowed with this model's heads",
                    (unsigned long long)pairs, (unsigned long long)(FD_MAX_CALL_WORK / elements));
 }
 
@@ -82,9 +83,10 @@ static bool reserve_pages(fd_step_t *step, size_t n) {
     return true;
 }
 
-/* A span as the cutter sees it: pages [first, last) cost `page_cost` each, page `last` and all behind it `rest`. */
+/* The cost of a span, and where it may be cut: before any page of (first, last]. Each page of [first, last) costs
+ * `page_cost`; page `last` and all pages after it cost `rest` together. */
 typedef struct {
-    uint32_t first, last, min_piece; /* pages */
+    uint32_t first, last, min_piece; /* in pages */
     uint64_t page_cost, rest;
 } span_t;
 
@@ -112,7 +114,8 @@ static span_t span_of(const fd_entry_t *e, const fd_plan_shape_t *shape) {
 
 static uint64_t span_cost(const span_t *s) { return (s->last - s->first) * s->page_cost + s->rest; }
 
-/* The page before which a span is best cut, `offset` into its cost; 0: before the span, FD_LINE_END: behind it. */
+/* The page before which to cut a span so that the cost of the pages before the cut is about `offset`. 0: cut before the
+ * span; FD_LINE_END: cut after it. */
 static uint32_t cut_span(const span_t *s, uint64_t offset) {
     uint64_t pages = offset / s->page_cost;
     if (pages < s->min_piece) return 0;
@@ -121,8 +124,7 @@ static uint32_t cut_span(const span_t *s, uint64_t offset) {
     return s->first + (uint32_t)pages;
 }
 
-/* Tells every item whether it begins within a cut span, and the item in which that span begins how many pieces it has.
- */
+/* Sets `cut` and `n_pieces` of every item. */
 static void link_pieces(fd_step_t *step) {
     uint32_t owner = FD_NO_CUT;
     for (uint32_t i = 0; i < step->n_items; i++) {
@@ -137,7 +139,7 @@ static void link_pieces(fd_step_t *step) {
     }
 }
 
-/* The most KV heads that a kernel takes at once, in even shares. */
+/* The KV heads of a span: the most that a kernel takes at once, among the divisors of n_kv_heads. */
 static uint32_t heads_of_span(const fd_row_t *r, const fd_plan_shape_t *shape) {
     if (!(r->flags & FD_ROW_ATTEND)) return 1;
     uint64_t rows = (uint64_t)r->n_rows * shape->group;
@@ -148,13 +150,13 @@ static uint32_t heads_of_span(const fd_row_t *r, const fd_plan_shape_t *shape) {
     return heads;
 }
 
-/* What an entry costs, all its spans. */
+/* The cost of all spans of an entry. */
 static uint64_t entry_cost(const span_t *s, const fd_entry_t *e, const fd_plan_shape_t *shape) {
     return span_cost(s) * (shape->n_kv_heads / e->heads);
 }
 
-/* What the first i of n items cost together. Where there is plenty of work they become smaller and smaller, the last
- * 1/n of the average, so that threads that are not equally fast finish together. */
+/* The cost of the first i of n items together. If there is `plenty` of work, the items become smaller along the line,
+ * the last one 1/n of the average, so that threads of different speed finish together. */
 static uint64_t cut_at(uint64_t total, uint32_t i, uint32_t n, bool plenty) {
     const uint64_t rest = n - i, linear = total / n * rest + total % n * rest / n;
     return total - (plenty ? linear / n * rest + linear % n * rest / n : linear);
@@ -202,7 +204,7 @@ fd_status_t fd_step_plan(fd_step_t *step, fd_kvcache_t *kv, const fd_plan_shape_
     if (status == FD_OK) status = fd_kvcache_check(kv, step->table, step->n_entries, err, err_len);
     if (status == FD_OK) status = check_work(step, shape, err, err_len);
     if (status != FD_OK) return status;
-    size_t n_pages = 0; /* no more than the lease has and FD_MAX_SHARED_REFS */
+    size_t n_pages = 0; /* at most the pages of the lease + FD_MAX_SHARED_REFS */
     for (uint32_t i = 0; i < step->n_entries; i++)
         n_pages += fd_pages_for((uint64_t)step->table[i].pos + step->table[i].n_rows);
     if (!reserve_pages(step, n_pages)) return FD_FAIL(FD_INTERNAL, "no memory for %zu page numbers", n_pages);

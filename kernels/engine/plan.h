@@ -1,17 +1,19 @@
-/* What a step works on and how its work is shared out, computed once a step and used for all its layers.
+/* The plan of a step: how the threads share the work of a call. It is computed once per step and used for all layers.
  *
- * The work of a layer is laid on a line of spans: entry by entry, KV heads by KV heads (as many at once as a kernel
- * takes, for they lie side by side in a page), page by page. The line is cut into items of about equal cost; an item
- * may begin and end anywhere, so a long sequence is cut among several and many short ones fill one. A span that is cut
- * leaves a partial result per piece; whoever finishes the last piece merges them by log-sum-exp. Every item has at most
- * two pieces that are not whole, so the room for partial results is bounded by the number of items.
+ * A span is the work of one entry for one group of KV heads, over all pages of the entry. The group has as many heads
+ * as a kernel takes at once, because the heads lie side by side in a page. The spans of a layer, ordered by entry and
+ * then by head, form a line, and the line is cut into items of about equal cost. An item may begin and end at any page
+ * of a span: a long sequence is cut into several items, and many short sequences share one. The parts into which cuts
+ * divide a span are its pieces. Each attending piece leaves a partial result, and the thread that finishes the last
+ * piece of a span merges them by log-sum-exp. An item has at most two pieces, at its ends, so the number of items
+ * bounds the memory for partial results.
  *
- * New rows are appended by the piece that reads them. So that no other piece can come too early, an attending
- * entry is never cut behind the page that receives its first new row: earlier pieces read only what earlier steps
- * wrote. An entry that only appends is cut at page boundaries. One with more than `q_block` rows that attend is not cut
- * within a span, which bounds partial results. No barrier is needed anywhere.
+ * The piece that attends to the new rows of an entry also appends them. An attending entry is never cut after the page
+ * that receives its first new row, so its other pieces read only rows of earlier steps, and no barrier is needed. An
+ * attending entry with more than `q_block` new rows is never cut within a span, which bounds the size of a partial
+ * result. An entry that only appends is cut between any two pages.
  *
- * The line is planned for the widest window of the model; a layer with a narrower one skips what it does not see.
+ * The plan assumes the widest window of the model. A layer with a narrower window skips the pages that it does not see.
  */
 #ifndef FD_PLAN_H
 #define FD_PLAN_H
@@ -21,30 +23,31 @@
 #define FD_NO_CUT UINT32_MAX
 #define FD_LINE_END UINT32_MAX
 
-/* A sequence's share of a step, all numbers checked. */
+/* One sequence's part of a step. All numbers have been checked. */
 typedef struct {
-    uint32_t pos, n_rows; /* first new position, new tokens */
-    uint32_t row;         /* of the KV rows, and of the Q and O rows if it attends */
+    uint32_t pos, n_rows; /* position of the first new token, number of new tokens */
+    uint32_t row;         /* index of the first KV row, and of the first Q and O row if the entry attends */
     uint32_t attend;
-    uint32_t heads; /* KV heads of a span; divides n_kv_heads */
-    size_t pages;   /* index of its first page number in fd_step_t.pages */
+    uint32_t heads; /* KV heads of each span; divides n_kv_heads */
+    size_t pages;   /* index of the first page number in fd_step_t.pages */
 } fd_entry_t;
 
-/* A point on the line of work: before `page` (of the sequence) of that entry and the span from KV head `head` on. 0 is
- * the beginning. */
+/* A point on the line: in the span of entry `entry` that begins with KV head `head`, right before page `page` of the
+ * sequence. Page 0 stands for the beginning of the span, even if the window hides the first pages. */
 typedef struct {
     uint32_t entry, head, page;
 } fd_point_t;
 
+/* True if both points are in the same span. */
 static inline bool fd_same_span(fd_point_t a, fd_point_t b) { return a.entry == b.entry && a.head == b.head; }
 
 typedef struct {
     fd_point_t begin, end;
-    uint32_t cut;      /* item in which the span begins that this item begins within; FD_NO_CUT if it begins whole */
-    uint32_t n_pieces; /* of the span that is cut at the end of this item and begins in it; else 0 */
+    uint32_t cut;      /* index of the item in which this item's first span begins; FD_NO_CUT if it begins here */
+    uint32_t n_pieces; /* number of pieces of the last span, if that span begins in this item and is cut; else 0 */
 } fd_item_t;
 
-/* A slot's step. Owned by thread 0; other threads read it while a call is worked on. */
+/* The step of a slot. Thread 0 owns it; the other threads read it while a call is served. */
 typedef struct {
     uint32_t valid, n_entries, n_rows, n_attend_rows, n_items;
     fd_row_t *table;     /* [max_rows] private copy of the row table */
@@ -54,22 +57,22 @@ typedef struct {
     size_t pages_capacity;
 } fd_step_t;
 
-/* What the planner must know besides the table. */
+/* The properties of a link that planning depends on. */
 typedef struct {
     uint32_t n_kv_heads, group, head_size;
-    uint32_t q_block;    /* query tokens a kernel is given at once */
-    uint32_t max_window; /* of any layer; 0: some layer sees everything */
+    uint32_t q_block;    /* most query tokens that a kernel takes at once */
+    uint32_t max_window; /* widest window of any layer; 0 if a layer has full attention */
     uint32_t max_items;
 } fd_plan_shape_t;
 
 fd_status_t fd_step_init(fd_step_t *step, uint32_t max_rows, uint32_t max_items);
 void fd_step_destroy(fd_step_t *step);
 
-/* Checks step->table (a private copy, step->n_* already set from a checked header), makes room for it in the cache and
- * plans. On failure the cache is as before. The caller holds the cache's mutex. */
+/* Checks step->table, takes pages for its new rows and plans the step. The caller has copied the table out of the
+ * region, has set step->n_* from a checked header and holds the link's mutex. On failure the cache is unchanged. */
 fd_status_t fd_step_plan(fd_step_t *step, fd_kvcache_t *kv, const fd_plan_shape_t *shape, char *err, size_t err_len);
 
-/* First page that a query at `pos` sees through `window`. */
+/* The first page that a query at `pos` sees through `window` (0: no window). */
 static inline uint32_t fd_first_page(uint32_t pos, uint32_t window) {
     return window && pos >= window ? (pos - window + 1) / FD_PAGE_TOKENS : 0;
 }

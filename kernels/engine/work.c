@@ -6,15 +6,15 @@
 
 enum {
     MAX_Q_BLOCK = 16,
-    ITEMS_PER_THREAD = 8, /* finer than one, so that a thread that is late or descheduled holds up little */
-    LANES = 16            /* floats in 64 bytes */
+    ITEMS_PER_THREAD = 8, /* several, so that a thread that is late or descheduled delays only a small item */
+    LANES = 16            /* floats in a cache line */
 };
 
 static float *alloc_floats(size_t n) { return aligned_alloc(64, fd_round_up(n * sizeof(float), 64)); }
 
 static size_t padded(size_t floats) { return fd_round_up(floats, LANES); }
 
-/* Query rows a kernel is given at once at most: of a block of one head, or of several heads in a panel. */
+/* Most query rows that a kernel takes at once: a block of query tokens for one KV head, or a panel of several heads. */
 static size_t most_rows(const fd_work_t *w) {
     size_t rows = (size_t)w->shape.q_block * w->shape.group;
     return rows > FD_PANEL_ROWS ? rows : FD_PANEL_ROWS;
@@ -71,7 +71,7 @@ fd_status_t fd_work_init(fd_work_t *w, const fd_geometry_t *g, fd_kvcache_t *kv,
     w->shape.head_size = g->head_size;
     uint32_t block = FD_PANEL_ROWS / w->shape.group;
     w->shape.q_block = block < 1 ? 1 : block > MAX_Q_BLOCK ? MAX_Q_BLOCK : block;
-    w->shape.max_items = n_threads > 1 ? n_threads * ITEMS_PER_THREAD : 1; /* alone: nothing to cut for */
+    w->shape.max_items = n_threads > 1 ? n_threads * ITEMS_PER_THREAD : 1; /* a single thread needs no cuts */
     w->shape.max_window = windows[0];
     for (uint32_t i = 1; i < g->n_layers && w->shape.max_window; i++)
         if (!windows[i] || windows[i] > w->shape.max_window) w->shape.max_window = windows[i];
@@ -98,24 +98,23 @@ void fd_work_begin(fd_work_t *w, const fd_step_t *step) {
         if (step->items[i].n_pieces) __atomic_store_n(&w->pieces_left[i], step->items[i].n_pieces, __ATOMIC_RELAXED);
 }
 
-/* What all pieces of one item share. */
+/* The state of one item. */
 typedef struct {
     const fd_work_t *w;
     const fd_step_t *step;
     uint8_t *slot;
     uint32_t layer, window;
     fd_scratch_t *scratch;
-    const uint8_t *after, *after_q; /* the first chunk of the item's next span and its query rows, or NULL */
+    const uint8_t *after, *after_q; /* first chunk and first query row of the item's next span, to prefetch; or NULL */
     uint64_t kv_bytes;
 } ctx_t;
 
-/* The S-node, or its transport, has written rows into the region: they are not in this core's cache. */
+/* Prefetches a row of the region. It is not in this core's cache, because the S-node or a carrier has written it. */
 static void prefetch_row(const uint8_t *row, size_t bytes) {
     for (size_t i = 0; i < bytes; i += 64) __builtin_prefetch(row + i);
 }
 
-/* What a layer's call brought of KV head `head` of an entry's new row: K, n_kv_heads heads further on V; and of its
- * query row. */
+/* K of KV head `head` of an entry's new row, in the slot. V of that head follows n_kv_heads heads later. */
 static const uint8_t *kv_row(const ctx_t *c, const fd_entry_t *e, uint32_t row, uint32_t head) {
     const fd_work_t *w = c->w;
     return c->slot + w->layout.kv + (size_t)(e->row + row) * w->layout.kv_row_bytes +
@@ -129,7 +128,7 @@ static const uint8_t *q_row(const ctx_t *c, const fd_entry_t *e, uint32_t row, u
     return c->slot + w->layout.q + (size_t)(e->row + row) * w->layout.q_row_bytes + head * q_head_bytes(w);
 }
 
-/* New rows [from, to) of an entry (counted within it), `heads` KV heads from `head` on. */
+/* Appends rows [from, to) of an entry, counted from its first new row, for `heads` KV heads from `head` on. */
 static void append_rows(ctx_t *c, const fd_entry_t *e, uint32_t head, uint32_t heads, uint32_t from, uint32_t to) {
     const fd_work_t *w = c->w;
     uint32_t hs = w->g.head_size, act = w->g.act_dtype;
@@ -146,14 +145,15 @@ static void append_rows(ctx_t *c, const fd_entry_t *e, uint32_t head, uint32_t h
     }
 }
 
-/* An entry whose new rows are still to be appended while it is attended. */
+/* A span whose new row is appended while the kernel attends it (leave_pending). */
 typedef struct {
     ctx_t *c;
     const fd_entry_t *e;
     uint32_t head;
 } pending_t;
 
-/* While the head before it is attended, a head's lines come in: of the chunk and of the row that goes there. */
+/* Prefetches the new row of a head, and the cache lines of the chunk that receive it, while the kernel attends the head
+ * before it. */
 static void prefetch_pending(const pending_t *p, uint32_t head) {
     const fd_work_t *w = p->c->w;
     if (head == p->e->heads) return;
@@ -166,6 +166,7 @@ static void prefetch_pending(const pending_t *p, uint32_t head) {
     fd_kv_prefetch_append(w->kv_dtype, chunk, w->g.head_size, p->e->pos % FD_PAGE_TOKENS);
 }
 
+/* fd_attend_t.before_last: the kernel calls this right before it reads the last chunk of a head. */
 static void append_pending(void *context, uint32_t head) {
     const pending_t *p = context;
     append_rows(p->c, p->e, p->head + head, 1, 0, p->e->n_rows);
@@ -173,8 +174,8 @@ static void append_pending(void *context, uint32_t head) {
     if (p->c->after_q && head + 1 == p->e->heads) prefetch_row(p->c->after_q, q_head_bytes(p->c->w));
 }
 
-/* Whether the entry's new rows are left to the kernel's `before_last`: one token, whose page is the last. Else appends
- * them. */
+/* Returns true if append_pending can append the span's new rows: there is only one, so it goes to the last page. Else
+ * appends them now. */
 static bool leave_pending(ctx_t *c, const fd_entry_t *e, uint32_t head) {
     if (e->n_rows == 1 && e->heads * c->w->shape.group <= FD_PANEL_ROWS) return true;
     append_rows(c, e, head, e->heads, 0, e->n_rows);
@@ -186,7 +187,7 @@ static uint8_t *o_row(const ctx_t *c, const fd_entry_t *e, uint32_t row, uint32_
     return c->slot + w->layout.o + (size_t)(e->row + row) * w->layout.q_row_bytes + head * q_head_bytes(w);
 }
 
-/* What is known of query rows [from, from + q_len) becomes O rows. */
+/* Normalises the attention of query rows [from, from + q_len) and writes it as O rows. */
 static void store_block(ctx_t *c, const fd_entry_t *e, uint32_t head, uint32_t from, uint32_t q_len, fd_partial_t p) {
     const fd_work_t *w = c->w;
     const uint32_t group = w->shape.group, hs = w->g.head_size;
@@ -197,9 +198,9 @@ static void store_block(ctx_t *c, const fd_entry_t *e, uint32_t head, uint32_t f
     }
 }
 
-/* Attends query rows [from, from + q_len) of an entry to its pages [first, last), as far as the layer's window reaches.
- * `pending`: see leave_pending; the last page is among them then. `whole`: there are no other pieces, so O rows are
- * written and `out` is scratch. */
+/* Attends query rows [from, from + q_len) of an entry to those of its pages [first, last) that the layer's window
+ * reaches, and leaves the result in `out`. `pending` is what leave_pending returned; if true, the pages include the
+ * last one. `whole`: the span has no other pieces, so O rows are written and `out` is only scratch memory. */
 static void attend_block(ctx_t *c, const fd_entry_t *e, uint32_t head, uint32_t from, uint32_t q_len, uint32_t first,
                          uint32_t last, bool pending, bool whole, fd_partial_t out) {
     const fd_work_t *w = c->w;
@@ -260,7 +261,8 @@ static void attend_whole(ctx_t *c, const fd_entry_t *e, uint32_t head) {
     }
 }
 
-/* Pieces of the span that is cut at the end of item `owner`: its own, then what following items begin with. */
+/* Merges the pieces of the span that is cut at the end of item `owner` and writes O rows. The first piece is the last
+ * of that item; the others are the first pieces of the items that follow. */
 static void merge_pieces(ctx_t *c, const fd_entry_t *e, uint32_t head, uint32_t owner) {
     const fd_work_t *w = c->w;
     fd_partial_t sum = w->partials[2 * owner + 1];
@@ -272,7 +274,7 @@ static void merge_pieces(ctx_t *c, const fd_entry_t *e, uint32_t head, uint32_t 
     store_block(c, e, head, 0, e->n_rows, sum);
 }
 
-/* A piece of an attending entry: pages [first, last); `last` FD_LINE_END: to the end, new rows included. */
+/* Attends one piece of a cut span: pages [first, last). `last` FD_LINE_END means up to the end, new rows included. */
 static void attend_piece(ctx_t *c, const fd_entry_t *e, uint32_t head, uint32_t first, uint32_t last, uint32_t item) {
     uint32_t owner = first ? c->step->items[item].cut : item;
     const bool pending = last == FD_LINE_END && leave_pending(c, e, head);
@@ -280,7 +282,7 @@ static void attend_piece(ctx_t *c, const fd_entry_t *e, uint32_t head, uint32_t 
     if (__atomic_sub_fetch(&c->w->pieces_left[owner], 1, __ATOMIC_ACQ_REL) == 0) merge_pieces(c, e, head, owner);
 }
 
-/* Appends those new rows that lie in pages [first, last). */
+/* Appends the new rows of an entry that lie in pages [first, last). */
 static void append_piece(ctx_t *c, const fd_entry_t *e, uint32_t head, uint32_t first, uint32_t last) {
     uint64_t from = (uint64_t)first * FD_PAGE_TOKENS, to = (uint64_t)last * FD_PAGE_TOKENS,
              end = (uint64_t)e->pos + e->n_rows;
@@ -289,14 +291,14 @@ static void append_piece(ctx_t *c, const fd_entry_t *e, uint32_t head, uint32_t 
     append_rows(c, e, head, e->heads, (uint32_t)(from - e->pos), (uint32_t)(to - e->pos));
 }
 
-/* Where the span after the one at `at` begins. */
+/* The beginning of the span after the one that contains `at`. */
 static fd_point_t next_span(const fd_work_t *w, const fd_step_t *step, fd_point_t at) {
     uint32_t head = at.head + step->entries[at.entry].heads;
     return head < w->shape.n_kv_heads ? (fd_point_t){.entry = at.entry, .head = head}
                                       : (fd_point_t){.entry = at.entry + 1};
 }
 
-/* Looks at what is read first for the span at `at`, if the item goes on to it and it attends. */
+/* Sets `after` and `after_q` for the span at `at`, if the item continues with that span and the span attends. */
 static void prefetch_next_span(ctx_t *c, fd_point_t at, fd_point_t end) {
     const fd_entry_t *e = &c->step->entries[at.entry];
     if ((fd_same_span(at, end) && !end.page) || !e->attend) return;

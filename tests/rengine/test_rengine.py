@@ -199,11 +199,11 @@ def test_sequences_that_do_not_fit_their_request_are_refused(links):
         lease.free(0, 999)
     with pytest.raises(ValueError, match="sequence 8 is outside the lease of 8"):
         lease.free(8, tag)
-    with pytest.raises(ValueError, match="has 256 tokens, cannot be trimmed to 257"):
+    with pytest.raises(ValueError, match="has 256 tokens and cannot be trimmed to 257"):
         lease.trim(0, tag, 257)
-    with pytest.raises(ValueError, match="sequence 0 is not empty, it has 256 tokens"):
+    with pytest.raises(ValueError, match="sequence 0 is not empty: it has 256 tokens"):
         lease.fork(0, tag, 0, 5, 10)
-    with pytest.raises(ValueError, match="has 256 tokens, cannot share 257"):
+    with pytest.raises(ValueError, match="has 256 tokens and cannot share 257"):
         lease.fork(0, tag, 1, 5, 257)
     lease.free(5, 123)  # an empty one: nothing to do
     link.step(0, [(1, 1, True)])
@@ -223,7 +223,7 @@ def test_forks_that_fill_the_lease_are_served(links):
     link.fork(0, 4, 41)
     link.table(0, link.entries([(0, 1, True), (3, 1, True), (4, 1, True)]))
     reply = link.call(0, 0, 3, 3, 3, True)
-    assert (reply.status, reply.message) == (OUT_OF_PAGES, "the step needs 2 pages, 1 of 4 are free")
+    assert (reply.status, reply.message) == (OUT_OF_PAGES, "the step needs 2 pages, but 1 of 4 are free")
     link.forget(4)
     link.step(0, [(0, 1, True), (3, 1, True)])  # the refused step has changed nothing
 
@@ -364,7 +364,7 @@ def test_leases_share_one_budget(engines, links):
     engine = engines(1, kv_bytes=10 * page)
     a = links(g, KV_FP16, 6, engine=engine)
     assert engine.kv_free == 4 * page
-    with pytest.raises(MemoryError, match=f"5 pages need {5 * page} bytes of KV-cache, {4 * page} are free"):
+    with pytest.raises(MemoryError, match=f"5 pages need {5 * page} bytes of KV-cache, but {4 * page} are free"):
         Link(engine, g, KV_FP16, 5)
     with pytest.raises(RuntimeError, match="still serves 1 links"):
         engine.close()

@@ -239,7 +239,7 @@ def test_hugetlb_pages_that_are_not_there_are_an_error_that_says_how_many():
     with pytest.raises(RuntimeError, match=r"(\d+) huge pages of \d+ KiB are needed") as error:
         _native.REngine(1, 1 << 44, huge_pages="hugetlb")
     needed, left, wanted = re.fullmatch(
-        r"(\d+) huge pages of \d+ KiB are needed and (\d+) are to be had: set vm.nr_hugepages to (\d+) or more",
+        r"(\d+) huge pages of \d+ KiB are needed but (\d+) are available: set vm.nr_hugepages to (\d+) or more",
         str(error.value),
     ).groups()
     assert int(needed) > 1000 and int(wanted) == total + int(needed) - int(left)
@@ -252,7 +252,7 @@ def test_hugetlb_pages_that_are_not_there_are_an_error_that_says_how_many():
         ({"trim_idle_s": -1.0}, "not a time"),
         ({"trim_idle_s": float("nan")}, "not a time"),
         ({"trim_idle_s": 1.0, "huge_pages": "hugetlb"}, "hugetlb pages stay reserved"),
-        ({"trim_idle_s": 1.0, "prefault": True}, "not to be given back"),
+        ({"trim_idle_s": 1.0, "prefault": True}, "prefaulted memory cannot be given back"),
     ],
 )
 def test_an_engine_that_makes_no_sense_is_refused(kwargs, message):

@@ -77,14 +77,14 @@ def test_a_header_out_of_bounds(link, counts, flags, layer, reserved, message):
         ([(0, 1, 5, 1, 2)], BAD_TABLE, "unknown flags 0x2"),
         ([(0, 1, 5, 1, 0, 9)], BAD_TABLE, "reserved field is not zero"),
         ([(0, 1, 5, 0, 0)], BAD_TABLE, "entry 0 has no rows"),
-        ([(0, 1, 5, 1, 0), (1, 2, PAGE, 1, ATTEND)], BAD_TABLE, "entry 1 attends but stands behind one that does not"),
+        ([(0, 1, 5, 1, 0), (1, 2, PAGE, 1, ATTEND)], BAD_TABLE, "entry 1 attends but follows an entry that does not"),
         ([(0, 1, 5, 1, ATTEND), (0, 1, 6, 1, ATTEND)], BAD_TABLE, "entry 1: sequence 0 is named twice"),
         ([(0, 7, 5, 1, 0)], BAD_SEQUENCE, "entry 0: sequence 0 has tag 1, not 7"),
         ([(0, 1, 6, 1, 0)], BAD_SEQUENCE, "entry 0: sequence 0 has 5 tokens, not 6"),
         ([(0, 1, 0, 1, 0)], BAD_SEQUENCE, "entry 0: sequence 0 has 5 tokens, not 0"),
         ([(0, 1, 2**32 - 1, 1, 0)], BAD_SEQUENCE, "sequence 0 has 5 tokens, not 4294967295"),
         ([(5, 9, 3, 1, 0)], BAD_SEQUENCE, "entry 0: sequence 5 has 0 tokens, not 3"),
-        ([(2, 3, 0, 1, 0), (3, 4, 0, 1, 0), (4, 5, 0, 1, 0)], OUT_OF_PAGES, "needs 3 pages, 2 of 4 are free"),
+        ([(2, 3, 0, 1, 0), (3, 4, 0, 1, 0), (4, 5, 0, 1, 0)], OUT_OF_PAGES, "needs 3 pages, but 2 of 4 are free"),
     ],
 )
 def test_a_row_table_that_does_not_fit_the_lease(link, rows, status, message):
@@ -117,7 +117,7 @@ def test_a_refused_step_has_no_layers(link):
     assert link.call(0, 0, 1, 1, 1, True).status == BAD_SEQUENCE
     for layer in range(2):
         reply = link.call(0, layer, 1, 1, 1, False)
-        assert (reply.status, "no step is under way" in reply.message) == (BAD_CALL, True)
+        assert (reply.status, "no step is in progress" in reply.message) == (BAD_CALL, True)
     still_good(link)
 
 
@@ -126,7 +126,7 @@ def test_a_layer_whose_counts_are_not_the_steps(link):
     step.call(0)
     for counts in [(1, 3, 2), (1, 2, 1), (2, 2, 2)]:
         reply = link.call(0, 1, *counts, False)
-        assert (reply.status, "the step has 1, 2, 2" in reply.message) == (BAD_CALL, True)
+        assert (reply.status, "the step began with 1, 2 and 2" in reply.message) == (BAD_CALL, True)
     step.call(1)  # the step itself is unharmed
 
 
@@ -140,7 +140,7 @@ def test_a_call_out_of_order_is_answered_and_its_bell_taken_for_the_last(link, b
     link.ring(0, bell)
     reply = link.wait(0, bell)
     assert (reply.status, reply.number) == (BAD_CALL, bell)
-    assert f"where call {last + 1} was due" in reply.message
+    assert f"but call {last + 1} was expected" in reply.message
     link.numbers[0] = bell
     still_good(link)
 
@@ -153,7 +153,7 @@ def test_running_out_of_pages_changes_nothing(link):
     link.table(0, link.entries(plan))
     del link.shadows[4]
     reply = link.call(0, 0, 4, 7, 6, True)
-    assert (reply.status, reply.message) == (OUT_OF_PAGES, "the step needs 2 pages, 0 of 4 are free")
+    assert (reply.status, reply.message) == (OUT_OF_PAGES, "the step needs 2 pages, but 0 of 4 are free")
     after = link.lease.stats()
     assert (after["pages_used"], after["seqs"]) == (before["pages_used"], before["seqs"])
     link.step(0, [(0, 1, True), (3, 4, True)])
