@@ -168,7 +168,7 @@ def test_a_sequence_longer_than_the_lease(link):
     reply = link.call(0, 0, 1, 1, 1, True)
     assert (reply.status, reply.message) == (
         OUT_OF_PAGES,
-        "entry 0: sequence 0 would have 513 tokens, the lease holds 512",
+        "entry 0: sequence 0 would have 513 tokens, but the lease holds 512",
     )
 
 
