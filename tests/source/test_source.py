@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -40,3 +41,10 @@ def test_a_line_that_is_too_wide_is_found(tmp_path):
     (tmp_path / "a.py").write_text("#" * 120 + "\n" + "#" * 121 + "\n")
     (tmp_path / "b.h").write_text("/* " + "é" * 118 + "\n")
     assert too_wide(tmp_path, ["."]) == ["a.py:2", "b.h:1"]
+
+
+def test_every_environment_variable_is_documented():
+    sources = source_files(ROOT, FOLDERS, "py", "c", "h", "sh")
+    used = {name for path in sources for name in re.findall(r"\bFASTDECODE_[A-Z_]+", path.read_text())}
+    table = re.findall(r"^\| `(FASTDECODE_[A-Z_]+)`", (ROOT / "docs/testing.md").read_text(), re.MULTILINE)
+    assert sorted(used) == sorted(table)
