@@ -2,11 +2,12 @@
 
     python cut_wire.py CYCLES       1 or more
 
-An R-node stands at one end of two wires, an S-node at the other. Each cycle opens two links over each wire, one idle
-and one under load; then one wire is set down at the S-node's end, the other at the R-node's. Meanwhile links that lie
-on neither wire, one at each end, make calls without a stop. Prints, as JSON, how many seconds after the cut the S-node
-had given up the last of its links and the R-node had freed the last lease, the slowest of all cycles; what both held
-before and after, and by how many bytes they grew. Exit status 77, with a reason: there can be no wires here.
+Two wires join an R-node and an S-node. Each cycle opens two links over each wire, one idle and one under load; then it
+sets one wire down at the S-node's end and the other at the R-node's end. Meanwhile two more links, one at each end and
+on no wire, make calls without a pause. The script prints, as JSON, the seconds from the cut until the S-node had given
+up its last link (given_up) and the R-node had freed the last lease (freed), for the slowest cycle; the resources that
+both processes held before and after (held); and the bytes by which they grew (grown). Exit status 77, with a reason: no
+wires can be made here.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def ip(*words: str) -> None:
 
 
 def new_namespace() -> int:
-    """Enter a network namespace of its own; a descriptor of it."""
+    """Enter a new network namespace. Returns its descriptor."""
     if ctypes.CDLL(None).unshare(_CLONE_NEWNET):
         not_here("no network namespace may be made here")
     ip("link", "set", "lo", "up")
@@ -50,7 +51,7 @@ def new_namespace() -> int:
 
 
 def enter(namespace: int) -> None:
-    """For this thread, and for the processes that it starts."""
+    """Enter a network namespace, with this thread and the processes that it starts."""
     if ctypes.CDLL(None).setns(namespace, _CLONE_NEWNET):
         not_here("a network namespace cannot be entered here")
 
@@ -103,11 +104,11 @@ async def main(cycles: int, ended: contextlib.ExitStack) -> None:
     async def cleaned_up() -> bool:
         return Held.by(os.getpid()) == s_before
 
-    async def reach(url: str, said: Hello) -> Link:
-        """As soon as there is a way again: a wire that has just been set up may have none yet."""
+    async def reach(url: str, wanted: Hello) -> Link:
+        """Connect as soon as there is a route: a wire that has just been set up may have none yet."""
         while True:
             try:
-                return await connect(url, said, SECRET.encode())
+                return await connect(url, wanted, SECRET.encode())
             except LinkDown:
                 await asyncio.sleep(0.05)
 
@@ -136,7 +137,7 @@ async def main(cycles: int, ended: contextlib.ExitStack) -> None:
         return given_up, freed
 
     start_executor_threads()
-    assert await asyncio.to_thread(local_there.says) == "open"
+    assert await asyncio.to_thread(local_there.read_line) == "open"
     pids = node.pid, os.getpid()
     r_before, s_before = map(Held.by, pids)
     times = [await cycle()]

@@ -1,5 +1,7 @@
-"""Runs steps over a transports.base.Link and holds every O row against what it must be: `Driver` any step, against
-float64 attention (rengine_peer.py); `Payloads` a million calls.
+"""Runs steps over a transports.base.Link and checks every O row.
+
+Driver runs any step and compares with float64 attention (rengine_peer.py). Payloads makes millions of calls and
+compares with results computed beforehand.
 """
 
 from __future__ import annotations
@@ -14,20 +16,20 @@ import rengine_peer as peer
 
 from fastdecode.transports.base import ACT_DTYPES, KV_DTYPES, ROW_ATTEND, ROW_DTYPE, Geometry, Hello, Link
 
-#: Set where everything is slow: an emulated machine takes half a minute for a call of LARGE's full size.
+#: Set on emulated machines, which take half a minute for a call of LARGE's full size.
 SLOW = "FASTDECODE_SLOW" in os.environ
 HANG_S = 300.0 if SLOW else 20.0
-#: By this tests divide how often they do a thing.
+#: Tests divide their numbers of repetitions by this.
 FEWER = 4 if SLOW else 1
 
-NOTICED_S = 5.0  # a death must have been noticed by then
+NOTICED_S = 5.0  # seconds within which a peer's death must have been noticed
 
-#: How many calls the test of torn payloads makes, and how often the tests of leaks kill somebody or cut the wires.
+#: How many calls the test of torn payloads makes, and how often the tests of leaks kill a node or cut the wires.
 CALLS = int(os.environ.get("FASTDECODE_CALLS", 200 if SLOW else 20_000))
 CYCLES = int(os.environ.get("FASTDECODE_CYCLES", 1))
 
 SMALL = Geometry(n_slots=2, max_rows=32, n_layers=2, n_q_heads=4, n_kv_heads=2, head_size=16, act_dtype="fp32")
-#: Frames of 3 MiB one way and 2 MiB the other: more than a socket takes at once.
+#: Frames of 3 MiB one way and 2 MiB the other way: larger than a socket's buffer.
 LARGE = Geometry(
     n_slots=2, max_rows=256 // FEWER, n_layers=1, n_q_heads=32, n_kv_heads=8, head_size=64, act_dtype="fp32"
 )
@@ -56,10 +58,10 @@ async def until(happened: Callable[[], Awaitable[bool]], seconds: float) -> None
 
 
 class Driver(peer.Link):
-    """As the R-engine's own tests see a link, but with a transport in between."""
+    """The link of the R-engine's own tests, with a transport in between."""
 
-    def __init__(self, link: Link, said: Hello, seed: int = 0):
-        g = said.geometry
+    def __init__(self, link: Link, wanted: Hello, seed: int = 0):
+        g = wanted.geometry
         self.link = link
         self.g = peer.Geometry(
             g.n_slots,
@@ -74,7 +76,7 @@ class Driver(peer.Link):
         self.q_row, self.kv_row = layout.q_row_bytes, layout.kv_row_bytes
         self.q_at, self.kv_at, self.o_at, self.slot_bytes = layout.q, layout.kv, layout.o, layout.slot_bytes
         self.map = link.region
-        self.kv_dtype, self.scale, self.windows = KV_DTYPES.index(said.kv_dtype), said.softmax_scale, said.windows
+        self.kv_dtype, self.scale, self.windows = KV_DTYPES.index(wanted.kv_dtype), wanted.softmax_scale, wanted.windows
         self.rng = np.random.default_rng(seed)
         self.shadows: dict[int, peer.Shadow] = {}
         self.next_tag = 1
@@ -108,19 +110,20 @@ class Driver(peer.Link):
 
 
 class Payloads:
-    """Calls of 2 to 32 KiB, one in each slot at a time, in which every element of Q, K, V and O counts.
+    """Calls of 2 to 32 KiB, one in each slot at a time, whose O depends on every element of Q, K and V.
 
-    A row's sequence has one token before it, with K and V of 0. So the row's O is sigmoid(q . k * scale) * v, known for
-    the few payloads that there are; each call carries another one than the call before it in its slot.
+    Each row belongs to another sequence, which has one cached token with K and V of 0. So the row's O is
+    sigmoid(q . k * scale) * v. It is computed beforehand for a few payloads; a call carries another payload than the
+    call before it in its slot.
     """
 
     HELLO = hello(
         Geometry(2, 16, 2, n_q_heads=8, n_kv_heads=4, head_size=32, act_dtype="fp32"), kv_bytes=8 << 20, max_seqs=32
     )
-    CALLS_A_STEP = 500  # 250 a slot
+    CALLS_A_STEP = 500  # 250 in each slot
 
     def __init__(self, link: Link, seed: int = 0):
-        """In the link's event loop."""
+        """To be called in the link's event loop."""
         g, y = link.geometry, link.layout
         self.link = link
         self.calls = 0
@@ -142,7 +145,7 @@ class Payloads:
         self._carried = [0] * g.n_slots  # payload of the slot's last call
 
     def run(self, calls: int) -> None:
-        """At least so many. Raises AssertionError for an element that is wrong, and what the link raises."""
+        """Make at least `calls` calls. Raises AssertionError for a wrong element, and the errors of the link."""
         slots = range(self.link.geometry.n_slots)
         if not self.calls:
             for slot in slots:
@@ -163,7 +166,7 @@ class Payloads:
         self.link.write_table(slot, np.array([(first + i, 1, pos, 1, flags, 0) for i in range(n)], ROW_DTYPE))
 
     def _fill(self, slot: int) -> None:
-        """The tokens before the rows."""
+        """Append the token that precedes each row."""
         g = self.link.geometry
         self._table(slot, g.max_rows, 0, 0)
         self._views[slot][1][:] = 0

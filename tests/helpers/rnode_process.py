@@ -1,9 +1,9 @@
-"""An R-node in a process of its own, to be killed, stopped, or stuck.
+"""An R-node as a process, which a test kills, stops or blocks; and a count of the resources that a process holds.
 
     python rnode_process.py URL KV_BYTES [SECRET]
 
-prints the URL it is bound to. SIGTERM ends it; SIGUSR1 holds its GIL for STUCK_S seconds, which it says first.
-And what a process holds.
+The process prints the URL that it listens at. SIGTERM ends it. On SIGUSR1 it prints "stuck" and holds its GIL for
+STUCK_S seconds.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pathlib import Path
 from script_process import ScriptProcess
 
 STUCK_S = 3.0 if "FASTDECODE_SLOW" in os.environ else 1.0  # see link_driver.SLOW
-KV_BYTES = 64 << 20  # unless told otherwise
+KV_BYTES = 64 << 20  # the default
 #: The transports that the conformance suite tests, by URL scheme, each with the URL that a test's R-node listens at.
 #: "{folder}" is a folder of the test's own.
 LISTEN_URLS = {
@@ -31,12 +31,12 @@ LISTEN_URLS = {
     "tcp": "tcp://127.0.0.1:0",
     "rdma": f"rdma://{os.environ.get('FASTDECODE_RDMA_HOST', '127.0.0.1')}:0",
 }
-#: What a test prints when it expects the R-node's host to lose its power.
+#: A test prints this when it expects the R-node's host to lose power.
 PULL_THE_PLUG = "now pull the plug of the R-node's host"
 
 
 class RNodeProcess(ScriptProcess):
-    """Starts the script; `url` is where it listens."""
+    """An R-node process that listens at `url`."""
 
     def __init__(self, url: str, kv_bytes: int, secret: str = ""):
         self.url = url
@@ -49,19 +49,19 @@ class RNodeProcess(ScriptProcess):
         return cls(LISTEN_URLS[transport].format(folder=folder), KV_BYTES)
 
     def start(self) -> None:
-        """Also after its end, and at the same address then."""
+        """Start the process, or start it again at the same address after its end."""
         super().__init__(__file__, self.url, *self._rest)
-        self.url = self.says()
+        self.url = self.read_line()
         assert self.url, "the R-node did not start"
 
     def stick(self) -> None:
-        """Holds its GIL for STUCK_S seconds from now on."""
-        self.tell(signal.SIGUSR1)
-        assert self.says() == "stuck"
+        """Let the process hold its GIL for STUCK_S seconds from now on."""
+        self.send_signal(signal.SIGUSR1)
+        assert self.read_line() == "stuck"
 
 
 class FarRNode:
-    """One on another host, of which only the URL is known."""
+    """An R-node on another host, of which only the URL is known."""
 
     def __init__(self, url: str):
         self.url = url
@@ -75,13 +75,13 @@ class FarRNode:
 
 @dataclass(frozen=True)
 class Held:
-    """What a process holds that a link could leave behind."""
+    """The resources of a process that a link could leave behind."""
 
     fds: int
     threads: int
-    regions: int  # mapped
-    registered: int  # bytes of memory that devices may use
-    shm: int  # names in /dev/shm, of all processes
+    regions: int  # mapped activation regions
+    registered: int  # bytes of memory registered with RDMA devices
+    shm: int  # files in /dev/shm, of all processes
     verbs: str  # queue pairs, completion queues, registrations and so on, of all processes
 
     @classmethod
@@ -94,7 +94,7 @@ class Held:
 
 
 def _verbs() -> str:
-    """As the kernel counts them, a line a device."""
+    """The kernel's count of RDMA objects, a line for each device."""
     if not any(Path("/sys/class").glob("infiniband/*")):
         return ""
     return subprocess.run(["rdma", "resource"], stdout=subprocess.PIPE, text=True, check=True).stdout
@@ -106,12 +106,12 @@ def _status_bytes(pid: int, *names: str) -> int:
 
 
 def resident_bytes(pid: int) -> int:
-    """Memory of a process, but for what it has of files on disk."""
+    """Resident memory of a process, without mapped files."""
     return _status_bytes(pid, "RssAnon", "RssShmem")
 
 
 def start_executor_threads() -> None:
-    """Give the running loop's executor all the threads that it will ever have: what comes later, a link left behind."""
+    """Start all threads of the running loop's executor, so that any thread that appears later belongs to a link."""
     n = 4
     loop, barrier = asyncio.get_running_loop(), threading.Barrier(n + 1)
     executor = ThreadPoolExecutor(n)

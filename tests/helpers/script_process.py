@@ -1,8 +1,9 @@
-"""A script of the tests in a process of its own, to be killed or stopped.
+"""A script of the tests as a process, which a test kills or stops.
 
-Where starting Python takes ten seconds (FASTDECODE_SLOW) such a process is forked off one that has imported already
-what the scripts need. That one is this module run as a script, with a socket as its standard input: it takes a command
-line and a descriptor for the standard output, and answers with a process id. The process becomes this one's child.
+Where Python takes ten seconds to start (FASTDECODE_SLOW), such a process is forked from a *forker*, which has imported
+the modules that the scripts need. The forker is this module run as a script, with a socket as its standard input: it
+receives a command line and a descriptor for the standard output, and answers with a process id. The new process becomes
+a child of the test's process.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 class ScriptProcess:
-    """Runs `script`, a path, with `arguments`."""
+    """A process that runs the Python file `script` with `arguments`."""
 
     def __init__(self, script: str, *arguments: str):
         slow = "FASTDECODE_SLOW" in os.environ
@@ -40,30 +41,30 @@ class ScriptProcess:
     def pid(self) -> int:
         return self.process.pid
 
-    def says(self) -> str:
-        """The next line; empty if there will be none."""
+    def read_line(self) -> str:
+        """The next line that the process prints; empty at the end."""
         assert self.process.stdout
         return self.process.stdout.readline().strip()
 
-    def tell(self, number: int) -> None:
+    def send_signal(self, number: int) -> None:
         self.process.send_signal(number)
 
     def stop(self) -> None:
-        """Stops it (SIGSTOP), and returns when every thread of it stands still."""
-        self.tell(signal.SIGSTOP)
+        """Stop the process (SIGSTOP). Returns when all its threads have stopped."""
+        self.send_signal(signal.SIGSTOP)
         while any(
             f.read_text().rpartition(")")[2].split()[0] != "T" for f in Path(f"/proc/{self.pid}/task").glob("*/stat")
         ):
             time.sleep(0.001)
 
     def go_on(self) -> None:
-        self.tell(signal.SIGCONT)
+        self.send_signal(signal.SIGCONT)
 
     def end(self, number: int = signal.SIGTERM) -> int:
-        """Ends it, and returns its exit status."""
+        """End the process. Returns its exit status."""
         with contextlib.suppress(ProcessLookupError):
-            self.tell(number)
-            self.tell(signal.SIGCONT)
+            self.send_signal(number)
+            self.send_signal(signal.SIGCONT)
         try:
             return self.process.wait(20)
         finally:
@@ -74,7 +75,7 @@ class ScriptProcess:
 
 
 class _Forked:
-    """What ScriptProcess needs of a subprocess.Popen."""
+    """The part of subprocess.Popen that ScriptProcess uses, for a process that the forker starts."""
 
     def __init__(self, command: list[str]):
         reading, writing = os.pipe()
@@ -109,7 +110,7 @@ class _Forked:
 
 @functools.cache
 def _forker() -> tuple[socket.socket, subprocess.Popen]:
-    """The process that forks, which ends with this one, and a socket to it."""
+    """A socket to the forker, and the forker, which ends with this process."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
     ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with its:
@@ -132,7 +133,7 @@ def _fork_on_demand(requests: socket.socket) -> None:
             return
         reading, writing = os.pipe()
         between = os.fork()
-        if between == 0:  # its child is an orphan at once, and goes to whoever has asked for it
+        if between == 0:  # its child becomes an orphan at once, and so a child of the test's process
             pid = os.fork()
             if pid:
                 os.write(writing, str(pid).encode())
@@ -150,7 +151,7 @@ def _fork_on_demand(requests: socket.socket) -> None:
 
 
 def _become(command: list[str]) -> None:
-    """Runs the script, and does not return."""
+    """Run the script. Does not return."""
     status = 1
     try:
         sys.argv = command

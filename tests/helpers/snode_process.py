@@ -1,10 +1,10 @@
-"""The S side of a link in a process of its own, to be killed or stopped.
+"""The S side of a link as a process, which a test kills or stops.
 
     python snode_process.py URL WHAT [SECRET]
 
-prints a line once its link is open, and why the link has ended when it has. WHAT: idle; load, which makes calls
-without end and checks every byte; large, whose calls no socket takes at once; or a number, to be killed before that
-control frame (from 0).
+The process prints a line once its link is open, and the reason once the link has ended. WHAT is one of: idle; load,
+which makes calls without end and checks every byte; large, whose calls are larger than a socket's buffer; or a number
+n: the process kills itself before the n-th control frame, counted from 0.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ class SNodeProcess(ScriptProcess):
         super().__init__(__file__, url, str(what), *([secret] if secret else []))
 
     def end(self, number: int = signal.SIGKILL) -> int:
-        """Ends it, and returns its exit status."""
+        """End the process with SIGKILL. Returns the exit status."""
         return super().end(number)
 
 
 @contextlib.contextmanager
 def before_frame(n: int, act: Callable[[], object]) -> Iterator[None]:
-    """Calls `act` before this task reads or writes its n-th control frame."""
+    """Call `act` before this task reads or writes its n-th control frame."""
     from fastdecode.transports.frames import FrameSocket
 
     task, seen, originals = asyncio.current_task(), 0, (FrameSocket.read, FrameSocket.write)
@@ -59,7 +59,7 @@ def before_frame(n: int, act: Callable[[], object]) -> Iterator[None]:
 
 
 def large_hello():
-    """Of links whose calls and replies are larger than what two sockets can hold: 64 KiB a row, each way."""
+    """The Hello of a link whose calls and replies, of 64 KiB per row, are larger than the buffers of two sockets."""
     from link_driver import hello
 
     from fastdecode.transports.base import Geometry
@@ -75,10 +75,10 @@ async def main(url: str, what: str, secret: bytes | None) -> None:
     from fastdecode.transports.base import ROW_DTYPE, LinkDown
     from fastdecode.transports.registry import connect
 
-    said = {"load": Payloads.HELLO, "large": large_hello()}.get(what, hello())
+    wanted = {"load": Payloads.HELLO, "large": large_hello()}.get(what, hello())
     dies = before_frame(int(what), lambda: os.kill(os.getpid(), signal.SIGKILL)) if what.isdigit() else None
     with dies or contextlib.nullcontext():
-        link = await connect(url, said, secret)
+        link = await connect(url, wanted, secret)
     if what == "load":
         payloads = Payloads(link)
         await asyncio.to_thread(payloads.run, 1)
@@ -87,7 +87,7 @@ async def main(url: str, what: str, secret: bytes | None) -> None:
         if what == "load":
             await asyncio.to_thread(payloads.run, sys.maxsize)
         elif what == "large":
-            rows = said.geometry.max_rows
+            rows = wanted.geometry.max_rows
             link.write_table(0, np.array([(0, 1, 0, rows, 1, 0)], ROW_DTYPE))
             for i in itertools.count():
                 link.post(0, 0, 1, rows, rows, i == 0)

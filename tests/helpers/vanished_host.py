@@ -1,7 +1,8 @@
-"""An R-node and two links of it over a network that goes away, as when a host loses its power or a cable is pulled.
+"""An R-node and two links to it over a network that goes away, as when a host loses power or a cable is pulled.
 
-Run as a script; in a network namespace of its own it takes the loopback interface down. Prints, as JSON, how many
-seconds later each link was given up and the R-node had freed the leases. Exit status 77: it may not make a namespace.
+A script: it makes a network namespace and takes the loopback interface down there. It prints, as JSON, the seconds
+until the idle link had ended, the busy link had ended, and the R-node had freed the leases. Exit status 77: it may not
+make a namespace.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Peers that speak the links' protocol byte by byte, to say in it what no peer should.
+"""Peers that speak the protocol of links byte by byte, so that tests can break the protocol.
 
-Written from the comments of handshake.py, frames.py and tcp_pump.h alone.
+They are written from the comments of handshake.py, frames.py and tcp_pump.h alone.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ HANG_S = 20.0
 
 
 class Caller:
-    """A connection to an R-node, byte by byte."""
+    """A connection to an R-node."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
         self.reader, self.writer = reader, writer
@@ -35,21 +35,21 @@ class Caller:
     def send(self, data: bytes) -> None:
         self.writer.write(data)
 
-    def say(self, message: object) -> None:
+    def send_message(self, message: object) -> None:
         body = message if isinstance(message, bytes) else json.dumps(message).encode()
         self.send(struct.pack("<I", len(body)) + body)
 
-    async def hear(self) -> dict:
+    async def read_message(self) -> dict:
         async with asyncio.timeout(HANG_S):
             (size,) = struct.unpack("<I", await self.reader.readexactly(4))
             return json.loads(await self.reader.readexactly(size))
 
-    async def heard_last(self) -> bytes:
-        """All that comes until the node closes the connection."""
+    async def read_to_end(self) -> bytes:
+        """All bytes that arrive until the R-node closes the connection."""
         async with asyncio.timeout(HANG_S):
             try:
                 return await self.reader.read()
-            except ConnectionResetError:  # it closed with our bytes unread
+            except ConnectionResetError:  # the R-node has closed the connection before it read all bytes
                 return b""
 
     async def close(self) -> None:
@@ -58,8 +58,8 @@ class Caller:
             await self.writer.wait_closed()
 
 
-def said(geometry: Geometry = SMALL, **changes: object) -> dict:
-    """A HELLO without a secret."""
+def hello_message(geometry: Geometry = SMALL, **changes: object) -> dict:
+    """A HELLO message without a secret, with `changes` to its fields."""
     message = {
         "type": "HELLO",
         "version": PROTOCOL_VERSION,
@@ -88,25 +88,27 @@ def mac(secret: bytes, role: bytes, s_nonce: str, r_nonce: str, message: dict) -
     return hmac.new(secret, text, "sha256").hexdigest()
 
 
-async def opened(url: str, geometry: Geometry = SMALL, **changes: object) -> tuple[Caller, str]:
+async def open_link(url: str, geometry: Geometry = SMALL, **changes: object) -> tuple[Caller, str]:
+    """Send HELLO; return the control connection and the token of WELCOME."""
     caller = await Caller.dial(url)
-    await caller.hear()
-    caller.say(said(geometry, **changes))
-    welcome = await caller.hear()
+    await caller.read_message()
+    caller.send_message(hello_message(geometry, **changes))
+    welcome = await caller.read_message()
     assert welcome["type"] == "WELCOME", welcome
     return caller, welcome["token"]
 
 
-async def attached(url: str, token: str, **options: int) -> Caller:
+async def attach(url: str, token: str, **options: int) -> Caller:
+    """Send ATTACH; return the data connection."""
     caller = await Caller.dial(url, **options)
-    await caller.hear()
-    caller.say({"type": "ATTACH", "version": PROTOCOL_VERSION, "token": token})
-    assert (await caller.hear())["type"] == "OK"
+    await caller.read_message()
+    caller.send_message({"type": "ATTACH", "version": PROTOCOL_VERSION, "token": token})
+    assert (await caller.read_message())["type"] == "OK"
     return caller
 
 
 class FakeRNode:
-    """Speaks the R side of TCP, as `answer_hello` and `answer_attach` tell it to."""
+    """An R side of TCP that sends `challenge`, `welcome`, and `reply` to the first call."""
 
     def __init__(self, needs_secret: bool = False):
         self.challenge = {
@@ -140,11 +142,11 @@ class FakeRNode:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         peer = Caller(reader, writer)
         try:
-            peer.say(self.challenge)
-            if (await peer.hear())["type"] == "HELLO":
-                peer.say(self.welcome)
+            peer.send_message(self.challenge)
+            if (await peer.read_message())["type"] == "HELLO":
+                peer.send_message(self.welcome)
             else:
-                peer.say({"type": "OK", "id": 0, "stats": None})
+                peer.send_message({"type": "OK", "id": 0, "stats": None})
                 await reader.readexactly(16 + 64)  # a call
                 peer.send(self.reply)
             await reader.read()

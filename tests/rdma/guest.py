@@ -39,7 +39,7 @@ _KERNEL_ARGUMENTS = (
 
 
 class NotHere(Exception):
-    """There can be no guest on this machine; the message says why."""
+    """This machine cannot run a guest; the message gives the reason."""
 
 
 def cache() -> Path:
@@ -60,7 +60,7 @@ def _call(*command: str, cwd: Path) -> str:
 
 
 class _Archive:
-    """The packages that this machine's apt knows of, with lists of our own: the machine's may be missing or old."""
+    """The packages that apt can download. Uses its own package lists, because the machine's may be missing or old."""
 
     def __init__(self, folder: Path):
         self._folder = folder
@@ -74,13 +74,13 @@ class _Archive:
         return _call(tool, *self._options, *arguments, cwd=self._folder)
 
     def lacking(self, package: str) -> list[str]:
-        """The package and what it depends on, as far as it is not installed."""
+        """The package and its dependencies that are not installed."""
         plan = self.apt("apt-get", "install", "-s", "--no-install-recommends", package)
         return [line.split()[1] for line in plan.splitlines() if line.startswith("Inst ")]
 
 
 def _version() -> str:
-    """Changes with what `prepare` makes."""
+    """A key that changes whenever `prepare` would make other files."""
     sources = [(HERE / name).read_text() for name in ("init.sh", "initrd.py")]
     return hashlib.sha256(repr([*sources, _PACKAGES, inspect.getsource(prepare)]).encode()).hexdigest()
 
@@ -93,7 +93,7 @@ def _is_ready() -> bool:
 
 
 def prepare() -> None:
-    """Fill the cache, unless it is. Raises NotHere."""
+    """Fill the cache, unless it is full. Raises NotHere."""
     if _is_ready():
         return
     home = cache()
@@ -142,7 +142,7 @@ def prepare() -> None:
 
 
 def check() -> None:
-    """Raises NotHere unless `run` can be used and this Python can load the guest's pyverbs."""
+    """Raise NotHere unless `run` works on this machine and this Python can load the guest's pyverbs."""
     if not _is_ready():
         raise NotHere("the virtual machine is not prepared: python tests/rdma/guest.py prepare")
     abi = f"cpython-{sys.version_info.major}{sys.version_info.minor}"
@@ -165,8 +165,10 @@ def _share(folder: Path | str, tag: str, read_only: bool = True) -> list[str]:
 
 
 def _tsc_khz() -> int:
-    """The rate of this machine's time-stamp counter, which the guest reads too. A guest that has to find out for itself
-    while the machine is busy may err by a factor of four, and all its time-outs with it."""
+    """The rate of this machine's time-stamp counter, which the guest reads too.
+
+    A guest that measures the rate while the machine is busy may err by a factor of four, and so may all its time-outs.
+    """
     code = mmap.mmap(-1, mmap.PAGESIZE, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
     code.write(bytes.fromhex("0f31 48c1e220 4809d0 c3"))  # rdtsc; shl rdx, 32; or rax, rdx; ret
     rdtsc = ctypes.CFUNCTYPE(ctypes.c_uint64)(ctypes.addressof(ctypes.c_char.from_buffer(code)))
@@ -183,10 +185,10 @@ def _tsc_khz() -> int:
 
 
 class Guest:
-    """A running guest, in which a command follows devices.sh. It prints what the command prints."""
+    """A running guest. It runs devices.sh, then a command, and prints the command's output."""
 
     def __init__(self, command: list[str], wire: str | None = None, number: int = 1):
-        """`wire`: a -netdev of QEMU, over which the guest is host 10.9.0.`number`; None: its devices are its own."""
+        """`wire` is a -netdev of QEMU, on which the guest is host 10.9.0.`number`; None: the guest has no network."""
         home = cache()
         self._folder = tempfile.TemporaryDirectory(prefix="fastdecode-rdma-")
         folder = Path(self._folder.name)
@@ -203,7 +205,7 @@ class Guest:
         (folder / "command.sh").write_text("\n".join(script) + "\n")
         reading, writing = os.pipe()
         qemu, environment = _qemu(home)
-        # Two CPUs, or whoever polls would keep the other end from running; each is a NUMA node.
+        # Two CPUs, so that an end that polls does not keep the other end from running. Each is a NUMA node.
         arguments = [*qemu, "-accel", "tcg,thread=multi,tb-size=256", "-M", "pc", "-cpu", "max"]
         arguments += ["-smp", "2", "-m", "3G"]
         for i in range(2):
@@ -237,7 +239,7 @@ class Guest:
         return b"".join(self._printed).decode(errors="replace")
 
     def says(self, text: str, timeout: float) -> bool:
-        """Whether it prints `text` within `timeout` seconds, and before it ends."""
+        """Whether the guest prints `text` within `timeout` seconds and before it ends."""
         deadline = time.monotonic() + timeout
         while text not in self.output:
             if self._process.poll() is not None or time.monotonic() > deadline:
@@ -246,8 +248,10 @@ class Guest:
         return True
 
     def end(self, timeout: float = 0) -> tuple[int | None, str]:
-        """Wait so many seconds for the command, then pull the plug. The command's exit status (None: it gave none),
-        and what it printed."""
+        """Wait `timeout` seconds for the command, then kill the guest.
+
+        Returns the command's exit status, or None if there is none, and the command's output.
+        """
         try:
             self._process.wait(timeout)
         except subprocess.TimeoutExpired:

@@ -1,4 +1,4 @@
-"""RDMA without a device: choosing one, what is said without one, and the poster over one made of memcpy."""
+"""RDMA without a device: the choice of a port, the errors without a device, and the poster over a memcpy device."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from fastdecode.transports.registry import connect, serve
 
 
 def add_port(root: Path, device: str, number: int, gids: dict[int, tuple[str, str, str]], **files: str) -> None:
-    """A port as sysfs shows it. `gids`: index to (address, type, interface)."""
+    """Make a port as sysfs shows it. `gids`: index -> (address, type, interface)."""
     port = root / device / "ports" / str(number)
     for name, text in ({"state": "4: ACTIVE", "link_layer": "Ethernet", "lid": "0x0"} | files).items():
         port.mkdir(parents=True, exist_ok=True)
         (port / name).write_text(text + "\n")
     for folder in ("gids", "gid_attrs/types", "gid_attrs/ndevs"):
         (port / folder).mkdir(parents=True)
-    for index in range(30):  # empty; its attributes cannot be read
+    for index in range(30):  # an empty entry, whose attributes cannot be read
         (port / "gids" / str(index)).write_text("0000:0000:0000:0000:0000:0000:0000:0000\n")
     for index, (address, kind, interface) in gids.items():
         (port / "gids" / str(index)).write_text(IPv6Address(address).exploded + "\n")
@@ -75,14 +75,14 @@ def test_ports_as_sysfs_shows_them(two_devices):
         ("10.0.0.1", {"device": "a", "gid": 2}, "a", 2),
     ],
 )
-def test_the_gid_of_the_interface_that_routes_to_the_peer(two_devices, local, wanted, device, index):
-    place = choose(two_devices, local, **wanted)
-    assert (place.port.device, place.gid.index) == (device, index)
+def test_the_gid_is_that_of_the_interface_that_routes_to_the_peer(two_devices, local, wanted, device, index):
+    chosen = choose(two_devices, local, **wanted)
+    assert (chosen.port.device, chosen.gid.index) == (device, index)
 
 
 @pytest.mark.quick
 @pytest.mark.parametrize(
-    ("local", "wanted", "says"),
+    ("local", "wanted", "error_text"),
     [
         ("127.0.0.1", {}, r"no RDMA port has the address 127\.0\.0\.1.* name one of a port 1, b port 1 as \?device"),
         ("10.0.0.1", {"device": "c"}, "no RDMA port c here, there are a port 1, b port 1"),
@@ -91,15 +91,15 @@ def test_the_gid_of_the_interface_that_routes_to_the_peer(two_devices, local, wa
         ("10.0.0.1", {"device": "a", "gid": 7}, r"a port 1 has no GID 7, it has 0 \(fe80::1, IB/RoCE v1, ea\), 1"),
     ],
 )
-def test_a_choice_that_cannot_be_made_says_what_there_is(two_devices, local, wanted, says):
-    with pytest.raises(TransportError, match=says):
+def test_without_a_clear_choice_the_error_lists_the_ports(two_devices, local, wanted, error_text):
+    with pytest.raises(TransportError, match=error_text):
         choose(two_devices, local, **wanted)
 
 
 def test_infiniband_is_addressed_by_its_lid(tmp_path):
     add_port(tmp_path, "ib", 1, {0: ("fe80::5", V1, "")}, link_layer="InfiniBand", lid="0x1f")
-    place = choose(list_ports(tmp_path), "10.9.9.9")
-    assert (place.port.lid, place.gid) == (31, None)
+    chosen = choose(list_ports(tmp_path), "10.9.9.9")
+    assert (chosen.port.lid, chosen.gid) == (31, None)
 
 
 def test_an_interface_without_an_address_is_asked_for_one(tmp_path):
@@ -109,7 +109,7 @@ def test_an_interface_without_an_address_is_asked_for_one(tmp_path):
 
 
 @pytest.mark.quick
-def test_no_device_is_an_answer(tmp_path):
+def test_no_device_is_reported(tmp_path):
     with pytest.raises(TransportError, match="no RDMA device"):
         choose(list_ports(tmp_path), "10.0.0.1")
     assert rdma_report.report(tmp_path).startswith("no devices")
@@ -148,7 +148,7 @@ async def test_without_pyverbs_the_url_says_what_to_install(no_pyverbs):
 
 
 @pytest.mark.tools
-def test_the_binary_interface_is_that_of_the_header():
+def test_verbs_abi_h_agrees_with_the_system_header():
     compiler = shutil.which("cc")
     folders = [Path("/usr/include"), guest.cache() / "extra/usr/include"]
     headers = [folder for folder in folders if (folder / "infiniband/verbs.h").exists()]
@@ -161,7 +161,7 @@ def test_the_binary_interface_is_that_of_the_header():
 
 @pytest.mark.skipif(not shutil.which("gcc"), reason="needs gcc")
 def test_poster_over_a_device_made_of_memcpy(tmp_path):
-    """tests/c/poster_loopback.c, under AddressSanitizer and UBSan."""
+    """Run tests/c/poster_loopback.c under AddressSanitizer and UBSan."""
     program, flags = tmp_path / "poster_loopback", ["-std=gnu11", "-O1", "-fsanitize=address,undefined"]
     sources = [ROOT / "tests/c/poster_loopback.c", ROOT / "transports/rdma_poster.c"]
     include = [f"-I{ROOT / name}" for name in ("region", "transports")]
@@ -173,6 +173,6 @@ def test_poster_over_a_device_made_of_memcpy(tmp_path):
 
 
 @pytest.mark.parametrize("address", [0, 8, (1 << 47) - 4096, (1 << 64) - 8, id(object())])
-def test_what_is_no_queue_pair_is_refused_unharmed(address):
+def test_addresses_of_no_queue_pair_are_refused_safely(address):
     with pytest.raises(ValueError, match="not a queue pair"):
         _native.verbs_fds(address, 17)

@@ -1,5 +1,6 @@
-"""Links to an R-node on another host, whose power then fails. It takes two hosts, and somebody to pull the plug: see
-test_rdma_vm.py.
+"""Links to an R-node on another host, which then loses power.
+
+This needs two hosts, and somebody who pulls the plug: test_rdma_vm.py does that with two guests.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from fastdecode.transports.registry import connect
 pytestmark = pytest.mark.skipif("FASTDECODE_R_NODE" not in os.environ, reason="no R-node on another host")
 
 
-async def test_an_r_node_whose_host_loses_its_power_is_named(capsys):
+async def test_an_r_node_whose_host_loses_power_is_the_reason_given(capsys):
     url = os.environ["FASTDECODE_R_NODE"]
     idle, loaded = await connect(url, hello(), None), await connect(url, Payloads.HELLO, None)
     payloads = Payloads(loaded)
@@ -40,7 +41,7 @@ async def test_an_r_node_whose_host_loses_its_power_is_named(capsys):
 
     await until(is_down, 60.0)
     assert time.monotonic() - since < NOTICED_S
-    # By the device, also if all had been sent and a reply was being waited for.
+    # The device reports the loss, even if the call had been sent as a whole and only the reply was missing.
     with pytest.raises(LinkDown, match="retry exceeded: the peer's device does not answer"):
         await load
     async with asyncio.timeout(2 * NOTICED_S):

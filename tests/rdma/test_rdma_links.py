@@ -1,7 +1,7 @@
-"""What is RDMA's own about its links; what every link does is in tests/transports/test_transports.py.
+"""The behaviour that only RDMA links have; tests/transports/test_transports.py tests that of every link.
 
-All this needs a device, and some a wire of its own that may be cut: tests/rdma has a virtual machine with both, in
-which test_rdma_vm.py runs it.
+These tests need an RDMA device, and some need a wire that they may cut. The virtual machine of tests/rdma has both, and
+test_rdma_vm.py runs them there.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ needs_wire = pytest.mark.skipif(
 SECRET = b"for addresses that others may reach"
 
 
-def an_r_node(host: str) -> Iterator[RNodeProcess]:
+def start_r_node(host: str) -> Iterator[RNodeProcess]:
     node = RNodeProcess(f"rdma://{host}:0", KV_BYTES, SECRET.decode())
     yield node
     if node.process.poll() is None:
@@ -46,13 +46,13 @@ def an_r_node(host: str) -> Iterator[RNodeProcess]:
 
 @pytest.fixture(scope="module")
 def node() -> Iterator[RNodeProcess]:
-    yield from an_r_node("127.0.0.1")
+    yield from start_r_node("127.0.0.1")
 
 
 @pytest.fixture(scope="module")
 def far_node() -> Iterator[RNodeProcess]:
-    """At the other end of the wire."""
-    yield from an_r_node("10.8.0.2")
+    """An R-node at the other end of the wire."""
+    yield from start_r_node("10.8.0.2")
 
 
 async def step_of(driver: Driver) -> None:
@@ -60,39 +60,39 @@ async def step_of(driver: Driver) -> None:
 
 
 def registered(pid: int | None = None) -> int:
-    """Bytes of memory of a process, this one by default, that devices may use."""
+    """Bytes of memory that a process, by default this one, has registered with devices."""
     return Held.by(pid or os.getpid()).registered
 
 
-def meddle(monkeypatch: pytest.MonkeyPatch, change) -> None:
-    """Have the next connections of this process write elsewhere: `change` takes the peer's card and returns another."""
-    join = Endpoint.join
-    monkeypatch.setattr(Endpoint, "join", lambda self, card: join(self, change(card)))
+def change_peer(monkeypatch: pytest.MonkeyPatch, change) -> None:
+    """Let `change` replace the peer's description (messages.Endpoint) in all further connections of this process."""
+    original = Endpoint.connect
+    monkeypatch.setattr(Endpoint, "connect", lambda self, peer: original(self, change(peer)))
 
 
 @pytest.mark.parametrize("elsewhere", ["wrong key", "beyond the region", "another link's region"])
 async def test_only_the_links_own_region_can_be_written(node, monkeypatch, elsewhere):
-    said = hello()
-    cards = []
+    wanted = hello()
+    peers = []
     with monkeypatch.context() as patch:
-        meddle(patch, lambda card: cards.append(card) or card)
-        bystander = await connect(node.url, said, SECRET)
-    other = Driver(bystander, said)
+        change_peer(patch, lambda peer: peers.append(peer) or peer)
+        bystander = await connect(node.url, wanted, SECRET)
+    other = Driver(bystander, wanted)
     await step_of(other)
     changes = {
-        "wrong key": lambda card: dataclasses.replace(card, rkey=card.rkey ^ 0x5500),
-        "beyond the region": lambda card: dataclasses.replace(
-            card, address=(int(card.address, 16) + bystander.layout.region_bytes).to_bytes(8).hex()
+        "wrong key": lambda peer: dataclasses.replace(peer, rkey=peer.rkey ^ 0x5500),
+        "beyond the region": lambda peer: dataclasses.replace(
+            peer, address=(int(peer.address, 16) + bystander.layout.region_bytes).to_bytes(8).hex()
         ),
-        "another link's region": lambda card: dataclasses.replace(card, rkey=cards[0].rkey, address=cards[0].address),
+        "another link's region": lambda peer: dataclasses.replace(peer, rkey=peers[0].rkey, address=peers[0].address),
     }
     with monkeypatch.context() as patch:
-        meddle(patch, changes[elsewhere])
-        link = await connect(node.url, said, SECRET)
+        change_peer(patch, changes[elsewhere])
+        link = await connect(node.url, wanted, SECRET)
     with pytest.raises(LinkDown, match="remote access error"):
-        await asyncio.wait_for(step_of(Driver(link, said)), NOTICED_S)
+        await asyncio.wait_for(step_of(Driver(link, wanted)), NOTICED_S)
     assert "remote access error" in str(await asyncio.wait_for(link.closed(), NOTICED_S))
-    await step_of(other)  # untouched
+    await step_of(other)  # the other link is unharmed
     await bystander.close()
     assert registered() == 0
 
@@ -108,24 +108,24 @@ async def test_regions_are_registered_while_their_link_lives(node):
 
 
 async def test_a_dead_peer_is_retried_for_less_than_a_second(node, monkeypatch):
-    """As the kernel has it; seven retries are endless on some devices."""
+    """The queue pair's attributes, read from the kernel. On some devices seven retries mean retries without end."""
     pairs = []
     with monkeypatch.context() as patch:
-        join = Endpoint.join
-        patch.setattr(Endpoint, "join", lambda self, card: pairs.append(self._pair) or join(self, card))
+        original = Endpoint.connect
+        patch.setattr(Endpoint, "connect", lambda self, peer: pairs.append(self._pair) or original(self, peer))
         link = await connect(node.url, hello(), SECRET)
     enums = load().enums
-    said, _ = pairs[0].query(enums.IBV_QP_TIMEOUT | enums.IBV_QP_RETRY_CNT)
-    assert 1 <= said.retry_cnt <= 6
-    assert 0 < 4.096e-6 * 2**said.timeout * (1 + said.retry_cnt) < 1
+    attributes, _ = pairs[0].query(enums.IBV_QP_TIMEOUT | enums.IBV_QP_RETRY_CNT)
+    assert 1 <= attributes.retry_cnt <= 6
+    assert 0 < 4.096e-6 * 2**attributes.timeout * (1 + attributes.retry_cnt) < 1
     await link.close()
 
 
 async def test_an_s_node_that_stops_reading_leaves_other_links_alone(node):
-    """Replies are written to memory: a peer that is stopped takes them all the same."""
-    said = hello(kv_bytes=1 << 19)
-    links = [await connect(node.url, said, SECRET) for _ in range(2)]
-    drivers = [Driver(link, said, seed) for seed, link in enumerate(links)]
+    """A device writes replies to memory, so even an S-node that has stopped takes them."""
+    wanted = hello(kv_bytes=1 << 19)
+    links = [await connect(node.url, wanted, SECRET) for _ in range(2)]
+    drivers = [Driver(link, wanted, seed) for seed, link in enumerate(links)]
     under_way = drivers[0].begin(0, [(0, 1, True)])
     bell = under_way.post(0)
     for _ in range(20):
@@ -153,7 +153,7 @@ async def test_an_r_node_that_cannot_do_rdma_says_so():
 
 @pytest.mark.timeout(600)
 async def test_a_completion_is_the_same_as_over_shared_memory(tmp_path):
-    from real_engine import real_engine  # brings torch along, which nothing else here needs
+    from real_engine import real_engine  # imports torch, which no other test of this module needs
 
     from fastdecode.demo import model_dir
     from fastdecode.engine.request import SamplingParams
@@ -180,7 +180,7 @@ def sh(command: str) -> None:
 
 @pytest.fixture
 def wire() -> Iterator[None]:
-    """Whatever a test does to it is undone."""
+    """Undoes all changes of a test to the wire."""
     yield
     for device in ("va", "vb"):
         subprocess.run(["tc", "qdisc", "del", "dev", device, "root"], check=False, stderr=subprocess.DEVNULL)
@@ -188,7 +188,7 @@ def wire() -> Iterator[None]:
 
 
 def wire_up(device: str) -> None:
-    """Set down, it has lost its route."""
+    """Set a device up and add its route, which it lost when it was set down."""
     here, there = ("10.8.0.1", "10.8.0.2") if device == "va" else ("10.8.0.2", "10.8.0.1")
     sh(f"ip link set {device} up")
     sh(f"ip route replace {there} dev {device} src {here} table 77")
@@ -196,22 +196,22 @@ def wire_up(device: str) -> None:
 
 @needs_wire
 async def test_devices_at_both_ends_of_a_wire_are_found_by_the_route(far_node, wire, monkeypatch):
-    cards = []
-    meddle(monkeypatch, lambda card: cards.append(card) or card)
+    peers = []
+    change_peer(monkeypatch, lambda peer: peers.append(peer) or peer)
     link = await connect(far_node.url, hello(), SECRET)
-    assert IPv6Address(bytes.fromhex(cards[0].gid)).ipv4_mapped.exploded == "10.8.0.2"
+    assert IPv6Address(bytes.fromhex(peers[0].gid)).ipv4_mapped.exploded == "10.8.0.2"
     await step_of(Driver(link, hello()))
     await link.close()
 
 
 @needs_wire
 async def test_loss_and_reordering_tear_nothing(far_node, wire):
-    """Every row is checked: what arrives late or twice must not show."""
+    """Every row is checked: packets that arrive late or twice must not change any."""
     for device in ("va", "vb"):
         sh(f"tc qdisc add dev {device} root netem delay 200us reorder 90% loss 0.3%")
-    said = hello()
-    link = await connect(far_node.url, said, SECRET)
-    driver = Driver(link, said)
+    wanted = hello()
+    link = await connect(far_node.url, wanted, SECRET)
+    driver = Driver(link, wanted)
 
     def steps() -> None:
         for i in range(40):
@@ -223,10 +223,10 @@ async def test_loss_and_reordering_tear_nothing(far_node, wire):
 
 @needs_wire
 @pytest.mark.parametrize("which", ["va", "vb"])
-async def test_link_set_down_is_named(node, far_node, wire, which):
-    said = hello()
-    link, bystander = await connect(far_node.url, said, SECRET), await connect(node.url, said, SECRET)
-    driver, other = Driver(link, said), Driver(bystander, said)
+async def test_a_wire_that_goes_down_is_the_reason_given(node, far_node, wire, which):
+    wanted = hello()
+    link, bystander = await connect(far_node.url, wanted, SECRET), await connect(node.url, wanted, SECRET)
+    driver, other = Driver(link, wanted), Driver(bystander, wanted)
     await step_of(driver)
     sh(f"ip link set {which} down")
     with pytest.raises(LinkDown, match=WIRE_DOWN):
@@ -239,12 +239,12 @@ async def test_link_set_down_is_named(node, far_node, wire, which):
 @needs_wire
 @pytest.mark.timeout(120 + 20 * CYCLES)
 @pytest.mark.parametrize("which", ["va", "vb"])
-async def test_link_set_down_under_load_again_and_again_leaves_nothing_behind(node, far_node, wire, which):
-    """Memory, descriptors, threads and verbs objects of both sides; and a link on another device goes on."""
+async def test_a_wire_that_goes_down_under_load_leaves_nothing_behind(node, far_node, wire, which):
+    """Neither side keeps memory, descriptors, threads or verbs objects, and a link on another device goes on."""
     start_executor_threads()
-    said, other_said = Payloads.HELLO, hello()
-    bystander = await connect(node.url, other_said, SECRET)
-    other = Driver(bystander, other_said)
+    wanted, other_wanted = Payloads.HELLO, hello()
+    bystander = await connect(node.url, other_wanted, SECRET)
+    other = Driver(bystander, other_wanted)
     await step_of(other)
 
     def held() -> tuple[Held, Held]:
@@ -254,7 +254,7 @@ async def test_link_set_down_under_load_again_and_again_leaves_nothing_behind(no
         return held() == before
 
     async def cycle() -> None:
-        link = await connect(far_node.url, said, SECRET)
+        link = await connect(far_node.url, wanted, SECRET)
         load = asyncio.create_task(asyncio.to_thread(Payloads(link).run, sys.maxsize))
         while (await link.stats())["calls"] < 50:
             assert not load.done(), load.exception()
@@ -274,10 +274,10 @@ async def test_link_set_down_under_load_again_and_again_leaves_nothing_behind(no
 
 
 @needs_wire
-async def test_a_host_that_falls_silent_is_named(far_node, wire):
-    said = hello()
-    link = await connect(far_node.url, said, SECRET)
-    driver = Driver(link, said)
+async def test_a_host_that_falls_silent_is_the_reason_given(far_node, wire):
+    wanted = hello()
+    link = await connect(far_node.url, wanted, SECRET)
+    driver = Driver(link, wanted)
     await step_of(driver)
     sh("tc qdisc add dev va root netem loss 100%")
     with pytest.raises(LinkDown, match="retry exceeded: the peer's device does not answer"):
@@ -286,11 +286,11 @@ async def test_a_host_that_falls_silent_is_named(far_node, wire):
 
 
 @needs_wire
-async def test_a_host_that_owes_nothing_but_a_reply_falls_silent_and_is_named(far_node, wire):
-    """Its device has acknowledged all of the call: nothing is left to be retried, unless the bell is rung again."""
-    said = hello()
-    link = await connect(far_node.url, said, SECRET)
-    driver = Driver(link, said)
+async def test_a_host_that_falls_silent_before_its_reply_is_the_reason_given(far_node, wire):
+    """The host's device has acknowledged the whole call, so no retry can fail until the bell is rung again."""
+    wanted = hello()
+    link = await connect(far_node.url, wanted, SECRET)
+    driver = Driver(link, wanted)
     await step_of(driver)
     far_node.stop()
     try:
@@ -306,10 +306,10 @@ async def test_a_host_that_owes_nothing_but_a_reply_falls_silent_and_is_named(fa
 
 
 @needs_wire
-async def test_an_r_node_killed_under_load_is_named(far_node, wire):
-    said = hello()
-    link = await connect(far_node.url, said, SECRET)
-    driver = Driver(link, said)
+async def test_an_r_node_killed_under_load_is_the_reason_given(far_node, wire):
+    wanted = hello()
+    link = await connect(far_node.url, wanted, SECRET)
+    driver = Driver(link, wanted)
 
     def steps() -> None:
         while True:

@@ -1,4 +1,4 @@
-"""What this machine may lack, in virtual ones with Soft-RoCE devices and two NUMA nodes (tests/rdma/guest.py)."""
+"""Tests that need RDMA devices or two NUMA nodes, in a virtual machine that has both (tests/rdma/guest.py)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ALL = "FASTDECODE_RDMA_ALL" in os.environ
 
 pytestmark = [pytest.mark.tools, pytest.mark.timeout(BOOT_S + TESTS_S)]
 
-#: Where the conformance suite has its R-node, and what is done to the wire first.
+#: The address of the R-node in the conformance suite, and a command that prepares the wire.
 NETEM = "for i in va vb; do tc qdisc add dev $i root netem delay 100us reorder 95% loss 0.1%; done"
 PATHS = {"wire": ("10.8.0.2", ":"), "loopback": ("127.0.0.1", ":"), "wire that loses and reorders": ("10.8.0.2", NETEM)}
 
@@ -33,7 +33,7 @@ def here() -> None:
 
 
 def suite_of(*arguments: str) -> str:
-    """A command for a guest."""
+    """The command that runs pytest in a guest."""
     return f"exec {sys.executable} -m pytest -v -p no:cacheprovider -o timeout=300 --durations=8 {' '.join(arguments)}"
 
 
@@ -45,7 +45,7 @@ def passed(status: int | None, output: str) -> None:
 
 @pytest.mark.parametrize("path", PATHS)
 def test_conformance(path):
-    """What every link does; on the first path also what is RDMA's own, and what takes two NUMA nodes."""
+    """The conformance suite; on the first path also the tests of RDMA links and of NUMA nodes."""
     which, files = "rdma", ["transports/test_transports.py", "transports/test_link_faults.py"]
     if path == "wire":
         which = "(rdma or numa)"
@@ -53,7 +53,7 @@ def test_conformance(path):
     if not ALL:
         if path != "wire":
             pytest.skip("takes minutes, and FASTDECODE_RDMA_ALL is not set")
-        which += " and not hand_shake"  # a new R-node for every frame
+        which += " and not hand_shake"  # that test starts an R-node for every frame
     host, first = PATHS[path]
     suite = suite_of("-k", f"'{which}'", *(str(TESTS / name) for name in files))
     passed(*guest.run(["sh", "-c", f"{first}; export FASTDECODE_RDMA_HOST={host}; {suite}"], BOOT_S + TESTS_S))

@@ -1,4 +1,4 @@
-"""Where links may be served and sought: URLs, sockets in use, addresses that need a secret."""
+"""The URLs that links are served at: bad URLs, addresses in use, addresses that need a secret."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ pytestmark = pytest.mark.quick
 
 
 class NoService:
-    """Grants nothing."""
+    """A LinkService that refuses every link."""
 
     name = "none"
 
-    def open_link(self, said, region, notify):
+    def open_link(self, wanted, region, notify):
         raise LinkRefused("not today")
 
 
-async def test_refusal_reaches_the_s_node(tmp_path):
+async def test_a_refusal_reaches_the_s_node(tmp_path):
     for url in (f"shm://{tmp_path}/r.sock", "tcp://127.0.0.1:0", "tcp://localhost:0"):
         server = await serve(url, NoService(), None)
         with pytest.raises(LinkRefused, match="not today"):
@@ -32,7 +32,7 @@ async def test_refusal_reaches_the_s_node(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("url", "says"),
+    ("url", "error_text"),
     [
         ("quic://host:1", "known transport, which are shm://, tcp://, rdma://"),
         ("127.0.0.1:80", "known transport"),
@@ -49,14 +49,14 @@ async def test_refusal_reaches_the_s_node(tmp_path):
         ("shm:///" + "x" * 107, "longer than"),
     ],
 )
-async def test_bad_urls(url, says):
-    with pytest.raises(TransportError, match=says):
+async def test_bad_urls(url, error_text):
+    with pytest.raises(TransportError, match=error_text):
         await serve(url, NoService(), None)
-    with pytest.raises(TransportError, match=says):
+    with pytest.raises(TransportError, match=error_text):
         await connect(url, hello(), None)
 
 
-async def test_no_secret_on_an_address_that_others_reach():
+async def test_an_address_that_others_can_reach_needs_a_secret():
     with pytest.raises(TransportError, match="no shared secret"):
         await serve("tcp://0.0.0.0:0", NoService(), None)
     for secret, insecure in ((b"secret", False), (None, True)):
@@ -64,7 +64,7 @@ async def test_no_secret_on_an_address_that_others_reach():
         await server.close()
 
 
-async def test_an_empty_secret_is_none():
+async def test_an_empty_secret_is_refused():
     with pytest.raises(TransportError, match="secret is empty"):
         await serve("tcp://127.0.0.1:0", NoService(), b"\n")
 
@@ -83,7 +83,7 @@ async def test_addresses_in_use_are_left_alone(tmp_path):
     assert (tmp_path / "file").read_text() == "precious"
 
 
-async def test_the_socket_is_its_owners_alone(tmp_path):
+async def test_only_the_owner_can_open_the_socket(tmp_path):
     server = await serve(f"shm://{tmp_path}/r.sock", NoService(), None)
     assert (tmp_path / "r.sock").stat().st_mode & 0o777 == 0o600
     await server.close()

@@ -1,5 +1,6 @@
-"""What a peer may say at the hand-shake and on an open link that it should not: each is refused, readably, and costs
-nobody else anything.
+"""Wrong messages from a peer, in the hand-shake and on an open link.
+
+The R-node refuses each with a readable reason, and no other link suffers.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from link_driver import Driver, hello
-from wire_peers import Caller, FakeRNode, attached, mac, opened, said
+from wire_peers import Caller, FakeRNode, attach, hello_message, mac, open_link
 
 from fastdecode.daemon.rnode import RNode
 from fastdecode.transports import handshake, server
@@ -27,21 +28,21 @@ SECRET = b"a secret of the two nodes"
 
 
 async def refusal(url: str, *messages: object) -> str:
-    """The reason in the REFUSED that the messages are answered with, after which the node hangs up."""
+    """Send the messages; return the reason in REFUSED, after which the R-node must close the connection."""
     caller = await Caller.dial(url)
-    assert (await caller.hear())["type"] == "CHALLENGE"
+    assert (await caller.read_message())["type"] == "CHALLENGE"
     for message in messages:
-        caller.say(message)
-    answer = await caller.hear()
+        caller.send_message(message)
+    answer = await caller.read_message()
     assert answer.keys() == {"type", "reason"} and answer["type"] == "REFUSED"
-    assert await caller.heard_last() == b""
+    assert await caller.read_to_end() == b""
     await caller.close()
     return answer["reason"]
 
 
 @pytest.mark.quick
 async def test_wrong_version_names_both(r_node, bystander):
-    other = said(version=PROTOCOL_VERSION + 41) | {"a field": "of the future"}
+    other = hello_message(version=PROTOCOL_VERSION + 41) | {"a field": "of the future"}
     reason = await refusal(r_node.tcp, other)
     assert str(PROTOCOL_VERSION + 41) in reason and f"this end {PROTOCOL_VERSION}" in reason
     assert "version" in await refusal(r_node.shm, {"type": "HELLO"})
@@ -49,7 +50,7 @@ async def test_wrong_version_names_both(r_node, bystander):
 
 
 @pytest.mark.parametrize(
-    ("changes", "says"),
+    ("changes", "error_text"),
     [
         ({"n_slots": 0}, "slots is not within 1..16"),
         ({"n_slots": 17}, "slots is not within 1..16"),
@@ -79,8 +80,8 @@ async def test_wrong_version_names_both(r_node, bystander):
         ({"kv_bytes": 0}, "0 bytes wanted"),
     ],
 )
-async def test_insane_geometry_and_unfulfillable_wishes(r_node, bystander, changes, says):
-    assert says in await refusal(r_node.tcp, said(**changes))
+async def test_bad_geometry_and_requests_that_cannot_be_granted(r_node, bystander, changes, error_text):
+    assert error_text in await refusal(r_node.tcp, hello_message(**changes))
 
 
 @pytest.mark.parametrize(
@@ -114,12 +115,12 @@ async def test_insane_geometry_and_unfulfillable_wishes(r_node, bystander, chang
     ],
 )
 async def test_wrong_field_types_and_ranges(r_node, bystander, field, value):
-    reason = await refusal(r_node.shm, said(**{field: value}))
+    reason = await refusal(r_node.shm, hello_message(**{field: value}))
     assert reason.startswith(f"HELLO.{field}: expected ") and len(reason) < 300
 
 
 @pytest.mark.parametrize(
-    ("message", "says"),
+    ("message", "error_text"),
     [
         (b"", "not JSON"),
         (b"{", "not JSON"),
@@ -132,39 +133,39 @@ async def test_wrong_field_types_and_ranges(r_node, bystander, field, value):
         ({"type": "EXEC"}, "unknown control message type 'EXEC'"),
         ({"type": ["HELLO"]}, "unknown control message type"),
         ({"type": "x" * 60000}, "unknown control message type"),
-        (said() | {"also": 1}, "HELLO: unknown field 'also'"),
-        ({k: v for k, v in said().items() if k != "windows"}, "HELLO: missing field 'windows'"),
+        (hello_message() | {"also": 1}, "HELLO: unknown field 'also'"),
+        ({k: v for k, v in hello_message().items() if k != "windows"}, "HELLO: missing field 'windows'"),
         ({"type": "PING", "id": 1}, "expected HELLO or ATTACH, got PING"),
         ({"type": "FREE", "id": 1, "handles": []}, "expected HELLO or ATTACH, got FREE"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-async def test_frames_that_are_no_messages(r_node, bystander, message, says):
+async def test_frames_that_are_not_messages(r_node, bystander, message, error_text):
     reason = await refusal(r_node.tcp, message)
-    assert says in reason and len(reason) < 300
+    assert error_text in reason and len(reason) < 300
 
 
 @pytest.mark.parametrize("size", [(64 << 10) + 1, 2**31, 2**32 - 1])
 async def test_oversized_frames_before_the_secret(r_node, bystander, size):
     caller = await Caller.dial(r_node.tcp)
-    await caller.hear()
+    await caller.read_message()
     caller.send(struct.pack("<I", size))
-    assert f"{size} bytes is longer than the 65536 allowed" in (await caller.hear())["reason"]
-    assert await caller.heard_last() == b""
+    assert f"{size} bytes is longer than the 65536 allowed" in (await caller.read_message())["reason"]
+    assert await caller.read_to_end() == b""
     await caller.close()
 
 
 @pytest.mark.parametrize("n", [1, 3, 4, 50])
 async def test_truncated_frames(r_node, bystander, n):
     caller = await Caller.dial(r_node.tcp)
-    await caller.hear()
+    await caller.read_message()
     caller.send((struct.pack("<I", 100) + b"{" * 100)[:n])
     caller.writer.write_eof()
-    assert "within a frame" in (await caller.hear())["reason"]
+    assert "within a frame" in (await caller.read_message())["reason"]
     await caller.close()
 
 
-async def test_who_hangs_up_at_once(r_node, bystander):
+async def test_callers_that_hang_up_at_once(r_node, bystander):
     for _ in range(20):
         await (await Caller.dial(r_node.tcp)).close()
         await (await Caller.dial(r_node.shm)).close()
@@ -173,32 +174,32 @@ async def test_who_hangs_up_at_once(r_node, bystander):
 async def test_slow_hand_shake_has_a_deadline(r_node, bystander, monkeypatch):
     monkeypatch.setattr(handshake, "DEADLINE_S", 0.2)
     caller = await Caller.dial(r_node.tcp)
-    await caller.hear()
+    await caller.read_message()
     caller.send(b"\x10")
-    assert "took longer than" in (await caller.hear())["reason"]
-    assert await caller.heard_last() == b""
+    assert "took longer than" in (await caller.read_message())["reason"]
+    assert await caller.read_to_end() == b""
     await caller.close()
     never_attached = await Caller.dial(r_node.tcp)
-    await never_attached.hear()
-    never_attached.say(said())
-    assert (await never_attached.hear())["type"] == "WELCOME"
-    assert "data connection did not come" in (await never_attached.hear())["message"]
+    await never_attached.read_message()
+    never_attached.send_message(hello_message())
+    assert (await never_attached.read_message())["type"] == "WELCOME"
+    assert "data connection did not come" in (await never_attached.read_message())["message"]
     await never_attached.close()
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
-async def test_many_slow_hand_shakes_keep_nobody_out(r_node, bystander, transport):
+async def test_many_slow_hand_shakes_keep_no_s_node_out(r_node, bystander, transport):
     url = getattr(r_node, transport)
     idle = [await Caller.dial(url) for _ in range(server.MAX_PENDING + 8)]
     link = await connect(url, hello(), None)
     await link.close()
     for caller in idle[:8]:
-        assert b"REFUSED" not in await caller.heard_last()  # dropped then, rather than late
+        assert b"REFUSED" not in await caller.read_to_end()  # the server dropped it at once, not at the deadline
     for caller in idle:
         await caller.close()
 
 
-async def test_s_side_gives_a_silent_r_node_a_deadline(monkeypatch):
+async def test_a_silent_r_node_has_a_deadline(monkeypatch):
     monkeypatch.setattr(handshake, "DEADLINE_S", 0.2)
     late = pytest.raises(LinkDown, match="did not finish the hand-shake")
     with socket.create_server(("127.0.0.1", 0)) as listener, late:
@@ -227,33 +228,33 @@ async def test_the_same_secret_opens_a_link(guarded, transport):
 
 @pytest.mark.quick
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
-async def test_secrets_that_do_not_fit(r_node, guarded, transport):
-    for there, secret, says in [
+async def test_secrets_that_differ(r_node, guarded, transport):
+    for there, secret, error_text in [
         (guarded, None, "asks for a shared secret, and this S-node has none"),
         (guarded, SECRET + b"!", "the shared secrets of the two nodes differ"),
         (r_node, SECRET, "has no shared secret, and this S-node has one"),
     ]:
-        with pytest.raises(LinkRefused, match=says) as refused:
+        with pytest.raises(LinkRefused, match=error_text) as refused:
             await connect(getattr(there, transport), hello(), secret)
         assert SECRET.decode() not in str(refused.value)
     assert guarded.kv_free == KV_BYTES
 
 
-async def test_proofs_that_prove_nothing(guarded):
-    """No MAC; a made-up one; one for another challenge, another role, another HELLO; an overheard one."""
+async def test_wrong_macs_are_refused(guarded):
+    """No MAC; an invented MAC; a MAC for another challenge, another role, another HELLO; a MAC that was overheard."""
 
     async def answered(make_mac) -> dict:
         caller = await Caller.dial(guarded.tcp)
-        challenge = await caller.hear()
+        challenge = await caller.read_message()
         assert challenge["needs_secret"] is True
-        message = said()
-        caller.say(message | {"mac": make_mac(message, challenge["nonce"])})
-        answer = await caller.hear()
+        message = hello_message()
+        caller.send_message(message | {"mac": make_mac(message, challenge["nonce"])})
+        answer = await caller.read_message()
         if answer["type"] == "REFUSED":
-            assert await caller.heard_last() == b""
+            assert await caller.read_to_end() == b""
         else:
-            mine = mac(SECRET, b"R", message["nonce"], challenge["nonce"], answer)
-            assert answer["mac"] == mine  # it proves itself as well
+            expected = mac(SECRET, b"R", message["nonce"], challenge["nonce"], answer)
+            assert answer["mac"] == expected  # the R-node proves that it knows the secret, too
         await caller.close()
         return answer
 
@@ -264,7 +265,7 @@ async def test_proofs_that_prove_nothing(guarded):
         return proofs[-1]
 
     assert (await answered(right))["type"] == "WELCOME"
-    for wrong, says in [
+    for wrong, error_text in [
         (lambda m, n: None, "asks for a shared secret"),
         (lambda m, n: "00" * 32, "differ"),
         (lambda m, n: proofs[0], "differ"),
@@ -273,9 +274,9 @@ async def test_proofs_that_prove_nothing(guarded):
         (lambda m, n: mac(SECRET, b"S", m["nonce"], n, m | {"kv_bytes": 1}), "differ"),
     ]:
         answer = await answered(wrong)
-        assert answer["type"] == "REFUSED" and says in answer["reason"]
-    # An unproven caller learns nothing of what the node would grant.
-    assert "shared secret" in await refusal(guarded.tcp, said(kv_bytes=0))
+        assert answer["type"] == "REFUSED" and error_text in answer["reason"]
+    # A caller without proof does not learn whether the R-node would grant its request.
+    assert "shared secret" in await refusal(guarded.tcp, hello_message(kv_bytes=0))
 
 
 @pytest.mark.parametrize("proof", [None, "00" * 32])
@@ -309,24 +310,24 @@ async def test_r_node_of_another_version_or_none_at_all():
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
-async def test_tokens_that_open_nothing(r_node, bystander, transport):
+async def test_wrong_and_used_tokens_are_refused(r_node, bystander, transport):
     url = getattr(r_node, transport)
-    control, token = await opened(url)
+    control, token = await open_link(url)
     for wrong in ("00" * 32, token[:-1] + ("0" if token[-1] != "0" else "1")):
         message = {"type": "ATTACH", "version": PROTOCOL_VERSION, "token": wrong}
         assert "no link waits for this token" in await refusal(url, message)
-    data = await attached(url, token)
+    data = await attach(url, token)
     again = {"type": "ATTACH", "version": PROTOCOL_VERSION, "token": token}
     assert "no link waits for this token" in await refusal(url, again)
-    control.say({"type": "PING", "id": 5})
-    assert await control.hear() == {"type": "OK", "id": 5, "stats": None}
+    control.send_message({"type": "PING", "id": 5})
+    assert await control.read_message() == {"type": "OK", "id": 5, "stats": None}
     await control.close()
-    await data.heard_last()
+    await data.read_to_end()
     await data.close()
 
 
 @pytest.mark.parametrize(
-    ("message", "says"),
+    ("message", "error_text"),
     [
         (b"{}", "unknown control message type"),
         (b"nonsense", "not JSON"),
@@ -339,23 +340,23 @@ async def test_tokens_that_open_nothing(r_node, bystander, transport):
         ({"type": "PING"}, "PING: missing field 'id'"),
         ({"type": "WELCOME"}, "WELCOME: missing field"),
         ({"type": "OK", "id": 1, "stats": None}, "OK has no place on an open link"),
-        (said(), "HELLO has no place on an open link"),
+        (hello_message(), "HELLO has no place on an open link"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-async def test_bad_requests_end_their_link(r_node, bystander, message, says):
-    control, token = await opened(r_node.shm)
-    data = await attached(r_node.shm, token)
-    control.say(message)
-    error = await control.hear()
-    assert (error["type"], error["id"]) == ("ERROR", 0) and says in error["message"]
-    assert await control.heard_last() == b""
+async def test_bad_requests_end_their_link(r_node, bystander, message, error_text):
+    control, token = await open_link(r_node.shm)
+    data = await attach(r_node.shm, token)
+    control.send_message(message)
+    error = await control.read_message()
+    assert (error["type"], error["id"]) == ("ERROR", 0) and error_text in error["message"]
+    assert await control.read_to_end() == b""
     await control.close()
     await data.close()
 
 
 async def test_oversized_frames_on_an_open_link(r_node, bystander):
-    control, _ = await opened(r_node.shm)
+    control, _ = await open_link(r_node.shm)
     control.send(struct.pack("<I", (1 << 20) + 1))
-    assert "longer than the 1048576 allowed" in (await control.hear())["message"]
+    assert "longer than the 1048576 allowed" in (await control.read_message())["message"]
     await control.close()

@@ -1,6 +1,4 @@
-"""Data frames, replies and regions that are not what they should be: the link ends, or the call is refused, and nobody
-else notices.
-"""
+"""Wrong data frames, replies and regions: the link ends, or the call is refused, and no other link notices."""
 
 from __future__ import annotations
 
@@ -11,7 +9,7 @@ import struct
 
 import pytest
 from link_driver import LARGE, SMALL, hello
-from wire_peers import HANG_S, MAGIC, ONE_ROW, Q_BYTES, Caller, FakeRNode, attached, call, frame, opened
+from wire_peers import HANG_S, MAGIC, ONE_ROW, Q_BYTES, Caller, FakeRNode, attach, call, frame, open_link
 
 from fastdecode.transports._native import Port
 from fastdecode.transports.base import ACT_DTYPES, PROTOCOL_VERSION, Geometry, LinkDown, TransportError
@@ -23,7 +21,7 @@ from fastdecode.transports.registry import connect
 
 @pytest.mark.quick
 @pytest.mark.parametrize(
-    ("data", "says"),
+    ("data", "error_text"),
     [
         (frame(call(), ONE_ROW, magic=MAGIC + 1), "magic number"),
         (b"GET / HTTP/1.1\r\n" + b"x" * 64, "magic number"),
@@ -46,41 +44,41 @@ from fastdecode.transports.registry import connect
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-async def test_lying_data_frames_end_their_link(r_node, bystander, data, says):
-    control, token = await opened(r_node.tcp)
-    caller = await attached(r_node.tcp, token)
+async def test_wrong_data_frames_end_their_link(r_node, bystander, data, error_text):
+    control, token = await open_link(r_node.tcp)
+    caller = await attach(r_node.tcp, token)
     caller.send(data)
-    error = await control.hear()
-    assert (error["type"], error["id"]) == ("ERROR", 0) and says in error["message"]
-    assert await control.heard_last() == b""
-    await caller.heard_last()
+    error = await control.read_message()
+    assert (error["type"], error["id"]) == ("ERROR", 0) and error_text in error["message"]
+    assert await control.read_to_end() == b""
+    await caller.read_to_end()
     await caller.close()
     await control.close()
 
 
 @pytest.mark.parametrize("n", [1, 15, 16, 79, 80, 81, 103, 104, 500])
 async def test_data_frames_cut_short_end_their_link(r_node, bystander, n):
-    control, token = await opened(r_node.tcp)
-    caller = await attached(r_node.tcp, token)
+    control, token = await open_link(r_node.tcp)
+    caller = await attach(r_node.tcp, token)
     caller.send(frame(call(), ONE_ROW)[:n])
     caller.writer.write_eof()
-    assert "within a frame" in (await control.hear())["message"]
+    assert "within a frame" in (await control.read_message())["message"]
     await caller.close()
     await control.close()
 
 
 async def test_data_connection_closed_between_frames_ends_the_link(r_node, bystander):
-    control, token = await opened(r_node.tcp)
-    caller = await attached(r_node.tcp, token)
+    control, token = await open_link(r_node.tcp)
+    caller = await attach(r_node.tcp, token)
     await caller.close()
-    assert "closed the data connection" in (await control.hear())["message"]
+    assert "closed the data connection" in (await control.read_message())["message"]
     await control.close()
 
 
-async def test_a_row_table_that_points_outside_the_lease_is_answered(r_node, bystander):
-    """Not the transport's business: the R-engine refuses the call and the link lives on."""
-    control, token = await opened(r_node.tcp)
-    caller = await attached(r_node.tcp, token)
+async def test_a_row_table_with_a_sequence_outside_the_lease_is_refused(r_node, bystander):
+    """The transport does not check row tables: the R-engine refuses the call, and the link stays usable."""
+    control, token = await open_link(r_node.tcp)
+    caller = await attach(r_node.tcp, token)
     caller.send(frame(call(), struct.pack("<6I", 2**32 - 1, 1, 0, 1, 1, 0) + ONE_ROW[24:]))
     caller.send(frame(call(), ONE_ROW, slot=1))
     replies = {}
@@ -92,42 +90,42 @@ async def test_a_row_table_that_points_outside_the_lease_is_answered(r_node, bys
             replies[slot] = (*struct.unpack_from("<QII", reply), length)
     assert replies == {0: (1, 2, 0, 256), 1: (1, 0, 1, 256 + Q_BYTES)}
     await control.close()
-    await caller.heard_last()
+    await caller.read_to_end()
     await caller.close()
 
 
 async def test_a_peer_that_reads_no_replies_holds_up_only_itself(r_node, bystander):
-    """Its replies fill the sockets; then a call for the slot whose reply is still on its way is refused."""
-    control, token = await opened(r_node.tcp, LARGE, kv_bytes=32 << 20, max_seqs=32)
+    """Its replies fill the sockets. Then a call for a slot whose reply is not yet sent ends the link."""
+    control, token = await open_link(r_node.tcp, LARGE, kv_bytes=32 << 20, max_seqs=32)
     with socket.create_connection(("127.0.0.1", int(r_node.tcp.rpartition(":")[2]))) as sock:
         sock.setblocking(False)
         caller = Caller(*await asyncio.open_connection(sock=sock))
-        await caller.hear()
-        caller.say({"type": "ATTACH", "version": PROTOCOL_VERSION, "token": token})
-        assert (await caller.hear())["type"] == "OK"
+        await caller.read_message()
+        caller.send_message({"type": "ATTACH", "version": PROTOCOL_VERSION, "token": token})
+        assert (await caller.read_message())["type"] == "OK"
         caller.writer.transport.pause_reading()
         rows = LARGE.max_rows
         row_bytes = (LARGE.n_q_heads + 2 * LARGE.n_kv_heads) * LARGE.head_size * 4
-        said_why = None
+        reason = None
         async with asyncio.timeout(HANG_S):
-            for seq_index in range(32):  # at 2 MiB each
+            for seq_index in range(32):  # each reply has 2 MiB
                 table = struct.pack("<6I", seq_index, 1, 0, rows, 1, 0)
                 caller.send(frame(call(seq_index + 1, counts=(1, rows, rows)), table + bytes(rows * row_bytes)))
                 served = False
-                while not served and said_why is None:
-                    control.say({"type": "STATS", "id": 1})
-                    answer = await control.hear()
-                    said_why = answer.get("message")
-                    served = said_why is None and answer["stats"]["calls"] > seq_index
-                if said_why:
+                while not served and reason is None:
+                    control.send_message({"type": "STATS", "id": 1})
+                    answer = await control.read_message()
+                    reason = answer.get("message")
+                    served = reason is None and answer["stats"]["calls"] > seq_index
+                if reason:
                     break
-        assert said_why and "last call is not answered" in said_why
+        assert reason and "last call is not answered" in reason
         caller.writer.transport.abort()
         await asyncio.sleep(0)
     await control.close()
 
 
-# ---- replies that lie, S side ----
+# ---- wrong replies, S side ----
 
 
 def reply(number: int = 1, status: int = 0, rows: int = 1, message: bytes = b"") -> bytes:
@@ -138,7 +136,7 @@ O_ROW = bytes(Q_BYTES)
 
 
 @pytest.mark.parametrize(
-    ("data", "says"),
+    ("data", "error_text"),
     [
         (frame(reply(), O_ROW, magic=7), "magic number"),
         (frame(reply(), O_ROW, slot=9), "slot beyond the region"),
@@ -156,22 +154,22 @@ O_ROW = bytes(Q_BYTES)
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-async def test_lying_replies_end_the_link(data, says):
+async def test_wrong_replies_end_the_link(data, error_text):
     fake = FakeRNode()
     fake.reply = data
     async with fake as url:
         link = await connect(url, hello(), None)
         link.post(0, 0, 1, 1, 1, False)
-        if says is None:  # the rest does not come; nor does anything out of the half that did
+        if error_text is None:  # the rest of the reply never arrives, and `wait` returns no part of it
             with pytest.raises(LinkDown, match="no reply"):
                 await asyncio.to_thread(link.wait, 0, 0.2)
         else:
             async with asyncio.timeout(HANG_S):
-                with pytest.raises(LinkDown, match=says):
+                with pytest.raises(LinkDown, match=error_text):
                     await asyncio.to_thread(link.wait, 0, HANG_S)
-                    link.post(0, 0, 1, 1, 1, False)  # a second reply to the first call is found by who waits next
+                    link.post(0, 0, 1, 1, 1, False)  # the next wait finds the second reply to the first call
                     await asyncio.to_thread(link.wait, 0, HANG_S)
-                assert says in str(await link.closed())
+                assert error_text in str(await link.closed())
         await link.close()
 
 
@@ -187,7 +185,7 @@ async def test_a_refusals_message_need_not_be_text():
 
 
 @pytest.mark.parametrize(
-    ("answer", "says"),
+    ("answer", "error_text"),
     [
         (reply(number=2), "does not carry its call's number"),
         (reply(rows=3), "rows do not match"),
@@ -195,7 +193,7 @@ async def test_a_refusals_message_need_not_be_text():
         (reply(status=2**32 - 1, rows=0), "unknown status"),
     ],
 )
-def test_lying_replies_in_shared_memory(answer, says):
+def test_wrong_replies_in_shared_memory(answer, error_text):
     region = Region.create(SMALL)
     wake = os.eventfd(0)
     port = Port(region.view, geometry_tuple(SMALL), 0, wake_fd=wake)
@@ -203,9 +201,9 @@ def test_lying_replies_in_shared_memory(answer, says):
     slot = region.layout.slot(0)
     region.view[slot + 256 : slot + 512] = answer
     region.view[slot + 128 : slot + 136] = struct.pack("<Q", 1)
-    with pytest.raises(ConnectionError, match=says):
+    with pytest.raises(ConnectionError, match=error_text):
         port.wait(0, HANG_S)
-    with pytest.raises(ConnectionError, match=says):
+    with pytest.raises(ConnectionError, match=error_text):
         port.post(1, 0, 1, 1, 1, True)
     port.close()
     os.close(wake)
@@ -215,7 +213,7 @@ def test_lying_replies_in_shared_memory(answer, says):
 # ---- regions ----
 
 
-def test_a_region_that_is_not_what_it_should_be():
+def test_a_region_of_another_size_layout_version_or_without_seals_is_refused():
     other = Geometry(2, 64, 2, 4, 2, 16, "fp32")
     region = Region.create(SMALL)
     with pytest.raises(TransportError, match="this end expects"):

@@ -1,4 +1,4 @@
-"""The conformance suite of the transports: what every link does, against an R-node in a process of its own."""
+"""The conformance suite of the transports: the behaviour of a link to an R-node in another process."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from fastdecode.transports.registry import connect
 PAGES = KV_BYTES // (SMALL.n_layers * SMALL.n_kv_heads * 2 * SMALL.head_size * 4 * PAGE_TOKENS)
 
 
-# ---- what a link does ----
+# ---- calls and control requests ----
 
 
 @pytest.mark.quick
 async def test_attention_equals_float64(shared_node):
-    said = hello(windows=(0, 70))
-    link = await connect(shared_node.url, said, None)
-    driver = Driver(link, said)
+    wanted = hello(windows=(0, 70))
+    link = await connect(shared_node.url, wanted, None)
+    driver = Driver(link, wanted)
 
     def steps():
         driver.fill(0, 100)
@@ -46,24 +46,24 @@ async def test_attention_equals_float64(shared_node):
 
 @pytest.mark.parametrize("act_dtype", ["fp16", "bf16"])
 async def test_half_precision_rows(shared_node, act_dtype):
-    said = hello(dataclasses.replace(SMALL, act_dtype=act_dtype), kv_dtype="fp16")
-    link = await connect(shared_node.url, said, None)
-    await in_thread(lambda: Driver(link, said).step(0, [(0, 30, True)]))
+    wanted = hello(dataclasses.replace(SMALL, act_dtype=act_dtype), kv_dtype="fp16")
+    link = await connect(shared_node.url, wanted, None)
+    await in_thread(lambda: Driver(link, wanted).step(0, [(0, 30, True)]))
     await link.close()
 
 
 async def test_hundreds_of_calls_in_order_and_slots_reused(shared_node):
     """Two slots in flight, steps of changing size: every reply belongs to its call, every row to its reply."""
-    said = hello()
-    link = await connect(shared_node.url, said, None)
-    driver = Driver(link, said)
+    wanted = hello()
+    link = await connect(shared_node.url, wanted, None)
+    driver = Driver(link, wanted)
     rng = np.random.default_rng(1)
 
     def steps():
         for _ in range(60 // FEWER):
             sizes = rng.integers(1, 9, 4).tolist()
             under_way = [driver.begin(s, [(s, sizes[s], True), (s + 2, sizes[s + 2], False)]) for s in (0, 1)]
-            for layer in range(said.geometry.n_layers):
+            for layer in range(wanted.geometry.n_layers):
                 bells = [step.post(layer) for step in under_way]
                 for step, bell in zip(reversed(under_way), reversed(bells), strict=True):
                     step.finish(layer, bell)
@@ -75,7 +75,7 @@ async def test_hundreds_of_calls_in_order_and_slots_reused(shared_node):
 
 @pytest.mark.timeout(120 + CALLS / 1000)
 async def test_no_byte_of_any_call_is_torn(shared_node):
-    """A million calls with FASTDECODE_CALLS=1000000: the bell shows only when all of the call or the reply is there."""
+    """A bell appears only after all bytes of its call or reply. FASTDECODE_CALLS=1000000 makes a million calls."""
     link = await connect(shared_node.url, Payloads.HELLO, None)
     payloads = Payloads(link)
     await asyncio.to_thread(payloads.run, CALLS)
@@ -84,10 +84,10 @@ async def test_no_byte_of_any_call_is_torn(shared_node):
     await link.close()
 
 
-async def test_rows_of_megabytes_cross_whole(shared_node):
-    said = hello(LARGE, kv_bytes=KV_BYTES // 2)
-    link = await connect(shared_node.url, said, None)
-    driver = Driver(link, said)
+async def test_rows_of_megabytes_arrive_whole(shared_node):
+    wanted = hello(LARGE, kv_bytes=KV_BYTES // 2)
+    link = await connect(shared_node.url, wanted, None)
+    driver = Driver(link, wanted)
 
     def steps():
         for i in range(3):
@@ -100,14 +100,14 @@ async def test_rows_of_megabytes_cross_whole(shared_node):
     await link.close()
 
 
-async def test_threads_that_wait_on_slots_of_their_own_get_their_own_replies(shared_node):
-    """Over TCP each may be the one that receives for both, and may go while the other still waits."""
-    said = hello(LARGE, kv_bytes=32 << 20)
-    link = await connect(shared_node.url, said, None)
+async def test_two_threads_that_wait_on_two_slots_get_their_replies(shared_node):
+    """Over TCP either thread may receive for both, and may leave while the other still waits."""
+    wanted = hello(LARGE, kv_bytes=32 << 20)
+    link = await connect(shared_node.url, wanted, None)
     y, q_shape, kv_shape = link.layout, (LARGE.n_q_heads, LARGE.head_size), (2, LARGE.n_kv_heads, LARGE.head_size)
 
     def calls(slot: int) -> None:
-        n = (3, LARGE.max_rows)[slot]  # small frames through one, large ones through the other
+        n = (3, LARGE.max_rows)[slot]  # small frames in one slot, large frames in the other
         at = y.slot(slot)
         rows = np.full((n, *kv_shape), slot + 1, np.float32)
         link.region[at + y.kv : at + y.kv + rows.nbytes] = rows.tobytes()
@@ -117,21 +117,21 @@ async def test_threads_that_wait_on_slots_of_their_own_get_their_own_replies(sha
             o[:] = 0
             link.post(slot, 0, 1, n, n, i == 0)
             link.wait(slot, HANG_S)
-            np.testing.assert_allclose(o, slot + 1, rtol=1e-6)  # all V are the same
+            np.testing.assert_allclose(o, slot + 1, rtol=1e-6)  # all V rows are equal
 
     await asyncio.gather(in_thread(calls, 0), in_thread(calls, 1))
     await link.close()
 
 
 async def test_several_links_of_one_r_node_at_once(shared_node):
-    said = hello()
-    links = [await connect(shared_node.url, said, None) for _ in range(3)]
+    wanted = hello()
+    links = [await connect(shared_node.url, wanted, None) for _ in range(3)]
 
     def steps(driver: Driver):
         for _ in range(30 // FEWER):
             driver.step(0, [(0, 3, True), (1, 2, False)])
 
-    await asyncio.gather(*(in_thread(steps, Driver(link, said, seed)) for seed, link in enumerate(links)))
+    await asyncio.gather(*(in_thread(steps, Driver(link, wanted, seed)) for seed, link in enumerate(links)))
     for link in links:
         assert (await link.stats())["calls"] == 30 // FEWER * 2
         await link.close()
@@ -139,15 +139,18 @@ async def test_several_links_of_one_r_node_at_once(shared_node):
 
 @pytest.mark.quick
 async def test_free_trim_and_fork(shared_node):
-    said = hello()
-    link = await connect(shared_node.url, said, None)
-    driver = Driver(link, said)
+    wanted = hello()
+    link = await connect(shared_node.url, wanted, None)
+    driver = Driver(link, wanted)
     await in_thread(driver.fill, 0, PAGE_TOKENS + 36)
     await driver.trim_seq(0, PAGE_TOKENS + 26)
     await driver.fork_seq(0, 1, PAGE_TOKENS + 6)
     await in_thread(lambda: driver.step(0, [(0, 2, True), (1, 2, True)]))
     stats = await link.stats()
-    assert (stats["pages_used"], stats["seqs"]) == (3, 2)  # two of sequence 0, of which sequence 1 shares one
+    assert (stats["pages_used"], stats["seqs"]) == (
+        3,
+        2,
+    )  # sequence 0 has two pages and shares one with sequence 1, which has another
     await driver.free_seq(0)
     await in_thread(lambda: driver.step(0, [(1, 2, True)]))
     await driver.free_seq(1)
@@ -157,9 +160,9 @@ async def test_free_trim_and_fork(shared_node):
 
 
 async def test_refused_control_requests_leave_the_link_alive(shared_node):
-    said = hello()
-    link = await connect(shared_node.url, said, None)
-    driver = Driver(link, said)
+    wanted = hello()
+    link = await connect(shared_node.url, wanted, None)
+    driver = Driver(link, wanted)
     await in_thread(driver.fill, 0, 10)
     for request in (link.free([(0, 99)]), link.free([(8, 1)]), link.trim(0, 1, 11), link.fork((0, 1), (0, 2), 5)):
         with pytest.raises(CallRefused) as refused:
@@ -180,9 +183,9 @@ async def test_refused_control_requests_leave_the_link_alive(shared_node):
     ],
 )
 async def test_refused_calls_leave_the_link_alive(shared_node, row, status):
-    said = hello()
-    link = await connect(shared_node.url, said, None)
-    driver = Driver(link, said)
+    wanted = hello()
+    link = await connect(shared_node.url, wanted, None)
+    driver = Driver(link, wanted)
     await in_thread(driver.fill, 0, 10)
     driver.table(0, [row])
     link.post(0, 0, 1, 1, 1, True)
@@ -194,10 +197,10 @@ async def test_refused_calls_leave_the_link_alive(shared_node, row, status):
 
 
 async def test_out_of_pages_leaves_the_link_alive(shared_node):
-    said = hello(kv_bytes=4 * 65536)
-    link = await connect(shared_node.url, said, None)
+    wanted = hello(kv_bytes=4 * 65536)
+    link = await connect(shared_node.url, wanted, None)
     assert link.lease.n_pages == 4
-    driver = Driver(link, said)
+    driver = Driver(link, wanted)
     await in_thread(driver.fill, 0, 4 * PAGE_TOKENS - 1)
     driver.table(0, [(0, 1, 4 * PAGE_TOKENS - 1, 1, 1), (1, 2, 0, 1, 1)])
     link.post(0, 0, 2, 2, 2, True)
@@ -209,9 +212,9 @@ async def test_out_of_pages_leaves_the_link_alive(shared_node):
 
 
 async def test_misuse_is_an_error_and_sends_nothing(shared_node):
-    said = hello()
-    link = await connect(shared_node.url, said, None)
-    driver = Driver(link, said)
+    wanted = hello()
+    link = await connect(shared_node.url, wanted, None)
+    driver = Driver(link, wanted)
     with pytest.raises(ValueError, match="no call has been posted"):
         link.wait(0, 1.0)
     for call in [(2, 0, 1, 1, 1), (0, 2, 1, 1, 1), (0, 0, 1, 33, 1), (0, 0, 1, 1, 2), (0, 0, 2, 1, 1), (0, 0, 0, 1, 1)]:
@@ -234,30 +237,30 @@ async def test_misuse_is_an_error_and_sends_nothing(shared_node):
 
 
 async def test_r_node_whose_python_is_stuck_goes_on_serving(node):
-    said = hello()
-    link = await connect(node.url, said, None)
-    driver = Driver(link, said)
+    wanted = hello()
+    link = await connect(node.url, wanted, None)
+    driver = Driver(link, wanted)
     await in_thread(lambda: driver.step(0, [(0, 1, True)]))
-    asked = asyncio.create_task(link.stats())
-    await asked  # its Python answers
+    request = asyncio.create_task(link.stats())
+    await request  # the R-node's Python answers
     node.stick()
-    asked = asyncio.create_task(link.stats())
+    request = asyncio.create_task(link.stats())
 
     def steps():
         for i in range(12):
             driver.step(0, [(i % 8, 1, True)])
 
     await in_thread(steps)
-    assert not asked.done()  # and does not while it is stuck
-    assert (await asked)["calls"] >= 2 * 12
+    assert not request.done()  # the R-node's Python is still stuck
+    assert (await request)["calls"] >= 2 * 12
     await link.close()
 
 
-# ---- who dies, and how ----
+# ---- nodes and hosts that die ----
 
 
 async def waiting_thread(link: Link) -> asyncio.Task[None]:
-    """A thread asleep in `wait`, for the reply to a call that nobody answers."""
+    """Start a thread that sleeps in `wait` for a reply that does not come."""
     link.write_table(0, np.array([(0, 1, 0, 1, 1, 0)], ROW_DTYPE))
     link.post(0, 0, 1, 1, 1, True)
     waiter = asyncio.create_task(asyncio.to_thread(link.wait, 0, 60.0))
@@ -281,14 +284,14 @@ async def test_r_node_killed_while_a_thread_waits(node):
     link = await connect(node.url, hello(), None)
     node.stop()
     waiter = await waiting_thread(link)
-    asked = asyncio.create_task(link.stats())
+    request = asyncio.create_task(link.stats())
     await asyncio.sleep(0)
     assert node.end(signal.SIGKILL) == -signal.SIGKILL
     async with asyncio.timeout(NOTICED_S):
         with pytest.raises(LinkDown):
             await waiter
         with pytest.raises(LinkDown):
-            await asked
+            await request
         assert isinstance(await link.closed(), LinkDown)
     await is_dead(link)
 
@@ -303,9 +306,9 @@ async def test_r_node_killed_and_started_again_at_the_same_address(node):
         await connect(node.url, hello(), None)
     node.start()
     assert node.url == before
-    again = await connect(node.url, hello(), None)
-    await in_thread(lambda: Driver(again, hello()).step(0, [(0, 1, True)]))
-    await again.close()
+    second = await connect(node.url, hello(), None)
+    await in_thread(lambda: Driver(second, hello()).step(0, [(0, 1, True)]))
+    await second.close()
     await link.close()
 
 
@@ -331,7 +334,7 @@ async def test_no_reply_within_the_timeout(node):
     await is_dead(link)
 
 
-async def test_r_node_told_to_end_says_so(node):
+async def test_r_node_that_ends_on_sigterm_says_so(node):
     link = await connect(node.url, hello(), None)
     assert await asyncio.to_thread(node.end) == 0
     async with asyncio.timeout(NOTICED_S):
@@ -339,7 +342,7 @@ async def test_r_node_told_to_end_says_so(node):
     await is_dead(link)
 
 
-async def test_closing_wakes_the_waiting(node):
+async def test_closing_wakes_a_waiting_thread(node):
     link = await connect(node.url, hello(), None)
     node.stop()
     waiter = await waiting_thread(link)
@@ -370,9 +373,9 @@ from link_driver import Driver, hello
 from fastdecode.transports.registry import connect
 
 async def main():
-    said = hello(kv_bytes=None)
-    link = await connect(sys.argv[1], said, None)
-    driver = Driver(link, said)
+    wanted = hello(kv_bytes=None)
+    link = await connect(sys.argv[1], wanted, None)
+    driver = Driver(link, wanted)
     step = driver.begin(0, [(0, 5, True)])
     step.post(0)
     print(link.lease.n_pages, flush=True)
@@ -409,21 +412,21 @@ async def test_s_node_killed_frees_its_lease_and_leaves_nothing_behind(shared_no
 
 
 def test_vanished_host_is_noticed_by_both_sides():
-    """No FIN, no RST, nothing; on one link a call is under way, the other is idle."""
+    """A vanished host sends no FIN and no RST. Both sides notice, on an idle link and on one with a call in flight."""
     done = subprocess.run([sys.executable, vanished_host.__file__], stdout=subprocess.PIPE, timeout=60)
     if done.returncode == vanished_host.NOT_ALLOWED:
         pytest.skip("no network namespace may be made here")
     assert done.returncode == 0
     idle, busy, freed = json.loads(done.stdout)
-    assert max(idle, busy, freed) < 2 * NOTICED_S  # the rest is for a busy machine
+    assert max(idle, busy, freed) < 2 * NOTICED_S  # twice the limit, because the machine may be busy
 
 
 async def test_neither_side_leaks_over_many_links(shared_node):
-    said = hello()
+    wanted = hello()
 
     async def cycle() -> None:
-        link = await connect(shared_node.url, said, None)
-        await in_thread(lambda: Driver(link, said).step(0, [(0, 3, True)]))
+        link = await connect(shared_node.url, wanted, None)
+        await in_thread(lambda: Driver(link, wanted).step(0, [(0, 3, True)]))
         await link.close()
 
     start_executor_threads()

@@ -1,4 +1,4 @@
-"""What links cost while nothing comes over them: CPU time, which a busy machine does not change."""
+"""The CPU time that idle links cost. Unlike elapsed time, it does not depend on how busy the machine is."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def tcp_node(tmp_path: Path) -> Iterator[RNodeProcess]:
 
 
 async def test_tcp_links_that_are_idle_spin_no_threads_while_another_is_busy(tcp_node):
-    """The R-engine's own thread looks at all sockets; each link's threads sleep."""
+    """The R-engine's thread reads all sockets; the threads of each link sleep."""
     links = [await connect(tcp_node.url, hello(), None) for _ in range(12)]
     busy = await connect(tcp_node.url, Payloads.HELLO, None)
     before = cpu_seconds(tcp_node.pid)
@@ -51,7 +51,7 @@ async def test_tcp_links_that_are_idle_spin_no_threads_while_another_is_busy(tcp
     after = cpu_seconds(tcp_node.pid)
     used = sorted((after[thread] - seconds for thread, seconds in before.items()), reverse=True)
     assert len(used) > 2 * len(links)
-    assert used[0] > 0.05  # the R-engine's
-    assert sum(used[4:]) < 0.1 * used[0], used  # but for the busy link's two and Python's
+    assert used[0] > 0.05  # the R-engine's thread
+    assert sum(used[4:]) < 0.1 * used[0], used  # all but the R-engine's, the busy link's two and Python's threads
     for link in (*links, busy):
         await link.close()
