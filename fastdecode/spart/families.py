@@ -8,6 +8,7 @@ in transformers. A key that would change the model's output and is not understoo
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +145,23 @@ def _qwen3(config: ConfigJson) -> dict[str, Any]:
     return {**common, "windows": windows, "qkv_bias": bias, "o_bias": bias, "qk_norm": True}
 
 
+PHI3_NAMES = replace(LLAMA_NAMES, qkv=("self_attn.qkv_proj",), up=("mlp.gate_up_proj",))
+
+
+def _phi3(config: ConfigJson) -> dict[str, Any]:
+    """Phi-3 and Phi-4. "yarn" in such a checkpoint means LongRoPE, so that every scaling is refused."""
+    common = _llama_like(config, config.size("num_attention_heads"), _equal_heads(config), 4096)
+    if common["rope"].kind != "default":
+        raise CheckpointError(f"RoPE scaling {common['rope'].kind!r} is not supported for Phi-3; known is default")
+    window = 0 if config.raw.get("sliding_window") is None else config.size("sliding_window")
+    return {
+        **common,
+        "windows": (window,) * len(common["windows"]),
+        "norm_eps": config.number("rms_norm_eps", 1e-5),
+        "names": PHI3_NAMES,
+    }
+
+
 # -- OPT --------------------------------------------------------------------------------------------------------------
 
 OPT_NAMES = TensorNames(
@@ -200,5 +218,6 @@ FAMILIES: dict[str, Callable[[ConfigJson], dict[str, Any]]] = {
     "MistralForCausalLM": _mistral,
     "Qwen2ForCausalLM": _qwen2,
     "Qwen3ForCausalLM": _qwen3,
+    "Phi3ForCausalLM": _phi3,
     "OPTForCausalLM": _opt,
 }

@@ -157,6 +157,15 @@ def test_a_configuration_that_cannot_be_served_says_why(copy, changes, message):
         load_model(directory)
 
 
+@pytest.mark.parametrize("kind", ["longrope", "yarn"])
+def test_longrope_of_phi3_is_refused_by_either_name(kind, copy):
+    """transformers takes "yarn" in a Phi-3 checkpoint for LongRoPE."""
+    directory = copy("phi3")
+    edit_config(directory, rope_parameters={"rope_type": kind, "rope_theta": 10000.0, "factor": 4.0})
+    with pytest.raises(CheckpointError, match=f"'{kind}' is not supported"):
+        load_model(directory)
+
+
 def test_a_missing_key_is_named(copy):
     directory = copy()
     edit_config(directory, remove=("hidden_size",))
