@@ -95,6 +95,9 @@ class ModelConfig:
     norm_affine: bool = True  # False: norms have no weight and no bias
     final_norm: bool = True
     qk_norm: bool = False  # RMS norm of every Q and K head, before RoPE
+    embed_scale: float = 1.0  # the embedding is multiplied by it
+    residual_scale: float = 1.0  # the output of each sublayer is multiplied by it before it is added
+    logit_divisor: float = 1.0  # the logits are divided by it
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False

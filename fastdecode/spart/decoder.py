@@ -123,6 +123,8 @@ class SPart:
         """tokens [n], positions [n] -> the residual stream before the first layer, [n, hidden_size]."""
         w = self._weights
         x = w.embedding.index_select(0, tokens)
+        if self._config.embed_scale != 1.0:
+            x.mul_(self._config.embed_scale)
         if w.project_in is not None:
             x = w.project_in(x)
         if w.positions is not None:
@@ -145,6 +147,8 @@ class SPart:
         if w.project_out is not None:
             x = w.project_out(x)
         logits = w.head(x).float()
+        if self._config.logit_divisor != 1.0:
+            logits.div_(self._config.logit_divisor)
         drawn = self._sampler(logits, [rows.chunks[i].sample for i in rows.sampled])
         for i, token in zip(rows.sampled, drawn, strict=True):
             sampled[i] = token
@@ -236,7 +240,7 @@ class _StepState:
         if self._mixed and self._n_attend:
             self._o[: self._n_attend].copy_(self._exchange.o)
         norm_first = self._config.norm_first
-        self.x.add_(layer.o(self._o))
+        self.x.add_(layer.o(self._o), alpha=self._config.residual_scale)
         if not norm_first:
             self.x = self._norm(self.x, layer.attention_norm)
         h = self._norm(self.x, layer.mlp_norm) if norm_first else self.x
@@ -246,6 +250,6 @@ class _StepState:
             up = self._activation(gate).mul_(value)
         else:
             up = self._activation(up)
-        self.x.add_(layer.down(up))
+        self.x.add_(layer.down(up), alpha=self._config.residual_scale)
         if not norm_first:
             self.x = self._norm(self.x, layer.mlp_norm)

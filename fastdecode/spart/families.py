@@ -162,6 +162,16 @@ def _phi3(config: ConfigJson) -> dict[str, Any]:
     }
 
 
+def _granite(config: ConfigJson) -> dict[str, Any]:
+    return {
+        **_llama(config),
+        "softmax_scale": config.number("attention_multiplier", 1.0),
+        "embed_scale": config.number("embedding_multiplier", 1.0),
+        "residual_scale": config.number("residual_multiplier", 1.0),
+        "logit_divisor": config.number("logits_scaling", 1.0),
+    }
+
+
 # -- OPT --------------------------------------------------------------------------------------------------------------
 
 OPT_NAMES = TensorNames(
@@ -219,5 +229,6 @@ FAMILIES: dict[str, Callable[[ConfigJson], dict[str, Any]]] = {
     "Qwen2ForCausalLM": _qwen2,
     "Qwen3ForCausalLM": _qwen3,
     "Phi3ForCausalLM": _phi3,
+    "GraniteForCausalLM": _granite,
     "OPTForCausalLM": _opt,
 }

@@ -65,13 +65,25 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "qwen3": ("qwen3", {"num_key_value_heads": 2, "head_dim": 32, "tie_word_embeddings": True}, {}),
     "phi3": ("phi3", {"num_key_value_heads": 2}, {}),
     "phi3-window": ("phi3", {"num_key_value_heads": 2, "sliding_window": 16}, {}),
+    "granite": (
+        "granite",
+        {
+            "num_key_value_heads": 2,
+            "embedding_multiplier": 1.5,
+            "attention_multiplier": 0.2,
+            "residual_multiplier": 0.4,
+            "logits_scaling": 3.0,
+        },
+        {},
+    ),
+    "granite-bias": ("granite", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}, {}),
     "opt": ("opt", {}, {}),
     "opt-projected": ("opt", {"word_embed_proj_dim": 48, "do_layer_norm_before": False}, {}),
     "opt-old": ("opt", {"_remove_final_layer_norm": True, "enable_bias": False, "activation_function": "gelu"}, {}),
 }
 
 #: One of each family.
-FAMILIES = ("llama-gqa", "mistral", "qwen2", "qwen3", "phi3", "opt")
+FAMILIES = ("llama-gqa", "mistral", "qwen2", "qwen3", "phi3", "granite", "opt")
 
 
 @functools.cache

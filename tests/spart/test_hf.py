@@ -152,7 +152,7 @@ def test_the_documentation_lists_every_type() -> None:
     lines = [
         "# Models",
         "",
-        "The native decoder serves Llama, Mistral, Qwen2, Qwen3, Phi-3 and OPT. The transformers backend "
+        "The native decoder serves Llama, Mistral, Qwen2, Qwen3, Phi-3, Granite and OPT. The transformers backend "
         "(`--backend transformers`, extra `fastdecode[models]`) serves every causal language model of transformers "
         "whose attention goes through its attention interface and fits an R-node.",
         "",
