@@ -1,4 +1,4 @@
-"""The steps of docs/adding-a-transport.md, taken to the letter in a copy of the tree."""
+"""The steps of docs/adding-a-model.md and docs/adding-a-transport.md, taken to the letter in a copy of the tree."""
 
 from __future__ import annotations
 
@@ -31,17 +31,29 @@ def follow(page: Path, tree: Path) -> None:
         path.write_text(path.read_text().replace(old, new))
 
 
-@pytest.mark.timeout(300)
-def test_the_transport_of_the_page_passes_the_conformance_suite(tmp_path: Path) -> None:
-    tree = tmp_path / "tree"
+def run_tests(page: Path, tree: Path, *arguments: str) -> str:
+    """The output of pytest in a copy of the tree at `tree`, changed as `page` says; its tests must pass."""
     shutil.copytree(ROOT, tree, symlinks=True, ignore=_LEFT_OUT)
-    follow(ROOT / "docs/adding-a-transport.md", tree)
+    follow(page, tree)
     run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/transports", "-k", "unix"],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments],
         cwd=tree,
         env=os.environ | {"PYTHONPATH": str(tree)},
         capture_output=True,
         text=True,
     )
     assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-4000:]
-    assert re.search(r"^[2-9]\d passed", run.stdout, re.M), run.stdout[-1000:]
+    return run.stdout
+
+
+@pytest.mark.timeout(300)
+def test_the_transport_of_the_page_passes_the_conformance_suite(tmp_path: Path) -> None:
+    output = run_tests(ROOT / "docs/adding-a-transport.md", tmp_path / "tree", "tests/transports", "-k", "unix")
+    assert re.search(r"^[2-9]\d passed", output, re.M), output[-1000:]
+
+
+@pytest.mark.timeout(300)
+def test_the_model_family_of_the_page_equals_transformers(tmp_path: Path) -> None:
+    files = ["tests/spart/test_loader.py", "tests/spart/test_spart.py"]
+    output = run_tests(ROOT / "docs/adding-a-model.md", tmp_path / "tree", *files, "-k", "starcoder2")
+    assert re.search(r"^[12]\d passed", output, re.M), output[-1000:]

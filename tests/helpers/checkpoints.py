@@ -83,7 +83,15 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 
 #: One of each family.
-FAMILIES = ("llama-gqa", "mistral", "qwen2", "qwen3", "phi3", "granite", "opt")
+FAMILIES = (
+    "llama-gqa",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "phi3",
+    "granite",
+    "opt",
+)
 
 
 @functools.cache
