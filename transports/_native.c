@@ -1,4 +1,4 @@
-/* fastdecode.transports._native: the region's layout, the S side's port and the TCP pump, for Python. */
+/* The extension module fastdecode.transports._native: the region's layout, and Port, the S side's data path. */
 #include "native.h"
 
 #include <structmember.h>
@@ -85,10 +85,10 @@ static PyObject *check_region_header(PyObject *module, PyObject *args) {
     if (header.magic != FD_REGION_MAGIC)
         return PyErr_Format(PyExc_ValueError, "the region does not begin with its magic number");
     if (header.version != FD_PROTOCOL_VERSION)
-        return PyErr_Format(PyExc_ValueError, "the region has version %u, this end %u", header.version,
+        return PyErr_Format(PyExc_ValueError, "the region has protocol version %u, this end %u", header.version,
                             FD_PROTOCOL_VERSION);
     if (memcmp(&header.geometry, &g, sizeof g))
-        return PyErr_Format(PyExc_ValueError, "the region was laid out for another geometry");
+        return PyErr_Format(PyExc_ValueError, "the region has the layout of another geometry");
     Py_RETURN_NONE;
 }
 
@@ -98,8 +98,8 @@ typedef struct {
     PyObject_HEAD
     Py_buffer region;
     fd_port_t port;
-    bool open;       /* the region is held; changes under the GIL */
-    uint32_t inside; /* threads in a method that looks at the region */
+    bool open;       /* the object holds the region; changes under the GIL */
+    uint32_t inside; /* number of threads in a method that uses the region */
 } PortObject;
 
 static PyObject *port_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
@@ -114,7 +114,7 @@ static PyObject *port_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) 
         return NULL;
     if ((wake_fd >= 0) + (data_fd >= 0) + (verbs.qp != NULL) != 1) {
         PyErr_SetString(PyExc_TypeError,
-                        "exactly one of wake_fd (shared memory), data_fd (TCP) and verbs (RDMA) is needed");
+                        "a port needs exactly one of wake_fd (shared memory), data_fd (TCP) and verbs (RDMA)");
         return NULL;
     }
     PortObject *self = (PortObject *)type->tp_alloc(type, 0);
@@ -151,7 +151,7 @@ fail:
     return NULL;
 }
 
-/* Takes the port down, joins its threads, waits until no thread is inside, and lets go of the region. */
+/* Takes the port down, joins its threads, waits until no thread is inside a method and releases the region. */
 static void port_stop(PortObject *self) {
     fd_port_kill(&self->port, "the link was closed");
     Py_BEGIN_ALLOW_THREADS
@@ -159,7 +159,7 @@ static void port_stop(PortObject *self) {
     if (self->port.poster) fd_poster_stop(self->port.poster);
     while (__atomic_load_n(&self->inside, __ATOMIC_ACQUIRE)) usleep(1000);
     Py_END_ALLOW_THREADS
-    if (!self->open) return; /* another thread was here meanwhile */
+    if (!self->open) return; /* another thread has closed the port meanwhile */
     self->open = false;
     fd_down_close_fd(&self->port.down);
     PyBuffer_Release(&self->region);
@@ -174,8 +174,7 @@ static void port_dealloc(PortObject *self) {
     Py_DECREF(type);
 }
 
-/* Every method that looks at the region goes through this pair, so that port_stop can tell when nobody does any more.
- */
+/* A method calls port_enter before it uses the region and port_leave afterwards, so that port_stop can wait for it. */
 static int port_enter(PortObject *self) {
     if (!self->open) {
         down_error(&self->port.down);
@@ -197,9 +196,10 @@ static PyObject *port_write_table(PortObject *self, PyObject *args) {
     }
     const fd_port_t *port = &self->port;
     const char *error = NULL;
-    if (slot >= port->geometry.n_slots) error = "slot beyond the region";
+    if (slot >= port->geometry.n_slots) error = "the slot is beyond the region";
     else if ((size_t)rows.len % sizeof(fd_row_t)) error = "a row table consists of 24-byte entries";
-    else if ((size_t)rows.len / sizeof(fd_row_t) > port->geometry.max_rows) error = "row table longer than the slot";
+    else if ((size_t)rows.len / sizeof(fd_row_t) > port->geometry.max_rows)
+        error = "the row table is longer than the slot allows";
     else if (port->slots[slot].in_flight) error = "the slot's last call has not been waited for";
     else
         memcpy((uint8_t *)fd_slot_at(port->region, &port->layout, slot) + port->layout.table, rows.buf,

@@ -1,5 +1,4 @@
-/* Why and whether one end of a link is down: a flag that data threads poll, a sentence, an eventfd for the event loop.
- */
+/* Whether and why one end of a link is down: a flag for data threads, a sentence, and an eventfd for the event loop. */
 #ifndef FD_DOWN_H
 #define FD_DOWN_H
 
@@ -11,13 +10,13 @@
 
 #include "doorbell.h"
 
-typedef enum { FD_SIDE_S, FD_SIDE_R } fd_side_t; /* which end of a link */
+typedef enum { FD_SIDE_S, FD_SIDE_R } fd_side_t; /* the two ends of a link */
 
 typedef struct {
-    uint32_t flag; /* 1 once down; never goes back */
-    int fd;        /* eventfd, readable once down */
+    uint32_t flag; /* 1 once the link is down; never 0 again */
+    int fd;        /* eventfd, readable once the link is down */
     pthread_mutex_t lock;
-    char reason[256]; /* the first one given */
+    char reason[256]; /* of the first fd_down_set */
 } fd_down_t;
 
 static inline int fd_down_init(fd_down_t *d) {
@@ -29,7 +28,7 @@ static inline int fd_down_init(fd_down_t *d) {
     return 0;
 }
 
-/* Gives the eventfd back; once down, flag and reason stay readable. */
+/* Closes the eventfd. The flag and the reason stay readable. */
 static inline void fd_down_close_fd(fd_down_t *d) {
     close(d->fd);
     d->fd = -1;
@@ -37,7 +36,7 @@ static inline void fd_down_close_fd(fd_down_t *d) {
 
 static inline bool fd_is_down(const fd_down_t *d) { return __atomic_load_n(&d->flag, __ATOMIC_ACQUIRE) != 0; }
 
-/* The first reason stays. */
+/* Marks the link as down. If it is down already, the first reason stays. */
 static inline void fd_down_set(fd_down_t *d, const char *reason) {
     pthread_mutex_lock(&d->lock);
     if (!fd_is_down(d)) {

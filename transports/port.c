@@ -1,9 +1,8 @@
 #include "port.h"
 
-/* A reply that an RDMA write brings wakes nobody. Who waits for one looks again after an eighth of the time that it has
- * waited. */
+/* Longest nap (fd_nap_ns) of a thread that waits for a reply over RDMA, where no thread is woken by a bell. */
 #define NAP_MAX_NS 1000000u
-#define RING_AGAIN_NS 250000000u /* of waiting */
+#define RING_AGAIN_NS 250000000u /* such a thread rings again this often */
 
 int fd_port_init(fd_port_t *port, uint8_t *region, const fd_geometry_t *g, uint32_t spin_us) {
     memset(port, 0, sizeof *port);
@@ -21,7 +20,7 @@ void fd_port_kill(fd_port_t *port, const char *reason) {
 
 fd_port_result_t fd_port_post(fd_port_t *port, uint32_t index, fd_call_t *call, const char **misuse) {
     if (fd_is_down(&port->down)) return FD_PORT_DOWN;
-    if (index >= port->geometry.n_slots) *misuse = "slot beyond the region";
+    if (index >= port->geometry.n_slots) *misuse = "the slot is beyond the region";
     else if (port->slots[index].in_flight) *misuse = "the slot's last call has not been waited for";
     else *misuse = fd_call_error(&port->geometry, call);
     if (*misuse) return FD_PORT_MISUSE;
@@ -37,9 +36,9 @@ fd_port_result_t fd_port_post(fd_port_t *port, uint32_t index, fd_call_t *call, 
     return FD_PORT_OK;
 }
 
-/* fd_wait_reply for a bell that is written by a device. Each time that it looks, it also takes the device's
- * completions, so that a dead peer is noticed even while the event loop is busy, and now and then rings again, so that
- * the device has something to tell. */
+/* fd_wait_reply for a bell that a device writes. After each nap this function takes the device's completions, so that a
+ * dead peer is noticed even while the event loop is busy. Now and then it rings again, so that the device has something
+ * to report. */
 static fd_wait_t wait_without_wakeup(fd_port_t *port, uint32_t index, uint64_t number, uint64_t timeout_ns) {
     fd_slot_t *slot = fd_slot_at(port->region, &port->layout, index);
     uint64_t start = fd_now_ns(), spin_ns = port->spin_ns, rung_ns = 0;
@@ -65,7 +64,7 @@ static fd_wait_t wait_reply(fd_port_t *port, uint32_t index, uint64_t number, ui
 
 fd_port_result_t fd_port_wait(fd_port_t *port, uint32_t index, uint64_t timeout_ns, fd_reply_t *reply,
                               const char **misuse) {
-    if (index >= port->geometry.n_slots) *misuse = "slot beyond the region";
+    if (index >= port->geometry.n_slots) *misuse = "the slot is beyond the region";
     else if (!port->slots[index].in_flight) *misuse = "no call has been posted to the slot";
     else *misuse = NULL;
     if (*misuse) return FD_PORT_MISUSE;

@@ -1,6 +1,7 @@
-/* The S side's data path: posts calls into a region and waits for their replies, over whatever carries the bytes.
+/* The S side's data path: posts calls into a region and waits for their replies, over any transport.
  *
- * Any thread may use it, one thread a slot at a time; fd_port_kill may come from anywhere and ends all waiting.
+ * Any thread may use a port, but a slot only one thread at a time. Any thread may call fd_port_kill, which ends every
+ * wait.
  */
 #ifndef FD_PORT_H
 #define FD_PORT_H
@@ -19,29 +20,29 @@ typedef struct {
     fd_poster_t *poster; /* RDMA; else NULL */
     fd_down_t down;
     struct {
-        fd_call_t call; /* the one in flight, or the last */
+        fd_call_t call; /* the call in flight, or the last one */
         bool in_flight;
     } slots[FD_MAX_SLOTS];
 } fd_port_t;
 
 typedef enum {
     FD_PORT_OK,
-    FD_PORT_MISUSE, /* the caller's mistake; nothing has been sent */
+    FD_PORT_MISUSE, /* the caller made a mistake; nothing has been sent */
     FD_PORT_DOWN,   /* the reason is in `down` */
 } fd_port_result_t;
 
-/* `spin_us`: how long a waiter spins before it sleeps. -1 with errno if a descriptor cannot be had. */
+/* `spin_us`: how long a waiter spins before it sleeps. Returns 0, or -1 with errno if no descriptor is free. */
 int fd_port_init(fd_port_t *port, uint8_t *region, const fd_geometry_t *g, uint32_t spin_us);
 
-/* Publishes `call`, whose number is set here; its rows (and with FD_CALL_NEW_STEP its table) lie in the slot already.
- * On FD_PORT_MISUSE *misuse is a sentence. */
+/* Sets the number of `call` and publishes it. Its rows, and with FD_CALL_NEW_STEP its table, must be in the slot
+ * already. On FD_PORT_MISUSE *misuse is a sentence. */
 fd_port_result_t fd_port_post(fd_port_t *port, uint32_t slot, fd_call_t *call, const char **misuse);
 
-/* Waits for the reply to the last post and copies it out, checked. A timeout takes the port down. */
+/* Waits for the reply to the slot's last call, copies it to *reply and checks it. A timeout takes the port down. */
 fd_port_result_t fd_port_wait(fd_port_t *port, uint32_t slot, uint64_t timeout_ns, fd_reply_t *reply,
                               const char **misuse);
 
-/* Takes the port down, if it is not yet, and ends all waiting. */
+/* Takes the port down and ends every wait. A port that is down keeps its first reason. */
 void fd_port_kill(fd_port_t *port, const char *reason);
 
 #endif

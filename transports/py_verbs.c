@@ -1,4 +1,4 @@
-/* What Port and Poster need of RDMA verbs, which pyverbs has set up in Python. */
+/* How Port and Poster get at the queue pairs that pyverbs has made in Python. */
 #include "native.h"
 
 int fd_py_verbs(PyObject *object, void *out) {
@@ -14,7 +14,7 @@ int fd_py_verbs(PyObject *object, void *out) {
         return 0;
     const char *error = fd_verbs_error(address, qp_num);
     if (!error && (max_message < FD_INLINE_BYTES || max_message > UINT32_MAX || depth < 4))
-        error = "its limits make no sense";
+        error = "its limits are invalid";
     if (error) {
         PyErr_Format(PyExc_ValueError, "not a queue pair that can be posted to: %s", error);
         return 0;

@@ -4,27 +4,19 @@
 #include <stdlib.h>
 #include <sys/uio.h>
 
-enum {
-    CALL = 0,
-    TABLE = 1,
-    Q = 2,
-    KV = 3,
-    S_BELL = 4,
-    O = 0,
-    REPLY = 1,
-    R_BELL = 2,
-    MAX_PARTS = 5
-}; /* of a chain, in order */
+enum { CALL, TABLE, Q, KV, S_BELL, MAX_PARTS }; /* the parts of a call's chain, in order */
+enum { O, REPLY, R_BELL };                      /* the parts of a reply's chain, in order */
 
-/* One contiguous range of a slot's half: as many work requests as its longest form takes. */
+/* One contiguous range of a slot's half: the work requests [first, first + count) of the chain, enough for its greatest
+ * length. */
 typedef struct {
     uint32_t first, count;
 } fd_part_t;
 
 typedef struct {
-    fd_ibv_send_wr_t *wr; /* [chain_max], with an sge each */
-    fd_ibv_sge_t *sge;
-    fd_call_t call; /* what the inline requests are copied from */
+    fd_ibv_send_wr_t *wr; /* [chain_max] */
+    fd_ibv_sge_t *sge;    /* [chain_max], one for each work request */
+    fd_call_t call;       /* the inline work requests send these two copies */
     uint64_t bell;
 } fd_chain_t;
 
@@ -35,26 +27,28 @@ struct fd_poster {
     uint8_t *region;
     fd_down_t *down;
 
-    pthread_mutex_t lock; /* guards all below */
+    pthread_mutex_t lock; /* guards everything below */
     bool started, stopped;
     fd_verbs_t verbs;
     fd_part_t parts[MAX_PARTS];
     uint32_t n_parts, chain_max;
     fd_chain_t chains[FD_MAX_SLOTS];
-    uint64_t posted, retired,
-        signalled;                /* work requests so far: posted, known to be done, covered by a signalled one */
+    uint64_t posted;              /* work requests posted so far */
+    uint64_t retired;             /* of these, requests known to be done */
+    uint64_t signalled;           /* of these, requests up to the last one that asked for a completion */
     uint32_t queue[FD_MAX_SLOTS]; /* slots to send, oldest first */
     uint32_t queued;
 };
 
-/* ---- is it a queue pair? ---- */
+/* ---- checking a queue pair ---- */
 
-/* Reads memory that may not be there. */
+/* Reads memory that may not be mapped. False if it is not. */
 static bool read_memory(uint64_t address, void *out, size_t n) {
     struct iovec local = {out, n}, remote = {(void *)(uintptr_t)address, n};
     return process_vm_readv(getpid(), &local, 1, &remote, 1, 0) == (ssize_t)n;
 }
 
+/* True if the file of descriptor `fd` has a name with this prefix. */
 static bool fd_is(int fd, const char *prefix) {
     char name[64], target[64] = {0};
     snprintf(name, sizeof name, "/proc/self/fd/%d", fd);
@@ -67,11 +61,11 @@ const char *fd_verbs_error(uint64_t address, uint32_t qp_num) {
     fd_ibv_cq_t cq;
     fd_ibv_comp_channel_t channel;
     if (!read_memory(address, &qp, sizeof qp)) return "its address is not readable";
-    if (qp.qp_num != qp_num) return "its number is not where it should be";
-    if (qp.qp_type != FD_IBV_QPT_RC) return "it is not of a reliable connection";
+    if (qp.qp_num != qp_num) return "its memory does not hold that queue pair's number";
+    if (qp.qp_type != FD_IBV_QPT_RC) return "its type is not reliable connection";
     if (!read_memory((uintptr_t)qp.context, &context, sizeof context)) return "its context is not readable";
     if (!fd_is(context.cmd_fd, "/dev/infiniband/uverbs")) return "its context does not refer to an open device";
-    if (!context.poll_cq || !context.post_send) return "its context lacks functions";
+    if (!context.poll_cq || !context.post_send) return "its context lacks the functions to post and to poll";
     if (!read_memory((uintptr_t)qp.send_cq, &cq, sizeof cq) || cq.context != qp.context)
         return "its completion queue is not readable";
     if (!read_memory((uintptr_t)cq.channel, &channel, sizeof channel) || channel.context != qp.context)
@@ -81,7 +75,7 @@ const char *fd_verbs_error(uint64_t address, uint32_t qp_num) {
 
 /* ---- building ---- */
 
-/* Bytes of each part at most, and where it lies in its slot. */
+/* Sets the most bytes of each part and its offset in the slot. Returns the number of parts. */
 static uint32_t list_parts(const fd_poster_t *p, size_t most[MAX_PARTS], size_t at[MAX_PARTS]) {
     const fd_layout_t *y = &p->layout;
     size_t rows = p->geometry.max_rows;
@@ -99,7 +93,7 @@ static uint32_t list_parts(const fd_poster_t *p, size_t most[MAX_PARTS], size_t 
     return R_BELL + 1;
 }
 
-/* What a request inlines instead of reading it from the region, or NULL. */
+/* The copy that an inline part sends instead of bytes of the region; NULL for other parts. */
 static void *inlined(fd_poster_t *p, fd_chain_t *chain, uint32_t part) {
     if (part == p->n_parts - 1) return &chain->bell;
     return p->side == FD_SIDE_S && part == CALL ? &chain->call : NULL;
@@ -130,15 +124,15 @@ static bool build_chain(fd_poster_t *p, uint32_t slot, const size_t most[MAX_PAR
     return true;
 }
 
-/* ---- sending; lock held ---- */
+/* ---- sending; the caller holds `lock` ---- */
 
 static void fail(fd_poster_t *p, const char *reason) {
     p->queued = 0;
     fd_down_stop_link(p->down, p->side, p->region, &p->geometry, reason);
 }
 
-/* How many bytes of each part the slot's call or reply uses. NULL, or why it cannot be sent: the peer has meddled with
- * it. */
+/* Copies the header of the slot's call or reply and sets how many bytes of each part it uses. Returns NULL, or why it
+ * cannot be sent: the peer can write the region and may have overwritten the header. */
 static const char *used_bytes(fd_poster_t *p, uint32_t index, size_t used[MAX_PARTS]) {
     const fd_layout_t *y = &p->layout;
     const fd_slot_t *slot = fd_slot_at(p->region, y, index);
@@ -166,7 +160,7 @@ static const char *used_bytes(fd_poster_t *p, uint32_t index, size_t used[MAX_PA
     return NULL;
 }
 
-/* Sets lengths and links for what is used. Returns the chain's length. */
+/* Sets the lengths and links of the work requests for the used bytes. Returns the number of requests. */
 static uint32_t link_chain(fd_poster_t *p, fd_chain_t *chain, const size_t used[MAX_PARTS], fd_ibv_send_wr_t **first) {
     uint32_t n = 0;
     fd_ibv_send_wr_t **link = first;
@@ -184,6 +178,7 @@ static uint32_t link_chain(fd_poster_t *p, fd_chain_t *chain, const size_t used[
     return n;
 }
 
+/* Takes the completions that have arrived. A completion with an error takes the link down. */
 static void reap(fd_poster_t *p) {
     fd_ibv_cq_t *cq = p->verbs.qp->send_cq;
     fd_ibv_wc_t wc[16];
@@ -221,7 +216,7 @@ static void reap(fd_poster_t *p) {
 
 static fd_ibv_send_wr_t *bell_of(const fd_poster_t *p, const fd_chain_t *chain) { return &chain->wr[p->chain_max - 1]; }
 
-/* Posts the last `n` linked requests of a chain, from `first` to the bell. */
+/* Posts `n` linked work requests of a chain, from `first` to the bell. */
 static bool post(fd_poster_t *p, const fd_chain_t *chain, fd_ibv_send_wr_t *first, uint32_t n, bool signalled) {
     fd_ibv_send_wr_t *bell = bell_of(p, chain), *bad;
     bell->wr_id = p->posted + n;
@@ -229,7 +224,7 @@ static bool post(fd_poster_t *p, const fd_chain_t *chain, fd_ibv_send_wr_t *firs
     int rc = p->verbs.qp->context->post_send(p->verbs.qp, first, &bad);
     if (rc) {
         char text[160];
-        snprintf(text, sizeof text, "the RDMA device takes no work requests: %s", strerror(rc));
+        snprintf(text, sizeof text, "the RDMA device refused a work request: %s", strerror(rc));
         fail(p, text);
         return false;
     }
@@ -238,8 +233,8 @@ static bool post(fd_poster_t *p, const fd_chain_t *chain, fd_ibv_send_wr_t *firs
     return true;
 }
 
-/* Posts what is queued and fits. What does not is posted when completions have made room for it: of the requests that
- * then fill the queue, all but less than half are covered by a signalled one. */
+/* Posts the queued chains that fit in the send queue; completions make room for the others later. They will come,
+ * because a request that asks for a completion covers more than half of the requests in a full send queue. */
 static void flush(fd_poster_t *p) {
     while (p->queued && !fd_is_down(p->down)) {
         fd_chain_t *chain = &p->chains[p->queue[0]];

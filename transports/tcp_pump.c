@@ -10,21 +10,21 @@
 #include <sys/uio.h>
 
 #if __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
-#error "the wire format is little-endian and sent as it lies in memory"
+#error "the wire format is little-endian, and the structs are sent as they lie in memory"
 #endif
 
-/* A larger frame is left to the sending thread: copying it into the socket would keep the caller too long. */
+/* The sending thread sends larger frames, because copying one into the socket would delay the calling thread. */
 #define INLINE_BYTES (1u << 20)
 
 enum {
-    NAP_MS = 50,        /* a waiter looks this often at least whether its link is still up */
-    SAFETY_NET_MS = 100 /* and the receiving thread whether something has come that nobody waits for */
+    NAP_MS = 50,        /* a waiter checks at least this often whether its link is still up */
+    SAFETY_NET_MS = 100 /* S side: the receiving thread checks this often for bytes that no thread receives */
 };
-enum { HEAD = 0, TABLE = 1, Q = 2, KV = 3, PARTS = 4 }; /* iovecs of a frame; O rows take TABLE's place */
+enum { HEAD = 0, TABLE = 1, Q = 2, KV = 3, PARTS = 4 }; /* iovecs of a frame; the O rows of a reply are in TABLE */
 
 typedef struct {
-    bool busy;       /* S: posted and not yet answered. R: received and not yet answered. */
-    uint64_t number; /* of the call that the slot is busy with, or of its last one */
+    bool busy;       /* a call has been posted (S side) or received (R side) and is not answered yet */
+    uint64_t number; /* of that call, or of the slot's last one */
     uint32_t n_attend_rows;
 } fd_pump_slot_t;
 
@@ -44,41 +44,42 @@ struct fd_pump {
     int wake_fd;
     fd_down_t *down;
 
-    int sock; /* -1 before start and after stop; changes under `receive_ownership` and `lock` */
+    int sock; /* -1 before start and after stop; changes only under both mutexes */
     bool started;
     pthread_t rx_thread, tx_thread;
 
-    pthread_mutex_t lock; /* guards all below; never held across a call that blocks */
-    pthread_cond_t work;
+    pthread_mutex_t lock; /* guards everything down to `head`; never held across a call that blocks */
+    pthread_cond_t work;  /* wakes the sending thread */
     bool stopping;
-    bool rx_thread_receives; /* the receiving thread takes in what comes */
-    bool left_to_tx;         /* the sending thread has the socket: others only queue */
+    bool rx_thread_receives; /* false: the receiving thread waits only for the end of the connection */
+    bool left_to_tx;         /* only the sending thread sends; other threads queue */
     fd_pump_slot_t slots[FD_MAX_SLOTS];
-    uint32_t n_busy;              /* of them */
+    uint32_t n_busy;              /* busy slots; S side only */
     uint32_t queue[FD_MAX_SLOTS]; /* slots to send, oldest first */
     uint32_t queued;
 
-    /* The frame on its way out. */
+    /* The frame that is being sent, if `sending`. */
     bool sending;
     struct iovec parts[PARTS];
     fd_head_t head;
 
-    /* Who receives holds this: the receiving thread, or who waits for what comes and would rather not be woken by it.
-     */
-    pthread_mutex_t receive_ownership; /* guards all below; before `lock` */
-    int epoll;                         /* the receiving thread sleeps on it */
-    bool polling;                      /* the R-engine's thread 0 has `receive_ownership`; its own flag */
+    /* The thread that receives holds this mutex: the receiving thread, or a thread that waits for the bytes and
+     * receives them itself, because that is faster than being woken. It guards everything below and is locked before
+     * `lock`. */
+    pthread_mutex_t receive_ownership;
+    int epoll;    /* the receiving thread sleeps on this */
+    bool polling; /* the R-engine's thread 0 holds `receive_ownership`; only that thread uses the flag */
     struct {
-        size_t got;                /* bytes of the frame */
-        struct iovec parts[PARTS]; /* room for the rest of it, once the head is there */
+        size_t got;                /* bytes of the current frame that have been received */
+        struct iovec parts[PARTS]; /* where the rest of the frame goes; set once its head has been received */
         fd_head_t head;
-        const char *error; /* why nothing more will come */
+        const char *error; /* why the connection has ended; NULL while it has not */
     } rx;
 };
 
-/* ---- what a frame consists of ---- */
+/* ---- the parts of a frame ---- */
 
-/* Bytes after the call header, as iovecs into the slot. */
+/* Sets iovecs into the slot for the parts that follow a call header. Returns their bytes. */
 static size_t call_parts(const fd_pump_t *p, fd_slot_t *slot, const fd_call_t *c, struct iovec *parts) {
     const fd_layout_t *y = &p->layout;
     uint8_t *base = (uint8_t *)slot;
@@ -89,6 +90,7 @@ static size_t call_parts(const fd_pump_t *p, fd_slot_t *slot, const fd_call_t *c
     return table + parts[Q].iov_len + parts[KV].iov_len;
 }
 
+/* Sets iovecs into the slot for the parts that follow a reply header. Returns their bytes. */
 static size_t reply_parts(const fd_pump_t *p, fd_slot_t *slot, const fd_reply_t *r, struct iovec *parts) {
     parts[TABLE] = (struct iovec){(uint8_t *)slot + p->layout.o, r->n_attend_rows * p->layout.q_row_bytes};
     parts[Q] = parts[KV] = (struct iovec){NULL, 0};
@@ -123,15 +125,15 @@ static size_t bytes_left(const struct iovec *parts) {
 static void consume(struct iovec *parts, size_t n_parts, size_t n) {
     for (size_t i = 0; i < n_parts && n; i++) {
         size_t take = n < parts[i].iov_len ? n : parts[i].iov_len;
-        if (!take) continue; /* no bytes, and perhaps no place */
+        if (!take) continue; /* the base of an empty part may be NULL */
         parts[i].iov_base = (uint8_t *)parts[i].iov_base + take;
         parts[i].iov_len -= take;
         n -= take;
     }
 }
 
-/* Sends queued frames until nothing is left, the socket is full, or (unless `large_frames`) a frame is large; in the
- * two last cases the sending thread takes over. Lock held. */
+/* Sends queued frames until none is left, the socket is full, or a frame is large and `large_frames` is false. In the
+ * last two cases the sending thread takes over. The caller holds `lock`. */
 static void flush(fd_pump_t *p, bool large_frames) {
     while (p->sock >= 0 && (p->sending || p->queued)) {
         uint32_t index;
@@ -154,7 +156,7 @@ static void flush(fd_pump_t *p, bool large_frames) {
                 p->left_to_tx = true;
                 pthread_cond_signal(&p->work);
             } else {
-                shutdown(p->sock, SHUT_RDWR); /* the receiving thread sees the end and says so */
+                shutdown(p->sock, SHUT_RDWR); /* the receiving thread then reports the end */
                 p->queued = 0;
                 p->sending = false;
             }
@@ -164,11 +166,11 @@ static void flush(fd_pump_t *p, bool large_frames) {
         if (bytes_left(p->parts)) continue;
         p->sending = false;
         if (p->side == FD_SIDE_R)
-            p->slots[index].busy = false; /* before the lock, and so the peer's next call, gets in */
+            p->slots[index].busy = false; /* `lock` is still held, so begin_call cannot see the slot busy */
     }
 }
 
-/* Whether the receiving thread is to take in what comes; it sees the connection's end in any case. Lock held. */
+/* Makes the receiving thread receive, or only wait for the end of the connection. The caller holds `lock`. */
 static void let_rx_thread_receive(fd_pump_t *p, bool on) {
     struct epoll_event event = {.events = EPOLLRDHUP | (on ? EPOLLIN : 0)};
     epoll_ctl(p->epoll, EPOLL_CTL_MOD, p->sock, &event);
@@ -183,7 +185,7 @@ void fd_pump_send(void *pump, uint32_t index) {
             const fd_call_t *call = &fd_slot_at(p->region, &p->layout, index)->call;
             p->slots[index] =
                 (fd_pump_slot_t){.busy = true, .number = call->number, .n_attend_rows = call->n_attend_rows};
-            /* While this one is waited for, or before, the other's reply may come. */
+            /* A second call is in flight: a reply may arrive that no thread waits for. */
             if (++p->n_busy > 1 && !p->rx_thread_receives) let_rx_thread_receive(p, true);
         }
         p->queue[p->queued++] = index;
@@ -202,7 +204,7 @@ static void *tx_main(void *arg) {
         }
         struct pollfd writable = {.fd = p->sock, .events = POLLOUT};
         pthread_mutex_unlock(&p->lock);
-        poll(&writable, 1, -1); /* fd_pump_stop's shutdown ends it */
+        poll(&writable, 1, -1); /* the shutdown in fd_pump_stop ends this call */
         pthread_mutex_lock(&p->lock);
         p->left_to_tx = false; /* flush sets it again if the socket is full */
         flush(p, true);
@@ -211,11 +213,11 @@ static void *tx_main(void *arg) {
     return NULL;
 }
 
-/* ---- receiving: by whoever holds `receive_ownership` ---- */
+/* ---- receiving: on the thread that holds `receive_ownership` ---- */
 
-typedef enum { RX_DRY, RX_FRAME, RX_END } fd_rx_t;
+typedef enum { RX_DRY, RX_FRAME, RX_END } fd_rx_t; /* no more bytes yet; a whole frame; the connection has ended */
 
-/* Why a connection has broken. */
+/* Why a connection broke, given the errno of recvmsg. */
 static const char *break_reason(int error) {
     switch (error) {
     case ETIMEDOUT: return "the peer has fallen silent";
@@ -227,8 +229,8 @@ static const char *break_reason(int error) {
     }
 }
 
-/* What recvmsg gives of `parts`, which are taken off. False if there is nothing (now, or ever: then p->rx.error says
- * why). */
+/* Receives bytes into `parts` and removes the filled room from them. False if no bytes have arrived; if none ever will,
+ * p->rx.error says why. */
 static bool receive_bytes(fd_pump_t *p, struct iovec *parts, size_t n_parts, int flags) {
     ssize_t n;
     struct msghdr message = {.msg_iov = parts, .msg_iovlen = n_parts};
@@ -244,7 +246,7 @@ static bool receive_bytes(fd_pump_t *p, struct iovec *parts, size_t n_parts, int
     return true;
 }
 
-/* The frame's head is there: is it one that may come now, and where does the rest go? NULL, or why the link ends. */
+/* Checks a received call and sets rx.parts for its rows. Returns NULL, or why the link must end. */
 static const char *begin_call(fd_pump_t *p, const fd_frame_t *frame, const fd_call_t *call) {
     const char *error = fd_call_error(&p->geometry, call);
     if (error) return error;
@@ -252,21 +254,22 @@ static const char *begin_call(fd_pump_t *p, const fd_frame_t *frame, const fd_ca
     if (frame->length != sizeof *call + call_parts(p, slot, call, p->rx.parts))
         return "a data frame's length does not match its call";
 
-    /* Under the lock, because a reply's last byte may reach the peer before its sender has marked the slot free. */
+    /* The lock waits for flush: the peer may have sent this call before flush marks the slot of its last reply free. */
     pthread_mutex_lock(&p->lock);
     fd_pump_slot_t *state = &p->slots[frame->slot];
-    if (state->busy) error = "a call came for a slot whose last call is not answered";
+    if (state->busy) error = "a call arrived for a slot whose last call is not answered";
     else if (call->number != state->number + 1) error = "a call is out of order";
     else *state = (fd_pump_slot_t){.busy = true, .number = call->number, .n_attend_rows = call->n_attend_rows};
     pthread_mutex_unlock(&p->lock);
     return error;
 }
 
+/* Checks a received reply and sets rx.parts for its rows. Returns NULL, or why the link must end. */
 static const char *begin_reply(fd_pump_t *p, const fd_frame_t *frame, fd_reply_t *reply) {
     pthread_mutex_lock(&p->lock);
     fd_pump_slot_t state = p->slots[frame->slot];
     pthread_mutex_unlock(&p->lock);
-    if (!state.busy || reply->number != state.number) return "a reply came that answers no call";
+    if (!state.busy || reply->number != state.number) return "a reply arrived that answers no call";
     if (reply->n_attend_rows != (reply->status == FD_OK ? state.n_attend_rows : 0))
         return "a reply's rows do not match its call";
     reply->message[sizeof reply->message - 1] = 0;
@@ -284,7 +287,7 @@ static const char *begin_body(fd_pump_t *p) {
     return p->side == FD_SIDE_R ? begin_call(p, frame, &p->rx.head.call) : begin_reply(p, frame, &p->rx.head.reply);
 }
 
-/* The whole frame lies in the region: ring. */
+/* Rings the bell of a call or reply whose rows are all in the region. */
 static void finish_frame(fd_pump_t *p) {
     uint32_t index = p->rx.head.frame.slot;
     fd_slot_t *slot = fd_slot_at(p->region, &p->layout, index);
@@ -302,8 +305,7 @@ static void finish_frame(fd_pump_t *p) {
     }
 }
 
-/* Goes on with the frame under way as far as there are bytes; `may_block`: waits for those that its head has announced.
- */
+/* Receives the next bytes of the current frame. If `may_block` and its head has arrived, waits for all of the frame. */
 static fd_rx_t advance(fd_pump_t *p, bool may_block) {
     const size_t head = sizeof(fd_frame_t) + (p->side == FD_SIDE_R ? sizeof(fd_call_t) : sizeof(fd_reply_t));
     while (!p->rx.error && p->rx.got < head) {
@@ -320,7 +322,7 @@ static fd_rx_t advance(fd_pump_t *p, bool may_block) {
 }
 
 static void end_link(fd_pump_t *p) {
-    shutdown(p->sock, SHUT_RDWR); /* no half-dead link: whatever ended one direction ends the other */
+    shutdown(p->sock, SHUT_RDWR); /* so that the other direction ends too */
     fd_down_stop_link(p->down, p->side, p->region, &p->geometry, p->rx.error);
 }
 
@@ -331,15 +333,15 @@ static fd_rx_t receive(fd_pump_t *p, bool may_block) {
     return rx;
 }
 
-/* The thread that holds `receive_ownership` receives by itself from now on. */
+/* The calling thread holds `receive_ownership` and receives from now on, instead of the receiving thread. */
 static void start_receiving(fd_pump_t *p) {
     pthread_mutex_lock(&p->lock);
     if (p->rx_thread_receives) let_rx_thread_receive(p, false);
     pthread_mutex_unlock(&p->lock);
 }
 
-/* It lets go. On the S side nothing can come that nobody has asked for, and who has asked for one reply will wait for
- * it. */
+/* The calling thread stops receiving and releases `receive_ownership`. The receiving thread takes over, except on the S
+ * side while no call is in flight: no bytes can arrive then, and the thread that posts the next call waits for it. */
 static void stop_receiving(fd_pump_t *p) {
     pthread_mutex_lock(&p->lock);
     if (p->side == FD_SIDE_R || p->n_busy) let_rx_thread_receive(p, true);
@@ -421,7 +423,7 @@ fd_pump_t *fd_pump_new(fd_side_t side, uint8_t *region, const fd_geometry_t *g, 
 }
 
 static int start_threads(fd_pump_t *p) {
-    /* Signals are for Python's main thread. */
+    /* The threads block all signals: Python's main thread handles them. */
     sigset_t all, old;
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &old);
@@ -440,7 +442,7 @@ static int start_threads(fd_pump_t *p) {
     return rc;
 }
 
-/* Others may look at the socket from then on. */
+/* Changes `sock` under both mutexes, so that no other thread is using the socket. */
 static void set_socket(fd_pump_t *p, int sock) {
     pthread_mutex_lock(&p->receive_ownership);
     pthread_mutex_lock(&p->lock);
@@ -482,7 +484,7 @@ void fd_pump_stop(fd_pump_t *p) {
     pthread_join(p->rx_thread, NULL);
     pthread_join(p->tx_thread, NULL);
     int sock = p->sock;
-    set_socket(p, -1); /* and whoever is receiving has seen the end and let go */
+    set_socket(p, -1); /* waits for a thread that is still receiving; it notices the end */
     close(sock);
     close(p->epoll);
     p->epoll = -1;

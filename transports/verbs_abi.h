@@ -1,10 +1,10 @@
 /* The part of libibverbs' binary interface that posting and polling need.
  *
- * libibverbs has no function for either: ibv_post_send and ibv_poll_cq are inlines of <infiniband/verbs.h> that call
- * through the table in a device's context. That table and these structures are what every verbs program is compiled to
- * (IBVERBS_1.1, rdma-core's libibverbs.so.1), so they do not change. They are written down here, as far as they are
- * used, so that fastdecode builds without libibverbs' headers; tests/c/verbs_abi.c holds them against the headers where
- * these are installed.
+ * libibverbs exports no function for either: ibv_post_send and ibv_poll_cq are inline functions of <infiniband/verbs.h>
+ * that call through the function table in a device's context. Every verbs program is compiled against that table and
+ * these structures (IBVERBS_1.1, libibverbs.so.1 of rdma-core), so they do not change. This file repeats the fields
+ * that fastdecode uses, so that it builds without the headers of libibverbs. tests/c/verbs_abi.c compares them with the
+ * headers where those are installed.
  */
 #ifndef FD_VERBS_ABI_H
 #define FD_VERBS_ABI_H
@@ -46,9 +46,9 @@ typedef struct fd_ibv_send_wr {
     int opcode;
     unsigned int send_flags;
     uint32_t imm_data;
-    uint64_t remote_addr; /* wr.rdma of a union */
+    uint64_t remote_addr; /* wr.rdma of the union `wr` */
     uint32_t rkey;
-    uint32_t unused[19]; /* what other opcodes need */
+    uint32_t unused[19]; /* fields of other opcodes */
 } fd_ibv_send_wr_t;
 
 typedef struct {
@@ -73,7 +73,7 @@ typedef struct {
     int refcnt;
 } fd_ibv_comp_channel_t;
 
-/* The beginnings of three longer structures. */
+/* The first fields of three longer structures. */
 struct fd_ibv_cq {
     fd_ibv_context_t *context;
     fd_ibv_comp_channel_t *channel;
@@ -95,9 +95,9 @@ struct fd_ibv_qp {
 struct fd_ibv_context {
     void *device;
     void *ops_before_poll_cq[11];
-    int (*poll_cq)(fd_ibv_cq_t *cq, int n, fd_ibv_wc_t *wc); /* completions taken, or < 0 */
+    int (*poll_cq)(fd_ibv_cq_t *cq, int n, fd_ibv_wc_t *wc); /* returns the completions taken, or < 0 */
     void *ops_before_post_send[13];
-    int (*post_send)(fd_ibv_qp_t *qp, fd_ibv_send_wr_t *wr, fd_ibv_send_wr_t **bad); /* 0 or an errno */
+    int (*post_send)(fd_ibv_qp_t *qp, fd_ibv_send_wr_t *wr, fd_ibv_send_wr_t **bad); /* returns 0 or an errno */
     void *ops_after_post_send[6];
     int cmd_fd;
     int async_fd;

@@ -1,4 +1,5 @@
-/* Preloaded into a process: counts what the R-engine's threads (their names begin with fd-r) allocate and lock. */
+/* A library to preload into a process: it counts how often R-engine threads, whose names begin with fd-r, call the
+ * allocator and lock a mutex. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <pthread.h>

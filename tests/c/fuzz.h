@@ -1,10 +1,10 @@
-/* What the fuzzers share. An input is a string of bytes that steers what a hostile peer does, from its coming to its
- * going.
+/* The common part of the fuzzers. The bytes of an input choose the actions of a hostile peer, from its arrival to its
+ * departure.
  *
- * A fuzzer defines fuzz_one, which runs one input, and fuzz_end, which checks what must hold after the last one. There
- * are two drivers: libFuzzer, which looks for inputs that reach new code (clang -fsanitize=fuzzer -DFD_LIBFUZZER), and
- * the `main` below with pseudo-random ones, for compilers without it: PROGRAM [inputs [first seed [seconds]]] ends with
- * the later of both. tests/c/test_fuzz.py builds and runs them.
+ * A fuzzer defines fuzz_one, which runs one input, and fuzz_end, which makes the final checks. There are two drivers:
+ * libFuzzer, which searches for inputs that reach new code (clang -fsanitize=fuzzer -DFD_LIBFUZZER), and the `main`
+ * below with pseudo-random inputs, for compilers without libFuzzer. PROGRAM [inputs [first seed [seconds]]] runs at
+ * least so many inputs and at least so long. tests/c/test_fuzz.py builds and runs them.
  */
 #ifndef FD_FUZZ_H
 #define FD_FUZZ_H
@@ -31,7 +31,7 @@ static inline uint32_t take(input_t *in, uint32_t bytes) {
     return x;
 }
 
-/* A number that has a good chance of standing at an edge of `bound`. */
+/* A number from the input that is often 0, `bound`, another edge, or close to one. */
 static inline uint32_t edgy(input_t *in, uint32_t bound) {
     uint32_t x = take(in, 1);
     const uint32_t edges[] = {0,   1,   bound - 1, bound,      bound + 1,       127,

@@ -1,9 +1,9 @@
-/* Throws mutated calls, row tables and control operations at an R-engine, beside a well-behaved link whose answers must
- * stay right.
+/* Sends mutated calls, row tables and control operations to an R-engine that also serves a well-behaved link, whose
+ * replies must stay correct.
  *
- * See fuzz.h for what an input is, and hostile_link for what it does. Every bell rung must be answered, whatever lies
- * behind it, and nothing may trip a sanitizer. The first byte chooses among engines of every instruction set, the
- * others the KV format.
+ * fuzz.h says what an input is, hostile_link what it does. The R-engine must answer every bell, whatever the call
+ * behind it, and no sanitizer may report an error. The first byte of an input chooses the instruction set; later bytes
+ * choose the geometry and the KV format.
  */
 #include <math.h>
 
@@ -11,7 +11,7 @@
 #include "fuzz.h"
 
 static char err[256];
-static uint64_t answers[FD_OUT_OF_PAGES + 1]; /* to hostile calls, by status */
+static uint64_t answers[FD_OUT_OF_PAGES + 1]; /* number of replies to hostile calls, by status */
 static uint64_t inputs;
 
 static const fd_reply_t *answer(fd_slot_t *slot, uint64_t bell) {
@@ -23,7 +23,7 @@ static void ring(fd_link_t *link, void *region, fd_slot_t *slot, uint64_t bell) 
     fd_ring_request(slot, bell, &((fd_region_header_t *)region)->engine_asleep, fd_link_eventfd(link));
 }
 
-/* ---- an engine, and its well-behaved link: one sequence, one head pair, checked in double ---- */
+/* ---- an engine and its well-behaved link: one sequence, one KV head, checked in double precision ---- */
 
 enum { HEAD = 8, GROUP = 2, MAX_TOKENS = 300 };
 static const fd_geometry_t good_geometry = {1, 4, 1, GROUP, 1, HEAD, FD_ACT_FP32, 0};
@@ -39,7 +39,7 @@ typedef struct {
 
 static target_t targets[FD_ISAS];
 
-/* Started when an input first wants it, with 1 to 3 threads. */
+/* The target of an instruction set, with 1 to 3 threads. The first input that needs it starts it. */
 static target_t *target_of(uint32_t isa) {
     target_t *t = &targets[isa];
     if (t->engine) return t;
@@ -112,7 +112,7 @@ typedef struct {
     void *region;
     struct {
         uint32_t tag, length;
-    } sequences[SEQUENCES]; /* what is cached, as far as we know: makes most calls good ones */
+    } sequences[SEQUENCES]; /* tag and cached tokens as far as we know, so that most calls are valid */
     struct {
         uint64_t bell;
         fd_call_t call;
@@ -141,7 +141,7 @@ static void open_hostile(hostile_t *h, fd_engine_t *engine, input_t *in) {
     REQUIRE(h->link);
 }
 
-/* A table that would be served if there is room, and a header for it. */
+/* Makes a valid row table, which the engine serves if there is room, and a call header for it. */
 static void good_step(hostile_t *h, input_t *in, fd_row_t *table, fd_call_t *call) {
     uint32_t n = 1 + take(in, 1) % SEQUENCES, first = take(in, 1), attending = take(in, 1) % (n + 1), rows = 0;
     for (uint32_t i = 0; i < n && rows < h->g.max_rows; i++) {
@@ -181,15 +181,15 @@ static void mutate_call(input_t *in, fd_call_t *c, const fd_geometry_t *g) {
     }
 }
 
-/* What a peer may do while its call is being worked on. */
+/* Overwrites bytes of the region, as a peer may do while the engine works on its call. */
 static void scribble(hostile_t *h, input_t *in, uint32_t slot) {
-#ifndef __SANITIZE_THREAD__ /* these are races, on purpose */
+#ifndef __SANITIZE_THREAD__ /* these data races are intended */
     uint8_t *base = slot_part(h, slot, sizeof(uint64_t));
     size_t span = h->y.slot_bytes - sizeof(uint64_t);
     for (uint32_t n = take(in, 1) % 16; n; n--) {
         size_t at = take(in, 1) % 2 ? take(in, 2) % 1024 : take(in, 3);
         uint8_t *byte = base + at % span;
-        /* The reply's half is ours as well, but we wait on its bell. */
+        /* The peer may write the reply half as well, but this program waits for the reply bell. */
         if (byte >= (uint8_t *)slot_part(h, slot, offsetof(fd_slot_t, reply_bell)) &&
             byte < (uint8_t *)slot_part(h, slot, h->y.table))
             continue;
@@ -202,7 +202,7 @@ static void scribble(hostile_t *h, input_t *in, uint32_t slot) {
 
 static void note_served(hostile_t *h, const fd_row_t *table, const fd_call_t *call) {
     for (uint32_t i = 0; i < call->n_entries; i++) {
-        REQUIRE(table[i].seq_index < SEQUENCES); /* nothing else may have been served */
+        REQUIRE(table[i].seq_index < SEQUENCES); /* the engine must refuse other indexes */
         h->sequences[table[i].seq_index].length = table[i].pos + table[i].n_rows;
         h->sequences[table[i].seq_index].tag = table[i].tag;
     }
@@ -225,7 +225,7 @@ static void hostile_call(hostile_t *h, input_t *in) {
             mutate_row(in, &table[take(in, 1) % call.n_entries], h->g.max_rows);
     if (mode == 1 || mode == 2 || mode == 5) mutate_call(in, &call, &h->g);
     if (take(in, 1) == 0) bell += edgy(in, 3) | (uint64_t)take(in, 4) << 32;
-    if (bell == h->slots[slot].bell) bell++; /* not a ring */
+    if (bell == h->slots[slot].bell) bell++; /* the same number again would not be a ring */
     fd_slot_t *s = fd_slot_at(h->region, &h->y, slot);
     uint8_t *rows = slot_part(h, slot, h->y.q);
     for (uint32_t n = take(in, 1) % 16; n; n--) rows[take(in, 2) % (h->y.o - h->y.q)] = (uint8_t)take(in, 1);
@@ -240,7 +240,7 @@ static void hostile_call(hostile_t *h, input_t *in) {
     answers[reply.status]++;
     if (reply.status == FD_OK) {
         REQUIRE(racing || reply.n_attend_rows == call.n_attend_rows);
-        if (call.flags & FD_CALL_NEW_STEP && fresh) note_served(h, table, &call); /* after a race, most likely */
+        if (call.flags & FD_CALL_NEW_STEP && fresh) note_served(h, table, &call); /* after a race this is only likely */
         call.flags = 0;
         h->slots[slot].call = call;
     } else if (call.flags & FD_CALL_NEW_STEP) {
@@ -279,7 +279,7 @@ static void hostile_link(target_t *target, input_t *in) {
         else control(&h, in);
     }
     good_call(target);
-    for (uint32_t i = 0; i < SEQUENCES; i++) /* all pages come back, whatever happened */
+    for (uint32_t i = 0; i < SEQUENCES; i++) /* all pages become free, whatever has happened */
         for (uint32_t tag = 0; fd_link_free(h.link, i, h.sequences[i].tag, err, sizeof err) && tag < 256; tag++)
             h.sequences[i].tag = tag;
     fd_engine_remove_link(target->engine, h.link);

@@ -1,8 +1,8 @@
-/* Throws bytes at both ends of a TCP link's data connection: calls at a pump with an R-engine behind it, replies at a
- * pump with an S-node's port before it.
+/* Sends bytes to both ends of a TCP link's data connection: calls to a pump with an R-engine behind it, replies to the
+ * pump of an S-node's port.
  *
- * What is well formed must be answered, or arrive, whatever pieces it comes in; after anything else the link must end,
- * say why and leave nothing behind. See fuzz.h for what an input is.
+ * A well-formed call must be answered and a well-formed reply must arrive, whatever pieces the bytes come in. After any
+ * other bytes the link must end, give a reason and free everything. fuzz.h says what an input is.
  */
 #define _GNU_SOURCE
 #include <poll.h>
@@ -24,7 +24,7 @@ typedef struct {
     fd_layout_t y;
     int sock; /* the peer's end */
     uint8_t *region;
-    fd_port_t port; /* R: only `down` */
+    fd_port_t port; /* the R side uses only `down` */
     fd_pump_t *pump;
     fd_notify_t notify;
     fd_link_t *link;
@@ -32,7 +32,7 @@ typedef struct {
 
 enum {
     MAX_BODY = 6 * (sizeof(fd_row_t) + 4 * 8 * 4 + 2 * 2 * 8 * 4)
-}; /* of a message with all the rows that the geometry allows */
+}; /* bytes of the longest message that the geometry allows */
 
 typedef struct {
     fd_frame_t frame;
@@ -76,14 +76,14 @@ static void close_end(end_t *e) {
     free(e->region);
 }
 
-/* Until there is something to read, whatever signals come meanwhile (libFuzzer's clock is one). */
+/* Waits until `fd` is readable, also across signals, such as libFuzzer's clock. */
 static void await(int fd) {
     struct pollfd readable = {.fd = fd, .events = POLLIN};
     uint64_t start = fd_now_ns();
     while (poll(&readable, 1, 1000) <= 0) REQUIRE(fd_now_ns() - start < PATIENCE_NS);
 }
 
-/* In pieces, as a network would. False if the other end has cut the connection. */
+/* Sends the data in pieces, as a network may. False if the other end has closed the connection. */
 static bool send_pieces(end_t *e, input_t *in, const void *data, size_t n) {
     for (const uint8_t *at = data; n;) {
         size_t piece = take(in, 1) % 4 ? n : 1 + take(in, 1) % n;
@@ -97,7 +97,7 @@ static bool send_pieces(end_t *e, input_t *in, const void *data, size_t n) {
     return true;
 }
 
-/* All of it, within the time that is allowed; false at the connection's end. */
+/* Receives `n` bytes. False if the connection ends before. */
 static bool receive_all(end_t *e, void *data, size_t n) {
     for (uint8_t *at = data; n;) {
         await(e->sock);
@@ -115,7 +115,7 @@ static bool receive_message(end_t *e, message_t *m) {
     return receive_all(e, m->bytes, m->frame.length);
 }
 
-/* Something else in the head of a message. */
+/* Changes a field or a byte of a message's frame head, call or reply, one to three times. */
 static void mutate(message_t *m, input_t *in, fd_side_t side) {
     size_t head = side == FD_SIDE_R ? sizeof m->call : sizeof m->reply;
     uint32_t *counts[] = {&m->call.flags, &m->call.layer, &m->call.n_entries, &m->call.n_rows, &m->call.n_attend_rows};
@@ -123,7 +123,7 @@ static void mutate(message_t *m, input_t *in, fd_side_t side) {
         switch (take(in, 1) % 6) {
         case 0: m->frame.slot = edgy(in, geometry.n_slots); break;
         case 1: m->frame.length = edgy(in, MAX_BODY) | (take(in, 1) ? 0 : (uint64_t)take(in, 4) << 32); break;
-        case 2: m->call.number += edgy(in, 2); break; /* of calls and replies */
+        case 2: m->call.number += edgy(in, 2); break; /* also the number of a reply, which is in the same place */
         case 3: ((uint8_t *)&m->frame)[take(in, 2) % (sizeof m->frame + head)] ^= (uint8_t)take(in, 1); break;
         default:
             if (side == FD_SIDE_R) *counts[take(in, 1) % 5] = edgy(in, geometry.max_rows);
@@ -133,12 +133,12 @@ static void mutate(message_t *m, input_t *in, fd_side_t side) {
     }
 }
 
-/* The peer has sent what it wanted and says no more: whatever it was, the link ends and says why. */
+/* The peer ends its side of the connection. Whatever it has sent, the link must end and give a reason. */
 static void expect_the_end(end_t *e) {
     message_t m;
     shutdown(e->sock, SHUT_WR);
     while (receive_message(e, &m)) {
-    } /* what was in order so far may yet be answered */
+    } /* answers to the valid calls before */
     await(e->port.down.fd);
     REQUIRE(fd_is_down(&e->port.down) && e->port.down.reason[0]);
     n_cut_off++;
@@ -149,7 +149,7 @@ static void expect_the_end(end_t *e) {
 static void hostile_calls(input_t *in) {
     end_t e;
     uint64_t number[FD_MAX_SLOTS] = {0};
-    uint32_t length[4] = {0}; /* of the lease's sequences, as far as we know */
+    uint32_t length[4] = {0}; /* cached tokens of each sequence, as far as we know */
     bool open = true;
     open_end(&e, FD_SIDE_R);
     while (open && in->at < in->end) {
@@ -177,7 +177,7 @@ static void hostile_calls(input_t *in) {
         } else if (what == 1) { /* cut short */
             n = take(in, 2) % n;
             open = false;
-        } else if (what == 2) { /* nothing of the kind */
+        } else if (what == 2) { /* arbitrary bytes */
             for (n = 0; n < sizeof m / 2 && in->at < in->end; n++) ((uint8_t *)&m)[n] = (uint8_t)take(in, 1);
             open = false;
         }
@@ -234,8 +234,8 @@ static void hostile_replies(input_t *in) {
             n_replies++;
             continue;
         }
-        /* A mutation may yet be a reply: one with another status, say. The port then has it, else the connection has
-         * ended. */
+        /* A mutated reply may still be valid, for example with another status. The port then returns it; otherwise the
+         * connection has ended. */
         shutdown(e.sock, SHUT_WR);
         if (fd_port_wait(&e.port, slot, PATIENCE_NS, &reply, &misuse) == FD_PORT_OK) {
             REQUIRE(what == 0 && reply.number == call.number && reply.status <= FD_INTERNAL &&
@@ -257,7 +257,7 @@ static void fuzz_one(const uint8_t *data, size_t size) {
         REQUIRE(engine);
     }
     input_t in = {data, data + size};
-    while (in.at < in.end) { /* one link after the other, as each ends soon */
+    while (in.at < in.end) { /* several links, because each ends early */
         if (take(&in, 1) % 2) hostile_calls(&in);
         else hostile_replies(&in);
     }

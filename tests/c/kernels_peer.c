@@ -1,11 +1,12 @@
-/* The kernels of an emulated machine, for tests/helpers/emulated.py: runs the requests that come on stdin, as the
- * CPython module runs calls on this machine.
+/* Runs kernels on an emulated machine for tests/helpers/emulated.py: it reads calls from stdin and writes results to
+ * stdout.
  *
  *   request  request_t, then `n_buffers` times: a size in bytes (uint32_t) and that many bytes
- *   reply    the first `n_written` of the buffers, as they are afterwards
+ *   reply    the first `n_written` buffers, with their contents after the call
  *
- * Numbers are little-endian. Every buffer ends where an unmapped page begins: whoever reads or writes beyond it dies of
- * that. Exits with 0 when stdin ends, with 1 and a sentence for what it cannot do.
+ * Numbers are little-endian. Each buffer ends right before an unmapped page, so that a kernel that reads or writes
+ * beyond it crashes. The program exits with 0 when stdin ends, and with 1 and a sentence on stderr if it cannot serve a
+ * request.
  */
 #define _GNU_SOURCE
 #include <stdio.h>
@@ -21,10 +22,10 @@ enum { APPEND = 0, ATTEND = 1, MERGE = 2, FINISH = 3, LOAD_ACT = 4, MAX_BUFFERS 
 
 typedef struct {
     char isa[16];
-    uint32_t op, dtype; /* dtype: of the KV-cache or of activations */
+    uint32_t op, dtype; /* dtype: fd_kv_dtype_t or fd_act_dtype_t, whichever the operation needs */
     uint32_t n_buffers, n_written;
-    uint32_t head_size, rows; /* rows: tokens to append, rows of merge and finish */
-    uint32_t token;           /* append: the first slot. attend: position of the first chunk's first token */
+    uint32_t head_size, rows; /* rows: number of tokens to append, or of rows to merge or finish */
+    uint32_t token;           /* append: the first token's place in its chunk. attend: fd_attend_t.first_token */
     uint32_t heads, group, q_len, q_pos, window;
     float scale;
 } request_t;
@@ -67,7 +68,7 @@ static void append(const request_t *r, const fd_kv_ops_t *ops, buffer_t *b) {
     }
 }
 
-/* Buffers: acc, m, l, o (empty: not asked for), the run of pages, which of them (uint32_t), q. */
+/* Buffers: acc, m, l, o (empty if O rows are not wanted), pages, indexes of the pages to attend to (uint32_t), q. */
 static void attend(const request_t *r, const fd_kv_ops_t *ops, buffer_t *b) {
     const size_t head_bytes = fd_kv_chunk_bytes((fd_kv_dtype_t)r->dtype, r->head_size),
                  page_bytes = r->heads * head_bytes;
@@ -107,7 +108,7 @@ static void serve(const request_t *r, buffer_t *b) {
         fail("the ISA is unknown or not supported by this CPU");
     const fd_kv_ops_t *kv = fd_kv_ops((fd_kv_dtype_t)r->dtype, isa);
     const fd_vec_ops_t *vec = fd_vec_ops(isa);
-    if (strcmp(kv->isa, r->isa)) fail("the kernels are not of the ISA asked for");
+    if (strcmp(kv->isa, r->isa)) fail("the kernels are not those of the requested ISA");
     float *f[MAX_BUFFERS];
     for (int i = 0; i < MAX_BUFFERS; i++) f[i] = (float *)b[i].at;
     switch (r->op) {
@@ -116,7 +117,7 @@ static void serve(const request_t *r, buffer_t *b) {
     case MERGE: vec->merge(f[0], f[1], f[2], f[3], f[4], f[5], r->rows, r->head_size); break;
     case FINISH: vec->finish(b[0].at, f[1], f[2], r->rows, r->head_size, r->dtype); break;
     case LOAD_ACT: vec->load_act(f[0], b[1].at, b[0].bytes / sizeof(float), r->dtype, r->scale); break;
-    default: fail("an unknown operation");
+    default: fail("the operation is unknown");
     }
 }
 

@@ -1,8 +1,8 @@
-/* The RDMA poster over a device that is not there: two posters, and a provider whose WRITEs are memcpy.
+/* Two RDMA posters, connected by an imitated device whose WRITEs are memcpy.
  *
- * Checks that what a call or reply uses arrives and nothing else does, bell last; that a queue too short for all that
- * is posted loses nothing; that errors are named; and that what a peer does to a region harms only its own link. Exits
- * with 0.
+ * The program checks that exactly the used bytes of a call or reply arrive, bell last; that a send queue which is too
+ * short for all posted calls loses none; that errors are named; and that a peer that overwrites a region harms only its
+ * own link. It aborts if a check fails.
  */
 #include <stdio.h>
 #include <stdlib.h>
@@ -15,20 +15,20 @@ enum { MAX_CQES = 4096 };
 /* ---- the device ---- */
 
 typedef struct {
-    fd_ibv_qp_t qp; /* first: the provider gets it back */
+    fd_ibv_qp_t qp; /* the first field, so that post_send can find the device */
     fd_ibv_cq_t cq;
     fd_ibv_context_t context;
     uint8_t *local, *remote;
     size_t region_bytes, slot0, slot_bytes;
     uint32_t lkey, rkey, max_message, depth;
-    uint32_t unfinished; /* posted, their completion not yet polled or implied */
+    uint32_t unfinished; /* work requests that are posted and not yet known to be done */
     uint64_t posts, requests, signalled;
     fd_ibv_wc_t done[MAX_CQES];
-    uint32_t covers[MAX_CQES]; /* requests that a completion stands for */
+    uint32_t covers[MAX_CQES]; /* number of requests that each completion reports as done */
     uint32_t n_done, since_signal;
-    bool withhold;   /* completions */
-    int next_status; /* of the next request, if not 0 */
-    int refuse;      /* errno of the next post */
+    bool withhold;   /* poll_cq returns no completions */
+    int next_status; /* if not 0, the next request fails with this completion status */
+    int refuse;      /* if not 0, the next post fails with this errno */
 } device_t;
 
 static int post_send(fd_ibv_qp_t *qp, fd_ibv_send_wr_t *wr, fd_ibv_send_wr_t **bad) {
@@ -43,8 +43,8 @@ static int post_send(fd_ibv_qp_t *qp, fd_ibv_send_wr_t *wr, fd_ibv_send_wr_t **b
         REQUIRE(sge->length > 0 && sge->length <= d->max_message);
         uint64_t to = wr->remote_addr - (uintptr_t)d->remote;
         REQUIRE(to < d->region_bytes && sge->length <= d->region_bytes - to);
-        if (!(wr->send_flags &
-              FD_IBV_SEND_INLINE)) { /* what is not inlined lies in the registered region, at the same place */
+        if (!(wr->send_flags & FD_IBV_SEND_INLINE)) {
+            /* The bytes come from the registered region, at the offset that they go to. */
             REQUIRE(sge->lkey == d->lkey && sge->addr - (uintptr_t)d->local == to);
         } else {
             REQUIRE(sge->length <= FD_INLINE_BYTES);
@@ -56,7 +56,7 @@ static int post_send(fd_ibv_qp_t *qp, fd_ibv_send_wr_t *wr, fd_ibv_send_wr_t **b
             d->done[d->n_done++] = (fd_ibv_wc_t){.wr_id = wr->wr_id, .status = d->next_status, .vendor_err = 129};
             return 0;
         }
-        /* The bell is the last of its chain. */
+        /* The last request of a chain writes the bell. */
         size_t in_slot = (to - d->slot0) % d->slot_bytes;
         bool bell = in_slot == offsetof(fd_slot_t, request_bell) || in_slot == offsetof(fd_slot_t, reply_bell);
         REQUIRE(bell == (wr->next == NULL));
@@ -121,7 +121,7 @@ static void open_end(pair_t *p, end_t *e, end_t *other, fd_side_t side, uint32_t
     REQUIRE(fd_down_init(&e->down) == 0);
     e->poster = fd_poster_new(side, e->region, &p->g, &e->down);
     REQUIRE(e->poster);
-    fd_poster_send(e->poster, 0); /* not started: nothing happens */
+    fd_poster_send(e->poster, 0); /* does nothing before the start */
     fd_verbs_t verbs = {&d->qp, d->lkey, d->rkey, (uintptr_t)other->region, max_message, depth};
     REQUIRE(fd_poster_start(e->poster, &verbs) == 0);
     REQUIRE(fd_poster_start(e->poster, &verbs) == -1 && errno == EALREADY);
@@ -180,7 +180,8 @@ static void put_call(pair_t *p, uint32_t slot, uint64_t number) {
     fill((uint8_t *)s + p->y.table, p->y.slot_bytes - p->y.table);
 }
 
-/* Bytes [from, to) of the slot are at one end what they are at the other up to `used`, and as they were beyond. */
+/* Checks the slot's bytes [at, end) at end `to`: the first `used` bytes are those of end `from`, the others are
+ * unchanged from `before`. */
 static void arrived(pair_t *p, end_t *from, end_t *to, const uint8_t *before, uint32_t slot, size_t at, size_t used,
                     size_t end) {
     const uint8_t *sent = (uint8_t *)slot_of(p, from, slot), *got = (uint8_t *)slot_of(p, to, slot);
@@ -223,7 +224,7 @@ static void calls_arrive_whole(uint32_t max_message, uint32_t depth, int calls) 
     close_pair(&p);
 }
 
-/* Completions stay away until the queue is full; what waits for room is sent once they come. */
+/* Withholds completions until the queue is full; the chains that wait for room are sent once completions arrive. */
 static void full_queue_loses_nothing(void) {
     pair_t p;
     open_pair(&p, 1u << 20, 16);
@@ -265,8 +266,7 @@ static void error_is_named(int status, int refuse, const char *name) {
     close_pair(&p);
 }
 
-/* A peer that has acknowledged a call and then died is found out by ringing again; one that lives sees no other call.
- */
+/* Ringing again detects a peer that died after it had acknowledged a call; a live peer sees no new call. */
 static void ringing_again_finds_the_dead(void) {
     pair_t p;
     open_pair(&p, 1u << 20, 64);
@@ -286,7 +286,7 @@ static void ringing_again_finds_the_dead(void) {
     close_pair(&p);
 }
 
-/* The peer writes the region that a poster reads: too many rows are not sent. */
+/* A peer may write the region that a poster reads: the poster refuses a header with too many rows. */
 static void meddling_is_noticed(void) {
     pair_t p;
     open_pair(&p, 1u << 20, 64);
@@ -322,7 +322,7 @@ int main(void) {
     error_is_named(FD_IBV_WC_RETRY_EXC_ERR, 0, "retry exceeded");
     error_is_named(FD_IBV_WC_WR_FLUSH_ERR, 0, "flushed");
     error_is_named(22, 0, "work request failed (completion status 22, vendor 129)");
-    error_is_named(0, ENOMEM, "takes no work requests: Cannot allocate memory");
+    error_is_named(0, ENOMEM, "refused a work request: Cannot allocate memory");
     ringing_again_finds_the_dead();
     meddling_is_noticed();
     queue_too_short_for_a_call();

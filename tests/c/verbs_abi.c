@@ -1,4 +1,4 @@
-/* Holds transports/verbs_abi.h against the header that it stands in for. Compiles, or does not. */
+/* Compares transports/verbs_abi.h with <infiniband/verbs.h>, which it replaces. It compiles only if they agree. */
 #include <infiniband/verbs.h>
 
 #include <stddef.h>
