@@ -167,8 +167,8 @@ class Cluster:
         return node.pages_freeing > 0
 
     def release(self, seq: Sequence, sound: bool = False) -> None:
-        """Take `seq` off its R-node. Its pages go to the prefix cache if what is cached of `seq` is `sound` and at
-        least a page, else the next FREE names it."""
+        """Take `seq` off its R-node. Its pages go to the prefix cache if its cached tokens are `sound` and fill a
+        page; else the next FREE names it."""
         node, entry, source = seq.node, seq.entry, seq.source
         node.end_running(seq.final_length)
         cached = CachedSequence(seq.handle, seq.pages)

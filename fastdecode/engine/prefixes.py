@@ -42,7 +42,7 @@ class PrefixEntry:
     cached: CachedSequence
     tokens: list[int]  # cached on the R-node, or about to be while `computed` is False
     hashes: list[int]  # page_hashes(tokens)
-    pins: int = 0  # FORKs of this entry under way; a pinned entry is not evicted
+    pins: int = 0  # FORKs from this entry in progress; a pinned entry is not evicted
     running: bool = False
     computed: bool = True
 

@@ -1,4 +1,4 @@
-"""What the engine says to R-nodes outside of steps: FREE, FORK and STATS, and what it does when one is lost."""
+"""RNodeControl: the engine's messages to R-nodes outside of steps (FREE, FORK, STATS), and the loss of an R-node."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class RNodeControl:
         self._scheduler, self._cluster, self._spart = scheduler, scheduler.cluster, spart
         self._spawn, self._on_change = spawn, on_change
         self._replacements: dict[int, Link] = {}
-        self._freeing: set[RNodeLedger] = set()  # a FREE to each of them is under way
+        self._freeing: set[RNodeLedger] = set()  # R-nodes that a FREE is being sent to
 
     def start(self) -> None:
         """Watch all R-nodes for the end of their links."""

@@ -195,7 +195,7 @@ class Scheduler:
     def recompute(self, plan: Plan) -> None:
         """Requeue all sequences of a step that failed because an R-node was lost.
 
-        Nobody knows which layers of the step the other R-nodes have cached, so their sequences are recomputed too.
+        It is not known which layers of the step the other R-nodes have cached, so their sequences are recomputed too.
         """
         for chunk in plan.chunks:
             chunk.seq.in_flight = False
@@ -250,7 +250,7 @@ class Scheduler:
         return chunks
 
     def _append_prompt_chunk(self, chunks: list[PlannedChunk], seq: Sequence, budget: int) -> int:
-        """Append the next chunk of a prompt, at most `budget` tokens; returns how many. A FORK under way: none yet."""
+        """Append the next chunk of a prompt, at most `budget` tokens; returns how many. During a FORK: none."""
         n_tokens = 0 if seq.in_flight else min(budget, seq.prefill_end - seq.cached)
         if n_tokens > 0:
             seq.in_flight = True
@@ -322,8 +322,8 @@ class Scheduler:
     def _remove(self, seq: Sequence, sound: bool = False) -> None:
         """Take a running sequence off its R-node and out of its mini-batch.
 
-        `sound`: what is cached of it is right, so it may enter the prefix cache. The prefix of an unfinished prompt may
-        not: the S-node still stages rows for it.
+        `sound`: its cached tokens are right, so they may enter the prefix cache. Those of an unfinished prompt may not,
+        because the S-node still stages rows for it.
         """
         self.mini_batches[seq.mini_batch].remove(seq)
         seq.mini_batch = None

@@ -45,7 +45,7 @@ class Sequence:
 
     # Progress, kept by the scheduler.
     mini_batch: int | None = None  # None: it waits or has ended
-    in_flight: bool = False  # its tokens are in a step that has not completed, or its FORK is under way
+    in_flight: bool = False  # its tokens are in a step that has not completed, or its FORK is in progress
     cancelled: bool = False  # to be released as soon as it is not in flight
     cached: int = 0  # tokens cached on the R-node
     prefill_end: int = 0  # tokens to cache before it decodes: all it had when it was placed

@@ -1,4 +1,4 @@
-"""Which code runs a checkpoint: the native decoder or the transformers backend."""
+"""choose_backend: whether the native decoder or the transformers backend runs a checkpoint."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ BACKENDS = ("auto", "native", "transformers")
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """A checkpoint and the code that runs it; nothing is loaded yet."""
+    """A checkpoint and the code that runs it, before its weights are loaded."""
 
     name: str  # "native" or "transformers"
     directory: Path
     config: ModelConfig | HFConfig
 
     def load(self, device: torch.device, dtype: torch.dtype, progress: bool = False) -> Model | HFModel:
-        """Load the weights; `progress` shows a bar on stderr. Raises CheckpointError."""
+        """Load the weights. `progress` shows a progress bar on stderr. Raises CheckpointError."""
         if self.name == "native":
             from fastdecode.spart.loader import load_model
 
@@ -52,9 +52,10 @@ class Backend:
 
 
 def choose_backend(name: str, directory: str | Path) -> Backend:
-    """`name` is one of BACKENDS; "auto" is the native decoder wherever it knows the checkpoint.
+    """The backend for a model directory. `name` is one of BACKENDS; "auto" takes the native decoder if it knows the
+    model.
 
-    Raises CheckpointError, with the reasons of both backends where neither takes it.
+    Raises CheckpointError, with the reasons of both backends if neither takes the checkpoint.
     """
     directory = Path(directory)
     if name != "transformers":

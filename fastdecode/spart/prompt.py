@@ -59,7 +59,7 @@ class PromptCache:
             work.prompt.length = work.chunk.pos + len(work.chunk.tokens)
 
     def drop(self, key: Hashable) -> None:
-        """Free what is staged for a sequence, if anything is."""
+        """Free the staged K and V of a sequence, if there are any."""
         self._prompts.pop(key, None)
 
 

@@ -44,7 +44,7 @@ class Linear:
 class PackedLinear:
     """A Linear for the CPU whose weight lies in the order that oneDNN's kernels read.
 
-    F.linear packs the weight anew at every call. For the few rows of a decode step that takes 1.4 times as long in
+    F.linear packs the weight again at every call. For the few rows of a decode step that takes 1.4 times as long in
     bf16, and several times as long for a wide LM head.
     """
 

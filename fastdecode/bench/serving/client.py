@@ -1,4 +1,4 @@
-"""The client: sends each request when it is due, whatever became of earlier ones, and notes when tokens come."""
+"""The client: sends each request when it is due, independently of earlier ones, and records when tokens come."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from fastdecode.bench.serving.workload import Prompts, Request
 
 @dataclass(slots=True)
 class Answer:
-    """What became of one request. Times in seconds of the run's clock."""
+    """The result of one request. Times are seconds since the run's start."""
 
     request: Request
     sent: float
-    chunks: list[float] = field(default_factory=list)  # when each chunk with a token came
-    output_tokens: int = 0  # as the server counts them, else one a chunk
+    chunks: list[float] = field(default_factory=list)  # when each chunk with a token arrived
+    output_tokens: int = 0  # as the server counts them; else one for each chunk
     finished: float | None = None
     error: str | None = None
 
@@ -34,7 +34,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """Where to send requests."""
+    """The server under test."""
 
     url: str  # up to and with /v1
     model: str
@@ -44,7 +44,7 @@ class Server:
 
 @dataclass(slots=True)
 class Run:
-    """The answers to one workload, and what the server's own metrics said meanwhile."""
+    """The answers to one workload, and samples of the server's own metrics."""
 
     answers: list[Answer]
     seconds: float
@@ -52,7 +52,7 @@ class Run:
 
 
 async def first_model(url: str, api_key: str | None) -> str:
-    """The name of the first model the server lists. Raises RuntimeError."""
+    """The name of the first model that the server lists. Raises RuntimeError."""
     try:
         async with aiohttp.ClientSession(headers=_headers(api_key)) as session, session.get(f"{url}/models") as got:
             got.raise_for_status()
@@ -71,7 +71,7 @@ async def run(
     deadline: float | None,
     progress: bool,
 ) -> Run:
-    """Send every request at its arrival time; `concurrency` is how many may be under way (None: any number).
+    """Send every request at its arrival time; at most `concurrency` are in progress at once (None: any number).
 
     A request is given up after `timeout` seconds. After `deadline` seconds nothing more is sent and what is under way
     is given up: the answers so far are kept.
@@ -81,7 +81,7 @@ async def run(
     limits = aiohttp.ClientTimeout(total=timeout, sock_connect=min(timeout, 30.0))
     answers: list[Answer] = []
     samples: list[dict[str, float]] = []
-    # Made ahead, so that the client's own work does not delay a request.
+    # All bodies are made before the start, so that this work does not delay a request.
     bodies = [_body(server, prompts.make(i, request), request.output_tokens) for i, request in enumerate(requests)]
     start = time.perf_counter()
     bar = tqdm(total=len(requests), desc="requests", unit="req", disable=not progress)
@@ -158,7 +158,7 @@ async def _stream(session: aiohttp.ClientSession, url: str, data: bytes, answer:
 
 
 async def _sample(session: aiohttp.ClientSession, url: str, samples: list[dict[str, float]], start: float) -> None:
-    """Read the server's gauges about once a second, where it has a /metrics."""
+    """Read the server's gauges about once a second, if it has a /metrics."""
     metrics = url.removesuffix("/v1") + "/metrics"
     while True:
         try:

@@ -25,7 +25,7 @@ def rates(result: dict[str, Any], path: Path) -> None:
 
 
 def timeline(row: dict[str, Any], path: Path) -> None:
-    """Tokens/s and requests under way of one run, and the share of the KV-cache in use where the server tells."""
+    """Tokens/s and requests in progress over one run, and the share of the KV-cache in use if the server reports it."""
     samples = [s for s in row["samples"] if "kv_cache_usage_perc" in s]
     figure, axes = plot.plt.subplots(1, 3 if samples else 2, figsize=(13, 4))
     t = [point["t"] for point in row["timeline"]]

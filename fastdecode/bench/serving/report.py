@@ -50,14 +50,14 @@ def gaps(answer: Answer) -> list[float]:
 
 
 def tpot(answer: Answer) -> float | None:
-    """Seconds a token after the first; None for an answer of one token."""
+    """Seconds for each token after the first; None for an answer of one token."""
     if answer.output_tokens < 2:
         return None
     return (answer.chunks[-1] - answer.chunks[0]) / (answer.output_tokens - 1)
 
 
 def meets(answer: Answer, slo_ttft: float | None, slo_tbt: float | None) -> bool:
-    """Whether an answer kept its latency objectives (seconds)."""
+    """True if an answer met its latency objectives, in seconds."""
     if slo_ttft is not None and ttft(answer) > slo_ttft:
         return False
     between = gaps(answer)
@@ -65,7 +65,7 @@ def meets(answer: Answer, slo_ttft: float | None, slo_tbt: float | None) -> bool
 
 
 def timeline(run: Run, width: float = 1.0) -> list[dict[str, float]]:
-    """Chunks a second and requests under way, in steps of `width` seconds."""
+    """Chunks a second and requests in progress, in intervals of `width` seconds."""
     times = np.array([t for answer in run.answers for t in answer.chunks])
     rows = []
     for begin in np.arange(0.0, run.seconds, width):
@@ -77,7 +77,7 @@ def timeline(run: Run, width: float = 1.0) -> list[dict[str, float]]:
 
 
 def table(result: dict[str, Any]) -> str:
-    """The figures for people."""
+    """The figures as a table."""
     lines = [
         f"{result['completed']} of {result['requests']} requests in {result['seconds']:.1f} s: "
         f"{result['request_per_s']:.2f} requests/s, {result['prompt_tokens_per_s']:.0f} prompt tokens/s, "

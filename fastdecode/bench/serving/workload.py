@@ -1,4 +1,4 @@
-"""What is asked for and when: traces of real services, or lengths and arrivals drawn at random."""
+"""Workloads: requests and their arrival times, from traces of real services or drawn at random."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def fixed(n: int, prompt_tokens: int, output_tokens: int) -> list[Request]:
 
 
 def at_rate(requests: Sequence[Request], rate: float, burstiness: float, seed: int) -> list[Request]:
-    """The requests in their order with gamma-distributed gaps of mean 1/rate seconds and shape `burstiness`: 1 is a
+    """The requests in the same order with gamma-distributed gaps of mean 1/rate seconds and shape `burstiness`: 1 is a
     Poisson process, less is burstier. An infinite rate lets all arrive at once."""
     rng = random.Random(seed)
     arrival, result = 0.0, []
@@ -101,7 +101,7 @@ def scaled(requests: Sequence[Request], factor: float, longest: int | None) -> l
 
 
 class Prompts:
-    """Makes the token ids of prompts: random ones, equal where the trace says that prefixes are shared."""
+    """Makes the token ids of prompts: random ids, but equal ones where the trace says that prefixes are shared."""
 
     def __init__(self, first_id: int, last_id: int, seed: int, block_scale: float = 1.0):
         """Ids are drawn from first_id..last_id. `block_scale`: the factor that lengths were scaled by."""

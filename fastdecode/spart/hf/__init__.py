@@ -6,8 +6,8 @@
     attention   the function that transformers calls in every layer
     decoder     HFSPart: one step of one mini-batch, whose forward pass is a greenlet that pauses at each layer
 
-No model code of ours is involved: transformers calls the attention function that `trace` or `attention` registers with
-its AttentionInterface. Needs the extra `fastdecode[models]`.
+fastdecode has no code for these models: transformers calls the attention function that `trace` or `attention` registers
+with its AttentionInterface. This package needs the extra `fastdecode[models]`.
 """
 
 from __future__ import annotations

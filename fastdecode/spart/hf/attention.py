@@ -7,22 +7,23 @@ from typing import Any, Protocol
 
 import torch
 
-#: Its name in transformers' AttentionInterface, which has no mask function of that name: no mask is ever made.
+#: The function's name in transformers' AttentionInterface. There is no mask function of this name, so no mask is made.
 ATTENTION = "fastdecode"
 
 
 class ForwardPass(Protocol):
-    """A pass of a step's rows through the model (decoder.py)."""
+    """One pass of a step's rows through the model; decoder.py implements it."""
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """One layer: q [1, n_q_heads, rows, k_size], k and v alike -> O [1, rows, n_q_heads, v_size]."""
+        """Attention of one layer: q [1, n_q_heads, rows, k_size], k and v with KV heads -> O [1, rows, n_q_heads,
+        v_size]."""
 
 
 class _Running(threading.local):
     forward: ForwardPass | None = None
 
 
-#: The pass whose greenlet runs in this thread.
+#: The pass whose greenlet runs in this thread, in `running.forward`.
 running = _Running()
 
 
@@ -36,7 +37,8 @@ def register() -> None:
 def _attention(
     module: torch.nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, *_: Any, **__: Any
 ) -> tuple[torch.Tensor, None]:
-    """Scale, window and the like are the traced ones, so the arguments that repeat them are not read."""
+    """Call the running pass. The arguments for scale, window and so on are not read, because the trace recorded
+    them."""
     if running.forward is None:
-        raise RuntimeError("this model's attention runs on R-nodes: it can be called through HFSPart only")
+        raise RuntimeError("this model's attention runs on R-nodes, so only HFSPart can call the model")
     return running.forward.attend(q, k, v), None

@@ -1,4 +1,4 @@
-"""HFConfig: a transformers model as the links and the scheduler see it.
+"""HFConfig: the description of a transformers model for the links and the scheduler.
 
 A link has one geometry for all layers. Layers that differ are fitted into it: heads are padded with zeros to the
 largest head size, KV heads are repeated up to the largest number, and a layer's own softmax scale is folded into its
@@ -21,7 +21,7 @@ _DTYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 
 @dataclass(frozen=True, slots=True)
 class HFConfig:
-    """What the S-Part, the links and the engine need to know. Sizes in elements."""
+    """A transformers model. Sizes are in elements; the fields are those of ModelConfig, and `layers`."""
 
     architecture: str
     dtype: str  # of the checkpoint: "fp32", "fp16", "bf16"
@@ -58,7 +58,7 @@ class HFConfig:
             n_q_heads=layers[0].n_q_heads,
             n_kv_heads=max(layer.n_kv_heads for layer in layers),
             head_size=-(-max(max(layer.k_size, layer.v_size) for layer in layers) // 8) * 8,
-            # Within its first chunk, chunked attention is full attention.
+            # Chunked attention is full attention within the first chunk, so longer contexts are refused.
             max_positions=min([_max_positions(text), *chunks]),
             windows=tuple(layer.window for layer in layers),
             softmax_scale=layers[0].scale,
@@ -69,11 +69,12 @@ class HFConfig:
 
     @property
     def rope(self) -> None:
-        """No position beyond `max_positions` is computed, whatever the model's position embedding is."""
+        """None, so that StepRows refuses positions beyond `max_positions`, whatever the model's position embedding
+        is."""
         return None
 
     def hello_geometry(self, n_slots: int, max_rows: int, act_dtype: str) -> Geometry:
-        """What an S-node of this model asks its R-nodes for."""
+        """The region geometry that an S-node with this model asks its R-nodes for."""
         return Geometry(
             n_slots=n_slots,
             max_rows=max_rows,
@@ -92,13 +93,13 @@ def read_configs(directory: str | Path) -> tuple[Any, Any]:
     except ImportError:
         raise CheckpointError("the transformers backend needs transformers: pip install 'fastdecode[models]'") from None
     if not (Path(directory) / "config.json").is_file():
-        raise CheckpointError(f"{directory} has no config.json, so it is no Hugging Face model directory")
+        raise CheckpointError(f"{directory} has no config.json, so it is not a Hugging Face model directory")
     try:
         config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         reason = next(iter(str(error).splitlines()), "")
         if "trust_remote_code" in str(error):
-            reason = "it needs code of its own (trust_remote_code), which fastdecode does not run"
+            reason = "the checkpoint needs code of its own (trust_remote_code), which fastdecode does not run"
         raise CheckpointError(f"transformers cannot read {directory}: {reason}") from None
     generation = None
     if (Path(directory) / "generation_config.json").is_file():

@@ -91,7 +91,7 @@ class HFSPart(SPart):
 
     @torch.inference_mode()
     def _draw(self, logits: torch.Tensor, rows: StepRows) -> list[Sampled | None]:
-        """logits [sampled chunks, vocab] fp32 -> one Sampled a chunk."""
+        """logits [sampled chunks, vocab_size] fp32 -> one Sampled or None for each chunk."""
         sampled: list[Sampled | None] = [None] * len(rows.chunks)
         if rows.sampled:
             drawn = self._sampler(logits, [rows.chunks[i].sample for i in rows.sampled])
@@ -100,7 +100,7 @@ class HFSPart(SPart):
         return sampled
 
     def logits_of(self, tokens: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
-        """tokens, positions [rows] -> logits [len(keep), vocab] fp32 of the rows `keep`."""
+        """tokens [rows], positions [rows] -> logits [len(keep), vocab_size] fp32 of the rows `keep`."""
         options = {"logits_to_keep": keep} if self._keeps_some_logits else {}
         out = self.model.module(input_ids=tokens[None], position_ids=positions[None], use_cache=False, **options)
         logits: torch.Tensor = out.logits[0]
@@ -108,7 +108,7 @@ class HFSPart(SPart):
 
 
 class _Forward:
-    """One pass of a step's rows through the model, seen from its attention function."""
+    """One pass of a step's rows through the model, and the rows that its attention function exchanges."""
 
     def __init__(self, spart: HFSPart, rows: StepRows, exchange: Exchange):
         self._spart, self._rows, self._exchange = spart, rows, exchange
@@ -118,7 +118,7 @@ class _Forward:
         self._layer = 0
         n, self._n_attend = len(exchange.kv), len(exchange.q)
         self._mixed = bool(rows.prompts)
-        if self._mixed:  # the rows of prompts have a Q and an O too, which do not travel
+        if self._mixed:  # rows of prompts have Q and O too, but these do not go to an R-node
             self._q = exchange.kv.new_empty(n, exchange.q.shape[1])
             self._o = torch.empty_like(self._q)
         else:
@@ -130,22 +130,24 @@ class _Forward:
         self._o_heads = self._o.view(n, config.n_q_heads, self._size)
 
     def run(self) -> torch.Tensor:
-        """The greenlet's function: logits [sampled chunks, vocab]."""
+        """Run the model in the greenlet; returns logits [sampled chunks, vocab_size] fp32."""
         spart, rows = self._spart, self._rows
         device = spart.model.device
         keep = [rows.last_row[i] for i in rows.sampled]
         logits = spart.logits_of(
             torch.from_numpy(rows.tokens).to(device),
             torch.from_numpy(rows.positions).to(device),
-            # A pass that samples nothing computes one row's logits, because an empty choice is not everywhere allowed.
+            # A pass that samples nothing computes the logits of one row, because not every model accepts an empty
+            # `keep`.
             torch.tensor(keep or [0], device=device),
         )
         if self._layer != len(self._layers):
-            raise RuntimeError(f"the model called attention {self._layer} times, traced were {len(self._layers)}")
+            raise RuntimeError(f"the model called attention {self._layer} times; the trace has {len(self._layers)}")
         return logits if keep else logits[:0]
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """One layer: q [1, n_q_heads, rows, k_size], k and v alike -> O [1, rows, n_q_heads, v_size]."""
+        """Attention of one layer: q [1, n_q_heads, rows, k_size], k and v with KV heads -> O [1, rows, n_q_heads,
+        v_size]."""
         index, exchange = self._layer, self._exchange
         layer = self._layers[index]
         self._layer += 1
@@ -157,15 +159,16 @@ class _Forward:
         exchange.post(index)
         for prompt in self._rows.prompts:
             prompt.attend(index, self._q[prompt.rows], exchange.kv[prompt.rows], out=self._o[prompt.rows])
-        _current().parent.switch()  # to HFSPart.step, which waits for the R-nodes before it comes back
+        _current().parent.switch()  # to HFSPart.step, which waits for the R-nodes before it resumes this greenlet
         if self._mixed and self._n_attend:
             self._o[: self._n_attend].copy_(exchange.o)
-        # The slot's O rows are overwritten by the next layer, and a model may keep what it is given.
+        # A copy, because the next layer overwrites the slot's O rows and a model may hold on to its attention's output.
         return self._o_heads[None, :, :, : layer.v_size].clone()
 
     @staticmethod
     def _write(heads: torch.Tensor, values: torch.Tensor, size: int, repeat: int, factor: float) -> None:
-        """values [1, heads, rows, size] into heads [rows, heads, head_size]; what is beyond `size` is zero."""
+        """Write values [1, heads, rows, size] into heads [rows, heads, head_size]; elements beyond `size` become
+        zero."""
         values = values[0].transpose(0, 1)
         if repeat > 1:
             values = values.repeat_interleave(repeat, dim=1)

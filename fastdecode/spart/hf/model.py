@@ -28,11 +28,11 @@ class HFModel:
 
     @property
     def act_dtype(self) -> str:
-        """Activation dtype of the links, of ACT_DTYPES."""
+        """The links' activation dtype, one of ACT_DTYPES."""
         return next(name for name in ACT_DTYPES if TORCH_DTYPES[name] is self.dtype)
 
     def hello(self, n_slots: int, max_rows: int, kv_dtype: str, kv_bytes: int | None, max_seqs: int) -> Hello:
-        """What to ask of an R-node; the arguments are the fields of Geometry and Hello that the model does not fix."""
+        """What an S-node with this model asks of an R-node; the arguments are as in weights.Model.hello."""
         return Hello(
             geometry=self.config.hello_geometry(n_slots, max_rows, self.act_dtype),
             kv_dtype=kv_dtype,
@@ -84,12 +84,12 @@ def load_hf_model(
 
 
 class _PackedModule(torch.nn.Module):
-    """An nn.Linear whose weight oneDNN has put into the order its kernels read."""
+    """A replacement for an nn.Linear: its weight lies in the order that oneDNN's kernels read."""
 
     def __init__(self, linear: torch.nn.Linear):
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        #: For code that asks a layer for its dtype or shape; it has no data.
+        #: Without data, for code that asks a layer for its dtype or shape.
         self.weight = torch.empty_like(linear.weight, device="meta")
         self._packed = PackedLinear(Linear(linear.weight.data, None if linear.bias is None else linear.bias.data))
 
@@ -99,7 +99,7 @@ class _PackedModule(torch.nn.Module):
 
 
 def _pack(module: torch.nn.Module) -> None:
-    """Replace every plain nn.Linear below `module`, one after another: only one weight is there twice at a time."""
+    """Replace every plain nn.Linear below `module`, one by one, so that only one weight exists twice at a time."""
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):
             if type(child) is torch.nn.Linear and child.weight.device.type == "cpu":

@@ -1,7 +1,7 @@
-"""What a transformers model asks of its attention, learned from a forward pass on the meta device.
+"""trace: what a transformers model asks of its attention, found by a forward pass on the meta device.
 
-The pass runs the model's own code on tensors without data. An attention function and a mask function of ours record
-each layer's shapes, scale, window and extras, so everything is known before a weight is read.
+The pass runs the model's own code on tensors without data. An attention function and a mask function record each
+layer's shapes, scale, window and other options, so all of them are known before a weight is read.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ _recording = threading.local()
 
 @dataclass(frozen=True, slots=True)
 class AttentionLayer:
-    """One layer's attention. Sizes in elements."""
+    """One layer's attention. Sizes are in elements."""
 
     n_q_heads: int
     n_kv_heads: int
     k_size: int  # of a Q and of a K head
     v_size: int  # of a V and of an O head
     scale: float  # of the scores
-    window: int  # a token sees itself and window - 1 tokens before it; 0: all of them
-    chunk: int  # a token sees the tokens of its own chunk of positions (Llama 4); 0: no chunks
-    softcap: float  # scores become softcap * tanh(scores / softcap) (Gemma 2); 0: they stay
-    sinks: bool  # each head has a logit that takes part in the softmax and has no value (gpt-oss)
+    window: int  # a token attends to itself and window - 1 tokens before it; 0: to all tokens before it
+    chunk: int  # a token attends within its own chunk of so many positions (Llama 4); 0: no chunks
+    softcap: float  # scores become softcap * tanh(scores / softcap) (Gemma 2); 0: no soft-capping
+    sinks: bool  # each head has one more logit in its softmax, without a value (gpt-oss)
 
 
 def trace(config: Any) -> list[AttentionLayer]:
-    """The layers of the model that `config` (a PretrainedConfig) describes. Raises CheckpointError."""
+    """The attention layers of the model that `config`, a PretrainedConfig, describes. Raises CheckpointError."""
     from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
 
     AttentionInterface.register(_NAME, _attention)
@@ -56,7 +56,7 @@ def trace(config: Any) -> list[AttentionLayer]:
     except CheckpointError:
         raise
     except Exception as error:
-        # The pass runs a model's whole code, which may fail in any way on tensors without data.
+        # Any exception: the pass runs the model's whole code, which may fail in any way on tensors without data.
         reason = f"{type(error).__name__}: {_first_line(error)}"
         raise CheckpointError(f"{_type(config)} cannot be traced on the meta device ({reason})") from None
     finally:
@@ -71,7 +71,7 @@ def trace(config: Any) -> list[AttentionLayer]:
 
 
 def _use_static_experts(model: Any) -> None:
-    """Choose the experts' implementation whose shapes do not depend on which experts are picked."""
+    """Choose the implementation of experts whose shapes do not depend on which experts are chosen."""
     if hasattr(model, "set_experts_implementation"):
         with contextlib.suppress(ValueError, AttributeError):  # a model without mixtures of experts
             model.set_experts_implementation("batched_mm")
@@ -90,7 +90,7 @@ def _attention(
     s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Record a layer. q [1, heads, tokens, size], k and v alike; returns O [1, tokens, heads, size of V]."""
+    """Record a layer: q, k and v [1, heads, tokens, size] -> O [1, tokens, heads, size of V], without data."""
     window, chunk = getattr(mask, "fastdecode_limits", (sliding_window or 0, 0))
     if kwargs.get("position_bias") is not None:
         raise CheckpointError(f"{type(module).__name__} adds a position bias to its scores, which is not supported")
@@ -114,7 +114,7 @@ def _attention(
 def _mask(
     *, q_length: int, kv_length: int, mask_function: Any, local_size: int | None = None, **_: Any
 ) -> torch.Tensor:
-    """A mask without data that remembers its window or chunk size, found by asking transformers' mask function."""
+    """A mask without data that has its window or chunk size as an attribute, found with transformers' mask function."""
 
     def visible(query: int, key: int) -> bool:
         zero = torch.zeros((), dtype=torch.long)
@@ -127,7 +127,7 @@ def _mask(
         raise CheckpointError("the model attends to later tokens (bidirectional attention), so it cannot be served")
     mask = torch.empty(1, 1, q_length, kv_length, dtype=torch.bool, device="meta")
     size = local_size or 0
-    # At position `size` a window of that size still sees position 1, a chunk that begins there does not.
+    # From position `size`, a window of that size reaches position 1; a chunk that begins there does not.
     mask.fastdecode_limits = (size, 0) if not size or visible(size, 1) else (0, size)  # type: ignore[attr-defined]
     return mask
 
