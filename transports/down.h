@@ -47,7 +47,7 @@ static inline void fd_down_set(fd_down_t *d, const char *reason) {
     pthread_mutex_unlock(&d->lock);
 }
 
-/* Sets `d`. On the S side, also wakes every thread that waits for a reply, because nobody will ring its bell. */
+/* Sets `d`. On the S side, also wakes every thread that waits for a reply, because no reply will come. */
 static inline void fd_down_stop_link(fd_down_t *d, fd_side_t side, uint8_t *region, const fd_geometry_t *g,
                                      const char *reason) {
     fd_down_set(d, reason);

@@ -1,4 +1,4 @@
-/* What the files of fastdecode.transports._native share. */
+/* Declarations that the files of fastdecode.transports._native share. */
 #ifndef FD_NATIVE_H
 #define FD_NATIVE_H
 

@@ -1,7 +1,7 @@
 /* The S side's data path: posts calls into a region and waits for their replies, over any transport.
  *
- * Any thread may use a port, but a slot only one thread at a time. Any thread may call fd_port_kill, which ends every
- * wait.
+ * Any thread may use a port, but only one thread at a time may use a slot. Any thread may call fd_port_kill, which
+ * ends every wait.
  */
 #ifndef FD_PORT_H
 #define FD_PORT_H

@@ -2,9 +2,9 @@
  *
  * Each direction carries frames (little-endian, no padding):
  *
- *   every frame   fd_frame_t: magic, slot, length of the rest of the frame
- *   from S to R   fd_call_t, n_entries of the row table (only with FD_CALL_NEW_STEP), n_attend_rows Q rows, n_rows KV
- * rows from R to S   fd_reply_t, n_attend_rows O rows
+ *   both ways     fd_frame_t (magic, slot, length of the rest of the frame), and then
+ *   from S to R   fd_call_t, row table (only with FD_CALL_NEW_STEP), n_attend_rows Q rows, n_rows KV rows
+ *   from R to S   fd_reply_t, n_attend_rows O rows
  *
  * The call or reply determines how long its frame is. `length` must say the same; the pump ends the link of a peer
  * whose `length` does not. Both regions are private memory of their process. The pump first receives the call or reply

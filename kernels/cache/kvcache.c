@@ -12,7 +12,7 @@
 /* log2 of the pages in a stretch: as many as one huge page holds of one layer. */
 static uint32_t stretch_order(const fd_kvcache_t *kv) {
     uint32_t order = 0;
-    while (order < FD_MAX_STRETCH_ORDER && kv->row_bytes << (order + 1) <= FD_TRANSPARENT_BYTES) order++;
+    while (order < FD_MAX_STRETCH_ORDER && kv->page_layer_bytes << (order + 1) <= FD_TRANSPARENT_BYTES) order++;
     return order;
 }
 
@@ -24,9 +24,9 @@ fd_status_t fd_kvcache_init(fd_kvcache_t *kv, const fd_geometry_t *g, fd_kv_dtyp
     kv->n_pages = n_pages;
     kv->max_seqs = max_seqs;
     kv->chunk_bytes = fd_kv_chunk_bytes(dtype, g->head_size);
-    kv->row_bytes = g->n_kv_heads * kv->chunk_bytes;
+    kv->page_layer_bytes = g->n_kv_heads * kv->chunk_bytes;
     kv->granule = fd_memory_granule(huge);
-    kv->arena_bytes = (size_t)n_pages * g->n_layers * kv->row_bytes;
+    kv->arena_bytes = (size_t)n_pages * g->n_layers * kv->page_layer_bytes;
     if (huge == FD_HUGE_HUGETLB) kv->arena_bytes = fd_round_up(kv->arena_bytes, kv->granule);
     kv->arena = fd_memory_map(kv->arena_bytes, huge, err, err_len);
     if (!kv->arena) return FD_INTERNAL;
@@ -89,7 +89,7 @@ static void shrink(fd_kvcache_t *kv, fd_sequence_t *s, uint32_t length) {
 
 static void copy_page(fd_kvcache_t *kv, uint32_t dst, uint32_t src) {
     for (uint32_t layer = 0; layer < kv->n_layers; layer++)
-        memcpy(fd_kv_chunk(kv, layer, dst, 0), fd_kv_chunk(kv, layer, src, 0), kv->row_bytes);
+        memcpy(fd_kv_chunk(kv, layer, dst, 0), fd_kv_chunk(kv, layer, src, 0), kv->page_layer_bytes);
 }
 
 static fd_status_t find(fd_kvcache_t *kv, uint32_t seq_index, uint32_t tag, fd_sequence_t **out, char *err,
@@ -241,7 +241,7 @@ fd_status_t fd_kvcache_append(fd_kvcache_t *kv, const fd_row_t *table, uint32_t 
 
 /* Number of pages in a part. */
 static uint32_t part_pages(const fd_kvcache_t *kv) {
-    size_t n = (PART_BYTES + kv->row_bytes - 1) / kv->row_bytes;
+    size_t n = (PART_BYTES + kv->page_layer_bytes - 1) / kv->page_layer_bytes;
     return n < kv->n_pages ? (uint32_t)n : kv->n_pages;
 }
 
@@ -253,21 +253,21 @@ uint64_t fd_kvcache_parts(const fd_kvcache_t *kv) {
 int fd_kvcache_fault_in(const fd_kvcache_t *kv, uint64_t part) {
     uint32_t n = part_pages(kv), first = (uint32_t)(part / kv->n_layers * n), layer = (uint32_t)(part % kv->n_layers);
     if (n > kv->n_pages - first) n = kv->n_pages - first;
-    return fd_memory_fault_in(fd_kv_chunk(kv, layer, first, 0), n * kv->row_bytes);
+    return fd_memory_fault_in(fd_kv_chunk(kv, layer, first, 0), n * kv->page_layer_bytes);
 }
 
 bool fd_kvcache_give_back(fd_kvcache_t *kv) {
-    const uint64_t n_rows = (uint64_t)kv->n_layers * kv->n_pages;
-    uint64_t at = kv->swept; /* free rows at the end of a layer and at the start of the next one form one run */
-    while (at < n_rows && kv->refs[at % kv->n_pages]) at++;
+    const uint64_t n_page_layers = (uint64_t)kv->n_layers * kv->n_pages;
+    uint64_t at = kv->swept; /* free pages at the end of a layer and at the start of the next one form one run */
+    while (at < n_page_layers && kv->refs[at % kv->n_pages]) at++;
     uint64_t first = at;
-    while (at < n_rows && !kv->refs[at % kv->n_pages] &&
-           (at - first) * kv->row_bytes < GIVE_BACK_BYTES + kv->row_bytes + kv->granule)
+    while (at < n_page_layers && !kv->refs[at % kv->n_pages] &&
+           (at - first) * kv->page_layer_bytes < GIVE_BACK_BYTES + kv->page_layer_bytes + kv->granule)
         at++;
-    size_t from = fd_round_up(first * kv->row_bytes, kv->granule), to = at * kv->row_bytes;
-    bool run_ends = at == n_rows || kv->refs[at % kv->n_pages];
-    if (at < n_rows) to -= to % kv->granule;
+    size_t from = fd_round_up(first * kv->page_layer_bytes, kv->granule), to = at * kv->page_layer_bytes;
+    bool run_ends = at == n_page_layers || kv->refs[at % kv->n_pages];
+    if (at < n_page_layers) to -= to % kv->granule;
     if (from < to) fd_memory_give_back(kv->arena + from, to - from);
-    kv->swept = run_ends ? at : to / kv->row_bytes; /* the next call continues a run that this call has cut */
-    return kv->swept < n_rows;
+    kv->swept = run_ends ? at : to / kv->page_layer_bytes; /* the next call continues a run that this call has cut */
+    return kv->swept < n_page_layers;
 }

@@ -36,14 +36,14 @@ typedef struct {
 
 typedef struct {
     uint8_t *arena;
-    size_t arena_bytes, chunk_bytes, row_bytes; /* a row is one layer of one page */
-    size_t granule;                             /* fd_memory_granule of the arena's memory */
+    size_t arena_bytes, chunk_bytes, page_layer_bytes; /* page_layer: one layer of one page */
+    size_t granule;                                    /* fd_memory_granule of the arena's memory */
     uint32_t n_layers, n_kv_heads, n_pages, max_seqs;
     fd_sequence_t *sequences; /* [max_seqs] */
     uint32_t *refs;           /* [n_pages] number of sequences that hold each page */
     fd_pages_t free;
     uint32_t n_seqs, shared_refs, mark;
-    uint64_t swept; /* rows that fd_kvcache_give_back has visited since a page was last taken or dropped */
+    uint64_t swept; /* page layers that fd_kvcache_give_back has visited since a page was last taken or dropped */
 } fd_kvcache_t;
 
 /* Returns FD_OK, or FD_INTERNAL if out of memory. The caller has checked the sizes. */

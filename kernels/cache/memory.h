@@ -28,7 +28,7 @@ void fd_memory_unmap(void *memory, size_t bytes);
  * and write these pages at the same time. Returns 0 or errno. */
 int fd_memory_fault_in(uint8_t *from, size_t bytes);
 
-/* Gives the OS pages [from, from + bytes) back to the OS. They read as zeros and use no memory until they are written
+/* Gives the pages in [from, from + bytes) back to the OS. They read as zeros and use no memory until they are written
  * again. */
 void fd_memory_give_back(uint8_t *from, size_t bytes);
 

@@ -17,8 +17,8 @@
 enum {
     SAFETY_NET_MS = 100,  /* a sleeping engine reads its bells this often even if no thread wakes it */
     POLLS_PER_CLOCK = 16, /* an idle thread reads the clock once in this many polls */
-    SPINS_PER_POLL = 4,   /* thread 0 polls carriers once in this many polls of its bells: it is a system call a link */
-    SETTLE_POLLS = 1000,  /* see settled_bell */
+    SPINS_PER_POLL = 4,  /* thread 0 polls its bells this often per poll of its carriers, which is a system call each */
+    SETTLE_POLLS = 1000, /* see settled_bell */
     SPINS_PER_YIELD = 256, /* thread 0 yields its core this often while it waits for helpers */
     LONG_CALL_NS = 50000,  /* if the last call took longer, the carriers' own threads receive during the next call */
     MAINTAIN_NS = 10000000 /* under load, thread 0 maintains the arenas this often; else whenever there is no call */

@@ -1,7 +1,7 @@
 /* The plan of a step: how the threads share the work of a call. It is computed once per step and used for all layers.
  *
- * A span is the work of one entry for one group of KV heads, over all pages of the entry. The group has as many heads
- * as a kernel takes at once, because the heads lie side by side in a page. The spans of a layer, ordered by entry and
+ * A span is the work of one entry for a few neighbouring KV heads, over all pages of the entry: as many heads as a
+ * kernel takes at once, because they lie side by side in a page. The spans of a layer, ordered by entry and
  * then by head, form a line, and the line is cut into items of about equal cost. An item may begin and end at any page
  * of a span: a long sequence is cut into several items, and many short sequences share one. The parts into which cuts
  * divide a span are its pieces. Each attending piece leaves a partial result, and the thread that finishes the last

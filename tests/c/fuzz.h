@@ -4,7 +4,7 @@
  * A fuzzer defines fuzz_one, which runs one input, and fuzz_end, which makes the final checks. There are two drivers:
  * libFuzzer, which searches for inputs that reach new code (clang -fsanitize=fuzzer -DFD_LIBFUZZER), and the `main`
  * below with pseudo-random inputs, for compilers without libFuzzer. PROGRAM [inputs [first seed [seconds]]] runs at
- * least so many inputs and at least so long. tests/c/test_fuzz.py builds and runs them.
+ * least that many inputs, for at least that many seconds. tests/c/test_fuzz.py builds and runs them.
  */
 #ifndef FD_FUZZ_H
 #define FD_FUZZ_H

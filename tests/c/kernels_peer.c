@@ -25,7 +25,7 @@ typedef struct {
     uint32_t op, dtype; /* dtype: fd_kv_dtype_t or fd_act_dtype_t, whichever the operation needs */
     uint32_t n_buffers, n_written;
     uint32_t head_size, rows; /* rows: number of tokens to append, or of rows to merge or finish */
-    uint32_t token;           /* append: the first token's place in its chunk. attend: fd_attend_t.first_token */
+    uint32_t token;           /* append: index of the first token in the chunks. attend: fd_attend_t.first_token */
     uint32_t heads, group, q_len, q_pos, window;
     float scale;
 } request_t;
