@@ -28,12 +28,16 @@ typedef union {
 /* Converts a row to `format`; returns the affine word, or 0 for formats that have none. */
 FD_INLINE uint32_t convert_row(const fd_kv_dtype_t format, const int is_v, converted_row_t *dst, const float *src,
                                uint32_t n) {
-    if (format == FD_KV_INT8) return row_to_int8(dst, is_v, src, n);
-    if (format == FD_KV_INT4) return row_to_int4(dst, is_v, src, n);
-    if (format == FD_KV_FP16) row_to_fp16(dst->half, src, n);
-    else if (format == FD_KV_BF16) row_to_bf16(dst->half, src, n);
-    else memcpy(dst->fp32, src, n * sizeof *src);
-    return 0;
+    switch (format) {
+    case FD_KV_FP32: memcpy(dst->fp32, src, n * sizeof *src); return 0;
+    case FD_KV_FP16: row_to_fp16(dst->half, src, n); return 0;
+    case FD_KV_BF16: row_to_bf16(dst->half, src, n); return 0;
+    case FD_KV_INT8: return row_to_int8(dst, is_v, src, n);
+    case FD_KV_INT4: return row_to_int4(dst, is_v, src, n);
+    case FD_KV_INT8_INT4:
+    case FD_KV_DTYPES: break;
+    }
+    __builtin_unreachable();
 }
 
 /* Puts four bytes into the byte order of an int8 word (chunk.h) by exchanging the middle two. */
@@ -65,18 +69,13 @@ FD_INLINE void store_k(const fd_kv_dtype_t format, uint8_t *matrix, uint32_t hea
 /* Writes token t of V for dimensions [d, d + n) of one column: the token's bits in each word of one row, at `to`. */
 FD_INLINE void store_v_column(const fd_kv_dtype_t format, uint8_t *to, uint32_t t, const converted_row_t *v, uint32_t d,
                               uint32_t n) {
-    uint32_t *words = (uint32_t *)to;
     if (format == FD_KV_FP32) memcpy(to, v->fp32 + d, n * sizeof *v->fp32);
     if (format == FD_KV_FP16) memcpy(to, v->half + d, n * sizeof *v->half);
-    if (format == FD_KV_BF16) {
-        const uint32_t shift = t % 2 * 16, mask = 0xffffu << shift;
-        for (uint32_t i = 0; i < n; i++) words[i] = (words[i] & ~mask) | (uint32_t)v->half[d + i] << shift;
-    }
-    if (fd_kv_is_int(format)) {
-        const uint32_t shift = fd_word_byte(t) * 8 + (format == FD_KV_INT4 ? t % 8 / 4 * 4 : 0),
-                       mask = (format == FD_KV_INT4 ? 0xfu : 0xffu) << shift;
-        for (uint32_t i = 0; i < n; i++) words[i] = (words[i] & ~mask) | v->words[d + i] << shift;
-    }
+    if (fd_word_elems(format) == 1) return;
+    uint32_t *words = (uint32_t *)to;
+    const uint32_t shift = fd_elem_shift(format, t), mask = ((1u << fd_elem_bits(format)) - 1) << shift;
+    for (uint32_t i = 0; i < n; i++)
+        words[i] = (words[i] & ~mask) | (format == FD_KV_BF16 ? v->half[d + i] : v->words[d + i]) << shift;
 }
 
 FD_INLINE void store_v(const fd_kv_dtype_t format, uint8_t *matrix, uint32_t head_size, uint32_t t,

@@ -24,10 +24,10 @@ FD_INLINE vec_t kv_unpack(fd_kv_dtype_t format, int is_v, vec_t words, int part)
     if (format == FD_KV_FP32 || format == FD_KV_FP16) return words;
     const uint32x4_t x = vec_ints(words);
     if (format == FD_KV_BF16) return vec_bits(part == 0 ? vshlq_n_u32(x, 16) : vandq_u32(x, vdupq_n_u32(0xffff0000u)));
-    const int bits = format == FD_KV_INT8 ? 8 : 4, shift = 8 * (int)fd_word_byte((uint32_t)part) + part / 4 * 4;
-    vec_t taken = vec_bits(vandq_u32(x >> shift, vdupq_n_u32((1u << bits) - 1)));
-    __asm__ volatile("" : "+w"(taken));
-    return taken;
+    vec_t element = vec_bits(
+        vandq_u32(x >> (int)fd_elem_shift(format, (uint32_t)part), vdupq_n_u32((1u << fd_elem_bits(format)) - 1)));
+    __asm__ volatile("" : "+w"(element));
+    return element;
 }
 FD_INLINE vec_t kv_multiply_add(fd_kv_dtype_t format, int is_v, vec_t x, vec_t y, vec_t sum) {
     if (!fd_kv_is_int(format)) return vec_fma(x, y, sum);

@@ -38,21 +38,26 @@ static void finish_row(void *o, const float *acc, float l, uint32_t n, uint32_t 
 
 /* Converts element i of `n` consecutive words to floats. For int8 and int4 these are the stored integers minus the zero
  * point, without scale and centre. */
-FD_INLINE void widen_words(const fd_kv_dtype_t format, float *dst, const uint8_t *words, uint32_t i, uint32_t n) {
-    if (format == FD_KV_FP32) memcpy(dst, words, n * sizeof *dst);
-    else if (format == FD_KV_FP16)
-        for (uint32_t j = 0; j < n; j++) dst[j] = fd_fp16_to_fp32(((const uint16_t *)words)[j]);
-    else if (format == FD_KV_BF16)
-        for (uint32_t j = 0; j < n; j++)
-            dst[j] = fd_bf16_to_fp32((uint16_t)(((const uint32_t *)words)[j] >> i % 2 * 16));
-    else if (format == FD_KV_INT8)
-        for (uint32_t j = 0; j < n; j++)
-            dst[j] =
-                (float)((int)(((const uint32_t *)words)[j] >> 8 * fd_word_byte(i) & 0xffu) - fd_zero_point(format));
-    else
-        for (uint32_t j = 0; j < n; j++)
-            dst[j] = (float)((int)(((const uint32_t *)words)[j] >> (8 * fd_word_byte(i) + i % 8 / 4 * 4) & 0xfu) -
-                             fd_zero_point(format));
+FD_INLINE void widen_words(const fd_kv_dtype_t format, float *dst, const uint8_t *from, uint32_t i, uint32_t n) {
+    const uint32_t *words = (const uint32_t *)from, shift = fd_elem_shift(format, i);
+    switch (format) {
+    case FD_KV_FP32: memcpy(dst, from, n * sizeof *dst); return;
+    case FD_KV_FP16:
+        for (uint32_t j = 0; j < n; j++) dst[j] = fd_fp16_to_fp32(((const uint16_t *)from)[j]);
+        return;
+    case FD_KV_BF16:
+        for (uint32_t j = 0; j < n; j++) dst[j] = fd_bf16_to_fp32((uint16_t)(words[j] >> shift));
+        return;
+    case FD_KV_INT8:
+    case FD_KV_INT4: {
+        const uint32_t mask = (1u << fd_elem_bits(format)) - 1;
+        for (uint32_t j = 0; j < n; j++) dst[j] = (float)((int)(words[j] >> shift & mask) - fd_zero_point(format));
+        return;
+    }
+    case FD_KV_INT8_INT4:
+    case FD_KV_DTYPES: break;
+    }
+    __builtin_unreachable();
 }
 
 /* Converts lanes [from, to) at sum index i to floats. The matrix (chunk.h) is `depth` words deep and `lanes` wide. */
@@ -167,23 +172,23 @@ static int round_clipped(float x, float lowest, float highest) {
     return y == y ? (int)y : 0;
 }
 
-static void store_code(void *dst, int widened, uint32_t i, int code) {
-    if (widened) ((uint32_t *)dst)[i] = (uint32_t)code;
+static void store_code(void *dst, int as_words, uint32_t i, int code) {
+    if (as_words) ((uint32_t *)dst)[i] = (uint32_t)code;
     else ((uint8_t *)dst)[i] = (uint8_t)code;
 }
 
 /* Quantises a row to int8 and returns its affine word; row_to_int4 does the same for int4. */
-static uint32_t row_to_int8(void *dst, int widened, const float *src, uint32_t n) {
+static uint32_t row_to_int8(void *dst, int as_words, const float *src, uint32_t n) {
     float amax = 0.0f;
     for (uint32_t i = 0; i < n; i++) amax = fabsf(src[i]) > amax ? fabsf(src[i]) : amax;
     const int tiny = amax < FD_TINY;
     const float inverse = tiny ? 0.0f : 127.0f / amax;
     for (uint32_t i = 0; i < n; i++)
-        store_code(dst, widened, i, round_clipped(src[i] * inverse, -127.0f, 127.0f) + fd_zero_point(FD_KV_INT8));
+        store_code(dst, as_words, i, round_clipped(src[i] * inverse, -127.0f, 127.0f) + fd_zero_point(FD_KV_INT8));
     return fd_float_bits(tiny ? 0.0f : amax / 127.0f);
 }
 
-static uint32_t row_to_int4(void *dst, int widened, const float *src, uint32_t n) {
+static uint32_t row_to_int4(void *dst, int as_words, const float *src, uint32_t n) {
     float min = src[0], max = src[0];
     for (uint32_t i = 0; i < n; i++) {
         min = src[i] < min ? src[i] : min;
@@ -192,7 +197,7 @@ static uint32_t row_to_int4(void *dst, int widened, const float *src, uint32_t n
     const uint32_t word = fd_int4_affine(min, max);
     const float inverse = fd_int4_inverse(word), centre = fd_bits_float(word << 16);
     for (uint32_t i = 0; i < n; i++)
-        store_code(dst, widened, i,
+        store_code(dst, as_words, i,
                    round_clipped((src[i] - centre) * inverse, -8.0f, 7.0f) + fd_zero_point(FD_KV_INT4));
     return word;
 }

@@ -57,19 +57,59 @@
 #endif
 
 /* The format of K and the format of V. Functions on words take one of these (`format`, never FD_KV_INT8_INT4);
- * functions on chunks take the KV format of the cache (`dtype`). */
+ * functions on chunks take the KV format of the cache (`dtype`).
+ *
+ * A switch over a format has a case for each enumerator and no default, so that the compiler (-Wswitch) names every
+ * switch that lacks a new format. */
 FD_INLINE fd_kv_dtype_t fd_k_format(fd_kv_dtype_t dtype) { return dtype == FD_KV_INT8_INT4 ? FD_KV_INT8 : dtype; }
 FD_INLINE fd_kv_dtype_t fd_v_format(fd_kv_dtype_t dtype) { return dtype == FD_KV_INT8_INT4 ? FD_KV_INT4 : dtype; }
 
 /* Whether the format stores integers; K and V of a dtype agree in this. */
-FD_INLINE int fd_kv_is_int(fd_kv_dtype_t dtype) { return dtype >= FD_KV_INT8; }
-
-/* E of the list above, and the bytes of a word. */
-FD_INLINE uint32_t fd_word_elems(fd_kv_dtype_t format) {
-    return format == FD_KV_BF16 ? 2 : format == FD_KV_INT8 ? 4 : format == FD_KV_INT4 ? 8 : 1;
+FD_INLINE int fd_kv_is_int(fd_kv_dtype_t dtype) {
+    switch (fd_k_format(dtype)) {
+    case FD_KV_INT8:
+    case FD_KV_INT4: return 1;
+    case FD_KV_FP32:
+    case FD_KV_FP16:
+    case FD_KV_BF16: return 0;
+    case FD_KV_INT8_INT4:
+    case FD_KV_DTYPES: break;
+    }
+    __builtin_unreachable();
 }
 
+/* The bits of an element, the bytes of a word, and E of the list above. */
+FD_INLINE uint32_t fd_elem_bits(fd_kv_dtype_t format) {
+    switch (format) {
+    case FD_KV_FP32: return 32;
+    case FD_KV_FP16:
+    case FD_KV_BF16: return 16;
+    case FD_KV_INT8: return 8;
+    case FD_KV_INT4: return 4;
+    case FD_KV_INT8_INT4:
+    case FD_KV_DTYPES: break;
+    }
+    __builtin_unreachable();
+}
 FD_INLINE size_t fd_word_bytes(fd_kv_dtype_t format) { return format == FD_KV_FP16 ? 2 : 4; }
+FD_INLINE uint32_t fd_word_elems(fd_kv_dtype_t format) {
+    return (uint32_t)(8 * fd_word_bytes(format) / fd_elem_bits(format));
+}
+
+/* The lowest bit of element i in its word. */
+FD_INLINE uint32_t fd_elem_shift(fd_kv_dtype_t format, uint32_t i) {
+    const uint32_t swapped = (i & 1u) << 1 | (i >> 1 & 1u); /* bytes 0, 2, 1, 3 */
+    switch (format) {
+    case FD_KV_FP32:
+    case FD_KV_FP16: return 0;
+    case FD_KV_BF16: return i % 2 * 16;
+    case FD_KV_INT8: return swapped * 8;
+    case FD_KV_INT4: return swapped * 8 + i % 8 / 4 * 4;
+    case FD_KV_INT8_INT4:
+    case FD_KV_DTYPES: break;
+    }
+    __builtin_unreachable();
+}
 
 /* fd_lane_offset: bytes from the start of a matrix, `depth` words deep, to lane `lane` of its first row.
  * fd_lane_stride: bytes from there to the same lane of the next row; the matrix is `lanes` lanes wide. */
@@ -81,9 +121,6 @@ FD_INLINE size_t fd_lane_stride(fd_kv_dtype_t format, uint32_t lanes, uint32_t l
     const uint32_t remaining = lanes - lane / FD_COLUMN_LANES * FD_COLUMN_LANES;
     return (remaining < FD_COLUMN_LANES ? remaining : FD_COLUMN_LANES) * fd_word_bytes(format);
 }
-
-/* The byte of an int8 or int4 word that holds element i; only the low two bits of i matter. */
-FD_INLINE uint32_t fd_word_byte(uint32_t i) { return (i & 1u) << 1 | (i >> 1 & 1u); }
 
 /* The depth of a column in words. A column of K of an integer format has one more word, the row of affine words. */
 FD_INLINE uint32_t fd_k_depth(fd_kv_dtype_t format, uint32_t head_size) {
