@@ -415,8 +415,9 @@ def test_scores_of_ten_thousand(isa: str, kv_dtype: str) -> None:
     q[..., 1:] = 0
     q[..., 0] = [80, -80, 80, -80]
     got = Cache(isa, kv_dtype, k, v).attend(q, 299)
-    assert got.m[0] == pytest.approx([10160, -10160, 10160, -10160], rel=1e-6) and got.l.tolist() == [[300] * 4]
     want = reference(q, *stored_kv(k, v, kv_dtype), 299)
+    assert np.abs(want.m).min() > 1e4 and got.l.tolist() == [[300] * 4]
+    np.testing.assert_allclose(got.m, want.m, rtol=1e-6)
     assert_close(got, want, 4, budget(isa, kv_dtype), "constant")
 
 
@@ -525,7 +526,7 @@ def test_bad_arguments_are_refused() -> None:
     attend()
     for call, arguments in [
         (append, {"isa": "mmx"}),
-        (append, {"kv_dtype": "fp8"}),
+        (append, {"kv_dtype": "no such format"}),
         (append, {"chunks": chunk[:-64]}),
         (append, {"chunks": aligned_bytes(len(chunk) + 64)[4 : len(chunk) + 4]}),
         (append, {"chunks": read_only}),
