@@ -33,7 +33,8 @@ fd_status_t fd_kvcache_init(fd_kvcache_t *kv, const fd_geometry_t *g, fd_kv_dtyp
     kv->swept = (uint64_t)n_pages * g->n_layers;
     kv->sequences = calloc(max_seqs, sizeof *kv->sequences);
     kv->refs = calloc(n_pages, sizeof *kv->refs);
-    if (!fd_pages_init(&kv->free, n_pages, stretch_order(kv)) || !kv->sequences || !kv->refs) {
+    kv->readers = calloc(n_pages, sizeof *kv->readers);
+    if (!fd_pages_init(&kv->free, n_pages, stretch_order(kv)) || !kv->sequences || !kv->refs || !kv->readers) {
         fd_kvcache_destroy(kv);
         return FD_FAIL(FD_INTERNAL, "no memory to keep track of %u pages and %u sequences", n_pages, max_seqs);
     }
@@ -44,6 +45,7 @@ void fd_kvcache_destroy(fd_kvcache_t *kv) {
     for (uint32_t i = 0; kv->sequences && i < kv->max_seqs; i++) free(kv->sequences[i].pages);
     free(kv->sequences);
     free(kv->refs);
+    free(kv->readers);
     fd_pages_destroy(&kv->free);
     if (kv->arena) fd_memory_unmap(kv->arena, kv->arena_bytes);
     memset(kv, 0, sizeof *kv);
@@ -70,7 +72,7 @@ static uint32_t take_page(fd_kvcache_t *kv, const fd_sequence_t *s, uint32_t i) 
 
 static void drop_page(fd_kvcache_t *kv, uint32_t page) {
     if (--kv->refs[page]) kv->shared_refs--;
-    else fd_pages_put(&kv->free, page);
+    else if (!kv->readers[page]) fd_pages_put(&kv->free, page);
     kv->swept = 0;
 }
 
@@ -85,11 +87,6 @@ static void shrink(fd_kvcache_t *kv, fd_sequence_t *s, uint32_t length) {
         s->capacity = 0;
         kv->n_seqs--;
     }
-}
-
-static void copy_page(fd_kvcache_t *kv, uint32_t dst, uint32_t src) {
-    for (uint32_t layer = 0; layer < kv->n_layers; layer++)
-        memcpy(fd_kv_chunk(kv, layer, dst, 0), fd_kv_chunk(kv, layer, src, 0), kv->page_layer_bytes);
 }
 
 static fd_status_t find(fd_kvcache_t *kv, uint32_t seq_index, uint32_t tag, fd_sequence_t **out, char *err,
@@ -170,6 +167,9 @@ static fd_status_t check_entry(fd_kvcache_t *kv, const fd_row_t *r, uint32_t i, 
     if (r->pos != s->length)
         return FD_FAIL(FD_BAD_SEQUENCE, "entry %u: sequence %u has %u tokens, not %u", i, r->seq_index, s->length,
                        r->pos);
+    if ((uint64_t)r->pos + r->n_rows > UINT32_MAX)
+        return FD_FAIL(FD_BAD_TABLE, "entry %u: sequence %u would have %llu tokens, a length has 32 bits", i,
+                       r->seq_index, (unsigned long long)r->pos + r->n_rows);
     if ((uint64_t)r->pos + r->n_rows > (uint64_t)kv->n_pages * FD_PAGE_TOKENS)
         return FD_FAIL(FD_OUT_OF_PAGES, "entry %u: sequence %u would have %llu tokens, but the lease holds %llu", i,
                        r->seq_index, (unsigned long long)r->pos + r->n_rows,
@@ -177,15 +177,20 @@ static fd_status_t check_entry(fd_kvcache_t *kv, const fd_row_t *r, uint32_t i, 
     return FD_OK;
 }
 
-/* The page that receives the first new row, if other sequences share it, so that this sequence must copy it; else
- * NULL. */
+static void copy_page(fd_kvcache_t *kv, uint32_t src, uint32_t dst) {
+    for (uint32_t layer = 0; layer < kv->n_layers; layer++) fd_kvcache_copy(kv, layer, src, dst, 0, kv->n_kv_heads);
+}
+
+/* The page that receives the first new row, if the sequence must have a copy of its own; else NULL. Another sequence
+ * shares the page, or a copy of it is not complete. */
 static uint32_t *shared_end(const fd_kvcache_t *kv, const fd_sequence_t *s) {
     if (s->length % FD_PAGE_TOKENS == 0) return NULL;
     uint32_t *page = s->pages + s->length / FD_PAGE_TOKENS;
-    return kv->refs[*page] > 1 ? page : NULL;
+    return kv->refs[*page] > 1 || kv->readers[*page] ? page : NULL;
 }
 
-fd_status_t fd_kvcache_check(fd_kvcache_t *kv, const fd_row_t *table, uint32_t n_entries, char *err, size_t err_len) {
+fd_status_t fd_kvcache_check(fd_kvcache_t *kv, const fd_row_t *table, uint32_t n_entries, bool at_once, char *err,
+                             size_t err_len) {
     if (!++kv->mark) { /* the counter wrapped around: marks of old tables could pass for the new one */
         for (uint32_t i = 0; i < kv->max_seqs; i++) kv->sequences[i].mark = 0;
         kv->mark = 1;
@@ -202,11 +207,11 @@ fd_status_t fd_kvcache_check(fd_kvcache_t *kv, const fd_row_t *table, uint32_t n
         s->copies = page != NULL;
         if (!page) continue;
         needed++;
-        kv->refs[*page]--; /* so that the last of the entries that share the page needs no copy */
+        if (at_once) kv->refs[*page]--; /* so that the last of the entries that share the page needs no copy */
     }
     while (checked--) {
         const fd_sequence_t *s = &kv->sequences[table[checked].seq_index];
-        if (s->copies) kv->refs[s->pages[s->length / FD_PAGE_TOKENS]]++;
+        if (at_once && s->copies) kv->refs[s->pages[s->length / FD_PAGE_TOKENS]]++;
     }
     if (status == FD_OK && needed > kv->free.n_free)
         return FD_FAIL(FD_OUT_OF_PAGES, "the step needs %llu pages, but %u of %u are free", (unsigned long long)needed,
@@ -214,7 +219,9 @@ fd_status_t fd_kvcache_check(fd_kvcache_t *kv, const fd_row_t *table, uint32_t n
     return status;
 }
 
-fd_status_t fd_kvcache_append(fd_kvcache_t *kv, const fd_row_t *table, uint32_t n_entries, char *err, size_t err_len) {
+fd_status_t fd_kvcache_append(fd_kvcache_t *kv, const fd_row_t *table, uint32_t n_entries, bool at_once,
+                              fd_page_copy_t *copies, uint32_t *n_copies, char *err, size_t err_len) {
+    *n_copies = 0;
     for (uint32_t i = 0; i < n_entries; i++) {
         fd_sequence_t *s = &kv->sequences[table[i].seq_index];
         if (!reserve_list(s, fd_pages_for((uint64_t)s->length + table[i].n_rows)))
@@ -225,7 +232,12 @@ fd_status_t fd_kvcache_append(fd_kvcache_t *kv, const fd_row_t *table, uint32_t 
         uint32_t *page = shared_end(kv, s);
         if (page) {
             const uint32_t own = take_page(kv, s, (uint32_t)(page - s->pages));
-            copy_page(kv, own, *page);
+            if (at_once) {
+                copy_page(kv, *page, own);
+            } else {
+                copies[(*n_copies)++] = (fd_page_copy_t){i, *page, own};
+                kv->readers[*page]++;
+            }
             drop_page(kv, *page);
             *page = own;
         }
@@ -237,6 +249,21 @@ fd_status_t fd_kvcache_append(fd_kvcache_t *kv, const fd_row_t *table, uint32_t 
         for (; s->n_pages < fd_pages_for(s->length); s->n_pages++) s->pages[s->n_pages] = take_page(kv, s, s->n_pages);
     }
     return FD_OK;
+}
+
+void fd_kvcache_end_copies(fd_kvcache_t *kv, const fd_row_t *table, const fd_page_copy_t *copies, uint32_t n_copies,
+                           const uint64_t *done) {
+    for (uint32_t i = 0; i < n_copies; i++) {
+        const fd_page_copy_t *c = &copies[i];
+        const fd_row_t *r = &table[c->entry];
+        const fd_sequence_t *s = &kv->sequences[r->seq_index];
+        const uint32_t place = r->pos / FD_PAGE_TOKENS;
+        const bool there = s->length && s->tag == r->tag && place < s->n_pages && s->pages[place] == c->dst;
+        for (uint32_t layer = 0; there && layer < kv->n_layers; layer++)
+            if (!(done[layer / 64] >> layer % 64 & 1)) fd_kvcache_copy(kv, layer, c->src, c->dst, 0, kv->n_kv_heads);
+        if (!--kv->readers[c->src] && !kv->refs[c->src]) fd_pages_put(&kv->free, c->src);
+    }
+    if (n_copies) kv->swept = 0;
 }
 
 /* Number of pages in a part. */
@@ -256,16 +283,21 @@ int fd_kvcache_fault_in(const fd_kvcache_t *kv, uint64_t part) {
     return fd_memory_fault_in(fd_kv_chunk(kv, layer, first, 0), n * kv->page_layer_bytes);
 }
 
+/* Whether a sequence or a copy needs the page of this page layer. */
+static bool in_use(const fd_kvcache_t *kv, uint64_t page_layer) {
+    return kv->refs[page_layer % kv->n_pages] || kv->readers[page_layer % kv->n_pages];
+}
+
 bool fd_kvcache_give_back(fd_kvcache_t *kv) {
     const uint64_t n_page_layers = (uint64_t)kv->n_layers * kv->n_pages;
     uint64_t at = kv->swept; /* free pages at the end of a layer and at the start of the next one form one run */
-    while (at < n_page_layers && kv->refs[at % kv->n_pages]) at++;
+    while (at < n_page_layers && in_use(kv, at)) at++;
     uint64_t first = at;
-    while (at < n_page_layers && !kv->refs[at % kv->n_pages] &&
+    while (at < n_page_layers && !in_use(kv, at) &&
            (at - first) * kv->page_layer_bytes < GIVE_BACK_BYTES + kv->page_layer_bytes + kv->granule)
         at++;
     size_t from = fd_round_up(first * kv->page_layer_bytes, kv->granule), to = at * kv->page_layer_bytes;
-    bool run_ends = at == n_page_layers || kv->refs[at % kv->n_pages];
+    bool run_ends = at == n_page_layers || in_use(kv, at);
     if (at < n_page_layers) to -= to % kv->granule;
     if (from < to) fd_memory_give_back(kv->arena + from, to - from);
     kv->swept = run_ends ? at : to / kv->page_layer_bytes; /* the next call continues a run that this call has cut */

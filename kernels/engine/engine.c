@@ -138,12 +138,18 @@ static void *helper_main(void *arg) {
 
 static fd_status_t begin_step(fd_link_t *link, fd_step_t *step, const uint8_t *slot, const fd_call_t *call, char *err,
                               size_t err_len) {
+    pthread_mutex_lock(&link->mutex);
+    fd_step_end_copies(step, &link->kv); /* of the slot's last step, by that step's table */
     step->n_entries = call->n_entries;
     step->n_rows = call->n_rows;
     step->n_attend_rows = call->n_attend_rows;
     fd_copy_out(step->table, slot + link->work.layout.table, call->n_entries * sizeof(fd_row_t));
-    pthread_mutex_lock(&link->mutex);
-    fd_status_t status = fd_step_plan(step, &link->kv, &link->work.shape, err, err_len);
+    fd_status_t status = fd_step_plan(step, &link->kv, &link->work.shape, false, err, err_len);
+    if (status == FD_OUT_OF_PAGES) { /* copies take more pages while they are under way than at once */
+        for (uint32_t i = 0; i < link->work.g.n_slots; i++) fd_step_end_copies(&link->slots[i].step, &link->kv);
+        status = fd_step_plan(step, &link->kv, &link->work.shape, true, err, err_len);
+        if (status == FD_OK) err[0] = 0;
+    }
     pthread_mutex_unlock(&link->mutex);
     step->valid = status == FD_OK;
     return status;
@@ -218,6 +224,11 @@ static bool serve_slot(fd_engine_t *e, fd_link_t *link, uint32_t slot) {
     if (r.status == FD_OK) {
         r.n_attend_rows = call.n_attend_rows;
         r.kv_bytes = run_layer(e, link, &state->step, (uint8_t *)s, call.layer);
+        if (fd_step_layer_done(&state->step, call.layer, link->work.g.n_layers)) {
+            pthread_mutex_lock(&link->mutex);
+            fd_step_end_copies(&state->step, &link->kv);
+            pthread_mutex_unlock(&link->mutex);
+        }
         count(&link->stats.rows, call.n_rows);
         count(&link->stats.kv_bytes, r.kv_bytes);
     } else {

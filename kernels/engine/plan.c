@@ -20,7 +20,8 @@ fd_status_t fd_step_init(fd_step_t *step, uint32_t max_rows, uint32_t max_items)
     step->table = malloc(max_rows * sizeof *step->table);
     step->entries = malloc(max_rows * sizeof *step->entries);
     step->items = malloc(max_items * sizeof *step->items);
-    if (step->table && step->entries && step->items) return FD_OK;
+    step->copies = malloc(max_rows * sizeof *step->copies);
+    if (step->table && step->entries && step->items && step->copies) return FD_OK;
     fd_step_destroy(step);
     return FD_INTERNAL;
 }
@@ -30,6 +31,7 @@ void fd_step_destroy(fd_step_t *step) {
     free(step->entries);
     free(step->items);
     free(step->pages);
+    free(step->copies);
     memset(step, 0, sizeof *step);
 }
 
@@ -106,6 +108,7 @@ static span_t span_of(const fd_entry_t *e, const fd_plan_shape_t *shape) {
         s.rest = (end - s.last) * s.page_cost + (uint64_t)e->n_rows * COST_APPEND;
     }
     s.rest += COST_PIECE;
+    if (e->copy_from != FD_NO_PAGE) s.rest += 2 * FD_PAGE_TOKENS;
     s.page_cost *= e->heads;
     s.rest *= e->heads;
     s.min_piece = MIN_PIECE / FD_PAGE_TOKENS > e->heads ? MIN_PIECE / FD_PAGE_TOKENS / e->heads : 1;
@@ -176,8 +179,8 @@ static void cut_line(fd_step_t *step, const fd_plan_shape_t *shape) {
     step->n_items = 0;
     for (uint32_t i = 1; i <= n; i++) {
         fd_point_t end = {step->n_entries, 0, 0};
-        if (i < n) {
-            uint64_t at = cut_at(total, i, n, n == shape->max_items);
+        const uint64_t at = cut_at(total, i, n, n == shape->max_items);
+        if (i < n && at < total) { /* where items shrink to nothing, a cut may lie at the end of the line */
             span_t s = span_of(&step->entries[entry], shape);
             while (at - before >= entry_cost(&s, &step->entries[entry], shape)) {
                 before += entry_cost(&s, &step->entries[entry], shape);
@@ -199,27 +202,50 @@ static void cut_line(fd_step_t *step, const fd_plan_shape_t *shape) {
     link_pieces(step);
 }
 
-fd_status_t fd_step_plan(fd_step_t *step, fd_kvcache_t *kv, const fd_plan_shape_t *shape, char *err, size_t err_len) {
+fd_status_t fd_step_plan(fd_step_t *step, fd_kvcache_t *kv, const fd_plan_shape_t *shape, bool at_once, char *err,
+                         size_t err_len) {
     fd_status_t status = check_table(step, err, err_len);
-    if (status == FD_OK) status = fd_kvcache_check(kv, step->table, step->n_entries, err, err_len);
+    if (status == FD_OK) status = fd_kvcache_check(kv, step->table, step->n_entries, at_once, err, err_len);
     if (status == FD_OK) status = check_work(step, shape, err, err_len);
     if (status != FD_OK) return status;
     size_t n_pages = 0; /* at most the pages of the lease + FD_MAX_SHARED_REFS */
     for (uint32_t i = 0; i < step->n_entries; i++)
         n_pages += fd_pages_for((uint64_t)step->table[i].pos + step->table[i].n_rows);
     if (!reserve_pages(step, n_pages)) return FD_FAIL(FD_INTERNAL, "no memory for %zu page numbers", n_pages);
-    status = fd_kvcache_append(kv, step->table, step->n_entries, err, err_len);
+    status = fd_kvcache_append(kv, step->table, step->n_entries, at_once, step->copies, &step->n_copies, err, err_len);
     if (status != FD_OK) return status;
+    memset(step->copied_layers, 0, sizeof step->copied_layers);
+    step->n_copied_layers = 0;
     size_t at = 0;
-    uint32_t row = 0;
+    uint32_t row = 0, copy = 0;
     for (uint32_t i = 0; i < step->n_entries; i++) {
         const fd_row_t *r = &step->table[i];
         const fd_sequence_t *s = &kv->sequences[r->seq_index];
-        step->entries[i] = (fd_entry_t){r->pos, r->n_rows, row, r->flags & FD_ROW_ATTEND, heads_of_span(r, shape), at};
+        const bool copies = copy < step->n_copies && step->copies[copy].entry == i;
+        step->entries[i] = (fd_entry_t){.pos = r->pos,
+                                        .n_rows = r->n_rows,
+                                        .row = row,
+                                        .attend = r->flags & FD_ROW_ATTEND,
+                                        .heads = heads_of_span(r, shape),
+                                        .pages = at,
+                                        .copy_from = copies ? step->copies[copy++].src : FD_NO_PAGE};
         memcpy(step->pages + at, s->pages, s->n_pages * sizeof *s->pages);
         at += s->n_pages;
         row += r->n_rows;
     }
     cut_line(step, shape);
     return FD_OK;
+}
+
+bool fd_step_layer_done(fd_step_t *step, uint32_t layer, uint32_t n_layers) {
+    uint64_t *word = &step->copied_layers[layer / 64], bit = 1ull << layer % 64;
+    if (!step->n_copies || *word & bit) return false;
+    *word |= bit;
+    return ++step->n_copied_layers == n_layers;
+}
+
+void fd_step_end_copies(fd_step_t *step, fd_kvcache_t *kv) {
+    fd_kvcache_end_copies(kv, step->table, step->copies, step->n_copies, step->copied_layers);
+    for (uint32_t i = 0; i < step->n_copies; i++) step->entries[step->copies[i].entry].copy_from = FD_NO_PAGE;
+    step->n_copies = 0;
 }

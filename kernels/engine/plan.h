@@ -28,8 +28,9 @@ typedef struct {
     uint32_t pos, n_rows; /* position of the first new token, number of new tokens */
     uint32_t row;         /* index of the first KV row, and of the first Q and O row if the entry attends */
     uint32_t attend;
-    uint32_t heads; /* KV heads of each span; divides n_kv_heads */
-    size_t pages;   /* index of the first page number in fd_step_t.pages */
+    uint32_t heads;     /* KV heads of each span; divides n_kv_heads */
+    size_t pages;       /* index of the first page number in fd_step_t.pages */
+    uint32_t copy_from; /* the shared page that the first new row's page is a copy of, or FD_NO_PAGE */
 } fd_entry_t;
 
 /* A point on the line: in the span of entry `entry` that begins with KV head `head`, right before page `page` of the
@@ -55,6 +56,9 @@ typedef struct {
     fd_item_t *items;    /* [max_items] */
     uint32_t *pages;     /* page numbers of all entries, one after another */
     size_t pages_capacity;
+    fd_page_copy_t *copies; /* [max_rows], of which n_copies have not been completed in all layers */
+    uint32_t n_copies, n_copied_layers;
+    uint64_t copied_layers[FD_MAX_LAYERS / 64]; /* bit i: layer i */
 } fd_step_t;
 
 /* The properties of a link that planning depends on. */
@@ -69,8 +73,16 @@ fd_status_t fd_step_init(fd_step_t *step, uint32_t max_rows, uint32_t max_items)
 void fd_step_destroy(fd_step_t *step);
 
 /* Checks step->table, takes pages for its new rows and plans the step. The caller has copied the table out of the
- * region, has set step->n_* from a checked header and holds the link's mutex. On failure the cache is unchanged. */
-fd_status_t fd_step_plan(fd_step_t *step, fd_kvcache_t *kv, const fd_plan_shape_t *shape, char *err, size_t err_len);
+ * region, has set step->n_* from a checked header and holds the link's mutex. `at_once`: see fd_kvcache_check. On
+ * failure the cache is unchanged. */
+fd_status_t fd_step_plan(fd_step_t *step, fd_kvcache_t *kv, const fd_plan_shape_t *shape, bool at_once, char *err,
+                         size_t err_len);
+
+/* Records that a layer is done. Returns true if the step's copies are now complete, so that fd_step_end_copies is due.
+ */
+bool fd_step_layer_done(fd_step_t *step, uint32_t layer, uint32_t n_layers);
+/* Completes the copies of a step. The caller holds the link's mutex, and no thread works on the step. */
+void fd_step_end_copies(fd_step_t *step, fd_kvcache_t *kv);
 
 /* The first page that a query at `pos` sees through `window` (0: no window). */
 static inline uint32_t fd_first_page(uint32_t pos, uint32_t window) {

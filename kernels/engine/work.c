@@ -174,9 +174,17 @@ static void append_pending(void *context, uint32_t head) {
     if (p->c->after_q && head + 1 == p->e->heads) prefetch_row(p->c->after_q, q_head_bytes(p->c->w));
 }
 
+/* Makes the page that receives the entry's first new row a copy of the page that its sequence shared. */
+static void copy_shared_page(ctx_t *c, const fd_entry_t *e, uint32_t head) {
+    if (e->copy_from == FD_NO_PAGE) return;
+    const uint32_t dst = c->step->pages[e->pages + e->pos / FD_PAGE_TOKENS];
+    fd_kvcache_copy(c->w->kv, c->layer, e->copy_from, dst, head, e->heads);
+}
+
 /* Returns true if append_pending can append the span's new rows: there is only one, so it goes to the last page. Else
  * appends them now. */
 static bool leave_pending(ctx_t *c, const fd_entry_t *e, uint32_t head) {
+    copy_shared_page(c, e, head);
     if (e->n_rows == 1 && e->heads * c->w->shape.group <= FD_PANEL_ROWS) return true;
     append_rows(c, e, head, e->heads, 0, e->n_rows);
     return false;
@@ -286,7 +294,10 @@ static void attend_piece(ctx_t *c, const fd_entry_t *e, uint32_t head, uint32_t 
 static void append_piece(ctx_t *c, const fd_entry_t *e, uint32_t head, uint32_t first, uint32_t last) {
     uint64_t from = (uint64_t)first * FD_PAGE_TOKENS, to = (uint64_t)last * FD_PAGE_TOKENS,
              end = (uint64_t)e->pos + e->n_rows;
-    if (from < e->pos) from = e->pos;
+    if (from <= e->pos) {
+        copy_shared_page(c, e, head);
+        from = e->pos;
+    }
     if (to > end) to = end;
     append_rows(c, e, head, e->heads, (uint32_t)(from - e->pos), (uint32_t)(to - e->pos));
 }

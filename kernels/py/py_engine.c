@@ -1,6 +1,7 @@
 /* The R-engine for Python: REngine, REngineLink and the layout of a region. */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
+#include <sched.h>
 
 #include <errno.h>
 #include <stdlib.h>
@@ -26,6 +27,7 @@ typedef struct {
     engine_object_t *owner;
     PyObject *notify;
     Py_buffer region;
+    uint32_t users; /* threads that use `link` without the GIL; changed with the GIL */
 } link_object_t;
 
 /* ---- geometry and layout ---- */
@@ -297,6 +299,11 @@ static PyMethodDef engine_methods[] = {
 static void remove_link(link_object_t *self) {
     fd_link_t *link = self->link;
     self->link = NULL;
+    while (self->users) {
+        Py_BEGIN_ALLOW_THREADS
+        sched_yield();
+        Py_END_ALLOW_THREADS
+    }
     if (link && self->owner->pid == getpid()) {
         Py_BEGIN_ALLOW_THREADS
         fd_engine_remove_link(self->owner->engine, link);
@@ -331,7 +338,13 @@ static PyObject *link_free(link_object_t *self, PyObject *args) {
     char err[ERR_LEN];
     if (!PyArg_ParseTuple(args, "II", &seq_index, &tag)) return NULL;
     if (!self->link) return closed_error("the link");
-    return outcome(fd_link_free(self->link, seq_index, tag, err, sizeof err), err);
+    int rc;
+    self->users++;
+    Py_BEGIN_ALLOW_THREADS /* a step may be planned under the mutex that this waits for */
+    rc = fd_link_free(self->link, seq_index, tag, err, sizeof err);
+    Py_END_ALLOW_THREADS
+    self->users--;
+    return outcome(rc, err);
 }
 
 static PyObject *link_trim(link_object_t *self, PyObject *args) {
@@ -339,7 +352,13 @@ static PyObject *link_trim(link_object_t *self, PyObject *args) {
     char err[ERR_LEN];
     if (!PyArg_ParseTuple(args, "III", &seq_index, &tag, &length)) return NULL;
     if (!self->link) return closed_error("the link");
-    return outcome(fd_link_trim(self->link, seq_index, tag, length, err, sizeof err), err);
+    int rc;
+    self->users++;
+    Py_BEGIN_ALLOW_THREADS /* a step may be planned under the mutex that this waits for */
+    rc = fd_link_trim(self->link, seq_index, tag, length, err, sizeof err);
+    Py_END_ALLOW_THREADS
+    self->users--;
+    return outcome(rc, err);
 }
 
 static PyObject *link_fork(link_object_t *self, PyObject *args) {
@@ -347,7 +366,13 @@ static PyObject *link_fork(link_object_t *self, PyObject *args) {
     char err[ERR_LEN];
     if (!PyArg_ParseTuple(args, "IIIII", &src, &src_tag, &dst, &dst_tag, &length)) return NULL;
     if (!self->link) return closed_error("the link");
-    return outcome(fd_link_fork(self->link, src, src_tag, dst, dst_tag, length, err, sizeof err), err);
+    int rc;
+    self->users++;
+    Py_BEGIN_ALLOW_THREADS /* a step may be planned under the mutex that this waits for */
+    rc = fd_link_fork(self->link, src, src_tag, dst, dst_tag, length, err, sizeof err);
+    Py_END_ALLOW_THREADS
+    self->users--;
+    return outcome(rc, err);
 }
 
 static PyObject *link_pages(link_object_t *self, PyObject *args) {
@@ -371,7 +396,11 @@ static PyObject *link_pages(link_object_t *self, PyObject *args) {
 static PyObject *link_stats(link_object_t *self, PyObject *unused) {
     fd_link_stats_t s;
     if (!self->link) return closed_error("the link");
+    self->users++;
+    Py_BEGIN_ALLOW_THREADS
     fd_link_stats(self->link, &s);
+    Py_END_ALLOW_THREADS
+    self->users--;
     return Py_BuildValue("{s:K,s:K,s:K,s:K,s:K,s:I,s:I,s:I}", "calls", s.calls, "refused", s.refused, "rows", s.rows,
                          "kv_bytes", s.kv_bytes, "busy_ns", s.busy_ns, "pages_total", s.pages_total, "pages_used",
                          s.pages_used, "seqs", s.seqs);
