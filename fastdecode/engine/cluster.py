@@ -74,10 +74,11 @@ class Cluster:
         """
         n_tokens = len(seq.tokens)
         cached, in_work = self._match_prefix(seq), self._match_prefix(seq, computed=False)
-        longer = in_work and (cached is None or in_work.shared_tokens > cached.shared_tokens)
-        if longer and 2 * in_work.shared_tokens >= n_tokens and self._has_room(in_work.node, n_tokens):
-            return None
-        if cached is not None:
+        if in_work is not None:
+            longer = cached is None or in_work.shared_tokens > cached.shared_tokens
+            if longer and 2 * in_work.shared_tokens >= n_tokens and self._has_room(in_work.node, n_tokens):
+                return None
+        if cached is not None and cached.source is not None:
             cached.node.prefixes.touch(cached.source)  # an eviction that makes room for the prompt takes it last
             if self._has_room(cached.node, n_tokens):
                 return cached
@@ -140,11 +141,13 @@ class Cluster:
 
     def end_fork(self, seq: Sequence, succeeded: bool) -> None:
         """Unpin the source of `seq`. After a failed FORK, evict that source and let `seq` share nothing."""
-        seq.source.pins -= 1
+        node, source = seq.placed_on, seq.source
+        assert source is not None, "a sequence without a source asks for no FORK"
+        source.pins -= 1
         if succeeded:
             return
-        if seq.source in seq.node.prefixes and not seq.source.pins:
-            seq.node.evict(seq.source)
+        if source in node.prefixes and not source.pins:
+            node.evict(source)
         seq.source, seq.shared_tokens = None, 0
 
     def mark_prefilled(self, seq: Sequence) -> None:
@@ -154,9 +157,10 @@ class Cluster:
 
     def grow(self, seq: Sequence) -> bool:
         """Count one more page for `seq`; False if its R-node has no free page."""
-        if seq.node.free_pages < 1:
+        node = seq.placed_on
+        if node.free_pages < 1:
             return False
-        seq.node.free_pages -= 1
+        node.free_pages -= 1
         seq.pages += 1
         return True
 
@@ -169,22 +173,26 @@ class Cluster:
     def release(self, seq: Sequence, sound: bool = False) -> None:
         """Take `seq` off its R-node. Its pages go to the prefix cache if its cached tokens are `sound` and fill a
         page; else the next FREE names it."""
-        node, entry, source = seq.node, seq.entry, seq.source
+        node, source = seq.placed_on, seq.source
         node.end_running(seq.final_length)
         cached = CachedSequence(seq.handle, seq.pages)
-        in_index = entry in node.prefixes
+        entry = seq.entry if seq.entry in node.prefixes else None
         if sound and self.prefix_cache and node.alive and seq.cached >= PAGE_TOKENS:
             tokens = seq.tokens[: seq.cached]
-            evictable = source in node.prefixes and not (source.pins or source.running)
-            if evictable and tokens[: len(source.tokens)] == source.tokens:
+            if (
+                source is not None
+                and source in node.prefixes
+                and not (source.pins or source.running)
+                and tokens[: len(source.tokens)] == source.tokens
+            ):
                 node.evict(source)  # the new entry has all of its tokens
-            if in_index:
+            if entry is not None:
                 node.prefixes.mark_ended(entry, cached, tokens)
             else:
                 node.prefixes.insert(PrefixEntry(cached, tokens, page_hashes(tokens)))
             node.evict_for(ceil(_PREFIX_HEADROOM * node.n_pages), index=True)
         else:
-            if in_index:
+            if entry is not None:
                 node.prefixes.remove(entry)
             node.release(cached)
         seq.node, seq.pages, seq.entry, seq.source = None, 0, None, None

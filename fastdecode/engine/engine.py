@@ -95,7 +95,7 @@ class Engine:
         self._idle.set()
         self._wake = [asyncio.Event() for _ in range(mini_batches)]  # one for each driver
         self._plans: list[Plan | None] = [None] * mini_batches  # in flight
-        self._tasks: set[asyncio.Task] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
 
     # -- life -----------------------------------------------------------------------------------------------------
 
@@ -241,6 +241,7 @@ class Engine:
             self._on_change()
 
     async def _run_step(self, plan: Plan) -> None:
+        assert self._runner is not None, "drivers run between start and stop"
         begun = time.monotonic()
         self._record_started(plan, begun)
         try:
@@ -285,7 +286,7 @@ class Engine:
 
     async def _recover(self, plan: Plan, error: LinkDown) -> None:
         """Handle a step that a link's loss has broken: find the lost R-node, then recompute the step's sequences."""
-        nodes = {chunk.seq.node for chunk in plan.chunks}
+        nodes = {chunk.seq.placed_on for chunk in plan.chunks}
         await self._control.probe(nodes)
         if all(node.alive for node in nodes):
             log.error("a step failed although all its R-nodes answer: %s", error)
@@ -325,7 +326,7 @@ class Engine:
 
     def _install_replacements(self) -> None:
         chunks = (chunk for plan in self._plans if plan for chunk in plan.chunks)
-        self._control.install_replacements({chunk.seq.node.position for chunk in chunks if chunk.seq.in_flight})
+        self._control.install_replacements({chunk.seq.placed_on.position for chunk in chunks if chunk.seq.in_flight})
 
     async def refresh(self) -> None:
         """Update the R-nodes' counters in `stats`. An R-node that does not answer within 2 s keeps its last ones."""
@@ -371,7 +372,7 @@ class Engine:
         self._tasks.add(task)
         task.add_done_callback(self._task_ended)
 
-    def _task_ended(self, task: asyncio.Task) -> None:
+    def _task_ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if task.cancelled() or task.exception() is None:
             return

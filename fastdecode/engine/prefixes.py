@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import NamedTuple
 
 from fastdecode.transports.base import PAGE_TOKENS
@@ -67,7 +68,7 @@ class PrefixIndex:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def __contains__(self, entry: PrefixEntry) -> bool:
+    def __contains__(self, entry: PrefixEntry | None) -> bool:
         return entry in self._entries
 
     def match(self, tokens: list[int], hashes: list[int], computed: bool = True) -> tuple[PrefixEntry, int] | None:
@@ -87,8 +88,8 @@ class PrefixIndex:
             if not candidates:
                 continue
             newest_first = reversed(candidates[-_MAX_CANDIDATES:])
-            entry = max(newest_first, key=lambda e, n_whole=n_whole: _shared_tokens(e, tokens, n_whole))
-            n = _shared_tokens(entry, tokens, n_whole)
+            shared = [(_shared_tokens(entry, tokens, n_whole), entry) for entry in newest_first]
+            n, entry = max(shared, key=itemgetter(0))
             if n < PAGE_TOKENS or (best and n <= best[1]):
                 continue
             if entry.tokens[:n_whole] == tokens[:n_whole]:  # else the hashes collided

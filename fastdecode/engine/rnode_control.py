@@ -39,7 +39,7 @@ class RNodeControl:
         on_change: Callable[[], None],
     ):
         #: Each live R-node's answer to its last STATS.
-        self.counters: WeakKeyDictionary[RNodeLedger, dict] = WeakKeyDictionary()
+        self.counters: WeakKeyDictionary[RNodeLedger, dict[str, int]] = WeakKeyDictionary()
         self._scheduler, self._cluster, self._spart = scheduler, scheduler.cluster, spart
         self._spawn, self._on_change = spawn, on_change
         self._replacements: dict[int, Link] = {}
@@ -82,9 +82,10 @@ class RNodeControl:
 
     async def _fork(self, seq: Sequence) -> None:
         """Let a placed sequence share the cached tokens of its source."""
-        node, source, succeeded = seq.node, seq.source.cached, False
+        node, source, succeeded = seq.placed_on, seq.source, False
+        assert source is not None, "a sequence without a source asks for no FORK"
         try:
-            await node.link.fork(source.handle, seq.handle, seq.shared_tokens)
+            await node.link.fork(source.cached.handle, seq.handle, seq.shared_tokens)
             succeeded = True
         except LinkDown as error:
             self.mark_lost(node, error)

@@ -25,7 +25,7 @@ StepGenerator = Generator[None, None, Any]
 @dataclass(slots=True)
 class _Job:
     step: StepGenerator
-    future: asyncio.Future
+    future: asyncio.Future[Any]
 
 
 class RunnerStopped(Exception):
@@ -42,7 +42,7 @@ class Runner:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def submit(self, step: StepGenerator) -> asyncio.Future:
+    def submit(self, step: StepGenerator) -> asyncio.Future[Any]:
         """Run a generator to its end. The future gets its return value or exception; RunnerStopped if it was
         abandoned."""
         future = self._loop.create_future()
@@ -93,7 +93,7 @@ class Runner:
             del job
         return False
 
-    def _answer(self, setter: Callable[[Any], None], value: Any, future: asyncio.Future) -> None:
+    def _answer(self, setter: Callable[[Any], None], value: Any, future: asyncio.Future[Any]) -> None:
         def answer() -> None:
             if not future.done():  # the waiting coroutine may have been cancelled
                 setter(value)

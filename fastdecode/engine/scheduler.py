@@ -149,7 +149,7 @@ class Scheduler:
         self.changed = True
         if seq.cancelled:
             self._remove(seq)
-        elif not seq.node.alive:
+        elif not seq.placed_on.alive:
             self._requeue(seq)
 
     # -- a step ---------------------------------------------------------------------------------------------------
@@ -164,31 +164,31 @@ class Scheduler:
         return Plan(mini_batch, chunks) if chunks else None
 
     def complete(self, plan: Plan, sampled: Iterable[Sampled | None]) -> list[Outcome]:
-        """Record a step that ran. `sampled` has one entry for each chunk. Returns the new tokens in the chunks'
-        order."""
+        """Record a step that ran. `sampled` has one entry for each chunk, None if nothing was sampled. Returns the new
+        tokens in the chunks' order."""
         outcomes = []
         for chunk, token in zip(plan.chunks, sampled, strict=True):
             seq = chunk.seq
             seq.in_flight = False
             seq.cached += chunk.n_tokens
-            sound = not (chunk.sample and token.error is not None)
+            error = token.error if token is not None else None
             if seq.cancelled:
-                self._remove(seq, sound=sound)
+                self._remove(seq, sound=error is None)
                 continue
-            if not sound:
+            if error is not None:
                 self._remove(seq)
-                self._failed.append((seq, token.error))
+                self._failed.append((seq, error))
                 continue
             if not seq.prefilling:
                 self.cluster.mark_prefilled(seq)
             reason = None
-            if chunk.sample:
+            if token is not None:
                 seq.append(token.token)
                 reason = seq.finish_reason()
                 outcomes.append(Outcome(seq, token, reason))
             if reason is not None:
                 self._remove(seq, sound=True)
-            elif not seq.node.alive:
+            elif not seq.placed_on.alive:
                 self._requeue(seq)
         return outcomes
 
@@ -245,8 +245,8 @@ class Scheduler:
         for seq in self.mini_batches[mini_batch]:  # at most one of them is prefilled on the S-node
             if seq.prefilling:
                 budget -= self._append_prompt_chunk(chunks, seq, budget)
-        while budget > 0 and (seq := self._admit(mini_batch)) is not None:
-            budget -= self._append_prompt_chunk(chunks, seq, budget)
+        while budget > 0 and (admitted := self._admit(mini_batch)) is not None:
+            budget -= self._append_prompt_chunk(chunks, admitted, budget)
         return chunks
 
     def _append_prompt_chunk(self, chunks: list[PlannedChunk], seq: Sequence, budget: int) -> int:
@@ -295,7 +295,7 @@ class Scheduler:
         False: `seq` must wait until the R-node has acknowledged a FREE, or `seq` itself was the newest and is
         preempted.
         """
-        node = seq.node
+        node = seq.placed_on
         if self.cluster.grow(seq):
             if seq in self._starved:
                 self._starved.remove(seq)
@@ -311,7 +311,7 @@ class Scheduler:
 
     def _requeue(self, seq: Sequence) -> None:
         """Take a running sequence off its R-node and queue it, to be recomputed from all of its tokens."""
-        node = seq.node
+        node = seq.placed_on
         self._remove(seq)
         seq.cached = seq.prefill_end = seq.shared_tokens = 0
         if self.cluster.can_hold(len(seq.tokens)):
@@ -325,6 +325,7 @@ class Scheduler:
         `sound`: its cached tokens are right, so they may enter the prefix cache. Those of an unfinished prompt may not,
         because the S-node still stages rows for it.
         """
+        assert seq.mini_batch is not None, "the sequence does not run"
         self.mini_batches[seq.mini_batch].remove(seq)
         seq.mini_batch = None
         if seq in self._starved:
@@ -362,4 +363,4 @@ class Scheduler:
 
 def _step_order(chunk: PlannedChunk) -> tuple[bool, int]:
     """Sort key of a step's chunks: chunks that attend on R-nodes first, then by link."""
-    return chunk.prefill, chunk.seq.node.position
+    return chunk.prefill, chunk.seq.placed_on.position

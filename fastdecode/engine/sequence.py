@@ -58,6 +58,13 @@ class Sequence:
     reused: int = 0  # prompt tokens that the prefix cache had when it was first placed
 
     @property
+    def placed_on(self) -> RNodeLedger:
+        """`node` of a sequence that runs. Raises RuntimeError for one that does not."""
+        if self.node is None:
+            raise RuntimeError(f"request {self.request_id} is not placed on an R-node")
+        return self.node
+
+    @property
     def prefilling(self) -> bool:
         return self.cached < self.prefill_end
 
