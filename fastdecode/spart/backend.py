@@ -44,10 +44,14 @@ class Backend:
         """The S-Part of a model that `load` returned."""
         if self.name == "native":
             from fastdecode.spart.decoder import SPart
+            from fastdecode.spart.weights import Model
 
+            assert isinstance(model, Model), "the model is not one that `load` returned"
             return SPart(model, links)
         from fastdecode.spart.hf.decoder import HFSPart
+        from fastdecode.spart.hf.model import HFModel
 
+        assert isinstance(model, HFModel), "the model is not one that `load` returned"
         return HFSPart(model, links)
 
 

@@ -48,7 +48,7 @@ class ConfigJson:
         value = self.raw.get(name, default)
         if value not in ACTIVATIONS:
             raise CheckpointError(f"config.json: {name!r} is {value!r}; known are {', '.join(ACTIVATIONS)}")
-        return value
+        return str(value)
 
     def table(self, name: str) -> dict[str, Any]:
         """A JSON object; empty if the key is absent or null."""

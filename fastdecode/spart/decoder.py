@@ -149,7 +149,7 @@ class SPart:
         logits = w.head(x).float()
         if self._config.logit_divisor != 1.0:
             logits.div_(self._config.logit_divisor)
-        drawn = self._sampler(logits, [rows.chunks[i].sample for i in rows.sampled])
+        drawn = self._sampler(logits, rows.specs)
         for i, token in zip(rows.sampled, drawn, strict=True):
             sampled[i] = token
         return sampled, logits
@@ -179,6 +179,7 @@ class StepRows:
             raise ValueError(f"a position is outside the model's {config.max_positions}")
         self.last_row = stops - 1
         self.sampled = [i for i, chunk in enumerate(chunks) if chunk.sample is not None]
+        self.specs = [chunk.sample for chunk in chunks if chunk.sample is not None]
         views = {index: spart._slot_views(index, batch.slot) for index in {chunk.link for chunk in chunks}}
         self.link_rows = link_rows(chunks, views)
         self.prompts = []
@@ -216,8 +217,8 @@ class _StepState:
         c = self._config
         h = self._norm(self.x, layer.attention_norm) if c.norm_first else self.x
         heads = layer.qkv(h).view(len(h), -1, c.head_size)
-        q, k, v = heads.split([c.n_q_heads, c.n_kv_heads, c.n_kv_heads], dim=1)
-        if layer.q_norm is not None:
+        q, k, v = torch.split(heads, [c.n_q_heads, c.n_kv_heads, c.n_kv_heads], dim=1)
+        if layer.q_norm is not None and layer.k_norm is not None:
             q, k = norm_heads(q, layer.q_norm, c.norm_eps), norm_heads(k, layer.k_norm, c.norm_eps)
         if self._angles is not None:
             rotate(q, *self._angles, out=self._q_heads)

@@ -47,8 +47,8 @@ class LinkRows:
 
     views: SlotViews
     entries: np.ndarray  # row table, ROW_DTYPE
-    attending: slice
-    appended: slice
+    attending: slice[int, int, None]
+    appended: slice[int, int, None]
 
     @property
     def n_attend(self) -> int:
@@ -65,7 +65,7 @@ def link_rows(chunks: list[Chunk], views: dict[int, SlotViews]) -> list[LinkRows
     Raises ValueError if the chunks are not in order or a link gets more rows than its slot has.
     """
     entries: dict[int, list[tuple[int, ...]]] = {}
-    ranges = ({}, {})  # of attending and of appended rows: link -> [start, stop]
+    ranges: tuple[dict[int, list[int]], dict[int, list[int]]] = ({}, {})  # attending, appended: link -> [start, stop]
     row, last_order = 0, (False, -1)
     for chunk in chunks:
         order = (chunk.prefill, chunk.link)
@@ -105,8 +105,9 @@ class Exchange:
         self.o = torch.empty(n_attend, q_size, device=device, dtype=dtype)
         self._host = (self.q, self.kv, self.o)
         if device.type == "cuda":
-            self._host = tuple(torch.empty(x.shape, dtype=dtype, pin_memory=True) for x in self._host)
-            self._event = torch.cuda.Event()
+            q, kv, o = (torch.empty(x.shape, dtype=dtype, pin_memory=True) for x in self._host)
+            self._host = (q, kv, o)
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def post(self, layer: int) -> None:
         """Post a layer's call on every link. `q` and `kv` must not be written before `wait`. Raises LinkDown."""

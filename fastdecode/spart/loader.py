@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -97,7 +98,8 @@ class _Stored:
 
 
 @contextmanager
-def _open(path: Path) -> Iterator[safe_open]:
+def _open(path: Path) -> Iterator[Any]:
+    """An open safetensors file. Raises CheckpointError."""
     try:
         with safe_open(path, framework="pt") as file:
             yield file
@@ -146,7 +148,8 @@ def _scan(directory: Path, names: TensorNames) -> dict[str, _Stored]:
 
 def _read(tensor: _Stored) -> torch.Tensor:
     with _open(tensor.path) as file:
-        return file.get_tensor(tensor.name)
+        data: torch.Tensor = file.get_tensor(tensor.name)
+    return data
 
 
 def _head_differs(stored: dict[str, _Stored], names: TensorNames) -> bool:
@@ -188,7 +191,7 @@ def _match(
 
 def _copy(pairs: list[tuple[TensorTarget, _Stored]], progress: bool) -> None:
     total = sum(target.target.nbytes for target, _ in pairs)
-    units = {"unit": "B", "unit_scale": True, "unit_divisor": 1024}
+    units: dict[str, Any] = {"unit": "B", "unit_scale": True, "unit_divisor": 1024}
     with tqdm(total=total, desc="loading weights", disable=not progress, **units) as bar:
         for path in sorted({tensor.path for _, tensor in pairs}):
             with _open(path) as file:

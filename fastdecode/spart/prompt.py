@@ -7,20 +7,24 @@ earlier chunks are staged here until the last chunk has passed all layers.
 from __future__ import annotations
 
 from collections.abc import Hashable
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 
 from fastdecode.spart.batch import Chunk
-from fastdecode.spart.config import ModelConfig
+
+if TYPE_CHECKING:
+    from fastdecode.spart.config import ModelConfig
+    from fastdecode.spart.hf.config import HFConfig
 
 
 class PromptCache:
     """The staged K and V of unfinished prompts, by sequence."""
 
-    def __init__(self, config: ModelConfig, device: torch.device, dtype: torch.dtype):
+    def __init__(self, config: ModelConfig | HFConfig, device: torch.device, dtype: torch.dtype):
         self._shape = (config.n_layers, 2 * config.n_kv_heads * config.head_size)
-        self._options = {"device": device, "dtype": dtype}
+        self._device, self._dtype = device, dtype
         self._prompts: dict[Hashable, Prompt] = {}
 
     def __len__(self) -> int:
@@ -45,7 +49,9 @@ class PromptCache:
             if chunk.pos:
                 raise ValueError(f"a prompt goes on at {chunk.pos}, but its first tokens are not staged: {key}")
             n_layers, width = self._shape
-            prompt = self._prompts[key] = Prompt(torch.empty(n_layers, 0, width, **self._options))
+            prompt = self._prompts[key] = Prompt(
+                torch.empty(n_layers, 0, width, device=self._device, dtype=self._dtype)
+            )
         if prompt.length != chunk.pos:
             raise ValueError(f"a prompt goes on at {chunk.pos}, expected at {prompt.length}: {key}")
         prompt.reserve(chunk.pos + len(chunk.tokens))
@@ -82,7 +88,7 @@ class Prompt:
 class PromptChunk:
     """A prompt's chunk while it passes through the layers. Its rows in the step are `rows`."""
 
-    def __init__(self, config: ModelConfig, key: Hashable, chunk: Chunk, rows: slice, prompt: Prompt | None):
+    def __init__(self, config: ModelConfig | HFConfig, key: Hashable, chunk: Chunk, rows: slice, prompt: Prompt | None):
         self.key, self.chunk, self.rows = key, chunk, rows
         self._heads = (config.n_q_heads, config.n_kv_heads, config.head_size)
         self._scale, self._windows = config.softmax_scale, config.windows

@@ -12,8 +12,10 @@ that is computed from that row alone. So a sequence draws the same tokens in any
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from fastdecode.spart.batch import Sampled, SampleSpec
@@ -37,7 +39,7 @@ def uniforms(seeds: list[int], indices: list[int]) -> np.ndarray:
     return (_mix(_mix(seed) ^ index) >> np.uint64(11)) * 2.0**-53
 
 
-def _mix(x: np.ndarray) -> np.ndarray:
+def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     x = x + np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -100,7 +102,7 @@ def filtered(logits: torch.Tensor, specs: list[SampleSpec]) -> torch.Tensor:
     `logits` is [rows, vocab_size] fp32 and so is the result. All temperatures must be positive.
     """
 
-    def column(values: list[float]) -> torch.Tensor:
+    def column(values: Sequence[float]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.float32, device=logits.device)[:, None]
 
     vocab = logits.shape[1]
@@ -157,9 +159,10 @@ def _report(sampled: list[Sampled], asked: list[int], logits: torch.Tensor, spec
     logprobs = logits.index_select(0, rows).log_softmax(dim=1)
     tokens = torch.tensor([sampled[i].token for i in asked], device=logits.device)
     own = logprobs.gather(1, tokens[:, None]).flatten().tolist()
-    most = min(max(specs[i].logprobs for i in asked), logits.shape[1])
+    counts = [specs[i].logprobs or 0 for i in asked]
+    most = min(max(counts), logits.shape[1])
     top = logprobs.topk(most, dim=1)
-    for i, logprob, values, ids in zip(asked, own, top.values.tolist(), top.indices.tolist(), strict=True):
-        n = specs[i].logprobs
+    tables = top.values.tolist(), top.indices.tolist()
+    for i, n, logprob, values, ids in zip(asked, counts, own, *tables, strict=True):
         sampled[i].logprob = logprob
         sampled[i].top = list(zip(ids[:n], values[:n], strict=True))

@@ -58,12 +58,13 @@ class PackedLinear:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [n, in] -> [n, out]."""
-        n = len(x)
-        if n == (rows := known_rows(n)):
-            return torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")
-        padded = x.new_zeros(rows, x.shape[1])
-        padded[:n] = x
-        return torch.ops.mkldnn._linear_pointwise(padded, self._packed, self._bias, "none", [], "")[:n]
+        n, rows = len(x), known_rows(len(x))
+        if n != rows:
+            padded = x.new_zeros(rows, x.shape[1])
+            padded[:n] = x
+            x = padded
+        y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")
+        return y if n == rows else y[:n]
 
 
 def known_rows(n: int) -> int:
@@ -79,12 +80,12 @@ def known_rows(n: int) -> int:
 def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
     """True if PackedLinear works on this device with this dtype. oneDNN itself says whether the CPU has 16-bit
     dtypes."""
-    if device.type != "cpu" or not torch.backends.mkldnn.is_available():
+    if device.type != "cpu" or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
     if dtype is torch.bfloat16:
-        return torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     if dtype is torch.float16:
-        return torch.ops.mkldnn._is_mkldnn_fp16_supported()
+        return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
     return True
 
 
@@ -131,6 +132,7 @@ class Weights:
         for layer in self.layers:
             for name in ("qkv", "o", "up", "down"):
                 setattr(layer, name, PackedLinear(getattr(layer, name)))
+        assert isinstance(self.head, Linear), "the weights are packed already"
         self.head = PackedLinear(self.head)
 
 
@@ -238,9 +240,9 @@ class Allocation:
         outs = outs if len(names) == len(outs) else [sum(outs)]
         weight = torch.empty(sum(outs), width, device=self._device, dtype=self._dtype)
         vector = torch.empty(sum(outs), device=self._device, dtype=self._dtype) if bias else None
-        for name, part in zip(names, weight.split(outs), strict=True):
+        for name, part in zip(names, torch.split(weight, outs), strict=True):
             self.targets.append(TensorTarget(f"{name}.weight", part))
         if vector is not None:
-            for name, part in zip(names, vector.split(outs), strict=True):
+            for name, part in zip(names, torch.split(vector, outs), strict=True):
                 self.targets.append(TensorTarget(f"{name}.bias", part))
         return Linear(weight, vector)

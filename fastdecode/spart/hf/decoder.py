@@ -94,7 +94,7 @@ class HFSPart(SPart):
         """logits [sampled chunks, vocab_size] fp32 -> one Sampled or None for each chunk."""
         sampled: list[Sampled | None] = [None] * len(rows.chunks)
         if rows.sampled:
-            drawn = self._sampler(logits, [rows.chunks[i].sample for i in rows.sampled])
+            drawn = self._sampler(logits, rows.specs)
             for i, token in zip(rows.sampled, drawn, strict=True):
                 sampled[i] = token
         return sampled

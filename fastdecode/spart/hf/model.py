@@ -59,11 +59,13 @@ def load_hf_model(
     device = torch.device(device)
     if isinstance(dtype, str):
         dtype = TORCH_DTYPES[split.dtype if dtype == "auto" else dtype]
+    factory: Any = AutoModelForCausalLM
+    bars: Any = logging
     if not progress:
-        logging.disable_progress_bar()
+        bars.disable_progress_bar()
     placement = {} if device.type == "cpu" else {"device_map": {"": device}}
     try:
-        module = AutoModelForCausalLM.from_pretrained(
+        module = factory.from_pretrained(
             directory,
             config=config,
             dtype=dtype,

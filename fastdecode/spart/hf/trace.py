@@ -41,13 +41,15 @@ def trace(config: Any) -> list[AttentionLayer]:
 
     AttentionInterface.register(_NAME, _attention)
     AttentionMaskInterface.register(_NAME, _mask)
+    factory: Any = AutoModelForCausalLM
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, attn_implementation=_NAME).eval()
+            model = factory.from_config(config, attn_implementation=_NAME).eval()
     except (KeyError, ValueError) as error:
         raise CheckpointError(f"{_type(config)} cannot be split at its attention: {_first_line(error)}") from None
     _use_static_experts(model)
-    _recording.layers = layers = []
+    layers: list[AttentionLayer] = []
+    _recording.layers = layers
     ids = torch.zeros(1, _TOKENS, dtype=torch.long, device="meta")
     positions = torch.arange(_TOKENS, device="meta")[None]
     try:
