@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from fastdecode.engine.request import TokenEvent
@@ -31,7 +31,7 @@ class RequestStream:
         """Tokens of the prompt."""
         return self._seq.n_prompt
 
-    def __aiter__(self) -> AsyncIterator[TokenEvent]:
+    def __aiter__(self) -> RequestStream:
         return self
 
     async def __anext__(self) -> TokenEvent:
