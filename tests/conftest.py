@@ -24,7 +24,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (sys.path[0], os.environ
 # One torch thread here and in every process a test starts: with more, OpenMP's spinning waiters and the R-engine's
 # threads take the cores from each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# No child finds the source folder `fastdecode/` in its working directory instead of the installed package.
+# Children import the installed package, not the source folder `fastdecode/` of their working directory.
 os.environ["PYTHONSAFEPATH"] = "1"
 
 
@@ -45,7 +45,7 @@ def transports() -> list[str]:
 def shared_node(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[RNodeProcess | FarRNode]:
-    """An R-node process for the tests that leave it as it was; once over each transport."""
+    """An R-node process for tests that do not change it; once over each transport."""
     from rnode_process import FarRNode, RNodeProcess
 
     if far := os.environ.get("FASTDECODE_R_NODE"):
@@ -58,7 +58,7 @@ def shared_node(
 
 @pytest.fixture(params=transports())
 def node(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RNodeProcess]:
-    """An R-node process for the tests that do something to it; once over each transport."""
+    """An R-node process for tests that kill it, stop it or use it up; once over each transport."""
     from rnode_process import RNodeProcess
 
     if "FASTDECODE_R_NODE" in os.environ:
@@ -84,7 +84,7 @@ async def r_node(tmp_path: Path) -> AsyncIterator[RNode]:
 
 @pytest.fixture
 async def bystander(r_node: RNode) -> AsyncIterator[None]:
-    """Another S-node, over TCP, that goes on decoding, checked against float64, while a test does what it does."""
+    """Another S-node that decodes over TCP during the test, checked against float64."""
     from link_driver import Driver, hello
     from rnode_process import KV_BYTES
 
@@ -115,4 +115,4 @@ async def bystander(r_node: RNode) -> AsyncIterator[None]:
         stop.set()
         await work
     await link.close()
-    assert r_node.kv_free == KV_BYTES  # nobody has left a lease behind
+    assert r_node.kv_free == KV_BYTES  # no lease is left

@@ -50,7 +50,7 @@ async def client(engine, tokenizer):
 
 
 def greedy(model, ids, n):
-    """What transformers makes of a prompt: at most n token ids."""
+    """Greedy continuation of a prompt by transformers: at most n token ids."""
     out = model.generate(torch.tensor([ids]), max_new_tokens=n, do_sample=False)
     return out[0, len(ids) :].tolist()
 
@@ -205,7 +205,7 @@ async def test_the_narrowest_sampling_is_greedy(client, fields):
 @pytest.mark.parametrize("penalty", [1.0, 1.7, 0.6])
 @pytest.mark.parametrize("bias", [{}, {None: -0.3}, {None: -100.0, 9: 0.4}], ids=str)
 async def test_bias_and_repetition_penalty_are_transformers(client, model, tokenizer, penalty, bias):
-    """None stands for the token that is said first without."""
+    """None stands for the token that comes first without a bias."""
     ids = tokenizer.encode(PROMPT)
     [first] = greedy(model, ids, 1)
     bias = {first if token is None else token: value for token, value in bias.items()}
@@ -297,11 +297,11 @@ async def test_an_answer_can_be_sent_back(client):
     assert (await client.openai.chat.completions.create(**CHAT | {"messages": messages})).usage.completion_tokens
 
 
-# -- clients that go, queues that fill --------------------------------------------------------------------------------
+# -- clients that disconnect, queues that fill ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("streamed", [False, True], ids=["whole", "stream"])
-async def test_a_client_that_goes_while_decoding_frees_its_pages(client, engine, streamed):
+async def test_a_client_that_disconnects_while_decoding_frees_its_pages(client, engine, streamed):
     ask = ASK | {"max_tokens": 900, "n": 2}
 
     async def read():
@@ -322,7 +322,7 @@ async def test_a_client_that_goes_while_decoding_frees_its_pages(client, engine,
     assert metrics["fastdecode:request_success_total", "abort"] == 2
 
 
-async def test_a_client_that_goes_while_it_waits_is_forgotten(checkpoint, tokenizer, tmp_path):
+async def test_a_client_that_disconnects_in_the_queue_is_forgotten(checkpoint, tokenizer, tmp_path):
     async with (
         real_engine(checkpoint, tmp_path, mini_batches=1, max_batch_size=1) as engine,
         served(engine, tokenizer) as client,
@@ -356,7 +356,7 @@ async def test_a_full_queue_is_a_429(checkpoint, tokenizer, tmp_path):
         await waiting.close()
 
 
-async def test_many_streams_at_once_are_each_their_own(client, tokenizer):
+async def test_many_simultaneous_streams_do_not_mix(client, tokenizer):
     asks = [ASK | {"prompt": [3 + i] * (1 + 7 * i), "seed": i, "temperature": 1.0} for i in range(12)]
     alone = [(await client.openai.completions.create(**ask)).choices[0].text for ask in asks]
 
@@ -366,7 +366,7 @@ async def test_many_streams_at_once_are_each_their_own(client, tokenizer):
     assert await asyncio.gather(*map(streamed, asks)) == alone
 
 
-async def test_a_conversation_says_what_was_not_computed_again(checkpoint, model, tokenizer, tmp_path):
+async def test_a_conversation_reports_its_cached_tokens(checkpoint, model, tokenizer, tmp_path):
     async with (
         real_engine(checkpoint, tmp_path, prefix_cache=True) as engine,
         served(engine, tokenizer) as client,

@@ -1,4 +1,4 @@
-"""The API's edges over a scripted engine: what is sent when tokens, stop strings, failures and clients fall just so."""
+"""Edge cases of the API over a scripted engine: tokens, stop strings, failures and disconnects at chosen moments."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ async def test_stop_strings_across_tokens(tokenizer, spell, said, stop, expected
 
 
 def cut_before_stop(text, stops):
-    """The definition, one character at a time."""
+    """A stop string by definition: one character at a time."""
     for end in range(1, len(text) + 1):
         if complete := [len(stop) for stop in stops if text[:end].endswith(stop)]:
             return text[: end - max(complete)], True
@@ -287,8 +287,8 @@ async def test_choices_are_interleaved_as_they_come(tokenizer, spell):
     assert seen == ["abc", "xy"]
 
 
-async def test_a_reader_that_stalls_holds_up_neither_the_engine_nor_other_streams(tokenizer, spell):
-    """Its tokens are taken from the engine all the same, and what it did not read in time comes in bigger pieces."""
+async def test_a_reader_that_stalls_delays_neither_the_engine_nor_other_streams(tokenizer, spell):
+    """The API takes the reader's tokens from the engine anyway, and sends unread text in bigger pieces."""
     n = 50_000  # events of some 170 bytes each: more than the sockets' buffers hold
     engine = ScriptedEngine(spell("0") * n, spell("quick"))
     async with served(engine, tokenizer) as client:
@@ -320,13 +320,13 @@ async def test_variables_for_the_models_own_chat_template(tmp_path, spell):
     assert engine.prompts[1] == engine.prompts[0] + think
 
 
-# -- clients that go --------------------------------------------------------------------------------------------------
+# -- clients that disconnect ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("how", ["close", "reset"])
 @pytest.mark.parametrize("streamed", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("said", ["", "some"], ids=["in the queue", "while decoding"])
-async def test_a_client_that_goes_cancels_its_requests(tokenizer, spell, said, streamed, how):
+async def test_a_client_that_disconnects_cancels_its_requests(tokenizer, spell, said, streamed, how):
     engine = ScriptedEngine(*[[*spell(said), asyncio.Event()]] * 2)
     async with served(engine, tokenizer) as client:
         body = ASK | {"stream": streamed, "n": 2}
@@ -428,7 +428,7 @@ async def test_closing_lets_streams_end_within_the_grace(tokenizer, spell):
 
 
 @pytest.mark.parametrize("streamed", [False, True], ids=["whole", "stream"])
-async def test_closing_ends_what_is_left_with_an_error(tokenizer, spell, streamed):
+async def test_closing_ends_remaining_streams_with_an_error(tokenizer, spell, streamed):
     engine = ScriptedEngine([*spell("a"), asyncio.Event()])
     async with served(engine, tokenizer) as client:
 

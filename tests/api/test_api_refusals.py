@@ -1,5 +1,5 @@
-"""What the API refuses, and how: by status, OpenAI's error object and the name of the field. Judge: the `openai`
-client.
+"""Requests that the API refuses, and how: by status, OpenAI's error object and the name of the field. Judge: the
+`openai` client.
 """
 
 from __future__ import annotations
@@ -194,7 +194,7 @@ async def test_a_model_without_a_chat_template(engine, tokenizer, monkeypatch):
 @pytest.mark.parametrize(
     "body", [b"", b"{", b"[1]", b'"x"', b'{"temperature": NaN}', b'{"temperature": 1e999}', b"\xff", b"[" * 5000]
 )
-async def test_bodies_that_are_no_json_object(client, body):
+async def test_bodies_that_are_not_a_json_object(client, body):
     async with client.http.post("/v1/completions", data=body, headers={"Content-Type": "application/json"}) as response:
         assert response.status == 400
         assert (await response.json())["error"]["type"] == "invalid_request_error"
@@ -221,7 +221,7 @@ async def test_a_body_too_large(engine, tokenizer):
         assert (await client.openai.completions.create(**ASK)).usage  # and the server goes on
 
 
-async def test_paths_and_methods_there_are_not(client):
+async def test_unknown_paths_and_methods(client):
     for method, path, status in (
         ("GET", "/v1/completions", 405),
         ("POST", "/health", 405),
@@ -255,7 +255,7 @@ async def test_the_api_key(engine, tokenizer):
 
 
 async def test_more_choices_than_the_queue_can_ever_take(tokenizer, tmp_path):
-    """A 400, not a 429 that no patience helps."""
+    """A 400: after a 429, a client would retry in vain."""
     async with (
         real_engine(make_checkpoint("llama-gqa"), tmp_path, max_queued=3) as engine,
         served(engine, tokenizer) as client,
@@ -283,7 +283,7 @@ async def test_more_choices_than_the_queue_can_ever_take(tokenizer, tmp_path):
     ],
     ids=["length", "header", "version", "long", "chunk"],
 )
-async def test_what_is_not_http_is_a_400_and_a_line_in_the_log(client, caplog, sent):
+async def test_bytes_that_are_not_http_are_a_400_and_a_line_in_the_log(client, caplog, sent):
     reader, writer = await asyncio.open_connection("127.0.0.1", client.server.port)
     writer.write(sent)
     assert (await reader.readline()).split()[1] == b"400"

@@ -1,4 +1,4 @@
-"""What the attention benchmark compares computes attention: the R-engine and every installed peer against float64."""
+"""The R-engine and every installed peer of the attention benchmark compute attention, compared with float64."""
 
 from __future__ import annotations
 

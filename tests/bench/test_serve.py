@@ -1,4 +1,4 @@
-"""`fastdecode-bench serve`: what it sends, and what it makes of what comes back. No figure is judged here."""
+"""`fastdecode-bench serve`: the requests that it sends, and its reading of the answers. No figure is judged here."""
 
 from __future__ import annotations
 

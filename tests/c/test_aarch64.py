@@ -1,7 +1,7 @@
-"""What of the C code is not kernels, for aarch64 (kernels: tests/kernels).
+"""The C code on aarch64, except for the kernels, which tests/kernels tests.
 
-The emulator keeps the order of this machine's memory: what runs here shows that the code builds and works there, not
-that its fences suffice.
+The emulator keeps this machine's memory order. These tests show that the code builds and works on aarch64, not that its
+fences suffice.
 """
 
 from __future__ import annotations

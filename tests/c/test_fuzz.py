@@ -1,4 +1,4 @@
-"""Builds the R-engine and the TCP pump without Python under sanitizers and lets the fuzzers of tests/c loose on them.
+"""Builds the R-engine and the TCP pump without Python under sanitizers and runs the fuzzers of tests/c on them.
 
 With clang they are libFuzzer targets; without it gcc builds them with a driver that makes pseudo-random inputs. A run
 is short and begins with the same inputs every time; FASTDECODE_FUZZ_S=600 lets each go on for ten minutes.
@@ -39,7 +39,7 @@ def clang() -> str | None:
 
 @pytest.fixture(scope="module")
 def link_fuzzer(tmp_path_factory):
-    """Links a fuzzer of tests/c; what the fuzzers share is compiled once."""
+    """A function that links a fuzzer of tests/c; the code that the fuzzers share is compiled once."""
     if not (compiler := clang() or shutil.which("gcc")):
         pytest.skip("needs clang or gcc")
     folder = tmp_path_factory.mktemp("objects")
@@ -69,7 +69,7 @@ def link_fuzzer(tmp_path_factory):
 
 
 def fuzz(program: Path, inputs: int) -> list[int]:
-    """Runs a fuzzer; the numbers that it counted."""
+    """Run a fuzzer. Returns the counts that it prints."""
     if clang():
         corpus = program.parent / f"{program.name}-corpus"
         corpus.mkdir()
@@ -91,7 +91,7 @@ def fuzz(program: Path, inputs: int) -> list[int]:
 @pytest.mark.timeout(600 + SECONDS)
 def test_hostile_calls_trip_no_sanitizer_and_cost_others_nothing(link_fuzzer):
     answers = fuzz(link_fuzzer("fuzz_engine", ENGINE), 80)
-    assert len(answers) == 5 and min(answers) > 30  # the fuzzer gets through to every kind of answer
+    assert len(answers) == 5 and min(answers) > 30  # the fuzzer reaches every kind of answer
 
 
 @pytest.mark.timeout(600 + SECONDS)

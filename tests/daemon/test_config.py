@@ -95,7 +95,7 @@ def test_bad_option_is_an_error_that_names_it(argv, complaint, capsys):
     assert complaint in capsys.readouterr().err
 
 
-def test_an_embedded_r_node_is_told_what_its_s_node_was():
+def test_an_embedded_r_node_gets_the_options_of_its_s_node():
     options = {
         "kv_memory": 4 << 30,
         "threads": 2,
@@ -111,7 +111,7 @@ def test_an_embedded_r_node_is_told_what_its_s_node_was():
     assert NodeConfig().to_args(EMBEDDED_OPTIONS) == []
 
 
-def test_secret_file_must_exist_and_say_something(tmp_path):
+def test_secret_file_must_exist_and_not_be_empty(tmp_path):
     with pytest.raises(ConfigError, match="No such file"):
         NodeConfig(secret_file=tmp_path / "none").read_secret()
     empty = tmp_path / "empty"
@@ -177,7 +177,7 @@ def test_cgroup_limits_hold_though_the_host_has_more(tmp_path, monkeypatch):
 
 
 def make_numa(root, online: str, nodes: dict[int, str]) -> None:
-    """What a kernel shows of NUMA nodes, under a root of our own; node n has n + 1 GiB free, page cache included."""
+    """The OS's files about NUMA nodes, under a root of the test's; node n has n + 1 GiB free, page cache included."""
     directory = root / "devices/system/node"
     directory.mkdir(parents=True)
     (directory / "online").write_text(f"{online}\n")

@@ -208,7 +208,7 @@ def test_r_node_that_is_not_up_yet_is_waited_for(start, tmp_path):
 
 
 def test_port_in_use_is_noticed_before_the_weights_are_loaded(start, tmp_path):
-    """A checkpoint without weights would be the next complaint."""
+    """The checkpoint has no weights, so loading them would be the next error."""
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
         (tmp_path / name).write_bytes((model_dir() / name).read_bytes())
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -218,7 +218,7 @@ def test_port_in_use_is_noticed_before_the_weights_are_loaded(start, tmp_path):
     assert f"cannot serve the API on 127.0.0.1:{port}: Address already in use" in node.log.read_text().splitlines()[-1]
 
 
-def test_tokens_that_the_model_has_not_are_told_of_at_start(start, tmp_path):
+def test_tokens_unknown_to_the_model_are_reported_at_start(start, tmp_path):
     for path in model_dir().iterdir():
         (tmp_path / path.name).symlink_to(path)
     config = orjson.loads((model_dir() / "tokenizer_config.json").read_bytes())

@@ -88,7 +88,7 @@ async def test_exception_of_a_step_is_its_own():
         assert await good == "good"
 
 
-async def test_stop_closes_what_is_under_way():
+async def test_stop_closes_running_steps():
     closed = []
 
     def endless():
@@ -107,7 +107,7 @@ async def test_stop_closes_what_is_under_way():
     assert "fastdecode-s-part" not in [thread.name for thread in threading.enumerate()]
 
 
-async def test_step_nobody_waits_for_any_more_does_no_harm():
+async def test_an_abandoned_step_does_no_harm():
     async with running_runner() as runner:
         runner.submit(toy_step("gone", 3, [])).cancel()
         assert await runner.submit(toy_step("here", 3, [])) == "here"
@@ -215,7 +215,7 @@ async def test_end_tokens():
         assert await tokens_of(engine.submit(prompt, stopping)) == plain[:5]
 
 
-async def test_what_cannot_run_is_refused_at_submit():
+async def test_a_request_that_cannot_run_is_refused_at_submit():
     link = ToyLink()
     engine = Engine(ToySPart([link], max_positions=50), [link], max_queued=2)
     with pytest.raises(NotReady, match="not started"):
@@ -266,7 +266,7 @@ async def test_cancel_in_the_queue_in_prefill_and_in_decode():
         await until(lambda: engine.stats.running == 0)
 
 
-async def test_cancel_after_the_end_is_nothing():
+async def test_cancel_after_the_end_does_nothing():
     async with running(ToyLink()) as (engine, _):
         stream = engine.submit([1], GREEDY)
         assert len(await tokens_of(stream)) == 20
@@ -275,7 +275,7 @@ async def test_cancel_after_the_end_is_nothing():
             await anext(stream)
 
 
-async def test_frees_that_gather_travel_in_one_frame():
+async def test_waiting_frees_travel_in_one_frame():
     link = ToyLink()
     async with running(link) as (engine, _):
         await asyncio.gather(*(tokens_of(engine.submit([i], GREEDY)) for i in range(20)))
@@ -365,7 +365,7 @@ async def test_replaced_link_waits_for_the_steps_that_use_the_old_one():
 
 
 async def test_replaced_link_inherits_no_staged_prompt():
-    """The fresh link's handles are the old one's again; what was staged for those must be gone, though a FREE hangs."""
+    """The new link reuses the old link's handles; prompts staged under them must be gone, even while a FREE hangs."""
     old, fresh = ToyLink("tcp://r0"), ToyLink("tcp://r0")
     async with running(old, max_batch_tokens=16, max_batch_size=8) as (engine, spart):
         old.answering.clear()
@@ -402,7 +402,7 @@ async def test_drain_lets_running_requests_end_and_takes_no_new_ones():
         assert await tokens_of(stream) == continuation([1], 20)
 
 
-async def test_stop_fails_what_is_still_there():
+async def test_stop_fails_unfinished_requests():
     link = ToyLink()
     spart = ToySPart([link])
     engine = Engine(spart, [link])
@@ -417,7 +417,7 @@ async def test_stop_fails_what_is_still_there():
 
 
 async def test_defect_in_the_engine_is_said_to_every_client(caplog):
-    """A driver that dies must not leave clients waiting, nor the node looking healthy."""
+    """When the engine's task dies, clients must not wait forever and the node must not look healthy."""
     link = ToyLink()
     spart = ToySPart([link])
     engine = Engine(spart, [link])

@@ -1,6 +1,6 @@
-"""What sequences that begin alike share, running ones and ended ones, over the toy model.
+"""The prefix cache over the toy model: prompts share pages with running and with ended sequences.
 
-A wrong cache is a wrong token.
+A mistake in the cache shows as a wrong token.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ def match(index, tokens):
     return index.match(tokens, page_hashes(tokens))
 
 
-def test_the_longest_beginning_is_found_to_the_token():
+def test_the_longest_common_prefix_is_found_to_the_token():
     index, tokens = PrefixIndex(), text(1000)
     short, long, other = make_entry(tokens[:300]), make_entry(tokens[:600] + text(50, 1)), make_entry(text(700, 2))
     for entry in (short, long, other):
         index.insert(entry)
     assert match(index, tokens) == (long, 600)
-    assert match(index, tokens[:400]) == (long, 399)  # the last token is to be computed
+    assert match(index, tokens[:400]) == (long, 399)  # the last token must be computed
     assert match(index, tokens[:256]) == (long, 255)
     assert match(index, tokens[:280] + text(50, 3)) == (long, 280)
     assert match(index, tokens[:129]) == (long, 128)
@@ -62,7 +62,7 @@ def test_tokens_are_compared_not_hashes_alone():
     assert match(index, tokens) is None
 
 
-def test_the_one_used_longest_ago_goes_first_unless_it_is_being_forked():
+def test_the_least_recently_used_entry_is_evicted_first_unless_it_is_being_forked():
     index = PrefixIndex()
     first, second, third = (make_entry(text(200, seed)) for seed in range(3))
     for entry in (first, second, third):
@@ -76,7 +76,7 @@ def test_the_one_used_longest_ago_goes_first_unless_it_is_being_forked():
     assert index.least_recently_used() is None
 
 
-def test_of_a_running_one_whole_pages_are_shared_once_they_are_computed():
+def test_whole_pages_of_a_running_sequence_are_shared_once_they_are_computed():
     index, tokens = PrefixIndex(), text(600)
     runs, ended = make_entry(tokens[:500]), make_entry(tokens[:300])
     runs.running, runs.computed = True, False
@@ -144,7 +144,7 @@ async def test_a_prompt_seen_before_is_not_computed_again():
         assert (totals.prefix_queries, totals.prefix_hits) == (700 + 700 + 700 + 127, 699 + 300)
 
 
-async def test_a_conversation_is_kept_once():
+async def test_a_conversation_is_one_entry():
     link, history = ToyLink(), text(200)
     async with keeping(link) as (engine, _):
         for turn in range(5):
@@ -156,7 +156,7 @@ async def test_a_conversation_is_kept_once():
         await until(lambda: engine.stats.kv_usage == 0)  # the one before is being freed
 
 
-async def test_the_rest_of_a_long_prompt_shares_steps_with_others():
+async def test_a_long_uncached_suffix_shares_steps_with_others():
     link, prompt = ToyLink(), text(900)
     async with keeping(link, max_batch_tokens=64, max_batch_size=32, mini_batches=2) as (engine, _):
         await ask(engine, prompt[:200])
@@ -165,7 +165,7 @@ async def test_the_rest_of_a_long_prompt_shares_steps_with_others():
         assert reused == [200, 150, 0, 0, 199]
 
 
-async def test_a_long_rest_is_not_left_to_r_nodes():
+async def test_a_prompt_with_too_long_an_uncached_suffix_shares_nothing():
     link, prompt = ToyLink(), text(400)
     async with keeping(link, max_uncached_suffix=100) as (engine, _):
         await ask(engine, prompt)
@@ -173,7 +173,7 @@ async def test_a_long_rest_is_not_left_to_r_nodes():
         assert await ask(engine, prompt[:300] + text(100, 2)) == 300
 
 
-async def test_what_is_wanted_is_not_what_goes():
+async def test_an_entry_in_use_is_not_evicted_first():
     link, prompt = ToyLink(n_pages=15), text(500)
     async with keeping(link) as (engine, _):
         await ask(engine, prompt)
@@ -182,7 +182,7 @@ async def test_what_is_wanted_is_not_what_goes():
         assert await ask(engine, prompt + text(100, 9)) == 500
 
 
-async def test_a_tenth_of_a_lease_is_left_to_who_comes():
+async def test_a_tenth_of_a_lease_stays_free_for_new_sequences():
     async with keeping(ToyLink(n_pages=40)) as (engine, _):
         for i in range(20):
             await ask(engine, text(400, i))
@@ -191,7 +191,7 @@ async def test_a_tenth_of_a_lease_is_left_to_who_comes():
         assert 4 <= node.free_pages < 8
 
 
-async def test_what_is_kept_makes_room_for_who_comes():
+async def test_entries_make_room_for_new_sequences():
     link = ToyLink(n_pages=12)
     async with keeping(link) as (engine, _):
         for i in range(30):
@@ -201,7 +201,7 @@ async def test_what_is_kept_makes_room_for_who_comes():
         await ask(engine, text(12 * PAGE_TOKENS - 9, 99))  # all of the lease
 
 
-async def test_what_is_kept_goes_before_anybody_is_preempted():
+async def test_entries_are_evicted_before_a_sequence_is_preempted():
     link = ToyLink(n_pages=10)
     async with keeping(link, watermark=0.0) as (engine, _):
         for i in range(4):
@@ -211,7 +211,7 @@ async def test_what_is_kept_goes_before_anybody_is_preempted():
         assert engine.stats.totals.preemptions == 0
 
 
-async def test_too_few_sequences_of_a_lease_are_no_reason_to_wait():
+async def test_entries_free_their_sequence_indexes_when_they_run_out():
     link = ToyLink(max_seqs=3)
     async with keeping(link) as (engine, _):
         for i in range(10):
@@ -219,7 +219,7 @@ async def test_too_few_sequences_of_a_lease_are_no_reason_to_wait():
         assert len(engine.cluster.nodes[0].prefixes) <= 3
 
 
-async def test_a_fork_that_is_refused_costs_time_only():
+async def test_a_refused_fork_costs_time_only():
     link, prompt = ToyLink(), text(400)
     async with keeping(link) as (engine, _):
         await ask(engine, prompt)
@@ -252,7 +252,7 @@ async def test_an_r_node_that_dies_while_it_forks_costs_time_only():
             await again
 
 
-async def test_a_request_that_goes_while_it_is_forked_leaves_nothing():
+async def test_a_request_cancelled_while_it_is_forked_leaves_nothing():
     link, prompt = ToyLink(), text(400)
     async with keeping(link) as (engine, _):
         await ask(engine, prompt)
@@ -265,7 +265,7 @@ async def test_a_request_that_goes_while_it_is_forked_leaves_nothing():
         assert await ask(engine, prompt) == 399
 
 
-async def test_a_request_that_goes_while_it_decodes_is_kept_and_one_in_its_prompt_is_not():
+async def test_a_request_cancelled_while_decoding_becomes_an_entry_and_one_cancelled_in_its_prompt_does_not():
     link, prompt = ToyLink(), text(700)
     async with keeping(link, max_batch_tokens=64, max_batch_size=32, mini_batches=1) as (engine, spart):
         stream = engine.submit(prompt, ASK)
@@ -281,7 +281,7 @@ async def test_a_request_that_goes_while_it_decodes_is_kept_and_one_in_its_promp
         assert await ask(engine, fresh) == 0
 
 
-async def test_a_cache_that_has_come_to_nothing_is_not_kept():
+async def test_a_failed_sequence_becomes_no_entry():
     link, poisoned = ToyLink(), [*text(300), POISON]
     async with keeping(link) as (engine, spart):
         with pytest.raises(GenerationFailed, match="not finite"):
@@ -290,14 +290,14 @@ async def test_a_cache_that_has_come_to_nothing_is_not_kept():
         spart.posted.clear()
         stream = engine.submit(poisoned, ASK)
         await asyncio.to_thread(spart.posted.wait, 20)
-        stream.cancel()  # before it is known
+        stream.cancel()  # before the failure is known
         spart.gate.set()
         await until(lambda: not engine.scheduler.has_work)
         assert len(engine.cluster.nodes[0].prefixes) == 0
 
 
 @pytest.mark.parametrize("mini_batches", [1, 2])
-async def test_requests_that_come_together_compute_a_common_prompt_once(mini_batches):
+async def test_simultaneous_requests_compute_a_common_prompt_once(mini_batches):
     link, prompt = ToyLink(), text(700)
     async with keeping(link, max_batch_tokens=64, max_batch_size=32, mini_batches=mini_batches) as (engine, _):
         assert sorted(await asyncio.gather(*(ask(engine, prompt) for _ in range(5)))) == [0, 640, 640, 640, 640]
@@ -306,7 +306,7 @@ async def test_requests_that_come_together_compute_a_common_prompt_once(mini_bat
         assert sorted(await asyncio.gather(*(ask(engine, end) for end in ends))) == [500] * 4
 
 
-async def test_a_prompt_is_not_held_up_for_a_small_part_of_it():
+async def test_a_prompt_does_not_wait_for_a_small_common_prefix():
     prompt, gate = text(200), SamplingParams(temperature=0.0, max_tokens=3)
     async with keeping(ToyLink(), max_batch_tokens=64, max_batch_size=32, mini_batches=2) as (engine, spart):
         spart.gate.clear()
@@ -317,7 +317,7 @@ async def test_a_prompt_is_not_held_up_for_a_small_part_of_it():
             assert await tokens_of(stream) == continuation(prompt + text(n, n), 3)
 
 
-async def test_a_running_sequence_that_goes_while_it_is_forked_costs_time_only():
+async def test_a_running_sequence_cancelled_while_it_is_forked_costs_time_only():
     link, prompt = ToyLink(), text(400)
     async with keeping(link) as (engine, _):
         stream = engine.submit(prompt, SamplingParams(temperature=0.0, max_tokens=1000))
@@ -337,7 +337,7 @@ async def test_a_running_sequence_that_goes_while_it_is_forked_costs_time_only()
         link.refuse_forks = False
 
 
-async def test_a_prompt_waits_in_vain_for_one_that_is_cancelled():
+async def test_a_prompt_that_waited_for_a_cancelled_one_is_computed():
     prompt = text(700)
     async with keeping(ToyLink(), max_batch_tokens=64, max_batch_size=32, mini_batches=2) as (engine, spart):
         spart.gate.clear()
@@ -345,7 +345,7 @@ async def test_a_prompt_waits_in_vain_for_one_that_is_cancelled():
         await until(lambda: spart.staged)
         again = asyncio.create_task(ask(engine, prompt))
         await asyncio.sleep(0.01)
-        assert engine.scheduler.n_running == 1  # the other is held up for it
+        assert engine.scheduler.n_running == 1  # the other one waits for it
         stream.cancel()
         spart.gate.set()
         assert await again == 0
@@ -353,7 +353,7 @@ async def test_a_prompt_waits_in_vain_for_one_that_is_cancelled():
 
 @pytest.mark.parametrize("mini_batches", [1, 2])
 @pytest.mark.parametrize("n_links", [1, 3])
-async def test_a_crowd_with_common_beginnings_in_a_cache_too_small(mini_batches, n_links):
+async def test_many_prompts_with_common_prefixes_in_a_cache_too_small(mini_batches, n_links):
     rng = random.Random(10 * mini_batches + n_links)
     links = [ToyLink(f"tcp://r{i}", n_pages=60 // n_links, max_seqs=20) for i in range(n_links)]
     roots = [text(500, seed) for seed in range(4)]

@@ -21,7 +21,7 @@ WORD = 1
 
 
 class World:
-    """R-nodes that remember what was appended where; the caller begins and ends steps and acknowledges FREEs."""
+    """R-nodes that record every append; the caller begins and ends steps and acknowledges FREEs."""
 
     def __init__(self, leases=((40, 64),), mini_batches=2, max_batch_tokens=128, max_seqs=16, watermark=0.01):
         links = [
@@ -92,7 +92,7 @@ class World:
         return any_freed
 
     def append(self, chunk) -> None:
-        """What an R-node would do with the chunk, and refuse."""
+        """Append a chunk as an R-node would, with an R-node's checks."""
         seq = chunk.seq
         cached = self.cached[seq.node.position]
         if seq.cached == 0:
@@ -160,7 +160,7 @@ class World:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_random_arrivals_ends_cancels(seed):
-    """Whatever comes and goes in whatever order: books balance, every request ends with the tokens it is due."""
+    """In any order of events, the accounts balance and every request ends with the right number of tokens."""
     rng = random.Random(seed)
     leases = [(rng.choice([9, 14, 40]), rng.choice([3, 8, 64])) for _ in range(rng.choice([1, 1, 3]))]
     world = World(leases, rng.choice([1, 2, 3]), rng.choice([16, 64, 300]), rng.choice([3, 8]), rng.choice([0.01, 0.2]))
@@ -199,7 +199,7 @@ def test_random_arrivals_ends_cancels(seed):
 
 
 def test_random_runs_do_preempt():
-    """The runs above would prove little of preemption if none of them had any."""
+    """Some of the random runs above must preempt, or they would not test preemption."""
     world = World([(6, 8)])
     for _ in range(6):
         world.add(64, 100)
@@ -345,7 +345,7 @@ def test_victim_in_flight_is_preempted_when_its_step_ends():
 
 
 def test_watermark_keeps_newcomers_from_the_last_pages():
-    """Without it a preempted sequence would come back into the very pages it was taken, and be preempted again."""
+    """Without the watermark, a preempted sequence would take its pages again at once, and be preempted again."""
     world = World([(10, 8)], mini_batches=1, max_batch_tokens=1000, watermark=0.3)
     first = world.add(6 * PAGE_TOKENS, 10)
     world.begin(0), world.end(0)

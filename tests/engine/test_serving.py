@@ -81,7 +81,7 @@ def model():
 
 @contextlib.asynccontextmanager
 async def serving(model, nodes, *, mini_batches=2, n_pages=None, max_seqs=64, **options):
-    """A started engine; at its end, if all its R-nodes live, they must hold nothing but what is kept."""
+    """A started engine; at its end, all living R-nodes must hold nothing but prefix entries."""
 
     async def link_to(url):
         page = PAGE_TOKENS * model.config.n_layers * 2 * model.config.n_kv_heads * model.config.head_size * 4
@@ -134,7 +134,7 @@ async def tokens_of(stream):
 
 
 def assert_greedy(judge, prompt, tokens):
-    """Every token is what transformers would have chosen after those before it."""
+    """Every token is the one that transformers would have chosen after the tokens before it."""
     with torch.inference_mode():
         logits = judge(torch.tensor([prompt + tokens])).logits[0]
     assert tokens == logits[len(prompt) - 1 : -1].argmax(-1).tolist()
@@ -165,7 +165,7 @@ async def test_greedy_equals_transformers(family, scheme, n_nodes, mini_batches,
         assert all(node.attention_seconds > 0 for node in engine.stats.nodes), "every R-node had work"
 
 
-async def test_48_mixed_requests_at_random_times_are_each_as_alone(model, shm_node, tcp_nodes):
+async def test_48_mixed_requests_at_random_times_equal_each_alone(model, shm_node, tcp_nodes):
     rng = random.Random(48)
     given = prompts([rng.choice([rng.randint(1, 40), rng.randint(1, 400)]) for _ in range(48)], seed=1)
     params = [
@@ -202,8 +202,8 @@ async def test_tiny_lease_preempts_and_changes_nothing(model, judge, shm_node):
 
 @pytest.mark.parametrize("n_nodes", [1, 2])
 @pytest.mark.parametrize("family", FAMILIES)
-async def test_prompts_that_share_what_is_kept_are_greedy_as_transformers(family, n_nodes, tcp_nodes):
-    """Conversations that go on, and a beginning that many have."""
+async def test_prompts_that_share_prefixes_equal_transformers(family, n_nodes, tcp_nodes):
+    """Conversations that continue, and a prefix that many prompts have."""
     model, judge = loaded(family), judge_of(family)
     common, *rest = prompts([300, 5, 1, 130, 40, 200])
     async with serving(model, tcp_nodes[:n_nodes], prefix_cache=True) as engine:
@@ -217,7 +217,7 @@ async def test_prompts_that_share_what_is_kept_are_greedy_as_transformers(family
         assert totals.prefix_hits > 10 * 300 and totals.preemptions == 0
 
 
-async def test_a_prompt_that_comes_many_times_at_once_is_computed_once(model, judge, tcp_nodes):
+async def test_a_prompt_submitted_many_times_at_once_is_computed_once(model, judge, tcp_nodes):
     (prompt,) = prompts([300])
     async with serving(model, tcp_nodes[:1], prefix_cache=True) as engine:
         for tokens in await asyncio.gather(*(tokens_of(engine.submit(prompt, greedy(40))) for _ in range(6))):
@@ -299,7 +299,7 @@ async def test_step_an_r_node_refuses_fails_and_the_engine_goes_on(model, judge,
 
 
 def test_region_stays_mapped_while_the_s_part_looks_at_it(model):
-    """Else an R-node that dies in the middle of a step takes the S-node with it."""
+    """Otherwise an R-node that dies during a step would crash the S-node."""
     geometry = model.hello(1, 8, "fp32", None, 1).geometry
     layout = region_layout(geometry)
     memory = mmap.mmap(-1, layout.region_bytes)

@@ -30,7 +30,7 @@ class Client:
             return response.status, await response.json()
 
     async def metrics(self) -> dict[tuple[str, str], float]:
-        """(sample name, its labels but model_name, joined) -> value, as prometheus_client's own parser reads them."""
+        """Map (sample name, joined labels without model_name) to values, as prometheus_client's parser reads them."""
         async with self.http.get("/metrics") as response:
             text = await response.text()
         return {
@@ -44,7 +44,7 @@ class Client:
 async def served(engine: Any, tokenizer: Tokenizer, *, key: str = "none", **options: Any) -> AsyncIterator[Client]:
     """Serve `engine` on a free port; `options` are make_app's, `key` the clients'."""
     server = await serve(make_app(engine, tokenizer, MODEL, **options), bind("127.0.0.1", 0))
-    http_client = DefaultAsyncHttpxClient(verify=False)  # there is no TLS; reading the system's roots takes its time
+    http_client = DefaultAsyncHttpxClient(verify=False)  # no TLS is used, and reading the system's roots takes time
     url = f"http://127.0.0.1:{server.port}"
     try:
         async with (

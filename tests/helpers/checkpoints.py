@@ -3,8 +3,8 @@
     from checkpoints import VARIANTS, make_checkpoint
     directory = make_checkpoint("llama-gqa")
 
-A variant is made once a session. Its weights are wide enough that logits stand apart: greedy decoding must not hang on
-rounding. Norms, biases and positions are random too, so that nothing is right by being zero or one.
+A variant is made once a session. Its weights are wide enough that logits stand apart, so rounding does not
+decide greedy tokens. Norms, biases and positions are random too, so that no mistake is hidden by a zero or a one.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The kernels of a machine that is not this one, behind the functions that `_native` has for this one's.
+"""The kernels of another architecture, run under emulation, behind the same functions as `_native`'s.
 
 `NEON` and `SCALAR` are aarch64's, run by qemu-user from programs that a cross compiler builds. A test that gets its
 kernels from `kernels(isa)` holds them to the same bounds as this machine's own.
@@ -78,7 +78,7 @@ _APPEND, _ATTEND, _MERGE, _FINISH, _LOAD_ACT = range(5)
 
 
 class _Emulated:
-    """Arguments as those of `_native`, which checks them; here they must be right."""
+    """Takes the arguments of `_native`'s functions, but does not check them."""
 
     def __init__(self) -> None:
         self.peer = subprocess.Popen([EMULATOR, cross_build(PEER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
@@ -172,5 +172,5 @@ _emulated = functools.cache(_Emulated)
 
 
 def kernels(isa: str):
-    """What has kv_append, kv_attend, attend_merge, attend_finish and load_act of an ISA."""
+    """The object that runs an ISA: `_native` or an emulator. It has kv_append, kv_attend, attend_* and load_act."""
     return _emulated() if is_emulated(isa) else native

@@ -125,7 +125,7 @@ def make_config(model_type: str) -> Any:
 
 @functools.cache
 def save_model(model_type: str, directory: Path) -> Path:
-    """A random checkpoint, wide enough that greedy decoding does not hang on rounding."""
+    """A random checkpoint, with logits so far apart that rounding does not decide greedy tokens."""
     from transformers import AutoModelForCausalLM, logging
 
     logging.disable_progress_bar()

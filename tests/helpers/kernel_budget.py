@@ -10,7 +10,7 @@ INTEGERS = ("int8", "int4", "int8-int4")
 
 
 class Budget(NamedTuple):
-    """What a kernel may lose against float64 over the very values in the cache."""
+    """The largest errors of a kernel, against float64 over the cached values."""
 
     output: float  # relative to the largest |V|
     l: float  # noqa: E741 (its name in attention.h and in the paper); relative

@@ -1,4 +1,4 @@
-"""The S side of a link in plain Python over the bytes of a region, and float64 attention to hold the R-engine against.
+"""The S side of a link in plain Python over the bytes of a region, and float64 attention to compare the R-engine with.
 
 Written from the comments of region/region.h alone, so that the layout is checked from outside.
 """

@@ -1,4 +1,4 @@
-"""An engine that says what a test tells it to, for what a real one cannot be made to do on demand."""
+"""An engine that plays a script, for events that a real engine cannot produce on demand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small tokenizers of the two great kinds, trained on the spot and saved as a Hugging Face directory."""
+"""Small tokenizers of the two common kinds, trained here and saved as a Hugging Face directory."""
 
 from __future__ import annotations
 
@@ -60,7 +60,9 @@ def metaspace(directory: Path, *, chat_template: Any = None, **config: Any) -> P
     # One word at a time, or merges would run across spaces; the rare letters of the last line are left to their bytes.
     tokenizer.train_from_iterator([word for line in CORPUS[:-1] for word in line.split()], trainer)
     content = json.loads(tokenizer.to_str())
-    content["added_tokens"] = [t for t in content["added_tokens"] if t["content"] in specials]  # bytes are no specials
+    content["added_tokens"] = [
+        t for t in content["added_tokens"] if t["content"] in specials
+    ]  # byte tokens are not special tokens
     tokenizer = Tokenizer.from_str(json.dumps(content))
     tokenizer.post_processor = processors.TemplateProcessing(
         single="<s> $A", special_tokens=[("<s>", tokenizer.token_to_id("<s>"))]

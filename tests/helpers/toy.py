@@ -1,4 +1,4 @@
-"""An S-Part without weights over R-nodes without attention, for tests of what schedules them.
+"""An S-Part without weights over R-nodes without attention, for tests of the scheduler and the engine.
 
 The toy model's next token is a hash of all the tokens its R-node has cached, so a lost, doubled or foreign row changes
 the output; its R-nodes check handles, positions and pages as the real ones do.
@@ -25,7 +25,7 @@ def next_token(tokens: list[int]) -> int:
 
 
 def continuation(prompt: list[int], n: int, ends: frozenset[int] = frozenset()) -> list[int]:
-    """What the toy model makes of a prompt: at most n tokens, the first of `ends` the last."""
+    """The toy model's continuation of a prompt: at most n tokens, up to the first of `ends`."""
     tokens = list(prompt)
     while len(tokens) < len(prompt) + n:
         tokens.append(next_token(tokens))
@@ -81,7 +81,7 @@ class ToyLink:
             raise LinkDown(f"{self.url}: connection lost")
 
     def kill(self, *, silently: bool = False) -> None:
-        """The peer is gone; `silently`: only whoever uses the link gets to know."""
+        """Lose the peer; with `silently`, only the next use of the link notices."""
         self.dead = True
         if not silently and not self._closed.done():
             self._closed.set_result(LinkDown(f"{self.url}: connection lost"))
@@ -119,7 +119,7 @@ class ToyLink:
 
 
 class ToySPart:
-    """`steps` counts those begun; clear `gate` to hold every step where it has posted but not yet been answered."""
+    """`steps` counts the steps begun. Clear `gate` to hold every step between its post and its reply."""
 
     def __init__(self, links, *, max_positions=4096, eos=frozenset()):
         self.links = list(links)

@@ -1,8 +1,8 @@
-"""Attention over each KV-cache format against float64: real K and V of the demo model, and ranges made to hurt.
+"""Attention over each KV-cache format against float64: real K and V of the demo model, and hostile ranges of values.
 
-Every error is relative, |O - reference| / |reference| of a row of O. The kernel's budget allows for its arithmetic
-alone (the reference reads what the cache holds), the format's for the rounding of K and V too (it reads what was to be
-cached).
+Every error is relative, |O - reference| / |reference| of a row of O. A kernel's budget covers its
+arithmetic alone: the reference reads the cached values. A format's budget covers the rounding of K and V too: the
+reference reads the values before they were cached.
 """
 
 from __future__ import annotations
@@ -26,14 +26,15 @@ from fastdecode.transports.registry import connect
 ISAS = _native.isa_supported()
 ADVERSARIAL = accuracy.adversarial()
 
-#: Relative errors by the arithmetic of a kernel: over all rows of anything, and of the worst row of the demo model.
+#: Budgets of a kernel's arithmetic: over all rows of any input, and for the worst row of the demo model.
 KERNEL = {FLOATS: (5e-6, 2e-5), INT16: (6e-4, 5e-3), INT8: (3e-2, 0.15), BF16: (6e-3, 5e-2)}
-#: And by format, over all rows and of the worst one of the demo model.
+#: Budgets of a format, for the demo model: over all rows, and for the worst row.
 MODEL = {"fp32": (1e-6, 2e-5), "fp16": (8e-4, 6e-3), "bf16": (6e-3, 5e-2), "int8": (1.5e-2, 0.2), "int4": (0.2, 1.5)}
 MODEL["int8-int4"] = (0.1, 0.3)
-#: By format, over all rows of a range made to hurt.
+#: Budgets of a format, over all rows of a hostile range.
 FORMAT = {"fp32": 5e-6, "fp16": 2e-3, "bf16": 1e-2, "int8": 6e-2, "int4": 1.0, "int8-int4": 0.15}
-#: What a format cannot hold: fp16 saturates at 65504 and is subnormal below 6e-5, integers are zero below 1e-33.
+#: Budgets where a format cannot hold the values: fp16 saturates at 65504 and is subnormal below 6e-5, integers are zero
+#: below 1e-33.
 LOST = {
     "beyond fp16": {"fp16": 1.0},
     "huge": {"fp16": 1.0},
@@ -72,8 +73,8 @@ def test_real_k_and_v_of_every_layer_and_head(model_cases, kv_dtype):
             assert error.pooled <= all_rows and error.worst <= worst, (isa, error)
 
 
-def test_what_was_captured_is_what_transformers_computes(model_cases):
-    """K and V of the last layer, all of whose inputs have passed through the R-node."""
+def test_captured_k_and_v_equal_those_of_transformers(model_cases):
+    """K and V of the last layer, whose inputs have all passed through the R-node."""
     from transformers import AutoModelForCausalLM
 
     judge = AutoModelForCausalLM.from_pretrained(model_dir(), dtype=torch.float32).eval()
@@ -88,7 +89,7 @@ def test_what_was_captured_is_what_transformers_computes(model_cases):
 
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 @pytest.mark.parametrize("name", ADVERSARIAL)
-def test_ranges_made_to_hurt(name, kv_dtype):
+def test_hostile_ranges(name, kv_dtype):
     cases = ADVERSARIAL[name]
     for q_len in (1, 64):  # token by token, and as one block
         for isa, (kernel, whole) in accuracy.errors(ISAS, kv_dtype, cases, q_len).items():

@@ -1,4 +1,4 @@
-"""Activations loaded, and finished rows of attention stored as such, by every ISA this machine has or emulates.
+"""Loading activations and storing finished O rows, by every ISA that this machine has or emulates.
 
 Against NumPy's fp16 and torch's bf16.
 """
@@ -21,7 +21,7 @@ by_act_dtype = pytest.mark.parametrize("act_dtype", TORCH_DTYPES)
 
 
 def bits_equal(got: np.ndarray, want: np.ndarray, infinity: int) -> bool:
-    """Equal bit for bit, but for which NaN it is; both as unsigned integers."""
+    """Whether both, given as unsigned integers, are equal bit for bit; any NaN equals any other."""
     sign = 1 << (8 * want.itemsize - 1)
     nan = (want & ~want.dtype.type(sign)) > infinity
     return bool(((got[nan] & ~got.dtype.type(sign)) > infinity).all()) and np.array_equal(got[~nan], want[~nan])

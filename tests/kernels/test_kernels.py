@@ -24,8 +24,8 @@ PAGE = 128
 ISAS = native.isa_supported()
 KV_DTYPES = ["fp32", "fp16", "bf16", "int8", "int4", "int8-int4"]
 
-# What the cache's format may lose, against float64 over the values before they were stored (standard normal K and V,
-# scores of about unit variance).
+# The largest error of each cache format, against float64 over the values before they were stored (standard normal K
+# and V, scores of about unit variance).
 FORMAT_BUDGET = {"fp32": 2e-6, "fp16": 5e-4, "bf16": 4e-3, "int8": 2e-2, "int4": 0.5, "int8-int4": 0.1}
 
 HEAD_SIZES = [8, 24, 64, 80, 128, 256]
@@ -123,7 +123,7 @@ def normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
 
 
 def queries(rng: np.random.Generator, q_len: int, group: int, head_size: int) -> np.ndarray:
-    """Scaled by 1 / sqrt(head_size), as q comes to a kernel."""
+    """Normal queries, scaled by 1 / sqrt(head_size) as a kernel gets them."""
     return normal(rng, q_len, group, head_size) * np.float32(head_size**-0.5)
 
 
@@ -135,7 +135,7 @@ def make_inputs(case: Case) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 @functools.cache
 def expected(case: Case, kv_dtype: str | None) -> Partial:
-    """The reference over what the cache holds, or (None) over the values before they were stored."""
+    """The reference over the cached values, or with None over the values before they were cached."""
     q, k, v = make_inputs(case)
     if kv_dtype:
         k, v = stored_kv(k, v, kv_dtype)
@@ -143,7 +143,7 @@ def expected(case: Case, kv_dtype: str | None) -> Partial:
 
 
 def assert_close(got: Partial, want: Partial, v_max: float, allowed: Budget, what: object) -> None:
-    """Within the budget, m, l and acc each; rows that see nothing exactly as attention.h has them."""
+    """m, l and acc are each within the budget; rows that see no token are exactly as attention.h defines them."""
     seen = want.l > 0
     assert np.isneginf(got.m[~seen]).all() and not got.l[~seen].any() and not got.acc[~seen].any(), what
     assert np.all(np.abs(got.m[seen] - want.m[seen]) <= allowed.m * (1 + np.abs(want.m[seen]))), what
@@ -155,7 +155,7 @@ def assert_close(got: Partial, want: Partial, v_max: float, allowed: Budget, wha
 
 @by_kv_dtype
 @pytest.mark.parametrize("isa", ISAS)
-def test_the_op_table_is_the_one_asked_for(isa: str, kv_dtype: str) -> None:
+def test_kernels_are_those_of_the_isa_asked_for(isa: str, kv_dtype: str) -> None:
     assert native.isa_of_kernels(isa, kv_dtype) == isa
 
 
@@ -275,7 +275,7 @@ def test_a_chunk_written_by_one_isa_is_read_by_another(writer: str, reader: str,
 
 @pytest.mark.parametrize("isa", params([*ISAS, NEON, SCALAR]))
 def test_int8_rounds_a_product_before_it_rounds_to_an_integer(isa: str) -> None:
-    """As a fused multiply-add would not."""
+    """A fused multiply-add would round only once."""
     largest = np.float32(3.7)
     inverse = np.float32(127) / largest
     x = np.random.default_rng(12).uniform(-3.7, 3.7, 1 << 22).astype(np.float32)
@@ -310,7 +310,7 @@ def test_parts_merged_by_log_sum_exp_equal_the_whole(isa: str, kv_dtype: str) ->
         k, v = normal(rng, n, head_size), normal(rng, n, head_size)
         cache, q_pos = Cache(isa, kv_dtype, k, v), n - q_len
         m, l = np.full(rows, -np.inf, np.float32), np.zeros(rows, np.float32)
-        acc = np.full((rows, head_size), np.nan, np.float32)  # of empty rows it must not be read
+        acc = np.full((rows, head_size), np.nan, np.float32)  # acc of empty rows must not be read
         for pages in (slice(0, 2), slice(2, 3), slice(3, 7)):
             part = cache.attend(q, q_pos, window, pages)
             kernels(isa).attend_merge(isa, m, l, acc, part.m.ravel(), part.l.ravel(), part.acc.reshape(rows, head_size))
@@ -325,7 +325,7 @@ def test_parts_merged_by_log_sum_exp_equal_the_whole(isa: str, kv_dtype: str) ->
 def heads_side_by_side(
     rng: np.random.Generator, isa: str, kv_dtype: str, heads: int, length: int, head_size: int
 ) -> tuple[list[Cache], np.ndarray]:
-    """KV heads with a cache each, and a run of pages that has them all."""
+    """KV heads with a cache each, and the same heads together in one run of pages."""
     caches = [
         Cache(isa, kv_dtype, normal(rng, length, head_size), normal(rng, length, head_size)) for _ in range(heads)
     ]
@@ -357,7 +357,7 @@ def test_heads_attended_at_once_equal_each_alone(isa: str, kv_dtype: str) -> Non
 
 @by_kv_dtype
 @by_isa
-def test_output_written_at_once_is_what_finishing_gives(isa: str, kv_dtype: str) -> None:
+def test_output_written_directly_equals_finished_output(isa: str, kv_dtype: str) -> None:
     rng = np.random.default_rng(12)
     for heads, head_size, group, q_len, length, window in [
         (8, 128, 8, 1, 300, 0),
@@ -406,12 +406,12 @@ def test_scores_of_ten_thousand(isa: str, kv_dtype: str) -> None:
     k[:, 0] = 127
     v = normal(rng, 300, 128)
     want, got = reference(q, *stored_kv(k, v, kv_dtype), 299), Cache(isa, kv_dtype, k, v).attend(q, 299)
-    if kv_dtype in INTEGERS:  # scales make them inexact, and a weight is off by the exponential of that
+    if kv_dtype in INTEGERS:  # scales make scores inexact, and a weight is off by the exponential of a score's error
         np.testing.assert_allclose(got.m, want.m, rtol=budget(isa, kv_dtype).m)
         assert np.isfinite(got.acc).all() and (got.l >= 1).all()
     else:
         assert_close(got, want, 4, budget(isa, kv_dtype), "both signs")
-    k[:, 1:] = 127  # now the tokens are alike, so that int4 too gives them one score
+    k[:, 1:] = 127  # all tokens are equal now, so int4 gives them equal scores too
     q[..., 1:] = 0
     q[..., 0] = [80, -80, 80, -80]
     got = Cache(isa, kv_dtype, k, v).attend(q, 299)
@@ -424,7 +424,7 @@ def test_scores_of_ten_thousand(isa: str, kv_dtype: str) -> None:
 @pytest.mark.parametrize("size", [0.0, 1e-40, 1e-37, 1e-35, 1e-33, 1e-20])
 @by_kv_dtype
 @by_isa
-def test_queries_next_to_nothing_weigh_all_tokens_alike(isa: str, kv_dtype: str, size: float) -> None:
+def test_tiny_queries_weigh_all_tokens_equally(isa: str, kv_dtype: str, size: float) -> None:
     case = Case(head_size=32, group=4, length=3 * PAGE + 5, window=0, q_len=1)
     q, k, v = make_inputs(case)
     q = (q / np.abs(q).max() * size).astype(np.float32)

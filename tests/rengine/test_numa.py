@@ -1,4 +1,4 @@
-"""An R-node bound to a NUMA node: where its threads run and its KV-cache lies, as the kernel says.
+"""An R-node bound to a NUMA node: where its threads run and its KV-cache lies, as the OS reports.
 
 Most machines have one node; tests/rdma/test_rdma_vm.py runs this in a virtual machine that has two.
 """
@@ -25,7 +25,7 @@ MIB = 1 << 20
 
 
 def bytes_by_node(pid: int, least: int) -> dict[int, int]:
-    """How much lies on which node of the mappings with at least so many bytes of anonymous memory."""
+    """Bytes on each NUMA node, of the mappings with at least `least` bytes of anonymous memory."""
     found: dict[int, int] = {}
     for line in Path(f"/proc/{pid}/numa_maps").read_text().splitlines():
         anonymous, size = re.search(r" anon=(\d+)", line), re.search(r" kernelpagesize_kB=(\d+)", line)

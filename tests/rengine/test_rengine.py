@@ -32,7 +32,7 @@ ISAS = _native.isa_supported()
 
 @pytest.fixture
 def engines():
-    """Makes engines; closes what is left of them."""
+    """A function that makes engines; open ones are closed at the end."""
     made = []
 
     def make(threads: int = 2, kv_bytes: int = 1 << 28, **kwargs) -> _native.REngine:
@@ -46,7 +46,7 @@ def engines():
 
 @pytest.fixture
 def links(engines):
-    """Makes links, each to an engine of its own unless one is given; closes them."""
+    """A function that makes links, each to an engine of its own unless one is given; they are closed at the end."""
     made = []
 
     def make(*args, engine=None, threads: int = 2, **kwargs) -> Link:
@@ -167,9 +167,9 @@ def test_fork_shares_pages_and_parts_from_them(links):
     link.fill(0, 2 * PAGE + 22)
     link.fork(0, 1, 2 * PAGE + 22)
     link.fork(0, 2, 2 * PAGE)
-    assert link.lease.stats()["pages_used"] == 3  # the cut one is copied when it is appended to
+    assert link.lease.stats()["pages_used"] == 3  # the cut page is copied when it is appended to
     link.step(0, [(0, 1, True), (1, 2, True), (2, 3, True)])
-    assert link.lease.stats()["pages_used"] == 5  # the last of those that share a page keeps it
+    assert link.lease.stats()["pages_used"] == 5  # the last sequence that shares a page keeps it
     for _ in range(2):
         link.step(0, [(0, 1, True), (1, 2, True), (2, 3, True)])
     link.forget(0)
@@ -271,8 +271,8 @@ def test_forks_that_fill_the_lease_are_served(links):
     link.step(0, [(0, 1, True), (3, 1, True)])  # the refused step has changed nothing
 
 
-def test_a_link_gets_its_answer_whatever_others_wait_for(engines, links):
-    """Two peers in threads of their own, one flooding; every answer of both is right."""
+def test_a_flooding_link_starves_no_other(engines, links):
+    """Two peers in threads of their own, one of which floods the engine; every answer to both is right."""
     engine = engines(2, spin_us=20)
     a, b = links(Geometry(n_slots=1), engine=engine), links(Geometry(n_slots=1), engine=engine)
     failures: list[BaseException] = []
@@ -334,7 +334,7 @@ def test_a_link_removed_under_load_is_never_touched_again(engines, links):
 
 
 def test_a_call_on_a_link_that_is_being_closed_is_answered(engines, links):
-    """Whoever waits is told; whether the call was served first is a matter of luck."""
+    """The waiter gets an answer; the call may or may not have been served first."""
     engine = engines(1, spin_us=0)
     for _ in range(20):
         link = links(Geometry(n_slots=1, n_layers=1), engine=engine)
@@ -432,7 +432,7 @@ def test_leases_share_one_budget(engines, links):
         ({"region": bytearray(4096)}, "the region has 4096 bytes"),
     ],
 )
-def test_a_link_that_makes_no_sense_is_refused(engines, links, change, message):
+def test_an_invalid_link_is_refused(engines, links, change, message):
     engine = engines(1)
     link = links(Geometry(), engine=engine)
     arguments = {

@@ -1,4 +1,4 @@
-"""The KV-cache's memory: who faults it in, when it goes back to the OS, huge pages, and what a call may not do."""
+"""The KV-cache's memory: page faults, return to the OS, huge pages; and calls that allocate nothing."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def append(link: Link, seq_index: int, tokens: int, at: int = 0) -> None:
 
 
 def arena_bytes(flag: str) -> int:
-    """What is resident of this process's arenas, which have a flag of /proc/pid/smaps: hg (MADV_HUGEPAGE), nh, ht."""
+    """Resident bytes of this process's arenas: mappings with a flag in /proc/pid/smaps (hg: MADV_HUGEPAGE, nh, ht)."""
     flags = flag if flag == "ht" else f"nr.* {flag}"  # not reserved: thread stacks are, and are nh as well
     total = 0
     for mapping in re.split(r"(?<=\n)(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text()):
@@ -62,7 +62,7 @@ def arena_bytes(flag: str) -> int:
 
 
 def faults(engine: bool) -> int:
-    """Page faults so far of the R-engines' threads of this process, or of all others."""
+    """Page faults so far, of this process's R-engine threads or of its other threads."""
     total = 0
     for thread in Path("/proc/self/task").iterdir():
         if (thread / "comm").read_text().startswith("fd-r") == engine:
@@ -91,9 +91,9 @@ def test_the_memory_of_free_pages_goes_back_when_a_link_is_idle():
         used = arena_bytes("hg")
         assert used >= 43 * MIB
         link.lease.free(1, 1)
-        # A huge page goes back if no part of it is used: of the 40 MiB between the others all but two at most.
+        # A huge page goes back only if all of it is unused, so at most two of the 40 MiB in the middle stay.
         until(lambda: arena_bytes("hg") <= used - 36 * MIB, "the memory was never given back")
-        for _ in range(2):  # what is used stays, and what went back can be used again
+        for _ in range(2):  # used memory stays, and returned memory can be used again
             link.step(0, [(0, 65, True), (2, 1, True), (3, 200, True)])
 
 
@@ -102,14 +102,14 @@ def test_a_lease_that_lives_on_keeps_its_memory_unless_asked():
         append(link, 0, 8 * PAGE)
         link.lease.free(0, 1)
         used = arena_bytes("nh")
-        time.sleep(0.5)  # several looks of an idle engine
+        time.sleep(0.5)  # several checks of an idle engine
         assert arena_bytes("nh") == used >= 8 * MIB
         append(link, 0, 8 * PAGE)
         assert arena_bytes("nh") == used
 
 
 def test_all_of_the_memory_goes_back_when_nothing_is_used():
-    """Small pages: to the last byte, though layers end within them."""
+    """With small OS pages every byte goes back, although layers end within OS pages."""
     g = Geometry(n_slots=1, max_rows=512, n_layers=5, n_q_heads=1, n_kv_heads=1, head_size=24)
     with link_of(33, g=g, threads=1, huge_pages="off", trim_idle_s=0.05) as link:
         append(link, 0, 33 * PAGE)
@@ -129,7 +129,7 @@ def test_a_lease_that_ends_gives_everything_back():
         assert arena_bytes("hg") == before
 
 
-def test_pages_freed_and_used_all_the_time_are_right_whatever_goes_back():
+def test_results_are_right_while_pages_are_freed_used_and_returned():
     """The idle time is so short that memory goes back between nearly all calls."""
     g = Geometry(n_slots=1, max_rows=64, n_layers=3, n_q_heads=4, n_kv_heads=2, head_size=64)
     with link_of(40, g=g, huge_pages="off", trim_idle_s=1e-6) as link:
@@ -149,7 +149,7 @@ def test_pages_freed_and_used_all_the_time_are_right_whatever_goes_back():
 
 
 def test_the_engines_threads_fault_a_lease_in_and_calls_do_not_wait_for_it():
-    """First touch is by the threads that read; calls are served meanwhile, and once it is done cause no fault."""
+    """The threads that will read the cache touch it first. Calls are served meanwhile, and later cause no faults."""
     with link_of(65, huge_pages="off", prefault=True) as link:
         others = faults(engine=False)
         link.table(0, [(7, 1, 0, 1, 0)])
@@ -186,7 +186,7 @@ def test_a_lease_is_faulted_in_though_calls_never_cease():
 
 
 def test_a_fork_touches_no_page():
-    """It is the control thread that forks: what it cuts is copied by the engine, in the step that appends to it."""
+    """The control thread forks without copying. The engine copies a cut page in the step that appends to it."""
     with link_of(8, huge_pages="off") as link:
         link.fill(0, PAGE + 10)
         used = arena_bytes("nh")
@@ -198,7 +198,7 @@ def test_a_fork_touches_no_page():
 
 @contextlib.contextmanager
 def hugetlb_pages(n: int) -> Iterator[None]:
-    """`n` more of them in the OS's pool, and none afterwards. Skips where they are not to be had."""
+    """Add `n` pages to the OS's pool, and take them away afterwards. Skips where the OS has none."""
     before = int(NR_HUGEPAGES.read_text())
     try:
         NR_HUGEPAGES.write_text(str(before + n))
@@ -255,13 +255,13 @@ def test_hugetlb_pages_that_are_not_there_are_an_error_that_says_how_many():
         ({"trim_idle_s": 1.0, "prefault": True}, "prefaulted memory cannot be given back"),
     ],
 )
-def test_an_engine_that_makes_no_sense_is_refused(kwargs, message):
+def test_an_invalid_engine_is_refused(kwargs, message):
     with pytest.raises(ValueError, match=message):
         _native.REngine(1, 1 << 20, **kwargs)
 
 
 def test_memory_is_bound_to_a_numa_node():
-    """Binds a thread: an engine made by it takes the binding over. The kernel is asked what holds."""
+    """An engine takes over the binding of the thread that makes it. The OS reports the binding."""
     libc, nodes = ctypes.CDLL(None, use_errno=True), os.listdir("/sys/devices/system/node")
     if "node0" not in nodes:
         pytest.skip("this kernel knows no NUMA")
@@ -293,7 +293,7 @@ def test_memory_is_bound_to_a_numa_node():
     assert isinstance(said[3], OSError), said[3]
 
 
-#: Prints what the engine's threads allocate and lock: in the first calls of steps, in all others.
+#: Prints how often the engine's threads allocate and lock: in the first calls of steps, then in all other calls.
 COUNTED = """
 import ctypes
 from rengine_peer import ATTEND, KV_FP16, OK, Geometry, Link

@@ -1,4 +1,4 @@
-"""Which pages sequences are given: whole stretches while there are any, and to the last page when there are none."""
+"""Which pages a sequence gets: whole stretches while there are any, then single pages down to the last."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def lease_of() -> Iterator:
 
 
 def grow(link: Link, seq_index: int, pages: int = 1) -> int:
-    """Appends so many pages' tokens, tag 1, to a sequence that ends with a page. Returns the status."""
+    """Append whole pages of tokens to a sequence that ends with a full page, under tag 1. Returns the status."""
     at = len(link.lease.pages(seq_index, 1))
     link.table(0, [(seq_index, 1, at * PAGE, pages * PAGE, 0)])
     return link.call(0, 0, 1, pages * PAGE, 0, True).status
@@ -98,7 +98,7 @@ def test_the_last_page_is_given_however_scattered(lease_of, n_pages):
 
 
 def test_no_page_is_given_twice(lease_of):
-    """A random life of a full cache, forks and roll-backs included."""
+    """Random appends, frees, forks and roll-backs in a full cache."""
     link, rng = lease_of(61), np.random.default_rng(2)
     shared = refused = 0
     for _ in range(2000):
@@ -117,7 +117,7 @@ def test_no_page_is_given_twice(lease_of):
             link.lease.fork(source, 1, seq_index, 1, n * PAGE)
             assert link.lease.pages(seq_index, 1) == link.lease.pages(source, 1)[:n]
             shared += n
-        held: dict[int, int] = {}  # page: its place, the same in all sequences that share it
+        held: dict[int, int] = {}  # page -> its index, the same in all sequences that share it
         for other in range(12):
             mine = link.lease.pages(other, 1)
             assert len(set(mine)) == len(mine)
@@ -127,7 +127,7 @@ def test_no_page_is_given_twice(lease_of):
     assert shared > 50 and refused > 100
 
 
-def test_pages_of_a_sequence_that_is_not_there(lease_of):
+def test_pages_of_a_sequence_that_does_not_exist(lease_of):
     link = lease_of(4)
     assert link.lease.pages(0, 1) == []
     assert grow(link, 0) == OK

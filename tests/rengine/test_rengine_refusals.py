@@ -1,4 +1,4 @@
-"""What the R-engine refuses, and that it goes on afterwards: nothing a peer writes may cost more than its own call."""
+"""Calls that the R-engine refuses, and serves on: nothing that a peer writes costs more than the peer's own call."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def link():
 
 
 def still_good(link: Link) -> None:
-    """Nothing has changed, and good calls are served in both slots."""
+    """Assert that nothing has changed and that good calls are served in both slots."""
     assert link.lease.stats() | {"pages_used": 2, "seqs": 2} == link.lease.stats()
     link.step(0, [(0, 1, True), (1, 2, True)])
     link.step(1, [(0, 2, True)])
@@ -172,7 +172,7 @@ def test_a_sequence_longer_than_the_lease(link):
     )
 
 
-def test_not_a_number_stays_in_its_own_rows(link):
+def test_nan_stays_in_its_own_rows(link):
     """NaN and infinity in one sequence's rows leave the others' answers alone, also in pages that are used again."""
     link.table(0, [(2, 50, 0, 64, ATTEND)])
     for layer in range(2):
@@ -193,7 +193,7 @@ def test_a_legal_call_that_would_keep_the_others_waiting_for_minutes():
         reply = large.call(0, 0, 1, rows, rows, True)
         assert reply.status == status
         assert (f"{rows * rows} pairs" in reply.message and "at most 2097152" in reply.message) == (status != OK)
-    large.table(0, [(0, 1, 1, 1499, 0)])  # appending is another matter
+    large.table(0, [(0, 1, 1, 1499, 0)])  # the limit is on attention, not on appending
     assert large.call(0, 0, 1, 1499, 0, True).status == OK
     large.table(0, [(0, 1, 1500, 1, ATTEND)])
     assert large.call(0, 0, 1, 1, 1, True).status == OK

@@ -148,7 +148,7 @@ def test_code_that_a_checkpoint_brings_is_not_run(tmp_path: Path) -> None:
 
 
 def test_the_documentation_lists_every_type() -> None:
-    """docs/models.md is the table of this test; FASTDECODE_WRITE_DOCS=1 writes it anew."""
+    """docs/models.md holds the table of this test; FASTDECODE_WRITE_DOCS=1 writes it."""
     lines = [
         "# Models",
         "",

@@ -27,7 +27,7 @@ from fastdecode.transports.base import Geometry
 
 @pytest.fixture
 def copy(tmp_path):
-    """A checkpoint of one's own to spoil."""
+    """A function that copies a checkpoint, for a test to damage."""
 
     def make(name: str = "llama-mha") -> Path:
         return Path(shutil.copytree(make_checkpoint(name), tmp_path / name))
@@ -185,7 +185,7 @@ def test_not_a_model_directory(tmp_path):
 
 
 def test_packed_products_compile_few_kernels_and_are_right_for_every_number_of_rows():
-    """Every distinct number of rows costs oneDNN a kernel of its own; a server meets all of them."""
+    """oneDNN compiles a kernel for each distinct number of rows, and a server meets all numbers."""
     torch.manual_seed(0)
     weight, bias = torch.randn(24, 16), torch.randn(24)
     packed = PackedLinear(Linear(weight, bias))
@@ -266,7 +266,7 @@ def test_a_tied_checkpoint_that_repeats_its_embedding_is_tied(copy, caplog):
     edit_tensors(directory, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
     with caplog.at_level(logging.WARNING):
         model = load_model(directory)
-    assert model.parameters == sum(p.numel() for p in reference(directory).parameters())  # the head is not another one
+    assert model.parameters == sum(p.numel() for p in reference(directory).parameters())  # the head is the embedding
     assert_head_is(model, model.weights.embedding)
     assert not caplog.text
 

@@ -1,7 +1,7 @@
 """The S-Part over links to a real R-engine, against transformers on the same checkpoint.
 
-Everything is held against one forward pass of transformers in fp32 over the whole text, whatever the way in which the
-S-Part was given it: in one prompt or many, token by token, several at once, over one link or three.
+Every result is compared with one forward pass of transformers in fp32 over the whole text, however the S-Part got the
+text: in one prompt or many, token by token, several tokens at once, over one link or three.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ async def linked(
 
 
 def run(step) -> StepOutput:
-    """Run a step to its end; the R-node has as long as it wants."""
+    """Run a step to its end, without a deadline."""
     while True:
         try:
             next(step)
@@ -215,7 +215,7 @@ async def test_several_tokens_at_once_attend_causally_on_the_r_node(variant, tmp
 @pytest.mark.parametrize("variant", FAMILIES)
 async def test_any_mixture_of_work_gives_the_same_logits(variant, scheme, tmp_path):
     """Twelve texts on three R-nodes in two mini-batches whose layers are interleaved: prompts in chunks, single tokens,
-    several tokens, in whatever company chance puts them."""
+    several tokens, in random combinations."""
     directory = make_checkpoint(variant)
     model, chance = load_model(directory, dtype="fp32"), random.Random(5)
     async with linked(model, tmp_path, n=3, scheme=scheme, max_rows=128) as links:
@@ -242,7 +242,7 @@ async def test_any_mixture_of_work_gives_the_same_logits(variant, scheme, tmp_pa
     assert spart.staged_bytes == 0
 
 
-async def test_sampled_tokens_do_not_depend_on_company(tmp_path):
+async def test_sampled_tokens_do_not_depend_on_the_rest_of_the_batch(tmp_path):
     model = load_model(make_checkpoint("qwen3"), dtype="fp32")
 
     async def draw(company: int) -> list[int]:
