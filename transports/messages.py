@@ -127,7 +127,7 @@ def _id() -> Any:
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=())
 def _message(cls: type[_T]) -> type[_T]:
-    """A frozen dataclass whose fields are given by name, every one of them: a checker is no default."""
+    """Make `cls` a frozen dataclass. Callers name every field: the check in a field's metadata is not a default."""
     return dataclass(frozen=True, slots=True, kw_only=True)(cls)
 
 

@@ -36,7 +36,7 @@ def rows(config: NodeConfig, directory: Path) -> list[tuple[str, str]]:
         tokens = int(memory // token)
         whole = f"{tokens // length} sequences of {length}" if tokens >= length else f"not one sequence of {length}"
         chosen = " (--kv-dtype)" if kv_dtype == config.kv_dtype else ""
-        text = f"{format_bytes(token)} a token; {format_bytes(memory)} hold {tokens} tokens, {whole}{chosen}"
+        text = f"{format_bytes(token)} per token; {format_bytes(memory)} hold {tokens} tokens, {whole}{chosen}"
         lines.append((f"KV {kv_dtype}", text))
     if device.type == "cpu" and weights > available_memory():
         lines.append(("too big", f"the weights do not fit into the {format_bytes(available_memory())} available"))

@@ -85,8 +85,7 @@ class EmbeddedRNode:
             "fastdecode.daemon.node",
             *self._argv,
             stdin=asyncio.subprocess.DEVNULL,
-            # ^C in a terminal must reach only the parent, whose running requests need this child until the parent ends
-            # it.
+            # ^C in a terminal must not reach this child, which the parent's running requests still need.
             start_new_session=True,
             preexec_fn=_die_with_parent,
         )
@@ -114,7 +113,7 @@ class EmbeddedRNode:
             await asyncio.sleep(0.02)
 
     def remove_socket(self) -> None:
-        """Remove the socket. Once the S-node has connected nobody else may, and a kill must leave no file behind."""
+        """Remove the socket, so that nobody but the S-node can connect and a kill leaves no file behind."""
         shutil.rmtree(self._directory, ignore_errors=True)
 
     async def stop(self) -> None:

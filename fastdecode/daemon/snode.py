@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 #: With the S-Part on a GPU, a prompt starts from the prefix cache only if its uncached suffix is at most this long. The
 #: S-node computes the attention of a whole prompt itself, but R-nodes attend for the uncached suffix of a shared
-#: prompt; for a long suffix, a GPU that computes the whole prompt is faster. The best limit has not been measured.
+#: prompt. For a long suffix, a GPU should compute the whole prompt faster. The best limit has not been measured.
 _MAX_UNCACHED_SUFFIX = 256
 
 

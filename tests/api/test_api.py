@@ -1,6 +1,4 @@
-"""The API over a real engine, R-node and checkpoint. Judges: the `openai` client, transformers, prometheus_client's
-parser.
-"""
+"""The API over a real engine, R-node and checkpoint; results are compared with transformers."""
 
 from __future__ import annotations
 
@@ -50,7 +48,7 @@ async def client(engine, tokenizer):
 
 
 def greedy(model, ids, n):
-    """Greedy continuation of a prompt by transformers: at most n token ids."""
+    """The greedy continuation of a prompt by transformers: at most n token ids."""
     out = model.generate(torch.tensor([ids]), max_new_tokens=n, do_sample=False)
     return out[0, len(ids) :].tolist()
 
@@ -79,7 +77,7 @@ async def test_models(client):
 
 
 @pytest.mark.quick
-async def test_completion_is_transformers_greedy_text(client, model, tokenizer):
+async def test_completion_equals_the_greedy_text_of_transformers(client, model, tokenizer):
     ids = tokenizer.encode(PROMPT)
     expected = greedy(model, ids, 12)
     answer = await client.openai.completions.create(**ASK)
@@ -93,7 +91,7 @@ async def test_completion_is_transformers_greedy_text(client, model, tokenizer):
 
 
 @pytest.mark.quick
-async def test_chat_is_transformers_greedy_text(client, model, tokenizer):
+async def test_chat_equals_the_greedy_text_of_transformers(client, model, tokenizer):
     ids = chat_prompt(tokenizer, MESSAGES)
     expected = greedy(model, ids, 12)
     answer = await client.openai.chat.completions.create(**CHAT)
@@ -204,8 +202,8 @@ async def test_the_narrowest_sampling_is_greedy(client, fields):
 
 @pytest.mark.parametrize("penalty", [1.0, 1.7, 0.6])
 @pytest.mark.parametrize("bias", [{}, {None: -0.3}, {None: -100.0, 9: 0.4}], ids=str)
-async def test_bias_and_repetition_penalty_are_transformers(client, model, tokenizer, penalty, bias):
-    """None stands for the token that comes first without a bias."""
+async def test_bias_and_repetition_penalty_equal_transformers(client, model, tokenizer, penalty, bias):
+    """A bias for None applies to the first token of the answer without a bias."""
     ids = tokenizer.encode(PROMPT)
     [first] = greedy(model, ids, 1)
     bias = {first if token is None else token: value for token, value in bias.items()}
@@ -226,18 +224,18 @@ async def test_bias_and_repetition_penalty_are_transformers(client, model, token
 
 
 @pytest.mark.parametrize(("frequency", "presence"), [(0.5, 0.0), (0.0, 1.5), (-0.1, 2.0)])
-async def test_frequency_and_presence_penalties_are_openais(client, model, tokenizer, frequency, presence):
-    """OpenAI's formula over transformers' logits."""
+async def test_frequency_and_presence_penalties_follow_openais_formula(client, model, tokenizer, frequency, presence):
+    """Compare with OpenAI's formula, applied to the logits of transformers."""
     ids = chat_prompt(tokenizer, MESSAGES)
-    said = []
-    while len(said) < 40 and said[-1:] != [1]:
+    generated = []
+    while len(generated) < 40 and generated[-1:] != [1]:
         with torch.no_grad():
-            logits = model(torch.tensor([ids + said])).logits[0, -1].double()
-        counts = torch.tensor(said, dtype=torch.long).bincount(minlength=len(logits))
-        said.append(int((logits - counts * frequency - (counts > 0) * presence).argmax()))
+            logits = model(torch.tensor([ids + generated])).logits[0, -1].double()
+        counts = torch.tensor(generated, dtype=torch.long).bincount(minlength=len(logits))
+        generated.append(int((logits - counts * frequency - (counts > 0) * presence).argmax()))
     penalties = {"frequency_penalty": frequency, "presence_penalty": presence, "max_completion_tokens": 40}
     answer = await client.openai.chat.completions.create(**CHAT | penalties)
-    assert answer.choices[0].message.content == tokenizer.decode(said)
+    assert answer.choices[0].message.content == tokenizer.decode(generated)
 
 
 async def test_stop_token_ids_and_ignore_eos(client, model, tokenizer):
@@ -252,18 +250,18 @@ async def test_stop_token_ids_and_ignore_eos(client, model, tokenizer):
 
 
 @pytest.mark.parametrize("streamed", [False, True], ids=["whole", "stream"])
-async def test_logprobs_are_transformers(client, model, tokenizer, streamed):
+async def test_logprobs_equal_transformers(client, model, tokenizer, streamed):
     ids = tokenizer.encode(PROMPT)
-    said = greedy(model, ids, 12)
+    generated = greedy(model, ids, 12)
     with torch.no_grad():
-        logits = model(torch.tensor([ids + said])).logits[0, len(ids) - 1 : -1]
+        logits = model(torch.tensor([ids + generated])).logits[0, len(ids) - 1 : -1]
     expected = torch.log_softmax(logits.double(), -1)
     best = expected.topk(3).values.tolist()
     answer = await client.openai.completions.create(**ASK, logprobs=3, stream=streamed)
     choices = [chunk.choices[0] async for chunk in answer] if streamed else answer.choices
     logprobs = [value for choice in choices for value in choice.logprobs.token_logprobs]
     top = [alternatives for choice in choices for alternatives in choice.logprobs.top_logprobs]
-    shown = [token for token in said if token != 1]
+    shown = [token for token in generated if token != 1]
     assert logprobs == pytest.approx([expected[i, token].item() for i, token in enumerate(shown)], abs=1e-3)
     assert [sorted(t.values(), reverse=True) for t in top] == [pytest.approx(b, abs=1e-3) for b in best[: len(shown)]]
 
@@ -291,7 +289,7 @@ async def test_text_parts_and_roles(client, tokenizer):
 
 
 async def test_an_answer_can_be_sent_back(client):
-    """What the client's own objects dump to is a message again."""
+    """An answer, dumped by the client's own classes, is a valid message of the next request."""
     answer = await client.openai.chat.completions.create(**CHAT)
     messages = [*MESSAGES, answer.choices[0].message.model_dump(), {"role": "user", "content": "Go on."}]
     assert (await client.openai.chat.completions.create(**CHAT | {"messages": messages})).usage.completion_tokens
@@ -322,7 +320,7 @@ async def test_a_client_that_disconnects_while_decoding_frees_its_pages(client, 
     assert metrics["fastdecode:request_success_total", "abort"] == 2
 
 
-async def test_a_client_that_disconnects_in_the_queue_is_forgotten(checkpoint, tokenizer, tmp_path):
+async def test_a_client_that_disconnects_leaves_the_queue(checkpoint, tokenizer, tmp_path):
     async with (
         real_engine(checkpoint, tmp_path, mini_batches=1, max_batch_size=1) as engine,
         served(engine, tokenizer) as client,
@@ -356,7 +354,7 @@ async def test_a_full_queue_is_a_429(checkpoint, tokenizer, tmp_path):
         await waiting.close()
 
 
-async def test_many_simultaneous_streams_do_not_mix(client, tokenizer):
+async def test_many_streams_at_once_get_their_own_texts(client, tokenizer):
     asks = [ASK | {"prompt": [3 + i] * (1 + 7 * i), "seed": i, "temperature": 1.0} for i in range(12)]
     alone = [(await client.openai.completions.create(**ask)).choices[0].text for ask in asks]
 
@@ -366,7 +364,7 @@ async def test_many_simultaneous_streams_do_not_mix(client, tokenizer):
     assert await asyncio.gather(*map(streamed, asks)) == alone
 
 
-async def test_a_conversation_reports_its_cached_tokens(checkpoint, model, tokenizer, tmp_path):
+async def test_usage_counts_the_cached_tokens_of_a_conversation(checkpoint, model, tokenizer, tmp_path):
     async with (
         real_engine(checkpoint, tmp_path, prefix_cache=True) as engine,
         served(engine, tokenizer) as client,
@@ -378,8 +376,8 @@ async def test_a_conversation_reports_its_cached_tokens(checkpoint, model, token
             assert answer.choices[0].message.content == tokenizer.decode(expected)
             reused.append(answer.usage.prompt_tokens_details.cached_tokens)
             assert reused[-1] < answer.usage.prompt_tokens
-            said = {"role": "assistant", "content": answer.choices[0].message.content}
-            messages += [said, {"role": "user", "content": "And then?"}]
+            reply = {"role": "assistant", "content": answer.choices[0].message.content}
+            messages += [reply, {"role": "user", "content": "And then?"}]
         assert reused[0] == 0 < 128 <= reused[1] <= reused[2]
         metrics = await client.metrics()
         assert metrics["fastdecode:prefix_cache_hits_total", ""] == sum(reused)
@@ -403,7 +401,7 @@ async def test_health_names_the_r_nodes(client, engine):
     assert (caught.value.status_code, caught.value.code) == (503, "not_ready")
 
 
-async def test_metrics_count_what_was_done(client, tokenizer):
+async def test_metrics_count_requests_and_tokens(client, tokenizer):
     answer = await client.openai.completions.create(**ASK, n=2, extra_body={"ignore_eos": True})
     metrics = await client.metrics()
     tokens, prompt = answer.usage.completion_tokens, answer.usage.prompt_tokens

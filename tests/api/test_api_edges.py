@@ -1,4 +1,4 @@
-"""Edge cases of the API over a scripted engine: tokens, stop strings, failures and disconnects at chosen moments."""
+"""The API over a scripted engine: orders of tokens, stop strings, failures and clients that are rare in practice."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def tokenizer(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def spell(tokenizer):
-    """Token ids of a text, one a byte."""
+    """A function: text -> token ids, one for each byte."""
     ids = {tokenizer.token_bytes(i): i for i in range(len(tokenizer.tokens_from(0)))}
     return lambda text: [ids[bytes([b])] for b in text.encode()]
 
@@ -53,20 +53,20 @@ async def completion_stream(client, **body):
 
 
 @pytest.mark.parametrize(
-    ("said", "stop", "expected", "reason"),
+    ("text", "stop", "expected", "reason"),
     [
         ("one STOP two", "STOP", "one ", "stop"),
         ("one STO", "STOP", "one STO", "length"),  # held back to the end, then released
-        ("aabaabaaab", ["aabaaa"], "aab", "stop"),  # a false start that overlaps the true one
-        ("abcd", ["abcd", "bc"], "a", "stop"),  # the one that is complete first
+        ("aabaabaaab", ["aabaaa"], "aab", "stop"),  # a false beginning that overlaps the stop string
+        ("abcd", ["abcd", "bc"], "a", "stop"),  # the stop string that is complete first counts
         ("世界🦙!", "🦙", "世界", "stop"),
         ("STOP", ["STOP"], "", "stop"),
         ("no such thing", ["x", "yy"], "no such thing", "length"),
     ],
 )
 @pytest.mark.parametrize("streamed", [False, True], ids=["whole", "stream"])
-async def test_stop_strings_across_tokens(tokenizer, spell, said, stop, expected, reason, streamed):
-    engine = ScriptedEngine(spell(said))
+async def test_stop_strings_across_tokens(tokenizer, spell, text, stop, expected, reason, streamed):
+    engine = ScriptedEngine(spell(text))
     async with served(engine, tokenizer) as client:
         if streamed:
             text, reasons, _ = await completion_stream(client, stop=stop)
@@ -78,7 +78,7 @@ async def test_stop_strings_across_tokens(tokenizer, spell, said, stop, expected
 
 
 def cut_before_stop(text, stops):
-    """A stop string by definition: one character at a time."""
+    """The expected result, by the definition, one character at a time."""
     for end in range(1, len(text) + 1):
         if complete := [len(stop) for stop in stops if text[:end].endswith(stop)]:
             return text[: end - max(complete)], True
@@ -100,7 +100,7 @@ def test_stop_strings_do_not_depend_on_how_the_text_is_cut(seed):
         assert (sent + matcher.flush() * (not stopped), stopped) == cut_before_stop(text, stops)
 
 
-async def test_no_part_of_a_stop_string_is_sent_before_it_is_known_to_be_none(tokenizer, spell):
+async def test_no_part_of_a_stop_string_is_sent(tokenizer, spell):
     wait = asyncio.Event()
     engine = ScriptedEngine([*spell("ab##"), wait, *spell("#c")])
     async with served(engine, tokenizer) as client:
@@ -114,7 +114,7 @@ async def test_no_part_of_a_stop_string_is_sent_before_it_is_known_to_be_none(to
     assert seen == "ab###c"
 
 
-async def test_a_stop_string_ends_the_request_in_the_engine_though_it_would_go_on(tokenizer, spell):
+async def test_a_stop_string_cancels_the_request_in_the_engine(tokenizer, spell):
     engine = ScriptedEngine([*spell("done."), asyncio.Event()])
     async with served(engine, tokenizer) as client:
         answer = await client.openai.completions.create(**ASK, stop=".")
@@ -149,7 +149,7 @@ def with_logprobs(ids):
 
 @pytest.mark.parametrize("streamed", [False, True], ids=["whole", "stream"])
 async def test_completion_logprobs_line_up_with_the_text(tokenizer, spell, streamed):
-    """Tokens after the stop string are left out, and those of half a character are named by their bytes."""
+    """There are no entries for tokens after the stop string, and a token of half a character is named by its bytes."""
     ids = spell("aé STOP")
     async with served(ScriptedEngine(with_logprobs(ids)), tokenizer) as client:
         if streamed:
@@ -179,7 +179,7 @@ async def test_chat_logprobs(tokenizer, spell, streamed):
 
 @contextlib.asynccontextmanager
 async def raw_request(port, path, body):
-    """A request on a socket of its own, for a client that just goes."""
+    """Send a request on a new socket, for a client that disconnects."""
     sock = socket.socket()
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**16)
     sock.connect(("127.0.0.1", port))
@@ -199,7 +199,7 @@ async def raw_request(port, path, body):
 
 
 async def events(client, path, body):
-    """The raw events of a stream, comments included, and whether it was ended properly."""
+    """The raw events of a stream, including comments, and whether the stream was ended properly."""
     async with client.http.post(path, json=body | {"stream": True}) as response:
         assert response.headers["Content-Type"] == "text/event-stream; charset=utf-8"
         text = (await response.read()).decode()
@@ -231,7 +231,7 @@ async def test_the_bytes_of_a_chat_stream(tokenizer, spell):
     }
 
 
-async def test_a_stream_that_has_nothing_to_say_says_so(tokenizer, spell):
+async def test_a_stream_without_text_sends_keep_alive_comments(tokenizer, spell):
     wait = asyncio.Event()
     async with (
         served(ScriptedEngine([wait, *spell("ok")]), tokenizer, keep_alive_seconds=0.02) as client,
@@ -243,7 +243,7 @@ async def test_a_stream_that_has_nothing_to_say_says_so(tokenizer, spell):
 
 
 @pytest.mark.parametrize("ask", [ASK, CHAT], ids=["completion", "chat"])
-async def test_a_failure_in_mid_stream_is_an_error_event_and_the_end(tokenizer, spell, ask):
+async def test_a_failure_in_mid_stream_sends_an_error_event_and_ends_the_stream(tokenizer, spell, ask):
     engine = ScriptedEngine([*spell("half"), GenerationFailed("R-node tcp://r1 was lost")])
     async with served(engine, tokenizer) as client:
         api = client.openai.completions if ask is ASK else client.openai.chat.completions
@@ -272,7 +272,7 @@ async def test_one_failed_choice_fails_the_request_and_cancels_the_others(tokeni
     assert all(stream.cancelled.is_set() for stream in engine.streams)
 
 
-async def test_choices_are_interleaved_as_they_come(tokenizer, spell):
+async def test_choices_are_interleaved_as_their_tokens_arrive(tokenizer, spell):
     first, second = asyncio.Event(), asyncio.Event()
     engine = ScriptedEngine([first, *spell("abc")], [*spell("x"), second, *spell("y")])
     async with served(engine, tokenizer) as client:
@@ -288,7 +288,7 @@ async def test_choices_are_interleaved_as_they_come(tokenizer, spell):
 
 
 async def test_a_reader_that_stalls_delays_neither_the_engine_nor_other_streams(tokenizer, spell):
-    """The API takes the reader's tokens from the engine anyway, and sends unread text in bigger pieces."""
+    """The API still reads the slow client's tokens from the engine, and sends them in larger pieces."""
     n = 50_000  # events of some 170 bytes each: more than the sockets' buffers hold
     engine = ScriptedEngine(spell("0") * n, spell("quick"))
     async with served(engine, tokenizer) as client:
@@ -297,7 +297,7 @@ async def test_a_reader_that_stalls_delays_neither_the_engine_nor_other_streams(
             await reader.readuntil(b"\r\n\r\n")
             answer = await client.openai.completions.create(**ASK)
             assert answer.choices[0].text == "quick"
-            while not engine.streams[0].cancelled.is_set():  # by the API, when it has read to the end
+            while not engine.streams[0].cancelled.is_set():  # the API cancels the stream once it has read to the end
                 await asyncio.sleep(0.01)
             raw = bytearray()
             while b"data: [DONE]" not in raw[-64:]:
@@ -325,9 +325,9 @@ async def test_variables_for_the_models_own_chat_template(tmp_path, spell):
 
 @pytest.mark.parametrize("how", ["close", "reset"])
 @pytest.mark.parametrize("streamed", [False, True], ids=["whole", "stream"])
-@pytest.mark.parametrize("said", ["", "some"], ids=["in the queue", "while decoding"])
-async def test_a_client_that_disconnects_cancels_its_requests(tokenizer, spell, said, streamed, how):
-    engine = ScriptedEngine(*[[*spell(said), asyncio.Event()]] * 2)
+@pytest.mark.parametrize("text", ["", "some"], ids=["in the queue", "while decoding"])
+async def test_a_client_that_disconnects_cancels_its_requests(tokenizer, spell, text, streamed, how):
+    engine = ScriptedEngine(*[[*spell(text), asyncio.Event()]] * 2)
     async with served(engine, tokenizer) as client:
         body = ASK | {"stream": streamed, "n": 2}
         async with raw_request(client.server.port, "/v1/completions", body) as (reader, writer), asyncio.timeout(20):
@@ -428,7 +428,7 @@ async def test_closing_lets_streams_end_within_the_grace(tokenizer, spell):
 
 
 @pytest.mark.parametrize("streamed", [False, True], ids=["whole", "stream"])
-async def test_closing_ends_remaining_streams_with_an_error(tokenizer, spell, streamed):
+async def test_closing_ends_the_remaining_streams_with_an_error(tokenizer, spell, streamed):
     engine = ScriptedEngine([*spell("a"), asyncio.Event()])
     async with served(engine, tokenizer) as client:
 

@@ -1,6 +1,4 @@
-"""Requests that the API refuses, and how: by status, OpenAI's error object and the name of the field. Judge: the
-`openai` client.
-"""
+"""The requests that the API refuses: status, OpenAI's error object and the name of the field."""
 
 from __future__ import annotations
 
@@ -80,7 +78,7 @@ BAD_BOTH = [
     ({"logit_bias": {"5": 101}}, "logit_bias.5"),
     ({"logit_bias": {"5": True}}, "logit_bias.5"),
     ({"logit_bias": {"5": 1, "05": 1}}, "logit_bias.05"),
-    ({"logit_bias": {"384": 1}}, "logit_bias"),  # one beyond the vocabulary
+    ({"logit_bias": {"384": 1}}, "logit_bias"),  # the first id beyond the vocabulary
     ({"logit_bias": {str(token): 1 for token in range(1025)}}, "logit_bias"),
     ({"nonsense": 1}, "nonsense"),
     ({"nonsense": None}, "nonsense"),
@@ -118,7 +116,7 @@ BAD_COMPLETION = [
     ({"prompt": [1, "a"]}, "prompt"),
     ({"prompt": [True]}, "prompt"),
     ({"prompt": {"a": 1}}, "prompt"),
-    ({"prompt": [384]}, "prompt"),  # one beyond the vocabulary
+    ({"prompt": [384]}, "prompt"),  # the first id beyond the vocabulary
     ({"prompt": [-1]}, "prompt"),
     ({"prompt": [2**40]}, "prompt"),
     ({"prompt": [1] * MAX_POSITIONS}, "prompt"),
@@ -150,7 +148,7 @@ BAD_CHAT = [
     ({"logprobs": 3}, "logprobs"),
     ({"top_logprobs": 3}, "top_logprobs"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
-    ({"max_tokens": 3}, "max_tokens"),  # beside another max_completion_tokens
+    ({"max_tokens": 3}, "max_tokens"),  # together with another max_completion_tokens
     ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
     ({"prompt": "x"}, "prompt"),
 ]
@@ -194,7 +192,7 @@ async def test_a_model_without_a_chat_template(engine, tokenizer, monkeypatch):
 @pytest.mark.parametrize(
     "body", [b"", b"{", b"[1]", b'"x"', b'{"temperature": NaN}', b'{"temperature": 1e999}', b"\xff", b"[" * 5000]
 )
-async def test_bodies_that_are_not_a_json_object(client, body):
+async def test_bodies_that_are_not_json_objects(client, body):
     async with client.http.post("/v1/completions", data=body, headers={"Content-Type": "application/json"}) as response:
         assert response.status == 400
         assert (await response.json())["error"]["type"] == "invalid_request_error"
@@ -206,7 +204,7 @@ async def test_a_body_of_another_type(client):
         assert "application/json" in (await response.json())["error"]["message"]
 
 
-async def test_a_body_that_is_not_encoded_as_it_says(client):
+async def test_a_body_with_a_wrong_content_encoding(client):
     headers = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
     async with client.http.post("/v1/completions", data=b"no gzip", headers=headers) as response:
         assert response.status == 400
@@ -218,7 +216,7 @@ async def test_a_body_too_large(engine, tokenizer):
         with pytest.raises(openai.APIStatusError) as caught:
             await client.openai.completions.create(**ASK | {"prompt": "x" * 1_000_000})
         assert (caught.value.status_code, caught.value.code) == (413, "body_too_large")
-        assert (await client.openai.completions.create(**ASK)).usage  # and the server goes on
+        assert (await client.openai.completions.create(**ASK)).usage  # the server goes on
 
 
 async def test_unknown_paths_and_methods(client):
@@ -251,11 +249,11 @@ async def test_the_api_key(engine, tokenizer):
             async with client.http.get("/health") as response:
                 assert response.status == 200
             async with aiohttp.request("GET", f"http://127.0.0.1:{client.server.port}/v1/models") as response:
-                assert response.status == 401  # no header at all
+                assert response.status == 401  # no header
 
 
 async def test_more_choices_than_the_queue_can_ever_take(tokenizer, tmp_path):
-    """A 400: after a 429, a client would retry in vain."""
+    """A 400, because no retry after a 429 could succeed."""
     async with (
         real_engine(make_checkpoint("llama-gqa"), tmp_path, max_queued=3) as engine,
         served(engine, tokenizer) as client,
@@ -283,7 +281,7 @@ async def test_more_choices_than_the_queue_can_ever_take(tokenizer, tmp_path):
     ],
     ids=["length", "header", "version", "long", "chunk"],
 )
-async def test_bytes_that_are_not_http_are_a_400_and_a_line_in_the_log(client, caplog, sent):
+async def test_bytes_that_are_not_http_get_a_400_and_a_line_in_the_log(client, caplog, sent):
     reader, writer = await asyncio.open_connection("127.0.0.1", client.server.port)
     writer.write(sent)
     assert (await reader.readline()).split()[1] == b"400"

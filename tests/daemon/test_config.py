@@ -1,4 +1,4 @@
-"""The command line and what it refuses; what the machine offers."""
+"""The command line, the options that it refuses, and the reading of the machine's cores and memory."""
 
 from __future__ import annotations
 
@@ -104,14 +104,14 @@ def test_an_embedded_r_node_gets_the_options_of_its_s_node():
         "huge_pages": "hugetlb",
         "prefault": True,
     }
-    told = NodeConfig(**options).to_args(EMBEDDED_OPTIONS)
-    config = NodeConfig.from_args(["--role", "r", "--listen", "shm:///r", *told])
+    arguments = NodeConfig(**options).to_args(EMBEDDED_OPTIONS)
+    config = NodeConfig.from_args(["--role", "r", "--listen", "shm:///r", *arguments])
     assert config == NodeConfig(role="r", listen=("shm:///r",), **options)
     assert NodeConfig(trim_idle_s=2.5).to_args(EMBEDDED_OPTIONS) == ["--trim-idle-s", "2.5"]
     assert NodeConfig().to_args(EMBEDDED_OPTIONS) == []
 
 
-def test_secret_file_must_exist_and_not_be_empty(tmp_path):
+def test_the_secret_file_must_exist_and_not_be_empty(tmp_path):
     with pytest.raises(ConfigError, match="No such file"):
         NodeConfig(secret_file=tmp_path / "none").read_secret()
     empty = tmp_path / "empty"
@@ -140,7 +140,7 @@ def test_sizes(text, size):
     assert parse_bytes(text) == size
 
 
-def test_sizes_are_printed_for_people():
+def test_sizes_are_printed_with_units():
     assert [format_bytes(n) for n in (0, 1023, 1536, 3 << 29, 5 << 40)] == [
         "0 B",
         "1023 B",
@@ -160,8 +160,8 @@ def test_usable_cpus_follow_the_affinity_mask():
         os.sched_setaffinity(0, before)
 
 
-def test_cgroup_limits_hold_though_the_host_has_more(tmp_path, monkeypatch):
-    """The leaf (cgroup v2) allows a core and a half and 3 GiB; 1 GiB is used, a quarter of which is page cache."""
+def test_cgroup_limits_hold_where_the_host_has_more(tmp_path, monkeypatch):
+    """A cgroup (v2) allows 1.5 cores and 3 GiB, and uses 1 GiB, a quarter of which is page cache."""
     leaf = tmp_path / "a" / "b"
     leaf.mkdir(parents=True)
     (leaf / "cpu.max").write_text("150000 100000\n")
@@ -177,7 +177,7 @@ def test_cgroup_limits_hold_though_the_host_has_more(tmp_path, monkeypatch):
 
 
 def make_numa(root, online: str, nodes: dict[int, str]) -> None:
-    """The OS's files about NUMA nodes, under a root of the test's; node n has n + 1 GiB free, page cache included."""
+    """Make the sysfs files of NUMA nodes under `root`. Node n has n + 1 GiB free, including page cache."""
     directory = root / "devices/system/node"
     directory.mkdir(parents=True)
     (directory / "online").write_text(f"{online}\n")
@@ -189,7 +189,7 @@ def make_numa(root, online: str, nodes: dict[int, str]) -> None:
         (directory / f"node{n}/meminfo").write_text("\n".join([*lines, f"Node {n} HugePages_Total:     0"]) + "\n")
 
 
-def test_numa_nodes_are_read_with_gaps_and_memory_that_has_no_cpus(tmp_path):
+def test_numa_nodes_may_have_gaps_or_no_cpus(tmp_path):
     make_numa(tmp_path, "0,2-3", {0: "0-3,8-11", 2: "4-7,12-15", 3: ""})
     assert machine.numa_nodes(tmp_path) == [
         machine.NumaNode(0, (0, 1, 2, 3, 8, 9, 10, 11), 1 << 30),
@@ -207,7 +207,7 @@ def test_numa_nodes_of_this_machine_have_its_cpus_and_memory():
     assert 0 < sum(node.free for node in nodes) <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def test_an_r_node_binds_itself_only_to_a_numa_node_that_it_may_use(tmp_path, monkeypatch):
+def test_an_r_node_binds_only_to_a_numa_node_that_it_may_use(tmp_path, monkeypatch):
     make_numa(tmp_path, "0-1", {0: "0-1023", 1: ""})
     monkeypatch.setattr(rnode, "numa_nodes", lambda: machine.numa_nodes(tmp_path))
     with pytest.raises(ValueError, match="there is no NUMA node 7, there are: 0, 1"):
@@ -216,7 +216,7 @@ def test_an_r_node_binds_itself_only_to_a_numa_node_that_it_may_use(tmp_path, mo
         rnode.bind_to_node(1)
 
 
-def test_an_embedded_r_node_on_a_numa_node_has_no_more_threads_than_that_has_cpus(tmp_path, monkeypatch):
+def test_an_embedded_r_node_has_at_most_the_cpus_of_its_numa_node(tmp_path, monkeypatch):
     make_numa(tmp_path, "0-1", {0: "0-1", 1: "2-15"})
     monkeypatch.setattr(embedded, "numa_nodes", lambda: machine.numa_nodes(tmp_path))
     monkeypatch.setattr(embedded, "usable_cpus", lambda: list(range(16)))
@@ -226,7 +226,7 @@ def test_an_embedded_r_node_on_a_numa_node_has_no_more_threads_than_that_has_cpu
     assert split(NodeConfig(numa_node=0, threads=5), s_on_gpu=False) == embedded.Split(11, 5, 2)
 
 
-def test_both_parts_take_turns_on_all_cores_unless_told_otherwise_or_beside_a_gpu(monkeypatch):
+def test_the_split_of_the_cores_between_both_parts(monkeypatch):
     monkeypatch.setattr(embedded, "usable_cpus", lambda: list(range(16)))
     split = embedded.split_machine
     assert split(NodeConfig(), s_on_gpu=False) == embedded.Split(16, 16, 1)
@@ -238,7 +238,7 @@ def test_both_parts_take_turns_on_all_cores_unless_told_otherwise_or_beside_a_gp
     assert split(NodeConfig(r_node=("tcp://there:7300",)), s_on_gpu=False).s_threads == 16
 
 
-def test_huge_pages_that_others_have_reserved_are_not_free(tmp_path, monkeypatch):
+def test_reserved_huge_pages_are_not_free(tmp_path, monkeypatch):
     kernel = tmp_path / "kernel/mm"
     (kernel / "transparent_hugepage").mkdir(parents=True)
     (kernel / "transparent_hugepage/enabled").write_text("always [madvise] never\n")

@@ -1,4 +1,4 @@
-"""`fastdecode-node` as its users run it: processes, signals, sockets, and nothing left behind."""
+"""`fastdecode-node` as users run it: processes, signals and sockets, of which nothing is left behind."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ START_SECONDS = 60
 
 
 class Node:
-    """A fastdecode-node process; its log is read from a file."""
+    """A fastdecode-node process, whose output goes to a log file."""
 
     def __init__(self, tmp_path: Path, *argv: str, own_group: bool = False):
         self.log = tmp_path / f"node-{time.monotonic_ns()}.log"
@@ -58,7 +58,7 @@ class Node:
         return self.process.wait(seconds)
 
     def regions(self) -> int:
-        """Activation regions that the process has mapped."""
+        """The number of activation regions that the process has mapped."""
         return Path(f"/proc/{self.process.pid}/maps").read_text().count("fastdecode-region")
 
     def children(self) -> list[int]:
@@ -68,7 +68,7 @@ class Node:
 
 @pytest.fixture
 def start(tmp_path):
-    """start(*argv) -> Node; all are killed at the end."""
+    """A function that starts a Node with its arguments. All nodes are killed at the end of the test."""
     with contextlib.ExitStack() as stack:
 
         def start(*argv: str, own_group: bool = False) -> Node:
@@ -97,14 +97,14 @@ def complete(api: OpenAI, n: int = 8) -> str:
 
 
 def temporary(tmp_path: Path) -> Path:
-    """The nodes' own TMPDIR."""
+    """The nodes' TMPDIR."""
     directory = tmp_path / "tmp"
     directory.mkdir(exist_ok=True)
     return directory
 
 
 def traces(tmp_path: Path) -> set[Path]:
-    """What a killed node could leave: shared memory segments and temporary files."""
+    """Files that a killed node could leave behind: shared memory segments and temporary files."""
     return {*Path("/dev/shm").iterdir(), *temporary(tmp_path).iterdir()}
 
 
@@ -123,7 +123,7 @@ def test_demo_model_streams_and_sigterm_ends_both_processes(start, tmp_path):
     assert traces(tmp_path) <= before
 
 
-def test_s_node_killed_takes_its_embedded_r_node_along_and_leaves_nothing(start, tmp_path):
+def test_a_killed_s_node_ends_its_embedded_r_node_and_leaves_nothing_behind(start, tmp_path):
     before = traces(tmp_path)
     node = start("--port", "0", "--kv-memory", "256MiB")
     complete(node.api())
@@ -134,7 +134,7 @@ def test_s_node_killed_takes_its_embedded_r_node_along_and_leaves_nothing(start,
 
 
 def test_interrupt_from_the_terminal_lets_running_requests_end(start):
-    """A terminal sends ^C to the whole foreground process group: the embedded R-node is not to be in it."""
+    """A terminal sends ^C to the foreground process group, which must not include the embedded R-node."""
     node = start("--port", "0", "--kv-memory", "256MiB", "--drain-seconds", "30", own_group=True)
     ask = {"model": "fastdecode-demo", "prompt": "It was", "max_tokens": 200, "stream": True}
     stream = node.api().completions.create(**ask, extra_body={"ignore_eos": True})
@@ -165,15 +165,15 @@ def test_r_node_killed_ends_its_streams_with_an_error_and_the_s_node_stays_up(st
         for _ in stream:
             pass
     assert traces(tmp_path) <= before
-    with pytest.raises(openai.InternalServerError):  # 503: alive, but nowhere to put a KV-cache
+    with pytest.raises(openai.InternalServerError):  # 503: the S-node is alive, but no R-node is connected
         complete(api)
-    again = start("--role", "r", "--listen", f"shm://{sock}", "--kv-memory", "256MiB", "--threads", "1")
-    again.wait_for("R-node on shm")
+    second = start("--role", "r", "--listen", f"shm://{sock}", "--kv-memory", "256MiB", "--threads", "1")
+    second.wait_for("R-node on shm")
     s_node.wait_for(f"shm://{re.escape(str(sock))} is back", 20)
     assert complete(api)
-    assert s_node.regions() == 1  # the dead link's is not kept
+    assert s_node.regions() == 1  # the region of the dead link is unmapped
     assert s_node.end() == 0
-    assert "the link was closed" not in s_node.log.read_text()  # the engine ended first, and lost nothing
+    assert "the link was closed" not in s_node.log.read_text()  # the engine ended before the links were closed
 
 
 def test_embedded_r_node_killed_is_started_again(start, tmp_path):
@@ -189,13 +189,13 @@ def test_embedded_r_node_killed_is_started_again(start, tmp_path):
             (child,), old = node.children(), child
             assert child != old
             assert traces(tmp_path) <= before
-    assert node.regions() == 1  # the dead links' are not kept
+    assert node.regions() == 1  # the regions of the dead links are unmapped
     assert node.end() == 0
     assert gone(child)
     assert traces(tmp_path) <= before
 
 
-def test_r_node_that_is_not_up_yet_is_waited_for(start, tmp_path):
+def test_the_s_node_waits_for_an_r_node_that_is_not_up_yet(start, tmp_path):
     sock = tmp_path / "r.sock"
     s_node = start("--port", "0", "--r-node", f"shm://{sock}")
     s_node.wait_for(f"no R-node can be reached at shm://{re.escape(str(sock))}.*trying again for 30 s")
@@ -208,7 +208,7 @@ def test_r_node_that_is_not_up_yet_is_waited_for(start, tmp_path):
 
 
 def test_port_in_use_is_noticed_before_the_weights_are_loaded(start, tmp_path):
-    """The checkpoint has no weights, so loading them would be the next error."""
+    """The checkpoint has no weights, so the node would complain about them if it loaded them first."""
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
         (tmp_path / name).write_bytes((model_dir() / name).read_bytes())
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -218,7 +218,7 @@ def test_port_in_use_is_noticed_before_the_weights_are_loaded(start, tmp_path):
     assert f"cannot serve the API on 127.0.0.1:{port}: Address already in use" in node.log.read_text().splitlines()[-1]
 
 
-def test_tokens_unknown_to_the_model_are_reported_at_start(start, tmp_path):
+def test_tokens_beyond_the_models_vocabulary_are_a_warning_at_start(start, tmp_path):
     for path in model_dir().iterdir():
         (tmp_path / path.name).symlink_to(path)
     config = orjson.loads((model_dir() / "tokenizer_config.json").read_bytes())
@@ -235,7 +235,7 @@ def test_tokens_unknown_to_the_model_are_reported_at_start(start, tmp_path):
 
 
 def test_killed_s_node_frees_its_lease(start, tmp_path):
-    """The R-node's whole KV-cache is leased to the first S-node; the second can only start once it is free again."""
+    """The first S-node leases the whole KV-cache, so the second can start only after that lease is freed."""
     sock = tmp_path / "r.sock"
     r_node = start("--role", "r", "--listen", f"shm://{sock}", "--kv-memory", "64MiB", "--threads", "1")
     r_node.wait_for("R-node on shm")
@@ -292,7 +292,7 @@ def test_a_bad_start_is_one_sentence(start, tmp_path):
         assert sentence in log.splitlines()[-1] and "Traceback" not in log, log
 
 
-def test_check_prints_what_the_node_sees():
+def test_check_prints_a_report_of_the_machine():
     out = subprocess.run([*NODE, "--check"], capture_output=True, text=True, timeout=60, check=True).stdout
     for fact in ("ISA", "cores", "memory", "NUMA", "huge pages", "GPU", "RDMA"):
         assert re.search(rf"^{fact}\s+\S", out, re.M), out

@@ -1,4 +1,4 @@
-"""A served API and the clients that judge it: the real runner, a real socket, the `openai` package."""
+"""An API served by the real runner on a real socket, and its clients: the `openai` package and aiohttp."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MODEL = "tiny"
 
 @dataclass
 class Client:
-    """`openai`: the judge. `http`: for what it would never send."""
+    """`openai` is OpenAI's client; `http` sends requests that OpenAI's client would never send."""
 
     server: Server
     openai: AsyncOpenAI
@@ -30,7 +30,7 @@ class Client:
             return response.status, await response.json()
 
     async def metrics(self) -> dict[tuple[str, str], float]:
-        """Map (sample name, joined labels without model_name) to values, as prometheus_client's parser reads them."""
+        """The samples of /metrics by prometheus_client's parser: (name, labels without model_name, joined) -> value."""
         async with self.http.get("/metrics") as response:
             text = await response.text()
         return {
@@ -42,9 +42,10 @@ class Client:
 
 @contextlib.asynccontextmanager
 async def served(engine: Any, tokenizer: Tokenizer, *, key: str = "none", **options: Any) -> AsyncIterator[Client]:
-    """Serve `engine` on a free port; `options` are make_app's, `key` the clients'."""
+    """Serve `engine` on a free port. `options` go to make_app; the clients send `key`."""
     server = await serve(make_app(engine, tokenizer, MODEL, **options), bind("127.0.0.1", 0))
-    http_client = DefaultAsyncHttpxClient(verify=False)  # no TLS is used, and reading the system's roots takes time
+    # There is no TLS, and reading the system's certificates is slow.
+    http_client = DefaultAsyncHttpxClient(verify=False)
     url = f"http://127.0.0.1:{server.port}"
     try:
         async with (

@@ -27,7 +27,7 @@ async def real_engine(
     url: str | None = None,
     **options: Any,
 ) -> AsyncIterator[Engine]:
-    """A started engine; `url` is where the R-node listens, `options` are Engine's."""
+    """A started engine. The R-node listens at `url`; `options` go to Engine."""
     torch.set_num_threads(1)
     model = load_model(checkpoint, device=torch.device("cpu"), dtype=torch.float32, progress=False)
     hello = model.hello(

@@ -1,4 +1,4 @@
-"""An engine that plays a script, for events that a real engine cannot produce on demand."""
+"""An engine that follows a test's script, for events that a real engine does not produce on demand."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import Iterable
 from fastdecode.engine.request import EngineError, SamplingParams, TokenEvent
 from fastdecode.engine.stats import EngineStats, NodeStats, NullObserver
 
-#: What a stream does next: give a token, wait for the test, or fail.
+#: A stream's next action: yield a token, wait for the test, or fail.
 Act = int | TokenEvent | asyncio.Event | Exception
 
 
 class ScriptedStream:
-    """One request's tokens. The last is given finish_reason "length" unless it says otherwise."""
+    """The stream of one request. Its last token gets finish_reason "length" unless the script gives another."""
 
     def __init__(self, acts: Iterable[Act]):
         self._acts = list(acts)
@@ -23,7 +23,7 @@ class ScriptedStream:
         return self
 
     async def __anext__(self) -> TokenEvent:
-        await asyncio.sleep(0)  # tokens come one by one
+        await asyncio.sleep(0)  # the event loop runs between two tokens
         while self._acts:
             act = self._acts.pop(0)
             if isinstance(act, Exception):
@@ -42,7 +42,7 @@ class ScriptedStream:
 
 
 class ScriptedEngine:
-    """Each submit takes the next script; `refusal` is raised instead once the scripts are used up."""
+    """Each submit takes the next script. Once all scripts are used, submit raises `refusal`."""
 
     max_model_len = 4096
     max_queued = 1024
@@ -67,7 +67,7 @@ class ScriptedEngine:
         return self.streams[-1]
 
     async def refresh(self) -> None:
-        """Its counters are always fresh."""
+        """Does nothing: the counters are always up to date."""
 
     @property
     def stats(self) -> EngineStats:

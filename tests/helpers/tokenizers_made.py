@@ -24,7 +24,7 @@ CHATML = (
 
 
 def byte_level(directory: Path, *, chat_template: Any = None, **config: Any) -> Path:
-    """Byte-level BPE, as Llama 3 and Qwen have it: <|begin|> before the text, chat markers, no unknown token."""
+    """Byte-level BPE as in Llama 3 and Qwen: <|begin|> before the text, chat markers, no unknown token."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -45,9 +45,7 @@ def byte_level(directory: Path, *, chat_template: Any = None, **config: Any) -> 
 
 
 def metaspace(directory: Path, *, chat_template: Any = None, **config: Any) -> Path:
-    """SentencePiece's way, as Llama 2 and Mistral have it: a space before the text, <0xE4> for the bytes of rare
-    characters.
-    """
+    """SentencePiece as in Llama 2 and Mistral: a space before the text, <0xE4> for a byte of a rare character."""
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     tokenizer.decoder = decoders.Sequence(
@@ -57,12 +55,12 @@ def metaspace(directory: Path, *, chat_template: Any = None, **config: Any) -> P
     trainer = trainers.BpeTrainer(
         vocab_size=600, special_tokens=[*specials, *(f"<0x{b:02X}>" for b in range(256))], show_progress=False
     )
-    # One word at a time, or merges would run across spaces; the rare letters of the last line are left to their bytes.
+    # One word at a time, so that no merge spans a space. The rare letters of the last line have no tokens but their
+    # bytes.
     tokenizer.train_from_iterator([word for line in CORPUS[:-1] for word in line.split()], trainer)
     content = json.loads(tokenizer.to_str())
-    content["added_tokens"] = [
-        t for t in content["added_tokens"] if t["content"] in specials
-    ]  # byte tokens are not special tokens
+    # Byte tokens are not special.
+    content["added_tokens"] = [t for t in content["added_tokens"] if t["content"] in specials]
     tokenizer = Tokenizer.from_str(json.dumps(content))
     tokenizer.post_processor = processors.TemplateProcessing(
         single="<s> $A", special_tokens=[("<s>", tokenizer.token_to_id("<s>"))]
@@ -72,7 +70,7 @@ def metaspace(directory: Path, *, chat_template: Any = None, **config: Any) -> P
 
 
 def save(directory: Path, tokenizer: Tokenizer, **config: Any) -> Path:
-    """Write tokenizer.json and tokenizer_config.json. A config value of None is left out."""
+    """Write tokenizer.json and tokenizer_config.json. Config values of None are omitted."""
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(directory / "tokenizer.json"))
     config = {"tokenizer_class": "PreTrainedTokenizerFast"} | {k: v for k, v in config.items() if v is not None}

@@ -1,4 +1,4 @@
-"""An R-node bound to a NUMA node: where its threads run and its KV-cache lies, as the OS reports.
+"""An R-node bound to a NUMA node: the kernel's view of where its threads run and its KV-cache lies.
 
 Most machines have one node; tests/rdma/test_rdma_vm.py runs this in a virtual machine that has two.
 """
@@ -19,13 +19,13 @@ from fastdecode.transports.base import Geometry, Hello
 from fastdecode.transports.registry import connect
 
 NODES = [node for node in numa_nodes() if os.sched_getaffinity(0).intersection(node.cpus)]
-#: 512 KiB of fp16 KV-cache a page.
+#: A page of fp16 KV-cache has 512 KiB.
 GEOMETRY = Geometry(n_slots=1, max_rows=8, n_layers=2, n_q_heads=8, n_kv_heads=8, head_size=128, act_dtype="fp16")
 MIB = 1 << 20
 
 
 def bytes_by_node(pid: int, least: int) -> dict[int, int]:
-    """Bytes on each NUMA node, of the mappings with at least `least` bytes of anonymous memory."""
+    """Bytes on each NUMA node, over the mappings with at least `least` bytes of anonymous memory."""
     found: dict[int, int] = {}
     for line in Path(f"/proc/{pid}/numa_maps").read_text().splitlines():
         anonymous, size = re.search(r" anon=(\d+)", line), re.search(r" kernelpagesize_kB=(\d+)", line)

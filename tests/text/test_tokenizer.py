@@ -97,13 +97,13 @@ CHAT = [
 ADDED_TOKEN = {"__type": "AddedToken", "lstrip": False, "rstrip": False, "normalized": False, "single_word": False}
 
 
-def kind_of(kind, directory, **config):
+def make_tokenizer(kind, directory, **config):
     return getattr(tokenizers_made, kind)(directory, **config)
 
 
 @pytest.fixture(scope="module", params=["byte_level", "metaspace"])
 def model_dir(request, tmp_path_factory):
-    return kind_of(request.param, tmp_path_factory.mktemp(request.param), chat_template=CHATML)
+    return make_tokenizer(request.param, tmp_path_factory.mktemp(request.param), chat_template=CHATML)
 
 
 @pytest.fixture(scope="module")
@@ -118,12 +118,12 @@ def theirs(model_dir):
 
 @pytest.mark.parametrize("special", [True, False])
 @pytest.mark.parametrize("text", TEXTS)
-def test_encoding_is_transformers(ours, theirs, text, special):
+def test_encoding_equals_transformers(ours, theirs, text, special):
     assert ours.encode(text, add_special_tokens=special) == theirs.encode(text, add_special_tokens=special)
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_decoding_is_transformers(ours, theirs, text):
+def test_decoding_equals_transformers(ours, theirs, text):
     ids = theirs.encode(text)
     for skip in (True, False):
         assert ours.decode(ids, skip_special_tokens=skip) == theirs.decode(ids, skip_special_tokens=skip)
@@ -144,7 +144,7 @@ def test_decoding_is_transformers(ours, theirs, text):
 )
 @pytest.mark.parametrize("kind", ["byte_level", "metaspace"])
 def test_tokenizer_config_says_which_special_tokens_there_are(tmp_path, kind, config):
-    directory = kind_of(kind, tmp_path, chat_template="{{ bos_token }}|{{ eos_token }}", **config)
+    directory = make_tokenizer(kind, tmp_path, chat_template="{{ bos_token }}|{{ eos_token }}", **config)
     ours, theirs = Tokenizer.from_dir(directory), AutoTokenizer.from_pretrained(directory)
     for text in [*TEXTS, "a<|extra|>b <bos> c"]:
         ids = theirs.encode(text)
@@ -197,7 +197,7 @@ def test_a_template_may_refuse_a_conversation(tmp_path):
     "template",
     ["{{ ''.__class__.__mro__ }}{{ messages.append(1) }}", "{{ messages[0].nothing.at.all }}", "{{ 1 + 'a' }}"],
 )
-def test_a_template_that_fails_is_an_error_of_the_chat(tmp_path, template):
+def test_a_template_that_fails_is_a_chat_template_error(tmp_path, template):
     tokenizer = Tokenizer.from_dir(tokenizers_made.byte_level(tmp_path, chat_template=template))
     with pytest.raises(ChatTemplateError):
         tokenizer.render_chat(CHAT)
@@ -240,18 +240,16 @@ def test_streamed_text_is_the_decoded_whole(ours, theirs, text):
     assert "".join(stream(ours, ids)) == theirs.decode(ids, skip_special_tokens=True)
 
 
-def test_a_character_never_comes_in_parts(ours, theirs):
+def test_a_piece_never_holds_a_part_of_a_character(ours, theirs):
     text = "x她说🦙🧑‍🚀 y안é…"
     pieces = stream(ours, theirs.encode(text))
     assert "".join(pieces) == text
     assert not any("\ufffd" in piece for piece in pieces)
-    assert pieces[-1] == ""  # and none comes later than its last byte
+    assert pieces[-1] == ""  # no character is later than its last byte
 
 
 def test_tokens_that_end_within_characters_one_after_another(tmp_path):
-    """世 is E4 B8 96. With tokens E4 and B8 96 E4 the text never ends on a whole character, and must come all the
-    same.
-    """
+    """世 is E4 B8 96. With the tokens E4 and B8 96 E4 the text never ends on a whole character, and must still come."""
     alphabet = pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str("世")[0][0]
     vocab = {alphabet[0]: 0, alphabet[1:] + alphabet[0]: 1, alphabet[1:]: 2}
     backend = BackendTokenizer(models.BPE(vocab, []))
@@ -261,7 +259,7 @@ def test_tokens_that_end_within_characters_one_after_another(tmp_path):
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_any_tokens_at_all(ours, theirs, seed):
+def test_random_token_ids(ours, theirs, seed):
     """Random ids: broken bytes, special tokens, ids beyond the vocabulary."""
     rng = random.Random(seed)
     ids = [rng.randrange(len(theirs) + 5) for _ in range(300)]
@@ -271,8 +269,10 @@ def test_any_tokens_at_all(ours, theirs, seed):
 
 
 def test_a_broken_byte_spares_the_characters_before_it(tmp_path):
-    """Where bytes are tokens of their own, the library's decoder gives up a whole run of them for one that is broken.
-    A stream has sent the run's first characters by then, and cannot take them back."""
+    """If each byte is a token, one broken byte makes the library's decoder replace the whole run of byte tokens.
+
+    A stream has already sent the first characters of the run, and cannot take them back.
+    """
     ours = Tokenizer.from_dir(tokenizers_made.metaspace(tmp_path))
     byte = {ours.token_bytes(i): i for i in range(len(ours.tokens_from(0)))}
     ids = [byte[bytes([b])] for b in "世".encode() + b"\xe4"]
@@ -284,7 +284,7 @@ def test_a_broken_byte_spares_the_characters_before_it(tmp_path):
 def test_text_that_continues_a_prompt(ours, cut):
     ids = ours.encode("a café  世界 and 🦙 some more words", add_special_tokens=False)
     before, after = (b"".join(map(ours.token_bytes, part)) for part in (ids[:cut], ids[cut:]))
-    known = before.decode(errors="ignore")  # a character cut in two belongs to what follows
+    known = before.decode(errors="ignore")  # a character that the cut divides belongs to the continuation
     assert "".join(stream(ours, ids[cut:], ids[:cut])) == (before + after).decode()[len(known) :]
 
 
