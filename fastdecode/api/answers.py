@@ -29,6 +29,7 @@ class Answer(ABC):
         self.id = f"{self.id_prefix}-{uuid4().hex}"
         self.tokenizer = tokenizer
         self.logprobs = logprobs
+        self._begun: set[int] = set()  # choices whose first delta has been made
         self._head = {"id": self.id, "created": int(time.time()), "model": model}
 
     @abstractmethod
@@ -36,12 +37,8 @@ class Answer(ABC):
         """A choice of a whole answer; `piece` holds all of its text."""
 
     @abstractmethod
-    def opening(self, index: int) -> list[dict[str, Any]]:
-        """The deltas that a choice's stream begins with."""
-
-    @abstractmethod
     def deltas(self, index: int, piece: Piece) -> list[dict[str, Any]]:
-        """The deltas for a piece of a choice's text; the last piece has a finish_reason."""
+        """The deltas for a piece of a choice's text, at least one; the last piece has a finish_reason."""
 
     def whole(self, pieces: dict[int, Piece], choices: Sequence[Choice], n: int) -> dict[str, Any]:
         """The answer to a request without `stream`. `pieces[i]` is the text of choice i; `n` choices per prompt."""
@@ -54,7 +51,8 @@ class Answer(ABC):
     def chunk(
         self, choice: dict[str, Any] | None, usage: dict[str, Any] | None = None, *, with_usage: bool = False
     ) -> dict[str, Any]:
-        """One event of a stream. With `with_usage`, for clients that asked for usage, every event has that key."""
+        """One event of a stream. With `with_usage`, for clients that asked for usage, every event has that key, which
+        is null without a `usage`."""
         chunk = self._head | {"object": self.chunk_object, "choices": [] if choice is None else [choice]}
         return chunk | {"usage": usage} if with_usage else chunk
 
@@ -74,9 +72,6 @@ class CompletionAnswer(Answer):
             "logprobs": self._logprobs(piece.logprobs),
             "finish_reason": piece.finish_reason,
         }
-
-    def opening(self, index: int) -> list[dict[str, Any]]:
-        return []
 
     def deltas(self, index: int, piece: Piece) -> list[dict[str, Any]]:
         return [self.choice(index, piece)]
@@ -123,13 +118,13 @@ class ChatAnswer(Answer):
             "finish_reason": piece.finish_reason,
         }
 
-    def opening(self, index: int) -> list[dict[str, Any]]:
-        return [_delta(index, {"role": "assistant", "content": ""})]
-
     def deltas(self, index: int, piece: Piece) -> list[dict[str, Any]]:
+        # The role comes with the first token and not before it: clients take the first delta's time for the token's.
+        role = {} if index in self._begun else {"role": "assistant"}
+        self._begun.add(index)
         deltas = []
-        if piece.text or piece.logprobs:
-            deltas.append(_delta(index, {"content": piece.text}, self._logprobs(piece.logprobs)))
+        if role or piece.text or piece.logprobs or not piece.finish_reason:
+            deltas.append(_delta(index, role | {"content": piece.text}, self._logprobs(piece.logprobs)))
         if piece.finish_reason:
             deltas.append(_delta(index, {}, finish_reason=piece.finish_reason))
         return deltas

@@ -90,7 +90,7 @@ class Generator:
             raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from None
 
     def _check_model(self, generation: Generation) -> None:
-        if generation.model != self.model:
+        if generation.model not in (None, self.model):
             raise ApiError(
                 404,
                 f"there is no model {generation.model!r} here, only {self.model!r}",
@@ -158,8 +158,9 @@ class Generator:
     async def _whole(self, generation: Generation, run: Run, answer: Answer) -> web.Response:
         whole: dict[int, Piece] = {choice.index: Piece() for choice in run.choices}
         while (ready := await run.pieces()) is not None:
-            for index, piece in ready.items():
-                whole[index].append(piece)
+            for index, pieces in ready.items():
+                for piece in pieces:
+                    whole[index].append(piece)
         return json_response(answer.whole(whole, run.choices, generation.n), headers={"x-request-id": answer.id})
 
     async def _stream(
@@ -167,17 +168,15 @@ class Generator:
     ) -> web.StreamResponse:
         events = EventStream(request, {"x-request-id": answer.id})
         await events.open()
-        with_usage = generation.include_usage
-        openings = [delta for choice in run.choices for delta in answer.opening(choice.index)]
-        if openings:
-            await events.send(answer.chunk(delta, with_usage=with_usage) for delta in openings)
+        with_usage = generation.include_usage or generation.continuous_usage
         try:
             while (ready := await run.pieces(self.keep_alive_seconds)) is not None:
-                deltas = [delta for index, piece in ready.items() for delta in answer.deltas(index, piece)]
-                if deltas:
-                    await events.send(answer.chunk(delta, with_usage=with_usage) for delta in deltas)
-                else:
+                if not ready:
                     await events.keep_alive()
+                    continue
+                deltas = [d for index, pieces in ready.items() for piece in pieces for d in answer.deltas(index, piece)]
+                so_far = usage(run.choices, generation.n) if generation.continuous_usage else None
+                await events.send(answer.chunk(delta, so_far, with_usage=with_usage) for delta in deltas)
         except (EngineError, ApiError) as error:
             await events.fail((error if isinstance(error, ApiError) else from_engine(error)).body)
             return events.response
@@ -187,7 +186,7 @@ class Generator:
             log.exception("a stream failed")
             await events.fail(ApiError(500, "internal error; the server's log says more", code="internal_error").body)
             return events.response
-        if with_usage:
+        if generation.include_usage:
             await events.send([answer.chunk(None, usage(run.choices, generation.n), with_usage=True)])
         await events.done()
         return events.response

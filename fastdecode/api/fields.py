@@ -96,6 +96,14 @@ def is_integer(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+def is_boolean(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+def is_object(value: Any) -> bool:
+    return isinstance(value, dict)
+
+
 def is_one_of(*allowed: Any) -> Callable[[Any], bool]:
     """A test whether a value equals one of `allowed`; unlike in Python, true does not equal 1."""
     return lambda value: any(value == a and isinstance(value, bool) == isinstance(a, bool) for a in allowed)

@@ -1,8 +1,9 @@
 """The choices of a request: from the engine's tokens to pieces of text.
 
 A Choice turns the tokens of one choice into text, and never waits. A Run reads the engine's streams of all choices of a
-request at once, and hands out the text that is ready. It reads the streams whether the client is fast or slow: a slow
-client gets larger pieces and delays nobody else. The text that waits for a client is limited by its max_tokens.
+request at once, and hands out the text that is ready: a piece for every token, because clients count and time tokens by
+the chunks that they get. It reads the streams whether the client is fast or slow: a slow client gets larger pieces and
+delays nobody else. The text that waits for a client is limited by its max_tokens.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ from typing import Protocol
 from fastdecode.engine.request import GenerationFailed, SamplingParams, TokenEvent
 from fastdecode.text.stop_strings import StopStrings
 from fastdecode.text.tokenizer import Detokenizer
+
+#: A client that has left so many pieces of a choice unread gets what follows in larger pieces.
+_MAX_UNREAD = 32
 
 
 class TokenStream(Protocol):
@@ -47,14 +51,11 @@ class TokenLogprob:
 
 @dataclass(slots=True)
 class Piece:
-    """Text of a choice that became ready together, with the log-probabilities of its tokens."""
+    """The text that a token made ready, which may be none, with the log-probabilities of the tokens it completed."""
 
     text: str = ""
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: str | None = None  # on a choice's last piece: "stop" or "length"
-
-    def __bool__(self) -> bool:
-        return bool(self.text or self.logprobs or self.finish_reason)
 
     def append(self, piece: Piece) -> None:
         self.text += piece.text
@@ -116,7 +117,7 @@ class Run:
         """
         self.choices: list[Choice] = []
         self._streams: list[TokenStream] = []
-        self._ready: dict[int, Piece] = {}
+        self._ready: dict[int, list[Piece]] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._wake = asyncio.Event()
         self._error: Exception | None = None
@@ -161,9 +162,12 @@ class Run:
                 if self._error is not None:
                     return
                 piece = choice.feed(event)
-                if piece:
-                    self._ready.setdefault(choice.index, Piece()).append(piece)
-                    self._wake.set()
+                unread = self._ready.setdefault(choice.index, [])
+                if len(unread) < _MAX_UNREAD:
+                    unread.append(piece)
+                else:
+                    unread[-1].append(piece)
+                self._wake.set()
                 if piece.finish_reason:
                     reason = piece.finish_reason
                     return
@@ -177,10 +181,10 @@ class Run:
             self._wake.set()
             self._on_choice_end(reason, time.monotonic() - started)
 
-    async def pieces(self, timeout: float | None = None) -> dict[int, Piece] | None:
-        """Wait for text, and return all text that has become ready since the last call, by the choice's index.
+    async def pieces(self, timeout: float | None = None) -> dict[int, list[Piece]] | None:
+        """Wait for a token, and return the pieces of all tokens since the last call, by the choice's index.
 
-        Returns {} if nothing becomes ready within `timeout` seconds, and None after the end. Raises the error that
+        Returns {} if no token comes within `timeout` seconds, and None after the end. Raises the error that
         ended the generation (an EngineError, or the argument of `fail`), after the text that was ready before it.
         """
         while not self._ready and self._error is None and self._n_running:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fastdecode.api.fields import Fields, invalid, is_integer, is_one_of
+from fastdecode.api.fields import Fields, invalid, is_boolean, is_integer, is_object, is_one_of
 from fastdecode.engine.request import SamplingParams
 from fastdecode.text.chat_template import RESERVED_VARIABLES
 
@@ -24,20 +24,42 @@ _MAX_INT = 2**31 - 1
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 
+# Labels of a request, which never change its answer.
+_LABELS = ("user", "safety_identifier", "prompt_cache_key", "request_id", "chat_id", "session_id")
+
 # Fields that the API does not implement, each with the values that ask for nothing.
-_NEUTRAL_COMPLETION = {"echo": is_one_of(False), "suffix": is_one_of("")}
-_NEUTRAL_CHAT = {
+_NEUTRAL = {  # of both endpoints; most are vLLM's
+    "add_special_tokens": is_one_of(True),
+    "allowed_token_ids": is_one_of([]),
+    "bad_words": is_one_of([]),
+    "early_stopping": is_one_of(False),
+    "include_stop_str_in_output": is_one_of(False),
+    "length_penalty": is_one_of(1),
+    "metadata": is_object,
+    "min_tokens": is_one_of(0),
+    "priority": is_one_of(0),
+    "return_token_ids": is_one_of(False),
+    "return_tokens_as_token_ids": is_one_of(False),
+    "service_tier": is_one_of("auto", "default"),
+    "skip_special_tokens": is_one_of(True),
+    "spaces_between_special_tokens": is_one_of(True),
+    "store": is_boolean,  # nothing is stored either way
+    "use_beam_search": is_one_of(False),
+}
+_NEUTRAL_COMPLETION = _NEUTRAL | {"echo": is_one_of(False), "suffix": is_one_of("")}
+_NEUTRAL_CHAT = _NEUTRAL | {
+    "add_generation_prompt": is_one_of(True),
+    "add_special_tokens": is_one_of(False),  # the template has them
     "audio": is_one_of(),
+    "continue_final_message": is_one_of(False),
     "function_call": is_one_of("none", "auto"),  # "auto" without functions is "none"
     "functions": is_one_of([]),
-    "metadata": is_one_of({}),
     "modalities": is_one_of(["text"]),
     "parallel_tool_calls": is_one_of(True, False),  # applies to tools only, and there are none
     "prediction": is_one_of(),
-    "reasoning_effort": is_one_of("none"),
+    # How much a model reasons is for its template, which chat_template_kwargs reaches.
+    "reasoning_effort": is_one_of("none", "minimal", "low", "medium", "high"),
     "response_format": is_one_of({"type": "text"}),
-    "service_tier": is_one_of("auto", "default"),
-    "store": is_one_of(False),
     "tool_choice": is_one_of("none", "auto"),
     "tools": is_one_of([]),
     "verbosity": is_one_of("medium"),
@@ -56,12 +78,13 @@ _NEUTRAL_MESSAGE = {
 class Generation:
     """The parameters of a generation that both endpoints have in common."""
 
-    model: str
+    model: str | None  # None: the model that is served
     sampling: SamplingParams
     n: int
     stop: tuple[str, ...]
     stream: bool
-    include_usage: bool
+    include_usage: bool  # a stream ends with an event that has the usage
+    continuous_usage: bool  # every event of a stream has the usage so far
 
     def sampling_of(self, index: int) -> SamplingParams:
         """The sampling parameters of a prompt's choice `index`. Choice i of a request with a seed gets seed + i."""
@@ -89,7 +112,7 @@ class ChatRequest:
 def parse_completion(body: Any) -> CompletionRequest:
     """Check a decoded JSON body. Raises ApiError (400)."""
     fields = Fields(body)
-    model = _model(fields)
+    model = fields.string("model")
     prompts = _prompts(fields.required("prompt"))
     n = fields.integer("n", 1, MAX_N, 1)
     if len(prompts) * n > MAX_CHOICES:
@@ -98,7 +121,7 @@ def parse_completion(body: Any) -> CompletionRequest:
     if best_of != n:
         raise invalid("best_of", f"only best_of equal to n ({n}) is supported", code="unsupported_value")
     logprobs = fields.integer("logprobs", 0, MAX_TOP_LOGPROBS)
-    max_tokens = fields.integer("max_tokens", 1, _MAX_INT, _DEFAULT_COMPLETION_TOKENS)
+    max_tokens = _max_tokens(fields, _DEFAULT_COMPLETION_TOKENS)
     generation = _generation(fields, model=model, n=n, max_tokens=max_tokens, logprobs=logprobs)
     fields.refuse_others(_NEUTRAL_COMPLETION)
     return CompletionRequest(generation, prompts)
@@ -107,13 +130,10 @@ def parse_completion(body: Any) -> CompletionRequest:
 def parse_chat(body: Any) -> ChatRequest:
     """Check a decoded JSON body. Raises ApiError (400)."""
     fields = Fields(body)
-    model = _model(fields)
+    model = fields.string("model")
     messages = _messages(fields.required("messages"))
     n = fields.integer("n", 1, MAX_N, 1)
-    max_tokens = fields.integer("max_tokens", 1, _MAX_INT)
-    max_completion_tokens = fields.integer("max_completion_tokens", 1, _MAX_INT)
-    if max_tokens is not None and max_completion_tokens not in (None, max_tokens):
-        raise invalid("max_tokens", "is the old name of max_completion_tokens; give one of them")
+    max_tokens = _max_tokens(fields, None)
     wants_logprobs = fields.boolean("logprobs")
     top_logprobs = fields.integer("top_logprobs", 0, MAX_TOP_LOGPROBS)
     if top_logprobs is not None and not wants_logprobs:
@@ -122,26 +142,26 @@ def parse_chat(body: Any) -> ChatRequest:
         fields,
         model=model,
         n=n,
-        max_tokens=max_completion_tokens or max_tokens,
+        max_tokens=max_tokens,
         logprobs=(top_logprobs or 0) if wants_logprobs else None,
     )
     variables = _template_variables(fields)
-    for name in (
-        "safety_identifier",
-        "prompt_cache_key",
-    ):  # like `user`, these label a request and never change its answer
-        fields.string(name)
     fields.refuse_others(_NEUTRAL_CHAT)
     return ChatRequest(generation, messages, variables)
 
 
-def _model(fields: Fields) -> str:
-    if (model := fields.string("model")) is None:
-        raise invalid("model", "this field is required")
-    return model
+def _max_tokens(fields: Fields, default: int | None) -> int | None:
+    """Read max_completion_tokens and max_tokens, its old name."""
+    max_tokens = fields.integer("max_tokens", 1, _MAX_INT)
+    max_completion_tokens = fields.integer("max_completion_tokens", 1, _MAX_INT)
+    if max_tokens is not None and max_completion_tokens not in (None, max_tokens):
+        raise invalid("max_tokens", "is the old name of max_completion_tokens; give one of them")
+    return max_completion_tokens or max_tokens or default
 
 
-def _generation(fields: Fields, *, model: str, n: int, max_tokens: int | None, logprobs: int | None) -> Generation:
+def _generation(
+    fields: Fields, *, model: str | None, n: int, max_tokens: int | None, logprobs: int | None
+) -> Generation:
     """Read the fields that both endpoints have in common."""
     top_k = fields.integer("top_k", -1, _MAX_INT, 0)
     sampling = SamplingParams(
@@ -160,8 +180,10 @@ def _generation(fields: Fields, *, model: str, n: int, max_tokens: int | None, l
         ignore_eos=fields.boolean("ignore_eos"),
     )
     stream = fields.boolean("stream")
-    generation = Generation(model, sampling, n, _stop(fields), stream, _include_usage(fields, stream))
-    fields.string("user")
+    include_usage, continuous_usage = _usage_options(fields, stream)
+    generation = Generation(model, sampling, n, _stop(fields), stream, include_usage, continuous_usage)
+    for name in _LABELS:
+        fields.string(name)
     return generation
 
 
@@ -209,16 +231,17 @@ def _stop_token_ids(fields: Fields) -> frozenset[int]:
     return frozenset(ids)
 
 
-def _include_usage(fields: Fields, stream: bool) -> bool:
+def _usage_options(fields: Fields, stream: bool) -> tuple[bool, bool]:
+    """Read stream_options: include_usage and vLLM's continuous_usage_stats."""
     options = fields.take("stream_options")
     if options is None:
-        return False
+        return False, False
     if not stream:
         raise invalid("stream_options", "needs stream to be true")
     options = Fields(options, "stream_options")
-    include_usage = options.boolean("include_usage")
+    include_usage, continuous = options.boolean("include_usage"), options.boolean("continuous_usage_stats")
     options.refuse_others({"include_obfuscation": is_one_of(False)})
-    return include_usage
+    return include_usage, continuous
 
 
 def _prompts(prompt: Any) -> list[str] | list[list[int]]:

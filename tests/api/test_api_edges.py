@@ -123,6 +123,48 @@ async def test_a_stop_string_cancels_the_request_in_the_engine(tokenizer, spell)
         assert (await client.metrics())["fastdecode:request_success_total", "stop"] == 1
 
 
+@pytest.mark.parametrize("endpoint", ["completions", "chat"])
+async def test_every_token_is_a_chunk_and_the_first_chunk_is_the_first_token(tokenizer, spell, endpoint):
+    """Clients count tokens by chunks and time the first one: a token that completes no character is a chunk too."""
+    wait, tokens = asyncio.Event(), spell("é世🦙.")
+    engine = ScriptedEngine([wait, *tokens])
+    async with served(engine, tokenizer) as client:
+        path, body = ("/v1/completions", ASK) if endpoint == "completions" else ("/v1/chat/completions", CHAT)
+        async with client.http.post(path, json=body | {"stream": True}) as response:
+            first = asyncio.create_task(response.content.readline())
+            await asyncio.sleep(0.05)
+            assert not first.done()  # nothing comes before the first token, not even a role
+            wait.set()
+            lines = [await first, *(await response.read()).splitlines()]
+    chunks = [json.loads(line[6:])["choices"][0] for line in lines if line.startswith(b"data: {")]
+    if endpoint == "completions":
+        texts = [chunk["text"] for chunk in chunks]
+    else:
+        assert chunks.pop()["finish_reason"] == "length"
+        assert chunks[0]["delta"]["role"] == "assistant"
+        assert not any("role" in chunk["delta"] for chunk in chunks[1:])
+        texts = [chunk["delta"]["content"] for chunk in chunks]
+    assert len(texts) == len(tokens) > len("é世🦙.")
+    assert "".join(texts) == "é世🦙." and "" in texts
+
+
+async def test_continuous_usage_counts_the_tokens_so_far(tokenizer, spell):
+    """guidellm asks for it always."""
+    gates = [asyncio.Event() for _ in range(3)]
+    engine = ScriptedEngine([item for gate, token in zip(gates, spell("abc"), strict=True) for item in (gate, token)])
+    options = {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+    async with served(engine, tokenizer) as client, client.http.post("/v1/completions", json=ASK | options) as response:
+        counts = []
+        for gate in gates:
+            gate.set()
+            while not (line := await response.content.readline()).startswith(b"data: {"):
+                pass
+            counts.append(json.loads(line[6:])["usage"]["completion_tokens"])
+        rest = (await response.read()).decode()
+    assert counts == [1, 2, 3]
+    assert '"choices":[]' in rest and '"completion_tokens":3' in rest
+
+
 async def test_characters_are_streamed_whole(tokenizer, spell):
     async with served(ScriptedEngine(spell("é世🦙.")), tokenizer) as client:
         text, _, pieces = await completion_stream(client)
@@ -218,7 +260,8 @@ async def test_the_bytes_of_a_chat_stream(tokenizer, spell):
     assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
     assert len({(chunk["id"], chunk["created"], chunk["model"]) for chunk in chunks}) == 1
     assert all(chunk["usage"] is None for chunk in chunks)
-    assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    assert deltas[:2] == [{"role": "assistant", "content": "o"}, {"content": "k"}]
     assert chunks[-1]["choices"][0] == {"index": 0, "delta": {}, "logprobs": None, "finish_reason": "length"}
     usage = json.loads(usage.removeprefix("data: "))
     prompt = len(engine.prompts[0])

@@ -29,6 +29,15 @@ NEUTRAL = {
     "logprobs": None,
     "stream_options": None,
     "n": None,
+    "model": None,  # where one is served, a request need not name it
+    "metadata": {"run": "7"},
+    "store": True,
+    "skip_special_tokens": True,
+    "priority": 0,
+    "use_beam_search": False,
+    "min_tokens": 0,
+    "request_id": "abc",
+    "chat_id": "abc",
 }
 NEUTRAL_COMPLETION = NEUTRAL | {"echo": False, "suffix": None, "best_of": 1}
 NEUTRAL_CHAT = NEUTRAL | {
@@ -36,9 +45,8 @@ NEUTRAL_CHAT = NEUTRAL | {
     "tools": [],
     "tool_choice": "none",
     "functions": None,
-    "store": False,
     "modalities": ["text"],
-    "metadata": None,
+    "reasoning_effort": "low",
     "service_tier": "auto",
     "parallel_tool_calls": True,
     "top_logprobs": None,
@@ -105,7 +113,10 @@ BAD_BOTH = [
     ({"stop_token_ids": [-1]}, "stop_token_ids"),
     ({"ignore_eos": 1}, "ignore_eos"),
     ({"user": 5}, "user"),
-    ({"model": None}, "model"),
+    ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
+    ({"metadata": "x"}, "metadata"),
+    ({"min_tokens": 2}, "min_tokens"),
+    ({"use_beam_search": True}, "use_beam_search"),
     ({"model": 5}, "model"),
 ]
 BAD_COMPLETION = [
@@ -144,7 +155,8 @@ BAD_CHAT = [
     ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"response_format": {"type": "json_object"}}, "response_format"),
-    ({"store": True}, "store"),
+    ({"store": 1}, "store"),
+    ({"reasoning_effort": "endless"}, "reasoning_effort"),
     ({"logprobs": 3}, "logprobs"),
     ({"top_logprobs": 3}, "top_logprobs"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
