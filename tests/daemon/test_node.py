@@ -311,4 +311,4 @@ def test_both_backends_serve_the_same_tokens(start):
 def test_check_says_what_fits_of_a_model():
     run = subprocess.run([*NODE, "--check", "--model", str(model_dir())], capture_output=True, text=True, timeout=60)
     assert run.returncode == 0, run.stderr
-    assert "by the native backend" in run.stdout and "KV int8" in run.stdout and "a token" in run.stdout
+    assert "by the native backend" in run.stdout and "KV int8" in run.stdout and "per token" in run.stdout
