@@ -26,8 +26,8 @@
  * scales are multiplied into the weights before the weights are rounded. The offsets contribute the same amount to
  * every dimension, which is summed in row_state_t.bias and added to O at the end.
  *
- * A panel calls before_last for each head, so an fd_attend_t with before_last must fit into one panel: heads * q_len *
- * group <= FD_PANEL_ROWS.
+ * A panel calls before_last_chunk for each head, so an fd_attend_t with before_last_chunk must fit into one panel:
+ * heads * q_len * group <= FD_PANEL_ROWS.
  *
  * Uninitialised memory beyond the causal limit cannot reach a result. Each token of K has a lane of its own, and step 2
  * overwrites the lanes of masked tokens with -infinity before it uses them. The kernel does not read V beyond the last
@@ -203,7 +203,7 @@ FD_INLINE void attend_panel(const fd_kv_dtype_t dtype, const fd_attend_t *a, con
         const int more_chunks = c + 1 < a->n_chunks && base + FD_PAGE_TOKENS < end;
         for (uint32_t h = 0; h < a->heads; h++) {
             const uint8_t *chunk = a->chunks[c] + h * a->head_stride;
-            const uint8_t *next_page = more_chunks ? a->chunks[c + 1] : a->after ? a->after : chunk;
+            const uint8_t *next_page = more_chunks ? a->chunks[c + 1] : a->prefetch_next ? a->prefetch_next : chunk;
             block_t b = {.chunk = chunk,
                          .n_blocks = p.n_blocks,
                          .head_size = head_size,
@@ -215,7 +215,7 @@ FD_INLINE void attend_panel(const fd_kv_dtype_t dtype, const fd_attend_t *a, con
             if (!initialized) init_head(dtype, a, &p, h);
             if (!initialized && h + 1 < a->heads) prefetch_rows(a, &p, h + 1, a->q, 0);
             if (!more_chunks && a->o) prefetch_rows(a, &p, h, a->o, 1);
-            if (!more_chunks && a->before_last) a->before_last(a->context, h);
+            if (!more_chunks && a->before_last_chunk) a->before_last_chunk(a->context, h);
             for (; b.index < p.n_blocks; b.index++) {
                 const uint32_t r = block_first_row(rows, p.n_blocks, b.index), i = h * rows + r;
                 b.rows = block_first_row(rows, p.n_blocks, b.index + 1) - r;

@@ -63,15 +63,16 @@ typedef struct {
     size_t q_token_stride; /* bytes from one token's query rows to the next token's, in q and o */
     /* If not NULL, the kernel writes acc / l here, rounded to act_dtype, and uses acc, m and l as scratch memory. */
     uint8_t *o;
-    float *acc;           /* out, [heads][q_len][group][head_size], un-normalised */
-    float *m;             /* out, [heads][q_len][group]; -INFINITY for a row that sees no token of the chunks */
-    float *l;             /* out, [heads][q_len][group]; 0 for a row that sees no token of the chunks */
-    const uint8_t *after; /* the chunk that the caller reads next; the kernel prefetches it at the end; may be NULL */
+    float *acc; /* out, [heads][q_len][group][head_size], un-normalised */
+    float *m;   /* out, [heads][q_len][group]; -INFINITY for a row that sees no token of the chunks */
+    float *l;   /* out, [heads][q_len][group]; 0 for a row that sees no token of the chunks */
+    /* The chunk that the caller reads next, or NULL; the kernel prefetches it while it reads the last chunk. */
+    const uint8_t *prefetch_next;
     /* If not NULL, the kernel calls this for each head before it reads that head's last chunk. The caller appends the
      * new token there: by then the chunk has been prefetched, and an append, which touches every line of K, takes a
      * fraction of the time. */
-    void (*before_last)(void *context, uint32_t head);
-    void *context; /* the first argument of before_last */
+    void (*before_last_chunk)(void *context, uint32_t head);
+    void *context; /* the first argument of before_last_chunk */
 } fd_attend_t;
 
 typedef struct {

@@ -150,7 +150,7 @@ FD_INLINE void attend_head(fd_attend_t a, const fd_kv_dtype_t dtype, uint32_t he
     for (uint32_t c = 0; c < a.n_chunks; c++) {
         const uint64_t base = a.first_token + (uint64_t)c * FD_PAGE_TOKENS;
         if (base + FD_PAGE_TOKENS <= start || base >= end) continue;
-        if (base + FD_PAGE_TOKENS >= end && a.before_last) a.before_last(a.context, head);
+        if (base + FD_PAGE_TOKENS >= end && a.before_last_chunk) a.before_last_chunk(a.context, head);
         for (uint32_t r = 0; r < rows; r += BLOCK_ROWS)
             attend_block(&a, dtype, head, a.chunks[c] + head * a.head_stride, base, r,
                          rows - r < BLOCK_ROWS ? rows - r : BLOCK_ROWS);

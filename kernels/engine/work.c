@@ -166,7 +166,7 @@ static void prefetch_pending(const pending_t *p, uint32_t head) {
     fd_kv_prefetch_append(w->kv_dtype, chunk, w->g.head_size, p->e->pos % FD_PAGE_TOKENS);
 }
 
-/* fd_attend_t.before_last: the kernel calls this right before it reads the last chunk of a head. */
+/* fd_attend_t.before_last_chunk: the kernel calls this right before it reads the last chunk of a head. */
 static void append_pending(void *context, uint32_t head) {
     const pending_t *p = context;
     append_rows(p->c, p->e, p->head + head, 1, 0, p->e->n_rows);
@@ -250,8 +250,8 @@ static void attend_block(ctx_t *c, const fd_entry_t *e, uint32_t head, uint32_t 
         .acc = out.acc,
         .m = out.m,
         .l = out.l,
-        .after = c->after,
-        .before_last = pending ? append_pending : NULL,
+        .prefetch_next = c->after,
+        .before_last_chunk = pending ? append_pending : NULL,
         .context = &appended,
     };
     if (pending) prefetch_pending(&appended, 0);
