@@ -90,6 +90,14 @@ def _cpu_list(text: str) -> tuple[int, ...]:
     return cpus
 
 
+#: Spellings of dtypes that people type, beside the names of our own.
+_DTYPE_NAMES = {"float32": "fp32", "float": "fp32", "float16": "fp16", "half": "fp16", "bfloat16": "bf16"}
+
+
+def _dtype(text: str) -> str:
+    return _DTYPE_NAMES.get(text, text)
+
+
 def _url(text: str) -> str:
     if not urlsplit(text).scheme or "://" not in text:
         raise ValueError(f"{text!r} is not a URL such as tcp://host:port or shm:///path/to/socket")
@@ -156,12 +164,14 @@ class NodeConfig:
         "dtype of weights and activations; auto: the checkpoint's dtype, or one that the CPU computes fast",
         "auto",
         role="s",
+        parse=_dtype,
         choices=("auto", "fp32", "bf16", "fp16"),
     )
     kv_dtype: str = _option(
         "format of the KV-cache; int8-int4: K in int8, V in int4",
         "fp16",
         role="s",
+        parse=_dtype,
         choices=("fp32", "fp16", "bf16", "int8", "int4", "int8-int4"),
     )
     kv_lease: int | None = _option(
@@ -273,6 +283,17 @@ class NodeConfig:
                 raise ConfigError(f"{_flag(name)} is at most {most}")
         if self.max_batch_size > self.max_batch_tokens:
             raise ConfigError("--max-batch-size is larger than --max-batch-tokens: every sequence needs a row")
+
+    def check_model(self) -> None:
+        """Raise ConfigError if --model is no model directory."""
+        if self.model is None or (self.model / "config.json").is_file():
+            return
+        if self.model.is_dir():
+            raise ConfigError(f"--model {self.model}: the directory has no config.json, so it holds no model")
+        hint = ""
+        if len(self.model.parts) == 2 and not self.model.is_absolute():
+            hint = "; fastdecode downloads nothing, so a model of a hub must be downloaded to a directory first"
+        raise ConfigError(f"--model {self.model}: there is no such directory{hint}")
 
     def read_secret(self) -> bytes | None:
         """The shared secret, without surrounding white space; None without --secret-file. Raises ConfigError."""

@@ -89,6 +89,13 @@ def usable_cpus() -> list[int]:
     return cpus
 
 
+def total_memory() -> int:
+    """Bytes of memory that this process may use in all: the minimum over the host and its cgroups (v1, v2)."""
+    limits = [_read_int(directory / "memory.max") for directory in _cgroup_dirs()]
+    limits.append(_read_int(_CGROUP_ROOT / "memory" / "memory.limit_in_bytes"))
+    return min([_meminfo("MemTotal"), *(limit for limit in limits if limit is not None)])
+
+
 def available_memory() -> int:
     """Bytes that this process can allocate without swapping: the minimum over the host and its cgroups (v1, v2)."""
     free = [_meminfo("MemAvailable")]

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import uvloop
 
 from fastdecode.daemon.config import ConfigError, NodeConfig, format_bytes
-from fastdecode.daemon.machine import available_memory, huge_pages, numa_nodes, usable_cpus
+from fastdecode.daemon.machine import available_memory, huge_pages, numa_nodes, total_memory, usable_cpus
 from fastdecode.daemon.shutdown import wait_for_shutdown
 from fastdecode.transports.base import TransportError
 
@@ -31,8 +31,12 @@ def main(argv: Sequence[str] | None = None) -> None:
 
             print(report(config))
         elif config.role == "r":
+            _check_kv_memory(config)
             uvloop.run(run_r_node(config))
         else:
+            # Before torch is imported, which takes seconds.
+            config.check_model()
+            _check_kv_memory(config)
             from fastdecode.daemon.snode import run_s_node
 
             run_s_node(config)
@@ -48,6 +52,15 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _exit_with(error: BaseException, status: int) -> None:
     print(f"fastdecode-node: error: {error}", file=sys.stderr)
     sys.exit(status)
+
+
+def _check_kv_memory(config: NodeConfig) -> None:
+    """Raise ConfigError if --kv-memory is more than the memory of this machine."""
+    wanted, total = config.kv_memory or 0, total_memory()
+    if wanted > total and config.huge_pages != "hugetlb":  # the pool of huge pages has a limit of its own
+        raise ConfigError(
+            f"--kv-memory {format_bytes(wanted)} is more than the {format_bytes(total)} that this process may use"
+        )
 
 
 def _kv_memory(config: NodeConfig) -> int:

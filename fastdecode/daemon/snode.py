@@ -13,7 +13,8 @@ import torch
 import uvloop
 
 from fastdecode.api.server import bind, make_app, serve
-from fastdecode.daemon.config import NodeConfig
+from fastdecode.daemon.activity import log_activity
+from fastdecode.daemon.config import ConfigError, NodeConfig
 from fastdecode.daemon.embedded import EmbeddedRNode, Split, split_machine
 from fastdecode.daemon.rnode_links import RNodeLinks
 from fastdecode.daemon.shutdown import wait_for_shutdown
@@ -46,6 +47,9 @@ def run_s_node(config: NodeConfig) -> None:
     split = split_machine(config, s_on_gpu=device.type == "cuda")
     torch.set_num_threads(split.s_threads)
     backend = choose_backend(config.backend, directory)
+    positions = backend.config.max_positions
+    if (config.max_model_len or 0) > positions:
+        raise ConfigError(f"--max-model-len {config.max_model_len} is more than the model's {positions} positions")
     dtype = choose_dtype(config.dtype, backend.config.dtype, device)
     # The port and the tokenizer come before the weights, which take long to load, so that a mistake shows at once.
     sockets = bind(config.host, config.port)
@@ -119,6 +123,7 @@ async def _serve(
         stack.push_async_callback(engine.stop)
         r_node_links.watch(engine)
         stack.callback(r_node_links.unwatch)
+        stack.callback(asyncio.create_task(log_activity(engine)).cancel)
         server = await serve(make_app(engine, tokenizer, name, api_key=api_key), sockets)
         stack.push_async_callback(server.close)
         _print_greeting(config.host, server.port, name)

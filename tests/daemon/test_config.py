@@ -249,3 +249,11 @@ def test_reserved_huge_pages_are_not_free(tmp_path, monkeypatch):
     monkeypatch.setattr(machine, "_meminfo", lambda field: {"Hugepagesize": 2 << 20}[field])
     assert machine.huge_pages(tmp_path) == machine.HugePages("madvise", 2 << 20, 100, 35)
     assert machine.huge_pages(tmp_path / "elsewhere") == machine.HugePages(None, 2 << 20, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("spelling", "dtype"), [("float32", "fp32"), ("bfloat16", "bf16"), ("half", "fp16"), ("fp16", "fp16")]
+)
+def test_dtypes_by_the_names_that_people_type(spelling: str, dtype: str) -> None:
+    config = NodeConfig.from_args(["--dtype", spelling, "--kv-dtype", spelling])
+    assert (config.dtype, config.kv_dtype) == (dtype, dtype)

@@ -17,6 +17,7 @@ import orjson
 import pytest
 from openai import OpenAI
 
+from fastdecode.daemon.machine import total_memory
 from fastdecode.demo import model_dir
 
 NODE = [sys.executable, "-m", "fastdecode.daemon.node"]
@@ -283,7 +284,12 @@ def test_a_bad_start_is_one_sentence(start, tmp_path):
         (["--r-node", f"shm://{tmp_path}/nobody.sock", "--connect-seconds", "0"], "nobody.sock"),
         (["--role", "r", "--listen", "tcp://0.0.0.0:0"], "secret"),
         ([*r_role, "--numa-node", "99"], "there is no NUMA node 99"),
-        ([*r_role, "--kv-memory", "500TiB", "--prefault"], "of --kv-memory 500.0 TiB now, and only"),
+        ([*r_role, "--kv-memory", str(total_memory()), "--prefault"], "now, and only"),
+        ([*r_role, "--kv-memory", "500TiB"], "--kv-memory 500.0 TiB is more than the"),
+        (["--kv-memory", "500TiB"], "--kv-memory 500.0 TiB is more than the"),
+        (["--max-model-len", "5000"], "--max-model-len 5000 is more than the model's 1024 positions"),
+        (["--model", "meta-llama/Llama-3.2-1B"], "fastdecode downloads nothing"),
+        (["--model", str(tmp_path)], "has no config.json"),
         ([*r_role, "--kv-memory", "50TiB", "--huge-pages", "hugetlb"], "set vm.nr_hugepages to"),
     ):
         node = start(*argv)

@@ -1,0 +1,51 @@
+"""A line in the log while there is work: what an operator wants to see without a dashboard."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Protocol
+
+from fastdecode.engine.stats import EngineStats
+
+log = logging.getLogger(__name__)
+
+INTERVAL_SECONDS = 10.0
+
+
+class Counts(Protocol):
+    """The part of the engine that counts."""
+
+    @property
+    def stats(self) -> EngineStats: ...
+
+
+async def log_activity(engine: Counts, interval: float = INTERVAL_SECONDS) -> None:
+    """Log a line every `interval` seconds in which tokens were computed or requests wait. Runs until cancelled."""
+    loop = asyncio.get_running_loop()
+    since, before = loop.time(), _tokens(engine.stats)
+    while True:
+        await asyncio.sleep(interval)
+        now, stats = loop.time(), engine.stats
+        tokens = _tokens(stats)
+        if tokens != before or stats.running or stats.waiting:
+            prompt, generated, looked_up, found = (b - a for a, b in zip(before, tokens, strict=True))
+            log.info("%s", _line(stats, prompt / (now - since), generated / (now - since), looked_up, found))
+        since, before = now, tokens
+
+
+def _tokens(stats: EngineStats) -> tuple[int, int, int, int]:
+    t = stats.totals
+    return t.prompt_tokens, t.generated_tokens, t.prefix_queries, t.prefix_hits
+
+
+def _line(stats: EngineStats, prompt_rate: float, generated_rate: float, looked_up: int, found: int) -> str:
+    kv = ", ".join(
+        f"{node.url} {100 * node.pages_used / max(1, node.pages_total):.0f} %" if node.alive else f"{node.url} lost"
+        for node in stats.nodes
+    )
+    prefix = f", prefix cache {100 * found / looked_up:.0f} % of prompt tokens" if looked_up else ""
+    return (
+        f"{stats.running} running, {stats.waiting} waiting; {prompt_rate:.0f} prompt and {generated_rate:.0f} output "
+        f"tokens/s{prefix}; KV in use: {kv}"
+    )
