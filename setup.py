@@ -55,6 +55,13 @@ setup(
     cmdclass={"build_ext": ParallelBuild},
     ext_modules=[
         Extension(
+            "fastdecode.region._native",
+            sources=files(["region"], ".c"),
+            depends=files(["region"], ".h"),
+            include_dirs=["region"],
+            extra_compile_args=CFLAGS,
+        ),
+        Extension(
             "fastdecode.kernels._native",
             sources=files(KERNELS, ".c"),
             depends=files([*KERNELS, "region"], ".h"),

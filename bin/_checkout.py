@@ -16,7 +16,7 @@ def prepare() -> None:
     sys.path.insert(0, str(ROOT))
     # An embedded R-node is a child process, which must find the same package.
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    if all(importlib.util.find_spec(f"fastdecode.{room}._native") for room in ("kernels", "transports")):
+    if all(importlib.util.find_spec(f"fastdecode.{room}._native") for room in ("region", "kernels", "transports")):
         return
     print(f"Building fastdecode's C extensions in {ROOT}; this happens once and takes about a minute.", file=sys.stderr)
     command = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]

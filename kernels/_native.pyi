@@ -1,8 +1,7 @@
 from collections.abc import Buffer, Sequence
 from typing import TypedDict, final
 
-#: n_slots, max_rows, n_layers, n_q_heads, n_kv_heads, head_size, index of the activation dtype in
-#: transports.base.ACT_DTYPES
+#: n_slots, max_rows, n_layers, n_q_heads, n_kv_heads, head_size, index of the activation dtype in ACT_DTYPES
 _Geometry = Sequence[int]
 
 # ---- attention (attention.h), for tests and measurements; dtypes and ISAs by name ----
@@ -51,13 +50,7 @@ def bind_memory(node: int, /) -> None:
     """Let this thread, and those it starts from now on, take memory of NUMA node `node` only. Raises OSError."""
 
 def page_bytes(geometry: _Geometry, kv_dtype: int, /) -> int:
-    """Bytes of one page, all layers and KV heads. `kv_dtype` is an index of transports.base.KV_DTYPES."""
-
-def region_layout(geometry: _Geometry, /) -> tuple[int, int, int, int, int, int, int, int, int]:
-    """The fields of transports.base.RegionLayout, in order. Raises ValueError if the geometry is not sane."""
-
-def init_region_header(region: Buffer, geometry: _Geometry, /) -> None:
-    """Write a region's header page."""
+    """Bytes of one page, all layers and KV heads. `kv_dtype` is an index of region.contract.KV_DTYPES."""
 
 class _LinkStats(TypedDict):
     calls: int

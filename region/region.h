@@ -43,6 +43,7 @@
 #define FD_MAX_LAYERS 1024
 #define FD_MAX_HEADS 1024
 #define FD_MAX_HEAD_SIZE 256
+#define FD_HEAD_SIZE_UNIT 8 /* every head size is a multiple of it */
 
 /* Limits of a lease. */
 #define FD_MAX_PAGES (1u << 25) /* a token's position always fits 32 bits */
@@ -61,7 +62,7 @@ typedef struct {
     uint32_t n_layers;
     uint32_t n_q_heads;
     uint32_t n_kv_heads; /* divides n_q_heads */
-    uint32_t head_size;  /* a multiple of 8, at most FD_MAX_HEAD_SIZE */
+    uint32_t head_size;  /* a multiple of FD_HEAD_SIZE_UNIT, at most FD_MAX_HEAD_SIZE */
     uint32_t act_dtype;  /* fd_act_dtype_t */
     uint32_t reserved;   /* 0 */
 } fd_geometry_t;
@@ -158,6 +159,14 @@ static inline size_t fd_round_up(size_t n, size_t unit) { return (n + unit - 1) 
 #define FD_TEXT_OF(value) #value
 #define FD_TEXT(macro) FD_TEXT_OF(macro) /* the macro's value as a string literal */
 
+/* NULL if the head size is valid, else a readable reason. */
+static inline const char *fd_head_size_error(uint64_t head_size) {
+    if (head_size >= FD_HEAD_SIZE_UNIT && head_size <= FD_MAX_HEAD_SIZE && head_size % FD_HEAD_SIZE_UNIT == 0)
+        return NULL;
+    return "head size is not a multiple of " FD_TEXT(FD_HEAD_SIZE_UNIT) " within " FD_TEXT(
+        FD_HEAD_SIZE_UNIT) ".." FD_TEXT(FD_MAX_HEAD_SIZE);
+}
+
 /* NULL if the geometry is valid, else a readable reason. */
 static inline const char *fd_geometry_error(const fd_geometry_t *g) {
     if (g->n_slots < 1 || g->n_slots > FD_MAX_SLOTS) return "number of slots is not within 1.." FD_TEXT(FD_MAX_SLOTS);
@@ -168,8 +177,7 @@ static inline const char *fd_geometry_error(const fd_geometry_t *g) {
         return "number of query heads is not within 1.." FD_TEXT(FD_MAX_HEADS);
     if (g->n_kv_heads < 1 || g->n_kv_heads > g->n_q_heads) return "number of KV heads is not within 1..query heads";
     if (g->n_q_heads % g->n_kv_heads) return "query heads are not a multiple of KV heads";
-    if (g->head_size < 8 || g->head_size > FD_MAX_HEAD_SIZE || g->head_size % 8)
-        return "head size is not a multiple of 8 within 8.." FD_TEXT(FD_MAX_HEAD_SIZE);
+    if (fd_head_size_error(g->head_size)) return fd_head_size_error(g->head_size);
     if (g->act_dtype >= FD_ACT_DTYPES) return "unknown activation dtype";
     if (g->reserved) return "reserved field is not zero";
     return NULL;

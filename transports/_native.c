@@ -1,4 +1,4 @@
-/* The extension module fastdecode.transports._native: the region's layout, and Port, the S side's data path. */
+/* The extension module fastdecode.transports._native: Port, the S side's data path. */
 #include "native.h"
 
 #include <structmember.h>
@@ -15,81 +15,6 @@ PyObject *fd_py_down_reason(fd_down_t *down) {
     if (!fd_is_down(down)) Py_RETURN_NONE;
     fd_down_reason(down, reason);
     return PyUnicode_DecodeUTF8(reason, (Py_ssize_t)strlen(reason), "replace");
-}
-
-/* ---- geometry and layout ---- */
-
-int fd_py_geometry(PyObject *object, void *out) {
-    fd_geometry_t *g = out;
-    uint32_t *fields[] = {&g->n_slots,    &g->max_rows,  &g->n_layers, &g->n_q_heads,
-                          &g->n_kv_heads, &g->head_size, &g->act_dtype};
-    g->reserved = 0;
-    if (!PyTuple_Check(object) || PyTuple_GET_SIZE(object) != 7) {
-        PyErr_SetString(PyExc_TypeError, "a geometry is a tuple of seven integers");
-        return 0;
-    }
-    for (Py_ssize_t i = 0; i < 7; i++) {
-        unsigned long value = PyLong_AsUnsignedLong(PyTuple_GET_ITEM(object, i));
-        if (value == (unsigned long)-1 && PyErr_Occurred()) return 0;
-        *fields[i] = value > UINT32_MAX ? UINT32_MAX : (uint32_t)value;
-    }
-    const char *error = fd_geometry_error(g);
-    if (!error) return 1;
-    PyErr_SetString(PyExc_ValueError, error);
-    return 0;
-}
-
-static PyObject *region_layout(PyObject *module, PyObject *args) {
-    fd_geometry_t g;
-    if (!PyArg_ParseTuple(args, "O&:region_layout", fd_py_geometry, &g)) return NULL;
-    fd_layout_t y = fd_region_layout(&g);
-    return Py_BuildValue("nnnnnnnnn", (Py_ssize_t)y.slot0, (Py_ssize_t)y.slot_bytes, (Py_ssize_t)y.region_bytes,
-                         (Py_ssize_t)y.table, (Py_ssize_t)y.q, (Py_ssize_t)y.kv, (Py_ssize_t)y.o,
-                         (Py_ssize_t)y.q_row_bytes, (Py_ssize_t)y.kv_row_bytes);
-}
-
-int fd_py_region(PyObject *object, const fd_geometry_t *g, Py_buffer *view) {
-    if (PyObject_GetBuffer(object, view, PyBUF_WRITABLE)) return -1;
-    size_t wanted = fd_region_layout(g).region_bytes;
-    if ((size_t)view->len == wanted && (uintptr_t)view->buf % FD_LINE == 0) return 0;
-    PyErr_Format(PyExc_ValueError, "the region has %zd bytes, its geometry needs %zu", view->len, wanted);
-    PyBuffer_Release(view);
-    return -1;
-}
-
-static PyObject *init_region_header(PyObject *module, PyObject *args) {
-    PyObject *region;
-    fd_geometry_t g;
-    Py_buffer view;
-    if (!PyArg_ParseTuple(args, "OO&:init_region_header", &region, fd_py_geometry, &g) ||
-        fd_py_region(region, &g, &view))
-        return NULL;
-    fd_region_header_t *header = view.buf;
-    header->version = FD_PROTOCOL_VERSION;
-    header->geometry = g;
-    header->engine_asleep = 0;
-    header->magic = FD_REGION_MAGIC;
-    PyBuffer_Release(&view);
-    Py_RETURN_NONE;
-}
-
-static PyObject *check_region_header(PyObject *module, PyObject *args) {
-    PyObject *region;
-    fd_geometry_t g;
-    Py_buffer view;
-    if (!PyArg_ParseTuple(args, "OO&:check_region_header", &region, fd_py_geometry, &g) ||
-        fd_py_region(region, &g, &view))
-        return NULL;
-    fd_region_header_t header = *(const fd_region_header_t *)view.buf;
-    PyBuffer_Release(&view);
-    if (header.magic != FD_REGION_MAGIC)
-        return PyErr_Format(PyExc_ValueError, "the region does not begin with its magic number");
-    if (header.version != FD_PROTOCOL_VERSION)
-        return PyErr_Format(PyExc_ValueError, "the region has protocol version %u, this end %u", header.version,
-                            FD_PROTOCOL_VERSION);
-    if (memcmp(&header.geometry, &g, sizeof g))
-        return PyErr_Format(PyExc_ValueError, "the region has the layout of another geometry");
-    Py_RETURN_NONE;
 }
 
 /* ---- Port: the S side ---- */
@@ -315,9 +240,6 @@ static PyType_Spec port_spec = {
 /* ---- module ---- */
 
 static PyMethodDef functions[] = {
-    {"region_layout", region_layout, METH_VARARGS, NULL},
-    {"init_region_header", init_region_header, METH_VARARGS, NULL},
-    {"check_region_header", check_region_header, METH_VARARGS, NULL},
     {"verbs_fds", fd_py_verbs_fds, METH_VARARGS, NULL},
     {0},
 };
@@ -331,7 +253,6 @@ static int add_type(PyObject *module, PyType_Spec *spec) {
 }
 
 static int module_exec(PyObject *module) {
-    if (PyModule_AddIntConstant(module, "PROTOCOL_VERSION", FD_PROTOCOL_VERSION)) return -1;
     return add_type(module, &port_spec) || add_type(module, &fd_py_pump_spec) || add_type(module, &fd_py_poster_spec)
                ? -1
                : 0;

@@ -1,19 +1,8 @@
-from collections.abc import Buffer
+from collections.abc import Buffer, Sequence
 from typing import final
 
-PROTOCOL_VERSION: int
-
-#: n_slots, max_rows, n_layers, n_q_heads, n_kv_heads, head_size, index of the activation dtype
-_Geometry = tuple[int, int, int, int, int, int, int]
-
-def region_layout(geometry: _Geometry) -> tuple[int, int, int, int, int, int, int, int, int]:
-    """The fields of base.RegionLayout, in order. Raises ValueError with a sentence if the geometry is out of bounds."""
-
-def init_region_header(region: Buffer, geometry: _Geometry) -> None:
-    """Write the header page of a region. Raises ValueError if the region's size does not match the geometry."""
-
-def check_region_header(region: Buffer, geometry: _Geometry) -> None:
-    """Raise ValueError with a sentence unless the region was made for this geometry and protocol version."""
+#: n_slots, max_rows, n_layers, n_q_heads, n_kv_heads, head_size, index of the activation dtype in ACT_DTYPES
+_Geometry = Sequence[int]
 
 def verbs_fds(qp_address: int, qp_number: int, /) -> tuple[int, int]:
     """The descriptors of a queue pair's completion channel and of its device's asynchronous events.

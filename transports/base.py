@@ -34,16 +34,7 @@ from typing import Protocol
 
 import numpy as np
 
-#: One version number covers the region's layout, the control frames and the hand-shake. Both ends need the same one.
-PROTOCOL_VERSION = 2
-
-ACT_DTYPES = ("fp32", "fp16", "bf16")  # index == fd_act_dtype_t
-KV_DTYPES = ("fp32", "fp16", "bf16", "int8", "int4", "int8-int4")  # index == fd_kv_dtype_t; "K-V" if the two differ
-PAGE_TOKENS = 128
-
-#: One row table entry (fd_row_t of region/region.h).
-ROW_DTYPE = np.dtype([(name, "<u4") for name in ("seq_index", "tag", "pos", "n_rows", "flags", "reserved")])
-ROW_ATTEND = 1
+from fastdecode.region.geometry import Geometry, RegionLayout
 
 
 class TransportError(Exception):
@@ -61,28 +52,12 @@ class LinkDown(TransportError):
 class CallRefused(TransportError):
     """The R-engine refused a call or a control request; the link stays usable.
 
-    `status` is an fd_status_t of region/region.h.
+    `status` is a region.contract.Status, or a number that only the peer knows.
     """
 
     def __init__(self, status: int, message: str):
         super().__init__(message)
         self.status = status
-
-
-@dataclass(frozen=True, slots=True)
-class Geometry:
-    """The numbers from which a region's layout follows (fd_geometry_t).
-
-    `max_rows` is the largest number of rows of one call; `head_size` counts elements.
-    """
-
-    n_slots: int
-    max_rows: int
-    n_layers: int
-    n_q_heads: int
-    n_kv_heads: int
-    head_size: int
-    act_dtype: str  # one of ACT_DTYPES
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,25 +166,6 @@ class CallTimes:
 
     busy_ns: int  # time that the R-engine worked on the call
     kv_bytes: int  # KV-cache bytes that it read
-
-
-@dataclass(frozen=True, slots=True)
-class RegionLayout:
-    """Byte offsets into a region (fd_layout_t). `table`, `q`, `kv` and `o` count from the start of a slot."""
-
-    slot0: int
-    slot_bytes: int
-    region_bytes: int
-    table: int
-    q: int
-    kv: int
-    o: int
-    q_row_bytes: int
-    kv_row_bytes: int
-
-    def slot(self, i: int) -> int:
-        """Offset of slot `i` from the start of the region."""
-        return self.slot0 + i * self.slot_bytes
 
 
 class LinkService(Protocol):

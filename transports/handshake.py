@@ -17,10 +17,12 @@ import hmac
 import secrets
 from dataclasses import replace
 
-from .base import PROTOCOL_VERSION, Geometry, Hello, Lease, LinkRefused, TransportError
+from fastdecode.region.contract import PROTOCOL_VERSION
+from fastdecode.region.geometry import Geometry, GeometryError, region_layout
+
+from .base import Hello, Lease, LinkRefused, TransportError
 from .frames import MAX_FRAME_AFTER_AUTH, FrameSocket
 from .messages import Attach, Challenge, HelloMessage, Ok, Refused, VersionMismatch, Welcome, encode
-from .region import region_layout
 
 #: Seconds that each end allows for the hand-shake.
 DEADLINE_S = 10.0
@@ -62,12 +64,16 @@ async def say_hello(conn: FrameSocket, hello: Hello, secret: bytes | None) -> tu
         raise LinkRefused(f"R-node {challenge.node} has no shared secret, and this S-node has one")
 
     geometry = hello.geometry
+    try:
+        region_bytes = region_layout(geometry).region_bytes
+    except GeometryError as error:
+        raise TransportError(str(error)) from None
     message = HelloMessage(
         version=PROTOCOL_VERSION,
         nonce=secrets.token_hex(32),
         mac=None,
         **{name: getattr(geometry, name) for name in Geometry.__dataclass_fields__},
-        region_bytes=region_layout(geometry).region_bytes,
+        region_bytes=region_bytes,
         kv_dtype=hello.kv_dtype,
         windows=list(hello.windows),
         softmax_scale=hello.softmax_scale,
@@ -129,7 +135,7 @@ class Handshake:
         geometry = Geometry(**{name: getattr(message, name) for name in Geometry.__dataclass_fields__})
         try:
             region_bytes = region_layout(geometry).region_bytes
-        except TransportError as error:
+        except GeometryError as error:
             raise LinkRefused(str(error)) from None
         if region_bytes != message.region_bytes:
             raise LinkRefused(

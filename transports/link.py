@@ -12,11 +12,13 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from fastdecode.region.contract import ROW_DTYPE, Status
+from fastdecode.region.region import Region
+
 from ._native import Port
-from .base import ROW_DTYPE, CallRefused, CallTimes, Lease, Link, LinkDown
+from .base import CallRefused, CallTimes, Lease, Link, LinkDown
 from .frames import FrameSocket
 from .messages import MAX_HANDLES, Error, Fork, Free, Ok, Ping, ProtocolError, Request, Stats, Trim
-from .region import Region
 
 log = logging.getLogger(__name__)
 
@@ -25,8 +27,6 @@ log = logging.getLogger(__name__)
 #: that it does not blame the R-node for a stall of its own event loop.
 PING_INTERVAL_S = 0.8
 PINGS_UNANSWERED = 5
-
-_LINK_CLOSED = 5  # fd_status_t: the R-engine no longer serves this link
 
 #: Seconds to wait, once the data path has ended, for the R-node's reason to arrive on the control connection.
 REASON_WAIT_S = 0.1
@@ -91,7 +91,7 @@ class RegionLink(Link):
             status, busy_ns, kv_bytes, message = self._port.wait(slot, timeout)
         except ConnectionError as error:
             raise self._link_down(error) from None
-        if status == _LINK_CLOSED:
+        if status == Status.LINK_CLOSED:
             self._port.kill(message)
             raise self._link_down(message)
         if status:

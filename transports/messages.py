@@ -14,11 +14,11 @@ from typing import Any, ClassVar, TypeVar, dataclass_transform
 
 import orjson
 
-from .base import ACT_DTYPES, KV_DTYPES, PROTOCOL_VERSION, TransportError
+from fastdecode.region.contract import ACT_DTYPES, KV_DTYPES, MAX_LAYERS, PROTOCOL_VERSION
 
-#: Longest lists that a peer may send. There is a window for each layer (FD_MAX_LAYERS of region/region.h), and a frame
-#: of 1 MiB has room for this many handles.
-MAX_WINDOWS = 1024
+from .base import TransportError
+
+#: Most handles of one message; a frame of 1 MiB has room for this many.
 MAX_HANDLES = 32768
 
 U32 = 2**32 - 1
@@ -161,7 +161,7 @@ class HelloMessage:
     act_dtype: str = _choice(ACT_DTYPES)
     region_bytes: int = _int(MAX_BYTES)
     kv_dtype: str = _choice(KV_DTYPES)
-    windows: list[int] = _ints(MAX_WINDOWS)
+    windows: list[int] = _ints(MAX_LAYERS)
     softmax_scale: float = _positive()
     kv_bytes: int | None = _or_null(_int(MAX_BYTES))
     max_seqs: int = _int(U32)

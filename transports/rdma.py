@@ -24,6 +24,9 @@ from dataclasses import dataclass
 from functools import partial
 from urllib.parse import parse_qsl, urlsplit
 
+from fastdecode.region.geometry import geometry_tuple
+from fastdecode.region.region import Region
+
 from . import handshake, tcp
 from ._native import Port, Poster
 from .base import Hello, Link, LinkDown, LinkRefused, LinkService, Server, TransportError
@@ -33,7 +36,6 @@ from .messages import Endpoint as EndpointMessage
 from .messages import Ok, ProtocolError, Refused
 from .rdma_devices import PortGid, choose, list_ports
 from .rdma_endpoint import Endpoint, load
-from .region import Region, geometry_tuple
 from .server import Carrier
 
 

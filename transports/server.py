@@ -14,19 +14,20 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from fastdecode.region.contract import Status
+from fastdecode.region.geometry import GeometryError
+from fastdecode.region.region import Region
+
 from . import handshake
 from .base import CallRefused, Hello, LinkDown, LinkGrant, LinkRefused, LinkService, Server, TransportError
 from .frames import FrameSocket
 from .messages import Attach, Error, Fork, Free, Message, Ok, Ping, ProtocolError, Refused, Request, Stats, Trim
-from .region import GeometryError, Region
 
 log = logging.getLogger(__name__)
 
 #: Largest number of connections in the middle of their hand-shake. One more, and the server drops the oldest of them,
 #: so that peers that are slow on purpose cannot keep others out.
 MAX_PENDING = 32
-
-FD_INTERNAL = 6  # fd_status_t
 
 
 class Carrier(ABC):
@@ -98,7 +99,7 @@ class LinkSession:
             reason = self._ending.result()
             requests.cancel()
             if not self._peer_gone:
-                await send_last(self._conn, Error(id=0, status=FD_INTERNAL, message=reason))
+                await send_last(self._conn, Error(id=0, status=Status.INTERNAL, message=reason))
             log.info("link of %s ended: %s", self.name, reason)
         finally:
             requests.cancel()

@@ -17,13 +17,15 @@ import stat
 import struct
 from urllib.parse import unquote, urlsplit
 
+from fastdecode.region.geometry import RegionError, geometry_tuple
+from fastdecode.region.region import Region
+
 from . import handshake
 from ._native import Port
 from .base import Hello, Link, LinkDown, LinkService, Server, TransportError
 from .frames import FrameSocket
 from .link import RegionLink
 from .messages import Ok
-from .region import Region, geometry_tuple
 from .server import Carrier, ControlServer
 
 _BACKLOG = 64
@@ -57,7 +59,10 @@ async def connect(url: str, hello: Hello, secret: bytes | None, *, spin_us: int)
             await handshake.attach(attached, token)
             region_fd, wake_fd = await _receive_fds(attached.sock, 2)
         on_failure.callback(os.close, wake_fd)
-        region = Region.from_peer(region_fd, hello.geometry)
+        try:
+            region = Region.from_peer(region_fd, hello.geometry)
+        except RegionError as error:
+            raise TransportError(str(error)) from None
         on_failure.callback(region.close)
         port = Port(region.view, geometry_tuple(hello.geometry), spin_us, wake_fd=wake_fd)
         on_failure.pop_all()

@@ -15,13 +15,15 @@ import os
 import socket
 from urllib.parse import urlsplit
 
+from fastdecode.region.geometry import geometry_tuple
+from fastdecode.region.region import Region
+
 from . import handshake
 from ._native import Port, Pump
 from .base import Hello, Link, LinkDown, LinkService, Server, TransportError
 from .frames import FrameSocket
 from .link import RegionLink
 from .messages import Ok
-from .region import Region, geometry_tuple
 from .server import Carrier, ControlServer
 
 _BACKLOG = 64

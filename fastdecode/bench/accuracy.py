@@ -25,10 +25,11 @@ from fastdecode.daemon.config import NodeConfig
 from fastdecode.daemon.embedded import EmbeddedRNode, split_machine
 from fastdecode.demo import heldout_text, model_dir
 from fastdecode.kernels import _native
+from fastdecode.region.contract import KV_DTYPES, PAGE_TOKENS
 from fastdecode.spart import Model, SPart, load_model
 from fastdecode.spart.batch import Chunk, StepBatch
 from fastdecode.spart.exchange import SlotViews
-from fastdecode.transports.base import KV_DTYPES, PAGE_TOKENS, Link
+from fastdecode.transports.base import Link
 from fastdecode.transports.registry import connect
 
 COMMAND = ("accuracy", "error of attention over each KV-cache format against float64")

@@ -32,7 +32,7 @@ from fastdecode.bench.shape import Data, Shape, huge_pages
 from fastdecode.daemon.config import parse_bytes
 from fastdecode.daemon.machine import usable_cpus
 from fastdecode.kernels import _native
-from fastdecode.transports.base import KV_DTYPES, PAGE_TOKENS
+from fastdecode.region.contract import KV_DTYPES, PAGE_TOKENS
 
 COMMAND = ("attention", "GB/s of the R-engine's attention, its share of the read roofline, and peers")
 

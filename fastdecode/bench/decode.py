@@ -27,9 +27,10 @@ from fastdecode.daemon.embedded import EmbeddedRNode, Split, split_machine
 from fastdecode.daemon.machine import usable_cpus
 from fastdecode.demo import model_dir
 from fastdecode.engine.runner import Runner
+from fastdecode.region.contract import KV_DTYPES, PAGE_TOKENS, ROW_ATTEND, ROW_DTYPE
 from fastdecode.spart import SPart, choose_device, choose_dtype, load_model, read_config
 from fastdecode.spart.batch import Chunk, SampleSpec, StepBatch
-from fastdecode.transports.base import KV_DTYPES, PAGE_TOKENS, ROW_ATTEND, ROW_DTYPE, CallTimes, Link
+from fastdecode.transports.base import CallTimes, Link
 from fastdecode.transports.registry import connect
 
 COMMAND = ("decode", "output tokens/s of the split system, of S and R alone, and the ratio to the bound that they set")

@@ -20,9 +20,10 @@ from tqdm import tqdm
 from fastdecode.daemon.config import NodeConfig
 from fastdecode.daemon.embedded import EmbeddedRNode, split_machine
 from fastdecode.demo import heldout_text, model_dir
+from fastdecode.region.contract import KV_DTYPES
 from fastdecode.spart import Model, SPart, choose_device, choose_dtype, load_model, read_config
 from fastdecode.spart.batch import Chunk, SampleSpec, StepBatch
-from fastdecode.transports.base import KV_DTYPES, Link
+from fastdecode.transports.base import Link
 from fastdecode.transports.registry import connect
 
 COMMAND = ("perplexity", "perplexity of a text with each KV-cache format")

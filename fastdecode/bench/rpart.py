@@ -11,9 +11,10 @@ from tqdm import tqdm
 
 from fastdecode.bench.shape import Data, Shape
 from fastdecode.kernels._native import REngine, page_bytes
+from fastdecode.region.contract import KV_DTYPES, PAGE_TOKENS, ROW_ATTEND, ROW_DTYPE
+from fastdecode.region.geometry import Geometry, geometry_tuple
+from fastdecode.region.region import Region
 from fastdecode.transports._native import Port
-from fastdecode.transports.base import KV_DTYPES, PAGE_TOKENS, ROW_ATTEND, ROW_DTYPE, Geometry
-from fastdecode.transports.region import Region, geometry_tuple
 
 _FILL_PAGES = 64  # appended by one call
 _TIMEOUT = 60.0  # seconds for a call

@@ -34,9 +34,10 @@ from fastdecode.bench.rnode_child import RNodeChild
 from fastdecode.bench.transport_peers import PEERS, EchoProcess, installed
 from fastdecode.daemon.config import format_bytes
 from fastdecode.kernels._native import page_bytes
+from fastdecode.region.contract import CALL_BYTES, KV_DTYPES, REPLY_BYTES, ROW_ATTEND, ROW_DTYPE
+from fastdecode.region.geometry import Geometry, geometry_tuple
 from fastdecode.transports import registry
-from fastdecode.transports.base import KV_DTYPES, ROW_ATTEND, ROW_DTYPE, CallRefused, Geometry, Hello
-from fastdecode.transports.region import geometry_tuple
+from fastdecode.transports.base import CallRefused, Hello
 
 COMMAND = ("transport", "round trips over a link, and over raw sockets, gloo, ZeroMQ and perftest")
 
@@ -44,7 +45,6 @@ _PAYLOADS = (0, 256, 4 << 10, 8 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20)
 _HEAD_SIZE, _MAX_Q_ROW = 8, 16 << 10
 _ACT_BYTES = 2
 _KV_DTYPE = "fp16"
-_CALL_BYTES, _REPLY_BYTES = 64, 256  # sizes of fd_call_t and fd_reply_t
 _STREAM_SLOTS, _STREAM_ROW, _STREAM_HEAD_SIZE = 4, 64 << 10, 256
 _PERFTEST = "perftest"
 _MIN_CALLS = 30
@@ -164,7 +164,7 @@ class Case:
     @property
     def carried(self) -> tuple[int, int]:
         q, kv = (n * self.rows * self.head_size * _ACT_BYTES for n in (self.q_heads, 2 * self.kv_heads))
-        return _CALL_BYTES + kv + q * self.attend, _REPLY_BYTES + q * self.attend
+        return CALL_BYTES + kv + q * self.attend, REPLY_BYTES + q * self.attend
 
 
 def run(args: argparse.Namespace) -> None:

@@ -7,9 +7,9 @@ from pathlib import Path
 from fastdecode.daemon.config import NodeConfig, format_bytes
 from fastdecode.daemon.machine import available_memory
 from fastdecode.kernels._native import page_bytes
+from fastdecode.region.contract import ACT_DTYPES, KV_DTYPES, PAGE_TOKENS
 from fastdecode.spart import choose_device, choose_dtype
 from fastdecode.spart.backend import choose_backend
-from fastdecode.transports.base import ACT_DTYPES, KV_DTYPES, PAGE_TOKENS
 
 _FILE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
 

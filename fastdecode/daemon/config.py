@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 
 from fastdecode import __version__
 from fastdecode.daemon.machine import parse_cpu_list
+from fastdecode.region.contract import KV_DTYPES, MAX_ROWS, MAX_SLOTS
 
 
 class ConfigError(ValueError):
@@ -31,8 +32,8 @@ _MAX_BYTES = 2**52
 _MAX_CPUS = 1024  # CPU_SETSIZE
 # Options that are numbers, and the largest each may be.
 _MOST = {
-    "mini_batches": 16,
-    "max_batch_tokens": 65536,
+    "mini_batches": MAX_SLOTS,
+    "max_batch_tokens": MAX_ROWS,
     "threads": 512,
     "s_threads": 512,
     "spin_us": 60_000_000,
@@ -172,7 +173,7 @@ class NodeConfig:
         "fp16",
         role="s",
         parse=_dtype,
-        choices=("fp32", "fp16", "bf16", "int8", "int4", "int8-int4"),
+        choices=KV_DTYPES,
     )
     kv_lease: int | None = _option(
         "KV-cache memory to ask each R-node for; default: all its free memory",

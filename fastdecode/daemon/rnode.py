@@ -17,26 +17,15 @@ from collections.abc import Iterator, Sequence
 from fastdecode.daemon.config import format_bytes
 from fastdecode.daemon.machine import numa_nodes
 from fastdecode.kernels._native import REngine, REngineLink, bind_memory, page_bytes
+from fastdecode.region.contract import KV_DTYPES, MAX_PAGES, MAX_SEQS, PAGE_TOKENS, Status
+from fastdecode.region.geometry import geometry_tuple
 from fastdecode.transports import registry
-from fastdecode.transports.base import (
-    ACT_DTYPES,
-    KV_DTYPES,
-    PAGE_TOKENS,
-    CallRefused,
-    Hello,
-    Lease,
-    LinkRefused,
-    Server,
-)
+from fastdecode.transports.base import CallRefused, Hello, Lease, LinkRefused, Server
 
 log = logging.getLogger(__name__)
 
 _SPIN_US = 100
-_MAX_SEQS = 65536
 _PROGRESS_SECONDS = 2.0
-_MAX_PAGES = 1 << 25  # FD_MAX_PAGES of kernels/cache/kvcache.h
-# fd_status_t of region/region.h
-_BAD_SEQUENCE, _OUT_OF_PAGES, _LINK_CLOSED = 3, 4, 5
 
 
 def bind_to_node(number: int) -> None:
@@ -129,23 +118,15 @@ class RNode:
             raise LinkRefused(f"unknown KV-cache dtype {hello.kv_dtype!r}, known are {', '.join(KV_DTYPES)}")
         if not (math.isfinite(hello.softmax_scale) and hello.softmax_scale > 0):
             raise LinkRefused(f"the softmax scale {hello.softmax_scale} is not a positive number")
-        if not 1 <= hello.max_seqs <= _MAX_SEQS:
-            raise LinkRefused(f"{hello.max_seqs} sequences are not within 1..{_MAX_SEQS}")
+        if not 1 <= hello.max_seqs <= MAX_SEQS:
+            raise LinkRefused(f"{hello.max_seqs} sequences are not within 1..{MAX_SEQS}")
 
-        numbers = (
-            geometry.n_slots,
-            geometry.max_rows,
-            geometry.n_layers,
-            geometry.n_q_heads,
-            geometry.n_kv_heads,
-            geometry.head_size,
-            ACT_DTYPES.index(geometry.act_dtype),
-        )
+        numbers = geometry_tuple(geometry)
         kv_dtype = KV_DTYPES.index(hello.kv_dtype)
         one_page = page_bytes(numbers, kv_dtype)
         free = self.kv_free
         wanted = self._kv_bytes if hello.kv_bytes is None else hello.kv_bytes
-        n_pages = min(min(wanted, free) // one_page, _MAX_PAGES)
+        n_pages = min(min(wanted, free) // one_page, MAX_PAGES)
         if n_pages < 1:
             raise LinkRefused(
                 f"no memory for a KV-cache: {wanted} bytes wanted, {free} free of the {self._kv_bytes} that R-node "
@@ -231,8 +212,8 @@ def _refusals() -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        raise CallRefused(_BAD_SEQUENCE, str(error)) from None
+        raise CallRefused(Status.BAD_SEQUENCE, str(error)) from None
     except MemoryError as error:
-        raise CallRefused(_OUT_OF_PAGES, str(error)) from None
+        raise CallRefused(Status.OUT_OF_PAGES, str(error)) from None
     except RuntimeError as error:
-        raise CallRefused(_LINK_CLOSED, str(error)) from None
+        raise CallRefused(Status.LINK_CLOSED, str(error)) from None

@@ -8,7 +8,8 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from fastdecode.transports.base import PAGE_TOKENS, Hello, Link, LinkDown, TransportError
+from fastdecode.region.contract import PAGE_TOKENS
+from fastdecode.transports.base import Hello, Link, LinkDown, TransportError
 from fastdecode.transports.registry import connect
 
 if TYPE_CHECKING:

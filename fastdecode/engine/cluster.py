@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from fastdecode.engine.ledger import RNodeLedger, pages_for
 from fastdecode.engine.prefixes import CachedSequence, PrefixEntry, page_hashes
-from fastdecode.transports.base import PAGE_TOKENS
+from fastdecode.region.contract import PAGE_TOKENS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fastdecode.engine.prefixes import CachedSequence, Handle, PrefixEntry, PrefixIndex
-from fastdecode.transports.base import PAGE_TOKENS
+from fastdecode.region.contract import PAGE_TOKENS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

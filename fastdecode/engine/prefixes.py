@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import NamedTuple
 
-from fastdecode.transports.base import PAGE_TOKENS
+from fastdecode.region.contract import PAGE_TOKENS
 
 #: At most this many entries that share a page are compared token by token, the newest ones.
 _MAX_CANDIDATES = 64

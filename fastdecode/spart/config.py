@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fastdecode.transports.base import Geometry
+from fastdecode.region.contract import HEAD_SIZE_UNIT, MAX_HEAD_SIZE, MAX_LAYERS
+from fastdecode.region.geometry import Geometry
 
 #: Activation functions by the name that config.json gives them; layers.py has the functions.
 ACTIVATIONS = ("silu", "relu", "gelu", "gelu_new", "gelu_pytorch_tanh")
-MAX_LAYERS = 1024  # FD_MAX_LAYERS of region/region.h
 
 
 class CheckpointError(ValueError):
@@ -108,9 +108,10 @@ class ModelConfig:
             raise CheckpointError(f"{self.n_layers} layers are more than the {MAX_LAYERS} that are supported")
         if self.n_q_heads % self.n_kv_heads:
             raise CheckpointError(f"{self.n_q_heads} query heads are not a multiple of {self.n_kv_heads} KV heads")
-        if self.head_size % 8 or not 8 <= self.head_size <= 256:
+        if self.head_size % HEAD_SIZE_UNIT or not HEAD_SIZE_UNIT <= self.head_size <= MAX_HEAD_SIZE:
             raise CheckpointError(
-                f"head size {self.head_size} is not supported: it must be a multiple of 8, at most 256"
+                f"head size {self.head_size} is not supported: it must be a multiple of {HEAD_SIZE_UNIT}, at most "
+                f"{MAX_HEAD_SIZE}"
             )
 
     def hello_geometry(self, n_slots: int, max_rows: int, act_dtype: str) -> Geometry:

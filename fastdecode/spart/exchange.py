@@ -14,9 +14,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from fastdecode.region.contract import ROW_ATTEND, ROW_DTYPE
 from fastdecode.spart.batch import Chunk
 from fastdecode.spart.weights import TORCH_DTYPES
-from fastdecode.transports.base import ROW_ATTEND, ROW_DTYPE, Link, TransportError
+from fastdecode.transports.base import Link, TransportError
 
 
 class SlotViews:

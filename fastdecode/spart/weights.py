@@ -13,8 +13,9 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from fastdecode.region.contract import ACT_DTYPES
 from fastdecode.spart.config import ModelConfig
-from fastdecode.transports.base import ACT_DTYPES, Hello
+from fastdecode.transports.base import Hello
 
 TORCH_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 

@@ -56,8 +56,8 @@ static int check(int ok, const char *message) {
 }
 
 static int check_head_size(Py_ssize_t head_size) {
-    return check(head_size >= 8 && head_size <= FD_MAX_HEAD_SIZE && head_size % 8 == 0,
-                 "head size is not a multiple of 8 within 8.." FD_TEXT(FD_MAX_HEAD_SIZE));
+    const char *error = fd_head_size_error(head_size < 0 ? 0 : (uint64_t)head_size);
+    return check(!error, error);
 }
 
 /* The buffers of one call; zero-initialised, released together. */

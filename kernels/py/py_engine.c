@@ -1,4 +1,4 @@
-/* The R-engine for Python: REngine, REngineLink and the layout of a region. */
+/* The R-engine for Python: REngine and REngineLink. */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <sched.h>
@@ -8,6 +8,7 @@
 #include <unistd.h>
 
 #include "engine.h"
+#include "py_geometry.h"
 
 #define ERR_LEN 256
 
@@ -30,62 +31,12 @@ typedef struct {
     uint32_t users; /* threads that use `link` without the GIL; changed with the GIL */
 } link_object_t;
 
-/* ---- geometry and layout ---- */
-
-/* Converter for PyArg: a sequence (n_slots, max_rows, n_layers, n_q_heads, n_kv_heads, head_size, act_dtype). */
-static int convert_geometry(PyObject *o, void *out) {
-    fd_geometry_t *g = out;
-    *g = (fd_geometry_t){0};
-    PyObject *tuple = PySequence_Tuple(o);
-    if (!tuple) return 0;
-    int ok = PyArg_ParseTuple(
-        tuple,
-        "IIIIIII;a geometry is seven integers: slots, rows, layers, query heads, KV heads, head size, activation dtype",
-        &g->n_slots, &g->max_rows, &g->n_layers, &g->n_q_heads, &g->n_kv_heads, &g->head_size, &g->act_dtype);
-    Py_DECREF(tuple);
-    if (!ok) return 0;
-    const char *reason = fd_geometry_error(g);
-    if (reason) PyErr_SetString(PyExc_ValueError, reason);
-    return !reason;
-}
-
 static PyObject *py_page_bytes(PyObject *module, PyObject *args) {
     fd_geometry_t g;
     unsigned kv_dtype;
-    if (!PyArg_ParseTuple(args, "O&I", convert_geometry, &g, &kv_dtype)) return NULL;
+    if (!PyArg_ParseTuple(args, "O&I", fd_py_geometry, &g, &kv_dtype)) return NULL;
     if (kv_dtype >= FD_KV_DTYPES) return PyErr_Format(PyExc_ValueError, "unknown KV-cache dtype %u", kv_dtype);
     return PyLong_FromSize_t(fd_page_bytes(&g, kv_dtype));
-}
-
-static PyObject *py_region_layout(PyObject *module, PyObject *args) {
-    fd_geometry_t g;
-    if (!PyArg_ParseTuple(args, "O&", convert_geometry, &g)) return NULL;
-    fd_layout_t y = fd_region_layout(&g);
-    return Py_BuildValue("nnnnnnnnn", y.slot0, y.slot_bytes, y.region_bytes, y.table, y.q, y.kv, y.o, y.q_row_bytes,
-                         y.kv_row_bytes);
-}
-
-static int region_fits(const Py_buffer *region, const fd_geometry_t *g) {
-    size_t need = fd_region_layout(g).region_bytes;
-    if ((size_t)region->len >= need) return 1;
-    PyErr_Format(PyExc_ValueError, "the region has %zd bytes, its geometry needs %zu", region->len, need);
-    return 0;
-}
-
-static PyObject *py_init_region_header(PyObject *module, PyObject *args) {
-    fd_geometry_t g;
-    PyObject *o;
-    Py_buffer region;
-    if (!PyArg_ParseTuple(args, "OO&", &o, convert_geometry, &g)) return NULL;
-    if (PyObject_GetBuffer(o, &region, PyBUF_WRITABLE) < 0) return NULL;
-    int ok = region_fits(&region, &g);
-    if (ok) {
-        fd_region_header_t h = {.magic = FD_REGION_MAGIC, .version = FD_PROTOCOL_VERSION, .geometry = g};
-        memcpy(region.buf, &h, sizeof h);
-    }
-    PyBuffer_Release(&region);
-    if (!ok) return NULL;
-    Py_RETURN_NONE;
 }
 
 /* ---- REngine ---- */
@@ -233,7 +184,7 @@ static PyObject *engine_add_link(engine_object_t *self, PyObject *args, PyObject
     PyObject *region, *windows, *notify = Py_None;
     fd_geometry_t g;
     fd_lease_t lease = {0};
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO&IIIfO|O", names, &region, convert_geometry, &g, &lease.kv_dtype,
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO&IIIfO|O", names, &region, fd_py_geometry, &g, &lease.kv_dtype,
                                      &lease.n_pages, &lease.max_seqs, &lease.softmax_scale, &windows, &notify))
         return NULL;
     if (!self->engine) return closed_error("the R-engine");
@@ -246,7 +197,7 @@ static PyObject *engine_add_link(engine_object_t *self, PyObject *args, PyObject
         (link_object_t *)((PyTypeObject *)self->link_type)->tp_alloc((PyTypeObject *)self->link_type, 0);
     if (!link) return NULL;
     char err[ERR_LEN];
-    if (PyObject_GetBuffer(region, &link->region, PyBUF_WRITABLE) == 0 && region_fits(&link->region, &g)) {
+    if (fd_py_region(region, &g, &link->region) == 0) {
         link->link = fd_engine_add_link(self->engine, link->region.buf, &g, &lease, target, err, sizeof err);
         if (!link->link) PyErr_SetString(errno == EINVAL ? PyExc_ValueError : PyExc_MemoryError, err);
     }
@@ -486,10 +437,6 @@ PyMethodDef fd_engine_methods[] = {
      "bind_memory(node): this thread and those it starts take memory of that NUMA node only"},
     {"page_bytes", py_page_bytes, METH_VARARGS,
      "page_bytes(geometry, kv_dtype) -> bytes of a page, all layers and KV heads"},
-    {"region_layout", py_region_layout, METH_VARARGS,
-     "region_layout(geometry) -> the fields of transports.base.RegionLayout, in order"},
-    {"init_region_header", py_init_region_header, METH_VARARGS,
-     "init_region_header(region, geometry): write the first page of a region"},
     {0},
 };
 

@@ -11,7 +11,7 @@ from fastdecode.bench.attention_peers import PEERS, TOLERANCE, check, expected
 from fastdecode.bench.roofline import Roofline
 from fastdecode.bench.rpart import RPart
 from fastdecode.bench.shape import Shape
-from fastdecode.transports.base import KV_DTYPES
+from fastdecode.region.contract import KV_DTYPES
 
 pytestmark = pytest.mark.quick
 

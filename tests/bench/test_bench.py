@@ -13,7 +13,7 @@ from rnode_process import RNodeProcess
 
 from fastdecode.bench import transport_peers
 from fastdecode.kernels import _native
-from fastdecode.transports.base import KV_DTYPES
+from fastdecode.region.contract import KV_DTYPES
 
 BENCH = [sys.executable, "-m", "fastdecode.bench.cli"]
 

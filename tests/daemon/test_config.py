@@ -9,7 +9,7 @@ import pytest
 
 from fastdecode.daemon import embedded, machine, rnode
 from fastdecode.daemon.config import EMBEDDED_OPTIONS, ConfigError, NodeConfig, format_bytes, parse_bytes
-from fastdecode.transports.base import KV_DTYPES
+from fastdecode.region.contract import KV_DTYPES, MAX_ROWS
 
 pytestmark = pytest.mark.quick
 
@@ -70,7 +70,7 @@ def test_every_format_of_the_kv_cache_is_a_choice():
         ("--spin-us 4294967296", "--spin-us is at most 60000000"),
         ("--mini-batches 0", "0 is not a positive number"),
         ("--mini-batches 17", "at most 16"),
-        ("--max-batch-tokens 70000", "at most 65536"),
+        (f"--max-batch-tokens {MAX_ROWS + 1}", f"at most {MAX_ROWS}"),
         ("--max-batch-size 600", "every sequence needs a row"),
         ("--kv-dtype int3", "invalid choice: 'int3'"),
         ("--r-node tcp://h:1 --threads 2", "--threads is for the embedded R-node"),

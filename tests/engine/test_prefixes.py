@@ -15,7 +15,7 @@ from toy import POISON, ToyLink, ToySPart, continuation, tokens_of, until
 from fastdecode.engine.engine import Engine
 from fastdecode.engine.prefixes import CachedSequence, Handle, PrefixEntry, PrefixIndex, page_hashes
 from fastdecode.engine.request import GenerationFailed, SamplingParams
-from fastdecode.transports.base import PAGE_TOKENS
+from fastdecode.region.contract import PAGE_TOKENS
 
 # -- the index --------------------------------------------------------------------------------------------------------
 

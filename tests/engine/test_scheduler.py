@@ -12,7 +12,7 @@ from fastdecode.engine.ledger import pages_for
 from fastdecode.engine.request import SamplingParams
 from fastdecode.engine.scheduler import Plan, Scheduler, SchedulerLimits
 from fastdecode.engine.sequence import Sequence
-from fastdecode.transports.base import PAGE_TOKENS
+from fastdecode.region.contract import PAGE_TOKENS
 
 pytestmark = pytest.mark.quick
 

@@ -20,10 +20,10 @@ from rnode_process import RNodeProcess
 
 from fastdecode.engine.engine import Engine
 from fastdecode.engine.request import GenerationFailed, NotReady, SamplingParams
+from fastdecode.region.contract import PAGE_TOKENS
+from fastdecode.region.geometry import region_layout
 from fastdecode.spart import SPart, load_model
 from fastdecode.spart.exchange import SlotViews
-from fastdecode.transports.base import PAGE_TOKENS
-from fastdecode.transports.region import region_layout
 from fastdecode.transports.registry import connect
 
 MAX_ROWS = 128  # well below the longest prompts, so that they are chunked

@@ -20,7 +20,7 @@ import pytest
 from sources import INCLUDES, ROOT
 
 from fastdecode.kernels import _native as native
-from fastdecode.transports.base import ACT_DTYPES, KV_DTYPES
+from fastdecode.region.contract import ACT_DTYPES, KV_DTYPES
 
 NEON, SCALAR = "neon under qemu", "scalar under qemu"
 COMPILER, EMULATOR = "aarch64-linux-gnu-gcc", "qemu-aarch64"

@@ -14,7 +14,9 @@ from collections.abc import Awaitable, Callable
 import numpy as np
 import rengine_peer as peer
 
-from fastdecode.transports.base import ACT_DTYPES, KV_DTYPES, ROW_ATTEND, ROW_DTYPE, Geometry, Hello, Link
+from fastdecode.region.contract import ACT_DTYPES, KV_DTYPES, ROW_ATTEND, ROW_DTYPE, Status
+from fastdecode.region.geometry import Geometry
+from fastdecode.transports.base import Hello, Link
 
 #: Set on emulated machines, which take half a minute for a call of LARGE's full size.
 SLOW = "FASTDECODE_SLOW" in os.environ
@@ -92,7 +94,7 @@ class Driver(peer.Link):
 
     def wait(self, slot: int, bell: int, seconds: float = HANG_S) -> peer.Reply:
         times = self.link.wait(slot, seconds)
-        return peer.Reply(bell, peer.OK, self._posted[slot], times.busy_ns, times.kv_bytes, "")
+        return peer.Reply(bell, Status.OK, self._posted[slot], times.busy_ns, times.kv_bytes, "")
 
     async def free_seq(self, seq_index: int) -> None:
         await self.link.free([(seq_index, self.shadows.pop(seq_index).tag)])

@@ -1,6 +1,7 @@
 """The S side of a link in plain Python over the bytes of a region, and float64 attention to compare the R-engine with.
 
-Written from the comments of region/region.h alone, so that the layout is checked from outside.
+Its structs and offsets are written from the comments of region/region.h alone, so that the layout is checked from
+outside; only the constants are region.h's own.
 """
 
 from __future__ import annotations
@@ -14,15 +15,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fastdecode.kernels import _native
+from fastdecode.region._native import init_region_header
+from fastdecode.region.contract import ACT_DTYPES, CALL_NEW_STEP, KV_DTYPES, REGION_PAGE, ROW_ATTEND, Status
 
-NEW_STEP = 1
-ATTEND = 1
-OK, BAD_CALL, BAD_TABLE, BAD_SEQUENCE, OUT_OF_PAGES, LINK_CLOSED = range(6)
-FP32, FP16, BF16 = range(3)  # activation dtypes
-KV_FP32, KV_FP16, KV_BF16, KV_INT8, KV_INT4, KV_INT8_INT4 = range(6)
-KV_NAMES = ("fp32", "fp16", "bf16", "int8", "int4", "int8-int4")
-PAGE = 128
+FP32, FP16, BF16 = map(ACT_DTYPES.index, ("fp32", "fp16", "bf16"))
+KV_FP32, KV_FP16, KV_BF16 = map(KV_DTYPES.index, ("fp32", "fp16", "bf16"))
+KV_INT8, KV_INT4, KV_INT8_INT4 = map(KV_DTYPES.index, ("int8", "int4", "int8-int4"))
 
 _CALL = struct.Struct("<QIIIII9I")
 _ROW = struct.Struct("<6I")
@@ -66,7 +64,7 @@ class Reply:
 
 
 def _pages(n: int) -> int:
-    return (n + 4095) // 4096 * 4096
+    return -(-n // REGION_PAGE) * REGION_PAGE
 
 
 def encode(x: np.ndarray, act_dtype: int) -> bytes:
@@ -99,7 +97,7 @@ class Peer:
         self.kv_at = _pages(self.q_at + g.max_rows * self.q_row)
         self.o_at = _pages(self.kv_at + g.max_rows * self.kv_row)
         self.slot_bytes = _pages(self.o_at + g.max_rows * self.q_row)
-        self.bytes = 4096 + g.n_slots * self.slot_bytes
+        self.bytes = REGION_PAGE + g.n_slots * self.slot_bytes
         if fd is not None and os.fstat(fd).st_size < self.bytes:
             os.ftruncate(fd, self.bytes)
         self.map = mmap.mmap(-1 if fd is None else fd, self.bytes)
@@ -108,7 +106,7 @@ class Peer:
         self.wake_fd = -1
 
     def at(self, slot: int) -> int:
-        return 4096 + slot * self.slot_bytes
+        return REGION_PAGE + slot * self.slot_bytes
 
     def put(self, offset: int, data: bytes) -> None:
         self.map[offset : offset + len(data)] = data
@@ -140,7 +138,7 @@ class Peer:
 
     def post(self, slot: int, layer: int, n_entries: int, n_rows: int, n_attend: int, new_step: bool) -> int:
         self.numbers[slot] += 1
-        self.header(slot, self.numbers[slot], NEW_STEP if new_step else 0, layer, n_entries, n_rows, n_attend)
+        self.header(slot, self.numbers[slot], CALL_NEW_STEP if new_step else 0, layer, n_entries, n_rows, n_attend)
         self.ring(slot, self.numbers[slot])
         return self.numbers[slot]
 
@@ -195,7 +193,7 @@ class Link(Peer):
         self.rng = np.random.default_rng(0)
         self.shadows: dict[int, Shadow] = {}
         self.next_tag = 1
-        _native.init_region_header(self.map, g.tuple())
+        init_region_header(self.map, g.tuple())
         self.lease = engine.add_link(self.map, g.tuple(), kv_dtype, n_pages, max_seqs, self.scale, self.windows)
         self.wake_fd = self.lease.eventfd
 
@@ -213,7 +211,7 @@ class Link(Peer):
                 self.shadows[seq_index] = Shadow(self.next_tag, [empty] * layers, [empty] * layers)
                 self.next_tag += 1
             s = self.shadows[seq_index]
-            table.append((seq_index, s.tag, s.length, n, ATTEND if attend else 0))
+            table.append((seq_index, s.tag, s.length, n, ROW_ATTEND if attend else 0))
         return table
 
     def begin(self, slot: int, plan: list[tuple[int, int, bool]]) -> Step:
@@ -273,7 +271,7 @@ class Step:
     def finish(self, layer: int, bell: int) -> Reply:
         link, g = self.link, self.link.g
         reply = link.wait(self.slot, bell)
-        assert (reply.status, reply.message) == (OK, ""), reply
+        assert (reply.status, reply.message) == (Status.OK, ""), reply
         assert (reply.number, reply.n_attend_rows) == (bell, self.n_attend)
         o = link.o_rows(self.slot, self.n_attend)
         limit = KV_ERROR[link.kv_dtype] + ACT_ERROR[g.act_dtype]

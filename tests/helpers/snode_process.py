@@ -62,7 +62,7 @@ def large_hello():
     """The Hello of a link whose calls and replies, of 64 KiB per row, are larger than the buffers of two sockets."""
     from link_driver import hello
 
-    from fastdecode.transports.base import Geometry
+    from fastdecode.region.geometry import Geometry
 
     held = sum(int(Path(f"/proc/sys/net/ipv4/tcp_{x}mem").read_text().split()[2]) for x in "rw")
     rows = (held >> 16) + 16
@@ -72,7 +72,8 @@ def large_hello():
 async def main(url: str, what: str, secret: bytes | None) -> None:
     from link_driver import Payloads, hello
 
-    from fastdecode.transports.base import ROW_DTYPE, LinkDown
+    from fastdecode.region.contract import ROW_DTYPE
+    from fastdecode.transports.base import LinkDown
     from fastdecode.transports.registry import connect
 
     wanted = {"load": Payloads.HELLO, "large": large_hello()}.get(what, hello())

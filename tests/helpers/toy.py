@@ -12,12 +12,12 @@ import zlib
 from types import SimpleNamespace
 
 from fastdecode.engine.ledger import pages_for
+from fastdecode.region.contract import Status
 from fastdecode.spart.batch import Sampled, StepOutput
 from fastdecode.transports.base import CallRefused, LinkDown
 
 VOCAB = 1000
 POISON = VOCAB - 1  # a prompt that ends with it has no next token
-BAD_SEQUENCE, OUT_OF_PAGES = 3, 4
 
 
 def next_token(tokens: list[int]) -> int:
@@ -67,14 +67,14 @@ class ToyLink:
         self.check_alive()
         if chunk.pos == 0:
             if chunk.seq_index in self.cache:
-                raise CallRefused(BAD_SEQUENCE, f"sequence {chunk.seq_index} is in use")
+                raise CallRefused(Status.BAD_SEQUENCE, f"sequence {chunk.seq_index} is in use")
             self.cache[chunk.seq_index] = (chunk.tag, [])
         tag, tokens = self.cache.get(chunk.seq_index, (None, []))
         if tag != chunk.tag or len(tokens) != chunk.pos:
-            raise CallRefused(BAD_SEQUENCE, f"sequence {chunk.seq_index}: tag or position")
+            raise CallRefused(Status.BAD_SEQUENCE, f"sequence {chunk.seq_index}: tag or position")
         tokens += chunk.tokens
         if sum(pages_for(len(cached)) for _, cached in self.cache.values()) > self.lease.n_pages:
-            raise CallRefused(OUT_OF_PAGES, "no page left")
+            raise CallRefused(Status.OUT_OF_PAGES, "no page left")
 
     def check_alive(self) -> None:
         if self.dead:
@@ -95,7 +95,7 @@ class ToyLink:
         for seq_index, _ in set(handles) - set(unknown):
             del self.cache[seq_index]
         if unknown:
-            raise CallRefused(BAD_SEQUENCE, f"nothing to free for {unknown}")
+            raise CallRefused(Status.BAD_SEQUENCE, f"nothing to free for {unknown}")
 
     async def fork(self, src, dst, length) -> None:
         await asyncio.sleep(0.001)
@@ -103,10 +103,10 @@ class ToyLink:
         await self.forking.wait()
         self.check_alive()
         if self.refuse_forks:
-            raise CallRefused(BAD_SEQUENCE, "no forks today")
+            raise CallRefused(Status.BAD_SEQUENCE, "no forks today")
         tag, tokens = self.cache.get(src[0], (None, []))
         if tag != src[1] or dst[0] in self.cache or not 1 <= length <= len(tokens):
-            raise CallRefused(BAD_SEQUENCE, f"cannot fork {src} to {dst}")
+            raise CallRefused(Status.BAD_SEQUENCE, f"cannot fork {src} to {dst}")
         self.cache[dst[0]] = (dst[1], tokens[:length])
         self.forks += 1
 

@@ -13,8 +13,8 @@ import struct
 
 from link_driver import SMALL
 
-from fastdecode.transports.base import PROTOCOL_VERSION, Geometry
-from fastdecode.transports.region import region_layout
+from fastdecode.region.contract import CALL_NEW_STEP, PROTOCOL_VERSION, ROW_ATTEND
+from fastdecode.region.geometry import Geometry, region_layout
 
 HANG_S = 20.0
 
@@ -159,14 +159,17 @@ class FakeRNode:
 # ---- data frames ----
 
 MAGIC = 0x4D524644
-NEW_STEP = 1  # call flag
-ROW = struct.pack("<6I", 0, 1, 0, 1, 1, 0)
+ROW = struct.pack("<6I", 0, 1, 0, 1, ROW_ATTEND, 0)
 Q_BYTES = SMALL.n_q_heads * SMALL.head_size * 4
 KV_ROW_BYTES = 2 * SMALL.n_kv_heads * SMALL.head_size * 4
 
 
 def call(
-    number: int = 1, flags: int = NEW_STEP, layer: int = 0, counts: tuple[int, int, int] = (1, 1, 1), reserved: int = 0
+    number: int = 1,
+    flags: int = CALL_NEW_STEP,
+    layer: int = 0,
+    counts: tuple[int, int, int] = (1, 1, 1),
+    reserved: int = 0,
 ) -> bytes:
     return struct.pack("<QIIIII9I", number, flags, layer, *counts, reserved, *[0] * 8)
 

@@ -19,8 +19,8 @@ from fastdecode.bench import accuracy
 from fastdecode.bench.perplexity import cut
 from fastdecode.demo import heldout_text, model_dir
 from fastdecode.kernels import _native
+from fastdecode.region.contract import KV_DTYPES
 from fastdecode.spart import load_model
-from fastdecode.transports.base import KV_DTYPES
 from fastdecode.transports.registry import connect
 
 ISAS = _native.isa_supported()

@@ -19,10 +19,9 @@ from quick import quick
 
 from fastdecode.bench.accuracy import stored, stored_kv
 from fastdecode.kernels import _native as native
+from fastdecode.region.contract import KV_DTYPES, PAGE_TOKENS
 
-PAGE = 128
 ISAS = native.isa_supported()
-KV_DTYPES = ["fp32", "fp16", "bf16", "int8", "int4", "int8-int4"]
 
 # The largest error of each cache format, against float64 over the values before they were stored (standard normal K
 # and V, scores of about unit variance).
@@ -98,7 +97,7 @@ class Cache:
 
     def __init__(self, isa: str, kv_dtype: str, k: np.ndarray, v: np.ndarray, fill: int = 0xFF) -> None:
         self.isa, self.kv_dtype = isa, kv_dtype
-        n, chunk_bytes = len(k) // PAGE + 2, native.chunk_bytes(kv_dtype, k.shape[1])
+        n, chunk_bytes = len(k) // PAGE_TOKENS + 2, native.chunk_bytes(kv_dtype, k.shape[1])
         run = aligned_bytes(n * chunk_bytes, fill)
         kernels(isa).kv_append(isa, kv_dtype, run, 0, k, v)
         self.order = random.Random(n).sample(range(n), n)
@@ -109,7 +108,7 @@ class Cache:
     def attend(
         self, q: np.ndarray, q_pos: int, window: int = 0, pages: slice = slice(None), isa: str | None = None
     ) -> Partial:
-        first = pages.indices(len(self.order))[0] * PAGE
+        first = pages.indices(len(self.order))[0] * PAGE_TOKENS
         out = Partial(*(np.full(shape, np.nan, np.float32) for shape in (q.shape[:2], q.shape[:2], q.shape)))
         order = self.order[pages]
         isa = isa or self.isa
@@ -195,8 +194,8 @@ def test_attention_equals_float64(isa: str, kv_dtype: str, head_size: int) -> No
 @by_isa
 def test_every_number_of_tokens_in_a_page(isa: str, kv_dtype: str) -> None:
     rng = np.random.default_rng(1)
-    q, k, v = queries(rng, 1, 3, 24), normal(rng, 2 * PAGE, 24), normal(rng, 2 * PAGE, 24)
-    for n in range(1, 2 * PAGE + 1):
+    q, k, v = queries(rng, 1, 3, 24), normal(rng, 2 * PAGE_TOKENS, 24), normal(rng, 2 * PAGE_TOKENS, 24)
+    for n in range(1, 2 * PAGE_TOKENS + 1):
         got = Cache(isa, kv_dtype, k[:n], v[:n]).attend(q, n - 1)
         want = reference(q, *stored_kv(k[:n], v[:n], kv_dtype), n - 1)
         assert_close(got, want, 4, budget(isa, kv_dtype), n)
@@ -206,19 +205,19 @@ def test_every_number_of_tokens_in_a_page(isa: str, kv_dtype: str) -> None:
 @by_isa
 def test_rows_that_see_none_of_the_chunks(isa: str, kv_dtype: str) -> None:
     rng = np.random.default_rng(2)
-    k, v, q = normal(rng, 4 * PAGE, 64), normal(rng, 4 * PAGE, 64), queries(rng, 3, 5, 64)
+    k, v, q = normal(rng, 4 * PAGE_TOKENS, 64), normal(rng, 4 * PAGE_TOKENS, 64), queries(rng, 3, 5, 64)
     cache = Cache(isa, kv_dtype, k, v)
     for what, q_pos, window, pages in [
-        ("the causal limit lies before the chunks", 2 * PAGE - 3, 0, slice(2, 4)),
-        ("the window begins after the chunks", 4 * PAGE - 3, 100, slice(0, 2)),
-        ("no chunks", 4 * PAGE - 3, 0, slice(2, 2)),
+        ("the causal limit lies before the chunks", 2 * PAGE_TOKENS - 3, 0, slice(2, 4)),
+        ("the window begins after the chunks", 4 * PAGE_TOKENS - 3, 100, slice(0, 2)),
+        ("no chunks", 4 * PAGE_TOKENS - 3, 0, slice(2, 2)),
     ]:
         got = cache.attend(q, q_pos, window, pages)
         assert np.isneginf(got.m).all() and not got.l.any() and not got.acc.any(), what
     # Only the block's last row reaches into the pages.
-    got = cache.attend(q, 2 * PAGE - 2, 0, slice(2, 4))
-    k, v = (x[2 * PAGE :] for x in stored_kv(k, v, kv_dtype))
-    want = reference(q, k, v, 2 * PAGE - 2, first=2 * PAGE)
+    got = cache.attend(q, 2 * PAGE_TOKENS - 2, 0, slice(2, 4))
+    k, v = (x[2 * PAGE_TOKENS :] for x in stored_kv(k, v, kv_dtype))
+    want = reference(q, k, v, 2 * PAGE_TOKENS - 2, first=2 * PAGE_TOKENS)
     assert (want.l > 0).sum() == 5
     assert_close(got, want, 4, budget(isa, kv_dtype), "one row of three")
 
@@ -251,7 +250,7 @@ def test_garbage_beyond_the_limits_never_reaches_a_result(isa: str, kv_dtype: st
         kernels(isa).kv_append(isa, kv_dtype, run, 0, k, v)
         run = run.reshape(dirty.chunks.shape)
         q_pos = length - q_len
-        no_longer_seen = max(0, q_pos + 1 - window) // PAGE if window else 0
+        no_longer_seen = max(0, q_pos + 1 - window) // PAGE_TOKENS if window else 0
         run[:no_longer_seen] = np.resize(pattern, run.shape[1])
         dirty.chunks[dirty.order] = run
         for got, want in zip(dirty.attend(q, q_pos, window), clean.attend(q, q_pos, window), strict=True):
@@ -305,7 +304,7 @@ def test_appending_token_by_token_equals_appending_at_once(isa: str, kv_dtype: s
 def test_parts_merged_by_log_sum_exp_equal_the_whole(isa: str, kv_dtype: str) -> None:
     rng = np.random.default_rng(6)
     for head_size, group, q_len, window in [(64, 3, 1, 0), (24, 1, 5, 0), (128, 8, 2, 100), (8, 4, 64, 0)]:
-        n, rows = 5 * PAGE + 7, q_len * group
+        n, rows = 5 * PAGE_TOKENS + 7, q_len * group
         q = queries(rng, q_len, group, head_size)
         k, v = normal(rng, n, head_size), normal(rng, n, head_size)
         cache, q_pos = Cache(isa, kv_dtype, k, v), n - q_len
@@ -379,9 +378,9 @@ def test_output_of_rows_that_see_nothing_is_zero(isa: str) -> None:
     q = np.ones((2, 1, 3, 24), np.float32)
     chunks = aligned_bytes(2 * native.chunk_bytes("fp16", 24))
     m, l, acc, o = (np.full(s, np.nan, np.float32) for s in (q.shape[:3], q.shape[:3], q.shape, q.shape))
-    kernels(isa).kv_attend(isa, "fp16", chunks, None, 5 * PAGE, q, 4 * PAGE, 0, acc, m, l, o)
+    kernels(isa).kv_attend(isa, "fp16", chunks, None, 5 * PAGE_TOKENS, q, 4 * PAGE_TOKENS, 0, acc, m, l, o)
     assert not o.any()
-    kernels(isa).kv_attend(isa, "fp16", chunks, None, 5 * PAGE, q, 4 * PAGE, 0, acc, m, l)
+    kernels(isa).kv_attend(isa, "fp16", chunks, None, 5 * PAGE_TOKENS, q, 4 * PAGE_TOKENS, 0, acc, m, l)
     assert (m == -np.inf).all() and not l.any() and not acc.any()
 
 
@@ -425,7 +424,7 @@ def test_scores_of_ten_thousand(isa: str, kv_dtype: str) -> None:
 @by_kv_dtype
 @by_isa
 def test_tiny_queries_weigh_all_tokens_equally(isa: str, kv_dtype: str, size: float) -> None:
-    case = Case(head_size=32, group=4, length=3 * PAGE + 5, window=0, q_len=1)
+    case = Case(head_size=32, group=4, length=3 * PAGE_TOKENS + 5, window=0, q_len=1)
     q, k, v = make_inputs(case)
     q = (q / np.abs(q).max() * size).astype(np.float32)
     got = Cache(isa, kv_dtype, k, v).attend(q, case.length - 1)
@@ -460,11 +459,11 @@ def test_fp16_saturates_what_it_cannot_hold(isa: str) -> None:
 
 @by_isa
 def test_weights_far_below_the_maximum_vanish(isa: str) -> None:
-    k, v = np.zeros((PAGE + 1, 8), np.float32), np.ones((PAGE + 1, 8), np.float32)
-    k[:, 0] = np.arange(PAGE + 1) * -110
+    k, v = np.zeros((PAGE_TOKENS + 1, 8), np.float32), np.ones((PAGE_TOKENS + 1, 8), np.float32)
+    k[:, 0] = np.arange(PAGE_TOKENS + 1) * -110
     q = np.zeros((1, 1, 8), np.float32)
     q[..., 0] = 1
-    got = Cache(isa, "fp32", k, v).attend(q, PAGE)
+    got = Cache(isa, "fp32", k, v).attend(q, PAGE_TOKENS)
     assert got.l.item() == 1 and set(got.acc.ravel()) == {1}
 
 
@@ -476,19 +475,19 @@ def test_kernels_write_no_further_than_asked(isa: str, kv_dtype: str) -> None:
         k, v, q = normal(rng, 3, head_size), normal(rng, 3, head_size), normal(rng, 1, group, head_size)
         chunk_bytes = native.chunk_bytes(kv_dtype, head_size)
         memory = aligned_bytes(chunk_bytes + 64, 0xA5)
-        kernels(isa).kv_append(isa, kv_dtype, memory[:chunk_bytes], PAGE - 3, k, v)
+        kernels(isa).kv_append(isa, kv_dtype, memory[:chunk_bytes], PAGE_TOKENS - 3, k, v)
         assert (memory[chunk_bytes:] == 0xA5).all(), head_size
         acc, m, l = (np.full(n + 16, 7, np.float32) for n in (q.size, group, group))
         views = acc[: q.size].reshape(1, *q.shape), m[:group].reshape(1, 1, group), l[:group].reshape(1, 1, group)
-        kernels(isa).kv_attend(isa, kv_dtype, memory[:chunk_bytes], None, 0, q[None], PAGE - 1, 3, *views)
+        kernels(isa).kv_attend(isa, kv_dtype, memory[:chunk_bytes], None, 0, q[None], PAGE_TOKENS - 1, 3, *views)
         assert all((x[-16:] == 7).all() for x in (acc, m, l)), (head_size, group)
 
 
 def test_chunk_bytes_are_the_formats_and_keep_alignment() -> None:
     for head_size in range(8, 257, 8):
-        elements = 2 * PAGE * head_size
+        elements = 2 * PAGE_TOKENS * head_size
         sizes = [native.chunk_bytes(kv_dtype, head_size) for kv_dtype in KV_DTYPES]
-        affine = 2 * PAGE * 4
+        affine = 2 * PAGE_TOKENS * 4
         wide, narrow, mixed = (n + affine for n in (elements, elements // 2, elements * 3 // 4))
         assert sizes == [4 * elements, 2 * elements, 2 * elements, wide, narrow, mixed]
         assert all(size % 64 == 0 for size in sizes)
@@ -498,8 +497,8 @@ def test_chunk_bytes_are_the_formats_and_keep_alignment() -> None:
 def test_int8_int4_holds_k_as_int8_does_and_v_as_int4_does(isa: str) -> None:
     rng = np.random.default_rng(13)
     for head_size in HEAD_SIZES:
-        k, v = normal(rng, PAGE, head_size), normal(rng, PAGE, head_size)
-        chunks, k_bytes = {}, {"int8": PAGE * (head_size + 4), "int4": PAGE * (head_size // 2 + 4)}
+        k, v = normal(rng, PAGE_TOKENS, head_size), normal(rng, PAGE_TOKENS, head_size)
+        chunks, k_bytes = {}, {"int8": PAGE_TOKENS * (head_size + 4), "int4": PAGE_TOKENS * (head_size // 2 + 4)}
         for kv_dtype in ("int8", "int4", "int8-int4"):
             chunks[kv_dtype] = aligned_bytes(native.chunk_bytes(kv_dtype, head_size))
             kernels(isa).kv_append(isa, kv_dtype, chunks[kv_dtype], 0, k, v)
@@ -522,7 +521,7 @@ def test_bad_arguments_are_refused() -> None:
     def attend(chunks=chunk, order=None, first=0, q=q, q_pos=0, acc=q, m=state, l=state, o=None) -> None:
         native.kv_attend("scalar", "fp32", chunks, order, first, q, q_pos, 0, acc.copy(), m.copy(), l.copy(), o)
 
-    append(slot=PAGE - 1)
+    append(slot=PAGE_TOKENS - 1)
     attend()
     for call, arguments in [
         (append, {"isa": "mmx"}),
@@ -530,7 +529,7 @@ def test_bad_arguments_are_refused() -> None:
         (append, {"chunks": chunk[:-64]}),
         (append, {"chunks": aligned_bytes(len(chunk) + 64)[4 : len(chunk) + 4]}),
         (append, {"chunks": read_only}),
-        (append, {"slot": PAGE}),
+        (append, {"slot": PAGE_TOKENS}),
         (append, {"slot": -1}),
         (append, {"slot": 1 << 32}),
         (append, {"k": wide}),

@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from fastdecode.daemon.machine import NumaNode, numa_nodes, parse_cpu_list
-from fastdecode.transports.base import Geometry, Hello
+from fastdecode.region.geometry import Geometry
+from fastdecode.transports.base import Hello
 from fastdecode.transports.registry import connect
 
 NODES = [node for node in numa_nodes() if os.sched_getaffinity(0).intersection(node.cpus)]

@@ -9,23 +9,20 @@ import time
 
 import numpy as np
 import pytest
-from rengine_peer import (
-    BAD_CALL,
-    BF16,
-    FP16,
-    FP32,
-    KV_FP16,
-    KV_FP32,
-    KV_NAMES,
-    LINK_CLOSED,
-    OK,
-    OUT_OF_PAGES,
-    PAGE,
-    Geometry,
-    Link,
-)
+from rengine_peer import BF16, FP16, FP32, KV_FP16, KV_FP32, Geometry, Link
 
 from fastdecode.kernels import _native
+from fastdecode.region.contract import (
+    KV_DTYPES,
+    MAX_HEAD_SIZE,
+    MAX_HEADS,
+    MAX_PAGES,
+    MAX_ROWS,
+    MAX_SEQS,
+    MAX_SLOTS,
+    PAGE_TOKENS,
+    Status,
+)
 
 ISAS = _native.isa_supported()
 
@@ -59,7 +56,7 @@ def links(engines):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("kv_dtype", range(len(KV_NAMES)), ids=KV_NAMES)
+@pytest.mark.parametrize("kv_dtype", range(len(KV_DTYPES)), ids=KV_DTYPES)
 @pytest.mark.parametrize("threads", [1, 2, 3])
 @pytest.mark.parametrize("isa", ISAS)
 def test_mixed_batches_equal_float64_attention(engines, links, isa, threads, kv_dtype):
@@ -67,7 +64,7 @@ def test_mixed_batches_equal_float64_attention(engines, links, isa, threads, kv_
     assert (engine.isa, engine.threads) == (isa, threads)
     link = links(Geometry(max_rows=256, n_layers=2), kv_dtype, 96, 40, engine=engine, windows=[0, 100])
     link.fill(0, 1700)  # long enough to be cut among threads
-    link.fill(1, PAGE)  # ends on a page boundary
+    link.fill(1, PAGE_TOKENS)  # ends on a page boundary
     link.step(0, [(seq_index, 1 + seq_index % 3, True) for seq_index in range(2, 34)])  # many short ones share an item
     for _ in range(3):
         link.step(1, [(0, 1, True), (1, 1, True), (2, 1, True), (34, 90, False)])
@@ -137,7 +134,7 @@ def test_links_have_caches_of_their_own(engines, links):
 def test_pages_are_counted_freed_and_used_again(links):
     link = links(Geometry(max_rows=64, n_layers=1), n_pages=4)
     for _ in range(5):
-        link.fill(0, 2 * PAGE + 1)
+        link.fill(0, 2 * PAGE_TOKENS + 1)
         assert link.lease.stats() | {"pages_total": 4, "pages_used": 3, "seqs": 1} == link.lease.stats()
         link.step(0, [(0, 1, True), (1, 3, True)])
         assert link.lease.stats()["pages_used"] == 4
@@ -150,10 +147,10 @@ def test_pages_are_counted_freed_and_used_again(links):
 def test_trim_rolls_back(links):
     link = links(Geometry(max_rows=200, n_layers=2), n_pages=8)
     link.fill(0, 400)
-    link.trim(0, PAGE + 6)
+    link.trim(0, PAGE_TOKENS + 6)
     assert link.lease.stats()["pages_used"] == 2
     link.step(0, [(0, 3, True)])
-    link.trim(0, PAGE)
+    link.trim(0, PAGE_TOKENS)
     link.step(0, [(0, 1, True)])
     link.trim(0, 0)
     assert link.lease.stats() | {"pages_used": 0, "seqs": 0} == link.lease.stats()
@@ -164,9 +161,9 @@ def test_trim_rolls_back(links):
 @pytest.mark.quick
 def test_fork_shares_pages_and_parts_from_them(links):
     link = links(Geometry(max_rows=200, n_layers=2), n_pages=8)
-    link.fill(0, 2 * PAGE + 22)
-    link.fork(0, 1, 2 * PAGE + 22)
-    link.fork(0, 2, 2 * PAGE)
+    link.fill(0, 2 * PAGE_TOKENS + 22)
+    link.fork(0, 1, 2 * PAGE_TOKENS + 22)
+    link.fork(0, 2, 2 * PAGE_TOKENS)
     assert link.lease.stats()["pages_used"] == 3  # the cut page is copied when it is appended to
     link.step(0, [(0, 1, True), (1, 2, True), (2, 3, True)])
     assert link.lease.stats()["pages_used"] == 5  # the last sequence that shares a page keeps it
@@ -182,9 +179,9 @@ def test_fork_shares_pages_and_parts_from_them(links):
 
 def test_a_shared_page_is_copied_before_it_is_appended_to(links):
     link = links(Geometry(max_rows=200, n_layers=2), n_pages=4)
-    link.fill(0, 2 * PAGE)
-    link.fork(0, 1, 2 * PAGE)
-    link.trim(0, 2 * PAGE - 28)  # ends within a page that sequence 1 holds too
+    link.fill(0, 2 * PAGE_TOKENS)
+    link.fork(0, 1, 2 * PAGE_TOKENS)
+    link.trim(0, 2 * PAGE_TOKENS - 28)  # ends within a page that sequence 1 holds too
     link.step(0, [(0, 1, True), (1, 1, True)])
     link.step(0, [(0, 1, True), (1, 1, True)])
     assert link.lease.stats()["pages_used"] == 4
@@ -235,7 +232,7 @@ def test_a_full_lease_ends_the_copies_that_hold_its_pages(links):
 
 def test_sequences_that_do_not_fit_their_request_are_refused(links):
     link = links(Geometry(max_rows=128, n_layers=1), n_pages=3)
-    link.fill(0, 2 * PAGE)
+    link.fill(0, 2 * PAGE_TOKENS)
     tag = link.shadows[0].tag
     lease = link.lease
     with pytest.raises(ValueError, match=f"sequence 0 has tag {tag}, not 999"):
@@ -266,7 +263,7 @@ def test_forks_that_fill_the_lease_are_served(links):
     link.fork(0, 4, 41)
     link.table(0, link.entries([(0, 1, True), (3, 1, True), (4, 1, True)]))
     reply = link.call(0, 0, 3, 3, 3, True)
-    assert (reply.status, reply.message) == (OUT_OF_PAGES, "the step needs 2 pages, but 1 of 4 are free")
+    assert (reply.status, reply.message) == (Status.OUT_OF_PAGES, "the step needs 2 pages, but 1 of 4 are free")
     link.forget(4)
     link.step(0, [(0, 1, True), (3, 1, True)])  # the refused step has changed nothing
 
@@ -341,7 +338,7 @@ def test_a_call_on_a_link_that_is_being_closed_is_answered(engines, links):
         link.table(0, link.entries([(0, 1, False)]))
         bell = link.post(0, 0, 1, 1, 0, True)
         link.close()
-        assert link.wait(0, bell).status in (OK, LINK_CLOSED)
+        assert link.wait(0, bell).status in (Status.OK, Status.LINK_CLOSED)
 
 
 def test_sequences_freed_during_their_calls_harm_nobody_else(engines, links):
@@ -387,7 +384,7 @@ def test_notify_is_called_after_each_reply(engines, links):
     try:
         quiet.numbers = [0, 0]
         reply = quiet.call(1, 0, 1, 1, 0, False)
-        assert reply.status == BAD_CALL
+        assert reply.status == Status.BAD_CALL
         deadline = time.monotonic() + 10
         while not calls:
             assert time.monotonic() < deadline, "never notified"
@@ -421,11 +418,12 @@ def test_leases_share_one_budget(engines, links):
         ({"geometry": (0, 1, 1, 1, 1, 8, 0)}, "number of slots"),
         ({"geometry": (1, 1, 1, 3, 2, 8, 0)}, "not a multiple of KV heads"),
         ({"geometry": (1, 1, 1, 1, 1, 12, 0)}, "head size"),
-        ({"geometry": (1, 70000, 1, 1, 1, 8, 0)}, "rows per call"),
-        ({"geometry": (16, 65536, 2, 1024, 1024, 256, 0)}, "the region has"),
-        ({"kv_dtype": 6}, "unknown KV-cache dtype 6"),
+        ({"geometry": (1, MAX_ROWS + 1, 1, 1, 1, 8, 0)}, "rows per call"),
+        ({"geometry": (MAX_SLOTS, MAX_ROWS, 2, MAX_HEADS, MAX_HEADS, MAX_HEAD_SIZE, 0)}, "the region has"),
+        ({"kv_dtype": len(KV_DTYPES)}, f"unknown KV-cache dtype {len(KV_DTYPES)}"),
         ({"n_pages": 0}, "0 pages are not within"),
-        ({"max_seqs": 2**31}, "2147483648 sequences are not within"),
+        ({"max_seqs": MAX_SEQS + 1}, f"{MAX_SEQS + 1} sequences are not within 1..{MAX_SEQS}"),
+        ({"n_pages": MAX_PAGES + 1}, f"{MAX_PAGES + 1} pages are not within 1..{MAX_PAGES}"),
         ({"softmax_scale": float("nan")}, "softmax scale is not finite"),
         ({"windows": [0]}, "windows: 1 given, 2 needed"),
         ({"windows": [0, -1]}, "windows: -1 is not within"),

@@ -12,13 +12,15 @@ import time
 from rengine_peer import KV_FP32, Geometry, Peer
 
 from fastdecode.kernels import _native
+from fastdecode.region._native import init_region_header
 
 G = Geometry(n_slots=1, max_rows=4, n_layers=1)
 
 #: The S side, a process of its own: layer calls as fast as they are answered, the time of each reply.
 S_SIDE = """
 import sys, time
-from rengine_peer import Geometry, OK, Peer
+from rengine_peer import Geometry, Peer
+from fastdecode.region.contract import Status
 peer = Peer(Geometry(n_slots=1, max_rows=4, n_layers=1), int(sys.argv[1]))
 peer.wake_fd = int(sys.argv[2])
 peer.table(0, [(0, 1, 0, 1, 1)])
@@ -26,7 +28,7 @@ times, new_step = [], True
 end = time.monotonic() + 60
 print("ready", flush=True)
 while not peer.map[72] and time.monotonic() < end:
-    assert peer.call(0, 0, 1, 1, 1, new_step).status == OK
+    assert peer.call(0, 0, 1, 1, 1, new_step).status == Status.OK
     times.append(time.monotonic())
     new_step = False
 print(*times)
@@ -36,7 +38,7 @@ print(*times)
 def test_calls_go_on_while_the_gil_is_held():
     fd = os.memfd_create("region")
     peer = Peer(G, fd)
-    _native.init_region_header(peer.map, G.tuple())
+    init_region_header(peer.map, G.tuple())
     engine = _native.REngine(1, 1 << 24)
     lease = engine.add_link(peer.map, G.tuple(), KV_FP32, 4, 4, 1.0, [0])
     command = [sys.executable, "-c", S_SIDE, str(fd), str(lease.eventfd)]

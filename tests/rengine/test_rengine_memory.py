@@ -16,10 +16,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from rengine_peer import FP32, KV_FP32, OK, PAGE, Geometry, Link
+from rengine_peer import FP32, KV_FP32, Geometry, Link
 from sources import ROOT
 
 from fastdecode.kernels import _native
+from fastdecode.region.contract import PAGE_TOKENS, Status
 
 #: 512 KiB a page and layer, 1 MiB a page.
 BIG = Geometry(n_slots=2, max_rows=512, n_layers=1, n_q_heads=8, n_kv_heads=8, head_size=128, act_dtype=FP32)
@@ -47,7 +48,7 @@ def append(link: Link, seq_index: int, tokens: int, at: int = 0) -> None:
         link.table(0, [(seq_index, 1, at, n, 0)])
         for layer in range(link.g.n_layers):
             reply = link.call(0, layer, 1, n, 0, layer == 0)
-            assert (reply.status, reply.message) == (OK, "")
+            assert (reply.status, reply.message) == (Status.OK, "")
         at, tokens = at + n, tokens - n
 
 
@@ -85,9 +86,9 @@ def faulted_in(link: Link) -> bool:
 
 def test_the_memory_of_free_pages_goes_back_when_a_link_is_idle():
     with link_of(65, huge_pages="madvise", trim_idle_s=0.2) as link:
-        link.fill(0, PAGE + 6)
-        append(link, 1, 40 * PAGE)
-        link.fill(2, PAGE + 6)
+        link.fill(0, PAGE_TOKENS + 6)
+        append(link, 1, 40 * PAGE_TOKENS)
+        link.fill(2, PAGE_TOKENS + 6)
         used = arena_bytes("hg")
         assert used >= 43 * MIB
         link.lease.free(1, 1)
@@ -99,12 +100,12 @@ def test_the_memory_of_free_pages_goes_back_when_a_link_is_idle():
 
 def test_a_lease_that_lives_on_keeps_its_memory_unless_asked():
     with link_of(9, huge_pages="off") as link:
-        append(link, 0, 8 * PAGE)
+        append(link, 0, 8 * PAGE_TOKENS)
         link.lease.free(0, 1)
         used = arena_bytes("nh")
         time.sleep(0.5)  # several checks of an idle engine
         assert arena_bytes("nh") == used >= 8 * MIB
-        append(link, 0, 8 * PAGE)
+        append(link, 0, 8 * PAGE_TOKENS)
         assert arena_bytes("nh") == used
 
 
@@ -112,7 +113,7 @@ def test_all_of_the_memory_goes_back_when_nothing_is_used():
     """With small OS pages every byte goes back, although layers end within OS pages."""
     g = Geometry(n_slots=1, max_rows=512, n_layers=5, n_q_heads=1, n_kv_heads=1, head_size=24)
     with link_of(33, g=g, threads=1, huge_pages="off", trim_idle_s=0.05) as link:
-        append(link, 0, 33 * PAGE)
+        append(link, 0, 33 * PAGE_TOKENS)
         assert arena_bytes("nh") >= 33 * 5 * 12288
         link.lease.free(0, 1)
         until(lambda: arena_bytes("nh") == 0, "some memory was never given back")
@@ -123,7 +124,7 @@ def test_all_of_the_memory_goes_back_when_nothing_is_used():
 def test_a_lease_that_ends_gives_everything_back():
     before = arena_bytes("hg")
     with link_of(32) as link:
-        append(link, 0, 30 * PAGE)
+        append(link, 0, 30 * PAGE_TOKENS)
         assert arena_bytes("hg") - before >= 30 * MIB
         link.close()
         assert arena_bytes("hg") == before
@@ -153,14 +154,14 @@ def test_the_engines_threads_fault_a_lease_in_and_calls_do_not_wait_for_it():
     with link_of(65, huge_pages="off", prefault=True) as link:
         others = faults(engine=False)
         link.table(0, [(7, 1, 0, 1, 0)])
-        assert link.call(0, 0, 1, 1, 0, True).status == OK
+        assert link.call(0, 0, 1, 1, 0, True).status == Status.OK
         assert not faulted_in(link)
         until(lambda: faulted_in(link), "never faulted in")
         assert arena_bytes("nh") >= link.lease.prefault[1] == 65 * MIB
         assert faults(engine=False) - others < 1000 < 65 * MIB // OS_PAGE
-        append(link, 0, 10 * PAGE)  # the engine's own tables and the region
+        append(link, 0, 10 * PAGE_TOKENS)  # the engine's own tables and the region
         before = faults(engine=True)
-        append(link, 1, 10 * PAGE)
+        append(link, 1, 10 * PAGE_TOKENS)
         assert faults(engine=True) - before < 50
 
 
@@ -168,9 +169,9 @@ def test_without_prefault_a_lease_costs_nothing_until_it_is_used():
     with link_of(65, huge_pages="off") as link:
         assert link.lease.prefault == (0, 0, 0)
         assert arena_bytes("nh") == 0
-        append(link, 0, 10 * PAGE)
+        append(link, 0, 10 * PAGE_TOKENS)
         before = faults(engine=True)
-        append(link, 1, 10 * PAGE)
+        append(link, 1, 10 * PAGE_TOKENS)
         assert faults(engine=True) - before >= 10 * MIB // OS_PAGE
 
 
@@ -188,9 +189,9 @@ def test_a_lease_is_faulted_in_though_calls_never_cease():
 def test_a_fork_touches_no_page():
     """The control thread forks without copying. The engine copies a cut page in the step that appends to it."""
     with link_of(8, huge_pages="off") as link:
-        link.fill(0, PAGE + 10)
+        link.fill(0, PAGE_TOKENS + 10)
         used = arena_bytes("nh")
-        link.fork(0, 1, PAGE + 5)
+        link.fork(0, 1, PAGE_TOKENS + 5)
         assert arena_bytes("nh") == used
         link.step(0, [(1, 1, True)])
         assert arena_bytes("nh") == used + MIB
@@ -296,7 +297,8 @@ def test_memory_is_bound_to_a_numa_node():
 #: Prints how often the engine's threads allocate and lock: in the first calls of steps, then in all other calls.
 COUNTED = """
 import ctypes
-from rengine_peer import ATTEND, KV_FP16, OK, Geometry, Link
+from rengine_peer import KV_FP16, Geometry, Link
+from fastdecode.region.contract import ROW_ATTEND, Status
 from fastdecode.kernels import _native
 
 libc = ctypes.CDLL(None)
@@ -309,14 +311,15 @@ def step(table):
     rows, attending = sum(row[3] for row in table), sum(row[3] for row in table if row[4])
     for layer in range(8):
         before = libc.fd_count_allocations(), libc.fd_count_locks()
-        assert link.call(0, layer, len(table), rows, attending, layer == 0).status == OK
+        assert link.call(0, layer, len(table), rows, attending, layer == 0).status == Status.OK
         counts[layer == 0][0] += libc.fd_count_allocations() - before[0]
         counts[layer == 0][1] += libc.fd_count_locks() - before[1]
 
 for i in range(12):
     step([(0, 1, i * 250, 250, 0)])
 for i in range(5):  # one that is cut among the threads, blocks of queries, one that only appends
-    step([(0, 1, 3000 + i, 1, ATTEND), (1, 1, i * 20, 20, ATTEND), (2, 1, i, 1, ATTEND), (3, 1, i * 80, 80, 0)])
+    attend = [(0, 1, 3000 + i, 1, ROW_ATTEND), (1, 1, i * 20, 20, ROW_ATTEND), (2, 1, i, 1, ROW_ATTEND)]
+    step([*attend, (3, 1, i * 80, 80, 0)])
 print(*counts[True], *counts[False])
 link.close()
 """

@@ -4,21 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from rengine_peer import (
-    ATTEND,
-    BAD_CALL,
-    BAD_SEQUENCE,
-    BAD_TABLE,
-    KV_FP16,
-    NEW_STEP,
-    OK,
-    OUT_OF_PAGES,
-    PAGE,
-    Geometry,
-    Link,
-)
+from rengine_peer import KV_FP16, Geometry, Link
 
 from fastdecode.kernels import _native
+from fastdecode.region.contract import CALL_NEW_STEP, PAGE_TOKENS, ROW_ATTEND, Status
 
 pytestmark = pytest.mark.quick
 
@@ -27,9 +16,9 @@ pytestmark = pytest.mark.quick
 def link():
     """Sequence 0 has 5 tokens under tag 1, sequence 1 has a page full under tag 2; 4 pages in all."""
     engine = _native.REngine(2, 1 << 26)
-    link = Link(engine, Geometry(n_slots=2, max_rows=PAGE, n_layers=2), n_pages=4)
+    link = Link(engine, Geometry(n_slots=2, max_rows=PAGE_TOKENS, n_layers=2), n_pages=4)
     link.step(0, [(0, 5, True)])
-    link.step(1, [(1, PAGE, False)])
+    link.step(1, [(1, PAGE_TOKENS, False)])
     yield link
     link.close()
     engine.close()
@@ -45,17 +34,17 @@ def still_good(link: Link) -> None:
 @pytest.mark.parametrize(
     ("counts", "flags", "layer", "reserved", "message"),
     [
-        ((1, 1, 1), NEW_STEP | 2, 0, 0, "unknown call flag"),
-        ((1, 1, 1), NEW_STEP, 2, 0, "layer beyond the model"),
-        ((1, 1, 1), NEW_STEP, 2**32 - 1, 0, "layer beyond the model"),
-        ((1, 0, 0), NEW_STEP, 0, 0, "rows outside the slot"),
-        ((1, PAGE + 1, 1), NEW_STEP, 0, 0, "rows outside the slot"),
-        ((1, 2**32 - 1, 1), NEW_STEP, 0, 0, "rows outside the slot"),
-        ((1, 1, 2), NEW_STEP, 0, 0, "more attending rows than rows"),
-        ((0, 1, 1), NEW_STEP, 0, 0, "row table longer than the rows"),
-        ((2, 1, 1), NEW_STEP, 0, 0, "row table longer than the rows"),
-        ((2**32 - 1, PAGE, 1), NEW_STEP, 0, 0, "row table longer than the rows"),
-        ((1, 1, 1), NEW_STEP, 0, 7, "reserved field is not zero"),
+        ((1, 1, 1), CALL_NEW_STEP | 2, 0, 0, "unknown call flag"),
+        ((1, 1, 1), CALL_NEW_STEP, 2, 0, "layer beyond the model"),
+        ((1, 1, 1), CALL_NEW_STEP, 2**32 - 1, 0, "layer beyond the model"),
+        ((1, 0, 0), CALL_NEW_STEP, 0, 0, "rows outside the slot"),
+        ((1, PAGE_TOKENS + 1, 1), CALL_NEW_STEP, 0, 0, "rows outside the slot"),
+        ((1, 2**32 - 1, 1), CALL_NEW_STEP, 0, 0, "rows outside the slot"),
+        ((1, 1, 2), CALL_NEW_STEP, 0, 0, "more attending rows than rows"),
+        ((0, 1, 1), CALL_NEW_STEP, 0, 0, "row table longer than the rows"),
+        ((2, 1, 1), CALL_NEW_STEP, 0, 0, "row table longer than the rows"),
+        ((2**32 - 1, PAGE_TOKENS, 1), CALL_NEW_STEP, 0, 0, "row table longer than the rows"),
+        ((1, 1, 1), CALL_NEW_STEP, 0, 7, "reserved field is not zero"),
     ],
 )
 def test_a_header_out_of_bounds(link, counts, flags, layer, reserved, message):
@@ -64,7 +53,7 @@ def test_a_header_out_of_bounds(link, counts, flags, layer, reserved, message):
     link.header(0, link.numbers[0], flags, layer, *counts, reserved=reserved)
     link.ring(0, link.numbers[0])
     reply = link.wait(0, link.numbers[0])
-    assert (reply.status, reply.n_attend_rows) == (BAD_CALL, 0)
+    assert (reply.status, reply.n_attend_rows) == (Status.BAD_CALL, 0)
     assert message in reply.message
     still_good(link)
 
@@ -72,24 +61,32 @@ def test_a_header_out_of_bounds(link, counts, flags, layer, reserved, message):
 @pytest.mark.parametrize(
     ("rows", "status", "message"),
     [
-        ([(8, 1, 0, 1, 0)], BAD_TABLE, "entry 0: sequence 8 is outside the lease of 8"),
-        ([(2**32 - 1, 1, 0, 1, 0)], BAD_TABLE, "sequence 4294967295 is outside the lease"),
-        ([(0, 1, 5, 1, 2)], BAD_TABLE, "unknown flags 0x2"),
-        ([(0, 1, 5, 1, 0, 9)], BAD_TABLE, "reserved field is not zero"),
-        ([(0, 1, 5, 0, 0)], BAD_TABLE, "entry 0 has no rows"),
-        ([(0, 1, 5, 1, 0), (1, 2, PAGE, 1, ATTEND)], BAD_TABLE, "entry 1 attends but follows an entry that does not"),
-        ([(0, 1, 5, 1, ATTEND), (0, 1, 6, 1, ATTEND)], BAD_TABLE, "entry 1: sequence 0 is named twice"),
-        ([(0, 7, 5, 1, 0)], BAD_SEQUENCE, "entry 0: sequence 0 has tag 1, not 7"),
-        ([(0, 1, 6, 1, 0)], BAD_SEQUENCE, "entry 0: sequence 0 has 5 tokens, not 6"),
-        ([(0, 1, 0, 1, 0)], BAD_SEQUENCE, "entry 0: sequence 0 has 5 tokens, not 0"),
-        ([(0, 1, 2**32 - 1, 1, 0)], BAD_SEQUENCE, "sequence 0 has 5 tokens, not 4294967295"),
-        ([(5, 9, 3, 1, 0)], BAD_SEQUENCE, "entry 0: sequence 5 has 0 tokens, not 3"),
-        ([(2, 3, 0, 1, 0), (3, 4, 0, 1, 0), (4, 5, 0, 1, 0)], OUT_OF_PAGES, "needs 3 pages, but 2 of 4 are free"),
+        ([(8, 1, 0, 1, 0)], Status.BAD_TABLE, "entry 0: sequence 8 is outside the lease of 8"),
+        ([(2**32 - 1, 1, 0, 1, 0)], Status.BAD_TABLE, "sequence 4294967295 is outside the lease"),
+        ([(0, 1, 5, 1, 2)], Status.BAD_TABLE, "unknown flags 0x2"),
+        ([(0, 1, 5, 1, 0, 9)], Status.BAD_TABLE, "reserved field is not zero"),
+        ([(0, 1, 5, 0, 0)], Status.BAD_TABLE, "entry 0 has no rows"),
+        (
+            [(0, 1, 5, 1, 0), (1, 2, PAGE_TOKENS, 1, ROW_ATTEND)],
+            Status.BAD_TABLE,
+            "attends but follows an entry that does not",
+        ),
+        ([(0, 1, 5, 1, ROW_ATTEND), (0, 1, 6, 1, ROW_ATTEND)], Status.BAD_TABLE, "entry 1: sequence 0 is named twice"),
+        ([(0, 7, 5, 1, 0)], Status.BAD_SEQUENCE, "entry 0: sequence 0 has tag 1, not 7"),
+        ([(0, 1, 6, 1, 0)], Status.BAD_SEQUENCE, "entry 0: sequence 0 has 5 tokens, not 6"),
+        ([(0, 1, 0, 1, 0)], Status.BAD_SEQUENCE, "entry 0: sequence 0 has 5 tokens, not 0"),
+        ([(0, 1, 2**32 - 1, 1, 0)], Status.BAD_SEQUENCE, "sequence 0 has 5 tokens, not 4294967295"),
+        ([(5, 9, 3, 1, 0)], Status.BAD_SEQUENCE, "entry 0: sequence 5 has 0 tokens, not 3"),
+        (
+            [(2, 3, 0, 1, 0), (3, 4, 0, 1, 0), (4, 5, 0, 1, 0)],
+            Status.OUT_OF_PAGES,
+            "needs 3 pages, but 2 of 4 are free",
+        ),
     ],
 )
 def test_a_row_table_that_does_not_fit_the_lease(link, rows, status, message):
     link.table(0, rows)
-    attend = sum(r[3] for r in rows if r[4] & ATTEND)
+    attend = sum(r[3] for r in rows if r[4] & ROW_ATTEND)
     reply = link.call(0, 0, len(rows), sum(r[3] for r in rows) or 1, attend, True)
     assert reply.status == status
     assert message in reply.message
@@ -100,24 +97,24 @@ def test_a_row_table_that_does_not_fit_the_lease(link, rows, status, message):
 def test_a_table_that_does_not_add_up_to_the_header(link, total):
     link.table(0, link.entries([(0, 1, True)]))
     reply = link.call(0, 0, 1, *total, True)
-    assert reply.status == BAD_TABLE
+    assert reply.status == Status.BAD_TABLE
     assert f"adds up to 1 rows, 1 of them attending; the call says {total[0]} and {total[1]}" in reply.message
     still_good(link)
 
 
 def test_row_counts_that_overflow_32_bits_when_added(link):
-    link.table(0, [(0, 1, 5, 2**32 - 1, 0), (1, 2, PAGE, 3, 0)])
+    link.table(0, [(0, 1, 5, 2**32 - 1, 0), (1, 2, PAGE_TOKENS, 3, 0)])
     reply = link.call(0, 0, 2, 2, 0, True)
-    assert (reply.status, "adds up to 4294967298 rows" in reply.message) == (BAD_TABLE, True)
+    assert (reply.status, "adds up to 4294967298 rows" in reply.message) == (Status.BAD_TABLE, True)
     still_good(link)
 
 
 def test_a_refused_step_has_no_layers(link):
-    link.table(0, [(0, 99, 5, 1, ATTEND)])
-    assert link.call(0, 0, 1, 1, 1, True).status == BAD_SEQUENCE
+    link.table(0, [(0, 99, 5, 1, ROW_ATTEND)])
+    assert link.call(0, 0, 1, 1, 1, True).status == Status.BAD_SEQUENCE
     for layer in range(2):
         reply = link.call(0, layer, 1, 1, 1, False)
-        assert (reply.status, "no step is in progress" in reply.message) == (BAD_CALL, True)
+        assert (reply.status, "no step is in progress" in reply.message) == (Status.BAD_CALL, True)
     still_good(link)
 
 
@@ -126,7 +123,7 @@ def test_a_layer_whose_counts_are_not_the_steps(link):
     step.call(0)
     for counts in [(1, 3, 2), (1, 2, 1), (2, 2, 2)]:
         reply = link.call(0, 1, *counts, False)
-        assert (reply.status, "the step began with 1, 2 and 2" in reply.message) == (BAD_CALL, True)
+        assert (reply.status, "the step began with 1, 2 and 2" in reply.message) == (Status.BAD_CALL, True)
     step.call(1)  # the step itself is unharmed
 
 
@@ -136,24 +133,24 @@ def test_a_call_out_of_order_is_answered_and_its_bell_taken_for_the_last(link, b
     last = link.numbers[0]
     bell, number = (last + bell) % 2**64, (last + number) % 2**64
     link.table(0, link.entries([(0, 1, True)]))
-    link.header(0, number, NEW_STEP, 0, 1, 1, 1)
+    link.header(0, number, CALL_NEW_STEP, 0, 1, 1, 1)
     link.ring(0, bell)
     reply = link.wait(0, bell)
-    assert (reply.status, reply.number) == (BAD_CALL, bell)
+    assert (reply.status, reply.number) == (Status.BAD_CALL, bell)
     assert f"but call {last + 1} was expected" in reply.message
     link.numbers[0] = bell
     still_good(link)
 
 
 def test_running_out_of_pages_changes_nothing(link):
-    link.fill(2, PAGE, slot=1)
-    link.step(1, [(3, PAGE - 4, True)])
+    link.fill(2, PAGE_TOKENS, slot=1)
+    link.step(1, [(3, PAGE_TOKENS - 4, True)])
     before = link.lease.stats()
     plan = [(0, 1, True), (3, 4, True), (1, 1, True), (4, 1, False)]  # two would fit
     link.table(0, link.entries(plan))
     del link.shadows[4]
     reply = link.call(0, 0, 4, 7, 6, True)
-    assert (reply.status, reply.message) == (OUT_OF_PAGES, "the step needs 2 pages, but 0 of 4 are free")
+    assert (reply.status, reply.message) == (Status.OUT_OF_PAGES, "the step needs 2 pages, but 0 of 4 are free")
     after = link.lease.stats()
     assert (after["pages_used"], after["seqs"]) == (before["pages_used"], before["seqs"])
     link.step(0, [(0, 1, True), (3, 4, True)])
@@ -163,22 +160,22 @@ def test_running_out_of_pages_changes_nothing(link):
 
 def test_a_sequence_longer_than_the_lease(link):
     link.forget(1)
-    link.fill(0, 4 * PAGE - 5)
+    link.fill(0, 4 * PAGE_TOKENS - 5)
     link.table(0, link.entries([(0, 1, True)]))
     reply = link.call(0, 0, 1, 1, 1, True)
     assert (reply.status, reply.message) == (
-        OUT_OF_PAGES,
+        Status.OUT_OF_PAGES,
         "entry 0: sequence 0 would have 513 tokens, but the lease holds 512",
     )
 
 
 def test_nan_stays_in_its_own_rows(link):
     """NaN and infinity in one sequence's rows leave the others' answers alone, also in pages that are used again."""
-    link.table(0, [(2, 50, 0, 64, ATTEND)])
+    link.table(0, [(2, 50, 0, 64, ROW_ATTEND)])
     for layer in range(2):
         link.put_rows(0, np.full((64, 4, 16), np.nan), np.full((64, 4, 16), np.inf))
         reply = link.call(0, layer, 1, 64, 64, layer == 0)
-        assert reply.status == OK
+        assert reply.status == Status.OK
     link.lease.free(2, 50)
     link.step(0, [(3, 10, True), (0, 1, True)])  # 3 gets the page that 2 had
 
@@ -188,15 +185,15 @@ def test_a_legal_call_that_would_keep_the_others_waiting_for_minutes():
     engine = _native.REngine(1, 1 << 28)
     large = Link(engine, Geometry(1, 1500, 1, n_q_heads=1024, n_kv_heads=1, head_size=256), KV_FP16, n_pages=32)
     other = Link(engine, Geometry())
-    for rows, status in ((1500, BAD_TABLE), (1449, BAD_TABLE), (1, OK)):
-        large.table(0, [(0, 1, 0, rows, ATTEND)])
+    for rows, status in ((1500, Status.BAD_TABLE), (1449, Status.BAD_TABLE), (1, Status.OK)):
+        large.table(0, [(0, 1, 0, rows, ROW_ATTEND)])
         reply = large.call(0, 0, 1, rows, rows, True)
         assert reply.status == status
-        assert (f"{rows * rows} pairs" in reply.message and "at most 2097152" in reply.message) == (status != OK)
+        assert (f"{rows * rows} pairs" in reply.message and "at most 2097152" in reply.message) == (status != Status.OK)
     large.table(0, [(0, 1, 1, 1499, 0)])  # the limit is on attention, not on appending
-    assert large.call(0, 0, 1, 1499, 0, True).status == OK
-    large.table(0, [(0, 1, 1500, 1, ATTEND)])
-    assert large.call(0, 0, 1, 1, 1, True).status == OK
+    assert large.call(0, 0, 1, 1499, 0, True).status == Status.OK
+    large.table(0, [(0, 1, 1500, 1, ROW_ATTEND)])
+    assert large.call(0, 0, 1, 1, 1, True).status == Status.OK
     other.step(0, [(0, 3, True)])
     for link in (large, other):
         link.close()

@@ -17,12 +17,12 @@ from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from fastdecode.region.geometry import Geometry
 from fastdecode.spart import CheckpointError, choose_device, choose_dtype, load_model, read_config
 from fastdecode.spart.families import make_config
 from fastdecode.spart.layers import ACTIVATIONS
 from fastdecode.spart.rope import inverse_frequencies
 from fastdecode.spart.weights import Linear, PackedLinear, known_rows
-from fastdecode.transports.base import Geometry
 
 
 @pytest.fixture

@@ -16,12 +16,29 @@ from link_driver import Driver, hello
 from wire_peers import Caller, FakeRNode, attach, hello_message, mac, open_link
 
 from fastdecode.daemon.rnode import RNode
+from fastdecode.region.contract import (
+    MAX_HEAD_SIZE,
+    MAX_HEADS,
+    MAX_LAYERS,
+    MAX_ROWS,
+    MAX_SEQS,
+    MAX_SLOTS,
+    PROTOCOL_VERSION,
+)
+from fastdecode.region.geometry import MAX_SLOT_BYTES
 from fastdecode.transports import handshake, server
-from fastdecode.transports.base import PROTOCOL_VERSION, LinkDown, LinkRefused, TransportError
+from fastdecode.transports.base import LinkDown, LinkRefused, TransportError
 from fastdecode.transports.registry import connect
 
 KV_BYTES = 64 << 20
 SECRET = b"a secret of the two nodes"
+LARGEST = {
+    "n_slots": MAX_SLOTS,
+    "max_rows": MAX_ROWS,
+    "n_q_heads": MAX_HEADS,
+    "n_kv_heads": MAX_HEADS,
+    "head_size": MAX_HEAD_SIZE,
+}
 
 
 # ---- hand-shake ----
@@ -52,30 +69,30 @@ async def test_wrong_version_names_both(r_node, bystander):
 @pytest.mark.parametrize(
     ("changes", "error_text"),
     [
-        ({"n_slots": 0}, "slots is not within 1..16"),
-        ({"n_slots": 17}, "slots is not within 1..16"),
+        ({"n_slots": 0}, f"slots is not within 1..{MAX_SLOTS}"),
+        ({"n_slots": MAX_SLOTS + 1}, f"slots is not within 1..{MAX_SLOTS}"),
         ({"max_rows": 0}, "rows per call"),
         ({"max_rows": 2**32 - 1}, "rows per call"),
-        ({"n_layers": 1025, "windows": []}, "layers"),
+        ({"n_layers": MAX_LAYERS + 1, "windows": []}, "layers"),
         ({"n_q_heads": 2**31}, "query heads"),
         ({"n_kv_heads": 3}, "multiple of KV heads"),
         ({"n_kv_heads": 8}, "KV heads is not within"),
         ({"head_size": 12}, "head size"),
-        ({"head_size": 264}, "head size"),
+        ({"head_size": MAX_HEAD_SIZE + 8}, "head size"),
+        (LARGEST, "a call would have"),
         (
-            {"n_slots": 16, "max_rows": 65536, "n_q_heads": 1024, "n_kv_heads": 1024, "head_size": 256},
-            "a call would have",
+            {"max_rows": MAX_ROWS, "n_q_heads": 128, "n_kv_heads": 8, "head_size": 128},
+            f"more than the {MAX_SLOT_BYTES} allowed",
         ),
-        ({"max_rows": 65536, "n_q_heads": 128, "n_kv_heads": 8, "head_size": 128}, "more than the 2147483648 allowed"),
         (
-            {"n_slots": 16, "max_rows": 12000, "n_q_heads": 128, "n_kv_heads": 8, "head_size": 128},
+            {"n_slots": MAX_SLOTS, "max_rows": 12000, "n_q_heads": 128, "n_kv_heads": 8, "head_size": 128},
             "the region would have",
         ),
         ({"region_bytes": 4096}, "lay regions out differently: 4096 bytes at the S-node, 61440 here"),
         ({"windows": [0]}, "1 attention windows for 2 layers"),
         ({"windows": [0, 0, 0]}, "3 attention windows for 2 layers"),
         ({"max_seqs": 0}, "0 sequences"),
-        ({"max_seqs": 2**31}, "2147483648 sequences"),
+        ({"max_seqs": MAX_SEQS + 1}, f"{MAX_SEQS + 1} sequences"),
         ({"kv_bytes": 32767}, "32767 bytes wanted"),
         ({"kv_bytes": 0}, "0 bytes wanted"),
     ],

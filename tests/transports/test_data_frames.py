@@ -1,4 +1,4 @@
-"""Wrong data frames, replies and regions: the link ends, or the call is refused, and no other link notices."""
+"""Wrong data frames and replies: the link ends, or the call is refused, and no other link notices."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ import pytest
 from link_driver import LARGE, SMALL, hello
 from wire_peers import HANG_S, MAGIC, ONE_ROW, Q_BYTES, Caller, FakeRNode, attach, call, frame, open_link
 
+from fastdecode.region.contract import PROTOCOL_VERSION
+from fastdecode.region.geometry import geometry_tuple
+from fastdecode.region.region import Region
 from fastdecode.transports._native import Port
-from fastdecode.transports.base import ACT_DTYPES, PROTOCOL_VERSION, Geometry, LinkDown, TransportError
-from fastdecode.transports.region import Region, geometry_tuple, region_layout
+from fastdecode.transports.base import LinkDown, TransportError
 from fastdecode.transports.registry import connect
 
 # ---- data frames over TCP ----
@@ -208,45 +210,3 @@ def test_wrong_replies_in_shared_memory(answer, error_text):
     port.close()
     os.close(wake)
     region.close()
-
-
-# ---- regions ----
-
-
-def test_a_region_of_another_size_layout_version_or_without_seals_is_refused():
-    other = Geometry(2, 64, 2, 4, 2, 16, "fp32")
-    region = Region.create(SMALL)
-    with pytest.raises(TransportError, match="this end expects"):
-        Region.from_peer(os.dup(region.fd), other)
-    with pytest.raises(TransportError, match="another geometry"):
-        Region.from_peer(os.dup(region.fd), Geometry(2, 32, 3, 4, 2, 16, "fp32"))
-    region.view[4:8] = struct.pack("<I", PROTOCOL_VERSION + 1)
-    with pytest.raises(TransportError, match=f"version {PROTOCOL_VERSION + 1}"):
-        Region.from_peer(os.dup(region.fd), SMALL)
-    region.view[0:4] = b"none"
-    with pytest.raises(TransportError, match="magic number"):
-        Region.from_peer(os.dup(region.fd), SMALL)
-    region.close()
-    unsealed = os.memfd_create("unsealed", os.MFD_ALLOW_SEALING)
-    os.ftruncate(unsealed, region.layout.region_bytes)
-    with pytest.raises(TransportError, match="not sealed"):
-        Region.from_peer(unsealed, SMALL)
-
-
-def test_a_region_cannot_be_resized():
-    region = Region.create(SMALL)
-    for size in (0, region.layout.region_bytes * 2):
-        with pytest.raises(PermissionError):
-            os.ftruncate(region.fd, size)
-    region.close()
-
-
-@pytest.mark.parametrize("act_dtype", ACT_DTYPES)
-def test_layouts_agree_with_the_r_engines(act_dtype):
-    from fastdecode.kernels import _native
-
-    geometry = Geometry(3, 100, 5, 12, 4, 24, act_dtype)
-    layout = region_layout(geometry)
-    assert _native.region_layout(geometry_tuple(geometry)) == tuple(
-        getattr(layout, name) for name in type(layout).__dataclass_fields__
-    )

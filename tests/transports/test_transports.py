@@ -12,13 +12,13 @@ import sys
 
 import numpy as np
 import pytest
-import rengine_peer as peer
 import vanished_host
 from link_driver import CALLS, FEWER, HANG_S, LARGE, NOTICED_S, SMALL, Driver, Payloads, hello, in_thread, until
 from rnode_process import KV_BYTES, Held, start_executor_threads
 
+from fastdecode.region.contract import PAGE_TOKENS, ROW_ATTEND, ROW_DTYPE, Status
 from fastdecode.transports import link as link_module
-from fastdecode.transports.base import PAGE_TOKENS, ROW_ATTEND, ROW_DTYPE, CallRefused, Link, LinkDown, LinkRefused
+from fastdecode.transports.base import CallRefused, Link, LinkDown, LinkRefused
 from fastdecode.transports.registry import connect
 
 PAGES = KV_BYTES // (SMALL.n_layers * SMALL.n_kv_heads * 2 * SMALL.head_size * 4 * PAGE_TOKENS)
@@ -167,7 +167,7 @@ async def test_refused_control_requests_leave_the_link_alive(shared_node):
     for request in (link.free([(0, 99)]), link.free([(8, 1)]), link.trim(0, 1, 11), link.fork((0, 1), (0, 2), 5)):
         with pytest.raises(CallRefused) as refused:
             await request
-        assert refused.value.status == peer.BAD_SEQUENCE
+        assert refused.value.status == Status.BAD_SEQUENCE
     await in_thread(lambda: driver.step(0, [(0, 1, True)]))
     await link.close()
 
@@ -176,10 +176,10 @@ async def test_refused_control_requests_leave_the_link_alive(shared_node):
 @pytest.mark.parametrize(
     ("row", "status"),
     [
-        ((8, 1, 0, 1, 1), peer.BAD_TABLE),  # a sequence outside the lease
-        ((0, 1, 0, 2, 1), peer.BAD_TABLE),  # more rows than the call
-        ((0, 1, 5, 1, 1), peer.BAD_SEQUENCE),  # a position that is not cached
-        ((0, 7, 10, 1, 1), peer.BAD_SEQUENCE),  # another generation's tag
+        ((8, 1, 0, 1, 1), Status.BAD_TABLE),  # a sequence outside the lease
+        ((0, 1, 0, 2, 1), Status.BAD_TABLE),  # more rows than the call
+        ((0, 1, 5, 1, 1), Status.BAD_SEQUENCE),  # a position that is not cached
+        ((0, 7, 10, 1, 1), Status.BAD_SEQUENCE),  # another generation's tag
     ],
 )
 async def test_refused_calls_leave_the_link_alive(shared_node, row, status):
@@ -206,7 +206,7 @@ async def test_out_of_pages_leaves_the_link_alive(shared_node):
     link.post(0, 0, 2, 2, 2, True)
     with pytest.raises(CallRefused) as refused:
         await in_thread(link.wait, 0, HANG_S)
-    assert refused.value.status == peer.OUT_OF_PAGES
+    assert refused.value.status == Status.OUT_OF_PAGES
     await in_thread(lambda: driver.step(0, [(0, 1, True)]))
     await link.close()
 

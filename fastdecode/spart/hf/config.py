@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fastdecode.spart.config import MAX_LAYERS, CheckpointError
+from fastdecode.region.contract import MAX_LAYERS
+from fastdecode.region.geometry import Geometry
+from fastdecode.spart.config import CheckpointError
 from fastdecode.spart.hf.trace import AttentionLayer, trace
-from fastdecode.transports.base import Geometry
 
 _MAX_HEAD_SIZE = 256
 _DTYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}

@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 
+from fastdecode.region.contract import ACT_DTYPES
 from fastdecode.spart.config import CheckpointError
 from fastdecode.spart.hf.attention import ATTENTION, register
 from fastdecode.spart.hf.config import HFConfig, read_configs
 from fastdecode.spart.weights import TORCH_DTYPES, Linear, PackedLinear, can_pack
-from fastdecode.transports.base import ACT_DTYPES, Hello
+from fastdecode.transports.base import Hello
 
 
 @dataclass(slots=True)

@@ -1,0 +1,67 @@
+"""The constants of region.h and formats.h. C holds the only copy; this module reads them from the extension."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+import numpy as np
+
+from . import _native
+
+#: Version of the region's layout, the control messages and the hand-shake together. Both ends must have the same one.
+PROTOCOL_VERSION = _native.PROTOCOL_VERSION
+
+#: Tokens of a KV page.
+PAGE_TOKENS = _native.PAGE_TOKENS
+#: Names of the activation dtypes; the index is the number that goes over the wire (fd_act_dtype_t).
+ACT_DTYPES = _native.ACT_DTYPES
+#: Names of the KV-cache dtypes; the index is the number that C uses (fd_kv_dtype_t). "int8-int4": K in int8, V in int4.
+KV_DTYPES = _native.KV_DTYPES
+
+#: Limits of a geometry. A head size is a multiple of HEAD_SIZE_UNIT.
+MAX_SLOTS = _native.MAX_SLOTS
+MAX_ROWS = _native.MAX_ROWS
+MAX_LAYERS = _native.MAX_LAYERS
+MAX_HEADS = _native.MAX_HEADS
+MAX_HEAD_SIZE = _native.MAX_HEAD_SIZE
+HEAD_SIZE_UNIT = _native.HEAD_SIZE_UNIT
+#: Limits of a lease.
+MAX_PAGES = _native.MAX_PAGES
+MAX_SEQS = _native.MAX_SEQS
+#: Limit of the attention of one call: query heads x head size x (attending row, cached token) pairs.
+MAX_CALL_WORK = _native.MAX_CALL_WORK
+
+#: The first four bytes of a region, a little-endian uint32.
+REGION_MAGIC = _native.REGION_MAGIC
+#: Bytes of a region's header page; the parts of a slot are aligned to as many.
+REGION_PAGE = _native.REGION_PAGE
+#: Bytes of a call header (fd_call_t), a row table entry (fd_row_t) and a reply header (fd_reply_t).
+CALL_BYTES = _native.CALL_BYTES
+ROW_BYTES = _native.ROW_BYTES
+REPLY_BYTES = _native.REPLY_BYTES
+
+#: Flag of a call: the slot's row table is new.
+CALL_NEW_STEP = _native.CALL_NEW_STEP
+#: Flag of a row table entry: its rows attend. Without it their K and V are only appended.
+ROW_ATTEND = _native.ROW_ATTEND
+#: One row table entry (fd_row_t).
+ROW_DTYPE = np.dtype(
+    {
+        "names": [name for name, _ in _native.ROW_FIELDS],
+        "formats": ["<u4"] * len(_native.ROW_FIELDS),
+        "offsets": [offset for _, offset in _native.ROW_FIELDS],
+        "itemsize": ROW_BYTES,
+    }
+)
+
+
+class Status(IntEnum):
+    """Outcome of a call or of a control request (fd_status_t)."""
+
+    OK = _native.STATUSES["OK"]
+    BAD_CALL = _native.STATUSES["BAD_CALL"]
+    BAD_TABLE = _native.STATUSES["BAD_TABLE"]
+    BAD_SEQUENCE = _native.STATUSES["BAD_SEQUENCE"]
+    OUT_OF_PAGES = _native.STATUSES["OUT_OF_PAGES"]
+    LINK_CLOSED = _native.STATUSES["LINK_CLOSED"]
+    INTERNAL = _native.STATUSES["INTERNAL"]
