@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import orjson
 from aiohttp import web
@@ -25,6 +25,9 @@ from fastdecode.text.tokenizer import Detokenizer, Tokenizer
 log = logging.getLogger(__name__)
 
 _INLINE_CHARACTERS = 8192  # longer text is encoded in a thread, so that it does not delay the streams
+_MESSAGE_COST = 64  # a chat message takes a template about as long as so many characters take the tokenizer
+
+_T = TypeVar("_T")
 
 
 @dataclass(slots=True)
@@ -48,7 +51,7 @@ class Generator:
         """POST /v1/completions."""
         body: CompletionRequest = parse_completion(await self._json(request))
         self._check_model(body.generation)
-        prompts = await self._encode(body.prompts) if isinstance(body.prompts[0], str) else body.prompts
+        prompts = await self._encode(body.prompts, "prompt") if isinstance(body.prompts[0], str) else body.prompts
         answer = CompletionAnswer(self.model, self.tokenizer, logprobs=body.generation.sampling.logprobs is not None)
         # The choice's text continues the prompt, so a leading space belongs to it.
         detokenizers = [lambda prompt=prompt: Detokenizer(self.tokenizer, prompt) for prompt in prompts]
@@ -58,11 +61,7 @@ class Generator:
         """POST /v1/chat/completions."""
         body: ChatRequest = parse_chat(await self._json(request))
         self._check_model(body.generation)
-        try:
-            text = self.tokenizer.render_chat(body.messages, **body.template_variables)
-        except ChatTemplateError as error:
-            raise ApiError(400, str(error), param="messages", code="chat_template_error") from None
-        [prompt] = await self._encode([text], add_special_tokens=False)
+        [prompt] = await self._encode([await self._render(body)], "messages", add_special_tokens=False)
         answer = ChatAnswer(self.model, self.tokenizer, logprobs=body.generation.sampling.logprobs is not None)
         return await self._answer(request, body.generation, [prompt], [lambda: Detokenizer(self.tokenizer)], answer)
 
@@ -98,15 +97,35 @@ class Generator:
                 code="model_not_found",
             )
 
-    async def _encode(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
-        def encode() -> list[list[int]]:
-            return [self.tokenizer.encode(text, add_special_tokens=add_special_tokens) for text in texts]
-
+    async def _encode(self, texts: Sequence[str], param: str, *, add_special_tokens: bool = True) -> list[list[int]]:
+        """Token ids of each text. `param` is the request's field with the texts, for a text that is too long."""
         if sum(map(len, texts)) <= _INLINE_CHARACTERS:
-            return encode()
+            return self.tokenizer.encode_all(texts, add_special_tokens=add_special_tokens)
+        limit = self.engine.max_model_len
+        if (fewest := max(map(self.tokenizer.fewest_tokens, texts))) >= limit:
+            # Encoding megabytes takes seconds of a core, only to find the same.
+            message = f"the prompt has at least {fewest} tokens; the context is {limit}, output included"
+            raise ApiError(400, message, param=param, code="context_length_exceeded")
+        return await self._in_thread(lambda: self.tokenizer.encode_all(texts, add_special_tokens=add_special_tokens))
+
+    async def _render(self, body: ChatRequest) -> str:
+        """The text of a chat. Raises ApiError (400) if the model's template refuses it."""
+
+        def render() -> str:
+            return self.tokenizer.render_chat(body.messages, **body.template_variables)
+
+        try:
+            if sum(len(message["content"]) + _MESSAGE_COST for message in body.messages) <= _INLINE_CHARACTERS:
+                return render()
+            return await self._in_thread(render)
+        except ChatTemplateError as error:
+            raise ApiError(400, str(error), param="messages", code="chat_template_error") from None
+
+    async def _in_thread(self, work: Callable[[], _T]) -> _T:
+        """Do long work in a thread, one piece at a time, so that it does not delay the streams."""
         if self.closing:
             raise _shutting_down_error()
-        return await asyncio.get_running_loop().run_in_executor(self._encoder, encode)
+        return await asyncio.get_running_loop().run_in_executor(self._encoder, work)
 
     async def _answer(
         self,

@@ -36,6 +36,11 @@ class EngineClient(Protocol):
 
     max_queued: int  # a request with more choices can never be queued
 
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of a sequence, prompt and output together."""
+        ...
+
     def submit(self, prompt_ids: list[int], params: SamplingParams, request_id: str | None = None) -> TokenStream: ...
 
 

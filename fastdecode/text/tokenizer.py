@@ -44,6 +44,8 @@ class Tokenizer:
         self._added_ids = frozenset(backend.get_added_tokens_decoder())
         self._byte_level = _uses(backend.decoder, "ByteLevel")
         self._template = None if template is None else ChatTemplate(template, self._named)
+        self._shrink = _shrink(backend) if self._byte_level else None
+        self._longest_token = max(len(text.encode()) for text in backend.get_vocab(with_added_tokens=True))
 
     @classmethod
     def from_dir(cls, model_dir: str | Path) -> Tokenizer:
@@ -88,7 +90,19 @@ class Tokenizer:
 
         The name of a special token in the text becomes that token, as with all tokenizers of this kind.
         """
-        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        return self.encode_all([text], add_special_tokens=add_special_tokens)[0]
+
+    def encode_all(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
+        """Token ids of each text. Other threads run meanwhile: unlike `encode`, the library's `encode_batch` lets go of
+        the GIL."""
+        encodings = self._backend.encode_batch(list(texts), add_special_tokens=add_special_tokens)
+        return [encoding.ids for encoding in encodings]
+
+    def fewest_tokens(self, text: str) -> int:
+        """A number of tokens that `text` has at least, found without encoding it; 0 if nothing can be said."""
+        if self._shrink is None:
+            return 0
+        return len(text.encode(errors="surrogatepass")) // (self._shrink * self._longest_token)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of `ids`. An id that the tokenizer does not know (models pad their vocabulary) has no text."""
@@ -193,6 +207,20 @@ class Detokenizer:
         text = self._decode(self._window)[self._sent :]
         self._window, self._clean, self._sent = [], 0, 0
         return text
+
+
+def _shrink(backend: tokenizers.Tokenizer) -> int | None:
+    """How many times shorter, in bytes, a text may become before a byte-level model cuts it into tokens; None if a part
+    of any length may become a single token or none."""
+    tokens = backend.get_added_tokens_decoder().values()
+    if backend.model.unk_token is not None or any(token.lstrip or token.rstrip for token in tokens):
+        return None
+    match backend.normalizer:
+        case None:
+            return 1
+        case tokenizers.normalizers.NFC():
+            return 3  # three Hangul jamo of 3 bytes each become one syllable of 3 bytes
+    return None
 
 
 def _read_json(path: Path) -> dict[str, Any]:

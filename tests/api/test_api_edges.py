@@ -350,6 +350,19 @@ async def test_a_reader_that_stalls_delays_neither_the_engine_nor_other_streams(
     assert len(texts) < n
 
 
+async def test_a_text_that_cannot_fit_is_refused_without_being_encoded(tmp_path, spell):
+    """Encoding megabytes takes seconds, only to find that they are too long."""
+    tokenizer = Tokenizer.from_dir(tokenizers_made.byte_level(tmp_path, chat_template="{{ messages[0].content }}"))
+    async with served(ScriptedEngine(), tokenizer) as client:
+        for path, body, param in (
+            ("/v1/completions", ASK | {"prompt": "the " * 200_000}, "prompt"),
+            ("/v1/chat/completions", CHAT | {"messages": [{"role": "user", "content": "the " * 200_000}]}, "messages"),
+        ):
+            status, answer = await client.post(path, body)
+            assert (status, answer["error"]["param"]) == (400, param)
+            assert answer["error"]["code"] == "context_length_exceeded" and "at least" in answer["error"]["message"]
+
+
 async def test_variables_for_the_models_own_chat_template(tmp_path, spell):
     """vLLM's chat_template_kwargs, e.g. Qwen3's enable_thinking."""
     template = "{{ messages[0].content }}{% if enable_thinking is false %}<think>{% endif %}"

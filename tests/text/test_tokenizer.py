@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import random
+import unicodedata
 
 import pytest
 import tokenizers_made
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as BackendTokenizer
-from tokenizers import decoders, models, pre_tokenizers
 from tokenizers_made import CHATML
 from transformers import AutoTokenizer
 
@@ -293,3 +294,28 @@ def test_token_bytes_joined_are_the_text(ours, theirs):
         ids = ours.encode(text, add_special_tokens=False)
         assert b"".join(map(ours.token_bytes, ids)).decode().lstrip(" ") == theirs.decode(ids).lstrip(" ")
     assert ours.token_bytes(len(theirs) + 1) == b""
+
+
+# -- what a text takes at least ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("normalizer", [None, normalizers.NFC()])
+def test_a_text_never_has_fewer_tokens_than_it_is_said_to_have_at_least(tmp_path, normalizer):
+    directory = tokenizers_made.byte_level(tmp_path)
+    backend = BackendTokenizer.from_file(str(directory / "tokenizer.json"))
+    if normalizer is not None:
+        backend.normalizer = normalizer
+    tokenizer = Tokenizer(backend, {})
+    decomposed = unicodedata.normalize("NFD", "안녕하세요 세계 é ệ ᾂ")
+    texts = ["the " * 5000, " " * 9000, "a" * 9000, decomposed * 300, "<|im_start|>" * 700, "\n" * 4000 + "x"]
+    for text in texts:
+        fewest = tokenizer.fewest_tokens(text)
+        assert 0 < fewest <= len(tokenizer.encode(text, add_special_tokens=False))
+
+
+def test_nothing_is_said_of_a_tokenizer_that_may_swallow_text(tmp_path):
+    assert Tokenizer.from_dir(tokenizers_made.metaspace(tmp_path / "metaspace")).fewest_tokens("x" * 10**6) == 0
+    directory = tokenizers_made.byte_level(tmp_path)
+    backend = BackendTokenizer.from_file(str(directory / "tokenizer.json"))
+    backend.add_tokens([AddedToken("<gap>", rstrip=True)])  # takes any amount of white space with it
+    assert Tokenizer(backend, {}).fewest_tokens(" " * 10**6) == 0
