@@ -1,21 +1,41 @@
-from collections.abc import Buffer, Sequence
+from collections.abc import Buffer, Iterable, Sequence
 from typing import TypedDict, final
 
 #: n_slots, max_rows, n_layers, n_q_heads, n_kv_heads, head_size, index of the activation dtype in ACT_DTYPES
 _Geometry = Sequence[int]
 
-# ---- attention (attention.h), for tests and measurements; dtypes and ISAs by name ----
+#: Most threads of an REngine.
+MAX_THREADS: int
 
-def isa_best() -> str: ...
-def isa_supported() -> list[str]: ...
-def isa_of_kernels(isa: str, kv_dtype: str, /) -> str: ...
-def chunk_bytes(kv_dtype: str, head_size: int, /) -> int: ...
-def kv_append(isa: str, kv_dtype: str, chunks: Buffer, first_token_slot: int, k: Buffer, v: Buffer, /) -> None: ...
+# ---- attention (attention.h), for tests and measurements ----
+#
+# Dtypes and ISAs are given by name. Buffers are C-contiguous; m, l, acc, q, k, v and dst are float32. Each function
+# raises ValueError, before it writes anything, for an unknown dtype, for an ISA that this machine lacks and for
+# buffers whose dtypes, shapes or sizes do not fit.
+
+def isa_best() -> str:
+    """The best ISA that this CPU and OS support."""
+
+def isa_supported() -> list[str]:
+    """The ISAs that this CPU and OS support, slowest first."""
+
+def isa_of_kernels(isa: str, kv_dtype: str, /) -> str:
+    """The ISA that the kernels chosen for `isa` and `kv_dtype` name."""
+
+def chunk_bytes(kv_dtype: str, head_size: int, /) -> int:
+    """Bytes of a chunk: K and V of one page and KV head in one layer."""
+
+def kv_append(isa: str, kv_dtype: str, chunks: Buffer, first_token_slot: int, k: Buffer, v: Buffer, /) -> None:
+    """Append `k` and `v`, [n, head_size] each, to the consecutive `chunks` (bytes, 64-byte aligned).
+
+    Row i becomes token `first_token_slot` + i, counted from the start of the first chunk.
+    """
+
 def kv_attend(
     isa: str,
     kv_dtype: str,
     chunks: Buffer,
-    order: Buffer | None,
+    order: Iterable[int] | None,
     first_token: int,
     q: Buffer,
     q_pos: int,
@@ -25,32 +45,50 @@ def kv_attend(
     l: Buffer,
     o: Buffer | None = None,
     /,
-) -> None: ...
-def attend_merge(isa: str, m: Buffer, l: Buffer, acc: Buffer, m2: Buffer, l2: Buffer, acc2: Buffer, /) -> None: ...
-def attend_finish(isa: str, o: Buffer, acc: Buffer, l: Buffer, act_dtype: str, /) -> None: ...
-def load_act(isa: str, dst: Buffer, src: Buffer, act_dtype: str, scale: float, /) -> None: ...
+) -> None:
+    """Attend q [heads, q_len, group, head_size] to pages of `heads` chunks each (fd_attend_t of attention.h).
 
-# ---- the read-only roofline (roofline.h), for measurements ----
+    `order` holds the indexes in `chunks` of the pages to read, None: all of them in order. `first_token`, a multiple of
+    PAGE_TOKENS, is the position of the first page's first token. Query token j is at position `q_pos` + j; `window` 0:
+    it sees all positions before. The softmax scale is 1.
+
+    Writes the partial result: acc, shaped as q, and m and l [heads, q_len, group]. With `o`, shaped as q, it writes
+    acc / l to `o` instead, and the contents of acc, m and l are undefined.
+    """
+
+def attend_merge(isa: str, m: Buffer, l: Buffer, acc: Buffer, m2: Buffer, l2: Buffer, acc2: Buffer, /) -> None:
+    """Merge the partial results (m2, l2, acc2) into (m, l, acc) by log-sum-exp: m, l [rows], acc [rows, head_size]."""
+
+def attend_finish(isa: str, o: Buffer, acc: Buffer, l: Buffer, act_dtype: str, /) -> None:
+    """Write acc [rows, head_size] / l [rows] to `o`, as elements of `act_dtype`; 0 where l is 0."""
+
+def load_act(isa: str, dst: Buffer, src: Buffer, act_dtype: str, scale: float, /) -> None:
+    """Write `scale` times the elements of `src`, which are of `act_dtype`, to dst [n]."""
+
+# ---- the roofline of memory reads (roofline.h), for measurements ----
 
 def read_seconds(buffer: Buffer, cpus: Sequence[int], passes: int = 1, /) -> float:
-    """Time in which a thread on each of `cpus`, each with its share, read the 64-byte aligned `buffer` `passes` times.
+    """Seconds to read `buffer` (64-byte aligned) `passes` times, shared among one thread on each of `cpus`.
 
-    Raises ValueError, OSError if a thread cannot be started on its cpu.
+    Raises ValueError for a bad buffer or CPU, OSError if a thread cannot be started on its CPU.
     """
 
 def multiply_rate(instruction: str, rounds: int, /) -> float:
-    """How many of 'vfmadd231ps', 'vdpbf16ps' or 'vpdpbusd' of 64 bytes the calling thread's core does a second.
+    """Instructions on 64-byte vectors per second of the calling thread's core, measured over 16 * `rounds` of them.
 
-    Raises ValueError where it has none such.
+    `instruction` is 'vfmadd231ps', 'vdpbf16ps' or 'vpdpbusd'. Raises ValueError if this machine lacks it.
     """
 
 # ---- the R-engine (engine.h, memory.h) ----
 
 def bind_memory(node: int, /) -> None:
-    """Let this thread, and those it starts from now on, take memory of NUMA node `node` only. Raises OSError."""
+    """Allocate only from NUMA node `node`, in this thread and the threads that it starts later. Raises OSError."""
 
 def page_bytes(geometry: _Geometry, kv_dtype: int, /) -> int:
-    """Bytes of one page, all layers and KV heads. `kv_dtype` is an index of region.contract.KV_DTYPES."""
+    """Bytes of one page, all layers and KV heads. `kv_dtype` is an index of region.contract.KV_DTYPES.
+
+    Raises ValueError for a geometry or dtype that is not valid.
+    """
 
 class _LinkStats(TypedDict):
     calls: int
@@ -66,15 +104,15 @@ class _LinkStats(TypedDict):
 class REngine:
     """Threads that serve the calls of all their links without entering Python (fd_engine_t).
 
-    `kv_bytes` is the budget that all leases share, rounded down to whole hugetlb pages where those are used. `isa`
-    None: FASTDECODE_ISA, else the best. `cpus`: one CPU a thread to pin it to. An idle thread spins for `spin_us`
-    before it sleeps.
+    `threads` is within 1..MAX_THREADS. `kv_bytes` is the memory that all leases share, rounded down to whole hugetlb
+    pages if the arenas use them. `isa` None: the ISA in FASTDECODE_ISA, else the best. `cpus`: the CPU to pin each
+    thread to, one for each thread. `spin_us`: microseconds that an idle thread spins before it sleeps.
 
-    `huge_pages`: of the arenas, "madvise" (transparent ones), "hugetlb" or "off". `prefault`: the threads fault a
-    lease's arena in between calls, from the moment it is granted. `trim_idle_s`: after so many seconds without a call a
-    link's free pages go back to the OS, 0: never.
+    `huge_pages`: memory of the arenas, "madvise" (transparent huge pages), "hugetlb" or "off". `prefault`: from the
+    grant of a lease on, the threads fault its arena in between calls. `trim_idle_s`: seconds without a call after which
+    a link's free pages go back to the OS, 0: never.
 
-    Raises ValueError for what cannot be had, RuntimeError if threads cannot start or there are too few hugetlb pages.
+    Raises ValueError for a bad argument, RuntimeError if a thread cannot start or there are too few hugetlb pages.
     """
 
     def __new__(
@@ -94,10 +132,10 @@ class REngine:
     def threads(self) -> int: ...
     @property
     def kv_free(self) -> int:
-        """Bytes of the budget that no lease holds."""
+        """Bytes of `kv_bytes` that no lease has."""
     @property
     def eventfd(self) -> int:
-        """Wakes the engine. For callers within this process; a peer is given REngineLink.eventfd."""
+        """An eventfd that wakes the engine, for callers in this process. A peer is given REngineLink.eventfd."""
     def add_link(
         self,
         region: Buffer,
@@ -109,34 +147,41 @@ class REngine:
         windows: Sequence[int],
         notify: object | None = None,
     ) -> REngineLink:
-        """Grant a lease and serve the calls that appear in `region` (writable, kept alive until close; the caller has
-        written its header).
+        """Grant a lease of `n_pages` pages and `max_seqs` sequence indexes, and serve the calls in `region`.
 
-        `windows`: sliding window of each layer, 0: none. `notify`: PyCapsule "fastdecode.notify", called by an engine
-        thread when a reply bell has been rung. Raises ValueError for bad numbers, MemoryError if the KV-cache has no
-        room for `n_pages`.
+        The caller has written the region's header; the link keeps the region alive until it is closed. `kv_dtype` is an
+        index of region.contract.KV_DTYPES. `windows`: sliding window of each layer in tokens, 0: none. `notify`: a
+        PyCapsule "fastdecode.notify" (fd_notify_t of region/doorbell.h). Raises ValueError for a bad argument,
+        MemoryError if the KV-cache has no room for `n_pages`.
         """
     def close(self) -> None:
         """Join the threads. Raises RuntimeError while links are open. Idempotent."""
 
 @final
 class REngineLink:
-    """One link that an REngine serves, and its lease. Methods raise RuntimeError once closed."""
+    """One link of an REngine, and its lease. After `close`, the other methods raise RuntimeError."""
 
     @property
     def eventfd(self) -> int:
-        """Wakes the engine; the one to hand to a peer, whose misuse of it harms no other link. Closed by `close`."""
+        """An eventfd that wakes the engine, for a peer: misuse of it harms no other link. `close` closes it."""
     @property
     def prefault(self) -> tuple[int, int, int]:
-        """Bytes of the arena faulted in ahead, how many are to be (0: none), errno that stopped it or 0."""
+        """Bytes of the arena that prefault has faulted in, bytes that it is to fault in, errno that stopped it or 0."""
     def free(self, seq_index: int, tag: int, /) -> None:
-        """Give a sequence's pages back; an empty sequence has none. ValueError: wrong tag or index."""
+        """Free a sequence's pages; an empty sequence has none. Raises ValueError for a wrong tag or index."""
     def trim(self, seq_index: int, tag: int, length: int, /) -> None:
-        """Roll a sequence back to its first `length` tokens. ValueError: wrong tag or index, or it has fewer."""
+        """Keep only the first `length` tokens of a sequence. Raises ValueError for a wrong tag, index or length."""
     def fork(self, src: int, src_tag: int, dst: int, dst_tag: int, length: int, /) -> None:
-        """Let the empty `dst` share the first `length` tokens of `src`. Errors as `trim`."""
+        """Let the empty sequence `dst` share the first `length` tokens of `src`.
+
+        Raises ValueError for a wrong tag, index or length, MemoryError if the lease cannot count more shared pages.
+        """
     def pages(self, seq_index: int, tag: int, /) -> list[int]:
-        """The numbers of a sequence's pages, in order; neighbours lie side by side. ValueError: wrong tag or index."""
-    def stats(self) -> _LinkStats: ...
+        """The page numbers of a sequence, in order; consecutive numbers lie side by side in memory.
+
+        Raises ValueError for a wrong tag or index.
+        """
+    def stats(self) -> _LinkStats:
+        """The counters of the link (fd_link_stats_t)."""
     def close(self) -> None:
-        """Leave the engine and free the lease; waits for a call in progress. Idempotent."""
+        """Remove the link from the engine and free the lease; waits for a call in progress. Idempotent."""

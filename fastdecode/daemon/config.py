@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 
 from fastdecode import __version__
 from fastdecode.daemon.machine import parse_cpu_list
+from fastdecode.kernels._native import MAX_THREADS
 from fastdecode.region.contract import KV_DTYPES, MAX_ROWS, MAX_SLOTS
 
 
@@ -34,7 +35,7 @@ _MAX_CPUS = 1024  # CPU_SETSIZE
 _MOST = {
     "mini_batches": MAX_SLOTS,
     "max_batch_tokens": MAX_ROWS,
-    "threads": 512,
+    "threads": MAX_THREADS,
     "s_threads": 512,
     "spin_us": 60_000_000,
     "trim_idle_s": 10**9,

@@ -15,11 +15,13 @@
 #include "memory.h"
 #include "region.h"
 
+#define FD_MAX_THREADS 512
+
 typedef struct fd_engine fd_engine_t;
 typedef struct fd_link fd_link_t;
 
 typedef struct {
-    uint32_t threads; /* >= 1 */
+    uint32_t threads; /* 1..FD_MAX_THREADS */
     const int *cpus;  /* the CPU of each thread, or NULL to pin none */
     fd_isa_t isa;
     uint32_t spin_us;  /* how long an idle thread spins before it sleeps */

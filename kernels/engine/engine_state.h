@@ -7,7 +7,6 @@
 #include "engine.h"
 #include "work.h"
 
-#define FD_MAX_THREADS 512
 #define FD_MAX_LINKS 256u
 
 typedef struct {

@@ -5,7 +5,7 @@
 extern PyMethodDef fd_attention_methods[]; /* py_attention.c */
 extern PyMethodDef fd_engine_methods[];    /* py_engine.c */
 extern PyMethodDef fd_roofline_methods[];  /* py_roofline.c */
-int fd_engine_add_types(PyObject *module);
+int fd_engine_add_types(PyObject *module); /* py_engine.c */
 
 static int exec_module(PyObject *module) {
     if (PyModule_AddFunctions(module, fd_attention_methods) < 0) return -1;

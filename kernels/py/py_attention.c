@@ -1,15 +1,15 @@
-/* The kernels from Python, for tests and benchmarks. The serving path never comes here.
+/* The attention kernels for Python: for tests and benchmarks only, no link is served through them.
  *
- * Arguments are buffers (NumPy arrays, memoryviews); float ones are C-contiguous float32. Whatever disagrees in dtype,
- * shape or size raises ValueError before anything is touched. The GIL is released while a kernel runs.
- */
+ * The arguments are C-contiguous buffers (NumPy arrays, memoryviews), float32 unless they hold chunks or activations.
+ * A wrong dtype, shape or size raises ValueError before any memory is written. The GIL is released while a kernel
+ * appends or attends. */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
 #include "attention.h"
 #include "region.h"
 
-/* "O&" converters and checks: 1, or 0 with an exception set. */
+/* "O&" converters and checks. They return 1, or 0 with an exception set. */
 
 static int index_of(PyObject *name, const char *const *names, int n, const char *what, int *out) {
     const char *s = PyUnicode_Check(name) ? PyUnicode_AsUTF8(name) : NULL;
@@ -60,7 +60,7 @@ static int check_head_size(Py_ssize_t head_size) {
     return check(!error, error);
 }
 
-/* The buffers of one call; zero-initialised, released together. */
+/* The buffers of one call, which are released together. Initialise `n` with 0. */
 enum { MAX_BUFFERS = 6 };
 typedef struct {
     Py_buffer view[MAX_BUFFERS];
@@ -94,18 +94,18 @@ static Py_buffer *get_floats(buffers_t *b, PyObject *o, int flags, int ndim) {
     return NULL;
 }
 
-/* The first `ndim` dimensions agree. */
+/* Checks that the first `ndim` dimensions are the same. */
 static int check_same_shape(const Py_buffer *x, const Py_buffer *y, int ndim) {
     for (int i = 0; i < ndim; i++)
         if (!check(x->shape[i] == y->shape[i], "shapes do not agree")) return 0;
     return 1;
 }
 
-/* A run of whole chunks, aligned as the cache aligns them. */
+/* Gets a buffer of whole chunks, aligned as in the KV-cache. */
 static Py_buffer *get_chunks(buffers_t *b, PyObject *o, int flags, size_t chunk_bytes) {
     Py_buffer *view = get(b, o, flags);
     if (!view || !check((uintptr_t)view->buf % 64 == 0, "chunks are not 64-byte aligned")) return NULL;
-    return check(view->len % chunk_bytes == 0, "chunks are not a whole number of chunks") ? view : NULL;
+    return check(view->len % chunk_bytes == 0, "the buffer of chunks does not end at the end of a chunk") ? view : NULL;
 }
 
 static PyObject *isa_best(PyObject *self, PyObject *unused) { return PyUnicode_FromString(fd_isa_name(fd_isa_best())); }
@@ -166,7 +166,8 @@ out:
     return result;
 }
 
-/* The chunks that `order` (None, or a sequence of indexes) picks out of a run of `n`; the caller frees. */
+/* Pointers to the pages that attention reads: those with the indexes in `order`, or all `n` pages of `run` if `order`
+ * is None. A page has `bytes` bytes. Sets *picked to their number. The caller frees the array with PyMem_Free. */
 static const uint8_t **pick_chunks(const uint8_t *run, size_t n, size_t bytes, PyObject *order, uint32_t *picked) {
     PyObject *indexes = order == Py_None ? NULL : PySequence_Fast(order, "order is neither None nor a sequence");
     if (order != Py_None && !indexes) return NULL;
@@ -260,7 +261,8 @@ static PyObject *attend_finish(PyObject *self, PyObject *args) {
         goto out;
     if (!(o = get(&b, o_o, PyBUF_WRITABLE))) goto out;
     const size_t rows = (size_t)acc->shape[0], n = (size_t)acc->shape[1];
-    if (!check((size_t)o->len == rows * n * fd_act_bytes((uint32_t)dtype), "o and acc are not of one length")) goto out;
+    if (!check((size_t)o->len == rows * n * fd_act_bytes((uint32_t)dtype), "o and acc have different lengths"))
+        goto out;
     if (!check(rows <= UINT32_MAX && n <= UINT32_MAX, "more rows or values than 2^32-1")) goto out;
     fd_vec_ops(isa)->finish(o->buf, acc->buf, l->buf, (uint32_t)rows, (uint32_t)n, (uint32_t)dtype);
     result = Py_NewRef(Py_None);
@@ -269,7 +271,7 @@ out:
     return result;
 }
 
-/* The act side is untyped bytes. */
+/* o and src hold elements of the activation dtype as untyped bytes. */
 static PyObject *load_act(PyObject *self, PyObject *args) {
     int dtype;
     float scale;
@@ -280,7 +282,7 @@ static PyObject *load_act(PyObject *self, PyObject *args) {
     if (!PyArg_ParseTuple(args, "O&OOO&f", to_isa, &isa, &dst_o, &src_o, to_act_dtype, &dtype, &scale)) return NULL;
     if (!(dst = get_floats(&b, dst_o, PyBUF_WRITABLE, 1)) || !(src = get(&b, src_o, 0))) goto out;
     const size_t n = (size_t)dst->shape[0];
-    if (!check((size_t)src->len == n * fd_act_bytes((uint32_t)dtype), "src and dst are not of one length")) goto out;
+    if (!check((size_t)src->len == n * fd_act_bytes((uint32_t)dtype), "src and dst have different lengths")) goto out;
     fd_vec_ops(isa)->load_act(dst->buf, src->buf, n, (uint32_t)dtype, scale);
     result = Py_NewRef(Py_None);
 out:
@@ -292,24 +294,16 @@ PyMethodDef fd_attention_methods[] = {
     {"isa_best", isa_best, METH_NOARGS, "isa_best() -> str: the best ISA that this CPU and OS support."},
     {"isa_supported", isa_supported, METH_NOARGS, "isa_supported() -> list[str], slowest first."},
     {"isa_of_kernels", isa_of_kernels, METH_VARARGS,
-     "isa_of_kernels(isa, kv_dtype) -> str: the ISA the kernels say they are for."},
+     "isa_of_kernels(isa, kv_dtype) -> str: the ISA that the chosen kernels name."},
     {"chunk_bytes", chunk_bytes, METH_VARARGS,
      "chunk_bytes(kv_dtype, head_size) -> int: bytes of one (page, KV head) chunk."},
     {"kv_append", kv_append, METH_VARARGS,
-     "kv_append(isa, kv_dtype, chunks, first_token_slot, k, v): writes k, v [n, head_size] to a run of chunks from "
-     "that token on."},
+     "kv_append(isa, kv_dtype, chunks, first_token_slot, k, v): append k and v to consecutive chunks."},
     {"kv_attend", kv_attend, METH_VARARGS,
-     "kv_attend(isa, kv_dtype, chunks, order, first_token, q, q_pos, window, acc, m, l): attention of q [heads, q_len, "
-     "group,\n"
-     "head_size] over the pages (each `heads` chunks) that order (None: all; else indexes) picks, into acc (as q), m "
-     "and l\n"
-     "[heads, q_len, group], or (then those are scratch) acc / l into a last argument o (as q). See attention.h."},
+     "kv_attend(isa, kv_dtype, chunks, order, first_token, q, q_pos, window, acc, m, l, o=None): attend q to chunks."},
     {"attend_merge", attend_merge, METH_VARARGS,
-     "attend_merge(isa, m, l, acc, m2, l2, acc2): adds partial results to the first three; [rows], [rows], [rows, "
-     "head_size]."},
-    {"attend_finish", attend_finish, METH_VARARGS,
-     "attend_finish(isa, o, acc, l, act_dtype): o = acc [rows, head_size] / l [rows]; o is bytes of act_dtype."},
-    {"load_act", load_act, METH_VARARGS,
-     "load_act(isa, dst, src, act_dtype, scale): dst = scale * src; src is bytes of act_dtype."},
+     "attend_merge(isa, m, l, acc, m2, l2, acc2): merge the partial results (m2, l2, acc2) into (m, l, acc)."},
+    {"attend_finish", attend_finish, METH_VARARGS, "attend_finish(isa, o, acc, l, act_dtype): o = acc / l."},
+    {"load_act", load_act, METH_VARARGS, "load_act(isa, dst, src, act_dtype, scale): dst = scale * src."},
     {NULL, NULL, 0, NULL},
 };

@@ -19,7 +19,7 @@ typedef struct {
     uint32_t threads;
     fd_isa_t isa;
     uint32_t n_links;
-    pid_t pid; /* a forked child has the object but not the threads: there it only forgets them */
+    pid_t pid; /* of the process that started the threads: a child forked from it has the object only */
 } engine_object_t;
 
 typedef struct {
@@ -51,7 +51,7 @@ static void raise_no_isa(const char *what, const char *name) {
     PyErr_Format(PyExc_ValueError, "%s '%s' cannot be used; this machine has %s", what, name, has);
 }
 
-/* An explicit name wins, then FASTDECODE_ISA, then the best. A name that cannot be had is an error. */
+/* Picks the ISA called `name`, else the one in FASTDECODE_ISA, else the best. An ISA that is not here is an error. */
 static int choose_isa(const char *name, fd_isa_t *isa) {
     const char *what = "isa";
     if (!name) {
@@ -66,7 +66,8 @@ static int choose_isa(const char *name, fd_isa_t *isa) {
     return 0;
 }
 
-/* `o` is None or a sequence of exactly `n` integers. Returns 0 with an exception set; *out is NULL for None. */
+/* Writes the `n` integers of the sequence `o` to `out`, an array of int if `is_signed`, else of uint32_t. 1, or 0 with
+ * an exception set. */
 static int convert_ints(PyObject *o, const char *what, Py_ssize_t n, long long min, long long max, void *out,
                         bool is_signed) {
     PyObject *seq = PySequence_Fast(o, what);
@@ -94,7 +95,7 @@ static int choose_huge(const char *name, fd_huge_t *huge) {
     static const char *names[FD_HUGE_MODES] = {"madvise", "hugetlb", "off"};
     for (int i = 0; i < FD_HUGE_MODES; i++)
         if (!strcmp(name, names[i])) return *huge = (fd_huge_t)i, 1;
-    PyErr_Format(PyExc_ValueError, "huge_pages '%s' is none of madvise, hugetlb, off", name);
+    PyErr_Format(PyExc_ValueError, "huge_pages is '%s', not madvise, hugetlb or off", name);
     return 0;
 }
 
@@ -116,8 +117,8 @@ static PyObject *engine_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
         PyErr_SetString(PyExc_ValueError, "trim_idle_s is not a time in seconds");
         return NULL;
     }
-    if (threads < 1 || threads > 512)
-        return PyErr_Format(PyExc_ValueError, "%u threads are not within 1..512", threads);
+    if (threads < 1 || threads > FD_MAX_THREADS)
+        return PyErr_Format(PyExc_ValueError, "%u threads are not within 1..%d", threads, FD_MAX_THREADS);
     int *pins = NULL;
     if (cpus != Py_None) {
         pins = PyMem_Calloc(threads, sizeof *pins);
@@ -232,8 +233,8 @@ static PyObject *engine_get_eventfd(engine_object_t *self, void *unused) {
 static PyGetSetDef engine_getset[] = {
     {"isa", (getter)engine_get_isa, NULL, "name of the instruction set in use", NULL},
     {"threads", (getter)engine_get_threads, NULL, "number of threads", NULL},
-    {"kv_free", (getter)engine_get_kv_free, NULL, "bytes of the budget that no lease holds", NULL},
-    {"eventfd", (getter)engine_get_eventfd, NULL, "wakes the engine; for callers within this process", NULL},
+    {"kv_free", (getter)engine_get_kv_free, NULL, "bytes of the budget that no lease has", NULL},
+    {"eventfd", (getter)engine_get_eventfd, NULL, "eventfd that wakes the engine, for callers in this process", NULL},
     {0},
 };
 
@@ -246,7 +247,7 @@ static PyMethodDef engine_methods[] = {
 
 /* ---- REngineLink ---- */
 
-/* Takes the link from the engine; the region is not touched after that. */
+/* Removes the link from the engine. The engine does not touch the region after that. */
 static void remove_link(link_object_t *self) {
     fd_link_t *link = self->link;
     self->link = NULL;
@@ -261,7 +262,7 @@ static void remove_link(link_object_t *self) {
         Py_END_ALLOW_THREADS
     }
     if (link) self->owner->n_links--;
-    if (link || !self->owner) PyBuffer_Release(&self->region); /* nothing happens to one that was never filled */
+    if (link || !self->owner) PyBuffer_Release(&self->region); /* does nothing to a view that was never filled */
 }
 
 static void link_dealloc(link_object_t *self) {
@@ -291,7 +292,7 @@ static PyObject *link_free(link_object_t *self, PyObject *args) {
     if (!self->link) return closed_error("the link");
     int rc;
     self->users++;
-    Py_BEGIN_ALLOW_THREADS /* a step may be planned under the mutex that this waits for */
+    Py_BEGIN_ALLOW_THREADS /* this waits for the link's mutex, which planning a step holds */
     rc = fd_link_free(self->link, seq_index, tag, err, sizeof err);
     Py_END_ALLOW_THREADS
     self->users--;
@@ -305,7 +306,7 @@ static PyObject *link_trim(link_object_t *self, PyObject *args) {
     if (!self->link) return closed_error("the link");
     int rc;
     self->users++;
-    Py_BEGIN_ALLOW_THREADS /* a step may be planned under the mutex that this waits for */
+    Py_BEGIN_ALLOW_THREADS /* this waits for the link's mutex, which planning a step holds */
     rc = fd_link_trim(self->link, seq_index, tag, length, err, sizeof err);
     Py_END_ALLOW_THREADS
     self->users--;
@@ -319,7 +320,7 @@ static PyObject *link_fork(link_object_t *self, PyObject *args) {
     if (!self->link) return closed_error("the link");
     int rc;
     self->users++;
-    Py_BEGIN_ALLOW_THREADS /* a step may be planned under the mutex that this waits for */
+    Py_BEGIN_ALLOW_THREADS /* this waits for the link's mutex, which planning a step holds */
     rc = fd_link_fork(self->link, src, src_tag, dst, dst_tag, length, err, sizeof err);
     Py_END_ALLOW_THREADS
     self->users--;
@@ -370,31 +371,30 @@ static PyObject *link_get_eventfd(link_object_t *self, void *unused) {
 }
 
 static PyGetSetDef link_getset[] = {
-    {"eventfd", (getter)link_get_eventfd, NULL, "wakes the engine; the one to hand to a peer", NULL},
+    {"eventfd", (getter)link_get_eventfd, NULL, "eventfd that wakes the engine, for a peer", NULL},
     {"prefault", (getter)link_get_prefault, NULL,
-     "(bytes faulted in ahead, bytes to fault in ahead, errno that stopped it or 0)", NULL},
+     "(bytes faulted in so far, bytes to fault in, errno that stopped it or 0)", NULL},
     {0},
 };
 
 static PyMethodDef link_methods[] = {
-    {"free", (PyCFunction)link_free, METH_VARARGS,
-     "free(seq_index, tag): give a sequence's pages back; an empty one has none"},
+    {"free", (PyCFunction)link_free, METH_VARARGS, "free(seq_index, tag): free a sequence's pages"},
     {"trim", (PyCFunction)link_trim, METH_VARARGS,
-     "trim(seq_index, tag, length): roll back to the first `length` tokens"},
+     "trim(seq_index, tag, length): keep only the first `length` tokens of a sequence"},
     {"fork", (PyCFunction)link_fork, METH_VARARGS,
      "fork(src, src_tag, dst, dst_tag, length): let the empty `dst` share the first `length` tokens of `src`"},
     {"pages", (PyCFunction)link_pages, METH_VARARGS,
      "pages(seq_index, tag) -> the numbers of a sequence's pages, in order"},
-    {"stats", (PyCFunction)link_stats, METH_NOARGS, "Counters, as fd_link_stats_t."},
+    {"stats", (PyCFunction)link_stats, METH_NOARGS, "The counters of fd_link_stats_t, by name."},
     {"close", (PyCFunction)link_close, METH_NOARGS,
-     "Leave the engine and free the lease; waits for a call in progress. Idempotent."},
+     "Remove the link from the engine and free its lease; waits for a call in progress. Idempotent."},
     {0},
 };
 
 /* ---- module ---- */
 
 static PyType_Slot engine_slots[] = {
-    {Py_tp_doc, "R-engine: threads that serve the calls of all their links, without Python."},
+    {Py_tp_doc, "The R-engine: threads that serve the calls of all links without entering Python."},
     {Py_tp_new, engine_new},
     {Py_tp_dealloc, engine_dealloc},
     {Py_tp_methods, engine_methods},
@@ -403,7 +403,7 @@ static PyType_Slot engine_slots[] = {
 };
 
 static PyType_Slot link_slots[] = {
-    {Py_tp_doc, "One link that an REngine serves, and its lease of the KV-cache."},
+    {Py_tp_doc, "One link of an REngine, and its lease of the KV-cache."},
     {Py_tp_dealloc, link_dealloc},
     {Py_tp_methods, link_methods},
     {Py_tp_getset, link_getset},
@@ -434,15 +434,16 @@ static PyObject *py_bind_memory(PyObject *module, PyObject *args) {
 
 PyMethodDef fd_engine_methods[] = {
     {"bind_memory", py_bind_memory, METH_VARARGS,
-     "bind_memory(node): this thread and those it starts take memory of that NUMA node only"},
+     "bind_memory(node): allocate only from this NUMA node, in this thread and the threads that it starts"},
     {"page_bytes", py_page_bytes, METH_VARARGS,
-     "page_bytes(geometry, kv_dtype) -> bytes of a page, all layers and KV heads"},
+     "page_bytes(geometry, kv_dtype) -> int: bytes of a page, all layers and KV heads"},
     {0},
 };
 
 int fd_engine_add_types(PyObject *module) {
     PyObject *engine = PyType_FromSpec(&engine_spec), *link = PyType_FromSpec(&link_spec);
-    int ok = engine && link && PyObject_SetAttrString(engine, "_link_type", link) == 0 &&
+    int ok = engine && link && PyModule_AddIntConstant(module, "MAX_THREADS", FD_MAX_THREADS) == 0 &&
+             PyObject_SetAttrString(engine, "_link_type", link) == 0 &&
              PyModule_AddObjectRef(module, "REngine", engine) == 0 &&
              PyModule_AddObjectRef(module, "REngineLink", link) == 0;
     Py_XDECREF(engine);

@@ -1,4 +1,4 @@
-/* The roofline from Python, for measurements. */
+/* The measurements of roofline.h for Python. */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
@@ -7,7 +7,7 @@
 
 #include "roofline.h"
 
-/* The cpus of a sequence; the caller frees. */
+/* Converts a sequence of CPU numbers to an array of *n. The caller frees it with PyMem_Free. NULL: exception set. */
 static int *cpu_list(PyObject *o, Py_ssize_t *n) {
     PyObject *seq = PySequence_Fast(o, "cpus is not a sequence");
     if (!seq) return NULL;
@@ -69,10 +69,8 @@ static PyObject *multiply_rate(PyObject *self, PyObject *args) {
 
 PyMethodDef fd_roofline_methods[] = {
     {"read_seconds", read_seconds, METH_VARARGS,
-     "read_seconds(buffer, cpus, passes=1) -> float: time in which one thread on each of `cpus` together read the "
-     "buffer so often."},
+     "read_seconds(buffer, cpus, passes=1) -> float: seconds to read the buffer `passes` times, one thread per CPU."},
     {"multiply_rate", multiply_rate, METH_VARARGS,
-     "multiply_rate(instruction, rounds) -> float: of 'vfmadd231ps', 'vdpbf16ps' or 'vpdpbusd' of 64 bytes, how many a "
-     "second this core does."},
+     "multiply_rate(instruction, rounds) -> float: instructions per second of this core."},
     {NULL, NULL, 0, NULL},
 };

@@ -26,7 +26,7 @@ from fastdecode.spart import SPart, load_model
 from fastdecode.spart.exchange import SlotViews
 from fastdecode.transports.registry import connect
 
-MAX_ROWS = 128  # well below the longest prompts, so that they are chunked
+ROWS = 128  # well below the longest prompts, so that they are chunked
 
 
 @contextlib.contextmanager
@@ -86,14 +86,14 @@ async def serving(model, nodes, *, mini_batches=2, n_pages=None, max_seqs=64, **
     async def link_to(url):
         page = PAGE_TOKENS * model.config.n_layers * 2 * model.config.n_kv_heads * model.config.head_size * 4
         kv_bytes = (n_pages or 500) * page * 5 // 4  # fp32, and some room for a page's padding
-        return await connect(url, model.hello(mini_batches, MAX_ROWS, "fp32", kv_bytes, max_seqs), None)
+        return await connect(url, model.hello(mini_batches, ROWS, "fp32", kv_bytes, max_seqs), None)
 
     links = [await link_to(node.url) for node in nodes]
     engine = Engine(
         SPart(model, links, timeout=20.0),
         links,
         mini_batches=mini_batches,
-        max_batch_tokens=MAX_ROWS,
+        max_batch_tokens=ROWS,
         max_batch_size=32,
         **options,
     )

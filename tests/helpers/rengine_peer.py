@@ -18,9 +18,9 @@ import numpy as np
 from fastdecode.region._native import init_region_header
 from fastdecode.region.contract import ACT_DTYPES, CALL_NEW_STEP, KV_DTYPES, REGION_PAGE, ROW_ATTEND, Status
 
-FP32, FP16, BF16 = map(ACT_DTYPES.index, ("fp32", "fp16", "bf16"))
-KV_FP32, KV_FP16, KV_BF16 = map(KV_DTYPES.index, ("fp32", "fp16", "bf16"))
-KV_INT8, KV_INT4, KV_INT8_INT4 = map(KV_DTYPES.index, ("int8", "int4", "int8-int4"))
+FP32, FP16, BF16 = ACT_DTYPES.index("fp32"), ACT_DTYPES.index("fp16"), ACT_DTYPES.index("bf16")
+KV_FP32, KV_FP16, KV_BF16 = KV_DTYPES.index("fp32"), KV_DTYPES.index("fp16"), KV_DTYPES.index("bf16")
+KV_INT8, KV_INT4, KV_INT8_INT4 = KV_DTYPES.index("int8"), KV_DTYPES.index("int4"), KV_DTYPES.index("int8-int4")
 
 _CALL = struct.Struct("<QIIIII9I")
 _ROW = struct.Struct("<6I")

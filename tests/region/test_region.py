@@ -28,6 +28,8 @@ from fastdecode.region.contract import (
 from fastdecode.region.geometry import Geometry, GeometryError, RegionError, geometry_tuple, region_layout
 from fastdecode.region.region import Region
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.mark.parametrize("act_dtype", ACT_DTYPES)
 def test_the_layout_is_the_one_that_region_h_describes(act_dtype):

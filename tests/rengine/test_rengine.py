@@ -9,10 +9,11 @@ import time
 
 import numpy as np
 import pytest
-from rengine_peer import BF16, FP16, FP32, KV_FP16, KV_FP32, Geometry, Link
+from rengine_peer import FP16, KV_FP16, KV_FP32, Geometry, Link
 
 from fastdecode.kernels import _native
 from fastdecode.region.contract import (
+    ACT_DTYPES,
     KV_DTYPES,
     MAX_HEAD_SIZE,
     MAX_HEADS,
@@ -71,7 +72,7 @@ def test_mixed_batches_equal_float64_attention(engines, links, isa, threads, kv_
     link.step(0, [(0, 5, True), (1, 70, True), (34, 1, True)])
 
 
-@pytest.mark.parametrize("act_dtype", [FP32, FP16, BF16], ids=["fp32", "fp16", "bf16"])
+@pytest.mark.parametrize("act_dtype", range(len(ACT_DTYPES)), ids=ACT_DTYPES)
 @pytest.mark.parametrize(("n_q_heads", "n_kv_heads", "head_size"), [(3, 3, 8), (6, 2, 80), (8, 1, 128), (40, 1, 256)])
 def test_head_geometries_and_activation_dtypes(links, n_q_heads, n_kv_heads, head_size, act_dtype):
     link = links(Geometry(1, 200, 1, n_q_heads, n_kv_heads, head_size, act_dtype), n_pages=40, threads=3)

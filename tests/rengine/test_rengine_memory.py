@@ -249,7 +249,7 @@ def test_hugetlb_pages_that_are_not_there_are_an_error_that_says_how_many():
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        ({"huge_pages": "large"}, "'large' is none of madvise, hugetlb, off"),
+        ({"huge_pages": "large"}, "huge_pages is 'large', not madvise, hugetlb or off"),
         ({"trim_idle_s": -1.0}, "not a time"),
         ({"trim_idle_s": float("nan")}, "not a time"),
         ({"trim_idle_s": 1.0, "huge_pages": "hugetlb"}, "hugetlb pages stay reserved"),

@@ -11,12 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fastdecode.region.contract import MAX_LAYERS
+from fastdecode.region.contract import HEAD_SIZE_UNIT, MAX_HEAD_SIZE, MAX_LAYERS
 from fastdecode.region.geometry import Geometry
 from fastdecode.spart.config import CheckpointError
 from fastdecode.spart.hf.trace import AttentionLayer, trace
 
-_MAX_HEAD_SIZE = 256
 _DTYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 
 
@@ -58,7 +57,7 @@ class HFConfig:
             n_layers=len(layers),
             n_q_heads=layers[0].n_q_heads,
             n_kv_heads=max(layer.n_kv_heads for layer in layers),
-            head_size=-(-max(max(layer.k_size, layer.v_size) for layer in layers) // 8) * 8,
+            head_size=-(-max(max(layer.k_size, layer.v_size) for layer in layers) // HEAD_SIZE_UNIT) * HEAD_SIZE_UNIT,
             # Chunked attention is full attention within the first chunk, so longer contexts are refused.
             max_positions=min([_max_positions(text), *chunks]),
             windows=tuple(layer.window for layer in layers),
@@ -115,8 +114,8 @@ def _check(config: Any, layers: tuple[AttentionLayer, ...]) -> None:
     if len(layers) > MAX_LAYERS:
         raise CheckpointError(f"{kind} has {len(layers)} layers, at most {MAX_LAYERS} are supported")
     largest = max(max(layer.k_size, layer.v_size) for layer in layers)
-    if largest > _MAX_HEAD_SIZE:
-        raise CheckpointError(f"{kind} has heads of {largest} elements, R-nodes take at most {_MAX_HEAD_SIZE}")
+    if largest > MAX_HEAD_SIZE:
+        raise CheckpointError(f"{kind} has heads of {largest} elements, R-nodes take at most {MAX_HEAD_SIZE}")
     if len({layer.n_q_heads for layer in layers}) > 1:
         raise CheckpointError(f"{kind} has layers with different numbers of query heads, which is not supported yet")
     most = max(layer.n_kv_heads for layer in layers)
