@@ -93,6 +93,12 @@ async def say_hello(conn: FrameSocket, hello: Hello, secret: bytes | None) -> tu
         raise LinkRefused(f"R-node {challenge.node} could not prove that it knows the shared secret")
     conn.max_frame = MAX_FRAME_AFTER_AUTH
     lease = Lease(**{name: getattr(answer, name) for name in Lease.__dataclass_fields__})
+    # The S-node allocates by these numbers, so an R-node may grant less than was asked for and no more.
+    if lease.max_seqs > hello.max_seqs:
+        raise LinkRefused(f"the R-node grants {lease.max_seqs} sequences, asked for were {hello.max_seqs}")
+    if hello.kv_bytes is not None and lease.n_pages * lease.page_bytes > hello.kv_bytes:
+        granted = lease.n_pages * lease.page_bytes
+        raise LinkRefused(f"the R-node grants {granted} bytes of KV-cache, asked for were {hello.kv_bytes}")
     return lease, answer.token
 
 

@@ -160,10 +160,20 @@ class RegionLink(Link):
                 answer.set_exception(CallRefused(message.status, message.message))
 
     async def _ping(self) -> None:
-        while self._unanswered_pings < PINGS_UNANSWERED:
-            self._unanswered_pings += 1
-            await self._conn.write(Ping(id=next(self._ids)))
-            await asyncio.sleep(PING_INTERVAL_S)
+        writing: asyncio.Task[None] | None = None
+        try:
+            while self._unanswered_pings < PINGS_UNANSWERED:
+                self._unanswered_pings += 1
+                # A peer that reads nothing blocks the write, and the counting must go on meanwhile.
+                if writing is None or writing.done():
+                    if writing is not None:
+                        writing.result()
+                    writing = self._loop.create_task(self._conn.write(Ping(id=next(self._ids))))
+                await asyncio.sleep(PING_INTERVAL_S)
+        finally:
+            if writing is not None:
+                writing.cancel()
+                await asyncio.gather(writing, return_exceptions=True)
         raise LinkDown(f"the R-node has not answered for {PINGS_UNANSWERED * PING_INTERVAL_S:.0f} s")
 
     # ---- start and end ----

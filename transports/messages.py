@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import reprlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar, dataclass_transform
@@ -40,8 +41,13 @@ class VersionMismatch(ProtocolError):
         super().__init__(f"protocol version mismatch: the peer has {_show(theirs)}, this end {PROTOCOL_VERSION}")
 
 
+_repr = reprlib.Repr()
+_repr.maxlevel = 3  # a peer's value may be nested deeper than Python's own repr can go
+_repr.maxstring = _repr.maxother = _repr.maxlong = 80
+
+
 def _show(value: object) -> str:
-    text = repr(value)
+    text = _repr.repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
 

@@ -59,6 +59,8 @@ async def connect(url: str, hello: Hello, secret: bytes | None, *, spin_us: int)
             await handshake.attach(attached, token)
             region_fd, wake_fd = await _receive_fds(attached.sock, 2)
         on_failure.callback(os.close, wake_fd)
+        if os.readlink(f"/proc/self/fd/{wake_fd}") != "anon_inode:[eventfd]":  # it will be written to
+            raise LinkDown("the R-node handed over a descriptor that is no eventfd")
         try:
             region = Region.from_peer(region_fd, hello.geometry)
         except RegionError as error:

@@ -11,6 +11,7 @@ import struct
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import orjson
 import pytest
 from link_driver import Driver, hello
 from wire_peers import Caller, FakeRNode, attach, hello_message, mac, open_link
@@ -321,6 +322,24 @@ async def test_r_node_of_another_version_or_none_at_all():
     async with fake as url:
         with pytest.raises(TransportError, match=r"WELCOME\.n_pages"):
             await connect(url, hello(), None)
+
+
+@pytest.mark.parametrize(
+    ("granted", "error_text"),
+    [({"max_seqs": 2**32 - 1}, "grants 4294967295 sequences"), ({"n_pages": 2**20}, "bytes of KV-cache, asked for")],
+)
+async def test_an_r_node_that_grants_more_than_was_asked_for_is_refused(granted, error_text):
+    fake = FakeRNode()
+    fake.welcome |= granted
+    async with fake as url:
+        with pytest.raises(LinkRefused, match=error_text):
+            await connect(url, hello(), None)
+
+
+async def test_a_message_nested_deeper_than_python_can_show_is_an_error(r_node, bystander):
+    """Before the caller has proved anything."""
+    message = orjson.dumps(hello_message(windows="@")).replace(b'"@"', b"[" * 1000 + b"]" * 1000)
+    assert "HELLO.windows" in await refusal(r_node.tcp, message)
 
 
 # ---- an open link ----
