@@ -13,6 +13,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import orjson
@@ -91,7 +92,8 @@ def stored(x: np.ndarray, kv_format: str) -> np.ndarray:
     if kv_format == "fp32":
         return x.astype(np.float64)
     if kv_format == "fp16":
-        return np.clip(x, -65504, 65504).astype(np.float16).astype(np.float64)
+        clipped: np.ndarray = np.clip(x, -65504, 65504)
+        return clipped.astype(np.float16).astype(np.float64)
     if kv_format == "bf16":
         return _bf16(x).astype(np.float64)
     if kv_format == "int4":
@@ -99,11 +101,13 @@ def stored(x: np.ndarray, kv_format: str) -> np.ndarray:
     amax = np.abs(x).max(axis=1, keepdims=True)
     amax[amax < np.float32(1e-33)] = 0
     inverse = np.divide(np.float32(127), amax, out=np.zeros_like(amax), where=amax > 0)
-    return np.rint(x * inverse).astype(np.float64) * (amax / np.float32(127)).astype(np.float64)
+    result: np.ndarray = np.rint(x * inverse).astype(np.float64) * (amax / np.float32(127)).astype(np.float64)
+    return result
 
 
 def _bf16(x: np.ndarray) -> np.ndarray:
-    return torch.from_numpy(x).bfloat16().float().numpy()
+    rounded: np.ndarray = torch.from_numpy(x).bfloat16().float().numpy()
+    return rounded
 
 
 def _stored_int4(x: np.ndarray) -> np.ndarray:
@@ -113,7 +117,8 @@ def _stored_int4(x: np.ndarray) -> np.ndarray:
     scale = np.where(scale < np.float32(1e-33), 0, _bf16(scale)).astype(np.float32)
     inverse = np.divide(np.float32(1), scale, out=np.zeros_like(scale), where=scale > 0)
     codes = np.rint(np.clip((x - centre) * inverse, -8, 7)).astype(np.float64)
-    return codes * scale.astype(np.float64) + centre.astype(np.float64)
+    result: np.ndarray = codes * scale.astype(np.float64) + centre.astype(np.float64)
+    return result
 
 
 def reference(case: Case, k: np.ndarray, v: np.ndarray) -> np.ndarray:
@@ -127,7 +132,8 @@ def reference(case: Case, k: np.ndarray, v: np.ndarray) -> np.ndarray:
     scores = case.q.astype(np.float64) @ k.T.astype(np.float64)
     scores[~np.broadcast_to(visible[:, None], scores.shape)] = -np.inf
     weights = np.exp(scores - scores.max(axis=2, keepdims=True))
-    return weights @ v.astype(np.float64) / weights.sum(axis=2, keepdims=True)
+    o: np.ndarray = weights @ v.astype(np.float64) / weights.sum(axis=2, keepdims=True)
+    return o
 
 
 # ---- the kernels ----
@@ -185,10 +191,8 @@ def captured(model: Model, link: Link, ids: np.ndarray) -> list[Case]:
             kv[layer, :, pos] = views.kv[:n].float().numpy().reshape(kv.shape[1], *kv.shape[3:])
     q *= np.float32(model.config.softmax_scale)
     every = np.ndindex(g.n_layers, n, g.n_kv_heads)
-    return [
-        Case(*(np.ascontiguousarray(x) for x in (q[i, s, :, h], kv[i, s, :, 0, h], kv[i, s, :, 1, h])))
-        for i, s, h in every
-    ]
+    copy = np.ascontiguousarray
+    return [Case(copy(q[i, s, :, h]), copy(kv[i, s, :, 0, h]), copy(kv[i, s, :, 1, h])) for i, s, h in every]
 
 
 def adversarial() -> dict[str, list[Case]]:
@@ -267,7 +271,7 @@ async def _captured_here(model: Model, ids: np.ndarray) -> list[Case]:
         await node.stop()
 
 
-def _rows(name: str, cases: list[Case], isas: list[str]) -> Iterator[dict]:
+def _rows(name: str, cases: list[Case], isas: list[str]) -> Iterator[dict[str, Any]]:
     for kv_dtype in tqdm(KV_DTYPES, desc=name, unit="format", leave=False):
         for isa, (kernel, whole) in errors(isas, kv_dtype, cases).items():
             yield {
@@ -281,7 +285,7 @@ def _rows(name: str, cases: list[Case], isas: list[str]) -> Iterator[dict]:
             }
 
 
-def _print(rows: list[dict]) -> None:
+def _print(rows: list[dict[str, Any]]) -> None:
     print("relative L2 error of O against float64: over all rows, and of the worst row")
     print(f"{'data':<16}{'KV':<11}{'isa':<12}{'kernel':>10}{'worst':>10}{'whole':>10}{'worst':>10}")
     for row in rows:

@@ -16,9 +16,10 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import orjson
@@ -64,7 +65,7 @@ _SETTLE_SECONDS = 0.005  # in which the threads of the last peer stop spinning
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    def repeatable(flag: str, choices_or_type: dict, help_text: str) -> None:
+    def repeatable(flag: str, choices_or_type: dict[str, Any], help_text: str) -> None:
         parser.add_argument(flag, action="append", help=f"{help_text} (repeatable)", **choices_or_type)
 
     repeatable("--kv-dtype", {"choices": KV_DTYPES}, "KV-cache format; default: fp16, bf16, int8, int4")
@@ -112,7 +113,7 @@ def run(args: argparse.Namespace) -> None:
         print_report(result)
 
 
-def _measure(args: argparse.Namespace) -> dict:
+def _measure(args: argparse.Namespace) -> dict[str, Any]:
     cpus = usable_cpus()
     threads = args.threads or len(cpus)
     if not 1 <= threads <= len(cpus):
@@ -150,7 +151,7 @@ def _measure(args: argparse.Namespace) -> dict:
 
 
 def _peer_kv_bytes(args: argparse.Namespace) -> int:
-    return min(args.peer_kv_bytes or args.kv_bytes, args.kv_bytes)
+    return min(int(args.peer_kv_bytes or args.kv_bytes), int(args.kv_bytes))
 
 
 def _cells(args: argparse.Namespace, part: str) -> Iterator[tuple[str, list[Shape]]]:
@@ -164,7 +165,7 @@ def _cells(args: argparse.Namespace, part: str) -> Iterator[tuple[str, list[Shap
     for kv_dtype, head_size, group in itertools.product(dtypes, sizes, groups):
         if part == "in-cache":
             page = _native.chunk_bytes(kv_dtype, head_size)
-            contexts = [max(1, _IN_CACHE_BYTES // page) * PAGE_TOKENS]
+            contexts: Sequence[int] = [max(1, _IN_CACHE_BYTES // page) * PAGE_TOKENS]
         else:
             contexts = args.context or ((512, 4096, 32768) if part == "sweep" else (_ONE_THREAD_CONTEXT,))
         heads = 1 if part == "in-cache" else args.kv_heads
@@ -200,7 +201,7 @@ class _Cell:
         """The number of judging rounds so far."""
         return sum(r < self._args.judge_below for r in self.roof[1:])
 
-    def row(self) -> dict:
+    def row(self) -> dict[str, Any]:
         row = {**self.common, "sequences": self.sequences, "isa": self._ours.isa, "peer": None}
         row |= {"format": self.common["kv_dtype"], "run_pages": self._ours.run_pages()}
         return {**row, **_figures(self._args, self.roof[1:], self.gbps[1:], self.rate[1:])}
@@ -222,7 +223,9 @@ def _run_rounds(args: argparse.Namespace, cells: list[_Cell], then: Callable[[],
             then()
 
 
-def _own_rows(args: argparse.Namespace, part: str, kv_dtype: str, shapes: list[Shape], cpus: list[int]) -> list[dict]:
+def _own_rows(
+    args: argparse.Namespace, part: str, kv_dtype: str, shapes: list[Shape], cpus: list[int]
+) -> list[dict[str, Any]]:
     """The rows of the R-engine. The shapes take turns in each round, because they are compared with each other."""
     with ExitStack() as stack:
         cells = [stack.enter_context(closing(_Cell(args, part, kv_dtype, shape, cpus))) for shape in shapes]
@@ -230,7 +233,9 @@ def _own_rows(args: argparse.Namespace, part: str, kv_dtype: str, shapes: list[S
         return [cell.row() for cell in cells]
 
 
-def _peer_rows(args: argparse.Namespace, kv_dtype: str, shape: Shape, cpus: list[int], names: list[str]) -> list[dict]:
+def _peer_rows(
+    args: argparse.Namespace, kv_dtype: str, shape: Shape, cpus: list[int], names: list[str]
+) -> list[dict[str, Any]]:
     """The rows of the peers, measured in turns with the R-engine: one shape, because all at once would take too much
     memory."""
     with ExitStack() as stack:
@@ -265,7 +270,7 @@ def _peer_rows(args: argparse.Namespace, kv_dtype: str, shape: Shape, cpus: list
         return rows
 
 
-def _cell_in_cache(args: argparse.Namespace, kv_dtype: str, shape: Shape, cpu: int) -> dict:
+def _cell_in_cache(args: argparse.Namespace, kv_dtype: str, shape: Shape, cpu: int) -> dict[str, Any]:
     """The row of the kernel alone, which attends to the same pages again and again.
 
     The R-engine is left out because it sleeps between calls, and a core that slept is cold for calls of microseconds.
@@ -309,7 +314,7 @@ def _cell_in_cache(args: argparse.Namespace, kv_dtype: str, shape: Shape, cpu: i
     return {**row, **_figures(argparse.Namespace(judge_below=0.0), roof, gbps, [times / s for s in seconds])}
 
 
-def _common(part: str, kv_dtype: str, shape: Shape, threads: int) -> dict:
+def _common(part: str, kv_dtype: str, shape: Shape, threads: int) -> dict[str, Any]:
     return {
         "part": part,
         "kv_dtype": kv_dtype,
@@ -321,7 +326,7 @@ def _common(part: str, kv_dtype: str, shape: Shape, threads: int) -> dict:
     }
 
 
-def _figures(args: argparse.Namespace, roof: list[float], gbps: list[float], rate: list[float]) -> dict:
+def _figures(args: argparse.Namespace, roof: list[float], gbps: list[float], rate: list[float]) -> dict[str, Any]:
     """Medians over the judging rounds and over all rounds; the smallest and largest value of all rounds."""
     judging = [i for i, r in enumerate(roof) if r < args.judge_below] or range(len(roof))
     pct = [100 * g / r for g, r in zip(gbps, roof, strict=True)]

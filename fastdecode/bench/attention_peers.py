@@ -114,4 +114,5 @@ def expected(shape: Shape) -> np.ndarray:
     k, v = (x.swapaxes(0, 1) for x in (k, v))  # [kv_heads, context, head_size]
     scores = q.reshape(shape.kv_heads, shape.group, -1) @ k.swapaxes(1, 2) * shape.head_size**-0.5
     weights = np.exp(scores - scores.max(axis=2, keepdims=True))
-    return (weights @ v / weights.sum(axis=2, keepdims=True)).reshape(shape.q_heads, -1)
+    o: np.ndarray = weights @ v / weights.sum(axis=2, keepdims=True)
+    return o.reshape(shape.q_heads, -1)

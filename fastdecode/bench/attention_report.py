@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator
+from typing import Any
 
 _PARTS = {
     "sweep": "KV in memory, {threads} thread(s)",
@@ -12,7 +13,7 @@ _PARTS = {
 }
 
 
-def summary(rows: list[dict]) -> list[dict]:
+def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """One row for each cell of the sweep: its share of the roofline, compared with peers, other contexts and fp16.
 
     `best_peer_ratio` is the R-engine's rate over that of the best peer, in sequences x layers a second, of the same
@@ -45,19 +46,19 @@ def summary(rows: list[dict]) -> list[dict]:
     return result
 
 
-def _per_roofline(row: dict) -> float:
-    return row["seq_layers_per_s"] / row["roofline_gbps"]
+def _per_roofline(row: dict[str, Any]) -> float:
+    return float(row["seq_layers_per_s"] / row["roofline_gbps"])
 
 
-def _shape(row: dict) -> tuple:
+def _shape(row: dict[str, Any]) -> tuple[str, int, int]:
     return row["kv_dtype"], row["head_size"], row["group"]
 
 
-def _cell(row: dict) -> tuple:
+def _cell(row: dict[str, Any]) -> tuple[str, int, int, int]:
     return row["kv_dtype"], row["head_size"], row["context"], row["group"]
 
 
-def print_report(result: dict) -> None:
+def print_report(result: dict[str, Any]) -> None:
     rounds, below = result["rounds"], result["judge_below"]
     print(f"decode attention; medians of the rounds (of {rounds}) with a roofline below {below:g} GB/s, if any")
     for part, title in _PARTS.items():
@@ -71,7 +72,7 @@ def print_report(result: dict) -> None:
         print(f"\nnot installed: {', '.join(result['peers_absent'])}")
 
 
-def _table(rows: list[dict]) -> Iterator[str]:
+def _table(rows: list[dict[str, Any]]) -> Iterator[str]:
     yield (
         f"{'KV':<11}{'G':>3}{'context':>9}{'d':>5}  {'run':<14}{'GB/s':>8}{'roofline':>10}{'%':>7}{'seq layers/s':>14}"
         f"{'rounds':>8}"
@@ -88,7 +89,7 @@ def _table(rows: list[dict]) -> Iterator[str]:
         )
 
 
-def _print_summary(rows: list[dict]) -> None:
+def _print_summary(rows: list[dict[str, Any]]) -> None:
     print(
         "\nR-engine: % of the roofline, points from context 4096, rate over fp16's, over the best peer's; L2; 1 thread"
     )

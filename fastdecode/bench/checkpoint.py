@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -42,7 +44,7 @@ def run(args: argparse.Namespace) -> None:
     print(f"{args.out}: {parameters / 1e6:.1f} M parameters, {args.dtype}")
 
 
-def _config(args: argparse.Namespace) -> dict:
+def _config(args: argparse.Namespace) -> dict[str, Any]:
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -64,14 +66,14 @@ def _config(args: argparse.Namespace) -> dict:
     }
 
 
-def _tensors(args: argparse.Namespace):
+def _tensors(args: argparse.Namespace) -> Iterator[tuple[str, torch.Tensor]]:
     """Names and tensors. Weights are normal with standard deviation 1/sqrt(fan-in), so that activations stay near
     one."""
     dtype = _DTYPES[args.dtype]
     generator = torch.Generator().manual_seed(args.seed)
 
     def weight(rows: int, columns: int) -> torch.Tensor:
-        return (torch.randn(rows, columns, generator=generator) * columns**-0.5).to(dtype)
+        return (torch.randn(rows, columns, generator=generator) * float(columns**-0.5)).to(dtype)
 
     q, kv = args.heads * args.head_size, args.kv_heads * args.head_size
     yield "model.embed_tokens.weight", weight(args.vocab, args.hidden)

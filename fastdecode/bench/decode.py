@@ -13,7 +13,9 @@ import dataclasses
 import random
 import statistics
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import orjson
@@ -28,7 +30,7 @@ from fastdecode.daemon.machine import usable_cpus
 from fastdecode.demo import model_dir
 from fastdecode.engine.runner import Runner
 from fastdecode.region.contract import KV_DTYPES, PAGE_TOKENS, ROW_ATTEND, ROW_DTYPE
-from fastdecode.spart import SPart, choose_device, choose_dtype, load_model, read_config
+from fastdecode.spart import Model, SPart, choose_device, choose_dtype, load_model, read_config
 from fastdecode.spart.batch import Chunk, SampleSpec, StepBatch
 from fastdecode.transports.base import CallTimes, Link
 from fastdecode.transports.registry import connect
@@ -70,7 +72,7 @@ def run(args: argparse.Namespace) -> None:
         _print_table(result)
 
 
-async def _run(args: argparse.Namespace) -> dict:
+async def _run(args: argparse.Namespace) -> dict[str, Any]:
     device = choose_device(args.device)
     directory = args.model or model_dir()
     dtype = choose_dtype(args.dtype, read_config(directory).dtype, device)
@@ -121,8 +123,13 @@ async def _run(args: argparse.Namespace) -> dict:
 
 
 def _result(
-    args: argparse.Namespace, directory: Path, dtype: torch.dtype, split: Split, bench: _Bench, samples: dict
-) -> dict:
+    args: argparse.Namespace,
+    directory: Path,
+    dtype: torch.dtype,
+    split: Split,
+    bench: _Bench,
+    samples: dict[str, list[float]],
+) -> dict[str, Any]:
     in_turns = bench.model.device.type == "cpu" and split.s_threads + split.r_threads > len(usable_cpus())
     bounds = [1 / (1 / s + 1 / r) if in_turns else min(s, r) for s, r in zip(samples["s"], samples["r"], strict=True)]
     ratios = [x / bound for x, bound in zip(samples["split"], bounds, strict=True)]
@@ -154,7 +161,7 @@ def _result(
     }
 
 
-def _print_table(result: dict) -> None:
+def _print_table(result: dict[str, Any]) -> None:
     shape = f"batch {result['batch']}, context {result['context']}, {result['mini_batches']} mini-batches"
     print(f"{result['model']}: {shape}, {result['dtype']}, KV {result['kv_dtype']}")
     rows = [
@@ -178,38 +185,38 @@ class _NoRPart(Link):
         self.url, self.geometry, self.lease, self.layout = link.url, link.geometry, link.lease, link.layout
         self.region = memoryview(np.zeros(link.layout.region_bytes, np.uint8)).cast("B")
 
-    def write_table(self, slot, entries):
+    def write_table(self, slot: int, entries: np.ndarray) -> None:
         pass
 
-    def post(self, slot, layer, n_entries, n_rows, n_attend_rows, new_step):
+    def post(self, slot: int, layer: int, n_entries: int, n_rows: int, n_attend_rows: int, new_step: bool) -> None:
         pass
 
-    def wait(self, slot, timeout):
+    def wait(self, slot: int, timeout: float) -> CallTimes:
         return CallTimes(0, 0)
 
-    async def free(self, handles):
+    async def free(self, handles: Sequence[tuple[int, int]]) -> None:
         pass
 
-    async def trim(self, seq_index, tag, length):
+    async def trim(self, seq_index: int, tag: int, length: int) -> None:
         pass
 
-    async def fork(self, src, dst, length):
+    async def fork(self, src: tuple[int, int], dst: tuple[int, int], length: int) -> None:
         pass
 
-    async def stats(self):
+    async def stats(self) -> dict[str, int]:
         return {}
 
-    async def closed(self):
+    async def closed(self) -> None:
         return None
 
-    async def close(self):
+    async def close(self) -> None:
         pass
 
 
 class _Bench:
     """`batch` sequences of `context` cached tokens, spread over the links and the mini-batches."""
 
-    def __init__(self, args: argparse.Namespace, model, links: list[Link]):
+    def __init__(self, args: argparse.Namespace, model: Model, links: list[Link]):
         self.args, self.model, self.links = args, model, links
         self.spart = SPart(model, links)
         self.s_alone = SPart(model, [_NoRPart(link) for link in links])
@@ -219,7 +226,7 @@ class _Bench:
         self.mini_batches = [sorted(everyone[i :: args.mini_batches]) for i in range(args.mini_batches)]
 
     @classmethod
-    async def open(cls, args: argparse.Namespace, model, urls: list[str]) -> _Bench:
+    async def open(cls, args: argparse.Namespace, model: Model, urls: list[str]) -> _Bench:
         rows = max(-(-args.batch // args.mini_batches), _FILL_ROWS)
         per_link = -(-args.batch // len(urls))
         tokens = args.context + args.steps + 1
@@ -289,7 +296,7 @@ class _Bench:
         await asyncio.gather(*(drive(slot) for slot in range(self.args.mini_batches)))
         elapsed = time.perf_counter() - start
         await self._trim()
-        return self.args.batch * self.args.steps / elapsed
+        return float(self.args.batch * self.args.steps / elapsed)
 
     def s_round(self) -> float:
         """Tokens a second of the S-Part alone, one mini-batch after the other as in the split system."""
@@ -298,17 +305,17 @@ class _Bench:
             for slot in range(self.args.mini_batches):
                 for _ in self.s_alone.step(self._batch(slot, step)):
                     pass
-        return self.args.batch * self.args.steps / (time.perf_counter() - start)
+        return float(self.args.batch * self.args.steps / (time.perf_counter() - start))
 
     async def r_round(self) -> float:
         """Tokens a second of the R-Part alone, with a call in progress in every slot."""
         elapsed = await asyncio.to_thread(self._r_steps)
         await self._trim()
-        return self.args.batch * self.args.steps / elapsed
+        return float(self.args.batch * self.args.steps / elapsed)
 
     def _r_steps(self) -> float:
         layers = self.links[0].geometry.n_layers
-        counts = {}
+        counts: dict[tuple[int, int], int] = {}
         start = time.perf_counter()
         for step in range(self.args.steps):
             for slot, batch in enumerate(self.mini_batches):

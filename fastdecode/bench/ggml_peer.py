@@ -7,6 +7,7 @@ from ctypes import POINTER, c_bool, c_float, c_int, c_int64, c_size_t, c_void_p
 from importlib.util import find_spec
 from pathlib import Path
 from time import perf_counter
+from typing import Any
 
 import numpy as np
 
@@ -31,7 +32,7 @@ def _library() -> ctypes.CDLL:
     directory = Path(spec.origin).parent / "lib"
     base = ctypes.CDLL(str(next(directory.glob("libggml-base.so*"))), ctypes.RTLD_GLOBAL)
     lib = ctypes.CDLL(str(next(directory.glob("libggml-cpu.so*"))))
-    for owner, name, result, *arguments in (
+    functions: tuple[tuple[Any, ...], ...] = (  # library, name, type of the result, types of the arguments
         (base, "ggml_init", c_void_p, _InitParams),
         (base, "ggml_free", None, c_void_p),
         (base, "ggml_new_tensor_4d", c_void_p, c_void_p, c_int, c_int64, c_int64, c_int64, c_int64),
@@ -44,7 +45,8 @@ def _library() -> ctypes.CDLL:
         (base, "ggml_build_forward_expand", None, c_void_p, c_void_p),
         (lib, "ggml_cpu_init", None),
         (lib, "ggml_graph_compute_with_ctx", c_int, c_void_p, c_void_p, c_int),
-    ):
+    )
+    for owner, name, result, *arguments in functions:
         function = getattr(owner, name)
         function.restype, function.argtypes = result, arguments
         setattr(lib, name, function)
@@ -89,7 +91,7 @@ class GgmlFlashAttention:
     def _cache(self, x: np.ndarray) -> int:
         """A tensor that holds x [tokens, heads, head_size] once for each sequence."""
         lib, shape = self._lib, self._shape
-        tensor = lib.ggml_new_tensor_4d(
+        tensor: int = lib.ggml_new_tensor_4d(
             self._context, self._type, shape.head_size, shape.context, shape.kv_heads, self.sequences
         )
         one = np.ascontiguousarray(x.swapaxes(0, 1), np.float32)

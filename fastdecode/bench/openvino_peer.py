@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 from time import perf_counter
+from typing import Any
 
 import numpy as np
 
@@ -57,22 +58,22 @@ class OpenVINOPagedAttention:
         self._table = np.random.default_rng(0).permutation(blocks).reshape(self.sequences, per_sequence)
         self._fill(Data.of(shape))
 
-    def _model(self):
+    def _model(self) -> Any:
         """An OpenVINO model of one PagedAttention operation."""
         ov = self._ov
         from openvino import opset13
 
         shape, kind = self._shape, ov.Type
 
-        def parameter(name: str, element: object, dims: list[int]) -> object:
+        def parameter(name: str, element: Any, dims: list[int]) -> Any:
             node = opset13.parameter(ov.PartialShape(dims), element, name)
             node.output(0).get_tensor().set_names({name})
             return node
 
-        def scalar(value: float, element: object) -> object:
+        def scalar(value: float, element: Any) -> Any:
             return opset13.constant(np.array(value), dtype=element)
 
-        def nothing(element: object) -> object:
+        def nothing(element: Any) -> Any:
             return opset13.constant(np.zeros(0), dtype=element)
 
         heads, d = shape.kv_heads, shape.head_size
@@ -96,7 +97,9 @@ class OpenVINOPagedAttention:
             node.get_rt_info()[name] = value
         return ov.Model([node.output(0)], [q, *rows, *caches, *tables, longest], "attention")
 
-    def _set(self, q: np.ndarray, k: np.ndarray, v: np.ndarray, past: int, lengths: np.ndarray, blocks: np.ndarray):
+    def _set(
+        self, q: np.ndarray, k: np.ndarray, v: np.ndarray, past: int, lengths: np.ndarray, blocks: np.ndarray
+    ) -> None:
         """Set the inputs for sequences with `lengths` new rows after `past` cached tokens; `blocks` is [sequences,
         n]."""
         n, i32 = len(lengths), np.int32
@@ -129,8 +132,8 @@ class OpenVINOPagedAttention:
         for memory in self._memory:
             memory[self._table[1:]] = memory[self._table[0]]
         n = self.sequences
-        last = [np.repeat(x[-1:], n, axis=0) for x in (q, k, v)]
-        self._set(*last, cached, np.ones(n, np.int64), self._table)
+        q, k, v = (np.repeat(x[-1:], n, axis=0) for x in (q, k, v))
+        self._set(q, k, v, cached, np.ones(n, np.int64), self._table)
 
     def layer(self) -> float:
         start = perf_counter()
@@ -138,7 +141,7 @@ class OpenVINOPagedAttention:
         return perf_counter() - start
 
     def output(self) -> np.ndarray:
-        o = self._request.get_output_tensor(0).data
+        o: np.ndarray = self._request.get_output_tensor(0).data
         return o.astype(np.float32).reshape(self.sequences, self._shape.q_heads, self._shape.head_size)
 
     def close(self) -> None:

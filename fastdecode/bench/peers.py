@@ -8,7 +8,7 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from time import perf_counter
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -30,7 +30,8 @@ class Transformers:
     def __init__(self, model: Path, batch: int, context: int, dtype: torch.dtype, device: torch.device, threads: int):
         from transformers import AutoModelForCausalLM, DynamicCache
 
-        self._model = AutoModelForCausalLM.from_pretrained(model, dtype=dtype).to(device).eval()
+        loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
+        self._model = loaded.to(device).eval()
         self._model.generation_config.eos_token_id = None
         self._model.generation_config.pad_token_id = 0
         self._context = context
@@ -38,7 +39,8 @@ class Transformers:
         vocab = self._model.config.vocab_size
         self._ids = torch.randint(vocab, (batch, context + 1), generator=torch.Generator().manual_seed(0)).to(device)
         self._cache = DynamicCache(config=self._model.config)
-        before, _ = torch.get_num_threads(), torch.set_num_threads(threads)
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
         with torch.inference_mode():
             self._model(self._ids[:, :context], past_key_values=self._cache, logits_to_keep=1)
         torch.set_num_threads(before)
@@ -47,7 +49,8 @@ class Transformers:
         if grown := self._cache.get_seq_length() - self._context:
             self._cache.crop(-grown)
         mask = torch.ones_like(self._ids)
-        before, _ = torch.get_num_threads(), torch.set_num_threads(self._threads)
+        before = torch.get_num_threads()
+        torch.set_num_threads(self._threads)
         start = perf_counter()
         self._model.generate(
             self._ids,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import orjson
@@ -53,7 +54,7 @@ def run(args: argparse.Namespace) -> None:
         print(f"  KV {row['kv_dtype']:<11}{nats:10.5f} nats/token  perplexity {ppl:.4f}{change}")
 
 
-async def _run(args: argparse.Namespace) -> dict:
+async def _run(args: argparse.Namespace) -> dict[str, Any]:
     device, directory = choose_device("auto"), args.model or model_dir()
     model = load_model(directory, device=device, dtype=choose_dtype(args.dtype, read_config(directory).dtype, device))
     text = args.text.read_text() if args.text else heldout_text()
@@ -61,7 +62,7 @@ async def _run(args: argparse.Namespace) -> dict:
     config = NodeConfig()
     node = EmbeddedRNode(config, split_machine(config, s_on_gpu=device.type == "cuda"))
     await node.start()
-    rows = []
+    rows: list[dict[str, Any]] = []
     try:
         for kv_dtype in args.kv_dtype or KV_DTYPES:
             hello = model.hello(n_slots=1, max_rows=len(ids), kv_dtype=kv_dtype, kv_bytes=None, max_seqs=len(ids))
@@ -115,4 +116,4 @@ def nats_per_token(model: Model, link: Link, ids: np.ndarray, progress: str | No
             logits = end.value.logits.double()
         target = torch.from_numpy(ids[:, pos + 1].copy()).to(logits.device)
         total += torch.nn.functional.cross_entropy(logits, target, reduction="sum").item()
-    return total / (sequences * (length - 1))
+    return float(total / (sequences * (length - 1)))

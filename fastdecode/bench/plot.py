@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 try:
     import matplotlib
@@ -11,13 +12,16 @@ except ImportError:
 
 matplotlib.use("agg")
 import matplotlib.pyplot as plt
+from matplotlib.artist import Artist
+
+__all__ = ["attention", "plt", "transport"]  # serving/plots.py takes `plt` from here, with the backend set
 
 #: Marker and colour of each peer in the attention plot, the same in every panel.
 _MARKERS = {"torch": ("v", "black"), "ggml": ("s", "tab:green"), "openvino": ("^", "tab:purple")}
 _MARKERS |= {"vllm": ("o", "tab:orange")}
 
 
-def attention(result: dict, path: Path) -> None:
+def attention(result: dict[str, Any], path: Path) -> None:
     """Plot GB/s of KV and the roofline of every cell of the sweep, with one panel for each format and head size.
 
     Bars are the R-engine's, with their share of the roofline below. Black lines are rooflines, markers are peers (GB/s
@@ -27,7 +31,8 @@ def attention(result: dict, path: Path) -> None:
     sweep = [row for row in result["rows"] if row["part"] == "sweep"]
     rows = sweep or result["rows"]
     in_l2 = {_shape(row): row["gbps"] for row in result["rows"] if row["part"] == "in-cache" and sweep}
-    panels: dict[tuple, dict[tuple, dict]] = {}
+    # {(format, head size): {(group, context): {peer, or None for the R-engine: row}}}
+    panels: dict[tuple[str, int], dict[tuple[int, int], dict[str | None, dict[str, Any]]]] = {}
     for row in rows:
         cells = panels.setdefault((row["kv_dtype"], row["head_size"]), {})
         cells.setdefault((row["group"], row["context"]), {})[row["peer"]] = row
@@ -58,26 +63,26 @@ def attention(result: dict, path: Path) -> None:
         axis.set_title(f"{kv_dtype}, head size {head_size}", fontsize=9)
     for axis in axes[:, 0]:
         axis.set_ylabel("GB/s of KV", fontsize=8)
-    named = {}
+    named: dict[str, Artist] = {}
     for axis in axes.flat:
         for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
             named.setdefault(label, handle)
     title = f"Decode attention, {result['threads']} thread(s): context, group, % of the read roofline"
     figure.suptitle(title, fontsize=10)
-    figure.legend(named.values(), named, fontsize=8, ncols=3, loc="lower center")
+    figure.legend(list(named.values()), list(named), fontsize=8, ncols=3, loc="lower center")
     figure.tight_layout(rect=(0, 0.65 / size[1], 1, 1))
     figure.savefig(path, dpi=150)
     plt.close(figure)
 
 
-def _shape(row: dict) -> tuple:
+def _shape(row: dict[str, Any]) -> tuple[str, int, int]:
     return row["kv_dtype"], row["head_size"], row["group"]
 
 
-def transport(result: dict, path: Path) -> None:
+def transport(result: dict[str, Any], path: Path) -> None:
     """Plot latency (median, and 99th percentile dotted) and throughput over the payload, of the links and the peers."""
     figure, (latency, throughput) = plt.subplots(1, 2, figsize=(11, 4.5))
-    lines: dict[str, list[dict]] = {}
+    lines: dict[str, list[dict[str, Any]]] = {}
     for row in result["rows"]:
         name = row["peer"] or f"fastdecode {row['transport']}"
         if row["bytes_out"] == row["bytes_back"]:  # only the sweep over payloads; a layer call has another shape

@@ -23,6 +23,7 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter, perf_counter_ns
+from typing import Any
 
 import numpy as np
 import orjson
@@ -179,7 +180,7 @@ def run(args: argparse.Namespace) -> None:
         _print_table(result)
 
 
-def _measure(args: argparse.Namespace) -> dict:
+def _measure(args: argparse.Namespace) -> dict[str, Any]:
     payloads = _PAYLOADS if args.payload is None else args.payload
     cases = [Case.payload(n) for n in payloads]
     cases += [Case.out(n) for n in args.out]
@@ -208,7 +209,7 @@ def _measure(args: argparse.Namespace) -> dict:
                 for url, shared in urls:
                     taken = asyncio.run(_calls(url, shared, case, args.spin_us, args.seconds, here))
                     samples.setdefault((case, url), []).append(taken)
-                beside = dict(peers)
+                beside: dict[str, EchoProcess | Perftest] = dict(peers)
                 if perftest and case.bytes_out == case.bytes_back:
                     beside["ib_write_lat"] = perftest
                 for name, peer in beside.items():
@@ -326,7 +327,7 @@ def _round_trips(peer: EchoProcess | Perftest, case: Case, seconds: float, cpu: 
     return np.stack([taken, np.zeros_like(taken)], axis=1)
 
 
-def _row(case: Case, source: str, rounds: list[np.ndarray]) -> dict:
+def _row(case: Case, source: str, rounds: list[np.ndarray]) -> dict[str, Any]:
     ours = "://" in source
     out, back = case.carried if ours else (max(1, case.bytes_out), max(1, case.bytes_back))
     row = {
@@ -357,7 +358,7 @@ def _row(case: Case, source: str, rounds: list[np.ndarray]) -> dict:
     return row | {"p50_us": p50, "gbps": (case.bytes_out + case.bytes_back) / p50 * 1e-3}
 
 
-def _print_table(result: dict) -> None:
+def _print_table(result: dict[str, Any]) -> None:
     print(
         f"round trips less the R-engine's time, us; both sides spin {result['spin_us']} us; {result['rounds']} rounds"
     )

@@ -11,18 +11,22 @@ import struct
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
 from importlib.util import find_spec
 from time import perf_counter_ns
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+if TYPE_CHECKING:
+    import torch
 
 _ORDER = struct.Struct("<qqq")  # bytes out, bytes back, number of round trips; 0 round trips: end
 _TIMEOUT_S = 60
 _UP = "up\n"  # the first line that the other process prints
+_Buffer = TypeVar("_Buffer")  # what a peer sends from and receives into
 
 
-class Wire(Protocol):
+class Wire(Protocol[_Buffer]):
     """One end of a connection that carries messages whose length both ends know. An empty message is sent as one
     byte."""
 
@@ -35,9 +39,9 @@ class Wire(Protocol):
     def open(self) -> None:
         """Finish connecting. The other process is running."""
 
-    def buffer(self, n: int) -> object: ...
-    def send(self, buffer: object) -> None: ...
-    def receive(self, buffer: object) -> None: ...
+    def buffer(self, n: int) -> _Buffer: ...
+    def send(self, buffer: _Buffer) -> None: ...
+    def receive(self, buffer: _Buffer) -> None: ...
     def close(self) -> None: ...
 
 
@@ -47,9 +51,12 @@ class RawSocket:
     module = "socket"
 
     def __init__(self, address: str | None):
-        self._server = self._socket = None
+        self._server: socket.socket | None = None
+        self._socket: socket.socket  # from `open` on
+        self._ends: list[socket.socket] = []
         if address is None:
             self._server = socket.create_server(("127.0.0.1", 0))
+            self._ends.append(self._server)
             self.address = str(self._server.getsockname()[1])
         else:
             self.address = address
@@ -62,6 +69,7 @@ class RawSocket:
             self._socket.settimeout(None)
         else:
             self._socket = socket.create_connection(("127.0.0.1", int(self.address)))
+        self._ends.append(self._socket)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def buffer(self, n: int) -> memoryview:
@@ -79,9 +87,8 @@ class RawSocket:
             got += n
 
     def close(self) -> None:
-        for end in (self._server, self._socket):
-            if end:
-                end.close()
+        for end in self._ends:
+            end.close()
 
 
 class Gloo:
@@ -92,9 +99,13 @@ class Gloo:
     def __init__(self, address: str | None):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         self._rank = int(address is not None)
-        self._dist = None
-        self._directory = tempfile.TemporaryDirectory(prefix="fastdecode-") if address is None else None
-        self.address = address or f"{self._directory.name}/store"
+        self._dist: Any = None  # the module torch.distributed, from `open` on
+        self._directory: tempfile.TemporaryDirectory[str] | None = None
+        if address is None:
+            self._directory = tempfile.TemporaryDirectory(prefix="fastdecode-")
+            self.address = f"{self._directory.name}/store"
+        else:
+            self.address = address
 
     def open(self) -> None:
         import torch.distributed as dist
@@ -102,15 +113,15 @@ class Gloo:
         dist.init_process_group("gloo", init_method=f"file://{self.address}", rank=self._rank, world_size=2)
         self._dist = dist
 
-    def buffer(self, n: int) -> object:
+    def buffer(self, n: int) -> torch.Tensor:
         import torch
 
         return torch.zeros(max(1, n), dtype=torch.uint8)
 
-    def send(self, buffer: object) -> None:
+    def send(self, buffer: torch.Tensor) -> None:
         self._dist.send(buffer, 1 - self._rank)
 
-    def receive(self, buffer: object) -> None:
+    def receive(self, buffer: torch.Tensor) -> None:
         self._dist.recv(buffer, 1 - self._rank)
 
     def close(self) -> None:
@@ -156,7 +167,7 @@ class ZeroMQ:
         self._context.term()
 
 
-PEERS: dict[str, Callable[[str | None], Wire]] = {"raw": RawSocket, "gloo": Gloo, "zmq": ZeroMQ}
+PEERS: dict[str, type[Wire[Any]]] = {"raw": RawSocket, "gloo": Gloo, "zmq": ZeroMQ}
 
 
 def installed(wanted: Iterable[str] = PEERS) -> list[str]:
@@ -217,7 +228,7 @@ class EchoProcess:
         self._wire.close()
 
 
-def _order(wire: Wire, *numbers: int) -> object:
+def _order(wire: Wire[Any], *numbers: int) -> Any:
     buffer = wire.buffer(_ORDER.size)
     memoryview(buffer.numpy() if hasattr(buffer, "numpy") else buffer)[:] = _ORDER.pack(*numbers)
     return buffer

@@ -16,12 +16,13 @@ import json
 import mmap
 import sys
 from time import perf_counter
+from typing import Any
 
 _BLOCK = 128  # tokens in a block; vLLM's own choice for CPUs
 
 
 class Attention:
-    def __init__(self, a):
+    def __init__(self, a: dict[str, Any]):
         import numpy as np
         import torch
         from vllm import _custom_ops
@@ -91,13 +92,13 @@ class Attention:
         }
         self.kv_bytes = cache.nbytes
 
-    def layer(self):
+    def layer(self) -> float:
         start = perf_counter()
         self._ops.cpu_attention_with_kv_cache(**self._arguments)
         return perf_counter() - start
 
 
-def answer(request, held):
+def answer(request: dict[str, Any], held: list[Attention]) -> dict[str, Any]:
     import numpy as np
 
     if request["do"] == "open":
@@ -112,9 +113,9 @@ def answer(request, held):
     return {}
 
 
-def main():
+def main() -> None:
     out, sys.stdout = sys.stdout, sys.stderr  # vLLM prints to stdout
-    held = []
+    held: list[Attention] = []
     for line in sys.stdin:
         try:
             reply = answer(json.loads(line), held)

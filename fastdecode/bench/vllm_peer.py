@@ -7,6 +7,7 @@ import os
 import subprocess
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -55,28 +56,31 @@ class VllmPagedAttention:
         self.kv_bytes = opened["kv_bytes"]
 
     @classmethod
-    def _ask(cls, do: str, **arguments: object) -> dict:
+    def _ask(cls, do: str, **arguments: object) -> dict[str, Any]:
         if cls._worker is None:
-            argv = [vllm_python(), "-P", vllm_attention_worker.__file__]
+            python = vllm_python()
+            assert python, f"{cls.__name__} needs {cls.needs}"
+            argv = [python, "-P", vllm_attention_worker.__file__]
             env = os.environ | {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
             cls._worker = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
         assert cls._worker.stdin and cls._worker.stdout
         print(json.dumps({"do": do, **arguments}), file=cls._worker.stdin, flush=True)
         if not (line := cls._worker.stdout.readline()):
             raise RuntimeError("vLLM's worker has ended; see its log above")
-        reply = json.loads(line)
+        reply: dict[str, Any] = json.loads(line)
         if "error" in reply:
             raise ValueError(reply["error"].splitlines()[0])
         return reply
 
     def layer(self) -> float:
-        return self._ask("layer")["seconds"]
+        return float(self._ask("layer")["seconds"])
 
     def output(self) -> np.ndarray:
         with tempfile.TemporaryDirectory(prefix="fastdecode-") as folder:
             path = Path(folder, "o.npy")
             self._ask("output", to=str(path))
-            return np.load(path)
+            o: np.ndarray = np.load(path)
+            return o
 
     def close(self) -> None:
         """Free the cache. The worker stays for the next shape and ends with this process."""

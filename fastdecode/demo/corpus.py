@@ -23,6 +23,7 @@ import re
 import warnings
 import zlib
 from pathlib import Path
+from typing import Any
 
 #: Separates two chapters in a text file.
 CHAPTER_BREAK = "\n\n\n"
@@ -40,7 +41,7 @@ def read_novels(package: Path) -> dict[str, list[str]]:
     """The lines of each novel in an unpacked `r-cran-janeaustenr`, by the novel's name."""
     import rdata
 
-    def unserialize(raw: bytes):
+    def unserialize(raw: bytes) -> Any:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # "unknown file type: assumed RDS"
             return rdata.conversion.convert(rdata.parser.parse_data(raw))

@@ -8,6 +8,7 @@ trained weights are a Llama checkpoint as they are.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 class Attention(nn.Module):
     """Causal grouped-query attention with rotary positions."""
 
-    def __init__(self, c: dict):
+    def __init__(self, c: dict[str, Any]):
         super().__init__()
         self.heads, self.kv_heads, self.dim = c["num_attention_heads"], c["num_key_value_heads"], c["head_dim"]
         self.q_proj = nn.Linear(c["hidden_size"], self.heads * self.dim, bias=False)
@@ -33,7 +34,8 @@ class Attention(nn.Module):
         )
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        return self.o_proj(out.transpose(1, 2).reshape(batch, length, -1))
+        result: Tensor = self.o_proj(out.transpose(1, 2).reshape(batch, length, -1))
+        return result
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -45,20 +47,21 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class MLP(nn.Module):
     """SwiGLU feed-forward."""
 
-    def __init__(self, c: dict):
+    def __init__(self, c: dict[str, Any]):
         super().__init__()
         self.gate_proj = nn.Linear(c["hidden_size"], c["intermediate_size"], bias=False)
         self.up_proj = nn.Linear(c["hidden_size"], c["intermediate_size"], bias=False)
         self.down_proj = nn.Linear(c["intermediate_size"], c["hidden_size"], bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        result: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return result
 
 
 class Block(nn.Module):
     """One decoder layer; dropout acts on what it adds to the residual stream."""
 
-    def __init__(self, c: dict, dropout: float):
+    def __init__(self, c: dict[str, Any], dropout: float):
         super().__init__()
         self.self_attn, self.mlp = Attention(c), MLP(c)
         self.input_layernorm = nn.RMSNorm(c["hidden_size"], c["rms_norm_eps"])
@@ -66,14 +69,19 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        x = x + self.dropout(self.self_attn(self.input_layernorm(x), cos, sin))
-        return x + self.dropout(self.mlp(self.post_attention_layernorm(x)))
+        attended: Tensor = self.dropout(self.self_attn(self.input_layernorm(x), cos, sin))
+        x = x + attended
+        projected: Tensor = self.dropout(self.mlp(self.post_attention_layernorm(x)))
+        return x + projected
 
 
 class Llama(nn.Module):
     """The transformer up to the final norm; the head shares the embedding."""
 
-    def __init__(self, c: dict, dropout: float):
+    cos: Tensor  # [positions, head_dim], as sin
+    sin: Tensor
+
+    def __init__(self, c: dict[str, Any], dropout: float):
         super().__init__()
         self.embed_tokens = nn.Embedding(c["vocab_size"], c["hidden_size"])
         self.layers = nn.ModuleList(Block(c, dropout) for _ in range(c["num_hidden_layers"]))

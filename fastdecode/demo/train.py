@@ -19,8 +19,9 @@ import json
 import math
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -30,8 +31,11 @@ from tqdm import tqdm
 from fastdecode.demo import corpus
 from fastdecode.demo.network import Llama
 
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
 BOS, EOS = "<s>", "</s>"
-CONFIG = {
+CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
     "vocab_size": 4096,
@@ -62,7 +66,7 @@ CHAT_TEMPLATE = (
 )
 
 
-def train_tokenizer(text: list[str]):
+def train_tokenizer(text: list[str]) -> Tokenizer:
     """A byte-level BPE tokenizer that puts the begin token before a text."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
@@ -82,7 +86,7 @@ def train_tokenizer(text: list[str]):
     return tokenizer
 
 
-def batches(chapters: list[list[int]], seed: int) -> Iterator[Tensor]:
+def batches(chapters: list[list[int]], seed: int) -> Generator[Tensor, tuple[int, int], None]:
     """Endless batches [rows, 1 + length], each row a begin token and `length` tokens.
 
     Send (rows, length) to get a batch.  Every epoch shuffles the chapters, joins
@@ -115,11 +119,11 @@ def evaluate(model: Llama, chapters: list[list[int]], length: int) -> tuple[floa
     return total, count
 
 
-def save(model: Llama, tokenizer, out: Path) -> None:
+def save(model: Llama, tokenizer: Tokenizer, out: Path) -> None:
     """Write the checkpoint directory."""
     from safetensors.torch import save_file
 
-    def dump(name: str, value: dict) -> None:
+    def dump(name: str, value: dict[str, Any]) -> None:
         (out / name).write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
     out.mkdir(parents=True, exist_ok=True)
@@ -193,6 +197,7 @@ def train(args: argparse.Namespace) -> None:
         loss = model.loss(feed.send((args.batch_tokens // length, length)))
         loss.backward()
         for p, master in zip(params, masters, strict=True):
+            assert p.grad is not None, "the loss depends on every parameter"
             master.grad, p.grad = p.grad.float(), None
         nn.utils.clip_grad_norm_(masters, 1.0)
         rate = min((step + 1) / args.warmup, 0.02 + 0.98 * (1 + math.cos(math.pi * min(progress, 1.0))) / 2)

@@ -108,7 +108,7 @@ class Exchange:
         if device.type == "cuda":
             q, kv, o = (torch.empty(x.shape, dtype=dtype, pin_memory=True) for x in self._host)
             self._host = (q, kv, o)
-            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event = torch.cuda.Event()
 
     def post(self, layer: int) -> None:
         """Post a layer's call on every link. `q` and `kv` must not be written before `wait`. Raises LinkDown."""

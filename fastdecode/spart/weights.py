@@ -81,7 +81,7 @@ def known_rows(n: int) -> int:
 def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
     """True if PackedLinear works on this device with this dtype. oneDNN itself says whether the CPU has 16-bit
     dtypes."""
-    if device.type != "cpu" or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+    if device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return False
     if dtype is torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from fastdecode.bench import plot
+from fastdecode.bench.plot import plt
 
 
 def rates(result: dict[str, Any], path: Path) -> None:
     """TTFT and TBT (median and 99th percentile) and output tokens/s over the request rate."""
     rows = result["rows"]
     x = [row["rate"] for row in rows]
-    figure, axes = plot.plt.subplots(1, 3, figsize=(13, 4))
+    figure, axes = plt.subplots(1, 3, figsize=(13, 4))
     for axis, name, label in ((axes[0], "ttft_ms", "TTFT, ms"), (axes[1], "tbt_ms", "TBT, ms")):
         for p in ("p50", "p99"):
             axis.plot(x, [row[name].get(p, float("nan")) for row in rows], marker="o", markersize=3, label=p)
@@ -27,7 +27,7 @@ def rates(result: dict[str, Any], path: Path) -> None:
 def timeline(row: dict[str, Any], path: Path) -> None:
     """Tokens/s and requests in progress over one run, and the share of the KV-cache in use if the server reports it."""
     samples = [s for s in row["samples"] if "kv_cache_usage_perc" in s]
-    figure, axes = plot.plt.subplots(1, 3 if samples else 2, figsize=(13, 4))
+    figure, axes = plt.subplots(1, 3 if samples else 2, figsize=(13, 4))
     t = [point["t"] for point in row["timeline"]]
     axes[0].plot(t, [point["tokens_per_s"] for point in row["timeline"]])
     axes[0].set_ylabel("tokens/s")
@@ -48,4 +48,4 @@ def _finish(figure: Any, axes: Any, label: str, path: Path) -> None:
         axis.grid(alpha=0.3)
     figure.tight_layout()
     figure.savefig(path, dpi=150)
-    plot.plt.close(figure)
+    plt.close(figure)
