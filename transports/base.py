@@ -46,18 +46,27 @@ class LinkRefused(TransportError):
 
 
 class LinkDown(TransportError):
-    """The link has ended (peer gone, connection lost, protocol broken); every later call on it raises LinkDown too."""
+    """The link has ended (peer gone, connection lost, protocol broken); every later call on it raises LinkDown too.
+
+    `link` is that link if the error comes from the data path; None on the control path or if no link was opened.
+    """
+
+    def __init__(self, message: str, link: Link | None = None):
+        super().__init__(message)
+        self.link = link
 
 
 class CallRefused(TransportError):
     """The R-engine refused a call or a control request; the link stays usable.
 
-    `status` is a region.contract.Status, or a number that only the peer knows.
+    `status` is a region.contract.Status, or a number that only the peer knows. `link` is the link of a refused call;
+    None for a control request.
     """
 
-    def __init__(self, status: int, message: str):
+    def __init__(self, status: int, message: str, link: Link | None = None):
         super().__init__(message)
         self.status = status
+        self.link = link
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +118,8 @@ class Link(ABC):
     def write_table(self, slot: int, entries: np.ndarray) -> None:
         """Write the slot's row table: `entries` [n_entries] of ROW_DTYPE, entries with ROW_ATTEND first.
 
-        Raises ValueError (wrong dtype, more entries than the slot has room for, a call in flight), LinkDown.
+        Raises ValueError (wrong dtype, more entries than the slot has room for, a call in flight), LinkDown, which
+        names this link.
         """
 
     @abstractmethod
@@ -117,7 +127,7 @@ class Link(ABC):
         """Publish one call, a layer of a step: the header, then the doorbell. Returns at once.
 
         `n_rows` counts the KV rows, `n_attend_rows` the Q rows; `new_step` says that the row table is new. Raises
-        ValueError (a number out of bounds, a call of this slot in flight), LinkDown.
+        ValueError (a number out of bounds, a call of this slot in flight), LinkDown, which names this link.
         """
 
     @abstractmethod
@@ -125,7 +135,7 @@ class Link(ABC):
         """Block until the reply to the slot's last `post` has arrived.
 
         Raises CallRefused, LinkDown (also if no reply arrives within `timeout` seconds), ValueError (no call in
-        flight).
+        flight). CallRefused and LinkDown name this link.
         """
 
     @abstractmethod

@@ -78,28 +78,28 @@ class RegionLink(Link):
         try:
             self._port.write_table(slot, np.ascontiguousarray(entries).view(np.uint8))
         except ConnectionError as error:
-            raise self._link_down(error) from None
+            raise self._link_down(error, self) from None
 
     def post(self, slot: int, layer: int, n_entries: int, n_rows: int, n_attend_rows: int, new_step: bool) -> None:
         try:
             self._port.post(slot, layer, n_entries, n_rows, n_attend_rows, new_step)
         except ConnectionError as error:
-            raise self._link_down(error) from None
+            raise self._link_down(error, self) from None
 
     def wait(self, slot: int, timeout: float) -> CallTimes:
         try:
             status, busy_ns, kv_bytes, message = self._port.wait(slot, timeout)
         except ConnectionError as error:
-            raise self._link_down(error) from None
+            raise self._link_down(error, self) from None
         if status == Status.LINK_CLOSED:
             self._port.kill(message)
-            raise self._link_down(message)
+            raise self._link_down(message, self)
         if status:
-            raise CallRefused(status, message)
+            raise CallRefused(status, message, self)
         return CallTimes(busy_ns, kv_bytes)
 
-    def _link_down(self, error: object) -> LinkDown:
-        return LinkDown(f"link {self.url} is down: {error}")
+    def _link_down(self, error: object, link: RegionLink | None = None) -> LinkDown:
+        return LinkDown(f"link {self.url} is down: {error}", link)
 
     def _ended_error(self) -> LinkDown:
         """The exception to raise once the link has ended.

@@ -247,10 +247,10 @@ class Engine:
         try:
             output = await self._runner.submit(self.spart.step(step_batch(plan)))
         except LinkDown as error:
-            await self._recover(plan, error)
+            self._lose_node(plan, error)
         except CallRefused as error:
             log.error("an R-node refused a step: %s", error)
-            self._fail_step(plan, f"an R-node refused the step: {error}")
+            self._fail_step(plan, f"an R-node refused the step: {error}", error.link)
         except Exception:
             log.exception("a step failed in the S-Part")
             self._fail_step(plan, "the step failed in the S-Part")
@@ -284,18 +284,19 @@ class Engine:
         if reason is not None:
             self._end_request(seq, reason)
 
-    async def _recover(self, plan: Plan, error: LinkDown) -> None:
-        """Handle a step that a link's loss has broken: find the lost R-node, then recompute the step's sequences."""
-        nodes = {chunk.seq.placed_on for chunk in plan.chunks}
-        await self._control.probe(nodes)
-        if all(node.alive for node in nodes):
-            log.error("a step failed although all its R-nodes answer: %s", error)
+    def _lose_node(self, plan: Plan, error: LinkDown) -> None:
+        """Handle a step that the end of a link has broken: its R-node is lost, even if it still answers a STATS."""
+        lost = next((chunk.seq.placed_on for chunk in plan.chunks if chunk.seq.placed_on.link is error.link), None)
+        if lost is None:
+            log.error("a step failed on a link that its transport does not name: %s", error)
             self._fail_step(plan, f"a link to an R-node failed: {error}")
-        else:
-            self.scheduler.recompute(plan)
+            return
+        self._control.mark_lost(lost, error)
+        self.scheduler.recompute(plan)
 
-    def _fail_step(self, plan: Plan, reason: str) -> None:
-        for seq in self.scheduler.fail(plan):
+    def _fail_step(self, plan: Plan, reason: str, link: Link | None = None) -> None:
+        """Fail a step's sequences, those on `link` or, if it is None, all; the others are recomputed."""
+        for seq in self.scheduler.fail(plan, link):
             self._fail(seq, reason)
 
     def _apply_changes(self) -> None:

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_PROBE_SECONDS = 5.0  # an R-node that does not answer a STATS for so long counts as lost
 _REFRESH_SECONDS = 2.0
 
 
@@ -112,17 +111,6 @@ class RNodeControl:
         log.error("R-node %s was lost: %s", node.url, error)
         self._scheduler.node_lost(node)
         self._on_change()
-
-    async def probe(self, nodes: Iterable[RNodeLedger]) -> None:
-        """Ask each live R-node of `nodes` for an answer; the ones that give none within 5 s count as lost."""
-        await asyncio.gather(*(self._probe(node) for node in nodes if node.alive))
-
-    async def _probe(self, node: RNodeLedger) -> None:
-        try:
-            async with asyncio.timeout(_PROBE_SECONDS):
-                await node.link.stats()
-        except (LinkDown, TimeoutError) as error:
-            self.mark_lost(node, error)
 
     def set_replacement(self, position: int, link: Link) -> None:
         """Remember a new link for an R-node whose old link is lost, or is given up now."""

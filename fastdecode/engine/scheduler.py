@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from fastdecode.engine.sequence import Sequence
     from fastdecode.spart.batch import Sampled
+    from fastdecode.transports.base import Link
 
 _BY_ARRIVAL = attrgetter("order")
 
@@ -198,21 +199,29 @@ class Scheduler:
         It is not known which layers of the step the other R-nodes have cached, so their sequences are recomputed too.
         """
         for chunk in plan.chunks:
-            chunk.seq.in_flight = False
-            if chunk.seq.cancelled:
-                self._remove(chunk.seq)
-            else:
-                self._requeue(chunk.seq)
+            self._recompute(chunk.seq)
 
-    def fail(self, plan: Plan) -> list[Sequence]:
-        """Remove all sequences of a step that cannot be repeated. Returns those that were not cancelled."""
+    def fail(self, plan: Plan, link: Link | None = None) -> list[Sequence]:
+        """Remove the sequences of a step that cannot be repeated: those on the R-node behind `link`, or all if it is
+        None. The others are recomputed. Returns the removed ones that were not cancelled."""
         failed = []
-        for chunk in plan.chunks:
-            chunk.seq.in_flight = False
-            self._remove(chunk.seq)
-            if not chunk.seq.cancelled:
-                failed.append(chunk.seq)
+        for seq in (chunk.seq for chunk in plan.chunks):
+            if link is not None and seq.placed_on.link is not link:
+                self._recompute(seq)
+                continue
+            seq.in_flight = False
+            self._remove(seq)
+            if not seq.cancelled:
+                failed.append(seq)
         return failed
+
+    def _recompute(self, seq: Sequence) -> None:
+        """Requeue a sequence of a step that failed, unless it was cancelled."""
+        seq.in_flight = False
+        if seq.cancelled:
+            self._remove(seq)
+        else:
+            self._requeue(seq)
 
     def node_lost(self, node: RNodeLedger) -> None:
         """Requeue the sequences of a lost R-node, those in flight when their step ends. Sequences that no other R-node

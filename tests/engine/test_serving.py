@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from checkpoints import FAMILIES, VOCAB_SIZE, make_checkpoint, reference
+from cut_proxy import CutProxy
 from quick import quick
 from rnode_process import RNodeProcess
 
@@ -24,6 +25,7 @@ from fastdecode.region.contract import PAGE_TOKENS
 from fastdecode.region.geometry import region_layout
 from fastdecode.spart import SPart, load_model
 from fastdecode.spart.exchange import SlotViews
+from fastdecode.transports.base import LinkDown
 from fastdecode.transports.registry import connect
 
 ROWS = 128  # well below the longest prompts, so that they are chunked
@@ -284,6 +286,48 @@ async def test_sigkill_of_one_of_two_r_nodes_costs_time_not_tokens(scheme, model
                 assert len(tokens) == 200
                 assert_greedy(judge, prompt, tokens)
             assert [node.alive for node in engine.stats.nodes] == [True, False]
+
+
+@pytest.mark.parametrize("towards", ["S-node", "R-node", "both"])
+@pytest.mark.parametrize("how", ["RST", "FIN"])
+async def test_data_connection_that_ends_while_the_control_connection_lives(how, towards, model, judge, tcp_nodes):
+    async with CutProxy(tcp_nodes[1].url) as proxy, serving(model, [tcp_nodes[0], proxy]) as engine:
+        given = prompts([3 + 5 * i for i in range(32)])
+        streams = [engine.submit(p, greedy(100)) for p in given]
+        firsts = [(await anext(stream)).token for stream in streams]
+        lost = engine.cluster.nodes[1]
+        assert engine.cluster.nodes[0].n_sequences and lost.n_sequences
+        proxy.cut_data(how, towards)
+        results = await asyncio.gather(*map(tokens_of, streams))
+        for prompt, first, tokens in zip(given, firsts, results, strict=True):
+            assert len(tokens) == 99
+            assert_greedy(judge, prompt, [first, *tokens])
+        assert [node.alive for node in engine.stats.nodes] == [True, False]
+        assert isinstance(await lost.link.closed(), LinkDown)
+        engine.replace_link(1, await engine.link_to(proxy.url))
+        for prompt, tokens in zip(
+            given, await asyncio.gather(*(tokens_of(engine.submit(p, greedy(5))) for p in given)), strict=True
+        ):
+            assert_greedy(judge, prompt, tokens)
+        assert (await engine.spart.links[1].stats())["calls"] > 0
+
+
+async def test_refused_call_fails_the_refusing_r_nodes_sequences_only(model, judge, tcp_nodes):
+    async with serving(model, tcp_nodes[:2], mini_batches=1) as engine:
+        given = prompts([3 + 20 * i for i in range(16)])
+        streams = [engine.submit(p, greedy(100)) for p in given]
+        firsts = [(await anext(stream)).token for stream in streams]
+        placed = [{seq.order for seq in engine.scheduler.running_on(node)} for node in engine.cluster.nodes]
+        assert placed[0] and placed[1] and len(placed[0] | placed[1]) == 16
+        (victim, *_) = engine.scheduler.running_on(engine.cluster.nodes[1])
+        await victim.node.link.free([victim.handle])  # behind the engine's back
+        results = await asyncio.gather(*map(tokens_of, streams), return_exceptions=True)
+        assert {i for i, result in enumerate(results) if isinstance(result, GenerationFailed)} == placed[1]
+        assert all("refused" in str(results[i]) for i in placed[1])
+        for i in placed[0]:
+            assert len(results[i]) == 99
+            assert_greedy(judge, given[i], [firsts[i], *results[i]])
+        assert all(node.alive for node in engine.stats.nodes)
 
 
 async def test_step_an_r_node_refuses_fails_and_the_engine_goes_on(model, judge, shm_node):

@@ -67,18 +67,18 @@ class ToyLink:
         self.check_alive()
         if chunk.pos == 0:
             if chunk.seq_index in self.cache:
-                raise CallRefused(Status.BAD_SEQUENCE, f"sequence {chunk.seq_index} is in use")
+                raise CallRefused(Status.BAD_SEQUENCE, f"sequence {chunk.seq_index} is in use", self)
             self.cache[chunk.seq_index] = (chunk.tag, [])
         tag, tokens = self.cache.get(chunk.seq_index, (None, []))
         if tag != chunk.tag or len(tokens) != chunk.pos:
-            raise CallRefused(Status.BAD_SEQUENCE, f"sequence {chunk.seq_index}: tag or position")
+            raise CallRefused(Status.BAD_SEQUENCE, f"sequence {chunk.seq_index}: tag or position", self)
         tokens += chunk.tokens
         if sum(pages_for(len(cached)) for _, cached in self.cache.values()) > self.lease.n_pages:
-            raise CallRefused(Status.OUT_OF_PAGES, "no page left")
+            raise CallRefused(Status.OUT_OF_PAGES, "no page left", self)
 
     def check_alive(self) -> None:
         if self.dead:
-            raise LinkDown(f"{self.url}: connection lost")
+            raise LinkDown(f"{self.url}: connection lost", self)
 
     def kill(self, *, silently: bool = False) -> None:
         """Lose the peer; with `silently`, only the next use of the link notices."""

@@ -386,9 +386,10 @@ async def test_a_refused_call_leaves_the_slot_usable_on_every_link(tmp_path):
     async with linked(model, tmp_path, n=2) as links:
         spart = SPart(model, links)
         run(spart.step(StepBatch(0, [Chunk(0, 0, 1, 0, tokens[:5], True, GREEDY)])))
-        with pytest.raises(CallRefused):
+        with pytest.raises(CallRefused) as refusal:
             chunks = [Chunk(0, 1, 1, 0, [9], False, GREEDY), Chunk(1, 3, 1, 17, [9], False, GREEDY)]
             run(spart.step(StepBatch(0, chunks)))
+        assert refusal.value.link is links[1]
         output = run(spart.step(StepBatch(0, [Chunk(0, 0, 1, 5, tokens[5:], False, GREEDY)]), keep_logits=True))
     assert_close(output.logits[0], expected_logits(directory, tokens)[-1])
 
@@ -401,8 +402,9 @@ async def test_a_lost_r_node_ends_the_step_with_link_down(tmp_path):
         step = spart.step(StepBatch(0, chunks))
         next(step)
         await links[1].close()
-        with pytest.raises(LinkDown):
+        with pytest.raises(LinkDown) as loss:
             run(step)
+        assert loss.value.link is links[1]
         assert spart.staged_bytes == 0
         assert run(spart.step(StepBatch(0, [Chunk(0, 2, 1, 0, text(5), True, GREEDY)]))).sampled[0].token >= 0
 
