@@ -1,4 +1,4 @@
-"""The steps of docs/adding-a-model.md and docs/adding-a-transport.md, taken to the letter in a copy of the tree."""
+"""The steps of docs/adding-a-*.md, taken to the letter in a copy of the tree."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from sources import ROOT
 
-_LEFT_OUT = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "bench", "model", "results")
+_LEFT_OUT = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "results")
 
 
 def follow(page: Path, tree: Path) -> None:
@@ -31,10 +31,14 @@ def follow(page: Path, tree: Path) -> None:
         path.write_text(path.read_text().replace(old, new))
 
 
-def run_tests(page: Path, tree: Path, *arguments: str) -> str:
-    """The output of pytest in a copy of the tree at `tree`, changed as `page` says; its tests must pass."""
+def copy_tree(page: Path, tree: Path) -> None:
+    """Make a copy of the tree at `tree`, changed as `page` says."""
     shutil.copytree(ROOT, tree, symlinks=True, ignore=_LEFT_OUT)
     follow(page, tree)
+
+
+def run_tests(tree: Path, *arguments: str) -> str:
+    """The output of pytest in the tree; its tests must pass."""
     run = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments],
         cwd=tree,
@@ -48,12 +52,68 @@ def run_tests(page: Path, tree: Path, *arguments: str) -> str:
 
 @pytest.mark.timeout(300)
 def test_the_transport_of_the_page_passes_the_conformance_suite(tmp_path: Path) -> None:
-    output = run_tests(ROOT / "docs/adding-a-transport.md", tmp_path / "tree", "tests/transports", "-k", "unix")
+    tree = tmp_path / "tree"
+    copy_tree(ROOT / "docs/adding-a-transport.md", tree)
+    output = run_tests(tree, "tests/transports", "-k", "unix")
     assert re.search(r"^[2-9]\d passed", output, re.M), output[-1000:]
 
 
 @pytest.mark.timeout(300)
 def test_the_model_family_of_the_page_equals_transformers(tmp_path: Path) -> None:
-    files = ["tests/spart/test_loader.py", "tests/spart/test_spart.py"]
-    output = run_tests(ROOT / "docs/adding-a-model.md", tmp_path / "tree", *files, "-k", "starcoder2")
+    tree = tmp_path / "tree"
+    copy_tree(ROOT / "docs/adding-a-model.md", tree)
+    output = run_tests(tree, "tests/spart/test_loader.py", "tests/spart/test_spart.py", "-k", "starcoder2")
     assert re.search(r"^[12]\d passed", output, re.M), output[-1000:]
+
+
+# ---- docs/adding-a-kernel.md ----
+
+KERNELS = ROOT / "kernels/attention"
+KERNEL_PAGE = (ROOT / "docs/adding-a-kernel.md").read_text()
+#: The files that the page's tables of primitives call by these names.
+DEFINED_IN = {
+    "AVX2": ["attention_avx2.c"],
+    "AVX-512": ["vec_avx512.h", "attention_avx512.c"],
+    "VNNI": ["vec_vnni.h"],
+    "AMX": ["attention_amx.c"],
+    "NEON": ["vec_neon.h", "attention_neon.c"],
+}
+
+
+@pytest.mark.timeout(600)
+def test_the_kv_format_of_the_page_equals_float64_on_every_isa(tmp_path: Path) -> None:
+    tree = tmp_path / "tree"
+    copy_tree(ROOT / "docs/adding-a-kernel.md", tree)
+    setup = (tree / "setup.py").read_text()
+    assert setup.count('"-O3"') == 1
+    (tree / "setup.py").write_text(setup.replace('"-O3"', '"-O1"'))  # a third of the time to compile
+    build = [sys.executable, "setup.py", "-q", "build_ext", "--inplace", "--force"]
+    built = subprocess.run(build, cwd=tree, capture_output=True, text=True)
+    assert built.returncode == 0 and "warning" not in built.stderr, built.stderr[-4000:]
+    output = run_tests(tree, "tests/kernels", "tests/rengine/test_rengine.py", "-k", "fp8")
+    assert re.search(r"^\d{2,3} passed", output, re.M), output[-1000:]
+
+
+@pytest.mark.quick
+def test_the_page_lists_every_primitive_and_override_that_the_templates_use() -> None:
+    templates = "".join(path.read_text() for path in KERNELS.glob("*_simd.h"))
+    used = set(re.findall(r"\b((?:vec|kv)_\w+|tile_vecs|block_rows|interleave4)\(", templates))
+    used -= {"vec_exp2", "kv_store_weights"}  # which are the templates' own
+    used |= set(re.findall(r"^#if(?:n?def) (FD_(?:OWN|HAS|PREFETCH)_\w+)", templates, re.M))
+    assert len(used) > 60
+    assert used <= set(re.findall(r"\b\w+\b", KERNEL_PAGE))
+
+
+@pytest.mark.quick
+def test_the_page_says_in_which_files_a_primitive_is_defined() -> None:
+    rows = re.findall(
+        r"^\| `(?:FD_(?:OWN|HAS)\w+` \| `)?(\w+)\(.*\| ((?:AVX2|AVX-512|VNNI|AMX|NEON)[^|]*) \|$", KERNEL_PAGE, re.M
+    )
+    assert len(rows) == 19
+    for name, told in rows:
+        defined = {
+            isa
+            for isa, files in DEFINED_IN.items()
+            if any(re.search(rf"^FD_INLINE .*\b{name}\(", (KERNELS / file).read_text(), re.M) for file in files)
+        }
+        assert set(told.split(", ")) == defined, name
