@@ -120,6 +120,12 @@ static PyObject *port_write_table(PortObject *self, PyObject *args) {
         return NULL;
     }
     const fd_port_t *port = &self->port;
+    /* The first check, because a call that the end of the link left unanswered keeps its slot in flight for ever. */
+    if (fd_is_down(&port->down)) {
+        port_leave(self);
+        PyBuffer_Release(&rows);
+        return down_error(&self->port.down);
+    }
     const char *error = NULL;
     if (slot >= port->geometry.n_slots) error = "the slot is beyond the region";
     else if ((size_t)rows.len % sizeof(fd_row_t)) error = "a row table consists of 24-byte entries";

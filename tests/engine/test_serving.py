@@ -312,6 +312,26 @@ async def test_data_connection_that_ends_while_the_control_connection_lives(how,
         assert (await engine.spart.links[1].stats())["calls"] > 0
 
 
+@pytest.mark.parametrize("how", ["RST", "FIN"])
+async def test_two_of_three_data_connections_end_at_once(how, model, judge, tcp_nodes):
+    async with (
+        CutProxy(tcp_nodes[1].url) as first_proxy,
+        CutProxy(tcp_nodes[2].url) as second_proxy,
+        serving(model, [tcp_nodes[0], first_proxy, second_proxy]) as engine,
+    ):
+        given = prompts([3 + 5 * i for i in range(32)])
+        streams = [engine.submit(p, greedy(100)) for p in given]
+        firsts = [(await anext(stream)).token for stream in streams]
+        assert all(node.n_sequences for node in engine.cluster.nodes)
+        first_proxy.cut_data(how, "S-node")
+        second_proxy.cut_data(how, "S-node")
+        results = await asyncio.gather(*map(tokens_of, streams))
+        for prompt, first, tokens in zip(given, firsts, results, strict=True):
+            assert len(tokens) == 99
+            assert_greedy(judge, prompt, [first, *tokens])
+        assert [node.alive for node in engine.stats.nodes] == [True, False, False]
+
+
 async def test_refused_call_fails_the_refusing_r_nodes_sequences_only(model, judge, tcp_nodes):
     async with serving(model, tcp_nodes[:2], mini_batches=1) as engine:
         given = prompts([3 + 20 * i for i in range(16)])

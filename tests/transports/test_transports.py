@@ -330,6 +330,8 @@ async def test_no_reply_within_the_timeout(node):
     link.post(0, 0, 1, 1, 1, True)
     with pytest.raises(LinkDown, match=r"no reply to call 1 of slot 0 within 0\.1 s"):
         await in_thread(link.wait, 0, 0.1)
+    with pytest.raises(LinkDown):  # although the slot's call was never answered
+        link.write_table(0, np.array([(0, 1, 0, 1, 1, 0)], ROW_DTYPE))
     assert "no reply" in str(await asyncio.wait_for(link.closed(), NOTICED_S))
     await is_dead(link)
 
