@@ -253,7 +253,7 @@ class _Bench:
         for link in self.links:
             y = link.layout
             rows = torch.randn(_FILL_ROWS * y.kv_row_bytes // 4, generator=generator)
-            raw = rows.to(self.model.act_torch_dtype).view(torch.uint8).numpy()[: _FILL_ROWS * y.kv_row_bytes]
+            raw = rows.to(self.model.dtype).view(torch.uint8).numpy()[: _FILL_ROWS * y.kv_row_bytes]
             start = y.slot(0) + y.kv
             link.region[start : start + raw.nbytes] = memoryview(raw).cast("B")
         total = self.args.batch * self.args.context

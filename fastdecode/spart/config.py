@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fastdecode.region.contract import HEAD_SIZE_UNIT, MAX_HEAD_SIZE, MAX_LAYERS
-from fastdecode.region.geometry import Geometry
+from fastdecode.spart.shape import AttentionShape
 
 #: Activation functions by the name that config.json gives them; layers.py has the functions.
 ACTIVATIONS = ("silu", "relu", "gelu", "gelu_new", "gelu_pytorch_tanh")
@@ -65,7 +65,7 @@ class TensorNames:
 
 
 @dataclass(frozen=True, slots=True)
-class ModelConfig:
+class ModelConfig(AttentionShape):
     """A decoder-only transformer. Sizes are in elements."""
 
     architecture: str  # as in config.json, for example "LlamaForCausalLM"
@@ -113,15 +113,3 @@ class ModelConfig:
                 f"head size {self.head_size} is not supported: it must be a multiple of {HEAD_SIZE_UNIT}, at most "
                 f"{MAX_HEAD_SIZE}"
             )
-
-    def hello_geometry(self, n_slots: int, max_rows: int, act_dtype: str) -> Geometry:
-        """The region geometry that an S-node with this model asks its R-nodes for."""
-        return Geometry(
-            n_slots=n_slots,
-            max_rows=max_rows,
-            n_layers=self.n_layers,
-            n_q_heads=self.n_q_heads,
-            n_kv_heads=self.n_kv_heads,
-            head_size=self.head_size,
-            act_dtype=act_dtype,
-        )

@@ -16,7 +16,7 @@ import torch
 
 from fastdecode.region.contract import ROW_ATTEND, ROW_DTYPE
 from fastdecode.spart.batch import Chunk
-from fastdecode.spart.weights import TORCH_DTYPES
+from fastdecode.spart.served import TORCH_DTYPES
 from fastdecode.transports.base import Link, TransportError
 
 

@@ -22,7 +22,8 @@ from tqdm import tqdm
 
 from fastdecode.spart.config import CheckpointError, ModelConfig, TensorNames
 from fastdecode.spart.families import read_config
-from fastdecode.spart.weights import TORCH_DTYPES, Allocation, Model, TensorTarget, can_pack
+from fastdecode.spart.served import TORCH_DTYPES
+from fastdecode.spart.weights import Allocation, Model, TensorTarget, can_pack
 
 log = logging.getLogger(__name__)
 

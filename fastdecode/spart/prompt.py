@@ -7,22 +7,18 @@ earlier chunks are staged here until the last chunk has passed all layers.
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 
 from fastdecode.spart.batch import Chunk
-
-if TYPE_CHECKING:
-    from fastdecode.spart.config import ModelConfig
-    from fastdecode.spart.hf.config import HFConfig
+from fastdecode.spart.shape import AttentionShape
 
 
 class PromptCache:
     """The staged K and V of unfinished prompts, by sequence."""
 
-    def __init__(self, config: ModelConfig | HFConfig, device: torch.device, dtype: torch.dtype):
+    def __init__(self, config: AttentionShape, device: torch.device, dtype: torch.dtype):
         self._shape = (config.n_layers, 2 * config.n_kv_heads * config.head_size)
         self._device, self._dtype = device, dtype
         self._prompts: dict[Hashable, Prompt] = {}
@@ -88,7 +84,7 @@ class Prompt:
 class PromptChunk:
     """A prompt's chunk while it passes through the layers. Its rows in the step are `rows`."""
 
-    def __init__(self, config: ModelConfig | HFConfig, key: Hashable, chunk: Chunk, rows: slice, prompt: Prompt | None):
+    def __init__(self, config: AttentionShape, key: Hashable, chunk: Chunk, rows: slice, prompt: Prompt | None):
         self.key, self.chunk, self.rows = key, chunk, rows
         self._heads = (config.n_q_heads, config.n_kv_heads, config.head_size)
         self._scale, self._windows = config.softmax_scale, config.windows

@@ -13,11 +13,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from fastdecode.region.contract import ACT_DTYPES
 from fastdecode.spart.config import ModelConfig
-from fastdecode.transports.base import Hello
-
-TORCH_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+from fastdecode.spart.served import ServedModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +135,7 @@ class Weights:
 
 
 @dataclass(slots=True)
-class Model:
+class Model(ServedModel):
     """A loaded checkpoint."""
 
     config: ModelConfig
@@ -148,25 +145,8 @@ class Model:
     parameters: int  # how many numbers the checkpoint has; a tied head counts once
 
     @property
-    def act_dtype(self) -> str:
-        """The links' activation dtype, one of ACT_DTYPES. It is the S-Part's dtype, so that no row is converted."""
-        return next(name for name in ACT_DTYPES if TORCH_DTYPES[name] is self.dtype)
-
-    @property
-    def act_torch_dtype(self) -> torch.dtype:
-        return self.dtype
-
-    def hello(self, n_slots: int, max_rows: int, kv_dtype: str, kv_bytes: int | None, max_seqs: int) -> Hello:
-        """What an S-node with this model asks of an R-node. The arguments are those fields of Geometry and Hello that
-        the model does not fix."""
-        return Hello(
-            geometry=self.config.hello_geometry(n_slots, max_rows, self.act_dtype),
-            kv_dtype=kv_dtype,
-            windows=self.config.windows,
-            softmax_scale=self.config.softmax_scale,
-            kv_bytes=kv_bytes,
-            max_seqs=max_seqs,
-        )
+    def shape(self) -> ModelConfig:
+        return self.config
 
 
 class Allocation:

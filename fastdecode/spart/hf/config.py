@@ -12,15 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from fastdecode.region.contract import HEAD_SIZE_UNIT, MAX_HEAD_SIZE, MAX_LAYERS
-from fastdecode.region.geometry import Geometry
 from fastdecode.spart.config import CheckpointError
 from fastdecode.spart.hf.trace import AttentionLayer, trace
+from fastdecode.spart.shape import AttentionShape
 
 _DTYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 
 
 @dataclass(frozen=True, slots=True)
-class HFConfig:
+class HFConfig(AttentionShape):
     """A transformers model. Sizes are in elements; the fields are those of ModelConfig, and `layers`."""
 
     architecture: str
@@ -72,18 +72,6 @@ class HFConfig:
         """None, so that StepRows refuses positions beyond `max_positions`, whatever the model's position embedding
         is."""
         return None
-
-    def hello_geometry(self, n_slots: int, max_rows: int, act_dtype: str) -> Geometry:
-        """The region geometry that an S-node with this model asks its R-nodes for."""
-        return Geometry(
-            n_slots=n_slots,
-            max_rows=max_rows,
-            n_layers=self.n_layers,
-            n_q_heads=self.n_q_heads,
-            n_kv_heads=self.n_kv_heads,
-            head_size=self.head_size,
-            act_dtype=act_dtype,
-        )
 
 
 def read_configs(directory: str | Path) -> tuple[Any, Any]:

@@ -9,16 +9,15 @@ from typing import Any
 
 import torch
 
-from fastdecode.region.contract import ACT_DTYPES
 from fastdecode.spart.config import CheckpointError
 from fastdecode.spart.hf.attention import ATTENTION, register
 from fastdecode.spart.hf.config import HFConfig, read_configs
-from fastdecode.spart.weights import TORCH_DTYPES, Linear, PackedLinear, can_pack
-from fastdecode.transports.base import Hello
+from fastdecode.spart.served import TORCH_DTYPES, ServedModel
+from fastdecode.spart.weights import Linear, PackedLinear, can_pack
 
 
 @dataclass(slots=True)
-class HFModel:
+class HFModel(ServedModel):
     """A loaded model. `module` is transformers' own."""
 
     config: HFConfig
@@ -28,20 +27,8 @@ class HFModel:
     parameters: int
 
     @property
-    def act_dtype(self) -> str:
-        """The links' activation dtype, one of ACT_DTYPES."""
-        return next(name for name in ACT_DTYPES if TORCH_DTYPES[name] is self.dtype)
-
-    def hello(self, n_slots: int, max_rows: int, kv_dtype: str, kv_bytes: int | None, max_seqs: int) -> Hello:
-        """What an S-node with this model asks of an R-node; the arguments are as in weights.Model.hello."""
-        return Hello(
-            geometry=self.config.hello_geometry(n_slots, max_rows, self.act_dtype),
-            kv_dtype=kv_dtype,
-            windows=self.config.windows,
-            softmax_scale=self.config.softmax_scale,
-            kv_bytes=kv_bytes,
-            max_seqs=max_seqs,
-        )
+    def shape(self) -> HFConfig:
+        return self.config
 
 
 def load_hf_model(

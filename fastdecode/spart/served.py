@@ -1,0 +1,41 @@
+"""What links need of a loaded model, whichever backend runs it: the base class of both backends' models."""
+
+from __future__ import annotations
+
+import torch
+
+from fastdecode.region.contract import ACT_DTYPES
+from fastdecode.spart.shape import AttentionShape
+from fastdecode.transports.base import Hello
+
+TORCH_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+class ServedModel:
+    """A loaded model."""
+
+    __slots__ = ()
+
+    dtype: torch.dtype  # of weights and activations
+
+    @property
+    def shape(self) -> AttentionShape:
+        """The model's attention."""
+        raise NotImplementedError
+
+    @property
+    def act_dtype(self) -> str:
+        """The links' activation dtype, one of ACT_DTYPES. It is the S-Part's dtype, so that no row is converted."""
+        return next(name for name in ACT_DTYPES if TORCH_DTYPES[name] is self.dtype)
+
+    def hello(self, n_slots: int, max_rows: int, kv_dtype: str, kv_bytes: int | None, max_seqs: int) -> Hello:
+        """What an S-node with this model asks of an R-node. The arguments are those fields of Geometry and Hello that
+        the model does not fix."""
+        return Hello(
+            geometry=self.shape.hello_geometry(n_slots, max_rows, self.act_dtype),
+            kv_dtype=kv_dtype,
+            windows=self.shape.windows,
+            softmax_scale=self.shape.softmax_scale,
+            kv_bytes=kv_bytes,
+            max_seqs=max_seqs,
+        )

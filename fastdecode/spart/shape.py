@@ -1,0 +1,30 @@
+"""A model's attention as its links see it: the base class of both backends' configurations."""
+
+from __future__ import annotations
+
+from fastdecode.region.geometry import Geometry
+
+
+class AttentionShape:
+    """A configuration's description of the attention. Sizes in elements."""
+
+    __slots__ = ()
+
+    n_layers: int
+    n_q_heads: int
+    n_kv_heads: int
+    head_size: int
+    windows: tuple[int, ...]  # sliding window of each layer; 0: full attention
+    softmax_scale: float
+
+    def hello_geometry(self, n_slots: int, max_rows: int, act_dtype: str) -> Geometry:
+        """The region geometry that an S-node with this model asks its R-nodes for."""
+        return Geometry(
+            n_slots=n_slots,
+            max_rows=max_rows,
+            n_layers=self.n_layers,
+            n_q_heads=self.n_q_heads,
+            n_kv_heads=self.n_kv_heads,
+            head_size=self.head_size,
+            act_dtype=act_dtype,
+        )
