@@ -5,8 +5,8 @@
     families     read_config: each native family's config.json as a ModelConfig
     backend      choose_backend: the native decoder, or the transformers backend in hf/
     loader       load_model: safetensors to parameters on the device
-    shape       a model's attention as its links see it
-    served      a loaded model as its links see it
+    shape        a model's attention as its links see it
+    served       a loaded model as its links see it
     weights      Model: configuration and parameters
     batch        what the scheduler hands to the S-Part for a step, and gets back
     decoder      SPart: one step of one mini-batch, a generator that yields while the R-nodes attend
