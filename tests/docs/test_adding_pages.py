@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import shutil
@@ -34,6 +35,9 @@ def follow(page: Path, tree: Path) -> None:
 def copy_tree(page: Path, tree: Path) -> None:
     """Make a copy of the tree at `tree`, changed as `page` says."""
     shutil.copytree(ROOT, tree, symlinks=True, ignore=_LEFT_OUT)
+    for room in ("region", "kernels", "transports"):  # built in place only where fastdecode is installed editable
+        built = Path(str(importlib.import_module(f"fastdecode.{room}._native").__file__))
+        shutil.copy(built, tree / room)
     follow(page, tree)
 
 
