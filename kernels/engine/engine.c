@@ -11,15 +11,13 @@
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 
-#include "engine_state.h"
+#include "calls.h"
 #include "fail.h"
+#include "jobs.h"
 
 enum {
-    SAFETY_NET_MS = 100,  /* a sleeping engine reads its bells this often even if no thread wakes it */
-    POLLS_PER_CLOCK = 16, /* an idle thread reads the clock once in this many polls */
+    SAFETY_NET_MS = 100, /* a sleeping engine reads its bells this often even if no thread wakes it */
     SPINS_PER_POLL = 4,  /* thread 0 polls its bells this often per poll of its carriers, which is a system call each */
-    SETTLE_POLLS = 1000, /* see settled_bell */
-    SPINS_PER_YIELD = 256, /* thread 0 yields its core this often while it waits for helpers */
     LONG_CALL_NS = 50000,  /* if the last call took longer, the carriers' own threads receive during the next call */
     MAINTAIN_NS = 10000000 /* under load, thread 0 maintains the arenas this often; else whenever there is no call */
 };
@@ -28,264 +26,33 @@ enum {
  * under 1 % of a core. */
 #define NAP_MAX_NS 5000000u
 
-/* ---- a job: the items of one call, which all threads share ---- */
+/* ---- thread 0 ---- */
 
-static bool claim_item(fd_queue_t *q, uint32_t *item) {
-    uint64_t word = __atomic_load_n(&q->claim, __ATOMIC_ACQUIRE);
-    while ((word >> 16 & 0xffff) < (word & 0xffff)) {
-        if (__atomic_compare_exchange_n(&q->claim, &word, word + 0x10000, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE)) {
-            *item = word >> 16 & 0xffff;
-            return true;
-        }
-    }
-    return false;
-}
-
-static void do_item(fd_engine_t *e, uint32_t item, uint32_t thread) {
-    if (e->job.step) {
-        uint64_t bytes = fd_work_item(e->job.work, e->job.step, e->job.slot, e->job.layer, item, thread);
-        __atomic_fetch_add(&e->job_bytes, bytes, __ATOMIC_RELAXED);
-    } else {
-        int error = fd_kvcache_fault_in(e->job.work->kv, e->job.first_part + item);
-        if (error) __atomic_store_n(&e->job_error, error, __ATOMIC_RELAXED);
-    }
-}
-
-/* A job lasts until its last item is counted off in items_left, so a thread reads e->job only while it has a claimed
- * item that it has not counted off. */
-static void do_items(fd_engine_t *e, uint32_t thread) {
-    for (uint32_t k = 0, item; k < e->n_threads; k++) {
-        fd_queue_t *q = &e->queues[(thread + k) % e->n_threads];
-        while (claim_item(q, &item)) {
-            do_item(e, item, thread);
-            __atomic_sub_fetch(&e->items_left, 1, __ATOMIC_ACQ_REL);
-        }
-    }
-}
-
-static void wake_helpers(fd_engine_t *e, uint32_t epoch) {
-    __atomic_store_n(&e->epoch, epoch, __ATOMIC_RELEASE);
-    __atomic_thread_fence(__ATOMIC_SEQ_CST);
-    if (__atomic_load_n(&e->sleepers, __ATOMIC_RELAXED)) fd_futex_wake(&e->epoch, false);
-}
-
-/* Thread 0 calls this after it has filled in e->job. Returns when all items are done. */
-static void run_job(fd_engine_t *e, uint32_t n_items) {
-    __atomic_store_n(&e->items_left, n_items, __ATOMIC_RELAXED);
-    uint32_t epoch = e->epoch + 1;
-    for (uint32_t t = 0; t < e->n_threads; t++) {
-        uint64_t next = (uint64_t)n_items * t / e->n_threads, end = (uint64_t)n_items * (t + 1) / e->n_threads;
-        __atomic_store_n(&e->queues[t].claim, (uint64_t)epoch << 32 | next << 16 | end, __ATOMIC_RELEASE);
-    }
-    wake_helpers(e, epoch);
-    do_items(e, 0);
-    for (uint32_t i = 1; __atomic_load_n(&e->items_left, __ATOMIC_ACQUIRE); i++) {
-        if (i % SPINS_PER_YIELD) fd_cpu_relax();
-        else sched_yield(); /* a helper that still works may need this core */
-    }
-}
-
-/* Thread 0 calls this. Returns the bytes of KV-cache that the layer read. */
-static uint64_t run_layer(fd_engine_t *e, fd_link_t *link, const fd_step_t *step, uint8_t *slot, uint32_t layer) {
-    fd_work_begin(&link->work, step);
-    if (step->n_items == 1) return fd_work_item(&link->work, step, slot, layer, 0, 0);
-    e->job.work = &link->work;
-    e->job.step = step;
-    e->job.slot = slot;
-    e->job.layer = layer;
-    __atomic_store_n(&e->job_bytes, 0, __ATOMIC_RELAXED);
-    run_job(e, step->n_items);
-    return __atomic_load_n(&e->job_bytes, __ATOMIC_RELAXED);
-}
-
-/* False if a thread that has been idle since `idle_since` should sleep. */
-static bool keep_spinning(const fd_engine_t *e, uint64_t idle_since) {
-    uint64_t idle = fd_now_ns() - idle_since;
-    if (idle >= e->spin_ns) return false;
-    if (idle >= FD_YIELD_AFTER_NS) sched_yield();
-    return true;
-}
-
-static void *helper_main(void *arg) {
-    struct {
-        fd_engine_t *engine;
-        uint32_t thread;
-    } self;
-    memcpy(&self, arg, sizeof self);
-    free(arg);
-    fd_engine_t *e = self.engine;
-    uint32_t seen = 0;
-    uint64_t idle_since = fd_now_ns();
-    for (uint32_t i = 1; !__atomic_load_n(&e->stop, __ATOMIC_ACQUIRE); i++) {
-        uint32_t epoch = __atomic_load_n(&e->epoch, __ATOMIC_ACQUIRE);
-        if (epoch != seen) {
-            seen = epoch;
-            do_items(e, self.thread);
-            idle_since = fd_now_ns();
-        } else if (i % POLLS_PER_CLOCK) {
-            fd_cpu_relax();
-        } else if (!keep_spinning(e, idle_since)) {
-            __atomic_fetch_add(&e->sleepers, 1, __ATOMIC_SEQ_CST);
-            __atomic_thread_fence(__ATOMIC_SEQ_CST);
-            fd_futex_wait(&e->epoch, seen, 1000000000u, false);
-            __atomic_fetch_sub(&e->sleepers, 1, __ATOMIC_SEQ_CST);
-        }
-    }
-    return NULL;
-}
-
-/* ---- calls ---- */
-
-static fd_status_t begin_step(fd_link_t *link, fd_step_t *step, const uint8_t *slot, const fd_call_t *call, char *err,
-                              size_t err_len) {
-    pthread_mutex_lock(&link->mutex);
-    fd_step_end_copies(step, &link->kv); /* of the slot's last step, by that step's table */
-    step->n_entries = call->n_entries;
-    step->n_rows = call->n_rows;
-    step->n_attend_rows = call->n_attend_rows;
-    fd_copy_out(step->table, slot + link->work.layout.table, call->n_entries * sizeof(fd_row_t));
-    fd_status_t status = fd_step_plan(step, &link->kv, &link->work.shape, false, err, err_len);
-    if (status == FD_OUT_OF_PAGES) { /* copies take more pages while they are under way than at once */
-        for (uint32_t i = 0; i < link->work.g.n_slots; i++) fd_step_end_copies(&link->slots[i].step, &link->kv);
-        status = fd_step_plan(step, &link->kv, &link->work.shape, true, err, err_len);
-        if (status == FD_OK) err[0] = 0;
-    }
-    pthread_mutex_unlock(&link->mutex);
-    step->valid = status == FD_OK;
-    return status;
-}
-
-/* Checks the whole call and plans its step if it is the first of one. Returns FD_OK, or why the call is refused. */
-static fd_status_t take_call(fd_link_t *link, fd_slot_state_t *state, uint64_t bell, const uint8_t *slot,
-                             const fd_call_t *call, char *err, size_t err_len) {
-    fd_step_t *step = &state->step;
-    uint64_t expected = state->served + 1;
-    state->served = bell;
-    if (call->flags & FD_CALL_NEW_STEP) step->valid = 0;
-    if (bell != expected || call->number != bell)
-        return FD_FAIL(FD_BAD_CALL,
-                       "the bell shows call %llu and the header says call %llu, but call %llu was expected",
-                       (unsigned long long)bell, (unsigned long long)call->number, (unsigned long long)expected);
-    const char *reason = fd_call_error(&link->work.g, call);
-    if (reason)
-        return FD_FAIL(FD_BAD_CALL, "%s (flags 0x%x, layer %u, %u entries, %u rows, %u of them attending)", reason,
-                       call->flags, call->layer, call->n_entries, call->n_rows, call->n_attend_rows);
-    if (call->flags & FD_CALL_NEW_STEP) return begin_step(link, step, slot, call, err, err_len);
-    if (!step->valid)
-        return FD_FAIL(FD_BAD_CALL, "no step is in progress in this slot: none has begun, or the last one was refused");
-    if (call->n_entries != step->n_entries || call->n_rows != step->n_rows ||
-        call->n_attend_rows != step->n_attend_rows)
-        return FD_FAIL(
-            FD_BAD_CALL, "the call has %u entries, %u rows and %u attending rows; the step began with %u, %u and %u",
-            call->n_entries, call->n_rows, call->n_attend_rows, step->n_entries, step->n_rows, step->n_attend_rows);
-    return FD_OK;
-}
-
-static void count(uint64_t *counter, uint64_t n) { __atomic_store_n(counter, *counter + n, __ATOMIC_RELAXED); }
-
-static void reply(fd_link_t *link, uint32_t slot, const fd_reply_t *r) {
-    fd_slot_t *s = fd_slot_at(link->region, &link->work.layout, slot);
-    s->reply = *r;
-    fd_ring_reply(s, r->number);
-    if (link->notify.fn) link->notify.fn(link->notify.ctx, slot);
-}
-
-/* Polls the carriers of all adopted links (fd_poll_fn). Does nothing if polling is to end and has already ended. */
-static void poll_carriers(fd_engine_t *e, bool go_on) {
+void fd_poll_carriers(fd_engine_t *e, bool go_on) {
     if (!go_on && !e->polling) return;
     e->polling = go_on;
     for (uint32_t i = 0; i < e->n_adopted; i++)
         if (e->adopted[i]->notify.poll) e->adopted[i]->notify.poll(e->adopted[i]->notify.ctx, go_on);
 }
 
-/* A software RDMA device may write a bell byte by byte. So a bell that shows neither the last call nor the next one is
- * read again for a while before the engine believes it. */
-static uint64_t settled_bell(const uint64_t *at, uint64_t bell, uint64_t served) {
-    for (int i = 0; i < SETTLE_POLLS && bell != served && bell != served + 1; i++) {
-        fd_cpu_relax();
-        bell = fd_bell_read(at);
-    }
-    return bell;
-}
-
 /* Serves the slot's call if there is one. Returns whether there was one. */
 static bool serve_slot(fd_engine_t *e, fd_link_t *link, uint32_t slot) {
-    fd_slot_t *s = fd_slot_at(link->region, &link->work.layout, slot);
-    fd_slot_state_t *state = &link->slots[slot];
-    uint64_t bell = fd_bell_read(&s->request_bell);
-    if (link->no_wakeup) bell = settled_bell(&s->request_bell, bell, state->served);
-    if (bell == state->served) return false;
-    if (e->last_busy_ns > LONG_CALL_NS) poll_carriers(e, false);
-    uint64_t start = link->last_call_ns = fd_now_ns();
-    fd_call_t call;
-    fd_copy_out(&call, &s->call, sizeof call);
-    fd_reply_t r = {.number = bell};
-    r.status = take_call(link, state, bell, (const uint8_t *)s, &call, r.message, sizeof r.message);
-    if (r.status == FD_OK) {
-        r.n_attend_rows = call.n_attend_rows;
-        r.kv_bytes = run_layer(e, link, &state->step, (uint8_t *)s, call.layer);
-        if (fd_step_layer_done(&state->step, call.layer, link->work.g.n_layers)) {
-            pthread_mutex_lock(&link->mutex);
-            fd_step_end_copies(&state->step, &link->kv);
-            pthread_mutex_unlock(&link->mutex);
-        }
-        count(&link->stats.rows, call.n_rows);
-        count(&link->stats.kv_bytes, r.kv_bytes);
-    } else {
-        count(&link->stats.refused, 1);
-    }
-    r.busy_ns = e->last_busy_ns = fd_now_ns() - start;
-    count(&link->stats.calls, 1);
-    count(&link->stats.busy_ns, r.busy_ns);
-    reply(link, slot, &r);
+    if (fd_slot_asks(link, slot) == FD_ASKS_NOTHING) return false;
+    if (e->last_busy_ns > LONG_CALL_NS) fd_poll_carriers(e, false);
+    uint64_t start = fd_now_ns();
+    bool begun = fd_slot_begin_layer(link, slot);
+    uint64_t kv_bytes = begun ? fd_run_layer(e, link, slot) : 0;
+    e->last_busy_ns = fd_now_ns() - start;
+    if (begun) fd_slot_end_layer(link, slot, kv_bytes, e->last_busy_ns);
     return true;
 }
-
-/* ---- maintaining the arenas, between calls ---- */
-
-/* Faults in the next parts of a link's arena, one per thread. False if no part is left, or if one has failed before. */
-static bool fault_in(fd_engine_t *e, fd_link_t *link) {
-    uint64_t done = link->prefault.done, left = link->prefault.parts - done;
-    if (!left || link->prefault.error) return false;
-    uint32_t n = left < e->n_threads ? (uint32_t)left : e->n_threads;
-    poll_carriers(e, false); /* faulting in may take as long as a long call */
-    e->job.work = &link->work;
-    e->job.step = NULL;
-    e->job.first_part = done;
-    __atomic_store_n(&e->job_error, 0, __ATOMIC_RELAXED);
-    run_job(e, n);
-    __atomic_store_n(&link->prefault.error, __atomic_load_n(&e->job_error, __ATOMIC_RELAXED), __ATOMIC_RELAXED);
-    if (!link->prefault.error) __atomic_store_n(&link->prefault.done, done + n, __ATOMIC_RELAXED);
-    return true;
-}
-
-/* Only thread 0 starts calls, so no thread works on one now. False if no memory is left to give back. */
-static bool give_back(fd_link_t *link) {
-    pthread_mutex_lock(&link->mutex);
-    bool more = fd_kvcache_give_back(&link->kv);
-    pthread_mutex_unlock(&link->mutex);
-    return more;
-}
-
-/* Does one slice of the maintenance that is due. False if none is. */
-static bool maintain(fd_engine_t *e) {
-    uint64_t now = e->maintained_ns = fd_now_ns();
-    for (uint32_t i = 0; i < e->n_adopted; i++) {
-        fd_link_t *link = e->adopted[i];
-        if (fault_in(e, link)) return true;
-        if (e->trim_idle_ns && now - link->last_call_ns >= e->trim_idle_ns && give_back(link)) return true;
-    }
-    return false;
-}
-
-/* ---- thread 0 ---- */
 
 static bool links_changed(fd_engine_t *e) {
     return __atomic_load_n(&e->link_changes, __ATOMIC_ACQUIRE) != e->adopted_changes;
 }
 
 static void adopt_links(fd_engine_t *e) {
-    poll_carriers(e, false);
+    fd_poll_carriers(e, false);
     pthread_mutex_lock(&e->mutex);
     memcpy(e->adopted, e->links, e->n_links * sizeof *e->links);
     e->n_adopted = e->n_links;
@@ -325,7 +92,7 @@ static void set_asleep(fd_engine_t *e, uint32_t asleep) {
 
 static void sleep_until_rung(fd_engine_t *e, uint64_t idle_ns) {
     struct epoll_event events[16];
-    poll_carriers(e, false);
+    fd_poll_carriers(e, false);
     set_asleep(e, 1);
     if (!any_bell(e) && !links_changed(e)) {
         if (e->n_no_wakeup) {
@@ -345,15 +112,15 @@ static void *polling_main(void *arg) {
         if (links_changed(e)) adopt_links(e);
         if (poll_bells(e)) {
             idle_since = fd_now_ns();
-            if (idle_since - e->maintained_ns >= MAINTAIN_NS) maintain(e);
-        } else if (i % POLLS_PER_CLOCK) {
-            if (i % SPINS_PER_POLL == 0) poll_carriers(e, true);
+            if (idle_since - e->maintained_ns >= MAINTAIN_NS) fd_maintain(e);
+        } else if (i % FD_POLLS_PER_CLOCK) {
+            if (i % SPINS_PER_POLL == 0) fd_poll_carriers(e, true);
             fd_cpu_relax();
-        } else if (!maintain(e) && !keep_spinning(e, idle_since)) {
+        } else if (!fd_maintain(e) && !fd_keep_spinning(e, idle_since)) {
             sleep_until_rung(e, fd_now_ns() - idle_since);
         }
     }
-    poll_carriers(e, false);
+    fd_poll_carriers(e, false);
     return NULL;
 }
 
@@ -372,15 +139,9 @@ static int start_thread(fd_engine_t *e, uint32_t i, const int *cpus) {
     if (i == 0) {
         rc = pthread_create(&e->threads[0], &attr, polling_main, e);
     } else {
-        struct {
-            fd_engine_t *engine;
-            uint32_t thread;
-        } *self = malloc(sizeof *self);
-        if (self) {
-            self->engine = e;
-            self->thread = i;
-        }
-        rc = self ? pthread_create(&e->threads[i], &attr, helper_main, self) : ENOMEM;
+        fd_helper_t *self = malloc(sizeof *self);
+        if (self) *self = (fd_helper_t){e, i};
+        rc = self ? pthread_create(&e->threads[i], &attr, fd_helper_main, self) : ENOMEM;
         if (rc) free(self);
     }
     pthread_attr_destroy(&attr);
@@ -473,7 +234,7 @@ void fd_engine_free(fd_engine_t *e) {
     __atomic_store_n(&e->stop, 1, __ATOMIC_SEQ_CST);
     if (e->n_started) {
         fd_eventfd_wake(e->eventfd);
-        wake_helpers(e, e->epoch + 1);
+        fd_wake_helpers(e, e->epoch + 1);
     }
     for (uint32_t i = 0; i < e->n_started; i++) pthread_join(e->threads[i], NULL);
     if (e->eventfd >= 0) close(e->eventfd);

@@ -1,4 +1,5 @@
-/* The R-engine's own types, which engine.c (threads and calls) and link.c (leases and control operations) share. */
+/* The R-engine's own types, which its files share: engine.c (thread 0 and life), jobs.c (the work of a call), calls.c
+ * (the words of a slot), maintain.c (the arenas between calls) and link.c (leases and control operations). */
 #ifndef FD_ENGINE_STATE_H
 #define FD_ENGINE_STATE_H
 
@@ -11,6 +12,8 @@
 
 typedef struct {
     uint64_t served; /* the last request bell that the engine has answered */
+    uint64_t asked;  /* the last request bell that it has read */
+    uint32_t layer;  /* of the call in progress */
     fd_step_t step;
 } fd_slot_state_t;
 
@@ -83,5 +86,11 @@ struct fd_engine {
     pthread_t *threads;
     uint32_t n_started;
 };
+
+/* Thread 0 polls the carriers of all adopted links (fd_poll_fn). Does nothing if polling is to end and has already
+ * ended. */
+void fd_poll_carriers(fd_engine_t *e, bool go_on);
+/* Thread 0 does one slice of the maintenance that is due. False if none is. */
+bool fd_maintain(fd_engine_t *e);
 
 #endif

@@ -7,7 +7,7 @@
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 
-#include "engine_state.h"
+#include "calls.h"
 #include "fail.h"
 
 size_t fd_page_bytes(const fd_geometry_t *g, uint32_t kv_dtype) {
@@ -118,19 +118,6 @@ fd_link_t *fd_engine_add_link(fd_engine_t *e, void *region, const fd_geometry_t 
     return link;
 }
 
-/* Answers the calls that thread 0 has not served, now that it no longer serves this link. Does not call `notify`: the
- * owner of the link ends the connection itself. */
-static void refuse_waiting(fd_link_t *link) {
-    for (uint32_t i = 0; i < link->work.g.n_slots; i++) {
-        fd_slot_t *slot = fd_slot_at(link->region, &link->work.layout, i);
-        uint64_t bell = fd_bell_read(&slot->request_bell);
-        if (bell == link->slots[i].served) continue;
-        slot->reply =
-            (fd_reply_t){.number = bell, .status = FD_LINK_CLOSED, .message = "the R-node has closed this link"};
-        fd_ring_reply(slot, bell);
-    }
-}
-
 void fd_engine_remove_link(fd_engine_t *e, fd_link_t *link) {
     pthread_mutex_lock(&e->mutex);
     uint32_t i = 0;
@@ -140,7 +127,7 @@ void fd_engine_remove_link(fd_engine_t *e, fd_link_t *link) {
     fd_eventfd_wake(e->eventfd);
     while ((int32_t)(e->adopted_changes - change) < 0) pthread_cond_wait(&e->adoption, &e->mutex);
     pthread_mutex_unlock(&e->mutex);
-    refuse_waiting(link);
+    fd_link_refuse_waiting(link);
     uint64_t bytes = link->lease_bytes;
     destroy(link);
     release(e, bytes);

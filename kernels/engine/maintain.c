@@ -1,0 +1,36 @@
+/* Maintaining the arenas between calls: faulting them in ahead of use, and giving free pages back to the OS. */
+#include "jobs.h"
+
+/* Faults in the next parts of a link's arena, one per thread. False if no part is left, or if one has failed before. */
+static bool fault_in(fd_engine_t *e, fd_link_t *link) {
+    uint64_t done = link->prefault.done, left = link->prefault.parts - done;
+    if (!left || link->prefault.error) return false;
+    uint32_t n = left < e->n_threads ? (uint32_t)left : e->n_threads;
+    fd_poll_carriers(e, false); /* faulting in may take as long as a long call */
+    e->job.work = &link->work;
+    e->job.step = NULL;
+    e->job.first_part = done;
+    __atomic_store_n(&e->job_error, 0, __ATOMIC_RELAXED);
+    fd_run_job(e, n);
+    __atomic_store_n(&link->prefault.error, __atomic_load_n(&e->job_error, __ATOMIC_RELAXED), __ATOMIC_RELAXED);
+    if (!link->prefault.error) __atomic_store_n(&link->prefault.done, done + n, __ATOMIC_RELAXED);
+    return true;
+}
+
+/* Only thread 0 starts calls, so no thread works on one now. False if no memory is left to give back. */
+static bool give_back(fd_link_t *link) {
+    pthread_mutex_lock(&link->mutex);
+    bool more = fd_kvcache_give_back(&link->kv);
+    pthread_mutex_unlock(&link->mutex);
+    return more;
+}
+
+bool fd_maintain(fd_engine_t *e) {
+    uint64_t now = e->maintained_ns = fd_now_ns();
+    for (uint32_t i = 0; i < e->n_adopted; i++) {
+        fd_link_t *link = e->adopted[i];
+        if (fault_in(e, link)) return true;
+        if (e->trim_idle_ns && now - link->last_call_ns >= e->trim_idle_ns && give_back(link)) return true;
+    }
+    return false;
+}
