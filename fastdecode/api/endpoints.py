@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +21,7 @@ from fastdecode.api.protocol import ChatRequest, CompletionRequest, Generation, 
 from fastdecode.api.sse import EventStream
 from fastdecode.engine.request import EngineError
 from fastdecode.text.chat_template import ChatTemplateError
+from fastdecode.text.grammar import GrammarCompiler, GrammarError
 from fastdecode.text.tokenizer import Detokenizer, Tokenizer
 
 log = logging.getLogger(__name__)
@@ -43,9 +45,11 @@ class Generator:
     _runs: set[Run] = field(default_factory=set)
     _idle: asyncio.Event = field(default_factory=asyncio.Event)
     _encoder: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "tokenizer"))
+    _grammars: GrammarCompiler = field(init=False)
 
     def __post_init__(self) -> None:
         self._idle.set()
+        self._grammars = GrammarCompiler(self.tokenizer, self.engine.end_tokens)
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/completions."""
@@ -121,6 +125,23 @@ class Generator:
         except ChatTemplateError as error:
             raise ApiError(400, str(error), param="messages", code="chat_template_error") from None
 
+    async def _prepare(self, generation: Generation) -> Generation:
+        """`generation` with what takes long to make. Raises ApiError (400) for a grammar that cannot be used."""
+        made: dict[str, Any] = {}
+        if (wanted := generation.grammar) is not None:
+            try:
+                made["grammar"] = await self._in_thread(lambda: self._grammars.compile(wanted.spec))
+            except GrammarError as error:
+                raise wanted.error(error) from None
+        if generation.bad_words:
+            # A word is other tokens at the start of a text than behind a space.
+            words = [space + word.lstrip() for word in generation.bad_words for space in ("", " ")]
+            encoded = await self._encode(words, "bad_words", add_special_tokens=False)
+            made["bad_words"] = tuple({tuple(word) for word in encoded if word})
+        if not made:
+            return generation
+        return dataclasses.replace(generation, sampling=dataclasses.replace(generation.sampling, **made))
+
     async def _in_thread(self, work: Callable[[], _T]) -> _T:
         """Do long work in a thread, one piece at a time, so that it does not delay the streams."""
         if self.closing:
@@ -146,6 +167,7 @@ class Generator:
                 param="n" if n > 1 else answer.prompt_param,
                 code="too_many_choices",
             )
+        generation = await self._prepare(generation)
         try:
             run = submit(
                 self.engine,
@@ -154,7 +176,11 @@ class Generator:
                 n,
                 request_id=answer.id,
                 make_choice=lambda index, prompt: Choice(
-                    index, len(prompt), detokenizers[index // n](), generation.stop
+                    index,
+                    len(prompt),
+                    detokenizers[index // n](),
+                    generation.stop,
+                    min_tokens=generation.sampling.min_tokens,
                 ),
                 on_choice_end=self.metrics.choice_ended,
             )

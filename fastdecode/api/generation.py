@@ -35,6 +35,7 @@ class EngineClient(Protocol):
     """The methods of the engine that generate. `submit` raises an EngineError, e.g. PromptTooLong, Overloaded."""
 
     max_queued: int  # a request with more choices can never be queued
+    end_tokens: frozenset[int]  # the model's tokens that end a text
 
     @property
     def max_model_len(self) -> int:
@@ -76,13 +77,17 @@ class Choice:
     it.
     """
 
-    def __init__(self, index: int, n_prompt: int, detokenizer: Detokenizer, stops: Sequence[str]):
+    def __init__(
+        self, index: int, n_prompt: int, detokenizer: Detokenizer, stops: Sequence[str], *, min_tokens: int = 0
+    ):
+        """The text of the first `min_tokens` tokens is not searched for stop strings."""
         self.index = index
         self.n_prompt = n_prompt
         self.n_tokens = 0
         self.n_reused = 0  # prompt tokens found in the prefix cache
         self._detokenizer = detokenizer
         self._stops = StopStrings(stops)
+        self._min_tokens = min_tokens
         self._seen = 0  # characters detokenised
         self._released = 0  # characters handed out
         self._waiting: list[TokenLogprob] = []  # entries of tokens whose text is held back
@@ -99,7 +104,8 @@ class Choice:
         if event.finish_reason:
             text += self._detokenizer.flush()
         self._seen += len(text)
-        released, stopped = self._stops.push(text)
+        searched = self.n_tokens > self._min_tokens
+        released, stopped = self._stops.push(text) if searched else (text, False)
         if event.finish_reason and not stopped:
             released += self._stops.flush()
         self._released += len(released)

@@ -10,15 +10,17 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fastdecode.api.fields import Fields, invalid, is_boolean, is_integer, is_object, is_one_of
+from fastdecode.api.structured import GrammarField, read_grammar
 from fastdecode.engine.request import SamplingParams
 from fastdecode.text.chat_template import RESERVED_VARIABLES
 
 MAX_N = 128  # choices of a prompt
 MAX_CHOICES = 1024  # choices of a request, all prompts together
 MAX_STOPS = 16
-MAX_STOP_LENGTH = 1024  # characters
+MAX_STRING_LENGTH = 1024  # characters of a stop string or a bad word
 MAX_TOP_LOGPROBS = 20
 MAX_BIASES = 1024
+MAX_BAD_WORDS = 1024
 _DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens on /v1/completions
 _MAX_INT = 2**31 - 1
 
@@ -30,13 +32,10 @@ _LABELS = ("user", "safety_identifier", "prompt_cache_key", "request_id", "chat_
 # Fields that the API does not implement, each with the values that ask for nothing.
 _NEUTRAL = {  # of both endpoints; most are vLLM's
     "add_special_tokens": is_one_of(True),
-    "allowed_token_ids": is_one_of([]),
-    "bad_words": is_one_of([]),
     "early_stopping": is_one_of(False),
     "include_stop_str_in_output": is_one_of(False),
     "length_penalty": is_one_of(1),
     "metadata": is_object,
-    "min_tokens": is_one_of(0),
     "priority": is_one_of(0),
     "return_token_ids": is_one_of(False),
     "return_tokens_as_token_ids": is_one_of(False),
@@ -59,7 +58,6 @@ _NEUTRAL_CHAT = _NEUTRAL | {
     "prediction": is_one_of(),
     # How much a model reasons is for its template, which chat_template_kwargs reaches.
     "reasoning_effort": is_one_of("none", "minimal", "low", "medium", "high"),
-    "response_format": is_one_of({"type": "text"}),
     "tool_choice": is_one_of("none", "auto"),
     "tools": is_one_of([]),
     "verbosity": is_one_of("medium"),
@@ -85,6 +83,8 @@ class Generation:
     stream: bool
     include_usage: bool  # a stream ends with an event that has the usage
     continuous_usage: bool  # every event of a stream has the usage so far
+    grammar: GrammarField | None = None  # the grammar that every choice must follow
+    bad_words: tuple[str, ...] = ()  # words that must not occur in the answer
 
     def sampling_of(self, index: int) -> SamplingParams:
         """The sampling parameters of a prompt's choice `index`. Choice i of a request with a seed gets seed + i."""
@@ -176,12 +176,24 @@ def _generation(
         frequency_penalty=fields.number("frequency_penalty", -2.0, 2.0, 0.0),
         repetition_penalty=fields.number("repetition_penalty", 0.01, 100.0, 1.0),
         logit_bias=_logit_bias(fields),
-        stop_token_ids=_stop_token_ids(fields),
+        stop_token_ids=_token_id_set(fields, "stop_token_ids"),
         ignore_eos=fields.boolean("ignore_eos"),
+        min_tokens=_min_tokens(fields, max_tokens),
+        allowed_token_ids=_token_id_set(fields, "allowed_token_ids"),
     )
     stream = fields.boolean("stream")
     include_usage, continuous_usage = _usage_options(fields, stream)
-    generation = Generation(model, sampling, n, _stop(fields), stream, include_usage, continuous_usage)
+    generation = Generation(
+        model,
+        sampling,
+        n,
+        stop=_strings(fields, "stop", MAX_STOPS, single=True),
+        stream=stream,
+        include_usage=include_usage,
+        continuous_usage=continuous_usage,
+        grammar=read_grammar(fields),
+        bad_words=_strings(fields, "bad_words", MAX_BAD_WORDS),
+    )
     for name in _LABELS:
         fields.string(name)
     return generation
@@ -192,16 +204,24 @@ def _seed(fields: Fields) -> int | None:
     return None if seed is None else seed % 2**63
 
 
-def _stop(fields: Fields) -> tuple[str, ...]:
-    stop = fields.take("stop")
-    stops = [] if stop is None else [stop] if isinstance(stop, str) else stop
-    if not isinstance(stops, list) or not all(isinstance(s, str) and s for s in stops):
-        raise invalid("stop", "must be a string or a list of strings, and no string may be empty")
-    if len(stops) > MAX_STOPS:
-        raise invalid("stop", f"at most {MAX_STOPS} strings")
-    if any(len(s) > MAX_STOP_LENGTH for s in stops):
-        raise invalid("stop", f"at most {MAX_STOP_LENGTH} characters a string")
-    return tuple(stops)
+def _min_tokens(fields: Fields, max_tokens: int | None) -> int:
+    least = fields.integer("min_tokens", 0, _MAX_INT, 0)
+    if max_tokens is not None and least > max_tokens:
+        raise invalid("min_tokens", f"must be at most max_tokens, which is {max_tokens}")
+    return least
+
+
+def _strings(fields: Fields, name: str, most: int, *, single: bool = False) -> tuple[str, ...]:
+    """Read a list of at most `most` strings; with `single`, a string stands for a list of one."""
+    value = fields.take(name)
+    strings = [] if value is None else [value] if single and isinstance(value, str) else value
+    if not isinstance(strings, list) or not all(isinstance(s, str) and s for s in strings):
+        raise invalid(name, f"must be {'a string or ' * single}a list of strings, and no string may be empty")
+    if len(strings) > most:
+        raise invalid(name, f"at most {most} strings")
+    if any(len(s) > MAX_STRING_LENGTH for s in strings):
+        raise invalid(name, f"at most {MAX_STRING_LENGTH} characters a string")
+    return tuple(strings)
 
 
 def _logit_bias(fields: Fields) -> tuple[tuple[int, float], ...]:
@@ -222,12 +242,12 @@ def _logit_bias(fields: Fields) -> tuple[tuple[int, float], ...]:
     return tuple((token, value) for token, value in values.items() if value)
 
 
-def _stop_token_ids(fields: Fields) -> frozenset[int]:
-    ids = fields.take("stop_token_ids")
+def _token_id_set(fields: Fields, name: str) -> frozenset[int]:
+    ids = fields.take(name)
     if ids is None:
         return frozenset()
     if ids != [] and not _is_token_ids(ids):
-        raise invalid("stop_token_ids", "must be a list of token ids")
+        raise invalid(name, "must be a list of token ids")
     return frozenset(ids)
 
 

@@ -25,7 +25,8 @@ def step_batch(plan: Plan) -> StepBatch:
 
 def _sample_spec(seq: Sequence) -> SampleSpec:
     p = seq.params
-    return SampleSpec(p.temperature, p.top_k, p.top_p, p.min_p, seq.seed, seq.n_generated, p.logprobs, seq.rules)
+    mask = seq.constraints if seq.constraints is not None and seq.constraints.active else None
+    return SampleSpec(p.temperature, p.top_k, p.top_p, p.min_p, seq.seed, seq.n_generated, p.logprobs, seq.rules, mask)
 
 
 def logit_rules(params: SamplingParams, prompt_ids: list[int]) -> LogitRules | None:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from fastdecode.engine.batching import logit_rules, step_batch
 from fastdecode.engine.cluster import Cluster
+from fastdecode.engine.constraints import constraints
 from fastdecode.engine.ledger import RNodeLedger
 from fastdecode.engine.prefixes import page_hashes
 from fastdecode.engine.request import (
@@ -145,12 +146,15 @@ class Engine:
         if (why := self._why_not_ready()) is not None:
             raise NotReady(why)
         max_new = self._max_new_tokens(prompt_ids)
-        self._check_bias(params)
+        self._check_tokens(params)
         if len(self.scheduler.waiting) >= self.max_queued:
             self.totals.rejected += 1
             raise Overloaded(f"{len(self.scheduler.waiting)} requests are waiting already")
         if params.max_tokens is not None:
             max_new = min(max_new, params.max_tokens)
+        end_tokens = params.stop_token_ids
+        if params.grammar is not None or not params.ignore_eos:
+            end_tokens |= self.end_tokens
         seq = Sequence(
             request_id=request_id or secrets.token_hex(12),
             order=self._arrivals,
@@ -159,9 +163,10 @@ class Engine:
             max_new=max_new,
             params=params,
             seed=secrets.randbits(64) if params.seed is None else params.seed,
-            end_tokens=params.stop_token_ids if params.ignore_eos else params.stop_token_ids | self.end_tokens,
+            end_tokens=end_tokens,
             hashes=page_hashes(prompt_ids) if self.cluster.prefix_cache else [],
             rules=logit_rules(params, prompt_ids),
+            constraints=constraints(params, end_tokens, self.spart.config.vocab_size),
         )
         self._arrivals += 1
         self.totals.requests += 1
@@ -199,11 +204,17 @@ class Engine:
             raise PromptTooLong(f"the prompt has {n} tokens; the KV-cache holds at most {capacity} of one sequence")
         return min(self.max_model_len, capacity + 1) - n
 
-    def _check_bias(self, params: SamplingParams) -> None:
+    def _check_tokens(self, params: SamplingParams) -> None:
         vocabulary = self.spart.config.vocab_size
-        for token, _ in params.logit_bias:
-            if not 0 <= token < vocabulary:
-                raise InvalidParameter("logit_bias", f"token {token} is outside the vocabulary (0 to {vocabulary - 1})")
+        named = {
+            "logit_bias": [token for token, _ in params.logit_bias],
+            "allowed_token_ids": params.allowed_token_ids,
+            "bad_words": [token for word in params.bad_words for token in word],
+        }
+        for name, tokens in named.items():
+            for token in tokens:
+                if not 0 <= token < vocabulary:
+                    raise InvalidParameter(name, f"token {token} is outside the vocabulary (0 to {vocabulary - 1})")
 
     def _cancel(self, seq: Sequence) -> None:
         if seq not in self._live:

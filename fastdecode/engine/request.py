@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
 
 
 class EngineError(Exception):
@@ -37,6 +41,24 @@ class GenerationFailed(EngineError):
     """A request that was running cannot be finished, for example because its R-node was lost (500)."""
 
 
+class GrammarState(Protocol):
+    """Where a text stands in its grammar."""
+
+    def advance(self, token: int) -> None:
+        """Take the next token of the text."""
+        ...
+
+    def fill(self, row: npt.NDArray[np.int32]) -> None:
+        """Clear the bits of tokens that may not come next; bit i % 32 of row[i // 32] is token i."""
+        ...
+
+
+class Grammar(Protocol):
+    """A compiled grammar. It allows an end token where the text may end."""
+
+    def start(self) -> GrammarState: ...
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How to generate. The API validates the values; the defaults are those of OpenAI's API."""
@@ -54,7 +76,12 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, bias), each token at most once
     stop_token_ids: frozenset[int] = frozenset()  # besides the model's own end tokens
-    ignore_eos: bool = False  # the model's own end tokens do not end the request
+    ignore_eos: bool = False  # the model's own end tokens do not end the request, unless it has a grammar
+    # These four forbid tokens (engine/constraints.py).
+    grammar: Grammar | None = None
+    min_tokens: int = 0  # no end token comes before this many tokens
+    allowed_token_ids: frozenset[int] = frozenset()  # empty: all
+    bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that must not occur in the output, none empty
 
 
 @dataclass(slots=True)

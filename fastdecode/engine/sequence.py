@@ -11,6 +11,7 @@ from fastdecode.engine.prefixes import Handle
 from fastdecode.engine.request import EngineError, SamplingParams, TokenEvent
 
 if TYPE_CHECKING:
+    from fastdecode.engine.constraints import TokenConstraints
     from fastdecode.engine.ledger import RNodeLedger
     from fastdecode.engine.prefixes import PrefixEntry
     from fastdecode.spart.penalties import LogitRules
@@ -34,6 +35,7 @@ class Sequence:
     end_tokens: frozenset[int]
     hashes: list[int] = field(default_factory=list)  # prefixes.page_hashes of the prompt; empty: no prefix cache
     rules: LogitRules | None = None  # None: the parameters have neither a bias nor a penalty
+    constraints: TokenConstraints | None = None  # None: every token is allowed
 
     # Set by Cluster.admit, cleared by Cluster.release.
     node: RNodeLedger | None = None
@@ -82,6 +84,8 @@ class Sequence:
         self.tokens.append(token)
         if self.rules is not None:
             self.rules.generated(token)
+        if self.constraints is not None:
+            self.constraints.generated(token)
 
     def finish_reason(self) -> str | None:
         """Why the token appended last is the sequence's last, "stop" or "length"; None: more tokens follow."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
+    from fastdecode.spart.masks import TokenMask
     from fastdecode.spart.penalties import LogitRules
 
 
@@ -39,7 +40,8 @@ class SampleSpec:
     seed: int = 0
     index: int = 0  # how many tokens the sequence has generated before this one
     logprobs: int | None = None  # alternatives to report; 0: only the chosen token; None: nothing
-    rules: LogitRules | None = None  # bias and penalties, applied before anything else
+    rules: LogitRules | None = None  # bias and penalties, applied before anything but the mask
+    mask: TokenMask | None = None  # the tokens that may be drawn; None: all
 
 
 @dataclass(slots=True)

@@ -1,9 +1,9 @@
 """Sampler: draws the next token of every row of a step, on the logits' device.
 
-The filters are those of Hugging Face's logits processors, in their order: bias and penalties (penalties.py),
-temperature, top-k, top-p over the tokens that top-k has left, min-p over the tokens that top-p has left. Each filter is
-a threshold, so tokens of equal probability are kept or dropped together, and the result does not depend on how a sort
-orders equal values.
+The filters are those of Hugging Face's logits processors, in their order: masks (masks.py), bias and penalties
+(penalties.py), temperature, top-k, top-p over the tokens that top-k has left, min-p over the tokens that top-p has
+left. Each filter is a threshold, so tokens of equal probability are kept or dropped together, and the result does not
+depend on how a sort orders equal values.
 
 A row's token is drawn with one uniform random number, a hash of (seed, index) alone, from a cumulative distribution
 that is computed from that row alone. So a sequence draws the same tokens in any batch and after any preemption.
@@ -19,6 +19,7 @@ import numpy.typing as npt
 import torch
 
 from fastdecode.spart.batch import Sampled, SampleSpec
+from fastdecode.spart.masks import masked
 from fastdecode.spart.penalties import LogitRules
 
 #: A temperature below this one is greedy, because a division by it would overflow.
@@ -26,6 +27,7 @@ MIN_TEMPERATURE = 1e-5
 #: Top-p first looks at this many of the likeliest tokens; a whole row is sorted only if they are not enough.
 _TOP_P_PREFIX = 1024
 _NOT_FINITE = "the model's logits are not finite: an activation overflowed its dtype"
+_NOTHING_ALLOWED = "the request's grammar or lists of tokens allow no next token"
 _MASK = (1 << 64) - 1
 
 
@@ -52,10 +54,12 @@ class Sampler:
     def __call__(self, logits: torch.Tensor, specs: list[SampleSpec]) -> list[Sampled]:
         """Draw one token a row. `logits` is [rows, vocab_size] fp32; `specs` has one entry for each row.
 
-        A row with a logit that is NaN or +inf gets an error and no token.
+        A row with a logit that is NaN or +inf, or whose mask allows no token, gets an error and no token.
         """
+        unmasked, logits = logits, masked(logits, [spec.mask for spec in specs])
         best, tokens = logits.max(dim=1)  # the maximum of a row with a NaN is NaN
-        finite = best.isfinite().tolist()
+        highest = best.tolist()
+        finite = [math.isfinite(x) for x in highest]
         ruled = {i: _ruled(logits[i], spec.rules) for i, spec in enumerate(specs) if finite[i] and spec.rules}
         for i, changed in ruled.items():
             tokens[i] = changed.argmax()
@@ -70,13 +74,18 @@ class Sampler:
             scaled = filtered(picked, chosen)
             tokens[rows] = _draw(scaled, uniforms([s.seed for s in chosen], [s.index for s in chosen]))
         sampled = [
-            Sampled(token) if sound else Sampled(-1, error=_NOT_FINITE)
-            for token, sound in zip(tokens.tolist(), finite, strict=True)
+            Sampled(token) if sound else Sampled(-1, error=_why_none(specs[i], highest[i]))
+            for i, (token, sound) in enumerate(zip(tokens.tolist(), finite, strict=True))
         ]
         asked = [i for i, spec in enumerate(specs) if finite[i] and spec.logprobs is not None]
         if asked:
-            _report(sampled, asked, logits, specs)
+            _report(sampled, asked, unmasked, specs)
         return sampled
+
+
+def _why_none(spec: SampleSpec, highest: float) -> str:
+    """Why a row whose highest logit is not finite has no token."""
+    return _NOTHING_ALLOWED if spec.mask is not None and highest == -math.inf else _NOT_FINITE
 
 
 def _ruled(logits: torch.Tensor, rules: LogitRules) -> torch.Tensor:

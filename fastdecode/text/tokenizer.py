@@ -128,6 +128,15 @@ class Tokenizer:
             return bytes([int(match[1], 16)])
         return text.replace("▁", " ").encode()
 
+    def token_id(self, text: str) -> int | None:
+        """The id of the token that is written `text` in tokenizer.json; None if there is none."""
+        token: int | None = self._backend.token_to_id(text)
+        return token
+
+    def to_json(self) -> str:
+        """The tokenizer in the format of tokenizer.json, with the special tokens of tokenizer_config.json."""
+        return str(self._backend.to_str())
+
     def tokens_from(self, token: int) -> list[str]:
         """The texts of all tokens with ids >= `token`, in the order of their ids."""
         ids = {i: text for text, i in self._backend.get_vocab(with_added_tokens=True).items() if i >= token}

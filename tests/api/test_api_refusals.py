@@ -115,7 +115,12 @@ BAD_BOTH = [
     ({"user": 5}, "user"),
     ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
     ({"metadata": "x"}, "metadata"),
-    ({"min_tokens": 2}, "min_tokens"),
+    ({"min_tokens": -1}, "min_tokens"),
+    ({"min_tokens": 5}, "min_tokens"),  # more than max_tokens
+    ({"bad_words": "x"}, "bad_words"),
+    ({"bad_words": [""]}, "bad_words"),
+    ({"allowed_token_ids": [-1]}, "allowed_token_ids"),
+    ({"allowed_token_ids": [384]}, "allowed_token_ids"),  # the first id beyond the vocabulary
     ({"use_beam_search": True}, "use_beam_search"),
     ({"model": 5}, "model"),
 ]
@@ -154,7 +159,7 @@ BAD_CHAT = [
     ({"messages": [{"role": "user", "content": "x" * 9000}]}, "messages"),
     ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
     ({"tool_choice": "required"}, "tool_choice"),
-    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"response_format": {"type": "yaml"}}, "response_format.type"),
     ({"store": 1}, "store"),
     ({"reasoning_effort": "endless"}, "reasoning_effort"),
     ({"logprobs": 3}, "logprobs"),

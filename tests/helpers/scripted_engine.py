@@ -46,6 +46,7 @@ class ScriptedEngine:
 
     max_model_len = 4096
     max_queued = 1024
+    end_tokens = frozenset({1})
 
     def __init__(self, *scripts: Iterable[Act], refusal: EngineError | None = None):
         self._scripts = list(scripts)

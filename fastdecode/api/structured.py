@@ -1,0 +1,145 @@
+"""Fields that ask for structured output: OpenAI's `response_format`, vLLM's `structured_outputs` and `guided_*`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import orjson
+
+from fastdecode.api.errors import ApiError
+from fastdecode.api.fields import Fields, invalid, is_one_of
+from fastdecode.text.grammar import GrammarError, GrammarSpec, GrammarsUnavailable
+
+_ANY_OBJECT = '{"type":"object"}'
+_BACKENDS = ("auto", "guidance", "llguidance")
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarField:
+    """A grammar and the request's field that asks for it."""
+
+    param: str
+    spec: GrammarSpec
+
+    def error(self, error: GrammarError) -> ApiError:
+        """The answer (400) to a grammar that cannot be used."""
+        code = "unsupported_value" if isinstance(error, GrammarsUnavailable) else "invalid_grammar"
+        return invalid(self.param, str(error), code=code)
+
+
+def read_grammar(fields: Fields) -> GrammarField | None:
+    """Read the fields that ask for structured output; at most one of them may. Raises ApiError (400)."""
+    white_space = _white_space(fields, "guided_whitespace_pattern", "guided_decoding_disable_any_whitespace")
+    backend = fields.string("guided_decoding_backend")
+    if backend is not None and backend not in _BACKENDS:
+        raise invalid("guided_decoding_backend", f"must be one of {', '.join(_BACKENDS)}", code="unsupported_value")
+    found = [_response_format(fields)]
+    found += [_constraint(fields, f"guided_{kind}", kind) for kind in _KINDS]
+    if (nested := fields.take("structured_outputs")) is not None:
+        inner = Fields(nested, "structured_outputs")
+        if (nested_space := _white_space(inner, "whitespace_pattern", "disable_any_whitespace")) is not None:
+            white_space = nested_space
+        found += [_constraint(inner, kind, kind) for kind in _KINDS]
+        inner.refuse_others(
+            {"structural_tag": is_one_of(), "disable_fallback": _is_boolean, "disable_additional_properties": _is_false}
+        )
+    given = [field for field in found if field is not None]
+    if len(given) > 1:
+        raise invalid(given[1].param, f"a request has one grammar, and {given[0].param} gives it already")
+    if not given or white_space is None:
+        return given[0] if given else None
+    return replace(given[0], spec=replace(given[0].spec, white_space=white_space))
+
+
+def _response_format(fields: Fields) -> GrammarField | None:
+    value = fields.take("response_format")
+    if value is None:
+        return None
+    inner = Fields(value, "response_format")
+    kind = inner.required("type")
+    field: GrammarField | None = None
+    if kind == "json_object":
+        field = GrammarField("response_format", GrammarSpec("json_schema", _ANY_OBJECT))
+    elif kind == "json_schema":
+        param = "response_format.json_schema"
+        schema = Fields(inner.required("json_schema"), param)
+        for name in ("name", "description"):
+            schema.string(name)
+        schema.boolean("strict")  # every schema is followed strictly
+        field = GrammarField(f"{param}.schema", GrammarSpec("json_schema", _json(schema, "schema") or _ANY_OBJECT))
+        schema.refuse_others({})
+    elif kind != "text":
+        raise invalid(
+            inner.param("type"), f"must be text, json_object or json_schema, not {kind!r}", code="unsupported_value"
+        )
+    inner.refuse_others({})
+    return field
+
+
+def _constraint(fields: Fields, name: str, kind: str) -> GrammarField | None:
+    """Read one of vLLM's fields; `kind` is a key of _KINDS."""
+    spec = _KINDS[kind](fields, name)
+    return None if spec is None else GrammarField(fields.param(name), spec)
+
+
+def _schema(fields: Fields, name: str) -> GrammarSpec | None:
+    text = _json(fields, name)
+    return None if text is None else GrammarSpec("json_schema", text)
+
+
+def _any_json(fields: Fields, name: str) -> GrammarSpec | None:
+    return GrammarSpec("json_schema", _ANY_OBJECT) if fields.boolean(name) else None
+
+
+def _regex(fields: Fields, name: str) -> GrammarSpec | None:
+    text = fields.string(name)
+    return None if text is None else GrammarSpec("regex", text)
+
+
+def _grammar(fields: Fields, name: str) -> GrammarSpec | None:
+    text = fields.string(name)
+    return None if text is None else GrammarSpec("lark", text)
+
+
+def _choice(fields: Fields, name: str) -> GrammarSpec | None:
+    choices = fields.take(name)
+    if choices is None:
+        return None
+    if not isinstance(choices, list) or not choices or not all(isinstance(c, str) and c for c in choices):
+        raise invalid(fields.param(name), "must be a list of at least one string, and no string may be empty")
+    return GrammarSpec("choice", orjson.dumps(choices).decode())
+
+
+_KINDS = {"json": _schema, "json_object": _any_json, "regex": _regex, "choice": _choice, "grammar": _grammar}
+
+
+def _json(fields: Fields, name: str) -> str | None:
+    """A JSON schema as text: a JSON object, true or false, or a string that holds one of them."""
+    value: Any = fields.take(name)
+    if isinstance(value, str):
+        try:
+            value = orjson.loads(value)
+        except orjson.JSONDecodeError as error:
+            raise invalid(fields.param(name), f"is not valid JSON: {error}") from None
+    if value is None:
+        return None
+    if not isinstance(value, dict | bool):
+        raise invalid(fields.param(name), "must be a JSON schema: an object")
+    return orjson.dumps(value).decode()
+
+
+def _white_space(fields: Fields, pattern: str, disable: str) -> str | None:
+    """The white space that a request asks for, a regular expression; "": none; None: the request does not say."""
+    text = fields.string(pattern)
+    if fields.boolean(disable):
+        return ""
+    return text
+
+
+def _is_boolean(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+def _is_false(value: Any) -> bool:
+    return value is False

@@ -1,0 +1,79 @@
+"""TokenConstraints: which tokens a sequence may draw next, from the parameters of its request."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from fastdecode.engine.request import SamplingParams
+
+
+class TokenConstraints:
+    """The constraints of one sequence; a TokenMask of the S-Part (spart/masks.py)."""
+
+    def __init__(self, params: SamplingParams, end_tokens: Iterable[int], vocab_size: int):
+        """`end_tokens` end the sequence; they are forbidden until it has `params.min_tokens` tokens. All token ids of
+        `params` must be within the vocabulary."""
+        self._generated = 0
+        self._min_tokens = params.min_tokens
+        self._early_ends = _clearing_bits(end_tokens, vocab_size) if params.min_tokens else None
+        self._allowed = _bits(params.allowed_token_ids, vocab_size) if params.allowed_token_ids else None
+        self._bad_words = params.bad_words
+        self._longest = max((len(word) - 1 for word in params.bad_words), default=0)
+        self._recent: list[int] = []  # the last tokens generated, as many as a bad word may begin with
+        self._grammar = params.grammar.start() if params.grammar is not None else None
+
+    @property
+    def active(self) -> bool:
+        """Whether the next token is constrained."""
+        return bool(
+            self._grammar is not None
+            or self._allowed is not None
+            or self._bad_words
+            or self._generated < self._min_tokens
+        )
+
+    def generated(self, token: int) -> None:
+        """Count a token of the output."""
+        self._generated += 1
+        if self._longest:
+            self._recent = [*self._recent, token][-self._longest :]
+        if self._grammar is not None:
+            self._grammar.advance(token)
+
+    def fill(self, row: npt.NDArray[np.int32]) -> None:
+        """Clear the bits of tokens that may not come next."""
+        if self._grammar is not None:
+            self._grammar.fill(row)
+        if self._allowed is not None:
+            row &= self._allowed
+        if self._early_ends is not None and self._generated < self._min_tokens:
+            later = row & self._early_ends
+            if later.any():  # else a grammar allows nothing but the end, and min_tokens cannot lengthen its text
+                row[:] = later
+        for *beginning, last in self._bad_words:
+            n = len(beginning)
+            if n <= len(self._recent) and self._recent[len(self._recent) - n :] == beginning:
+                row.view(np.uint32)[last // 32] &= np.uint32(~(1 << last % 32) & 0xFFFFFFFF)
+
+
+def constraints(params: SamplingParams, end_tokens: Iterable[int], vocab_size: int) -> TokenConstraints | None:
+    """The constraints of `params`; None if there are none."""
+    found = TokenConstraints(params, end_tokens, vocab_size)
+    return found if found.active else None
+
+
+def _bits(tokens: Iterable[int], vocab_size: int) -> npt.NDArray[np.int32]:
+    """A row with the bits of `tokens` set."""
+    flags = np.zeros(-(-vocab_size // 32) * 32, bool)
+    flags[[token for token in tokens if 0 <= token < vocab_size]] = True
+    return np.packbits(flags, bitorder="little").view(np.int32)
+
+
+def _clearing_bits(tokens: Iterable[int], vocab_size: int) -> npt.NDArray[np.int32]:
+    """A row with all bits set but those of `tokens`."""
+    return ~_bits(tokens, vocab_size)

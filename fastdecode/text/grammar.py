@@ -1,0 +1,179 @@
+"""Grammars that a generated text must follow, compiled and run by llguidance (the extra `structured`).
+
+A GrammarCompiler turns a JSON schema, a regular expression, a list of choices or a Lark grammar into a Grammar. Each
+choice of a request follows its own GrammarState, which says after every token which tokens may come next.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from fastdecode.text.tokenizer import Tokenizer
+
+Kind = Literal["json_schema", "regex", "choice", "lark"]
+
+#: A model may put at most so much white space between two parts of a JSON text, so that it cannot write blanks forever.
+JSON_WHITE_SPACE = r"[\x20\x0A\x0D\x09]{1,16}"
+#: A longer grammar is refused, in characters.
+MAX_GRAMMAR_LENGTH = 256 * 1024
+_CACHED = 64  # compiled grammars kept for the next request
+
+
+class GrammarError(ValueError):
+    """The grammar is not valid, or cannot be compiled; the message says why."""
+
+
+class GrammarsUnavailable(GrammarError):
+    """llguidance is not installed, or the model has no end-of-sequence token, so no grammar can be followed."""
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarSpec:
+    """A grammar as a request gives it.
+
+    `text` is a JSON schema as JSON, a regular expression (Rust's syntax) that the whole text must match, a JSON list of
+    strings, or a grammar in llguidance's dialect of Lark or in GBNF. `white_space` is a regular expression for the
+    white space between the parts of a JSON text; "": none.
+    """
+
+    kind: Kind
+    text: str
+    white_space: str = JSON_WHITE_SPACE
+    #: The grammar begins after the token with this text; until then every token is allowed. None: at once.
+    after: str | None = None
+
+
+class GrammarCompiler:
+    """Compiles grammars for one tokenizer. Its methods may be called in any thread, and take long."""
+
+    def __init__(self, tokenizer: Tokenizer, end_tokens: Iterable[int]):
+        """`end_tokens` are the tokens that end a text; a grammar allows them where its text may end."""
+        self._tokenizer = tokenizer
+        self._end_tokens = sorted(end_tokens)
+        self._lock = threading.Lock()
+        self._backend: Any = None  # llguidance's tokenizer, made for the first grammar
+        self._cache: OrderedDict[GrammarSpec, Grammar] = OrderedDict()
+        # One thread computes the masks while the S-Part computes the logits that they apply to.
+        self._masks = ThreadPoolExecutor(1, "grammar-masks")
+
+    def compile(self, spec: GrammarSpec) -> Grammar:
+        """Raises GrammarError."""
+        if len(spec.text) > MAX_GRAMMAR_LENGTH:
+            raise GrammarError(f"the grammar is longer than {MAX_GRAMMAR_LENGTH} characters")
+        with self._lock:
+            if (grammar := self._cache.get(spec)) is not None:
+                self._cache.move_to_end(spec)
+                return grammar
+            grammar = self._compile(spec)
+            self._cache[spec] = grammar
+            if len(self._cache) > _CACHED:
+                self._cache.popitem(last=False)
+            return grammar
+
+    def _compile(self, spec: GrammarSpec) -> Grammar:
+        try:
+            import llguidance
+        except ImportError:
+            raise GrammarsUnavailable(
+                "structured output needs llguidance: install fastdecode[structured] at the server"
+            ) from None
+        if not self._end_tokens:
+            raise GrammarsUnavailable("the model has no end-of-sequence token, which structured output needs")
+        if self._backend is None:
+            self._backend = llguidance.LLTokenizer(self._tokenizer.to_json(), eos_token=self._end_tokens)
+        try:
+            source = _source(llguidance, spec)
+        except (ValueError, RuntimeError) as error:
+            raise GrammarError(_one_line(str(error))) from None
+        failed, messages = llguidance.LLMatcher.validate_grammar_with_warnings(source, self._backend)
+        if failed:
+            raise GrammarError(_one_line("; ".join(messages)))
+        # log_level 0: errors reach the client, and not this process's stderr.
+        matcher = llguidance.LLMatcher(self._backend, source, log_level=0)
+        if matcher.is_error():
+            raise GrammarError(_one_line(matcher.get_error()))
+        after = None if spec.after is None else self._tokenizer.token_id(spec.after)
+        if spec.after is not None and after is None:
+            raise GrammarError(f"the tokenizer has no token {spec.after!r}, after which the grammar would begin")
+        return Grammar(matcher, self._backend.vocab_size, after, self._masks)
+
+
+class Grammar:
+    """A compiled grammar."""
+
+    def __init__(self, matcher: Any, vocab_size: int, after: int | None, pool: ThreadPoolExecutor):
+        self._matcher, self._vocab_size, self._after, self._pool = matcher, vocab_size, after, pool
+
+    def start(self) -> GrammarState:
+        """The state before the first token of a new text."""
+        return GrammarState(self._matcher.deep_copy(), self._vocab_size, self._after, self._pool)
+
+
+class GrammarState:
+    """Follows one text. Its mask is computed in another thread as soon as a token is known."""
+
+    def __init__(self, matcher: Any, vocab_size: int, after: int | None, pool: ThreadPoolExecutor):
+        self._matcher, self._after, self._pool = matcher, after, pool
+        self._mask = np.empty((vocab_size + 31) // 32, np.int32)
+        self._ready: Future[None] = pool.submit(self._compute)
+
+    def advance(self, token: int) -> None:
+        """Take the next token of the text, which the mask allowed."""
+        if self._after is None:
+            self._ready = self._pool.submit(self._consume, token)
+        elif token == self._after:
+            self._after = None
+
+    def fill(self, row: npt.NDArray[np.int32]) -> None:
+        """Clear the bits of tokens that may not come next; bit i % 32 of row[i // 32] is token i. Clears all bits if
+        the grammar cannot be followed any more. Waits for the mask."""
+        if self._after is not None:
+            return
+        self._ready.result()
+        n = min(len(row), len(self._mask))
+        row[:n] &= self._mask[:n]
+        row[n:] = 0
+
+    def _consume(self, token: int) -> None:
+        self._matcher.consume_token(token)
+        self._compute()
+
+    def _compute(self) -> None:
+        if self._matcher.is_error():
+            self._mask[:] = 0
+        else:
+            self._matcher.unsafe_compute_mask_ptr(self._mask.ctypes.data, self._mask.nbytes)
+
+
+def _source(llguidance: Any, spec: GrammarSpec) -> str:
+    """The grammar in llguidance's own format. Raises ValueError."""
+    matcher = llguidance.LLMatcher
+    match spec.kind:
+        case "json_schema":
+            options: dict[str, Any] = {"whitespace_flexible": False}
+            if spec.white_space:
+                options = {"whitespace_pattern": spec.white_space}
+            source = matcher.grammar_from_json_schema(spec.text, defaults=options)
+        case "regex":
+            source = matcher.grammar_from_regex(spec.text)
+        case "choice":
+            choices = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in json.loads(spec.text))
+            source = matcher.grammar_from_lark(f"start: {choices}")
+        case "lark":
+            # A grammar in GBNF, llama.cpp's form, becomes one in Lark.
+            source = matcher.grammar_from_lark(import_module("llguidance.gbnf_to_lark").any_to_lark(spec.text))
+    return str(source)
+
+
+def _one_line(message: str) -> str:
+    return " ".join(message.split())[:500]

@@ -1,0 +1,266 @@
+"""Structured output through the real server: every completed answer follows its schema, judged by `jsonschema`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import sys
+
+import numpy as np
+import openai
+import pytest
+from api_client import MODEL, served
+from checkpoints import make_checkpoint
+from real_engine import real_engine
+
+from fastdecode.text.grammar import GrammarCompiler, GrammarSpec
+from fastdecode.text.tokenizer import Tokenizer
+
+pytest.importorskip("llguidance")
+jsonschema = pytest.importorskip("jsonschema")
+
+#: The shapes of the JSON Schema test suite, each bounded so that a random model ends its answer.
+SCHEMAS = {
+    "type integer": {"type": "integer"},
+    "type several": {"type": ["boolean", "null"]},
+    "bounds": {"type": "integer", "minimum": -3, "exclusiveMaximum": 120},
+    "multipleOf": {"type": "integer", "multipleOf": 5, "minimum": 0, "maximum": 1000},
+    "string length": {"type": "string", "minLength": 1, "maxLength": 4},
+    "pattern": {"type": "string", "pattern": "^[A-Z]{2}-[0-9]{3}$"},
+    "format date": {"type": "string", "format": "date"},
+    "format uuid": {"type": "string", "format": "uuid"},
+    "enum": {"enum": ["red", 5, None, {"a": [1]}]},
+    "const": {"const": {"kind": "x", "n": [1, 2]}},
+    "items": {"type": "array", "items": {"type": "boolean"}, "minItems": 1, "maxItems": 3},
+    "prefixItems": {
+        "type": "array",
+        "prefixItems": [{"type": "integer", "minimum": 0, "maximum": 9}, {"enum": ["a", "b"]}],
+        "items": False,
+        "minItems": 2,
+    },
+    "properties": {
+        "type": "object",
+        "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 99}, "b": {"type": "boolean"}},
+        "required": ["a", "b"],
+        "additionalProperties": False,
+    },
+    "optional properties": {
+        "type": "object",
+        "properties": {"a": {"type": "null"}, "b": {"type": "boolean"}},
+        "additionalProperties": False,
+    },
+    "patternProperties": {
+        "type": "object",
+        "patternProperties": {"^x[0-9]$": {"type": "boolean"}},
+        "additionalProperties": False,
+        "maxProperties": 2,
+    },
+    "anyOf": {"anyOf": [{"type": "boolean"}, {"type": "integer", "minimum": 10, "maximum": 20}]},
+    "oneOf": {"oneOf": [{"type": "string", "maxLength": 2}, {"type": "integer", "minimum": 1, "maximum": 9}]},
+    "allOf": {"allOf": [{"type": "integer", "minimum": 5}, {"maximum": 7}]},
+    "ref": {
+        "$defs": {"point": {"type": "array", "items": {"enum": [0, 1]}, "minItems": 2, "maxItems": 2}},
+        "type": "object",
+        "properties": {"from": {"$ref": "#/$defs/point"}, "to": {"$ref": "#/$defs/point"}},
+        "required": ["from", "to"],
+        "additionalProperties": False,
+    },
+    "recursion": {
+        "$defs": {
+            "tree": {
+                "type": "object",
+                "properties": {"leaf": {"type": "boolean"}, "next": {"$ref": "#/$defs/tree"}},
+                "required": ["leaf"],
+                "additionalProperties": False,
+            }
+        },
+        "$ref": "#/$defs/tree",
+    },
+}
+PER_SCHEMA = 8
+ASK = {"model": MODEL, "prompt": "Answer: ", "max_tokens": 200}
+CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "Answer."}], "max_completion_tokens": 200}
+
+
+@pytest.fixture(scope="module")
+def checkpoint():
+    return make_checkpoint("llama-gqa")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(checkpoint):
+    return Tokenizer.from_dir(checkpoint)
+
+
+@pytest.fixture
+async def client(checkpoint, tokenizer, tmp_path):
+    async with real_engine(checkpoint, tmp_path) as engine, served(engine, tokenizer) as client:
+        yield client
+
+
+def response_format(schema):
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}}
+
+
+def valid(text, schema):
+    jsonschema.Draft202012Validator(schema, format_checker=jsonschema.FormatChecker()).validate(json.loads(text))
+
+
+async def test_every_completed_answer_follows_its_schema(client):
+    """Requests of all schemas run at once, with a model whose weights are random."""
+
+    async def ask(name, seed):
+        answer = await client.openai.chat.completions.create(
+            **CHAT, response_format=response_format(SCHEMAS[name]), seed=seed
+        )
+        return name, answer.choices[0]
+
+    completed = dict.fromkeys(SCHEMAS, 0)
+    asks = [ask(name, seed) for seed in range(PER_SCHEMA) for name in SCHEMAS]
+    for name, choice in await asyncio.gather(*asks):
+        if choice.finish_reason == "stop":
+            valid(choice.message.content, SCHEMAS[name])
+            completed[name] += 1
+    assert len(SCHEMAS) == 20
+    assert all(completed.values()), completed
+
+
+@pytest.mark.quick
+async def test_one_batch_may_mix_answers_with_and_without_a_schema(client):
+    """A sequence without a mask draws the same tokens beside sequences with one."""
+    free = ASK | {"seed": 3, "max_tokens": 40}
+    alone = (await client.openai.completions.create(**free)).choices[0].text
+    bound = ASK | {"n": 4, "extra_body": {"guided_json": SCHEMAS["properties"]}}
+    answers = await asyncio.gather(*(client.openai.completions.create(**ask) for ask in (bound, free, bound, free)))
+    assert [answers[i].choices[0].text for i in (1, 3)] == [alone, alone]
+    for choice in answers[0].choices + answers[2].choices:
+        assert choice.finish_reason == "stop"
+        valid(choice.text, SCHEMAS["properties"])
+
+
+async def test_json_object(client):
+    completed = 0
+    for seed in range(6):
+        answer = await client.openai.chat.completions.create(
+            **CHAT | {"max_completion_tokens": 400}, response_format={"type": "json_object"}, seed=seed
+        )
+        text = answer.choices[0].message.content
+        assert text.lstrip().startswith("{")
+        if answer.choices[0].finish_reason == "stop":
+            completed += isinstance(json.loads(text), dict)
+    assert completed
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("nested", [False, True], ids=["guided", "structured_outputs"])
+@pytest.mark.parametrize("streamed", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize(
+    ("kind", "value", "judge"),
+    [
+        ("json", SCHEMAS["ref"], lambda text: valid(text, SCHEMAS["ref"]) is None),
+        ("json", json.dumps(SCHEMAS["enum"]), lambda text: valid(text, SCHEMAS["enum"]) is None),
+        ("regex", "(ab|c){2,5}-[0-9]", lambda text: re.fullmatch("(ab|c){2,5}-[0-9]", text)),
+        ("choice", ["yes", 'no "really"', "möglich"], lambda text: text in ("yes", 'no "really"', "möglich")),
+        ("grammar", 'start: "x" num\nnum: /[0-9]{1,4}/', lambda text: re.fullmatch("x[0-9]{1,4}", text)),
+        ("grammar", 'root ::= "x" ("y" | "z")', lambda text: text in ("xy", "xz")),
+    ],
+    ids=["json", "json-text", "regex", "choice", "lark", "gbnf"],
+)
+async def test_vllms_fields(client, nested, streamed, kind, value, judge):
+    extra = {"structured_outputs": {kind: value}} if nested else {f"guided_{kind}": value}
+    answer = await client.openai.completions.create(**ASK, seed=1, extra_body=extra, stream=streamed)
+    if streamed:
+        chunks = [chunk.choices[0] async for chunk in answer]
+        text, reason = "".join(choice.text for choice in chunks), chunks[-1].finish_reason
+    else:
+        text, reason = answer.choices[0].text, answer.choices[0].finish_reason
+    assert reason == "stop"
+    assert judge(text), text
+
+
+async def test_white_space_is_bounded_and_can_be_switched_off(client):
+    schema = SCHEMAS["properties"]
+    spaced = await client.openai.completions.create(**ASK, n=8, seed=1, extra_body={"guided_json": schema})
+    assert max(len(run) for choice in spaced.choices for run in re.findall(r"\s*", choice.text)) <= 16
+    extra = {"structured_outputs": {"json": schema, "disable_any_whitespace": True}}
+    tight = await client.openai.completions.create(**ASK, n=8, seed=1, extra_body=extra)
+    for choice in tight.choices:
+        assert choice.text == json.dumps(json.loads(choice.text), separators=(",", ":"))
+
+
+async def test_a_grammar_ends_an_answer_that_ignores_the_end_token(client):
+    answer = await client.openai.completions.create(
+        **ASK, extra_body={"guided_choice": ["abc"], "ignore_eos": True, "min_tokens": 150}
+    )
+    assert (answer.choices[0].text, answer.choices[0].finish_reason) == ("abc", "stop")
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("fields", "param", "says"),
+    [
+        ({"response_format": response_format({"type": "strin"})}, "response_format.json_schema.schema", "strin"),
+        (
+            {"response_format": response_format({"not": {"type": "string"}})},
+            "response_format.json_schema.schema",
+            "not",
+        ),
+        ({"response_format": response_format({"$ref": "#/nowhere"})}, "response_format.json_schema.schema", "nowhere"),
+        ({"response_format": response_format(5)}, "response_format.json_schema.schema", "object"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "required"),
+        ({"response_format": {"type": "yaml"}}, "response_format.type", "yaml"),
+        ({"response_format": {"type": "json_object", "extra": 1}}, "response_format.extra", "unknown"),
+        ({"guided_json": "{"}, "guided_json", "JSON"),
+        ({"guided_regex": "a("}, "guided_regex", "unclosed"),
+        ({"guided_regex": "(?=a)b"}, "guided_regex", "look"),
+        ({"guided_choice": []}, "guided_choice", "at least one"),
+        ({"guided_choice": "yes"}, "guided_choice", "list"),
+        ({"guided_grammar": "start: nothing"}, "guided_grammar", "nothing"),
+        ({"guided_regex": "a" * 300_000}, "guided_regex", "longer"),
+        ({"guided_regex": "a", "guided_choice": ["b"]}, "guided_choice", "guided_regex"),
+        ({"structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs.regex", "structured_outputs.json"),
+        ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs.structural_tag", "not supported"),
+        ({"guided_decoding_backend": "xgrammar"}, "guided_decoding_backend", "guidance"),
+    ],
+    ids=str,
+)
+async def test_a_bad_grammar_is_a_400_that_says_why(client, fields, param, says):
+    for path, ask in (("/v1/completions", ASK), ("/v1/chat/completions", CHAT)):
+        status, body = await client.post(path, ask | fields)
+        assert (status, body["error"]["param"]) == (400, param), body
+        assert says in body["error"]["message"]
+
+
+def test_a_compiled_grammar_is_used_again_with_a_state_of_its_own(tokenizer):
+    compiler = GrammarCompiler(tokenizer, [1])
+    grammar = compiler.compile(GrammarSpec("choice", '["ab"]'))
+    assert compiler.compile(GrammarSpec("choice", '["ab"]')) is grammar
+    first, second = grammar.start(), grammar.start()
+    [a], [b] = tokenizer.encode_all(["a", "b"], add_special_tokens=False)
+    first.advance(a)
+    assert allowed(first) == {b}
+    assert a in allowed(second) and b not in allowed(second)
+    first.advance(b)
+    assert allowed(first) == {1}
+
+
+def allowed(state):
+    row = np.full(12, -1, np.int32)
+    state.fill(row)
+    return set(np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little")).tolist())
+
+
+async def test_masks_keep_logprobs_of_the_models_own_distribution(client):
+    """As for the other filters, a log-probability is that of the model, before the mask."""
+    answer = await client.openai.completions.create(**ASK, logprobs=2, seed=2, extra_body={"guided_choice": ["Ä"]})
+    logprobs = answer.choices[0].logprobs
+    assert all(value < 0 for value in logprobs.token_logprobs)
+    assert all(len(top) >= 2 for top in logprobs.top_logprobs)
+
+
+async def test_without_llguidance_the_answer_says_what_to_install(client, monkeypatch):
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(openai.BadRequestError, match=r"fastdecode\[structured\]") as caught:
+        await client.openai.completions.create(**ASK, extra_body={"guided_choice": ["x"]})
+    assert caught.value.param == "guided_choice"
