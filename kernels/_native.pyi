@@ -146,13 +146,21 @@ class REngine:
         softmax_scale: float,
         windows: Sequence[int],
         notify: object | None = None,
+        max_pages: int = 0,
     ) -> REngineLink:
         """Grant a lease of `n_pages` pages and `max_seqs` sequence indexes, and serve the calls in `region`.
 
         The caller has written the region's header; the link keeps the region alive until it is closed. `kv_dtype` is an
         index of region.contract.KV_DTYPES. `windows`: sliding window of each layer in tokens, 0: none. `notify`: a
-        PyCapsule "fastdecode.notify" (fd_notify_t of region/doorbell.h). Raises ValueError for a bad argument,
-        MemoryError if the KV-cache has no room for `n_pages`.
+        PyCapsule "fastdecode.notify" (fd_notify_t of region/doorbell.h). `max_pages`: the lease may grow to as many
+        pages, for which it reserves address space; at most `n_pages`: it does not grow. Raises ValueError for a bad
+        argument, MemoryError if the KV-cache has no room for `n_pages`.
+        """
+    def pages_within(self, geometry: _Geometry, kv_dtype: int, n_bytes: int, grows: bool, /) -> int:
+        """The most pages that take at most `n_bytes` of the budget, in a lease that grows or in one that does not.
+
+        The layers of a lease that grows lie apart, and each takes whole OS pages, or whole hugetlb pages. Raises
+        ValueError for a geometry or dtype that is not valid.
         """
     def close(self) -> None:
         """Join the threads. Raises RuntimeError while links are open. Idempotent."""
@@ -175,6 +183,11 @@ class REngineLink:
         """Let the empty sequence `dst` share the first `length` tokens of `src`.
 
         Raises ValueError for a wrong tag, index or length, MemoryError if the lease cannot count more shared pages.
+        """
+    def grow(self, n_pages: int, /) -> None:
+        """Let the lease have `n_pages` pages; those that it has stay where they are. Does nothing if it has as many.
+
+        Raises MemoryError, and changes nothing, for more than `max_pages`, and for more than the budget or the OS has.
         """
     def pages(self, seq_index: int, tag: int, /) -> list[int]:
         """The page numbers of a sequence, in order; consecutive numbers lie side by side in memory.

@@ -16,29 +16,76 @@ static uint32_t stretch_order(const fd_kvcache_t *kv) {
     return order;
 }
 
+/* Bytes of one layer of one page. */
+static uint64_t page_layer_bytes(const fd_geometry_t *g, fd_kv_dtype_t dtype) {
+    return (uint64_t)g->n_kv_heads * fd_kv_chunk_bytes(dtype, g->head_size);
+}
+
+uint64_t fd_kvcache_bytes(const fd_geometry_t *g, fd_kv_dtype_t dtype, uint32_t n_pages, bool grows, fd_huge_t huge) {
+    const uint64_t layer = n_pages * page_layer_bytes(g, dtype);
+    if (grows) return fd_round_up(layer, fd_memory_unit(huge)) * g->n_layers;
+    return huge == FD_HUGE_HUGETLB ? fd_round_up(layer * g->n_layers, fd_memory_unit(huge)) : layer * g->n_layers;
+}
+
+uint64_t fd_kvcache_pages_within(const fd_geometry_t *g, fd_kv_dtype_t dtype, uint64_t bytes, bool grows,
+                                 fd_huge_t huge) {
+    uint64_t layer = bytes / g->n_layers;
+    if (grows) layer -= layer % fd_memory_unit(huge);
+    else if (huge == FD_HUGE_HUGETLB) layer = (bytes - bytes % fd_memory_unit(huge)) / g->n_layers;
+    return layer / page_layer_bytes(g, dtype);
+}
+
+/* Commits pages [from, to) of every layer of a lease that may grow. */
+static fd_status_t commit(fd_kvcache_t *kv, uint32_t from, uint32_t to, char *err, size_t err_len) {
+    const size_t begin = fd_round_up(from * kv->page_layer_bytes, kv->unit),
+                 bytes = fd_round_up(to * kv->page_layer_bytes, kv->unit) - begin;
+    for (uint32_t layer = 0; bytes && layer < kv->n_layers; layer++) {
+        uint8_t *start = kv->arena + layer * kv->layer_stride + begin;
+        if (fd_memory_commit(start, bytes, kv->huge, err, err_len)) continue;
+        while (layer--) fd_memory_decommit(kv->arena + layer * kv->layer_stride + begin, bytes);
+        return FD_INTERNAL;
+    }
+    return FD_OK;
+}
+
+static fd_status_t map_arena(fd_kvcache_t *kv, char *err, size_t err_len) {
+    if (kv->max_pages > kv->n_pages) {
+        const size_t align = kv->granule > FD_TRANSPARENT_BYTES ? kv->granule : FD_TRANSPARENT_BYTES;
+        kv->layer_stride = fd_round_up(kv->max_pages * kv->page_layer_bytes, align);
+        kv->arena_bytes = kv->layer_stride * kv->n_layers;
+        kv->grows = true;
+        kv->arena = fd_memory_reserve(kv->arena_bytes, kv->huge, err, err_len);
+        return kv->arena ? commit(kv, 0, kv->n_pages, err, err_len) : FD_INTERNAL;
+    }
+    kv->layer_stride = kv->n_pages * kv->page_layer_bytes;
+    kv->arena_bytes = fd_round_up(kv->layer_stride * kv->n_layers, kv->unit);
+    kv->arena = fd_memory_map(kv->arena_bytes, kv->huge, err, err_len);
+    return kv->arena ? FD_OK : FD_INTERNAL;
+}
+
 fd_status_t fd_kvcache_init(fd_kvcache_t *kv, const fd_geometry_t *g, fd_kv_dtype_t dtype, uint32_t n_pages,
-                            uint32_t max_seqs, fd_huge_t huge, char *err, size_t err_len) {
+                            uint32_t max_pages, uint32_t max_seqs, fd_huge_t huge, char *err, size_t err_len) {
     memset(kv, 0, sizeof *kv);
     kv->n_layers = g->n_layers;
     kv->n_kv_heads = g->n_kv_heads;
     kv->n_pages = n_pages;
+    kv->max_pages = max_pages;
     kv->max_seqs = max_seqs;
+    kv->huge = huge;
     kv->chunk_bytes = fd_kv_chunk_bytes(dtype, g->head_size);
     kv->page_layer_bytes = g->n_kv_heads * kv->chunk_bytes;
     kv->granule = fd_memory_granule(huge);
-    kv->arena_bytes = (size_t)n_pages * g->n_layers * kv->page_layer_bytes;
-    if (huge == FD_HUGE_HUGETLB) kv->arena_bytes = fd_round_up(kv->arena_bytes, kv->granule);
-    kv->arena = fd_memory_map(kv->arena_bytes, huge, err, err_len);
-    if (!kv->arena) return FD_INTERNAL;
+    kv->unit = fd_memory_unit(huge);
+    fd_status_t status = map_arena(kv, err, err_len);
     kv->swept = (uint64_t)n_pages * g->n_layers;
     kv->sequences = calloc(max_seqs, sizeof *kv->sequences);
-    kv->refs = calloc(n_pages, sizeof *kv->refs);
-    kv->readers = calloc(n_pages, sizeof *kv->readers);
-    if (!fd_pages_init(&kv->free, n_pages, stretch_order(kv)) || !kv->sequences || !kv->refs || !kv->readers) {
-        fd_kvcache_destroy(kv);
-        return FD_FAIL(FD_INTERNAL, "no memory to keep track of %u pages and %u sequences", n_pages, max_seqs);
-    }
-    return FD_OK;
+    kv->refs = calloc(max_pages, sizeof *kv->refs);
+    kv->readers = calloc(max_pages, sizeof *kv->readers);
+    if (status == FD_OK && (!fd_pages_init(&kv->free, n_pages, max_pages, stretch_order(kv)) || !kv->sequences ||
+                            !kv->refs || !kv->readers))
+        status = FD_FAIL(FD_INTERNAL, "no memory to keep track of %u pages and %u sequences", max_pages, max_seqs);
+    if (status != FD_OK) fd_kvcache_destroy(kv);
+    return status;
 }
 
 void fd_kvcache_destroy(fd_kvcache_t *kv) {
@@ -49,6 +96,16 @@ void fd_kvcache_destroy(fd_kvcache_t *kv) {
     fd_pages_destroy(&kv->free);
     if (kv->arena) fd_memory_unmap(kv->arena, kv->arena_bytes);
     memset(kv, 0, sizeof *kv);
+}
+
+fd_status_t fd_kvcache_commit(fd_kvcache_t *kv, uint32_t n_pages, char *err, size_t err_len) {
+    return commit(kv, kv->n_pages, n_pages, err, err_len);
+}
+
+void fd_kvcache_grow(fd_kvcache_t *kv, uint32_t n_pages) {
+    fd_pages_grow(&kv->free, n_pages);
+    __atomic_store_n(&kv->n_pages, n_pages, __ATOMIC_RELEASE);
+    kv->swept = 0; /* it counts by the old n_pages */
 }
 
 static bool reserve_list(fd_sequence_t *s, uint32_t n_pages) {
@@ -268,18 +325,22 @@ void fd_kvcache_end_copies(fd_kvcache_t *kv, const fd_row_t *table, const fd_pag
 
 /* Number of pages in a part. */
 static uint32_t part_pages(const fd_kvcache_t *kv) {
-    size_t n = (PART_BYTES + kv->page_layer_bytes - 1) / kv->page_layer_bytes;
-    return n < kv->n_pages ? (uint32_t)n : kv->n_pages;
+    return (uint32_t)((PART_BYTES + kv->page_layer_bytes - 1) / kv->page_layer_bytes);
 }
 
-uint64_t fd_kvcache_parts(const fd_kvcache_t *kv) {
+uint64_t fd_kvcache_parts(const fd_kvcache_t *kv, uint32_t n_pages) {
     uint32_t n = part_pages(kv);
-    return ((uint64_t)kv->n_pages + n - 1) / n * kv->n_layers;
+    return ((uint64_t)n_pages + n - 1) / n * kv->n_layers;
+}
+
+uint64_t fd_kvcache_whole_parts(const fd_kvcache_t *kv, uint32_t n_pages) {
+    return (uint64_t)(n_pages / part_pages(kv)) * kv->n_layers;
 }
 
 int fd_kvcache_fault_in(const fd_kvcache_t *kv, uint64_t part) {
+    uint32_t n_pages = __atomic_load_n(&kv->n_pages, __ATOMIC_ACQUIRE);
     uint32_t n = part_pages(kv), first = (uint32_t)(part / kv->n_layers * n), layer = (uint32_t)(part % kv->n_layers);
-    if (n > kv->n_pages - first) n = kv->n_pages - first;
+    if (n > n_pages - first) n = n_pages - first;
     return fd_memory_fault_in(fd_kv_chunk(kv, layer, first, 0), n * kv->page_layer_bytes);
 }
 
@@ -290,16 +351,25 @@ static bool in_use(const fd_kvcache_t *kv, uint64_t page_layer) {
 
 bool fd_kvcache_give_back(fd_kvcache_t *kv) {
     const uint64_t n_page_layers = (uint64_t)kv->n_layers * kv->n_pages;
-    uint64_t at = kv->swept; /* free pages at the end of a layer and at the start of the next one form one run */
+    /* Free pages at the end of a layer and at the start of the next one form one run, unless the layers lie apart. */
+    const uint64_t block = kv->grows ? kv->n_pages : n_page_layers;
+    uint64_t at = kv->swept;
     while (at < n_page_layers && in_use(kv, at)) at++;
-    uint64_t first = at;
-    while (at < n_page_layers && !in_use(kv, at) &&
+    if (at >= n_page_layers) {
+        kv->swept = n_page_layers;
+        return false;
+    }
+    const uint64_t first = at, begin = first - first % block, end = begin + block;
+    while (at < end && !in_use(kv, at) &&
            (at - first) * kv->page_layer_bytes < GIVE_BACK_BYTES + kv->page_layer_bytes + kv->granule)
         at++;
-    size_t from = fd_round_up(first * kv->page_layer_bytes, kv->granule), to = at * kv->page_layer_bytes;
-    bool run_ends = at == n_page_layers || in_use(kv, at);
-    if (at < n_page_layers) to -= to % kv->granule;
-    if (from < to) fd_memory_give_back(kv->arena + from, to - from);
-    kv->swept = run_ends ? at : to / kv->page_layer_bytes; /* the next call continues a run that this call has cut */
+    uint8_t *start = kv->arena + first / block * kv->layer_stride;
+    size_t from = fd_round_up((first - begin) * kv->page_layer_bytes, kv->granule),
+           to = (at - begin) * kv->page_layer_bytes;
+    bool run_ends = at == end || in_use(kv, at);
+    if (at < end) to -= to % kv->granule;
+    if (from < to) fd_memory_give_back(start + from, to - from);
+    /* The next call continues a run that this call has cut. */
+    kv->swept = run_ends ? at : begin + to / kv->page_layer_bytes;
     return kv->swept < n_page_layers;
 }

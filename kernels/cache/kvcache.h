@@ -2,8 +2,11 @@
  *
  * A page holds FD_PAGE_TOKENS tokens of one sequence, for all layers. The arena is layer-major, so that the call of a
  * layer reads memory that lies together: the chunk of (layer, page, KV head) begins at byte
- * ((layer * n_pages + page) * n_kv_heads + head) * chunk_bytes. The pages of a sequence lie side by side where
+ * layer * layer_stride + (page * n_kv_heads + head) * chunk_bytes. The pages of a sequence lie side by side where
  * possible, in stretches (pages.h) of at most 2 MiB per layer, so that a new sequence touches one huge page per layer.
+ *
+ * A lease that may grow reserves address space for `max_pages` pages of each layer, and commits the first `n_pages` of
+ * each. Growing commits more, so a page never moves, and attention computes addresses as without growth.
  *
  * Pages are reference-counted. Sequences that share a prefix share its pages, including the last, partly used one. A
  * sequence writes only pages that it holds alone: a step copies a shared page before it appends to it.
@@ -44,20 +47,37 @@ typedef struct {
 typedef struct {
     uint8_t *arena;
     size_t arena_bytes, chunk_bytes, page_layer_bytes; /* page_layer: one layer of one page */
-    size_t granule;                                    /* fd_memory_granule of the arena's memory */
-    uint32_t n_layers, n_kv_heads, n_pages, max_seqs;
+    size_t layer_stride;                               /* bytes from one layer to the next */
+    size_t granule, unit;                              /* fd_memory_granule and fd_memory_unit of the arena's memory */
+    fd_huge_t huge;
+    bool grows; /* made with max_pages > n_pages: the layers lie apart */
+    uint32_t n_layers, n_kv_heads, max_seqs;
+    uint32_t n_pages;   /* atomic: fd_kvcache_fault_in reads it without the mutex */
+    uint32_t max_pages; /* the most that the lease may grow to */
     fd_sequence_t *sequences; /* [max_seqs] */
-    uint32_t *refs;           /* [n_pages] number of sequences that hold each page */
-    uint32_t *readers;        /* [n_pages] number of incomplete copies of each page; a page with copies is not free */
+    uint32_t *refs;           /* [max_pages] number of sequences that hold each page */
+    uint32_t *readers;        /* [max_pages] number of incomplete copies of each page; a page with copies is not free */
     fd_pages_t free;
     uint32_t n_seqs, shared_refs, mark;
     uint64_t swept; /* page layers that fd_kvcache_give_back has visited since a page was last taken or dropped */
 } fd_kvcache_t;
 
-/* Returns FD_OK, or FD_INTERNAL if out of memory. The caller has checked the sizes. */
+/* Bytes of memory that a cache of `n_pages` pages takes. `grows`: it was made with a greater max_pages. Its layers then
+ * lie apart, and each takes whole units of memory. */
+uint64_t fd_kvcache_bytes(const fd_geometry_t *g, fd_kv_dtype_t dtype, uint32_t n_pages, bool grows, fd_huge_t huge);
+/* The most pages that take at most `bytes`. */
+uint64_t fd_kvcache_pages_within(const fd_geometry_t *g, fd_kv_dtype_t dtype, uint64_t bytes, bool grows,
+                                 fd_huge_t huge);
+
+/* Returns FD_OK, or FD_INTERNAL if out of memory. The caller has checked the sizes, and n_pages <= max_pages. */
 fd_status_t fd_kvcache_init(fd_kvcache_t *kv, const fd_geometry_t *g, fd_kv_dtype_t dtype, uint32_t n_pages,
-                            uint32_t max_seqs, fd_huge_t huge, char *err, size_t err_len);
+                            uint32_t max_pages, uint32_t max_seqs, fd_huge_t huge, char *err, size_t err_len);
 void fd_kvcache_destroy(fd_kvcache_t *kv);
+
+/* Growing from kv->n_pages to `n_pages`, at most kv->max_pages, takes two calls. The first takes memory from the OS and
+ * needs no mutex; it returns FD_OK, or FD_INTERNAL and has changed nothing. The second hands out the new pages. */
+fd_status_t fd_kvcache_commit(fd_kvcache_t *kv, uint32_t n_pages, char *err, size_t err_len);
+void fd_kvcache_grow(fd_kvcache_t *kv, uint32_t n_pages);
 
 /* Freeing an empty sequence does nothing, because the step that should have filled it may have been refused. */
 fd_status_t fd_kvcache_free(fd_kvcache_t *kv, uint32_t seq_index, uint32_t tag, char *err, size_t err_len);
@@ -91,9 +111,11 @@ static inline void fd_kvcache_copy(const fd_kvcache_t *kv, uint32_t layer, uint3
 void fd_kvcache_end_copies(fd_kvcache_t *kv, const fd_row_t *table, const fd_page_copy_t *copies, uint32_t n_copies,
                            const uint64_t *done);
 
-/* Number of parts in which the arena is faulted in. A part is one layer of a run of pages, 2 MiB or a little more.
- * The parts of all layers of the first pages come first, because a cache that fills up needs them first. */
-uint64_t fd_kvcache_parts(const fd_kvcache_t *kv);
+/* Number of parts in which the first `n_pages` pages are faulted in. A part is one layer of a run of pages, 2 MiB or a
+ * little more. The parts of all layers of the first pages come first: a cache that fills up needs them first. */
+uint64_t fd_kvcache_parts(const fd_kvcache_t *kv, uint32_t n_pages);
+/* Number of those parts, from the first one on, that growing does not change: all but an incomplete run's. */
+uint64_t fd_kvcache_whole_parts(const fd_kvcache_t *kv, uint32_t n_pages);
 /* Faults in one part, on the calling thread and without the mutex. Returns 0 or errno. */
 int fd_kvcache_fault_in(const fd_kvcache_t *kv, uint64_t part);
 
@@ -107,7 +129,7 @@ static inline uint32_t fd_pages_for(uint64_t tokens) {
 }
 
 static inline uint8_t *fd_kv_chunk(const fd_kvcache_t *kv, uint32_t layer, uint32_t page, uint32_t head) {
-    return kv->arena + (((size_t)layer * kv->n_pages + page) * kv->n_kv_heads + head) * kv->chunk_bytes;
+    return kv->arena + layer * kv->layer_stride + ((size_t)page * kv->n_kv_heads + head) * kv->chunk_bytes;
 }
 
 static inline void fd_kvcache_copy(const fd_kvcache_t *kv, uint32_t layer, uint32_t src, uint32_t dst, uint32_t head,

@@ -19,8 +19,19 @@ typedef enum {
 /* Bytes of the unit in which memory of this kind is best faulted in and given back. Never 0. */
 size_t fd_memory_granule(fd_huge_t huge);
 
-/* Maps `bytes` zeros, which the OS commits on first touch. Hugetlb pages are reserved at once, so that no later touch
- * can fail; for them `bytes` must be a multiple of the granule. Returns NULL on failure, with a sentence in err. */
+/* Multiple at which fd_memory_commit begins and ends: the granule of hugetlb pages, else an OS page. */
+size_t fd_memory_unit(fd_huge_t huge);
+
+/* Reserves address space, which uses no memory and must not be touched before it is committed. It begins at a multiple
+ * of the granule and of FD_TRANSPARENT_BYTES. Returns NULL on failure, with a sentence in err. */
+void *fd_memory_reserve(size_t bytes, fd_huge_t huge, char *err, size_t err_len);
+/* Makes reserved address space usable: zeros, for which the OS finds memory on first touch. Hugetlb pages are set aside
+ * at once, so that no later touch can fail. `from` and `bytes` are multiples of fd_memory_unit. Returns false on
+ * failure, with a sentence in err; then the range may be committed in part. */
+bool fd_memory_commit(uint8_t *from, size_t bytes, fd_huge_t huge, char *err, size_t err_len);
+/* Turns committed memory into reserved address space again. */
+void fd_memory_decommit(uint8_t *from, size_t bytes);
+/* Reserves and commits; `bytes` as for fd_memory_commit. */
 void *fd_memory_map(size_t bytes, fd_huge_t huge, char *err, size_t err_len);
 void fd_memory_unmap(void *memory, size_t bytes);
 

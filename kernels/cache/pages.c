@@ -48,17 +48,25 @@ static void set_free(fd_pages_t *p, uint32_t stretch, uint8_t free) {
     join_list(p, stretch, now);
 }
 
-bool fd_pages_init(fd_pages_t *p, uint32_t n_pages, uint32_t order) {
-    const uint32_t n = (uint32_t)(((uint64_t)n_pages + (1u << order) - 1) >> order);
-    *p = (fd_pages_t){
-        .stretches = calloc(n, sizeof *p->stretches), .n_pages = n_pages, .n_free = n_pages, .order = order};
+bool fd_pages_init(fd_pages_t *p, uint32_t n_pages, uint32_t max_pages, uint32_t order) {
+    const uint32_t n = (uint32_t)(((uint64_t)max_pages + (1u << order) - 1) >> order);
+    *p = (fd_pages_t){.stretches = calloc(n, sizeof *p->stretches), .order = order};
     if (!p->stretches) return false;
     memset(p->first, 0xff, sizeof p->first);
-    for (uint32_t i = n; i--;) { /* backwards, so that the first stretch heads its list and is taken first */
-        const uint32_t left = n_pages - (i << order), all = 1u << order;
-        set_free(p, i, (uint8_t)((1u << (left < all ? left : all)) - 1));
-    }
+    fd_pages_grow(p, n_pages);
     return true;
+}
+
+void fd_pages_grow(fd_pages_t *p, uint32_t n_pages) {
+    const uint32_t all = 1u << p->order, old = p->n_pages;
+    /* Backwards, so that the first new stretch heads its list and is taken first. */
+    for (uint32_t i = (uint32_t)(((uint64_t)n_pages + all - 1) >> p->order); i-- > old >> p->order;) {
+        const uint32_t first = i << p->order, left = n_pages - first, from = old > first ? old - first : 0;
+        const uint32_t here = (1u << (left < all ? left : all)) - 1;
+        set_free(p, i, p->stretches[i].free | (uint8_t)(here & ~((1u << from) - 1)));
+    }
+    p->n_free += n_pages - old;
+    p->n_pages = n_pages;
 }
 
 void fd_pages_destroy(fd_pages_t *p) {

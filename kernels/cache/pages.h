@@ -31,8 +31,10 @@ typedef struct {
     uint32_t first[FD_MAX_STRETCH_ORDER + 1];
 } fd_pages_t;
 
-/* Makes all n_pages free. Returns false if out of memory. */
-bool fd_pages_init(fd_pages_t *p, uint32_t n_pages, uint32_t order);
+/* Makes n_pages pages free, and room for fd_pages_grow up to max_pages. Returns false if out of memory. */
+bool fd_pages_init(fd_pages_t *p, uint32_t n_pages, uint32_t max_pages, uint32_t order);
+/* Adds free pages, so that there are `n_pages` in all. */
+void fd_pages_grow(fd_pages_t *p, uint32_t n_pages);
 void fd_pages_destroy(fd_pages_t *p);
 
 /* Takes a page for a sequence whose last page is `after`, or FD_NO_PAGE if the sequence has none. A page must be

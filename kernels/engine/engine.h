@@ -40,6 +40,7 @@ typedef struct {
     uint32_t max_seqs;
     float softmax_scale;
     const uint32_t *windows; /* [n_layers]; 0: full attention */
+    uint32_t max_pages;      /* fd_link_grow may raise n_pages to this; at most n_pages: the lease does not grow */
 } fd_lease_t;
 
 typedef struct {
@@ -62,6 +63,9 @@ void fd_engine_free(fd_engine_t *engine); /* joins the threads; all links must h
 int fd_engine_eventfd(const fd_engine_t *engine);
 size_t fd_page_bytes(const fd_geometry_t *g, uint32_t kv_dtype); /* of one page: all layers and KV heads */
 uint64_t fd_engine_kv_free(fd_engine_t *engine);
+/* The most pages that a lease of `bytes` may have. `grows`: its max_pages is greater. */
+uint64_t fd_engine_pages_within(const fd_engine_t *engine, const fd_geometry_t *g, uint32_t kv_dtype, uint64_t bytes,
+                                bool grows);
 
 /* Copies `notify`, which may be NULL. `region` (region_bytes of the geometry's layout) must stay mapped until
  * fd_engine_remove_link returns. */
@@ -85,6 +89,9 @@ int fd_link_fork(fd_link_t *link, uint32_t src, uint32_t src_tag, uint32_t dst, 
 /* Allocates [*n] numbers: the sequence's pages, in order. The caller frees *pages. */
 int fd_link_pages(fd_link_t *link, uint32_t seq_index, uint32_t tag, uint32_t **pages, uint32_t *n, char *err,
                   size_t err_len);
+/* Grows the lease to `n_pages`; the pages that it has stay where they are. Does nothing if it has as many. One thread
+ * at a time. */
+int fd_link_grow(fd_link_t *link, uint32_t n_pages, char *err, size_t err_len);
 void fd_link_stats(fd_link_t *link, fd_link_stats_t *out);
 void fd_link_prefault(fd_link_t *link, fd_prefault_t *out);
 

@@ -29,9 +29,10 @@ struct fd_link {
     fd_kvcache_t kv;
     fd_slot_state_t *slots; /* [n_slots], thread 0 only */
     uint64_t last_call_ns;  /* thread 0 only */
-    struct {                /* thread 0 writes, any thread reads: relaxed atomics, but `parts` never changes */
-        uint64_t parts;     /* fd_kvcache_parts, or 0 without prefaulting */
+    struct {                /* atomics; thread 0 writes the others, any thread reads */
+        uint64_t parts;     /* fd_kvcache_parts, or 0 without prefaulting; fd_link_grow writes it */
         uint64_t done;      /* parts that have been faulted in */
+        uint64_t redo;      /* thread 0 is to begin again with this part; fd_link_grow writes it */
         int error;
     } prefault;
     struct { /* thread 0 writes, any thread reads: relaxed atomics */

@@ -14,12 +14,18 @@ size_t fd_page_bytes(const fd_geometry_t *g, uint32_t kv_dtype) {
     return (size_t)g->n_layers * g->n_kv_heads * fd_kv_chunk_bytes((fd_kv_dtype_t)kv_dtype, g->head_size);
 }
 
+static uint32_t max_pages(const fd_lease_t *lease) {
+    return lease->max_pages > lease->n_pages ? lease->max_pages : lease->n_pages;
+}
+
 static bool lease_ok(const fd_geometry_t *g, const fd_lease_t *lease, const void *region, char *err, size_t err_len) {
     const char *reason = fd_geometry_error(g);
     if (reason) return FD_FAIL(false, "%s", reason);
     if (lease->kv_dtype >= FD_KV_DTYPES) return FD_FAIL(false, "unknown KV-cache dtype %u", lease->kv_dtype);
     if (lease->n_pages < 1 || lease->n_pages > FD_MAX_PAGES)
         return FD_FAIL(false, "%u pages are not within 1..%u", lease->n_pages, FD_MAX_PAGES);
+    if (max_pages(lease) > FD_MAX_PAGES)
+        return FD_FAIL(false, "at most %u pages are not within 1..%u", lease->max_pages, FD_MAX_PAGES);
     if (lease->max_seqs < 1 || lease->max_seqs > FD_MAX_SEQS)
         return FD_FAIL(false, "%u sequences are not within 1..%u", lease->max_seqs, FD_MAX_SEQS);
     if (!isfinite(lease->softmax_scale)) return FD_FAIL(false, "the softmax scale is not finite");
@@ -54,15 +60,16 @@ static fd_link_t *build(fd_engine_t *e, void *region, const fd_geometry_t *g, co
     struct epoll_event event = {.events = EPOLLIN | EPOLLET};
     if (link->eventfd < 0 || epoll_ctl(e->epoll, EPOLL_CTL_ADD, link->eventfd, &event)) {
         snprintf(err, err_len, "no file descriptor for a link");
-    } else if (fd_kvcache_init(&link->kv, g, lease->kv_dtype, lease->n_pages, lease->max_seqs, e->huge, err, err_len) ==
-               FD_OK) {
+    } else if (fd_kvcache_init(&link->kv, g, lease->kv_dtype, lease->n_pages, max_pages(lease), lease->max_seqs,
+                               e->huge, err, err_len) == FD_OK) {
         bool ok = fd_work_init(&link->work, g, &link->kv, lease->kv_dtype, e->isa, lease->softmax_scale, lease->windows,
                                e->n_threads) == FD_OK;
         link->slots = ok ? calloc(g->n_slots, sizeof *link->slots) : NULL;
         ok = link->slots != NULL;
         for (uint32_t i = 0; ok && i < g->n_slots; i++)
             ok = fd_step_init(&link->slots[i].step, g->max_rows, link->work.shape.max_items) == FD_OK;
-        if (e->prefault) link->prefault.parts = fd_kvcache_parts(&link->kv);
+        if (e->prefault) link->prefault.parts = fd_kvcache_parts(&link->kv, lease->n_pages);
+        link->prefault.redo = UINT64_MAX;
         link->last_call_ns = fd_now_ns();
         if (ok) return link;
         snprintf(err, err_len, "no memory for the working space of a link");
@@ -71,25 +78,26 @@ static fd_link_t *build(fd_engine_t *e, void *region, const fd_geometry_t *g, co
     return NULL;
 }
 
-/* Counts a link and its bytes against the engine's limits, before anything is allocated for it. */
-static bool reserve(fd_engine_t *e, uint32_t n_pages, uint64_t bytes, char *err, size_t err_len) {
+/* Counts links and bytes against the engine's limits, before anything is allocated for them. */
+static bool reserve(fd_engine_t *e, uint32_t n_links, uint32_t n_pages, uint64_t bytes, char *err, size_t err_len) {
     pthread_mutex_lock(&e->mutex);
     bool ok = true;
-    if (e->n_reserved == FD_MAX_LINKS) ok = FD_FAIL(false, "the R-engine already serves %u links", FD_MAX_LINKS);
+    if (n_links > FD_MAX_LINKS - e->n_reserved)
+        ok = FD_FAIL(false, "the R-engine already serves %u links", FD_MAX_LINKS);
     else if (bytes > e->kv_bytes - e->kv_used)
         ok = FD_FAIL(false, "%u pages need %llu bytes of KV-cache, but %llu are free", n_pages,
                      (unsigned long long)bytes, (unsigned long long)(e->kv_bytes - e->kv_used));
     if (ok) {
-        e->n_reserved++;
+        e->n_reserved += n_links;
         e->kv_used += bytes;
     }
     pthread_mutex_unlock(&e->mutex);
     return ok;
 }
 
-static void release(fd_engine_t *e, uint64_t bytes) {
+static void release(fd_engine_t *e, uint32_t n_links, uint64_t bytes) {
     pthread_mutex_lock(&e->mutex);
-    e->n_reserved--;
+    e->n_reserved -= n_links;
     e->kv_used -= bytes;
     pthread_mutex_unlock(&e->mutex);
 }
@@ -98,13 +106,13 @@ fd_link_t *fd_engine_add_link(fd_engine_t *e, void *region, const fd_geometry_t 
                               const fd_notify_t *notify, char *err, size_t err_len) {
     errno = EINVAL;
     if (!lease_ok(g, lease, region, err, err_len)) return NULL;
-    uint64_t bytes = lease->n_pages * (uint64_t)fd_page_bytes(g, lease->kv_dtype);
-    if (e->huge == FD_HUGE_HUGETLB) bytes = fd_round_up(bytes, fd_memory_granule(e->huge));
+    const bool grows = lease->max_pages > lease->n_pages;
+    const uint64_t bytes = fd_kvcache_bytes(g, lease->kv_dtype, lease->n_pages, grows, e->huge);
     errno = ENOMEM;
-    if (!reserve(e, lease->n_pages, bytes, err, err_len)) return NULL;
+    if (!reserve(e, 1, lease->n_pages, bytes, err, err_len)) return NULL;
     fd_link_t *link = build(e, region, g, lease, err, err_len);
     if (!link) {
-        release(e, bytes);
+        release(e, 1, bytes);
         errno = ENOMEM;
         return NULL;
     }
@@ -130,7 +138,42 @@ void fd_engine_remove_link(fd_engine_t *e, fd_link_t *link) {
     fd_link_refuse_waiting(link);
     uint64_t bytes = link->lease_bytes;
     destroy(link);
-    release(e, bytes);
+    release(e, 1, bytes);
+}
+
+uint64_t fd_engine_pages_within(const fd_engine_t *e, const fd_geometry_t *g, uint32_t kv_dtype, uint64_t bytes,
+                                bool grows) {
+    return fd_kvcache_pages_within(g, (fd_kv_dtype_t)kv_dtype, bytes, grows, e->huge);
+}
+
+int fd_link_grow(fd_link_t *link, uint32_t n_pages, char *err, size_t err_len) {
+    fd_engine_t *e = link->engine;
+    fd_kvcache_t *kv = &link->kv;
+    const uint32_t old = kv->n_pages;
+    if (n_pages <= old) return 0;
+    if (n_pages > kv->max_pages)
+        return -(int)FD_FAIL(FD_OUT_OF_PAGES, "the lease may grow to %u pages, not to %u", kv->max_pages, n_pages);
+    const uint64_t bytes = fd_kvcache_bytes(&link->work.g, link->work.kv_dtype, n_pages, kv->grows, e->huge);
+    const uint64_t more = bytes - link->lease_bytes;
+    if (!reserve(e, 0, n_pages - old, more, err, err_len)) return -(int)FD_OUT_OF_PAGES;
+    const fd_status_t status = fd_kvcache_commit(kv, n_pages, err, err_len);
+    if (status != FD_OK) {
+        release(e, 0, more);
+        return -(int)status;
+    }
+    pthread_mutex_lock(&link->mutex);
+    fd_kvcache_grow(kv, n_pages);
+    link->lease_bytes = bytes;
+    if (e->prefault) {
+        const uint64_t redo = fd_kvcache_whole_parts(kv, old);
+        uint64_t before = __atomic_load_n(&link->prefault.redo, __ATOMIC_RELAXED);
+        __atomic_store_n(&link->prefault.parts, fd_kvcache_parts(kv, n_pages), __ATOMIC_RELAXED);
+        while (redo < before && !__atomic_compare_exchange_n(&link->prefault.redo, &before, redo, false,
+                                                             __ATOMIC_RELEASE, __ATOMIC_RELAXED)) {}
+    }
+    pthread_mutex_unlock(&link->mutex);
+    if (e->prefault) fd_eventfd_wake(e->eventfd);
+    return 0;
 }
 
 int fd_link_eventfd(const fd_link_t *link) { return link->eventfd; }
@@ -185,7 +228,8 @@ void fd_link_stats(fd_link_t *link, fd_link_stats_t *out) {
 }
 
 void fd_link_prefault(fd_link_t *link, fd_prefault_t *out) {
-    uint64_t parts = link->prefault.parts, done = __atomic_load_n(&link->prefault.done, __ATOMIC_RELAXED);
+    uint64_t parts = __atomic_load_n(&link->prefault.parts, __ATOMIC_RELAXED),
+             done = __atomic_load_n(&link->prefault.done, __ATOMIC_RELAXED);
     out->total = parts ? link->lease_bytes : 0;
     out->bytes = done < parts ? out->total / parts * done : out->total;
     out->error = __atomic_load_n(&link->prefault.error, __ATOMIC_RELAXED);

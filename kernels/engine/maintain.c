@@ -3,7 +3,10 @@
 
 /* Faults in the next parts of a link's arena, one per thread. False if no part is left, or if one has failed before. */
 static bool fault_in(fd_engine_t *e, fd_link_t *link) {
-    uint64_t done = link->prefault.done, left = link->prefault.parts - done;
+    uint64_t redo = __atomic_load_n(&link->prefault.redo, __ATOMIC_RELAXED);
+    if (redo != UINT64_MAX) redo = __atomic_exchange_n(&link->prefault.redo, UINT64_MAX, __ATOMIC_ACQ_REL);
+    if (redo < link->prefault.done) __atomic_store_n(&link->prefault.done, redo, __ATOMIC_RELAXED);
+    uint64_t done = link->prefault.done, left = __atomic_load_n(&link->prefault.parts, __ATOMIC_RELAXED) - done;
     if (!left || link->prefault.error) return false;
     uint32_t n = left < e->n_threads ? (uint32_t)left : e->n_threads;
     fd_poll_carriers(e, false); /* faulting in may take as long as a long call */

@@ -27,7 +27,7 @@ static bool alloc_scratch(fd_work_t *w) {
     if (!w->scratch) return false;
     for (uint32_t t = 0; t < w->n_threads; t++) {
         fd_scratch_t *s = &w->scratch[t];
-        s->chunks = malloc(w->kv->n_pages * sizeof *s->chunks);
+        s->chunks = malloc(w->kv->max_pages * sizeof *s->chunks);
         s->memory = alloc_floats(block + 2 * stat + 2 * row);
         if (!s->chunks || !s->memory) return false;
         s->acc = s->memory;

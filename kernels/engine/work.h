@@ -6,7 +6,7 @@
 
 /* The working memory of one thread. */
 typedef struct {
-    const uint8_t **chunks; /* [n_pages] the chunks to attend to */
+    const uint8_t **chunks; /* [max_pages] the chunks to attend to */
     float *acc, *m, *l;     /* softmax state of one query block, all heads of a span */
     float *k, *v;           /* [head_size] the row to append, in fp32 */
     float *memory;          /* allocation of the five arrays of floats */

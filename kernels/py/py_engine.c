@@ -181,12 +181,13 @@ static PyObject *closed_error(const char *what) { return PyErr_Format(PyExc_Runt
 
 static PyObject *engine_add_link(engine_object_t *self, PyObject *args, PyObject *kwargs) {
     static char *names[] = {"region",        "geometry", "kv_dtype", "n_pages", "max_seqs",
-                            "softmax_scale", "windows",  "notify",   NULL};
+                            "softmax_scale", "windows",  "notify",   "max_pages", NULL};
     PyObject *region, *windows, *notify = Py_None;
     fd_geometry_t g;
     fd_lease_t lease = {0};
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO&IIIfO|O", names, &region, fd_py_geometry, &g, &lease.kv_dtype,
-                                     &lease.n_pages, &lease.max_seqs, &lease.softmax_scale, &windows, &notify))
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO&IIIfO|OI", names, &region, fd_py_geometry, &g, &lease.kv_dtype,
+                                     &lease.n_pages, &lease.max_seqs, &lease.softmax_scale, &windows, &notify,
+                                     &lease.max_pages))
         return NULL;
     if (!self->engine) return closed_error("the R-engine");
     const fd_notify_t *target = NULL;
@@ -210,6 +211,17 @@ static PyObject *engine_add_link(engine_object_t *self, PyObject *args, PyObject
     link->notify = Py_NewRef(notify);
     self->n_links++;
     return (PyObject *)link;
+}
+
+static PyObject *engine_pages_within(engine_object_t *self, PyObject *args) {
+    fd_geometry_t g;
+    unsigned kv_dtype;
+    unsigned long long bytes;
+    int grows;
+    if (!PyArg_ParseTuple(args, "O&IKp", fd_py_geometry, &g, &kv_dtype, &bytes, &grows)) return NULL;
+    if (kv_dtype >= FD_KV_DTYPES) return PyErr_Format(PyExc_ValueError, "unknown KV-cache dtype %u", kv_dtype);
+    if (!self->engine) return closed_error("the R-engine");
+    return PyLong_FromUnsignedLongLong(fd_engine_pages_within(self->engine, &g, kv_dtype, bytes, grows));
 }
 
 static PyObject *engine_get_isa(engine_object_t *self, void *unused) {
@@ -240,7 +252,10 @@ static PyGetSetDef engine_getset[] = {
 
 static PyMethodDef engine_methods[] = {
     {"add_link", (PyCFunction)(void (*)(void))engine_add_link, METH_VARARGS | METH_KEYWORDS,
-     "add_link(region, geometry, kv_dtype, n_pages, max_seqs, softmax_scale, windows, notify=None) -> REngineLink"},
+     "add_link(region, geometry, kv_dtype, n_pages, max_seqs, softmax_scale, windows, notify=None, max_pages=0)\n"
+     "-> REngineLink"},
+    {"pages_within", (PyCFunction)engine_pages_within, METH_VARARGS,
+     "pages_within(geometry, kv_dtype, bytes, grows) -> int: the most pages that a lease of `bytes` may have"},
     {"close", (PyCFunction)engine_close, METH_NOARGS, "Join the threads. All links must be closed."},
     {0},
 };
@@ -327,6 +342,20 @@ static PyObject *link_fork(link_object_t *self, PyObject *args) {
     return outcome(rc, err);
 }
 
+static PyObject *link_grow(link_object_t *self, PyObject *args) {
+    unsigned n_pages;
+    char err[ERR_LEN];
+    if (!PyArg_ParseTuple(args, "I", &n_pages)) return NULL;
+    if (!self->link) return closed_error("the link");
+    int rc;
+    self->users++;
+    Py_BEGIN_ALLOW_THREADS
+    rc = fd_link_grow(self->link, n_pages, err, sizeof err);
+    Py_END_ALLOW_THREADS
+    self->users--;
+    return outcome(rc, err);
+}
+
 static PyObject *link_pages(link_object_t *self, PyObject *args) {
     unsigned seq_index, tag, n;
     uint32_t *pages;
@@ -383,6 +412,7 @@ static PyMethodDef link_methods[] = {
      "trim(seq_index, tag, length): keep only the first `length` tokens of a sequence"},
     {"fork", (PyCFunction)link_fork, METH_VARARGS,
      "fork(src, src_tag, dst, dst_tag, length): let the empty `dst` share the first `length` tokens of `src`"},
+    {"grow", (PyCFunction)link_grow, METH_VARARGS, "grow(n_pages): let the lease have this many pages"},
     {"pages", (PyCFunction)link_pages, METH_VARARGS,
      "pages(seq_index, tag) -> the numbers of a sequence's pages, in order"},
     {"stats", (PyCFunction)link_stats, METH_NOARGS, "The counters of fd_link_stats_t, by name."},

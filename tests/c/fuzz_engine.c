@@ -49,7 +49,7 @@ static target_t *target_of(uint32_t isa) {
     t->engine = fd_engine_new(&config, err, sizeof err);
     REQUIRE(t->engine);
     uint32_t window = 0;
-    fd_lease_t lease = {FD_KV_FP32, 6, 2, 0.25f, &window};
+    fd_lease_t lease = {FD_KV_FP32, 6, 2, 0.25f, &window, 0};
     t->region = new_region(&good_geometry);
     t->link = fd_engine_add_link(t->engine, t->region, &good_geometry, &lease, NULL, err, sizeof err);
     REQUIRE(t->link);
@@ -103,7 +103,7 @@ static void good_call(target_t *good) {
 
 /* ---- the hostile link ---- */
 
-enum { SEQUENCES = 6 };
+enum { SEQUENCES = 6, MAX_PAGES = 30 };
 
 typedef struct {
     fd_geometry_t g;
@@ -135,7 +135,7 @@ static void open_hostile(hostile_t *h, fd_engine_t *engine, input_t *in) {
     h->y = fd_region_layout(&h->g);
     uint32_t windows[3];
     for (uint32_t i = 0; i < 3; i++) windows[i] = take(in, 1) % 2 ? 0 : edgy(in, 100);
-    fd_lease_t lease = {take(in, 1) % FD_KV_DTYPES, 1 + take(in, 1) % 24, SEQUENCES, 0.3f, windows};
+    fd_lease_t lease = {take(in, 1) % FD_KV_DTYPES, 1 + take(in, 1) % 24, SEQUENCES, 0.3f, windows, MAX_PAGES};
     h->region = new_region(&h->g);
     h->link = fd_engine_add_link(engine, h->region, &h->g, &lease, NULL, err, sizeof err);
     REQUIRE(h->link);
@@ -253,7 +253,7 @@ static void control(hostile_t *h, input_t *in) {
     uint32_t a = edgy(in, SEQUENCES), b = edgy(in, SEQUENCES), length = edgy(in, 128);
     uint32_t tag = take(in, 1) % 8 && a < SEQUENCES ? h->sequences[a].tag : take(in, 4);
     int rc;
-    switch (take(in, 1) % 3) {
+    switch (take(in, 1) % 4) {
     case 0:
         rc = fd_link_free(h->link, a, tag, err, sizeof err);
         if (rc == 0) h->sequences[a].length = 0;
@@ -262,13 +262,18 @@ static void control(hostile_t *h, input_t *in) {
         rc = fd_link_trim(h->link, a, tag, length, err, sizeof err);
         if (rc == 0) h->sequences[a].length = length;
         break;
-    default:
+    case 2:
         rc = fd_link_fork(h->link, a, tag, b, length, length, err, sizeof err);
         if (rc == 0) h->sequences[b].length = h->sequences[b].tag = length;
+        break;
+    default:
+        rc = fd_link_grow(h->link, length, err, sizeof err);
+        REQUIRE(rc == 0 || length > MAX_PAGES);
     }
     fd_link_stats_t stats;
     fd_link_stats(h->link, &stats);
-    REQUIRE(rc <= 0 && stats.pages_used <= stats.pages_total && stats.seqs <= SEQUENCES);
+    REQUIRE(rc <= 0 && stats.pages_total <= MAX_PAGES);
+    REQUIRE(stats.pages_used <= stats.pages_total && stats.seqs <= SEQUENCES);
 }
 
 static void hostile_link(target_t *target, input_t *in) {

@@ -186,7 +186,9 @@ class Shadow:
 class Link(Peer):
     """A link to an engine in this process, whose every O row is compared with a float64 shadow of the cache."""
 
-    def __init__(self, engine, g: Geometry, kv_dtype=KV_FP32, n_pages=64, max_seqs=8, windows: Sequence[int] = ()):
+    def __init__(
+        self, engine, g: Geometry, kv_dtype=KV_FP32, n_pages=64, max_seqs=8, windows: Sequence[int] = (), max_pages=0
+    ):
         super().__init__(g)
         self.kv_dtype, self.scale = kv_dtype, g.head_size**-0.5
         self.windows = list(windows) or [0] * g.n_layers
@@ -194,7 +196,9 @@ class Link(Peer):
         self.shadows: dict[int, Shadow] = {}
         self.next_tag = 1
         init_region_header(self.map, g.tuple())
-        self.lease = engine.add_link(self.map, g.tuple(), kv_dtype, n_pages, max_seqs, self.scale, self.windows)
+        self.lease = engine.add_link(
+            self.map, g.tuple(), kv_dtype, n_pages, max_seqs, self.scale, self.windows, None, max_pages
+        )
         self.wake_fd = self.lease.eventfd
 
     def close(self) -> None:
