@@ -9,7 +9,7 @@ from fastdecode.spart.penalties import LogitRules
 
 if TYPE_CHECKING:
     from fastdecode.engine.request import SamplingParams
-    from fastdecode.engine.scheduler import Plan
+    from fastdecode.engine.scheduling.plan import Plan
     from fastdecode.engine.sequence import Sequence
 
 

@@ -1,18 +1,18 @@
-"""All R-nodes as the scheduler sees them: placement of sequences, page counting and the prefix cache.
+"""All R-nodes as the scheduler sees them: the sequences on them, their pages, and the prefix cache.
 
-With the prefix cache on, a prompt that starts with the tokens of another sequence is placed on that sequence's R-node
-and takes over its cached pages by a FORK. This module finds, pins, touches and evicts prefix entries; the scheduler
-only sees how many tokens a placed sequence shares.
+With the prefix cache on, a prompt that starts with the tokens of another sequence takes over that sequence's cached
+pages by a FORK. This module pins, inserts and evicts prefix entries; the scheduler only sees how many tokens a placed
+sequence shares.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import ceil
 from typing import TYPE_CHECKING
 
 from fastdecode.engine.ledger import RNodeLedger, pages_for
 from fastdecode.engine.prefixes import CachedSequence, PrefixEntry, page_hashes
+from fastdecode.engine.scheduling.placement import Placement, Placer, Wait
 from fastdecode.region.contract import PAGE_TOKENS
 
 if TYPE_CHECKING:
@@ -23,15 +23,6 @@ if TYPE_CHECKING:
 
 #: Share of a lease's pages that cached prefixes leave free, so that a new sequence need not wait for an eviction.
 _PREFIX_HEADROOM = 0.1
-
-
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """The R-node chosen for a sequence, and the prefix entry it starts from."""
-
-    node: RNodeLedger
-    source: PrefixEntry | None = None
-    shared_tokens: int = 0  # leading tokens taken over from `source`
 
 
 class Cluster:
@@ -47,8 +38,9 @@ class Cluster:
         """`watermark` is the share of a lease's pages that new sequences leave to running ones. `max_uncached_suffix`
         is how many tokens behind a shared prefix may be left to an R-node's attention; a prompt with a longer suffix is
         prefilled on the S-node as a whole. None: any number."""
-        self.watermark, self.prefix_cache, self.max_uncached_suffix = watermark, prefix_cache, max_uncached_suffix
+        self.prefix_cache = prefix_cache
         self.nodes = [RNodeLedger(position, link) for position, link in enumerate(links)]
+        self._placer = Placer(self.nodes, watermark, max_uncached_suffix)
 
     @property
     def alive(self) -> list[RNodeLedger]:
@@ -63,65 +55,9 @@ class Cluster:
         """True if a live R-node could cache `tokens` tokens if it were empty."""
         return bool(self.alive) and tokens <= self.capacity
 
-    # -- placement ------------------------------------------------------------------------------------------------
-
-    def place(self, seq: Sequence) -> Placement | None:
-        """Choose an R-node for a waiting sequence; None: it must wait, for pages or for a prompt that it shares.
-
-        The R-node with the longest cached prefix of the sequence is taken if it has room, else the least loaded one
-        with room. A sequence waits while another one prefills at least half of its tokens. If no R-node has room,
-        prefix entries are evicted, so that a later call succeeds.
-        """
-        n_tokens = len(seq.tokens)
-        cached, in_work = self._match_prefix(seq), self._match_prefix(seq, computed=False)
-        if in_work is not None:
-            longer = cached is None or in_work.shared_tokens > cached.shared_tokens
-            if longer and 2 * in_work.shared_tokens >= n_tokens and self._has_room(in_work.node, n_tokens):
-                return None
-        if cached is not None and cached.source is not None:
-            cached.node.prefixes.touch(cached.source)  # an eviction that makes room for the prompt takes it last
-            if self._has_room(cached.node, n_tokens):
-                return cached
-        # A node where a running sequence waits for a page is never chosen: it has no free page.
-        with_room = [node for node in self.nodes if self._has_room(node, n_tokens)]
-        if with_room:
-            return Placement(min(with_room, key=lambda node: node.load))
-        self._evict_for(n_tokens)
-        return None
-
-    def _match_prefix(self, seq: Sequence, computed: bool = True) -> Placement | None:
-        """Where most leading tokens of `seq` are cached or, with `computed` False, being prefilled."""
-        best = None
-        for node in self.alive:
-            found = node.prefixes.match(seq.tokens, seq.hashes, computed)
-            if found and (best is None or found[1] > best.shared_tokens):
-                best = Placement(node, *found)
-        if best is None or self.max_uncached_suffix is None:
-            return best
-        return best if len(seq.tokens) - best.shared_tokens <= self.max_uncached_suffix else None
-
-    def _has_room(self, node: RNodeLedger, tokens: int) -> bool:
-        return node.alive and node.has_free_index and self._pages_needed(node, tokens) <= node.free_pages
-
-    def _pages_needed(self, node: RNodeLedger, tokens: int) -> int:
-        """Free pages that `node` must have to admit a sequence of `tokens` tokens.
-
-        The watermark is part of them, so that running sequences can grow for a while before one must be preempted. A
-        node without sequences needs no watermark.
-        """
-        watermark = ceil(self.watermark * node.n_pages) if node.n_sequences or node.pages_freeing else 0
-        return pages_for(tokens) + watermark
-
-    def _evict_for(self, tokens: int) -> None:
-        """Make room for a sequence of `tokens` tokens on the least loaded R-node whose prefix entries give enough."""
-        enough = [
-            node
-            for node in self.alive
-            if self._pages_needed(node, tokens) <= node.free_pages + node.pages_freeing + node.prefixes.pages
-        ]
-        if enough:
-            node = min(enough, key=lambda n: n.load)
-            node.evict_for(self._pages_needed(node, tokens), index=True)
+    def place(self, seq: Sequence) -> Placement | Wait:
+        """Choose an R-node for a waiting sequence, or say what it has to wait for; see Placer.place."""
+        return self._placer.place(seq)
 
     # -- life of a placed sequence --------------------------------------------------------------------------------
 

@@ -32,7 +32,8 @@ from fastdecode.engine.request import (
 )
 from fastdecode.engine.rnode_control import RNodeControl
 from fastdecode.engine.runner import Runner
-from fastdecode.engine.scheduler import Outcome, Plan, Scheduler, SchedulerLimits
+from fastdecode.engine.scheduler import Scheduler
+from fastdecode.engine.scheduling.plan import Outcome, Plan, SchedulerLimits
 from fastdecode.engine.sequence import Sequence
 from fastdecode.engine.stats import EngineObserver, EngineStats, NodeStats, NullObserver, Totals
 from fastdecode.engine.stream import RequestStream

@@ -98,15 +98,18 @@ class RNodeLedger:
         if not entry.running:
             self.release(sequence)
 
-    def evict_for(self, pages: int, index: bool) -> None:
-        """Evict prefix entries until `pages` pages (and a sequence index, if `index`) are free or being freed, or until
-        no entry can be evicted."""
+    def evict_for(self, pages: int, index: bool) -> bool:
+        """Evict prefix entries until `pages` pages (and a sequence index, if `index`) are free or being freed.
+
+        False if no further entry can be evicted before that.
+        """
         while self.free_pages + self.pages_freeing < pages or (
             index and not self._free_indexes and not self._sequences_freeing
         ):
             if (entry := self.prefixes.least_recently_used()) is None:
-                return
+                return False
             self.evict(entry)
+        return True
 
     def mark_lost(self) -> None:
         """Record that the R-node is gone, and its cache with it."""

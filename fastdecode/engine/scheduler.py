@@ -4,9 +4,10 @@ Scheduling is iteration-level, over n mini-batches. A step of a mini-batch holds
 decodes, then chunks of prompts, together at most `max_batch_tokens` rows. Between steps at most one prompt of a
 mini-batch is partly prefilled, so the S-node stages the K and V of at most n prompts.
 
-The order of arrival is the only priority. Requests are admitted in that order. When an R-node runs out of pages, its
-newest sequence is preempted: its pages are freed, and it waits at its old position in the queue to be recomputed. The
-oldest sequence of an R-node is never preempted for another one, so it ends, then the next one does, and none starves.
+Requests are admitted in order of arrival, but one that cannot start is passed over within a bound (scheduling/
+queue.py). When an R-node runs out of pages, its newest sequence is preempted: its pages are freed, and it waits at its
+old position in the queue to be recomputed. The oldest sequence of an R-node is never preempted for another one, so it
+ends, then the next one does, and none starves.
 
 A prompt that starts with a cached prefix (cluster.py) shares its first tokens with another sequence: the R-node is
 asked for a FORK (`take_forks`, `fork_done`). The uncached suffix is then attended on the R-node like a token that
@@ -19,65 +20,22 @@ first moves sequences to smaller mini-batches until all are about equal.
 from __future__ import annotations
 
 from bisect import insort
-from dataclasses import dataclass
-from operator import attrgetter
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from fastdecode.engine.cluster import Cluster
 from fastdecode.engine.ledger import RNodeLedger, pages_for
+from fastdecode.engine.scheduling.budgets import StagingBudget, StepBudget
+from fastdecode.engine.scheduling.placement import Wait
+from fastdecode.engine.scheduling.plan import Outcome, Plan, PlannedChunk, SchedulerLimits, step_order
+from fastdecode.engine.scheduling.queue import BY_ARRIVAL, WaitingQueue
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from fastdecode.engine.scheduling.placement import Placement
     from fastdecode.engine.sequence import Sequence
     from fastdecode.spart.batch import Sampled
     from fastdecode.transports.base import Link
-
-_BY_ARRIVAL = attrgetter("order")
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerLimits:
-    """Bounds on a step. All counts are of one mini-batch. Raises ValueError for bounds that no step can keep."""
-
-    mini_batches: int
-    max_batch_tokens: int  # rows of a step; at most `max_rows` of every link's slots
-    max_seqs: int  # sequences; at most max_batch_tokens, so that all of them can decode in every step
-
-    def __post_init__(self) -> None:
-        if self.mini_batches < 1:
-            raise ValueError(f"mini_batches must be at least 1, not {self.mini_batches}")
-        if not 1 <= self.max_seqs <= self.max_batch_tokens:
-            raise ValueError(f"max_seqs must be within 1..max_batch_tokens, not {self.max_seqs}")
-
-
-class PlannedChunk(NamedTuple):
-    """One sequence's part of a step: its tokens [seq.cached, seq.cached + n_tokens)."""
-
-    seq: Sequence
-    n_tokens: int
-    prefill: bool  # True: attended on the S-node. False: on the R-node (decode, and the suffix behind a shared prefix)
-    sample: bool  # False: more of the prompt follows
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """One step. Chunks that attend on R-nodes come first; each kind is in order of link (see spart/batch.py)."""
-
-    mini_batch: int
-    chunks: list[PlannedChunk]
-
-    @property
-    def n_tokens(self) -> int:
-        return sum(chunk.n_tokens for chunk in self.chunks)
-
-
-class Outcome(NamedTuple):
-    """One token that a completed step generated."""
-
-    seq: Sequence
-    sampled: Sampled
-    finish_reason: str | None
 
 
 class Scheduler:
@@ -86,12 +44,13 @@ class Scheduler:
     def __init__(self, cluster: Cluster, limits: SchedulerLimits):
         self.cluster = cluster
         self.limits = limits
-        self.waiting: list[Sequence] = []  # in order of arrival
+        self.waiting = WaitingQueue()
         self.mini_batches: list[list[Sequence]] = [[] for _ in range(limits.mini_batches)]  # each in order of arrival
         self.preemptions = 0
         self.prompt_tokens = 0  # prompt tokens of all placed sequences, recomputed ones included
         self.reused_tokens = 0  # those of them that a FORK has shared
         self.changed = False  # another mini-batch may have work now; the reader clears it
+        self._staging = StagingBudget(limits.max_staged_tokens)
         self._starved: list[Sequence] = []  # wait for a page, in order of arrival
         self._failed: list[tuple[Sequence, str]] = []
         self._forks: list[Sequence] = []
@@ -102,16 +61,16 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.waiting) or self.n_running > 0
+        return len(self.waiting) > 0 or self.n_running > 0
 
     def running_on(self, node: RNodeLedger) -> list[Sequence]:
         """The running sequences that `node` caches, in order of arrival."""
         running = (seq for mini_batch in self.mini_batches for seq in mini_batch)
-        return sorted((seq for seq in running if seq.node is node), key=_BY_ARRIVAL)
+        return sorted((seq for seq in running if seq.node is node), key=BY_ARRIVAL)
 
     def add(self, seq: Sequence) -> None:
         """Put a sequence into the queue, at its position by arrival."""
-        insort(self.waiting, seq, key=_BY_ARRIVAL)
+        self.waiting.add(seq)
 
     def cancel(self, seq: Sequence) -> None:
         """Remove a sequence: now if it is not in flight, else when its step has completed. Idempotent."""
@@ -160,8 +119,8 @@ class Scheduler:
         self._serve_starved()
         self._balance(mini_batch)
         chunks = self._decode_chunks(mini_batch)
-        chunks += self._prompt_chunks(mini_batch, self.limits.max_batch_tokens - len(chunks))
-        chunks.sort(key=_step_order)
+        chunks += self._prompt_chunks(mini_batch, StepBudget(self.limits.max_batch_tokens - len(chunks)))
+        chunks.sort(key=step_order)
         return Plan(mini_batch, chunks) if chunks else None
 
     def complete(self, plan: Plan, sampled: Iterable[Sampled | None]) -> list[Outcome]:
@@ -181,6 +140,7 @@ class Scheduler:
                 self._failed.append((seq, error))
                 continue
             if not seq.prefilling:
+                self._staging.drop(seq)
                 self.cluster.mark_prefilled(seq)
             reason = None
             if token is not None:
@@ -247,39 +207,49 @@ class Scheduler:
             chunks.append(PlannedChunk(seq, 1, prefill=False, sample=True))
         return chunks
 
-    def _prompt_chunks(self, mini_batch: int, budget: int) -> list[PlannedChunk]:
-        """At most `budget` tokens of prompts: first of the mini-batch's unfinished ones, then of newly admitted
+    def _prompt_chunks(self, mini_batch: int, budget: StepBudget) -> list[PlannedChunk]:
+        """Chunks of prompts within the budget: first of the mini-batch's unfinished prompts, then of newly admitted
         ones."""
         chunks: list[PlannedChunk] = []
         for seq in self.mini_batches[mini_batch]:  # at most one of them is prefilled on the S-node
             if seq.prefilling:
-                budget -= self._append_prompt_chunk(chunks, seq, budget)
-        while budget > 0 and (admitted := self._admit(mini_batch)) is not None:
-            budget -= self._append_prompt_chunk(chunks, admitted, budget)
+                self._append_prompt_chunk(chunks, seq, budget)
+        while budget.rows > 0 and (admitted := self._admit(mini_batch, budget)) is not None:
+            self._append_prompt_chunk(chunks, admitted, budget)
         return chunks
 
-    def _append_prompt_chunk(self, chunks: list[PlannedChunk], seq: Sequence, budget: int) -> int:
-        """Append the next chunk of a prompt, at most `budget` tokens; returns how many. During a FORK: none."""
-        n_tokens = 0 if seq.in_flight else min(budget, seq.prefill_end - seq.cached)
+    def _append_prompt_chunk(self, chunks: list[PlannedChunk], seq: Sequence, budget: StepBudget) -> None:
+        """Append the next chunk of a prompt, as long as the budget allows. During a FORK: none."""
+        if seq.in_flight:
+            return
+        n_tokens = budget.take(seq.cached, seq.prefill_end - seq.cached)
         if n_tokens > 0:
             seq.in_flight = True
-            last = seq.cached + n_tokens == seq.prefill_end
-            chunks.append(PlannedChunk(seq, n_tokens, prefill=not seq.shared_tokens, sample=last))
-        return n_tokens
+            prefill, last = not seq.shared_tokens, seq.cached + n_tokens == seq.prefill_end
+            if prefill and not last:
+                self._staging.stage(seq, seq.prefill_end)
+            chunks.append(PlannedChunk(seq, n_tokens, prefill=prefill, sample=last))
 
-    def _admit(self, mini_batch: int) -> Sequence | None:
-        """Move the head of the queue into the mini-batch, if that has less than its share and an R-node has room."""
-        if not self.waiting:
-            return None
+    def _admit(self, mini_batch: int, budget: StepBudget) -> Sequence | None:
+        """Move the first waiting sequence that can start into the mini-batch, if that has less than its share."""
         running = self.mini_batches[mini_batch]
         share = -(-(self.n_running + len(self.waiting)) // len(self.mini_batches))
         if len(running) >= min(share, self.limits.max_seqs):
             return None
-        seq = self.waiting[0]
-        placement = self.cluster.place(seq)
-        if placement is None:
-            return None
-        del self.waiting[0]
+        for seq in self.waiting.candidates():
+            n_tokens = len(seq.tokens)
+            if budget.chunk(0, n_tokens) < n_tokens and not self._staging.has_room(n_tokens):
+                continue
+            placement = self.cluster.place(seq)
+            if placement is Wait.FREE:
+                return None  # whoever is behind would take the pages that are being freed for it
+            if not isinstance(placement, Wait):
+                self.waiting.start(seq)
+                self._start(seq, placement, mini_batch)
+                return seq
+        return None
+
+    def _start(self, seq: Sequence, placement: Placement, mini_batch: int) -> None:
         self.cluster.admit(seq, placement)
         seq.mini_batch = mini_batch
         seq.prefill_end = len(seq.tokens)
@@ -287,8 +257,7 @@ class Scheduler:
         if seq.source is not None:
             seq.in_flight = True
             self._forks.append(seq)
-        insort(running, seq, key=_BY_ARRIVAL)
-        return seq
+        insort(self.mini_batches[mini_batch], seq, key=BY_ARRIVAL)
 
     # -- pages ----------------------------------------------------------------------------------------------------
 
@@ -310,7 +279,7 @@ class Scheduler:
                 self._starved.remove(seq)
             return True
         if seq not in self._starved:
-            insort(self._starved, seq, key=_BY_ARRIVAL)
+            insort(self._starved, seq, key=BY_ARRIVAL)
         if not self.cluster.reclaim_page(node):
             newest = self.running_on(node)[-1]
             if not newest.in_flight:  # else `_serve_starved` comes back here once its step has completed
@@ -337,6 +306,7 @@ class Scheduler:
         assert seq.mini_batch is not None, "the sequence does not run"
         self.mini_batches[seq.mini_batch].remove(seq)
         seq.mini_batch = None
+        self._staging.drop(seq)
         if seq in self._starved:
             self._starved.remove(seq)
         self.cluster.release(seq, sound and not seq.prefilling)
@@ -365,11 +335,6 @@ class Scheduler:
             surplus = (sum(s.cached for s in source) - sum(s.cached for s in target)) / 2
             seq = min(movable, key=lambda s: abs(surplus - s.cached))
             source.remove(seq)
-            insort(target, seq, key=_BY_ARRIVAL)
+            insort(target, seq, key=BY_ARRIVAL)
             seq.mini_batch = target_index
             self.changed = True
-
-
-def _step_order(chunk: PlannedChunk) -> tuple[bool, int]:
-    """Sort key of a step's chunks: chunks that attend on R-nodes first, then by link."""
-    return chunk.prefill, chunk.seq.placed_on.position

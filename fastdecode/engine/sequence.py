@@ -26,7 +26,7 @@ class Sequence:
     """
 
     request_id: str
-    order: int  # arrival number; the scheduler's only priority, the lowest goes first
+    order: int  # arrival number
     tokens: list[int]  # the prompt, then the generated tokens
     n_prompt: int
     max_new: int  # tokens it may generate: its max_tokens, cut to what the context and the KV-cache hold
@@ -44,6 +44,10 @@ class Sequence:
     entry: PrefixEntry | None = None  # its own prefix entry, while it runs
     source: PrefixEntry | None = None  # the prefix entry whose first `shared_tokens` tokens it takes over
     shared_tokens: int = 0
+
+    # While it waits.
+    passed_over: int = 0  # sequences behind it that started before it
+    awaits: tuple[RNodeLedger, PrefixEntry] | None = None  # the prefill of a prefix that it waits for
 
     # Progress, kept by the scheduler.
     mini_batch: int | None = None  # None: it waits or has ended

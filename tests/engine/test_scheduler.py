@@ -10,7 +10,10 @@ import pytest
 from fastdecode.engine.cluster import Cluster
 from fastdecode.engine.ledger import pages_for
 from fastdecode.engine.request import SamplingParams
-from fastdecode.engine.scheduler import Plan, Scheduler, SchedulerLimits
+from fastdecode.engine.scheduler import Scheduler
+from fastdecode.engine.scheduling import queue
+from fastdecode.engine.scheduling.budgets import StepBudget
+from fastdecode.engine.scheduling.plan import Plan, SchedulerLimits
 from fastdecode.engine.sequence import Sequence
 from fastdecode.region.contract import PAGE_TOKENS
 
@@ -23,19 +26,22 @@ WORD = 1
 class World:
     """R-nodes that record every append; the caller begins and ends steps and acknowledges FREEs."""
 
-    def __init__(self, leases=((40, 64),), mini_batches=2, max_batch_tokens=128, max_seqs=16, watermark=0.01):
+    def __init__(
+        self, leases=((40, 64),), mini_batches=2, max_batch_tokens=128, max_seqs=16, watermark=0.01, max_staged=None
+    ):
         links = [
             SimpleNamespace(url=f"tcp://r{i}", lease=SimpleNamespace(n_pages=pages, max_seqs=seqs))
             for i, (pages, seqs) in enumerate(leases)
         ]
         self.cluster = Cluster(links, watermark)
-        self.limits = SchedulerLimits(mini_batches, max_batch_tokens, max_seqs)
+        self.limits = SchedulerLimits(mini_batches, max_batch_tokens, max_seqs, max_staged)
         self.scheduler = Scheduler(self.cluster, self.limits)
         self.flights: dict[int, Plan] = {}
         self.cached: list[dict[tuple[int, int], int]] = [{} for _ in links]  # per R-node: handle -> tokens appended
         self.ended: list[Sequence] = []
         self.admitted: list[int] = []  # orders of arrival, as they were first given a chunk
         self.lasts: dict[Sequence, int] = {}  # the length at which END comes
+        self.staged: set[Sequence] = set()  # prompts that took several steps
         self._orders = 0
 
     def add(self, n_prompt, max_new, end_after=None) -> Sequence:
@@ -117,6 +123,11 @@ class World:
             flying = [c.seq for other in self.flights.values() for c in other.chunks]
             assert chunk.seq not in flying, "in two steps at once"
             assert chunk.sample == (chunk.seq.cached + chunk.n_tokens == len(chunk.seq.tokens))
+            if chunk.prefill and not chunk.sample:
+                self.staged.add(chunk.seq)
+        if self.limits.max_staged_tokens is not None:
+            staged = [s.prefill_end for s in self.staged if s.node is not None and s.prefilling]
+            assert len(staged) <= 1 or sum(staged) <= self.limits.max_staged_tokens
 
     def check_book(self) -> None:
         members = [seq for batch in self.scheduler.mini_batches for seq in batch]
@@ -130,7 +141,7 @@ class World:
             running = self.scheduler.running_on(node)
             counted = sum(seq.pages for seq in running)
             assert node.free_pages >= 0
-            assert node.free_pages + counted + node.pages_freeing == node.n_pages
+            assert node.free_pages + counted + node.pages_freeing + node.prefixes.pages == node.n_pages
             assert node.n_sequences == len(running) == sum(seq.node is node for seq in members)
             assert node.load == sum(seq.final_length for seq in running)
         orders = [seq.order for seq in self.scheduler.waiting]
@@ -159,11 +170,19 @@ class World:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_random_arrivals_ends_cancels(seed):
+def test_random_arrivals_ends_cancels(seed, monkeypatch):
     """In any order of events, the accounts balance and every request ends with the right number of tokens."""
     rng = random.Random(seed)
+    monkeypatch.setattr(queue, "MAX_PASSED", max_passed := rng.choice([0, 1, 5, 64]))
     leases = [(rng.choice([9, 14, 40]), rng.choice([3, 8, 64])) for _ in range(rng.choice([1, 1, 3]))]
-    world = World(leases, rng.choice([1, 2, 3]), rng.choice([16, 64, 300]), rng.choice([3, 8]), rng.choice([0.01, 0.2]))
+    world = World(
+        leases,
+        rng.choice([1, 2, 3]),
+        rng.choice([16, 64, 300]),
+        rng.choice([3, 8]),
+        rng.choice([0.01, 0.2]),
+        rng.choice([None, 0, 400]),
+    )
     capacity = world.cluster.capacity
     seqs, cancelled = [], set()
     for _ in range(1500):
@@ -195,7 +214,9 @@ def test_random_arrivals_ends_cancels(seed):
         due = min(seq.max_new, world.lasts.get(seq, 10**9) - seq.n_prompt)
         assert seq.n_generated == due
         assert seq.finish_reason() == ("stop" if seq.tokens[-1] == END else "length")
-    assert world.admitted == sorted(world.admitted), "first come, first served"
+    assert all(seq.passed_over <= max_passed for seq in seqs)
+    overtakers = max((sum(o > n for o in world.admitted[:i]) for i, n in enumerate(world.admitted)), default=0)
+    assert overtakers <= max_passed, "first come, first served, within the bound"
 
 
 def test_random_runs_do_preempt():
@@ -256,6 +277,61 @@ def test_a_prompt_starts_only_after_the_unfinished_one():
     assert [(chunk.seq, chunk.n_tokens) for chunk in world.begin(0).chunks] == [(long, 50), (short, 20)]
 
 
+def test_a_prompt_without_room_is_passed_over_within_a_bound(monkeypatch):
+    monkeypatch.setattr(queue, "MAX_PASSED", 4)
+    world = World([(10, 16)], mini_batches=1, max_batch_tokens=2000, watermark=0)
+    running = world.add(5 * PAGE_TOKENS, 300)
+    world.begin(0), world.end(0)
+    long = world.add(8 * PAGE_TOKENS - 10, 3)
+    short = [world.add(10, 3) for _ in range(9)]
+    while running not in world.ended:
+        world.begin(0), world.end(0)
+        world.free()
+    assert [seq.n_generated for seq in short] == [3] * 4 + [0] * 5, "no more than four go first"
+    world.run()
+    assert world.ended.index(long) < world.ended.index(short[4])
+    assert world.scheduler.preemptions == 0
+
+
+def test_pages_that_are_freed_for_a_prompt_are_not_given_to_another():
+    world = World([(10, 16)], mini_batches=1, max_batch_tokens=2000, watermark=0)
+    world.cluster.prefix_cache = True
+    world.add(8 * PAGE_TOKENS, 1)
+    world.begin(0), world.end(0)
+    big, small = world.add(9 * PAGE_TOKENS, 1), world.add(10, 1)
+    assert world.begin(0) is None, "the cached prefix is being freed for the big prompt"
+    world.free()
+    assert [chunk.seq for chunk in world.begin(0).chunks] == [big, small]
+
+
+@pytest.mark.parametrize("max_staged, waits", [(None, False), (1100, False), (1000, True), (0, True)])
+def test_staged_prompts_are_bounded(max_staged, waits):
+    world = World([(60, 16)], mini_batches=2, max_batch_tokens=128, max_staged=max_staged)
+    first, second, short = world.add(600, 2), world.add(500, 2), world.add(20, 2)
+    assert [chunk.seq for chunk in world.begin(0).chunks] == [first]
+    assert [chunk.seq for chunk in world.begin(1).chunks] == [short if waits else second]
+    world.run()
+    assert {first, second, short} == set(world.ended)
+
+
+@pytest.mark.parametrize("start", [0, 1, 700, 9000])
+@pytest.mark.parametrize("costs", [(1.0, 0.0), (0.0, 0.5), (3.0, 0.01), (1.0, 1e-9)])
+def test_a_step_budget_grants_the_most_rows_that_its_work_allows(start, costs):
+    row, pair = costs
+    for work in (0.5, 10.0, 777.0, 12345.0):
+
+        def cost(n):
+            return sum(row + pair * (start + i) for i in range(1, n + 1))
+
+        budget = StepBudget(rows=500, work=work, row_cost=row, pair_cost=pair, least=2)
+        n = budget.chunk(start, 10_000)
+        assert 2 <= n <= 500
+        assert n == 2 or cost(n) <= work * (1 + 1e-6)
+        assert n == 500 or cost(n + 1) > work * (1 - 1e-6)
+        assert budget.take(start, 10_000) == n
+        assert budget.chunk(0, 1) == 0, "after a chunk that was cut"
+
+
 def test_burst_is_shared_between_mini_batches():
     """A burst fills one mini-batch's budget at once, but not beyond its share."""
     world = World([(400, 64)], max_batch_tokens=200)
@@ -301,7 +377,7 @@ def test_newest_is_preempted_and_comes_back_first():
         world.end(0)
         world.begin(0)
     behind = world.add(1, 1)
-    assert world.scheduler.waiting == [new, behind]
+    assert list(world.scheduler.waiting) == [new, behind]
     had = new.n_generated
     assert had > 0 and new.cached == 0 and new.node is None
     world.run()

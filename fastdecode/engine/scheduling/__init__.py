@@ -1,0 +1,7 @@
+"""The parts that the scheduler (engine/scheduler.py) puts together. Bookkeeping and arithmetic: no IO, no clocks.
+
+plan        a step as the scheduler plans it, and the bounds on it
+queue       WaitingQueue: who may start next, and how often somebody may be passed over
+placement   on which R-node a waiting sequence may run
+budgets     what a step's prompts may cost: rows, attention work, staged keys and values
+"""

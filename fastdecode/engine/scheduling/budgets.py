@@ -1,0 +1,77 @@
+"""What the prompts of a step may cost: rows, attention work, and keys and values staged on the S-node."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import inf, sqrt
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from fastdecode.engine.sequence import Sequence
+
+
+@dataclass(slots=True)
+class StepBudget:
+    """What is left of a step for chunks of prompts.
+
+    A chunk of n rows behind `start` tokens costs n rows and `row_cost` * n + `pair_cost` * pairs of work, where
+    pairs = n * start + n * (n + 1) / 2 counts the keys that its rows attend to. `least` rows are granted whatever the
+    work, so that a prompt always goes on.
+    """
+
+    rows: int
+    work: float = inf  # in the unit of the costs
+    row_cost: float = 0.0
+    pair_cost: float = 0.0
+    least: int = 1
+
+    def chunk(self, start: int, n_tokens: int) -> int:
+        """Rows that a prompt which goes on at `start`, with `n_tokens` tokens to come, may have: 0..n_tokens."""
+        n = min(n_tokens, self.rows)
+        if n > self.least and self.work < inf:
+            n = min(n, max(self.least, self._affordable(start)))
+        return n
+
+    def take(self, start: int, n_tokens: int) -> int:
+        """Spend what `chunk` grants, and return it. After a chunk that is cut, nothing is left of the budget."""
+        n = self.chunk(start, n_tokens)
+        self.work -= self.row_cost * n + self.pair_cost * (n * start + n * (n + 1) / 2)
+        self.rows = self.rows - n if n == n_tokens and self.work > 0 else 0
+        return n
+
+    def _affordable(self, start: int) -> int:
+        """The largest n whose work is within the budget."""
+        linear, square = self.row_cost + self.pair_cost * (start + 0.5), self.pair_cost / 2
+        if self.work <= 0 or linear <= 0:
+            return 0 if self.work <= 0 else self.rows
+        if square * self.work < 1e-9 * linear * linear:
+            return int(self.work / linear)
+        return int((sqrt(linear * linear + 4 * square * self.work) - linear) / (2 * square))
+
+
+@dataclass(slots=True)
+class StagingBudget:
+    """Bounds the prompt tokens whose keys and values are staged on the S-node.
+
+    Only a prompt that takes several steps is staged. One prompt may always be staged, however long it is.
+    """
+
+    max_tokens: int | None  # None: no bound
+    _staged: dict[Sequence, int] = field(default_factory=dict)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all prompts that are staged, counted in full from their first chunk on."""
+        return sum(self._staged.values())
+
+    def has_room(self, n_tokens: int) -> bool:
+        """True if a prompt of `n_tokens` tokens may be staged beside the present ones."""
+        return self.max_tokens is None or not self._staged or self.tokens + n_tokens <= self.max_tokens
+
+    def stage(self, seq: Sequence, n_tokens: int) -> None:
+        """Count the prompt of `seq`. Does nothing if it is counted."""
+        self._staged.setdefault(seq, n_tokens)
+
+    def drop(self, seq: Sequence) -> None:
+        """Count the prompt of `seq` no longer. Does nothing if it is not counted."""
+        self._staged.pop(seq, None)

@@ -1,0 +1,111 @@
+"""On which R-node a waiting sequence may run: prefixes, free pages and load.
+
+A prompt that starts with the tokens of another sequence is placed on that sequence's R-node and takes over its cached
+pages by a FORK. Any other prompt goes to the least loaded R-node with room.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from math import ceil
+from typing import TYPE_CHECKING
+
+from fastdecode.engine.ledger import RNodeLedger, pages_for
+
+if TYPE_CHECKING:
+    from fastdecode.engine.prefixes import PrefixEntry
+    from fastdecode.engine.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """The R-node chosen for a sequence, and the prefix entry it starts from."""
+
+    node: RNodeLedger
+    source: PrefixEntry | None = None
+    shared_tokens: int = 0  # leading tokens taken over from `source`
+
+
+class Wait(Enum):
+    """Why a sequence cannot be placed now."""
+
+    PREFIX = "another sequence is prefilling at least half of its tokens"
+    FREE = "pages that suffice for it are being freed"
+    ROOM = "no R-node has, or can make, room for it"
+
+
+class Placer:
+    """Chooses R-nodes for waiting sequences. `nodes` is the cluster's own list, in the order of the S-Part's links."""
+
+    def __init__(self, nodes: list[RNodeLedger], watermark: float, max_uncached_suffix: int | None):
+        """`watermark` and `max_uncached_suffix`: see Cluster."""
+        self._nodes, self._watermark, self._max_uncached_suffix = nodes, watermark, max_uncached_suffix
+
+    def place(self, seq: Sequence) -> Placement | Wait:
+        """Choose an R-node for a waiting sequence, or say what it has to wait for.
+
+        The R-node with the longest cached prefix of the sequence is taken if it has room, else the least loaded one
+        with room. A sequence waits while another one prefills at least half of its tokens. If no R-node has room,
+        prefix entries are evicted, so that a later call succeeds.
+        """
+        n_tokens = len(seq.tokens)
+        if seq.awaits is not None:
+            node, entry = seq.awaits
+            if node.alive and entry in node.prefixes and not entry.computed and self._has_room(node, n_tokens):
+                return Wait.PREFIX
+            seq.awaits = None
+        cached, in_work = self._match_prefix(seq), self._match_prefix(seq, computed=False)
+        if in_work is not None and in_work.source is not None:
+            longer = cached is None or in_work.shared_tokens > cached.shared_tokens
+            if longer and 2 * in_work.shared_tokens >= n_tokens and self._has_room(in_work.node, n_tokens):
+                seq.awaits = in_work.node, in_work.source
+                return Wait.PREFIX
+        if cached is not None and cached.source is not None:
+            cached.node.prefixes.touch(cached.source)  # an eviction that makes room for the prompt takes it last
+            if self._has_room(cached.node, n_tokens):
+                return cached
+        # A node where a running sequence waits for a page is never chosen: it has no free page.
+        with_room = [node for node in self._nodes if self._has_room(node, n_tokens)]
+        if with_room:
+            return Placement(min(with_room, key=lambda node: node.load))
+        return Wait.FREE if self._evict_for(n_tokens) else Wait.ROOM
+
+    def _match_prefix(self, seq: Sequence, computed: bool = True) -> Placement | None:
+        """Where most leading tokens of `seq` are cached or, with `computed` False, being prefilled."""
+        best = None
+        for node in self._nodes:
+            found = node.prefixes.match(seq.tokens, seq.hashes, computed) if node.alive else None
+            if found and (best is None or found[1] > best.shared_tokens):
+                best = Placement(node, *found)
+        if best is None or self._max_uncached_suffix is None:
+            return best
+        return best if len(seq.tokens) - best.shared_tokens <= self._max_uncached_suffix else None
+
+    def _has_room(self, node: RNodeLedger, tokens: int) -> bool:
+        return node.alive and node.has_free_index and self._pages_needed(node, tokens) <= node.free_pages
+
+    def _pages_needed(self, node: RNodeLedger, tokens: int) -> int:
+        """Free pages that `node` must have to admit a sequence of `tokens` tokens.
+
+        The watermark is part of them, so that running sequences can grow for a while before one must be preempted. A
+        node without sequences needs no watermark.
+        """
+        watermark = ceil(self._watermark * node.n_pages) if node.n_sequences or node.pages_freeing else 0
+        return pages_for(tokens) + watermark
+
+    def _evict_for(self, tokens: int) -> bool:
+        """Make room for a sequence of `tokens` tokens on the least loaded R-node whose prefix entries give enough.
+
+        True if pages and an index that suffice are being freed now.
+        """
+        enough = [
+            node
+            for node in self._nodes
+            if node.alive
+            and self._pages_needed(node, tokens) <= node.free_pages + node.pages_freeing + node.prefixes.pages
+        ]
+        if not enough:
+            return False
+        node = min(enough, key=lambda n: n.load)
+        return node.evict_for(self._pages_needed(node, tokens), index=True)

@@ -1,0 +1,65 @@
+"""A step as the scheduler plans it, what comes of it, and the bounds on every step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from fastdecode.engine.sequence import Sequence
+    from fastdecode.spart.batch import Sampled
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerLimits:
+    """Bounds on a step. All counts are of one mini-batch, except `max_staged_tokens`.
+
+    Raises ValueError for bounds that no step can keep.
+    """
+
+    mini_batches: int
+    max_batch_tokens: int  # rows of a step; at most `max_rows` of every link's slots
+    max_seqs: int  # sequences; at most max_batch_tokens, so that all of them can decode in every step
+    max_staged_tokens: int | None = None  # see budgets.StagingBudget; None: no bound
+
+    def __post_init__(self) -> None:
+        if self.mini_batches < 1:
+            raise ValueError(f"mini_batches must be at least 1, not {self.mini_batches}")
+        if not 1 <= self.max_seqs <= self.max_batch_tokens:
+            raise ValueError(f"max_seqs must be within 1..max_batch_tokens, not {self.max_seqs}")
+        if self.max_staged_tokens is not None and self.max_staged_tokens < 0:
+            raise ValueError(f"max_staged_tokens must not be negative, as {self.max_staged_tokens} is")
+
+
+class PlannedChunk(NamedTuple):
+    """One sequence's part of a step: its tokens [seq.cached, seq.cached + n_tokens)."""
+
+    seq: Sequence
+    n_tokens: int
+    prefill: bool  # True: attended on the S-node. False: on the R-node (decode, and the suffix behind a shared prefix)
+    sample: bool  # False: more of the prompt follows
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One step. Chunks that attend on R-nodes come first; each kind is in order of link (see spart/batch.py)."""
+
+    mini_batch: int
+    chunks: list[PlannedChunk]
+
+    @property
+    def n_tokens(self) -> int:
+        return sum(chunk.n_tokens for chunk in self.chunks)
+
+
+class Outcome(NamedTuple):
+    """One token that a completed step generated."""
+
+    seq: Sequence
+    sampled: Sampled
+    finish_reason: str | None
+
+
+def step_order(chunk: PlannedChunk) -> tuple[bool, int]:
+    """Sort key of a step's chunks: chunks that attend on R-nodes first, then by link."""
+    return chunk.prefill, chunk.seq.placed_on.position

@@ -1,0 +1,67 @@
+"""The queue of sequences that wait to run.
+
+A sequence that cannot start now is passed over, so that it does not hold up those behind it. The number of sequences
+that may start before it is bounded: after that, whoever is behind it waits until it has started.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Iterator
+from operator import attrgetter
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from fastdecode.engine.sequence import Sequence
+
+#: Waiting sequences that one search for the next sequence to start looks at.
+LOOK_AHEAD = 32
+
+#: How often a sequence that has not run yet may be passed over.
+MAX_PASSED = 64
+
+BY_ARRIVAL = attrgetter("order")
+
+
+class WaitingQueue:
+    """The waiting sequences in order of arrival."""
+
+    def __init__(self) -> None:
+        self._waiting: list[Sequence] = []
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._waiting)
+
+    def __contains__(self, seq: Sequence) -> bool:
+        return seq in self._waiting
+
+    def add(self, seq: Sequence) -> None:
+        """Put `seq` in at its position by arrival."""
+        insort(self._waiting, seq, key=BY_ARRIVAL)
+
+    def remove(self, seq: Sequence) -> None:
+        """Take `seq` out without having started it. Raises ValueError if it does not wait."""
+        self._waiting.remove(seq)
+
+    def candidates(self) -> Iterator[Sequence]:
+        """The sequences that may start next, best first. The queue must not change during the iteration.
+
+        It ends after LOOK_AHEAD sequences, and after a sequence that may not be passed over again: one that was passed
+        over MAX_PASSED times, or one that was preempted, whose pages a newer sequence would take.
+        """
+        for seq in self._waiting[:LOOK_AHEAD]:
+            yield seq
+            if seq.passed_over >= MAX_PASSED or seq.n_generated:
+                return
+
+    def start(self, seq: Sequence) -> None:
+        """Take out a candidate that starts now, and count that those before it were passed over."""
+        for index, other in enumerate(self._waiting):
+            if other is seq:
+                del self._waiting[index]
+                return
+            other.passed_over += 1
+        raise ValueError(f"request {seq.request_id} does not wait")
