@@ -69,8 +69,8 @@ def from_engine(error: EngineError, prompt_param: str | None = None) -> ApiError
             return ApiError(400, message, param=prompt_param, code="invalid_prompt")
         case InvalidParameter():
             return ApiError(400, message, param=error.name, code="invalid_value")
-        case Overloaded():
-            return ApiError(429, message, code="overloaded", headers={"Retry-After": "1"})
+        case Overloaded(retry_after=seconds):
+            return ApiError(429, message, code="overloaded", headers={"Retry-After": str(seconds)})
         case NotReady():
             return ApiError(503, message, code="not_ready", headers={"Retry-After": "5"})
         case GenerationFailed():

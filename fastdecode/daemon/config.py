@@ -196,7 +196,10 @@ class NodeConfig:
         "most rows in a step: decoding sequences and prompt tokens together", 512, role="s", parse=_positive
     )
     max_queued: int = _option(
-        "most requests in the queue; the API refuses further ones with status 429", 1024, role="s", parse=_non_negative
+        "most requests that wait for others to end; the API refuses further ones with status 429",
+        1024,
+        role="s",
+        parse=_non_negative,
     )
     no_prefix_cache: bool = _option(
         "compute every prompt as a whole: share no KV-cache between sequences, and keep none of ended sequences",

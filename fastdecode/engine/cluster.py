@@ -55,6 +55,11 @@ class Cluster:
         """True if a live R-node could cache `tokens` tokens if it were empty."""
         return bool(self.alive) and tokens <= self.capacity
 
+    @property
+    def room(self) -> tuple[int, int]:
+        """Pages and sequence indexes that new sequences could have now: free, being freed, or evictable."""
+        return sum(node.room[0] for node in self.alive), sum(node.room[1] for node in self.alive)
+
     def place(self, seq: Sequence) -> Placement | Wait:
         """Choose an R-node for a waiting sequence, or say what it has to wait for; see Placer.place."""
         return self._placer.place(seq)

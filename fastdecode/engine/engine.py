@@ -34,6 +34,7 @@ from fastdecode.engine.rnode_control import RNodeControl
 from fastdecode.engine.runner import Runner
 from fastdecode.engine.scheduler import Scheduler
 from fastdecode.engine.scheduling.plan import Outcome, Plan, SchedulerLimits
+from fastdecode.engine.scheduling.queue import StartRate
 from fastdecode.engine.sequence import Sequence
 from fastdecode.engine.stats import EngineObserver, EngineStats, NodeStats, NullObserver, Totals
 from fastdecode.engine.stream import RequestStream
@@ -66,8 +67,8 @@ class Engine:
         observer: EngineObserver | None = None,
     ):
         """`max_batch_size` bounds the sequences of a mini-batch, `max_batch_tokens` the rows of a step, `max_queued`
-        the waiting requests. `max_model_len` bounds a sequence's tokens; None: the model's number of positions.
-        `prefix_cache`: prompts share the cached tokens of sequences that start alike. `watermark` and
+        the requests that wait for others to end. `max_model_len` bounds a sequence's tokens; None: the model's number
+        of positions. `prefix_cache`: prompts share the cached tokens of sequences that start alike. `watermark` and
         `max_uncached_suffix`: see Cluster. `end_token_ids` None: the model's own.
 
         Raises ValueError if a value does not fit the model or a link."""
@@ -88,6 +89,7 @@ class Engine:
         self.last_progress = time.monotonic()  # when a step last completed, or work came after idleness
         self.end_tokens = frozenset(spart.config.eos_token_ids if end_token_ids is None else end_token_ids)
         self._control = RNodeControl(self.scheduler, spart, self._spawn, self._on_change)
+        self._start_rate = StartRate()
         self._live: set[Sequence] = set()  # requests whose stream has not ended
         self._arrivals = 0
         self._runner: Runner | None = None
@@ -148,9 +150,7 @@ class Engine:
             raise NotReady(why)
         max_new = self._max_new_tokens(prompt_ids)
         self._check_tokens(params)
-        if len(self.scheduler.waiting) >= self.max_queued:
-            self.totals.rejected += 1
-            raise Overloaded(f"{len(self.scheduler.waiting)} requests are waiting already")
+        self._check_backlog(len(prompt_ids))
         if params.max_tokens is not None:
             max_new = min(max_new, params.max_tokens)
         end_tokens = params.stop_token_ids
@@ -204,6 +204,14 @@ class Engine:
         if n > capacity:
             raise PromptTooLong(f"the prompt has {n} tokens; the KV-cache holds at most {capacity} of one sequence")
         return min(self.max_model_len, capacity + 1) - n
+
+    def _check_backlog(self, n_tokens: int) -> None:
+        """Raise Overloaded if more than `max_queued` requests would wait for others to end."""
+        n_waiting = len(self.scheduler.waiting)
+        if n_waiting >= self.max_queued and self.scheduler.backlog(n_tokens) > self.max_queued:
+            self.totals.rejected += 1
+            seconds = self._start_rate.seconds_for(n_waiting, time.monotonic())
+            raise Overloaded(f"{n_waiting} requests are waiting already; try again in {seconds} s", seconds)
 
     def _check_tokens(self, params: SamplingParams) -> None:
         vocabulary = self.spart.config.vocab_size
@@ -280,6 +288,7 @@ class Engine:
         for chunk in plan.chunks:
             if chunk.seq.started is None:
                 chunk.seq.started = now
+                self._start_rate.started(now)
                 self.totals.prompt_tokens += chunk.seq.n_prompt
                 self.observer.started(now - chunk.seq.arrived)
 

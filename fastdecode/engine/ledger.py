@@ -54,6 +54,12 @@ class RNodeLedger:
     def has_free_index(self) -> bool:
         return bool(self._free_indexes)
 
+    @property
+    def room(self) -> tuple[int, int]:
+        """Pages and sequence indexes that are free, being freed, or held by entries that can be evicted."""
+        pages = self.free_pages + self.pages_freeing + self.prefixes.pages
+        return pages, len(self._tags) - self.n_sequences
+
     def admit(self, pages: int, final_length: int) -> Handle:
         """Count a new running sequence of `pages` pages and at most `final_length` tokens; returns its handle.
 

@@ -30,7 +30,11 @@ class InvalidParameter(EngineError):
 
 
 class Overloaded(EngineError):
-    """The queue is full (429)."""
+    """The queue is full (429). `retry_after` is the number of seconds in which it should have emptied."""
+
+    def __init__(self, message: str, retry_after: int = 1):
+        super().__init__(message)
+        self.retry_after = retry_after
 
 
 class NotReady(EngineError):

@@ -63,6 +63,21 @@ class Scheduler:
     def has_work(self) -> bool:
         return len(self.waiting) > 0 or self.n_running > 0
 
+    def backlog(self, n_tokens: int) -> int:
+        """How many sequences would wait for others to end if one of `n_tokens` tokens joined the queue.
+
+        The first ones in the queue, which have room to run beside the running ones, do not count. Room is free sequence
+        slots, sequence indexes and pages, of all R-nodes together.
+        """
+        pages, indexes = self.cluster.room
+        limit = min(self.limits.mini_batches * self.limits.max_seqs - self.n_running, indexes)
+        lengths = [len(seq.tokens) for seq in self.waiting] + [n_tokens]
+        for n, length in enumerate(lengths):
+            pages -= pages_for(length)
+            if n >= limit or pages < 0:
+                return len(lengths) - n
+        return 0
+
     def running_on(self, node: RNodeLedger) -> list[Sequence]:
         """The running sequences that `node` caches, in order of arrival."""
         running = (seq for mini_batch in self.mini_batches for seq in mini_batch)

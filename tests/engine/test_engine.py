@@ -20,6 +20,7 @@ from fastdecode.engine.request import (
     SamplingParams,
 )
 from fastdecode.engine.runner import Runner, RunnerStopped
+from fastdecode.engine.scheduling.queue import StartRate
 from fastdecode.transports.base import CallRefused
 
 pytestmark = pytest.mark.quick
@@ -220,17 +221,63 @@ async def test_a_request_that_cannot_run_is_refused_at_submit():
     engine = Engine(ToySPart([link], max_positions=50), [link], max_queued=2)
     with pytest.raises(NotReady, match="not started"):
         engine.submit([1], GREEDY)
-    async with running(ToyLink(), max_positions=50, max_queued=2) as (engine, _):
+    options = {"max_queued": 2, "mini_batches": 1, "max_batch_size": 1}
+    async with running(ToyLink(), max_positions=50, **options) as (engine, _):
         with pytest.raises(PromptTooLong, match="50 tokens; the context is 50"):
             engine.submit([1] * 50, GREEDY)
         for prompt in ([], [VOCAB], [-1]):
             with pytest.raises(InvalidPrompt):
                 engine.submit(prompt, GREEDY)
-        streams = [engine.submit([1] * 49, GREEDY) for _ in range(2)]
-        with pytest.raises(Overloaded, match="2 requests"):
+        streams = [engine.submit([1] * 49, GREEDY) for _ in range(3)]  # the first has room to run at once
+        with pytest.raises(Overloaded, match="3 requests"):
             engine.submit([1], GREEDY)
         for stream in streams:
             assert len(await tokens_of(stream)) == 1
+
+
+@pytest.mark.parametrize(
+    ("link", "options", "taken"),
+    [
+        ({}, {}, 32 + 4),
+        ({"n_pages": 26, "max_seqs": 32}, {}, 20 + 4),  # the watermark keeps no page of an empty R-node
+        ({"max_seqs": 5}, {}, 5 + 4),
+        ({}, {"mini_batches": 2, "max_batch_size": 3}, 6 + 4),
+    ],
+    ids=["room for all", "pages", "indexes", "sequences"],
+)
+async def test_requests_with_room_to_run_are_not_counted_as_waiting(link, options, taken):
+    """Requests that arrive in one go are all queued before the first of them can be scheduled."""
+    async with running(ToyLink(**{"max_seqs": 32} | link), max_queued=4, **options) as (engine, spart):
+        if "n_pages" in link:
+            await tokens_of(engine.submit([1] * 6 * 128, GREEDY))
+            await until(lambda: engine.cluster.nodes[0].free_pages == 26)
+            spart.gate.clear()
+            first = engine.submit([1] * 6 * 128, SamplingParams(temperature=0.0, max_tokens=1))
+            await until(lambda: engine.stats.running == 1)
+            spart.posted.clear()
+        streams = []
+        with pytest.raises(Overloaded) as caught:
+            while True:
+                streams.append(engine.submit([len(streams)] * 20, GREEDY))
+        assert len(streams) == taken
+        assert caught.value.retry_after >= 1
+        spart.gate.set()
+        for i, stream in enumerate(streams):
+            assert await tokens_of(stream) == continuation([i] * 20, 20)
+        if "n_pages" in link:
+            await tokens_of(first)
+
+
+def test_retry_after_is_the_time_in_which_the_queue_empties():
+    rate = StartRate()
+    assert rate.seconds_for(1000, 5.0) == 1, "nothing is known"
+    for i in range(200):
+        rate.started(100 + 0.25 * i)  # four a second
+    now = 100 + 0.25 * 200
+    assert rate.seconds_for(40, now) == 10
+    assert rate.seconds_for(1, now) == 1
+    assert rate.seconds_for(64, now + 16) == 32, "nothing has started for as long as the 64 before took"
+    assert rate.seconds_for(10**6, now) == 300
 
 
 async def test_links_and_limits_that_do_not_fit_are_refused():

@@ -7,7 +7,9 @@ that may start before it is bounded: after that, whoever is behind it waits unti
 from __future__ import annotations
 
 from bisect import insort
+from collections import deque
 from collections.abc import Iterator
+from math import ceil
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
@@ -19,6 +21,10 @@ LOOK_AHEAD = 32
 
 #: How often a sequence that has not run yet may be passed over.
 MAX_PASSED = 64
+
+#: Starts from which the rate of the queue is measured, and bounds on the seconds that a refused client is told to wait.
+_RATE_STARTS = 64
+_RETRY_AFTER = (1, 300)
 
 BY_ARRIVAL = attrgetter("order")
 
@@ -65,3 +71,24 @@ class WaitingQueue:
                 return
             other.passed_over += 1
         raise ValueError(f"request {seq.request_id} does not wait")
+
+
+class StartRate:
+    """How fast the queue empties, measured over its last starts. Times are in seconds, of any clock."""
+
+    def __init__(self) -> None:
+        self._starts: deque[float] = deque(maxlen=_RATE_STARTS)
+
+    def started(self, now: float) -> None:
+        """Record that a sequence has started."""
+        self._starts.append(now)
+
+    def seconds_for(self, n: int, now: float) -> int:
+        """Seconds in which `n` sequences will have started at the present rate, at least 1 and at most 300.
+
+        The rate is that of the last starts up to `now`, so it falls while nothing starts.
+        """
+        least, most = _RETRY_AFTER
+        if len(self._starts) < 2:
+            return least
+        return min(max(least, ceil(n * (now - self._starts[0]) / len(self._starts))), most)
