@@ -1,5 +1,7 @@
 """Control frames: 4 bytes of little-endian length, then one message as JSON (`messages.py`), over a stream socket.
 
+Once the two ends share keys, a MAC of 32 bytes follows the JSON (session.Seal); the length counts it.
+
 A FrameSocket reads one frame at a time and never reads ahead. So the socket can serve another purpose after any frame:
 file descriptors can follow, or the C pump can take the socket over.
 """
@@ -13,6 +15,7 @@ import socket
 
 from .base import LinkDown
 from .messages import Message, ProtocolError, decode, encode
+from .session import MAC_BYTES, Seal
 
 #: Longest frame in bytes that this end accepts, before and after the peer has proved that it knows the secret.
 MAX_FRAME_BEFORE_AUTH = 64 << 10
@@ -27,14 +30,22 @@ class FrameSocket:
         sock.setblocking(False)
         self.sock = sock
         self.max_frame = MAX_FRAME_BEFORE_AUTH
+        self._own_seal: Seal | None = None
+        self._peer_seal: Seal | None = None
+        self._unsent = bytearray()
         self._write_lock = asyncio.Lock()
+
+    def seal(self, own: Seal, peer: Seal) -> None:
+        """Put a MAC behind every frame from now on, and demand one behind every frame of the peer."""
+        self._own_seal, self._peer_seal = own, peer
 
     async def read(self) -> Message:
         """Read the next message. Raises ProtocolError (a bad frame), LinkDown (the connection has ended)."""
         size = int.from_bytes(await self._read_exactly(4, True), "little")
         if size > self.max_frame:
             raise ProtocolError(f"a control frame of {size} bytes is longer than the {self.max_frame} allowed")
-        return decode(await self._read_exactly(size, False))
+        body = await self._read_exactly(size, False)
+        return decode(self._peer_seal.open(body) if self._peer_seal else body)
 
     async def _read_exactly(self, n: int, at_boundary: bool) -> bytes:
         data = bytearray()
@@ -51,15 +62,35 @@ class FrameSocket:
         return bytes(data)
 
     async def write(self, message: Message) -> None:
-        """Send a message. Raises LinkDown."""
+        """Send a message. Raises LinkDown.
+
+        If the caller is cancelled, the next `write` sends the rest, because a frame that is cut short, or left out of
+        the seal's count, would end the connection.
+        """
         body = encode(message)
-        if len(body) > MAX_FRAME_AFTER_AUTH:
-            raise ValueError(f"a {message.TYPE} of {len(body)} bytes is longer than the {MAX_FRAME_AFTER_AUTH} allowed")
+        size = len(body) + (MAC_BYTES if self._own_seal else 0)
+        if size > MAX_FRAME_AFTER_AUTH:
+            raise ValueError(f"a {message.TYPE} of {size} bytes is longer than the {MAX_FRAME_AFTER_AUTH} allowed")
+        if self._own_seal:
+            body = self._own_seal.close(body)
+        self._unsent += size.to_bytes(4, "little") + body  # in the order of the seal's counter
         async with self._write_lock:
             try:
-                await asyncio.get_running_loop().sock_sendall(self.sock, len(body).to_bytes(4, "little") + body)
+                while self._unsent:
+                    await self._send_some()
             except OSError as error:
                 raise LinkDown(f"the control connection broke: {os.strerror(error.errno or 0)}") from None
+
+    async def _send_some(self) -> None:
+        try:
+            del self._unsent[: self.sock.send(self._unsent)]
+        except BlockingIOError:
+            loop, writable = asyncio.get_running_loop(), asyncio.Event()
+            loop.add_writer(self.sock, writable.set)
+            try:
+                await writable.wait()
+            finally:
+                loop.remove_writer(self.sock)
 
     def end_writing(self) -> None:
         """Shut down the writing half of the connection, so that the peer reads its end."""

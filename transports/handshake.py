@@ -1,40 +1,49 @@
-"""The hand-shake that opens a link, and the check of the shared secret.
+"""The hand-shake that opens a link, and the proofs of the shared secret.
 
     R  CHALLENGE  version, nonce, whether the R-node has a secret, the R-node's name
-    S  HELLO      version, nonce, MAC, and the request for a link (base.Hello)
-    R  WELCOME    MAC, the lease (base.Lease), a token   - or -   REFUSED  a reason in plain text
-    S  on a second connection, after its CHALLENGE: ATTACH token
-    R  OK; from then on the second connection belongs to the transport's data path (shared memory passes descriptors)
+    S  HELLO      version, nonce, proof, and the request for a link (base.Hello)
+    R  WELCOME    proof, the lease (base.Lease), a token   - or -   REFUSED  a reason in plain text
 
-Both MACs are HMAC-SHA256 under the shared secret (RFC 2104) over the role, both nonces and the message. So each end
-proves that it knows the secret at this moment, and that nobody has changed its message. The connection is not
-encrypted.
+    on a second connection:
+    R  CHALLENGE  as above, with a nonce of its own
+    S  ATTACH     version, proof, the token
+    R  ATTACHED   proof   - or -   REFUSED  a reason in plain text
+
+After that the second connection belongs to the transport's data path: the pump of TCP takes the socket, shared memory
+passes descriptors, RDMA exchanges addresses.
+
+Each proof is a MAC over the connection's messages so far, its own last, with a key of its own (`session.Session`). It
+covers a nonce that the other end has just drawn. So each end proves that it knows the secret at this moment, that it
+plays this role, and that nobody has changed these messages. From then on every control frame of the connection carries
+a MAC, too (`session.Seal`). ATTACH proves more than knowledge of the secret: its key is that of the one link that the
+token belongs to. Nothing is encrypted.
+
+Without a secret there are no proofs and no MACs, and whoever can reach the R-node can use it.
 """
 
 from __future__ import annotations
 
-import hmac
 import secrets
-from dataclasses import replace
+from dataclasses import dataclass
 
 from fastdecode.region.contract import PROTOCOL_VERSION
 from fastdecode.region.geometry import Geometry, GeometryError, region_layout
 
 from .base import Hello, Lease, LinkRefused, TransportError
 from .frames import MAX_FRAME_AFTER_AUTH, FrameSocket
-from .messages import Attach, Challenge, HelloMessage, Ok, Refused, VersionMismatch, Welcome, encode
+from .messages import Attach, Attached, Challenge, HelloMessage, Refused, VersionMismatch, Welcome
+from .session import Session
 
 #: Seconds that each end allows for the hand-shake.
 DEADLINE_S = 10.0
 
 
-def _mac(secret: bytes, role: bytes, s_nonce: str, r_nonce: str, message: HelloMessage | Welcome) -> str:
-    text = b"\0".join([b"fastdecode", role, s_nonce.encode(), r_nonce.encode(), encode(replace(message, mac=None))])
-    return hmac.new(secret, text, "sha256").hexdigest()
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """What WELCOME gives an S-node, for its ATTACH."""
 
-
-def _mac_matches(given: str | None, expected: str) -> bool:
-    return given is not None and hmac.compare_digest(given.encode(), expected.encode())
+    token: str
+    session: Session | None  # None: the nodes have no secret
 
 
 # ---- S side ----
@@ -52,8 +61,8 @@ async def _read_challenge(conn: FrameSocket) -> Challenge:
     return message
 
 
-async def say_hello(conn: FrameSocket, hello: Hello, secret: bytes | None) -> tuple[Lease, str]:
-    """Ask the R-node for a link. Returns the lease and the token for `attach`.
+async def say_hello(conn: FrameSocket, hello: Hello, secret: bytes | None) -> tuple[Lease, Ticket]:
+    """Ask the R-node for a link. Returns the lease and the ticket for `attach`.
 
     Raises LinkRefused, LinkDown, ProtocolError.
     """
@@ -80,8 +89,10 @@ async def say_hello(conn: FrameSocket, hello: Hello, secret: bytes | None) -> tu
         kv_bytes=hello.kv_bytes,
         max_seqs=hello.max_seqs,
     )
+    session = None
     if secret is not None:
-        message = replace(message, mac=_mac(secret, b"S", message.nonce, challenge.nonce, message))
+        session = Session(secret, message.nonce, challenge.nonce)
+        message = session.prove(message, challenge)
     await conn.write(message)
 
     answer = await conn.read()
@@ -89,8 +100,10 @@ async def say_hello(conn: FrameSocket, hello: Hello, secret: bytes | None) -> tu
         raise LinkRefused(answer.reason)
     if not isinstance(answer, Welcome):
         raise LinkRefused(f"the R-node answered HELLO with {answer.TYPE}")
-    if secret is not None and not _mac_matches(answer.mac, _mac(secret, b"R", message.nonce, challenge.nonce, answer)):
-        raise LinkRefused(f"R-node {challenge.node} could not prove that it knows the shared secret")
+    if session:
+        if not session.is_proved(answer, challenge, message):
+            raise LinkRefused(f"R-node {challenge.node} could not prove that it knows the shared secret")
+        conn.seal(*session.seals(challenge))
     conn.max_frame = MAX_FRAME_AFTER_AUTH
     lease = Lease(**{name: getattr(answer, name) for name in Lease.__dataclass_fields__})
     # The S-node allocates by these numbers, so an R-node may grant less than was asked for and no more.
@@ -99,21 +112,29 @@ async def say_hello(conn: FrameSocket, hello: Hello, secret: bytes | None) -> tu
     if hello.kv_bytes is not None and lease.n_pages * lease.page_bytes > hello.kv_bytes:
         granted = lease.n_pages * lease.page_bytes
         raise LinkRefused(f"the R-node grants {granted} bytes of KV-cache, asked for were {hello.kv_bytes}")
-    return lease, answer.token
+    return lease, Ticket(answer.token, session)
 
 
-async def attach(conn: FrameSocket, token: str) -> None:
-    """Make `conn` the data connection of the link that `token` belongs to.
+async def attach(conn: FrameSocket, ticket: Ticket) -> None:
+    """Make `conn` the data connection of the link that `ticket` belongs to.
 
     Raises LinkRefused, LinkDown, ProtocolError.
     """
-    await _read_challenge(conn)
-    await conn.write(Attach(version=PROTOCOL_VERSION, token=token))
+    challenge = await _read_challenge(conn)
+    session = ticket.session
+    message = Attach(version=PROTOCOL_VERSION, mac=None, token=ticket.token)
+    if session:
+        message = session.prove(message, challenge)
+    await conn.write(message)
     answer = await conn.read()
     if isinstance(answer, Refused):
         raise LinkRefused(answer.reason)
-    if not isinstance(answer, Ok):
+    if not isinstance(answer, Attached):
         raise LinkRefused(f"the R-node answered ATTACH with {answer.TYPE}")
+    if session:
+        if not session.is_proved(answer, challenge, message):
+            raise LinkRefused(f"the data connection leads to somebody else than R-node {challenge.node}")
+        conn.seal(*session.seals(challenge))
 
 
 # ---- R side ----
@@ -125,17 +146,20 @@ class Handshake:
     def __init__(self, conn: FrameSocket, challenge: Challenge, answer: HelloMessage | Attach):
         self.conn = conn
         self.answer = answer
+        self.session: Session | None = None  # of the link; None until it is proved, and without a secret
         self._challenge = challenge
 
     def verify_hello(self, secret: bytes | None) -> Hello:
-        """Check the MAC and the geometry of HELLO, and return the request. Raises LinkRefused."""
+        """Check the proof and the geometry of HELLO, and return the request. Raises LinkRefused."""
         message = self.answer
         assert isinstance(message, HelloMessage)
         if secret is not None:
             if message.mac is None:
                 raise LinkRefused("this R-node asks for a shared secret, and HELLO carries no proof of one")
-            if not _mac_matches(message.mac, _mac(secret, b"S", message.nonce, self._challenge.nonce, message)):
+            session = Session(secret, message.nonce, self._challenge.nonce)
+            if not session.is_proved(message, self._challenge):
                 raise LinkRefused("the shared secrets of the two nodes differ")
+            self.session = session
         elif message.mac is not None:
             raise LinkRefused("this R-node has no shared secret, and the S-node has one")
         geometry = Geometry(**{name: getattr(message, name) for name in Geometry.__dataclass_fields__})
@@ -157,15 +181,35 @@ class Handshake:
             max_seqs=message.max_seqs,
         )
 
-    async def welcome(self, lease: Lease, token: str, secret: bytes | None) -> None:
+    async def welcome(self, lease: Lease, token: str) -> None:
         """Send WELCOME with the lease and the token. Raises LinkDown."""
         hello = self.answer
         assert isinstance(hello, HelloMessage)
         message = Welcome(mac=None, token=token, **{name: getattr(lease, name) for name in Lease.__dataclass_fields__})
-        if secret is not None:
-            message = replace(message, mac=_mac(secret, b"R", hello.nonce, self._challenge.nonce, message))
-        await self.conn.write(message)
+        await self.conn.write(self.session.prove(message, self._challenge, hello) if self.session else message)
+        self._seal()
         self.conn.max_frame = MAX_FRAME_AFTER_AUTH
+
+    def verify_attach(self, session: Session | None) -> None:
+        """Check the proof of ATTACH against the `session` of the link that its token names. Raises LinkRefused."""
+        message = self.answer
+        assert isinstance(message, Attach)
+        if session and not session.is_proved(message, self._challenge):
+            raise LinkRefused("the proof in ATTACH is not that of the link that its token names")
+        self.session = session
+
+    async def confirm_attach(self) -> None:
+        """Send ATTACHED. Raises LinkDown."""
+        attach = self.answer
+        assert isinstance(attach, Attach)
+        message = Attached(mac=None)
+        await self.conn.write(self.session.prove(message, self._challenge, attach) if self.session else message)
+        self._seal()
+
+    def _seal(self) -> None:
+        if self.session:
+            s_seal, r_seal = self.session.seals(self._challenge)
+            self.conn.seal(r_seal, s_seal)
 
 
 async def challenge(conn: FrameSocket, node: str, needs_secret: bool) -> Handshake:

@@ -138,7 +138,8 @@ def _message(cls: type[_T]) -> type[_T]:
 
 
 # The hand-shake. The R-node sends CHALLENGE. The S-node answers with HELLO, to open a link, or with ATTACH, to add the
-# data connection to a link. The R-node answers HELLO with WELCOME, ATTACH with OK, and either with REFUSED.
+# data connection to a link. The R-node answers HELLO with WELCOME, ATTACH with ATTACHED, and either with REFUSED. Each
+# `mac` is a proof of the shared secret (session.py), null without one.
 
 
 @_message
@@ -177,7 +178,14 @@ class HelloMessage:
 class Attach:
     TYPE: ClassVar[str] = "ATTACH"
     version: int = _int(U32)
+    mac: str | None = _or_null(_hex(32))
     token: str = _hex(32)
+
+
+@_message
+class Attached:
+    TYPE: ClassVar[str] = "ATTACHED"
+    mac: str | None = _or_null(_hex(32))
 
 
 @_message
@@ -201,7 +209,7 @@ class Refused:
     reason: str = _text(4096)
 
 
-# The data path of an RDMA link. After OK to ATTACH the S-node sends ENDPOINT, and the R-node sends its own ENDPOINT
+# The data path of an RDMA link. After ATTACHED the S-node sends ENDPOINT, and the R-node sends its own ENDPOINT
 # once the S-node may write to its region.
 
 
@@ -287,12 +295,10 @@ class Error:
 
 
 Request = Free | Trim | Fork | Stats | Ping
-Message = Challenge | HelloMessage | Attach | Welcome | Refused | Endpoint | Request | Ok | Error
+Message = Challenge | HelloMessage | Attach | Attached | Welcome | Refused | Endpoint | Request | Ok | Error
 
-_TYPES: dict[str, type] = {
-    m.TYPE: m
-    for m in (Challenge, HelloMessage, Attach, Welcome, Refused, Endpoint, Free, Trim, Fork, Stats, Ping, Ok, Error)
-}
+_HAND_SHAKE = (Challenge, HelloMessage, Attach, Attached, Welcome, Refused)
+_TYPES: dict[str, type] = {m.TYPE: m for m in (*_HAND_SHAKE, Endpoint, Free, Trim, Fork, Stats, Ping, Ok, Error)}
 _CHECKS: dict[type, dict[str, _Check]] = {
     m: {f.name: f.metadata["check"] for f in dataclasses.fields(m)} for m in _TYPES.values()
 }

@@ -33,7 +33,7 @@ from .base import Hello, Link, LinkDown, LinkRefused, LinkService, Server, Trans
 from .frames import FrameSocket
 from .link import RegionLink
 from .messages import Endpoint as EndpointMessage
-from .messages import Ok, ProtocolError, Refused
+from .messages import ProtocolError, Refused
 from .rdma_devices import PortGid, choose, list_ports
 from .rdma_endpoint import Endpoint, load
 from .server import Carrier
@@ -84,7 +84,7 @@ async def connect(url: str, hello: Hello, secret: bytes | None, *, spin_us: int)
         conn = await tcp.dial(url, address.host, address.tcp_port)
         on_failure.callback(conn.close)
         port_gid = address.choose_port(conn)
-        lease, token = await handshake.say_hello(conn, hello, secret)
+        lease, ticket = await handshake.say_hello(conn, hello, secret)
 
         region = Region.create(hello.geometry)
         on_failure.callback(region.close)
@@ -92,7 +92,7 @@ async def connect(url: str, hello: Hello, secret: bytes | None, *, spin_us: int)
         on_failure.callback(endpoint.close)
         data = await tcp.dial(url, address.host, address.tcp_port)
         with contextlib.closing(data):
-            await handshake.attach(data, token)
+            await handshake.attach(data, ticket)
             await data.write(endpoint.description)
             peer = await data.read()
         if isinstance(peer, Refused):
@@ -137,12 +137,10 @@ class _RdmaCarrier(Carrier):
         self.down_fd = self._poster.down_fd
 
     async def attach(self, conn: FrameSocket, wake_fd: int) -> None:
-        endpoint = self._open_endpoint(conn)
-        await conn.write(Ok(id=0, stats=None))
         peer = await conn.read()
         if not isinstance(peer, EndpointMessage):
             raise ProtocolError(f"expected ENDPOINT, got {peer.TYPE}")
-        self._check_not_detached()
+        endpoint = self._open_endpoint(conn)
         with _refuse_on_error():
             self._poster.start(endpoint.connect(peer))
         endpoint.watch(self._poster.reap, self._poster.kill)

@@ -8,6 +8,7 @@ from types import ModuleType
 
 from . import handshake
 from .base import Hello, Link, LinkDown, LinkService, Server, TransportError
+from .session import secret_fault
 
 #: URL scheme -> module of this package. A module is imported when its scheme is first used.
 SCHEMES = {"shm": ".shm", "tcp": ".tcp", "rdma": ".rdma"}
@@ -25,15 +26,15 @@ def _module(url: str) -> ModuleType:
 
 
 def _check_secret(secret: bytes | None) -> None:
-    if secret is not None and not secret.strip():
-        raise TransportError("the shared secret is empty")
+    if secret is not None and (fault := secret_fault(secret)):
+        raise TransportError(f"the shared secret {fault}")
 
 
 async def connect(url: str, hello: Hello, secret: bytes | None, *, spin_us: int | None = None) -> Link:
     """Open a link to the R-node at `url`. A waiter spins for `spin_us` microseconds before it sleeps.
 
     Raises LinkRefused (the R-node refuses the hand-shake), LinkDown (no R-node answers within handshake.DEADLINE_S),
-    TransportError (bad URL, empty secret, or a device that this machine lacks).
+    TransportError (bad URL, a secret that is empty or too short, or a device that this machine lacks).
     """
     _check_secret(secret)
     try:
@@ -49,7 +50,7 @@ async def serve(url: str, service: LinkService, secret: bytes | None, *, insecur
     """Accept links at `url` for `service`.
 
     Without a secret, a transport refuses to listen on an address that other machines can reach, unless `insecure` is
-    true. Raises TransportError if the transport cannot, or may not, listen at `url`.
+    true. Raises TransportError if the transport cannot, or may not, listen at `url`, and for a bad secret.
     """
     _check_secret(secret)
     server: Server = await _module(url).serve(url, service, secret, insecure=insecure)

@@ -22,6 +22,7 @@ from . import handshake
 from .base import CallRefused, Hello, LinkDown, LinkGrant, LinkRefused, LinkService, Server, TransportError
 from .frames import FrameSocket
 from .messages import Attach, Error, Fork, Free, Message, Ok, Ping, ProtocolError, Refused, Request, Stats, Trim
+from .session import Session
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +45,7 @@ class Carrier(ABC):
 
     @abstractmethod
     async def attach(self, conn: FrameSocket, wake_fd: int) -> None:
-        """Answer ATTACH with OK and start the data path. The server calls this at most once.
+        """Start the data path. The server calls this at most once, after it has sent ATTACHED.
 
         `conn` is the link's second connection. The server closes it when this returns, so a carrier that goes on using
         the socket detaches it. A write to the eventfd `wake_fd` wakes the R-engine. Raises LinkRefused, LinkDown,
@@ -220,7 +221,7 @@ class ControlServer(Server):
             async with asyncio.timeout(handshake.DEADLINE_S):
                 opening = await handshake.challenge(conn, self._service.name, self._secret is not None)
                 if isinstance(opening.answer, Attach):
-                    await self._attach(conn, opening.answer.token)
+                    await self._attach(opening, opening.answer.token)
                     return
                 link = self._open(conn, opening.verify_hello(self._secret))
         except (LinkRefused, ProtocolError, TimeoutError) as error:
@@ -259,7 +260,7 @@ class ControlServer(Server):
         assert task is not None
         late = f"the data connection did not come within {handshake.DEADLINE_S:.0f} s"
         timer = self._loop.call_later(handshake.DEADLINE_S, link.end, late)
-        self._unattached[token] = _Unattached(link, task, timer)
+        self._unattached[token] = _Unattached(link, task, timer, opening.session)
         self._links.add(link)
         if task in self._pending:
             self._pending[task] = link.end
@@ -268,7 +269,7 @@ class ControlServer(Server):
             if self._accepting.done():
                 link.end("the R-node is shutting down")
             async with asyncio.timeout(handshake.DEADLINE_S):
-                await opening.welcome(link.lease, token, self._secret)
+                await opening.welcome(link.lease, token)
             await link.run()
         except (LinkDown, TimeoutError) as error:
             log.info("link of %s ended: %s", link.name, error)
@@ -278,15 +279,21 @@ class ControlServer(Server):
             self._links.discard(link)
             await link.release()
 
-    async def _attach(self, conn: FrameSocket, token: str) -> None:
-        """Attach the connection to the link that waits for `token`. Raises LinkRefused."""
-        waiting = self._unattached.pop(token, None)
+    async def _attach(self, opening: handshake.Handshake, token: str) -> None:
+        """Attach the connection to the link that waits for `token`. Raises LinkRefused.
+
+        A connection that is refused costs the link nothing: the link goes on waiting for its own.
+        """
+        waiting = self._unattached.get(token)
         if waiting is None:
             raise LinkRefused("no link waits for this token")
+        opening.verify_attach(waiting.session)
+        del self._unattached[token]
         waiting.timer.cancel()
         self._pending.pop(waiting.task, None)
         try:
-            await waiting.link.attach(conn)
+            await opening.confirm_attach()
+            await waiting.link.attach(opening.conn)
         except (LinkDown, OSError) as error:
             waiting.link.end(f"the data connection broke: {error}")
 
@@ -298,6 +305,7 @@ class _Unattached:
     link: LinkSession
     task: asyncio.Task[None]
     timer: asyncio.TimerHandle
+    session: Session | None
 
 
 async def send_last(conn: FrameSocket, message: Message) -> None:

@@ -25,7 +25,6 @@ from ._native import Port
 from .base import Hello, Link, LinkDown, LinkService, Server, TransportError
 from .frames import FrameSocket
 from .link import RegionLink
-from .messages import Ok
 from .server import Carrier, ControlServer
 
 _BACKLOG = 64
@@ -52,11 +51,11 @@ async def connect(url: str, hello: Hello, secret: bytes | None, *, spin_us: int)
     async with contextlib.AsyncExitStack() as on_failure:
         conn = await _dial(url, path)
         on_failure.callback(conn.close)
-        lease, token = await handshake.say_hello(conn, hello, secret)
+        lease, ticket = await handshake.say_hello(conn, hello, secret)
 
         attached = await _dial(url, path)
         with contextlib.closing(attached):
-            await handshake.attach(attached, token)
+            await handshake.attach(attached, ticket)
             region_fd, wake_fd = await _receive_fds(attached.sock, 2)
         on_failure.callback(os.close, wake_fd)
         if os.readlink(f"/proc/self/fd/{wake_fd}") != "anon_inode:[eventfd]":  # it will be written to
@@ -117,7 +116,6 @@ class _MemoryCarrier(Carrier):
         self._region = region
 
     async def attach(self, conn: FrameSocket, wake_fd: int) -> None:
-        await conn.write(Ok(id=0, stats=None))
         socket.send_fds(conn.sock, [b"\0"], [self._region.fd, wake_fd])
 
     def reason(self) -> str:

@@ -23,7 +23,6 @@ from ._native import Port, Pump
 from .base import Hello, Link, LinkDown, LinkService, Server, TransportError
 from .frames import FrameSocket
 from .link import RegionLink
-from .messages import Ok
 from .server import Carrier, ControlServer
 
 _BACKLOG = 64
@@ -66,11 +65,11 @@ async def connect(url: str, hello: Hello, secret: bytes | None, *, spin_us: int)
     async with contextlib.AsyncExitStack() as on_failure:
         conn = await dial(url, host, port_number)
         on_failure.callback(conn.close)
-        lease, token = await handshake.say_hello(conn, hello, secret)
+        lease, ticket = await handshake.say_hello(conn, hello, secret)
 
         data = await dial(url, host, port_number)
         on_failure.callback(data.close)
-        await handshake.attach(data, token)
+        await handshake.attach(data, ticket)
         region = Region.create(hello.geometry)
         on_failure.callback(region.close)
         port = Port(region.view, geometry_tuple(hello.geometry), spin_us, data_fd=data.sock.detach())
@@ -113,7 +112,6 @@ class PumpCarrier(Carrier):
         self.down_fd = self._pump.down_fd
 
     async def attach(self, conn: FrameSocket, wake_fd: int) -> None:
-        await conn.write(Ok(id=0, stats=None))
         self._pump.start(conn.sock.detach(), wake_fd)
 
     def reason(self) -> str:

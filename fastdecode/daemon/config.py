@@ -19,6 +19,7 @@ from fastdecode import __version__
 from fastdecode.daemon.machine import parse_cpu_list
 from fastdecode.kernels._native import MAX_THREADS
 from fastdecode.region.contract import KV_DTYPES, MAX_ROWS, MAX_SLOTS
+from fastdecode.transports.session import secret_fault
 
 
 class ConfigError(ValueError):
@@ -260,7 +261,7 @@ class NodeConfig:
         parse=_non_negative,
     )
     secret_file: Path | None = _option(
-        "file with the secret that S-nodes and R-nodes share", parse=Path, metavar="FILE"
+        "file with the secret that S-nodes and R-nodes share, 16 bytes or more", parse=Path, metavar="FILE"
     )
     log_level: str = _option("least severe messages to log", "info", choices=("debug", "info", "warning", "error"))
 
@@ -302,7 +303,10 @@ class NodeConfig:
 
     def read_secret(self) -> bytes | None:
         """The shared secret, without surrounding white space; None without --secret-file. Raises ConfigError."""
-        return _read_key(self.secret_file, "--secret-file")
+        secret = _read_key(self.secret_file, "--secret-file")
+        if secret is not None and (fault := secret_fault(secret)):
+            raise ConfigError(f"--secret-file {self.secret_file} {fault}")
+        return secret
 
     def read_api_key(self) -> str | None:
         """The API's key; None without --api-key-file. Raises ConfigError."""

@@ -119,8 +119,15 @@ def test_the_secret_file_must_exist_and_not_be_empty(tmp_path):
     with pytest.raises(ConfigError, match="is empty"):
         NodeConfig(secret_file=empty).read_secret()
     good = tmp_path / "good"
-    good.write_text("s3cret\n")
-    assert NodeConfig(secret_file=good).read_secret() == b"s3cret"
+    good.write_text("sixteen bytes :)\n")
+    assert NodeConfig(secret_file=good).read_secret() == b"sixteen bytes :)"
+
+
+def test_a_secret_that_can_be_guessed_is_refused(tmp_path):
+    short = tmp_path / "short"
+    short.write_text("fifteen bytes:)\n")
+    with pytest.raises(ConfigError, match=r"--secret-file \S+ has 15 bytes and needs 16 or more"):
+        NodeConfig(secret_file=short).read_secret()
 
 
 @pytest.mark.parametrize(

@@ -250,7 +250,7 @@ def test_killed_s_node_frees_its_lease(start, tmp_path):
 
 def test_three_r_nodes_over_tcp_with_a_secret(start, tmp_path):
     secret = tmp_path / "secret"
-    secret.write_text("correct horse")
+    secret.write_text("correct horse battery staple")
     urls = []
     for _ in range(3):
         r_node = start(
@@ -269,7 +269,7 @@ def test_three_r_nodes_over_tcp_with_a_secret(start, tmp_path):
     api = start("--port", "0", *urls, "--secret-file", str(secret)).api()
     assert complete(api)
     wrong = tmp_path / "wrong"
-    wrong.write_text("battery staple")
+    wrong.write_text("staple battery horse correct")
     refused = start("--port", "0", *urls, "--secret-file", str(wrong))
     assert refused.process.wait(START_SECONDS) == 1
     assert "secret" in refused.log.read_text()

@@ -1,6 +1,6 @@
 """Peers that speak the protocol of links byte by byte, so that tests can break the protocol.
 
-They are written from the comments of handshake.py, frames.py and tcp_pump.h alone.
+They are written from the comments of handshake.py, session.py, frames.py and tcp_pump.h alone.
 """
 
 from __future__ import annotations
@@ -82,10 +82,33 @@ def hello_message(geometry: Geometry = SMALL, **changes: object) -> dict:
     return message | changes
 
 
-def mac(secret: bytes, role: bytes, s_nonce: str, r_nonce: str, message: dict) -> str:
-    body = json.dumps(message | {"mac": None}, sort_keys=True, separators=(",", ":")).encode()
-    text = b"\0".join([b"fastdecode", role, s_nonce.encode(), r_nonce.encode(), body])
-    return hmac.new(secret, text, "sha256").hexdigest()
+def attach_message(token: str, mac: str | None = None) -> dict:
+    return {"type": "ATTACH", "version": PROTOCOL_VERSION, "token": token, "mac": mac}
+
+
+def to_json(message: dict) -> bytes:
+    return json.dumps(message, sort_keys=True, separators=(",", ":")).encode()
+
+
+class Keys:
+    """The keys of a link with a shared secret."""
+
+    def __init__(self, secret: bytes, s_nonce: str, r_nonce: str):
+        self._prk = hmac.digest(bytes.fromhex(s_nonce) + bytes.fromhex(r_nonce), secret, "sha256")
+
+    def key(self, purpose: str) -> bytes:
+        return hmac.digest(self._prk, b"fastdecode " + purpose.encode() + b"\x01", "sha256")
+
+    def proof(self, purpose: str, *messages: dict) -> str:
+        """The `mac` of the last message; the others came before it on its connection."""
+        *before, message = messages
+        text = b"\0".join(map(to_json, [*before, message | {"mac": None}]))
+        return hmac.digest(self.key(purpose), text, "sha256").hex()
+
+    def seal(self, role: str, nonce: str, count: int, body: bytes) -> bytes:
+        """The body of the `count`-th frame after the hand-shake with its MAC."""
+        text = count.to_bytes(8, "little") + body
+        return body + hmac.digest(self.key(f"{role} frames {nonce}"), text, "sha256")
 
 
 async def open_link(url: str, geometry: Geometry = SMALL, **changes: object) -> tuple[Caller, str]:
@@ -102,8 +125,8 @@ async def attach(url: str, token: str, **options: int) -> Caller:
     """Send ATTACH; return the data connection."""
     caller = await Caller.dial(url, **options)
     await caller.read_message()
-    caller.send_message({"type": "ATTACH", "version": PROTOCOL_VERSION, "token": token})
-    assert (await caller.read_message())["type"] == "OK"
+    caller.send_message(attach_message(token))
+    assert (await caller.read_message())["type"] == "ATTACHED"
     return caller
 
 
@@ -131,6 +154,10 @@ class FakeRNode:
         }
         self.reply = b""
 
+    def answer(self, message: dict) -> dict:
+        """The answer to HELLO or ATTACH."""
+        return self.welcome if message["type"] == "HELLO" else {"type": "ATTACHED", "mac": None}
+
     async def __aenter__(self) -> str:
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
         return f"tcp://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
@@ -143,10 +170,9 @@ class FakeRNode:
         peer = Caller(reader, writer)
         try:
             peer.send_message(self.challenge)
-            if (await peer.read_message())["type"] == "HELLO":
-                peer.send_message(self.welcome)
-            else:
-                peer.send_message({"type": "OK", "id": 0, "stats": None})
+            message = await peer.read_message()
+            peer.send_message(self.answer(message))
+            if message["type"] == "ATTACH":
                 await reader.readexactly(16 + 64)  # a call
                 peer.send(self.reply)
             await reader.read()

@@ -59,7 +59,7 @@ async def test_bad_urls(url, error_text):
 async def test_an_address_that_others_can_reach_needs_a_secret():
     with pytest.raises(TransportError, match="no shared secret"):
         await serve("tcp://0.0.0.0:0", NoService(), None)
-    for secret, insecure in ((b"secret", False), (None, True)):
+    for secret, insecure in ((b"one of 16 bytes.", False), (None, True)):
         server = await serve("tcp://0.0.0.0:0", NoService(), secret, insecure=insecure)
         await server.close()
 

@@ -5,18 +5,14 @@ The R-node refuses each with a readable reason, and no other link suffers.
 
 from __future__ import annotations
 
-import asyncio
 import socket
 import struct
-from collections.abc import AsyncIterator
-from pathlib import Path
 
 import orjson
 import pytest
-from link_driver import Driver, hello
-from wire_peers import Caller, FakeRNode, attach, hello_message, mac, open_link
+from link_driver import hello
+from wire_peers import Caller, FakeRNode, attach, attach_message, hello_message, open_link
 
-from fastdecode.daemon.rnode import RNode
 from fastdecode.region.contract import (
     MAX_HEAD_SIZE,
     MAX_HEADS,
@@ -32,7 +28,6 @@ from fastdecode.transports.base import LinkDown, LinkRefused, TransportError
 from fastdecode.transports.registry import connect
 
 KV_BYTES = 64 << 20
-SECRET = b"a secret of the two nodes"
 LARGEST = {
     "n_slots": MAX_SLOTS,
     "max_rows": MAX_ROWS,
@@ -224,86 +219,7 @@ async def test_a_silent_r_node_has_a_deadline(monkeypatch):
         await connect(f"tcp://127.0.0.1:{listener.getsockname()[1]}", hello(), None)
 
 
-# ---- secrets ----
-
-
-@pytest.fixture
-async def guarded(tmp_path: Path) -> AsyncIterator[RNode]:
-    node = RNode(threads=1, kv_bytes=KV_BYTES, name="guarded")
-    node.shm, node.tcp = await node.serve([f"shm://{tmp_path}/g.sock", "tcp://127.0.0.1:0"], SECRET)
-    yield node
-    await node.close()
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
-async def test_the_same_secret_opens_a_link(guarded, transport):
-    link = await connect(getattr(guarded, transport), hello(), SECRET)
-    driver = Driver(link, hello())
-    await asyncio.to_thread(driver.step, 0, [(0, 2, True)])
-    await link.close()
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
-async def test_secrets_that_differ(r_node, guarded, transport):
-    for there, secret, error_text in [
-        (guarded, None, "asks for a shared secret, and this S-node has none"),
-        (guarded, SECRET + b"!", "the shared secrets of the two nodes differ"),
-        (r_node, SECRET, "has no shared secret, and this S-node has one"),
-    ]:
-        with pytest.raises(LinkRefused, match=error_text) as refused:
-            await connect(getattr(there, transport), hello(), secret)
-        assert SECRET.decode() not in str(refused.value)
-    assert guarded.kv_free == KV_BYTES
-
-
-async def test_wrong_macs_are_refused(guarded):
-    """No MAC; an invented MAC; a MAC for another challenge, another role, another HELLO; a MAC that was overheard."""
-
-    async def answered(make_mac) -> dict:
-        caller = await Caller.dial(guarded.tcp)
-        challenge = await caller.read_message()
-        assert challenge["needs_secret"] is True
-        message = hello_message()
-        caller.send_message(message | {"mac": make_mac(message, challenge["nonce"])})
-        answer = await caller.read_message()
-        if answer["type"] == "REFUSED":
-            assert await caller.read_to_end() == b""
-        else:
-            expected = mac(SECRET, b"R", message["nonce"], challenge["nonce"], answer)
-            assert answer["mac"] == expected  # the R-node proves that it knows the secret, too
-        await caller.close()
-        return answer
-
-    proofs = []
-
-    def right(message, nonce):
-        proofs.append(mac(SECRET, b"S", message["nonce"], nonce, message))
-        return proofs[-1]
-
-    assert (await answered(right))["type"] == "WELCOME"
-    for wrong, error_text in [
-        (lambda m, n: None, "asks for a shared secret"),
-        (lambda m, n: "00" * 32, "differ"),
-        (lambda m, n: proofs[0], "differ"),
-        (lambda m, n: mac(SECRET, b"R", m["nonce"], n, m), "differ"),
-        (lambda m, n: mac(SECRET, b"S", m["nonce"], "00" * 32, m), "differ"),
-        (lambda m, n: mac(SECRET, b"S", m["nonce"], n, m | {"kv_bytes": 1}), "differ"),
-    ]:
-        answer = await answered(wrong)
-        assert answer["type"] == "REFUSED" and error_text in answer["reason"]
-    # A caller without proof does not learn whether the R-node would grant its request.
-    assert "shared secret" in await refusal(guarded.tcp, hello_message(kv_bytes=0))
-
-
-@pytest.mark.parametrize("proof", [None, "00" * 32])
-async def test_impostor_that_does_not_know_the_secret(proof):
-    fake = FakeRNode(needs_secret=True)
-    fake.welcome["mac"] = proof
-    async with fake as url:
-        with pytest.raises(LinkRefused, match="could not prove that it knows the shared secret"):
-            await connect(url, hello(), SECRET)
+# ---- wrong messages from an R-node ----
 
 
 async def test_r_node_of_another_version_or_none_at_all():
@@ -350,11 +266,9 @@ async def test_wrong_and_used_tokens_are_refused(r_node, bystander, transport):
     url = getattr(r_node, transport)
     control, token = await open_link(url)
     for wrong in ("00" * 32, token[:-1] + ("0" if token[-1] != "0" else "1")):
-        message = {"type": "ATTACH", "version": PROTOCOL_VERSION, "token": wrong}
-        assert "no link waits for this token" in await refusal(url, message)
+        assert "no link waits for this token" in await refusal(url, attach_message(wrong))
     data = await attach(url, token)
-    again = {"type": "ATTACH", "version": PROTOCOL_VERSION, "token": token}
-    assert "no link waits for this token" in await refusal(url, again)
+    assert "no link waits for this token" in await refusal(url, attach_message(token))
     control.send_message({"type": "PING", "id": 5})
     assert await control.read_message() == {"type": "OK", "id": 5, "stats": None}
     await control.close()

@@ -9,9 +9,20 @@ import struct
 
 import pytest
 from link_driver import LARGE, SMALL, hello
-from wire_peers import HANG_S, MAGIC, ONE_ROW, Q_BYTES, Caller, FakeRNode, attach, call, frame, open_link
+from wire_peers import (
+    HANG_S,
+    MAGIC,
+    ONE_ROW,
+    Q_BYTES,
+    Caller,
+    FakeRNode,
+    attach,
+    attach_message,
+    call,
+    frame,
+    open_link,
+)
 
-from fastdecode.region.contract import PROTOCOL_VERSION
 from fastdecode.region.geometry import geometry_tuple
 from fastdecode.region.region import Region
 from fastdecode.transports._native import Port
@@ -103,8 +114,8 @@ async def test_a_peer_that_reads_no_replies_holds_up_only_itself(r_node, bystand
         sock.setblocking(False)
         caller = Caller(*await asyncio.open_connection(sock=sock))
         await caller.read_message()
-        caller.send_message({"type": "ATTACH", "version": PROTOCOL_VERSION, "token": token})
-        assert (await caller.read_message())["type"] == "OK"
+        caller.send_message(attach_message(token))
+        assert (await caller.read_message())["type"] == "ATTACHED"
         caller.writer.transport.pause_reading()
         rows = LARGE.max_rows
         row_bytes = (LARGE.n_q_heads + 2 * LARGE.n_kv_heads) * LARGE.head_size * 4
