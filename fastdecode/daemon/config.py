@@ -86,6 +86,12 @@ def _seconds(text: str) -> float:
     return value
 
 
+def _milliseconds(text: str) -> float:
+    if not 0 <= (value := float(text)) < float("inf"):
+        raise ValueError(f"{text} is not a time in milliseconds")
+    return value
+
+
 def _cpu_list(text: str) -> tuple[int, ...]:
     cpus = parse_cpu_list(text, _MAX_CPUS)
     if not cpus or len(set(cpus)) != len(cpus):
@@ -195,6 +201,21 @@ class NodeConfig:
     max_batch_size: int = _option("most sequences in a mini-batch", 256, role="s", parse=_positive)
     max_batch_tokens: int = _option(
         "most rows in a step: decoding sequences and prompt tokens together", 512, role="s", parse=_positive
+    )
+    target_tbt_ms: float = _option(
+        "milliseconds between two tokens of a stream that prompts should not exceed: while a stream runs, prompts are "
+        "cut into chunks that keep it; 0: prompts take up to --max-batch-tokens rows of every step",
+        200.0,
+        role="s",
+        parse=_milliseconds,
+        metavar="MS",
+    )
+    staging_memory: int | None = _option(
+        "memory of the S-Part for the K and V of prompts that take several steps; a longer prompt is taken alone; "
+        "default: an eighth of the available memory",
+        role="s",
+        parse=parse_bytes,
+        metavar="SIZE",
     )
     max_queued: int = _option(
         "most requests that wait for others to end; the API refuses further ones with status 429",

@@ -16,6 +16,7 @@ from fastdecode.api.server import bind, make_app, serve
 from fastdecode.daemon.activity import log_activity
 from fastdecode.daemon.config import ConfigError, NodeConfig
 from fastdecode.daemon.embedded import EmbeddedRNode, Split, split_machine
+from fastdecode.daemon.machine import available_memory
 from fastdecode.daemon.rnode_links import RNodeLinks
 from fastdecode.daemon.shutdown import wait_for_shutdown
 from fastdecode.demo import model_dir
@@ -34,6 +35,9 @@ log = logging.getLogger(__name__)
 #: S-node computes the attention of a whole prompt itself, but R-nodes attend for the uncached suffix of a shared
 #: prompt. For a long suffix, a GPU should compute the whole prompt faster. The best limit has not been measured.
 _MAX_UNCACHED_SUFFIX = 256
+
+#: Without --staging-memory, unfinished prompts may take this part of the available memory.
+_STAGING_PART = 8
 
 
 def run_s_node(config: NodeConfig) -> None:
@@ -116,6 +120,8 @@ async def _serve(
             max_batch_size=config.max_batch_size,
             max_batch_tokens=config.max_batch_tokens,
             max_queued=config.max_queued,
+            max_staged_tokens=_staged_tokens(config, model),
+            target_tbt=config.target_tbt_ms / 1000 or None,
             prefix_cache=not config.no_prefix_cache,
             max_uncached_suffix=None if model.device.type == "cpu" else _MAX_UNCACHED_SUFFIX,
         )
@@ -131,6 +137,16 @@ async def _serve(
         log.info("draining: running requests may go on for %.0f s", config.drain_seconds)
         await engine.drain(config.drain_seconds)
     log.info("S-node ended")
+
+
+def _staged_tokens(config: NodeConfig, model: Model | HFModel) -> int:
+    """Tokens whose K and V fit into the S-Part's staging memory."""
+    memory = config.staging_memory
+    if memory is None:
+        free = torch.cuda.mem_get_info(model.device)[0] if model.device.type == "cuda" else available_memory()
+        memory = free // _STAGING_PART
+    shape = model.shape
+    return memory // (shape.n_layers * 2 * shape.n_kv_heads * shape.head_size * model.dtype.itemsize)
 
 
 def _print_greeting(host: str, port: int, name: str) -> None:

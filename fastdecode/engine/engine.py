@@ -63,13 +63,16 @@ class Engine:
         watermark: float = 0.01,
         prefix_cache: bool = False,
         max_uncached_suffix: int | None = None,
+        max_staged_tokens: int | None = None,
+        target_tbt: float | None = None,
         end_token_ids: Iterable[int] | None = None,
         observer: EngineObserver | None = None,
     ):
         """`max_batch_size` bounds the sequences of a mini-batch, `max_batch_tokens` the rows of a step, `max_queued`
         the requests that wait for others to end. `max_model_len` bounds a sequence's tokens; None: the model's number
         of positions. `prefix_cache`: prompts share the cached tokens of sequences that start alike. `watermark` and
-        `max_uncached_suffix`: see Cluster. `end_token_ids` None: the model's own.
+        `max_uncached_suffix`: see Cluster; `max_staged_tokens`: see StagingBudget; `target_tbt` (seconds): see
+        StepTimes. `end_token_ids` None: the model's own.
 
         Raises ValueError if a value does not fit the model or a link."""
         if not links:
@@ -83,7 +86,8 @@ class Engine:
         self.max_queued = max(max_queued, 1)  # every request passes through the queue
         self.spart = spart
         self.cluster = Cluster(links, watermark, prefix_cache, max_uncached_suffix)
-        self.scheduler = Scheduler(self.cluster, SchedulerLimits(mini_batches, max_batch_tokens, max_batch_size))
+        limits = SchedulerLimits(mini_batches, max_batch_tokens, max_batch_size, max_staged_tokens)
+        self.scheduler = Scheduler(self.cluster, limits, target_tbt=target_tbt)
         self.observer = observer or NullObserver()
         self.totals = Totals()
         self.last_progress = time.monotonic()  # when a step last completed, or work came after idleness
@@ -281,7 +285,7 @@ class Engine:
             self.totals.r_wait_seconds += output.r_wait_seconds
             self.totals.kv_bytes += output.kv_bytes
             self.observer.step(plan.n_tokens, self.last_progress - begun)
-            for outcome in self.scheduler.complete(plan, output.sampled):
+            for outcome in self.scheduler.complete(plan, output.sampled, self.last_progress - begun):
                 self._deliver(outcome, self.last_progress)
 
     def _record_started(self, plan: Plan, now: float) -> None:

@@ -28,6 +28,7 @@ from fastdecode.engine.scheduling.budgets import StagingBudget, StepBudget
 from fastdecode.engine.scheduling.placement import Wait
 from fastdecode.engine.scheduling.plan import Outcome, Plan, PlannedChunk, SchedulerLimits, step_order
 from fastdecode.engine.scheduling.queue import BY_ARRIVAL, WaitingQueue
+from fastdecode.engine.scheduling.step_time import NO_PROMPTS, PromptWork, StepTimes, pairs
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -41,9 +42,11 @@ if TYPE_CHECKING:
 class Scheduler:
     """Queue, mini-batches and preemption. Not thread-safe: only the event loop's thread calls it."""
 
-    def __init__(self, cluster: Cluster, limits: SchedulerLimits):
+    def __init__(self, cluster: Cluster, limits: SchedulerLimits, *, target_tbt: float | None = None):
+        """`target_tbt`: seconds between two tokens of a stream that prompts should not exceed; see StepTimes."""
         self.cluster = cluster
         self.limits = limits
+        self.step_times = StepTimes(target_tbt)
         self.waiting = WaitingQueue()
         self.mini_batches: list[list[Sequence]] = [[] for _ in range(limits.mini_batches)]  # each in order of arrival
         self.preemptions = 0
@@ -134,13 +137,31 @@ class Scheduler:
         self._serve_starved()
         self._balance(mini_batch)
         chunks = self._decode_chunks(mini_batch)
-        chunks += self._prompt_chunks(mini_batch, StepBudget(self.limits.max_batch_tokens - len(chunks)))
+        n_decoding = len(chunks)
+        chunks += self._prompt_chunks(mini_batch, self._budget(mini_batch, n_decoding))
+        if not chunks:
+            return None
+        prompts = NO_PROMPTS
+        for chunk in chunks[n_decoding:]:
+            prompts += PromptWork(chunk.n_tokens, pairs(chunk.seq.cached, chunk.n_tokens))
+        self.step_times.begin(mini_batch, prompts, n_decoding > 0)
         chunks.sort(key=step_order)
-        return Plan(mini_batch, chunks) if chunks else None
+        return Plan(mini_batch, chunks, prompts)
 
-    def complete(self, plan: Plan, sampled: Iterable[Sampled | None]) -> list[Outcome]:
-        """Record a step that ran. `sampled` has one entry for each chunk, None if nothing was sampled. Returns the new
-        tokens in the chunks' order."""
+    def _budget(self, mini_batch: int, n_decoding: int) -> StepBudget:
+        """What the prompts of a mini-batch's next step may cost beside `n_decoding` decoding rows."""
+        others = [batch for i, batch in enumerate(self.mini_batches) if i != mini_batch]
+        return self.step_times.budget(
+            mini_batch,
+            self.limits.max_batch_tokens - n_decoding,
+            sharers=1 + sum(any(seq.prefilling for seq in batch) for batch in others),
+            streams=n_decoding > 0 or any(not seq.prefilling for batch in others for seq in batch),
+        )
+
+    def complete(self, plan: Plan, sampled: Iterable[Sampled | None], seconds: float | None = None) -> list[Outcome]:
+        """Record a step that ran. `sampled` has one entry for each chunk, None if nothing was sampled; `seconds` is how
+        long it took, if that is known. Returns the new tokens in the chunks' order."""
+        self.step_times.end(plan.mini_batch, seconds)
         outcomes = []
         for chunk, token in zip(plan.chunks, sampled, strict=True):
             seq = chunk.seq
@@ -173,12 +194,14 @@ class Scheduler:
 
         It is not known which layers of the step the other R-nodes have cached, so their sequences are recomputed too.
         """
+        self.step_times.end(plan.mini_batch, None)
         for chunk in plan.chunks:
             self._recompute(chunk.seq)
 
     def fail(self, plan: Plan, link: Link | None = None) -> list[Sequence]:
         """Remove the sequences of a step that cannot be repeated: those on the R-node behind `link`, or all if it is
         None. The others are recomputed. Returns the removed ones that were not cancelled."""
+        self.step_times.end(plan.mini_batch, None)
         failed = []
         for seq in (chunk.seq for chunk in plan.chunks):
             if link is not None and seq.placed_on.link is not link:

@@ -146,7 +146,8 @@ def prompts(n, longest=300, seed=0):
 
 @pytest.mark.parametrize("mini_batches", [1, 2, 3])
 @pytest.mark.parametrize("n_links", [1, 3])
-async def test_requests_at_random_times_get_their_own_tokens(mini_batches, n_links):
+@pytest.mark.parametrize("options", [{}, {"target_tbt": 1e-4, "max_staged_tokens": 0}], ids=["", "small chunks"])
+async def test_requests_at_random_times_get_their_own_tokens(mini_batches, n_links, options):
     rng = random.Random(mini_batches)
     links = [ToyLink(f"tcp://r{i}") for i in range(n_links)]
 
@@ -155,7 +156,8 @@ async def test_requests_at_random_times_get_their_own_tokens(mini_batches, n_lin
         stream = engine.submit(prompt, SamplingParams(temperature=0.0, max_tokens=n))
         assert await tokens_of(stream) == continuation(prompt, n)
 
-    async with running(*links, mini_batches=mini_batches, max_batch_tokens=128, max_batch_size=32) as (engine, _):
+    options |= {"mini_batches": mini_batches, "max_batch_tokens": 128, "max_batch_size": 32}
+    async with running(*links, **options) as (engine, _):
         await asyncio.gather(*(client(engine, prompt, rng.randint(1, 90)) for prompt in prompts(48)))
         assert engine.stats.totals.preemptions == 0
         assert all(link.frames for link in links), "every R-node had work"

@@ -167,7 +167,8 @@ async def test_greedy_equals_transformers(family, scheme, n_nodes, mini_batches,
         assert all(node.attention_seconds > 0 for node in engine.stats.nodes), "every R-node had work"
 
 
-async def test_48_mixed_requests_at_random_times_equal_each_alone(model, shm_node, tcp_nodes):
+@pytest.mark.parametrize("options", [{}, {"target_tbt": 1e-3, "max_staged_tokens": 0}], ids=["", "small chunks"])
+async def test_48_mixed_requests_at_random_times_equal_each_alone(options, model, shm_node, tcp_nodes):
     rng = random.Random(48)
     given = prompts([rng.choice([rng.randint(1, 40), rng.randint(1, 400)]) for _ in range(48)], seed=1)
     params = [
@@ -186,7 +187,7 @@ async def test_48_mixed_requests_at_random_times_equal_each_alone(model, shm_nod
         await asyncio.sleep(rng.random())
         return await tokens_of(engine.submit(given[i], params[i]))
 
-    async with serving(model, tcp_nodes[:2]) as engine:
+    async with serving(model, tcp_nodes[:2], **options) as engine:
         together = await asyncio.gather(*(client(engine, i) for i in range(48)))
     async with serving(model, [shm_node], mini_batches=1) as engine:
         for i in range(48):

@@ -3,5 +3,6 @@
 plan        a step as the scheduler plans it, and the bounds on it
 queue       WaitingQueue: who may start next, and how often somebody may be passed over
 placement   on which R-node a waiting sequence may run
+step_time   how long steps take, and the chunks of prompts that keep a target time
 budgets     what a step's prompts may cost: rows, attention work, staged keys and values
 """

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+from fastdecode.engine.scheduling.step_time import NO_PROMPTS, PromptWork
+
 if TYPE_CHECKING:
     from fastdecode.engine.sequence import Sequence
     from fastdecode.spart.batch import Sampled
@@ -46,6 +48,7 @@ class Plan:
 
     mini_batch: int
     chunks: list[PlannedChunk]
+    prompts: PromptWork = NO_PROMPTS  # the part of it that is chunks of prompts
 
     @property
     def n_tokens(self) -> int:

@@ -1,0 +1,157 @@
+"""The scheduler in virtual time: its real code, R-nodes that only count pages, and steps that take computed times."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, NamedTuple, cast
+
+from fastdecode.engine.cluster import Cluster
+from fastdecode.engine.request import SamplingParams
+from fastdecode.engine.scheduler import Scheduler
+from fastdecode.engine.scheduling.plan import Plan, SchedulerLimits
+from fastdecode.engine.sequence import Sequence
+from fastdecode.spart.batch import Sampled
+
+_WORD, _END = 0, 1
+
+
+class Request(NamedTuple):
+    """A request of a simulation. `max_tokens` is what the scheduler knows of `n_output`; None: nothing."""
+
+    arrival: float  # seconds
+    n_prompt: int
+    n_output: int
+    max_tokens: int | None = None
+
+
+@dataclass(slots=True)
+class Run:
+    """What a simulation saw. Times are in seconds of virtual time."""
+
+    seconds: float = 0.0
+    tokens: int = 0  # generated
+    preemptions: int = 0
+    step_seconds: list[float] = field(default_factory=list)
+    loads: list[int] = field(default_factory=list)  # tokens that the decoding rows of each step attended to
+    batches: list[int] = field(default_factory=list)  # running sequences at each step
+    gaps: list[float] = field(default_factory=list)  # between two tokens of a request
+    first_tokens: list[float] = field(default_factory=list)  # from arrival to the first token
+
+    @property
+    def rate(self) -> float:
+        """Tokens a second."""
+        return self.tokens / self.seconds
+
+
+class StepCost(NamedTuple):
+    """The computed time of a step: the S-Part and the R-Part overlap, and the slower one counts."""
+
+    s_seconds: float  # S-Part of a step, whatever its batch
+    s_row_seconds: float  # and for each row of a prompt
+    s_pair_seconds: float  # and for each key that such a row attends to
+    r_token_seconds: float  # R-Part, for each cached token that a row attends to
+
+    def __call__(self, plan: Plan) -> float:
+        """Seconds that a step takes."""
+        s_part = self.s_seconds + self.s_row_seconds * plan.prompts.rows + self.s_pair_seconds * plan.prompts.pairs
+        return max(s_part, self.r_token_seconds * load_of(plan))
+
+
+def load_of(plan: Plan) -> int:
+    """Cached tokens that the decoding rows of a step attend to."""
+    return sum(chunk.seq.cached + 1 for chunk in plan.chunks if not chunk.seq.prefilling)
+
+
+def simulate(
+    requests: Iterable[Request],
+    limits: SchedulerLimits,
+    step_seconds: Callable[[Plan], float],
+    leases: Iterable[int] = (1_000_000,),
+    **options: Any,
+) -> Run:
+    """Run `requests` to their end over R-nodes with `leases` pages. `options` go to Scheduler.
+
+    Raises RuntimeError if there is work and nothing moves.
+    """
+    links = [
+        SimpleNamespace(url=f"sim://{i}", lease=SimpleNamespace(n_pages=n, max_seqs=65536))
+        for i, n in enumerate(leases)
+    ]
+    cluster = Cluster(cast(Any, links))
+    scheduler = Scheduler(cluster, limits, **options)
+    todo = sorted(requests, reverse=True)
+    outputs: dict[Sequence, int] = {}
+    run, now, order = Run(), 0.0, 0
+    flights: list[tuple[float, int, Plan, float]] = []  # when it ends, mini-batch, plan, seconds
+    while todo or scheduler.has_work:
+        while todo and todo[-1].arrival <= now:
+            request = todo.pop()
+            seq = _sequence(order, request)
+            outputs[seq] = request.n_output
+            order += 1
+            scheduler.add(seq)
+        busy = {mini_batch for _, mini_batch, _, _ in flights}
+        for mini_batch in range(limits.mini_batches):
+            if mini_batch not in busy and (plan := scheduler.schedule(mini_batch)) is not None:
+                seconds = step_seconds(plan)
+                run.step_seconds.append(seconds)
+                run.loads.append(load_of(plan))
+                run.batches.append(scheduler.n_running)
+                heapq.heappush(flights, (now + seconds, mini_batch, plan, seconds))
+        freed = _acknowledge(cluster)
+        if not flights:
+            if not todo and not freed:
+                raise RuntimeError("the simulated scheduler has work and plans no step")
+            now = max(now, todo[-1].arrival) if todo else now
+            continue
+        if todo and todo[-1].arrival < flights[0][0]:
+            now = max(now, todo[-1].arrival)
+            continue
+        now, _, plan, seconds = heapq.heappop(flights)
+        _complete(scheduler, plan, seconds, now, outputs, run)
+        _acknowledge(cluster)
+    run.seconds, run.preemptions = now, scheduler.preemptions
+    return run
+
+
+def _sequence(order: int, request: Request) -> Sequence:
+    return Sequence(
+        request_id=str(order),
+        order=order,
+        tokens=[_WORD] * request.n_prompt,
+        n_prompt=request.n_prompt,
+        max_new=request.max_tokens or 1 << 20,
+        params=SamplingParams(max_tokens=request.max_tokens),
+        seed=0,
+        end_tokens=frozenset({_END}),
+        arrived=request.arrival,
+    )
+
+
+def _complete(
+    scheduler: Scheduler, plan: Plan, seconds: float, now: float, outputs: dict[Sequence, int], run: Run
+) -> None:
+    sampled = []
+    for chunk in plan.chunks:
+        last = chunk.seq.n_generated + 1 >= outputs[chunk.seq]
+        sampled.append(Sampled(_END if last else _WORD) if chunk.sample else None)
+    for seq, _, _ in scheduler.complete(plan, sampled, seconds):
+        run.tokens += 1
+        if seq.last_token is None:
+            run.first_tokens.append(now - seq.arrived)
+        else:
+            run.gaps.append(now - seq.last_token)
+        seq.last_token = now
+
+
+def _acknowledge(cluster: Cluster) -> bool:
+    """Free what was released at once; True if anything was."""
+    freed = False
+    for node in cluster.nodes:
+        if released := node.take_released():
+            node.acknowledge_free(released)
+            freed = True
+    return freed

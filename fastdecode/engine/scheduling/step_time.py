@@ -1,0 +1,128 @@
+"""How long steps take, learned from the steps that ran, and the chunks of prompts that keep a target time.
+
+A step that decodes takes a base time, and its prompts add to it. What a prompt's chunk costs is fitted to two measures
+of it: its rows (projections, MLP) and its pairs of a row and a key that the row attends to (attention). The steps of
+several mini-batches share the S-node, so the chunks of a step that is in flight slow down the steps beside it.
+
+Pure arithmetic: the caller measures the seconds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from fastdecode.engine.scheduling.budgets import StepBudget
+
+#: Weight of the older observations after each new one.
+_COST_MEMORY = 0.9
+_BASE_MEMORY = 0.8
+_BASE_MEMORY_BESIDE_PROMPTS = 0.95
+
+#: Rows of a prompt that a step takes however slow it is, so that every prompt goes on.
+_LEAST_ROWS = 16
+
+#: Where decoding alone takes longer than the target, prompts may lengthen a step by this part of it.
+_STRETCH = 0.5
+
+
+class PromptWork(NamedTuple):
+    """The prompts' part of a step."""
+
+    rows: int
+    pairs: float  # keys that the rows attend to, summed over the rows
+
+    def __add__(self, other: object) -> PromptWork:
+        if not isinstance(other, PromptWork):
+            return NotImplemented
+        return PromptWork(self.rows + other.rows, self.pairs + other.pairs)
+
+
+NO_PROMPTS = PromptWork(0, 0.0)
+
+
+def pairs(start: int, n: int) -> float:
+    """Keys that a chunk of `n` rows behind `start` tokens attends to, summed over its rows."""
+    return n * start + n * (n + 1) / 2
+
+
+@dataclass(slots=True)
+class _Flight:
+    decodes: bool
+    work: PromptWork  # its own
+    beside: PromptWork  # of the steps that began while it ran, or ran when it began
+
+
+class StepTimes:
+    """The time of steps as a function of their work. Times are in seconds."""
+
+    def __init__(self, target: float | None):
+        """`target` is the time between two tokens of a stream that prompts should not exceed; None: they may take all
+        rows of a step."""
+        self.target = target
+        self.base: float | None = None  # of a step that only decodes
+        self._flights: dict[int, _Flight] = {}  # by mini-batch
+        self._rr = self._rp = self._pp = self._ry = self._py = 0.0  # decayed sums of products; y: seconds
+        self._costs = (0.0, 0.0)  # seconds a row, seconds a pair
+
+    def begin(self, mini_batch: int, work: PromptWork, decodes: bool) -> None:
+        """Record that a step begins. `decodes`: it has rows of decoding sequences."""
+        beside = NO_PROMPTS
+        for other in self._flights.values():
+            other.beside += work
+            beside += other.work
+        self._flights[mini_batch] = _Flight(decodes, work, beside)
+
+    def end(self, mini_batch: int, seconds: float | None) -> None:
+        """Record that a step took `seconds`, or (None) that it failed."""
+        flight = self._flights.pop(mini_batch, None)
+        if flight is None or seconds is None:
+            return
+        # Of the two neighbours in each other mini-batch, a step overlaps with about half.
+        rows, n_pairs = (own + other / 2 for own, other in zip(flight.work, flight.beside, strict=True))
+        if flight.decodes:
+            self._observe_base(seconds - self._cost(rows, n_pairs), rows > 0)
+        if rows > 0:
+            self._observe_costs(rows, n_pairs, max(0.0, seconds - ((self.base or 0.0) if flight.decodes else 0.0)))
+
+    def budget(self, mini_batch: int, rows: int, *, sharers: int, streams: bool) -> StepBudget:
+        """What the prompts of a mini-batch's next step may cost, at most `rows` rows.
+
+        `sharers` counts the mini-batches that have unfinished prompts, this one included. `streams`: a sequence decodes
+        somewhere; if none does, the step may take as long as it likes.
+        """
+        row_cost, pair_cost = self._costs
+        if self.target is None or not streams or self.base is None or not (row_cost or pair_cost):
+            return StepBudget(rows)
+        allowed = max(self.target - self.base, _STRETCH * self.base)
+        in_flight = sum(self._cost(*f.work) for other, f in self._flights.items() if other != mini_batch)
+        return StepBudget(
+            rows, min(allowed - in_flight, allowed / sharers), row_cost=row_cost, pair_cost=pair_cost, least=_LEAST_ROWS
+        )
+
+    def _cost(self, rows: float, n_pairs: float) -> float:
+        return self._costs[0] * rows + self._costs[1] * n_pairs
+
+    def _observe_base(self, seconds: float, beside_prompts: bool) -> None:
+        memory = _BASE_MEMORY_BESIDE_PROMPTS if beside_prompts else _BASE_MEMORY
+        seconds = max(0.0, seconds)
+        self.base = seconds if self.base is None else memory * self.base + (1 - memory) * seconds
+
+    def _observe_costs(self, rows: float, n_pairs: float, seconds: float) -> None:
+        """Fit the two costs to the steps with prompts by least squares; neither may be negative."""
+        products = (rows * rows, rows * n_pairs, n_pairs * n_pairs, rows * seconds, n_pairs * seconds)
+        sums = (self._rr, self._rp, self._pp, self._ry, self._py)
+        self._rr, self._rp, self._pp, self._ry, self._py = (
+            _COST_MEMORY * old + new for old, new in zip(sums, products, strict=True)
+        )
+        determinant = self._rr * self._pp - self._rp * self._rp
+        if determinant > 1e-6 * self._rr * self._pp:
+            row = (self._ry * self._pp - self._py * self._rp) / determinant
+            pair = (self._py * self._rr - self._ry * self._rp) / determinant
+            if row >= 0 and pair >= 0:
+                self._costs = row, pair
+                return
+            if row < 0:
+                self._costs = 0.0, self._py / self._pp
+                return
+        self._costs = self._ry / self._rr, 0.0

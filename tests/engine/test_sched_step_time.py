@@ -1,0 +1,87 @@
+"""Chunks of prompts that keep a target time between tokens: the scheduler's own code in virtual time."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from fastdecode.bench.simulation import Request, StepCost, simulate
+from fastdecode.engine.scheduling.plan import SchedulerLimits
+from fastdecode.engine.scheduling.step_time import PromptWork, StepTimes, pairs
+
+
+def percentile(values, part):
+    return sorted(values)[int(part * (len(values) - 1))]
+
+
+#: 10 ms a step, 0.4 ms a row of a prompt, and attention that makes the last chunk of 8192 tokens cost twice its rows.
+COST = StepCost(0.010, 0.0004, 0.0004 / 8192, 1e-7)
+
+
+def streams_beside_long_prompts(target, *, cost=COST, mini_batches=1, long_prompts=True):
+    """Sixteen streams, and a prompt of 8192 tokens every 2 s."""
+    requests = [Request(0.0, 20, 3000) for _ in range(16)]
+    if long_prompts:
+        requests += [Request(1.0 + 2.0 * i, 8192, 2) for i in range(10)]
+    limits = SchedulerLimits(mini_batches, 512, 256)
+    return simulate(requests, limits, cost, target_tbt=target)
+
+
+@pytest.mark.parametrize("mini_batches", [1, 2])
+@pytest.mark.parametrize("target", [0.05, 0.1])
+def test_long_prompts_keep_the_target(target, mini_batches):
+    alone = streams_beside_long_prompts(target, mini_batches=mini_batches, long_prompts=False)
+    run = streams_beside_long_prompts(target, mini_batches=mini_batches)
+    unbounded = streams_beside_long_prompts(None, mini_batches=mini_batches)
+    assert percentile(alone.gaps, 0.99) == pytest.approx(0.010)
+    assert percentile(unbounded.gaps, 0.99) > 0.2
+    assert percentile(run.gaps, 0.99) < 1.1 * target
+    assert run.tokens == unbounded.tokens
+    assert percentile(run.gaps, 0.99) > 0.7 * target, "the time that is allowed is used"
+
+
+def test_where_decoding_takes_longer_than_the_target_prompts_add_half_of_it():
+    run = streams_beside_long_prompts(0.02, cost=COST._replace(s_seconds=0.1))
+    assert percentile(run.gaps, 0.99) < 1.1 * 1.5 * 0.1
+
+
+def test_a_prompt_that_no_stream_waits_for_takes_all_rows():
+    run = simulate([Request(0.0, 5120, 1) for _ in range(3)], SchedulerLimits(1, 512, 256), COST, target_tbt=0.001)
+    assert len(run.step_seconds) == 30
+
+
+def test_an_idle_mini_batch_learns_the_time_that_the_others_prompts_take_from_it():
+    """A decoding mini-batch beside one that prefills takes longer, and its base time is not blamed for it."""
+    times = StepTimes(target=0.1)
+    for _ in range(100):
+        times.begin(0, PromptWork(0, 0.0), True)
+        times.begin(1, PromptWork(100, pairs(0, 100)), True)
+        times.end(0, 0.010 + 0.05 / 2)
+        times.end(1, 0.010 + 0.05)
+        times.begin(0, PromptWork(0, 0.0), True)
+        times.end(0, 0.010)
+    assert times.base == pytest.approx(0.010, rel=0.1)
+    assert 150 <= times.budget(0, 10_000, sharers=1, streams=True).chunk(0, 10_000) <= 190
+
+
+def test_costs_follow_the_machine():
+    """The same step takes three times as long from some time on; random noise of 20 % on all times."""
+    rng, times = random.Random(1), StepTimes(target=0.1)
+    for slowness in (1, 3):
+        for _ in range(60):
+            work = PromptWork(n := rng.randint(16, 200), pairs(rng.randint(0, 4000), n))
+            for one in (work, PromptWork(0, 0.0)):
+                times.begin(0, one, True)
+                times.end(0, slowness * (0.005 + 2e-4 * one.rows + 1e-8 * one.pairs) * rng.uniform(0.8, 1.2))
+        n = times.budget(0, 10_000, sharers=1, streams=True).chunk(2000, 10_000)
+        seconds = slowness * (0.005 + 2e-4 * n + 1e-8 * pairs(2000, n))
+        assert 0.07 < seconds < 0.13
+
+
+def test_a_failed_step_teaches_nothing():
+    times = StepTimes(target=0.1)
+    times.begin(0, PromptWork(100, 5050), True)
+    times.end(0, None)
+    assert times.base is None
+    assert times.budget(0, 77, sharers=1, streams=True).chunk(0, 1000) == 77
