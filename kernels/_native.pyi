@@ -22,11 +22,11 @@ def isa_supported() -> list[str]:
 def isa_of_kernels(isa: str, kv_dtype: str, /) -> str:
     """The ISA that the kernels chosen for `isa` and `kv_dtype` name."""
 
-def chunk_bytes(kv_dtype: str, head_size: int, /) -> int:
-    """Bytes of a chunk: K and V of one page and KV head in one layer."""
+def chunk_bytes(kv_dtype: str, head_size: int, v_size: int = ..., /) -> int:
+    """Bytes of a chunk: K and V of one page and KV head in one layer. `v_size` is that of V, by default `head_size`."""
 
 def kv_append(isa: str, kv_dtype: str, chunks: Buffer, first_token_slot: int, k: Buffer, v: Buffer, /) -> None:
-    """Append `k` and `v`, [n, head_size] each, to the consecutive `chunks` (bytes, 64-byte aligned).
+    """Append `k` [n, head_size] and `v` [n, v_size] to the consecutive `chunks` (bytes, 64-byte aligned).
 
     Row i becomes token `first_token_slot` + i, counted from the start of the first chunk.
     """
@@ -44,7 +44,11 @@ def kv_attend(
     m: Buffer,
     l: Buffer,
     o: Buffer | None = None,
-    /,
+    *,
+    segment: int = 0,
+    softcap: float = 0.0,
+    slopes: Buffer | None = None,
+    sinks: Buffer | None = None,
 ) -> None:
     """Attend q [heads, q_len, group, head_size] to pages of `heads` chunks each (fd_attend_t of attention.h).
 
@@ -52,8 +56,9 @@ def kv_attend(
     PAGE_TOKENS, is the position of the first page's first token. Query token j is at position `q_pos` + j; `window` 0:
     it sees all positions before. The softmax scale is 1.
 
-    Writes the partial result: acc, shaped as q, and m and l [heads, q_len, group]. With `o`, shaped as q, it writes
-    acc / l to `o` instead, and the contents of acc, m and l are undefined.
+    Writes the partial result: acc [heads, q_len, group, v_size], and m and l [heads, q_len, group]. With `o`, shaped as
+    acc, it writes acc / l to `o`, and the contents of acc are undefined. `segment`, `softcap`, `slopes` and `sinks`,
+    the latter two [heads, group], are those of fd_attend_t.
     """
 
 def attend_merge(isa: str, m: Buffer, l: Buffer, acc: Buffer, m2: Buffer, l2: Buffer, acc2: Buffer, /) -> None:

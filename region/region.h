@@ -42,7 +42,7 @@
 #define FD_MAX_ROWS 65536
 #define FD_MAX_LAYERS 1024
 #define FD_MAX_HEADS 1024
-#define FD_MAX_HEAD_SIZE 256
+#define FD_MAX_HEAD_SIZE 512
 #define FD_HEAD_SIZE_UNIT 8 /* every head size is a multiple of it */
 
 /* Limits of a lease. */

@@ -78,34 +78,34 @@ FD_INLINE void store_v_column(const fd_kv_dtype_t format, uint8_t *to, uint32_t 
         words[i] = (words[i] & ~mask) | (format == FD_KV_BF16 ? v->half[d + i] : v->words[d + i]) << shift;
 }
 
-FD_INLINE void store_v(const fd_kv_dtype_t format, uint8_t *matrix, uint32_t head_size, uint32_t t,
+FD_INLINE void store_v(const fd_kv_dtype_t format, uint8_t *matrix, uint32_t v_size, uint32_t t,
                        const converted_row_t *v) {
     const uint32_t depth = fd_v_depth(format), row = t / fd_word_elems(format);
-    for (uint32_t d = 0; d < head_size; d += FD_COLUMN_LANES) {
-        uint8_t *words = matrix + fd_lane_offset(format, depth, d) + row * fd_lane_stride(format, head_size, d);
-        if (d + FD_COLUMN_LANES <= head_size) store_v_column(format, words, t, v, d, FD_COLUMN_LANES);
-        else store_v_column(format, words, t, v, d, head_size - d);
+    for (uint32_t d = 0; d < v_size; d += FD_COLUMN_LANES) {
+        uint8_t *words = matrix + fd_lane_offset(format, depth, d) + row * fd_lane_stride(format, v_size, d);
+        if (d + FD_COLUMN_LANES <= v_size) store_v_column(format, words, t, v, d, FD_COLUMN_LANES);
+        else store_v_column(format, words, t, v, d, v_size - d);
     }
 }
 
-FD_INLINE void append_row(const fd_kv_dtype_t dtype, uint8_t *chunk, const uint32_t head_size, uint32_t t,
-                          const float *k, const float *v) {
+FD_INLINE void append_row(const fd_kv_dtype_t dtype, uint8_t *chunk, const uint32_t head_size, const uint32_t v_size,
+                          uint32_t t, const float *k, const float *v) {
     const fd_kv_dtype_t k_format = fd_k_format(dtype), v_format = fd_v_format(dtype);
     converted_row_t k_row, v_row;
     const uint32_t k_word = convert_row(k_format, 0, &k_row, k, head_size),
-                   v_word = convert_row(v_format, 1, &v_row, v, head_size);
+                   v_word = convert_row(v_format, 1, &v_row, v, v_size);
     store_k(k_format, chunk, head_size, t, &k_row);
-    store_v(v_format, chunk + fd_chunk_v(dtype, head_size), head_size, t, &v_row);
+    store_v(v_format, chunk + fd_chunk_v(dtype, head_size), v_size, t, &v_row);
     if (!fd_kv_is_int(dtype)) return;
     *(uint32_t *)(chunk + fd_chunk_k_affine(dtype, head_size, t)) = k_word;
     *(uint32_t *)(chunk + fd_chunk_v_affine(dtype, head_size, t)) = v_word;
 }
 
 /* Appends with the usual head size, 128, as a constant, so that the loops unroll. */
-FD_INLINE void append(const fd_kv_dtype_t dtype, uint8_t *chunk, uint32_t head_size, uint32_t t, const float *k,
-                      const float *v) {
-    if (head_size == 128) append_row(dtype, chunk, 128, t, k, v);
-    else append_row(dtype, chunk, head_size, t, k, v);
+FD_INLINE void append(const fd_kv_dtype_t dtype, uint8_t *chunk, uint32_t head_size, uint32_t v_size, uint32_t t,
+                      const float *k, const float *v) {
+    if (head_size == 128 && v_size == 128) append_row(dtype, chunk, 128, 128, t, k, v);
+    else append_row(dtype, chunk, head_size, v_size, t, k, v);
 }
 
 #endif

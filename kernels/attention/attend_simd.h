@@ -21,10 +21,11 @@
  *
  * Integer formats multiply in integers. A query row is rounded to 16-bit integers once, and the weights of a row once
  * for each chunk; each row is scaled by its largest magnitude (q_scale, weight_scale). The products of a chunk are
- * summed exactly in 32 bits, because 255 * 32767 * 256 < 2^31. An ISA may round to 8 bits instead (kv_bits), and may
- * round the multipliers of bf16 to bf16 (kv_store_query, kv_store_float_weights). With V = scale * stored + offset, the
- * scales are multiplied into the weights before the weights are rounded. The offsets contribute the same amount to
- * every dimension, which is summed in row_state_t.bias and added to O at the end.
+ * summed exactly in 32 bits, because 255 * 32767 * 256 < 2^31; a longer query row of int8 is rounded to 15 bits. An ISA
+ * may round to 8 bits instead (kv_bits), and may round the multipliers of bf16 to bf16 (kv_store_query,
+ * kv_store_float_weights). With V = scale * stored + offset, the scales are multiplied into the weights before the
+ * weights are rounded. The offsets contribute the same amount to every dimension, which is summed in row_state_t.bias
+ * and added to O at the end.
  *
  * A panel calls before_last_chunk for each head, so an fd_attend_t with before_last_chunk must fit into one panel:
  * heads * q_len * group <= FD_PANEL_ROWS.
@@ -47,8 +48,10 @@ FD_INLINE vec_t load_tail(const float *x, uint32_t d, uint32_t n) {
     return d + LANES <= n ? vec_load(x + d) : vec_load_half(x + d);
 }
 
-/* Converts a query row to multipliers and sets the row's state to that before the first chunk. */
-FD_INLINE void init_row(const fd_kv_dtype_t dtype, const float *q, uint32_t head_size, uint8_t *multipliers,
+/* Converts a query row to multipliers and sets the row's state to that before the first chunk. A row below the limit
+ * counts as zeros. With `slopes` the limit is higher, because slopes are divided by q_scale: a query so small does not
+ * change a score to which a slope is added. */
+FD_INLINE void init_row(const fd_kv_dtype_t dtype, const float *q, uint32_t head_size, int slopes, uint8_t *multipliers,
                         row_state_t *state) {
     const fd_kv_dtype_t format = fd_k_format(dtype);
     memset(state, 0, sizeof *state);
@@ -60,9 +63,12 @@ FD_INLINE void init_row(const fd_kv_dtype_t dtype, const float *q, uint32_t head
     }
     vec_t max = vec_zero(), sum = vec_zero();
     for (uint32_t d = 0; d < head_size; d += LANES) max = vec_max(max, vec_abs(load_tail(q, d, head_size)));
-    const float largest = vec_reduce_max(max), qmax = kv_qmax(format, 0);
-    if (largest >= FD_TINY) state->q_scale = largest / qmax;
-    const vec_t inverse = vec_set1(largest >= FD_TINY ? qmax / largest : 0.0f);
+    /* The sums of more than 256 products of 16 bits and 8 bits would not fit into 32 bits. */
+    const int halve = format == FD_KV_INT8 && kv_bits(format) == 16 && head_size > 256;
+    const float largest = vec_reduce_max(max), qmax = halve ? kv_qmax(format, 0) / 2 : kv_qmax(format, 0);
+    const int nonzero = largest >= (slopes ? 1e-20f : FD_TINY);
+    if (nonzero) state->q_scale = largest / qmax;
+    const vec_t inverse = vec_set1(nonzero ? qmax / largest : 0.0f);
     uint32_t d = 0;
     for (; d + 4 * LANES <= head_size; d += 4 * LANES) {
         vec_t x[4];
@@ -106,7 +112,7 @@ typedef struct {
 
 /* Row `row` of KV head `head` in acc. */
 FD_INLINE float *acc_row(const fd_attend_t *a, uint32_t head, uint32_t row) {
-    return a->acc + ((size_t)head * a->q_len * a->group + row) * a->head_size;
+    return a->acc + ((size_t)head * a->q_len * a->group + row) * a->v_size;
 }
 
 /* Prepares a head's rows for its first chunk: multipliers, softmax state and a zeroed acc. */
@@ -118,31 +124,34 @@ FD_INLINE void init_rows(const fd_kv_dtype_t dtype, const fd_attend_t *a, const 
         uint8_t stored[MAX_BLOCK * STORED_ROW_BYTES] __attribute__((aligned(64)));
         for (uint32_t r = 0; r < n; r++) {
             float q[FD_MAX_HEAD_SIZE] __attribute__((aligned(64)));
-            load_act(q, a->q + fd_act_offset(a, head, p->row0 + r0 + r), head_size, a->act_dtype, a->softmax_scale);
-            init_row(dtype, q, head_size, stored + r * STORED_ROW_BYTES, &p->state[head * p->rows + r0 + r]);
+            load_act(q, a->q + fd_q_offset(a, head, p->row0 + r0 + r), head_size, a->act_dtype, a->softmax_scale);
+            init_row(dtype, q, head_size, a->slopes != NULL, stored + r * STORED_ROW_BYTES,
+                     &p->state[head * p->rows + r0 + r]);
         }
         kv_pack_query_rows(p->q + (head * p->rows + r0) * p->row_bytes, stored, n, p->row_bytes);
     }
-    memset(acc_row(a, head, p->row0), 0, (size_t)p->rows * a->head_size * sizeof *a->acc);
+    memset(acc_row(a, head, p->row0), 0, (size_t)p->rows * a->v_size * sizeof *a->acc);
 }
 
-/* Writes the results of a head's rows: O rows if the caller wants them, else m, l and acc. */
-FD_INLINE void finish_rows(const fd_kv_dtype_t dtype, const fd_attend_t *a, const uint32_t head_size, const panel_t *p,
+/* Writes the results of a head's rows: m, l, and O rows if the caller wants them, else acc. */
+FD_INLINE void finish_rows(const fd_kv_dtype_t dtype, const fd_attend_t *a, const uint32_t v_size, const panel_t *p,
                            uint32_t head) {
     for (uint32_t r = 0; r < p->rows; r++) {
         const row_state_t *state = &p->state[head * p->rows + r];
         const uint32_t row = p->row0 + r;
         const size_t i = (size_t)head * a->q_len * a->group + row;
         float *acc = acc_row(a, head, row);
-        const float l = vec_reduce_add(vec_load(state->l)),
+        float l = vec_reduce_add(vec_load(state->l));
+        const float m = state->m * state->q_scale,
                     bias = fd_kv_is_int(dtype) ? vec_reduce_add(vec_load(state->bias)) : NO_BIAS;
+        a->m[i] = m;
+        a->l[i] = l;
         if (a->o) {
-            finish_row(a->o + fd_act_offset(a, head, row), acc, bias, l, head_size, a->act_dtype);
+            if (a->sinks) l = fd_add_sink(l, m, a->sinks[head * a->group + row % a->group]);
+            finish_row(a->o + fd_o_offset(a, head, row), acc, bias, l, v_size, a->act_dtype);
             continue;
         }
-        a->m[i] = state->m * state->q_scale;
-        a->l[i] = l;
-        for (uint32_t d = 0; fd_kv_is_int(dtype) && d < head_size; d++) acc[d] += bias;
+        for (uint32_t d = 0; fd_kv_is_int(dtype) && d < v_size; d++) acc[d] += bias;
     }
 }
 
@@ -152,17 +161,18 @@ FD_INLINE void init_head(const fd_kv_dtype_t dtype, const fd_attend_t *a, panel_
     else init_rows(dtype, a, a->head_size, p, head);
 }
 FD_INLINE void finish_head(const fd_kv_dtype_t dtype, const fd_attend_t *a, const panel_t *p, uint32_t head) {
-    if (a->head_size == 128) finish_rows(dtype, a, 128, p, head);
-    else finish_rows(dtype, a, a->head_size, p, head);
+    if (a->v_size == 128) finish_rows(dtype, a, 128, p, head);
+    else finish_rows(dtype, a, a->v_size, p, head);
 }
 
 /* Prefetches the panel's rows of KV head `head` in `rows`, which is q or (`write`) o. */
 FD_INLINE void prefetch_rows(const fd_attend_t *a, const panel_t *p, uint32_t head, const uint8_t *rows,
                              const int write) {
-    const size_t bytes = a->group * a->head_size * fd_act_bytes(a->act_dtype);
+    const size_t bytes = a->group * (write ? a->v_size : a->head_size) * fd_act_bytes(a->act_dtype);
     for (uint32_t token = p->row0 / a->group; token <= (p->row0 + p->rows - 1) / a->group; token++)
         for (size_t i = 0; i < bytes; i += LINE) {
-            const uint8_t *at = rows + fd_act_offset(a, head, token * a->group) + i;
+            const uint32_t row = token * a->group;
+            const uint8_t *at = rows + (write ? fd_o_offset(a, head, row) : fd_q_offset(a, head, row)) + i;
             if (write) __builtin_prefetch(at, 1);
             else __builtin_prefetch(at, 0);
         }
@@ -174,21 +184,19 @@ FD_INLINE void prefetch_rows(const fd_attend_t *a, const panel_t *p, uint32_t he
 static void write_unattended_rows(const fd_attend_t *a, uint32_t row0, uint32_t rows) {
     for (uint32_t h = 0; h < a->heads; h++)
         for (uint32_t row = row0; row < row0 + rows; row++) {
-            if (a->o) {
-                memset(a->o + fd_act_offset(a, h, row), 0, a->head_size * fd_act_bytes(a->act_dtype));
-                continue;
-            }
             const size_t i = (size_t)h * a->q_len * a->group + row;
             a->m[i] = -INFINITY;
             a->l[i] = 0.0f;
-            memset(acc_row(a, h, row), 0, a->head_size * sizeof *a->acc);
+            if (a->o) memset(a->o + fd_o_offset(a, h, row), 0, a->v_size * fd_act_bytes(a->act_dtype));
+            else memset(acc_row(a, h, row), 0, a->v_size * sizeof *a->acc);
         }
 }
 
 /* Attends query rows [row0, row0 + rows) of each KV head, one panel, to all chunks. */
 FD_INLINE void attend_panel(const fd_kv_dtype_t dtype, const fd_attend_t *a, const block_fn *blocks, uint32_t row0,
                             uint32_t rows) {
-    const uint32_t head_size = a->head_size, max_rows = block_rows(dtype);
+    const uint32_t head_size = a->head_size, v_size = a->v_size, max_rows = block_rows(dtype);
+    const int adjusts = a->softcap != 0.0f || a->slopes;
     panel_t p;
     p.row0 = row0, p.rows = rows, p.n_blocks = (rows + max_rows - 1) / max_rows,
     p.row_bytes = q_row_bytes(fd_k_format(dtype), head_size);
@@ -207,9 +215,14 @@ FD_INLINE void attend_panel(const fd_kv_dtype_t dtype, const fd_attend_t *a, con
             block_t b = {.chunk = chunk,
                          .n_blocks = p.n_blocks,
                          .head_size = head_size,
-                         .chunk_bytes = fd_chunk_end(dtype, head_size)};
+                         .v_size = v_size,
+                         .chunk_bytes = fd_chunk_end(dtype, head_size, v_size),
+                         .adjusts = adjusts,
+                         .a = a,
+                         .head = h,
+                         .base = base};
             b.next = h + 1 < a->heads ? chunk + a->head_stride : next_page;
-            const uint32_t tiles = (FD_PAGE_TOKENS + head_size) / FD_COLUMN_LANES;
+            const uint32_t tiles = (FD_PAGE_TOKENS + v_size) / FD_COLUMN_LANES;
             b.next_page = next_page + (size_t)h * tiles * early_lines_per_tile(dtype, (int)rows) * LINE;
             if (h == 0) __builtin_prefetch(next_page, 0, PREFETCH_LOCALITY); /* loads the page's TLB entry early */
             if (!initialized) init_head(dtype, a, &p, h);
@@ -225,6 +238,7 @@ FD_INLINE void attend_panel(const fd_kv_dtype_t dtype, const fd_attend_t *a, con
                 b.q = p.q + i * p.row_bytes;
                 b.state = p.state + i;
                 b.acc = acc_row(a, h, row0 + r);
+                b.row = row0 + r;
                 blocks[b.rows - 1](&b);
             }
             if (!more_chunks) finish_head(dtype, a, &p, h);

@@ -30,11 +30,11 @@ typedef enum {
     FD_ISAS
 } fd_isa_t;
 
-/* The size of a chunk in bytes: K, V and scales; a multiple of 64. */
-size_t fd_kv_chunk_bytes(fd_kv_dtype_t dtype, uint32_t head_size);
+/* The size of a chunk in bytes: K, V and scales; a multiple of 64. Sizes of heads count elements. */
+size_t fd_kv_chunk_bytes(fd_kv_dtype_t dtype, uint32_t head_size, uint32_t v_size);
 
 /* Prefetches the cache lines that append writes for token t. */
-void fd_kv_prefetch_append(fd_kv_dtype_t dtype, const uint8_t *chunk, uint32_t head_size, uint32_t t);
+void fd_kv_prefetch_append(fd_kv_dtype_t dtype, const uint8_t *chunk, uint32_t head_size, uint32_t v_size, uint32_t t);
 
 /* The most query rows whose softmax state a kernel holds at once. */
 #define FD_PANEL_ROWS 64u
@@ -51,21 +51,35 @@ typedef struct {
     uint32_t heads;
     size_t head_stride;   /* bytes from one head's chunk to the next head's chunk in a page */
     uint32_t first_token; /* position of the first token of chunks[0], a multiple of FD_PAGE_TOKENS */
-    uint32_t head_size;   /* a multiple of 8, 8..256 */
+    uint32_t head_size;   /* of Q and K: a multiple of 8, 8..FD_MAX_HEAD_SIZE */
+    uint32_t v_size;      /* of V and O: likewise */
     uint32_t group;       /* query heads that share one KV head */
     uint32_t q_len;       /* query tokens in the block, >= 1 */
     uint32_t q_pos;       /* position of the first query token; query token j sees positions <= q_pos + j */
     uint32_t window;      /* 0: no window; else query token j sees only positions > q_pos + j - window */
+    /* 0, or the length of the segments that positions are cut into from 0 on; then a query token sees only positions of
+     * its own segment (chunked attention of Llama 4). */
+    uint32_t segment;
     float softmax_scale;
+    float softcap; /* 0, or a score s becomes softcap * tanh(s / softcap) (Gemma 2) */
+    /* NULL, or [heads][group]: slope * (position of the token - position of the query token) is added to a score
+     * (ALiBi, arXiv 2108.12409). */
+    const float *slopes;
+    /* NULL, or [heads][group]: one more score for each row, whose V is 0 (attention sinks of gpt-oss). It only enters O
+     * rows; a caller that merges partial results adds it to the merged l (fd_add_sink). */
+    const float *sinks;
     uint32_t act_dtype;    /* fd_act_dtype_t of q and o */
     const uint8_t *q;      /* [group][head_size] for each head and query token, at the strides below */
-    size_t q_head_stride;  /* bytes from one head's query rows to the next head's, in q and o */
-    size_t q_token_stride; /* bytes from one token's query rows to the next token's, in q and o */
-    /* If not NULL, the kernel writes acc / l here, rounded to act_dtype, and uses acc, m and l as scratch memory. */
+    size_t q_head_stride;  /* bytes from one head's query rows to the next head's */
+    size_t q_token_stride; /* bytes from one token's query rows to the next token's */
+    /* If not NULL, the kernel writes [group][v_size] of acc / l for each head and query token here, rounded to
+     * act_dtype, and uses acc as scratch memory. m and l are written in any case: m + log(l) is a row's log-sum-exp,
+     * sink excluded. */
     uint8_t *o;
-    float *acc; /* out, [heads][q_len][group][head_size], un-normalised */
-    float *m;   /* out, [heads][q_len][group]; -INFINITY for a row that sees no token of the chunks */
-    float *l;   /* out, [heads][q_len][group]; 0 for a row that sees no token of the chunks */
+    size_t o_head_stride, o_token_stride; /* those of o */
+    float *acc;                           /* out, [heads][q_len][group][v_size], un-normalised */
+    float *m; /* out, [heads][q_len][group]; -INFINITY for a row that sees no token of the chunks */
+    float *l; /* out, [heads][q_len][group]; 0 for a row that sees no token of the chunks */
     /* The chunk that the caller reads next, or NULL; the kernel prefetches it while it reads the last chunk. */
     const uint8_t *prefetch_next;
     /* If not NULL, the kernel calls this for each head before it reads that head's last chunk. The caller appends the
@@ -77,8 +91,8 @@ typedef struct {
 
 typedef struct {
     const char *isa;
-    /* Rounds or quantises k and v, [head_size] each, and writes them to a chunk as token t (0..127). */
-    void (*append)(uint8_t *chunk, uint32_t head_size, uint32_t t, const float *k, const float *v);
+    /* Rounds or quantises k [head_size] and v [v_size] and writes them to a chunk as token t (0..127). */
+    void (*append)(uint8_t *chunk, uint32_t head_size, uint32_t v_size, uint32_t t, const float *k, const float *v);
     void (*attend)(const fd_attend_t *a);
 } fd_kv_ops_t;
 
@@ -89,9 +103,9 @@ typedef struct {
     /* Merges the partial results (m2, l2, acc2) of `rows` query rows into (m, l, acc) by log-sum-exp. Rows with
      * l2 == 0 add nothing. */
     void (*merge)(float *m, float *l, float *acc, const float *m2, const float *l2, const float *acc2, uint32_t rows,
-                  uint32_t head_size);
-    /* o[r] = acc[r] / l[r] for any head_size, rounded to nearest even in act_dtype; 0 where l[r] is 0. */
-    void (*finish)(void *o, const float *acc, const float *l, uint32_t rows, uint32_t head_size, uint32_t act_dtype);
+                  uint32_t v_size);
+    /* o[r] = acc[r] / l[r] for any v_size, rounded to nearest even in act_dtype; 0 where l[r] is 0. */
+    void (*finish)(void *o, const float *acc, const float *l, uint32_t rows, uint32_t v_size, uint32_t act_dtype);
 } fd_vec_ops_t;
 
 /* The best ISA that this CPU and OS support (x86: cpuid and xgetbv). */

@@ -99,6 +99,7 @@ FD_INLINE void kv_pack_query_rows(uint8_t *block, const uint8_t *rows, uint32_t 
     }
 }
 
+#include "adjust_simd.h"
 #include "softmax_simd.h"
 #include "attend_simd.h"
 
@@ -267,14 +268,14 @@ FD_INLINE void add_values(const fd_kv_dtype_t dtype, const block_t *b, uint8_t *
     const size_t offset = fd_chunk_v(dtype, b->head_size);
     const uint8_t *v = b->chunk + offset, *ahead = prefetch_from(b, offset);
     if (format == FD_KV_INT4) {
-        unpack_nibbles(v, fd_v_depth(format) * b->head_size / FD_COLUMN_LANES, ahead, unpacked);
+        unpack_nibbles(v, fd_v_depth(format) * b->v_size / FD_COLUMN_LANES, ahead, unpacked);
         v = unpacked;
     }
-    for (uint32_t d = 0; d < b->head_size; d += WIDTH) {
+    for (uint32_t d = 0; d < b->v_size; d += WIDTH) {
         multiply_tiles(format, 1, b, (const uint8_t *)weights, low_half_offset(1), v, depth, steps, ahead, products);
         v += 2 * depth * ROW_BYTES, ahead += 2 * depth * ROW_BYTES;
         for (uint32_t r = 0; r < b->rows; r++) {
-            float *acc = b->acc + (size_t)r * b->head_size + d;
+            float *acc = b->acc + (size_t)r * b->v_size + d;
             const vec_t old = vec_set1(rescale[r]), new = vec_set1(fd_kv_is_int(format) ? weight_scale[r] : 1.0f);
             FD_UNROLL
             for (uint32_t i = 0; i < WIDTH_VECS; i++) {
@@ -292,6 +293,7 @@ FD_INLINE void attend_block(const fd_kv_dtype_t dtype, const block_t *b) {
     /* K, then V of int4, unpacked to bytes. */
     uint8_t unpacked[FD_PAGE_TOKENS * FD_MAX_HEAD_SIZE] __attribute__((aligned(64)));
     score_chunk(dtype, b, unpacked, scores);
+    if (b->adjusts) adjust_scores(b, scores);
     if (b->full) online_softmax(dtype, (int)b->rows, 1, b, scores, rescale, weight_scale);
     else online_softmax(dtype, (int)b->rows, 0, b, scores, rescale, weight_scale);
     if (dtype == FD_KV_BF16) split_weights(b, scores);
@@ -309,7 +311,7 @@ FD_INLINE void attend_block(const fd_kv_dtype_t dtype, const block_t *b) {
             attend_##name##_block, attend_##name##_block, attend_##name##_block, attend_##name##_block,                \
             attend_##name##_block, attend_##name##_block, attend_##name##_block, attend_##name##_block,                \
         };                                                                                                             \
-        if (a->head_size % TILE_ROW_BYTES || rows < min_rows) {                                                        \
+        if (a->head_size % TILE_ROW_BYTES || a->v_size % TILE_ROW_BYTES || rows < min_rows) {                          \
             fd_attend_##name##_avx512vnni(a);                                                                          \
             return;                                                                                                    \
         }                                                                                                              \

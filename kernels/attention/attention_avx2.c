@@ -33,6 +33,7 @@ FD_INLINE void vec_store(float *p, vec_t x) { _mm256_storeu_ps(p, x); }
 FD_INLINE vec_t vec_add(vec_t x, vec_t y) { return _mm256_add_ps(x, y); }
 FD_INLINE vec_t vec_sub(vec_t x, vec_t y) { return _mm256_sub_ps(x, y); }
 FD_INLINE vec_t vec_mul(vec_t x, vec_t y) { return _mm256_mul_ps(x, y); }
+FD_INLINE vec_t vec_div(vec_t x, vec_t y) { return _mm256_div_ps(x, y); }
 FD_INLINE vec_t vec_fma(vec_t x, vec_t y, vec_t z) { return _mm256_fmadd_ps(x, y, z); }
 FD_INLINE vec_t vec_max(vec_t x, vec_t y) { return _mm256_max_ps(x, y); }
 FD_INLINE vec_t vec_min(vec_t x, vec_t y) { return _mm256_min_ps(x, y); }
@@ -172,9 +173,9 @@ FD_INLINE vec_t kv_load_half(fd_kv_dtype_t format, const uint8_t *p) { return kv
         attend_##name##_block4, attend_##name##_block5, attend_##name##_block6,                                        \
     };                                                                                                                 \
     static void fd_attend_##name##_avx2(const fd_attend_t *a) { attend(dtype, a, name##_blocks); }                     \
-    static void fd_append_##name##_avx2(uint8_t *chunk, uint32_t head_size, uint32_t t, const float *k,                \
-                                        const float *v) {                                                              \
-        append(dtype, chunk, head_size, t, k, v);                                                                      \
+    static void fd_append_##name##_avx2(uint8_t *chunk, uint32_t head_size, uint32_t v_size, uint32_t t,               \
+                                        const float *k, const float *v) {                                              \
+        append(dtype, chunk, head_size, v_size, t, k, v);                                                              \
     }
 
 FD_KV_FORMATS(FD_KERNELS)

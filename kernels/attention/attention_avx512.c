@@ -52,8 +52,9 @@ FD_INLINE void kv_store_multipliers(fd_kv_dtype_t format, void *to, uint32_t i, 
 #define FD_KERNELS(name, dtype, text)                                                                                  \
     FD_BLOCKS(name, dtype)                                                                                             \
     void fd_attend_##name##_avx512(const fd_attend_t *a) { attend(dtype, a, name##_blocks); }                          \
-    void fd_append_##name##_avx512(uint8_t *chunk, uint32_t head_size, uint32_t t, const float *k, const float *v) {   \
-        append(dtype, chunk, head_size, t, k, v);                                                                      \
+    void fd_append_##name##_avx512(uint8_t *chunk, uint32_t head_size, uint32_t v_size, uint32_t t, const float *k,    \
+                                   const float *v) {                                                                   \
+        append(dtype, chunk, head_size, v_size, t, k, v);                                                              \
     }
 
 FD_KV_FORMATS(FD_KERNELS)

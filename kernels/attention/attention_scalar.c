@@ -71,12 +71,23 @@ FD_INLINE void widen(const fd_kv_dtype_t format, float *dst, const uint8_t *matr
     }
 }
 
+/* Replaces scores [lo, hi) of query row `row` of a KV head by capped and biased ones (fd_attend_t.softcap, slopes). */
+static void adjust_scores(const fd_attend_t *a, uint32_t head, uint32_t row, uint64_t base, uint32_t lo, uint32_t hi,
+                          float *scores) {
+    for (uint32_t t = lo; a->softcap != 0.0f && t < hi; t++) scores[t] = a->softcap * tanhf(scores[t] / a->softcap);
+    if (!a->slopes) return;
+    const uint32_t token = row / a->group;
+    const float slope = a->slopes[head * a->group + row - token * a->group];
+    const int64_t distance = (int64_t)base - ((int64_t)a->q_pos + token); /* of the chunk's first token */
+    for (uint32_t t = lo; t < hi; t++) scores[t] += slope * (float)(distance + t);
+}
+
 /* Attends query rows [row, row + rows) of a KV head to one chunk, whose first token is at position `base`. acc, m and l
  * in `a` are those of the head. */
 FD_INLINE void attend_block(const fd_attend_t *a, const fd_kv_dtype_t dtype, uint32_t head, const uint8_t *chunk,
                             uint64_t base, uint32_t row, uint32_t rows) {
     const fd_kv_dtype_t k_format = fd_k_format(dtype), v_format = fd_v_format(dtype);
-    const uint32_t head_size = a->head_size;
+    const uint32_t head_size = a->head_size, v_size = a->v_size;
     const uint8_t *v = chunk + fd_chunk_v(dtype, head_size);
     uint32_t lo[BLOCK_ROWS], hi[BLOCK_ROWS], first = FD_PAGE_TOKENS,
                                              last = 0; /* tokens [first, last) that at least one row sees */
@@ -92,7 +103,7 @@ FD_INLINE void attend_block(const fd_attend_t *a, const fd_kv_dtype_t dtype, uin
     float weights[BLOCK_ROWS][FD_PAGE_TOKENS] = {{0}}, q_sum[BLOCK_ROWS] = {0}, widened[FD_MAX_HEAD_SIZE];
     float q[BLOCK_ROWS][FD_MAX_HEAD_SIZE];
     for (uint32_t r = 0; r < rows; r++)
-        load_act(q[r], a->q + fd_act_offset(a, head, row + r), head_size, a->act_dtype, a->softmax_scale);
+        load_act(q[r], a->q + fd_q_offset(a, head, row + r), head_size, a->act_dtype, a->softmax_scale);
     for (uint32_t d = 0; d < head_size; d++) {
         widen(k_format, widened, chunk, fd_k_depth(k_format, head_size), FD_PAGE_TOKENS, d, first, last);
         for (uint32_t r = 0; r < rows; r++) {
@@ -103,7 +114,7 @@ FD_INLINE void attend_block(const fd_attend_t *a, const fd_kv_dtype_t dtype, uin
     }
 
     for (uint32_t r = 0; r < rows; r++) {
-        float *w = weights[r], *acc = a->acc + (size_t)(row + r) * head_size;
+        float *w = weights[r], *acc = a->acc + (size_t)(row + r) * v_size;
         if (lo[r] >= hi[r]) {
             memset(w, 0, sizeof weights[r]);
             continue;
@@ -112,6 +123,7 @@ FD_INLINE void attend_block(const fd_attend_t *a, const fd_kv_dtype_t dtype, uin
             const uint32_t word = *(const uint32_t *)(chunk + fd_chunk_k_affine(dtype, head_size, t));
             w[t] = fd_affine_scale(k_format, word) * w[t] + fd_affine_centre(k_format, word) * q_sum[r];
         }
+        adjust_scores(a, head, row + r, base, lo[r], hi[r], w);
         float max = a->m[row + r], sum = 0.0f;
         for (uint32_t t = lo[r]; t < hi[r]; t++) max = w[t] > max ? w[t] : max;
         for (uint32_t t = first; t < last; t++) {
@@ -127,14 +139,14 @@ FD_INLINE void attend_block(const fd_attend_t *a, const fd_kv_dtype_t dtype, uin
             bias += w[t] * fd_affine_centre(v_format, word);
             w[t] *= fd_affine_scale(v_format, word);
         }
-        for (uint32_t d = 0; d < head_size; d++) acc[d] = acc[d] * rescale + bias;
+        for (uint32_t d = 0; d < v_size; d++) acc[d] = acc[d] * rescale + bias;
     }
 
     for (uint32_t t = first; t < last; t++) {
-        widen(v_format, widened, v, fd_v_depth(v_format), head_size, t, 0, head_size);
+        widen(v_format, widened, v, fd_v_depth(v_format), v_size, t, 0, v_size);
         for (uint32_t r = 0; r < rows; r++) {
-            float *acc = a->acc + (size_t)(row + r) * head_size;
-            for (uint32_t d = 0; d < head_size; d++) acc[d] += weights[r][t] * widened[d];
+            float *acc = a->acc + (size_t)(row + r) * v_size;
+            for (uint32_t d = 0; d < v_size; d++) acc[d] += weights[r][t] * widened[d];
         }
     }
 }
@@ -143,9 +155,9 @@ FD_INLINE void attend_block(const fd_attend_t *a, const fd_kv_dtype_t dtype, uin
 FD_INLINE void attend_head(fd_attend_t a, const fd_kv_dtype_t dtype, uint32_t head) {
     const uint32_t rows = a.q_len * a.group;
     const size_t first_row = (size_t)head * rows;
-    a.acc += first_row * a.head_size, a.m += first_row, a.l += first_row;
+    a.acc += first_row * a.v_size, a.m += first_row, a.l += first_row;
     for (uint32_t r = 0; r < rows; r++) a.m[r] = -INFINITY, a.l[r] = 0.0f;
-    memset(a.acc, 0, (size_t)rows * a.head_size * sizeof *a.acc);
+    memset(a.acc, 0, (size_t)rows * a.v_size * sizeof *a.acc);
     const uint64_t start = fd_visible_start(&a, 0), end = fd_visible_end(&a, a.q_len - 1);
     for (uint32_t c = 0; c < a.n_chunks; c++) {
         const uint64_t base = a.first_token + (uint64_t)c * FD_PAGE_TOKENS;
@@ -155,8 +167,10 @@ FD_INLINE void attend_head(fd_attend_t a, const fd_kv_dtype_t dtype, uint32_t he
             attend_block(&a, dtype, head, a.chunks[c] + head * a.head_stride, base, r,
                          rows - r < BLOCK_ROWS ? rows - r : BLOCK_ROWS);
     }
-    for (uint32_t r = 0; a.o && r < rows; r++)
-        finish_row(a.o + fd_act_offset(&a, head, r), a.acc + (size_t)r * a.head_size, a.l[r], a.head_size, a.act_dtype);
+    for (uint32_t r = 0; a.o && r < rows; r++) {
+        const float l = a.sinks ? fd_add_sink(a.l[r], a.m[r], a.sinks[head * a.group + r % a.group]) : a.l[r];
+        finish_row(a.o + fd_o_offset(&a, head, r), a.acc + (size_t)r * a.v_size, l, a.v_size, a.act_dtype);
+    }
 }
 
 FD_INLINE void attend(const fd_attend_t *a, const fd_kv_dtype_t dtype) {
@@ -215,9 +229,9 @@ static void row_to_bf16(uint16_t *dst, const float *src, uint32_t n) {
 
 #define FD_KERNELS(name, dtype, text)                                                                                  \
     static void fd_attend_##name##_scalar(const fd_attend_t *a) { attend(a, dtype); }                                  \
-    static void fd_append_##name##_scalar(uint8_t *chunk, uint32_t head_size, uint32_t t, const float *k,              \
-                                          const float *v) {                                                            \
-        append(dtype, chunk, head_size, t, k, v);                                                                      \
+    static void fd_append_##name##_scalar(uint8_t *chunk, uint32_t head_size, uint32_t v_size, uint32_t t,             \
+                                          const float *k, const float *v) {                                            \
+        append(dtype, chunk, head_size, v_size, t, k, v);                                                              \
     }
 
 FD_KV_FORMATS(FD_KERNELS)
@@ -226,25 +240,25 @@ FD_KV_FORMATS(FD_KERNELS)
 const fd_kv_ops_t fd_kv_ops_scalar[FD_KV_DTYPES] = {FD_KV_FORMATS(FD_KV_OPS)};
 
 static void merge(float *m, float *l, float *acc, const float *m2, const float *l2, const float *acc2, uint32_t rows,
-                  uint32_t head_size) {
-    for (uint32_t r = 0; r < rows; r++, acc += head_size, acc2 += head_size) {
+                  uint32_t v_size) {
+    for (uint32_t r = 0; r < rows; r++, acc += v_size, acc2 += v_size) {
         if (l2[r] == 0.0f) continue;
         if (l[r] == 0.0f) { /* acc of an empty row may be uninitialised */
             m[r] = m2[r], l[r] = l2[r];
-            memcpy(acc, acc2, head_size * sizeof *acc);
+            memcpy(acc, acc2, v_size * sizeof *acc);
             continue;
         }
         const float max = m2[r] > m[r] ? m2[r] : m[r], scale = expf(m[r] - max), scale2 = expf(m2[r] - max);
         m[r] = max;
         l[r] = l[r] * scale + l2[r] * scale2;
-        for (uint32_t d = 0; d < head_size; d++) acc[d] = acc[d] * scale + acc2[d] * scale2;
+        for (uint32_t d = 0; d < v_size; d++) acc[d] = acc[d] * scale + acc2[d] * scale2;
     }
 }
 
-static void finish(void *o, const float *acc, const float *l, uint32_t rows, uint32_t head_size, uint32_t act_dtype) {
-    const size_t row_bytes = head_size * fd_act_bytes(act_dtype);
+static void finish(void *o, const float *acc, const float *l, uint32_t rows, uint32_t v_size, uint32_t act_dtype) {
+    const size_t row_bytes = v_size * fd_act_bytes(act_dtype);
     for (uint32_t r = 0; r < rows; r++)
-        finish_row((uint8_t *)o + r * row_bytes, acc + (size_t)r * head_size, l[r], head_size, act_dtype);
+        finish_row((uint8_t *)o + r * row_bytes, acc + (size_t)r * v_size, l[r], v_size, act_dtype);
 }
 
 const fd_vec_ops_t fd_vec_ops_scalar = {load_act, merge, finish};

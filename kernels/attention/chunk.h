@@ -4,10 +4,10 @@
  * so that neighbouring lanes of a vector register hold neighbouring results, and no sum crosses lanes:
  *
  *   K  sum index: dimensions, lanes: tokens        head_size / E words deep, 128 lanes wide
- *   V  sum index: tokens,     lanes: dimensions    128 / E words deep, head_size lanes wide
+ *   V  sum index: tokens,     lanes: dimensions    128 / E words deep, v_size lanes wide
  *
  * Each matrix is cut into columns of 32 lanes. A column is [depth][32] words, and the columns follow each other in
- * memory; the last column of V is narrower where 32 does not divide head_size.
+ * memory; the last column of V is narrower where 32 does not divide v_size.
  *
  * A word holds E consecutive elements along the sum index, which a kernel unpacks by a shift and a mask:
  *
@@ -38,6 +38,8 @@
  */
 #ifndef FD_CHUNK_H
 #define FD_CHUNK_H
+
+#include <math.h>
 
 #include "attention.h"
 #include "half.h"
@@ -140,9 +142,9 @@ FD_INLINE size_t fd_chunk_v_affine(fd_kv_dtype_t dtype, uint32_t head_size, uint
 FD_INLINE size_t fd_chunk_v(fd_kv_dtype_t dtype, uint32_t head_size) {
     return fd_chunk_v_affine(dtype, head_size, fd_kv_is_int(dtype) ? FD_PAGE_TOKENS : 0);
 }
-FD_INLINE size_t fd_chunk_end(fd_kv_dtype_t dtype, uint32_t head_size) {
+FD_INLINE size_t fd_chunk_end(fd_kv_dtype_t dtype, uint32_t head_size, uint32_t v_size) {
     const fd_kv_dtype_t format = fd_v_format(dtype);
-    return fd_chunk_v(dtype, head_size) + (size_t)head_size * fd_v_depth(format) * fd_word_bytes(format);
+    return fd_chunk_v(dtype, head_size) + (size_t)v_size * fd_v_depth(format) * fd_word_bytes(format);
 }
 
 /* A stored integer represents scale * (stored - zero point) + centre; scale and centre come from an affine word. */
@@ -175,17 +177,29 @@ static inline float fd_int4_inverse(uint32_t word) {
 FD_INLINE uint64_t fd_visible_end(const fd_attend_t *a, uint32_t j) { return (uint64_t)a->q_pos + j + 1; }
 
 FD_INLINE uint64_t fd_visible_start(const fd_attend_t *a, uint32_t j) {
-    const uint64_t end = fd_visible_end(a, j);
-    return a->window && end > a->window ? end - a->window : 0;
+    const uint64_t end = fd_visible_end(a, j), start = a->window && end > a->window ? end - a->window : 0;
+    if (!a->segment) return start;
+    const uint64_t segment = (end - 1) / a->segment * a->segment;
+    return segment > start ? segment : start;
 }
 
-/* The byte offset of query row `row` of KV head `head` in q and o. */
-FD_INLINE size_t fd_act_offset(const fd_attend_t *a, uint32_t head, uint32_t row) {
+/* The byte offset of query row `row` of KV head `head` in q, and in o. */
+FD_INLINE size_t fd_row_offset(const fd_attend_t *a, uint32_t head, uint32_t row, size_t head_stride,
+                               size_t token_stride, uint32_t size) {
     const uint32_t token = a->q_len == 1 ? 0 : row / a->group,
                    in_group = row - token * a->group; /* decode (q_len 1) skips the division */
-    return head * a->q_head_stride + token * a->q_token_stride +
-           (size_t)in_group * a->head_size * fd_act_bytes(a->act_dtype);
+    return head * head_stride + token * token_stride + (size_t)in_group * size * fd_act_bytes(a->act_dtype);
 }
+FD_INLINE size_t fd_q_offset(const fd_attend_t *a, uint32_t head, uint32_t row) {
+    return fd_row_offset(a, head, row, a->q_head_stride, a->q_token_stride, a->head_size);
+}
+FD_INLINE size_t fd_o_offset(const fd_attend_t *a, uint32_t head, uint32_t row) {
+    return fd_row_offset(a, head, row, a->o_head_stride, a->o_token_stride, a->v_size);
+}
+
+/* The sum of weights `l`, relative to the largest score `m`, of a row that has a sink. acc does not change, because the
+ * sink's V is 0. A row that sees no token keeps l = 0, so that its output is 0. */
+static inline float fd_add_sink(float l, float m, float sink) { return l == 0.0f ? l : l + expf(sink - m); }
 
 /* Clips positions [start, end) to the tokens [*lo, *hi) of the chunk whose first token is at position `base`. The
  * result is empty if *lo >= *hi. */

@@ -27,7 +27,8 @@ extern const fd_kv_ops_t fd_kv_ops_avx2[FD_KV_DTYPES], fd_kv_ops_avx512[FD_KV_DT
 #define fd_attend_bf16_avx512vnni fd_attend_bf16_avx512
 /* Kernels that the tables of the ISAs above AVX-512 use where those ISAs have no faster ones. */
 #define FD_DECLARE(name, dtype, text)                                                                                  \
-    void fd_append_##name##_avx512(uint8_t *chunk, uint32_t head_size, uint32_t t, const float *k, const float *v);    \
+    void fd_append_##name##_avx512(uint8_t *chunk, uint32_t head_size, uint32_t v_size, uint32_t t, const float *k,    \
+                                   const float *v);                                                                    \
     void fd_attend_##name##_avx512(const fd_attend_t *a);                                                              \
     void fd_attend_##name##_avx512vnni(const fd_attend_t *a);
 FD_KV_FORMATS(FD_DECLARE)

@@ -161,7 +161,7 @@ typedef struct {
     const uint8_t *next_page; /* the part of the next page that this chunk's tiles prefetch (early_lines_per_tile) */
     size_t chunk_bytes;
     uint32_t index, n_blocks; /* index of this block among the panel's blocks, which take turns at prefetching */
-    uint32_t rows, head_size;
+    uint32_t rows, head_size, v_size;
     uint32_t lo, hi; /* tokens [lo, hi) that at least one row sees */
     int full;        /* whether every row sees every token */
     struct {
@@ -169,7 +169,11 @@ typedef struct {
     } visible[MAX_BLOCK]; /* tokens [lo, hi) that each row sees; not set if `full` */
     const uint8_t *q;     /* multipliers of all rows (kv_pack_query_rows) */
     row_state_t *state;   /* [rows] */
-    float *acc;           /* [rows][head_size] */
+    float *acc;           /* [rows][v_size] */
+    int adjusts;          /* whether adjust_scores (adjust_simd.h) has anything to do; it reads the fields below */
+    const fd_attend_t *a;
+    uint32_t head, row; /* the KV head, and the block's first row in it */
+    uint64_t base;      /* position of the chunk's first token */
 } block_t;
 
 /* Attends a block to a chunk; there is one such function for each KV format and number of rows. */

@@ -2,6 +2,7 @@
 #ifndef FD_TILES_SIMD_H
 #define FD_TILES_SIMD_H
 
+#include "adjust_simd.h"
 #include "softmax_simd.h"
 
 /* The multipliers of a block of rows in memory. The 32 bits that multiply part u of word s for row r are at byte
@@ -120,7 +121,7 @@ FD_INLINE void value_tile(const fd_kv_dtype_t dtype, const int rows, const int v
                           const float *weight_scale) {
     const fd_kv_dtype_t format = fd_v_format(dtype);
     const uint32_t elems = fd_word_elems(format), depth = fd_v_depth(format);
-    const size_t offset = fd_chunk_v(dtype, b->head_size), stride = fd_lane_stride(format, b->head_size, d0);
+    const size_t offset = fd_chunk_v(dtype, b->head_size), stride = fd_lane_stride(format, b->v_size, d0);
     const uint8_t *v = b->chunk + offset + fd_lane_offset(format, depth, d0);
     const multipliers_t w = weight_multipliers(format, weights);
     const uint8_t *ahead =
@@ -130,7 +131,7 @@ FD_INLINE void value_tile(const fd_kv_dtype_t dtype, const int rows, const int v
     FD_UNROLL
     for (int r = 0; r < n_sums(format, rows); r++) FD_UNROLL
     for (int i = 0; i < vecs; i++) {
-        const float *acc = b->acc + (size_t)r * b->head_size + d0 + i * LANES;
+        const float *acc = b->acc + (size_t)r * b->v_size + d0 + i * LANES;
         if (fd_kv_is_int(format) || r >= rows) sum[r][i] = vec_zero();
         else sum[r][i] = vec_mul(half ? vec_load_half(acc) : vec_load(acc), vec_set1(rescale[r]));
     }
@@ -143,7 +144,7 @@ FD_INLINE void value_tile(const fd_kv_dtype_t dtype, const int rows, const int v
     FD_UNROLL
     for (int r = 0; r < rows; r++) FD_UNROLL
     for (int i = 0; i < vecs; i++) {
-        float *acc = b->acc + (size_t)r * b->head_size + d0 + i * LANES;
+        float *acc = b->acc + (size_t)r * b->v_size + d0 + i * LANES;
         vec_t x = read_sum(format, rows, sum, r, i);
         if (fd_kv_is_int(format)) {
             const vec_t old = vec_mul(half ? vec_load_half(acc) : vec_load(acc), vec_set1(rescale[r]));
@@ -162,12 +163,13 @@ FD_INLINE void attend_block(const fd_kv_dtype_t dtype, const int rows, const blo
     const int score_vecs = tile_vecs(fd_k_format(dtype), rows);
     const uint32_t step = (uint32_t)score_vecs * LANES;
     for (uint32_t t = b->lo / step * step; t < b->hi; t += step) score_tile(dtype, rows, score_vecs, b, t, scores);
+    if (b->adjusts) adjust_scores(b, scores);
 
     if (b->full) online_softmax(dtype, rows, 1, b, scores, rescale, weight_scale);
     else online_softmax(dtype, rows, 0, b, scores, rescale, weight_scale);
 
     const int vecs = tile_vecs(fd_v_format(dtype), rows);
-    const uint32_t whole_vecs = b->head_size / LANES;
+    const uint32_t whole_vecs = b->v_size / LANES;
     uint32_t i = 0;
     for (; i + vecs <= whole_vecs; i += vecs)
         value_tile(dtype, rows, vecs, 0, b, i * LANES, scores, rescale, weight_scale);
@@ -177,7 +179,7 @@ FD_INLINE void attend_block(const fd_kv_dtype_t dtype, const int rows, const blo
         value_tile(dtype, rows, 2, 0, b, i * LANES, scores, rescale, weight_scale), i += 2;
     if (vecs > 1 && i + 1 <= whole_vecs)
         value_tile(dtype, rows, 1, 0, b, i * LANES, scores, rescale, weight_scale), i += 1;
-    if (b->head_size % LANES) value_tile(dtype, rows, 1, 1, b, i * LANES, scores, rescale, weight_scale);
+    if (b->v_size % LANES) value_tile(dtype, rows, 1, 1, b, i * LANES, scores, rescale, weight_scale);
 }
 
 /* Defines the block_fn of one KV format for blocks of `rows` rows. An ISA file makes a table of MAX_BLOCK of them,

@@ -21,6 +21,7 @@ FD_INLINE void vec_store_half(float *p, vec_t x) { _mm512_mask_storeu_ps(p, HALF
 FD_INLINE vec_t vec_add(vec_t x, vec_t y) { return _mm512_add_ps(x, y); }
 FD_INLINE vec_t vec_sub(vec_t x, vec_t y) { return _mm512_sub_ps(x, y); }
 FD_INLINE vec_t vec_mul(vec_t x, vec_t y) { return _mm512_mul_ps(x, y); }
+FD_INLINE vec_t vec_div(vec_t x, vec_t y) { return _mm512_div_ps(x, y); }
 FD_INLINE vec_t vec_fma(vec_t x, vec_t y, vec_t z) { return _mm512_fmadd_ps(x, y, z); }
 FD_INLINE vec_t vec_max(vec_t x, vec_t y) { return _mm512_max_ps(x, y); }
 FD_INLINE vec_t vec_min(vec_t x, vec_t y) { return _mm512_min_ps(x, y); }

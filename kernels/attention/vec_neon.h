@@ -25,6 +25,7 @@ FD_INLINE void vec_store(float *p, vec_t x) { vst1q_f32(p, x); }
 FD_INLINE vec_t vec_add(vec_t x, vec_t y) { return vaddq_f32(x, y); }
 FD_INLINE vec_t vec_sub(vec_t x, vec_t y) { return vsubq_f32(x, y); }
 FD_INLINE vec_t vec_mul(vec_t x, vec_t y) { return vmulq_f32(x, y); }
+FD_INLINE vec_t vec_div(vec_t x, vec_t y) { return vdivq_f32(x, y); }
 FD_INLINE vec_t vec_fma(vec_t x, vec_t y, vec_t z) { return vfmaq_f32(z, x, y); }
 /* Returns y if x or y is NaN, as on x86; fmax would return NaN, and fmaxnm the number. */
 FD_INLINE vec_t vec_max(vec_t x, vec_t y) { return vbslq_f32(vcgtq_f32(x, y), x, y); }

@@ -18,7 +18,7 @@ static uint32_t stretch_order(const fd_kvcache_t *kv) {
 
 /* Bytes of one layer of one page. */
 static uint64_t page_layer_bytes(const fd_geometry_t *g, fd_kv_dtype_t dtype) {
-    return (uint64_t)g->n_kv_heads * fd_kv_chunk_bytes(dtype, g->head_size);
+    return (uint64_t)g->n_kv_heads * fd_kv_chunk_bytes(dtype, g->head_size, g->head_size);
 }
 
 uint64_t fd_kvcache_bytes(const fd_geometry_t *g, fd_kv_dtype_t dtype, uint32_t n_pages, bool grows, fd_huge_t huge) {
@@ -72,7 +72,7 @@ fd_status_t fd_kvcache_init(fd_kvcache_t *kv, const fd_geometry_t *g, fd_kv_dtyp
     kv->max_pages = max_pages;
     kv->max_seqs = max_seqs;
     kv->huge = huge;
-    kv->chunk_bytes = fd_kv_chunk_bytes(dtype, g->head_size);
+    kv->chunk_bytes = fd_kv_chunk_bytes(dtype, g->head_size, g->head_size);
     kv->page_layer_bytes = g->n_kv_heads * kv->chunk_bytes;
     kv->granule = fd_memory_granule(huge);
     kv->unit = fd_memory_unit(huge);

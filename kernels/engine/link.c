@@ -11,7 +11,7 @@
 #include "fail.h"
 
 size_t fd_page_bytes(const fd_geometry_t *g, uint32_t kv_dtype) {
-    return (size_t)g->n_layers * g->n_kv_heads * fd_kv_chunk_bytes((fd_kv_dtype_t)kv_dtype, g->head_size);
+    return (size_t)g->n_layers * g->n_kv_heads * fd_kv_chunk_bytes((fd_kv_dtype_t)kv_dtype, g->head_size, g->head_size);
 }
 
 static uint32_t max_pages(const fd_lease_t *lease) {

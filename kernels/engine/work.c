@@ -140,7 +140,7 @@ static void append_rows(ctx_t *c, const fd_entry_t *e, uint32_t head, uint32_t h
         for (uint32_t h = 0; h < heads; h++, chunk += w->kv->chunk_bytes) {
             w->vec_ops->load_act(c->scratch->k, k + h * bytes, hs, act, 1.0f);
             w->vec_ops->load_act(c->scratch->v, k + (w->g.n_kv_heads + h) * bytes, hs, act, 1.0f);
-            w->kv_ops->append(chunk, hs, t % FD_PAGE_TOKENS, c->scratch->k, c->scratch->v);
+            w->kv_ops->append(chunk, hs, hs, t % FD_PAGE_TOKENS, c->scratch->k, c->scratch->v);
         }
     }
 }
@@ -163,7 +163,7 @@ static void prefetch_pending(const pending_t *p, uint32_t head) {
     prefetch_row(k + w->g.n_kv_heads * bytes, bytes);
     const uint8_t *chunk =
         fd_kv_chunk(w->kv, p->c->layer, p->c->step->pages[p->e->pages + p->e->pos / FD_PAGE_TOKENS], p->head + head);
-    fd_kv_prefetch_append(w->kv_dtype, chunk, w->g.head_size, p->e->pos % FD_PAGE_TOKENS);
+    fd_kv_prefetch_append(w->kv_dtype, chunk, w->g.head_size, w->g.head_size, p->e->pos % FD_PAGE_TOKENS);
 }
 
 /* fd_attend_t.before_last_chunk: the kernel calls this right before it reads the last chunk of a head. */
@@ -237,6 +237,7 @@ static void attend_block(ctx_t *c, const fd_entry_t *e, uint32_t head, uint32_t 
         .head_stride = w->kv->chunk_bytes,
         .first_token = first * FD_PAGE_TOKENS,
         .head_size = hs,
+        .v_size = hs,
         .group = group,
         .q_len = q_len,
         .q_pos = q_pos,
@@ -247,6 +248,8 @@ static void attend_block(ctx_t *c, const fd_entry_t *e, uint32_t head, uint32_t 
         .q_head_stride = q_head_bytes(w),
         .q_token_stride = w->layout.q_row_bytes,
         .o = whole ? o_row(c, e, from, head) : NULL,
+        .o_head_stride = q_head_bytes(w),
+        .o_token_stride = w->layout.q_row_bytes,
         .acc = out.acc,
         .m = out.m,
         .l = out.l,

@@ -61,7 +61,7 @@ static int check_head_size(Py_ssize_t head_size) {
 }
 
 /* The buffers of one call, which are released together. Initialise `n` with 0. */
-enum { MAX_BUFFERS = 6 };
+enum { MAX_BUFFERS = 8 };
 typedef struct {
     Py_buffer view[MAX_BUFFERS];
     int n;
@@ -130,10 +130,11 @@ static PyObject *isa_of_kernels(PyObject *self, PyObject *args) {
 
 static PyObject *chunk_bytes(PyObject *self, PyObject *args) {
     int dtype;
-    uint32_t head_size;
-    if (!PyArg_ParseTuple(args, "O&O&", to_kv_dtype, &dtype, to_u32, &head_size) || !check_head_size(head_size))
-        return NULL;
-    return PyLong_FromSize_t(fd_kv_chunk_bytes((fd_kv_dtype_t)dtype, head_size));
+    uint32_t head_size, v_size = 0;
+    if (!PyArg_ParseTuple(args, "O&O&|O&", to_kv_dtype, &dtype, to_u32, &head_size, to_u32, &v_size)) return NULL;
+    if (PyTuple_GET_SIZE(args) < 3) v_size = head_size;
+    if (!check_head_size(head_size) || !check_head_size(v_size)) return NULL;
+    return PyLong_FromSize_t(fd_kv_chunk_bytes((fd_kv_dtype_t)dtype, head_size, v_size));
 }
 
 static PyObject *kv_append(PyObject *self, PyObject *args) {
@@ -145,10 +146,10 @@ static PyObject *kv_append(PyObject *self, PyObject *args) {
     Py_buffer *chunks, *k, *v;
     if (!PyArg_ParseTuple(args, "O&O&OO&OO", to_isa, &isa, to_kv_dtype, &dtype, &chunks_o, to_u32, &slot, &k_o, &v_o))
         return NULL;
-    if (!(k = get_floats(&b, k_o, 0, 2)) || !(v = get_floats(&b, v_o, 0, 2)) || !check_same_shape(k, v, 2)) goto out;
-    if (!check_head_size(k->shape[1])) goto out;
-    const uint32_t head_size = (uint32_t)k->shape[1];
-    const size_t bytes = fd_kv_chunk_bytes((fd_kv_dtype_t)dtype, head_size), n = (size_t)k->shape[0];
+    if (!(k = get_floats(&b, k_o, 0, 2)) || !(v = get_floats(&b, v_o, 0, 2)) || !check_same_shape(k, v, 1)) goto out;
+    if (!check_head_size(k->shape[1]) || !check_head_size(v->shape[1])) goto out;
+    const uint32_t head_size = (uint32_t)k->shape[1], v_size = (uint32_t)v->shape[1];
+    const size_t bytes = fd_kv_chunk_bytes((fd_kv_dtype_t)dtype, head_size, v_size), n = (size_t)k->shape[0];
     if (!(chunks = get_chunks(&b, chunks_o, PyBUF_WRITABLE, bytes))) goto out;
     if (!check(slot + n <= chunks->len / bytes * FD_PAGE_TOKENS, "tokens beyond the last chunk")) goto out;
     const fd_kv_ops_t *ops = fd_kv_ops((fd_kv_dtype_t)dtype, isa);
@@ -156,8 +157,8 @@ static PyObject *kv_append(PyObject *self, PyObject *args) {
     for (size_t i = 0; i < n; i++) {
         const size_t t = slot + i;
         uint8_t *chunk = (uint8_t *)chunks->buf + t / FD_PAGE_TOKENS * bytes;
-        ops->append(chunk, head_size, t % FD_PAGE_TOKENS, (const float *)k->buf + i * head_size,
-                    (const float *)v->buf + i * head_size);
+        ops->append(chunk, head_size, v_size, t % FD_PAGE_TOKENS, (const float *)k->buf + i * head_size,
+                    (const float *)v->buf + i * v_size);
     }
     Py_END_ALLOW_THREADS
     result = Py_NewRef(Py_None);
@@ -189,38 +190,56 @@ static const uint8_t **pick_chunks(const uint8_t *run, size_t n, size_t bytes, P
     return chunks;
 }
 
-static PyObject *kv_attend(PyObject *self, PyObject *args) {
+/* Gets a value for each query head, [heads][group], or NULL if `o` is None. Returns 0 with an exception set. */
+static int get_per_head(buffers_t *b, PyObject *o, const Py_buffer *q, const float **values) {
+    Py_buffer *view;
+    if (o == Py_None) return 1;
+    if (!(view = get_floats(b, o, 0, 2)) || !check_same_shape(q, view, 1) ||
+        !check(view->shape[1] == q->shape[2], "shapes do not agree"))
+        return 0;
+    *values = view->buf;
+    return 1;
+}
+
+static PyObject *kv_attend(PyObject *self, PyObject *args, PyObject *kwargs) {
+    static char *names[] = {"isa", "kv_dtype", "chunks", "order",   "first_token", "q",      "q_pos", "window", "acc",
+                            "m",   "l",        "o",      "segment", "softcap",     "slopes", "sinks", NULL};
     int dtype;
     fd_isa_t isa;
     fd_attend_t a = {0};
-    PyObject *chunks_o, *order, *q_o, *acc_o, *m_o, *l_o, *o_o = Py_None, *result = NULL;
+    PyObject *chunks_o, *order, *q_o, *acc_o, *m_o, *l_o, *o_o = Py_None, *slopes = Py_None, *sinks = Py_None,
+                                                          *result = NULL;
     const uint8_t **picked = NULL;
     buffers_t b = {.n = 0};
     Py_buffer *chunks, *q, *acc, *m, *l, *o = NULL;
-    if (!PyArg_ParseTuple(args, "O&O&OOO&OO&O&OOO|O", to_isa, &isa, to_kv_dtype, &dtype, &chunks_o, &order, to_u32,
-                          &a.first_token, &q_o, to_u32, &a.q_pos, to_u32, &a.window, &acc_o, &m_o, &l_o, &o_o))
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&O&OOO&OO&O&OOO|O$O&fOO", names, to_isa, &isa, to_kv_dtype, &dtype,
+                                     &chunks_o, &order, to_u32, &a.first_token, &q_o, to_u32, &a.q_pos, to_u32,
+                                     &a.window, &acc_o, &m_o, &l_o, &o_o, to_u32, &a.segment, &a.softcap, &slopes,
+                                     &sinks))
         return NULL;
     if (!(q = get_floats(&b, q_o, 0, 4)) || !(acc = get_floats(&b, acc_o, PyBUF_WRITABLE, 4)) ||
-        !check_same_shape(q, acc, 4))
+        !check_same_shape(q, acc, 3))
         goto out;
     if (!(m = get_floats(&b, m_o, PyBUF_WRITABLE, 3)) || !check_same_shape(q, m, 3)) goto out;
     if (!(l = get_floats(&b, l_o, PyBUF_WRITABLE, 3)) || !check_same_shape(q, l, 3)) goto out;
-    if (o_o != Py_None && (!(o = get_floats(&b, o_o, PyBUF_WRITABLE, 4)) || !check_same_shape(q, o, 4))) goto out;
-    if (!check_head_size(q->shape[3])) goto out;
+    if (o_o != Py_None && (!(o = get_floats(&b, o_o, PyBUF_WRITABLE, 4)) || !check_same_shape(acc, o, 4))) goto out;
+    if (!check_head_size(q->shape[3]) || !check_head_size(acc->shape[3])) goto out;
+    if (!get_per_head(&b, slopes, q, &a.slopes) || !get_per_head(&b, sinks, q, &a.sinks)) goto out;
     const Py_ssize_t heads = q->shape[0], rows = q->shape[1] * q->shape[2];
     if (!check(heads >= 1 && rows >= 1 && rows <= (1 << 24), "no query rows, or more than 2^24")) goto out;
     if (!check(heads == 1 || heads * rows <= FD_PANEL_ROWS, "several heads have more query rows than a panel"))
         goto out;
     if (!check(a.first_token % FD_PAGE_TOKENS == 0, "the first token does not begin a page")) goto out;
     a.heads = (uint32_t)heads, a.q_len = (uint32_t)q->shape[1], a.group = (uint32_t)q->shape[2],
-    a.head_size = (uint32_t)q->shape[3];
-    a.head_stride = fd_kv_chunk_bytes((fd_kv_dtype_t)dtype, a.head_size);
+    a.head_size = (uint32_t)q->shape[3], a.v_size = (uint32_t)acc->shape[3];
+    a.head_stride = fd_kv_chunk_bytes((fd_kv_dtype_t)dtype, a.head_size, a.v_size);
     const size_t bytes = a.heads * a.head_stride;
     if (!(chunks = get_chunks(&b, chunks_o, 0, bytes))) goto out;
     if (!(picked = pick_chunks(chunks->buf, chunks->len / bytes, bytes, order, &a.n_chunks))) goto out;
     a.chunks = picked, a.acc = acc->buf, a.m = m->buf, a.l = l->buf;
     a.q = q->buf, a.act_dtype = FD_ACT_FP32, a.softmax_scale = 1.0f, a.o = o ? o->buf : NULL;
     a.q_token_stride = (size_t)a.group * a.head_size * sizeof(float), a.q_head_stride = a.q_len * a.q_token_stride;
+    a.o_token_stride = (size_t)a.group * a.v_size * sizeof(float), a.o_head_stride = a.q_len * a.o_token_stride;
     Py_BEGIN_ALLOW_THREADS
     fd_kv_ops((fd_kv_dtype_t)dtype, isa)->attend(&a);
     Py_END_ALLOW_THREADS
@@ -296,11 +315,13 @@ PyMethodDef fd_attention_methods[] = {
     {"isa_of_kernels", isa_of_kernels, METH_VARARGS,
      "isa_of_kernels(isa, kv_dtype) -> str: the ISA that the chosen kernels name."},
     {"chunk_bytes", chunk_bytes, METH_VARARGS,
-     "chunk_bytes(kv_dtype, head_size) -> int: bytes of one (page, KV head) chunk."},
+     "chunk_bytes(kv_dtype, head_size, v_size=head_size) -> int: bytes of one (page, KV head) chunk."},
     {"kv_append", kv_append, METH_VARARGS,
      "kv_append(isa, kv_dtype, chunks, first_token_slot, k, v): append k and v to consecutive chunks."},
-    {"kv_attend", kv_attend, METH_VARARGS,
-     "kv_attend(isa, kv_dtype, chunks, order, first_token, q, q_pos, window, acc, m, l, o=None): attend q to chunks."},
+    {"kv_attend", (PyCFunction)(void (*)(void))kv_attend, METH_VARARGS | METH_KEYWORDS,
+     "kv_attend(isa, kv_dtype, chunks, order, first_token, q, q_pos, window, acc, m, l, o=None, *, segment=0, "
+     "softcap=0, "
+     "slopes=None, sinks=None): attend q to chunks."},
     {"attend_merge", attend_merge, METH_VARARGS,
      "attend_merge(isa, m, l, acc, m2, l2, acc2): merge the partial results (m2, l2, acc2) into (m, l, acc)."},
     {"attend_finish", attend_finish, METH_VARARGS, "attend_finish(isa, o, acc, l, act_dtype): o = acc / l."},

@@ -5,7 +5,7 @@
 #include "../../kernels/engine/plan.c"
 
 /* The cache's only use of the kernels, which need not be linked for this. */
-size_t fd_kv_chunk_bytes(fd_kv_dtype_t dtype, uint32_t head_size) {
+size_t fd_kv_chunk_bytes(fd_kv_dtype_t dtype, uint32_t head_size, uint32_t v_size) {
     (void)dtype;
     return head_size;
 }

@@ -18,7 +18,7 @@
 #include "attention.h"
 #include "region.h"
 
-enum { APPEND = 0, ATTEND = 1, MERGE = 2, FINISH = 3, LOAD_ACT = 4, MAX_BUFFERS = 7 };
+enum { APPEND = 0, ATTEND = 1, MERGE = 2, FINISH = 3, LOAD_ACT = 4, MAX_BUFFERS = 9 };
 
 typedef struct {
     char isa[16];
@@ -27,7 +27,8 @@ typedef struct {
     uint32_t head_size, rows; /* rows: number of tokens to append, or of rows to merge or finish */
     uint32_t token;           /* append: index of the first token in the chunks. attend: fd_attend_t.first_token */
     uint32_t heads, group, q_len, q_pos, window;
-    float scale;
+    uint32_t v_size, segment; /* v_size: of V, where a head has one */
+    float scale, softcap;
 } request_t;
 
 typedef struct {
@@ -58,25 +59,26 @@ static buffer_t read_buffer(void) {
 }
 
 static void append(const request_t *r, const fd_kv_ops_t *ops, buffer_t *b) {
-    const size_t chunk_bytes = fd_kv_chunk_bytes((fd_kv_dtype_t)r->dtype, r->head_size);
+    const size_t chunk_bytes = fd_kv_chunk_bytes((fd_kv_dtype_t)r->dtype, r->head_size, r->v_size);
     for (uint32_t i = 0; i < r->rows; i++) {
         const uint32_t t = r->token + i;
         uint8_t *chunk = b[0].at + t / FD_PAGE_TOKENS * chunk_bytes;
-        const size_t row = (size_t)i * r->head_size;
-        ops->append(chunk, r->head_size, t % FD_PAGE_TOKENS, (const float *)b[1].at + row,
-                    (const float *)b[2].at + row);
+        ops->append(chunk, r->head_size, r->v_size, t % FD_PAGE_TOKENS,
+                    (const float *)b[1].at + (size_t)i * r->head_size, (const float *)b[2].at + (size_t)i * r->v_size);
     }
 }
 
-/* Buffers: acc, m, l, o (empty if O rows are not wanted), pages, indexes of the pages to attend to (uint32_t), q. */
+/* Buffers: acc, m, l, o (empty if O rows are not wanted), pages, indexes of the pages to attend to (uint32_t), q,
+ * slopes and sinks (each empty if there are none). */
 static void attend(const request_t *r, const fd_kv_ops_t *ops, buffer_t *b) {
-    const size_t head_bytes = fd_kv_chunk_bytes((fd_kv_dtype_t)r->dtype, r->head_size),
+    const size_t head_bytes = fd_kv_chunk_bytes((fd_kv_dtype_t)r->dtype, r->head_size, r->v_size),
                  page_bytes = r->heads * head_bytes;
     const uint32_t n_chunks = b[5].bytes / sizeof(uint32_t);
     const uint8_t **chunks = malloc((n_chunks + 1) * sizeof *chunks);
     if (!chunks) fail("no memory");
     for (uint32_t i = 0; i < n_chunks; i++) chunks[i] = b[4].at + ((const uint32_t *)b[5].at)[i] * page_bytes;
-    const size_t token_bytes = (size_t)r->group * r->head_size * sizeof(float);
+    const size_t token_bytes = (size_t)r->group * r->head_size * sizeof(float),
+                 o_token_bytes = (size_t)r->group * r->v_size * sizeof(float);
     const fd_attend_t a = {
         .chunks = chunks,
         .heads = r->heads,
@@ -84,16 +86,23 @@ static void attend(const request_t *r, const fd_kv_ops_t *ops, buffer_t *b) {
         .n_chunks = n_chunks,
         .first_token = r->token,
         .head_size = r->head_size,
+        .v_size = r->v_size,
         .group = r->group,
         .q_len = r->q_len,
         .q_pos = r->q_pos,
         .window = r->window,
+        .segment = r->segment,
+        .softcap = r->softcap,
+        .slopes = b[7].bytes ? (const float *)b[7].at : NULL,
+        .sinks = b[8].bytes ? (const float *)b[8].at : NULL,
         .softmax_scale = 1.0f,
         .act_dtype = FD_ACT_FP32,
         .q = b[6].at,
         .q_head_stride = r->q_len * token_bytes,
         .q_token_stride = token_bytes,
         .o = b[3].bytes ? b[3].at : NULL,
+        .o_head_stride = r->q_len * o_token_bytes,
+        .o_token_stride = o_token_bytes,
         .acc = (float *)b[0].at,
         .m = (float *)b[1].at,
         .l = (float *)b[2].at,

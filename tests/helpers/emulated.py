@@ -73,7 +73,7 @@ def cross_build(sources: list[Path]) -> Path:
 
 # ---- tests/c/kernels_peer.c ----
 
-_REQUEST = struct.Struct("<16s 12I f")
+_REQUEST = struct.Struct("<16s 14I 2f")
 _APPEND, _ATTEND, _MERGE, _FINISH, _LOAD_ACT = range(5)
 
 
@@ -105,13 +105,16 @@ class _Emulated:
         q_len: int = 0,
         q_pos: int = 0,
         window: int = 0,
+        v_size: int = 0,
+        segment: int = 0,
         scale: float = 1.0,
+        softcap: float = 0.0,
     ) -> None:
         buffers = [*written, *read]
         assert all(x.flags.c_contiguous for x in buffers)
         numbers = (op, dtype, len(buffers), len(written), head_size, rows, token)
-        numbers += (heads, group, q_len, q_pos, window)
-        self.peer.stdin.write(_REQUEST.pack(isa.split()[0].encode(), *numbers, scale))
+        numbers += (heads, group, q_len, q_pos, window, v_size, segment)
+        self.peer.stdin.write(_REQUEST.pack(isa.split()[0].encode(), *numbers, scale, softcap))
         for x in buffers:
             self.peer.stdin.write(struct.pack("<I", x.nbytes) + x.tobytes())
         self.peer.stdin.flush()
@@ -122,7 +125,8 @@ class _Emulated:
 
     def kv_append(self, isa: str, kv_dtype: str, chunks: np.ndarray, slot: int, k: np.ndarray, v: np.ndarray) -> None:
         dtype, (rows, head_size) = KV_DTYPES.index(kv_dtype), k.shape
-        self.ask(isa, _APPEND, dtype, [chunks], [k, v], head_size=head_size, rows=rows, token=slot)
+        sizes = {"head_size": head_size, "v_size": v.shape[1]}
+        self.ask(isa, _APPEND, dtype, [chunks], [k, v], rows=rows, token=slot, **sizes)
 
     def kv_attend(
         self,
@@ -138,17 +142,27 @@ class _Emulated:
         m: np.ndarray,
         l: np.ndarray,  # noqa: E741
         o: np.ndarray | None = None,
+        *,
+        segment: int = 0,
+        softcap: float = 0.0,
+        slopes: np.ndarray | None = None,
+        sinks: np.ndarray | None = None,
     ) -> None:
         heads, q_len, group, head_size = q.shape
+        v_size = acc.shape[3]
+        none = np.empty(0, np.float32)
         if order is None:
-            order = list(range(chunks.nbytes // native.chunk_bytes(kv_dtype, head_size) // heads))
+            order = list(range(chunks.nbytes // native.chunk_bytes(kv_dtype, head_size, v_size) // heads))
         self.ask(
             isa,
             _ATTEND,
             KV_DTYPES.index(kv_dtype),
-            [acc, m, l, np.empty(0, np.float32) if o is None else o],
-            [chunks, np.array(order, np.uint32), q],
+            [acc, m, l, none if o is None else o],
+            [chunks, np.array(order, np.uint32), q, *(none if x is None else x for x in (slopes, sinks))],
             head_size=head_size,
+            v_size=v_size,
+            segment=segment,
+            softcap=softcap,
             token=first_token,
             heads=heads,
             group=group,

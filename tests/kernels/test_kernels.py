@@ -14,7 +14,8 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 from emulated import NEON, SCALAR, is_emulated, kernels, params
-from kernel_budget import INTEGERS, Budget, budget
+from kernel_budget import INTEGERS, budget
+from kernel_reference import Cache, Partial, aligned_bytes, assert_close, normal, queries, reference
 from quick import quick
 
 from fastdecode.bench.accuracy import stored, stored_kv
@@ -27,7 +28,7 @@ ISAS = native.isa_supported()
 # and V, scores of about unit variance).
 FORMAT_BUDGET = {"fp32": 2e-6, "fp16": 5e-4, "bf16": 4e-3, "int8": 2e-2, "int4": 0.5, "int8-int4": 0.1}
 
-HEAD_SIZES = [8, 24, 64, 80, 128, 256]
+HEAD_SIZES = [8, 24, 64, 80, 128, 256, 512]
 GROUPS = [1, 2, 3, 4, 5, 6, 7, 8, 16, 33]
 LENGTHS = [1, 63, 65, 127, 128, 129, 300, 5000]
 WINDOWS = [0, 1, 63, 127, 128, 129, 1000]
@@ -59,73 +60,6 @@ def pick_cases(head_size: int) -> list[Case]:
     return [case._replace(length=max(case.length, case.q_len)) for case in chosen]
 
 
-def aligned_bytes(n: int, fill: int = 0xFF) -> np.ndarray:
-    """n bytes at a 64-byte boundary, by default all ones: NaN in every float format."""
-    buffer = np.full(n + 64, fill, np.uint8)
-    start = -buffer.ctypes.data % 64
-    return buffer[start : start + n]
-
-
-class Partial(NamedTuple):
-    """Un-normalised results as attention.h defines them: m, l [q_len, group], acc [q_len, group, head_size]."""
-
-    m: np.ndarray
-    l: np.ndarray
-    acc: np.ndarray
-
-    @property
-    def output(self) -> np.ndarray:
-        return np.divide(self.acc, self.l[..., None], out=np.zeros_like(self.acc), where=self.l[..., None] > 0)
-
-
-def reference(q: np.ndarray, k: np.ndarray, v: np.ndarray, q_pos: int, window: int = 0, first: int = 0) -> Partial:
-    """Attention in float64 over tokens whose positions begin at `first`."""
-    positions = first + np.arange(len(k))
-    limits = q_pos + np.arange(len(q))[:, None]
-    visible = positions <= limits
-    if window:
-        visible &= positions > limits - window
-    scores = (q.reshape(-1, q.shape[2]).astype(np.float64) @ k.T.astype(np.float64)).reshape(*q.shape[:2], len(k))
-    scores[~np.broadcast_to(visible[:, None], scores.shape)] = -np.inf
-    m = scores.max(axis=2, initial=-np.inf)
-    p = np.exp(scores - np.where(np.isfinite(m), m, 0)[..., None])
-    return Partial(m, p.sum(axis=2), p @ v.astype(np.float64))
-
-
-class Cache:
-    """One KV head of one sequence: chunks scattered over memory that held `fill` before, unused ones at the end."""
-
-    def __init__(self, isa: str, kv_dtype: str, k: np.ndarray, v: np.ndarray, fill: int = 0xFF) -> None:
-        self.isa, self.kv_dtype = isa, kv_dtype
-        n, chunk_bytes = len(k) // PAGE_TOKENS + 2, native.chunk_bytes(kv_dtype, k.shape[1])
-        run = aligned_bytes(n * chunk_bytes, fill)
-        kernels(isa).kv_append(isa, kv_dtype, run, 0, k, v)
-        self.order = random.Random(n).sample(range(n), n)
-        self.buffer = aligned_bytes(n * chunk_bytes)
-        self.chunks = self.buffer.reshape(n, chunk_bytes)
-        self.chunks[self.order] = run.reshape(n, chunk_bytes)
-
-    def attend(
-        self, q: np.ndarray, q_pos: int, window: int = 0, pages: slice = slice(None), isa: str | None = None
-    ) -> Partial:
-        first = pages.indices(len(self.order))[0] * PAGE_TOKENS
-        out = Partial(*(np.full(shape, np.nan, np.float32) for shape in (q.shape[:2], q.shape[:2], q.shape)))
-        order = self.order[pages]
-        isa = isa or self.isa
-        m, l, acc = (x[None] for x in out)  # one head
-        kernels(isa).kv_attend(isa, self.kv_dtype, self.buffer, order, first, q[None], q_pos, window, acc, m, l)
-        return out
-
-
-def normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
-    return rng.standard_normal(shape, dtype=np.float32)
-
-
-def queries(rng: np.random.Generator, q_len: int, group: int, head_size: int) -> np.ndarray:
-    """Normal queries, scaled by 1 / sqrt(head_size) as a kernel gets them."""
-    return normal(rng, q_len, group, head_size) * np.float32(head_size**-0.5)
-
-
 def make_inputs(case: Case) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     rng = np.random.default_rng(case)
     q = queries(rng, case.q_len, case.group, case.head_size)
@@ -139,17 +73,6 @@ def expected(case: Case, kv_dtype: str | None) -> Partial:
     if kv_dtype:
         k, v = stored_kv(k, v, kv_dtype)
     return reference(q, k, v, case.length - case.q_len, case.window)
-
-
-def assert_close(got: Partial, want: Partial, v_max: float, allowed: Budget, what: object) -> None:
-    """m, l and acc are each within the budget; rows that see no token are exactly as attention.h defines them."""
-    seen = want.l > 0
-    assert np.isneginf(got.m[~seen]).all() and not got.l[~seen].any() and not got.acc[~seen].any(), what
-    assert np.all(np.abs(got.m[seen] - want.m[seen]) <= allowed.m * (1 + np.abs(want.m[seen]))), what
-    l_wanted = want.l[seen] * np.exp(want.m[seen] - got.m[seen])  # l is relative to the kernel's own m
-    assert np.all(np.abs(got.l[seen] - l_wanted) <= allowed.l * l_wanted), what
-    error = np.abs(got.output - want.output).max() / v_max
-    assert error <= allowed.output, f"{what}: error {error:.2e}, over the budget {allowed.output:.0e}"
 
 
 @by_kv_dtype
@@ -484,7 +407,7 @@ def test_kernels_write_no_further_than_asked(isa: str, kv_dtype: str) -> None:
 
 
 def test_chunk_bytes_are_the_formats_and_keep_alignment() -> None:
-    for head_size in range(8, 257, 8):
+    for head_size in range(8, 513, 8):
         elements = 2 * PAGE_TOKENS * head_size
         sizes = [native.chunk_bytes(kv_dtype, head_size) for kv_dtype in KV_DTYPES]
         affine = 2 * PAGE_TOKENS * 4
@@ -555,6 +478,6 @@ def test_bad_arguments_are_refused() -> None:
     ]:
         with pytest.raises(ValueError):
             call(**arguments)
-    for head_size in (0, 4, 12, 264, 1 << 31):
+    for head_size in (0, 4, 12, 520, 1 << 31):
         with pytest.raises(ValueError, match="head size"):
             native.chunk_bytes("fp16", head_size)
