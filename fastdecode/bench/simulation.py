@@ -13,6 +13,7 @@ from fastdecode.engine.request import SamplingParams
 from fastdecode.engine.scheduler import Scheduler
 from fastdecode.engine.scheduling.plan import Plan, SchedulerLimits
 from fastdecode.engine.sequence import Sequence
+from fastdecode.region.contract import PAGE_TOKENS
 from fastdecode.spart.batch import Sampled
 
 _WORD, _END = 0, 1
@@ -77,7 +78,7 @@ def simulate(
     Raises RuntimeError if there is work and nothing moves.
     """
     links = [
-        SimpleNamespace(url=f"sim://{i}", lease=SimpleNamespace(n_pages=n, max_seqs=65536))
+        SimpleNamespace(url=f"sim://{i}", lease=SimpleNamespace(n_pages=n, max_seqs=65536, page_bytes=PAGE_TOKENS))
         for i, n in enumerate(leases)
     ]
     cluster = Cluster(cast(Any, links))

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 from fastdecode.engine.ledger import RNodeLedger, pages_for
 from fastdecode.engine.prefixes import CachedSequence, PrefixEntry, page_hashes
-from fastdecode.engine.scheduling.placement import Placement, Placer, Wait
+from fastdecode.engine.scheduling.placement import Placement, Placer, Wait, costs, mean_length
+from fastdecode.engine.scheduling.rtime import Loads, layer_groups
 from fastdecode.region.contract import PAGE_TOKENS
 
 if TYPE_CHECKING:
@@ -34,13 +35,16 @@ class Cluster:
         watermark: float = 0.01,
         prefix_cache: bool = False,
         max_uncached_suffix: int | None = None,
+        windows: Iterable[int] = (0,),
     ):
         """`watermark` is the share of a lease's pages that new sequences leave to running ones. `max_uncached_suffix`
         is how many tokens behind a shared prefix may be left to an R-node's attention; a prompt with a longer suffix is
-        prefilled on the S-node as a whole. None: any number."""
+        prefilled on the S-node as a whole. None: any number. `windows`: each layer's sliding window; 0: full
+        attention."""
         self.prefix_cache = prefix_cache
         self.nodes = [RNodeLedger(position, link) for position, link in enumerate(links)]
-        self._placer = Placer(self.nodes, watermark, max_uncached_suffix)
+        self.loads = Loads(groups := layer_groups(windows), [[0.0] * len(groups) for _ in self.nodes])
+        self._placer = Placer(self.nodes, self.loads, watermark, max_uncached_suffix)
 
     @property
     def alive(self) -> list[RNodeLedger]:
@@ -60,9 +64,20 @@ class Cluster:
         """Pages and sequence indexes that new sequences could have now: free, being freed, or evictable."""
         return sum(node.room[0] for node in self.alive), sum(node.room[1] for node in self.alive)
 
-    def place(self, seq: Sequence) -> Placement | Wait:
+    @property
+    def costs(self) -> list[float]:
+        """Seconds for a token and layer on each R-node, as far as they are known; see placement.costs."""
+        return costs(self.nodes, self.loads.n_layers)
+
+    def observe(self, link: Link, busy_ns: int, kv_bytes: int) -> None:
+        """Record that the R-node behind `link` worked `busy_ns` nanoseconds on a step, reading `kv_bytes` bytes."""
+        for node in self.nodes:
+            if node.link is link:
+                node.bandwidth.observe(busy_ns, kv_bytes)
+
+    def place(self, seq: Sequence, waiting: Iterable[Sequence] = ()) -> Placement | Wait:
         """Choose an R-node for a waiting sequence, or say what it has to wait for; see Placer.place."""
-        return self._placer.place(seq)
+        return self._placer.place(seq, waiting)
 
     # -- life of a placed sequence --------------------------------------------------------------------------------
 
@@ -72,6 +87,8 @@ class Cluster:
         pages = pages_for(len(seq.tokens))
         seq.handle = node.admit(pages, seq.final_length)
         seq.node, seq.pages = node, pages
+        seq.mean_length = mean_length(seq)
+        self.loads.add(node.position, seq.mean_length)
         if seq.hashes:
             cached = CachedSequence(seq.handle, pages=0)
             seq.entry = PrefixEntry(cached, list(seq.tokens), seq.hashes, running=True, computed=False)
@@ -116,6 +133,7 @@ class Cluster:
         page; else the next FREE names it."""
         node, source = seq.placed_on, seq.source
         node.end_running(seq.final_length)
+        self.loads.add(node.position, seq.mean_length, -1)
         cached = CachedSequence(seq.handle, seq.pages)
         entry = seq.entry if seq.entry in node.prefixes else None
         if sound and self.prefix_cache and node.alive and seq.cached >= PAGE_TOKENS:

@@ -85,7 +85,7 @@ class Engine:
         self.max_model_len = max_model_len or positions
         self.max_queued = max(max_queued, 1)  # every request passes through the queue
         self.spart = spart
-        self.cluster = Cluster(links, watermark, prefix_cache, max_uncached_suffix)
+        self.cluster = Cluster(links, watermark, prefix_cache, max_uncached_suffix, spart.config.windows)
         limits = SchedulerLimits(mini_batches, max_batch_tokens, max_batch_size, max_staged_tokens)
         self.scheduler = Scheduler(self.cluster, limits, target_tbt=target_tbt)
         self.observer = observer or NullObserver()
@@ -284,6 +284,8 @@ class Engine:
             self.totals.s_seconds += output.s_seconds
             self.totals.r_wait_seconds += output.r_wait_seconds
             self.totals.kv_bytes += output.kv_bytes
+            for link, (busy_ns, kv_bytes) in output.link_costs.items():
+                self.cluster.observe(link, busy_ns, kv_bytes)
             self.observer.step(plan.n_tokens, self.last_progress - begun)
             for outcome in self.scheduler.complete(plan, output.sampled, self.last_progress - begun):
                 self._deliver(outcome, self.last_progress)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fastdecode.engine.prefixes import CachedSequence, Handle, PrefixEntry, PrefixIndex
+from fastdecode.engine.scheduling.rtime import Bandwidth
 from fastdecode.region.contract import PAGE_TOKENS
 
 if TYPE_CHECKING:
@@ -39,6 +40,8 @@ class RNodeLedger:
         self.pages_freeing = 0  # released, but their FREE is not acknowledged yet
         self.n_sequences = 0  # running sequences
         self.load = 0  # tokens that the running sequences will have cached once all have their final length
+        self.token_bytes = link.lease.page_bytes / PAGE_TOKENS  # of one token's K and V, all layers
+        self.bandwidth = Bandwidth()
         self.prefixes = PrefixIndex()
         self.released: list[CachedSequence] = []  # to be named by the next FREE
         self._sequences_freeing = 0

@@ -13,13 +13,14 @@ A prompt that starts with a cached prefix (cluster.py) shares its first tokens w
 asked for a FORK (`take_forks`, `fork_done`). The uncached suffix is then attended on the R-node like a token that
 decodes, because the keys and values before it are not on the S-node.
 
-A sequence may change its mini-batch between any two steps at no cost, because its cache does not move. So every step
-first moves sequences to smaller mini-batches until all are about equal.
+A sequence may change its mini-batch between any two steps at no cost, because its cache does not move. So a step first
+moves sequences to mini-batches whose steps are shorter, until all are about equal.
 """
 
 from __future__ import annotations
 
 from bisect import insort
+from itertools import count
 from typing import TYPE_CHECKING
 
 from fastdecode.engine.cluster import Cluster
@@ -28,7 +29,9 @@ from fastdecode.engine.scheduling.budgets import StagingBudget, StepBudget
 from fastdecode.engine.scheduling.placement import Wait
 from fastdecode.engine.scheduling.plan import Outcome, Plan, PlannedChunk, SchedulerLimits, step_order
 from fastdecode.engine.scheduling.queue import BY_ARRIVAL, WaitingQueue
+from fastdecode.engine.scheduling.rtime import Loads
 from fastdecode.engine.scheduling.step_time import NO_PROMPTS, PromptWork, StepTimes, pairs
+from fastdecode.region.contract import PAGE_TOKENS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -37,6 +40,13 @@ if TYPE_CHECKING:
     from fastdecode.engine.sequence import Sequence
     from fastdecode.spart.batch import Sampled
     from fastdecode.transports.base import Link
+
+
+#: Mini-batches are evened out when sequences come or go, and after so many steps in any case, because sequences grow.
+_BALANCE_EVERY = 16
+
+#: Part of a step that a move between mini-batches must save.
+_LEAST_GAIN = 0.02
 
 
 class Scheduler:
@@ -54,6 +64,8 @@ class Scheduler:
         self.reused_tokens = 0  # those of them that a FORK has shared
         self.changed = False  # another mini-batch may have work now; the reader clears it
         self._staging = StagingBudget(limits.max_staged_tokens)
+        self._uneven = True  # sequences have come or gone since the last balance
+        self._calls = count()
         self._starved: list[Sequence] = []  # wait for a page, in order of arrival
         self._failed: list[tuple[Sequence, str]] = []
         self._forks: list[Sequence] = []
@@ -278,7 +290,7 @@ class Scheduler:
             n_tokens = len(seq.tokens)
             if budget.chunk(0, n_tokens) < n_tokens and not self._staging.has_room(n_tokens):
                 continue
-            placement = self.cluster.place(seq)
+            placement = self.cluster.place(seq, self.waiting)
             if placement is Wait.FREE:
                 return None  # whoever is behind would take the pages that are being freed for it
             if not isinstance(placement, Wait):
@@ -296,6 +308,7 @@ class Scheduler:
             seq.in_flight = True
             self._forks.append(seq)
         insort(self.mini_batches[mini_batch], seq, key=BY_ARRIVAL)
+        self._uneven = True
 
     # -- pages ----------------------------------------------------------------------------------------------------
 
@@ -345,6 +358,7 @@ class Scheduler:
         self.mini_batches[seq.mini_batch].remove(seq)
         seq.mini_batch = None
         self._staging.drop(seq)
+        self._uneven = True
         if seq in self._starved:
             self._starved.remove(seq)
         self.cluster.release(seq, sound and not seq.prefilling)
@@ -358,21 +372,50 @@ class Scheduler:
     # -- balance --------------------------------------------------------------------------------------------------
 
     def _balance(self, mini_batch: int) -> None:
-        """Move sequences from this mini-batch, which has none in flight, to smaller ones.
+        """Move sequences from this mini-batch, which has none in flight, to those whose steps are shorter.
 
-        Each move takes the sequence that evens out the cached tokens best. An unfinished prompt stays, so
-        that no mini-batch gets a second one.
+        The length of a step is its predicted R-Part, in which every sequence counts one page more than it has, for the
+        work of its row. Each move takes the sequence of the slowest R-node that evens out two mini-batches best. An
+        unfinished prompt stays, so that no mini-batch gets a second one.
         """
-        source = self.mini_batches[mini_batch]
+        batches = self.mini_batches
+        if len(batches) < 2 or not (self._uneven or next(self._calls) % _BALANCE_EVERY == 0):
+            return
+        self._uneven = False
+        costs = self.cluster.costs
+        loads = [self._loads(batch) for batch in batches]
+        seconds = [load.seconds(costs) for load in loads]
+        source = mini_batch
         while True:
-            target_index = min(range(len(self.mini_batches)), key=lambda i: len(self.mini_batches[i]))
-            target = self.mini_batches[target_index]
-            movable = [seq for seq in source if not seq.prefilling]
-            if len(source) - len(target) < 2 or not movable:
+            open_ones = [i for i, batch in enumerate(batches) if i != source and len(batch) < self.limits.max_seqs]
+            target = min(open_ones, key=seconds.__getitem__, default=source)
+            surplus = (seconds[source] - seconds[target]) / 2
+            if surplus <= 0:
                 return
-            surplus = (sum(s.cached for s in source) - sum(s.cached for s in target)) / 2
-            seq = min(movable, key=lambda s: abs(surplus - s.cached))
-            source.remove(seq)
-            insort(target, seq, key=BY_ARRIVAL)
-            seq.mini_batch = target_index
+            slowest = max(range(len(costs)), key=lambda node: sum(loads[source].tokens[node]) * costs[node])
+            movable = [s for s in batches[source] if not s.prefilling and s.placed_on.position == slowest]
+            if not movable:
+                return
+            seq = min(movable, key=lambda s: abs(surplus - _row_tokens(s) * costs[slowest] * loads[source].n_layers))
+            loads[source].add(slowest, _row_tokens(seq), -1)
+            loads[target].add(slowest, _row_tokens(seq))
+            moved = loads[source].seconds(costs), loads[target].seconds(costs)
+            if max(moved) > (1 - _LEAST_GAIN) * seconds[source]:
+                return
+            seconds[source], seconds[target] = moved
+            batches[source].remove(seq)
+            insort(batches[target], seq, key=BY_ARRIVAL)
+            seq.mini_batch = target
             self.changed = True
+
+    def _loads(self, batch: list[Sequence]) -> Loads:
+        groups = self.cluster.loads.groups
+        loads = Loads(groups, [[0.0] * len(groups) for _ in self.cluster.nodes])
+        for seq in batch:
+            loads.add(seq.placed_on.position, _row_tokens(seq))
+        return loads
+
+
+def _row_tokens(seq: Sequence) -> int:
+    """A sequence's cost in a step, as a number of cached tokens."""
+    return seq.cached + PAGE_TOKENS

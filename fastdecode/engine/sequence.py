@@ -41,6 +41,7 @@ class Sequence:
     node: RNodeLedger | None = None
     handle: Handle = Handle(0, 0)
     pages: int = 0  # pages that the ledger counts for it
+    mean_length: float = 0.0  # cached tokens that it was expected to have on average when it was placed
     entry: PrefixEntry | None = None  # its own prefix entry, while it runs
     source: PrefixEntry | None = None  # the prefix entry whose first `shared_tokens` tokens it takes over
     shared_tokens: int = 0

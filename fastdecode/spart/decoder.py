@@ -87,6 +87,7 @@ class SPart:
             s_seconds=s_seconds + time.perf_counter() - resumed,
             r_wait_seconds=r_seconds,
             kv_bytes=kv_bytes,
+            link_costs=exchange.costs,
             logits=logits if keep_logits else None,
         )
 

@@ -94,6 +94,7 @@ class Exchange:
     def __init__(self, slot: int, link_rows: list[LinkRows], device: torch.device, dtype: torch.dtype):
         self._slot, self._link_rows, self._device = slot, link_rows, device
         self._pending: list[Link] = []  # posted, not yet answered
+        self.costs: dict[Link, tuple[int, int]] = {}  # busy nanoseconds and KV-cache bytes of the calls answered so far
         self._direct = device.type == "cpu" and len(link_rows) == 1
         n_attend, n_rows = sum(rows.n_attend for rows in link_rows), sum(rows.n_rows for rows in link_rows)
         views = link_rows[0].views
@@ -128,7 +129,11 @@ class Exchange:
         """
         kv_bytes = 0
         while self._pending:
-            kv_bytes += self._pending.pop().wait(self._slot, timeout).kv_bytes
+            link = self._pending.pop()
+            times = link.wait(self._slot, timeout)
+            busy, read = self.costs.get(link, (0, 0))
+            self.costs[link] = busy + times.busy_ns, read + times.kv_bytes
+            kv_bytes += times.kv_bytes
         if not self._direct:
             self._gather()
         return kv_bytes

@@ -30,7 +30,7 @@ class World:
         self, leases=((40, 64),), mini_batches=2, max_batch_tokens=128, max_seqs=16, watermark=0.01, max_staged=None
     ):
         links = [
-            SimpleNamespace(url=f"tcp://r{i}", lease=SimpleNamespace(n_pages=pages, max_seqs=seqs))
+            SimpleNamespace(url=f"tcp://r{i}", lease=SimpleNamespace(n_pages=pages, max_seqs=seqs, page_bytes=4096))
             for i, (pages, seqs) in enumerate(leases)
         ]
         self.cluster = Cluster(links, watermark)

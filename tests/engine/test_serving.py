@@ -165,6 +165,7 @@ async def test_greedy_equals_transformers(family, scheme, n_nodes, mini_batches,
             assert_greedy(judge, prompt, tokens)
         await engine.refresh()
         assert all(node.attention_seconds > 0 for node in engine.stats.nodes), "every R-node had work"
+        assert all(node.bandwidth.bytes_per_second for node in engine.cluster.nodes)
 
 
 @pytest.mark.parametrize("options", [{}, {"target_tbt": 1e-3, "max_staged_tokens": 0}], ids=["", "small chunks"])

@@ -1,21 +1,30 @@
-"""On which R-node a waiting sequence may run: prefixes, free pages and load.
+"""On which R-node a waiting sequence may run: prefixes, free pages and the predicted R-Part.
 
 A prompt that starts with the tokens of another sequence is placed on that sequence's R-node and takes over its cached
-pages by a FORK. Any other prompt goes to the least loaded R-node with room.
+pages by a FORK. Any other prompt goes where the slowest R-node stays fastest. The sequences that wait together are
+distributed together, longest first, because one at a time the last long one would find no good place.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from itertools import islice
 from math import ceil
 from typing import TYPE_CHECKING
 
 from fastdecode.engine.ledger import RNodeLedger, pages_for
+from fastdecode.engine.scheduling.rtime import Loads, assign
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from fastdecode.engine.prefixes import PrefixEntry
     from fastdecode.engine.sequence import Sequence
+
+
+#: Waiting sequences that are distributed together.
+_TOGETHER = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,19 +44,36 @@ class Wait(Enum):
     ROOM = "no R-node has, or can make, room for it"
 
 
+def mean_length(seq: Sequence) -> float:
+    """The tokens that a sequence will have cached on average from now to its end, if it ends at its bound."""
+    return (len(seq.tokens) + seq.final_length) / 2
+
+
+def costs(nodes: list[RNodeLedger], n_layers: int) -> list[float]:
+    """Seconds for a token and layer on each R-node; relative numbers until the first has been measured.
+
+    An R-node that was not measured yet counts as fast as the others on average.
+    """
+    known = [speed for node in nodes if node.alive and (speed := node.bandwidth.bytes_per_second)]
+    usual = sum(known) / len(known) if known else 1.0
+    return [node.token_bytes / n_layers / (node.bandwidth.bytes_per_second or usual) for node in nodes]
+
+
 class Placer:
     """Chooses R-nodes for waiting sequences. `nodes` is the cluster's own list, in the order of the S-Part's links."""
 
-    def __init__(self, nodes: list[RNodeLedger], watermark: float, max_uncached_suffix: int | None):
-        """`watermark` and `max_uncached_suffix`: see Cluster."""
-        self._nodes, self._watermark, self._max_uncached_suffix = nodes, watermark, max_uncached_suffix
+    def __init__(self, nodes: list[RNodeLedger], loads: Loads, watermark: float, max_uncached_suffix: int | None):
+        """`loads` are those of the running sequences. `watermark` and `max_uncached_suffix`: see Cluster."""
+        self._nodes, self._loads = nodes, loads
+        self._watermark, self._max_uncached_suffix = watermark, max_uncached_suffix
+        self._chosen: dict[Sequence, int] = {}  # R-nodes of the sequences that were distributed together
 
-    def place(self, seq: Sequence) -> Placement | Wait:
-        """Choose an R-node for a waiting sequence, or say what it has to wait for.
+    def place(self, seq: Sequence, waiting: Iterable[Sequence] = ()) -> Placement | Wait:
+        """Choose an R-node for a waiting sequence, or say what it has to wait for. `waiting`: all that wait, in order.
 
-        The R-node with the longest cached prefix of the sequence is taken if it has room, else the least loaded one
-        with room. A sequence waits while another one prefills at least half of its tokens. If no R-node has room,
-        prefix entries are evicted, so that a later call succeeds.
+        The R-node with the longest cached prefix of the sequence is taken if it has room, else the one with room that
+        keeps the R-Part shortest. A sequence waits while another one prefills at least half of its tokens. If no R-node
+        has room, prefix entries are evicted, so that a later call succeeds.
         """
         n_tokens = len(seq.tokens)
         if seq.awaits is not None:
@@ -68,8 +94,26 @@ class Placer:
         # A node where a running sequence waits for a page is never chosen: it has no free page.
         with_room = [node for node in self._nodes if self._has_room(node, n_tokens)]
         if with_room:
-            return Placement(min(with_room, key=lambda node: node.load))
+            return Placement(self._fastest(seq, with_room, waiting))
         return Wait.FREE if self._evict_for(n_tokens) else Wait.ROOM
+
+    def _fastest(self, seq: Sequence, with_room: list[RNodeLedger], waiting: Iterable[Sequence]) -> RNodeLedger:
+        """The R-node that keeps the R-Part shortest, for this sequence and those that wait with it."""
+        if len(with_room) == 1:
+            return with_room[0]
+        if (position := self._chosen.pop(seq, -1)) >= 0 and self._nodes[position] in with_room:
+            return self._nodes[position]
+        together = [seq, *islice((other for other in waiting if other is not seq), _TOGETHER - 1)]
+        everywhere = [node.position for node in with_room]
+        allowed = [
+            [node.position for node in self._nodes if self._has_room(node, len(other.tokens))] or everywhere
+            for other in together
+        ]
+        places = assign(
+            self._loads, costs(self._nodes, self._loads.n_layers), [mean_length(other) for other in together], allowed
+        )
+        self._chosen = dict(zip(together[1:], places[1:], strict=True))
+        return self._nodes[places[0]]
 
     def _match_prefix(self, seq: Sequence, computed: bool = True) -> Placement | None:
         """Where most leading tokens of `seq` are cached or, with `computed` False, being prefilled."""

@@ -1,0 +1,147 @@
+"""The predicted time of the R-Part: how fast each R-node reads KV-cache, and which of them a step waits for.
+
+A layer of a step ends when its slowest R-node has answered. So the R-Part of a step takes the sum over the layers of
+the slowest R-node's bytes divided by its bandwidth. In a layer with a sliding window a sequence is read up to that
+window, so layers of one window make a group. Pure arithmetic.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+#: Weight of the older steps in a bandwidth after each new one.
+_MEMORY = 0.98
+
+#: Relative variance of a step's bytes from which the fixed time of a step can be told from the time to read.
+_SPREAD = 0.01
+
+
+@dataclass(slots=True)
+class Bandwidth:
+    """One R-node's bandwidth, from the busy time and the bytes of its steps.
+
+    A step takes a fixed time and then its bytes divided by the bandwidth; both are fitted by least squares, with older
+    steps forgotten. Without the fixed time, an R-node with little load would look slow and be given ever less.
+    """
+
+    _n: float = 0.0
+    _x: float = 0.0  # decayed sums; x: bytes, y: seconds
+    _y: float = 0.0
+    _xx: float = 0.0
+    _xy: float = 0.0
+    _fixed: float = 0.0
+
+    def observe(self, busy_ns: int, kv_bytes: int) -> None:
+        """Record a step that read `kv_bytes` bytes of KV-cache in `busy_ns` nanoseconds. Ignores one that read none."""
+        if kv_bytes <= 0 or busy_ns <= 0:
+            return
+        seconds = busy_ns / 1e9
+        new = (1.0, kv_bytes, seconds, kv_bytes * kv_bytes, kv_bytes * seconds)
+        sums = (self._n, self._x, self._y, self._xx, self._xy)
+        self._n, self._x, self._y, self._xx, self._xy = (_MEMORY * old + v for old, v in zip(sums, new, strict=True))
+        x, y = self._x / self._n, self._y / self._n
+        variance, covariance = self._xx / self._n - x * x, self._xy / self._n - x * y
+        if variance > _SPREAD * x * x and covariance > 0:
+            self._fixed = max(0.0, y - covariance / variance * x)
+
+    @property
+    def bytes_per_second(self) -> float | None:
+        """None before the first step that read KV-cache."""
+        if not self._n:
+            return None
+        # A step cannot be all fixed time: that would be an infinite bandwidth.
+        return self._x / max(self._y - self._n * self._fixed, 0.05 * self._y)
+
+
+@dataclass(slots=True)
+class Loads:
+    """Tokens to read on each R-node in each group of layers: `tokens[node][group]`."""
+
+    groups: tuple[tuple[int, int], ...]  # (window, layers); window 0: full attention
+    tokens: list[list[float]] = field(default_factory=list)
+
+    @property
+    def n_layers(self) -> int:
+        return sum(layers for _, layers in self.groups)
+
+    def add(self, node: int, length: float, sign: int = 1) -> None:
+        """Add (or with `sign` -1 take away) a sequence of `length` tokens."""
+        row = self.tokens[node]
+        for i, (window, _) in enumerate(self.groups):
+            row[i] += sign * (min(length, window) if window else length)
+
+    def seconds(self, costs: Sequence[float]) -> float:
+        """The R-Part of a step over these loads. `costs` has each R-node's seconds a token and layer."""
+        return sum(
+            layers * max(row[i] * cost for row, cost in zip(self.tokens, costs, strict=True))
+            for i, (_, layers) in enumerate(self.groups)
+        )
+
+    def evenness(self, costs: Sequence[float]) -> float:
+        """Sum over the R-nodes of their own time squared: tells apart two loads with the same slowest R-node."""
+        layers = [n for _, n in self.groups]
+        return sum(
+            (cost * sum(n * tokens for n, tokens in zip(layers, row, strict=True))) ** 2
+            for row, cost in zip(self.tokens, costs, strict=True)
+        )
+
+
+def layer_groups(windows: Iterable[int]) -> tuple[tuple[int, int], ...]:
+    """(window, number of layers with it) of a model whose layers have these windows; 0: full attention."""
+    return tuple(sorted(Counter(windows).items()))
+
+
+def assign(
+    loads: Loads, costs: Sequence[float], lengths: Sequence[float], allowed: Sequence[Sequence[int]]
+) -> list[int]:
+    """Distribute sequences of `lengths` tokens over R-nodes beside `loads`, so that the R-Part of a step is short.
+
+    `allowed` lists for each sequence the R-nodes that have room for it, at least one. Longest first, each goes where it
+    lengthens the step least; then single moves and exchanges of two are made as long as they shorten the step. Returns
+    each sequence's R-node. `loads` is unchanged.
+    """
+    work = Loads(loads.groups, [row[:] for row in loads.tokens])
+    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    places = [-1] * len(lengths)
+    for i in order:
+        places[i] = min(allowed[i], key=lambda node: _with(work, costs, [(i, -1, node)], lengths))
+        work.add(places[i], lengths[i])
+    best = work.seconds(costs), work.evenness(costs)
+    for _ in range(4 * len(lengths)):
+        changes = [[(i, places[i], node)] for i in order for node in allowed[i] if node != places[i]]
+        changes += [
+            [(i, places[i], places[j]), (j, places[j], places[i])]
+            for i in order
+            for j in order
+            if i < j and places[i] != places[j] and places[j] in allowed[i] and places[i] in allowed[j]
+        ]
+        if not changes:
+            break
+        scores = [_with(work, costs, change, lengths) for change in changes]
+        score = min(scores)
+        if score >= (best[0] * (1 - 1e-9), best[1]):
+            break
+        best = score
+        for i, source, target in changes[scores.index(score)]:
+            work.add(source, lengths[i], -1)
+            work.add(target, lengths[i])
+            places[i] = target
+    return places
+
+
+def _with(
+    loads: Loads, costs: Sequence[float], moves: list[tuple[int, int, int]], lengths: Sequence[float]
+) -> tuple[float, float]:
+    """The R-Part of a step, and its evenness, after `moves` of (sequence, from R-node or -1, to R-node)."""
+    for i, source, target in moves:
+        if source >= 0:
+            loads.add(source, lengths[i], -1)
+        loads.add(target, lengths[i])
+    score = loads.seconds(costs), loads.evenness(costs)
+    for i, source, target in moves:
+        if source >= 0:
+            loads.add(source, lengths[i])
+        loads.add(target, lengths[i], -1)
+    return score
