@@ -84,6 +84,35 @@ def multiply_rate(instruction: str, rounds: int, /) -> float:
     `instruction` is 'vfmadd231ps', 'vdpbf16ps' or 'vpdpbusd'. Raises ValueError if this machine lacks it.
     """
 
+# ---- quantised linears (linears/linear.h) ----
+
+@final
+class QuantisedLinear:
+    """A matrix [outs, ins] in `bits` (4 or 8) a number, in the layout of fd_linear_t; `group` is a multiple of 32.
+
+    The buffers, C-contiguous, are kept: weights; scales and mins (or None), fp16; units and bias (or None), fp32. The
+    ISA is the one in FASTDECODE_ISA, else the best. Raises ValueError for sizes that do not fit.
+    """
+
+    def __new__(
+        cls,
+        outs: int,
+        ins: int,
+        bits: int,
+        group: int,
+        zero: int,
+        weights: Buffer,
+        scales: Buffer,
+        units: Buffer,
+        mins: Buffer | None,
+        bias: Buffer | None,
+    ) -> QuantisedLinear: ...
+    @property
+    def isa(self) -> str:
+        """The ISA of the kernels."""
+    def run(self, x: Buffer, y: Buffer, threads: int, /) -> None:
+        """Write x Wᵀ + b of x [rows, ins] to y [rows, outs], both fp32. Other Python threads run meanwhile."""
+
 # ---- the R-engine (engine.h, memory.h) ----
 
 def bind_memory(node: int, /) -> None:

@@ -12,6 +12,8 @@ from fastdecode.spart import choose_device, choose_dtype
 from fastdecode.spart.backend import choose_backend
 
 _FILE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
+#: Bytes of a quantised weight with its share of scale and minimum, in groups of 32.
+_QUANTISED_BYTES = {"int8": 34 / 32, "int4": 20 / 32}
 
 
 def rows(config: NodeConfig, directory: Path) -> list[tuple[str, str]]:
@@ -21,14 +23,19 @@ def rows(config: NodeConfig, directory: Path) -> list[tuple[str, str]]:
     device = choose_device(config.device)
     dtype = str(choose_dtype(config.dtype, model.dtype, device)).removeprefix("torch.")
     stored = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
-    weights = stored // _FILE_BYTES[model.dtype] * (4 if dtype == "float32" else 2)
+    each = _QUANTISED_BYTES.get(config.weights, 4 if dtype == "float32" else 2)
+    weights = int(stored // _FILE_BYTES[model.dtype] * each)
     geometry = model.hello_geometry(1, 1, "fp32")
     numbers = (1, 1, geometry.n_layers, geometry.n_q_heads, geometry.n_kv_heads, geometry.head_size)
     memory = config.kv_memory or max(0, available_memory() - (weights if device.type == "cpu" else 0)) // 2
     shape = f"{model.n_layers} layers, {model.n_q_heads} query and {model.n_kv_heads} KV heads of {model.head_size}"
     lines = [
         ("model", f"{model.architecture} ({shape}), by the {backend.name} backend"),
-        ("weights", f"{format_bytes(weights)} as {dtype} on {device.type}, stored as {model.dtype}"),
+        (
+            "weights",
+            f"{format_bytes(weights)} as {dtype if config.weights == 'auto' else config.weights} on {device.type}, "
+            f"stored as {model.dtype}",
+        ),
     ]
     length = min(config.max_model_len or model.max_positions, model.max_positions)
     for kv_dtype in KV_DTYPES:

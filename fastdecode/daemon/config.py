@@ -41,6 +41,8 @@ _MOST = {
     "spin_us": 60_000_000,
     "trim_idle_s": 10**9,
 }
+#: Formats of the weights in memory.
+WEIGHTS = ("auto", "int8", "int4")
 #: Options of an R-node that an S-node without `--r-node` passes on to its embedded R-node.
 EMBEDDED_OPTIONS = ("kv_memory", "threads", "cpus", "numa_node", "huge_pages", "prefault", "trim_idle_s")
 
@@ -175,6 +177,12 @@ class NodeConfig:
         role="s",
         parse=_dtype,
         choices=("auto", "fp32", "bf16", "fp16"),
+    )
+    weights: str = _option(
+        "int8 or int4: quantise the linears of a 16- or 32-bit checkpoint at load; auto: keep the weights as they are",
+        "auto",
+        role="s",
+        choices=WEIGHTS,
     )
     kv_dtype: str = _option(
         "format of the KV-cache; int8-int4: K in int8, V in int4",

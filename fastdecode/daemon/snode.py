@@ -14,7 +14,7 @@ import uvloop
 
 from fastdecode.api.server import bind, make_app, serve
 from fastdecode.daemon.activity import log_activity
-from fastdecode.daemon.config import ConfigError, NodeConfig
+from fastdecode.daemon.config import ConfigError, NodeConfig, format_bytes
 from fastdecode.daemon.embedded import EmbeddedRNode, Split, split_machine
 from fastdecode.daemon.machine import available_memory
 from fastdecode.daemon.rnode_links import RNodeLinks
@@ -59,8 +59,15 @@ def run_s_node(config: NodeConfig) -> None:
     sockets = bind(config.host, config.port)
     tokenizer = Tokenizer.from_dir(directory)
     _check_vocabulary(tokenizer, backend.config)
-    model = backend.load(device, dtype, progress=sys.stderr.isatty())
-    log.info("%s by the %s backend, %s", backend.config.architecture, backend.name, str(dtype).removeprefix("torch."))
+    model = backend.load(device, dtype, progress=sys.stderr.isatty(), weights=config.weights)
+    log.info(
+        "%s by the %s backend, %s in %s, activations in %s",
+        backend.config.architecture,
+        backend.name,
+        format_bytes(model.weight_bytes),
+        "weights as stored" if config.weights == "auto" else f"{config.weights} weights",
+        str(dtype).removeprefix("torch."),
+    )
     name = config.served_model_name or ("fastdecode-demo" if config.model is None else directory.resolve().name)
     uvloop.run(_serve(config, name, backend, model, tokenizer, sockets, split, secret, api_key))
 

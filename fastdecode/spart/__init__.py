@@ -4,7 +4,9 @@
     config_json  typed access to config.json
     families     read_config: each native family's config.json as a ModelConfig
     backend      choose_backend: the native decoder, or the transformers backend in hf/
-    loader       load_model: safetensors to parameters on the device
+    checkpoint   the tensors of a model's files
+    loader       load_model: a checkpoint's tensors to parameters on the device
+    linears/     products with weights in 32, 16, 8 or 4 bits
     shape        a model's attention as its links see it
     served       a loaded model as its links see it
     weights      Model: configuration and parameters

@@ -30,15 +30,18 @@ class Backend:
     directory: Path
     config: ModelConfig | HFConfig
 
-    def load(self, device: torch.device, dtype: torch.dtype, progress: bool = False) -> Model | HFModel:
-        """Load the weights. `progress` shows a progress bar on stderr. Raises CheckpointError."""
+    def load(
+        self, device: torch.device, dtype: torch.dtype, progress: bool = False, weights: str = "auto"
+    ) -> Model | HFModel:
+        """Load the weights, or quantise them: `weights` is "auto", "int8" or "int4". `progress` shows a progress bar on
+        stderr. Raises CheckpointError."""
         if self.name == "native":
             from fastdecode.spart.loader import load_model
 
-            return load_model(self.directory, device, dtype, progress)
+            return load_model(self.directory, device, dtype, progress, weights)
         from fastdecode.spart.hf.model import load_hf_model
 
-        return load_hf_model(self.directory, device, dtype, progress)
+        return load_hf_model(self.directory, device, dtype, progress, weights)
 
     def make_spart(self, model: Model | HFModel, links: list[Link]) -> SPart:
         """The S-Part of a model that `load` returned."""

@@ -123,7 +123,7 @@ class SPart:
     def _embed(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """tokens [n], positions [n] -> the residual stream before the first layer, [n, hidden_size]."""
         w = self._weights
-        x = w.embedding.index_select(0, tokens)
+        x = w.embedding(tokens)
         if self._config.embed_scale != 1.0:
             x.mul_(self._config.embed_scale)
         if w.project_in is not None:

@@ -1,62 +1,81 @@
-"""load_model: reads a Hugging Face checkpoint directory into parameters on the device.
+"""load_model: reads a checkpoint into parameters on the device.
 
-The headers of all files are compared with the parameters that the model needs before any weight is read, so a
-checkpoint that does not fit is refused at once, and the message names the tensor. Then each tensor is copied from the
-mapped file into its preallocated parameter and converted on the way, so memory never holds more than one tensor besides
-the parameters.
+The names and shapes of all tensors are compared with the parameters that the model needs before any weight is read, so
+a checkpoint that does not fit is refused at once, and the message names the tensor. Then each parameter is made from
+its tensors in the mapped files, converted, quantised or packed on the way, so memory never holds more than one linear
+besides the parameters.
 """
 
 from __future__ import annotations
 
-import json
+import ctypes
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
-from fastdecode.spart.config import CheckpointError, ModelConfig, TensorNames
+from fastdecode.spart.checkpoint import Checkpoint, SafetensorsCheckpoint
+from fastdecode.spart.config import CheckpointError, ModelConfig
 from fastdecode.spart.families import read_config
+from fastdecode.spart.linears.base import Embedding, Linear
+from fastdecode.spart.linears.dense import DenseEmbedding, make_dense
+from fastdecode.spart.linears.grouped import GroupedEmbedding, GroupedLinear
+from fastdecode.spart.linears.quantised import BITS, HEAD_BITS, Quantised, quantise
+from fastdecode.spart.linears.stack import make_linear
 from fastdecode.spart.served import TORCH_DTYPES
-from fastdecode.spart.weights import Allocation, Model, TensorTarget, can_pack
+from fastdecode.spart.weights import Blueprint, Model, Weights
 
 log = logging.getLogger(__name__)
 
-_FLOATS = {"F32", "F16", "BF16"}
 #: Ends of tensor names that old checkpoints contain and that the decoder computes from the config.
 _DERIVED = ("rotary_emb.inv_freq", "attn.masked_bias")
 
 
 def load_model(
-    directory: str | Path, device: torch.device | str = "cpu", dtype: torch.dtype | str = "auto", progress: bool = False
+    path: str | Path,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | str = "auto",
+    progress: bool = False,
+    weights: str = "auto",
 ) -> Model:
     """Load a checkpoint for inference.
 
-    `dtype` is the dtype of weights and activations: a torch dtype, "fp32", "bf16", "fp16" or "auto" (see choose_dtype).
-    `progress` shows a progress bar on stderr. Raises CheckpointError; if a tensor is missing or has another shape, the
-    message names it.
+    `dtype` is the dtype of activations and of weights that are not quantised: a torch dtype, "fp32", "bf16", "fp16" or
+    "auto" (see choose_dtype). `weights` "int8" or "int4" quantises the linears of a checkpoint in 16 or 32 bits; "auto"
+    keeps them. `progress` shows a progress bar on stderr. Raises CheckpointError; if a tensor is missing or has another
+    shape, the message names it.
     """
-    directory, device = Path(directory), torch.device(device)
-    config = read_config(directory)
+    path, device = Path(path), torch.device(device)
+    config = read_config(path)
     if isinstance(dtype, str):
         dtype = choose_dtype(dtype, config.dtype, device)
-    stored = _scan(directory, config.names)
-    allocation = Allocation(config, device, dtype, own_head=not config.tied or _head_differs(stored, config.names))
-    targets = _match(allocation.targets, stored, config)
-    with torch.inference_mode():
-        _copy(targets, progress)
-    parameters = sum(t.target.numel() for t in allocation.targets)
-    weights = allocation.weights
-    if can_pack(device, dtype):
-        del targets, allocation  # they hold every weight
-        with torch.inference_mode():
-            weights.pack()
-    return Model(config, weights, device, dtype, parameters)
+    checkpoint = open_checkpoint(path, config)
+    if weights != "auto" and checkpoint.quantisation:
+        raise CheckpointError(
+            f"{path} is quantised already ({checkpoint.quantisation}); --weights {weights} takes a checkpoint in 16 or "
+            "32 bits"
+        )
+    blueprint = Blueprint(config, own_head=not config.tied or checkpoint.head_differs(config.names))
+    wanted = _Wanted()
+    blueprint.weights(wanted)
+    _match(wanted.shapes, checkpoint, config)
+    parameters = sum(map(math.prod, wanted.shapes.values()))
+    units: dict[str, Any] = {"unit": "", "unit_scale": True}
+    with (
+        torch.inference_mode(),
+        tqdm(total=parameters, desc="loading weights", disable=not progress, **units) as bar,
+    ):
+        loaded = blueprint.weights(_Loading(checkpoint, device, dtype, BITS.get(weights), bar))
+    return Model(config, loaded, device, dtype, parameters, _weight_bytes(loaded))
+
+
+def open_checkpoint(path: Path, config: ModelConfig) -> Checkpoint:
+    """The tensors of a model directory, of which no weight is read. Raises CheckpointError."""
+    return SafetensorsCheckpoint(path, config.names)
 
 
 def choose_device(name: str) -> torch.device:
@@ -88,115 +107,103 @@ def choose_dtype(name: str, stored: str, device: torch.device) -> torch.dtype:
     return TORCH_DTYPES[dtype]
 
 
-@dataclass(frozen=True, slots=True)
-class _Stored:
-    """A tensor in a safetensors file."""
-
-    path: Path
-    name: str
-    shape: tuple[int, ...]
-    dtype: str  # in safetensors' spelling, such as "BF16"
-
-
-@contextmanager
-def _open(path: Path) -> Iterator[Any]:
-    """An open safetensors file. Raises CheckpointError."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            yield file
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing, though the checkpoint's index names it") from None
-    except SafetensorError as error:
-        raise CheckpointError(f"{path} is not a sound safetensors file: {error}") from None
-
-
-def _files(directory: Path) -> list[Path]:
-    """The checkpoint's safetensors files. Raises CheckpointError if it has none."""
-    index = directory / "model.safetensors.index.json"
-    if (single := directory / "model.safetensors").is_file():
-        return [single]
-    if index.is_file():
-        try:
-            names = set(json.loads(index.read_bytes())["weight_map"].values())
-        except (ValueError, KeyError, TypeError, AttributeError):
-            raise CheckpointError(f"{index} is not an index of safetensors files") from None
-        for name in names:
-            if not isinstance(name, str) or Path(name).name != name:
-                raise CheckpointError(f"{index} names {name!r}, which is not the name of a file in its directory")
-        return [directory / name for name in sorted(names)]
-    if any(directory.glob("pytorch_model*.bin*")):
-        raise CheckpointError(
-            f"{directory} has its weights only as pytorch_model.bin; safetensors are needed "
-            "(in transformers: model.save_pretrained(directory))"
-        )
-    raise CheckpointError(f"{directory} has no model.safetensors and no model.safetensors.index.json")
-
-
-def _scan(directory: Path, names: TensorNames) -> dict[str, _Stored]:
-    """All tensors that the checkpoint's headers list, by the names that a checkpoint with an LM head gives them."""
-    stored: dict[str, _Stored] = {}
-    for path in _files(directory):
-        with _open(path) as file:
-            for name in file.keys():  # noqa: SIM118
-                view = file.get_slice(name)
-                stored[name] = _Stored(path, name, tuple(view.get_shape()), view.get_dtype())
-    base = names.embedding.partition(".")[0]
-    if not any(name.startswith(f"{base}.") for name in stored):  # saved from the base model, which has no LM head
-        head = f"{names.head}."
-        stored = {name if name.startswith(head) else f"{base}.{name}": tensor for name, tensor in stored.items()}
-    return stored
-
-
-def _read(tensor: _Stored) -> torch.Tensor:
-    with _open(tensor.path) as file:
-        data: torch.Tensor = file.get_tensor(tensor.name)
-    return data
-
-
-def _head_differs(stored: dict[str, _Stored], names: TensorNames) -> bool:
-    """True if the checkpoint has an LM head that is not its embedding: then they are not tied, whatever the config
-    says.
-
-    transformers does the same.
-    """
-    head, embedding = stored.get(f"{names.head}.weight"), stored.get(f"{names.embedding}.weight")
-    if head is None:
-        return False
-    return embedding is None or embedding.shape != head.shape or not torch.equal(_read(embedding), _read(head))
-
-
-def _match(
-    targets: list[TensorTarget], stored: dict[str, _Stored], config: ModelConfig
-) -> list[tuple[TensorTarget, _Stored]]:
-    """Pair each target with its tensor. Raises CheckpointError for one that is missing or has another shape or type."""
-    pairs = []
-    for target in targets:
-        tensor = stored.get(target.name)
-        shape = tuple(target.target.shape)
-        if tensor is None:
-            missing = [s.name for s in targets if s.name not in stored]
-            more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
-            raise CheckpointError(f"the checkpoint lacks the tensor {missing[0]!r}{more}")
-        if tensor.shape != shape:
-            raise CheckpointError(f"tensor {target.name!r} has shape {tensor.shape}, config.json says {shape}")
-        if tensor.dtype not in _FLOATS:
-            raise CheckpointError(f"tensor {target.name!r} is stored as {tensor.dtype}, not as F32, F16 or BF16")
-        pairs.append((target, tensor))
-    wanted = {target.name for target in targets} | ({f"{config.names.head}.weight"} if config.tied else set())
-    unused = sorted(name for name in stored if name not in wanted and not name.endswith(_DERIVED))
-    if unused:
+def _match(shapes: dict[str, tuple[int, ...]], checkpoint: Checkpoint, config: ModelConfig) -> None:
+    """Raise CheckpointError for a tensor that is missing or has another shape; warn of tensors that are not used."""
+    have = checkpoint.names()
+    if missing := [name for name in shapes if name not in have]:
+        more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
+        raise CheckpointError(f"the checkpoint lacks the tensor {missing[0]!r}{more}")
+    for name, shape in shapes.items():
+        if (stored := checkpoint.shape(name)) != shape:
+            raise CheckpointError(f"tensor {name!r} has shape {stored}, config.json says {shape}")
+    used = set(shapes) | ({f"{config.names.head}.weight"} if config.tied else set())
+    if unused := sorted(name for name in have - used if not name.endswith(_DERIVED)):
         shown = ", ".join(unused[:5]) + (", ..." if len(unused) > 5 else "")
         log.warning("%d tensors of the checkpoint are not used: %s", len(unused), shown)
-    return pairs
 
 
-def _copy(pairs: list[tuple[TensorTarget, _Stored]], progress: bool) -> None:
-    total = sum(target.target.nbytes for target, _ in pairs)
-    units: dict[str, Any] = {"unit": "B", "unit_scale": True, "unit_divisor": 1024}
-    with tqdm(total=total, desc="loading weights", disable=not progress, **units) as bar:
-        for path in sorted({tensor.path for _, tensor in pairs}):
-            with _open(path) as file:
-                for target, tensor in pairs:
-                    if tensor.path == path:
-                        target.target.copy_(file.get_tensor(tensor.name))
-                        bar.update(target.target.nbytes)
+class _Wanted:
+    """A ParameterReader that makes nothing and notes the shapes of all tensors."""
+
+    def __init__(self) -> None:
+        self.shapes: dict[str, tuple[int, ...]] = {}
+
+    def tensor(self, name: str, *shape: int) -> Any:
+        self.shapes[name] = shape
+
+    def linear(self, names: Sequence[str], outs: Sequence[int], width: int, bias: bool, head: bool = False) -> Any:
+        for name, out in zip(names, outs, strict=True):
+            self.shapes[f"{name}.weight"] = (out, width)
+        for name, out in zip(names, outs, strict=True):
+            if bias:
+                self.shapes[f"{name}.bias"] = (out,)
+
+    def embedding(self, name: str, rows: int, width: int) -> Any:
+        self.shapes[f"{name}.weight"] = (rows, width)
+
+    def tied(self, name: str, rows: int, width: int) -> Any:
+        self.shapes[f"{name}.weight"] = (rows, width)
+        return None, None
+
+
+class _Loading:
+    """The ParameterReader that makes parameters from a checkpoint."""
+
+    def __init__(
+        self, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, bits: int | None, progress: Any
+    ):
+        """`bits`: of the linears' weights; None: as they are stored."""
+        self._checkpoint, self._device, self._dtype, self._bits = checkpoint, device, dtype, bits
+        self._progress = progress
+
+    def tensor(self, name: str, *shape: int) -> torch.Tensor:
+        self._progress.update(math.prod(shape))
+        # A copy, because the checkpoint's tensor may be a view of the file.
+        return self._checkpoint.tensor(name).to(self._device, self._dtype, copy=True)
+
+    def linear(self, names: Sequence[str], outs: Sequence[int], width: int, bias: bool, head: bool = False) -> Linear:
+        matrices = [self._checkpoint.matrix(f"{name}.weight") for name in names]
+        vector = (
+            torch.cat([self.tensor(f"{name}.bias", out) for name, out in zip(names, outs, strict=True)])
+            if bias
+            else None
+        )
+        linear = make_linear(
+            matrices, vector, self._device, self._dtype, self._bits and (HEAD_BITS if head else self._bits)
+        )
+        self._progress.update(sum(outs) * width)
+        _return_free_memory()
+        return linear
+
+    def embedding(self, name: str, rows: int, width: int) -> Embedding:
+        matrix = self._checkpoint.matrix(f"{name}.weight")
+        self._progress.update(rows * width)
+        if isinstance(matrix, Quantised):
+            return GroupedEmbedding(GroupedLinear(matrix, None, self._device), self._dtype, shared=False)
+        return DenseEmbedding(matrix.to(self._device, self._dtype, copy=True))
+
+    def tied(self, name: str, rows: int, width: int) -> tuple[Embedding, Linear]:
+        matrix = self._checkpoint.matrix(f"{name}.weight")
+        if self._bits and isinstance(matrix, torch.Tensor):
+            matrix = quantise(matrix, HEAD_BITS)
+        self._progress.update(rows * width)
+        if isinstance(matrix, Quantised):
+            head = GroupedLinear(matrix, None, self._device)
+            return GroupedEmbedding(head, self._dtype, shared=True), head
+        weight = matrix.to(self._device, self._dtype, copy=True)
+        return DenseEmbedding(weight), make_dense(weight)
+
+
+def _return_free_memory() -> None:
+    """Give the heap's free pages back to the OS. Without it, what a linear needed while it was made stays in holes of
+    the heap between the linears, as much as a third of the model."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it
+    if trim is not None:
+        trim(0)
+
+
+def _weight_bytes(weights: Weights) -> int:
+    linears = [weights.head, weights.project_in, weights.project_out]
+    for layer in weights.layers:
+        linears += [layer.qkv, layer.o, layer.up, layer.down]
+    return weights.embedding.nbytes + sum(linear.nbytes for linear in linears if linear is not None)

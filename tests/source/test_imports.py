@@ -17,7 +17,7 @@ PYTHON = {
     "transports": ["region"],
     "text": [],
     "demo": [],
-    "spart": ["region", "transports"],
+    "spart": ["region", "kernels", "transports"],
     "engine": ["region", "transports", "spart"],
     "api": ["text", "engine"],
     "daemon": ["region", "kernels", "transports", "text", "demo", "spart", "engine", "api"],
@@ -28,7 +28,8 @@ C = {
     "kernels/attention": ["region"],
     "kernels/cache": ["region", "kernels/attention"],
     "kernels/engine": ["region", "kernels/attention", "kernels/cache"],
-    "kernels/py": ["region", "kernels/attention", "kernels/cache", "kernels/engine"],
+    "kernels/linears": ["region", "kernels/attention"],
+    "kernels/py": ["region", "kernels/attention", "kernels/cache", "kernels/engine", "kernels/linears"],
     "transports": ["region"],
 }
 

@@ -21,8 +21,8 @@ from fastdecode.region.geometry import Geometry
 from fastdecode.spart import CheckpointError, choose_device, choose_dtype, load_model, read_config
 from fastdecode.spart.families import make_config
 from fastdecode.spart.layers import ACTIVATIONS
+from fastdecode.spart.linears.dense import PackedLinear, known_rows
 from fastdecode.spart.rope import inverse_frequencies
-from fastdecode.spart.weights import Linear, PackedLinear, known_rows
 
 
 @pytest.fixture
@@ -188,7 +188,7 @@ def test_packed_products_compile_few_kernels_and_are_right_for_every_number_of_r
     """oneDNN compiles a kernel for each distinct number of rows, and a server meets all numbers."""
     torch.manual_seed(0)
     weight, bias = torch.randn(24, 16), torch.randn(24)
-    packed = PackedLinear(Linear(weight, bias))
+    packed = PackedLinear(weight, bias)
     for n in (*range(1, 130), 511, 512, 513):
         x = torch.randn(n, 16)
         assert torch.allclose(packed(x), x @ weight.T + bias, atol=1e-5)
@@ -267,7 +267,7 @@ def test_a_tied_checkpoint_that_repeats_its_embedding_is_tied(copy, caplog):
     with caplog.at_level(logging.WARNING):
         model = load_model(directory)
     assert model.parameters == sum(p.numel() for p in reference(directory).parameters())  # the head is the embedding
-    assert_head_is(model, model.weights.embedding)
+    assert_head_is(model, model.weights.embedding(torch.arange(model.config.vocab_size)))
     assert not caplog.text
 
 

@@ -7,8 +7,6 @@ text: in one prompt or many, token by token, several tokens at once, over one li
 from __future__ import annotations
 
 import random
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,18 +14,12 @@ import pytest
 import torch
 from checkpoints import FAMILIES, VARIANTS, make_checkpoint, reference
 from quick import quick
+from spart_steps import EXACT, GREEDY, linked, run, text
 
-from fastdecode.daemon.rnode import RNode
 from fastdecode.spart import Model, SPart, load_model
 from fastdecode.spart.batch import Chunk, SampleSpec, StepBatch, StepOutput
 from fastdecode.spart.exchange import Exchange, SlotViews, link_rows
-from fastdecode.transports.base import CallRefused, Link, LinkDown
-from fastdecode.transports.registry import connect
-
-GREEDY = SampleSpec(temperature=0.0)
-
-#: Budgets, in standard deviations of the logits. Everything in fp32: rounding alone.
-EXACT = 5e-5
+from fastdecode.transports.base import CallRefused, LinkDown
 
 
 @pytest.fixture(autouse=True)
@@ -36,35 +28,6 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
-
-
-@asynccontextmanager
-async def linked(
-    model: Model, tmp_path: Path, n: int = 1, kv_dtype: str = "fp32", scheme: str = "shm", max_rows: int = 700
-) -> AsyncIterator[list[Link]]:
-    """Links to `n` R-nodes of one thread each."""
-    nodes, links = [], []
-    hello = model.hello(n_slots=2, max_rows=max_rows, kv_dtype=kv_dtype, kv_bytes=1 << 25, max_seqs=16)
-    try:
-        for i in range(n):
-            nodes.append(RNode(threads=1, kv_bytes=1 << 25))
-            url = f"shm://{tmp_path}/r{i}" if scheme == "shm" else "tcp://127.0.0.1:0"
-            links.append(await connect((await nodes[-1].serve([url], None))[0], hello, None))
-        yield links
-    finally:
-        for link in links:
-            await link.close()
-        for node in nodes:
-            await node.close()
-
-
-def run(step) -> StepOutput:
-    """Run a step to its end, without a deadline."""
-    while True:
-        try:
-            next(step)
-        except StopIteration as end:
-            return end.value
 
 
 def interleave(*steps) -> list[StepOutput]:
@@ -78,10 +41,6 @@ def interleave(*steps) -> list[StepOutput]:
                 except StopIteration as end:
                     outputs[i] = end.value
     return outputs
-
-
-def text(n: int, seed: int = 0) -> list[int]:
-    return torch.randint(3, 384, (n,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
 def expected_logits(directory: Path, tokens: list[int]) -> torch.Tensor:

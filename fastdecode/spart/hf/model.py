@@ -12,8 +12,10 @@ import torch
 from fastdecode.spart.config import CheckpointError
 from fastdecode.spart.hf.attention import ATTENTION, register
 from fastdecode.spart.hf.config import HFConfig, read_configs
+from fastdecode.spart.linears.dense import can_pack
+from fastdecode.spart.linears.quantised import BITS, HEAD_BITS
+from fastdecode.spart.linears.stack import make_linear
 from fastdecode.spart.served import TORCH_DTYPES, ServedModel
-from fastdecode.spart.weights import Linear, PackedLinear, can_pack
 
 
 @dataclass(slots=True)
@@ -25,6 +27,7 @@ class HFModel(ServedModel):
     device: torch.device
     dtype: torch.dtype  # of weights and activations
     parameters: int
+    weight_bytes: int  # memory that the parameters take
 
     @property
     def shape(self) -> HFConfig:
@@ -36,6 +39,7 @@ def load_hf_model(
     device: torch.device | str = "cpu",
     dtype: torch.dtype | str = "auto",
     progress: bool = False,
+    weights: str = "auto",
 ) -> HFModel:
     """Load a checkpoint for inference. The arguments are those of spart.loader.load_model. Raises CheckpointError."""
     config, generation = read_configs(directory)
@@ -67,31 +71,39 @@ def load_hf_model(
         raise CheckpointError(f"transformers cannot load {directory}: {reason}") from None
     module.requires_grad_(False)
     parameters = sum(parameter.numel() for parameter in module.parameters())
-    if can_pack(device, dtype):
+    bits = BITS.get(weights)
+    if bits or can_pack(device, dtype):
         with torch.inference_mode():
-            _pack(module)
-    return HFModel(split, module, device, dtype, parameters)
+            _replace_linears(module, module.get_output_embeddings(), bits)
+    own = sum(linear.nbytes for part in module.modules() if isinstance(part, _LinearModule) for linear in [part.linear])
+    rest = sum(p.nbytes for p in module.parameters() if p.device.type != "meta")
+    return HFModel(split, module, device, dtype, parameters, own + rest)
 
 
-class _PackedModule(torch.nn.Module):
-    """A replacement for an nn.Linear: its weight lies in the order that oneDNN's kernels read."""
+class _LinearModule(torch.nn.Module):
+    """A replacement for an nn.Linear: its weight is quantised, or lies in the order that oneDNN's kernels read."""
 
-    def __init__(self, linear: torch.nn.Linear):
+    def __init__(self, module: torch.nn.Linear, bits: int | None):
+        """`bits` to quantise to; None: the module's own dtype."""
         super().__init__()
-        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.in_features, self.out_features = module.in_features, module.out_features
         #: Without data, for code that asks a layer for its dtype or shape.
-        self.weight = torch.empty_like(linear.weight, device="meta")
-        self._packed = PackedLinear(Linear(linear.weight.data, None if linear.bias is None else linear.bias.data))
+        self.weight = torch.nn.Parameter(torch.empty_like(module.weight, device="meta"), requires_grad=False)
+        weight, bias = module.weight.data, None if module.bias is None else module.bias.data
+        self.linear = make_linear([weight], bias, weight.device, weight.dtype, bits)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., in] -> [..., out]."""
-        return self._packed(x.reshape(-1, self.in_features)).view(*x.shape[:-1], self.out_features)
+        return self.linear(x.reshape(-1, self.in_features)).view(*x.shape[:-1], self.out_features)
 
 
-def _pack(module: torch.nn.Module) -> None:
-    """Replace every plain nn.Linear below `module`, one by one, so that only one weight exists twice at a time."""
+def _replace_linears(module: Any, head: Any, bits: int | None) -> None:
+    """Replace every plain nn.Linear below `module`, one by one, so that only one weight exists twice at a time.
+
+    `head` is the LM head, which is quantised to HEAD_BITS. A matrix in another kind of module stays as it is.
+    """
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):
-            if type(child) is torch.nn.Linear and child.weight.device.type == "cpu":
+            if type(child) is torch.nn.Linear and (bits or child.weight.device.type == "cpu"):
                 with contextlib.suppress(AttributeError):
-                    setattr(parent, name, _PackedModule(child))
+                    setattr(parent, name, _LinearModule(child, bits and (HEAD_BITS if child is head else bits)))

@@ -1,0 +1,153 @@
+"""Checkpoint: the tensors of a model's files, whatever their format. SafetensorsCheckpoint: those in safetensors."""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from fastdecode.spart.config import CheckpointError, TensorNames
+from fastdecode.spart.linears.quantised import Quantised
+
+_FLOATS = {"F32", "F16", "BF16"}
+
+
+class Checkpoint(ABC):
+    """The tensors of a model's files. Reading their names and shapes reads no weight."""
+
+    @abstractmethod
+    def names(self) -> set[str]:
+        """The names of all tensors that can be read. A quantised matrix counts as one, with the ending ".weight"."""
+
+    @abstractmethod
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor in elements. Raises CheckpointError if the tensor cannot be read, by name."""
+
+    @abstractmethod
+    def tensor(self, name: str) -> torch.Tensor:
+        """A tensor of a float dtype; a view of the file where possible."""
+
+    @abstractmethod
+    def matrix(self, name: str) -> torch.Tensor | Quantised:
+        """A linear's or embedding's weight, as it is stored."""
+
+    @property
+    def quantisation(self) -> str | None:
+        """How the weights are quantised, for people; None: they are fp32, fp16 or bf16."""
+        return None
+
+    def head_differs(self, names: TensorNames) -> bool:
+        """True if the checkpoint has an LM head that is not its embedding: then they are not tied, whatever the config
+        says.
+
+        transformers does the same.
+        """
+        head, embedding = f"{names.head}.weight", f"{names.embedding}.weight"
+        have = self.names()
+        if head not in have:
+            return False
+        if embedding not in have or self.shape(embedding) != self.shape(head):
+            return True
+        ours, theirs = self.matrix(embedding), self.matrix(head)
+        if isinstance(ours, Quantised) or isinstance(theirs, Quantised):
+            return True
+        return not torch.equal(ours, theirs)
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A tensor in a safetensors file."""
+
+    path: Path
+    name: str
+    shape: tuple[int, ...]
+    dtype: str  # in safetensors' spelling, such as "BF16"
+
+
+class SafetensorsCheckpoint(Checkpoint):
+    """The safetensors of a Hugging Face directory, in fp32, fp16 or bf16."""
+
+    def __init__(self, directory: Path, names: TensorNames):
+        """Reads the headers of all files. Raises CheckpointError."""
+        self.stored = _scan(directory, names)
+        self._open: tuple[Path, Any] | None = None  # the file that was read last
+
+    def names(self) -> set[str]:
+        return set(self.stored)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        tensor = self.stored[name]
+        if tensor.dtype not in _FLOATS:
+            raise CheckpointError(f"tensor {name!r} is stored as {tensor.dtype}, not as F32, F16 or BF16")
+        return tensor.shape
+
+    def tensor(self, name: str) -> torch.Tensor:
+        return self.read(name)
+
+    def matrix(self, name: str) -> torch.Tensor | Quantised:
+        return self.read(name)
+
+    def read(self, name: str) -> torch.Tensor:
+        """A tensor of any dtype."""
+        stored = self.stored[name]
+        if self._open is None or self._open[0] != stored.path:
+            self._open = None  # a file that is mapped takes memory
+            with _open(stored.path) as file:
+                self._open = (stored.path, file)
+        data: torch.Tensor = self._open[1].get_tensor(stored.name)
+        return data
+
+
+@contextmanager
+def _open(path: Path) -> Iterator[Any]:
+    """An open safetensors file. Raises CheckpointError."""
+    try:
+        yield safe_open(path, framework="pt")
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing, though the checkpoint's index names it") from None
+    except SafetensorError as error:
+        raise CheckpointError(f"{path} is not a sound safetensors file: {error}") from None
+
+
+def _files(directory: Path) -> list[Path]:
+    """The checkpoint's safetensors files. Raises CheckpointError if it has none."""
+    index = directory / "model.safetensors.index.json"
+    if (single := directory / "model.safetensors").is_file():
+        return [single]
+    if index.is_file():
+        try:
+            names = set(json.loads(index.read_bytes())["weight_map"].values())
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise CheckpointError(f"{index} is not an index of safetensors files") from None
+        for name in names:
+            if not isinstance(name, str) or Path(name).name != name:
+                raise CheckpointError(f"{index} names {name!r}, which is not the name of a file in its directory")
+        return [directory / name for name in sorted(names)]
+    if any(directory.glob("pytorch_model*.bin*")):
+        raise CheckpointError(
+            f"{directory} has its weights only as pytorch_model.bin; safetensors are needed "
+            "(in transformers: model.save_pretrained(directory))"
+        )
+    raise CheckpointError(f"{directory} has no model.safetensors and no model.safetensors.index.json")
+
+
+def _scan(directory: Path, names: TensorNames) -> dict[str, Stored]:
+    """All tensors that the checkpoint's headers list, by the names that a checkpoint with an LM head gives them."""
+    stored: dict[str, Stored] = {}
+    for path in _files(directory):
+        with _open(path) as file:
+            for name in file.keys():  # noqa: SIM118
+                view = file.get_slice(name)
+                stored[name] = Stored(path, name, tuple(view.get_shape()), view.get_dtype())
+    base = names.embedding.partition(".")[0]
+    if not any(name.startswith(f"{base}.") for name in stored):  # saved from the base model, which has no LM head
+        head = f"{names.head}."
+        stored = {name if name.startswith(head) else f"{base}.{name}": tensor for name, tensor in stored.items()}
+    return stored

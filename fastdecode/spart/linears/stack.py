@@ -1,0 +1,85 @@
+"""make_linear: one Linear of one or several matrices that multiply the same rows, such as Q, K and V."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+
+import torch
+
+from fastdecode.spart.linears.base import Linear
+from fastdecode.spart.linears.dense import make_dense
+from fastdecode.spart.linears.grouped import GroupedLinear
+from fastdecode.spart.linears.quantised import Quantised, concatenate, quantise
+
+
+class ConcatenatedLinear(Linear):
+    """Linears of the same rows whose outputs stand side by side: parts that are stored in different forms."""
+
+    __slots__ = ("_parts",)
+
+    def __init__(self, parts: Sequence[Linear]):
+        self._parts = tuple(parts)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([part(x) for part in self._parts], dim=1)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self._parts)
+
+
+class PermutedLinear(Linear):
+    """A linear whose input columns are stored in another order (GPTQ with act-order)."""
+
+    __slots__ = ("_linear", "_order")
+
+    def __init__(self, linear: Linear, order: torch.Tensor):
+        """`order` [in] is the input that belongs to each stored column."""
+        self._linear, self._order = linear, order
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self._linear(x.index_select(1, self._order))
+
+    @property
+    def nbytes(self) -> int:
+        return self._linear.nbytes + self._order.nbytes
+
+
+def make_linear(
+    parts: Sequence[torch.Tensor | Quantised],
+    bias: torch.Tensor | None,
+    device: torch.device,
+    dtype: torch.dtype,
+    bits: int | None = None,
+) -> Linear:
+    """The linear of matrices [out_i, in], rows over rows. `bias` is [sum of out_i] or None.
+
+    Float matrices become `dtype`, or are rounded to `bits`. Neighbours of the same form become one matrix.
+    """
+    if bits is not None:
+        parts = [part if isinstance(part, Quantised) else quantise(part, bits) for part in parts]
+    linears: list[Linear] = []
+    done = 0
+    for form, group in groupby(parts, key=lambda part: part.form if isinstance(part, Quantised) else None):
+        members = list(group)
+        outs = sum(len(part.q) if isinstance(part, Quantised) else len(part) for part in members)
+        part_bias = None if bias is None else bias[done : done + outs]
+        done += outs
+        if form is None:
+            linears.append(
+                _dense([part for part in members if isinstance(part, torch.Tensor)], part_bias, device, dtype)
+            )
+        else:
+            matrix = concatenate([part for part in members if isinstance(part, Quantised)])
+            linears.append(GroupedLinear(matrix, part_bias, device))
+    return linears[0] if len(linears) == 1 else ConcatenatedLinear(linears)
+
+
+def _dense(
+    parts: Sequence[torch.Tensor], bias: torch.Tensor | None, device: torch.device, dtype: torch.dtype
+) -> Linear:
+    weight = torch.empty(sum(map(len, parts)), parts[0].shape[1], device=device, dtype=dtype)
+    for part, target in zip(parts, torch.split(weight, list(map(len, parts))), strict=True):
+        target.copy_(part)
+    return make_dense(weight, None if bias is None else bias.to(device, dtype))

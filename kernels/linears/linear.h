@@ -1,0 +1,67 @@
+/* Products of a few rows with a quantised matrix: y = x W^T + b, where W has 4 or 8 bits a number and a scale for each
+ * group of inputs. The S-Part's rows are few while it decodes, so memory limits them: the weights are read as they are
+ * stored.
+ *
+ * A weight is unit[o] * (scale[o][g] * (q - zero) + min[o][g]): q is the stored number, o the output, g the input's
+ * group. Activations are rounded to 8 bits with a scale for each block of FD_LINEAR_BLOCK inputs of each row, so that a
+ * row's result does not depend on the other rows; sums within a block are exact integers, sums over blocks fp32.
+ *
+ * Layout: outputs stand in tiles of FD_LINEAR_LANES, and a tile's blocks follow one another. A block has 8 chunks of 4
+ * inputs; a chunk has 64 numbers, number 4 * lane + input, one a byte (8 bits). With 4 bits, a byte's low half belongs
+ * to an even chunk and its high half to the odd chunk after it. scales and mins are fp16, [tile][group][lane].
+ */
+#ifndef FD_LINEAR_H
+#define FD_LINEAR_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#include "attention.h"
+
+enum { FD_LINEAR_LANES = 16, FD_LINEAR_BLOCK = 32, FD_LINEAR_CHUNKS = 8 };
+
+typedef struct {
+    uint32_t outs, ins; /* the layout pads them to whole tiles and groups; padded numbers are multiplied by zero */
+    uint32_t bits;      /* 4 or 8 */
+    uint32_t group_blocks, groups;
+    int32_t zero;
+    const uint8_t *weights;
+    const uint16_t *scales, *mins; /* mins may be NULL: all zero */
+    const float *units;            /* [tile][lane] */
+    const float *bias;             /* [tile][lane], or NULL */
+} fd_linear_t;
+
+static inline uint32_t fd_linear_tiles(const fd_linear_t *l) {
+    return (l->outs + FD_LINEAR_LANES - 1) / FD_LINEAR_LANES;
+}
+static inline uint32_t fd_linear_blocks(const fd_linear_t *l) { return l->groups * l->group_blocks; }
+static inline size_t fd_linear_tile_bytes(const fd_linear_t *l) {
+    return (size_t)fd_linear_blocks(l) * FD_LINEAR_LANES * FD_LINEAR_BLOCK * l->bits / 8;
+}
+
+/* Rows of activations, rounded to 8 bits. */
+typedef struct {
+    int8_t *x;     /* [rows][blocks][FD_LINEAR_BLOCK], from -127 to 127 */
+    float *scales; /* [rows][blocks] */
+    int32_t *sums; /* [rows][blocks], of x */
+} fd_linear_rows_t;
+
+/* One ISA's kernels. */
+typedef struct {
+    const char *name;
+    /* Rounds the row x [ins] to row `row` of `out`. A block with an infinity or NaN gets the scale NaN. */
+    void (*round_row)(const fd_linear_t *l, const float *x, uint32_t row, const fd_linear_rows_t *out);
+    /* Writes the tile's outputs of all rows to y [rows][outs]. */
+    void (*tile)(const fd_linear_t *l, uint32_t tile, const fd_linear_rows_t *rows, uint32_t n, float *y);
+} fd_linear_ops_t;
+
+extern const fd_linear_ops_t fd_linear_ops_scalar, fd_linear_ops_avx2, fd_linear_ops_avx512vnni;
+
+/* The kernels for an ISA that this machine supports. */
+const fd_linear_ops_t *fd_linear_ops(fd_isa_t isa);
+
+/* x [rows][ins] -> y [rows][outs], by `threads` threads of the process's OpenMP library, or by this thread where there
+ * is none. Returns -1 if memory runs out. */
+int fd_linear_run(const fd_linear_t *l, fd_isa_t isa, const float *x, uint32_t rows, float *y, uint32_t threads);
+
+#endif

@@ -1,0 +1,51 @@
+/* fd_linear_ops_t.round_row in plain C, for each ISA's compiler flags. The largest magnitude is found among the bits as
+ * integers, which vectorises without -ffast-math and keeps NaN, whose bits are the largest. */
+#ifndef FD_ROUND_ROW_H
+#define FD_ROUND_ROW_H
+
+#include <math.h>
+#include <string.h>
+
+#include "linear.h"
+
+static void round_block(const float *x, int8_t *q, float *scale, int32_t *sum) {
+    int32_t bits[FD_LINEAR_BLOCK], largest = 0, total = 0;
+    memcpy(bits, x, sizeof bits);
+    for (int i = 0; i < FD_LINEAR_BLOCK; i++) {
+        const int32_t magnitude = bits[i] & 0x7fffffff;
+        largest = magnitude > largest ? magnitude : largest;
+    }
+    float most;
+    memcpy(&most, &largest, sizeof most);
+    if (largest >= 0x7f800000) { /* infinity or NaN: the outputs must show it */
+        memset(q, 0, FD_LINEAR_BLOCK);
+        *scale = NAN;
+        *sum = 0;
+        return;
+    }
+    const float inverse = most > 1e-30f ? 127.0f / most : 0.0f;
+    for (int i = 0; i < FD_LINEAR_BLOCK; i++) {
+        const int32_t v = (int32_t)rintf(x[i] * inverse);
+        q[i] = (int8_t)v;
+        total += v;
+    }
+    *scale = most > 1e-30f ? most / 127.0f : 0.0f;
+    *sum = total;
+}
+
+static void round_row(const fd_linear_t *l, const float *x, uint32_t row, const fd_linear_rows_t *out) {
+    const size_t blocks = fd_linear_blocks(l), first = row * blocks;
+    for (uint32_t b = 0; b < blocks; b++) {
+        const uint32_t start = b * FD_LINEAR_BLOCK;
+        const float *from = x + start;
+        float padded[FD_LINEAR_BLOCK];
+        if (start + FD_LINEAR_BLOCK > l->ins) {
+            memset(padded, 0, sizeof padded);
+            if (start < l->ins) memcpy(padded, from, (l->ins - start) * sizeof *x);
+            from = padded;
+        }
+        round_block(from, out->x + (first + b) * FD_LINEAR_BLOCK, out->scales + first + b, out->sums + first + b);
+    }
+}
+
+#endif

@@ -1,0 +1,132 @@
+/* QuantisedLinear: fd_linear_t for Python. It keeps the buffers that hold the weights. */
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include <stdlib.h>
+
+#include "linear.h"
+
+enum { WEIGHTS, SCALES, UNITS, MINS, BIAS, BUFFERS };
+
+typedef struct {
+    PyObject_HEAD
+    fd_linear_t linear;
+    fd_isa_t isa;
+    Py_buffer buffers[BUFFERS]; /* obj NULL: not given */
+} linear_t;
+
+/* The ISA in FASTDECODE_ISA, else the best. */
+static int choose_isa(fd_isa_t *isa) {
+    const char *name = getenv("FASTDECODE_ISA");
+    *isa = fd_isa_best();
+    if (!name || (!fd_isa_from_name(name, isa) && fd_isa_supported(*isa))) return 0;
+    PyErr_Format(PyExc_ValueError, "FASTDECODE_ISA: %s is no ISA of this machine", name);
+    return -1;
+}
+
+/* Takes the bytes of `o` as buffer `which`, which must have `size` bytes. None is accepted if `optional`. */
+static int take_buffer(linear_t *self, int which, PyObject *o, size_t size, int optional) {
+    static const char *const names[BUFFERS] = {"weights", "scales", "units", "mins", "bias"};
+    if (optional && o == Py_None) return 0;
+    Py_buffer *buffer = &self->buffers[which];
+    if (PyObject_GetBuffer(o, buffer, PyBUF_C_CONTIGUOUS) < 0) return -1;
+    if ((size_t)buffer->len == size) return 0;
+    PyErr_Format(PyExc_ValueError, "%s has %zd bytes, not %zu", names[which], buffer->len, size);
+    return -1;
+}
+
+static PyObject *linear_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+    static char *keys[] = {"outs", "ins", "bits", "group", "zero", "weights", "scales", "units", "mins", "bias", NULL};
+    unsigned outs, ins, bits, group;
+    int zero;
+    PyObject *o[BUFFERS];
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "IIIIiOOOOO", keys, &outs, &ins, &bits, &group, &zero, &o[WEIGHTS],
+                                     &o[SCALES], &o[UNITS], &o[MINS], &o[BIAS]))
+        return NULL;
+    const unsigned most = 1u << 24;
+    if (!outs || !ins || outs > most || ins > most || !group || group > most || group % FD_LINEAR_BLOCK ||
+        (bits != 4 && bits != 8) || zero < 0 || zero > 255)
+        return PyErr_Format(PyExc_ValueError, "no such linear: %u x %u, %u bits, groups of %u", outs, ins, bits, group);
+    linear_t *self = (linear_t *)type->tp_alloc(type, 0);
+    if (!self) return NULL;
+    fd_linear_t *l = &self->linear;
+    *l = (fd_linear_t){.outs = outs, .ins = ins, .bits = bits, .group_blocks = group / FD_LINEAR_BLOCK, .zero = zero};
+    l->groups = (ins + group - 1) / group;
+    const size_t tiles = fd_linear_tiles(l), lanes = tiles * FD_LINEAR_LANES;
+    if (choose_isa(&self->isa) < 0 || take_buffer(self, WEIGHTS, o[WEIGHTS], tiles * fd_linear_tile_bytes(l), 0) < 0 ||
+        take_buffer(self, SCALES, o[SCALES], lanes * l->groups * 2, 0) < 0 ||
+        take_buffer(self, UNITS, o[UNITS], lanes * sizeof(float), 0) < 0 ||
+        take_buffer(self, MINS, o[MINS], lanes * l->groups * 2, 1) < 0 ||
+        take_buffer(self, BIAS, o[BIAS], lanes * sizeof(float), 1) < 0) {
+        Py_DECREF(self);
+        return NULL;
+    }
+    l->weights = self->buffers[WEIGHTS].buf;
+    l->scales = self->buffers[SCALES].buf;
+    l->units = self->buffers[UNITS].buf;
+    l->mins = self->buffers[MINS].buf;
+    l->bias = self->buffers[BIAS].buf;
+    return (PyObject *)self;
+}
+
+static void linear_dealloc(linear_t *self) {
+    for (int i = 0; i < BUFFERS; i++)
+        if (self->buffers[i].obj) PyBuffer_Release(&self->buffers[i]);
+    PyTypeObject *type = Py_TYPE(self);
+    type->tp_free(self);
+    Py_DECREF(type);
+}
+
+static PyObject *linear_run(linear_t *self, PyObject *args) {
+    Py_buffer x, y;
+    unsigned threads;
+    if (!PyArg_ParseTuple(args, "y*w*I", &x, &y, &threads)) return NULL;
+    const fd_linear_t *l = &self->linear;
+    const size_t row = l->ins * sizeof(float), rows = (size_t)x.len / row;
+    int error = 0;
+    const int fits = (size_t)x.len == rows * row && (size_t)y.len == rows * l->outs * sizeof(float) && rows >> 24 == 0;
+    if (fits && rows) {
+        Py_BEGIN_ALLOW_THREADS
+        error = fd_linear_run(l, self->isa, x.buf, (uint32_t)rows, y.buf, threads ? threads : 1);
+        Py_END_ALLOW_THREADS
+    }
+    PyBuffer_Release(&x);
+    PyBuffer_Release(&y);
+    if (!fits) return PyErr_Format(PyExc_ValueError, "x and y are not [rows, %u] and [rows, %u] fp32", l->ins, l->outs);
+    if (error) return PyErr_NoMemory();
+    Py_RETURN_NONE;
+}
+
+static PyObject *linear_isa(linear_t *self, void *unused) {
+    return PyUnicode_FromString(fd_linear_ops(self->isa)->name);
+}
+
+static PyMethodDef methods[] = {
+    {"run", (PyCFunction)linear_run, METH_VARARGS, "run(x, y, threads): y [rows, outs] = x [rows, ins] W^T + b."},
+    {NULL, NULL, 0, NULL},
+};
+static PyGetSetDef getset[] = {
+    {"isa", (getter)linear_isa, NULL, "The ISA of the kernels.", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+static PyType_Slot slots[] = {
+    {Py_tp_doc, "A quantised matrix (fd_linear_t)."},
+    {Py_tp_new, linear_new},
+    {Py_tp_dealloc, linear_dealloc},
+    {Py_tp_methods, methods},
+    {Py_tp_getset, getset},
+    {0, NULL},
+};
+static PyType_Spec spec = {
+    .name = "fastdecode.kernels._native.QuantisedLinear",
+    .basicsize = sizeof(linear_t),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
+    .slots = slots,
+};
+
+int fd_linears_add_types(PyObject *module) {
+    PyObject *type = PyType_FromSpec(&spec);
+    const int error = type ? PyModule_AddObjectRef(module, "QuantisedLinear", type) : -1;
+    Py_XDECREF(type);
+    return error;
+}

@@ -1,0 +1,53 @@
+"""An S-Part's links to real R-engines in this process, and its steps run to their ends."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import torch
+
+from fastdecode.daemon.rnode import RNode
+from fastdecode.spart.batch import SampleSpec, StepOutput
+from fastdecode.spart.served import ServedModel
+from fastdecode.transports.base import Link
+from fastdecode.transports.registry import connect
+
+GREEDY = SampleSpec(temperature=0.0)
+
+#: Budget in standard deviations of the logits. Everything in fp32: rounding alone.
+EXACT = 5e-5
+
+
+@asynccontextmanager
+async def linked(
+    model: ServedModel, tmp_path: Path, n: int = 1, kv_dtype: str = "fp32", scheme: str = "shm", max_rows: int = 700
+) -> AsyncIterator[list[Link]]:
+    """Links to `n` R-nodes of one thread each."""
+    nodes, links = [], []
+    hello = model.hello(n_slots=2, max_rows=max_rows, kv_dtype=kv_dtype, kv_bytes=1 << 25, max_seqs=16)
+    try:
+        for i in range(n):
+            nodes.append(RNode(threads=1, kv_bytes=1 << 25))
+            url = f"shm://{tmp_path}/r{i}" if scheme == "shm" else "tcp://127.0.0.1:0"
+            links.append(await connect((await nodes[-1].serve([url], None))[0], hello, None))
+        yield links
+    finally:
+        for link in links:
+            await link.close()
+        for node in nodes:
+            await node.close()
+
+
+def run(step) -> StepOutput:
+    """Run a step to its end, without a deadline."""
+    while True:
+        try:
+            next(step)
+        except StopIteration as end:
+            return end.value
+
+
+def text(n: int, seed: int = 0) -> list[int]:
+    return torch.randint(3, 384, (n,), generator=torch.Generator().manual_seed(seed)).tolist()

@@ -1,0 +1,309 @@
+"""Quantised linears: the kernels of each ISA against float64, and the model's logits against transformers.
+
+`rounded` does in float64 what linear.h says: activations rounded to 8 bits in blocks of 32, then an exact product.
+"""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+from checkpoints import FAMILIES, make_checkpoint, reference
+from quick import quick
+from spart_steps import GREEDY, linked, run, text
+
+from fastdecode.kernels import _native
+from fastdecode.spart import SPart, load_model
+from fastdecode.spart.batch import Chunk, StepBatch
+from fastdecode.spart.hf.decoder import HFSPart
+from fastdecode.spart.hf.model import load_hf_model
+from fastdecode.spart.linears.grouped import GroupedEmbedding, GroupedLinear
+from fastdecode.spart.linears.quantised import Quantised, concatenate, quantise
+from fastdecode.spart.linears.stack import ConcatenatedLinear, make_linear
+
+CPU = torch.device("cpu")
+#: Outputs and inputs: whole tiles and blocks, parts of them, fewer than one.
+SIZES = [(64, 64), (50, 72), (7, 100), (1, 3), (100, 256), (16, 32)]
+#: Of the sum of the products' magnitudes: sums over blocks are fp32.
+ROUNDING = 1e-6
+
+
+@pytest.fixture(params=_native.isa_supported())
+def isa(request, monkeypatch):
+    monkeypatch.setenv("FASTDECODE_ISA", request.param)
+    return request.param
+
+
+def rounded(x: torch.Tensor) -> torch.Tensor:
+    """x [n, in] fp32 with each block of 32 rounded to a multiple of its largest magnitude / 127, in float64."""
+    n, ins = x.shape
+    blocks = torch.nn.functional.pad(x, (0, -ins % 32)).view(n, -1, 32)
+    largest = blocks.abs().amax(2, keepdim=True)
+    # In fp32, as the kernels: a number halfway between two multiples must not go the other way here.
+    return ((blocks * (127 / largest)).round().double() * (largest / 127).double()).view(n, -1)[:, :ins]
+
+
+def random_matrix(bits: int, outs: int, ins: int, group: int = 32, zero: int = 0, mins: bool = True) -> Quantised:
+    """Any stored numbers, scales that are fp16."""
+    g = torch.Generator().manual_seed(outs * ins + bits)
+    groups = -(-ins // group)
+    scales = (torch.rand(outs, groups, generator=g) * 0.01).half().float()
+    return Quantised(
+        torch.randint(0, 1 << bits, (outs, ins), dtype=torch.uint8, generator=g),
+        scales,
+        -scales * torch.randint(0, 1 << bits, (outs, groups), generator=g) if mins else None,
+        zero,
+        bits,
+        group,
+    )
+
+
+def assert_product(linear: GroupedLinear, x: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+    """The linear multiplies `x` [n, in] fp32 with the numbers that it stores."""
+    weight = linear.dequantise().double()
+    want = rounded(x) @ weight.T + (0 if bias is None else bias.double())
+    got = linear(x)
+    assert got.shape == want.shape and got.dtype == x.dtype
+    # A minimum and its opposite in the scaled number cancel, so that terms are larger than the weights.
+    terms = x.double().abs().sum(1, keepdim=True) * weight.abs().amax() * 2 + 1
+    assert ((got.double() - want).abs() <= ROUNDING * terms).all(), ((got - want).abs() / terms).max()
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    torch.manual_seed(0)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("bits", [4, 8])
+def test_kernels_compute_the_exact_product_of_rounded_rows(isa, bits):
+    assert _native.isa_supported()
+    for outs, ins in SIZES:
+        for form in ({}, {"mins": False, "zero": 8 if bits == 4 else 128}, {"group": 64}, {"group": 128, "zero": 3}):
+            matrix = random_matrix(bits, outs, ins, **form)
+            bias = torch.randn(outs)
+            linear = GroupedLinear(matrix, bias, CPU)
+            for n in (1, 2, 3, 7, 8, 15, 33):
+                assert_product(linear, torch.randn(n, ins), bias)
+
+
+def test_each_isa_has_the_kernels_that_its_name_says(isa):
+    linear = GroupedLinear(random_matrix(4, 16, 32), None, CPU)
+    expected = {"avx512": "avx2", "avx512bf16": "avx512vnni", "amx": "avx512vnni", "neon": "scalar"}
+    assert linear._native.isa == expected.get(isa, isa)
+
+
+def test_an_isa_that_is_not_here_is_an_error(monkeypatch):
+    monkeypatch.setenv("FASTDECODE_ISA", "mmx")
+    with pytest.raises(ValueError, match="FASTDECODE_ISA: mmx"):
+        GroupedLinear(random_matrix(4, 16, 32), None, CPU)
+
+
+@pytest.mark.quick
+def test_a_row_does_not_depend_on_the_others(isa):
+    """Draws are reproducible in any batch, which a scale for the whole batch would break."""
+    linear = GroupedLinear(random_matrix(8, 48, 96), None, CPU)
+    x = torch.randn(9, 96) * torch.logspace(-3, 3, 9)[:, None]
+    together = linear(x)
+    for i in range(9):
+        assert torch.equal(linear(x[i : i + 1])[0], together[i])
+
+
+def test_extreme_activations(isa):
+    matrix = random_matrix(8, 20, 64)
+    linear = GroupedLinear(matrix, None, CPU)
+    assert torch.equal(linear(torch.zeros(2, 64)), torch.zeros(2, 20))
+    assert_product(linear, torch.randn(2, 64) * 1e20)
+    assert linear(torch.full((1, 64), 1e-38)).abs().max() < 1e-30
+    for bad in (math.nan, math.inf, -math.inf):
+        x = torch.randn(3, 64)
+        x[1, 40] = bad
+        y = linear(x)
+        assert y[1].isnan().all(), "a broken row must show in the logits"
+        assert y[[0, 2]].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rows_of_16_bits(dtype):
+    matrix = random_matrix(4, 30, 64)
+    linear = GroupedLinear(matrix, None, CPU)
+    x = torch.randn(5, 64).to(dtype)
+    assert torch.equal(linear(x), linear(x.float()).to(dtype))
+    assert torch.equal(linear(x[::2]), linear(x)[::2])
+
+
+def test_sizes_that_do_not_fit_are_refused():
+    linear = GroupedLinear(random_matrix(8, 16, 64), None, CPU)._native
+    x, y = torch.zeros(2, 64).numpy(), torch.zeros(2, 16).numpy()
+    linear.run(x, y, 1)
+    for bad_x, bad_y in ((x[:1], y), (x, y[:1]), (x.ravel()[:100], y)):
+        with pytest.raises(ValueError, match="x and y"):
+            linear.run(bad_x, bad_y, 1)
+    byte = bytes(1)
+    with pytest.raises(ValueError, match="weights has 1 bytes, not 1024"):
+        _native.QuantisedLinear(16, 64, 8, 32, 0, byte, byte, byte, None, None)
+    for bad in (
+        (16, 64, 5, 32, 0),
+        (0, 64, 8, 32, 0),
+        (16, 64, 8, 24, 0),
+        (16, 64, 8, 32, 256),
+        (1 << 30, 64, 8, 32, 0),
+    ):
+        with pytest.raises(ValueError, match="no such linear"):
+            _native.QuantisedLinear(*bad, byte, byte, byte, None, None)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_rounding_is_within_half_a_step(bits):
+    weight = torch.randn(40, 70)
+    matrix = quantise(weight, bits)
+    groups = torch.nn.functional.pad(weight, (0, 26)).view(40, 3, 32)
+    step = groups.abs().amax(2) / 127 if bits == 8 else (groups.amax(2) - groups.amin(2)) / 15
+    steps = step.repeat_interleave(32, 1)[:, :70]
+    error = (matrix.dequantise() - weight).abs()
+    if bits == 8:
+        assert (error <= steps * 0.501).all()
+    else:  # fitting moves a group's range: single numbers may be off by more, the group as a whole by less
+        plain = (weight.new_tensor(1 / 12).sqrt() * steps).square().sum()
+        assert error.square().sum() < plain
+
+
+def test_bits_of_a_weight_in_memory():
+    """8 and a scale of 16 bits for 32 weights; 4, a scale and a minimum; and 32 bits a row."""
+    weight = torch.randn(64, 256)
+    for bits, each in ((8, 8.5), (4, 5.0)):
+        assert GroupedLinear(quantise(weight, bits), None, CPU).nbytes == weight.numel() * each / 8 + 64 * 4
+
+
+def test_memory_keeps_the_numbers(isa):
+    """What is stored is what was given, whatever the layout; rows serve as an embedding."""
+    for bits in (4, 8):
+        matrix = random_matrix(bits, 37, 100, group=64)
+        linear = GroupedLinear(matrix, None, CPU)
+        # Scales are fp16 already; a minimum is rounded to fp16, here by up to a tenth of a step.
+        error = (linear.dequantise() - matrix.dequantise()).abs()
+        assert (error <= 0.1 * matrix.scales.repeat_interleave(64, 1)[:, :100] + 1e-9).all()
+        ids = torch.tensor([36, 0, 5, 5])
+        rows = GroupedEmbedding(linear, torch.float32, shared=False)(ids)
+        assert torch.equal(rows, linear.dequantise()[ids])
+
+
+def test_stacked_matrices_of_one_form_are_one_and_others_stand_side_by_side():
+    a, b = random_matrix(4, 32, 64), random_matrix(4, 16, 64)
+    c = random_matrix(8, 20, 64, mins=False, zero=128)
+    bias, x = torch.randn(68), torch.randn(3, 64)
+    weight = torch.cat([part.dequantise() for part in (a, b, c)])
+    mixed = make_linear([a, b, c], bias, CPU, torch.float32)
+    assert isinstance(mixed, ConcatenatedLinear)
+    torch.testing.assert_close(mixed(x).double(), rounded(x) @ weight.double().T + bias, rtol=1e-3, atol=1e-3)
+    assert isinstance(make_linear([a, b], None, CPU, torch.float32), GroupedLinear)
+    assert torch.equal(concatenate([a, b]).dequantise(), weight[:48])
+    half = make_linear([a, torch.ones(4, 64)], None, CPU, torch.float32)(x)
+    torch.testing.assert_close(half[:, 32:], x.sum(1, keepdim=True).expand(3, 4))
+
+
+def test_another_device_computes_with_float_weights(monkeypatch):
+    """The product without the kernels, which is what a GPU computes."""
+    matrix, bias, x = random_matrix(4, 48, 96), torch.randn(48), torch.randn(5, 96)
+    linear = GroupedLinear(matrix, bias, CPU)
+    linear._native = None
+    torch.testing.assert_close(linear(x), x @ matrix.dequantise().T + bias, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("threads", [2, 4])
+def test_threads_compute_the_same(threads):
+    matrix, x = random_matrix(8, 500, 320), torch.randn(150, 320)
+    linear = GroupedLinear(matrix, None, CPU)
+    alone = torch.empty(150, 500)
+    linear._native.run(x.numpy(), alone.numpy(), 1)
+    for _ in range(20):
+        together = torch.empty(150, 500)
+        linear._native.run(x.numpy(), together.numpy(), threads)
+        assert torch.equal(together, alone)
+
+
+def test_without_an_openmp_library_one_thread_computes():
+    program = """
+import numpy as np
+from fastdecode.kernels._native import QuantisedLinear
+w = np.full((1, 1, 8, 16, 4), 129, np.uint8)
+one = np.ones((1, 1, 16), np.float16)
+linear = QuantisedLinear(16, 32, 8, 32, 128, w, one, np.ones(16, np.float32), None, None)
+y = np.zeros((2, 16), np.float32)
+linear.run(np.ones((2, 32), np.float32), y, 4)
+print(y.min(), y.max())
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert list(map(float, done.stdout.split())) == pytest.approx([32, 32])
+
+
+# ---- whole models ----
+
+#: Largest error, in standard deviations of the logits, against transformers with the same rounded weights. The first is
+#: with activations rounded as well: a number halfway between two may still go the other way. The second is with exact
+#: activations, on tiny random models, whose 64 channels average little out.
+SAME_ROUNDING, LOGITS = 0.06, 0.2
+
+
+def quantised_reference(directory, bits: int):
+    """transformers' model with the weights that `--weights` makes, in fp32."""
+    theirs = reference(directory)
+    head = theirs.get_output_embeddings()
+    with torch.no_grad():
+        for module in theirs.modules():
+            if type(module) is torch.nn.Linear and module is not head:
+                module.weight.copy_(GroupedLinear(quantise(module.weight, bits), None, CPU).dequantise())
+        head.weight.copy_(GroupedLinear(quantise(head.weight, 8), None, CPU).dequantise())
+    return theirs
+
+
+def round_inputs(theirs) -> None:
+    """Round what each linear of the model multiplies, as the kernels do."""
+    for module in theirs.modules():
+        if type(module) is torch.nn.Linear:
+            module.register_forward_pre_hook(
+                lambda _, args: (rounded(args[0].flatten(0, -2)).view_as(args[0]).float(),)
+            )
+
+
+async def last_logits(model, tmp_path, tokens, make=SPart) -> torch.Tensor:
+    """A prompt and then its last token alone, decoded: [2, vocab]."""
+    async with linked(model, tmp_path) as links:
+        spart = make(model, links)
+        prompt = Chunk(0, 0, 1, 0, tokens[:-1], True, GREEDY)
+        last = Chunk(0, 0, 1, len(tokens) - 1, tokens[-1:], False, GREEDY)
+        return torch.cat([run(spart.step(StepBatch(0, [c]), keep_logits=True)).logits for c in (prompt, last)])
+
+
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+@pytest.mark.parametrize("name", quick(FAMILIES, "llama-gqa"))
+async def test_logits_are_those_of_the_dequantised_weights(name, weights, tmp_path):
+    directory, tokens = make_checkpoint(name), text(40)
+    model = load_model(directory, dtype="fp32", weights=weights)
+    got = await last_logits(model, tmp_path, tokens)
+    theirs, ids = quantised_reference(directory, {"int8": 8, "int4": 4}[weights]), torch.tensor([tokens])
+    with torch.no_grad():
+        exact = theirs(ids).logits[0, -2:]
+        round_inputs(theirs)
+        alike = theirs(ids).logits[0, -2:]
+    assert (got - exact).abs().max() < LOGITS * exact.std()
+    assert (got - alike).abs().max() < SAME_ROUNDING * alike.std()
+    assert model.weight_bytes < load_model(directory, dtype="fp32").weight_bytes / 2
+
+
+async def test_the_transformers_backend_quantises_too(tmp_path):
+    directory, tokens = make_checkpoint("llama-mha"), text(30)
+    native = load_model(directory, dtype="fp32", weights="int4")
+    theirs = load_hf_model(directory, dtype="fp32", weights="int4")
+    assert theirs.weight_bytes < load_hf_model(directory, dtype="fp32").weight_bytes / 2
+    (tmp_path / "a").mkdir()
+    got = await last_logits(theirs, tmp_path / "a", tokens, HFSPart)
+    want = await last_logits(native, tmp_path, tokens)
+    assert (got - want).abs().max() < 0.02 * want.std()
