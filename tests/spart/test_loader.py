@@ -127,7 +127,7 @@ def test_unknown_architecture_is_named_with_the_known_ones(copy):
     ("changes", "message"),
     [
         ({"head_dim": 20}, "head size 20"),
-        ({"head_dim": 264}, "head size 264"),
+        ({"head_dim": 520}, "head size 520"),
         ({"num_key_value_heads": 3}, "4 query heads are not a multiple of 3"),
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "'dynamic' is not supported"),
         ({"rope_parameters": {"rope_type": "linear"}}, "'factor' is None"),
