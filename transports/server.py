@@ -208,7 +208,7 @@ class ControlServer(Server):
 
     @abstractmethod
     def configure(self, sock: socket.socket) -> None:
-        """Set the transport's options on an accepted socket."""
+        """Set the transport's options on an accepted socket. Raises LinkRefused if the peer may not connect at all."""
 
     @abstractmethod
     def peer_name(self, sock: socket.socket) -> str:

@@ -2,8 +2,9 @@
 
 Both ends map the same memfd, so no bytes move: the other end sees a bell as soon as it is rung. The unix socket carries
 the control connection; over a second connection the R-node passes the descriptors of the region and of the R-engine's
-eventfd. The mode of the socket, 0600, lets only its owner connect. When a process dies, the kernel closes its control
-connection at once, which the peer notices.
+eventfd. The mode of the socket, 0600, lets only its owner connect, and each end asks the kernel which user is at the
+other: it must be this process's own, or root. When a process dies, the kernel closes its control connection at once,
+which the peer notices.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import os
 import socket
 import stat
 import struct
+from typing import NamedTuple
 from urllib.parse import unquote, urlsplit
 
 from fastdecode.region.geometry import RegionError, geometry_tuple
@@ -22,7 +24,7 @@ from fastdecode.region.region import Region
 
 from . import handshake
 from ._native import Port
-from .base import Hello, Link, LinkDown, LinkService, Server, TransportError
+from .base import Hello, Link, LinkDown, LinkRefused, LinkService, Server, TransportError
 from .frames import FrameSocket
 from .link import RegionLink
 from .server import Carrier, ControlServer
@@ -80,7 +82,31 @@ async def _dial(url: str, path: str) -> FrameSocket:
         if isinstance(error, OSError):
             raise LinkDown(f"no R-node can be reached at {url}: {os.strerror(error.errno or 0)}") from None
         raise
+    uid = _peer_of(sock).uid
+    if not _is_trusted(uid):
+        sock.close()
+        raise LinkRefused(
+            f"{url} is no R-node of ours: uid {uid} serves it, neither this user, uid {os.geteuid()}, nor root"
+        )
     return FrameSocket(sock)
+
+
+class _Peer(NamedTuple):
+    """The process at the other end of a unix socket: struct ucred of unix(7)."""
+
+    pid: int
+    uid: int
+    gid: int
+
+
+def _peer_of(sock: socket.socket) -> _Peer:
+    """For a server, the process that has connected; for a client, the process that has called listen()."""
+    ucred = struct.Struct("iII")
+    return _Peer._make(ucred.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, ucred.size)))
+
+
+def _is_trusted(uid: int) -> bool:
+    return uid in (0, os.geteuid())
 
 
 async def _receive_fds(sock: socket.socket, n: int) -> list[int]:
@@ -127,11 +153,12 @@ class _MemoryCarrier(Carrier):
 
 class _ShmServer(ControlServer):
     def configure(self, sock: socket.socket) -> None:
-        pass
+        uid = _peer_of(sock).uid
+        if not _is_trusted(uid):
+            raise LinkRefused(f"uid {uid} is neither the R-node's user, uid {os.geteuid()}, nor root")
 
     def peer_name(self, sock: socket.socket) -> str:
-        pid, _, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
-        return f"process {pid}"
+        return f"process {_peer_of(sock).pid}"
 
     async def close(self) -> None:
         with contextlib.suppress(FileNotFoundError):

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import os
+import socket
+import tempfile
+from collections.abc import Iterator
 
 import pytest
 from link_driver import hello
+from wire_peers import Caller
 
 from fastdecode.transports.base import LinkRefused, TransportError
 from fastdecode.transports.registry import connect, serve
@@ -87,3 +93,43 @@ async def test_only_the_owner_can_open_the_socket(tmp_path):
     server = await serve(f"shm://{tmp_path}/r.sock", NoService(), None)
     assert (tmp_path / "r.sock").stat().st_mode & 0o777 == 0o600
     await server.close()
+
+
+NOBODY = 65534
+
+
+@contextlib.contextmanager
+def as_nobody() -> Iterator[None]:
+    """Act as another user."""
+    os.seteuid(NOBODY)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
+async def test_a_socket_of_another_user_is_no_r_node(tmp_path):
+    """Somebody has put a socket of his own at the address before the R-node was started."""
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(f"{tmp_path}/r.sock")
+        with as_nobody():
+            listener.listen()
+        with pytest.raises(LinkRefused, match=f"uid {NOBODY} serves it, neither this user, uid 0, nor root"):
+            await connect(f"shm://{tmp_path}/r.sock", hello(), None)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
+async def test_another_user_is_refused_even_if_the_socket_is_open_to_all():
+    with tempfile.TemporaryDirectory() as directory:
+        os.chmod(directory, 0o755)
+        server = await serve(f"shm://{directory}/r.sock", NoService(), None)
+        os.chmod(f"{directory}/r.sock", 0o666)
+        sock = socket.socket(socket.AF_UNIX)
+        with as_nobody():  # not across an await: the server runs in this process, too
+            sock.connect(f"{directory}/r.sock")
+        caller = Caller(*await asyncio.open_unix_connection(sock=sock))
+        answer = await caller.read_message()
+        assert answer["type"] == "REFUSED" and f"uid {NOBODY} is neither" in answer["reason"]
+        await caller.close()
+        await server.close()
