@@ -10,9 +10,10 @@ import logging
 import secrets
 import socket
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from fastdecode.region.contract import Status
 from fastdecode.region.geometry import GeometryError
@@ -26,9 +27,13 @@ from .session import Session
 
 log = logging.getLogger(__name__)
 
-#: Largest number of connections in the middle of their hand-shake. One more, and the server drops the oldest of them,
-#: so that peers that are slow on purpose cannot keep others out.
-MAX_PENDING = 32
+_Key = TypeVar("_Key", bound=Hashable)
+
+#: Largest number of connections that have not yet proved anything, and of links that wait for their data connection
+#: (without a secret, whoever sends HELLO has such a link). One more, and the server drops the oldest of the source that
+#: has most of them, so that peers that are silent or slow on purpose cannot keep others out.
+MAX_UNPROVED = 256
+MAX_UNATTACHED = 64
 
 
 class Carrier(ABC):
@@ -67,8 +72,9 @@ class Carrier(ABC):
 class LinkSession:
     """One connected S-node: its control connection, region, carrier and grant. The session owns them."""
 
-    def __init__(self, name: str, conn: FrameSocket, region: Region, carrier: Carrier, grant: LinkGrant):
+    def __init__(self, name: str, source: str, conn: FrameSocket, region: Region, carrier: Carrier, grant: LinkGrant):
         self.name = name
+        self.source = source
         self.lease = grant.lease
         self._conn = conn
         self._region = region
@@ -175,19 +181,21 @@ class ControlServer(Server):
         self._secret = secret
         self._carrier = carrier
         self._loop = asyncio.get_running_loop()
-        # The hand-shakes under way, oldest first, each with the function that ends it for a reason.
-        self._pending: dict[asyncio.Task[None], Callable[[str], object]] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._links: set[LinkSession] = set()
-        self._unattached: dict[str, _Unattached] = {}
+        self._tasks: set[asyncio.Task[None]] = set()  # one for each connection
+        self._unproved: dict[asyncio.Task[None], str] = {}  # with their sources, oldest first
+        self._links: dict[asyncio.Task[None], LinkSession] = {}
+        self._unattached: dict[str, _Unattached] = {}  # by token, oldest first
         self._accepting = self._loop.create_task(self._accept(), name=f"accept {url}")
 
     async def close(self) -> None:
         self._accepting.cancel()
         await asyncio.gather(self._accepting, return_exceptions=True)
         self._listener.close()
-        for end in [*self._pending.values(), *(link.end for link in self._links)]:
-            end("the R-node is shutting down")
+        for task in self._tasks:
+            if task in self._links:
+                self._links[task].end("the R-node is shutting down")
+            else:
+                task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _accept(self) -> None:
@@ -198,13 +206,16 @@ class ControlServer(Server):
                 log.warning("%s: cannot accept a connection: %s", self.url, error)
                 await asyncio.sleep(0.1)
                 continue
-            if len(self._pending) >= MAX_PENDING:
-                self._pending.pop(next(iter(self._pending)))("too many hand-shakes are under way")
+            if len(self._unproved) >= MAX_UNPROVED:
+                oldest = _oldest_of_most(self._unproved)
+                del self._unproved[oldest]
+                oldest.cancel()
             task = self._loop.create_task(self._connection(sock))
             self._tasks.add(task)
-            self._pending[task] = task.cancel
+            self._unproved[task] = self.source(sock)
             task.add_done_callback(self._tasks.discard)
-            task.add_done_callback(lambda t: self._pending.pop(t, None))
+            task.add_done_callback(lambda t: self._unproved.pop(t, None))
+            task.add_done_callback(lambda t: self._links.pop(t, None))
 
     @abstractmethod
     def configure(self, sock: socket.socket) -> None:
@@ -213,6 +224,10 @@ class ControlServer(Server):
     @abstractmethod
     def peer_name(self, sock: socket.socket) -> str:
         """A name for the peer in the log."""
+
+    def source(self, sock: socket.socket) -> str:
+        """The host or network that the peer is at, as far as floods are concerned. Here: all peers are at one."""
+        return ""
 
     async def _connection(self, sock: socket.socket) -> None:
         conn = FrameSocket(sock)
@@ -252,18 +267,20 @@ class ControlServer(Server):
                 carrier.close()
             region.close()
             raise
-        return LinkSession(self.peer_name(conn.sock), conn, region, carrier, grant)
+        return LinkSession(self.peer_name(conn.sock), self.source(conn.sock), conn, region, carrier, grant)
 
     async def _serve(self, opening: handshake.Handshake, link: LinkSession) -> None:
         token = secrets.token_hex(32)
         task = asyncio.current_task()
         assert task is not None
+        self._unproved.pop(task, None)
+        if len(self._unattached) >= MAX_UNATTACHED:
+            oldest = _oldest_of_most({token: waiting.link.source for token, waiting in self._unattached.items()})
+            self._unattached.pop(oldest).link.end("too many links wait for their data connection")
         late = f"the data connection did not come within {handshake.DEADLINE_S:.0f} s"
         timer = self._loop.call_later(handshake.DEADLINE_S, link.end, late)
-        self._unattached[token] = _Unattached(link, task, timer, opening.session)
-        self._links.add(link)
-        if task in self._pending:
-            self._pending[task] = link.end
+        self._unattached[token] = _Unattached(link, timer, opening.session)
+        self._links[task] = link
         log.info("link of %s opened: %s", link.name, link.lease)
         try:
             if self._accepting.done():
@@ -276,7 +293,6 @@ class ControlServer(Server):
         finally:
             timer.cancel()
             self._unattached.pop(token, None)
-            self._links.discard(link)
             await link.release()
 
     async def _attach(self, opening: handshake.Handshake, token: str) -> None:
@@ -290,7 +306,9 @@ class ControlServer(Server):
         opening.verify_attach(waiting.session)
         del self._unattached[token]
         waiting.timer.cancel()
-        self._pending.pop(waiting.task, None)
+        task = asyncio.current_task()
+        assert task is not None
+        self._unproved.pop(task, None)
         try:
             await opening.confirm_attach()
             await waiting.link.attach(opening.conn)
@@ -303,9 +321,15 @@ class _Unattached:
     """A link that has a lease and waits for its data connection."""
 
     link: LinkSession
-    task: asyncio.Task[None]
     timer: asyncio.TimerHandle
     session: Session | None
+
+
+def _oldest_of_most(sources: Mapping[_Key, str]) -> _Key:
+    """The first key of the source that has most keys. `sources` is not empty, and in order of age."""
+    counts = Counter(sources.values())
+    most = max(counts.values())
+    return next(key for key, source in sources.items() if counts[source] == most)
 
 
 async def send_last(conn: FrameSocket, message: Message) -> None:

@@ -134,6 +134,17 @@ class TcpControlServer(ControlServer):
             return "a peer that has gone"
         return f"{host}:{port}"
 
+    def source(self, sock: socket.socket) -> str:
+        """The peer's IPv4 address, or the network of its IPv6 address, of whose other addresses it can have any."""
+        try:
+            address = ipaddress.ip_address(sock.getpeername()[0].split("%")[0])
+        except OSError:
+            return "a peer that has gone"
+        if isinstance(address, ipaddress.IPv6Address):
+            mapped = address.ipv4_mapped
+            return str(mapped or ipaddress.ip_network((address, 64), strict=False))
+        return str(address)
+
 
 async def serve(url: str, service: LinkService, secret: bytes | None, *, insecure: bool = False) -> Server:
     """Serve links at `url`; port 0 takes any free port.

@@ -10,6 +10,7 @@ import contextlib
 import hmac
 import json
 import struct
+from typing import Any
 
 from link_driver import SMALL
 
@@ -26,7 +27,7 @@ class Caller:
         self.reader, self.writer = reader, writer
 
     @classmethod
-    async def dial(cls, url: str, **options: int) -> Caller:
+    async def dial(cls, url: str, **options: Any) -> Caller:
         if url.startswith("shm://"):
             return cls(*await asyncio.open_unix_connection(url.removeprefix("shm://")))
         host, port = url.removeprefix("tcp://").split(":")
@@ -111,9 +112,11 @@ class Keys:
         return body + hmac.digest(self.key(f"{role} frames {nonce}"), text, "sha256")
 
 
-async def open_link(url: str, geometry: Geometry = SMALL, **changes: object) -> tuple[Caller, str]:
-    """Send HELLO; return the control connection and the token of WELCOME."""
-    caller = await Caller.dial(url)
+async def open_link(
+    url: str, geometry: Geometry = SMALL, *, local_addr: tuple[str, int] | None = None, **changes: object
+) -> tuple[Caller, str]:
+    """Send HELLO with these changes; return the control connection and the token of WELCOME."""
+    caller = await Caller.dial(url, **({"local_addr": local_addr} if local_addr else {}))
     await caller.read_message()
     caller.send_message(hello_message(geometry, **changes))
     welcome = await caller.read_message()
