@@ -16,7 +16,10 @@
     prompt       attention of prompts, which the S-node computes
     rope         rotary position embedding
     layers       norms and activations
-    sampling     drawing the next token
+    step_table   what a step's device needs, in one upload, and its results, in one download
+    sampling     Sampler: filters and draws the next tokens of a step
+    draws        random draws by seed and index
+    masks        which tokens a row may draw at all
     penalties    the bias and the penalties that a request puts on tokens
 
 The names below are imported on first use, because torch takes seconds to import and an R-node does without it.

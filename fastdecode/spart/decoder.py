@@ -25,6 +25,7 @@ from fastdecode.spart.layers import ACTIVATIONS, make_norm, norm_heads
 from fastdecode.spart.prompt import PromptCache, PromptChunk
 from fastdecode.spart.rope import RotaryEmbedding, rotate
 from fastdecode.spart.sampling import Sampler
+from fastdecode.spart.step_table import StepTable
 from fastdecode.spart.weights import Layer, Model
 from fastdecode.transports.base import Link
 
@@ -43,7 +44,6 @@ class SPart:
         self._timeout = timeout
         self._views: dict[tuple[int, int], SlotViews] = {}
         self._prompts = PromptCache(model.config, model.device, model.dtype)
-        self._sampler = Sampler()
         self._norm = make_norm(model.config)
         self._activation = ACTIVATIONS[model.config.activation]
         rope = model.config.rope
@@ -141,8 +141,7 @@ class SPart:
         if not rows.sampled:
             return sampled, x.new_empty(0, self._config.vocab_size, dtype=torch.float32)
         w = self._weights
-        last = torch.tensor([rows.last_row[i] for i in rows.sampled], device=x.device)
-        x = x.index_select(0, last)
+        x = x.index_select(0, rows.uploaded["last rows"])
         if w.final_norm is not None:
             x = self._norm(x, w.final_norm)
         if w.project_out is not None:
@@ -150,14 +149,18 @@ class SPart:
         logits = w.head(x).float()
         if self._config.logit_divisor != 1.0:
             logits.div_(self._config.logit_divisor)
-        drawn = self._sampler(logits, rows.specs)
+        drawn = rows.sampler(logits, rows.uploaded)
         for i, token in zip(rows.sampled, drawn, strict=True):
             sampled[i] = token
         return sampled, logits
 
 
 class StepRows:
-    """The rows of a step: their tokens and positions, and where each chunk's rows stand."""
+    """The rows of a step: their tokens and positions, where each chunk's rows stand, and how tokens are drawn.
+
+    `uploaded` is the step's table on the device: "tokens" and "positions", int64 [rows], "last rows", int64 [sampled
+    chunks], and what `sampler` has added.
+    """
 
     def __init__(self, spart: SPart, batch: StepBatch):
         """Raises ValueError for a batch that breaks the rules of batch.py."""
@@ -170,17 +173,15 @@ class StepRows:
         if not lengths.all():
             raise ValueError("a chunk has no tokens")
         stops = lengths.cumsum()
-        self.tokens = np.array([token for chunk in chunks for token in chunk.tokens])
-        if self.tokens.min() < 0 or self.tokens.max() >= config.vocab_size:
+        tokens = np.array([token for chunk in chunks for token in chunk.tokens])
+        if tokens.min() < 0 or tokens.max() >= config.vocab_size:
             raise ValueError(f"a token id is outside the vocabulary of {config.vocab_size} tokens")
         # The position of a row is that of its chunk plus the row's index within the chunk.
         offsets = np.array([chunk.pos for chunk in chunks]) - (stops - lengths)
-        self.positions = np.arange(stops[-1]) + offsets.repeat(lengths)
-        if config.rope is None and self.positions.max() >= config.max_positions:
+        positions = np.arange(stops[-1]) + offsets.repeat(lengths)
+        if config.rope is None and positions.max() >= config.max_positions:
             raise ValueError(f"a position is outside the model's {config.max_positions}")
-        self.last_row = stops - 1
         self.sampled = [i for i, chunk in enumerate(chunks) if chunk.sample is not None]
-        self.specs = [chunk.sample for chunk in chunks if chunk.sample is not None]
         views = {index: spart._slot_views(index, batch.slot) for index in {chunk.link for chunk in chunks}}
         self.link_rows = link_rows(chunks, views)
         self.prompts = []
@@ -189,18 +190,24 @@ class StepRows:
                 key = (chunk.link, chunk.seq_index, chunk.tag)
                 rows = slice(stop - len(chunk.tokens), stop)
                 self.prompts.append(PromptChunk(config, key, chunk, rows, spart._prompts.begin(key, chunk)))
+        table = StepTable()
+        table.add("tokens", tokens)
+        table.add("positions", positions)
+        table.add("last rows", stops[self.sampled] - 1)
+        specs = [chunk.sample for chunk in chunks if chunk.sample is not None]
+        self.sampler = Sampler(specs, config.vocab_size, table)
+        self.uploaded = table.upload(spart.model.device)
 
 
 class _StepState:
     """The tensors of a step: the residual stream `x`, the Q, K, V and O rows, and RoPE's angles."""
 
     def __init__(self, spart: SPart, rows: StepRows, exchange: Exchange):
-        c, model = spart.model.config, spart.model
+        c = spart.model.config
         self._norm, self._activation, self._config = spart._norm, spart._activation, c
         self._prompts, self._exchange = rows.prompts, exchange
-        tokens = torch.from_numpy(rows.tokens).to(model.device)
-        positions = torch.from_numpy(rows.positions).to(model.device)
-        self.x = spart._embed(tokens, positions)
+        positions = rows.uploaded["positions"]
+        self.x = spart._embed(rows.uploaded["tokens"], positions)
         n, n_attend = len(exchange.kv), len(exchange.q)
         self._mixed = bool(rows.prompts)
         if self._mixed:  # rows of prompts have Q and O too, but these do not go to an R-node

@@ -3,6 +3,7 @@ else, so no bias, penalty or filter brings it back."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -14,27 +15,20 @@ class TokenMask(Protocol):
     """Says which tokens of one sequence may come next."""
 
     def fill(self, row: npt.NDArray[np.int32]) -> None:
-        """Clear the bits of tokens that may not come next; bit i % 32 of row[i // 32] is token i. May wait."""
+        """Clear the bits of tokens that may not come next; bit i % 32 of row[i // 32] is token i. May wait. May be
+        called again for the same token."""
         ...
 
 
-def masked(logits: torch.Tensor, masks: list[TokenMask | None]) -> torch.Tensor:
-    """`logits` [rows, vocab_size] fp32 with -inf for the tokens that a row's mask forbids; None: a row without a mask.
+def mask_bits(masks: Sequence[TokenMask], vocab_size: int) -> npt.NDArray[np.uint8]:
+    """The bits of several masks, [masks, bytes of a row]: bit i % 8 of byte i // 8 says whether token i is allowed."""
+    words = np.full((len(masks), -(-vocab_size // 32)), -1, np.int32)
+    for row, mask in zip(words, masks, strict=True):
+        mask.fill(row)
+    return words.view(np.uint8)  # the CPUs served are little-endian
 
-    The result is `logits` itself if no row has a mask, else a copy. A row without any allowed token is all -inf.
-    """
-    rows = [i for i, mask in enumerate(masks) if mask is not None]
-    if not rows:
-        return logits
-    vocab = logits.shape[1]
-    words = np.full((len(rows), (vocab + 31) // 32), -1, np.int32)
-    for row, i in zip(words, rows, strict=True):
-        if (mask := masks[i]) is not None:
-            mask.fill(row)
-    packed = torch.from_numpy(words.view(np.uint8)).to(logits.device)[:, :, None]  # the CPUs served are little-endian
-    bits = torch.tensor([1 << i for i in range(8)], dtype=torch.uint8, device=logits.device)
-    forbidden = ((packed & bits) == 0).flatten(1)[:, :vocab]
-    if len(rows) == len(logits):
-        return logits.masked_fill(forbidden, -torch.inf)
-    index = torch.tensor(rows, device=logits.device)
-    return logits.index_copy(0, index, logits.index_select(0, index).masked_fill_(forbidden, -torch.inf))
+
+def forbidden(bits: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """The result of `mask_bits`, on a device, as bool [masks, vocab_size]: True for a token that is not allowed."""
+    shifts = torch.arange(8, dtype=torch.uint8, device=bits.device)
+    return ((bits[:, :, None] >> shifts) & 1).logical_not_().flatten(1)[:, :vocab_size].to(torch.bool)

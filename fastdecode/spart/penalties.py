@@ -13,9 +13,11 @@ This module imports no torch; the sampler applies the rules (sampling.py).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 
 class LogitRules:
@@ -66,3 +68,28 @@ class LogitRules:
             self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
         self._ids[index] = token
         return index
+
+
+def flat_rules(rules: Sequence[tuple[int, LogitRules]], vocab_size: int) -> dict[str, npt.NDArray[Any]]:
+    """The rules of several rows of one matrix [rows, vocab_size], each with the number of its row.
+
+    The logits at the flat indices "biased" (int64) get "bias" (fp32) added. Those at "seen" (int64) are then penalised:
+    x becomes x / r - p if x > 0, else x * r - p, with r and p from "repetition" and "penalty" (fp32).
+    """
+    penalties = [(row, rule) for row, rule in rules if rule.penalises]
+    seen = [rule.seen for _, rule in penalties]
+    sizes = [len(ids) for ids, _ in seen]
+    per_row = np.array([(rule.repetition, rule.frequency, rule.presence) for _, rule in penalties], np.float32)
+    repetition, frequency, presence = per_row.reshape(-1, 3).repeat(sizes, axis=0).T
+    counts = _joined([counts for _, counts in seen], np.float32)
+    return {
+        "biased": _joined([row * vocab_size + rule.bias_ids for row, rule in rules], np.int64),
+        "bias": _joined([rule.bias for _, rule in rules], np.float32),
+        "seen": _joined([row * vocab_size + ids for (row, _), (ids, _) in zip(penalties, seen, strict=True)], np.int64),
+        "repetition": np.ascontiguousarray(repetition),
+        "penalty": frequency * counts + presence * (counts > 0),
+    }
+
+
+def _joined(arrays: list[npt.NDArray[Any]], dtype: type[np.generic]) -> npt.NDArray[Any]:
+    return np.concatenate([np.empty(0, dtype), *arrays])

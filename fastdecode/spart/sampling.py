@@ -1,177 +1,330 @@
-"""Sampler: draws the next token of every row of a step, on the logits' device.
+"""Sampler: draws the next token of every row of a step, on the logits' device, without waiting for the device.
 
 The filters are those of Hugging Face's logits processors, in their order: masks (masks.py), bias and penalties
 (penalties.py), temperature, top-k, top-p over the tokens that top-k has left, min-p over the tokens that top-p has
 left. Each filter is a threshold, so tokens of equal probability are kept or dropped together, and the result does not
-depend on how a sort orders equal values.
+depend on how a sort orders equal values. No vocabulary is sorted: the likeliest tokens of the rows that have a filter
+are enough.
 
-A row's token is drawn with one uniform random number, a hash of (seed, index) alone, from a cumulative distribution
-that is computed from that row alone. So a sequence draws the same tokens in any batch and after any preemption.
+What the host knows of the rows (parameters, which rows have a filter) is uploaded with the rest of the step's table;
+tokens and log-probabilities come down in one copy. Masks are uploaded when the logits are on their way, because a
+grammar computes them while the model runs. A token is drawn as draws.py explains, by numbers that depend on (seed,
+index) alone, so a sequence draws the same tokens in any batch and after any preemption.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from fastdecode.spart.batch import Sampled, SampleSpec
-from fastdecode.spart.masks import masked
-from fastdecode.spart.penalties import LogitRules
+from fastdecode.spart.draws import SPAN, draw, span_count, stream_keys
+from fastdecode.spart.masks import TokenMask, forbidden, mask_bits
+from fastdecode.spart.penalties import flat_rules
+from fastdecode.spart.step_table import StepTable, download
 
 #: A temperature below this one is greedy, because a division by it would overflow.
 MIN_TEMPERATURE = 1e-5
-#: Top-p first looks at this many of the likeliest tokens; a whole row is sorted only if they are not enough.
-_TOP_P_PREFIX = 1024
+#: Top-p looks at this many of the likeliest tokens. Rows for which they are not enough are drawn a second time.
+TOP_P_PREFIX = 1024
+#: Rows are sampled in blocks whose weights take at most this much memory, in bytes.
+BLOCK_BYTES = 32 << 20
 _NOT_FINITE = "the model's logits are not finite: an activation overflowed its dtype"
 _NOTHING_ALLOWED = "the request's grammar or lists of tokens allow no next token"
-_MASK = (1 << 64) - 1
+_FINITE, _REACHED, _EMPTY = 1, 2, 4  # flags of a row; _EMPTY: all of its logits are -inf
+_Uploaded = dict[str, torch.Tensor]
 
 
-def uniforms(seeds: list[int], indices: list[int]) -> np.ndarray:
-    """A uniform number in [0, 1) for each pair of seed and index, fp64 [n].
-
-    It is splitmix64 (Steele, Lea, Flood, OOPSLA 2014) of the seed, then of the index.
-    """
-    seed = np.array([s & _MASK for s in seeds], np.uint64)
-    index = np.array([i & _MASK for i in indices], np.uint64)
-    return (_mix(_mix(seed) ^ index) >> np.uint64(11)) * 2.0**-53
-
-
-def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    x = x + np.uint64(0x9E3779B97F4A7C15)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
+def sample(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> list[Sampled]:
+    """Draw one token a row. `logits` is [rows, vocab_size] fp32; `specs` has one entry for each row."""
+    table = StepTable()
+    sampler = Sampler(specs, logits.shape[1], table)
+    return sampler(logits, table.upload(logits.device))
 
 
 class Sampler:
-    """Draws a token for each row of logits."""
+    """The draws of one step, planned on the host before the step runs."""
 
-    def __call__(self, logits: torch.Tensor, specs: list[SampleSpec]) -> list[Sampled]:
-        """Draw one token a row. `logits` is [rows, vocab_size] fp32; `specs` has one entry for each row.
-
-        A row with a logit that is NaN or +inf, or whose mask allows no token, gets an error and no token.
-        """
-        unmasked, logits = logits, masked(logits, [spec.mask for spec in specs])
-        best, tokens = logits.max(dim=1)  # the maximum of a row with a NaN is NaN
-        highest = best.tolist()
-        finite = [math.isfinite(x) for x in highest]
-        ruled = {i: _ruled(logits[i], spec.rules) for i, spec in enumerate(specs) if finite[i] and spec.rules}
-        for i, changed in ruled.items():
-            tokens[i] = changed.argmax()
-        drawn = [i for i, spec in enumerate(specs) if finite[i] and spec.temperature >= MIN_TEMPERATURE]
-        if drawn:
-            chosen = [specs[i] for i in drawn]
-            rows = torch.tensor(drawn, device=logits.device)
-            picked = logits.index_select(0, rows)
-            for row, i in enumerate(drawn):
-                if i in ruled:
-                    picked[row] = ruled[i]
-            scaled = filtered(picked, chosen)
-            tokens[rows] = _draw(scaled, uniforms([s.seed for s in chosen], [s.index for s in chosen]))
-        sampled = [
-            Sampled(token) if sound else Sampled(-1, error=_why_none(specs[i], highest[i]))
-            for i, (token, sound) in enumerate(zip(tokens.tolist(), finite, strict=True))
+    def __init__(
+        self, specs: Sequence[SampleSpec], vocab_size: int, table: StepTable, top_p_prefix: int = TOP_P_PREFIX
+    ):
+        """Adds the parameters of `specs`, one entry for each row, to the step's table."""
+        self._specs, self._vocab = specs, vocab_size
+        n = rows_of_block(vocab_size)
+        self._blocks = [
+            _Block(i, specs[i : i + n], vocab_size, table, min(top_p_prefix, vocab_size))
+            for i in range(0, len(specs), n)
         ]
-        asked = [i for i, spec in enumerate(specs) if finite[i] and spec.logprobs is not None]
-        if asked:
-            _report(sampled, asked, unmasked, specs)
+
+    def __call__(self, logits: torch.Tensor, uploaded: _Uploaded) -> list[Sampled]:
+        """Draw one token a row. `logits` is [rows, vocab_size] fp32; `uploaded` is the table on the logits' device.
+
+        A row with a logit that is NaN or +inf, or whose mask allows no token, gets an error and no token. The host
+        waits for the device once; a second time if a row with top-p has its nucleus in more than TOP_P_PREFIX tokens,
+        which happens where the distribution is nearly flat.
+        """
+        masks = StepTable()
+        for block in self._blocks:
+            block.add_masks(masks)
+        uploaded = uploaded | masks.upload(logits.device)
+        results = [result for block in self._blocks for result in block.run(logits, uploaded)]
+        values = _Reader(download(torch.cat(results)))
+        sampled: list[Sampled] = []
+        short: list[int] = []
+        for block in self._blocks:
+            part, rows = block.read(values)
+            short += [len(sampled) + i for i in rows]
+            sampled += part
+        if short:
+            table = StepTable()
+            again = Sampler([self._specs[i] for i in short], self._vocab, table, top_p_prefix=self._vocab)
+            table.add("short", np.array(short))
+            tensors = table.upload(logits.device)
+            for i, token in zip(short, again(logits.index_select(0, tensors["short"]), tensors), strict=True):
+                sampled[i] = token
         return sampled
 
 
-def _why_none(spec: SampleSpec, highest: float) -> str:
-    """Why a row whose highest logit is not finite has no token."""
-    return _NOTHING_ALLOWED if spec.mask is not None and highest == -math.inf else _NOT_FINITE
+def rows_of_block(vocab_size: int) -> int:
+    """How many rows are sampled at once."""
+    return max(1, BLOCK_BYTES // (4 * vocab_size))
 
 
-def _ruled(logits: torch.Tensor, rules: LogitRules) -> torch.Tensor:
-    """A copy of a row of logits, [vocab_size], to which the rules have been applied."""
-    row = logits.clone()
+class _Group:
+    """Rows of a block whose filter looks at the same number of the likeliest tokens, `width`."""
 
-    def on_device(x: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(x).to(row.device)
-
-    if len(rules.bias):
-        row[on_device(rules.bias_ids)] += on_device(rules.bias)
-    ids, counts = map(on_device, rules.seen)
-    if len(ids) and rules.penalises:
-        x = row[ids]
-        x = torch.where(x > 0, x / rules.repetition, x * rules.repetition)
-        row[ids] = x - rules.frequency * counts - rules.presence * (counts > 0)
-    return row
+    def __init__(self, name: str, rows: list[int], width: int):
+        self.name, self.rows, self.width = name, rows, width
 
 
-def filtered(logits: torch.Tensor, specs: list[SampleSpec]) -> torch.Tensor:
-    """Scaled and filtered logits: (x - the row's maximum) / temperature, or -inf where a filter drops the token.
+def _grouped(name: str, widths: dict[int, int]) -> list[_Group]:
+    """Rows in two groups at most, so that a few rows with a large width do not make all the others as wide."""
+    groups = []
+    for kind, chosen in (
+        ("", {i: w for i, w in widths.items() if w <= TOP_P_PREFIX}),
+        (" wide", {i: w for i, w in widths.items() if w > TOP_P_PREFIX}),
+    ):
+        if chosen:
+            groups.append(_Group(name + kind, list(chosen), max(chosen.values())))
+    return groups
 
-    `logits` is [rows, vocab_size] fp32 and so is the result. All temperatures must be positive.
+
+class _Block:
+    """Some neighbouring rows of a step that are sampled at once."""
+
+    def __init__(self, start: int, specs: Sequence[SampleSpec], vocab_size: int, table: StepTable, prefix: int):
+        self._specs, self._vocab = specs, vocab_size
+        self._rows = slice(start, start + len(specs))
+        self._table, self._prefix = table, f"rows from {start}: "
+        rules = [(i, spec.rules) for i, spec in enumerate(specs) if spec.rules is not None]
+        self._has_rules = bool(rules)
+        for name, values in flat_rules(rules, vocab_size).items() if rules else ():
+            self._add(name, values)
+        self._masked = [i for i, spec in enumerate(specs) if spec.mask is not None]
+        if self._masked:
+            self._add("masked", np.array(self._masked))
+        self._asked = [i for i, spec in enumerate(specs) if spec.logprobs is not None]
+        self._most = min(max((specs[i].logprobs or 0 for i in self._asked), default=0), vocab_size)
+        if self._asked:
+            self._add("asked", np.array(self._asked))
+        self._top_k: list[_Group] = []
+        self._top_p: list[_Group] = []
+        self._drawn = [i for i, spec in enumerate(specs) if spec.temperature >= MIN_TEMPERATURE]
+        if self._drawn:
+            self._plan_draws([specs[i] for i in self._drawn], prefix)
+
+    def _add(self, name: str, values: npt.NDArray[Any]) -> None:
+        self._table.add(self._prefix + name, values)
+
+    def _plan_draws(self, specs: list[SampleSpec], prefix: int) -> None:
+        """Add what the rows that are not greedy need; `specs` has an entry for each, and groups number them so."""
+        vocab = self._vocab
+        self._add("drawn", np.array(self._drawn))
+        self._add("keys", stream_keys([spec.seed for spec in specs], [spec.index for spec in specs]))
+        self._add("temperature", np.array([spec.temperature for spec in specs], np.float32))
+        limits = {i: spec.top_k for i, spec in enumerate(specs) if 0 < spec.top_k < vocab}
+        self._top_k = _grouped("top-k", limits)
+        for group in self._top_k:
+            self._add(group.name, np.array(group.rows))
+            self._add(f"{group.name} last", np.array([limits[i] - 1 for i in group.rows]))
+        # One token more than top-k leaves shows that there are no others.
+        widths = {
+            i: min(vocab, limits[i] + 1) if i in limits else prefix for i, spec in enumerate(specs) if spec.top_p < 1.0
+        }
+        self._top_p = _grouped("top-p", widths)
+        for group in self._top_p:
+            self._add(group.name, np.array(group.rows))
+            self._add(f"{group.name} mass", np.array([specs[i].top_p for i in group.rows], np.float32))
+        self._has_min_p = any(spec.min_p > 0.0 for spec in specs)
+        if self._has_min_p:
+            self._add("min-p", np.array([spec.min_p for spec in specs], np.float32))
+
+    def add_masks(self, table: StepTable) -> None:
+        """Add the masks of the rows that have one. Waits for them."""
+        masks: list[TokenMask] = [spec.mask for spec in self._specs if spec.mask is not None]
+        if masks:
+            table.add(self._prefix + "mask bits", mask_bits(masks, self._vocab).ravel())
+
+    # -- on the device --------------------------------------------------------------------------------------------
+
+    def run(self, logits: torch.Tensor, uploaded: _Uploaded) -> list[torch.Tensor]:
+        """Draw; returns what `read` reads, as int32 tensors [n]. `logits` is [rows of the step, vocab_size] fp32."""
+        raw = logits[self._rows]
+        ruled = self._apply_masks(raw, uploaded) if self._masked else raw
+        best, tokens = ruled.max(dim=1)  # the maximum of a row with a NaN is NaN
+        flags = best.isfinite().to(torch.int32) * _FINITE
+        if self._masked:
+            flags += best.isneginf().to(torch.int32) * _EMPTY
+        if self._has_rules:
+            ruled = self._apply_rules(ruled, uploaded)
+            tokens = ruled.argmax(dim=1)
+        if self._drawn:
+            rows = self._get(uploaded, "drawn")
+            drawn, reached = self._draw(ruled, uploaded)
+            tokens = drawn if len(drawn) == len(tokens) else tokens.index_copy(0, rows, drawn)
+            if reached is not None:
+                flags.index_add_(0, rows, reached.to(torch.int32) * _REACHED)
+        results = [tokens.to(torch.int32), flags]
+        if self._asked:
+            rows = self._get(uploaded, "asked")
+            asked = raw.index_select(0, rows)
+            scale = asked.logsumexp(dim=1, keepdim=True)
+            own = asked.gather(1, tokens.index_select(0, rows)[:, None]) - scale
+            top = asked.topk(self._most, dim=1)
+            results += [
+                own.flatten().view(torch.int32),
+                (top.values - scale).flatten().view(torch.int32),
+                top.indices.flatten().to(torch.int32),
+            ]
+        return results
+
+    def _get(self, uploaded: _Uploaded, name: str) -> torch.Tensor:
+        return uploaded[self._prefix + name]
+
+    def _apply_masks(self, raw: torch.Tensor, uploaded: _Uploaded) -> torch.Tensor:
+        """A copy of the rows `raw` [rows, vocab_size] with -inf for the tokens that a row's mask forbids."""
+        hidden = forbidden(self._get(uploaded, "mask bits").view(len(self._masked), -1), self._vocab)
+        if len(self._masked) == len(raw):
+            return raw.masked_fill(hidden, -torch.inf)
+        rows = self._get(uploaded, "masked")
+        return raw.index_copy(0, rows, raw.index_select(0, rows).masked_fill_(hidden, -torch.inf))
+
+    def _apply_rules(self, logits: torch.Tensor, uploaded: _Uploaded) -> torch.Tensor:
+        """A copy of logits [rows, vocab_size] to which bias and penalties have been applied."""
+        ruled = logits.clone()
+        flat = ruled.view(-1)
+        places = self._get(uploaded, "biased")
+        flat.scatter_(0, places, flat.gather(0, places) + self._get(uploaded, "bias"))
+        places, repetition = self._get(uploaded, "seen"), self._get(uploaded, "repetition")
+        x = flat.gather(0, places)
+        x = torch.where(x > 0, x / repetition, x * repetition) - self._get(uploaded, "penalty")
+        flat.scatter_(0, places, x)
+        return ruled
+
+    def _draw(self, ruled: torch.Tensor, uploaded: _Uploaded) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Draw the rows that are not greedy from ruled [rows, vocab_size]. Returns their tokens, int64 [drawn rows],
+        and the second result of `weights`."""
+        rows = ruled if len(self._drawn) == len(ruled) else ruled.index_select(0, self._get(uploaded, "drawn"))
+        weights, reached = self.weights(rows, uploaded)
+        tokens = draw(weights, self._get(uploaded, "keys")[:, None])
+        # A row that is not finite has no sound weights, and may have drawn a column that is no token.
+        return tokens.clamp_(max=self._vocab - 1), reached
+
+    def weights(self, rows: torch.Tensor, uploaded: _Uploaded) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The distributions of the rows that are not greedy, [drawn rows, vocab_size] fp32, each scaled so that its
+        likeliest token has weight 1: fp32 [drawn rows, SPAN * span_count(vocab_size)].
+
+        The second result, [drawn rows] bool, is False where top-p's prefix was not long enough; None without top-p.
+        """
+        n, vocab = rows.shape
+        padded = rows.new_empty(n, SPAN * span_count(vocab))
+        x = torch.sub(rows, rows.amax(dim=1, keepdim=True), out=padded[:, :vocab])
+        x.div_(self._get(uploaded, "temperature")[:, None])
+        for group in self._top_k:
+            chosen = self._get(uploaded, group.name)
+            part = x if len(group.rows) == n else x.index_select(0, chosen)
+            last = self._get(uploaded, f"{group.name} last")[:, None]
+            floor = part.topk(group.width, dim=1).values.gather(1, last)
+            self._drop_below(x, part, floor, chosen, -torch.inf)
+        x.exp_()
+        reached = torch.ones(n, dtype=torch.bool, device=rows.device)
+        for group in self._top_p:
+            chosen = self._get(uploaded, group.name)
+            part = x if len(group.rows) == n else x.index_select(0, chosen)
+            mass = self._get(uploaded, f"{group.name} mass")[:, None]
+            floor, enough = _nucleus_floor(part, mass, group.width)
+            self._drop_below(x, part, floor, chosen, 0.0)
+            reached.index_copy_(0, chosen, enough)
+        if self._has_min_p:
+            x.masked_fill_(x < self._get(uploaded, "min-p")[:, None], 0.0)
+        padded[:, vocab:].zero_()
+        return padded, reached if self._top_p else None
+
+    @staticmethod
+    def _drop_below(
+        x: torch.Tensor, part: torch.Tensor, floor: torch.Tensor, chosen: torch.Tensor, value: float
+    ) -> None:
+        """Set what is less than floor [len(part), 1] to `value`, in the rows `chosen` of x, which `part` is a copy of,
+        or x itself."""
+        part.masked_fill_(part < floor, value)
+        if part is not x:
+            x.index_copy_(0, chosen, part)
+
+    # -- on the host ----------------------------------------------------------------------------------------------
+
+    def read(self, values: _Reader) -> tuple[list[Sampled], list[int]]:
+        """The results of `run`: one Sampled for each row, and the rows that must be drawn with a longer prefix."""
+        n = len(self._specs)
+        tokens, flags = values.take(n).tolist(), values.take(n).tolist()
+        sampled = [
+            Sampled(token) if flag & _FINITE else Sampled(-1, error=_why_none(spec, flag))
+            for spec, token, flag in zip(self._specs, tokens, flags, strict=True)
+        ]
+        if self._asked:
+            own = values.take(len(self._asked)).view(np.float32).tolist()
+            shape = (len(self._asked), self._most)
+            logprobs = values.take(shape[0] * shape[1]).view(np.float32).reshape(shape).tolist()
+            ids = values.take(shape[0] * shape[1]).reshape(shape).tolist()
+            for row, i in enumerate(self._asked):
+                if sampled[i].error is None:
+                    wanted = self._specs[i].logprobs
+                    sampled[i].logprob = own[row]
+                    sampled[i].top = list(zip(ids[row][:wanted], logprobs[row][:wanted], strict=True))
+        short = [i for i in self._drawn if flags[i] & (_FINITE | _REACHED) == _FINITE] if self._top_p else []
+        return sampled, short
+
+
+def _why_none(spec: SampleSpec, flag: int) -> str:
+    """Why a row with these flags has no token."""
+    return _NOTHING_ALLOWED if spec.mask is not None and flag & _EMPTY else _NOT_FINITE
+
+
+def _nucleus_floor(weights: torch.Tensor, mass: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The smallest weight in each row's nucleus, [rows, 1], found among the `width` likeliest tokens.
+
+    The nucleus is the likeliest tokens up to and including the one with which their share of the row's weight reaches
+    mass [rows, 1]. The second result, [rows], is False where `width` tokens do not reach it; the floor is then too
+    high.
     """
-
-    def column(values: Sequence[float]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.float32, device=logits.device)[:, None]
-
-    vocab = logits.shape[1]
-    scaled = (logits - logits.amax(dim=1, keepdim=True)) / column([spec.temperature for spec in specs])
-    ks = [spec.top_k if 0 < spec.top_k < vocab else vocab for spec in specs]
-    if (largest := max((k for k in ks if k < vocab), default=0)) > 0:
-        values = scaled.topk(largest, dim=1).values
-        kth = torch.tensor([min(k, largest) - 1 for k in ks], device=logits.device)[:, None]
-        floor = values.gather(1, kth).where(column(ks) < vocab, -math.inf)
-        scaled.masked_fill_(scaled < floor, -math.inf)
-    nucleus = [i for i, spec in enumerate(specs) if spec.top_p < 1.0]
-    if nucleus:
-        rows = torch.tensor(nucleus, device=logits.device)
-        scaled[rows] = _top_p(scaled.index_select(0, rows), column([specs[i].top_p for i in nucleus]))
-    if any(spec.min_p > 0.0 for spec in specs):
-        floor = column([math.log(spec.min_p) if spec.min_p > 0.0 else -math.inf for spec in specs])
-        scaled.masked_fill_(scaled < floor, -math.inf)
-    return scaled
-
-
-def _top_p(scaled: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """Keep the likeliest tokens up to and including the one with which their sum reaches top_p [rows, 1]."""
-    probabilities = scaled.softmax(dim=1)
-    floor, reached = _nucleus_floor(probabilities, top_p, min(_TOP_P_PREFIX, scaled.shape[1]))
-    if not reached.all():
-        rows = (~reached).nonzero().flatten()
-        floor[rows], _ = _nucleus_floor(probabilities[rows], top_p[rows], scaled.shape[1])
-    return scaled.masked_fill(probabilities < floor, -math.inf)
-
-
-def _nucleus_floor(probabilities: torch.Tensor, top_p: torch.Tensor, prefix: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The smallest probability in each row's nucleus, [rows, 1], found among the `prefix` likeliest tokens.
-
-    The second result, [rows], is False where these tokens do not reach top_p, so the first result is not valid.
-    """
-    best = probabilities.topk(prefix, dim=1).values
+    best = weights.topk(width, dim=1).values
     sums = best.cumsum(dim=1, dtype=torch.float64)
-    size = ((sums - best) < top_p).sum(dim=1, keepdim=True).clamp_(min=1)
-    return best.gather(1, size - 1), (sums[:, -1:] >= top_p).flatten()
+    wanted = mass * weights.sum(dim=1, keepdim=True, dtype=torch.float64)
+    size = ((sums - best) < wanted).sum(dim=1, keepdim=True).clamp_(min=1)
+    everything = best[:, -1:] == 0 if width < weights.shape[1] else torch.ones_like(wanted, dtype=torch.bool)
+    return best.gather(1, size - 1), ((sums[:, -1:] >= wanted) | everything).flatten()
 
 
-def _draw(scaled: torch.Tensor, u: np.ndarray) -> torch.Tensor:
-    """Draw a token a row: the inverse of the cumulative distribution of its softmax, in order of token ids, at u
-    [rows]."""
-    sums = scaled.softmax(dim=1).cumsum(dim=1, dtype=torch.float64)
-    target = torch.from_numpy(u).to(scaled.device)[:, None] * sums[:, -1:]
-    # The first sum above the target. It is never a dropped token's, because the sum does not grow there.
-    return torch.searchsorted(sums, target, right=True).flatten()
+class _Reader:
+    """Reads an array from its start to its end."""
 
+    def __init__(self, values: npt.NDArray[np.int32]):
+        self._values, self._next = values, 0
 
-def _report(sampled: list[Sampled], asked: list[int], logits: torch.Tensor, specs: list[SampleSpec]) -> None:
-    """Add log-probabilities to the rows `asked`, of the distribution before rules, temperature and filters."""
-    rows = torch.tensor(asked, device=logits.device)
-    logprobs = logits.index_select(0, rows).log_softmax(dim=1)
-    tokens = torch.tensor([sampled[i].token for i in asked], device=logits.device)
-    own = logprobs.gather(1, tokens[:, None]).flatten().tolist()
-    counts = [specs[i].logprobs or 0 for i in asked]
-    most = min(max(counts), logits.shape[1])
-    top = logprobs.topk(most, dim=1)
-    tables = top.values.tolist(), top.indices.tolist()
-    for i, n, logprob, values, ids in zip(asked, counts, own, *tables, strict=True):
-        sampled[i].logprob = logprob
-        sampled[i].top = list(zip(ids[:n], values[:n], strict=True))
+    def take(self, n: int) -> npt.NDArray[np.int32]:
+        """The next `n` values."""
+        start, self._next = self._next, self._next + n
+        return self._values[start : self._next]

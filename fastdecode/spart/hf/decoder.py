@@ -22,7 +22,6 @@ from fastdecode.spart.exchange import Exchange, SlotViews
 from fastdecode.spart.hf.attention import running
 from fastdecode.spart.hf.model import HFModel
 from fastdecode.spart.prompt import PromptCache
-from fastdecode.spart.sampling import Sampler
 from fastdecode.transports.base import Link
 
 
@@ -37,7 +36,6 @@ class HFSPart(SPart):
         self._timeout = timeout
         self._views: dict[tuple[int, int], SlotViews] = {}
         self._prompts = PromptCache(self._config, model.device, model.dtype)
-        self._sampler = Sampler()
         self._keeps_some_logits = "logits_to_keep" in inspect.signature(model.module.forward).parameters
 
     def step(self, batch: StepBatch, keep_logits: bool = False) -> Generator[None, None, StepOutput]:
@@ -95,7 +93,7 @@ class HFSPart(SPart):
         """logits [sampled chunks, vocab_size] fp32 -> one Sampled or None for each chunk."""
         sampled: list[Sampled | None] = [None] * len(rows.chunks)
         if rows.sampled:
-            drawn = self._sampler(logits, rows.specs)
+            drawn = rows.sampler(logits, rows.uploaded)
             for i, token in zip(rows.sampled, drawn, strict=True):
                 sampled[i] = token
         return sampled
@@ -133,18 +131,13 @@ class _Forward:
     def run(self) -> torch.Tensor:
         """Run the model in the greenlet; returns logits [sampled chunks, vocab_size] fp32."""
         spart, rows = self._spart, self._rows
-        device = spart.model.device
-        keep = [rows.last_row[i] for i in rows.sampled]
-        logits = spart.logits_of(
-            torch.from_numpy(rows.tokens).to(device),
-            torch.from_numpy(rows.positions).to(device),
-            # A pass that samples nothing computes the logits of one row, because not every model accepts an empty
-            # `keep`.
-            torch.tensor(keep or [0], device=device),
-        )
+        tokens, positions, keep = (rows.uploaded[name] for name in ("tokens", "positions", "last rows"))
+        if not rows.sampled:  # the pass computes the logits of one row, because not every model accepts an empty `keep`
+            keep = tokens.new_zeros(1)
+        logits = spart.logits_of(tokens, positions, keep)
         if self._layer != len(self._layers):
             raise RuntimeError(f"the model called attention {self._layer} times; the trace has {len(self._layers)}")
-        return logits if keep else logits[:0]
+        return logits if rows.sampled else logits[:0]
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Attention of one layer: q [1, n_q_heads, rows, k_size], k and v with KV heads -> O [1, rows, n_q_heads,

@@ -1,0 +1,60 @@
+"""StepTable: the numbers that a step's device needs, in one buffer that one copy uploads; and the way back.
+
+A step synchronises the host with the device once, in `download`. So everything that the host knows about the step
+(tokens, positions, row numbers, sampling parameters) goes up at its start through pinned memory, in a copy that the
+host does not wait for, and all results come down in one copy at its end.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+#: Every array starts at a multiple of this many bytes, so that a part of the buffer can be viewed in its own dtype.
+_ALIGNMENT = 16
+
+
+class StepTable:
+    """Named one-dimensional arrays on their way to the device."""
+
+    def __init__(self) -> None:
+        self._arrays: dict[str, npt.NDArray[Any]] = {}
+
+    def add(self, name: str, values: npt.NDArray[Any]) -> None:
+        """Add an array [n] of a dtype that torch has. Raises ValueError for a name that the table has already."""
+        if name in self._arrays:
+            raise ValueError(f"the step's table has {name!r} already")
+        self._arrays[name] = values
+
+    def upload(self, device: torch.device) -> dict[str, torch.Tensor]:
+        """All arrays as tensors [n] on the device. On a CPU the tensors are the arrays themselves.
+
+        The host does not wait. torch reuses the pinned buffer only after the copy has been made.
+        """
+        if device.type == "cpu":
+            return {name: torch.from_numpy(values) for name, values in self._arrays.items()}
+        if not self._arrays:
+            return {}
+        offsets, size = {}, 0
+        for name, values in self._arrays.items():
+            offsets[name] = size
+            size += -(-values.nbytes // _ALIGNMENT) * _ALIGNMENT
+        staging = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        raw = staging.numpy()
+        for name, values in self._arrays.items():
+            raw[offsets[name] : offsets[name] + values.nbytes] = values.view(np.uint8)
+        uploaded = staging.to(device, non_blocking=True)
+        tensors = {}
+        for name, values in self._arrays.items():
+            part = uploaded[offsets[name] : offsets[name] + values.nbytes]
+            tensors[name] = part.view(torch.from_numpy(values).dtype)
+        return tensors
+
+
+def download(results: torch.Tensor) -> npt.NDArray[Any]:
+    """`results` as an array on the host. On a device that is not the CPU, this is a step's one synchronisation."""
+    array: npt.NDArray[Any] = results.to("cpu").numpy()
+    return array
