@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 from uuid import uuid4
 
 from fastdecode.api.generation import Choice, Piece, TokenLogprob
+from fastdecode.text.output.deltas import CallDelta, MessageDelta, OutputParser, PlainParser
 from fastdecode.text.tokenizer import Tokenizer
 
 _LEAST_LOGPROB = -9999.0  # OpenAI's stand-in for minus infinity, which JSON does not have
@@ -110,24 +111,77 @@ class ChatAnswer(Answer):
     chunk_object = "chat.completion.chunk"
     prompt_param = "messages"
 
+    def __init__(
+        self, model: str, tokenizer: Tokenizer, *, logprobs: bool, parser: Callable[[], OutputParser] = PlainParser
+    ):
+        """`parser()` makes the parser of a choice's text."""
+        super().__init__(model, tokenizer, logprobs=logprobs)
+        self._new_parser = parser
+        self._parsers: dict[int, OutputParser] = {}  # by the choice's index
+        self._call_ids: dict[tuple[int, int], str] = {}  # by the choice's index and the call's
+
+    def _parse(self, index: int, piece: Piece) -> MessageDelta:
+        """What a piece adds to the message of a choice."""
+        if (parser := self._parsers.get(index)) is None:
+            parser = self._parsers[index] = self._new_parser()
+        delta = parser.push(piece.text)
+        return delta + parser.finish() if piece.finish_reason else delta
+
     def choice(self, index: int, piece: Piece) -> dict[str, Any]:
+        delta = self._parse(index, piece)
+        message: dict[str, Any] = {"role": "assistant", "content": delta.content, "refusal": None}
+        if delta.reasoning:
+            message["reasoning_content"] = delta.reasoning
+        if delta.calls:
+            message["content"] = delta.content or None
+            message["tool_calls"] = self._whole_calls(index, delta.calls)
         return {
             "index": index,
-            "message": {"role": "assistant", "content": piece.text, "refusal": None},
+            "message": message,
             "logprobs": self._logprobs(piece.logprobs),
-            "finish_reason": piece.finish_reason,
+            "finish_reason": self._finish_reason(index, piece),
         }
 
     def deltas(self, index: int, piece: Piece) -> list[dict[str, Any]]:
+        parsed = self._parse(index, piece)
         # The role comes with the first token and not before it: clients take the first delta's time for the token's.
-        role = {} if index in self._begun else {"role": "assistant"}
+        message: dict[str, Any] = {} if index in self._begun else {"role": "assistant"}
         self._begun.add(index)
+        if parsed.reasoning:
+            message["reasoning_content"] = parsed.reasoning
+        if parsed.calls:
+            message["tool_calls"] = [self._call_delta(index, call) for call in parsed.calls]
+        if parsed.content or not (parsed.reasoning or parsed.calls):
+            message["content"] = parsed.content
         deltas = []
-        if role or piece.text or piece.logprobs or not piece.finish_reason:
-            deltas.append(_delta(index, role | {"content": piece.text}, self._logprobs(piece.logprobs)))
+        if any(message.values()) or piece.logprobs or not piece.finish_reason:
+            deltas.append(_delta(index, message, self._logprobs(piece.logprobs)))
         if piece.finish_reason:
-            deltas.append(_delta(index, {}, finish_reason=piece.finish_reason))
+            deltas.append(_delta(index, {}, finish_reason=self._finish_reason(index, piece)))
         return deltas
+
+    def _finish_reason(self, index: int, piece: Piece) -> str | None:
+        called = any(choice == index for choice, _ in self._call_ids)
+        return "tool_calls" if called and piece.finish_reason == "stop" else piece.finish_reason
+
+    def _call_delta(self, index: int, call: CallDelta) -> dict[str, Any]:
+        if call.name is None:
+            return {"index": call.index, "function": {"arguments": call.arguments}}
+        function = {"name": call.name, "arguments": call.arguments}
+        return {"index": call.index, "id": self._call_id(index, call), "type": "function", "function": function}
+
+    def _call_id(self, index: int, call: CallDelta) -> str:
+        """An id of nine letters and digits, because the templates of Mistral take no other."""
+        return self._call_ids.setdefault((index, call.index), uuid4().hex[:9])
+
+    def _whole_calls(self, index: int, deltas: Sequence[CallDelta]) -> list[dict[str, Any]]:
+        calls: list[dict[str, Any]] = []
+        for delta in deltas:
+            if delta.name is not None:
+                function = {"name": delta.name, "arguments": ""}
+                calls.append({"id": self._call_id(index, delta), "type": "function", "function": function})
+            calls[delta.index]["function"]["arguments"] += delta.arguments
+        return calls
 
     def _logprobs(self, entries: Sequence[TokenLogprob]) -> dict[str, Any] | None:
         if not self.logprobs:

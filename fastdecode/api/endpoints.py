@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import logging
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import orjson
 from aiohttp import web
@@ -17,19 +15,15 @@ from fastdecode.api.answers import Answer, ChatAnswer, CompletionAnswer, usage
 from fastdecode.api.errors import ApiError, from_engine, json_response
 from fastdecode.api.generation import Choice, EngineClient, Piece, Run, submit
 from fastdecode.api.metrics import Metrics
+from fastdecode.api.preparation import Preparation, shutting_down_error, with_grammar
 from fastdecode.api.protocol import ChatRequest, CompletionRequest, Generation, parse_chat, parse_completion
 from fastdecode.api.sse import EventStream
 from fastdecode.engine.request import EngineError
-from fastdecode.text.chat_template import ChatTemplateError
-from fastdecode.text.grammar import GrammarCompiler, GrammarError
+from fastdecode.text.output.deltas import ToolForm
+from fastdecode.text.output.dialogue import Dialogue
 from fastdecode.text.tokenizer import Detokenizer, Tokenizer
 
 log = logging.getLogger(__name__)
-
-_INLINE_CHARACTERS = 8192  # longer text is encoded in a thread, so that it does not delay the streams
-_MESSAGE_COST = 64  # a chat message takes a template about as long as so many characters take the tokenizer
-
-_T = TypeVar("_T")
 
 
 @dataclass(slots=True)
@@ -41,21 +35,24 @@ class Generator:
     model: str
     metrics: Metrics
     keep_alive_seconds: float
+    tool_form: ToolForm | None = None  # how the model writes tool calls; None: it is not known
+    reasoning: str | None = None  # how the model writes its reasoning (text/output/forms.py); None: as content
     closing: bool = False  # new requests are refused
     _runs: set[Run] = field(default_factory=set)
     _idle: asyncio.Event = field(default_factory=asyncio.Event)
-    _encoder: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "tokenizer"))
-    _grammars: GrammarCompiler = field(init=False)
+    _preparation: Preparation = field(init=False)
 
     def __post_init__(self) -> None:
         self._idle.set()
-        self._grammars = GrammarCompiler(self.tokenizer, self.engine.end_tokens)
+        self._preparation = Preparation(self.engine, self.tokenizer)
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/completions."""
         body: CompletionRequest = parse_completion(await self._json(request))
         self._check_model(body.generation)
-        prompts = await self._encode(body.prompts, "prompt") if isinstance(body.prompts[0], str) else body.prompts
+        prompts = (
+            await self._preparation.encode(body.prompts, "prompt") if isinstance(body.prompts[0], str) else body.prompts
+        )
         answer = CompletionAnswer(self.model, self.tokenizer, logprobs=body.generation.sampling.logprobs is not None)
         # The choice's text continues the prompt, so a leading space belongs to it.
         detokenizers = [lambda prompt=prompt: Detokenizer(self.tokenizer, prompt) for prompt in prompts]
@@ -65,20 +62,39 @@ class Generator:
         """POST /v1/chat/completions."""
         body: ChatRequest = parse_chat(await self._json(request))
         self._check_model(body.generation)
-        [prompt] = await self._encode([await self._render(body)], "messages", add_special_tokens=False)
-        answer = ChatAnswer(self.model, self.tokenizer, logprobs=body.generation.sampling.logprobs is not None)
-        return await self._answer(request, body.generation, [prompt], [lambda: Detokenizer(self.tokenizer)], answer)
+        dialogue = self._dialogue(body)
+        text = await self._preparation.render(body)
+        generation = with_grammar(body.generation, dialogue, text)
+        [prompt] = await self._preparation.encode([text], "messages", add_special_tokens=False)
+        answer = ChatAnswer(
+            self.model,
+            self.tokenizer,
+            logprobs=generation.sampling.logprobs is not None,
+            parser=lambda: dialogue.parser(text),
+        )
+        shown = dialogue.shown
+        detokenizer = lambda: Detokenizer(self.tokenizer, shown=shown)  # noqa: E731
+        return await self._answer(request, generation, [prompt], [detokenizer], answer)
+
+    def _dialogue(self, body: ChatRequest) -> Dialogue:
+        """How the answer to a chat is written and read. Raises ApiError (400) if tools cannot be used."""
+        use = body.tool_use
+        if use.tools and self.tool_form is None:
+            message = "the model's chat template has no tools in a form that is known; --tool-parser can name one"
+            raise ApiError(400, f"tools: {message}", param="tools", code="unsupported_value")
+        form = self.tool_form if use.tools else None
+        return Dialogue(self.tokenizer, form, use.callable_tools, use.must_call, use.parallel, self.reasoning)
 
     async def close(self, grace: float) -> None:
         """Refuse new requests, wait `grace` seconds for running requests to end, then end them with an error."""
-        self.closing = True
+        self.closing = self._preparation.closing = True
         try:
             async with asyncio.timeout(grace):
                 await self._idle.wait()
         except TimeoutError:
             for run in self._runs:
-                run.fail(_shutting_down_error())
-        self._encoder.shutdown(wait=False)
+                run.fail(shutting_down_error())
+        self._preparation.close()
 
     async def _json(self, request: web.Request) -> Any:
         if request.content_type != "application/json":
@@ -101,53 +117,6 @@ class Generator:
                 code="model_not_found",
             )
 
-    async def _encode(self, texts: Sequence[str], param: str, *, add_special_tokens: bool = True) -> list[list[int]]:
-        """Token ids of each text. `param` is the request's field with the texts, for a text that is too long."""
-        if sum(map(len, texts)) <= _INLINE_CHARACTERS:
-            return self.tokenizer.encode_all(texts, add_special_tokens=add_special_tokens)
-        limit = self.engine.max_model_len
-        if (fewest := max(map(self.tokenizer.fewest_tokens, texts))) >= limit:
-            # Encoding megabytes takes seconds of a core, only to find the same.
-            message = f"the prompt has at least {fewest} tokens; the context is {limit}, output included"
-            raise ApiError(400, message, param=param, code="context_length_exceeded")
-        return await self._in_thread(lambda: self.tokenizer.encode_all(texts, add_special_tokens=add_special_tokens))
-
-    async def _render(self, body: ChatRequest) -> str:
-        """The text of a chat. Raises ApiError (400) if the model's template refuses it."""
-
-        def render() -> str:
-            return self.tokenizer.render_chat(body.messages, **body.template_variables)
-
-        try:
-            if sum(len(message["content"]) + _MESSAGE_COST for message in body.messages) <= _INLINE_CHARACTERS:
-                return render()
-            return await self._in_thread(render)
-        except ChatTemplateError as error:
-            raise ApiError(400, str(error), param="messages", code="chat_template_error") from None
-
-    async def _prepare(self, generation: Generation) -> Generation:
-        """`generation` with what takes long to make. Raises ApiError (400) for a grammar that cannot be used."""
-        made: dict[str, Any] = {}
-        if (wanted := generation.grammar) is not None:
-            try:
-                made["grammar"] = await self._in_thread(lambda: self._grammars.compile(wanted.spec))
-            except GrammarError as error:
-                raise wanted.error(error) from None
-        if generation.bad_words:
-            # A word is other tokens at the start of a text than behind a space.
-            words = [space + word.lstrip() for word in generation.bad_words for space in ("", " ")]
-            encoded = await self._encode(words, "bad_words", add_special_tokens=False)
-            made["bad_words"] = tuple({tuple(word) for word in encoded if word})
-        if not made:
-            return generation
-        return dataclasses.replace(generation, sampling=dataclasses.replace(generation.sampling, **made))
-
-    async def _in_thread(self, work: Callable[[], _T]) -> _T:
-        """Do long work in a thread, one piece at a time, so that it does not delay the streams."""
-        if self.closing:
-            raise _shutting_down_error()
-        return await asyncio.get_running_loop().run_in_executor(self._encoder, work)
-
     async def _answer(
         self,
         request: web.Request,
@@ -157,7 +126,7 @@ class Generator:
         answer: Answer,
     ) -> web.StreamResponse:
         if self.closing:
-            raise _shutting_down_error()
+            raise shutting_down_error()
         n = generation.n
         if (choices := len(prompts) * n) > self.engine.max_queued:
             raise ApiError(
@@ -167,7 +136,7 @@ class Generator:
                 param="n" if n > 1 else answer.prompt_param,
                 code="too_many_choices",
             )
-        generation = await self._prepare(generation)
+        generation = await self._preparation.finish(generation)
         try:
             run = submit(
                 self.engine,
@@ -235,7 +204,3 @@ class Generator:
             await events.send([answer.chunk(None, usage(run.choices, generation.n), with_usage=True)])
         await events.done()
         return events.response
-
-
-def _shutting_down_error() -> ApiError:
-    return ApiError(503, "the server is shutting down", code="shutting_down", headers={"Connection": "close"})

@@ -10,7 +10,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fastdecode.api.fields import Fields, invalid, is_boolean, is_integer, is_object, is_one_of
+from fastdecode.api.messages import read_messages
 from fastdecode.api.structured import GrammarField, read_grammar
+from fastdecode.api.tools import ToolUse, read_tools
 from fastdecode.engine.request import SamplingParams
 from fastdecode.text.chat_template import RESERVED_VARIABLES
 
@@ -23,8 +25,6 @@ MAX_BIASES = 1024
 MAX_BAD_WORDS = 1024
 _DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens on /v1/completions
 _MAX_INT = 2**31 - 1
-
-_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 
 # Labels of a request, which never change its answer.
 _LABELS = ("user", "safety_identifier", "prompt_cache_key", "request_id", "chat_id", "session_id")
@@ -54,21 +54,11 @@ _NEUTRAL_CHAT = _NEUTRAL | {
     "function_call": is_one_of("none", "auto"),  # "auto" without functions is "none"
     "functions": is_one_of([]),
     "modalities": is_one_of(["text"]),
-    "parallel_tool_calls": is_one_of(True, False),  # applies to tools only, and there are none
     "prediction": is_one_of(),
     # How much a model reasons is for its template, which chat_template_kwargs reaches.
     "reasoning_effort": is_one_of("none", "minimal", "low", "medium", "high"),
-    "tool_choice": is_one_of("none", "auto"),
-    "tools": is_one_of([]),
     "verbosity": is_one_of("medium"),
     "web_search_options": is_one_of(),
-}
-_NEUTRAL_MESSAGE = {
-    "annotations": is_one_of([]),
-    "audio": is_one_of(),
-    "function_call": is_one_of(),
-    "refusal": is_one_of(),
-    "tool_calls": is_one_of([]),
 }
 
 
@@ -105,8 +95,9 @@ class ChatRequest:
     """A body of /v1/chat/completions. The `messages` suit a chat template: every content is a string."""
 
     generation: Generation
-    messages: list[dict[str, str]]
+    messages: list[dict[str, Any]]
     template_variables: dict[str, Any]
+    tool_use: ToolUse
 
 
 def parse_completion(body: Any) -> CompletionRequest:
@@ -131,7 +122,8 @@ def parse_chat(body: Any) -> ChatRequest:
     """Check a decoded JSON body. Raises ApiError (400)."""
     fields = Fields(body)
     model = fields.string("model")
-    messages = _messages(fields.required("messages"))
+    messages = read_messages(fields.required("messages"))
+    tool_use = read_tools(fields)
     n = fields.integer("n", 1, MAX_N, 1)
     max_tokens = _max_tokens(fields, None)
     wants_logprobs = fields.boolean("logprobs")
@@ -147,7 +139,7 @@ def parse_chat(body: Any) -> ChatRequest:
     )
     variables = _template_variables(fields)
     fields.refuse_others(_NEUTRAL_CHAT)
-    return ChatRequest(generation, messages, variables)
+    return ChatRequest(generation, messages, variables, tool_use)
 
 
 def _max_tokens(fields: Fields, default: int | None) -> int | None:
@@ -282,44 +274,6 @@ def _prompts(prompt: Any) -> list[str] | list[list[int]]:
 def _is_token_ids(value: Any) -> bool:
     """Whether `value` is a list of at least one token id. Lists can be long, so no Python loop runs over them."""
     return isinstance(value, list) and set(map(type, value)) == {int} and min(value) >= 0 and max(value) <= _MAX_INT
-
-
-def _messages(messages: Any) -> list[dict[str, str]]:
-    if not isinstance(messages, list) or not messages:
-        raise invalid("messages", "must be a list of at least one message")
-    return [_message(Fields(message, f"messages[{i}]")) for i, message in enumerate(messages)]
-
-
-def _message(fields: Fields) -> dict[str, str]:
-    role = fields.string("role")
-    if role not in _ROLES:
-        raise invalid(fields.param("role"), f"must be one of {', '.join(_ROLES)}")
-    message = {"role": _ROLES[role], "content": _content(fields.required("content"), fields.param("content"))}
-    for name in ("name", "reasoning_content"):
-        if (value := fields.string(name)) is not None:
-            message[name] = value
-    fields.refuse_others(_NEUTRAL_MESSAGE)
-    return message
-
-
-def _content(content: Any, param: str) -> str:
-    """A message's text. The parts of a list of parts are joined by newlines."""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list) or not content:
-        raise invalid(param, "must be a string or a list of text parts")
-    texts = []
-    for i, part in enumerate(content):
-        fields = Fields(part, f"{param}[{i}]")
-        if (kind := fields.required("type")) != "text":
-            raise invalid(
-                fields.param("type"), f"only text parts are supported, not {kind!r}", code="unsupported_value"
-            )
-        if (text := fields.string("text")) is None:
-            raise invalid(fields.param("text"), "this field is required")
-        texts.append(text)
-        fields.refuse_others({})
-    return "\n".join(texts)
 
 
 def _template_variables(fields: Fields) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from fastdecode.api.health import EngineHealth, health
 from fastdecode.api.metrics import CONTENT_TYPE, Metrics
 from fastdecode.api.middleware import errors_as_json, require_key
 from fastdecode.engine.stats import EngineObserver
+from fastdecode.text.output.forms import reasoning_form, tool_form
 from fastdecode.text.tokenizer import Tokenizer
 
 MAX_BODY_BYTES = 8 * 2**20
@@ -44,6 +45,8 @@ def make_app(
     model_name: str,
     *,
     api_key: str | None = None,
+    tool_parser: str = "auto",
+    reasoning_parser: str = "auto",
     max_body_bytes: int = MAX_BODY_BYTES,
     keep_alive_seconds: float = 15.0,
     stalled_after_seconds: float = 60.0,
@@ -52,13 +55,24 @@ def make_app(
 
     Args:
         api_key: the key that every path but /health requires; None: no path requires a key.
+        tool_parser: how the model writes tool calls: a key of TOOL_FORMS, or "auto": as its chat template says.
+        reasoning_parser: how it writes its reasoning: one of REASONING_FORMS, "none", or "auto".
         max_body_bytes: longer bodies get status 413.
         keep_alive_seconds: a stream without text for this long sends a comment.
         stalled_after_seconds: /health has status 503 if there is work and no step has completed for this long.
     """
     metrics = Metrics(model_name, lambda: engine.stats)
     engine.observer = metrics
-    generator = Generator(engine, tokenizer, model_name, metrics, keep_alive_seconds)
+    template = tokenizer.template_source
+    generator = Generator(
+        engine,
+        tokenizer,
+        model_name,
+        metrics,
+        keep_alive_seconds,
+        tool_form=tool_form(tool_parser, template),
+        reasoning=reasoning_form(reasoning_parser, template),
+    )
     model = {
         "id": model_name,
         "object": "model",

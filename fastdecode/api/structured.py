@@ -22,10 +22,11 @@ class GrammarField:
     param: str
     spec: GrammarSpec
 
-    def error(self, error: GrammarError) -> ApiError:
-        """The answer (400) to a grammar that cannot be used."""
-        code = "unsupported_value" if isinstance(error, GrammarsUnavailable) else "invalid_grammar"
-        return invalid(self.param, str(error), code=code)
+
+def grammar_error(param: str, error: GrammarError) -> ApiError:
+    """The answer (400) to a grammar that cannot be used, which the field `param` asks for."""
+    code = "unsupported_value" if isinstance(error, GrammarsUnavailable) else "invalid_grammar"
+    return invalid(param, str(error), code=code)
 
 
 def read_grammar(fields: Fields) -> GrammarField | None:

@@ -19,6 +19,7 @@ from fastdecode import __version__
 from fastdecode.daemon.machine import parse_cpu_list
 from fastdecode.kernels._native import MAX_THREADS
 from fastdecode.region.contract import KV_DTYPES, MAX_ROWS, MAX_SLOTS
+from fastdecode.text.output.forms import REASONING_FORMS, TOOL_FORMS
 from fastdecode.transports.session import secret_fault
 
 
@@ -153,6 +154,18 @@ class NodeConfig:
     port: int = _option("port that the API listens on; 0: any free one", 8000, role="s", parse=_port)
     api_key_file: Path | None = _option(
         "file with the key that clients must present; default: no key is needed", role="s", parse=Path, metavar="FILE"
+    )
+    tool_parser: str = _option(
+        "how the model writes tool calls; auto: as its chat template says",
+        "auto",
+        role="s",
+        choices=("auto", *TOOL_FORMS),
+    )
+    reasoning_parser: str = _option(
+        "how the model writes its reasoning, which chats get as reasoning_content; none: as a part of the content",
+        "auto",
+        role="s",
+        choices=("auto", "none", *REASONING_FORMS),
     )
     r_node: tuple[str, ...] = _option(
         "an R-node to use (repeatable); default: an embedded R-node, a child process over shared memory",

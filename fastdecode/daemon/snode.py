@@ -137,7 +137,15 @@ async def _serve(
         r_node_links.watch(engine)
         stack.callback(r_node_links.unwatch)
         stack.callback(asyncio.create_task(log_activity(engine)).cancel)
-        server = await serve(make_app(engine, tokenizer, name, api_key=api_key), sockets)
+        app = make_app(
+            engine,
+            tokenizer,
+            name,
+            api_key=api_key,
+            tool_parser=config.tool_parser,
+            reasoning_parser=config.reasoning_parser,
+        )
+        server = await serve(app, sockets)
         stack.push_async_callback(server.close)
         _print_greeting(config.host, server.port, name)
         await shutdown

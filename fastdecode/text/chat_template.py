@@ -41,14 +41,24 @@ class ChatTemplate:
             ) from None
 
     def render(
-        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **variables: Any
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **variables: Any,
     ) -> str:
         """The prompt of a conversation as text. The template does not see keys of messages whose value is None.
 
-        Raises ChatTemplateError.
+        `tools` are the definitions of functions as OpenAI's API has them. Raises ChatTemplateError.
         """
         messages = [{key: value for key, value in message.items() if value is not None} for message in messages]
-        known = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": add_generation_prompt}
+        known = {
+            "messages": messages,
+            "tools": tools or None,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+        }
         try:
             return self._template.render(self._special_tokens | variables | known)
         except jinja2.TemplateError as error:

@@ -49,8 +49,10 @@ class GrammarSpec:
     kind: Kind
     text: str
     white_space: str = JSON_WHITE_SPACE
-    #: The grammar begins after the token with this text; until then every token is allowed. None: at once.
+    #: The grammar begins behind the first token with this text; until then every token is allowed. None: at once.
     after: str | None = None
+    #: With `after`: the grammar begins at once unless the text's first token is this one. None: it never does.
+    unless: str | None = None
 
 
 class GrammarCompiler:
@@ -102,33 +104,44 @@ class GrammarCompiler:
         matcher = llguidance.LLMatcher(self._backend, source, log_level=0)
         if matcher.is_error():
             raise GrammarError(_one_line(matcher.get_error()))
-        after = None if spec.after is None else self._tokenizer.token_id(spec.after)
-        if spec.after is not None and after is None:
-            raise GrammarError(f"the tokenizer has no token {spec.after!r}, after which the grammar would begin")
-        return Grammar(matcher, self._backend.vocab_size, after, self._masks)
+        after, unless = (self._token_id(text) for text in (spec.after, spec.unless))
+        return Grammar(matcher, self._backend.vocab_size, after, unless, self._masks)
+
+    def _token_id(self, text: str | None) -> int | None:
+        if text is not None and (token := self._tokenizer.token_id(text)) is not None:
+            return token
+        if text is not None:
+            raise GrammarError(f"the tokenizer has no token {text!r}, after which the grammar would begin")
+        return None
 
 
 class Grammar:
     """A compiled grammar."""
 
-    def __init__(self, matcher: Any, vocab_size: int, after: int | None, pool: ThreadPoolExecutor):
-        self._matcher, self._vocab_size, self._after, self._pool = matcher, vocab_size, after, pool
+    def __init__(self, matcher: Any, vocab_size: int, after: int | None, unless: int | None, pool: ThreadPoolExecutor):
+        self._matcher, self._vocab_size, self._pool = matcher, vocab_size, pool
+        self._after, self._unless = after, unless
 
     def start(self) -> GrammarState:
         """The state before the first token of a new text."""
-        return GrammarState(self._matcher.deep_copy(), self._vocab_size, self._after, self._pool)
+        return GrammarState(self._matcher.deep_copy(), self._vocab_size, self._after, self._unless, self._pool)
 
 
 class GrammarState:
     """Follows one text. Its mask is computed in another thread as soon as a token is known."""
 
-    def __init__(self, matcher: Any, vocab_size: int, after: int | None, pool: ThreadPoolExecutor):
-        self._matcher, self._after, self._pool = matcher, after, pool
+    def __init__(self, matcher: Any, vocab_size: int, after: int | None, unless: int | None, pool: ThreadPoolExecutor):
+        self._matcher, self._pool = matcher, pool
+        self._after, self._unless = after, unless
         self._mask = np.empty((vocab_size + 31) // 32, np.int32)
         self._ready: Future[None] = pool.submit(self._compute)
 
     def advance(self, token: int) -> None:
         """Take the next token of the text, which the mask allowed."""
+        if self._unless is not None:
+            if token != self._unless:
+                self._after = None
+            self._unless = None
         if self._after is None:
             self._ready = self._pool.submit(self._consume, token)
         elif token == self._after:
@@ -137,12 +150,14 @@ class GrammarState:
     def fill(self, row: npt.NDArray[np.int32]) -> None:
         """Clear the bits of tokens that may not come next; bit i % 32 of row[i // 32] is token i. Clears all bits if
         the grammar cannot be followed any more. Waits for the mask."""
-        if self._after is not None:
+        if self._after is not None and self._unless is None:
             return
         self._ready.result()
         n = min(len(row), len(self._mask))
         row[:n] &= self._mask[:n]
         row[n:] = 0
+        if self._unless is not None:
+            row.view(np.uint32)[self._unless // 32] |= np.uint32(1 << self._unless % 32)
 
     def _consume(self, token: int) -> None:
         self._matcher.consume_token(token)

@@ -43,6 +43,7 @@ class Tokenizer:
         self._special_ids = frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
         self._added_ids = frozenset(backend.get_added_tokens_decoder())
         self._byte_level = _uses(backend.decoder, "ByteLevel")
+        self.template_source = template or ""
         self._template = None if template is None else ChatTemplate(template, self._named)
         self._shrink = _shrink(backend) if self._byte_level else None
         self._longest_token = max(len(text.encode()) for text in backend.get_vocab(with_added_tokens=True))
@@ -112,6 +113,14 @@ class Tokenizer:
         """Whether the token has text: it is not a special token, and the tokenizer knows its id."""
         return token not in self._special_ids and self._backend.id_to_token(token) is not None
 
+    def is_special(self, token: int) -> bool:
+        """Whether the token is a special one, which a decoded text leaves out by default."""
+        return token in self._special_ids
+
+    def is_added(self, token: int) -> bool:
+        """Whether the token is written out in the text as a whole, and not found by the model of the tokenizer."""
+        return token in self._added_ids
+
     def token_bytes(self, token: int) -> bytes:
         """The bytes of a token anywhere but at the start of a text; b"" for an unknown id."""
         text = self._backend.id_to_token(token)
@@ -173,22 +182,39 @@ class Detokenizer:
     _CONTEXT = 8  # with this many tokens before them, tokens decode as in the whole text
     _MAX_WINDOW = 64  # longest window while the text never ends on a whole character
 
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()):
-        """The text continues that of `prompt`, with its leading space; without a prompt it starts a new text."""
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt: Sequence[int] = (),
+        *,
+        shown: frozenset[int] = frozenset(),
+        skip_special_tokens: bool = True,
+    ):
+        """The text continues that of `prompt`, with its leading space; without a prompt it starts a new text.
+
+        `shown` are special tokens that are text all the same; without `skip_special_tokens`, all are.
+        """
         self._tokenizer = tokenizer
-        self._window = [token for token in prompt[-self._CONTEXT :] if tokenizer.is_text(token)]
+        self._shown, self._skip = shown, skip_special_tokens
+        self._window = [token for token in prompt[-self._CONTEXT :] if self._is_text(token)]
         self._clean = len(self._window)  # number of tokens in the window that are context
         while self._decode(self._window[: self._clean]).endswith(_REPLACEMENT):
             self._clean -= 1
         self._sent = len(self._decode(self._window[: self._clean]))  # returned characters of the window's text
         self._held = 0  # number of last tokens after each of which the text ended within a character
 
+    def _is_text(self, token: int) -> bool:
+        if self._tokenizer.is_special(token):
+            return not self._skip or token in self._shown
+        return self._tokenizer.is_text(token)
+
     def _decode(self, ids: list[int]) -> str:
-        return self._tokenizer.decode(ids) if ids else ""
+        # The window has only tokens that are text, so no special one is left out here.
+        return self._tokenizer.decode(ids, skip_special_tokens=False) if ids else ""
 
     def push(self, token: int) -> str:
         """Take a token, and return the text that it adds; "" for special tokens and for parts of a character."""
-        if not self._tokenizer.is_text(token):
+        if not self._is_text(token):
             return ""
         self._window.append(token)
         text = self._decode(self._window)

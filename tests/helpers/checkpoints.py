@@ -166,20 +166,26 @@ def _config(family: str, overrides: dict[str, Any]) -> Any:
     return AutoConfig.for_model(family, **(common | overrides))
 
 
-def write_tokenizer(directory: Path) -> None:
-    """A byte-level BPE of VOCAB_SIZE tokens that can spell anything; <s> is 0, </s> is 1."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+def write_tokenizer(
+    directory: Path, *, specials: tuple[str, ...] = (), plain: tuple[str, ...] = (), chat_template: str = CHAT_TEMPLATE
+) -> Path:
+    """A byte-level BPE of VOCAB_SIZE tokens that can spell anything; <s> is 0, </s> is 1.
+
+    `specials` are further special tokens, and `plain` are added tokens that are none. Returns `directory`.
+    """
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE,
-        special_tokens=_SPECIAL,
+        vocab_size=VOCAB_SIZE - len(plain),
+        special_tokens=[*_SPECIAL, *specials],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     tokenizer.train_from_iterator(_SENTENCES, trainer)
+    tokenizer.add_tokens([AddedToken(text, normalized=False, special=False) for text in plain])
     tokenizer.save(str(directory / "tokenizer.json"))
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -187,6 +193,7 @@ def write_tokenizer(directory: Path) -> None:
         "eos_token": "</s>",
         "pad_token": "<pad>",
         "model_max_length": MAX_POSITIONS,
-        "chat_template": CHAT_TEMPLATE,
+        "chat_template": chat_template,
     }
     (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
+    return directory

@@ -1,0 +1,104 @@
+"""What has to be made of a request before it can be submitted: token ids, rendered chats, compiled grammars.
+
+Work that may take long is done in a thread, one piece at a time, so that it does not delay the streams.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from fastdecode.api.errors import ApiError
+from fastdecode.api.generation import EngineClient
+from fastdecode.api.protocol import ChatRequest, Generation
+from fastdecode.api.structured import GrammarField, grammar_error
+from fastdecode.text.chat_template import ChatTemplateError
+from fastdecode.text.grammar import GrammarCompiler, GrammarError
+from fastdecode.text.output.dialogue import Dialogue
+from fastdecode.text.tokenizer import Tokenizer
+
+_INLINE_CHARACTERS = 8192  # longer text is encoded in a thread
+_MESSAGE_COST = 64  # a chat message takes a template about as long as so many characters take the tokenizer
+
+_T = TypeVar("_T")
+
+
+class Preparation:
+    """Prepares the requests of one server. All methods raise ApiError (400; 503 once it is closing)."""
+
+    def __init__(self, engine: EngineClient, tokenizer: Tokenizer):
+        self._engine, self._tokenizer = engine, tokenizer
+        self._thread = ThreadPoolExecutor(1, "tokenizer")
+        self._grammars = GrammarCompiler(tokenizer, engine.end_tokens)
+        self.closing = False
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=False)
+
+    async def encode(self, texts: Sequence[str], param: str, *, add_special_tokens: bool = True) -> list[list[int]]:
+        """Token ids of each text. `param` is the request's field with the texts, for a text that is too long."""
+        if sum(map(len, texts)) <= _INLINE_CHARACTERS:
+            return self._tokenizer.encode_all(texts, add_special_tokens=add_special_tokens)
+        limit = self._engine.max_model_len
+        if (fewest := max(map(self._tokenizer.fewest_tokens, texts))) >= limit:
+            # Encoding megabytes takes seconds of a core, only to find the same.
+            message = f"the prompt has at least {fewest} tokens; the context is {limit}, output included"
+            raise ApiError(400, message, param=param, code="context_length_exceeded")
+        return await self._in_thread(lambda: self._tokenizer.encode_all(texts, add_special_tokens=add_special_tokens))
+
+    async def render(self, chat: ChatRequest) -> str:
+        """The text of a chat."""
+
+        def render() -> str:
+            return self._tokenizer.render_chat(
+                chat.messages, tools=chat.tool_use.definitions, **chat.template_variables
+            )
+
+        try:
+            if sum(len(message["content"]) + _MESSAGE_COST for message in chat.messages) <= _INLINE_CHARACTERS:
+                return render()
+            return await self._in_thread(render)
+        except ChatTemplateError as error:
+            raise ApiError(400, str(error), param="messages", code="chat_template_error") from None
+
+    async def finish(self, generation: Generation) -> Generation:
+        """`generation` with a compiled grammar and encoded bad words, if it has them."""
+        made: dict[str, Any] = {}
+        if (wanted := generation.grammar) is not None:
+            try:
+                made["grammar"] = await self._in_thread(lambda: self._grammars.compile(wanted.spec))
+            except GrammarError as error:
+                raise grammar_error(wanted.param, error) from None
+        if generation.bad_words:
+            # A word is other tokens at the start of a text than behind a space.
+            words = [space + word.lstrip() for word in generation.bad_words for space in ("", " ")]
+            encoded = await self.encode(words, "bad_words", add_special_tokens=False)
+            made["bad_words"] = tuple({tuple(word) for word in encoded if word})
+        if not made:
+            return generation
+        return dataclasses.replace(generation, sampling=dataclasses.replace(generation.sampling, **made))
+
+    async def _in_thread(self, work: Callable[[], _T]) -> _T:
+        if self.closing:
+            raise shutting_down_error()
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+
+def with_grammar(generation: Generation, dialogue: Dialogue, prompt: str) -> Generation:
+    """`generation` with the grammar of an answer to `prompt`, whose form is `dialogue`. Raises ApiError (400)."""
+    asked = generation.grammar
+    try:
+        spec = dialogue.grammar(prompt, asked.spec if asked else None)
+    except GrammarError as error:
+        raise grammar_error(asked.param if asked else "tools", error) from None
+    if spec is None:
+        return generation
+    param = asked.param if asked else "tool_choice" if dialogue.must_call else "tools"
+    return dataclasses.replace(generation, grammar=GrammarField(param, spec))
+
+
+def shutting_down_error() -> ApiError:
+    return ApiError(503, "the server is shutting down", code="shutting_down", headers={"Connection": "close"})

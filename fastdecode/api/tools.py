@@ -1,0 +1,88 @@
+"""The fields about tools: `tools`, `tool_choice`, `parallel_tool_calls`."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+from fastdecode.api.fields import Fields, invalid
+from fastdecode.text.output.deltas import Tool
+
+MAX_TOOLS = 256
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """What a request says about tools. Without tools, or with tool_choice "none", `tools` is empty."""
+
+    tools: tuple[Tool, ...] = ()
+    definitions: list[dict[str, Any]] = field(default_factory=list)  # of `tools`, for the chat template
+    must_call: bool = False  # tool_choice is "required" or names a function
+    callable_tools: tuple[Tool, ...] = ()  # those that the choice leaves
+    parallel: bool = True
+
+
+def read_tools(fields: Fields) -> ToolUse:
+    """Read the fields about tools. Raises ApiError (400)."""
+    parallel = fields.boolean("parallel_tool_calls", True)
+    value, choice = fields.take("tools"), fields.take("tool_choice")
+    entries = [] if value is None else value
+    if not isinstance(entries, list):
+        raise invalid("tools", "must be a list of tools")
+    if len(entries) > MAX_TOOLS:
+        raise invalid("tools", f"at most {MAX_TOOLS} tools")
+    pairs = [_tool(Fields(entry, f"tools[{i}]")) for i, entry in enumerate(entries)]
+    tools = tuple(tool for tool, _ in pairs)
+    names = [tool.name for tool in tools]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise invalid("tools", f"two tools are called {twice}")
+    if choice in (None, "auto", "none"):
+        if choice == "none" or not tools:
+            return ToolUse()
+        return ToolUse(tools, [definition for _, definition in pairs], False, tools, parallel)
+    if not tools:
+        raise invalid("tool_choice", "there are no tools to choose from")
+    chosen = tools
+    if choice != "required":
+        named = _named(choice)
+        if named not in names:
+            raise invalid("tool_choice", f"there is no tool {named!r}")
+        chosen, parallel = (tools[names.index(named)],), False
+    return ToolUse(tools, [definition for _, definition in pairs], True, chosen, parallel)
+
+
+def _tool(fields: Fields) -> tuple[Tool, dict[str, Any]]:
+    if (kind := fields.required("type")) != "function":
+        raise invalid(fields.param("type"), f"only functions are supported, not {kind!r}", code="unsupported_value")
+    function = Fields(fields.required("function"), fields.param("function"))
+    name = function.string("name")
+    if name is None or not _NAME.fullmatch(name):
+        raise invalid(function.param("name"), "must be a name of at most 128 letters, digits, _, . and -")
+    definition: dict[str, Any] = {"name": name}
+    if (description := function.string("description")) is not None:
+        definition["description"] = description
+    parameters = function.take("parameters")
+    if parameters is not None and not isinstance(parameters, dict):
+        raise invalid(function.param("parameters"), "must be a JSON schema: an object")
+    definition["parameters"] = {"type": "object", "properties": {}} if parameters is None else parameters
+    strict = function.boolean("strict")
+    function.refuse_others({})
+    fields.refuse_others({})
+    return Tool(name, parameters, strict), {"type": "function", "function": definition}
+
+
+def _named(choice: Any) -> str:
+    """The function that a tool_choice names."""
+    if not isinstance(choice, dict):
+        raise invalid("tool_choice", 'must be "none", "auto", "required" or name a function')
+    fields = Fields(choice, "tool_choice")
+    if (kind := fields.required("type")) != "function":
+        raise invalid(fields.param("type"), f"only functions are supported, not {kind!r}", code="unsupported_value")
+    function = Fields(fields.required("function"), fields.param("function"))
+    if (name := function.string("name")) is None:
+        raise invalid(function.param("name"), "this field is required")
+    function.refuse_others({})
+    fields.refuse_others({})
+    return name

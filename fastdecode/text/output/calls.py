@@ -1,0 +1,175 @@
+"""A tool call written as a JSON object, {"name": ..., "arguments": {...}}, read while it is being written."""
+
+from __future__ import annotations
+
+import json
+
+from fastdecode.text.output.deltas import CallDelta, MessageDelta
+
+_ARGUMENTS = ("arguments", "parameters")
+
+
+class CallScanner:
+    """Reads one JSON object, character by character.
+
+    Attributes:
+        name: the value of "name", once it is complete.
+        raw: the object's text so far.
+        done: the object is complete.
+        broken: the text is not an object of this kind, so `raw` is plain text.
+    """
+
+    def __init__(self) -> None:
+        self.name: str | None = None
+        self.raw = ""
+        self.done = False
+        self.broken = False
+        self._depth = 0  # of braces and brackets
+        self._in_string = False
+        self._escaped = False
+        self._key: str | None = None  # the key at depth 1 whose value is being read
+        self._start = 0  # where the string or the value begins in `raw`
+        self._in_value = False
+        self._arguments = ""  # text of the arguments that `take` has not returned
+        self._begun = False  # the value is not white space alone
+        self._quoted = False  # the arguments are a string that holds JSON
+
+    @classmethod
+    def of_arguments(cls, name: str) -> CallScanner:
+        """A scanner that stands before the arguments of a call of `name`; after them it is `between`."""
+        scanner = cls()
+        scanner.push(f'{{"name": {json.dumps(name)}, "arguments": ')
+        return scanner
+
+    @property
+    def between(self) -> bool:
+        """Whether the arguments' own object is complete."""
+        return self._depth == 1 and self._in_value and self.raw.endswith("}")
+
+    @property
+    def is_call(self) -> bool:
+        """Whether the name is known."""
+        return self.name is not None and not self.broken
+
+    def take(self) -> str:
+        """The text of the arguments that has come since the last call."""
+        taken, self._arguments = self._arguments, ""
+        return taken
+
+    def push(self, text: str) -> str:
+        """Take more text; returns what is left of it behind the object, or once the object is broken."""
+        for i, character in enumerate(text):
+            if self.done or self.broken:
+                return text[i:]
+            self.raw += character
+            self._advance(character)
+        return ""
+
+    def push_arguments(self, text: str) -> str:
+        """As `push`, but stops behind the arguments' object."""
+        for i, character in enumerate(text):
+            if self.between or self.broken:
+                return text[i:]
+            self.push(character)
+        return ""
+
+    def _advance(self, c: str) -> None:
+        if self._depth == 0:
+            if c == "{":
+                self._depth = 1
+            elif not c.isspace():
+                self.broken = True
+            return
+        if self._in_string:
+            self._string(c)
+        elif c == '"':
+            if self._depth == 1 and not self._in_value:
+                self._start = len(self.raw) - 1
+            self._in_string = True
+            self._value(c)
+        elif c in "{[":
+            self._depth += 1
+            self._value(c)
+        elif c in "}]":
+            self._depth -= 1
+            if self._depth == 0:
+                self._end_value()
+                self.done = True
+            else:
+                self._value(c)
+        elif c == "," and self._depth == 1:
+            self._end_value()
+        elif c == ":" and self._depth == 1 and not self._in_value:
+            self._in_value, self._begun, self._start = True, False, len(self.raw)
+        else:
+            self._value(c)
+
+    def _string(self, c: str) -> None:
+        self._value(c)
+        if self._escaped:
+            self._escaped = False
+        elif c == "\\":
+            self._escaped = True
+        elif c == '"':
+            self._in_string = False
+            if self._depth == 1 and not self._in_value:
+                self._key = self._decoded(self.raw[self._start :])
+
+    def _value(self, c: str) -> None:
+        """Take a character of a value at depth 1 or deeper."""
+        if not self._in_value or self._key not in _ARGUMENTS:
+            return
+        if not self._begun:
+            self._begun, self._quoted = not c.isspace(), c == '"'
+        if self._begun and not self._quoted:
+            self._arguments += c
+
+    def _end_value(self) -> None:
+        if not self._in_value:
+            return
+        value = self.raw[self._start : -1].strip()
+        if self._key == "name":
+            self.name = self._decoded(value)
+        elif self._key in _ARGUMENTS and self._quoted:
+            self._arguments += self._decoded(value) or ""
+        self._in_value, self._key = False, None
+
+    def _decoded(self, text: str) -> str | None:
+        """The string of a JSON string; None, and `broken`, for another value."""
+        try:
+            value = json.loads(text, strict=False)
+        except ValueError:
+            value = None
+        if not isinstance(value, str):
+            self.broken = True
+            return None
+        return value
+
+
+class CallEmitter:
+    """Turns what scanners have read into the deltas of a message's calls."""
+
+    def __init__(self, parallel: bool):
+        """Without `parallel`, calls after the first one are dropped."""
+        self.n = 0  # calls begun, those that are dropped not counted
+        self._parallel = parallel
+        self._current: CallScanner | None = None  # whose name has been emitted
+
+    def emit(self, scanner: CallScanner, delta: MessageDelta) -> None:
+        """Add what is new of the call that `scanner` reads."""
+        if not scanner.is_call or self.drops(scanner):
+            return
+        if self._current is not scanner:
+            self._current = scanner
+            self.n += 1
+            delta.calls.append(CallDelta(self.n - 1, scanner.name))
+        if arguments := scanner.take():
+            delta.calls.append(CallDelta(self.n - 1, None, arguments))
+
+    def began(self, scanner: CallScanner) -> bool:
+        """Whether the reader has been told of this call."""
+        return self._current is scanner
+
+    def drops(self, scanner: CallScanner) -> bool:
+        """Whether this call comes after the only one allowed."""
+        return not self._parallel and self.n > 0 and self._current is not scanner

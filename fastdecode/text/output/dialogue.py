@@ -1,0 +1,117 @@
+"""Dialogue: how one chat request's messages are written and read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from fastdecode.text.grammar import GrammarError, GrammarSpec
+from fastdecode.text.output import lark, reasoning
+from fastdecode.text.output.deltas import OutputParser, PlainParser, Tool, ToolForm
+from fastdecode.text.output.forms import TOOL_FORMS
+from fastdecode.text.output.harmony import HarmonyForm, HarmonyParser, final_channel
+from fastdecode.text.output.reasoning import ThinkParser
+from fastdecode.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Dialogue:
+    """The forms of a request's answer.
+
+    Attributes:
+        form: how the model writes tool calls; None: the request has no tools.
+        tools: what the model may call.
+        must_call: the answer is at least one call.
+        parallel: the answer may have several calls.
+        reasoning: a name of forms.REASONING_FORMS, or None: reasoning is not told from content.
+    """
+
+    tokenizer: Tokenizer
+    form: ToolForm | None
+    tools: Sequence[Tool] = ()
+    must_call: bool = False
+    parallel: bool = True
+    reasoning: str | None = None
+
+    @property
+    def shown(self) -> frozenset[int]:
+        """The special tokens that the parser has to see as text."""
+        markers = self.form.markers if self.form is not None else ()
+        if self.reasoning == "think":
+            markers += (reasoning.OPEN, reasoning.CLOSE)
+        elif self.reasoning is not None:
+            markers += TOOL_FORMS[self.reasoning].markers
+        found = (self.tokenizer.token_id(marker) for marker in markers)
+        return frozenset(token for token in found if token is not None)
+
+    @property
+    def plain(self) -> bool:
+        """Whether all text is content."""
+        return self.form is None and self.reasoning is None
+
+    def parser(self, prompt: str) -> OutputParser:
+        """A parser for one choice of the answer to `prompt`."""
+        if self._harmony:
+            return HarmonyParser(self.parallel)
+        inner = PlainParser() if self.form is None else self.form.parser(self.tools, parallel=self.parallel)
+        if self.reasoning != "think":
+            return inner
+        return ThinkParser(inner, begun=_thinks(prompt))
+
+    @property
+    def _harmony(self) -> bool:
+        return isinstance(self.form, HarmonyForm) or self.reasoning == HarmonyForm.name
+
+    def grammar(self, prompt: str, answer: GrammarSpec | None) -> GrammarSpec | None:
+        """The grammar of the answer to `prompt`; `answer` is what its content must follow, None: anything.
+
+        Raises GrammarError.
+        """
+        literal = self._literal()
+        spec = answer
+        if self.form is not None:
+            spec = self._with_tools(self.form, literal, answer)
+        elif answer is not None and self._harmony:
+            spec = GrammarSpec("lark", f"start: {final_channel(literal)} answer\n{lark.answer_rule(answer)}")
+        if spec is None or spec.after is not None or self.reasoning != "think" or self._harmony:
+            return spec
+        if self.tokenizer.token_id(reasoning.CLOSE) is None or prompt.rstrip().endswith(reasoning.CLOSE):
+            return spec
+        may_begin = None if _thinks(prompt) else reasoning.OPEN
+        if may_begin is not None and self.tokenizer.token_id(may_begin) is None:
+            return spec
+        return replace(spec, after=reasoning.CLOSE, unless=may_begin)
+
+    def _with_tools(
+        self, form: ToolForm, literal: Callable[[str], str], answer: GrammarSpec | None
+    ) -> GrammarSpec | None:
+        def calls(opened: bool = False) -> str:
+            return form.grammar(self.tools, parallel=self.parallel, literal=literal, opened=opened)
+
+        if self.must_call:
+            return GrammarSpec("lark", f"start: calls\n{calls()}")
+        if answer is not None:
+            before = final_channel(literal) if self._harmony else ""
+            return GrammarSpec("lark", f"start: calls | {before} answer\n{lark.answer_rule(answer)}\n{calls()}")
+        if not any(tool.strict for tool in self.tools):
+            return None
+        if form.opening is not None and self.tokenizer.token_id(form.opening) is not None:
+            return GrammarSpec("lark", f"start: calls\n{calls(opened=True)}", after=form.opening)
+        if (plain := form.plain(literal)) is not None:
+            return GrammarSpec("lark", f"start: calls | plain\n{plain}\n{calls()}")
+        raise GrammarError("strict tools need a tokenizer with a token for the beginning of a call")
+
+    def _literal(self) -> Callable[[str], str]:
+        def literal(text: str) -> str:
+            token = self.tokenizer.token_id(text)
+            if token is not None and self.tokenizer.is_added(token):
+                return f"<[{token}]>"
+            return json.dumps(text, ensure_ascii=False)
+
+        return literal
+
+
+def _thinks(prompt: str) -> bool:
+    """Whether the prompt ends within the model's reasoning."""
+    return prompt.rstrip().endswith(reasoning.OPEN)

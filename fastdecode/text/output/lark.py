@@ -1,0 +1,51 @@
+"""Pieces of grammars of tool calls, in llguidance's dialect of Lark."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+
+from fastdecode.text.grammar import JSON_WHITE_SPACE, GrammarError, GrammarSpec
+from fastdecode.text.output.deltas import Tool
+
+
+def arguments_rule(name: str, tool: Tool) -> str:
+    """A rule for the arguments of `tool`. A keyword that llguidance lacks is ignored unless the tool is strict."""
+    schema = tool.parameters if isinstance(tool.parameters, dict) else {"type": "object"}
+    options = {"whitespace_pattern": JSON_WHITE_SPACE, "lenient": not tool.strict}
+    return f"{name}: %json {json.dumps({'x-guidance': options, **schema}, ensure_ascii=False)}"
+
+
+def rules(tools: Sequence[Tool], call: Callable[[str, str], str]) -> list[str]:
+    """The rule `call`, which is one call of any tool; `call(name, arguments)` writes it from a name and a rule."""
+    lines = ["call: " + " | ".join(f"call_{i}" for i in range(len(tools)))]
+    for i, tool in enumerate(tools):
+        lines += [f"call_{i}: {call(tool.name, f'args_{i}')}", arguments_rule(f"args_{i}", tool)]
+    return lines
+
+
+def text(value: str) -> str:
+    """A text as it stands in a grammar."""
+    return json.dumps(value, ensure_ascii=False)
+
+
+def json_call(key: str) -> Callable[[str, str], str]:
+    """The writer of a call as a JSON object, {"name": ..., KEY: ...}."""
+    return lambda name, arguments: text(f'{{"name": {json.dumps(name)}, "{key}": ') + f' {arguments} "}}"'
+
+
+def answer_rule(spec: GrammarSpec) -> str:
+    """The rule `answer`: a text that follows `spec`. Raises GrammarError for a Lark grammar, which has rules of its
+    own."""
+    match spec.kind:
+        case "json_schema":
+            schema = json.loads(spec.text)
+            schema = schema if isinstance(schema, dict) else {"allOf": [schema]}
+            options = {"whitespace_pattern": spec.white_space} if spec.white_space else {"whitespace_flexible": False}
+            return f"answer: %json {json.dumps({'x-guidance': options, **schema}, ensure_ascii=False)}"
+        case "regex":
+            escaped = spec.text.replace("/", "\\/")
+            return f"answer: /{escaped}/"
+        case "choice":
+            return "answer: " + " | ".join(text(choice) for choice in json.loads(spec.text))
+    raise GrammarError("a grammar of its own rules cannot be combined with this model's form of messages or with tools")

@@ -1,0 +1,88 @@
+"""Tool calls of Llama 3: the message is a JSON object, {"name": ..., "parameters": {...}}, maybe behind <|python_tag|>;
+several are separated by semicolons."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from fastdecode.text.output import lark
+from fastdecode.text.output.calls import CallEmitter, CallScanner
+from fastdecode.text.output.deltas import MessageDelta, OutputParser, Tool, ToolForm
+
+TAG = "<|python_tag|>"
+
+
+class Llama3Form(ToolForm):
+    name = "llama3"
+    markers = (TAG,)
+
+    def parser(self, tools: Sequence[Tool], *, parallel: bool) -> OutputParser:
+        return _Llama3Parser({tool.name for tool in tools}, parallel)
+
+    def grammar(
+        self, tools: Sequence[Tool], *, parallel: bool, literal: Callable[[str], str], opened: bool = False
+    ) -> str:
+        more = '("; " call)*' if parallel else ""
+        return "\n".join([f"calls: call {more}", *lark.rules(tools, lark.json_call("parameters"))])
+
+    def plain(self, literal: Callable[[str], str]) -> str | None:
+        return "plain: PLAIN\nPLAIN: /[^{](.|\\n)*/"
+
+
+class _Llama3Parser(OutputParser):
+    def __init__(self, names: set[str], parallel: bool):
+        self._names = names
+        self._emitter = CallEmitter(parallel)
+        self._scanner: CallScanner | None = None
+        self._held = ""  # before an object: white space, separators, the tag
+        self._is_text = False  # the message is no call, or has gone on as text
+
+    def push(self, text: str) -> MessageDelta:
+        delta = MessageDelta()
+        while text:
+            if self._is_text:
+                delta.content += text
+                break
+            if self._scanner is None:
+                text = self._before(self._held + text, delta)
+            else:
+                text = self._read(self._scanner, text, delta)
+        return delta
+
+    def _before(self, text: str, delta: MessageDelta) -> str:
+        """Look for the first object, or the next one."""
+        self._held = ""
+        stripped = text.lstrip("; \t\r\n" if self._emitter.n else None)
+        if not stripped or (TAG.startswith(stripped) and stripped != TAG):
+            self._held = text
+            return ""
+        stripped = stripped.removeprefix(TAG).lstrip()
+        if not stripped:
+            self._held = text
+            return ""
+        if stripped.startswith("{"):
+            self._scanner = CallScanner()
+            return stripped
+        self._is_text = True
+        return stripped if self._emitter.n else text
+
+    def _read(self, scanner: CallScanner, text: str, delta: MessageDelta) -> str:
+        rest = scanner.push(text)
+        if scanner.broken or (scanner.name is not None and scanner.name not in self._names):
+            self._is_text, self._scanner = True, None
+            return scanner.raw + rest
+        self._emitter.emit(scanner, delta)
+        if scanner.done:
+            self._scanner = None
+            if scanner.name is None:
+                self._is_text = True
+                return scanner.raw + rest
+        return rest
+
+    def finish(self) -> MessageDelta:
+        scanner, held = self._scanner, self._held
+        if scanner is None:
+            return MessageDelta(content="" if self._emitter.n else held)
+        if self._emitter.began(scanner) or self._emitter.drops(scanner):
+            return MessageDelta()
+        return MessageDelta(content=scanner.raw)

@@ -1,0 +1,201 @@
+"""The parsers of tool calls and reasoning: by hand-written messages in each model family's own form, cut anywhere."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+
+from fastdecode.text.output.deltas import MessageDelta, PlainParser, Tool
+from fastdecode.text.output.forms import TOOL_FORMS, reasoning_form, tool_form
+from fastdecode.text.output.reasoning import ThinkParser
+
+pytestmark = pytest.mark.quick
+
+TOOLS = [Tool("weather"), Tool("add"), Tool("no_args")]
+W = ("weather", {"city": 'Zürich "old" {town}', "days": [1, {"a": "}"}]})
+A = ("add", {"a": 1, "b": -2.5e3})
+
+
+def js(call, key="arguments", **options):
+    return json.dumps({"name": call[0], key: call[1]}, ensure_ascii=False, **options)
+
+
+def gpt_oss(call, recipient_first=False):
+    args = json.dumps(call[1], ensure_ascii=False)
+    if recipient_first:
+        return f" to=functions.{call[0]}<|channel|>commentary json<|message|>{args}<|call|>"
+    return f"<|channel|>commentary to=functions.{call[0]} <|constrain|>json<|message|>{args}<|call|>"
+
+
+THOUGHT = "<|channel|>analysis<|message|>Let me <see>.<|end|><|start|>assistant"
+
+#: form, text, content, reasoning, calls
+CASES = {
+    "hermes one": ("hermes", f"<tool_call>\n{js(W)}\n</tool_call>", "", "", [W]),
+    "hermes two": (
+        "hermes",
+        f"Sure. <tool_call>\n{js(W)}\n</tool_call>\n<tool_call>{js(A)}</tool_call>",
+        "Sure.",
+        "",
+        [W, A],
+    ),
+    "hermes indented": ("hermes", f"<tool_call>{js(A, indent=2)}</tool_call>\n", "", "", [A]),
+    "hermes text": ("hermes", "a < b, <tool> and\n\n more ", "a < b, <tool> and\n\n more ", "", []),
+    "hermes text after": ("hermes", f"<tool_call>{js(A)}</tool_call>\n\nDone now.", "Done now.", "", [A]),
+    "hermes no end tag": ("hermes", f"<tool_call>\n{js(A)}", "", "", [A]),
+    "hermes no json": ("hermes", "<tool_call>weather(1)", "<tool_call>weather(1)", "", []),
+    "hermes no name": ("hermes", '<tool_call>{"name": 5}</tool_call>', '<tool_call>{"name": 5}</tool_call>', "", []),
+    "hermes arguments first": (
+        "hermes",
+        '<tool_call>{"arguments": {"a": 1}, "name": "add"}</tool_call>',
+        "",
+        "",
+        [("add", {"a": 1})],
+    ),
+    "hermes arguments as text": (
+        "hermes",
+        '<tool_call>{"name": "add", "arguments": "{\\"a\\": 1}"}</tool_call>',
+        "",
+        "",
+        [("add", {"a": 1})],
+    ),
+    "llama3 bare": ("llama3", js(W, "parameters"), "", "", [W]),
+    "llama3 tag": ("llama3", "<|python_tag|>" + js(A, "parameters"), "", "", [A]),
+    "llama3 two": ("llama3", js(W, "parameters") + "; " + js(A, "parameters"), "", "", [W, A]),
+    "llama3 text": ("llama3", "No {braces} here.", "No {braces} here.", "", []),
+    "llama3 other json": ("llama3", '{"answer": 42}', '{"answer": 42}', "", []),
+    "llama3 other name": ("llama3", '{"name": "Ann", "parameters": {}}', '{"name": "Ann", "parameters": {}}', "", []),
+    "llama3 cut json": ("llama3", '{"na', '{"na', "", []),
+    "mistral list": ("mistral", f"[TOOL_CALLS] [{js(W)}, {js(A)}]", "", "", [W, A]),
+    "mistral text and list": ("mistral", f"Well [1] . [TOOL_CALLS][{js(A)}]", "Well [1] .", "", [A]),
+    "mistral args": (
+        "mistral",
+        f"[TOOL_CALLS]weather[ARGS]{json.dumps(W[1])}[TOOL_CALLS]add[CALL_ID]123456789[ARGS]{json.dumps(A[1])}",
+        "",
+        "",
+        [W, A],
+    ),
+    "mistral text": ("mistral", "See [TOOL_KIT] [1", "See [TOOL_KIT] [1", "", []),
+    "gpt-oss call": ("gpt-oss", THOUGHT + gpt_oss(W), "", "Let me <see>.", [W]),
+    "gpt-oss recipient first": ("gpt-oss", gpt_oss(A, True), "", "", [A]),
+    "gpt-oss final": (
+        "gpt-oss",
+        THOUGHT + "<|channel|>final<|message|>a <| b<|return|>",
+        "a <| b",
+        "Let me <see>.",
+        [],
+    ),
+    "gpt-oss preamble": (
+        "gpt-oss",
+        "<|channel|>commentary<|message|>I'll look.<|end|><|start|>assistant" + gpt_oss(A),
+        "I'll look.",
+        "",
+        [A],
+    ),
+    "gpt-oss without its end": ("gpt-oss", gpt_oss(A).removesuffix("<|call|>"), "", "", [A]),
+    "gpt-oss plain": ("gpt-oss", "Hello", "Hello", "", []),
+}
+
+
+def parse(parser, pieces):
+    delta = MessageDelta()
+    for piece in pieces:
+        delta += parser.push(piece)
+    return delta + parser.finish()
+
+
+def calls_of(delta):
+    calls = []
+    for call in delta.calls:
+        if call.name is not None:
+            assert call.index == len(calls)
+            calls.append([call.name, ""])
+        calls[call.index][1] += call.arguments
+    return [(name, json.loads(arguments)) for name, arguments in calls]
+
+
+def cuts(text, seed):
+    rng, pieces = random.Random(seed), []
+    while text:
+        n = rng.choice([1, 1, 2, 3, 7, 40])
+        pieces.append(text[:n])
+        text = text[n:]
+    return pieces
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("seed", [None, -1, *range(6)], ids=str)
+def test_messages_cut_anywhere(case, seed):
+    form, text, content, reasoning, calls = CASES[case]
+    pieces = [text] if seed is None else list(text) if seed == -1 else cuts(text, seed)
+    delta = parse(TOOL_FORMS[form].parser(TOOLS, parallel=True), pieces)
+    assert (delta.content, delta.reasoning) == (content, reasoning)
+    assert calls_of(delta) == calls
+
+
+@pytest.mark.parametrize("case", [case for case, values in CASES.items() if len(values[4]) == 2])
+def test_without_parallel_calls_the_first_one_stays(case):
+    form, text, content, _, calls = CASES[case]
+    delta = parse(TOOL_FORMS[form].parser(TOOLS, parallel=False), list(text))
+    assert (delta.content, calls_of(delta)) == (content, calls[:1])
+
+
+@pytest.mark.parametrize("form", TOOL_FORMS)
+def test_arguments_stream_as_they_come(form):
+    """The text of the arguments is not held back to their end."""
+    text = next(values[1] for case, values in CASES.items() if values[0] == form and values[4][:1] == [W])
+    parser, before = TOOL_FORMS[form].parser(TOOLS, parallel=True), 0
+    for character in text:
+        before += sum(len(call.arguments) > 0 for call in parser.push(character).calls)
+    assert before > 20
+
+
+@pytest.mark.parametrize("begun", [False, True])
+@pytest.mark.parametrize(
+    ("text", "content", "reasoning"),
+    [
+        ("I see.</think>\n\nYes.", "Yes.", "I see."),
+        ("I see. < </thin", "", "I see. < </thin"),
+        ("a</think>", "", "a"),
+    ],
+)
+def test_think(begun, text, content, reasoning):
+    text = text if begun else "\n<think>" + text
+    for pieces in ([text], list(text), cuts(text, 1)):
+        delta = parse(ThinkParser(PlainParser(), begun=begun), pieces)
+        assert (delta.content, delta.reasoning) == (content, reasoning)
+
+
+@pytest.mark.parametrize("text", ["Yes.", " \n", "", "<thin", "<b>x</b>", "a <think> b"])
+def test_an_answer_without_reasoning(text):
+    for pieces in ([text], list(text)):
+        delta = parse(ThinkParser(PlainParser(), begun=False), pieces)
+        assert (delta.content, delta.reasoning) == (text, "")
+
+
+def test_a_call_behind_reasoning():
+    text = f"<think>hm <tool_call></think>\n\n<tool_call>{js(A)}</tool_call>"
+    delta = parse(ThinkParser(TOOL_FORMS["hermes"].parser(TOOLS, parallel=True), begun=False), list(text))
+    assert (delta.content, delta.reasoning, calls_of(delta)) == ("", "hm <tool_call>", [A])
+
+
+@pytest.mark.parametrize(
+    ("template", "tools", "reasoning"),
+    [
+        ("{% if tools %}<tool_call>{% endif %}", "hermes", None),
+        ("{% if tools %}<tool_call>{% endif %}</think>", "hermes", "think"),
+        ("{{ tools }}[AVAILABLE_TOOLS][TOOL_CALLS]", "mistral", None),
+        ("{{ tools }}<|start_header_id|>", "llama3", None),
+        ("{{ tools }}<|channel|>", "gpt-oss", "gpt-oss"),
+        ("<|start_header_id|>", None, None),
+        ("{{ tools }}", None, None),
+    ],
+)
+def test_a_template_tells_its_forms(template, tools, reasoning):
+    form = tool_form("auto", template)
+    assert (form and form.name) == tools
+    assert reasoning_form("auto", template) == reasoning
+    assert tool_form("mistral", template) is TOOL_FORMS["mistral"]
+    assert reasoning_form("none", template) is None and reasoning_form("think", template) == "think"
