@@ -42,8 +42,9 @@ if TYPE_CHECKING:
     from fastdecode.transports.base import Link
 
 
-#: Mini-batches are evened out when sequences come or go, and after so many steps in any case, because sequences grow.
-_BALANCE_EVERY = 16
+#: Mini-batches are evened out after so many steps, and at once if one has more than twice the sequences of another. Not
+#: in every step: a sequence that is moved waits for a step of its new mini-batch that is in flight.
+_BALANCE_EVERY = 17  # a prime above the number of mini-batches, so that each has its turn
 
 #: Part of a step that a move between mini-batches must save.
 _LEAST_GAIN = 0.02
@@ -64,8 +65,7 @@ class Scheduler:
         self.reused_tokens = 0  # those of them that a FORK has shared
         self.changed = False  # another mini-batch may have work now; the reader clears it
         self._staging = StagingBudget(limits.max_staged_tokens)
-        self._uneven = True  # sequences have come or gone since the last balance
-        self._calls = count()
+        self._calls = count(1)
         self._starved: list[Sequence] = []  # wait for a page, in order of arrival
         self._failed: list[tuple[Sequence, str]] = []
         self._forks: list[Sequence] = []
@@ -308,7 +308,6 @@ class Scheduler:
             seq.in_flight = True
             self._forks.append(seq)
         insort(self.mini_batches[mini_batch], seq, key=BY_ARRIVAL)
-        self._uneven = True
 
     # -- pages ----------------------------------------------------------------------------------------------------
 
@@ -358,7 +357,6 @@ class Scheduler:
         self.mini_batches[seq.mini_batch].remove(seq)
         seq.mini_batch = None
         self._staging.drop(seq)
-        self._uneven = True
         if seq in self._starved:
             self._starved.remove(seq)
         self.cluster.release(seq, sound and not seq.prefilling)
@@ -379,9 +377,9 @@ class Scheduler:
         unfinished prompt stays, so that no mini-batch gets a second one.
         """
         batches = self.mini_batches
-        if len(batches) < 2 or not (self._uneven or next(self._calls) % _BALANCE_EVERY == 0):
+        lopsided = len(batches[mini_batch]) > 1 + 2 * min(map(len, batches))
+        if len(batches) < 2 or not (lopsided or next(self._calls) % _BALANCE_EVERY == 0):
             return
-        self._uneven = False
         costs = self.cluster.costs
         loads = [self._loads(batch) for batch in batches]
         seconds = [load.seconds(costs) for load in loads]

@@ -147,7 +147,7 @@ def test_mini_batches_are_evened_out_by_their_r_part_not_by_count():
     scheduler = Scheduler(cluster, SchedulerLimits(2, 9000, 64))
     for i, n in enumerate([8000] + [200] * 30):
         scheduler.add(sequence(i, n, 100))
-    for _ in range(20):
+    for _ in range(40):
         for mini_batch in (0, 1):
             plan = scheduler.schedule(mini_batch)
             scheduler.complete(plan, [SimpleNamespace(token=1, error=None) if c.sample else None for c in plan.chunks])
