@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
@@ -48,17 +47,29 @@ class Run:
 
 
 class StepCost(NamedTuple):
-    """The computed time of a step: the S-Part and the R-Part overlap, and the slower one counts."""
+    """The computed cost of a step. Steps in flight share the S-node; the R-Part of a step overlaps its S-Part."""
 
     s_seconds: float  # S-Part of a step, whatever its batch
     s_row_seconds: float  # and for each row of a prompt
     s_pair_seconds: float  # and for each key that such a row attends to
     r_token_seconds: float  # R-Part, for each cached token that a row attends to
 
-    def __call__(self, plan: Plan) -> float:
-        """Seconds that a step takes."""
-        s_part = self.s_seconds + self.s_row_seconds * plan.prompts.rows + self.s_pair_seconds * plan.prompts.pairs
-        return max(s_part, self.r_token_seconds * load_of(plan))
+    def s_part(self, plan: Plan) -> float:
+        """Seconds of the S-Part of a step that has the S-node to itself."""
+        return self.s_seconds + self.s_row_seconds * plan.prompts.rows + self.s_pair_seconds * plan.prompts.pairs
+
+    def r_part(self, plan: Plan) -> float:
+        """Seconds of the R-Part of a step."""
+        return self.r_token_seconds * load_of(plan)
+
+
+@dataclass(slots=True)
+class _Flight:
+    plan: Plan
+    begun: float
+    s_part: float  # seconds that it takes alone
+    r_end: float
+    left: float = 1.0  # part of the S-Part that is to come
 
 
 def load_of(plan: Plan) -> int:
@@ -69,7 +80,7 @@ def load_of(plan: Plan) -> int:
 def simulate(
     requests: Iterable[Request],
     limits: SchedulerLimits,
-    step_seconds: Callable[[Plan], float],
+    cost: StepCost,
     leases: Iterable[int] = (1_000_000,),
     **options: Any,
 ) -> Run:
@@ -86,7 +97,7 @@ def simulate(
     todo = sorted(requests, reverse=True)
     outputs: dict[Sequence, int] = {}
     run, now, order = Run(), 0.0, 0
-    flights: list[tuple[float, int, Plan, float]] = []  # when it ends, mini-batch, plan, seconds
+    flights: dict[int, _Flight] = {}
     while todo or scheduler.has_work:
         while todo and todo[-1].arrival <= now:
             request = todo.pop()
@@ -94,25 +105,29 @@ def simulate(
             outputs[seq] = request.n_output
             order += 1
             scheduler.add(seq)
-        busy = {mini_batch for _, mini_batch, _, _ in flights}
         for mini_batch in range(limits.mini_batches):
-            if mini_batch not in busy and (plan := scheduler.schedule(mini_batch)) is not None:
-                seconds = step_seconds(plan)
-                run.step_seconds.append(seconds)
+            if mini_batch not in flights and (plan := scheduler.schedule(mini_batch)) is not None:
+                flights[mini_batch] = _Flight(plan, now, cost.s_part(plan), now + cost.r_part(plan))
                 run.loads.append(load_of(plan))
                 run.batches.append(scheduler.n_running)
-                heapq.heappush(flights, (now + seconds, mini_batch, plan, seconds))
         freed = _acknowledge(cluster)
-        if not flights:
-            if not todo and not freed:
-                raise RuntimeError("the simulated scheduler has work and plans no step")
-            now = max(now, todo[-1].arrival) if todo else now
-            continue
-        if todo and todo[-1].arrival < flights[0][0]:
-            now = max(now, todo[-1].arrival)
-            continue
-        now, _, plan, seconds = heapq.heappop(flights)
-        _complete(scheduler, plan, seconds, now, outputs, run)
+        if not flights and not todo and not freed:
+            raise RuntimeError("the simulated scheduler has work and plans no step")
+        # The runner computes a layer of each step in turn, so all advance at the pace of one round.
+        round_seconds = sum(flight.s_part for flight in flights.values() if flight.left)
+        waits = [flight.left * round_seconds or flight.r_end - now for flight in flights.values()]
+        if todo and not freed:
+            waits.append(todo[-1].arrival - now)
+        passed = max(0.0, min(waits, default=0.0))
+        now += passed
+        for mini_batch, flight in list(flights.items()):
+            if flight.left:
+                flight.left -= passed / round_seconds
+                flight.left *= flight.left > 1e-9
+            if not flight.left and flight.r_end <= now + 1e-12:
+                del flights[mini_batch]
+                run.step_seconds.append(now - flight.begun)
+                _complete(scheduler, flight.plan, now - flight.begun, now, outputs, run)
         _acknowledge(cluster)
     run.seconds, run.preemptions = now, scheduler.preemptions
     return run
