@@ -14,6 +14,7 @@
     decoder      SPart: one step of one mini-batch, a generator that yields while the R-nodes attend
     exchange     a step's Q, K, V and O rows in the slots of its links
     prompt       attention of prompts, which the S-node computes
+    attention    attention by torch's fused kernels, in parts that can be merged
     rope         rotary position embedding
     layers       norms and activations
     step_table   what a step's device needs, in one upload, and its results, in one download

@@ -1,7 +1,8 @@
 """Attention of prompts, which the S-node computes; the R-node only appends their K and V.
 
 A prompt that is prefilled in one chunk needs only its own rows. For a prompt of several chunks, the K and V of the
-earlier chunks are staged here until the last chunk has passed all layers.
+earlier chunks are staged here until the last chunk has passed all layers. A chunk attends to its own rows causally and
+to all earlier ones, in two parts that are merged, so no mask is made that grows with the prompt.
 """
 
 from __future__ import annotations
@@ -11,8 +12,12 @@ from collections.abc import Hashable
 import torch
 import torch.nn.functional as F
 
+from fastdecode.spart.attention import attend
 from fastdecode.spart.batch import Chunk
 from fastdecode.spart.shape import AttentionShape
+
+#: Rows of a block of attention with a sliding window.
+_WINDOW_ROWS = 256
 
 
 class PromptCache:
@@ -89,46 +94,57 @@ class PromptChunk:
         self._heads = (config.n_q_heads, config.n_kv_heads, config.head_size)
         self._scale, self._windows = config.softmax_scale, config.windows
         self.prompt = prompt
-        self._masks: dict[int, torch.Tensor] = {}
+        self._masks: dict[tuple[int, int, int], torch.Tensor] = {}
 
     def attend(self, layer: int, q: torch.Tensor, kv: torch.Tensor, out: torch.Tensor) -> None:
         """Attention of the chunk's rows: q [n, n_q_heads * d] and kv [n, 2 * n_kv_heads * d] -> out [n, n_q_heads *
         d]."""
-        n_q, n_kv, size = self._heads
+        _, n_kv, size = self._heads
         n, pos = len(q), self.chunk.pos
         if self.prompt is not None:
             everything = self.prompt.kv[layer, : pos + n]
             everything[pos:] = kv
             kv = everything
+        # [KV heads, query heads of each, rows, size]: K and V are read once for all query heads of a group.
+        grouped = q.view(n, n_kv, -1, size).permute(1, 2, 0, 3)
+        k, v = kv.view(pos + n, 2, n_kv, 1, size).permute(1, 2, 3, 0, 4).expand(-1, -1, grouped.shape[1], -1, -1)
         window = self._windows[layer]
-        if not window or pos + n <= window:
-            window = 0
-        first = max(0, pos - window + 1) if window else 0  # the earliest position that a row attends to
-        k, v = kv[first:].view(pos + n - first, 2, n_kv, size).permute(1, 2, 0, 3)[:, None]
-        attended = F.scaled_dot_product_attention(
-            q.view(n, n_q, size).transpose(0, 1)[None],
-            k,
-            v,
-            attn_mask=self._mask(window, first, q) if pos or window else None,
-            is_causal=not (pos or window),
-            scale=self._scale,
-            enable_gqa=n_q != n_kv,
-        )
-        out.view(n, n_q, size).copy_(attended[0].transpose(0, 1))
+        if window and pos + n > window:
+            attended = self._attend_window(window, grouped, k, v)
+        else:
+            attended, log_sum = attend(grouped, k[:, :, pos:], v[:, :, pos:], True, self._scale)
+            if pos:
+                earlier, earlier_log_sum = attend(grouped, k[:, :, :pos], v[:, :, :pos], False, self._scale)
+                share = torch.sigmoid(earlier_log_sum - log_sum).to(q.dtype)[..., None]
+                attended = torch.lerp(attended, earlier, share)
+        out.view(n, n_kv, -1, size).copy_(attended.permute(2, 0, 1, 3))
 
-    def _mask(self, window: int, first: int, like: torch.Tensor) -> torch.Tensor:
-        """Additive mask [n, positions from `first`] of the window size, made once a step.
+    def _attend_window(self, window: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """Attention of q [KV heads, group, n, d] where each row attends to `window` positions up to its own.
 
-        Row j attends to the positions (pos + j - window, pos + j], with window 0 to all up to pos + j.
+        Rows are attended in blocks, so a mask is never wider than a block and the window.
         """
-        mask = self._masks.get(window)
+        n, pos = q.shape[2], self.chunk.pos
+        parts = []
+        for start in range(0, n, _WINDOW_ROWS):
+            stop = min(n, start + _WINDOW_ROWS)
+            first = max(0, pos + start - window + 1)  # the earliest position that a row of the block attends to
+            keys = slice(first, pos + stop)
+            mask = self._mask(window, stop - start, pos + stop - first, q)
+            parts.append(
+                F.scaled_dot_product_attention(
+                    q[:, :, start:stop], k[:, :, keys], v[:, :, keys], attn_mask=mask, scale=self._scale
+                )
+            )
+        return torch.cat(parts, dim=2) if len(parts) > 1 else parts[0]
+
+    def _mask(self, window: int, n: int, columns: int, like: torch.Tensor) -> torch.Tensor:
+        """Additive mask [n, columns] whose last row attends to the last `window` columns, made once a step."""
+        mask = self._masks.get((window, n, columns))
         if mask is None:
-            n, pos = len(like), self.chunk.pos
-            rows = torch.arange(pos, pos + n, device=like.device)[:, None]
-            columns = torch.arange(first, pos + n, device=like.device)
-            hidden = columns > rows
-            if window:
-                hidden |= columns <= rows - window
-            mask = like.new_zeros(hidden.shape).masked_fill_(hidden, float("-inf"))
-            self._masks[window] = mask
+            own = torch.arange(columns - n, columns, device=like.device)[:, None]
+            column = torch.arange(columns, device=like.device)
+            hidden = (column > own) | (column <= own - window)
+            mask = like.new_zeros(n, columns).masked_fill_(hidden, float("-inf"))
+            self._masks[window, n, columns] = mask
         return mask

@@ -85,6 +85,7 @@ class DeviceRows:
         self.q = torch.empty(n_attend, q_size, device=device, dtype=dtype)
         self.kv = torch.empty(n_rows, kv_size, device=device, dtype=dtype)
         self.o = torch.empty(n_attend, q_size, device=device, dtype=dtype)
+        self.costs: dict[Any, tuple[int, int]] = {}
 
     def post(self, layer: int) -> None:
         pass
@@ -102,11 +103,34 @@ def _numpy(tensor: torch.Tensor) -> np.ndarray:
     return np.full(tuple(tensor.shape), 3, {torch.uint8: np.uint8, torch.int32: np.int32}[tensor.dtype])
 
 
+class EmptyParameters:
+    """A ParameterReader whose parameters have no values."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype):
+        self._device, self._dtype = device, dtype
+
+    def tensor(self, name: str, *shape: int) -> torch.Tensor:
+        return torch.empty(shape, device=self._device, dtype=self._dtype)
+
+    def linear(self, names: list[str], outs: list[int], width: int, bias: bool, head: bool = False) -> Any:
+        from fastdecode.spart.linears.dense import make_dense
+
+        return make_dense(self.tensor("", sum(outs), width), self.tensor("", sum(outs)) if bias else None)
+
+    def embedding(self, name: str, rows: int, width: int) -> Any:
+        from fastdecode.spart.linears.dense import DenseEmbedding
+
+        return DenseEmbedding(self.tensor(name, rows, width))
+
+    def tied(self, name: str, rows: int, width: int) -> tuple[Any, Any]:
+        return self.embedding(name, rows, width), self.linear([name], [rows], width, False)
+
+
 def make_spart(directory: str, dtype: torch.dtype) -> Any:
     """The S-Part of the model in `directory`, of which only the configuration is read, with two links."""
     from fastdecode.spart import decoder
     from fastdecode.spart.families import read_config
-    from fastdecode.spart.weights import Allocation, Model
+    from fastdecode.spart.weights import Blueprint, Model
 
     config = read_config(directory)
     device = torch.device(DEVICE)
@@ -121,8 +145,8 @@ def make_spart(directory: str, dtype: torch.dtype) -> Any:
 
     decoder.Exchange = DeviceRows
     with FakeTensorMode():
-        weights = Allocation(config, device, dtype, own_head=not config.tied).weights
-        return WithoutLinks(Model(config, weights, device, dtype, 0), [])
+        weights = Blueprint(config, own_head=not config.tied).weights(EmptyParameters(device, dtype))
+        return WithoutLinks(Model(config, weights, device, dtype, parameters=0, weight_bytes=0), [])
 
 
 def samplers() -> dict[str, Any]:

@@ -1,0 +1,60 @@
+"""Attention of some rows to some keys by torch's fused kernels, with what merging it with another part needs."""
+
+from __future__ import annotations
+
+import torch
+
+
+def attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of q [batch, heads, n, d] to k and v [batch, heads, m, d]; `causal` only with n = m.
+
+    Returns O [batch, heads, n, d] and, in fp32 [batch, heads, n], the logarithm of the sum of each row's exponentiated
+    scores. Attention over two parts of the keys is merged by it exactly: the second part's share of O is sigmoid(second
+    - first) (FlashAttention, arXiv 2205.14135, section 3.1). torch's public function does not return it, so the kernels
+    behind that function are called; K and V may be expanded over heads, and no mask or score matrix is made.
+    """
+    if q.device.type == "cpu":
+        kernel = _attend_cpu
+    elif q.device.type == "cuda":
+        parameters = torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, causal, False)
+        kernel = attend_flash if torch.backends.cuda.can_use_flash_attention(parameters) else attend_efficient
+    else:
+        kernel = attend_matmul
+    return kernel(q, k, v, causal, scale)
+
+
+def _attend_cpu(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+    return found[0], found[1]
+
+
+def attend_flash(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`attend` by CUDA's flash kernel: fp16 and bf16, heads of at most 256 elements, compute capability 8.0."""
+    found = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
+    return found[0], found[1]
+
+
+def attend_efficient(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`attend` by CUDA's memory-efficient kernel, for what the flash kernel cannot take."""
+    found = torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, causal, scale=scale)
+    return found[0], found[1][..., : q.shape[2]]  # the kernel pads the rows
+
+
+def attend_matmul(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`attend` by products of matrices, for devices without a kernel of their own; the score matrix is made."""
+    scores = (q @ k.transpose(-1, -2)).to(torch.float32) * scale
+    if causal:
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu_(1)
+        scores.masked_fill_(hidden, float("-inf"))
+    total = scores.logsumexp(dim=-1)
+    return (scores - total[..., None]).exp_().to(q.dtype) @ v, total
