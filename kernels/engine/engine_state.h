@@ -72,7 +72,7 @@ struct fd_engine {
 
     struct {
         const fd_work_t *work;
-        const fd_step_t *step; /* NULL: item i faults in part `first_part` + i of the link's arena */
+        fd_step_t *step; /* NULL: item i faults in part `first_part` + i of the link's arena */
         uint8_t *slot;
         uint32_t layer;
         uint64_t first_part;

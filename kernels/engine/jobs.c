@@ -18,10 +18,18 @@ static bool claim_item(fd_queue_t *q, uint32_t *item) {
     return false;
 }
 
+/* Does an item of a layer. Returns the bytes of KV-cache that it reads. */
+static uint64_t do_work(const fd_engine_t *e, uint32_t item, uint32_t thread) {
+    static const fd_stop_t never = {NULL, 0, 0};
+    uint64_t bytes = 0;
+    fd_work_begin(e->job.step, item);
+    fd_work_advance(e->job.work, e->job.step, e->job.slot, e->job.layer, item, thread, &never, &bytes);
+    return bytes;
+}
+
 static void do_item(fd_engine_t *e, uint32_t item, uint32_t thread) {
     if (e->job.step) {
-        uint64_t bytes = fd_work_item(e->job.work, e->job.step, e->job.slot, e->job.layer, item, thread);
-        __atomic_fetch_add(&e->job_bytes, bytes, __ATOMIC_RELAXED);
+        __atomic_fetch_add(&e->job_bytes, do_work(e, item, thread), __ATOMIC_RELAXED);
     } else {
         int error = fd_kvcache_fault_in(e->job.work->kv, e->job.first_part + item);
         if (error) __atomic_store_n(&e->job_error, error, __ATOMIC_RELAXED);
@@ -62,15 +70,14 @@ void fd_run_job(fd_engine_t *e, uint32_t n_items) {
 }
 
 uint64_t fd_run_layer(fd_engine_t *e, fd_link_t *link, uint32_t index) {
-    const fd_step_t *step = &link->slots[index].step;
+    fd_step_t *step = &link->slots[index].step;
     uint8_t *slot = (uint8_t *)fd_slot_at(link->region, &link->work.layout, index);
     const uint32_t layer = link->slots[index].layer;
-    fd_work_begin(&link->work, step);
-    if (step->n_items == 1) return fd_work_item(&link->work, step, slot, layer, 0, 0);
     e->job.work = &link->work;
     e->job.step = step;
     e->job.slot = slot;
     e->job.layer = layer;
+    if (step->n_items == 1) return do_work(e, 0, 0);
     __atomic_store_n(&e->job_bytes, 0, __ATOMIC_RELAXED);
     fd_run_job(e, step->n_items);
     return __atomic_load_n(&e->job_bytes, __ATOMIC_RELAXED);

@@ -169,7 +169,8 @@ int fd_link_grow(fd_link_t *link, uint32_t n_pages, char *err, size_t err_len) {
         uint64_t before = __atomic_load_n(&link->prefault.redo, __ATOMIC_RELAXED);
         __atomic_store_n(&link->prefault.parts, fd_kvcache_parts(kv, n_pages), __ATOMIC_RELAXED);
         while (redo < before && !__atomic_compare_exchange_n(&link->prefault.redo, &before, redo, false,
-                                                             __ATOMIC_RELEASE, __ATOMIC_RELAXED)) {}
+                                                             __ATOMIC_RELEASE, __ATOMIC_RELAXED)) {
+        }
     }
     pthread_mutex_unlock(&link->mutex);
     if (e->prefault) fd_eventfd_wake(e->eventfd);

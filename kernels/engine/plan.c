@@ -15,13 +15,22 @@ enum {
     MAX_WEIGHT = 1024 /* keeps sums of costs within 64 bits; the work itself has no such limit */
 };
 
+/* A unit reads at most so many bytes of the cache and does at most so many multiply-adds of QK^T: about a millisecond
+ * of one core. */
+#ifndef UNIT_BYTES /* a test makes units smaller */
+#define UNIT_BYTES ((size_t)8 << 20)
+#define UNIT_WORK (1ull << 25)
+#endif
+
 fd_status_t fd_step_init(fd_step_t *step, uint32_t max_rows, uint32_t max_items) {
     memset(step, 0, sizeof *step);
     step->table = malloc(max_rows * sizeof *step->table);
     step->entries = malloc(max_rows * sizeof *step->entries);
     step->items = malloc(max_items * sizeof *step->items);
     step->copies = malloc(max_rows * sizeof *step->copies);
-    if (step->table && step->entries && step->items && step->copies) return FD_OK;
+    step->pieces_left = malloc(max_items * sizeof *step->pieces_left);
+    step->cursors = malloc(max_items * sizeof *step->cursors);
+    if (step->table && step->entries && step->items && step->copies && step->pieces_left && step->cursors) return FD_OK;
     fd_step_destroy(step);
     return FD_INTERNAL;
 }
@@ -30,6 +39,9 @@ void fd_step_destroy(fd_step_t *step) {
     free(step->table);
     free(step->entries);
     free(step->items);
+    free(step->pieces_left);
+    free(step->cursors);
+    free(step->partials);
     free(step->pages);
     free(step->copies);
     memset(step, 0, sizeof *step);
@@ -140,6 +152,7 @@ static void link_pieces(fd_step_t *step) {
             item->n_pieces = 1;
         }
     }
+    for (uint32_t i = 0; i < step->n_items; i++) step->pieces_left[i] = step->items[i].n_pieces;
 }
 
 /* The KV heads of a span: the most that a kernel takes at once, among the divisors of n_kv_heads. */
@@ -151,6 +164,34 @@ static uint32_t heads_of_span(const fd_row_t *r, const fd_plan_shape_t *shape) {
                                                                : 1;
     while (shape->n_kv_heads % heads) heads--;
     return heads;
+}
+
+/* The query rows that a kernel takes at once of a row table's entry: those of one block, for all heads of a span. */
+static uint32_t block_rows(const fd_row_t *r, const fd_plan_shape_t *shape) {
+    return heads_of_span(r, shape) * shape->group * (r->n_rows < shape->q_block ? r->n_rows : shape->q_block);
+}
+
+static uint32_t unit_of(const fd_row_t *r, const fd_plan_shape_t *shape) {
+    const uint64_t work = UNIT_WORK / ((uint64_t)block_rows(r, shape) * shape->head_size * FD_PAGE_TOKENS);
+    uint64_t unit = UNIT_BYTES / (heads_of_span(r, shape) * shape->chunk_bytes);
+    if (unit > work) unit = work;
+    return unit < 1 ? 1 : unit < FD_UNIT_PAGES ? (uint32_t)unit : FD_UNIT_PAGES;
+}
+
+/* Makes room for the partial results of any cuts of the table's attending entries. */
+static bool reserve_partials(fd_step_t *step, const fd_plan_shape_t *shape) {
+    uint32_t rows = 0;
+    for (uint32_t i = 0; i < step->n_entries && step->table[i].flags & FD_ROW_ATTEND; i++) {
+        const uint32_t most = block_rows(&step->table[i], shape);
+        if (rows < most) rows = most;
+    }
+    step->partial_rows = rows;
+    const size_t floats = 3 * (size_t)shape->max_items * fd_partial_floats(rows, shape->head_size);
+    if (floats <= step->partials_floats) return true;
+    free(step->partials);
+    step->partials = aligned_alloc(FD_LINE, floats * sizeof *step->partials); /* uses memory only where it is written */
+    step->partials_floats = step->partials ? floats : 0;
+    return step->partials;
 }
 
 /* The cost of all spans of an entry. */
@@ -171,6 +212,7 @@ static void cut_line(fd_step_t *step, const fd_plan_shape_t *shape) {
         span_t s = span_of(&step->entries[i], shape);
         total += entry_cost(&s, &step->entries[i], shape);
     }
+    step->cost = total;
     uint64_t wanted = total / MIN_ITEM;
     uint32_t n = wanted < 1 ? 1 : wanted < shape->max_items ? (uint32_t)wanted : shape->max_items;
     fd_point_t begin = {0, 0, 0};
@@ -212,6 +254,7 @@ fd_status_t fd_step_plan(fd_step_t *step, fd_kvcache_t *kv, const fd_plan_shape_
     for (uint32_t i = 0; i < step->n_entries; i++)
         n_pages += fd_pages_for((uint64_t)step->table[i].pos + step->table[i].n_rows);
     if (!reserve_pages(step, n_pages)) return FD_FAIL(FD_INTERNAL, "no memory for %zu page numbers", n_pages);
+    if (!reserve_partials(step, shape)) return FD_FAIL(FD_INTERNAL, "no memory for partial results");
     status = fd_kvcache_append(kv, step->table, step->n_entries, at_once, step->copies, &step->n_copies, err, err_len);
     if (status != FD_OK) return status;
     memset(step->copied_layers, 0, sizeof step->copied_layers);
@@ -227,6 +270,7 @@ fd_status_t fd_step_plan(fd_step_t *step, fd_kvcache_t *kv, const fd_plan_shape_
                                         .row = row,
                                         .attend = r->flags & FD_ROW_ATTEND,
                                         .heads = heads_of_span(r, shape),
+                                        .unit = unit_of(r, shape),
                                         .pages = at,
                                         .copy_from = copies ? step->copies[copy++].src : FD_NO_PAGE};
         memcpy(step->pages + at, s->pages, s->n_pages * sizeof *s->pages);

@@ -13,6 +13,9 @@
  * attending entry with more than `q_block` new rows is never cut within a span, which bounds the size of a partial
  * result. An entry that only appends is cut between any two pages.
  *
+ * A thread does an item in units, between which it may stop (work.h). A unit attends one block of query rows to a few
+ * pages. Which pages, the plan alone decides, so results do not depend on when a thread has stopped.
+ *
  * The plan assumes the widest window of the model. A layer with a narrower window skips the pages that it does not see.
  */
 #ifndef FD_PLAN_H
@@ -29,6 +32,7 @@ typedef struct {
     uint32_t row;         /* index of the first KV row, and of the first Q and O row if the entry attends */
     uint32_t attend;
     uint32_t heads;     /* KV heads of each span; divides n_kv_heads */
+    uint32_t unit;      /* most pages that a thread attends to before it looks whether it should stop */
     size_t pages;       /* index of the first page number in fd_step_t.pages */
     uint32_t copy_from; /* the shared page that the first new row's page is a copy of, or FD_NO_PAGE */
 } fd_entry_t;
@@ -48,13 +52,28 @@ typedef struct {
     uint32_t n_pieces; /* number of pieces of the last span, if that span begins in this item and is cut; else 0 */
 } fd_item_t;
 
+/* How far a thread has come with an item in which it has stopped. Any thread may go on from here. */
+typedef struct {
+    fd_point_t at;     /* where the piece in progress begins */
+    uint32_t appended; /* rows of that piece that have been appended */
+    uint32_t row;      /* first query row of the block in progress */
+    uint32_t page;     /* the next page that the block attends to; 0: none has been attended to */
+} fd_cursor_t;
+
 /* The step of a slot. Thread 0 owns it; the other threads read it while a call is served. */
 typedef struct {
     uint32_t valid, n_entries, n_rows, n_attend_rows, n_items;
     fd_row_t *table;     /* [max_rows] private copy of the row table */
     fd_entry_t *entries; /* [max_rows] */
     fd_item_t *items;    /* [max_items] */
-    uint32_t *pages;     /* page numbers of all entries, one after another */
+    /* [max_items] atomics: unfinished pieces of the span that n_pieces counts. The last piece sets n_pieces again. */
+    uint32_t *pieces_left;
+    fd_cursor_t *cursors;   /* [max_items] */
+    float *partials;        /* three for each item: of its first span and of its last one if cut, and of one block */
+    size_t partials_floats; /* allocated */
+    uint32_t partial_rows;  /* query rows of each partial result */
+    uint64_t cost;          /* of one layer, see plan.c */
+    uint32_t *pages;        /* page numbers of all entries, one after another */
     size_t pages_capacity;
     fd_page_copy_t *copies; /* [max_rows], of which n_copies have not been completed in all layers */
     uint32_t n_copies, n_copied_layers;
@@ -67,7 +86,10 @@ typedef struct {
     uint32_t q_block;    /* most query tokens that a kernel takes at once */
     uint32_t max_window; /* widest window of any layer; 0 if a layer has full attention */
     uint32_t max_items;
+    size_t chunk_bytes; /* of one KV head of a page */
 } fd_plan_shape_t;
+
+#define FD_UNIT_PAGES 1024u /* most pages of a unit */
 
 fd_status_t fd_step_init(fd_step_t *step, uint32_t max_rows, uint32_t max_items);
 void fd_step_destroy(fd_step_t *step);
@@ -87,6 +109,12 @@ void fd_step_end_copies(fd_step_t *step, fd_kvcache_t *kv);
 /* The first page that a query at `pos` sees through `window` (0: no window). */
 static inline uint32_t fd_first_page(uint32_t pos, uint32_t window) {
     return window && pos >= window ? (pos - window + 1) / FD_PAGE_TOKENS : 0;
+}
+
+/* Floats of one partial result: acc [rows][head_size], then m and l [rows], each on cache lines of its own. */
+static inline size_t fd_partial_floats(uint32_t rows, uint32_t head_size) {
+    return fd_round_up((size_t)rows * head_size, FD_LINE / sizeof(float)) +
+           2 * fd_round_up(rows, FD_LINE / sizeof(float));
 }
 
 #endif

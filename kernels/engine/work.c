@@ -1,13 +1,17 @@
 #include "work.h"
 
+#include "doorbell.h"
+
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
 enum {
     MAX_Q_BLOCK = 16,
-    ITEMS_PER_THREAD = 8, /* several, so that a thread that is late or descheduled delays only a small item */
-    LANES = 16            /* floats in a cache line */
+    ITEMS_PER_THREAD = 8,    /* several, so that a thread that is late or descheduled delays only a small item */
+    LANES = 16,              /* floats in a cache line */
+    APPEND_ROWS = 512,       /* rows that are appended before the thread looks whether it should stop */
+    WORK_PER_CLOCK = 1 << 22 /* multiply-adds that a thread does before it reads the clock again */
 };
 
 static float *alloc_floats(size_t n) { return aligned_alloc(64, fd_round_up(n * sizeof(float), 64)); }
@@ -27,7 +31,7 @@ static bool alloc_scratch(fd_work_t *w) {
     if (!w->scratch) return false;
     for (uint32_t t = 0; t < w->n_threads; t++) {
         fd_scratch_t *s = &w->scratch[t];
-        s->chunks = malloc(w->kv->max_pages * sizeof *s->chunks);
+        s->chunks = malloc(FD_UNIT_PAGES * sizeof *s->chunks);
         s->memory = alloc_floats(block + 2 * stat + 2 * row);
         if (!s->chunks || !s->memory) return false;
         s->acc = s->memory;
@@ -36,19 +40,6 @@ static bool alloc_scratch(fd_work_t *w) {
         s->k = s->l + stat;
         s->v = s->k + row;
     }
-    return true;
-}
-
-static bool alloc_partials(fd_work_t *w) {
-    size_t rows = most_rows(w);
-    size_t block = padded(rows * w->g.head_size), stat = padded(rows), n = 2 * (size_t)w->shape.max_items;
-    w->partials = malloc(n * sizeof *w->partials);
-    w->partial_memory = alloc_floats(n * (block + 2 * stat));
-    w->pieces_left = calloc(w->shape.max_items, sizeof *w->pieces_left);
-    if (!w->partials || !w->partial_memory || !w->pieces_left) return false;
-    float *next = w->partial_memory;
-    for (size_t i = 0; i < n; i++, next += block + 2 * stat)
-        w->partials[i] = (fd_partial_t){next, next + block, next + block + stat};
     return true;
 }
 
@@ -75,7 +66,8 @@ fd_status_t fd_work_init(fd_work_t *w, const fd_geometry_t *g, fd_kvcache_t *kv,
     w->shape.max_window = windows[0];
     for (uint32_t i = 1; i < g->n_layers && w->shape.max_window; i++)
         if (!windows[i] || windows[i] > w->shape.max_window) w->shape.max_window = windows[i];
-    if (alloc_scratch(w) && (w->shape.max_items == 1 || alloc_partials(w))) return FD_OK;
+    w->shape.chunk_bytes = kv->chunk_bytes;
+    if (alloc_scratch(w)) return FD_OK;
     fd_work_destroy(w);
     return FD_INTERNAL;
 }
@@ -86,28 +78,46 @@ void fd_work_destroy(fd_work_t *w) {
         free(w->scratch[t].memory);
     }
     free(w->scratch);
-    free(w->partials);
-    free(w->partial_memory);
-    free(w->pieces_left);
     free(w->windows);
     memset(w, 0, sizeof *w);
 }
 
-void fd_work_begin(fd_work_t *w, const fd_step_t *step) {
-    for (uint32_t i = 0; i < step->n_items; i++)
-        if (step->items[i].n_pieces) __atomic_store_n(&w->pieces_left[i], step->items[i].n_pieces, __ATOMIC_RELAXED);
+void fd_work_begin(fd_step_t *step, uint32_t i) { step->cursors[i] = (fd_cursor_t){.at = step->items[i].begin}; }
+
+/* The result of one query block over some of its pages. */
+typedef struct {
+    float *acc, *m, *l; /* [rows][head_size], [rows], [rows]; the query rows of all heads of a span */
+} fd_partial_t;
+
+enum { FIRST = 0, LAST = 1, BLOCK = 2 }; /* the three partial results of an item (fd_step_t.partials) */
+
+static fd_partial_t partial_of(const fd_work_t *w, const fd_step_t *step, uint32_t item, uint32_t which) {
+    const uint32_t rows = step->partial_rows, hs = w->g.head_size;
+    float *at = step->partials + (3 * (size_t)item + which) * fd_partial_floats(rows, hs);
+    return (fd_partial_t){at, at + padded((size_t)rows * hs), at + padded((size_t)rows * hs) + padded(rows)};
 }
 
 /* The state of one item. */
 typedef struct {
     const fd_work_t *w;
-    const fd_step_t *step;
+    fd_step_t *step;
     uint8_t *slot;
-    uint32_t layer, window;
+    uint32_t layer, window, item;
     fd_scratch_t *scratch;
     const uint8_t *after, *after_q; /* first chunk and first query row of the item's next span, to prefetch; or NULL */
     uint64_t kv_bytes;
+    const fd_stop_t *stop;
+    uint64_t work; /* multiply-adds since the clock was read */
 } ctx_t;
+
+/* Whether the thread should stop after a unit of `work` multiply-adds. */
+static bool should_stop(ctx_t *c, uint64_t work) {
+    if (c->stop->word && __atomic_load_n(c->stop->word, __ATOMIC_RELAXED) != c->stop->expected) return true;
+    c->work += work;
+    if (!c->stop->until_ns || c->work < WORK_PER_CLOCK) return false;
+    c->work = 0;
+    return fd_now_ns() >= c->stop->until_ns;
+}
 
 /* Prefetches a row of the region. It is not in this core's cache, because the S-node or a carrier has written it. */
 static void prefetch_row(const uint8_t *row, size_t bytes) {
@@ -181,13 +191,10 @@ static void copy_shared_page(ctx_t *c, const fd_entry_t *e, uint32_t head) {
     fd_kvcache_copy(c->w->kv, c->layer, e->copy_from, dst, head, e->heads);
 }
 
-/* Returns true if append_pending can append the span's new rows: there is only one, so it goes to the last page. Else
- * appends them now. */
-static bool leave_pending(ctx_t *c, const fd_entry_t *e, uint32_t head) {
-    copy_shared_page(c, e, head);
-    if (e->n_rows == 1 && e->heads * c->w->shape.group <= FD_PANEL_ROWS) return true;
-    append_rows(c, e, head, e->heads, 0, e->n_rows);
-    return false;
+/* Returns true if append_pending can append the span's new rows while a kernel attends to the last page: there is only
+ * one row, so it goes to that page. */
+static bool can_pend(const fd_work_t *w, const fd_entry_t *e) {
+    return e->n_rows == 1 && e->heads * w->shape.group <= FD_PANEL_ROWS;
 }
 
 static uint8_t *o_row(const ctx_t *c, const fd_entry_t *e, uint32_t row, uint32_t head) {
@@ -206,26 +213,22 @@ static void store_block(ctx_t *c, const fd_entry_t *e, uint32_t head, uint32_t f
     }
 }
 
-/* Attends query rows [from, from + q_len) of an entry to those of its pages [first, last) that the layer's window
- * reaches, and leaves the result in `out`. `pending` is what leave_pending returned; if true, the pages include the
- * last one. `whole`: the span has no other pieces, so O rows are written and `out` is only scratch memory. */
-static void attend_block(ctx_t *c, const fd_entry_t *e, uint32_t head, uint32_t from, uint32_t q_len, uint32_t first,
-                         uint32_t last, bool pending, bool whole, fd_partial_t out) {
-    const fd_work_t *w = c->w;
-    uint32_t hs = w->g.head_size, group = w->shape.group, q_pos = e->pos + from;
-    uint32_t seen = fd_first_page(q_pos, c->window), end = fd_pages_for((uint64_t)q_pos + q_len);
-    if (first < seen) first = seen;
-    if (last > end) last = end;
-    if (first >= last) {
-        if (pending) append_rows(c, e, head, e->heads, 0, e->n_rows);
-        for (uint32_t i = 0; i < e->heads * q_len * group; i++) {
-            out.m[i] = -INFINITY;
-            out.l[i] = 0;
-        }
-        memset(out.acc, 0, (size_t)e->heads * q_len * group * hs * sizeof *out.acc);
-        if (whole) store_block(c, e, head, from, q_len, out);
-        return;
+/* Attends no token: the block's rows see none of the piece's pages. */
+static void attend_nothing(const ctx_t *c, const fd_entry_t *e, uint32_t q_len, fd_partial_t out) {
+    const uint32_t rows = e->heads * q_len * c->w->shape.group;
+    for (uint32_t i = 0; i < rows; i++) {
+        out.m[i] = -INFINITY;
+        out.l[i] = 0;
     }
+    memset(out.acc, 0, (size_t)rows * c->w->g.head_size * sizeof *out.acc);
+}
+
+/* Attends query rows [from, from + q_len) of an entry to its pages [first, last), and leaves the result in `out`. If
+ * `pending`, the entry's new row is appended meanwhile. If `o`, the pages are all that the rows see, so O rows are
+ * written and `out` is only scratch memory. `next` is the chunk that the thread reads after these, or NULL. */
+static void attend_unit(ctx_t *c, const fd_entry_t *e, uint32_t head, uint32_t from, uint32_t q_len, uint32_t first,
+                        uint32_t last, bool pending, bool o, fd_partial_t out, const uint8_t *next) {
+    const fd_work_t *w = c->w;
     const uint32_t *pages = c->step->pages + e->pages;
     for (uint32_t p = first; p < last; p++)
         c->scratch->chunks[p - first] = fd_kv_chunk(w->kv, c->layer, pages[p], head);
@@ -236,24 +239,24 @@ static void attend_block(ctx_t *c, const fd_entry_t *e, uint32_t head, uint32_t 
         .heads = e->heads,
         .head_stride = w->kv->chunk_bytes,
         .first_token = first * FD_PAGE_TOKENS,
-        .head_size = hs,
-        .v_size = hs,
-        .group = group,
+        .head_size = w->g.head_size,
+        .v_size = w->g.head_size,
+        .group = w->shape.group,
         .q_len = q_len,
-        .q_pos = q_pos,
+        .q_pos = e->pos + from,
         .window = c->window,
         .softmax_scale = w->softmax_scale,
         .act_dtype = w->g.act_dtype,
         .q = q_row(c, e, from, head),
         .q_head_stride = q_head_bytes(w),
         .q_token_stride = w->layout.q_row_bytes,
-        .o = whole ? o_row(c, e, from, head) : NULL,
+        .o = o ? o_row(c, e, from, head) : NULL,
         .o_head_stride = q_head_bytes(w),
         .o_token_stride = w->layout.q_row_bytes,
         .acc = out.acc,
         .m = out.m,
         .l = out.l,
-        .prefetch_next = c->after,
+        .prefetch_next = next,
         .before_last_chunk = pending ? append_pending : NULL,
         .context = &appended,
     };
@@ -262,47 +265,110 @@ static void attend_block(ctx_t *c, const fd_entry_t *e, uint32_t head, uint32_t 
     c->kv_bytes += (uint64_t)(last - first) * e->heads * w->kv->chunk_bytes;
 }
 
-static void attend_whole(ctx_t *c, const fd_entry_t *e, uint32_t head) {
-    fd_partial_t own = {c->scratch->acc, c->scratch->m, c->scratch->l};
-    const bool pending = leave_pending(c, e, head);
-    for (uint32_t from = 0; from < e->n_rows;) {
-        uint32_t q_len = e->n_rows - from < c->w->shape.q_block ? e->n_rows - from : c->w->shape.q_block;
-        attend_block(c, e, head, from, q_len, 0, UINT32_MAX, pending, true, own);
-        from += q_len;
+/* Goes on with the block of query rows [from, from + q_len) that the cursor is in. It attends to those of the entry's
+ * pages [first, last) that the layer's window reaches. `pending` is what can_pend says; if true, the pages include the
+ * last one. `whole`: the span has no other pieces, so O rows are written; else the result is left in `sum`. Returns
+ * false if the thread should stop; the block is at its end if the cursor's page is 0 then. */
+static bool attend_block(ctx_t *c, const fd_entry_t *e, uint32_t head, uint32_t q_len, uint32_t first, uint32_t last,
+                         bool pending, bool whole, fd_partial_t sum) {
+    const fd_work_t *w = c->w;
+    fd_cursor_t *at = &c->step->cursors[c->item];
+    const uint32_t from = at->row, q_pos = e->pos + from, rows = e->heads * q_len * w->shape.group;
+    const uint32_t seen = fd_first_page(q_pos, c->window), end = fd_pages_for((uint64_t)q_pos + q_len);
+    const fd_partial_t own = {c->scratch->acc, c->scratch->m, c->scratch->l};
+    if (first < seen) first = seen;
+    if (last > end) last = end;
+    uint32_t page = at->page ? at->page : first, n;
+    bool go_on = true;
+    if (first >= last) {
+        if (pending) append_rows(c, e, head, e->heads, 0, e->n_rows);
+        attend_nothing(c, e, q_len, sum);
     }
+    for (; page < last && go_on; page += n, at->page = page) {
+        n = last - page < e->unit ? last - page : e->unit;
+        const bool final = page + n == last, alone = page == first && final;
+        const uint32_t *pages = c->step->pages + e->pages;
+        const uint8_t *next = final ? c->after : fd_kv_chunk(w->kv, c->layer, pages[page + n], head);
+        const fd_partial_t out = page == first && !(whole && alone) ? sum : own;
+        attend_unit(c, e, head, from, q_len, page, page + n, pending && final, whole && alone, out, next);
+        if (page != first) w->vec_ops->merge(sum.m, sum.l, sum.acc, own.m, own.l, own.acc, rows, w->g.head_size);
+        go_on = !should_stop(c, (uint64_t)rows * w->g.head_size * n * FD_PAGE_TOKENS);
+    }
+    if (page < last) return false;
+    if (whole && (first >= last || last - first > e->unit)) store_block(c, e, head, from, q_len, sum);
+    at->page = 0;
+    return go_on;
 }
 
 /* Merges the pieces of the span that is cut at the end of item `owner` and writes O rows. The first piece is the last
  * of that item; the others are the first pieces of the items that follow. */
 static void merge_pieces(ctx_t *c, const fd_entry_t *e, uint32_t head, uint32_t owner) {
     const fd_work_t *w = c->w;
-    fd_partial_t sum = w->partials[2 * owner + 1];
+    fd_partial_t sum = partial_of(w, c->step, owner, LAST);
     for (uint32_t i = owner + 1; i < owner + c->step->items[owner].n_pieces; i++) {
-        fd_partial_t p = w->partials[2 * i];
+        fd_partial_t p = partial_of(w, c->step, i, FIRST);
         w->vec_ops->merge(sum.m, sum.l, sum.acc, p.m, p.l, p.acc, e->heads * e->n_rows * w->shape.group,
                           w->g.head_size);
     }
     store_block(c, e, head, 0, e->n_rows, sum);
 }
 
-/* Attends one piece of a cut span: pages [first, last). `last` FD_LINE_END means up to the end, new rows included. */
-static void attend_piece(ctx_t *c, const fd_entry_t *e, uint32_t head, uint32_t first, uint32_t last, uint32_t item) {
-    uint32_t owner = first ? c->step->items[item].cut : item;
-    const bool pending = last == FD_LINE_END && leave_pending(c, e, head);
-    attend_block(c, e, head, 0, e->n_rows, first, last, pending, false, c->w->partials[2 * item + (first == 0)]);
-    if (__atomic_sub_fetch(&c->w->pieces_left[owner], 1, __ATOMIC_ACQ_REL) == 0) merge_pieces(c, e, head, owner);
+/* A piece of a cut span is done. The thread that does the span's last piece merges all of them. */
+static void end_piece(ctx_t *c, const fd_entry_t *e, uint32_t head, uint32_t owner) {
+    uint32_t *left = &c->step->pieces_left[owner];
+    if (__atomic_sub_fetch(left, 1, __ATOMIC_ACQ_REL)) return;
+    __atomic_store_n(left, c->step->items[owner].n_pieces, __ATOMIC_RELAXED); /* for the next layer */
+    merge_pieces(c, e, head, owner);
 }
 
-/* Appends the new rows of an entry that lie in pages [first, last). */
-static void append_piece(ctx_t *c, const fd_entry_t *e, uint32_t head, uint32_t first, uint32_t last) {
+/* Goes on with the piece of an attending span that the cursor is in: pages [first, last). `last` FD_LINE_END means up
+ * to the end, new rows included. Returns false if the thread should stop; *done says whether the piece is done. */
+static bool attend_piece(ctx_t *c, const fd_entry_t *e, uint32_t head, uint32_t first, uint32_t last, bool *done) {
+    const fd_work_t *w = c->w;
+    fd_cursor_t *at = &c->step->cursors[c->item];
+    const bool new_rows = last == FD_LINE_END, pending = new_rows && can_pend(w, e), whole = !first && new_rows;
+    const fd_partial_t sum = partial_of(w, c->step, c->item, whole ? BLOCK : first ? FIRST : LAST);
+    bool go_on = true;
+    *done = false;
+    if (new_rows && !at->appended) copy_shared_page(c, e, head);
+    if (pending) at->appended = e->n_rows;
+    while (new_rows && go_on && at->appended < e->n_rows) {
+        const uint32_t from = at->appended, n = e->n_rows - from < APPEND_ROWS ? e->n_rows - from : APPEND_ROWS;
+        append_rows(c, e, head, e->heads, from, from + n);
+        at->appended += n;
+        go_on = n < APPEND_ROWS || !should_stop(c, (uint64_t)n * e->heads * w->g.head_size * 8);
+    }
+    while (go_on && at->row < e->n_rows) {
+        const uint32_t left = e->n_rows - at->row, q_len = left < w->shape.q_block ? left : w->shape.q_block;
+        go_on = attend_block(c, e, head, q_len, first, last, pending, whole, sum);
+        if (!at->page) at->row += q_len;
+    }
+    *done = at->row == e->n_rows;
+    if (*done && !whole) end_piece(c, e, head, first ? c->step->items[c->item].cut : c->item);
+    return go_on;
+}
+
+/* Goes on with a piece that only appends: the new rows of an entry that lie in pages [first, last). Returns false if
+ * the thread should stop; *done says whether the piece is done. */
+static bool append_piece(ctx_t *c, const fd_entry_t *e, uint32_t head, uint32_t first, uint32_t last, bool *done) {
+    fd_cursor_t *at = &c->step->cursors[c->item];
     uint64_t from = (uint64_t)first * FD_PAGE_TOKENS, to = (uint64_t)last * FD_PAGE_TOKENS,
              end = (uint64_t)e->pos + e->n_rows;
     if (from <= e->pos) {
-        copy_shared_page(c, e, head);
+        if (!at->appended) copy_shared_page(c, e, head);
         from = e->pos;
     }
     if (to > end) to = end;
-    append_rows(c, e, head, e->heads, (uint32_t)(from - e->pos), (uint32_t)(to - e->pos));
+    for (from += at->appended; from < to;) {
+        const uint32_t n = to - from < APPEND_ROWS ? (uint32_t)(to - from) : APPEND_ROWS;
+        append_rows(c, e, head, e->heads, (uint32_t)(from - e->pos), (uint32_t)(from - e->pos) + n);
+        at->appended += n;
+        from += n;
+        *done = from == to;
+        if (should_stop(c, (uint64_t)n * e->heads * c->w->g.head_size * 8)) return false;
+    }
+    *done = true;
+    return true;
 }
 
 /* The beginning of the span after the one that contains `at`. */
@@ -320,24 +386,31 @@ static void prefetch_next_span(ctx_t *c, fd_point_t at, fd_point_t end) {
     c->after_q = q_row(c, e, 0, at.head);
 }
 
-uint64_t fd_work_item(const fd_work_t *w, const fd_step_t *step, uint8_t *slot, uint32_t layer, uint32_t i,
-                      uint32_t thread) {
-    ctx_t c = {w, step, slot, layer, w->windows[layer], &w->scratch[thread], NULL, NULL, 0};
+bool fd_work_advance(const fd_work_t *w, fd_step_t *step, uint8_t *slot, uint32_t layer, uint32_t i, uint32_t thread,
+                     const fd_stop_t *stop, uint64_t *kv_bytes) {
+    ctx_t c = {w, step, slot, layer, w->windows[layer], i, &w->scratch[thread], NULL, NULL, 0, stop, 0};
     const fd_item_t *item = &step->items[i];
-    fd_point_t at = item->begin;
-    for (;;) {
-        bool final = fd_same_span(at, item->end);
-        uint32_t last = final ? item->end.page : FD_LINE_END;
-        if (!last) break;
+    fd_cursor_t *cursor = &step->cursors[i];
+    bool go_on = true, done = false;
+    while (go_on && !done) {
+        const fd_point_t at = cursor->at;
+        const bool final = fd_same_span(at, item->end);
+        const uint32_t last = final ? item->end.page : FD_LINE_END;
+        if (!last) {
+            done = true;
+            break;
+        }
         const fd_entry_t *e = &step->entries[at.entry];
         const fd_point_t next = next_span(w, step, at);
         c.after = c.after_q = NULL;
         if (!final) prefetch_next_span(&c, next, item->end);
-        if (!e->attend) append_piece(&c, e, at.head, at.page, last);
-        else if (!at.page && last == FD_LINE_END) attend_whole(&c, e, at.head);
-        else attend_piece(&c, e, at.head, at.page, last, i);
-        if (final) break;
-        at = next;
+        bool piece_done;
+        go_on = e->attend ? attend_piece(&c, e, at.head, at.page, last, &piece_done)
+                          : append_piece(&c, e, at.head, at.page, last, &piece_done);
+        if (!piece_done) continue;
+        done = final || (fd_same_span(next, item->end) && !item->end.page);
+        *cursor = (fd_cursor_t){.at = next};
     }
-    return c.kv_bytes;
+    *kv_bytes += c.kv_bytes;
+    return done;
 }

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import socket
 import struct
+import tracemalloc
 
 import orjson
 import pytest
@@ -25,6 +26,8 @@ from fastdecode.region.contract import (
 from fastdecode.region.geometry import MAX_SLOT_BYTES
 from fastdecode.transports import handshake
 from fastdecode.transports.base import LinkDown, LinkRefused, TransportError
+from fastdecode.transports.frames import MAX_FRAME_BEFORE_AUTH
+from fastdecode.transports.messages import ProtocolError, decode
 from fastdecode.transports.registry import connect
 
 KV_BYTES = 64 << 20
@@ -244,6 +247,29 @@ async def test_a_message_nested_deeper_than_python_can_show_is_an_error(r_node, 
     """Before the caller has proved anything."""
     message = orjson.dumps(hello_message(windows="@")).replace(b'"@"', b"[" * 1000 + b"]" * 1000)
     assert "HELLO.windows" in await refusal(r_node.tcp, message)
+
+
+@pytest.mark.parametrize("nested", [b"[" * 60_000, b"[" * 1000 + b"]" * 1000, b'{"a":' * 900 + b"1" + b"}" * 900])
+async def test_a_challenge_nested_deeply_is_an_error(nested):
+    """At the S-node, before the R-node has proved anything."""
+    fake = FakeRNode()
+    fake.challenge = orjson.dumps(fake.challenge | {"node": "@"}).replace(b'"@"', nested)
+    async with fake as url:
+        with pytest.raises(TransportError, match=r"not JSON|CHALLENGE\.node"):
+            await connect(url, hello(), None)
+
+
+@pytest.mark.parametrize("unit", [b"[],", b"{},", b"0.1,", b'"a",', b'{"":[]},', b"[" * 40 + b"]" * 40 + b","])
+def test_the_largest_frame_before_the_secret_takes_little_memory(unit):
+    body = b"[" + unit * (MAX_FRAME_BEFORE_AUTH // len(unit) - 1) + b"0]"
+    tracemalloc.start()
+    try:
+        with pytest.raises(ProtocolError, match="not a JSON object"):
+            decode(body)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 4 << 20
 
 
 # ---- an open link ----

@@ -1,0 +1,169 @@
+/* Does random steps twice, on caches of their own: once item by item, and once in random order, with a stop after every
+ * unit and another thread at every turn. The O rows of both must be the same, bit for bit, and equal attention in
+ * double precision. Units are made small, so that short sequences have many.
+ *
+ * Usage: stops STEPS. Prints the number of steps, whether a block has been merged of several units, and the number of
+ * stops. */
+#define UNIT_BYTES ((size_t)2048)
+#define UNIT_WORK (1ull << 30)
+#include "../../kernels/engine/plan.c"
+#include "../../kernels/engine/work.c"
+
+#include "chunk.h"
+#include "dispatch.h"
+#include "require.h"
+
+/* Only the scalar kernels are linked. */
+size_t fd_kv_chunk_bytes(fd_kv_dtype_t dtype, uint32_t head_size, uint32_t v_size) {
+    return fd_chunk_end(dtype, head_size, v_size);
+}
+void fd_kv_prefetch_append(fd_kv_dtype_t dtype, const uint8_t *chunk, uint32_t head_size, uint32_t v_size, uint32_t t) {
+    (void)dtype, (void)chunk, (void)head_size, (void)v_size, (void)t;
+}
+const fd_kv_ops_t *fd_kv_ops(fd_kv_dtype_t dtype, fd_isa_t isa) { return (void)isa, &fd_kv_ops_scalar[dtype]; }
+const fd_vec_ops_t *fd_vec_ops(fd_isa_t isa) { return (void)isa, &fd_vec_ops_scalar; }
+
+enum { HEAD = 8, GROUP = 4, KV_HEADS = 2, SEQUENCES = 6, MAX_TOKENS = 1500, MAX_ROWS = 256, THREADS = 3, PAGES = 80 };
+static const fd_geometry_t geometry = {1, MAX_ROWS, 1, GROUP * KV_HEADS, KV_HEADS, HEAD, FD_ACT_FP32, 0};
+static uint64_t state = 1, n_stops, n_merged;
+static char err[256];
+
+/* A pseudo-random number below `bound` (xorshift64). */
+static uint32_t below(uint32_t bound) {
+    state ^= state << 13, state ^= state >> 7, state ^= state << 17;
+    return (uint32_t)((state >> 16) % bound);
+}
+
+typedef struct {
+    fd_kvcache_t kv;
+    fd_work_t work;
+    fd_step_t step;
+    uint8_t *slot;
+} side_t;
+
+static void open_side(side_t *side, uint32_t window, uint32_t threads) {
+    REQUIRE(fd_kvcache_init(&side->kv, &geometry, FD_KV_FP32, PAGES, PAGES, SEQUENCES, FD_HUGE_OFF, err, sizeof err) ==
+            FD_OK);
+    REQUIRE(fd_work_init(&side->work, &geometry, &side->kv, FD_KV_FP32, FD_ISA_SCALAR, 0.3f, &window, threads) ==
+            FD_OK);
+    REQUIRE(fd_step_init(&side->step, MAX_ROWS, side->work.shape.max_items) == FD_OK);
+    side->slot = aligned_alloc(FD_REGION_PAGE, side->work.layout.slot_bytes);
+    REQUIRE(side->slot);
+}
+
+static void close_side(side_t *side) {
+    fd_step_destroy(&side->step);
+    fd_work_destroy(&side->work);
+    fd_kvcache_destroy(&side->kv);
+    free(side->slot);
+}
+
+static void plan(side_t *side, const fd_row_t *table, uint32_t n, uint32_t rows, uint32_t attending) {
+    side->step.n_entries = n;
+    side->step.n_rows = rows;
+    side->step.n_attend_rows = attending;
+    memcpy(side->step.table, table, n * sizeof *table);
+    REQUIRE(fd_step_plan(&side->step, &side->kv, &side->work.shape, false, err, sizeof err) == FD_OK);
+}
+
+static uint64_t do_in_one_go(side_t *side) {
+    const fd_stop_t never = {NULL, 0, 0};
+    uint64_t bytes = 0;
+    for (uint32_t i = 0; i < side->step.n_items; i++) {
+        fd_work_begin(&side->step, i);
+        REQUIRE(fd_work_advance(&side->work, &side->step, side->slot, 0, i, 0, &never, &bytes));
+    }
+    return bytes;
+}
+
+static uint64_t do_with_stops(side_t *side) {
+    const uint64_t word = 1;
+    const fd_stop_t at_once = {&word, 2, 0};
+    uint32_t left = side->step.n_items, *items = malloc(left * sizeof *items);
+    uint64_t bytes = 0;
+    REQUIRE(items);
+    for (uint32_t i = 0; i < left; i++) {
+        items[i] = i;
+        fd_work_begin(&side->step, i);
+    }
+    while (left) {
+        const uint32_t i = below(left);
+        if (fd_work_advance(&side->work, &side->step, side->slot, 0, items[i], below(THREADS), &at_once, &bytes))
+            items[i] = items[--left];
+        else n_stops++;
+    }
+    free(items);
+    return bytes;
+}
+
+/* Everything that has been cached, to attend to it in double precision. */
+static float cached[2][SEQUENCES][MAX_TOKENS][KV_HEADS][HEAD];
+
+static void check_row(const float *q, const float *o, uint32_t seq, uint32_t pos, uint32_t window) {
+    for (uint32_t h = 0; h < GROUP * KV_HEADS; h++, q += HEAD, o += HEAD) {
+        double sum = 0, want[HEAD] = {0};
+        for (uint32_t t = window && pos >= window ? pos - window + 1 : 0; t <= pos; t++) {
+            double score = 0;
+            for (uint32_t d = 0; d < HEAD; d++) score += (double)0.3f * q[d] * cached[0][seq][t][h / GROUP][d];
+            sum += exp(score);
+            for (uint32_t d = 0; d < HEAD; d++) want[d] += exp(score) * cached[1][seq][t][h / GROUP][d];
+        }
+        for (uint32_t d = 0; d < HEAD; d++) REQUIRE(fabs(want[d] / sum - o[d]) < 1e-4);
+    }
+}
+
+static void random_step(side_t *a, side_t *b, uint32_t *lengths, uint32_t window) {
+    fd_row_t table[SEQUENCES];
+    const uint32_t first = below(SEQUENCES), n = 1 + below(SEQUENCES), attending = below(n + 1);
+    uint32_t rows = 0, attend_rows = 0;
+    for (uint32_t i = 0; i < n; i++) {
+        const uint32_t seq = (first + i) % SEQUENCES, most = (MAX_ROWS - rows) / (n - i);
+        uint32_t take = 1 + (below(2) ? below(most) : 0);
+        if (lengths[seq] + take > MAX_TOKENS) {
+            for (side_t *side = a; side; side = side == a ? b : NULL)
+                REQUIRE(fd_kvcache_trim(&side->kv, seq, 7, 1 + seq, err, sizeof err) == FD_OK);
+            lengths[seq] = 1 + seq;
+        }
+        table[i] = (fd_row_t){seq, 7, lengths[seq], take, i < attending ? FD_ROW_ATTEND : 0, 0};
+        rows += take;
+        if (i < attending) attend_rows += take;
+    }
+    const fd_layout_t *y = &a->work.layout;
+    float *q = (float *)(a->slot + y->q), *kv = (float *)(a->slot + y->kv);
+    for (uint32_t i = 0; i < attend_rows * GROUP * KV_HEADS * HEAD; i++) q[i] = (float)below(2001) / 1000 - 1;
+    for (uint32_t i = 0; i < rows * 2 * KV_HEADS * HEAD; i++) kv[i] = (float)below(2001) / 1000 - 1;
+    memcpy(b->slot, a->slot, y->slot_bytes);
+    plan(a, table, n, rows, attend_rows);
+    plan(b, table, n, rows, attend_rows);
+    REQUIRE(do_in_one_go(a) == do_with_stops(b));
+    const float *oa = (float *)(a->slot + y->o), *ob = (float *)(b->slot + y->o);
+    REQUIRE(!memcmp(oa, ob, attend_rows * GROUP * KV_HEADS * HEAD * sizeof *oa));
+    for (uint32_t i = 0, row = 0; i < n; i++)
+        for (uint32_t j = 0; j < table[i].n_rows; j++, row++) {
+            const uint32_t pos = table[i].pos + j, seq = table[i].seq_index;
+            for (uint32_t k = 0; k < 2; k++)
+                memcpy(cached[k][seq][pos], kv + (2 * row + k) * KV_HEADS * HEAD, sizeof cached[k][seq][pos]);
+            if (i < attending)
+                check_row(q + row * GROUP * KV_HEADS * HEAD, oa + row * GROUP * KV_HEADS * HEAD, seq, pos, window);
+            if (i < attending && fd_pages_for(pos + 1u) > a->step.entries[i].unit) n_merged++;
+        }
+    for (uint32_t i = 0; i < n; i++) lengths[table[i].seq_index] += table[i].n_rows;
+}
+
+int main(int argc, char **argv) {
+    const uint32_t steps = argc > 1 ? (uint32_t)atoi(argv[1]) : 100;
+    static const uint32_t windows[] = {0, 0, 300}, threads[] = {1, 2, THREADS};
+    for (uint32_t done = 0; done < steps;) {
+        const uint32_t window = windows[below(3)], n_threads = threads[below(3)];
+        static side_t a, b;
+        uint32_t lengths[SEQUENCES] = {0};
+        open_side(&a, window, n_threads);
+        open_side(&b, window, THREADS);
+        b.work.shape.max_items = a.work.shape.max_items; /* so that both are cut alike */
+        for (uint32_t i = 0; i < 40 && done < steps; i++, done++) random_step(&a, &b, lengths, window);
+        close_side(&a);
+        close_side(&b);
+    }
+    printf("%u steps, %d, %llu stops\n", steps, n_merged > 0, (unsigned long long)n_stops);
+    return 0;
+}
