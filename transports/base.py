@@ -6,8 +6,8 @@ end appear at the other end, the doorbell last. A transport does not interpret t
 a call header, which say how many rows the call uses.
 
 A link also has a control connection, which carries length-prefixed JSON frames (`frames.py`). The hand-shake
-(`handshake.py`: version, shared secret, geometry) and the requests FREE, TRIM and FORK go over the control connection.
-asyncio drives the control connection. The data path is C and memory, and never enters the event loop.
+(`handshake.py`: version, shared secret, geometry) and the requests FREE, TRIM, FORK and RESIZE go over the control
+connection. asyncio drives the control connection. The data path is C and memory, and never enters the event loop.
 
 A waiter spins for `--spin-us`, yielding its core to other threads between two looks at the bell, and then sleeps until
 the other side wakes it. A thread of the S-Part waits in `Link.wait`; the R-engine's threads wait for the calls of all
@@ -77,7 +77,7 @@ class Hello:
     kv_dtype: str  # one of KV_DTYPES
     windows: tuple[int, ...]  # each layer's sliding window in tokens; 0: full attention
     softmax_scale: float
-    kv_bytes: int | None  # KV-cache memory that the S-node asks for; None: all free memory of the R-node
+    kv_bytes: int | None  # KV-cache memory to lease at once; None: all free memory of the R-node
     max_seqs: int
 
 
@@ -86,6 +86,7 @@ class Lease:
     """The share of an R-node's KV-cache that the R-node has granted to a link."""
 
     n_pages: int  # pages of PAGE_TOKENS tokens, all layers
+    max_pages: int  # the most pages that RESIZE can make of it, while the R-node has them free
     max_seqs: int  # sequence indexes are 0 .. max_seqs - 1
     page_bytes: int  # bytes of one page, all layers and KV heads
     isa: str  # the instruction set that the R-engine computes with
@@ -158,8 +159,20 @@ class Link(ABC):
         """
 
     @abstractmethod
+    async def resize(self, n_pages: int) -> dict[str, int]:
+        """Ask for a lease of `n_pages` pages in all. Returns `stats`, in which pages_total is the lease's size now.
+
+        The R-node comes as near to `n_pages` as it can. It grants no more, and none if it has none free, which is not
+        an error. Pages that sequences use stay where they are. Raises CallRefused, LinkDown.
+        """
+
+    @abstractmethod
     async def stats(self) -> dict[str, int]:
-        """The R-node's counters for this link, the fields of fd_link_stats_t by name. Raises LinkDown."""
+        """The R-node's counters for this link by name. Raises LinkDown.
+
+        They are the fields of fd_link_stats_t and: pages_max, the pages that the lease could have now; region_bytes,
+        the size of the link's activation region; kv_free, the bytes of the R-node's KV-cache memory that nobody has.
+        """
 
     @abstractmethod
     async def closed(self) -> LinkDown | None:
@@ -195,7 +208,7 @@ class LinkService(Protocol):
 class LinkGrant(Protocol):
     """A link that an R-node has granted: the lease, and the operations on it.
 
-    `free`, `trim` and `fork` do what the methods of Link with these names do, and raise CallRefused.
+    `free`, `trim`, `fork`, `resize` and `stats` do what the methods of Link with these names do, and raise CallRefused.
     """
 
     lease: Lease
@@ -204,6 +217,7 @@ class LinkGrant(Protocol):
     def free(self, handles: Sequence[tuple[int, int]]) -> None: ...
     def trim(self, seq_index: int, tag: int, length: int) -> None: ...
     def fork(self, src: tuple[int, int], dst: tuple[int, int], length: int) -> None: ...
+    def resize(self, n_pages: int) -> None: ...
     def stats(self) -> dict[str, int]: ...
     def close(self) -> None:
         """Take the link from the R-engine and free the lease. Waits for a call in progress."""

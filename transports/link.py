@@ -18,7 +18,7 @@ from fastdecode.region.region import Region
 from ._native import Port
 from .base import CallRefused, CallTimes, Lease, Link, LinkDown
 from .frames import FrameSocket
-from .messages import MAX_HANDLES, Error, Fork, Free, Ok, Ping, ProtocolError, Request, Stats, Trim
+from .messages import MAX_HANDLES, Error, Fork, Free, Ok, Ping, ProtocolError, Request, Resize, Stats, Trim
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +54,7 @@ class RegionLink(Link):
         self.url = url
         self.geometry = region.geometry
         self.lease = lease
+        self._n_pages = lease.n_pages  # what the R-node has granted last
         self.layout = region.layout
         self.region = region.view
         self._region_map = region
@@ -121,6 +122,15 @@ class RegionLink(Link):
     async def fork(self, src: tuple[int, int], dst: tuple[int, int], length: int) -> None:
         request = Fork(id=next(self._ids), src=src[0], src_tag=src[1], dst=dst[0], dst_tag=dst[1], length=length)
         await self._request(request)
+
+    async def resize(self, n_pages: int) -> dict[str, int]:
+        stats = (await self._request(Resize(id=next(self._ids), n_pages=n_pages))).stats or {}
+        granted = stats.get("pages_total", 0)
+        if not 1 <= granted <= max(n_pages, self._n_pages):  # the S-node counts by this number
+            self._end(ProtocolError(f"asked for a lease of {n_pages} pages, the R-node speaks of {granted}"))
+            raise self._ended_error()
+        self._n_pages = granted
+        return stats
 
     async def stats(self) -> dict[str, int]:
         return (await self._request(Stats(id=next(self._ids)))).stats or {}

@@ -196,6 +196,7 @@ class Welcome:
     mac: str | None = _or_null(_hex(32))
     token: str = _hex(32)
     n_pages: int = _int(U32, 1)
+    max_pages: int = _int(U32, 1)
     max_seqs: int = _int(U32, 1)
     page_bytes: int = _int(MAX_BYTES, 1)
     isa: str = _text(32)
@@ -264,6 +265,15 @@ class Fork:
 
 
 @_message
+class Resize:
+    """Ask for a lease of `n_pages` pages in all; the R-node comes as near as it can."""
+
+    TYPE: ClassVar[str] = "RESIZE"
+    id: int = _id()
+    n_pages: int = _int(U32, 1)
+
+
+@_message
 class Stats:
     TYPE: ClassVar[str] = "STATS"
     id: int = _id()
@@ -277,7 +287,7 @@ class Ping:
 
 @_message
 class Ok:
-    """`stats` answers STATS and is null otherwise."""
+    """`stats` answers STATS and RESIZE, and is null otherwise."""
 
     TYPE: ClassVar[str] = "OK"
     id: int = _id()
@@ -294,11 +304,12 @@ class Error:
     message: str = _text(4096)
 
 
-Request = Free | Trim | Fork | Stats | Ping
+Request = Free | Trim | Fork | Resize | Stats | Ping
 Message = Challenge | HelloMessage | Attach | Attached | Welcome | Refused | Endpoint | Request | Ok | Error
 
+_REQUESTS = (Free, Trim, Fork, Resize, Stats, Ping)
 _HAND_SHAKE = (Challenge, HelloMessage, Attach, Attached, Welcome, Refused)
-_TYPES: dict[str, type] = {m.TYPE: m for m in (*_HAND_SHAKE, Endpoint, Free, Trim, Fork, Stats, Ping, Ok, Error)}
+_TYPES: dict[str, type] = {m.TYPE: m for m in (*_HAND_SHAKE, Endpoint, *_REQUESTS, Ok, Error)}
 _CHECKS: dict[type, dict[str, _Check]] = {
     m: {f.name: f.metadata["check"] for f in dataclasses.fields(m)} for m in _TYPES.values()
 }

@@ -22,7 +22,7 @@ from fastdecode.region.region import Region
 from . import handshake
 from .base import CallRefused, Hello, LinkDown, LinkGrant, LinkRefused, LinkService, Server, TransportError
 from .frames import FrameSocket
-from .messages import Attach, Error, Fork, Free, Message, Ok, Ping, ProtocolError, Refused, Request, Stats, Trim
+from .messages import Attach, Error, Fork, Free, Message, Ok, Ping, ProtocolError, Refused, Request, Resize, Stats, Trim
 from .session import Session
 
 log = logging.getLogger(__name__)
@@ -155,6 +155,9 @@ class LinkSession:
             case Fork():
                 src, dst = (request.src, request.src_tag), (request.dst, request.dst_tag)
                 self._grant.fork(src, dst, request.length)
+            case Resize():
+                self._grant.resize(request.n_pages)
+                stats = self._grant.stats()
             case Stats():
                 stats = self._grant.stats()
             case Ping():

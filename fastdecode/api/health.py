@@ -56,6 +56,9 @@ def health(engine: EngineHealth, *, closing: bool, stalled_after: float) -> tupl
                 "threads": node.threads,
                 "pages_used": node.pages_used,
                 "pages_total": node.pages_total,
+                "pages_max": node.pages_max,
+                "page_bytes": node.page_bytes,
+                "region_bytes": node.region_bytes,
                 "sequences": node.sequences,
             }
             for node in stats.nodes

@@ -115,7 +115,7 @@ class _EngineCollector(Collector):
         yield self._gauge("num_requests_waiting", "Requests that wait, preempted ones included.", stats.waiting)
         yield self._gauge(
             "kv_cache_usage_perc",
-            "Share of the KV-cache pages of all live R-nodes that is in use (1 is full).",
+            "KV-cache pages in use, of those that all live R-nodes could give (1 is full).",
             stats.kv_usage,
         )
         yield self._counter(
@@ -155,6 +155,8 @@ class _EngineCollector(Collector):
 _NODE_METRICS: tuple[tuple[type, str, str, Callable[[NodeStats], float]], ...] = (
     (GaugeMetricFamily, "alive", "1 while the R-node is connected.", lambda node: float(node.alive)),
     (GaugeMetricFamily, "pages", "Cache pages of the lease.", lambda node: node.pages_total),
+    (GaugeMetricFamily, "pages_max", "Cache pages that the lease could have.", lambda node: node.pages_max),
+    (GaugeMetricFamily, "region_bytes", "Bytes of the link's activation region.", lambda node: node.region_bytes),
     (
         GaugeMetricFamily,
         "pages_used",

@@ -203,6 +203,9 @@ class _NoRPart(Link):
     async def fork(self, src: tuple[int, int], dst: tuple[int, int], length: int) -> None:
         pass
 
+    async def resize(self, n_pages: int) -> dict[str, int]:
+        return {}
+
     async def stats(self) -> dict[str, int]:
         return {}
 

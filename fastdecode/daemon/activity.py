@@ -41,7 +41,7 @@ def _tokens(stats: EngineStats) -> tuple[int, int, int, int]:
 
 def _line(stats: EngineStats, prompt_rate: float, generated_rate: float, looked_up: int, found: int) -> str:
     kv = ", ".join(
-        f"{node.url} {100 * node.pages_used / max(1, node.pages_total):.0f} %" if node.alive else f"{node.url} lost"
+        f"{node.url} {100 * node.pages_used / max(1, node.pages_max):.0f} %" if node.alive else f"{node.url} lost"
         for node in stats.nodes
     )
     prefix = f", prefix cache {100 * found / looked_up:.0f} % of prompt tokens" if looked_up else ""

@@ -205,7 +205,8 @@ class NodeConfig:
         choices=KV_DTYPES,
     )
     kv_lease: int | None = _option(
-        "KV-cache memory to ask each R-node for; default: all its free memory",
+        "KV-cache memory to lease from each R-node at once and for good; default: a lease that grows on demand, or all "
+        "of an embedded R-node",
         role="s",
         parse=parse_bytes,
         metavar="SIZE",
@@ -267,8 +268,16 @@ class NodeConfig:
         "listen on an address that other hosts can reach even without --secret-file", False, role="r"
     )
 
+    max_lease: int | None = _option(
+        "the most KV-cache memory that one link may lease, so the most of one S-node; default: all of it",
+        role="r",
+        parse=parse_bytes,
+        metavar="SIZE",
+    )
+
     kv_memory: int | None = _option(
-        "memory for the KV-cache of this (or the embedded) R-node; default: half of the available memory",
+        "memory for the KV-cache of this (or the embedded) R-node, and for the activation regions of its links; "
+        "default: half of the available memory",
         parse=parse_bytes,
         metavar="SIZE",
     )

@@ -100,6 +100,7 @@ async def run_r_node(config: NodeConfig) -> None:
         huge_pages=config.huge_pages,
         prefault=config.prefault,
         trim_idle_s=config.trim_idle_s,
+        max_lease=config.max_lease,
     )
     try:
         for url in await node.serve(config.listen, config.read_secret(), insecure=config.insecure):

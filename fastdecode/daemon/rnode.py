@@ -15,6 +15,7 @@ import socket
 from collections.abc import Iterator, Sequence
 
 from fastdecode.daemon.config import format_bytes
+from fastdecode.daemon.machine import huge_pages as machine_huge_pages
 from fastdecode.daemon.machine import numa_nodes
 from fastdecode.kernels._native import REngine, REngineLink, bind_memory, page_bytes
 from fastdecode.region.contract import KV_DTYPES, MAX_PAGES, MAX_SEQS, PAGE_TOKENS, Status
@@ -26,6 +27,8 @@ log = logging.getLogger(__name__)
 
 _SPIN_US = 100
 _PROGRESS_SECONDS = 2.0
+#: Leases in larger hugetlb pages do not grow: a lease that grows takes whole ones in every layer.
+_MAX_GROWING_HUGETLB = 2 << 20
 
 
 def bind_to_node(number: int) -> None:
@@ -62,16 +65,18 @@ class RNode:
         huge_pages: str = "madvise",
         prefault: bool = False,
         trim_idle_s: float = 0.0,
+        max_lease: int | None = None,
     ):
         """Start the R-engine.
 
         Args:
-            kv_bytes: memory that all leases share.
+            kv_bytes: memory that all leases share, and the links' activation regions with them.
             cpus: the cpu of each thread, [threads]; None: threads are not pinned.
             spin_us: microseconds that an idle thread spins before it sleeps; None: 100.
             isa: instruction set of the kernels; None: FASTDECODE_ISA, else the best that this CPU has.
             name: the R-node's name for S-nodes and logs; None: host name and process id.
             huge_pages, prefault, trim_idle_s: see kernels._native.REngine.
+            max_lease: bytes of KV-cache that one link may have; None: all.
 
         Raises ValueError (a bad value), RuntimeError (threads cannot start, or too few hugetlb pages are free).
         """
@@ -79,6 +84,9 @@ class RNode:
         spin_us = _SPIN_US if spin_us is None else spin_us
         self._engine = REngine(threads, kv_bytes, isa, cpus, spin_us, huge_pages, prefault, trim_idle_s)
         self._kv_bytes = kv_bytes
+        self._max_lease = kv_bytes if max_lease is None else max_lease
+        self._grows = huge_pages != "hugetlb" or machine_huge_pages().size <= _MAX_GROWING_HUGETLB
+        self._regions: dict[REngineGrant, int] = {}  # bytes of each open link's activation region
         self._prefault = prefault
         self._prefault_logs: set[asyncio.Task[None]] = set()
         self._servers: list[Server] = []
@@ -89,8 +97,8 @@ class RNode:
 
     @property
     def kv_free(self) -> int:
-        """Bytes of the KV-cache's memory that no lease holds."""
-        return self._engine.kv_free
+        """Bytes of the KV-cache's memory that no lease and no activation region has."""
+        return max(0, self._engine.kv_free - sum(self._regions.copy().values()))
 
     async def serve(self, urls: Sequence[str], secret: bytes | None, *, insecure: bool = False) -> list[str]:
         """Serve links at all of `urls`. Returns the URLs with the ports that were assigned. Raises TransportError."""
@@ -121,29 +129,66 @@ class RNode:
         if not 1 <= hello.max_seqs <= MAX_SEQS:
             raise LinkRefused(f"{hello.max_seqs} sequences are not within 1..{MAX_SEQS}")
 
-        numbers = geometry_tuple(geometry)
-        kv_dtype = KV_DTYPES.index(hello.kv_dtype)
-        one_page = page_bytes(numbers, kv_dtype)
-        free = self.kv_free
-        wanted = self._kv_bytes if hello.kv_bytes is None else hello.kv_bytes
-        n_pages = min(min(wanted, free) // one_page, MAX_PAGES)
+        pages = _PageSize(geometry_tuple(geometry), KV_DTYPES.index(hello.kv_dtype))
+        free = self.kv_free - region.nbytes
+        most = min(self._max_lease, self._kv_bytes - region.nbytes)
+        wanted = most if hello.kv_bytes is None else hello.kv_bytes
+        n_pages, max_pages = self._first_pages(pages, free, min(most // pages.bytes, MAX_PAGES), wanted // pages.bytes)
         if n_pages < 1:
             raise LinkRefused(
-                f"no memory for a KV-cache: {wanted} bytes wanted, {free} free of the {self._kv_bytes} that R-node "
-                f"{self.name} has for all its S-nodes, and {PAGE_TOKENS} tokens of this model take {one_page}"
+                f"no memory for a KV-cache: {wanted} bytes wanted beside an activation region of {region.nbytes}, "
+                f"{self.kv_free} free of the {self._kv_bytes} that R-node {self.name} has for all its S-nodes; one of "
+                f"them may lease {self._max_lease}, and {PAGE_TOKENS} tokens of this model take {pages.bytes}"
             )
         try:
             link = self._engine.add_link(
-                region, numbers, kv_dtype, n_pages, hello.max_seqs, hello.softmax_scale, hello.windows, notify
+                region, *pages.key, n_pages, hello.max_seqs, hello.softmax_scale, hello.windows, notify, max_pages
             )
         except (ValueError, MemoryError) as error:
             raise LinkRefused(f"the R-engine refused the link: {error}") from None
+        lease = Lease(
+            n_pages, max_pages, hello.max_seqs, pages.bytes, self._engine.isa, self._engine.threads, self.name
+        )
+        grant = REngineGrant(self, link, lease, pages, region.nbytes)
+        self._regions[grant] = region.nbytes
+        self.log_prefault(link)
+        log.info(
+            "lease of %s granted, %s at most, and an activation region of %s; %s of %s are free",
+            *map(format_bytes, (n_pages * pages.bytes, max_pages * pages.bytes, region.nbytes, self.kv_free)),
+            format_bytes(self._kv_bytes),
+        )
+        return grant
+
+    def _first_pages(self, pages: _PageSize, free: int, most: int, wanted: int) -> tuple[int, int]:
+        """Pages to grant to a new link, and the most that its lease may grow to."""
+        fitting = min(wanted, most)
+        if self._grows and (n_pages := min(fitting, self.pages_within(pages, free))) > 0:
+            return n_pages, most
+        n_pages = min(fitting, self._engine.pages_within(*pages.key, max(0, free), False))
+        return n_pages, n_pages
+
+    def pages_within(self, pages: _PageSize, n_bytes: int) -> int:
+        """The most pages that a lease of `n_bytes` that may grow can have."""
+        return self._engine.pages_within(*pages.key, max(0, n_bytes), True)
+
+    def log_prefault(self, link: REngineLink) -> None:
+        """Log how prefaulting a new or larger lease goes on."""
         if self._prefault:
             task = asyncio.get_running_loop().create_task(_log_prefault(link))
             self._prefault_logs.add(task)
             task.add_done_callback(self._prefault_logs.discard)
-        lease = Lease(n_pages, hello.max_seqs, one_page, self._engine.isa, self._engine.threads, self.name)
-        return REngineGrant(link, lease)
+
+    def link_closed(self, grant: REngineGrant) -> None:
+        """Stop counting a link's activation region."""
+        self._regions.pop(grant, None)
+
+
+class _PageSize:
+    """The size of a link's pages: `bytes` of one, and the arguments by which the R-engine knows it."""
+
+    def __init__(self, geometry: tuple[int, ...], kv_dtype: int):
+        self.key = geometry, kv_dtype
+        self.bytes = page_bytes(geometry, kv_dtype)
 
 
 async def _log_prefault(link: REngineLink) -> None:
@@ -167,10 +212,13 @@ async def _log_prefault(link: REngineLink) -> None:
 class REngineGrant:
     """A granted link over the R-engine (a transports.base.LinkGrant)."""
 
-    def __init__(self, link: REngineLink, lease: Lease):
+    def __init__(self, node: RNode, link: REngineLink, lease: Lease, pages: _PageSize, region_bytes: int):
         self.lease = lease
         self.wake_fd = link.eventfd
+        self._node = node
         self._link = link
+        self._pages = pages
+        self._region_bytes = region_bytes
 
     def free(self, handles: Sequence[tuple[int, int]]) -> None:
         """Free the sequences with these handles.
@@ -195,15 +243,41 @@ class REngineGrant:
         with _refusals():
             self._link.fork(*src, *dst, length)
 
+    def resize(self, n_pages: int) -> None:
+        """Grow the lease to `n_pages`, or as near to that as there is memory for. A smaller number changes nothing."""
+        with _refusals():
+            stats = self._link.stats()
+            target = min(n_pages, self._pages_max(stats["pages_total"]))
+            if target <= stats["pages_total"]:
+                return
+            try:
+                self._link.grow(target)
+            except MemoryError as error:  # the OS has less than the budget says
+                log.warning("a lease stays at %d pages: %s", stats["pages_total"], error)
+                return
+        self._node.log_prefault(self._link)
+        log.debug("a lease has grown from %d to %d pages", stats["pages_total"], target)
+
+    def _pages_max(self, n_pages: int) -> int:
+        """How many pages a lease that has `n_pages` could have now."""
+        within = self._node.pages_within(self._pages, n_pages * self._pages.bytes + self._node.kv_free)
+        return max(n_pages, min(self.lease.max_pages, within))
+
     def stats(self) -> dict[str, int]:
         with _refusals():
             stats = self._link.stats()
-        return {name: int(value) for name, value in stats.items() if isinstance(value, int)}
+        counters = {name: int(value) for name, value in stats.items() if isinstance(value, int)}
+        return counters | {
+            "pages_max": self._pages_max(stats["pages_total"]),
+            "region_bytes": self._region_bytes,
+            "kv_free": self._node.kv_free,
+        }
 
     def close(self) -> None:
         stats = self._link.stats()
         self._link.close()
-        log.info("lease of %d pages freed after %s", self.lease.n_pages, stats)
+        self._node.link_closed(self)
+        log.info("lease of %d pages freed after %s", stats["pages_total"], stats)
 
 
 @contextlib.contextmanager

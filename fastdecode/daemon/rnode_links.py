@@ -8,7 +8,10 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from fastdecode.region.contract import PAGE_TOKENS
+from fastdecode.daemon.config import format_bytes
+from fastdecode.kernels._native import page_bytes
+from fastdecode.region.contract import KV_DTYPES, PAGE_TOKENS
+from fastdecode.region.geometry import geometry_tuple
 from fastdecode.transports.base import Hello, Link, LinkDown, TransportError
 from fastdecode.transports.registry import connect
 
@@ -24,6 +27,14 @@ log = logging.getLogger(__name__)
 _PAUSES_SECONDS = (0.5, 1.0, 2.0, 4.0, 8.0)
 _STABLE_SECONDS = 60.0
 _RETRY_SECONDS = 0.5  # pause between attempts at start
+#: The most that a lease that grows begins with.
+_FIRST_LEASE_BYTES = 1 << 30
+
+
+def first_lease(hello: Hello, longest: int) -> int:
+    """Bytes with which a lease that grows begins: room for a sequence of `longest` tokens, but at most 1 GiB."""
+    one_page = page_bytes(geometry_tuple(hello.geometry), KV_DTYPES.index(hello.kv_dtype))
+    return max(1, min(-(-longest // PAGE_TOKENS), _FIRST_LEASE_BYTES // one_page)) * one_page
 
 
 class RNodeLinks:
@@ -76,12 +87,15 @@ class RNodeLinks:
             self._embedded.remove_socket()
         lease = link.lease
         log.info(
-            "R-node %s: %s, %d thread(s), room for %d tokens of %s KV-cache",
+            "R-node %s: %s, %d thread(s); leased: %d tokens of %s KV-cache (%s); at most %d; activation region %s",
             url,
             lease.isa,
             lease.threads,
             lease.n_pages * PAGE_TOKENS,
             self._config.kv_dtype,
+            format_bytes(lease.n_pages * lease.page_bytes),
+            lease.max_pages * PAGE_TOKENS,
+            format_bytes(link.layout.region_bytes),
         )
         return link
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import socket
 import sys
@@ -17,10 +18,11 @@ from fastdecode.daemon.activity import log_activity
 from fastdecode.daemon.config import ConfigError, NodeConfig, format_bytes
 from fastdecode.daemon.embedded import EmbeddedRNode, Split, split_machine
 from fastdecode.daemon.machine import available_memory
-from fastdecode.daemon.rnode_links import RNodeLinks
+from fastdecode.daemon.rnode_links import RNodeLinks, first_lease
 from fastdecode.daemon.shutdown import wait_for_shutdown
 from fastdecode.demo import model_dir
 from fastdecode.engine.engine import Engine
+from fastdecode.region.contract import MAX_SEQS
 from fastdecode.spart import Model, ModelConfig, choose_device, choose_dtype
 from fastdecode.spart.backend import Backend, choose_backend
 from fastdecode.text.tokenizer import Tokenizer
@@ -102,8 +104,13 @@ async def _serve(
         kv_dtype=config.kv_dtype,
         kv_bytes=config.kv_lease,
         # The prefix cache keeps as many sequences again that have ended.
-        max_seqs=split.mini_batches * config.max_batch_size * (1 if config.no_prefix_cache else 2),
+        max_seqs=min(MAX_SEQS, split.mini_batches * config.max_batch_size * (1 if config.no_prefix_cache else 2)),
     )
+    # An embedded R-node has no other S-node, so its whole memory is leased at once, like a lease of a given size.
+    grow_leases = bool(config.r_node) and config.kv_lease is None
+    if grow_leases:
+        longest = config.max_model_len or backend.config.max_positions
+        hello = dataclasses.replace(hello, kv_bytes=first_lease(hello, longest))
     async with contextlib.AsyncExitStack() as stack:
         embedded, urls = None, config.r_node
         if not urls:
@@ -131,6 +138,7 @@ async def _serve(
             target_tbt=config.target_tbt_ms / 1000 or None,
             prefix_cache=not config.no_prefix_cache,
             max_uncached_suffix=None if model.device.type == "cpu" else _MAX_UNCACHED_SUFFIX,
+            grow_leases=grow_leases,
         )
         await engine.start()
         stack.push_async_callback(engine.stop)

@@ -36,13 +36,15 @@ class Cluster:
         prefix_cache: bool = False,
         max_uncached_suffix: int | None = None,
         windows: Iterable[int] = (0,),
+        grow_leases: bool = False,
     ):
         """`watermark` is the share of a lease's pages that new sequences leave to running ones. `max_uncached_suffix`
         is how many tokens behind a shared prefix may be left to an R-node's attention; a prompt with a longer suffix is
         prefilled on the S-node as a whole. None: any number. `windows`: each layer's sliding window; 0: full
-        attention."""
+        attention. `grow_leases`: leases grow on demand."""
         self.prefix_cache = prefix_cache
-        self.nodes = [RNodeLedger(position, link) for position, link in enumerate(links)]
+        self._grow_leases = grow_leases
+        self.nodes = [RNodeLedger(position, link, grow_leases) for position, link in enumerate(links)]
         self.loads = Loads(groups := layer_groups(windows), [[0.0] * len(groups) for _ in self.nodes])
         self._placer = Placer(self.nodes, self.loads, watermark, max_uncached_suffix)
 
@@ -52,8 +54,8 @@ class Cluster:
 
     @property
     def capacity(self) -> int:
-        """Tokens that the largest lease of a live R-node can cache."""
-        return max((node.n_pages for node in self.alive), default=0) * PAGE_TOKENS
+        """Tokens that the largest lease of a live R-node can cache once it has grown as far as it may."""
+        return max((node.max_pages for node in self.alive), default=0) * PAGE_TOKENS
 
     def can_hold(self, tokens: int) -> bool:
         """True if a live R-node could cache `tokens` tokens if it were empty."""
@@ -61,7 +63,7 @@ class Cluster:
 
     @property
     def room(self) -> tuple[int, int]:
-        """Pages and sequence indexes that new sequences could have now: free, being freed, or evictable."""
+        """Pages and sequence indexes that new sequences could have: free, being freed, evictable, or to be leased."""
         return sum(node.room[0] for node in self.alive), sum(node.room[1] for node in self.alive)
 
     @property
@@ -123,9 +125,13 @@ class Cluster:
         return True
 
     def reclaim_page(self, node: RNodeLedger) -> bool:
-        """True if a page of `node` is being freed; evicts prefix entries if none is."""
+        """True if `node` will soon have a page: one is being freed, or the lease may grow. Evicts prefix entries if no
+        page is being freed."""
         if not node.pages_freeing:
             node.evict_for(1, index=False)
+        if not node.pages_freeing and node.may_grow:
+            node.need(1)
+            return True
         return node.pages_freeing > 0
 
     def release(self, seq: Sequence, sound: bool = False) -> None:
@@ -161,5 +167,5 @@ class Cluster:
         lost = self.nodes[position]
         if lost.alive:
             raise ValueError(f"R-node {lost.url} is alive")
-        self.nodes[position] = RNodeLedger(position, link)
+        self.nodes[position] = RNodeLedger(position, link, self._grow_leases)
         return self.nodes[position]

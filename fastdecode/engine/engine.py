@@ -65,6 +65,7 @@ class Engine:
         max_uncached_suffix: int | None = None,
         max_staged_tokens: int | None = None,
         target_tbt: float | None = None,
+        grow_leases: bool = False,
         end_token_ids: Iterable[int] | None = None,
         observer: EngineObserver | None = None,
     ):
@@ -72,7 +73,7 @@ class Engine:
         the requests that wait for others to end. `max_model_len` bounds a sequence's tokens; None: the model's number
         of positions. `prefix_cache`: prompts share the cached tokens of sequences that start alike. `watermark` and
         `max_uncached_suffix`: see Cluster; `max_staged_tokens`: see StagingBudget; `target_tbt` (seconds): see
-        StepTimes. `end_token_ids` None: the model's own.
+        StepTimes. `grow_leases`: leases grow on demand. `end_token_ids` None: the model's own.
 
         Raises ValueError if a value does not fit the model or a link."""
         if not links:
@@ -85,7 +86,8 @@ class Engine:
         self.max_model_len = max_model_len or positions
         self.max_queued = max(max_queued, 1)  # every request passes through the queue
         self.spart = spart
-        self.cluster = Cluster(links, watermark, prefix_cache, max_uncached_suffix, spart.config.windows)
+        windows = spart.config.windows
+        self.cluster = Cluster(links, watermark, prefix_cache, max_uncached_suffix, windows, grow_leases)
         limits = SchedulerLimits(mini_batches, max_batch_tokens, max_batch_size, max_staged_tokens)
         self.scheduler = Scheduler(self.cluster, limits, target_tbt=target_tbt)
         self.observer = observer or NullObserver()
@@ -370,7 +372,7 @@ class Engine:
         return EngineStats(
             running=self.scheduler.n_running,
             waiting=len(self.scheduler.waiting),
-            kv_usage=sum(n.pages_used for n in nodes) / max(1, sum(n.n_pages for n in nodes)),
+            kv_usage=sum(n.pages_used for n in nodes) / max(1, sum(n.obtainable for n in nodes)),
             nodes=[self._node_stats(node) for node in self.cluster.nodes],
             totals=self.totals,
         )
@@ -384,8 +386,10 @@ class Engine:
             threads=lease.threads,
             alive=node.alive,
             pages_total=node.n_pages,
+            pages_max=node.obtainable,
             pages_used=node.pages_used,
             page_bytes=lease.page_bytes,
+            region_bytes=node.link.layout.region_bytes,
             sequences=node.n_sequences,
             load=node.load,
             calls=counters.get("calls", 0),

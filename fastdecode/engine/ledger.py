@@ -3,10 +3,15 @@
 The S-node counts and the R-node checks; nothing here talks to a peer. A released page or sequence index counts as free
 only after the R-node has acknowledged the FREE (`acknowledge_free`). A page that several sequences share is counted
 once for each of them, so the R-node never has fewer free pages than this account says.
+
+A lease that may grow is asked to grow ahead of need: when less than a quarter of it is unused, or when a sequence needs
+more than it has. Tokens that only the prefix cache holds count as unused, because they can be evicted, unless the
+R-node still has so much that the larger lease would be no more than half of what could be had.
 """
 
 from __future__ import annotations
 
+from math import ceil
 from typing import TYPE_CHECKING
 
 from fastdecode.engine.prefixes import CachedSequence, Handle, PrefixEntry, PrefixIndex
@@ -20,6 +25,10 @@ if TYPE_CHECKING:
 
 _TAG_MASK = 0xFFFFFFFF  # a tag has 32 bits on the wire
 
+#: A lease of which a smaller share is unused grows by `_GROWTH` of its size.
+_LOW = 0.25
+_GROWTH = 0.5
+
 
 def pages_for(tokens: int) -> int:
     """Pages that hold `tokens` cached tokens."""
@@ -29,13 +38,18 @@ def pages_for(tokens: int) -> int:
 class RNodeLedger:
     """One R-node's lease: how many of its pages and sequence indexes are used, and how loaded it will become."""
 
-    def __init__(self, position: int, link: Link):
-        """`position` is the index of `link` in the S-Part's list of links."""
+    def __init__(self, position: int, link: Link, grows: bool = False):
+        """`position` is the index of `link` in the S-Part's list of links. `grows`: the lease is to grow on demand."""
         self.position = position
         self.link = link
         self.url = link.url
         self.alive = True
         self.n_pages = link.lease.n_pages
+        self.max_pages = link.lease.max_pages if grows else self.n_pages  # the most that the lease may grow to
+        self.obtainable = self.max_pages  # the same while others hold what they hold, as the R-node said last
+        self.resizing = False  # a RESIZE is under way
+        self.refused = False  # the last RESIZE has brought less than was asked for; RNodeControl clears it
+        self._needed = 0  # size of the lease that a sequence waits for
         self.free_pages = self.n_pages
         self.pages_freeing = 0  # released, but their FREE is not acknowledged yet
         self.n_sequences = 0  # running sequences
@@ -59,9 +73,8 @@ class RNodeLedger:
 
     @property
     def room(self) -> tuple[int, int]:
-        """Pages and sequence indexes that are free, being freed, or held by entries that can be evicted."""
-        pages = self.free_pages + self.pages_freeing + self.prefixes.pages
-        return pages, len(self._tags) - self.n_sequences
+        """Pages and sequence indexes that are free, being freed, held by evictable entries, or to be leased."""
+        return self.unused_pages + self.obtainable - self.n_pages, len(self._tags) - self.n_sequences
 
     def admit(self, pages: int, final_length: int) -> Handle:
         """Count a new running sequence of `pages` pages and at most `final_length` tokens; returns its handle.
@@ -100,6 +113,46 @@ class RNodeLedger:
             self.free_pages += sequence.pages
             self.pages_freeing -= sequence.pages
             self._sequences_freeing -= 1
+
+    # -- growth of the lease --------------------------------------------------------------------------------------
+
+    @property
+    def may_grow(self) -> bool:
+        """True if a RESIZE might bring pages."""
+        return self.alive and self.n_pages < self.max_pages and not self.refused
+
+    @property
+    def unused_pages(self) -> int:
+        """Pages that no sequence uses, those being freed and those that only prefix entries hold included."""
+        return self.free_pages + self.pages_freeing + self.prefixes.pages
+
+    def need(self, pages: int) -> None:
+        """Record that a sequence waits for `pages` free pages, for which the lease must grow."""
+        in_use = self.n_pages - self.free_pages - self.pages_freeing
+        self._needed = max(self._needed, min(self.max_pages, in_use + pages))
+
+    def wanted_pages(self) -> int:
+        """Size of the lease to ask the R-node for now; `n_pages` if there is nothing to ask."""
+        if self.resizing or not self.may_grow:
+            return self.n_pages
+        larger = min(self.max_pages, self.n_pages + ceil(_GROWTH * self.n_pages))
+        low = _LOW * self.n_pages
+        if self._needed > self.n_pages or self.unused_pages < low:
+            return max(larger, self._needed)
+        plenty = 2 * larger <= self.obtainable
+        return larger if plenty and self.free_pages + self.pages_freeing < low else self.n_pages
+
+    def resized(self, n_pages: int, obtainable: int) -> None:
+        """Record the R-node's answer to a RESIZE: the lease has `n_pages` pages, and could have `obtainable`."""
+        self.free_pages += n_pages - self.n_pages
+        self.n_pages, self._needed = n_pages, 0
+        self.record_obtainable(obtainable)
+
+    def record_obtainable(self, pages: int) -> None:
+        """Record how many pages the lease could have, as the R-node says."""
+        self.obtainable = max(self.n_pages, min(pages, self.max_pages))
+
+    # -- prefix entries -------------------------------------------------------------------------------------------
 
     def evict(self, entry: PrefixEntry) -> None:
         """Take `entry` out of the prefix cache. An ended sequence is released; a running one is merely not shared."""

@@ -1,4 +1,4 @@
-"""RNodeControl: the engine's messages to R-nodes outside of steps (FREE, FORK, STATS), and the loss of an R-node."""
+"""RNodeControl: the engine's messages to R-nodes outside of steps (FREE, FORK, RESIZE, STATS), and their loss."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _REFRESH_SECONDS = 2.0
+#: An R-node that had fewer pages than a lease was to grow by is asked again after this time at the earliest.
+_REFUSED_SECONDS = 1.0
 
 
 class RNodeControl:
@@ -52,13 +54,16 @@ class RNodeControl:
     # -- sequences ------------------------------------------------------------------------------------------------
 
     def send_pending(self) -> None:
-        """Start the FORKs and FREEs that the scheduler has asked for since the last call."""
+        """Start the FORKs, FREEs and RESIZEs that the scheduler has asked for since the last call."""
         for seq in self._scheduler.take_forks():
             self._spawn(self._fork(seq))
         for node in self._cluster.nodes:
             if node.released and node not in self._freeing:
                 self._freeing.add(node)
                 self._spawn(self._free(node))
+            if (wanted := node.wanted_pages()) > node.n_pages:
+                node.resizing = True
+                self._spawn(self._resize(node, wanted))
 
     async def _free(self, node: RNodeLedger) -> None:
         """Free the released sequences, all that have gathered in one frame, until there are no more."""
@@ -92,6 +97,26 @@ class RNodeControl:
             log.warning("R-node %s refused to share a cached prefix: %s", node.url, error)
         self._scheduler.fork_done(seq, succeeded)
         self._on_change()
+
+    async def _resize(self, node: RNodeLedger, wanted: int) -> None:
+        """Ask for a lease of `wanted` pages. If the R-node has fewer, do not ask again for a while."""
+        try:
+            answer = await node.link.resize(wanted)
+        except LinkDown as error:
+            self.mark_lost(node, error)
+            return
+        except CallRefused as error:
+            log.warning("R-node %s refused to change the size of its lease: %s", node.url, error)
+            answer = {}
+        node.resized(answer.get("pages_total", node.n_pages), answer.get("pages_max", node.n_pages))
+        node.resizing = False
+        node.refused = node.n_pages < wanted
+        log.debug("R-node %s: the lease has %d of %d pages wanted", node.url, node.n_pages, wanted)
+        self._on_change()
+        if node.refused:
+            await asyncio.sleep(_REFUSED_SECONDS)
+            node.refused = False
+            self._on_change()
 
     def _drop_staged(self, node: RNodeLedger, sequences: Iterable[CachedSequence]) -> None:
         """Drop the K and V that the S-Part has staged for unfinished prompts among `sequences`."""
@@ -135,7 +160,8 @@ class RNodeControl:
     async def _refresh(self, node: RNodeLedger) -> None:
         try:
             async with asyncio.timeout(_REFRESH_SECONDS):
-                self.counters[node] = await node.link.stats()
+                self.counters[node] = counters = await node.link.stats()
+                node.record_obtainable(counters.get("pages_max", node.n_pages))
         except LinkDown as error:
             self.mark_lost(node, error)
         except TimeoutError:

@@ -320,8 +320,8 @@ class Scheduler:
     def _grow(self, seq: Sequence) -> bool:
         """Count one more page for `seq`. If its R-node has none, preempt that node's newest sequence.
 
-        False: `seq` must wait until the R-node has acknowledged a FREE, or `seq` itself was the newest and is
-        preempted.
+        False: `seq` must wait until the R-node has acknowledged a FREE or answered a RESIZE, or `seq` itself was the
+        newest and is preempted.
         """
         node = seq.placed_on
         if self.cluster.grow(seq):
@@ -331,7 +331,10 @@ class Scheduler:
         if seq not in self._starved:
             insort(self._starved, seq, key=BY_ARRIVAL)
         if not self.cluster.reclaim_page(node):
-            newest = self.running_on(node)[-1]
+            running = self.running_on(node)
+            newest = running[-1]
+            if len(running) == 1 and node.n_pages < node.max_pages:
+                return False  # recomputing it would need the same pages: it waits until the lease can grow
             if not newest.in_flight:  # else `_serve_starved` comes back here once its step has completed
                 self.preemptions += 1
                 self._requeue(newest)

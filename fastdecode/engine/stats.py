@@ -47,11 +47,13 @@ class NodeStats:
     isa: str
     threads: int
     alive: bool
-    pages_total: int
+    pages_total: int  # pages of the lease
+    pages_max: int  # pages that the lease could have, as the R-node said last
     pages_used: int  # pages in use, excluding evictable prefix-cache pages
     sequences: int
     load: int  # tokens that its running sequences will have cached at most
     page_bytes: int  # of one KV page, all layers
+    region_bytes: int  # of the link's activation region
     attention_seconds: float  # time its R-engine has worked for this S-node, as of the last refresh
     kv_bytes_read: int  # as of the last refresh
     calls: int  # layers of steps, as of the last refresh
@@ -63,7 +65,7 @@ class EngineStats:
 
     running: int
     waiting: int
-    kv_usage: float  # pages used / pages in the leases of all live R-nodes, 0..1
+    kv_usage: float  # pages used / pages that the leases of all live R-nodes could have, 0..1
     nodes: list[NodeStats] = field(default_factory=list)
     totals: Totals = field(default_factory=lambda: Totals())
 

@@ -445,7 +445,9 @@ async def test_health_follows_the_engine(tokenizer):
 
         status, body = await health()
         assert (status, body["status"], body["isa"]) == (200, "ok", ["avx2"])
-        assert body["nodes"][0]["url"] == "tcp://r1" and body["nodes"][0]["pages_used"] == 25
+        node = body["nodes"][0]
+        assert (node["url"], node["pages_used"], node["pages_total"], node["pages_max"]) == ("tcp://r1", 25, 100, 400)
+        assert node["region_bytes"] == 12345
         engine.stalled_seconds = 31.0
         status, body = await health()
         assert status == 503 and body["status"].startswith("stalled")
@@ -466,6 +468,9 @@ async def test_metrics_show_the_engines_numbers(tokenizer):
     assert metrics["fastdecode:kv_cache_usage_perc", ""] == 0.25
     assert metrics["fastdecode:r_node_attention_seconds_total", "avx2,tcp://r1"] == 1.5
     assert metrics["fastdecode:r_node_pages_used", "avx2,tcp://r1"] == 25
+    assert metrics["fastdecode:r_node_pages", "avx2,tcp://r1"] == 100
+    assert metrics["fastdecode:r_node_pages_max", "avx2,tcp://r1"] == 400
+    assert metrics["fastdecode:r_node_region_bytes", "avx2,tcp://r1"] == 12345
 
 
 async def test_closing_lets_streams_end_within_the_grace(tokenizer, spell):

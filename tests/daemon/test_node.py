@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from pathlib import Path
 
 import openai
@@ -95,6 +96,11 @@ def gone(pid: int, seconds: float = 5) -> bool:
 
 def complete(api: OpenAI, n: int = 8) -> str:
     return api.completions.create(model="fastdecode-demo", prompt="It was", max_tokens=n, temperature=0).choices[0].text
+
+
+def fetch(url: str) -> str:
+    with urllib.request.urlopen(url, timeout=60) as answer:
+        return answer.read().decode()
 
 
 def temporary(tmp_path: Path) -> Path:
@@ -236,16 +242,54 @@ def test_tokens_beyond_the_models_vocabulary_are_a_warning_at_start(start, tmp_p
 
 
 def test_killed_s_node_frees_its_lease(start, tmp_path):
-    """The first S-node leases the whole KV-cache, so the second can start only after that lease is freed."""
+    """The first S-node leases nearly all of the memory, so the second can start only after that lease is freed."""
     sock = tmp_path / "r.sock"
     r_node = start("--role", "r", "--listen", f"shm://{sock}", "--kv-memory", "64MiB", "--threads", "1")
     r_node.wait_for("R-node on shm")
-    first = start("--port", "0", "--r-node", f"shm://{sock}")
+    everything = ("--port", "0", "--r-node", f"shm://{sock}", "--kv-lease", "1GiB")
+    first = start(*everything)
     text = complete(first.api())
+    refused = start(*everything, "--connect-seconds", "0")
+    assert refused.process.wait(START_SECONDS) == 1
+    assert "no memory for a KV-cache" in refused.log.read_text()
     first.end(signal.SIGKILL)
     time.sleep(5)
-    second = start("--port", "0", "--r-node", f"shm://{sock}")
+    second = start(*everything)
     assert complete(second.api()) == text
+
+
+def test_s_nodes_share_an_r_node_and_leases_grow_to_the_limit(start, tmp_path):
+    """/health, /metrics and the log say what is leased and what could be had."""
+    sock = tmp_path / "r.sock"
+    r_node = start(
+        *("--role", "r", "--listen", f"shm://{sock}", "--kv-memory", "256MiB", "--max-lease", "64MiB"), "--threads", "1"
+    )
+    r_node.wait_for("R-node on shm")
+    options = ("--port", "0", "--r-node", f"shm://{sock}", "--max-model-len", "256")
+    nodes = [start(*options) for _ in range(2)]
+    with nodes[0].api() as one, nodes[1].api() as other:
+        apis = [one, other]
+        texts = {complete(api) for api in apis}
+        assert len(texts) == 1
+        for node, api in zip(nodes, apis, strict=True):
+            leased, most = map(
+                int, node.wait_for(r"leased: (\d+) tokens of fp16 KV-cache \(.*\); at most (\d+);").groups()
+            )
+            assert leased == 256
+            base = str(api.base_url).removesuffix("/v1/")
+            before = orjson.loads(fetch(f"{base}/health"))["nodes"][0]
+            assert (before["pages_total"] * 128, before["pages_max"] * 128) == (leased, most)
+            api.completions.create(
+                model="fastdecode-demo", prompt=["It was"] * 8, max_tokens=200, extra_body={"ignore_eos": True}
+            )
+            metrics = fetch(f"{base}/metrics")
+            pages, pages_max, region = (
+                float(re.search(rf"^fastdecode:r_node_{name}{{.*}} (\S+)", metrics, re.M)[1])
+                for name in ("pages", "pages_max", "region_bytes")
+            )
+            assert leased < pages * 128 <= pages_max * 128 == most and region > 4096
+            assert pages_max == (64 << 20) // before["page_bytes"]
+    assert len(re.findall("lease of .* granted, .* at most, and an activation region of", r_node.log.read_text())) == 2
 
 
 def test_three_r_nodes_over_tcp_with_a_secret(start, tmp_path):

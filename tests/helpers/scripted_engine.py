@@ -79,6 +79,8 @@ class ScriptedEngine:
             threads=4,
             alive=self.alive,
             pages_total=100,
+            pages_max=400,
+            region_bytes=12345,
             pages_used=25,
             sequences=3,
             load=0,

@@ -45,11 +45,24 @@ async def tokens_of(stream):
 
 
 class ToyLink:
-    def __init__(self, url="tcp://toy", n_pages=1000, max_seqs=64, n_slots=4, max_rows=512):
+    def __init__(self, url="tcp://toy", n_pages=1000, max_seqs=64, n_slots=4, max_rows=512, max_pages=0):
+        """`pool` pages of the R-node are free for a lease that grows to at most `max_pages`."""
         self.url = url
+        self.pool = max_pages
+        self.pages = n_pages
+        self.resizes: list[int] = []
+        self.resizing = asyncio.Event()  # RESIZEs; cleared, they wait
+        self.resizing.set()
+        self.layout = SimpleNamespace(region_bytes=8192)
         self.geometry = SimpleNamespace(n_slots=n_slots, max_rows=max_rows)
         self.lease = SimpleNamespace(
-            n_pages=n_pages, max_seqs=max_seqs, page_bytes=4096, isa="toy", threads=1, node=url.removeprefix("tcp://")
+            n_pages=n_pages,
+            max_pages=max(n_pages, max_pages),
+            max_seqs=max_seqs,
+            page_bytes=4096,
+            isa="toy",
+            threads=1,
+            node=url.removeprefix("tcp://"),
         )
         self.cache: dict[int, tuple[int, list[int]]] = {}  # sequence index -> tag, tokens
         self.frames: list[list[tuple[int, int]]] = []  # FREEs
@@ -73,7 +86,7 @@ class ToyLink:
         if tag != chunk.tag or len(tokens) != chunk.pos:
             raise CallRefused(Status.BAD_SEQUENCE, f"sequence {chunk.seq_index}: tag or position", self)
         tokens += chunk.tokens
-        if sum(pages_for(len(cached)) for _, cached in self.cache.values()) > self.lease.n_pages:
+        if sum(pages_for(len(cached)) for _, cached in self.cache.values()) > self.pages:
             raise CallRefused(Status.OUT_OF_PAGES, "no page left", self)
 
     def check_alive(self) -> None:
@@ -110,9 +123,19 @@ class ToyLink:
         self.cache[dst[0]] = (dst[1], tokens[:length])
         self.forks += 1
 
+    async def resize(self, n_pages) -> dict:
+        self.resizes.append(n_pages)
+        await asyncio.sleep(0.001)
+        await self.resizing.wait()
+        self.check_alive()
+        granted = max(0, min(n_pages - self.pages, self.pool, self.lease.max_pages - self.pages))
+        self.pages, self.pool = self.pages + granted, self.pool - granted
+        return await self.stats()
+
     async def stats(self) -> dict:
         self.check_alive()
-        return {"calls": 3, "busy_ns": 2_000_000_000, "kv_bytes": 5}
+        counters = {"pages_total": self.pages, "pages_max": min(self.pages + self.pool, self.lease.max_pages)}
+        return {"calls": 3, "busy_ns": 2_000_000_000, "kv_bytes": 5} | counters
 
     async def closed(self) -> LinkDown | None:
         return await asyncio.shield(self._closed)

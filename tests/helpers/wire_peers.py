@@ -149,6 +149,7 @@ class FakeRNode:
             "mac": None,
             "token": "70" * 32,
             "n_pages": 4,
+            "max_pages": 4,
             "max_seqs": 4,
             "page_bytes": 32768,
             "isa": "scalar",
@@ -156,6 +157,7 @@ class FakeRNode:
             "node": "fake",
         }
         self.reply = b""
+        self.stats: dict | None = None  # of the answer to every request, if it is to answer
 
     def answer(self, message: dict) -> dict:
         """The answer to HELLO or ATTACH."""
@@ -175,6 +177,9 @@ class FakeRNode:
             peer.send_message(self.challenge)
             message = await peer.read_message()
             peer.send_message(self.answer(message))
+            while self.stats is not None and message["type"] == "HELLO":
+                request = await peer.read_message()
+                peer.send_message({"type": "OK", "id": request["id"], "stats": self.stats})
             if message["type"] == "ATTACH":
                 await reader.readexactly(16 + 64)  # a call
                 peer.send(self.reply)

@@ -17,11 +17,15 @@ from link_driver import CALLS, FEWER, HANG_S, LARGE, NOTICED_S, SMALL, Driver, P
 from rnode_process import KV_BYTES, Held, start_executor_threads
 
 from fastdecode.region.contract import PAGE_TOKENS, ROW_ATTEND, ROW_DTYPE, Status
+from fastdecode.region.geometry import region_layout
 from fastdecode.transports import link as link_module
 from fastdecode.transports.base import CallRefused, Link, LinkDown, LinkRefused
 from fastdecode.transports.registry import connect
 
-PAGES = KV_BYTES // (SMALL.n_layers * SMALL.n_kv_heads * 2 * SMALL.head_size * 4 * PAGE_TOKENS)
+#: Pages of the R-node's memory beside the link's activation region.
+PAGES = (KV_BYTES - region_layout(SMALL).region_bytes) // (
+    SMALL.n_layers * SMALL.n_kv_heads * 2 * SMALL.head_size * 4 * PAGE_TOKENS
+)
 
 
 # ---- calls and control requests ----

@@ -73,7 +73,7 @@ class Placer:
 
         The R-node with the longest cached prefix of the sequence is taken if it has room, else the one with room that
         keeps the R-Part shortest. A sequence waits while another one prefills at least half of its tokens. If no R-node
-        has room, prefix entries are evicted, so that a later call succeeds.
+        has room, prefix entries are evicted or a lease is to grow, so that a later call succeeds.
         """
         n_tokens = len(seq.tokens)
         if seq.awaits is not None:
@@ -95,7 +95,7 @@ class Placer:
         with_room = [node for node in self._nodes if self._has_room(node, n_tokens)]
         if with_room:
             return Placement(self._fastest(seq, with_room, waiting))
-        return Wait.FREE if self._evict_for(n_tokens) else Wait.ROOM
+        return Wait.FREE if self._make_room(n_tokens) else Wait.ROOM
 
     def _fastest(self, seq: Sequence, with_room: list[RNodeLedger], waiting: Iterable[Sequence]) -> RNodeLedger:
         """The R-node that keeps the R-Part shortest, for this sequence and those that wait with it."""
@@ -138,18 +138,18 @@ class Placer:
         watermark = ceil(self._watermark * node.n_pages) if node.n_sequences or node.pages_freeing else 0
         return pages_for(tokens) + watermark
 
-    def _evict_for(self, tokens: int) -> bool:
-        """Make room for a sequence of `tokens` tokens on the least loaded R-node whose prefix entries give enough.
+    def _make_room(self, tokens: int) -> bool:
+        """Make room for a sequence of `tokens` tokens on the least loaded R-node whose prefix entries give enough. If
+        none do, ask for a larger lease of the least loaded R-node that may grow so far.
 
         True if pages and an index that suffice are being freed now.
         """
-        enough = [
-            node
-            for node in self._nodes
-            if node.alive
-            and self._pages_needed(node, tokens) <= node.free_pages + node.pages_freeing + node.prefixes.pages
-        ]
-        if not enough:
-            return False
-        node = min(enough, key=lambda n: n.load)
-        return node.evict_for(self._pages_needed(node, tokens), index=True)
+        lacking = {node: self._pages_needed(node, tokens) - node.unused_pages for node in self._nodes if node.alive}
+        if enough := [node for node, pages in lacking.items() if pages <= 0]:
+            node = min(enough, key=lambda n: n.load)
+            return node.evict_for(self._pages_needed(node, tokens), index=True)
+        growing = [node for node, pages in lacking.items() if node.may_grow and pages <= node.max_pages - node.n_pages]
+        if growing:
+            node = min(growing, key=lambda n: n.load)
+            node.need(self._pages_needed(node, tokens))
+        return False
