@@ -181,14 +181,22 @@ class REngine:
         windows: Sequence[int],
         notify: object | None = None,
         max_pages: int = 0,
+        *,
+        segments: Sequence[int] | None = None,
+        kv_layers: Sequence[int] | None = None,
+        softcaps: Sequence[float] | None = None,
+        sinks: Buffer | None = None,
+        slopes: Buffer | None = None,
     ) -> REngineLink:
         """Grant a lease of `n_pages` pages and `max_seqs` sequence indexes, and serve the calls in `region`.
 
         The caller has written the region's header; the link keeps the region alive until it is closed. `kv_dtype` is an
         index of region.contract.KV_DTYPES. `windows`: sliding window of each layer in tokens, 0: none. `notify`: a
         PyCapsule "fastdecode.notify" (fd_notify_t of region/doorbell.h). `max_pages`: the lease may grow to as many
-        pages, for which it reserves address space; at most `n_pages`: it does not grow. Raises ValueError for a bad
-        argument, MemoryError if the KV-cache has no room for `n_pages`.
+        pages, for which it reserves address space; at most `n_pages`: it does not grow. `segments`, `kv_layers`,
+        `softcaps`, each [n_layers], `sinks` (fp32, [n_layers, n_q_heads]) and `slopes` (fp32, [n_q_heads]) are those of
+        fd_layer_t (kernels/engine/layers.h); a page has room for the layers that name themselves in `kv_layers`. Raises
+        ValueError for a bad argument, MemoryError if the KV-cache has no room for `n_pages`.
         """
     def pages_within(self, geometry: _Geometry, kv_dtype: int, n_bytes: int, grows: bool, /) -> int:
         """The most pages that take at most `n_bytes` of the budget, in a lease that grows or in one that does not.

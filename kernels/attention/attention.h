@@ -14,6 +14,7 @@
 #ifndef FD_ATTENTION_H
 #define FD_ATTENTION_H
 
+#include <math.h>
 #include <stddef.h>
 #include <stdint.h>
 
@@ -107,6 +108,10 @@ typedef struct {
     /* o[r] = acc[r] / l[r] for any v_size, rounded to nearest even in act_dtype; 0 where l[r] is 0. */
     void (*finish)(void *o, const float *acc, const float *l, uint32_t rows, uint32_t v_size, uint32_t act_dtype);
 } fd_vec_ops_t;
+
+/* The sum of weights `l`, relative to the largest score `m`, of a row that has a sink. acc does not change, because the
+ * sink's V is 0. A row that sees no token keeps l = 0, so that its output is 0. */
+static inline float fd_add_sink(float l, float m, float sink) { return l == 0.0f ? l : l + expf(sink - m); }
 
 /* The best ISA that this CPU and OS support (x86: cpuid and xgetbv). */
 fd_isa_t fd_isa_best(void);

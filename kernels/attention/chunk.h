@@ -39,8 +39,6 @@
 #ifndef FD_CHUNK_H
 #define FD_CHUNK_H
 
-#include <math.h>
-
 #include "attention.h"
 #include "half.h"
 #include "region.h"
@@ -196,10 +194,6 @@ FD_INLINE size_t fd_q_offset(const fd_attend_t *a, uint32_t head, uint32_t row) 
 FD_INLINE size_t fd_o_offset(const fd_attend_t *a, uint32_t head, uint32_t row) {
     return fd_row_offset(a, head, row, a->o_head_stride, a->o_token_stride, a->v_size);
 }
-
-/* The sum of weights `l`, relative to the largest score `m`, of a row that has a sink. acc does not change, because the
- * sink's V is 0. A row that sees no token keeps l = 0, so that its output is 0. */
-static inline float fd_add_sink(float l, float m, float sink) { return l == 0.0f ? l : l + expf(sink - m); }
 
 /* Clips positions [start, end) to the tokens [*lo, *hi) of the chunk whose first token is at position `base`. The
  * result is empty if *lo >= *hi. */

@@ -102,7 +102,8 @@ bool fd_slot_begin_layer(fd_link_t *link, uint32_t slot) {
 
 void fd_slot_end_layer(fd_link_t *link, uint32_t slot, uint64_t kv_bytes, uint64_t busy_ns) {
     fd_slot_state_t *state = &link->slots[slot];
-    if (fd_step_layer_done(&state->step, state->layer, link->work.g.n_layers)) {
+    if (fd_work_stores(&link->work, state->layer) &&
+        fd_step_layer_done(&state->step, link->work.stores[state->layer], link->kv.n_layers)) {
         pthread_mutex_lock(&link->mutex);
         fd_step_end_copies(&state->step, &link->kv);
         pthread_mutex_unlock(&link->mutex);

@@ -12,6 +12,7 @@
 
 #include "attention.h"
 #include "doorbell.h"
+#include "layers.h"
 #include "memory.h"
 #include "region.h"
 
@@ -39,8 +40,8 @@ typedef struct {
     uint32_t n_pages;  /* pages of FD_PAGE_TOKENS tokens; a page covers all layers */
     uint32_t max_seqs;
     float softmax_scale;
-    const uint32_t *windows; /* [n_layers]; 0: full attention */
-    uint32_t max_pages;      /* fd_link_grow may raise n_pages to this; at most n_pages: the lease does not grow */
+    const fd_layer_t *layers; /* [n_layers] */
+    uint32_t max_pages;       /* fd_link_grow may raise n_pages to this; at most n_pages: the lease does not grow */
 } fd_lease_t;
 
 typedef struct {

@@ -29,8 +29,17 @@ static bool lease_ok(const fd_geometry_t *g, const fd_lease_t *lease, const void
     if (lease->max_seqs < 1 || lease->max_seqs > FD_MAX_SEQS)
         return FD_FAIL(false, "%u sequences are not within 1..%u", lease->max_seqs, FD_MAX_SEQS);
     if (!isfinite(lease->softmax_scale)) return FD_FAIL(false, "the softmax scale is not finite");
+    for (uint32_t i = 0; i < g->n_layers; i++)
+        if ((reason = fd_layer_error(lease->layers, i, g->n_q_heads))) return FD_FAIL(false, "layer %u: %s", i, reason);
     if ((uintptr_t)region % FD_LINE) return FD_FAIL(false, "the region does not begin on a cache line");
     return true;
+}
+
+/* `g` with the layers that store K and V. */
+static fd_geometry_t stored_geometry(const fd_geometry_t *g, const fd_layer_t *layers) {
+    fd_geometry_t stored = *g;
+    stored.n_layers = fd_stored_layers(layers, g->n_layers);
+    return stored;
 }
 
 /* Frees everything that the link owns except its share of the budget. Also frees a half-built link. */
@@ -50,6 +59,7 @@ static void destroy(fd_link_t *link) {
 
 static fd_link_t *build(fd_engine_t *e, void *region, const fd_geometry_t *g, const fd_lease_t *lease, char *err,
                         size_t err_len) {
+    const fd_geometry_t stored = stored_geometry(g, lease->layers);
     fd_link_t *link = calloc(1, sizeof *link);
     if (!link) return FD_FAIL(NULL, "no memory for a link");
     link->engine = e;
@@ -60,9 +70,9 @@ static fd_link_t *build(fd_engine_t *e, void *region, const fd_geometry_t *g, co
     struct epoll_event event = {.events = EPOLLIN | EPOLLET};
     if (link->eventfd < 0 || epoll_ctl(e->epoll, EPOLL_CTL_ADD, link->eventfd, &event)) {
         snprintf(err, err_len, "no file descriptor for a link");
-    } else if (fd_kvcache_init(&link->kv, g, lease->kv_dtype, lease->n_pages, max_pages(lease), lease->max_seqs,
+    } else if (fd_kvcache_init(&link->kv, &stored, lease->kv_dtype, lease->n_pages, max_pages(lease), lease->max_seqs,
                                e->huge, err, err_len) == FD_OK) {
-        bool ok = fd_work_init(&link->work, g, &link->kv, lease->kv_dtype, e->isa, lease->softmax_scale, lease->windows,
+        bool ok = fd_work_init(&link->work, g, &link->kv, lease->kv_dtype, e->isa, lease->softmax_scale, lease->layers,
                                e->n_threads) == FD_OK;
         link->slots = ok ? calloc(g->n_slots, sizeof *link->slots) : NULL;
         ok = link->slots != NULL;
@@ -107,7 +117,8 @@ fd_link_t *fd_engine_add_link(fd_engine_t *e, void *region, const fd_geometry_t 
     errno = EINVAL;
     if (!lease_ok(g, lease, region, err, err_len)) return NULL;
     const bool grows = lease->max_pages > lease->n_pages;
-    const uint64_t bytes = fd_kvcache_bytes(g, lease->kv_dtype, lease->n_pages, grows, e->huge);
+    const fd_geometry_t stored = stored_geometry(g, lease->layers);
+    const uint64_t bytes = fd_kvcache_bytes(&stored, lease->kv_dtype, lease->n_pages, grows, e->huge);
     errno = ENOMEM;
     if (!reserve(e, 1, lease->n_pages, bytes, err, err_len)) return NULL;
     fd_link_t *link = build(e, region, g, lease, err, err_len);
@@ -153,7 +164,8 @@ int fd_link_grow(fd_link_t *link, uint32_t n_pages, char *err, size_t err_len) {
     if (n_pages <= old) return 0;
     if (n_pages > kv->max_pages)
         return -(int)FD_FAIL(FD_OUT_OF_PAGES, "the lease may grow to %u pages, not to %u", kv->max_pages, n_pages);
-    const uint64_t bytes = fd_kvcache_bytes(&link->work.g, link->work.kv_dtype, n_pages, kv->grows, e->huge);
+    const fd_geometry_t stored = stored_geometry(&link->work.g, link->work.layers);
+    const uint64_t bytes = fd_kvcache_bytes(&stored, link->work.kv_dtype, n_pages, kv->grows, e->huge);
     const uint64_t more = bytes - link->lease_bytes;
     if (!reserve(e, 0, n_pages - old, more, err, err_len)) return -(int)FD_OUT_OF_PAGES;
     const fd_status_t status = fd_kvcache_commit(kv, n_pages, err, err_len);

@@ -43,8 +43,30 @@ static bool alloc_scratch(fd_work_t *w) {
     return true;
 }
 
+/* Copies [n_q_heads] values to `to`; NULL stays NULL. */
+static const float *copy_per_head(const fd_work_t *w, float *to, const float *values) {
+    return values ? memcpy(to, values, w->g.n_q_heads * sizeof *to) : NULL;
+}
+
+static bool copy_layers(fd_work_t *w, const fd_layer_t *layers) {
+    const uint32_t n = w->g.n_layers, heads = w->g.n_q_heads;
+    w->layers = malloc(n * sizeof *w->layers);
+    w->stores = malloc(n * sizeof *w->stores);
+    w->per_head = malloc(2 * (size_t)n * heads * sizeof *w->per_head);
+    if (!w->layers || !w->stores || !w->per_head) return false;
+    uint32_t stored = 0;
+    float *next = w->per_head;
+    for (uint32_t i = 0; i < n; i++, next += 2 * heads) {
+        w->layers[i] = layers[i];
+        w->layers[i].slopes = copy_per_head(w, next, layers[i].slopes);
+        w->layers[i].sinks = copy_per_head(w, next + heads, layers[i].sinks);
+        w->stores[i] = fd_work_stores(w, i) ? stored++ : w->stores[layers[i].kv_layer];
+    }
+    return true;
+}
+
 fd_status_t fd_work_init(fd_work_t *w, const fd_geometry_t *g, fd_kvcache_t *kv, fd_kv_dtype_t dtype, fd_isa_t isa,
-                         float softmax_scale, const uint32_t *windows, uint32_t n_threads) {
+                         float softmax_scale, const fd_layer_t *layers, uint32_t n_threads) {
     memset(w, 0, sizeof *w);
     w->g = *g;
     w->layout = fd_region_layout(g);
@@ -54,18 +76,21 @@ fd_status_t fd_work_init(fd_work_t *w, const fd_geometry_t *g, fd_kvcache_t *kv,
     w->kv = kv;
     w->softmax_scale = softmax_scale;
     w->n_threads = n_threads;
-    w->windows = malloc(g->n_layers * sizeof *w->windows);
-    if (!w->windows) return FD_INTERNAL;
-    memcpy(w->windows, windows, g->n_layers * sizeof *w->windows);
+    if (!copy_layers(w, layers)) {
+        fd_work_destroy(w);
+        return FD_INTERNAL;
+    }
     w->shape.n_kv_heads = g->n_kv_heads;
     w->shape.group = g->n_q_heads / g->n_kv_heads;
     w->shape.head_size = g->head_size;
     uint32_t block = FD_PANEL_ROWS / w->shape.group;
     w->shape.q_block = block < 1 ? 1 : block > MAX_Q_BLOCK ? MAX_Q_BLOCK : block;
     w->shape.max_items = n_threads > 1 ? n_threads * ITEMS_PER_THREAD : 1; /* a single thread needs no cuts */
-    w->shape.max_window = windows[0];
-    for (uint32_t i = 1; i < g->n_layers && w->shape.max_window; i++)
-        if (!windows[i] || windows[i] > w->shape.max_window) w->shape.max_window = windows[i];
+    w->shape.max_window = fd_layer_reach(&layers[0]);
+    for (uint32_t i = 1; i < g->n_layers && w->shape.max_window; i++) {
+        const uint32_t reach = fd_layer_reach(&layers[i]);
+        if (!reach || reach > w->shape.max_window) w->shape.max_window = reach;
+    }
     w->shape.chunk_bytes = kv->chunk_bytes;
     if (alloc_scratch(w)) return FD_OK;
     fd_work_destroy(w);
@@ -78,7 +103,9 @@ void fd_work_destroy(fd_work_t *w) {
         free(w->scratch[t].memory);
     }
     free(w->scratch);
-    free(w->windows);
+    free(w->layers);
+    free(w->stores);
+    free(w->per_head);
     memset(w, 0, sizeof *w);
 }
 
@@ -102,7 +129,10 @@ typedef struct {
     const fd_work_t *w;
     fd_step_t *step;
     uint8_t *slot;
-    uint32_t layer, window, item;
+    const fd_layer_t *layer;
+    uint32_t store; /* the layer's index in the cache */
+    bool stores;    /* whether the layer appends to the cache */
+    uint32_t item;
     fd_scratch_t *scratch;
     const uint8_t *after, *after_q; /* first chunk and first query row of the item's next span, to prefetch; or NULL */
     uint64_t kv_bytes;
@@ -117,6 +147,13 @@ static bool should_stop(ctx_t *c, uint64_t work) {
     if (!c->stop->until_ns || c->work < WORK_PER_CLOCK) return false;
     c->work = 0;
     return fd_now_ns() >= c->stop->until_ns;
+}
+
+/* The first page that a query at `pos` sees in the layer. */
+static uint32_t first_page(const ctx_t *c, uint32_t pos) {
+    const uint32_t window = fd_first_page(pos, c->layer->window), segment = c->layer->segment,
+                   start = segment ? pos / segment * segment / FD_PAGE_TOKENS : 0;
+    return window > start ? window : start;
 }
 
 /* Prefetches a row of the region. It is not in this core's cache, because the S-node or a carrier has written it. */
@@ -146,7 +183,7 @@ static void append_rows(ctx_t *c, const fd_entry_t *e, uint32_t head, uint32_t h
     const uint8_t *k = kv_row(c, e, from, head);
     for (uint32_t j = from; j < to; j++, k += w->layout.kv_row_bytes) {
         uint32_t t = e->pos + j;
-        uint8_t *chunk = fd_kv_chunk(w->kv, c->layer, c->step->pages[e->pages + t / FD_PAGE_TOKENS], head);
+        uint8_t *chunk = fd_kv_chunk(w->kv, c->store, c->step->pages[e->pages + t / FD_PAGE_TOKENS], head);
         for (uint32_t h = 0; h < heads; h++, chunk += w->kv->chunk_bytes) {
             w->vec_ops->load_act(c->scratch->k, k + h * bytes, hs, act, 1.0f);
             w->vec_ops->load_act(c->scratch->v, k + (w->g.n_kv_heads + h) * bytes, hs, act, 1.0f);
@@ -172,7 +209,7 @@ static void prefetch_pending(const pending_t *p, uint32_t head) {
     prefetch_row(k, bytes);
     prefetch_row(k + w->g.n_kv_heads * bytes, bytes);
     const uint8_t *chunk =
-        fd_kv_chunk(w->kv, p->c->layer, p->c->step->pages[p->e->pages + p->e->pos / FD_PAGE_TOKENS], p->head + head);
+        fd_kv_chunk(w->kv, p->c->store, p->c->step->pages[p->e->pages + p->e->pos / FD_PAGE_TOKENS], p->head + head);
     fd_kv_prefetch_append(w->kv_dtype, chunk, w->g.head_size, w->g.head_size, p->e->pos % FD_PAGE_TOKENS);
 }
 
@@ -188,7 +225,7 @@ static void append_pending(void *context, uint32_t head) {
 static void copy_shared_page(ctx_t *c, const fd_entry_t *e, uint32_t head) {
     if (e->copy_from == FD_NO_PAGE) return;
     const uint32_t dst = c->step->pages[e->pages + e->pos / FD_PAGE_TOKENS];
-    fd_kvcache_copy(c->w->kv, c->layer, e->copy_from, dst, head, e->heads);
+    fd_kvcache_copy(c->w->kv, c->store, e->copy_from, dst, head, e->heads);
 }
 
 /* Returns true if append_pending can append the span's new rows while a kernel attends to the last page: there is only
@@ -206,10 +243,14 @@ static uint8_t *o_row(const ctx_t *c, const fd_entry_t *e, uint32_t row, uint32_
 static void store_block(ctx_t *c, const fd_entry_t *e, uint32_t head, uint32_t from, uint32_t q_len, fd_partial_t p) {
     const fd_work_t *w = c->w;
     const uint32_t group = w->shape.group, hs = w->g.head_size;
+    const float *sinks = c->layer->sinks;
     uint8_t *o = o_row(c, e, from, head);
     for (uint32_t i = 0; i < e->heads * q_len; i++) {
+        float *m = p.m + i * group, *l = p.l + i * group;
+        for (uint32_t r = 0; sinks && r < group; r++)
+            l[r] = fd_add_sink(l[r], m[r], sinks[(head + i / q_len) * group + r]);
         uint8_t *row = o + i / q_len * q_head_bytes(w) + i % q_len * w->layout.q_row_bytes;
-        w->vec_ops->finish(row, p.acc + (size_t)i * group * hs, p.l + i * group, group, hs, w->g.act_dtype);
+        w->vec_ops->finish(row, p.acc + (size_t)i * group * hs, l, group, hs, w->g.act_dtype);
     }
 }
 
@@ -231,7 +272,8 @@ static void attend_unit(ctx_t *c, const fd_entry_t *e, uint32_t head, uint32_t f
     const fd_work_t *w = c->w;
     const uint32_t *pages = c->step->pages + e->pages;
     for (uint32_t p = first; p < last; p++)
-        c->scratch->chunks[p - first] = fd_kv_chunk(w->kv, c->layer, pages[p], head);
+        c->scratch->chunks[p - first] = fd_kv_chunk(w->kv, c->store, pages[p], head);
+    const uint32_t q_head = head * w->shape.group;
     pending_t appended = {c, e, head};
     const fd_attend_t a = {
         .chunks = c->scratch->chunks,
@@ -244,8 +286,12 @@ static void attend_unit(ctx_t *c, const fd_entry_t *e, uint32_t head, uint32_t f
         .group = w->shape.group,
         .q_len = q_len,
         .q_pos = e->pos + from,
-        .window = c->window,
+        .window = c->layer->window,
+        .segment = c->layer->segment,
         .softmax_scale = w->softmax_scale,
+        .softcap = c->layer->softcap,
+        .slopes = c->layer->slopes ? c->layer->slopes + q_head : NULL,
+        .sinks = c->layer->sinks ? c->layer->sinks + q_head : NULL,
         .act_dtype = w->g.act_dtype,
         .q = q_row(c, e, from, head),
         .q_head_stride = q_head_bytes(w),
@@ -274,7 +320,7 @@ static bool attend_block(ctx_t *c, const fd_entry_t *e, uint32_t head, uint32_t 
     const fd_work_t *w = c->w;
     fd_cursor_t *at = &c->step->cursors[c->item];
     const uint32_t from = at->row, q_pos = e->pos + from, rows = e->heads * q_len * w->shape.group;
-    const uint32_t seen = fd_first_page(q_pos, c->window), end = fd_pages_for((uint64_t)q_pos + q_len);
+    const uint32_t seen = first_page(c, q_pos), end = fd_pages_for((uint64_t)q_pos + q_len);
     const fd_partial_t own = {c->scratch->acc, c->scratch->m, c->scratch->l};
     if (first < seen) first = seen;
     if (last > end) last = end;
@@ -288,7 +334,7 @@ static bool attend_block(ctx_t *c, const fd_entry_t *e, uint32_t head, uint32_t 
         n = last - page < e->unit ? last - page : e->unit;
         const bool final = page + n == last, alone = page == first && final;
         const uint32_t *pages = c->step->pages + e->pages;
-        const uint8_t *next = final ? c->after : fd_kv_chunk(w->kv, c->layer, pages[page + n], head);
+        const uint8_t *next = final ? c->after : fd_kv_chunk(w->kv, c->store, pages[page + n], head);
         const fd_partial_t out = page == first && !(whole && alone) ? sum : own;
         attend_unit(c, e, head, from, q_len, page, page + n, pending && final, whole && alone, out, next);
         if (page != first) w->vec_ops->merge(sum.m, sum.l, sum.acc, own.m, own.l, own.acc, rows, w->g.head_size);
@@ -322,11 +368,13 @@ static void end_piece(ctx_t *c, const fd_entry_t *e, uint32_t head, uint32_t own
 }
 
 /* Goes on with the piece of an attending span that the cursor is in: pages [first, last). `last` FD_LINE_END means up
- * to the end, new rows included. Returns false if the thread should stop; *done says whether the piece is done. */
+ * to the end, new rows included, which an earlier layer has appended if this one shares its K and V. Returns false if
+ * the thread should stop; *done says whether the piece is done. */
 static bool attend_piece(ctx_t *c, const fd_entry_t *e, uint32_t head, uint32_t first, uint32_t last, bool *done) {
     const fd_work_t *w = c->w;
     fd_cursor_t *at = &c->step->cursors[c->item];
-    const bool new_rows = last == FD_LINE_END, pending = new_rows && can_pend(w, e), whole = !first && new_rows;
+    const bool to_end = last == FD_LINE_END, whole = !first && to_end;
+    const bool new_rows = to_end && c->stores, pending = new_rows && can_pend(w, e);
     const fd_partial_t sum = partial_of(w, c->step, c->item, whole ? BLOCK : first ? FIRST : LAST);
     bool go_on = true;
     *done = false;
@@ -382,13 +430,21 @@ static fd_point_t next_span(const fd_work_t *w, const fd_step_t *step, fd_point_
 static void prefetch_next_span(ctx_t *c, fd_point_t at, fd_point_t end) {
     const fd_entry_t *e = &c->step->entries[at.entry];
     if ((fd_same_span(at, end) && !end.page) || !e->attend) return;
-    c->after = fd_kv_chunk(c->w->kv, c->layer, c->step->pages[e->pages + fd_first_page(e->pos, c->window)], at.head);
+    c->after = fd_kv_chunk(c->w->kv, c->store, c->step->pages[e->pages + first_page(c, e->pos)], at.head);
     c->after_q = q_row(c, e, 0, at.head);
 }
 
 bool fd_work_advance(const fd_work_t *w, fd_step_t *step, uint8_t *slot, uint32_t layer, uint32_t i, uint32_t thread,
                      const fd_stop_t *stop, uint64_t *kv_bytes) {
-    ctx_t c = {w, step, slot, layer, w->windows[layer], i, &w->scratch[thread], NULL, NULL, 0, stop, 0};
+    ctx_t c = {.w = w,
+               .step = step,
+               .slot = slot,
+               .layer = &w->layers[layer],
+               .store = w->stores[layer],
+               .stores = fd_work_stores(w, layer),
+               .item = i,
+               .scratch = &w->scratch[thread],
+               .stop = stop};
     const fd_item_t *item = &step->items[i];
     fd_cursor_t *cursor = &step->cursors[i];
     bool go_on = true, done = false;
@@ -404,9 +460,9 @@ bool fd_work_advance(const fd_work_t *w, fd_step_t *step, uint8_t *slot, uint32_
         const fd_point_t next = next_span(w, step, at);
         c.after = c.after_q = NULL;
         if (!final) prefetch_next_span(&c, next, item->end);
-        bool piece_done;
-        go_on = e->attend ? attend_piece(&c, e, at.head, at.page, last, &piece_done)
-                          : append_piece(&c, e, at.head, at.page, last, &piece_done);
+        bool piece_done = true; /* of an entry that only appends, in a layer that does not */
+        if (e->attend) go_on = attend_piece(&c, e, at.head, at.page, last, &piece_done);
+        else if (c.stores) go_on = append_piece(&c, e, at.head, at.page, last, &piece_done);
         if (!piece_done) continue;
         done = final || (fd_same_span(next, item->end) && !item->end.page);
         *cursor = (fd_cursor_t){.at = next};

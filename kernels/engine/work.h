@@ -2,6 +2,7 @@
 #ifndef FD_WORK_H
 #define FD_WORK_H
 
+#include "layers.h"
 #include "plan.h"
 
 /* The working memory of one thread. */
@@ -22,7 +23,9 @@ typedef struct {
     const fd_vec_ops_t *vec_ops;
     fd_kvcache_t *kv;
     float softmax_scale;
-    uint32_t *windows; /* [n_layers] */
+    fd_layer_t *layers; /* [n_layers] */
+    uint32_t *stores;   /* [n_layers] index among the layers of `kv` of the K and V that a layer attends to */
+    float *per_head;    /* allocation of the slopes and sinks of `layers` */
     uint32_t n_threads;
     fd_scratch_t *scratch; /* [n_threads] */
 } fd_work_t;
@@ -34,10 +37,14 @@ typedef struct {
     uint64_t until_ns; /* 0: at no time */
 } fd_stop_t;
 
-/* Copies `windows` and `g`; `kv` must outlive `w`. Returns FD_OK, or FD_INTERNAL if out of memory. */
+/* Copies `layers` and `g`; `kv`, which has the layers that store K and V, must outlive `w`. Returns FD_OK, or
+ * FD_INTERNAL if out of memory. */
 fd_status_t fd_work_init(fd_work_t *w, const fd_geometry_t *g, fd_kvcache_t *kv, fd_kv_dtype_t dtype, fd_isa_t isa,
-                         float softmax_scale, const uint32_t *windows, uint32_t n_threads);
+                         float softmax_scale, const fd_layer_t *layers, uint32_t n_threads);
 void fd_work_destroy(fd_work_t *w);
+
+/* Whether a layer stores the K and V that it attends to. */
+static inline bool fd_work_stores(const fd_work_t *w, uint32_t layer) { return w->layers[layer].kv_layer == layer; }
 
 /* Begins item `i` of a layer, so that fd_work_advance does it from its start. */
 void fd_work_begin(fd_step_t *step, uint32_t i);

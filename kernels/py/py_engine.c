@@ -9,6 +9,7 @@
 
 #include "engine.h"
 #include "py_geometry.h"
+#include "py_layers.h"
 
 #define ERR_LEN 256
 
@@ -64,31 +65,6 @@ static int choose_isa(const char *name, fd_isa_t *isa) {
     if (fd_isa_from_name(name, isa) == 0 && fd_isa_supported(*isa)) return 1;
     raise_no_isa(what, name);
     return 0;
-}
-
-/* Writes the `n` integers of the sequence `o` to `out`, an array of int if `is_signed`, else of uint32_t. 1, or 0 with
- * an exception set. */
-static int convert_ints(PyObject *o, const char *what, Py_ssize_t n, long long min, long long max, void *out,
-                        bool is_signed) {
-    PyObject *seq = PySequence_Fast(o, what);
-    if (!seq) return 0;
-    int ok = PySequence_Fast_GET_SIZE(seq) == n;
-    if (!ok) PyErr_Format(PyExc_ValueError, "%s: %zd given, %zd needed", what, PySequence_Fast_GET_SIZE(seq), n);
-    for (Py_ssize_t i = 0; ok && i < n; i++) {
-        long long v = PyLong_AsLongLong(PySequence_Fast_GET_ITEM(seq, i));
-        if (v == -1 && PyErr_Occurred()) {
-            ok = 0;
-        } else if (v < min || v > max) {
-            PyErr_Format(PyExc_ValueError, "%s: %lld is not within %lld..%lld", what, v, min, max);
-            ok = 0;
-        } else if (is_signed) {
-            ((int *)out)[i] = (int)v;
-        } else {
-            ((uint32_t *)out)[i] = (uint32_t)v;
-        }
-    }
-    Py_DECREF(seq);
-    return ok;
 }
 
 static int choose_huge(const char *name, fd_huge_t *huge) {
@@ -181,28 +157,35 @@ static PyObject *closed_error(const char *what) { return PyErr_Format(PyExc_Runt
 
 static PyObject *engine_add_link(engine_object_t *self, PyObject *args, PyObject *kwargs) {
     static char *names[] = {"region",        "geometry", "kv_dtype", "n_pages", "max_seqs",
-                            "softmax_scale", "windows",  "notify",   "max_pages", NULL};
-    PyObject *region, *windows, *notify = Py_None;
+                            "softmax_scale", "windows",  "notify",   "max_pages", "segments",
+                            "kv_layers", "softcaps", "sinks", "slopes", NULL};
+    PyObject *region, *notify = Py_None;
+    layer_args_t a = {0};
     fd_geometry_t g;
     fd_lease_t lease = {0};
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO&IIIfO|OI", names, &region, fd_py_geometry, &g, &lease.kv_dtype,
-                                     &lease.n_pages, &lease.max_seqs, &lease.softmax_scale, &windows, &notify,
-                                     &lease.max_pages))
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO&IIIfO|OI$OOOOO", names, &region, fd_py_geometry, &g,
+                                     &lease.kv_dtype, &lease.n_pages, &lease.max_seqs, &lease.softmax_scale, &a.windows,
+                                     &notify, &lease.max_pages, &a.segments, &a.kv_layers, &a.softcaps, &a.sinks,
+                                     &a.slopes))
         return NULL;
     if (!self->engine) return closed_error("the R-engine");
     const fd_notify_t *target = NULL;
     if (notify != Py_None && !(target = PyCapsule_GetPointer(notify, FD_NOTIFY_CAPSULE))) return NULL;
-    uint32_t layer_windows[FD_MAX_LAYERS];
-    if (!convert_ints(windows, "windows", g.n_layers, 0, UINT32_MAX, layer_windows, false)) return NULL;
-    lease.windows = layer_windows;
-    link_object_t *link =
-        (link_object_t *)((PyTypeObject *)self->link_type)->tp_alloc((PyTypeObject *)self->link_type, 0);
-    if (!link) return NULL;
+    fd_layer_t layers[FD_MAX_LAYERS];
+    lease.layers = layers;
+    link_object_t *link = NULL;
+    if (get_layers(&a, &g, layers))
+        link = (link_object_t *)((PyTypeObject *)self->link_type)->tp_alloc((PyTypeObject *)self->link_type, 0);
+    if (!link) {
+        release_layer_args(&a);
+        return NULL;
+    }
     char err[ERR_LEN];
     if (fd_py_region(region, &g, &link->region) == 0) {
         link->link = fd_engine_add_link(self->engine, link->region.buf, &g, &lease, target, err, sizeof err);
         if (!link->link) PyErr_SetString(errno == EINVAL ? PyExc_ValueError : PyExc_MemoryError, err);
     }
+    release_layer_args(&a); /* the engine has copied the layers */
     if (!link->link) {
         Py_DECREF(link);
         return NULL;
@@ -252,7 +235,8 @@ static PyGetSetDef engine_getset[] = {
 
 static PyMethodDef engine_methods[] = {
     {"add_link", (PyCFunction)(void (*)(void))engine_add_link, METH_VARARGS | METH_KEYWORDS,
-     "add_link(region, geometry, kv_dtype, n_pages, max_seqs, softmax_scale, windows, notify=None, max_pages=0)\n"
+     "add_link(region, geometry, kv_dtype, n_pages, max_seqs, softmax_scale, windows, notify=None, max_pages=0, *, "
+     "segments=None, kv_layers=None, softcaps=None, sinks=None, slopes=None)\n"
      "-> REngineLink"},
     {"pages_within", (PyCFunction)engine_pages_within, METH_VARARGS,
      "pages_within(geometry, kv_dtype, bytes, grows) -> int: the most pages that a lease of `bytes` may have"},

@@ -48,8 +48,8 @@ static target_t *target_of(uint32_t isa) {
                                  isa % 3 == 2, isa % 3 == 1};
     t->engine = fd_engine_new(&config, err, sizeof err);
     REQUIRE(t->engine);
-    uint32_t window = 0;
-    fd_lease_t lease = {FD_KV_FP32, 6, 2, 0.25f, &window, 0};
+    const fd_layer_t layer = {0};
+    fd_lease_t lease = {FD_KV_FP32, 6, 2, 0.25f, &layer, 0};
     t->region = new_region(&good_geometry);
     t->link = fd_engine_add_link(t->engine, t->region, &good_geometry, &lease, NULL, err, sizeof err);
     REQUIRE(t->link);
@@ -133,11 +133,26 @@ static void open_hostile(hostile_t *h, fd_engine_t *engine, input_t *in) {
     memset(h, 0, sizeof *h);
     h->g = geometries[take(in, 1) % 4];
     h->y = fd_region_layout(&h->g);
-    uint32_t windows[3];
-    for (uint32_t i = 0; i < 3; i++) windows[i] = take(in, 1) % 2 ? 0 : edgy(in, 100);
-    fd_lease_t lease = {take(in, 1) % FD_KV_DTYPES, 1 + take(in, 1) % 24, SEQUENCES, 0.3f, windows, MAX_PAGES};
+    fd_layer_t layers[3] = {{0}};
+    float per_head[96]; /* slopes and sinks of every layer */
+    const bool masks = take(in, 1) % 2;
+    for (uint32_t i = 0; i < 96; i++) per_head[i] = i % 3 || !masks ? 100 - (float)i : -INFINITY;
+    for (uint32_t i = 0; i < 3; i++) {
+        const uint64_t options = take(in, 1);
+        layers[i].window = options & 1 ? 0 : edgy(in, 100);
+        layers[i].segment = options & 2 ? 0 : edgy(in, 100);
+        layers[i].softcap = options & 4 ? 0 : (float)(take(in, 1) % 8) - 1;
+        layers[i].sinks = options & 8 ? NULL : per_head;
+        layers[i].slopes = options & 48 ? NULL : per_head;
+        layers[i].kv_layer = options & 64 ? i : (uint32_t)take(in, 1) % 4;
+    }
+    fd_lease_t lease = {take(in, 1) % FD_KV_DTYPES, 1 + take(in, 1) % 24, SEQUENCES, 0.3f, layers, MAX_PAGES};
     h->region = new_region(&h->g);
     h->link = fd_engine_add_link(engine, h->region, &h->g, &lease, NULL, err, sizeof err);
+    if (!h->link) { /* one of the layers is not valid */
+        for (uint32_t i = 0; i < 3; i++) layers[i] = (fd_layer_t){.window = layers[i].window, .kv_layer = i};
+        h->link = fd_engine_add_link(engine, h->region, &h->g, &lease, NULL, err, sizeof err);
+    }
     REQUIRE(h->link);
 }
 

@@ -55,8 +55,8 @@ static void open_end(end_t *e, fd_side_t side) {
     e->pump = fd_pump_new(side, e->region, &geometry, &e->port.down);
     REQUIRE(e->pump);
     if (side == FD_SIDE_R) {
-        const uint32_t windows[2] = {0, 70};
-        fd_lease_t lease = {FD_KV_FP16, 8, 4, 0.3f, windows, 0};
+        const fd_layer_t layers[2] = {{.window = 0, .kv_layer = 0}, {.window = 70, .kv_layer = 1}};
+        fd_lease_t lease = {FD_KV_FP16, 8, 4, 0.3f, layers, 0};
         e->notify = (fd_notify_t){fd_pump_send, e->pump, fd_pump_poll};
         e->link = fd_engine_add_link(engine, e->region, &geometry, &lease, &e->notify, err, sizeof err);
         REQUIRE(e->link);

@@ -44,8 +44,8 @@ typedef struct {
 static void open_side(side_t *side, uint32_t window, uint32_t threads) {
     REQUIRE(fd_kvcache_init(&side->kv, &geometry, FD_KV_FP32, PAGES, PAGES, SEQUENCES, FD_HUGE_OFF, err, sizeof err) ==
             FD_OK);
-    REQUIRE(fd_work_init(&side->work, &geometry, &side->kv, FD_KV_FP32, FD_ISA_SCALAR, 0.3f, &window, threads) ==
-            FD_OK);
+    const fd_layer_t layer = {.window = window};
+    REQUIRE(fd_work_init(&side->work, &geometry, &side->kv, FD_KV_FP32, FD_ISA_SCALAR, 0.3f, &layer, threads) == FD_OK);
     REQUIRE(fd_step_init(&side->step, MAX_ROWS, side->work.shape.max_items) == FD_OK);
     side->slot = aligned_alloc(FD_REGION_PAGE, side->work.layout.slot_bytes);
     REQUIRE(side->slot);

@@ -12,6 +12,7 @@ import struct
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -155,16 +156,41 @@ class Peer:
         return o.reshape(n, self.g.n_q_heads, self.g.head_size)
 
 
-def attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, pos: int, window: int, scale: float) -> np.ndarray:
-    """float64 causal attention of q [n, n_q_heads, d] at positions pos.. to k, v [tokens, n_kv_heads, d]."""
+def attention(
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    pos: int,
+    window: int,
+    scale: float,
+    *,
+    segment: int = 0,
+    softcap: float = 0.0,
+    sinks: np.ndarray | None = None,
+    slopes: np.ndarray | None = None,
+) -> np.ndarray:
+    """float64 causal attention of q [n, n_q_heads, d] at positions pos.. to k, v [tokens, n_kv_heads, d].
+
+    `sinks` and `slopes` are [n_q_heads].
+    """
     n, heads, _ = q.shape
     k, v = (np.repeat(x, heads // x.shape[1], axis=1) for x in (k, v))
     scores = np.einsum("nhd,thd->nht", q, k) * scale
     t, p = np.arange(len(k))[None, :], pos + np.arange(n)[:, None]
     seen = (t <= p) & ((window == 0) | (t > p - window))
+    if segment:
+        seen &= t // segment == p // segment
+    if softcap:
+        scores = softcap * np.tanh(scores / softcap)
+    if slopes is not None:
+        scores += slopes[:, None] * (t - p)[:, None, :]
     scores = np.where(seen[:, None, :], scores, -np.inf)
-    weights = np.exp(scores - scores.max(axis=2, keepdims=True))
-    return np.einsum("nht,thd->nhd", weights / weights.sum(axis=2, keepdims=True), v)
+    largest = scores.max(axis=2, keepdims=True)
+    weights = np.exp(scores - largest)
+    sums = weights.sum(axis=2, keepdims=True)
+    if sinks is not None:
+        sums += np.exp(sinks[:, None] - largest)
+    return np.einsum("nht,thd->nhd", weights / sums, v)
 
 
 # Largest error of an O element for normally distributed K and V; the cache formats' own error, then the activations'.
@@ -187,9 +213,20 @@ class Link(Peer):
     """A link to an engine in this process, whose every O row is compared with a float64 shadow of the cache."""
 
     def __init__(
-        self, engine, g: Geometry, kv_dtype=KV_FP32, n_pages=64, max_seqs=8, windows: Sequence[int] = (), max_pages=0
+        self,
+        engine,
+        g: Geometry,
+        kv_dtype=KV_FP32,
+        n_pages=64,
+        max_seqs=8,
+        windows: Sequence[int] = (),
+        max_pages=0,
+        options: dict[str, Any] | None = None,
     ):
+        """`options` are the keyword arguments of REngine.add_link that say what the layers' attention does."""
         super().__init__(g)
+        self.options = options or {}
+        self.kv_layers = list(self.options.get("kv_layers", range(g.n_layers)))
         self.kv_dtype, self.scale = kv_dtype, g.head_size**-0.5
         self.windows = list(windows) or [0] * g.n_layers
         self.rng = np.random.default_rng(0)
@@ -197,9 +234,15 @@ class Link(Peer):
         self.next_tag = 1
         init_region_header(self.map, g.tuple())
         self.lease = engine.add_link(
-            self.map, g.tuple(), kv_dtype, n_pages, max_seqs, self.scale, self.windows, None, max_pages
+            self.map, g.tuple(), kv_dtype, n_pages, max_seqs, self.scale, self.windows, None, max_pages, **self.options
         )
         self.wake_fd = self.lease.eventfd
+
+    def layer_options(self, layer: int) -> dict[str, Any]:
+        """The keyword arguments of `attention` for a layer."""
+        options = {"segment": "segments", "softcap": "softcaps", "sinks": "sinks"}
+        chosen = {name: self.options[given][layer] for name, given in options.items() if given in self.options}
+        return chosen | {name: self.options[name] for name in ("slopes",) if name in self.options}
 
     def close(self) -> None:
         self.lease.close()
@@ -282,12 +325,14 @@ class Step:
         row = 0
         for (seq_index, n, attend), entry in zip(self.plan, self.table, strict=True):
             s, kv = link.shadows[seq_index], self.kv[row : row + n]
-            assert len(s.k[layer]) == entry[2]
-            s.k[layer] = np.concatenate([s.k[layer], kv[:, : g.n_kv_heads]])
-            s.v[layer] = np.concatenate([s.v[layer], kv[:, g.n_kv_heads :]])
+            store = link.kv_layers[layer]
+            if store == layer:
+                assert len(s.k[layer]) == entry[2]
+                s.k[layer] = np.concatenate([s.k[layer], kv[:, : g.n_kv_heads]])
+                s.v[layer] = np.concatenate([s.v[layer], kv[:, g.n_kv_heads :]])
             if attend:
-                q = self.q[row : row + n]
-                want = attention(q, s.k[layer], s.v[layer], entry[2], link.windows[layer], link.scale)
+                q, options = self.q[row : row + n], link.layer_options(layer)
+                want = attention(q, s.k[store], s.v[store], entry[2], link.windows[layer], link.scale, **options)
                 np.testing.assert_allclose(o[row : row + n], want, rtol=0, atol=limit)
             row += n
         return reply
