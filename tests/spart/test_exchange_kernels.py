@@ -1,0 +1,156 @@
+"""The CUDA kernels of the exchange: compiled for a GPU, which is not needed, and run on the host by loops.
+
+This shows that the source is accepted and moves the right bytes. It shows nothing of a GPU's memory or its speed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import random
+import shutil
+import site
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fastdecode.region.geometry import Geometry, RegionLayout, region_layout
+from fastdecode.spart.exchange_kernels import CHUNK_BYTES, ROW_THREADS, SOURCE, SlotRows, row_addresses
+
+POISON = 0xAB
+HOST = Path(__file__).parents[1] / "c" / "kernels_on_host.c"
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    if not shutil.which("gcc"):
+        pytest.skip("needs gcc")
+    library = tmp_path_factory.mktemp("kernels") / "kernels.so"
+    command = ["gcc", "-O1", "-shared", "-fPIC", f"-DFD_ROW_THREADS={ROW_THREADS}", str(HOST), "-o", str(library)]
+    subprocess.run(command, check=True, timeout=60)
+    return ctypes.CDLL(str(library))
+
+
+def address(array: np.ndarray) -> ctypes.c_void_p:
+    return ctypes.c_void_p(array.ctypes.data)
+
+
+class FakeLink:
+    """A region of poison, and the slot that a step uses in it."""
+
+    def __init__(self, layout: RegionLayout, slot: int):
+        self._memory = np.full(layout.region_bytes + 64, POISON, np.uint8)
+        start = -self._memory.ctypes.data % 64
+        self.region = self._memory[start : start + layout.region_bytes]
+        self.layout, self.start = layout, layout.slot(slot)
+
+    def rows(self, offset: int, n: int, row_bytes: int) -> np.ndarray:
+        """The first `n` rows of one kind, as bytes [n, row_bytes]."""
+        start = self.start + offset
+        return self.region[start : start + n * row_bytes].reshape(n, row_bytes)
+
+    def slot_rows(self, attending: slice, appended: slice) -> SlotRows:
+        base = self.region.ctypes.data + self.start
+        y = self.layout
+        return SlotRows(base + y.q, base + y.kv, base + y.o, attending, appended)
+
+
+def steps(chance: random.Random) -> Iterator[tuple[list[slice], list[slice]]]:
+    """Attending and appended rows of one to four links, all attending rows before all appended ones."""
+    for _ in range(20):
+        links = chance.randint(1, 4)
+        bounds = [0]
+        for i in range(2 * links):
+            bounds.append(bounds[-1] + chance.choice([0, 1, 1, 7, 20]))
+            if i == 0 and bounds[-1] == 0:
+                bounds[-1] = 1
+        parts = [slice(a, b) for a, b in itertools.pairwise(bounds)]
+        yield parts[:links], parts[links:]
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "fp32"])
+@pytest.mark.parametrize(("q_heads", "kv_heads", "head_size"), [(4, 2, 8), (1, 1, 8), (9, 3, 64), (32, 8, 128)])
+def test_rows_go_to_their_places_in_the_slots_and_nowhere_else(kernels, dtype, q_heads, kv_heads, head_size):
+    """Against copies by numpy, link by link; every other byte of the regions keeps its value."""
+    chance = random.Random(head_size)
+    layout = region_layout(Geometry(2, 64, 1, q_heads, kv_heads, head_size, dtype))
+    q_bytes, kv_bytes = layout.q_row_bytes, layout.kv_row_bytes
+    for attending, appended in steps(chance):
+        links = [FakeLink(layout, chance.randint(0, 1)) for _ in attending]
+        n_attend, n_rows = attending[-1].stop, max(attending[-1].stop, appended[-1].stop)
+        generator = np.random.default_rng(n_rows)
+        q = generator.integers(0, 256, (n_attend, q_bytes), np.uint8)
+        kv = generator.integers(0, 256, (n_rows, kv_bytes), np.uint8)
+        parts = [link.slot_rows(a, b) for link, a, b in zip(links, attending, appended, strict=True)]
+        table = row_addresses(parts, q_bytes, kv_bytes)
+        chunks = q_bytes // CHUNK_BYTES, kv_bytes // CHUNK_BYTES
+        blocks = n_rows + chance.choice([0, 5])
+        tables = [address(array) for array in (table.q, table.kv, table.counts)]
+        kernels.pack(blocks, address(q), address(kv), *tables, *chunks)
+
+        want = [FakeLink(layout, 0) for _ in links]
+        for link, copy, a, b in zip(links, want, attending, appended, strict=True):
+            n, more = a.stop - a.start, b.stop - b.start
+            copy.start = link.start
+            copy.rows(layout.q, n, q_bytes)[:] = q[a]
+            copy.rows(layout.kv, n + more, kv_bytes)[:n] = kv[a]
+            copy.rows(layout.kv, n + more, kv_bytes)[n:] = kv[b]
+            assert np.array_equal(link.region, copy.region)
+
+        o = np.full((n_attend + 1, q_bytes), POISON, np.uint8)
+        for link, a in zip(links, attending, strict=True):
+            link.rows(layout.o, a.stop - a.start, q_bytes)[:] = q[a] ^ 0x5A
+        kernels.unpack(blocks, address(o), address(table.o), address(table.counts), chunks[0])
+        assert np.array_equal(o[:-1], q ^ 0x5A) and (o[-1] == POISON).all()
+
+
+def test_rows_that_are_not_aligned_are_refused():
+    aligned = SlotRows(64, 128, 192, slice(0, 1), slice(1, 1))
+    row_addresses([aligned], 32, 64)
+    with pytest.raises(ValueError, match="aligned to 16"):
+        row_addresses([aligned], 32, 72)
+    with pytest.raises(ValueError, match="aligned to 16"):
+        row_addresses([SlotRows(64, 136, 192, slice(0, 1), slice(1, 1))], 32, 64)
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
+def test_every_geometry_is_aligned(dtype):
+    for head_size in range(8, 264, 8):
+        layout = region_layout(Geometry(2, 33, 1, 3, 1, head_size, dtype))
+        numbers = [layout.q, layout.kv, layout.o, layout.slot(0), layout.slot(1)]
+        assert not any(number % CHUNK_BYTES for number in [*numbers, layout.q_row_bytes, layout.kv_row_bytes])
+
+
+def nvrtc() -> ctypes.CDLL | None:
+    """NVIDIA's run-time compiler, from its package; it needs no device."""
+    for folder in {*sys.path, *site.getsitepackages()}:
+        for library in sorted(Path(folder or ".").glob("nvidia/*/lib/libnvrtc.so.*")):
+            return ctypes.CDLL(str(library))
+    return None
+
+
+@pytest.mark.tools
+@pytest.mark.parametrize("architecture", ["sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_120"])
+def test_the_kernels_compile_for_every_architecture(architecture):
+    compiler = nvrtc()
+    if compiler is None:
+        pytest.skip("NVRTC is not installed: pip install nvidia-cuda-nvrtc-cu12")
+    program = ctypes.c_void_p()
+    source = SOURCE.read_bytes()
+    assert compiler.nvrtcCreateProgram(ctypes.byref(program), source, b"rows.cu", 0, None, None) == 0
+    options = [f"--gpu-architecture={architecture}".encode(), f"-DFD_ROW_THREADS={ROW_THREADS}".encode()]
+    status = compiler.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*options))
+    size = ctypes.c_size_t()
+    compiler.nvrtcGetProgramLogSize(program, ctypes.byref(size))
+    log = ctypes.create_string_buffer(size.value)
+    compiler.nvrtcGetProgramLog(program, log)
+    assert status == 0 and not log.value.strip(), log.value.decode()
+    compiler.nvrtcGetCUBINSize(program, ctypes.byref(size))
+    cubin = ctypes.create_string_buffer(size.value)
+    assert compiler.nvrtcGetCUBIN(program, cubin) == 0
+    assert cubin.raw.startswith(b"\x7fELF") and b"fd_pack_rows" in cubin.raw and b"fd_unpack_rows" in cubin.raw
+    compiler.nvrtcDestroyProgram(ctypes.byref(program))
