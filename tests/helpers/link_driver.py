@@ -79,6 +79,7 @@ class Driver(peer.Link):
         self.q_at, self.kv_at, self.o_at, self.slot_bytes = layout.q, layout.kv, layout.o, layout.slot_bytes
         self.map = link.region
         self.kv_dtype, self.scale, self.windows = KV_DTYPES.index(wanted.kv_dtype), wanted.softmax_scale, wanted.windows
+        self.options, self.kv_layers = {}, list(range(g.n_layers))
         self.rng = np.random.default_rng(seed)
         self.shadows: dict[int, peer.Shadow] = {}
         self.next_tag = 1
