@@ -122,7 +122,7 @@ void fd_link_refuse_waiting(fd_link_t *link) {
     for (uint32_t i = 0; i < link->work.g.n_slots; i++) {
         fd_slot_t *slot = fd_slot_at(link->region, &link->work.layout, i);
         uint64_t bell = fd_bell_read(&slot->request_bell);
-        if (bell == link->slots[i].served) continue;
+        if (bell == link->slots[i].served && !link->slots[i].job.begun) continue;
         slot->reply =
             (fd_reply_t){.number = bell, .status = FD_LINK_CLOSED, .message = "the R-node has closed this link"};
         fd_ring_reply(slot, bell);

@@ -13,12 +13,11 @@
 
 #include "calls.h"
 #include "fail.h"
-#include "jobs.h"
+#include "turns.h"
 
 enum {
     SAFETY_NET_MS = 100, /* a sleeping engine reads its bells this often even if no thread wakes it */
     SPINS_PER_POLL = 4,  /* thread 0 polls its bells this often per poll of its carriers, which is a system call each */
-    LONG_CALL_NS = 50000,  /* if the last call took longer, the carriers' own threads receive during the next call */
     MAINTAIN_NS = 10000000 /* under load, thread 0 maintains the arenas this often; else whenever there is no call */
 };
 
@@ -35,44 +34,33 @@ void fd_poll_carriers(fd_engine_t *e, bool go_on) {
         if (e->adopted[i]->notify.poll) e->adopted[i]->notify.poll(e->adopted[i]->notify.ctx, go_on);
 }
 
-/* Serves the slot's call if there is one. Returns whether there was one. */
-static bool serve_slot(fd_engine_t *e, fd_link_t *link, uint32_t slot) {
-    if (fd_slot_asks(link, slot) == FD_ASKS_NOTHING) return false;
-    if (e->last_busy_ns > LONG_CALL_NS) fd_poll_carriers(e, false);
-    uint64_t start = fd_now_ns();
-    bool begun = fd_slot_begin_layer(link, slot);
-    uint64_t kv_bytes = begun ? fd_run_layer(e, link, slot) : 0;
-    e->last_busy_ns = fd_now_ns() - start;
-    if (begun) fd_slot_end_layer(link, slot, kv_bytes, e->last_busy_ns);
-    return true;
-}
-
 static bool links_changed(fd_engine_t *e) {
     return __atomic_load_n(&e->link_changes, __ATOMIC_ACQUIRE) != e->adopted_changes;
 }
 
+static bool listed(const fd_engine_t *e, const fd_link_t *link) {
+    for (uint32_t i = 0; i < e->n_links; i++)
+        if (e->links[i] == link) return true;
+    return false;
+}
+
+/* Adopts the links that the engine has now, unless threads still work on a call of a link that is being removed. */
 static void adopt_links(fd_engine_t *e) {
     fd_poll_carriers(e, false);
     pthread_mutex_lock(&e->mutex);
-    memcpy(e->adopted, e->links, e->n_links * sizeof *e->links);
-    e->n_adopted = e->n_links;
-    e->n_no_wakeup = 0;
-    for (uint32_t i = 0; i < e->n_adopted; i++) e->n_no_wakeup += e->adopted[i]->no_wakeup;
-    e->adopted_changes = e->link_changes;
-    pthread_cond_broadcast(&e->adoption);
-    pthread_mutex_unlock(&e->mutex);
-}
-
-/* Serves at most one call of each slot, so that no link can starve another. Returns whether there was a call. */
-static bool poll_bells(fd_engine_t *e) {
-    bool any = false;
+    bool gone = true;
     for (uint32_t i = 0; i < e->n_adopted; i++)
-        for (uint32_t slot = 0; slot < e->adopted[i]->work.g.n_slots; slot++) {
-            if (!serve_slot(e, e->adopted[i], slot)) continue;
-            any = true;
-            if (links_changed(e)) return true;
-        }
-    return any;
+        if (!listed(e, e->adopted[i])) gone &= fd_turns_leave(e, e->adopted[i]);
+    if (gone) {
+        memcpy(e->adopted, e->links, e->n_links * sizeof *e->links);
+        e->n_adopted = e->n_links;
+        e->next_link = 0;
+        e->n_no_wakeup = 0;
+        for (uint32_t i = 0; i < e->n_adopted; i++) e->n_no_wakeup += e->adopted[i]->no_wakeup;
+        e->adopted_changes = e->link_changes;
+        pthread_cond_broadcast(&e->adoption);
+    }
+    pthread_mutex_unlock(&e->mutex);
 }
 
 static bool any_bell(fd_engine_t *e) {
@@ -110,7 +98,9 @@ static void *polling_main(void *arg) {
     uint64_t idle_since = fd_now_ns();
     for (uint32_t i = 1; !__atomic_load_n(&e->stop, __ATOMIC_ACQUIRE); i++) {
         if (links_changed(e)) adopt_links(e);
-        if (poll_bells(e)) {
+        const bool asked = fd_turns_poll(e);
+        if (e->n_jobs) fd_turns_work(e);
+        if (asked || e->n_jobs) {
             idle_since = fd_now_ns();
             if (idle_since - e->maintained_ns >= MAINTAIN_NS) fd_maintain(e);
         } else if (i % FD_POLLS_PER_CLOCK) {
@@ -207,12 +197,10 @@ fd_engine_t *fd_engine_new(const fd_engine_config_t *config, char *err, size_t e
     pthread_mutex_init(&e->mutex, NULL);
     pthread_cond_init(&e->adoption, NULL);
     e->threads = calloc(e->n_threads, sizeof *e->threads);
-    e->queues = aligned_alloc(64, e->n_threads * sizeof *e->queues);
-    if (!e->threads || !e->queues || !open_events(e)) {
+    if (!e->threads || !fd_places_init(e) || !open_events(e)) {
         fd_engine_free(e);
         return FD_FAIL(NULL, "no memory or no file descriptors for the R-engine");
     }
-    memset(e->queues, 0, e->n_threads * sizeof *e->queues);
     sigset_t all, before; /* the threads block all signals: the program's other threads handle them */
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
@@ -234,7 +222,7 @@ void fd_engine_free(fd_engine_t *e) {
     __atomic_store_n(&e->stop, 1, __ATOMIC_SEQ_CST);
     if (e->n_started) {
         fd_eventfd_wake(e->eventfd);
-        fd_wake_helpers(e, e->epoch + 1);
+        fd_wake_all(e);
     }
     for (uint32_t i = 0; i < e->n_started; i++) pthread_join(e->threads[i], NULL);
     if (e->eventfd >= 0) close(e->eventfd);
@@ -242,7 +230,7 @@ void fd_engine_free(fd_engine_t *e) {
     pthread_mutex_destroy(&e->mutex);
     pthread_cond_destroy(&e->adoption);
     free(e->threads);
-    free(e->queues);
+    fd_places_destroy(e);
     free(e);
 }
 

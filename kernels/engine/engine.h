@@ -1,11 +1,11 @@
 /* The R-engine: a pool of threads that polls the doorbells of all its links, appends K and V, attends and rings back.
  *
- * No thread of the pool ever enters Python or takes its GIL. The pool serves one call at a time. Thread 0 finds the
- * call, copies and checks its header and row table, and plans the step if the call is the first of one. Then all
- * threads share the work, and thread 0 waits for them and rings the reply. Control operations run on other threads:
- * adding and removing a link takes the engine's mutex; FREE, TRIM and FORK take the link's mutex, which a call takes
- * only while it plans a step. Between calls the threads maintain the memory of the leases, a slice at a time: if so
- * configured, they fault it in ahead of use and give free pages back to the OS.
+ * No thread of the pool ever enters Python or takes its GIL. Thread 0 finds the calls, copies and checks their headers
+ * and row tables, plans the steps and decides whose call is worked on (turns.h). All threads share the work (jobs.h),
+ * and thread 0 rings the replies. Control operations run on other threads: adding and removing a link takes the
+ * engine's mutex; FREE, TRIM and FORK take the link's mutex, which a call takes only while it plans a step. Between
+ * calls the threads maintain the memory of the leases, a slice at a time: if so configured, they fault it in ahead of
+ * use and give free pages back to the OS.
  */
 #ifndef FD_ENGINE_H
 #define FD_ENGINE_H
@@ -72,8 +72,8 @@ uint64_t fd_engine_pages_within(const fd_engine_t *engine, const fd_geometry_t *
  * fd_engine_remove_link returns. */
 fd_link_t *fd_engine_add_link(fd_engine_t *engine, void *region, const fd_geometry_t *g, const fd_lease_t *lease,
                               const fd_notify_t *notify, char *err, size_t err_len);
-/* Waits for the call in progress, answers calls that are not yet served with FD_LINK_CLOSED (without notify) and unmaps
- * the arena. */
+/* Stops the work on the link's calls, answers those that are not yet served with FD_LINK_CLOSED (without notify) and
+ * unmaps the arena. */
 void fd_engine_remove_link(fd_engine_t *engine, fd_link_t *link);
 
 /* Writing 1 wakes a sleeping engine. A peer may have this eventfd: whatever it does to it harms no other link. */

@@ -1,5 +1,6 @@
-/* The R-engine's own types, which its files share: engine.c (thread 0 and life), jobs.c (the work of a call), calls.c
- * (the words of a slot), maintain.c (the arenas between calls) and link.c (leases and control operations). */
+/* The R-engine's own types, which its files share: engine.c (thread 0 and life), jobs.c (the work of a call), turns.c
+ * (whose call is worked on), calls.c (the words of a slot), maintain.c (the arenas between calls) and link.c (leases
+ * and control operations). */
 #ifndef FD_ENGINE_STATE_H
 #define FD_ENGINE_STATE_H
 
@@ -10,11 +11,37 @@
 
 #define FD_MAX_LINKS 256u
 
+typedef struct fd_place fd_place_t;
+
+/* Work for all threads: a layer of a slot's step, or a part of the arena to be faulted in. */
+typedef struct {
+    /* These do not change while the job has a place. */
+    const fd_work_t *work;
+    fd_step_t *step; /* NULL: item i faults in part `first_part` + i of the link's arena */
+    uint8_t *slot;
+    uint32_t layer;
+    uint64_t first_part;
+    const uint32_t *items; /* which items: number << 1, and 1 if begun; NULL: all, and none is begun */
+    bool cancelled;        /* atomic: do nothing any more */
+    int error;             /* atomic: errno of a part that could not be faulted in */
+
+    /* Thread 0 only. */
+    uint32_t n_items __attribute__((aligned(64))); /* left to be done when the job was started last */
+    uint32_t *left;                                /* [max_items] where a withdrawn job keeps `items` */
+    fd_place_t *place;                             /* NULL: no thread works on the job */
+    fd_link_t *link;
+    uint32_t index; /* of the slot */
+    bool begun;     /* the engine has begun the slot's call and not answered it yet */
+    uint64_t turn;  /* calls that began earlier have smaller numbers */
+    uint64_t kv_bytes, busy_ns, since_ns;
+} fd_job_t;
+
 typedef struct {
     uint64_t served; /* the last request bell that the engine has answered */
     uint64_t asked;  /* the last request bell that it has read */
     uint32_t layer;  /* of the call in progress */
     fd_step_t step;
+    fd_job_t job; /* the call in progress */
 } fd_slot_state_t;
 
 struct fd_link {
@@ -29,10 +56,18 @@ struct fd_link {
     fd_kvcache_t kv;
     fd_slot_state_t *slots; /* [n_slots], thread 0 only */
     uint64_t last_call_ns;  /* thread 0 only */
-    struct {                /* atomics; thread 0 writes the others, any thread reads */
-        uint64_t parts;     /* fd_kvcache_parts, or 0 without prefaulting; fd_link_grow writes it */
-        uint64_t done;      /* parts that have been faulted in */
-        uint64_t redo;      /* thread 0 is to begin again with this part; fd_link_grow writes it */
+    struct {                /* thread 0 only, see turns.c */
+        int64_t credit_ns;  /* engine time that the link may still take in this round */
+        double ns_per_cost; /* of a thread, for a unit of fd_step_t.cost */
+        uint32_t n_jobs;    /* calls begun and not answered */
+        uint32_t n_copying; /* those whose steps copy shared pages */
+        bool waits;         /* asks for something and has no credit */
+        bool leaving;       /* is being removed: begins no more calls */
+    } turn;
+    struct {            /* atomics; thread 0 writes the others, any thread reads */
+        uint64_t parts; /* fd_kvcache_parts, or 0 without prefaulting; fd_link_grow writes it */
+        uint64_t done;  /* parts that have been faulted in */
+        uint64_t redo;  /* thread 0 is to begin again with this part; fd_link_grow writes it */
         int error;
     } prefault;
     struct { /* thread 0 writes, any thread reads: relaxed atomics */
@@ -40,12 +75,44 @@ struct fd_link {
     } stats;
 };
 
-/* The items of a job that are dealt to one thread and not yet claimed: [next, end). A thread whose own queue is empty
- * claims items from the others' queues. The word contains the job's epoch, so that the compare-and-swap of a late
- * thread fails once the job is over. */
+/* The items of a job that are dealt to one thread. */
 typedef struct {
-    uint64_t claim __attribute__((aligned(64))); /* epoch << 32 | next << 16 | end */
-} fd_queue_t;
+    /* Atomic: the items that no thread has claimed, epoch << 32 | next << 16 | end. A word of an earlier job stands for
+     * the whole lane. */
+    uint64_t claim __attribute__((aligned(64)));
+    uint64_t kept;   /* thread 0 only: `claim` when the job was withdrawn */
+    uint32_t parked; /* atomic: number << 1 | 1 of an item in which this lane's thread has stopped; or 0 */
+} fd_lane_t;
+
+/* What a few threads have done in a place since the engine began. Atomics. */
+typedef struct {
+    uint64_t items __attribute__((aligned(64)));
+    uint64_t kv_bytes;
+} fd_tally_t;
+
+/* Where a job is done. */
+struct fd_place {
+    /* Read by all threads. */
+    uint64_t *notice __attribute__((aligned(64))); /* the place's word of the board */
+    fd_lane_t *lanes;                              /* [n_threads] */
+    fd_tally_t *tallies;                           /* [one for a few threads] */
+    uint32_t first_thread;                         /* takes part in every job of this place */
+    fd_job_t *job;                                 /* NULL: the place is free */
+
+    /* Thread 0 only. */
+    uint32_t epoch __attribute__((aligned(64))); /* counts jobs */
+    uint32_t n_items;                            /* of the job */
+    bool withdrawn;
+    uint32_t *collected, n_collected;       /* [n_threads] parked items of a withdrawn job */
+    uint64_t items_before, kv_bytes_before; /* what the tallies showed before the job */
+};
+
+/* A word of its own for each thread, on which it sleeps. */
+typedef struct {
+    uint32_t asleep __attribute__((aligned(64))); /* atomic and futex */
+} fd_sleeper_t;
+
+enum { FD_PLACES = 8 }; /* so many words make up a cache line */
 
 struct fd_engine {
     uint32_t n_threads;
@@ -68,21 +135,21 @@ struct fd_engine {
     fd_link_t *adopted[FD_MAX_LINKS]; /* thread 0's own copy of `links` */
     uint32_t n_adopted, n_no_wakeup;
     bool polling; /* thread 0 polls the carriers of the adopted links (fd_poll_fn) */
-    uint64_t last_busy_ns, maintained_ns;
+    uint64_t maintained_ns;
 
-    struct {
-        const fd_work_t *work;
-        fd_step_t *step; /* NULL: item i faults in part `first_part` + i of the link's arena */
-        uint8_t *slot;
-        uint32_t layer;
-        uint64_t first_part;
-    } job;                                            /* constant while items_left > 0 */
-    fd_queue_t *queues;                               /* [n_threads] */
-    uint64_t job_bytes;                               /* atomic */
-    int job_error;                                    /* atomic: errno of a part that could not be faulted in */
-    uint32_t items_left __attribute__((aligned(64))); /* atomic */
-    uint32_t epoch __attribute__((aligned(64)));      /* atomic and futex: counts jobs */
-    uint32_t sleepers;                                /* atomic: helpers asleep on `epoch` */
+    /* Thread 0 only: whose turn it is (turns.c). */
+    uint32_t n_jobs;      /* calls begun and not answered */
+    uint64_t n_begun;     /* calls begun since the engine began */
+    uint32_t next_link;   /* index in `adopted` of the link that is asked first */
+    fd_link_t *main_link; /* the link whose job all threads work on, or NULL */
+    fd_job_t *main_job;
+    uint64_t charged_ns; /* main_link has been charged up to this time */
+    uint64_t poll_ns;    /* how long it took to read all bells last time */
+
+    /* Atomics: what is to be done in each place, epoch << 32 | number of items. Threads spin on this line. */
+    uint64_t board[FD_PLACES] __attribute__((aligned(64)));
+    fd_place_t places[FD_PLACES];
+    fd_sleeper_t *sleepers; /* [n_threads] */
 
     pthread_t *threads;
     uint32_t n_started;

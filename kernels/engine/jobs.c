@@ -2,85 +2,182 @@
 
 #include <sched.h>
 #include <stdlib.h>
+#include <string.h>
 
 enum {
-    SPINS_PER_YIELD = 256 /* thread 0 yields its core this often while it waits for helpers */
+    SPINS_PER_YIELD = 256, /* thread 0 yields its core this often while it waits for helpers */
+    RENEWAL = 1 << 20, /* jobs after which thread 0 writes all lanes' words, so that no epoch is too old to compare */
+    TALLY_THREADS = 8  /* threads that share a tally: few enough not to wait for each other, as thread 0 reads all */
 };
 
-static bool claim_item(fd_queue_t *q, uint32_t *item) {
-    uint64_t word = __atomic_load_n(&q->claim, __ATOMIC_ACQUIRE);
-    while ((word >> 16 & 0xffff) < (word & 0xffff)) {
-        if (__atomic_compare_exchange_n(&q->claim, &word, word + 0x10000, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE)) {
-            *item = word >> 16 & 0xffff;
-            return true;
+/* ---- the words that threads claim items by ---- */
+
+static uint32_t n_tallies(const fd_engine_t *e) { return (e->n_threads + TALLY_THREADS - 1) / TALLY_THREADS; }
+
+/* The number of threads that take part in a job. */
+static uint32_t n_lanes(const fd_engine_t *e, uint32_t n_items) {
+    return n_items < e->n_threads ? n_items : e->n_threads;
+}
+
+/* A thread's number among those that take part; jobs in different places begin with different threads. */
+static uint32_t rank_of(const fd_engine_t *e, const fd_place_t *place, uint32_t thread) {
+    return (thread + e->n_threads - place->first_thread) % e->n_threads;
+}
+
+static fd_lane_t *lane_of(const fd_engine_t *e, const fd_place_t *place, uint32_t rank) {
+    return &place->lanes[(place->first_thread + rank) % e->n_threads];
+}
+
+/* The items of a lane as the job began: epoch << 32 | next << 16 | end. */
+static uint64_t whole_lane(const fd_engine_t *e, uint64_t notice, uint32_t rank) {
+    const uint32_t n_items = (uint32_t)notice, lanes = n_lanes(e, n_items);
+    const uint64_t next = rank < lanes ? (uint64_t)n_items * rank / lanes : 0,
+                   end = rank < lanes ? (uint64_t)n_items * (rank + 1) / lanes : 0;
+    return (notice & ~(uint64_t)UINT32_MAX) | next << 16 | end;
+}
+
+/* What a lane's word says under this notice. A lane that no thread has claimed from still has the word of an earlier
+ * job; thread 0 need not write it. Sets *late if the notice is that of an earlier job. */
+static uint64_t lane_word(const fd_engine_t *e, uint64_t word, uint64_t notice, uint32_t rank, bool *late) {
+    const int32_t age = (int32_t)((uint32_t)(word >> 32) - (uint32_t)(notice >> 32));
+    *late = age > 0;
+    return age < 0 ? whole_lane(e, notice, rank) : word;
+}
+
+/* The number of items in a lane's word. */
+static uint32_t n_left(uint64_t word) {
+    const uint32_t next = word >> 16 & 0xffff, end = word & 0xffff;
+    return end > next ? end - next : 0;
+}
+
+static bool claim_index(const fd_engine_t *e, fd_lane_t *lane, uint64_t notice, uint32_t rank, uint32_t *index) {
+    uint64_t word = __atomic_load_n(&lane->claim, __ATOMIC_ACQUIRE);
+    for (;;) {
+        bool late;
+        const uint64_t now = lane_word(e, word, notice, rank, &late);
+        if (late || !n_left(now)) return false;
+        if (!__atomic_compare_exchange_n(&lane->claim, &word, now + 0x10000, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE))
+            continue;
+        *index = now >> 16 & 0xffff;
+        return true;
+    }
+}
+
+/* Claims an item (fd_step_t.left). A job lasts until its last item is counted or collected by thread 0. So a thread may
+ * read place->job while it has a claimed item that it has neither counted nor parked, and only then. */
+static bool claim_item(const fd_engine_t *e, fd_place_t *place, uint64_t notice, uint32_t rank, uint32_t *item) {
+    fd_lane_t *lane = lane_of(e, place, rank);
+    if (__atomic_load_n(&lane->parked, __ATOMIC_RELAXED) &&
+        (*item = __atomic_exchange_n(&lane->parked, 0, __ATOMIC_ACQ_REL)))
+        return true;
+    if (rank >= n_lanes(e, (uint32_t)notice) || !claim_index(e, lane, notice, rank, item)) return false;
+    *item = place->job->items ? place->job->items[*item] : *item << 1;
+    return true;
+}
+
+/* ---- working ---- */
+
+typedef struct {
+    uint32_t items;
+    uint64_t kv_bytes;
+} count_t;
+
+static bool do_item(fd_job_t *job, uint32_t item, uint32_t thread, const fd_stop_t *stop, count_t *done) {
+    if (__atomic_load_n(&job->cancelled, __ATOMIC_RELAXED)) return true;
+    if (!job->step) {
+        const int error = fd_kvcache_fault_in(job->work->kv, job->first_part + (item >> 1));
+        if (error) __atomic_store_n(&job->error, error, __ATOMIC_RELAXED);
+        return true;
+    }
+    if (!(item & 1)) fd_work_begin(job->step, item >> 1);
+    return fd_work_advance(job->work, job->step, job->slot, job->layer, item >> 1, thread, stop, &done->kv_bytes);
+}
+
+static void publish(fd_place_t *place, uint32_t thread, count_t *done) {
+    if (!done->items && !done->kv_bytes) return;
+    fd_tally_t *tally = &place->tallies[thread / TALLY_THREADS];
+    __atomic_fetch_add(&tally->kv_bytes, done->kv_bytes, __ATOMIC_RELAXED);
+    __atomic_fetch_add(&tally->items, done->items, __ATOMIC_RELEASE);
+    *done = (count_t){0, 0};
+}
+
+/* Works on the job that `notice` announces, until nothing is left to claim or the thread should stop. Returns whether
+ * the thread has done anything. */
+static bool work_on(fd_engine_t *e, fd_place_t *place, uint64_t notice, uint32_t thread, uint64_t until_ns) {
+    const fd_stop_t stop = {place->notice, notice, until_ns};
+    const uint32_t own = rank_of(e, place, thread), lanes = n_lanes(e, (uint32_t)notice);
+    count_t done = {0, 0};
+    bool any = false;
+    for (uint32_t k = 0; k <= lanes; k++) {
+        const uint32_t rank = k ? (own + k) % lanes : own;
+        if (k == 1) publish(place, thread, &done); /* before it looks into the other lanes, which takes a while */
+        for (uint32_t item; claim_item(e, place, notice, rank, &item);) {
+            any = true;
+            if (!do_item(place->job, item, thread, &stop, &done)) {
+                publish(place, thread, &(count_t){0, done.kv_bytes});
+                done.kv_bytes = 0;
+                __atomic_store_n(&lane_of(e, place, own)->parked, item | 1, __ATOMIC_RELEASE);
+                k = lanes;
+                break;
+            }
+            done.items++;
+            if (__atomic_load_n(place->notice, __ATOMIC_RELAXED) == notice && (!until_ns || fd_now_ns() < until_ns))
+                continue;
+            k = lanes;
+            break;
         }
     }
-    return false;
+    publish(place, thread, &done);
+    return any;
 }
 
-/* Does an item of a layer. Returns the bytes of KV-cache that it reads. */
-static uint64_t do_work(const fd_engine_t *e, uint32_t item, uint32_t thread) {
-    static const fd_stop_t never = {NULL, 0, 0};
-    uint64_t bytes = 0;
-    fd_work_begin(e->job.step, item);
-    fd_work_advance(e->job.work, e->job.step, e->job.slot, e->job.layer, item, thread, &never, &bytes);
-    return bytes;
+/* ---- helpers ---- */
+
+static void wake(fd_engine_t *e, uint32_t thread) {
+    uint32_t *asleep = &e->sleepers[thread].asleep;
+    if (__atomic_load_n(asleep, __ATOMIC_RELAXED) && __atomic_exchange_n(asleep, 0, __ATOMIC_ACQ_REL))
+        fd_futex_wake(asleep, false);
 }
 
-static void do_item(fd_engine_t *e, uint32_t item, uint32_t thread) {
-    if (e->job.step) {
-        __atomic_fetch_add(&e->job_bytes, do_work(e, item, thread), __ATOMIC_RELAXED);
-    } else {
-        int error = fd_kvcache_fault_in(e->job.work->kv, e->job.first_part + item);
-        if (error) __atomic_store_n(&e->job_error, error, __ATOMIC_RELAXED);
-    }
+/* Each thread that takes part wakes two others, so that thread 0 need not make a system call for each sleeper. */
+static void wake_next(fd_engine_t *e, const fd_place_t *place, uint64_t notice, uint32_t rank) {
+    const uint32_t lanes = n_lanes(e, (uint32_t)notice);
+    for (uint32_t next = 2 * rank + 1; next <= 2 * rank + 2 && next < lanes; next++)
+        wake(e, (place->first_thread + next) % e->n_threads);
 }
 
-/* A job lasts until its last item is counted off in items_left, so a thread reads e->job only while it has a claimed
- * item that it has not counted off. */
-static void do_items(fd_engine_t *e, uint32_t thread) {
-    for (uint32_t k = 0, item; k < e->n_threads; k++) {
-        fd_queue_t *q = &e->queues[(thread + k) % e->n_threads];
-        while (claim_item(q, &item)) {
-            do_item(e, item, thread);
-            __atomic_sub_fetch(&e->items_left, 1, __ATOMIC_ACQ_REL);
-        }
-    }
-}
-
-void fd_wake_helpers(fd_engine_t *e, uint32_t epoch) {
-    __atomic_store_n(&e->epoch, epoch, __ATOMIC_RELEASE);
+void fd_wake_all(fd_engine_t *e) {
     __atomic_thread_fence(__ATOMIC_SEQ_CST);
-    if (__atomic_load_n(&e->sleepers, __ATOMIC_RELAXED)) fd_futex_wake(&e->epoch, false);
+    for (uint32_t t = 1; t < e->n_threads; t++) wake(e, t);
 }
 
-void fd_run_job(fd_engine_t *e, uint32_t n_items) {
-    __atomic_store_n(&e->items_left, n_items, __ATOMIC_RELAXED);
-    uint32_t epoch = e->epoch + 1;
-    for (uint32_t t = 0; t < e->n_threads; t++) {
-        uint64_t next = (uint64_t)n_items * t / e->n_threads, end = (uint64_t)n_items * (t + 1) / e->n_threads;
-        __atomic_store_n(&e->queues[t].claim, (uint64_t)epoch << 32 | next << 16 | end, __ATOMIC_RELEASE);
+/* Works on the jobs that have been announced since `seen` was taken. Returns whether the thread has done anything. */
+static bool help(fd_engine_t *e, uint32_t thread, uint64_t *seen) {
+    bool any = false;
+    for (uint32_t p = 0; p < FD_PLACES; p++) {
+        const uint64_t notice = __atomic_load_n(&e->board[p], __ATOMIC_ACQUIRE);
+        if (notice == seen[p]) continue;
+        fd_place_t *place = &e->places[p];
+        const uint32_t rank = rank_of(e, place, thread);
+        seen[p] = notice;
+        if (rank >= n_lanes(e, (uint32_t)notice)) continue;
+        __atomic_thread_fence(__ATOMIC_SEQ_CST); /* see sleep_until_woken */
+        wake_next(e, place, notice, rank);
+        any |= work_on(e, place, notice, thread, 0);
     }
-    fd_wake_helpers(e, epoch);
-    do_items(e, 0);
-    for (uint32_t i = 1; __atomic_load_n(&e->items_left, __ATOMIC_ACQUIRE); i++) {
-        if (i % SPINS_PER_YIELD) fd_cpu_relax();
-        else sched_yield(); /* a helper that still works may need this core */
-    }
+    return any;
 }
 
-uint64_t fd_run_layer(fd_engine_t *e, fd_link_t *link, uint32_t index) {
-    fd_step_t *step = &link->slots[index].step;
-    uint8_t *slot = (uint8_t *)fd_slot_at(link->region, &link->work.layout, index);
-    const uint32_t layer = link->slots[index].layer;
-    e->job.work = &link->work;
-    e->job.step = step;
-    e->job.slot = slot;
-    e->job.layer = layer;
-    if (step->n_items == 1) return do_work(e, 0, 0);
-    __atomic_store_n(&e->job_bytes, 0, __ATOMIC_RELAXED);
-    fd_run_job(e, step->n_items);
-    return __atomic_load_n(&e->job_bytes, __ATOMIC_RELAXED);
+/* A sleeper announces itself and then reads the board once more; a thread that has put up or read a notice looks for
+ * sleepers afterwards. The fences between the two steps make at least one of them see the other. */
+static void sleep_until_woken(fd_engine_t *e, uint32_t thread, const uint64_t *seen) {
+    uint32_t *asleep = &e->sleepers[thread].asleep;
+    __atomic_store_n(asleep, 1, __ATOMIC_RELAXED);
+    __atomic_thread_fence(__ATOMIC_SEQ_CST);
+    bool news = __atomic_load_n(&e->stop, __ATOMIC_RELAXED);
+    for (uint32_t p = 0; p < FD_PLACES; p++) news |= __atomic_load_n(&e->board[p], __ATOMIC_RELAXED) != seen[p];
+    if (!news) fd_futex_wait(asleep, 1, 1000000000u, false);
+    __atomic_store_n(asleep, 0, __ATOMIC_RELAXED);
 }
 
 bool fd_keep_spinning(const fd_engine_t *e, uint64_t idle_since) {
@@ -94,22 +191,137 @@ void *fd_helper_main(void *arg) {
     fd_helper_t self = *(fd_helper_t *)arg;
     free(arg);
     fd_engine_t *e = self.engine;
-    uint32_t seen = 0;
-    uint64_t idle_since = fd_now_ns();
+    uint64_t seen[FD_PLACES] = {0}, idle_since = fd_now_ns();
     for (uint32_t i = 1; !__atomic_load_n(&e->stop, __ATOMIC_ACQUIRE); i++) {
-        uint32_t epoch = __atomic_load_n(&e->epoch, __ATOMIC_ACQUIRE);
-        if (epoch != seen) {
-            seen = epoch;
-            do_items(e, self.thread);
-            idle_since = fd_now_ns();
-        } else if (i % FD_POLLS_PER_CLOCK) {
-            fd_cpu_relax();
-        } else if (!fd_keep_spinning(e, idle_since)) {
-            __atomic_fetch_add(&e->sleepers, 1, __ATOMIC_SEQ_CST);
-            __atomic_thread_fence(__ATOMIC_SEQ_CST);
-            fd_futex_wait(&e->epoch, seen, 1000000000u, false);
-            __atomic_fetch_sub(&e->sleepers, 1, __ATOMIC_SEQ_CST);
-        }
+        if (help(e, self.thread, seen)) idle_since = fd_now_ns();
+        else if (i % FD_POLLS_PER_CLOCK) fd_cpu_relax();
+        else if (!fd_keep_spinning(e, idle_since)) sleep_until_woken(e, self.thread, seen);
     }
     return NULL;
+}
+
+/* ---- thread 0 ---- */
+
+fd_place_t *fd_place_free(fd_engine_t *e) {
+    for (uint32_t p = 0; p < FD_PLACES; p++)
+        if (!e->places[p].job) return &e->places[p];
+    return NULL;
+}
+
+static void sum(const fd_engine_t *e, const fd_place_t *place, uint64_t *items, uint64_t *kv_bytes) {
+    *items = *kv_bytes = 0;
+    for (uint32_t i = 0; i < n_tallies(e); i++) {
+        *items += __atomic_load_n(&place->tallies[i].items, __ATOMIC_ACQUIRE);
+        *kv_bytes += __atomic_load_n(&place->tallies[i].kv_bytes, __ATOMIC_RELAXED);
+    }
+}
+
+void fd_job_start(fd_engine_t *e, fd_place_t *place, fd_job_t *job) {
+    place->job = job;
+    job->place = place;
+    place->n_items = job->n_items;
+    place->n_collected = 0;
+    place->withdrawn = false;
+    const uint64_t notice = (uint64_t)++place->epoch << 32 | job->n_items;
+    if (place->epoch % RENEWAL == 0)
+        for (uint32_t rank = 0; rank < e->n_threads; rank++)
+            __atomic_store_n(&lane_of(e, place, rank)->claim, whole_lane(e, notice, rank), __ATOMIC_RELEASE);
+    __atomic_store_n(place->notice, notice, __ATOMIC_RELEASE);
+    __atomic_thread_fence(__ATOMIC_SEQ_CST);
+    if (place->first_thread) wake(e, place->first_thread);
+    wake_next(e, place, notice, rank_of(e, place, 0));
+}
+
+bool fd_job_help(fd_engine_t *e, fd_place_t *place, uint64_t until_ns) {
+    return work_on(e, place, *place->notice, 0, until_ns);
+}
+
+void fd_job_withdraw(fd_engine_t *e, fd_place_t *place) {
+    const uint64_t notice = *place->notice, closed = (uint64_t)place->epoch << 32;
+    __atomic_store_n(place->notice, closed, __ATOMIC_RELEASE);
+    for (uint32_t rank = 0; rank < n_lanes(e, place->n_items); rank++) {
+        bool late;
+        fd_lane_t *lane = lane_of(e, place, rank);
+        const uint64_t word = __atomic_exchange_n(&lane->claim, closed, __ATOMIC_ACQ_REL);
+        lane->kept = lane_word(e, word, notice, rank, &late);
+    }
+    place->withdrawn = true;
+}
+
+/* Takes the items that threads have parked. Returns true if these and those that no thread has claimed are all that is
+ * left of a withdrawn job; they become the job's items then. */
+static bool collect(fd_engine_t *e, fd_place_t *place, uint64_t n_done) {
+    for (uint32_t t = 0; t < e->n_threads; t++) {
+        const uint32_t item = __atomic_exchange_n(&place->lanes[t].parked, 0, __ATOMIC_ACQ_REL);
+        if (item) place->collected[place->n_collected++] = item;
+    }
+    fd_job_t *job = place->job;
+    const uint32_t lanes = n_lanes(e, place->n_items);
+    uint32_t unclaimed = 0, n = 0;
+    for (uint32_t rank = 0; rank < lanes; rank++) unclaimed += n_left(lane_of(e, place, rank)->kept);
+    if (n_done + unclaimed + place->n_collected < place->n_items) return false;
+    for (uint32_t rank = 0; rank < lanes; rank++) {
+        const uint64_t kept = lane_of(e, place, rank)->kept;
+        /* The lanes are in the order of the list, so nothing is overwritten before it has been read. */
+        for (uint32_t i = 0, first = kept >> 16 & 0xffff; i < n_left(kept); i++)
+            job->left[n++] = job->items ? job->items[first + i] : (first + i) << 1;
+    }
+    for (uint32_t i = 0; i < place->n_collected; i++) job->left[n++] = place->collected[i];
+    job->items = job->left;
+    job->n_items = n;
+    return true;
+}
+
+bool fd_job_over(fd_engine_t *e, fd_place_t *place) {
+    uint64_t items, kv_bytes;
+    sum(e, place, &items, &kv_bytes);
+    const uint64_t n_done = items - place->items_before;
+    fd_job_t *job = place->job;
+    if (place->withdrawn ? !collect(e, place, n_done) : n_done < place->n_items) return false;
+    if (!place->withdrawn) job->n_items = 0;
+    job->kv_bytes += kv_bytes - place->kv_bytes_before;
+    place->items_before = items;
+    place->kv_bytes_before = kv_bytes;
+    job->place = NULL;
+    place->job = NULL;
+    return true;
+}
+
+void fd_job_run(fd_engine_t *e, fd_place_t *place, fd_job_t *job) {
+    fd_job_start(e, place, job);
+    fd_job_help(e, place, 0);
+    for (uint32_t i = 1; !fd_job_over(e, place); i++) {
+        if (i % SPINS_PER_YIELD) fd_cpu_relax();
+        else sched_yield(); /* a helper that still works may need this core */
+    }
+}
+
+/* ---- life ---- */
+
+bool fd_places_init(fd_engine_t *e) {
+    const size_t lanes = e->n_threads * sizeof(fd_lane_t), tallies = n_tallies(e) * sizeof(fd_tally_t);
+    e->sleepers = aligned_alloc(FD_LINE, e->n_threads * sizeof *e->sleepers);
+    if (!e->sleepers) return false;
+    memset(e->sleepers, 0, e->n_threads * sizeof *e->sleepers);
+    for (uint32_t p = 0; p < FD_PLACES; p++) {
+        fd_place_t *place = &e->places[p];
+        place->notice = &e->board[p];
+        place->first_thread = e->n_threads * p / FD_PLACES;
+        place->lanes = aligned_alloc(FD_LINE, lanes);
+        place->collected = malloc(e->n_threads * sizeof *place->collected);
+        place->tallies = aligned_alloc(FD_LINE, tallies);
+        if (!place->lanes || !place->tallies || !place->collected) return false;
+        memset(place->lanes, 0, lanes);
+        memset(place->tallies, 0, tallies);
+    }
+    return true;
+}
+
+void fd_places_destroy(fd_engine_t *e) {
+    for (uint32_t p = 0; p < FD_PLACES; p++) {
+        free(e->places[p].lanes);
+        free(e->places[p].tallies);
+        free(e->places[p].collected);
+    }
+    free(e->sleepers);
 }

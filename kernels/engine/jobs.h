@@ -1,5 +1,13 @@
-/* Jobs: the items of one call, which all threads of the engine share. Thread 0 deals the items of a job to the threads'
- * queues and works too; the other threads are its helpers. */
+/* Jobs: work that the threads of the engine share.
+ *
+ * The items of a job are dealt to lanes, one for each thread that takes part. A thread empties its own lane first and
+ * then helps the others, so a thread that is late or descheduled delays the job by one item at most. Thread 0 starts
+ * jobs in places, and several jobs may be under way at once. It can withdraw a job before its end: each thread then
+ * stops at its item's next unit (work.h) and parks the item, and the job can be started again later with what is left.
+ *
+ * Nothing that one thread writes for each item is read by another: a thread counts what it has done and publishes it
+ * when it finds no more to claim. Starting a job writes two cache lines, whatever the number of threads.
+ */
 #ifndef FD_JOBS_H
 #define FD_JOBS_H
 
@@ -15,12 +23,29 @@ typedef struct {
 
 void *fd_helper_main(void *helper);
 
-/* Thread 0 calls this after it has filled in e->job. Returns when all items are done. */
-void fd_run_job(fd_engine_t *e, uint32_t n_items);
-/* Thread 0 calls this after fd_slot_begin_layer. Returns the bytes of KV-cache that the layer read. */
-uint64_t fd_run_layer(fd_engine_t *e, fd_link_t *link, uint32_t slot);
+/* Makes the places. False if out of memory. */
+bool fd_places_init(fd_engine_t *e);
+void fd_places_destroy(fd_engine_t *e);
 
-void fd_wake_helpers(fd_engine_t *e, uint32_t epoch);
+/* ---- thread 0 only ---- */
+
+/* A place that no job has, or NULL. */
+fd_place_t *fd_place_free(fd_engine_t *e);
+
+/* Starts a job, or what is left of it, in a free place. */
+void fd_job_start(fd_engine_t *e, fd_place_t *place, fd_job_t *job);
+/* Works on the job until `until_ns`. Returns false if there was nothing that could be claimed. */
+bool fd_job_help(fd_engine_t *e, fd_place_t *place, uint64_t until_ns);
+/* Asks the threads to stop. */
+void fd_job_withdraw(fd_engine_t *e, fd_place_t *place);
+/* True if no thread works on the job any more: all of it is done, or it was withdrawn, and job->n_items items are left.
+ * Then the place is free again. */
+bool fd_job_over(fd_engine_t *e, fd_place_t *place);
+
+/* Does a whole job. */
+void fd_job_run(fd_engine_t *e, fd_place_t *place, fd_job_t *job);
+
+void fd_wake_all(fd_engine_t *e);
 
 /* False if a thread that has been idle since `idle_since` should sleep. */
 bool fd_keep_spinning(const fd_engine_t *e, uint64_t idle_since);

@@ -9,6 +9,9 @@
 
 #include "calls.h"
 #include "fail.h"
+#include "turns.h"
+
+enum { FIRST_NS_PER_COST = 50 }; /* until calls have been measured */
 
 size_t fd_page_bytes(const fd_geometry_t *g, uint32_t kv_dtype) {
     return (size_t)g->n_layers * g->n_kv_heads * fd_kv_chunk_bytes((fd_kv_dtype_t)kv_dtype, g->head_size, g->head_size);
@@ -74,8 +77,11 @@ static fd_link_t *build(fd_engine_t *e, void *region, const fd_geometry_t *g, co
                                e->huge, err, err_len) == FD_OK) {
         bool ok = fd_work_init(&link->work, g, &link->kv, lease->kv_dtype, e->isa, lease->softmax_scale, lease->layers,
                                e->n_threads) == FD_OK;
-        link->slots = ok ? calloc(g->n_slots, sizeof *link->slots) : NULL;
+        link->slots = ok ? aligned_alloc(FD_LINE, g->n_slots * sizeof *link->slots) : NULL;
         ok = link->slots != NULL;
+        if (ok) memset(link->slots, 0, g->n_slots * sizeof *link->slots);
+        link->turn.credit_ns = FD_QUANTUM_NS;
+        link->turn.ns_per_cost = FIRST_NS_PER_COST;
         for (uint32_t i = 0; ok && i < g->n_slots; i++)
             ok = fd_step_init(&link->slots[i].step, g->max_rows, link->work.shape.max_items) == FD_OK;
         if (e->prefault) link->prefault.parts = fd_kvcache_parts(&link->kv, lease->n_pages);

@@ -1,27 +1,27 @@
 /* Maintaining the arenas between calls: faulting them in ahead of use, and giving free pages back to the OS. */
 #include "jobs.h"
 
-/* Faults in the next parts of a link's arena, one per thread. False if no part is left, or if one has failed before. */
+/* Faults in the next parts of a link's arena: one per thread, or one if the threads work on calls. False if no part is
+ * left, or if one has failed before. */
 static bool fault_in(fd_engine_t *e, fd_link_t *link) {
     uint64_t redo = __atomic_load_n(&link->prefault.redo, __ATOMIC_RELAXED);
     if (redo != UINT64_MAX) redo = __atomic_exchange_n(&link->prefault.redo, UINT64_MAX, __ATOMIC_ACQ_REL);
     if (redo < link->prefault.done) __atomic_store_n(&link->prefault.done, redo, __ATOMIC_RELAXED);
     uint64_t done = link->prefault.done, left = __atomic_load_n(&link->prefault.parts, __ATOMIC_RELAXED) - done;
     if (!left || link->prefault.error) return false;
-    uint32_t n = left < e->n_threads ? (uint32_t)left : e->n_threads;
+    uint32_t n = e->n_jobs ? 1 : left < e->n_threads ? (uint32_t)left : e->n_threads;
     fd_poll_carriers(e, false); /* faulting in may take as long as a long call */
-    e->job.work = &link->work;
-    e->job.step = NULL;
-    e->job.first_part = done;
-    __atomic_store_n(&e->job_error, 0, __ATOMIC_RELAXED);
-    fd_run_job(e, n);
-    __atomic_store_n(&link->prefault.error, __atomic_load_n(&e->job_error, __ATOMIC_RELAXED), __ATOMIC_RELAXED);
+    fd_job_t job = {.work = &link->work, .first_part = done, .n_items = n};
+    if (n == 1) job.error = fd_kvcache_fault_in(&link->kv, done);
+    else fd_job_run(e, e->places, &job);
+    __atomic_store_n(&link->prefault.error, __atomic_load_n(&job.error, __ATOMIC_RELAXED), __ATOMIC_RELAXED);
     if (!link->prefault.error) __atomic_store_n(&link->prefault.done, done + n, __ATOMIC_RELAXED);
     return true;
 }
 
-/* Only thread 0 starts calls, so no thread works on one now. False if no memory is left to give back. */
+/* Only thread 0 starts calls, so no thread begins to work on one now. False if no memory is left to give back. */
 static bool give_back(fd_link_t *link) {
+    if (link->turn.n_jobs) return false;
     pthread_mutex_lock(&link->mutex);
     bool more = fd_kvcache_give_back(&link->kv);
     pthread_mutex_unlock(&link->mutex);

@@ -30,7 +30,9 @@ fd_status_t fd_step_init(fd_step_t *step, uint32_t max_rows, uint32_t max_items)
     step->copies = malloc(max_rows * sizeof *step->copies);
     step->pieces_left = malloc(max_items * sizeof *step->pieces_left);
     step->cursors = malloc(max_items * sizeof *step->cursors);
-    if (step->table && step->entries && step->items && step->copies && step->pieces_left && step->cursors) return FD_OK;
+    step->left = malloc(max_items * sizeof *step->left);
+    if (step->table && step->entries && step->items && step->copies && step->pieces_left && step->cursors && step->left)
+        return FD_OK;
     fd_step_destroy(step);
     return FD_INTERNAL;
 }
@@ -41,6 +43,7 @@ void fd_step_destroy(fd_step_t *step) {
     free(step->items);
     free(step->pieces_left);
     free(step->cursors);
+    free(step->left);
     free(step->partials);
     free(step->pages);
     free(step->copies);

@@ -69,6 +69,7 @@ typedef struct {
     /* [max_items] atomics: unfinished pieces of the span that n_pieces counts. The last piece sets n_pieces again. */
     uint32_t *pieces_left;
     fd_cursor_t *cursors;   /* [max_items] */
+    uint32_t *left;         /* [max_items] room for a list of the items that are left of a call */
     float *partials;        /* three for each item: of its first span and of its last one if cut, and of one block */
     size_t partials_floats; /* allocated */
     uint32_t partial_rows;  /* query rows of each partial result */

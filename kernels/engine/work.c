@@ -11,7 +11,7 @@ enum {
     ITEMS_PER_THREAD = 8,    /* several, so that a thread that is late or descheduled delays only a small item */
     LANES = 16,              /* floats in a cache line */
     APPEND_ROWS = 512,       /* rows that are appended before the thread looks whether it should stop */
-    WORK_PER_CLOCK = 1 << 22 /* multiply-adds that a thread does before it reads the clock again */
+    WORK_PER_CLOCK = 1 << 20 /* multiply-adds that a thread does before it reads the clock again */
 };
 
 static float *alloc_floats(size_t n) { return aligned_alloc(64, fd_round_up(n * sizeof(float), 64)); }

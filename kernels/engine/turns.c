@@ -1,0 +1,234 @@
+#include "turns.h"
+
+#include <sched.h>
+
+#include "calls.h"
+
+enum {
+    TICK_NS = 100000,     /* thread 0 reads the bells this often while it works on a call */
+    POLL_SHARE = 8,       /* or, if that takes long, so often that it takes at most this part of the time */
+    SHORT_NS = 100000,    /* a call that is estimated to take less is done at once by thread 0, if it is one item */
+    LONG_NS = 50000,      /* before a call that is estimated to take longer, the carriers' own threads take over */
+    MIN_SAMPLE_COST = 64, /* calls with less work say nothing about the rate */
+    SPINS = 64,           /* thread 0 looks this often whether helpers are done before it reads the bells again */
+};
+
+/* ---- estimates and credit ---- */
+
+static void charge(fd_link_t *link, uint64_t ns) { link->turn.credit_ns -= (int64_t)ns; }
+
+/* Charges the link of the main job for the time since it was charged last. */
+static uint64_t charge_main(fd_engine_t *e) {
+    const uint64_t now = fd_now_ns();
+    if (e->main_link) charge(e->main_link, now - e->charged_ns);
+    e->charged_ns = now;
+    return now;
+}
+
+static uint32_t threads_for(const fd_engine_t *e, uint32_t n_items) {
+    return n_items < e->n_threads ? n_items : e->n_threads;
+}
+
+/* How long the engine will take for a layer of the step. */
+static double estimate_ns(const fd_engine_t *e, const fd_link_t *link, const fd_step_t *step) {
+    const double one_thread = (double)step->cost * link->turn.ns_per_cost;
+    return step->n_items == 1 ? one_thread : one_thread / threads_for(e, step->n_items);
+}
+
+static void learn(fd_engine_t *e, fd_link_t *link, const fd_step_t *step, uint64_t ns) {
+    if (step->cost < MIN_SAMPLE_COST) return;
+    const double measured = (double)ns * threads_for(e, step->n_items) / (double)step->cost;
+    link->turn.ns_per_cost += (measured - link->turn.ns_per_cost) / 8;
+}
+
+static bool active(const fd_link_t *link) { return link->turn.waits || link->turn.n_jobs; }
+
+/* Starts as many rounds as it takes until a link that wants something may have it. */
+static void refill(fd_engine_t *e) {
+    int64_t most = INT64_MIN;
+    for (uint32_t i = 0; i < e->n_adopted; i++)
+        if (active(e->adopted[i]) && e->adopted[i]->turn.credit_ns > most) most = e->adopted[i]->turn.credit_ns;
+    if (most > 0 || most == INT64_MIN) return;
+    const int64_t rounds = -most / FD_QUANTUM_NS + 1;
+    for (uint32_t i = 0; i < e->n_adopted; i++) {
+        int64_t *credit = &e->adopted[i]->turn.credit_ns;
+        if (!active(e->adopted[i])) continue;
+        *credit += rounds * FD_QUANTUM_NS;
+        if (*credit > FD_QUANTUM_NS) *credit = FD_QUANTUM_NS;
+    }
+}
+
+/* The index in `adopted` after `i`. */
+static uint32_t next_link(const fd_engine_t *e, uint32_t i) { return i + 1 < e->n_adopted ? i + 1 : 0; }
+
+/* ---- calls ---- */
+
+static void set_main(fd_engine_t *e, fd_link_t *link, fd_job_t *job) {
+    charge_main(e);
+    e->main_link = link;
+    e->main_job = job;
+}
+
+/* Answers a call all of whose items are done. */
+static void end_call(fd_engine_t *e, fd_job_t *job) {
+    fd_link_t *link = job->link;
+    const bool copied = job->step->n_copies;
+    fd_slot_end_layer(link, job->index, job->kv_bytes, job->busy_ns);
+    job->begun = false;
+    link->turn.n_jobs--;
+    link->turn.n_copying -= copied;
+    e->n_jobs--;
+    learn(e, link, job->step, job->busy_ns);
+}
+
+/* Begins the call that the slot asks for, and does it if it is short. */
+static void begin_call(fd_engine_t *e, fd_link_t *link, uint32_t slot) {
+    fd_slot_state_t *state = &link->slots[slot];
+    fd_step_t *step = &state->step;
+    fd_job_t *job = &state->job;
+    const uint64_t start = fd_now_ns();
+    if (!fd_slot_begin_layer(link, slot)) {
+        charge(link, fd_now_ns() - start);
+        return;
+    }
+    job->work = &link->work;
+    job->step = step;
+    job->slot = (uint8_t *)fd_slot_at(link->region, &link->work.layout, slot);
+    job->layer = state->layer;
+    job->items = NULL;
+    job->n_items = step->n_items;
+    job->left = step->left;
+    job->link = link;
+    job->index = slot;
+    job->begun = true;
+    job->turn = e->n_begun++;
+    job->kv_bytes = 0;
+    link->turn.n_jobs++;
+    link->turn.n_copying += step->n_copies != 0;
+    e->n_jobs++;
+    const double estimate = estimate_ns(e, link, step);
+    if (estimate > LONG_NS) fd_poll_carriers(e, false);
+    bool done = false;
+    if (step->n_items == 1 && estimate <= SHORT_NS) {
+        const fd_stop_t stop = {NULL, 0, start + 4 * SHORT_NS};
+        fd_work_begin(step, 0);
+        done = fd_work_advance(&link->work, step, job->slot, job->layer, 0, 0, &stop, &job->kv_bytes);
+        step->left[0] = 1; /* item 0, begun */
+        job->items = step->left;
+    }
+    job->busy_ns = fd_now_ns() - start;
+    charge(link, job->busy_ns);
+    if (done) end_call(e, job);
+}
+
+bool fd_turns_poll(fd_engine_t *e) {
+    const uint64_t start = e->n_jobs ? charge_main(e) : 0;
+    bool any = false, waiting = false;
+    for (uint32_t k = 0, i = e->next_link; k < e->n_adopted; k++, i = next_link(e, i)) {
+        fd_link_t *link = e->adopted[i];
+        link->turn.waits = false;
+        for (uint32_t slot = 0; slot < link->work.g.n_slots; slot++) {
+            if (link->slots[slot].job.begun || fd_slot_asks(link, slot) == FD_ASKS_NOTHING) continue;
+            any = true;
+            /* Copies may end when a step begins, so none may be under way then. */
+            if (link->turn.leaving || link->turn.n_copying) continue;
+            if (link->turn.credit_ns > 0) begin_call(e, link, slot);
+            else link->turn.waits = waiting = true;
+        }
+    }
+    if (waiting && !e->n_jobs) refill(e);
+    if (start) e->poll_ns = (e->charged_ns = fd_now_ns()) - start; /* the main job's link does not pay for this */
+    return any;
+}
+
+/* ---- long calls ---- */
+
+/* The first call of a link that has begun and that no thread works on; or n_slots. */
+static uint32_t waiting_call(const fd_link_t *link) {
+    uint32_t found = link->work.g.n_slots;
+    for (uint32_t slot = 0; slot < link->work.g.n_slots && link->turn.n_jobs; slot++) {
+        const fd_job_t *job = &link->slots[slot].job;
+        if (!job->begun || job->place) continue;
+        if (found == link->work.g.n_slots || job->turn < link->slots[found].job.turn) found = slot;
+    }
+    return found;
+}
+
+/* Makes the next call the main job, if one waits. */
+static void start_next(fd_engine_t *e) {
+    fd_place_t *place = fd_place_free(e);
+    if (!place) return;
+    refill(e);
+    for (uint32_t k = 0, i = e->next_link; k < e->n_adopted; k++, i = next_link(e, i)) {
+        fd_link_t *link = e->adopted[i];
+        if (link->turn.credit_ns <= 0 || link->turn.leaving) continue;
+        const uint32_t slot = waiting_call(link);
+        if (slot == link->work.g.n_slots) continue;
+        fd_job_t *job = &link->slots[slot].job;
+        e->next_link = next_link(e, i);
+        set_main(e, link, job);
+        job->since_ns = e->charged_ns;
+        fd_job_start(e, place, job);
+        return;
+    }
+}
+
+/* Whether another link than the main job's may run a call that has begun. */
+static bool another_waits(const fd_engine_t *e) {
+    for (uint32_t i = 0; i < e->n_adopted; i++) {
+        const fd_link_t *link = e->adopted[i];
+        if (link != e->main_link && link->turn.credit_ns > 0 && waiting_call(link) < link->work.g.n_slots) return true;
+    }
+    return false;
+}
+
+/* Answers the calls that are done, and lets those that were withdrawn wait for their next turn. Returns whether there
+ * was one. */
+static bool end_calls(fd_engine_t *e) {
+    bool any = false;
+    for (uint32_t p = 0; p < FD_PLACES; p++) {
+        fd_job_t *job = e->places[p].job;
+        if (!job || !fd_job_over(e, &e->places[p])) continue;
+        any = true;
+        if (job == e->main_job) set_main(e, NULL, NULL);
+        job->busy_ns += fd_now_ns() - job->since_ns;
+        if (!job->n_items && !job->cancelled) end_call(e, job);
+    }
+    return any;
+}
+
+void fd_turns_work(fd_engine_t *e) {
+    uint64_t now = charge_main(e);
+    if (e->main_job && e->main_link->turn.credit_ns <= 0) {
+        refill(e);
+        if (another_waits(e)) {
+            fd_job_withdraw(e, e->main_job->place);
+            set_main(e, NULL, NULL);
+        }
+    }
+    if (!e->main_job) start_next(e);
+    const uint64_t tick = e->poll_ns * POLL_SHARE > TICK_NS ? e->poll_ns * POLL_SHARE : TICK_NS;
+    bool worked = false;
+    for (uint32_t p = 0; p < FD_PLACES && !worked; p++)
+        if (e->places[p].job && !e->places[p].withdrawn) worked = fd_job_help(e, &e->places[p], now + tick);
+    if (!worked) set_main(e, NULL, NULL); /* all items are claimed: there are threads for another call */
+    for (uint32_t i = 0; i < SPINS && !end_calls(e) && !worked; i++) fd_cpu_relax();
+    if (!worked) sched_yield(); /* a helper that still works may need this core */
+}
+
+bool fd_turns_leave(fd_engine_t *e, fd_link_t *link) {
+    bool gone = true;
+    link->turn.leaving = true;
+    for (uint32_t slot = 0; slot < link->work.g.n_slots; slot++) {
+        fd_job_t *job = &link->slots[slot].job;
+        if (!job->begun || !job->place) continue;
+        gone = false;
+        __atomic_store_n(&job->cancelled, true, __ATOMIC_RELAXED);
+        if (!job->place->withdrawn) fd_job_withdraw(e, job->place);
+        if (job == e->main_job) set_main(e, NULL, NULL);
+    }
+    if (!gone) return false;
+    e->n_jobs -= link->turn.n_jobs;
+    link->turn.n_jobs = 0;
+    return true;
+}

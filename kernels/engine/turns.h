@@ -1,0 +1,28 @@
+/* Whose call the engine works on, and in what order: everything that thread 0 decides.
+ *
+ * A short call is done by thread 0 at once, even while the other threads work on a long one. Long calls are worked on
+ * in slices, and links take turns by deficit round robin (Shreedhar and Varghese, SIGCOMM 1995): each round gives every
+ * link that wants something the same engine time, however many slots it has; a link that has used it up waits until the
+ * others have had theirs. What a call took is charged as it is measured. What it will take is estimated from the plan's
+ * cost, which counts attention, appended rows and page copies, at the rate of the link's last calls.
+ *
+ * All threads work on one job, the main job. Once all of its items are claimed, the next job becomes the main one, so
+ * several calls are under way at once if one does not fill the threads.
+ */
+#ifndef FD_TURNS_H
+#define FD_TURNS_H
+
+#include "jobs.h"
+
+#define FD_QUANTUM_NS 2000000 /* engine time of a link in each round */
+
+/* Begins the calls that links ask for. Returns whether there was one. */
+bool fd_turns_poll(fd_engine_t *e);
+/* Works on the calls that have begun, for a short time. */
+void fd_turns_work(fd_engine_t *e);
+
+/* Ends the work on the calls of a link that leaves. Returns false if threads still work on one; call this again then.
+ * Calls that are not done stay unanswered. */
+bool fd_turns_leave(fd_engine_t *e, fd_link_t *link);
+
+#endif
