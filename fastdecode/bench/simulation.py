@@ -17,6 +17,9 @@ from fastdecode.spart.batch import Sampled
 
 _WORD, _END = 0, 1
 
+#: Bound on an output without max_tokens.
+_LONGEST = 4096
+
 
 class Request(NamedTuple):
     """A request of a simulation. `max_tokens` is what the scheduler knows of `n_output`; None: nothing."""
@@ -94,7 +97,7 @@ def simulate(
     ]
     cluster = Cluster(cast(Any, links))
     scheduler = Scheduler(cluster, limits, **options)
-    todo = sorted(requests, reverse=True)
+    todo = sorted(requests, key=lambda request: request.arrival)[::-1]
     outputs: dict[Sequence, int] = {}
     run, now, order = Run(), 0.0, 0
     flights: dict[int, _Flight] = {}
@@ -139,7 +142,7 @@ def _sequence(order: int, request: Request) -> Sequence:
         order=order,
         tokens=[_WORD] * request.n_prompt,
         n_prompt=request.n_prompt,
-        max_new=request.max_tokens or 1 << 20,
+        max_new=request.max_tokens or _LONGEST,
         params=SamplingParams(max_tokens=request.max_tokens),
         seed=0,
         end_tokens=frozenset({_END}),

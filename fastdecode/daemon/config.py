@@ -224,6 +224,13 @@ class NodeConfig:
     max_batch_tokens: int = _option(
         "most rows in a step: decoding sequences and prompt tokens together", 512, role="s", parse=_positive
     )
+    schedule: str = _option(
+        "which requests start when there is room. greedy: all; stable: those with which the forecast KV load stays "
+        "even and within the cache",
+        "greedy",
+        role="s",
+        choices=("greedy", "stable"),
+    )
     target_tbt_ms: float = _option(
         "milliseconds between two tokens of a stream that prompts should not exceed: while a stream runs, prompts are "
         "cut into chunks that keep it; 0: prompts take up to --max-batch-tokens rows of every step",

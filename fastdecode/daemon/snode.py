@@ -136,6 +136,7 @@ async def _serve(
             max_queued=config.max_queued,
             max_staged_tokens=_staged_tokens(config, model),
             target_tbt=config.target_tbt_ms / 1000 or None,
+            schedule=config.schedule,
             prefix_cache=not config.no_prefix_cache,
             max_uncached_suffix=None if model.device.type == "cpu" else _MAX_UNCACHED_SUFFIX,
             grow_leases=grow_leases,

@@ -57,6 +57,11 @@ class Cluster:
         """Tokens that the largest lease of a live R-node can cache once it has grown as far as it may."""
         return max((node.max_pages for node in self.alive), default=0) * PAGE_TOKENS
 
+    @property
+    def tokens(self) -> int:
+        """Tokens that the leases of all live R-nodes can cache, grown as far as the R-nodes' memory allows."""
+        return sum(node.obtainable for node in self.alive) * PAGE_TOKENS
+
     def can_hold(self, tokens: int) -> bool:
         """True if a live R-node could cache `tokens` tokens if it were empty."""
         return bool(self.alive) and tokens <= self.capacity

@@ -33,6 +33,7 @@ from fastdecode.engine.request import (
 from fastdecode.engine.rnode_control import RNodeControl
 from fastdecode.engine.runner import Runner
 from fastdecode.engine.scheduler import Scheduler
+from fastdecode.engine.scheduling.admission import SCHEDULES
 from fastdecode.engine.scheduling.plan import Outcome, Plan, SchedulerLimits
 from fastdecode.engine.scheduling.queue import StartRate
 from fastdecode.engine.sequence import Sequence
@@ -66,6 +67,7 @@ class Engine:
         max_staged_tokens: int | None = None,
         target_tbt: float | None = None,
         grow_leases: bool = False,
+        schedule: str = "greedy",
         end_token_ids: Iterable[int] | None = None,
         observer: EngineObserver | None = None,
     ):
@@ -73,7 +75,8 @@ class Engine:
         the requests that wait for others to end. `max_model_len` bounds a sequence's tokens; None: the model's number
         of positions. `prefix_cache`: prompts share the cached tokens of sequences that start alike. `watermark` and
         `max_uncached_suffix`: see Cluster; `max_staged_tokens`: see StagingBudget; `target_tbt` (seconds): see
-        StepTimes. `grow_leases`: leases grow on demand. `end_token_ids` None: the model's own.
+        StepTimes. `grow_leases`: leases grow on demand. `schedule`: one of SCHEDULES, see scheduling/admission.py.
+        `end_token_ids` None: the model's own.
 
         Raises ValueError if a value does not fit the model or a link."""
         if not links:
@@ -89,7 +92,7 @@ class Engine:
         windows = spart.config.windows
         self.cluster = Cluster(links, watermark, prefix_cache, max_uncached_suffix, windows, grow_leases)
         limits = SchedulerLimits(mini_batches, max_batch_tokens, max_batch_size, max_staged_tokens)
-        self.scheduler = Scheduler(self.cluster, limits, target_tbt=target_tbt)
+        self.scheduler = Scheduler(self.cluster, limits, target_tbt=target_tbt, admission=SCHEDULES[schedule]())
         self.observer = observer or NullObserver()
         self.totals = Totals()
         self.last_progress = time.monotonic()  # when a step last completed, or work came after idleness

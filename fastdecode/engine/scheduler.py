@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 
 from fastdecode.engine.cluster import Cluster
 from fastdecode.engine.ledger import RNodeLedger, pages_for
+from fastdecode.engine.scheduling.admission import Greedy, Room
 from fastdecode.engine.scheduling.budgets import StagingBudget, StepBudget
 from fastdecode.engine.scheduling.placement import Wait
 from fastdecode.engine.scheduling.plan import Outcome, Plan, PlannedChunk, SchedulerLimits, step_order
@@ -53,9 +54,18 @@ _LEAST_GAIN = 0.02
 class Scheduler:
     """Queue, mini-batches and preemption. Not thread-safe: only the event loop's thread calls it."""
 
-    def __init__(self, cluster: Cluster, limits: SchedulerLimits, *, target_tbt: float | None = None):
-        """`target_tbt`: seconds between two tokens of a stream that prompts should not exceed; see StepTimes."""
+    def __init__(
+        self,
+        cluster: Cluster,
+        limits: SchedulerLimits,
+        *,
+        target_tbt: float | None = None,
+        admission: Greedy | None = None,
+    ):
+        """`target_tbt`: seconds between two tokens of a stream that prompts should not exceed; see StepTimes.
+        `admission` None: every sequence that has room starts."""
         self.cluster = cluster
+        self.admission = admission or Greedy()
         self.limits = limits
         self.step_times = StepTimes(target_tbt)
         self.waiting = WaitingQueue()
@@ -73,6 +83,11 @@ class Scheduler:
     @property
     def n_running(self) -> int:
         return sum(map(len, self.mini_batches))
+
+    @property
+    def running(self) -> list[Sequence]:
+        """All running sequences, by mini-batch."""
+        return [seq for batch in self.mini_batches for seq in batch]
 
     @property
     def has_work(self) -> bool:
@@ -95,8 +110,7 @@ class Scheduler:
 
     def running_on(self, node: RNodeLedger) -> list[Sequence]:
         """The running sequences that `node` caches, in order of arrival."""
-        running = (seq for mini_batch in self.mini_batches for seq in mini_batch)
-        return sorted((seq for seq in running if seq.node is node), key=BY_ARRIVAL)
+        return sorted((seq for seq in self.running if seq.node is node), key=BY_ARRIVAL)
 
     def add(self, seq: Sequence) -> None:
         """Put a sequence into the queue, at its position by arrival."""
@@ -107,6 +121,7 @@ class Scheduler:
         if seq.cancelled:
             return
         seq.cancelled = True
+        self.admission.left(seq, ended=False)
         if seq.mini_batch is None:
             if seq in self.waiting:
                 self.waiting.remove(seq)
@@ -157,6 +172,7 @@ class Scheduler:
         for chunk in chunks[n_decoding:]:
             prompts += PromptWork(chunk.n_tokens, pairs(chunk.seq.cached, chunk.n_tokens))
         self.step_times.begin(mini_batch, prompts, n_decoding > 0)
+        self.admission.tick(1 / len(self.mini_batches))
         chunks.sort(key=step_order)
         return Plan(mini_batch, chunks, prompts)
 
@@ -196,6 +212,7 @@ class Scheduler:
                 reason = seq.finish_reason()
                 outcomes.append(Outcome(seq, token, reason))
             if reason is not None:
+                self.admission.left(seq, ended=reason == "stop")
                 self._remove(seq, sound=True)
             elif not seq.placed_on.alive:
                 self._requeue(seq)
@@ -286,7 +303,10 @@ class Scheduler:
         share = -(-(self.n_running + len(self.waiting)) // len(self.mini_batches))
         if len(running) >= min(share, self.limits.max_seqs):
             return None
+        room = Room(self.limits.mini_batches * self.limits.max_seqs, self.cluster.tokens)
         for seq in self.waiting.candidates():
+            if not self.admission.may_start(seq, self.running, self.waiting, room):
+                return None
             n_tokens = len(seq.tokens)
             if budget.chunk(0, n_tokens) < n_tokens and not self._staging.has_room(n_tokens):
                 continue
@@ -301,6 +321,7 @@ class Scheduler:
 
     def _start(self, seq: Sequence, placement: Placement, mini_batch: int) -> None:
         self.cluster.admit(seq, placement)
+        self.admission.started(seq)
         seq.mini_batch = mini_batch
         seq.prefill_end = len(seq.tokens)
         self.prompt_tokens += len(seq.tokens)

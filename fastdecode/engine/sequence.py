@@ -34,6 +34,7 @@ class Sequence:
     seed: int
     end_tokens: frozenset[int]
     hashes: list[int] = field(default_factory=list)  # prefixes.page_hashes of the prompt; empty: no prefix cache
+    client: str = ""  # whose request it is: outputs of one client are taken to be alike in length
     rules: LogitRules | None = None  # None: the parameters have neither a bias nor a penalty
     constraints: TokenConstraints | None = None  # None: every token is allowed
 

@@ -9,6 +9,7 @@ import threading
 
 import pytest
 from toy import POISON, VOCAB, ToyLink, ToySPart, continuation, tokens_of, until
+from toy_engine import running
 
 from fastdecode.engine.engine import Engine
 from fastdecode.engine.request import (
@@ -117,26 +118,6 @@ async def test_an_abandoned_step_does_no_harm():
 # -- engine -----------------------------------------------------------------------------------------------------------
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20)
-
-
-@contextlib.asynccontextmanager
-async def running(*links, max_positions=4096, eos=frozenset(), **options):
-    """A started engine over `links`; at its end every page must have come back."""
-    spart = ToySPart(links, max_positions=max_positions, eos=eos)
-    engine = Engine(spart, list(links), **options)
-    await engine.start()
-    try:
-        yield engine, spart
-        spart.gate.set()
-        if engine.ready:
-            assert await engine.drain(20)
-        await until(lambda: all(node.free_pages == node.n_pages for node in engine.cluster.alive))
-        assert not spart.staged
-        for node in engine.cluster.alive:
-            assert not node.link.cache
-    finally:
-        spart.gate.set()
-        await engine.stop()
 
 
 def prompts(n, longest=300, seed=0):

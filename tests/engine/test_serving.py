@@ -168,7 +168,11 @@ async def test_greedy_equals_transformers(family, scheme, n_nodes, mini_batches,
         assert all(node.bandwidth.bytes_per_second for node in engine.cluster.nodes)
 
 
-@pytest.mark.parametrize("options", [{}, {"target_tbt": 1e-3, "max_staged_tokens": 0}], ids=["", "small chunks"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"target_tbt": 1e-3, "max_staged_tokens": 0}, {"schedule": "stable"}],
+    ids=["", "small chunks", "stable"],
+)
 async def test_48_mixed_requests_at_random_times_equal_each_alone(options, model, shm_node, tcp_nodes):
     rng = random.Random(48)
     given = prompts([rng.choice([rng.randint(1, 40), rng.randint(1, 400)]) for _ in range(48)], seed=1)

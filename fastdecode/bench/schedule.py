@@ -1,0 +1,109 @@
+"""The scheduler in virtual time: greedy against stable admission. Its code is the server's; the times are computed.
+
+Three loads, each simulated with both schedules: outputs of one known length that arrive all at once; outputs of a
+trace's lengths that arrive all at once at R-nodes whose KV-cache is full; and the trace at its own arrivals. A step
+takes the longer of its S-Part and its R-Part. All figures are simulated, none is measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from fastdecode.bench.serving.workload import Request as Traced
+from fastdecode.bench.serving.workload import read_trace
+from fastdecode.bench.simulation import Request, Run, StepCost, simulate
+from fastdecode.engine.scheduling.admission import Greedy, Stable
+from fastdecode.engine.scheduling.plan import SchedulerLimits
+from fastdecode.region.contract import PAGE_TOKENS
+
+COMMAND = ("schedule", "greedy against stable admission in virtual time (simulated)")
+
+#: S-Part of a step in every load, and of a row of a prompt where prompts count: an S-node on a CPU, whose 32 rows take
+#: about as long as reading the weights.
+_S_SECONDS = 0.010
+_S_ROW_SECONDS = 0.010 / 32
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `fastdecode-bench schedule`."""
+    add = parser.add_argument
+    add("--requests", type=int, default=512, metavar="N", help="requests of each load")
+    add("--batch", type=int, default=32, metavar="N", help="sequences at once, for outputs of known length")
+    add("--output-tokens", type=int, default=256, metavar="N", help="the known length")
+    add("--trace", type=Path, metavar="FILE", help="trace for the other two loads, as of fastdecode-bench serve")
+    add("--pages", type=int, default=128, metavar="N", help="KV pages of the R-node that the trace's outputs fill")
+    add("--json", action="store_true", help="print one JSON object")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Simulate the loads and print a table. Raises ValueError, OSError."""
+    loads = {"known length": known_length(args.requests, args.batch, args.output_tokens)}
+    if args.trace:
+        trace = read_trace(args.trace)
+        loads["trace, at once"] = unknown_lengths(trace, args.requests, args.pages)
+        loads["trace, arrivals"] = arrivals(trace, args.requests)
+    if args.json:
+        print(orjson.dumps(loads, option=orjson.OPT_INDENT_2).decode())
+        return
+    heads = ("load", "schedule", "tokens/s", "of greedy", "longest step", "of greedy")
+    print("{:<16} {:<12} {:>9} {:>9} {:>13} {:>9} preempted".format(*heads))
+    for load, rows in loads.items():
+        for row in rows:
+            print(
+                f"{load:<16} {row['schedule']:<12} {row['rate']:9.0f} {row['gain']:9.3f} "
+                f"{1e3 * row['longest_step']:10.1f} ms {row['peak']:9.3f} {row['preemptions']:9d}"
+            )
+    print("simulated: the server's scheduler over computed step times")
+
+
+def known_length(n: int, batch: int, length: int) -> list[dict[str, Any]]:
+    """`n` requests for `length` tokens at once, `batch` at a time; the R-Part takes as long as the S-Part when the
+    batch has mixed ages."""
+    requests = [Request(0.0, 1, length, length)] * n
+    cost = StepCost(_S_SECONDS, 0.0, 0.0, _S_SECONDS / (batch * length / 2))
+    limits = SchedulerLimits(1, max(batch, 512), batch)
+    return _compare(requests, limits, cost, {"greedy": Greedy(), "stable": Stable()})
+
+
+def unknown_lengths(trace: Sequence[Traced], n: int, pages: int) -> list[dict[str, Any]]:
+    """`n` requests with the trace's output lengths at once, over `pages` KV pages; the R-Part of a half full cache
+    takes as long as the S-Part. `stable` has seen the outputs before them in the trace; `stable, new` none."""
+    history, drawn = trace[:-n], trace[-n:]
+    if not history:
+        raise ValueError(f"the trace has {len(trace)} requests, no more than the {n} to simulate")
+    taught = Stable()
+    for request in history:
+        taught.lengths.observe("", request.output_tokens, ended=True)
+    requests = [Request(0.0, 16, request.output_tokens, 1024) for request in drawn]
+    cost = StepCost(_S_SECONDS, _S_ROW_SECONDS, 0.0, _S_SECONDS / (pages * PAGE_TOKENS / 2))
+    schedules = {"greedy": Greedy(), "stable": taught, "stable, new": Stable()}
+    return _compare(requests, SchedulerLimits(1, 512, 256), cost, schedules, pages)
+
+
+def arrivals(trace: Sequence[Traced], n: int) -> list[dict[str, Any]]:
+    """The trace's first `n` requests at its own arrivals, prompts included, on a faster S-node that keeps up."""
+    requests = [Request(r.arrival, r.prompt_tokens, r.output_tokens) for r in trace[:n]]
+    cost = StepCost(_S_SECONDS, 1e-4, 0.0, _S_SECONDS / 60_000)
+    return _compare(requests, SchedulerLimits(1, 512, 64), cost, {"greedy": Greedy(), "stable": Stable()})
+
+
+def _compare(
+    requests: Sequence[Request],
+    limits: SchedulerLimits,
+    cost: StepCost,
+    schedules: dict[str, Greedy],
+    pages: int = 1_000_000,
+) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    for name, admission in schedules.items():
+        done: Run = simulate(requests, limits, cost, (pages,), admission=admission)
+        row = {"schedule": name, "rate": done.rate, "longest_step": max(done.step_seconds)}
+        first = rows[0] if rows else row
+        row |= {"gain": done.rate / first["rate"], "peak": row["longest_step"] / first["longest_step"]}
+        rows.append(row | {"preemptions": done.preemptions})
+    return rows

@@ -1,0 +1,165 @@
+"""The load-stabilising schedule: what it knows of output lengths, and what it does to load and throughput.
+
+Throughput is that of the scheduler's own code in virtual time (bench/simulation.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+from toy import ToyLink, continuation, tokens_of
+from toy_engine import running
+
+from fastdecode.bench import schedule
+from fastdecode.bench.serving.workload import read_trace
+from fastdecode.bench.simulation import Request, StepCost, simulate
+from fastdecode.engine.request import SamplingParams
+from fastdecode.engine.scheduling.admission import Greedy, Stable
+from fastdecode.engine.scheduling.lengths import OutputLengths
+from fastdecode.engine.scheduling.plan import SchedulerLimits
+
+TRACE = Path(__file__).parent / "traces" / "azure-conv-1024.csv"
+
+
+@pytest.fixture(scope="module")
+def trace():
+    return read_trace(TRACE)
+
+
+def by_name(rows):
+    return {row["schedule"]: row for row in rows}
+
+
+def test_known_lengths_at_once_are_faster_and_no_step_is_much_longer_than_another():
+    rows = by_name(schedule.known_length(512, batch=32, length=256))
+    assert rows["stable"]["gain"] >= 1.15
+    assert rows["stable"]["peak"] <= 0.65
+
+
+def test_unknown_lengths_that_fill_the_cache_are_faster_and_preempt_less(trace):
+    rows = by_name(schedule.unknown_lengths(trace, 512, pages=128))
+    assert rows["stable"]["gain"] >= 1.08
+    assert rows["stable"]["preemptions"] < 0.2 * rows["greedy"]["preemptions"]
+    assert rows["stable, new"]["gain"] >= 1.0
+
+
+def test_at_a_traces_own_arrivals_nothing_is_lost(trace):
+    rows = by_name(schedule.arrivals(trace, 400))
+    assert rows["stable"]["gain"] >= 0.98
+
+
+def test_a_batch_that_fills_from_cold_does_not_lock_at_half():
+    """The published algorithm settles at half the batch (here 16) when everything that fits starts at once."""
+    run = simulate(
+        [Request(0.0, 1, 200, 200)] * 600,
+        SchedulerLimits(1, 512, 32),
+        StepCost(0.01, 0.0, 0.0, 1e-6),
+        admission=Stable(),
+    )
+    third = len(run.batches) // 3
+    assert np.mean(run.batches[third : 2 * third]) > 30
+    loads = run.loads[third : 2 * third]
+    assert max(loads) < 1.15 * np.mean(loads)
+
+
+@pytest.mark.parametrize("mini_batches", [1, 2])
+def test_every_request_ends_whatever_its_length(mini_batches):
+    """Prompts longer than the target load, bounds that outputs do not reach, and outputs longer than all before."""
+    rng = random.Random(1)
+    requests = [
+        Request(rng.uniform(0, 5), rng.choice([1, 50, 4000]), rng.choice([1, 2, 300, 2000]), rng.choice([None, 2000]))
+        for _ in range(40)
+    ]
+    run = simulate(
+        requests, SchedulerLimits(mini_batches, 512, 4), StepCost(0.01, 1e-5, 0.0, 1e-7), (80,), admission=Stable()
+    )
+    assert run.tokens == sum(request.n_output for request in requests)
+
+
+# -- output lengths ---------------------------------------------------------------------------------------------------
+
+
+def observed(lengths, bound=None):
+    known = OutputLengths()
+    for n in lengths:
+        known.observe("", min(n, bound or n), ended=bound is None or n < bound)
+    return known
+
+
+def test_survival_is_that_of_the_observed_lengths(trace):
+    lengths = np.array([request.output_tokens for request in trace])
+    at = np.array([1.0, 20, 80, 120, 300, 400, 600])
+    exact = (lengths[None, :] > at[:, None]).mean(1)
+    assert observed(lengths).survival("", at, bounded=False) == pytest.approx(exact, abs=0.06)
+    mean, triangle = observed(lengths).mean("", 5000, bounded=False)
+    assert mean == pytest.approx(lengths.mean(), rel=0.1)
+    assert triangle == pytest.approx((lengths * (lengths + 1) / 2).mean(), rel=0.15)
+
+
+def test_cut_outputs_do_not_make_outputs_look_short():
+    """Half of the requests are cut at 100 tokens; the estimate above 100 comes from the other half alone."""
+    rng = random.Random(0)
+    lengths = [round(rng.lognormvariate(5, 0.6)) + 1 for _ in range(1500)]
+    known = OutputLengths()
+    for i, n in enumerate(lengths):
+        cut = i % 2 == 0 and n > 100
+        known.observe("", 100 if cut else n, ended=not cut)
+    at = np.array([50.0, 100, 150, 250, 400])
+    exact = (np.array(lengths)[None, :] > at[:, None]).mean(1)
+    assert known.survival("", at, bounded=False) == pytest.approx(exact, abs=0.06)
+
+
+def test_running_outputs_do_not_make_outputs_look_short():
+    """200 outputs of 10 or 1000 tokens start together: after 50 tokens only short ones have ended."""
+    known = OutputLengths()
+    for _ in range(100):
+        known.observe("", 10, ended=True)
+    known.set_running({"": [50] * 100})
+    assert known.survival("", np.array([40.0]), bounded=False) == pytest.approx([0.5], abs=0.05)
+
+
+def test_of_an_unknown_class_a_bound_is_what_counts():
+    known = observed([10] * 5)
+    assert known.survival("", np.array([1e6]), bounded=True) == 1
+    assert 0 < known.survival("", np.array([1000.0]), bounded=False) < 0.5
+    assert known.mean("", 99, bounded=True) == (pytest.approx(99), pytest.approx(99 * 100 / 2))
+
+
+def test_outputs_that_all_meet_their_bound_stay_unbounded():
+    known = observed([200] * 1000, bound=200)
+    assert known.survival("", np.array([199.0]), bounded=True) > 0.95
+
+
+# -- the engine -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mini_batches", [1, 3])
+@pytest.mark.parametrize("n_pages", [12, 1000])
+async def test_tokens_are_the_same_under_the_stable_schedule(mini_batches, n_pages):
+    rng = random.Random(mini_batches)
+    link = ToyLink(n_pages=n_pages)
+    prompts = [[rng.randrange(900) for _ in range(rng.randint(1, 300))] for _ in range(60)]
+
+    async def client(engine, prompt):
+        n = rng.randint(1, 90)
+        stream = engine.submit(prompt, SamplingParams(temperature=0.0, max_tokens=n))
+        if rng.random() < 0.1:
+            await asyncio.sleep(0.01)
+            stream.cancel()
+            tokens = await tokens_of(stream)
+            assert tokens == continuation(prompt, n)[: len(tokens)]
+        else:
+            assert await tokens_of(stream) == continuation(prompt, n)
+
+    options = {"mini_batches": mini_batches, "max_batch_tokens": 64, "max_batch_size": 4, "schedule": "stable"}
+    async with running(link, **options) as (engine, _):
+        assert isinstance(engine.scheduler.admission, Stable)
+        await asyncio.gather(*(client(engine, prompt) for prompt in prompts))
+
+
+def test_greedy_lets_everybody_start():
+    assert Greedy().may_start(None, [], [], None)
