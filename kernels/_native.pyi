@@ -90,8 +90,9 @@ def multiply_rate(instruction: str, rounds: int, /) -> float:
 class QuantisedLinear:
     """A matrix [outs, ins] in `bits` (4 or 8) a number, in the layout of fd_linear_t; `group` is a multiple of 32.
 
-    The buffers, C-contiguous, are kept: weights; scales and mins (or None), fp16; units and bias (or None), fp32. The
-    ISA is the one in FASTDECODE_ISA, else the best. Raises ValueError for sizes that do not fit.
+    `passes` 1 rounds activations to 8 bits, 2 to 15. The buffers, C-contiguous, are kept: weights; scales and mins (or
+    None), fp16; units and bias (or None), fp32. The ISA is the one in FASTDECODE_ISA, else the best. Raises ValueError
+    for sizes that do not fit.
     """
 
     def __new__(
@@ -101,6 +102,7 @@ class QuantisedLinear:
         bits: int,
         group: int,
         zero: int,
+        passes: int,
         weights: Buffer,
         scales: Buffer,
         units: Buffer,

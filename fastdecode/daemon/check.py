@@ -16,7 +16,7 @@ from fastdecode.transports import rdma_report
 def report(config: NodeConfig) -> str:
     """The report as text for users: a name and a value on each line.
 
-    Raises CheckpointError for a model that cannot be served.
+    Raises ConfigError or CheckpointError for a model that cannot be served.
     """
     rows = [
         ("fastdecode", f"{__version__}, Python {platform.python_version()}, {platform.system()} {platform.release()}"),
@@ -29,10 +29,10 @@ def report(config: NodeConfig) -> str:
         ("GPU", _gpu()),
         ("RDMA", rdma_report.report()),
     ]
-    if config.model is not None:
+    if path := config.model_path():
         from fastdecode.daemon import check_model
 
-        rows += check_model.rows(config, config.model)
+        rows += check_model.rows(config, path)
     return "\n".join(f"{name:<11} {value}".replace("\n", f"\n{'':<11} ") for name, value in rows)
 
 

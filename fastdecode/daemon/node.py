@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             uvloop.run(run_r_node(config))
         else:
             # Before torch is imported, which takes seconds.
-            config.check_model()
+            config.model_path()
             _check_kv_memory(config)
             from fastdecode.daemon.snode import run_s_node
 

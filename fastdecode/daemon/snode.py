@@ -8,6 +8,7 @@ import dataclasses
 import logging
 import socket
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,7 +16,7 @@ import uvloop
 
 from fastdecode.api.server import bind, make_app, serve
 from fastdecode.daemon.activity import log_activity
-from fastdecode.daemon.config import ConfigError, NodeConfig, format_bytes
+from fastdecode.daemon.config import CHAT_MODEL, ConfigError, NodeConfig, format_bytes
 from fastdecode.daemon.embedded import EmbeddedRNode, Split, split_machine
 from fastdecode.daemon.machine import available_memory
 from fastdecode.daemon.rnode_links import RNodeLinks, first_lease
@@ -47,19 +48,19 @@ def run_s_node(config: NodeConfig) -> None:
 
     Raises ConfigError, TransportError, OSError, RuntimeError, ValueError; the message is a sentence for the user.
     """
-    directory = config.model or model_dir()
+    path = config.model_path() or model_dir()
     secret, api_key = config.read_secret(), config.read_api_key()
     device = choose_device(config.device)
     split = split_machine(config, s_on_gpu=device.type == "cuda")
     torch.set_num_threads(split.s_threads)
-    backend = choose_backend(config.backend, directory)
+    backend = choose_backend(config.backend, path)
     positions = backend.config.max_positions
     if (config.max_model_len or 0) > positions:
         raise ConfigError(f"--max-model-len {config.max_model_len} is more than the model's {positions} positions")
     dtype = choose_dtype(config.dtype, backend.config.dtype, device)
     # The port and the tokenizer come before the weights, which take long to load, so that a mistake shows at once.
     sockets = bind(config.host, config.port)
-    tokenizer = Tokenizer.from_dir(directory)
+    tokenizer = Tokenizer.from_dir(path)
     _check_vocabulary(tokenizer, backend.config)
     model = backend.load(device, dtype, progress=sys.stderr.isatty(), weights=config.weights)
     log.info(
@@ -70,8 +71,15 @@ def run_s_node(config: NodeConfig) -> None:
         "weights as stored" if config.weights == "auto" else f"{config.weights} weights",
         str(dtype).removeprefix("torch."),
     )
-    name = config.served_model_name or ("fastdecode-demo" if config.model is None else directory.resolve().name)
+    name = config.served_model_name or _default_name(config, path)
     uvloop.run(_serve(config, name, backend, model, tokenizer, sockets, split, secret, api_key))
+
+
+def _default_name(config: NodeConfig, path: Path) -> str:
+    """The model's name in the API: that of its directory, or of its file without ".gguf"."""
+    if config.model is None:
+        return "fastdecode-demo"
+    return CHAT_MODEL if config.model == Path(CHAT_MODEL) else path.resolve().name.removesuffix(".gguf")
 
 
 def _check_vocabulary(tokenizer: Tokenizer, model: ModelConfig | HFConfig) -> None:
@@ -156,7 +164,7 @@ async def _serve(
         )
         server = await serve(app, sockets)
         stack.push_async_callback(server.close)
-        _print_greeting(config.host, server.port, name)
+        _print_greeting(config.host, server.port, name, chat=bool(tokenizer.template_source))
         await shutdown
         log.info("draining: running requests may go on for %.0f s", config.drain_seconds)
         await engine.drain(config.drain_seconds)
@@ -173,12 +181,16 @@ def _staged_tokens(config: NodeConfig, model: Model | HFModel) -> int:
     return memory // (shape.n_layers * 2 * shape.n_kv_heads * shape.head_size * model.dtype.itemsize)
 
 
-def _print_greeting(host: str, port: int, name: str) -> None:
-    """Print the API's address and a command to try it."""
+def _print_greeting(host: str, port: int, name: str, chat: bool) -> None:
+    """Print the API's address and a command to try it. `chat`: the model answers messages."""
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
+    endpoint, field = "completions", '"prompt": "It was a"'
+    if chat:
+        question = '{"role": "user", "content": "What is the capital of France?"}'
+        endpoint, field = "chat/completions", f'"messages": [{question}]'
     print(
         f"Serving {name} on {url}. Try:\n"
-        f"  curl -N {url}/completions -H 'Content-Type: application/json' \\\n"
-        f"""    -d '{{"model": "{name}", "prompt": "It was a", "max_tokens": 100, "stream": true}}'""",
+        f"  curl -N {url}/{endpoint} -H 'Content-Type: application/json' \\\n"
+        f"""    -d '{{"model": "{name}", {field}, "max_tokens": 100, "stream": true}}'""",
         flush=True,
     )

@@ -2,7 +2,9 @@
 
     config       ModelConfig: one description of a model, for all families
     config_json  typed access to config.json
-    families     read_config: each native family's config.json as a ModelConfig
+    families     each native family's config.json as a ModelConfig
+    config_file  read_config: the ModelConfig of a directory or GGUF file
+    gguf         the configuration and tensors of GGUF files
     backend      choose_backend: the native decoder, or the transformers backend in hf/
     checkpoint   the tensors of a model's files
     loader       load_model: a checkpoint's tensors to parameters on the device
@@ -42,7 +44,7 @@ _MODULES = {
     "choose_device": "loader",
     "choose_dtype": "loader",
     "load_model": "loader",
-    "read_config": "families",
+    "read_config": "config_file",
 }
 
 __all__ = sorted(_MODULES)

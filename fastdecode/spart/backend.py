@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fastdecode.spart.config import CheckpointError, ModelConfig
-from fastdecode.spart.families import read_config
+from fastdecode.spart.config_file import find_gguf, read_config
 
 if TYPE_CHECKING:
     import torch
@@ -72,6 +72,8 @@ def choose_backend(name: str, directory: str | Path) -> Backend:
             if name == "native" or not (directory / "config.json").is_file():
                 raise
             native = error
+    elif find_gguf(directory):
+        raise CheckpointError(f"{directory} is a GGUF file, which only the native decoder reads")
     if not (importlib.util.find_spec("transformers") and importlib.util.find_spec("greenlet")):
         hint = "the transformers backend is not installed: pip install 'fastdecode[models]'"
         raise CheckpointError(hint if name == "transformers" else f"{native}; {hint}")

@@ -23,8 +23,8 @@ class CheckpointError(ValueError):
 class Rope:
     """Rotary position embedding (Su et al., arXiv 2104.09864) and how it is scaled to a longer context.
 
-    `kind` is "default", "linear" (positions divided by `factor`), "llama3" (Llama 3.1) or "yarn" (Peng et al., arXiv
-    2309.00071).
+    `kind` is "default", "linear" (positions divided by `factor`), "llama3" (Llama 3.1), "yarn" (Peng et al., arXiv
+    2309.00071) or "factors" (each pair's frequency divided by its own).
     """
 
     theta: float
@@ -37,6 +37,7 @@ class Rope:
     beta_slow: float = 1.0  # yarn
     truncate: bool = True  # yarn: round the ramp's ends to whole dimensions
     attention_factor: float = 1.0  # yarn: cos and sin are multiplied by it
+    factors: tuple[float, ...] = ()  # factors: [head_size / 2]
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,19 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from fastdecode.spart.config import CheckpointError, ModelConfig, TensorNames
-from fastdecode.spart.config_json import ConfigJson, end_token_ids, read_json
-
-
-def read_config(directory: str | Path) -> ModelConfig:
-    """Read a model directory's config.json and, if it has one, generation_config.json. Raises CheckpointError."""
-    directory = Path(directory)
-    raw = read_json(directory / "config.json")
-    generation = directory / "generation_config.json"
-    return make_config(raw, read_json(generation) if generation.is_file() else {})
+from fastdecode.spart.config_json import ConfigJson, end_token_ids
 
 
 def make_config(raw: dict[str, Any], generation: dict[str, Any] | None = None) -> ModelConfig:

@@ -20,11 +20,12 @@ from tqdm import tqdm
 
 from fastdecode.spart.checkpoint import Checkpoint, SafetensorsCheckpoint
 from fastdecode.spart.config import CheckpointError, ModelConfig
-from fastdecode.spart.families import read_config
+from fastdecode.spart.config_file import find_gguf, read_config
+from fastdecode.spart.gguf import GGUFCheckpoint, open_gguf
 from fastdecode.spart.linears.base import Embedding, Linear
 from fastdecode.spart.linears.dense import DenseEmbedding, make_dense
 from fastdecode.spart.linears.grouped import GroupedEmbedding, GroupedLinear
-from fastdecode.spart.linears.quantised import BITS, HEAD_BITS, Quantised, quantise
+from fastdecode.spart.linears.quantised import ACTIVATION_BITS, BITS, HEAD_BITS, Quantised, quantise
 from fastdecode.spart.linears.stack import make_linear
 from fastdecode.spart.served import TORCH_DTYPES
 from fastdecode.spart.weights import Blueprint, Model, Weights
@@ -74,7 +75,9 @@ def load_model(
 
 
 def open_checkpoint(path: Path, config: ModelConfig) -> Checkpoint:
-    """The tensors of a model directory, of which no weight is read. Raises CheckpointError."""
+    """The tensors of a model directory or GGUF file, of which no weight is read. Raises CheckpointError."""
+    if file := find_gguf(path):
+        return GGUFCheckpoint(open_gguf(file), config)
     return SafetensorsCheckpoint(path, config.names)
 
 
@@ -185,7 +188,7 @@ class _Loading:
     def tied(self, name: str, rows: int, width: int) -> tuple[Embedding, Linear]:
         matrix = self._checkpoint.matrix(f"{name}.weight")
         if self._bits and isinstance(matrix, torch.Tensor):
-            matrix = quantise(matrix, HEAD_BITS)
+            matrix = quantise(matrix, HEAD_BITS, ACTIVATION_BITS)
         self._progress.update(rows * width)
         if isinstance(matrix, Quantised):
             head = GroupedLinear(matrix, None, self._device)

@@ -16,6 +16,8 @@ def inverse_frequencies(rope: Rope, head_size: int) -> torch.Tensor:
     match rope.kind:
         case "linear":
             return frequencies / rope.factor
+        case "factors":
+            return frequencies / torch.tensor(rope.factors)
         case "llama3":
             return _llama3(rope, frequencies)
         case "yarn":

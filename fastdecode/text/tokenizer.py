@@ -15,7 +15,9 @@ import orjson
 import tokenizers
 from tokenizers import AddedToken
 
+from fastdecode.gguf.file import GGUFError, GGUFFile, find_gguf
 from fastdecode.text.chat_template import ChatTemplate, ChatTemplateError
+from fastdecode.text.gguf_tokenizer import GGUFTokenizerError, read_tokenizer
 
 _NAMED_SPECIALS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -50,10 +52,15 @@ class Tokenizer:
 
     @classmethod
     def from_dir(cls, model_dir: str | Path) -> Tokenizer:
-        """Read tokenizer.json, tokenizer_config.json and the chat template of `model_dir`.
+        """Read tokenizer.json, tokenizer_config.json and the chat template of `model_dir`, or a GGUF file's metadata.
 
         Raises TokenizerError, and ChatTemplateError for a template that is not valid Jinja.
         """
+        try:
+            if file := find_gguf(model_dir):
+                return cls(*read_tokenizer(GGUFFile(file)))
+        except (GGUFError, GGUFTokenizerError) as error:
+            raise TokenizerError(str(error)) from None
         directory = Path(model_dir)
         path = directory / "tokenizer.json"
         if not path.is_file():

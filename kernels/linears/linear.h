@@ -3,8 +3,10 @@
  * stored.
  *
  * A weight is unit[o] * (scale[o][g] * (q - zero) + min[o][g]): q is the stored number, o the output, g the input's
- * group. Activations are rounded to 8 bits with a scale for each block of FD_LINEAR_BLOCK inputs of each row, so that a
- * row's result does not depend on the other rows; sums within a block are exact integers, sums over blocks fp32.
+ * group. Activations are rounded to whole multiples of a scale for each block of FD_LINEAR_BLOCK inputs of each row, so
+ * that a row's result does not depend on the other rows; sums within a block are exact integers, sums over blocks fp32.
+ * With one pass the multiples have 8 bits. With two they have 15, as a high part and a low one of 7 bits, and the
+ * products of both parts with the weights are computed.
  *
  * Layout: outputs stand in tiles of FD_LINEAR_LANES, and a tile's blocks follow one another. A block has 8 chunks of 4
  * inputs; a chunk has 64 numbers, number 4 * lane + input, one a byte (8 bits). With 4 bits, a byte's low half belongs
@@ -18,11 +20,12 @@
 
 #include "attention.h"
 
-enum { FD_LINEAR_LANES = 16, FD_LINEAR_BLOCK = 32, FD_LINEAR_CHUNKS = 8 };
+enum { FD_LINEAR_LANES = 16, FD_LINEAR_BLOCK = 32, FD_LINEAR_CHUNKS = 8, FD_LINEAR_LOW_BITS = 7 };
 
 typedef struct {
     uint32_t outs, ins; /* the layout pads them to whole tiles and groups; padded numbers are multiplied by zero */
     uint32_t bits;      /* 4 or 8 */
+    uint32_t passes;    /* over the activations, 1 or 2 */
     uint32_t group_blocks, groups;
     int32_t zero;
     const uint8_t *weights;
@@ -39,17 +42,17 @@ static inline size_t fd_linear_tile_bytes(const fd_linear_t *l) {
     return (size_t)fd_linear_blocks(l) * FD_LINEAR_LANES * FD_LINEAR_BLOCK * l->bits / 8;
 }
 
-/* Rows of activations, rounded to 8 bits. */
+/* Rows of rounded activations. */
 typedef struct {
-    int8_t *x;     /* [rows][blocks][FD_LINEAR_BLOCK], from -127 to 127 */
+    int8_t *x;     /* [rows][blocks][passes][FD_LINEAR_BLOCK], from -127 to 127; the high part first */
     float *scales; /* [rows][blocks] */
-    int32_t *sums; /* [rows][blocks], of x */
+    int32_t *sums; /* [rows][blocks], of the multiples */
 } fd_linear_rows_t;
 
 /* One ISA's kernels. */
 typedef struct {
     const char *name;
-    /* Rounds the row x [ins] to row `row` of `out`. A block with an infinity or NaN gets the scale NaN. */
+    /* Rounds the row x [ins] into row `row` of `out`. A block with an infinity or NaN gets the scale NaN. */
     void (*round_row)(const fd_linear_t *l, const float *x, uint32_t row, const fd_linear_rows_t *out);
     /* Writes the tile's outputs of all rows to y [rows][outs]. */
     void (*tile)(const fd_linear_t *l, uint32_t tile, const fd_linear_rows_t *rows, uint32_t n, float *y);

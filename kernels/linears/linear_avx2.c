@@ -40,32 +40,41 @@ static inline __attribute__((always_inline)) void some_rows(const fd_linear_t *l
         const __m256 min = l->mins ? _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(l->mins + group)))
                                    : _mm256_setzero_ps();
         for (uint32_t b = 0; b < l->group_blocks; b++, at++) {
-            const int8_t *x = rows->x + at * FD_LINEAR_BLOCK;
-            const size_t stride = (size_t)blocks * FD_LINEAR_BLOCK;
+            const size_t stride = (size_t)blocks * l->passes * FD_LINEAR_BLOCK;
             __m256i dot[4];
             for (uint32_t r = 0; r < n; r++) dot[r] = _mm256_setzero_si256();
-            if (bits == 8) {
-                for (uint32_t c = 0; c < FD_LINEAR_CHUNKS; c++, w += 64) {
-                    const __m256i q = _mm256_xor_si256(_mm256_loadu_si256((const __m256i *)w), top);
-                    const __m256i magnitude = _mm256_abs_epi8(q);
-                    for (uint32_t r = 0; r < n; r++) {
-                        const __m256i signed_x = _mm256_sign_epi8(four(x + r * stride + 4 * c), q);
-                        const __m256i pairs = _mm256_maddubs_epi16(magnitude, signed_x);
-                        dot[r] = _mm256_add_epi32(dot[r], _mm256_madd_epi16(pairs, ones));
+            for (uint32_t pass = 0; pass < l->passes; pass++) {
+                const int8_t *x = rows->x + (at * l->passes + pass) * FD_LINEAR_BLOCK;
+                if (pass)
+                    for (uint32_t r = 0; r < n; r++) dot[r] = _mm256_slli_epi32(dot[r], FD_LINEAR_LOW_BITS);
+                if (bits == 8) {
+                    for (uint32_t c = 0; c < FD_LINEAR_CHUNKS; c++) {
+                        const __m256i q = _mm256_xor_si256(_mm256_loadu_si256((const __m256i *)(w + c * 64)), top);
+                        const __m256i magnitude = _mm256_abs_epi8(q);
+                        for (uint32_t r = 0; r < n; r++) {
+                            const __m256i signed_x = _mm256_sign_epi8(four(x + r * stride + 4 * c), q);
+                            const __m256i pairs = _mm256_maddubs_epi16(magnitude, signed_x);
+                            dot[r] = _mm256_add_epi32(dot[r], _mm256_madd_epi16(pairs, ones));
+                        }
                     }
-                }
-            } else {
-                for (uint32_t c = 0; c < FD_LINEAR_CHUNKS; c += 2, w += 64) {
-                    const __m256i both = _mm256_loadu_si256((const __m256i *)w);
-                    const __m256i even = _mm256_and_si256(both, low);
-                    const __m256i odd = _mm256_and_si256(_mm256_srli_epi16(both, 4), low);
-                    for (uint32_t r = 0; r < n; r++) {
-                        dot[r] = _mm256_add_epi16(dot[r], _mm256_maddubs_epi16(even, four(x + r * stride + 4 * c)));
-                        dot[r] = _mm256_add_epi16(dot[r], _mm256_maddubs_epi16(odd, four(x + r * stride + 4 * c + 4)));
+                } else {
+                    __m256i sums[4];
+                    for (uint32_t r = 0; r < n; r++) sums[r] = _mm256_setzero_si256();
+                    for (uint32_t c = 0; c < FD_LINEAR_CHUNKS; c += 2) {
+                        const __m256i both = _mm256_loadu_si256((const __m256i *)(w + c * 32));
+                        const __m256i even = _mm256_and_si256(both, low);
+                        const __m256i odd = _mm256_and_si256(_mm256_srli_epi16(both, 4), low);
+                        for (uint32_t r = 0; r < n; r++) {
+                            const int8_t *inputs = x + r * stride + 4 * c;
+                            sums[r] = _mm256_add_epi16(sums[r], _mm256_maddubs_epi16(even, four(inputs)));
+                            sums[r] = _mm256_add_epi16(sums[r], _mm256_maddubs_epi16(odd, four(inputs + 4)));
+                        }
                     }
+                    for (uint32_t r = 0; r < n; r++)
+                        dot[r] = _mm256_add_epi32(dot[r], _mm256_madd_epi16(sums[r], ones));
                 }
-                for (uint32_t r = 0; r < n; r++) dot[r] = _mm256_madd_epi16(dot[r], ones);
             }
+            w += bits == 8 ? 512 : 256;
             for (uint32_t r = 0; r < n; r++) {
                 const size_t i = at + (size_t)r * blocks;
                 const __m256i exact = _mm256_add_epi32(dot[r], _mm256_set1_epi32(offset * rows->sums[i]));

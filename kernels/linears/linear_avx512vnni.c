@@ -38,30 +38,36 @@ static inline __attribute__((always_inline)) void some_rows(const fd_linear_t *l
                                 : _mm512_setzero_ps();
         for (uint32_t b = 0; b < l->group_blocks; b++, at++) {
             __m512i dot[8];
-            for (uint32_t r = 0; r < n; r++) dot[r] = _mm512_set1_epi32(-l->zero * rows->sums[at + (size_t)r * blocks]);
-            const int8_t *x = rows->x + at * FD_LINEAR_BLOCK;
-            const size_t stride = (size_t)blocks * FD_LINEAR_BLOCK;
-            if (bits == 8) {
-                for (uint32_t c = 0; c < FD_LINEAR_CHUNKS; c++, w += 64) {
-                    const __m512i q = _mm512_loadu_si512(w);
-                    for (uint32_t r = 0; r < n; r++)
-                        dot[r] = _mm512_dpbusd_epi32(dot[r], q, four(x + r * stride + 4 * c));
-                }
-            } else {
-                for (uint32_t c = 0; c < FD_LINEAR_CHUNKS; c += 2, w += 64) {
-                    const __m512i both = _mm512_loadu_si512(w);
-                    const __m512i even = _mm512_and_si512(both, low);
-                    const __m512i odd = _mm512_and_si512(_mm512_srli_epi16(both, 4), low);
-                    for (uint32_t r = 0; r < n; r++) {
-                        dot[r] = _mm512_dpbusd_epi32(dot[r], even, four(x + r * stride + 4 * c));
-                        dot[r] = _mm512_dpbusd_epi32(dot[r], odd, four(x + r * stride + 4 * c + 4));
+            for (uint32_t r = 0; r < n; r++) dot[r] = _mm512_setzero_si512();
+            const size_t stride = (size_t)blocks * l->passes * FD_LINEAR_BLOCK;
+            for (uint32_t pass = 0; pass < l->passes; pass++) {
+                const int8_t *x = rows->x + (at * l->passes + pass) * FD_LINEAR_BLOCK;
+                if (pass)
+                    for (uint32_t r = 0; r < n; r++) dot[r] = _mm512_slli_epi32(dot[r], FD_LINEAR_LOW_BITS);
+                if (bits == 8) {
+                    for (uint32_t c = 0; c < FD_LINEAR_CHUNKS; c++) {
+                        const __m512i q = _mm512_loadu_si512(w + c * 64);
+                        for (uint32_t r = 0; r < n; r++)
+                            dot[r] = _mm512_dpbusd_epi32(dot[r], q, four(x + r * stride + 4 * c));
+                    }
+                } else {
+                    for (uint32_t c = 0; c < FD_LINEAR_CHUNKS; c += 2) {
+                        const __m512i both = _mm512_loadu_si512(w + c * 32);
+                        const __m512i even = _mm512_and_si512(both, low);
+                        const __m512i odd = _mm512_and_si512(_mm512_srli_epi16(both, 4), low);
+                        for (uint32_t r = 0; r < n; r++) {
+                            dot[r] = _mm512_dpbusd_epi32(dot[r], even, four(x + r * stride + 4 * c));
+                            dot[r] = _mm512_dpbusd_epi32(dot[r], odd, four(x + r * stride + 4 * c + 4));
+                        }
                     }
                 }
             }
+            w += bits == 8 ? 512 : 256;
             for (uint32_t r = 0; r < n; r++) {
                 const size_t i = at + (size_t)r * blocks;
                 const __m512 unit = _mm512_set1_ps(rows->scales[i]);
-                acc[r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dot[r]), _mm512_mul_ps(scale, unit), acc[r]);
+                const __m512i exact = _mm512_sub_epi32(dot[r], _mm512_set1_epi32(l->zero * rows->sums[i]));
+                acc[r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(exact), _mm512_mul_ps(scale, unit), acc[r]);
                 if (mins) acc[r] = _mm512_fmadd_ps(min, _mm512_set1_ps(rows->scales[i] * (float)rows->sums[i]), acc[r]);
             }
         }

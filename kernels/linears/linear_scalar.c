@@ -7,12 +7,13 @@ static void tile(const fd_linear_t *l, uint32_t tile, const fd_linear_rows_t *ro
     const uint32_t lanes = l->outs - first < FD_LINEAR_LANES ? l->outs - first : FD_LINEAR_LANES;
     const uint8_t *weights = l->weights + tile * fd_linear_tile_bytes(l);
     const size_t groups = (size_t)tile * l->groups * FD_LINEAR_LANES;
+    const int32_t low = 1 << FD_LINEAR_LOW_BITS;
     const uint32_t block_bytes = FD_LINEAR_LANES * FD_LINEAR_BLOCK * l->bits / 8;
     for (uint32_t r = 0; r < n; r++) {
         float acc[FD_LINEAR_LANES] = {0};
         for (uint32_t b = 0; b < blocks; b++) {
             const size_t at = (size_t)r * blocks + b;
-            const int8_t *x = rows->x + at * FD_LINEAR_BLOCK;
+            const int8_t *x = rows->x + at * l->passes * FD_LINEAR_BLOCK;
             const uint8_t *w = weights + (size_t)b * block_bytes;
             int32_t dot[FD_LINEAR_LANES] = {0};
             for (uint32_t c = 0; c < FD_LINEAR_CHUNKS; c++)
@@ -21,7 +22,8 @@ static void tile(const fd_linear_t *l, uint32_t tile, const fd_linear_rows_t *ro
                         const uint32_t in_chunk = lane * 4 + j;
                         const int32_t q = l->bits == 8 ? w[c * 64 + in_chunk]
                                                        : w[c / 2 * 64 + in_chunk] >> (c % 2 * 4) & 15;
-                        dot[lane] += q * x[c * 4 + j];
+                        const uint32_t input = c * 4 + j;
+                        dot[lane] += q * (l->passes == 1 ? x[input] : x[input] * low + x[FD_LINEAR_BLOCK + input]);
                     }
             const size_t g = groups + b / l->group_blocks * FD_LINEAR_LANES;
             const float scale = rows->scales[at], sum = scale * (float)rows->sums[at];

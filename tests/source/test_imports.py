@@ -15,13 +15,14 @@ PYTHON = {
     "region": [],
     "kernels": ["region"],
     "transports": ["region"],
-    "text": [],
+    "gguf": [],
+    "text": ["gguf"],
     "demo": [],
-    "spart": ["region", "kernels", "transports"],
+    "spart": ["region", "kernels", "transports", "gguf"],
     "engine": ["region", "transports", "spart"],
     "api": ["text", "engine"],
-    "daemon": ["region", "kernels", "transports", "text", "demo", "spart", "engine", "api"],
-    "bench": ["region", "kernels", "transports", "text", "demo", "spart", "engine", "api", "daemon"],
+    "daemon": ["region", "kernels", "transports", "gguf", "text", "demo", "spart", "engine", "api"],
+    "bench": ["region", "kernels", "transports", "gguf", "text", "demo", "spart", "engine", "api", "daemon"],
 }
 C = {
     "region": [],

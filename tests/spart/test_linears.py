@@ -37,16 +37,22 @@ def isa(request, monkeypatch):
     return request.param
 
 
-def rounded(x: torch.Tensor) -> torch.Tensor:
-    """x [n, in] fp32 with each block of 32 rounded to a multiple of its largest magnitude / 127, in float64."""
+STEPS = {8: 127.0, 15: 127.0 * 128}
+
+
+def rounded(x: torch.Tensor, activation_bits: int = 8) -> torch.Tensor:
+    """x [n, in] fp32 with each block of 32 rounded to a multiple of its largest magnitude / STEPS, in float64."""
+    steps = STEPS[activation_bits]
     n, ins = x.shape
     blocks = torch.nn.functional.pad(x, (0, -ins % 32)).view(n, -1, 32)
     largest = blocks.abs().amax(2, keepdim=True)
     # In fp32, as the kernels: a number halfway between two multiples must not go the other way here.
-    return ((blocks * (127 / largest)).round().double() * (largest / 127).double()).view(n, -1)[:, :ins]
+    return ((blocks * (steps / largest)).round().double() * (largest / steps).double()).view(n, -1)[:, :ins]
 
 
-def random_matrix(bits: int, outs: int, ins: int, group: int = 32, zero: int = 0, mins: bool = True) -> Quantised:
+def random_matrix(
+    bits: int, outs: int, ins: int, group: int = 32, zero: int = 0, mins: bool = True, activation_bits: int = 8
+) -> Quantised:
     """Any stored numbers, scales that are fp16."""
     g = torch.Generator().manual_seed(outs * ins + bits)
     groups = -(-ins // group)
@@ -58,13 +64,14 @@ def random_matrix(bits: int, outs: int, ins: int, group: int = 32, zero: int = 0
         zero,
         bits,
         group,
+        activation_bits,
     )
 
 
 def assert_product(linear: GroupedLinear, x: torch.Tensor, bias: torch.Tensor | None = None) -> None:
     """The linear multiplies `x` [n, in] fp32 with the numbers that it stores."""
     weight = linear.dequantise().double()
-    want = rounded(x) @ weight.T + (0 if bias is None else bias.double())
+    want = rounded(x, 8 if linear._passes == 1 else 15) @ weight.T + (0 if bias is None else bias.double())
     got = linear(x)
     assert got.shape == want.shape and got.dtype == x.dtype
     # A minimum and its opposite in the scaled number cancel, so that terms are larger than the weights.
@@ -86,7 +93,12 @@ def one_thread():
 def test_kernels_compute_the_exact_product_of_rounded_rows(isa, bits):
     assert _native.isa_supported()
     for outs, ins in SIZES:
-        for form in ({}, {"mins": False, "zero": 8 if bits == 4 else 128}, {"group": 64}, {"group": 128, "zero": 3}):
+        for form in (
+            {},
+            {"mins": False, "zero": 8 if bits == 4 else 128},
+            {"group": 64, "activation_bits": 15},
+            {"group": 128, "zero": 3, "activation_bits": 15},
+        ):
             matrix = random_matrix(bits, outs, ins, **form)
             bias = torch.randn(outs)
             linear = GroupedLinear(matrix, bias, CPU)
@@ -130,6 +142,13 @@ def test_extreme_activations(isa):
         assert y[[0, 2]].isfinite().all()
 
 
+def test_activations_of_15_bits_are_as_good_as_exact(isa):
+    matrix = random_matrix(8, 64, 256, mins=False, zero=128, activation_bits=15)
+    linear, x = GroupedLinear(matrix, None, CPU), torch.randn(8, 256)
+    want = x.double() @ linear.dequantise().double().T
+    assert (linear(x) - want).norm() < 1e-4 * want.norm()
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_rows_of_16_bits(dtype):
     matrix = random_matrix(4, 30, 64)
@@ -148,14 +167,9 @@ def test_sizes_that_do_not_fit_are_refused():
             linear.run(bad_x, bad_y, 1)
     byte = bytes(1)
     with pytest.raises(ValueError, match="weights has 1 bytes, not 1024"):
-        _native.QuantisedLinear(16, 64, 8, 32, 0, byte, byte, byte, None, None)
-    for bad in (
-        (16, 64, 5, 32, 0),
-        (0, 64, 8, 32, 0),
-        (16, 64, 8, 24, 0),
-        (16, 64, 8, 32, 256),
-        (1 << 30, 64, 8, 32, 0),
-    ):
+        _native.QuantisedLinear(16, 64, 8, 32, 0, 1, byte, byte, byte, None, None)
+    sizes = [(16, 64, 5, 32, 0, 1), (0, 64, 8, 32, 0, 1), (16, 64, 8, 24, 0, 1), (16, 64, 8, 32, 256, 1)]
+    for bad in [*sizes, (1 << 30, 64, 8, 32, 0, 1), (16, 64, 8, 32, 0, 3)]:
         with pytest.raises(ValueError, match="no such linear"):
             _native.QuantisedLinear(*bad, byte, byte, byte, None, None)
 
@@ -235,7 +249,7 @@ import numpy as np
 from fastdecode.kernels._native import QuantisedLinear
 w = np.full((1, 1, 8, 16, 4), 129, np.uint8)
 one = np.ones((1, 1, 16), np.float16)
-linear = QuantisedLinear(16, 32, 8, 32, 128, w, one, np.ones(16, np.float32), None, None)
+linear = QuantisedLinear(16, 32, 8, 32, 128, 1, w, one, np.ones(16, np.float32), None, None)
 y = np.zeros((2, 16), np.float32)
 linear.run(np.ones((2, 32), np.float32), y, 4)
 print(y.min(), y.max())

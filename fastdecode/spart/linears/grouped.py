@@ -1,9 +1,9 @@
 """GroupedLinear: the product with a Quantised matrix, which stays in its 4 or 8 bits in memory.
 
-On a CPU the kernels of kernels/linears multiply: they round each row's activations to 8 bits in blocks of 32, as
-llama.cpp does, and sum in integers. torch's int8 products round a row, or the whole batch, with one scale; on
-SmolLM2-135M that costs 3 % of its perplexity, where blocks of 32 cost 0.3 %. On another device the matrix is converted
-to the activation dtype at each call.
+On a CPU the kernels of kernels/linears multiply: they round each row's activations to 8 or 15 bits in blocks of 32 and
+sum in integers. torch's int8 products round a row, or the whole batch, to 8 bits with one scale; on SmolLM2-135M that
+costs 3 % of its perplexity, where blocks of 32 cost 0.3 %. On another device the matrix is converted to the activation
+dtype at each call.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ class GroupedLinear(Linear):
         self._outs, self._ins = matrix.q.shape
         self._bits, self._group, self._zero = matrix.bits, matrix.group, matrix.zero
         self._groups = matrix.scales.shape[1]
+        self._passes = 1 if matrix.activation_bits == 8 else 2
         rows = -(-self._outs // _LANES) * _LANES
         self._weights = _tiles(matrix, rows).to(device)
         most = matrix.scales.abs().amax(1)
@@ -48,6 +49,7 @@ class GroupedLinear(Linear):
             self._bits,
             self._group,
             self._zero,
+            self._passes,
             self._weights.numpy(),
             self._scales.numpy(),
             self._units.numpy(),

@@ -14,6 +14,8 @@ GROUP = 32
 #: perplexity.
 BITS = {"int8": 8, "int4": 4}
 HEAD_BITS = 8
+#: With `--weights`, activations are rounded to 8 bits, for speed.
+ACTIVATION_BITS = 8
 
 _ELEMENTS = 1 << 17  # rounded at a time: what fits into a cache
 _ROUNDS = 3  # of fitting scale and minimum to the rounded numbers
@@ -29,11 +31,14 @@ class Quantised:
     zero: int
     bits: int  # 4 or 8
     group: int  # a multiple of GROUP
+    #: Bits to which a CPU rounds the activations that multiply it, 8 or 15. A file that says nothing about activations
+    #: means exact ones, from which 15 bits cannot be told.
+    activation_bits: int = 15
 
     @property
-    def form(self) -> tuple[int, int, int, bool]:
+    def form(self) -> tuple[int | bool, ...]:
         """What matrices must have in common to be stacked."""
-        return (self.bits, self.group, self.zero, self.mins is None)
+        return (self.bits, self.group, self.zero, self.mins is None, self.activation_bits)
 
     def dequantise(self) -> torch.Tensor:
         """The matrix [out, in] in fp32."""
@@ -65,7 +70,7 @@ def concatenate(parts: Sequence[Quantised]) -> Quantised:
     )
 
 
-def quantise(weight: torch.Tensor, bits: int) -> Quantised:
+def quantise(weight: torch.Tensor, bits: int, activation_bits: int = 15) -> Quantised:
     """Round a matrix [out, in] of any float dtype in groups of GROUP inputs.
 
     8 bits are symmetric about zero. 4 bits have a minimum too; scale and minimum start from the group's range and are
@@ -73,7 +78,8 @@ def quantise(weight: torch.Tensor, bits: int) -> Quantised:
     """
     step = max(1, _ELEMENTS // weight.shape[1])
     rows = [weight[i : i + step].float() for i in range(0, len(weight), step)]
-    return concatenate([_round_to_8(part) if bits == 8 else _round_to_4(part) for part in rows])
+    matrix = concatenate([_round_to_8(part) if bits == 8 else _round_to_4(part) for part in rows])
+    return replace(matrix, activation_bits=activation_bits)
 
 
 def _grouped(weight: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ import torch
 from fastdecode.spart.linears.base import Linear
 from fastdecode.spart.linears.dense import make_dense
 from fastdecode.spart.linears.grouped import GroupedLinear
-from fastdecode.spart.linears.quantised import Quantised, concatenate, quantise
+from fastdecode.spart.linears.quantised import ACTIVATION_BITS, Quantised, concatenate, quantise
 
 
 class ConcatenatedLinear(Linear):
@@ -58,7 +58,7 @@ def make_linear(
     Float matrices become `dtype`, or are rounded to `bits`. Neighbours of the same form become one matrix.
     """
     if bits is not None:
-        parts = [part if isinstance(part, Quantised) else quantise(part, bits) for part in parts]
+        parts = [part if isinstance(part, Quantised) else quantise(part, bits, ACTIVATION_BITS) for part in parts]
     linears: list[Linear] = []
     done = 0
     for form, group in groupby(parts, key=lambda part: part.form if isinstance(part, Quantised) else None):

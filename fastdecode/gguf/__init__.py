@@ -1,0 +1,9 @@
+"""GGUF, the file format of llama.cpp: one file with the hyper-parameters, the tokenizer and the tensors of a model.
+
+    file     GGUFFile: the metadata and the table of tensors of a mapped file
+    types    the types that a tensor may have, and the bytes of their blocks
+
+Tensors become parameters in `fastdecode/spart/gguf.py`, the tokenizer is made in `fastdecode/text/gguf_tokenizer.py`.
+"""
+
+from __future__ import annotations

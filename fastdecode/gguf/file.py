@@ -1,0 +1,167 @@
+"""GGUFFile: the metadata and the table of tensors of a GGUF file, version 2 or 3.
+
+The file is mapped and every offset and length in it is checked against its size before it is used, so that a file that
+was cut off is refused at once. Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fastdecode.gguf.types import TYPES, TensorType
+
+_MAGIC = b"GGUF"
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_STRING, _ARRAY = 8, 9
+_MOST_DIMENSIONS = 4
+_LENGTH = struct.Struct("<Q")
+#: More of either than any model has; a larger number means a damaged file.
+_MOST_ENTRIES = 1 << 20
+
+
+class GGUFError(ValueError):
+    """The file is no GGUF file, or is damaged; the message is a sentence that names it."""
+
+
+@dataclass(frozen=True, slots=True)
+class GGUFTensor:
+    """A tensor of a mapped file."""
+
+    name: str
+    shape: tuple[int, ...]  # rows first, as in torch; the file has them the other way round
+    type: TensorType
+    data: np.ndarray  # uint8 [bytes], a view of the file
+
+    @property
+    def blocks(self) -> np.ndarray:
+        """uint8 [rows, blocks of a row, bytes of a block]."""
+        return self.data.reshape(-1, self.shape[-1] // self.type.block, self.type.bytes)
+
+
+class GGUFFile:
+    """A GGUF file. `fields` has the metadata by key, `tensors` the tensors by name."""
+
+    def __init__(self, path: str | Path):
+        """Raises GGUFError."""
+        self.path = Path(path)
+        try:
+            with self.path.open("rb") as file:
+                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except (OSError, ValueError) as error:  # ValueError: an empty file
+            raise GGUFError(f"{path} cannot be read: {error}") from None
+        self._at = 0
+        self.fields: dict[str, Any] = {}
+        self.tensors: dict[str, GGUFTensor] = {}
+        try:
+            self._read()
+        except (struct.error, IndexError):
+            raise GGUFError(f"{path} is cut off: its header ends after {len(self._map)} bytes") from None
+        except UnicodeDecodeError:
+            raise GGUFError(f"{path} is damaged: a name in its header is not text") from None
+
+    def _read(self) -> None:
+        if self._map[:4] != _MAGIC:
+            raise GGUFError(f"{self.path} is not a GGUF file")
+        self._at = 4
+        version = self._number("I")
+        if version not in (2, 3):
+            raise GGUFError(f"{self.path} has version {version} of GGUF; known are 2 and 3")
+        n_tensors, n_fields = self._number("Q"), self._number("Q")
+        if max(n_tensors, n_fields) > _MOST_ENTRIES:
+            raise GGUFError(f"{self.path} is damaged: it claims {n_tensors} tensors and {n_fields} fields")
+        for _ in range(n_fields):
+            key = self._string()
+            self.fields[key] = self._value(self._number("I"))
+        infos = [self._tensor_info() for _ in range(n_tensors)]
+        alignment = self.fields.get("general.alignment", 32)
+        if not isinstance(alignment, int) or alignment < 1:
+            raise GGUFError(f"{self.path} is damaged: its alignment is {alignment!r}")
+        start = -(-self._at // alignment) * alignment
+        everything = np.frombuffer(self._map, np.uint8)
+        for name, shape, kind, offset in infos:
+            self.tensors[name] = self._tensor(name, shape, kind, start + offset, everything)
+
+    def _tensor_info(self) -> tuple[str, tuple[int, ...], int, int]:
+        name, n_dimensions = self._string(), self._number("I")
+        if not 1 <= n_dimensions <= _MOST_DIMENSIONS:
+            raise GGUFError(f"{self.path} is damaged: tensor {name!r} has {n_dimensions} dimensions")
+        shape = tuple(self._number("Q") for _ in range(n_dimensions))[::-1]
+        return name, shape, self._number("I"), self._number("Q")
+
+    def _tensor(self, name: str, shape: tuple[int, ...], kind: int, offset: int, everything: np.ndarray) -> GGUFTensor:
+        if kind not in TYPES:
+            raise GGUFError(f"{self.path}: tensor {name!r} has the type {kind}, which is not known")
+        form = TYPES[kind]
+        if shape[-1] % form.block:
+            raise GGUFError(f"{self.path} is damaged: rows of {shape[-1]} in {form.name}, {name!r}")
+        size = prod(shape) // form.block * form.bytes
+        if offset + size > len(everything):
+            raise GGUFError(
+                f"{self.path} is cut off: tensor {name!r} ends at byte {offset + size}, the file at {len(everything)}"
+            )
+        return GGUFTensor(name, shape, form, everything[offset : offset + size])
+
+    def _number(self, code: str) -> Any:
+        (value,) = struct.unpack_from("<" + code, self._map, self._at)
+        self._at += struct.calcsize("<" + code)
+        return value
+
+    def _string(self) -> str:
+        (length,) = _LENGTH.unpack_from(self._map, self._at)
+        self._at += _LENGTH.size
+        end = self._at + length
+        if end > len(self._map):
+            raise IndexError
+        text = self._map[self._at : end].decode()
+        self._at = end
+        return text
+
+    def _value(self, kind: int) -> Any:
+        if kind == _STRING:
+            return self._string()
+        if kind != _ARRAY:
+            return self._scalar(kind)
+        kind, count = self._number("I"), self._number("Q")
+        if kind == _STRING:
+            if count > (len(self._map) - self._at) // 8:
+                raise IndexError
+            return [self._string() for _ in range(count)]
+        code = self._code(kind)
+        end = self._at + struct.calcsize("<" + code) * count
+        if end > len(self._map):
+            raise IndexError
+        values = np.frombuffer(self._map, "<" + code, count, self._at).tolist()
+        self._at = end
+        return values
+
+    def _scalar(self, kind: int) -> Any:
+        return self._number(self._code(kind))
+
+    def _code(self, kind: int) -> str:
+        if kind not in _SCALARS:
+            raise GGUFError(f"{self.path} is damaged: a field has the type {kind}")
+        return _SCALARS[kind]
+
+
+def find_gguf(path: str | Path) -> Path | None:
+    """The GGUF file that `path` means: itself, or the only one in a directory that has no config.json; else None.
+
+    Raises GGUFError for a directory with several.
+    """
+    path = Path(path)
+    if path.is_file():
+        return path
+    if not path.is_dir() or (path / "config.json").is_file():
+        return None
+    files = sorted(path.glob("*.gguf"))
+    if len(files) > 1:
+        names = ", ".join(file.name for file in files[:3]) + (", ..." if len(files) > 3 else "")
+        raise GGUFError(f"{path} has {len(files)} GGUF files; name one of them: {names}")
+    return files[0] if files else None

@@ -1,0 +1,139 @@
+"""The tokenizer and the chat template in a GGUF file's metadata (`tokenizer.ggml.*`, `tokenizer.chat_template`).
+
+Two kinds of models are read: "gpt2", byte-level BPE, whose way of cutting text into words has a name in
+`tokenizer.ggml.pre`; and "llama", SentencePiece BPE with a score for each token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+)
+
+from fastdecode.gguf.file import GGUFFile
+
+_UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # values in tokenizer.ggml.token_type
+#: Words of Llama 3, with up to `digits` digits in one.
+_LLAMA3_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+#: `tokenizer.ggml.pre`, by how words are found.
+_DIGIT_BY_DIGIT = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone")
+_GPT2 = ("gpt-2", "phi-2", "jina-es", "jina-de", "mpt", "olmo", "jais", "trillion")
+_LLAMA3 = ("llama-bpe", "llama-v3", "llama3", "dbrx", "smaug-bpe", "falcon3", "pixtral")
+_QWEN2 = ("qwen2", "deepseek-r1-qwen", "stablelm2", "megrez", "hunyuan-dense")
+
+
+class GGUFTokenizerError(ValueError):
+    """The file has no tokenizer, or one of a kind that is not known; the message says which."""
+
+
+def read_tokenizer(file: GGUFFile) -> tuple[Tokenizer, dict[str, Any], str | None]:
+    """The tokenizer, what tokenizer_config.json would say of its special tokens, and the chat template or None.
+
+    Raises GGUFTokenizerError.
+    """
+    fields = file.fields
+    kind, tokens = fields.get("tokenizer.ggml.model"), fields.get("tokenizer.ggml.tokens")
+    if not isinstance(tokens, list) or not tokens:
+        raise GGUFTokenizerError(f"{file.path} has no tokenizer")
+    vocabulary = {token: i for i, token in reversed(list(enumerate(tokens)))}
+    if kind == "gpt2":
+        tokenizer = _byte_level(fields, vocabulary)
+    elif kind == "llama":
+        tokenizer = _sentence_piece(fields, tokens, vocabulary)
+    else:
+        raise GGUFTokenizerError(
+            f"{file.path}: a tokenizer of the kind {kind!r} is not known; known are gpt2 and llama"
+        )
+    types = fields.get("tokenizer.ggml.token_type", [])
+    for number, special in ((_CONTROL, True), (_USER_DEFINED, False)):
+        marked = [token for token, its in zip(tokens, types, strict=False) if its == number]
+        added = [AddedToken(token, normalized=False, special=special) for token in marked]
+        (tokenizer.add_special_tokens if special else tokenizer.add_tokens)(added)
+    names = {"bos_token": "bos", "eos_token": "eos", "pad_token": "padding"}
+    config = {
+        name: tokens[i]
+        for name, key in names.items()
+        if isinstance(i := fields.get(f"tokenizer.ggml.{key}_token_id"), int) and i < len(tokens)
+    }
+    _add_ends(tokenizer, fields, config, kind)
+    template = fields.get("tokenizer.chat_template")
+    return tokenizer, config, template if isinstance(template, str) else None
+
+
+def _byte_level(fields: dict[str, Any], vocabulary: dict[str, int]) -> Tokenizer:
+    pre = fields.get("tokenizer.ggml.pre", "gpt-2")
+    merges = [tuple(merge.split(" ", 1)) for merge in fields.get("tokenizer.ggml.merges", [])]
+    plain = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=pre in _LLAMA3))
+    if pre in _DIGIT_BY_DIGIT:
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), plain])
+    elif pre in _GPT2:
+        tokenizer.pre_tokenizer = plain
+    elif pre in _LLAMA3 or pre in _QWEN2:
+        words = Regex(_LLAMA3_WORDS % ("{1,3}" if pre in _LLAMA3 else ""))
+        split = pre_tokenizers.Split(words, "isolated")
+        rest = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, rest])
+        if pre == "qwen2":
+            tokenizer.normalizer = normalizers.NFC()
+    else:
+        raise GGUFTokenizerError(f"the file's way of cutting text into words, {pre!r}, is not known")
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _sentence_piece(fields: dict[str, Any], tokens: Sequence[str], vocabulary: dict[str, int]) -> Tokenizer:
+    unknown = fields.get("tokenizer.ggml.unknown_token_id", 0)
+    scores = fields.get("tokenizer.ggml.scores", [])
+    if len(scores) != len(tokens):
+        raise GGUFTokenizerError(f"the tokenizer has {len(tokens)} tokens and {len(scores)} scores")
+    merges = _merges_of_scores(tokens, scores, vocabulary)
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges, unk_token=tokens[unknown], fuse_unk=True, byte_fallback=True))
+    space = fields.get("tokenizer.ggml.add_space_prefix", True)
+    steps: list[Any] = [normalizers.Prepend("▁")] if space else []
+    tokenizer.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", "▁")])
+    strip: list[Any] = [decoders.Strip(" ", 1, 0)] if space else []
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+    )
+    return tokenizer
+
+
+def _merges_of_scores(
+    tokens: Sequence[str], scores: Sequence[float], vocabulary: dict[str, int]
+) -> list[tuple[str, str]]:
+    """The merges of a SentencePiece model, which stores none: it always merges the pair whose token has the best
+    score."""
+    merges = []
+    for token, score in zip(tokens, scores, strict=True):
+        for cut in range(1, len(token)):
+            left, right = token[:cut], token[cut:]
+            if left in vocabulary and right in vocabulary:
+                merges.append((-score, vocabulary[left], vocabulary[right], left, right))
+    return [(left, right) for *_, left, right in sorted(merges)]
+
+
+def _add_ends(tokenizer: Tokenizer, fields: dict[str, Any], config: dict[str, Any], kind: str) -> None:
+    """Let the tokenizer put the begin and end tokens around a text, where the file says so."""
+    begins = fields.get("tokenizer.ggml.add_bos_token", kind == "llama" or fields.get("tokenizer.ggml.pre") in _LLAMA3)
+    first = config.get("bos_token") if begins else None
+    last = config.get("eos_token") if fields.get("tokenizer.ggml.add_eos_token", False) else None
+    if first is None and last is None:
+        return
+    ends = [token for token in (first, last) if token is not None]
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=" ".join(part for part in (first, "$A", last) if part),
+        special_tokens=[(token, tokenizer.token_to_id(token)) for token in dict.fromkeys(ends)],
+    )

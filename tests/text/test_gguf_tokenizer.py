@@ -1,0 +1,117 @@
+"""Tokenizers in GGUF files, against the tokenizer.json that they were made from."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+from gguf_made import tokenizer_fields
+from tokenizers import Regex, normalizers, pre_tokenizers
+from tokenizers import Tokenizer as Backend
+from tokenizers_made import CHATML, CORPUS, byte_level, metaspace
+
+from fastdecode.text.tokenizer import Tokenizer, TokenizerError
+
+pytestmark = pytest.mark.quick
+
+TEXTS = [*CORPUS, "", " ", "12 345 6789", "\n 123\n\n x", "don't WE'LL", "a<|im_start|>b<think>c", "Größe\u0301"]
+_PLAIN = pre_tokenizers.ByteLevel(add_prefix_space=False)
+_REST = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+_LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
+    r"\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+#: `tokenizer.ggml.pre` -> the pre-tokenizer of the tokenizer.json that models of this name are published with.
+PRE = {
+    "gpt-2": _PLAIN,
+    "smollm": pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _PLAIN]),
+    "llama-bpe": pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(_LLAMA3), "isolated"), _REST]),
+    "qwen2": pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(Regex(_LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")), "isolated"), _REST]
+    ),
+}
+
+
+def write(path: Path, fields: dict[str, Any]) -> Path:
+    writer = gguf.GGUFWriter(path, "llama")
+    for key, value in fields.items():
+        add = {str: writer.add_string, bool: writer.add_bool, int: writer.add_uint32, list: writer.add_array}
+        add[type(value)](key, value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    return path
+
+
+@pytest.mark.parametrize("pre", PRE)
+def test_byte_level_tokenizers(pre, tmp_path):
+    directory = byte_level(tmp_path / "hf", chat_template=CHATML)
+    backend = Backend.from_file(str(directory / "tokenizer.json"))
+    backend.pre_tokenizer = PRE[pre]
+    if pre == "qwen2":
+        backend.normalizer = normalizers.NFC()
+    backend.save(str(directory / "tokenizer.json"))
+    fields = tokenizer_fields(directory, pre) | {
+        "tokenizer.ggml.bos_token_id": 0,
+        "tokenizer.ggml.eos_token_id": 1,
+        "tokenizer.ggml.add_bos_token": True,
+        "tokenizer.chat_template": CHATML,
+    }
+    theirs = Tokenizer.from_dir(directory)
+    ours = Tokenizer.from_dir(write(tmp_path / "t.gguf", fields))
+    for text in TEXTS:
+        for special in (True, False):
+            ids = theirs.encode(text, add_special_tokens=special)
+            assert ours.encode(text, add_special_tokens=special) == ids
+            for skip in (True, False):
+                assert ours.decode(ids, skip_special_tokens=skip) == theirs.decode(ids, skip_special_tokens=skip)
+    messages = [{"role": "user", "content": "Hi"}]
+    assert ours.render_chat(messages) == theirs.render_chat(messages)
+
+
+def test_sentence_piece_tokenizers(tmp_path):
+    """Scores that rank tokens as the merges do give the same tokens."""
+    directory = metaspace(tmp_path / "hf")
+    raw = json.loads((directory / "tokenizer.json").read_text())
+    vocabulary = raw["model"]["vocab"]
+    tokens = sorted(vocabulary, key=vocabulary.__getitem__)
+    merges = [merge if isinstance(merge, list) else merge.split(" ") for merge in raw["model"]["merges"]]
+    scores = dict.fromkeys(tokens, -1e6)
+    for i, (left, right) in enumerate(merges):
+        scores[left + right] = max(scores[left + right], -float(i))
+    bos = [token["content"] for token in raw["added_tokens"]]
+    fields = {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.scores": [scores[token] for token in tokens],
+        "tokenizer.ggml.token_type": [3 if token in bos else 1 for token in tokens],
+        "tokenizer.ggml.bos_token_id": tokens.index("<s>"),
+        "tokenizer.ggml.unknown_token_id": tokens.index("<unk>"),
+        "tokenizer.ggml.add_bos_token": True,
+    }
+    theirs, ours = Tokenizer.from_dir(directory), Tokenizer.from_dir(write(tmp_path / "t.gguf", fields))
+    for text in TEXTS[:-2]:
+        ids = theirs.encode(text, add_special_tokens=False)
+        assert ours.encode(text, add_special_tokens=False) == ids
+        assert ours.encode(text) == [tokens.index("<s>"), *ids]
+        assert ours.decode(ids) == theirs.decode(ids)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({}, "has no tokenizer"),
+        ({"tokenizer.ggml.model": "bert", "tokenizer.ggml.tokens": ["a"]}, "'bert' is not known; known are gpt2"),
+        (
+            {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.tokens": ["a"], "tokenizer.ggml.pre": "poro-chat"},
+            "'poro-chat', is not known",
+        ),
+        ({"tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": ["a", "b"]}, "2 tokens and 0 scores"),
+    ],
+)
+def test_tokenizers_that_are_not_understood_are_named(fields, message, tmp_path):
+    with pytest.raises(TokenizerError, match=message):
+        Tokenizer.from_dir(write(tmp_path / "t.gguf", fields))
