@@ -18,7 +18,7 @@ plays this role, and that nobody has changed these messages. From then on every 
 a MAC, too (`session.Seal`). ATTACH proves more than knowledge of the secret: its key is that of the one link that the
 token belongs to. Nothing is encrypted.
 
-Without a secret there are no proofs and no MACs, and whoever can reach the R-node can use it.
+Without a secret there are no proofs and no MACs, and anybody who can reach the R-node can use it.
 """
 
 from __future__ import annotations

@@ -30,8 +30,8 @@ log = logging.getLogger(__name__)
 _Key = TypeVar("_Key", bound=Hashable)
 
 #: Largest number of connections that have not yet proved anything, and of links that wait for their data connection
-#: (without a secret, whoever sends HELLO has such a link). One more, and the server drops the oldest of the source that
-#: has most of them, so that peers that are silent or slow on purpose cannot keep others out.
+#: (without a secret, any HELLO opens such a link). One more, and the server drops the oldest of the source that has
+#: most of them, so that peers that are silent or slow on purpose cannot keep others out.
 MAX_UNPROVED = 256
 MAX_UNATTACHED = 64
 

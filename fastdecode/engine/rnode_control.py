@@ -154,7 +154,7 @@ class RNodeControl:
     # -- counters -------------------------------------------------------------------------------------------------
 
     async def refresh(self) -> None:
-        """Ask the live R-nodes for their counters. An R-node that does not answer within 2 s keeps its last ones."""
+        """Ask the live R-nodes for their counters. An R-node that refuses or takes over 2 s keeps its last ones."""
         await asyncio.gather(*(self._refresh(node) for node in self._cluster.alive))
 
     async def _refresh(self, node: RNodeLedger) -> None:
@@ -164,5 +164,7 @@ class RNodeControl:
                 node.record_obtainable(counters.get("pages_max", node.n_pages))
         except LinkDown as error:
             self.mark_lost(node, error)
+        except CallRefused as error:
+            log.warning("R-node %s refused a STATS: %s", node.url, error)
         except TimeoutError:
             log.warning("R-node %s has not answered a STATS for %.0f s", node.url, _REFRESH_SECONDS)

@@ -465,6 +465,18 @@ async def test_defect_in_the_engine_is_said_to_every_client(caplog):
     assert "the engine broke" in caplog.text
 
 
+async def test_an_r_node_that_refuses_its_counters_keeps_its_last_ones():
+    async def refuse():
+        raise CallRefused(1, "not now")
+
+    link = ToyLink("tcp://r0", n_pages=10)
+    async with running(link) as (engine, _):
+        await engine.refresh()
+        link.stats = refuse
+        await engine.refresh()
+        assert engine.stats.nodes[0].calls == 3
+
+
 async def test_counters_and_observer():
     class Observer:
         def __init__(self):

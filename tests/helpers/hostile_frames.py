@@ -8,23 +8,21 @@ import struct
 from collections.abc import Callable
 
 import orjson
-from wire_peers import attach_message, hello_message
-
-from fastdecode.region.contract import PROTOCOL_VERSION
+from wire_peers import FakeRNode, attach_message, hello_message
 
 #: A well-formed message of every type.
 MESSAGES: list[dict] = [
-    {"type": "CHALLENGE", "version": PROTOCOL_VERSION, "nonce": "c4" * 32, "needs_secret": False, "node": "a node"},
+    FakeRNode().challenge,
     hello_message(),
     attach_message("70" * 32),
     {"type": "ATTACHED", "mac": "3c" * 32},
-    {"type": "WELCOME", "mac": None, "token": "70" * 32, "n_pages": 4, "max_seqs": 4, "page_bytes": 32768}
-    | {"isa": "scalar", "threads": 1, "node": "a node"},
+    FakeRNode().welcome,
     {"type": "REFUSED", "reason": "a reason"},
     {"type": "ENDPOINT", "qpn": 7, "psn": 9, "gid": "00" * 16, "lid": 1, "mtu": 1024, "rkey": 5, "address": "00" * 8},
     {"type": "FREE", "id": 1, "handles": [[0, 1], [1, 1]]},
     {"type": "TRIM", "id": 2, "seq_index": 0, "tag": 1, "length": 0},
     {"type": "FORK", "id": 3, "src": 0, "src_tag": 1, "dst": 1, "dst_tag": 1, "length": 1},
+    {"type": "RESIZE", "id": 6, "n_pages": 5},
     {"type": "STATS", "id": 4},
     {"type": "PING", "id": 5},
     {"type": "OK", "id": 1, "stats": {"calls": 1}},

@@ -1,4 +1,4 @@
-"""The shared secret: who is let in, and what somebody between two nodes that have one can do: end links, no more."""
+"""The shared secret: it lets nodes in, and a machine between two nodes that have it can end their links and no more."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ async def attach_refusal(url: str, make_message) -> str:
 
 
 async def test_an_attach_that_is_forged_costs_the_link_nothing(guarded):
-    """By somebody who has read the token in WELCOME, or holds a link of its own."""
+    """By a machine that has read the token in WELCOME, or has a link of its own."""
     callers = [await greeted(guarded.tcp, right_mac) for _ in range(2)]
     keys, other = (Keys(SECRET, message["nonce"], challenge["nonce"]) for _, challenge, message, _ in callers)
     token = callers[0][3]["token"]

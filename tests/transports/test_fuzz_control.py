@@ -14,8 +14,10 @@ import logging
 import os
 import random
 import time
+import typing
 from collections.abc import Callable, Iterator
 
+import orjson
 import pytest
 from hostile_frames import BY_TYPE, MESSAGES, hostile_frame
 from link_driver import FEWER, HANG_S, hello, until
@@ -23,6 +25,7 @@ from rnode_process import Held, resident_bytes, start_executor_threads
 from wire_peers import Caller, FakeRNode, Keys, attach_message, hello_message
 
 from fastdecode.transports.base import TransportError
+from fastdecode.transports.messages import Message, decode, encode
 from fastdecode.transports.registry import connect
 
 SECRET = b"a secret of the two nodes"
@@ -35,7 +38,7 @@ LONG = 1_000_000
 #: of hostile frames arrive in every test, and up to 70 MiB.
 GROWTH = 6 << 20
 
-REQUESTS = [BY_TYPE[name] for name in ("FREE", "TRIM", "FORK", "STATS", "PING")]
+REQUESTS = [BY_TYPE[name] for name in ("FREE", "TRIM", "FORK", "RESIZE", "STATS", "PING")]
 ANSWERS = [BY_TYPE[name] for name in ("OK", "ERROR")]
 
 pytestmark = pytest.mark.timeout(120 + 2 * SECONDS)
@@ -75,6 +78,12 @@ async def end(caller: Caller) -> None:
         caller.writer.write_eof()
     await caller.read_to_end()
     await caller.close()
+
+
+def test_the_fuzzer_knows_every_message():
+    assert set(BY_TYPE) == {message.TYPE for message in typing.get_args(Message)}
+    for message in MESSAGES:
+        assert encode(decode(orjson.dumps(message)))
 
 
 # ---- to an R-node ----
@@ -194,5 +203,6 @@ async def test_an_s_node_survives_hostile_frames(bystander, caplog, secret):
                 opened += 1
                 with contextlib.suppress(TransportError):
                     await link.stats()
+                    await link.resize(5)
                 assert await link.closed()
     assert opened > 10
