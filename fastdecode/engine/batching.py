@@ -19,7 +19,7 @@ def step_batch(plan: Plan) -> StepBatch:
     for seq, n_tokens, prefill, sample in plan.chunks:
         tokens = seq.tokens[seq.cached : seq.cached + n_tokens]
         spec = _sample_spec(seq) if sample else None
-        chunks.append(Chunk(seq.placed_on.position, *seq.handle, seq.cached, tokens, prefill, spec))
+        chunks.append(Chunk(seq.placed_on.position, *seq.handle, seq.cached, tokens, prefill, spec, seq.prefill_end))
     return StepBatch(plan.mini_batch, chunks)
 
 

@@ -65,6 +65,7 @@ class Engine:
         prefix_cache: bool = False,
         max_uncached_suffix: int | None = None,
         max_staged_tokens: int | None = None,
+        strict_staging: bool = False,
         target_tbt: float | None = None,
         grow_leases: bool = False,
         schedule: str = "greedy",
@@ -74,9 +75,9 @@ class Engine:
         """`max_batch_size` bounds the sequences of a mini-batch, `max_batch_tokens` the rows of a step, `max_queued`
         the requests that wait for others to end. `max_model_len` bounds a sequence's tokens; None: the model's number
         of positions. `prefix_cache`: prompts share the cached tokens of sequences that start alike. `watermark` and
-        `max_uncached_suffix`: see Cluster; `max_staged_tokens`: see StagingBudget; `target_tbt` (seconds): see
-        StepTimes. `grow_leases`: leases grow on demand. `schedule`: one of SCHEDULES, see scheduling/admission.py.
-        `end_token_ids` None: the model's own.
+        `max_uncached_suffix`: see Cluster; `max_staged_tokens`, `strict_staging`: see StagingBudget; `target_tbt`
+        (seconds): see StepTimes. `grow_leases`: leases grow on demand. `schedule`: one of SCHEDULES, see
+        scheduling/admission.py. `end_token_ids` None: the model's own.
 
         Raises ValueError if a value does not fit the model or a link."""
         if not links:
@@ -91,7 +92,7 @@ class Engine:
         self.spart = spart
         windows = spart.config.windows
         self.cluster = Cluster(links, watermark, prefix_cache, max_uncached_suffix, windows, grow_leases)
-        limits = SchedulerLimits(mini_batches, max_batch_tokens, max_batch_size, max_staged_tokens)
+        limits = SchedulerLimits(mini_batches, max_batch_tokens, max_batch_size, max_staged_tokens, strict_staging)
         self.scheduler = Scheduler(self.cluster, limits, target_tbt=target_tbt, admission=SCHEDULES[schedule]())
         self.observer = observer or NullObserver()
         self.totals = Totals()

@@ -74,7 +74,7 @@ class Scheduler:
         self.prompt_tokens = 0  # prompt tokens of all placed sequences, recomputed ones included
         self.reused_tokens = 0  # those of them that a FORK has shared
         self.changed = False  # another mini-batch may have work now; the reader clears it
-        self._staging = StagingBudget(limits.max_staged_tokens)
+        self._staging = StagingBudget(limits.max_staged_tokens, limits.strict_staging)
         self._calls = count(1)
         self._starved: list[Sequence] = []  # wait for a page, in order of arrival
         self._failed: list[tuple[Sequence, str]] = []
@@ -292,7 +292,9 @@ class Scheduler:
         n_tokens = budget.take(seq.cached, seq.prefill_end - seq.cached)
         if n_tokens > 0:
             seq.in_flight = True
-            prefill, last = not seq.shared_tokens, seq.cached + n_tokens == seq.prefill_end
+            last = seq.cached + n_tokens == seq.prefill_end
+            in_one = last and not seq.cached
+            prefill = not seq.shared_tokens and (in_one or self._staging.holds(seq.prefill_end))
             if prefill and not last:
                 self._staging.stage(seq, seq.prefill_end)
             chunks.append(PlannedChunk(seq, n_tokens, prefill=prefill, sample=last))

@@ -24,6 +24,7 @@ class Chunk:
     tokens: list[int]  # the tokens at positions pos, pos + 1, ...
     prefill: bool  # True: the S-node attends, the R-node only appends K and V. False: the R-node attends
     sample: SampleSpec | None  # how to draw the token after the chunk; None: more of the prompt follows
+    prompt_length: int = 0  # with `prefill`: tokens of the whole prompt, for which memory is taken; 0: not known
 
 
 @dataclass(slots=True)

@@ -50,8 +50,9 @@ class PromptCache:
             if chunk.pos:
                 raise ValueError(f"a prompt goes on at {chunk.pos}, but its first tokens are not staged: {key}")
             n_layers, width = self._shape
+            rows = max(chunk.prompt_length, len(chunk.tokens))
             prompt = self._prompts[key] = Prompt(
-                torch.empty(n_layers, 0, width, device=self._device, dtype=self._dtype)
+                torch.empty(n_layers, rows, width, device=self._device, dtype=self._dtype)
             )
         if prompt.length != chunk.pos:
             raise ValueError(f"a prompt goes on at {chunk.pos}, expected at {prompt.length}: {key}")
@@ -78,7 +79,7 @@ class Prompt:
         self.length = 0
 
     def reserve(self, length: int) -> None:
-        """Make room for `length` rows."""
+        """Make room for `length` rows, in new memory if the prompt's length was not known."""
         capacity = self.kv.shape[1]
         if length > capacity:
             grown = self.kv.new_empty(self.kv.shape[0], max(length, 2 * capacity), self.kv.shape[2])

@@ -27,14 +27,21 @@ class World:
     """R-nodes that record every append; the caller begins and ends steps and acknowledges FREEs."""
 
     def __init__(
-        self, leases=((40, 64),), mini_batches=2, max_batch_tokens=128, max_seqs=16, watermark=0.01, max_staged=None
+        self,
+        leases=((40, 64),),
+        mini_batches=2,
+        max_batch_tokens=128,
+        max_seqs=16,
+        watermark=0.01,
+        max_staged=None,
+        strict=False,
     ):
         links = [
             SimpleNamespace(url=f"tcp://r{i}", lease=SimpleNamespace(n_pages=pages, max_seqs=seqs, page_bytes=4096))
             for i, (pages, seqs) in enumerate(leases)
         ]
         self.cluster = Cluster(links, watermark)
-        self.limits = SchedulerLimits(mini_batches, max_batch_tokens, max_seqs, max_staged)
+        self.limits = SchedulerLimits(mini_batches, max_batch_tokens, max_seqs, max_staged, strict)
         self.scheduler = Scheduler(self.cluster, self.limits)
         self.flights: dict[int, Plan] = {}
         self.cached: list[dict[tuple[int, int], int]] = [{} for _ in links]  # per R-node: handle -> tokens appended
@@ -127,7 +134,8 @@ class World:
                 self.staged.add(chunk.seq)
         if self.limits.max_staged_tokens is not None:
             staged = [s.prefill_end for s in self.staged if s.node is not None and s.prefilling]
-            assert len(staged) <= 1 or sum(staged) <= self.limits.max_staged_tokens
+            alone = len(staged) == 1 and not self.limits.strict_staging
+            assert alone or sum(staged) <= self.limits.max_staged_tokens
 
     def check_book(self) -> None:
         members = [seq for batch in self.scheduler.mini_batches for seq in batch]
@@ -312,6 +320,24 @@ def test_staged_prompts_are_bounded(max_staged, waits):
     assert [chunk.seq for chunk in world.begin(1).chunks] == [short if waits else second]
     world.run()
     assert {first, second, short} == set(world.ended)
+
+
+@pytest.mark.parametrize("max_staged", [0, 500, 1000])
+def test_with_a_strict_bound_r_nodes_attend_for_prompts_that_cannot_be_staged(max_staged):
+    """`check_plan` sees that the bound holds in every step."""
+    world = World([(60, 16)], mini_batches=2, max_batch_tokens=128, max_staged=max_staged, strict=True)
+    long, fits, short = world.add(1200, 2), world.add(500, 2), world.add(1, 2)
+    kinds = {}
+    for _ in range(30):
+        for mini_batch in (0, 1):
+            if plan := world.begin(mini_batch):
+                for chunk in plan.chunks:
+                    if chunk.seq.prefilling:
+                        kinds.setdefault(chunk.seq, set()).add(chunk.prefill)
+                world.end(mini_batch)
+        world.free()
+    assert {long, fits, short} == set(world.ended)
+    assert kinds == {long: {False}, fits: {max_staged >= 500}, short: {True}}
 
 
 @pytest.mark.parametrize("start", [0, 1, 700, 9000])

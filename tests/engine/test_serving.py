@@ -170,8 +170,13 @@ async def test_greedy_equals_transformers(family, scheme, n_nodes, mini_batches,
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"target_tbt": 1e-3, "max_staged_tokens": 0}, {"schedule": "stable"}],
-    ids=["", "small chunks", "stable"],
+    [
+        {},
+        {"target_tbt": 1e-3, "max_staged_tokens": 0},
+        {"max_staged_tokens": 0, "strict_staging": True},
+        {"schedule": "stable"},
+    ],
+    ids=["", "small chunks", "prompts on R-nodes", "stable"],
 )
 async def test_48_mixed_requests_at_random_times_equal_each_alone(options, model, shm_node, tcp_nodes):
     rng = random.Random(48)

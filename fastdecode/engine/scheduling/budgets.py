@@ -53,10 +53,12 @@ class StepBudget:
 class StagingBudget:
     """Bounds the prompt tokens whose keys and values are staged on the S-node.
 
-    Only a prompt that takes several steps is staged. One prompt may always be staged, however long it is.
+    Only a prompt that takes several steps is staged. A prompt of more than `max_tokens` tokens is staged alone, or with
+    `strict` not at all: then its R-node attends for all of its chunks.
     """
 
     max_tokens: int | None  # None: no bound
+    strict: bool = False
     _staged: dict[Sequence, int] = field(default_factory=dict)
 
     @property
@@ -64,9 +66,15 @@ class StagingBudget:
         """Tokens of all prompts that are staged, counted in full from their first chunk on."""
         return sum(self._staged.values())
 
+    def holds(self, n_tokens: int) -> bool:
+        """False if a prompt of `n_tokens` tokens that takes several steps must be attended on its R-node."""
+        return self.max_tokens is None or not self.strict or n_tokens <= self.max_tokens
+
     def has_room(self, n_tokens: int) -> bool:
-        """True if a prompt of `n_tokens` tokens may be staged beside the present ones."""
-        return self.max_tokens is None or not self._staged or self.tokens + n_tokens <= self.max_tokens
+        """True if a prompt of `n_tokens` tokens may start beside those that are staged."""
+        if self.max_tokens is None or not self._staged or not self.holds(n_tokens):
+            return True
+        return self.tokens + n_tokens <= self.max_tokens
 
     def stage(self, seq: Sequence, n_tokens: int) -> None:
         """Count the prompt of `seq`. Does nothing if it is counted."""

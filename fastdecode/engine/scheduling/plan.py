@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerLimits:
-    """Bounds on a step. All counts are of one mini-batch, except `max_staged_tokens`.
+    """Bounds on a step. All counts are of one mini-batch, except `max_staged_tokens` (see budgets.StagingBudget).
 
     Raises ValueError for bounds that no step can keep.
     """
@@ -22,7 +22,8 @@ class SchedulerLimits:
     mini_batches: int
     max_batch_tokens: int  # rows of a step; at most `max_rows` of every link's slots
     max_seqs: int  # sequences; at most max_batch_tokens, so that all of them can decode in every step
-    max_staged_tokens: int | None = None  # see budgets.StagingBudget; None: no bound
+    max_staged_tokens: int | None = None  # None: no bound
+    strict_staging: bool = False  # no prompt may exceed it
 
     def __post_init__(self) -> None:
         if self.mini_batches < 1:
