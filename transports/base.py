@@ -29,7 +29,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -70,6 +70,17 @@ class CallRefused(TransportError):
 
 
 @dataclass(frozen=True, slots=True)
+class LayerOptions:
+    """What few models' attention does besides (fd_layer_t of kernels/engine/layers.h). Empty: it does not."""
+
+    segments: tuple[int, ...] = ()  # each layer's segment in tokens, chunked attention; 0: none
+    kv_layers: tuple[int, ...] = ()  # the layer whose K and V each layer attends to: itself, or an earlier one
+    softcaps: tuple[float, ...] = ()  # a score s of a layer becomes cap * tanh(s / cap); 0: it does not
+    sinks: bytes = b""  # fp32, little-endian, [n_layers, n_q_heads]: one more score of each head, without a V
+    slopes: bytes = b""  # fp32, little-endian, [n_q_heads]: ALiBi's slopes
+
+
+@dataclass(frozen=True, slots=True)
 class Hello:
     """The link that an S-node asks an R-node for."""
 
@@ -79,6 +90,13 @@ class Hello:
     softmax_scale: float
     kv_bytes: int | None  # KV-cache memory to lease at once; None: all free memory of the R-node
     max_seqs: int
+    layers: LayerOptions = LayerOptions()
+
+    @property
+    def kv_geometry(self) -> Geometry:
+        """The geometry of a KV page: of the layers that store K and V of their own."""
+        stored = sum(store == layer for layer, store in enumerate(self.layers.kv_layers))
+        return replace(self.geometry, n_layers=max(1, stored)) if self.layers.kv_layers else self.geometry
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,13 +23,14 @@ Without a secret there are no proofs and no MACs, and anybody who can reach the 
 
 from __future__ import annotations
 
+import base64
 import secrets
 from dataclasses import dataclass
 
 from fastdecode.region.contract import PROTOCOL_VERSION
 from fastdecode.region.geometry import Geometry, GeometryError, region_layout
 
-from .base import Hello, Lease, LinkRefused, TransportError
+from .base import Hello, LayerOptions, Lease, LinkRefused, TransportError
 from .frames import MAX_FRAME_AFTER_AUTH, FrameSocket
 from .messages import Attach, Attached, Challenge, HelloMessage, Refused, VersionMismatch, Welcome
 from .session import Session
@@ -88,6 +89,11 @@ async def say_hello(conn: FrameSocket, hello: Hello, secret: bytes | None) -> tu
         softmax_scale=hello.softmax_scale,
         kv_bytes=hello.kv_bytes,
         max_seqs=hello.max_seqs,
+        segments=list(hello.layers.segments),
+        kv_layers=list(hello.layers.kv_layers),
+        softcaps=list(hello.layers.softcaps),
+        sinks=base64.b64encode(hello.layers.sinks).decode(),
+        slopes=base64.b64encode(hello.layers.slopes).decode(),
     )
     session = None
     if secret is not None:
@@ -181,6 +187,13 @@ class Handshake:
             softmax_scale=float(message.softmax_scale),
             kv_bytes=message.kv_bytes,
             max_seqs=message.max_seqs,
+            layers=LayerOptions(
+                segments=tuple(message.segments),
+                kv_layers=tuple(message.kv_layers),
+                softcaps=tuple(map(float, message.softcaps)),
+                sinks=base64.b64decode(message.sinks),
+                slopes=base64.b64decode(message.slopes),
+            ),
         )
 
     async def welcome(self, lease: Lease, token: str) -> None:

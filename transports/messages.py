@@ -6,6 +6,7 @@ field is an error too: both ends have the same protocol version, so such a field
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import math
 import reprlib
@@ -101,6 +102,26 @@ def _ints(limit: int) -> Any:
     return _checked(check)
 
 
+def _numbers(limit: int) -> Any:
+    def check(value: Any) -> str | None:
+        good = isinstance(value, list) and len(value) <= limit
+        good = good and all(type(v) in (int, float) and math.isfinite(v) and v >= 0 for v in value)
+        return None if good else f"a list of at most {limit} finite numbers of at least 0"
+
+    return _checked(check)
+
+
+def _base64() -> Any:
+    def check(value: Any) -> str | None:
+        try:
+            base64.b64decode(value if isinstance(value, str) else "!", validate=True)
+        except ValueError:
+            return "bytes in base64"
+        return None
+
+    return _checked(check)
+
+
 def _pairs(limit: int) -> Any:
     def check(value: Any) -> str | None:
         good = isinstance(value, list) and len(value) <= limit
@@ -153,7 +174,8 @@ class Challenge:
 
 @_message
 class HelloMessage:
-    """base.Hello on the wire. `region_bytes` is the region's size as the S-node computes it; the R-node compares it."""
+    """base.Hello on the wire. `region_bytes` is the region's size as the S-node computes it; the R-node compares it.
+    The fields from `segments` on are those of base.LayerOptions."""
 
     TYPE: ClassVar[str] = "HELLO"
     version: int = _int(U32)
@@ -172,6 +194,11 @@ class HelloMessage:
     softmax_scale: float = _positive()
     kv_bytes: int | None = _or_null(_int(MAX_BYTES))
     max_seqs: int = _int(U32)
+    segments: list[int] = _ints(MAX_LAYERS)
+    kv_layers: list[int] = _ints(MAX_LAYERS)
+    softcaps: list[float] = _numbers(MAX_LAYERS)
+    sinks: str = _base64()
+    slopes: str = _base64()
 
 
 @_message

@@ -25,8 +25,7 @@ def rows(config: NodeConfig, path: Path) -> list[tuple[str, str]]:
     device = choose_device(config.device)
     dtype = str(choose_dtype(config.dtype, model.dtype, device)).removeprefix("torch.")
     weights, stored = _weights(config, path, model, dtype)
-    geometry = model.hello_geometry(1, 1, "fp32")
-    numbers = (1, 1, geometry.n_layers, geometry.n_q_heads, geometry.n_kv_heads, geometry.head_size)
+    numbers = (1, 1, model.stored_layers, model.n_q_heads, model.n_kv_heads, model.head_size)
     memory = config.kv_memory or max(0, available_memory() - (weights if device.type == "cpu" else 0)) // 2
     shape = f"{model.n_layers} layers, {model.n_q_heads} query and {model.n_kv_heads} KV heads of {model.head_size}"
     lines = [

@@ -129,7 +129,7 @@ class RNode:
         if not 1 <= hello.max_seqs <= MAX_SEQS:
             raise LinkRefused(f"{hello.max_seqs} sequences are not within 1..{MAX_SEQS}")
 
-        pages = _PageSize(geometry_tuple(geometry), KV_DTYPES.index(hello.kv_dtype))
+        pages = _PageSize(geometry_tuple(hello.kv_geometry), KV_DTYPES.index(hello.kv_dtype))
         free = self.kv_free - region.nbytes
         most = min(self._max_lease, self._kv_bytes - region.nbytes)
         wanted = most if hello.kv_bytes is None else hello.kv_bytes
@@ -142,7 +142,20 @@ class RNode:
             )
         try:
             link = self._engine.add_link(
-                region, *pages.key, n_pages, hello.max_seqs, hello.softmax_scale, hello.windows, notify, max_pages
+                region,
+                geometry_tuple(geometry),
+                KV_DTYPES.index(hello.kv_dtype),
+                n_pages,
+                hello.max_seqs,
+                hello.softmax_scale,
+                hello.windows,
+                notify,
+                max_pages,
+                segments=hello.layers.segments or None,
+                kv_layers=hello.layers.kv_layers or None,
+                softcaps=hello.layers.softcaps or None,
+                sinks=hello.layers.sinks or None,
+                slopes=hello.layers.slopes or None,
             )
         except (ValueError, MemoryError) as error:
             raise LinkRefused(f"the R-engine refused the link: {error}") from None

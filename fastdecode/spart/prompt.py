@@ -14,10 +14,12 @@ import torch.nn.functional as F
 
 from fastdecode.spart.attention import attend
 from fastdecode.spart.batch import Chunk
+from fastdecode.spart.scoring import Scoring, scoring_of
 from fastdecode.spart.shape import AttentionShape
 
-#: Rows of a block of attention with a sliding window.
-_WINDOW_ROWS = 256
+#: Rows of a block where rows do not see all positions before them, and most scores of a block that are made in fp32.
+_BLOCK_ROWS = 256
+_BLOCK_SCORES = 1 << 24
 
 
 class PromptCache:
@@ -94,58 +96,80 @@ class PromptChunk:
         self.key, self.chunk, self.rows = key, chunk, rows
         self._heads = (config.n_q_heads, config.n_kv_heads, config.head_size)
         self._scale, self._windows = config.softmax_scale, config.windows
+        self._options, self._kv_layers = config.options, config.kv_layers
         self.prompt = prompt
-        self._masks: dict[tuple[int, int, int], torch.Tensor] = {}
+        self._masks: dict[tuple[int, ...], torch.Tensor] = {}
 
     def attend(self, layer: int, q: torch.Tensor, kv: torch.Tensor, out: torch.Tensor) -> None:
         """Attention of the chunk's rows: q [n, n_q_heads * d] and kv [n, 2 * n_kv_heads * d] -> out [n, n_q_heads *
-        d]."""
+        d]. A layer that shares the K and V of another gets that layer's rows as `kv`."""
         _, n_kv, size = self._heads
-        n, pos = len(q), self.chunk.pos
+        n, pos, store = len(q), self.chunk.pos, self._kv_layers[layer]
         if self.prompt is not None:
-            everything = self.prompt.kv[layer, : pos + n]
-            everything[pos:] = kv
+            everything = self.prompt.kv[store, : pos + n]
+            if store == layer:
+                everything[pos:] = kv
             kv = everything
         # [KV heads, query heads of each, rows, size]: K and V are read once for all query heads of a group.
         grouped = q.view(n, n_kv, -1, size).permute(1, 2, 0, 3)
         k, v = kv.view(pos + n, 2, n_kv, 1, size).permute(1, 2, 3, 0, 4).expand(-1, -1, grouped.shape[1], -1, -1)
-        window = self._windows[layer]
-        if window and pos + n > window:
-            attended = self._attend_window(window, grouped, k, v)
+        window, segment = self._windows[layer], self._options.segments[layer] if self._options.segments else 0
+        window, segment = (limit if limit < pos + n else 0 for limit in (window, segment))
+        scoring = scoring_of(self._options, layer, len(self._windows), n_kv, q.device)
+        if window or segment or scoring.softcap or scoring.slopes is not None:
+            attended = self._attend_blocks(window, segment, scoring, grouped, k, v)
         else:
             attended, log_sum = attend(grouped, k[:, :, pos:], v[:, :, pos:], True, self._scale)
             if pos:
                 earlier, earlier_log_sum = attend(grouped, k[:, :, :pos], v[:, :, :pos], False, self._scale)
                 share = torch.sigmoid(earlier_log_sum - log_sum).to(q.dtype)[..., None]
                 attended = torch.lerp(attended, earlier, share)
+                log_sum = torch.logaddexp(log_sum, earlier_log_sum)
+            if scoring.sinks is not None:
+                attended = attended * torch.sigmoid(log_sum - scoring.sinks).to(q.dtype)[..., None]
         out.view(n, n_kv, -1, size).copy_(attended.permute(2, 0, 1, 3))
 
-    def _attend_window(self, window: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Attention of q [KV heads, group, n, d] where each row attends to `window` positions up to its own.
+    def _attend_blocks(
+        self, window: int, segment: int, scoring: Scoring, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> torch.Tensor:
+        """Attention of q [KV heads, group, n, d] where each row attends to `window` positions up to its own, and to its
+        own segment (0: no such limit).
 
-        Rows are attended in blocks, so a mask is never wider than a block and the window.
+        Rows are attended in blocks, so a mask is never wider than a block and what its rows may see.
         """
         n, pos = q.shape[2], self.chunk.pos
+        step = _BLOCK_ROWS
+        if not scoring.is_plain:  # scores are made
+            step = max(1, min(step, _BLOCK_SCORES // (self._heads[0] * (pos + n))))
         parts = []
-        for start in range(0, n, _WINDOW_ROWS):
-            stop = min(n, start + _WINDOW_ROWS)
-            first = max(0, pos + start - window + 1)  # the earliest position that a row of the block attends to
-            keys = slice(first, pos + stop)
-            mask = self._mask(window, stop - start, pos + stop - first, q)
-            parts.append(
-                F.scaled_dot_product_attention(
-                    q[:, :, start:stop], k[:, :, keys], v[:, :, keys], attn_mask=mask, scale=self._scale
+        for start in range(0, n, step):
+            stop, own = min(n, start + step), pos + start
+            # The earliest position that a row of the block attends to.
+            first = max(own - window + 1 if window else 0, own // segment * segment if segment else 0, 0)
+            block, keys = q[:, :, start:stop], slice(first, pos + stop)
+            # Without a limit all rows see all positions before the block.
+            masked = first if window or segment else own
+            mask = self._mask(window, segment, own, stop - start, masked, q)
+            if scoring.is_plain:
+                attended = F.scaled_dot_product_attention(
+                    block, k[:, :, keys], v[:, :, keys], attn_mask=mask, scale=self._scale
                 )
-            )
+            else:
+                attended = scoring.attend(block, k[:, :, keys], v[:, :, keys], mask, own, first, self._scale)
+            parts.append(attended)
         return torch.cat(parts, dim=2) if len(parts) > 1 else parts[0]
 
-    def _mask(self, window: int, n: int, columns: int, like: torch.Tensor) -> torch.Tensor:
-        """Additive mask [n, columns] whose last row attends to the last `window` columns, made once a step."""
-        mask = self._masks.get((window, n, columns))
+    def _mask(self, window: int, segment: int, own: int, n: int, first: int, like: torch.Tensor) -> torch.Tensor:
+        """Additive mask [n, positions from `first`] of rows whose positions begin at `own`, made once a step."""
+        key = (window, segment, own, n)
+        mask = self._masks.get(key)
         if mask is None:
-            own = torch.arange(columns - n, columns, device=like.device)[:, None]
-            column = torch.arange(columns, device=like.device)
-            hidden = (column > own) | (column <= own - window)
-            mask = like.new_zeros(n, columns).masked_fill_(hidden, float("-inf"))
-            self._masks[window, n, columns] = mask
+            rows = torch.arange(own, own + n, device=like.device)[:, None]
+            columns = torch.arange(first, own + n, device=like.device)
+            hidden = columns > rows
+            if window:
+                hidden |= columns <= rows - window
+            if segment:
+                hidden |= columns // segment != rows // segment
+            mask = self._masks[key] = like.new_zeros(hidden.shape).masked_fill_(hidden, float("-inf"))
         return mask

@@ -38,4 +38,5 @@ class ServedModel:
             softmax_scale=self.shape.softmax_scale,
             kv_bytes=kv_bytes,
             max_seqs=max_seqs,
+            layers=self.shape.options,
         )

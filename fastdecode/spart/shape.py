@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fastdecode.region.geometry import Geometry
+from fastdecode.transports.base import LayerOptions
 
 
 class AttentionShape:
@@ -16,6 +17,17 @@ class AttentionShape:
     head_size: int
     windows: tuple[int, ...]  # sliding window of each layer; 0: full attention
     softmax_scale: float
+    options: LayerOptions = LayerOptions()  # what few models' attention does besides
+
+    @property
+    def kv_layers(self) -> tuple[int, ...]:
+        """The layer whose K and V each layer attends to: itself, or an earlier one."""
+        return self.options.kv_layers or tuple(range(self.n_layers))
+
+    @property
+    def stored_layers(self) -> int:
+        """The number of layers that store K and V of their own."""
+        return len(set(self.kv_layers))
 
     def hello_geometry(self, n_slots: int, max_rows: int, act_dtype: str) -> Geometry:
         """The region geometry that an S-node with this model asks its R-nodes for."""

@@ -16,7 +16,7 @@ import rengine_peer as peer
 
 from fastdecode.region.contract import ACT_DTYPES, KV_DTYPES, ROW_ATTEND, ROW_DTYPE, Status
 from fastdecode.region.geometry import Geometry
-from fastdecode.transports.base import Hello, Link
+from fastdecode.transports.base import Hello, LayerOptions, Link
 
 #: Set on emulated machines, which take half a minute for a call of LARGE's full size.
 SLOW = "FASTDECODE_SLOW" in os.environ
@@ -36,6 +36,8 @@ LARGE = Geometry(
     n_slots=2, max_rows=256 // FEWER, n_layers=1, n_q_heads=32, n_kv_heads=8, head_size=64, act_dtype="fp32"
 )
 
+PLAIN = LayerOptions()
+
 
 def hello(
     geometry: Geometry = SMALL,
@@ -43,9 +45,10 @@ def hello(
     windows: tuple[int, ...] | None = None,
     kv_bytes: int | None = 1 << 20,
     max_seqs: int = 8,
+    layers: LayerOptions = PLAIN,
 ) -> Hello:
     windows = (0,) * geometry.n_layers if windows is None else windows
-    return Hello(geometry, kv_dtype, windows, geometry.head_size**-0.5, kv_bytes, max_seqs)
+    return Hello(geometry, kv_dtype, windows, geometry.head_size**-0.5, kv_bytes, max_seqs, layers)
 
 
 async def in_thread(function, *args):
@@ -79,7 +82,12 @@ class Driver(peer.Link):
         self.q_at, self.kv_at, self.o_at, self.slot_bytes = layout.q, layout.kv, layout.o, layout.slot_bytes
         self.map = link.region
         self.kv_dtype, self.scale, self.windows = KV_DTYPES.index(wanted.kv_dtype), wanted.softmax_scale, wanted.windows
-        self.options, self.kv_layers = {}, list(range(g.n_layers))
+        layers = wanted.layers
+        self.options = {n: getattr(layers, n) for n in ("segments", "kv_layers", "softcaps") if getattr(layers, n)}
+        for name in ("sinks", "slopes"):
+            if values := getattr(layers, name):
+                numbers = np.frombuffer(values, "<f4")
+                self.options[name] = numbers.reshape(-1, g.n_q_heads) if name == "sinks" else numbers
         self.rng = np.random.default_rng(seed)
         self.shadows: dict[int, peer.Shadow] = {}
         self.next_tag = 1

@@ -10,8 +10,9 @@ import mmap
 import os
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -212,6 +213,8 @@ class Shadow:
 class Link(Peer):
     """A link to an engine in this process, whose every O row is compared with a float64 shadow of the cache."""
 
+    options: Mapping[str, Any] = MappingProxyType({})
+
     def __init__(
         self,
         engine,
@@ -226,7 +229,6 @@ class Link(Peer):
         """`options` are the keyword arguments of REngine.add_link that say what the layers' attention does."""
         super().__init__(g)
         self.options = options or {}
-        self.kv_layers = list(self.options.get("kv_layers", range(g.n_layers)))
         self.kv_dtype, self.scale = kv_dtype, g.head_size**-0.5
         self.windows = list(windows) or [0] * g.n_layers
         self.rng = np.random.default_rng(0)
@@ -237,6 +239,10 @@ class Link(Peer):
             self.map, g.tuple(), kv_dtype, n_pages, max_seqs, self.scale, self.windows, None, max_pages, **self.options
         )
         self.wake_fd = self.lease.eventfd
+
+    @property
+    def kv_layers(self) -> Sequence[int]:
+        return self.options.get("kv_layers", range(self.g.n_layers))
 
     def layer_options(self, layer: int) -> dict[str, Any]:
         """The keyword arguments of `attention` for a layer."""

@@ -79,6 +79,11 @@ def hello_message(geometry: Geometry = SMALL, **changes: object) -> dict:
         "softmax_scale": 0.25,
         "kv_bytes": 8 << 20,
         "max_seqs": 4,
+        "segments": [],
+        "kv_layers": [],
+        "softcaps": [],
+        "sinks": "",
+        "slopes": "",
     }
     return message | changes
 

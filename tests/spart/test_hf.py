@@ -27,13 +27,9 @@ REFUSED = {
     "bloom": "calls attention 0 times",
     "diffllama": "calls attention 6 times for 3 layers",
     "falcon": "cannot be split at its attention",
-    "gemma2": "softcap",
-    "gemma4_text": "heads of 512 elements",
-    "gpt_oss": "attention sinks",
     "mamba": "calls attention 0 times",
     "mpt": "calls attention 0 times",
     "qwen3_next": "cannot be traced on the meta device",
-    "vaultgemma": "softcap",
 }
 SUPPORTED = sorted(set(TYPES) - set(REFUSED))
 TABLE = Path(__file__).parents[2] / "docs" / "models.md"
@@ -137,6 +133,13 @@ async def test_tokens_equal_transformers_over_tcp(model_type: str, checkpoints: 
 def test_a_model_that_cannot_be_split_is_refused_before_its_weights_are_read(model_type: str) -> None:
     with pytest.raises(CheckpointError, match=REFUSED[model_type]):
         HFConfig.from_configs(make_config(model_type), None)
+
+
+@pytest.mark.parametrize("model_type", ["gemma3n_text", "gemma4_text"])
+def test_layers_that_share_k_and_v_are_stored_once(model_type: str) -> None:
+    """The last 2 of 6 layers attend to the K and V of the last layer of their kind that stores them."""
+    config = HFConfig.from_configs(make_config(model_type), None)
+    assert config.kv_layers == (0, 1, 2, 3, 2, 3) and config.stored_layers == 4
 
 
 def test_code_that_a_checkpoint_brings_is_not_run(tmp_path: Path) -> None:

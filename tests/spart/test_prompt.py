@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -13,6 +14,7 @@ from fastdecode.spart.attention import attend, attend_matmul
 from fastdecode.spart.batch import Chunk, SampleSpec
 from fastdecode.spart.prompt import PromptCache, PromptChunk
 from fastdecode.spart.shape import AttentionShape
+from fastdecode.transports.base import LayerOptions
 
 pytestmark = pytest.mark.quick
 
@@ -26,8 +28,8 @@ class Shape(AttentionShape):
     n_layers, n_q_heads, n_kv_heads, head_size = 1, 8, 2, 16
     softmax_scale = 0.3
 
-    def __init__(self, window: int):
-        self.windows = (window,)
+    def __init__(self, window: int, **options: Any):
+        self.windows, self.options = (window,), LayerOptions(**options)
 
 
 def rows(n: int, heads: int, size: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -135,3 +137,51 @@ def test_cuda_kernels_take_these_arguments(name, causal):
     got, log_sum = getattr(attention, name)(q, kv, kv, causal, 0.2)
     assert got.shape == q.shape and got.dtype is torch.float16
     assert log_sum.shape == q.shape[:3] and log_sum.dtype is torch.float32
+
+
+SLOPES = 2.0 ** -np.arange(1, 9)
+OPTIONS = {
+    "softcap": {"softcaps": (0.5,)},
+    "sinks": {"sinks": np.linspace(-2, 3, 8).astype("<f4").tobytes()},
+    "slopes": {"slopes": SLOPES.astype("<f4").tobytes()},
+    "segments": {"segments": (40,)},
+    "all": {"softcaps": (2.0,), "sinks": np.linspace(-2, 3, 8).astype("<f4").tobytes(), "segments": (70,)},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("window", [0, 30])
+@pytest.mark.parametrize("sizes", [[100], [1, 60, 39], [30, 70]])
+def test_options_of_few_models_equal_float64(sizes: list[int], window: int, options: str) -> None:
+    given = OPTIONS[options]
+    q, kv = rows(sum(sizes), 8, 16, 3), rows(sum(sizes), 4, 16, 4)
+    shape, n = Shape(window, **given), len(q)
+    k, v = kv.double().view(n, 2, 2, 16).repeat_interleave(4, dim=2).permute(1, 2, 0, 3)
+    scores = 0.3 * q.double().view(n, 8, 16).transpose(0, 1) @ k.transpose(1, 2)
+    own, position = torch.arange(n)[:, None], torch.arange(n)
+    if "softcaps" in given:
+        scores = given["softcaps"][0] * torch.tanh(scores / given["softcaps"][0])
+    if "slopes" in given:
+        scores += torch.from_numpy(SLOPES)[:, None, None] * (position - own)
+    hidden = position > own
+    if window:
+        hidden |= position <= own - window
+    if "segments" in given:
+        hidden |= position // given["segments"][0] != own // given["segments"][0]
+    scores = scores.masked_fill(hidden, float("-inf"))
+    if "sinks" in given:
+        sinks = torch.from_numpy(np.frombuffer(given["sinks"], "<f4").astype(np.float64))
+        scores = torch.cat([scores, sinks[:, None, None].expand(-1, n, 1)], dim=2)
+    weights = scores.softmax(dim=2)[:, :, :n]
+    want = (weights @ v).transpose(0, 1).reshape(n, -1)
+
+    cache = PromptCache(shape, q.device, q.dtype)
+    out, pos = torch.empty_like(q), 0
+    for size in sizes:
+        chunk = Chunk(0, 0, 1, pos, [0] * size, True, SampleSpec() if pos + size == n else None)
+        work = PromptChunk(shape, "prompt", chunk, slice(0, size), cache.begin("prompt", chunk))
+        part = slice(pos, pos + size)
+        work.attend(0, q[part], kv[part], out=out[part])
+        cache.end(work)
+        pos += size
+    assert (out - want).abs().max() < 5e-6

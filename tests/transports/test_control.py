@@ -5,6 +5,7 @@ The R-node refuses each with a readable reason, and no other link suffers.
 
 from __future__ import annotations
 
+import base64
 import socket
 import struct
 import tracemalloc
@@ -90,6 +91,17 @@ async def test_wrong_version_names_both(r_node, bystander):
         ({"region_bytes": 4096}, "lay regions out differently: 4096 bytes at the S-node, 61440 here"),
         ({"windows": [0]}, "1 attention windows for 2 layers"),
         ({"windows": [0, 0, 0]}, "3 attention windows for 2 layers"),
+        ({"segments": [0]}, "segments: 1 given, 2 needed"),
+        ({"kv_layers": [1, 1]}, "a layer shares the K and V of a layer that does not store its own before it"),
+        ({"kv_layers": [1, 0]}, "a layer shares the K and V of a layer that does not store its own before it"),
+        ({"kv_layers": [0, 2]}, "kv_layers: 2 is not within 0..1"),
+        ({"kv_layers": [0]}, "kv_layers: 1 given, 2 needed"),
+        ({"softcaps": [1e39, 0]}, "layer 0: a softcap is not a finite number"),
+        ({"softcaps": [1.0] * 3}, "softcaps: 3 given, 2 needed"),
+        ({"sinks": "AAAA"}, "sinks: 3 bytes given, 32 aligned bytes needed"),
+        ({"slopes": "AAAAAA=="}, "slopes: 4 bytes given, 16 aligned bytes needed"),
+        ({"slopes": base64.b64encode(b"\xff" * 16).decode()}, "a slope is not a finite number"),
+        ({"sinks": base64.b64encode(b"\xff" * 32).decode()}, "a sink is not a number below infinity"),
         ({"max_seqs": 0}, "0 sequences"),
         ({"max_seqs": MAX_SEQS + 1}, f"{MAX_SEQS + 1} sequences"),
         ({"kv_bytes": 32767}, "32767 bytes wanted"),
@@ -122,6 +134,14 @@ async def test_bad_geometry_and_requests_that_cannot_be_granted(r_node, bystande
         ("windows", [0, "0"]),
         ("windows", [0, -1]),
         ("windows", [0] * 1025),
+        ("segments", [0, -1]),
+        ("kv_layers", [0, 2**32]),
+        ("softcaps", [0, -1.0]),
+        ("softcaps", [0, "1"]),
+        ("softcaps", [0, True]),
+        ("sinks", "not base64!"),
+        ("sinks", 7),
+        ("slopes", None),
         ("softmax_scale", "1"),
         ("softmax_scale", 0),
         ("softmax_scale", -1.0),

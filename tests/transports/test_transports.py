@@ -19,7 +19,7 @@ from rnode_process import KV_BYTES, Held, start_executor_threads
 from fastdecode.region.contract import PAGE_TOKENS, ROW_ATTEND, ROW_DTYPE, Status
 from fastdecode.region.geometry import region_layout
 from fastdecode.transports import link as link_module
-from fastdecode.transports.base import CallRefused, Link, LinkDown, LinkRefused
+from fastdecode.transports.base import CallRefused, LayerOptions, Link, LinkDown, LinkRefused
 from fastdecode.transports.registry import connect
 
 #: Pages of the R-node's memory beside the link's activation region.
@@ -45,6 +45,28 @@ async def test_attention_equals_float64(shared_node):
     await in_thread(steps)
     assert link.lease.page_bytes == SMALL.n_layers * SMALL.n_kv_heads * 2 * SMALL.head_size * 4 * PAGE_TOKENS
     assert (link.lease.max_seqs, link.lease.n_pages) == (8, (1 << 20) // link.lease.page_bytes)
+    await link.close()
+
+
+async def test_what_layers_do_besides_is_agreed_at_hello(shared_node):
+    layers = LayerOptions(
+        segments=(90, 0),
+        kv_layers=(0, 0),
+        softcaps=(0, 1.5),
+        sinks=np.arange(8).astype("<f4").tobytes(),
+        slopes=np.array([0.5, 0.25, 0.125, 0.0], "<f4").tobytes(),
+    )
+    wanted = hello(windows=(0, 70), layers=layers)
+    link = await connect(shared_node.url, wanted, None)
+    driver = Driver(link, wanted)
+
+    def steps():
+        driver.fill(0, 100)
+        driver.step(0, [(0, 1, True), (1, 20, False)])
+        driver.step(1, [(1, 4, True), (0, 1, True), (2, 7, False)])
+
+    await in_thread(steps)
+    assert link.lease.page_bytes == SMALL.n_kv_heads * 2 * SMALL.head_size * 4 * PAGE_TOKENS  # of one layer
     await link.close()
 
 

@@ -2,19 +2,23 @@
 
 A link has one geometry for all layers. Layers that differ are fitted into it: heads are padded with zeros to the
 largest head size, KV heads are repeated up to the largest number, and a layer's own softmax scale is folded into its
-queries. None of this changes a score.
+queries. None of this changes a score. A layer that shares another's K and V is stored once.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from fastdecode.region.contract import HEAD_SIZE_UNIT, MAX_HEAD_SIZE, MAX_LAYERS
 from fastdecode.spart.config import CheckpointError
 from fastdecode.spart.hf.trace import AttentionLayer, trace
 from fastdecode.spart.shape import AttentionShape
+from fastdecode.transports.base import LayerOptions
+
+_Number = TypeVar("_Number", int, float)
 
 _DTYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 
@@ -36,6 +40,7 @@ class HFConfig(AttentionShape):
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
     layers: tuple[AttentionLayer, ...]
+    options: LayerOptions = LayerOptions()
 
     @classmethod
     def from_dir(cls, directory: str | Path) -> HFConfig:
@@ -49,7 +54,7 @@ class HFConfig(AttentionShape):
         layers = tuple(trace(config))
         _check(config, layers)
         text = config.get_text_config()
-        chunks = [layer.chunk for layer in layers if layer.chunk]
+        kv_layers = tuple(layer.kv_layer for layer in layers)
         return cls(
             architecture=(config.architectures or [type(config).__name__])[0],
             dtype=_DTYPES.get(str(config.dtype).removeprefix("torch."), "fp32"),
@@ -58,13 +63,17 @@ class HFConfig(AttentionShape):
             n_q_heads=layers[0].n_q_heads,
             n_kv_heads=max(layer.n_kv_heads for layer in layers),
             head_size=-(-max(max(layer.k_size, layer.v_size) for layer in layers) // HEAD_SIZE_UNIT) * HEAD_SIZE_UNIT,
-            # Chunked attention is full attention within the first chunk, so longer contexts are refused.
-            max_positions=min([_max_positions(text), *chunks]),
+            max_positions=_max_positions(text),
             windows=tuple(layer.window for layer in layers),
             softmax_scale=layers[0].scale,
             eos_token_ids=_token_ids(getattr(generation, "eos_token_id", None) or text.eos_token_id),
             bos_token_id=text.bos_token_id,
             layers=layers,
+            options=LayerOptions(
+                segments=_unless_plain(layer.chunk for layer in layers),
+                kv_layers=() if len({layer.kv_layer for layer in layers}) == len(layers) else kv_layers,
+                softcaps=_unless_plain(layer.softcap for layer in layers),
+            ),
         )
 
     @property
@@ -109,10 +118,14 @@ def _check(config: Any, layers: tuple[AttentionLayer, ...]) -> None:
     most = max(layer.n_kv_heads for layer in layers)
     if any(most % layer.n_kv_heads for layer in layers):
         raise CheckpointError(f"{kind} has layers whose numbers of KV heads do not divide one another")
-    if any(layer.softcap for layer in layers):
-        raise CheckpointError(f"{kind} caps its attention scores (softcap), which R-nodes do not support yet")
-    if any(layer.sinks for layer in layers):
-        raise CheckpointError(f"{kind} has attention sinks, which R-nodes do not support yet")
+    if len({bool(layer.sinks) for layer in layers}) > 1:
+        raise CheckpointError(f"{kind} has layers with and without attention sinks, which is not supported")
+
+
+def _unless_plain(values: Iterable[_Number]) -> tuple[_Number, ...]:
+    """The layers' values, or an empty tuple if all are 0."""
+    found = tuple(values)
+    return found if any(found) else ()
 
 
 def _max_positions(text: Any) -> int:

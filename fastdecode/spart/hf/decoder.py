@@ -146,8 +146,9 @@ class _Forward:
         layer = self._layers[index]
         self._layer += 1
         self._write(self._q_heads, q, layer.k_size, 1, layer.scale / self._scale)
-        self._write(self._k_heads, k, layer.k_size, self._n_kv // layer.n_kv_heads, 1.0)
-        self._write(self._v_heads, v, layer.v_size, self._n_kv // layer.n_kv_heads, 1.0)
+        if layer.kv_layer == index or self._mixed:  # the R-nodes have the K and V that layers share
+            self._write(self._k_heads, k, layer.k_size, self._n_kv // layer.n_kv_heads, 1.0)
+            self._write(self._v_heads, v, layer.v_size, self._n_kv // layer.n_kv_heads, 1.0)
         if self._mixed and self._n_attend:
             exchange.q.copy_(self._q[: self._n_attend])
         exchange.post(index)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +77,15 @@ def load_hf_model(
             _replace_linears(module, module.get_output_embeddings(), bits)
     own = sum(linear.nbytes for part in module.modules() if isinstance(part, _LinearModule) for linear in [part.linear])
     rest = sum(p.nbytes for p in module.parameters() if p.device.type != "meta")
-    return HFModel(split, module, device, dtype, parameters, own + rest)
+    return HFModel(_with_sinks(split, module), module, device, dtype, parameters, own + rest)
+
+
+def _with_sinks(config: HFConfig, module: Any) -> HFConfig:
+    """`config` with the values of the model's attention sinks, which are parameters."""
+    if not config.layers[0].sinks:
+        return config
+    sinks = torch.stack([module.get_parameter(layer.sinks).float().cpu() for layer in config.layers])
+    return replace(config, options=replace(config.options, sinks=sinks.numpy().astype("<f4").tobytes()))
 
 
 class _LinearModule(torch.nn.Module):

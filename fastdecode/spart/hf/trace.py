@@ -32,7 +32,8 @@ class AttentionLayer:
     window: int  # a token attends to itself and window - 1 tokens before it; 0: to all tokens before it
     chunk: int  # a token attends within its own chunk of so many positions (Llama 4); 0: no chunks
     softcap: float  # scores become softcap * tanh(scores / softcap) (Gemma 2); 0: no soft-capping
-    sinks: bool  # each head has one more logit in its softmax, without a value (gpt-oss)
+    sinks: str  # the name of the parameter [n_q_heads] with each head's one more score (gpt-oss); empty: none
+    kv_layer: int  # the layer whose K and V this layer attends to: itself, or an earlier one (Gemma 3n)
 
 
 def trace(config: Any) -> list[AttentionLayer]:
@@ -49,7 +50,7 @@ def trace(config: Any) -> list[AttentionLayer]:
         raise CheckpointError(f"{_type(config)} cannot be split at its attention: {_first_line(error)}") from None
     _use_static_experts(model)
     layers: list[AttentionLayer] = []
-    _recording.layers = layers
+    _recording.layers, _recording.keys, _recording.model = layers, [], model
     ids = torch.zeros(1, _TOKENS, dtype=torch.long, device="meta")
     positions = torch.arange(_TOKENS, device="meta")[None]
     try:
@@ -62,7 +63,7 @@ def trace(config: Any) -> list[AttentionLayer]:
         reason = f"{type(error).__name__}: {_first_line(error)}"
         raise CheckpointError(f"{_type(config)} cannot be traced on the meta device ({reason})") from None
     finally:
-        del _recording.layers
+        del _recording.layers, _recording.keys, _recording.model
     text = config.get_text_config()
     if len(layers) != text.num_hidden_layers:
         raise CheckpointError(
@@ -107,10 +108,19 @@ def _attention(
         window=window,
         chunk=chunk,
         softcap=float(softcap or 0.0),
-        sinks=s_aux is not None,
+        sinks="" if s_aux is None else _parameter_name(s_aux),
+        kv_layer=next((i for i, seen in enumerate(_recording.keys) if seen is k), len(_recording.layers)),
     )
     _recording.layers.append(layer)
+    _recording.keys.append(k)
     return q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3]), None
+
+
+def _parameter_name(values: torch.Tensor) -> str:
+    for name, parameter in _recording.model.named_parameters():
+        if parameter is values:
+            return str(name)
+    raise CheckpointError("the model computes its attention sinks, which is not supported")
 
 
 def _mask(

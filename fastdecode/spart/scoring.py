@@ -1,0 +1,67 @@
+"""What few models do to their scores: soft-capping (Gemma 2), attention sinks (gpt-oss), ALiBi's slopes (MPT)."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from fastdecode.transports.base import LayerOptions
+
+
+@dataclass(frozen=True, slots=True)
+class Scoring:
+    """What one layer does to its scores."""
+
+    softcap: float = 0.0  # a score s becomes softcap * tanh(s / softcap); 0: it does not
+    sinks: torch.Tensor | None = None  # fp32 [KV heads, query heads of each, 1]: one more score of each head
+    slopes: torch.Tensor | None = None  # fp32 [KV heads, query heads of each, 1, 1]: times the distance of two tokens
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the layer does nothing to its scores."""
+        return not self.softcap and self.sinks is None and self.slopes is None
+
+    def attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, own: int, first: int, scale: float
+    ) -> torch.Tensor:
+        """Attention of q [KV heads, group, n, d], at positions from `own` on, to k and v, at positions from `first` on.
+
+        `mask` [n, m] is added to the scores of the last m keys. Scores are made in fp32.
+        """
+        scores = torch.matmul(q.float(), k.float().transpose(-1, -2)).mul_(scale)
+        if self.softcap:
+            scores = scores.div_(self.softcap).tanh_().mul_(self.softcap)
+        if self.slopes is not None:
+            rows = torch.arange(own, own + q.shape[2], device=q.device)[:, None]
+            scores += self.slopes * (torch.arange(first, first + k.shape[2], device=q.device) - rows)
+        scores[..., -mask.shape[1] :] += mask
+        if self.sinks is None:
+            return torch.matmul(scores.softmax(dim=-1).to(v.dtype), v)
+        total = torch.logaddexp(scores.logsumexp(dim=-1), self.sinks)
+        return torch.matmul(scores.sub_(total[..., None]).exp_().to(v.dtype), v)
+
+
+_PLAIN = Scoring()
+
+
+@functools.lru_cache(maxsize=4096)
+def scoring_of(options: LayerOptions, layer: int, n_layers: int, n_kv_heads: int, device: torch.device) -> Scoring:
+    """The scoring of one of the `n_layers` of a model with these options."""
+    if options == LayerOptions(segments=options.segments, kv_layers=options.kv_layers):
+        return _PLAIN
+
+    def per_head(values: bytes, row: int, n_rows: int) -> torch.Tensor | None:
+        if not values:
+            return None
+        numbers = np.frombuffer(values, "<f4").reshape(n_rows, n_kv_heads, -1)[row]
+        return torch.from_numpy(numbers.copy()).to(device)[..., None]
+
+    slopes = per_head(options.slopes, 0, 1)
+    return Scoring(
+        softcap=options.softcaps[layer] if options.softcaps else 0.0,
+        sinks=per_head(options.sinks, layer, n_layers),
+        slopes=None if slopes is None else slopes[..., None],
+    )
