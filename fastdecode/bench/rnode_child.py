@@ -1,7 +1,7 @@
 """An R-node in a process of its own for a benchmark.
 
-`python -m fastdecode.bench.rnode_child URL SPIN_US KV_BYTES [CPU]` prints the URL that it listens on. It ends when its
-standard input is closed, so at the latest with its parent.
+`python -m fastdecode.bench.rnode_child URLS SPIN_US KV_BYTES THREADS [CPU]` prints the URLs that it listens on. It ends
+when its standard input is closed, so at the latest with its parent. URLs are separated by spaces.
 """
 
 from __future__ import annotations
@@ -14,21 +14,23 @@ from fastdecode.daemon.rnode import RNode
 
 
 class RNodeChild:
-    """An R-node process with one attention thread, pinned to `cpu` if that is not None.
+    """An R-node process; its attention thread is pinned to `cpu` if that is not None.
 
-    The attribute `url` is the URL that it listens on. Raises RuntimeError if it does not start.
+    The attribute `urls` lists the URLs that it listens on, and `url` is the first. Raises RuntimeError if it does not
+    start.
     """
 
-    def __init__(self, url: str, spin_us: int, kv_bytes: int, cpu: int | None):
-        argv = [sys.executable, "-m", __name__, url, str(spin_us), str(kv_bytes)]
+    def __init__(self, url: str, spin_us: int, kv_bytes: int, cpu: int | None, threads: int = 1):
+        argv = [sys.executable, "-m", __name__, url, str(spin_us), str(kv_bytes), str(threads)]
         if cpu is not None:
             argv.append(str(cpu))
         self._process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert self._process.stdout is not None
-        self.url = self._process.stdout.readline().strip()
-        if not self.url:
+        self.urls = self._process.stdout.readline().split()
+        if not self.urls:
             self.close()
             raise RuntimeError(f"no R-node could be started at {url}")
+        self.url = self.urls[0]
 
     def close(self) -> None:
         for pipe in (self._process.stdin, self._process.stdout):
@@ -41,14 +43,14 @@ class RNodeChild:
             self._process.wait()
 
 
-async def _serve(url: str, spin_us: int, kv_bytes: int, *cpus: int) -> None:
-    node = RNode(threads=1, kv_bytes=kv_bytes, cpus=cpus or None, spin_us=spin_us, name="benchmark")
+async def _serve(urls: list[str], spin_us: int, kv_bytes: int, threads: int, *cpus: int) -> None:
+    node = RNode(threads=threads, kv_bytes=kv_bytes, cpus=cpus or None, spin_us=spin_us, name="benchmark")
     try:
-        print(*await node.serve([url], None), flush=True)
+        print(*await node.serve(urls, None), flush=True)
         await asyncio.to_thread(sys.stdin.read)
     finally:
         await node.close()
 
 
 if __name__ == "__main__":
-    asyncio.run(_serve(sys.argv[1], *map(int, sys.argv[2:])))
+    asyncio.run(_serve(sys.argv[1].split(), *map(int, sys.argv[2:])))

@@ -29,6 +29,7 @@ import numpy as np
 import orjson
 from tqdm import tqdm
 
+from fastdecode.bench import bystander
 from fastdecode.bench.perftest import TOOLS, Perftest
 from fastdecode.bench.perftest import installed as perftest_installed
 from fastdecode.bench.rnode_child import RNodeChild
@@ -51,6 +52,7 @@ _PERFTEST = "perftest"
 _MIN_CALLS = 30
 _TIMEOUT = 20.0
 _KV_BYTES = 1 << 30
+_BYSTANDER_SPIN_US = 100  # there, threads that spin for long would take the cores from those that are measured
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -101,6 +103,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="A,B",
         help="pin the waiting thread to CPU A and the answering process to CPU B",
     )
+    parser.add_argument(
+        "--bystander",
+        action="store_true",
+        help="instead, time an empty call while another tenant forks 65,535 sequences, sends the longest legal calls "
+        "or drips its frames",
+    )
+    parser.add_argument("--threads", type=int, default=2, help="threads of the R-node that --bystander starts")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="plot latency and throughput over the payload")
 
@@ -169,6 +178,13 @@ class Case:
 
 
 def run(args: argparse.Namespace) -> None:
+    if args.bystander:
+        beside = bystander.measure(args.threads, min(args.spin_us, _BYSTANDER_SPIN_US), args.seconds)
+        if args.json:
+            print(orjson.dumps(beside, option=orjson.OPT_INDENT_2).decode())
+        else:
+            bystander.print_table(beside)
+        return
     if args.plot:
         from fastdecode.bench import plot  # fails here rather than after the measurement
     result = _measure(args)

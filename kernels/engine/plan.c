@@ -15,11 +15,11 @@ enum {
     MAX_WEIGHT = 1024 /* keeps sums of costs within 64 bits; the work itself has no such limit */
 };
 
-/* A unit reads at most so many bytes of the cache and does at most so many multiply-adds of QK^T: about a millisecond
- * of one core. */
+/* A unit reads at most so many bytes of the cache and does at most so many multiply-adds of QK^T: about half a
+ * millisecond of one core. */
 #ifndef UNIT_BYTES /* a test makes units smaller */
-#define UNIT_BYTES ((size_t)8 << 20)
-#define UNIT_WORK (1ull << 25)
+#define UNIT_BYTES ((size_t)4 << 20)
+#define UNIT_WORK (1ull << 24)
 #endif
 
 fd_status_t fd_step_init(fd_step_t *step, uint32_t max_rows, uint32_t max_items) {

@@ -230,3 +230,14 @@ def test_accuracy_and_perplexity_print_a_row_a_format():
     rows = json.loads(bench("perplexity", *size))["rows"]
     assert [row["kv_dtype"] for row in rows] == list(KV_DTYPES)
     assert all(abs(row["change"]) < 0.1 for row in rows[1:])
+
+
+def test_a_bystander_is_timed_beside_three_loads_and_undisturbed():
+    rows = json.loads(bench("transport", "--bystander", "--seconds", "0.2", "--json"))["rows"]
+    assert [(row["beside"], row["transport"], row["load"]) for row in rows] == [
+        (beside, transport, load)
+        for beside in ("forks", "long", "drip")
+        for transport in ("shm", "tcp")
+        for load in ("none", beside)
+    ]
+    assert all(row["calls"] > 5 and 0 < row["p50_ms"] <= row["p99_ms"] <= row["max_ms"] for row in rows)
