@@ -50,6 +50,8 @@ def _weights(config: NodeConfig, path: Path, model: Any, dtype: str) -> tuple[in
     if file := find_gguf(path):
         return file.stat().st_size, f"stored in {file.name}"
     stored = sum(part.stat().st_size for part in path.glob("*.safetensors"))
+    if quantisation := getattr(model, "quantisation", None):
+        return stored, f"stored as {quantisation.method}"
     if config.weights == "auto":
         each, kept = 4 if dtype == "float32" else 2, dtype
     else:

@@ -4,6 +4,8 @@
     config_json  typed access to config.json
     families     each native family's config.json as a ModelConfig
     config_file  read_config: the ModelConfig of a directory or GGUF file
+    quantisation parse_quantisation: quantization_config of a config.json
+    quantised_files  compressed-tensors, GPTQ, AWQ and FP8 checkpoints
     gguf         the configuration and tensors of GGUF files
     backend      choose_backend: the native decoder, or the transformers backend in hf/
     checkpoint   the tensors of a model's files

@@ -66,6 +66,16 @@ class TensorNames:
 
 
 @dataclass(frozen=True, slots=True)
+class Quantisation:
+    """How the linears of a checkpoint are stored. Sizes of groups are told by the tensors."""
+
+    method: str  # as in config.json: "gptq", for example; quantisation.py knows all
+    bits: int = 8  # gptq, awq: of a weight
+    zero_offset: int = 0  # gptq: what a stored zero point lacks
+    activation_bits: int = 15  # 8: the checkpoint was made for activations in int8
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig(AttentionShape):
     """A decoder-only transformer. Sizes are in elements."""
 
@@ -99,6 +109,7 @@ class ModelConfig(AttentionShape):
     embed_scale: float = 1.0  # the embedding is multiplied by it
     residual_scale: float = 1.0  # the output of each sublayer is multiplied by it before it is added
     logit_divisor: float = 1.0  # the logits are divided by it
+    quantisation: Quantisation | None = None  # of a checkpoint in safetensors
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False

@@ -13,15 +13,13 @@ from typing import Any
 
 from fastdecode.spart.config import CheckpointError, ModelConfig, TensorNames
 from fastdecode.spart.config_json import ConfigJson, end_token_ids
+from fastdecode.spart.quantisation import parse_quantisation
 
 
 def make_config(raw: dict[str, Any], generation: dict[str, Any] | None = None) -> ModelConfig:
     """`raw` is config.json, `generation` is generation_config.json. Raises CheckpointError."""
     config = ConfigJson(raw)
     architecture = _known_architecture(config)
-    if quantization := config.table("quantization_config"):
-        method = quantization.get("quant_method", "unknown")
-        raise CheckpointError(f"the checkpoint is quantised ({method}); weights must be fp32, bf16 or fp16")
     return ModelConfig(
         architecture=architecture,
         dtype=config.dtype(),
@@ -31,6 +29,7 @@ def make_config(raw: dict[str, Any], generation: dict[str, Any] | None = None) -
         n_q_heads=config.size("num_attention_heads"),
         eos_token_ids=end_token_ids(raw, generation or {}),
         bos_token_id=raw.get("bos_token_id"),
+        quantisation=parse_quantisation(config.table("quantization_config")),
         **FAMILIES[architecture](config),
     )
 

@@ -27,6 +27,7 @@ from fastdecode.spart.linears.dense import DenseEmbedding, make_dense
 from fastdecode.spart.linears.grouped import GroupedEmbedding, GroupedLinear
 from fastdecode.spart.linears.quantised import ACTIVATION_BITS, BITS, HEAD_BITS, Quantised, quantise
 from fastdecode.spart.linears.stack import make_linear
+from fastdecode.spart.quantised_files import QuantisedCheckpoint
 from fastdecode.spart.served import TORCH_DTYPES
 from fastdecode.spart.weights import Blueprint, Model, Weights
 
@@ -78,6 +79,8 @@ def open_checkpoint(path: Path, config: ModelConfig) -> Checkpoint:
     """The tensors of a model directory or GGUF file, of which no weight is read. Raises CheckpointError."""
     if file := find_gguf(path):
         return GGUFCheckpoint(open_gguf(file), config)
+    if config.quantisation:
+        return QuantisedCheckpoint(path, config.names, config.quantisation)
     return SafetensorsCheckpoint(path, config.names)
 
 

@@ -133,7 +133,10 @@ def test_unknown_architecture_is_named_with_the_known_ones(copy):
         ({"rope_parameters": {"rope_type": "linear"}}, "'factor' is None"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"hidden_act": "swiglu"}, "'swiglu'"),
-        ({"quantization_config": {"quant_method": "awq"}}, "quantised .awq"),
+        (
+            {"quantization_config": {"quant_method": "bitsandbytes"}},
+            "quantised by 'bitsandbytes'.*known are compressed",
+        ),
         ({"hidden_size": "64"}, "'hidden_size' is '64'"),
         ({"num_hidden_layers": 0}, "'num_hidden_layers' is 0"),
         ({"dtype": "float8_e4m3fn"}, "float8_e4m3fn"),

@@ -108,6 +108,10 @@ def _check(config: Any, layers: tuple[AttentionLayer, ...]) -> None:
     kind = f"a model of type {config.model_type!r}"
     if getattr(config, "is_encoder_decoder", False):
         raise CheckpointError(f"{kind} has an encoder; only decoder-only models can be served")
+    if quantisation := getattr(config, "quantization_config", None):
+        method = quantisation.get("quant_method") if isinstance(quantisation, dict) else None
+        if method != "mxfp4":  # which transformers itself dequantises
+            raise CheckpointError(f"{kind} is quantised by {method!r}, which the transformers backend does not read")
     if len(layers) > MAX_LAYERS:
         raise CheckpointError(f"{kind} has {len(layers)} layers, at most {MAX_LAYERS} are supported")
     largest = max(max(layer.k_size, layer.v_size) for layer in layers)

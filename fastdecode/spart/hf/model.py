@@ -66,7 +66,7 @@ def load_hf_model(
             trust_remote_code=False,
             **placement,
         ).eval()
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
         reason = next(iter(str(error).splitlines()), "")
         raise CheckpointError(f"transformers cannot load {directory}: {reason}") from None
     module.requires_grad_(False)

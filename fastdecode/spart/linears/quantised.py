@@ -34,11 +34,13 @@ class Quantised:
     #: Bits to which a CPU rounds the activations that multiply it, 8 or 15. A file that says nothing about activations
     #: means exact ones, from which 15 bits cannot be told.
     activation_bits: int = 15
+    order: torch.Tensor | None = None  # [in]: the input that belongs to each column of `q`; None: the column's own
 
     @property
-    def form(self) -> tuple[int | bool, ...]:
+    def form(self) -> tuple[object, ...]:
         """What matrices must have in common to be stacked."""
-        return (self.bits, self.group, self.zero, self.mins is None, self.activation_bits)
+        order = None if self.order is None else self.order.numpy().tobytes()
+        return (self.bits, self.group, self.zero, self.mins is None, self.activation_bits, order)
 
     def dequantise(self) -> torch.Tensor:
         """The matrix [out, in] in fp32."""
@@ -48,7 +50,8 @@ class Quantised:
         values *= self.scales[:, :, None]
         if self.mins is not None:
             values += self.mins[:, :, None]
-        return values.view(outs, -1)[:, :ins]
+        values = values.view(outs, -1)[:, :ins]
+        return values if self.order is None else values[:, self.order.argsort()]
 
     def select_rows(self, index: torch.Tensor) -> Quantised:
         """The matrix of the rows `index`."""

@@ -72,7 +72,8 @@ def make_linear(
             )
         else:
             matrix = concatenate([part for part in members if isinstance(part, Quantised)])
-            linears.append(GroupedLinear(matrix, part_bias, device))
+            linear: Linear = GroupedLinear(matrix, part_bias, device)
+            linears.append(linear if matrix.order is None else PermutedLinear(linear, matrix.order.to(device)))
     return linears[0] if len(linears) == 1 else ConcatenatedLinear(linears)
 
 

@@ -1,0 +1,83 @@
+"""parse_quantisation: what config.json's `quantization_config` says of a checkpoint's weights. Imports no torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastdecode.spart.config import CheckpointError, Quantisation
+
+#: `quant_method`s that the native decoder reads.
+METHODS = ("compressed-tensors", "gptq", "awq", "fp8", "fbgemm_fp8")
+#: Formats of compressed-tensors that are read.
+_FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
+
+
+def parse_quantisation(raw: dict[str, Any]) -> Quantisation | None:
+    """`raw` is `quantization_config`; empty: the weights are not quantised.
+
+    Raises CheckpointError for what is not read, by name.
+    """
+    if not raw:
+        return None
+    method = raw.get("quant_method")
+    if method not in METHODS:
+        raise CheckpointError(
+            f"the checkpoint is quantised by {method!r}, which is not supported; known are {', '.join(METHODS)}"
+        )
+    match method:
+        case "gptq":
+            form = raw.get("checkpoint_format", "gptq")
+            if form not in ("gptq", "gptq_v2"):
+                raise CheckpointError(
+                    f"the checkpoint's GPTQ format {form!r} is not supported; known are gptq, gptq_v2"
+                )
+            return Quantisation(method, _bits(raw, (4, 8)), zero_offset=0 if form == "gptq_v2" else 1)
+        case "awq":
+            version = str(raw.get("version", "gemm")).lower()
+            if version != "gemm":
+                raise CheckpointError(f"the checkpoint's AWQ version {version!r} is not supported; known is 'gemm'")
+            return Quantisation(method, _bits(raw, (4,)))
+        case "compressed-tensors":
+            return _compressed_tensors(raw)
+        case _:
+            return Quantisation(method)
+
+
+def _bits(raw: dict[str, Any], known: tuple[int, ...]) -> int:
+    bits = raw.get("bits", raw.get("w_bit"))
+    if bits not in known:
+        listed = ", ".join(map(str, known))
+        raise CheckpointError(
+            f"the checkpoint is quantised to {bits!r} bits by {raw['quant_method']}; known are {listed}"
+        )
+    return int(bits)
+
+
+def _compressed_tensors(raw: dict[str, Any]) -> Quantisation:
+    name = raw["quant_method"]
+    form = raw.get("format")
+    if form not in _FORMATS:
+        raise CheckpointError(
+            f"the checkpoint's {name} format {form!r} is not supported; known are {', '.join(_FORMATS)}"
+        )
+    sparsity = raw.get("sparsity_config") or {}
+    if not isinstance(sparsity, dict) or sparsity.get("format", "dense") != "dense":
+        raise CheckpointError(f"the checkpoint's weights are sparse ({name}), which is not supported")
+    if raw.get("transform_config"):
+        raise CheckpointError(f"the checkpoint rotates its weights ({name}, transform_config), which is not supported")
+    groups = raw.get("config_groups")
+    if not isinstance(groups, dict) or not groups:
+        raise CheckpointError(f"the checkpoint's {name} configuration has no config_groups")
+    rounded = False
+    for group in groups.values():
+        weights = group.get("weights") if isinstance(group, dict) else None
+        if not isinstance(weights, dict):
+            raise CheckpointError(f"the checkpoint's {name} configuration has a group without weights")
+        kind = (weights.get("type", "int"), weights.get("num_bits"))
+        if kind not in (("int", 4), ("int", 8), ("float", 8)):
+            raise CheckpointError(
+                f"the checkpoint's weights are {kind[0]} of {kind[1]} bits ({name}), not int4, int8 or fp8"
+            )
+        inputs = group.get("input_activations")
+        rounded |= isinstance(inputs, dict) and (inputs.get("type", "int"), inputs.get("num_bits")) == ("int", 8)
+    return Quantisation(name, activation_bits=8 if rounded else 15)
