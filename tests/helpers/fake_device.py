@@ -128,8 +128,7 @@ class EmptyParameters:
 
 def make_spart(directory: str, dtype: torch.dtype) -> Any:
     """The S-Part of the model in `directory`, of which only the configuration is read, with two links."""
-    from fastdecode.spart import decoder
-    from fastdecode.spart import read_config
+    from fastdecode.spart import decoder, read_config
     from fastdecode.spart.weights import Blueprint, Model
 
     config = read_config(directory)
