@@ -133,12 +133,22 @@ TYPES: dict[str, dict[str, Any]] = {
 }
 
 
-def make_config(model_type: str) -> Any:
-    """The tiny configuration of a model type."""
+#: Other models of these types, by model type and a word.
+VARIANTS: dict[str, dict[str, Any]] = {
+    "falcon/multi-query": {"num_kv_heads": None, "head_dim": None, "alibi": False},
+    "falcon/alibi": {"num_kv_heads": None, "head_dim": None, "alibi": True},
+    "mpt/six heads": {"n_heads": 6, "d_model": 96, "hidden_size": None},
+}
+
+
+def make_config(name: str) -> Any:
+    """The tiny configuration of a model type, or of a variant."""
     from transformers import AutoConfig
 
-    values = {**_COMMON, **TYPES[model_type]}
-    return AutoConfig.for_model(model_type, **{name: value for name, value in values.items() if value is not None})
+    values = {**_COMMON, **(TYPES.get(name) or VARIANTS.get(name) or {})}
+    return AutoConfig.for_model(
+        name.split("/")[0], **{name: value for name, value in values.items() if value is not None}
+    )
 
 
 @functools.cache

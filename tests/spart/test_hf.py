@@ -24,11 +24,7 @@ from fastdecode.transports.registry import connect
 
 #: Why a type cannot be served. Every other type of TYPES must pass.
 REFUSED = {
-    "bloom": "calls attention 0 times",
-    "diffllama": "calls attention 6 times for 3 layers",
-    "falcon": "cannot be split at its attention",
     "mamba": "calls attention 0 times",
-    "mpt": "calls attention 0 times",
     "qwen3_next": "cannot be traced on the meta device",
 }
 SUPPORTED = sorted(set(TYPES) - set(REFUSED))
@@ -135,6 +131,17 @@ def test_a_model_that_cannot_be_split_is_refused_before_its_weights_are_read(mod
         HFConfig.from_configs(make_config(model_type), None)
 
 
+@pytest.mark.parametrize("name", ["falcon/multi-query", "mpt/six heads"])
+async def test_tokens_of_variants_equal_transformers(name: str, checkpoints: Path, tmp_path: Path) -> None:
+    directory = save_model(name, checkpoints)
+    assert await ours(directory, "shm", tmp_path) == expected(directory)
+
+
+def test_falcon_with_position_biases_in_bf16_is_refused() -> None:
+    with pytest.raises(CheckpointError, match="round their position biases to bf16"):
+        HFConfig.from_configs(make_config("falcon/alibi"), None)
+
+
 @pytest.mark.parametrize("model_type", ["gemma3n_text", "gemma4_text"])
 def test_layers_that_share_k_and_v_are_stored_once(model_type: str) -> None:
     """The last 2 of 6 layers attend to the K and V of the last layer of their kind that stores them."""
@@ -157,11 +164,16 @@ def test_the_documentation_lists_every_type() -> None:
         "",
         "The native decoder serves Llama, Mistral, Qwen2, Qwen3, Phi-3, Granite and OPT. The transformers backend "
         "(`--backend transformers`, extra `fastdecode[models]`) serves every causal language model of transformers "
-        "whose attention goes through its attention interface and fits an R-node.",
+        "whose attention goes through its attention interface, and Falcon, MPT and BLOOM.",
         "",
         "This table is written by `FASTDECODE_WRITE_DOCS=1 pytest tests/spart/test_hf.py`. A type that is served gives "
         "the tokens of transformers' `generate` in fp32, with prompts of 1 to 600 tokens in chunks and two "
-        "mini-batches, on a tiny random model. A type that is refused is refused before its weights are read.",
+        "mini-batches, on a tiny random model. A type that is refused is refused before its weights are read. Falcon "
+        "with ALiBi (falcon-rw) is refused: transformers rounds its position biases to bf16.",
+        "",
+        "A link has one number of KV heads and one head size. Layers with fewer or smaller heads (Gemma 4) are padded "
+        "to it, which takes memory and bandwidth. Layers that share K and V (Gemma 3n, Gemma 4) are stored once. A KV "
+        "page holds all layers, so pages beyond a layer's window stay as long as another layer needs them.",
         "",
         "| Model type | Served | Reason |",
         "|---|---|---|",

@@ -31,10 +31,10 @@ def register() -> None:
     """Make ATTENTION known to transformers. Idempotent."""
     from transformers import AttentionInterface
 
-    AttentionInterface.register(ATTENTION, _attention)
+    AttentionInterface.register(ATTENTION, split_attention)
 
 
-def _attention(
+def split_attention(
     module: torch.nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, *_: Any, **__: Any
 ) -> tuple[torch.Tensor, None]:
     """Call the running pass. The arguments for scale, window and so on are not read, because the trace recorded

@@ -14,9 +14,13 @@ from typing import Any, TypeVar
 
 from fastdecode.region.contract import HEAD_SIZE_UNIT, MAX_HEAD_SIZE, MAX_LAYERS
 from fastdecode.spart.config import CheckpointError
+from fastdecode.spart.hf import adapters
 from fastdecode.spart.hf.trace import AttentionLayer, trace
 from fastdecode.spart.shape import AttentionShape
 from fastdecode.transports.base import LayerOptions
+
+#: BLOOM has no limit in itself; it was trained on sequences of this length.
+_BLOOM_POSITIONS = 2048
 
 _Number = TypeVar("_Number", int, float)
 
@@ -73,6 +77,7 @@ class HFConfig(AttentionShape):
                 segments=_unless_plain(layer.chunk for layer in layers),
                 kv_layers=() if len({layer.kv_layer for layer in layers}) == len(layers) else kv_layers,
                 softcaps=_unless_plain(layer.softcap for layer in layers),
+                slopes=adapters.slopes_of(config),
             ),
         )
 
@@ -136,6 +141,8 @@ def _max_positions(text: Any) -> int:
     for name in ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"):
         if value := getattr(text, name, None):
             return int(value)
+    if text.model_type == "bloom":
+        return _BLOOM_POSITIONS
     raise CheckpointError("config.json does not say how many positions the model has")
 
 

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from fastdecode.spart.config import CheckpointError
-from fastdecode.spart.hf.attention import ATTENTION, register
+from fastdecode.spart.hf import adapters
+from fastdecode.spart.hf.attention import ATTENTION, register, split_attention
 from fastdecode.spart.hf.config import HFConfig, read_configs
 from fastdecode.spart.linears.dense import can_pack
 from fastdecode.spart.linears.quantised import BITS, HEAD_BITS
@@ -61,7 +62,7 @@ def load_hf_model(
             directory,
             config=config,
             dtype=dtype,
-            attn_implementation=ATTENTION,
+            attn_implementation=adapters.implementation(config, ATTENTION),
             local_files_only=True,
             trust_remote_code=False,
             **placement,
@@ -70,6 +71,7 @@ def load_hf_model(
         reason = next(iter(str(error).splitlines()), "")
         raise CheckpointError(f"transformers cannot load {directory}: {reason}") from None
     module.requires_grad_(False)
+    adapters.adapt(module, split_attention)
     parameters = sum(parameter.numel() for parameter in module.parameters())
     bits = BITS.get(weights)
     if bits or can_pack(device, dtype):

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from fastdecode.spart.config import CheckpointError
+from fastdecode.spart.hf import adapters
 
 _NAME = "fastdecode-trace"
 _TOKENS = 4
@@ -45,12 +46,13 @@ def trace(config: Any) -> list[AttentionLayer]:
     factory: Any = AutoModelForCausalLM
     try:
         with torch.device("meta"):
-            model = factory.from_config(config, attn_implementation=_NAME).eval()
+            model = factory.from_config(config, attn_implementation=adapters.implementation(config, _NAME)).eval()
+        adapters.adapt(model, _attention)
     except (KeyError, ValueError) as error:
         raise CheckpointError(f"{_type(config)} cannot be split at its attention: {_first_line(error)}") from None
     _use_static_experts(model)
     layers: list[AttentionLayer] = []
-    _recording.layers, _recording.keys, _recording.model = layers, [], model
+    _recording.layers, _recording.kv, _recording.model = layers, [], model
     ids = torch.zeros(1, _TOKENS, dtype=torch.long, device="meta")
     positions = torch.arange(_TOKENS, device="meta")[None]
     try:
@@ -63,12 +65,12 @@ def trace(config: Any) -> list[AttentionLayer]:
         reason = f"{type(error).__name__}: {_first_line(error)}"
         raise CheckpointError(f"{_type(config)} cannot be traced on the meta device ({reason})") from None
     finally:
-        del _recording.layers, _recording.keys, _recording.model
+        del _recording.layers, _recording.kv, _recording.model
     text = config.get_text_config()
-    if len(layers) != text.num_hidden_layers:
+    if not layers or len(layers) % text.num_hidden_layers:
         raise CheckpointError(
             f"{_type(config)} calls attention {len(layers)} times for {text.num_hidden_layers} layers; layers that "
-            "keep another state than a KV-cache (Mamba, linear attention, ALiBi inside the model) are not supported"
+            "keep another state than a KV-cache (Mamba, linear attention) are not supported"
         )
     return layers
 
@@ -109,10 +111,10 @@ def _attention(
         chunk=chunk,
         softcap=float(softcap or 0.0),
         sinks="" if s_aux is None else _parameter_name(s_aux),
-        kv_layer=next((i for i, seen in enumerate(_recording.keys) if seen is k), len(_recording.layers)),
+        kv_layer=next((i for i, kv in enumerate(_recording.kv) if kv[0] is k and kv[1] is v), len(_recording.layers)),
     )
     _recording.layers.append(layer)
-    _recording.keys.append(k)
+    _recording.kv.append((k, v))
     return q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3]), None
 
 
