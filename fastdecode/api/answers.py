@@ -8,7 +8,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 from uuid import uuid4
 
+from fastdecode.api.errors import ApiError
 from fastdecode.api.generation import Choice, Piece, TokenLogprob
+from fastdecode.engine.request import TokenScore
 from fastdecode.text.output.deltas import CallDelta, MessageDelta, OutputParser, PlainParser
 from fastdecode.text.tokenizer import Tokenizer
 
@@ -25,6 +27,7 @@ class Answer(ABC):
     object: str
     chunk_object: str
     prompt_param: str  # the request's field that holds the prompt
+    named_events = False  # a stream's events have a line with their type (sse.py)
 
     def __init__(self, model: str, tokenizer: Tokenizer, *, logprobs: bool):
         self.id = f"{self.id_prefix}-{uuid4().hex}"
@@ -41,13 +44,42 @@ class Answer(ABC):
     def deltas(self, index: int, piece: Piece) -> list[dict[str, Any]]:
         """The deltas for a piece of a choice's text, at least one; the last piece has a finish_reason."""
 
-    def whole(self, pieces: dict[int, Piece], choices: Sequence[Choice], n: int) -> dict[str, Any]:
-        """The answer to a request without `stream`. `pieces[i]` is the text of choice i; `n` choices per prompt."""
+    def whole(self, pieces: dict[int, Piece], usage: dict[str, Any]) -> dict[str, Any]:
+        """The answer to a request without `stream`. `pieces[i]` is the text of choice i."""
         return self._head | {
             "object": self.object,
             "choices": [self.choice(index, pieces[index]) for index in sorted(pieces)],
-            "usage": usage(choices, n),
+            "usage": usage,
         }
+
+    def begin(self) -> list[dict[str, Any]]:
+        """The events of a stream before its first token."""
+        return []
+
+    def end(self, usage: dict[str, Any], *, wanted: bool) -> list[dict[str, Any]]:
+        """The events of a stream after its last token. `wanted`: the client has asked for the usage."""
+        return [self.chunk(None, usage, with_usage=True)] if wanted else []
+
+    def failure(self, error: ApiError) -> dict[str, Any]:
+        """The last event of a stream that fails."""
+        return error.body
+
+    def prompt_logprobs(self, scores: Sequence[TokenScore], tokens: Sequence[int], top: int) -> list[Any]:
+        """vLLM's `prompt_logprobs`: null for the prompt's first token; for every other one an object that maps token
+        ids to objects, for the token itself and the `top` likeliest ones. `tokens` is the prompt."""
+        entries: list[Any] = [None]
+        for token, score in zip(tokens[1:], scores, strict=True):
+            likeliest = {t: (value, rank) for rank, (t, value) in enumerate(score.top[:top], 1)}
+            entries.append(
+                {
+                    str(t): {"logprob": _finite(value), "rank": rank, "decoded_token": self._text_of(t)}
+                    for t, (value, rank) in ({token: (score.logprob, score.rank)} | likeliest).items()
+                }
+            )
+        return entries
+
+    def _text_of(self, token: int) -> str:
+        return self.tokenizer.token_bytes(token).decode(errors="backslashreplace")
 
     def chunk(
         self, choice: dict[str, Any] | None, usage: dict[str, Any] | None = None, *, with_usage: bool = False
@@ -82,15 +114,15 @@ class CompletionAnswer(Answer):
             return None
         return {
             "tokens": [self._token(entry.token) for entry in entries],
-            "token_logprobs": [_finite(entry.logprob) for entry in entries],
-            "top_logprobs": [self._top(entry) for entry in entries],
+            "token_logprobs": [None if entry.logprob is None else _finite(entry.logprob) for entry in entries],
+            "top_logprobs": [None if entry.logprob is None else self._top(entry, entry.logprob) for entry in entries],
             "text_offset": [entry.offset for entry in entries],
         }
 
-    def _top(self, entry: TokenLogprob) -> dict[str, float]:
+    def _top(self, entry: TokenLogprob, own: float) -> dict[str, float]:
         """The alternatives and the chosen token, text -> logprob. Of tokens with equal texts the likeliest counts."""
         top: dict[str, float] = {}
-        for token, logprob in [*entry.top, (entry.token, entry.logprob)]:
+        for token, logprob in [*entry.top, (entry.token, own)]:
             top.setdefault(self._token(token), _finite(logprob))
         return top
 
@@ -189,12 +221,13 @@ class ChatAnswer(Answer):
         content = [
             self._token(entry.token, entry.logprob) | {"top_logprobs": [self._token(*top) for top in entry.top]}
             for entry in entries
+            if entry.logprob is not None
         ]
         return {"content": content, "refusal": None}
 
     def _token(self, token: int, logprob: float) -> dict[str, Any]:
         data = self.tokenizer.token_bytes(token)
-        return {"token": data.decode(errors="backslashreplace"), "logprob": _finite(logprob), "bytes": list(data)}
+        return {"token": self._text_of(token), "logprob": _finite(logprob), "bytes": list(data)}
 
 
 def usage(choices: Sequence[Choice], n: int) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Protocol
 
-from fastdecode.engine.request import GenerationFailed, SamplingParams, TokenEvent
+from fastdecode.engine.request import GenerationFailed, SamplingParams, TokenEvent, TokenScore
 from fastdecode.text.stop_strings import StopStrings
 from fastdecode.text.tokenizer import Detokenizer
 
@@ -50,7 +50,7 @@ class TokenLogprob:
     """One token of a choice with its log-probability."""
 
     token: int
-    logprob: float  # nats
+    logprob: float | None  # nats; None: the first token of a prompt, which nothing precedes
     top: list[tuple[int, float]]  # the best alternatives, best first
     offset: int  # characters of the choice's text before this token
 
@@ -69,6 +69,25 @@ class Piece:
         self.finish_reason = piece.finish_reason
 
 
+@dataclass(frozen=True, slots=True)
+class Echo:
+    """A prompt that its choices' texts begin with."""
+
+    text: str
+    tokens: list[int]
+    offsets: list[int]  # characters of `text` before each token; empty: no log-probabilities are asked for
+
+
+@dataclass(frozen=True, slots=True)
+class TextOptions:
+    """How the tokens of a choice become its text."""
+
+    stops: Sequence[str] = ()
+    min_tokens: int = 0  # the text of so many tokens is not searched for stop strings
+    include_stop: bool = False  # the stop string, or the text of the token that ends the choice, is text
+    prompt_only: bool = False  # nothing is wanted but the echo or the scores of the prompt
+
+
 class Choice:
     """Turns the tokens of one choice into text that is cut at stop strings.
 
@@ -78,33 +97,59 @@ class Choice:
     """
 
     def __init__(
-        self, index: int, n_prompt: int, detokenizer: Detokenizer, stops: Sequence[str], *, min_tokens: int = 0
+        self,
+        index: int,
+        n_prompt: int,
+        detokenizer: Detokenizer,
+        options: TextOptions = TextOptions(),
+        echo: Echo | None = None,
     ):
-        """The text of the first `min_tokens` tokens is not searched for stop strings."""
         self.index = index
         self.n_prompt = n_prompt
         self.n_tokens = 0
         self.n_reused = 0  # prompt tokens found in the prefix cache
+        self.prompt_scores: Sequence[TokenScore] = ()
+        self._logprob_sum = 0.0
         self._detokenizer = detokenizer
-        self._stops = StopStrings(stops)
-        self._min_tokens = min_tokens
+        self._options, self._echo = options, echo
+        self._stops = StopStrings(options.stops, include=options.include_stop)
         self._seen = 0  # characters detokenised
         self._released = 0  # characters handed out
         self._waiting: list[TokenLogprob] = []  # entries of tokens whose text is held back
 
     def feed(self, event: TokenEvent) -> Piece:
         """Take one token, and return the text that is now ready. After a finish_reason, no token may follow."""
-        self.n_tokens += 1
+        head = Piece()
+        if event.prompt_scores:
+            self.prompt_scores = event.prompt_scores
+        if self._echo is not None:
+            head = _echoed(self._echo, event.prompt_scores)
+            self._seen = self._released = len(self._echo.text)
+            self._echo = None
         self.n_reused = event.reused
+        if self._options.prompt_only:
+            head.finish_reason = "length"
+            return head
+        head.append(self._feed(event))
+        return head
+
+    @property
+    def mean_logprob(self) -> float:
+        """The mean log-probability of the tokens so far, if they are reported."""
+        return self._logprob_sum / max(1, self.n_tokens)
+
+    def _feed(self, event: TokenEvent) -> Piece:
+        self.n_tokens += 1
+        self._logprob_sum += event.logprob or 0.0
         text = ""
-        if event.finish_reason != "stop":
+        if event.finish_reason != "stop" or self._options.include_stop:
             if event.logprob is not None:
                 self._waiting.append(TokenLogprob(event.token, event.logprob, event.top, self._seen))
             text = self._detokenizer.push(event.token)
         if event.finish_reason:
             text += self._detokenizer.flush()
         self._seen += len(text)
-        searched = self.n_tokens > self._min_tokens
+        searched = self.n_tokens > self._options.min_tokens
         released, stopped = self._stops.push(text) if searched else (text, False)
         if event.finish_reason and not stopped:
             released += self._stops.flush()
@@ -113,6 +158,15 @@ class Choice:
         ready = sum(ended or entry.offset < self._released for entry in self._waiting)
         logprobs, self._waiting = self._waiting[:ready], self._waiting[ready:]
         return Piece(released, logprobs, "stop" if stopped else event.finish_reason)
+
+
+def _echoed(echo: Echo, scores: Sequence[TokenScore]) -> Piece:
+    """The piece with which a text that echoes its prompt begins."""
+    logprobs = []
+    for i, (token, offset) in enumerate(zip(echo.tokens, echo.offsets, strict=False)):
+        score = scores[i - 1] if i else None
+        logprobs.append(TokenLogprob(token, score and score.logprob, score.top if score else [], offset))
+    return Piece(echo.text, logprobs)
 
 
 class Run:

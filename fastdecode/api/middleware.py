@@ -1,11 +1,16 @@
-"""The middlewares of every request: errors become JSON in OpenAI's shape, and the API key is checked."""
+"""The middlewares of every request: the access log, CORS, errors as JSON in OpenAI's shape, and the API keys."""
 
 from __future__ import annotations
 
 import hashlib
 import hmac
 import logging
-from collections.abc import Awaitable, Callable
+import re
+import time
+from collections.abc import Awaitable, Callable, Iterable
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
 
 from aiohttp import web
 from aiohttp.typedefs import Middleware
@@ -14,10 +19,32 @@ from fastdecode.api.errors import ApiError, from_engine
 from fastdecode.engine.request import EngineError
 
 log = logging.getLogger(__name__)
+access_log = logging.getLogger("fastdecode.api.access")
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 _OPEN_PATHS = frozenset({"/health"})
+_QUIET_PATHS = frozenset({"/health", "/metrics"})  # asked for every few seconds, so logged at level debug
+_REQUEST_ID = re.compile(r"[!-~]{1,128}")
+
+
+@dataclass(slots=True)
+class Notes:
+    """What the handler of a request and its middlewares tell each other."""
+
+    headers: dict[str, str] = field(default_factory=dict)  # that the answer gets
+    logged: dict[str, Any] = field(default_factory=dict)  # that the request's line in the access log gets
+
+
+_notes: ContextVar[Notes] = ContextVar("notes")
+
+
+def notes() -> Notes:
+    """The notes of the request that the current task handles."""
+    found = _notes.get(None)
+    if found is None:
+        _notes.set(found := Notes())
+    return found
 
 
 @web.middleware
@@ -49,21 +76,93 @@ async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamRe
         return ApiError(500, "internal error; the server's log says more", code="internal_error").response()
 
 
-def require_key(api_key: str) -> Middleware:
-    """A middleware that requires `Authorization: Bearer <api_key>` on every path but /health."""
-    expected = _digest(api_key)
+def require_key(api_keys: Iterable[str]) -> Middleware:
+    """A middleware that requires `Authorization: Bearer <key>` with one of the keys on every path but /health."""
+    expected = [_digest(key) for key in api_keys]
 
     @web.middleware
     async def check_key(request: web.Request, handler: Handler) -> web.StreamResponse:
         scheme, _, key = request.headers.get("Authorization", "").partition(" ")
-        # All digests have the same length, so the time of the comparison does not reveal the length of the key.
-        known = hmac.compare_digest(_digest(key.strip()), expected)
+        # All digests have the same length and all keys are compared, so the time reveals neither the length of a key
+        # nor which one it was.
+        given = _digest(key.strip())
+        known = sum([hmac.compare_digest(given, digest) for digest in expected]) > 0
         if request.path not in _OPEN_PATHS and not (known and scheme.lower() == "bearer"):
             message = "wrong API key" if key else "no API key: send it as `Authorization: Bearer <key>`"
             raise ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
         return await handler(request)
 
     return check_key
+
+
+def allow_origins(origins: Iterable[str]) -> Middleware:
+    """A middleware that lets pages of other origins use the API (Fetch standard, CORS protocol).
+
+    `origins` are origins such as https://chat.example.org; "*" stands for all. A browser asks first, without a key; it
+    gets its answer here.
+    """
+    allowed = frozenset(origins)
+
+    @web.middleware
+    async def add_headers(request: web.Request, handler: Handler) -> web.StreamResponse:
+        notes().headers = {}
+        origin = request.headers.get("Origin")
+        if origin is None or not allowed & {"*", origin}:
+            return await handler(request)
+        granted = {"Access-Control-Allow-Origin": "*" if "*" in allowed else origin, "Vary": "Origin"}
+        if request.method == "OPTIONS" and "Access-Control-Request-Method" in request.headers:
+            granted["Access-Control-Allow-Methods"] = "GET, POST"
+            granted["Access-Control-Allow-Headers"] = request.headers.get("Access-Control-Request-Headers", "")
+            granted["Access-Control-Max-Age"] = "600"
+            return web.Response(status=204, headers=granted)
+        granted["Access-Control-Expose-Headers"] = "X-Request-Id"
+        notes().headers = granted
+        response = await handler(request)
+        if not response.prepared:  # a stream has sent its headers, with these among them
+            response.headers.update(granted)
+        return response
+
+    return add_headers
+
+
+@web.middleware
+async def log_requests(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Log a line for every request: its id, status and time, and the tokens of a generation."""
+    started = time.monotonic()
+    _notes.set(noted := Notes())  # connections that are kept alive handle several requests in one task
+    status = 499  # the client has gone before the end, as nginx logs it
+    try:
+        response = await handler(request)
+        status = response.status
+        return response
+    finally:
+        quiet = request.path in _QUIET_PATHS and status < 400
+        given = request_id(request)
+        fields = {
+            "method": request.method,
+            "path": request.path,
+            "status": status,
+            "seconds": round(time.monotonic() - started, 4),
+            "client": request.remote,
+            **({"request_id": given} if given else {}),
+            **noted.logged,
+        }
+        text = " ".join(f"{name}={value}" for name, value in fields.items() if name not in ("method", "path", "status"))
+        access_log.log(
+            logging.DEBUG if quiet else logging.INFO,
+            "%s %s %d %s",
+            request.method,
+            request.path,
+            status,
+            text,
+            extra={"fields": fields},
+        )
+
+
+def request_id(request: web.Request) -> str | None:
+    """The id that the client gave in X-Request-Id, at most 128 visible ASCII characters; None without one."""
+    given = request.headers.get("X-Request-Id", "").strip()
+    return given if _REQUEST_ID.fullmatch(given) else None
 
 
 def _digest(key: str) -> bytes:

@@ -12,15 +12,16 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from fastdecode.api.errors import ApiError
-from fastdecode.api.generation import EngineClient
+from fastdecode.api.generation import Echo, EngineClient
 from fastdecode.api.protocol import ChatRequest, Generation
 from fastdecode.api.structured import GrammarField, grammar_error
 from fastdecode.text.chat_template import ChatTemplateError
 from fastdecode.text.grammar import GrammarCompiler, GrammarError
 from fastdecode.text.output.dialogue import Dialogue
-from fastdecode.text.tokenizer import Tokenizer
+from fastdecode.text.tokenizer import Detokenizer, Tokenizer
 
 _INLINE_CHARACTERS = 8192  # longer text is encoded in a thread
+_INLINE_TOKENS = 512  # a longer prompt is echoed by a thread
 _MESSAGE_COST = 64  # a chat message takes a template about as long as so many characters take the tokenizer
 
 _T = TypeVar("_T")
@@ -53,9 +54,13 @@ class Preparation:
         """The text of a chat."""
 
         def render() -> str:
-            return self._tokenizer.render_chat(
-                chat.messages, tools=chat.tool_use.definitions, **chat.template_variables
+            text = self._tokenizer.render_chat(
+                chat.messages,
+                tools=chat.tool_use.definitions,
+                add_generation_prompt=chat.add_generation_prompt,
+                **chat.template_variables,
             )
+            return _up_to_end_of(text, chat.messages[-1]["content"]) if chat.continue_final_message else text
 
         try:
             if sum(len(message["content"]) + _MESSAGE_COST for message in chat.messages) <= _INLINE_CHARACTERS:
@@ -63,6 +68,33 @@ class Preparation:
             return await self._in_thread(render)
         except ChatTemplateError as error:
             raise ApiError(400, str(error), param="messages", code="chat_template_error") from None
+
+    def truncate(self, prompt: list[int], generation: Generation) -> list[int]:
+        """The last tokens of a prompt, as many as `truncate_prompt_tokens` asks for."""
+        kept = generation.truncate
+        if kept is None:
+            return prompt
+        if kept < 0:
+            kept = max(1, self._engine.max_model_len - (generation.sampling.max_tokens or 1))
+        return prompt[-kept:]
+
+    async def echo(self, text: str | None, prompt: list[int], generation: Generation) -> Echo:
+        """The echo of a prompt, whose text was sent as `text`; None: it was sent as tokens."""
+        skip, offsets_wanted = generation.skip_special_tokens, generation.logprobs
+
+        def make() -> Echo:
+            whole = self._tokenizer.decode(prompt, skip_special_tokens=skip) if text is None else text
+            offsets, seen = [], 0
+            if offsets_wanted:
+                detokenizer = Detokenizer(self._tokenizer, skip_special_tokens=skip)
+                for token in prompt:
+                    offsets.append(seen)
+                    seen += len(detokenizer.push(token))
+            return Echo(whole, prompt, offsets)
+
+        if len(prompt) <= _INLINE_TOKENS or not offsets_wanted:
+            return make()
+        return await self._in_thread(make)
 
     async def finish(self, generation: Generation) -> Generation:
         """`generation` with a compiled grammar and encoded bad words, if it has them."""
@@ -98,6 +130,17 @@ def with_grammar(generation: Generation, dialogue: Dialogue, prompt: str) -> Gen
         return generation
     param = asked.param if asked else "tool_choice" if dialogue.must_call else "tools"
     return dataclasses.replace(generation, grammar=GrammarField(param, spec))
+
+
+def _up_to_end_of(text: str, content: str) -> str:
+    """A rendered chat without what the template writes behind its last message, whose text is `content`.
+
+    Raises ChatTemplateError if the template has changed the content."""
+    content = content if content in text else content.strip()
+    found = text.rfind(content)
+    if found < 0:
+        raise ChatTemplateError("the chat template does not show the last message, so it cannot be continued")
+    return text[: found + len(content)]
 
 
 def shutting_down_error() -> ApiError:

@@ -9,7 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from fastdecode.api.defaults import NO_DEFAULTS, SamplingDefaults
 from fastdecode.api.fields import Fields, invalid, is_boolean, is_integer, is_object, is_one_of
+from fastdecode.api.generation import TextOptions
 from fastdecode.api.messages import read_messages
 from fastdecode.api.structured import GrammarField, read_grammar
 from fastdecode.api.tools import ToolUse, read_tools
@@ -31,26 +33,21 @@ _LABELS = ("user", "safety_identifier", "prompt_cache_key", "request_id", "chat_
 
 # Fields that the API does not implement, each with the values that ask for nothing.
 _NEUTRAL = {  # of both endpoints; most are vLLM's
-    "add_special_tokens": is_one_of(True),
     "early_stopping": is_one_of(False),
-    "include_stop_str_in_output": is_one_of(False),
     "length_penalty": is_one_of(1),
     "metadata": is_object,
     "priority": is_one_of(0),
     "return_token_ids": is_one_of(False),
     "return_tokens_as_token_ids": is_one_of(False),
     "service_tier": is_one_of("auto", "default"),
-    "skip_special_tokens": is_one_of(True),
     "spaces_between_special_tokens": is_one_of(True),
     "store": is_boolean,  # nothing is stored either way
     "use_beam_search": is_one_of(False),
 }
-_NEUTRAL_COMPLETION = _NEUTRAL | {"echo": is_one_of(False), "suffix": is_one_of("")}
+_NEUTRAL_COMPLETION = _NEUTRAL | {"suffix": is_one_of("")}
 _NEUTRAL_CHAT = _NEUTRAL | {
-    "add_generation_prompt": is_one_of(True),
-    "add_special_tokens": is_one_of(False),  # the template has them
     "audio": is_one_of(),
-    "continue_final_message": is_one_of(False),
+    "echo": is_one_of(False),
     "function_call": is_one_of("none", "auto"),  # "auto" without functions is "none"
     "functions": is_one_of([]),
     "modalities": is_one_of(["text"]),
@@ -69,12 +66,23 @@ class Generation:
     model: str | None  # None: the model that is served
     sampling: SamplingParams
     n: int
-    stop: tuple[str, ...]
+    text: TextOptions
     stream: bool
     include_usage: bool  # a stream ends with an event that has the usage
     continuous_usage: bool  # every event of a stream has the usage so far
+    logprobs: bool  # the answer reports log-probabilities
     grammar: GrammarField | None = None  # the grammar that every choice must follow
     bad_words: tuple[str, ...] = ()  # words that must not occur in the answer
+    skip_special_tokens: bool = True  # special tokens are not text
+    truncate: int | None = None  # keep so many of the prompt's last tokens; -1: as many as the context holds
+    prompt_logprobs: int | None = None  # alternatives to report for each token of the prompt; None: no report
+    best_of: int = 0  # choices of a prompt, of which the `n` likeliest are answered; 0: `n`
+    add_special_tokens: bool = True  # the tokenizer adds its special tokens to the prompt
+
+    @property
+    def candidates(self) -> int:
+        """Choices of a prompt that are generated."""
+        return self.best_of or self.n
 
     def sampling_of(self, index: int) -> SamplingParams:
         """The sampling parameters of a prompt's choice `index`. Choice i of a request with a seed gets seed + i."""
@@ -88,6 +96,7 @@ class CompletionRequest:
 
     generation: Generation
     prompts: list[str] | list[list[int]]
+    echo: bool  # every choice's text begins with the prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,30 +107,40 @@ class ChatRequest:
     messages: list[dict[str, Any]]
     template_variables: dict[str, Any]
     tool_use: ToolUse
+    add_generation_prompt: bool = True  # the prompt ends with the beginning of an answer
+    continue_final_message: bool = False  # the answer continues the last message
 
 
-def parse_completion(body: Any) -> CompletionRequest:
+def parse_completion(body: Any, defaults: SamplingDefaults = NO_DEFAULTS) -> CompletionRequest:
     """Check a decoded JSON body. Raises ApiError (400)."""
     fields = Fields(body)
-    model = fields.string("model")
     prompts = _prompts(fields.required("prompt"))
     n = fields.integer("n", 1, MAX_N, 1)
-    if len(prompts) * n > MAX_CHOICES:
-        raise invalid("n", f"{len(prompts)} prompts times n={n} is more than {MAX_CHOICES} choices")
     best_of = fields.integer("best_of", 1, MAX_N, n)
-    if best_of != n:
-        raise invalid("best_of", f"only best_of equal to n ({n}) is supported", code="unsupported_value")
+    if best_of < n:
+        raise invalid("best_of", f"must be at least n, which is {n}")
+    if len(prompts) * best_of > MAX_CHOICES:
+        name = "n" if best_of == n else "best_of"
+        raise invalid(name, f"{len(prompts)} prompts times {name}={best_of} is more than {MAX_CHOICES} choices")
     logprobs = fields.integer("logprobs", 0, MAX_TOP_LOGPROBS)
-    max_tokens = _max_tokens(fields, _DEFAULT_COMPLETION_TOKENS)
-    generation = _generation(fields, model=model, n=n, max_tokens=max_tokens, logprobs=logprobs)
+    echo = fields.boolean("echo")
+    max_tokens = _max_tokens(fields, _DEFAULT_COMPLETION_TOKENS, 0 if echo else 1)
+    generation = _generation(fields, defaults, n=n, max_tokens=max_tokens, logprobs=logprobs, special=True)
+    if best_of > n:
+        if generation.stream:
+            raise invalid("best_of", "must equal n in a stream, because the best are known at the end")
+        sampling = replace(generation.sampling, logprobs=logprobs or 0)
+        generation = replace(generation, sampling=sampling, best_of=best_of)
+    if echo and logprobs is not None:
+        most = max(logprobs, generation.prompt_logprobs or 0)
+        generation = replace(generation, sampling=replace(generation.sampling, prompt_logprobs=most))
     fields.refuse_others(_NEUTRAL_COMPLETION)
-    return CompletionRequest(generation, prompts)
+    return CompletionRequest(generation, prompts, echo)
 
 
-def parse_chat(body: Any) -> ChatRequest:
+def parse_chat(body: Any, defaults: SamplingDefaults = NO_DEFAULTS) -> ChatRequest:
     """Check a decoded JSON body. Raises ApiError (400)."""
     fields = Fields(body)
-    model = fields.string("model")
     messages = read_messages(fields.required("messages"))
     tool_use = read_tools(fields)
     n = fields.integer("n", 1, MAX_N, 1)
@@ -130,43 +149,49 @@ def parse_chat(body: Any) -> ChatRequest:
     top_logprobs = fields.integer("top_logprobs", 0, MAX_TOP_LOGPROBS)
     if top_logprobs is not None and not wants_logprobs:
         raise invalid("top_logprobs", "needs logprobs to be true")
-    generation = _generation(
-        fields,
-        model=model,
-        n=n,
-        max_tokens=max_tokens,
-        logprobs=(top_logprobs or 0) if wants_logprobs else None,
-    )
+    logprobs = (top_logprobs or 0) if wants_logprobs else None
+    generation = _generation(fields, defaults, n=n, max_tokens=max_tokens, logprobs=logprobs, special=False)
     variables = _template_variables(fields)
+    continues = fields.boolean("continue_final_message")
+    begins = fields.boolean("add_generation_prompt", not continues)
+    if continues and begins:
+        raise invalid("continue_final_message", "cannot be combined with add_generation_prompt")
+    if continues and messages[-1]["role"] != "assistant":
+        raise invalid("continue_final_message", "the last message must be the assistant's")
     fields.refuse_others(_NEUTRAL_CHAT)
-    return ChatRequest(generation, messages, variables, tool_use)
+    return ChatRequest(generation, messages, variables, tool_use, begins, continues)
 
 
-def _max_tokens(fields: Fields, default: int | None) -> int | None:
+def _max_tokens(fields: Fields, default: int | None, least: int = 1) -> int | None:
     """Read max_completion_tokens and max_tokens, its old name."""
-    max_tokens = fields.integer("max_tokens", 1, _MAX_INT)
-    max_completion_tokens = fields.integer("max_completion_tokens", 1, _MAX_INT)
+    max_tokens = fields.integer("max_tokens", least, _MAX_INT)
+    max_completion_tokens = fields.integer("max_completion_tokens", least, _MAX_INT)
     if max_tokens is not None and max_completion_tokens not in (None, max_tokens):
         raise invalid("max_tokens", "is the old name of max_completion_tokens; give one of them")
-    return max_completion_tokens or max_tokens or default
+    return next((given for given in (max_completion_tokens, max_tokens) if given is not None), default)
 
 
 def _generation(
-    fields: Fields, *, model: str | None, n: int, max_tokens: int | None, logprobs: int | None
+    fields: Fields, defaults: SamplingDefaults, *, n: int, max_tokens: int | None, logprobs: int | None, special: bool
 ) -> Generation:
-    """Read the fields that both endpoints have in common."""
-    top_k = fields.integer("top_k", -1, _MAX_INT, 0)
+    """Read the fields that both endpoints have in common. `special`: the default of add_special_tokens."""
+    model = fields.string("model")
+    top_k = fields.integer("top_k", -1, _MAX_INT, defaults.top_k)
+    prompt_logprobs = fields.integer("prompt_logprobs", 0, MAX_TOP_LOGPROBS)
     sampling = SamplingParams(
-        max_tokens=max_tokens,
-        temperature=fields.number("temperature", 0.0, 2.0, 1.0),
-        top_p=fields.number("top_p", 0.0, 1.0, 1.0),
+        # A request that wants no token gets one all the same, which is not shown: its prompt must be computed.
+        max_tokens=1 if max_tokens == 0 else max_tokens,
+        temperature=fields.number("temperature", 0.0, 2.0, defaults.temperature),
+        top_p=fields.number("top_p", 0.0, 1.0, defaults.top_p),
         top_k=max(top_k, 0),  # -1 means "all", as 0 does
-        min_p=fields.number("min_p", 0.0, 1.0, 0.0),
+        min_p=fields.number("min_p", 0.0, 1.0, defaults.min_p),
         seed=_seed(fields),
         logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        cache_salt=fields.string("cache_salt") or "",
         presence_penalty=fields.number("presence_penalty", -2.0, 2.0, 0.0),
         frequency_penalty=fields.number("frequency_penalty", -2.0, 2.0, 0.0),
-        repetition_penalty=fields.number("repetition_penalty", 0.01, 100.0, 1.0),
+        repetition_penalty=fields.number("repetition_penalty", 0.01, 100.0, defaults.repetition_penalty),
         logit_bias=_logit_bias(fields),
         stop_token_ids=_token_id_set(fields, "stop_token_ids"),
         ignore_eos=fields.boolean("ignore_eos"),
@@ -174,17 +199,29 @@ def _generation(
         allowed_token_ids=_token_id_set(fields, "allowed_token_ids"),
     )
     stream = fields.boolean("stream")
+    if stream and prompt_logprobs is not None:
+        raise invalid("prompt_logprobs", "cannot be combined with stream")
     include_usage, continuous_usage = _usage_options(fields, stream)
     generation = Generation(
         model,
         sampling,
         n,
-        stop=_strings(fields, "stop", MAX_STOPS, single=True),
+        text=TextOptions(
+            _strings(fields, "stop", MAX_STOPS, single=True),
+            sampling.min_tokens,
+            fields.boolean("include_stop_str_in_output"),
+            prompt_only=max_tokens == 0,
+        ),
         stream=stream,
         include_usage=include_usage,
         continuous_usage=continuous_usage,
+        logprobs=logprobs is not None,
         grammar=read_grammar(fields),
         bad_words=_strings(fields, "bad_words", MAX_BAD_WORDS),
+        skip_special_tokens=fields.boolean("skip_special_tokens", True),
+        truncate=_truncate(fields),
+        prompt_logprobs=prompt_logprobs,
+        add_special_tokens=fields.boolean("add_special_tokens", special),
     )
     for name in _LABELS:
         fields.string(name)
@@ -201,6 +238,13 @@ def _min_tokens(fields: Fields, max_tokens: int | None) -> int:
     if max_tokens is not None and least > max_tokens:
         raise invalid("min_tokens", f"must be at most max_tokens, which is {max_tokens}")
     return least
+
+
+def _truncate(fields: Fields) -> int | None:
+    kept = fields.integer("truncate_prompt_tokens", -1, _MAX_INT)
+    if kept == 0:
+        raise invalid("truncate_prompt_tokens", "must be -1 or at least 1")
+    return kept
 
 
 def _strings(fields: Fields, name: str, most: int, *, single: bool = False) -> tuple[str, ...]:
@@ -238,7 +282,7 @@ def _token_id_set(fields: Fields, name: str) -> frozenset[int]:
     ids = fields.take(name)
     if ids is None:
         return frozenset()
-    if ids != [] and not _is_token_ids(ids):
+    if ids != [] and not is_token_ids(ids):
         raise invalid(name, "must be a list of token ids")
     return frozenset(ids)
 
@@ -263,7 +307,7 @@ def _prompts(prompt: Any) -> list[str] | list[list[int]]:
         raise invalid("prompt", "must be a string, a list of strings, a list of token ids, or a list of such lists")
     if is_integer(prompt[0]):
         prompt = [prompt]
-    if not all(isinstance(p, str) for p in prompt) and not all(_is_token_ids(p) for p in prompt):
+    if not all(isinstance(p, str) for p in prompt) and not all(is_token_ids(p) for p in prompt):
         raise invalid("prompt", "must be all strings or all lists of token ids, and no list may be empty")
     if len(prompt) > MAX_CHOICES:
         raise invalid("prompt", f"at most {MAX_CHOICES} prompts a request")
@@ -271,7 +315,7 @@ def _prompts(prompt: Any) -> list[str] | list[list[int]]:
     return prompts
 
 
-def _is_token_ids(value: Any) -> bool:
+def is_token_ids(value: Any) -> bool:
     """Whether `value` is a list of at least one token id. Lists can be long, so no Python loop runs over them."""
     return isinstance(value, list) and set(map(type, value)) == {int} and min(value) >= 0 and max(value) <= _MAX_INT
 

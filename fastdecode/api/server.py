@@ -1,133 +1,36 @@
-"""The HTTP server: the application with its routes, and aiohttp's runner on bound sockets."""
+"""The HTTP server: aiohttp's runner on bound sockets."""
 
 from __future__ import annotations
 
 import errno
 import logging
 import socket
-import time
-from collections.abc import Awaitable, Callable
-from typing import Any, Protocol
+import ssl
+from typing import Any
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
-from fastdecode.api.endpoints import Generator
-from fastdecode.api.errors import ApiError, json_response
-from fastdecode.api.generation import EngineClient
-from fastdecode.api.health import EngineHealth, health
-from fastdecode.api.metrics import CONTENT_TYPE, Metrics
-from fastdecode.api.middleware import errors_as_json, require_key
-from fastdecode.engine.stats import EngineObserver
-from fastdecode.text.output.forms import reasoning_form, tool_form
-from fastdecode.text.tokenizer import Tokenizer
-
-MAX_BODY_BYTES = 8 * 2**20
-
-_GENERATOR = web.AppKey("generator", Generator)
-
-
-class EngineLike(EngineClient, EngineHealth, Protocol):
-    """All that the API needs of the engine (engine.engine.Engine)."""
-
-    observer: EngineObserver
-
-    @property
-    def max_model_len(self) -> int: ...
-
-    async def refresh(self) -> None:
-        """Bring the R-nodes' counters in `stats` up to date."""
-
-
-def make_app(
-    engine: EngineLike,
-    tokenizer: Tokenizer,
-    model_name: str,
-    *,
-    api_key: str | None = None,
-    tool_parser: str = "auto",
-    reasoning_parser: str = "auto",
-    max_body_bytes: int = MAX_BODY_BYTES,
-    keep_alive_seconds: float = 15.0,
-    stalled_after_seconds: float = 60.0,
-) -> web.Application:
-    """Make the application, and make its metrics the engine's observer.
-
-    Args:
-        api_key: the key that every path but /health requires; None: no path requires a key.
-        tool_parser: how the model writes tool calls: a key of TOOL_FORMS, or "auto": as its chat template says.
-        reasoning_parser: how it writes its reasoning: one of REASONING_FORMS, "none", or "auto".
-        max_body_bytes: longer bodies get status 413.
-        keep_alive_seconds: a stream without text for this long sends a comment.
-        stalled_after_seconds: /health has status 503 if there is work and no step has completed for this long.
-    """
-    metrics = Metrics(model_name, lambda: engine.stats)
-    engine.observer = metrics
-    template = tokenizer.template_source
-    generator = Generator(
-        engine,
-        tokenizer,
-        model_name,
-        metrics,
-        keep_alive_seconds,
-        tool_form=tool_form(tool_parser, template),
-        reasoning=reasoning_form(reasoning_parser, template),
-    )
-    model = {
-        "id": model_name,
-        "object": "model",
-        "created": int(time.time()),
-        "owned_by": "fastdecode",
-        "max_model_len": engine.max_model_len,
-    }
-
-    async def models(_: web.Request) -> web.Response:
-        return json_response({"object": "list", "data": [model]})
-
-    async def one_model(request: web.Request) -> web.Response:
-        if (name := request.match_info["name"]) != model_name:
-            raise ApiError(
-                404, f"there is no model {name!r} here, only {model_name!r}", param="model", code="model_not_found"
-            )
-        return json_response(model)
-
-    async def report_health(_: web.Request) -> web.Response:
-        status, body = health(engine, closing=generator.closing, stalled_after=stalled_after_seconds)
-        return json_response(body, status=status)
-
-    async def report_metrics(_: web.Request) -> web.Response:
-        await engine.refresh()
-        return web.Response(body=metrics.render(), headers={"Content-Type": CONTENT_TYPE})
-
-    keys = [] if api_key is None else [require_key(api_key)]
-    app = web.Application(middlewares=[errors_as_json, *keys], client_max_size=max_body_bytes)
-    app[_GENERATOR] = generator
-    app.add_routes(
-        [
-            web.post("/v1/completions", generator.completions),
-            web.post("/v1/chat/completions", generator.chat),
-            web.get("/v1/models", models),
-            web.get("/v1/models/{name:.+}", one_model),
-            web.get("/health", report_health),
-            web.get("/metrics", report_metrics),
-        ]
-    )
-    return app
+from fastdecode.api.app import CLOSE
 
 
 class Server:
     """An application that is being served; `port` is its TCP port."""
 
-    def __init__(self, runner: web.AppRunner, close_requests: Callable[[float], Awaitable[None]], port: int):
-        self._runner = runner
-        self._close_requests = close_requests
+    def __init__(self, runner: web.AppRunner, app: web.Application, port: int):
+        self._runner, self._app = runner, app
         self.port = port
 
+    async def drain(self, grace: float) -> None:
+        """Refuse new requests, with /health at 503 while the port still listens, and wait up to `grace` seconds for the
+        running ones; then end the others with an error."""
+        await self._app[CLOSE](grace)
+
     async def close(self, grace: float = 1.0) -> None:
-        """Stop listening, wait `grace` seconds for running requests, end the others with an error. Idempotent."""
+        """Drain, then stop listening. Idempotent."""
+        await self.drain(grace)
         for site in list(self._runner.sites):
             await site.stop()
-        await self._close_requests(grace)
         await self._runner.cleanup()
 
 
@@ -189,8 +92,8 @@ _log = logging.getLogger("fastdecode.api.http")
 _log.addFilter(_OneLine())
 
 
-async def serve(app: web.Application, sockets: list[socket.socket]) -> Server:
-    """Serve `app` on bound sockets, which the Server then owns. Raises OSError.
+async def serve(app: web.Application, sockets: list[socket.socket], *, tls: ssl.SSLContext | None = None) -> Server:
+    """Serve `app` on bound sockets, which the Server then owns; over TLS if `tls` is given. Raises OSError.
 
     `handler_cancellation` makes aiohttp cancel the handler of a client that goes away; without it, the request would
     run to its end.
@@ -200,8 +103,8 @@ async def serve(app: web.Application, sockets: list[socket.socket]) -> Server:
     await runner.setup()
     try:
         for sock in sockets:
-            await web.SockSite(runner, sock).start()
+            await web.SockSite(runner, sock, ssl_context=tls).start()
     except OSError:
         await runner.cleanup()
         raise
-    return Server(runner, app[_GENERATOR].close, port)
+    return Server(runner, app, port)

@@ -18,8 +18,9 @@ _HEADERS = {
 class EventStream:
     """One stream to one client. A write waits while the socket's buffers are full, until the client has read on."""
 
-    def __init__(self, request: web.Request, headers: dict[str, str]):
-        self._request = request
+    def __init__(self, request: web.Request, headers: dict[str, str], *, named: bool = False):
+        """`named`: every event has a line with its `type`, and none is `[DONE]`, as in OpenAI's Responses API."""
+        self._request, self._named = request, named
         self.response = web.StreamResponse(headers=_HEADERS | headers)
 
     async def open(self) -> None:
@@ -28,15 +29,20 @@ class EventStream:
 
     async def send(self, events: Iterable[Any]) -> None:
         """Write each event's JSON. Raises ConnectionError if the client has gone."""
-        await self.response.write(b"".join(b"data: " + orjson.dumps(event) + b"\n\n" for event in events))
+        await self.response.write(b"".join(map(self._event, events)))
+
+    def _event(self, event: Any) -> bytes:
+        name = b"event: " + event["type"].encode() + b"\n" if self._named else b""
+        return name + b"data: " + orjson.dumps(event) + b"\n\n"
 
     async def keep_alive(self) -> None:
         """Send a comment, which clients skip and which keeps proxies from closing the connection."""
         await self.response.write(b": keep-alive\n\n")
 
     async def done(self) -> None:
-        """End the stream with `[DONE]`."""
-        await self.response.write(b"data: [DONE]\n\n")
+        """End the stream."""
+        if not self._named:
+            await self.response.write(b"data: [DONE]\n\n")
         await self.response.write_eof()
 
     async def fail(self, error: dict[str, Any]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib.util
+import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from fastdecode import __version__
+from fastdecode.daemon.config_sources import Parser, flag, from_environment, from_file, variable
 from fastdecode.daemon.machine import parse_cpu_list
 from fastdecode.gguf.file import GGUFError, find_gguf
 from fastdecode.kernels._native import MAX_THREADS
@@ -129,9 +131,11 @@ def _option(
     parse: Callable[[str], Any] = str,
     choices: Sequence[str] | None = None,
     metavar: str | None = None,
+    many: bool = False,
 ) -> Any:
-    """A field of NodeConfig. `role` lists the roles that have the option; a tuple default makes it repeatable."""
-    metadata = {"help": help, "role": role, "parse": parse, "choices": choices, "metavar": metavar}
+    """A field of NodeConfig. `role` lists the roles that have the option; a tuple default makes it repeatable, and
+    `many` lets one option have several values instead."""
+    metadata = {"help": help, "role": role, "parse": parse, "choices": choices, "metavar": metavar, "many": many}
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -147,6 +151,12 @@ class NodeConfig:
         "s",
         choices=("s", "r"),
     )
+    config: Path | None = _option(
+        "YAML file with options; environment variables (FASTDECODE_ and the option's name) and the command line go "
+        "before it",
+        parse=Path,
+        metavar="FILE",
+    )
     check: bool = _option("print a report of the machine and, with --model, of the model, and exit", False)
 
     model: Path | None = _option(
@@ -155,14 +165,43 @@ class NodeConfig:
         parse=Path,
         metavar="PATH",
     )
-    served_model_name: str | None = _option(
-        "the model's name in the API; default: the directory's name", role="s", metavar="NAME"
+    served_model_name: tuple[str, ...] = _option(
+        "the model's name in the API, or several; default: the directory's name",
+        (),
+        role="s",
+        metavar="NAME",
+        many=True,
+    )
+    chat_template: Path | None = _option(
+        "file with a chat template (Jinja) to use instead of the model's own", role="s", parse=Path, metavar="FILE"
+    )
+    generation_config: str = _option(
+        "defaults of sampling. auto: from the model's generation_config.json; none: OpenAI's",
+        "auto",
+        role="s",
+        choices=("auto", "none"),
     )
     host: str = _option("address that the API listens on", "127.0.0.1", role="s")
     port: int = _option("port that the API listens on; 0: any free one", 8000, role="s", parse=_port)
     api_key_file: Path | None = _option(
-        "file with the key that clients must present; default: no key is needed", role="s", parse=Path, metavar="FILE"
+        "file with the keys, one a line, of which clients must present one; default: no key is needed",
+        role="s",
+        parse=Path,
+        metavar="FILE",
     )
+    ssl_certfile: Path | None = _option(
+        "certificate chain (PEM) with which the API is served over TLS", role="s", parse=Path, metavar="FILE"
+    )
+    ssl_keyfile: Path | None = _option(
+        "private key (PEM) of --ssl-certfile; default: it is in that file", role="s", parse=Path, metavar="FILE"
+    )
+    cors_origin: tuple[str, ...] = _option(
+        "origin of web pages that may use the API (repeatable), e.g. https://chat.example.org; '*': all pages",
+        (),
+        role="s",
+        metavar="ORIGIN",
+    )
+    no_access_log: bool = _option("do not log a line for every request", False, role="s")
     tool_parser: str = _option(
         "how the model writes tool calls; auto: as its chat template says",
         "auto",
@@ -270,7 +309,9 @@ class NodeConfig:
         role="s",
         parse=_positive,
     )
-    drain_seconds: float = _option("on SIGTERM, how long running requests may continue", 5.0, role="s", parse=_seconds)
+    drain_seconds: float = _option(
+        "on SIGTERM, how long running requests may continue; /health is 503 meanwhile", 30.0, role="s", parse=_seconds
+    )
 
     listen: tuple[str, ...] = _option(
         "URL that S-nodes connect to (repeatable): tcp://host:port, shm:///path/to/socket, rdma://host:port",
@@ -330,20 +371,23 @@ class NodeConfig:
         "file with the secret that S-nodes and R-nodes share, 16 bytes or more", parse=Path, metavar="FILE"
     )
     log_level: str = _option("least severe messages to log", "info", choices=("debug", "info", "warning", "error"))
+    log_format: str = _option("text: lines for people; json: one JSON object a line", "text", choices=("text", "json"))
 
     def __post_init__(self) -> None:
         for f in dataclasses.fields(self):
             if self.role not in f.metadata["role"] and getattr(self, f.name) != f.default:
-                raise ConfigError(f"{_flag(f.name)} is not an option of --role {self.role}")
+                raise ConfigError(f"{flag(f.name)} is not an option of --role {self.role}")
         if self.role == "r" and not self.listen and not self.check:
             raise ConfigError(
                 "--role r needs --listen, e.g. --listen shm:///tmp/r.sock or --listen tcp://127.0.0.1:7300"
             )
+        if self.ssl_keyfile is not None and self.ssl_certfile is None:
+            raise ConfigError("--ssl-keyfile needs --ssl-certfile")
         if self.r_node:
             for name in EMBEDDED_OPTIONS:
                 if getattr(self, name) != _DEFAULTS[name]:
                     raise ConfigError(
-                        f"{_flag(name)} is for the embedded R-node; with --r-node, give it to the R-node itself"
+                        f"{flag(name)} is for the embedded R-node; with --r-node, give it to the R-node itself"
                     )
         if self.cpus is not None and self.threads is not None and len(self.cpus) != self.threads:
             raise ConfigError(f"--cpus names {len(self.cpus)} cpus for --threads {self.threads}")
@@ -352,7 +396,7 @@ class NodeConfig:
             raise ConfigError(f"--trim-idle-s returns memory that {other} keeps: give one of them")
         for name, most in _MOST.items():
             if (getattr(self, name) or 0) > most:
-                raise ConfigError(f"{_flag(name)} is at most {most}")
+                raise ConfigError(f"{flag(name)} is at most {most}")
         if self.max_batch_size > self.max_batch_tokens:
             raise ConfigError("--max-batch-size is larger than --max-batch-tokens: every sequence needs a row")
 
@@ -386,11 +430,11 @@ class NodeConfig:
             raise ConfigError(f"--secret-file {self.secret_file} {fault}")
         return secret
 
-    def read_api_key(self) -> str | None:
-        """The API's key; None without --api-key-file. Raises ConfigError."""
-        key = _read_key(self.api_key_file, "--api-key-file")
+    def read_api_keys(self) -> tuple[str, ...]:
+        """The API's keys; () without --api-key-file. Raises ConfigError."""
+        keys = _read_key(self.api_key_file, "--api-key-file") or b""
         try:
-            return None if key is None else key.decode()
+            return tuple(key for line in keys.decode().splitlines() if (key := line.strip()))
         except UnicodeDecodeError:
             raise ConfigError(f"--api-key-file {self.api_key_file} is not text") from None
 
@@ -400,15 +444,16 @@ class NodeConfig:
         for name in names:
             value = getattr(self, name)
             if value is True:
-                args.append(_flag(name))
+                args.append(flag(name))
             elif value != _DEFAULTS[name]:
-                args += [_flag(name), ",".join(map(str, value)) if isinstance(value, tuple) else str(value)]
+                args += [flag(name), ",".join(map(str, value)) if isinstance(value, tuple) else str(value)]
         return args
 
     @classmethod
     def from_args(cls, argv: Sequence[str] | None = None) -> NodeConfig:
-        """Parse a command line (default: sys.argv). Prints usage and exits with status 2 for a bad one."""
-        parser = argparse.ArgumentParser(
+        """Parse a command line (default: sys.argv), with the environment and --config behind it. Prints an error and
+        exits with status 2 for a bad one."""
+        parser = Parser(
             prog="fastdecode-node",
             description="One daemon, two roles: an S-node computes everything that has weights and serves the API; "
             "R-nodes hold the KV-cache and compute attention.",
@@ -422,10 +467,8 @@ class NodeConfig:
         }
         for f in dataclasses.fields(cls):
             _add_argument(groups[f.metadata["role"]], f)
-        given = {name: value for name, value in vars(parser.parse_args(argv)).items() if value is not None}
-        given = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
         try:
-            return cls(**given)
+            return cls(**_merged(parser, argv))
         except ConfigError as error:
             parser.error(str(error))
 
@@ -441,17 +484,39 @@ def _chat_model() -> Path:
     )
 
 
+def _merged(parser: Parser, argv: Sequence[str] | None) -> dict[str, Any]:
+    """The options that are given, from all sources. Raises ConfigError."""
+    fields = dataclasses.fields(NodeConfig)
+    given = _parsed(parser, argv)
+    role = given.get("role") or os.environ.get(variable("role")) or "s"
+    try:
+        arguments = from_environment(fields, role, os.environ)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    given = _parsed(parser, arguments, "environment") | given
+    if (path := given.get("config")) is not None:
+        try:
+            arguments = from_file(fields, path)
+        except ValueError as error:
+            raise ConfigError(f"--config {path}: {error}") from None
+        given = _parsed(parser, arguments, str(path)) | given
+    return given
+
+
+def _parsed(parser: Parser, argv: Sequence[str] | None, source: str = "") -> dict[str, Any]:
+    parser.source = source
+    parsed = {name: value for name, value in vars(parser.parse_args(argv)).items() if value is not None}
+    parser.source = ""
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in parsed.items()}
+
+
 _DEFAULTS = {f.name: f.default for f in dataclasses.fields(NodeConfig)}
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
 
 
 def _add_argument(group: argparse._ArgumentGroup, f: dataclasses.Field[Any]) -> None:
     meta = f.metadata
     if isinstance(f.default, bool):
-        group.add_argument(_flag(f.name), action="store_true", default=None, help=meta["help"])
+        group.add_argument(flag(f.name), action="store_true", default=None, help=meta["help"])
         return
 
     def parse(text: str) -> Any:
@@ -464,8 +529,9 @@ def _add_argument(group: argparse._ArgumentGroup, f: dataclasses.Field[Any]) -> 
     if f.default not in (None, ()):
         help_text += f" (default: {f.default})"
     group.add_argument(
-        _flag(f.name),
-        action="append" if isinstance(f.default, tuple) else "store",
+        flag(f.name),
+        action="append" if isinstance(f.default, tuple) and not meta["many"] else "store",
+        nargs="+" if meta["many"] else None,
         type=parse,
         choices=meta["choices"],
         metavar=meta["metavar"],

@@ -6,15 +6,17 @@ import asyncio
 import contextlib
 import ctypes
 import logging
+import os
 import shutil
 import signal
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from fastdecode.daemon.config import EMBEDDED_OPTIONS, NodeConfig
+from fastdecode.daemon.config_sources import without_options
 from fastdecode.daemon.machine import numa_nodes, usable_cpus
 
 log = logging.getLogger(__name__)
@@ -74,7 +76,7 @@ class EmbeddedRNode:
         self.url = f"shm://{self._directory}/r.sock"
         self._argv = ["--role", "r", "--listen", self.url, "--threads", str(split.r_threads)]
         self._argv += config.to_args([name for name in EMBEDDED_OPTIONS if name != "threads"])
-        self._argv += config.to_args(["spin_us", "secret_file", "log_level"])
+        self._argv += config.to_args(["spin_us", "secret_file", "log_level", "log_format"])
 
     async def start(self) -> None:
         """Start the child and wait until it listens. Raises RuntimeError if it does not."""
@@ -85,6 +87,7 @@ class EmbeddedRNode:
             "fastdecode.daemon.node",
             *self._argv,
             stdin=asyncio.subprocess.DEVNULL,
+            env=without_options(fields(NodeConfig), os.environ),
             # ^C in a terminal must not reach this child, which the parent's running requests still need.
             start_new_session=True,
             preexec_fn=_die_with_parent,

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import uvloop
 
 from fastdecode.daemon.config import ConfigError, NodeConfig, format_bytes
+from fastdecode.daemon.logs import set_up_logging
 from fastdecode.daemon.machine import available_memory, huge_pages, numa_nodes, total_memory, usable_cpus
 from fastdecode.daemon.shutdown import wait_for_shutdown
 from fastdecode.transports.base import TransportError
@@ -24,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     Exit status: 0 after a clean end, 2 for a bad option, 130 if interrupted while it loads, 1 for any other error.
     """
     config = NodeConfig.from_args(argv)
-    logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)-7s %(name)s: %(message)s")
+    set_up_logging(config.log_level, config.log_format)
     try:
         if config.check:
             from fastdecode.daemon.check import report

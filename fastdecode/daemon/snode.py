@@ -8,18 +8,18 @@ import dataclasses
 import logging
 import socket
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 import uvloop
 
-from fastdecode.api.server import bind, make_app, serve
+from fastdecode.api.server import bind, serve
 from fastdecode.daemon.activity import log_activity
-from fastdecode.daemon.config import CHAT_MODEL, ConfigError, NodeConfig, format_bytes
+from fastdecode.daemon.config import ConfigError, NodeConfig, format_bytes
 from fastdecode.daemon.embedded import EmbeddedRNode, Split, split_machine
 from fastdecode.daemon.machine import available_memory
 from fastdecode.daemon.rnode_links import RNodeLinks, first_lease
+from fastdecode.daemon.serving import ApiSettings
 from fastdecode.daemon.shutdown import wait_for_shutdown
 from fastdecode.demo import model_dir
 from fastdecode.engine.engine import Engine
@@ -49,7 +49,7 @@ def run_s_node(config: NodeConfig) -> None:
     Raises ConfigError, TransportError, OSError, RuntimeError, ValueError; the message is a sentence for the user.
     """
     path = config.model_path() or model_dir()
-    secret, api_key = config.read_secret(), config.read_api_key()
+    secret = config.read_secret()
     device = choose_device(config.device)
     split = split_machine(config, s_on_gpu=device.type == "cuda")
     torch.set_num_threads(split.s_threads)
@@ -60,8 +60,8 @@ def run_s_node(config: NodeConfig) -> None:
     dtype = choose_dtype(config.dtype, backend.config.dtype, device)
     # The port and the tokenizer come before the weights, which take long to load, so that a mistake shows at once.
     sockets = bind(config.host, config.port)
-    tokenizer = Tokenizer.from_dir(path)
-    _check_vocabulary(tokenizer, backend.config)
+    settings = ApiSettings.make(config, path)
+    _check_vocabulary(settings.tokenizer, backend.config)
     model = backend.load(device, dtype, progress=sys.stderr.isatty(), weights=config.weights)
     log.info(
         "%s by the %s backend, %s in %s, activations in %s",
@@ -71,15 +71,7 @@ def run_s_node(config: NodeConfig) -> None:
         "weights as stored" if config.weights == "auto" else f"{config.weights} weights",
         str(dtype).removeprefix("torch."),
     )
-    name = config.served_model_name or _default_name(config, path)
-    uvloop.run(_serve(config, name, backend, model, tokenizer, sockets, split, secret, api_key))
-
-
-def _default_name(config: NodeConfig, path: Path) -> str:
-    """The model's name in the API: that of its directory, or of its file without ".gguf"."""
-    if config.model is None:
-        return "fastdecode-demo"
-    return CHAT_MODEL if config.model == Path(CHAT_MODEL) else path.resolve().name.removesuffix(".gguf")
+    uvloop.run(_serve(config, settings, backend, model, sockets, split, secret))
 
 
 def _check_vocabulary(tokenizer: Tokenizer, model: ModelConfig | HFConfig) -> None:
@@ -96,14 +88,12 @@ def _check_vocabulary(tokenizer: Tokenizer, model: ModelConfig | HFConfig) -> No
 
 async def _serve(
     config: NodeConfig,
-    name: str,
+    settings: ApiSettings,
     backend: Backend,
     model: Model | HFModel,
-    tokenizer: Tokenizer,
     sockets: list[socket.socket],
     split: Split,
     secret: bytes | None,
-    api_key: str | None,
 ) -> None:
     shutdown = asyncio.create_task(wait_for_shutdown())
     hello = model.hello(
@@ -149,25 +139,23 @@ async def _serve(
             max_uncached_suffix=None if model.device.type == "cpu" else _MAX_UNCACHED_SUFFIX,
             grow_leases=grow_leases,
         )
+        if engine.longest_sequence < engine.max_model_len:
+            log.warning(
+                "the KV-cache holds at most %d tokens of one sequence, fewer than the context of %d",
+                engine.longest_sequence - 1,
+                engine.max_model_len,
+            )
         await engine.start()
         stack.push_async_callback(engine.stop)
         r_node_links.watch(engine)
         stack.callback(r_node_links.unwatch)
         stack.callback(asyncio.create_task(log_activity(engine)).cancel)
-        app = make_app(
-            engine,
-            tokenizer,
-            name,
-            api_key=api_key,
-            tool_parser=config.tool_parser,
-            reasoning_parser=config.reasoning_parser,
-        )
-        server = await serve(app, sockets)
+        server = await serve(settings.app(engine), sockets, tls=settings.tls)
         stack.push_async_callback(server.close)
-        _print_greeting(config.host, server.port, name, chat=bool(tokenizer.template_source))
+        _print_greeting(config.host, server.port, settings)
         await shutdown
         log.info("draining: running requests may go on for %.0f s", config.drain_seconds)
-        await engine.drain(config.drain_seconds)
+        await server.drain(config.drain_seconds)
     log.info("S-node ended")
 
 
@@ -181,11 +169,12 @@ def _staged_tokens(config: NodeConfig, model: Model | HFModel) -> int:
     return memory // (shape.n_layers * 2 * shape.n_kv_heads * shape.head_size * model.dtype.itemsize)
 
 
-def _print_greeting(host: str, port: int, name: str, chat: bool) -> None:
-    """Print the API's address and a command to try it. `chat`: the model answers messages."""
-    url = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
+def _print_greeting(host: str, port: int, settings: ApiSettings) -> None:
+    """Print the API's address and a command to try it."""
+    name, scheme = settings.names[0], "http" if settings.tls is None else "https"
+    url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}/v1"
     endpoint, field = "completions", '"prompt": "It was a"'
-    if chat:
+    if settings.tokenizer.template_source:
         question = '{"role": "user", "content": "What is the capital of France?"}'
         endpoint, field = "chat/completions", f'"messages": [{question}]'
     print(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fastdecode.spart.batch import Chunk, SampleSpec, StepBatch
+from fastdecode.spart.batch import Chunk, SampleSpec, ScoreSpec, StepBatch
 from fastdecode.spart.penalties import LogitRules
 
 if TYPE_CHECKING:
@@ -19,7 +19,9 @@ def step_batch(plan: Plan) -> StepBatch:
     for seq, n_tokens, prefill, sample in plan.chunks:
         tokens = seq.tokens[seq.cached : seq.cached + n_tokens]
         spec = _sample_spec(seq) if sample else None
-        chunks.append(Chunk(seq.placed_on.position, *seq.handle, seq.cached, tokens, prefill, spec, seq.prefill_end))
+        score = _score_spec(seq, n_tokens)
+        where = (seq.placed_on.position, *seq.handle, seq.cached)
+        chunks.append(Chunk(*where, tokens, prefill, spec, seq.prefill_end, score))
     return StepBatch(plan.mini_batch, chunks)
 
 
@@ -27,6 +29,14 @@ def _sample_spec(seq: Sequence) -> SampleSpec:
     p = seq.params
     mask = seq.constraints if seq.constraints is not None and seq.constraints.active else None
     return SampleSpec(p.temperature, p.top_k, p.top_p, p.min_p, seq.seed, seq.n_generated, p.logprobs, seq.rules, mask)
+
+
+def _score_spec(seq: Sequence, n_tokens: int) -> ScoreSpec | None:
+    """The tokens of the prompt that the sequence's next `n_tokens` rows score."""
+    if seq.params.prompt_logprobs is None or seq.cached >= seq.n_prompt - 1:
+        return None
+    end = min(seq.cached + n_tokens + 1, seq.n_prompt)
+    return ScoreSpec(seq.tokens[seq.cached + 1 : end], seq.params.prompt_logprobs)
 
 
 def logit_rules(params: SamplingParams, prompt_ids: list[int]) -> LogitRules | None:

@@ -98,7 +98,9 @@ class Cluster:
         self.loads.add(node.position, seq.mean_length)
         if seq.hashes:
             cached = CachedSequence(seq.handle, pages=0)
-            seq.entry = PrefixEntry(cached, list(seq.tokens), seq.hashes, running=True, computed=False)
+            seq.entry = PrefixEntry(
+                cached, list(seq.tokens), seq.hashes, seq.params.cache_salt, running=True, computed=False
+            )
             node.prefixes.insert(seq.entry)
         if placement.source is not None:
             placement.source.pins += 1
@@ -159,7 +161,8 @@ class Cluster:
             if entry is not None:
                 node.prefixes.mark_ended(entry, cached, tokens)
             else:
-                node.prefixes.insert(PrefixEntry(cached, tokens, page_hashes(tokens)))
+                salt = seq.params.cache_salt
+                node.prefixes.insert(PrefixEntry(cached, tokens, page_hashes(tokens, salt), salt))
             node.evict_for(ceil(_PREFIX_HEADROOM * node.n_pages), index=True)
         else:
             if entry is not None:

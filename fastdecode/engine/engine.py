@@ -148,6 +148,11 @@ class Engine:
         return self._why_not_ready() is None
 
     @property
+    def longest_sequence(self) -> int:
+        """Tokens, prompt and output together, of the longest sequence that the context and the R-nodes' pages hold."""
+        return min(self.max_model_len, self.cluster.capacity + 1)
+
+    @property
     def stalled_seconds(self) -> float:
         """Seconds since a step last completed while there is work; 0 when idle. For the watchdog of /health."""
         return time.monotonic() - self.last_progress if self._live else 0.0
@@ -175,7 +180,10 @@ class Engine:
             params=params,
             seed=secrets.randbits(64) if params.seed is None else params.seed,
             end_tokens=end_tokens,
-            hashes=page_hashes(prompt_ids) if self.cluster.prefix_cache else [],
+            # A token whose row is not computed has no log-probability, so a scored prompt shares no prefix.
+            hashes=page_hashes(prompt_ids, params.cache_salt)
+            if self.cluster.prefix_cache and params.prompt_logprobs is None
+            else [],
             rules=logit_rules(params, prompt_ids),
             constraints=constraints(params, end_tokens, self.spart.config.vocab_size),
         )
@@ -213,7 +221,7 @@ class Engine:
             raise PromptTooLong(f"the prompt has {n} tokens; the context is {self.max_model_len}, output included")
         if n > capacity:
             raise PromptTooLong(f"the prompt has {n} tokens; the KV-cache holds at most {capacity} of one sequence")
-        return min(self.max_model_len, capacity + 1) - n
+        return self.longest_sequence - n
 
     def _check_backlog(self, n_tokens: int) -> None:
         """Raise Overloaded if more than `max_queued` requests would wait for others to end."""
@@ -293,6 +301,9 @@ class Engine:
             for link, (busy_ns, kv_bytes) in output.link_costs.items():
                 self.cluster.observe(link, busy_ns, kv_bytes)
             self.observer.step(plan.n_tokens, self.last_progress - begun)
+            for i, scores in output.scores.items():
+                seq = plan.chunks[i].seq
+                seq.prompt_scores[seq.cached : seq.cached + len(scores)] = scores
             for outcome in self.scheduler.complete(plan, output.sampled, self.last_progress - begun):
                 self._deliver(outcome, self.last_progress)
 
@@ -307,7 +318,8 @@ class Engine:
     def _deliver(self, outcome: Outcome, now: float) -> None:
         """Put a new token into its request's stream."""
         seq, sampled, reason = outcome
-        seq.output.put_nowait(TokenEvent(sampled.token, sampled.logprob, sampled.top, reason, seq.reused))
+        scores = seq.prompt_scores if seq.last_token is None else ()
+        seq.output.put_nowait(TokenEvent(sampled.token, sampled.logprob, sampled.top, reason, scores, seq.reused))
         self.totals.generated_tokens += 1
         if seq.last_token is None:
             self.observer.first_token(now - seq.arrived)

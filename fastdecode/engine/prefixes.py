@@ -43,14 +43,16 @@ class PrefixEntry:
     cached: CachedSequence
     tokens: list[int]  # cached on the R-node, or about to be while `computed` is False
     hashes: list[int]  # page_hashes(tokens)
+    salt: str = ""  # of `hashes`
     pins: int = 0  # FORKs from this entry in progress; a pinned entry is not evicted
     running: bool = False
     computed: bool = True
 
 
-def page_hashes(tokens: list[int]) -> list[int]:
-    """One hash for each whole page of `tokens`; it covers all tokens from the first one to the end of that page."""
-    hashes, last = [], 0
+def page_hashes(tokens: list[int], salt: str = "") -> list[int]:
+    """One hash for each whole page of `tokens`; it covers `salt` and all tokens from the first one to the end of that
+    page. Only hashes of one salt are equal, so prompts with different salts share nothing."""
+    hashes, last = [], hash(salt)
     for end in range(PAGE_TOKENS, len(tokens) + 1, PAGE_TOKENS):
         last = hash((last, tuple(tokens[end - PAGE_TOKENS : end])))
         hashes.append(last)
@@ -110,7 +112,7 @@ class PrefixIndex:
     def mark_ended(self, entry: PrefixEntry, cached: CachedSequence, tokens: list[int]) -> None:
         """Turn a running sequence's entry into that of an ended one, whose `tokens` are cached in `cached.pages`."""
         self.remove(entry)
-        entry.cached, entry.tokens, entry.hashes = cached, tokens, page_hashes(tokens)
+        entry.cached, entry.tokens, entry.hashes = cached, tokens, page_hashes(tokens, entry.salt)
         entry.running, entry.computed = False, True
         self.insert(entry)
 

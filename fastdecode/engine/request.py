@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
+
+from fastdecode.spart.batch import TokenScore as TokenScore  # the API takes it from here
 
 
 class EngineError(Exception):
@@ -74,6 +77,8 @@ class SamplingParams:
     min_p: float = 0.0
     seed: int | None = None  # None: the engine draws one
     logprobs: int | None = None  # alternatives to report for each token; 0: only the chosen token; None: nothing
+    prompt_logprobs: int | None = None  # as `logprobs`, for the prompt's tokens but the first
+    cache_salt: str = ""  # only requests with the same one share cached prefixes
     # The formulas of these four stand in spart/penalties.py.
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
@@ -96,4 +101,5 @@ class TokenEvent:
     logprob: float | None = None  # nats
     top: list[tuple[int, float]] = field(default_factory=list)  # (token, logprob) of alternatives, best first
     finish_reason: str | None = None
+    prompt_scores: Sequence[TokenScore] = ()  # of the prompt's tokens but the first; on a request's first token
     reused: int = 0  # prompt tokens that the prefix cache had; the same in all events of a request

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from fastdecode.engine.constraints import TokenConstraints
     from fastdecode.engine.ledger import RNodeLedger
     from fastdecode.engine.prefixes import PrefixEntry
+    from fastdecode.spart.batch import TokenScore
     from fastdecode.spart.penalties import LogitRules
 
 
@@ -33,7 +34,7 @@ class Sequence:
     params: SamplingParams
     seed: int
     end_tokens: frozenset[int]
-    hashes: list[int] = field(default_factory=list)  # prefixes.page_hashes of the prompt; empty: no prefix cache
+    hashes: list[int] = field(default_factory=list)  # prefixes.page_hashes of the prompt; empty: it shares no prefix
     client: str = ""  # whose request it is: outputs of one client are taken to be alike in length
     rules: LogitRules | None = None  # None: the parameters have neither a bias nor a penalty
     constraints: TokenConstraints | None = None  # None: every token is allowed
@@ -63,6 +64,7 @@ class Sequence:
     arrived: float = field(default_factory=time.monotonic)
     started: float | None = None  # first scheduled
     last_token: float | None = None
+    prompt_scores: list[TokenScore] = field(default_factory=list)  # of the prompt's tokens from the second one on
     reused: int = 0  # prompt tokens that the prefix cache had when it was first placed
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     import torch
@@ -25,6 +25,23 @@ class Chunk:
     prefill: bool  # True: the S-node attends, the R-node only appends K and V. False: the R-node attends
     sample: SampleSpec | None  # how to draw the token after the chunk; None: more of the prompt follows
     prompt_length: int = 0  # with `prefill`: tokens of the whole prompt, for which memory is taken; 0: not known
+    score: ScoreSpec | None = None  # tokens of the prompt to score; None: none
+
+
+@dataclass(slots=True)
+class ScoreSpec:
+    """Tokens of a prompt whose log-probabilities are asked for."""
+
+    tokens: list[int]  # the tokens after the chunk's first rows, in order, at most one for each row
+    top: int  # alternatives to report
+
+
+class TokenScore(NamedTuple):
+    """How likely the model finds a token of the prompt after the tokens before it."""
+
+    logprob: float  # nats
+    rank: int  # 1: no token is likelier
+    top: list[tuple[int, float]]  # (token, logprob) of the likeliest tokens, likeliest first
 
 
 @dataclass(slots=True)
@@ -74,4 +91,5 @@ class StepOutput:
     r_wait_seconds: float  # the S-Part waited for R-nodes
     kv_bytes: int  # KV-cache bytes that the R-nodes read
     link_costs: dict[Link, tuple[int, int]] = field(default_factory=dict)  # busy nanoseconds and KV-cache bytes of each
+    scores: dict[int, list[TokenScore]] = field(default_factory=dict)  # of chunks with a `score`, by their index
     logits: torch.Tensor | None = None  # [sampled chunks, vocab_size] fp32; only if asked for (tests, perplexity)

@@ -23,6 +23,7 @@ from fastdecode.spart.config import ModelConfig
 from fastdecode.spart.exchange import Exchange, SlotViews, link_rows
 from fastdecode.spart.layers import ACTIVATIONS, make_norm, norm_heads
 from fastdecode.spart.prompt import PromptCache, PromptChunk
+from fastdecode.spart.prompt_logprobs import Scorer
 from fastdecode.spart.rope import RotaryEmbedding, rotate
 from fastdecode.spart.sampling import Sampler
 from fastdecode.spart.step_table import StepTable
@@ -82,7 +83,9 @@ class SPart:
         for prompt in rows.prompts:
             self._prompts.end(prompt)
         sampled, logits = self._sample(state.x, rows)
+        scores = rows.scorer(lambda part: self._logits(state.x, rows.uploaded["scored rows"][part]), rows.uploaded)
         return StepOutput(
+            scores=scores,
             sampled=sampled,
             s_seconds=s_seconds + time.perf_counter() - resumed,
             r_wait_seconds=r_seconds,
@@ -140,8 +143,16 @@ class SPart:
         sampled: list[Sampled | None] = [None] * len(rows.chunks)
         if not rows.sampled:
             return sampled, x.new_empty(0, self._config.vocab_size, dtype=torch.float32)
+        logits = self._logits(x, rows.uploaded["last rows"])
+        drawn = rows.sampler(logits, rows.uploaded)
+        for i, token in zip(rows.sampled, drawn, strict=True):
+            sampled[i] = token
+        return sampled, logits
+
+    def _logits(self, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """The logits of some rows of x [n, hidden_size]: [len(rows), vocab_size] fp32."""
         w = self._weights
-        x = x.index_select(0, rows.uploaded["last rows"])
+        x = x.index_select(0, rows)
         if w.final_norm is not None:
             x = self._norm(x, w.final_norm)
         if w.project_out is not None:
@@ -149,17 +160,14 @@ class SPart:
         logits = w.head(x).float()
         if self._config.logit_divisor != 1.0:
             logits.div_(self._config.logit_divisor)
-        drawn = rows.sampler(logits, rows.uploaded)
-        for i, token in zip(rows.sampled, drawn, strict=True):
-            sampled[i] = token
-        return sampled, logits
+        return logits
 
 
 class StepRows:
     """The rows of a step: their tokens and positions, where each chunk's rows stand, and how tokens are drawn.
 
     `uploaded` is the step's table on the device: "tokens" and "positions", int64 [rows], "last rows", int64 [sampled
-    chunks], and what `sampler` has added.
+    chunks], and what `sampler` and `scorer` have added.
     """
 
     def __init__(self, spart: SPart, batch: StepBatch):
@@ -196,6 +204,7 @@ class StepRows:
         table.add("last rows", stops[self.sampled] - 1)
         specs = [chunk.sample for chunk in chunks if chunk.sample is not None]
         self.sampler = Sampler(specs, config.vocab_size, table)
+        self.scorer = Scorer(chunks, (stops - lengths).tolist(), config.vocab_size, table)
         self.uploaded = table.upload(spart.model.device)
 
 

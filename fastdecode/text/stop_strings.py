@@ -14,7 +14,9 @@ class StopStrings:
     linear in the length of the text (Knuth, Morris and Pratt, "Fast pattern matching in strings", 1977).
     """
 
-    def __init__(self, stops: Sequence[str]):
+    def __init__(self, stops: Sequence[str], *, include: bool = False):
+        """With `include`, the text is cut behind the stop string and not before it."""
+        self._include = include
         self._patterns = [(stop, _failures(stop)) for stop in stops]
         self._matched = [0] * len(stops)  # for each stop string, how many of its characters the text ends with
         self._held = ""
@@ -30,7 +32,7 @@ class StopStrings:
         self._held += text
         for end, character in enumerate(text, before + 1):
             if complete := self._advance(character):
-                return self._held[: end - complete], True
+                return self._held[: end if self._include else end - complete], True
         released = self._held[: len(self._held) - max(self._matched)]
         self._held = self._held[len(released) :]
         return released, False

@@ -51,14 +51,16 @@ class Tokenizer:
         self._longest_token = max(len(text.encode()) for text in backend.get_vocab(with_added_tokens=True))
 
     @classmethod
-    def from_dir(cls, model_dir: str | Path) -> Tokenizer:
+    def from_dir(cls, model_dir: str | Path, *, chat_template: str | None = None) -> Tokenizer:
         """Read tokenizer.json, tokenizer_config.json and the chat template of `model_dir`, or a GGUF file's metadata.
+        `chat_template` goes before the model's own.
 
         Raises TokenizerError, and ChatTemplateError for a template that is not valid Jinja.
         """
         try:
             if file := find_gguf(model_dir):
-                return cls(*read_tokenizer(GGUFFile(file)))
+                backend, config, template = read_tokenizer(GGUFFile(file))
+                return cls(backend, config, chat_template or template)
         except (GGUFError, GGUFTokenizerError) as error:
             raise TokenizerError(str(error)) from None
         directory = Path(model_dir)
@@ -73,7 +75,7 @@ class Tokenizer:
         if "added_tokens_decoder" not in config:  # older models have the named tokens in a separate file
             config = config | _read_json(directory / "special_tokens_map.json")
         try:
-            return cls(backend, config, _find_template(directory, config))
+            return cls(backend, config, chat_template or _find_template(directory, config))
         except (TokenizerError, ChatTemplateError):
             raise
         except (TypeError, ValueError, KeyError, AttributeError) as error:
@@ -143,6 +145,11 @@ class Tokenizer:
         if match := _BYTE_TOKEN.fullmatch(text):
             return bytes([int(match[1], 16)])
         return text.replace("▁", " ").encode()
+
+    def token_text(self, token: int) -> str | None:
+        """The token as tokenizer.json writes it; None for an unknown id."""
+        text: str | None = self._backend.id_to_token(token)
+        return text
 
     def token_id(self, text: str) -> int | None:
         """The id of the token that is written `text` in tokenizer.json; None if there is none."""

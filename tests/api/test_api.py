@@ -77,6 +77,18 @@ async def test_models(client):
 
 
 @pytest.mark.quick
+async def test_models_show_the_longest_sequence_that_the_kv_cache_holds(checkpoint, tokenizer, tmp_path):
+    async with real_engine(checkpoint, tmp_path, kv_bytes=2**19) as engine, served(engine, tokenizer) as client:
+        shown = (await client.openai.models.retrieve(MODEL)).max_model_len
+        assert 128 < shown < engine.max_model_len
+        with pytest.raises(openai.BadRequestError) as caught:
+            await client.openai.completions.create(**ASK | {"prompt": [5] * shown})
+        assert caught.value.code == "context_length_exceeded"
+        answer = await client.openai.completions.create(**ASK | {"prompt": [5] * (shown - 1)})
+        assert answer.usage.completion_tokens == 1
+
+
+@pytest.mark.quick
 async def test_completion_equals_the_greedy_text_of_transformers(client, model, tokenizer):
     ids = tokenizer.encode(PROMPT)
     expected = greedy(model, ids, 12)

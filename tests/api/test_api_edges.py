@@ -474,17 +474,22 @@ async def test_metrics_show_the_engines_numbers(tokenizer):
 
 
 async def test_closing_lets_streams_end_within_the_grace(tokenizer, spell):
+    """While streams end, /health tells load balancers that the server takes no more, and new requests are refused."""
     wait = asyncio.Event()
     async with served(ScriptedEngine([*spell("a"), wait, *spell("b")]), tokenizer) as client:
         stream = await client.openai.completions.create(**ASK, stream=True)
         text = (await anext(stream)).choices[0].text
         closing = asyncio.create_task(client.server.close(grace=30))
         await asyncio.sleep(0.05)
-        with pytest.raises(OSError):
-            await asyncio.open_connection("127.0.0.1", client.server.port)
+        async with client.http.get("/health") as response:
+            assert (response.status, (await response.json())["status"]) == (503, "closing")
+        status, body = await client.post("/v1/completions", ASK)
+        assert (status, body["error"]["code"]) == (503, "shutting_down")
         wait.set()
         text += "".join([chunk.choices[0].text async for chunk in stream])
         await closing
+        with pytest.raises(OSError):
+            await asyncio.open_connection("127.0.0.1", client.server.port)
     assert text == "ab"
 
 

@@ -139,8 +139,11 @@ BAD_COMPLETION = [
     ({"prompt": ["x"] * 100, "n": 100}, "n"),
     ({"logprobs": 21}, "logprobs"),
     ({"logprobs": True}, "logprobs"),
-    ({"best_of": 2}, "best_of"),
-    ({"echo": True}, "echo"),
+    ({"best_of": 1, "n": 2}, "best_of"),
+    ({"best_of": 2, "stream": True}, "best_of"),
+    ({"echo": 1}, "echo"),
+    ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+    ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
     ({"suffix": "x"}, "suffix"),
     ({"messages": MESSAGES}, "messages"),
 ]
@@ -240,7 +243,6 @@ async def test_unknown_paths_and_methods(client):
     for method, path, status in (
         ("GET", "/v1/completions", 405),
         ("POST", "/health", 405),
-        ("POST", "/v1/embeddings", 404),
         ("GET", "/", 404),
         ("GET", "/v1/models/a/b", 404),
     ):
@@ -252,10 +254,10 @@ async def test_unknown_paths_and_methods(client):
 
 
 async def test_the_api_key(engine, tokenizer):
-    async with served(engine, tokenizer, api_key="sesame", key="sesame") as client:
+    async with served(engine, tokenizer, api_keys=["sesame"], key="sesame") as client:
         assert (await client.openai.completions.create(**ASK)).usage
     for key in ("Sesame", "sesame2", "x"):
-        async with served(engine, tokenizer, api_key="sesame", key=key) as client:
+        async with served(engine, tokenizer, api_keys=["sesame"], key=key) as client:
             with pytest.raises(openai.AuthenticationError) as caught:
                 await client.openai.completions.create(**ASK)
             assert caught.value.code == "invalid_api_key"

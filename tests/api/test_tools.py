@@ -215,7 +215,7 @@ async def test_required_and_named_calls_follow_their_schemas(grammar_client):
     whole = (await grammar_client.openai.chat.completions.create(**fields)).choices[0]
     _, calls, reason, _ = await streamed(grammar_client, **fields)
     assert reason == whole.finish_reason
-    assert calls == [(call.function.name, call.function.arguments) for call in whole.message.tool_calls]
+    assert calls == [(call.function.name, call.function.arguments) for call in whole.message.tool_calls or []]
 
 
 async def test_strict_tools_and_response_format_with_tools(grammar_client):

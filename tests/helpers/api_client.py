@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,8 @@ import aiohttp
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 from prometheus_client.parser import text_string_to_metric_families
 
-from fastdecode.api.server import Server, bind, make_app, serve
+from fastdecode.api.app import make_app
+from fastdecode.api.server import Server, bind, serve
 from fastdecode.text.tokenizer import Tokenizer
 
 MODEL = "tiny"
@@ -41,9 +42,11 @@ class Client:
 
 
 @contextlib.asynccontextmanager
-async def served(engine: Any, tokenizer: Tokenizer, *, key: str = "none", **options: Any) -> AsyncIterator[Client]:
+async def served(
+    engine: Any, tokenizer: Tokenizer, *, key: str = "none", names: Sequence[str] = (MODEL,), **options: Any
+) -> AsyncIterator[Client]:
     """Serve `engine` on a free port. `options` go to make_app; the clients send `key`."""
-    server = await serve(make_app(engine, tokenizer, MODEL, **options), bind("127.0.0.1", 0))
+    server = await serve(make_app(engine, tokenizer, *names, **options), bind("127.0.0.1", 0))
     # There is no TLS, and reading the system's certificates is slow.
     http_client = DefaultAsyncHttpxClient(verify=False)
     url = f"http://127.0.0.1:{server.port}"

@@ -11,7 +11,7 @@ import torch
 
 from fastdecode.daemon.rnode import RNode
 from fastdecode.engine.engine import Engine
-from fastdecode.spart import SPart, load_model
+from fastdecode.spart.backend import choose_backend
 from fastdecode.transports.registry import connect
 
 
@@ -25,11 +25,13 @@ async def real_engine(
     max_batch_size: int = 16,
     max_batch_tokens: int = 64,
     url: str | None = None,
+    backend: str = "native",
     **options: Any,
 ) -> AsyncIterator[Engine]:
     """A started engine. The R-node listens at `url`; `options` go to Engine."""
     torch.set_num_threads(1)
-    model = load_model(checkpoint, device=torch.device("cpu"), dtype=torch.float32, progress=False)
+    chosen = choose_backend(backend, checkpoint)
+    model = chosen.load(torch.device("cpu"), torch.float32, progress=False)
     hello = model.hello(
         n_slots=mini_batches,
         max_rows=max_batch_tokens,
@@ -44,7 +46,7 @@ async def real_engine(
         link = await connect(bound, hello, None)
         stack.push_async_callback(link.close)
         engine = Engine(
-            SPart(model, [link]),
+            chosen.make_spart(model, [link]),
             [link],
             mini_batches=mini_batches,
             max_batch_size=max_batch_size,

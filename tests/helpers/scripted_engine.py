@@ -45,6 +45,7 @@ class ScriptedEngine:
     """Each submit takes the next script. Once all scripts are used, submit raises `refusal`."""
 
     max_model_len = 4096
+    longest_sequence = 4096
     max_queued = 1024
     end_tokens = frozenset({1})
 

@@ -65,7 +65,10 @@ class HFSPart(SPart):
                 resumed = time.perf_counter()
                 r_seconds += resumed - asked
             resumed = time.perf_counter()
-            sampled = self._draw(logits, rows)
+            sampled = self._draw(logits[: len(rows.sampled)], rows)
+            scored = logits[len(rows.sampled) :]
+            with torch.inference_mode():
+                scores = rows.scorer(lambda part: scored[part], rows.uploaded)
         except BaseException:
             if not paused.dead:
                 # A generator that the garbage collector closes in another thread cannot reach its greenlet, which then
@@ -80,12 +83,13 @@ class HFSPart(SPart):
         for prompt in rows.prompts:
             self._prompts.end(prompt)
         return StepOutput(
+            scores=scores,
             sampled=sampled,
             s_seconds=s_seconds + time.perf_counter() - resumed,
             r_wait_seconds=r_seconds,
             kv_bytes=kv_bytes,
             link_costs=exchange.costs,
-            logits=logits if keep_logits else None,
+            logits=logits[: len(rows.sampled)] if keep_logits else None,
         )
 
     @torch.inference_mode()
@@ -129,15 +133,17 @@ class _Forward:
         self._o_heads = self._o.view(n, config.n_q_heads, self._size)
 
     def run(self) -> torch.Tensor:
-        """Run the model in the greenlet; returns logits [sampled chunks, vocab_size] fp32."""
+        """Run the model in the greenlet; returns logits [sampled chunks + scored rows, vocab_size] fp32."""
         spart, rows = self._spart, self._rows
         tokens, positions, keep = (rows.uploaded[name] for name in ("tokens", "positions", "last rows"))
-        if not rows.sampled:  # the pass computes the logits of one row, because not every model accepts an empty `keep`
+        if rows.scorer.n_rows:
+            keep = torch.cat([keep, rows.uploaded["scored rows"]])
+        if not len(keep):  # the pass computes the logits of one row, because not every model accepts an empty `keep`
             keep = tokens.new_zeros(1)
         logits = spart.logits_of(tokens, positions, keep)
         if self._layer != len(self._layers):
             raise RuntimeError(f"the model called attention {self._layer} times; the trace has {len(self._layers)}")
-        return logits if rows.sampled else logits[:0]
+        return logits[: len(rows.sampled) + rows.scorer.n_rows]
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Attention of one layer: q [1, n_q_heads, rows, k_size], k and v with KV heads -> O [1, rows, n_q_heads,

@@ -1,0 +1,139 @@
+"""The application: all routes over an engine and a tokenizer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Protocol
+
+from aiohttp import web
+from aiohttp.typedefs import Middleware
+
+from fastdecode import __version__
+from fastdecode.api.defaults import NO_DEFAULTS, SamplingDefaults
+from fastdecode.api.endpoints import Endpoints, ServedModel
+from fastdecode.api.errors import ApiError, json_response
+from fastdecode.api.generation import EngineClient
+from fastdecode.api.health import EngineHealth, health
+from fastdecode.api.metrics import CONTENT_TYPE, Metrics
+from fastdecode.api.middleware import allow_origins, errors_as_json, log_requests, require_key
+from fastdecode.api.preparation import Preparation
+from fastdecode.api.runs import Runs
+from fastdecode.api.tokenization import Tokenization
+from fastdecode.engine.stats import EngineObserver
+from fastdecode.text.output.forms import reasoning_form, tool_form
+from fastdecode.text.tokenizer import Tokenizer
+
+MAX_BODY_BYTES = 8 * 2**20
+
+#: Closes an application's requests: refuses new ones, waits so many seconds, then ends the others with an error.
+CLOSE: web.AppKey[Callable[[float], Awaitable[None]]] = web.AppKey("close")
+
+
+class EngineLike(EngineClient, EngineHealth, Protocol):
+    """All that the API needs of the engine (engine.engine.Engine)."""
+
+    observer: EngineObserver
+
+    @property
+    def longest_sequence(self) -> int:
+        """Tokens of the longest sequence that can be served now; less than `max_model_len` if pages are few."""
+        ...
+
+    async def refresh(self) -> None:
+        """Bring the R-nodes' counters in `stats` up to date."""
+
+
+def make_app(
+    engine: EngineLike,
+    tokenizer: Tokenizer,
+    *names: str,
+    api_keys: Sequence[str] = (),
+    cors_origins: Sequence[str] = (),
+    access_log: bool = True,
+    tool_parser: str = "auto",
+    reasoning_parser: str = "auto",
+    defaults: SamplingDefaults = NO_DEFAULTS,
+    max_body_bytes: int = MAX_BODY_BYTES,
+    keep_alive_seconds: float = 15.0,
+    stalled_after_seconds: float = 60.0,
+) -> web.Application:
+    """Make the application, and make its metrics the engine's observer.
+
+    Args:
+        names: the model's names; the first one is its own.
+        api_keys: every path but /health requires one of these keys; (): no path requires a key.
+        cors_origins: pages of these origins may use the API; "*": all pages.
+        access_log: log a line for every request.
+        tool_parser: how the model writes tool calls: a key of TOOL_FORMS, or "auto": as its chat template says.
+        reasoning_parser: how it writes its reasoning: one of REASONING_FORMS, "none", or "auto".
+        defaults: of sampling, for requests that give no values.
+        max_body_bytes: longer bodies get status 413.
+        keep_alive_seconds: a stream without text for this long sends a comment.
+        stalled_after_seconds: /health has status 503 if there is work and no step has completed for this long.
+    """
+    metrics = Metrics(names[0], lambda: engine.stats)
+    engine.observer = metrics
+    template = tokenizer.template_source
+    served = ServedModel(names, tool_form(tool_parser, template), reasoning_form(reasoning_parser, template), defaults)
+    preparation = Preparation(engine, tokenizer)
+    runs = Runs(engine, metrics, keep_alive_seconds)
+    endpoints = Endpoints(tokenizer, served, preparation, runs)
+    tokenization = Tokenization(tokenizer, served, preparation, engine.max_model_len)
+    created = int(time.time())
+
+    def model(name: str) -> dict[str, object]:
+        limits = {"max_model_len": engine.longest_sequence}
+        return {"id": name, "object": "model", "created": created, "owned_by": "fastdecode", "root": names[0], **limits}
+
+    async def models(_: web.Request) -> web.Response:
+        return json_response({"object": "list", "data": [model(name) for name in names]})
+
+    async def one_model(request: web.Request) -> web.Response:
+        return json_response(model(served.name(request.match_info["name"])))
+
+    async def version(_: web.Request) -> web.Response:
+        return json_response({"version": __version__})
+
+    async def embeddings(_: web.Request) -> web.Response:
+        raise ApiError(
+            400,
+            "this server generates text and computes no embeddings; a model for embeddings needs a server of its own",
+            code="unsupported_endpoint",
+        )
+
+    async def report_health(_: web.Request) -> web.Response:
+        status, body = health(engine, closing=runs.closing, stalled_after=stalled_after_seconds)
+        return json_response(body, status=status)
+
+    async def report_metrics(_: web.Request) -> web.Response:
+        await engine.refresh()
+        return web.Response(body=metrics.render(), headers={"Content-Type": CONTENT_TYPE})
+
+    async def close(grace: float) -> None:
+        preparation.closing = True
+        await runs.close(grace)
+        preparation.close()
+
+    middlewares: list[Middleware] = [log_requests] if access_log else []
+    middlewares += [allow_origins(cors_origins)] if cors_origins else []
+    middlewares += [errors_as_json]
+    middlewares += [require_key(api_keys)] if api_keys else []
+    app = web.Application(middlewares=middlewares, client_max_size=max_body_bytes)
+    app[CLOSE] = close
+    app.add_routes(
+        [
+            web.post("/v1/completions", endpoints.completions),
+            web.post("/v1/chat/completions", endpoints.chat),
+            web.post("/v1/responses", endpoints.responses),
+            web.post("/v1/embeddings", embeddings),
+            web.post("/tokenize", tokenization.tokenize),
+            web.post("/detokenize", tokenization.detokenize),
+            web.get("/v1/models", models),
+            web.get("/v1/models/{name:.+}", one_model),
+            web.get("/version", version),
+            web.get("/health", report_health),
+            web.get("/metrics", report_metrics),
+        ]
+    )
+    return app

@@ -1,0 +1,183 @@
+"""The answers of /v1/responses: a response with its output items, whole or as OpenAI's events."""
+
+from __future__ import annotations
+
+from typing import Any
+from uuid import uuid4
+
+from fastdecode.api.answers import Answer
+from fastdecode.api.errors import ApiError
+from fastdecode.api.generation import Piece
+from fastdecode.text.output.deltas import CallDelta, MessageDelta, OutputParser
+from fastdecode.text.tokenizer import Tokenizer
+
+_Event = dict[str, Any]
+
+
+class _Item:
+    """An output item that is being written: a message, a reasoning or a function call."""
+
+    def __init__(self, kind: str, index: int, call: CallDelta | None = None):
+        self.kind, self.index, self.text = kind, index, ""
+        prefix = {"message": "msg", "reasoning": "rs", "function_call": "fc"}[kind]
+        self.id = f"{prefix}_{uuid4().hex}"
+        self.call_index = call.index if call else -1
+        self._head = {"name": call.name, "call_id": f"call_{uuid4().hex[:24]}"} if call else {}
+
+    def part(self, text: str) -> dict[str, Any]:
+        """The item's only content part."""
+        if self.kind == "reasoning":
+            return {"type": "reasoning_text", "text": text}
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+    def shown(self, status: str) -> dict[str, Any]:
+        """The item as the response shows it."""
+        item: dict[str, Any] = {"type": self.kind, "id": self.id, "status": status}
+        if self.kind == "function_call":
+            return item | self._head | {"arguments": self.text}
+        content = [self.part(self.text)] if status != "in_progress" else []
+        if self.kind == "reasoning":
+            return item | {"summary": [], "content": content}
+        return item | {"role": "assistant", "content": content}
+
+
+class ResponseAnswer(Answer):
+    """The answer of /v1/responses, which has one choice."""
+
+    id_prefix = "resp"
+    object = "response"
+    chunk_object = "response"
+    prompt_param = "input"
+    named_events = True
+
+    def __init__(self, model: str, tokenizer: Tokenizer, *, parser: OutputParser, shown: dict[str, Any]):
+        """`shown` are fields of the request that the answer repeats."""
+        super().__init__(model, tokenizer, logprobs=False)
+        self.id = f"{self.id_prefix}_{uuid4().hex}"
+        self._parser, self._shown = parser, shown
+        self._items: list[_Item] = []
+        self._n_events = 0
+        self._finish_reason: str | None = None
+
+    def choice(self, index: int, piece: Piece) -> dict[str, Any]:
+        raise NotImplementedError("a response has output items and no choices")
+
+    def whole(self, pieces: dict[int, Piece], usage: dict[str, Any]) -> dict[str, Any]:
+        self.deltas(0, pieces[0])
+        return self._response(usage)
+
+    def begin(self) -> list[_Event]:
+        response = self._response(None, "in_progress")
+        return [self._event("created", response=response), self._event("in_progress", response=response)]
+
+    def chunk(
+        self, choice: dict[str, Any] | None, usage: dict[str, Any] | None = None, *, with_usage: bool = False
+    ) -> dict[str, Any]:
+        return choice or {}
+
+    def deltas(self, index: int, piece: Piece) -> list[_Event]:
+        self._finish_reason = piece.finish_reason
+        delta = self._parser.push(piece.text)
+        if piece.finish_reason:
+            delta += self._parser.finish()
+        return self._events_of(delta)
+
+    def _events_of(self, delta: MessageDelta) -> list[_Event]:
+        events: list[_Event] = []
+        for kind, text in (("reasoning", delta.reasoning), ("message", delta.content)):
+            if text:
+                events += self._item(kind, None)
+                events.append(self._text(self._items[-1], text))
+        for call in delta.calls:
+            if call.name is not None:
+                events += self._item("function_call", call)
+            if call.arguments:
+                events.append(self._text(self._items[-1], call.arguments))
+        return events
+
+    def _item(self, kind: str, call: CallDelta | None) -> list[_Event]:
+        """The events that begin an item of this kind, unless it has begun already."""
+        if self._items and self._items[-1].kind == kind and call is None:
+            return []
+        events = self._end_item() if self._items else []
+        item = _Item(kind, len(self._items), call)
+        self._items.append(item)
+        events.append(self._event("output_item.added", output_index=item.index, item=item.shown("in_progress")))
+        if kind != "function_call":
+            events.append(self._of_item("content_part.added", item, content_index=0, part=item.part("")))
+        return events
+
+    def _text(self, item: _Item, text: str) -> _Event:
+        item.text += text
+        if item.kind == "function_call":
+            return self._of_item("function_call_arguments.delta", item, delta=text)
+        if item.kind == "reasoning":
+            return self._of_item("reasoning_text.delta", item, content_index=0, delta=text)
+        return self._of_item("output_text.delta", item, content_index=0, delta=text, logprobs=[])
+
+    def _end_item(self) -> list[_Event]:
+        item = self._items[-1]
+        match item.kind:
+            case "function_call":
+                name = item.shown("completed")["name"]
+                events = [self._of_item("function_call_arguments.done", item, name=name, arguments=item.text)]
+            case "reasoning":
+                events = [self._of_item("reasoning_text.done", item, content_index=0, text=item.text)]
+            case _:
+                events = [self._of_item("output_text.done", item, content_index=0, text=item.text, logprobs=[])]
+        if item.kind != "function_call":
+            events.append(self._of_item("content_part.done", item, content_index=0, part=item.part(item.text)))
+        return [*events, self._event("output_item.done", output_index=item.index, item=item.shown(self._status))]
+
+    def end(self, usage: dict[str, Any], *, wanted: bool) -> list[_Event]:
+        events = self._end_item() if self._items else []
+        return [*events, self._event(self._status, response=self._response(usage))]
+
+    def failure(self, error: ApiError) -> _Event:
+        response = self._response(None, "failed")
+        response["error"] = {"code": error.code or "server_error", "message": error.message}
+        return self._event("failed", response=response)
+
+    @property
+    def _status(self) -> str:
+        return "incomplete" if self._finish_reason == "length" else "completed"
+
+    def _event(self, kind: str, /, **fields: Any) -> _Event:
+        self._n_events += 1
+        return {"type": f"response.{kind}", "sequence_number": self._n_events - 1, **fields}
+
+    def _of_item(self, kind: str, item: _Item, /, **fields: Any) -> _Event:
+        return self._event(kind, item_id=item.id, output_index=item.index, **fields)
+
+    def _response(self, usage: dict[str, Any] | None, status: str | None = None) -> dict[str, Any]:
+        status = status or self._status
+        last = len(self._items) - 1
+        items = [item.shown(self._status if item.index == last else "completed") for item in self._items]
+        return {
+            "id": self.id,
+            "object": "response",
+            "created_at": self._head["created"],
+            "status": status,
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "model": self._head["model"],
+            "output": items,
+            "previous_response_id": None,
+            "reasoning": {"effort": None, "summary": None},
+            "store": False,
+            "truncation": "disabled",
+            "usage": usage and self._usage(usage),
+            **self._shown,
+        }
+
+    def _usage(self, usage: dict[str, Any]) -> dict[str, Any]:
+        thoughts = [item.text for item in self._items if item.kind == "reasoning"]
+        # How many tokens the reasoning has when it is encoded again, which is about what the model wrote.
+        n_reasoning = sum(map(len, self.tokenizer.encode_all(thoughts, add_special_tokens=False)))
+        return {
+            "input_tokens": usage["prompt_tokens"],
+            "input_tokens_details": usage["prompt_tokens_details"],
+            "output_tokens": usage["completion_tokens"],
+            "output_tokens_details": {"reasoning_tokens": n_reasoning},
+            "total_tokens": usage["total_tokens"],
+        }

@@ -1,0 +1,164 @@
+"""The body of /v1/responses, OpenAI's Responses API: it is translated into a chat.
+
+Nothing is stored, so a request holds its whole conversation: `previous_response_id` and the like are refused.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastdecode.api.defaults import NO_DEFAULTS, SamplingDefaults
+from fastdecode.api.fields import Fields, invalid, is_boolean, is_object, is_one_of
+from fastdecode.api.protocol import ChatRequest, parse_chat
+
+#: Fields that a chat has under the same names.
+_SAME = (
+    *("model", "stream", "temperature", "top_p", "parallel_tool_calls", "user", "safety_identifier", "metadata"),
+    *("prompt_cache_key", "service_tier", "top_k", "min_p", "seed", "repetition_penalty", "chat_template_kwargs"),
+)
+_NEUTRAL = {
+    "background": is_one_of(False),
+    "context_management": is_one_of(),
+    "conversation": is_one_of(),
+    "include": is_one_of([]),
+    "max_tool_calls": is_one_of(),
+    "previous_response_id": is_one_of(),
+    "prompt": is_one_of(),
+    "prompt_cache_retention": lambda value: isinstance(value, str),
+    # How much a model reasons is for its template, which chat_template_kwargs reaches.
+    "reasoning": is_object,
+    "store": is_boolean,  # nothing is stored either way
+    "stream_options": is_one_of({"include_obfuscation": False}, {}),
+    "top_logprobs": is_one_of(0),
+    "truncation": is_one_of("disabled"),
+}
+
+
+def parse_response(body: Any, defaults: SamplingDefaults = NO_DEFAULTS) -> tuple[ChatRequest, dict[str, Any]]:
+    """Check a decoded JSON body. Returns the chat that it means, and the fields that its answer repeats.
+
+    Raises ApiError (400).
+    """
+    fields = Fields(body)
+    chat: dict[str, Any] = {name: value for name in _SAME if (value := fields.take(name)) is not None}
+    given = fields.required("input")
+    messages = _messages(given)
+    instructions = fields.string("instructions")
+    if instructions is not None:
+        messages.insert(0, {"role": "system", "content": instructions})
+    chat["messages"] = messages
+    most = fields.integer("max_output_tokens", 1, 2**31 - 1)
+    if most is not None:
+        chat["max_completion_tokens"] = most
+    tools, choice = fields.take("tools") or [], fields.take("tool_choice")
+    chat["tools"], chat["tool_choice"] = _tools(tools), _tool_choice(choice)
+    text = Fields(fields.take("text") or {}, "text")
+    form = text.take("format")
+    if form is not None:
+        chat["response_format"] = _format(Fields(form, "text.format"))
+    text.refuse_others({"verbosity": is_one_of("medium")})
+    fields.refuse_others(_NEUTRAL)
+    request = parse_chat(chat, defaults)
+    sampling = request.generation.sampling
+    shown = {
+        "instructions": instructions,
+        "max_output_tokens": most,
+        "metadata": chat.get("metadata") or {},
+        "parallel_tool_calls": chat.get("parallel_tool_calls", True),
+        "temperature": sampling.temperature,
+        "text": {"format": form or {"type": "text"}},
+        "tool_choice": choice or "auto",
+        "tools": tools,
+        "top_p": sampling.top_p,
+    }
+    return request, shown
+
+
+def _messages(given: Any) -> list[dict[str, Any]]:
+    """The messages that `input` means: a text, or a list of messages, calls and their outputs."""
+    if isinstance(given, str):
+        return [{"role": "user", "content": given}]
+    if not isinstance(given, list) or not given:
+        raise invalid("input", "must be a text or a list of at least one item")
+    messages: list[dict[str, Any]] = []
+    for i, item in enumerate(given):
+        _add_item(messages, Fields(item, f"input[{i}]"))
+    if not messages:
+        raise invalid("input", "has no message")
+    return messages
+
+
+def _add_item(messages: list[dict[str, Any]], fields: Fields) -> None:
+    kind = fields.string("type") or "message"
+    fields.take("id"), fields.take("status")  # of an earlier answer
+    match kind:
+        case "message":
+            content = fields.required("content")
+            messages.append({"role": fields.required("role"), "content": _text(content, fields.param("content"))})
+        case "function_call":
+            if not messages or messages[-1]["role"] != "assistant":
+                messages.append({"role": "assistant", "content": None})
+            function = {"name": fields.required("name"), "arguments": fields.required("arguments")}
+            call = {"type": "function", "id": fields.string("call_id"), "function": function}
+            messages[-1].setdefault("tool_calls", []).append(call)
+        case "function_call_output":
+            output = _text(fields.required("output"), fields.param("output"))
+            messages.append({"role": "tool", "tool_call_id": fields.string("call_id"), "content": output})
+        case "reasoning":
+            # What a model thought in an earlier turn is not shown to it again, as with templates that drop it.
+            for name in ("summary", "content", "encrypted_content"):
+                fields.take(name)
+        case _:
+            message = f"must be message, function_call, function_call_output or reasoning, not {kind!r}"
+            raise invalid(fields.param("type"), message, code="unsupported_value")
+    fields.refuse_others({"phase": lambda value: isinstance(value, str)})
+
+
+def _text(content: Any, param: str) -> Any:
+    """A text, or a list of text parts as a chat has it."""
+    if not isinstance(content, list):
+        return content
+    parts = []
+    for i, part in enumerate(content):
+        fields = Fields(part, f"{param}[{i}]")
+        if (kind := fields.required("type")) not in ("input_text", "output_text", "text"):
+            message = f"only text parts are supported, not {kind!r}"
+            raise invalid(fields.param("type"), message, code="unsupported_value")
+        parts.append({"type": "text", "text": fields.required("text")})
+        fields.refuse_others({"annotations": is_one_of([]), "logprobs": is_one_of([])})
+    return parts
+
+
+def _tools(tools: Any) -> list[Any]:
+    """Functions as a chat has them."""
+    if not isinstance(tools, list):
+        raise invalid("tools", "must be a list of tools")
+    found = []
+    for i, tool in enumerate(tools):
+        fields = Fields(tool, f"tools[{i}]")
+        if (kind := fields.required("type")) != "function":
+            message = f"only functions are supported, not {kind!r}"
+            raise invalid(fields.param("type"), message, code="unsupported_value")
+        function = {name: fields.take(name) for name in ("name", "description", "parameters", "strict")}
+        fields.refuse_others({})
+        found.append({"type": "function", "function": function})
+    return found
+
+
+def _tool_choice(choice: Any) -> Any:
+    if not isinstance(choice, dict):
+        return choice
+    fields = Fields(choice, "tool_choice")
+    named = {"type": fields.required("type"), "function": {"name": fields.string("name")}}
+    fields.refuse_others({})
+    return named
+
+
+def _format(fields: Fields) -> dict[str, Any]:
+    """A response_format of a chat."""
+    kind = fields.required("type")
+    found: dict[str, Any] = {"type": kind}
+    if kind == "json_schema":
+        found["json_schema"] = {name: fields.take(name) for name in ("name", "description", "schema", "strict")}
+    fields.refuse_others({})
+    return found

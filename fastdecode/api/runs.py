@@ -1,0 +1,168 @@
+"""Runs the requests of all endpoints: submits their choices, and answers whole or as a stream."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from aiohttp import web
+
+from fastdecode.api.answers import Answer, usage
+from fastdecode.api.errors import ApiError, from_engine, json_response
+from fastdecode.api.generation import Choice, Echo, EngineClient, Piece, Run, submit
+from fastdecode.api.metrics import Metrics
+from fastdecode.api.middleware import notes, request_id
+from fastdecode.api.preparation import shutting_down_error
+from fastdecode.api.protocol import Generation
+from fastdecode.api.sse import EventStream
+from fastdecode.engine.request import EngineError
+from fastdecode.text.tokenizer import Detokenizer
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A request that is ready to be submitted."""
+
+    generation: Generation
+    prompts: Sequence[list[int]]
+    detokenizers: Sequence[Callable[[], Detokenizer]]  # one for each prompt
+    answer: Answer
+    echoes: Sequence[Echo | None] = ()  # one for each prompt, or none at all
+
+
+@dataclass(slots=True)
+class Runs:
+    """The requests that are running."""
+
+    engine: EngineClient
+    metrics: Metrics
+    keep_alive_seconds: float
+    closing: bool = False  # new requests are refused
+    _runs: set[Run] = field(default_factory=set)
+    _idle: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        self._idle.set()
+
+    async def close(self, grace: float) -> None:
+        """Refuse new requests, wait `grace` seconds for running requests to end, then end them with an error."""
+        self.closing = True
+        try:
+            async with asyncio.timeout(grace):
+                await self._idle.wait()
+        except TimeoutError:
+            for run in self._runs:
+                run.fail(shutting_down_error())
+
+    async def answer(self, request: web.Request, job: Job) -> web.StreamResponse:
+        """Generate the choices of a job, and answer. Raises ApiError."""
+        if self.closing:
+            raise shutting_down_error()
+        run = self._submit(job)
+        self._runs.add(run)
+        self._idle.clear()
+        try:
+            # Leaving this block cancels all choices that still run. aiohttp cancels this coroutine if the client goes
+            # away.
+            async with run:
+                if job.generation.stream:
+                    return await self._stream(request, job, run)
+                return await self._whole(request, job, run)
+        finally:
+            counts = usage(run.choices, job.generation.candidates)
+            notes().logged = {"id": job.answer.id} | {
+                name: counts[name] for name in ("prompt_tokens", "completion_tokens")
+            }
+            self._runs.discard(run)
+            if not self._runs:
+                self._idle.set()
+
+    def _submit(self, job: Job) -> Run:
+        generation, answer = job.generation, job.answer
+        n = generation.candidates
+        if (choices := len(job.prompts) * n) > self.engine.max_queued:
+            raise ApiError(
+                400,
+                f"{len(job.prompts)} prompt(s) times n={n} is {choices} choices; this server queues at most "
+                f"{self.engine.max_queued} (--max-queued)",
+                param="n" if n > 1 else answer.prompt_param,
+                code="too_many_choices",
+            )
+
+        def make_choice(index: int, prompt: list[int]) -> Choice:
+            echo = job.echoes[index // n] if job.echoes else None
+            return Choice(index, len(prompt), job.detokenizers[index // n](), generation.text, echo)
+
+        try:
+            return submit(
+                self.engine,
+                job.prompts,
+                generation.sampling_of,
+                n,
+                request_id=answer.id,
+                make_choice=make_choice,
+                on_choice_end=self.metrics.choice_ended,
+            )
+        except EngineError as error:
+            raise from_engine(error, answer.prompt_param) from None
+
+    async def _whole(self, request: web.Request, job: Job, run: Run) -> web.Response:
+        generation, answer = job.generation, job.answer
+        whole: dict[int, Piece] = {choice.index: Piece() for choice in run.choices}
+        while (ready := await run.pieces()) is not None:
+            for index, pieces in ready.items():
+                for piece in pieces:
+                    whole[index].append(piece)
+        counts = usage(run.choices, generation.candidates)
+        chosen = _best(run.choices, generation.candidates, generation.n)
+        body = answer.whole({i: whole[choice.index] for i, choice in enumerate(chosen)}, counts)
+        if (top := generation.prompt_logprobs) is not None:
+            for i, choice in enumerate(chosen):
+                prompt = job.prompts[i // generation.n]
+                body["choices"][i]["prompt_logprobs"] = answer.prompt_logprobs(choice.prompt_scores, prompt, top)
+        return json_response(body, headers={"X-Request-Id": request_id(request) or answer.id})
+
+    async def _stream(self, request: web.Request, job: Job, run: Run) -> web.StreamResponse:
+        generation, answer = job.generation, job.answer
+        headers = {"X-Request-Id": request_id(request) or answer.id, **notes().headers}
+        events = EventStream(request, headers, named=answer.named_events)
+        await events.open()
+        try:
+            if first := answer.begin():
+                await events.send(first)
+            while (ready := await run.pieces(self.keep_alive_seconds)) is not None:
+                if not ready:
+                    await events.keep_alive()
+                    continue
+                deltas = [d for index, pieces in ready.items() for piece in pieces for d in answer.deltas(index, piece)]
+                so_far = usage(run.choices, generation.n) if generation.continuous_usage else None
+                with_usage = generation.include_usage or generation.continuous_usage
+                await events.send(answer.chunk(delta, so_far, with_usage=with_usage) for delta in deltas)
+        except (EngineError, ApiError) as error:
+            await events.fail(answer.failure(error if isinstance(error, ApiError) else from_engine(error)))
+            return events.response
+        except ConnectionError:
+            raise
+        except Exception:
+            log.exception("a stream failed")
+            internal = ApiError(500, "internal error; the server's log says more", code="internal_error")
+            await events.fail(answer.failure(internal))
+            return events.response
+        await events.send(answer.end(usage(run.choices, generation.n), wanted=generation.include_usage))
+        await events.done()
+        return events.response
+
+
+def _best(choices: Sequence[Choice], candidates: int, n: int) -> list[Choice]:
+    """The `n` likeliest of every prompt's choices, by the mean log-probability of their tokens; all in order if there
+    are no others."""
+    if candidates == n:
+        return list(choices)
+    best: list[Choice] = []
+    for start in range(0, len(choices), candidates):
+        best += sorted(choices[start : start + candidates], key=lambda choice: -choice.mean_logprob)[:n]
+    return best

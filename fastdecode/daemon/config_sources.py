@@ -1,0 +1,99 @@
+"""Where options come from: the command line, then environment variables, then a YAML file.
+
+The environment variable of an option is FASTDECODE_ and its name (--max-queued: `FASTDECODE` + `_MAX_QUEUED`). In the
+file, an option's key is its name, with - or _.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import Field
+from pathlib import Path
+from typing import Any, NoReturn
+
+_PREFIX = "FASTDECODE_"
+_TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off", "")
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are one line, because a block of usage hides the line that counts."""
+
+    source = ""  # where the arguments are from, if not from the command line
+
+    def error(self, message: str) -> NoReturn:
+        """Print the message and end with status 2."""
+        source = f"{self.source}: " if self.source else ""
+        print(f"{self.prog}: error: {source}{message} ({self.prog} --help lists the options)", file=sys.stderr)
+        sys.exit(2)
+
+
+def flag(name: str) -> str:
+    """The option of a field."""
+    return "--" + name.replace("_", "-")
+
+
+def variable(name: str) -> str:
+    """The environment variable of a field."""
+    return _PREFIX + name.upper()
+
+
+def from_environment(fields: Sequence[Field[Any]], role: str, environment: Mapping[str, str]) -> list[str]:
+    """The options of `role` that the environment sets, as a command line. Raises ValueError."""
+    args: list[str] = []
+    for f in fields:
+        text = environment.get(variable(f.name))
+        if text is None or role not in f.metadata["role"]:
+            continue
+        if isinstance(f.default, bool):
+            if text.lower() not in _TRUE + _FALSE:
+                raise ValueError(f"{variable(f.name)} must be true or false, not {text!r}")
+            args += [flag(f.name)] if text.lower() in _TRUE else []
+        else:
+            args += _option(f, text.replace(",", " ").split() if isinstance(f.default, tuple) else [text])
+    return args
+
+
+def without_options(fields: Sequence[Field[Any]], environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment without variables that are options, for a child that gets its options by command line."""
+    names = {variable(f.name) for f in fields}
+    return {name: value for name, value in environment.items() if name not in names}
+
+
+def from_file(fields: Sequence[Field[Any]], path: Path) -> list[str]:
+    """The options that a YAML file sets, as a command line. Raises ValueError."""
+    import yaml
+
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"is not YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(content, dict):
+        raise ValueError("must be a mapping of options and values")
+    known = {f.name: f for f in fields if f.name != "config"}
+    args: list[str] = []
+    for key, value in content.items():
+        f = known.get(str(key).replace("-", "_"))
+        if f is None:
+            raise ValueError(f"there is no option {key!r}")
+        if value is None:
+            continue
+        if isinstance(f.default, bool) or isinstance(value, bool):
+            if not isinstance(value, bool) or not isinstance(f.default, bool):
+                raise ValueError(f"{key}: must {'' if isinstance(f.default, bool) else 'not '}be true or false")
+            args += [flag(f.name)] if value else []
+            continue
+        values = value if isinstance(value, list) else [value]
+        if isinstance(value, dict) or (len(values) != 1 and not isinstance(f.default, tuple)):
+            raise ValueError(f"{key}: must be one value")
+        args += _option(f, [str(v) for v in values])
+    return args
+
+
+def _option(f: Field[Any], values: Sequence[str]) -> list[str]:
+    if f.metadata["many"]:
+        return [flag(f.name), *values] if values else []
+    return [word for value in values for word in (flag(f.name), value)]

@@ -1,0 +1,83 @@
+"""What the options say about the API: names, keys, TLS, the chat template and the defaults of sampling."""
+
+from __future__ import annotations
+
+import ssl
+from dataclasses import dataclass
+from pathlib import Path
+
+from aiohttp import web
+
+from fastdecode.api.app import EngineLike, make_app
+from fastdecode.api.defaults import NO_DEFAULTS, SamplingDefaults
+from fastdecode.daemon.config import CHAT_MODEL, ConfigError, NodeConfig
+from fastdecode.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class ApiSettings:
+    """All that the API needs besides the engine. It is made before the weights are loaded, so mistakes show at once."""
+
+    config: NodeConfig
+    names: tuple[str, ...]
+    tokenizer: Tokenizer
+    keys: tuple[str, ...]
+    tls: ssl.SSLContext | None
+    defaults: SamplingDefaults
+
+    @classmethod
+    def make(cls, config: NodeConfig, path: Path) -> ApiSettings:
+        """Read the files that the options name; `path` is the model's.
+
+        Raises ConfigError, TokenizerError, ChatTemplateError, ValueError.
+        """
+        return cls(
+            config,
+            config.served_model_name or (_default_name(config, path),),
+            Tokenizer.from_dir(path, chat_template=_chat_template(config.chat_template)),
+            config.read_api_keys(),
+            _tls(config),
+            NO_DEFAULTS if config.generation_config == "none" else SamplingDefaults.from_dir(path),
+        )
+
+    def app(self, engine: EngineLike) -> web.Application:
+        """The application over `engine`."""
+        return make_app(
+            engine,
+            self.tokenizer,
+            *self.names,
+            api_keys=self.keys,
+            cors_origins=self.config.cors_origin,
+            access_log=not self.config.no_access_log,
+            tool_parser=self.config.tool_parser,
+            reasoning_parser=self.config.reasoning_parser,
+            defaults=self.defaults,
+        )
+
+
+def _default_name(config: NodeConfig, path: Path) -> str:
+    """The model's name in the API: that of its directory, or of its file without ".gguf"."""
+    if config.model is None:
+        return "fastdecode-demo"
+    return CHAT_MODEL if config.model == Path(CHAT_MODEL) else path.resolve().name.removesuffix(".gguf")
+
+
+def _chat_template(path: Path | None) -> str | None:
+    if path is None:
+        return None
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--chat-template {path}: {getattr(error, 'strerror', None) or error}") from None
+
+
+def _tls(config: NodeConfig) -> ssl.SSLContext | None:
+    if config.ssl_certfile is None:
+        return None
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    try:
+        context.load_cert_chain(config.ssl_certfile, config.ssl_keyfile)
+    except (OSError, ssl.SSLError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ConfigError(f"--ssl-certfile {config.ssl_certfile}, --ssl-keyfile: {reason}") from None
+    return context

@@ -1,0 +1,135 @@
+"""What operators ask of the server: several keys, request ids, the access log, CORS and TLS."""
+
+from __future__ import annotations
+
+import logging
+import ssl
+import subprocess
+
+import aiohttp
+import orjson
+import pytest
+from api_client import MODEL, served
+from checkpoints import make_checkpoint
+from scripted_engine import ScriptedEngine
+
+from fastdecode.api.app import make_app
+from fastdecode.api.server import bind, serve
+from fastdecode.daemon.config import ConfigError, NodeConfig
+from fastdecode.daemon.logs import JsonFormatter
+from fastdecode.daemon.serving import ApiSettings
+from fastdecode.text.tokenizer import Tokenizer
+
+ASK = {"model": MODEL, "prompt": "x"}
+ORIGIN = "https://chat.example.org"
+
+pytestmark = pytest.mark.quick
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return Tokenizer.from_dir(make_checkpoint("llama-gqa"))
+
+
+async def test_any_of_several_keys_opens(tokenizer, tmp_path):
+    path = tmp_path / "keys"
+    path.write_text("alpha\n\n  beta \n")
+    keys = NodeConfig(api_key_file=path).read_api_keys()
+    assert keys == ("alpha", "beta")
+    for key, status in (("alpha", 200), ("beta", 200), ("alphabeta", 401), ("x", 401)):
+        async with served(ScriptedEngine([5]), tokenizer, api_keys=keys, key=key) as client:
+            assert (await client.post("/v1/completions", ASK))[0] == status
+
+
+async def test_a_request_id_is_taken_returned_and_logged(tokenizer, caplog):
+    caplog.set_level(logging.INFO, "fastdecode.api.access")
+    async with served(ScriptedEngine([5, 6], [5]), tokenizer) as client:
+        for stream in (False, True):
+            body, headers = ASK | {"stream": stream}, {"X-Request-Id": "trace-7"}
+            async with client.http.post("/v1/completions", json=body, headers=headers) as response:
+                assert response.headers["X-Request-Id"] == "trace-7"
+                await response.read()
+        async with client.http.post("/v1/completions", json={}, headers={"X-Request-Id": "a b"}) as response:
+            assert response.status == 400 and response.headers.get("X-Request-Id") != "a b"
+    lines = [record.fields for record in caplog.records if record.name == "fastdecode.api.access"]
+    assert [line["status"] for line in lines] == [200, 200, 400]
+    assert [line.get("request_id") for line in lines] == ["trace-7", "trace-7", None]
+    assert [line.get("completion_tokens") for line in lines] == [2, 1, None]
+    assert lines[0]["id"].startswith("cmpl-") and lines[0]["prompt_tokens"] == 1
+    assert all(line["seconds"] >= 0 and line["client"] == "127.0.0.1" for line in lines)
+    text = caplog.records[0].getMessage()
+    assert text.startswith("POST /v1/completions 200 ") and "request_id=trace-7" in text and "\n" not in text
+    decoded = orjson.loads(JsonFormatter().format(caplog.records[0]))
+    assert (decoded["level"], decoded["path"], decoded["status"]) == ("info", "/v1/completions", 200)
+
+
+async def test_refusals_are_logged_and_probes_are_quiet(tokenizer, caplog):
+    caplog.set_level(logging.INFO, "fastdecode.api.access")
+    async with served(ScriptedEngine(), tokenizer, api_keys=["k"], key="wrong") as client:
+        for path, status in (("/health", 200), ("/v1/models", 401), ("/nothing", 401)):
+            async with client.http.get(path) as response:
+                assert response.status == status
+    assert [record.getMessage().split(" ")[:3] for record in caplog.records if "access" in record.name] == [
+        ["GET", "/v1/models", "401"],
+        ["GET", "/nothing", "401"],
+    ]
+
+
+@pytest.mark.parametrize("origins", [(), (ORIGIN,), ("*",)], ids=str)
+async def test_cors(tokenizer, origins):
+    asked = {
+        "Origin": ORIGIN,
+        "Access-Control-Request-Method": "POST",
+        "Access-Control-Request-Headers": "authorization,content-type",
+    }
+    granted = {(): None, (ORIGIN,): ORIGIN, ("*",): "*"}[origins]
+    async with served(ScriptedEngine([5], [5]), tokenizer, cors_origins=origins, api_keys=["k"], key="k") as client:
+        async with aiohttp.request(  # a browser asks without a key
+            "OPTIONS", f"http://127.0.0.1:{client.server.port}/v1/chat/completions", headers=asked
+        ) as response:
+            assert response.headers.get("Access-Control-Allow-Origin") == granted
+            if granted:
+                assert response.status == 204
+                assert response.headers["Access-Control-Allow-Headers"] == "authorization,content-type"
+                assert "POST" in response.headers["Access-Control-Allow-Methods"]
+        for stream in (False, True):
+            body = ASK | {"stream": stream}
+            async with client.http.post("/v1/completions", json=body, headers={"Origin": ORIGIN}) as response:
+                assert response.headers.get("Access-Control-Allow-Origin") == granted
+        async with client.http.post("/v1/completions", json={}, headers={"Origin": ORIGIN}) as response:
+            assert response.status == 400  # a page can read why
+            assert response.headers.get("Access-Control-Allow-Origin") == granted
+        async with client.http.get("/v1/models", headers={"Origin": "https://other.example.org"}) as response:
+            allowed = response.headers.get("Access-Control-Allow-Origin")
+            assert allowed == ("*" if granted == "*" else None)
+
+
+async def test_tls(tokenizer, tmp_path):
+    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=localhost"]
+    command += ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(cert)]
+    try:
+        subprocess.run(command, check=True, capture_output=True)
+    except FileNotFoundError:
+        pytest.skip("openssl is not installed")
+    settings = ApiSettings.make(NodeConfig(ssl_certfile=cert, ssl_keyfile=key), make_checkpoint("llama-gqa"))
+    server = await serve(make_app(ScriptedEngine([5]), tokenizer, MODEL), bind("127.0.0.1", 0), tls=settings.tls)
+    try:
+        trusting = ssl.create_default_context(cafile=str(cert))
+        async with aiohttp.ClientSession() as http:
+            url = f"https://127.0.0.1:{server.port}/v1/completions"
+            async with http.post(url, json=ASK, ssl=trusting) as response:
+                assert (await response.json())["usage"]["completion_tokens"] == 1
+    finally:
+        await server.close(grace=0)
+    with pytest.raises(ConfigError, match="--ssl-certfile"):
+        ApiSettings.make(NodeConfig(ssl_certfile=key), make_checkpoint("llama-gqa"))
+
+
+def test_a_chat_template_of_the_operators_own(tmp_path):
+    path = tmp_path / "own.jinja"
+    path.write_text("{% for m in messages %}({{ m['content'] }}){% endfor %}")
+    settings = ApiSettings.make(NodeConfig(chat_template=path), make_checkpoint("llama-gqa"))
+    assert settings.tokenizer.render_chat([{"role": "user", "content": "hi"}]) == "(hi)"
+    with pytest.raises(ConfigError, match="--chat-template"):
+        ApiSettings.make(NodeConfig(chat_template=tmp_path / "none"), make_checkpoint("llama-gqa"))
