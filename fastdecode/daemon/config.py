@@ -102,6 +102,12 @@ def _milliseconds(text: str) -> float:
     return value
 
 
+def _part(text: str) -> float:
+    if not 0 < (value := float(text)) <= 1:
+        raise ValueError(f"{text} is not a part between 0 and 1, such as 0.9")
+    return value
+
+
 def _cpu_list(text: str) -> tuple[int, ...]:
     cpus = parse_cpu_list(text, _MAX_CPUS)
     if not cpus or len(set(cpus)) != len(cpus):
@@ -286,9 +292,16 @@ class NodeConfig:
         parse=_milliseconds,
         metavar="MS",
     )
+    gpu_memory_utilization: float = _option(
+        "part of a GPU's memory that may be in use: weights, steps, and K and V of prompts that take several steps",
+        0.9,
+        role="s",
+        parse=_part,
+        metavar="PART",
+    )
     staging_memory: int | None = _option(
-        "memory of the S-Part for the K and V of prompts that take several steps; a longer prompt is taken alone; "
-        "default: an eighth of the available memory",
+        "memory of the S-Part for the K and V of prompts that take several steps. Default: what is left of a GPU's; "
+        "R-nodes attend for longer prompts. Or an eighth of a CPU's available one; a longer prompt is taken alone",
         role="s",
         parse=parse_bytes,
         metavar="SIZE",

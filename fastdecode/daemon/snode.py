@@ -17,7 +17,7 @@ from fastdecode.api.server import bind, serve
 from fastdecode.daemon.activity import log_activity
 from fastdecode.daemon.config import ConfigError, NodeConfig, format_bytes
 from fastdecode.daemon.embedded import EmbeddedRNode, Split, split_machine
-from fastdecode.daemon.machine import available_memory
+from fastdecode.daemon.memory_plan import capacity, staged_tokens
 from fastdecode.daemon.rnode_links import RNodeLinks, first_lease
 from fastdecode.daemon.serving import ApiSettings
 from fastdecode.daemon.shutdown import wait_for_shutdown
@@ -39,9 +39,6 @@ log = logging.getLogger(__name__)
 #: prompt. For a long suffix, a GPU should compute the whole prompt faster. The best limit has not been measured.
 _MAX_UNCACHED_SUFFIX = 256
 
-#: Without --staging-memory, unfinished prompts may take this part of the available memory.
-_STAGING_PART = 8
-
 
 def run_s_node(config: NodeConfig) -> None:
     """Run an S-node until SIGTERM.
@@ -51,7 +48,7 @@ def run_s_node(config: NodeConfig) -> None:
     path = config.model_path() or model_dir()
     secret = config.read_secret()
     device = choose_device(config.device)
-    split = split_machine(config, s_on_gpu=device.type == "cuda")
+    split = split_machine(config, s_on_gpu=device.type != "cpu")
     torch.set_num_threads(split.s_threads)
     backend = choose_backend(config.backend, path)
     positions = backend.config.max_positions
@@ -96,6 +93,7 @@ async def _serve(
     secret: bytes | None,
 ) -> None:
     shutdown = asyncio.create_task(wait_for_shutdown())
+    staged = staged_tokens(config, model, model.device, split.mini_batches)
     hello = model.hello(
         n_slots=split.mini_batches,
         max_rows=config.max_batch_tokens,
@@ -124,6 +122,8 @@ async def _serve(
         if not opening.done():
             return
         links = opening.result()
+        length = config.max_model_len or backend.config.max_positions
+        log.info("%s", capacity(model.weight_bytes, model.device, links, length))
         engine = Engine(
             backend.make_spart(model, links),
             links,
@@ -132,7 +132,8 @@ async def _serve(
             max_batch_size=config.max_batch_size,
             max_batch_tokens=config.max_batch_tokens,
             max_queued=config.max_queued,
-            max_staged_tokens=_staged_tokens(config, model),
+            max_staged_tokens=staged,
+            strict_staging=model.device.type != "cpu",
             target_tbt=config.target_tbt_ms / 1000 or None,
             schedule=config.schedule,
             prefix_cache=not config.no_prefix_cache,
@@ -157,16 +158,6 @@ async def _serve(
         log.info("draining: running requests may go on for %.0f s", config.drain_seconds)
         await server.drain(config.drain_seconds)
     log.info("S-node ended")
-
-
-def _staged_tokens(config: NodeConfig, model: Model | HFModel) -> int:
-    """Tokens whose K and V fit into the S-Part's staging memory."""
-    memory = config.staging_memory
-    if memory is None:
-        free = torch.cuda.mem_get_info(model.device)[0] if model.device.type == "cuda" else available_memory()
-        memory = free // _STAGING_PART
-    shape = model.shape
-    return memory // (shape.n_layers * 2 * shape.n_kv_heads * shape.head_size * model.dtype.itemsize)
 
 
 def _print_greeting(host: str, port: int, settings: ApiSettings) -> None:

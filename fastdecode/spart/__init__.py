@@ -20,6 +20,7 @@
     exchange_kernels   CUDA kernels that will do the same; nothing launches them yet
     prompt       attention of prompts, which the S-node computes
     attention    attention by torch's fused kernels, in parts that can be merged
+    memory       what a step takes of the device's memory
     rope         rotary position embedding
     layers       norms and activations
     step_table   what a step's device needs, in one upload, and its results, in one download

@@ -18,7 +18,7 @@ from fastdecode.spart.scoring import Scoring, scoring_of
 from fastdecode.spart.shape import AttentionShape
 
 #: Rows of a block where rows do not see all positions before them, and most scores of a block that are made in fp32.
-_BLOCK_ROWS = 256
+BLOCK_ROWS = 256
 _BLOCK_SCORES = 1 << 24
 
 
@@ -138,7 +138,7 @@ class PromptChunk:
         Rows are attended in blocks, so a mask is never wider than a block and what its rows may see.
         """
         n, pos = q.shape[2], self.chunk.pos
-        step = _BLOCK_ROWS
+        step = BLOCK_ROWS
         if not scoring.is_plain:  # scores are made
             step = max(1, min(step, _BLOCK_SCORES // (self._heads[0] * (pos + n))))
         parts = []

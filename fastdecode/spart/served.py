@@ -24,6 +24,11 @@ class ServedModel:
         raise NotImplementedError
 
     @property
+    def widths(self) -> tuple[int, int]:
+        """The hidden size, and the elements of the widest row within a block, that of the MLP."""
+        raise NotImplementedError
+
+    @property
     def act_dtype(self) -> str:
         """The links' activation dtype, one of ACT_DTYPES. It is the S-Part's dtype, so that no row is converted."""
         return next(name for name in ACT_DTYPES if TORCH_DTYPES[name] is self.dtype)

@@ -11,6 +11,7 @@ class AttentionShape:
 
     __slots__ = ()
 
+    vocab_size: int
     n_layers: int
     n_q_heads: int
     n_kv_heads: int

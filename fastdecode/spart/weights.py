@@ -68,6 +68,10 @@ class Model(ServedModel):
     def shape(self) -> ModelConfig:
         return self.config
 
+    @property
+    def widths(self) -> tuple[int, int]:
+        return self.config.hidden_size, self.config.intermediate_size * (2 if self.config.gated else 1)
+
 
 class ParameterReader(Protocol):
     """Makes parameters of a checkpoint's tensors, whose names end in ".weight" or ".bias"."""

@@ -34,6 +34,14 @@ class HFModel(ServedModel):
     def shape(self) -> HFConfig:
         return self.config
 
+    @property
+    def widths(self) -> tuple[int, int]:
+        """As far as the model's linears show it; experts that are kept in one tensor are not seen."""
+        hidden = self.module.get_input_embeddings().weight.shape[1]
+        head = self.module.get_output_embeddings()
+        linears = (m for m in self.module.modules() if hasattr(m, "out_features") and m is not head)
+        return hidden, max([hidden, *(2 * max(m.in_features, m.out_features) for m in linears)])
+
 
 def load_hf_model(
     directory: str | Path,

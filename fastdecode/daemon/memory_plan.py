@@ -1,0 +1,76 @@
+"""How the memory of the S-Part's device is divided at start, and what the node can hold altogether."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import torch
+
+from fastdecode.daemon.config import ConfigError, NodeConfig, format_bytes
+from fastdecode.daemon.machine import available_memory
+from fastdecode.engine.ledger import pages_for
+from fastdecode.spart.memory import staged_token_bytes, step_bytes
+from fastdecode.spart.served import ServedModel
+
+if TYPE_CHECKING:
+    from fastdecode.transports.base import Link
+
+log = logging.getLogger(__name__)
+
+#: Without --staging-memory, unfinished prompts may take this part of a CPU's available memory.
+_STAGING_PART = 8
+#: Memory of a GPU that is left to torch's kernels (workspaces of products and of sorting) and to its allocator.
+KERNEL_BYTES = 512 << 20
+
+
+def staged_tokens(config: NodeConfig, model: ServedModel, device: torch.device, mini_batches: int) -> int:
+    """Tokens of unfinished prompts whose K and V may be staged on the device. The weights must have been loaded.
+
+    Raises ConfigError if the steps of all mini-batches do not fit beside the weights.
+    """
+    if device.type != "cuda":
+        memory = config.staging_memory
+        return (available_memory() // _STAGING_PART if memory is None else memory) // staged_token_bytes(model)
+    free, total = torch.cuda.mem_get_info(device)
+    steps = mini_batches * step_bytes(model, config.max_batch_tokens, config.max_batch_size)
+    memory = gpu_staging(total, free, config.gpu_memory_utilization, steps, config.staging_memory)
+    log.info(
+        "GPU memory: %s of %s in use, %s for steps, %s for kernels, %s for unfinished prompts",
+        format_bytes(total - free),
+        format_bytes(total),
+        format_bytes(steps),
+        format_bytes(KERNEL_BYTES),
+        format_bytes(memory),
+    )
+    return memory // staged_token_bytes(model)
+
+
+def gpu_staging(total: int, free: int, utilization: float, steps: int, wanted: int | None) -> int:
+    """Bytes of a GPU's memory that remain for staged prompts.
+
+    `total` and `free` are the GPU's, with the weights loaded; `steps` is what the steps of all mini-batches take;
+    `wanted` is --staging-memory. Raises ConfigError if that is more than what remains.
+    """
+    limit = int(utilization * total)
+    left = limit - (total - free) - steps - KERNEL_BYTES
+    what = (
+        f"--gpu-memory-utilization {utilization:g} of {format_bytes(total)} allows {format_bytes(limit)}; "
+        f"{format_bytes(total - free)} are in use, and steps need {format_bytes(steps + KERNEL_BYTES)}"
+    )
+    if left < 0:
+        raise ConfigError(f"{what}: lower --max-batch-size or --max-batch-tokens, or quantise the weights (--weights)")
+    if wanted is not None and wanted > left:
+        raise ConfigError(f"{what}: --staging-memory can be {format_bytes(left)} at most")
+    return left if wanted is None else wanted
+
+
+def capacity(model_bytes: int, device: torch.device, links: Iterable[Link], length: int) -> str:
+    """One line on what fits: the weights, the KV-cache, and how many sequences of `length` tokens it holds."""
+    leases = [link.lease for link in links]
+    kv = sum(lease.max_pages * lease.page_bytes for lease in leases)
+    sequences = sum(lease.max_pages // pages_for(length) for lease in leases)
+    where = "in RAM" if device.type == "cpu" else "on the GPU"
+    held = f"{sequences} sequences of {length} tokens"
+    return f"weights {format_bytes(model_bytes)} {where}, KV {format_bytes(kv)} in RAM = {held}"

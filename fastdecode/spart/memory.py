@@ -1,0 +1,62 @@
+"""How much memory of its device a step of the S-Part takes, beside the weights and the staged prompts."""
+
+from __future__ import annotations
+
+import torch
+
+from fastdecode.spart.prompt import BLOCK_ROWS
+from fastdecode.spart.sampling import rows_of_block
+from fastdecode.spart.served import ServedModel
+
+#: fp32 copies of a block's logits that sampling has at most at once: masks, penalties, filters, weights.
+_LOGIT_COPIES = 7
+
+
+def step_bytes(model: ServedModel, rows: int, sampled: int) -> int:
+    """An upper bound of the memory that the tensors of one step take at once, in bytes.
+
+    `rows` are the step's rows, `sampled` those that a token is drawn for. What torch's kernels allocate for themselves
+    is not counted, nor are the scores of the few models that cap or slope them. tests/spart/test_memory.py compares the
+    bound with the live tensors of steps.
+    """
+    return _kept_bytes(model, rows) + max(_layer_bytes(model, rows), _sampling_bytes(model, sampled))
+
+
+def staged_token_bytes(model: ServedModel) -> int:
+    """Bytes that the K and V of one token of a staged prompt take."""
+    shape = model.shape
+    return shape.n_layers * 2 * shape.n_kv_heads * shape.head_size * model.dtype.itemsize
+
+
+def _kept_bytes(model: ServedModel, rows: int) -> int:
+    """What a step keeps from layer to layer: the residual stream, Q, KV and O rows (twice with prompts), angles."""
+    shape, (hidden, _) = model.shape, model.widths
+    q, kv = _row_sizes(model)
+    return rows * (model.dtype.itemsize * (hidden + 4 * q + kv + shape.head_size) + 16)
+
+
+def _layer_bytes(model: ServedModel, rows: int) -> int:
+    """What a layer takes at its widest: its projections, attention of prompts with its masks, or the MLP."""
+    shape, (hidden, widest) = model.shape, model.widths
+    q, kv = _row_sizes(model)
+    itemsize, single = model.dtype.itemsize, torch.float32.itemsize
+    norm = rows * hidden * (2 * single + itemsize)  # statistics and products in fp32
+    attention = rows * itemsize * (4 * q + kv) + 3 * rows * shape.n_q_heads * single
+    limits = {limit for limit in (*shape.windows, *shape.options.segments) if limit}
+    attention += sum(min(rows, BLOCK_ROWS) * (min(rows, BLOCK_ROWS) + limit) * (itemsize + single) for limit in limits)
+    mlp = rows * itemsize * (2 * widest + 2 * hidden)
+    return norm + max(rows * itemsize * (q + kv), attention, mlp)
+
+
+def _sampling_bytes(model: ServedModel, sampled: int) -> int:
+    vocab, (hidden, _) = model.shape.vocab_size, model.widths
+    single = torch.float32.itemsize
+    block = min(sampled, rows_of_block(vocab)) * vocab
+    rows = sampled * (3 * hidden * single + vocab * (model.dtype.itemsize + single))
+    return rows + _LOGIT_COPIES * block * single
+
+
+def _row_sizes(model: ServedModel) -> tuple[int, int]:
+    """Elements of a Q row and of a KV row."""
+    shape = model.shape
+    return shape.n_q_heads * shape.head_size, 2 * shape.n_kv_heads * shape.head_size

@@ -1,0 +1,35 @@
+"""How a GPU's memory is divided: by arithmetic, because no GPU is at hand."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from fastdecode.daemon.config import ConfigError
+from fastdecode.daemon.memory_plan import KERNEL_BYTES, capacity, gpu_staging
+
+pytestmark = pytest.mark.quick
+GIB = 1 << 30
+
+
+def test_prompts_get_what_weights_and_steps_leave():
+    """24 GiB, of which 15 are in use; 0.9 of it may be."""
+    assert gpu_staging(24 * GIB, 9 * GIB, 0.9, 2 * GIB, None) == int(0.9 * 24 * GIB) - 17 * GIB - KERNEL_BYTES
+    assert gpu_staging(24 * GIB, 9 * GIB, 1.0, 2 * GIB, None) == 7 * GIB - KERNEL_BYTES
+    assert gpu_staging(24 * GIB, 9 * GIB, 0.9, 2 * GIB, GIB) == GIB
+
+
+def test_what_does_not_fit_is_refused_with_its_numbers():
+    with pytest.raises(ConfigError, match=r"20\.0 GiB are in use, and steps need 2\.5 GiB: lower --max-batch-size"):
+        gpu_staging(24 * GIB, 4 * GIB, 0.9, 2 * GIB, None)
+    with pytest.raises(ConfigError, match=r"--staging-memory can be 4\.1 GiB at most"):
+        gpu_staging(24 * GIB, 9 * GIB, 0.9, 2 * GIB, 5 * GIB)
+
+
+def test_the_start_line_says_what_fits():
+    links = [SimpleNamespace(lease=SimpleNamespace(max_pages=n, page_bytes=GIB)) for n in (64, 33)]
+    line = capacity(15 * GIB, torch.device("cuda"), links, 4096)
+    assert line == "weights 15.0 GiB on the GPU, KV 97.0 GiB in RAM = 3 sequences of 4096 tokens"
+    assert "weights 1.5 KiB in RAM, KV 97.0 GiB" in capacity(1536, torch.device("cpu"), links, 4096)

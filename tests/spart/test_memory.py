@@ -1,0 +1,72 @@
+"""The bound on a step's memory, against the live tensors of steps on a device without values."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import make_checkpoint
+
+from fastdecode.spart import load_model
+from fastdecode.spart.batch import Chunk
+from fastdecode.spart.memory import staged_token_bytes
+from fastdecode.spart.prompt import PromptCache
+
+SCRIPT = Path(__file__).parents[1] / "helpers" / "fake_memory.py"
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 2,  # a step's memory does not depend on them
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 8192,
+    "torch_dtype": "bfloat16",
+}
+OPT = {
+    "architectures": ["OPTForCausalLM"],
+    "vocab_size": 50272,
+    "hidden_size": 2048,
+    "ffn_dim": 8192,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 32,
+    "max_position_embeddings": 4096,
+    "torch_dtype": "float32",
+}
+MODELS = {
+    "llama": LLAMA,
+    "qwen3": {**LLAMA, "architectures": ["Qwen3ForCausalLM"], "head_dim": 128, "vocab_size": 151936},
+    "mistral": {**LLAMA, "architectures": ["MistralForCausalLM"], "vocab_size": 32768, "sliding_window": 1024},
+    "opt": OPT,
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("rows", "decoding"), [(512, 256), (2048, 32)])
+def test_no_step_takes_more_memory_than_its_bound(name, rows, decoding, tmp_path):
+    """Decoding with every sampler, prompts, both; and the bound is no more than three times what they take."""
+    (tmp_path / "config.json").write_text(json.dumps(MODELS[name]))
+    dtype = MODELS[name]["torch_dtype"]
+    command = [sys.executable, "-W", "ignore", str(SCRIPT), str(tmp_path), dtype, str(rows), str(decoding)]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=110)
+    assert run.returncode == 0, run.stderr
+    steps = json.loads(run.stdout)
+    assert len(steps) == 3
+    for step, (peak, bound) in steps.items():
+        assert bound / 3 < peak <= bound, step
+
+
+def test_staged_prompts_take_what_is_counted():
+    model = load_model(make_checkpoint("llama-gqa"), dtype="fp32")
+    cache = PromptCache(model.config, torch.device("cpu"), torch.float32)
+    for key, length in enumerate((700, 90)):
+        cache.begin(key, Chunk(0, key, 1, 0, [5] * 40, True, None, prompt_length=length))
+    assert cache.nbytes == 790 * staged_token_bytes(model)
+    cache._prompts[0].length = 40
+    cache.begin(0, Chunk(0, 0, 1, 40, [5] * 600, True, None, prompt_length=700))
+    assert cache.nbytes == 790 * staged_token_bytes(model)
