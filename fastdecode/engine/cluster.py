@@ -90,45 +90,53 @@ class Cluster:
 
     def admit(self, seq: Sequence, placement: Placement) -> None:
         """Give `seq` a handle on the placement's R-node, count the pages of its present tokens and pin its source."""
-        node = placement.node
-        pages = pages_for(len(seq.tokens))
-        seq.handle = node.admit(pages, seq.final_length)
-        seq.node, seq.pages = node, pages
+        node, source = placement.node, placement.source
+        shared = source.cached.pages[: placement.shared_tokens // PAGE_TOKENS] if source is not None else []
+        seq.handle, seq.pages = node.admit(pages_for(len(seq.tokens)), shared, seq.final_length)
+        seq.node = node
         seq.mean_length = mean_length(seq)
         self.loads.add(node.position, seq.mean_length)
         if seq.hashes:
-            cached = CachedSequence(seq.handle, pages=0)
-            seq.entry = PrefixEntry(
-                cached, list(seq.tokens), seq.hashes, seq.params.cache_salt, running=True, computed=False
-            )
+            cached = CachedSequence(seq.handle, seq.pages)
+            seq.entry = PrefixEntry(cached, [], seq.hashes, seq.params.cache_salt, running=True, computed=False)
             node.prefixes.insert(seq.entry)
-        if placement.source is not None:
-            placement.source.pins += 1
-            seq.source, seq.shared_tokens = placement.source, placement.shared_tokens
+        if source is not None:
+            source.pins += 1
+            seq.source, seq.shared_tokens = source, placement.shared_tokens
 
-    def end_fork(self, seq: Sequence, succeeded: bool) -> None:
-        """Unpin the source of `seq`. After a failed FORK, evict that source and let `seq` share nothing."""
+    def end_fork(self, seq: Sequence, succeeded: bool) -> bool:
+        """Unpin the source of `seq`. After a failed FORK, evict that source and let `seq` share nothing.
+
+        False if the R-node has too few pages for the prompt on its own; `seq` then has only those it did not share.
+        """
         node, source = seq.placed_on, seq.source
         assert source is not None, "a sequence without a source asks for no FORK"
         source.pins -= 1
         if succeeded:
-            return
+            return True
+        n_shared = seq.shared_tokens // PAGE_TOKENS
+        shared = seq.pages[:n_shared]
+        del seq.pages[:n_shared]
+        node.pages.unshare(shared)
         if source in node.prefixes and not source.pins:
             node.evict(source)
         seq.source, seq.shared_tokens = None, 0
+        if n_shared > node.free_pages:
+            return False
+        seq.pages += node.pages.take(n_shared)
+        return True
 
     def mark_prefilled(self, seq: Sequence) -> None:
         """Record that all tokens `seq` was placed with are cached, so that other prompts may share them."""
-        if seq.entry is not None:
-            seq.entry.computed = True
+        if seq.entry in seq.placed_on.prefixes:
+            seq.placed_on.prefixes.mark_computed(seq.entry)
 
     def grow(self, seq: Sequence) -> bool:
         """Count one more page for `seq`; False if its R-node has no free page."""
         node = seq.placed_on
         if node.free_pages < 1:
             return False
-        node.free_pages -= 1
-        seq.pages += 1
+        seq.pages += node.pages.take(1)
         return True
 
     def reclaim_page(self, node: RNodeLedger) -> bool:
@@ -151,24 +159,22 @@ class Cluster:
         entry = seq.entry if seq.entry in node.prefixes else None
         if sound and self.prefix_cache and node.alive and seq.cached >= PAGE_TOKENS:
             tokens = seq.tokens[: seq.cached]
-            if (
-                source is not None
-                and source in node.prefixes
-                and not (source.pins or source.running)
-                and tokens[: len(source.tokens)] == source.tokens
-            ):
-                node.evict(source)  # the new entry has all of its tokens
+            node.pages.keep(cached.pages)
             if entry is not None:
                 node.prefixes.mark_ended(entry, cached, tokens)
             else:
                 salt = seq.params.cache_salt
-                node.prefixes.insert(PrefixEntry(cached, tokens, page_hashes(tokens, salt), salt))
+                node.prefixes.insert(PrefixEntry(cached, tokens, page_hashes(tokens, salt, seq.hashes), salt))
+            if source in node.prefixes and not (source.pins or source.running):
+                start, end = seq.shared_tokens, len(source.tokens)
+                if tokens[start:end] == source.tokens[start:]:
+                    node.evict(source)  # the new entry has all of its tokens
             node.evict_for(ceil(_PREFIX_HEADROOM * node.n_pages), index=True)
         else:
             if entry is not None:
                 node.prefixes.remove(entry)
             node.release(cached)
-        seq.node, seq.pages, seq.entry, seq.source = None, 0, None, None
+        seq.node, seq.pages, seq.entry, seq.source = None, [], None, None
 
     def replace_link(self, position: int, link: Link) -> RNodeLedger:
         """Start a new account for the R-node at `position`, whose link was lost. Raises ValueError if it is alive."""

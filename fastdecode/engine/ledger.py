@@ -1,8 +1,8 @@
 """The S-node's account of one R-node: its lease, pages, sequence indexes, load and prefix entries.
 
 The S-node counts and the R-node checks; nothing here talks to a peer. A released page or sequence index counts as free
-only after the R-node has acknowledged the FREE (`acknowledge_free`). A page that several sequences share is counted
-once for each of them, so the R-node never has fewer free pages than this account says.
+only after the R-node has acknowledged the FREE (`acknowledge_free`). A page that several sequences share counts once
+(pages.py).
 
 A lease that may grow is asked to grow ahead of need: when less than a quarter of it is unused, or when a sequence needs
 more than it has. Tokens that only the prefix cache holds count as unused, because they can be evicted, unless the
@@ -14,6 +14,7 @@ from __future__ import annotations
 from math import ceil
 from typing import TYPE_CHECKING
 
+from fastdecode.engine.pages import PageBook
 from fastdecode.engine.prefixes import CachedSequence, Handle, PrefixEntry, PrefixIndex
 from fastdecode.engine.scheduling.rtime import Bandwidth
 from fastdecode.region.contract import PAGE_TOKENS
@@ -21,6 +22,7 @@ from fastdecode.region.contract import PAGE_TOKENS
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from fastdecode.engine.pages import Page
     from fastdecode.transports.base import Link
 
 _TAG_MASK = 0xFFFFFFFF  # a tag has 32 bits on the wire
@@ -50,8 +52,7 @@ class RNodeLedger:
         self.resizing = False  # a RESIZE is under way
         self.refused = False  # the last RESIZE has brought less than was asked for; RNodeControl clears it
         self._needed = 0  # size of the lease that a sequence waits for
-        self.free_pages = self.n_pages
-        self.pages_freeing = 0  # released, but their FREE is not acknowledged yet
+        self.pages = PageBook(self.n_pages)
         self.n_sequences = 0  # running sequences
         self.load = 0  # tokens that the running sequences will have cached once all have their final length
         self.token_bytes = link.lease.page_bytes / PAGE_TOKENS  # of one token's K and V, all layers
@@ -63,9 +64,23 @@ class RNodeLedger:
         self._tags = [0] * link.lease.max_seqs
 
     @property
+    def free_pages(self) -> int:
+        return self.pages.free
+
+    @property
+    def pages_freeing(self) -> int:
+        """Pages that are released, but whose FREE is not acknowledged yet."""
+        return self.pages.freeing
+
+    @property
+    def pages_evictable(self) -> int:
+        """Pages that only the prefix cache holds."""
+        return self.pages.evictable
+
+    @property
     def pages_used(self) -> int:
         """Pages in use, excluding evictable prefix-cache pages. Pages whose FREE is not acknowledged count as used."""
-        return self.n_pages - self.free_pages - self.prefixes.pages
+        return self.n_pages - self.free_pages - self.pages_evictable
 
     @property
     def has_free_index(self) -> bool:
@@ -76,19 +91,19 @@ class RNodeLedger:
         """Pages and sequence indexes that are free, being freed, held by evictable entries, or to be leased."""
         return self.unused_pages + self.obtainable - self.n_pages, len(self._tags) - self.n_sequences
 
-    def admit(self, pages: int, final_length: int) -> Handle:
-        """Count a new running sequence of `pages` pages and at most `final_length` tokens; returns its handle.
+    def admit(self, n_pages: int, shared: list[Page], final_length: int) -> tuple[Handle, list[Page]]:
+        """Count a new running sequence of `n_pages` pages, the first of which are `shared`, and at most `final_length`
+        tokens; returns its handle and its pages.
 
         Raises ValueError if fewer pages are free.
         """
-        if pages > self.free_pages:
-            raise ValueError(f"R-node {self.url} has {self.free_pages} free pages, not {pages}")
+        pages = [*shared, *self.pages.take(n_pages - len(shared))]
+        self.pages.share(shared)
         seq_index = self._free_indexes.pop()
         self._tags[seq_index] = (self._tags[seq_index] + 1) & _TAG_MASK
-        self.free_pages -= pages
         self.load += final_length
         self.n_sequences += 1
-        return Handle(seq_index, self._tags[seq_index])
+        return Handle(seq_index, self._tags[seq_index]), pages
 
     def end_running(self, final_length: int) -> None:
         """Count one running sequence less. Its pages stay counted until `release` or `evict`."""
@@ -96,8 +111,11 @@ class RNodeLedger:
         self.n_sequences -= 1
 
     def release(self, sequence: CachedSequence) -> None:
-        """Let the next FREE name `sequence`."""
-        self.pages_freeing += sequence.pages
+        """Let the next FREE name `sequence`, which has run."""
+        self.pages.release(sequence.pages)
+        self._free(sequence)
+
+    def _free(self, sequence: CachedSequence) -> None:
         self._sequences_freeing += 1
         self.released.append(sequence)
 
@@ -110,8 +128,7 @@ class RNodeLedger:
         """Record that the R-node has freed `sequences`: their pages and indexes are free again."""
         for sequence in sequences:
             self._free_indexes.append(sequence.handle.seq_index)
-            self.free_pages += sequence.pages
-            self.pages_freeing -= sequence.pages
+            self.pages.freed(sequence.pages)
             self._sequences_freeing -= 1
 
     # -- growth of the lease --------------------------------------------------------------------------------------
@@ -124,7 +141,7 @@ class RNodeLedger:
     @property
     def unused_pages(self) -> int:
         """Pages that no sequence uses, those being freed and those that only prefix entries hold included."""
-        return self.free_pages + self.pages_freeing + self.prefixes.pages
+        return self.free_pages + self.pages_freeing + self.pages_evictable
 
     def need(self, pages: int) -> None:
         """Record that a sequence waits for `pages` free pages, for which the lease must grow."""
@@ -144,7 +161,7 @@ class RNodeLedger:
 
     def resized(self, n_pages: int, obtainable: int) -> None:
         """Record the R-node's answer to a RESIZE: the lease has `n_pages` pages, and could have `obtainable`."""
-        self.free_pages += n_pages - self.n_pages
+        self.pages.free += n_pages - self.n_pages
         self.n_pages, self._needed = n_pages, 0
         self.record_obtainable(obtainable)
 
@@ -158,7 +175,8 @@ class RNodeLedger:
         """Take `entry` out of the prefix cache. An ended sequence is released; a running one is merely not shared."""
         sequence = self.prefixes.remove(entry)
         if not entry.running:
-            self.release(sequence)
+            self.pages.evict(sequence.pages)
+            self._free(sequence)
 
     def evict_for(self, pages: int, index: bool) -> bool:
         """Evict prefix entries until `pages` pages (and a sequence index, if `index`) are free or being freed.

@@ -1,22 +1,32 @@
 """The prefix cache's index of one R-node: sequences whose cached tokens other prompts may share.
 
 An entry is a running sequence, with the tokens it was placed with, or an ended sequence whose pages were not freed. A
-prompt that starts with an entry's tokens does not compute them again. Entries are found by the hashes of whole KV pages
-and then compared token by token, so a hash collision cannot share wrong tokens. When pages are needed, the entry used
-longest ago is evicted first.
+prompt that starts with an entry's tokens does not compute them again. The index is a tree of whole KV pages: a node
+stands for all tokens from the first one to the end of its page, and knows the entries that have them. A look-up goes
+down one node for each page of the prompt. When pages are needed, the entry used longest ago is evicted first.
 """
 
 from __future__ import annotations
 
+import secrets
+from array import array
 from collections import OrderedDict
-from dataclasses import dataclass
-from operator import itemgetter
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from itertools import islice
+from typing import TYPE_CHECKING, NamedTuple
 
 from fastdecode.region.contract import PAGE_TOKENS
 
-#: At most this many entries that share a page are compared token by token, the newest ones.
-_MAX_CANDIDATES = 64
+if TYPE_CHECKING:
+    from fastdecode.engine.pages import Page
+
+#: At most this many entries that go on with the same token are compared token by token, the newest ones.
+_MAX_CANDIDATES = 16
+
+# Nobody outside this process can make two beginnings of one hash, and by chance it does not happen.
+_KEY = secrets.token_bytes(32)
 
 
 class Handle(NamedTuple):
@@ -27,10 +37,10 @@ class Handle(NamedTuple):
 
 
 class CachedSequence(NamedTuple):
-    """A sequence on an R-node, and the pages that a FREE of it gives back: 0 while it runs."""
+    """A sequence on an R-node, and the pages that it holds there."""
 
     handle: Handle
-    pages: int
+    pages: list[Page]
 
 
 @dataclass(slots=True, eq=False)
@@ -41,39 +51,58 @@ class PrefixEntry:
     """
 
     cached: CachedSequence
-    tokens: list[int]  # cached on the R-node, or about to be while `computed` is False
-    hashes: list[int]  # page_hashes(tokens)
+    tokens: list[int]  # of an ended sequence, what is cached; of a running one not needed
+    hashes: list[bytes]  # page_hashes of what is cached, or about to be while `computed` is False
     salt: str = ""  # of `hashes`
     pins: int = 0  # FORKs from this entry in progress; a pinned entry is not evicted
     running: bool = False
     computed: bool = True
 
 
-def page_hashes(tokens: list[int], salt: str = "") -> list[int]:
+def page_hashes(tokens: list[int], salt: str = "", known: Sequence[bytes] = ()) -> list[bytes]:
     """One hash for each whole page of `tokens`; it covers `salt` and all tokens from the first one to the end of that
-    page. Only hashes of one salt are equal, so prompts with different salts share nothing."""
-    hashes, last = [], hash(salt)
-    for end in range(PAGE_TOKENS, len(tokens) + 1, PAGE_TOKENS):
-        last = hash((last, tuple(tokens[end - PAGE_TOKENS : end])))
+    page. Only hashes of one salt are equal, so prompts with different salts share nothing.
+
+    `known` are the hashes of the first pages, if they were computed before.
+    """
+    hashes = list(known)
+    last = hashes[-1] if hashes else blake2b(salt.encode(errors="surrogatepass"), digest_size=16, key=_KEY).digest()
+    for end in range((len(hashes) + 1) * PAGE_TOKENS, len(tokens) + 1, PAGE_TOKENS):
+        page = array("q", tokens[end - PAGE_TOKENS : end]).tobytes()
+        last = blake2b(last + page, digest_size=16, key=_KEY).digest()
         hashes.append(last)
     return hashes
+
+
+@dataclass(slots=True)
+class _Node:
+    """The entries that have all tokens up to the end of a page, each in the order of insertion."""
+
+    prefilling: dict[PrefixEntry, None] = field(default_factory=dict)  # running ones whose tokens are not cached yet
+    running: dict[PrefixEntry, None] = field(default_factory=dict)
+    ended: dict[PrefixEntry, None] = field(default_factory=dict)
+    ended_by_next: dict[int, dict[PrefixEntry, None]] = field(default_factory=dict)  # by their next token
 
 
 class PrefixIndex:
     """All prefix entries of one R-node, in order of last use."""
 
     def __init__(self) -> None:
-        self.pages = 0  # pages that eviction of all entries would free
-        self._entries: OrderedDict[PrefixEntry, None] = OrderedDict()  # the one used longest ago first
-        self._by_page: dict[int, list[PrefixEntry]] = {}  # page hash -> entries with that page, the newest last
+        self._running: dict[PrefixEntry, None] = {}
+        self._ended: OrderedDict[PrefixEntry, None] = OrderedDict()  # the one used longest ago first
+        # The tree, by the hash of the path: a node's parent is the node of the page before.
+        self._nodes: dict[bytes, _Node] = {}
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._running) + len(self._ended)
+
+    def __iter__(self) -> Iterator[PrefixEntry]:
+        return iter([*self._running, *self._ended])
 
     def __contains__(self, entry: PrefixEntry | None) -> bool:
-        return entry in self._entries
+        return entry in self._running or entry in self._ended
 
-    def match(self, tokens: list[int], hashes: list[int], computed: bool = True) -> tuple[PrefixEntry, int] | None:
+    def match(self, tokens: list[int], hashes: list[bytes], computed: bool = True) -> tuple[PrefixEntry, int] | None:
         """Find the entry that shares the most leading tokens with a prompt; returns it and the number of them.
 
         `hashes` are page_hashes of the prompt (or of its beginning). `computed` True looks among entries whose tokens
@@ -81,64 +110,96 @@ class PrefixIndex:
         len(tokens) - 1, because the last token of a prompt must be computed for its logits. None: no entry shares a
         whole page.
         """
-        best = None
-        for n_pages in range(len(hashes), 0, -1):
-            n_whole = n_pages * PAGE_TOKENS
-            if best and best[1] >= n_whole + PAGE_TOKENS:
+        path: list[_Node] = []
+        for page in hashes:
+            node = self._nodes.get(page)
+            if node is None or not (node.running or node.ended if computed else node.prefilling):
                 break
-            candidates = [e for e in self._by_page.get(hashes[n_pages - 1], ()) if e.computed == computed]
-            if not candidates:
-                continue
-            newest_first = reversed(candidates[-_MAX_CANDIDATES:])
-            shared = [(_shared_tokens(entry, tokens, n_whole), entry) for entry in newest_first]
-            n, entry = max(shared, key=itemgetter(0))
-            if n < PAGE_TOKENS or (best and n <= best[1]):
-                continue
-            if entry.tokens[:n_whole] == tokens[:n_whole]:  # else the hashes collided
+            path.append(node)
+        best = None
+        # The deepest node has the longest prefix, unless that is the whole prompt: then the last page must be given up,
+        # and an ended sequence that has most of it is better than a running one, which shares whole pages only.
+        for node in reversed(path[-2:]):
+            n_whole = PAGE_TOKENS * len(path)
+            found = self._best(node, tokens, n_whole) if computed else (next(reversed(node.prefilling)), n_whole)
+            path.pop()
+            entry, n = found[0], min(found[1], len(tokens) - 1)
+            if entry.running:
+                n -= n % PAGE_TOKENS
+            if n >= PAGE_TOKENS and (best is None or n > best[1]):
                 best = entry, n
         return best
 
+    def _best(self, node: _Node, tokens: list[int], n_whole: int) -> tuple[PrefixEntry, int]:
+        """The computed entry of a node that shares the most of a prompt, and how much; `n_whole` tokens agree."""
+        if n_whole < len(tokens) and (going_on := node.ended_by_next.get(tokens[n_whole])):
+            newest = islice(reversed(going_on), _MAX_CANDIDATES)
+            n, _, entry = max((_shared_tokens(entry, tokens, n_whole), -i, entry) for i, entry in enumerate(newest))
+            return entry, n
+        return next(reversed(node.ended or node.running)), n_whole
+
     def touch(self, entry: PrefixEntry) -> None:
         """Make `entry` the one used last."""
-        self._entries.move_to_end(entry)
+        if not entry.running:
+            self._ended.move_to_end(entry)
 
     def insert(self, entry: PrefixEntry) -> None:
         """Add `entry` as the one used last."""
-        self._entries[entry] = None
-        self.pages += entry.cached.pages
-        for page in entry.hashes:
-            self._by_page.setdefault(page, []).append(entry)
+        (self._running if entry.running else self._ended)[entry] = None
+        for depth, page in enumerate(entry.hashes, 1):
+            node = self._nodes.get(page)
+            if node is None:
+                node = self._nodes[page] = _Node()
+            _kind(node, entry)[entry] = None
+            if not entry.running and (at := depth * PAGE_TOKENS) < len(entry.tokens):
+                node.ended_by_next.setdefault(entry.tokens[at], {})[entry] = None
+
+    def mark_computed(self, entry: PrefixEntry) -> None:
+        """Record that the tokens of a running sequence's entry are cached."""
+        if not entry.computed:
+            for page in entry.hashes:
+                node = self._nodes[page]
+                del node.prefilling[entry]
+                node.running[entry] = None
+            entry.computed = True
 
     def mark_ended(self, entry: PrefixEntry, cached: CachedSequence, tokens: list[int]) -> None:
         """Turn a running sequence's entry into that of an ended one, whose `tokens` are cached in `cached.pages`."""
         self.remove(entry)
-        entry.cached, entry.tokens, entry.hashes = cached, tokens, page_hashes(tokens, entry.salt)
+        entry.hashes = page_hashes(tokens, entry.salt, entry.hashes)
+        entry.cached, entry.tokens = cached, tokens
         entry.running, entry.computed = False, True
         self.insert(entry)
 
     def remove(self, entry: PrefixEntry) -> CachedSequence:
         """Take `entry` out of the index; returns its sequence, whose pages the caller may free if it has ended."""
-        del self._entries[entry]
-        self.pages -= entry.cached.pages
-        for page in entry.hashes:
-            entries = self._by_page[page]
-            entries.remove(entry)
-            if not entries:
-                del self._by_page[page]
+        del (self._running if entry.running else self._ended)[entry]
+        for depth, page in enumerate(entry.hashes, 1):
+            node = self._nodes[page]
+            del _kind(node, entry)[entry]
+            if not entry.running and (at := depth * PAGE_TOKENS) < len(entry.tokens):
+                next_token = entry.tokens[at]
+                del node.ended_by_next[next_token][entry]
+                if not node.ended_by_next[next_token]:
+                    del node.ended_by_next[next_token]
+            if not (node.ended or node.running or node.prefilling):
+                del self._nodes[page]
         return entry.cached
 
     def least_recently_used(self) -> PrefixEntry | None:
-        """The next entry to evict: the one used longest ago that is neither pinned nor running. None: there is none."""
-        return next((entry for entry in self._entries if not (entry.pins or entry.running)), None)
+        """The next entry to evict: the ended one used longest ago that is not pinned. None: there is none."""
+        return next((entry for entry in self._ended if not entry.pins), None)
+
+
+def _kind(node: _Node, entry: PrefixEntry) -> dict[PrefixEntry, None]:
+    if entry.running:
+        return node.running if entry.computed else node.prefilling
+    return node.ended
 
 
 def _shared_tokens(entry: PrefixEntry, tokens: list[int], n_whole: int) -> int:
-    """How many leading tokens of a prompt `entry` can share, given that the first `n_whole` agree.
-
-    At most PAGE_TOKENS - 1 more than `n_whole` can agree: another whole page would have matched by its hash.
-    """
+    """How many leading tokens of a prompt `entry` has, given that the first `n_whole` agree."""
     n, limit = n_whole, min(len(entry.tokens), len(tokens))
     while n < limit and entry.tokens[n] == tokens[n]:
         n += 1
-    n = min(n, len(tokens) - 1)
-    return n - n % PAGE_TOKENS if entry.running else n
+    return n

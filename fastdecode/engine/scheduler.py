@@ -145,7 +145,7 @@ class Scheduler:
     def fork_done(self, seq: Sequence, succeeded: bool) -> None:
         """Record the result of a FORK. After a failed one the whole prompt is prefilled."""
         seq.in_flight = False
-        self.cluster.end_fork(seq, succeeded)
+        has_pages = self.cluster.end_fork(seq, succeeded)
         if succeeded:
             seq.cached = seq.shared_tokens
             if seq.n_generated == 0:
@@ -154,7 +154,7 @@ class Scheduler:
         self.changed = True
         if seq.cancelled:
             self._remove(seq)
-        elif not seq.placed_on.alive:
+        elif not (has_pages and seq.placed_on.alive):
             self._requeue(seq)
 
     # -- a step ---------------------------------------------------------------------------------------------------
@@ -268,7 +268,7 @@ class Scheduler:
         for seq in list(self.mini_batches[mini_batch]):  # oldest first, so a victim of preemption has no chunk yet
             if seq.node is None or seq.prefilling:
                 continue
-            if pages_for(seq.cached + 1) > seq.pages and not self._grow(seq):
+            if pages_for(seq.cached + 1) > len(seq.pages) and not self._grow(seq):
                 continue
             seq.in_flight = True
             chunks.append(PlannedChunk(seq, 1, prefill=False, sample=True))

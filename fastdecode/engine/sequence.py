@@ -13,6 +13,7 @@ from fastdecode.engine.request import EngineError, SamplingParams, TokenEvent
 if TYPE_CHECKING:
     from fastdecode.engine.constraints import TokenConstraints
     from fastdecode.engine.ledger import RNodeLedger
+    from fastdecode.engine.pages import Page
     from fastdecode.engine.prefixes import PrefixEntry
     from fastdecode.spart.batch import TokenScore
     from fastdecode.spart.penalties import LogitRules
@@ -34,7 +35,7 @@ class Sequence:
     params: SamplingParams
     seed: int
     end_tokens: frozenset[int]
-    hashes: list[int] = field(default_factory=list)  # prefixes.page_hashes of the prompt; empty: it shares no prefix
+    hashes: list[bytes] = field(default_factory=list)  # prefixes.page_hashes of the prompt; empty: it shares no prefix
     client: str = ""  # whose request it is: outputs of one client are taken to be alike in length
     rules: LogitRules | None = None  # None: the parameters have neither a bias nor a penalty
     constraints: TokenConstraints | None = None  # None: every token is allowed
@@ -42,7 +43,7 @@ class Sequence:
     # Set by Cluster.admit, cleared by Cluster.release.
     node: RNodeLedger | None = None
     handle: Handle = Handle(0, 0)
-    pages: int = 0  # pages that the ledger counts for it
+    pages: list[Page] = field(default_factory=list)  # those that it holds, shared ones first
     mean_length: float = 0.0  # cached tokens that it was expected to have on average when it was placed
     entry: PrefixEntry | None = None  # its own prefix entry, while it runs
     source: PrefixEntry | None = None  # the prefix entry whose first `shared_tokens` tokens it takes over

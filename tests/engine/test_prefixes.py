@@ -52,14 +52,71 @@ def test_the_longest_common_prefix_is_found_to_the_token():
     assert match(index, tokens) == (short, 300)
     index.remove(short)
     assert match(index, tokens) is None
-    assert (len(index), index.pages) == (1, 6)
+    assert list(index) == [other]
 
 
-def test_tokens_are_compared_not_hashes_alone():
-    index, tokens = PrefixIndex(), text(300)
-    liar = PrefixEntry(CachedSequence(Handle(0, 1), 3), text(300, 1), page_hashes(tokens))
-    index.insert(liar)
-    assert match(index, tokens) is None
+def test_a_page_hash_covers_all_tokens_before_it():
+    tokens = text(1000)
+    hashes = page_hashes(tokens)
+    assert len(hashes) == 7 and len(set(hashes)) == 7
+    for changed in (0, 127, 128, 500):
+        other = [*tokens[:changed], tokens[changed] + 1, *tokens[changed + 1 :]]
+        whole = changed // PAGE_TOKENS
+        assert page_hashes(other)[:whole] == hashes[:whole]
+        assert not set(page_hashes(other)[whole:]) & set(hashes)
+    assert page_hashes(tokens, "", hashes[:3]) == hashes
+    assert not set(page_hashes(tokens, "salt")) & set(hashes)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_any_look_up_finds_what_a_comparison_with_every_entry_finds(seed):
+    """Random entries that branch anywhere, running or ended, prefilling or not, against a plain search."""
+    rng, index, entries = random.Random(seed), PrefixIndex(), []
+    roots = [[rng.randrange(3) for _ in range(700)] for _ in range(2)]
+
+    def branch():
+        root = rng.choice(roots)
+        return root[: rng.choice([rng.randint(0, 700), 128 * rng.randint(0, 5)])] + text(
+            rng.randint(1, 300), rng.random()
+        )
+
+    def shared(entry, tokens):
+        n = 0
+        while n < min(len(entry.told), len(tokens) - 1) and entry.told[n] == tokens[n]:
+            n += 1
+        n -= n % PAGE_TOKENS if entry.running else 0
+        return n if n >= PAGE_TOKENS else 0
+
+    class Told(PrefixEntry):
+        told: list[int]
+
+    for step in range(400):
+        action = rng.random()
+        if action < 0.4:
+            tokens = branch()
+            running = rng.random() < 0.5
+            entry = Told(CachedSequence(Handle(step, 0), []), [] if running else tokens, page_hashes(tokens))
+            entry.told, entry.running, entry.computed = tokens, running, not running or rng.random() < 0.5
+            index.insert(entry)
+            entries.append(entry)
+        elif action < 0.5 and entries:
+            index.remove(entries.pop(rng.randrange(len(entries))))
+        elif action < 0.6 and (waiting := [e for e in entries if not e.computed]):
+            index.mark_computed(rng.choice(waiting))
+        elif action < 0.7 and (runs := [e for e in entries if e.running]):
+            entry = rng.choice(runs)
+            entry.told = entry.told + text(rng.randint(0, 200), rng.random())
+            index.mark_ended(entry, entry.cached, entry.told)
+        tokens = branch()
+        for computed in (True, False):
+            best = max((shared(e, tokens) for e in entries if e.computed == computed), default=0)
+            found = index.match(tokens, page_hashes(tokens), computed)
+            assert (found[1] if found else 0) == best
+            if found:
+                assert found[0].computed == computed and shared(found[0], tokens) == best
+    for entry in list(index):
+        index.remove(entry)
+    assert not index._nodes
 
 
 def test_the_least_recently_used_entry_is_evicted_first_unless_it_is_being_forked():
@@ -84,7 +141,7 @@ def test_whole_pages_of_a_running_sequence_are_shared_once_they_are_computed():
     index.insert(ended)
     assert match(index, tokens) == (ended, 300)
     assert index.match(tokens, page_hashes(tokens), computed=False) == (runs, 384)
-    runs.computed = True
+    index.mark_computed(runs)
     assert match(index, tokens) == (runs, 384)
     assert match(index, tokens[:384]) == (ended, 300)  # of the running one 256: the last token is to be computed
     index.remove(ended)
@@ -94,7 +151,7 @@ def test_whole_pages_of_a_running_sequence_are_shared_once_they_are_computed():
     index.mark_ended(runs, CachedSequence(Handle(0, 1), 5), tokens[:550])
     assert match(index, tokens) == (runs, 550)
     assert index.least_recently_used() is runs
-    assert (len(index), index.pages) == (1, 5)
+    assert list(index) == [runs]
 
 
 # -- the engine -------------------------------------------------------------------------------------------------------
@@ -116,10 +173,11 @@ async def keeping(*links, **options):
         await until(lambda: all(not node.pages_freeing for node in engine.cluster.alive))
         assert not spart.staged
         for node in engine.cluster.alive:
-            assert node.free_pages + node.prefixes.pages == node.n_pages
+            assert node.free_pages + node.pages_evictable == node.n_pages
+            assert len({page for held in node.link.held.values() for page in held}) == node.pages_evictable
             assert node.pages_used == 0
             assert len(node.link.cache) == len(node.prefixes)
-            assert not any(entry.pins for entry in node.prefixes._entries)
+            assert not any(entry.pins for entry in node.prefixes)
     finally:
         spart.gate.set()
         await engine.stop()

@@ -125,7 +125,7 @@ class World:
         assert kinds == sorted(kinds), "decoding rows first, each kind in order of link"
         for chunk in plan.chunks:
             assert chunk.n_tokens >= 1
-            assert pages_for(chunk.seq.cached + chunk.n_tokens) <= chunk.seq.pages, "a chunk without a page"
+            assert pages_for(chunk.seq.cached + chunk.n_tokens) <= len(chunk.seq.pages), "a chunk without a page"
             assert chunk.seq.mini_batch == plan.mini_batch
             flying = [c.seq for other in self.flights.values() for c in other.chunks]
             assert chunk.seq not in flying, "in two steps at once"
@@ -147,9 +147,9 @@ class World:
             assert sum(seq.prefilling for seq in batch) <= 1 or i in self.flights, "two unfinished prompts"
         for node in self.cluster.nodes:
             running = self.scheduler.running_on(node)
-            counted = sum(seq.pages for seq in running)
+            counted = sum(len(seq.pages) for seq in running)
             assert node.free_pages >= 0
-            assert node.free_pages + counted + node.pages_freeing + node.prefixes.pages == node.n_pages
+            assert node.free_pages + counted + node.pages_freeing + node.pages_evictable == node.n_pages
             assert node.n_sequences == len(running) == sum(seq.node is node for seq in members)
             assert node.load == sum(seq.final_length for seq in running)
         orders = [seq.order for seq in self.scheduler.waiting]
@@ -250,7 +250,7 @@ def test_exact_lease_holds_its_tokens_and_no_page_more(n_prompt, max_new):
             if mini_batch in world.flights:
                 world.end(mini_batch)
             elif world.begin(mini_batch):
-                most = max(most, seq.pages)
+                most = max(most, len(seq.pages))
     world.free()
     world.assert_empty()
     assert seq.n_generated == max_new
@@ -453,7 +453,7 @@ def test_watermark_keeps_newcomers_from_the_last_pages():
     world.begin(0), world.end(0)
     second = world.add(PAGE_TOKENS, 2)
     world.begin(0), world.end(0)
-    assert first.pages == 7 and second.node is None, "3 of 10 pages are kept"
+    assert len(first.pages) == 7 and second.node is None, "3 of 10 pages are kept"
     world.run()
     assert world.scheduler.preemptions == 0
 

@@ -12,7 +12,7 @@ import zlib
 from types import SimpleNamespace
 
 from fastdecode.engine.ledger import pages_for
-from fastdecode.region.contract import Status
+from fastdecode.region.contract import PAGE_TOKENS, Status
 from fastdecode.spart.batch import Sampled, StepOutput
 from fastdecode.transports.base import CallRefused, LinkDown
 
@@ -65,6 +65,7 @@ class ToyLink:
             node=url.removeprefix("tcp://"),
         )
         self.cache: dict[int, tuple[int, list[int]]] = {}  # sequence index -> tag, tokens
+        self.held: dict[int, list[object]] = {}  # sequence index -> its pages; a FORK shares them
         self.frames: list[list[tuple[int, int]]] = []  # FREEs
         self.dead = False
         self.refuse_forks = False
@@ -81,12 +82,16 @@ class ToyLink:
         if chunk.pos == 0:
             if chunk.seq_index in self.cache:
                 raise CallRefused(Status.BAD_SEQUENCE, f"sequence {chunk.seq_index} is in use", self)
-            self.cache[chunk.seq_index] = (chunk.tag, [])
+            self.cache[chunk.seq_index], self.held[chunk.seq_index] = (chunk.tag, []), []
         tag, tokens = self.cache.get(chunk.seq_index, (None, []))
         if tag != chunk.tag or len(tokens) != chunk.pos:
             raise CallRefused(Status.BAD_SEQUENCE, f"sequence {chunk.seq_index}: tag or position", self)
+        pages = self.held[chunk.seq_index]
+        if len(tokens) % PAGE_TOKENS and sum(pages[-1] in held for held in self.held.values()) > 1:
+            pages[-1] = object()  # a page that is shared is copied before it is written
         tokens += chunk.tokens
-        if sum(pages_for(len(cached)) for _, cached in self.cache.values()) > self.pages:
+        pages += [object() for _ in range(pages_for(len(tokens)) - len(pages))]
+        if len({page for held in self.held.values() for page in held}) > self.pages:
             raise CallRefused(Status.OUT_OF_PAGES, "no page left", self)
 
     def check_alive(self) -> None:
@@ -106,7 +111,7 @@ class ToyLink:
         self.check_alive()
         unknown = [(seq_index, tag) for seq_index, tag in handles if self.cache.get(seq_index, (None,))[0] != tag]
         for seq_index, _ in set(handles) - set(unknown):
-            del self.cache[seq_index]
+            del self.cache[seq_index], self.held[seq_index]
         if unknown:
             raise CallRefused(Status.BAD_SEQUENCE, f"nothing to free for {unknown}")
 
@@ -121,6 +126,7 @@ class ToyLink:
         if tag != src[1] or dst[0] in self.cache or not 1 <= length <= len(tokens):
             raise CallRefused(Status.BAD_SEQUENCE, f"cannot fork {src} to {dst}")
         self.cache[dst[0]] = (dst[1], tokens[:length])
+        self.held[dst[0]] = self.held[src[0]][: pages_for(length)]
         self.forks += 1
 
     async def resize(self, n_pages) -> dict:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from fastdecode.engine.ledger import RNodeLedger, pages_for
 from fastdecode.engine.scheduling.rtime import Loads, assign
+from fastdecode.region.contract import PAGE_TOKENS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -78,23 +79,27 @@ class Placer:
         n_tokens = len(seq.tokens)
         if seq.awaits is not None:
             node, entry = seq.awaits
-            if node.alive and entry in node.prefixes and not entry.computed and self._has_room(node, n_tokens):
+            shared = PAGE_TOKENS * len(entry.hashes)  # at most; the exact number is for the one who looks again
+            if node.alive and entry in node.prefixes and not entry.computed and self._has_room(node, n_tokens, shared):
                 return Wait.PREFIX
             seq.awaits = None
         cached, in_work = self._match_prefix(seq), self._match_prefix(seq, computed=False)
         if in_work is not None and in_work.source is not None:
             longer = cached is None or in_work.shared_tokens > cached.shared_tokens
-            if longer and 2 * in_work.shared_tokens >= n_tokens and self._has_room(in_work.node, n_tokens):
+            shared = in_work.shared_tokens
+            if longer and 2 * shared >= n_tokens and self._has_room(in_work.node, n_tokens, shared):
                 seq.awaits = in_work.node, in_work.source
                 return Wait.PREFIX
         if cached is not None and cached.source is not None:
             cached.node.prefixes.touch(cached.source)  # an eviction that makes room for the prompt takes it last
-            if self._has_room(cached.node, n_tokens):
+            if self._has_room(cached.node, n_tokens, cached.shared_tokens):
                 return cached
         # A node where a running sequence waits for a page is never chosen: it has no free page.
         with_room = [node for node in self._nodes if self._has_room(node, n_tokens)]
         if with_room:
             return Placement(self._fastest(seq, with_room, waiting))
+        if cached is not None and self._make_room_beside(cached, n_tokens):
+            return Wait.FREE
         return Wait.FREE if self._make_room(n_tokens) else Wait.ROOM
 
     def _fastest(self, seq: Sequence, with_room: list[RNodeLedger], waiting: Iterable[Sequence]) -> RNodeLedger:
@@ -126,17 +131,35 @@ class Placer:
             return best
         return best if len(seq.tokens) - best.shared_tokens <= self._max_uncached_suffix else None
 
-    def _has_room(self, node: RNodeLedger, tokens: int) -> bool:
-        return node.alive and node.has_free_index and self._pages_needed(node, tokens) <= node.free_pages
+    def _has_room(self, node: RNodeLedger, tokens: int, shared: int = 0) -> bool:
+        return node.alive and node.has_free_index and self._pages_needed(node, tokens, shared) <= node.free_pages
 
-    def _pages_needed(self, node: RNodeLedger, tokens: int) -> int:
-        """Free pages that `node` must have to admit a sequence of `tokens` tokens.
+    def _pages_needed(self, node: RNodeLedger, tokens: int, shared: int = 0) -> int:
+        """Free pages that `node` must have to admit a sequence of `tokens` tokens, of which it shares the first
+        `shared`: the whole pages of those are there already.
 
         The watermark is part of them, so that running sequences can grow for a while before one must be preempted. A
         node without sequences needs no watermark.
         """
         watermark = ceil(self._watermark * node.n_pages) if node.n_sequences or node.pages_freeing else 0
-        return pages_for(tokens) + watermark
+        return pages_for(tokens) - min(shared, tokens) // PAGE_TOKENS + watermark
+
+    def _make_room_beside(self, cached: Placement, tokens: int) -> bool:
+        """Make room for a sequence of `tokens` tokens on the R-node that has its prefix, by evicting other entries.
+
+        True if pages and an index that suffice are being freed now.
+        """
+        node, source = cached.node, cached.source
+        assert source is not None
+        shared = source.cached.pages[: cached.shared_tokens // PAGE_TOKENS]
+        evictable = node.unused_pages - sum(not page.users for page in shared)
+        needed = self._pages_needed(node, tokens, cached.shared_tokens)
+        if needed > evictable:
+            return False
+        source.pins += 1
+        enough = node.evict_for(needed, index=True)
+        source.pins -= 1
+        return enough
 
     def _make_room(self, tokens: int) -> bool:
         """Make room for a sequence of `tokens` tokens on the least loaded R-node whose prefix entries give enough. If
