@@ -104,7 +104,9 @@ def simulate(
     while todo or scheduler.has_work:
         while todo and todo[-1].arrival <= now:
             request = todo.pop()
-            seq = _sequence(order, request)
+            prompt, bound = [_WORD] * request.n_prompt, request.max_tokens or _LONGEST
+            seq = sequence(order, prompt, bound, [], request.max_tokens)
+            seq.arrived = request.arrival
             outputs[seq] = request.n_output
             order += 1
             scheduler.add(seq)
@@ -113,7 +115,7 @@ def simulate(
                 flights[mini_batch] = _Flight(plan, now, cost.s_part(plan), now + cost.r_part(plan))
                 run.loads.append(load_of(plan))
                 run.batches.append(scheduler.n_running)
-        freed = _acknowledge(cluster)
+        freed = acknowledge(cluster)
         if not flights and not todo and not freed:
             raise RuntimeError("the simulated scheduler has work and plans no step")
         # The runner computes a layer of each step in turn, so all advance at the pace of one round.
@@ -131,22 +133,25 @@ def simulate(
                 del flights[mini_batch]
                 run.step_seconds.append(now - flight.begun)
                 _complete(scheduler, flight.plan, now - flight.begun, now, outputs, run)
-        _acknowledge(cluster)
+        acknowledge(cluster)
     run.seconds, run.preemptions = now, scheduler.preemptions
     return run
 
 
-def _sequence(order: int, request: Request) -> Sequence:
+def sequence(
+    order: int, tokens: list[int], max_new: int, hashes: list[bytes], max_tokens: int | None = None
+) -> Sequence:
+    """A sequence as the engine would make it of a request."""
     return Sequence(
         request_id=str(order),
         order=order,
-        tokens=[_WORD] * request.n_prompt,
-        n_prompt=request.n_prompt,
-        max_new=request.max_tokens or _LONGEST,
-        params=SamplingParams(max_tokens=request.max_tokens),
+        tokens=tokens,
+        n_prompt=len(tokens),
+        max_new=max_new,
+        params=SamplingParams(max_tokens=max_tokens),
         seed=0,
         end_tokens=frozenset({_END}),
-        arrived=request.arrival,
+        hashes=hashes,
     )
 
 
@@ -166,7 +171,7 @@ def _complete(
         seq.last_token = now
 
 
-def _acknowledge(cluster: Cluster) -> bool:
+def acknowledge(cluster: Cluster) -> bool:
     """Free what was released at once; True if anything was."""
     freed = False
     for node in cluster.nodes:

@@ -47,6 +47,10 @@ if TYPE_CHECKING:
 #: in every step: a sequence that is moved waits for a step of its new mini-batch that is in flight.
 _BALANCE_EVERY = 17  # a prime above the number of mini-batches, so that each has its turn
 
+#: Sequences that start with a FORK in one step. They cost no rows, so a crowd with one prompt would start at once and
+#: hold up the step.
+_MOST_FORKS = 16
+
 #: Part of a step that a move between mini-batches must save.
 _LEAST_GAIN = 0.02
 
@@ -194,6 +198,7 @@ class Scheduler:
         for chunk, token in zip(plan.chunks, sampled, strict=True):
             seq = chunk.seq
             seq.in_flight = False
+            prefilled = seq.prefilling
             seq.cached += chunk.n_tokens
             error = token.error if token is not None else None
             if seq.cancelled:
@@ -203,7 +208,7 @@ class Scheduler:
                 self._remove(seq)
                 self._failed.append((seq, error))
                 continue
-            if not seq.prefilling:
+            if prefilled and not seq.prefilling:
                 self._staging.drop(seq)
                 self.cluster.mark_prefilled(seq)
             reason = None
@@ -281,8 +286,11 @@ class Scheduler:
         for seq in self.mini_batches[mini_batch]:  # at most one of them is prefilled on the S-node
             if seq.prefilling:
                 self._append_prompt_chunk(chunks, seq, budget)
+        n_forks = len(self._forks)
         while budget.rows > 0 and (admitted := self._admit(mini_batch, budget)) is not None:
             self._append_prompt_chunk(chunks, admitted, budget)
+            if len(self._forks) - n_forks >= _MOST_FORKS:
+                break
         return chunks
 
     def _append_prompt_chunk(self, chunks: list[PlannedChunk], seq: Sequence, budget: StepBudget) -> None:
