@@ -156,6 +156,12 @@ _NODE_METRICS: tuple[tuple[type, str, str, Callable[[NodeStats], float]], ...] =
     (GaugeMetricFamily, "alive", "1 while the R-node is connected.", lambda node: float(node.alive)),
     (GaugeMetricFamily, "pages", "Cache pages of the lease.", lambda node: node.pages_total),
     (GaugeMetricFamily, "pages_max", "Cache pages that the lease could have.", lambda node: node.pages_max),
+    (
+        GaugeMetricFamily,
+        "kv_bytes_leased",
+        "Bytes of the lease's cache pages.",
+        lambda node: node.pages_total * node.page_bytes if node.alive else 0,
+    ),
     (GaugeMetricFamily, "region_bytes", "Bytes of the link's activation region.", lambda node: node.region_bytes),
     (
         GaugeMetricFamily,

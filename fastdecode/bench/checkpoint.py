@@ -34,14 +34,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
+    parameters = write(args)
+    print(f"{args.out}: {parameters / 1e6:.1f} M parameters, {args.dtype}")
+
+
+def write(args: argparse.Namespace) -> int:
+    """Write the checkpoint. Returns its number of parameters."""
     args.out.mkdir(parents=True, exist_ok=True)
     tensors = dict(_tensors(args))
     save_file(tensors, args.out / "model.safetensors", metadata={"format": "pt"})
     (args.out / "config.json").write_text(json.dumps(_config(args), indent=2) + "\n")
     for name in ("tokenizer.json", "tokenizer_config.json"):  # a real tokenizer, whose ids are a part of the vocabulary
         shutil.copyfile(model_dir() / name, args.out / name)
-    parameters = sum(t.numel() for t in tensors.values())
-    print(f"{args.out}: {parameters / 1e6:.1f} M parameters, {args.dtype}")
+    return sum(t.numel() for t in tensors.values())
 
 
 def _config(args: argparse.Namespace) -> dict[str, Any]:

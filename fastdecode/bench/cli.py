@@ -12,7 +12,7 @@ from importlib import import_module
 
 from fastdecode.transports.base import TransportError
 
-_COMMANDS = ("serve", "schedule", "decode", "attention", "transport", "perplexity", "accuracy", "checkpoint")
+_COMMANDS = ("serve", "schedule", "decode", "attention", "transport", "perplexity", "accuracy", "soak", "checkpoint")
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -1,0 +1,81 @@
+"""`fastdecode-bench soak`, for less than half a minute: S-nodes share an R-node, and are killed."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+
+import aiohttp
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+
+from fastdecode.bench.soaking.load import Client, Request, Tally
+
+
+@pytest.mark.timeout(400)
+def test_three_s_nodes_share_an_r_node_and_are_killed(tmp_path):
+    command = [sys.executable, "-m", "fastdecode.bench.cli", "soak", "--minutes", "0.4", "--kill-every", "6", "--json"]
+    run = subprocess.run([*command, "--logs", tmp_path], capture_output=True, text=True, timeout=380, check=False)
+    assert run.returncode == 0, run.stderr
+    seen = json.loads(run.stdout)
+    assert seen["faults"] == [] and len(seen["snodes"]) == 3
+    for row in seen["snodes"]:
+        assert row["equal"] > 0 and row["wrong"] == row["failed"] == 0
+    assert sum(row["kills"] for row in seen["snodes"]) >= 1
+    assert seen["r_node"]["most_leased"] > 3 << 20
+    before, after = seen["r_node"]["before"], seen["r_node"]["after"]
+    assert (after["descriptors"], after["threads"], after["free"]) <= (
+        before["descriptors"],
+        before["threads"],
+        before["free"],
+    )
+
+
+def test_a_soak_that_finds_a_fault_says_so(tmp_path):
+    """An R-node without room for a page ends the S-nodes at start, and the soak with an error."""
+    command = [sys.executable, "-m", "fastdecode.bench.cli", "soak", "--snodes", "1", "--kv-memory", "50KiB"]
+    run = subprocess.run([*command, "--logs", tmp_path], capture_output=True, text=True, timeout=100, check=False)
+    assert run.returncode == 1
+    assert "a node ended at start" in run.stderr and "no memory for a KV-cache" in run.stderr
+
+
+async def test_each_way_of_asking_notices_a_wrong_answer():
+    """A server that answers `right` to all is right, wrong, cut off or at fault, as the request and the prompt say."""
+
+    async def complete(request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        if body["prompt"] == [0]:
+            return web.json_response({"error": {"message": "broken"}}, status=500)
+        if not body.get("stream"):
+            return web.json_response({"choices": [{"text": "right"}] * body.get("n", 1)})
+        response = web.StreamResponse()
+        await response.prepare(request)
+        for event in (b'{"choices": [{"text": "ri"}]}', b'{"choices": [{"text": "ght"}]}'):
+            await response.write(b"data: " + event + b"\n\n")
+        if body["prompt"] != [1]:
+            await response.write(b"data: [DONE]\n\n")
+        return response
+
+    app = web.Application()
+    app.add_routes([web.post("/v1/completions", complete)])
+    async with TestServer(app) as server, aiohttp.ClientSession() as session:
+        client, rng = Client(session, "model"), random.Random(0)
+        client.url = str(server.make_url("")).rstrip("/")
+        for way, answers in (("whole", 1), ("stream", 1), ("three", 3)):
+            for text, outcome in (("right", "equal"), ("right!", "wrong")):
+                tally = Tally()
+                await client.send(Request([7], 2, text), way, tally, rng)
+                assert tally.answers == {outcome: answers}
+                assert tally.tokens == 2 * answers * (outcome == "equal") and bool(tally.problems) == (
+                    outcome == "wrong"
+                )
+            with pytest.raises(RuntimeError, match="500"):
+                await client.send(Request([0], 2, "right"), way, Tally(), rng)
+        with pytest.raises(aiohttp.ClientError, match="DONE"):
+            await client.send(Request([1], 2, "right"), "stream", Tally(), rng)
+        tally = Tally()
+        await client.send(Request([7], 2, "right"), "left", tally, rng)
+        assert tally.answers == {"left": 1}
