@@ -19,7 +19,7 @@ from fastdecode.daemon.machine import huge_pages as machine_huge_pages
 from fastdecode.daemon.machine import numa_nodes
 from fastdecode.kernels._native import REngine, REngineLink, bind_memory, page_bytes
 from fastdecode.region.contract import KV_DTYPES, MAX_PAGES, MAX_SEQS, PAGE_TOKENS, Status
-from fastdecode.region.geometry import geometry_tuple
+from fastdecode.region.geometry import Geometry, geometry_tuple
 from fastdecode.transports import registry
 from fastdecode.transports.base import CallRefused, Hello, Lease, LinkRefused, Server
 
@@ -29,6 +29,8 @@ _SPIN_US = 100
 _PROGRESS_SECONDS = 2.0
 #: Leases in larger hugetlb pages do not grow: a lease that grows takes whole ones in every layer.
 _MAX_GROWING_HUGETLB = 2 << 20
+#: Layers of all leases that may grow. Each layer takes two memory mappings, and a process may have 65,530 of them.
+_MAX_GROWING_LAYERS = 16384
 
 
 def bind_to_node(number: int) -> None:
@@ -129,11 +131,16 @@ class RNode:
         if not 1 <= hello.max_seqs <= MAX_SEQS:
             raise LinkRefused(f"{hello.max_seqs} sequences are not within 1..{MAX_SEQS}")
 
-        pages = _PageSize(geometry_tuple(hello.kv_geometry), KV_DTYPES.index(hello.kv_dtype))
+        pages = _Pages(hello.kv_geometry, KV_DTYPES.index(hello.kv_dtype))
         free = self.kv_free - region.nbytes
         most = min(self._max_lease, self._kv_bytes - region.nbytes)
         wanted = most if hello.kv_bytes is None else hello.kv_bytes
-        n_pages, max_pages = self._first_pages(pages, free, min(most // pages.bytes, MAX_PAGES), wanted // pages.bytes)
+        layers = sum(grant.growing_layers for grant in self._regions.copy())
+        grows = self._grows and layers + pages.layers <= _MAX_GROWING_LAYERS
+        fitting = min(wanted // pages.bytes, max_pages := min(most // pages.bytes, MAX_PAGES))
+        n_pages = min(fitting, self.pages_within(pages, free, grows)) if grows else 0
+        if n_pages < 1:  # without room for growth, a smaller piece of memory may do
+            n_pages = max_pages = min(fitting, self.pages_within(pages, free, False))
         if n_pages < 1:
             raise LinkRefused(
                 f"no memory for a KV-cache: {wanted} bytes wanted beside an activation region of {region.nbytes}, "
@@ -172,17 +179,9 @@ class RNode:
         )
         return grant
 
-    def _first_pages(self, pages: _PageSize, free: int, most: int, wanted: int) -> tuple[int, int]:
-        """Pages to grant to a new link, and the most that its lease may grow to."""
-        fitting = min(wanted, most)
-        if self._grows and (n_pages := min(fitting, self.pages_within(pages, free))) > 0:
-            return n_pages, most
-        n_pages = min(fitting, self._engine.pages_within(*pages.key, max(0, free), False))
-        return n_pages, n_pages
-
-    def pages_within(self, pages: _PageSize, n_bytes: int) -> int:
-        """The most pages that a lease of `n_bytes` that may grow can have."""
-        return self._engine.pages_within(*pages.key, max(0, n_bytes), True)
+    def pages_within(self, pages: _Pages, n_bytes: int, grows: bool = True) -> int:
+        """The most pages that a lease of `n_bytes` can have; `grows`: it may grow."""
+        return self._engine.pages_within(*pages.key, max(0, n_bytes), grows)
 
     def log_prefault(self, link: REngineLink) -> None:
         """Log how prefaulting a new or larger lease goes on."""
@@ -196,12 +195,13 @@ class RNode:
         self._regions.pop(grant, None)
 
 
-class _PageSize:
-    """The size of a link's pages: `bytes` of one, and the arguments by which the R-engine knows it."""
+class _Pages:
+    """A link's pages: the `layers` and `bytes` of one, and `key`, the arguments by which the R-engine knows them."""
 
-    def __init__(self, geometry: tuple[int, ...], kv_dtype: int):
-        self.key = geometry, kv_dtype
-        self.bytes = page_bytes(geometry, kv_dtype)
+    def __init__(self, geometry: Geometry, kv_dtype: int):
+        self.key = geometry_tuple(geometry), kv_dtype
+        self.layers = geometry.n_layers
+        self.bytes = page_bytes(*self.key)
 
 
 async def _log_prefault(link: REngineLink) -> None:
@@ -225,13 +225,14 @@ async def _log_prefault(link: REngineLink) -> None:
 class REngineGrant:
     """A granted link over the R-engine (a transports.base.LinkGrant)."""
 
-    def __init__(self, node: RNode, link: REngineLink, lease: Lease, pages: _PageSize, region_bytes: int):
+    def __init__(self, node: RNode, link: REngineLink, lease: Lease, pages: _Pages, region_bytes: int):
         self.lease = lease
         self.wake_fd = link.eventfd
         self._node = node
         self._link = link
         self._pages = pages
         self._region_bytes = region_bytes
+        self.growing_layers = pages.layers if lease.max_pages > lease.n_pages else 0
 
     def free(self, handles: Sequence[tuple[int, int]]) -> None:
         """Free the sequences with these handles.

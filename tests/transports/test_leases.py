@@ -7,14 +7,18 @@ import dataclasses
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import numpy as np
 import pytest
-from link_driver import SMALL, Driver, hello, in_thread
+from link_driver import HANG_S, SMALL, Driver, hello, in_thread
 from rnode_process import KV_BYTES
 from wire_peers import FakeRNode, attach, open_link
 
+from fastdecode.daemon import rnode
 from fastdecode.daemon.rnode import RNode
-from fastdecode.region.contract import PAGE_TOKENS
-from fastdecode.region.geometry import region_layout
+from fastdecode.engine.ledger import RNodeLedger
+from fastdecode.engine.prefixes import CachedSequence
+from fastdecode.region.contract import PAGE_TOKENS, ROW_DTYPE
+from fastdecode.region.geometry import Geometry, region_layout
 from fastdecode.transports.base import LinkDown, LinkRefused
 from fastdecode.transports.registry import connect
 
@@ -86,6 +90,20 @@ async def test_max_lease_bounds_each_link(tmp_path):
         await greedy.close()
 
 
+async def test_leases_with_very_many_layers_do_not_grow(tmp_path, monkeypatch):
+    """Their memory mappings would be more than a process may have."""
+    monkeypatch.setattr(rnode, "_MAX_GROWING_LAYERS", 2 * SMALL.n_layers + 1)
+    async with node_with(tmp_path, kv_bytes=1 << 24) as node:
+        links = [await connect(node.url, hello(kv_bytes=PAGE), None) for _ in range(3)]
+        assert [link.lease.max_pages > 1 for link in links] == [True, True, False]
+        assert (await links[2].resize(5))["pages_total"] == 1
+        await links[0].close()
+        links[0] = await connect(node.url, hello(kv_bytes=PAGE), None)
+        assert (await links[0].resize(5))["pages_total"] == 5
+        for link in links:
+            await link.close()
+
+
 async def test_activation_regions_count_against_the_memory(tmp_path):
     """A region of 8 MiB and more leaves no room for a page, and two small regions leave less than one."""
     large = hello(dataclasses.replace(SMALL, max_rows=8192), kv_bytes=PAGE)
@@ -130,3 +148,41 @@ async def test_hostile_resizes(r_node, bystander):
     assert r_node.kv_free < PAGE
     await data.close()
     await control.close()
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+async def test_100000_sequences_of_a_page_each_on_one_link(tmp_path, transport):
+    """The S-node's account, the control messages and the R-node agree on as many, used up, freed and used again."""
+    n, rows = 100_000, 50_000
+    geometry = Geometry(n_slots=1, max_rows=rows, n_layers=1, n_q_heads=1, n_kv_heads=1, head_size=8, act_dtype="fp32")
+    async with node_with(tmp_path, kv_bytes=1 << 29) as node:
+        if transport == "tcp":
+            [node.url] = await node.serve(["tcp://127.0.0.1:0"], None)
+        link = await connect(node.url, hello(geometry, kv_dtype="int8", kv_bytes=1 << 16, max_seqs=n), None)
+        assert link.lease.max_seqs == n
+        ledger = RNodeLedger(0, link, grows=True)
+        answer = await link.resize(n)
+        ledger.resized(answer["pages_total"], answer["pages_max"])
+        assert ledger.free_pages == n
+        for _ in range(2):
+            sequences = [CachedSequence(*ledger.admit(1, [], PAGE_TOKENS)) for _ in range(n)]
+            handles = [sequence.handle for sequence in sequences]
+            assert not ledger.has_free_index and not ledger.free_pages
+            for first in range(0, n, rows):
+                table = np.zeros(rows, ROW_DTYPE)
+                table["seq_index"], table["tag"] = np.array(handles[first : first + rows]).T
+                table["n_rows"] = 1
+                link.write_table(0, table)
+                link.post(0, 0, rows, rows, 0, True)
+                await in_thread(link.wait, 0, HANG_S)
+            stats = await link.stats()
+            assert (stats["seqs"], stats["pages_used"], stats["pages_total"]) == (n, n, n)
+            for sequence in sequences:
+                ledger.end_running(PAGE_TOKENS)
+                ledger.release(sequence)
+            released = ledger.take_released()
+            await link.free([sequence.handle for sequence in released])
+            ledger.acknowledge_free(released)
+            stats = await link.stats()
+            assert (stats["seqs"], stats["pages_used"], ledger.free_pages) == (0, 0, n)
+        await link.close()
