@@ -174,9 +174,11 @@ class _Soak:
         await self._end_all()
 
     async def _kill_in_turn(self, until: asyncio.Event) -> None:
+        begun = time.monotonic()
         for turn in itertools.count():
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(until.wait(), self.args.kill_every)
+                pause = begun + (turn + 1) * self.args.kill_every - time.monotonic()
+                await asyncio.wait_for(until.wait(), max(0.0, pause))
                 return
             i = turn % self.args.snodes
             node, load = self.nodes[i], self.loads[i]
