@@ -87,11 +87,17 @@ class DeviceRows:
         self.o = torch.empty(n_attend, q_size, device=device, dtype=dtype)
         self.costs: dict[Any, tuple[int, int]] = {}
 
-    def post(self, layer: int) -> None:
+    def arm(self) -> None:
+        pass
+
+    def post(self, layer: int, timeout: float = 0.0) -> None:
         pass
 
     def wait(self, timeout: float) -> int:
         return 0
+
+    def disarm(self) -> dict[Any, Any]:
+        return {}
 
     def settle(self, timeout: float) -> None:
         pass
