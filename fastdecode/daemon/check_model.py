@@ -40,6 +40,8 @@ def rows(config: NodeConfig, path: Path) -> list[tuple[str, str]]:
         chosen = " (--kv-dtype)" if kv_dtype == config.kv_dtype else ""
         text = f"{format_bytes(token)} per token; {format_bytes(memory)} hold {tokens} tokens, {whole}{chosen}"
         lines.append((f"KV {kv_dtype}", text))
+    if model.padding:
+        lines.append(("padding", f"{model.padding:.0%} of the KV-cache: layers differ in their heads and are padded"))
     if device.type == "cpu" and weights > available_memory():
         lines.append(("too big", f"the weights do not fit into the {format_bytes(available_memory())} available"))
     return lines

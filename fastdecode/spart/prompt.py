@@ -155,7 +155,7 @@ class PromptChunk:
                     block, k[:, :, keys], v[:, :, keys], attn_mask=mask, scale=self._scale
                 )
             else:
-                attended = scoring.attend(block, k[:, :, keys], v[:, :, keys], mask, own, first, self._scale)
+                attended = scoring.attend(block, k[:, 0, keys], v[:, 0, keys], mask, own, first, self._scale)
             parts.append(attended)
         return torch.cat(parts, dim=2) if len(parts) > 1 else parts[0]
 

@@ -27,21 +27,26 @@ class Scoring:
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, own: int, first: int, scale: float
     ) -> torch.Tensor:
-        """Attention of q [KV heads, group, n, d], at positions from `own` on, to k and v, at positions from `first` on.
+        """Attention of q [KV heads, group, n, d] to k and v [KV heads, keys, d].
 
+        The rows of q are at positions from `own` on, those of k and v at positions from `first` on.
         `mask` [n, m] is added to the scores of the last m keys. Scores are made in fp32.
         """
-        scores = torch.matmul(q.float(), k.float().transpose(-1, -2)).mul_(scale)
+        # One product for each KV head, so that K and V are not repeated for the query heads of a group.
+        scores = torch.bmm(q.float().flatten(1, 2), k.float().transpose(1, 2)).mul_(scale).unflatten(1, q.shape[1:3])
         if self.softcap:
             scores = scores.div_(self.softcap).tanh_().mul_(self.softcap)
         if self.slopes is not None:
             rows = torch.arange(own, own + q.shape[2], device=q.device)[:, None]
-            scores += self.slopes * (torch.arange(first, first + k.shape[2], device=q.device) - rows)
+            scores += self.slopes * (torch.arange(first, first + k.shape[1], device=q.device) - rows)
         scores[..., -mask.shape[1] :] += mask
         if self.sinks is None:
-            return torch.matmul(scores.softmax(dim=-1).to(v.dtype), v)
-        total = torch.logaddexp(scores.logsumexp(dim=-1), self.sinks)
-        return torch.matmul(scores.sub_(total[..., None]).exp_().to(v.dtype), v)
+            weights = scores.softmax(dim=-1)
+        else:
+            total = torch.logaddexp(scores.logsumexp(dim=-1), self.sinks)
+            weights = scores.sub_(total[..., None]).exp_()
+        out: torch.Tensor = torch.bmm(weights.to(v.dtype).flatten(1, 2), v).unflatten(1, q.shape[1:3])
+        return out
 
 
 _PLAIN = Scoring()

@@ -30,6 +30,11 @@ class AttentionShape:
         """The number of layers that store K and V of their own."""
         return len(set(self.kv_layers))
 
+    @property
+    def padding(self) -> float:
+        """The share of the KV-cache that is padding, because layers differ and a link has one geometry."""
+        return 0.0
+
     def hello_geometry(self, n_slots: int, max_rows: int, act_dtype: str) -> Geometry:
         """The region geometry that an S-node with this model asks its R-nodes for."""
         return Geometry(

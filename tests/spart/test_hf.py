@@ -147,6 +147,8 @@ def test_layers_that_share_k_and_v_are_stored_once(model_type: str) -> None:
     """The last 2 of 6 layers attend to the K and V of the last layer of their kind that stores them."""
     config = HFConfig.from_configs(make_config(model_type), None)
     assert config.kv_layers == (0, 1, 2, 3, 2, 3) and config.stored_layers == 4
+    # Half of the layers that Gemma 4 stores have heads of 16 elements, the others of 32.
+    assert config.padding == (0.25 if model_type == "gemma4_text" else 0)
 
 
 def test_code_that_a_checkpoint_brings_is_not_run(tmp_path: Path) -> None:

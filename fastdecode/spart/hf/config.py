@@ -82,6 +82,12 @@ class HFConfig(AttentionShape):
         )
 
     @property
+    def padding(self) -> float:
+        own = {store: self.layers[store] for store in self.kv_layers}.values()
+        used = sum(layer.n_kv_heads * (layer.k_size + layer.v_size) for layer in own)
+        return 1 - used / (len(own) * 2 * self.n_kv_heads * self.head_size)
+
+    @property
     def rope(self) -> None:
         """None, so that StepRows refuses positions beyond `max_positions`, whatever the model's position embedding
         is."""
