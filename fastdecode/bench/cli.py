@@ -12,7 +12,18 @@ from importlib import import_module
 
 from fastdecode.transports.base import TransportError
 
-_COMMANDS = ("serve", "schedule", "decode", "attention", "transport", "perplexity", "accuracy", "soak", "checkpoint")
+_COMMANDS = (
+    "serve",
+    "schedule",
+    "decode",
+    "spart",
+    "attention",
+    "transport",
+    "perplexity",
+    "accuracy",
+    "soak",
+    "checkpoint",
+)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

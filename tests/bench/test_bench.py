@@ -232,6 +232,24 @@ def test_accuracy_and_perplexity_print_a_row_a_format():
     assert all(abs(row["change"]) < 0.1 for row in rows[1:])
 
 
+def test_perplexity_and_spart_print_a_row_a_format_of_the_weights():
+    formats = ["--weights", "dense", "--weights", "int8"]
+    size = ["--length", "24", "--sequences", "4", "--json"]
+    dense, int8 = json.loads(bench("perplexity", *size, *formats))["rows"]
+    assert (dense["weights"], dense["kv_dtype"], dense["change"]) == ("dense", "fp32", None)
+    assert int8["weight_bytes"] < dense["weight_bytes"] / 3 and 0 < abs(int8["change"]) < 0.02
+    short = ["--batch", "1", "--batch", "3", "--rounds", "1", "--steps", "1", "--json"]
+    backends = ["--backend", "native", "--backend", "transformers"]
+    rows = json.loads(bench("spart", *short, *formats, *backends))["rows"]
+    assert [(row["batch"], row["backend"], row["weights"]) for row in rows] == [
+        (batch, backend, weights)
+        for batch in (1, 3)
+        for backend in ("native", "transformers")
+        for weights in ("dense", "int8")
+    ]
+    assert all(row["seconds"] > 0 for row in rows)
+
+
 def test_a_bystander_is_timed_beside_three_loads_and_undisturbed():
     rows = json.loads(bench("transport", "--bystander", "--seconds", "0.2", "--json"))["rows"]
     assert [(row["beside"], row["transport"], row["load"]) for row in rows] == [

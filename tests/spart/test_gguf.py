@@ -176,9 +176,15 @@ def test_the_transformers_backend_refuses_it(good):
         choose_backend("transformers", good)
 
 
-def test_quantising_twice_is_refused(good):
-    with pytest.raises(CheckpointError, match=r"quantised already \(GGUF Q4_1\)"):
-        load_model(good, weights="int4")
+async def test_weights_in_another_format_than_the_files(good, tmp_path):
+    tokens = text(20)
+    stored, dense, int8 = (load_model(good, dtype="fp32", weights=w) for w in ("auto", "dense", "int8"))
+    assert dense.weight_bytes > 3 * int8.weight_bytes > 4 * stored.weight_bytes
+    want = await last_logits(dense, tmp_path, tokens)
+    for model, budget in ((stored, QUANTISED), (int8, 0.4)):  # int8: rounded weights, activations in 8 bits
+        (tmp_path / str(budget)).mkdir()
+        got = await last_logits(model, tmp_path / str(budget), tokens)
+        assert 0 < (got - want).abs().max() < budget * want.std()
 
 
 def test_a_file_that_was_cut_off_is_refused_wherever(good, tmp_path):

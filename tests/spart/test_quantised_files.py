@@ -317,9 +317,3 @@ def test_tensors_that_do_not_fit_are_named(tmp_path):
     changed("g_idx", torch.full((96,), 77, dtype=torch.int32))
     with pytest.raises(CheckpointError, match="groups from 77 to 77"):
         load_model(tmp_path / "m")
-
-
-def test_quantising_twice_is_refused(tmp_path):
-    make(tmp_path / "m", "gptq-4")
-    with pytest.raises(CheckpointError, match=r"quantised already \(gptq\)"):
-        load_model(tmp_path / "m", weights="int8")

@@ -1,0 +1,141 @@
+"""The S-Part's time for a decode step, by format of the weights, backend and batch size.
+
+Every variant decodes the same sequences, a few tokens long, over its own link to one R-node, in interleaved rounds. The
+time is that of the S-Part alone: waiting for the R-node is not counted. All variants are in memory at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import statistics
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import orjson
+import torch
+import uvloop
+from tqdm import tqdm
+
+from fastdecode.daemon.config import WEIGHTS, NodeConfig, format_bytes
+from fastdecode.daemon.embedded import EmbeddedRNode, Split
+from fastdecode.demo import model_dir
+from fastdecode.spart import SPart, choose_device, choose_dtype
+from fastdecode.spart.backend import choose_backend
+from fastdecode.spart.batch import Chunk, SampleSpec, StepBatch
+from fastdecode.transports.registry import connect
+
+COMMAND = ("spart", "time of the S-Part by format of the weights and backend")
+
+_WARM_UP = 2  # steps
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", type=Path, metavar="PATH", help="as for fastdecode-node; default: the demo model")
+    parser.add_argument(
+        "--weights", action="append", choices=WEIGHTS, help="format (repeatable); default: dense, int8 and int4"
+    )
+    parser.add_argument(
+        "--backend",
+        action="append",
+        choices=("native", "transformers"),
+        help="backend (repeatable), each with each format; default: native",
+    )
+    parser.add_argument(
+        "--dtype", choices=("auto", "fp32", "bf16", "fp16"), default="auto", help="as for fastdecode-node"
+    )
+    parser.add_argument("--batch", action="append", type=int, help="sequences (repeatable); default: 1 and 32")
+    parser.add_argument("--threads", type=int, help="threads of the S-Part; default: all cores")
+    parser.add_argument("--steps", type=int, default=10, help="steps of each cell in a round")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(args: argparse.Namespace) -> None:
+    result = uvloop.run(_run(args))
+    if args.json:
+        print(orjson.dumps(result, option=orjson.OPT_INDENT_2).decode())
+        return
+    print(
+        f"{result['model']}, activations in {result['dtype']}, {result['threads']} thread(s); ms a step, S-Part alone"
+    )
+    for row in result["rows"]:
+        size = format_bytes(row["weight_bytes"])
+        ratio = f"{row['speedup']:5.2f}x the first" if row["speedup"] else ""
+        cell = f"{row['backend']:<13}{row['weights']:<6}{size:>10}  batch {row['batch']:>3}"
+        print(f"  {cell}{1e3 * row['seconds']:10.3f} ms{row['batch'] / row['seconds']:10.1f} tokens/s  {ratio}")
+
+
+@dataclass(slots=True)
+class _Variant:
+    backend: str
+    weights: str
+    weight_bytes: int
+    spart: SPart
+    pos: dict[int, int] = field(default_factory=dict)  # cached tokens of each batch's sequences
+    seconds: dict[int, list[float]] = field(default_factory=dict)
+
+    def step(self, batch: int, first: int, timed: bool) -> None:
+        """Decode a token of each of `batch` sequences, whose indexes on the link begin at `first`."""
+        pos = self.pos.get(batch, 0)
+        spec = SampleSpec(temperature=0.0)
+        chunks = [Chunk(0, first + i, 1, pos, [3 + (7 * i + pos) % 64], False, spec) for i in range(batch)]
+        step = self.spart.step(StepBatch(0, chunks))
+        try:
+            while True:
+                next(step)
+        except StopIteration as end:
+            self.pos[batch] = pos + 1
+            if timed:
+                self.seconds.setdefault(batch, []).append(end.value.s_seconds)
+
+
+async def _run(args: argparse.Namespace) -> dict[str, Any]:
+    path = NodeConfig(model=args.model).model_path() or model_dir()
+    device = choose_device("auto")
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    batches: list[int] = args.batch or [1, 32]
+    firsts = {batch: sum(batches[:i]) for i, batch in enumerate(batches)}
+    variants: list[_Variant] = []
+    async with contextlib.AsyncExitStack() as stack:
+        node = EmbeddedRNode(NodeConfig(), Split(s_threads=1, r_threads=1, mini_batches=1))
+        stack.push_async_callback(node.stop)
+        await node.start()
+        for name in args.backend or ["native"]:
+            backend = choose_backend(name, path)
+            dtype = choose_dtype(args.dtype, backend.config.dtype, device)
+            for weights in args.weights or ["dense", "int8", "int4"]:
+                model = backend.load(device, dtype, weights=weights)
+                hello = model.hello(1, max(batches), "fp32", 1 << 29, sum(batches))
+                link = await connect(node.url, hello, None)
+                stack.push_async_callback(link.close)
+                variants.append(_Variant(name, weights, model.weight_bytes, backend.make_spart(model, [link])))
+        rounds = [False] + [True] * args.rounds
+        for timed in tqdm(rounds, desc="rounds", unit="round"):
+            for batch in batches:
+                for variant in variants:
+                    for i in range(_WARM_UP + args.steps):
+                        variant.step(batch, firsts[batch], timed and i >= _WARM_UP)
+    rows = []
+    for batch in batches:
+        base = statistics.median(variants[0].seconds[batch])
+        for variant in variants:
+            seconds = statistics.median(variant.seconds[batch])
+            rows.append(
+                {
+                    "backend": variant.backend,
+                    "weights": variant.weights,
+                    "weight_bytes": variant.weight_bytes,
+                    "batch": batch,
+                    "seconds": seconds,
+                    "speedup": None if variant is variants[0] else base / seconds,
+                }
+            )
+    return {
+        "model": path.resolve().name,
+        "dtype": str(dtype).removeprefix("torch."),
+        "threads": torch.get_num_threads(),
+        "rows": rows,
+    }
