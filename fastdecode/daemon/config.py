@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from fastdecode import __version__
@@ -72,32 +72,42 @@ def format_bytes(n: float) -> str:
     return f"{n:.1f} TiB"
 
 
+_N = TypeVar("_N", int, float)
+
+
+def _number(text: str, kind: type[_N]) -> _N:
+    try:
+        return kind(text)
+    except ValueError:
+        raise ValueError(f"{text!r} is not a {'whole ' if kind is int else ''}number") from None
+
+
 def _positive(text: str) -> int:
-    if (value := int(text)) < 1:
+    if (value := _number(text, int)) < 1:
         raise ValueError(f"{text} is not a positive number")
     return value
 
 
 def _non_negative(text: str) -> int:
-    if (value := int(text)) < 0:
+    if (value := _number(text, int)) < 0:
         raise ValueError(f"{text} is negative")
     return value
 
 
 def _port(text: str) -> int:
-    if not 0 <= (value := int(text)) <= 65535:
+    if not 0 <= (value := _number(text, int)) <= 65535:
         raise ValueError(f"{text} is not a TCP port (0 to 65535; 0: any free one)")
     return value
 
 
 def _seconds(text: str) -> float:
-    if not 0 <= (value := float(text)) < float("inf"):
+    if not 0 <= (value := _number(text, float)) < float("inf"):
         raise ValueError(f"{text} is not a time in seconds")
     return value
 
 
 def _milliseconds(text: str) -> float:
-    if not 0 <= (value := float(text)) < float("inf"):
+    if not 0 <= (value := _number(text, float)) < float("inf"):
         raise ValueError(f"{text} is not a time in milliseconds")
     return value
 

@@ -26,6 +26,7 @@ log = logging.getLogger(__name__)
 #: `_STABLE_SECONDS` starts the series anew.
 _PAUSES_SECONDS = (0.5, 1.0, 2.0, 4.0, 8.0)
 _STABLE_SECONDS = 60.0
+_LEAST_SECONDS = 5.0  # for a hand-shake, however short --connect-seconds is
 _RETRY_SECONDS = 0.5  # pause between attempts at start
 #: The most that a lease that grows begins with.
 _FIRST_LEASE_BYTES = 1 << 30
@@ -71,7 +72,14 @@ class RNodeLinks:
         last_message = None
         while True:
             try:
-                return await self._open(url)
+                # An embedded R-node has no deadline of its own: it was started a moment ago.
+                async with asyncio.timeout(
+                    None if self._embedded else max(_LEAST_SECONDS, deadline - time.monotonic())
+                ):
+                    return await self._open(url)
+            except TimeoutError:
+                seconds = self._config.connect_seconds
+                raise LinkDown(f"{url} did not finish the hand-shake within {seconds:g} s: is it an R-node?") from None
             except LinkDown as error:
                 left = deadline - time.monotonic()
                 if left <= 0:

@@ -1,6 +1,6 @@
 """lm-eval's client for completions, unmodified, against lm-eval's own transformers backend on the same checkpoint.
 
-lm-eval is not among the packages of the extra `test`, because it brings some forty others: `pip install "lm-eval[api]"`.
+lm-eval is not in the extra `test`, because it brings some forty other packages: `pip install "lm-eval[api]"`.
 """
 
 from __future__ import annotations
