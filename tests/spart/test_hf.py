@@ -57,8 +57,11 @@ def expected(directory: Path) -> list[list[int]]:
     ]
 
 
-def generate(spart: HFSPart) -> list[list[int]]:
-    """Greedy tokens of all prompts in two interleaved mini-batches, prompts in chunks of at most CHUNK tokens."""
+def generate(spart: HFSPart, on_r_node: bool = False) -> list[list[int]]:
+    """Greedy tokens of all prompts in two interleaved mini-batches, prompts in chunks of at most CHUNK tokens.
+
+    Prompts are attended on the S-node, or as uncached suffixes are (`on_r_node`).
+    """
     sequences = prompts()
     cached = [0] * len(sequences)
     while any(len(s) < n + NEW_TOKENS for s, n in zip(sequences, PROMPT_LENGTHS, strict=True)):
@@ -68,7 +71,7 @@ def generate(spart: HFSPart) -> list[list[int]]:
             for i in range(slot, len(sequences), 2):
                 if len(sequences[i]) == PROMPT_LENGTHS[i] + NEW_TOKENS:
                     continue
-                prefill = cached[i] < PROMPT_LENGTHS[i]
+                prefill = cached[i] < PROMPT_LENGTHS[i] and not on_r_node
                 tokens = sequences[i][cached[i] : cached[i] + CHUNK]
                 more = cached[i] + len(tokens) < len(sequences[i])
                 chunks.append((i, Chunk(0, i, 1, cached[i], tokens, prefill, None if more else GREEDY)))
@@ -97,7 +100,7 @@ def interleave(steps: list[Any]) -> list[Any]:
     return outputs
 
 
-async def ours(directory: Path, scheme: str, tmp_path: Path) -> list[list[int]]:
+async def ours(directory: Path, scheme: str, tmp_path: Path, on_r_node: bool = False) -> list[list[int]]:
     model = load_hf_model(directory, dtype="fp32")
     node = RNode(threads=1, kv_bytes=1 << 26)
     try:
@@ -106,7 +109,7 @@ async def ours(directory: Path, scheme: str, tmp_path: Path) -> list[list[int]]:
         hello = model.hello(n_slots=2, max_rows=2 * CHUNK, kv_dtype="fp32", kv_bytes=1 << 25, max_seqs=8)
         link = await connect(url, hello, None)
         try:
-            return await asyncio.to_thread(lambda: generate(HFSPart(model, [link])))
+            return await asyncio.to_thread(lambda: generate(HFSPart(model, [link]), on_r_node))
         finally:
             await link.close()
     finally:
@@ -123,6 +126,14 @@ async def test_tokens_equal_transformers(model_type: str, checkpoints: Path, tmp
 async def test_tokens_equal_transformers_over_tcp(model_type: str, checkpoints: Path, tmp_path: Path) -> None:
     directory = save_model(model_type, checkpoints)
     assert await ours(directory, "tcp", tmp_path) == expected(directory)
+
+
+@pytest.mark.parametrize("model_type", ["gemma2", "gemma4_text", "gpt_oss", "llama4_text", "mpt"])
+async def test_prompts_attended_on_the_r_node_give_the_same_tokens(
+    model_type: str, checkpoints: Path, tmp_path: Path
+) -> None:
+    directory = save_model(model_type, checkpoints)
+    assert await ours(directory, "shm", tmp_path, on_r_node=True) == expected(directory)
 
 
 @pytest.mark.parametrize("model_type", REFUSED)
