@@ -223,6 +223,31 @@ static void note_served(hostile_t *h, const fd_row_t *table, const fd_call_t *ca
     }
 }
 
+static void control(hostile_t *h, input_t *in) {
+    uint32_t a = edgy(in, SEQUENCES), b = edgy(in, SEQUENCES), length = edgy(in, 128);
+    uint32_t tag = take(in, 1) % 8 && a < SEQUENCES ? h->sequences[a].tag : take(in, 4);
+    int rc;
+    switch (take(in, 1) % 4) {
+    case 0:
+        rc = fd_link_free(h->link, a, tag, err, sizeof err);
+        if (rc == 0) h->sequences[a].length = 0;
+        break;
+    case 1:
+        rc = fd_link_trim(h->link, a, tag, length, err, sizeof err);
+        if (rc == 0) h->sequences[a].length = length;
+        break;
+    case 2:
+        rc = fd_link_fork(h->link, a, tag, b, length, length, err, sizeof err);
+        if (rc == 0) h->sequences[b].length = h->sequences[b].tag = length;
+        break;
+    default: rc = fd_link_grow(h->link, length, err, sizeof err); REQUIRE(rc == 0 || length > MAX_PAGES);
+    }
+    fd_link_stats_t stats;
+    fd_link_stats(h->link, &stats);
+    REQUIRE(rc <= 0 && stats.pages_total <= MAX_PAGES);
+    REQUIRE(stats.pages_used <= stats.pages_total && stats.seqs <= SEQUENCES);
+}
+
 static void hostile_call(hostile_t *h, input_t *in) {
     uint32_t slot = take(in, 1) % h->g.n_slots, mode = take(in, 1) % 8;
     fd_row_t *table = calloc(h->g.max_rows, sizeof *table);
@@ -248,6 +273,7 @@ static void hostile_call(hostile_t *h, input_t *in) {
     s->call = call;
     ring(h->link, h->region, s, bell);
     if (racing) scribble(h, in, slot);
+    if (mode == 4) control(h, in); /* while the engine serves the call */
     fd_reply_t reply = *answer(s, bell);
     h->slots[slot].bell = bell;
     REQUIRE(reply.number == bell && reply.status <= FD_OUT_OF_PAGES);
@@ -262,33 +288,6 @@ static void hostile_call(hostile_t *h, input_t *in) {
         h->slots[slot].call.n_rows = 0;
     }
     free(table);
-}
-
-static void control(hostile_t *h, input_t *in) {
-    uint32_t a = edgy(in, SEQUENCES), b = edgy(in, SEQUENCES), length = edgy(in, 128);
-    uint32_t tag = take(in, 1) % 8 && a < SEQUENCES ? h->sequences[a].tag : take(in, 4);
-    int rc;
-    switch (take(in, 1) % 4) {
-    case 0:
-        rc = fd_link_free(h->link, a, tag, err, sizeof err);
-        if (rc == 0) h->sequences[a].length = 0;
-        break;
-    case 1:
-        rc = fd_link_trim(h->link, a, tag, length, err, sizeof err);
-        if (rc == 0) h->sequences[a].length = length;
-        break;
-    case 2:
-        rc = fd_link_fork(h->link, a, tag, b, length, length, err, sizeof err);
-        if (rc == 0) h->sequences[b].length = h->sequences[b].tag = length;
-        break;
-    default:
-        rc = fd_link_grow(h->link, length, err, sizeof err);
-        REQUIRE(rc == 0 || length > MAX_PAGES);
-    }
-    fd_link_stats_t stats;
-    fd_link_stats(h->link, &stats);
-    REQUIRE(rc <= 0 && stats.pages_total <= MAX_PAGES);
-    REQUIRE(stats.pages_used <= stats.pages_total && stats.seqs <= SEQUENCES);
 }
 
 static void hostile_link(target_t *target, input_t *in) {

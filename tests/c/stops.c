@@ -9,19 +9,8 @@
 #include "../../kernels/engine/plan.c"
 #include "../../kernels/engine/work.c"
 
-#include "chunk.h"
-#include "dispatch.h"
 #include "require.h"
-
-/* Only the scalar kernels are linked. */
-size_t fd_kv_chunk_bytes(fd_kv_dtype_t dtype, uint32_t head_size, uint32_t v_size) {
-    return fd_chunk_end(dtype, head_size, v_size);
-}
-void fd_kv_prefetch_append(fd_kv_dtype_t dtype, const uint8_t *chunk, uint32_t head_size, uint32_t v_size, uint32_t t) {
-    (void)dtype, (void)chunk, (void)head_size, (void)v_size, (void)t;
-}
-const fd_kv_ops_t *fd_kv_ops(fd_kv_dtype_t dtype, fd_isa_t isa) { return (void)isa, &fd_kv_ops_scalar[dtype]; }
-const fd_vec_ops_t *fd_vec_ops(fd_isa_t isa) { return (void)isa, &fd_vec_ops_scalar; }
+#include "scalar_only.h"
 
 enum { HEAD = 8, GROUP = 4, KV_HEADS = 2, SEQUENCES = 6, MAX_TOKENS = 1500, MAX_ROWS = 256, THREADS = 3, PAGES = 80 };
 static const fd_geometry_t geometry = {1, MAX_ROWS, 1, GROUP * KV_HEADS, KV_HEADS, HEAD, FD_ACT_FP32, 0};

@@ -1,0 +1,18 @@
+/* The choice of kernels for programs that link only the scalar ones, because the vector kernels take long to compile.
+ * Include this in one file of a program, instead of linking kernels/attention/dispatch.c. */
+#ifndef FD_SCALAR_ONLY_H
+#define FD_SCALAR_ONLY_H
+
+#include "chunk.h"
+#include "dispatch.h"
+
+size_t fd_kv_chunk_bytes(fd_kv_dtype_t dtype, uint32_t head_size, uint32_t v_size) {
+    return fd_chunk_end(dtype, head_size, v_size);
+}
+void fd_kv_prefetch_append(fd_kv_dtype_t dtype, const uint8_t *chunk, uint32_t head_size, uint32_t v_size, uint32_t t) {
+    (void)dtype, (void)chunk, (void)head_size, (void)v_size, (void)t;
+}
+const fd_kv_ops_t *fd_kv_ops(fd_kv_dtype_t dtype, fd_isa_t isa) { return (void)isa, &fd_kv_ops_scalar[dtype]; }
+const fd_vec_ops_t *fd_vec_ops(fd_isa_t isa) { return (void)isa, &fd_vec_ops_scalar; }
+
+#endif
