@@ -18,12 +18,15 @@ _COMMANDS = (
     "decode",
     "spart",
     "attention",
+    "rpart",
     "transport",
     "perplexity",
     "accuracy",
     "soak",
     "checkpoint",
 )
+#: The modules that are not called like their commands.
+_MODULES = {"rpart": "dispatch"}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -33,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     wanted = [name for name in _COMMANDS if [name] == list(argv[:1])] or _COMMANDS
     parser = argparse.ArgumentParser(prog="fastdecode-bench", description=__doc__, allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True)
-    for module in (import_module(f"fastdecode.bench.{name}") for name in wanted):
+    for module in (import_module(f"fastdecode.bench.{_MODULES.get(name, name)}") for name in wanted):
         name, help_text = module.COMMAND
         command = commands.add_parser(name, help=help_text, description=module.__doc__, allow_abbrev=False)
         module.add_arguments(command)

@@ -52,6 +52,7 @@ def test_decode_on_a_checkpoint_it_made(tmp_path):
         (["decode", "--model", "/nonexistent"], "/nonexistent"),
         (["attention", "--threads", "100000"], "may run on"),
         (["transport", "--payload", "7"], "a payload of 7 bytes"),
+        (["rpart", "--threads", "1,1000"], "1000 threads are not within"),
         (["transport", "--peer", "shm:///nonexistent/r.sock", "--beside", "none"], "no R-node can be reached"),
     ],
 )
@@ -259,3 +260,12 @@ def test_a_bystander_is_timed_beside_three_loads_and_undisturbed():
         for load in ("none", beside)
     ]
     assert all(row["calls"] > 5 and 0 < row["p50_ms"] <= row["p99_ms"] <= row["max_ms"] for row in rows)
+
+
+def test_rpart_times_calls_without_kv_for_each_number_of_threads():
+    argv = ["rpart", "--threads", "1,2,9,64", "--steps", "1", "--rounds", "1", "--json"]
+    rows = json.loads(bench(*argv))["rows"]
+    assert [row["threads"] for row in rows] == [1, 2, 9, 64]
+    assert all(
+        0 < row[name]["p10"] <= row[name]["p90"] for row in rows for name in ("one_item", "item_a_thread", "work")
+    )

@@ -1,0 +1,124 @@
+"""What it costs the R-engine to hand a call to its threads, by their number: calls that read no KV-cache.
+
+A call of one item is done by thread 0 alone. A call of an item for each thread appends as many rows as it takes to be
+cut so often, which is hardly any work. The same rows on an engine of one thread are the work alone. What handing out
+costs is the time of the cut call, less the work divided by the cores that the threads can have; it is computed from the
+tenth percentiles, which other programs on the machine disturb least. With more threads than cores, threads wait for
+cores, and that shows too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from contextlib import ExitStack, closing
+from typing import Any
+
+import numpy as np
+import orjson
+from tqdm import tqdm
+
+from fastdecode.kernels._native import MAX_THREADS, REngine, page_bytes
+from fastdecode.region.contract import KV_DTYPES, PAGE_TOKENS, ROW_DTYPE
+from fastdecode.region.geometry import Geometry, geometry_tuple
+from fastdecode.region.region import Region
+from fastdecode.transports._native import Port
+
+COMMAND = ("rpart", "cost of handing a call to the R-engine's threads, by their number")
+
+_LAYERS, _KV_HEADS, _HEAD_SIZE = 64, 8, 8
+#: Rows that one item appends, for all KV heads: the least that kernels/engine/plan.c makes an item of.
+_ROWS_AN_ITEM = 512 // 4 // _KV_HEADS
+_TIMEOUT = 60.0
+_TAG = 1
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--threads",
+        type=lambda text: [int(n) for n in text.split(",")],
+        default=[1, 2, 4, 8, 16, 32, 64, 128, 256],
+        metavar="N,...",
+        help="numbers of threads; more than there are cores is allowed",
+    )
+    parser.add_argument("--spin-us", type=int, default=100, help="microseconds that an idle thread spins")
+    parser.add_argument("--steps", type=int, default=20, help=f"steps of {_LAYERS} calls for each figure and round")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+class _Appends:
+    """An R-engine that is asked to append `rows` rows to a sequence, layer by layer."""
+
+    def __init__(self, threads: int, spin_us: int, rows: int):
+        """Raises ValueError, MemoryError."""
+        geometry = Geometry(1, rows, _LAYERS, _KV_HEADS, _KV_HEADS, _HEAD_SIZE, "fp16")
+        numbers = geometry_tuple(geometry)
+        dtype = KV_DTYPES.index("fp16")
+        n_pages = -(-rows // PAGE_TOKENS)
+        with ExitStack() as stack:
+            region = stack.enter_context(closing(Region.create(geometry)))
+            engine = stack.enter_context(
+                closing(REngine(threads, n_pages * page_bytes(numbers, dtype), None, None, spin_us))
+            )
+            windows = (0,) * _LAYERS
+            self._link = stack.enter_context(
+                closing(engine.add_link(region.view, numbers, dtype, n_pages, 1, 1.0, windows))
+            )
+            self._port = stack.enter_context(closing(Port(region.view, numbers, spin_us, wake_fd=self._link.eventfd)))
+            self._stack = stack.pop_all()
+        self._rows = rows
+        self._table = np.zeros(1, ROW_DTYPE)
+        self._table["tag"], self._table["n_rows"] = _TAG, rows
+
+    def close(self) -> None:
+        self._stack.close()
+
+    def step(self) -> list[float]:
+        """Microseconds of each call after the first one, which plans the step. Raises RuntimeError."""
+        taken = []
+        self._port.write_table(0, self._table.view(np.uint8))
+        for layer in range(_LAYERS):
+            start = time.perf_counter()
+            self._port.post(0, layer, 1, self._rows, 0, layer == 0)
+            status, _, _, message = self._port.wait(0, _TIMEOUT)
+            taken.append((time.perf_counter() - start) * 1e6)
+            if status:
+                raise RuntimeError(f"the R-engine refused a call: {message}")
+        self._link.free(0, _TAG)
+        return taken[1:]
+
+
+def run(args: argparse.Namespace) -> None:
+    for n in args.threads:
+        if not 1 <= n <= MAX_THREADS:
+            raise ValueError(f"{n} threads are not within 1..{MAX_THREADS}")
+    cores = len(os.sched_getaffinity(0))
+    rows = [_row(n, cores, args) for n in tqdm(args.threads, desc="threads", unit="number")]
+    result = {"cores": cores, "spin_us": args.spin_us, "rows": rows}
+    if args.json:
+        print(orjson.dumps(result, option=orjson.OPT_INDENT_2).decode())
+        return
+    print(f"a call without KV, us (p10, p50); {cores} cores")
+    print(f"{'threads':>7} {'one item':>16} {'an item a thread':>18} {'its work alone':>15} {'handing out':>12}")
+    for row in rows:
+        one, each = (f"{row[name]['p10']:.1f}, {row[name]['p50']:.1f}" for name in ("one_item", "item_a_thread"))
+        print(f"{row['threads']:7} {one:>16} {each:>18} {row['work']['p10']:15.1f} {row['handing_out_us']:12.1f}")
+
+
+def _row(threads: int, cores: int, args: argparse.Namespace) -> dict[str, Any]:
+    shapes = {"one_item": (threads, 1), "item_a_thread": (threads, _ROWS_AN_ITEM * threads)}
+    shapes["work"] = (1, _ROWS_AN_ITEM * threads)
+    taken: dict[str, list[float]] = {name: [] for name in shapes}
+    for _ in range(args.rounds):
+        for name, (n, rows) in shapes.items():
+            with closing(_Appends(n, args.spin_us, rows)) as appends:
+                appends.step()
+                for _ in range(args.steps):
+                    taken[name] += appends.step()
+    row: dict[str, Any] = {"threads": threads}
+    for name, times in taken.items():
+        row[name] = dict(zip(("p10", "p50", "p90"), np.percentile(times, [10, 50, 90]).tolist(), strict=True))
+    row["handing_out_us"] = row["item_a_thread"]["p10"] - row["work"]["p10"] / min(threads, cores)
+    return row
