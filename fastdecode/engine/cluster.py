@@ -174,7 +174,42 @@ class Cluster:
             if entry is not None:
                 node.prefixes.remove(entry)
             node.release(cached)
-        seq.node, seq.pages, seq.entry, seq.source = None, [], None, None
+        seq.forget_cache()
+
+    def pause(self, seq: Sequence) -> None:
+        """Take `seq` out of the running ones; its R-node keeps its cache until the pages are needed."""
+        node = seq.placed_on
+        node.end_running(seq.final_length)
+        self.loads.add(node.position, seq.mean_length, -1)
+        node.pages.keep(seq.pages)
+        node.paused[seq] = None
+        seq.source = None
+
+    def resume(self, seq: Sequence) -> Wait | None:
+        """Let a paused sequence run again where it is cached; None: it does. Otherwise says what it has to wait for.
+
+        It needs a page for its next token, and the watermark, so that it is not paused again at once.
+        """
+        node = seq.placed_on
+        wanting = pages_for(seq.cached + 1) - len(seq.pages)
+        needed = wanting + self._placer.watermark(node)
+        if needed > node.free_pages:
+            mine = sum(not page.users for page in seq.pages)
+            if needed > node.unused_pages - mine:
+                if node.may_grow:
+                    node.need(needed)
+                return Wait.ROOM
+            paused = node.paused
+            node.paused = {other: None for other in paused if other is not seq}
+            enough = node.evict_for(needed, index=False)
+            node.paused = {other: None for other in paused if other is seq or other in node.paused}
+            return Wait.FREE if enough else Wait.ROOM
+        del node.paused[seq]
+        node.pages.use(seq.pages)
+        seq.pages += node.pages.take(wanting)
+        node.resume(seq.final_length)
+        self.loads.add(node.position, seq.mean_length)
+        return None
 
     def replace_link(self, position: int, link: Link) -> RNodeLedger:
         """Start a new account for the R-node at `position`, whose link was lost. Raises ValueError if it is alive."""

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from fastdecode.engine.pages import Page
+    from fastdecode.engine.sequence import Sequence
     from fastdecode.transports.base import Link
 
 _TAG_MASK = 0xFFFFFFFF  # a tag has 32 bits on the wire
@@ -58,6 +59,7 @@ class RNodeLedger:
         self.token_bytes = link.lease.page_bytes / PAGE_TOKENS  # of one token's K and V, all layers
         self.bandwidth = Bandwidth()
         self.prefixes = PrefixIndex()
+        self.paused: dict[Sequence, None] = {}  # the one paused longest ago first
         self.released: list[CachedSequence] = []  # to be named by the next FREE
         self._sequences_freeing = 0
         self._free_indexes = list(range(link.lease.max_seqs - 1, -1, -1))
@@ -74,7 +76,7 @@ class RNodeLedger:
 
     @property
     def pages_evictable(self) -> int:
-        """Pages that only the prefix cache holds."""
+        """Pages that only prefix entries of ended sequences, and paused sequences, hold."""
         return self.pages.evictable
 
     @property
@@ -109,6 +111,11 @@ class RNodeLedger:
         """Count one running sequence less. Its pages stay counted until `release` or `evict`."""
         self.load -= final_length
         self.n_sequences -= 1
+
+    def resume(self, final_length: int) -> None:
+        """Count a paused sequence as running again."""
+        self.load += final_length
+        self.n_sequences += 1
 
     def release(self, sequence: CachedSequence) -> None:
         """Let the next FREE name `sequence`, which has run."""
@@ -178,20 +185,36 @@ class RNodeLedger:
             self.pages.evict(sequence.pages)
             self._free(sequence)
 
-    def evict_for(self, pages: int, index: bool) -> bool:
-        """Evict prefix entries until `pages` pages (and a sequence index, if `index`) are free or being freed.
+    def drop_paused(self, seq: Sequence) -> None:
+        """Let the next FREE name a paused sequence, which must then be recomputed."""
+        del self.paused[seq]
+        if seq.entry in self.prefixes:
+            self.prefixes.remove(seq.entry)
+        self.pages.evict(seq.pages)
+        self._free(CachedSequence(seq.handle, seq.pages))
+        seq.forget_cache()
 
-        False if no further entry can be evicted before that.
+    def evict_for(self, pages: int, index: bool) -> bool:
+        """Evict prefix entries, then drop paused sequences, those used longest ago first, until `pages` pages (and a
+        sequence index, if `index`) are free or being freed.
+
+        False if nothing further can be evicted before that.
         """
         while self.free_pages + self.pages_freeing < pages or (
             index and not self._free_indexes and not self._sequences_freeing
         ):
-            if (entry := self.prefixes.least_recently_used()) is None:
+            if (entry := self.prefixes.least_recently_used()) is not None:
+                self.evict(entry)
+            elif (seq := next((s for s in self.paused if s.entry is None or not s.entry.pins), None)) is not None:
+                self.drop_paused(seq)
+            else:
                 return False
-            self.evict(entry)
         return True
 
     def mark_lost(self) -> None:
         """Record that the R-node is gone, and its cache with it."""
         self.alive = False
         self.prefixes = PrefixIndex()
+        for seq in self.paused:
+            seq.forget_cache()
+        self.paused = {}

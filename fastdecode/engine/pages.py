@@ -1,9 +1,9 @@
 """The pages of one lease, each counted once however many sequences share it.
 
-A page is held by the running sequences that use it, by ended sequences that the prefix cache keeps, and by sequences
-whose FREE is not acknowledged yet. It is used, evictable or being freed, in this order, as long as somebody holds it
-that way, and free when nobody does. The R-node counts references in the same way, but lets go of a page no later than
-this account does, so the account never shows more free pages than there are.
+A page is held by the running sequences that use it, by sequences that are kept (ended ones in the prefix cache, and
+paused ones), and by sequences whose FREE is not acknowledged yet. It is used, evictable or being freed, in this order,
+as long as somebody holds it that way, and free when nobody does. The R-node counts references in the same way, but lets
+go of a page no later than this account does, so the account never shows more free pages than there are.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class PageBook:
 
     def __init__(self, n_pages: int):
         self.free = n_pages
-        self.evictable = 0  # held by the prefix cache alone
+        self.evictable = 0  # held by kept sequences alone
         self.freeing = 0  # held only by sequences whose FREE is not acknowledged
 
     def take(self, n: int) -> list[Page]:
@@ -53,11 +53,18 @@ class PageBook:
                 self._settle(page)
 
     def keep(self, pages: Sequence[Page]) -> None:
-        """A running sequence that uses `pages` has ended, and the prefix cache keeps it."""
+        """A running sequence that uses `pages` has ended or is paused, and is kept until pages are needed."""
         for page in pages:
             page.users -= 1
             page.kept += 1
             self.evictable += not page.users
+
+    def use(self, pages: Sequence[Page]) -> None:
+        """A sequence that was kept with `pages` runs again."""
+        for page in pages:
+            self.evictable -= not page.users
+            page.kept -= 1
+            page.users += 1
 
     def release(self, pages: Sequence[Page]) -> None:
         """A running sequence that uses `pages` has ended, and a FREE will name it."""
@@ -68,7 +75,7 @@ class PageBook:
                 self._settle(page)
 
     def evict(self, pages: Sequence[Page]) -> None:
-        """The prefix cache drops an ended sequence with `pages`, and a FREE will name it."""
+        """A kept sequence with `pages` is dropped, and a FREE will name it."""
         for page in pages:
             page.kept -= 1
             page.freeing += 1

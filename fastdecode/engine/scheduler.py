@@ -29,7 +29,7 @@ from fastdecode.engine.scheduling.admission import Greedy, Room
 from fastdecode.engine.scheduling.budgets import StagingBudget, StepBudget
 from fastdecode.engine.scheduling.placement import Wait
 from fastdecode.engine.scheduling.plan import Outcome, Plan, PlannedChunk, SchedulerLimits, step_order
-from fastdecode.engine.scheduling.queue import BY_ARRIVAL, WaitingQueue
+from fastdecode.engine.scheduling.queue import BY_RANK, WaitingQueue
 from fastdecode.engine.scheduling.rtime import Loads
 from fastdecode.engine.scheduling.step_time import NO_PROMPTS, PromptWork, StepTimes, pairs
 from fastdecode.region.contract import PAGE_TOKENS
@@ -83,6 +83,7 @@ class Scheduler:
         self._starved: list[Sequence] = []  # wait for a page, in order of arrival
         self._failed: list[tuple[Sequence, str]] = []
         self._forks: list[Sequence] = []
+        self._wants_room: Sequence | None = None  # the first one that no R-node had room for, of late
 
     @property
     def n_running(self) -> int:
@@ -114,7 +115,7 @@ class Scheduler:
 
     def running_on(self, node: RNodeLedger) -> list[Sequence]:
         """The running sequences that `node` caches, in order of arrival."""
-        return sorted((seq for seq in self.running if seq.node is node), key=BY_ARRIVAL)
+        return sorted((seq for seq in self.running if seq.node is node), key=BY_RANK)
 
     def add(self, seq: Sequence) -> None:
         """Put a sequence into the queue, at its position by arrival."""
@@ -129,6 +130,8 @@ class Scheduler:
         if seq.mini_batch is None:
             if seq in self.waiting:
                 self.waiting.remove(seq)
+            if seq.paused:
+                seq.placed_on.drop_paused(seq)
         elif not seq.in_flight:
             self._remove(seq, sound=True)
 
@@ -167,6 +170,7 @@ class Scheduler:
         """Plan the next step of a mini-batch that has none in flight; None if it has nothing to do now."""
         self._serve_starved()
         self._balance(mini_batch)
+        self._give_way(mini_batch)
         chunks = self._decode_chunks(mini_batch)
         n_decoding = len(chunks)
         chunks += self._prompt_chunks(mini_batch, self._budget(mini_batch, n_decoding))
@@ -297,6 +301,11 @@ class Scheduler:
         """Append the next chunk of a prompt, as long as the budget allows. During a FORK: none."""
         if seq.in_flight:
             return
+        if not seq.prefilling:  # it was paused
+            seq.in_flight = True
+            budget.rows -= 1
+            chunks.append(PlannedChunk(seq, 1, prefill=False, sample=True))
+            return
         n_tokens = budget.take(seq.cached, seq.prefill_end - seq.cached)
         if n_tokens > 0:
             seq.in_flight = True
@@ -317,6 +326,15 @@ class Scheduler:
         for seq in self.waiting.candidates():
             if not self.admission.may_start(seq, self.running, self.waiting, room):
                 return None
+            if seq.paused:
+                wait = self.cluster.resume(seq)
+                if wait is Wait.FREE:
+                    return None
+                if wait is None:
+                    self.waiting.start(seq)
+                    self._join(seq, mini_batch)
+                    return seq
+                continue
             n_tokens = len(seq.tokens)
             if budget.chunk(0, n_tokens) < n_tokens and not self._staging.has_room(n_tokens):
                 continue
@@ -327,18 +345,48 @@ class Scheduler:
                 self.waiting.start(seq)
                 self._start(seq, placement, mini_batch)
                 return seq
+            if placement is Wait.ROOM and self._wants_room is None:
+                self._wants_room = seq
         return None
 
     def _start(self, seq: Sequence, placement: Placement, mini_batch: int) -> None:
         self.cluster.admit(seq, placement)
         self.admission.started(seq)
-        seq.mini_batch = mini_batch
         seq.prefill_end = len(seq.tokens)
         self.prompt_tokens += len(seq.tokens)
         if seq.source is not None:
             seq.in_flight = True
             self._forks.append(seq)
-        insort(self.mini_batches[mini_batch], seq, key=BY_ARRIVAL)
+        self._join(seq, mini_batch)
+
+    def _join(self, seq: Sequence, mini_batch: int) -> None:
+        seq.mini_batch = mini_batch
+        insort(self.mini_batches[mini_batch], seq, key=BY_RANK)
+
+    # -- pauses ---------------------------------------------------------------------------------------------------
+
+    def _give_way(self, mini_batch: int) -> None:
+        """Pause a sequence of this mini-batch if one of a lower priority number waits for a slot or for pages."""
+        batch, wants_room = self.mini_batches[mini_batch], self._wants_room
+        self._wants_room = None
+        first = next(iter(self.waiting), None)
+        if not batch or first is None:
+            return
+        last = batch[-1]
+        full = len(batch) >= self.limits.max_seqs and first.priority < last.priority
+        lacking = wants_room is not None and wants_room in self.waiting and wants_room.priority < last.priority
+        if (full or lacking) and self._can_pause(last):
+            self.preemptions += 1
+            self._pause(last)
+
+    def _can_pause(self, seq: Sequence) -> bool:
+        return not (seq.in_flight or seq.prefilling or seq.cancelled) and seq.placed_on.alive
+
+    def _pause(self, seq: Sequence) -> None:
+        """Let a running sequence wait; its R-node keeps its cache until the pages are needed."""
+        self._leave(seq)
+        self.cluster.pause(seq)
+        self.waiting.add(seq)
 
     # -- pages ----------------------------------------------------------------------------------------------------
 
@@ -360,7 +408,7 @@ class Scheduler:
                 self._starved.remove(seq)
             return True
         if seq not in self._starved:
-            insort(self._starved, seq, key=BY_ARRIVAL)
+            insort(self._starved, seq, key=BY_RANK)
         if not self.cluster.reclaim_page(node):
             running = self.running_on(node)
             newest = running[-1]
@@ -368,14 +416,17 @@ class Scheduler:
                 return False  # recomputing it would need the same pages: it waits until the lease can grow
             if not newest.in_flight:  # else `_serve_starved` comes back here once its step has completed
                 self.preemptions += 1
-                self._requeue(newest)
+                if self._can_pause(newest):
+                    self._pause(newest)
+                    self.cluster.reclaim_page(node)  # from the sequence that was paused longest ago
+                else:
+                    self._requeue(newest)
         return False
 
     def _requeue(self, seq: Sequence) -> None:
         """Take a running sequence off its R-node and queue it, to be recomputed from all of its tokens."""
         node = seq.placed_on
         self._remove(seq)
-        seq.cached = seq.prefill_end = seq.shared_tokens = 0
         if self.cluster.can_hold(len(seq.tokens)):
             self.add(seq)
         else:
@@ -387,13 +438,17 @@ class Scheduler:
         `sound`: its cached tokens are right, so they may enter the prefix cache. Those of an unfinished prompt may not,
         because the S-node still stages rows for it.
         """
+        self._leave(seq)
+        self.cluster.release(seq, sound and not seq.prefilling)
+
+    def _leave(self, seq: Sequence) -> None:
+        """Take a running sequence out of its mini-batch."""
         assert seq.mini_batch is not None, "the sequence does not run"
         self.mini_batches[seq.mini_batch].remove(seq)
         seq.mini_batch = None
         self._staging.drop(seq)
         if seq in self._starved:
             self._starved.remove(seq)
-        self.cluster.release(seq, sound and not seq.prefilling)
         self.changed = True
 
     def _loss_message(self, node: RNodeLedger) -> str:
@@ -436,7 +491,7 @@ class Scheduler:
                 return
             seconds[source], seconds[target] = moved
             batches[source].remove(seq)
-            insort(batches[target], seq, key=BY_ARRIVAL)
+            insort(batches[target], seq, key=BY_RANK)
             seq.mini_batch = target
             self.changed = True
 

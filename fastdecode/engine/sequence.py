@@ -76,6 +76,21 @@ class Sequence:
         return self.node
 
     @property
+    def priority(self) -> int:
+        """The lowest goes first."""
+        return self.params.priority
+
+    @property
+    def paused(self) -> bool:
+        """True if it waits while its R-node keeps its cache."""
+        return self.mini_batch is None and self.node is not None
+
+    def forget_cache(self) -> None:
+        """Note that no R-node has anything of it, so that it must be recomputed."""
+        self.node, self.pages, self.entry, self.source = None, [], None, None
+        self.cached = self.prefill_end = self.shared_tokens = 0
+
+    @property
     def prefilling(self) -> bool:
         return self.cached < self.prefill_end
 

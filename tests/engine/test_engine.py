@@ -144,11 +144,15 @@ async def test_requests_at_random_times_get_their_own_tokens(mini_batches, n_lin
         assert all(link.frames for link in links), "every R-node had work"
 
 
-async def test_too_small_a_lease_costs_time_not_tokens():
+@pytest.mark.parametrize("priorities", [[0], [0, 1, 2]], ids=["", "priorities"])
+async def test_too_small_a_lease_costs_time_not_tokens(priorities):
     link = ToyLink(n_pages=9)
     async with running(link, max_batch_tokens=64, max_batch_size=16) as (engine, _):
         given = prompts(12, longest=150)
-        streams = [engine.submit(p, SamplingParams(temperature=0.0, max_tokens=150)) for p in given]
+        streams = [
+            engine.submit(p, SamplingParams(temperature=0.0, max_tokens=150, priority=priorities[i % len(priorities)]))
+            for i, p in enumerate(given)
+        ]
         for prompt, tokens in zip(given, await asyncio.gather(*map(tokens_of, streams)), strict=True):
             assert tokens == continuation(prompt, 150)
         assert engine.stats.totals.preemptions > 0

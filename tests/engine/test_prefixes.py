@@ -411,7 +411,8 @@ async def test_a_prompt_that_waited_for_a_cancelled_one_is_computed():
 
 @pytest.mark.parametrize("mini_batches", [1, 2])
 @pytest.mark.parametrize("n_links", [1, 3])
-async def test_many_prompts_with_common_prefixes_in_a_cache_too_small(mini_batches, n_links):
+@pytest.mark.parametrize("priorities", [[0], [0, 0, 1, -2]], ids=["", "priorities"])
+async def test_many_prompts_with_common_prefixes_in_a_cache_too_small(mini_batches, n_links, priorities):
     rng = random.Random(10 * mini_batches + n_links)
     links = [ToyLink(f"tcp://r{i}", n_pages=60 // n_links, max_seqs=20) for i in range(n_links)]
     roots = [text(500, seed) for seed in range(4)]
@@ -419,7 +420,8 @@ async def test_many_prompts_with_common_prefixes_in_a_cache_too_small(mini_batch
     async def client(engine, i):
         prompt = rng.choice(roots)[: rng.randint(1, 500)] + text(rng.randint(1, 300), 100 + i)
         await asyncio.sleep(rng.random())
-        stream = engine.submit(prompt, SamplingParams(temperature=0.0, max_tokens=(n := rng.randint(1, 150))))
+        params = SamplingParams(temperature=0.0, max_tokens=(n := rng.randint(1, 150)), priority=rng.choice(priorities))
+        stream = engine.submit(prompt, params)
         if rng.random() < 0.2:
             await asyncio.sleep(rng.random() * 0.02)
             stream.cancel()

@@ -45,20 +45,21 @@ class World:
         self.scheduler = Scheduler(self.cluster, self.limits)
         self.flights: dict[int, Plan] = {}
         self.cached: list[dict[tuple[int, int], int]] = [{} for _ in links]  # per R-node: handle -> tokens appended
+        self.appended = 0  # tokens, recomputed ones counted again
         self.ended: list[Sequence] = []
         self.admitted: list[int] = []  # orders of arrival, as they were first given a chunk
         self.lasts: dict[Sequence, int] = {}  # the length at which END comes
         self.staged: set[Sequence] = set()  # prompts that took several steps
         self._orders = 0
 
-    def add(self, n_prompt, max_new, end_after=None) -> Sequence:
+    def add(self, n_prompt, max_new, end_after=None, priority=0) -> Sequence:
         seq = Sequence(
             request_id=f"r{self._orders}",
             order=self._orders,
             tokens=[WORD] * n_prompt,
             n_prompt=n_prompt,
             max_new=max_new,
-            params=SamplingParams(),
+            params=SamplingParams(priority=priority),
             seed=0,
             end_tokens=frozenset({END}),
         )
@@ -115,6 +116,7 @@ class World:
             cached[seq.handle] = 0
         assert cached[seq.handle] == seq.cached
         cached[seq.handle] += chunk.n_tokens
+        self.appended += chunk.n_tokens
         used = sum(map(pages_for, cached.values()))
         assert used <= seq.node.n_pages, "the lease is over-committed"
 
@@ -152,8 +154,8 @@ class World:
             assert node.free_pages + counted + node.pages_freeing + node.pages_evictable == node.n_pages
             assert node.n_sequences == len(running) == sum(seq.node is node for seq in members)
             assert node.load == sum(seq.final_length for seq in running)
-        orders = [seq.order for seq in self.scheduler.waiting]
-        assert orders == sorted(orders)
+        ranks = [(seq.priority, seq.order) for seq in self.scheduler.waiting]
+        assert ranks == sorted(ranks)
 
     def run(self, limit=100_000) -> None:
         """All mini-batches in turn until nothing is left."""
@@ -182,6 +184,7 @@ def test_random_arrivals_ends_cancels(seed, monkeypatch):
     """In any order of events, the accounts balance and every request ends with the right number of tokens."""
     rng = random.Random(seed)
     monkeypatch.setattr(queue, "MAX_PASSED", max_passed := rng.choice([0, 1, 5, 64]))
+    priorities = [0] if seed % 2 else [-1, 0, 0, 3]
     leases = [(rng.choice([9, 14, 40]), rng.choice([3, 8, 64])) for _ in range(rng.choice([1, 1, 3]))]
     world = World(
         leases,
@@ -199,7 +202,9 @@ def test_random_arrivals_ends_cancels(seed, monkeypatch):
             n_prompt = min(capacity, rng.choice([1, 5, 63, 64, 65, 128, rng.randint(1, 500)]))
             room = capacity + 1 - n_prompt
             max_new = min(room, rng.choice([1, 2, 64, 65, rng.randint(1, 300)]))
-            seqs.append(world.add(n_prompt, max_new, rng.choice([None, rng.randint(1, max_new)])))
+            seqs.append(
+                world.add(n_prompt, max_new, rng.choice([None, rng.randint(1, max_new)]), rng.choice(priorities))
+            )
         elif action < 0.075 and seqs:
             victim = rng.choice(seqs)
             if victim not in world.ended:
@@ -223,6 +228,8 @@ def test_random_arrivals_ends_cancels(seed, monkeypatch):
         assert seq.n_generated == due
         assert seq.finish_reason() == ("stop" if seq.tokens[-1] == END else "length")
     assert all(seq.passed_over <= max_passed for seq in seqs)
+    if len(priorities) > 1:
+        return
     overtakers = max((sum(o > n for o in world.admitted[:i]) for i, n in enumerate(world.admitted)), default=0)
     assert overtakers <= max_passed, "first come, first served, within the bound"
 
@@ -444,6 +451,68 @@ def test_victim_in_flight_is_preempted_when_its_step_ends():
     world.free()
     assert [chunk.seq for chunk in world.begin(0).chunks] == [old]
     world.run()
+
+
+def test_a_request_of_higher_priority_pauses_another_and_nothing_is_recomputed():
+    world = World([(400, 64)], mini_batches=1, max_seqs=2)
+    low = [world.add(100, 60, priority=5) for _ in range(2)]
+    for _ in range(10):
+        world.begin(0), world.end(0)
+    urgent = world.add(50, 20)
+    world.begin(0)
+    assert low[1].paused and low[1].cached > 100, "the newest one waits and keeps its cache"
+    world.end(0)
+    world.run()
+    assert world.ended == [urgent, *low]
+    assert world.scheduler.preemptions == 1
+    assert world.appended == sum(len(seq.tokens) - 1 for seq in world.ended), "every token was cached once"
+
+
+def test_a_request_of_higher_priority_gets_the_pages_of_a_paused_one():
+    world = World([(10, 64)], mini_batches=1, watermark=0, max_batch_tokens=2000)
+    low = [world.add(4 * PAGE_TOKENS, 60, priority=5), world.add(4 * PAGE_TOKENS, 60, priority=5)]
+    world.begin(0), world.end(0)
+    urgent = world.add(3 * PAGE_TOKENS, 20, priority=1)
+    world.run()
+    assert world.ended.index(urgent) < world.ended.index(low[1])
+    assert [seq.n_generated for seq in (*low, urgent)] == [60, 60, 20]
+
+
+def test_the_sequence_that_was_paused_longest_ago_is_dropped_first_and_as_a_whole():
+    world = World([(20, 64)], mini_batches=1, max_seqs=2, watermark=0, max_batch_tokens=2000)
+    low = [world.add(3 * PAGE_TOKENS, 400, priority=9) for _ in range(2)]
+    world.begin(0), world.end(0), world.begin(0), world.end(0)
+    middle = [world.add(3 * PAGE_TOKENS, 400, priority=5) for _ in range(2)]
+    for _ in range(4):
+        world.begin(0), world.end(0)
+    assert all(seq.paused for seq in low) and not any(seq.paused for seq in middle)
+    urgent = world.add(6 * PAGE_TOKENS, 5)
+    for _ in range(4):
+        world.begin(0) and world.end(0)
+        world.free()
+    assert low[1].node is None and low[1].cached == 0, "the one that was paused first gave up all of its pages"
+    assert low[0].paused and low[0].cached > 3 * PAGE_TOKENS
+    world.run()
+    assert len(world.ended) == 5 and world.ended[0] is urgent
+
+
+def test_a_paused_sequence_can_be_cancelled_and_its_r_node_lost():
+    world = World([(40, 64), (40, 64)], mini_batches=1, max_seqs=2)
+    low = [world.add(100, 60, priority=5) for _ in range(2)]
+    for _ in range(3):
+        world.begin(0), world.end(0)
+    urgent = [world.add(50, 200) for _ in range(2)]
+    for _ in range(4):
+        world.begin(0), world.end(0)
+    assert all(seq.paused for seq in low)
+    world.scheduler.cancel(low[0])
+    lost = low[1].node
+    world.scheduler.node_lost(lost)
+    assert low[1].node is None and low[1].cached == 0
+    world.cached[lost.position].clear()
+    lost.take_released()
+    world.run()
+    assert set(world.ended) == {low[1], *urgent}
 
 
 def test_watermark_keeps_newcomers_from_the_last_pages():

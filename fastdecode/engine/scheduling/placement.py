@@ -134,15 +134,18 @@ class Placer:
     def _has_room(self, node: RNodeLedger, tokens: int, shared: int = 0) -> bool:
         return node.alive and node.has_free_index and self._pages_needed(node, tokens, shared) <= node.free_pages
 
+    def watermark(self, node: RNodeLedger) -> int:
+        """Pages that a newcomer leaves free, so that running sequences can grow for a while before one must be
+        preempted. An R-node without sequences needs none."""
+        return ceil(self._watermark * node.n_pages) if node.n_sequences or node.pages_freeing else 0
+
     def _pages_needed(self, node: RNodeLedger, tokens: int, shared: int = 0) -> int:
         """Free pages that `node` must have to admit a sequence of `tokens` tokens, of which it shares the first
         `shared`: the whole pages of those are there already.
 
-        The watermark is part of them, so that running sequences can grow for a while before one must be preempted. A
-        node without sequences needs no watermark.
+        The watermark is part of them.
         """
-        watermark = ceil(self._watermark * node.n_pages) if node.n_sequences or node.pages_freeing else 0
-        return pages_for(tokens) - min(shared, tokens) // PAGE_TOKENS + watermark
+        return pages_for(tokens) - min(shared, tokens) // PAGE_TOKENS + self.watermark(node)
 
     def _make_room_beside(self, cached: Placement, tokens: int) -> bool:
         """Make room for a sequence of `tokens` tokens on the R-node that has its prefix, by evicting other entries.

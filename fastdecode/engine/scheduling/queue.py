@@ -26,11 +26,12 @@ MAX_PASSED = 64
 _RATE_STARTS = 64
 _RETRY_AFTER = (1, 300)
 
-BY_ARRIVAL = attrgetter("order")
+#: Which of two sequences goes first: the one of lower priority number, then the one that arrived earlier.
+BY_RANK = attrgetter("priority", "order")
 
 
 class WaitingQueue:
-    """The waiting sequences in order of arrival."""
+    """The waiting sequences in order of priority, then of arrival."""
 
     def __init__(self) -> None:
         self._waiting: list[Sequence] = []
@@ -45,8 +46,8 @@ class WaitingQueue:
         return seq in self._waiting
 
     def add(self, seq: Sequence) -> None:
-        """Put `seq` in at its position by arrival."""
-        insort(self._waiting, seq, key=BY_ARRIVAL)
+        """Put `seq` in at its position by priority and arrival."""
+        insort(self._waiting, seq, key=BY_RANK)
 
     def remove(self, seq: Sequence) -> None:
         """Take `seq` out without having started it. Raises ValueError if it does not wait."""
@@ -56,11 +57,11 @@ class WaitingQueue:
         """The sequences that may start next, best first. The queue must not change during the iteration.
 
         It ends after LOOK_AHEAD sequences, and after a sequence that may not be passed over again: one that was passed
-        over MAX_PASSED times, or one that was preempted, whose pages a newer sequence would take.
+        over MAX_PASSED times, or one that must be recomputed, whose pages a newer sequence would take.
         """
         for seq in self._waiting[:LOOK_AHEAD]:
             yield seq
-            if seq.passed_over >= MAX_PASSED or seq.n_generated:
+            if seq.passed_over >= MAX_PASSED or (seq.n_generated and not seq.paused):
                 return
 
     def start(self, seq: Sequence) -> None:
