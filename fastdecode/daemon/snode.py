@@ -99,8 +99,8 @@ async def _serve(
         max_rows=config.max_batch_tokens,
         kv_dtype=config.kv_dtype,
         kv_bytes=config.kv_lease,
-        # The prefix cache keeps as many sequences again that have ended.
-        max_seqs=min(MAX_SEQS, split.mini_batches * config.max_batch_size * (1 if config.no_prefix_cache else 2)),
+        # As many sequences again may be kept: paused ones, and ended ones in the prefix cache.
+        max_seqs=min(MAX_SEQS, 2 * split.mini_batches * config.max_batch_size),
     )
     # An embedded R-node has no other S-node, so its whole memory is leased at once, like a lease of a given size.
     grow_leases = bool(config.r_node) and config.kv_lease is None

@@ -366,6 +366,23 @@ async def test_a_full_queue_is_a_429(checkpoint, tokenizer, tmp_path):
         await waiting.close()
 
 
+async def test_a_request_that_gives_way_is_paused_and_goes_on(checkpoint, tokenizer, tmp_path):
+    async with (
+        real_engine(checkpoint, tmp_path, mini_batches=1, max_batch_size=1) as engine,
+        served(engine, tokenizer) as client,
+    ):
+        ask = ASK | {"max_tokens": 200, "extra_body": {"ignore_eos": True, "priority": 3}}
+        alone = (await client.openai.completions.create(**ask)).choices[0].text
+        assert engine.stats.totals.preemptions == 0
+        giving_way = await client.openai.completions.create(**ask, stream=True)
+        text = (await anext(giving_way)).choices[0].text
+        await client.openai.completions.create(**ASK)
+        assert engine.stats.totals.preemptions == 1
+        text += "".join([c.choices[0].text async for c in giving_way])
+        assert text == alone
+        assert engine.stats.totals.prompt_tokens == engine.scheduler.prompt_tokens, "no prompt was placed twice"
+
+
 async def test_many_streams_at_once_get_their_own_texts(client, tokenizer):
     asks = [ASK | {"prompt": [3 + i] * (1 + 7 * i), "seed": i, "temperature": 1.0} for i in range(12)]
     alone = [(await client.openai.completions.create(**ask)).choices[0].text for ask in asks]

@@ -115,6 +115,7 @@ BAD_BOTH = [
     ({"user": 5}, "user"),
     ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
     ({"metadata": "x"}, "metadata"),
+    ({"priority": -1}, "priority"),  # only giving way can be asked for
     ({"min_tokens": -1}, "min_tokens"),
     ({"min_tokens": 5}, "min_tokens"),  # more than max_tokens
     ({"bad_words": "x"}, "bad_words"),

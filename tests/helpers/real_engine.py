@@ -37,7 +37,7 @@ async def real_engine(
         max_rows=max_batch_tokens,
         kv_dtype="fp32",
         kv_bytes=None,
-        max_seqs=mini_batches * max_batch_size,
+        max_seqs=2 * mini_batches * max_batch_size,
     )
     async with contextlib.AsyncExitStack() as stack:
         node = RNode(threads=1, kv_bytes=kv_bytes)
