@@ -49,7 +49,15 @@ def notes() -> Notes:
 
 @web.middleware
 async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Make every answer other than 200 an error object, also aiohttp's own 404, 405 and 413."""
+    """Make every answer other than 200 an error object, also aiohttp's own 404, 405 and 413. Every answer has the
+    request's X-Request-Id."""
+    response = await _answer(request, handler)
+    if not response.prepared and (given := request_id(request)):
+        response.headers["X-Request-Id"] = given
+    return response
+
+
+async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
         return await handler(request)
     except ApiError as error:

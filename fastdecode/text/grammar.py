@@ -7,10 +7,11 @@ choice of a request follows its own GrammarState, which says after every token w
 from __future__ import annotations
 
 import json
+import logging
 import threading
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Literal
@@ -19,6 +20,8 @@ import numpy as np
 import numpy.typing as npt
 
 from fastdecode.text.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
 
 Kind = Literal["json_schema", "regex", "choice", "lark"]
 
@@ -65,8 +68,7 @@ class GrammarCompiler:
         self._lock = threading.Lock()
         self._backend: Any = None  # llguidance's tokenizer, made for the first grammar
         self._cache: OrderedDict[GrammarSpec, Grammar] = OrderedDict()
-        # One thread computes the masks while the S-Part computes the logits that they apply to.
-        self._masks = ThreadPoolExecutor(1, "grammar-masks")
+        self._masks = _MaskThread()
 
     def compile(self, spec: GrammarSpec) -> Grammar:
         """Raises GrammarError."""
@@ -115,26 +117,53 @@ class GrammarCompiler:
         return None
 
 
+class _MaskThread:
+    """The thread that computes masks while the S-Part computes the logits that they apply to. One job does all that is
+    due, because a job for each mask would cost more than the mask of a small vocabulary."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(1, "grammar-masks")
+        self._due: deque[GrammarState] = deque()
+        self._scheduled = False
+
+    def submit(self, state: GrammarState) -> None:
+        """Bring the mask of `state` up to date. Called by one thread only."""
+        self._due.append(state)
+        if not self._scheduled:
+            self._scheduled = True
+            self._pool.submit(self._work)
+
+    def _work(self) -> None:
+        while self._due:
+            while self._due:
+                self._due.popleft().update()
+            # A state that came before this line is seen by the outer loop; one that comes after it schedules a new job.
+            self._scheduled = False
+
+
 class Grammar:
     """A compiled grammar."""
 
-    def __init__(self, matcher: Any, vocab_size: int, after: int | None, unless: int | None, pool: ThreadPoolExecutor):
-        self._matcher, self._vocab_size, self._pool = matcher, vocab_size, pool
+    def __init__(self, matcher: Any, vocab_size: int, after: int | None, unless: int | None, thread: _MaskThread):
+        self._matcher, self._vocab_size, self._thread = matcher, vocab_size, thread
         self._after, self._unless = after, unless
 
     def start(self) -> GrammarState:
         """The state before the first token of a new text."""
-        return GrammarState(self._matcher.deep_copy(), self._vocab_size, self._after, self._unless, self._pool)
+        return GrammarState(self._matcher.deep_copy(), self._vocab_size, self._after, self._unless, self._thread)
 
 
 class GrammarState:
     """Follows one text. Its mask is computed in another thread as soon as a token is known."""
 
-    def __init__(self, matcher: Any, vocab_size: int, after: int | None, unless: int | None, pool: ThreadPoolExecutor):
-        self._matcher, self._pool = matcher, pool
+    def __init__(self, matcher: Any, vocab_size: int, after: int | None, unless: int | None, thread: _MaskThread):
+        self._matcher, self._thread = matcher, thread
         self._after, self._unless = after, unless
-        self._mask = np.empty((vocab_size + 31) // 32, np.int32)
-        self._ready: Future[None] = pool.submit(self._compute)
+        self._mask = np.zeros((vocab_size + 31) // 32, np.int32)
+        self._address = self._mask.ctypes.data
+        self._token: int | None = None  # taken, and not known to the matcher yet
+        self._ready = threading.Event()
+        thread.submit(self)
 
     def advance(self, token: int) -> None:
         """Take the next token of the text, which the mask allowed."""
@@ -143,7 +172,9 @@ class GrammarState:
                 self._after = None
             self._unless = None
         if self._after is None:
-            self._ready = self._pool.submit(self._consume, token)
+            self._token = token
+            self._ready.clear()
+            self._thread.submit(self)
         elif token == self._after:
             self._after = None
 
@@ -152,22 +183,26 @@ class GrammarState:
         the grammar cannot be followed any more. Waits for the mask."""
         if self._after is not None and self._unless is None:
             return
-        self._ready.result()
+        self._ready.wait()
         n = min(len(row), len(self._mask))
         row[:n] &= self._mask[:n]
         row[n:] = 0
         if self._unless is not None:
             row.view(np.uint32)[self._unless // 32] |= np.uint32(1 << self._unless % 32)
 
-    def _consume(self, token: int) -> None:
-        self._matcher.consume_token(token)
-        self._compute()
-
-    def _compute(self) -> None:
-        if self._matcher.is_error():
+    def update(self) -> None:
+        """Let the matcher take the token, and compute the mask after it. A matcher that fails allows nothing more."""
+        try:
+            if self._token is not None:
+                self._matcher.consume_token(self._token)
+            if self._matcher.is_error():
+                self._mask[:] = 0
+            else:
+                self._matcher.unsafe_compute_mask_ptr(self._address, self._mask.nbytes)
+        except Exception:
+            log.exception("a grammar's mask could not be computed")
             self._mask[:] = 0
-        else:
-            self._matcher.unsafe_compute_mask_ptr(self._mask.ctypes.data, self._mask.nbytes)
+        self._ready.set()
 
 
 def _source(llguidance: Any, spec: GrammarSpec) -> str:

@@ -49,12 +49,16 @@ async def test_a_request_id_is_taken_returned_and_logged(tokenizer, caplog):
             async with client.http.post("/v1/completions", json=body, headers=headers) as response:
                 assert response.headers["X-Request-Id"] == "trace-7"
                 await response.read()
+        async with client.http.get("/v1/models", headers={"X-Request-Id": "trace-8"}) as response:
+            assert response.headers["X-Request-Id"] == "trace-8"
+        async with client.http.get("/nothing", headers={"X-Request-Id": "trace-9"}) as response:
+            assert (response.status, response.headers["X-Request-Id"]) == (404, "trace-9")
         async with client.http.post("/v1/completions", json={}, headers={"X-Request-Id": "a b"}) as response:
             assert response.status == 400 and response.headers.get("X-Request-Id") != "a b"
     lines = [record.fields for record in caplog.records if record.name == "fastdecode.api.access"]
-    assert [line["status"] for line in lines] == [200, 200, 400]
-    assert [line.get("request_id") for line in lines] == ["trace-7", "trace-7", None]
-    assert [line.get("completion_tokens") for line in lines] == [2, 1, None]
+    assert [line["status"] for line in lines] == [200, 200, 200, 404, 400]
+    assert [line.get("request_id") for line in lines] == ["trace-7", "trace-7", "trace-8", "trace-9", None]
+    assert [line.get("completion_tokens") for line in lines] == [2, 1, None, None, None]
     assert lines[0]["id"].startswith("cmpl-") and lines[0]["prompt_tokens"] == 1
     assert all(line["seconds"] >= 0 and line["client"] == "127.0.0.1" for line in lines)
     text = caplog.records[0].getMessage()
