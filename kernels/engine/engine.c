@@ -16,8 +16,9 @@
 #include "turns.h"
 
 enum {
-    SAFETY_NET_MS = 100, /* a sleeping engine reads its bells this often even if no thread wakes it */
-    SPINS_PER_POLL = 4,  /* thread 0 polls its bells this often per poll of its carriers, which is a system call each */
+    SAFETY_NET_MS = 100,   /* a sleeping engine reads its bells this often even if no thread wakes it */
+    CARRIERS_PER_POLL = 8, /* of many carriers, which take turns, so that the bells do not wait for all of them */
+    SPINS_PER_POLL = 4, /* thread 0 polls its bells this often per poll of its carriers, which is a system call each */
     MAINTAIN_NS = 10000000 /* under load, thread 0 maintains the arenas this often; else whenever there is no call */
 };
 
@@ -30,8 +31,12 @@ enum {
 void fd_poll_carriers(fd_engine_t *e, bool go_on) {
     if (!go_on && !e->polling) return;
     e->polling = go_on;
-    for (uint32_t i = 0; i < e->n_adopted; i++)
-        if (e->adopted[i]->notify.poll) e->adopted[i]->notify.poll(e->adopted[i]->notify.ctx, go_on);
+    const uint32_t n = go_on && e->n_adopted > CARRIERS_PER_POLL ? CARRIERS_PER_POLL : e->n_adopted;
+    for (uint32_t k = 0; k < n; k++) {
+        if (e->next_carrier >= e->n_adopted) e->next_carrier = 0;
+        const fd_notify_t *notify = &e->adopted[e->next_carrier++]->notify;
+        if (notify->poll) notify->poll(notify->ctx, go_on);
+    }
 }
 
 static bool links_changed(fd_engine_t *e) {

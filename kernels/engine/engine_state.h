@@ -134,14 +134,16 @@ struct fd_engine {
 
     fd_link_t *adopted[FD_MAX_LINKS]; /* thread 0's own copy of `links` */
     uint32_t n_adopted, n_no_wakeup;
-    bool polling; /* thread 0 polls the carriers of the adopted links (fd_poll_fn) */
+    bool polling;          /* thread 0 polls the carriers of the adopted links (fd_poll_fn) */
+    uint32_t next_carrier; /* index in `adopted` of the link whose carrier is polled next */
     uint64_t maintained_ns;
 
     /* Thread 0 only: whose turn it is (turns.c). */
-    uint32_t n_jobs;      /* calls begun and not answered */
-    uint64_t n_begun;     /* calls begun since the engine began */
-    uint32_t next_link;   /* index in `adopted` of the link that is asked first */
-    fd_link_t *main_link; /* the link whose job all threads work on, or NULL */
+    uint32_t n_jobs;        /* calls begun and not answered */
+    uint64_t working_since; /* when n_jobs was 0 last */
+    uint64_t n_begun;       /* calls begun since the engine began */
+    uint32_t next_link;     /* index in `adopted` of the link that is asked first */
+    fd_link_t *main_link;   /* the link whose job all threads work on, or NULL */
     fd_job_t *main_job;
     uint64_t charged_ns; /* main_link has been charged up to this time */
     uint64_t poll_ns;    /* how long it took to read all bells last time */
@@ -155,8 +157,8 @@ struct fd_engine {
     uint32_t n_started;
 };
 
-/* Thread 0 polls the carriers of all adopted links (fd_poll_fn). Does nothing if polling is to end and has already
- * ended. */
+/* Thread 0 polls the carriers of some of the adopted links, which take turns (fd_poll_fn), or ends polling for all.
+ * Does nothing if polling is to end and has already ended. */
 void fd_poll_carriers(fd_engine_t *e, bool go_on);
 /* Thread 0 does one slice of the maintenance that is due. False if none is. */
 bool fd_maintain(fd_engine_t *e);

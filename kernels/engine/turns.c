@@ -105,7 +105,7 @@ static void begin_call(fd_engine_t *e, fd_link_t *link, uint32_t slot) {
     job->kv_bytes = 0;
     link->turn.n_jobs++;
     link->turn.n_copying += step->n_copies != 0;
-    e->n_jobs++;
+    if (!e->n_jobs++) e->working_since = start;
     const double estimate = estimate_ns(e, link, step);
     if (estimate > LONG_NS) fd_poll_carriers(e, false);
     bool done = false;
@@ -214,6 +214,8 @@ void fd_turns_work(fd_engine_t *e) {
     if (!worked) set_main(e, NULL, NULL); /* all items are claimed: there are threads for another call */
     for (uint32_t i = 0; i < SPINS && !end_calls(e) && !worked; i++) fd_cpu_relax();
     if (!worked) sched_yield(); /* a helper that still works may need this core */
+    /* Whatever the estimates were, the carriers must not wait for long. */
+    if (e->n_jobs && e->polling && fd_now_ns() - e->working_since > LONG_NS) fd_poll_carriers(e, false);
 }
 
 bool fd_turns_leave(fd_engine_t *e, fd_link_t *link) {
