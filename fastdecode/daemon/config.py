@@ -6,20 +6,17 @@ value and an option of the other role are errors at start.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import importlib.util
-import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
-from urllib.parse import urlsplit
+from typing import Any
 
 from fastdecode import __version__
-from fastdecode.daemon.config_sources import Parser, flag, from_environment, from_file, variable
-from fastdecode.daemon.machine import parse_cpu_list
+from fastdecode.daemon import option_values
+from fastdecode.daemon.config_sources import Parser, add_argument, flag, merged
 from fastdecode.gguf.file import GGUFError, find_gguf
 from fastdecode.kernels._native import MAX_THREADS
 from fastdecode.region.contract import KV_DTYPES, MAX_ROWS, MAX_SLOTS
@@ -36,7 +33,6 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "
 
 # More than any machine has, and small enough for the R-engine and the control messages.
 _MAX_BYTES = 2**52
-_MAX_CPUS = 1024  # CPU_SETSIZE
 # Options that are numbers, and the largest each may be.
 _MOST = {
     "mini_batches": MAX_SLOTS,
@@ -70,73 +66,6 @@ def format_bytes(n: float) -> str:
             return f"{n:.0f} {unit}" if unit == "B" else f"{n:.1f} {unit}"
         n /= 1024
     return f"{n:.1f} TiB"
-
-
-_N = TypeVar("_N", int, float)
-
-
-def _number(text: str, kind: type[_N]) -> _N:
-    try:
-        return kind(text)
-    except ValueError:
-        raise ValueError(f"{text!r} is not a {'whole ' if kind is int else ''}number") from None
-
-
-def _positive(text: str) -> int:
-    if (value := _number(text, int)) < 1:
-        raise ValueError(f"{text} is not a positive number")
-    return value
-
-
-def _non_negative(text: str) -> int:
-    if (value := _number(text, int)) < 0:
-        raise ValueError(f"{text} is negative")
-    return value
-
-
-def _port(text: str) -> int:
-    if not 0 <= (value := _number(text, int)) <= 65535:
-        raise ValueError(f"{text} is not a TCP port (0 to 65535; 0: any free one)")
-    return value
-
-
-def _seconds(text: str) -> float:
-    if not 0 <= (value := _number(text, float)) < float("inf"):
-        raise ValueError(f"{text} is not a time in seconds")
-    return value
-
-
-def _milliseconds(text: str) -> float:
-    if not 0 <= (value := _number(text, float)) < float("inf"):
-        raise ValueError(f"{text} is not a time in milliseconds")
-    return value
-
-
-def _part(text: str) -> float:
-    if not 0 < (value := float(text)) <= 1:
-        raise ValueError(f"{text} is not a part between 0 and 1, such as 0.9")
-    return value
-
-
-def _cpu_list(text: str) -> tuple[int, ...]:
-    cpus = parse_cpu_list(text, _MAX_CPUS)
-    if not cpus or len(set(cpus)) != len(cpus):
-        raise ValueError(f"{text!r} is not a list of cpus such as 0-3,8")
-    return cpus
-
-
-#: Spellings of dtypes that people type, beside the names of our own.
-_DTYPE_NAMES = {"float32": "fp32", "float": "fp32", "float16": "fp16", "half": "fp16", "bfloat16": "bf16"}
-
-
-def _dtype(text: str) -> str:
-    return _DTYPE_NAMES.get(text, text)
-
-
-def _url(text: str) -> str:
-    if not urlsplit(text).scheme or "://" not in text:
-        raise ValueError(f"{text!r} is not a URL such as tcp://host:port or shm:///path/to/socket")
-    return text
 
 
 def _option(
@@ -198,7 +127,7 @@ class NodeConfig:
         choices=("auto", "none"),
     )
     host: str = _option("address that the API listens on", "127.0.0.1", role="s")
-    port: int = _option("port that the API listens on; 0: any free one", 8000, role="s", parse=_port)
+    port: int = _option("port that the API listens on; 0: any free one", 8000, role="s", parse=option_values.port)
     api_key_file: Path | None = _option(
         "file with the keys, one a line, of which clients must present one; default: no key is needed",
         role="s",
@@ -234,11 +163,11 @@ class NodeConfig:
         "an R-node to use (repeatable); default: an embedded R-node, a child process over shared memory",
         (),
         role="s",
-        parse=_url,
+        parse=option_values.url,
         metavar="URL",
     )
     connect_seconds: float = _option(
-        "at start, how long to wait for R-nodes that cannot be reached yet", 30.0, role="s", parse=_seconds
+        "at start, how long to wait for R-nodes that cannot be reached yet", 30.0, role="s", parse=option_values.seconds
     )
     backend: str = _option(
         "native: the decoder of fastdecode; transformers: any model of transformers; auto: native if it can",
@@ -251,7 +180,7 @@ class NodeConfig:
         "dtype of weights and activations; auto: the checkpoint's dtype, or one that the CPU computes fast",
         "auto",
         role="s",
-        parse=_dtype,
+        parse=option_values.dtype,
         choices=("auto", "fp32", "bf16", "fp16"),
     )
     weights: str = _option(
@@ -264,7 +193,7 @@ class NodeConfig:
         "format of the KV-cache; int8-int4: K in int8, V in int4",
         "fp16",
         role="s",
-        parse=_dtype,
+        parse=option_values.dtype,
         choices=KV_DTYPES,
     )
     kv_lease: int | None = _option(
@@ -275,17 +204,23 @@ class NodeConfig:
         metavar="SIZE",
     )
     max_model_len: int | None = _option(
-        "longest sequence (prompt and output); default: the model's limit", role="s", parse=_positive, metavar="TOKENS"
+        "longest sequence (prompt and output); default: the model's limit",
+        role="s",
+        parse=option_values.positive,
+        metavar="TOKENS",
     )
     mini_batches: int | None = _option(
         "mini-batches in flight: the S-Part of one overlaps the R-Part of another; default: 2, or 1 if both parts take "
         "turns on the same cores",
         role="s",
-        parse=_positive,
+        parse=option_values.positive,
     )
-    max_batch_size: int = _option("most sequences in a mini-batch", 256, role="s", parse=_positive)
+    max_batch_size: int = _option("most sequences in a mini-batch", 256, role="s", parse=option_values.positive)
     max_batch_tokens: int = _option(
-        "most rows in a step: decoding sequences and prompt tokens together", 512, role="s", parse=_positive
+        "most rows in a step: decoding sequences and prompt tokens together",
+        512,
+        role="s",
+        parse=option_values.positive,
     )
     schedule: str = _option(
         "which requests start when there is room. greedy: all; stable: those with which the forecast KV load stays "
@@ -299,14 +234,14 @@ class NodeConfig:
         "cut into chunks that keep it; 0: prompts take up to --max-batch-tokens rows of every step",
         200.0,
         role="s",
-        parse=_milliseconds,
+        parse=option_values.milliseconds,
         metavar="MS",
     )
     gpu_memory_utilization: float = _option(
         "part of a GPU's memory that may be in use: weights, steps, and K and V of prompts that take several steps",
         0.9,
         role="s",
-        parse=_part,
+        parse=option_values.part,
         metavar="PART",
     )
     staging_memory: int | None = _option(
@@ -320,7 +255,7 @@ class NodeConfig:
         "most requests that wait for others to end; the API refuses further ones with status 429",
         1024,
         role="s",
-        parse=_non_negative,
+        parse=option_values.non_negative,
     )
     no_prefix_cache: bool = _option(
         "compute every prompt as a whole: share no KV-cache between sequences, and keep none of ended sequences",
@@ -330,17 +265,20 @@ class NodeConfig:
     s_threads: int | None = _option(
         "threads of the S-Part on a CPU; default: all cores, or the cores that an embedded R-node leaves",
         role="s",
-        parse=_positive,
+        parse=option_values.positive,
     )
     drain_seconds: float = _option(
-        "on SIGTERM, how long running requests may continue; /health is 503 meanwhile", 30.0, role="s", parse=_seconds
+        "on SIGTERM, how long running requests may continue; /health is 503 meanwhile",
+        30.0,
+        role="s",
+        parse=option_values.seconds,
     )
 
     listen: tuple[str, ...] = _option(
         "URL that S-nodes connect to (repeatable): tcp://host:port, shm:///path/to/socket, rdma://host:port",
         (),
         role="r",
-        parse=_url,
+        parse=option_values.url,
         metavar="URL",
     )
     insecure: bool = _option(
@@ -362,14 +300,14 @@ class NodeConfig:
     )
     threads: int | None = _option(
         "attention threads of this (or the embedded) R-node; default: all cores, or beside an S-Part a share of them",
-        parse=_positive,
+        parse=option_values.positive,
     )
     cpus: tuple[int, ...] | None = _option(
-        "cpus to pin the attention threads to, e.g. 0-3,8", parse=_cpu_list, metavar="LIST"
+        "cpus to pin the attention threads to, e.g. 0-3,8", parse=option_values.cpu_list, metavar="LIST"
     )
     numa_node: int | None = _option(
         "NUMA node to bind the threads and the memory of this (or the embedded) R-node to",
-        parse=_non_negative,
+        parse=option_values.non_negative,
         metavar="N",
     )
     huge_pages: str = _option(
@@ -383,12 +321,12 @@ class NodeConfig:
     trim_idle_s: float = _option(
         "seconds without a call after which the free part of a lease returns to the OS; 0: only when the lease ends",
         0.0,
-        parse=_seconds,
+        parse=option_values.seconds,
         metavar="SECONDS",
     )
     spin_us: int | None = _option(
         "microseconds that a waiter spins before it sleeps; default: 50 at an S-node, 100 at an R-node",
-        parse=_non_negative,
+        parse=option_values.non_negative,
     )
     secret_file: Path | None = _option(
         "file with the secret that S-nodes and R-nodes share, 16 bytes or more", parse=Path, metavar="FILE"
@@ -489,10 +427,10 @@ class NodeConfig:
             "r": parser.add_argument_group("--role r"),
         }
         for f in dataclasses.fields(cls):
-            _add_argument(groups[f.metadata["role"]], f)
+            add_argument(groups[f.metadata["role"]], f)
         try:
-            return cls(**_merged(parser, argv))
-        except ConfigError as error:
+            return cls(**merged(parser, dataclasses.fields(cls), argv))
+        except ValueError as error:
             parser.error(str(error))
 
 
@@ -507,60 +445,7 @@ def _chat_model() -> Path:
     )
 
 
-def _merged(parser: Parser, argv: Sequence[str] | None) -> dict[str, Any]:
-    """The options that are given, from all sources. Raises ConfigError."""
-    fields = dataclasses.fields(NodeConfig)
-    given = _parsed(parser, argv)
-    role = given.get("role") or os.environ.get(variable("role")) or "s"
-    try:
-        arguments = from_environment(fields, role, os.environ)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
-    given = _parsed(parser, arguments, "environment") | given
-    if (path := given.get("config")) is not None:
-        try:
-            arguments = from_file(fields, path)
-        except ValueError as error:
-            raise ConfigError(f"--config {path}: {error}") from None
-        given = _parsed(parser, arguments, str(path)) | given
-    return given
-
-
-def _parsed(parser: Parser, argv: Sequence[str] | None, source: str = "") -> dict[str, Any]:
-    parser.source = source
-    parsed = {name: value for name, value in vars(parser.parse_args(argv)).items() if value is not None}
-    parser.source = ""
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in parsed.items()}
-
-
 _DEFAULTS = {f.name: f.default for f in dataclasses.fields(NodeConfig)}
-
-
-def _add_argument(group: argparse._ArgumentGroup, f: dataclasses.Field[Any]) -> None:
-    meta = f.metadata
-    if isinstance(f.default, bool):
-        group.add_argument(flag(f.name), action="store_true", default=None, help=meta["help"])
-        return
-
-    def parse(text: str) -> Any:
-        try:
-            return meta["parse"](text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-
-    help_text = meta["help"]
-    if f.default not in (None, ()):
-        help_text += f" (default: {f.default})"
-    group.add_argument(
-        flag(f.name),
-        action="append" if isinstance(f.default, tuple) and not meta["many"] else "store",
-        nargs="+" if meta["many"] else None,
-        type=parse,
-        choices=meta["choices"],
-        metavar=meta["metavar"],
-        default=None,
-        help=help_text,
-    )
 
 
 def _read_key(path: Path | None, flag: str) -> bytes | None:

@@ -7,6 +7,7 @@ file, an option's key is its name, with - or _.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import Field
@@ -97,3 +98,52 @@ def _option(f: Field[Any], values: Sequence[str]) -> list[str]:
     if f.metadata["many"]:
         return [flag(f.name), *values] if values else []
     return [word for value in values for word in (flag(f.name), value)]
+
+
+def add_argument(group: argparse._ArgumentGroup, f: Field[Any]) -> None:
+    """Add the option of a field to a group of the parser."""
+    meta = f.metadata
+    if isinstance(f.default, bool):
+        group.add_argument(flag(f.name), action="store_true", default=None, help=meta["help"])
+        return
+
+    def parse(text: str) -> Any:
+        try:
+            return meta["parse"](text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    help_text = meta["help"]
+    if f.default not in (None, ()):
+        help_text += f" (default: {f.default})"
+    group.add_argument(
+        flag(f.name),
+        action="append" if isinstance(f.default, tuple) and not meta["many"] else "store",
+        nargs="+" if meta["many"] else None,
+        type=parse,
+        choices=meta["choices"],
+        metavar=meta["metavar"],
+        default=None,
+        help=help_text,
+    )
+
+
+def merged(parser: Parser, fields: Sequence[Field[Any]], argv: Sequence[str] | None) -> dict[str, Any]:
+    """The options that are given, from all sources. Raises ValueError."""
+    given = _parsed(parser, argv)
+    role = given.get("role") or os.environ.get(variable("role")) or "s"
+    given = _parsed(parser, from_environment(fields, role, os.environ), "environment") | given
+    if (path := given.get("config")) is not None:
+        try:
+            arguments = from_file(fields, path)
+        except ValueError as error:
+            raise ValueError(f"--config {path}: {error}") from None
+        given = _parsed(parser, arguments, str(path)) | given
+    return given
+
+
+def _parsed(parser: Parser, argv: Sequence[str] | None, source: str = "") -> dict[str, Any]:
+    parser.source = source
+    parsed = {name: value for name, value in vars(parser.parse_args(argv)).items() if value is not None}
+    parser.source = ""
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in parsed.items()}

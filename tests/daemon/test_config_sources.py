@@ -72,7 +72,7 @@ def test_a_child_gets_no_options_by_its_environment():
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("port: many", "node.yaml: argument --port: invalid"),
+        ("port: many", "node.yaml: argument --port: 'many' is not a whole number"),
         ("nonsense: 1", "there is no option 'nonsense'"),
         ("config: x", "there is no option 'config'"),
         ("port: true", "port: must not be true or false"),

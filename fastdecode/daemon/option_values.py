@@ -1,0 +1,75 @@
+"""The functions that parse the values of options from text. They raise ValueError, whose message is for the user."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+from urllib.parse import urlsplit
+
+from fastdecode.daemon.machine import parse_cpu_list
+
+_MAX_CPUS = 1024  # CPU_SETSIZE
+_N = TypeVar("_N", int, float)
+
+
+def number(text: str, kind: type[_N]) -> _N:
+    try:
+        return kind(text)
+    except ValueError:
+        raise ValueError(f"{text!r} is not a {'whole ' if kind is int else ''}number") from None
+
+
+def positive(text: str) -> int:
+    if (value := number(text, int)) < 1:
+        raise ValueError(f"{text} is not a positive number")
+    return value
+
+
+def non_negative(text: str) -> int:
+    if (value := number(text, int)) < 0:
+        raise ValueError(f"{text} is negative")
+    return value
+
+
+def port(text: str) -> int:
+    if not 0 <= (value := number(text, int)) <= 65535:
+        raise ValueError(f"{text} is not a TCP port (0 to 65535; 0: any free one)")
+    return value
+
+
+def seconds(text: str) -> float:
+    if not 0 <= (value := number(text, float)) < float("inf"):
+        raise ValueError(f"{text} is not a time in seconds")
+    return value
+
+
+def milliseconds(text: str) -> float:
+    if not 0 <= (value := number(text, float)) < float("inf"):
+        raise ValueError(f"{text} is not a time in milliseconds")
+    return value
+
+
+def part(text: str) -> float:
+    if not 0 < (value := float(text)) <= 1:
+        raise ValueError(f"{text} is not a part between 0 and 1, such as 0.9")
+    return value
+
+
+def cpu_list(text: str) -> tuple[int, ...]:
+    cpus = parse_cpu_list(text, _MAX_CPUS)
+    if not cpus or len(set(cpus)) != len(cpus):
+        raise ValueError(f"{text!r} is not a list of cpus such as 0-3,8")
+    return cpus
+
+
+#: Spellings of dtypes that people type, beside the names of our own.
+_DTYPE_NAMES = {"float32": "fp32", "float": "fp32", "float16": "fp16", "half": "fp16", "bfloat16": "bf16"}
+
+
+def dtype(text: str) -> str:
+    return _DTYPE_NAMES.get(text, text)
+
+
+def url(text: str) -> str:
+    if not urlsplit(text).scheme or "://" not in text:
+        raise ValueError(f"{text!r} is not a URL such as tcp://host:port or shm:///path/to/socket")
+    return text
