@@ -29,11 +29,14 @@ _LOCAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
 
 #: model type -> what its configuration has besides or instead of the common values; None takes a value away.
 TYPES: dict[str, dict[str, Any]] = {
+    "afmoe": {},
     "apertus": {},
     "arcee": {},
     "bitnet": {},
+    "biogpt": {},
     "cohere": {},
     "cohere2": {"sliding_window": 16},
+    "cwm": {},
     "deepseek_v2": {
         **_ROUTED,
         "n_group": 1,
@@ -63,6 +66,7 @@ TYPES: dict[str, dict[str, Any]] = {
     "ernie4_5": {},
     "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32},
     "exaone4": {"sliding_window": 16},
+    "exaone_moe": {"sliding_window": 16},
     "falcon": {"new_decoder_architecture": True, "num_kv_heads": 2, "head_dim": None},
     "flex_olmo": {"num_experts": 4, "num_experts_per_tok": 2},
     "gemma": {},
@@ -95,6 +99,12 @@ TYPES: dict[str, dict[str, Any]] = {
     "granite": {},
     "granitemoe": {**_LOCAL},
     "granitemoeshared": {**_LOCAL, "shared_intermediate_size": 32},
+    "hy_v3": {},
+    "laguna": {},
+    "nanochat": {},
+    "ministral3": {},
+    "solar_open": {},
+    "doge": {},
     "helium": {},
     "hunyuan_v1_dense": {},
     "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": 2},

@@ -24,6 +24,7 @@ from fastdecode.transports.registry import connect
 
 #: Why a type cannot be served. Every other type of TYPES must pass.
 REFUSED = {
+    "doge": "makes an attention mask of its own",
     "mamba": "calls attention 0 times",
     "qwen3_next": "cannot be traced on the meta device",
 }

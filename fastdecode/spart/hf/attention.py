@@ -35,7 +35,7 @@ def register() -> None:
 
 
 def split_attention(
-    module: torch.nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, *_: Any, **__: Any
+    module: torch.nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any, **__: Any
 ) -> tuple[torch.Tensor, None]:
     """Call the running pass. The arguments for scale, window and so on are not read, because the trace recorded
     them."""

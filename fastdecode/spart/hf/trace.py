@@ -87,7 +87,7 @@ def _attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    mask: torch.Tensor | None,
+    attention_mask: torch.Tensor | None = None,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
@@ -96,7 +96,9 @@ def _attention(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Record a layer: q, k and v [1, heads, tokens, size] -> O [1, tokens, heads, size of V], without data."""
-    window, chunk = getattr(mask, "fastdecode_limits", (sliding_window or 0, 0))
+    window, chunk = getattr(attention_mask, "fastdecode_limits", (sliding_window or 0, 0))
+    if attention_mask is not None and attention_mask.dtype != torch.bool:  # `_mask` makes masks of bool
+        raise CheckpointError(f"{type(module).__name__} makes an attention mask of its own, which is not supported")
     if kwargs.get("position_bias") is not None:
         raise CheckpointError(f"{type(module).__name__} adds a position bias to its scores, which is not supported")
     if k.shape[2] != q.shape[2]:
