@@ -19,6 +19,12 @@ class CheckpointError(ValueError):
     """The checkpoint cannot be served; the message is a sentence for the user."""
 
 
+def check_layers(n_layers: int) -> None:
+    """Raise CheckpointError for more layers than a link can have. A damaged file may name any number."""
+    if n_layers > MAX_LAYERS:
+        raise CheckpointError(f"{n_layers} layers are more than the {MAX_LAYERS} that are supported")
+
+
 @dataclass(frozen=True, slots=True)
 class Rope:
     """Rotary position embedding (Su et al., arXiv 2104.09864) and how it is scaled to a longer context.
@@ -116,8 +122,7 @@ class ModelConfig(AttentionShape):
 
     def __post_init__(self) -> None:
         """Raises CheckpointError for sizes that the R-node or the kernels do not support."""
-        if self.n_layers > MAX_LAYERS:
-            raise CheckpointError(f"{self.n_layers} layers are more than the {MAX_LAYERS} that are supported")
+        check_layers(self.n_layers)
         if self.n_q_heads % self.n_kv_heads:
             raise CheckpointError(f"{self.n_q_heads} query heads are not a multiple of {self.n_kv_heads} KV heads")
         if self.head_size % HEAD_SIZE_UNIT or not HEAD_SIZE_UNIT <= self.head_size <= MAX_HEAD_SIZE:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from fastdecode.spart.config import CheckpointError, ModelConfig, TensorNames
+from fastdecode.spart.config import CheckpointError, ModelConfig, TensorNames, check_layers
 from fastdecode.spart.config_json import ConfigJson, end_token_ids
 from fastdecode.spart.quantisation import parse_quantisation
 
@@ -20,6 +20,7 @@ def make_config(raw: dict[str, Any], generation: dict[str, Any] | None = None) -
     """`raw` is config.json, `generation` is generation_config.json. Raises CheckpointError."""
     config = ConfigJson(raw)
     architecture = _known_architecture(config)
+    check_layers(config.size("num_hidden_layers"))  # before a list has an element for each
     return ModelConfig(
         architecture=architecture,
         dtype=config.dtype(),

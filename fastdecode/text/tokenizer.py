@@ -63,6 +63,10 @@ class Tokenizer:
                 return cls(backend, config, chat_template or template)
         except (GGUFError, GGUFTokenizerError) as error:
             raise TokenizerError(str(error)) from None
+        except ChatTemplateError:
+            raise
+        except Exception as error:  # the Rust library raises a plain Exception
+            raise TokenizerError(f"the tokenizer in {model_dir} cannot be read: {error}") from None
         directory = Path(model_dir)
         path = directory / "tokenizer.json"
         if not path.is_file():

@@ -142,6 +142,7 @@ def test_unknown_architecture_is_named_with_the_known_ones(copy):
         ({"dtype": "float8_e4m3fn"}, "float8_e4m3fn"),
         ({"tie_word_embeddings": "yes"}, "'tie_word_embeddings' is 'yes'"),
         ({"num_hidden_layers": 10**7}, "10000000 layers"),
+        ({"num_hidden_layers": 10**18}, "1000000000000000000 layers"),
         ({"architectures": 5}, "'architectures' is 5"),
         ({"dtype": ["float32"]}, "dtype .'float32'. is not one of"),
         ({"eos_token_id": {"a": 1}}, "'eos_token_id' is {'a': 1}"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from tokenizers import Regex, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 from tokenizers_made import CHATML, CORPUS, byte_level, metaspace
 
+from fastdecode.text.chat_template import ChatTemplateError
 from fastdecode.text.tokenizer import Tokenizer, TokenizerError
 
 pytestmark = pytest.mark.quick
@@ -115,3 +117,20 @@ def test_sentence_piece_tokenizers(tmp_path):
 def test_tokenizers_that_are_not_understood_are_named(fields, message, tmp_path):
     with pytest.raises(TokenizerError, match=message):
         Tokenizer.from_dir(write(tmp_path / "t.gguf", fields))
+
+
+def test_damaged_metadata_end_in_a_sentence(tmp_path):
+    """Whatever byte is wrong: a tokenizer, or one of the errors that the S-node tells its user."""
+    directory = byte_level(tmp_path / "hf", chat_template=CHATML)
+    path = write(tmp_path / "t.gguf", tokenizer_fields(directory) | {"tokenizer.chat_template": CHATML})
+    whole, rng = path.read_bytes(), random.Random(0)
+    refused = set()
+    for _ in range(400):
+        data = bytearray(whole)
+        data[rng.randrange(4, len(data))] = rng.choice([rng.randrange(256), 0, 255])
+        path.write_bytes(data)
+        try:
+            Tokenizer.from_dir(path)
+        except (TokenizerError, ChatTemplateError) as error:
+            refused.add(str(error))
+    assert len(refused) > 20
