@@ -33,6 +33,7 @@ class Notes:
     """What the handler of a request and its middlewares tell each other."""
 
     headers: dict[str, str] = field(default_factory=dict)  # that the answer gets
+    client: str = ""  # a digest of the API key, for fair shares; "": no key was asked for
     logged: dict[str, Any] = field(default_factory=dict)  # that the request's line in the access log gets
 
 
@@ -98,6 +99,7 @@ def require_key(api_keys: Iterable[str]) -> Middleware:
         if request.path not in _OPEN_PATHS and not (known and scheme.lower() == "bearer"):
             message = "wrong API key" if key else "no API key: send it as `Authorization: Bearer <key>`"
             raise ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+        notes().client = given.hex() if known else ""
         return await handler(request)
 
     return check_key

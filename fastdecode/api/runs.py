@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from aiohttp import web
 
@@ -17,7 +17,7 @@ from fastdecode.api.middleware import notes, request_id
 from fastdecode.api.preparation import shutting_down_error
 from fastdecode.api.protocol import Generation
 from fastdecode.api.sse import EventStream
-from fastdecode.engine.request import EngineError
+from fastdecode.engine.request import EngineError, SamplingParams
 from fastdecode.text.tokenizer import Detokenizer
 
 log = logging.getLogger(__name__)
@@ -97,11 +97,15 @@ class Runs:
             echo = job.echoes[index // n] if job.echoes else None
             return Choice(index, len(prompt), job.detokenizers[index // n](), generation.text, echo)
 
+        def params_of(k: int) -> SamplingParams:
+            return replace(generation.sampling_of(k), client=client)
+
+        client = notes().client
         try:
             return submit(
                 self.engine,
                 job.prompts,
-                generation.sampling_of,
+                params_of,
                 n,
                 request_id=answer.id,
                 make_choice=make_choice,

@@ -139,9 +139,9 @@ def crowd(n: int, prompt_tokens: int, *, share: bool) -> dict[str, Any]:
                 scheduler.fork_done(seq, True)
             acknowledge(cluster)
         pages = max(pages, cluster.nodes[0].pages_used)
-        if seq := next(iter(scheduler.waiting or scheduler.running), None):
+        if probe := next(iter(scheduler.waiting or scheduler.running), None):
             begun = time.thread_time()
-            cluster.nodes[0].prefixes.match(seq.tokens, seq.hashes)
+            cluster.nodes[0].prefixes.match(probe.tokens, probe.hashes)
             lookups.append(time.thread_time() - begun)
     ms = sorted(1e3 * s for s in seconds)
     row = {"steps": len(ms), "mean": sum(ms) / len(ms), "median": ms[len(ms) // 2], "p99": ms[int(0.99 * len(ms))]}
@@ -158,7 +158,7 @@ def _compare(
     rows: list[dict[str, Any]] = []
     for name, admission in schedules.items():
         done: Run = simulate(requests, limits, cost, (pages,), admission=admission)
-        row = {"schedule": name, "rate": done.rate, "longest_step": max(done.step_seconds)}
+        row: dict[str, Any] = {"schedule": name, "rate": done.rate, "longest_step": max(done.step_seconds)}
         first = rows[0] if rows else row
         row |= {"gain": done.rate / first["rate"], "peak": row["longest_step"] / first["longest_step"]}
         rows.append(row | {"preemptions": done.preemptions})

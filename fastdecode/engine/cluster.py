@@ -128,7 +128,7 @@ class Cluster:
 
     def mark_prefilled(self, seq: Sequence) -> None:
         """Record that all tokens `seq` was placed with are cached, so that other prompts may share them."""
-        if seq.entry in seq.placed_on.prefixes:
+        if seq.entry is not None and seq.entry in seq.placed_on.prefixes:
             seq.placed_on.prefixes.mark_computed(seq.entry)
 
     def grow(self, seq: Sequence) -> bool:
@@ -165,7 +165,7 @@ class Cluster:
             else:
                 salt = seq.params.cache_salt
                 node.prefixes.insert(PrefixEntry(cached, tokens, page_hashes(tokens, salt, seq.hashes), salt))
-            if source in node.prefixes and not (source.pins or source.running):
+            if source is not None and source in node.prefixes and not (source.pins or source.running):
                 start, end = seq.shared_tokens, len(source.tokens)
                 if tokens[start:end] == source.tokens[start:]:
                     node.evict(source)  # the new entry has all of its tokens

@@ -198,7 +198,7 @@ class RNodeLedger:
     def drop_paused(self, seq: Paused) -> None:
         """Let the next FREE name a paused sequence, which must then be recomputed."""
         del self.paused[seq]
-        if seq.entry in self.prefixes:
+        if seq.entry is not None and seq.entry in self.prefixes:
             self.prefixes.remove(seq.entry)
         self.pages.evict(seq.pages)
         self._free(CachedSequence(seq.handle, seq.pages))

@@ -27,6 +27,7 @@ from fastdecode.engine.cluster import Cluster
 from fastdecode.engine.ledger import RNodeLedger, pages_for
 from fastdecode.engine.scheduling.admission import Greedy, Room
 from fastdecode.engine.scheduling.budgets import StagingBudget, StepBudget
+from fastdecode.engine.scheduling.fairness import OUTPUT_WEIGHT
 from fastdecode.engine.scheduling.placement import Wait
 from fastdecode.engine.scheduling.plan import Outcome, Plan, PlannedChunk, SchedulerLimits, step_order
 from fastdecode.engine.scheduling.queue import BY_RANK, WaitingQueue
@@ -218,6 +219,7 @@ class Scheduler:
             reason = None
             if token is not None:
                 seq.append(token.token)
+                self.waiting.shares.charge(seq.client, OUTPUT_WEIGHT)
                 reason = seq.finish_reason()
                 outcomes.append(Outcome(seq, token, reason))
             if reason is not None:
@@ -352,6 +354,8 @@ class Scheduler:
     def _start(self, seq: Sequence, placement: Placement, mini_batch: int) -> None:
         self.cluster.admit(seq, placement)
         self.admission.started(seq)
+        if not seq.n_generated:
+            self.waiting.shares.charge(seq.client, len(seq.tokens) - seq.shared_tokens)
         seq.prefill_end = len(seq.tokens)
         self.prompt_tokens += len(seq.tokens)
         if seq.source is not None:

@@ -36,7 +36,6 @@ class Sequence:
     seed: int
     end_tokens: frozenset[int]
     hashes: list[bytes] = field(default_factory=list)  # prefixes.page_hashes of the prompt; empty: it shares no prefix
-    client: str = ""  # whose request it is: outputs of one client are taken to be alike in length
     rules: LogitRules | None = None  # None: the parameters have neither a bias nor a penalty
     constraints: TokenConstraints | None = None  # None: every token is allowed
 
@@ -79,6 +78,11 @@ class Sequence:
     def priority(self) -> int:
         """The lowest goes first."""
         return self.params.priority
+
+    @property
+    def client(self) -> str:
+        """Whose request it is: clients get fair shares, and outputs of one client are taken to be alike in length."""
+        return self.params.client
 
     @property
     def paused(self) -> bool:

@@ -36,9 +36,15 @@ async def test_any_of_several_keys_opens(tokenizer, tmp_path):
     path.write_text("alpha\n\n  beta \n")
     keys = NodeConfig(api_key_file=path).read_api_keys()
     assert keys == ("alpha", "beta")
-    for key, status in (("alpha", 200), ("beta", 200), ("alphabeta", 401), ("x", 401)):
-        async with served(ScriptedEngine([5]), tokenizer, api_keys=keys, key=key) as client:
+    clients = []
+    for key, status in (("alpha", 200), ("beta", 200), ("beta", 200), ("alphabeta", 401), ("x", 401)):
+        engine = ScriptedEngine([5])
+        async with served(engine, tokenizer, api_keys=keys, key=key) as client:
             assert (await client.post("/v1/completions", ASK))[0] == status
+        clients += [params.client for params in engine.params]
+    alpha, beta, again = clients
+    assert alpha != beta == again, "the engine shares its tokens out among keys"
+    assert "alpha" not in alpha
 
 
 async def test_a_request_id_is_taken_returned_and_logged(tokenizer, caplog):

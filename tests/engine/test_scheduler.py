@@ -13,6 +13,7 @@ from fastdecode.engine.request import SamplingParams
 from fastdecode.engine.scheduler import Scheduler
 from fastdecode.engine.scheduling import queue
 from fastdecode.engine.scheduling.budgets import StepBudget
+from fastdecode.engine.scheduling.fairness import FairShares
 from fastdecode.engine.scheduling.plan import Plan, SchedulerLimits
 from fastdecode.engine.sequence import Sequence
 from fastdecode.region.contract import PAGE_TOKENS
@@ -52,14 +53,14 @@ class World:
         self.staged: set[Sequence] = set()  # prompts that took several steps
         self._orders = 0
 
-    def add(self, n_prompt, max_new, end_after=None, priority=0) -> Sequence:
+    def add(self, n_prompt, max_new, end_after=None, priority=0, client="") -> Sequence:
         seq = Sequence(
             request_id=f"r{self._orders}",
             order=self._orders,
             tokens=[WORD] * n_prompt,
             n_prompt=n_prompt,
             max_new=max_new,
-            params=SamplingParams(priority=priority),
+            params=SamplingParams(priority=priority, client=client),
             seed=0,
             end_tokens=frozenset({END}),
         )
@@ -451,6 +452,49 @@ def test_victim_in_flight_is_preempted_when_its_step_ends():
     world.free()
     assert [chunk.seq for chunk in world.begin(0).chunks] == [old]
     world.run()
+
+
+def test_a_client_with_many_requests_does_not_hold_up_another():
+    world = World([(400, 64)], mini_batches=1, max_seqs=4)
+    for _ in range(40):
+        world.add(50, 20, client="many")
+    world.begin(0), world.end(0)
+    few = [world.add(50, 20, client="few") for _ in range(3)]
+    world.run()
+    assert max(map(world.ended.index, few)) < 12, "not behind all forty"
+
+
+def test_clients_that_wait_get_equal_shares_of_tokens():
+    """One client has long prompts, the other short ones and twice as many; both always have requests waiting."""
+    world = World([(4000, 64)], mini_batches=2, max_seqs=4, max_batch_tokens=2000)
+    seqs = [world.add(400, 40, client="long") for _ in range(60)]
+    seqs += [world.add(40, 40, client="short") for _ in range(600)]
+    for _ in range(400):
+        for mini_batch in (0, 1):
+            world.begin(mini_batch), world.end(mini_batch)
+        world.free()
+    assert {seq.client for seq in world.scheduler.waiting} == {"long", "short"}
+    served = {"long": 0, "short": 0}
+    for seq in seqs:
+        if seq.n_generated:
+            served[seq.client] += seq.n_prompt + 2 * seq.n_generated
+    assert 0.9 < served["long"] / served["short"] < 1.1
+
+
+def test_a_client_that_joins_late_has_no_credit():
+    shares = FairShares()
+    shares.join("a")
+    shares.charge("a", 1000)
+    shares.join("b")
+    assert shares.served("b") == 1000 and shares.contended
+    shares.charge("b", 500)
+    shares.leave("a")
+    shares.leave("b")
+    assert not shares.contended
+    shares.join("c")
+    assert shares.served("c") == 1500
+    shares.join("a")
+    assert shares.served("a") == 1500
 
 
 def test_a_request_of_higher_priority_pauses_another_and_nothing_is_recomputed():

@@ -13,6 +13,8 @@ from math import ceil
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
+from fastdecode.engine.scheduling.fairness import FairShares
+
 if TYPE_CHECKING:
     from fastdecode.engine.sequence import Sequence
 
@@ -34,7 +36,9 @@ class WaitingQueue:
     """The waiting sequences in order of priority, then of arrival."""
 
     def __init__(self) -> None:
+        self.shares = FairShares()
         self._waiting: list[Sequence] = []
+        self._offered: list[Sequence] = []  # by the last iteration of `candidates`
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -42,36 +46,41 @@ class WaitingQueue:
     def __iter__(self) -> Iterator[Sequence]:
         return iter(self._waiting)
 
-    def __contains__(self, seq: Sequence) -> bool:
+    def __contains__(self, seq: object) -> bool:
         return seq in self._waiting
 
     def add(self, seq: Sequence) -> None:
         """Put `seq` in at its position by priority and arrival."""
         insort(self._waiting, seq, key=BY_RANK)
+        self.shares.join(seq.client)
 
     def remove(self, seq: Sequence) -> None:
         """Take `seq` out without having started it. Raises ValueError if it does not wait."""
         self._waiting.remove(seq)
+        self.shares.leave(seq.client)
 
     def candidates(self) -> Iterator[Sequence]:
-        """The sequences that may start next, best first. The queue must not change during the iteration.
+        """The sequences that may start next, best first: by priority, then by what their clients were served, then by
+        arrival. The queue must not change during the iteration.
 
         It ends after LOOK_AHEAD sequences, and after a sequence that may not be passed over again: one that was passed
         over MAX_PASSED times, or one that must be recomputed, whose pages a newer sequence would take.
         """
-        for seq in self._waiting[:LOOK_AHEAD]:
+        order = self._waiting
+        if self.shares.contended:
+            order = sorted(order, key=lambda seq: (seq.priority, self.shares.served(seq.client), seq.order))
+        self._offered = []
+        for seq in order[:LOOK_AHEAD]:
+            self._offered.append(seq)
             yield seq
             if seq.passed_over >= MAX_PASSED or (seq.n_generated and not seq.paused):
                 return
 
     def start(self, seq: Sequence) -> None:
-        """Take out a candidate that starts now, and count that those before it were passed over."""
-        for index, other in enumerate(self._waiting):
-            if other is seq:
-                del self._waiting[index]
-                return
+        """Take out the candidate that was offered last, which starts now; those offered before it are passed over."""
+        self.remove(seq)
+        for other in self._offered[:-1]:
             other.passed_over += 1
-        raise ValueError(f"request {seq.request_id} does not wait")
 
 
 class StartRate:
