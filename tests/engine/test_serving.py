@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import mmap
 import random
@@ -204,10 +205,12 @@ async def test_48_mixed_requests_at_random_times_equal_each_alone(options, model
             assert together[i] == await tokens_of(engine.submit(given[i], params[i]))
 
 
-async def test_tiny_lease_preempts_and_changes_nothing(model, judge, shm_node):
+@pytest.mark.parametrize("priorities", [[0], [2, 0, 1]], ids=["", "priorities"])
+async def test_tiny_lease_preempts_and_changes_nothing(priorities, model, judge, shm_node):
     async with serving(model, [shm_node], n_pages=6) as engine:
         given = prompts([50, 100, 150, 200, 60, 3, 120, 10])
-        results = await asyncio.gather(*(tokens_of(engine.submit(p, greedy(150))) for p in given))
+        params = [dataclasses.replace(greedy(150), priority=priorities[i % len(priorities)]) for i in range(len(given))]
+        results = await asyncio.gather(*(tokens_of(engine.submit(p, q)) for p, q in zip(given, params, strict=True)))
         for prompt, tokens in zip(given, results, strict=True):
             assert_greedy(judge, prompt, tokens)
         assert engine.stats.totals.preemptions > 0
