@@ -26,14 +26,13 @@ from typing import TYPE_CHECKING
 from fastdecode.engine.cluster import Cluster
 from fastdecode.engine.ledger import RNodeLedger, pages_for
 from fastdecode.engine.scheduling.admission import Greedy, Room
+from fastdecode.engine.scheduling.balance import even_out
 from fastdecode.engine.scheduling.budgets import StagingBudget, StepBudget
 from fastdecode.engine.scheduling.fairness import OUTPUT_WEIGHT
 from fastdecode.engine.scheduling.placement import Wait
 from fastdecode.engine.scheduling.plan import Outcome, Plan, PlannedChunk, SchedulerLimits, step_order
 from fastdecode.engine.scheduling.queue import BY_RANK, WaitingQueue
-from fastdecode.engine.scheduling.rtime import Loads
 from fastdecode.engine.scheduling.step_time import NO_PROMPTS, PromptWork, StepTimes, pairs
-from fastdecode.region.contract import PAGE_TOKENS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -51,9 +50,6 @@ _BALANCE_EVERY = 17  # a prime above the number of mini-batches, so that each ha
 #: Sequences that start with a FORK in one step. They cost no rows, so a crowd with one prompt would start at once and
 #: hold up the step.
 _MOST_FORKS = 16
-
-#: Part of a step that a move between mini-batches must save.
-_LEAST_GAIN = 0.02
 
 
 class Scheduler:
@@ -463,50 +459,9 @@ class Scheduler:
     # -- balance --------------------------------------------------------------------------------------------------
 
     def _balance(self, mini_batch: int) -> None:
-        """Move sequences from this mini-batch, which has none in flight, to those whose steps are shorter.
-
-        The length of a step is its predicted R-Part, in which every sequence counts one page more than it has, for the
-        work of its row. Each move takes the sequence of the slowest R-node that evens out two mini-batches best. An
-        unfinished prompt stays, so that no mini-batch gets a second one.
-        """
+        """Now and then, move sequences from this mini-batch, which has none in flight, to those of shorter steps."""
         batches = self.mini_batches
         lopsided = len(batches[mini_batch]) > 1 + 2 * min(map(len, batches))
-        if len(batches) < 2 or not (lopsided or next(self._calls) % _BALANCE_EVERY == 0):
-            return
-        costs = self.cluster.costs
-        loads = [self._loads(batch) for batch in batches]
-        seconds = [load.seconds(costs) for load in loads]
-        source = mini_batch
-        while True:
-            open_ones = [i for i, batch in enumerate(batches) if i != source and len(batch) < self.limits.max_seqs]
-            target = min(open_ones, key=seconds.__getitem__, default=source)
-            surplus = (seconds[source] - seconds[target]) / 2
-            if surplus <= 0:
-                return
-            slowest = max(range(len(costs)), key=lambda node: sum(loads[source].tokens[node]) * costs[node])
-            movable = [s for s in batches[source] if not s.prefilling and s.placed_on.position == slowest]
-            if not movable:
-                return
-            seq = min(movable, key=lambda s: abs(surplus - _row_tokens(s) * costs[slowest] * loads[source].n_layers))
-            loads[source].add(slowest, _row_tokens(seq), -1)
-            loads[target].add(slowest, _row_tokens(seq))
-            moved = loads[source].seconds(costs), loads[target].seconds(costs)
-            if max(moved) > (1 - _LEAST_GAIN) * seconds[source]:
-                return
-            seconds[source], seconds[target] = moved
-            batches[source].remove(seq)
-            insort(batches[target], seq, key=BY_RANK)
-            seq.mini_batch = target
-            self.changed = True
-
-    def _loads(self, batch: list[Sequence]) -> Loads:
-        groups = self.cluster.loads.groups
-        loads = Loads(groups, [[0.0] * len(groups) for _ in self.cluster.nodes])
-        for seq in batch:
-            loads.add(seq.placed_on.position, _row_tokens(seq))
-        return loads
-
-
-def _row_tokens(seq: Sequence) -> int:
-    """A sequence's cost in a step, as a number of cached tokens."""
-    return seq.cached + PAGE_TOKENS
+        if len(batches) > 1 and (lopsided or next(self._calls) % _BALANCE_EVERY == 0):
+            groups, costs = self.cluster.loads.groups, self.cluster.costs
+            self.changed |= even_out(batches, mini_batch, groups, costs, self.limits.max_seqs)
