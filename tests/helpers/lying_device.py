@@ -1,0 +1,195 @@
+"""A device that computes as late as it may: a wait that is missing gives wrong results every time, not now and then.
+
+Operations on its tensors are put into a queue, in order, as on a stream. They run when the host waits for an event or
+for a copy that blocks, and not before. Until then a result and the host memory that a copy goes to hold poison (NaN, or
+a number that is no token), and a copy from host memory reads what that memory holds when the copy runs. So everything
+that code on a GPU must wait for, it must wait for here. Operations that mix devices fail.
+
+    with LyingDevice() as device:
+        model = load_model(directory, device=NAME)
+
+What happens in between is computed by torch on the CPU. Shapes and views are those that torch's meta device says.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+NAME = "lying"
+_setup_privateuseone_for_python_backend(NAME)
+
+
+class LyingTensor(torch.Tensor):
+    """A tensor on the device. `late` holds its values on the CPU, once its operation has run; `meta` its shape, and
+    which tensors it is a view of."""
+
+    late: torch.Tensor
+    meta: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, late: torch.Tensor, meta: torch.Tensor) -> LyingTensor:
+        made = torch.Tensor._make_wrapper_subclass(
+            cls, meta.shape, strides=meta.stride(), storage_offset=meta.storage_offset(), dtype=meta.dtype, device=NAME
+        )
+        made.late, made.meta = late, meta
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert LyingDevice.current is not None, "the device is gone"
+        return LyingDevice.current.run(func, args, kwargs or {})
+
+    def __repr__(self, **_: Any) -> str:
+        return f"LyingTensor({tuple(self.shape)}, {self.dtype})"
+
+
+class LyingDevice(TorchDispatchMode):
+    """The device and its one stream, for the code within the `with`."""
+
+    current: LyingDevice | None = None
+
+    def __init__(self, left_out: str = "none") -> None:
+        """`left_out` is a kind of wait that does nothing, "event" or "download", to show that it is needed."""
+        super().__init__()
+        self._left_out = left_out
+        self._queue: deque[Callable[[], Any]] = deque()
+        self._run = 0  # operations that have run
+        self.waits = 0  # how often the host has waited
+
+    def __enter__(self) -> LyingDevice:
+        LyingDevice.current = self
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        LyingDevice.current = None
+
+    # -- the stream -----------------------------------------------------------------------------------------------
+
+    def put(self, operation: Callable[[], Any]) -> None:
+        self._queue.append(operation)
+
+    def mark(self) -> int:
+        """The end of the queue as it is now."""
+        return self._run + len(self._queue)
+
+    def wait(self, mark: int, kind: str) -> None:
+        """Run everything before a mark. `kind` is "event", "upload" or "download"."""
+        if kind == self._left_out:
+            return
+        self.waits += 1
+        with torch.utils._python_dispatch._disable_current_modes():
+            while self._run < mark:
+                self._queue.popleft()()
+                self._run += 1
+
+    # -- operations -----------------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.run(func, args, kwargs or {})
+
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        name = func._overloadpacket.__name__
+        given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
+        if given.get("pin_memory"):
+            kwargs = {**kwargs, "pin_memory": False}
+        if name in ("to", "_to_copy"):
+            device = given.get("device") or given["self"].device
+            if device.type != given["self"].device.type:
+                return self._transfer(given["self"], device, given.get("dtype"), bool(given.get("non_blocking")))
+        if name == "copy_" and given["src"].device.type != given["self"].device.type:
+            return self._copy(given["self"], given["src"], bool(given.get("non_blocking")))
+        tensors = [x for x in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        here = [x for x in tensors if isinstance(x, LyingTensor)]
+        made_here = torch.device(given["device"]).type == NAME if given.get("device") is not None else False
+        if not here and not made_here:
+            return func(*args, **kwargs)
+        if any(x.device.type == "cpu" and x.dim() for x in tensors):
+            raise RuntimeError(f"{func} mixes devices")
+        return self._compute(func, args, kwargs, here)
+
+    def _compute(self, func: Any, args: Any, kwargs: Any, here: list[LyingTensor]) -> Any:
+        meta_args, meta_kwargs = _on("meta", lambda x: x.meta, args, kwargs)
+        late_args, late_kwargs = _on("cpu", lambda x: x.late, args, kwargs)
+        metas = func(*meta_args, **meta_kwargs)
+        writes = any(a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments)
+        by_storage = {x.meta.untyped_storage()._cdata: x for x in here}
+        copies: list[tuple[int, torch.Tensor]] = []
+
+        def made(i: int, meta: Any) -> Any:
+            if not isinstance(meta, torch.Tensor):
+                return meta
+            base = by_storage.get(meta.untyped_storage()._cdata)
+            for x in here:
+                if x.meta is meta:
+                    return x
+            if base is not None:
+                late = base.late.view(meta.dtype) if base.late.dtype is not meta.dtype else base.late
+                return LyingTensor(late.as_strided(meta.shape, meta.stride(), meta.storage_offset()), meta)
+            late = poisoned(torch.empty_strided(meta.shape, meta.stride(), dtype=meta.dtype))
+            copies.append((i, late))
+            return LyingTensor(late, meta)
+
+        several = isinstance(metas, tuple | list)
+        outs = [made(i, meta) for i, meta in enumerate(metas if several else [metas])]
+        if writes or copies:
+
+            def operation() -> None:
+                results = func(*late_args, **late_kwargs)
+                for i, late in copies:
+                    late.copy_(results[i] if several else results)
+
+            self.put(operation)
+        return type(metas)(outs) if several else outs[0]
+
+    def _transfer(self, source: torch.Tensor, device: Any, dtype: Any, non_blocking: bool) -> torch.Tensor:
+        """A copy of `source` on another device."""
+        if isinstance(source, LyingTensor):
+            assert not non_blocking, "the copy's memory is not pinned"
+            target = torch.empty_strided(source.shape, source.stride(), dtype=dtype or source.dtype)
+            return self._copy(target, source, False)
+        late = poisoned(torch.empty(source.shape, dtype=dtype or source.dtype))
+        return self._copy(LyingTensor(late, torch.empty_like(late, device="meta")), source, non_blocking)
+
+    def _copy(self, target: torch.Tensor, source: torch.Tensor, non_blocking: bool) -> torch.Tensor:
+        late_target, late_source = (x.late if isinstance(x, LyingTensor) else x for x in (target, source))
+        poisoned(late_target) if late_target is target else None
+        self.put(lambda: late_target.copy_(late_source))
+        if not non_blocking:
+            self.wait(self.mark(), "download" if isinstance(source, LyingTensor) else "upload")
+        return target
+
+
+def _on(device: str, of: Callable[[LyingTensor], torch.Tensor], args: Any, kwargs: Any) -> Any:
+    """The arguments of an operation on another device."""
+    args, kwargs = tree_map_only(LyingTensor, of, (args, kwargs))
+    return tree_map_only(torch.device, lambda _: torch.device(device), (args, kwargs))
+
+
+def poisoned(x: torch.Tensor) -> torch.Tensor:
+    """`x`, filled with values that nothing mistakes for results."""
+    with torch.utils._python_dispatch._disable_current_modes():
+        return x.fill_(float("nan")) if x.is_floating_point() else x.fill_(1 if x.dtype is torch.bool else 0x5A)
+
+
+class LyingEvent:
+    """Takes the place of torch.cuda.Event."""
+
+    def __init__(self, device: Any = None):
+        self._mark = 0
+
+    def record(self) -> None:
+        assert LyingDevice.current is not None
+        self._mark = LyingDevice.current.mark()
+
+    def synchronize(self) -> None:
+        assert LyingDevice.current is not None
+        LyingDevice.current.wait(self._mark, "event")
