@@ -181,7 +181,7 @@ class REngine:
         max_seqs: int,
         softmax_scale: float,
         windows: Sequence[int],
-        notify: object | None = None,
+        carrier: object | None = None,
         max_pages: int = 0,
         *,
         segments: Sequence[int] | None = None,
@@ -193,9 +193,9 @@ class REngine:
         """Grant a lease of `n_pages` pages and `max_seqs` sequence indexes, and serve the calls in `region`.
 
         The caller has written the region's header; the link keeps the region alive until it is closed. `kv_dtype` is an
-        index of region.contract.KV_DTYPES. `windows`: sliding window of each layer in tokens, 0: none. `notify`: a
-        PyCapsule "fastdecode.notify" (fd_notify_t of region/doorbell.h). `max_pages`: the lease may grow to as many
-        pages, for which it reserves address space; at most `n_pages`: it does not grow. `segments`, `kv_layers`,
+        index of region.contract.KV_DTYPES. `windows`: sliding window of each layer in tokens, 0: none. `carrier`: a
+        PyCapsule "fastdecode.carrier" (region/carrier.h), None for shared memory. `max_pages`: the lease may grow to as
+        many pages, for which it reserves address space; at most `n_pages`: it does not grow. `segments`, `kv_layers`,
         `softcaps`, each [n_layers], `sinks` (fp32, [n_layers, n_q_heads]) and `slopes` (fp32, [n_q_heads]) are those of
         fd_layer_t (kernels/engine/layers.h); a page has room for the layers that name themselves in `kv_layers`. Raises
         ValueError for a bad argument, MemoryError if the KV-cache has no room for `n_pages`.

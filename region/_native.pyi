@@ -17,11 +17,12 @@ HEAD_SIZE_UNIT: int
 MAX_PAGES: int
 MAX_SEQS: int
 MAX_CALL_WORK: int
-CALL_NEW_STEP: int
+POISON: int
 ROW_ATTEND: int
-CALL_BYTES: int
+ARM_BYTES: int
 ROW_BYTES: int
-REPLY_BYTES: int
+REPORT_BYTES: int
+SLOT_BYTES: int
 ACT_DTYPES: tuple[str, ...]
 KV_DTYPES: tuple[str, ...]
 #: Name and byte offset of each field of fd_row_t; every field is a uint32.

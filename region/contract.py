@@ -35,13 +35,15 @@ MAX_CALL_WORK = _native.MAX_CALL_WORK
 REGION_MAGIC = _native.REGION_MAGIC
 #: Bytes of a region's header page; the parts of a slot are aligned to as many.
 REGION_PAGE = _native.REGION_PAGE
-#: Bytes of a call header (fd_call_t), a row table entry (fd_row_t) and a reply header (fd_reply_t).
-CALL_BYTES = _native.CALL_BYTES
+#: Bytes of a step's header (fd_arm_t), a row table entry (fd_row_t), a report (fd_report_t) and a slot's head
+#: (fd_slot_t).
+ARM_BYTES = _native.ARM_BYTES
 ROW_BYTES = _native.ROW_BYTES
-REPLY_BYTES = _native.REPLY_BYTES
+REPORT_BYTES = _native.REPORT_BYTES
+SLOT_BYTES = _native.SLOT_BYTES
 
-#: Flag of a call: the slot's row table is new.
-CALL_NEW_STEP = _native.CALL_NEW_STEP
+#: The layer word of a step that has failed.
+POISON = _native.POISON
 #: Flag of a row table entry: its rows attend. Without it their K and V are only appended.
 ROW_ATTEND = _native.ROW_ATTEND
 #: One row table entry (fd_row_t).
@@ -56,7 +58,7 @@ ROW_DTYPE = np.dtype(
 
 
 class Status(IntEnum):
-    """Outcome of a call or of a control request (fd_status_t)."""
+    """Outcome of a step or of a control request (fd_status_t)."""
 
     OK = _native.STATUSES["OK"]
     BAD_CALL = _native.STATUSES["BAD_CALL"]

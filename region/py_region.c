@@ -76,11 +76,12 @@ static const struct {
     {"MAX_PAGES", FD_MAX_PAGES},
     {"MAX_SEQS", FD_MAX_SEQS},
     {"MAX_CALL_WORK", FD_MAX_CALL_WORK},
-    {"CALL_NEW_STEP", FD_CALL_NEW_STEP},
+    {"POISON", FD_POISON},
     {"ROW_ATTEND", FD_ROW_ATTEND},
-    {"CALL_BYTES", sizeof(fd_call_t)},
+    {"ARM_BYTES", sizeof(fd_arm_t)},
     {"ROW_BYTES", sizeof(fd_row_t)},
-    {"REPLY_BYTES", sizeof(fd_reply_t)},
+    {"REPORT_BYTES", sizeof(fd_report_t)},
+    {"SLOT_BYTES", sizeof(fd_slot_t)},
 };
 
 #define ROW_FIELD(name) {#name, offsetof(fd_row_t, name)}

@@ -1,22 +1,38 @@
 /* The activation region: the memory through which an S-node sends Q, K and V rows and receives O rows.
  *
- * Each link has one region, with the same layout at both ends. A transport only makes the bytes written at one end
- * appear at the other end, doorbell last. A shared-memory link maps one memfd at both ends and moves nothing.
+ * Each link has one region, with the same layout at both ends. A carrier (carrier.h) only makes the bytes written at
+ * one end appear at the other end, the word that announces them last. A shared-memory link maps one memfd at both ends
+ * and moves nothing.
  *
  *   region   [ header page ][ slot 0 ][ slot 1 ] ...   one slot for each mini-batch in flight
- *   slot     [ request bell | call | reply bell | waiting | reply ][ row table ][ Q rows ][ KV rows ][ O rows ]
+ *   slot     [ words, headers ][ row table ][ Q rows ][ KV rows ][ O rows ]
  *
- * A call attends one layer of one step. The S-node sends the step's row table once, with the call that carries
- * FD_CALL_NEW_STEP; the calls of the other layers use the same table. Rows are ordered by table entry. Entries that
- * attend come first, so there are `n_attend_rows` Q and O rows and `n_rows` KV rows:
+ * A step is armed once, and then its layers are rung:
+ *
+ *   S side                                               R side
+ *   writes `arm` and the row table, rings `arm_bell`     checks both, takes pages, plans the step, writes `report` (the
+ *                                                        verdict), rings `armed_bell`
+ *   writes the layer's rows, layer_request = layer + 1   appends, attends, writes the O rows, layer_reply = layer + 1
+ *
+ * The steps of a slot are numbered 1, 2, 3, ...; a bell shows the number of the last step that was armed or judged. The
+ * two layer words start each step at 0, so that a device can ring them from a list of commands that never changes. Each
+ * side resets the word that it reads: the R side layer_request before it answers ARM, the S side layer_reply before it
+ * asks for the first layer. The R side serves the next layer whenever layer_request >= that layer + 1. A step that is
+ * armed while another is unfinished replaces it.
+ *
+ * `report` is written twice: with the verdict on ARM, and with the step's totals before the reply of the last layer. A
+ * step that cannot go on gets a report and then FD_POISON in layer_reply, which opens every gate that compares with >=.
+ * When a link dies, the S side itself writes FD_POISON there; a late reply may overwrite it, so a watchdog writes it
+ * again (fd_port_poison) until the step has been disarmed. Nobody takes the rows of a poisoned step for good.
+ *
+ * Rows are ordered by table entry. Entries that attend come first, so there are `n_attend_rows` Q and O rows and
+ * `n_rows` KV rows:
  *
  *   Q row    n_q_heads * head_size elements of the activation dtype       (row i of Q belongs to row i of KV)
  *   KV row   n_kv_heads * head_size elements of K, then as many of V
  *   O row    n_q_heads * head_size elements
  *
- * A doorbell is a 64-bit call number on a cache line of its own, written with release and read with acquire. The calls
- * of a slot are numbered 1, 2, 3, ...; the reply to call k rings k. The S side owns the request half until it rings the
- * request bell; the R side then owns it until it rings the reply bell. Everything is little-endian.
+ * Each word has a cache line of its own and is written with release and read with acquire. Everything is little-endian.
  *
  * Code that reads memory which a peer can write treats it as hostile: it copies the header and the table, checks the
  * copy and uses the copy.
@@ -72,25 +88,19 @@ typedef struct {
     uint32_t magic;
     uint32_t version;
     fd_geometry_t geometry;
-    /* 1 if request bells arrive over a wire and wake no thread. The R-engine reads this once, when it adopts the link,
-     * and then never sleeps long. */
-    uint32_t no_wakeup;
-    uint8_t pad[FD_LINE - 44];
-    /* 1 while the R-engine sleeps: after it rings a request bell, the S side must wake the R-engine (eventfd). */
+    uint8_t pad[FD_LINE - 40];
+    /* 1 while the R-engine sleeps: after it has rung, the S side must wake the R-engine (eventfd). */
     uint32_t engine_asleep __attribute__((aligned(64)));
 } fd_region_header_t;
 
-enum { FD_CALL_NEW_STEP = 1u }; /* fd_call_t.flags: the slot's row table is new */
-
+/* What ARM announces: the sizes of a step. They hold for all of its layers. */
 typedef struct {
-    uint64_t number; /* equals the request bell */
-    uint32_t flags;  /* FD_CALL_* */
-    uint32_t layer;
-    uint32_t n_entries; /* of the row table; this and the two counts below do not change within a step */
+    uint64_t number;    /* of the step; equals the arm bell */
+    uint32_t n_entries; /* of the row table */
     uint32_t n_rows;
     uint32_t n_attend_rows; /* <= n_rows */
-    uint32_t reserved[9];   /* 0 */
-} fd_call_t;
+    uint32_t reserved[11];  /* 0 */
+} fd_arm_t;
 
 enum { FD_ROW_ATTEND = 1u }; /* fd_row_t.flags: the rows attend; without it their K and V are only appended (prefill) */
 
@@ -104,10 +114,10 @@ typedef struct {
     uint32_t reserved;  /* 0 */
 } fd_row_t;
 
-/* X(constant, value) for the status of a reply. */
+/* X(constant, value) for the status of a report. */
 #define FD_STATUSES(X)                                                                                                 \
     X(FD_OK, 0)                                                                                                        \
-    X(FD_BAD_CALL, 1)     /* call header out of order or out of bounds */                                              \
+    X(FD_BAD_CALL, 1)     /* step header or layer out of order or out of bounds */                                     \
     X(FD_BAD_TABLE, 2)    /* row table inconsistent or outside the lease */                                            \
     X(FD_BAD_SEQUENCE, 3) /* tag or position does not match what is cached */                                          \
     X(FD_OUT_OF_PAGES, 4)                                                                                              \
@@ -117,29 +127,35 @@ typedef struct {
 #define FD_STATUS_CONSTANT(constant, value) constant = value,
 typedef enum { FD_STATUSES(FD_STATUS_CONSTANT) } fd_status_t;
 
+/* The R side's verdict on ARM, and the totals of a step that has ended. */
 typedef struct {
-    uint64_t number;        /* of the call */
-    uint32_t status;        /* fd_status_t */
-    uint32_t n_attend_rows; /* O rows that follow; 0 unless FD_OK */
-    uint64_t busy_ns;       /* time the R-engine worked on this call */
-    uint64_t kv_bytes;      /* bytes of KV-cache it read */
-    char message[224];      /* UTF-8, NUL-terminated; empty if FD_OK */
-} fd_reply_t;
+    uint64_t number;   /* of the step */
+    uint32_t status;   /* fd_status_t */
+    uint32_t n_layers; /* layers served so far */
+    uint64_t busy_ns;  /* time that the R-engine worked on its layers */
+    uint64_t kv_bytes; /* bytes of KV-cache that it read */
+    char message[224]; /* UTF-8, NUL-terminated; empty if FD_OK */
+} fd_report_t;
 
-/* The first 512 bytes of a slot. */
+#define FD_POISON 0x7fffffffu /* in layer_reply: the step has failed */
+
+/* The head of a slot. The S side writes the first three parts, the R side the others, and the S side `waiting`. */
 typedef struct {
-    uint64_t request_bell __attribute__((aligned(64)));
-    fd_call_t call __attribute__((aligned(64)));
-    uint64_t reply_bell __attribute__((aligned(64)));
-    uint32_t reply_waiting __attribute__((aligned(64))); /* threads asleep on the low half of reply_bell (futex) */
-    fd_reply_t reply __attribute__((aligned(64)));
+    uint64_t arm_bell __attribute__((aligned(64)));
+    fd_arm_t arm __attribute__((aligned(64)));
+    uint32_t layer_request __attribute__((aligned(64)));
+    uint64_t armed_bell __attribute__((aligned(64)));
+    uint32_t layer_reply __attribute__((aligned(64)));
+    fd_report_t report __attribute__((aligned(64)));
+    /* Number of threads asleep on layer_reply or on the low half of armed_bell (futexes). */
+    uint32_t waiting __attribute__((aligned(64)));
 } fd_slot_t;
 
 _Static_assert(sizeof(fd_geometry_t) == 32, "geometry is 32 bytes on the wire");
-_Static_assert(sizeof(fd_call_t) == 64, "a call header is one cache line");
+_Static_assert(sizeof(fd_arm_t) == 64, "a step's header is one cache line");
 _Static_assert(sizeof(fd_row_t) == 24, "a row table entry is 24 bytes on the wire");
-_Static_assert(sizeof(fd_reply_t) == 256, "a reply header is four cache lines");
-_Static_assert(sizeof(fd_slot_t) == 512, "slot head");
+_Static_assert(sizeof(fd_report_t) == 256, "a report is four cache lines");
+_Static_assert(sizeof(fd_slot_t) == 640, "slot head");
 
 /* Byte offsets. `table`, `q`, `kv` and `o` count from the start of the slot. */
 typedef struct {
@@ -199,15 +215,13 @@ static inline fd_layout_t fd_region_layout(const fd_geometry_t *g) {
     return y;
 }
 
-/* Checks a copied call header against the geometry. NULL if the rows that it announces fit in the slot. */
-static inline const char *fd_call_error(const fd_geometry_t *g, const fd_call_t *c) {
-    if (c->flags & ~FD_CALL_NEW_STEP) return "unknown call flag";
-    if (c->layer >= g->n_layers) return "layer beyond the model";
-    if (c->n_rows < 1 || c->n_rows > g->max_rows) return "rows outside the slot";
-    if (c->n_attend_rows > c->n_rows) return "more attending rows than rows";
-    if (c->n_entries < 1 || c->n_entries > c->n_rows) return "row table longer than the rows";
-    for (int i = 0; i < 9; i++)
-        if (c->reserved[i]) return "reserved field is not zero";
+/* Checks a copied step header against the geometry. NULL if the rows that it announces fit in the slot. */
+static inline const char *fd_arm_error(const fd_geometry_t *g, const fd_arm_t *a) {
+    if (a->n_rows < 1 || a->n_rows > g->max_rows) return "rows outside the slot";
+    if (a->n_attend_rows > a->n_rows) return "more attending rows than rows";
+    if (a->n_entries < 1 || a->n_entries > a->n_rows) return "row table longer than the rows";
+    for (int i = 0; i < 11; i++)
+        if (a->reserved[i]) return "reserved field is not zero";
     return NULL;
 }
 

@@ -22,11 +22,12 @@ class Port:
     All methods are thread-safe; one thread may use a slot at a time. A waiter spins for `spin_us` microseconds before
     it sleeps. The Port keeps the region mapped until `close`.
 
-    The caller gives exactly one of these, which selects the way that calls leave:
+    The caller gives exactly one of these, which selects the way that messages leave:
 
     - `wake_fd` (shared memory): the R-engine's eventfd, which stays open until `close` returns;
     - `data_fd` (any connected stream socket): the Port owns the socket, even if this raises OSError;
-    - `verbs` (RDMA): a queue pair, which stays connected until `close` returns.
+    - `verbs` (RDMA): a queue pair, which stays connected until `close` returns;
+    - `loopback`: there is no R-node; every message is answered at once, and the O rows stay as they are.
 
     Raises TypeError, ValueError (the region's size does not match the geometry), OSError.
     """
@@ -40,6 +41,7 @@ class Port:
         wake_fd: int = -1,
         data_fd: int = -1,
         verbs: _Verbs = ...,
+        loopback: bool = False,
     ) -> None: ...
     @property
     def down_fd(self) -> int:
@@ -47,20 +49,24 @@ class Port:
     @property
     def reason(self) -> str | None:
         """Why the port is down; None while it is not."""
-    def write_table(self, slot: int, rows: Buffer, /) -> None:
-        """Copy `rows`, an array of fd_row_t, to the slot's row table. Raises like `post`."""
-    def post(self, slot: int, layer: int, n_entries: int, n_rows: int, n_attend_rows: int, new_step: bool, /) -> None:
-        """Publish a call, a layer of a step. Returns at once.
+    def arm(self, slot: int, rows: Buffer, /) -> None:
+        """Copy `rows`, an array of fd_row_t, to the slot's row table and publish the step. Returns at once.
 
-        Raises ConnectionError once the port is down, ValueError if a number is out of bounds or the slot has a call in
+        Raises ConnectionError once the port is down, ValueError if the table does not fit or the slot has a message in
         flight.
         """
-    def wait(self, slot: int, timeout: float, /) -> tuple[int, int, int, str]:
-        """Wait for the reply to the slot's call. Returns (fd_status_t, busy_ns, kv_bytes, message).
+    def ring(self, slot: int, layer: int, /) -> None:
+        """Ask for the step's next layer, whose rows are in the slot. Returns at once. Raises like `arm`."""
+    def wait(self, slot: int, timeout: float, /) -> tuple[int, str] | None:
+        """Wait for the answer to the slot's last `arm` or `ring`. Returns None, or a refusal: (fd_status_t, message).
 
-        If no reply arrives within `timeout` seconds, the port goes down. Raises ConnectionError once the port is down,
-        ValueError if the slot has no call in flight.
+        If no answer arrives within `timeout` seconds, the port goes down. Raises ConnectionError once the port is down,
+        ValueError if the slot has nothing in flight.
         """
+    def disarm(self, slot: int, /) -> tuple[int, int] | None:
+        """End the step. Returns its (busy_ns, kv_bytes) if all of its layers were answered."""
+    def poison(self) -> None:
+        """If the port is down, write FD_POISON into all slots again: a late reply may have overwritten it."""
     def reap(self) -> None:
         """RDMA: take all completions from the queue. A completion with an error takes the port down."""
     def kill(self, reason: str, /) -> None:
@@ -68,14 +74,53 @@ class Port:
     def close(self) -> None:
         """Take the port down, join its threads and let go of the region. Idempotent."""
 
+#: One link's part of a step: its port, its row table (an array of fd_row_t), and the ranges [from, to) of the step's
+#: rows that attend and that are only appended. In the slot, appended rows follow attending rows.
+_Member = tuple[Port, Buffer, int, int, int, int]
+
+#: A failure of one member: its index, its fd_status_t or -1 if its link is down, and the reason. A member that has
+#: failed takes no part in the rest of the step.
+_Failures = list[tuple[int, int, str]] | None
+
+@final
+class StepGroup:
+    """One step of a mini-batch over all links that have rows in it. Each method is one C call, however many links.
+
+    `q` [attending rows], `kv` [rows] and `o` [attending rows] are the step's row buffers on the CPU; without them the
+    rows of the only member are written and read in its slot. One thread at a time may use a group. Raises ValueError if
+    a member's rows do not fit its slot or the buffers.
+    """
+
+    def __init__(
+        self,
+        slot: int,
+        members: Sequence[_Member],
+        q: Buffer | None = None,
+        kv: Buffer | None = None,
+        o: Buffer | None = None,
+    ) -> None: ...
+    def arm(self) -> _Failures:
+        """Publish the step to every link. Returns at once. Raises ValueError if a slot has a message in flight."""
+    def ring(self, layer: int, /) -> _Failures:
+        """Copy every member's rows into its slot and ask for the layer. Returns at once. Raises ValueError like
+        Port.ring."""
+    def wait(self, timeout: float, rows: bool = True) -> _Failures:
+        """Wait until every link has answered, and gather the O rows if `rows` is true; rows of members that have failed
+        become zero.
+
+        A link that does not answer within `timeout` seconds goes down. Members with nothing in flight are passed over.
+        """
+    def disarm(self) -> list[tuple[int, int, int]]:
+        """End the step on every link. Returns (member, busy_ns, kv_bytes) of each member that answered all layers."""
+
 @final
 class Pump:
     """The R side of a link's data path over a stream socket. Keeps the region mapped until `close`."""
 
     def __init__(self, region: Buffer, geometry: _Geometry) -> None: ...
     @property
-    def notify(self) -> object:
-        """The PyCapsule "fastdecode.notify" for LinkService.open_link. The capsule keeps the pump alive."""
+    def carrier(self) -> object:
+        """The PyCapsule "fastdecode.carrier" for LinkService.open_link. The capsule keeps the pump alive."""
     @property
     def down_fd(self) -> int:
         """An eventfd, readable once the data connection has ended."""
@@ -83,7 +128,7 @@ class Pump:
     def reason(self) -> str | None:
         """Why the data connection ended; None while it has not."""
     def start(self, data_fd: int, wake_fd: int, /) -> None:
-        """Start to move calls and replies over a connected stream socket.
+        """Start to move messages over a connected stream socket.
 
         The Pump owns `data_fd`, even if this raises OSError. `wake_fd`, the R-engine's eventfd, stays open until
         `close` returns.
@@ -93,15 +138,12 @@ class Pump:
 
 @final
 class Poster:
-    """The R side of an RDMA link's data path.
-
-    Sets `no_wakeup` in the region's header, and keeps the region mapped until `close`.
-    """
+    """The R side of an RDMA link's data path. Keeps the region mapped until `close`."""
 
     def __init__(self, region: Buffer, geometry: _Geometry) -> None: ...
     @property
-    def notify(self) -> object:
-        """The PyCapsule "fastdecode.notify" for LinkService.open_link. The capsule keeps the poster alive."""
+    def carrier(self) -> object:
+        """The PyCapsule "fastdecode.carrier" for LinkService.open_link. The capsule keeps the poster alive."""
     @property
     def down_fd(self) -> int:
         """An eventfd, readable once the connection has failed."""

@@ -1,19 +1,19 @@
 """The interfaces between a transport, the S-node and the R-node. docs/adding-a-transport.md says how to write one.
 
 A *link* joins one S-node to one R-node. Both ends hold an activation region of the same layout (region/region.h): a
-header page and `n_slots` slots, each with a request half and a reply half. A transport makes the bytes written at one
-end appear at the other end, the doorbell last. A transport does not interpret these bytes; it reads only the counts in
-a call header, which say how many rows the call uses.
+header page and `n_slots` slots. A carrier in C (region/carrier.h) makes the bytes written at one end appear at the
+other end, the word that announces them last. It does not interpret these bytes; it reads only the counts in a step's
+header, which say how many rows the step uses.
 
 A link also has a control connection, which carries length-prefixed JSON frames (`frames.py`). The hand-shake
 (`handshake.py`: version, shared secret, geometry) and the requests FREE, TRIM, FORK and RESIZE go over the control
 connection. asyncio drives the control connection. The data path is C and memory, and never enters the event loop.
 
-A waiter spins for `--spin-us`, yielding its core to other threads between two looks at the bell, and then sleeps until
-the other side wakes it. A thread of the S-Part waits in `Link.wait`; the R-engine's threads wait for the calls of all
-links at once. A transport starts no thread that spins. If bytes must be received before a bell can change (TCP), the
-waiter receives them: the S-Part's thread in `Link.wait`, the R-engine's thread 0 through the fd_poll_fn of
-region/doorbell.h. An idle node uses less than 1 % of a core.
+A waiter spins for `--spin-us`, yielding its core to other threads between two looks at the word, and then sleeps until
+the other side wakes it. A thread of the S-Part waits in `Link.wait`, or for several links at once in a StepGroup; the
+R-engine's threads wait for all links at once. A transport starts no thread that spins. If bytes must be received before
+a word can change (TCP), the waiter receives them, through the carrier's `poll`. An idle node uses less than 1 % of a
+core.
 
 A transport is one module with two coroutines, registered by URL scheme in `registry.py`:
 
@@ -21,8 +21,6 @@ A transport is one module with two coroutines, registered by URL scheme in `regi
     async def serve(url, service, secret, *, insecure) -> Server             # R side; `service` is a LinkService
 
 The conformance suite of the transports is tests/transports: test_transports.py, test_link_faults.py, test_waiting.py.
-A transport whose request bells cannot wake the R-engine, because a device writes them and no code runs at the R side,
-sets `no_wakeup` in the region's header before it calls LinkService.open_link.
 """
 
 from __future__ import annotations
@@ -30,11 +28,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from fastdecode.region.geometry import Geometry, RegionLayout
+
+if TYPE_CHECKING:
+    from ._native import Port
 
 
 class TransportError(Exception):
@@ -117,11 +118,13 @@ class Link(ABC):
 
     The data path may be used from any thread, one thread per slot at a time; `wait` releases the GIL. A step goes:
 
-        1. call `write_table` once;
-        2. for each layer, write the Q and KV rows into `region` at the offsets of `layout`, call `post`, do other work,
-           call `wait`, and read the O rows from `region`.
+        1. `arm` its row table, then `wait` for the R-node's verdict;
+        2. for each layer in order, write the Q and KV rows into `region` at the offsets of `layout`, `ring` the layer,
+           do other work, `wait`, and read the O rows from `region`;
+        3. `disarm`.
 
-    The request half of a slot must not change between `post` and the return of `wait`.
+    The rows of a slot must not change between `ring` and the return of `wait`. A step may be abandoned after any layer:
+    the next `arm` replaces it. `port` is for a StepGroup, which does the same for several links in one call.
 
     The control path consists of coroutines on the event loop that opened the link. The R-node acknowledges FREE: until
     `free` returns, the sequence's pages count as used and the S-node must not use its sequence index again.
@@ -132,29 +135,41 @@ class Link(ABC):
     lease: Lease
     layout: RegionLayout
     region: memoryview  # the whole region as writable bytes
+    port: Port  # the data path in C
 
     @abstractmethod
-    def write_table(self, slot: int, entries: np.ndarray) -> None:
-        """Write the slot's row table: `entries` [n_entries] of ROW_DTYPE, entries with ROW_ATTEND first.
+    def arm(self, slot: int, entries: np.ndarray) -> None:
+        """Publish a step: `entries` [n_entries] of ROW_DTYPE, entries with ROW_ATTEND first. Returns at once.
 
-        Raises ValueError (wrong dtype, more entries than the slot has room for, a call in flight), LinkDown, which
-        names this link.
+        Raises ValueError (wrong dtype, more entries or rows than the slot has room for, a message of this slot in
+        flight), LinkDown, which names this link.
         """
 
     @abstractmethod
-    def post(self, slot: int, layer: int, n_entries: int, n_rows: int, n_attend_rows: int, new_step: bool) -> None:
-        """Publish one call, a layer of a step: the header, then the doorbell. Returns at once.
+    def ring(self, slot: int, layer: int) -> None:
+        """Ask for a layer of the step. The layers of a step come in order. Returns at once.
 
-        `n_rows` counts the KV rows, `n_attend_rows` the Q rows; `new_step` says that the row table is new. Raises
-        ValueError (a number out of bounds, a call of this slot in flight), LinkDown, which names this link.
+        Raises ValueError (a layer out of order, no step, a message of this slot in flight), LinkDown, which names this
+        link.
         """
 
     @abstractmethod
-    def wait(self, slot: int, timeout: float) -> CallTimes:
-        """Block until the reply to the slot's last `post` has arrived.
+    def wait(self, slot: int, timeout: float) -> None:
+        """Block until the answer to the slot's last `arm` or `ring` has arrived.
 
-        Raises CallRefused, LinkDown (also if no reply arrives within `timeout` seconds), ValueError (no call in
-        flight). CallRefused and LinkDown name this link.
+        Raises CallRefused, LinkDown (also if no answer arrives within `timeout` seconds), ValueError (nothing is in
+        flight). CallRefused and LinkDown name this link. After CallRefused the slot has no step.
+        """
+
+    @abstractmethod
+    def disarm(self, slot: int) -> StepTimes | None:
+        """End the step. Returns its cost if all of its layers were answered, else None."""
+
+    @abstractmethod
+    def failure(self, status: int, message: str) -> TransportError:
+        """The error that a StepGroup's failure on this link stands for: CallRefused or LinkDown, which names this link.
+
+        `status` is -1 for a link that is down. A link that the R-node has closed goes down.
         """
 
     @abstractmethod
@@ -202,10 +217,10 @@ class Link(ABC):
 
 
 @dataclass(frozen=True, slots=True)
-class CallTimes:
-    """The cost of one call, as the R-node reports it."""
+class StepTimes:
+    """The cost of one step, as the R-node reports it."""
 
-    busy_ns: int  # time that the R-engine worked on the call
+    busy_ns: int  # time that the R-engine worked on the step's layers
     kv_bytes: int  # KV-cache bytes that it read
 
 
@@ -214,12 +229,12 @@ class LinkService(Protocol):
 
     name: str  # the R-node's name, which CHALLENGE tells to every S-node
 
-    def open_link(self, hello: Hello, region: memoryview, notify: object | None) -> LinkGrant:
-        """Grant a lease, and let the R-engine serve the calls that appear in `region`.
+    def open_link(self, hello: Hello, region: memoryview, carrier: object | None) -> LinkGrant:
+        """Grant a lease, and let the R-engine serve the steps that appear in `region`.
 
-        The caller has written the region's header and keeps the region mapped until LinkGrant.close returns. `notify`
-        is None or a PyCapsule named "fastdecode.notify" around an fd_notify_t (region/doorbell.h); the R-engine calls
-        its `fn` after it has rung a reply bell. Raises LinkRefused.
+        The caller has written the region's header and keeps the region mapped until LinkGrant.close returns. `carrier`
+        is a PyCapsule named "fastdecode.carrier" around an fd_carrier_t (region/carrier.h); None for shared memory.
+        Raises LinkRefused.
         """
 
 

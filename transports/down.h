@@ -47,13 +47,11 @@ static inline void fd_down_set(fd_down_t *d, const char *reason) {
     pthread_mutex_unlock(&d->lock);
 }
 
-/* Sets `d`. On the S side, also wakes every thread that waits for a reply, because no reply will come. */
+/* Sets `d`. On the S side, also poisons the region and wakes every waiter, because no reply will come. */
 static inline void fd_down_stop_link(fd_down_t *d, fd_side_t side, uint8_t *region, const fd_geometry_t *g,
                                      const char *reason) {
     fd_down_set(d, reason);
-    if (side != FD_SIDE_S) return;
-    const fd_layout_t y = fd_region_layout(g);
-    for (uint32_t i = 0; i < g->n_slots; i++) fd_stop_waiters(fd_slot_at(region, &y, i), &d->flag);
+    if (side == FD_SIDE_S) fd_poison_all(region, g);
 }
 
 static inline void fd_down_reason(fd_down_t *d, char out[256]) {

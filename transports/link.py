@@ -16,7 +16,7 @@ from fastdecode.region.contract import ROW_DTYPE, Status
 from fastdecode.region.region import Region
 
 from ._native import Port
-from .base import CallRefused, CallTimes, Lease, Link, LinkDown
+from .base import CallRefused, Lease, Link, LinkDown, StepTimes, TransportError
 from .frames import FrameSocket
 from .messages import MAX_HANDLES, Error, Fork, Free, Ok, Ping, ProtocolError, Request, Resize, Stats, Trim
 
@@ -58,7 +58,7 @@ class RegionLink(Link):
         self.layout = region.layout
         self.region = region.view
         self._region_map = region
-        self._port = port
+        self.port = port
         self._conn = conn
         self._release = release
         self._loop = asyncio.get_running_loop()
@@ -73,31 +73,38 @@ class RegionLink(Link):
 
     # ---- data path ----
 
-    def write_table(self, slot: int, entries: np.ndarray) -> None:
+    def arm(self, slot: int, entries: np.ndarray) -> None:
         if entries.dtype != ROW_DTYPE:
             raise ValueError(f"a row table has dtype ROW_DTYPE, not {entries.dtype}")
         try:
-            self._port.write_table(slot, np.ascontiguousarray(entries).view(np.uint8))
+            self.port.arm(slot, np.ascontiguousarray(entries).view(np.uint8))
         except ConnectionError as error:
             raise self._link_down(error, self) from None
 
-    def post(self, slot: int, layer: int, n_entries: int, n_rows: int, n_attend_rows: int, new_step: bool) -> None:
+    def ring(self, slot: int, layer: int) -> None:
         try:
-            self._port.post(slot, layer, n_entries, n_rows, n_attend_rows, new_step)
+            self.port.ring(slot, layer)
         except ConnectionError as error:
             raise self._link_down(error, self) from None
 
-    def wait(self, slot: int, timeout: float) -> CallTimes:
+    def wait(self, slot: int, timeout: float) -> None:
         try:
-            status, busy_ns, kv_bytes, message = self._port.wait(slot, timeout)
+            refusal = self.port.wait(slot, timeout)
         except ConnectionError as error:
             raise self._link_down(error, self) from None
+        if refusal is not None:
+            raise self.failure(*refusal)
+
+    def disarm(self, slot: int) -> StepTimes | None:
+        totals = self.port.disarm(slot)
+        return None if totals is None else StepTimes(*totals)
+
+    def failure(self, status: int, message: str) -> TransportError:
         if status == Status.LINK_CLOSED:
-            self._port.kill(message)
-            raise self._link_down(message, self)
-        if status:
-            raise CallRefused(status, message, self)
-        return CallTimes(busy_ns, kv_bytes)
+            self.port.kill(message)
+        if status in (-1, Status.LINK_CLOSED):
+            return self._link_down(message, self)
+        return CallRefused(status, message, self)
 
     def _link_down(self, error: object, link: RegionLink | None = None) -> LinkDown:
         return LinkDown(f"link {self.url} is down: {error}", link)
@@ -190,8 +197,8 @@ class RegionLink(Link):
 
     def _on_port_down(self) -> None:
         # An R-node that ends a link sends the reason on the control connection, where it may not have been read yet.
-        self._loop.remove_reader(self._port.down_fd)
-        self._loop.call_later(REASON_WAIT_S, self._end, LinkDown(self._port.reason or "the data path ended"))
+        self._loop.remove_reader(self.port.down_fd)
+        self._loop.call_later(REASON_WAIT_S, self._end, LinkDown(self.port.reason or "the data path ended"))
 
     def _end(self, error: BaseException | None) -> None:
         """Start to end the link with `error` (None: `close` was called). Only the first call counts."""
@@ -201,8 +208,8 @@ class RegionLink(Link):
         if error is not None:
             self._error = self._link_down(error)
             log.warning("%s", self._error)
-        self._loop.remove_reader(self._port.down_fd)
-        self._port.kill(str(error or "it was closed"))
+        self._loop.remove_reader(self.port.down_fd)
+        self.port.kill(str(error or "it was closed"))
         for answer in self._unanswered.values():
             if not answer.done():
                 answer.set_exception(self._ended_error())
@@ -230,7 +237,7 @@ class RegionLink(Link):
 
     async def _release_all(self) -> None:
         self._conn.close()
-        await self._loop.run_in_executor(None, self._port.close)
+        await self._loop.run_in_executor(None, self.port.close)
         if self._release:
             self._release()
         self._region_map.close()

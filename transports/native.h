@@ -7,6 +7,17 @@
 
 #include "port.h"
 #include "py_geometry.h"
+#include "rdma_poster.h"
+#include "tcp_pump.h"
+
+/* `text` as a str; bytes that are no UTF-8 are replaced. */
+PyObject *fd_py_text(const char *text);
+
+/* Raises ConnectionError with the reason why the link is down. */
+PyObject *fd_py_down_error(fd_down_t *down);
+
+/* O& converter: seconds, a float that is not negative, to nanoseconds (uint64_t). */
+int fd_py_timeout(PyObject *object, void *out);
 
 /* The reason why the link is down, or None if it is not down. */
 PyObject *fd_py_down_reason(fd_down_t *down);
@@ -18,6 +29,6 @@ int fd_py_verbs(PyObject *object, void *out);
 /* The function verbs_fds of _native.pyi. */
 PyObject *fd_py_verbs_fds(PyObject *module, PyObject *args);
 
-extern PyType_Spec fd_py_pump_spec, fd_py_poster_spec;
+extern PyType_Spec fd_py_port_spec, fd_py_group_spec, fd_py_pump_spec, fd_py_poster_spec;
 
 #endif

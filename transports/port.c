@@ -1,8 +1,29 @@
 #include "port.h"
 
-/* Longest nap (fd_nap_ns) of a thread that waits for a reply over RDMA, where no thread is woken by a bell. */
-#define NAP_MAX_NS 1000000u
-#define RING_AGAIN_NS 250000000u /* such a thread rings again this often */
+enum { UNSURE_MAX = 1000 }; /* see `meaningless` */
+
+/* ---- carriers without a wire ---- */
+
+static void shm_send(void *self, uint32_t slot, fd_message_t message) {
+    const fd_shm_s_t *shm = self;
+    (void)slot, (void)message;
+    fd_wake_engine(&shm->header->engine_asleep, shm->wake_fd);
+}
+
+const fd_carrier_ops_t fd_shm_s_ops = {.send = shm_send, .wakes = true};
+
+static void loopback_send(void *self, uint32_t index, fd_message_t message) {
+    fd_port_t *port = self;
+    fd_slot_t *slot = fd_slot_at(port->region, &port->layout, index);
+    if (message == FD_ARM || slot->layer_request == port->geometry.n_layers)
+        slot->report = (fd_report_t){.number = slot->arm.number, .n_layers = port->geometry.n_layers};
+    if (message == FD_ARM) fd_bell_store(&slot->armed_bell, slot->arm.number);
+    else fd_word_store(&slot->layer_reply, slot->layer_request);
+}
+
+const fd_carrier_ops_t fd_loopback_ops = {.send = loopback_send, .wakes = true};
+
+/* ---- life ---- */
 
 int fd_port_init(fd_port_t *port, uint8_t *region, const fd_geometry_t *g, uint32_t spin_us) {
     memset(port, 0, sizeof *port);
@@ -10,91 +31,162 @@ int fd_port_init(fd_port_t *port, uint8_t *region, const fd_geometry_t *g, uint3
     port->geometry = *g;
     port->layout = fd_region_layout(g);
     port->spin_ns = spin_us * 1000ull;
-    port->wake_fd = -1;
     return fd_down_init(&port->down);
+}
+
+static fd_slot_t *slot_of(const fd_port_t *port, uint32_t index) {
+    return fd_slot_at(port->region, &port->layout, index);
 }
 
 void fd_port_kill(fd_port_t *port, const char *reason) {
     fd_down_stop_link(&port->down, FD_SIDE_S, port->region, &port->geometry, reason);
 }
 
-fd_port_result_t fd_port_post(fd_port_t *port, uint32_t index, fd_call_t *call, const char **misuse) {
+void fd_port_poison(fd_port_t *port) {
+    if (fd_is_down(&port->down)) fd_poison_all(port->region, &port->geometry);
+}
+
+/* ---- arming and asking ---- */
+
+fd_port_result_t fd_port_arm(fd_port_t *port, uint32_t index, const fd_row_t *rows, size_t n_entries,
+                             const char **misuse) {
+    *misuse = NULL;
+    /* The first check, because the end of a link may leave a slot waiting for ever. */
+    if (fd_is_down(&port->down)) return FD_PORT_DOWN;
+    fd_port_slot_t *state = &port->slots[index < FD_MAX_SLOTS ? index : 0];
+    if (index >= port->geometry.n_slots) *misuse = "the slot is beyond the region";
+    else if (n_entries > port->geometry.max_rows) *misuse = "the row table is longer than the slot allows";
+    else if (state->phase == FD_SLOT_ARMING || state->phase == FD_SLOT_ASKED)
+        *misuse = "the slot's last message has not been waited for";
+    if (*misuse) return FD_PORT_MISUSE;
+    uint64_t n_rows = 0, n_attend_rows = 0;
+    for (size_t i = 0; i < n_entries; i++) {
+        n_rows += rows[i].n_rows;
+        if (rows[i].flags & FD_ROW_ATTEND) n_attend_rows += rows[i].n_rows;
+    }
+    if (n_rows > port->geometry.max_rows) *misuse = "the table has more rows than the slot";
+    fd_arm_t arm = {.number = state->arm.number + 1,
+                    .n_entries = (uint32_t)n_entries,
+                    .n_rows = (uint32_t)n_rows,
+                    .n_attend_rows = (uint32_t)n_attend_rows};
+    if (!*misuse) *misuse = fd_arm_error(&port->geometry, &arm);
+    if (*misuse) return FD_PORT_MISUSE;
+
+    fd_slot_t *slot = slot_of(port, index);
+    *state = (fd_port_slot_t){.phase = FD_SLOT_ARMING, .arm = arm};
+    memcpy((uint8_t *)slot + port->layout.table, rows, n_entries * sizeof *rows);
+    slot->arm = arm;
+    fd_bell_store(&slot->arm_bell, arm.number);
+    port->carrier.ops->send(port->carrier.self, index, FD_ARM);
+    return FD_PORT_OK;
+}
+
+fd_port_result_t fd_port_ring(fd_port_t *port, uint32_t index, uint32_t layer, const char **misuse) {
+    *misuse = NULL;
     if (fd_is_down(&port->down)) return FD_PORT_DOWN;
     if (index >= port->geometry.n_slots) *misuse = "the slot is beyond the region";
-    else if (port->slots[index].in_flight) *misuse = "the slot's last call has not been waited for";
-    else *misuse = fd_call_error(&port->geometry, call);
+    else if (port->slots[index].phase == FD_SLOT_ASKED || port->slots[index].phase == FD_SLOT_ARMING)
+        *misuse = "the slot's last message has not been waited for";
+    else if (port->slots[index].phase != FD_SLOT_ARMED) *misuse = "no step is armed in the slot";
+    else if (layer >= port->geometry.n_layers) *misuse = "layer beyond the model";
+    else if (layer != port->slots[index].asked) *misuse = "the layers of a step are asked for in order";
     if (*misuse) return FD_PORT_MISUSE;
 
-    call->number = port->slots[index].call.number + 1;
-    port->slots[index].call = *call;
-    port->slots[index].in_flight = true;
-    fd_slot_t *slot = fd_slot_at(port->region, &port->layout, index);
-    slot->call = *call;
-    if (port->pump) fd_pump_send(port->pump, index);
-    else if (port->poster) fd_poster_send(port->poster, index);
-    else fd_ring_request(slot, call->number, &((fd_region_header_t *)port->region)->engine_asleep, port->wake_fd);
+    fd_port_slot_t *state = &port->slots[index];
+    fd_slot_t *slot = slot_of(port, index);
+    state->phase = FD_SLOT_ASKED;
+    state->asked = layer + 1;
+    state->unsure = 0;
+    fd_word_store(&slot->layer_request, layer + 1);
+    port->carrier.ops->send(port->carrier.self, index, FD_LAYER);
     return FD_PORT_OK;
 }
 
-/* fd_wait_reply for a bell that a device writes. After each nap this function takes the device's completions, so that a
- * dead peer is noticed even while the event loop is busy. Now and then it rings again, so that the device has something
- * to report. */
-static fd_wait_t wait_without_wakeup(fd_port_t *port, uint32_t index, uint64_t number, uint64_t timeout_ns) {
-    fd_slot_t *slot = fd_slot_at(port->region, &port->layout, index);
-    uint64_t start = fd_now_ns(), spin_ns = port->spin_ns, rung_ns = 0;
-    for (;;) {
-        uint64_t waited = fd_now_ns() - start;
-        if (waited >= timeout_ns) return FD_WAIT_TIMEOUT;
-        uint64_t nap = fd_nap_ns(waited, NAP_MAX_NS);
-        uint64_t left = timeout_ns - waited;
-        fd_wait_t result =
-            fd_wait_reply(slot, number, spin_ns, spin_ns + nap < left ? spin_ns + nap : left, &port->down.flag);
-        if (result != FD_WAIT_TIMEOUT) return result;
-        spin_ns = 0;
-        if (waited - rung_ns >= RING_AGAIN_NS) fd_poster_ring_again(port->poster, index), rung_ns = waited;
-        else fd_poster_reap(port->poster);
-    }
+/* ---- looking ---- */
+
+static void violated(fd_awaited_t *a, const char *reason) {
+    fd_port_kill(a->port, reason);
+    a->result = FD_PORT_DOWN;
 }
 
-static fd_wait_t wait_reply(fd_port_t *port, uint32_t index, uint64_t number, uint64_t timeout_ns) {
-    if (port->poster) return wait_without_wakeup(port, index, number, timeout_ns);
-    return fd_wait_reply(fd_slot_at(port->region, &port->layout, index), number, port->spin_ns, timeout_ns,
-                         &port->down.flag);
+/* A word shows neither what it showed before nor what is waited for. A software RDMA device may write a word byte by
+ * byte, so the waiter reads it again for a while before it blames the peer. */
+static void meaningless(fd_awaited_t *a, fd_port_slot_t *state, const char *reason) {
+    if (++state->unsure > UNSURE_MAX) violated(a, reason);
 }
 
-fd_port_result_t fd_port_wait(fd_port_t *port, uint32_t index, uint64_t timeout_ns, fd_reply_t *reply,
-                              const char **misuse) {
-    if (index >= port->geometry.n_slots) *misuse = "the slot is beyond the region";
-    else if (!port->slots[index].in_flight) *misuse = "no call has been posted to the slot";
-    else *misuse = NULL;
-    if (*misuse) return FD_PORT_MISUSE;
+/* Copies and checks the report. `ok`: the step must stand well; else it must not. NULL, or what is wrong. */
+static const char *read_report(const fd_port_t *port, uint32_t index, bool ok, fd_report_t *report) {
+    fd_copy_out(report, &slot_of(port, index)->report, sizeof *report);
+    report->message[sizeof report->message - 1] = 0;
+    if (report->number != port->slots[index].arm.number) return "a report does not carry its step's number";
+    if (report->status > FD_INTERNAL) return "a report has an unknown status";
+    if ((report->status == FD_OK) != ok) return "a report's status does not match its words";
+    return NULL;
+}
 
-    const fd_call_t *call = &port->slots[index].call;
-    const fd_slot_t *slot = fd_slot_at(port->region, &port->layout, index);
-    char late[128];
-    uint64_t waited_ns = port->pump ? fd_pump_receive(port->pump, index, call->number, port->spin_ns, timeout_ns) : 0;
-    uint64_t left_ns = waited_ns < timeout_ns ? timeout_ns - waited_ns : 0;
-    switch (wait_reply(port, index, call->number, left_ns)) {
-    case FD_WAIT_DONE: break;
-    case FD_WAIT_STOPPED: return FD_PORT_DOWN;
-    case FD_WAIT_TIMEOUT:
-        snprintf(late, sizeof late, "no reply to call %llu of slot %u within %.3g s", (unsigned long long)call->number,
-                 index, (double)timeout_ns * 1e-9);
-        fd_port_kill(port, late);
-        return FD_PORT_DOWN;
+static void refused(fd_awaited_t *a, fd_port_slot_t *state) {
+    a->result = FD_PORT_REFUSED;
+    state->phase = FD_SLOT_IDLE;
+}
+
+static void look_for_verdict(fd_awaited_t *a, fd_port_slot_t *state, fd_slot_t *slot) {
+    fd_port_t *port = a->port;
+    const uint64_t bell = fd_bell_read(&slot->armed_bell);
+    if (bell != state->arm.number) {
+        if (fd_is_down(&port->down)) a->result = FD_PORT_DOWN;
+        else if (bell != state->arm.number - 1) meaningless(a, state, "the armed bell shows a step that was not armed");
+        return;
     }
-
-    fd_copy_out(reply, &slot->reply, sizeof *reply);
-    reply->message[sizeof reply->message - 1] = 0;
-    const char *wrong = NULL;
-    if (reply->number != call->number) wrong = "a reply does not carry its call's number";
-    else if (reply->status > FD_INTERNAL) wrong = "a reply has an unknown status";
-    else if (reply->n_attend_rows != (reply->status == FD_OK ? call->n_attend_rows : 0))
-        wrong = "a reply's rows do not match its call";
+    const bool ok = __atomic_load_n(&slot->report.status, __ATOMIC_RELAXED) == FD_OK;
+    const char *wrong = read_report(port, a->slot, ok, &a->report);
     if (wrong) {
-        fd_port_kill(port, wrong);
-        return FD_PORT_DOWN;
+        violated(a, wrong);
+    } else if (!ok) {
+        refused(a, state);
+    } else {
+        __atomic_store_n(&slot->layer_reply, 0, __ATOMIC_SEQ_CST);
+        state->phase = FD_SLOT_ARMED;
+        a->result = FD_PORT_OK;
+        if (fd_is_down(&port->down)) { /* the store above may have undone the poison */
+            fd_port_poison(port);
+            a->result = FD_PORT_DOWN;
+        }
     }
-    port->slots[index].in_flight = false;
-    return FD_PORT_OK;
+}
+
+static void look_for_reply(fd_awaited_t *a, fd_port_slot_t *state, fd_slot_t *slot) {
+    const uint32_t word = fd_word_read(&slot->layer_reply);
+    if (word == state->asked) {
+        state->phase = FD_SLOT_ARMED;
+        a->result = FD_PORT_OK;
+    } else if (fd_is_down(&a->port->down)) {
+        a->result = FD_PORT_DOWN;
+    } else if (word == FD_POISON) {
+        const char *wrong = read_report(a->port, a->slot, false, &a->report);
+        if (wrong) violated(a, wrong);
+        else refused(a, state);
+    } else if (word != state->asked - 1) {
+        meaningless(a, state, "a reply arrived for a layer that was not asked for");
+    }
+}
+
+void fd_port_look(fd_awaited_t *a) {
+    fd_port_slot_t *state = &a->port->slots[a->slot];
+    fd_slot_t *slot = slot_of(a->port, a->slot);
+    if (state->phase == FD_SLOT_ARMING) look_for_verdict(a, state, slot);
+    else look_for_reply(a, state, slot);
+}
+
+/* ---- disarming ---- */
+
+bool fd_port_disarm(fd_port_t *port, uint32_t index, fd_report_t *report) {
+    fd_port_slot_t *state = &port->slots[index];
+    const bool whole = state->phase == FD_SLOT_ARMED && state->asked == port->geometry.n_layers;
+    if (!fd_is_down(&port->down) && (state->phase == FD_SLOT_ARMING || state->phase == FD_SLOT_ASKED)) return false;
+    state->phase = FD_SLOT_IDLE;
+    if (!whole) return false;
+    const char *wrong = read_report(port, index, true, report);
+    if (wrong) fd_port_kill(port, wrong);
+    return !wrong;
 }

@@ -1,48 +1,92 @@
-/* The S side's data path: posts calls into a region and waits for their replies, over any transport.
+/* The S side's data path: arms steps, asks for their layers and waits, over any carrier.
  *
  * Any thread may use a port, but only one thread at a time may use a slot. Any thread may call fd_port_kill, which
- * ends every wait.
+ * ends every wait. A slot goes through these phases:
+ *
+ *   IDLE -- fd_port_arm --> ARMING -- fd_port_await --> ARMED -- fd_port_ring --> ASKED -- fd_port_await --> ARMED ...
+ *
+ * A refusal, and fd_port_disarm, lead back to IDLE. fd_port_arm in phase ARMED abandons the step.
  */
 #ifndef FD_PORT_H
 #define FD_PORT_H
 
+#include "carrier.h"
 #include "down.h"
-#include "rdma_poster.h"
-#include "tcp_pump.h"
+
+typedef enum { FD_SLOT_IDLE, FD_SLOT_ARMING, FD_SLOT_ARMED, FD_SLOT_ASKED } fd_slot_phase_t;
+
+typedef struct {
+    fd_slot_phase_t phase;
+    fd_arm_t arm;    /* the step's sizes; its number is the last one used */
+    uint32_t asked;  /* layers that have been asked for */
+    uint32_t unsure; /* reads in a row that showed a word with no meaning here; see `meaningless` in port.c */
+} fd_port_slot_t;
 
 typedef struct {
     uint8_t *region;
     fd_geometry_t geometry;
     fd_layout_t layout;
-    uint64_t spin_ns;
-    int wake_fd;         /* shm: the R-engine's eventfd; else -1 */
-    fd_pump_t *pump;     /* TCP; else NULL */
-    fd_poster_t *poster; /* RDMA; else NULL */
+    uint64_t spin_ns; /* how long a waiter spins before it sleeps */
+    fd_carrier_t carrier;
     fd_down_t down;
-    struct {
-        fd_call_t call; /* the call in flight, or the last one */
-        bool in_flight;
-    } slots[FD_MAX_SLOTS];
+    fd_port_slot_t slots[FD_MAX_SLOTS];
 } fd_port_t;
 
 typedef enum {
     FD_PORT_OK,
-    FD_PORT_MISUSE, /* the caller made a mistake; nothing has been sent */
-    FD_PORT_DOWN,   /* the reason is in `down` */
+    FD_PORT_PENDING,
+    FD_PORT_MISUSE,  /* the caller made a mistake; nothing has been sent */
+    FD_PORT_REFUSED, /* the report says why; the link stays usable */
+    FD_PORT_DOWN,    /* the reason is in `down` */
 } fd_port_result_t;
 
-/* `spin_us`: how long a waiter spins before it sleeps. Returns 0, or -1 with errno if no descriptor is free. */
+/* The caller sets `carrier` afterwards. Returns 0, or -1 with errno if no descriptor is free. */
 int fd_port_init(fd_port_t *port, uint8_t *region, const fd_geometry_t *g, uint32_t spin_us);
 
-/* Sets the number of `call` and publishes it. Its rows, and with FD_CALL_NEW_STEP its table, must be in the slot
- * already. On FD_PORT_MISUSE *misuse is a sentence. */
-fd_port_result_t fd_port_post(fd_port_t *port, uint32_t slot, fd_call_t *call, const char **misuse);
+/* Copies the row table `rows` into the slot and publishes the step. Returns at once. `*misuse` is a sentence on
+ * FD_PORT_MISUSE. */
+fd_port_result_t fd_port_arm(fd_port_t *port, uint32_t slot, const fd_row_t *rows, size_t n_entries,
+                             const char **misuse);
 
-/* Waits for the reply to the slot's last call, copies it to *reply and checks it. A timeout takes the port down. */
-fd_port_result_t fd_port_wait(fd_port_t *port, uint32_t slot, uint64_t timeout_ns, fd_reply_t *reply,
-                              const char **misuse);
+/* Asks for the step's next layer, which must be `layer`. Its rows must be in the slot. Returns at once. */
+fd_port_result_t fd_port_ring(fd_port_t *port, uint32_t slot, uint32_t layer, const char **misuse);
 
-/* Takes the port down and ends every wait. A port that is down keeps its first reason. */
+/* What a slot waits for: the verdict on its step, or the reply to the layer that was asked for. */
+typedef struct {
+    fd_port_t *port;
+    uint32_t slot;
+    fd_port_result_t result; /* FD_PORT_PENDING until the wait for it has ended */
+    fd_report_t report;      /* with FD_PORT_REFUSED */
+    bool polling;            /* used by fd_port_await */
+    bool open;               /* for the caller: fd_port_await leaves it alone */
+} fd_awaited_t;
+
+/* Reads the words of one slot without waiting: sets `result` and `report`. */
+void fd_port_look(fd_awaited_t *awaited);
+
+/* Waits until none of the `n` results is pending. After `timeout_ns` the ports that are still pending go down. The
+ * slots must be in phase ARMING or ASKED. */
+void fd_port_await(fd_awaited_t *awaited, size_t n, uint64_t timeout_ns);
+
+/* Ends the step. Returns true and fills `report` with its totals if all of its layers have been answered. A report that
+ * makes no sense takes the port down. */
+bool fd_port_disarm(fd_port_t *port, uint32_t slot, fd_report_t *report);
+
+/* Takes the port down, poisons its slots and ends every wait. A port that is down keeps its first reason. */
 void fd_port_kill(fd_port_t *port, const char *reason);
+
+/* If the port is down, poisons its slots again. For a device's watchdog: a late reply may overwrite the poison. */
+void fd_port_poison(fd_port_t *port);
+
+/* Shared memory: `self` is an fd_shm_s_t. */
+typedef struct {
+    fd_region_header_t *header;
+    int wake_fd; /* the R-engine's eventfd */
+} fd_shm_s_t;
+extern const fd_carrier_ops_t fd_shm_s_ops;
+
+/* No R-node: the carrier answers every message itself at once, and O rows stay as they are. `self` is the port. For
+ * measurements of the S-Part alone, and to warm a device up. */
+extern const fd_carrier_ops_t fd_loopback_ops;
 
 #endif

@@ -9,8 +9,7 @@ typedef struct {
     void *(*make)(uint8_t *region, const fd_geometry_t *g, fd_down_t *down); /* NULL if out of memory */
     void (*stop)(void *carrier);
     void (*free)(void *carrier);
-    fd_notify_fn send;
-    fd_poll_fn poll; /* or NULL */
+    const fd_carrier_ops_t *carrier;
 } carrier_ops_t;
 
 typedef struct {
@@ -18,9 +17,9 @@ typedef struct {
     const carrier_ops_t *ops;
     Py_buffer region;
     fd_down_t down;
-    void *carrier; /* fd_pump_t or fd_poster_t */
-    fd_notify_t notify;
-    bool open; /* the object holds the region; changes under the GIL */
+    void *carrier;         /* fd_pump_t or fd_poster_t */
+    fd_carrier_t contract; /* what the capsule points to */
+    bool open;             /* the object holds the region; changes under the GIL */
 } CarrierObject;
 
 /* ---- what both types do ---- */
@@ -47,7 +46,7 @@ static PyObject *carrier_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
         goto fail;
     }
     self->open = true;
-    self->notify = (fd_notify_t){ops->send, self->carrier, ops->poll};
+    self->contract = (fd_carrier_t){ops->carrier, self->carrier};
     return (PyObject *)self;
 fail:
     Py_DECREF(self);
@@ -80,11 +79,11 @@ static PyObject *carrier_close(CarrierObject *self, PyObject *unused) {
 
 static PyObject *carrier_get_reason(CarrierObject *self, void *closure) { return fd_py_down_reason(&self->down); }
 
-static void notify_free(PyObject *capsule) { Py_DECREF((PyObject *)PyCapsule_GetContext(capsule)); }
+static void capsule_free(PyObject *capsule) { Py_DECREF((PyObject *)PyCapsule_GetContext(capsule)); }
 
-/* The capsule keeps the object alive: an R-engine thread may call `notify` until its link is closed. */
-static PyObject *carrier_get_notify(CarrierObject *self, void *closure) {
-    PyObject *capsule = PyCapsule_New(&self->notify, FD_NOTIFY_CAPSULE, notify_free);
+/* The capsule keeps the object alive: an R-engine thread may use the carrier until its link is closed. */
+static PyObject *carrier_get_capsule(CarrierObject *self, void *closure) {
+    PyObject *capsule = PyCapsule_New(&self->contract, FD_CARRIER_CAPSULE, capsule_free);
     if (!capsule) return NULL;
     Py_INCREF(self);
     PyCapsule_SetContext(capsule, self);
@@ -98,7 +97,7 @@ static PyMemberDef carrier_members[] = {
 
 static PyGetSetDef carrier_getset[] = {
     {"reason", (getter)carrier_get_reason, NULL, NULL, NULL},
-    {"notify", (getter)carrier_get_notify, NULL, NULL, NULL},
+    {"carrier", (getter)carrier_get_capsule, NULL, NULL, NULL},
     {0},
 };
 
@@ -123,7 +122,7 @@ static void stop_pump(void *pump) { fd_pump_stop(pump); }
 static void free_pump(void *pump) { fd_pump_free(pump); }
 
 static PyObject *pump_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    static const carrier_ops_t ops = {"OO&:Pump", make_pump, stop_pump, free_pump, fd_pump_send, fd_pump_poll};
+    static const carrier_ops_t ops = {"OO&:Pump", make_pump, stop_pump, free_pump, &fd_pump_ops};
     return carrier_new(type, args, kwargs, &ops);
 }
 
@@ -160,7 +159,7 @@ static void stop_poster(void *poster) { fd_poster_stop(poster); }
 static void free_poster(void *poster) { fd_poster_free(poster); }
 
 static PyObject *poster_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    static const carrier_ops_t ops = {"OO&:Poster", make_poster, stop_poster, free_poster, fd_poster_send, NULL};
+    static const carrier_ops_t ops = {"OO&:Poster", make_poster, stop_poster, free_poster, &fd_poster_ops};
     return carrier_new(type, args, kwargs, &ops);
 }
 

@@ -133,7 +133,7 @@ class _RdmaCarrier(Carrier):
         self._poster = Poster(region.view, geometry_tuple(region.geometry))
         self._endpoint: Endpoint | None = None
         self._detached = False
-        self.notify = self._poster.notify
+        self.carrier = self._poster.carrier
         self.down_fd = self._poster.down_fd
 
     async def attach(self, conn: FrameSocket, wake_fd: int) -> None:

@@ -4,20 +4,28 @@
 #include <stdlib.h>
 #include <sys/uio.h>
 
-enum { CALL, TABLE, Q, KV, S_BELL, MAX_PARTS }; /* the parts of a call's chain, in order */
-enum { O, REPLY, R_BELL };                      /* the parts of a reply's chain, in order */
+/* A message is a chain of work requests, in order: its header inline, if it has one; two parts of the region; its word,
+ * inline. */
+enum { HEADER, FIRST, SECOND, WORD, PARTS };
 
-/* One contiguous range of a slot's half: the work requests [first, first + count) of the chain, enough for its greatest
+/* One contiguous range of a slot: the work requests [first, first + count) of the chain, enough for its greatest
  * length. */
 typedef struct {
     uint32_t first, count;
 } fd_part_t;
 
+/* The parts of an end's two kinds of message: where they lie in a slot and how long they are at most. */
 typedef struct {
-    fd_ibv_send_wr_t *wr; /* [chain_max] */
-    fd_ibv_sge_t *sge;    /* [chain_max], one for each work request */
-    fd_call_t call;       /* the inline work requests send these two copies */
-    uint64_t bell;
+    size_t at[PARTS], most[PARTS];
+    fd_part_t parts[PARTS];
+    uint32_t n; /* work requests of the whole chain */
+} fd_shape_t;
+
+typedef struct {
+    fd_ibv_send_wr_t *wr; /* [n of its shape] */
+    fd_ibv_sge_t *sge;    /* [n], one for each work request */
+    fd_arm_t header;      /* the inline work requests send these two copies */
+    uint64_t word;
 } fd_chain_t;
 
 struct fd_poster {
@@ -30,15 +38,22 @@ struct fd_poster {
     pthread_mutex_t lock; /* guards everything below */
     bool started, stopped;
     fd_verbs_t verbs;
-    fd_part_t parts[MAX_PARTS];
-    uint32_t n_parts, chain_max;
-    fd_chain_t chains[FD_MAX_SLOTS];
-    uint64_t posted;              /* work requests posted so far */
-    uint64_t retired;             /* of these, requests known to be done */
-    uint64_t signalled;           /* of these, requests up to the last one that asked for a completion */
-    uint32_t queue[FD_MAX_SLOTS]; /* slots to send, oldest first */
+    fd_shape_t shapes[2];               /* of ARM and LAYER, or of VERDICT and REPLY */
+    fd_chain_t chains[FD_MAX_SLOTS][2]; /* like `shapes` */
+    fd_arm_t arms[FD_MAX_SLOTS];        /* sizes of each slot's step */
+    fd_message_t last[FD_MAX_SLOTS];    /* the last message of each slot */
+    uint64_t posted;                    /* work requests posted so far */
+    uint64_t retired;                   /* of these, requests known to be done */
+    uint64_t signalled;                 /* of these, requests up to the last one that asked for a completion */
+    struct {
+        uint32_t slot;
+        fd_message_t message;
+    } queue[FD_MAX_SLOTS]; /* to send, oldest first */
     uint32_t queued;
 };
+
+/* Index of a message among the two that its side sends. */
+static uint32_t kind_of(fd_message_t message) { return message == FD_LAYER || message == FD_REPLY; }
 
 /* ---- checking a queue pair ---- */
 
@@ -75,45 +90,54 @@ const char *fd_verbs_error(uint64_t address, uint32_t qp_num) {
 
 /* ---- building ---- */
 
-/* Sets the most bytes of each part and its offset in the slot. Returns the number of parts. */
-static uint32_t list_parts(const fd_poster_t *p, size_t most[MAX_PARTS], size_t at[MAX_PARTS]) {
+/* Sets where the parts of a message lie and the most bytes of each. */
+static void lay_out(const fd_poster_t *p, fd_message_t message, fd_shape_t *shape) {
     const fd_layout_t *y = &p->layout;
-    size_t rows = p->geometry.max_rows;
-    if (p->side == FD_SIDE_S) {
-        most[CALL] = sizeof(fd_call_t), at[CALL] = offsetof(fd_slot_t, call);
-        most[TABLE] = rows * sizeof(fd_row_t), at[TABLE] = y->table;
-        most[Q] = rows * y->q_row_bytes, at[Q] = y->q;
-        most[KV] = rows * y->kv_row_bytes, at[KV] = y->kv;
-        most[S_BELL] = sizeof(uint64_t), at[S_BELL] = offsetof(fd_slot_t, request_bell);
-        return S_BELL + 1;
+    const size_t rows = p->geometry.max_rows;
+    memset(shape, 0, sizeof *shape);
+    switch (message) {
+    case FD_ARM:
+        shape->most[HEADER] = sizeof(fd_arm_t), shape->at[HEADER] = offsetof(fd_slot_t, arm);
+        shape->most[FIRST] = rows * sizeof(fd_row_t), shape->at[FIRST] = y->table;
+        shape->most[WORD] = sizeof(uint64_t), shape->at[WORD] = offsetof(fd_slot_t, arm_bell);
+        break;
+    case FD_LAYER:
+        shape->most[FIRST] = rows * y->q_row_bytes, shape->at[FIRST] = y->q;
+        shape->most[SECOND] = rows * y->kv_row_bytes, shape->at[SECOND] = y->kv;
+        shape->most[WORD] = sizeof(uint32_t), shape->at[WORD] = offsetof(fd_slot_t, layer_request);
+        break;
+    case FD_VERDICT:
+        shape->most[FIRST] = sizeof(fd_report_t), shape->at[FIRST] = offsetof(fd_slot_t, report);
+        shape->most[WORD] = sizeof(uint64_t), shape->at[WORD] = offsetof(fd_slot_t, armed_bell);
+        break;
+    case FD_REPLY:
+        shape->most[FIRST] = rows * y->q_row_bytes, shape->at[FIRST] = y->o;
+        shape->most[SECOND] = sizeof(fd_report_t), shape->at[SECOND] = offsetof(fd_slot_t, report);
+        shape->most[WORD] = sizeof(uint32_t), shape->at[WORD] = offsetof(fd_slot_t, layer_reply);
+        break;
     }
-    most[O] = rows * y->q_row_bytes, at[O] = y->o;
-    most[REPLY] = sizeof(fd_reply_t), at[REPLY] = offsetof(fd_slot_t, reply);
-    most[R_BELL] = sizeof(uint64_t), at[R_BELL] = offsetof(fd_slot_t, reply_bell);
-    return R_BELL + 1;
+    for (uint32_t part = 0; part < PARTS; part++) {
+        const size_t count = (shape->most[part] + p->verbs.max_message - 1) / p->verbs.max_message;
+        shape->parts[part] = (fd_part_t){shape->n, (uint32_t)count};
+        shape->n += (uint32_t)count;
+    }
 }
 
-/* The copy that an inline part sends instead of bytes of the region; NULL for other parts. */
-static void *inlined(fd_poster_t *p, fd_chain_t *chain, uint32_t part) {
-    if (part == p->n_parts - 1) return &chain->bell;
-    return p->side == FD_SIDE_S && part == CALL ? &chain->call : NULL;
-}
-
-static bool build_chain(fd_poster_t *p, uint32_t slot, const size_t most[MAX_PARTS], const size_t at[MAX_PARTS]) {
-    fd_chain_t *chain = &p->chains[slot];
-    chain->wr = calloc(p->chain_max, sizeof *chain->wr);
-    chain->sge = calloc(p->chain_max, sizeof *chain->sge);
+static bool build_chain(fd_poster_t *p, uint32_t slot, const fd_shape_t *shape, fd_chain_t *chain) {
+    chain->wr = calloc(shape->n, sizeof *chain->wr);
+    chain->sge = calloc(shape->n, sizeof *chain->sge);
     if (!chain->wr || !chain->sge) return false;
     const fd_verbs_t *v = &p->verbs;
-    for (uint32_t part = 0; part < p->n_parts; part++)
-        for (uint32_t i = 0; i < p->parts[part].count; i++) {
-            size_t offset = (size_t)((uint8_t *)fd_slot_at(p->region, &p->layout, slot) - p->region) + at[part] +
+    void *const copies[PARTS] = {[HEADER] = &chain->header, [WORD] = &chain->word};
+    for (uint32_t part = 0; part < PARTS; part++)
+        for (uint32_t i = 0; i < shape->parts[part].count; i++) {
+            size_t offset = (size_t)((uint8_t *)fd_slot_at(p->region, &p->layout, slot) - p->region) + shape->at[part] +
                             i * v->max_message;
-            void *copy = inlined(p, chain, part);
-            uint32_t k = p->parts[part].first + i;
+            void *copy = copies[part];
+            uint32_t k = shape->parts[part].first + i;
             chain->sge[k] =
                 (fd_ibv_sge_t){.addr = copy ? (uintptr_t)copy : (uintptr_t)(p->region + offset), .lkey = v->lkey};
-            if (copy) chain->sge[k].length = (uint32_t)most[part];
+            if (copy) chain->sge[k].length = (uint32_t)shape->most[part];
             chain->wr[k] = (fd_ibv_send_wr_t){.sg_list = &chain->sge[k],
                                               .num_sge = 1,
                                               .opcode = FD_IBV_WR_RDMA_WRITE,
@@ -131,42 +155,52 @@ static void fail(fd_poster_t *p, const char *reason) {
     fd_down_stop_link(p->down, p->side, p->region, &p->geometry, reason);
 }
 
-/* Copies the header of the slot's call or reply and sets how many bytes of each part it uses. Returns NULL, or why it
- * cannot be sent: the peer can write the region and may have overwritten the header. */
-static const char *used_bytes(fd_poster_t *p, uint32_t index, size_t used[MAX_PARTS]) {
+/* Sets how many bytes of each part of a message are used, and its inline copies. Returns NULL, or why it cannot be
+ * sent: the peer can write the region and may have overwritten a header. */
+static const char *used_bytes(fd_poster_t *p, uint32_t index, fd_message_t message, size_t used[PARTS]) {
     const fd_layout_t *y = &p->layout;
     const fd_slot_t *slot = fd_slot_at(p->region, y, index);
-    fd_chain_t *chain = &p->chains[index];
-    if (p->side == FD_SIDE_S) {
-        fd_call_t *c = &chain->call;
-        fd_copy_out(c, &slot->call, sizeof *c);
-        const char *error = fd_call_error(&p->geometry, c);
-        if (error) return error;
-        chain->bell = c->number;
-        used[CALL] = sizeof *c;
-        used[TABLE] = c->flags & FD_CALL_NEW_STEP ? c->n_entries * sizeof(fd_row_t) : 0;
-        used[Q] = c->n_attend_rows * y->q_row_bytes;
-        used[KV] = c->n_rows * y->kv_row_bytes;
-        used[S_BELL] = sizeof chain->bell;
-        return NULL;
+    fd_chain_t *chain = &p->chains[index][kind_of(message)];
+    fd_arm_t *arm = &p->arms[index];
+    memset(used, 0, PARTS * sizeof *used);
+    switch (message) {
+    case FD_ARM:
+        fd_copy_out(arm, &slot->arm, sizeof *arm);
+        if (fd_arm_error(&p->geometry, arm)) return fd_arm_error(&p->geometry, arm);
+        chain->header = *arm;
+        chain->word = arm->number;
+        used[HEADER] = sizeof *arm;
+        used[FIRST] = arm->n_entries * sizeof(fd_row_t);
+        break;
+    case FD_LAYER:
+        chain->word = fd_word_read(&slot->layer_request);
+        used[FIRST] = arm->n_attend_rows * y->q_row_bytes;
+        used[SECOND] = arm->n_rows * y->kv_row_bytes;
+        break;
+    case FD_VERDICT: /* a step with a bad header is refused, so no reply will use its counts */
+        fd_copy_out(arm, &slot->arm, sizeof *arm);
+        if (fd_arm_error(&p->geometry, arm)) arm->n_attend_rows = 0;
+        chain->word = fd_bell_read(&slot->armed_bell);
+        used[FIRST] = sizeof(fd_report_t);
+        break;
+    case FD_REPLY:
+        chain->word = fd_word_read(&slot->layer_reply);
+        if (chain->word != FD_POISON) used[FIRST] = arm->n_attend_rows * y->q_row_bytes;
+        if (chain->word == FD_POISON || chain->word == p->geometry.n_layers) used[SECOND] = sizeof(fd_report_t);
+        break;
     }
-    fd_reply_t r;
-    fd_copy_out(&r, &slot->reply, offsetof(fd_reply_t, message));
-    if (r.n_attend_rows > p->geometry.max_rows) return "the peer has overwritten a reply";
-    chain->bell = r.number;
-    used[O] = r.n_attend_rows * y->q_row_bytes;
-    used[REPLY] = sizeof r;
-    used[R_BELL] = sizeof chain->bell;
+    used[WORD] = p->shapes[kind_of(message)].most[WORD];
     return NULL;
 }
 
 /* Sets the lengths and links of the work requests for the used bytes. Returns the number of requests. */
-static uint32_t link_chain(fd_poster_t *p, fd_chain_t *chain, const size_t used[MAX_PARTS], fd_ibv_send_wr_t **first) {
+static uint32_t link_chain(fd_poster_t *p, const fd_shape_t *shape, fd_chain_t *chain, const size_t used[PARTS],
+                           fd_ibv_send_wr_t **first) {
     uint32_t n = 0;
     fd_ibv_send_wr_t **link = first;
-    for (uint32_t part = 0; part < p->n_parts; part++) {
+    for (uint32_t part = 0; part < PARTS; part++) {
         size_t left = used[part];
-        for (uint32_t k = p->parts[part].first; left; k++, n++) {
+        for (uint32_t k = shape->parts[part].first; left; k++, n++) {
             size_t take = left < p->verbs.max_message ? left : p->verbs.max_message;
             chain->sge[k].length = (uint32_t)take;
             left -= take;
@@ -214,13 +248,16 @@ static void reap(fd_poster_t *p) {
     if (n < 0) fail(p, "the RDMA completion queue cannot be read");
 }
 
-static fd_ibv_send_wr_t *bell_of(const fd_poster_t *p, const fd_chain_t *chain) { return &chain->wr[p->chain_max - 1]; }
+/* The work request of a chain that writes its word: the last one. */
+static fd_ibv_send_wr_t *word_of(const fd_poster_t *p, uint32_t slot, fd_message_t message) {
+    return &p->chains[slot][kind_of(message)].wr[p->shapes[kind_of(message)].n - 1];
+}
 
-/* Posts `n` linked work requests of a chain, from `first` to the bell. */
-static bool post(fd_poster_t *p, const fd_chain_t *chain, fd_ibv_send_wr_t *first, uint32_t n, bool signalled) {
-    fd_ibv_send_wr_t *bell = bell_of(p, chain), *bad;
-    bell->wr_id = p->posted + n;
-    bell->send_flags = signalled ? FD_IBV_SEND_INLINE | FD_IBV_SEND_SIGNALED : FD_IBV_SEND_INLINE;
+/* Posts `n` linked work requests of a chain, from `first` to the word's. */
+static bool post(fd_poster_t *p, fd_ibv_send_wr_t *first, fd_ibv_send_wr_t *word, uint32_t n, bool signalled) {
+    fd_ibv_send_wr_t *bad;
+    word->wr_id = p->posted + n;
+    word->send_flags = signalled ? FD_IBV_SEND_INLINE | FD_IBV_SEND_SIGNALED : FD_IBV_SEND_INLINE;
     int rc = p->verbs.qp->context->post_send(p->verbs.qp, first, &bad);
     if (rc) {
         char text[160];
@@ -237,27 +274,30 @@ static bool post(fd_poster_t *p, const fd_chain_t *chain, fd_ibv_send_wr_t *firs
  * because a request that asks for a completion covers more than half of the requests in a full send queue. */
 static void flush(fd_poster_t *p) {
     while (p->queued && !fd_is_down(p->down)) {
-        fd_chain_t *chain = &p->chains[p->queue[0]];
-        size_t used[MAX_PARTS];
-        const char *error = used_bytes(p, p->queue[0], used);
+        const uint32_t slot = p->queue[0].slot;
+        const fd_message_t message = p->queue[0].message;
+        size_t used[PARTS];
+        const char *error = used_bytes(p, slot, message, used);
         if (error) {
             fail(p, error);
             return;
         }
         fd_ibv_send_wr_t *first;
-        uint32_t n = link_chain(p, chain, used, &first);
+        uint32_t n = link_chain(p, &p->shapes[kind_of(message)], &p->chains[slot][kind_of(message)], used, &first);
         if (p->posted - p->retired + n > p->verbs.depth) reap(p);
         if (fd_is_down(p->down) || p->posted - p->retired + n > p->verbs.depth) return;
-        if (!post(p, chain, first, n, p->posted + n - p->signalled >= p->verbs.depth / 4)) return;
+        if (!post(p, first, word_of(p, slot, message), n, p->posted + n - p->signalled >= p->verbs.depth / 4)) return;
+        p->last[slot] = message;
         memmove(p->queue, p->queue + 1, --p->queued * sizeof p->queue[0]);
     }
 }
 
-void fd_poster_send(void *poster, uint32_t index) {
+static void poster_send(void *poster, uint32_t index, fd_message_t message) {
     fd_poster_t *p = poster;
     pthread_mutex_lock(&p->lock);
     if (p->started && !p->stopped && index < p->geometry.n_slots && p->queued < FD_MAX_SLOTS) {
-        p->queue[p->queued++] = index;
+        p->queue[p->queued].slot = index;
+        p->queue[p->queued++].message = message;
         flush(p);
     }
     pthread_mutex_unlock(&p->lock);
@@ -272,14 +312,27 @@ void fd_poster_reap(fd_poster_t *p) {
     pthread_mutex_unlock(&p->lock);
 }
 
-void fd_poster_ring_again(fd_poster_t *p, uint32_t index) {
+/* Writes the slot's last word again and asks for a completion. The peer learns nothing new from that, but the device
+ * reports an error within a second if it gets no acknowledgement. Nothing else would report a host that died after it
+ * had acknowledged a whole message. */
+static void ring_again(fd_poster_t *p, uint32_t index) {
     pthread_mutex_lock(&p->lock);
     if (p->started && !p->stopped && index < p->geometry.n_slots) reap(p);
     if (p->started && !p->stopped && index < p->geometry.n_slots && !p->queued && !fd_is_down(p->down) &&
-        p->posted - p->retired < p->verbs.depth)
-        post(p, &p->chains[index], bell_of(p, &p->chains[index]), 1, true);
+        p->posted - p->retired < p->verbs.depth) {
+        fd_ibv_send_wr_t *word = word_of(p, index, p->last[index]);
+        post(p, word, word, 1, true);
+    }
     pthread_mutex_unlock(&p->lock);
 }
+
+static void poster_probe(void *poster, uint32_t index, bool harder) {
+    if (harder) ring_again(poster, index);
+    else fd_poster_reap(poster);
+}
+
+/* A WRITE interrupts no thread at the other end. */
+const fd_carrier_ops_t fd_poster_ops = {.send = poster_send, .probe = poster_probe, .wakes = false};
 
 /* ---- life ---- */
 
@@ -292,24 +345,20 @@ fd_poster_t *fd_poster_new(fd_side_t side, uint8_t *region, const fd_geometry_t 
     p->region = region;
     p->down = down;
     pthread_mutex_init(&p->lock, NULL);
-    if (side == FD_SIDE_R) ((fd_region_header_t *)region)->no_wakeup = 1;
+    for (uint32_t slot = 0; slot < FD_MAX_SLOTS; slot++) p->last[slot] = side == FD_SIDE_S ? FD_ARM : FD_VERDICT;
     return p;
 }
 
 static int start(fd_poster_t *p, const fd_verbs_t *verbs) {
     if (p->started || p->stopped) return EALREADY;
     p->verbs = *verbs;
-    size_t most[MAX_PARTS], at[MAX_PARTS], n = 0;
-    p->n_parts = list_parts(p, most, at);
-    for (uint32_t part = 0; part < p->n_parts; part++) {
-        size_t count = (most[part] + verbs->max_message - 1) / verbs->max_message;
-        p->parts[part] = (fd_part_t){(uint32_t)n, (uint32_t)count};
-        n += count;
-        if (n > verbs->depth / 2) return EMSGSIZE;
+    const fd_message_t first = p->side == FD_SIDE_S ? FD_ARM : FD_VERDICT;
+    for (uint32_t kind = 0; kind < 2; kind++) {
+        lay_out(p, (fd_message_t)(first + kind), &p->shapes[kind]);
+        if (p->shapes[kind].n > verbs->depth / 2) return EMSGSIZE;
+        for (uint32_t slot = 0; slot < p->geometry.n_slots; slot++)
+            if (!build_chain(p, slot, &p->shapes[kind], &p->chains[slot][kind])) return ENOMEM;
     }
-    p->chain_max = (uint32_t)n;
-    for (uint32_t slot = 0; slot < p->geometry.n_slots; slot++)
-        if (!build_chain(p, slot, most, at)) return ENOMEM;
     p->started = true;
     return 0;
 }
@@ -330,10 +379,11 @@ void fd_poster_stop(fd_poster_t *p) {
 }
 
 void fd_poster_free(fd_poster_t *p) {
-    for (uint32_t slot = 0; slot < FD_MAX_SLOTS; slot++) {
-        free(p->chains[slot].wr);
-        free(p->chains[slot].sge);
-    }
+    for (uint32_t slot = 0; slot < FD_MAX_SLOTS; slot++)
+        for (uint32_t kind = 0; kind < 2; kind++) {
+            free(p->chains[slot][kind].wr);
+            free(p->chains[slot][kind].sge);
+        }
     pthread_mutex_destroy(&p->lock);
     free(p);
 }

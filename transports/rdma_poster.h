@@ -1,29 +1,26 @@
-/* The RDMA data path: writes the used bytes of a slot's half into the peer's region, doorbell last, without Python.
+/* The RDMA carrier: writes the used bytes of a slot into the peer's region, the word last, without Python.
  *
  * pyverbs makes the queue pair, the registration and the completion channel (rdma_endpoint.py). The poster itself posts
  * work requests, through the function table of the queue pair's context: pyverbs would take the GIL for that, and an
  * R-engine thread must not wait for the GIL.
  *
- * Each call and each reply is a chain of one-sided WRITEs on one reliable connection, which executes them in order:
+ * Each message (carrier.h) is a chain of one-sided WRITEs on one reliable connection, which executes them in order; the
+ * step's header and the words go inline. The poster builds the work requests of a slot once; to post them it only sets
+ * their lengths and links. It asks for one completion per quarter of the send queue. fd_poster_reap takes completions
+ * when a completion event wakes the event loop, while a thread waits for a reply, and when the send queue is full. A
+ * thread that has waited long rings again, to find out whether the peer is still there.
  *
- *   from S to R   call header (inline), row table (only with FD_CALL_NEW_STEP), Q rows, KV rows, request bell (inline)
- *   from R to S   O rows, reply header, reply bell (inline)
- *
- * The poster builds the work requests of a slot once; to post them it only sets their lengths and links. It asks for
- * one completion per quarter of the send queue. fd_poster_reap takes completions when a completion event wakes the
- * event loop, while a thread waits for a reply, and when the send queue is full. A thread that has waited long rings
- * again, to find out whether the peer is still there.
- *
- * A WRITE interrupts no thread at the other end, so no thread there can be woken. `no_wakeup` in the region's header
- * makes the R-engine poll these bells even while it is idle, and a waiter on the S side (port.c) sleeps in short naps.
+ * A WRITE interrupts no thread at the other end, so no thread there can be woken: the R-engine polls these words even
+ * while it is idle, and a waiter on the S side sleeps in short naps.
  */
 #ifndef FD_RDMA_POSTER_H
 #define FD_RDMA_POSTER_H
 
+#include "carrier.h"
 #include "down.h"
 #include "verbs_abi.h"
 
-#define FD_INLINE_BYTES 64u /* the queue pair must take this much inline: a call header */
+#define FD_INLINE_BYTES 64u /* the queue pair must take this much inline: a step's header */
 
 /* One end of a connected queue pair. */
 typedef struct {
@@ -41,21 +38,15 @@ const char *fd_verbs_error(uint64_t address, uint32_t qp_num);
 
 typedef struct fd_poster fd_poster_t;
 
+/* `self` is an fd_poster_t. `send` does nothing before fd_poster_start and after fd_poster_stop. */
+extern const fd_carrier_ops_t fd_poster_ops;
+
 /* `region` and `down` must outlive the poster. It sets `down` if the connection fails. NULL if out of memory. */
 fd_poster_t *fd_poster_new(fd_side_t side, uint8_t *region, const fd_geometry_t *g, fd_down_t *down);
 
-/* Gives the poster its queue pair; fd_poster_send does nothing before. Returns 0, or -1 with errno: EALREADY if called
- * twice or after fd_poster_stop, ENOMEM, or EMSGSIZE if a call needs more work requests than half the send queue. */
+/* Gives the poster its queue pair. Returns 0, or -1 with errno: EALREADY if called twice or after fd_poster_stop,
+ * ENOMEM, or EMSGSIZE if a message needs more work requests than half the send queue. */
 int fd_poster_start(fd_poster_t *poster, const fd_verbs_t *verbs);
-
-/* An fd_notify_fn: sends this end's half of the slot, which must not change until the peer has answered. Never
- * blocks. */
-void fd_poster_send(void *poster, uint32_t slot);
-
-/* Writes the slot's bell again, with the same number, and asks for a completion. The peer learns nothing new from that,
- * but the device reports an error within a second if it gets no acknowledgement. Nothing else would report a host that
- * died after it had acknowledged a whole call. */
-void fd_poster_ring_again(fd_poster_t *poster, uint32_t slot);
 
 /* Takes the completions that have arrived. A completion with an error sets `down`. */
 void fd_poster_reap(fd_poster_t *poster);

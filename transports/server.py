@@ -40,13 +40,13 @@ class Carrier(ABC):
     """The data path of one link at the R side. All methods but `close` run on the event loop."""
 
     #: The capsule to pass to LinkService.open_link, or None.
-    notify: object | None
+    carrier: object | None
     #: An eventfd that is readable once the data path has ended by itself; -1 if it cannot end by itself.
     down_fd: int
 
     @abstractmethod
     def __init__(self, region: Region):
-        """`region` stays mapped until `close` returns. The header may still be changed here (`no_wakeup`)."""
+        """`region` stays mapped until `close` returns."""
 
     @abstractmethod
     async def attach(self, conn: FrameSocket, wake_fd: int) -> None:
@@ -264,7 +264,7 @@ class ControlServer(Server):
         carrier = None
         try:
             carrier = self._carrier(region)
-            grant = self._service.open_link(hello, region.view, carrier.notify)
+            grant = self._service.open_link(hello, region.view, carrier.carrier)
         except BaseException:
             if carrier:
                 carrier.close()

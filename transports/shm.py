@@ -135,7 +135,7 @@ async def _receive_fds(sock: socket.socket, n: int) -> list[int]:
 class _MemoryCarrier(Carrier):
     """Passes the region's descriptors to the peer, whose bells the R-engine then sees in its own memory."""
 
-    notify = None
+    carrier = None
     down_fd = -1
 
     def __init__(self, region: Region):

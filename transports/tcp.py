@@ -108,7 +108,7 @@ class PumpCarrier(Carrier):
 
     def __init__(self, region: Region):
         self._pump = Pump(region.view, geometry_tuple(region.geometry))
-        self.notify = self._pump.notify
+        self.carrier = self._pump.carrier
         self.down_fd = self._pump.down_fd
 
     async def attach(self, conn: FrameSocket, wake_fd: int) -> None:

@@ -90,9 +90,11 @@ async def _calls(links: dict[str, Link], go_on: Callable[[float], bool]) -> dict
 def _empty_step(link: Link) -> None:
     table = np.zeros(1, ROW_DTYPE)
     table["tag"], table["n_rows"] = 1, 1
-    link.write_table(0, table)
-    link.post(0, 0, 1, 1, 0, True)
+    link.arm(0, table)
     link.wait(0, _TIMEOUT)
+    link.ring(0, 0)
+    link.wait(0, _TIMEOUT)
+    link.disarm(0)
 
 
 def print_table(result: dict[str, Any]) -> None:

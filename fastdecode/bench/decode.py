@@ -30,9 +30,12 @@ from fastdecode.daemon.machine import usable_cpus
 from fastdecode.demo import model_dir
 from fastdecode.engine.runner import Runner
 from fastdecode.region.contract import KV_DTYPES, PAGE_TOKENS, ROW_ATTEND, ROW_DTYPE
+from fastdecode.region.geometry import geometry_tuple
+from fastdecode.region.region import Region
 from fastdecode.spart import Model, SPart, choose_device, choose_dtype, load_model, read_config
 from fastdecode.spart.batch import Chunk, SampleSpec, StepBatch
-from fastdecode.transports.base import CallTimes, Link
+from fastdecode.transports._native import Port
+from fastdecode.transports.base import Link, TransportError
 from fastdecode.transports.registry import connect
 
 COMMAND = ("decode", "output tokens/s of the split system, of S and R alone, and the ratio to the bound that they set")
@@ -178,21 +181,29 @@ def _print_table(result: dict[str, Any]) -> None:
 
 
 class _NoRPart(Link):
-    """Replaces a link while the S-Part is timed alone: its region has the same layout, and every call returns at
+    """Replaces a link while the S-Part is timed alone: its region has the same layout, and every message is answered at
     once."""
 
     def __init__(self, link: Link):
         self.url, self.geometry, self.lease, self.layout = link.url, link.geometry, link.lease, link.layout
-        self.region = memoryview(np.zeros(link.layout.region_bytes, np.uint8)).cast("B")
+        self._memory = Region.create(link.geometry)
+        self.region = self._memory.view
+        self.port = Port(self.region, geometry_tuple(link.geometry), 0, loopback=True)
 
-    def write_table(self, slot: int, entries: np.ndarray) -> None:
-        pass
+    def arm(self, slot: int, entries: np.ndarray) -> None:
+        self.port.arm(slot, entries.view(np.uint8))
 
-    def post(self, slot: int, layer: int, n_entries: int, n_rows: int, n_attend_rows: int, new_step: bool) -> None:
-        pass
+    def ring(self, slot: int, layer: int) -> None:
+        self.port.ring(slot, layer)
 
-    def wait(self, slot: int, timeout: float) -> CallTimes:
-        return CallTimes(0, 0)
+    def wait(self, slot: int, timeout: float) -> None:
+        self.port.wait(slot, timeout)
+
+    def disarm(self, slot: int) -> None:
+        self.port.disarm(slot)
+
+    def failure(self, status: int, message: str) -> TransportError:
+        return TransportError(message)
 
     async def free(self, handles: Sequence[tuple[int, int]]) -> None:
         pass
@@ -268,9 +279,10 @@ class _Bench:
                     bar.update(n)
 
     def _append(self, link: Link, seq_index: int, pos: int, n: int) -> None:
-        link.write_table(0, np.array([(seq_index, 1, pos, n, 0, 0)], ROW_DTYPE))
+        link.arm(0, np.array([(seq_index, 1, pos, n, 0, 0)], ROW_DTYPE))
+        link.wait(0, _TIMEOUT)
         for layer in range(link.geometry.n_layers):
-            link.post(0, layer, 1, n, 0, layer == 0)
+            link.ring(0, layer)
             link.wait(0, _TIMEOUT)
 
     async def _trim(self) -> None:
@@ -318,9 +330,9 @@ class _Bench:
 
     def _r_steps(self) -> float:
         layers = self.links[0].geometry.n_layers
-        counts: dict[tuple[int, int], int] = {}
         start = time.perf_counter()
         for step in range(self.args.steps):
+            busy = []
             for slot, batch in enumerate(self.mini_batches):
                 for index, link in enumerate(self.links):
                     rows = [
@@ -328,16 +340,13 @@ class _Bench:
                         for i, seq_index in batch
                         if i == index
                     ]
-                    counts[slot, index] = len(rows)
                     if rows:
-                        link.write_table(slot, np.array(rows, ROW_DTYPE))
-            busy = [key for key, n in counts.items() if n]
+                        link.arm(slot, np.array(rows, ROW_DTYPE))
+                        busy.append((slot, link))
             for layer in range(layers):
-                for slot, index in busy:
-                    if layer:
-                        self.links[index].wait(slot, _TIMEOUT)
-                    n = counts[slot, index]
-                    self.links[index].post(slot, layer, n, n, n, layer == 0)
-            for slot, index in busy:
-                self.links[index].wait(slot, _TIMEOUT)
+                for slot, link in busy:
+                    link.wait(slot, _TIMEOUT)  # for the verdict or for the layer before
+                    link.ring(slot, layer)
+            for slot, link in busy:
+                link.wait(slot, _TIMEOUT)
         return time.perf_counter() - start

@@ -76,18 +76,23 @@ class _Appends:
         self._stack.close()
 
     def step(self) -> list[float]:
-        """Microseconds of each call after the first one, which plans the step. Raises RuntimeError."""
+        """Microseconds of each call of a step. Raises RuntimeError."""
+        self._port.arm(0, self._table.view(np.uint8))
+        self._wait()
         taken = []
-        self._port.write_table(0, self._table.view(np.uint8))
         for layer in range(_LAYERS):
             start = time.perf_counter()
-            self._port.post(0, layer, 1, self._rows, 0, layer == 0)
-            status, _, _, message = self._port.wait(0, _TIMEOUT)
+            self._port.ring(0, layer)
+            self._wait()
             taken.append((time.perf_counter() - start) * 1e6)
-            if status:
-                raise RuntimeError(f"the R-engine refused a call: {message}")
+        self._port.disarm(0)
         self._link.free(0, _TAG)
-        return taken[1:]
+        return taken
+
+    def _wait(self) -> None:
+        refusal = self._port.wait(0, _TIMEOUT)
+        if refusal is not None:
+            raise RuntimeError(f"the R-engine refused a step: {refusal[1]}")
 
 
 def run(args: argparse.Namespace) -> None:

@@ -94,14 +94,14 @@ def _table(seq_index: np.ndarray, pos: int, n_rows: int, flags: int) -> np.ndarr
 
 
 def _begin_step(link: Link, slot: int, table: np.ndarray) -> None:
-    rows = int(table["n_rows"].sum())
-    link.write_table(slot, table)
-    link.post(slot, 0, len(table), rows, rows if table["flags"][0] else 0, True)
+    link.arm(slot, table)
+    link.wait(slot, _TIMEOUT)
+    link.ring(slot, 0)
 
 
 async def _step(link: Link, slot: int, table: np.ndarray) -> None:
     """A step of one layer."""
-    _begin_step(link, slot, table)
+    await asyncio.to_thread(_begin_step, link, slot, table)
     await asyncio.to_thread(link.wait, slot, _TIMEOUT)
 
 

@@ -97,8 +97,7 @@ class RPart:
             some = indexes[i : i + at_once]
             table = np.zeros(len(some), ROW_DTYPE)
             table["seq_index"], table["tag"], table["n_rows"] = some, _TAG, 1
-            self._port.write_table(0, table.view(np.uint8))
-            self._call(len(some), len(some), 0, True)
+            self._step(table)
         return indexes
 
     def _fill(self, data: Data, progress: bool) -> None:
@@ -125,29 +124,36 @@ class RPart:
                     row += n_rows
                 for _ in entries if occupying else ():
                     self._link.free(occupying.pop(), _TAG)
-                self._port.write_table(0, table.view(np.uint8))
-                self._call(len(entries), row, 0, True)
+                self._step(table)
                 bar.update(len(entries))
                 entries.clear()
         bar.close()
         kv = self._rows(y.kv, self.sequences, y.kv_row_bytes)
         kv[:] = source[-1]
         self._rows(y.q, self.sequences, y.q_row_bytes)[:] = data.q.reshape(-1)
-        self._port.write_table(0, self._table.view(np.uint8))
 
-    def _call(self, n_entries: int, n_rows: int, n_attend: int, new_step: bool) -> int:
-        """Run one call; returns how many bytes of KV the engine read. Raises RuntimeError if it refuses the call."""
-        self._port.post(0, 0, n_entries, n_rows, n_attend, new_step)
-        status, _, kv_bytes, message = self._port.wait(0, _TIMEOUT)
-        if status:
-            raise RuntimeError(f"the R-engine refused a call: {message}")
-        return kv_bytes
+    def _step(self, table: np.ndarray) -> int:
+        """Run a step of one layer; returns how many bytes of KV the engine read. Raises RuntimeError if it is
+        refused."""
+        self._port.arm(0, table.view(np.uint8))
+        self._wait()
+        self._port.ring(0, 0)
+        self._wait()
+        totals = self._port.disarm(0)
+        if totals is None:
+            raise RuntimeError("the R-engine has not finished a step")
+        return totals[1]
+
+    def _wait(self) -> None:
+        refusal = self._port.wait(0, _TIMEOUT)
+        if refusal is not None:
+            raise RuntimeError(f"the R-engine refused a step: {refusal[1]}")
 
     def layer(self) -> tuple[float, int]:
-        """Run one layer as a step of its own; returns the seconds from bell to reply and the bytes of KV read."""
+        """Run one layer as a step of its own; returns the seconds from arming to the reply and the bytes of KV read."""
         n = self.sequences
         start = time.perf_counter()
-        kv_bytes = self._call(n, n, n, True)
+        kv_bytes = self._step(self._table)
         seconds = time.perf_counter() - start
         for seq_index in range(n):
             self._link.trim(seq_index, _TAG, self.shape.context - 1)

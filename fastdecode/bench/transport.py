@@ -1,14 +1,14 @@
 """Round trips over a link, from an empty doorbell to 4 MiB and in the shape of a real layer call.
 
-The other process is an R-node that this command starts, or the one at --peer. The time of a call goes from `post` to
-the end of `wait`, less the time that the R-engine says it worked: it is what the transport costs. In the same rounds
-and with the same number of bytes, the peers (--beside) are measured. `bytes_out` and `bytes_back` count the rows that a
-case is about. `carried_out` and `carried_back` count all bytes that a call carries, among them the 32 bytes of K and V
-that even an empty call has. Over shm no bytes are sent, so a call costs only the time of Python and of the two
-doorbells, which is part of every other transport's time too.
+The other process is an R-node that this command starts, or the one at --peer. The time of a call goes from `ring` to
+the end of `wait`, less the least time that the R-engine says it needs: it is what the transport costs. Steps are
+armed between the measurements. In the same rounds and with the same number of bytes, the peers (--beside) are measured.
+`bytes_out` and `bytes_back` count the rows that a case is about. `carried_out` and `carried_back` count all bytes that
+a call carries, among them the 32 bytes of K and V that even an empty call has. Over shm no bytes are sent, so a call
+costs only the time of Python and of the two doorbells, which is part of every other transport's time too.
 
 --stream measures the time from one reply to the next with several calls in flight. Their K and V rows go out, and the
-R-engine refuses each call at once because no sequence has its tag.
+R-engine appends them.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import os
 import statistics
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter, perf_counter_ns
 from typing import Any
@@ -36,10 +36,10 @@ from fastdecode.bench.rnode_child import RNodeChild
 from fastdecode.bench.transport_peers import PEERS, EchoProcess, installed
 from fastdecode.daemon.config import format_bytes
 from fastdecode.kernels._native import page_bytes
-from fastdecode.region.contract import CALL_BYTES, KV_DTYPES, REPLY_BYTES, ROW_ATTEND, ROW_DTYPE
+from fastdecode.region.contract import KV_DTYPES, PAGE_TOKENS, ROW_ATTEND, ROW_DTYPE
 from fastdecode.region.geometry import Geometry, geometry_tuple
 from fastdecode.transports import registry
-from fastdecode.transports.base import CallRefused, Hello
+from fastdecode.transports.base import Hello, Link
 
 COMMAND = ("transport", "round trips over a link, and over raw sockets, gloo, ZeroMQ and perftest")
 
@@ -50,6 +50,9 @@ _KV_DTYPE = "fp16"
 _STREAM_SLOTS, _STREAM_ROW, _STREAM_HEAD_SIZE = 4, 64 << 10, 256
 _PERFTEST = "perftest"
 _MIN_CALLS = 30
+_LAYERS = 256
+_LAYERS_KV_BYTES = 512 << 20
+_FRAME_BYTES = 24  # head of a data frame of TCP; the other transports send less beside the rows
 _TIMEOUT = 20.0
 _KV_BYTES = 1 << 30
 _BYSTANDER_SPIN_US = 100  # there, threads that spin for long would take the cores from those that are measured
@@ -169,12 +172,18 @@ class Case:
 
     @property
     def geometry(self) -> Geometry:
-        return Geometry(self.slots, self.rows, 1, self.q_heads, self.kv_heads, self.head_size, "fp16")
+        return Geometry(self.slots, self.rows, self.layers, self.q_heads, self.kv_heads, self.head_size, "fp16")
+
+    @property
+    def layers(self) -> int:
+        """Layers of a step: as many as the KV-cache allows, because only the layers are timed."""
+        kv_row = 2 * self.kv_heads * self.head_size * _ACT_BYTES
+        return max(1, min(_LAYERS, _LAYERS_KV_BYTES // (self.rows * PAGE_TOKENS * kv_row)))
 
     @property
     def carried(self) -> tuple[int, int]:
         q, kv = (n * self.rows * self.head_size * _ACT_BYTES for n in (self.q_heads, 2 * self.kv_heads))
-        return CALL_BYTES + kv + q * self.attend, REPLY_BYTES + q * self.attend
+        return _FRAME_BYTES + kv + q * self.attend, _FRAME_BYTES + q * self.attend
 
 
 def run(args: argparse.Namespace) -> None:
@@ -252,71 +261,93 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
 
 def _hello(case: Case) -> Hello:
     one_page = page_bytes(geometry_tuple(case.geometry), KV_DTYPES.index(_KV_DTYPE))
-    return Hello(case.geometry, _KV_DTYPE, (0,), case.head_size**-0.5, case.rows * one_page, case.rows)
+    windows = (0,) * case.layers
+    return Hello(case.geometry, _KV_DTYPE, windows, case.head_size**-0.5, case.rows * one_page, case.rows)
 
 
 async def _calls(
     url: str, secret: bytes | None, case: Case, spin_us: int, seconds: float, cpu: int | None
 ) -> np.ndarray:
-    """[calls, 2]: nanoseconds from post to the end of wait, and how many of them the R-engine worked."""
+    """[calls, 2]: nanoseconds from ringing a layer to the end of wait, and how many of them the R-engine works on a
+    layer: the average of a step, and the least of these, so that a stall of the R-engine shows as time."""
     link = await registry.connect(url, _hello(case), secret, spin_us=spin_us)
     try:
         y, rng = link.layout, np.random.default_rng(0)
         for offset, row_bytes in ((y.q, y.q_row_bytes), (y.kv, y.kv_row_bytes)):
             start, n = y.slot(0) + offset, case.rows * row_bytes
             link.region[start : start + n] = rng.standard_normal(n // 2).astype(np.float16).tobytes()
-        table = np.zeros(case.rows, ROW_DTYPE)
-        table["seq_index"], table["tag"], table["n_rows"] = np.arange(case.rows), 1, 1
-        table["flags"] = ROW_ATTEND if case.attend else 0
-        link.write_table(0, table)
-        attending = case.rows if case.attend else 0
-        taken: list[tuple[int, int]] = []
-        end = 0.0
-        with _pinned(cpu):  # this blocks the event loop, which has only the link's pings to serve meanwhile
-            while len(taken) < _MIN_CALLS or perf_counter() < end:
-                start_ns = perf_counter_ns()
-                link.post(0, 0, case.rows, case.rows, attending, end == 0)
-                times = link.wait(0, _TIMEOUT)
-                taken.append((perf_counter_ns() - start_ns, times.busy_ns))
-                if end == 0:  # the first call has sent the row table, and the R-engine has planned the step
-                    taken.clear()
-                    end = perf_counter() + seconds
-        return np.array(taken)
+        taken: list[np.ndarray] = []
+        busy: list[float] = []
+        end, tag = 0.0, 0
+        while sum(map(len, taken)) < _MIN_CALLS or perf_counter() < end:
+            tag += 1
+            with _pinned(cpu):  # this blocks the event loop, which has only the link's pings to serve meanwhile
+                step, busy_ns = _timed_step(link, case, tag)
+            taken.append(step)
+            busy.append(busy_ns)
+            await link.free([(row, tag) for row in range(case.rows)])
+            if end == 0:  # the first step has touched memory that was new
+                taken.clear()
+                busy.clear()
+                end = perf_counter() + seconds
+        times = np.concatenate(taken)
+        return np.stack([times, np.full_like(times, int(min(busy)))], axis=1)
     finally:
         await link.close()
+
+
+def _arm(link: Link, slot: int, table: np.ndarray) -> None:
+    link.arm(slot, table)
+    link.wait(slot, _TIMEOUT)
+
+
+def _timed_step(link: Link, case: Case, tag: int) -> tuple[np.ndarray, float]:
+    """One step, each of whose rows is the first token of a sequence of its own. Returns the nanoseconds of its calls
+    [layers] and the R-engine's average work on them."""
+    table = np.zeros(case.rows, ROW_DTYPE)
+    table["seq_index"], table["tag"], table["n_rows"] = np.arange(case.rows), tag, 1
+    table["flags"] = ROW_ATTEND if case.attend else 0
+    _arm(link, 0, table)
+    taken = np.zeros(case.layers, np.int64)
+    for layer in range(case.layers):
+        start_ns = perf_counter_ns()
+        link.ring(0, layer)
+        link.wait(0, _TIMEOUT)
+        taken[layer] = perf_counter_ns() - start_ns
+    times = link.disarm(0)
+    assert times is not None
+    return taken, times.busy_ns / case.layers
 
 
 async def _stream(
     url: str, secret: bytes | None, case: Case, spin_us: int, seconds: float, cpu: int | None
 ) -> np.ndarray:
-    """[1]: nanoseconds for each call, with a call in flight in every slot."""
-    link = await registry.connect(url, _hello(case), secret, spin_us=spin_us)
+    """[1]: nanoseconds for each call, with a call in flight in every slot; the rows are appended to the KV-cache."""
+    hello = _hello(case)
+    pages = 2 * -(-case.rows // PAGE_TOKENS) * case.slots  # twice: the layers of a lease are rounded to whole pages
+    one_page = page_bytes(geometry_tuple(case.geometry), KV_DTYPES.index(_KV_DTYPE))
+    link = await registry.connect(
+        url, replace(hello, kv_bytes=pages * one_page, max_seqs=case.slots), secret, spin_us=spin_us
+    )
     slots = range(case.geometry.n_slots)
-    table = np.array([(0, 7, 3, case.rows, 0, 0)], ROW_DTYPE)
-
-    def reply(slot: int) -> None:
-        with suppress(CallRefused):
-            link.wait(slot, _TIMEOUT)
-            raise RuntimeError("the R-engine has served a call of a sequence that does not exist")
-
-    def post(slot: int) -> None:
-        link.post(slot, 0, 1, case.rows, 0, True)
-
+    calls, elapsed, tag = 0, 0.0, 0
     try:
-        for slot in slots:
-            link.write_table(slot, table)
-        with _pinned(cpu):
-            for slot in slots:
-                post(slot)
-            calls, start = 0, perf_counter()
-            while calls < _MIN_CALLS or perf_counter() < start + seconds:
+        while calls < _MIN_CALLS or elapsed < seconds:
+            tag += 1
+            with _pinned(cpu):
                 for slot in slots:
-                    reply(slot)
-                    post(slot)
-                calls += len(slots)
-            elapsed = perf_counter() - start
-            for slot in slots:
-                reply(slot)
+                    _arm(link, slot, np.array([(slot, tag, 0, case.rows, 0, 0)], ROW_DTYPE))
+                start = perf_counter()
+                for layer in range(case.layers):
+                    for slot in slots:
+                        if layer:
+                            link.wait(slot, _TIMEOUT)
+                        link.ring(slot, layer)
+                for slot in slots:
+                    link.wait(slot, _TIMEOUT)
+                elapsed += perf_counter() - start
+            calls += case.layers * len(slots)
+            await link.free([(slot, tag) for slot in slots])
         return np.array([elapsed / calls * 1e9])
     finally:
         await link.close()

@@ -119,7 +119,7 @@ class RNode:
             task.cancel()
         self._engine.close()
 
-    def open_link(self, hello: Hello, region: memoryview, notify: object | None) -> REngineGrant:
+    def open_link(self, hello: Hello, region: memoryview, carrier: object | None) -> REngineGrant:
         """Grant a lease with as many pages as `hello` asks for, or as there is memory for. Raises LinkRefused."""
         geometry = hello.geometry
         if len(hello.windows) != geometry.n_layers:
@@ -156,7 +156,7 @@ class RNode:
                 hello.max_seqs,
                 hello.softmax_scale,
                 hello.windows,
-                notify,
+                carrier,
                 max_pages,
                 segments=hello.layers.segments or None,
                 kv_layers=hello.layers.kv_layers or None,

@@ -298,8 +298,8 @@ class Engine:
             self.totals.s_seconds += output.s_seconds
             self.totals.r_wait_seconds += output.r_wait_seconds
             self.totals.kv_bytes += output.kv_bytes
-            for link, (busy_ns, kv_bytes) in output.link_costs.items():
-                self.cluster.observe(link, busy_ns, kv_bytes)
+            for link, times in output.link_costs.items():
+                self.cluster.observe(link, times.busy_ns, times.kv_bytes)
             self.observer.step(plan.n_tokens, self.last_progress - begun)
             for i, scores in output.scores.items():
                 seq = plan.chunks[i].seq

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
     from fastdecode.spart.masks import TokenMask
     from fastdecode.spart.penalties import LogitRules
-    from fastdecode.transports.base import Link
+    from fastdecode.transports.base import Link, StepTimes
 
 
 @dataclass(slots=True)
@@ -90,6 +90,6 @@ class StepOutput:
     s_seconds: float  # the S-Part computed
     r_wait_seconds: float  # the S-Part waited for R-nodes
     kv_bytes: int  # KV-cache bytes that the R-nodes read
-    link_costs: dict[Link, tuple[int, int]] = field(default_factory=dict)  # busy nanoseconds and KV-cache bytes of each
+    link_costs: dict[Link, StepTimes] = field(default_factory=dict)  # of every R-node that took part
     scores: dict[int, list[TokenScore]] = field(default_factory=dict)  # of chunks with a `score`, by their index
     logits: torch.Tensor | None = None  # [sampled chunks, vocab_size] fp32; only if asked for (tests, perplexity)

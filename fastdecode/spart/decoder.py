@@ -60,18 +60,19 @@ class SPart:
         """
         rows = StepRows(self, batch)
         exchange = Exchange(batch.slot, rows.link_rows, self.model.device, self.model.dtype)
-        state = _StepState(self, rows, exchange)
-        s_seconds, r_seconds, kv_bytes = 0.0, 0.0, 0
+        s_seconds, r_seconds = 0.0, 0.0
         resumed = rows.started
         try:
+            exchange.arm()
+            state = _StepState(self, rows, exchange)
             for i, layer in enumerate(self._weights.layers):
                 state.project(layer)
-                exchange.post(i)
+                exchange.post(i, self._timeout)
                 state.attend_prompts(i)
                 s_seconds += time.perf_counter() - resumed
                 yield
                 asked = time.perf_counter()
-                kv_bytes += exchange.wait(self._timeout)
+                exchange.wait(self._timeout)
                 resumed = time.perf_counter()
                 r_seconds += resumed - asked
                 state.finish(layer)
@@ -80,6 +81,7 @@ class SPart:
             for prompt in rows.prompts:
                 self._prompts.drop(prompt.key)
             raise
+        link_costs = exchange.disarm()
         for prompt in rows.prompts:
             self._prompts.end(prompt)
         sampled, logits = self._sample(state.x, rows)
@@ -89,8 +91,8 @@ class SPart:
             sampled=sampled,
             s_seconds=s_seconds + time.perf_counter() - resumed,
             r_wait_seconds=r_seconds,
-            kv_bytes=kv_bytes,
-            link_costs=exchange.costs,
+            kv_bytes=sum(times.kv_bytes for times in link_costs.values()),
+            link_costs=link_costs,
             logits=logits if keep_logits else None,
         )
 

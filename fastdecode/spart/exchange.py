@@ -2,14 +2,14 @@
 
 The decoder works on three tensors a step: `q` [attending rows, n_q_heads * head_size], `kv` [rows, 2 * n_kv_heads *
 head_size] and `o`, shaped like `q`. On a CPU, in a step that uses one link, these tensors are the slot itself and
-nothing is copied. Otherwise they are buffers on the device: their rows are copied into each link's slot before the call
-is posted, and the O rows are gathered from the slots after the wait.
+nothing is copied. Otherwise they are buffers on the device: their rows are copied into each link's slot before a layer
+is rung, and the O rows are gathered from the slots after the wait. A StepGroup does that for all links in one C call.
 """
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -17,7 +17,11 @@ import torch
 from fastdecode.region.contract import ROW_ATTEND, ROW_DTYPE
 from fastdecode.spart.batch import Chunk
 from fastdecode.spart.served import TORCH_DTYPES
-from fastdecode.transports.base import Link, TransportError
+from fastdecode.transports._native import StepGroup
+from fastdecode.transports.base import Link, StepTimes
+
+if TYPE_CHECKING:
+    from fastdecode.transports._native import Port
 
 
 class SlotViews:
@@ -89,17 +93,16 @@ def link_rows(chunks: list[Chunk], views: dict[int, SlotViews]) -> list[LinkRows
 
 
 class Exchange:
-    """The tensors `q`, `kv` and `o` of one step, and the calls that carry them. Not thread-safe."""
+    """The tensors `q`, `kv` and `o` of one step, and the messages that carry them. Not thread-safe."""
 
     def __init__(self, slot: int, link_rows: list[LinkRows], device: torch.device, dtype: torch.dtype):
-        self._slot, self._link_rows, self._device = slot, link_rows, device
-        self._pending: list[Link] = []  # posted, not yet answered
-        self.costs: dict[Link, tuple[int, int]] = {}  # busy nanoseconds and KV-cache bytes of the calls answered so far
-        self._direct = device.type == "cpu" and len(link_rows) == 1
+        self._link_rows, self._device = link_rows, device
+        self._armed = False  # the R-nodes have accepted the step
         n_attend, n_rows = sum(rows.n_attend for rows in link_rows), sum(rows.n_rows for rows in link_rows)
         views = link_rows[0].views
-        if self._direct:
+        if device.type == "cpu" and len(link_rows) == 1:
             self.q, self.kv, self.o = views.q[:n_attend], views.kv[:n_rows], views.o[:n_attend]
+            self._group = StepGroup(slot, self._members())
             return
         q_size, kv_size = views.q.shape[1], views.kv.shape[1]
         self.q = torch.empty(n_attend, q_size, device=device, dtype=dtype)
@@ -110,59 +113,61 @@ class Exchange:
             q, kv, o = (torch.empty(x.shape, dtype=dtype, pin_memory=True) for x in self._host)
             self._host = (q, kv, o)
             self._event = torch.cuda.Event()
+        self._group = StepGroup(slot, self._members(), *(x.view(torch.uint8).numpy() for x in self._host))
 
-    def post(self, layer: int) -> None:
-        """Post a layer's call on every link. `q` and `kv` must not be written before `wait`. Raises LinkDown."""
-        if not self._direct:
-            self._scatter()
-        for rows in self._link_rows:
-            link = rows.views.link
-            if layer == 0:
-                link.write_table(self._slot, rows.entries)
-            link.post(self._slot, layer, len(rows.entries), rows.n_rows, rows.n_attend, layer == 0)
-            self._pending.append(link)
+    def _members(self) -> list[tuple[Port, np.ndarray, int, int, int, int]]:
+        return [
+            (
+                rows.views.link.port,
+                rows.entries.view(np.uint8),
+                rows.attending.start,
+                rows.attending.stop,
+                rows.appended.start,
+                rows.appended.stop,
+            )
+            for rows in self._link_rows
+        ]
 
-    def wait(self, timeout: float) -> int:
-        """Block until every link has answered; then `o` is filled. Returns how many KV-cache bytes the R-nodes read.
+    def arm(self) -> None:
+        """Publish the step to every link. Returns at once: the R-nodes plan it while the S-Part computes the first
+        layer's rows. Raises LinkDown."""
+        self._check(self._group.arm())
 
-        `timeout` is in seconds, for each link. Raises CallRefused and LinkDown.
+    def post(self, layer: int, timeout: float) -> None:
+        """Ask every link for a layer. `q` and `kv` must not be written before `wait`.
+
+        The first layer waits up to `timeout` seconds for the R-nodes' verdicts on the step. Raises CallRefused,
+        LinkDown.
         """
-        kv_bytes = 0
-        while self._pending:
-            link = self._pending.pop()
-            times = link.wait(self._slot, timeout)
-            busy, read = self.costs.get(link, (0, 0))
-            self.costs[link] = busy + times.busy_ns, read + times.kv_bytes
-            kv_bytes += times.kv_bytes
-        if not self._direct:
-            self._gather()
-        return kv_bytes
-
-    def settle(self, timeout: float) -> None:
-        """After a failure, wait for the calls that are still in progress, so that the slots can be used again."""
-        while self._pending:
-            with contextlib.suppress(TransportError):
-                self._pending.pop().wait(self._slot, timeout)
-
-    def _scatter(self) -> None:
-        """Copy `q` and `kv` into the links' slots."""
-        q, kv, _ = self._host
+        if not self._armed:
+            self._check(self._group.wait(timeout, rows=False))
+            self._armed = True
         if self._device.type == "cuda":
+            q, kv, _ = self._host
             q.copy_(self.q, non_blocking=True)
             kv.copy_(self.kv, non_blocking=True)
             self._event.record()
             self._event.synchronize()
-        for rows in self._link_rows:
-            n = rows.n_attend
-            rows.views.q[:n].copy_(q[rows.attending])
-            rows.views.kv[:n].copy_(kv[rows.attending])
-            rows.views.kv[n : rows.n_rows].copy_(kv[rows.appended])
+        self._check(self._group.ring(layer))
 
-    def _gather(self) -> None:
-        """Copy the links' O rows into `o`."""
-        o = self._host[2]
-        for rows in self._link_rows:
-            o[rows.attending].copy_(rows.views.o[: rows.n_attend])
+    def wait(self, timeout: float) -> None:
+        """Block until every link has answered; then `o` is filled. `timeout` is in seconds. Raises CallRefused and
+        LinkDown."""
+        self._check(self._group.wait(timeout))
         if self._device.type == "cuda":
-            # The next `_scatter` synchronises with the stream before `o` on the host is written again.
-            self.o.copy_(o, non_blocking=True)
+            # The next `post` synchronises with the stream before `o` on the host is written again.
+            self.o.copy_(self._host[2], non_blocking=True)
+
+    def disarm(self) -> dict[Link, StepTimes]:
+        """End the step. Returns what it cost on each link."""
+        return {self._link_rows[i].views.link: StepTimes(*times) for i, *times in self._group.disarm()}
+
+    def settle(self, timeout: float) -> None:
+        """After a failure, wait for what is still in progress, so that the slots can be used again."""
+        self._group.wait(timeout, rows=False)
+        self._group.disarm()
+
+    def _check(self, failures: list[tuple[int, int, str]] | None) -> None:
+        if failures:
+            member, status, message = failures[0]
+            raise self._link_rows[member].views.link.failure(status, message)

@@ -5,36 +5,54 @@
 #include "fail.h"
 
 enum {
-    SETTLE_POLLS = 1000 /* see settled_bell */
+    SETTLE_POLLS = 1000 /* see `settled` */
 };
 
-/* A software RDMA device may write a bell byte by byte. So a bell that shows neither the last call nor the next one is
- * read again for a while before the engine believes it. */
-static uint64_t settled_bell(const uint64_t *at, uint64_t bell, uint64_t served) {
-    for (int i = 0; i < SETTLE_POLLS && bell != served && bell != served + 1; i++) {
+static fd_slot_t *slot_of(const fd_link_t *link, uint32_t index) {
+    return fd_slot_at(link->region, &link->work.layout, index);
+}
+
+/* A software RDMA device may write a word byte by byte. So a word that shows neither what it showed last nor the next
+ * number is read again for a while before the engine believes it. */
+static uint64_t settled_bell(const fd_link_t *link, const uint64_t *at, uint64_t last) {
+    uint64_t bell = fd_bell_read(at);
+    for (int i = 0; !link->carrier.ops->wakes && i < SETTLE_POLLS && bell != last && bell != last + 1; i++) {
         fd_cpu_relax();
         bell = fd_bell_read(at);
     }
     return bell;
 }
 
-fd_asks_t fd_slot_asks(fd_link_t *link, uint32_t slot) {
-    fd_slot_t *s = fd_slot_at(link->region, &link->work.layout, slot);
-    fd_slot_state_t *state = &link->slots[slot];
-    uint64_t bell = fd_bell_read(&s->request_bell);
-    if (link->no_wakeup) bell = settled_bell(&s->request_bell, bell, state->served);
-    state->asked = bell;
-    return bell == state->served ? FD_ASKS_NOTHING : FD_ASKS_LAYER;
+static uint32_t settled_word(const fd_link_t *link, const uint32_t *at, uint32_t last) {
+    uint32_t word = fd_word_read(at);
+    for (int i = 0; !link->carrier.ops->wakes && i < SETTLE_POLLS && word > last + 1; i++) {
+        fd_cpu_relax();
+        word = fd_word_read(at);
+    }
+    return word;
 }
 
-static fd_status_t begin_step(fd_link_t *link, fd_step_t *step, const uint8_t *slot, const fd_call_t *call, char *err,
+fd_asks_t fd_slot_asks(fd_link_t *link, uint32_t slot) {
+    const fd_slot_t *s = slot_of(link, slot);
+    fd_slot_state_t *state = &link->slots[slot];
+    bool layer = false;
+    if (state->step.valid) {
+        state->request = settled_word(link, &s->layer_request, state->served);
+        layer = state->request > state->served;
+    }
+    /* A step that is armed replaces one that is unfinished, whatever layer that one was asked for. */
+    state->bell = settled_bell(link, &s->arm_bell, state->armed);
+    return state->bell != state->armed ? FD_ASKS_ARM : layer ? FD_ASKS_LAYER : FD_ASKS_NOTHING;
+}
+
+static fd_status_t begin_step(fd_link_t *link, fd_step_t *step, const uint8_t *slot, const fd_arm_t *arm, char *err,
                               size_t err_len) {
     pthread_mutex_lock(&link->mutex);
     fd_step_end_copies(step, &link->kv); /* of the slot's last step, by that step's table */
-    step->n_entries = call->n_entries;
-    step->n_rows = call->n_rows;
-    step->n_attend_rows = call->n_attend_rows;
-    fd_copy_out(step->table, slot + link->work.layout.table, call->n_entries * sizeof(fd_row_t));
+    step->n_entries = arm->n_entries;
+    step->n_rows = arm->n_rows;
+    step->n_attend_rows = arm->n_attend_rows;
+    fd_copy_out(step->table, slot + link->work.layout.table, arm->n_entries * sizeof(fd_row_t));
     fd_status_t status = fd_step_plan(step, &link->kv, &link->work.shape, false, err, err_len);
     if (status == FD_OUT_OF_PAGES) { /* copies take more pages while they are under way than at once */
         for (uint32_t i = 0; i < link->work.g.n_slots; i++) fd_step_end_copies(&link->slots[i].step, &link->kv);
@@ -46,85 +64,102 @@ static fd_status_t begin_step(fd_link_t *link, fd_step_t *step, const uint8_t *s
     return status;
 }
 
-/* Checks the whole call and plans its step if it is the first of one. Returns FD_OK, or why the call is refused. */
-static fd_status_t take_call(fd_link_t *link, fd_slot_state_t *state, uint64_t bell, const uint8_t *slot,
-                             const fd_call_t *call, char *err, size_t err_len) {
-    fd_step_t *step = &state->step;
-    uint64_t expected = state->served + 1;
-    state->served = bell;
-    if (call->flags & FD_CALL_NEW_STEP) step->valid = 0;
-    if (bell != expected || call->number != bell)
+/* Checks the whole step and plans it. Returns FD_OK, or why the step is refused. */
+static fd_status_t take_step(fd_link_t *link, fd_slot_state_t *state, uint64_t expected, const uint8_t *slot,
+                             const fd_arm_t *arm, char *err, size_t err_len) {
+    if (state->armed != expected || arm->number != state->armed)
         return FD_FAIL(FD_BAD_CALL,
-                       "the bell shows call %llu and the header says call %llu, but call %llu was expected",
-                       (unsigned long long)bell, (unsigned long long)call->number, (unsigned long long)expected);
-    const char *reason = fd_call_error(&link->work.g, call);
+                       "the bell shows step %llu and the header says step %llu, but step %llu was expected",
+                       (unsigned long long)state->armed, (unsigned long long)arm->number, (unsigned long long)expected);
+    const char *reason = fd_arm_error(&link->work.g, arm);
     if (reason)
-        return FD_FAIL(FD_BAD_CALL, "%s (flags 0x%x, layer %u, %u entries, %u rows, %u of them attending)", reason,
-                       call->flags, call->layer, call->n_entries, call->n_rows, call->n_attend_rows);
-    if (call->flags & FD_CALL_NEW_STEP) return begin_step(link, step, slot, call, err, err_len);
-    if (!step->valid)
-        return FD_FAIL(FD_BAD_CALL, "no step is in progress in this slot: none has begun, or the last one was refused");
-    if (call->n_entries != step->n_entries || call->n_rows != step->n_rows ||
-        call->n_attend_rows != step->n_attend_rows)
-        return FD_FAIL(
-            FD_BAD_CALL, "the call has %u entries, %u rows and %u attending rows; the step began with %u, %u and %u",
-            call->n_entries, call->n_rows, call->n_attend_rows, step->n_entries, step->n_rows, step->n_attend_rows);
-    return FD_OK;
+        return FD_FAIL(FD_BAD_CALL, "%s (%u entries, %u rows, %u of them attending)", reason, arm->n_entries,
+                       arm->n_rows, arm->n_attend_rows);
+    return begin_step(link, &state->step, slot, arm, err, err_len);
 }
 
 static void count(uint64_t *counter, uint64_t n) { __atomic_store_n(counter, *counter + n, __ATOMIC_RELAXED); }
 
-/* Counts the slot's call and replies to it. */
-static void end_call(fd_link_t *link, uint32_t slot, const fd_reply_t *r) {
-    count(&link->stats.calls, 1);
-    count(&link->stats.busy_ns, r->busy_ns);
-    fd_slot_t *s = fd_slot_at(link->region, &link->work.layout, slot);
-    s->reply = *r;
-    fd_ring_reply(s, r->number);
-    if (link->notify.fn) link->notify.fn(link->notify.ctx, slot);
+/* Writes the slot's report. The S side reads it once a word that is stored afterwards tells it to. */
+static void report(fd_link_t *link, uint32_t slot, fd_status_t status, const char *message) {
+    const fd_slot_state_t *state = &link->slots[slot];
+    fd_report_t r = {.number = state->armed,
+                     .status = status,
+                     .n_layers = state->served,
+                     .busy_ns = state->busy_ns,
+                     .kv_bytes = state->kv_bytes};
+    snprintf(r.message, sizeof r.message, "%s", message);
+    slot_of(link, slot)->report = r;
+}
+
+static void reply(fd_link_t *link, uint32_t slot, uint32_t word) {
+    fd_word_store(&slot_of(link, slot)->layer_reply, word);
+    link->carrier.ops->send(link->carrier.self, slot, FD_REPLY);
+}
+
+void fd_slot_arm(fd_link_t *link, uint32_t slot) {
+    fd_slot_t *s = slot_of(link, slot);
+    fd_slot_state_t *state = &link->slots[slot];
+    const uint64_t start = link->last_call_ns = fd_now_ns(), expected = state->armed + 1;
+    char err[sizeof s->report.message] = "";
+    fd_arm_t arm;
+    fd_copy_out(&arm, &s->arm, sizeof arm);
+    state->armed = state->bell;
+    state->served = state->request = 0;
+    state->busy_ns = state->kv_bytes = 0;
+    state->step.valid = 0;
+    const fd_status_t status = take_step(link, state, expected, (const uint8_t *)s, &arm, err, sizeof err);
+    if (status != FD_OK) count(&link->stats.refused, 1);
+    count(&link->stats.busy_ns, fd_now_ns() - start);
+    fd_word_store(&s->layer_request, 0);
+    report(link, slot, status, err);
+    fd_bell_store(&s->armed_bell, state->armed);
+    link->carrier.ops->send(link->carrier.self, slot, FD_VERDICT);
 }
 
 bool fd_slot_begin_layer(fd_link_t *link, uint32_t slot) {
-    fd_slot_t *s = fd_slot_at(link->region, &link->work.layout, slot);
     fd_slot_state_t *state = &link->slots[slot];
-    uint64_t start = link->last_call_ns = fd_now_ns();
-    fd_call_t call;
-    fd_copy_out(&call, &s->call, sizeof call);
-    fd_reply_t r = {.number = state->asked};
-    r.status = take_call(link, state, r.number, (const uint8_t *)s, &call, r.message, sizeof r.message);
-    state->layer = call.layer;
-    if (r.status == FD_OK) return true;
+    link->last_call_ns = fd_now_ns();
+    state->layer = state->served;
+    if (state->request <= link->work.g.n_layers) return true;
+    state->step.valid = 0;
     count(&link->stats.refused, 1);
-    r.busy_ns = fd_now_ns() - start;
-    end_call(link, slot, &r);
+    report(link, slot, FD_BAD_CALL, "layer beyond the model");
+    reply(link, slot, FD_POISON);
     return false;
 }
 
 void fd_slot_end_layer(fd_link_t *link, uint32_t slot, uint64_t kv_bytes, uint64_t busy_ns) {
     fd_slot_state_t *state = &link->slots[slot];
+    const uint32_t n_layers = link->work.g.n_layers;
     if (fd_work_stores(&link->work, state->layer) &&
         fd_step_layer_done(&state->step, link->work.stores[state->layer], link->kv.n_layers)) {
         pthread_mutex_lock(&link->mutex);
         fd_step_end_copies(&state->step, &link->kv);
         pthread_mutex_unlock(&link->mutex);
     }
+    count(&link->stats.calls, 1);
     count(&link->stats.rows, state->step.n_rows);
     count(&link->stats.kv_bytes, kv_bytes);
-    end_call(link, slot,
-             &(fd_reply_t){.number = state->served,
-                           .status = FD_OK,
-                           .n_attend_rows = state->step.n_attend_rows,
-                           .busy_ns = busy_ns,
-                           .kv_bytes = kv_bytes});
+    count(&link->stats.busy_ns, busy_ns);
+    state->kv_bytes += kv_bytes;
+    state->busy_ns += busy_ns;
+    if (++state->served == n_layers) {
+        state->step.valid = 0;
+        report(link, slot, FD_OK, "");
+    }
+    reply(link, slot, state->served);
 }
 
 void fd_link_refuse_waiting(fd_link_t *link) {
     for (uint32_t i = 0; i < link->work.g.n_slots; i++) {
-        fd_slot_t *slot = fd_slot_at(link->region, &link->work.layout, i);
-        uint64_t bell = fd_bell_read(&slot->request_bell);
-        if (bell == link->slots[i].served && !link->slots[i].job.begun) continue;
-        slot->reply =
-            (fd_reply_t){.number = bell, .status = FD_LINK_CLOSED, .message = "the R-node has closed this link"};
-        fd_ring_reply(slot, bell);
+        fd_slot_state_t *state = &link->slots[i];
+        if (fd_slot_asks(link, i) == FD_ASKS_NOTHING && !state->step.valid && !state->job.begun) continue;
+        fd_slot_t *slot = slot_of(link, i);
+        state->armed = state->bell;
+        report(link, i, FD_LINK_CLOSED, "the R-node has closed this link");
+        fd_word_store(&slot->layer_reply, FD_POISON);
+        fd_bell_store(&slot->armed_bell, state->armed);
+        fd_wake_waiters(slot);
     }
 }

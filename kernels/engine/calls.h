@@ -7,20 +7,24 @@
 
 typedef enum {
     FD_ASKS_NOTHING,
-    FD_ASKS_LAYER, /* to do a layer of the slot's step */
+    FD_ASKS_ARM,   /* to take a step */
+    FD_ASKS_LAYER, /* to do the next layer of the slot's step */
 } fd_asks_t;
 
 /* Reads the words of a slot. */
 fd_asks_t fd_slot_asks(fd_link_t *link, uint32_t slot);
 
-/* After FD_ASKS_LAYER: checks the whole call, and plans its step if it is the first of one. Returns true if the layer
- * state->layer of state->step is now to be done. Returns false if the call was refused; it is answered then. */
+/* After FD_ASKS_ARM: checks the step, takes its pages, plans it and answers. */
+void fd_slot_arm(fd_link_t *link, uint32_t slot);
+
+/* After FD_ASKS_LAYER: returns true if the layer state->layer of state->step is now to be done. Returns false if the
+ * request makes no sense; the step has failed and is answered then. */
 bool fd_slot_begin_layer(fd_link_t *link, uint32_t slot);
-/* The layer is done: ends page copies that are complete, counts the call and replies. */
+/* The layer is done: ends page copies that are complete, counts the layer and replies. */
 void fd_slot_end_layer(fd_link_t *link, uint32_t slot, uint64_t kv_bytes, uint64_t busy_ns);
 
-/* Answers the calls that thread 0 has not served, now that it no longer serves this link. Does not call `notify`: the
- * owner of the link ends the connection itself. */
+/* Fails the steps that thread 0 has not finished, now that it no longer serves this link. Sends nothing: the owner of
+ * the link ends the connection itself. */
 void fd_link_refuse_waiting(fd_link_t *link);
 
 #endif

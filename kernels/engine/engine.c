@@ -34,8 +34,8 @@ void fd_poll_carriers(fd_engine_t *e, bool go_on) {
     const uint32_t n = go_on && e->n_adopted > CARRIERS_PER_POLL ? CARRIERS_PER_POLL : e->n_adopted;
     for (uint32_t k = 0; k < n; k++) {
         if (e->next_carrier >= e->n_adopted) e->next_carrier = 0;
-        const fd_notify_t *notify = &e->adopted[e->next_carrier++]->notify;
-        if (notify->poll) notify->poll(notify->ctx, go_on);
+        const fd_carrier_t *carrier = &e->adopted[e->next_carrier++]->carrier;
+        if (carrier->ops->poll) carrier->ops->poll(carrier->self, go_on);
     }
 }
 
@@ -61,7 +61,7 @@ static void adopt_links(fd_engine_t *e) {
         e->n_adopted = e->n_links;
         e->next_link = 0;
         e->n_no_wakeup = 0;
-        for (uint32_t i = 0; i < e->n_adopted; i++) e->n_no_wakeup += e->adopted[i]->no_wakeup;
+        for (uint32_t i = 0; i < e->n_adopted; i++) e->n_no_wakeup += !e->adopted[i]->carrier.ops->wakes;
         e->adopted_changes = e->link_changes;
         pthread_cond_broadcast(&e->adoption);
     }
@@ -70,10 +70,8 @@ static void adopt_links(fd_engine_t *e) {
 
 static bool any_bell(fd_engine_t *e) {
     for (uint32_t i = 0; i < e->n_adopted; i++)
-        for (uint32_t slot = 0; slot < e->adopted[i]->work.g.n_slots; slot++) {
-            fd_slot_t *s = fd_slot_at(e->adopted[i]->region, &e->adopted[i]->work.layout, slot);
-            if (fd_bell_read(&s->request_bell) != e->adopted[i]->slots[slot].served) return true;
-        }
+        for (uint32_t slot = 0; slot < e->adopted[i]->work.g.n_slots; slot++)
+            if (fd_slot_asks(e->adopted[i], slot) != FD_ASKS_NOTHING) return true;
     return false;
 }
 

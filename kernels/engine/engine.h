@@ -11,7 +11,7 @@
 #define FD_ENGINE_H
 
 #include "attention.h"
-#include "doorbell.h"
+#include "carrier.h"
 #include "layers.h"
 #include "memory.h"
 #include "region.h"
@@ -68,11 +68,11 @@ uint64_t fd_engine_kv_free(fd_engine_t *engine);
 uint64_t fd_engine_pages_within(const fd_engine_t *engine, const fd_geometry_t *g, uint32_t kv_dtype, uint64_t bytes,
                                 bool grows);
 
-/* Copies `notify`, which may be NULL. `region` (region_bytes of the geometry's layout) must stay mapped until
- * fd_engine_remove_link returns. */
+/* Copies `carrier`; NULL stands for shared memory. `region` (region_bytes of the geometry's layout) must stay mapped
+ * until fd_engine_remove_link returns. */
 fd_link_t *fd_engine_add_link(fd_engine_t *engine, void *region, const fd_geometry_t *g, const fd_lease_t *lease,
-                              const fd_notify_t *notify, char *err, size_t err_len);
-/* Stops the work on the link's calls, answers those that are not yet served with FD_LINK_CLOSED (without notify) and
+                              const fd_carrier_t *carrier, char *err, size_t err_len);
+/* Stops the work on the link's calls, answers those that are not yet served with FD_LINK_CLOSED (without sending) and
  * unmaps the arena. */
 void fd_engine_remove_link(fd_engine_t *engine, fd_link_t *link);
 

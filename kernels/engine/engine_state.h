@@ -37,9 +37,12 @@ typedef struct {
 } fd_job_t;
 
 typedef struct {
-    uint64_t served; /* the last request bell that the engine has answered */
-    uint64_t asked;  /* the last request bell that it has read */
-    uint32_t layer;  /* of the call in progress */
+    uint64_t armed;             /* the last arm bell that the engine has answered */
+    uint32_t served;            /* layers of the step that are done */
+    uint64_t bell;              /* what fd_slot_asks has read: the arm bell, */
+    uint32_t request;           /* and layer_request */
+    uint32_t layer;             /* the layer in progress */
+    uint64_t busy_ns, kv_bytes; /* of the step so far */
     fd_step_t step;
     fd_job_t job; /* the call in progress */
 } fd_slot_state_t;
@@ -47,11 +50,11 @@ typedef struct {
 struct fd_link {
     fd_engine_t *engine;
     uint8_t *region;
-    bool no_wakeup; /* this link's request bells wake no thread */
     fd_work_t work;
     int eventfd;
     uint64_t lease_bytes;
-    fd_notify_t notify;    /* `fn` and `poll` may be NULL */
+    fd_carrier_t carrier;
+    fd_shm_r_t shm;        /* `self` of the carrier of a link over shared memory */
     pthread_mutex_t mutex; /* guards `kv`, which planning a step and control operations use */
     fd_kvcache_t kv;
     fd_slot_state_t *slots; /* [n_slots], thread 0 only */

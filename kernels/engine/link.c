@@ -67,7 +67,6 @@ static fd_link_t *build(fd_engine_t *e, void *region, const fd_geometry_t *g, co
     if (!link) return FD_FAIL(NULL, "no memory for a link");
     link->engine = e;
     link->region = region;
-    link->no_wakeup = ((const fd_region_header_t *)region)->no_wakeup; /* read now, while no peer can write it */
     pthread_mutex_init(&link->mutex, NULL);
     link->eventfd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     struct epoll_event event = {.events = EPOLLIN | EPOLLET};
@@ -119,7 +118,7 @@ static void release(fd_engine_t *e, uint32_t n_links, uint64_t bytes) {
 }
 
 fd_link_t *fd_engine_add_link(fd_engine_t *e, void *region, const fd_geometry_t *g, const fd_lease_t *lease,
-                              const fd_notify_t *notify, char *err, size_t err_len) {
+                              const fd_carrier_t *carrier, char *err, size_t err_len) {
     errno = EINVAL;
     if (!lease_ok(g, lease, region, err, err_len)) return NULL;
     const bool grows = lease->max_pages > lease->n_pages;
@@ -134,7 +133,8 @@ fd_link_t *fd_engine_add_link(fd_engine_t *e, void *region, const fd_geometry_t 
         return NULL;
     }
     link->lease_bytes = bytes;
-    if (notify) link->notify = *notify;
+    link->shm = (fd_shm_r_t){region, link->work.layout};
+    link->carrier = carrier ? *carrier : (fd_carrier_t){&fd_shm_r_ops, &link->shm};
     pthread_mutex_lock(&e->mutex);
     e->links[e->n_links++] = link;
     __atomic_fetch_add(&e->link_changes, 1, __ATOMIC_SEQ_CST);

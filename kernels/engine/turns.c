@@ -121,6 +121,12 @@ static void begin_call(fd_engine_t *e, fd_link_t *link, uint32_t slot) {
     if (done) end_call(e, job);
 }
 
+static void arm(fd_link_t *link, uint32_t slot) {
+    const uint64_t start = fd_now_ns();
+    fd_slot_arm(link, slot);
+    charge(link, fd_now_ns() - start);
+}
+
 bool fd_turns_poll(fd_engine_t *e) {
     const uint64_t start = e->n_jobs ? charge_main(e) : 0;
     bool any = false, waiting = false;
@@ -128,12 +134,15 @@ bool fd_turns_poll(fd_engine_t *e) {
         fd_link_t *link = e->adopted[i];
         link->turn.waits = false;
         for (uint32_t slot = 0; slot < link->work.g.n_slots; slot++) {
-            if (link->slots[slot].job.begun || fd_slot_asks(link, slot) == FD_ASKS_NOTHING) continue;
+            if (link->slots[slot].job.begun) continue;
+            const fd_asks_t asks = fd_slot_asks(link, slot);
+            if (asks == FD_ASKS_NOTHING) continue;
             any = true;
-            /* Copies may end when a step begins, so none may be under way then. */
-            if (link->turn.leaving || link->turn.n_copying) continue;
-            if (link->turn.credit_ns > 0) begin_call(e, link, slot);
-            else link->turn.waits = waiting = true;
+            /* Copies may end when a step is armed, so none may be under way then. */
+            if (link->turn.leaving || (asks == FD_ASKS_ARM && link->turn.n_copying)) continue;
+            if (link->turn.credit_ns <= 0) link->turn.waits = waiting = true;
+            else if (asks == FD_ASKS_ARM) arm(link, slot);
+            else begin_call(e, link, slot);
         }
     }
     if (waiting && !e->n_jobs) refill(e);

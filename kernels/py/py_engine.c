@@ -27,7 +27,7 @@ typedef struct {
     PyObject_HEAD
     fd_link_t *link;
     engine_object_t *owner;
-    PyObject *notify;
+    PyObject *carrier;
     Py_buffer region;
     uint32_t users; /* threads that use `link` without the GIL; changed with the GIL */
 } link_object_t;
@@ -156,21 +156,21 @@ static PyObject *engine_close(engine_object_t *self, PyObject *unused) {
 static PyObject *closed_error(const char *what) { return PyErr_Format(PyExc_RuntimeError, "%s is closed", what); }
 
 static PyObject *engine_add_link(engine_object_t *self, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"region",        "geometry", "kv_dtype", "n_pages", "max_seqs",
-                            "softmax_scale", "windows",  "notify",   "max_pages", "segments",
-                            "kv_layers", "softcaps", "sinks", "slopes", NULL};
-    PyObject *region, *notify = Py_None;
+    static char *names[] = {"region",        "geometry", "kv_dtype", "n_pages",   "max_seqs",
+                            "softmax_scale", "windows",  "carrier",  "max_pages", "segments",
+                            "kv_layers",     "softcaps", "sinks",    "slopes",    NULL};
+    PyObject *region, *carrier = Py_None;
     layer_args_t a = {0};
     fd_geometry_t g;
     fd_lease_t lease = {0};
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO&IIIfO|OI$OOOOO", names, &region, fd_py_geometry, &g,
                                      &lease.kv_dtype, &lease.n_pages, &lease.max_seqs, &lease.softmax_scale, &a.windows,
-                                     &notify, &lease.max_pages, &a.segments, &a.kv_layers, &a.softcaps, &a.sinks,
+                                     &carrier, &lease.max_pages, &a.segments, &a.kv_layers, &a.softcaps, &a.sinks,
                                      &a.slopes))
         return NULL;
     if (!self->engine) return closed_error("the R-engine");
-    const fd_notify_t *target = NULL;
-    if (notify != Py_None && !(target = PyCapsule_GetPointer(notify, FD_NOTIFY_CAPSULE))) return NULL;
+    const fd_carrier_t *target = NULL;
+    if (carrier != Py_None && !(target = PyCapsule_GetPointer(carrier, FD_CARRIER_CAPSULE))) return NULL;
     fd_layer_t layers[FD_MAX_LAYERS];
     lease.layers = layers;
     link_object_t *link = NULL;
@@ -191,7 +191,7 @@ static PyObject *engine_add_link(engine_object_t *self, PyObject *args, PyObject
         return NULL;
     }
     link->owner = (engine_object_t *)Py_NewRef(self);
-    link->notify = Py_NewRef(notify);
+    link->carrier = Py_NewRef(carrier);
     self->n_links++;
     return (PyObject *)link;
 }
@@ -235,7 +235,7 @@ static PyGetSetDef engine_getset[] = {
 
 static PyMethodDef engine_methods[] = {
     {"add_link", (PyCFunction)(void (*)(void))engine_add_link, METH_VARARGS | METH_KEYWORDS,
-     "add_link(region, geometry, kv_dtype, n_pages, max_seqs, softmax_scale, windows, notify=None, max_pages=0, *, "
+     "add_link(region, geometry, kv_dtype, n_pages, max_seqs, softmax_scale, windows, carrier=None, max_pages=0, *, "
      "segments=None, kv_layers=None, softcaps=None, sinks=None, slopes=None)\n"
      "-> REngineLink"},
     {"pages_within", (PyCFunction)engine_pages_within, METH_VARARGS,
@@ -267,7 +267,7 @@ static void remove_link(link_object_t *self) {
 static void link_dealloc(link_object_t *self) {
     PyTypeObject *type = Py_TYPE(self);
     remove_link(self);
-    Py_XDECREF(self->notify);
+    Py_XDECREF(self->carrier);
     Py_XDECREF(self->owner);
     type->tp_free(self);
     Py_DECREF(type);

@@ -1,7 +1,7 @@
-/* Sends mutated calls, row tables and control operations to an R-engine that also serves a well-behaved link, whose
- * replies must stay correct.
+/* Sends mutated steps, row tables, layer words and control operations to an R-engine that also serves a well-behaved
+ * link, whose replies must stay correct.
  *
- * fuzz.h says what an input is, hostile_link what it does. The R-engine must answer every bell, whatever the call
+ * fuzz.h says what an input is, hostile_link what it does. The R-engine must answer every arm bell, whatever the step
  * behind it, and no sanitizer may report an error. The first byte of an input chooses the instruction set; later bytes
  * choose the geometry and the KV format.
  */
@@ -9,19 +9,11 @@
 
 #include "engine.h"
 #include "fuzz.h"
+#include "s_side.h"
 
 static char err[256];
-static uint64_t answers[FD_OUT_OF_PAGES + 1]; /* number of replies to hostile calls, by status */
+static uint64_t answers[FD_OUT_OF_PAGES + 1]; /* number of verdicts on hostile steps, by status */
 static uint64_t inputs;
-
-static const fd_reply_t *answer(fd_slot_t *slot, uint64_t bell) {
-    REQUIRE(fd_wait_reply(slot, bell, 20000, 20000000000u, NULL) == FD_WAIT_DONE);
-    return &slot->reply;
-}
-
-static void ring(fd_link_t *link, void *region, fd_slot_t *slot, uint64_t bell) {
-    fd_ring_request(slot, bell, &((fd_region_header_t *)region)->engine_asleep, fd_link_eventfd(link));
-}
 
 /* ---- an engine and its well-behaved link: one sequence, one KV head, checked in double precision ---- */
 
@@ -32,7 +24,7 @@ typedef struct {
     fd_engine_t *engine;
     fd_link_t *link;
     void *region;
-    uint64_t number; /* of the last call */
+    uint64_t number; /* of the last step */
     uint32_t length, noise;
     float k[MAX_TOKENS][HEAD], v[MAX_TOKENS][HEAD];
 } target_t;
@@ -90,11 +82,11 @@ static void good_call(target_t *good) {
         memcpy(good->v[good->length + j], kv + j * 2 * HEAD + HEAD, sizeof good->v[0]);
     }
     *(fd_row_t *)((uint8_t *)slot + y.table) = (fd_row_t){1, 7, good->length, n, FD_ROW_ATTEND, 0};
-    slot->call = (fd_call_t){
-        .number = ++good->number, .flags = FD_CALL_NEW_STEP, .n_entries = 1, .n_rows = n, .n_attend_rows = n};
-    ring(good->link, good->region, slot, good->number);
-    const fd_reply_t *reply = answer(slot, good->number);
-    REQUIRE(reply->status == FD_OK && reply->n_attend_rows == n);
+    slot->arm = (fd_arm_t){.number = ++good->number, .n_entries = 1, .n_rows = n, .n_attend_rows = n};
+    s_side_ring_arm(good->link, good->region, slot, good->number);
+    REQUIRE(s_side_verdict(slot, good->number)->status == FD_OK);
+    s_side_ask(good->link, good->region, slot, 1);
+    REQUIRE(s_side_replied(slot, 1) && slot->report.status == FD_OK && slot->report.n_layers == 1);
     for (uint32_t j = 0; j < n; j++)
         check_row(good, q + j * GROUP * HEAD, (float *)((uint8_t *)slot + y.o) + j * GROUP * HEAD,
                   good->length + j + 1);
@@ -114,8 +106,9 @@ typedef struct {
         uint32_t tag, length;
     } sequences[SEQUENCES]; /* tag and cached tokens as far as we know, so that most calls are valid */
     struct {
-        uint64_t bell;
-        fd_call_t call;
+        uint64_t bell;   /* of the last step */
+        bool armed;      /* a step is in progress */
+        uint32_t served; /* its layers */
     } slots[2];
 } hostile_t;
 
@@ -156,8 +149,8 @@ static void open_hostile(hostile_t *h, fd_engine_t *engine, input_t *in) {
     REQUIRE(h->link);
 }
 
-/* Makes a valid row table, which the engine serves if there is room, and a call header for it. */
-static void good_step(hostile_t *h, input_t *in, fd_row_t *table, fd_call_t *call) {
+/* Makes a valid row table, which the engine serves if there is room, and a step header for it. */
+static void good_step(hostile_t *h, input_t *in, fd_row_t *table, fd_arm_t *header) {
     uint32_t n = 1 + take(in, 1) % SEQUENCES, first = take(in, 1), attending = take(in, 1) % (n + 1), rows = 0;
     for (uint32_t i = 0; i < n && rows < h->g.max_rows; i++) {
         uint32_t seq_index = (first + i) % SEQUENCES, want = 1 + take(in, 1) % h->g.max_rows;
@@ -166,11 +159,10 @@ static void good_step(hostile_t *h, input_t *in, fd_row_t *table, fd_call_t *cal
         table[i] = (fd_row_t){seq_index, h->sequences[seq_index].tag,       h->sequences[seq_index].length,
                               want,      i < attending ? FD_ROW_ATTEND : 0, 0};
         rows += want;
-        call->n_entries++;
-        if (i < attending) call->n_attend_rows += want;
+        header->n_entries++;
+        if (i < attending) header->n_attend_rows += want;
     }
-    call->n_rows = rows;
-    call->flags = FD_CALL_NEW_STEP;
+    header->n_rows = rows;
 }
 
 static void mutate_row(input_t *in, fd_row_t *r, uint32_t max_rows) {
@@ -184,19 +176,17 @@ static void mutate_row(input_t *in, fd_row_t *r, uint32_t max_rows) {
     }
 }
 
-static void mutate_call(input_t *in, fd_call_t *c, const fd_geometry_t *g) {
-    switch (take(in, 1) % 7) {
-    case 0: c->number += edgy(in, 2); break;
-    case 1: c->flags = edgy(in, 2); break;
-    case 2: c->layer = edgy(in, g->n_layers); break;
-    case 3: c->n_entries = edgy(in, g->max_rows); break;
-    case 4: c->n_rows = edgy(in, g->max_rows); break;
-    case 5: c->n_attend_rows = edgy(in, g->max_rows); break;
-    default: c->reserved[take(in, 1) % 9] = take(in, 1);
+static void mutate_header(input_t *in, fd_arm_t *header, const fd_geometry_t *g) {
+    switch (take(in, 1) % 5) {
+    case 0: header->number += edgy(in, 2); break;
+    case 1: header->n_entries = edgy(in, g->max_rows); break;
+    case 2: header->n_rows = edgy(in, g->max_rows); break;
+    case 3: header->n_attend_rows = edgy(in, g->max_rows); break;
+    default: header->reserved[take(in, 1) % 11] = take(in, 1);
     }
 }
 
-/* Overwrites bytes of the region, as a peer may do while the engine works on its call. */
+/* Overwrites bytes of the region, as a peer may do while the engine works on its step. */
 static void scribble(hostile_t *h, input_t *in, uint32_t slot) {
 #ifndef __SANITIZE_THREAD__ /* these data races are intended */
     uint8_t *base = slot_part(h, slot, sizeof(uint64_t));
@@ -204,8 +194,8 @@ static void scribble(hostile_t *h, input_t *in, uint32_t slot) {
     for (uint32_t n = take(in, 1) % 16; n; n--) {
         size_t at = take(in, 1) % 2 ? take(in, 2) % 1024 : take(in, 3);
         uint8_t *byte = base + at % span;
-        /* The peer may write the reply half as well, but this program waits for the reply bell. */
-        if (byte >= (uint8_t *)slot_part(h, slot, offsetof(fd_slot_t, reply_bell)) &&
+        /* The peer may write the R side's words as well, but this program waits for them. */
+        if (byte >= (uint8_t *)slot_part(h, slot, offsetof(fd_slot_t, armed_bell)) &&
             byte < (uint8_t *)slot_part(h, slot, h->y.table))
             continue;
         *(volatile uint8_t *)byte = (uint8_t)take(in, 1);
@@ -215,8 +205,8 @@ static void scribble(hostile_t *h, input_t *in, uint32_t slot) {
 #endif
 }
 
-static void note_served(hostile_t *h, const fd_row_t *table, const fd_call_t *call) {
-    for (uint32_t i = 0; i < call->n_entries; i++) {
+static void note_armed(hostile_t *h, const fd_row_t *table, const fd_arm_t *header) {
+    for (uint32_t i = 0; i < header->n_entries; i++) {
         REQUIRE(table[i].seq_index < SEQUENCES); /* the engine must refuse other indexes */
         h->sequences[table[i].seq_index].length = table[i].pos + table[i].n_rows;
         h->sequences[table[i].seq_index].tag = table[i].tag;
@@ -248,46 +238,66 @@ static void control(hostile_t *h, input_t *in) {
     REQUIRE(stats.pages_used <= stats.pages_total && stats.seqs <= SEQUENCES);
 }
 
-static void hostile_call(hostile_t *h, input_t *in) {
-    uint32_t slot = take(in, 1) % h->g.n_slots, mode = take(in, 1) % 8;
+/* Arms a step, valid or not, also in place of one that is in progress. */
+static void hostile_arm(hostile_t *h, input_t *in, uint32_t slot) {
+    uint32_t mode = take(in, 1) % 8;
     fd_row_t *table = calloc(h->g.max_rows, sizeof *table);
     REQUIRE(table);
-    fd_call_t call = {0};
-    bool fresh = mode < 5 || !h->slots[slot].call.n_rows;
-    if (fresh) good_step(h, in, table, &call);
-    else call = h->slots[slot].call;
-    call.layer = take(in, 1) % h->g.n_layers;
+    fd_arm_t header = {0};
+    good_step(h, in, table, &header);
     uint64_t bell = h->slots[slot].bell + 1;
-    call.number = bell;
-    bool racing = mode == 3;
+    header.number = bell;
+    const bool racing = mode == 3;
     if (mode < 2)
-        for (uint32_t n = 1 + take(in, 1) % 3; n && call.n_entries; n--)
-            mutate_row(in, &table[take(in, 1) % call.n_entries], h->g.max_rows);
-    if (mode == 1 || mode == 2 || mode == 5) mutate_call(in, &call, &h->g);
+        for (uint32_t n = 1 + take(in, 1) % 3; n && header.n_entries; n--)
+            mutate_row(in, &table[take(in, 1) % header.n_entries], h->g.max_rows);
+    if (mode == 1 || mode == 2) mutate_header(in, &header, &h->g);
     if (take(in, 1) == 0) bell += edgy(in, 3) | (uint64_t)take(in, 4) << 32;
     if (bell == h->slots[slot].bell) bell++; /* the same number again would not be a ring */
     fd_slot_t *s = fd_slot_at(h->region, &h->y, slot);
+    memcpy(slot_part(h, slot, h->y.table), table, h->g.max_rows * sizeof *table);
+    s->arm = header;
+    s_side_ring_arm(h->link, h->region, s, bell);
+    if (racing) scribble(h, in, slot);
+    const fd_report_t report = *s_side_verdict(s, bell);
+    h->slots[slot].bell = bell;
+    REQUIRE(report.number == bell && report.status <= FD_OUT_OF_PAGES);
+    REQUIRE(memchr(report.message, 0, sizeof report.message) && (report.status == FD_OK) == !report.message[0]);
+    answers[report.status]++;
+    h->slots[slot].armed = report.status == FD_OK && !racing; /* after a race nothing is known of the step */
+    h->slots[slot].served = 0;
+    if (report.status == FD_OK) note_armed(h, table, &header); /* after a race this is only likely */
+    free(table);
+}
+
+/* Asks for layers of the step in progress, with a valid word or not. */
+static void hostile_layer(hostile_t *h, input_t *in, uint32_t slot) {
+    fd_slot_t *s = fd_slot_at(h->region, &h->y, slot);
     uint8_t *rows = slot_part(h, slot, h->y.q);
     for (uint32_t n = take(in, 1) % 16; n; n--) rows[take(in, 2) % (h->y.o - h->y.q)] = (uint8_t)take(in, 1);
-    memcpy(slot_part(h, slot, h->y.table), table, fresh ? h->g.max_rows * sizeof *table : 0);
-    s->call = call;
-    ring(h->link, h->region, s, bell);
-    if (racing) scribble(h, in, slot);
-    if (mode == 4) control(h, in); /* while the engine serves the call */
-    fd_reply_t reply = *answer(s, bell);
-    h->slots[slot].bell = bell;
-    REQUIRE(reply.number == bell && reply.status <= FD_OUT_OF_PAGES);
-    REQUIRE(memchr(reply.message, 0, sizeof reply.message) && (reply.status == FD_OK) == !reply.message[0]);
-    answers[reply.status]++;
-    if (reply.status == FD_OK) {
-        REQUIRE(racing || reply.n_attend_rows == call.n_attend_rows);
-        if (call.flags & FD_CALL_NEW_STEP && fresh) note_served(h, table, &call); /* after a race this is only likely */
-        call.flags = 0;
-        h->slots[slot].call = call;
-    } else if (call.flags & FD_CALL_NEW_STEP) {
-        h->slots[slot].call.n_rows = 0;
+    const uint32_t served = h->slots[slot].served, what = take(in, 1) % 8;
+    const uint32_t word = what ? served + 1 : take(in, 1) % 2 ? edgy(in, h->g.n_layers) : take(in, 4);
+    s_side_ask(h->link, h->region, s, word);
+    if (what == 2) control(h, in); /* while the engine works on the layer */
+    if (what == 1) {               /* whether the word is seen before it is overwritten is not known */
+        scribble(h, in, slot);
+        h->slots[slot].armed = false;
+        return;
     }
-    free(table);
+    if (word <= served) return; /* asks for nothing */
+    const bool good = s_side_replied(s, word <= h->g.n_layers ? word : FD_POISON) && word <= h->g.n_layers;
+    REQUIRE(good == (word <= h->g.n_layers));
+    if (!good || word == h->g.n_layers) {
+        REQUIRE(s->report.number == h->slots[slot].bell && s->report.status == (good ? FD_OK : FD_BAD_CALL));
+        h->slots[slot].armed = false;
+    }
+    h->slots[slot].served = word;
+}
+
+static void hostile_call(hostile_t *h, input_t *in) {
+    const uint32_t slot = take(in, 1) % h->g.n_slots;
+    if (h->slots[slot].armed && take(in, 1) % 8) hostile_layer(h, in, slot);
+    else hostile_arm(h, in, slot);
 }
 
 static void hostile_link(target_t *target, input_t *in) {

@@ -11,6 +11,7 @@
 #include "engine.h"
 #include "fuzz.h"
 #include "port.h"
+#include "tcp_pump.h"
 
 #define PATIENCE_NS 20000000000u
 
@@ -26,7 +27,7 @@ typedef struct {
     uint8_t *region;
     fd_port_t port; /* the R side uses only `down` */
     fd_pump_t *pump;
-    fd_notify_t notify;
+    fd_carrier_t carrier;
     fd_link_t *link;
 } end_t;
 
@@ -37,9 +38,9 @@ enum {
 typedef struct {
     fd_frame_t frame;
     union {
-        fd_call_t call;
-        fd_reply_t reply;
-        uint8_t bytes[sizeof(fd_reply_t) + MAX_BODY]; /* the rows follow the call or the reply */
+        fd_arm_t arm; /* followed by the table */
+        fd_report_t report;
+        uint8_t bytes[sizeof(fd_report_t) + MAX_BODY];
     };
 } message_t;
 
@@ -57,11 +58,11 @@ static void open_end(end_t *e, fd_side_t side) {
     if (side == FD_SIDE_R) {
         const fd_layer_t layers[2] = {{.window = 0, .kv_layer = 0}, {.window = 70, .kv_layer = 1}};
         fd_lease_t lease = {FD_KV_FP16, 8, 4, 0.3f, layers, 0};
-        e->notify = (fd_notify_t){fd_pump_send, e->pump, fd_pump_poll};
-        e->link = fd_engine_add_link(engine, e->region, &geometry, &lease, &e->notify, err, sizeof err);
+        e->carrier = (fd_carrier_t){&fd_pump_ops, e->pump};
+        e->link = fd_engine_add_link(engine, e->region, &geometry, &lease, &e->carrier, err, sizeof err);
         REQUIRE(e->link);
     } else {
-        e->port.pump = e->pump;
+        e->port.carrier = (fd_carrier_t){&fd_pump_ops, e->pump};
     }
     REQUIRE(fd_pump_start(e->pump, pair[1], e->link ? fd_link_eventfd(e->link) : -1) == 0);
 }
@@ -115,20 +116,21 @@ static bool receive_message(end_t *e, message_t *m) {
     return receive_all(e, m->bytes, m->frame.length);
 }
 
-/* Changes a field or a byte of a message's frame head, call or reply, one to three times. */
+/* Changes a field or a byte of a message's frame head, step header or report, one to three times. */
 static void mutate(message_t *m, input_t *in, fd_side_t side) {
-    size_t head = side == FD_SIDE_R ? sizeof m->call : sizeof m->reply;
-    uint32_t *counts[] = {&m->call.flags, &m->call.layer, &m->call.n_entries, &m->call.n_rows, &m->call.n_attend_rows};
+    const size_t head = side == FD_SIDE_R ? sizeof m->arm : sizeof m->report;
+    uint32_t *counts[] = {&m->arm.n_entries, &m->arm.n_rows, &m->arm.n_attend_rows};
     for (uint32_t n = 1 + take(in, 1) % 3; n; n--) {
-        switch (take(in, 1) % 6) {
-        case 0: m->frame.slot = edgy(in, geometry.n_slots); break;
+        switch (take(in, 1) % 8) {
+        case 0: m->frame.slot = (uint16_t)edgy(in, geometry.n_slots); break;
         case 1: m->frame.length = edgy(in, MAX_BODY) | (take(in, 1) ? 0 : (uint64_t)take(in, 4) << 32); break;
-        case 2: m->call.number += edgy(in, 2); break; /* also the number of a reply, which is in the same place */
+        case 2: m->arm.number += edgy(in, 2); break; /* also the number of a report, which is in the same place */
         case 3: ((uint8_t *)&m->frame)[take(in, 2) % (sizeof m->frame + head)] ^= (uint8_t)take(in, 1); break;
+        case 4: m->frame.word = edgy(in, geometry.n_layers); break;
+        case 5: m->frame.kind = (uint16_t)edgy(in, FD_REPLY); break;
         default:
-            if (side == FD_SIDE_R) *counts[take(in, 1) % 5] = edgy(in, geometry.max_rows);
-            else if (take(in, 1) % 2) m->reply.status = edgy(in, FD_INTERNAL);
-            else m->reply.n_attend_rows = edgy(in, geometry.max_rows);
+            if (side == FD_SIDE_R) *counts[take(in, 1) % 3] = edgy(in, geometry.max_rows);
+            else m->report.status = edgy(in, FD_INTERNAL);
         }
     }
 }
@@ -146,31 +148,40 @@ static void expect_the_end(end_t *e) {
 
 /* ---- a hostile S-node ---- */
 
-static void hostile_calls(input_t *in) {
+/* The step of a slot, as far as the hostile peer knows. */
+typedef struct {
+    uint64_t number;
+    bool armed;
+    uint32_t asked, rows, attend;
+} step_t;
+
+static void hostile_steps(input_t *in) {
     end_t e;
-    uint64_t number[FD_MAX_SLOTS] = {0};
+    step_t steps[FD_MAX_SLOTS] = {0};
     uint32_t length[4] = {0}; /* cached tokens of each sequence, as far as we know */
     bool open = true;
     open_end(&e, FD_SIDE_R);
     while (open && in->at < in->end) {
         message_t m = {0};
-        uint32_t slot = take(in, 1) % geometry.n_slots, s = take(in, 1) % 4, rows = 1 + take(in, 1) % geometry.max_rows;
-        uint32_t attend = take(in, 1) % 4 ? rows : 0;
-        fd_row_t row = {s, 1, length[s], rows, attend ? FD_ROW_ATTEND : 0, 0};
-        if (take(in, 1) % 8 == 0) ((uint8_t *)&row)[take(in, 1) % sizeof row] ^= (uint8_t)take(in, 1);
-        uint8_t *body = (uint8_t *)(&m.call + 1);
-        memcpy(body, &row, sizeof row);
-        m.call = (fd_call_t){.number = number[slot] + 1,
-                             .flags = FD_CALL_NEW_STEP,
-                             .n_entries = 1,
-                             .n_rows = rows,
-                             .n_attend_rows = attend};
-        m.frame = (fd_frame_t){FD_FRAME_MAGIC, slot,
-                               sizeof m.call + sizeof row + attend * e.y.q_row_bytes + rows * e.y.kv_row_bytes};
+        const uint32_t slot = take(in, 1) % geometry.n_slots, s = take(in, 1) % 4;
+        step_t *step = &steps[slot];
+        fd_row_t row = {0};
+        const bool arms = !step->armed || take(in, 1) % 8 == 0;
+        if (arms) {
+            const uint32_t rows = 1 + take(in, 1) % geometry.max_rows, attend = take(in, 1) % 4 ? rows : 0;
+            row = (fd_row_t){s, 1, length[s], rows, attend ? FD_ROW_ATTEND : 0, 0};
+            if (take(in, 1) % 8 == 0) ((uint8_t *)&row)[take(in, 1) % sizeof row] ^= (uint8_t)take(in, 1);
+            m.arm = (fd_arm_t){.number = step->number + 1, .n_entries = 1, .n_rows = rows, .n_attend_rows = attend};
+            memcpy(&m.arm + 1, &row, sizeof row);
+            m.frame = (fd_frame_t){FD_FRAME_MAGIC, FD_ARM, (uint16_t)slot, 0, 0, sizeof m.arm + sizeof row};
+        } else {
+            for (uint32_t i = take(in, 1) % 8; i; i--) m.bytes[take(in, 2) % MAX_BODY] = (uint8_t)take(in, 1);
+            m.frame =
+                (fd_frame_t){FD_FRAME_MAGIC,  FD_LAYER, (uint16_t)slot,
+                             step->asked + 1, 0,        step->attend * e.y.q_row_bytes + step->rows * e.y.kv_row_bytes};
+        }
         size_t n = message_bytes(&m);
-        for (uint32_t i = take(in, 1) % 8; i; i--)
-            body[sizeof row + take(in, 2) % (MAX_BODY - sizeof row)] = (uint8_t)take(in, 1);
-        uint32_t what = take(in, 1) % 16;
+        const uint32_t what = take(in, 1) % 16;
         if (what == 0) {
             mutate(&m, in, FD_SIDE_R);
             open = false;
@@ -183,16 +194,25 @@ static void hostile_calls(input_t *in) {
         }
         if (!send_pieces(&e, in, &m, n) || !open) break;
         message_t r;
-        REQUIRE(receive_message(&e, &r));
-        REQUIRE(r.frame.slot == slot && r.reply.number == ++number[slot] && r.reply.status <= FD_OUT_OF_PAGES);
-        bool served = r.reply.status == FD_OK;
-        REQUIRE(r.frame.length == sizeof r.reply + (served ? attend * e.y.q_row_bytes : 0));
-        if (served) {
-            REQUIRE(row.seq_index < 4);
-            length[row.seq_index] = row.pos + row.n_rows;
-            n_answered++;
+        REQUIRE(receive_message(&e, &r) && r.frame.slot == slot);
+        if (arms) {
+            REQUIRE(r.frame.kind == FD_VERDICT && !r.frame.word && r.frame.length == sizeof r.report);
+            REQUIRE(r.report.number == ++step->number && r.report.status <= FD_OUT_OF_PAGES);
+            step->armed = r.report.status == FD_OK;
+            step->asked = 0;
+            step->rows = m.arm.n_rows;
+            step->attend = m.arm.n_attend_rows;
+            if (step->armed) {
+                REQUIRE(row.seq_index < 4);
+                length[row.seq_index] = row.pos + row.n_rows;
+            } else {
+                n_refused++;
+            }
         } else {
-            n_refused++;
+            REQUIRE(r.frame.kind == FD_REPLY && r.frame.word == ++step->asked);
+            step->armed = step->asked < geometry.n_layers;
+            REQUIRE(r.frame.length == step->attend * e.y.q_row_bytes + (step->armed ? 0 : sizeof(fd_report_t)));
+            n_answered++;
         }
     }
     expect_the_end(&e);
@@ -203,48 +223,69 @@ static void hostile_calls(input_t *in) {
 
 static void hostile_replies(input_t *in) {
     end_t e;
+    uint64_t number[FD_MAX_SLOTS] = {0};
+    uint32_t asked[FD_MAX_SLOTS] = {0}, rows[FD_MAX_SLOTS] = {0};
     open_end(&e, FD_SIDE_S);
     while (in->at < in->end) {
-        uint32_t slot = take(in, 1) % geometry.n_slots, rows = 1 + take(in, 1) % geometry.max_rows;
+        const uint32_t slot = take(in, 1) % geometry.n_slots;
+        const bool arms = !rows[slot] || take(in, 1) % 8 == 0;
         const char *misuse;
-        fd_call_t call = {.flags = FD_CALL_NEW_STEP, .n_entries = 1, .n_rows = rows, .n_attend_rows = rows};
-        REQUIRE(fd_port_post(&e.port, slot, &call, &misuse) == FD_PORT_OK);
         message_t m, r = {0};
-        REQUIRE(receive_message(&e, &m) && m.frame.slot == slot && !memcmp(&m.call, &call, sizeof call));
-        REQUIRE(m.frame.length == sizeof call + sizeof(fd_row_t) + rows * (e.y.q_row_bytes + e.y.kv_row_bytes));
-        uint32_t status = take(in, 1) % 4 ? FD_OK : take(in, 1) % (FD_INTERNAL + 1),
-                 o_rows = status == FD_OK ? rows : 0;
-        r.reply = (fd_reply_t){.number = call.number, .status = status, .n_attend_rows = o_rows};
-        memset(r.reply.message, take(in, 1), sizeof r.reply.message);
-        r.frame = (fd_frame_t){FD_FRAME_MAGIC, slot, sizeof r.reply + o_rows * e.y.q_row_bytes};
-        memset((uint8_t *)(&r.reply + 1), take(in, 1), o_rows * e.y.q_row_bytes);
-        message_t right = r;
+        if (arms) {
+            rows[slot] = 1 + take(in, 1) % geometry.max_rows;
+            asked[slot] = 0;
+            number[slot]++;
+            const fd_row_t row = {1, 2, 3, rows[slot], FD_ROW_ATTEND, 0};
+            REQUIRE(fd_port_arm(&e.port, slot, &row, 1, &misuse) == FD_PORT_OK);
+            REQUIRE(receive_message(&e, &m) && m.frame.kind == FD_ARM && m.frame.slot == slot);
+            REQUIRE(m.frame.length == sizeof m.arm + sizeof row && !memcmp(&m.arm + 1, &row, sizeof row));
+        } else {
+            REQUIRE(fd_port_ring(&e.port, slot, asked[slot]++, &misuse) == FD_PORT_OK);
+            REQUIRE(receive_message(&e, &m) && m.frame.kind == FD_LAYER && m.frame.slot == slot);
+            REQUIRE(m.frame.word == asked[slot] && m.frame.length == rows[slot] * (e.y.q_row_bytes + e.y.kv_row_bytes));
+        }
+        const uint32_t status = take(in, 1) % 4 ? FD_OK : 1 + take(in, 1) % FD_INTERNAL;
+        const uint32_t word = status == FD_OK ? asked[slot] : FD_POISON;
+        const bool last = !arms && (status != FD_OK || word == geometry.n_layers);
+        const size_t o_bytes = arms || status != FD_OK ? 0 : rows[slot] * e.y.q_row_bytes;
+        fd_report_t report = {.number = number[slot], .status = status, .n_layers = asked[slot]};
+        memset(report.message, take(in, 1), sizeof report.message);
+        memset(r.bytes, take(in, 1), o_bytes);
+        if (arms || last) memcpy(r.bytes + o_bytes, &report, sizeof report);
+        r.frame = (fd_frame_t){FD_FRAME_MAGIC,
+                               arms ? FD_VERDICT : FD_REPLY,
+                               (uint16_t)slot,
+                               arms ? 0 : word,
+                               0,
+                               o_bytes + (arms || last ? sizeof report : 0)};
+        const message_t right = r;
         size_t n = message_bytes(&r);
-        uint32_t what = take(in, 1) % 8;
+        const uint32_t what = take(in, 1) % 8;
         if (what == 0) mutate(&r, in, FD_SIDE_S);
         else if (what == 1) n = take(in, 2) % n;
         else if (what == 2)
             for (n = 0; n < sizeof r / 2 && in->at < in->end; n++) ((uint8_t *)&r)[n] = (uint8_t)take(in, 1);
         send_pieces(&e, in, &r, n);
-        fd_reply_t reply;
-        if (what > 2) {
-            REQUIRE(fd_port_wait(&e.port, slot, PATIENCE_NS, &reply, &misuse) == FD_PORT_OK && reply.status == status);
-            REQUIRE(!memcmp(e.region + e.y.slot0 + slot * e.y.slot_bytes + e.y.o, &right.reply + 1,
-                            o_rows * e.y.q_row_bytes));
-            n_replies++;
-            continue;
-        }
-        /* A mutated reply may still be valid, for example with another status. The port then returns it; otherwise the
+        fd_awaited_t a = {.port = &e.port, .slot = slot, .result = FD_PORT_PENDING};
+        /* A mutated answer may still be valid, for example with another status. The port then takes it; otherwise the
          * connection has ended. */
-        shutdown(e.sock, SHUT_WR);
-        if (fd_port_wait(&e.port, slot, PATIENCE_NS, &reply, &misuse) == FD_PORT_OK) {
-            REQUIRE(what == 0 && reply.number == call.number && reply.status <= FD_INTERNAL &&
-                    memchr(reply.message, 0, sizeof reply.message));
-        } else {
-            REQUIRE(fd_is_down(&e.port.down) && !strstr(e.port.down.reason, "no reply"));
-            n_bad_replies++;
+        if (what <= 2) shutdown(e.sock, SHUT_WR);
+        fd_port_await(&a, 1, PATIENCE_NS);
+        if (what <= 2) {
+            REQUIRE(a.result == FD_PORT_DOWN || what == 0);
+            REQUIRE(a.result != FD_PORT_DOWN || !strstr(e.port.down.reason, "has not come"));
+            n_bad_replies += a.result == FD_PORT_DOWN;
+            break;
         }
-        break;
+        REQUIRE(a.result == (status == FD_OK ? FD_PORT_OK : FD_PORT_REFUSED));
+        REQUIRE(status == FD_OK || (a.report.status == status && memchr(a.report.message, 0, sizeof a.report.message)));
+        REQUIRE(!memcmp(e.region + e.y.slot0 + slot * e.y.slot_bytes + e.y.o, right.bytes, o_bytes));
+        n_replies++;
+        fd_report_t totals;
+        if (last || status != FD_OK) {
+            REQUIRE(fd_port_disarm(&e.port, slot, &totals) == (status == FD_OK));
+            rows[slot] = 0;
+        }
     }
     expect_the_end(&e);
     close_end(&e);
@@ -258,7 +299,7 @@ static void fuzz_one(const uint8_t *data, size_t size) {
     }
     input_t in = {data, data + size};
     while (in.at < in.end) { /* several links, because each ends early */
-        if (take(&in, 1) % 2) hostile_calls(&in);
+        if (take(&in, 1) % 2) hostile_steps(&in);
         else hostile_replies(&in);
     }
 }
@@ -268,7 +309,7 @@ static void fuzz_end(void) {
         REQUIRE(fd_engine_kv_free(engine) == 16 << 20);
         fd_engine_free(engine);
     }
-    printf("%llu calls answered\n%llu calls refused\n%llu links cut off\n%llu replies taken\n%llu replies refused\n",
+    printf("%llu layers answered\n%llu steps refused\n%llu links cut off\n%llu replies taken\n%llu replies refused\n",
            (unsigned long long)n_answered, (unsigned long long)n_refused, (unsigned long long)n_cut_off,
            (unsigned long long)n_replies, (unsigned long long)n_bad_replies);
 }

@@ -1,6 +1,6 @@
 /* Two RDMA posters, connected by an imitated device whose WRITEs are memcpy.
  *
- * The program checks that exactly the used bytes of a call or reply arrive, bell last; that a send queue which is too
+ * The program checks that exactly the used bytes of each message arrive, word last; that a send queue which is too
  * short for all posted calls loses none; that errors are named; and that a peer that overwrites a region harms only its
  * own link. It aborts if a check fails.
  */
@@ -56,10 +56,11 @@ static int post_send(fd_ibv_qp_t *qp, fd_ibv_send_wr_t *wr, fd_ibv_send_wr_t **b
             d->done[d->n_done++] = (fd_ibv_wc_t){.wr_id = wr->wr_id, .status = d->next_status, .vendor_err = 129};
             return 0;
         }
-        /* The last request of a chain writes the bell. */
+        /* The last request of a chain writes the word. */
         size_t in_slot = (to - d->slot0) % d->slot_bytes;
-        bool bell = in_slot == offsetof(fd_slot_t, request_bell) || in_slot == offsetof(fd_slot_t, reply_bell);
-        REQUIRE(bell == (wr->next == NULL));
+        bool word = in_slot == offsetof(fd_slot_t, arm_bell) || in_slot == offsetof(fd_slot_t, armed_bell) ||
+                    in_slot == offsetof(fd_slot_t, layer_request) || in_slot == offsetof(fd_slot_t, layer_reply);
+        REQUIRE(word == (wr->next == NULL));
         memcpy(d->remote + to, (void *)(uintptr_t)sge->addr, sge->length);
         if (wr->send_flags & FD_IBV_SEND_SIGNALED) {
             REQUIRE(d->n_done < MAX_CQES);
@@ -121,7 +122,7 @@ static void open_end(pair_t *p, end_t *e, end_t *other, fd_side_t side, uint32_t
     REQUIRE(fd_down_init(&e->down) == 0);
     e->poster = fd_poster_new(side, e->region, &p->g, &e->down);
     REQUIRE(e->poster);
-    fd_poster_send(e->poster, 0); /* does nothing before the start */
+    fd_poster_ops.send(e->poster, 0, FD_ARM); /* does nothing before the start */
     fd_verbs_t verbs = {&d->qp, d->lkey, d->rkey, (uintptr_t)other->region, max_message, depth};
     REQUIRE(fd_poster_start(e->poster, &verbs) == 0);
     REQUIRE(fd_poster_start(e->poster, &verbs) == -1 && errno == EALREADY);
@@ -143,13 +144,12 @@ static void open_pair(pair_t *p, uint32_t max_message, uint32_t depth) {
     memset(p->r.region, 0, p->y.region_bytes);
     open_end(p, &p->s, &p->r, FD_SIDE_S, max_message, depth);
     open_end(p, &p->r, &p->s, FD_SIDE_R, max_message, depth);
-    REQUIRE(((fd_region_header_t *)p->r.region)->no_wakeup && !((fd_region_header_t *)p->s.region)->no_wakeup);
 }
 
 static void close_end(end_t *e) {
     fd_poster_stop(e->poster);
     uint64_t posts = e->device.posts;
-    fd_poster_send(e->poster, 0);
+    fd_poster_ops.send(e->poster, 0, FD_ARM);
     fd_poster_reap(e->poster);
     REQUIRE(e->device.posts == posts);
     fd_poster_free(e->poster);
@@ -168,16 +168,21 @@ static void fill(uint8_t *at, size_t n) {
 
 static fd_slot_t *slot_of(pair_t *p, end_t *e, uint32_t slot) { return fd_slot_at(e->region, &p->y, slot); }
 
-static void put_call(pair_t *p, uint32_t slot, uint64_t number) {
+/* Writes a step with random sizes and rows into the S side's slot. */
+static void put_step(pair_t *p, uint32_t slot, uint64_t number) {
     fd_slot_t *s = slot_of(p, &p->s, slot);
     uint32_t rows = 1 + (uint32_t)rand() % p->g.max_rows;
-    s->call = (fd_call_t){.number = number,
-                          .flags = rand() % 2,
-                          .layer = 1,
-                          .n_entries = 1 + (uint32_t)rand() % rows,
-                          .n_rows = rows,
-                          .n_attend_rows = (uint32_t)rand() % (rows + 1)};
+    s->arm = (fd_arm_t){.number = number,
+                        .n_entries = 1 + (uint32_t)rand() % rows,
+                        .n_rows = rows,
+                        .n_attend_rows = (uint32_t)rand() % (rows + 1)};
+    s->arm_bell = number;
     fill((uint8_t *)s + p->y.table, p->y.slot_bytes - p->y.table);
+}
+
+static void send_arm(pair_t *p, uint32_t slot, uint64_t number) {
+    put_step(p, slot, number);
+    fd_poster_ops.send(p->s.poster, slot, FD_ARM);
 }
 
 /* Checks the slot's bytes [at, end) at end `to`: the first `used` bytes are those of end `from`, the others are
@@ -189,36 +194,56 @@ static void arrived(pair_t *p, end_t *from, end_t *to, const uint8_t *before, ui
     REQUIRE(!memcmp(before + at + used, got + at + used, end - at - used));
 }
 
-static void call_and_reply(pair_t *p, uint32_t slot, uint64_t number) {
+static void step(pair_t *p, uint32_t slot, uint64_t number) {
     const fd_layout_t *y = &p->y;
     uint8_t *before = malloc(y->slot_bytes);
     REQUIRE(before);
-    put_call(p, slot, number);
     fd_slot_t *s = slot_of(p, &p->s, slot), *r = slot_of(p, &p->r, slot);
-    memcpy(before, r, y->slot_bytes);
-    fd_poster_send(p->s.poster, slot);
-    const fd_call_t *c = &s->call;
-    REQUIRE(r->request_bell == number && !memcmp(&r->call, c, sizeof *c));
-    arrived(p, &p->s, &p->r, before, slot, y->table, c->flags ? c->n_entries * sizeof(fd_row_t) : 0, y->q);
-    arrived(p, &p->s, &p->r, before, slot, y->q, c->n_attend_rows * y->q_row_bytes, y->kv);
-    arrived(p, &p->s, &p->r, before, slot, y->kv, c->n_rows * y->kv_row_bytes, y->o);
-    REQUIRE(!memcmp(before + y->o, (uint8_t *)r + y->o, y->slot_bytes - y->o) && r->reply_bell == number - 1);
+    const size_t rows_at = y->q, rows_bytes = y->slot_bytes - y->q;
 
-    fill((uint8_t *)r + y->o, y->slot_bytes - y->o);
-    r->reply = (fd_reply_t){.number = number, .n_attend_rows = c->n_attend_rows, .busy_ns = 5, .message = "a message"};
-    r->reply_bell = number;
+    memcpy(before, r, y->slot_bytes);
+    send_arm(p, slot, number);
+    const fd_arm_t *a = &s->arm;
+    REQUIRE(r->arm_bell == number && !memcmp(&r->arm, a, sizeof *a));
+    arrived(p, &p->s, &p->r, before, slot, y->table, a->n_entries * sizeof(fd_row_t), y->q);
+    REQUIRE(!memcmp(before + rows_at, (uint8_t *)r + rows_at, rows_bytes) && r->armed_bell == number - 1);
+
+    r->report = (fd_report_t){.number = number, .busy_ns = 5, .message = "a message"};
+    r->armed_bell = number;
     memcpy(before, s, y->slot_bytes);
-    fd_poster_send(p->r.poster, slot);
-    REQUIRE(s->reply_bell == number && !memcmp(&s->reply, &r->reply, sizeof s->reply));
-    arrived(p, &p->r, &p->s, before, slot, y->o, r->reply.n_attend_rows * y->q_row_bytes, y->slot_bytes);
-    REQUIRE(!memcmp(before + y->table, (uint8_t *)s + y->table, y->o - y->table));
+    fd_poster_ops.send(p->r.poster, slot, FD_VERDICT);
+    REQUIRE(s->armed_bell == number && !memcmp(&s->report, &r->report, sizeof s->report));
+    REQUIRE(!memcmp(before + y->table, (uint8_t *)s + y->table, y->slot_bytes - y->table));
+
+    for (uint32_t word = 1; word <= p->g.n_layers; word++) {
+        memcpy(before, r, y->slot_bytes);
+        fill((uint8_t *)s + y->q, y->o - y->q);
+        s->layer_request = word;
+        fd_poster_ops.send(p->s.poster, slot, FD_LAYER);
+        REQUIRE(r->layer_request == word);
+        arrived(p, &p->s, &p->r, before, slot, y->q, a->n_attend_rows * y->q_row_bytes, y->kv);
+        arrived(p, &p->s, &p->r, before, slot, y->kv, a->n_rows * y->kv_row_bytes, y->o);
+        REQUIRE(!memcmp(before + y->o, (uint8_t *)r + y->o, y->slot_bytes - y->o));
+
+        const bool poisoned = number % 7 == 0;
+        fill((uint8_t *)r + y->o, y->slot_bytes - y->o);
+        r->layer_reply = poisoned ? FD_POISON : word;
+        r->report.busy_ns++;
+        memcpy(before, s, y->slot_bytes);
+        fd_poster_ops.send(p->r.poster, slot, FD_REPLY);
+        REQUIRE(s->layer_reply == r->layer_reply);
+        REQUIRE((s->report.busy_ns == r->report.busy_ns) == (poisoned || word == p->g.n_layers));
+        arrived(p, &p->r, &p->s, before, slot, y->o, poisoned ? 0 : a->n_attend_rows * y->q_row_bytes, y->slot_bytes);
+        REQUIRE(!memcmp(before + y->table, (uint8_t *)s + y->table, y->o - y->table));
+        if (poisoned) break;
+    }
     free(before);
 }
 
-static void calls_arrive_whole(uint32_t max_message, uint32_t depth, int calls) {
+static void steps_arrive_whole(uint32_t max_message, uint32_t depth, int steps) {
     pair_t p;
     open_pair(&p, max_message, depth);
-    for (int i = 0; i < calls; i++) call_and_reply(&p, (uint32_t)i % p.g.n_slots, 1 + (uint64_t)i / p.g.n_slots);
+    for (int i = 0; i < steps; i++) step(&p, (uint32_t)i % p.g.n_slots, 1 + (uint64_t)i / p.g.n_slots);
     REQUIRE(!fd_is_down(&p.s.down) && !fd_is_down(&p.r.down));
     REQUIRE(p.s.device.signalled > 0 && p.s.device.signalled <= p.s.device.requests * 4 / depth);
     close_pair(&p);
@@ -230,78 +255,78 @@ static void full_queue_loses_nothing(void) {
     open_pair(&p, 1u << 20, 16);
     p.s.device.withhold = true;
     uint64_t number[3] = {0}, sent = 0;
-    while (p.s.device.unfinished + 5 <= 16) {
-        put_call(&p, sent % 3, ++number[sent % 3]);
-        fd_poster_send(p.s.poster, sent++ % 3);
+    while (p.s.device.unfinished + 3 <= 16) {
+        const uint32_t slot = sent++ % 3;
+        send_arm(&p, slot, ++number[slot]);
     }
-    for (uint32_t slot = 0; slot < 3; slot++) {
-        put_call(&p, slot, ++number[slot]);
-        slot_of(&p, &p.s, slot)->call.flags = FD_CALL_NEW_STEP;
-        slot_of(&p, &p.s, slot)->call.n_attend_rows = 1;
-        fd_poster_send(p.s.poster, slot);
-    }
-    REQUIRE(slot_of(&p, &p.r, 2)->request_bell == number[2] - 1);
+    for (uint32_t slot = 0; slot < 3; slot++) send_arm(&p, slot, ++number[slot]);
+    REQUIRE(slot_of(&p, &p.r, 2)->arm_bell == number[2] - 1);
     p.s.device.withhold = false;
     for (int i = 0; i < 3; i++) fd_poster_reap(p.s.poster);
-    for (uint32_t slot = 0; slot < 3; slot++) REQUIRE(slot_of(&p, &p.r, slot)->request_bell == number[slot]);
+    for (uint32_t slot = 0; slot < 3; slot++) REQUIRE(slot_of(&p, &p.r, slot)->arm_bell == number[slot]);
     close_pair(&p);
 }
 
 static void error_is_named(int status, int refuse, const char *name) {
     pair_t p;
     open_pair(&p, 1u << 20, 64);
-    call_and_reply(&p, 0, 1);
+    step(&p, 0, 1);
     p.s.device.next_status = status;
     p.s.device.refuse = refuse;
-    put_call(&p, 1, 1);
-    fd_poster_send(p.s.poster, 1);
+    send_arm(&p, 1, 1);
     fd_poster_reap(p.s.poster);
     char reason[256];
     fd_down_reason(&p.s.down, reason);
     REQUIRE(fd_is_down(&p.s.down));
     if (!strstr(reason, name)) fprintf(stderr, "%s\n", reason), exit(1);
     uint64_t posts = p.s.device.posts;
-    fd_poster_send(p.s.poster, 0);
+    fd_poster_ops.send(p.s.poster, 0, FD_LAYER);
     REQUIRE(p.s.device.posts == posts && !fd_is_down(&p.r.down));
     close_pair(&p);
 }
 
-/* Ringing again detects a peer that died after it had acknowledged a call; a live peer sees no new call. */
+/* Ringing again detects a peer that died after it had acknowledged a message; a live peer sees nothing new. */
 static void ringing_again_finds_the_dead(void) {
     pair_t p;
     open_pair(&p, 1u << 20, 64);
     for (uint64_t number = 1; number <= 200; number++) {
-        put_call(&p, 0, number);
-        fd_poster_send(p.s.poster, 0);
+        send_arm(&p, 0, number);
         uint8_t before[sizeof(fd_slot_t)];
         memcpy(before, slot_of(&p, &p.r, 0), sizeof before);
-        fd_poster_ring_again(p.s.poster, 0);
-        REQUIRE(!memcmp(before, slot_of(&p, &p.r, 0), sizeof before) && slot_of(&p, &p.r, 0)->request_bell == number);
+        fd_poster_ops.probe(p.s.poster, 0, true);
+        REQUIRE(!memcmp(before, slot_of(&p, &p.r, 0), sizeof before) && slot_of(&p, &p.r, 0)->arm_bell == number);
     }
     REQUIRE(!fd_is_down(&p.s.down) && p.s.device.signalled >= 200);
     p.s.device.next_status = FD_IBV_WC_RETRY_EXC_ERR;
-    fd_poster_ring_again(p.s.poster, 0);
+    fd_poster_ops.probe(p.s.poster, 0, true);
     fd_poster_reap(p.s.poster);
     REQUIRE(fd_is_down(&p.s.down));
     close_pair(&p);
 }
 
-/* A peer may write the region that a poster reads: the poster refuses a header with too many rows. */
+/* A peer may write the region that a poster reads: the poster sends nothing for a header with too many rows. */
 static void meddling_is_noticed(void) {
     pair_t p;
     open_pair(&p, 1u << 20, 64);
-    fd_reply_t *reply = &slot_of(&p, &p.r, 0)->reply;
-    *reply = (fd_reply_t){.number = 1, .n_attend_rows = p.g.max_rows + 1};
-    fd_poster_send(p.r.poster, 0);
-    REQUIRE(fd_is_down(&p.r.down) && p.r.device.posts == 0);
-    put_call(&p, 0, 1);
-    slot_of(&p, &p.s, 0)->call.n_rows = 0xffffffff;
-    fd_poster_send(p.s.poster, 0);
+    fd_slot_t *r = slot_of(&p, &p.r, 0);
+    r->arm = (fd_arm_t){.number = 1, .n_entries = 1, .n_rows = 1, .n_attend_rows = 0xffffffff};
+    r->armed_bell = 1;
+    fd_poster_ops.send(p.r.poster, 0, FD_VERDICT); /* a refusal, which goes out */
+    r->layer_reply = 1;
+    fd_poster_ops.send(p.r.poster, 0, FD_REPLY);
+    REQUIRE(!fd_is_down(&p.r.down) && slot_of(&p, &p.s, 0)->layer_reply == 1);
+    const uint64_t requests = p.r.device.requests;
+    r->arm.n_attend_rows = 1; /* too late: the counts of the verdict hold */
+    fd_poster_ops.send(p.r.poster, 0, FD_REPLY);
+    REQUIRE(p.r.device.requests == requests + 1);
+    put_step(&p, 0, 1);
+    slot_of(&p, &p.s, 0)->arm.n_rows = 0xffffffff;
+    fd_poster_ops.send(p.s.poster, 0, FD_ARM);
     REQUIRE(fd_is_down(&p.s.down) && p.s.device.posts == 0);
     close_pair(&p);
 }
 
-static void queue_too_short_for_a_call(void) {
+static void queue_too_short_for_a_message(void) {
     pair_t p;
     open_pair(&p, 1u << 20, 64);
     fd_poster_t *poster = fd_poster_new(FD_SIDE_S, p.s.region, &p.g, &p.s.down);
@@ -314,9 +339,9 @@ static void queue_too_short_for_a_call(void) {
 
 int main(void) {
     srand(1);
-    calls_arrive_whole(1u << 30, 512, 600);
-    calls_arrive_whole(1u << 30, 16, 600);
-    calls_arrive_whole(4096, 128, 600); /* rows in several messages each */
+    steps_arrive_whole(1u << 30, 512, 600);
+    steps_arrive_whole(1u << 30, 16, 600);
+    steps_arrive_whole(4096, 128, 600); /* rows in several messages each */
     full_queue_loses_nothing();
     error_is_named(FD_IBV_WC_REM_ACCESS_ERR, 0, "remote access error");
     error_is_named(FD_IBV_WC_RETRY_EXC_ERR, 0, "retry exceeded");
@@ -325,6 +350,6 @@ int main(void) {
     error_is_named(0, ENOMEM, "refused a work request: Cannot allocate memory");
     ringing_again_finds_the_dead();
     meddling_is_noticed();
-    queue_too_short_for_a_call();
+    queue_too_short_for_a_message();
     return 0;
 }

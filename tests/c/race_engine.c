@@ -18,6 +18,7 @@
 
 #include "engine.h"
 #include "require.h"
+#include "s_side.h"
 #include "scalar_only.h"
 
 enum { HEAD = 16, GROUP = 4, KV_HEADS = 2, MAX_ROWS = 512, SLOTS = 2, LAYERS = 2, PAGES = 64, S_NODES = 3 };
@@ -45,7 +46,7 @@ typedef struct {
 /* ---- calls ---- */
 
 typedef struct {
-    uint32_t layer, n_entries, n_rows, n_attend_rows;
+    uint32_t n_entries, n_rows, n_attend_rows;
     uint32_t taken[PER_SLOT]; /* new rows of each sequence */
 } step_t;
 
@@ -78,28 +79,30 @@ static void begin_step(s_node_t *s, uint32_t slot, step_t *step) {
         kv[i] = i / (KV_HEADS * HEAD) % 2 ? 1 : (float)below(&s->state, 9) - 4;
 }
 
-static void post(s_node_t *s, uint32_t slot, const step_t *step) {
+static void arm(s_node_t *s, uint32_t slot, const step_t *step) {
     fd_slot_t *at = slot_of(s, slot);
-    at->call = (fd_call_t){.number = ++s->numbers[slot],
-                           .flags = step->layer ? 0 : FD_CALL_NEW_STEP,
-                           .layer = step->layer,
-                           .n_entries = step->n_entries,
-                           .n_rows = step->n_rows,
-                           .n_attend_rows = step->n_attend_rows};
-    fd_ring_request(at, s->numbers[slot], &((fd_region_header_t *)s->region)->engine_asleep, fd_link_eventfd(s->link));
+    at->arm = (fd_arm_t){.number = ++s->numbers[slot],
+                         .n_entries = step->n_entries,
+                         .n_rows = step->n_rows,
+                         .n_attend_rows = step->n_attend_rows};
+    s_side_ring_arm(s->link, s->region, at, s->numbers[slot]);
 }
 
-/* Waits for a layer. Returns false if the step was refused for want of pages, which forks cause. */
-static bool finish(s_node_t *s, uint32_t slot, const step_t *step) {
+/* Waits for the verdict. Returns false if the step was refused for want of pages, which forks cause. */
+static bool armed(s_node_t *s, uint32_t slot) {
+    const fd_report_t *verdict = s_side_verdict(slot_of(s, slot), s->numbers[slot]);
+    REQUIRE(verdict->status == FD_OK || verdict->status == FD_OUT_OF_PAGES);
+    return verdict->status == FD_OK;
+}
+
+static void finish(s_node_t *s, uint32_t slot, const step_t *step, uint32_t layer) {
     fd_slot_t *at = slot_of(s, slot);
     const fd_layout_t y = fd_region_layout(&geometry);
-    REQUIRE(fd_wait_reply(at, s->numbers[slot], 20000, 60000000000u, NULL) == FD_WAIT_DONE);
+    REQUIRE(s_side_replied(at, layer + 1));
     __atomic_fetch_add(&n_calls, 1, __ATOMIC_RELAXED);
-    if (at->reply.status == FD_OUT_OF_PAGES && !step->layer) return false;
-    REQUIRE(at->reply.status == FD_OK && at->reply.n_attend_rows == step->n_attend_rows);
     const float *o = (float *)((uint8_t *)at + y.o);
     for (uint32_t i = 0; i < step->n_attend_rows * GROUP * KV_HEADS * HEAD; i++) REQUIRE(fabsf(o[i] - 1) < 1e-3f);
-    return true;
+    REQUIRE(layer + 1 < LAYERS || (at->report.status == FD_OK && at->report.n_layers == LAYERS));
 }
 
 /* A step in each slot, layer by layer, both slots at once. */
@@ -107,13 +110,13 @@ static void steps(s_node_t *s) {
     step_t step[SLOTS];
     bool served[SLOTS];
     for (uint32_t slot = 0; slot < SLOTS; slot++) begin_step(s, slot, &step[slot]);
-    for (uint32_t slot = 0; slot < SLOTS; slot++) served[slot] = true;
+    for (uint32_t slot = 0; slot < SLOTS; slot++) arm(s, slot, &step[slot]);
+    for (uint32_t slot = 0; slot < SLOTS; slot++) served[slot] = armed(s, slot);
     for (uint32_t layer = 0; layer < LAYERS; layer++) {
-        for (uint32_t slot = 0; slot < SLOTS; slot++) {
-            step[slot].layer = layer;
-            if (served[slot]) post(s, slot, &step[slot]);
-        }
-        for (uint32_t slot = 0; slot < SLOTS; slot++) served[slot] = served[slot] && finish(s, slot, &step[slot]);
+        for (uint32_t slot = 0; slot < SLOTS; slot++)
+            if (served[slot]) s_side_ask(s->link, s->region, slot_of(s, slot), layer + 1);
+        for (uint32_t slot = 0; slot < SLOTS; slot++)
+            if (served[slot]) finish(s, slot, &step[slot], layer);
     }
     for (uint32_t slot = 0; slot < SLOTS; slot++)
         for (uint32_t i = 0; i < step[slot].n_entries && served[slot]; i++)
@@ -168,10 +171,11 @@ static void *s_node_main(void *arg) {
         for (uint32_t n = 5 + below(&s.state, 40); n && time(NULL) < end; n--) steps(&s);
         __atomic_store_n(&s.stop, 1, __ATOMIC_RELEASE);
         pthread_join(controller, NULL);
-        if (below(&s.state, 2)) { /* leave a call in flight */
+        if (below(&s.state, 2)) { /* leave a step in flight */
             step_t step;
             begin_step(&s, 0, &step);
-            post(&s, 0, &step);
+            arm(&s, 0, &step);
+            if (below(&s.state, 2) && armed(&s, 0)) s_side_ask(s.link, s.region, slot_of(&s, 0), 1);
         }
         fd_engine_remove_link(engine, s.link);
         free(region);

@@ -19,7 +19,7 @@ from sources import ENGINE, INCLUDES, ROOT
 
 pytestmark = pytest.mark.tools
 
-PORT = [ROOT / "transports" / name for name in ("port.c", "tcp_pump.c", "rdma_poster.c")]
+PORT = [ROOT / "transports" / name for name in ("port.c", "await.c", "tcp_pump.c", "rdma_poster.c")]
 SECONDS = int(os.environ.get("FASTDECODE_FUZZ_S", "0"))
 FLAGS = ["-std=gnu11", "-g1", "-O1", "-fno-sanitize-recover=all", *INCLUDES]
 GCC_SANITIZERS = "address,undefined,float-cast-overflow"
@@ -89,7 +89,7 @@ def fuzz(program: Path, inputs: int) -> list[int]:
 
 
 @pytest.mark.timeout(600 + SECONDS)
-def test_hostile_calls_trip_no_sanitizer_and_cost_others_nothing(link_fuzzer):
+def test_hostile_steps_trip_no_sanitizer_and_cost_others_nothing(link_fuzzer):
     answers = fuzz(link_fuzzer("fuzz_engine", ENGINE), 80)
     assert len(answers) == 5 and min(answers) > 30  # the fuzzer reaches every kind of answer
 

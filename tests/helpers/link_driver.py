@@ -16,7 +16,7 @@ import rengine_peer as peer
 
 from fastdecode.region.contract import ACT_DTYPES, KV_DTYPES, ROW_ATTEND, ROW_DTYPE, Status
 from fastdecode.region.geometry import Geometry
-from fastdecode.transports.base import Hello, LayerOptions, Link
+from fastdecode.transports.base import CallRefused, Hello, LayerOptions, Link
 
 #: Set on emulated machines, which take half a minute for a call of LARGE's full size.
 SLOW = "FASTDECODE_SLOW" in os.environ
@@ -91,19 +91,30 @@ class Driver(peer.Link):
         self.rng = np.random.default_rng(seed)
         self.shadows: dict[int, peer.Shadow] = {}
         self.next_tag = 1
-        self._posted = [0] * g.n_slots
+        self.tables: dict[int, np.ndarray] = {}
+        self._refusals: dict[int, CallRefused] = {}
 
     def table(self, slot: int, rows: list[tuple[int, ...]]) -> None:
-        self.link.write_table(slot, np.array([(*r, *[0] * (6 - len(r))) for r in rows], ROW_DTYPE))
+        self.tables[slot] = np.array([(*r, *[0] * (6 - len(r))) for r in rows], ROW_DTYPE)
 
     def post(self, slot: int, layer: int, n_entries: int, n_rows: int, n_attend: int, new_step: bool) -> int:
-        self._posted[slot] = n_attend
-        self.link.post(slot, layer, n_entries, n_rows, n_attend, new_step)
-        return 0
+        """Ask for a layer, and arm its step first if it is new. `wait` raises what the R-node refuses."""
+        if new_step:
+            self.link.arm(slot, self.tables[slot])
+            try:
+                self.link.wait(slot, HANG_S)
+            except CallRefused as error:
+                self._refusals[slot] = error
+                return 0
+        self.link.ring(slot, layer)
+        return layer + 1
 
     def wait(self, slot: int, bell: int, seconds: float = HANG_S) -> peer.Reply:
-        times = self.link.wait(slot, seconds)
-        return peer.Reply(bell, Status.OK, self._posted[slot], times.busy_ns, times.kv_bytes, "")
+        if slot in self._refusals:
+            raise self._refusals.pop(slot)
+        self.link.wait(slot, seconds)
+        times = self.link.disarm(slot) if bell == self.g.n_layers else None
+        return peer.Reply(0, Status.OK, bell, times.busy_ns if times else 0, times.kv_bytes if times else 0, "")
 
     async def free_seq(self, seq_index: int) -> None:
         await self.link.free([(seq_index, self.shadows.pop(seq_index).tag)])
@@ -129,9 +140,8 @@ class Payloads:
     """
 
     HELLO = hello(
-        Geometry(2, 16, 2, n_q_heads=8, n_kv_heads=4, head_size=32, act_dtype="fp32"), kv_bytes=8 << 20, max_seqs=32
+        Geometry(2, 16, 4, n_q_heads=8, n_kv_heads=4, head_size=32, act_dtype="fp32"), kv_bytes=16 << 20, max_seqs=32
     )
-    CALLS_A_STEP = 500  # 250 in each slot
 
     def __init__(self, link: Link, seed: int = 0):
         """To be called in the link's event loop."""
@@ -166,23 +176,24 @@ class Payloads:
             sizes = self._rng.integers(1, self.link.geometry.max_rows + 1, len(slots)).tolist()
             for slot in slots:
                 self._begin(slot, sizes[slot])
-            for i in range(self.CALLS_A_STEP // len(slots)):
+            for i in range(self.link.geometry.n_layers):
                 for slot in slots:
                     self._post(slot, sizes[slot], i)
                 for slot in slots if i % 3 else reversed(slots):
                     self._check(slot, sizes[slot])
 
-    def _table(self, slot: int, n: int, pos: int, flags: int) -> None:
+    def _arm(self, slot: int, n: int, pos: int, flags: int) -> None:
         first = slot * self.link.geometry.max_rows
-        self.link.write_table(slot, np.array([(first + i, 1, pos, 1, flags, 0) for i in range(n)], ROW_DTYPE))
+        self.link.arm(slot, np.array([(first + i, 1, pos, 1, flags, 0) for i in range(n)], ROW_DTYPE))
+        self.link.wait(slot, HANG_S)
 
     def _fill(self, slot: int) -> None:
         """Append the token that precedes each row."""
         g = self.link.geometry
-        self._table(slot, g.max_rows, 0, 0)
+        self._arm(slot, g.max_rows, 0, 0)
         self._views[slot][1][:] = 0
         for layer in range(g.n_layers):
-            self.link.post(slot, layer, g.max_rows, g.max_rows, 0, layer == 0)
+            self.link.ring(slot, layer)
             self.link.wait(slot, HANG_S)
             self.calls += 1
 
@@ -193,13 +204,13 @@ class Payloads:
             await asyncio.gather(*(self.link.trim(slot * rows + i, 1, 1) for i in range(rows)))
 
         asyncio.run_coroutine_threadsafe(trim(), self._loop).result(HANG_S)
-        self._table(slot, n, 1, ROW_ATTEND)
+        self._arm(slot, n, 1, ROW_ATTEND)
 
     def _post(self, slot: int, n: int, i: int) -> None:
         this = self._carried[slot] = (self._carried[slot] + 1 + slot) % len(self._q)
         q, kv, o = self._views[slot]
         q[:n], kv[:n], o[:n] = self._q[this, :n], self._kv[this, :n], np.nan
-        self.link.post(slot, i % self.link.geometry.n_layers, n, n, n, i == 0)
+        self.link.ring(slot, i)
         self.calls += 1
 
     def _check(self, slot: int, n: int) -> None:

@@ -18,18 +18,18 @@ from typing import Any
 import numpy as np
 
 from fastdecode.region._native import init_region_header
-from fastdecode.region.contract import ACT_DTYPES, CALL_NEW_STEP, KV_DTYPES, REGION_PAGE, ROW_ATTEND, Status
+from fastdecode.region.contract import ACT_DTYPES, KV_DTYPES, POISON, REGION_PAGE, ROW_ATTEND, Status
 
 FP32, FP16, BF16 = ACT_DTYPES.index("fp32"), ACT_DTYPES.index("fp16"), ACT_DTYPES.index("bf16")
 KV_FP32, KV_FP16, KV_BF16 = KV_DTYPES.index("fp32"), KV_DTYPES.index("fp16"), KV_DTYPES.index("bf16")
 KV_INT8, KV_INT4, KV_INT8_INT4 = KV_DTYPES.index("int8"), KV_DTYPES.index("int4"), KV_DTYPES.index("int8-int4")
 
-_CALL = struct.Struct("<QIIIII9I")
+_ARM = struct.Struct("<QIII11I")
 _ROW = struct.Struct("<6I")
-_REPLY = struct.Struct("<QIIQQ224s")
-# Offsets within a slot's head: each part on a cache line of its own.
-_REQUEST_BELL, _CALL_AT, _REPLY_BELL, _REPLY_AT = 0, 64, 128, 256
-_HEAD = 512
+_REPORT = struct.Struct("<QIIQQ224s")
+# Offsets within a slot's head: each word and each header begins a cache line of its own.
+_ARM_BELL, _ARM_AT, _LAYER_REQUEST, _ARMED_BELL, _LAYER_REPLY, _REPORT_AT = 0, 64, 128, 192, 256, 320
+_HEAD = 640
 _ASLEEP = 64
 
 
@@ -57,9 +57,11 @@ class Geometry:
 
 @dataclass(frozen=True)
 class Reply:
+    """The answer to a layer: the report of a step that was refused, has failed or is over; else one without totals."""
+
     number: int
     status: int
-    n_attend_rows: int
+    n_layers: int
     busy_ns: int
     kv_bytes: int
     message: str
@@ -88,7 +90,7 @@ def decode(data: bytes, act_dtype: int) -> np.ndarray:
 
 
 class Peer:
-    """Writes calls into a region and reads replies out of it. `wake_fd`: eventfd of the R-engine's end."""
+    """Arms steps and rings layers in a region, and reads the answers. `wake_fd`: eventfd of the R-engine's end."""
 
     def __init__(self, g: Geometry, fd: int | None = None):
         self.g = g
@@ -104,7 +106,9 @@ class Peer:
             os.ftruncate(fd, self.bytes)
         self.map = mmap.mmap(-1 if fd is None else fd, self.bytes)
         self.words = np.frombuffer(self.map, "<u8")
-        self.numbers = [0] * g.n_slots
+        self.halves = np.frombuffer(self.map, "<u4")
+        self.numbers = [0] * g.n_slots  # of the last step armed in each slot
+        self.refused: dict[int, Reply] = {}
         self.wake_fd = -1
 
     def at(self, slot: int) -> int:
@@ -113,36 +117,73 @@ class Peer:
     def put(self, offset: int, data: bytes) -> None:
         self.map[offset : offset + len(data)] = data
 
-    def header(self, slot: int, number: int, flags: int, layer: int, *counts: int, reserved: int = 0) -> None:
+    def header(self, slot: int, number: int, *counts: int, reserved: int = 0) -> None:
         """counts: entries, rows, attending rows."""
-        self.put(self.at(slot) + _CALL_AT, _CALL.pack(number, flags, layer, *counts, reserved, *[0] * 8))
+        self.put(self.at(slot) + _ARM_AT, _ARM.pack(number, *counts, reserved, *[0] * 10))
 
     def table(self, slot: int, rows: list[tuple[int, ...]]) -> None:
         """rows: (seq_index, tag, pos, n_rows, flags[, reserved])."""
         self.put(self.at(slot) + _HEAD, b"".join(_ROW.pack(*r, *[0] * (6 - len(r))) for r in rows))
 
-    def ring(self, slot: int, bell: int) -> None:
-        self.words[(self.at(slot) + _REQUEST_BELL) // 8] = bell
+    def _wake(self) -> None:
         if self.wake_fd >= 0 and self.map[_ASLEEP]:
             os.eventfd_write(self.wake_fd, 1)
 
-    def reply_bell(self, slot: int) -> int:
-        return int(self.words[(self.at(slot) + _REPLY_BELL) // 8])
+    def ring_arm(self, slot: int, number: int) -> None:
+        self.words[(self.at(slot) + _ARM_BELL) // 8] = number
+        self._wake()
 
-    def wait(self, slot: int, bell: int, seconds: float = 20.0) -> Reply:
+    def ring_layer(self, slot: int, word: int) -> None:
+        self.halves[(self.at(slot) + _LAYER_REQUEST) // 4] = word
+        self._wake()
+
+    def armed_bell(self, slot: int) -> int:
+        return int(self.words[(self.at(slot) + _ARMED_BELL) // 8])
+
+    def layer_reply(self, slot: int) -> int:
+        return int(self.halves[(self.at(slot) + _LAYER_REPLY) // 4])
+
+    def report(self, slot: int) -> Reply:
+        at = self.at(slot) + _REPORT_AT
+        *numbers, text = _REPORT.unpack(self.map[at : at + _REPORT.size])
+        return Reply(*numbers, text.split(b"\0")[0].decode())
+
+    def arm(self, slot: int, *counts: int, seconds: float = 20.0) -> Reply:
+        """Arm the step whose table is in the slot; counts: entries, rows, attending rows. Returns the verdict."""
+        self.numbers[slot] += 1
+        self.header(slot, self.numbers[slot], *counts)
+        self.ring_arm(slot, self.numbers[slot])
+        return self.verdict(slot, self.numbers[slot], seconds)
+
+    def verdict(self, slot: int, number: int, seconds: float = 20.0) -> Reply:
         deadline = time.monotonic() + seconds
-        while self.reply_bell(slot) != bell:
-            assert time.monotonic() < deadline, f"no reply to call {bell}"
+        while self.armed_bell(slot) != number:
+            assert time.monotonic() < deadline, f"no verdict on step {number}"
             time.sleep(0)
-        at = self.at(slot) + _REPLY_AT
-        number, status, n, busy, kv, text = _REPLY.unpack(self.map[at : at + _REPLY.size])
-        return Reply(number, status, n, busy, kv, text.split(b"\0")[0].decode())
+        self.halves[(self.at(slot) + _LAYER_REPLY) // 4] = 0
+        return self.report(slot)
+
+    def wait(self, slot: int, word: int, seconds: float = 20.0) -> Reply:
+        """The answer to the layer request `word`, or the verdict if `post` was refused."""
+        if slot in self.refused:
+            return self.refused.pop(slot)
+        deadline = time.monotonic() + seconds
+        while (reply := self.layer_reply(slot)) != word and reply != POISON:
+            assert time.monotonic() < deadline, f"no reply to layer request {word}"
+            time.sleep(0)
+        if reply == POISON or reply == self.g.n_layers:
+            return self.report(slot)
+        return Reply(self.numbers[slot], Status.OK, reply, 0, 0, "")
 
     def post(self, slot: int, layer: int, n_entries: int, n_rows: int, n_attend: int, new_step: bool) -> int:
-        self.numbers[slot] += 1
-        self.header(slot, self.numbers[slot], CALL_NEW_STEP if new_step else 0, layer, n_entries, n_rows, n_attend)
-        self.ring(slot, self.numbers[slot])
-        return self.numbers[slot]
+        """Ask for a layer, and arm its step first if it is new. Returns the word to wait for."""
+        if new_step:
+            verdict = self.arm(slot, n_entries, n_rows, n_attend)
+            if verdict.status:
+                self.refused[slot] = verdict
+                return 0
+        self.ring_layer(slot, layer + 1)
+        return layer + 1
 
     def call(self, slot: int, layer: int, n_entries: int, n_rows: int, n_attend: int, new_step: bool) -> Reply:
         return self.wait(slot, self.post(slot, layer, n_entries, n_rows, n_attend, new_step))
@@ -273,10 +314,10 @@ class Link(Peer):
         self.table(slot, table)
         return Step(self, slot, plan, table)
 
-    def step(self, slot: int, plan: list[tuple[int, int, bool]], layers=None) -> None:
-        """A whole step, every O row checked."""
+    def step(self, slot: int, plan: list[tuple[int, int, bool]], layers: int | None = None) -> None:
+        """A step, or its first `layers` layers, every O row checked."""
         step = self.begin(slot, plan)
-        for layer in range(self.g.n_layers) if layers is None else layers:
+        for layer in range(self.g.n_layers if layers is None else layers):
             step.call(layer)
 
     def fill(self, seq_index: int, tokens: int, slot: int = 0) -> None:
@@ -310,22 +351,25 @@ class Step:
         self.n_attend = sum(n for _, n, attend in plan if attend)
         self.first = True
 
-    def post(self, layer: int) -> int:
+    def write(self) -> None:
+        """Write new rows into the slot."""
         link, g = self.link, self.link.g
         shape = (self.n_rows, 2 * g.n_kv_heads + g.n_q_heads, g.head_size)
         data = encode(link.rng.standard_normal(shape), g.act_dtype)
         rows = decode(data, g.act_dtype).reshape(shape)
         self.q, self.kv = rows[: self.n_attend, 2 * g.n_kv_heads :], rows[:, : 2 * g.n_kv_heads]
         link.put_rows(self.slot, self.q, self.kv)
-        bell = link.post(self.slot, layer, len(self.plan), self.n_rows, self.n_attend, self.first)
+
+    def post(self, layer: int) -> int:
+        self.write()
+        bell = self.link.post(self.slot, layer, len(self.plan), self.n_rows, self.n_attend, self.first)
         self.first = False
         return bell
 
     def finish(self, layer: int, bell: int) -> Reply:
         link, g = self.link, self.link.g
         reply = link.wait(self.slot, bell)
-        assert (reply.status, reply.message) == (Status.OK, ""), reply
-        assert (reply.number, reply.n_attend_rows) == (bell, self.n_attend)
+        assert (reply.status, reply.message, reply.n_layers) == (Status.OK, "", layer + 1), reply
         o = link.o_rows(self.slot, self.n_attend)
         limit = KV_ERROR[link.kv_dtype] + ACT_ERROR[g.act_dtype]
         row = 0

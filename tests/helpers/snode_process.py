@@ -89,10 +89,12 @@ async def main(url: str, what: str, secret: bytes | None) -> None:
             await asyncio.to_thread(payloads.run, sys.maxsize)
         elif what == "large":
             rows = wanted.geometry.max_rows
-            link.write_table(0, np.array([(0, 1, 0, rows, 1, 0)], ROW_DTYPE))
-            for i in itertools.count():
-                link.post(0, 0, 1, rows, rows, i == 0)
+            for tag in itertools.count():
+                link.arm(0, np.array([(0, tag, 0, rows, 1, 0)], ROW_DTYPE))
                 await asyncio.to_thread(link.wait, 0, 60.0)
+                link.ring(0, 0)
+                await asyncio.to_thread(link.wait, 0, 60.0)
+                await link.free([(0, tag)])
     except LinkDown:
         pass
     print(await link.closed(), flush=True)

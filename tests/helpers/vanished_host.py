@@ -29,9 +29,11 @@ def loopback(flags: int) -> None:
 
 
 async def main() -> None:
-    from link_driver import Driver, hello
+    import numpy as np
+    from link_driver import hello
 
     from fastdecode.daemon.rnode import RNode
+    from fastdecode.region.contract import ROW_ATTEND, ROW_DTYPE
     from fastdecode.transports.registry import connect
 
     node = RNode(threads=1, kv_bytes=KV_BYTES)
@@ -39,7 +41,7 @@ async def main() -> None:
     idle, busy = [await connect(url, hello(), None) for _ in range(2)]
     loopback(0)
     gone = time.monotonic()
-    Driver(busy, hello()).begin(0, [(0, 1, True)]).post(0)
+    busy.arm(0, np.array([(0, 1, 0, 1, ROW_ATTEND, 0)], ROW_DTYPE))
 
     async def noticed(link) -> float:
         assert await link.closed() is not None

@@ -14,7 +14,7 @@ from typing import Any
 
 from link_driver import SMALL
 
-from fastdecode.region.contract import CALL_NEW_STEP, PROTOCOL_VERSION, ROW_ATTEND
+from fastdecode.region.contract import PROTOCOL_VERSION, ROW_ATTEND
 from fastdecode.region.geometry import Geometry, region_layout
 
 HANG_S = 20.0
@@ -139,7 +139,7 @@ async def attach(url: str, token: str, **options: int) -> Caller:
 
 
 class FakeRNode:
-    """An R side of TCP that sends `challenge`, `welcome`, and `reply` to the first call."""
+    """An R side of TCP: sends `challenge`, `welcome`, a `verdict` on the first step, a `reply` to its first layer."""
 
     def __init__(self, needs_secret: bool = False):
         self.challenge = {
@@ -161,6 +161,7 @@ class FakeRNode:
             "threads": 1,
             "node": "fake",
         }
+        self.verdict = verdict()
         self.reply = b""
         self.stats: dict | None = None  # of the answer to every request, if it is to answer
 
@@ -186,7 +187,9 @@ class FakeRNode:
                 request = await peer.read_message()
                 peer.send_message({"type": "OK", "id": request["id"], "stats": self.stats})
             if message["type"] == "ATTACH":
-                await reader.readexactly(16 + 64)  # a call
+                await reader.readexactly(24 + 64 + 24)  # ARM with one entry
+                peer.send(self.verdict)
+                await reader.readexactly(24 + Q_BYTES + KV_ROW_BYTES)  # LAYER with one row
                 peer.send(self.reply)
             await reader.read()
         except (asyncio.IncompleteReadError, ConnectionError):
@@ -203,19 +206,44 @@ Q_BYTES = SMALL.n_q_heads * SMALL.head_size * 4
 KV_ROW_BYTES = 2 * SMALL.n_kv_heads * SMALL.head_size * 4
 
 
-def call(
-    number: int = 1,
-    flags: int = CALL_NEW_STEP,
-    layer: int = 0,
-    counts: tuple[int, int, int] = (1, 1, 1),
+ARM, LAYER, VERDICT, REPLY = range(4)
+
+
+def arm_header(number: int = 1, counts: tuple[int, int, int] = (1, 1, 1), reserved: int = 0) -> bytes:
+    return struct.pack("<Q4I10I", number, *counts, reserved, *[0] * 10)
+
+
+def frame(
+    kind: int,
+    body: bytes,
+    slot: int = 0,
+    word: int = 0,
+    magic: int = MAGIC,
+    length: int | None = None,
     reserved: int = 0,
 ) -> bytes:
-    return struct.pack("<QIIIII9I", number, flags, layer, *counts, reserved, *[0] * 8)
+    return struct.pack("<IHHIIQ", magic, kind, slot, word, reserved, len(body) if length is None else length) + body
 
 
-def frame(header: bytes, rest: bytes, slot: int = 0, magic: int = MAGIC, length: int | None = None) -> bytes:
-    length = len(header) + len(rest) if length is None else length
-    return struct.pack("<IIQ", magic, slot, length) + header + rest
+def arm(header: bytes | None = None, table: bytes = ROW, **changes: int) -> bytes:
+    """A frame that arms a step: of one row that attends, unless `header` and `table` say otherwise."""
+    return frame(ARM, (header or arm_header()) + table, **changes)
 
 
-ONE_ROW = ROW + bytes(Q_BYTES + KV_ROW_BYTES)
+def layer(word: int = 1, body: bytes | None = None, **changes: int) -> bytes:
+    """A frame that rings a layer: of one row, unless `body` says otherwise."""
+    return frame(LAYER, bytes(Q_BYTES + KV_ROW_BYTES) if body is None else body, word=word, **changes)
+
+
+def report(number: int = 1, status: int = 0, n_layers: int = 0, message: bytes = b"") -> bytes:
+    return struct.pack("<QIIQQ224s", number, status, n_layers, 1, 2, message)
+
+
+def verdict(body: bytes | None = None, **changes: int) -> bytes:
+    """The frame of a verdict: that step 1 stands, unless `body` says otherwise."""
+    return frame(VERDICT, report() if body is None else body, **changes)
+
+
+def reply(word: int = 1, body: bytes | None = None, **changes: int) -> bytes:
+    """The frame of a reply: one O row, unless `body` says otherwise."""
+    return frame(REPLY, bytes(Q_BYTES) if body is None else body, word=word, **changes)

@@ -15,10 +15,12 @@ import sys
 from collections.abc import Iterator
 from ipaddress import IPv6Address
 
+import numpy as np
 import pytest
 from link_driver import CYCLES, HANG_S, NOTICED_S, Driver, Payloads, hello, until
 from rnode_process import Held, RNodeProcess, start_executor_threads
 
+from fastdecode.region.contract import ROW_ATTEND, ROW_DTYPE
 from fastdecode.transports.base import LinkDown, LinkRefused, TransportError
 from fastdecode.transports.rdma_devices import list_ports
 from fastdecode.transports.rdma_endpoint import Endpoint, load
@@ -294,12 +296,11 @@ async def test_a_host_that_falls_silent_before_its_reply_is_the_reason_given(far
     await step_of(driver)
     far_node.stop()
     try:
-        under_way = driver.begin(0, [(0, 1, True)])
-        bell = under_way.post(0)
+        link.arm(0, np.array([(1, 1, 0, 1, ROW_ATTEND, 0)], ROW_DTYPE))
         await asyncio.sleep(0.1)
         sh("tc qdisc add dev va root netem loss 100%")
         with pytest.raises(LinkDown, match="retry exceeded: the peer's device does not answer"):
-            await asyncio.wait_for(asyncio.to_thread(under_way.finish, 0, bell), NOTICED_S)
+            await asyncio.wait_for(asyncio.to_thread(link.wait, 0, HANG_S), NOTICED_S)
     finally:
         far_node.go_on()
     await asyncio.wait_for(link.closed(), NOTICED_S)

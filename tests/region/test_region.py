@@ -13,16 +13,17 @@ from link_driver import SMALL
 from fastdecode.region import _native
 from fastdecode.region.contract import (
     ACT_DTYPES,
-    CALL_BYTES,
+    ARM_BYTES,
     MAX_HEAD_SIZE,
     MAX_HEADS,
     MAX_LAYERS,
     MAX_ROWS,
     MAX_SLOTS,
     PROTOCOL_VERSION,
-    REPLY_BYTES,
+    REPORT_BYTES,
     ROW_BYTES,
     ROW_DTYPE,
+    SLOT_BYTES,
     Status,
 )
 from fastdecode.region.geometry import Geometry, GeometryError, RegionError, geometry_tuple, region_layout
@@ -41,7 +42,7 @@ def test_the_layout_is_the_one_that_region_h_describes(act_dtype):
 
 
 def test_headers_have_the_sizes_that_region_h_describes():
-    assert (CALL_BYTES, ROW_BYTES, REPLY_BYTES) == (64, 24, 256)
+    assert (ARM_BYTES, ROW_BYTES, REPORT_BYTES, SLOT_BYTES) == (64, 24, 256, 640)
     rows = np.array([(1, 2, 3, 4, 5, 0), (6, 7, 8, 9, 10, 0)], ROW_DTYPE)
     assert rows.tobytes() == struct.pack("<12I", 1, 2, 3, 4, 5, 0, 6, 7, 8, 9, 10, 0)
     assert list(rows["seq_index"]) == [1, 6] and list(rows["n_rows"]) == [4, 9]

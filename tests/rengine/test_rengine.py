@@ -22,6 +22,7 @@ from fastdecode.region.contract import (
     MAX_SEQS,
     MAX_SLOTS,
     PAGE_TOKENS,
+    POISON,
     Status,
 )
 
@@ -99,19 +100,19 @@ def test_new_rows_may_begin_and_end_anywhere_in_a_page(links, length, n):
     link.step(0, [(0, 1, True)])
 
 
-def test_layers_may_come_in_any_order_and_slots_interleave(links):
+def test_steps_of_several_slots_interleave(links):
     link = links(Geometry(n_slots=3, n_layers=3))
     a, b = link.begin(0, [(0, 3, True)]), link.begin(2, [(1, 2, True), (2, 5, False)])
-    for x, y in [(2, 0), (0, 1), (1, 2)]:
-        a.call(x)
-        bell = b.post(y)
-        b.finish(y, bell)
+    for layer in range(3):
+        a.call(layer)
+        bell = b.post(layer)
+        b.finish(layer, bell)
     bells = [(step, step.post(0)) for step in (link.begin(s, [(s + 3, 4, True)]) for s in range(3))]
     for step, bell in bells:
         step.finish(0, bell)
 
 
-def test_kv_bytes_of_a_reply_are_the_pages_read(links):
+def test_kv_bytes_of_a_report_are_the_pages_read(links):
     link = links(Geometry(n_layers=1, n_kv_heads=2, n_q_heads=4, head_size=16, max_rows=300), n_pages=16, windows=[180])
     link.fill(0, 300)
     reply = link.begin(0, [(0, 1, True)]).call(0)  # position 300 sees 121..300: pages 0, 1, 2
@@ -309,37 +310,49 @@ def test_a_link_removed_under_load_is_never_touched_again(engines, links):
     for _ in range(10):
         link = links(Geometry(n_slots=1, n_layers=1), engine=engine)
         link.wake_fd = engine.eventfd  # the link's own is closed with it
-        step = link.begin(0, [(0, 1, False)])
-        step.call(0)
+        table = link.entries([(0, 1, False)])
         stop = threading.Event()
 
-        def flood(link=link, stop=stop) -> None:
-            while not stop.is_set():
-                link.post(0, 0, 1, 1, 0, False)
+        def flood(link=link, stop=stop, table=table) -> None:
+            link.table(0, table)
+            while not stop.is_set():  # the R-engine refuses all but the first of these steps
+                link.numbers[0] += 1
+                link.header(0, link.numbers[0], 1, 1, 0)
+                link.ring_arm(0, link.numbers[0])
+                link.ring_layer(0, 1)
 
         thread = threading.Thread(target=flood)
         thread.start()
         time.sleep(0.01)
         link.lease.close()
-        bell = link.reply_bell(0)
+        bell = link.armed_bell(0)
         time.sleep(0.01)
         stop.set()
         thread.join()
-        assert link.reply_bell(0) == bell
+        assert link.armed_bell(0) == bell
         with pytest.raises(RuntimeError, match="the link is closed"):
             link.lease.stats()
     assert engine.kv_free == 1 << 28
 
 
-def test_a_call_on_a_link_that_is_being_closed_is_answered(engines, links):
-    """The waiter gets an answer; the call may or may not have been served first."""
+@pytest.mark.parametrize("armed", [False, True])
+def test_a_step_on_a_link_that_is_being_closed_is_answered(engines, links, armed):
+    """The waiter gets an answer; the layer may or may not have been served first."""
     engine = engines(1, spin_us=0)
     for _ in range(20):
-        link = links(Geometry(n_slots=1, n_layers=1), engine=engine)
+        link = links(Geometry(n_slots=1, n_layers=2), engine=engine)
         link.table(0, link.entries([(0, 1, False)]))
-        bell = link.post(0, 0, 1, 1, 0, True)
-        link.close()
-        assert link.wait(0, bell).status in (Status.OK, Status.LINK_CLOSED)
+        if armed:
+            bell = link.post(0, 0, 1, 1, 0, True)
+            link.close()
+            assert link.wait(0, bell).status in (Status.OK, Status.LINK_CLOSED)
+            assert link.layer_reply(0) == POISON
+        else:
+            link.numbers[0] = 1
+            link.header(0, 1, 1, 1, 0)
+            link.ring_arm(0, 1)
+            link.close()
+            assert link.verdict(0, 1).status in (Status.OK, Status.LINK_CLOSED)
 
 
 def test_sequences_freed_during_their_calls_harm_nobody_else(engines, links):
@@ -367,30 +380,42 @@ def test_sequences_freed_during_their_calls_harm_nobody_else(engines, links):
     thread.join()
 
 
-def test_notify_is_called_after_each_reply(engines, links):
+def test_the_carrier_sends_each_verdict_and_each_reply(engines, links):
     calls = []
-    fn = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_uint32)(lambda ctx, slot: calls.append((ctx, slot)))
+    send = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_uint32, ctypes.c_int)(lambda *call: calls.append(call))
 
-    class Notify(ctypes.Structure):
-        _fields_ = [("fn", type(fn)), ("ctx", ctypes.c_void_p), ("look", ctypes.c_void_p)]
+    class Ops(ctypes.Structure):
+        _fields_ = [
+            ("send", type(send)),
+            ("poll", ctypes.c_void_p),
+            ("poll_fd", ctypes.c_void_p),
+            ("probe", ctypes.c_void_p),
+            ("wakes", ctypes.c_bool),
+        ]
 
-    target = Notify(fn, 42, None)
+    class Carrier(ctypes.Structure):
+        _fields_ = [("ops", ctypes.POINTER(Ops)), ("self", ctypes.c_void_p)]
+
+    ops = Ops(send, None, None, None, True)
+    target = Carrier(ctypes.pointer(ops), 42)
     new = ctypes.pythonapi.PyCapsule_New
     new.restype, new.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
-    capsule = new(ctypes.addressof(target), b"fastdecode.notify", None)
+    capsule = new(ctypes.addressof(target), b"fastdecode.carrier", None)
     engine, g = engines(1), Geometry(n_slots=2, n_layers=1)
     quiet = links(g, engine=engine)
     quiet.close()
     lease = engine.add_link(quiet.map, g.tuple(), KV_FP32, 4, 4, 1.0, [0], capsule)
+    quiet.lease, quiet.wake_fd = lease, lease.eventfd
+    quiet.numbers = [0, 0]
+    verdict, reply = 2, 3
     try:
-        quiet.numbers = [0, 0]
-        reply = quiet.call(1, 0, 1, 1, 0, False)
-        assert reply.status == Status.BAD_CALL
+        quiet.step(1, [(0, 1, True)])
+        assert quiet.arm(0, 1, 1, 3).status == Status.BAD_CALL
         deadline = time.monotonic() + 10
-        while not calls:
-            assert time.monotonic() < deadline, "never notified"
+        while len(calls) < 3:  # a word appears before it is sent
+            assert time.monotonic() < deadline, "never sent"
             time.sleep(0.001)
-        assert calls == [(42, 1)]
+        assert calls == [(42, 1, verdict), (42, 1, reply), (42, 0, verdict)]
     finally:
         lease.close()
     with pytest.raises(ValueError, match="PyCapsule_GetPointer"):

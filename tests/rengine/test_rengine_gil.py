@@ -16,7 +16,8 @@ from fastdecode.region._native import init_region_header
 
 G = Geometry(n_slots=1, max_rows=4, n_layers=1)
 
-#: The S side, a process of its own: layer calls as fast as they are answered, the time of each reply.
+#: The S side, a process of its own: it arms steps as fast as they are answered, all but the first to be refused, and
+#: prints the time of each verdict.
 S_SIDE = """
 import sys, time
 from rengine_peer import Geometry, Peer
@@ -24,13 +25,12 @@ from fastdecode.region.contract import Status
 peer = Peer(Geometry(n_slots=1, max_rows=4, n_layers=1), int(sys.argv[1]))
 peer.wake_fd = int(sys.argv[2])
 peer.table(0, [(0, 1, 0, 1, 1)])
-times, new_step = [], True
+times = []
 end = time.monotonic() + 60
 print("ready", flush=True)
 while not peer.map[72] and time.monotonic() < end:
-    assert peer.call(0, 0, 1, 1, 1, new_step).status == Status.OK
+    assert peer.arm(0, 1, 1, 1).status == (Status.BAD_SEQUENCE if times else Status.OK)
     times.append(time.monotonic())
-    new_step = False
 print(*times)
 """
 

@@ -1,13 +1,15 @@
-"""Calls that the R-engine refuses, and serves on: nothing that a peer writes costs more than the peer's own call."""
+"""Steps that the R-engine refuses, and serves on: nothing that a peer writes costs more than the peer's own step."""
 
 from __future__ import annotations
+
+import time
 
 import numpy as np
 import pytest
 from rengine_peer import KV_FP16, Geometry, Link
 
 from fastdecode.kernels import _native
-from fastdecode.region.contract import CALL_NEW_STEP, PAGE_TOKENS, ROW_ATTEND, Status
+from fastdecode.region.contract import PAGE_TOKENS, POISON, ROW_ATTEND, Status
 
 pytestmark = pytest.mark.quick
 
@@ -32,29 +34,25 @@ def still_good(link: Link) -> None:
 
 
 @pytest.mark.parametrize(
-    ("counts", "flags", "layer", "reserved", "message"),
+    ("counts", "reserved", "message"),
     [
-        ((1, 1, 1), CALL_NEW_STEP | 2, 0, 0, "unknown call flag"),
-        ((1, 1, 1), CALL_NEW_STEP, 2, 0, "layer beyond the model"),
-        ((1, 1, 1), CALL_NEW_STEP, 2**32 - 1, 0, "layer beyond the model"),
-        ((1, 0, 0), CALL_NEW_STEP, 0, 0, "rows outside the slot"),
-        ((1, PAGE_TOKENS + 1, 1), CALL_NEW_STEP, 0, 0, "rows outside the slot"),
-        ((1, 2**32 - 1, 1), CALL_NEW_STEP, 0, 0, "rows outside the slot"),
-        ((1, 1, 2), CALL_NEW_STEP, 0, 0, "more attending rows than rows"),
-        ((0, 1, 1), CALL_NEW_STEP, 0, 0, "row table longer than the rows"),
-        ((2, 1, 1), CALL_NEW_STEP, 0, 0, "row table longer than the rows"),
-        ((2**32 - 1, PAGE_TOKENS, 1), CALL_NEW_STEP, 0, 0, "row table longer than the rows"),
-        ((1, 1, 1), CALL_NEW_STEP, 0, 7, "reserved field is not zero"),
+        ((1, 0, 0), 0, "rows outside the slot"),
+        ((1, PAGE_TOKENS + 1, 1), 0, "rows outside the slot"),
+        ((1, 2**32 - 1, 1), 0, "rows outside the slot"),
+        ((1, 1, 2), 0, "more attending rows than rows"),
+        ((0, 1, 1), 0, "row table longer than the rows"),
+        ((2, 1, 1), 0, "row table longer than the rows"),
+        ((2**32 - 1, PAGE_TOKENS, 1), 0, "row table longer than the rows"),
+        ((1, 1, 1), 7, "reserved field is not zero"),
     ],
 )
-def test_a_header_out_of_bounds(link, counts, flags, layer, reserved, message):
+def test_a_header_out_of_bounds(link, counts, reserved, message):
     link.table(0, link.entries([(0, 1, True)]))
     link.numbers[0] += 1
-    link.header(0, link.numbers[0], flags, layer, *counts, reserved=reserved)
-    link.ring(0, link.numbers[0])
-    reply = link.wait(0, link.numbers[0])
-    assert (reply.status, reply.n_attend_rows) == (Status.BAD_CALL, 0)
-    assert message in reply.message
+    link.header(0, link.numbers[0], *counts, reserved=reserved)
+    link.ring_arm(0, link.numbers[0])
+    verdict = link.verdict(0, link.numbers[0])
+    assert (verdict.status, message in verdict.message) == (Status.BAD_CALL, True)
     still_good(link)
 
 
@@ -112,32 +110,75 @@ def test_row_counts_that_overflow_32_bits_when_added(link):
 def test_a_refused_step_has_no_layers(link):
     link.table(0, [(0, 99, 5, 1, ROW_ATTEND)])
     assert link.call(0, 0, 1, 1, 1, True).status == Status.BAD_SEQUENCE
-    for layer in range(2):
-        reply = link.call(0, layer, 1, 1, 1, False)
-        assert (reply.status, "no step is in progress" in reply.message) == (Status.BAD_CALL, True)
+    for word in (1, 2, 3, POISON, 2**32 - 1):
+        link.ring_layer(0, word)
+        time.sleep(0.01)
+        assert link.layer_reply(0) == 0
     still_good(link)
 
 
-def test_a_layer_whose_counts_are_not_the_steps(link):
+@pytest.mark.parametrize("word", [3, POISON, 2**32 - 1])
+@pytest.mark.parametrize("done", [0, 1])
+def test_a_layer_beyond_the_model_poisons_the_step(link, word, done):
     step = link.begin(0, [(0, 2, True)])
-    step.call(0)
-    for counts in [(1, 3, 2), (1, 2, 1), (2, 2, 2)]:
-        reply = link.call(0, 1, *counts, False)
-        assert (reply.status, "the step began with 1, 2 and 2" in reply.message) == (Status.BAD_CALL, True)
-    step.call(1)  # the step itself is unharmed
+    for layer in range(done):
+        step.call(layer)
+    if not done:
+        assert link.arm(0, 1, 2, 2).status == Status.OK
+    link.ring_layer(0, word)
+    report = link.wait(0, 1 + done)
+    assert (report.status, report.number) == (Status.BAD_CALL, link.numbers[0])
+    assert (report.message, link.layer_reply(0)) == ("layer beyond the model", POISON)
+    link.ring_layer(0, 1 + done)  # the step is over
+    time.sleep(0.01)
+    assert link.layer_reply(0) == POISON
+    link.lease.trim(0, link.shadows[0].tag, 5)
+    for kind in (link.shadows[0].k, link.shadows[0].v):
+        kind[:] = [rows[:5] for rows in kind]
+    still_good(link)
+
+
+def test_a_word_that_jumps_gets_all_layers_up_to_it(link):
+    """A device's word is compared with >=: the R-engine serves the next layer as long as the word is beyond it."""
+    step = link.begin(0, [(0, 2, True)])
+    link.arm(0, 1, 2, 2)
+    step.first = False
+    step.write()
+    link.ring_layer(0, 2)
+    assert link.wait(0, 2).n_layers == 2
+    link.shadows.clear()  # both layers saw the same rows
+
+
+@pytest.mark.parametrize("done", [0, 1])
+def test_a_step_that_is_armed_replaces_one_that_is_unfinished(link, done):
+    link.table(0, link.entries([(0, 1, True)]))
+    assert link.arm(0, 1, 1, 1).status == Status.OK
+    link.ring_layer(0, done)
+    link.wait(0, done) if done else None
+    link.lease.trim(0, link.shadows[0].tag, 5)
+    still_good(link)
+
+
+def test_a_finished_step_ignores_its_word(link):
+    link.step(0, [(0, 1, True)])
+    for word in (0, 1, 2, 3, 2**32 - 1):
+        link.ring_layer(0, word)
+        time.sleep(0.01)
+        assert link.layer_reply(0) == 2
+    link.step(0, [(0, 1, True)])
 
 
 @pytest.mark.parametrize(("bell", "number"), [(2, 2), (2**64 - 1, 2**64 - 1), (1, 2), (1, 0)])
-def test_a_call_out_of_order_is_answered_and_its_bell_taken_for_the_last(link, bell, number):
-    """`bell` and `number` are relative to the slot's last call."""
+def test_a_step_out_of_order_is_answered_and_its_bell_taken_for_the_last(link, bell, number):
+    """`bell` and `number` are relative to the slot's last step."""
     last = link.numbers[0]
     bell, number = (last + bell) % 2**64, (last + number) % 2**64
     link.table(0, link.entries([(0, 1, True)]))
-    link.header(0, number, CALL_NEW_STEP, 0, 1, 1, 1)
-    link.ring(0, bell)
-    reply = link.wait(0, bell)
-    assert (reply.status, reply.number) == (Status.BAD_CALL, bell)
-    assert f"but call {last + 1} was expected" in reply.message
+    link.header(0, number, 1, 1, 1)
+    link.ring_arm(0, bell)
+    verdict = link.verdict(0, bell)
+    assert (verdict.status, verdict.number) == (Status.BAD_CALL, bell)
+    assert f"but step {last + 1} was expected" in verdict.message
     link.numbers[0] = bell
     still_good(link)
 

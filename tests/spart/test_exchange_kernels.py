@@ -21,7 +21,7 @@ import pytest
 from fastdecode.region.geometry import Geometry, RegionLayout, region_layout
 from fastdecode.spart.exchange_kernels import CHUNK_BYTES, ROW_THREADS, SOURCE, SlotRows, row_addresses
 
-POISON = 0xAB
+UNTOUCHED = 0xAB
 HOST = Path(__file__).parents[1] / "c" / "kernels_on_host.c"
 
 
@@ -43,7 +43,7 @@ class FakeLink:
     """A region of poison, and the slot that a step uses in it."""
 
     def __init__(self, layout: RegionLayout, slot: int):
-        self._memory = np.full(layout.region_bytes + 64, POISON, np.uint8)
+        self._memory = np.full(layout.region_bytes + 64, UNTOUCHED, np.uint8)
         start = -self._memory.ctypes.data % 64
         self.region = self._memory[start : start + layout.region_bytes]
         self.layout, self.start = layout, layout.slot(slot)
@@ -101,11 +101,11 @@ def test_rows_go_to_their_places_in_the_slots_and_nowhere_else(kernels, dtype, q
             copy.rows(layout.kv, n + more, kv_bytes)[n:] = kv[b]
             assert np.array_equal(link.region, copy.region)
 
-        o = np.full((n_attend + 1, q_bytes), POISON, np.uint8)
+        o = np.full((n_attend + 1, q_bytes), UNTOUCHED, np.uint8)
         for link, a in zip(links, attending, strict=True):
             link.rows(layout.o, a.stop - a.start, q_bytes)[:] = q[a] ^ 0x5A
         kernels.unpack(blocks, address(o), address(table.o), address(table.counts), chunks[0])
-        assert np.array_equal(o[:-1], q ^ 0x5A) and (o[-1] == POISON).all()
+        assert np.array_equal(o[:-1], q ^ 0x5A) and (o[-1] == UNTOUCHED).all()
 
 
 def test_rows_that_are_not_aligned_are_refused():

@@ -137,6 +137,7 @@ async def test_hostile_resizes(r_node, bystander):
         control.send_message({"type": "RESIZE", "id": 5, "n_pages": bad})
         answer = await control.read_message()
         assert answer["type"] == "ERROR" and "RESIZE.n_pages" in answer["message"], answer
+        await control.read_to_end()  # the R-node closes the connection once the lease is free
         await control.close()
     control, token = await open_link(r_node.tcp, kv_bytes=PAGE)
     data = await attach(r_node.tcp, token)
@@ -172,9 +173,11 @@ async def test_100000_sequences_of_a_page_each_on_one_link(tmp_path, transport):
                 table = np.zeros(rows, ROW_DTYPE)
                 table["seq_index"], table["tag"] = np.array(handles[first : first + rows]).T
                 table["n_rows"] = 1
-                link.write_table(0, table)
-                link.post(0, 0, rows, rows, 0, True)
+                link.arm(0, table)
                 await in_thread(link.wait, 0, HANG_S)
+                for layer in range(geometry.n_layers):
+                    link.ring(0, layer)
+                    await in_thread(link.wait, 0, HANG_S)
             stats = await link.stats()
             assert (stats["seqs"], stats["pages_used"], stats["pages_total"]) == (n, n, n)
             for sequence in sequences:

@@ -132,17 +132,21 @@ async def test_two_threads_that_wait_on_two_slots_get_their_replies(shared_node)
     link = await connect(shared_node.url, wanted, None)
     y, q_shape, kv_shape = link.layout, (LARGE.n_q_heads, LARGE.head_size), (2, LARGE.n_kv_heads, LARGE.head_size)
 
+    loop = asyncio.get_running_loop()
+
     def calls(slot: int) -> None:
         n = (3, LARGE.max_rows)[slot]  # small frames in one slot, large frames in the other
         at = y.slot(slot)
         rows = np.full((n, *kv_shape), slot + 1, np.float32)
         link.region[at + y.kv : at + y.kv + rows.nbytes] = rows.tobytes()
-        link.write_table(slot, np.array([(slot, 1, 0, n, ROW_ATTEND, 0)], ROW_DTYPE))
         o = np.frombuffer(link.region[at + y.o : at + y.o + n * y.q_row_bytes], np.float32).reshape(n, *q_shape)
         for i in range((200, 20)[slot] // FEWER):
             o[:] = 0
-            link.post(slot, 0, 1, n, n, i == 0)
+            link.arm(slot, np.array([(slot, i, 0, n, ROW_ATTEND, 0)], ROW_DTYPE))
             link.wait(slot, HANG_S)
+            link.ring(slot, 0)
+            link.wait(slot, HANG_S)
+            asyncio.run_coroutine_threadsafe(link.free([(slot, i)]), loop).result(HANG_S)
             np.testing.assert_allclose(o, slot + 1, rtol=1e-6)  # all V rows are equal
 
     await asyncio.gather(in_thread(calls, 0), in_thread(calls, 1))
@@ -203,20 +207,20 @@ async def test_refused_control_requests_leave_the_link_alive(shared_node):
     ("row", "status"),
     [
         ((8, 1, 0, 1, 1), Status.BAD_TABLE),  # a sequence outside the lease
-        ((0, 1, 0, 2, 1), Status.BAD_TABLE),  # more rows than the call
         ((0, 1, 5, 1, 1), Status.BAD_SEQUENCE),  # a position that is not cached
         ((0, 7, 10, 1, 1), Status.BAD_SEQUENCE),  # another generation's tag
     ],
 )
-async def test_refused_calls_leave_the_link_alive(shared_node, row, status):
+async def test_refused_steps_leave_the_link_alive(shared_node, row, status):
     wanted = hello()
     link = await connect(shared_node.url, wanted, None)
     driver = Driver(link, wanted)
     await in_thread(driver.fill, 0, 10)
-    driver.table(0, [row])
-    link.post(0, 0, 1, 1, 1, True)
+    link.arm(0, np.array([(*row, 0)], ROW_DTYPE))
     with pytest.raises(CallRefused, match=r"entr|row|sequence") as refused:
         await in_thread(link.wait, 0, HANG_S)
+    with pytest.raises(ValueError, match="no step is armed"):
+        link.ring(0, 0)
     assert refused.value.status == status
     await in_thread(lambda: driver.step(0, [(0, 1, True)]))
     await link.close()
@@ -228,8 +232,7 @@ async def test_out_of_pages_leaves_the_link_alive(shared_node):
     assert link.lease.n_pages == 4
     driver = Driver(link, wanted)
     await in_thread(driver.fill, 0, 4 * PAGE_TOKENS - 1)
-    driver.table(0, [(0, 1, 4 * PAGE_TOKENS - 1, 1, 1), (1, 2, 0, 1, 1)])
-    link.post(0, 0, 2, 2, 2, True)
+    link.arm(0, np.array([(0, 1, 4 * PAGE_TOKENS - 1, 1, 1, 0), (1, 2, 0, 1, 1, 0)], ROW_DTYPE))
     with pytest.raises(CallRefused) as refused:
         await in_thread(link.wait, 0, HANG_S)
     assert refused.value.status == Status.OUT_OF_PAGES
@@ -241,24 +244,52 @@ async def test_misuse_is_an_error_and_sends_nothing(shared_node):
     wanted = hello()
     link = await connect(shared_node.url, wanted, None)
     driver = Driver(link, wanted)
-    with pytest.raises(ValueError, match="no call has been posted"):
+    one = np.array([(0, 1, 0, 1, 1, 0)], ROW_DTYPE)
+    with pytest.raises(ValueError, match="nothing in the slot is to be waited for"):
         link.wait(0, 1.0)
-    for call in [(2, 0, 1, 1, 1), (0, 2, 1, 1, 1), (0, 0, 1, 33, 1), (0, 0, 1, 1, 2), (0, 0, 2, 1, 1), (0, 0, 0, 1, 1)]:
-        with pytest.raises(ValueError, match=r"slot|layer|rows"):
-            link.post(*call, True)
-    with pytest.raises(ValueError, match="longer"):
-        link.write_table(0, np.zeros(33, ROW_DTYPE))
-    with pytest.raises(ValueError, match="ROW_DTYPE"):
-        link.write_table(0, np.zeros(24, np.uint8))
+    for slot, table, says in [
+        (2, one, "slot is beyond"),
+        (2**32 - 1, one, "slot is beyond"),
+        (0, np.zeros(33, ROW_DTYPE), "longer"),
+        (0, np.array([(0, 1, 0, 33, 1, 0)], ROW_DTYPE), "more rows"),
+        (0, np.array([(0, 1, 0, 2**32 - 1, 1, 0)] * 2, ROW_DTYPE), "more rows"),
+        (0, one[:0], "rows"),
+        (0, np.zeros(24, np.uint8), "ROW_DTYPE"),
+    ]:
+        with pytest.raises(ValueError, match=says):
+            link.arm(slot, table)
+    with pytest.raises(ValueError, match="no step is armed"):
+        link.ring(0, 0)
     step = driver.begin(0, [(0, 1, True)])
     bell = step.post(0)
-    with pytest.raises(ValueError, match="has not been waited for"):
-        link.post(0, 1, 1, 1, 1, False)
-    with pytest.raises(ValueError, match="has not been waited for"):
-        link.write_table(0, np.zeros(1, ROW_DTYPE))
+    for call in (lambda: link.ring(0, 1), lambda: link.arm(0, one)):
+        with pytest.raises(ValueError, match="has not been waited for"):
+            call()
     step.finish(0, bell)
+    for layer in (0, 2, 2**32 - 1):
+        with pytest.raises(ValueError, match="layer"):
+            link.ring(0, layer)
     step.call(1)
     assert (await link.stats())["calls"] == 2
+    await link.close()
+
+
+async def test_a_step_may_be_abandoned_after_any_layer(shared_node):
+    wanted = hello()
+    link = await connect(shared_node.url, wanted, None)
+    driver = Driver(link, wanted)
+    await in_thread(driver.fill, 0, 10)
+    for done in (0, 1, 0, 1):
+        driver.table(0, [(0, 1, 10, 3, ROW_ATTEND)])
+        link.arm(0, driver.tables[0])
+        await in_thread(link.wait, 0, HANG_S)
+        for layer in range(done):
+            link.ring(0, layer)
+            await in_thread(link.wait, 0, HANG_S)
+        await link.trim(0, 1, 10)
+        if done:
+            assert link.disarm(0) is None
+    await in_thread(lambda: driver.step(0, [(0, 1, True)]))
     await link.close()
 
 
@@ -287,8 +318,7 @@ async def test_r_node_whose_python_is_stuck_goes_on_serving(node):
 
 async def waiting_thread(link: Link) -> asyncio.Task[None]:
     """Start a thread that sleeps in `wait` for a reply that does not come."""
-    link.write_table(0, np.array([(0, 1, 0, 1, 1, 0)], ROW_DTYPE))
-    link.post(0, 0, 1, 1, 1, True)
+    link.arm(0, np.array([(0, 1, 0, 1, 1, 0)], ROW_DTYPE))
     waiter = asyncio.create_task(asyncio.to_thread(link.wait, 0, 60.0))
     await asyncio.sleep(0.2)
     assert not waiter.done()
@@ -296,7 +326,7 @@ async def waiting_thread(link: Link) -> asyncio.Task[None]:
 
 
 async def is_dead(link: Link) -> None:
-    for data in (lambda: link.post(1, 0, 1, 1, 1, True), lambda: link.write_table(1, np.zeros(1, ROW_DTYPE))):
+    for data in (lambda: link.ring(1, 0), lambda: link.arm(1, np.array([(0, 1, 0, 1, 1, 0)], ROW_DTYPE))):
         with pytest.raises(LinkDown):
             data()
     for request in (link.free([(0, 1)]), link.stats()):
@@ -352,13 +382,12 @@ async def test_r_node_that_hangs_is_given_up(node, monkeypatch):
 async def test_no_reply_within_the_timeout(node):
     link = await connect(node.url, hello(), None)
     node.stop()
-    link.write_table(0, np.array([(0, 1, 0, 1, 1, 0)], ROW_DTYPE))
-    link.post(0, 0, 1, 1, 1, True)
-    with pytest.raises(LinkDown, match=r"no reply to call 1 of slot 0 within 0\.1 s"):
+    link.arm(0, np.array([(0, 1, 0, 1, 1, 0)], ROW_DTYPE))
+    with pytest.raises(LinkDown, match=r"the verdict of step 1 in slot 0 has not come within 0\.1 s"):
         await in_thread(link.wait, 0, 0.1)
-    with pytest.raises(LinkDown):  # although the slot's call was never answered
-        link.write_table(0, np.array([(0, 1, 0, 1, 1, 0)], ROW_DTYPE))
-    assert "no reply" in str(await asyncio.wait_for(link.closed(), NOTICED_S))
+    with pytest.raises(LinkDown):  # although the slot's step was never answered
+        link.arm(0, np.array([(0, 1, 0, 1, 1, 0)], ROW_DTYPE))
+    assert "has not come" in str(await asyncio.wait_for(link.closed(), NOTICED_S))
     await is_dead(link)
 
 

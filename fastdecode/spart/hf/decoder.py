@@ -44,12 +44,13 @@ class HFSPart(SPart):
 
         rows = StepRows(self, batch)
         exchange = Exchange(batch.slot, rows.link_rows, self.model.device, self.model.dtype)
-        forward = _Forward(self, rows, exchange)
+        forward = _Forward(self, rows, exchange, self._timeout)
         # Every resume comes from this generator, so the greenlet's parent is whichever frame resumes it.
         paused = greenlet(forward.run)
-        s_seconds, r_seconds, kv_bytes = 0.0, 0.0, 0
+        s_seconds, r_seconds = 0.0, 0.0
         resumed = rows.started
         try:
+            exchange.arm()
             while True:
                 running.forward = forward
                 paused.parent = _current()
@@ -61,7 +62,7 @@ class HFSPart(SPart):
                     break
                 yield
                 asked = time.perf_counter()
-                kv_bytes += exchange.wait(self._timeout)
+                exchange.wait(self._timeout)
                 resumed = time.perf_counter()
                 r_seconds += resumed - asked
             resumed = time.perf_counter()
@@ -80,6 +81,7 @@ class HFSPart(SPart):
             for prompt in rows.prompts:
                 self._prompts.drop(prompt.key)
             raise
+        link_costs = exchange.disarm()
         for prompt in rows.prompts:
             self._prompts.end(prompt)
         return StepOutput(
@@ -87,8 +89,8 @@ class HFSPart(SPart):
             sampled=sampled,
             s_seconds=s_seconds + time.perf_counter() - resumed,
             r_wait_seconds=r_seconds,
-            kv_bytes=kv_bytes,
-            link_costs=exchange.costs,
+            kv_bytes=sum(times.kv_bytes for times in link_costs.values()),
+            link_costs=link_costs,
             logits=logits[: len(rows.sampled)] if keep_logits else None,
         )
 
@@ -113,8 +115,8 @@ class HFSPart(SPart):
 class _Forward:
     """One pass of a step's rows through the model, and the rows that its attention function exchanges."""
 
-    def __init__(self, spart: HFSPart, rows: StepRows, exchange: Exchange):
-        self._spart, self._rows, self._exchange = spart, rows, exchange
+    def __init__(self, spart: HFSPart, rows: StepRows, exchange: Exchange, timeout: float):
+        self._spart, self._rows, self._exchange, self._timeout = spart, rows, exchange, timeout
         config = spart.model.config
         self._layers, self._scale = config.layers, config.softmax_scale
         self._n_kv, self._size = config.n_kv_heads, config.head_size
@@ -157,7 +159,7 @@ class _Forward:
             self._write(self._v_heads, v, layer.v_size, self._n_kv // layer.n_kv_heads, 1.0)
         if self._mixed and self._n_attend:
             exchange.q.copy_(self._q[: self._n_attend])
-        exchange.post(index)
+        exchange.post(index, self._timeout)
         for prompt in self._rows.prompts:
             prompt.attend(index, self._q[prompt.rows], exchange.kv[prompt.rows], out=self._o[prompt.rows])
         _current().parent.switch()  # to HFSPart.step, which waits for the R-nodes before it resumes this greenlet

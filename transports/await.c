@@ -1,0 +1,170 @@
+/* How a thread of the S side waits for several slots at once, whatever carriers their ports have. */
+#define _GNU_SOURCE
+#include <poll.h>
+
+#include "port.h"
+
+enum {
+    LOOKS_PER_CLOCK = 16, /* a waiter reads the clock once in this many looks */
+    WAITV_MAX = 128       /* most words of a futex_waitv, FUTEX_WAITV_MAX */
+};
+#define NAP_MAX_NS 1000000u        /* longest nap (fd_nap_ns) of a waiter that no bell wakes */
+#define SLEEP_MAX_NS 50000000u     /* a waiter checks at least this often whether its links are still up */
+#define PROBE_HARDER_NS 250000000u /* such a waiter probes harder this often */
+
+static fd_slot_t *slot_of(const fd_port_t *port, uint32_t index) {
+    return fd_slot_at(port->region, &port->layout, index);
+}
+
+/* The word on which a waiter for this slot sleeps. */
+static uint32_t *futex_of(const fd_awaited_t *a) {
+    fd_slot_t *slot = slot_of(a->port, a->slot);
+    return a->port->slots[a->slot].phase == FD_SLOT_ARMING ? fd_bell_word(&slot->armed_bell) : &slot->layer_reply;
+}
+
+#ifndef SYS_futex_waitv
+#define SYS_futex_waitv 449
+#endif
+struct waitv { /* struct futex_waitv of linux/futex.h, which older headers lack */
+    uint64_t val, uaddr;
+    uint32_t flags, reserved;
+};
+
+/* Sleeps until the word of any pending slot changes. */
+static void sleep_on_words(fd_awaited_t *awaited, size_t n, uint64_t ns) {
+    struct waitv words[WAITV_MAX];
+    fd_slot_t *announced[WAITV_MAX];
+    size_t n_words = 0;
+    bool over = false;
+    for (size_t i = 0; i < n && n_words < WAITV_MAX; i++) {
+        fd_awaited_t *a = &awaited[i];
+        if (a->result != FD_PORT_PENDING) continue;
+        uint32_t *word = futex_of(a);
+        announced[n_words] = slot_of(a->port, a->slot);
+        __atomic_fetch_add(&announced[n_words]->waiting, 1, __ATOMIC_SEQ_CST);
+        __atomic_thread_fence(__ATOMIC_SEQ_CST);
+        words[n_words++] = (struct waitv){
+            .val = fd_word_read(word), .uaddr = (uintptr_t)word, .flags = 2 /* FUTEX2_SIZE_U32, shared */};
+        fd_port_look(a);
+        over |= a->result != FD_PORT_PENDING;
+    }
+    if (!n_words) return;
+    uint32_t *first = (uint32_t *)(uintptr_t)words[0].uaddr;
+    if (!over && n_words == 1) {
+        fd_futex_wait(first, (uint32_t)words[0].val, ns, true);
+    } else if (!over) {
+        struct timespec until;
+        clock_gettime(CLOCK_MONOTONIC, &until);
+        const uint64_t at = (uint64_t)until.tv_nsec + ns;
+        until.tv_sec += (time_t)(at / 1000000000u);
+        until.tv_nsec = (long)(at % 1000000000u);
+        if (syscall(SYS_futex_waitv, words, (unsigned)n_words, 0, &until, CLOCK_MONOTONIC) < 0 && errno == ENOSYS)
+            fd_futex_wait(first, (uint32_t)words[0].val, ns < NAP_MAX_NS ? ns : NAP_MAX_NS, true); /* Linux < 5.16 */
+    }
+    for (size_t i = 0; i < n_words; i++) __atomic_fetch_sub(&announced[i]->waiting, 1, __ATOMIC_SEQ_CST);
+}
+
+/* Sleeps until one of the sockets that this thread reads is readable or its link goes down. */
+static void sleep_on_sockets(fd_awaited_t *awaited, size_t n, uint64_t ns) {
+    struct pollfd fds[2 * WAITV_MAX];
+    size_t n_fds = 0;
+    for (size_t i = 0; i < n && n_fds + 2 <= 2 * WAITV_MAX; i++) {
+        if (!awaited[i].polling || awaited[i].result != FD_PORT_PENDING) continue;
+        const fd_carrier_t *carrier = &awaited[i].port->carrier;
+        fds[n_fds++] = (struct pollfd){.fd = carrier->ops->poll_fd(carrier->self), .events = POLLIN};
+        fds[n_fds++] = (struct pollfd){.fd = awaited[i].port->down.fd, .events = POLLIN};
+    }
+    const struct timespec t = {.tv_sec = (time_t)(ns / 1000000000u), .tv_nsec = (long)(ns % 1000000000u)};
+    ppoll(fds, (nfds_t)n_fds, &t, NULL);
+}
+
+/* Sleeps until something may have changed for a pending slot. `waited_ns`: how long the slots have been waited for. */
+static void rest(fd_awaited_t *awaited, size_t n, uint64_t waited_ns, uint64_t left_ns, uint64_t *probed_ns) {
+    size_t ringing = 0, sockets = 0, silent = 0;
+    for (size_t i = 0; i < n; i++) {
+        if (awaited[i].result != FD_PORT_PENDING) continue;
+        if (awaited[i].polling) sockets++;
+        else if (awaited[i].port->carrier.ops->wakes) ringing++;
+        else silent++;
+    }
+    uint64_t ns = left_ns < SLEEP_MAX_NS ? left_ns : SLEEP_MAX_NS;
+    if (silent || (ringing && sockets)) { /* no one system call sleeps on all of them */
+        const uint64_t nap_ns = fd_nap_ns(waited_ns, NAP_MAX_NS);
+        if (nap_ns < ns) ns = nap_ns;
+    }
+    if (ringing && !sockets && !silent) sleep_on_words(awaited, n, ns);
+    else sleep_on_sockets(awaited, n, ns);
+    if (!silent) return;
+    const bool harder = waited_ns - *probed_ns >= PROBE_HARDER_NS;
+    if (harder) *probed_ns = waited_ns;
+    for (size_t i = 0; i < n; i++) {
+        const fd_carrier_t *carrier = &awaited[i].port->carrier;
+        if (awaited[i].result == FD_PORT_PENDING && carrier->ops->probe)
+            carrier->ops->probe(carrier->self, awaited[i].slot, harder);
+    }
+}
+
+/* Lets the carriers of pending slots take in what has arrived. If there are several, one system call finds those that
+ * have something. Returns true if any carrier was polled. */
+static bool poll_carriers(fd_awaited_t *awaited, size_t n) {
+    struct pollfd fds[WAITV_MAX];
+    fd_awaited_t *polled[WAITV_MAX];
+    size_t n_polled = 0;
+    for (size_t i = 0; i < n && n_polled < WAITV_MAX; i++) {
+        const fd_carrier_t *carrier = &awaited[i].port->carrier;
+        if (awaited[i].result != FD_PORT_PENDING || !carrier->ops->poll) continue;
+        if (!awaited[i].polling) awaited[i].polling = carrier->ops->poll(carrier->self, true);
+        if (!awaited[i].polling) continue;
+        fds[n_polled] = (struct pollfd){.fd = carrier->ops->poll_fd(carrier->self), .events = POLLIN};
+        polled[n_polled++] = &awaited[i];
+    }
+    if (n_polled > 1 && poll(fds, (nfds_t)n_polled, 0) <= 0) return true;
+    for (size_t i = 0; i < n_polled; i++)
+        if (n_polled == 1 || fds[i].revents)
+            polled[i]->polling = polled[i]->port->carrier.ops->poll(polled[i]->port->carrier.self, true);
+    return n_polled > 0;
+}
+
+static void give_up(fd_awaited_t *a, uint64_t timeout_ns) {
+    const fd_port_slot_t *state = &a->port->slots[a->slot];
+    char late[128], what[32] = "the verdict";
+    if (state->phase == FD_SLOT_ASKED) snprintf(what, sizeof what, "the reply to layer %u", state->asked - 1);
+    snprintf(late, sizeof late, "%s of step %llu in slot %u has not come within %.3g s", what,
+             (unsigned long long)state->arm.number, a->slot, (double)timeout_ns * 1e-9);
+    fd_port_kill(a->port, late);
+    a->result = FD_PORT_DOWN;
+}
+
+static size_t look_at_all(fd_awaited_t *awaited, size_t n) {
+    size_t pending = 0;
+    for (size_t i = 0; i < n; i++) {
+        if (awaited[i].result == FD_PORT_PENDING) fd_port_look(&awaited[i]);
+        pending += awaited[i].result == FD_PORT_PENDING;
+    }
+    return pending;
+}
+
+void fd_port_await(fd_awaited_t *awaited, size_t n, uint64_t timeout_ns) {
+    uint64_t start = 0, spin_ns = 0, probed_ns = 0;
+    for (size_t i = 0; i < n; i++)
+        if (awaited[i].port->spin_ns > spin_ns) spin_ns = awaited[i].port->spin_ns;
+    for (uint32_t i = 1; look_at_all(awaited, n); i++) {
+        const bool polled = poll_carriers(awaited, n);
+        if (!polled && i % LOOKS_PER_CLOCK) {
+            fd_cpu_relax();
+            continue;
+        }
+        const uint64_t now = fd_now_ns();
+        if (!start) start = now;
+        const uint64_t waited = now - start;
+        if (waited >= timeout_ns) {
+            for (size_t k = 0; k < n; k++)
+                if (awaited[k].result == FD_PORT_PENDING) give_up(&awaited[k], timeout_ns);
+            break;
+        }
+        if (waited >= spin_ns && look_at_all(awaited, n)) rest(awaited, n, waited, timeout_ns - waited, &probed_ns);
+        else if (waited >= FD_YIELD_AFTER_NS) sched_yield();
+    }
+    for (size_t i = 0; i < n; i++)
+        if (awaited[i].polling) awaited[i].port->carrier.ops->poll(awaited[i].port->carrier.self, false);
+}

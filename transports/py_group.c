@@ -1,0 +1,329 @@
+/* The type StepGroup of fastdecode.transports._native: one step of a mini-batch over all links that have rows in it. */
+#include "py_port.h"
+
+/* More bytes than this are copied without the GIL. */
+#define GIL_BYTES (256u << 10)
+
+typedef struct {
+    PortObject *port;
+    Py_buffer table;
+    uint32_t attend_from, attend_to, append_from, append_to; /* the link's rows among the step's rows */
+    bool failed;                                             /* it takes no part in the step any more */
+} member_t;
+
+typedef struct {
+    PyObject_HEAD
+    uint32_t slot;
+    size_t n;
+    member_t *members;
+    fd_awaited_t *awaited; /* [n] */
+    size_t *who;           /* [n] the member of each awaited slot */
+    Py_buffer q, kv, o;    /* without bytes: the rows are in the slot */
+    size_t q_row_bytes, kv_row_bytes, bytes_per_layer;
+    bool local; /* no member's carrier makes system calls that move rows */
+    bool busy;  /* a thread is in a method */
+} GroupObject;
+
+static uint32_t n_attend(const member_t *m) { return m->attend_to - m->attend_from; }
+static uint32_t n_append(const member_t *m) { return m->append_to - m->append_from; }
+
+/* ---- life ---- */
+
+static void group_dealloc(GroupObject *self) {
+    for (size_t i = 0; self->members && i < self->n; i++) {
+        PyBuffer_Release(&self->members[i].table);
+        Py_XDECREF(self->members[i].port);
+    }
+    PyBuffer_Release(&self->q);
+    PyBuffer_Release(&self->kv);
+    PyBuffer_Release(&self->o);
+    PyMem_Free(self->members);
+    PyMem_Free(self->awaited);
+    PyMem_Free(self->who);
+    PyTypeObject *type = Py_TYPE(self);
+    type->tp_free((PyObject *)self);
+    Py_DECREF(type);
+}
+
+static int take_member(GroupObject *self, member_t *m, PyObject *tuple) {
+    PyObject *port;
+    if (!PyArg_ParseTuple(tuple, "O!y*IIII;a member is (port, table, attend_from, attend_to, append_from, append_to)",
+                          fd_py_port_type, &port, &m->table, &m->attend_from, &m->attend_to, &m->append_from,
+                          &m->append_to))
+        return -1;
+    m->port = (PortObject *)Py_NewRef(port);
+    const fd_layout_t *y = &m->port->port.layout;
+    const char *wrong = NULL;
+    if (self->slot >= m->port->port.geometry.n_slots) wrong = "the slot is beyond the region";
+    else if ((size_t)m->table.len % sizeof(fd_row_t)) wrong = "a row table consists of 24-byte entries";
+    else if (m->attend_to < m->attend_from || m->append_to < m->append_from)
+        wrong = "a range of rows ends before it begins";
+    else if (n_attend(m) + (uint64_t)n_append(m) > m->port->port.geometry.max_rows)
+        wrong = "a member has more rows than its slot";
+    else if (self->q_row_bytes && (self->q_row_bytes != y->q_row_bytes || self->kv_row_bytes != y->kv_row_bytes))
+        wrong = "the members' rows differ in size";
+    if (wrong) {
+        PyErr_SetString(PyExc_ValueError, wrong);
+        return -1;
+    }
+    self->q_row_bytes = y->q_row_bytes;
+    self->kv_row_bytes = y->kv_row_bytes;
+    self->local &= fd_py_port_is_local(m->port);
+    self->bytes_per_layer += n_attend(m) * y->q_row_bytes + (n_attend(m) + n_append(m)) * y->kv_row_bytes;
+    return 0;
+}
+
+/* Takes the step's row buffers, or none of them, and checks that they hold every member's rows. */
+static int take_rows(GroupObject *self, PyObject *q, PyObject *kv, PyObject *o) {
+    if (q == Py_None && kv == Py_None && o == Py_None) {
+        self->bytes_per_layer = 0;
+        if (self->n == 1) return 0;
+        PyErr_SetString(PyExc_ValueError, "only a group of one link can have its rows in the slot");
+        return -1;
+    }
+    if (PyObject_GetBuffer(q, &self->q, PyBUF_SIMPLE) || PyObject_GetBuffer(kv, &self->kv, PyBUF_SIMPLE) ||
+        PyObject_GetBuffer(o, &self->o, PyBUF_WRITABLE))
+        return -1;
+    for (size_t i = 0; i < self->n; i++) {
+        const member_t *m = &self->members[i];
+        const uint64_t last = m->append_to > m->attend_to ? m->append_to : m->attend_to;
+        if (m->attend_to * self->q_row_bytes > (size_t)self->q.len ||
+            m->attend_to * self->q_row_bytes > (size_t)self->o.len ||
+            last * self->kv_row_bytes > (size_t)self->kv.len) {
+            PyErr_SetString(PyExc_ValueError, "a member's rows are beyond the step's buffers");
+            return -1;
+        }
+    }
+    return 0;
+}
+
+static PyObject *group_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+    static char *names[] = {"slot", "members", "q", "kv", "o", NULL};
+    unsigned int slot;
+    PyObject *list, *q = Py_None, *kv = Py_None, *o = Py_None;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "IO|OOO:StepGroup", names, &slot, &list, &q, &kv, &o)) return NULL;
+    PyObject *members = PySequence_Fast(list, "members are a sequence");
+    if (!members) return NULL;
+    GroupObject *self = (GroupObject *)type->tp_alloc(type, 0);
+    if (!self) goto fail;
+    const size_t n = (size_t)PySequence_Fast_GET_SIZE(members);
+    self->slot = slot;
+    self->local = true;
+    self->members = PyMem_Calloc(n ? n : 1, sizeof *self->members);
+    self->awaited = PyMem_Calloc(n ? n : 1, sizeof *self->awaited);
+    self->who = PyMem_Calloc(n ? n : 1, sizeof *self->who);
+    if (!self->members || !self->awaited || !self->who) {
+        PyErr_NoMemory();
+        goto fail;
+    }
+    for (size_t i = 0; i < n; i++) {
+        self->n = i + 1;
+        if (take_member(self, &self->members[i], PySequence_Fast_GET_ITEM(members, (Py_ssize_t)i))) goto fail;
+    }
+    if (take_rows(self, q, kv, o)) goto fail;
+    Py_DECREF(members);
+    return (PyObject *)self;
+fail:
+    Py_XDECREF(self);
+    Py_DECREF(members);
+    return NULL;
+}
+
+/* ---- failures: a list of (member, status, message), status -1 for a link that is down; None if there are none ---- */
+
+static int add_failure(GroupObject *self, PyObject **failures, size_t i, long status, PyObject *message) {
+    self->members[i].failed = true;
+    if (!*failures) *failures = PyList_New(0);
+    PyObject *failure = *failures && message ? Py_BuildValue("nlO", (Py_ssize_t)i, status, message) : NULL;
+    const int rc = failure ? PyList_Append(*failures, failure) : -1;
+    Py_XDECREF(failure);
+    Py_XDECREF(message);
+    return rc;
+}
+
+static int add_result(GroupObject *self, PyObject **failures, size_t i, const fd_awaited_t *a) {
+    if (a->result == FD_PORT_REFUSED)
+        return add_failure(self, failures, i, (long)a->report.status, fd_py_text(a->report.message));
+    if (a->result != FD_PORT_DOWN) return 0;
+    char reason[256];
+    fd_down_reason(&self->members[i].port->port.down, reason);
+    return add_failure(self, failures, i, -1, fd_py_text(reason));
+}
+
+/* ---- calls ---- */
+
+/* Lists the members that take part in `awaited`, and holds their ports open. False with an exception if another thread
+ * uses the group. */
+static bool begin(GroupObject *self, size_t *n) {
+    if (self->busy) {
+        PyErr_SetString(PyExc_RuntimeError, "another thread uses this group");
+        return false;
+    }
+    self->busy = true;
+    *n = 0;
+    for (size_t i = 0; i < self->n; i++) {
+        member_t *m = &self->members[i];
+        if (m->failed) continue;
+        const bool open = fd_py_port_enter(m->port);
+        self->who[*n] = i;
+        self->awaited[(*n)++] = (fd_awaited_t){
+            .port = &m->port->port, .slot = self->slot, .result = open ? FD_PORT_PENDING : FD_PORT_DOWN, .open = open};
+    }
+    return true;
+}
+
+/* Lets go of the ports. Returns the failures among the first `n` awaited, or None. */
+static PyObject *end(GroupObject *self, size_t n, const char *misuse) {
+    PyObject *failures = NULL;
+    int rc = 0;
+    for (size_t k = 0; k < n; k++) {
+        if (self->awaited[k].open) fd_py_port_leave(self->members[self->who[k]].port);
+        if (!rc) rc = add_result(self, &failures, self->who[k], &self->awaited[k]);
+    }
+    self->busy = false;
+    if (misuse) PyErr_Format(PyExc_ValueError, "%s", misuse);
+    if (misuse || rc) Py_CLEAR(failures);
+    if (misuse || rc) return NULL;
+    return failures ? failures : Py_NewRef(Py_None);
+}
+
+static PyObject *group_arm(GroupObject *self, PyObject *unused) {
+    size_t n;
+    const char *misuse = NULL, *wrong = NULL;
+    if (!begin(self, &n)) return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    for (size_t k = 0; k < n && !wrong; k++) {
+        const Py_buffer *table = &self->members[self->who[k]].table;
+        fd_awaited_t *a = &self->awaited[k];
+        if (a->result != FD_PORT_PENDING) continue;
+        a->result = fd_port_arm(a->port, a->slot, table->buf, (size_t)table->len / sizeof(fd_row_t), &misuse);
+        if (a->result == FD_PORT_MISUSE) wrong = misuse;
+    }
+    Py_END_ALLOW_THREADS
+    return end(self, n, wrong);
+}
+
+/* Copies a member's rows from the step's buffers to its slot. */
+static void scatter(const GroupObject *self, const member_t *m) {
+    const fd_layout_t *y = &m->port->port.layout;
+    uint8_t *slot = (uint8_t *)fd_slot_at(m->port->port.region, y, self->slot);
+    const uint8_t *q = self->q.buf, *kv = self->kv.buf;
+    memcpy(slot + y->q, q + m->attend_from * self->q_row_bytes, n_attend(m) * self->q_row_bytes);
+    memcpy(slot + y->kv, kv + m->attend_from * self->kv_row_bytes, n_attend(m) * self->kv_row_bytes);
+    memcpy(slot + y->kv + n_attend(m) * self->kv_row_bytes, kv + m->append_from * self->kv_row_bytes,
+           n_append(m) * self->kv_row_bytes);
+}
+
+/* Copies a member's O rows from its slot to the step's buffer, or zeros if they are not `good`. */
+static void gather(const GroupObject *self, const member_t *m, bool good) {
+    const fd_layout_t *y = &m->port->port.layout;
+    uint8_t *o = (uint8_t *)self->o.buf + m->attend_from * self->q_row_bytes;
+    if (good)
+        memcpy(o, (uint8_t *)fd_slot_at(m->port->port.region, y, self->slot) + y->o, n_attend(m) * self->q_row_bytes);
+    else memset(o, 0, n_attend(m) * self->q_row_bytes);
+}
+
+static const char *ring_all(GroupObject *self, size_t n, uint32_t layer) {
+    for (size_t k = 0; k < n; k++) {
+        fd_awaited_t *a = &self->awaited[k];
+        const char *misuse;
+        if (a->result != FD_PORT_PENDING) continue;
+        if (self->q.buf && a->port->slots[a->slot].phase == FD_SLOT_ARMED) scatter(self, &self->members[self->who[k]]);
+        a->result = fd_port_ring(a->port, a->slot, layer, &misuse);
+        if (a->result == FD_PORT_MISUSE) return misuse;
+    }
+    return NULL;
+}
+
+static PyObject *group_ring(GroupObject *self, PyObject *arg) {
+    const unsigned long layer = PyLong_AsUnsignedLong(arg);
+    if (PyErr_Occurred()) return NULL;
+    size_t n;
+    const char *misuse;
+    if (!begin(self, &n)) return NULL;
+    const uint32_t index = layer < FD_MAX_LAYERS ? (uint32_t)layer : FD_MAX_LAYERS;
+    if (self->local && self->bytes_per_layer <= GIL_BYTES) {
+        misuse = ring_all(self, n, index);
+    } else {
+        Py_BEGIN_ALLOW_THREADS
+        misuse = ring_all(self, n, index);
+        Py_END_ALLOW_THREADS
+    }
+    return end(self, n, misuse);
+}
+
+/* True if the slot has sent something that is not answered. */
+static bool awaits(const fd_awaited_t *a) {
+    const fd_slot_phase_t phase = a->port->slots[a->slot].phase;
+    return phase == FD_SLOT_ARMING || phase == FD_SLOT_ASKED;
+}
+
+static PyObject *group_wait(GroupObject *self, PyObject *args, PyObject *kwargs) {
+    static char *names[] = {"timeout", "rows", NULL};
+    uint64_t timeout_ns;
+    int rows = 1;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&|p:wait", names, fd_py_timeout, &timeout_ns, &rows)) return NULL;
+    size_t n, pending = 0;
+    if (!begin(self, &n)) return NULL;
+    for (size_t k = 0; k < n; k++) {
+        fd_awaited_t *a = &self->awaited[k];
+        if (a->result != FD_PORT_PENDING) continue;
+        if (!awaits(a)) a->result = fd_is_down(&a->port->down) ? FD_PORT_DOWN : FD_PORT_OK;
+        else fd_port_look(a);
+        pending += a->result == FD_PORT_PENDING;
+    }
+    const bool copy = rows && self->o.buf;
+    if (pending || (copy && self->bytes_per_layer > GIL_BYTES)) {
+        Py_BEGIN_ALLOW_THREADS
+        fd_port_await(self->awaited, n, timeout_ns);
+        for (size_t k = 0; copy && k < n; k++)
+            gather(self, &self->members[self->who[k]], self->awaited[k].result == FD_PORT_OK);
+        Py_END_ALLOW_THREADS
+    } else {
+        for (size_t k = 0; copy && k < n; k++)
+            gather(self, &self->members[self->who[k]], self->awaited[k].result == FD_PORT_OK);
+    }
+    return end(self, n, NULL);
+}
+
+static PyObject *group_disarm(GroupObject *self, PyObject *unused) {
+    size_t n;
+    if (!begin(self, &n)) return NULL;
+    PyObject *totals = PyList_New(0);
+    for (size_t k = 0; totals && k < n; k++) {
+        fd_report_t report;
+        fd_awaited_t *a = &self->awaited[k];
+        if (a->result != FD_PORT_PENDING || !fd_port_disarm(a->port, a->slot, &report)) continue;
+        PyObject *total = Py_BuildValue("nKK", (Py_ssize_t)self->who[k], (unsigned long long)report.busy_ns,
+                                        (unsigned long long)report.kv_bytes);
+        if (!total || PyList_Append(totals, total)) Py_CLEAR(totals);
+        Py_XDECREF(total);
+    }
+    for (size_t k = 0; k < n; k++)
+        if (self->awaited[k].open) fd_py_port_leave(self->members[self->who[k]].port);
+    self->busy = false;
+    return totals;
+}
+
+static PyMethodDef group_methods[] = {
+    {"arm", (PyCFunction)group_arm, METH_NOARGS, NULL},
+    {"ring", (PyCFunction)group_ring, METH_O, NULL},
+    {"wait", (PyCFunction)(void (*)(void))group_wait, METH_VARARGS | METH_KEYWORDS, NULL},
+    {"disarm", (PyCFunction)group_disarm, METH_NOARGS, NULL},
+    {0},
+};
+
+static PyType_Slot group_slots[] = {
+    {Py_tp_doc, "One step of a mini-batch over all links that have rows in it; see _native.pyi."},
+    {Py_tp_new, group_new},
+    {Py_tp_dealloc, group_dealloc},
+    {Py_tp_methods, group_methods},
+    {0, NULL},
+};
+
+PyType_Spec fd_py_group_spec = {
+    .name = "fastdecode.transports._native.StepGroup",
+    .basicsize = sizeof(GroupObject),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
+    .slots = group_slots,
+};

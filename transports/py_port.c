@@ -1,0 +1,261 @@
+/* The type Port of fastdecode.transports._native: the S side's data path. */
+#include "py_port.h"
+
+#include <structmember.h>
+
+PyObject *fd_py_text(const char *text) { return PyUnicode_DecodeUTF8(text, (Py_ssize_t)strlen(text), "replace"); }
+
+PyObject *fd_py_down_error(fd_down_t *down) {
+    char reason[256];
+    fd_down_reason(down, reason);
+    PyErr_SetString(PyExc_ConnectionError, reason);
+    return NULL;
+}
+
+PyObject *fd_py_down_reason(fd_down_t *down) {
+    char reason[256];
+    if (!fd_is_down(down)) Py_RETURN_NONE;
+    fd_down_reason(down, reason);
+    return fd_py_text(reason);
+}
+
+static PyObject *port_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+    static char *names[] = {"region", "geometry", "spin_us", "wake_fd", "data_fd", "verbs", "loopback", NULL};
+    PyObject *region;
+    fd_geometry_t g;
+    unsigned int spin_us;
+    int wake_fd = -1, data_fd = -1, loopback = 0;
+    fd_verbs_t verbs = {0};
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO&I|$iiO&p:Port", names, &region, fd_py_geometry, &g, &spin_us,
+                                     &wake_fd, &data_fd, fd_py_verbs, &verbs, &loopback))
+        return NULL;
+    if ((wake_fd >= 0) + (data_fd >= 0) + (verbs.qp != NULL) + loopback != 1) {
+        PyErr_SetString(
+            PyExc_TypeError,
+            "a port needs exactly one of wake_fd (shared memory), data_fd (TCP), verbs (RDMA) and loopback");
+        return NULL;
+    }
+    PortObject *self = (PortObject *)type->tp_alloc(type, 0);
+    if (!self) return NULL;
+    if (fd_py_region(region, &g, &self->region)) goto fail;
+    if (fd_port_init(&self->port, self->region.buf, &g, spin_us)) {
+        PyErr_SetFromErrno(PyExc_OSError);
+        PyBuffer_Release(&self->region);
+        goto fail;
+    }
+    self->open = true;
+    self->shm = (fd_shm_s_t){self->region.buf, wake_fd};
+    self->port.carrier = loopback ? (fd_carrier_t){&fd_loopback_ops, &self->port}
+                                  : (fd_carrier_t){&fd_shm_s_ops, &self->shm};
+    if (data_fd >= 0) {
+        self->pump = fd_pump_new(FD_SIDE_S, self->region.buf, &g, &self->port.down);
+        if (!self->pump) {
+            PyErr_NoMemory();
+            goto fail;
+        }
+        self->port.carrier = (fd_carrier_t){&fd_pump_ops, self->pump};
+        if (fd_pump_start(self->pump, data_fd, -1)) {
+            PyErr_SetFromErrno(PyExc_OSError);
+            goto fail;
+        }
+    }
+    if (verbs.qp) {
+        self->poster = fd_poster_new(FD_SIDE_S, self->region.buf, &g, &self->port.down);
+        self->port.carrier = (fd_carrier_t){&fd_poster_ops, self->poster};
+        if (!self->poster || fd_poster_start(self->poster, &verbs)) {
+            PyErr_SetFromErrno(PyExc_OSError);
+            goto fail;
+        }
+    }
+    return (PyObject *)self;
+fail:
+    Py_DECREF(self);
+    return NULL;
+}
+
+/* Takes the port down, joins its threads, waits until no thread is inside a method and releases the region. */
+static void port_stop(PortObject *self) {
+    fd_port_kill(&self->port, "the link was closed");
+    Py_BEGIN_ALLOW_THREADS
+    if (self->pump) fd_pump_stop(self->pump);
+    if (self->poster) fd_poster_stop(self->poster);
+    while (__atomic_load_n(&self->inside, __ATOMIC_ACQUIRE)) usleep(1000);
+    Py_END_ALLOW_THREADS
+    if (!self->open) return; /* another thread has closed the port meanwhile */
+    self->open = false;
+    fd_down_close_fd(&self->port.down);
+    PyBuffer_Release(&self->region);
+}
+
+static void port_dealloc(PortObject *self) {
+    if (self->open) port_stop(self);
+    if (self->pump) fd_pump_free(self->pump);
+    if (self->poster) fd_poster_free(self->poster);
+    PyTypeObject *type = Py_TYPE(self);
+    type->tp_free((PyObject *)self);
+    Py_DECREF(type);
+}
+
+bool fd_py_port_enter(PortObject *self) {
+    if (!self->open) return false;
+    __atomic_add_fetch(&self->inside, 1, __ATOMIC_ACQUIRE);
+    return true;
+}
+
+void fd_py_port_leave(PortObject *self) { __atomic_sub_fetch(&self->inside, 1, __ATOMIC_RELEASE); }
+
+bool fd_py_port_is_local(const PortObject *self) { return !self->pump && !self->poster; }
+
+int fd_py_timeout(PyObject *object, void *out) {
+    const double timeout = PyFloat_AsDouble(object);
+    if (PyErr_Occurred()) return 0;
+    if (!(timeout >= 0)) {
+        PyErr_SetString(PyExc_ValueError, "the timeout must not be negative");
+        return 0;
+    }
+    *(uint64_t *)out = timeout < 1e9 ? (uint64_t)(timeout * 1e9) : 1000000000000000000u;
+    return 1;
+}
+
+/* None, or the exception that a result stands for. */
+static PyObject *outcome(PortObject *self, fd_port_result_t result, const char *misuse) {
+    if (result == FD_PORT_DOWN) return fd_py_down_error(&self->port.down);
+    if (result == FD_PORT_MISUSE) return PyErr_Format(PyExc_ValueError, "%s", misuse);
+    Py_RETURN_NONE;
+}
+
+static PyObject *port_arm(PortObject *self, PyObject *args) {
+    unsigned int slot;
+    Py_buffer rows;
+    if (!PyArg_ParseTuple(args, "Iy*:arm", &slot, &rows)) return NULL;
+    const char *misuse = "a row table consists of 24-byte entries";
+    fd_port_result_t result = FD_PORT_MISUSE;
+    if (!fd_py_port_enter(self)) {
+        result = FD_PORT_DOWN;
+    } else {
+        if ((size_t)rows.len % sizeof(fd_row_t) == 0) {
+            Py_BEGIN_ALLOW_THREADS
+            result = fd_port_arm(&self->port, slot, rows.buf, (size_t)rows.len / sizeof(fd_row_t), &misuse);
+            Py_END_ALLOW_THREADS
+        }
+        fd_py_port_leave(self);
+    }
+    PyBuffer_Release(&rows);
+    return outcome(self, result, misuse);
+}
+
+static PyObject *port_ring(PortObject *self, PyObject *args) {
+    unsigned int slot, layer;
+    if (!PyArg_ParseTuple(args, "II:ring", &slot, &layer)) return NULL;
+    const char *misuse;
+    fd_port_result_t result;
+    if (!fd_py_port_enter(self)) return fd_py_down_error(&self->port.down);
+    if (fd_py_port_is_local(self)) {
+        result = fd_port_ring(&self->port, slot, layer, &misuse);
+    } else {
+        Py_BEGIN_ALLOW_THREADS
+        result = fd_port_ring(&self->port, slot, layer, &misuse);
+        Py_END_ALLOW_THREADS
+    }
+    fd_py_port_leave(self);
+    return outcome(self, result, misuse);
+}
+
+static PyObject *port_wait(PortObject *self, PyObject *args) {
+    unsigned int slot;
+    uint64_t timeout_ns;
+    if (!PyArg_ParseTuple(args, "IO&:wait", &slot, fd_py_timeout, &timeout_ns)) return NULL;
+    const fd_port_slot_t *state = &self->port.slots[slot < FD_MAX_SLOTS ? slot : 0];
+    if (slot >= self->port.geometry.n_slots) return PyErr_Format(PyExc_ValueError, "the slot is beyond the region");
+    if (!fd_py_port_enter(self)) return fd_py_down_error(&self->port.down);
+    fd_awaited_t awaited = {.port = &self->port, .slot = slot, .result = FD_PORT_PENDING};
+    if (state->phase != FD_SLOT_ARMING && state->phase != FD_SLOT_ASKED) {
+        awaited.result = fd_is_down(&self->port.down) ? FD_PORT_DOWN : FD_PORT_MISUSE;
+    } else {
+        Py_BEGIN_ALLOW_THREADS
+        fd_port_await(&awaited, 1, timeout_ns);
+        Py_END_ALLOW_THREADS
+    }
+    fd_py_port_leave(self);
+    if (awaited.result != FD_PORT_REFUSED)
+        return outcome(self, awaited.result, "nothing in the slot is to be waited for");
+    PyObject *message = fd_py_text(awaited.report.message);
+    return message ? Py_BuildValue("IN", awaited.report.status, message) : NULL;
+}
+
+static PyObject *port_disarm(PortObject *self, PyObject *args) {
+    unsigned int slot;
+    fd_report_t report;
+    if (!PyArg_ParseTuple(args, "I:disarm", &slot)) return NULL;
+    if (slot >= self->port.geometry.n_slots) return PyErr_Format(PyExc_ValueError, "the slot is beyond the region");
+    if (!fd_py_port_enter(self)) Py_RETURN_NONE;
+    const bool whole = fd_port_disarm(&self->port, slot, &report);
+    fd_py_port_leave(self);
+    if (!whole) Py_RETURN_NONE;
+    return Py_BuildValue("KK", (unsigned long long)report.busy_ns, (unsigned long long)report.kv_bytes);
+}
+
+static PyObject *port_poison(PortObject *self, PyObject *unused) {
+    if (!fd_py_port_enter(self)) Py_RETURN_NONE;
+    fd_port_poison(&self->port);
+    fd_py_port_leave(self);
+    Py_RETURN_NONE;
+}
+
+static PyObject *port_reap(PortObject *self, PyObject *unused) {
+    if (self->open && self->poster) fd_poster_reap(self->poster);
+    Py_RETURN_NONE;
+}
+
+static PyObject *port_kill(PortObject *self, PyObject *arg) {
+    const char *reason = PyUnicode_AsUTF8(arg);
+    if (!reason) return NULL;
+    if (self->open) fd_port_kill(&self->port, reason);
+    Py_RETURN_NONE;
+}
+
+static PyObject *port_close(PortObject *self, PyObject *unused) {
+    if (self->open) port_stop(self);
+    Py_RETURN_NONE;
+}
+
+static PyObject *port_get_reason(PortObject *self, void *closure) { return fd_py_down_reason(&self->port.down); }
+
+static PyMethodDef port_methods[] = {
+    {"arm", (PyCFunction)port_arm, METH_VARARGS, NULL},
+    {"ring", (PyCFunction)port_ring, METH_VARARGS, NULL},
+    {"wait", (PyCFunction)port_wait, METH_VARARGS, NULL},
+    {"disarm", (PyCFunction)port_disarm, METH_VARARGS, NULL},
+    {"poison", (PyCFunction)port_poison, METH_NOARGS, NULL},
+    {"reap", (PyCFunction)port_reap, METH_NOARGS, NULL},
+    {"kill", (PyCFunction)port_kill, METH_O, NULL},
+    {"close", (PyCFunction)port_close, METH_NOARGS, NULL},
+    {0},
+};
+
+static PyMemberDef port_members[] = {
+    {"down_fd", T_INT, offsetof(PortObject, port.down.fd), READONLY, NULL},
+    {0},
+};
+
+static PyGetSetDef port_getset[] = {
+    {"reason", (getter)port_get_reason, NULL, NULL, NULL},
+    {0},
+};
+
+static PyType_Slot port_slots[] = {
+    {Py_tp_doc, "The S side of a link's data path; see _native.pyi."},
+    {Py_tp_new, port_new},
+    {Py_tp_dealloc, port_dealloc},
+    {Py_tp_methods, port_methods},
+    {Py_tp_members, port_members},
+    {Py_tp_getset, port_getset},
+    {0, NULL},
+};
+
+PyType_Spec fd_py_port_spec = {
+    .name = "fastdecode.transports._native.Port",
+    .basicsize = sizeof(PortObject),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
+    .slots = port_slots,
+};

@@ -1,0 +1,28 @@
+/* The Port object, which py_port.c and py_group.c share. */
+#ifndef FD_PY_PORT_H
+#define FD_PY_PORT_H
+
+#include "native.h"
+
+typedef struct {
+    PyObject_HEAD
+    Py_buffer region;
+    fd_port_t port;
+    fd_shm_s_t shm;
+    fd_pump_t *pump;     /* TCP; else NULL */
+    fd_poster_t *poster; /* RDMA; else NULL */
+    bool open;           /* the object holds the region; changes under the GIL */
+    uint32_t inside;     /* number of threads in a method that uses the region */
+} PortObject;
+
+extern PyTypeObject *fd_py_port_type; /* set when the module is loaded */
+
+/* A method calls enter before it uses the region and leave afterwards, so that closing the port can wait for it. False
+ * if the port is closed. */
+bool fd_py_port_enter(PortObject *self);
+void fd_py_port_leave(PortObject *self);
+
+/* True if sending makes no system call that moves rows, so that it need not release the GIL. */
+bool fd_py_port_is_local(const PortObject *self);
+
+#endif
