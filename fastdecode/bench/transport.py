@@ -51,6 +51,7 @@ _STREAM_SLOTS, _STREAM_ROW, _STREAM_HEAD_SIZE = 4, 64 << 10, 256
 _PERFTEST = "perftest"
 _MIN_CALLS = 30
 _LAYERS = 256
+_OS_PAGE = 4096
 _LAYERS_KV_BYTES = 512 << 20
 _FRAME_BYTES = 24  # head of a data frame of TCP; the other transports send less beside the rows
 _TIMEOUT = 20.0
@@ -261,8 +262,8 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
 
 def _hello(case: Case) -> Hello:
     one_page = page_bytes(geometry_tuple(case.geometry), KV_DTYPES.index(_KV_DTYPE))
-    windows = (0,) * case.layers
-    return Hello(case.geometry, _KV_DTYPE, windows, case.head_size**-0.5, case.rows * one_page, case.rows)
+    kv_bytes = case.rows * one_page + case.layers * _OS_PAGE  # each layer of a lease is rounded to whole OS pages
+    return Hello(case.geometry, _KV_DTYPE, (0,) * case.layers, case.head_size**-0.5, kv_bytes, case.rows)
 
 
 async def _calls(
@@ -324,10 +325,13 @@ async def _stream(
 ) -> np.ndarray:
     """[1]: nanoseconds for each call, with a call in flight in every slot; the rows are appended to the KV-cache."""
     hello = _hello(case)
-    pages = 2 * -(-case.rows // PAGE_TOKENS) * case.slots  # twice: the layers of a lease are rounded to whole pages
+    pages = -(-case.rows // PAGE_TOKENS) * case.slots
     one_page = page_bytes(geometry_tuple(case.geometry), KV_DTYPES.index(_KV_DTYPE))
     link = await registry.connect(
-        url, replace(hello, kv_bytes=pages * one_page, max_seqs=case.slots), secret, spin_us=spin_us
+        url,
+        replace(hello, kv_bytes=pages * one_page + case.layers * _OS_PAGE, max_seqs=case.slots),
+        secret,
+        spin_us=spin_us,
     )
     slots = range(case.geometry.n_slots)
     calls, elapsed, tag = 0, 0.0, 0
