@@ -164,7 +164,9 @@ def test_transport_prints_a_row_a_transport_and_peer_from_an_empty_call_to_a_lay
         sizes = {"empty": (0, 0), "32.0 KiB": (32768, 32768), layer: (4 * (4 + 2 * 2) * 16 * 2, 4 * 4 * 16 * 2)}
         assert (row["bytes_out"], row["bytes_back"]) == sizes[case]
         assert row["carried_out"] > row["bytes_out"] or (peer and row["carried_out"] == row["bytes_out"])
-        assert 0 < row["p50_us"] <= row["p90_us"] <= row["p99_us"] <= row["p999_us"]
+        assert row["p50_us"] <= row["p90_us"] <= row["p99_us"] <= row["p999_us"]
+        # The R-engine's time is an average, which the median of calls with much work may be less than.
+        assert row["p50_us"] > 0 or row["engine_us"] > 1
         assert row["calls"] >= 2 * 30
         low, high = row["spread_p50_us"]
         assert low <= row["p50_us"] <= high
