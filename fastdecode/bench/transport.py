@@ -20,7 +20,7 @@ import statistics
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter, perf_counter_ns
 from typing import Any
@@ -176,10 +176,15 @@ class Case:
         return Geometry(self.slots, self.rows, self.layers, self.q_heads, self.kv_heads, self.head_size, "fp16")
 
     @property
+    def pages(self) -> int:
+        """KV pages of a step: each row is a sequence of its own, but in a stream each slot is one sequence."""
+        return self.rows if self.slots == 1 else self.slots * -(-self.rows // PAGE_TOKENS)
+
+    @property
     def layers(self) -> int:
         """Layers of a step: as many as the KV-cache allows, because only the layers are timed."""
         kv_row = 2 * self.kv_heads * self.head_size * _ACT_BYTES
-        return max(1, min(_LAYERS, _LAYERS_KV_BYTES // (self.rows * PAGE_TOKENS * kv_row)))
+        return max(1, min(_LAYERS, _LAYERS_KV_BYTES // (self.pages * PAGE_TOKENS * kv_row)))
 
     @property
     def carried(self) -> tuple[int, int]:
@@ -262,8 +267,8 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
 
 def _hello(case: Case) -> Hello:
     one_page = page_bytes(geometry_tuple(case.geometry), KV_DTYPES.index(_KV_DTYPE))
-    kv_bytes = case.rows * one_page + case.layers * _OS_PAGE  # each layer of a lease is rounded to whole OS pages
-    return Hello(case.geometry, _KV_DTYPE, (0,) * case.layers, case.head_size**-0.5, kv_bytes, case.rows)
+    kv_bytes = case.pages * one_page + case.layers * _OS_PAGE  # each layer of a lease is rounded to whole OS pages
+    return Hello(case.geometry, _KV_DTYPE, (0,) * case.layers, case.head_size**-0.5, kv_bytes, case.pages)
 
 
 async def _calls(
@@ -324,15 +329,7 @@ async def _stream(
     url: str, secret: bytes | None, case: Case, spin_us: int, seconds: float, cpu: int | None
 ) -> np.ndarray:
     """[1]: nanoseconds for each call, with a call in flight in every slot; the rows are appended to the KV-cache."""
-    hello = _hello(case)
-    pages = -(-case.rows // PAGE_TOKENS) * case.slots
-    one_page = page_bytes(geometry_tuple(case.geometry), KV_DTYPES.index(_KV_DTYPE))
-    link = await registry.connect(
-        url,
-        replace(hello, kv_bytes=pages * one_page + case.layers * _OS_PAGE, max_seqs=case.slots),
-        secret,
-        spin_us=spin_us,
-    )
+    link = await registry.connect(url, _hello(case), secret, spin_us=spin_us)
     slots = range(case.geometry.n_slots)
     calls, elapsed, tag = 0, 0.0, 0
     try:
