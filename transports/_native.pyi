@@ -114,6 +114,29 @@ class StepGroup:
         """End the step on every link. Returns (member, busy_ns, kv_bytes) of each member that answered all layers."""
 
 @final
+class Proxy:
+    """A thread that carries the layer words of slots which a device drives: it sends what a word announces, takes in
+    the replies, and poisons the slots of a dead link again and again. It reads for `spin_us` microseconds without a
+    nap.
+
+    Raises OSError if no thread can be started. Every slot must have ended before the object goes away.
+    """
+
+    def __init__(self, spin_us: int = 50) -> None: ...
+    def begin(self, port: Port, slot: int, /) -> None:
+        """Let the device drive the slot's step, whose verdict has been waited for. The port stays open until `end`.
+
+        The device writes the layer's rows, stores layer_request = layer + 1 and waits until layer_reply >= layer + 1.
+        Raises ConnectionError once the port is down, ValueError if no step is armed or a layer has been asked for.
+        """
+    def end(self, port: Port, slot: int, /) -> bool | tuple[int, str]:
+        """End the step that `begin` began, after the device has passed its last gate.
+
+        Returns whether all layers were answered; or, if the step was poisoned, (fd_status_t, message). Raises
+        ConnectionError if the port is down: then the O rows mean nothing.
+        """
+
+@final
 class Pump:
     """The R side of a link's data path over a stream socket. Keeps the region mapped until `close`."""
 

@@ -1,0 +1,92 @@
+/* The type Proxy of fastdecode.transports._native: carries the words of slots that a device drives. */
+#include "proxy.h"
+#include "py_port.h"
+
+typedef struct {
+    PyObject_HEAD
+    fd_proxy_t *proxy;
+} ProxyObject;
+
+static PyObject *proxy_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+    static char *names[] = {"spin_us", NULL};
+    unsigned int spin_us = 50;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|I:Proxy", names, &spin_us)) return NULL;
+    ProxyObject *self = (ProxyObject *)type->tp_alloc(type, 0);
+    if (!self) return NULL;
+    self->proxy = fd_proxy_new(spin_us);
+    if (self->proxy) return (PyObject *)self;
+    PyErr_SetFromErrno(PyExc_OSError);
+    Py_DECREF(self);
+    return NULL;
+}
+
+static void proxy_dealloc(ProxyObject *self) {
+    fd_proxy_t *proxy = self->proxy;
+    if (proxy) {
+        Py_BEGIN_ALLOW_THREADS
+        fd_proxy_free(proxy);
+        Py_END_ALLOW_THREADS
+    }
+    PyTypeObject *type = Py_TYPE(self);
+    type->tp_free((PyObject *)self);
+    Py_DECREF(type);
+}
+
+static PyObject *proxy_begin(ProxyObject *self, PyObject *args) {
+    PyObject *object;
+    unsigned int slot;
+    if (!PyArg_ParseTuple(args, "O!I:begin", fd_py_port_type, &object, &slot)) return NULL;
+    PortObject *port = (PortObject *)object;
+    const char *misuse = NULL;
+    fd_port_result_t result = FD_PORT_DOWN;
+    /* The port stays entered, and so open, until `end`. */
+    if (fd_py_port_enter(port)) {
+        Py_BEGIN_ALLOW_THREADS
+        result = fd_proxy_begin(self->proxy, &port->port, slot, &misuse);
+        Py_END_ALLOW_THREADS
+        if (result == FD_PORT_OK) Py_RETURN_NONE;
+        fd_py_port_leave(port);
+    }
+    if (result == FD_PORT_DOWN) return fd_py_down_error(&port->port.down);
+    return PyErr_Format(PyExc_ValueError, "%s", misuse);
+}
+
+static PyObject *proxy_end(ProxyObject *self, PyObject *args) {
+    PyObject *object;
+    unsigned int slot;
+    if (!PyArg_ParseTuple(args, "O!I:end", fd_py_port_type, &object, &slot)) return NULL;
+    PortObject *port = (PortObject *)object;
+    if (slot >= port->port.geometry.n_slots) return PyErr_Format(PyExc_ValueError, "the slot is beyond the region");
+    fd_report_t report;
+    fd_port_result_t result;
+    Py_BEGIN_ALLOW_THREADS
+    result = fd_proxy_end(self->proxy, &port->port, slot, &report);
+    Py_END_ALLOW_THREADS
+    if (result == FD_PORT_MISUSE) return PyErr_Format(PyExc_ValueError, "no device drives this slot");
+    fd_py_port_leave(port);
+    if (result == FD_PORT_DOWN) return fd_py_down_error(&port->port.down);
+    if (result != FD_PORT_REFUSED) return PyBool_FromLong(result == FD_PORT_OK);
+    PyObject *message = fd_py_text(report.message);
+    return message ? Py_BuildValue("IN", report.status, message) : NULL;
+}
+
+static PyMethodDef proxy_methods[] = {
+    {"begin", (PyCFunction)proxy_begin, METH_VARARGS, NULL},
+    {"end", (PyCFunction)proxy_end, METH_VARARGS, NULL},
+    {0},
+};
+
+static PyType_Slot proxy_slots[] = {
+    {Py_tp_doc, "Carries the layer words of slots that a device drives; see _native.pyi."},
+    {Py_tp_new, proxy_new},
+    {Py_tp_dealloc, proxy_dealloc},
+    {Py_tp_methods, proxy_methods},
+    {0, NULL},
+};
+
+PyType_Spec fd_py_proxy_spec = {
+    .name = "fastdecode.transports._native.Proxy",
+    .basicsize = sizeof(ProxyObject),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
+    .slots = proxy_slots,
+};
