@@ -9,6 +9,7 @@ computes in the runner's thread.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import secrets
 import time
@@ -39,7 +40,7 @@ from fastdecode.engine.scheduling.queue import StartRate
 from fastdecode.engine.sequence import Sequence
 from fastdecode.engine.stats import EngineObserver, EngineStats, NodeStats, NullObserver, Totals
 from fastdecode.engine.stream import RequestStream
-from fastdecode.transports.base import CallRefused, LinkDown
+from fastdecode.transports.base import CallRefused, LinkDown, TransportError
 
 if TYPE_CHECKING:
     from fastdecode.spart import SPart
@@ -284,11 +285,8 @@ class Engine:
         self._record_started(plan, begun)
         try:
             output = await self._runner.submit(self.spart.step(step_batch(plan)))
-        except LinkDown as error:
-            self._lose_node(plan, error)
-        except CallRefused as error:
-            log.error("an R-node refused a step: %s", error)
-            self._fail_step(plan, f"an R-node refused the step: {error}", error.link)
+        except TransportError as error:
+            self._handle_failure(plan, error)
         except Exception:
             log.exception("a step failed in the S-Part")
             self._fail_step(plan, "the step failed in the S-Part")
@@ -301,11 +299,30 @@ class Engine:
             for link, times in output.link_costs.items():
                 self.cluster.observe(link, times.busy_ns, times.kv_bytes)
             self.observer.step(plan.n_tokens, self.last_progress - begun)
+            failed = [
+                (dataclasses.replace(plan, chunks=[c for c in plan.chunks if c.seq.placed_on.link is link]), failure)
+                for link, failure in output.failures.items()
+            ]
+            sound = [i for i, chunk in enumerate(plan.chunks) if chunk.seq.placed_on.link not in output.failures]
             for i, scores in output.scores.items():
-                seq = plan.chunks[i].seq
-                seq.prompt_scores[seq.cached : seq.cached + len(scores)] = scores
-            for outcome in self.scheduler.complete(plan, output.sampled, self.last_progress - begun):
+                if i in sound:
+                    seq = plan.chunks[i].seq
+                    seq.prompt_scores[seq.cached : seq.cached + len(scores)] = scores
+            done = dataclasses.replace(plan, chunks=[plan.chunks[i] for i in sound])
+            sampled = [output.sampled[i] for i in sound]
+            for outcome in self.scheduler.complete(done, sampled, self.last_progress - begun):
                 self._deliver(outcome, self.last_progress)
+            for part, failure in failed:
+                self._handle_failure(part, failure)
+
+    def _handle_failure(self, plan: Plan, error: TransportError) -> None:
+        """Handle the failure of a link that all chunks of `plan` wait for, or of the last link of a step."""
+        if isinstance(error, LinkDown):
+            self._lose_node(plan, error)
+        else:
+            log.error("an R-node refused a step: %s", error)
+            link = error.link if isinstance(error, CallRefused) else None
+            self._fail_step(plan, f"an R-node refused the step: {error}", link)
 
     def _record_started(self, plan: Plan, now: float) -> None:
         for chunk in plan.chunks:

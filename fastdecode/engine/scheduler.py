@@ -226,10 +226,7 @@ class Scheduler:
         return outcomes
 
     def recompute(self, plan: Plan) -> None:
-        """Requeue all sequences of a step that failed because an R-node was lost.
-
-        It is not known which layers of the step the other R-nodes have cached, so their sequences are recomputed too.
-        """
+        """Requeue the sequences of a step whose R-node was lost."""
         self.step_times.end(plan.mini_batch, None)
         for chunk in plan.chunks:
             self._recompute(chunk.seq)

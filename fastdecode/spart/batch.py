@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
     from fastdecode.spart.masks import TokenMask
     from fastdecode.spart.penalties import LogitRules
-    from fastdecode.transports.base import Link, StepTimes
+    from fastdecode.transports.base import Link, StepTimes, TransportError
 
 
 @dataclass(slots=True)
@@ -91,5 +91,6 @@ class StepOutput:
     r_wait_seconds: float  # the S-Part waited for R-nodes
     kv_bytes: int  # KV-cache bytes that the R-nodes read
     link_costs: dict[Link, StepTimes] = field(default_factory=dict)  # of every R-node that took part
+    failures: dict[Link, TransportError] = field(default_factory=dict)  # links whose chunks have no results
     scores: dict[int, list[TokenScore]] = field(default_factory=dict)  # of chunks with a `score`, by their index
     logits: torch.Tensor | None = None  # [sampled chunks, vocab_size] fp32; only if asked for (tests, perplexity)

@@ -55,8 +55,8 @@ class SPart:
         """Run `batch` through all layers. Yields once a layer, after its rows are posted, and returns a StepOutput.
 
         `keep_logits` puts the logits of the sampled rows into the output. Raises ValueError for a batch that breaks the
-        rules of batch.py; CallRefused and LinkDown as Link.wait does. After an error, and after the generator was
-        closed, no call is in progress in the slot on any link.
+        rules of batch.py; CallRefused and LinkDown if every link of the step has failed. After an error, and after
+        the generator was closed, no call is in progress in the slot on any link.
         """
         rows = StepRows(self, batch)
         exchange = Exchange(batch.slot, rows.link_rows, self.model.device, self.model.dtype)
@@ -82,8 +82,7 @@ class SPart:
                 self._prompts.drop(prompt.key)
             raise
         link_costs = exchange.disarm()
-        for prompt in rows.prompts:
-            self._prompts.end(prompt)
+        self._end_prompts(rows, exchange)
         sampled, logits = self._sample(state.x, rows)
         scores = rows.scorer(lambda part: self._logits(state.x, rows.uploaded["scored rows"][part]), rows.uploaded)
         return StepOutput(
@@ -93,8 +92,17 @@ class SPart:
             r_wait_seconds=r_seconds,
             kv_bytes=sum(times.kv_bytes for times in link_costs.values()),
             link_costs=link_costs,
+            failures=exchange.failures,
             logits=logits if keep_logits else None,
         )
+
+    def _end_prompts(self, rows: StepRows, exchange: Exchange) -> None:
+        """Keep the staged K and V of prompts that go on; those whose link has failed begin again."""
+        for prompt in rows.prompts:
+            if self.links[prompt.chunk.link] in exchange.failures:
+                self._prompts.drop(prompt.key)
+            else:
+                self._prompts.end(prompt)
 
     def drop(self, link: int, seq_index: int, tag: int) -> None:
         """Free the staged K and V of a prompt that will not be continued. May be called from any thread.

@@ -18,7 +18,7 @@ from fastdecode.region.contract import ROW_ATTEND, ROW_DTYPE
 from fastdecode.spart.batch import Chunk
 from fastdecode.spart.served import TORCH_DTYPES
 from fastdecode.transports._native import StepGroup
-from fastdecode.transports.base import Link, StepTimes
+from fastdecode.transports.base import Link, StepTimes, TransportError
 
 if TYPE_CHECKING:
     from fastdecode.transports._native import Port
@@ -93,11 +93,16 @@ def link_rows(chunks: list[Chunk], views: dict[int, SlotViews]) -> list[LinkRows
 
 
 class Exchange:
-    """The tensors `q`, `kv` and `o` of one step, and the messages that carry them. Not thread-safe."""
+    """The tensors `q`, `kv` and `o` of one step, and the messages that carry them. Not thread-safe.
+
+    A link that fails takes no part in the rest of the step: its O rows are zeros, and `failures` says why. The step
+    goes on for the other links; its methods raise CallRefused or LinkDown only when no link is left.
+    """
 
     def __init__(self, slot: int, link_rows: list[LinkRows], device: torch.device, dtype: torch.dtype):
         self._link_rows, self._device = link_rows, device
-        self._armed = False  # the R-nodes have accepted the step
+        self._armed = False  # the R-nodes have judged the step
+        self.failures: dict[Link, TransportError] = {}
         n_attend, n_rows = sum(rows.n_attend for rows in link_rows), sum(rows.n_rows for rows in link_rows)
         views = link_rows[0].views
         if device.type == "cpu" and len(link_rows) == 1:
@@ -130,14 +135,13 @@ class Exchange:
 
     def arm(self) -> None:
         """Publish the step to every link. Returns at once: the R-nodes plan it while the S-Part computes the first
-        layer's rows. Raises LinkDown."""
+        layer's rows."""
         self._check(self._group.arm())
 
     def post(self, layer: int, timeout: float) -> None:
         """Ask every link for a layer. `q` and `kv` must not be written before `wait`.
 
-        The first layer waits up to `timeout` seconds for the R-nodes' verdicts on the step. Raises CallRefused,
-        LinkDown.
+        The first layer waits up to `timeout` seconds for the R-nodes' verdicts on the step.
         """
         if not self._armed:
             self._check(self._group.wait(timeout, rows=False))
@@ -151,8 +155,7 @@ class Exchange:
         self._check(self._group.ring(layer))
 
     def wait(self, timeout: float) -> None:
-        """Block until every link has answered; then `o` is filled. `timeout` is in seconds. Raises CallRefused and
-        LinkDown."""
+        """Block until every link has answered; then `o` is filled. `timeout` is in seconds."""
         self._check(self._group.wait(timeout))
         if self._device.type == "cuda":
             # The next `post` synchronises with the stream before `o` on the host is written again.
@@ -168,6 +171,8 @@ class Exchange:
         self._group.disarm()
 
     def _check(self, failures: list[tuple[int, int, str]] | None) -> None:
-        if failures:
-            member, status, message = failures[0]
-            raise self._link_rows[member].views.link.failure(status, message)
+        for member, status, message in failures or ():
+            link = self._link_rows[member].views.link
+            self.failures[link] = link.failure(status, message)
+        if len(self.failures) == len(self._link_rows):
+            raise next(iter(self.failures.values()))

@@ -338,22 +338,26 @@ async def test_a_link_of_another_geometry_is_refused(tmp_path):
             run(SPart(model, links).step(StepBatch(0, [Chunk(0, 0, 1, 0, [5], True, GREEDY)])))
 
 
-async def test_a_refused_call_leaves_the_slot_usable_on_every_link(tmp_path):
-    """Link 1 refuses (the sequence is not there); link 0, which has answered or will, can be used at once."""
+async def test_a_refused_step_costs_the_other_links_nothing(tmp_path):
+    """Link 1 refuses (the sequence is not there); the step goes on over link 0, and both slots can be used again."""
     directory = make_checkpoint("llama-gqa")
     model, tokens = load_model(directory, dtype="fp32"), text(6)
     async with linked(model, tmp_path, n=2) as links:
         spart = SPart(model, links)
-        run(spart.step(StepBatch(0, [Chunk(0, 0, 1, 0, tokens[:5], True, GREEDY)])))
-        with pytest.raises(CallRefused) as refusal:
-            chunks = [Chunk(0, 1, 1, 0, [9], False, GREEDY), Chunk(1, 3, 1, 17, [9], False, GREEDY)]
-            run(spart.step(StepBatch(0, chunks)))
+        run(spart.step(StepBatch(0, [Chunk(0, 0, 1, 0, tokens[:4], True, GREEDY)])))
+        chunks = [Chunk(0, 0, 1, 4, tokens[4:5], False, GREEDY), Chunk(1, 3, 1, 17, [9], False, GREEDY)]
+        output = run(spart.step(StepBatch(0, chunks), keep_logits=True))
+        assert_close(output.logits[0], expected_logits(directory, tokens[:5])[-1])
+        assert list(output.failures) == list(output.link_costs.keys() ^ set(links)) == [links[1]]
+        assert isinstance(output.failures[links[1]], CallRefused)
+        with pytest.raises(CallRefused) as refusal:  # no link is left
+            run(spart.step(StepBatch(0, chunks[1:])))
         assert refusal.value.link is links[1]
         output = run(spart.step(StepBatch(0, [Chunk(0, 0, 1, 5, tokens[5:], False, GREEDY)]), keep_logits=True))
     assert_close(output.logits[0], expected_logits(directory, tokens)[-1])
 
 
-async def test_a_lost_r_node_ends_the_step_with_link_down(tmp_path):
+async def test_a_step_goes_on_without_an_r_node_that_is_lost(tmp_path):
     model = load_model(make_checkpoint("llama-gqa"), dtype="fp32")
     async with linked(model, tmp_path, n=2) as links:
         spart = SPart(model, links, timeout=20)
@@ -361,9 +365,10 @@ async def test_a_lost_r_node_ends_the_step_with_link_down(tmp_path):
         step = spart.step(StepBatch(0, chunks))
         next(step)
         await links[1].close()
-        with pytest.raises(LinkDown) as loss:
-            run(step)
-        assert loss.value.link is links[1]
+        output = run(step)
+        assert isinstance(output.failures.pop(links[1]), LinkDown) and not output.failures
+        assert spart.staged_bytes > 0  # of the prompt whose R-node lives
+        spart.drop(0, 0, 1)
         assert spart.staged_bytes == 0
         assert run(spart.step(StepBatch(0, [Chunk(0, 2, 1, 0, text(5), True, GREEDY)]))).sampled[0].token >= 0
 

@@ -82,8 +82,7 @@ class HFSPart(SPart):
                 self._prompts.drop(prompt.key)
             raise
         link_costs = exchange.disarm()
-        for prompt in rows.prompts:
-            self._prompts.end(prompt)
+        self._end_prompts(rows, exchange)
         return StepOutput(
             scores=scores,
             sampled=sampled,
@@ -91,6 +90,7 @@ class HFSPart(SPart):
             r_wait_seconds=r_seconds,
             kv_bytes=sum(times.kv_bytes for times in link_costs.values()),
             link_costs=link_costs,
+            failures=exchange.failures,
             logits=logits[: len(rows.sampled)] if keep_logits else None,
         )
 
