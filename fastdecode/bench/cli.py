@@ -20,6 +20,7 @@ _COMMANDS = (
     "attention",
     "rpart",
     "transport",
+    "links",
     "perplexity",
     "accuracy",
     "soak",

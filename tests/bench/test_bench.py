@@ -271,3 +271,14 @@ def test_rpart_times_calls_without_kv_for_each_number_of_threads():
     assert all(
         0 < row[name]["p10"] <= row[name]["p90"] for row in rows for name in ("one_item", "item_a_thread", "work")
     )
+
+
+def test_links_prints_a_row_for_each_number_of_links():
+    shape = ["--rows", "4", "--heads", "4", "--kv-heads", "2", "--head-size", "16"]
+    result = json.loads(bench("links", "--links", "1,2,4", *shape, "--rounds", "1", "--json"))
+    assert [row["links"] for row in result["links"]] == [1, 2, 4]
+    for row in result["links"]:
+        assert 0 < row["p10_us"] <= row["p50_us"] <= row["p90_us"]
+    command = [sys.executable, "-m", "fastdecode.bench.cli", "links", "--links", "3", *shape]
+    refused = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert refused.returncode == 1 and "4 rows cannot be spread evenly over 3 links" in refused.stderr
