@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from rengine_peer import BF16, FP32, KV_FP16, KV_FP32, Geometry, Link
+from rengine_peer import BF16, KV_FP16, KV_FP32, Geometry, Link
 
 from fastdecode.kernels import _native
 from fastdecode.region.contract import KV_DTYPES
@@ -117,18 +117,3 @@ def test_invalid_layers_are_refused(engine_of, options: dict, message: str) -> N
     with pytest.raises(ValueError, match=message):
         Link(engine, G, KV_FP32, 4, options=options)
     assert engine.kv_free == free
-
-
-def test_a_layer_that_shares_may_be_called_first(engine_of) -> None:
-    """Its O rows are then wrong, and nothing else."""
-    engine, links = engine_of(2)
-    links.append(
-        link := Link(engine, Geometry(n_layers=3, max_rows=256, act_dtype=FP32), options={"kv_layers": [0, 0, 2]})
-    )
-    link.step(0, [(0, 200, True)])
-    step = link.begin(0, [(0, 1, True), (1, 5, False)])
-    reply = link.wait(0, step.post(1))
-    assert (reply.status, reply.message) == (0, "")
-    step.call(0)
-    step.call(1)
-    step.call(2)

@@ -7,7 +7,7 @@ from rengine_peer import KV_INT8, Geometry, Peer, Reply
 
 from fastdecode.kernels import _native
 from fastdecode.region._native import init_region_header
-from fastdecode.region.contract import PAGE_TOKENS, ROW_ATTEND, ROW_DTYPE, Status
+from fastdecode.region.contract import PAGE_TOKENS, ROW_ATTEND, ROW_DTYPE, SLOT_BYTES, Status
 
 SEQUENCES = 100_000
 ROWS = 50_000
@@ -34,7 +34,7 @@ def test_100000_sequences_of_a_page_each():
             table = np.zeros(ROWS, ROW_DTYPE)
             table["seq_index"] = np.arange(first, first + ROWS)
             table["tag"], table["pos"], table["n_rows"], table["flags"] = tag, pos, 1, ROW_ATTEND * attend
-            peer.put(peer.at(0) + 512, table.tobytes())
+            peer.put(peer.at(0) + SLOT_BYTES, table.tobytes())
             kv = np.zeros((ROWS, 2, 8), np.float32)
             kv[:, 1] = value + np.arange(first, first + ROWS)[:, None]
             peer.put(peer.at(0) + peer.kv_at, kv.tobytes())
