@@ -52,8 +52,8 @@ typedef struct {
     fd_huge_t huge;
     bool grows; /* made with max_pages > n_pages: the layers lie apart */
     uint32_t n_layers, n_kv_heads, max_seqs;
-    uint32_t n_pages;   /* atomic: fd_kvcache_fault_in reads it without the mutex */
-    uint32_t max_pages; /* the most that the lease may grow to */
+    uint32_t n_pages;         /* atomic: fd_kvcache_fault_in reads it without the mutex */
+    uint32_t max_pages;       /* the most that the lease may grow to */
     fd_sequence_t *sequences; /* [max_seqs] */
     uint32_t *refs;           /* [max_pages] number of sequences that hold each page */
     uint32_t *readers;        /* [max_pages] number of incomplete copies of each page; a page with copies is not free */
