@@ -19,7 +19,7 @@ from sources import ENGINE, INCLUDES, ROOT
 
 pytestmark = pytest.mark.tools
 
-PORT = [ROOT / "transports" / name for name in ("port.c", "await.c", "tcp_pump.c", "rdma_poster.c")]
+PORT = [ROOT / "transports" / name for name in ("port.c", "await.c", "tcp_pump.c", "tcp_receive.c", "rdma_poster.c")]
 SECONDS = int(os.environ.get("FASTDECODE_FUZZ_S", "0"))
 FLAGS = ["-std=gnu11", "-g1", "-O1", "-fno-sanitize-recover=all", *INCLUDES]
 GCC_SANITIZERS = "address,undefined,float-cast-overflow"
