@@ -140,7 +140,7 @@ class Payloads:
     """
 
     HELLO = hello(
-        Geometry(2, 16, 4, n_q_heads=8, n_kv_heads=4, head_size=32, act_dtype="fp32"), kv_bytes=16 << 20, max_seqs=32
+        Geometry(2, 16, 3, n_q_heads=8, n_kv_heads=4, head_size=32, act_dtype="fp32"), kv_bytes=12 << 20, max_seqs=32
     )
 
     def __init__(self, link: Link, seed: int = 0):
