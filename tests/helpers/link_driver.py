@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable
 import numpy as np
 import rengine_peer as peer
 
-from fastdecode.region.contract import ACT_DTYPES, KV_DTYPES, ROW_ATTEND, ROW_DTYPE, Status
+from fastdecode.region.contract import ACT_DTYPES, KV_DTYPES, PAGE_TOKENS, ROW_ATTEND, ROW_DTYPE, Status
 from fastdecode.region.geometry import Geometry
 from fastdecode.transports.base import CallRefused, Hello, LayerOptions, Link
 
@@ -132,15 +132,19 @@ class Driver(peer.Link):
 
 
 class Payloads:
-    """Calls of 2 to 32 KiB, one in each slot at a time, whose O depends on every element of Q, K and V.
+    """Calls of 4 to 64 KiB, one in each slot at a time, whose O depends on every element of Q, K and V.
 
-    Each row belongs to another sequence, which has one cached token with K and V of 0. So the row's O is
-    sigmoid(q . k * scale) * v. It is computed beforehand for a few payloads; a call carries another payload than the
-    call before it in its slot.
+    Each pair of rows belongs to another sequence, whose window is two tokens: the first row has K and V of 0, so the O
+    of the second is sigmoid(q . k * scale) * v. It is computed beforehand for a few payloads; a call carries another
+    payload than the call before it in its slot. Nearly all of the time goes into calls: the sequences are freed only
+    when a page is full.
     """
 
     HELLO = hello(
-        Geometry(2, 16, 3, n_q_heads=8, n_kv_heads=4, head_size=32, act_dtype="fp32"), kv_bytes=12 << 20, max_seqs=32
+        Geometry(2, 32, 3, n_q_heads=8, n_kv_heads=4, head_size=32, act_dtype="fp32"),
+        windows=(2, 2, 2),
+        kv_bytes=12 << 20,
+        max_seqs=32,
     )
 
     def __init__(self, link: Link, seed: int = 0):
@@ -150,70 +154,64 @@ class Payloads:
         self.calls = 0
         self._loop = asyncio.get_running_loop()
         self._rng = np.random.default_rng(seed)
-        n, rows, row = 61, g.max_rows, g.head_size
-        self._q = self._rng.standard_normal((n, rows, g.n_q_heads, row), np.float32)
-        self._kv = self._rng.standard_normal((n, rows, 2, g.n_kv_heads, row), np.float32)
+        n, pairs, row = 61, g.max_rows // 2, g.head_size
+        self._q = self._rng.standard_normal((n, pairs, g.n_q_heads, row), np.float32)
+        self._kv = self._rng.standard_normal((n, pairs, 2, g.n_kv_heads, row), np.float32)
         k, v = np.repeat(self._kv, g.n_q_heads // g.n_kv_heads, axis=3).transpose(2, 0, 1, 3, 4)
         score = (self._q * k).sum(-1, dtype=np.float64, keepdims=True) * self.HELLO.softmax_scale
         self._o = (v / (1 + np.exp(-score))).astype(np.float32)
 
         def rows_of(slot: int, at: int, like: np.ndarray) -> np.ndarray:
             at += y.slot(slot)
-            return np.frombuffer(link.region[at : at + like[0].nbytes], np.float32).reshape(like.shape[1:])
+            rows = np.frombuffer(link.region[at : at + 2 * like[0].nbytes], np.float32)
+            return rows.reshape(pairs, 2, *like.shape[2:])
 
         views = [[(y.q, self._q), (y.kv, self._kv), (y.o, self._o)]] * g.n_slots
         self._views = [[rows_of(slot, at, like) for at, like in three] for slot, three in enumerate(views)]
         self._carried = [0] * g.n_slots  # payload of the slot's last call
+        self._tag = 1
+        self._cached = np.zeros((g.n_slots, pairs), int)  # tokens of each sequence
 
     def run(self, calls: int) -> None:
         """Make at least `calls` calls. Raises AssertionError for a wrong element, and the errors of the link."""
         slots = range(self.link.geometry.n_slots)
-        if not self.calls:
-            for slot in slots:
-                self._fill(slot)
         end = self.calls + calls
         while self.calls < end:
-            sizes = self._rng.integers(1, self.link.geometry.max_rows + 1, len(slots)).tolist()
+            sizes = self._rng.integers(1, self.link.geometry.max_rows // 2 + 1, len(slots)).tolist()
             for slot in slots:
-                self._begin(slot, sizes[slot])
+                self._arm(slot, sizes[slot])
             for i in range(self.link.geometry.n_layers):
                 for slot in slots:
-                    self._post(slot, sizes[slot], i)
+                    self._ring(slot, sizes[slot], i)
                 for slot in slots if i % 3 else reversed(slots):
                     self._check(slot, sizes[slot])
+            if self._cached.max() + 2 > PAGE_TOKENS:
+                self._free()
 
-    def _arm(self, slot: int, n: int, pos: int, flags: int) -> None:
-        first = slot * self.link.geometry.max_rows
-        self.link.arm(slot, np.array([(first + i, 1, pos, 1, flags, 0) for i in range(n)], ROW_DTYPE))
+    def _free(self) -> None:
+        handles = [(index, self._tag) for index in range(self._cached.size)]
+        asyncio.run_coroutine_threadsafe(self.link.free(handles), self._loop).result(HANG_S)
+        self._tag += 1
+        self._cached[:] = 0
+
+    def _arm(self, slot: int, n: int) -> None:
+        table = np.zeros(n, ROW_DTYPE)
+        table["seq_index"] = slot * self._cached.shape[1] + np.arange(n)
+        table["tag"], table["pos"], table["n_rows"], table["flags"] = self._tag, self._cached[slot, :n], 2, ROW_ATTEND
+        self.link.arm(slot, table)
         self.link.wait(slot, HANG_S)
+        self._cached[slot, :n] += 2
 
-    def _fill(self, slot: int) -> None:
-        """Append the token that precedes each row."""
-        g = self.link.geometry
-        self._arm(slot, g.max_rows, 0, 0)
-        self._views[slot][1][:] = 0
-        for layer in range(g.n_layers):
-            self.link.ring(slot, layer)
-            self.link.wait(slot, HANG_S)
-            self.calls += 1
-
-    def _begin(self, slot: int, n: int) -> None:
-        rows = self.link.geometry.max_rows
-
-        async def trim() -> None:
-            await asyncio.gather(*(self.link.trim(slot * rows + i, 1, 1) for i in range(rows)))
-
-        asyncio.run_coroutine_threadsafe(trim(), self._loop).result(HANG_S)
-        self._arm(slot, n, 1, ROW_ATTEND)
-
-    def _post(self, slot: int, n: int, i: int) -> None:
+    def _ring(self, slot: int, n: int, layer: int) -> None:
         this = self._carried[slot] = (self._carried[slot] + 1 + slot) % len(self._q)
         q, kv, o = self._views[slot]
-        q[:n], kv[:n], o[:n] = self._q[this, :n], self._kv[this, :n], np.nan
-        self.link.ring(slot, i)
+        q[:n], kv[:n, 0], kv[:n, 1], o[:n] = self._q[this, :n, None], 0, self._kv[this, :n], np.nan
+        self.link.ring(slot, layer)
         self.calls += 1
 
     def _check(self, slot: int, n: int) -> None:
         self.link.wait(slot, HANG_S)
-        error = np.abs(self._views[slot][2][:n] - self._o[self._carried[slot], :n]).max()
+        o = self._views[slot][2][:n]
+        error = np.abs(o[:, 1] - self._o[self._carried[slot], :n]).max()
         assert error < 1e-5, f"call {self.calls}: an O element is wrong by {error}"
+        assert np.isfinite(o).all()
