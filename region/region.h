@@ -65,10 +65,10 @@
 #define FD_MAX_PAGES (1u << 25) /* a token's position always fits 32 bits */
 #define FD_MAX_SEQS (1u << 20)
 
-/* An R-engine serves one call at a time, so this limit on the attention of a call bounds how long one S-node can keep
- * the others waiting. The unit is query heads x head size x (attending row, cached token) pairs; each is one
- * multiply-add of QK^T and one of PV. The limit is about 10 s of one AVX-512 core, or five decode steps over 1 TiB of
- * an 8B model's cache. */
+/* Limit on the attention of a call. Calls of several links take turns in slices, so a long one holds up nobody else;
+ * the limit bounds how long it holds up its own link, and what is lost when the link ends. The unit is query heads x
+ * head size x (attending row, cached token) pairs; each is one multiply-add of QK^T and one of PV. The limit is about
+ * 10 s of one AVX-512 core, or five decode steps over 1 TiB of an 8B model's cache. */
 #define FD_MAX_CALL_WORK (1ull << 39)
 
 /* What both ends agree on at HELLO. It alone determines the layout of the region. */
