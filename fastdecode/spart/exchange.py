@@ -175,4 +175,7 @@ class Exchange:
             link = self._link_rows[member].views.link
             self.failures[link] = link.failure(status, message)
         if len(self.failures) == len(self._link_rows):
-            raise next(iter(self.failures.values()))
+            # An exception that is raised holds this frame: kept here as well, it would keep the regions mapped until
+            # the garbage collector runs.
+            errors, self.failures = list(self.failures.values()), {}
+            raise errors.pop(0)
