@@ -98,8 +98,9 @@ class SPart:
 
     def _end_prompts(self, rows: StepRows, exchange: Exchange) -> None:
         """Keep the staged K and V of prompts that go on; those whose link has failed begin again."""
+        failed = [i for i, link in enumerate(self.links) if link in exchange.failures]
         for prompt in rows.prompts:
-            if self.links[prompt.chunk.link] in exchange.failures:
+            if prompt.chunk.link in failed:
                 self._prompts.drop(prompt.key)
             else:
                 self._prompts.end(prompt)

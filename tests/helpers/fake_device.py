@@ -85,7 +85,7 @@ class DeviceRows:
         self.q = torch.empty(n_attend, q_size, device=device, dtype=dtype)
         self.kv = torch.empty(n_rows, kv_size, device=device, dtype=dtype)
         self.o = torch.empty(n_attend, q_size, device=device, dtype=dtype)
-        self.costs: dict[Any, tuple[int, int]] = {}
+        self.failures: dict[Any, Any] = {}
 
     def arm(self) -> None:
         pass
