@@ -12,13 +12,9 @@ enum {
 #define SLEEP_MAX_NS 50000000u     /* a waiter checks at least this often whether its links are still up */
 #define PROBE_HARDER_NS 250000000u /* such a waiter probes harder this often */
 
-static fd_slot_t *slot_of(const fd_port_t *port, uint32_t index) {
-    return fd_slot_at(port->region, &port->layout, index);
-}
-
 /* The word on which a waiter for this slot sleeps. */
 static uint32_t *futex_of(const fd_awaited_t *a) {
-    fd_slot_t *slot = slot_of(a->port, a->slot);
+    fd_slot_t *slot = fd_port_slot(a->port, a->slot);
     return a->port->slots[a->slot].phase == FD_SLOT_ARMING ? fd_bell_word(&slot->armed_bell) : &slot->layer_reply;
 }
 
@@ -40,7 +36,7 @@ static void sleep_on_words(fd_awaited_t *awaited, size_t n, uint64_t ns) {
         fd_awaited_t *a = &awaited[i];
         if (a->result != FD_PORT_PENDING) continue;
         uint32_t *word = futex_of(a);
-        announced[n_words] = slot_of(a->port, a->slot);
+        announced[n_words] = fd_port_slot(a->port, a->slot);
         __atomic_fetch_add(&announced[n_words]->waiting, 1, __ATOMIC_SEQ_CST);
         __atomic_thread_fence(__ATOMIC_SEQ_CST);
         words[n_words++] = (struct waitv){

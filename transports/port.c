@@ -14,7 +14,7 @@ const fd_carrier_ops_t fd_shm_s_ops = {.send = shm_send, .wakes = true};
 
 static void loopback_send(void *self, uint32_t index, fd_message_t message) {
     fd_port_t *port = self;
-    fd_slot_t *slot = fd_slot_at(port->region, &port->layout, index);
+    fd_slot_t *slot = fd_port_slot(port, index);
     if (message == FD_ARM || slot->layer_request == port->geometry.n_layers)
         slot->report = (fd_report_t){.number = slot->arm.number, .n_layers = port->geometry.n_layers};
     if (message == FD_ARM) fd_bell_store(&slot->armed_bell, slot->arm.number);
@@ -32,10 +32,6 @@ int fd_port_init(fd_port_t *port, uint8_t *region, const fd_geometry_t *g, uint3
     port->layout = fd_region_layout(g);
     port->spin_ns = spin_us * 1000ull;
     return fd_down_init(&port->down);
-}
-
-static fd_slot_t *slot_of(const fd_port_t *port, uint32_t index) {
-    return fd_slot_at(port->region, &port->layout, index);
 }
 
 void fd_port_kill(fd_port_t *port, const char *reason) {
@@ -72,7 +68,7 @@ fd_port_result_t fd_port_arm(fd_port_t *port, uint32_t index, const fd_row_t *ro
     if (!*misuse) *misuse = fd_arm_error(&port->geometry, &arm);
     if (*misuse) return FD_PORT_MISUSE;
 
-    fd_slot_t *slot = slot_of(port, index);
+    fd_slot_t *slot = fd_port_slot(port, index);
     *state = (fd_port_slot_t){.phase = FD_SLOT_ARMING, .arm = arm};
     memcpy((uint8_t *)slot + port->layout.table, rows, n_entries * sizeof *rows);
     slot->arm = arm;
@@ -93,7 +89,7 @@ fd_port_result_t fd_port_ring(fd_port_t *port, uint32_t index, uint32_t layer, c
     if (*misuse) return FD_PORT_MISUSE;
 
     fd_port_slot_t *state = &port->slots[index];
-    fd_slot_t *slot = slot_of(port, index);
+    fd_slot_t *slot = fd_port_slot(port, index);
     state->phase = FD_SLOT_ASKED;
     state->asked = layer + 1;
     state->unsure = 0;
@@ -117,7 +113,7 @@ static void meaningless(fd_awaited_t *a, fd_port_slot_t *state, const char *reas
 
 /* Copies and checks the report. `ok`: the step must stand well; else it must not. NULL, or what is wrong. */
 static const char *read_report(const fd_port_t *port, uint32_t index, bool ok, fd_report_t *report) {
-    fd_copy_out(report, &slot_of(port, index)->report, sizeof *report);
+    fd_copy_out(report, &fd_port_slot(port, index)->report, sizeof *report);
     report->message[sizeof report->message - 1] = 0;
     if (report->number != port->slots[index].arm.number) return "a report does not carry its step's number";
     if (report->status > FD_INTERNAL) return "a report has an unknown status";
@@ -173,7 +169,7 @@ static void look_for_reply(fd_awaited_t *a, fd_port_slot_t *state, fd_slot_t *sl
 
 void fd_port_look(fd_awaited_t *a) {
     fd_port_slot_t *state = &a->port->slots[a->slot];
-    fd_slot_t *slot = slot_of(a->port, a->slot);
+    fd_slot_t *slot = fd_port_slot(a->port, a->slot);
     if (state->phase == FD_SLOT_ARMING) look_for_verdict(a, state, slot);
     else look_for_reply(a, state, slot);
 }

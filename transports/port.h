@@ -51,6 +51,11 @@ fd_port_result_t fd_port_arm(fd_port_t *port, uint32_t slot, const fd_row_t *row
 /* Asks for the step's next layer, which must be `layer`. Its rows must be in the slot. Returns at once. */
 fd_port_result_t fd_port_ring(fd_port_t *port, uint32_t slot, uint32_t layer, const char **misuse);
 
+/* The head of a slot in the port's region. */
+static inline fd_slot_t *fd_port_slot(const fd_port_t *port, uint32_t slot) {
+    return fd_slot_at(port->region, &port->layout, slot);
+}
+
 /* What a slot waits for: the verdict on its step, or the reply to the layer that was asked for. */
 typedef struct {
     fd_port_t *port;

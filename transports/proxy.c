@@ -29,7 +29,7 @@ struct fd_proxy {
 static bool carry(driven_t *d) {
     fd_port_t *port = d->port;
     const fd_carrier_t *carrier = &port->carrier;
-    const fd_slot_t *slot = fd_slot_at(port->region, &port->layout, d->slot);
+    const fd_slot_t *slot = fd_port_slot(port, d->slot);
     if (fd_is_down(&port->down)) {
         fd_port_poison(port);
         return false;
@@ -121,7 +121,7 @@ fd_port_result_t fd_proxy_begin(fd_proxy_t *p, fd_port_t *port, uint32_t slot, c
     if (p->n == FD_PROXY_SLOTS) {
         *misuse = "the proxy drives as many slots as it can";
     } else {
-        fd_word_store(&fd_slot_at(port->region, &port->layout, slot)->layer_request, 0);
+        fd_word_store(&fd_port_slot(port, slot)->layer_request, 0);
         port->slots[slot].phase = FD_SLOT_ASKED;
         p->slots[p->n++] = (driven_t){.port = port, .slot = slot};
     }

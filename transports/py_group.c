@@ -206,7 +206,7 @@ static PyObject *group_arm(GroupObject *self, PyObject *unused) {
 /* Copies a member's rows from the step's buffers to its slot. */
 static void scatter(const GroupObject *self, const member_t *m) {
     const fd_layout_t *y = &m->port->port.layout;
-    uint8_t *slot = (uint8_t *)fd_slot_at(m->port->port.region, y, self->slot);
+    uint8_t *slot = (uint8_t *)fd_port_slot(&m->port->port, self->slot);
     const uint8_t *q = self->q.buf, *kv = self->kv.buf;
     memcpy(slot + y->q, q + m->attend_from * self->q_row_bytes, n_attend(m) * self->q_row_bytes);
     memcpy(slot + y->kv, kv + m->attend_from * self->kv_row_bytes, n_attend(m) * self->kv_row_bytes);
@@ -218,8 +218,7 @@ static void scatter(const GroupObject *self, const member_t *m) {
 static void gather(const GroupObject *self, const member_t *m, bool good) {
     const fd_layout_t *y = &m->port->port.layout;
     uint8_t *o = (uint8_t *)self->o.buf + m->attend_from * self->q_row_bytes;
-    if (good)
-        memcpy(o, (uint8_t *)fd_slot_at(m->port->port.region, y, self->slot) + y->o, n_attend(m) * self->q_row_bytes);
+    if (good) memcpy(o, (uint8_t *)fd_port_slot(&m->port->port, self->slot) + y->o, n_attend(m) * self->q_row_bytes);
     else memset(o, 0, n_attend(m) * self->q_row_bytes);
 }
 
