@@ -20,9 +20,6 @@ void fd_pump_let_rx_thread_receive(fd_pump_t *p, bool on) {
     p->rx_thread_receives = on;
 }
 
-/* No more bytes yet; the budget is used up; a whole frame; the connection has ended. */
-typedef enum { RX_DRY, RX_MORE, RX_FRAME, RX_END } fd_rx_t;
-
 /* Why a connection broke, given the errno of recvmsg. */
 static const char *break_reason(int error) {
     switch (error) {
@@ -146,38 +143,34 @@ static const char *finish_frame(fd_pump_t *p) {
     return NULL;
 }
 
-/* Receives the next bytes of the current frame, as long as the budget lasts. */
-static fd_rx_t advance(fd_pump_t *p) {
+/* Receives the next bytes of the current frame, as long as the budget lasts. If the connection has ended, p->rx.error
+ * says why. */
+static void advance(fd_pump_t *p) {
     for (;;) {
         const size_t head = p->rx.got < sizeof(fd_frame_t) ? sizeof(fd_frame_t)
                                                            : fd_frame_header_bytes(&p->rx.head.frame);
         if (p->rx.got >= head) break;
         struct iovec part = {(uint8_t *)&p->rx.head + p->rx.got, head - p->rx.got};
-        if (!receive_bytes(p, &part, 1)) return p->rx.error ? RX_END : RX_DRY;
+        if (!receive_bytes(p, &part, 1)) return;
         if (p->rx.got == sizeof(fd_frame_t)) p->rx.error = check_frame(p, &p->rx.head.frame);
         if (!p->rx.error && p->rx.got >= sizeof(fd_frame_t) && p->rx.got == fd_frame_header_bytes(&p->rx.head.frame))
             p->rx.error = begin_body(p);
-        if (p->rx.error) return RX_END;
+        if (p->rx.error) return;
     }
-    while (fd_bytes_left(p->rx.parts)) {
-        if (!p->rx.budget) return RX_MORE;
-        if (!receive_bytes(p, p->rx.parts, PARTS)) return p->rx.error ? RX_END : RX_DRY;
-    }
+    while (fd_bytes_left(p->rx.parts))
+        if (!p->rx.budget || !receive_bytes(p, p->rx.parts, PARTS)) return;
     p->rx.error = finish_frame(p);
-    return p->rx.error ? RX_END : RX_FRAME;
 }
 
-static void end_link(fd_pump_t *p) {
+/* Receives what has arrived, at most POLL_BYTES or one frame. False if the connection has ended. */
+static bool receive(fd_pump_t *p) {
+    if (p->rx.error) return false;
+    p->rx.budget = POLL_BYTES;
+    advance(p);
+    if (!p->rx.error) return true;
     shutdown(p->sock, SHUT_RDWR); /* so that the other direction ends too */
     fd_down_stop_link(p->down, p->side, p->region, &p->geometry, p->rx.error);
-}
-
-static fd_rx_t receive(fd_pump_t *p) {
-    if (p->rx.error) return RX_END;
-    p->rx.budget = POLL_BYTES;
-    fd_rx_t rx = advance(p);
-    if (rx == RX_END) end_link(p);
-    return rx;
+    return false;
 }
 
 /* The calling thread holds `receive_ownership` and receives from now on, instead of the receiving thread. */
@@ -188,7 +181,8 @@ static void start_receiving(fd_pump_t *p) {
 }
 
 /* The calling thread stops receiving and releases `receive_ownership`. The receiving thread takes over, except on the S
- * side while no call is in flight: no bytes can arrive then, and the thread that posts the next call waits for it. */
+ * side while nothing is in flight: no bytes can arrive then, and the thread that sends the next message waits itself.
+ */
 static void stop_receiving(fd_pump_t *p) {
     pthread_mutex_lock(&p->lock);
     if (p->side == FD_SIDE_R || p->n_busy) fd_pump_let_rx_thread_receive(p, true);
@@ -199,12 +193,12 @@ static void stop_receiving(fd_pump_t *p) {
 void *fd_pump_rx_main(void *arg) {
     fd_pump_t *p = arg;
     struct epoll_event event;
-    for (fd_rx_t rx = RX_DRY; rx != RX_END;) {
+    for (bool open = true; open;) {
         int n = epoll_wait(p->epoll, &event, 1, p->side == FD_SIDE_S ? SAFETY_NET_MS : -1);
         if (n < 0) continue; /* EINTR */
         if (n > 0) pthread_mutex_lock(&p->receive_ownership);
         else if (pthread_mutex_trylock(&p->receive_ownership)) continue;
-        rx = receive(p);
+        open = receive(p);
         pthread_mutex_unlock(&p->receive_ownership);
     }
     return NULL;
@@ -224,7 +218,7 @@ bool fd_pump_poll(void *pump, bool go_on) {
     } else if (!mine) {
         return false;
     }
-    if (go_on && receive(p) != RX_END) return true;
+    if (go_on && receive(p)) return true;
     __atomic_store_n(&p->poller, NULL, __ATOMIC_RELAXED);
     stop_receiving(p);
     return false;
