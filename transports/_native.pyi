@@ -105,8 +105,9 @@ class StepGroup:
         """Copy every member's rows into its slot and ask for the layer. Returns at once. Raises ValueError like
         Port.ring."""
     def wait(self, timeout: float, rows: bool = True) -> _Failures:
-        """Wait until every link has answered, and gather the O rows if `rows` is true; rows of members that have failed
-        become zero.
+        """Wait until every link has answered, and gather the O rows if `rows` is true.
+
+        The O rows of a member that fails become zero.
 
         A link that does not answer within `timeout` seconds goes down. Members with nothing in flight are passed over.
         """

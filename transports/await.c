@@ -84,7 +84,7 @@ static void rest(fd_awaited_t *awaited, size_t n, uint64_t waited_ns, uint64_t l
         else silent++;
     }
     uint64_t ns = left_ns < SLEEP_MAX_NS ? left_ns : SLEEP_MAX_NS;
-    if (silent || (ringing && sockets)) { /* no one system call sleeps on all of them */
+    if (silent || (ringing && sockets) || ringing + sockets > WAITV_MAX) { /* no system call sleeps on all of them */
         const uint64_t nap_ns = fd_nap_ns(waited_ns, NAP_MAX_NS);
         if (nap_ns < ns) ns = nap_ns;
     }

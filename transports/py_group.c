@@ -132,7 +132,10 @@ fail:
 /* ---- failures: a list of (member, status, message), status -1 for a link that is down; None if there are none ---- */
 
 static int add_failure(GroupObject *self, PyObject **failures, size_t i, long status, PyObject *message) {
+    const member_t *m = &self->members[i];
     self->members[i].failed = true;
+    if (self->o.buf) /* nobody may take what was there for its result */
+        memset((uint8_t *)self->o.buf + m->attend_from * self->q_row_bytes, 0, n_attend(m) * self->q_row_bytes);
     if (!*failures) *failures = PyList_New(0);
     PyObject *failure = *failures && message ? Py_BuildValue("nlO", (Py_ssize_t)i, status, message) : NULL;
     const int rc = failure ? PyList_Append(*failures, failure) : -1;
@@ -214,12 +217,15 @@ static void scatter(const GroupObject *self, const member_t *m) {
            n_append(m) * self->kv_row_bytes);
 }
 
-/* Copies a member's O rows from its slot to the step's buffer, or zeros if they are not `good`. */
-static void gather(const GroupObject *self, const member_t *m, bool good) {
-    const fd_layout_t *y = &m->port->port.layout;
-    uint8_t *o = (uint8_t *)self->o.buf + m->attend_from * self->q_row_bytes;
-    if (good) memcpy(o, (uint8_t *)fd_port_slot(&m->port->port, self->slot) + y->o, n_attend(m) * self->q_row_bytes);
-    else memset(o, 0, n_attend(m) * self->q_row_bytes);
+/* Copies the O rows of the members that have answered from their slots to the step's buffer. */
+static void gather(const GroupObject *self, size_t n) {
+    for (size_t k = 0; k < n; k++) {
+        const member_t *m = &self->members[self->who[k]];
+        if (self->awaited[k].result != FD_PORT_OK) continue;
+        memcpy((uint8_t *)self->o.buf + m->attend_from * self->q_row_bytes,
+               (uint8_t *)fd_port_slot(&m->port->port, self->slot) + m->port->port.layout.o,
+               n_attend(m) * self->q_row_bytes);
+    }
 }
 
 static const char *ring_all(GroupObject *self, size_t n, uint32_t layer) {
@@ -275,12 +281,10 @@ static PyObject *group_wait(GroupObject *self, PyObject *args, PyObject *kwargs)
     if (pending || (copy && self->bytes_per_layer > GIL_BYTES)) {
         Py_BEGIN_ALLOW_THREADS
         fd_port_await(self->awaited, n, timeout_ns);
-        for (size_t k = 0; copy && k < n; k++)
-            gather(self, &self->members[self->who[k]], self->awaited[k].result == FD_PORT_OK);
+        if (copy) gather(self, n);
         Py_END_ALLOW_THREADS
-    } else {
-        for (size_t k = 0; copy && k < n; k++)
-            gather(self, &self->members[self->who[k]], self->awaited[k].result == FD_PORT_OK);
+    } else if (copy) {
+        gather(self, n);
     }
     return end(self, n, NULL);
 }
