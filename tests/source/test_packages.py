@@ -1,0 +1,44 @@
+"""What a wheel contains: an editable install, which most work is done in, hides a package that is missing from it."""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from fnmatch import fnmatch
+from pathlib import Path
+
+import pytest
+from sources import ROOT
+
+pytestmark = pytest.mark.quick
+
+SETUPTOOLS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+
+
+def files() -> list[Path]:
+    """The files of the package, relative to the checkout; fastdecode has links to folders beside it."""
+    return [
+        Path(folder, name).relative_to(ROOT)
+        for folder, _, names in os.walk(ROOT / "fastdecode", followlinks=True)
+        for name in names
+        if "__pycache__" not in folder
+    ]
+
+
+def test_every_folder_of_modules_is_listed_once():
+    folders = {".".join(path.parent.parts) for path in files() if path.suffix == ".py"}
+    assert sorted(SETUPTOOLS["packages"]) == sorted(folders)
+
+
+def test_every_other_file_that_is_read_at_run_time_is_listed():
+    """Sources in C and the extensions made from them are not package data."""
+    for path in files():
+        if path.suffix in (".py", ".pyi", ".c", ".h", ".so"):
+            continue
+        listed = [
+            pattern
+            for package, patterns in SETUPTOOLS["package-data"].items()
+            for pattern in patterns
+            if fnmatch(str(path), f"{package.replace('.', '/')}/{pattern}")
+        ]
+        assert listed, f"{path} is in no wheel"
