@@ -1,5 +1,5 @@
-/* What few models do to their scores before the softmax: soft-capping (Gemma 2) and position biases (ALiBi). These are
- * calls, not inlined into the block functions, so that models without them pay for one untaken branch a chunk. */
+/* Changes that few models make to their scores before the softmax: soft-capping (Gemma 2) and position biases (ALiBi).
+ * The block functions call adjust_scores, which is not inlined, so other models pay for one untaken branch a chunk. */
 #ifndef FD_ADJUST_SIMD_H
 #define FD_ADJUST_SIMD_H
 

@@ -5,7 +5,7 @@
 #include "fail.h"
 
 enum {
-    SETTLE_POLLS = 1000 /* see `settled` */
+    SETTLE_POLLS = 1000 /* see settled_bell */
 };
 
 static fd_slot_t *slot_of(const fd_link_t *link, uint32_t index) {

@@ -1,7 +1,7 @@
 /* The R-engine: a pool of threads that polls the doorbells of all its links, appends K and V, attends and rings back.
  *
  * No thread of the pool ever enters Python or takes its GIL. Thread 0 finds the calls, copies and checks their headers
- * and row tables, plans the steps and decides whose call is worked on (turns.h). All threads share the work (jobs.h),
+ * and row tables, plans the steps and decides the order of the calls (turns.h). All threads share the work (jobs.h),
  * and thread 0 rings the replies. Control operations run on other threads: adding and removing a link takes the
  * engine's mutex; FREE, TRIM and FORK take the link's mutex, which a call takes only while it plans a step. Between
  * calls the threads maintain the memory of the leases, a slice at a time: if so configured, they fault it in ahead of

@@ -1,5 +1,5 @@
 /* The R-engine's own types, which its files share: engine.c (thread 0 and life), jobs.c (the work of a call), turns.c
- * (whose call is worked on), calls.c (the words of a slot), maintain.c (the arenas between calls) and link.c (leases
+ * (the order of the calls), calls.c (the words of a slot), maintain.c (the arenas between calls) and link.c (leases
  * and control operations). */
 #ifndef FD_ENGINE_STATE_H
 #define FD_ENGINE_STATE_H
@@ -39,8 +39,8 @@ typedef struct {
 typedef struct {
     uint64_t armed;             /* the last arm bell that the engine has answered */
     uint32_t served;            /* layers of the step that are done */
-    uint64_t bell;              /* what fd_slot_asks has read: the arm bell, */
-    uint32_t request;           /* and layer_request */
+    uint64_t bell;              /* the arm bell that fd_slot_asks has read */
+    uint32_t request;           /* the layer_request that fd_slot_asks has read */
     uint32_t layer;             /* the layer in progress */
     uint64_t busy_ns, kv_bytes; /* of the step so far */
     fd_step_t step;
@@ -63,9 +63,9 @@ struct fd_link {
         int64_t credit_ns;  /* engine time that the link may still take in this round */
         double ns_per_cost; /* of a thread, for a unit of fd_step_t.cost */
         uint32_t n_jobs;    /* calls begun and not answered */
-        uint32_t n_copying; /* those whose steps copy shared pages */
-        bool waits;         /* asks for something and has no credit */
-        bool leaving;       /* is being removed: begins no more calls */
+        uint32_t n_copying; /* of these calls, how many copy shared pages */
+        bool waits;         /* the link asks for a call and has no credit */
+        bool leaving;       /* the link is being removed: it begins no more calls */
     } turn;
     struct {            /* atomics; thread 0 writes the others, any thread reads */
         uint64_t parts; /* fd_kvcache_parts, or 0 without prefaulting; fd_link_grow writes it */
@@ -87,13 +87,13 @@ typedef struct {
     uint32_t parked; /* atomic: number << 1 | 1 of an item in which this lane's thread has stopped; or 0 */
 } fd_lane_t;
 
-/* What a few threads have done in a place since the engine began. Atomics. */
+/* Counts of the work that a few threads have done in a place since the engine began. Atomics. */
 typedef struct {
     uint64_t items __attribute__((aligned(64)));
     uint64_t kv_bytes;
 } fd_tally_t;
 
-/* Where a job is done. */
+/* A place in which the threads do one job after another. */
 struct fd_place {
     /* Read by all threads. */
     uint64_t *notice __attribute__((aligned(64))); /* the place's word of the board */
@@ -141,17 +141,17 @@ struct fd_engine {
     uint32_t next_carrier; /* index in `adopted` of the link whose carrier is polled next */
     uint64_t maintained_ns;
 
-    /* Thread 0 only: whose turn it is (turns.c). */
+    /* Thread 0 only: the order of the calls (turns.c). */
     uint32_t n_jobs;        /* calls begun and not answered */
-    uint64_t working_since; /* when n_jobs was 0 last */
+    uint64_t working_since; /* the time at which n_jobs was 0 last */
     uint64_t n_begun;       /* calls begun since the engine began */
     uint32_t next_link;     /* index in `adopted` of the link that is asked first */
     fd_link_t *main_link;   /* the link whose job all threads work on, or NULL */
     fd_job_t *main_job;
     uint64_t charged_ns; /* main_link has been charged up to this time */
-    uint64_t poll_ns;    /* how long it took to read all bells last time */
+    uint64_t poll_ns;    /* the time that reading all bells took last */
 
-    /* Atomics: what is to be done in each place, epoch << 32 | number of items. Threads spin on this line. */
+    /* Atomics: the job of each place, epoch << 32 | number of items. Threads spin on this line. */
     uint64_t board[FD_PLACES] __attribute__((aligned(64)));
     fd_place_t places[FD_PLACES];
     fd_sleeper_t *sleepers; /* [n_threads] */

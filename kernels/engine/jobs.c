@@ -36,8 +36,8 @@ static uint64_t whole_lane(const fd_engine_t *e, uint64_t notice, uint32_t rank)
     return (notice & ~(uint64_t)UINT32_MAX) | next << 16 | end;
 }
 
-/* What a lane's word says under this notice. A lane that no thread has claimed from still has the word of an earlier
- * job; thread 0 need not write it. Sets *late if the notice is that of an earlier job. */
+/* The lane's word under this notice. A lane from which no thread has claimed still has the word of an earlier job, so
+ * that thread 0 need not write it. Sets *late if the notice is that of an earlier job. */
 static uint64_t lane_word(const fd_engine_t *e, uint64_t word, uint64_t notice, uint32_t rank, bool *late) {
     const int32_t age = (int32_t)((uint32_t)(word >> 32) - (uint32_t)(notice >> 32));
     *late = age > 0;

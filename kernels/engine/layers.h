@@ -1,4 +1,4 @@
-/* What a link's S-node says about the attention of each layer, beyond the geometry. */
+/* A link's S-node describes the attention of each layer by an fd_layer_t, beyond the geometry. */
 #ifndef FD_LAYERS_H
 #define FD_LAYERS_H
 

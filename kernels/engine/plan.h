@@ -14,7 +14,7 @@
  * result. An entry that only appends is cut between any two pages.
  *
  * A thread does an item in units, between which it may stop (work.h). A unit attends one block of query rows to a few
- * pages. Which pages, the plan alone decides, so results do not depend on when a thread has stopped.
+ * pages. The plan alone decides which pages, so results do not depend on when a thread has stopped.
  *
  * The plan assumes the widest window of the model. A layer with a narrower window skips the pages that it does not see.
  */
@@ -52,7 +52,7 @@ typedef struct {
     uint32_t n_pieces; /* number of pieces of the last span, if that span begins in this item and is cut; else 0 */
 } fd_item_t;
 
-/* How far a thread has come with an item in which it has stopped. Any thread may go on from here. */
+/* The progress of an item in which a thread has stopped. Any thread may go on from here. */
 typedef struct {
     fd_point_t at;     /* where the piece in progress begins */
     uint32_t appended; /* rows of that piece that have been appended */

@@ -29,7 +29,7 @@ static uint32_t threads_for(const fd_engine_t *e, uint32_t n_items) {
     return n_items < e->n_threads ? n_items : e->n_threads;
 }
 
-/* How long the engine will take for a layer of the step. */
+/* The time that the engine will take for a layer of the step. */
 static double estimate_ns(const fd_engine_t *e, const fd_link_t *link, const fd_step_t *step) {
     const double one_thread = (double)step->cost * link->turn.ns_per_cost;
     return step->n_items == 1 ? one_thread : one_thread / threads_for(e, step->n_items);
@@ -43,7 +43,7 @@ static void learn(fd_engine_t *e, fd_link_t *link, const fd_step_t *step, uint64
 
 static bool active(const fd_link_t *link) { return link->turn.waits || link->turn.n_jobs; }
 
-/* Starts as many rounds as it takes until a link that wants something may have it. */
+/* Starts rounds until at least one of the active links has credit. */
 static void refill(fd_engine_t *e) {
     int64_t most = INT64_MIN;
     for (uint32_t i = 0; i < e->n_adopted; i++)
@@ -148,7 +148,7 @@ bool fd_turns_poll(fd_engine_t *e) {
     if (waiting && !e->n_jobs) refill(e);
     if (start) e->poll_ns = (e->charged_ns = fd_now_ns()) - start; /* the main job's link does not pay for this */
     if (start && any)
-        sched_yield(); /* whoever waited for a short call may need this core, which long ones would keep */
+        sched_yield(); /* the peer of a short call may need this core, which long calls would keep */
     return any;
 }
 
@@ -193,8 +193,8 @@ static bool another_waits(const fd_engine_t *e) {
     return false;
 }
 
-/* Answers the calls that are done, and lets those that were withdrawn wait for their next turn. Returns whether there
- * was one. */
+/* Answers the calls that are done, and lets withdrawn calls wait for their next turn. Returns whether there was such a
+ * call. */
 static bool end_calls(fd_engine_t *e) {
     bool any = false;
     for (uint32_t p = 0; p < FD_PLACES; p++) {
@@ -225,7 +225,7 @@ void fd_turns_work(fd_engine_t *e) {
     if (!worked) set_main(e, NULL, NULL); /* all items are claimed: there are threads for another call */
     for (uint32_t i = 0; i < SPINS && !end_calls(e) && !worked; i++) fd_cpu_relax();
     if (!worked) sched_yield(); /* a helper that still works may need this core */
-    /* Whatever the estimates were, the carriers must not wait for long. */
+    /* The carriers must not wait for long, even if an estimate was wrong. */
     if (e->n_jobs && e->polling && fd_now_ns() - e->working_since > LONG_NS) fd_poll_carriers(e, false);
 }
 

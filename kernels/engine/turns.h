@@ -1,13 +1,14 @@
-/* Whose call the engine works on, and in what order: everything that thread 0 decides.
+/* The order of the calls: thread 0 decides which call the engine works on, and when links take turns.
  *
- * A short call is done by thread 0 at once, even while the other threads work on a long one. Long calls are worked on
+ * Thread 0 does a short call at once, even while the other threads work on a long one. The threads work on long calls
  * in slices, and links take turns by deficit round robin (Shreedhar and Varghese, SIGCOMM 1995): each round gives every
- * link that wants something the same engine time, however many slots it has; a link that has used it up waits until the
- * others have had theirs. What a call took is charged as it is measured. What it will take is estimated from the plan's
- * cost, which counts attention, appended rows and page copies, at the rate of the link's last calls.
+ * link that has calls the same engine time, however many slots the link has; a link that has used up its time waits until
+ * the other links have used theirs. Thread 0 charges a link the time that its calls take, and estimates the time of a
+ * call from the plan's cost, which counts attention, appended rows and page copies, at the rate of the link's last
+ * calls.
  *
- * All threads work on one job, the main job. Once all of its items are claimed, the next job becomes the main one, so
- * several calls are under way at once if one does not fill the threads.
+ * All threads work on one job, the main job. Once all of its items are claimed, the next job becomes the main job, so
+ * several calls are under way at once if one call does not fill the threads.
  */
 #ifndef FD_TURNS_H
 #define FD_TURNS_H

@@ -1,4 +1,5 @@
-/* How a thread does an item (plan.h) of a call: it appends the new K and V rows, attends and writes O rows. */
+/* The work of a thread on an item (plan.h) of a call: the thread appends the new K and V rows, attends and writes O
+ * rows. */
 #ifndef FD_WORK_H
 #define FD_WORK_H
 
@@ -30,7 +31,7 @@ typedef struct {
     fd_scratch_t *scratch; /* [n_threads] */
 } fd_work_t;
 
-/* When a thread stops in the middle of an item: once *word is no longer `expected`, or at `until_ns` (fd_now_ns). */
+/* A thread stops in the middle of an item once *word is no longer `expected`, or at `until_ns` (fd_now_ns). */
 typedef struct {
     const uint64_t *word;
     uint64_t expected;

@@ -320,8 +320,7 @@ PyMethodDef fd_attention_methods[] = {
      "kv_append(isa, kv_dtype, chunks, first_token_slot, k, v): append k and v to consecutive chunks."},
     {"kv_attend", (PyCFunction)(void (*)(void))kv_attend, METH_VARARGS | METH_KEYWORDS,
      "kv_attend(isa, kv_dtype, chunks, order, first_token, q, q_pos, window, acc, m, l, o=None, *, segment=0, "
-     "softcap=0, "
-     "slopes=None, sinks=None): attend q to chunks."},
+     "softcap=0, slopes=None, sinks=None): attend q to chunks."},
     {"attend_merge", attend_merge, METH_VARARGS,
      "attend_merge(isa, m, l, acc, m2, l2, acc2): merge the partial results (m2, l2, acc2) into (m, l, acc)."},
     {"attend_finish", attend_finish, METH_VARARGS, "attend_finish(isa, o, acc, l, act_dtype): o = acc / l."},

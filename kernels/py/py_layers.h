@@ -1,4 +1,4 @@
-/* How Python hands the layers of a link (layers.h) to C. For py_engine.c only; include Python.h first. */
+/* Converts the layers of a link (layers.h) from Python. For py_engine.c only; include Python.h first. */
 #ifndef FD_PY_LAYERS_H
 #define FD_PY_LAYERS_H
 
