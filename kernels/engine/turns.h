@@ -2,7 +2,7 @@
  *
  * Thread 0 does a short call at once, even while the other threads work on a long one. The threads work on long calls
  * in slices, and links take turns by deficit round robin (Shreedhar and Varghese, SIGCOMM 1995): each round gives every
- * link that has calls the same engine time, however many slots the link has; a link that has used up its time waits until
+ * link with calls the same engine time, however many slots the link has; a link that has used up its time waits until
  * the other links have used theirs. Thread 0 charges a link the time that its calls take, and estimates the time of a
  * call from the plan's cost, which counts attention, appended rows and page copies, at the rate of the link's last
  * calls.
