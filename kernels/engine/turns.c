@@ -147,8 +147,7 @@ bool fd_turns_poll(fd_engine_t *e) {
     }
     if (waiting && !e->n_jobs) refill(e);
     if (start) e->poll_ns = (e->charged_ns = fd_now_ns()) - start; /* the main job's link does not pay for this */
-    if (start && any)
-        sched_yield(); /* the peer of a short call may need this core, which long calls would keep */
+    if (start && any) sched_yield(); /* the peer of a short call may need this core, which long calls would keep */
     return any;
 }
 
