@@ -9,6 +9,7 @@
 
 #include "engine.h"
 #include "py_geometry.h"
+#include "py_isa.h"
 #include "py_layers.h"
 
 #define ERR_LEN 256
@@ -42,31 +43,6 @@ static PyObject *py_page_bytes(PyObject *module, PyObject *args) {
 
 /* ---- REngine ---- */
 
-static void raise_no_isa(const char *what, const char *name) {
-    char has[64] = "";
-    for (int i = 0; i < FD_ISAS; i++)
-        if (fd_isa_supported((fd_isa_t)i)) {
-            if (*has) strcat(has, ", ");
-            strcat(has, fd_isa_name((fd_isa_t)i));
-        }
-    PyErr_Format(PyExc_ValueError, "%s '%s' cannot be used; this machine has %s", what, name, has);
-}
-
-/* Picks the ISA called `name`, else the one in FASTDECODE_ISA, else the best. An ISA that is not here is an error. */
-static int choose_isa(const char *name, fd_isa_t *isa) {
-    const char *what = "isa";
-    if (!name) {
-        what = "FASTDECODE_ISA";
-        name = getenv(what);
-        if (name && !*name) name = NULL;
-    }
-    *isa = fd_isa_best();
-    if (!name) return 1;
-    if (fd_isa_from_name(name, isa) == 0 && fd_isa_supported(*isa)) return 1;
-    raise_no_isa(what, name);
-    return 0;
-}
-
 static int choose_huge(const char *name, fd_huge_t *huge) {
     static const char *names[FD_HUGE_MODES] = {"madvise", "hugetlb", "off"};
     for (int i = 0; i < FD_HUGE_MODES; i++)
@@ -88,7 +64,7 @@ static PyObject *engine_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "IK|zOIspd", names, &threads, &kv_bytes, &isa, &cpus, &spin_us,
                                      &huge, &prefault, &trim_idle_s))
         return NULL;
-    if (!choose_isa(isa, &config.isa) || !choose_huge(huge, &config.huge)) return NULL;
+    if (!fd_py_choose_isa(isa, &config.isa) || !choose_huge(huge, &config.huge)) return NULL;
     if (!(trim_idle_s >= 0 && trim_idle_s <= 1e9)) {
         PyErr_SetString(PyExc_ValueError, "trim_idle_s is not a time in seconds");
         return NULL;

@@ -2,9 +2,8 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
-#include <stdlib.h>
-
 #include "linear.h"
+#include "py_isa.h"
 
 enum { WEIGHTS, SCALES, UNITS, MINS, BIAS, BUFFERS };
 
@@ -14,15 +13,6 @@ typedef struct {
     fd_isa_t isa;
     Py_buffer buffers[BUFFERS]; /* obj NULL: not given */
 } linear_t;
-
-/* The ISA in FASTDECODE_ISA, else the best. */
-static int choose_isa(fd_isa_t *isa) {
-    const char *name = getenv("FASTDECODE_ISA");
-    *isa = fd_isa_best();
-    if (!name || (!fd_isa_from_name(name, isa) && fd_isa_supported(*isa))) return 0;
-    PyErr_Format(PyExc_ValueError, "FASTDECODE_ISA: %s is no ISA of this machine", name);
-    return -1;
-}
 
 /* Takes the bytes of `o` as buffer `which`, which must have `size` bytes. None is accepted if `optional`. */
 static int take_buffer(linear_t *self, int which, PyObject *o, size_t size, int optional) {
@@ -55,7 +45,8 @@ static PyObject *linear_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
     l->group_blocks = group / FD_LINEAR_BLOCK;
     l->groups = (ins + group - 1) / group;
     const size_t tiles = fd_linear_tiles(l), lanes = tiles * FD_LINEAR_LANES;
-    if (choose_isa(&self->isa) < 0 || take_buffer(self, WEIGHTS, o[WEIGHTS], tiles * fd_linear_tile_bytes(l), 0) < 0 ||
+    if (!fd_py_choose_isa(NULL, &self->isa) ||
+        take_buffer(self, WEIGHTS, o[WEIGHTS], tiles * fd_linear_tile_bytes(l), 0) < 0 ||
         take_buffer(self, SCALES, o[SCALES], lanes * l->groups * 2, 0) < 0 ||
         take_buffer(self, UNITS, o[UNITS], lanes * sizeof(float), 0) < 0 ||
         take_buffer(self, MINS, o[MINS], lanes * l->groups * 2, 1) < 0 ||

@@ -114,8 +114,16 @@ def test_each_isa_has_the_kernels_that_its_name_says(isa):
 
 def test_an_isa_that_is_not_here_is_an_error(monkeypatch):
     monkeypatch.setenv("FASTDECODE_ISA", "mmx")
-    with pytest.raises(ValueError, match="FASTDECODE_ISA: mmx"):
+    with pytest.raises(ValueError, match="FASTDECODE_ISA 'mmx' cannot be used; this machine has scalar"):
         GroupedLinear(random_matrix(4, 16, 32), None, CPU)
+
+
+def test_an_empty_fastdecode_isa_means_the_best_isa(monkeypatch):
+    linears = []
+    for value in ("", _native.isa_best()):
+        monkeypatch.setenv("FASTDECODE_ISA", value)
+        linears.append(GroupedLinear(random_matrix(4, 16, 32), None, CPU))
+    assert linears[0]._native.isa == linears[1]._native.isa
 
 
 @pytest.mark.quick
