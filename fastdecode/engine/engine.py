@@ -14,6 +14,7 @@ import logging
 import secrets
 import time
 from collections.abc import Coroutine, Iterable
+from itertools import compress
 from typing import TYPE_CHECKING
 
 from fastdecode.engine.batching import logit_rules, step_batch
@@ -299,17 +300,20 @@ class Engine:
             for link, times in output.link_costs.items():
                 self.cluster.observe(link, times.busy_ns, times.kv_bytes)
             self.observer.step(plan.n_tokens, self.last_progress - begun)
-            failed = [
-                (dataclasses.replace(plan, chunks=[c for c in plan.chunks if c.seq.placed_on.link is link]), failure)
-                for link, failure in output.failures.items()
-            ]
-            sound = [i for i, chunk in enumerate(plan.chunks) if chunk.seq.placed_on.link not in output.failures]
             for i, scores in output.scores.items():
-                if i in sound:
-                    seq = plan.chunks[i].seq
+                seq = plan.chunks[i].seq
+                if seq.placed_on.link not in output.failures:
                     seq.prompt_scores[seq.cached : seq.cached + len(scores)] = scores
-            done = dataclasses.replace(plan, chunks=[plan.chunks[i] for i in sound])
-            sampled = [output.sampled[i] for i in sound]
+            done, sampled = plan, output.sampled
+            failed: list[tuple[Plan, TransportError]] = []
+            if output.failures:  # the plan is split before `complete`, which takes ended sequences off their R-nodes
+                links = [chunk.seq.placed_on.link for chunk in plan.chunks]
+                sound = [link not in output.failures for link in links]
+                done, sampled = _part(plan, sound), list(compress(sampled, sound))
+                failed = [
+                    (_part(plan, [link is lost for link in links]), failure)
+                    for lost, failure in output.failures.items()
+                ]
             for outcome in self.scheduler.complete(done, sampled, self.last_progress - begun):
                 self._deliver(outcome, self.last_progress)
             for part, failure in failed:
@@ -446,6 +450,11 @@ class Engine:
         self._broken = True
         for seq in list(self._live):
             self._fail(seq, "the engine broke; see the server's log")
+
+
+def _part(plan: Plan, taken: list[bool]) -> Plan:
+    """A step's plan without the chunks whose entry in `taken` is False."""
+    return dataclasses.replace(plan, chunks=list(compress(plan.chunks, taken)))
 
 
 def _check_link(link: Link, mini_batches: int, max_batch_tokens: int) -> None:
