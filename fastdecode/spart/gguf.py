@@ -37,14 +37,19 @@ _KEYS = {
     "attention.head_count_kv": "num_key_value_heads",
     "attention.key_length": "head_dim",
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
-    "attention.sliding_window": "sliding_window",
-    "attention.scale": "attention_multiplier",
-    "embedding_scale": "embedding_multiplier",
-    "residual_scale": "residual_multiplier",
-    "logit_scale": "logits_scaling",
     "rope.freq_base": "rope_theta",
 }
-#: Keys that say nothing that the tensors or the keys above do not say, or that are read below.
+#: More such keys, which only these architectures' families read.
+_FAMILY_KEYS = {
+    "phi3": {"attention.sliding_window": "sliding_window"},
+    "granite": {
+        "attention.scale": "attention_multiplier",
+        "embedding_scale": "embedding_multiplier",
+        "residual_scale": "residual_multiplier",
+        "logit_scale": "logits_scaling",
+    },
+}
+#: Keys that repeat the tensors or the keys above, and keys that are read below.
 _OTHER_KEYS = {
     "vocab_size",
     "attention.value_length",
@@ -85,7 +90,7 @@ def open_gguf(path: Path) -> GGUFFile:
 
 
 def gguf_config(file: GGUFFile) -> ModelConfig:
-    """The model of a GGUF file. Raises CheckpointError for one that is not understood, by name."""
+    """The model of a GGUF file. Raises CheckpointError for a key or an architecture that is not understood, by name."""
     fields, tensors = file.fields, file.tensors
     architecture = fields.get("general.architecture")
     if architecture not in FAMILIES:
@@ -95,9 +100,10 @@ def gguf_config(file: GGUFFile) -> ModelConfig:
     if fields.get("split.count", 1) > 1:
         raise CheckpointError(f"{file.path} is one of {fields['split.count']} parts; join them with llama-gguf-split")
     own = {key.removeprefix(f"{architecture}."): v for key, v in fields.items() if key.startswith(f"{architecture}.")}
-    if unknown := sorted(key for key in own if key not in _KEYS and key not in _OTHER_KEYS):
+    keys = _KEYS | _FAMILY_KEYS.get(architecture, {})
+    if unknown := sorted(key for key in own if key not in keys and key not in _OTHER_KEYS):
         raise CheckpointError(f"{file.path}: the key {architecture + '.' + unknown[0]!r} is not understood")
-    raw: dict[str, Any] = {name: own[key] for key, name in _KEYS.items() if key in own}
+    raw: dict[str, Any] = {name: own[key] for key, name in keys.items() if key in own}
     if "token_embd.weight" not in tensors or "num_attention_heads" not in raw:
         raise CheckpointError(
             f"{file.path} holds no language model: it lacks 'token_embd.weight' or the number of heads"
@@ -111,8 +117,6 @@ def gguf_config(file: GGUFFile) -> ModelConfig:
         "eos_token_id": [fields[key] for key in _END_TOKENS if key in fields],
         "rope_scaling": _rope_scaling(own),
     }
-    if architecture != "phi3" and "sliding_window" in raw:
-        raise CheckpointError(f"{file.path}: a sliding window is not supported for {architecture!r}")
     config = make_config(raw)
     for key in ("attention.value_length", "rope.dimension_count"):
         if own.get(key, config.head_size) != config.head_size:
@@ -131,7 +135,7 @@ _END_TOKENS = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom
 
 
 def _dtype(tensors: dict[str, GGUFTensor]) -> str:
-    """The dtype of matrices that are not quantised; fp16 if all are, which is then what a GPU computes in."""
+    """The dtype of the matrices that are not quantised. fp16 if all are quantised: a GPU then computes in fp16."""
     kinds = {tensor.type.name for tensor in tensors.values() if len(tensor.shape) > 1}
     return "bfloat16" if kinds == {"BF16"} else "float32" if kinds == {"F32"} else "float16"
 
@@ -199,7 +203,7 @@ class GGUFCheckpoint(Checkpoint):
         return f"GGUF {', '.join(sorted(kinds))}" if kinds else None
 
     def _order(self, name: str, rows: int) -> torch.Tensor:
-        """The file's row of each row: a pair's two elements lie side by side in the file, half a head apart for us."""
+        """The file's row for each of ours: RoPE's pairs lie side by side in the file, half a head apart in ours."""
         heads = self._heads[name]
         return torch.arange(rows).view(heads, rows // heads // 2, 2).transpose(1, 2).flatten()
 
@@ -318,7 +322,7 @@ def _unpack(tensor: GGUFTensor, blocks: np.ndarray) -> Quantised:
 
 
 def _library(tensor: GGUFTensor) -> Any:
-    """The package gguf, which knows the rarer types. Raises CheckpointError where it is missing or does not."""
+    """The package gguf, which unpacks the rarer types. Raises CheckpointError if it is missing or lacks the type."""
     try:
         import gguf
         from gguf import quants

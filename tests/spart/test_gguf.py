@@ -228,6 +228,8 @@ def test_what_is_not_understood_is_named(good, tmp_path):
         read_config(patched(good, path, string, string.replace(b"llama", b"mamba")))
     with pytest.raises(CheckpointError, match=r"'llama\.block_coun7' is not understood"):
         read_config(patched(good, path, b"llama.block_count", b"llama.block_coun7"))
+    with pytest.raises(CheckpointError, match=r"'llama\.logit_scale' is not understood"):  # which Granite has
+        read_config(patched(good, path, b"llama.block_count", b"llama.logit_scale"))
     with pytest.raises(CheckpointError, match=r"version 9 of GGUF"):
         read_config(patched(good, path, b"GGUF" + struct.pack("<I", 3), b"GGUF" + struct.pack("<I", 9)))
     name = b"blk.0.ffn_down.weight" + struct.pack("<I", 2) + struct.pack("<QQ", 96, 64)
