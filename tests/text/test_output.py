@@ -77,6 +77,8 @@ CASES = {
         "",
         [W, A],
     ),
+    "mistral args that are no object": ("mistral", '[TOOL_CALLS]add[ARGS]"a" b, Done.', "Done.", "", [("add", None)]),
+    "mistral no args": ("mistral", "[TOOL_CALLS]add[ARGS]} Done.", "Done.", "", [("add", None)]),
     "mistral text": ("mistral", "See [TOOL_KIT] [1", "See [TOOL_KIT] [1", "", []),
     "gpt-oss call": ("gpt-oss", THOUGHT + gpt_oss(W), "", "Let me <see>.", [W]),
     "gpt-oss recipient first": ("gpt-oss", gpt_oss(A, True), "", "", [A]),
@@ -113,7 +115,7 @@ def calls_of(delta):
             assert call.index == len(calls)
             calls.append([call.name, ""])
         calls[call.index][1] += call.arguments
-    return [(name, json.loads(arguments)) for name, arguments in calls]
+    return [(name, json.loads(arguments) if arguments else None) for name, arguments in calls]
 
 
 def cuts(text, seed):

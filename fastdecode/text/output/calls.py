@@ -36,15 +36,15 @@ class CallScanner:
 
     @classmethod
     def of_arguments(cls, name: str) -> CallScanner:
-        """A scanner that stands before the arguments of a call of `name`; after them it is `between`."""
+        """A scanner that stands before the arguments of a call of `name`; behind them it has `ended`."""
         scanner = cls()
         scanner.push(f'{{"name": {json.dumps(name)}, "arguments": ')
         return scanner
 
     @property
-    def between(self) -> bool:
-        """Whether the arguments' own object is complete."""
-        return self._depth == 1 and self._in_value and self.raw.endswith("}")
+    def ended(self) -> bool:
+        """Whether the arguments have ended: their own object is complete, or the text cannot become such an object."""
+        return self.done or self.broken or (self._depth == 1 and self._in_value and self.raw.endswith("}"))
 
     @property
     def is_call(self) -> bool:
@@ -68,7 +68,7 @@ class CallScanner:
     def push_arguments(self, text: str) -> str:
         """As `push`, but stops behind the arguments' object."""
         for i, character in enumerate(text):
-            if self.between or self.broken:
+            if self.ended:
                 return text[i:]
             self.push(character)
         return ""

@@ -61,6 +61,7 @@ class _MistralParser(OutputParser):
                     if found:
                         name = name.partition(CALL_ID)[0].strip()
                         self._scanner, self._state = CallScanner.of_arguments(name), "arguments"
+                        self._emitter.emit(self._scanner, delta)
                     else:
                         text = ""
                 case "arguments":
@@ -92,7 +93,7 @@ class _MistralParser(OutputParser):
         assert scanner is not None, "the name has made a scanner"
         rest = scanner.push_arguments(text)
         self._emitter.emit(scanner, delta)
-        if scanner.between:
+        if scanner.ended:
             self._scanner, self._state = None, "prose"
         return rest
 
