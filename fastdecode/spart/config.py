@@ -19,6 +19,11 @@ class CheckpointError(ValueError):
     """The checkpoint cannot be served; the message is a sentence for the user."""
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, which may be empty: the reason for a CheckpointError."""
+    return next(iter(str(error).splitlines()), "")
+
+
 def check_layers(n_layers: int) -> None:
     """Raise CheckpointError for more layers than a link can have. A damaged file may name any number."""
     if n_layers > MAX_LAYERS:

@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 from fastdecode.spart.checkpoint import SafetensorsCheckpoint
-from fastdecode.spart.config import CheckpointError, Quantisation, TensorNames
+from fastdecode.spart.config import CheckpointError, Quantisation, TensorNames, first_line
 from fastdecode.spart.linears.quantised import GROUP, Quantised, quantise
 
 #: The tensor that shows that a module is quantised, first, and all others that may belong to it.
@@ -31,8 +31,8 @@ _PARTS = {
     "packed": ("weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx", "input_scale"),
     "plain": ("weight", "weight_scale", "weight_scale_inv", "weight_zero_point", "weight_g_idx", "input_scale"),
 }
-#: Activations that are quantised with a scale of their own are not: the products are computed more exactly than that.
-_MAY_LACK = ("g_idx", "weight_zero_point", "weight_shape", "weight_g_idx", "input_scale")
+#: `weight_scale_inv` stands in for `weight_scale`. `input_scale` is not read: we round activations in smaller groups.
+_MAY_LACK = ("g_idx", "weight_scale_inv", "weight_zero_point", "weight_g_idx", "input_scale")
 _NUMBERS = {"I8": torch.int8, "F8_E4M3": torch.float8_e4m3fn}
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
@@ -70,10 +70,10 @@ class QuantisedCheckpoint(SafetensorsCheckpoint):
         if form is None:
             return super().shape(name)
         for end in _PARTS[form]:
-            if self._part(name, end) not in self.stored and end not in _MAY_LACK:
-                other = {"weight_scale": "weight_scale_inv", "weight_scale_inv": "weight_scale"}.get(end)
-                if form != "plain" or other is None or self._part(name, other) not in self.stored:
-                    raise CheckpointError(f"the checkpoint lacks the tensor {self._part(name, end)!r}")
+            if self._part(name, end) in self.stored or end in _MAY_LACK:
+                continue
+            if end != "weight_scale" or self._part(name, "weight_scale_inv") not in self.stored:
+                raise CheckpointError(f"the checkpoint lacks the tensor {self._part(name, end)!r}")
         rows, columns = self._stored(name, _PARTS[form][0])
         match form:
             case "gptq":
@@ -81,10 +81,7 @@ class QuantisedCheckpoint(SafetensorsCheckpoint):
             case "awq":
                 return columns * 8, rows
             case "packed":
-                shape = self._get(name, "weight_shape")
-                if shape is None:
-                    raise CheckpointError(f"the checkpoint lacks the tensor {self._part(name, 'weight_shape')!r}")
-                return tuple(shape.tolist())
+                return tuple(self._need(name, "weight_shape").tolist())
         return rows, columns
 
     def _stored(self, name: str, end: str) -> tuple[int, int]:
@@ -106,10 +103,10 @@ class QuantisedCheckpoint(SafetensorsCheckpoint):
                 case "packed":
                     return self._packed(name)
             return self._plain(name)
+        except CheckpointError:
+            raise
         except (RuntimeError, IndexError, ValueError) as error:
-            if isinstance(error, CheckpointError):
-                raise
-            reason = next(iter(str(error).splitlines()), "")
+            reason = first_line(error)
             raise CheckpointError(f"the quantised tensors of {name!r} do not fit together: {reason}") from None
 
     @property

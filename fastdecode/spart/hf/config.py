@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from fastdecode.region.contract import HEAD_SIZE_UNIT, MAX_HEAD_SIZE, MAX_LAYERS
-from fastdecode.spart.config import CheckpointError
+from fastdecode.spart.config import CheckpointError, first_line
 from fastdecode.spart.hf import adapters
 from fastdecode.spart.hf.trace import AttentionLayer, trace
 from fastdecode.spart.shape import AttentionShape
@@ -105,7 +105,7 @@ def read_configs(directory: str | Path) -> tuple[Any, Any]:
     try:
         config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
-        reason = next(iter(str(error).splitlines()), "")
+        reason = first_line(error)
         if "trust_remote_code" in str(error):
             reason = "the checkpoint needs code of its own (trust_remote_code), which fastdecode does not run"
         raise CheckpointError(f"transformers cannot read {directory}: {reason}") from None

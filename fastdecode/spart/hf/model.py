@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fastdecode.spart.config import CheckpointError
+from fastdecode.spart.config import CheckpointError, first_line
 from fastdecode.spart.hf import adapters
 from fastdecode.spart.hf.attention import ATTENTION, register, split_attention
 from fastdecode.spart.hf.config import HFConfig, read_configs
@@ -76,8 +76,7 @@ def load_hf_model(
             **placement,
         ).eval()
     except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
-        reason = next(iter(str(error).splitlines()), "")
-        raise CheckpointError(f"transformers cannot load {directory}: {reason}") from None
+        raise CheckpointError(f"transformers cannot load {directory}: {first_line(error)}") from None
     module.requires_grad_(False)
     adapters.adapt(module, split_attention)
     parameters = sum(parameter.numel() for parameter in module.parameters())

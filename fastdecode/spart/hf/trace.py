@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from fastdecode.spart.config import CheckpointError
+from fastdecode.spart.config import CheckpointError, first_line
 from fastdecode.spart.hf import adapters
 
 _NAME = "fastdecode-trace"
@@ -49,7 +49,7 @@ def trace(config: Any) -> list[AttentionLayer]:
             model = factory.from_config(config, attn_implementation=adapters.implementation(config, _NAME)).eval()
         adapters.adapt(model, _attention)
     except (KeyError, ValueError) as error:
-        raise CheckpointError(f"{_type(config)} cannot be split at its attention: {_first_line(error)}") from None
+        raise CheckpointError(f"{_type(config)} cannot be split at its attention: {first_line(error)[:200]}") from None
     _use_static_experts(model)
     layers: list[AttentionLayer] = []
     _recording.layers, _recording.kv, _recording.model = layers, [], model
@@ -62,7 +62,7 @@ def trace(config: Any) -> list[AttentionLayer]:
         raise
     except Exception as error:
         # Any exception: the pass runs the model's whole code, which may fail in any way on tensors without data.
-        reason = f"{type(error).__name__}: {_first_line(error)}"
+        reason = f"{type(error).__name__}: {first_line(error)[:200]}"
         raise CheckpointError(f"{_type(config)} cannot be traced on the meta device ({reason})") from None
     finally:
         del _recording.layers, _recording.kv, _recording.model
@@ -150,7 +150,3 @@ def _mask(
 
 def _type(config: Any) -> str:
     return f"a model of type {config.model_type!r}"
-
-
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).splitlines()), "")[:200]
