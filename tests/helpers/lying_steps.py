@@ -25,6 +25,8 @@ def texts() -> list[list[int]]:
 
 def generate(spart: Any, n_links: int, n_new: int = 6, chunk: int = 24) -> list[list[int]]:
     """Tokens of eight prompts in two interleaved mini-batches, prefilled in chunks; half of them are drawn."""
+    from spart_steps import interleaved
+
     from fastdecode.spart.batch import Chunk, SampleSpec, StepBatch
 
     prompts = texts()
@@ -57,37 +59,14 @@ def generate(spart: Any, n_links: int, n_new: int = 6, chunk: int = 24) -> list[
     return done
 
 
-def interleaved(steps: list[Any]) -> list[Any]:
-    """The outputs of steps that take turns, a layer each."""
-    outputs: list[Any] = [None] * len(steps)
-    while None in outputs:
-        for i, step in enumerate(steps):
-            if outputs[i] is None:
-                try:
-                    next(step)
-                except StopIteration as end:
-                    outputs[i] = end.value
-    return outputs
-
-
 async def with_links(model: Any, n_links: int) -> list[list[int]]:
-    from fastdecode.daemon.rnode import RNode
-    from fastdecode.spart import SPart
-    from fastdecode.transports.registry import connect
+    from spart_steps import linked
 
-    hello = model.hello(n_slots=2, max_rows=128, kv_dtype="fp32", kv_bytes=1 << 24, max_seqs=16)
-    nodes, links = [], []
+    from fastdecode.spart import SPart
+
     with tempfile.TemporaryDirectory() as folder:
-        try:
-            for i in range(n_links):
-                nodes.append(RNode(threads=1, kv_bytes=1 << 24))
-                links.append(await connect((await nodes[-1].serve([f"shm://{folder}/{i}"], None))[0], hello, None))
+        async with linked(model, Path(folder), n_links, max_rows=128) as links:
             return generate(SPart(model, links, timeout=20.0), n_links)
-        finally:
-            for link in links:
-                await link.close()
-            for node in nodes:
-                await node.close()
 
 
 def take_for_cuda() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Generator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -47,6 +47,19 @@ def run(step) -> StepOutput:
             next(step)
         except StopIteration as end:
             return end.value
+
+
+def interleaved(steps: Sequence[Generator[None, None, StepOutput]]) -> list[StepOutput]:
+    """Run the steps of several slots in turn, a layer each; their outputs."""
+    outputs: list[StepOutput | None] = [None] * len(steps)
+    while None in outputs:
+        for i, step in enumerate(steps):
+            if outputs[i] is None:
+                try:
+                    next(step)
+                except StopIteration as end:
+                    outputs[i] = end.value
+    return outputs
 
 
 def text(n: int, seed: int = 0) -> list[int]:

@@ -31,14 +31,6 @@ from fastdecode.text.tokenizer import Tokenizer, TokenizerError
 QUANTISED = 5e-3
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 # ---- types ----
 
 

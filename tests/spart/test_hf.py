@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 import torch
 from hf_models import TYPES, VOCAB_SIZE, make_config, save_model
+from spart_steps import GREEDY, interleaved
 
 from fastdecode.daemon.rnode import RNode
-from fastdecode.spart.batch import Chunk, SampleSpec, StepBatch
+from fastdecode.spart.batch import Chunk, StepBatch
 from fastdecode.spart.config import CheckpointError
 from fastdecode.spart.hf.config import HFConfig
 from fastdecode.spart.hf.decoder import HFSPart
@@ -30,7 +31,6 @@ REFUSED = {
 }
 SUPPORTED = sorted(set(TYPES) - set(REFUSED))
 TABLE = Path(__file__).parents[2] / "docs" / "models.md"
-GREEDY = SampleSpec(temperature=0.0)
 PROMPT_LENGTHS = (1, 7, 40, 600)
 CHUNK, NEW_TOKENS = 256, 6
 
@@ -82,23 +82,11 @@ def generate(spart: HFSPart, on_r_node: bool = False) -> list[list[int]]:
             if group:
                 groups.append(group)
                 steps.append(spart.step(StepBatch(slot, [chunk for _, chunk in chunks])))
-        for group, output in zip(groups, interleave(steps), strict=True):
+        for group, output in zip(groups, interleaved(steps), strict=True):
             for i, sampled in zip(group, output.sampled, strict=True):
                 if sampled is not None:
                     sequences[i].append(sampled.token)
     return [s[n:] for s, n in zip(sequences, PROMPT_LENGTHS, strict=True)]
-
-
-def interleave(steps: list[Any]) -> list[Any]:
-    outputs: list[Any] = [None] * len(steps)
-    while None in outputs:
-        for i, step in enumerate(steps):
-            if outputs[i] is None:
-                try:
-                    next(step)
-                except StopIteration as end:
-                    outputs[i] = end.value
-    return outputs
 
 
 async def ours(directory: Path, scheme: str, tmp_path: Path, on_r_node: bool = False) -> list[list[int]]:

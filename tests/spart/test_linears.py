@@ -80,12 +80,8 @@ def assert_product(linear: GroupedLinear, x: torch.Tensor, bias: torch.Tensor | 
 
 
 @pytest.fixture(autouse=True)
-def one_thread():
+def seeded():
     torch.manual_seed(0)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.quick
@@ -198,7 +194,7 @@ def test_rounding_is_within_half_a_step(bits):
 
 
 def test_bits_of_a_weight_in_memory():
-    """8 and a scale of 16 bits for 32 weights; 4, a scale and a minimum; and 32 bits a row."""
+    """A group of 32 weights has a scale of 16 bits, with 4 bits also a minimum of 16; each row has 32 bits more."""
     weight = torch.randn(64, 256)
     for bits, each in ((8, 8.5), (4, 5.0)):
         assert GroupedLinear(quantise(weight, bits), None, CPU).nbytes == weight.numel() * each / 8 + 64 * 4

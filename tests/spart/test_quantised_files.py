@@ -30,14 +30,6 @@ from fastdecode.spart.loader import open_checkpoint
 EXACT, ROUNDED = 5e-3, 0.2
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def pack(q: torch.Tensor, bits: int) -> torch.Tensor:
     """Numbers [n, m] -> int32 [n, ceil(m * bits / 32)], the first in the lowest bits."""
     per = 32 // bits

@@ -14,33 +14,12 @@ import pytest
 import torch
 from checkpoints import FAMILIES, VARIANTS, make_checkpoint, reference
 from quick import quick
-from spart_steps import EXACT, GREEDY, linked, run, text
+from spart_steps import EXACT, GREEDY, interleaved, linked, run, text
 
 from fastdecode.spart import Model, SPart, load_model
 from fastdecode.spart.batch import Chunk, SampleSpec, StepBatch, StepOutput
 from fastdecode.spart.exchange import Exchange, SlotViews, link_rows
 from fastdecode.transports.base import CallRefused, LinkDown
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-def interleave(*steps) -> list[StepOutput]:
-    """Run the steps of several slots in turn, a layer each."""
-    outputs: list[StepOutput | None] = [None] * len(steps)
-    while None in outputs:
-        for i, step in enumerate(steps):
-            if outputs[i] is None:
-                try:
-                    next(step)
-                except StopIteration as end:
-                    outputs[i] = end.value
-    return outputs
 
 
 def expected_logits(directory: Path, tokens: list[int]) -> torch.Tensor:
@@ -194,7 +173,7 @@ async def test_any_mixture_of_work_gives_the_same_logits(variant, scheme, tmp_pa
                 if busy:
                     chosen = chance.sample(busy, chance.randint(1, len(busy)))
                     work.append(feed(spart, slot, [(t, chance.choice([1, 1, 3, 20])) for t in chosen]))
-            for (_, check), output in zip(work, interleave(*(step for step, _ in work)), strict=True):
+            for (_, check), output in zip(work, interleaved([step for step, _ in work]), strict=True):
                 check(output)
     assert max(error for t in texts for error in t.errors) < EXACT
     assert all(t.errors for t in texts)
