@@ -224,7 +224,8 @@ class _NoRPart(Link):
         return None
 
     async def close(self) -> None:
-        pass
+        self.port.close()
+        self._memory.close()
 
 
 class _Bench:
@@ -258,7 +259,7 @@ class _Bench:
 
     async def close(self) -> None:
         self.runner.stop()
-        for link in self.links:
+        for link in (*self.links, *self.s_alone.links):
             await link.close()
 
     async def fill(self) -> None:
