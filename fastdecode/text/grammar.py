@@ -134,11 +134,10 @@ class _MaskThread:
             self._pool.submit(self._work)
 
     def _work(self) -> None:
+        # Before the loop: a state that comes from here on schedules another job, which may find nothing left to do.
+        self._scheduled = False
         while self._due:
-            while self._due:
-                self._due.popleft().update()
-            # A state that came before this line is seen by the outer loop; one that comes after it schedules a new job.
-            self._scheduled = False
+            self._due.popleft().update()
 
 
 class Grammar:
