@@ -53,29 +53,26 @@ static bool receive_bytes(fd_pump_t *p, struct iovec *parts, size_t n_parts) {
 /* Checks that the peer may send this frame now. Returns NULL, or why the link must end. */
 static const char *check_phase(const fd_pump_t *p, const fd_frame_t *frame, const fd_pump_slot_t *state,
                                const fd_arm_t *arm) {
-    const char *error;
+    const bool rings_layer = frame->kind == FD_LAYER || frame->kind == FD_REPLY;
+    if (!rings_layer && frame->word) return "a data frame rings a layer that it does not carry";
     switch ((fd_message_t)frame->kind) {
     case FD_ARM:
         if (state->phase == ARMING || state->phase == ASKED)
             return "a step was armed in a slot whose last message is not answered";
         if (arm->number != state->arm.number + 1) return "a step is out of order";
-        error = fd_arm_error(&p->geometry, arm);
-        break;
+        return fd_arm_error(&p->geometry, arm);
     case FD_LAYER:
-        error = state->phase == ASKED   ? "a layer was asked for in a slot whose last layer is not answered"
-                : state->phase != ARMED ? "a layer was asked for in a slot that has no step"
-                : frame->word != state->asked + 1 || frame->word > p->geometry.n_layers ? "a layer is out of order"
-                                                                                        : NULL;
-        return error;
-    case FD_VERDICT: error = state->phase == ARMING ? NULL : "a verdict arrived that answers nothing"; break;
+        if (state->phase == ASKED) return "a layer was asked for in a slot whose last layer is not answered";
+        if (state->phase != ARMED) return "a layer was asked for in a slot that has no step";
+        if (frame->word != state->asked + 1 || frame->word > p->geometry.n_layers) return "a layer is out of order";
+        return NULL;
+    case FD_VERDICT: return state->phase == ARMING ? NULL : "a verdict arrived that answers nothing";
     case FD_REPLY:
-        error = state->phase == ASKED && (frame->word == state->asked || frame->word == FD_POISON)
-                    ? NULL
-                    : "a reply arrived that answers nothing";
-        return error;
-    default: return "a data frame is of an unknown kind";
+        if (state->phase != ASKED || (frame->word != state->asked && frame->word != FD_POISON))
+            return "a reply arrived that answers nothing";
+        return NULL;
     }
-    return error ? error : frame->word ? "a data frame rings a layer that it does not carry" : NULL;
+    return "a data frame is of an unknown kind";
 }
 
 /* Checks a received header and sets rx.parts for what follows. Returns NULL, or why the link must end. */
