@@ -33,12 +33,16 @@ def test_a_state_that_a_job_takes_while_it_is_submitted_stops_no_later_state():
             super().append(state)
             first.may_end.set()
             second.may_end.set()
-            thread._pool.submit(int).result()  # the only thread has ended the job before this one
+            jobs_have_ended()
+
+    def jobs_have_ended():
+        thread._pool.submit(int).result()  # the pool has one thread
 
     thread.submit(first)
     assert first.begun.wait(30)
     thread._due = Overtaken()
     thread.submit(second)
+    jobs_have_ended()
     thread._due = deque()
     third.may_end.set()
     thread.submit(third)
