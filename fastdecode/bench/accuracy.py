@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import orjson
 import torch
 import uvloop
 from tqdm import tqdm
 
+from fastdecode.bench.options import print_result
 from fastdecode.bench.perplexity import cut
 from fastdecode.daemon.config import NodeConfig
 from fastdecode.daemon.embedded import EmbeddedRNode, split_machine
@@ -251,10 +251,7 @@ def run(args: argparse.Namespace) -> None:
     isas = args.isa or _native.isa_supported()
     rows = [row for name, cases in data.items() for row in _rows(name, cases, isas)]
     result = {"model": directory.resolve().name, "length": args.length, "sequences": args.sequences, "rows": rows}
-    if args.json:
-        print(orjson.dumps(result, option=orjson.OPT_INDENT_2).decode())
-    else:
-        _print(rows)
+    print_result(args, result, _print_table)
 
 
 async def _captured_here(model: Model, ids: np.ndarray) -> list[Case]:
@@ -285,9 +282,9 @@ def _rows(name: str, cases: list[Case], isas: list[str]) -> Iterator[dict[str, A
             }
 
 
-def _print(rows: list[dict[str, Any]]) -> None:
+def _print_table(result: dict[str, Any]) -> None:
     print("relative L2 error of O against float64: over all rows, and of the worst row")
     print(f"{'data':<16}{'KV':<11}{'isa':<12}{'kernel':>10}{'worst':>10}{'whole':>10}{'worst':>10}")
-    for row in rows:
+    for row in result["rows"]:
         figures = (row["kernel"], row["kernel_worst"], row["whole"], row["whole_worst"])
         print(f"{row['data']:<16}{row['kv_dtype']:<11}{row['isa']:<12}" + "".join(f"{x:>10.1e}" for x in figures))

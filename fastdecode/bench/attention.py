@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import orjson
 from tqdm import tqdm
 
 from fastdecode.bench.attention_peers import PEERS, AttentionPeer, check, installed
 from fastdecode.bench.attention_report import print_report, summary
+from fastdecode.bench.options import print_result
 from fastdecode.bench.roofline import Roofline
 from fastdecode.bench.rpart import RPart
 from fastdecode.bench.shape import Data, Shape, huge_pages
@@ -107,10 +107,7 @@ def run(args: argparse.Namespace) -> None:
     result = _measure(args)
     if args.plot:
         plot.attention(result, args.plot)
-    if args.json:
-        print(orjson.dumps(result, option=orjson.OPT_INDENT_2).decode())
-    else:
-        print_report(result)
+    print_result(args, result, print_report)
 
 
 def _measure(args: argparse.Namespace) -> dict[str, Any]:

@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import orjson
 import torch
 import uvloop
 from tqdm import tqdm
 
+from fastdecode.bench.options import print_result
 from fastdecode.bench.peers import PEERS
 from fastdecode.daemon.config import NodeConfig
 from fastdecode.daemon.embedded import EmbeddedRNode, Split, split_machine
@@ -68,11 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    result = uvloop.run(_run(args))
-    if args.json:
-        print(orjson.dumps(result, option=orjson.OPT_INDENT_2).decode())
-    else:
-        _print_table(result)
+    print_result(args, uvloop.run(_run(args)), _print_table)
 
 
 async def _run(args: argparse.Namespace) -> dict[str, Any]:

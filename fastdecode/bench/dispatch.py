@@ -16,9 +16,9 @@ from contextlib import ExitStack, closing
 from typing import Any
 
 import numpy as np
-import orjson
 from tqdm import tqdm
 
+from fastdecode.bench.options import numbers, print_result
 from fastdecode.kernels._native import MAX_THREADS, REngine, page_bytes
 from fastdecode.region.contract import KV_DTYPES, PAGE_TOKENS, ROW_DTYPE
 from fastdecode.region.geometry import Geometry, geometry_tuple
@@ -37,7 +37,7 @@ _TAG = 1
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--threads",
-        type=lambda text: [int(n) for n in text.split(",")],
+        type=numbers,
         default=[1, 2, 4, 8, 16, 32, 64, 128, 256],
         metavar="N,...",
         help="numbers of threads; more than there are cores is allowed",
@@ -101,13 +101,13 @@ def run(args: argparse.Namespace) -> None:
             raise ValueError(f"{n} threads are not within 1..{MAX_THREADS}")
     cores = len(os.sched_getaffinity(0))
     rows = [_row(n, cores, args) for n in tqdm(args.threads, desc="threads", unit="number")]
-    result = {"cores": cores, "spin_us": args.spin_us, "rows": rows}
-    if args.json:
-        print(orjson.dumps(result, option=orjson.OPT_INDENT_2).decode())
-        return
-    print(f"a call without KV, us (p10, p50); {cores} cores")
+    print_result(args, {"cores": cores, "spin_us": args.spin_us, "rows": rows}, _print_table)
+
+
+def _print_table(result: dict[str, Any]) -> None:
+    print(f"a call without KV, us (p10, p50); {result['cores']} cores")
     print(f"{'threads':>7} {'one item':>16} {'an item a thread':>18} {'its work alone':>15} {'handing out':>12}")
-    for row in rows:
+    for row in result["rows"]:
         one, each = (f"{row[name]['p10']:.1f}, {row[name]['p50']:.1f}" for name in ("one_item", "item_a_thread"))
         print(f"{row['threads']:7} {one:>16} {each:>18} {row['work']['p10']:15.1f} {row['handing_out_us']:12.1f}")
 

@@ -16,9 +16,9 @@ from contextlib import ExitStack, closing
 from typing import Any
 
 import numpy as np
-import orjson
 from tqdm import tqdm
 
+from fastdecode.bench.options import numbers, print_result
 from fastdecode.kernels._native import REngine, page_bytes
 from fastdecode.region.contract import KV_DTYPES, ROW_ATTEND, ROW_DTYPE
 from fastdecode.region.geometry import Geometry, geometry_tuple
@@ -35,7 +35,7 @@ _SETTLE_S = 0.002
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--links",
-        type=lambda text: [int(n) for n in text.split(",")],
+        type=numbers,
         default=[1, 8, 64],
         metavar="N,...",
         help="numbers of links; each must divide the rows",
@@ -128,11 +128,12 @@ def run(args: argparse.Namespace) -> None:
         both = sorted(a + b for a, b in times)
         rows.append({"links": n, "ring_us": ring, "gather_us": gather, "p10_us": both[len(both) // 10],
                      "p50_us": statistics.median(both), "p90_us": both[len(both) * 9 // 10]})  # fmt: skip
-    result = {"rows_of_the_batch": args.rows, "spin_us": args.spin_us, "links": rows}
-    if args.json:
-        print(orjson.dumps(result, option=orjson.OPT_INDENT_2).decode())
-        return
-    print(f"host time of a layer, us; {args.rows} rows, R-engines awake for {args.spin_us} us")
+    print_result(args, {"rows_of_the_batch": args.rows, "spin_us": args.spin_us, "links": rows}, _print_table)
+
+
+def _print_table(result: dict[str, Any]) -> None:
+    rows, spin_us = result["rows_of_the_batch"], result["spin_us"]
+    print(f"host time of a layer, us; {rows} rows, R-engines awake for {spin_us} us")
     print(f"{'links':>6} {'ring':>9} {'gather':>9} {'both p10':>9} {'p50':>9} {'p90':>9}")
-    for row in rows:
+    for row in result["links"]:
         print(f"{row['links']:6} " + " ".join(f"{row[key]:9.1f}" for key in list(row)[1:]))

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import orjson
 import torch
 import uvloop
 from tqdm import tqdm
 
+from fastdecode.bench.options import print_result
 from fastdecode.daemon.config import WEIGHTS, NodeConfig, format_bytes
 from fastdecode.daemon.embedded import EmbeddedRNode, split_machine
 from fastdecode.demo import heldout_text, model_dir
@@ -54,10 +54,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    result = uvloop.run(_run(args))
-    if args.json:
-        print(orjson.dumps(result, option=orjson.OPT_INDENT_2).decode())
-        return
+    print_result(args, uvloop.run(_run(args)), _print_table)
+
+
+def _print_table(result: dict[str, Any]) -> None:
     print(f"{result['model']}: {result['tokens']} tokens in sequences of {result['length']}, {result['dtype']}")
     for row in result["rows"]:
         change = "" if row["change"] is None else f"  {100 * row['change']:+.3f} %"

@@ -13,12 +13,12 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
-import orjson
-
+from fastdecode.bench.options import print_result
 from fastdecode.bench.serving.workload import Request as Traced
 from fastdecode.bench.serving.workload import read_trace
 from fastdecode.bench.simulation import Request, Run, StepCost, acknowledge, sequence, simulate
@@ -55,24 +55,26 @@ def run(args: argparse.Namespace) -> None:
     """Simulate the loads and print a table. Raises ValueError, OSError."""
     if args.crowd:
         sharing, apart = (crowd(args.crowd, args.prompt_tokens, share=share) for share in (True, False))
-        if args.json:
-            print(orjson.dumps({"sharing": sharing, "apart": apart}, option=orjson.OPT_INDENT_2).decode())
-            return
-        print(f"{args.crowd} requests with one prompt of {args.prompt_tokens} tokens; processor milliseconds a step:")
-        print(f"{'':<24} {'steps':>6} {'mean':>8} {'median':>8} {'p99':>8} {'longest':>8} {'pages':>7}")
-        for name, row in (("with it", sharing), ("without, 32 tokens each", apart)):
-            times = " ".join(f"{row[key]:8.3f}" for key in ("mean", "median", "p99", "longest"))
-            print(f"{name:<24} {row['steps']:6d} {times} {row['pages']:7d}")
-        print(f"a lookup: {sharing['lookup']:.3f} ms")
+        print_result(args, {"sharing": sharing, "apart": apart}, partial(_print_crowd, args))
         return
     loads = {"known length": known_length(args.requests, args.batch, args.output_tokens)}
     if args.trace:
         trace = read_trace(args.trace)
         loads["trace, at once"] = unknown_lengths(trace, args.requests, args.pages)
         loads["trace, arrivals"] = arrivals(trace, args.requests)
-    if args.json:
-        print(orjson.dumps(loads, option=orjson.OPT_INDENT_2).decode())
-        return
+    print_result(args, loads, _print_loads)
+
+
+def _print_crowd(args: argparse.Namespace, result: dict[str, Any]) -> None:
+    print(f"{args.crowd} requests with one prompt of {args.prompt_tokens} tokens; processor milliseconds a step:")
+    print(f"{'':<24} {'steps':>6} {'mean':>8} {'median':>8} {'p99':>8} {'longest':>8} {'pages':>7}")
+    for name, row in (("with it", result["sharing"]), ("without, 32 tokens each", result["apart"])):
+        times = " ".join(f"{row[key]:8.3f}" for key in ("mean", "median", "p99", "longest"))
+        print(f"{name:<24} {row['steps']:6d} {times} {row['pages']:7d}")
+    print(f"a lookup: {result['sharing']['lookup']:.3f} ms")
+
+
+def _print_loads(loads: dict[str, Any]) -> None:
     heads = ("load", "schedule", "tokens/s", "of greedy", "longest step", "of greedy")
     print("{:<16} {:<12} {:>9} {:>9} {:>13} {:>9} preempted".format(*heads))
     for load, rows in loads.items():

@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import orjson
 import torch
 import uvloop
 from tqdm import tqdm
 
+from fastdecode.bench.options import print_result
 from fastdecode.daemon.config import WEIGHTS, NodeConfig, format_bytes
 from fastdecode.daemon.embedded import EmbeddedRNode, Split
 from fastdecode.demo import model_dir
@@ -53,10 +53,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    result = uvloop.run(_run(args))
-    if args.json:
-        print(orjson.dumps(result, option=orjson.OPT_INDENT_2).decode())
-        return
+    print_result(args, uvloop.run(_run(args)), _print_table)
+
+
+def _print_table(result: dict[str, Any]) -> None:
     print(
         f"{result['model']}, activations in {result['dtype']}, {result['threads']} thread(s); ms a step, S-Part alone"
     )

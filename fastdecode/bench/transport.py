@@ -26,10 +26,10 @@ from time import perf_counter, perf_counter_ns
 from typing import Any
 
 import numpy as np
-import orjson
 from tqdm import tqdm
 
 from fastdecode.bench import bystander
+from fastdecode.bench.options import print_result
 from fastdecode.bench.perftest import TOOLS, Perftest
 from fastdecode.bench.perftest import installed as perftest_installed
 from fastdecode.bench.rnode_child import RNodeChild
@@ -195,20 +195,14 @@ class Case:
 def run(args: argparse.Namespace) -> None:
     if args.bystander:
         beside = bystander.measure(args.threads, min(args.spin_us, _BYSTANDER_SPIN_US), args.seconds)
-        if args.json:
-            print(orjson.dumps(beside, option=orjson.OPT_INDENT_2).decode())
-        else:
-            bystander.print_table(beside)
+        print_result(args, beside, bystander.print_table)
         return
     if args.plot:
         from fastdecode.bench import plot  # fails here rather than after the measurement
     result = _measure(args)
     if args.plot:
         plot.transport(result, args.plot)
-    if args.json:
-        print(orjson.dumps(result, option=orjson.OPT_INDENT_2).decode())
-    else:
-        _print_table(result)
+    print_result(args, result, _print_table)
 
 
 def _measure(args: argparse.Namespace) -> dict[str, Any]:
