@@ -41,11 +41,12 @@ def variable(name: str) -> str:
 
 
 def from_environment(fields: Sequence[Field[Any]], role: str, environment: Mapping[str, str]) -> list[str]:
-    """The options of `role` that the environment sets, as a command line. Raises ValueError."""
+    """The options of `role` that the environment sets, as a command line; a variable that only the other role reads is
+    skipped. Raises ValueError."""
     args: list[str] = []
     for f in fields:
         text = environment.get(variable(f.name))
-        if text is None or role not in f.metadata["role"]:
+        if text is None or f.metadata["role"] not in (role, "sr"):
             continue
         if isinstance(f.default, bool):
             if text.lower() not in _TRUE + _FALSE:
@@ -130,16 +131,16 @@ def add_argument(group: argparse._ArgumentGroup, f: Field[Any]) -> None:
 
 def merged(parser: Parser, fields: Sequence[Field[Any]], argv: Sequence[str] | None) -> dict[str, Any]:
     """The options that are given, from all sources. Raises ValueError."""
-    given = _parsed(parser, argv)
-    role = given.get("role") or os.environ.get(variable("role")) or "s"
-    given = _parsed(parser, from_environment(fields, role, os.environ), "environment") | given
-    if (path := given.get("config")) is not None:
+    given, in_file = _parsed(parser, argv), {}
+    if path := given.get("config") or os.environ.get(variable("config")):
         try:
-            arguments = from_file(fields, path)
+            arguments = from_file(fields, Path(path))
         except ValueError as error:
             raise ValueError(f"--config {path}: {error}") from None
-        given = _parsed(parser, arguments, str(path)) | given
-    return given
+        in_file = _parsed(parser, arguments, str(path))
+    # The role decides which variables count, so it must be known from all sources first.
+    role = given.get("role") or os.environ.get(variable("role")) or in_file.get("role", "s")
+    return in_file | _parsed(parser, from_environment(fields, role, os.environ), "environment") | given
 
 
 def _parsed(parser: Parser, argv: Sequence[str] | None, source: str = "") -> dict[str, Any]:

@@ -63,6 +63,18 @@ def test_the_environment_of_one_role_does_not_disturb_the_other(setenv):
     assert config.port == NodeConfig().port
 
 
+def test_a_role_from_a_file_counts_for_the_environment(write, setenv):
+    setenv("listen", "shm:///tmp/r.sock")
+    assert NodeConfig.from_args(["--config", write("role: r")]).listen == ("shm:///tmp/r.sock",)
+
+
+def test_an_unknown_role_in_the_environment_is_named(setenv, capsys):
+    setenv("role", "x")
+    with pytest.raises(SystemExit):
+        NodeConfig.from_args([])
+    assert "environment: argument --role: invalid choice: 'x'" in capsys.readouterr().err
+
+
 def test_a_child_gets_no_options_by_its_environment():
     environment = {variable("port"): "1", variable("isa"): "avx2", "PATH": "/bin"}
     kept = without_options(dataclasses.fields(NodeConfig), environment)
