@@ -1,4 +1,4 @@
-"""Attention of some rows to some keys by torch's fused kernels, with what merging it with another part needs."""
+"""Attention of some rows to some keys by torch's fused kernels, with the sums that merge it with another part."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ def attend(
     """Attention of q [batch, heads, n, d] to k and v [batch, heads, m, d]; `causal` only with n = m.
 
     Returns O [batch, heads, n, d] and, in fp32 [batch, heads, n], the logarithm of the sum of each row's exponentiated
-    scores. Attention over two parts of the keys is merged by it exactly: the second part's share of O is sigmoid(second
-    - first) (FlashAttention, arXiv 2205.14135, section 3.1). torch's public function does not return it, so the kernels
-    behind that function are called; K and V may be expanded over heads, and no mask or score matrix is made.
+    scores. These logarithms merge attention over two parts of the keys exactly: the second part's share of O is
+    sigmoid(second - first) (FlashAttention, arXiv 2205.14135, section 3.1). torch's public function does not return
+    them, so `attend` calls the kernels behind that function. K and V may be expanded over heads; no mask and no score
+    matrix is made.
     """
     if q.device.type == "cpu":
         kernel = _attend_cpu
@@ -43,7 +44,7 @@ def attend_flash(
 def attend_efficient(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`attend` by CUDA's memory-efficient kernel, for what the flash kernel cannot take."""
+    """`attend` by CUDA's memory-efficient kernel, for inputs that the flash kernel does not take."""
     found = torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, causal, scale=scale)
     return found[0], found[1][..., : q.shape[2]]  # the kernel pads the rows
 

@@ -1,4 +1,4 @@
-"""What the engine hands to the S-Part for one step of a mini-batch, and what it gets back."""
+"""The values that the engine hands to the S-Part for one step of a mini-batch, and the results that it gets back."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class ScoreSpec:
 
 
 class TokenScore(NamedTuple):
-    """How likely the model finds a token of the prompt after the tokens before it."""
+    """The probability that the model gives a token of the prompt after the tokens before it."""
 
     logprob: float  # nats
     rank: int  # 1: no token is likelier

@@ -40,7 +40,7 @@ class Checkpoint(ABC):
 
     @property
     def quantisation(self) -> str | None:
-        """How the weights are quantised, for people; None: they are fp32, fp16 or bf16."""
+        """The name of the weights' quantisation, for people; None: they are fp32, fp16 or bf16."""
         return None
 
     def head_differs(self, names: TensorNames) -> bool:

@@ -78,11 +78,11 @@ class TensorNames:
 
 @dataclass(frozen=True, slots=True)
 class Quantisation:
-    """How the linears of a checkpoint are stored. Sizes of groups are told by the tensors."""
+    """How the linears of a checkpoint are stored. The shapes of the tensors tell the sizes of groups."""
 
     method: str  # as in config.json: "gptq", for example; quantisation.py knows all
     bits: int = 8  # gptq, awq: of a weight
-    zero_offset: int = 0  # gptq: what a stored zero point lacks
+    zero_offset: int = 0  # gptq: the number to add to a stored zero point
     activation_bits: int = 15  # 8: the checkpoint was made for activations in int8
 
 

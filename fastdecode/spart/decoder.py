@@ -178,7 +178,7 @@ class StepRows:
     """The rows of a step: their tokens and positions, where each chunk's rows stand, and how tokens are drawn.
 
     `uploaded` is the step's table on the device: "tokens" and "positions", int64 [rows], "last rows", int64 [sampled
-    chunks], and what `sampler` and `scorer` have added.
+    chunks], and the arrays that `sampler` and `scorer` have added.
     """
 
     def __init__(self, spart: SPart, batch: StepBatch):

@@ -162,11 +162,11 @@ class Exchange:
             self.o.copy_(self._host[2], non_blocking=True)
 
     def disarm(self) -> dict[Link, StepTimes]:
-        """End the step. Returns what it cost on each link."""
+        """End the step. Returns its cost on each link."""
         return {self._link_rows[i].views.link: StepTimes(*times) for i, *times in self._group.disarm()}
 
     def settle(self, timeout: float) -> None:
-        """After a failure, wait for what is still in progress, so that the slots can be used again."""
+        """After a failure, wait for the calls that are still in progress, so that the slots can be used again."""
         self._group.wait(timeout, rows=False)
         self._group.disarm()
 

@@ -206,8 +206,8 @@ class _Loading:
 
 
 def _return_free_memory() -> None:
-    """Give the heap's free pages back to the OS. Without it, what a linear needed while it was made stays in holes of
-    the heap between the linears, as much as a third of the model."""
+    """Give the heap's free pages back to the OS. Otherwise the memory that was needed to make a linear stays in
+    holes of the heap between the linears, as much as a third of the model."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it
     if trim is not None:
         trim(0)

@@ -1,4 +1,4 @@
-"""Token masks: which tokens a row may draw at all. A token that is not allowed gets the logit -inf before anything
+"""Token masks: the tokens that a row may draw at all. A token that is not allowed gets the logit -inf before anything
 else, so no bias, penalty or filter brings it back."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How much memory of its device a step of the S-Part takes, beside the weights and the staged prompts."""
+"""The memory of its device that a step of the S-Part takes, beside the weights and the staged prompts."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _LOGIT_COPIES = 7
 def step_bytes(model: ServedModel, rows: int, sampled: int) -> int:
     """An upper bound of the memory that the tensors of one step take at once, in bytes.
 
-    `rows` are the step's rows, `sampled` those that a token is drawn for. What torch's kernels allocate for themselves
-    is not counted, nor are the scores of the few models that cap or slope them. tests/spart/test_memory.py compares the
-    bound with the live tensors of steps.
+    `rows` are the step's rows, `sampled` those that a token is drawn for. Memory that torch's kernels allocate for
+    themselves is not counted, nor are the scores of the few models that cap or slope them.
+    tests/spart/test_memory.py compares the bound with the live tensors of steps.
     """
     return _kept_bytes(model, rows) + max(_layer_bytes(model, rows), _sampling_bytes(model, sampled))
 
@@ -29,14 +29,14 @@ def staged_token_bytes(model: ServedModel) -> int:
 
 
 def _kept_bytes(model: ServedModel, rows: int) -> int:
-    """What a step keeps from layer to layer: the residual stream, Q, KV and O rows (twice with prompts), angles."""
+    """Bytes that a step keeps between layers: the residual stream, Q, KV and O rows (twice with prompts), angles."""
     shape, (hidden, _) = model.shape, model.widths
     q, kv = _row_sizes(model)
     return rows * (model.dtype.itemsize * (hidden + 4 * q + kv + shape.head_size) + 16)
 
 
 def _layer_bytes(model: ServedModel, rows: int) -> int:
-    """What a layer takes at its widest: its projections, attention of prompts with its masks, or the MLP."""
+    """Bytes that a layer takes at its widest: its projections, attention of prompts with its masks, or the MLP."""
     shape, (hidden, widest) = model.shape, model.widths
     q, kv = _row_sizes(model)
     itemsize, single = model.dtype.itemsize, torch.float32.itemsize

@@ -17,9 +17,9 @@ from fastdecode.spart.batch import Chunk
 from fastdecode.spart.scoring import Scoring, scoring_of
 from fastdecode.spart.shape import AttentionShape
 
-#: Rows of a block where rows do not see all positions before them, and most scores of a block that are made in fp32.
+#: Rows of a block, where rows do not see all positions before them.
 BLOCK_ROWS = 256
-_BLOCK_SCORES = 1 << 24
+_BLOCK_SCORES = 1 << 24  # of a block, at most, where scores are made in fp32
 
 
 class PromptCache:

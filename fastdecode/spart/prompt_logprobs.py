@@ -1,4 +1,4 @@
-"""Scores of a prompt: how likely the model finds the prompt's own tokens."""
+"""Scores of a prompt: the probabilities that the model gives the prompt's own tokens."""
 
 from __future__ import annotations
 

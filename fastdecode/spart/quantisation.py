@@ -1,4 +1,4 @@
-"""parse_quantisation: what config.json's `quantization_config` says of a checkpoint's weights. Imports no torch."""
+"""parse_quantisation: reads config.json's `quantization_config`, which describes the weights. Imports no torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantiz
 def parse_quantisation(raw: dict[str, Any]) -> Quantisation | None:
     """`raw` is `quantization_config`; empty: the weights are not quantised.
 
-    Raises CheckpointError for what is not read, by name.
+    Raises CheckpointError for a method or format that is not read, by name.
     """
     if not raw:
         return None

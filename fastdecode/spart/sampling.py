@@ -6,8 +6,8 @@ left. Each filter is a threshold, so tokens of equal probability are kept or dro
 depend on how a sort orders equal values. No vocabulary is sorted: the likeliest tokens of the rows that have a filter
 are enough.
 
-What the host knows of the rows (parameters, which rows have a filter) is uploaded with the rest of the step's table;
-tokens and log-probabilities come down in one copy. Masks are uploaded when the logits are on their way, because a
+The parameters of the rows, and which rows have a filter, are uploaded with the rest of the step's table; tokens and
+log-probabilities come down in one copy. Masks are uploaded when the logits are on their way, because a
 grammar computes them while the model runs. A token is drawn as draws.py explains, by numbers that depend on (seed,
 index) alone, so a sequence draws the same tokens in any batch and after any preemption.
 """
@@ -141,7 +141,7 @@ class _Block:
         self._table.add(self._prefix + name, values)
 
     def _plan_draws(self, specs: list[SampleSpec], prefix: int) -> None:
-        """Add what the rows that are not greedy need; `specs` has an entry for each, and groups number them so."""
+        """Add the parameters of the rows that are not greedy. `specs` has one entry for each; groups count them so."""
         vocab = self._vocab
         self._add("drawn", np.array(self._drawn))
         self._add("keys", stream_keys([spec.seed for spec in specs], [spec.index for spec in specs]))
@@ -172,7 +172,7 @@ class _Block:
     # -- on the device --------------------------------------------------------------------------------------------
 
     def run(self, logits: torch.Tensor, uploaded: _Uploaded) -> list[torch.Tensor]:
-        """Draw; returns what `read` reads, as int32 tensors [n]. `logits` is [rows of the step, vocab_size] fp32."""
+        """Draw; returns the int32 tensors [n] that `read` takes. `logits` is [rows of the step, vocab_size] fp32."""
         raw = logits[self._rows]
         ruled = self._apply_masks(raw, uploaded) if self._masked else raw
         best, tokens = ruled.max(dim=1)  # the maximum of a row with a NaN is NaN
@@ -268,8 +268,8 @@ class _Block:
     def _drop_below(
         x: torch.Tensor, part: torch.Tensor, floor: torch.Tensor, chosen: torch.Tensor, value: float
     ) -> None:
-        """Set what is less than floor [len(part), 1] to `value`, in the rows `chosen` of x, which `part` is a copy of,
-        or x itself."""
+        """Set numbers less than floor [len(part), 1] to `value`, in the rows `chosen` of x. `part` is a copy of these
+        rows, or x itself."""
         part.masked_fill_(part < floor, value)
         if part is not x:
             x.index_copy_(0, chosen, part)
@@ -299,7 +299,7 @@ class _Block:
 
 
 def _why_none(spec: SampleSpec, flag: int) -> str:
-    """Why a row with these flags has no token."""
+    """The reason why a row with these flags has no token."""
     return _NOTHING_ALLOWED if spec.mask is not None and flag & _EMPTY else _NOT_FINITE
 
 

@@ -1,4 +1,4 @@
-"""What few models do to their scores: soft-capping (Gemma 2), attention sinks (gpt-oss), ALiBi's slopes (MPT)."""
+"""Changes that few models make to scores: soft-capping (Gemma 2), attention sinks (gpt-oss), ALiBi's slopes (MPT)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fastdecode.transports.base import LayerOptions
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """What one layer does to its scores."""
+    """The changes that one layer makes to its scores."""
 
     softcap: float = 0.0  # a score s becomes softcap * tanh(s / softcap); 0: it does not
     sinks: torch.Tensor | None = None  # fp32 [KV heads, query heads of each, 1]: one more score of each head
@@ -21,7 +21,7 @@ class Scoring:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the layer does nothing to its scores."""
+        """Whether the layer leaves its scores as they are."""
         return not self.softcap and self.sinks is None and self.slopes is None
 
     def attend(

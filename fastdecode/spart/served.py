@@ -1,4 +1,4 @@
-"""What links need of a loaded model, whichever backend runs it: the base class of both backends' models."""
+"""ServedModel: the properties of a loaded model that links need; the base class of both backends' models."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class ServedModel:
         return next(name for name in ACT_DTYPES if TORCH_DTYPES[name] is self.dtype)
 
     def hello(self, n_slots: int, max_rows: int, kv_dtype: str, kv_bytes: int | None, max_seqs: int) -> Hello:
-        """What an S-node with this model asks of an R-node. The arguments are those fields of Geometry and Hello that
-        the model does not fix."""
+        """The message by which an S-node with this model asks an R-node for a lease. The arguments are those fields
+        of Geometry and Hello that the model does not fix."""
         return Hello(
             geometry=self.shape.hello_geometry(n_slots, max_rows, self.act_dtype),
             kv_dtype=kv_dtype,

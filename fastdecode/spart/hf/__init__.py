@@ -1,6 +1,6 @@
 """The transformers backend: any causal language model of transformers, split at its attention.
 
-    trace       what a model asks of its attention, layer by layer, learned on the meta device before a weight is read
+    trace       the shape and options of each layer's attention, learned on the meta device before a weight is read
     adapters    the attention of models that do not use transformers' attention interface
     config      HFConfig: the one geometry that all layers' rows fit into, and why a model cannot be served
     model       load_hf_model: the checkpoint through transformers' own loader

@@ -1,4 +1,4 @@
-"""trace: what a transformers model asks of its attention, found by a forward pass on the meta device.
+"""trace: the attention layers of a transformers model, found by a forward pass on the meta device.
 
 The pass runs the model's own code on tensors without data. An attention function and a mask function record each
 layer's shapes, scale, window and other options, so all of them are known before a weight is read.

@@ -7,7 +7,18 @@ from abc import ABC, abstractmethod
 import torch
 
 
-class Linear(ABC):
+class Weight(ABC):
+    """Parameters of any format."""
+
+    __slots__ = ()
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Bytes of memory that the parameters take."""
+
+
+class Linear(Weight):
     """y = x Wᵀ + b."""
 
     __slots__ = ()
@@ -16,13 +27,8 @@ class Linear(ABC):
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [n, in] -> [n, out], both in the activation dtype."""
 
-    @property
-    @abstractmethod
-    def nbytes(self) -> int:
-        """Bytes of memory that the parameters take."""
 
-
-class Embedding(ABC):
+class Embedding(Weight):
     """The rows of a matrix."""
 
     __slots__ = ()
@@ -30,8 +36,3 @@ class Embedding(ABC):
     @abstractmethod
     def __call__(self, ids: torch.Tensor) -> torch.Tensor:
         """ids [n] -> rows [n, width] in the activation dtype, which the caller may overwrite."""
-
-    @property
-    @abstractmethod
-    def nbytes(self) -> int:
-        """Bytes of memory that the parameters take."""

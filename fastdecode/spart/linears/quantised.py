@@ -32,13 +32,13 @@ class Quantised:
     bits: int  # 4 or 8
     group: int  # a multiple of GROUP
     #: Bits to which a CPU rounds the activations that multiply it, 8 or 15. A file that says nothing about activations
-    #: means exact ones, from which 15 bits cannot be told.
+    #: means exact ones; 15 bits give the same results up to rounding.
     activation_bits: int = 15
     order: torch.Tensor | None = None  # [in]: the input that belongs to each column of `q`; None: the column's own
 
     @property
     def form(self) -> tuple[object, ...]:
-        """What matrices must have in common to be stacked."""
+        """The properties that matrices must share to be stacked."""
         order = None if self.order is None else self.order.numpy().tobytes()
         return (self.bits, self.group, self.zero, self.mins is None, self.activation_bits, order)
 
