@@ -24,6 +24,7 @@ from tqdm import tqdm
 
 from fastdecode.bench.options import print_result
 from fastdecode.bench.peers import PEERS
+from fastdecode.bench.steps import run_step
 from fastdecode.daemon.config import NodeConfig
 from fastdecode.daemon.embedded import EmbeddedRNode, Split, split_machine
 from fastdecode.daemon.machine import usable_cpus
@@ -315,8 +316,7 @@ class _Bench:
         start = time.perf_counter()
         for step in range(self.args.steps):
             for slot in range(self.args.mini_batches):
-                for _ in self.s_alone.step(self._batch(slot, step)):
-                    pass
+                run_step(self.s_alone.step(self._batch(slot, step)))
         return float(self.args.batch * self.args.steps / (time.perf_counter() - start))
 
     async def r_round(self) -> float:

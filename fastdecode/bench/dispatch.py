@@ -19,6 +19,7 @@ import numpy as np
 from tqdm import tqdm
 
 from fastdecode.bench.options import numbers, print_result
+from fastdecode.bench.rpart import wait
 from fastdecode.kernels._native import MAX_THREADS, REngine, page_bytes
 from fastdecode.region.contract import KV_DTYPES, PAGE_TOKENS, ROW_DTYPE
 from fastdecode.region.geometry import Geometry, geometry_tuple
@@ -30,7 +31,6 @@ COMMAND = ("rpart", "cost of handing a call to the R-engine's threads, by their 
 _LAYERS, _KV_HEADS, _HEAD_SIZE = 64, 8, 8
 #: Rows that one item appends, for all KV heads: the least that kernels/engine/plan.c makes an item of.
 _ROWS_AN_ITEM = 512 // 4 // _KV_HEADS
-_TIMEOUT = 60.0
 _TAG = 1
 
 
@@ -78,21 +78,16 @@ class _Appends:
     def step(self) -> list[float]:
         """Microseconds of each call of a step. Raises RuntimeError."""
         self._port.arm(0, self._table.view(np.uint8))
-        self._wait()
+        wait(self._port)
         taken = []
         for layer in range(_LAYERS):
             start = time.perf_counter()
             self._port.ring(0, layer)
-            self._wait()
+            wait(self._port)
             taken.append((time.perf_counter() - start) * 1e6)
         self._port.disarm(0)
         self._link.free(0, _TAG)
         return taken
-
-    def _wait(self) -> None:
-        refusal = self._port.wait(0, _TIMEOUT)
-        if refusal is not None:
-            raise RuntimeError(f"the R-engine refused a step: {refusal[1]}")
 
 
 def run(args: argparse.Namespace) -> None:

@@ -17,6 +17,7 @@ import uvloop
 from tqdm import tqdm
 
 from fastdecode.bench.options import print_result
+from fastdecode.bench.steps import run_step
 from fastdecode.daemon.config import WEIGHTS, NodeConfig, format_bytes
 from fastdecode.daemon.embedded import EmbeddedRNode, split_machine
 from fastdecode.demo import heldout_text, model_dir
@@ -129,12 +130,9 @@ def nats_per_token(model: Model, link: Link, ids: np.ndarray, progress: str | No
     total = 0.0
     for pos in tqdm(range(length - 1), desc=progress, disable=progress is None, unit="step"):
         chunks = [Chunk(0, i, 1, pos, [int(ids[i, pos])], False, SampleSpec(temperature=0.0)) for i in range(sequences)]
-        step = spart.step(StepBatch(0, chunks), keep_logits=True)
-        try:
-            while True:
-                next(step)
-        except StopIteration as end:
-            logits = end.value.logits.double()
+        output = run_step(spart.step(StepBatch(0, chunks), keep_logits=True))
+        assert output.logits is not None
+        logits = output.logits.double()
         target = torch.from_numpy(ids[:, pos + 1].copy()).to(logits.device)
         total += torch.nn.functional.cross_entropy(logits, target, reduction="sum").item()
     return float(total / (sequences * (length - 1)))

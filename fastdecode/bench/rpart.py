@@ -21,6 +21,13 @@ _TIMEOUT = 60.0  # seconds for a call
 _TAG = 1
 
 
+def wait(port: Port) -> None:
+    """Wait for the verdict on a step in slot 0, or for a layer of it. Raises RuntimeError if the step is refused."""
+    refusal = port.wait(0, _TIMEOUT)
+    if refusal is not None:
+        raise RuntimeError(f"the R-engine refused a step: {refusal[1]}")
+
+
 class RPart:
     """Sequences that make up at least `kv_bytes` of KV, cached by an R-engine whose threads are pinned to `cpus`.
 
@@ -136,18 +143,13 @@ class RPart:
         """Run a step of one layer; returns how many bytes of KV the engine read. Raises RuntimeError if it is
         refused."""
         self._port.arm(0, table.view(np.uint8))
-        self._wait()
+        wait(self._port)
         self._port.ring(0, 0)
-        self._wait()
+        wait(self._port)
         totals = self._port.disarm(0)
         if totals is None:
             raise RuntimeError("the R-engine has not finished a step")
         return totals[1]
-
-    def _wait(self) -> None:
-        refusal = self._port.wait(0, _TIMEOUT)
-        if refusal is not None:
-            raise RuntimeError(f"the R-engine refused a step: {refusal[1]}")
 
     def layer(self) -> tuple[float, int]:
         """Run one layer as a step of its own; returns the seconds from arming to the reply and the bytes of KV read."""

@@ -18,6 +18,7 @@ import uvloop
 from tqdm import tqdm
 
 from fastdecode.bench.options import print_result
+from fastdecode.bench.steps import run_step
 from fastdecode.daemon.config import WEIGHTS, NodeConfig, format_bytes
 from fastdecode.daemon.embedded import EmbeddedRNode, Split
 from fastdecode.demo import model_dir
@@ -81,14 +82,10 @@ class _Variant:
         pos = self.pos.get(batch, 0)
         spec = SampleSpec(temperature=0.0)
         chunks = [Chunk(0, first + i, 1, pos, [3 + (7 * i + pos) % 64], False, spec) for i in range(batch)]
-        step = self.spart.step(StepBatch(0, chunks))
-        try:
-            while True:
-                next(step)
-        except StopIteration as end:
-            self.pos[batch] = pos + 1
-            if timed:
-                self.seconds.setdefault(batch, []).append(end.value.s_seconds)
+        output = run_step(self.spart.step(StepBatch(0, chunks)))
+        self.pos[batch] = pos + 1
+        if timed:
+            self.seconds.setdefault(batch, []).append(output.s_seconds)
 
 
 async def _run(args: argparse.Namespace) -> dict[str, Any]:

@@ -1,0 +1,17 @@
+"""Steps of an S-Part that nothing else interleaves with."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+
+from fastdecode.spart.batch import StepOutput
+
+
+def run_step(step: Generator[None, None, StepOutput]) -> StepOutput:
+    """Run a step of `SPart.step` to its end in this thread. Raises what the step raises."""
+    while True:
+        try:
+            next(step)
+        except StopIteration as end:
+            output: StepOutput = end.value
+            return output
