@@ -71,6 +71,9 @@ def from_file(fields: Sequence[Field[Any]], path: Path) -> list[str]:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"{error.strerror}") from None
+    except yaml.MarkedYAMLError as error:
+        where = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
+        raise ValueError(f"is not YAML: {where}{error.problem}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"is not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(content, dict):

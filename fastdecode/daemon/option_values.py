@@ -37,19 +37,21 @@ def port(text: str) -> int:
 
 
 def seconds(text: str) -> float:
-    if not 0 <= (value := number(text, float)) < float("inf"):
-        raise ValueError(f"{text} is not a time in seconds")
-    return value
+    return _time(text, "seconds")
 
 
 def milliseconds(text: str) -> float:
+    return _time(text, "milliseconds")
+
+
+def _time(text: str, unit: str) -> float:
     if not 0 <= (value := number(text, float)) < float("inf"):
-        raise ValueError(f"{text} is not a time in milliseconds")
+        raise ValueError(f"{text} is not a time in {unit}")
     return value
 
 
 def part(text: str) -> float:
-    if not 0 < (value := float(text)) <= 1:
+    if not 0 < (value := number(text, float)) <= 1:
         raise ValueError(f"{text} is not a part between 0 and 1, such as 0.9")
     return value
 

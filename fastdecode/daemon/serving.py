@@ -1,4 +1,4 @@
-"""What the options say about the API: names, keys, TLS, the chat template and the defaults of sampling."""
+"""The options of the API, and the files that they name: keys, TLS, the chat template, the defaults of sampling."""
 
 from __future__ import annotations
 
@@ -77,7 +77,11 @@ def _tls(config: NodeConfig) -> ssl.SSLContext | None:
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     try:
         context.load_cert_chain(config.ssl_certfile, config.ssl_keyfile)
-    except (OSError, ssl.SSLError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise ConfigError(f"--ssl-certfile {config.ssl_certfile}, --ssl-keyfile: {reason}") from None
+    except OSError as error:
+        reason = error.strerror
+        if isinstance(error, ssl.SSLError):
+            detail = f" ({error.reason})" if error.reason else ""
+            reason = f"not a certificate chain and its private key, both in PEM{detail}"
+        files = f"--ssl-certfile {config.ssl_certfile}, --ssl-keyfile {config.ssl_keyfile or config.ssl_certfile}"
+        raise ConfigError(f"{files}: {reason}") from None
     return context

@@ -89,6 +89,7 @@ def test_every_format_of_the_kv_cache_is_a_choice():
         ("--listen shm:///tmp/r", "--listen is not an option of --role s"),
         ("--port 65536", "65536 is not a TCP port"),
         ("--port x", "'x' is not a whole number"),
+        ("--gpu-memory-utilization x", "'x' is not a number"),
         ("--ssl-keyfile k.pem", "--ssl-keyfile needs --ssl-certfile"),
         ("--kv-memory 4parsecs", "not a size"),
         ("--kv-memory 0", "not a size"),

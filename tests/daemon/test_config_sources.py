@@ -91,7 +91,7 @@ def test_a_child_gets_no_options_by_its_environment():
         ("no_prefix_cache: 1", "no_prefix_cache: must be true or false"),
         ("port: [1, 2]", "port: must be one value"),
         ("[1, 2]", "must be a mapping"),
-        ("a: [", "is not YAML"),
+        ("a: [", "node.yaml: is not YAML: line 1: expected the node content, but found '<stream end>'"),
         ("listen: tcp://127.0.0.1:1", "--listen is not an option of --role s"),
     ],
 )
