@@ -17,10 +17,10 @@ from fastdecode.engine.scheduling.rtime import Loads, layer_groups
 from fastdecode.region.contract import PAGE_TOKENS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from fastdecode.engine.sequence import Sequence
-    from fastdecode.transports.base import Link
+    from fastdecode.transports.base import Link, StepTimes
 
 #: Share of a lease's pages that cached prefixes leave free, so that a new sequence need not wait for an eviction.
 _PREFIX_HEADROOM = 0.1
@@ -76,11 +76,11 @@ class Cluster:
         """Seconds for a token and layer on each R-node, as far as they are known; see placement.costs."""
         return costs(self.nodes, self.loads.n_layers)
 
-    def observe(self, link: Link, busy_ns: int, kv_bytes: int) -> None:
-        """Record that the R-node behind `link` worked `busy_ns` nanoseconds on a step, reading `kv_bytes` bytes."""
+    def observe(self, link_costs: Mapping[Link, StepTimes]) -> None:
+        """Record how long the R-nodes behind these links worked on a step, and how much they read."""
         for node in self.nodes:
-            if node.link is link:
-                node.bandwidth.observe(busy_ns, kv_bytes)
+            if (times := link_costs.get(node.link)) is not None:
+                node.bandwidth.observe(times.busy_ns, times.kv_bytes)
 
     def place(self, seq: Sequence, waiting: Iterable[Sequence] = ()) -> Placement | Wait:
         """Choose an R-node for a waiting sequence, or say what it has to wait for; see Placer.place."""

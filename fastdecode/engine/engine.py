@@ -297,8 +297,7 @@ class Engine:
             self.totals.s_seconds += output.s_seconds
             self.totals.r_wait_seconds += output.r_wait_seconds
             self.totals.kv_bytes += output.kv_bytes
-            for link, times in output.link_costs.items():
-                self.cluster.observe(link, times.busy_ns, times.kv_bytes)
+            self.cluster.observe(output.link_costs)
             self.observer.step(plan.n_tokens, self.last_progress - begun)
             for i, scores in output.scores.items():
                 seq = plan.chunks[i].seq
@@ -393,7 +392,7 @@ class Engine:
 
     def _install_replacements(self) -> None:
         chunks = (chunk for plan in self._plans if plan for chunk in plan.chunks)
-        self._control.install_replacements({chunk.seq.placed_on.position for chunk in chunks if chunk.seq.in_flight})
+        self._control.install_replacements(chunk.seq.placed_on.position for chunk in chunks if chunk.seq.in_flight)
 
     async def refresh(self) -> None:
         """Update the R-nodes' counters in `stats`. An R-node that does not answer within 2 s keeps its last ones."""

@@ -142,9 +142,15 @@ class RNodeControl:
         self.mark_lost(self._cluster.nodes[position], TransportError("its link was replaced"))
         self._replacements[position] = link
 
-    def install_replacements(self, busy: set[int]) -> None:
-        """Put new links to use, except at the positions `busy`, where a step in flight still uses the old link."""
-        for position in [p for p in self._replacements if p not in busy]:
+    def install_replacements(self, busy: Iterable[int]) -> None:
+        """Put new links to use, except at the positions `busy`, where a step in flight still uses the old link.
+
+        `busy` is read only if there are new links: a step ends far more often than a link is replaced.
+        """
+        if not self._replacements:
+            return
+        in_use = set(busy)
+        for position in [p for p in self._replacements if p not in in_use]:
             link, old = self._replacements.pop(position), self._cluster.nodes[position]
             self._drop_staged(old, old.take_released())
             self._spart.links[position] = link

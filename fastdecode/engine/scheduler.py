@@ -315,11 +315,12 @@ class Scheduler:
         """Move the first waiting sequence that can start into the mini-batch, if that has less than its share."""
         running = self.mini_batches[mini_batch]
         share = -(-(self.n_running + len(self.waiting)) // len(self.mini_batches))
-        if len(running) >= min(share, self.limits.max_seqs):
+        if not self.waiting or len(running) >= min(share, self.limits.max_seqs):
             return None
+        everywhere = self.running
         room = Room(self.limits.mini_batches * self.limits.max_seqs, self.cluster.tokens)
         for seq in self.waiting.candidates():
-            if not self.admission.may_start(seq, self.running, self.waiting, room):
+            if not self.admission.may_start(seq, everywhere, self.waiting, room):
                 return None
             if seq.paused:
                 wait = self.cluster.resume(seq)

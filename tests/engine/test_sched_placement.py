@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +16,7 @@ from fastdecode.engine.scheduling.plan import SchedulerLimits
 from fastdecode.engine.scheduling.rtime import Bandwidth, Loads, assign, layer_groups
 from fastdecode.engine.sequence import Sequence
 from fastdecode.region.contract import PAGE_TOKENS
+from fastdecode.transports.base import StepTimes
 
 pytestmark = pytest.mark.quick
 
@@ -43,14 +45,22 @@ def sequence(order, n_prompt, max_new):
     )
 
 
+@dataclass(eq=False)
+class CountedLink:
+    """As much of a link as a cluster reads."""
+
+    url: str
+    lease: SimpleNamespace
+
+
 def cluster_of(speeds, windows=(0, 0), n_pages=100_000, page_bytes=PAGE_TOKENS * 1000):
     """A cluster whose R-nodes have shown these bandwidths, in bytes a second."""
     lease = SimpleNamespace(n_pages=n_pages, max_seqs=1000, page_bytes=page_bytes)
-    links = [SimpleNamespace(url=f"tcp://r{i}", lease=lease) for i in range(len(speeds))]
+    links = [CountedLink(f"tcp://r{i}", lease) for i in range(len(speeds))]
     cluster = Cluster(links, windows=windows)
     for link, speed in zip(links, speeds, strict=True):
         for kv_bytes in (10**6, 10**7, 10**8):
-            cluster.observe(link, round((1e-4 + kv_bytes / speed) * 1e9), kv_bytes)
+            cluster.observe({link: StepTimes(round((1e-4 + kv_bytes / speed) * 1e9), kv_bytes)})
     return cluster
 
 
