@@ -199,11 +199,7 @@ class Cluster:
                 if node.may_grow:
                     node.need(needed)
                 return Wait.ROOM
-            paused = node.paused
-            node.paused = {other: None for other in paused if other is not seq}
-            enough = node.evict_for(needed, index=False)
-            node.paused = {other: None for other in paused if other is seq or other in node.paused}
-            return Wait.FREE if enough else Wait.ROOM
+            return Wait.FREE if node.evict_for(needed, index=False, spare=seq) else Wait.ROOM
         del node.paused[seq]
         node.pages.use(seq.pages)
         seq.pages += node.pages.take(wanting)
