@@ -16,7 +16,7 @@ from toy_engine import running
 
 from fastdecode.bench import schedule
 from fastdecode.bench.serving.workload import read_trace
-from fastdecode.bench.simulation import Request, StepCost, simulate
+from fastdecode.bench.simulation import Request, StepCost, sequence, simulate
 from fastdecode.engine.request import SamplingParams
 from fastdecode.engine.scheduling.admission import Greedy, Stable
 from fastdecode.engine.scheduling.lengths import OutputLengths
@@ -127,6 +127,22 @@ def test_of_an_unknown_class_a_bound_is_what_counts():
     assert known.survival("", np.array([1e6]), bounded=True) == 1
     assert 0 < known.survival("", np.array([1000.0]), bounded=False) < 0.5
     assert known.mean("", 99, bounded=True) == (pytest.approx(99), pytest.approx(99 * 100 / 2))
+
+
+def test_requests_cancelled_in_the_queue_do_not_make_outputs_look_short():
+    """The estimate of their class is that of a class without outputs, and does not change beside outputs that ended."""
+    at = np.array([1.0, 10, 100])
+    stable, ended = Stable(), [200] * 20
+    for order in range(20):
+        stable.left(sequence(order, [1], 1000, []), ended=False)
+    assert stable.lengths.survival("", at, bounded=False) == pytest.approx(
+        OutputLengths().survival("", at, bounded=False)
+    )
+    for n in ended:
+        stable.lengths.observe("", n, ended=True)
+    assert stable.lengths.survival("", at, bounded=False) == pytest.approx(
+        observed(ended).survival("", at, bounded=False)
+    )
 
 
 def test_outputs_that_all_meet_their_bound_stay_unbounded():

@@ -38,7 +38,12 @@ class OutputLengths:
         self._classes: dict[Hashable, _Curve] = {}
 
     def observe(self, length_class: Hashable, n_tokens: int, *, ended: bool) -> None:
-        """Record an output of `n_tokens` tokens; `ended`: by an end token, so that it would not have been longer."""
+        """Record an output of `n_tokens` tokens; `ended`: an end token was its last, so it would not have been longer.
+
+        Ignores an output without tokens: a request that was cancelled in the queue shows no length.
+        """
+        if n_tokens < 1:
+            return
         self._classes.setdefault(length_class, _Curve()).observe(n_tokens, ended)
 
     def set_running(self, lengths: dict[Hashable, list[int]]) -> None:
