@@ -9,42 +9,12 @@ import openai
 import pytest
 import torch
 from api_client import MODEL, served
-from checkpoints import make_checkpoint, reference
 from real_engine import real_engine
-
-from fastdecode.text.tokenizer import Tokenizer
 
 PROMPT = "The quick brown fox"
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Who are you?"}]
 ASK = {"model": MODEL, "prompt": PROMPT, "max_tokens": 12, "temperature": 0}
 CHAT = {"model": MODEL, "messages": MESSAGES, "max_completion_tokens": 12, "temperature": 0}
-
-
-@pytest.fixture(scope="session")
-def checkpoint():
-    return make_checkpoint("llama-gqa")
-
-
-@pytest.fixture(scope="session")
-def model(checkpoint):
-    return reference(checkpoint)
-
-
-@pytest.fixture(scope="session")
-def tokenizer(checkpoint):
-    return Tokenizer.from_dir(checkpoint)
-
-
-@pytest.fixture
-async def engine(checkpoint, tmp_path):
-    async with real_engine(checkpoint, tmp_path) as engine:
-        yield engine
-
-
-@pytest.fixture
-async def client(engine, tokenizer):
-    async with served(engine, tokenizer) as client:
-        yield client
 
 
 def greedy(model, ids, n):

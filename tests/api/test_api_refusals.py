@@ -11,8 +11,6 @@ from api_client import MODEL, served
 from checkpoints import MAX_POSITIONS, make_checkpoint
 from real_engine import real_engine
 
-from fastdecode.text.tokenizer import Tokenizer
-
 pytestmark = pytest.mark.quick
 
 MESSAGES = [{"role": "user", "content": "Who are you?"}]
@@ -51,23 +49,6 @@ NEUTRAL_CHAT = NEUTRAL | {
     "parallel_tool_calls": True,
     "top_logprobs": None,
 }
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return Tokenizer.from_dir(make_checkpoint("llama-gqa"))
-
-
-@pytest.fixture
-async def engine(tmp_path):
-    async with real_engine(make_checkpoint("llama-gqa"), tmp_path) as engine:
-        yield engine
-
-
-@pytest.fixture
-async def client(engine, tokenizer):
-    async with served(engine, tokenizer) as client:
-        yield client
 
 
 async def test_fields_that_ask_for_nothing_are_accepted(client):

@@ -18,17 +18,11 @@ from fastdecode.api.server import bind, serve
 from fastdecode.daemon.config import ConfigError, NodeConfig
 from fastdecode.daemon.logs import JsonFormatter
 from fastdecode.daemon.serving import ApiSettings
-from fastdecode.text.tokenizer import Tokenizer
 
 ASK = {"model": MODEL, "prompt": "x"}
 ORIGIN = "https://chat.example.org"
 
 pytestmark = pytest.mark.quick
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return Tokenizer.from_dir(make_checkpoint("llama-gqa"))
 
 
 async def test_any_of_several_keys_opens(tokenizer, tmp_path):

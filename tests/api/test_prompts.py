@@ -10,7 +10,7 @@ import pytest
 import tokenizers_made
 import torch
 from api_client import MODEL, served
-from checkpoints import VOCAB_SIZE, make_checkpoint, reference
+from checkpoints import VOCAB_SIZE
 from real_engine import real_engine
 from scripted_engine import ScriptedEngine
 
@@ -20,21 +20,6 @@ from fastdecode.text.tokenizer import Tokenizer
 
 PROMPT = "The quick brown fox jumps over the lazy dog, and the dog does not mind."
 ASK = {"model": MODEL, "prompt": PROMPT, "max_tokens": 5, "temperature": 0}
-
-
-@pytest.fixture(scope="module")
-def checkpoint():
-    return make_checkpoint("llama-gqa")
-
-
-@pytest.fixture(scope="module")
-def model(checkpoint):
-    return reference(checkpoint)
-
-
-@pytest.fixture(scope="module")
-def tokenizer(checkpoint):
-    return Tokenizer.from_dir(checkpoint)
 
 
 @pytest.fixture

@@ -10,12 +10,9 @@ import sys
 import numpy as np
 import openai
 import pytest
-from api_client import MODEL, served
-from checkpoints import make_checkpoint
-from real_engine import real_engine
+from api_client import MODEL
 
 from fastdecode.text.grammar import GrammarCompiler, GrammarSpec
-from fastdecode.text.tokenizer import Tokenizer
 
 pytest.importorskip("llguidance")
 jsonschema = pytest.importorskip("jsonschema")
@@ -81,22 +78,6 @@ SCHEMAS = {
 PER_SCHEMA = 8
 ASK = {"model": MODEL, "prompt": "Answer: ", "max_tokens": 200}
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "Answer."}], "max_completion_tokens": 200}
-
-
-@pytest.fixture(scope="module")
-def checkpoint():
-    return make_checkpoint("llama-gqa")
-
-
-@pytest.fixture(scope="module")
-def tokenizer(checkpoint):
-    return Tokenizer.from_dir(checkpoint)
-
-
-@pytest.fixture
-async def client(checkpoint, tokenizer, tmp_path):
-    async with real_engine(checkpoint, tmp_path) as engine, served(engine, tokenizer) as client:
-        yield client
 
 
 def response_format(schema):

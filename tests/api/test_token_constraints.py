@@ -5,37 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from api_client import MODEL, served
-from checkpoints import VOCAB_SIZE, make_checkpoint, reference
-from real_engine import real_engine
+from checkpoints import VOCAB_SIZE
 from scripted_engine import ScriptedEngine
-
-from fastdecode.text.tokenizer import Tokenizer
 
 PROMPT = "The quick brown fox"
 ASK = {"model": MODEL, "prompt": PROMPT, "max_tokens": 24, "temperature": 0}
 VARIED = {"repetition_penalty": 2.0}  # without it the model says one token over and over
 END = 1
-
-
-@pytest.fixture(scope="module")
-def checkpoint():
-    return make_checkpoint("llama-gqa")
-
-
-@pytest.fixture(scope="module")
-def model(checkpoint):
-    return reference(checkpoint)
-
-
-@pytest.fixture(scope="module")
-def tokenizer(checkpoint):
-    return Tokenizer.from_dir(checkpoint)
-
-
-@pytest.fixture
-async def client(checkpoint, tokenizer, tmp_path):
-    async with real_engine(checkpoint, tmp_path) as engine, served(engine, tokenizer) as client:
-        yield client
 
 
 async def compare(client, model, tokenizer, ask, **options):
@@ -103,24 +79,23 @@ async def test_allowed_token_ids_equal_transformers(client, model, tokenizer):
     assert set(expected) <= set(allowed)
 
 
-async def test_a_mask_holds_for_drawn_tokens_and_against_a_bias(client):
+async def test_a_mask_holds_for_drawn_tokens_and_against_a_bias(client, tokenizer):
     """A bias of 100 does not bring back a token that is not allowed."""
     allowed = list(range(40, 60))
     extra = {"allowed_token_ids": allowed, "logit_bias": {"200": 100}, "ignore_eos": True, "repetition_penalty": 1.3}
     answer = await client.openai.completions.create(
         **ASK | {"temperature": 2.0}, n=4, seed=5, logprobs=0, extra_body=extra
     )
-    tokenizer = Tokenizer.from_dir(make_checkpoint("llama-gqa"))
     texts = {tokenizer.token_bytes(token).decode(errors="replace") for token in allowed}
     for choice in answer.choices:
         assert set(choice.logprobs.tokens) <= texts
 
 
-async def test_tokens_that_nothing_allows_are_an_error_and_cost_nobody_else(client):
+async def test_tokens_that_nothing_allows_are_an_error_and_cost_nobody_else(client, tokenizer):
     async def ask(fields):
         return await client.post("/v1/completions", ASK | fields)
 
-    [word] = Tokenizer.from_dir(make_checkpoint("llama-gqa")).encode("x", add_special_tokens=False)
+    [word] = tokenizer.encode("x", add_special_tokens=False)
     status, body = await ask({"allowed_token_ids": [word], "bad_words": ["x"]})
     assert (status, body["error"]["code"]) == (500, "generation_failed")
     assert "allow no next token" in body["error"]["message"]

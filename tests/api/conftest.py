@@ -1,0 +1,37 @@
+"""A checkpoint with random weights, its model of transformers, and the API over a real engine with it."""
+
+from __future__ import annotations
+
+import pytest
+from api_client import served
+from checkpoints import make_checkpoint, reference
+from real_engine import real_engine
+
+from fastdecode.text.tokenizer import Tokenizer
+
+
+@pytest.fixture(scope="session")
+def checkpoint():
+    return make_checkpoint("llama-gqa")
+
+
+@pytest.fixture(scope="session")
+def model(checkpoint):
+    return reference(checkpoint)
+
+
+@pytest.fixture(scope="session")
+def tokenizer(checkpoint):
+    return Tokenizer.from_dir(checkpoint)
+
+
+@pytest.fixture
+async def engine(checkpoint, tmp_path):
+    async with real_engine(checkpoint, tmp_path) as engine:
+        yield engine
+
+
+@pytest.fixture
+async def client(engine, tokenizer):
+    async with served(engine, tokenizer) as client:
+        yield client
