@@ -17,6 +17,7 @@
 
 #include <stddef.h>
 #include <stdint.h>
+#include <string.h>
 
 #include "attention.h"
 
@@ -48,6 +49,13 @@ typedef struct {
     float *scales; /* [rows][blocks] */
     int32_t *sums; /* [rows][blocks], of the multiples */
 } fd_linear_rows_t;
+
+/* The four rounded inputs of a chunk as one integer, which a vector repeats for all of its outputs. */
+static inline int32_t fd_linear_inputs(const int8_t *x) {
+    int32_t inputs;
+    memcpy(&inputs, x, sizeof inputs);
+    return inputs;
+}
 
 /* One ISA's kernels. */
 typedef struct {
