@@ -21,7 +21,6 @@ class _Item:
         self.kind, self.index, self.text = kind, index, ""
         prefix = {"message": "msg", "reasoning": "rs", "function_call": "fc"}[kind]
         self.id = f"{prefix}_{uuid4().hex}"
-        self.call_index = call.index if call else -1
         self._head = {"name": call.name, "call_id": f"call_{uuid4().hex[:24]}"} if call else {}
 
     def part(self, text: str) -> dict[str, Any]:

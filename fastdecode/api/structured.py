@@ -8,7 +8,7 @@ from typing import Any
 import orjson
 
 from fastdecode.api.errors import ApiError
-from fastdecode.api.fields import Fields, invalid, is_one_of
+from fastdecode.api.fields import Fields, invalid, is_boolean, is_one_of
 from fastdecode.text.grammar import GrammarError, GrammarSpec, GrammarsUnavailable
 
 _ANY_OBJECT = '{"type":"object"}'
@@ -43,7 +43,11 @@ def read_grammar(fields: Fields) -> GrammarField | None:
             white_space = nested_space
         found += [_constraint(inner, kind, kind) for kind in _KINDS]
         inner.refuse_others(
-            {"structural_tag": is_one_of(), "disable_fallback": _is_boolean, "disable_additional_properties": _is_false}
+            {
+                "structural_tag": is_one_of(),
+                "disable_fallback": is_boolean,
+                "disable_additional_properties": is_one_of(False),
+            }
         )
     given = [field for field in found if field is not None]
     if len(given) > 1:
@@ -136,11 +140,3 @@ def _white_space(fields: Fields, pattern: str, disable: str) -> str | None:
     if fields.boolean(disable):
         return ""
     return text
-
-
-def _is_boolean(value: Any) -> bool:
-    return isinstance(value, bool)
-
-
-def _is_false(value: Any) -> bool:
-    return value is False

@@ -104,9 +104,9 @@ async def _serve(
     )
     # An embedded R-node has no other S-node, so its whole memory is leased at once, like a lease of a given size.
     grow_leases = bool(config.r_node) and config.kv_lease is None
+    length = config.max_model_len or backend.config.max_positions
     if grow_leases:
-        longest = config.max_model_len or backend.config.max_positions
-        hello = dataclasses.replace(hello, kv_bytes=first_lease(hello, longest))
+        hello = dataclasses.replace(hello, kv_bytes=first_lease(hello, length))
     async with contextlib.AsyncExitStack() as stack:
         embedded, urls = None, config.r_node
         if not urls:
@@ -122,7 +122,6 @@ async def _serve(
         if not opening.done():
             return
         links = opening.result()
-        length = config.max_model_len or backend.config.max_positions
         log.info("%s", capacity(model.weight_bytes, model.device, links, length))
         engine = Engine(
             backend.make_spart(model, links),

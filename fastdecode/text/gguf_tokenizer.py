@@ -22,7 +22,7 @@ from tokenizers import (
 
 from fastdecode.gguf.file import GGUFFile
 
-_UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # values in tokenizer.ggml.token_type
+_CONTROL, _USER_DEFINED = 3, 4  # values in tokenizer.ggml.token_type
 #: Words of Llama 3, with up to `digits` digits in one.
 _LLAMA3_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"

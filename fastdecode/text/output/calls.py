@@ -166,9 +166,10 @@ class CallEmitter:
         if arguments := scanner.take():
             delta.calls.append(CallDelta(self.n - 1, None, arguments))
 
-    def began(self, scanner: CallScanner) -> bool:
-        """Whether the reader has been told of this call."""
-        return self._current is scanner
+    def unread(self, scanner: CallScanner, opening: str = "") -> str:
+        """The text of a call that is broken or cut off, if the reader has not been told of the call and would be: what
+        the model wrote, with its `opening`."""
+        return "" if self._current is scanner or self.drops(scanner) else opening + scanner.raw
 
     def drops(self, scanner: CallScanner) -> bool:
         """Whether this call comes after the only one allowed."""

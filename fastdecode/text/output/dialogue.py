@@ -45,11 +45,6 @@ class Dialogue:
         found = (self.tokenizer.token_id(marker) for marker in markers)
         return frozenset(token for token in found if token is not None)
 
-    @property
-    def plain(self) -> bool:
-        """Whether all text is content."""
-        return self.form is None and self.reasoning is None
-
     def parser(self, prompt: str) -> OutputParser:
         """A parser for one choice of the answer to `prompt`."""
         if self._harmony:

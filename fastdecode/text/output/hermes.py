@@ -61,8 +61,7 @@ class _HermesParser(OutputParser):
     def _read(self, scanner: CallScanner, text: str, delta: MessageDelta) -> str:
         rest = scanner.push(text)
         if scanner.broken:
-            # This is no call, so the reader gets what the model wrote.
-            delta.content += "" if self._emitter.began(scanner) else OPEN + scanner.raw
+            delta.content += self._emitter.unread(scanner, OPEN)
             self._scanner = None
             return rest
         self._emitter.emit(scanner, delta)
@@ -72,6 +71,4 @@ class _HermesParser(OutputParser):
         scanner = self._scanner
         if scanner is None:
             return MessageDelta(content=self._prose.finish())
-        if self._emitter.began(scanner) or self._emitter.drops(scanner):
-            return MessageDelta()
-        return MessageDelta(content=OPEN + scanner.raw)
+        return MessageDelta(content=self._emitter.unread(scanner, OPEN))

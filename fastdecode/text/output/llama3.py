@@ -83,6 +83,4 @@ class _Llama3Parser(OutputParser):
         scanner, held = self._scanner, self._held
         if scanner is None:
             return MessageDelta(content="" if self._emitter.n else held)
-        if self._emitter.began(scanner) or self._emitter.drops(scanner):
-            return MessageDelta()
-        return MessageDelta(content=scanner.raw)
+        return MessageDelta(content=self._emitter.unread(scanner))

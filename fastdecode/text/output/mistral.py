@@ -80,7 +80,7 @@ class _MistralParser(OutputParser):
         scanner = self._scanner
         rest = scanner.push(text)
         if scanner.broken:
-            delta.content += "" if self._emitter.began(scanner) else OPEN + scanner.raw
+            delta.content += self._emitter.unread(scanner, OPEN)
             self._scanner, self._state = None, "prose"
             return rest
         self._emitter.emit(scanner, delta)
@@ -103,6 +103,4 @@ class _MistralParser(OutputParser):
         scanner = self._scanner
         if scanner is None:
             return MessageDelta(content=OPEN + self._held if self._held else "")
-        if self._emitter.began(scanner) or self._emitter.drops(scanner):
-            return MessageDelta()
-        return MessageDelta(content=OPEN + scanner.raw)
+        return MessageDelta(content=self._emitter.unread(scanner, OPEN))
