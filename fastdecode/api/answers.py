@@ -153,7 +153,7 @@ class ChatAnswer(Answer):
         self._call_ids: dict[tuple[int, int], str] = {}  # by the choice's index and the call's
 
     def _parse(self, index: int, piece: Piece) -> MessageDelta:
-        """What a piece adds to the message of a choice."""
+        """The delta by which a piece extends the message of a choice."""
         if (parser := self._parsers.get(index)) is None:
             parser = self._parsers[index] = self._new_parser()
         delta = parser.push(piece.text)

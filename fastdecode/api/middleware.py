@@ -24,17 +24,17 @@ access_log = logging.getLogger("fastdecode.api.access")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 _OPEN_PATHS = frozenset({"/health"})
-_QUIET_PATHS = frozenset({"/health", "/metrics"})  # asked for every few seconds, so logged at level debug
+_QUIET_PATHS = frozenset({"/health", "/metrics"})  # probes ask every few seconds, so the level is debug
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
 
 
 @dataclass(slots=True)
 class Notes:
-    """What the handler of a request and its middlewares tell each other."""
+    """The values that the handler of a request and its middlewares pass to each other."""
 
-    headers: dict[str, str] = field(default_factory=dict)  # that the answer gets
+    headers: dict[str, str] = field(default_factory=dict)  # headers that the answer gets
     client: str = ""  # a digest of the API key, for fair shares; "": no key was asked for
-    logged: dict[str, Any] = field(default_factory=dict)  # that the request's line in the access log gets
+    logged: dict[str, Any] = field(default_factory=dict)  # fields of the request's line in the access log
 
 
 _notes: ContextVar[Notes] = ContextVar("notes")
@@ -108,8 +108,8 @@ def require_key(api_keys: Iterable[str]) -> Middleware:
 def allow_origins(origins: Iterable[str]) -> Middleware:
     """A middleware that lets pages of other origins use the API (Fetch standard, CORS protocol).
 
-    `origins` are origins such as https://chat.example.org; "*" stands for all. A browser asks first, without a key; it
-    gets its answer here.
+    `origins` are origins such as https://chat.example.org; "*" stands for all. A browser asks for permission first,
+    without a key; this middleware answers it.
     """
     allowed = frozenset(origins)
 

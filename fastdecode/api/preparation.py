@@ -1,6 +1,6 @@
-"""What has to be made of a request before it can be submitted: token ids, rendered chats, compiled grammars.
+"""Prepares a request for the engine: renders its chat, encodes its texts and compiles its grammar.
 
-Work that may take long is done in a thread, one piece at a time, so that it does not delay the streams.
+One thread does the work that may take long, one piece at a time, so that it does not delay the streams.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Preparation:
         return prompt[-kept:]
 
     async def echo(self, text: str | None, prompt: list[int], generation: Generation) -> Echo:
-        """The echo of a prompt, whose text was sent as `text`; None: it was sent as tokens."""
+        """The echo of a prompt. `text` is its text as the client sent it; None: the client sent tokens."""
         skip, offsets_wanted = generation.skip_special_tokens, generation.logprobs
 
         def make() -> Echo:
@@ -105,7 +105,7 @@ class Preparation:
             except GrammarError as error:
                 raise grammar_error(wanted.param, error) from None
         if generation.bad_words:
-            # A word is other tokens at the start of a text than behind a space.
+            # A word has other tokens at the start of a text than behind a space.
             words = [space + word.lstrip() for word in generation.bad_words for space in ("", " ")]
             encoded = await self.encode(words, "bad_words", add_special_tokens=False)
             made["bad_words"] = tuple({tuple(word) for word in encoded if word})
@@ -133,7 +133,7 @@ def with_grammar(generation: Generation, dialogue: Dialogue, prompt: str) -> Gen
 
 
 def _up_to_end_of(text: str, content: str) -> str:
-    """A rendered chat without what the template writes behind its last message, whose text is `content`.
+    """A rendered chat, cut behind its last message, whose text is `content`.
 
     Raises ChatTemplateError if the template has changed the content."""
     content = content if content in text else content.strip()

@@ -51,7 +51,7 @@ _NEUTRAL_CHAT = _NEUTRAL | {
     "functions": is_one_of([]),
     "modalities": is_one_of(["text"]),
     "prediction": is_one_of(),
-    # How much a model reasons is for its template, which chat_template_kwargs reaches.
+    # The chat template decides how much a model reasons; chat_template_kwargs sets its variables.
     "reasoning_effort": is_one_of("none", "minimal", "low", "medium", "high"),
     "verbosity": is_one_of("medium"),
     "web_search_options": is_one_of(),
@@ -321,10 +321,8 @@ def is_token_ids(value: Any) -> bool:
 
 
 def _template_variables(fields: Fields) -> dict[str, Any]:
-    """Read vLLM's extension `chat_template_kwargs`: variables for the model's template, e.g.
-
-    {"enable_thinking": false}.
-    """
+    """Read vLLM's extension `chat_template_kwargs`: variables for the model's template, e.g. {"enable_thinking":
+    false}."""
     variables = fields.take("chat_template_kwargs")
     if variables is None:
         return {}

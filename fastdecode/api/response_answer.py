@@ -171,7 +171,7 @@ class ResponseAnswer(Answer):
 
     def _usage(self, usage: dict[str, Any]) -> dict[str, Any]:
         thoughts = [item.text for item in self._items if item.kind == "reasoning"]
-        # How many tokens the reasoning has when it is encoded again, which is about what the model wrote.
+        # The reasoning is encoded again, which gives about as many tokens as the model wrote.
         n_reasoning = sum(map(len, self.tokenizer.encode_all(thoughts, add_special_tokens=False)))
         return {
             "input_tokens": usage["prompt_tokens"],

@@ -25,7 +25,7 @@ _NEUTRAL = {
     "previous_response_id": is_one_of(),
     "prompt": is_one_of(),
     "prompt_cache_retention": lambda value: isinstance(value, str),
-    # How much a model reasons is for its template, which chat_template_kwargs reaches.
+    # The chat template decides how much a model reasons; chat_template_kwargs sets its variables.
     "reasoning": is_object,
     "store": is_boolean,  # nothing is stored either way
     "stream_options": is_one_of({"include_obfuscation": False}, {}),
@@ -105,7 +105,7 @@ def _add_item(messages: list[dict[str, Any]], fields: Fields) -> None:
             output = _text(fields.required("output"), fields.param("output"))
             messages.append({"role": "tool", "tool_call_id": fields.string("call_id"), "content": output})
         case "reasoning":
-            # What a model thought in an earlier turn is not shown to it again, as with templates that drop it.
+            # The model does not see its reasoning of earlier turns; most templates drop it too.
             for name in ("summary", "content", "encrypted_content"):
                 fields.take(name)
         case _:

@@ -15,12 +15,15 @@ _NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """What a request says about tools. Without tools, or with tool_choice "none", `tools` is empty."""
+    """The tools of a request, and how the answer may use them.
+
+    `tools` is empty for a request without tools or with tool_choice "none".
+    """
 
     tools: tuple[Tool, ...] = ()
     definitions: list[dict[str, Any]] = field(default_factory=list)  # of `tools`, for the chat template
     must_call: bool = False  # tool_choice is "required" or names a function
-    callable_tools: tuple[Tool, ...] = ()  # those that the choice leaves
+    callable_tools: tuple[Tool, ...] = ()  # the tools that tool_choice allows
     parallel: bool = True
 
 

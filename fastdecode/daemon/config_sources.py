@@ -1,4 +1,4 @@
-"""Where options come from: the command line, then environment variables, then a YAML file.
+"""Reads options from the command line, environment variables and a YAML file; the first source that has one counts.
 
 The environment variable of an option is FASTDECODE_ and its name (--max-queued: `FASTDECODE` + `_MAX_QUEUED`). In the
 file, an option's key is its name, with - or _.
@@ -21,7 +21,7 @@ _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off", "")
 class Parser(argparse.ArgumentParser):
     """An argument parser whose errors are one line, because a block of usage hides the line that counts."""
 
-    source = ""  # where the arguments are from, if not from the command line
+    source = ""  # the source of the arguments, if it is not the command line
 
     def error(self, message: str) -> NoReturn:
         """Print the message and end with status 2."""

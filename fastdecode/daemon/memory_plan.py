@@ -1,4 +1,4 @@
-"""How the memory of the S-Part's device is divided at start, and what the node can hold altogether."""
+"""Divides the memory of the S-Part's device at start, and says how many sequences the node can hold."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ def staged_tokens(config: NodeConfig, model: ServedModel, device: torch.device, 
 
 
 def gpu_staging(total: int, free: int, utilization: float, steps: int, wanted: int | None) -> int:
-    """Bytes of a GPU's memory that remain for staged prompts.
+    """The bytes of a GPU's memory that remain for staged prompts.
 
-    `total` and `free` are the GPU's, with the weights loaded; `steps` is what the steps of all mini-batches take;
-    `wanted` is --staging-memory. Raises ConfigError if that is more than what remains.
+    `total` and `free` are the GPU's, with the weights loaded; `steps` are the bytes for the steps of all
+    mini-batches; `wanted` is --staging-memory. Raises ConfigError if less remains than is wanted.
     """
     limit = int(utilization * total)
     left = limit - (total - free) - steps - KERNEL_BYTES
@@ -67,7 +67,7 @@ def gpu_staging(total: int, free: int, utilization: float, steps: int, wanted: i
 
 
 def capacity(model_bytes: int, device: torch.device, links: Iterable[Link], length: int) -> str:
-    """One line on what fits: the weights, the KV-cache, and how many sequences of `length` tokens it holds."""
+    """A line for the log: the weights, the KV-cache, and how many sequences of `length` tokens the cache holds."""
     leases = [link.lease for link in links]
     kv = sum(lease.max_pages * lease.page_bytes for lease in leases)
     sequences = sum(lease.max_pages // pages_for(length) for lease in leases)

@@ -27,7 +27,7 @@ _CONTROL, _USER_DEFINED = 3, 4  # values in tokenizer.ggml.token_type
 _LLAMA3_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-#: `tokenizer.ggml.pre`, by how words are found.
+#: Names in `tokenizer.ggml.pre`, grouped by the way in which a tokenizer cuts text into words.
 _DIGIT_BY_DIGIT = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone")
 _GPT2 = ("gpt-2", "phi-2", "jina-es", "jina-de", "mpt", "olmo", "jais", "trillion")
 _LLAMA3 = ("llama-bpe", "llama-v3", "llama3", "dbrx", "smaug-bpe", "falcon3", "pixtral")
@@ -39,7 +39,7 @@ class GGUFTokenizerError(ValueError):
 
 
 def read_tokenizer(file: GGUFFile) -> tuple[Tokenizer, dict[str, Any], str | None]:
-    """The tokenizer, what tokenizer_config.json would say of its special tokens, and the chat template or None.
+    """The tokenizer, its named special tokens as tokenizer_config.json has them, and the chat template or None.
 
     Raises GGUFTokenizerError.
     """

@@ -118,8 +118,8 @@ class GrammarCompiler:
 
 
 class _MaskThread:
-    """The thread that computes masks while the S-Part computes the logits that they apply to. One job does all that is
-    due, because a job for each mask would cost more than the mask of a small vocabulary."""
+    """The thread that computes masks while the S-Part computes the logits that the masks apply to. One job computes all
+    masks that are due, because a job for each mask would cost more than the mask of a small vocabulary."""
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(1, "grammar-masks")

@@ -1,4 +1,4 @@
-"""What operators ask of the server: several keys, request ids, the access log, CORS and TLS."""
+"""Options for operators: several keys, request ids, the access log, CORS and TLS."""
 
 from __future__ import annotations
 

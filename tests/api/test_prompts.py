@@ -1,5 +1,5 @@
-"""What a request says about its prompt and its text: echo and scores of the prompt, cuts, special tokens,
-continuations; the model's names and its defaults of sampling."""
+"""The fields about a prompt and a text: echo and scores of the prompt, cuts, special tokens, continuations; the
+model's names and its defaults of sampling."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `--check --model` says of a model's weights, against the weights when they are loaded."""
+"""The size of the weights that `--check --model` reports, against the weights when they are loaded."""
 
 from __future__ import annotations
 

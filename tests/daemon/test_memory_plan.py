@@ -1,4 +1,4 @@
-"""How a GPU's memory is divided: by arithmetic, because no GPU is at hand."""
+"""The division of a GPU's memory, as arithmetic: no GPU is needed."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What a chat model writes, cut into content, reasoning and tool calls while it is being written.
+"""Cuts the text of a chat model into content, reasoning and tool calls while the model writes it.
 
-deltas     MessageDelta, and what all parsers have in common
+deltas     MessageDelta, and the interface and helpers of all parsers
 calls      a tool call written as JSON
 prose      text between tool calls
 reasoning  text between <think> and </think>
@@ -9,6 +9,6 @@ llama3     tool calls of Llama 3: a bare JSON object
 mistral    tool calls of Mistral: [TOOL_CALLS]
 harmony    the channels of gpt-oss
 lark       pieces of grammars of tool calls
-forms      which of these a model uses
+forms      chooses the forms of a model by its chat template
 dialogue   Dialogue: parser, grammar and special tokens for one request
 """

@@ -66,7 +66,7 @@ class CallScanner:
         return ""
 
     def push_arguments(self, text: str) -> str:
-        """As `push`, but stops behind the arguments' object."""
+        """Take more text as `push` does, but stop behind the arguments' object."""
         for i, character in enumerate(text):
             if self.ended:
                 return text[i:]

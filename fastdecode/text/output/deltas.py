@@ -1,4 +1,4 @@
-"""MessageDelta: what a piece of text adds to a message; and the interface of the parsers that make them."""
+"""MessageDelta, by which a piece of text extends a message, and the interface of the parsers that make deltas."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class CallDelta:
 
 @dataclass(slots=True)
 class MessageDelta:
-    """What a piece of text adds to a message."""
+    """The content, reasoning and calls by which a piece of text extends a message."""
 
     content: str = ""
     reasoning: str = ""
@@ -38,7 +38,7 @@ class OutputParser(ABC):
 
     @abstractmethod
     def finish(self) -> MessageDelta:
-        """The end of the text. What was held back is content unless it is a part of a call."""
+        """The end of the text. Text that was held back is content unless it is a part of a call."""
 
 
 class PlainParser(OutputParser):

@@ -14,7 +14,7 @@ TOOL_FORMS: dict[str, ToolForm] = {
 }
 REASONING_FORMS = ("think", "gpt-oss")
 
-#: What a template that renders tools holds, and the form that it means; the first that fits counts.
+#: A text in a template that renders tools, and the form that this text means; the first match counts.
 _SIGNS = (
     (CHANNEL, "gpt-oss"),
     ("[TOOL_CALLS]", "mistral"),

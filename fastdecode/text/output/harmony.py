@@ -43,7 +43,7 @@ class HarmonyForm(ToolForm):
 
 
 def final_channel(literal: Callable[[str], str]) -> str:
-    """What stands before the answer in a message, as a part of a rule."""
+    """The part of a rule that stands for the text before the answer of a message."""
     return f'{_thought(literal)} {literal(CHANNEL)} "final" {literal(MESSAGE)}'
 
 

@@ -73,7 +73,7 @@ class _MistralParser(OutputParser):
             text = text.lstrip("[, \t\r\n")
             if text.startswith("{"):
                 self._scanner = CallScanner()
-            elif text:  # the list's end, or what should not be there
+            elif text:  # the list's end, or text that does not belong in a list
                 self._state = "prose"
                 return text.removeprefix("]")
             return text

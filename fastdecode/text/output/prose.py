@@ -25,6 +25,6 @@ class Prose:
         return content, behind if opened else "", opened
 
     def finish(self) -> str:
-        """What is still held at the end of the message."""
+        """The content that `push` has held back, at the end of the message."""
         held, self._held = self._held, ""
         return held.lstrip() if self._after_call else held
