@@ -186,7 +186,7 @@ class Cluster:
         seq.source = None
 
     def resume(self, seq: Sequence) -> Wait | None:
-        """Let a paused sequence run again where it is cached; None: it does. Otherwise says what it has to wait for.
+        """Let a paused sequence run again where it is cached. Returns None if it runs, else what it has to wait for.
 
         It needs a page for its next token, and the watermark, so that it is not paused again at once.
         """

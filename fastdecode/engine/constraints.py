@@ -1,4 +1,4 @@
-"""TokenConstraints: which tokens a sequence may draw next, from the parameters of its request."""
+"""TokenConstraints: the tokens that a sequence may draw next, by the parameters of its request."""
 
 from __future__ import annotations
 

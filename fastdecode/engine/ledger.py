@@ -5,8 +5,8 @@ only after the R-node has acknowledged the FREE (`acknowledge_free`). A page tha
 (pages.py).
 
 A lease that may grow is asked to grow ahead of need: when less than a quarter of it is unused, or when a sequence needs
-more than it has. Tokens that only the prefix cache holds count as unused, because they can be evicted, unless the
-R-node still has so much that the larger lease would be no more than half of what could be had.
+more pages than the lease has. Pages that only the prefix cache holds count as unused, because they can be evicted,
+unless the R-node has so much memory left that the larger lease would be at most half of what it could give.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 _TAG_MASK = 0xFFFFFFFF  # a tag has 32 bits on the wire
 
-#: A lease of which a smaller share is unused grows by `_GROWTH` of its size.
+#: A lease grows by `_GROWTH` of its size when a smaller share than `_LOW` is unused.
 _LOW = 0.25
 _GROWTH = 0.5
 
@@ -49,7 +49,7 @@ class RNodeLedger:
         self.alive = True
         self.n_pages = link.lease.n_pages
         self.max_pages = link.lease.max_pages if grows else self.n_pages  # the most that the lease may grow to
-        self.obtainable = self.max_pages  # the same while others hold what they hold, as the R-node said last
+        self.obtainable = self.max_pages  # the most that it may grow to beside other leases, as the R-node said last
         self.resizing = False  # a RESIZE is under way
         self.refused = False  # the last RESIZE has brought less than was asked for; RNodeControl clears it
         self._needed = 0  # size of the lease that a sequence waits for

@@ -2,7 +2,7 @@
 
 A page is held by the running sequences that use it, by sequences that are kept (ended ones in the prefix cache, and
 paused ones), and by sequences whose FREE is not acknowledged yet. It is used, evictable or being freed, in this order,
-as long as somebody holds it that way, and free when nobody does. The R-node counts references in the same way, but lets
+as long as a sequence holds it that way, and free when none does. The R-node counts references in the same way, but lets
 go of a page no later than this account does, so the account never shows more free pages than there are.
 """
 

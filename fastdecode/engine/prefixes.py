@@ -51,8 +51,8 @@ class PrefixEntry:
     """
 
     cached: CachedSequence
-    tokens: list[int]  # of an ended sequence, what is cached; of a running one not needed
-    hashes: list[bytes]  # page_hashes of what is cached, or about to be while `computed` is False
+    tokens: list[int]  # cached ones of an ended sequence; empty while it runs
+    hashes: list[bytes]  # page_hashes of its tokens, which are cached unless `computed` is False
     salt: str = ""  # of `hashes`
     pins: int = 0  # FORKs from this entry in progress; a pinned entry is not evicted
     running: bool = False

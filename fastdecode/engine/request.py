@@ -78,7 +78,7 @@ class SamplingParams:
     seed: int | None = None  # None: the engine draws one
     logprobs: int | None = None  # alternatives to report for each token; 0: only the chosen token; None: nothing
     prompt_logprobs: int | None = None  # as `logprobs`, for the prompt's tokens but the first
-    client: str = ""  # whose request it is, e.g. a digest of the API key
+    client: str = ""  # that sent the request, e.g. a digest of its API key
     priority: int = 0  # requests with a lower one start first, and may pause the others
     cache_salt: str = ""  # only requests with the same one share cached prefixes
     # The formulas of these four stand in spart/penalties.py.

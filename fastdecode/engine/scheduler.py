@@ -80,7 +80,7 @@ class Scheduler:
         self._starved: list[Sequence] = []  # wait for a page, in order of arrival
         self._failed: list[tuple[Sequence, str]] = []
         self._forks: list[Sequence] = []
-        self._wants_room: Sequence | None = None  # the first one that no R-node had room for, of late
+        self._wants_room: Sequence | None = None  # the first one that no R-node had room for since `_give_way`
 
     @property
     def n_running(self) -> int:
@@ -182,7 +182,7 @@ class Scheduler:
         return Plan(mini_batch, chunks, prompts)
 
     def _budget(self, mini_batch: int, n_decoding: int) -> StepBudget:
-        """What the prompts of a mini-batch's next step may cost beside `n_decoding` decoding rows."""
+        """The budget of the prompts of a mini-batch's next step beside `n_decoding` decoding rows."""
         others = [batch for i, batch in enumerate(self.mini_batches) if i != mini_batch]
         return self.step_times.budget(
             mini_batch,
@@ -336,7 +336,7 @@ class Scheduler:
                 continue
             placement = self.cluster.place(seq, self.waiting)
             if placement is Wait.FREE:
-                return None  # whoever is behind would take the pages that are being freed for it
+                return None  # a sequence behind it would take the pages that are being freed for it
             if not isinstance(placement, Wait):
                 self.waiting.start(seq)
                 self._start(seq, placement, mini_batch)

@@ -42,7 +42,7 @@ class Sequence:
     # Set by Cluster.admit, cleared by Cluster.release.
     node: RNodeLedger | None = None
     handle: Handle = Handle(0, 0)
-    pages: list[Page] = field(default_factory=list)  # those that it holds, shared ones first
+    pages: list[Page] = field(default_factory=list)  # pages that it holds, shared ones first
     mean_length: float = 0.0  # cached tokens that it was expected to have on average when it was placed
     entry: PrefixEntry | None = None  # its own prefix entry, while it runs
     source: PrefixEntry | None = None  # the prefix entry whose first `shared_tokens` tokens it takes over
@@ -76,12 +76,13 @@ class Sequence:
 
     @property
     def priority(self) -> int:
-        """The lowest goes first."""
+        """Sequences of a lower number go first."""
         return self.params.priority
 
     @property
     def client(self) -> str:
-        """Whose request it is: clients get fair shares, and outputs of one client are taken to be alike in length."""
+        """The client that sent the request. Clients get fair shares, and a client's outputs are taken to be alike in
+        length."""
         return self.params.client
 
     @property
@@ -90,7 +91,7 @@ class Sequence:
         return self.mini_batch is None and self.node is not None
 
     def forget_cache(self) -> None:
-        """Note that no R-node has anything of it, so that it must be recomputed."""
+        """Record that no R-node caches the sequence any more: it must be recomputed."""
         self.node, self.pages, self.entry, self.source = None, [], None, None
         self.cached = self.prefill_end = self.shared_tokens = 0
 

@@ -1,4 +1,4 @@
-"""Which waiting sequences may start, apart from whether there is room: greedy, or the load-stabilising schedule.
+"""Decides which waiting sequences that have room may start: greedy, or the load-stabilising schedule.
 
 FastDecode (arXiv 2403.11421, section 5.2) starts groups of sequences at intervals, so that short and long ones run
 together and the R-Part of every step is about as long. Its Algorithm 1 needs all outputs to have one known length, and
@@ -48,7 +48,7 @@ _SAMPLE = 32
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What the sequences share."""
+    """The room that all sequences share."""
 
     slots: int  # sequences that may run at once
     tokens: int  # that the R-nodes can cache
@@ -169,7 +169,7 @@ class Stable(Greedy):
 
 
 def _class(seq: Sequence) -> tuple[str, bool]:
-    """What the estimate of a sequence's output depends on, apart from its bound."""
+    """The class that the estimate of a sequence's output depends on, apart from its bound."""
     return seq.client, seq.params.max_tokens is not None
 
 

@@ -1,4 +1,4 @@
-"""What the prompts of a step may cost: rows, attention work, and keys and values staged on the S-node."""
+"""Bounds on the prompts of a step: rows, attention work, and keys and values staged on the S-node."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class StepBudget:
-    """What is left of a step for chunks of prompts.
+    """The part of a step that is left for chunks of prompts.
 
     A chunk of n rows behind `start` tokens costs n rows and `row_cost` * n + `pair_cost` * pairs of work, where
     pairs = n * start + n * (n + 1) / 2 counts the keys that its rows attend to. `least` rows are granted whatever the

@@ -26,7 +26,7 @@ class FairShares:
         return len(self._waiting) > 1
 
     def served(self, client: str) -> float:
-        """What a client was served, as a number of prompt tokens."""
+        """The tokens that a client was served, counted as tokens of prompts."""
         return self._served.get(client, 0.0)
 
     def join(self, client: str) -> None:

@@ -1,6 +1,6 @@
 """How long outputs will be: survival curves of the lengths seen so far, one for each class of requests.
 
-An output that an end token ended has a known length. One that was cancelled, failed or met its max_tokens is censored:
+An output that an end token ended has a known length. An output that was cancelled or met its max_tokens is censored:
 it would have been longer. The product-limit estimate of Kaplan and Meier (1958) uses both. Lengths are heavy-tailed, so
 they are counted in bins of about 9 % of their length. Pure arithmetic.
 """
@@ -23,8 +23,8 @@ _LEAST_OUTPUTS = 16
 #: The half-life, in tokens, of the outputs of an unknown class whose requests set no max_tokens.
 _HALF_LIFE = 256.0
 
-#: Where fewer outputs than this were as long, one output is added that ends at the rate 1 / length, the rate of a
-#: heavy tail.
+#: At lengths that fewer outputs than this have reached, one output is added that ends at the rate 1 / length, the rate
+#: of a heavy tail.
 _LEAST_AT_RISK = 16
 
 #: Old outputs are forgotten: when a class has this many, all of them count half.
@@ -49,7 +49,7 @@ class OutputLengths:
     def set_running(self, lengths: dict[Hashable, list[int]]) -> None:
         """Tell the present lengths of the outputs that still go on, by class.
 
-        They count as censored: without them, short outputs, which end first, would look like all there are.
+        These outputs count as censored: without them, short outputs, which end first, would look like all outputs.
         """
         for length_class, curve in self._classes.items():
             curve.set_running(lengths.get(length_class, []))
@@ -69,7 +69,8 @@ class OutputLengths:
         return np.ones_like(lengths) if bounded else _HALF_LIFE / (_HALF_LIFE + lengths)
 
     def mean(self, length_class: Hashable, bound: int, *, bounded: bool) -> tuple[float, float]:
-        """Of an output of at most `bound` tokens, n: the means of n and of n * (n + 1) / 2, the sum of 1..n."""
+        """The means of n and of n * (n + 1) / 2, the sum of 1..n, where n is the length of an output of at most `bound`
+        tokens."""
         edges = np.append(EDGES[bound > EDGES], float(bound))
         alive = self.survival(length_class, edges, bounded=bounded)
         widths, middle = np.diff(edges), (alive[1:] + alive[:-1]) / 2

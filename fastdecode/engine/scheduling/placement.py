@@ -1,8 +1,8 @@
-"""On which R-node a waiting sequence may run: prefixes, free pages and the predicted R-Part.
+"""Chooses the R-node of a waiting sequence by prefixes, free pages and the predicted R-Part.
 
 A prompt that starts with the tokens of another sequence is placed on that sequence's R-node and takes over its cached
 pages by a FORK. Any other prompt goes where the slowest R-node stays fastest. The sequences that wait together are
-distributed together, longest first, because one at a time the last long one would find no good place.
+distributed together, longest first: if they were placed one by one, a long last one would find no good place.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Placer:
         n_tokens = len(seq.tokens)
         if seq.awaits is not None:
             node, entry = seq.awaits
-            shared = PAGE_TOKENS * len(entry.hashes)  # at most; the exact number is for the one who looks again
+            shared = PAGE_TOKENS * len(entry.hashes)  # at most; the next look-up finds the exact number
             if node.alive and entry in node.prefixes and not entry.computed and self._has_room(node, n_tokens, shared):
                 return Wait.PREFIX
             seq.awaits = None
@@ -121,7 +121,7 @@ class Placer:
         return self._nodes[places[0]]
 
     def _match_prefix(self, seq: Sequence, computed: bool = True) -> Placement | None:
-        """Where most leading tokens of `seq` are cached or, with `computed` False, being prefilled."""
+        """The R-node and entry that have most leading tokens of `seq` cached or, with `computed` False, in prefill."""
         best = None
         for node in self._nodes:
             found = node.prefixes.match(seq.tokens, seq.hashes, computed) if node.alive else None
@@ -140,10 +140,9 @@ class Placer:
         return ceil(self._watermark * node.n_pages) if node.n_sequences or node.pages_freeing else 0
 
     def _pages_needed(self, node: RNodeLedger, tokens: int, shared: int = 0) -> int:
-        """Free pages that `node` must have to admit a sequence of `tokens` tokens, of which it shares the first
-        `shared`: the whole pages of those are there already.
+        """Free pages that `node` must have to admit a sequence of `tokens` tokens, the watermark included.
 
-        The watermark is part of them.
+        The sequence shares its first `shared` tokens, whose whole pages are there already.
         """
         return pages_for(tokens) - min(shared, tokens) // PAGE_TOKENS + self.watermark(node)
 

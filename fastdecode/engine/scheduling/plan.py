@@ -1,4 +1,4 @@
-"""A step as the scheduler plans it, what comes of it, and the bounds on every step."""
+"""A step as the scheduler plans it, the outcome of the step, and the bounds on every step."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class SchedulerLimits:
     max_batch_tokens: int  # rows of a step; at most `max_rows` of every link's slots
     max_seqs: int  # sequences; at most max_batch_tokens, so that all of them can decode in every step
     max_staged_tokens: int | None = None  # None: no bound
-    strict_staging: bool = False  # no prompt may exceed it
+    strict_staging: bool = False  # no prompt may exceed max_staged_tokens
 
     def __post_init__(self) -> None:
         if self.mini_batches < 1:
@@ -49,7 +49,7 @@ class Plan:
 
     mini_batch: int
     chunks: list[PlannedChunk]
-    prompts: PromptWork = NO_PROMPTS  # the part of it that is chunks of prompts
+    prompts: PromptWork = NO_PROMPTS  # the work of its chunks of prompts
 
     @property
     def n_tokens(self) -> int:

@@ -1,7 +1,7 @@
 """The queue of sequences that wait to run.
 
 A sequence that cannot start now is passed over, so that it does not hold up those behind it. The number of sequences
-that may start before it is bounded: after that, whoever is behind it waits until it has started.
+that may start before it is bounded: after that, the sequences behind it wait until it has started.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MAX_PASSED = 64
 _RATE_STARTS = 64
 _RETRY_AFTER = (1, 300)
 
-#: Which of two sequences goes first: the one of lower priority number, then the one that arrived earlier.
+#: Sort key of sequences: a lower priority number goes first, then an earlier arrival.
 BY_RANK = attrgetter("priority", "order")
 
 

@@ -1,8 +1,8 @@
 """How long steps take, learned from the steps that ran, and the chunks of prompts that keep a target time.
 
-A step that decodes takes a base time, and its prompts add to it. What a prompt's chunk costs is fitted to two measures
-of it: its rows (projections, MLP) and its pairs of a row and a key that the row attends to (attention). The steps of
-several mini-batches share the S-node, so the chunks of a step that is in flight slow down the steps beside it.
+A step that decodes takes a base time, and its prompts add to it. The cost of a prompt's chunk is fitted to two measures
+of the chunk: its rows (projections, MLP) and its pairs of a row and a key that the row attends to (attention). The
+steps of several mini-batches share the S-node, so the chunks of a step that is in flight slow down the steps beside it.
 
 Pure arithmetic: the caller measures the seconds.
 """
@@ -19,10 +19,10 @@ _COST_MEMORY = 0.9
 _BASE_MEMORY = 0.8
 _BASE_MEMORY_BESIDE_PROMPTS = 0.95
 
-#: Rows of a prompt that a step takes however slow it is, so that every prompt goes on.
+#: Rows of a prompt that a step takes however slow the step is, so that every prompt goes on.
 _LEAST_ROWS = 16
 
-#: Where decoding alone takes longer than the target, prompts may lengthen a step by this part of it.
+#: Prompts may lengthen a step by this part of its base time even if the base time alone exceeds the target.
 _STRETCH = 0.5
 
 
@@ -49,8 +49,8 @@ def pairs(start: int, n: int) -> float:
 @dataclass(slots=True)
 class _Flight:
     decodes: bool
-    work: PromptWork  # its own
-    beside: PromptWork  # of the steps that began while it ran, or ran when it began
+    work: PromptWork  # of this step
+    beside: PromptWork  # of the steps that began while this step ran, or ran when it began
 
 
 class StepTimes:
@@ -78,7 +78,7 @@ class StepTimes:
         flight = self._flights.pop(mini_batch, None)
         if flight is None or seconds is None:
             return
-        # Of the two neighbours in each other mini-batch, a step overlaps with about half.
+        # A step overlaps with about half of its two neighbours in each other mini-batch.
         rows, n_pairs = (own + other / 2 for own, other in zip(flight.work, flight.beside, strict=True))
         if flight.decodes:
             self._observe_base(seconds - self._cost(rows, n_pairs), rows > 0)
@@ -86,10 +86,10 @@ class StepTimes:
             self._observe_costs(rows, n_pairs, max(0.0, seconds - ((self.base or 0.0) if flight.decodes else 0.0)))
 
     def budget(self, mini_batch: int, rows: int, *, sharers: int, streams: bool) -> StepBudget:
-        """What the prompts of a mini-batch's next step may cost, at most `rows` rows.
+        """The budget of the prompts of a mini-batch's next step, at most `rows` rows.
 
         `sharers` counts the mini-batches that have unfinished prompts, this one included. `streams`: a sequence decodes
-        somewhere; if none does, the step may take as long as it likes.
+        somewhere; if none does, the time of the step has no bound.
         """
         row_cost, pair_cost = self._costs
         if self.target is None or not streams or self.base is None or not (row_cost or pair_cost):
