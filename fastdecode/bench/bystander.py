@@ -1,4 +1,4 @@
-"""What one tenant's load costs another tenant of the same R-node: `fastdecode-bench transport --bystander`.
+"""The cost of one tenant's load to another tenant of the same R-node: `fastdecode-bench transport --bystander`.
 
 The bystander makes an empty call (one row, appended) each millisecond, over shm and over tcp in turn, while another
 process forks thousands of sequences, sends the longest legal calls or drips its frames. Each load is compared with the
@@ -30,7 +30,7 @@ _PAUSE_S = 0.001
 _TIMEOUT = 60.0
 _LONGER = 10  # a load lasts at most this many times as long as asked, to let it do a round
 _MIB = 1 << 20
-#: What the links' activation regions and the bystander's leases take besides a hog's lease.
+#: Bytes for the links' activation regions and the bystander's leases, beside a hog's lease.
 _ROOM = 512 * _MIB
 
 

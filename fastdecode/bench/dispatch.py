@@ -1,10 +1,10 @@
-"""What it costs the R-engine to hand a call to its threads, by their number: calls that read no KV-cache.
+"""The R-engine's cost of handing a call to its threads, by their number, measured with calls that read no KV-cache.
 
-A call of one item is done by thread 0 alone. A call of an item for each thread appends as many rows as it takes to be
-cut so often, which is hardly any work. The same rows on an engine of one thread are the work alone. What handing out
-costs is the time of the cut call, less the work divided by the cores that the threads can have; it is computed from the
-tenth percentiles, which other programs on the machine disturb least. With more threads than cores, threads wait for
-cores, and that shows too.
+A call of one item is done by thread 0 alone. A call of an item for each thread appends as many rows as the engine cuts
+into that many items, which is hardly any work. The same rows on an engine of one thread are the work alone. The cost of
+handing out is the time of the cut call, less the work divided by the cores that the threads can have. This cost is
+computed from the tenth percentiles, which other programs on the machine disturb least. With more threads than cores,
+the figures contain the time in which threads wait for cores.
 """
 
 from __future__ import annotations

@@ -32,8 +32,10 @@ _DRIPPED = 8  # rows of a dripped call, of 2 KiB each
 
 
 class Hog:
-    """The process, from the benchmark's side: `rounds` counts what it has done. Raises RuntimeError if it does not get
-    ready."""
+    """The process, from the benchmark's side: `rounds` counts the finished rounds of its work.
+
+    Raises RuntimeError if the process does not get ready.
+    """
 
     def __init__(self, kind: str, url: str):
         argv = [sys.executable, "-m", __name__, kind, url]
@@ -182,7 +184,7 @@ class _Dripper:
         writer.close()
 
 
-#: How each hog gets ready, and what it does.
+#: The function that gets each hog ready, and its work in words.
 HOGS: dict[str, tuple[Callable[[Link], Awaitable[Callable[[], Awaitable[None]]]], str]] = {
     "forks": (_forks, f"forks {_FORKS} sequences and appends to all"),
     "long": (_long, f"sends the longest legal calls on {MAX_SLOTS} slots"),

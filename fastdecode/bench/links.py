@@ -1,10 +1,10 @@
-"""What a layer costs the S-node's thread by the number of links: to copy the rows out, ring every link, and gather the
-O rows of all.
+"""The cost of a layer to the S-node's thread, by the number of links: copying the rows out, ringing every link, and
+gathering the O rows of all.
 
 Each link leads to an R-engine of one thread in this process, over shared memory. A mini-batch of `--rows` rows is
 spread over the links. The times are processor time of the calling thread. The time that the R-engines work is left out:
 the replies have arrived before they are gathered. R-engines that are asleep must be woken, each by a system call;
-`--spin-us` says how long they stay awake.
+`--spin-us` sets how long idle R-engines stay awake.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""The scheduler in virtual time: greedy against stable admission. Its code is the server's; the times are computed.
+"""The scheduler in virtual time: greedy against stable admission. The code is the server's; the times are computed.
 
 With --crowd N, no simulation but a measurement: the processor time of the scheduler for each step while N requests that
 share a prompt start, decode and end, over R-nodes that only count.
 
-Without it, three loads, each simulated with both schedules: outputs of one known length that arrive all at once;
+Without --crowd, three loads, each simulated with both schedules: outputs of one known length that arrive all at once;
 outputs of a trace's lengths that arrive all at once at R-nodes whose KV-cache is full; and the trace at its own
 arrivals. A step takes the longer of its S-Part and its R-Part. These figures are simulated, not measured.
 """

@@ -22,7 +22,7 @@ _LONGEST = 4096
 
 
 class Request(NamedTuple):
-    """A request of a simulation. `max_tokens` is what the scheduler knows of `n_output`; None: nothing."""
+    """A request of a simulation. `max_tokens` is the bound on `n_output` that the scheduler knows; None: none."""
 
     arrival: float  # seconds
     n_prompt: int
@@ -32,7 +32,7 @@ class Request(NamedTuple):
 
 @dataclass(slots=True)
 class Run:
-    """What a simulation saw. Times are in seconds of virtual time."""
+    """The course of a simulation. Times are in seconds of virtual time."""
 
     seconds: float = 0.0
     tokens: int = 0  # generated
@@ -172,7 +172,7 @@ def _complete(
 
 
 def acknowledge(cluster: Cluster) -> bool:
-    """Free what was released at once; True if anything was."""
+    """Acknowledge the release of all released sequences; True if there were any."""
     freed = False
     for node in cluster.nodes:
         if released := node.take_released():

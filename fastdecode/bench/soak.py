@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Run the soak and print what was seen. Raises RuntimeError if an answer or a count is wrong."""
+    """Run the soak and print its result. Raises RuntimeError if an answer or a count is wrong."""
     if args.snodes < 1 or args.clients < 1 or args.minutes <= 0 or args.kill_every <= 0:
         raise ValueError("--snodes, --clients, --minutes and --kill-every must be positive")
     with tempfile.TemporaryDirectory(prefix="fastdecode-soak-") as folder:
@@ -80,7 +80,7 @@ class _Soak:
         self._begun = time.monotonic()
 
     async def run(self) -> dict[str, Any]:
-        """Run the soak. Returns what was seen. Raises RuntimeError, OSError, TransportError."""
+        """Run the soak. Returns the result. Raises RuntimeError, OSError, TransportError."""
         r_node: Node | None = None
         try:
             r_node = self._node(
@@ -216,7 +216,7 @@ class _Soak:
                 )
                 self._say(f"{counts}; leased {format_bytes(leased)}; R-node: {_held(held)}")
 
-    # -- what was seen --------------------------------------------------------------------------------------------
+    # -- the result -----------------------------------------------------------------------------------------------
 
     def _result(self, before: Held, after: Held, free: int, free_after: int, status: int) -> dict[str, Any]:
         faults = [f"an S-node's clients saw: {problem}" for load in self.loads for problem in load.tally.problems]

@@ -1,8 +1,8 @@
 """Round trips over a link, from an empty doorbell to 4 MiB and in the shape of a real layer call.
 
 The other process is an R-node that this command starts, or the one at --peer. The time of a call goes from `ring` to
-the end of `wait`, less the least time that the R-engine says it needs: it is what the transport costs. Steps are
-armed between the measurements. In the same rounds and with the same number of bytes, the peers (--beside) are measured.
+the end of `wait`, less the least time that the R-engine reports: the rest is the transport's cost. Steps are armed
+between the measurements. In the same rounds and with the same number of bytes, the peers (--beside) are measured.
 `bytes_out` and `bytes_back` count the rows that a case is about. `carried_out` and `carried_back` count all bytes that
 a call carries, among them the 32 bytes of K and V that even an empty call has. Over shm no bytes are sent, so a call
 costs only the time of Python and of the two doorbells, which is part of every other transport's time too.
@@ -56,7 +56,7 @@ _LAYERS_KV_BYTES = 512 << 20
 _FRAME_BYTES = 24  # head of a data frame of TCP; the other transports send less beside the rows
 _TIMEOUT = 20.0
 _KV_BYTES = 1 << 30
-_BYSTANDER_SPIN_US = 100  # there, threads that spin for long would take the cores from those that are measured
+_BYSTANDER_SPIN_US = 100  # with --bystander, threads that spin longer would take cores from the measured ones
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,4 +1,4 @@
-"""The load of a soak: requests whose greedy answers are known, sent in several ways, and a count of what came back.
+"""The load of a soak: requests whose greedy answers are known, sent in several ways, and a count of the outcomes.
 
 A request's right answer is what the same model answers to the same request alone. Rounding differs with the batch, so
 an answer is cut before the first token whose runner-up is within MARGIN; there rounding could decide.
@@ -33,7 +33,7 @@ class Request:
 
 @dataclass(slots=True)
 class Tally:
-    """What one S-node's clients have seen."""
+    """The outcomes of the requests of one S-node's clients."""
 
     answers: Counter[str] = field(default_factory=Counter)  # equal, wrong, left, cut (by a kill), failed
     problems: list[str] = field(default_factory=list)  # the first few wrong and failed ones

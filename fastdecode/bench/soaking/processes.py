@@ -1,4 +1,4 @@
-"""The processes of a soak: one R-node and several S-nodes, and what an R-node holds."""
+"""The processes of a soak: one R-node and several S-nodes, and the resources that an R-node holds."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What a process holds, and the files in /dev/shm of all processes."""
+    """The resources that a process holds, and the number of files in /dev/shm, of all processes."""
 
     rss: int  # bytes
     descriptors: int
