@@ -83,7 +83,11 @@ class SPart:
             raise
         link_costs = exchange.disarm()
         self._end_prompts(rows, exchange)
-        sampled, logits = self._sample(state.x, rows)
+        if rows.sampled:
+            logits = self._logits(state.x, rows.uploaded["last rows"])
+        else:
+            logits = state.x.new_empty(0, self._config.vocab_size, dtype=torch.float32)
+        sampled = self._sample(logits, rows)
         scores = rows.scorer(lambda part: self._logits(state.x, rows.uploaded["scored rows"][part]), rows.uploaded)
         return StepOutput(
             scores=scores,
@@ -146,19 +150,17 @@ class SPart:
             x.add_(w.positions.index_select(0, positions + self._config.position_offset))
         return x
 
-    def _sample(self, x: torch.Tensor, rows: StepRows) -> tuple[list[Sampled | None], torch.Tensor]:
-        """Draw a token after each chunk that asks for one, from its last row of x [n, hidden_size].
+    def _sample(self, logits: torch.Tensor, rows: StepRows) -> list[Sampled | None]:
+        """Draw a token after each chunk that asks for one, from logits [sampled chunks, vocab_size] fp32.
 
-        Returns one Sampled or None for each chunk, and the logits [sampled chunks, vocab_size] fp32.
+        Returns one Sampled or None for each chunk.
         """
         sampled: list[Sampled | None] = [None] * len(rows.chunks)
-        if not rows.sampled:
-            return sampled, x.new_empty(0, self._config.vocab_size, dtype=torch.float32)
-        logits = self._logits(x, rows.uploaded["last rows"])
-        drawn = rows.sampler(logits, rows.uploaded)
-        for i, token in zip(rows.sampled, drawn, strict=True):
-            sampled[i] = token
-        return sampled, logits
+        if rows.sampled:
+            drawn = rows.sampler(logits, rows.uploaded)
+            for i, token in zip(rows.sampled, drawn, strict=True):
+                sampled[i] = token
+        return sampled
 
     def _logits(self, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """The logits of some rows of x [n, hidden_size]: [len(rows), vocab_size] fp32."""

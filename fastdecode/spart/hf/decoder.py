@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from fastdecode.spart.batch import Sampled, StepBatch, StepOutput
+from fastdecode.spart.batch import StepBatch, StepOutput
 from fastdecode.spart.decoder import SPart, StepRows
 from fastdecode.spart.exchange import Exchange, SlotViews
 from fastdecode.spart.hf.attention import running
@@ -66,9 +66,9 @@ class HFSPart(SPart):
                 resumed = time.perf_counter()
                 r_seconds += resumed - asked
             resumed = time.perf_counter()
-            sampled = self._draw(logits[: len(rows.sampled)], rows)
             scored = logits[len(rows.sampled) :]
             with torch.inference_mode():
+                sampled = self._sample(logits[: len(rows.sampled)], rows)
                 scores = rows.scorer(lambda part: scored[part], rows.uploaded)
         except BaseException:
             if not paused.dead:
@@ -93,16 +93,6 @@ class HFSPart(SPart):
             failures=exchange.failures,
             logits=logits[: len(rows.sampled)] if keep_logits else None,
         )
-
-    @torch.inference_mode()
-    def _draw(self, logits: torch.Tensor, rows: StepRows) -> list[Sampled | None]:
-        """logits [sampled chunks, vocab_size] fp32 -> one Sampled or None for each chunk."""
-        sampled: list[Sampled | None] = [None] * len(rows.chunks)
-        if rows.sampled:
-            drawn = rows.sampler(logits, rows.uploaded)
-            for i, token in zip(rows.sampled, drawn, strict=True):
-                sampled[i] = token
-        return sampled
 
     def logits_of(self, tokens: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
         """tokens [rows], positions [rows] -> logits [len(keep), vocab_size] fp32 of the rows `keep`."""
