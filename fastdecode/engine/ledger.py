@@ -12,7 +12,7 @@ unless the R-node has so much memory left that the larger lease would be at most
 from __future__ import annotations
 
 from math import ceil
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from fastdecode.engine.pages import PageBook
 from fastdecode.engine.prefixes import CachedSequence, Handle, PrefixEntry, PrefixIndex
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from fastdecode.engine.pages import Page
-    from fastdecode.engine.sequence import Sequence
     from fastdecode.transports.base import Link
 
 _TAG_MASK = 0xFFFFFFFF  # a tag has 32 bits on the wire
@@ -36,6 +35,17 @@ _GROWTH = 0.5
 def pages_for(tokens: int) -> int:
     """Pages that hold `tokens` cached tokens."""
     return -(-tokens // PAGE_TOKENS)
+
+
+class Paused(Protocol):
+    """A paused sequence as a ledger sees it. This module cannot name Sequence, whose module imports this one."""
+
+    handle: Handle
+    pages: list[Page]
+    entry: PrefixEntry | None
+
+    def forget_cache(self) -> None:
+        """Note that the sequence must be recomputed."""
 
 
 class RNodeLedger:
@@ -59,7 +69,7 @@ class RNodeLedger:
         self.token_bytes = link.lease.page_bytes / PAGE_TOKENS  # of one token's K and V, all layers
         self.bandwidth = Bandwidth()
         self.prefixes = PrefixIndex()
-        self.paused: dict[Sequence, None] = {}  # the one paused longest ago first
+        self.paused: dict[Paused, None] = {}  # the one paused longest ago first
         self.released: list[CachedSequence] = []  # to be named by the next FREE
         self._sequences_freeing = 0
         self._free_indexes = list(range(link.lease.max_seqs - 1, -1, -1))
@@ -185,7 +195,7 @@ class RNodeLedger:
             self.pages.evict(sequence.pages)
             self._free(sequence)
 
-    def drop_paused(self, seq: Sequence) -> None:
+    def drop_paused(self, seq: Paused) -> None:
         """Let the next FREE name a paused sequence, which must then be recomputed."""
         del self.paused[seq]
         if seq.entry is not None and seq.entry in self.prefixes:
@@ -194,7 +204,7 @@ class RNodeLedger:
         self._free(CachedSequence(seq.handle, seq.pages))
         seq.forget_cache()
 
-    def evict_for(self, pages: int, index: bool, spare: Sequence | None = None) -> bool:
+    def evict_for(self, pages: int, index: bool, spare: Paused | None = None) -> bool:
         """Evict prefix entries, then drop paused sequences but `spare`, those used longest ago first, until `pages`
         pages (and a sequence index, if `index`) are free or being freed.
 
@@ -211,7 +221,7 @@ class RNodeLedger:
                 return False
         return True
 
-    def _next_paused(self, spare: Sequence | None) -> Sequence | None:
+    def _next_paused(self, spare: Paused | None) -> Paused | None:
         """The sequence paused longest ago that is neither `spare` nor pinned by a FORK."""
         return next((s for s in self.paused if s is not spare and (s.entry is None or not s.entry.pins)), None)
 
