@@ -13,20 +13,13 @@
 #pragma GCC target("avx2,fma,f16c")
 #endif
 
-#include "chunk.h" /* FD_INLINE */
 #include "linear.h"
+#include "vec_avx2.h"
 
-typedef __m256 vec_t;
 typedef __m256i ivec_t;
 
-enum { LANES = 8, MAX_ROWS = 4 };
+enum { MAX_ROWS = 4 };
 
-FD_INLINE vec_t vec_set1(float x) { return _mm256_set1_ps(x); }
-FD_INLINE vec_t vec_load(const float *p) { return _mm256_loadu_ps(p); }
-FD_INLINE void vec_store(float *p, vec_t x) { _mm256_storeu_ps(p, x); }
-FD_INLINE vec_t vec_mul(vec_t x, vec_t y) { return _mm256_mul_ps(x, y); }
-FD_INLINE vec_t vec_fma(vec_t x, vec_t y, vec_t z) { return _mm256_fmadd_ps(x, y, z); }
-FD_INLINE vec_t vec_load_fp16(const void *p) { return _mm256_cvtph_ps(_mm_loadu_si128(p)); }
 FD_INLINE vec_t vec_from_ints(ivec_t x) { return _mm256_cvtepi32_ps(x); }
 FD_INLINE ivec_t ivec_set1(int32_t x) { return _mm256_set1_epi32(x); }
 FD_INLINE ivec_t ivec_add(ivec_t x, ivec_t y) { return _mm256_add_epi32(x, y); }
