@@ -20,7 +20,7 @@ import torch
 
 from fastdecode.spart.batch import Sampled, StepBatch, StepOutput
 from fastdecode.spart.config import ModelConfig
-from fastdecode.spart.exchange import Exchange, SlotViews, link_rows
+from fastdecode.spart.exchange import Exchange, SlotViews, link_rows, make_exchange
 from fastdecode.spart.layers import ACTIVATIONS, make_norm, norm_heads
 from fastdecode.spart.prompt import PromptCache, PromptChunk
 from fastdecode.spart.prompt_logprobs import Scorer
@@ -59,7 +59,7 @@ class SPart:
         the generator was closed, no call is in progress in the slot on any link.
         """
         rows = StepRows(self, batch)
-        exchange = Exchange(batch.slot, rows.link_rows, self.model.device, self.model.dtype)
+        exchange = make_exchange(batch.slot, rows.link_rows, self.model.device)
         s_seconds, r_seconds = 0.0, 0.0
         resumed = rows.started
         try:

@@ -79,9 +79,9 @@ class Transfers(TorchDispatchMode):
 class DeviceRows:
     """Stands for the exchange, whose own copies are not the S-Part's: a step's Q, K, V and O rows on the device."""
 
-    def __init__(self, slot: int, link_rows: list[Any], device: torch.device, dtype: torch.dtype):
+    def __init__(self, slot: int, link_rows: list[Any], device: torch.device):
         n_attend, n_rows = sum(rows.n_attend for rows in link_rows), sum(rows.n_rows for rows in link_rows)
-        q_size, kv_size = link_rows[0].views.sizes
+        (q_size, kv_size), dtype = link_rows[0].views.sizes, link_rows[0].views.dtype
         self.q = torch.empty(n_attend, q_size, device=device, dtype=dtype)
         self.kv = torch.empty(n_rows, kv_size, device=device, dtype=dtype)
         self.o = torch.empty(n_attend, q_size, device=device, dtype=dtype)
@@ -142,13 +142,14 @@ def make_spart(directory: str, dtype: torch.dtype) -> Any:
     views = SimpleNamespace(
         link=SimpleNamespace(geometry=SimpleNamespace(max_rows=4096)),
         sizes=(config.n_q_heads * config.head_size, 2 * config.n_kv_heads * config.head_size),
+        dtype=dtype,
     )
 
     class WithoutLinks(decoder.SPart):
         def _slot_views(self, index: int, slot: int) -> Any:
             return views
 
-    decoder.Exchange = DeviceRows
+    decoder.make_exchange = DeviceRows
     with FakeTensorMode():
         weights = Blueprint(config, own_head=not config.tied).weights(EmptyParameters(device, dtype))
         return WithoutLinks(Model(config, weights, device, dtype, parameters=0, weight_bytes=0), [])

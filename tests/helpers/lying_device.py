@@ -181,7 +181,7 @@ def poisoned(x: torch.Tensor) -> torch.Tensor:
 
 
 class LyingEvent:
-    """Takes the place of torch.cuda.Event."""
+    """Takes the place of torch.Event."""
 
     def __init__(self, device: Any = None):
         self._mark = 0

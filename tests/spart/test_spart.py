@@ -18,7 +18,7 @@ from spart_steps import EXACT, GREEDY, interleaved, linked, run, text
 
 from fastdecode.spart import Model, SPart, load_model
 from fastdecode.spart.batch import Chunk, SampleSpec, StepBatch, StepOutput
-from fastdecode.spart.exchange import Exchange, SlotViews, link_rows
+from fastdecode.spart.exchange import SlotViews, link_rows, make_exchange
 from fastdecode.transports.base import CallRefused, LinkDown
 
 
@@ -248,13 +248,13 @@ async def test_with_one_link_the_rows_are_the_slot_itself(tmp_path):
     async with linked(model, tmp_path, n=2) as links:
         views = {i: SlotViews(link, 1) for i, link in enumerate(links)}
         chunks = [Chunk(0, 0, 1, 5, [7], False, GREEDY), Chunk(0, 1, 1, 0, [7] * 3, True, GREEDY)]
-        exchange = Exchange(1, link_rows(chunks, views), torch.device("cpu"), torch.float32)
+        exchange = make_exchange(1, link_rows(chunks, views), torch.device("cpu"))
         y = links[0].layout
         start = torch.frombuffer(links[0].region, dtype=torch.uint8).data_ptr() + y.slot(1)
         assert [x.data_ptr() - start for x in (exchange.q, exchange.kv, exchange.o)] == [y.q, y.kv, y.o]
         assert [len(exchange.q), len(exchange.kv), len(exchange.o)] == [1, 4, 1]
         both = link_rows([chunks[0], Chunk(1, 0, 1, 5, [7], False, GREEDY)], views)
-        apart = Exchange(1, both, torch.device("cpu"), torch.float32)
+        apart = make_exchange(1, both, torch.device("cpu"))
         assert not start <= apart.q.data_ptr() < start + y.slot_bytes
 
 

@@ -18,7 +18,7 @@ import torch
 
 from fastdecode.spart.batch import StepBatch, StepOutput
 from fastdecode.spart.decoder import SPart, StepRows
-from fastdecode.spart.exchange import Exchange, SlotViews
+from fastdecode.spart.exchange import Exchange, SlotViews, make_exchange
 from fastdecode.spart.hf.attention import running
 from fastdecode.spart.hf.model import HFModel
 from fastdecode.spart.prompt import PromptCache
@@ -43,7 +43,7 @@ class HFSPart(SPart):
         from greenlet import greenlet
 
         rows = StepRows(self, batch)
-        exchange = Exchange(batch.slot, rows.link_rows, self.model.device, self.model.dtype)
+        exchange = make_exchange(batch.slot, rows.link_rows, self.model.device)
         forward = _Forward(self, rows, exchange, self._timeout)
         # Every resume comes from this generator, so the greenlet's parent is whichever frame resumes it.
         paused = greenlet(forward.run)

@@ -1,13 +1,14 @@
-"""A step's Q, K, V and O rows on their way between the decoder and the slots of the links.
+"""The contract of an exchange: a step's Q, K, V and O rows on their way between the decoder and the links' slots.
 
-The decoder works on three tensors a step: `q` [attending rows, n_q_heads * head_size], `kv` [rows, 2 * n_kv_heads *
-head_size] and `o`, shaped like `q`. On a CPU, in a step that uses one link, these tensors are the slot itself and
-nothing is copied. Otherwise they are buffers on the device: their rows are copied into each link's slot before a layer
-is rung, and the O rows are gathered from the slots after the wait. A StepGroup does that for all links in one C call.
+The decoder works on three tensors a step, which the exchange makes: `q` [attending rows, n_q_heads * head_size], `kv`
+[rows, 2 * n_kv_heads * head_size] and `o`, shaped like `q`. Each layer it fills `q` and `kv`, calls `post`, does what
+does not need the R-nodes, calls `wait`, and reads `o`.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -92,33 +93,24 @@ def link_rows(chunks: list[Chunk], views: dict[int, SlotViews]) -> list[LinkRows
     return result
 
 
-class Exchange:
+class Exchange(ABC):
     """The tensors `q`, `kv` and `o` of one step, and the messages that carry them. Not thread-safe.
 
     A link that fails takes no part in the rest of the step: its O rows are zeros, and `failures` says why. The step
     goes on for the other links; its methods raise CallRefused or LinkDown only when no link is left.
     """
 
-    def __init__(self, slot: int, link_rows: list[LinkRows], device: torch.device, dtype: torch.dtype):
-        self._link_rows, self._device = link_rows, device
+    q: torch.Tensor
+    kv: torch.Tensor
+    o: torch.Tensor
+
+    def __init__(self, slot: int, link_rows: list[LinkRows], host: Sequence[torch.Tensor] = ()):
+        """`host` is the step's `q`, `kv` and `o` on the CPU, from which one C call a layer copies each link's rows to
+        its slot and back. Without it the rows of the only link are written and read in its slot."""
+        self._link_rows = link_rows
         self._armed = False  # the R-nodes have judged the step
         self.failures: dict[Link, TransportError] = {}
-        n_attend, n_rows = sum(rows.n_attend for rows in link_rows), sum(rows.n_rows for rows in link_rows)
-        views = link_rows[0].views
-        if device.type == "cpu" and len(link_rows) == 1:
-            self.q, self.kv, self.o = views.q[:n_attend], views.kv[:n_rows], views.o[:n_attend]
-            self._group = StepGroup(slot, self._members())
-            return
-        q_size, kv_size = views.q.shape[1], views.kv.shape[1]
-        self.q = torch.empty(n_attend, q_size, device=device, dtype=dtype)
-        self.kv = torch.empty(n_rows, kv_size, device=device, dtype=dtype)
-        self.o = torch.empty(n_attend, q_size, device=device, dtype=dtype)
-        self._host = (self.q, self.kv, self.o)
-        if device.type == "cuda":
-            q, kv, o = (torch.empty(x.shape, dtype=dtype, pin_memory=True) for x in self._host)
-            self._host = (q, kv, o)
-            self._event = torch.cuda.Event()
-        self._group = StepGroup(slot, self._members(), *(x.view(torch.uint8).numpy() for x in self._host))
+        self._group = StepGroup(slot, self._members(), *(x.view(torch.uint8).numpy() for x in host))
 
     def _members(self) -> list[tuple[Port, np.ndarray, int, int, int, int]]:
         return [
@@ -146,20 +138,21 @@ class Exchange:
         if not self._armed:
             self._check(self._group.wait(timeout, rows=False))
             self._armed = True
-        if self._device.type == "cuda":
-            q, kv, _ = self._host
-            q.copy_(self.q, non_blocking=True)
-            kv.copy_(self.kv, non_blocking=True)
-            self._event.record()
-            self._event.synchronize()
+        self._send_rows()
         self._check(self._group.ring(layer))
 
     def wait(self, timeout: float) -> None:
         """Block until every link has answered; then `o` is filled. `timeout` is in seconds."""
         self._check(self._group.wait(timeout))
-        if self._device.type == "cuda":
-            # The next `post` synchronises with the stream before `o` on the host is written again.
-            self.o.copy_(self._host[2], non_blocking=True)
+        self._take_rows()
+
+    @abstractmethod
+    def _send_rows(self) -> None:
+        """Bring `q` and `kv` to the host, before a layer is asked for."""
+
+    @abstractmethod
+    def _take_rows(self) -> None:
+        """Bring the O rows from the host to `o`, after all links have answered."""
 
     def disarm(self) -> dict[Link, StepTimes]:
         """End the step. Returns its cost on each link."""
@@ -179,3 +172,19 @@ class Exchange:
             # the garbage collector runs.
             errors, self.failures = list(self.failures.values()), {}
             raise errors.pop(0)
+
+
+def buffers(
+    link_rows: list[LinkRows], device: torch.device, pin_memory: bool = False
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """New tensors `q`, `kv` and `o` for a step."""
+    n_attend, n_rows = row_counts(link_rows)
+    views = link_rows[0].views
+    shapes = (n_attend, views.q.shape[1]), (n_rows, views.kv.shape[1]), (n_attend, views.q.shape[1])
+    q, kv, o = (torch.empty(shape, device=device, dtype=views.q.dtype, pin_memory=pin_memory) for shape in shapes)
+    return q, kv, o
+
+
+def row_counts(link_rows: list[LinkRows]) -> tuple[int, int]:
+    """How many rows of a step attend, and how many it has."""
+    return sum(rows.n_attend for rows in link_rows), sum(rows.n_rows for rows in link_rows)

@@ -1,0 +1,21 @@
+"""The ways in which a step's rows pass between the decoder and the links' slots.
+
+base      the contract of an exchange, and which rows of a step belong to which link
+direct    on a CPU: the decoder's rows are the slot's
+staged    on every other device: copies in pinned memory, and events
+"""
+
+from __future__ import annotations
+
+import torch
+
+from fastdecode.spart.exchange.base import Exchange, LinkRows, SlotViews, link_rows
+from fastdecode.spart.exchange.direct import Direct
+from fastdecode.spart.exchange.staged import Staged
+
+__all__ = ["Exchange", "LinkRows", "SlotViews", "link_rows", "make_exchange"]
+
+
+def make_exchange(slot: int, rows: list[LinkRows], device: torch.device) -> Exchange:
+    """The exchange of one step whose S-Part runs on `device`."""
+    return Direct(slot, rows) if device.type == "cpu" else Staged(slot, rows, device)

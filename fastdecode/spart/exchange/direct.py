@@ -1,0 +1,28 @@
+"""Direct: the exchange of an S-Part on a CPU."""
+
+from __future__ import annotations
+
+import torch
+
+from fastdecode.spart.exchange.base import Exchange, LinkRows, buffers, row_counts
+
+
+class Direct(Exchange):
+    """In a step that uses one link, `q`, `kv` and `o` are the slot itself, and nothing is copied. In a step of several
+    links they are memory of their own, and the C call that rings a layer copies the rows to the slots."""
+
+    def __init__(self, slot: int, link_rows: list[LinkRows]):
+        if len(link_rows) == 1:
+            n_attend, n_rows = row_counts(link_rows)
+            views = link_rows[0].views
+            self.q, self.kv, self.o = views.q[:n_attend], views.kv[:n_rows], views.o[:n_attend]
+            super().__init__(slot, link_rows)
+        else:
+            self.q, self.kv, self.o = buffers(link_rows, torch.device("cpu"))
+            super().__init__(slot, link_rows, (self.q, self.kv, self.o))
+
+    def _send_rows(self) -> None:
+        pass
+
+    def _take_rows(self) -> None:
+        pass

@@ -1,0 +1,29 @@
+"""Staged: the exchange that works on every device, by copies in pinned memory."""
+
+from __future__ import annotations
+
+import torch
+
+from fastdecode.spart.exchange.base import Exchange, LinkRows, buffers
+
+
+class Staged(Exchange):
+    """`q`, `kv` and `o` are on the device. Each layer, the host waits for copies of `q` and `kv`, rings, waits for the
+    R-nodes, and lets the device copy `o`."""
+
+    def __init__(self, slot: int, link_rows: list[LinkRows], device: torch.device):
+        self.q, self.kv, self.o = buffers(link_rows, device)
+        self._host = buffers(link_rows, torch.device("cpu"), pin_memory=True)
+        self._copied = torch.Event(device)
+        super().__init__(slot, link_rows, self._host)
+
+    def _send_rows(self) -> None:
+        q, kv, _ = self._host
+        q.copy_(self.q, non_blocking=True)
+        kv.copy_(self.kv, non_blocking=True)
+        self._copied.record()
+        self._copied.synchronize()
+
+    def _take_rows(self) -> None:
+        # The next `post` waits for the device before `o` on the host is written again.
+        self.o.copy_(self._host[2], non_blocking=True)
