@@ -26,18 +26,26 @@ _COMMANDS = (
     "soak",
     "checkpoint",
 )
-#: The modules that are not called like their commands.
-_MODULES = {"rpart": "dispatch"}
+#: The modules of the commands; one is not called like its command.
+_MODULES = {name: f"fastdecode.bench.{name}" for name in _COMMANDS} | {"rpart": "fastdecode.bench.dispatch"}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point of the console script."""
+    run_command("fastdecode-bench", __doc__, _MODULES, argv)
+
+
+def run_command(program: str, description: str | None, modules: dict[str, str], argv: Sequence[str] | None) -> None:
+    """Run a program of several commands, each a module with COMMAND (name and help), `add_arguments` and `run`.
+
+    Errors that are the user's to mend end the program with their message.
+    """
     argv = sys.argv[1:] if argv is None else argv
-    # Only the command asked for is imported, because most import torch, which `transport` does without.
-    wanted = [name for name in _COMMANDS if [name] == list(argv[:1])] or _COMMANDS
-    parser = argparse.ArgumentParser(prog="fastdecode-bench", description=__doc__, allow_abbrev=False)
+    # Only the command asked for is imported, because most import torch, which some do without.
+    wanted = [name for name in modules if [name] == list(argv[:1])] or modules
+    parser = argparse.ArgumentParser(prog=program, description=description, allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True)
-    for module in (import_module(f"fastdecode.bench.{_MODULES.get(name, name)}") for name in wanted):
+    for module in (import_module(modules[name]) for name in wanted):
         name, help_text = module.COMMAND
         command = commands.add_parser(name, help=help_text, description=module.__doc__, allow_abbrev=False)
         module.add_arguments(command)
@@ -46,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         args.run(args)
     except (TransportError, OSError, RuntimeError, ValueError) as error:
-        sys.exit(f"fastdecode-bench {args.command}: {error}")
+        sys.exit(f"{program} {args.command}: {error}")
 
 
 if __name__ == "__main__":

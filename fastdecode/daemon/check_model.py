@@ -54,16 +54,20 @@ def rows(config: NodeConfig, path: Path) -> list[tuple[str, str]]:
 def _weights(config: NodeConfig, path: Path, model: ModelConfig | HFConfig, dtype: str) -> tuple[int, str]:
     """About how many bytes the weights take in memory, and how they are stored, for people."""
     dense = 4.0 if dtype == "float32" else 2.0
-    if not isinstance(model, ModelConfig):
-        files = sum(part.stat().st_size for part in path.glob("*.safetensors"))
-        parameters, how = files // _FILE_BYTES[model.dtype], None
-    else:
-        parameters, how = parameter_count(model), open_checkpoint(path, model).quantisation
+    how = open_checkpoint(path, model).quantisation if isinstance(model, ModelConfig) else None
     if how and config.weights == "auto":
         file = find_gguf(path)
         files = sum(part.stat().st_size for part in ([file] if file else path.glob("*.safetensors")))
         return files, f"stored and kept as {how}"
     kept = config.weights if config.weights in _QUANTISED_BYTES else dtype
     return int(
-        parameters * _QUANTISED_BYTES.get(config.weights, dense)
+        parameters(path, model) * _QUANTISED_BYTES.get(config.weights, dense)
     ), f"stored as {how or model.dtype}, kept as {kept}"
+
+
+def parameters(path: Path, model: ModelConfig | HFConfig) -> int:
+    """How many numbers a model has; a tied LM head counts once. For a model of transformers, by the size of its
+    files."""
+    if isinstance(model, ModelConfig):
+        return parameter_count(model)
+    return sum(part.stat().st_size for part in path.glob("*.safetensors")) // _FILE_BYTES[model.dtype]

@@ -11,13 +11,15 @@ from prometheus_client.parser import text_string_to_metric_families
 from sources import ROOT
 
 from fastdecode.api.metrics import Metrics
-from fastdecode.bench import cli
+from fastdecode.bench import cli as bench_cli
 from fastdecode.daemon.config import NodeConfig
 from fastdecode.engine.stats import EngineStats, NodeStats
+from fastdecode.plan import cli as plan_cli
 
 pytestmark = pytest.mark.quick
 
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+PROGRAMS = {"fastdecode-bench": bench_cli, "fastdecode-plan": plan_cli}
 #: What ends a command within a shell's line.
 _OPERATORS = {"|", "||", "&", "&&", ";", ">", "<", ">>", "(", ")"}
 
@@ -90,16 +92,17 @@ def test_every_fastdecode_node_command_is_accepted():
                 pytest.fail(f"{name}: fastdecode-node {shlex.join(call)}")
 
 
-def test_every_fastdecode_bench_command_is_accepted(monkeypatch):
-    found = [(page.name, call) for page in PAGES for call in commands(page.read_text(), "fastdecode-bench") if call]
-    assert len(found) > 10
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_every_command_of_the_other_programs_is_accepted(program, monkeypatch):
+    found = [(page.name, call) for page in PAGES for call in commands(page.read_text(), program) if call]
+    assert len(found) > 3
     for name, call in found:
         accepted = []
-        monkeypatch.setattr(f"fastdecode.bench.{cli._MODULES.get(call[0], call[0])}.run", accepted.append)
+        monkeypatch.setattr(f"{PROGRAMS[program]._MODULES[call[0]]}.run", accepted.append)
         try:
-            cli.main(call)
+            PROGRAMS[program].main(call)
         except SystemExit:
-            pytest.fail(f"{name}: fastdecode-bench {shlex.join(call)}")
+            pytest.fail(f"{name}: {program} {shlex.join(call)}")
         assert accepted
 
 

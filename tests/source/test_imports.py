@@ -23,6 +23,7 @@ PYTHON = {
     "api": ["text", "engine"],
     "daemon": ["region", "kernels", "transports", "gguf", "text", "demo", "spart", "engine", "api"],
     "bench": ["region", "kernels", "transports", "gguf", "text", "demo", "spart", "engine", "api", "daemon"],
+    "plan": ["region", "kernels", "transports", "demo", "spart", "engine", "daemon", "bench"],
 }
 C = {
     "region": [],

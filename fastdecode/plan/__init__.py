@@ -1,0 +1,1 @@
+"""Chooses hardware: profiles of machines, FastDecode's equations, predictions, and the engine in virtual time."""

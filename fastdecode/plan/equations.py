@@ -1,0 +1,160 @@
+"""The performance model: FastDecode's equations (arXiv 2403.11421, section 4.2), and the step with what they leave out.
+
+FastDecode models one block of a model without grouped queries, perfect overlap, and no network. `step` adds grouped
+queries, prompts, the bytes on the wire, and what a mini-batch takes by itself. Pure functions; times in seconds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fastdecode.plan.model import PlannedModel
+from fastdecode.plan.profile import LinkTimes, SPartTimes
+
+# -- FastDecode's equations, with its letters --------------------------------------------------------------------------
+# N: layers. S: most tokens of a sequence. B: sequences of a mini-batch. T: seconds of the S-Part of one layer, B rows.
+# R: seconds of one R-node for one cached token in one layer. P: R-nodes. C: tokens that an R-node can cache.
+
+
+def sequence_seconds(n: int, s: float, t: float) -> float:
+    """Equation (7): 2 N S T(B), the time of a whole sequence while two mini-batches alternate.
+
+    With N = 32, S = 1024 and T(1024) = 7.08 ms (Llama-7b on an A10): 464 s.
+    """
+    return 2 * n * s * t
+
+
+def s_part_throughput(b: float, t: float) -> float:
+    """Equation (8): E(B) = B / T(B), rows a second of one layer. 1024 / 7.08 ms = 144,600."""
+    return b / t
+
+
+def fits(b: float, s: float, c: float, p: float) -> bool:
+    """Equation (9): B S / 2 <= C P, sequences of mixed ages fit the KV-cache of all R-nodes."""
+    return b * s / 2 <= c * p
+
+
+def r_nodes_in_balance(s: float, r: float, e: float) -> float:
+    """Equation (11): P = S R E(B) / 2, the R-nodes whose R-Part takes as long as the S-Part; (10) solved for P.
+
+    With S = 1024, R = 0.124 us (an Epyc 7452 socket, 16 KiB a token and layer) and E = 144,600: 9.2.
+    """
+    return s * r * e / 2
+
+
+# -- a step ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class System:
+    """A model on hardware: what the time of a step depends on."""
+
+    model: PlannedModel
+    s_part: SPartTimes
+    link: LinkTimes
+    kv_dtype: str
+    kv_bytes_per_second: float  # of one R-node
+    r_nodes: int
+    in_turns: bool = False  # S-Part and R-Part take turns on the same cores
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A mini-batch's step. Sums over its sequences; the R-nodes share the reading evenly."""
+
+    rows: float  # decoding sequences
+    read_tokens: float  # cached tokens that their attention reads, PlannedModel.read_tokens
+    prompt_rows: float = 0.0
+    prompt_pairs: float = 0.0  # keys that the prompts' rows attend to
+
+
+@dataclass(frozen=True, slots=True)
+class PartTimes:
+    """Seconds of a mini-batch's step in each part of the system, over all layers."""
+
+    s_part: float
+    r_part: float
+    wire: float  # Q, K and V to the R-nodes; O comes back the other way in less time
+    back: float
+    latency: float  # of the layers' ways there and back
+
+    @property
+    def alone(self) -> float:
+        """The step with nothing beside it: each layer's S-Part, its way to the R-nodes, its R-Part, and its way back
+        follow one another."""
+        return self.s_part + self.wire + self.r_part + self.back + self.latency
+
+
+def part_times(system: System, work: Work, slowest_share: float | None = None) -> PartTimes:
+    """The times of a step's parts. `slowest_share`: the part of the reading that the slowest R-node has; None: an equal
+    one.
+
+    A prompt's rows cost the S-Part as much as `prompt_row` decoding rows each and their attention by its operations;
+    their K and V travel, their Q and O do not.
+    """
+    model, share = system.model, slowest_share or 1 / system.r_nodes
+    prompts = system.s_part.prompt_row * work.prompt_rows + model.pair_rows * work.prompt_pairs
+    bytes_out = work.rows * (model.q_bytes + model.kv_row_bytes) + work.prompt_rows * model.kv_row_bytes
+    read = work.read_tokens * model.token_bytes(system.kv_dtype)
+    return PartTimes(
+        s_part=system.s_part.seconds(work.rows + prompts),
+        r_part=share * read / system.kv_bytes_per_second,
+        wire=bytes_out / (1e9 * system.link.gbps),
+        back=work.rows * model.q_bytes / (1e9 * system.link.gbps),
+        latency=model.n_layers * system.link.layer_seconds,
+    )
+
+
+def round_seconds(parts: list[PartTimes], in_turns: bool) -> tuple[float, str]:
+    """Seconds in which each mini-batch in flight does a step, and what binds it: "S-Part", "R-Part", "wire" or "one
+    mini-batch".
+
+    The runner advances the mini-batches by a layer in turn, so all have the same pace. The S-node, the R-nodes and each
+    direction of the wire serve one mini-batch after the other, so each sets a bound; so does the mini-batch that takes
+    longest by itself. On the same cores nothing overlaps.
+    """
+    if in_turns:
+        binding = "S-Part" if sum(p.s_part for p in parts) > sum(p.r_part for p in parts) else "R-Part"
+        return sum(p.alone for p in parts), binding
+    bounds = {
+        "S-Part": sum(p.s_part for p in parts),
+        "R-Part": sum(p.r_part for p in parts),
+        "wire": max(sum(p.wire for p in parts), sum(p.back for p in parts)),
+        "one mini-batch": max(p.alone for p in parts),
+    }
+    binding = max(bounds, key=bounds.__getitem__)
+    return bounds[binding], binding
+
+
+@dataclass(frozen=True, slots=True)
+class Steady:
+    """A system at work on sequences of mixed ages."""
+
+    batch: float  # sequences, of all mini-batches
+    seconds: float  # of a step, so between two tokens of a stream
+    binding: str
+    parts: PartTimes  # of one mini-batch
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.batch / self.seconds
+
+
+def steady(system: System, batch: float, mini_batches: int, n_prompt: float, n_output: float) -> Steady:
+    """`batch` sequences over `mini_batches`, each with `n_prompt` tokens of prompt and `n_output` of output.
+
+    In a step of b sequences b / n_output of them end, and as many prompts are prefilled.
+    """
+    b = batch / mini_batches
+    read = mean_read(system.model, n_prompt, n_output)
+    ends = b / n_output
+    work = Work(b, b * read, ends * n_prompt, ends * n_prompt * (n_prompt + 1) / 2)
+    parts = part_times(system, work)
+    seconds, binding = round_seconds([parts] * mini_batches, system.in_turns)
+    return Steady(batch, seconds, binding, parts)
+
+
+def mean_read(model: PlannedModel, n_prompt: float, n_output: float, points: int = 33) -> float:
+    """Cached tokens that attention reads of a sequence, on average over the steps of its output."""
+    lengths = [n_prompt + n_output * (i + 0.5) / points for i in range(points)]
+    return sum(map(model.read_tokens, lengths)) / points

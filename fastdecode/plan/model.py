@@ -1,0 +1,78 @@
+"""A model as the planner sees it: how many bytes and weights a token costs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from fastdecode.daemon.check_model import parameters
+from fastdecode.kernels._native import page_bytes
+from fastdecode.region.contract import ACT_DTYPES, KV_DTYPES, PAGE_TOKENS
+from fastdecode.spart import ModelConfig
+from fastdecode.spart.backend import choose_backend
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedModel:
+    """The sizes of a model that times depend on."""
+
+    name: str
+    n_layers: int
+    n_q_heads: int
+    n_kv_heads: int
+    head_size: int
+    parameters: float  # weights that each row is multiplied with: all but an embedding that is not the LM head
+    windows: tuple[int, ...] = ()  # each layer's sliding window in tokens, 0: full attention; empty: full in all layers
+    act_bytes: int = 2  # of an element of Q, K, V and O on the wire
+    max_positions: int = 1 << 20
+
+    @property
+    def group(self) -> int:
+        """Query heads for each KV head."""
+        return self.n_q_heads // self.n_kv_heads
+
+    @property
+    def q_bytes(self) -> int:
+        """Bytes of a row's Q, or of its O, in all layers."""
+        return self.n_layers * self.n_q_heads * self.head_size * self.act_bytes
+
+    @property
+    def kv_row_bytes(self) -> int:
+        """Bytes of a row's K and V on the wire, in all layers."""
+        return 2 * self.n_layers * self.n_kv_heads * self.head_size * self.act_bytes
+
+    def token_bytes(self, kv_dtype: str) -> float:
+        """Bytes of a cached token, in all layers."""
+        shape = (1, 1, self.n_layers, self.n_q_heads, self.n_kv_heads, self.head_size, ACT_DTYPES.index("fp16"))
+        return page_bytes(shape, KV_DTYPES.index(kv_dtype)) / PAGE_TOKENS
+
+    def read_tokens(self, length: float) -> float:
+        """Cached tokens that attention reads of a sequence of `length`, windows considered, as an average over the
+        layers."""
+        if not self.windows:
+            return length
+        return sum(min(length, window) if window else length for window in self.windows) / len(self.windows)
+
+    @property
+    def pair_rows(self) -> float:
+        """Rows that cost as many operations as one pair of a prompt's row and a key: a pair takes 4 operations for
+        each element of Q in each layer, a row 2 for each weight."""
+        return 2 * self.n_layers * self.n_q_heads * self.head_size / self.parameters
+
+
+def read_model(path: Path) -> PlannedModel:
+    """The model in a directory or GGUF file; its weights are not loaded. Raises CheckpointError."""
+    config = choose_backend("auto", path).config
+    unused = 0
+    if isinstance(config, ModelConfig) and not config.tied:
+        unused = config.vocab_size * config.embed_size
+    return PlannedModel(
+        name=path.resolve().name,
+        n_layers=config.n_layers,
+        n_q_heads=config.n_q_heads,
+        n_kv_heads=config.n_kv_heads,
+        head_size=config.head_size,
+        parameters=parameters(path, config) - unused,
+        windows=tuple(config.windows),
+        max_positions=config.max_positions,
+    )

@@ -1,0 +1,197 @@
+"""Profiles of hardware: how fast an S-node, an R-node and the links between them are.
+
+A profile is a JSON object in a file. `fastdecode-plan measure` writes one; for hardware that is not at hand, one can be
+written from data sheets and papers, which its `source` then says. Every section may be missing: of several profiles the
+last one that has a section gives it, so an S-node may come from one file and its R-nodes from another.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from fastdecode.region.contract import KV_DTYPES
+
+VERSION = 1
+SOURCES = ("measured", "data sheet")
+
+#: Profiles that ship with the package are found by name.
+SHIPPED = Path(__file__).parent / "profiles"
+
+
+class ProfileError(ValueError):
+    """A profile cannot be used; the message is a sentence for the user."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SPartTimes:
+    """The S-Part of one model, T(B) of FastDecode (section 4.2), over all layers."""
+
+    model: str
+    parameters: float  # weights that each row is multiplied with
+    rows: tuple[tuple[float, float], ...]  # (decoding rows, seconds of a step), rows rising
+    prompt_row: float = 1.0  # decoding rows that cost as much as one row of a prompt, its attention apart
+
+    def __post_init__(self) -> None:
+        _positive(self, "parameters", "prompt_row")
+        if not self.rows:
+            raise ProfileError(f"the S-Part of {self.model} has no rows")
+        numbers, seconds = zip(*self.rows, strict=True)
+        if list(numbers) != sorted(set(numbers)) or numbers[0] < 1 or min(seconds) <= 0:
+            raise ProfileError(f"the rows of the S-Part of {self.model} do not rise from 1, or a time is not positive")
+
+    def seconds(self, rows: float) -> float:
+        """Seconds of a step of `rows` decoding rows: linear between the points, and beyond the last as at its end."""
+        points = [(0.0, self.rows[0][1]), *self.rows]  # fewer rows read the same weights
+        i = next((i for i, (n, _) in enumerate(points[1:-1], 1) if rows <= n), len(points) - 1)
+        (n0, t0), (n1, t1) = points[i - 1], points[i]
+        return t0 + (t1 - t0) * (rows - n0) / (n1 - n0)
+
+    def scaled(self, parameters: float) -> SPartTimes:
+        """The S-Part of a model with `parameters` weights: as long in proportion."""
+        part = parameters / self.parameters
+        return dataclasses.replace(self, parameters=parameters, rows=tuple((n, part * t) for n, t in self.rows))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SNode:
+    """A machine that runs the S-Part."""
+
+    device: str
+    s_part: tuple[SPartTimes, ...]
+    memory: float | None = None  # bytes for the weights; None: not known
+    price: float | None = None  # an hour, in any currency
+
+    def __post_init__(self) -> None:
+        _positive(self, "memory", "price")
+        if not self.s_part:
+            raise ProfileError(f"{self.device} has no times of an S-Part")
+
+    def times(self, model: str, parameters: float) -> SPartTimes:
+        """The S-Part of a model: its own if it is in the profile, else that of the model nearest in size, scaled."""
+        for times in self.s_part:
+            if times.model == model:
+                return times
+        return min(self.s_part, key=lambda t: abs(math.log(t.parameters / parameters))).scaled(parameters)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RNode:
+    """A machine, or a socket, that runs an R-node."""
+
+    device: str
+    kv_gbps: dict[str, dict[str, float]]  # by KV format and GQA group: GB/s at which attention reads KV-cache
+    memory: float  # bytes for the KV-cache
+    price: float | None = None  # an hour
+
+    def __post_init__(self) -> None:
+        _positive(self, "memory", "price")
+        for name, groups in self.kv_gbps.items():
+            if name not in KV_DTYPES:
+                raise ProfileError(f"{name!r} is not a KV format: {', '.join(KV_DTYPES)}")
+            if not groups or not all(group.isdigit() and speed > 0 for group, speed in groups.items()):
+                raise ProfileError(f"kv_gbps of {name} does not give a positive GB/s for each GQA group")
+
+    def bytes_per_second(self, kv_dtype: str, group: int) -> float:
+        """At which attention reads a KV format; of a group that is not there, the next larger one, else the largest.
+
+        Raises ProfileError for a format that the profile does not have.
+        """
+        if kv_dtype not in self.kv_gbps:
+            raise ProfileError(f"{self.device} has no speed of {kv_dtype}; it has {', '.join(self.kv_gbps)}")
+        groups = sorted((int(name), speed) for name, speed in self.kv_gbps[kv_dtype].items())
+        return 1e9 * next((speed for n, speed in groups if n >= group), groups[-1][1])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkTimes:
+    """A layer's way from the S-node to its R-nodes and back, by one transport."""
+
+    layer_seconds: float  # with next to no rows
+    gbps: float  # GB/s of the S-node's rows, each way
+
+    def __post_init__(self) -> None:
+        _positive(self, "layer_seconds", "gbps")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """A profile, or several that were merged. `in_turns`: S-Part and R-Part take turns on the same cores."""
+
+    version: int = VERSION
+    name: str
+    source: str
+    notes: str = ""
+    in_turns: bool = False
+    s_node: SNode | None = None
+    r_node: RNode | None = None
+    links: dict[str, LinkTimes] = field(default_factory=dict)  # by transport
+
+    def __post_init__(self) -> None:
+        if self.version != VERSION:
+            raise ProfileError(f"the profile is of version {self.version}; this program reads version {VERSION}")
+        if self.source not in SOURCES:
+            raise ProfileError(f"source is {self.source!r}; it is {' or '.join(SOURCES)}")
+
+    def write(self, path: Path) -> None:
+        """Write the profile as JSON. Raises OSError."""
+        path.write_bytes(orjson.dumps(self, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE))
+
+
+def read_profile(where: str) -> Profile:
+    """Read and check a profile: a file, or the name of one that ships. Raises ProfileError."""
+    shipped = SHIPPED / f"{where}.json"
+    try:
+        value = orjson.loads((shipped if shipped.is_file() else Path(where)).read_bytes())
+        return _profile(value)
+    except OSError as error:
+        names = ", ".join(sorted(path.stem for path in SHIPPED.glob("*.json")))
+        raise ProfileError(f"profile {where}: {error.strerror}; profiles that ship: {names}") from None
+    except (ProfileError, orjson.JSONDecodeError, TypeError, AttributeError, KeyError, ValueError) as error:
+        raise ProfileError(f"profile {where}: {error}") from None
+
+
+def merged(profiles: list[Profile]) -> Profile:
+    """One profile with the last of each section of several. Raises ProfileError if S-node, R-node or links are
+    missing."""
+    s_node = next((p.s_node for p in reversed(profiles) if p.s_node), None)
+    r_node = next((p.r_node for p in reversed(profiles) if p.r_node), None)
+    links = next((p.links for p in reversed(profiles) if p.links), {})
+    for name, section in (("s_node", s_node), ("r_node", r_node), ("links", links)):
+        if not section:
+            raise ProfileError(f"no --profile has the section {name}")
+    sources = {p.source for p in profiles}
+    return Profile(
+        name=" + ".join(p.name for p in profiles),
+        source="measured" if sources == {"measured"} else "data sheet",
+        in_turns=len(profiles) == 1 and profiles[0].in_turns,
+        s_node=s_node,
+        r_node=r_node,
+        links=links,
+    )
+
+
+def _profile(value: dict[str, Any]) -> Profile:
+    """Build a profile from JSON; a field that is missing or unknown raises TypeError, which names it."""
+    fields = dict(value)
+    if s_node := fields.get("s_node"):
+        times = [
+            SPartTimes(**t | {"rows": tuple((float(n), float(s)) for n, s in t["rows"])}) for t in s_node["s_part"]
+        ]
+        fields["s_node"] = SNode(**s_node | {"s_part": tuple(times)})
+    if r_node := fields.get("r_node"):
+        fields["r_node"] = RNode(**r_node)
+    fields["links"] = {name: LinkTimes(**link) for name, link in fields.get("links", {}).items()}
+    return Profile(**fields)
+
+
+def _positive(section: Any, *names: str) -> None:
+    for name in names:
+        value = getattr(section, name)
+        if value is not None and not (isinstance(value, int | float) and 0 < value < math.inf):
+            raise ProfileError(f"{name} is {value!r}; it must be a positive number")

@@ -1,0 +1,107 @@
+"""FastDecode's published figures beside what this model predicts from the paper's own micro-benchmarks.
+
+The profile holds the paper's Table 2 (one block of Llama-7b; arXiv 2403.11421) and nothing of its figures 9 to 13.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from fastdecode.bench.options import print_result
+from fastdecode.plan.equations import (
+    System,
+    Work,
+    part_times,
+    r_nodes_in_balance,
+    round_seconds,
+    s_part_throughput,
+    steady,
+)
+from fastdecode.plan.model import PlannedModel
+from fastdecode.plan.profile import Profile, read_profile
+
+COMMAND = ("published", "FastDecode's published figures beside what is predicted for its machines")
+
+_LENGTH = 1024  # tokens of every sequence in the paper, from a short prompt
+_SOCKETS = 8
+LLAMA_7B = PlannedModel("Llama-7b", 32, 32, 32, 128, 6_607_077_376)
+LLAMA_13B = PlannedModel("Llama-13b", 40, 40, 40, 128, 12_851_609_600)
+
+#: Figure 9: output tokens a second with 8 sockets, by model and batch.
+FIGURE_9 = {
+    (LLAMA_7B, 128): 1052, (LLAMA_7B, 256): 1542, (LLAMA_7B, 512): 2202, (LLAMA_7B, 1024): 2279,
+    (LLAMA_13B, 128): 660, (LLAMA_13B, 256): 1026, (LLAMA_13B, 512): 1363, (LLAMA_13B, 1024): 1441,
+}  # fmt: skip
+#: Figure 11: gain in tokens a second of the load-stabilising schedule, and its longest step beside that without.
+FIGURE_11 = {LLAMA_7B: (1.08, 0.66), LLAMA_13B: (1.11, 0.70)}
+#: Figure 13, read off the plot: tokens a second of 1024 sequences of 1024 tokens, by model and sockets.
+FIGURE_13 = {
+    (LLAMA_7B, 1): 275, (LLAMA_7B, 2): 540, (LLAMA_7B, 4): 1060, (LLAMA_7B, 8): 1600,
+    (LLAMA_13B, 1): 175, (LLAMA_13B, 2): 345, (LLAMA_13B, 4): 660, (LLAMA_13B, 8): 1180,
+}  # fmt: skip
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `fastdecode-plan published`."""
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Print the table."""
+    print_result(args, {"rows": rows()}, _print_table)
+
+
+def rows() -> list[dict[str, Any]]:
+    """A row for each published figure: what it is, the paper's value, and the predicted one."""
+    profile = read_profile("a10-epyc7452")
+    table = [("eq. 11, Llama-7b: sockets in balance", float(_SOCKETS), sockets_in_balance(profile))]
+    for (model, batch), paper in FIGURE_9.items():
+        table.append((f"fig. 9, {model.name}, batch {batch}: tokens/s", paper, at_once(profile, model, batch)[0]))
+    for model, (gain, peak) in FIGURE_11.items():
+        rate, longest = at_once(profile, model, 1024)
+        mixed = steady(system(profile, model, _SOCKETS), 1024, 2, 1, _LENGTH)
+        table.append((f"fig. 11, {model.name}: gain of the schedule", gain, mixed.tokens_per_second / rate))
+        table.append((f"fig. 11, {model.name}: longest step", peak, mixed.seconds / longest))
+    for (model, sockets), paper in FIGURE_13.items():
+        seconds = step_seconds(system(profile, model, sockets), 1024, _LENGTH)
+        table.append((f"fig. 13, {model.name}, {sockets} socket(s): tokens/s", paper, 1024 / seconds))
+    return [{"what": what, "paper": paper, "predicted": predicted} for what, paper, predicted in table]
+
+
+def system(profile: Profile, model: PlannedModel, sockets: int) -> System:
+    """The paper's machines: an A10 and `sockets` sockets, fp16."""
+    assert profile.s_node is not None and profile.r_node is not None
+    times = profile.s_node.times(model.name, model.parameters)
+    speed = profile.r_node.bytes_per_second("fp16", model.group)
+    return System(model, times, profile.links["rdma"], "fp16", speed, sockets)
+
+
+def step_seconds(on: System, batch: int, length: float) -> float:
+    """A step of `batch` sequences that all have `length` tokens, in two mini-batches."""
+    parts = part_times(on, Work(batch / 2, batch / 2 * on.model.read_tokens(length)))
+    return round_seconds([parts] * 2, on.in_turns)[0]
+
+
+def at_once(profile: Profile, model: PlannedModel, batch: int, points: int = 64) -> tuple[float, float]:
+    """Tokens a second, and the longest step, of sequences that all start together and grow to 1024 tokens."""
+    on = system(profile, model, _SOCKETS)
+    seconds = [step_seconds(on, batch, _LENGTH * (i + 0.5) / points) for i in range(points)]
+    return batch * points / sum(seconds), max(seconds)
+
+
+def sockets_in_balance(profile: Profile) -> float:
+    """Equation (11) with the paper's T(1024), of one block, and R, of one socket; the paper used 8 sockets."""
+    on = system(profile, LLAMA_7B, 1)
+    t = on.s_part.seconds(1024) / LLAMA_7B.n_layers
+    r = LLAMA_7B.token_bytes("fp16") / LLAMA_7B.n_layers / on.kv_bytes_per_second
+    return r_nodes_in_balance(_LENGTH, r, s_part_throughput(1024, t))
+
+
+def _print_table(result: dict[str, Any]) -> None:
+    print("FastDecode on an A10 with Epyc 7452 sockets: the paper's figures, and what is predicted from its Table 2")
+    print(f"{'':<44} {'paper':>8} {'predicted':>10} {'ratio':>6}")
+    for row in result["rows"]:
+        digits = 0 if row["paper"] > 20 else 2
+        ratio = row["predicted"] / row["paper"]
+        print(f"{row['what']:<44} {row['paper']:8.{digits}f} {row['predicted']:10.{digits}f} {ratio:6.2f}")

@@ -1,0 +1,139 @@
+"""Predicts which R-nodes, batch and KV format serve a model at a rate, from profiles of hardware.
+
+Every number of R-nodes, KV format and number of mini-batches is tried. With --rate, the batch is the smallest that
+keeps up; without, the smallest whose throughput is near the best. What exceeds the memory, --tpot or --ttft is left
+out. The figures are predicted, not measured: requests are taken to have mean lengths and to come evenly, so nobody
+queues; `fastdecode-plan simulate` shows a trace's bursts.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict, replace
+from math import ceil
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from fastdecode.bench.options import print_result
+from fastdecode.bench.serving.workload import read_trace
+from fastdecode.daemon.config import NodeConfig
+from fastdecode.demo import model_dir
+from fastdecode.plan.choices import Choice, Goal, choose
+from fastdecode.plan.model import read_model
+from fastdecode.plan.profile import Profile, ProfileError, merged, read_profile
+
+COMMAND = ("recommend", "configurations that serve a model at a rate, and the commands to start them (predicted)")
+
+_GIB = 1 << 30
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `fastdecode-plan recommend`."""
+    add = parser.add_argument
+    add("--model", type=Path, metavar="PATH", help="as for fastdecode-node; default: the demo model")
+    add("--profile", action="append", default=[], metavar="FILE", help="profile, or the name of one that ships; "
+        "of several (repeatable) the last one that has a section gives it")  # fmt: skip
+    add("--rate", type=float, metavar="R", help="requests a second to keep up with; default: as many as possible")
+    add("--ttft", type=float, metavar="S", help="seconds to the first token of a request that does not queue")
+    add("--tpot", type=float, metavar="S", help="seconds between two tokens of a stream")
+    add("--trace", type=Path, metavar="FILE", help="take the mean lengths from a trace, as of fastdecode-bench serve")
+    add("--input-tokens", type=int, default=1024, help="mean prompt, without --trace")
+    add("--output-tokens", type=int, default=256, help="mean output, without --trace")
+    add("--transport", help="transport of the links; default: the profile's only one, else the one of most GB/s")
+    add("--r-nodes", type=int, default=16, metavar="N", help="most R-nodes to try")
+    add("--max-batch-tokens", type=int, default=512, help="most rows of a step")
+    add("--s-price", type=float, help="price of the S-node an hour; default: the profile's")
+    add("--r-price", type=float, help="price of an R-node an hour; default: the profile's")
+    add("--top", type=int, default=5, metavar="N", help="configurations to print")
+    add("--json", action="store_true", help="print one JSON object")
+    add("--plot", type=Path, metavar="FILE", help="plot throughput and time between tokens over the R-nodes")
+
+
+def commands(choice: Choice, model: Path | None, max_batch_tokens: int) -> list[str]:
+    """The lines that start a configuration, one for each machine. Hosts are called r-node-1, r-node-2, ..."""
+    memory = f"{ceil(1.1 * choice.kv_bytes / _GIB)}GiB"  # a tenth more, for sequences that are unevenly long
+    r_line = f"fastdecode-node --role r --listen tcp://0.0.0.0:7300 --kv-memory {memory} --secret-file secret"
+    argv = ["--role", "s"]
+    argv += ["--model", str(model)] if model else []
+    argv += ["--kv-dtype", choice.kv_dtype, "--mini-batches", str(choice.mini_batches)]
+    argv += ["--max-batch-size", str(min(max_batch_tokens, ceil(1.25 * choice.batch / choice.mini_batches)))]
+    argv += ["--max-batch-tokens", str(max_batch_tokens), "--schedule", "stable", "--secret-file", "secret"]
+    for i in range(choice.r_nodes):
+        argv += ["--r-node", f"tcp://r-node-{i + 1}:7300"]
+    NodeConfig.from_args(argv)
+    hosts = "r-node-1" if choice.r_nodes == 1 else f"r-node-1 to r-node-{choice.r_nodes}"
+    return [f"# on {hosts}", r_line, "# on the S-node", "fastdecode-node " + " ".join(argv)]
+
+
+def run(args: argparse.Namespace) -> None:
+    """Print the best configurations. Raises ProfileError, CheckpointError, ValueError, OSError."""
+    profile = _profile(args)
+    transport = args.transport or max(profile.links, key=lambda name: profile.links[name].gbps)
+    if transport not in profile.links:
+        raise ProfileError(f"the profile has no link over {transport}; it has {', '.join(profile.links)}")
+    path = NodeConfig(model=args.model).model_path() or model_dir()
+    model, goal = read_model(path), _goal(args)
+    if goal.n_prompt + goal.n_output > model.max_positions:
+        raise ValueError(
+            f"prompt and output have {goal.n_prompt + goal.n_output:.0f} tokens; {model.name} has "
+            f"{model.max_positions} positions"
+        )
+    if args.plot:
+        from fastdecode.plan import plots  # fails here rather than after the work
+    choices = choose(model, profile, goal, transport, args.r_nodes)
+    if not choices:
+        raise ValueError("not even one sequence fits into the KV-cache of the R-nodes")
+    if args.plot:
+        plots.choices(choices, goal, args.plot)
+    result = {
+        "model": model.name,
+        "profile": profile.name,
+        "source": profile.source,
+        "transport": transport,
+        "goal": asdict(goal),
+        "choices": [asdict(choice) for choice in choices[: args.top]],
+        "commands": commands(choices[0], args.model, args.max_batch_tokens) if choices[0].meets else [],
+    }
+    print_result(args, result, _print_table)
+
+
+def _profile(args: argparse.Namespace) -> Profile:
+    profile = merged([read_profile(name) for name in args.profile])
+    assert profile.s_node is not None and profile.r_node is not None
+    s_node = profile.s_node if args.s_price is None else replace(profile.s_node, price=args.s_price)
+    r_node = profile.r_node if args.r_price is None else replace(profile.r_node, price=args.r_price)
+    return replace(profile, s_node=s_node, r_node=r_node)
+
+
+def _goal(args: argparse.Namespace) -> Goal:
+    n_prompt, n_output = args.input_tokens, args.output_tokens
+    if args.trace:
+        requests = read_trace(args.trace)
+        n_prompt = fmean(request.prompt_tokens for request in requests)
+        n_output = fmean(request.output_tokens for request in requests)
+    if min(n_prompt, n_output) < 1:
+        raise ValueError("--input-tokens and --output-tokens must be at least 1")
+    for name in ("rate", "ttft", "tpot"):
+        if (value := getattr(args, name)) is not None and value <= 0:
+            raise ValueError(f"--{name} {value:g}: it must be more than 0")
+    return Goal(n_prompt, n_output, args.rate, args.ttft, args.tpot, args.max_batch_tokens)
+
+
+def _print_table(result: dict[str, Any]) -> None:
+    goal = result["goal"]
+    print(f"{result['model']} on {result['profile']} ({result['source']}), links over {result['transport']}")
+    wanted = f"{goal['rate']:g} requests/s of" if goal["rate"] else "as many requests as possible of"
+    print(f"{wanted} {goal['n_prompt']:.0f} + {goal['n_output']:.0f} tokens; predicted, not measured")
+    print(
+        f"{'R-nodes':>7} {'KV':>9} {'mini-b.':>7} {'batch':>6} {'TPOT ms':>8} {'TTFT s':>7} {'tokens/s':>9} "
+        f"{'binds':>14} {'balance':>8} {'KV GiB':>7} {'per 1M':>7}"
+    )
+    for c in result["choices"]:
+        cost = "" if c["cost"] is None else f"{c['cost']:.3f}"
+        print(
+            f"{c['r_nodes']:7d} {c['kv_dtype']:>9} {c['mini_batches']:7d} {c['batch']:6d} {1e3 * c['tpot']:8.1f} "
+            f"{c['ttft']:7.2f} {c['tokens_per_second']:9.0f} {c['binding']:>14} {c['balance']:8.1f} "
+            f"{c['kv_bytes'] / _GIB:7.1f} {cost:>7}" + ("" if c["meets"] else "  misses the goal")
+        )
+    print("\n".join(["", *result["commands"]] if result["commands"] else ["no configuration meets the goal"]))

@@ -1,0 +1,96 @@
+"""`fastdecode-plan recommend`: its choices keep the goal, and its commands are the node's."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shlex
+
+import pytest
+
+from fastdecode.daemon.config import NodeConfig
+from fastdecode.plan.choices import Goal, choose
+from fastdecode.plan.cli import main
+from fastdecode.plan.profile import merged, read_profile
+from fastdecode.plan.published import LLAMA_7B
+
+A10 = merged([read_profile("a10-epyc7452")])
+
+
+def best(goal, profile=A10, most=16):
+    return choose(LLAMA_7B, profile, goal, "rdma", most)
+
+
+def test_the_best_choice_keeps_the_goal_with_the_fewest_r_nodes():
+    goal = Goal(100, 256, rate=4, ttft=2, tpot=0.1)
+    choices = best(goal)
+    first = choices[0]
+    assert first.meets and first.tpot <= 0.1 and first.ttft <= 2 and first.tokens_per_second >= 4 * 256
+    assert all(c.r_nodes >= first.r_nodes for c in choices if c.meets)
+    assert not any(c.meets for c in best(goal, most=first.r_nodes - 1))
+
+
+def test_a_goal_out_of_reach_is_met_by_none():
+    assert not any(c.meets for c in best(Goal(100, 256, rate=4, tpot=0.01)))
+    assert not any(c.meets for c in best(Goal(3000, 256, rate=1, ttft=0.1)))
+
+
+def test_without_a_rate_more_r_nodes_give_more_until_the_s_part_binds():
+    """Equation (11): R-nodes beyond the balance bring next to nothing."""
+    by_nodes = {c.r_nodes: c for c in best(Goal(16, 1008), most=24) if c.mini_batches == 2}
+    assert by_nodes[4].tokens_per_second > 1.8 * by_nodes[2].tokens_per_second
+    balance = by_nodes[24].balance
+    assert 4 < balance < 16
+    assert by_nodes[24].tokens_per_second < 1.15 * by_nodes[16].tokens_per_second
+    assert by_nodes[1].binding == "R-Part" and by_nodes[24].binding != "R-Part"
+
+
+def test_with_prices_the_cheapest_tokens_come_first():
+    def priced(s, r):
+        return dataclasses.replace(
+            A10, s_node=dataclasses.replace(A10.s_node, price=s), r_node=dataclasses.replace(A10.r_node, price=r)
+        )
+
+    goal = Goal(16, 1008)
+    cheap_r, cheap_s = (best(goal, priced(*prices))[0] for prices in ((10.0, 0.1), (0.1, 10.0)))
+    assert cheap_r.r_nodes > cheap_s.r_nodes
+    expected = (10 + cheap_r.r_nodes * 0.1) / 3600 / cheap_r.tokens_per_second * 1e6
+    assert cheap_r.cost == pytest.approx(expected)
+
+
+def test_the_memory_of_the_r_nodes_bounds_the_batch():
+    small = dataclasses.replace(A10, r_node=dataclasses.replace(A10.r_node, memory=10e9))
+    choice = best(Goal(900, 200), small, most=1)[0]
+    assert choice.kv_bytes <= 10e9
+    assert choice.batch < best(Goal(900, 200), most=1)[0].batch
+
+
+def test_the_printed_commands_start_nodes(capsys):
+    main(["recommend", "--profile", "a10-epyc7452", "--input-tokens", "200", "--output-tokens", "100", "--json"])
+    result = json.loads(capsys.readouterr().out)
+    assert result["source"] == "data sheet"
+    r_line, s_line = (line for line in result["commands"] if not line.startswith("#"))
+    r_node, s_node = (NodeConfig.from_args(shlex.split(line)[1:]) for line in (r_line, s_line))
+    first = result["choices"][0]
+    assert len(s_node.r_node) == first["r_nodes"] and s_node.mini_batches == first["mini_batches"]
+    assert r_node.kv_memory >= first["kv_bytes"]
+    assert s_node.max_batch_size * s_node.mini_batches >= first["batch"]
+
+
+def test_the_table_says_that_it_is_predicted(capsys):
+    main(["recommend", "--profile", "a10-epyc7452", "--input-tokens", "200", "--rate", "1e9"])
+    text = capsys.readouterr().out
+    assert "predicted, not measured" in text and "no configuration meets the goal" in text
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--transport", "shm"], "no link over shm; it has rdma"),
+        (["--rate", "-1"], "--rate -1"),
+        (["--input-tokens", "5000"], "1024 positions"),
+    ],
+)
+def test_what_cannot_be_is_refused(argv, message):
+    with pytest.raises(SystemExit, match=message):
+        main(["recommend", "--profile", "a10-epyc7452", *argv])
