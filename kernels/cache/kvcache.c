@@ -80,9 +80,9 @@ fd_status_t fd_kvcache_init(fd_kvcache_t *kv, const fd_geometry_t *g, fd_kv_dtyp
     kv->swept = (uint64_t)n_pages * g->n_layers;
     kv->sequences = calloc(max_seqs, sizeof *kv->sequences);
     kv->refs = calloc(max_pages, sizeof *kv->refs);
-    kv->readers = calloc(max_pages, sizeof *kv->readers);
-    if (status == FD_OK && (!fd_pages_init(&kv->free, n_pages, max_pages, stretch_order(kv)) || !kv->sequences ||
-                            !kv->refs || !kv->readers))
+    kv->pins = calloc(max_pages, sizeof *kv->pins);
+    if (status == FD_OK &&
+        (!fd_pages_init(&kv->free, n_pages, max_pages, stretch_order(kv)) || !kv->sequences || !kv->refs || !kv->pins))
         status = FD_FAIL(FD_INTERNAL, "no memory to keep track of %u pages and %u sequences", max_pages, max_seqs);
     if (status != FD_OK) fd_kvcache_destroy(kv);
     return status;
@@ -92,7 +92,7 @@ void fd_kvcache_destroy(fd_kvcache_t *kv) {
     for (uint32_t i = 0; kv->sequences && i < kv->max_seqs; i++) free(kv->sequences[i].pages);
     free(kv->sequences);
     free(kv->refs);
-    free(kv->readers);
+    free(kv->pins);
     fd_pages_destroy(&kv->free);
     if (kv->arena) fd_memory_unmap(kv->arena, kv->arena_bytes);
     memset(kv, 0, sizeof *kv);
@@ -129,7 +129,7 @@ static uint32_t take_page(fd_kvcache_t *kv, const fd_sequence_t *s, uint32_t i) 
 
 static void drop_page(fd_kvcache_t *kv, uint32_t page) {
     if (--kv->refs[page]) kv->shared_refs--;
-    else if (!kv->readers[page]) fd_pages_put(&kv->free, page);
+    else if (!kv->pins[page]) fd_pages_put(&kv->free, page);
     kv->swept = 0;
 }
 
@@ -234,20 +234,14 @@ static fd_status_t check_entry(fd_kvcache_t *kv, const fd_row_t *r, uint32_t i, 
     return FD_OK;
 }
 
-static void copy_page(fd_kvcache_t *kv, uint32_t src, uint32_t dst) {
-    for (uint32_t layer = 0; layer < kv->n_layers; layer++) fd_kvcache_copy(kv, layer, src, dst, 0, kv->n_kv_heads);
-}
-
-/* The page that receives the first new row, if the sequence must have a copy of its own; else NULL. Another sequence
- * shares the page, or a copy of it is not complete. */
+/* The page that receives the first new row, if another sequence shares it; else NULL. */
 static uint32_t *shared_end(const fd_kvcache_t *kv, const fd_sequence_t *s) {
     if (s->length % FD_PAGE_TOKENS == 0) return NULL;
     uint32_t *page = s->pages + s->length / FD_PAGE_TOKENS;
-    return kv->refs[*page] > 1 || kv->readers[*page] ? page : NULL;
+    return kv->refs[*page] > 1 ? page : NULL;
 }
 
-fd_status_t fd_kvcache_check(fd_kvcache_t *kv, const fd_row_t *table, uint32_t n_entries, bool at_once, char *err,
-                             size_t err_len) {
+fd_status_t fd_kvcache_check(fd_kvcache_t *kv, const fd_row_t *table, uint32_t n_entries, char *err, size_t err_len) {
     if (!++kv->mark) { /* the counter wrapped around: marks of old tables could pass for the new one */
         for (uint32_t i = 0; i < kv->max_seqs; i++) kv->sequences[i].mark = 0;
         kv->mark = 1;
@@ -264,11 +258,11 @@ fd_status_t fd_kvcache_check(fd_kvcache_t *kv, const fd_row_t *table, uint32_t n
         s->copies = page != NULL;
         if (!page) continue;
         needed++;
-        if (at_once) kv->refs[*page]--; /* so that the last of the entries that share the page needs no copy */
+        kv->refs[*page]--; /* so that the last of the entries that share the page needs no copy */
     }
     while (checked--) {
         const fd_sequence_t *s = &kv->sequences[table[checked].seq_index];
-        if (at_once && s->copies) kv->refs[s->pages[s->length / FD_PAGE_TOKENS]]++;
+        if (s->copies) kv->refs[s->pages[s->length / FD_PAGE_TOKENS]]++;
     }
     if (status == FD_OK && needed > kv->free.n_free)
         return FD_FAIL(FD_OUT_OF_PAGES, "the step needs %llu pages, but %u of %u are free", (unsigned long long)needed,
@@ -276,8 +270,8 @@ fd_status_t fd_kvcache_check(fd_kvcache_t *kv, const fd_row_t *table, uint32_t n
     return status;
 }
 
-fd_status_t fd_kvcache_append(fd_kvcache_t *kv, const fd_row_t *table, uint32_t n_entries, bool at_once,
-                              fd_page_copy_t *copies, uint32_t *n_copies, char *err, size_t err_len) {
+fd_status_t fd_kvcache_append(fd_kvcache_t *kv, const fd_row_t *table, uint32_t n_entries, fd_page_copy_t *copies,
+                              uint32_t *n_copies, char *err, size_t err_len) {
     *n_copies = 0;
     for (uint32_t i = 0; i < n_entries; i++) {
         fd_sequence_t *s = &kv->sequences[table[i].seq_index];
@@ -289,12 +283,9 @@ fd_status_t fd_kvcache_append(fd_kvcache_t *kv, const fd_row_t *table, uint32_t 
         uint32_t *page = shared_end(kv, s);
         if (page) {
             const uint32_t own = take_page(kv, s, (uint32_t)(page - s->pages));
-            if (at_once) {
-                copy_page(kv, *page, own);
-            } else {
-                copies[(*n_copies)++] = (fd_page_copy_t){i, *page, own};
-                kv->readers[*page]++;
-            }
+            copies[(*n_copies)++] = (fd_page_copy_t){*page, own};
+            kv->pins[*page]++;
+            kv->pins[own]++;
             drop_page(kv, *page);
             *page = own;
         }
@@ -308,17 +299,14 @@ fd_status_t fd_kvcache_append(fd_kvcache_t *kv, const fd_row_t *table, uint32_t 
     return FD_OK;
 }
 
-void fd_kvcache_end_copies(fd_kvcache_t *kv, const fd_row_t *table, const fd_page_copy_t *copies, uint32_t n_copies,
-                           const uint64_t *done) {
+static void unpin(fd_kvcache_t *kv, uint32_t page) {
+    if (!--kv->pins[page] && !kv->refs[page]) fd_pages_put(&kv->free, page);
+}
+
+void fd_kvcache_end_copies(fd_kvcache_t *kv, const fd_page_copy_t *copies, uint32_t n_copies) {
     for (uint32_t i = 0; i < n_copies; i++) {
-        const fd_page_copy_t *c = &copies[i];
-        const fd_row_t *r = &table[c->entry];
-        const fd_sequence_t *s = &kv->sequences[r->seq_index];
-        const uint32_t place = r->pos / FD_PAGE_TOKENS;
-        const bool there = s->length && s->tag == r->tag && place < s->n_pages && s->pages[place] == c->dst;
-        for (uint32_t layer = 0; there && layer < kv->n_layers; layer++)
-            if (!(done[layer / 64] >> layer % 64 & 1)) fd_kvcache_copy(kv, layer, c->src, c->dst, 0, kv->n_kv_heads);
-        if (!--kv->readers[c->src] && !kv->refs[c->src]) fd_pages_put(&kv->free, c->src);
+        unpin(kv, copies[i].src);
+        unpin(kv, copies[i].dst);
     }
     if (n_copies) kv->swept = 0;
 }
@@ -346,7 +334,7 @@ int fd_kvcache_fault_in(const fd_kvcache_t *kv, uint64_t part) {
 
 /* Whether a sequence or a copy needs the page of this page layer. */
 static bool in_use(const fd_kvcache_t *kv, uint64_t page_layer) {
-    return kv->refs[page_layer % kv->n_pages] || kv->readers[page_layer % kv->n_pages];
+    return kv->refs[page_layer % kv->n_pages] || kv->pins[page_layer % kv->n_pages];
 }
 
 bool fd_kvcache_give_back(fd_kvcache_t *kv) {

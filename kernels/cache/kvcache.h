@@ -37,10 +37,8 @@ typedef struct {
     bool copies;   /* valid while a step is checked: the step would copy the page that it appends to */
 } fd_sequence_t;
 
-/* A page that a step appends to and that starts as a copy of a page its sequence shared. The R-engine's threads copy it
- * layer by layer, as part of the step's work. */
+/* A page that a step appends to and that starts as a copy of a page its sequence shared. */
 typedef struct {
-    uint32_t entry; /* of the row table */
     uint32_t src, dst;
 } fd_page_copy_t;
 
@@ -56,7 +54,7 @@ typedef struct {
     uint32_t max_pages;       /* the most that the lease may grow to */
     fd_sequence_t *sequences; /* [max_seqs] */
     uint32_t *refs;           /* [max_pages] number of sequences that hold each page */
-    uint32_t *readers;        /* [max_pages] number of incomplete copies of each page; a page with copies is not free */
+    uint32_t *pins;           /* [max_pages] number of copies under way from or to each page; such a page is not free */
     fd_pages_t free;
     uint32_t n_seqs, shared_refs, mark;
     uint64_t swept; /* page layers that fd_kvcache_give_back has visited since a page was last taken or dropped */
@@ -92,24 +90,18 @@ fd_status_t fd_kvcache_pages(fd_kvcache_t *kv, uint32_t seq_index, uint32_t tag,
 /* Returns FD_OK if every entry appends at the end of its sequence of the lease, no two entries name the same sequence,
  * and enough pages are free for all new rows. Changes only fields that checks use. Entries have at least one row.
  *
- * A sequence appends only to a page of its own, so it copies a shared page first. If `at_once` is false, the step's
- * work will copy the page, which stays in use meanwhile. If `at_once` is true, fd_kvcache_append copies the page, and
- * the last sequence that shares it keeps it; this takes fewer pages, and no copy may be incomplete. */
-fd_status_t fd_kvcache_check(fd_kvcache_t *kv, const fd_row_t *table, uint32_t n_entries, bool at_once, char *err,
-                             size_t err_len);
-/* Takes pages for the new rows of a table that fd_kvcache_check has accepted with the same `at_once`. Lists the pages
- * that the step must copy in copies[n_entries], in the order of the entries, and their number in *n_copies. Returns
- * FD_OK, or FD_INTERNAL if out of memory; then it has changed nothing. */
-fd_status_t fd_kvcache_append(fd_kvcache_t *kv, const fd_row_t *table, uint32_t n_entries, bool at_once,
-                              fd_page_copy_t *copies, uint32_t *n_copies, char *err, size_t err_len);
-
-/* Copies one layer of `heads` KV heads of a page. */
-static inline void fd_kvcache_copy(const fd_kvcache_t *kv, uint32_t layer, uint32_t src, uint32_t dst, uint32_t head,
-                                   uint32_t heads);
-/* Completes the copies of a step: copies the layers whose bit in `done` is 0, for every sequence that still has the
- * page, and lets go of the pages that were read. */
-void fd_kvcache_end_copies(fd_kvcache_t *kv, const fd_row_t *table, const fd_page_copy_t *copies, uint32_t n_copies,
-                           const uint64_t *done);
+ * A sequence appends only to a page of its own, so it copies a shared page first; the last of the sequences that share
+ * a page keeps it. */
+fd_status_t fd_kvcache_check(fd_kvcache_t *kv, const fd_row_t *table, uint32_t n_entries, char *err, size_t err_len);
+/* Takes pages for the new rows of a table that fd_kvcache_check has accepted. Lists the pages that are to be copied
+ * before any row is appended in copies[n_entries], and their number in *n_copies; the caller ends these copies.
+ * Returns FD_OK, or FD_INTERNAL if out of memory; then it has changed nothing. */
+fd_status_t fd_kvcache_append(fd_kvcache_t *kv, const fd_row_t *table, uint32_t n_entries, fd_page_copy_t *copies,
+                              uint32_t *n_copies, char *err, size_t err_len);
+/* The copies are complete: pages that no sequence holds any more become free. */
+void fd_kvcache_end_copies(fd_kvcache_t *kv, const fd_page_copy_t *copies, uint32_t n_copies);
+/* Copies one layer of a page. Needs no mutex. */
+static inline void fd_kvcache_copy(const fd_kvcache_t *kv, fd_page_copy_t copy, uint32_t layer);
 
 /* Number of parts in which the first `n_pages` pages are faulted in. A part is one layer of a run of pages, 2 MiB or a
  * little more. The parts of all layers of the first pages come first: a cache that fills up needs them first. */
@@ -132,9 +124,8 @@ static inline uint8_t *fd_kv_chunk(const fd_kvcache_t *kv, uint32_t layer, uint3
     return kv->arena + layer * kv->layer_stride + ((size_t)page * kv->n_kv_heads + head) * kv->chunk_bytes;
 }
 
-static inline void fd_kvcache_copy(const fd_kvcache_t *kv, uint32_t layer, uint32_t src, uint32_t dst, uint32_t head,
-                                   uint32_t heads) {
-    memcpy(fd_kv_chunk(kv, layer, dst, head), fd_kv_chunk(kv, layer, src, head), heads * kv->chunk_bytes);
+static inline void fd_kvcache_copy(const fd_kvcache_t *kv, fd_page_copy_t copy, uint32_t layer) {
+    memcpy(fd_kv_chunk(kv, layer, copy.dst, 0), fd_kv_chunk(kv, layer, copy.src, 0), kv->page_layer_bytes);
 }
 
 #endif

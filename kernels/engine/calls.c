@@ -48,19 +48,12 @@ fd_asks_t fd_slot_asks(fd_link_t *link, uint32_t slot) {
 static fd_status_t begin_step(fd_link_t *link, fd_step_t *step, const uint8_t *slot, const fd_arm_t *arm, char *err,
                               size_t err_len) {
     pthread_mutex_lock(&link->mutex);
-    fd_step_end_copies(step, &link->kv); /* of the slot's last step, by that step's table */
     step->n_entries = arm->n_entries;
     step->n_rows = arm->n_rows;
     step->n_attend_rows = arm->n_attend_rows;
     fd_copy_out(step->table, slot + link->work.layout.table, arm->n_entries * sizeof(fd_row_t));
-    fd_status_t status = fd_step_plan(step, &link->kv, &link->work.shape, false, err, err_len);
-    if (status == FD_OUT_OF_PAGES) { /* copies take more pages while they are under way than at once */
-        for (uint32_t i = 0; i < link->work.g.n_slots; i++) fd_step_end_copies(&link->slots[i].step, &link->kv);
-        status = fd_step_plan(step, &link->kv, &link->work.shape, true, err, err_len);
-        if (status == FD_OK) err[0] = 0;
-    }
+    const fd_status_t status = fd_step_plan(step, &link->kv, &link->work.shape, err, err_len);
     pthread_mutex_unlock(&link->mutex);
-    step->valid = status == FD_OK;
     return status;
 }
 
@@ -97,8 +90,19 @@ static void reply(fd_link_t *link, uint32_t slot, uint32_t word) {
     link->carrier.ops->send(link->carrier.self, slot, FD_REPLY);
 }
 
-void fd_slot_arm(fd_link_t *link, uint32_t slot) {
+/* Answers FD_ASKS_ARM. */
+static void answer_arm(fd_link_t *link, uint32_t slot, fd_status_t status, const char *message) {
     fd_slot_t *s = slot_of(link, slot);
+    fd_slot_state_t *state = &link->slots[slot];
+    state->step.valid = status == FD_OK;
+    fd_word_store(&s->layer_request, 0);
+    report(link, slot, status, message);
+    fd_bell_store(&s->armed_bell, state->armed);
+    link->carrier.ops->send(link->carrier.self, slot, FD_VERDICT);
+}
+
+bool fd_slot_arm(fd_link_t *link, uint32_t slot) {
+    const fd_slot_t *s = slot_of(link, slot);
     fd_slot_state_t *state = &link->slots[slot];
     const uint64_t start = link->last_call_ns = fd_now_ns(), expected = state->armed + 1;
     char err[sizeof s->report.message] = "";
@@ -111,10 +115,19 @@ void fd_slot_arm(fd_link_t *link, uint32_t slot) {
     const fd_status_t status = take_step(link, state, expected, (const uint8_t *)s, &arm, err, sizeof err);
     if (status != FD_OK) count(&link->stats.refused, 1);
     count(&link->stats.busy_ns, fd_now_ns() - start);
-    fd_word_store(&s->layer_request, 0);
-    report(link, slot, status, err);
-    fd_bell_store(&s->armed_bell, state->armed);
-    link->carrier.ops->send(link->carrier.self, slot, FD_VERDICT);
+    if (status == FD_OK && state->step.n_copies) return true;
+    answer_arm(link, slot, status, err);
+    return false;
+}
+
+void fd_slot_end_copies(fd_link_t *link, uint32_t slot, uint64_t busy_ns) {
+    fd_step_t *step = &link->slots[slot].step;
+    pthread_mutex_lock(&link->mutex);
+    fd_kvcache_end_copies(&link->kv, step->copies, step->n_copies);
+    pthread_mutex_unlock(&link->mutex);
+    step->n_copies = 0;
+    count(&link->stats.busy_ns, busy_ns);
+    answer_arm(link, slot, FD_OK, "");
 }
 
 bool fd_slot_begin_layer(fd_link_t *link, uint32_t slot) {
@@ -132,12 +145,6 @@ bool fd_slot_begin_layer(fd_link_t *link, uint32_t slot) {
 void fd_slot_end_layer(fd_link_t *link, uint32_t slot, uint64_t kv_bytes, uint64_t busy_ns) {
     fd_slot_state_t *state = &link->slots[slot];
     const uint32_t n_layers = link->work.g.n_layers;
-    if (fd_work_stores(&link->work, state->layer) &&
-        fd_step_layer_done(&state->step, link->work.stores[state->layer], link->kv.n_layers)) {
-        pthread_mutex_lock(&link->mutex);
-        fd_step_end_copies(&state->step, &link->kv);
-        pthread_mutex_unlock(&link->mutex);
-    }
     count(&link->stats.calls, 1);
     count(&link->stats.rows, state->step.n_rows);
     count(&link->stats.kv_bytes, kv_bytes);

@@ -13,14 +13,22 @@
 
 typedef struct fd_place fd_place_t;
 
-/* Work for all threads: a layer of a slot's step, or a part of the arena to be faulted in. */
+typedef enum {
+    FD_JOB_LAYER,   /* a layer of a slot's step */
+    FD_JOB_COPIES,  /* the copies of shared pages that a step appends to */
+    FD_JOB_FAULT_IN /* parts of the arena, from `first_part` on */
+} fd_job_kind_t;
+
+/* Work for all threads. */
 typedef struct {
     /* These do not change while the job has a place. */
+    fd_job_kind_t kind;
     const fd_work_t *work;
-    fd_step_t *step; /* NULL: item i faults in part `first_part` + i of the link's arena */
+    fd_step_t *step;
     uint8_t *slot;
     uint32_t layer;
     uint64_t first_part;
+    uint32_t n_cut;        /* number of items into which the whole job is cut */
     const uint32_t *items; /* which items: number << 1, and 1 if begun; NULL: all, and none is begun */
     bool cancelled;        /* atomic: do nothing any more */
     int error;             /* atomic: errno of a part that could not be faulted in */
@@ -33,6 +41,7 @@ typedef struct {
     uint32_t index; /* of the slot */
     bool begun;     /* the engine has begun the slot's call and not answered it yet */
     uint64_t turn;  /* calls that began earlier have smaller numbers */
+    uint64_t cost;  /* of the whole job, see plan.c */
     uint64_t kv_bytes, busy_ns, since_ns;
 } fd_job_t;
 
@@ -63,7 +72,7 @@ struct fd_link {
         int64_t credit_ns;  /* engine time that the link may still take in this round */
         double ns_per_cost; /* of a thread, for a unit of fd_step_t.cost */
         uint32_t n_jobs;    /* calls begun and not answered */
-        uint32_t n_copying; /* of these calls, how many copy shared pages */
+        bool copying;       /* a step's copies are under way */
         bool waits;         /* the link asks for a call and has no credit */
         bool leaving;       /* the link is being removed: it begins no more calls */
     } turn;

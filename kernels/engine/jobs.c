@@ -82,15 +82,16 @@ typedef struct {
     uint64_t kv_bytes;
 } count_t;
 
-static bool do_item(fd_job_t *job, uint32_t item, uint32_t thread, const fd_stop_t *stop, count_t *done) {
+bool fd_job_do_item(fd_job_t *job, uint32_t item, uint32_t thread, const fd_stop_t *stop, uint64_t *kv_bytes) {
     if (__atomic_load_n(&job->cancelled, __ATOMIC_RELAXED)) return true;
-    if (!job->step) {
+    if (job->kind == FD_JOB_FAULT_IN) {
         const int error = fd_kvcache_fault_in(job->work->kv, job->first_part + (item >> 1));
         if (error) __atomic_store_n(&job->error, error, __ATOMIC_RELAXED);
         return true;
     }
     if (!(item & 1)) fd_work_begin(job->step, item >> 1);
-    return fd_work_advance(job->work, job->step, job->slot, job->layer, item >> 1, thread, stop, &done->kv_bytes);
+    if (job->kind == FD_JOB_COPIES) return fd_work_copy(job->work, job->step, item >> 1, job->n_cut, stop);
+    return fd_work_advance(job->work, job->step, job->slot, job->layer, item >> 1, thread, stop, kv_bytes);
 }
 
 static void publish(fd_place_t *place, uint32_t thread, count_t *done) {
@@ -113,7 +114,7 @@ static bool work_on(fd_engine_t *e, fd_place_t *place, uint64_t notice, uint32_t
         if (k == 1) publish(place, thread, &done); /* before it looks into the other lanes, which takes a while */
         for (uint32_t item; claim_item(e, place, notice, rank, &item);) {
             any = true;
-            if (!do_item(place->job, item, thread, &stop, &done)) {
+            if (!fd_job_do_item(place->job, item, thread, &stop, &done.kv_bytes)) {
                 publish(place, thread, &(count_t){0, done.kv_bytes});
                 done.kv_bytes = 0;
                 __atomic_store_n(&lane_of(e, place, own)->parked, item | 1, __ATOMIC_RELEASE);

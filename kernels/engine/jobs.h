@@ -23,6 +23,10 @@ typedef struct {
 
 void *fd_helper_main(void *helper);
 
+/* Goes on with an item (fd_job_t.items) on a thread, and adds the bytes of KV-cache that it reads to *kv_bytes. Returns
+ * false if `stop` has ended it before its end. */
+bool fd_job_do_item(fd_job_t *job, uint32_t item, uint32_t thread, const fd_stop_t *stop, uint64_t *kv_bytes);
+
 /* Makes the places. False if out of memory. */
 bool fd_places_init(fd_engine_t *e);
 void fd_places_destroy(fd_engine_t *e);

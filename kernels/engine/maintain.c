@@ -11,7 +11,7 @@ static bool fault_in(fd_engine_t *e, fd_link_t *link) {
     if (!left || link->prefault.error) return false;
     uint32_t n = e->n_jobs ? 1 : left < e->n_threads ? (uint32_t)left : e->n_threads;
     fd_poll_carriers(e, false); /* faulting in may take as long as a long call */
-    fd_job_t job = {.work = &link->work, .first_part = done, .n_items = n};
+    fd_job_t job = {.kind = FD_JOB_FAULT_IN, .work = &link->work, .first_part = done, .n_items = n};
     if (n == 1) job.error = fd_kvcache_fault_in(&link->kv, done);
     else fd_job_run(e, e->places, &job);
     __atomic_store_n(&link->prefault.error, __atomic_load_n(&job.error, __ATOMIC_RELAXED), __ATOMIC_RELAXED);

@@ -10,6 +10,7 @@
 enum {
     COST_APPEND = 4,  /* converting and storing one new token */
     COST_PIECE = 16,  /* reading Q and writing O of one KV head */
+    COST_COPY = 2,    /* copying one cached token: it is read and written */
     MIN_ITEM = 512,   /* least cost of an item: a smaller one costs more to hand to a thread than to do */
     MIN_PIECE = 512,  /* least cached tokens x heads of a piece; a smaller piece is joined to its neighbour */
     MAX_WEIGHT = 1024 /* keeps sums of costs within 64 bits; the work itself has no such limit */
@@ -123,7 +124,6 @@ static span_t span_of(const fd_entry_t *e, const fd_plan_shape_t *shape) {
         s.rest = (end - s.last) * s.page_cost + (uint64_t)e->n_rows * COST_APPEND;
     }
     s.rest += COST_PIECE;
-    if (e->copy_from != FD_NO_PAGE) s.rest += 2 * FD_PAGE_TOKENS;
     s.page_cost *= e->heads;
     s.rest *= e->heads;
     s.min_piece = MIN_PIECE / FD_PAGE_TOKENS > e->heads ? MIN_PIECE / FD_PAGE_TOKENS / e->heads : 1;
@@ -247,10 +247,9 @@ static void cut_line(fd_step_t *step, const fd_plan_shape_t *shape) {
     link_pieces(step);
 }
 
-fd_status_t fd_step_plan(fd_step_t *step, fd_kvcache_t *kv, const fd_plan_shape_t *shape, bool at_once, char *err,
-                         size_t err_len) {
+fd_status_t fd_step_plan(fd_step_t *step, fd_kvcache_t *kv, const fd_plan_shape_t *shape, char *err, size_t err_len) {
     fd_status_t status = check_table(step, err, err_len);
-    if (status == FD_OK) status = fd_kvcache_check(kv, step->table, step->n_entries, at_once, err, err_len);
+    if (status == FD_OK) status = fd_kvcache_check(kv, step->table, step->n_entries, err, err_len);
     if (status == FD_OK) status = check_work(step, shape, err, err_len);
     if (status != FD_OK) return status;
     size_t n_pages = 0; /* at most the pages of the lease + FD_MAX_SHARED_REFS */
@@ -258,24 +257,20 @@ fd_status_t fd_step_plan(fd_step_t *step, fd_kvcache_t *kv, const fd_plan_shape_
         n_pages += fd_pages_for((uint64_t)step->table[i].pos + step->table[i].n_rows);
     if (!reserve_pages(step, n_pages)) return FD_FAIL(FD_INTERNAL, "no memory for %zu page numbers", n_pages);
     if (!reserve_partials(step, shape)) return FD_FAIL(FD_INTERNAL, "no memory for partial results");
-    status = fd_kvcache_append(kv, step->table, step->n_entries, at_once, step->copies, &step->n_copies, err, err_len);
+    status = fd_kvcache_append(kv, step->table, step->n_entries, step->copies, &step->n_copies, err, err_len);
     if (status != FD_OK) return status;
-    memset(step->copied_layers, 0, sizeof step->copied_layers);
-    step->n_copied_layers = 0;
     size_t at = 0;
-    uint32_t row = 0, copy = 0;
+    uint32_t row = 0;
     for (uint32_t i = 0; i < step->n_entries; i++) {
         const fd_row_t *r = &step->table[i];
         const fd_sequence_t *s = &kv->sequences[r->seq_index];
-        const bool copies = copy < step->n_copies && step->copies[copy].entry == i;
         step->entries[i] = (fd_entry_t){.pos = r->pos,
                                         .n_rows = r->n_rows,
                                         .row = row,
                                         .attend = r->flags & FD_ROW_ATTEND,
                                         .heads = heads_of_span(r, shape),
                                         .unit = unit_of(r, shape),
-                                        .pages = at,
-                                        .copy_from = copies ? step->copies[copy++].src : FD_NO_PAGE};
+                                        .pages = at};
         memcpy(step->pages + at, s->pages, s->n_pages * sizeof *s->pages);
         at += s->n_pages;
         row += r->n_rows;
@@ -284,15 +279,14 @@ fd_status_t fd_step_plan(fd_step_t *step, fd_kvcache_t *kv, const fd_plan_shape_
     return FD_OK;
 }
 
-bool fd_step_layer_done(fd_step_t *step, uint32_t layer, uint32_t n_layers) {
-    uint64_t *word = &step->copied_layers[layer / 64], bit = 1ull << layer % 64;
-    if (!step->n_copies || *word & bit) return false;
-    *word |= bit;
-    return ++step->n_copied_layers == n_layers;
+uint64_t fd_step_copy_cost(const fd_step_t *step, const fd_kvcache_t *kv) {
+    return (uint64_t)step->n_copies * kv->n_layers * kv->n_kv_heads * FD_PAGE_TOKENS * COST_COPY;
 }
 
-void fd_step_end_copies(fd_step_t *step, fd_kvcache_t *kv) {
-    fd_kvcache_end_copies(kv, step->table, step->copies, step->n_copies, step->copied_layers);
-    for (uint32_t i = 0; i < step->n_copies; i++) step->entries[step->copies[i].entry].copy_from = FD_NO_PAGE;
-    step->n_copies = 0;
+uint32_t fd_step_copy_items(const fd_step_t *step, const fd_kvcache_t *kv, uint32_t max_items) {
+    const uint64_t wanted = fd_step_copy_cost(step, kv) / MIN_ITEM,
+                   page_layers = (uint64_t)step->n_copies * kv->n_layers;
+    uint64_t n = wanted < page_layers ? wanted : page_layers;
+    if (n > max_items) n = max_items;
+    return n ? (uint32_t)n : 1;
 }

@@ -31,10 +31,9 @@ typedef struct {
     uint32_t pos, n_rows; /* position of the first new token, number of new tokens */
     uint32_t row;         /* index of the first KV row, and of the first Q and O row if the entry attends */
     uint32_t attend;
-    uint32_t heads;     /* KV heads of each span; divides n_kv_heads */
-    uint32_t unit;      /* most pages that a thread attends to before it looks whether it should stop */
-    size_t pages;       /* index of the first page number in fd_step_t.pages */
-    uint32_t copy_from; /* the shared page that the first new row's page is a copy of, or FD_NO_PAGE */
+    uint32_t heads; /* KV heads of each span; divides n_kv_heads */
+    uint32_t unit;  /* most pages that a thread attends to before it looks whether it should stop */
+    size_t pages;   /* index of the first page number in fd_step_t.pages */
 } fd_entry_t;
 
 /* A point on the line: in the span of entry `entry` that begins with KV head `head`, right before page `page` of the
@@ -58,6 +57,7 @@ typedef struct {
     uint32_t appended; /* rows of that piece that have been appended */
     uint32_t row;      /* first query row of the block in progress */
     uint32_t page;     /* the next page that the block attends to; 0: none has been attended to */
+    uint32_t copied;   /* of an item of copies: layers of pages that have been copied */
 } fd_cursor_t;
 
 /* The step of a slot. Thread 0 owns it; the other threads read it while a call is served. */
@@ -68,7 +68,7 @@ typedef struct {
     fd_item_t *items;    /* [max_items] */
     /* [max_items] atomics: unfinished pieces of the span that n_pieces counts. The last piece sets n_pieces again. */
     uint32_t *pieces_left;
-    fd_cursor_t *cursors;   /* [max_items] */
+    fd_cursor_t *cursors;   /* [max_items] of the items of a layer, and before the first layer of those of the copies */
     uint32_t *left;         /* [max_items] room for a list of the items that are left of a call */
     float *partials;        /* three for each item: of its first span and of its last one if cut, and of one block */
     size_t partials_floats; /* allocated */
@@ -76,9 +76,8 @@ typedef struct {
     uint64_t cost;          /* of one layer, see plan.c */
     uint32_t *pages;        /* page numbers of all entries, one after another */
     size_t pages_capacity;
-    fd_page_copy_t *copies; /* [max_rows], of which n_copies have not been completed in all layers */
-    uint32_t n_copies, n_copied_layers;
-    uint64_t copied_layers[FD_MAX_LAYERS / 64]; /* bit i: layer i */
+    fd_page_copy_t *copies; /* [max_rows], the first n_copies of which are under way */
+    uint32_t n_copies;
 } fd_step_t;
 
 /* The properties of a link that planning depends on. */
@@ -96,16 +95,14 @@ fd_status_t fd_step_init(fd_step_t *step, uint32_t max_rows, uint32_t max_items)
 void fd_step_destroy(fd_step_t *step);
 
 /* Checks step->table, takes pages for its new rows and plans the step. The caller has copied the table out of the
- * region, has set step->n_* from a checked header and holds the link's mutex. `at_once`: see fd_kvcache_check. On
- * failure the cache is unchanged. */
-fd_status_t fd_step_plan(fd_step_t *step, fd_kvcache_t *kv, const fd_plan_shape_t *shape, bool at_once, char *err,
-                         size_t err_len);
+ * region, has set step->n_* from a checked header and holds the link's mutex. On failure the cache is unchanged. The
+ * threads do step->copies before the first layer. */
+fd_status_t fd_step_plan(fd_step_t *step, fd_kvcache_t *kv, const fd_plan_shape_t *shape, char *err, size_t err_len);
 
-/* Records that a layer is done. Returns true if the step's copies are now complete, so that fd_step_end_copies is due.
- */
-bool fd_step_layer_done(fd_step_t *step, uint32_t layer, uint32_t n_layers);
-/* Completes the copies of a step. The caller holds the link's mutex, and no thread works on the step. */
-void fd_step_end_copies(fd_step_t *step, fd_kvcache_t *kv);
+/* The cost of the step's copies, in the unit of `cost`. */
+uint64_t fd_step_copy_cost(const fd_step_t *step, const fd_kvcache_t *kv);
+/* The number of items that the copies are cut into, at most max_items. */
+uint32_t fd_step_copy_items(const fd_step_t *step, const fd_kvcache_t *kv, uint32_t max_items);
 
 /* The first page that a query at `pos` sees through `window` (0: no window). */
 static inline uint32_t fd_first_page(uint32_t pos, uint32_t window) {

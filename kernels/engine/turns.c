@@ -29,16 +29,17 @@ static uint32_t threads_for(const fd_engine_t *e, uint32_t n_items) {
     return n_items < e->n_threads ? n_items : e->n_threads;
 }
 
-/* The time that the engine will take for a layer of the step. */
-static double estimate_ns(const fd_engine_t *e, const fd_link_t *link, const fd_step_t *step) {
-    const double one_thread = (double)step->cost * link->turn.ns_per_cost;
-    return step->n_items == 1 ? one_thread : one_thread / threads_for(e, step->n_items);
+/* The time that the engine will take for the job. */
+static double estimate_ns(const fd_engine_t *e, const fd_job_t *job) {
+    const double one_thread = (double)job->cost * job->link->turn.ns_per_cost;
+    return one_thread / threads_for(e, job->n_cut);
 }
 
-static void learn(fd_engine_t *e, fd_link_t *link, const fd_step_t *step, uint64_t ns) {
-    if (step->cost < MIN_SAMPLE_COST) return;
-    const double measured = (double)ns * threads_for(e, step->n_items) / (double)step->cost;
-    link->turn.ns_per_cost += (measured - link->turn.ns_per_cost) / 8;
+static void learn(fd_engine_t *e, const fd_job_t *job) {
+    if (job->cost < MIN_SAMPLE_COST) return;
+    double *rate = &job->link->turn.ns_per_cost;
+    const double measured = (double)job->busy_ns * threads_for(e, job->n_cut) / (double)job->cost;
+    *rate += (measured - *rate) / 8;
 }
 
 static bool active(const fd_link_t *link) { return link->turn.waits || link->turn.n_jobs; }
@@ -72,59 +73,71 @@ static void set_main(fd_engine_t *e, fd_link_t *link, fd_job_t *job) {
 /* Answers a call all of whose items are done. */
 static void end_call(fd_engine_t *e, fd_job_t *job) {
     fd_link_t *link = job->link;
-    const bool copied = job->step->n_copies;
-    fd_slot_end_layer(link, job->index, job->kv_bytes, job->busy_ns);
+    if (job->kind == FD_JOB_LAYER) {
+        fd_slot_end_layer(link, job->index, job->kv_bytes, job->busy_ns);
+        learn(e, job);
+    } else {
+        fd_slot_end_copies(link, job->index, job->busy_ns);
+        link->turn.copying = false;
+    }
     job->begun = false;
     link->turn.n_jobs--;
-    link->turn.n_copying -= copied;
     e->n_jobs--;
-    learn(e, link, job->step, job->busy_ns);
 }
 
-/* Begins the call that the slot asks for, and does it if it is short. */
-static void begin_call(fd_engine_t *e, fd_link_t *link, uint32_t slot) {
+/* Begins a job of the slot's step, and does it if it is short. `start` is when the engine began with the call. */
+static void begin_job(fd_engine_t *e, fd_link_t *link, uint32_t slot, fd_job_kind_t kind, uint32_t n_items,
+                      uint64_t cost, uint64_t start) {
     fd_slot_state_t *state = &link->slots[slot];
-    fd_step_t *step = &state->step;
     fd_job_t *job = &state->job;
-    const uint64_t start = fd_now_ns();
-    if (!fd_slot_begin_layer(link, slot)) {
-        charge(link, fd_now_ns() - start);
-        return;
-    }
+    job->kind = kind;
     job->work = &link->work;
-    job->step = step;
+    job->step = &state->step;
     job->slot = (uint8_t *)fd_slot_at(link->region, &link->work.layout, slot);
     job->layer = state->layer;
     job->items = NULL;
-    job->n_items = step->n_items;
-    job->left = step->left;
+    job->n_items = job->n_cut = n_items;
+    job->cost = cost;
+    job->left = state->step.left;
     job->link = link;
     job->index = slot;
     job->begun = true;
     job->turn = e->n_begun++;
     job->kv_bytes = 0;
     link->turn.n_jobs++;
-    link->turn.n_copying += step->n_copies != 0;
     if (!e->n_jobs++) e->working_since = start;
-    const double estimate = estimate_ns(e, link, step);
+    const double estimate = estimate_ns(e, job);
     if (estimate > LONG_NS) fd_poll_carriers(e, false);
     bool done = false;
-    if (step->n_items == 1 && estimate <= SHORT_NS) {
+    if (n_items == 1 && estimate <= SHORT_NS) {
         const fd_stop_t stop = {NULL, 0, start + 4 * SHORT_NS};
-        fd_work_begin(step, 0);
-        done = fd_work_advance(&link->work, step, job->slot, job->layer, 0, 0, &stop, &job->kv_bytes);
-        step->left[0] = 1; /* item 0, begun */
-        job->items = step->left;
+        done = fd_job_do_item(job, 0, 0, &stop, &job->kv_bytes);
+        job->left[0] = 1; /* item 0, begun */
+        job->items = job->left;
     }
     job->busy_ns = fd_now_ns() - start;
     charge(link, job->busy_ns);
     if (done) end_call(e, job);
 }
 
-static void arm(fd_link_t *link, uint32_t slot) {
+/* Begins the layer that the slot asks for. */
+static void begin_layer(fd_engine_t *e, fd_link_t *link, uint32_t slot) {
+    const fd_step_t *step = &link->slots[slot].step;
     const uint64_t start = fd_now_ns();
-    fd_slot_arm(link, slot);
+    if (fd_slot_begin_layer(link, slot)) begin_job(e, link, slot, FD_JOB_LAYER, step->n_items, step->cost, start);
+    else charge(link, fd_now_ns() - start);
+}
+
+/* Takes the step that the slot asks for. */
+static void arm(fd_engine_t *e, fd_link_t *link, uint32_t slot) {
+    const fd_step_t *step = &link->slots[slot].step;
+    const uint64_t start = fd_now_ns();
+    const bool copies = fd_slot_arm(link, slot);
     charge(link, fd_now_ns() - start);
+    if (!copies) return;
+    link->turn.copying = true;
+    begin_job(e, link, slot, FD_JOB_COPIES, fd_step_copy_items(step, &link->kv, link->work.shape.max_items),
+              fd_step_copy_cost(step, &link->kv), fd_now_ns());
 }
 
 bool fd_turns_poll(fd_engine_t *e) {
@@ -138,11 +151,11 @@ bool fd_turns_poll(fd_engine_t *e) {
             const fd_asks_t asks = fd_slot_asks(link, slot);
             if (asks == FD_ASKS_NOTHING) continue;
             any = true;
-            /* Copies may end when a step is armed, so none may be under way then. */
-            if (link->turn.leaving || (asks == FD_ASKS_ARM && link->turn.n_copying)) continue;
+            /* The end of the copies may free pages that this step needs. */
+            if (link->turn.leaving || (asks == FD_ASKS_ARM && link->turn.copying)) continue;
             if (link->turn.credit_ns <= 0) link->turn.waits = waiting = true;
-            else if (asks == FD_ASKS_ARM) arm(link, slot);
-            else begin_call(e, link, slot);
+            else if (asks == FD_ASKS_ARM) arm(e, link, slot);
+            else begin_layer(e, link, slot);
         }
     }
     if (waiting && !e->n_jobs) refill(e);

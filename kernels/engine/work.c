@@ -140,13 +140,19 @@ typedef struct {
     uint64_t work; /* multiply-adds since the clock was read */
 } ctx_t;
 
+static bool is_told_to_stop(const fd_stop_t *stop) {
+    return stop->word && __atomic_load_n(stop->word, __ATOMIC_RELAXED) != stop->expected;
+}
+
+static bool is_late(const fd_stop_t *stop) { return stop->until_ns && fd_now_ns() >= stop->until_ns; }
+
 /* Whether the thread should stop after a unit of `work` multiply-adds. */
 static bool should_stop(ctx_t *c, uint64_t work) {
-    if (c->stop->word && __atomic_load_n(c->stop->word, __ATOMIC_RELAXED) != c->stop->expected) return true;
+    if (is_told_to_stop(c->stop)) return true;
     c->work += work;
-    if (!c->stop->until_ns || c->work < WORK_PER_CLOCK) return false;
+    if (c->work < WORK_PER_CLOCK) return false;
     c->work = 0;
-    return fd_now_ns() >= c->stop->until_ns;
+    return is_late(c->stop);
 }
 
 /* The first page that a query at `pos` sees in the layer. */
@@ -219,13 +225,6 @@ static void append_pending(void *context, uint32_t head) {
     append_rows(p->c, p->e, p->head + head, 1, 0, p->e->n_rows);
     prefetch_pending(p, head + 1);
     if (p->c->after_q && head + 1 == p->e->heads) prefetch_row(p->c->after_q, q_head_bytes(p->c->w));
-}
-
-/* Makes the page that receives the entry's first new row a copy of the page that its sequence shared. */
-static void copy_shared_page(ctx_t *c, const fd_entry_t *e, uint32_t head) {
-    if (e->copy_from == FD_NO_PAGE) return;
-    const uint32_t dst = c->step->pages[e->pages + e->pos / FD_PAGE_TOKENS];
-    fd_kvcache_copy(c->w->kv, c->store, e->copy_from, dst, head, e->heads);
 }
 
 /* Returns true if append_pending can append the span's new rows while a kernel attends to the last page: there is only
@@ -378,7 +377,6 @@ static bool attend_piece(ctx_t *c, const fd_entry_t *e, uint32_t head, uint32_t 
     const fd_partial_t sum = partial_of(w, c->step, c->item, whole ? BLOCK : first ? FIRST : LAST);
     bool go_on = true;
     *done = false;
-    if (new_rows && !at->appended) copy_shared_page(c, e, head);
     if (pending) at->appended = e->n_rows;
     while (new_rows && go_on && at->appended < e->n_rows) {
         const uint32_t from = at->appended, n = e->n_rows - from < APPEND_ROWS ? e->n_rows - from : APPEND_ROWS;
@@ -402,10 +400,7 @@ static bool append_piece(ctx_t *c, const fd_entry_t *e, uint32_t head, uint32_t 
     fd_cursor_t *at = &c->step->cursors[c->item];
     uint64_t from = (uint64_t)first * FD_PAGE_TOKENS, to = (uint64_t)last * FD_PAGE_TOKENS,
              end = (uint64_t)e->pos + e->n_rows;
-    if (from <= e->pos) {
-        if (!at->appended) copy_shared_page(c, e, head);
-        from = e->pos;
-    }
+    if (from < e->pos) from = e->pos;
     if (to > end) to = end;
     for (from += at->appended; from < to;) {
         const uint32_t n = to - from < APPEND_ROWS ? (uint32_t)(to - from) : APPEND_ROWS;
@@ -469,4 +464,16 @@ bool fd_work_advance(const fd_work_t *w, fd_step_t *step, uint8_t *slot, uint32_
     }
     *kv_bytes += c.kv_bytes;
     return done;
+}
+
+bool fd_work_copy(const fd_work_t *w, fd_step_t *step, uint32_t i, uint32_t n_items, const fd_stop_t *stop) {
+    const uint64_t all = (uint64_t)step->n_copies * w->kv->n_layers, first = all * i / n_items,
+                   n = all * (i + 1) / n_items - first;
+    uint32_t *done = &step->cursors[i].copied;
+    while (*done < n) {
+        const uint64_t at = first + (*done)++;
+        fd_kvcache_copy(w->kv, step->copies[at % step->n_copies], (uint32_t)(at / step->n_copies));
+        if (is_told_to_stop(stop) || is_late(stop)) break;
+    }
+    return *done == n;
 }

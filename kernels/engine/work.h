@@ -47,7 +47,7 @@ void fd_work_destroy(fd_work_t *w);
 /* Whether a layer stores the K and V that it attends to. */
 static inline bool fd_work_stores(const fd_work_t *w, uint32_t layer) { return w->layers[layer].kv_layer == layer; }
 
-/* Begins item `i` of a layer, so that fd_work_advance does it from its start. */
+/* Begins item `i` of a layer or of the copies, so that it is done from its start. */
 void fd_work_begin(fd_step_t *step, uint32_t i);
 
 /* Does item `i` of a layer on thread `thread`, from where it was left, and adds the bytes of KV-cache that it reads to
@@ -55,5 +55,9 @@ void fd_work_begin(fd_step_t *step, uint32_t i);
  * for; any thread may go on with the item. At least one unit is done. */
 bool fd_work_advance(const fd_work_t *w, fd_step_t *step, uint8_t *slot, uint32_t layer, uint32_t i, uint32_t thread,
                      const fd_stop_t *stop, uint64_t *kv_bytes);
+
+/* Does item `i` of the `n_items` that the step's copies are cut into, from where it was left. Returns false if it has
+ * stopped before the end; any thread may go on with the item. At least one layer of a page is copied. */
+bool fd_work_copy(const fd_work_t *w, fd_step_t *step, uint32_t i, uint32_t n_items, const fd_stop_t *stop);
 
 #endif

@@ -83,13 +83,11 @@ int main(int argc, char **argv) {
             fd_row_t r = {.pos = (uint32_t)below(longest),
                           .n_rows = below(4) ? 1 : 1 + (uint32_t)below(600),
                           .flags = below(5) ? FD_ROW_ATTEND : 0};
-            const bool copies = r.pos % FD_PAGE_TOKENS && !below(8);
             step.entries[i] = (fd_entry_t){.pos = r.pos,
                                            .n_rows = r.n_rows,
                                            .row = row,
                                            .attend = r.flags & FD_ROW_ATTEND,
-                                           .heads = heads_of_span(&r, &shape),
-                                           .copy_from = copies ? 0 : FD_NO_PAGE};
+                                           .heads = heads_of_span(&r, &shape)};
             row += r.n_rows;
         }
         cut_line(&step, &shape);

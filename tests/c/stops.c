@@ -1,9 +1,10 @@
 /* Does random steps twice, on caches of their own: once item by item, and once in random order, with a stop after every
  * unit and another thread at every turn. The O rows of both must be the same, bit for bit, and equal attention in
- * double precision. Units are made small, so that short sequences have many.
+ * double precision. Units are made small, so that short sequences have many. Some sequences begin as forks, so that
+ * steps copy pages.
  *
- * Usage: stops STEPS. Prints the number of steps, whether a block has been merged of several units, and the number of
- * stops. */
+ * Usage: stops STEPS. Prints the number of steps, whether a block has been merged of several units, whether pages have
+ * been copied, and the number of stops. */
 #define UNIT_BYTES ((size_t)2048)
 #define UNIT_WORK (1ull << 30)
 #include "../../kernels/engine/plan.c"
@@ -14,7 +15,7 @@
 
 enum { HEAD = 8, GROUP = 4, KV_HEADS = 2, SEQUENCES = 6, MAX_TOKENS = 1500, MAX_ROWS = 256, THREADS = 3, PAGES = 80 };
 static const fd_geometry_t geometry = {1, MAX_ROWS, 1, GROUP * KV_HEADS, KV_HEADS, HEAD, FD_ACT_FP32, 0};
-static uint64_t state = 1, n_stops, n_merged;
+static uint64_t state = 1, n_stops, n_merged, n_copied;
 static char err[256];
 
 /* A pseudo-random number below `bound` (xorshift64). */
@@ -52,7 +53,29 @@ static void plan(side_t *side, const fd_row_t *table, uint32_t n, uint32_t rows,
     side->step.n_rows = rows;
     side->step.n_attend_rows = attending;
     memcpy(side->step.table, table, n * sizeof *table);
-    REQUIRE(fd_step_plan(&side->step, &side->kv, &side->work.shape, false, err, sizeof err) == FD_OK);
+    REQUIRE(fd_step_plan(&side->step, &side->kv, &side->work.shape, err, sizeof err) == FD_OK);
+}
+
+/* Does the copies of the step, cut into `n_items`, each with or without stops. A sequence is freed meanwhile, if it is
+ * not FD_NO_PAGE; its pages that are being copied are not free before all copies are done. */
+static void copy_pages(side_t *side, uint32_t n_items, bool stops, uint32_t freed) {
+    const uint64_t word = 1;
+    const fd_stop_t stop = {stops ? &word : NULL, 2, 0};
+    fd_kvcache_t *kv = &side->kv;
+    for (uint32_t i = 0; side->step.n_copies && i < n_items; i++) {
+        fd_work_begin(&side->step, i);
+        while (!fd_work_copy(&side->work, &side->step, i, n_items, &stop)) n_stops++;
+    }
+    n_copied += side->step.n_copies;
+    if (freed != FD_NO_PAGE) REQUIRE(fd_kvcache_free(kv, freed, 7, err, sizeof err) == FD_OK);
+    for (uint32_t i = 0; i < side->step.n_copies; i++) {
+        const fd_page_copy_t c = side->step.copies[i];
+        REQUIRE(!(kv->free.stretches[c.src >> kv->free.order].free >> (c.src & ((1u << kv->free.order) - 1)) & 1));
+    }
+    fd_kvcache_end_copies(kv, side->step.copies, side->step.n_copies);
+    uint32_t held = 0;
+    for (uint32_t page = 0; page < PAGES; page++) held += kv->refs[page] != 0;
+    REQUIRE(held + kv->free.n_free == PAGES);
 }
 
 static uint64_t do_in_one_go(side_t *side) {
@@ -108,10 +131,15 @@ static void random_step(side_t *a, side_t *b, uint32_t *lengths, uint32_t window
     for (uint32_t i = 0; i < n; i++) {
         const uint32_t seq = (first + i) % SEQUENCES, most = (MAX_ROWS - rows) / (n - i);
         uint32_t take = 1 + (below(2) ? below(most) : 0);
-        if (lengths[seq] + take > MAX_TOKENS) {
-            for (side_t *side = a; side; side = side == a ? b : NULL)
-                REQUIRE(fd_kvcache_trim(&side->kv, seq, 7, 1 + seq, err, sizeof err) == FD_OK);
-            lengths[seq] = 1 + seq;
+        if (lengths[seq] + take > MAX_TOKENS || !below(6)) {
+            const uint32_t other = (seq + 1) % SEQUENCES, room = MAX_TOKENS - take,
+                           keep = below((lengths[other] < room ? lengths[other] : room) + 1);
+            for (side_t *side = a; side; side = side == a ? b : NULL) {
+                REQUIRE(fd_kvcache_free(&side->kv, seq, 7, err, sizeof err) == FD_OK);
+                REQUIRE(!keep || fd_kvcache_fork(&side->kv, other, 7, seq, 7, keep, err, sizeof err) == FD_OK);
+            }
+            for (uint32_t k = 0; k < 2; k++) memcpy(cached[k][seq], cached[k][other], sizeof cached[k][seq]);
+            lengths[seq] = keep;
         }
         table[i] = (fd_row_t){seq, 7, lengths[seq], take, i < attending ? FD_ROW_ATTEND : 0, 0};
         rows += take;
@@ -124,6 +152,10 @@ static void random_step(side_t *a, side_t *b, uint32_t *lengths, uint32_t window
     memcpy(b->slot, a->slot, y->slot_bytes);
     plan(a, table, n, rows, attend_rows);
     plan(b, table, n, rows, attend_rows);
+    const uint32_t absent = n < SEQUENCES && !below(4) ? (first + n) % SEQUENCES : FD_NO_PAGE;
+    copy_pages(a, 1, false, absent);
+    copy_pages(b, 1 + below(3), true, absent);
+    if (absent != FD_NO_PAGE) lengths[absent] = 0;
     REQUIRE(do_in_one_go(a) == do_with_stops(b));
     const float *oa = (float *)(a->slot + y->o), *ob = (float *)(b->slot + y->o);
     REQUIRE(!memcmp(oa, ob, attend_rows * GROUP * KV_HEADS * HEAD * sizeof *oa));
@@ -153,6 +185,6 @@ int main(int argc, char **argv) {
         close_side(&a);
         close_side(&b);
     }
-    printf("%u steps, %d, %llu stops\n", steps, n_merged > 0, (unsigned long long)n_stops);
+    printf("%u steps, %d, %d, %llu stops\n", steps, n_merged > 0, n_copied > 0, (unsigned long long)n_stops);
     return 0;
 }

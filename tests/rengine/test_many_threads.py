@@ -44,5 +44,5 @@ def test_work_that_is_stopped_after_every_unit_gives_the_same_bits(tmp_path: Pat
     subprocess.run([*command, "-o", program], check=True)
     run = subprocess.run([program, "120"], capture_output=True, text=True, timeout=100)
     assert run.returncode == 0, run.stderr
-    steps, merged, stops = (int(part.split()[0]) for part in run.stdout.split(","))
-    assert (steps, merged) == (120, 1) and stops > 1000
+    steps, merged, copied, stops = (int(part.split()[0]) for part in run.stdout.split(","))
+    assert (steps, merged, copied) == (120, 1, 1) and stops > 1000

@@ -190,7 +190,7 @@ def test_a_shared_page_is_copied_before_it_is_appended_to(links):
 
 
 def test_an_abandoned_step_leaves_a_whole_copy_of_the_shared_page(links):
-    """A step copies a shared page layer by layer; what it had not copied when it was given up is copied after it."""
+    """A step copies shared pages before its first layer, so a step that is given up has copied all layers."""
     link = links(Geometry(max_rows=64, n_layers=3), n_pages=8)
     link.fill(0, 40)
     link.fork(0, 1, 40)
@@ -205,28 +205,14 @@ def test_an_abandoned_step_leaves_a_whole_copy_of_the_shared_page(links):
     assert link.lease.stats()["pages_used"] == 0
 
 
-def test_a_page_that_a_step_still_copies_from_is_not_given_away(links):
-    link = links(Geometry(n_slots=2, max_rows=64, n_layers=3), n_pages=3)
-    link.fill(0, 40)
-    link.fork(0, 1, 40)
-    step = link.begin(0, [(1, 1, True)])
-    step.call(0)
-    link.forget(0)  # layers 1 and 2 of its page are still to be copied
-    link.step(1, [(2, 40, False)])
-    step.call(1)
-    step.call(2)
-    assert link.lease.stats()["pages_used"] == 2
-    link.step(1, [(1, 1, True), (2, 1, True)])
-
-
-def test_a_full_lease_ends_the_copies_that_hold_its_pages(links):
+def test_the_source_of_a_copy_is_free_once_the_step_is_armed(links):
     link = links(Geometry(n_slots=2, max_rows=128, n_layers=3), n_pages=3)
     link.fill(0, 40)
     link.fork(0, 1, 40)
     step = link.begin(0, [(1, 1, True)])
     step.call(0)
     link.forget(0)
-    link.step(1, [(2, 40, False), (3, 40, False)])  # needs the page that sequence 1 is copied from
+    link.step(1, [(2, 40, False), (3, 40, False)])  # needs the page that sequence 1 was copied from
     step.call(1)
     step.call(2)
     link.step(1, [(1, 1, True), (2, 1, True), (3, 1, True)])
