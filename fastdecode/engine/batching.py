@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from fastdecode.engine.scheduling.deadline import layer_deadline
 from fastdecode.spart.batch import Chunk, SampleSpec, ScoreSpec, StepBatch
 from fastdecode.spart.penalties import LogitRules
 
@@ -13,8 +14,8 @@ if TYPE_CHECKING:
     from fastdecode.engine.sequence import Sequence
 
 
-def step_batch(plan: Plan) -> StepBatch:
-    """The step batch that the S-Part computes for `plan`."""
+def step_batch(plan: Plan, n_layers: int) -> StepBatch:
+    """The step batch that the S-Part, which has `n_layers` layers, computes for `plan`."""
     chunks = []
     for seq, n_tokens, prefill, sample in plan.chunks:
         tokens = seq.tokens[seq.cached : seq.cached + n_tokens]
@@ -22,7 +23,7 @@ def step_batch(plan: Plan) -> StepBatch:
         score = _score_spec(seq, n_tokens)
         where = (seq.placed_on.position, *seq.handle, seq.cached)
         chunks.append(Chunk(*where, tokens, prefill, spec, seq.prefill_end, score))
-    return StepBatch(plan.mini_batch, chunks)
+    return StepBatch(plan.mini_batch, chunks, layer_deadline(plan, n_layers))
 
 
 def _sample_spec(seq: Sequence) -> SampleSpec:

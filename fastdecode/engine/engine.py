@@ -285,7 +285,7 @@ class Engine:
         begun = time.monotonic()
         self._record_started(plan, begun)
         try:
-            output = await self._runner.submit(self.spart.step(step_batch(plan)))
+            output = await self._runner.submit(self.spart.step(step_batch(plan, self.spart.config.n_layers)))
         except TransportError as error:
             self._handle_failure(plan, error)
         except Exception:

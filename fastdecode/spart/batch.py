@@ -70,6 +70,7 @@ class StepBatch:
 
     slot: int  # the mini-batch's slot on every link
     chunks: list[Chunk]
+    layer_timeout: float = 60.0  # seconds that an R-node may take for a layer, and for taking the step
 
 
 @dataclass(slots=True)

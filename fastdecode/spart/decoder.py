@@ -37,12 +37,10 @@ class SPart:
     Steps of different slots may be interleaved; they must not run at the same time in several threads.
     """
 
-    def __init__(self, model: Model, links: list[Link], timeout: float = 60.0):
-        """`links` is used as it is, not copied: the caller may append or replace a link between steps. `timeout` is how
-        long an R-node may take for one layer, in seconds."""
+    def __init__(self, model: Model, links: list[Link]):
+        """`links` is used as it is, not copied: the caller may append or replace a link between steps."""
         self.model, self.links = model, links
         self._config, self._weights = model.config, model.weights
-        self._timeout = timeout
         self._views: dict[tuple[int, int], SlotViews] = {}
         self._prompts = PromptCache(model.config, model.device, model.dtype)
         self._norm = make_norm(model.config)
@@ -67,17 +65,17 @@ class SPart:
             state = _StepState(self, rows, exchange)
             for i, layer in enumerate(self._weights.layers):
                 state.project(layer)
-                exchange.post(i, self._timeout)
+                exchange.post(i, batch.layer_timeout)
                 state.attend_prompts(i)
                 s_seconds += time.perf_counter() - resumed
                 yield
                 asked = time.perf_counter()
-                exchange.wait(self._timeout)
+                exchange.wait(batch.layer_timeout)
                 resumed = time.perf_counter()
                 r_seconds += resumed - asked
                 state.finish(layer)
         except BaseException:
-            exchange.settle(self._timeout)
+            exchange.settle(batch.layer_timeout)
             for prompt in rows.prompts:
                 self._prompts.drop(prompt.key)
             raise

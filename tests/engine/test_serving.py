@@ -22,6 +22,7 @@ from rnode_process import RNodeProcess
 
 from fastdecode.engine.engine import Engine
 from fastdecode.engine.request import GenerationFailed, NotReady, SamplingParams
+from fastdecode.engine.scheduling import deadline
 from fastdecode.region.contract import PAGE_TOKENS
 from fastdecode.region.geometry import region_layout
 from fastdecode.spart import SPart, load_model
@@ -93,7 +94,7 @@ async def serving(model, nodes, *, mini_batches=2, n_pages=None, max_seqs=64, **
 
     links = [await link_to(node.url) for node in nodes]
     engine = Engine(
-        SPart(model, links, timeout=20.0),
+        SPart(model, links),
         links,
         mini_batches=mini_batches,
         max_batch_tokens=ROWS,
@@ -324,6 +325,25 @@ async def test_data_connection_that_ends_while_the_control_connection_lives(how,
         ):
             assert_greedy(judge, prompt, tokens)
         assert (await engine.spart.links[1].stats())["calls"] > 0
+
+
+async def test_data_connection_that_falls_silent_while_the_control_connection_lives(
+    monkeypatch, model, judge, tcp_nodes
+):
+    monkeypatch.setattr(deadline, "SLACK_S", 1.0)
+    async with CutProxy(tcp_nodes[1].url) as proxy, serving(model, [tcp_nodes[0], proxy]) as engine:
+        given = prompts([3 + 5 * i for i in range(16)])
+        streams = [engine.submit(p, greedy(60)) for p in given]
+        firsts = [(await anext(stream)).token for stream in streams]
+        assert all(node.n_sequences for node in engine.cluster.nodes)
+        lost = engine.cluster.nodes[1].link
+        proxy.silence_data()
+        results = await asyncio.gather(*map(tokens_of, streams))
+        for prompt, first, tokens in zip(given, firsts, results, strict=True):
+            assert len(tokens) == 59
+            assert_greedy(judge, prompt, [first, *tokens])
+        assert [node.alive for node in engine.stats.nodes] == [True, False]
+        assert "has not come within" in str(await lost.closed())
 
 
 @pytest.mark.parametrize("how", ["RST", "FIN"])

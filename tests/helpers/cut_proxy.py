@@ -1,4 +1,4 @@
-"""A TCP proxy before an R-node, which ends a link's data connection while its control connection lives."""
+"""A TCP proxy before an R-node, which ends or silences a link's data connection while its control connection lives."""
 
 from __future__ import annotations
 
@@ -39,9 +39,7 @@ class CutProxy:
 
     def cut_data(self, how: Literal["RST", "FIN"], towards: Literal["S-node", "R-node", "both"]) -> None:
         """Send an RST or a FIN on the data connection of the first link. Nothing is relayed on it any more."""
-        connection = self._connections[1]  # a link opens its control connection first
-        for relay in connection.relays:
-            relay.cancel()
+        connection = self.silence_data()
         ends = {"S-node": [connection.to_s_node], "R-node": [connection.to_r_node]}
         for writer in ends.get(towards) or [connection.to_s_node, connection.to_r_node]:
             if how == "FIN":
@@ -50,6 +48,13 @@ class CutProxy:
                 no_linger = struct.pack("ii", 1, 0)  # close() then sends an RST
                 writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, no_linger)
                 writer.transport.abort()
+
+    def silence_data(self) -> _Connection:
+        """Relay nothing any more on the data connection of the first link, though this machine acknowledges all."""
+        connection = self._connections[1]  # a link opens its control connection first
+        for relay in connection.relays:
+            relay.cancel()
+        return connection
 
     async def _accept(self, from_s_node: asyncio.StreamReader, to_s_node: asyncio.StreamWriter) -> None:
         from_r_node, to_r_node = await asyncio.open_connection(self._host, int(self._port))

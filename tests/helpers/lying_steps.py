@@ -65,7 +65,7 @@ async def with_links(model: Any, n_links: int) -> list[list[int]]:
 
     with tempfile.TemporaryDirectory() as folder:
         async with linked(model, Path(folder), n_links, max_rows=128) as links:
-            return generate(SPart(model, links, timeout=20.0), n_links)
+            return generate(SPart(model, links), n_links)
 
 
 def main() -> None:

@@ -339,7 +339,7 @@ async def test_a_refused_step_costs_the_other_links_nothing(tmp_path):
 async def test_a_step_goes_on_without_an_r_node_that_is_lost(tmp_path):
     model = load_model(make_checkpoint("llama-gqa"), dtype="fp32")
     async with linked(model, tmp_path, n=2) as links:
-        spart = SPart(model, links, timeout=20)
+        spart = SPart(model, links)
         chunks = [Chunk(0, 0, 1, 0, text(5), True, None), Chunk(1, 0, 1, 0, text(5), True, None)]
         step = spart.step(StepBatch(0, chunks))
         next(step)

@@ -28,12 +28,11 @@ from fastdecode.transports.base import Link
 class HFSPart(SPart):
     """A transformers model and the links to the R-nodes that hold its KV-cache; see SPart."""
 
-    def __init__(self, model: HFModel, links: list[Link], timeout: float = 60.0):
-        """`links` and `timeout` are those of SPart."""
+    def __init__(self, model: HFModel, links: list[Link]):
+        """`links` are those of SPart."""
         self.model: Any = model
         self.links = links
         self._config: Any = model.config
-        self._timeout = timeout
         self._views: dict[tuple[int, int], SlotViews] = {}
         self._prompts = PromptCache(self._config, model.device, model.dtype)
         self._keeps_some_logits = "logits_to_keep" in inspect.signature(model.module.forward).parameters
@@ -44,7 +43,7 @@ class HFSPart(SPart):
 
         rows = StepRows(self, batch)
         exchange = make_exchange(batch.slot, rows.link_rows, self.model.device)
-        forward = _Forward(self, rows, exchange, self._timeout)
+        forward = _Forward(self, rows, exchange, batch.layer_timeout)
         # Every resume comes from this generator, so the greenlet's parent is whichever frame resumes it.
         paused = greenlet(forward.run)
         s_seconds, r_seconds = 0.0, 0.0
@@ -62,7 +61,7 @@ class HFSPart(SPart):
                     break
                 yield
                 asked = time.perf_counter()
-                exchange.wait(self._timeout)
+                exchange.wait(batch.layer_timeout)
                 resumed = time.perf_counter()
                 r_seconds += resumed - asked
             resumed = time.perf_counter()
@@ -77,7 +76,7 @@ class HFSPart(SPart):
                 with contextlib.suppress(ValueError):
                     paused.parent = _current()
                     paused.throw()
-            exchange.settle(self._timeout)
+            exchange.settle(batch.layer_timeout)
             for prompt in rows.prompts:
                 self._prompts.drop(prompt.key)
             raise
