@@ -1,10 +1,11 @@
 /* The extension module fastdecode.transports._native. */
 #include "py_port.h"
 
-PyTypeObject *fd_py_port_type;
+PyTypeObject *fd_py_port_type, *fd_py_group_type;
 
 static PyMethodDef functions[] = {
     {"verbs_fds", fd_py_verbs_fds, METH_VARARGS, NULL},
+    {"wait_any", fd_py_wait_any, METH_VARARGS, NULL},
     {0},
 };
 
@@ -17,8 +18,9 @@ static int module_exec(PyObject *module) {
             Py_XDECREF(type);
             return -1;
         }
-        if (specs[i] == &fd_py_port_spec) fd_py_port_type = (PyTypeObject *)type; /* keeps the reference */
-        else Py_DECREF(type);
+        if (specs[i] == &fd_py_port_spec) fd_py_port_type = (PyTypeObject *)Py_NewRef(type);
+        if (specs[i] == &fd_py_group_spec) fd_py_group_type = (PyTypeObject *)Py_NewRef(type);
+        Py_DECREF(type);
     }
     return 0;
 }

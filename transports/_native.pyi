@@ -87,8 +87,8 @@ class StepGroup:
     """One step of a mini-batch over all links that have rows in it. Each method is one C call, however many links.
 
     `q` [attending rows], `kv` [rows] and `o` [attending rows] are the step's row buffers on the CPU; without them the
-    rows of the only member are written and read in its slot. One thread at a time may use a group. Raises ValueError if
-    a member's rows do not fit its slot or the buffers.
+    rows are written and read in the members' slots by somebody else. One thread at a time may use a group. Raises
+    ValueError if a member's rows do not fit its slot or the buffers.
     """
 
     def __init__(
@@ -114,20 +114,39 @@ class StepGroup:
     def disarm(self) -> list[tuple[int, int, int]]:
         """End the step on every link. Returns (member, busy_ns, kv_bytes) of each member that answered all layers."""
 
+def wait_any(waits: Sequence[StepGroup | int | None], wake_fd: int, timeout: float, /) -> int | None:
+    """Wait until one of `waits` is over, and return its index, the first one's if several are.
+
+    A StepGroup is over once all of its links have answered, or have failed; its own `wait` then blocks no more. A
+    descriptor is over once it is readable, and None at once. Returns None if `wake_fd` is readable, or after `timeout`
+    seconds.
+    """
+
 @final
 class Proxy:
     """A thread that carries the layer words of slots which a device drives: it sends what a word announces, takes in
-    the replies, and poisons the slots of a dead link again and again. It reads for `spin_us` microseconds without a
-    nap.
+    the replies, takes the link of an R-node down that is late, and poisons the slots of a dead link again and again. It
+    reads for `spin_us` microseconds without a nap.
+
+    The object's buffer is a page of memory, which the device must be able to write. When a mini-batch's step has ended,
+    the device stores a value that is not 0 in its completion word, the uint32 at 64 times the mini-batch's number.
 
     Raises OSError if no thread can be started. Every slot must have ended before the object goes away.
     """
 
     def __init__(self, spin_us: int = 50) -> None: ...
-    def begin(self, port: Port, slot: int, /) -> None:
+    def __buffer__(self, flags: int, /) -> memoryview: ...
+    def expect(self, mini_batch: int, /) -> None:
+        """Clear the completion word and the eventfd of a mini-batch, before the device is started."""
+    def done(self, mini_batch: int, /) -> bool:
+        """True if the device has written the mini-batch's completion word."""
+    def done_fd(self, mini_batch: int, /) -> int:
+        """An eventfd, readable once the device has written the completion word that `expect` has cleared."""
+    def begin(self, port: Port, slot: int, timeout: float, /) -> None:
         """Let the device drive the slot's step, whose verdict has been waited for. The port stays open until `end`.
 
         The device writes the layer's rows, stores layer_request = layer + 1 and waits until layer_reply >= layer + 1.
+        If a reply does not come within `timeout` seconds, the port goes down.
         Raises ConnectionError once the port is down, ValueError if no step is armed or a layer has been asked for.
         """
     def end(self, port: Port, slot: int, /) -> bool | tuple[int, str]:

@@ -1,7 +1,5 @@
 /* How a thread of the S side waits for several slots at once, whatever carriers their ports have. */
 #define _GNU_SOURCE
-#include <poll.h>
-
 #include "port.h"
 
 enum {
@@ -60,11 +58,13 @@ static void sleep_on_words(fd_awaited_t *awaited, size_t n, uint64_t ns) {
     for (size_t i = 0; i < n_words; i++) __atomic_fetch_sub(&announced[i]->waiting, 1, __ATOMIC_SEQ_CST);
 }
 
-/* Sleeps until one of the sockets that this thread reads is readable or its link goes down. */
-static void sleep_on_sockets(fd_awaited_t *awaited, size_t n, uint64_t ns) {
-    struct pollfd fds[2 * WAITV_MAX];
-    size_t n_fds = 0;
-    for (size_t i = 0; i < n && n_fds + 2 <= 2 * WAITV_MAX; i++) {
+/* Sleeps until a descriptor or one of the sockets that this thread reads is readable, or a link goes down. */
+static void sleep_on_descriptors(const fd_waits_t *w, uint64_t ns) {
+    struct pollfd fds[3 * WAITV_MAX];
+    size_t n_fds = w->n_fds < WAITV_MAX ? w->n_fds : WAITV_MAX;
+    const fd_awaited_t *awaited = w->awaited;
+    if (n_fds) memcpy(fds, w->fds, n_fds * sizeof *fds);
+    for (size_t i = 0; i < w->n && n_fds + 2 <= 3 * WAITV_MAX; i++) {
         if (!awaited[i].polling || awaited[i].result != FD_PORT_PENDING) continue;
         const fd_carrier_t *carrier = &awaited[i].port->carrier;
         fds[n_fds++] = (struct pollfd){.fd = carrier->ops->poll_fd(carrier->self), .events = POLLIN};
@@ -75,8 +75,10 @@ static void sleep_on_sockets(fd_awaited_t *awaited, size_t n, uint64_t ns) {
 }
 
 /* Sleeps until something may have changed for a pending slot. `waited_ns`: how long the slots have been waited for. */
-static void rest(fd_awaited_t *awaited, size_t n, uint64_t waited_ns, uint64_t left_ns, uint64_t *probed_ns) {
-    size_t ringing = 0, sockets = 0, silent = 0;
+static void rest(const fd_waits_t *w, uint64_t waited_ns, uint64_t left_ns, uint64_t *probed_ns) {
+    fd_awaited_t *awaited = w->awaited;
+    const size_t n = w->n;
+    size_t ringing = 0, sockets = w->n_fds, silent = 0;
     for (size_t i = 0; i < n; i++) {
         if (awaited[i].result != FD_PORT_PENDING) continue;
         if (awaited[i].polling) sockets++;
@@ -89,7 +91,7 @@ static void rest(fd_awaited_t *awaited, size_t n, uint64_t waited_ns, uint64_t l
         if (nap_ns < ns) ns = nap_ns;
     }
     if (ringing && !sockets && !silent) sleep_on_words(awaited, n, ns);
-    else sleep_on_sockets(awaited, n, ns);
+    else sleep_on_descriptors(w, ns);
     if (!silent) return;
     const bool harder = waited_ns - *probed_ns >= PROBE_HARDER_NS;
     if (harder) *probed_ns = waited_ns;
@@ -121,46 +123,59 @@ static bool poll_carriers(fd_awaited_t *awaited, size_t n) {
     return n_polled > 0;
 }
 
-static void give_up(fd_awaited_t *a, uint64_t timeout_ns) {
-    const fd_port_slot_t *state = &a->port->slots[a->slot];
-    char late[128], what[32] = "the verdict";
-    if (state->phase == FD_SLOT_ASKED) snprintf(what, sizeof what, "the reply to layer %u", state->asked - 1);
-    snprintf(late, sizeof late, "%s of step %llu in slot %u has not come within %.3g s", what,
-             (unsigned long long)state->arm.number, a->slot, (double)timeout_ns * 1e-9);
-    fd_port_kill(a->port, late);
-    a->result = FD_PORT_DOWN;
-}
-
-static size_t look_at_all(fd_awaited_t *awaited, size_t n) {
-    size_t pending = 0;
-    for (size_t i = 0; i < n; i++) {
-        if (awaited[i].result == FD_PORT_PENDING) fd_port_look(&awaited[i]);
-        pending += awaited[i].result == FD_PORT_PENDING;
+/* The first wait without a pending result, or -1. Looks at all slots that are pending. */
+static long first_over(const fd_waits_t *w) {
+    long first = -1;
+    size_t i = 0;
+    for (size_t k = 0; k < w->n_waits; k++) {
+        size_t pending = 0;
+        for (; i < w->ends[k]; i++) {
+            if (w->awaited[i].result == FD_PORT_PENDING) fd_port_look(&w->awaited[i]);
+            pending += w->awaited[i].result == FD_PORT_PENDING;
+        }
+        if (!pending && first < 0) first = (long)k;
     }
-    return pending;
+    return first;
 }
 
-void fd_port_await(fd_awaited_t *awaited, size_t n, uint64_t timeout_ns) {
+/* The first descriptor that is readable, counted after the waits, or -1. */
+static long first_readable(const fd_waits_t *w) {
+    if (!w->n_fds || poll(w->fds, (nfds_t)w->n_fds, 0) <= 0) return -1;
+    for (size_t i = 0; i < w->n_fds; i++)
+        if (w->fds[i].revents) return (long)(w->n_waits + i);
+    return -1;
+}
+
+long fd_port_await_any(const fd_waits_t *w, uint64_t timeout_ns) {
     uint64_t start = 0, spin_ns = 0, probed_ns = 0;
-    for (size_t i = 0; i < n; i++)
-        if (awaited[i].port->spin_ns > spin_ns) spin_ns = awaited[i].port->spin_ns;
-    for (uint32_t i = 1; look_at_all(awaited, n); i++) {
-        const bool polled = poll_carriers(awaited, n);
-        if (!polled && i % LOOKS_PER_CLOCK) {
+    long over;
+    for (size_t i = 0; i < w->n; i++)
+        if (w->awaited[i].port->spin_ns > spin_ns) spin_ns = w->awaited[i].port->spin_ns;
+    for (uint32_t i = 1; (over = first_over(w)) < 0; i++) {
+        const bool polled = poll_carriers(w->awaited, w->n);
+        if (w->n && !polled && i % LOOKS_PER_CLOCK) {
             fd_cpu_relax();
             continue;
         }
+        if ((over = first_readable(w)) >= 0) break;
         const uint64_t now = fd_now_ns();
         if (!start) start = now;
         const uint64_t waited = now - start;
-        if (waited >= timeout_ns) {
-            for (size_t k = 0; k < n; k++)
-                if (awaited[k].result == FD_PORT_PENDING) give_up(&awaited[k], timeout_ns);
-            break;
-        }
-        if (waited >= spin_ns && look_at_all(awaited, n)) rest(awaited, n, waited, timeout_ns - waited, &probed_ns);
+        if (waited >= timeout_ns) break;
+        if (waited >= spin_ns && first_over(w) < 0) rest(w, waited, timeout_ns - waited, &probed_ns);
         else if (waited >= FD_YIELD_AFTER_NS) sched_yield();
     }
-    for (size_t i = 0; i < n; i++)
-        if (awaited[i].polling) awaited[i].port->carrier.ops->poll(awaited[i].port->carrier.self, false);
+    for (size_t i = 0; i < w->n; i++)
+        if (w->awaited[i].polling) w->awaited[i].port->carrier.ops->poll(w->awaited[i].port->carrier.self, false);
+    return over;
+}
+
+void fd_port_await(fd_awaited_t *awaited, size_t n, uint64_t timeout_ns) {
+    const fd_waits_t all = {.awaited = awaited, .n = n, .ends = &n, .n_waits = 1};
+    if (fd_port_await_any(&all, timeout_ns) == 0) return;
+    for (size_t i = 0; i < n; i++) {
+        if (awaited[i].result != FD_PORT_PENDING) continue;
+        fd_port_give_up(awaited[i].port, awaited[i].slot, timeout_ns);
+        awaited[i].result = FD_PORT_DOWN;
+    }
 }

@@ -28,14 +28,18 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import numpy as np
 
 from fastdecode.region.geometry import Geometry, RegionLayout
 
 if TYPE_CHECKING:
-    from ._native import Port
+    from ._native import Port, StepGroup
+
+#: What a step waits for while it does not compute: the answers of its links, a descriptor that becomes readable once
+#: its device has computed it, or nothing (None). `_native.wait_any` waits for several.
+Pending: TypeAlias = "StepGroup | int | None"
 
 
 class TransportError(Exception):

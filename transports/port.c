@@ -38,6 +38,15 @@ void fd_port_kill(fd_port_t *port, const char *reason) {
     fd_down_stop_link(&port->down, FD_SIDE_S, port->region, &port->geometry, reason);
 }
 
+void fd_port_give_up(fd_port_t *port, uint32_t slot, uint64_t timeout_ns) {
+    const fd_port_slot_t *state = &port->slots[slot];
+    char late[128], what[32] = "the verdict";
+    if (state->phase == FD_SLOT_ASKED) snprintf(what, sizeof what, "the reply to layer %u", state->asked - 1);
+    snprintf(late, sizeof late, "%s of step %llu in slot %u has not come within %.3g s", what,
+             (unsigned long long)state->arm.number, slot, (double)timeout_ns * 1e-9);
+    fd_port_kill(port, late);
+}
+
 void fd_port_poison(fd_port_t *port) {
     if (fd_is_down(&port->down)) fd_poison_all(port->region, &port->geometry);
 }
@@ -167,10 +176,18 @@ static void look_for_reply(fd_awaited_t *a, fd_port_slot_t *state, fd_slot_t *sl
     }
 }
 
+/* True if there is something for a look to take: an answer, a word with no meaning, or the link's end. */
+static bool answered(const fd_port_t *port, const fd_port_slot_t *state, const fd_slot_t *slot) {
+    if (fd_is_down(&port->down)) return true;
+    if (state->phase == FD_SLOT_ARMING) return fd_bell_read(&slot->armed_bell) != state->arm.number - 1;
+    return state->phase != FD_SLOT_ASKED || fd_word_read(&slot->layer_reply) != state->asked - 1;
+}
+
 void fd_port_look(fd_awaited_t *a) {
     fd_port_slot_t *state = &a->port->slots[a->slot];
     fd_slot_t *slot = fd_port_slot(a->port, a->slot);
-    if (state->phase == FD_SLOT_ARMING) look_for_verdict(a, state, slot);
+    if (a->peek) a->result = answered(a->port, state, slot) ? FD_PORT_OK : FD_PORT_PENDING;
+    else if (state->phase == FD_SLOT_ARMING) look_for_verdict(a, state, slot);
     else look_for_reply(a, state, slot);
 }
 

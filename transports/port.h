@@ -10,6 +10,8 @@
 #ifndef FD_PORT_H
 #define FD_PORT_H
 
+#include <poll.h>
+
 #include "carrier.h"
 #include "down.h"
 
@@ -62,6 +64,7 @@ typedef struct {
     uint32_t slot;
     fd_port_result_t result; /* FD_PORT_PENDING until the wait for it has ended */
     fd_report_t report;      /* with FD_PORT_REFUSED */
+    bool peek;               /* only find out whether there is an answer, and leave it for the next look */
     bool polling;            /* used by fd_port_await */
     bool open;               /* for the caller: fd_port_await leaves it alone */
 } fd_awaited_t;
@@ -73,12 +76,29 @@ void fd_port_look(fd_awaited_t *awaited);
  * slots must be in phase ARMING or ASKED. */
 void fd_port_await(fd_awaited_t *awaited, size_t n, uint64_t timeout_ns);
 
+/* Several waits at once. The slots of wait i are those before ends[i] that belong to no earlier wait. */
+typedef struct {
+    fd_awaited_t *awaited;
+    size_t n;
+    const size_t *ends;
+    size_t n_waits;
+    struct pollfd *fds; /* with POLLIN */
+    size_t n_fds;
+} fd_waits_t;
+
+/* Waits until one of the waits has no pending result or a descriptor is readable. Returns the first such wait, or
+ * n_waits plus the index of the descriptor, or -1 once `timeout_ns` is over. No port goes down. */
+long fd_port_await_any(const fd_waits_t *waits, uint64_t timeout_ns);
+
 /* Ends the step. Returns true and fills `report` with its totals if all of its layers have been answered. A report that
  * makes no sense takes the port down. */
 bool fd_port_disarm(fd_port_t *port, uint32_t slot, fd_report_t *report);
 
 /* Takes the port down, poisons its slots and ends every wait. A port that is down keeps its first reason. */
 void fd_port_kill(fd_port_t *port, const char *reason);
+
+/* Takes the port down because what the slot waits for has not come within `timeout_ns`. */
+void fd_port_give_up(fd_port_t *port, uint32_t slot, uint64_t timeout_ns);
 
 /* If the port is down, poisons its slots again. For a device's watchdog: a late reply may overwrite the poison. */
 void fd_port_poison(fd_port_t *port);

@@ -15,7 +15,7 @@ typedef struct {
     uint32_t inside;     /* number of threads in a method that uses the region */
 } PortObject;
 
-extern PyTypeObject *fd_py_port_type; /* set when the module is loaded */
+extern PyTypeObject *fd_py_port_type, *fd_py_group_type; /* set when the module is loaded */
 
 /* A method calls enter before it uses the region and leave afterwards, so that closing the port can wait for it. False
  * if the port is closed. */
@@ -24,5 +24,8 @@ void fd_py_port_leave(PortObject *self);
 
 /* True if sending makes no system call that moves rows, so that it need not release the GIL. */
 bool fd_py_port_is_local(const PortObject *self);
+
+/* The function wait_any of _native.pyi. */
+PyObject *fd_py_wait_any(PyObject *module, PyObject *args);
 
 #endif

@@ -35,14 +35,16 @@ static void proxy_dealloc(ProxyObject *self) {
 static PyObject *proxy_begin(ProxyObject *self, PyObject *args) {
     PyObject *object;
     unsigned int slot;
-    if (!PyArg_ParseTuple(args, "O!I:begin", fd_py_port_type, &object, &slot)) return NULL;
+    uint64_t timeout_ns;
+    if (!PyArg_ParseTuple(args, "O!IO&:begin", fd_py_port_type, &object, &slot, fd_py_timeout, &timeout_ns))
+        return NULL;
     PortObject *port = (PortObject *)object;
     const char *misuse = NULL;
     fd_port_result_t result = FD_PORT_DOWN;
     /* The port stays entered, and so open, until `end`. */
     if (fd_py_port_enter(port)) {
         Py_BEGIN_ALLOW_THREADS
-        result = fd_proxy_begin(self->proxy, &port->port, slot, &misuse);
+        result = fd_proxy_begin(self->proxy, &port->port, slot, timeout_ns, &misuse);
         Py_END_ALLOW_THREADS
         if (result == FD_PORT_OK) Py_RETURN_NONE;
         fd_py_port_leave(port);
@@ -70,10 +72,44 @@ static PyObject *proxy_end(ProxyObject *self, PyObject *args) {
     return message ? Py_BuildValue("IN", report.status, message) : NULL;
 }
 
+static int take_mini_batch(PyObject *arg, uint32_t *index) {
+    const unsigned long value = PyLong_AsUnsignedLong(arg);
+    if (PyErr_Occurred()) return -1;
+    *index = (uint32_t)value;
+    if (value < FD_MAX_SLOTS) return 0;
+    PyErr_Format(PyExc_ValueError, "there is no mini-batch %lu: there are at most %d", value, FD_MAX_SLOTS);
+    return -1;
+}
+
+static PyObject *proxy_expect(ProxyObject *self, PyObject *arg) {
+    uint32_t index;
+    if (take_mini_batch(arg, &index)) return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    fd_proxy_expect(self->proxy, index);
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
+static PyObject *proxy_done(ProxyObject *self, PyObject *arg) {
+    uint32_t index;
+    if (take_mini_batch(arg, &index)) return NULL;
+    return PyBool_FromLong(fd_proxy_done(self->proxy, index));
+}
+
+static PyObject *proxy_done_fd(ProxyObject *self, PyObject *arg) {
+    uint32_t index;
+    if (take_mini_batch(arg, &index)) return NULL;
+    return PyLong_FromLong(fd_proxy_done_fd(self->proxy, index));
+}
+
+static int proxy_buffer(PyObject *self, Py_buffer *view, int flags) {
+    return PyBuffer_FillInfo(view, self, fd_proxy_page(((ProxyObject *)self)->proxy), FD_PROXY_PAGE, 0, flags);
+}
+
 static PyMethodDef proxy_methods[] = {
-    {"begin", (PyCFunction)proxy_begin, METH_VARARGS, NULL},
-    {"end", (PyCFunction)proxy_end, METH_VARARGS, NULL},
-    {0},
+    {"expect", (PyCFunction)proxy_expect, METH_O, NULL},   {"done", (PyCFunction)proxy_done, METH_O, NULL},
+    {"done_fd", (PyCFunction)proxy_done_fd, METH_O, NULL}, {"begin", (PyCFunction)proxy_begin, METH_VARARGS, NULL},
+    {"end", (PyCFunction)proxy_end, METH_VARARGS, NULL},   {0},
 };
 
 static PyType_Slot proxy_slots[] = {
@@ -81,6 +117,7 @@ static PyType_Slot proxy_slots[] = {
     {Py_tp_new, proxy_new},
     {Py_tp_dealloc, proxy_dealloc},
     {Py_tp_methods, proxy_methods},
+    {Py_bf_getbuffer, proxy_buffer},
     {0, NULL},
 };
 

@@ -1,9 +1,9 @@
 """The worker thread in which the S-Part computes.
 
-A step is a generator (`SPart.step`) that yields each time it has posted a layer's rows to the R-nodes. When it is
-resumed, it waits for their reply, computes the next layer's projections and posts again. With two mini-batches in
-flight the thread alternates between them, so that the S-Part of one runs while the R-nodes compute the R-Part of the
-other:
+A step is a generator (`SPart.step`) that yields each time it has to wait: for the R-nodes, after it has posted a
+layer's rows, or for a device that computes a whole step by itself. It yields what it waits for (see
+transports.base.Pending). With two mini-batches in flight the thread resumes the one whose answer has come, so that the
+S-Part of one runs while the R-nodes compute the R-Part of the other:
 
     thread    S(A,1)  S(B,1)  S(A,2)  S(B,2)  ...
     R-nodes           R(A,1)  R(B,1)  R(A,2)  ...
@@ -12,6 +12,8 @@ other:
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Generator
@@ -19,13 +21,21 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any
 
-StepGenerator = Generator[None, None, Any]
+from fastdecode.transports._native import wait_any
+from fastdecode.transports.base import Pending
+
+StepGenerator = Generator[Pending, None, Any]
+
+#: After this many seconds in which no answer has come, the step that has waited longest is resumed: it knows how long
+#: it may wait, and whether its device has failed.
+_PATIENCE_S = 1.0
 
 
 @dataclass(slots=True)
 class _Job:
     step: StepGenerator
     future: asyncio.Future[Any]
+    pending: Pending = None  # what the step waits for
 
 
 class RunnerStopped(Exception):
@@ -38,6 +48,7 @@ class Runner:
     def __init__(self, name: str = "fastdecode-s-part"):
         self._loop = asyncio.get_running_loop()
         self._inbox: SimpleQueue[_Job | None] = SimpleQueue()  # None asks the thread to end
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)  # something was put into the inbox
         # A daemon thread: if it hangs in a dead transport, the process can end all the same.
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -46,27 +57,28 @@ class Runner:
         """Run a generator to its end. The future gets its return value or exception; RunnerStopped if it was
         abandoned."""
         future = self._loop.create_future()
-        self._inbox.put(_Job(step, future))
+        self._put(_Job(step, future))
         return future
 
     def stop(self) -> None:
         """End the thread and wait for it. A step in progress is closed at the yield where it stands. Idempotent."""
-        self._inbox.put(None)
+        if not self._thread.is_alive():
+            return
+        self._put(None)
         self._thread.join()
+        os.close(self._wake)
+        self._wake = -1
+
+    def _put(self, job: _Job | None) -> None:
+        self._inbox.put(job)
+        os.eventfd_write(self._wake, 1)
 
     # -- in the thread --------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        active: deque[_Job] = deque()  # the job that posted longest ago first
+        active: deque[_Job] = deque()  # the job that was resumed longest ago first
         try:
-            while True:
-                # A new step starts at once: its S-Part fills the time in which the R-nodes work for the other steps.
-                try:
-                    job = self._inbox.get(block=not active)
-                except Empty:
-                    job = active.popleft()
-                if job is None:
-                    break
+            while (job := self._next(active)) is not None:
                 if self._advance(job):
                     active.append(job)
         finally:
@@ -77,10 +89,31 @@ class Runner:
                 job.step.close()
                 self._answer(job.future.set_exception, RunnerStopped("the runner was stopped"), job.future)
 
+    def _next(self, active: deque[_Job]) -> _Job | None:
+        """The job to go on with, taken out of `active`; None if the thread is to end."""
+        while True:
+            # A new step starts at once: its S-Part fills the time in which the R-nodes work for the other steps.
+            with contextlib.suppress(Empty):
+                return self._inbox.get(block=not active)
+            if len(active) == 1 and not isinstance(active[0].pending, int):
+                return active.popleft()  # it waits itself, for nothing that could be done meanwhile
+            ready = wait_any([job.pending for job in active], self._wake, _PATIENCE_S)
+            if ready is None and self._woken():
+                continue
+            job = active[ready or 0]
+            del active[ready or 0]
+            return job
+
+    def _woken(self) -> bool:
+        try:
+            return os.eventfd_read(self._wake) > 0
+        except BlockingIOError:
+            return False
+
     def _advance(self, job: _Job) -> bool:
         """Resume a step up to its next yield; False if it has ended."""
         try:
-            next(job.step)
+            job.pending = next(job.step)
         except StopIteration as end:
             self._answer(job.future.set_result, end.value, job.future)
         except BaseException as error:

@@ -28,7 +28,7 @@ from fastdecode.spart.rope import RotaryEmbedding, rotate
 from fastdecode.spart.sampling import Sampler
 from fastdecode.spart.step_table import StepTable
 from fastdecode.spart.weights import Layer, Model
-from fastdecode.transports.base import Link
+from fastdecode.transports.base import Link, Pending
 
 
 class SPart:
@@ -49,8 +49,9 @@ class SPart:
         self._rope = RotaryEmbedding(rope, model.config.head_size, model.device, model.dtype) if rope else None
 
     @torch.inference_mode()
-    def step(self, batch: StepBatch, keep_logits: bool = False) -> Generator[None, None, StepOutput]:
-        """Run `batch` through all layers. Yields once a layer, after its rows are posted, and returns a StepOutput.
+    def step(self, batch: StepBatch, keep_logits: bool = False) -> Generator[Pending, None, StepOutput]:
+        """Run `batch` through all layers. Yields what it waits for once a layer, after its rows are posted, and returns
+        a StepOutput.
 
         `keep_logits` puts the logits of the sampled rows into the output. Raises ValueError for a batch that breaks the
         rules of batch.py; CallRefused and LinkDown if every link of the step has failed. After an error, and after
@@ -68,7 +69,7 @@ class SPart:
                 exchange.post(i, batch.layer_timeout)
                 state.attend_prompts(i)
                 s_seconds += time.perf_counter() - resumed
-                yield
+                yield exchange.pending
                 asked = time.perf_counter()
                 exchange.wait(batch.layer_timeout)
                 resumed = time.perf_counter()

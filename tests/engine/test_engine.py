@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import random
 import threading
 
@@ -76,6 +77,29 @@ async def test_new_step_starts_while_another_is_under_way():
         go_on.set()
         await asyncio.gather(long, short)
     assert trace == [("short", 0), ("long", 1)]
+
+
+async def test_the_step_whose_answer_has_come_goes_first():
+    trace: list[tuple[str, int]] = []
+    events = {name: os.eventfd(0) for name in "ab"}
+
+    def step(name):
+        for i in range(3):
+            trace.append((name, i))
+            if trace == [("a", 0), ("b", 0)]:
+                os.eventfd_write(events["b"], 1)
+            yield events[name]
+
+    async with running_runner() as runner:
+        a, b = runner.submit(step("a")), runner.submit(step("b"))
+        await b
+        assert trace == [("a", 0), ("b", 0), ("b", 1), ("b", 2)]
+        assert await runner.submit(toy_step("c", 1, trace)) == "c", "a new step starts while another waits"
+        assert not a.done()
+        os.eventfd_write(events["a"], 1)
+        await a
+    for fd in events.values():
+        os.close(fd)
 
 
 async def test_exception_of_a_step_is_its_own():

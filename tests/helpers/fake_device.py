@@ -87,6 +87,8 @@ class DeviceRows:
         self.o = torch.empty(n_attend, q_size, device=device, dtype=dtype)
         self.failures: dict[Any, Any] = {}
 
+    pending = None
+
     def arm(self) -> None:
         pass
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import os
+import select
 import shutil
 import signal
 import subprocess
@@ -85,10 +86,10 @@ class Driven:
         assert self.link.disarm(0) is not None
         return result
 
-    def arm(self, tag: int) -> None:
+    def arm(self, tag: int, timeout: float = HANG_S) -> None:
         self.link.arm(1, self.table(1, tag))
         self.link.wait(1, HANG_S)
-        self.proxy.begin(self.link.port, 1)
+        self.proxy.begin(self.link.port, 1, timeout)
 
     def reply_word(self) -> int:
         at = self.link.layout.slot(1) + LAYER_REPLY
@@ -127,7 +128,7 @@ async def test_a_device_whose_step_was_refused_is_not_started(shared_node):
         await in_thread(link.wait, 1, HANG_S)
     assert refused.value.status == Status.BAD_SEQUENCE
     with pytest.raises(ValueError, match="no step is armed"):
-        driven.proxy.begin(link.port, 1)
+        driven.proxy.begin(link.port, 1, HANG_S)
     with pytest.raises(ValueError, match="no device drives"):
         driven.proxy.end(link.port, 1)
     await in_thread(driven.arm, 6)  # the slot is as good as new
@@ -176,3 +177,30 @@ async def test_a_late_reply_over_the_poison_holds_no_device_up(node, replay):
     node.end(signal.SIGKILL)
     del driven
     await link.close()
+
+
+async def test_an_r_node_that_is_late_loses_its_link_and_holds_no_device_up(node, replay):
+    """The proxy is the watchdog of a device, which waits without a time limit."""
+    link = await connect(node.url, hello(), None)
+    driven = Driven(link)
+    await in_thread(driven.arm, 1, 0.2)
+    node.stop()
+    assert await in_thread(replay, driven.commands, HANG_S) == len(driven.commands)
+    with pytest.raises(ConnectionError, match=r"the reply to layer 0 of step 1 in slot 1 has not come within 0\.2 s"):
+        driven.proxy.end(link.port, 1)
+    node.end(signal.SIGKILL)
+    del driven
+    await link.close()
+
+
+def test_a_completion_word_becomes_an_event():
+    proxy = Proxy()
+    words = np.frombuffer(proxy, np.uint32)[::16]
+    for _ in range(3):
+        proxy.expect(2)
+        assert not proxy.done(2) and not select.select([proxy.done_fd(2)], [], [], 0)[0]
+        words[2] = 1
+        assert select.select([proxy.done_fd(2)], [], [], HANG_S)[0] and proxy.done(2)
+    assert not proxy.done(3)
+    with pytest.raises(ValueError, match="there is no mini-batch 16"):
+        proxy.expect(16)

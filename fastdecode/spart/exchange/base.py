@@ -19,7 +19,7 @@ from fastdecode.region.contract import ROW_ATTEND, ROW_DTYPE
 from fastdecode.spart.batch import Chunk
 from fastdecode.spart.served import TORCH_DTYPES
 from fastdecode.transports._native import StepGroup
-from fastdecode.transports.base import Link, StepTimes, TransportError
+from fastdecode.transports.base import Link, Pending, StepTimes, TransportError
 
 if TYPE_CHECKING:
     from fastdecode.transports._native import Port
@@ -124,6 +124,11 @@ class Exchange(ABC):
             )
             for rows in self._link_rows
         ]
+
+    @property
+    def pending(self) -> Pending:
+        """What `wait` waits for."""
+        return self._group
 
     def arm(self) -> None:
         """Publish the step to every link. Returns at once: the R-nodes plan it while the S-Part computes the first

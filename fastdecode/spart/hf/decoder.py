@@ -22,7 +22,7 @@ from fastdecode.spart.exchange import Exchange, SlotViews, make_exchange
 from fastdecode.spart.hf.attention import running
 from fastdecode.spart.hf.model import HFModel
 from fastdecode.spart.prompt import PromptCache
-from fastdecode.transports.base import Link
+from fastdecode.transports.base import Link, Pending
 
 
 class HFSPart(SPart):
@@ -37,7 +37,7 @@ class HFSPart(SPart):
         self._prompts = PromptCache(self._config, model.device, model.dtype)
         self._keeps_some_logits = "logits_to_keep" in inspect.signature(model.module.forward).parameters
 
-    def step(self, batch: StepBatch, keep_logits: bool = False) -> Generator[None, None, StepOutput]:
+    def step(self, batch: StepBatch, keep_logits: bool = False) -> Generator[Pending, None, StepOutput]:
         """Run `batch` through the model; see SPart.step."""
         from greenlet import greenlet
 
@@ -59,7 +59,7 @@ class HFSPart(SPart):
                 s_seconds += now - resumed
                 if paused.dead:
                     break
-                yield
+                yield exchange.pending
                 asked = time.perf_counter()
                 exchange.wait(batch.layer_timeout)
                 resumed = time.perf_counter()
