@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import orjson
 
 from fastdecode.region.contract import KV_DTYPES
@@ -46,11 +47,21 @@ class SPartTimes:
             raise ProfileError(f"the rows of the S-Part of {self.model} do not rise from 1, or a time is not positive")
 
     def seconds(self, rows: float) -> float:
-        """Seconds of a step of `rows` decoding rows: linear between the points, and beyond the last as at its end."""
-        points = [(0.0, self.rows[0][1]), *self.rows]  # fewer rows read the same weights
-        i = next((i for i, (n, _) in enumerate(points[1:-1], 1) if rows <= n), len(points) - 1)
-        (n0, t0), (n1, t1) = points[i - 1], points[i]
-        return t0 + (t1 - t0) * (rows - n0) / (n1 - n0)
+        """Seconds of a step of `rows` decoding rows: linear between the points, beyond the last as they rise overall.
+
+        Fewer rows than the first point's take as long, because they read the same weights.
+        """
+        (n0, t0), (n1, t1) = self.rows[0], self.rows[-1]
+        if rows > n1 > n0:
+            return t1 + (t1 - t0) * (rows - n1) / (n1 - n0)
+        return float(np.interp(rows, [n for n, _ in self.rows], [t for _, t in self.rows]))
+
+    def rows_in(self, seconds: float) -> float:
+        """The rows of a step of `seconds`: the inverse of `seconds`. With one point, rows in proportion to it."""
+        (n0, t0), (n1, t1) = self.rows[0], self.rows[-1]
+        if seconds > t1:
+            return n1 + (seconds - t1) * (n1 - n0) / (t1 - t0) if t1 > t0 else n1 * seconds / t1
+        return float(np.interp(seconds, [t for _, t in self.rows], [n for n, _ in self.rows]))
 
     def scaled(self, parameters: float) -> SPartTimes:
         """The S-Part of a model with `parameters` weights: as long in proportion."""

@@ -68,6 +68,7 @@ def test_a_missing_profile_names_those_that_ship():
 
 def test_times_between_and_beyond_the_rows():
     assert [TIMES.seconds(n) for n in (0.5, 1, 3, 5, 9)] == [1.0, 1.0, 2.0, 3.0, 5.0]
+    assert [TIMES.rows_in(t) for t in (0.5, 1.0, 2.0, 3.0, 5.0)] == [1, 1, 3, 5, 9]
 
 
 def test_a_model_that_was_not_measured_takes_the_times_of_the_nearest_in_size():

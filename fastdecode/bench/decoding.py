@@ -1,0 +1,217 @@
+"""Sequences that decode step by step over real R-nodes, or over none, as the decode benchmark and the planner time
+them."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from fastdecode.bench.steps import run_step
+from fastdecode.engine.runner import Runner
+from fastdecode.region.contract import PAGE_TOKENS, ROW_ATTEND, ROW_DTYPE
+from fastdecode.region.geometry import geometry_tuple
+from fastdecode.region.region import Region
+from fastdecode.spart import Model, SPart
+from fastdecode.spart.batch import Chunk, SampleSpec, StepBatch
+from fastdecode.transports._native import Port
+from fastdecode.transports.base import Link, TransportError
+from fastdecode.transports.registry import connect
+
+_FILL_ROWS = 512  # appended by one call when the cache is filled
+_TIMEOUT = 60.0  # seconds for a call
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeShape:
+    """What decodes: `batch` sequences over all mini-batches, each with `context` cached tokens; a round decodes `steps`
+    tokens of each."""
+
+    batch: int
+    context: int
+    steps: int
+    mini_batches: int
+    kv_dtype: str
+
+
+class _NoRPart(Link):
+    """Replaces a link while the S-Part is timed alone: its region has the same layout, and every message is answered at
+    once."""
+
+    def __init__(self, link: Link):
+        self.url, self.geometry, self.lease, self.layout = link.url, link.geometry, link.lease, link.layout
+        self._memory = Region.create(link.geometry)
+        self.region = self._memory.view
+        self.port = Port(self.region, geometry_tuple(link.geometry), 0, loopback=True)
+
+    def arm(self, slot: int, entries: np.ndarray) -> None:
+        self.port.arm(slot, entries.view(np.uint8))
+
+    def ring(self, slot: int, layer: int) -> None:
+        self.port.ring(slot, layer)
+
+    def wait(self, slot: int, timeout: float) -> None:
+        self.port.wait(slot, timeout)
+
+    def disarm(self, slot: int) -> None:
+        self.port.disarm(slot)
+
+    def failure(self, status: int, message: str) -> TransportError:
+        return TransportError(message)
+
+    async def free(self, handles: Sequence[tuple[int, int]]) -> None:
+        pass
+
+    async def trim(self, seq_index: int, tag: int, length: int) -> None:
+        pass
+
+    async def fork(self, src: tuple[int, int], dst: tuple[int, int], length: int) -> None:
+        pass
+
+    async def resize(self, n_pages: int) -> dict[str, int]:
+        return {}
+
+    async def stats(self) -> dict[str, int]:
+        return {}
+
+    async def closed(self) -> None:
+        return None
+
+    async def close(self) -> None:
+        self.port.close()
+        self._memory.close()
+
+
+class Decoding:
+    """Sequences that decode in mini-batches, spread evenly over links to R-nodes."""
+
+    def __init__(self, model: Model, links: list[Link], shape: DecodeShape):
+        self.model, self.links, self.shape = model, links, shape
+        self.spart = SPart(model, links)
+        self.s_alone = SPart(model, [_NoRPart(link) for link in links])
+        self.runner = Runner()
+        # (link, seq_index) of every sequence: neighbours are on different links; each mini-batch is sorted by link.
+        everyone = [(i % len(links), i // len(links)) for i in range(shape.batch)]
+        self.mini_batches = [sorted(everyone[i :: shape.mini_batches]) for i in range(shape.mini_batches)]
+
+    @classmethod
+    async def open(cls, model: Model, urls: Sequence[str], shape: DecodeShape) -> Decoding:
+        """Connect to the R-nodes at `urls`. Raises TransportError, and ValueError if one has too few KV pages."""
+        rows = max(-(-shape.batch // shape.mini_batches), _FILL_ROWS)
+        per_link = -(-shape.batch // len(urls))
+        tokens = shape.context + shape.steps + 1
+        hello = model.hello(
+            n_slots=shape.mini_batches, max_rows=rows, kv_dtype=shape.kv_dtype, kv_bytes=None, max_seqs=per_link
+        )
+        links = [await connect(url, dataclasses.replace(hello), None) for url in urls]
+        for link in links:
+            needed = per_link * -(-tokens // PAGE_TOKENS)
+            if link.lease.n_pages < needed:
+                raise ValueError(
+                    f"{link.url} grants {link.lease.n_pages} KV pages, this batch and context need {needed}"
+                )
+        return cls(model, links, shape)
+
+    async def close(self) -> None:
+        self.runner.stop()
+        for link in (*self.links, *self.s_alone.links):
+            await link.close()
+
+    async def fill(self) -> None:
+        """Cache `context` tokens of random K and V for every sequence, with calls that only append."""
+        generator = torch.Generator().manual_seed(0)
+        for link in self.links:
+            y = link.layout
+            rows = torch.randn(_FILL_ROWS * y.kv_row_bytes // 4, generator=generator)
+            raw = rows.to(self.model.dtype).view(torch.uint8).numpy()[: _FILL_ROWS * y.kv_row_bytes]
+            start = y.slot(0) + y.kv
+            link.region[start : start + raw.nbytes] = memoryview(raw).cast("B")
+        total = self.shape.batch * self.shape.context
+        with tqdm(total=total, desc="filling the KV-cache", unit="token", unit_scale=True, leave=False) as bar:
+            for index, seq_index in sorted(s for batch in self.mini_batches for s in batch):
+                for pos in range(0, self.shape.context, _FILL_ROWS):
+                    n = min(_FILL_ROWS, self.shape.context - pos)
+                    await asyncio.to_thread(self._append, self.links[index], seq_index, pos, n)
+                    bar.update(n)
+
+    def _append(self, link: Link, seq_index: int, pos: int, n: int) -> None:
+        link.arm(0, np.array([(seq_index, 1, pos, n, 0, 0)], ROW_DTYPE))
+        link.wait(0, _TIMEOUT)
+        for layer in range(link.geometry.n_layers):
+            link.ring(0, layer)
+            link.wait(0, _TIMEOUT)
+
+    async def _trim(self) -> None:
+        for index, seq_index in (s for batch in self.mini_batches for s in batch):
+            await self.links[index].trim(seq_index, 1, self.shape.context)
+
+    def _batch(self, slot: int, step: int) -> StepBatch:
+        spec = SampleSpec(temperature=0.0)
+        vocab = self.model.config.vocab_size
+        return StepBatch(
+            slot,
+            [
+                Chunk(link, seq_index, 1, self.shape.context + step, [random.randrange(vocab)], False, spec)
+                for link, seq_index in self.mini_batches[slot]
+            ],
+        )
+
+    async def split_round(self) -> tuple[float, float]:
+        """Seconds of a round of the split system, and how many of them the S-Part waited for R-nodes."""
+        waited = 0.0
+
+        async def drive(slot: int) -> None:
+            nonlocal waited
+            for step in range(self.shape.steps):
+                output = await self.runner.submit(self.spart.step(self._batch(slot, step)))
+                waited += output.r_wait_seconds
+
+        start = time.perf_counter()
+        await asyncio.gather(*(drive(slot) for slot in range(self.shape.mini_batches)))
+        elapsed = time.perf_counter() - start
+        await self._trim()
+        return elapsed, waited
+
+    def s_round(self) -> float:
+        """Seconds of a round of the S-Part alone, one mini-batch after the other as in the split system."""
+        start = time.perf_counter()
+        for step in range(self.shape.steps):
+            for slot in range(self.shape.mini_batches):
+                run_step(self.s_alone.step(self._batch(slot, step)))
+        return time.perf_counter() - start
+
+    async def r_round(self) -> float:
+        """Seconds of a round of the R-Part alone, with a call in progress in every slot."""
+        elapsed = await asyncio.to_thread(self._r_steps)
+        await self._trim()
+        return elapsed
+
+    def _r_steps(self) -> float:
+        layers = self.links[0].geometry.n_layers
+        start = time.perf_counter()
+        for step in range(self.shape.steps):
+            busy = []
+            for slot, batch in enumerate(self.mini_batches):
+                for index, link in enumerate(self.links):
+                    rows = [
+                        (seq_index, 1, self.shape.context + step, 1, ROW_ATTEND, 0)
+                        for i, seq_index in batch
+                        if i == index
+                    ]
+                    if rows:
+                        link.arm(slot, np.array(rows, ROW_DTYPE))
+                        busy.append((slot, link))
+            for layer in range(layers):
+                for slot, link in busy:
+                    link.wait(slot, _TIMEOUT)  # for the verdict or for the layer before
+                    link.ring(slot, layer)
+            for slot, link in busy:
+                link.wait(slot, _TIMEOUT)
+        return time.perf_counter() - start

@@ -1,0 +1,248 @@
+"""Measures this machine for a profile: the S-Part's time by rows, attention's GB/s, and the links.
+
+The S-Part's time and the links' come from decoding steps with next to nothing cached, over an R-node that this command
+starts for each transport, or one that runs already (--r-node). Attention is measured without an S-Part. All figures are
+medians, so short disturbances do not count; on a machine that does other work the profile is that of the busy machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import uvloop
+from tqdm import tqdm
+
+from fastdecode.bench.decoding import DecodeShape, Decoding
+from fastdecode.bench.options import numbers
+from fastdecode.bench.rnode_child import RNodeChild
+from fastdecode.bench.rpart import RPart
+from fastdecode.bench.shape import Shape
+from fastdecode.bench.steps import run_step
+from fastdecode.daemon.config import NodeConfig, parse_bytes
+from fastdecode.daemon.embedded import split_machine
+from fastdecode.daemon.machine import available_memory, usable_cpus
+from fastdecode.demo import model_dir
+from fastdecode.plan.model import PlannedModel, read_model
+from fastdecode.plan.profile import LinkTimes, Profile, RNode, SNode, SPartTimes
+from fastdecode.region.contract import KV_DTYPES
+from fastdecode.spart import Model, SPart, choose_device, choose_dtype, load_model, read_config
+from fastdecode.spart.batch import Chunk, SampleSpec, StepBatch
+from fastdecode.transports.registry import connect
+
+COMMAND = ("measure", "measure this machine and save a profile")
+
+_CONTEXT, _STEPS = 16, 8  # of the decoding steps
+_ATTENTION_CONTEXT = 1024
+_PROMPT_TOKENS = 256
+_R_NODE_SPIN_US = 100
+_LEAST_SAMPLES = 3
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `fastdecode-plan measure`."""
+    add = parser.add_argument
+    add("--out", type=Path, default=Path("profile.json"), metavar="FILE", help="where to save; default: profile.json")
+    add("--model", type=Path, metavar="DIR", help="checkpoint; default: the demo model")
+    add("--rows", type=numbers, default=[1, 4, 16, 64, 128], metavar="N,...", help="batches of the S-Part's steps")
+    add("--kv-dtype", action="append", choices=KV_DTYPES, help="KV format (repeatable); default: fp16, int8 and int4")
+    add("--group", action="append", type=int, default=[], help="GQA group besides the model's own (repeatable)")
+    add("--kv-bytes", type=parse_bytes, default=1 << 30, metavar="SIZE", help="KV-cache to attend to; default: 1GiB")
+    add("--transport", action="append", help="transport between processes here (repeatable); default: shm and tcp")
+    add("--r-node", action="append", default=[], metavar="URL", help="R-node whose link to measure (repeatable)")
+    add("--seconds", type=float, default=60.0, help="about how long to measure in all")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Measure, print and save a profile. Raises ValueError, OSError, RuntimeError, TransportError."""
+    directory = NodeConfig(model=args.model).model_path() or model_dir()
+    profile = uvloop.run(
+        measure(
+            directory,
+            rows=args.rows,
+            kv_dtypes=args.kv_dtype or ["fp16", "int8", "int4"],
+            groups=args.group,
+            kv_bytes=args.kv_bytes,
+            transports=args.transport or ["shm", "tcp"],
+            r_nodes=args.r_node,
+            seconds=args.seconds,
+        )
+    )
+    profile.write(args.out)
+    print_profile(profile)
+    print(f"saved as {args.out}")
+
+
+async def measure(
+    directory: Path,
+    *,
+    rows: Sequence[int],
+    kv_dtypes: Sequence[str],
+    groups: Sequence[int],
+    kv_bytes: int,
+    transports: Sequence[str],
+    r_nodes: Sequence[str],
+    seconds: float,
+) -> Profile:
+    """Measure for about `seconds` in all. The S-Part's times are those over the first transport."""
+    planned, model = read_model(directory), load(directory)
+    in_turns = model.device.type == "cpu"
+    shapes = [Shape(_ATTENTION_CONTEXT, g, planned.head_size, planned.n_kv_heads) for g in {planned.group, *groups}]
+    cells = list(itertools.product(kv_dtypes, shapes))
+    n_links = len(transports) + len(r_nodes)
+    each = seconds / (len(cells) + n_links * len(rows) + 1)
+    kv_gbps: dict[str, dict[str, float]] = {name: {} for name in kv_dtypes}
+    links: dict[str, LinkTimes] = {}
+    s_part: SPartTimes | None = None
+    with tqdm(total=len(cells) + n_links, desc="measuring", unit="part") as bar:
+        for kv_dtype, shape in cells:
+            bar.set_postfix_str(f"attention, {kv_dtype}, G = {shape.group}")
+            kv_gbps[kv_dtype][str(shape.group)] = attention_gbps(shape, kv_dtype, kv_bytes, each)
+            bar.update()
+        for transport in (*transports, *r_nodes):
+            bar.set_postfix_str(f"S-Part and link, {transport}")
+            with r_node(transport) as url:
+                steps = [await decode_step(model, url, n, each) for n in rows]
+                if s_part is None:
+                    s_part = await s_part_times(planned, model, url, steps, each)
+            links[url.partition(":")[0]] = link_times(planned, steps)
+            bar.update()
+    device = _cpu() if in_turns else torch.cuda.get_device_name(model.device)
+    assert s_part is not None
+    return Profile(
+        name=f"{device}, {len(usable_cpus())} CPUs",
+        source="measured",
+        notes=f"weights in {str(model.dtype).removeprefix('torch.')}",
+        in_turns=in_turns,
+        s_node=SNode(device=device, s_part=(s_part,)),
+        r_node=RNode(device=_cpu(), kv_gbps=kv_gbps, memory=float(available_memory() // 2)),
+        links=links,
+    )
+
+
+def load(directory: Path) -> Model:
+    """Load a checkpoint as a node would, and give torch the threads that the node would."""
+    device = choose_device("auto")
+    torch.set_num_threads(split_machine(NodeConfig(), s_on_gpu=device.type == "cuda").s_threads)
+    return load_model(directory, device=device, dtype=choose_dtype("auto", read_config(directory).dtype, device))
+
+
+@contextmanager
+def r_node(where: str, threads: int | None = None, kv_bytes: int = 1 << 30) -> Iterator[str]:
+    """The URL of an R-node: one that is started here for a transport, or `where` itself if that is a URL."""
+    if "://" in where:
+        yield where
+        return
+    with tempfile.TemporaryDirectory(prefix="fastdecode-") as directory:
+        url = f"shm://{directory}/r.sock" if where == "shm" else f"{where}://127.0.0.1:0"
+        with closing(RNodeChild(url, _R_NODE_SPIN_US, kv_bytes, None, threads or len(usable_cpus()))) as child:
+            yield child.url
+
+
+# -- the three measurements --------------------------------------------------------------------------------------------
+
+
+def attention_gbps(shape: Shape, kv_dtype: str, kv_bytes: int, seconds: float) -> float:
+    """GB/s at which the attention of a layer reads at least `kv_bytes` of KV-cache with all cores."""
+    with closing(RPart(shape, kv_dtype, kv_bytes, usable_cpus(), progress=False)) as part:
+        part.layer()  # warms up
+        speeds: list[float] = []
+        end = time.perf_counter() + seconds
+        while len(speeds) < _LEAST_SAMPLES or time.perf_counter() < end:
+            elapsed, read = part.layer()
+            speeds.append(read / elapsed * 1e-9)
+    return statistics.median(speeds)
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """A decoding step of `rows` sequences with next to nothing cached, in seconds."""
+
+    rows: int
+    s_part: float
+    waited: float  # for the R-node
+
+
+async def decode_step(model: Model, url: str, rows: int, seconds: float) -> StepTime:
+    """Time steps of `rows` sequences in one mini-batch for about `seconds`."""
+    shape = DecodeShape(rows, _CONTEXT, _STEPS, 1, "fp16")
+    rounds = await decode_rounds(model, [url], shape, seconds)
+    s_part = statistics.median(elapsed - waited for elapsed, waited in rounds)
+    return StepTime(rows, s_part / _STEPS, statistics.median(waited for _, waited in rounds) / _STEPS)
+
+
+async def decode_rounds(
+    model: Model, urls: Sequence[str], shape: DecodeShape, seconds: float
+) -> list[tuple[float, float]]:
+    """Seconds of each round, and how many of them the S-Part waited, for about `seconds` after a first round."""
+    decoding = await Decoding.open(model, urls, shape)
+    try:
+        await decoding.fill()
+        rounds = [await decoding.split_round()]
+        end = time.perf_counter() + seconds
+        while len(rounds) <= _LEAST_SAMPLES or time.perf_counter() < end:
+            rounds.append(await decoding.split_round())
+        return rounds[1:]
+    finally:
+        await decoding.close()
+
+
+async def s_part_times(
+    planned: PlannedModel, model: Model, url: str, steps: Sequence[StepTime], seconds: float
+) -> SPartTimes:
+    """The S-Part's curve from its steps, and the cost of a prompt's row from prompts."""
+    seconds_so_far = itertools.accumulate((step.s_part for step in steps), max)  # noise must not make more rows faster
+    rows = tuple((float(step.rows), t) for step, t in zip(steps, seconds_so_far, strict=True))
+    times = SPartTimes(model=planned.name, parameters=planned.parameters, rows=rows)
+    link = await connect(url, model.hello(1, _PROMPT_TOKENS, "fp16", None, 1), None)
+    taken: list[float] = []
+    try:
+        spart, end = SPart(model, [link]), time.perf_counter() + seconds
+        tokens = list(range(3, 3 + _PROMPT_TOKENS))
+        while len(taken) <= _LEAST_SAMPLES or time.perf_counter() < end:
+            tag = len(taken) + 1
+            prompt = Chunk(0, 0, tag, 0, tokens, True, SampleSpec(temperature=0.0), _PROMPT_TOKENS)
+            taken.append(run_step(spart.step(StepBatch(0, [prompt]))).s_seconds)
+            await link.free([(0, tag)])
+    finally:
+        await link.close()
+    attention = planned.pair_rows * _PROMPT_TOKENS * (_PROMPT_TOKENS + 1) / 2
+    row = (times.rows_in(statistics.median(taken[1:])) - attention) / _PROMPT_TOKENS
+    return dataclasses.replace(times, prompt_row=min(max(row, 0.01), 100.0))
+
+
+def link_times(planned: PlannedModel, steps: Sequence[StepTime]) -> LinkTimes:
+    """A link's times from how long steps of few and of many rows waited: to carry the rows, and to append them."""
+    few, many = steps[0], steps[-1]
+    carried = (many.rows - few.rows) * (2 * planned.q_bytes + planned.kv_row_bytes)
+    spent = max(many.waited - few.waited, carried / 1e12)  # noise can make it negative
+    return LinkTimes(layer_seconds=few.waited / planned.n_layers, gbps=max(carried, 1) / spent * 1e-9)
+
+
+def print_profile(profile: Profile) -> None:
+    """Print a profile as a table."""
+    print(f"{profile.name} ({profile.source})")
+    for times in profile.s_node.s_part if profile.s_node else ():
+        steps = ", ".join(f"{n:.0f}: {1e3 * t:.2f}" for n, t in times.rows)
+        print(f"  S-Part of {times.model}, ms by rows: {steps}; a prompt's row costs {times.prompt_row:.2f} rows")
+    for kv_dtype, groups in profile.r_node.kv_gbps.items() if profile.r_node else ():
+        speeds = ", ".join(f"{speed:.1f} (G = {group})" for group, speed in groups.items())
+        print(f"  attention over {kv_dtype}, GB/s: {speeds}")
+    for name, link in profile.links.items():
+        print(f"  {name}: {1e6 * link.layer_seconds:.1f} us a layer, {link.gbps:.2f} GB/s")
+
+
+def _cpu() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()

@@ -1,0 +1,143 @@
+"""Decodes a few points on this machine and prints the measured tokens/s beside the predicted ones.
+
+The profile is measured first, in the same run, from steps with next to nothing cached and from attention alone; the
+points then decode with full caches. Each point is a batch, a context, a KV format and a number of R-nodes, which share
+this machine's cores. Without --model, a Llama of 93 million parameters with random weights is made.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import statistics
+import tempfile
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import uvloop
+from tqdm import tqdm
+
+from fastdecode.bench import checkpoint
+from fastdecode.bench.decoding import DecodeShape
+from fastdecode.bench.options import print_result
+from fastdecode.daemon.machine import usable_cpus
+from fastdecode.plan.equations import System, Work, part_times, round_seconds
+from fastdecode.plan.measure import decode_rounds, load, measure, r_node
+from fastdecode.plan.model import PlannedModel, read_model
+from fastdecode.plan.profile import Profile
+from fastdecode.region.contract import PAGE_TOKENS
+
+COMMAND = ("validate", "predicted tokens/s beside measured ones, on this machine")
+
+_STEPS = 8
+_HEADROOM = 1.25  # KV-cache of an R-node beside what its sequences need
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """Sequences that decode in one mini-batch."""
+
+    batch: int
+    context: int
+    kv_dtype: str
+    r_nodes: int = 1
+
+
+#: The points by default: batch, context, KV format and number of R-nodes vary.
+POINTS = (
+    Point(8, 2048, "fp16"), Point(16, 1024, "fp16"), Point(32, 512, "fp16"), Point(32, 1024, "fp16"),
+    Point(64, 512, "fp16"), Point(16, 4096, "int8"), Point(64, 1024, "int8"), Point(32, 2048, "int4"),
+    Point(32, 1024, "fp16", 2), Point(64, 1024, "int8", 2),
+)  # fmt: skip
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `fastdecode-plan validate`."""
+    add = parser.add_argument
+    add("--model", type=Path, metavar="DIR", help="checkpoint; default: one with random weights")
+    add("--point", action="append", type=_point, metavar="B,C,KV,N", help="batch, context, KV format and R-nodes to "
+        "decode (repeatable); default: ten points of 16,384 to 65,536 cached tokens")  # fmt: skip
+    add("--seconds", type=float, default=90.0, help="about how long to measure the profile")
+    add("--point-seconds", type=float, default=12.0, help="how long to decode at each point")
+    add("--json", action="store_true", help="print one JSON object")
+
+
+def _point(text: str) -> Point:
+    batch, context, kv_dtype, r_nodes = text.split(",")
+    return Point(int(batch), int(context), kv_dtype, int(r_nodes))
+
+
+def run(args: argparse.Namespace) -> None:
+    """Measure, decode and print. Raises ValueError, OSError, RuntimeError, TransportError."""
+    with tempfile.TemporaryDirectory(prefix="fastdecode-") as made:
+        directory = args.model or random_checkpoint(Path(made) / "llama-93m")
+        print_result(args, uvloop.run(_run(directory, args)), _print_table)
+
+
+def random_checkpoint(directory: Path) -> Path:
+    """Write the checkpoint that `fastdecode-bench checkpoint` writes by default."""
+    parser = argparse.ArgumentParser()
+    checkpoint.add_arguments(parser)
+    checkpoint.write(parser.parse_args(["--out", str(directory)]))
+    return directory
+
+
+async def _run(directory: Path, args: argparse.Namespace) -> dict[str, Any]:
+    points: tuple[Point, ...] = tuple(args.point or POINTS)
+    planned = read_model(directory)
+    profile = await measure(
+        directory,
+        rows=sorted({1, 4, 128, *(point.batch for point in points)}),
+        kv_dtypes=list(dict.fromkeys(point.kv_dtype for point in points)),
+        groups=[],
+        # The last-level cache holds a part of the KV-cache, so attention is measured over as much as the points have.
+        kv_bytes=int(statistics.median(kv_bytes(planned, point) for point in points)),
+        transports=["shm"],
+        r_nodes=[],
+        seconds=args.seconds,
+    )
+    model, rows = load(directory), []
+    for point in tqdm(points, desc="points", unit="point"):
+        shape = DecodeShape(point.batch, point.context, _STEPS, 1, point.kv_dtype)
+        threads = max(1, len(usable_cpus()) // point.r_nodes)
+        memory = int(_HEADROOM * kv_bytes(planned, point) / point.r_nodes) + (256 << 20)
+        with ExitStack() as stack:
+            urls = [stack.enter_context(r_node("shm", threads, memory)) for _ in range(point.r_nodes)]
+            rounds = await decode_rounds(model, urls, shape, args.point_seconds)
+        measured = point.batch * _STEPS / statistics.median(elapsed for elapsed, _ in rounds)
+        predicted = predict(planned, profile, point)
+        error = predicted / measured - 1
+        rows.append(dataclasses.asdict(point) | {"predicted": predicted, "measured": measured, "error": error})
+    return {"model": planned.name, "machine": profile.name, "profile": dataclasses.asdict(profile), "rows": rows}
+
+
+def kv_bytes(planned: PlannedModel, point: Point) -> float:
+    """KV-cache of all sequences of a point."""
+    pages = -(-(point.context + _STEPS) // PAGE_TOKENS)
+    return point.batch * pages * PAGE_TOKENS * planned.token_bytes(point.kv_dtype)
+
+
+def predict(planned: PlannedModel, profile: Profile, point: Point) -> float:
+    """Output tokens a second of a point. The R-nodes share the cores whose attention the profile has."""
+    assert profile.s_node is not None and profile.r_node is not None
+    speed = profile.r_node.bytes_per_second(point.kv_dtype, planned.group) / point.r_nodes
+    times = profile.s_node.times(planned.name, planned.parameters)
+    link = profile.links["shm"]
+    system = System(planned, times, link, point.kv_dtype, speed, point.r_nodes, profile.in_turns)
+    read = point.batch * planned.read_tokens(point.context + _STEPS / 2)
+    seconds, _ = round_seconds([part_times(system, Work(point.batch, read))], profile.in_turns)
+    return point.batch / seconds
+
+
+def _print_table(result: dict[str, Any]) -> None:
+    print(f"{result['model']} on {result['machine']}: output tokens/s")
+    print(f"{'batch':>6} {'context':>8} {'KV':>9} {'R-nodes':>8} {'predicted':>10} {'measured':>9} {'error':>7}")
+    for row in result["rows"]:
+        print(
+            f"{row['batch']:6d} {row['context']:8d} {row['kv_dtype']:>9} {row['r_nodes']:8d} {row['predicted']:10.1f} "
+            f"{row['measured']:9.1f} {100 * row['error']:+6.1f} %"
+        )
+    errors = [abs(row["error"]) for row in result["rows"]]
+    print(f"{sum(error <= 0.1 for error in errors)} of {len(errors)} within 10 %; the worst {100 * max(errors):.1f} %")

@@ -1,0 +1,48 @@
+"""`fastdecode-plan measure` and `validate` run on this machine. No figure is judged here: a busy machine has any."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from fastdecode.demo import model_dir
+from fastdecode.plan.cli import main
+from fastdecode.plan.measure import StepTime, link_times
+from fastdecode.plan.profile import read_profile
+from fastdecode.plan.published import LLAMA_7B
+
+
+def test_a_measured_profile_is_whole_and_can_be_planned_with(tmp_path, capsys):
+    path = str(tmp_path / "here.json")
+    argv = ["--rows", "1,3", "--kv-dtype", "int8", "--group", "1", "--kv-bytes", "64KiB", "--transport", "tcp"]
+    main(["measure", "--out", path, "--seconds", "0.1", *argv])
+    printed = capsys.readouterr().out
+    profile = read_profile(path)
+    assert profile.source == "measured" and profile.in_turns
+    assert [n for n, _ in profile.s_node.s_part[0].rows] == [1, 3]
+    assert set(profile.r_node.kv_gbps["int8"]) == {"1", "4"} and set(profile.links) == {"tcp"}
+    assert "attention over int8" in printed and "tcp:" in printed
+    main(["recommend", "--profile", path, "--input-tokens", "100", "--output-tokens", "50", "--json"])
+    result = json.loads(capsys.readouterr().out)
+    assert result["source"] == "measured" and {c["mini_batches"] for c in result["choices"]} == {1}
+
+
+def test_points_are_decoded_and_set_beside_predictions(capsys):
+    points = ["--point", "2,128,fp16,1", "--point", "3,128,int4,2"]
+    main(["validate", "--model", str(model_dir()), "--seconds", "0.1", "--point-seconds", "0.1", *points, "--json"])
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert [(row["batch"], row["context"], row["kv_dtype"], row["r_nodes"]) for row in rows] == [
+        (2, 128, "fp16", 1),
+        (3, 128, "int4", 2),
+    ]
+    for row in rows:
+        assert row["measured"] > 0
+        assert row["error"] == pytest.approx(row["predicted"] / row["measured"] - 1)
+
+
+def test_a_links_times_by_hand():
+    steps = [StepTime(1, 0.1, 0.032), StepTime(101, 0.1, 0.032 + 0.5)]
+    link = link_times(LLAMA_7B, steps)
+    assert link.layer_seconds == pytest.approx(0.001)
+    assert link.gbps == pytest.approx(100 * 32 * 4 * 4096 * 2 / 0.5 / 1e9)
