@@ -10,33 +10,25 @@ import itertools
 import random
 import shutil
 import site
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
+from host_kernels import HostKernels, build, kernel_names
 
 from fastdecode.region.geometry import Geometry, RegionLayout, region_layout
 from fastdecode.spart.exchange_kernels import CHUNK_BYTES, ROW_THREADS, SOURCE, SlotRows, row_addresses
 
 UNTOUCHED = 0xAB
-HOST = Path(__file__).parents[1] / "c" / "kernels_on_host.c"
 
 
 @pytest.fixture(scope="module")
-def kernels(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> HostKernels:
     if not shutil.which("gcc"):
         pytest.skip("needs gcc")
-    library = tmp_path_factory.mktemp("kernels") / "kernels.so"
-    command = ["gcc", "-O1", "-shared", "-fPIC", f"-DFD_ROW_THREADS={ROW_THREADS}", str(HOST), "-o", str(library)]
-    subprocess.run(command, check=True, timeout=60)
-    return ctypes.CDLL(str(library))
-
-
-def address(array: np.ndarray) -> ctypes.c_void_p:
-    return ctypes.c_void_p(array.ctypes.data)
+    return HostKernels(build(tmp_path_factory.mktemp("kernels") / "kernels.so"))
 
 
 class FakeLink:
@@ -89,8 +81,8 @@ def test_rows_go_to_their_places_in_the_slots_and_nowhere_else(kernels, dtype, q
         table = row_addresses(parts, q_bytes, kv_bytes)
         chunks = q_bytes // CHUNK_BYTES, kv_bytes // CHUNK_BYTES
         blocks = n_rows + chance.choice([0, 5])
-        tables = [address(array) for array in (table.q, table.kv, table.counts)]
-        kernels.pack(blocks, address(q), address(kv), *tables, *chunks)
+        tables = (table.q, table.kv, table.counts)
+        kernels.launch("fd_pack_rows", (blocks, 2), ROW_THREADS, q, kv, *tables, *chunks)
 
         want = [FakeLink(layout, 0) for _ in links]
         for link, copy, a, b in zip(links, want, attending, appended, strict=True):
@@ -104,7 +96,7 @@ def test_rows_go_to_their_places_in_the_slots_and_nowhere_else(kernels, dtype, q
         o = np.full((n_attend + 1, q_bytes), UNTOUCHED, np.uint8)
         for link, a in zip(links, attending, strict=True):
             link.rows(layout.o, a.stop - a.start, q_bytes)[:] = q[a] ^ 0x5A
-        kernels.unpack(blocks, address(o), address(table.o), address(table.counts), chunks[0])
+        kernels.launch("fd_unpack_rows", (blocks, 1), ROW_THREADS, o, table.o, table.counts, chunks[0])
         assert np.array_equal(o[:-1], q ^ 0x5A) and (o[-1] == UNTOUCHED).all()
 
 
@@ -152,5 +144,5 @@ def test_the_kernels_compile_for_every_architecture(architecture):
     compiler.nvrtcGetCUBINSize(program, ctypes.byref(size))
     cubin = ctypes.create_string_buffer(size.value)
     assert compiler.nvrtcGetCUBIN(program, cubin) == 0
-    assert cubin.raw.startswith(b"\x7fELF") and b"fd_pack_rows" in cubin.raw and b"fd_unpack_rows" in cubin.raw
+    assert cubin.raw.startswith(b"\x7fELF") and all(name.encode() in cubin.raw for name in kernel_names())
     compiler.nvrtcDestroyProgram(ctypes.byref(program))
