@@ -13,7 +13,7 @@ from sources import INCLUDES, ROOT, source_files
 
 pytestmark = pytest.mark.quick
 
-SOURCES = source_files(ROOT, ("region", "kernels", "transports", "tests/c"), "c")
+SOURCES = source_files(ROOT, ("region", "kernels", "transports", "tests/c", "tests/gpu"), "c")
 FLAGS = ["-std=gnu11", "-O1", "-Wall", "-Wextra", "-Wno-unused-parameter", "-Werror", "-fsyntax-only"]
 FLAGS += [*INCLUDES, f"-I{sysconfig.get_path('include')}"]
 #: verbs_abi.c needs libibverbs' headers: tests/rdma/test_rdma.py compiles it where they are.

@@ -37,6 +37,7 @@ LARGE = Geometry(
 )
 
 PLAIN = LayerOptions()
+LAYER_REQUEST, LAYER_REPLY = 128, 256  # offsets of these words in a slot's head (fd_slot_t)
 
 
 def hello(

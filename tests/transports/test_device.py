@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from link_driver import HANG_S, SMALL, hello, in_thread
+from link_driver import HANG_S, LAYER_REPLY, LAYER_REQUEST, SMALL, hello, in_thread
 
 from fastdecode.region.contract import POISON, ROW_ATTEND, ROW_DTYPE, Status
 from fastdecode.transports._native import Proxy
@@ -28,7 +28,6 @@ from fastdecode.transports.registry import connect
 STEPS = int(os.environ.get("FASTDECODE_STEPS", "300"))
 ROWS = 3
 COPY, WRITE, WAIT = range(3)
-LAYER_REQUEST, LAYER_REPLY = 128, 256  # offsets in a slot's head
 
 Replay = Callable[[np.ndarray, float], int]
 

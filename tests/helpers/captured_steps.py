@@ -1,0 +1,166 @@
+"""Steps of a mini-batch that a captured CUDA graph drives by itself, over links to real R-nodes.
+
+A graph has, for each layer, the kernel that packs Q and KV rows into the slots, the words that ask the links for the
+layer, the waits for their replies, and the kernel that fetches the O rows. It is captured once and replayed for steps
+of every size up to its own; the tables that say where rows go come with the step's upload.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from link_driver import HANG_S, LAYER_REPLY, LAYER_REQUEST
+from simulated_cuda import SimulatedCuda
+
+from fastdecode.region.contract import ROW_ATTEND, ROW_DTYPE
+from fastdecode.region.geometry import Geometry
+from fastdecode.spart.exchange_kernels import CHUNK_BYTES, SlotRows, row_addresses
+from fastdecode.transports._native import Proxy
+from fastdecode.transports.base import Link, StepTimes
+
+#: Two slots for streams, and one for the host.
+GEOMETRY = Geometry(n_slots=3, max_rows=16, n_layers=3, n_q_heads=4, n_kv_heads=2, head_size=16, act_dtype="fp32")
+HOST_SLOT = 2
+ROWS = 8  # of a graph, attending and appended
+_AT_LEAST = 0  # CU_STREAM_WAIT_VALUE_GEQ
+
+
+@dataclass(frozen=True)
+class Payload:
+    """A step's rows, [layer, row, elements], and how many of them each link has."""
+
+    q: np.ndarray
+    kv: np.ndarray
+    attending: list[slice]
+    appended: list[slice]
+
+    @classmethod
+    def random(cls, n_links: int, seed: int) -> Payload:
+        rng = np.random.default_rng(seed)
+        g = GEOMETRY
+        sizes = [*rng.integers(1, 3, n_links).tolist(), *rng.integers(0, 3, n_links).tolist()]
+        bounds = np.cumsum([0, *sizes]).tolist()
+        parts = list(itertools.starmap(slice, itertools.pairwise(bounds)))
+        q = rng.standard_normal((g.n_layers, bounds[n_links], g.n_q_heads * g.head_size), np.float32)
+        kv = rng.standard_normal((g.n_layers, bounds[-1], 2 * g.n_kv_heads * g.head_size), np.float32)
+        return cls(q, kv, parts[:n_links], parts[n_links:])
+
+    def table(self, link: int, slot: int, tag: int) -> np.ndarray:
+        """The link's row table: one sequence that attends, and one whose rows are only appended."""
+        n, more = (part[link].stop - part[link].start for part in (self.attending, self.appended))
+        rows = [(2 * slot, tag, 0, n, ROW_ATTEND, 0)] + ([(2 * slot + 1, tag, 0, more, 0, 0)] if more else [])
+        return np.array(rows, ROW_DTYPE)
+
+    def handles(self, link: int, slot: int, tag: int) -> list[tuple[int, int]]:
+        return [(int(row["seq_index"]), tag) for row in self.table(link, slot, tag)]
+
+
+def by_host(links: Sequence[Link], payload: Payload, tag: int) -> np.ndarray:
+    """The O rows of a step that the host drives, [layer, attending row, elements]."""
+    o = np.empty_like(payload.q)
+    for i, link in enumerate(links):
+        y, memory = link.layout, np.frombuffer(link.region, np.uint8)
+        slot, attending, appended = y.slot(HOST_SLOT), payload.attending[i], payload.appended[i]
+        link.arm(HOST_SLOT, payload.table(i, HOST_SLOT, tag))
+        link.wait(HOST_SLOT, HANG_S)
+        for layer in range(GEOMETRY.n_layers):
+            q = payload.q[layer, attending]
+            kv = np.concatenate([payload.kv[layer, attending], payload.kv[layer, appended]])
+            memory[slot + y.q : slot + y.q + q.nbytes] = q.view(np.uint8).ravel()
+            memory[slot + y.kv : slot + y.kv + kv.nbytes] = kv.view(np.uint8).ravel()
+            link.ring(HOST_SLOT, layer)
+            link.wait(HOST_SLOT, HANG_S)
+            o[layer, attending] = memory[slot + y.o : slot + y.o + q.nbytes].view(np.float32).reshape(q.shape)
+        assert link.disarm(HOST_SLOT) is not None
+    return o
+
+
+class CapturedStep:
+    """One slot of each link, driven by a graph on a stream of its own.
+
+    Before each layer the graph waits for the host's `gate` to pass the layer's number: so a test can hold it there.
+    """
+
+    def __init__(
+        self, cuda: SimulatedCuda, links: Sequence[Link], regions: Sequence[int], slot: int, left_out: str = ""
+    ):
+        """`regions` are the device pointers of the links' regions. `left_out` is "wait": no reply is waited for."""
+        self.cuda, self.links, self.slot, self._regions = cuda, links, slot, regions
+        self.stream = cuda.call("cuStreamCreate", 1)
+        self.event = cuda.call("cuEventCreate", 2)
+        g, y = GEOMETRY, links[0].layout
+        self._q_bytes, self._kv_bytes = ROWS * y.q_row_bytes, ROWS * y.kv_row_bytes
+        #: The upload: q and kv of all layers, the tables of q, kv and o, and the counts.
+        sizes = [g.n_layers * self._q_bytes, g.n_layers * self._kv_bytes, 8 * ROWS, 8 * ROWS, 8 * ROWS, 16]
+        self._at = np.cumsum([0, *sizes]).tolist()
+        self.upload, self.download = cuda.pinned(self._at[-1]), cuda.pinned(sizes[0])
+        self.gate = cuda.pinned(64).view(np.uint32)
+        self.gate[0] = g.n_layers
+        upload, inside = self.upload, int(cuda.call("cuMemAlloc", upload_bytes := self._at[-1]))
+        o = int(cuda.call("cuMemAlloc", sizes[0]))
+        gate = int(cuda.call("cuMemHostGetDevicePointer", self.gate.ctypes.data, 0))
+        pack, unpack = (cuda.kernel(name) for name in ("fd_pack_rows", "fd_unpack_rows"))
+        for kernel in (pack, unpack):
+            cuda.call("cuFuncLoad", kernel)
+        q, kv, q_table, kv_table, o_table, counts = (inside + at for at in self._at[:-1])
+        chunks = [y.q_row_bytes // CHUNK_BYTES, y.kv_row_bytes // CHUNK_BYTES]
+
+        def work() -> None:
+            cuda.call("cuMemcpyHtoDAsync", inside, upload.ctypes.data, upload_bytes, self.stream)
+            for layer in range(g.n_layers):
+                cuda.call("cuStreamWaitValue32", self.stream, gate, layer + 1, _AT_LEAST)
+                rows = [q + layer * self._q_bytes, kv + layer * self._kv_bytes]
+                cuda.launch(pack, (ROWS, 2), self.stream, [*rows, q_table, kv_table, counts], chunks)
+                for word in self._words(LAYER_REQUEST):
+                    cuda.call("cuStreamWriteValue32", self.stream, word, layer + 1, 0)
+                for word in self._words(LAYER_REPLY) if left_out != "wait" else []:
+                    cuda.call("cuStreamWaitValue32", self.stream, word, layer + 1, _AT_LEAST)
+                arguments = [o + layer * self._q_bytes, o_table, counts]
+                cuda.launch(unpack, (ROWS, 1), self.stream, arguments, chunks[:1])
+            cuda.call("cuMemcpyDtoHAsync", self.download.ctypes.data, o, self.download.nbytes, self.stream)
+
+        self._graph = cuda.capture(self.stream, work)
+
+    def _words(self, at: int) -> list[int]:
+        links = zip(self.links, self._regions, strict=True)
+        return [region + link.layout.slot(self.slot) + at for link, region in links]
+
+    def arm(self, proxy: Proxy, payload: Payload, tag: int) -> None:
+        """Arm the step on every link, and let the device drive it."""
+        for i, link in enumerate(self.links):
+            link.arm(self.slot, payload.table(i, self.slot, tag))
+        for link in self.links:
+            link.wait(self.slot, HANG_S)
+            proxy.begin(link.port, self.slot)
+
+    def launch(self, payload: Payload) -> None:
+        """Fill the upload and replay the graph."""
+        y, layers = self.links[0].layout, GEOMETRY.n_layers
+        parts = [self.upload[a:b] for a, b in itertools.pairwise(self._at)]
+        for part, rows, n_bytes in ((parts[0], payload.q, y.q_row_bytes), (parts[1], payload.kv, y.kv_row_bytes)):
+            part.reshape(layers, ROWS, n_bytes)[:, : rows.shape[1]] = rows.view(np.uint8)
+        bases = [region + y.slot(self.slot) for region in self._regions]
+        ranges = zip(bases, payload.attending, payload.appended, strict=True)
+        slots = [SlotRows(base + y.q, base + y.kv, base + y.o, a, b) for base, a, b in ranges]
+        table = row_addresses(slots, y.q_row_bytes, y.kv_row_bytes)
+        for part, numbers in zip(parts[2:], (table.q, table.kv, table.o, table.counts), strict=True):
+            part[: numbers.nbytes] = numbers.view(np.uint8)
+        self.cuda.call("cuGraphLaunch", self._graph, self.stream)
+        self.cuda.call("cuEventRecord", self.event, self.stream)
+
+    def o(self, payload: Payload) -> np.ndarray:
+        """The O rows as they are in the host's memory now, [layer, attending row, elements]."""
+        rows = self.download.view(np.float32).reshape(GEOMETRY.n_layers, ROWS, -1)
+        return rows[:, : payload.q.shape[1]].copy()
+
+    def finish(self) -> bool:
+        return self.cuda.finish(self.stream, HANG_S)
+
+    def end(self, proxy: Proxy) -> list[StepTimes | None]:
+        """End the step on every link. Raises ConnectionError for a link that is down."""
+        outcomes = [proxy.end(link.port, self.slot) for link in self.links]
+        assert all(outcome is True for outcome in outcomes), outcomes
+        return [link.disarm(self.slot) for link in self.links]
