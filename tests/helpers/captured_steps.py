@@ -134,7 +134,7 @@ class CapturedStep:
             link.arm(self.slot, payload.table(i, self.slot, tag))
         for link in self.links:
             link.wait(self.slot, HANG_S)
-            proxy.begin(link.port, self.slot)
+            proxy.begin(link.port, self.slot, HANG_S)
 
     def launch(self, payload: Payload) -> None:
         """Fill the upload and replay the graph."""
