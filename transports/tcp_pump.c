@@ -53,8 +53,11 @@ static void begin_frame(fd_pump_t *p) {
     p->tx.parts[HEAD] = (struct iovec){head, fd_frame_header_bytes(&head->frame)};
 }
 
+static void set_left(fd_pump_t *p, bool left) { __atomic_store_n(&p->left, left, __ATOMIC_RELAXED); }
+
 /* Sends queued frames until none is left, the socket is full, or a frame is large and `large_frames` is false. In the
- * last two cases the sending thread takes over. The caller holds `lock`, which is released while bytes move. */
+ * last two cases the sending thread goes on, or a thread that polls. The caller holds `lock`, which is released while
+ * bytes move. */
 static void flush(fd_pump_t *p, bool large_frames) {
     if (p->sending) return; /* the thread that sends will see what has been queued */
     p->sending = true;
@@ -75,7 +78,7 @@ static void flush(fd_pump_t *p, bool large_frames) {
             fd_consume(p->tx.parts, PARTS, (size_t)n);
             if (!fd_bytes_left(p->tx.parts)) p->slots[p->tx.head.frame.slot].unsent--;
         } else if (error == EAGAIN || error == EWOULDBLOCK) {
-            p->left_to_tx = true;
+            set_left(p, true);
             pthread_cond_signal(&p->work);
             break;
         } else {
@@ -129,7 +132,7 @@ static void pump_send(void *pump, uint32_t index, fd_message_t kind) {
         p->queue[p->queued].slot = index;
         p->queue[p->queued].kind = kind;
         p->queue[p->queued++].word = word;
-        if (!p->left_to_tx) flush(p, false);
+        if (!p->left) flush(p, false);
     }
     pthread_mutex_unlock(&p->lock);
 }
@@ -138,7 +141,7 @@ static void *tx_main(void *arg) {
     fd_pump_t *p = arg;
     pthread_mutex_lock(&p->lock);
     while (!p->stopping) {
-        if (!p->left_to_tx) {
+        if (!p->left) {
             pthread_cond_wait(&p->work, &p->lock);
             continue;
         }
@@ -146,11 +149,20 @@ static void *tx_main(void *arg) {
         pthread_mutex_unlock(&p->lock);
         poll(&writable, 1, -1); /* the shutdown in fd_pump_stop ends this call */
         pthread_mutex_lock(&p->lock);
-        p->left_to_tx = false; /* flush sets it again if the socket is full */
+        set_left(p, false); /* flush sets it again if the socket is full */
         flush(p, true);
     }
     pthread_mutex_unlock(&p->lock);
     return NULL;
+}
+
+void fd_pump_send_rest(fd_pump_t *p) {
+    if (!__atomic_load_n(&p->left, __ATOMIC_RELAXED) || pthread_mutex_trylock(&p->lock)) return;
+    if (p->left && !p->stopping) {
+        set_left(p, false);
+        flush(p, true);
+    }
+    pthread_mutex_unlock(&p->lock);
 }
 
 static int pump_fd(void *pump) { return ((fd_pump_t *)pump)->sock; }

@@ -46,7 +46,7 @@ struct fd_pump {
     pthread_cond_t work;  /* wakes the sending thread */
     bool stopping;
     bool rx_thread_receives; /* false: the receiving thread waits only for the end of the connection */
-    bool left_to_tx;         /* only the sending thread sends; other threads queue */
+    bool left;               /* atomic: what is queued is left to the sending thread and to threads that poll */
     bool sending;            /* a thread is in `flush` and sends what is queued */
     fd_pump_slot_t slots[FD_MAX_SLOTS];
     struct {
@@ -109,6 +109,9 @@ static inline void fd_consume(struct iovec *parts, size_t n_parts, size_t n) {
 
 /* Makes the receiving thread receive, or only wait for the end of the connection. The caller holds `lock`. */
 void fd_pump_let_rx_thread_receive(fd_pump_t *p, bool on);
+
+/* Sends what is left, if anything: a thread that polls need not wait until the sending thread gets a core. */
+void fd_pump_send_rest(fd_pump_t *p);
 
 /* The receiving thread. */
 void *fd_pump_rx_main(void *pump);

@@ -1,5 +1,6 @@
 /* The receiving half of the TCP pump: on the thread that holds `receive_ownership`. */
 #define _GNU_SOURCE
+#include <poll.h>
 #include <sched.h>
 #include <sys/epoll.h>
 #include <sys/socket.h>
@@ -214,6 +215,11 @@ bool fd_pump_poll(void *pump, bool go_on) {
         start_receiving(p);
     } else if (!mine) {
         return false;
+    }
+    if (go_on) fd_pump_send_rest(p);
+    if (go_on) {
+        struct pollfd r = {.fd = p->sock, .events = POLLIN};
+        if (!poll(&r, 1, 0)) return true;
     }
     if (go_on && receive(p)) return true;
     __atomic_store_n(&p->poller, NULL, __ATOMIC_RELAXED);

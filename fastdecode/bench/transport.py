@@ -3,9 +3,13 @@
 The other process is an R-node that this command starts, or the one at --peer. The time of a call goes from `ring` to
 the end of `wait`, less the least time that the R-engine reports: the rest is the transport's cost. Steps are armed
 between the measurements. In the same rounds and with the same number of bytes, the peers (--beside) are measured.
-`bytes_out` and `bytes_back` count the rows that a case is about. `carried_out` and `carried_back` count all bytes that
-a call carries, among them the 32 bytes of K and V that even an empty call has. Over shm no bytes are sent, so a call
-costs only the time of Python and of the two doorbells, which is part of every other transport's time too.
+Between receiving and sending, their other end works as long as the R-engine does, on memory that displaces the bytes
+from its caches as the KV-cache does.
+
+`bytes_out` and `bytes_back` count the rows that a case is about. `carried_out` and
+`carried_back` count all bytes that a call carries, among them the 32 bytes of K and V that even an empty call has. Over
+shm no bytes are sent, so a call costs only the time of Python and of the two doorbells, which is part of every other
+transport's time too.
 
 --stream measures the time from one reply to the next with several calls in flight. Their K and V rows go out, and the
 R-engine appends them.
@@ -231,14 +235,16 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
         samples: dict[tuple[Case, str], list[np.ndarray]] = {}
         for _ in tqdm(range(args.rounds), desc="rounds", unit="round"):
             for case in tqdm(cases, desc="cases", unit="case", leave=False):
+                engine_ns = 0
                 for url, shared in urls:
                     taken = asyncio.run(_calls(url, shared, case, args.spin_us, args.seconds, here))
                     samples.setdefault((case, url), []).append(taken)
+                    engine_ns = int(taken[0, 1])
                 beside: dict[str, EchoProcess | Perftest] = dict(peers)
                 if perftest and case.bytes_out == case.bytes_back:
                     beside["ib_write_lat"] = perftest
                 for name, peer in beside.items():
-                    taken = _round_trips(peer, case, args.seconds, here)
+                    taken = _round_trips(peer, case, engine_ns, args.seconds, here)
                     samples.setdefault((case, name), []).append(taken)
             for case in streams:
                 for url, shared in urls:
@@ -360,13 +366,16 @@ def _pinned(cpu: int | None) -> Iterator[None]:
         os.sched_setaffinity(0, before)
 
 
-def _round_trips(peer: EchoProcess | Perftest, case: Case, seconds: float, cpu: int | None) -> np.ndarray:
-    """[calls, 2] like `_calls`; at the other end no engine works."""
+def _round_trips(
+    peer: EchoProcess | Perftest, case: Case, engine_ns: int, seconds: float, cpu: int | None
+) -> np.ndarray:
+    """[calls, 2] like `_calls`. A peer whose other end is ours works there for `engine_ns` nanoseconds a call."""
+    work = {"work_ns": engine_ns} if isinstance(peer, EchoProcess) else {}
     with _pinned(cpu):
-        trial = peer.round_trips(case.bytes_out, case.bytes_back, _MIN_CALLS)
+        trial = peer.round_trips(case.bytes_out, case.bytes_back, _MIN_CALLS, **work)
         n = max(_MIN_CALLS, int(seconds * 1e9 / statistics.median(trial)))
-        taken = np.array(peer.round_trips(case.bytes_out, case.bytes_back, n))
-    return np.stack([taken, np.zeros_like(taken)], axis=1)
+        taken = np.array(peer.round_trips(case.bytes_out, case.bytes_back, n, **work))
+    return np.stack([taken, np.full_like(taken, work.get("work_ns", 0))], axis=1)
 
 
 def _row(case: Case, source: str, rounds: list[np.ndarray]) -> dict[str, Any]:

@@ -17,10 +17,14 @@ from importlib.util import find_spec
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+import numpy as np
+
 if TYPE_CHECKING:
     import torch
 
-_ORDER = struct.Struct("<qqq")  # bytes out, bytes back, number of round trips; 0 round trips: end
+_ORDER = struct.Struct("<qqqq")  # bytes out, bytes back, nanoseconds of work, number of round trips; 0 of these: end
+_WORK_BYTES = 64 << 20  # an R-node works on its KV-cache; the other end works on memory of this size
+_WORK_LINES = 64  # cache lines that it touches before it reads the clock
 _TIMEOUT_S = 60
 _UP = "up\n"  # the first line that the other process prints
 _Buffer = TypeVar("_Buffer")  # what a peer sends from and receives into
@@ -204,10 +208,11 @@ class EchoProcess:
             self._wire.close()
             raise
 
-    def round_trips(self, out: int, back: int, n: int) -> list[int]:
-        """Nanoseconds of each of `n` round trips of `out` bytes there and `back` bytes back."""
+    def round_trips(self, out: int, back: int, n: int, work_ns: int = 0) -> list[int]:
+        """Nanoseconds of each of `n` round trips of `out` bytes there and `back` bytes back. Between the two, the other
+        end works for `work_ns` nanoseconds, which are included, on memory that displaces the bytes from its caches."""
         wire = self._wire
-        wire.send(_order(wire, out, back, n))
+        wire.send(_order(wire, out, back, work_ns, n))
         there, here = wire.buffer(out), wire.buffer(back)
         taken = []
         for _ in range(n):
@@ -219,7 +224,7 @@ class EchoProcess:
 
     def close(self) -> None:
         with suppress(OSError):
-            self._wire.send(_order(self._wire, 0, 0, 0))
+            self._wire.send(_order(self._wire, 0, 0, 0, 0))
         try:
             self._process.wait(10)
         except subprocess.TimeoutExpired:
@@ -234,21 +239,31 @@ def _order(wire: Wire[Any], *numbers: int) -> Any:
     return buffer
 
 
+def _work(lines: np.ndarray, work_ns: int) -> None:
+    end = perf_counter_ns() + work_ns
+    first, apart = 0, len(lines) // _WORK_LINES
+    while perf_counter_ns() < end:
+        lines[first % apart :: apart, 0] += 1
+        first += 1
+
+
 def _echo(name: str, address: str, *cpus: int) -> None:
     if cpus:
         os.sched_setaffinity(0, cpus)
     wire = PEERS[name](address)
+    lines = np.zeros((_WORK_BYTES // 64, 64), np.uint8)
     print(_UP, end="", flush=True)
     wire.open()
     while True:
         message = wire.buffer(_ORDER.size)
         wire.receive(message)
-        out, back, n = _ORDER.unpack(memoryview(message.numpy() if hasattr(message, "numpy") else message))
+        out, back, work_ns, n = _ORDER.unpack(memoryview(message.numpy() if hasattr(message, "numpy") else message))
         if not n:
             break
         there, here = wire.buffer(out), wire.buffer(back)
         for _ in range(n):
             wire.receive(there)
+            _work(lines, work_ns)
             wire.send(here)
     wire.close()
 
