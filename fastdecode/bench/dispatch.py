@@ -5,6 +5,9 @@ into that many items, which is hardly any work. The same rows on an engine of on
 handing out is the time of the cut call, less the work divided by the cores that the threads can have. This cost is
 computed from the tenth percentiles, which other programs on the machine disturb least. With more threads than cores,
 the figures contain the time in which threads wait for cores.
+
+A second table is the time in which the engine takes a step: it checks the row table and plans the work of the layers,
+on thread 0, before it answers the S-node. Each of the step's sequences decodes one token.
 """
 
 from __future__ import annotations
@@ -21,17 +24,19 @@ from tqdm import tqdm
 from fastdecode.bench.options import numbers, print_result
 from fastdecode.bench.rpart import wait
 from fastdecode.kernels._native import MAX_THREADS, REngine, page_bytes
-from fastdecode.region.contract import KV_DTYPES, PAGE_TOKENS, ROW_DTYPE
+from fastdecode.region.contract import KV_DTYPES, PAGE_TOKENS, ROW_ATTEND, ROW_DTYPE
 from fastdecode.region.geometry import Geometry, geometry_tuple
 from fastdecode.region.region import Region
 from fastdecode.transports._native import Port
 
-COMMAND = ("rpart", "cost of handing a call to the R-engine's threads, by their number")
+COMMAND = ("rpart", "cost of taking a step, and of handing a call to the R-engine's threads, by their number")
 
 _LAYERS, _KV_HEADS, _HEAD_SIZE = 64, 8, 8
 #: Rows that one item appends, for all KV heads: the least that kernels/engine/plan.c makes an item of.
 _ROWS_AN_ITEM = 512 // 4 // _KV_HEADS
 _TAG = 1
+#: Sequences and cached tokens of each of the steps that are taken.
+_STEPS_TAKEN = [(n, context) for n in (1, 32, 256, 1024) for context in (1024, 8192)]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -96,15 +101,60 @@ def run(args: argparse.Namespace) -> None:
             raise ValueError(f"{n} threads are not within 1..{MAX_THREADS}")
     cores = len(os.sched_getaffinity(0))
     rows = [_row(n, cores, args) for n in tqdm(args.threads, desc="threads", unit="number")]
-    print_result(args, {"cores": cores, "spin_us": args.spin_us, "rows": rows}, _print_table)
+    taking = [_taking(n, context, args) for n, context in tqdm(_STEPS_TAKEN, desc="steps", unit="shape")]
+    result = {"cores": cores, "spin_us": args.spin_us, "rows": rows, "taking_a_step": taking}
+    print_result(args, result, _print_tables)
 
 
-def _print_table(result: dict[str, Any]) -> None:
+def _print_tables(result: dict[str, Any]) -> None:
+    print("taking a step, us (p10, p50)")
+    print(f"{'sequences':>9} {'tokens each':>11}")
+    for row in result["taking_a_step"]:
+        print(f"{row['sequences']:9} {row['context']:11} {row['p10']:9.1f}, {row['p50']:.1f}")
     print(f"a call without KV, us (p10, p50); {result['cores']} cores")
     print(f"{'threads':>7} {'one item':>16} {'an item a thread':>18} {'its work alone':>15} {'handing out':>12}")
     for row in result["rows"]:
         one, each = (f"{row[name]['p10']:.1f}, {row[name]['p50']:.1f}" for name in ("one_item", "item_a_thread"))
         print(f"{row['threads']:7} {one:>16} {each:>18} {row['work']['p10']:15.1f} {row['handing_out_us']:12.1f}")
+
+
+def _taking(sequences: int, context: int, args: argparse.Namespace) -> dict[str, Any]:
+    """Microseconds in which an engine takes a step of sequences that have `context` tokens, all of them shared."""
+    geometry = Geometry(1, max(sequences, context), 1, 1, 1, _HEAD_SIZE, "fp16")
+    numbers, dtype = geometry_tuple(geometry), KV_DTYPES.index("fp16")
+    n_pages = context // PAGE_TOKENS + sequences
+    table = np.zeros(sequences, ROW_DTYPE)
+    table["seq_index"], table["tag"], table["pos"], table["n_rows"] = np.arange(sequences), _TAG, context, 1
+    table["flags"] = ROW_ATTEND
+    taken = []
+    with ExitStack() as stack:
+        region = stack.enter_context(closing(Region.create(geometry)))
+        engine = stack.enter_context(
+            closing(REngine(1, n_pages * page_bytes(numbers, dtype), None, None, args.spin_us))
+        )
+        link = stack.enter_context(closing(engine.add_link(region.view, numbers, dtype, n_pages, sequences, 1.0, (0,))))
+        port = stack.enter_context(closing(Port(region.view, numbers, args.spin_us, wake_fd=link.eventfd)))
+        _step(port, np.array([(0, _TAG, 0, context, 0, 0)], ROW_DTYPE))
+        for index in range(1, sequences):
+            link.fork(0, _TAG, index, _TAG, context)
+        for _ in range(args.steps * args.rounds):
+            taken.append(_step(port, table))
+            for index in range(sequences):
+                link.trim(index, _TAG, context)
+    p10, p50 = np.percentile(taken, [10, 50]).tolist()
+    return {"sequences": sequences, "context": context, "p10": p10, "p50": p50}
+
+
+def _step(port: Port, table: np.ndarray) -> float:
+    """Run a step of one layer; returns the microseconds in which the engine took it. Raises RuntimeError."""
+    start = time.perf_counter()
+    port.arm(0, table.view(np.uint8))
+    wait(port)
+    taken = (time.perf_counter() - start) * 1e6
+    port.ring(0, 0)
+    wait(port)
+    port.disarm(0)
+    return taken
 
 
 def _row(threads: int, cores: int, args: argparse.Namespace) -> dict[str, Any]:
