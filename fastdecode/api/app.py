@@ -48,6 +48,7 @@ def make_app(
     engine: EngineLike,
     tokenizer: Tokenizer,
     *names: str,
+    adapters: Sequence[str] = (),
     api_keys: Sequence[str] = (),
     cors_origins: Sequence[str] = (),
     access_log: bool = True,
@@ -62,6 +63,7 @@ def make_app(
 
     Args:
         names: the model's names; the first one is its own.
+        adapters: the names of the model's LoRA adapters.
         api_keys: every path but /health requires one of these keys; (): no path requires a key.
         cors_origins: pages of these origins may use the API; "*": all pages.
         access_log: log a line for every request.
@@ -75,7 +77,8 @@ def make_app(
     metrics = Metrics(names[0], lambda: engine.stats)
     engine.observer = metrics
     template = tokenizer.template_source
-    served = ServedModel(names, tool_form(tool_parser, template), reasoning_form(reasoning_parser, template), defaults)
+    forms = tool_form(tool_parser, template), reasoning_form(reasoning_parser, template)
+    served = ServedModel(names, *forms, defaults, tuple(adapters))
     preparation = Preparation(engine, tokenizer)
     runs = Runs(engine, metrics, keep_alive_seconds)
     endpoints = Endpoints(tokenizer, served, preparation, runs)
@@ -84,10 +87,19 @@ def make_app(
 
     def model(name: str) -> dict[str, object]:
         limits = {"max_model_len": engine.longest_sequence}
-        return {"id": name, "object": "model", "created": created, "owned_by": "fastdecode", "root": names[0], **limits}
+        parent = {"parent": names[0]} if name in adapters else {}
+        return {
+            "id": name,
+            "object": "model",
+            "created": created,
+            "owned_by": "fastdecode",
+            "root": names[0],
+            **parent,
+            **limits,
+        }
 
     async def models(_: web.Request) -> web.Response:
-        return json_response({"object": "list", "data": [model(name) for name in names]})
+        return json_response({"object": "list", "data": [model(name) for name in (*names, *adapters)]})
 
     async def one_model(request: web.Request) -> web.Response:
         return json_response(model(served.name(request.match_info["name"])))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import orjson
@@ -31,15 +31,24 @@ class ServedModel:
     tool_form: ToolForm | None = None  # how the model writes tool calls; None: it is not known
     reasoning: str | None = None  # how the model writes its reasoning (text/output/forms.py); None: as content
     defaults: SamplingDefaults = NO_DEFAULTS
+    adapters: tuple[str, ...] = ()  # the names of its LoRA adapters, each a model of its own to clients
 
     def name(self, asked: str | None) -> str:
         """The name in the answer to a request for the model `asked`. Raises ApiError (404)."""
         if asked is None:
             return self.names[0]
-        if asked not in self.names:
-            message = f"there is no model {asked!r} here, only {' and '.join(map(repr, self.names))}"
+        known = self.names + self.adapters
+        if asked not in known:
+            message = f"there is no model {asked!r} here, only {' and '.join(map(repr, known))}"
             raise ApiError(404, message, param="model", code="model_not_found")
         return asked
+
+    def adapted(self, generation: Generation) -> Generation:
+        """The generation with the adapter that its `model` names, if it names one. Raises ApiError (404)."""
+        name = self.name(generation.model)
+        if name not in self.adapters:
+            return generation
+        return replace(generation, sampling=replace(generation.sampling, adapter=name))
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +63,7 @@ class Endpoints:
     async def completions(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/completions."""
         body = parse_completion(await read_json(request), self.model.defaults)
-        generation = body.generation
+        generation = self.model.adapted(body.generation)
         answer = CompletionAnswer(self.model.name(generation.model), self.tokenizer, logprobs=generation.logprobs)
         texts: Sequence[str | None] = [None] * len(body.prompts)
         if isinstance(body.prompts[0], str):
@@ -101,7 +110,7 @@ class Endpoints:
 
     async def prepare_chat(self, body: ChatRequest) -> tuple[Dialogue, str, Generation]:
         """The forms of the answer, the prompt's text, and the parameters with the answer's grammar."""
-        self.model.name(body.generation.model)
+        generation = self.model.adapted(body.generation)
         use = body.tool_use
         if use.tools and self.model.tool_form is None:
             message = "the model's chat template has no tools in a form that is known; --tool-parser can name one"
@@ -109,7 +118,7 @@ class Endpoints:
         form = self.model.tool_form if use.tools else None
         dialogue = Dialogue(self.tokenizer, form, use.callable_tools, use.must_call, use.parallel, self.model.reasoning)
         text = await self.preparation.render(body)
-        return dialogue, text, with_grammar(body.generation, dialogue, text)
+        return dialogue, text, with_grammar(generation, dialogue, text)
 
     async def _answer_chat(
         self, request: web.Request, generation: Generation, dialogue: Dialogue, text: str, answer: Answer

@@ -1,4 +1,4 @@
-"""The S-Part's time for a decode step, by format of the weights, backend and batch size.
+"""The S-Part's time for a decode step, by format of the weights, backend, LoRA adapters and batch size.
 
 Every variant decodes the same sequences, a few tokens long, over its own link to one R-node, in interleaved rounds. The
 time is that of the S-Part alone: waiting for the R-node is not counted. All variants are in memory at once.
@@ -8,13 +8,18 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
+import json
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 import uvloop
+from safetensors.torch import save_file
 from tqdm import tqdm
 
 from fastdecode.bench.options import print_result
@@ -23,13 +28,15 @@ from fastdecode.daemon.config import WEIGHTS, NodeConfig, format_bytes
 from fastdecode.daemon.embedded import EmbeddedRNode, Split
 from fastdecode.demo import model_dir
 from fastdecode.spart import SPart, choose_device, choose_dtype
-from fastdecode.spart.backend import choose_backend
+from fastdecode.spart.backend import Backend, choose_backend
 from fastdecode.spart.batch import Chunk, SampleSpec, StepBatch
+from fastdecode.spart.lora.files import Adapter, read_adapter
 from fastdecode.transports.registry import connect
 
 COMMAND = ("spart", "time of the S-Part by format of the weights and backend")
 
 _WARM_UP = 2  # steps
+_RANK = 16  # of the adapters
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,6 +52,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--dtype", choices=("auto", "fp32", "bf16", "fp16"), default="auto", help="as for fastdecode-node"
+    )
+    parser.add_argument(
+        "--lora",
+        type=int,
+        metavar="N",
+        help="time one random adapter for all sequences, then N adapters and the base model in equal shares, then the "
+        "base model alone",
     )
     parser.add_argument("--batch", action="append", type=int, help="sequences (repeatable); default: 1 and 32")
     parser.add_argument("--threads", type=int, help="threads of the S-Part; default: all cores")
@@ -64,7 +78,7 @@ def _print_table(result: dict[str, Any]) -> None:
     for row in result["rows"]:
         size = format_bytes(row["weight_bytes"])
         ratio = f"{row['speedup']:5.2f}x the first" if row["speedup"] else ""
-        cell = f"{row['backend']:<13}{row['weights']:<6}{size:>10}  batch {row['batch']:>3}"
+        cell = f"{row['backend']:<13}{row['weights']:<6}{size:>10}  {row['adapters']:<12}batch {row['batch']:>3}"
         print(f"  {cell}{1e3 * row['seconds']:10.3f} ms{row['batch'] / row['seconds']:10.1f} tokens/s  {ratio}")
 
 
@@ -74,6 +88,8 @@ class _Variant:
     weights: str
     weight_bytes: int
     spart: SPart
+    adapters: str  # what the sequences use, for people
+    uses: Sequence[int | None] = (None,)  # the adapters of the sequences, again and again
     pos: dict[int, int] = field(default_factory=dict)  # cached tokens of each batch's sequences
     seconds: dict[int, list[float]] = field(default_factory=dict)
 
@@ -81,7 +97,10 @@ class _Variant:
         """Decode a token of each of `batch` sequences, whose indexes on the link begin at `first`."""
         pos = self.pos.get(batch, 0)
         spec = SampleSpec(temperature=0.0)
-        chunks = [Chunk(0, first + i, 1, pos, [3 + (7 * i + pos) % 64], False, spec) for i in range(batch)]
+        chunks = [
+            Chunk(0, first + i, 1, pos, [3 + (7 * i + pos) % 64], False, spec, adapter=use)
+            for i, use in zip(range(batch), itertools.cycle(self.uses))
+        ]
         output = run_step(self.spart.step(StepBatch(0, chunks)))
         self.pos[batch] = pos + 1
         if timed:
@@ -104,11 +123,14 @@ async def _run(args: argparse.Namespace) -> dict[str, Any]:
             backend = choose_backend(name, path)
             dtype = choose_dtype(args.dtype, backend.config.dtype, device)
             for weights in args.weights or ["dense", "int8", "int4"]:
-                model = backend.load(device, dtype, weights=weights)
+                adapters = _make_adapters(Path(stack.enter_context(TemporaryDirectory())), backend, args.lora or 0)
+                model = backend.load(device, dtype, weights=weights, adapters=adapters)
                 hello = model.hello(1, max(batches), "fp32", 1 << 29, sum(batches))
-                link = await connect(node.url, hello, None)
-                stack.push_async_callback(link.close)
-                variants.append(_Variant(name, weights, model.weight_bytes, backend.make_spart(model, [link])))
+                for used, uses in _uses(len(adapters)).items():
+                    link = await connect(node.url, hello, None)
+                    stack.push_async_callback(link.close)
+                    spart = backend.make_spart(model, [link])
+                    variants.append(_Variant(name, weights, model.weight_bytes, spart, used, uses))
         rounds = [False] + [True] * args.rounds
         for timed in tqdm(rounds, desc="rounds", unit="round"):
             for batch in batches:
@@ -125,6 +147,7 @@ async def _run(args: argparse.Namespace) -> dict[str, Any]:
                     "backend": variant.backend,
                     "weights": variant.weights,
                     "weight_bytes": variant.weight_bytes,
+                    "adapters": variant.adapters,
                     "batch": batch,
                     "seconds": seconds,
                     "speedup": None if variant is variants[0] else base / seconds,
@@ -136,3 +159,28 @@ async def _run(args: argparse.Namespace) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "rows": rows,
     }
+
+
+def _uses(n_adapters: int) -> dict[str, Sequence[int | None]]:
+    """The adapters that the sequences of each variant use, by the variant's name."""
+    base: dict[str, Sequence[int | None]] = {"base model": (None,)}
+    if not n_adapters:
+        return base
+    return {"1 adapter": (0,), f"{n_adapters} adapters": (None, *range(n_adapters))} | base
+
+
+def _make_adapters(directory: Path, backend: Backend, n: int) -> list[Adapter]:
+    """Write `n` random adapters that change all linears of the model's blocks."""
+    adapters = []
+    for i in range(n):
+        path = directory / str(i)
+        path.mkdir()
+        config = {"peft_type": "LORA", "r": _RANK, "lora_alpha": _RANK}
+        (path / "adapter_config.json").write_text(json.dumps(config))
+        tensors = {}
+        for name, (outs, ins) in backend.linears().items():
+            tensors[f"base_model.model.{name}.lora_A.weight"] = torch.randn(_RANK, ins) * ins**-0.5
+            tensors[f"base_model.model.{name}.lora_B.weight"] = torch.randn(outs, _RANK) * 0.01
+        save_file(tensors, path / "adapter_model.safetensors")
+        adapters.append(read_adapter(str(i), path))
+    return adapters

@@ -13,6 +13,8 @@ from fastdecode.region.contract import ACT_DTYPES, KV_DTYPES, PAGE_TOKENS
 from fastdecode.spart import ModelConfig, choose_device, choose_dtype
 from fastdecode.spart.backend import choose_backend
 from fastdecode.spart.loader import open_checkpoint, parameter_count
+from fastdecode.spart.lora.adapters import AdapterSet
+from fastdecode.spart.lora.files import read_adapter
 
 if TYPE_CHECKING:
     from fastdecode.spart.hf.config import HFConfig
@@ -44,6 +46,9 @@ def rows(config: NodeConfig, path: Path) -> list[tuple[str, str]]:
         chosen = " (--kv-dtype)" if kv_dtype == config.kv_dtype else ""
         text = f"{format_bytes(token)} per token; {format_bytes(memory)} hold {tokens} tokens, {whole}{chosen}"
         lines.append((f"KV {kv_dtype}", text))
+    adapters = [read_adapter(name, directory) for name, directory in config.lora]
+    AdapterSet(adapters).check(backend.linears() if adapters else {})
+    lines += [(f"LoRA {a.name}", f"{len(a.modules)} linears, {a.parameters} parameters") for a in adapters]
     if model.padding:
         lines.append(("padding", f"{model.padding:.0%} of the KV-cache: layers differ in their heads and are padded"))
     if device.type == "cpu" and weights > available_memory():

@@ -189,6 +189,13 @@ class NodeConfig:
         role="s",
         choices=WEIGHTS,
     )
+    lora: tuple[tuple[str, Path], ...] = _option(
+        "a LoRA adapter in PEFT's format (repeatable), which requests choose by NAME as their model",
+        (),
+        role="s",
+        parse=option_values.named_directory,
+        metavar="NAME=DIR",
+    )
     kv_dtype: str = _option(
         "format of the KV-cache; int8-int4: K in int8, V in int4",
         "fp16",

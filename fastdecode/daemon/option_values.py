@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TypeVar
 from urllib.parse import urlsplit
 
@@ -69,6 +70,13 @@ _DTYPE_NAMES = {"float32": "fp32", "float": "fp32", "float16": "fp16", "half": "
 
 def dtype(text: str) -> str:
     return _DTYPE_NAMES.get(text, text)
+
+
+def named_directory(text: str) -> tuple[str, Path]:
+    name, equals, directory = text.partition("=")
+    if not (name and equals and directory):
+        raise ValueError(f"{text!r} is not a name and a directory such as french=adapters/french")
+    return name, Path(directory)
 
 
 def url(text: str) -> str:

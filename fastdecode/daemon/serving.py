@@ -31,9 +31,13 @@ class ApiSettings:
 
         Raises ConfigError, TokenizerError, ChatTemplateError, ValueError.
         """
+        names = config.served_model_name or (_default_name(config, path),)
+        known = [*names, *(name for name, _ in config.lora)]
+        if twice := next((name for name, _ in config.lora if known.count(name) > 1), None):
+            raise ConfigError(f"--lora: {twice!r} is the name of another model here")
         return cls(
             config,
-            config.served_model_name or (_default_name(config, path),),
+            names,
             Tokenizer.from_dir(path, chat_template=_chat_template(config.chat_template)),
             config.read_api_keys(),
             _tls(config),
@@ -46,6 +50,7 @@ class ApiSettings:
             engine,
             self.tokenizer,
             *self.names,
+            adapters=[name for name, _ in self.config.lora],
             api_keys=self.keys,
             cors_origins=self.config.cors_origin,
             access_log=not self.config.no_access_log,

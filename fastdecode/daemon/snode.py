@@ -26,6 +26,7 @@ from fastdecode.engine.engine import Engine
 from fastdecode.region.contract import MAX_SEQS
 from fastdecode.spart import Model, ModelConfig, choose_device, choose_dtype
 from fastdecode.spart.backend import Backend, choose_backend
+from fastdecode.spart.lora.files import read_adapter
 from fastdecode.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ def run_s_node(config: NodeConfig) -> None:
     split = split_machine(config, s_on_gpu=device.type != "cpu")
     torch.set_num_threads(split.s_threads)
     backend = choose_backend(config.backend, path)
+    adapters = [read_adapter(name, directory) for name, directory in config.lora]
     positions = backend.config.max_positions
     if (config.max_model_len or 0) > positions:
         raise ConfigError(f"--max-model-len {config.max_model_len} is more than the model's {positions} positions")
@@ -59,7 +61,7 @@ def run_s_node(config: NodeConfig) -> None:
     sockets = bind(config.host, config.port)
     settings = ApiSettings.make(config, path)
     _check_vocabulary(settings.tokenizer, backend.config)
-    model = backend.load(device, dtype, progress=sys.stderr.isatty(), weights=config.weights)
+    model = backend.load(device, dtype, progress=sys.stderr.isatty(), weights=config.weights, adapters=adapters)
     log.info(
         "%s by the %s backend, %s in %s, activations in %s",
         backend.config.architecture,

@@ -183,11 +183,12 @@ class Engine:
             seed=secrets.randbits(64) if params.seed is None else params.seed,
             end_tokens=end_tokens,
             # A token whose row is not computed has no log-probability, so a scored prompt shares no prefix.
-            hashes=page_hashes(prompt_ids, params.cache_salt)
+            hashes=page_hashes(prompt_ids, params.prefix_salt)
             if self.cluster.prefix_cache and params.prompt_logprobs is None
             else [],
             rules=logit_rules(params, prompt_ids),
             constraints=constraints(params, end_tokens, self.spart.config.vocab_size),
+            adapter=self._adapter(params.adapter),
         )
         self._arrivals += 1
         self.totals.requests += 1
@@ -244,6 +245,13 @@ class Engine:
             for token in tokens:
                 if not 0 <= token < vocabulary:
                     raise InvalidParameter(name, f"token {token} is outside the vocabulary (0 to {vocabulary - 1})")
+
+    def _adapter(self, name: str | None) -> int | None:
+        """The index of the adapter `name`; None for the base model."""
+        adapters = self.spart.adapters
+        if name is not None and name not in adapters:
+            raise InvalidParameter("model", f"there is no adapter {name!r} among {list(adapters)}")
+        return None if name is None else adapters.index(name)
 
     def _cancel(self, seq: Sequence) -> None:
         if seq not in self._live:

@@ -81,6 +81,7 @@ class SamplingParams:
     client: str = ""  # that sent the request, e.g. a digest of its API key
     priority: int = 0  # requests with a lower one start first, and may pause the others
     cache_salt: str = ""  # only requests with the same one share cached prefixes
+    adapter: str | None = None  # the name of a LoRA adapter; None: the base model
     # The formulas of these four stand in spart/penalties.py.
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
@@ -93,6 +94,11 @@ class SamplingParams:
     min_tokens: int = 0  # no end token comes before this many tokens
     allowed_token_ids: frozenset[int] = frozenset()  # empty: all
     bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that must not occur in the output, none empty
+
+    @property
+    def prefix_salt(self) -> str:
+        """Only requests with the same one share cached prefixes: an adapter computes K and V of its own."""
+        return f"{self.adapter!r} {self.cache_salt}"
 
 
 @dataclass(slots=True)

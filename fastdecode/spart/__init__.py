@@ -11,6 +11,7 @@
     checkpoint   the tensors of a model's files
     loader       load_model: a checkpoint's tensors to parameters on the device
     linears/     products with weights in 32, 16, 8 or 4 bits
+    lora/        adapters that change the linears for some rows
     shape        a model's attention as its links see it
     served       a loaded model as its links see it
     weights      Model: configuration and parameters

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from fastdecode.spart.decoder import SPart
     from fastdecode.spart.hf.config import HFConfig
     from fastdecode.spart.hf.model import HFModel
+    from fastdecode.spart.lora.files import Adapter
     from fastdecode.spart.weights import Model
     from fastdecode.transports.base import Link
 
@@ -31,17 +33,32 @@ class Backend:
     config: ModelConfig | HFConfig
 
     def load(
-        self, device: torch.device, dtype: torch.dtype, progress: bool = False, weights: str = "auto"
+        self,
+        device: torch.device,
+        dtype: torch.dtype,
+        progress: bool = False,
+        weights: str = "auto",
+        adapters: Sequence[Adapter] = (),
     ) -> Model | HFModel:
         """Load the weights, or quantise them: `weights` is "auto", "int8" or "int4". `progress` shows a progress bar on
-        stderr. Raises CheckpointError."""
+        stderr. `adapters` are LoRA adapters that chunks may use. Raises CheckpointError."""
         if self.name == "native":
             from fastdecode.spart.loader import load_model
 
-            return load_model(self.directory, device, dtype, progress, weights)
+            return load_model(self.directory, device, dtype, progress, weights, adapters)
         from fastdecode.spart.hf.model import load_hf_model
 
-        return load_hf_model(self.directory, device, dtype, progress, weights)
+        return load_hf_model(self.directory, device, dtype, progress, weights, adapters)
+
+    def linears(self) -> dict[str, tuple[int, int]]:
+        """(out, in) of each linear that adapters may change, by its name. Raises CheckpointError."""
+        if isinstance(self.config, ModelConfig):
+            from fastdecode.spart.loader import block_linears
+
+            return block_linears(self.config)
+        from fastdecode.spart.hf.model import block_linears as hf_linears
+
+        return hf_linears(self.directory)
 
     def make_spart(self, model: Model | HFModel, links: list[Link]) -> SPart:
         """The S-Part of a model that `load` returned."""

@@ -26,6 +26,7 @@ class Chunk:
     sample: SampleSpec | None  # how to draw the token after the chunk; None: more of the prompt follows
     prompt_length: int = 0  # with `prefill`: tokens of the whole prompt, for which memory is taken; 0: not known
     score: ScoreSpec | None = None  # tokens of the prompt to score; None: none
+    adapter: int | None = None  # the sequence's LoRA adapter, as an index into the model's; None: the base model
 
 
 @dataclass(slots=True)

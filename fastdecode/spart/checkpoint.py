@@ -16,7 +16,8 @@ from safetensors import SafetensorError, safe_open
 from fastdecode.spart.config import CheckpointError, TensorNames
 from fastdecode.spart.linears.quantised import Quantised
 
-_FLOATS = {"F32", "F16", "BF16"}
+#: The types of floats that are read, in safetensors' spelling.
+FLOATS = {"F32", "F16", "BF16"}
 
 
 class Checkpoint(ABC):
@@ -84,7 +85,7 @@ class SafetensorsCheckpoint(Checkpoint):
 
     def shape(self, name: str) -> tuple[int, ...]:
         tensor = self.stored[name]
-        if tensor.dtype not in _FLOATS:
+        if tensor.dtype not in FLOATS:
             raise CheckpointError(f"tensor {name!r} is stored as {tensor.dtype}, not as F32, F16 or BF16")
         return tensor.shape
 
@@ -99,14 +100,14 @@ class SafetensorsCheckpoint(Checkpoint):
         stored = self.stored[name]
         if self._open is None or self._open[0] != stored.path:
             self._open = None  # a file that is mapped takes memory
-            with _open(stored.path) as file:
+            with open_safetensors(stored.path) as file:
                 self._open = (stored.path, file)
         data: torch.Tensor = self._open[1].get_tensor(stored.name)
         return data
 
 
 @contextmanager
-def _open(path: Path) -> Iterator[Any]:
+def open_safetensors(path: Path) -> Iterator[Any]:
     """An open safetensors file. Raises CheckpointError."""
     try:
         yield safe_open(path, framework="pt")
@@ -142,7 +143,7 @@ def _scan(directory: Path, names: TensorNames) -> dict[str, Stored]:
     """All tensors that the checkpoint's headers list, by the names that a checkpoint with an LM head gives them."""
     stored: dict[str, Stored] = {}
     for path in _files(directory):
-        with _open(path) as file:
+        with open_safetensors(path) as file:
             for name in file.keys():  # noqa: SIM118
                 view = file.get_slice(name)
                 stored[name] = Stored(path, name, tuple(view.get_shape()), view.get_dtype())

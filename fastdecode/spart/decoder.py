@@ -22,6 +22,7 @@ from fastdecode.spart.batch import Sampled, StepBatch, StepOutput
 from fastdecode.spart.config import ModelConfig
 from fastdecode.spart.exchange import Exchange, SlotViews, link_rows, make_exchange
 from fastdecode.spart.layers import ACTIVATIONS, make_norm, norm_heads
+from fastdecode.spart.lora.adapters import AdapterRows, adapted_product
 from fastdecode.spart.prompt import PromptCache, PromptChunk
 from fastdecode.spart.prompt_logprobs import Scorer
 from fastdecode.spart.rope import RotaryEmbedding, rotate
@@ -121,6 +122,11 @@ class SPart:
         return self._prompts.nbytes
 
     @property
+    def adapters(self) -> tuple[str, ...]:
+        """The names of the model's LoRA adapters, in the order of a chunk's `adapter`."""
+        return self.model.adapters
+
+    @property
     def config(self) -> ModelConfig:
         return self._config
 
@@ -179,7 +185,7 @@ class StepRows:
     """The rows of a step: their tokens and positions, where each chunk's rows stand, and how tokens are drawn.
 
     `uploaded` is the step's table on the device: "tokens" and "positions", int64 [rows], "last rows", int64 [sampled
-    chunks], and the arrays that `sampler` and `scorer` have added.
+    chunks], and the arrays that `sampler`, `scorer` and `adapters` have added.
     """
 
     def __init__(self, spart: SPart, batch: StepBatch):
@@ -217,7 +223,9 @@ class StepRows:
         specs = [chunk.sample for chunk in chunks if chunk.sample is not None]
         self.sampler = Sampler(specs, config.vocab_size, table)
         self.scorer = Scorer(chunks, (stops - lengths).tolist(), config.vocab_size, table)
+        adapters = AdapterRows(chunks, len(spart.model.adapters), table)
         self.uploaded = table.upload(spart.model.device)
+        self.adapters = adapters.on_device(self.uploaded)
 
 
 class _StepState:
@@ -226,7 +234,7 @@ class _StepState:
     def __init__(self, spart: SPart, rows: StepRows, exchange: Exchange):
         c = spart.model.config
         self._norm, self._activation, self._config = spart._norm, spart._activation, c
-        self._prompts, self._exchange = rows.prompts, exchange
+        self._prompts, self._exchange, self._adapters = rows.prompts, exchange, rows.adapters
         positions = rows.uploaded["positions"]
         self.x = spart._embed(rows.uploaded["tokens"], positions)
         n, n_attend = len(exchange.kv), len(exchange.q)
@@ -245,7 +253,7 @@ class _StepState:
         """Compute the layer's Q, K and V rows from the residual stream, ready to be posted."""
         c = self._config
         h = self._norm(self.x, layer.attention_norm) if c.norm_first else self.x
-        heads = layer.qkv(h).view(len(h), -1, c.head_size)
+        heads = adapted_product(layer.qkv, h, self._adapters).view(len(h), -1, c.head_size)
         q, k, v = torch.split(heads, [c.n_q_heads, c.n_kv_heads, c.n_kv_heads], dim=1)
         if layer.q_norm is not None and layer.k_norm is not None:
             q, k = norm_heads(q, layer.q_norm, c.norm_eps), norm_heads(k, layer.k_norm, c.norm_eps)
@@ -270,16 +278,16 @@ class _StepState:
         if self._mixed and self._n_attend:
             self._o[: self._n_attend].copy_(self._exchange.o)
         norm_first = self._config.norm_first
-        self.x.add_(layer.o(self._o), alpha=self._config.residual_scale)
+        self.x.add_(adapted_product(layer.o, self._o, self._adapters), alpha=self._config.residual_scale)
         if not norm_first:
             self.x = self._norm(self.x, layer.attention_norm)
         h = self._norm(self.x, layer.mlp_norm) if norm_first else self.x
-        up = layer.up(h)
+        up = adapted_product(layer.up, h, self._adapters)
         if self._config.gated:
             gate, value = up.chunk(2, dim=1)
             up = self._activation(gate).mul_(value)
         else:
             up = self._activation(up)
-        self.x.add_(layer.down(up), alpha=self._config.residual_scale)
+        self.x.add_(adapted_product(layer.down, up, self._adapters), alpha=self._config.residual_scale)
         if not norm_first:
             self.x = self._norm(self.x, layer.mlp_norm)

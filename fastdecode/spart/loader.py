@@ -27,6 +27,8 @@ from fastdecode.spart.linears.dense import DenseEmbedding, make_dense
 from fastdecode.spart.linears.grouped import GroupedEmbedding, GroupedLinear
 from fastdecode.spart.linears.quantised import ACTIVATION_BITS, BITS, HEAD_BITS, Quantised, quantise
 from fastdecode.spart.linears.stack import make_linear
+from fastdecode.spart.lora.adapters import AdaptedLinear, AdapterSet
+from fastdecode.spart.lora.files import Adapter
 from fastdecode.spart.quantised_files import QuantisedCheckpoint
 from fastdecode.spart.served import TORCH_DTYPES
 from fastdecode.spart.weights import Blueprint, Model, Weights
@@ -43,13 +45,15 @@ def load_model(
     dtype: torch.dtype | str = "auto",
     progress: bool = False,
     weights: str = "auto",
+    adapters: Sequence[Adapter] = (),
 ) -> Model:
     """Load a checkpoint for inference.
 
     `dtype` is the dtype of activations and of weights that are not quantised: a torch dtype, "fp32", "bf16", "fp16" or
     "auto" (see choose_dtype). `weights` is the format of the linears in memory: "auto" (as stored), "dense" (in
-    `dtype`), "int8" or "int4" (rounded at load). `progress` shows a progress bar on stderr. Raises CheckpointError; if
-    a tensor is missing or has another shape, the message names it.
+    `dtype`), "int8" or "int4" (rounded at load). `progress` shows a progress bar on stderr. `adapters` are LoRA
+    adapters that chunks may use. Raises CheckpointError; if a tensor is missing or has another shape, the message names
+    it.
     """
     path, device = Path(path), torch.device(device)
     config = read_config(path)
@@ -60,14 +64,16 @@ def load_model(
     wanted = _Wanted()
     blueprint.weights(wanted)
     _match(wanted.shapes, checkpoint, config)
+    adapter_set = AdapterSet(adapters)
+    adapter_set.check(block_linears(config))
     parameters = sum(map(math.prod, wanted.shapes.values()))
     units: dict[str, Any] = {"unit": "", "unit_scale": True}
     with (
         torch.inference_mode(),
         tqdm(total=parameters, desc="loading weights", disable=not progress, **units) as bar,
     ):
-        loaded = blueprint.weights(_Loading(checkpoint, device, dtype, weights, bar))
-    return Model(config, loaded, device, dtype, parameters, _weight_bytes(loaded))
+        loaded = blueprint.weights(_Loading(checkpoint, device, dtype, weights, adapter_set, bar))
+    return Model(config, loaded, device, dtype, parameters, _weight_bytes(loaded), adapter_set.names)
 
 
 def open_checkpoint(path: Path, config: ModelConfig) -> Checkpoint:
@@ -77,6 +83,15 @@ def open_checkpoint(path: Path, config: ModelConfig) -> Checkpoint:
     if config.quantisation:
         return QuantisedCheckpoint(path, config.names, config.quantisation)
     return SafetensorsCheckpoint(path, config.names)
+
+
+def block_linears(config: ModelConfig) -> dict[str, tuple[int, int]]:
+    """(out, in) of each linear of the model's blocks as the checkpoint stores it, by its name. These are the linears
+    that adapters may change."""
+    wanted = _Wanted()
+    Blueprint(config, own_head=not config.tied).weights(wanted)
+    first = config.names.block.partition("{i}")[0]
+    return {name: shape for name, shape in wanted.linears.items() if name.startswith(first)}
 
 
 def parameter_count(config: ModelConfig) -> int:
@@ -135,13 +150,14 @@ class _Wanted:
 
     def __init__(self) -> None:
         self.shapes: dict[str, tuple[int, ...]] = {}
+        self.linears: dict[str, tuple[int, int]] = {}  # (out, in) of each linear of the model, by its module's name
 
     def tensor(self, name: str, *shape: int) -> Any:
         self.shapes[name] = shape
 
     def linear(self, names: Sequence[str], outs: Sequence[int], width: int, bias: bool, head: bool = False) -> Any:
         for name, out in zip(names, outs, strict=True):
-            self.shapes[f"{name}.weight"] = (out, width)
+            self.shapes[f"{name}.weight"] = self.linears[name] = (out, width)
         for name, out in zip(names, outs, strict=True):
             if bias:
                 self.shapes[f"{name}.bias"] = (out,)
@@ -157,11 +173,19 @@ class _Wanted:
 class _Loading:
     """The ParameterReader that makes parameters from a checkpoint."""
 
-    def __init__(self, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, weights: str, progress: Any):
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        device: torch.device,
+        dtype: torch.dtype,
+        weights: str,
+        adapters: AdapterSet,
+        progress: Any,
+    ):
         """`weights` as in load_model."""
         self._checkpoint, self._device, self._dtype = checkpoint, device, dtype
         self._bits, self._as_stored = BITS.get(weights), weights == "auto"
-        self._progress = progress
+        self._adapters, self._progress = adapters, progress
 
     def _matrix(self, name: str) -> torch.Tensor | Quantised:
         matrix = self._checkpoint.matrix(f"{name}.weight")
@@ -184,7 +208,8 @@ class _Loading:
         )
         self._progress.update(sum(outs) * width)
         _return_free_memory()
-        return linear
+        change = self._adapters.change(names, outs, width, self._device, self._dtype)
+        return linear if change is None else AdaptedLinear(linear, change)
 
     def embedding(self, name: str, rows: int, width: int) -> Embedding:
         matrix = self._matrix(name)

@@ -45,7 +45,9 @@ def _layer_bytes(model: ServedModel, rows: int) -> int:
     limits = {limit for limit in (*shape.windows, *shape.options.segments) if limit}
     attention += sum(min(rows, BLOCK_ROWS) * (min(rows, BLOCK_ROWS) + limit) * (itemsize + single) for limit in limits)
     mlp = rows * itemsize * (2 * widest + 2 * hidden)
-    return norm + max(rows * itemsize * (q + kv), attention, mlp)
+    # The inputs of a linear and their changes, in the activation dtype and in that of the adapters.
+    changes = rows * (itemsize + single) * 2 * widest if model.adapters else 0
+    return norm + max(rows * itemsize * (q + kv), attention, mlp) + changes
 
 
 def _sampling_bytes(model: ServedModel, sampled: int) -> int:

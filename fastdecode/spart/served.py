@@ -17,6 +17,7 @@ class ServedModel:
     __slots__ = ()
 
     dtype: torch.dtype  # of weights and activations
+    adapters: tuple[str, ...]  # the names of its LoRA adapters, in the order of a chunk's `adapter`
 
     @property
     def shape(self) -> AttentionShape:

@@ -63,6 +63,7 @@ class Model(ServedModel):
     dtype: torch.dtype  # of activations, and of weights that are not quantised
     parameters: int  # how many numbers the checkpoint has; a tied head counts once
     weight_bytes: int  # memory that the linears and embeddings take
+    adapters: tuple[str, ...] = ()
 
     @property
     def shape(self) -> ModelConfig:

@@ -251,6 +251,8 @@ def test_perplexity_and_spart_print_a_row_a_format_of_the_weights():
         for weights in ("dense", "int8")
     ]
     assert all(row["seconds"] > 0 for row in rows)
+    rows = json.loads(bench("spart", "--weights", "dense", "--batch", "3", "--lora", "2", *short[4:]))["rows"]
+    assert [row["adapters"] for row in rows] == ["1 adapter", "2 adapters", "base model"]
 
 
 def test_a_bystander_is_timed_beside_three_loads_and_undisturbed():

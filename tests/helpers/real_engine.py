@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from fastdecode.daemon.rnode import RNode
 from fastdecode.engine.engine import Engine
 from fastdecode.spart.backend import choose_backend
+from fastdecode.spart.lora.files import Adapter
 from fastdecode.transports.registry import connect
 
 
@@ -26,12 +27,13 @@ async def real_engine(
     max_batch_tokens: int = 64,
     url: str | None = None,
     backend: str = "native",
+    adapters: Sequence[Adapter] = (),
     **options: Any,
 ) -> AsyncIterator[Engine]:
     """A started engine. The R-node listens at `url`; `options` go to Engine."""
     torch.set_num_threads(1)
     chosen = choose_backend(backend, checkpoint)
-    model = chosen.load(torch.device("cpu"), torch.float32, progress=False)
+    model = chosen.load(torch.device("cpu"), torch.float32, adapters=adapters)
     hello = model.hello(
         n_slots=mini_batches,
         max_rows=max_batch_tokens,

@@ -7,12 +7,16 @@ from typing import Any, Protocol
 
 import torch
 
+from fastdecode.spart.lora.adapters import AdapterRows
+
 #: The function's name in transformers' AttentionInterface. There is no mask function of this name, so no mask is made.
 ATTENTION = "fastdecode"
 
 
 class ForwardPass(Protocol):
     """One pass of a step's rows through the model; decoder.py implements it."""
+
+    adapters: AdapterRows | None  # None: no row of the step uses an adapter
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Attention of one layer: q [1, n_q_heads, rows, k_size], k and v with KV heads -> O [1, rows, n_q_heads,

@@ -106,6 +106,7 @@ class _Forward:
 
     def __init__(self, spart: HFSPart, rows: StepRows, exchange: Exchange, timeout: float):
         self._spart, self._rows, self._exchange, self._timeout = spart, rows, exchange, timeout
+        self.adapters = rows.adapters
         config = spart.model.config
         self._layers, self._scale = config.layers, config.softmax_scale
         self._n_kv, self._size = config.n_kv_heads, config.head_size

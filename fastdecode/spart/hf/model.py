@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,13 @@ import torch
 
 from fastdecode.spart.config import CheckpointError, first_line
 from fastdecode.spart.hf import adapters
-from fastdecode.spart.hf.attention import ATTENTION, register, split_attention
+from fastdecode.spart.hf.attention import ATTENTION, register, running, split_attention
 from fastdecode.spart.hf.config import HFConfig, read_configs
 from fastdecode.spart.linears.dense import can_pack
 from fastdecode.spart.linears.quantised import BITS, HEAD_BITS
 from fastdecode.spart.linears.stack import make_linear
+from fastdecode.spart.lora.adapters import AdapterSet, Change
+from fastdecode.spart.lora.files import Adapter
 from fastdecode.spart.served import TORCH_DTYPES, ServedModel
 
 
@@ -29,6 +32,7 @@ class HFModel(ServedModel):
     dtype: torch.dtype  # of weights and activations
     parameters: int
     weight_bytes: int  # memory that the parameters take
+    adapters: tuple[str, ...] = ()
 
     @property
     def shape(self) -> HFConfig:
@@ -49,10 +53,12 @@ def load_hf_model(
     dtype: torch.dtype | str = "auto",
     progress: bool = False,
     weights: str = "auto",
+    lora: Sequence[Adapter] = (),
 ) -> HFModel:
     """Load a checkpoint for inference. The arguments are those of spart.loader.load_model. Raises CheckpointError."""
     config, generation = read_configs(directory)
     split = HFConfig.from_configs(config, generation)
+    adapter_set = AdapterSet(lora)
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
@@ -61,6 +67,8 @@ def load_hf_model(
     if isinstance(dtype, str):
         dtype = TORCH_DTYPES[split.dtype if dtype == "auto" else dtype]
     factory: Any = AutoModelForCausalLM
+    if lora:
+        adapter_set.check(_linears(config))
     bars: Any = logging
     if not progress:
         bars.disable_progress_bar()
@@ -84,9 +92,12 @@ def load_hf_model(
     if bits or can_pack(device, dtype):
         with torch.inference_mode():
             _replace_linears(module, module.get_output_embeddings(), bits)
+    change_bytes = _adapt_linears(module, adapter_set, device, dtype)
     own = sum(linear.nbytes for part in module.modules() if isinstance(part, _LinearModule) for linear in [part.linear])
     rest = sum(p.nbytes for p in module.parameters() if p.device.type != "meta")
-    return HFModel(_with_sinks(split, module), module, device, dtype, parameters, own + rest)
+    return HFModel(
+        _with_sinks(split, module), module, device, dtype, parameters, own + rest + change_bytes, adapter_set.names
+    )
 
 
 def _with_sinks(config: HFConfig, module: Any) -> HFConfig:
@@ -124,3 +135,59 @@ def _replace_linears(module: Any, head: Any, bits: int | None) -> None:
             if type(child) is torch.nn.Linear and (bits or child.weight.device.type == "cpu"):
                 with contextlib.suppress(AttributeError):
                     setattr(parent, name, _LinearModule(child, bits and (HEAD_BITS if child is head else bits)))
+
+
+class _AdaptedModule(torch.nn.Module):
+    """A linear of the model, with the changes of the adapters that the step's rows use."""
+
+    def __init__(self, base: torch.nn.Module, change: Change):
+        super().__init__()
+        self.base, self.change = base, change
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The base's, for code that asks a layer for its dtype or shape."""
+        return self.base.get_parameter("weight")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [1, rows, in] or [rows, in] -> the same with the linear's outputs."""
+        y: torch.Tensor = self.base(x)
+        forward = running.forward
+        if forward is not None and (rows := forward.adapters) is not None:
+            (of_rows, ins) = (y, x) if x.ndim == 2 else (y[0], x[0])
+            if len(ins) != rows.n_rows:
+                raise RuntimeError(f"a linear with adapters got {len(ins)} of the step's {rows.n_rows} rows")
+            self.change.add(of_rows, ins, rows)
+        return y
+
+
+def block_linears(directory: Path) -> dict[str, tuple[int, int]]:
+    """(out, in) of each linear of a checkpoint's model but the LM head, by its name. Raises CheckpointError."""
+    return _linears(read_configs(directory)[0])
+
+
+def _linears(config: Any) -> dict[str, tuple[int, int]]:
+    from transformers import AutoModelForCausalLM
+
+    factory: Any = AutoModelForCausalLM
+    with torch.device("meta"):
+        model = factory.from_config(config)
+    head, shapes = model.get_output_embeddings(), {}
+    for name, module in model.named_modules():
+        if type(module) is torch.nn.Linear and module is not head:
+            shapes[name] = (module.out_features, module.in_features)
+        elif type(module).__name__ == "Conv1D":  # GPT-2: the weight is [in, out]
+            shapes[name] = (module.nf, module.nx)
+    return shapes
+
+
+def _adapt_linears(module: Any, adapters: AdapterSet, device: torch.device, dtype: torch.dtype) -> int:
+    """Let the linears that adapters change apply these changes; returns the memory that the adapters take, in bytes."""
+    nbytes = 0
+    for name, (outs, ins) in adapters.modules.items():
+        parent, child = module.get_submodule(name.rpartition(".")[0]), module.get_submodule(name)
+        change = adapters.change([name], [outs], ins, device, dtype)
+        assert change is not None, "the name is that of a linear which an adapter changes"
+        setattr(parent, name.rpartition(".")[2], _AdaptedModule(child, change))
+        nbytes += change.nbytes
+    return nbytes

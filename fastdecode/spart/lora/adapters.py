@@ -1,0 +1,158 @@
+"""The adapters of a model, applied to the rows of a step that use them.
+
+A step sorts its rows by adapter once. A linear with adapters then takes two grouped products for all of them together:
+the rows times A of their adapters, and the result times B. Rows of the base model are not touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from fastdecode.spart.config import CheckpointError
+from fastdecode.spart.linears.base import Linear
+from fastdecode.spart.linears.products import grouped_product
+
+if TYPE_CHECKING:
+    from fastdecode.spart.batch import Chunk
+    from fastdecode.spart.lora.files import Adapter
+    from fastdecode.spart.step_table import StepTable
+
+#: Ranks are padded with zeros to a multiple of this, which torch's grouped product needs.
+_RANK_UNIT = 8
+
+
+class AdapterRows:
+    """Which rows of a step use which adapter: `index` int64 has the rows that use one, sorted by adapter, and `ends`
+    int32 [adapters] the end of each adapter's rows in it."""
+
+    __slots__ = ("_any", "ends", "index", "n_rows")
+
+    index: torch.Tensor
+    ends: torch.Tensor
+
+    def __init__(self, chunks: Sequence[Chunk], n_adapters: int, table: StepTable):
+        """Adds its arrays to the step's table. Raises ValueError for an adapter that the model does not have."""
+        of_chunks = np.array([-1 if chunk.adapter is None else chunk.adapter for chunk in chunks])
+        if of_chunks.min() < -1 or of_chunks.max() >= n_adapters:
+            raise ValueError(f"a chunk has adapter {of_chunks.max()}; the model has {n_adapters}")
+        of_rows = of_chunks.repeat([len(chunk.tokens) for chunk in chunks])
+        order = of_rows.argsort(kind="stable")
+        ends = of_rows[order].searchsorted(np.arange(-1, n_adapters), side="right")
+        self.n_rows, self._any = len(order), bool(ends[0] < len(order))
+        if self._any:
+            table.add("adapter rows", order[ends[0] :])
+            table.add("adapter ends", (ends[1:] - ends[0]).astype(np.int32))
+
+    def on_device(self, uploaded: Mapping[str, torch.Tensor]) -> AdapterRows | None:
+        """Itself, with its arrays of the uploaded table; None if no row uses an adapter."""
+        if not self._any:
+            return None
+        self.index, self.ends = uploaded["adapter rows"], uploaded["adapter ends"]
+        return self
+
+
+class Change:
+    """What the adapters add to one linear's output."""
+
+    __slots__ = ("_a", "_b")
+
+    def __init__(self, a: torch.Tensor, b: torch.Tensor):
+        """a [adapters, in, rank] and b [adapters, rank, out], of one float dtype."""
+        self._a, self._b = a, b
+
+    def add(self, y: torch.Tensor, x: torch.Tensor, rows: AdapterRows) -> None:
+        """Add to y [n, out], the linear's output of the step's rows x [n, in]."""
+        inner = grouped_product(x.index_select(0, rows.index).to(self._a.dtype), self._a, rows.ends)
+        y.index_add_(0, rows.index, grouped_product(inner, self._b, rows.ends).to(y.dtype))
+
+    @property
+    def nbytes(self) -> int:
+        return self._a.nbytes + self._b.nbytes
+
+
+class AdaptedLinear(Linear):
+    """A linear that adapters change for the rows that use them; `adapted_product` applies the changes."""
+
+    __slots__ = ("_base", "change")
+
+    def __init__(self, base: Linear, change: Change):
+        self._base, self.change = base, change
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self._base(x)
+
+    @property
+    def nbytes(self) -> int:
+        return self._base.nbytes + self.change.nbytes
+
+
+def adapted_product(linear: Linear, x: torch.Tensor, rows: AdapterRows | None) -> torch.Tensor:
+    """The linear's output of a step's rows x [n, in], with the changes of their adapters; `rows` None: no row has
+    one."""
+    y = linear(x)
+    if rows is not None and isinstance(linear, AdaptedLinear):
+        linear.change.add(y, x, rows)
+    return y
+
+
+class AdapterSet:
+    """The adapters that a model is loaded with. A chunk's `adapter` is an index into `names`."""
+
+    def __init__(self, adapters: Sequence[Adapter] = ()):
+        self._adapters = tuple(adapters)
+        self.names = tuple(adapter.name for adapter in adapters)
+
+    @property
+    def modules(self) -> dict[str, tuple[int, int]]:
+        """(out, in) of every linear that an adapter changes, by its name."""
+        return {name: (m.outs, m.ins) for adapter in self._adapters for name, m in adapter.modules.items()}
+
+    def check(self, linears: Mapping[str, tuple[int, int]]) -> None:
+        """Raise CheckpointError for an adapter of another model. `linears` are the linears that adapters may change:
+        (out, in) by their names."""
+        for adapter in self._adapters:
+            for name, module in adapter.modules.items():
+                shape = linears.get(name)
+                if shape is None:
+                    raise CheckpointError(
+                        f"adapter {adapter.name!r} changes {name!r}, which is no linear of this model's blocks"
+                    )
+                if shape != (module.outs, module.ins):
+                    raise CheckpointError(
+                        f"adapter {adapter.name!r} is for another model: its {name!r} is {module.outs} x {module.ins}, "
+                        f"the model's {shape[0]} x {shape[1]}"
+                    )
+
+    def change(
+        self, names: Sequence[str], outs: Sequence[int], ins: int, device: torch.device, dtype: torch.dtype
+    ) -> Change | None:
+        """The change of a linear that stacks the linears `names`, of which the i-th is [outs[i], ins]; None if no
+        adapter changes any of them.
+
+        Each part has columns of A of its own, so that B is zero outside the part's rows. On a CPU the change is
+        computed in fp32, because oneDNN's 16-bit products of few rows take several times as long as fp32 ones.
+        """
+        dtype = torch.float32 if device.type == "cpu" else dtype
+        ranks = [self._rank(name) for name in names]
+        if not any(ranks):
+            return None
+        rank = -(-sum(ranks) // _RANK_UNIT) * _RANK_UNIT
+        a = torch.zeros(len(self._adapters), ins, rank)
+        b = torch.zeros(len(self._adapters), rank, sum(outs))
+        for i, adapter in enumerate(self._adapters):
+            column = row = 0
+            for name, part_rank, out in zip(names, ranks, outs, strict=True):
+                if name in adapter.modules:
+                    down, up = adapter.factors(name)
+                    a[i, :, column : column + len(down)] = down.T
+                    b[i, column : column + len(down), row : row + out] = up.T
+                column, row = column + part_rank, row + out
+        return Change(a.to(device, dtype), b.to(device, dtype))
+
+    def _rank(self, name: str) -> int:
+        """The largest rank that an adapter has for the linear `name`; 0: no adapter changes it."""
+        return max((a.modules[name].rank for a in self._adapters if name in a.modules), default=0)
