@@ -39,7 +39,7 @@ from fastdecode.engine.scheduling.admission import SCHEDULES
 from fastdecode.engine.scheduling.plan import Outcome, Plan, SchedulerLimits
 from fastdecode.engine.scheduling.queue import StartRate
 from fastdecode.engine.sequence import Sequence
-from fastdecode.engine.stats import EngineObserver, EngineStats, NodeStats, NullObserver, Totals
+from fastdecode.engine.stats import EngineObserver, EngineStats, NodeStats, NullObserver, StepPart, Totals
 from fastdecode.engine.stream import RequestStream
 from fastdecode.transports.base import CallRefused, LinkDown, TransportError
 
@@ -406,6 +406,10 @@ class Engine:
         """Update the R-nodes' counters in `stats`. An R-node that does not answer within 2 s keeps its last ones."""
         await self._control.refresh()
 
+    def timeline(self, n: int) -> list[StepPart]:
+        """The last `n` parts of steps that the S-Part has computed."""
+        return list(self.spart.timeline.last(n))
+
     @property
     def stats(self) -> EngineStats:
         """The engine's counters now; those of the R-nodes are as of the last `refresh`."""
@@ -439,6 +443,9 @@ class Engine:
             calls=counters.get("calls", 0),
             attention_seconds=counters.get("busy_ns", 0) / 1e9,
             kv_bytes_read=counters.get("kv_bytes", 0),
+            rows=counters.get("rows", 0),
+            roofline=counters.get("roofline", 0),
+            answer_seconds=node.answer_seconds,
         )
 
     # -- tasks ----------------------------------------------------------------------------------------------------

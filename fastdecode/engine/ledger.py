@@ -68,6 +68,7 @@ class RNodeLedger:
         self.load = 0  # tokens that the running sequences will have cached once all have their final length
         self.token_bytes = link.lease.page_bytes / PAGE_TOKENS  # of one token's K and V, all layers
         self.bandwidth = Bandwidth()
+        self.answer_seconds = 0.0  # how long the R-node took to answer its last STATS
         self.prefixes = PrefixIndex()
         self.paused: dict[Paused, None] = {}  # the one paused longest ago first
         self.released: list[CachedSequence] = []  # to be named by the next FREE

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Coroutine, Iterable
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
@@ -166,7 +167,9 @@ class RNodeControl:
     async def _refresh(self, node: RNodeLedger) -> None:
         try:
             async with asyncio.timeout(_REFRESH_SECONDS):
+                asked = time.perf_counter()
                 self.counters[node] = counters = await node.link.stats()
+                node.answer_seconds = time.perf_counter() - asked
                 node.record_obtainable(counters.get("pages_max", node.n_pages))
         except LinkDown as error:
             self.mark_lost(node, error)

@@ -38,6 +38,10 @@ class NullObserver:
     def step(self, tokens: int, seconds: float) -> None: ...
 
 
+#: One part of a step: (slot, number, asked, replied, ended); see Part of spart/timeline.py.
+StepPart = tuple[int, int, float, float, float]
+
+
 @dataclass(frozen=True, slots=True)
 class NodeStats:
     """One R-node as the S-node sees it."""
@@ -57,6 +61,9 @@ class NodeStats:
     attention_seconds: float  # time its R-engine has worked for this S-node, as of the last refresh
     kv_bytes_read: int  # as of the last refresh
     calls: int  # layers of steps, as of the last refresh
+    rows: int  # rows of those calls
+    roofline: int  # bytes a second at which the R-node's threads can read memory; 0: it has not measured that
+    answer_seconds: float  # time that the last refresh took, over the control connection; 0 before the first
 
 
 @dataclass(slots=True)

@@ -17,6 +17,7 @@
     weights      Model: configuration and parameters
     batch        what the scheduler hands to the S-Part for a step, and gets back
     decoder      SPart: one step of one mini-batch, a generator that yields while the R-nodes attend
+    timeline     when the S-Part computed and waited, for the page of the cluster
     exchange     the ways of a step's Q, K, V and O rows to the slots of its links and back
     exchange_kernels   CUDA kernels that will do the same; nothing launches them yet
     prompt       attention of prompts, which the S-node computes

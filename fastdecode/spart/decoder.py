@@ -28,6 +28,7 @@ from fastdecode.spart.prompt_logprobs import Scorer
 from fastdecode.spart.rope import RotaryEmbedding, rotate
 from fastdecode.spart.sampling import Sampler
 from fastdecode.spart.step_table import StepTable
+from fastdecode.spart.timeline import StepClock, Timeline
 from fastdecode.spart.weights import Layer, Model
 from fastdecode.transports.base import Link, Pending
 
@@ -42,6 +43,7 @@ class SPart:
         """`links` is used as it is, not copied: the caller may append or replace a link between steps."""
         self.model, self.links = model, links
         self._config, self._weights = model.config, model.weights
+        self.timeline = Timeline()
         self._views: dict[tuple[int, int], SlotViews] = {}
         self._prompts = PromptCache(model.config, model.device, model.dtype)
         self._norm = make_norm(model.config)
@@ -60,8 +62,7 @@ class SPart:
         """
         rows = StepRows(self, batch)
         exchange = make_exchange(batch.slot, rows.link_rows, self.model.device)
-        s_seconds, r_seconds = 0.0, 0.0
-        resumed = rows.started
+        clock = StepClock(self.timeline, batch.slot, rows.started)
         try:
             exchange.arm()
             state = _StepState(self, rows, exchange)
@@ -69,12 +70,11 @@ class SPart:
                 state.project(layer)
                 exchange.post(i, batch.layer_timeout)
                 state.attend_prompts(i)
-                s_seconds += time.perf_counter() - resumed
+                clock.part_ended()
                 yield exchange.pending
-                asked = time.perf_counter()
+                clock.waits()
                 exchange.wait(batch.layer_timeout)
-                resumed = time.perf_counter()
-                r_seconds += resumed - asked
+                clock.replied()
                 state.finish(layer)
         except BaseException:
             exchange.settle(batch.layer_timeout)
@@ -89,11 +89,12 @@ class SPart:
             logits = state.x.new_empty(0, self._config.vocab_size, dtype=torch.float32)
         sampled = self._sample(logits, rows)
         scores = rows.scorer(lambda part: self._logits(state.x, rows.uploaded["scored rows"][part]), rows.uploaded)
+        clock.part_ended()
         return StepOutput(
             scores=scores,
             sampled=sampled,
-            s_seconds=s_seconds + time.perf_counter() - resumed,
-            r_wait_seconds=r_seconds,
+            s_seconds=clock.s_seconds,
+            r_wait_seconds=clock.r_wait_seconds,
             kv_bytes=sum(times.kv_bytes for times in link_costs.values()),
             link_costs=link_costs,
             failures=exchange.failures,

@@ -13,7 +13,7 @@ class Engine:
     """Counts, as an engine does, without one."""
 
     def __init__(self) -> None:
-        node = NodeStats("shm:///r", "r", "avx2", 1, True, 200, 200, 50, 3, 0, 1, 1, 0.0, 0, 0)
+        node = NodeStats("shm:///r", "r", "avx2", 1, True, 200, 200, 50, 3, 0, 1, 1, 0.0, 0, 0, 0, 0, 0.0)
         self.stats = EngineStats(running=0, waiting=0, kv_usage=0.25, nodes=[node])
 
 

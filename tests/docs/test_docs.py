@@ -150,7 +150,7 @@ def test_glossary_names_are_those_of_the_code():
 
 
 def test_operations_lists_every_metric():
-    node = NodeStats("u", "n", "avx2", 1, True, 1, 1, 0, 0, 0, 1, 1, 0.0, 0, 0)
+    node = NodeStats("u", "n", "avx2", 1, True, 1, 1, 0, 0, 0, 1, 1, 0.0, 0, 0, 0, 0, 0.0)
     text = Metrics("m", lambda: EngineStats(0, 0, 0.0, [node])).render().decode()
     exposed = {}
     for family in text_string_to_metric_families(text):

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Iterable
 
 from fastdecode.engine.request import EngineError, SamplingParams, TokenEvent
-from fastdecode.engine.stats import EngineStats, NodeStats, NullObserver
+from fastdecode.engine.stats import EngineStats, NodeStats, NullObserver, StepPart
 
 #: A stream's next action: yield a token, wait for the test, or fail.
 Act = int | TokenEvent | asyncio.Event | Exception
@@ -50,7 +50,7 @@ class ScriptedEngine:
     end_tokens = frozenset({1})
 
     def __init__(self, *scripts: Iterable[Act], refusal: EngineError | None = None):
-        self._scripts = list(scripts)
+        self.scripts = list(scripts)
         self._refusal = refusal
         self.prompts: list[list[int]] = []
         self.params: list[SamplingParams] = []
@@ -61,15 +61,19 @@ class ScriptedEngine:
         self.alive = True
 
     def submit(self, prompt_ids: list[int], params: SamplingParams, request_id: str | None = None) -> ScriptedStream:
-        if not self._scripts:
+        if not self.scripts:
             raise self._refusal or AssertionError("one request more than there are scripts")
         self.prompts.append(prompt_ids)
         self.params.append(params)
-        self.streams.append(ScriptedStream(self._scripts.pop(0)))
+        self.streams.append(ScriptedStream(self.scripts.pop(0)))
         return self.streams[-1]
 
     async def refresh(self) -> None:
         """Does nothing: the counters are always up to date."""
+
+    def timeline(self, n: int) -> list[StepPart]:
+        """Two parts of one step: the S-Part computes, waits, and computes again."""
+        return [(0, 0, 1.0, 1.0, 1.001), (0, 1, 1.001, 1.003, 1.004)][-n:]
 
     @property
     def stats(self) -> EngineStats:
@@ -89,5 +93,8 @@ class ScriptedEngine:
             attention_seconds=1.5,
             kv_bytes_read=7,
             calls=9,
+            rows=18,
+            roofline=10**10,
+            answer_seconds=0.001,
         )
         return EngineStats(running=2, waiting=1, kv_usage=0.25, nodes=[node])

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import time
 from collections.abc import Generator
 from typing import Any
 
@@ -22,6 +21,7 @@ from fastdecode.spart.exchange import Exchange, SlotViews, make_exchange
 from fastdecode.spart.hf.attention import running
 from fastdecode.spart.hf.model import HFModel
 from fastdecode.spart.prompt import PromptCache
+from fastdecode.spart.timeline import StepClock, Timeline
 from fastdecode.transports.base import Link, Pending
 
 
@@ -33,6 +33,7 @@ class HFSPart(SPart):
         self.model: Any = model
         self.links = links
         self._config: Any = model.config
+        self.timeline = Timeline()
         self._views: dict[tuple[int, int], SlotViews] = {}
         self._prompts = PromptCache(self._config, model.device, model.dtype)
         self._keeps_some_logits = "logits_to_keep" in inspect.signature(model.module.forward).parameters
@@ -46,8 +47,7 @@ class HFSPart(SPart):
         forward = _Forward(self, rows, exchange, batch.layer_timeout)
         # Every resume comes from this generator, so the greenlet's parent is whichever frame resumes it.
         paused = greenlet(forward.run)
-        s_seconds, r_seconds = 0.0, 0.0
-        resumed = rows.started
+        clock = StepClock(self.timeline, batch.slot, rows.started)
         try:
             exchange.arm()
             while True:
@@ -55,16 +55,13 @@ class HFSPart(SPart):
                 paused.parent = _current()
                 with torch.inference_mode():
                     logits = paused.switch()
-                now = time.perf_counter()
-                s_seconds += now - resumed
                 if paused.dead:
                     break
+                clock.part_ended()
                 yield exchange.pending
-                asked = time.perf_counter()
+                clock.waits()
                 exchange.wait(batch.layer_timeout)
-                resumed = time.perf_counter()
-                r_seconds += resumed - asked
-            resumed = time.perf_counter()
+                clock.replied()
             scored = logits[len(rows.sampled) :]
             with torch.inference_mode():
                 sampled = self._sample(logits[: len(rows.sampled)], rows)
@@ -82,11 +79,12 @@ class HFSPart(SPart):
             raise
         link_costs = exchange.disarm()
         self._end_prompts(rows, exchange)
+        clock.part_ended()
         return StepOutput(
             scores=scores,
             sampled=sampled,
-            s_seconds=s_seconds + time.perf_counter() - resumed,
-            r_wait_seconds=r_seconds,
+            s_seconds=clock.s_seconds,
+            r_wait_seconds=clock.r_wait_seconds,
             kv_bytes=sum(times.kv_bytes for times in link_costs.values()),
             link_costs=link_costs,
             failures=exchange.failures,

@@ -1,0 +1,66 @@
+"""The timeline of the S-Part: when it computed the parts of each step, and when it waited for R-nodes.
+
+A step of a model with n layers has n + 1 parts. Part 0 ends when the first layer's rows are posted; each later part
+begins with the wait for the R-nodes' reply. From the end of one part to the reply at the beginning of the next one, the
+R-nodes have the rows: that is the R-Part of the step.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from typing import NamedTuple
+
+#: Parts that a timeline keeps: at 32 layers, those of the last 120 steps.
+_KEPT = 4096
+
+
+class Part(NamedTuple):
+    """One part of a step. Times are those of time.perf_counter, in seconds."""
+
+    slot: int  # of the step's mini-batch
+    number: int  # of the part within the step, from 0
+    asked: float  # the S-Part began to wait for the reply; in part 0 it began to compute
+    replied: float  # it began to compute; in part 0 the same as `asked`
+    ended: float  # the layer's rows were posted, or the step's tokens were drawn
+
+
+class Timeline:
+    """The last parts of all steps. Parts are added in the S-Part's thread, and read in any other."""
+
+    def __init__(self) -> None:
+        self._parts: deque[Part] = deque(maxlen=_KEPT)
+
+    def add(self, part: Part) -> None:
+        self._parts.append(part)
+
+    def last(self, n: int) -> list[Part]:
+        """The last `n` parts, in the order in which they ended."""
+        return list(self._parts)[-n:]  # copying a deque is one operation under the GIL
+
+
+class StepClock:
+    """Measures one step: the sums that StepOutput reports, and its parts for the timeline."""
+
+    def __init__(self, timeline: Timeline, slot: int, started: float):
+        """`started` is the time at which the step began."""
+        self.s_seconds = self.r_wait_seconds = 0.0
+        self._timeline, self._slot = timeline, slot
+        self._number = 0
+        self._asked = self._replied = started
+
+    def part_ended(self) -> None:
+        """Note that the layer's rows are posted, or that the step has ended."""
+        now = time.perf_counter()
+        self.s_seconds += now - self._replied
+        self._timeline.add(Part(self._slot, self._number, self._asked, self._replied, now))
+        self._number += 1
+
+    def waits(self) -> None:
+        """Note that the S-Part waits for the reply from now on."""
+        self._asked = time.perf_counter()
+
+    def replied(self) -> None:
+        """Note that the reply has come, so the S-Part computes from now on."""
+        self._replied = time.perf_counter()
+        self.r_wait_seconds += self._replied - self._asked
