@@ -27,11 +27,11 @@ from tqdm import tqdm
 from fastdecode.bench.attention_peers import PEERS, AttentionPeer, check, installed
 from fastdecode.bench.attention_report import print_report, summary
 from fastdecode.bench.options import print_result
-from fastdecode.bench.roofline import Roofline
 from fastdecode.bench.rpart import RPart
-from fastdecode.bench.shape import Data, Shape, huge_pages
+from fastdecode.bench.shape import Data, Shape
 from fastdecode.daemon.config import parse_bytes
 from fastdecode.daemon.machine import usable_cpus
+from fastdecode.daemon.roofline import Roofline, huge_pages
 from fastdecode.kernels import _native
 from fastdecode.region.contract import KV_DTYPES, PAGE_TOKENS
 

@@ -14,8 +14,9 @@ import torch
 
 from fastdecode.bench.ggml_peer import GgmlFlashAttention
 from fastdecode.bench.openvino_peer import OpenVINOPagedAttention
-from fastdecode.bench.shape import Data, Shape, huge_pages
+from fastdecode.bench.shape import Data, Shape
 from fastdecode.bench.vllm_peer import VllmPagedAttention
+from fastdecode.daemon.roofline import huge_pages
 
 #: Largest error of an element of O for normal K and V, by format. A peer without this format uses a finer one.
 TOLERANCE = {"fp32": 5e-4, "fp16": 5e-3, "bf16": 1e-2, "int8": 4e-2, "fp8": 2e-1, "int4": 2e-1, "int8-int4": 2e-1}

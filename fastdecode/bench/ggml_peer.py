@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from fastdecode.bench.shape import Data, Shape, huge_pages
+from fastdecode.bench.shape import Data, Shape
+from fastdecode.daemon.roofline import huge_pages
 
 #: KV format -> name and number of the nearest ggml type.
 _TYPES = {"fp32": ("f32", 0), "fp16": ("f16", 1), "bf16": ("bf16", 30), "int8": ("q8_0", 8), "int4": ("q4_0", 2)}

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from fastdecode.bench.shape import Data, Shape, huge_pages
+from fastdecode.bench.shape import Data, Shape
+from fastdecode.daemon.roofline import huge_pages
 
 #: KV format -> nearest OpenVINO cache precision.
 _PRECISIONS = {"fp32": "f32", "fp16": "f16", "bf16": "bf16", "int8": "u8", "int4": "u4", "int8-int4": "u8"}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import mmap
 from dataclasses import dataclass
 
 import numpy as np
@@ -44,10 +43,3 @@ class Data:
         kv = rng.standard_normal((2, shape.context, shape.kv_heads, shape.head_size), np.float32).astype(np.float16)
         q = rng.standard_normal((shape.q_heads, shape.head_size), np.float32).astype(np.float16)
         return cls(q, kv[0], kv[1])
-
-
-def huge_pages(n_bytes: int) -> mmap.mmap:
-    """Zeroed memory for rooflines and peers, in huge pages if the OS has them, like the R-engine's."""
-    memory = mmap.mmap(-1, -(-n_bytes // mmap.PAGESIZE) * mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory.madvise(mmap.MADV_HUGEPAGE)
-    return memory

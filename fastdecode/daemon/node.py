@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import uvloop
 
@@ -15,6 +16,9 @@ from fastdecode.daemon.logs import set_up_logging
 from fastdecode.daemon.machine import available_memory, huge_pages, numa_nodes, total_memory, usable_cpus
 from fastdecode.daemon.shutdown import wait_for_shutdown
 from fastdecode.transports.base import TransportError
+
+if TYPE_CHECKING:
+    from fastdecode.daemon.rnode import RNode
 
 log = logging.getLogger(__name__)
 
@@ -106,10 +110,24 @@ async def run_r_node(config: NodeConfig) -> None:
     try:
         for url in await node.serve(config.listen, config.read_secret(), insecure=config.insecure):
             log.info("R-node on %s: %s, %d thread(s), %s of KV-cache", url, node.isa, threads, format_bytes(kv_memory))
+        # Beside the links, because an S-node need not wait for a figure that nothing but the page of the cluster shows.
+        measuring = asyncio.create_task(_measure_roofline(node, config.cpus or usable_cpus()[:threads]))
         await shutdown
+        measuring.cancel()
     finally:
         await node.close()
     log.info("R-node ended")
+
+
+async def _measure_roofline(node: RNode, cpus: Sequence[int]) -> None:
+    from fastdecode.daemon import roofline
+
+    try:
+        node.roofline = await asyncio.to_thread(roofline.measure, cpus)
+    except (OSError, ValueError) as error:
+        log.debug("the memory's read bandwidth was not measured: %s", error)
+    else:
+        log.debug("%d thread(s) read %.1f GB/s", len(cpus), node.roofline / 1e9)
 
 
 if __name__ == "__main__":

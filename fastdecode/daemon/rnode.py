@@ -92,6 +92,7 @@ class RNode:
         self._prefault = prefault
         self._prefault_logs: set[asyncio.Task[None]] = set()
         self._servers: list[Server] = []
+        self.roofline = 0  # bytes a second at which the threads' cores can read memory; 0: not measured
 
     @property
     def isa(self) -> str:
@@ -285,6 +286,7 @@ class REngineGrant:
             "pages_max": self._pages_max(stats["pages_total"]),
             "region_bytes": self._region_bytes,
             "kv_free": self._node.kv_free,
+            "roofline": self._node.roofline,
         }
 
     def close(self) -> None:

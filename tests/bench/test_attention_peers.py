@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from fastdecode.bench.attention_peers import PEERS, TOLERANCE, check, expected
-from fastdecode.bench.roofline import Roofline
 from fastdecode.bench.rpart import RPart
 from fastdecode.bench.shape import Shape
+from fastdecode.daemon.roofline import Roofline
 from fastdecode.region.contract import KV_DTYPES
 
 pytestmark = pytest.mark.quick
