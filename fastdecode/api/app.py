@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
 from fastdecode import __version__
+from fastdecode.api.cluster import ClusterReport, EngineCounts
 from fastdecode.api.defaults import NO_DEFAULTS, SamplingDefaults
 from fastdecode.api.endpoints import Endpoints, ServedModel
 from fastdecode.api.errors import ApiError, json_response
@@ -17,6 +18,7 @@ from fastdecode.api.generation import EngineClient
 from fastdecode.api.health import EngineHealth, health
 from fastdecode.api.metrics import CONTENT_TYPE, Metrics
 from fastdecode.api.middleware import allow_origins, errors_as_json, log_requests, require_key
+from fastdecode.api.page import page_routes
 from fastdecode.api.preparation import Preparation
 from fastdecode.api.runs import Runs
 from fastdecode.api.tokenization import Tokenization
@@ -30,7 +32,7 @@ MAX_BODY_BYTES = 8 * 2**20
 CLOSE: web.AppKey[Callable[[float], Awaitable[None]]] = web.AppKey("close")
 
 
-class EngineLike(EngineClient, EngineHealth, Protocol):
+class EngineLike(EngineClient, EngineHealth, EngineCounts, Protocol):
     """All that the API needs of the engine (engine.engine.Engine)."""
 
     observer: EngineObserver
@@ -39,9 +41,6 @@ class EngineLike(EngineClient, EngineHealth, Protocol):
     def longest_sequence(self) -> int:
         """Tokens of the longest sequence that can be served now; less than `max_model_len` if pages are few."""
         ...
-
-    async def refresh(self) -> None:
-        """Bring the R-nodes' counters in `stats` up to date."""
 
 
 def make_app(
@@ -114,9 +113,14 @@ def make_app(
             code="unsupported_endpoint",
         )
 
+    def state() -> tuple[int, dict[str, Any]]:
+        return health(engine, closing=runs.closing, stalled_after=stalled_after_seconds)
+
     async def report_health(_: web.Request) -> web.Response:
-        status, body = health(engine, closing=runs.closing, stalled_after=stalled_after_seconds)
+        status, body = state()
         return json_response(body, status=status)
+
+    cluster = ClusterReport(engine, metrics, names[0], chat=bool(template), status=lambda: state()[1]["status"])
 
     async def report_metrics(_: web.Request) -> web.Response:
         await engine.refresh()
@@ -145,7 +149,9 @@ def make_app(
             web.get("/v1/models/{name:.+}", one_model),
             web.get("/version", version),
             web.get("/health", report_health),
+            web.get("/cluster", cluster.handle),
             web.get("/metrics", report_metrics),
+            *page_routes(),
         ]
     )
     return app

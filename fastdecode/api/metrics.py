@@ -66,6 +66,14 @@ class Metrics:
         )
         return histogram.labels(**self._labels)
 
+    def latencies(self) -> dict[str, dict[str, list[float]]]:
+        """The histograms of the times to the first and between two tokens: `bounds`, the upper ones of all buckets but
+        the last, in seconds, and `counts`, one for each bucket."""
+        return {
+            "first_token": _counts(self._time_to_first_token),
+            "inter_token": _counts(self._inter_token),
+        }
+
     def render(self) -> bytes:
         """The text exposition format (Prometheus 0.0.4)."""
         return generate_latest(self.registry)
@@ -190,6 +198,13 @@ _NODE_METRICS: tuple[tuple[type, str, str, Callable[[NodeStats], float]], ...] =
     ),
     (CounterMetricFamily, "calls", "Layer calls the R-engine served for this S-node.", lambda node: node.calls),
 )
+
+
+def _counts(histogram: Histogram) -> dict[str, list[float]]:
+    [family] = histogram.collect()
+    up_to = [(float(s.labels["le"]), s.value) for s in family.samples if s.name.endswith("_bucket")]
+    counts = [value - before for (_, value), before in zip(up_to, [0.0, *(value for _, value in up_to)], strict=False)]
+    return {"bounds": [bound for bound, _ in up_to[:-1]], "counts": counts}
 
 
 def _powers_of_two() -> tuple[float, ...]:

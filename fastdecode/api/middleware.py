@@ -16,6 +16,7 @@ from aiohttp import web
 from aiohttp.typedefs import Middleware
 
 from fastdecode.api.errors import ApiError, from_engine
+from fastdecode.api.page import is_page
 from fastdecode.engine.request import EngineError
 
 log = logging.getLogger(__name__)
@@ -23,8 +24,7 @@ access_log = logging.getLogger("fastdecode.api.access")
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
-_OPEN_PATHS = frozenset({"/health"})
-_QUIET_PATHS = frozenset({"/health", "/metrics"})  # probes ask every few seconds, so the level is debug
+_QUIET_PATHS = frozenset({"/health", "/metrics", "/cluster"})  # asked for every few seconds, so the level is debug
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
 
 
@@ -86,7 +86,8 @@ async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
 
 
 def require_key(api_keys: Iterable[str]) -> Middleware:
-    """A middleware that requires `Authorization: Bearer <key>` with one of the keys on every path but /health."""
+    """A middleware that requires `Authorization: Bearer <key>` with one of the keys on every path but /health and those
+    of the page's files."""
     expected = [_digest(key) for key in api_keys]
 
     @web.middleware
@@ -96,7 +97,8 @@ def require_key(api_keys: Iterable[str]) -> Middleware:
         # nor which one it was.
         given = _digest(key.strip())
         known = sum([hmac.compare_digest(given, digest) for digest in expected]) > 0
-        if request.path not in _OPEN_PATHS and not (known and scheme.lower() == "bearer"):
+        is_open = request.path == "/health" or is_page(request.path)
+        if not is_open and not (known and scheme.lower() == "bearer"):
             message = "wrong API key" if key else "no API key: send it as `Authorization: Bearer <key>`"
             raise ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
         notes().client = given.hex() if known else ""
@@ -146,7 +148,7 @@ async def log_requests(request: web.Request, handler: Handler) -> web.StreamResp
         status = response.status
         return response
     finally:
-        quiet = request.path in _QUIET_PATHS and status < 400
+        quiet = (request.path in _QUIET_PATHS or is_page(request.path)) and status < 400
         given = request_id(request)
         fields = {
             "method": request.method,

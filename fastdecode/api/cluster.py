@@ -1,0 +1,79 @@
+"""/cluster: what the engine and the metrics count, in one JSON object for the page."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any, Protocol
+
+import orjson
+from aiohttp import web
+
+from fastdecode import __version__
+from fastdecode.api.metrics import Metrics
+from fastdecode.engine.stats import EngineStats, StepPart
+
+#: A report serves all who ask within this time, so that many open pages cost the R-nodes one question.
+_FRESH_SECONDS = 0.5
+#: Parts of steps in a report: with 32 layers, those of the last six steps.
+_PARTS = 200
+
+
+class EngineCounts(Protocol):
+    """The parts of the engine that count."""
+
+    @property
+    def stats(self) -> EngineStats: ...
+
+    @property
+    def max_model_len(self) -> int: ...
+
+    async def refresh(self) -> None:
+        """Bring the R-nodes' counters in `stats` up to date."""
+
+    def timeline(self, n: int) -> list[StepPart]:
+        """The last `n` parts of steps."""
+        ...
+
+
+class ClusterReport:
+    """Answers GET /cluster."""
+
+    def __init__(self, engine: EngineCounts, metrics: Metrics, model: str, *, chat: bool, status: Callable[[], str]):
+        """`chat`: the model has a chat template. `status()` is the state that /health reports."""
+        self._engine, self._metrics, self._status = engine, metrics, status
+        self._constant = {"version": __version__, "model": model, "chat": chat, "max_model_len": engine.max_model_len}
+        self._body, self._made = b"", float("-inf")
+        self._lock = asyncio.Lock()
+
+    async def handle(self, request: web.Request) -> web.Response:
+        async with self._lock:
+            if time.monotonic() - self._made > _FRESH_SECONDS:
+                self._body = orjson.dumps(await self._report())
+                self._made = time.monotonic()
+        return web.Response(body=self._body, content_type="application/json", headers={"Cache-Control": "no-store"})
+
+    async def _report(self) -> dict[str, Any]:
+        await self._engine.refresh()
+        stats = self._engine.stats
+        return self._constant | {
+            "status": self._status(),
+            "seconds": time.monotonic(),  # only differences between two reports mean anything
+            "running": stats.running,
+            "waiting": stats.waiting,
+            "kv_cache_usage": stats.kv_usage,
+            "totals": asdict(stats.totals),
+            "nodes": [asdict(node) for node in stats.nodes],
+            "timeline": _relative(self._engine.timeline(_PARTS)),
+            "histograms": self._metrics.latencies(),
+        }
+
+
+def _relative(parts: list[StepPart]) -> list[list[int]]:
+    """Parts as [slot, number, asked, replied, ended], times in microseconds since the first one's `asked`."""
+    if not parts:
+        return []
+    origin = min(asked for _, _, asked, _, _ in parts)
+    return [[slot, number, *(round((t - origin) * 1e6) for t in times)] for slot, number, *times in parts]

@@ -1,0 +1,128 @@
+// Charts as SVG: a line of the last values, a histogram, the timeline of mini-batches.
+
+import { el, number, seconds, svg } from "./dom.js";
+
+/** A small line of values, oldest first. */
+export function sparkline(values) {
+  const [width, height] = [120, 28];
+  const most = Math.max(...values, 1e-9);
+  const step = width / Math.max(1, values.length - 1);
+  const points = values.map((value, i) => `${(i * step).toFixed(1)},${(height - 2 - (value / most) * (height - 4)).toFixed(1)}`);
+  const line = svg("polyline", { points: points.join(" "), class: "spark" });
+  return svg("svg", { viewBox: `0 0 ${width} ${height}`, preserveAspectRatio: "none", class: "sparkline", "aria-hidden": "true" }, line);
+}
+
+const FEWEST_BARS = 9;
+
+/** A histogram of `counts` with the upper `bounds`, in seconds, of all but the last; null without a count. */
+export function histogram({ bounds, counts }, name) {
+  const total = counts.reduce((a, b) => a + b, 0);
+  if (!total) return null;
+  // All buckets from the first to the last that counted something, and so many beside them that bars stay slim.
+  let [first, last] = [counts.findIndex((n) => n > 0), counts.findLastIndex((n) => n > 0)];
+  for (let spare = Math.max(2, FEWEST_BARS - (last - first + 1)); spare > 0; spare -= 1) {
+    if ((spare % 2 && first > 0) || last === counts.length - 1) first = Math.max(0, first - 1);
+    else last += 1;
+  }
+  const shown = counts.slice(first, last + 1);
+  const slot = Math.max(36, 560 / shown.length);
+  const every = slot < 54 ? 2 : 1; // edge that has a label
+  const [width, height, base] = [shown.length * slot, 170, 146];
+  const most = Math.max(...shown);
+  const chart = svg("svg", { viewBox: `0 0 ${width} ${height}`, class: "histogram", role: "img" });
+  const says = `p50 ${quantile(0.5)}, p90 ${quantile(0.9)}, p99 ${quantile(0.99)}, ${number(total)} counted`;
+  chart.append(svg("title", {}, `${name}: ${says}`));
+  shown.forEach((n, i) => {
+    const tall = n ? Math.max(2, (n / most) * (base - 22)) : 0;
+    const bar = svg("rect", { x: i * slot + 3, y: base - tall, width: slot - 6, height: tall, rx: 3, class: "bar" });
+    bar.append(svg("title", {}, `${range(first + i)}: ${number(n)}`));
+    chart.append(bar);
+    if (n) chart.append(svg("text", { x: (i + 0.5) * slot, y: base - tall - 5, class: "label" }, number(n)));
+    const edge = bounds[first + i];
+    if (edge !== undefined && i < shown.length - 1 && i % every === 0) chart.append(svg("text", { x: (i + 1) * slot, y: height - 6, class: "tick" }, seconds(edge)));
+  });
+  chart.append(svg("line", { x1: 0, x2: width, y1: base + 0.5, y2: base + 0.5, class: "axis" }));
+  return el("figure", {}, chart, el("figcaption", { className: "faint" }, says));
+
+  function range(i) {
+    if (i >= bounds.length) return `over ${seconds(bounds.at(-1))}`;
+    return i ? `${seconds(bounds[i - 1])} to ${seconds(bounds[i])}` : `up to ${seconds(bounds[0])}`;
+  }
+
+  /** Interpolated within the bucket, as Prometheus does. */
+  function quantile(q) {
+    let below = 0;
+    for (let i = 0; i < counts.length; i += 1) {
+      if (below + counts[i] >= q * total) {
+        if (i >= bounds.length) return `over ${seconds(bounds.at(-1))}`;
+        const from = i ? bounds[i - 1] : 0;
+        return seconds(from + ((q * total - below) / counts[i]) * (bounds[i] - from));
+      }
+      below += counts[i];
+    }
+    return "";
+  }
+}
+
+const SHOWN_PARTS = 72;
+const GAP = 0.02; // seconds without a step that the timeline leaves out
+
+/**
+ * The last parts of steps: two lanes for each mini-batch, S-Part above R-Part. `parts` are [slot, number, asked, replied,
+ * ended] in microseconds (engine/stats.py: StepPart). Returns the chart, the time that it shows, and for how much of it the
+ * S-Part computed.
+ */
+export function timeline(parts) {
+  const shown = parts.slice(-SHOWN_PARTS).sort((a, b) => a[2] - b[2]);
+  if (!shown.length) return null;
+  const slots = [...new Set(shown.map(([slot]) => slot))].sort((a, b) => a - b);
+  const bars = [];
+  const last = new Map(); // slot -> its part before
+  for (const part of shown) {
+    const [slot, n, asked, replied, ended] = part;
+    const before = last.get(slot);
+    bars.push({ slot, lane: 0, kind: "s", from: replied, to: ended, text: n ? `S-Part between layers ${n - 1} and ${n}` : "S-Part before layer 0" });
+    if (replied > asked) bars.push({ slot, lane: 0, kind: "wait", from: asked, to: replied, text: `the S-Part waits for layer ${n - 1}` });
+    if (n && before?.[1] === n - 1) bars.push({ slot, lane: 1, kind: "r", from: before[4], to: replied, text: `R-Part of layer ${n - 1}` });
+    last.set(slot, part);
+  }
+  const clip = clipped(shown);
+  const [width, left, lane, pad] = [1000, 60, 24, 8];
+  const height = slots.length * (2 * lane + pad) + 26;
+  const x = (t) => left + (clip.at(t) / clip.length) * (width - left - 6);
+  const chart = svg("svg", { viewBox: `0 0 ${width} ${height}`, class: "timeline", role: "img", "aria-labelledby": "timeline-title timeline-text" });
+  slots.forEach((slot, i) => {
+    const top = i * (2 * lane + pad);
+    const name = String.fromCharCode(65 + slot);
+    chart.append(svg("text", { x: 4, y: top + lane, class: "name" }, name));
+    ["S", "R"].forEach((part, k) => {
+      chart.append(svg("rect", { x: left, y: top + k * lane + 2, width: width - left - 6, height: lane - 4, class: "lane" }));
+      chart.append(svg("text", { x: left - 10, y: top + k * lane + lane / 2 + 4, class: "lane-name" }, part));
+    });
+  });
+  for (const { slot, lane: k, kind, from, to, text } of bars) {
+    const y = slots.indexOf(slot) * (2 * lane + pad) + k * lane + 2;
+    const rect = svg("rect", { x: x(from).toFixed(2), y, width: Math.max(0.8, x(to) - x(from)).toFixed(2), height: lane - 4, class: kind });
+    rect.append(svg("title", {}, `${text}, ${seconds((to - from) / 1e6)}`));
+    chart.append(rect);
+  }
+  for (let i = 0; i <= 4; i += 1) {
+    const at = left + (i / 4) * (width - left - 6);
+    chart.append(svg("text", { x: at, y: height - 6, class: i === 4 ? "tick end" : i ? "tick" : "tick start" }, seconds(((i / 4) * clip.length) / 1e6)));
+  }
+  const computed = shown.reduce((sum, [, , , replied, ended]) => sum + ended - replied, 0);
+  return { chart, computed, length: clip.length };
+}
+
+/** The time that the parts take, without the gaps between steps: `at(t)` is how much of it has passed at time t. */
+function clipped(parts) {
+  const gaps = [];
+  let end = parts[0][4];
+  for (const [, , asked, , ended] of parts) {
+    if (asked - end > GAP * 1e6) gaps.push([end, asked - end]);
+    end = Math.max(end, ended);
+  }
+  const start = parts[0][2];
+  const at = (t) => t - start - gaps.reduce((sum, [from, length]) => sum + Math.min(length, Math.max(0, t - from)), 0);
+  return { at, length: Math.max(1, at(end)) };
+}
