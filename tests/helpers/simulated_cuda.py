@@ -9,21 +9,16 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
-import shutil
-import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import host_kernels
 import numpy as np
-from sources import ROOT
+from compiled import compiled
 
 from fastdecode.spart.exchange_kernels import ROW_THREADS
 
-DRIVER = ROOT / "tests" / "gpu" / "driver"
-_FLAGS = ["-std=gnu11", "-O2", "-fPIC", "-shared", "-fvisibility=hidden", "-Wl,-soname,libcuda.so.1", "-pthread"]
 DEVICE_MAP = 3  # CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP
 
 
@@ -37,8 +32,6 @@ class CudaError(Exception):
 
 def missing() -> str | None:
     """What this machine lacks for the simulation, or None."""
-    if not shutil.which("gcc"):
-        return "needs gcc"
     if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.bindings") is None:
         return "needs cuda-bindings: pip install cuda-bindings"
     if Path("/dev/nvidiactl").exists():
@@ -52,12 +45,9 @@ class SimulatedCuda:
     _current: SimulatedCuda | None = None
 
     def __init__(self, folder: Path):
-        library = folder / "libcuda.so.1"
-        sources = [str(path) for path in sorted(DRIVER.glob("*.c"))]
-        subprocess.run(["gcc", *_FLAGS, *sources, "-o", str(library)], check=True, timeout=200)
-        self.image = host_kernels.build(folder / "kernels.so")
+        self.image = compiled("kernels.so", folder)
         # cuda-bindings ask the loader for this name, and get the library that has it already.
-        self._sim = ctypes.CDLL(str(library))
+        self._sim = ctypes.CDLL(str(compiled("libcuda.so.1", folder)))
         self._sim.sim_why.restype = ctypes.c_char_p
         self._sim.sim_reset.argtypes = (ctypes.c_uint, ctypes.c_uint, ctypes.c_uint64)
         self._sim.sim_set_memory.argtypes = (ctypes.c_size_t,)

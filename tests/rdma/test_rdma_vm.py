@@ -7,6 +7,7 @@ import sys
 
 import guest
 import pytest
+from compiled import compile_all
 from link_driver import CYCLES
 from rnode_process import KV_BYTES, PULL_THE_PLUG
 from sources import ROOT
@@ -44,19 +45,22 @@ def passed(status: int | None, output: str) -> None:
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_conformance(path):
-    """The conformance suite; on the first path also the tests of RDMA links and of NUMA nodes."""
+def test_conformance(path, tmp_path):
+    """The conformance suite; on the first path also the tests of RDMA links, of NUMA nodes and of devices."""
     which, files = "rdma", ["transports/test_transports.py", "transports/test_link_faults.py"]
     if path == "wire":
         which = "(rdma or numa)"
         files += ["rdma/test_rdma_links.py", "rengine/test_numa.py"]
+        files += ["transports/test_device.py", "gpu/test_replays.py"]
+        compile_all(tmp_path)
     if not ALL:
         if path != "wire":
             pytest.skip("takes minutes, and FASTDECODE_RDMA_ALL is not set")
         which += " and not hand_shake"  # that test starts an R-node for every frame
     host, first = PATHS[path]
     suite = suite_of("-k", f"'{which}'", *(str(TESTS / name) for name in files))
-    passed(*guest.run(["sh", "-c", f"{first}; export FASTDECODE_RDMA_HOST={host}; {suite}"], BOOT_S + TESTS_S))
+    given = f"export FASTDECODE_RDMA_HOST={host} FASTDECODE_COMPILED={tmp_path}"
+    passed(*guest.run(["sh", "-c", f"{first}; {given}; {suite}"], BOOT_S + TESTS_S))
 
 
 def test_two_machines_and_one_loses_its_power(tmp_path):

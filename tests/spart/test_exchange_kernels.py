@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 import itertools
 import random
-import shutil
 import site
 import sys
 from collections.abc import Iterator
@@ -16,7 +15,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from host_kernels import HostKernels, build, kernel_names
+from compiled import compiled, kernel_names
+from host_kernels import HostKernels
 
 from fastdecode.region.geometry import Geometry, RegionLayout, region_layout
 from fastdecode.spart.exchange_kernels import CHUNK_BYTES, ROW_THREADS, SOURCE, SlotRows, row_addresses
@@ -26,9 +26,7 @@ UNTOUCHED = 0xAB
 
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory: pytest.TempPathFactory) -> HostKernels:
-    if not shutil.which("gcc"):
-        pytest.skip("needs gcc")
-    return HostKernels(build(tmp_path_factory.mktemp("kernels") / "kernels.so"))
+    return HostKernels(compiled("kernels.so", tmp_path_factory.mktemp("kernels")))
 
 
 class FakeLink:

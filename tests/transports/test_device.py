@@ -9,15 +9,13 @@ import asyncio
 import ctypes
 import os
 import select
-import shutil
 import signal
-import subprocess
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
+from compiled import compiled
 from link_driver import HANG_S, LAYER_REPLY, LAYER_REQUEST, SMALL, hello, in_thread
 
 from fastdecode.region.contract import POISON, ROW_ATTEND, ROW_DTYPE, Status
@@ -34,11 +32,7 @@ Replay = Callable[[np.ndarray, float], int]
 
 @pytest.fixture(scope="module")
 def replay(tmp_path_factory: pytest.TempPathFactory) -> Replay:
-    if not shutil.which("gcc"):
-        pytest.skip("needs gcc")
-    library = tmp_path_factory.mktemp("device") / "device.so"
-    source = Path(__file__).parents[1] / "c" / "device.c"
-    subprocess.run(["gcc", "-O2", "-shared", "-fPIC", str(source), "-o", str(library)], check=True, timeout=60)
+    library = compiled("device.so", tmp_path_factory.mktemp("device"))
     function = ctypes.CDLL(str(library)).device_replay
     function.restype, function.argtypes = ctypes.c_uint64, [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint64]
     return lambda commands, seconds: function(commands.ctypes.data, len(commands), int(seconds * 1e9))
