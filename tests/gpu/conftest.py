@@ -1,22 +1,33 @@
-"""The simulated driver, built once."""
+"""The CUDA driver: this machine's, or else a simulated one."""
 
 from __future__ import annotations
 
+import cuda_driver
 import pytest
-import simulated_cuda
-from simulated_cuda import SimulatedCuda
+from cuda_driver import Cuda, SimulatedCuda, open_driver
 
 
 @pytest.fixture(scope="session")
-def driver(tmp_path_factory: pytest.TempPathFactory) -> SimulatedCuda:
-    if reason := simulated_cuda.missing():
+def driver(tmp_path_factory: pytest.TempPathFactory) -> Cuda:
+    if reason := cuda_driver.missing():
         pytest.skip(reason)
-    return SimulatedCuda.build(tmp_path_factory.mktemp("driver"))
+    return open_driver(tmp_path_factory.getbasetemp())
 
 
 @pytest.fixture
-def cuda(driver: SimulatedCuda) -> SimulatedCuda:
-    """The driver with nothing in it, eight queues and no delays."""
+def cuda(driver: Cuda) -> Cuda:
+    """The driver, current on this thread. The simulated one has nothing in it, eight queues and no delays."""
+    if driver.simulated:
+        driver.reset()
+    driver.use_here()
+    return driver
+
+
+@pytest.fixture
+def simulated(driver: Cuda) -> SimulatedCuda:
+    """The simulated driver, like `cuda`."""
+    if not isinstance(driver, SimulatedCuda):
+        pytest.skip("this machine has a driver of its own")
     driver.reset()
     driver.use_here()
     return driver

@@ -12,12 +12,17 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from simulated_cuda import CudaError, SimulatedCuda
+from cuda_driver import CudaError, SimulatedCuda
 
 pytestmark = pytest.mark.tools
 
 EQUAL, AT_LEAST = 1, 0  # CUstreamWaitValue_flags
 SOON_S, HANG_S = 0.1, 20.0
+
+
+@pytest.fixture
+def cuda(simulated: SimulatedCuda) -> SimulatedCuda:
+    return simulated
 
 
 @pytest.fixture
@@ -156,7 +161,7 @@ UNSAFE = {
     "cuMemHostAlloc": lambda cuda, memory: (64, 0),
     "cuStreamCreate": lambda cuda, memory: (1,),
     "cuCtxSynchronize": lambda cuda, memory: (),
-    "cuModuleLoadData": lambda cuda, memory: (cuda.image.read_bytes(),),
+    "cuModuleLoadData": lambda cuda, memory: (cuda.image,),
 }
 
 
@@ -277,7 +282,7 @@ def test_lazy_loading_waits_for_an_open_gate_and_eager_loading_does_not(cuda, me
     assert not thread.is_alive()
 
 
-def test_memory_of_the_device_is_bounded(cuda: SimulatedCuda):
+def test_memory_of_the_device_is_bounded(cuda):
     cuda.set_memory(1 << 20)
     first = cuda.call("cuMemAlloc", 1 << 19)
     refused(2, "are free", cuda.call, "cuMemAlloc", (1 << 19) + 1)

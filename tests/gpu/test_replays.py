@@ -1,7 +1,8 @@
 """Captured steps over real links: packed, asked for, waited for and unpacked by a stream, with no thread of the host.
 
 Their O rows are those of the same steps driven by the host, bit for bit. FASTDECODE_STEPS=100000 makes as many steps on
-each transport. The driver is simulated (tests/gpu/driver), so this shows nothing of a GPU's memory order or its speed.
+each transport. Where the driver is simulated (tests/gpu/driver), this shows nothing of a GPU's order of memory accesses
+or its speed.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from contextlib import asynccontextmanager
 import numpy as np
 import pytest
 from captured_steps import GEOMETRY, HOST_SLOT, CapturedStep, Payload, by_host
+from cuda_driver import Cuda
 from link_driver import FEWER, HANG_S, LAYER_REPLY, hello, in_thread
-from simulated_cuda import SimulatedCuda
 
 from fastdecode.transports._native import Proxy
 from fastdecode.transports.base import Link
@@ -30,13 +31,13 @@ SOON_S = 0.05
 
 
 @asynccontextmanager
-async def linked(cuda: SimulatedCuda, url: str, n: int) -> AsyncIterator[tuple[list[Link], list[int]]]:
+async def linked(cuda: Cuda, url: str, n: int) -> AsyncIterator[tuple[list[Link], list[int]]]:
     """`n` links to an R-node, and the device pointers of their regions."""
     links = [await connect(url, hello(GEOMETRY), None) for _ in range(n)]
     try:
         yield links, [cuda.register(link.region) for link in links]
     finally:
-        cuda.reset()  # a stream that hangs after a failure would hold cuMemHostUnregister up
+        cuda.forget([link.region for link in links])
         for link in links:
             await link.close()
 

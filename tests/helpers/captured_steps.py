@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from cuda_driver import Cuda
 from link_driver import HANG_S, LAYER_REPLY, LAYER_REQUEST
-from simulated_cuda import SimulatedCuda
 
 from fastdecode.region.contract import ROW_ATTEND, ROW_DTYPE
 from fastdecode.region.geometry import Geometry
@@ -84,9 +84,7 @@ class CapturedStep:
     Before each layer the graph waits for the host's `gate` to pass the layer's number: so a test can hold it there.
     """
 
-    def __init__(
-        self, cuda: SimulatedCuda, links: Sequence[Link], regions: Sequence[int], slot: int, left_out: str = ""
-    ):
+    def __init__(self, cuda: Cuda, links: Sequence[Link], regions: Sequence[int], slot: int, left_out: str = ""):
         """`regions` are the device pointers of the links' regions. `left_out` is "wait": no reply is waited for."""
         self.cuda, self.links, self.slot, self._regions = cuda, links, slot, regions
         self.stream = cuda.call("cuStreamCreate", 1)
@@ -148,6 +146,7 @@ class CapturedStep:
         table = row_addresses(slots, y.q_row_bytes, y.kv_row_bytes)
         for part, numbers in zip(parts[2:], (table.q, table.kv, table.o, table.counts), strict=True):
             part[: numbers.nbytes] = numbers.view(np.uint8)
+        self.download[:] = 0xFF  # NaN, until the copy at the graph's end has run
         self.cuda.call("cuGraphLaunch", self._graph, self.stream)
         self.cuda.call("cuEventRecord", self.event, self.stream)
 

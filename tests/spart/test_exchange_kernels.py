@@ -5,21 +5,18 @@ This shows that the source is accepted and moves the right bytes. It shows nothi
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import random
-import site
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
+import nvrtc
 import pytest
 from compiled import compiled, kernel_names
 from host_kernels import HostKernels
 
 from fastdecode.region.geometry import Geometry, RegionLayout, region_layout
-from fastdecode.spart.exchange_kernels import CHUNK_BYTES, ROW_THREADS, SOURCE, SlotRows, row_addresses
+from fastdecode.spart.exchange_kernels import CHUNK_BYTES, ROW_THREADS, SlotRows, row_addresses
 
 UNTOUCHED = 0xAB
 
@@ -115,32 +112,10 @@ def test_every_geometry_is_aligned(dtype):
         assert not any(number % CHUNK_BYTES for number in [*numbers, layout.q_row_bytes, layout.kv_row_bytes])
 
 
-def nvrtc() -> ctypes.CDLL | None:
-    """NVIDIA's run-time compiler, from its package; it needs no device."""
-    for folder in {*sys.path, *site.getsitepackages()}:
-        for library in sorted(Path(folder or ".").glob("nvidia/*/lib/libnvrtc.so.*")):
-            return ctypes.CDLL(str(library))
-    return None
-
-
 @pytest.mark.tools
 @pytest.mark.parametrize("architecture", ["sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_120"])
 def test_the_kernels_compile_for_every_architecture(architecture):
-    compiler = nvrtc()
-    if compiler is None:
-        pytest.skip("NVRTC is not installed: pip install nvidia-cuda-nvrtc-cu12")
-    program = ctypes.c_void_p()
-    source = SOURCE.read_bytes()
-    assert compiler.nvrtcCreateProgram(ctypes.byref(program), source, b"rows.cu", 0, None, None) == 0
-    options = [f"--gpu-architecture={architecture}".encode(), f"-DFD_ROW_THREADS={ROW_THREADS}".encode()]
-    status = compiler.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*options))
-    size = ctypes.c_size_t()
-    compiler.nvrtcGetProgramLogSize(program, ctypes.byref(size))
-    log = ctypes.create_string_buffer(size.value)
-    compiler.nvrtcGetProgramLog(program, log)
-    assert status == 0 and not log.value.strip(), log.value.decode()
-    compiler.nvrtcGetCUBINSize(program, ctypes.byref(size))
-    cubin = ctypes.create_string_buffer(size.value)
-    assert compiler.nvrtcGetCUBIN(program, cubin) == 0
-    assert cubin.raw.startswith(b"\x7fELF") and all(name.encode() in cubin.raw for name in kernel_names())
-    compiler.nvrtcDestroyProgram(ctypes.byref(program))
+    if nvrtc.library() is None:
+        pytest.skip(f"NVRTC is not installed: {nvrtc.INSTALL}")
+    image = nvrtc.cubin(architecture)
+    assert image.startswith(b"\x7fELF") and all(name.encode() in image for name in kernel_names())

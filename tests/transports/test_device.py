@@ -16,14 +16,14 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 from compiled import compiled
-from link_driver import HANG_S, LAYER_REPLY, LAYER_REQUEST, SMALL, hello, in_thread
+from link_driver import FEWER, HANG_S, LAYER_REPLY, LAYER_REQUEST, SMALL, hello, in_thread
 
 from fastdecode.region.contract import POISON, ROW_ATTEND, ROW_DTYPE, Status
 from fastdecode.transports._native import Proxy
 from fastdecode.transports.base import CallRefused, Link, LinkDown
 from fastdecode.transports.registry import connect
 
-STEPS = int(os.environ.get("FASTDECODE_STEPS", "300"))
+STEPS = int(os.environ.get("FASTDECODE_STEPS", 300 // FEWER))
 ROWS = 3
 COPY, WRITE, WAIT = range(3)
 

@@ -1,20 +1,19 @@
-"""The simulated CUDA driver of tests/gpu/driver, and unmodified cuda-bindings over it.
-
-cuda = SimulatedCuda.build(folder)   # once a process
-cuda.reset(queues=1, delay_us=50)
-stream = cuda.call("cuStreamCreate", 0)
-"""
+"""cuda-bindings over this machine's CUDA driver, or over the simulated one of tests/gpu/driver if it has none."""
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import importlib.util
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import nvrtc
+import pytest
 from compiled import compiled
 
 from fastdecode.spart.exchange_kernels import ROW_THREADS
@@ -23,7 +22,7 @@ DEVICE_MAP = 3  # CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP
 
 
 class CudaError(Exception):
-    """A call was refused: `code` is the CUresult, the text is the simulation's reason."""
+    """A call was refused: `code` is the CUresult, the text is the simulation's reason or the error's name."""
 
     def __init__(self, call: str, code: int, why: str):
         super().__init__(f"{call}: error {code}: {why}")
@@ -31,48 +30,53 @@ class CudaError(Exception):
 
 
 def missing() -> str | None:
-    """What this machine lacks for the simulation, or None."""
+    """What this machine lacks for either driver, or None."""
     if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.bindings") is None:
         return "needs cuda-bindings: pip install cuda-bindings"
-    if Path("/dev/nvidiactl").exists():
-        return "this machine has a driver of its own"
+    if has_driver() and nvrtc.library() is None:
+        return f"needs NVRTC: {nvrtc.INSTALL}"
     return None
 
 
-class SimulatedCuda:
-    """The driver, loaded into this process for good, with a current context on the thread that made it."""
+def has_driver() -> bool:
+    """Whether this machine has NVIDIA's driver."""
+    return Path("/dev/nvidiactl").exists()
 
-    _current: SimulatedCuda | None = None
 
-    def __init__(self, folder: Path):
-        self.image = compiled("kernels.so", folder)
-        # cuda-bindings ask the loader for this name, and get the library that has it already.
-        self._sim = ctypes.CDLL(str(compiled("libcuda.so.1", folder)))
-        self._sim.sim_why.restype = ctypes.c_char_p
-        self._sim.sim_reset.argtypes = (ctypes.c_uint, ctypes.c_uint, ctypes.c_uint64)
-        self._sim.sim_set_memory.argtypes = (ctypes.c_size_t,)
-        assert self._sim.sim_add_kernels(str(self.image).encode()) == 0
+class Cuda:
+    """The machine's driver, with its first device's primary context current on the thread that made this."""
+
+    simulated = False
+    image: bytes  # the kernels of the exchange
+
+    def __init__(self) -> None:
         from cuda.bindings import driver
 
         self.driver = driver
         self.call("cuInit", 0)
         self.use_here()
+        self.image = self._compiled()
 
-    @classmethod
-    def build(cls, folder: Path) -> SimulatedCuda:
-        """The process's driver; compiled in `folder` the first time."""
-        cls._current = cls._current or cls(folder)
-        return cls._current
+    def _compiled(self) -> bytes:
+        kind = self.driver.CUdevice_attribute
+        parts = (kind.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, kind.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)
+        device = self.call("cuDeviceGet", 0)
+        return nvrtc.cubin("sm_" + "".join(str(self.call("cuDeviceGetAttribute", part, device)) for part in parts))
 
     def reset(self, queues: int = 8, delay_us: int = 0, seed: int = 1) -> None:
-        """Give up everything that exists. Each of the `queues` hardware queues delays operations at random."""
-        self._sim.sim_reset(queues, delay_us, seed)
+        """The simulation: give up everything that exists, and start `queues` hardware queues, each of which delays
+        operations at random. Skips the test on a GPU, whose process has another number of queues."""
+        if queues != int(os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "8")):
+            pytest.skip(f"the number of queues is fixed; for this test set CUDA_DEVICE_MAX_CONNECTIONS={queues}")
 
-    def set_attribute(self, name: str, value: int) -> None:
-        self._sim.sim_set_attribute(int(getattr(self.driver.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")), value)
+    def forget(self, memories: Sequence[Any]) -> None:
+        """Unregister buffers, or in the simulation give up everything that exists."""
+        self.use_here()
+        for memory in memories:
+            self.unregister(memory)
 
-    def set_memory(self, n_bytes: int) -> None:
-        self._sim.sim_set_memory(n_bytes)
+    def why(self, code: Any) -> str:
+        return str(code.name)
 
     def use_here(self) -> None:
         """Make the primary context current on this thread."""
@@ -82,7 +86,7 @@ class SimulatedCuda:
         """Call the driver through cuda-bindings. Raises CudaError."""
         code, *results = getattr(self.driver, name)(*arguments)
         if int(code):
-            raise CudaError(name, int(code), (self._sim.sim_why() or b"").decode())
+            raise CudaError(name, int(code), self.why(code))
         return results[0] if len(results) == 1 else tuple(results) or None
 
     # -- what tests do again and again ----------------------------------------------------------------------------
@@ -114,8 +118,7 @@ class SimulatedCuda:
         return result
 
     def kernel(self, name: str) -> Any:
-        image = self.image.read_bytes()
-        return self.call("cuModuleGetFunction", self.call("cuModuleLoadData", image), name.encode())
+        return self.call("cuModuleGetFunction", self.call("cuModuleLoadData", self.image), name.encode())
 
     def launch(self, kernel: Any, grid: tuple[int, int], stream: Any, pointers: list[int], numbers: list[int]) -> None:
         """Launch a kernel whose arguments are pointers, and then unsigned numbers."""
@@ -148,3 +151,41 @@ class SimulatedCuda:
                 return False
             time.sleep(0.0002)
         return True
+
+
+class SimulatedCuda(Cuda):
+    """The simulated driver, loaded into this process for good. It is stricter than a GPU's; see sim.h."""
+
+    simulated = True
+
+    def __init__(self, folder: Path):
+        self._kernels = compiled("kernels.so", folder)
+        # cuda-bindings ask the loader for this name, and get the library that has it already.
+        self._sim = ctypes.CDLL(str(compiled("libcuda.so.1", folder)))
+        self._sim.sim_why.restype = ctypes.c_char_p
+        self._sim.sim_reset.argtypes = (ctypes.c_uint, ctypes.c_uint, ctypes.c_uint64)
+        self._sim.sim_set_memory.argtypes = (ctypes.c_size_t,)
+        assert self._sim.sim_add_kernels(str(self._kernels).encode()) == 0
+        super().__init__()
+
+    def _compiled(self) -> bytes:
+        return self._kernels.read_bytes()
+
+    def reset(self, queues: int = 8, delay_us: int = 0, seed: int = 1) -> None:
+        self._sim.sim_reset(queues, delay_us, seed)
+
+    def forget(self, memories: Sequence[Any]) -> None:
+        self.reset()  # a stream that hangs after a failure would hold cuMemHostUnregister up
+
+    def why(self, code: Any) -> str:
+        return (self._sim.sim_why() or b"").decode()
+
+    def set_memory(self, n_bytes: int) -> None:
+        """Bytes of the device's own memory, until `reset`."""
+        self._sim.sim_set_memory(n_bytes)
+
+
+@functools.cache
+def open_driver(folder: Path) -> Cuda:
+    """The process's driver; the simulated one is compiled in `folder`."""
+    return Cuda() if has_driver() else SimulatedCuda(folder)
