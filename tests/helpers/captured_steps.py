@@ -25,6 +25,7 @@ from fastdecode.transports.base import Link, StepTimes
 GEOMETRY = Geometry(n_slots=3, max_rows=16, n_layers=3, n_q_heads=4, n_kv_heads=2, head_size=16, act_dtype="fp32")
 HOST_SLOT = 2
 ROWS = 8  # of a graph, attending and appended
+DTYPES = {"fp32": np.float32, "fp16": np.float16}
 _AT_LEAST = 0  # CU_STREAM_WAIT_VALUE_GEQ
 
 
@@ -39,14 +40,20 @@ class Payload:
 
     @classmethod
     def random(cls, n_links: int, seed: int) -> Payload:
+        """One or two attending rows on each link, and up to two that are only appended."""
         rng = np.random.default_rng(seed)
-        g = GEOMETRY
-        sizes = [*rng.integers(1, 3, n_links).tolist(), *rng.integers(0, 3, n_links).tolist()]
+        return cls.of(GEOMETRY, n_links, [*rng.integers(1, 3, n_links), *rng.integers(0, 3, n_links)], seed)
+
+    @classmethod
+    def of(cls, g: Geometry, n_links: int, sizes: Sequence[int], seed: int) -> Payload:
+        """`sizes` are the attending rows of each link, then the appended ones."""
+        rng = np.random.default_rng(seed)
         bounds = np.cumsum([0, *sizes]).tolist()
         parts = list(itertools.starmap(slice, itertools.pairwise(bounds)))
         q = rng.standard_normal((g.n_layers, bounds[n_links], g.n_q_heads * g.head_size), np.float32)
         kv = rng.standard_normal((g.n_layers, bounds[-1], 2 * g.n_kv_heads * g.head_size), np.float32)
-        return cls(q, kv, parts[:n_links], parts[n_links:])
+        dtype = DTYPES[g.act_dtype]
+        return cls(q.astype(dtype), kv.astype(dtype), parts[:n_links], parts[n_links:])
 
     def table(self, link: int, slot: int, tag: int) -> np.ndarray:
         """The link's row table: one sequence that attends, and one whose rows are only appended."""
@@ -66,14 +73,14 @@ def by_host(links: Sequence[Link], payload: Payload, tag: int) -> np.ndarray:
         slot, attending, appended = y.slot(HOST_SLOT), payload.attending[i], payload.appended[i]
         link.arm(HOST_SLOT, payload.table(i, HOST_SLOT, tag))
         link.wait(HOST_SLOT, HANG_S)
-        for layer in range(GEOMETRY.n_layers):
+        for layer in range(len(payload.q)):
             q = payload.q[layer, attending]
             kv = np.concatenate([payload.kv[layer, attending], payload.kv[layer, appended]])
             memory[slot + y.q : slot + y.q + q.nbytes] = q.view(np.uint8).ravel()
             memory[slot + y.kv : slot + y.kv + kv.nbytes] = kv.view(np.uint8).ravel()
             link.ring(HOST_SLOT, layer)
             link.wait(HOST_SLOT, HANG_S)
-            o[layer, attending] = memory[slot + y.o : slot + y.o + q.nbytes].view(np.float32).reshape(q.shape)
+            o[layer, attending] = memory[slot + y.o : slot + y.o + q.nbytes].view(q.dtype).reshape(q.shape)
         assert link.disarm(HOST_SLOT) is not None
     return o
 
@@ -84,15 +91,18 @@ class CapturedStep:
     Before each layer the graph waits for the host's `gate` to pass the layer's number: so a test can hold it there.
     """
 
-    def __init__(self, cuda: Cuda, links: Sequence[Link], regions: Sequence[int], slot: int, left_out: str = ""):
-        """`regions` are the device pointers of the links' regions. `left_out` is "wait": no reply is waited for."""
+    def __init__(
+        self, cuda: Cuda, links: Sequence[Link], regions: Sequence[int], slot: int, rows: int = ROWS, left_out: str = ""
+    ):
+        """`regions` are the device pointers of the links' regions; steps have up to `rows` rows. `left_out` is "wait":
+        no reply is waited for."""
         self.cuda, self.links, self.slot, self._regions = cuda, links, slot, regions
         self.stream = cuda.call("cuStreamCreate", 1)
         self.event = cuda.call("cuEventCreate", 2)
-        g, y = GEOMETRY, links[0].layout
-        self._q_bytes, self._kv_bytes = ROWS * y.q_row_bytes, ROWS * y.kv_row_bytes
+        g, y = links[0].geometry, links[0].layout
+        self._rows, self._q_bytes, self._kv_bytes = rows, rows * y.q_row_bytes, rows * y.kv_row_bytes
         #: The upload: q and kv of all layers, the tables of q, kv and o, and the counts.
-        sizes = [g.n_layers * self._q_bytes, g.n_layers * self._kv_bytes, 8 * ROWS, 8 * ROWS, 8 * ROWS, 16]
+        sizes = [g.n_layers * self._q_bytes, g.n_layers * self._kv_bytes, 8 * rows, 8 * rows, 8 * rows, 16]
         self._at = np.cumsum([0, *sizes]).tolist()
         self.upload, self.download = cuda.pinned(self._at[-1]), cuda.pinned(sizes[0])
         self.gate = cuda.pinned(64).view(np.uint32)
@@ -110,14 +120,14 @@ class CapturedStep:
             cuda.call("cuMemcpyHtoDAsync", inside, upload.ctypes.data, upload_bytes, self.stream)
             for layer in range(g.n_layers):
                 cuda.call("cuStreamWaitValue32", self.stream, gate, layer + 1, _AT_LEAST)
-                rows = [q + layer * self._q_bytes, kv + layer * self._kv_bytes]
-                cuda.launch(pack, (ROWS, 2), self.stream, [*rows, q_table, kv_table, counts], chunks)
+                parts = [q + layer * self._q_bytes, kv + layer * self._kv_bytes]
+                cuda.launch(pack, (rows, 2), self.stream, [*parts, q_table, kv_table, counts], chunks)
                 for word in self._words(LAYER_REQUEST):
                     cuda.call("cuStreamWriteValue32", self.stream, word, layer + 1, 0)
                 for word in self._words(LAYER_REPLY) if left_out != "wait" else []:
                     cuda.call("cuStreamWaitValue32", self.stream, word, layer + 1, _AT_LEAST)
                 arguments = [o + layer * self._q_bytes, o_table, counts]
-                cuda.launch(unpack, (ROWS, 1), self.stream, arguments, chunks[:1])
+                cuda.launch(unpack, (rows, 1), self.stream, arguments, chunks[:1])
             cuda.call("cuMemcpyDtoHAsync", self.download.ctypes.data, o, self.download.nbytes, self.stream)
 
         self._graph = cuda.capture(self.stream, work)
@@ -136,10 +146,10 @@ class CapturedStep:
 
     def launch(self, payload: Payload) -> None:
         """Fill the upload and replay the graph."""
-        y, layers = self.links[0].layout, GEOMETRY.n_layers
+        y, layers = self.links[0].layout, self.links[0].geometry.n_layers
         parts = [self.upload[a:b] for a, b in itertools.pairwise(self._at)]
         for part, rows, n_bytes in ((parts[0], payload.q, y.q_row_bytes), (parts[1], payload.kv, y.kv_row_bytes)):
-            part.reshape(layers, ROWS, n_bytes)[:, : rows.shape[1]] = rows.view(np.uint8)
+            part.reshape(layers, self._rows, n_bytes)[:, : rows.shape[1]] = rows.view(np.uint8)
         bases = [region + y.slot(self.slot) for region in self._regions]
         ranges = zip(bases, payload.attending, payload.appended, strict=True)
         slots = [SlotRows(base + y.q, base + y.kv, base + y.o, a, b) for base, a, b in ranges]
@@ -152,7 +162,7 @@ class CapturedStep:
 
     def o(self, payload: Payload) -> np.ndarray:
         """The O rows as they are in the host's memory now, [layer, attending row, elements]."""
-        rows = self.download.view(np.float32).reshape(GEOMETRY.n_layers, ROWS, -1)
+        rows = self.download.view(payload.q.dtype).reshape(len(payload.q), self._rows, -1)
         return rows[:, : payload.q.shape[1]].copy()
 
     def finish(self) -> bool:

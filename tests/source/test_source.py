@@ -13,7 +13,7 @@ from sources import ROOT, source_files
 
 pytestmark = pytest.mark.quick
 
-FOLDERS = ("fastdecode", "region", "kernels", "transports", "tests", "bench", "bin", "docs", "examples")
+FOLDERS = ("fastdecode", "region", "kernels", "transports", "tests", "bench", "bin", "docs", "examples", "scripts")
 WIDTH = 120
 
 

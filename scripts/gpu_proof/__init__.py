@@ -1,0 +1,1 @@
+"""The parts of scripts/prove_on_gpu.py, and its page."""
