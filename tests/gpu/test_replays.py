@@ -50,7 +50,7 @@ async def expected(links: list[Link], payload: Payload, tag: int) -> np.ndarray:
     return o
 
 
-@pytest.mark.timeout(120 + STEPS / 25)
+@pytest.mark.timeout(FEWER * (120 + STEPS / 25))
 @pytest.mark.parametrize("queues", [1, 8, 32])
 async def test_replayed_steps_are_bit_for_bit_those_of_the_host(cuda, shared_node, queues):
     """Two mini-batches on two streams, over two links; each step has other rows and another number of them."""
