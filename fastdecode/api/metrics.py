@@ -141,6 +141,7 @@ class _EngineCollector(Collector):
         yield self._counter("s_wait_for_r_seconds", "Time the S-Part waited for R-nodes.", totals.r_wait_seconds)
         yield self._counter("kv_bytes_read", "KV-cache bytes the R-nodes read.", totals.kv_bytes)
         yield from self._nodes(stats.nodes)
+        yield from self._experts(stats.expert_load)
 
     def _gauge(self, name: str, documentation: str, value: float) -> Metric:
         family = GaugeMetricFamily(_PREFIX + name, documentation, labels=["model_name"])
@@ -159,7 +160,22 @@ class _EngineCollector(Collector):
                 family.add_metric([self._model, node.url, node.isa], value(node))
             yield family
 
+    def _experts(self, load: dict[int, list[int]]) -> Iterator[Metric]:
+        for name, documentation, value in _EXPERT_METRICS:
+            family = GaugeMetricFamily(_PREFIX + name, documentation, labels=["model_name", "layer"])
+            for layer, rows in load.items():
+                family.add_metric([self._model, str(layer)], value(rows))
+            yield family
 
+
+_EXPERT_METRICS: tuple[tuple[str, str, Callable[[list[int]], float]], ...] = (
+    (
+        "expert_imbalance",
+        "Rows of the layer's busiest expert since the start, over the mean of its experts (1 is even).",
+        lambda rows: max(rows) * len(rows) / sum(rows),
+    ),
+    ("experts_unused", "Experts of the layer that have had no row since the start.", lambda rows: rows.count(0)),
+)
 _NODE_METRICS: tuple[tuple[type, str, str, Callable[[NodeStats], float]], ...] = (
     (GaugeMetricFamily, "alive", "1 while the R-node is connected.", lambda node: float(node.alive)),
     (GaugeMetricFamily, "pages", "Cache pages of the lease.", lambda node: node.pages_total),

@@ -423,6 +423,7 @@ class Engine:
             kv_usage=sum(n.pages_used for n in nodes) / max(1, sum(n.obtainable for n in nodes)),
             nodes=[self._node_stats(node) for node in self.cluster.nodes],
             totals=self.totals,
+            expert_load=self.spart.expert_load,
         )
 
     def _node_stats(self, node: RNodeLedger) -> NodeStats:

@@ -75,6 +75,8 @@ class EngineStats:
     kv_usage: float  # pages used / pages that the leases of all live R-nodes could have, 0..1
     nodes: list[NodeStats] = field(default_factory=list)
     totals: Totals = field(default_factory=lambda: Totals())
+    #: Rows that each expert has had, by the layer; empty for models without experts.
+    expert_load: dict[int, list[int]] = field(default_factory=dict)
 
 
 @dataclass(slots=True)

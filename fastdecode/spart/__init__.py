@@ -25,6 +25,7 @@
     memory       what a step takes of the device's memory
     rope         rotary position embedding
     layers       norms and activations
+    experts      a layer's experts in place of its MLP
     step_table   what a step's device needs, in one upload, and its results, in one download
     sampling     Sampler: filters and draws the next tokens of a step
     draws        random draws by seed and index

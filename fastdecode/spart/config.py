@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from fastdecode.region.contract import HEAD_SIZE_UNIT, MAX_HEAD_SIZE, MAX_LAYERS
 from fastdecode.spart.shape import AttentionShape
+from fastdecode.transports.base import LayerOptions
 
 #: Activation functions by the name that config.json gives them; layers.py has the functions.
 ACTIVATIONS = ("silu", "relu", "gelu", "gelu_new", "gelu_pytorch_tanh")
@@ -52,6 +53,20 @@ class Rope:
 
 
 @dataclass(frozen=True, slots=True)
+class Experts:
+    """A mixture of experts in place of the MLP. The names of its tensors are in TensorNames."""
+
+    n: int
+    used: int  # experts of each token: those to which the router gives the largest probabilities
+    intermediate_size: int  # of each expert
+    renormalise: bool  # the probabilities of a token's experts are divided by their sum
+    bias: bool = False  # of the router and of the experts' linears
+    dense_layers: frozenset[int] = frozenset()  # layers that have an MLP
+    #: (alpha, limit) of gpt-oss, whose experts compute (clamp(up) + 1) * clamp(gate) * sigmoid(alpha * clamp(gate)).
+    clamped_swiglu: tuple[float, float] | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class TensorNames:
     """The names that a family's checkpoints give to the model's parameters.
 
@@ -74,6 +89,12 @@ class TensorNames:
     project_in: str | None = None  # read if embed_size and hidden_size differ
     project_out: str | None = None
     head: str = "lm_head"  # weight [vocab_size, embed_size]
+    sinks: str | None = None  # the tensor [n_q_heads] itself: each head's attention sink
+    router: str | None = None
+    #: Of the experts, as `up` and `down`. "{e}" stands for the number of the expert. A name without it is that of a
+    #: tensor [experts, in, out] in which columns of gate and up alternate, with a bias of the same name and "_bias".
+    expert_up: tuple[str, ...] = ()
+    expert_down: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +133,8 @@ class ModelConfig(AttentionShape):
     embed_size: int  # of the embedding; projected to hidden_size and back where they differ
     names: TensorNames
     position_offset: int = 0  # learned positions: the row of position 0
+    experts: Experts | None = None
+    options: LayerOptions = LayerOptions()
     gated: bool = True  # MLP: down(act(gate(x)) * up(x)); False: down(act(up(x)))
     norm_first: bool = True  # False: a norm follows each residual addition instead (OPT-350m)
     norm_affine: bool = True  # False: norms have no weight and no bias

@@ -71,10 +71,11 @@ class ConfigJson:
             raise CheckpointError(f"config.json: dtype {name!r} is not one of {', '.join(_DTYPES)}")
         return _DTYPES[name]
 
-    def rope(self, max_positions: int) -> Rope:
-        """`rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (transformers 4)."""
-        raw = self.table("rope_scaling") or self.table("rope_parameters")
-        theta = _positive(raw, "rope_theta", self.number("rope_theta", 10000.0))
+    def rope(self, max_positions: int, theta: float = 10000.0, scaling: dict[str, Any] | None = None) -> Rope:
+        """`rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (transformers 4). `theta` and
+        `scaling` are the defaults."""
+        raw = self.table("rope_scaling") or self.table("rope_parameters") or scaling or {}
+        theta = _positive(raw, "rope_theta", self.number("rope_theta", theta))
         if raw.get("partial_rotary_factor", self.raw.get("partial_rotary_factor", 1.0)) not in (None, 1.0):
             raise CheckpointError("config.json: a partial_rotary_factor other than 1 is not supported")
         kind = raw.get("rope_type") or raw.get("type") or "default"

@@ -21,7 +21,8 @@ import torch
 from fastdecode.spart.batch import Sampled, StepBatch, StepOutput
 from fastdecode.spart.config import ModelConfig
 from fastdecode.spart.exchange import Exchange, SlotViews, link_rows, make_exchange
-from fastdecode.spart.layers import ACTIVATIONS, make_norm, norm_heads
+from fastdecode.spart.experts import Mixture
+from fastdecode.spart.layers import make_activation, make_norm, norm_heads
 from fastdecode.spart.lora.adapters import AdapterRows, adapted_product
 from fastdecode.spart.prompt import PromptCache, PromptChunk
 from fastdecode.spart.prompt_logprobs import Scorer
@@ -29,7 +30,7 @@ from fastdecode.spart.rope import RotaryEmbedding, rotate
 from fastdecode.spart.sampling import Sampler
 from fastdecode.spart.step_table import StepTable
 from fastdecode.spart.timeline import StepClock, Timeline
-from fastdecode.spart.weights import Layer, Model
+from fastdecode.spart.weights import MLP, Layer, Model
 from fastdecode.transports.base import Link, Pending
 
 
@@ -47,7 +48,7 @@ class SPart:
         self._views: dict[tuple[int, int], SlotViews] = {}
         self._prompts = PromptCache(model.config, model.device, model.dtype)
         self._norm = make_norm(model.config)
-        self._activation = ACTIVATIONS[model.config.activation]
+        self._activation = make_activation(model.config)
         rope = model.config.rope
         self._rope = RotaryEmbedding(rope, model.config.head_size, model.device, model.dtype) if rope else None
 
@@ -126,6 +127,12 @@ class SPart:
     def adapters(self) -> tuple[str, ...]:
         """The names of the model's LoRA adapters, in the order of a chunk's `adapter`."""
         return self.model.adapters
+
+    @property
+    def expert_load(self) -> dict[int, list[int]]:
+        """The rows that each expert of each layer with experts has had."""
+        mixtures = ((i, layer.mlp) for i, layer in enumerate(self._weights.layers))
+        return {i: mlp.load.tolist() for i, mlp in mixtures if isinstance(mlp, Mixture) and mlp.load is not None}
 
     @property
     def config(self) -> ModelConfig:
@@ -283,12 +290,13 @@ class _StepState:
         if not norm_first:
             self.x = self._norm(self.x, layer.attention_norm)
         h = self._norm(self.x, layer.mlp_norm) if norm_first else self.x
-        up = adapted_product(layer.up, h, self._adapters)
-        if self._config.gated:
-            gate, value = up.chunk(2, dim=1)
-            up = self._activation(gate).mul_(value)
-        else:
-            up = self._activation(up)
-        self.x.add_(adapted_product(layer.down, up, self._adapters), alpha=self._config.residual_scale)
+        self.x.add_(self._mlp(layer.mlp, h), alpha=self._config.residual_scale)
         if not norm_first:
             self.x = self._norm(self.x, layer.mlp_norm)
+
+    def _mlp(self, mlp: MLP | Mixture, h: torch.Tensor) -> torch.Tensor:
+        """h [n, hidden_size] -> [n, hidden_size]."""
+        if isinstance(mlp, Mixture):
+            return mlp(h, self._activation)
+        up = adapted_product(mlp.up, h, self._adapters)
+        return adapted_product(mlp.down, self._activation(up), self._adapters)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from fastdecode.spart.config import CheckpointError, ModelConfig, TensorNames, check_layers
+from fastdecode.spart.config import CheckpointError, Experts, ModelConfig, TensorNames, check_layers
 from fastdecode.spart.config_json import ConfigJson, end_token_ids
 from fastdecode.spart.quantisation import parse_quantisation
 
@@ -61,8 +61,16 @@ LLAMA_NAMES = TensorNames(
 )
 
 
-def _llama_like(config: ConfigJson, kv_heads: int, head_size: int, max_positions: int) -> dict[str, Any]:
-    """What Llama, Mistral, Qwen2 and Qwen3 have in common. The arguments are the defaults of absent keys."""
+def _llama_like(
+    config: ConfigJson,
+    kv_heads: int,
+    head_size: int,
+    max_positions: int,
+    theta: float = 10000.0,
+    scaling: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """What Llama and its relatives have in common. The arguments are the defaults of absent keys; `theta` and `scaling`
+    those of RoPE."""
     max_positions = config.size("max_position_embeddings", max_positions)
     head_size = config.size("head_dim", head_size)
     return {
@@ -72,7 +80,7 @@ def _llama_like(config: ConfigJson, kv_heads: int, head_size: int, max_positions
         "max_positions": max_positions,
         "windows": (0,) * config.size("num_hidden_layers"),
         "softmax_scale": head_size**-0.5,
-        "rope": config.rope(max_positions),
+        "rope": config.rope(max_positions, theta, scaling),
         "activation": config.activation("hidden_act", "silu"),
         "norm": "rms",
         "norm_eps": config.number("rms_norm_eps", 1e-6),
@@ -115,6 +123,11 @@ def _qwen_windows(config: ConfigJson, n_layers: int) -> tuple[int, ...]:
     if types is None:
         first = config.raw.get("max_window_layers", 28)
         types = ["sliding_attention" if i >= first else "full_attention" for i in range(n_layers)]
+    return _typed_windows(types, window, n_layers)
+
+
+def _typed_windows(types: Any, window: int, n_layers: int) -> tuple[int, ...]:
+    """The windows of layers whose `layer_types` are `types`."""
     sizes = {"full_attention": 0, "sliding_attention": window}
     for kind in types:
         if kind not in sizes:
@@ -150,6 +163,100 @@ def _phi3(config: ConfigJson) -> dict[str, Any]:
         "windows": (window,) * len(common["windows"]),
         "norm_eps": config.number("rms_norm_eps", 1e-5),
         "names": PHI3_NAMES,
+    }
+
+
+# -- mixtures of experts ----------------------------------------------------------------------------------------------
+
+MIXTRAL_NAMES = replace(
+    LLAMA_NAMES,
+    router="block_sparse_moe.gate",
+    expert_up=("block_sparse_moe.experts.{e}.w1", "block_sparse_moe.experts.{e}.w3"),
+    expert_down="block_sparse_moe.experts.{e}.w2",
+)
+QWEN3_MOE_NAMES = replace(
+    LLAMA_NAMES,
+    router="mlp.gate",
+    expert_up=("mlp.experts.{e}.gate_proj", "mlp.experts.{e}.up_proj"),
+    expert_down="mlp.experts.{e}.down_proj",
+)
+GPT_OSS_NAMES = replace(
+    LLAMA_NAMES,
+    sinks="self_attn.sinks",
+    router="mlp.router",
+    expert_up=("mlp.experts.gate_up_proj",),
+    expert_down="mlp.experts.down_proj",
+)
+_GPT_OSS_ROPE = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+
+
+def _experts(config: ConfigJson, n: int, used: int, intermediate_size: int, **options: Any) -> Experts:
+    """`n` and `used` are the defaults of absent keys."""
+    key = "num_experts" if "num_experts" in config.raw else "num_local_experts"  # transformers writes both
+    experts = Experts(config.size(key, n), config.size("num_experts_per_tok", used), intermediate_size, **options)
+    if experts.used > experts.n:
+        raise CheckpointError(f"config.json: {experts.used} experts for each token of {experts.n}")
+    return experts
+
+
+def _mixtral(config: ConfigJson) -> dict[str, Any]:
+    common = _llama_like(config, 8, _equal_heads(config), 131072, theta=1e6)
+    window = 0 if config.raw.get("sliding_window") is None else config.size("sliding_window")
+    return {
+        **common,
+        "windows": (window,) * len(common["windows"]),
+        "norm_eps": config.number("rms_norm_eps", 1e-5),
+        "experts": _experts(config, 8, 2, common["intermediate_size"], renormalise=True),
+        "names": MIXTRAL_NAMES,
+    }
+
+
+def _qwen3_moe(config: ConfigJson) -> dict[str, Any]:
+    common = _llama_like(config, 4, _equal_heads(config), 32768)
+    window = _window(config) if config.flag("use_sliding_window", False) else 0
+    n_layers, bias = len(common["windows"]), config.flag("attention_bias", False)
+    every, dense = config.size("decoder_sparse_step", 1), config.raw.get("mlp_only_layers") or []
+    experts = _experts(
+        config,
+        128,
+        8,
+        config.size("moe_intermediate_size", 768),
+        renormalise=config.flag("norm_topk_prob", False),
+        dense_layers=frozenset(i for i in range(n_layers) if i in dense or (i + 1) % every),
+    )
+    return {
+        **common,
+        "windows": (window,) * n_layers,
+        "qkv_bias": bias,
+        "o_bias": bias,
+        "qk_norm": True,
+        "experts": experts,
+        "names": QWEN3_MOE_NAMES,
+    }
+
+
+def _gpt_oss(config: ConfigJson) -> dict[str, Any]:
+    common = _llama_like(config, 8, 64, 131072, theta=150000.0, scaling=_GPT_OSS_ROPE)
+    n_layers, bias = len(common["windows"]), config.flag("attention_bias", True)
+    window = 0 if config.raw.get("sliding_window", 128) is None else config.size("sliding_window", 128)
+    types = config.raw.get("layer_types") or ["sliding_attention", "full_attention"] * n_layers
+    swiglu = config.number("swiglu_alpha", 1.702), config.number("swiglu_limit", 7.0)
+    size = common["intermediate_size"]
+    return {
+        **common,
+        "windows": _typed_windows(types, window, n_layers),
+        "norm_eps": config.number("rms_norm_eps", 1e-5),
+        "qkv_bias": bias,
+        "o_bias": bias,
+        "experts": _experts(config, 128, 4, size, renormalise=True, bias=True, clamped_swiglu=swiglu),
+        "names": GPT_OSS_NAMES,
     }
 
 
@@ -220,6 +327,9 @@ FAMILIES: dict[str, Callable[[ConfigJson], dict[str, Any]]] = {
     "Qwen2ForCausalLM": _qwen2,
     "Qwen3ForCausalLM": _qwen3,
     "Phi3ForCausalLM": _phi3,
+    "MixtralForCausalLM": _mixtral,
+    "Qwen3MoeForCausalLM": _qwen3_moe,
+    "GptOssForCausalLM": _gpt_oss,
     "GraniteForCausalLM": _granite,
     "OPTForCausalLM": _opt,
 }

@@ -32,6 +32,27 @@ def make_norm(config: ModelConfig) -> Callable[[torch.Tensor, Norm], torch.Tenso
     return lambda x, norm: F.layer_norm(x, shape, norm.weight, norm.bias, eps)
 
 
+def make_activation(config: ModelConfig) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The function of the output of `up` that is the input of `down`, in MLPs and experts."""
+    if config.experts is not None and config.experts.clamped_swiglu is not None:
+        return partial(clamped_swiglu, *config.experts.clamped_swiglu)
+    activation = ACTIVATIONS[config.activation]
+    return partial(gated, activation) if config.gated else activation
+
+
+def gated(activation: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    """The rows x [n, 2 * width] are gate, up -> activation(gate) * up [n, width]."""
+    gate, up = x.chunk(2, dim=1)
+    return activation(gate).mul_(up)
+
+
+def clamped_swiglu(alpha: float, limit: float, x: torch.Tensor) -> torch.Tensor:
+    """The activation of gpt-oss's experts; x as in `gated`."""
+    gate, up = x.chunk(2, dim=1)
+    gate = gate.clamp(max=limit)
+    return up.clamp(-limit, limit).add_(1).mul_(gate * torch.sigmoid(gate * alpha))
+
+
 def norm_heads(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """RMS norm of every head of x [n, heads, head_size] with one weight [head_size] (the QK norm of Qwen3)."""
     return F.rms_norm(x, weight.shape, weight, eps)

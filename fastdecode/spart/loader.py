@@ -12,6 +12,7 @@ import ctypes
 import logging
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +25,14 @@ from fastdecode.spart.config_file import find_gguf, read_config
 from fastdecode.spart.gguf import GGUFCheckpoint, open_gguf
 from fastdecode.spart.linears.base import Embedding, Linear
 from fastdecode.spart.linears.dense import DenseEmbedding, make_dense
+from fastdecode.spart.linears.experts import ExpertLinears
 from fastdecode.spart.linears.grouped import GroupedEmbedding, GroupedLinear
 from fastdecode.spart.linears.quantised import ACTIVATION_BITS, BITS, HEAD_BITS, Quantised, quantise
-from fastdecode.spart.linears.stack import make_linear
+from fastdecode.spart.linears.stack import make_experts, make_linear
 from fastdecode.spart.lora.adapters import AdaptedLinear, AdapterSet
 from fastdecode.spart.lora.files import Adapter
 from fastdecode.spart.quantised_files import QuantisedCheckpoint
-from fastdecode.spart.served import TORCH_DTYPES
+from fastdecode.spart.served import TORCH_DTYPES, with_sinks
 from fastdecode.spart.weights import Blueprint, Model, Weights
 
 log = logging.getLogger(__name__)
@@ -73,6 +75,7 @@ def load_model(
         tqdm(total=parameters, desc="loading weights", disable=not progress, **units) as bar,
     ):
         loaded = blueprint.weights(_Loading(checkpoint, device, dtype, weights, adapter_set, bar))
+    config = replace(config, options=with_sinks(config.options, [layer.sinks for layer in loaded.layers]))
     return Model(config, loaded, device, dtype, parameters, _weight_bytes(loaded), adapter_set.names)
 
 
@@ -162,6 +165,15 @@ class _Wanted:
             if bias:
                 self.shapes[f"{name}.bias"] = (out,)
 
+    def experts(self, names: Sequence[str], outs: Sequence[int], width: int, n: int, bias: bool) -> Any:
+        for name, out in zip(names, outs, strict=False):
+            if "{e}" in name:
+                self.shapes |= {f"{name}.weight".replace("{e}", str(e)): (out, width) for e in range(n)}
+            else:
+                self.shapes[name] = (n, width, sum(outs))
+                if bias:
+                    self.shapes[f"{name}_bias"] = (n, sum(outs))
+
     def embedding(self, name: str, rows: int, width: int) -> Any:
         self.shapes[f"{name}.weight"] = (rows, width)
 
@@ -211,6 +223,23 @@ class _Loading:
         change = self._adapters.change(names, outs, width, self._device, self._dtype)
         return linear if change is None else AdaptedLinear(linear, change)
 
+    def experts(self, names: Sequence[str], outs: Sequence[int], width: int, n: int, bias: bool) -> ExpertLinears:
+        biases = self.tensor(f"{names[0]}_bias", n, sum(outs)) if bias else None
+        if biases is not None and len(outs) > 1:
+            biases = _in_turn(biases.T).T.contiguous()
+        linears = []
+        for e in range(n):
+            if "{e}" in names[0]:
+                parts = [self._matrix(name.replace("{e}", str(e))) for name in names]
+            else:
+                matrix = self._checkpoint.tensor(names[0])[e].T
+                parts = [_in_turn(matrix) if len(outs) > 1 else matrix]
+            linears.append((parts, None if biases is None else biases[e]))
+        experts = make_experts(linears, self._device, self._dtype, self._bits)
+        self._progress.update(n * sum(outs) * width)
+        _return_free_memory()
+        return experts
+
     def embedding(self, name: str, rows: int, width: int) -> Embedding:
         matrix = self._matrix(name)
         self._progress.update(rows * width)
@@ -230,6 +259,11 @@ class _Loading:
         return DenseEmbedding(weight), make_dense(weight)
 
 
+def _in_turn(rows: torch.Tensor) -> torch.Tensor:
+    """The rows 0, 2, 4, ..., then 1, 3, 5, ..."""
+    return torch.cat([rows[0::2], rows[1::2]])
+
+
 def _return_free_memory() -> None:
     """Give the heap's free pages back to the OS. Otherwise the memory that was needed to make a linear stays in
     holes of the heap between the linears, as much as a third of the model."""
@@ -241,5 +275,6 @@ def _return_free_memory() -> None:
 def _weight_bytes(weights: Weights) -> int:
     linears = [weights.head, weights.project_in, weights.project_out]
     for layer in weights.layers:
-        linears += [layer.qkv, layer.o, layer.up, layer.down]
-    return weights.embedding.nbytes + sum(linear.nbytes for linear in linears if linear is not None)
+        linears += [layer.qkv, layer.o]
+    mlps = sum(layer.mlp.nbytes for layer in weights.layers)
+    return weights.embedding.nbytes + mlps + sum(linear.nbytes for linear in linears if linear is not None)

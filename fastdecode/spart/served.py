@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import torch
 
 from fastdecode.region.contract import ACT_DTYPES
 from fastdecode.spart.shape import AttentionShape
-from fastdecode.transports.base import Hello
+from fastdecode.transports.base import Hello, LayerOptions
 
 TORCH_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+def with_sinks(options: LayerOptions, sinks: Sequence[torch.Tensor | None]) -> LayerOptions:
+    """`options` with the values of the model's attention sinks [n_q_heads], one tensor for each layer, or None."""
+    values = [layer.float().cpu() for layer in sinks if layer is not None]
+    return replace(options, sinks=torch.stack(values).numpy().astype("<f4").tobytes()) if values else options
 
 
 class ServedModel:

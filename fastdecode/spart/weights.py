@@ -13,7 +13,9 @@ from typing import Protocol
 import torch
 
 from fastdecode.spart.config import ModelConfig
+from fastdecode.spart.experts import Mixture
 from fastdecode.spart.linears.base import Embedding, Linear
+from fastdecode.spart.linears.experts import ExpertLinears
 from fastdecode.spart.served import ServedModel
 
 
@@ -26,18 +28,29 @@ class Norm:
 
 
 @dataclass(slots=True)
+class MLP:
+    """The rows of `up` are gate, up if it is gated."""
+
+    up: Linear
+    down: Linear
+
+    @property
+    def nbytes(self) -> int:
+        return self.up.nbytes + self.down.nbytes
+
+
+@dataclass(slots=True)
 class Layer:
-    """One transformer block. The rows of `qkv` are Q heads, K heads, V heads; those of `up` are gate, up if it is
-    gated."""
+    """One transformer block. The rows of `qkv` are Q heads, K heads, V heads."""
 
     attention_norm: Norm
     qkv: Linear
     q_norm: torch.Tensor | None  # [head_size]
     k_norm: torch.Tensor | None
     o: Linear
+    sinks: torch.Tensor | None  # [n_q_heads]
     mlp_norm: Norm
-    up: Linear
-    down: Linear
+    mlp: MLP | Mixture
 
 
 @dataclass(slots=True)
@@ -71,7 +84,11 @@ class Model(ServedModel):
 
     @property
     def widths(self) -> tuple[int, int]:
-        return self.config.hidden_size, self.config.intermediate_size * (2 if self.config.gated else 1)
+        hidden, experts = self.config.hidden_size, self.config.experts
+        widest = self.config.intermediate_size * (2 if self.config.gated else 1)
+        if experts is not None:
+            widest = max(widest, experts.used * (2 * experts.intermediate_size + hidden))
+        return hidden, widest
 
 
 class ParameterReader(Protocol):
@@ -82,6 +99,9 @@ class ParameterReader(Protocol):
 
     def linear(self, names: Sequence[str], outs: Sequence[int], width: int, bias: bool, head: bool = False) -> Linear:
         """The linears `names` as one, stacked in that order; the i-th is [outs[i], width]. `head`: the LM head."""
+
+    def experts(self, names: Sequence[str], outs: Sequence[int], width: int, n: int, bias: bool) -> ExpertLinears:
+        """The linears `names` of `n` experts, as `linear` for each of them; see TensorNames.expert_up."""
 
     def embedding(self, name: str, rows: int, width: int) -> Embedding:
         """The embedding `name`, [rows, width]."""
@@ -112,27 +132,47 @@ class Blueprint:
             embedding=embedding,
             positions=reader.tensor(f"{names.positions}.weight", positions, c.hidden_size) if names.positions else None,
             project_in=self._projection(reader, names.project_in, c.hidden_size, c.embed_size),
-            layers=[self._layer(reader, names.block.replace("{i}", str(i))) for i in range(c.n_layers)],
+            layers=[self._layer(reader, i) for i in range(c.n_layers)],
             final_norm=self._norm(reader, names.final_norm) if c.final_norm else None,
             project_out=self._projection(reader, names.project_out, c.embed_size, c.hidden_size),
             head=head,
         )
 
-    def _layer(self, reader: ParameterReader, block: str) -> Layer:
-        """The parameters of the block whose tensors' names begin with `block`."""
+    def _layer(self, reader: ParameterReader, index: int) -> Layer:
         c, names = self._config, self._config.names
+        block = names.block.replace("{i}", str(index))
         q_size, kv_size = c.n_q_heads * c.head_size, c.n_kv_heads * c.head_size
-        qkv, up = [f"{block}{name}" for name in names.qkv], [f"{block}{name}" for name in names.up]
-        up_sizes = [c.intermediate_size] * (2 if c.gated else 1)
+        qkv = [f"{block}{name}" for name in names.qkv]
+        has_experts = c.experts is not None and index not in c.experts.dense_layers
         return Layer(
             attention_norm=self._norm(reader, f"{block}{names.attention_norm}"),
             qkv=_linear(reader, qkv, [q_size, kv_size, kv_size], c.hidden_size, c.qkv_bias),
             q_norm=reader.tensor(f"{block}{names.q_norm}.weight", c.head_size) if c.qk_norm else None,
             k_norm=reader.tensor(f"{block}{names.k_norm}.weight", c.head_size) if c.qk_norm else None,
             o=_linear(reader, [f"{block}{names.o}"], [c.hidden_size], q_size, c.o_bias),
+            sinks=reader.tensor(f"{block}{names.sinks}", c.n_q_heads) if names.sinks else None,
             mlp_norm=self._norm(reader, f"{block}{names.mlp_norm}"),
-            up=_linear(reader, up, up_sizes, c.hidden_size, c.mlp_bias),
-            down=_linear(reader, [f"{block}{names.down}"], [c.hidden_size], c.intermediate_size, c.mlp_bias),
+            mlp=self._mixture(reader, block) if has_experts else self._mlp(reader, block),
+        )
+
+    def _mlp(self, reader: ParameterReader, block: str) -> MLP:
+        c, names = self._config, self._config.names
+        up, sizes = [f"{block}{name}" for name in names.up], [c.intermediate_size] * (2 if c.gated else 1)
+        return MLP(
+            _linear(reader, up, sizes, c.hidden_size, c.mlp_bias),
+            _linear(reader, [f"{block}{names.down}"], [c.hidden_size], c.intermediate_size, c.mlp_bias),
+        )
+
+    def _mixture(self, reader: ParameterReader, block: str) -> Mixture:
+        names, experts, hidden = self._config.names, self._config.experts, self._config.hidden_size
+        assert experts is not None, "a model without experts has no mixtures"
+        n, size, bias = experts.n, experts.intermediate_size, experts.bias
+        return Mixture(
+            experts,
+            reader.tensor(f"{block}{names.router}.weight", n, hidden),
+            reader.tensor(f"{block}{names.router}.bias", n) if bias else None,
+            reader.experts([f"{block}{name}" for name in names.expert_up], [size, size], hidden, n, bias),
+            reader.experts([f"{block}{names.expert_down}"], [hidden], size, n, bias),
         )
 
     def _projection(self, reader: ParameterReader, name: str | None, out: int, width: int) -> Linear | None:

@@ -43,6 +43,7 @@ _LLAMA3 = {
     "original_max_position_embeddings": 64,
 }
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
+_QWEN3_MOE = {"num_key_value_heads": 2, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
 
 #: name -> (family, config, how to store it)
 VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
@@ -65,6 +66,14 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "qwen3": ("qwen3", {"num_key_value_heads": 2, "head_dim": 32, "tie_word_embeddings": True}, {}),
     "phi3": ("phi3", {"num_key_value_heads": 2}, {}),
     "phi3-window": ("phi3", {"num_key_value_heads": 2, "sliding_window": 16}, {}),
+    "mixtral": ("mixtral", {"num_key_value_heads": 2, "num_local_experts": 4, "sliding_window": 16}, {}),
+    "qwen3-moe": ("qwen3_moe", {**_QWEN3_MOE, "norm_topk_prob": True}, {}),
+    "qwen3-moe-dense": ("qwen3_moe", {**_QWEN3_MOE, "mlp_only_layers": [2], "decoder_sparse_step": 2}, {}),
+    "gpt-oss": (
+        "gpt_oss",
+        {"num_key_value_heads": 2, "head_dim": 16, "num_local_experts": 5, "sliding_window": 16, "rope": _YARN},
+        {},
+    ),
     "granite": (
         "granite",
         {
@@ -92,6 +101,8 @@ FAMILIES = (
     "granite",
     "opt",
 )
+#: Mixtures of experts. Rounding may give a token other experts, so they have no budgets for smaller formats.
+MIXTURES = ("mixtral", "gpt-oss")
 
 
 @functools.cache

@@ -164,8 +164,9 @@ def test_the_documentation_lists_every_type() -> None:
     lines = [
         "# Models",
         "",
-        "The native decoder serves Llama, Mistral, Qwen2, Qwen3, Phi-3, Granite and OPT. The transformers backend "
-        "(`--backend transformers`, extra `fastdecode[models]`) serves every causal language model of transformers "
+        "The native decoder serves Llama, Mistral, Mixtral, Qwen2, Qwen3, Qwen3-MoE, gpt-oss, Phi-3, Granite and OPT. "
+        "The transformers backend (`--backend transformers`, extra `fastdecode[models]`) serves every causal language "
+        "model of transformers "
         "whose attention goes through its attention interface, and Falcon, MPT and BLOOM.",
         "",
         "This table is written by `FASTDECODE_WRITE_DOCS=1 pytest tests/spart/test_hf.py`. A type that is served gives "

@@ -227,7 +227,7 @@ def test_weights_are_converted(name, dtype):
     up = stored["model.layers.1.mlp.up_proj.weight"].to(dtype)
     x = torch.randn(5, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
     with torch.inference_mode():
-        ours, theirs = layer.up(x)[:, 96:].double(), x.double() @ up.double().T
+        ours, theirs = layer.mlp.up(x)[:, 96:].double(), x.double() @ up.double().T
     assert (ours - theirs).abs().max() <= 8 * torch.finfo(dtype).eps * theirs.abs().max()
 
 

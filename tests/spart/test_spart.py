@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import FAMILIES, VARIANTS, make_checkpoint, reference
+from checkpoints import FAMILIES, MIXTURES, VARIANTS, make_checkpoint, reference
 from quick import quick
 from spart_steps import EXACT, GREEDY, interleaved, linked, run, text
 
@@ -77,7 +77,7 @@ def feed(spart: SPart, slot: int, pieces: list[tuple[Text, int]]):
 # -- equal to transformers --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("variant", quick(VARIANTS, *FAMILIES))
+@pytest.mark.parametrize("variant", quick(VARIANTS, *FAMILIES, *MIXTURES))
 async def test_logits_equal_transformers(variant, tmp_path):
     """Six prompts in one step, without padding; then all of them token by token past a page's end."""
     directory = make_checkpoint(variant)
@@ -95,7 +95,7 @@ async def test_logits_equal_transformers(variant, tmp_path):
     assert all(len(t.errors) == 9 for t in texts)
 
 
-@pytest.mark.parametrize("variant", FAMILIES)
+@pytest.mark.parametrize("variant", [*FAMILIES, *MIXTURES])
 async def test_greedy_tokens_equal_transformers(variant, tmp_path):
     directory = make_checkpoint(variant)
     model, theirs = load_model(directory, dtype="fp32"), reference(directory)
@@ -150,7 +150,7 @@ async def test_several_tokens_at_once_attend_causally_on_the_r_node(variant, tmp
 
 
 @pytest.mark.parametrize("scheme", ["shm", "tcp"])
-@pytest.mark.parametrize("variant", FAMILIES)
+@pytest.mark.parametrize("variant", [*FAMILIES, "gpt-oss"])
 async def test_any_mixture_of_work_gives_the_same_logits(variant, scheme, tmp_path):
     """Twelve texts on three R-nodes in two mini-batches whose layers are interleaved: prompts in chunks, single tokens,
     several tokens, in random combinations."""

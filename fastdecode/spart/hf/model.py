@@ -19,7 +19,7 @@ from fastdecode.spart.linears.quantised import BITS, HEAD_BITS
 from fastdecode.spart.linears.stack import make_linear
 from fastdecode.spart.lora.adapters import AdapterSet, Change
 from fastdecode.spart.lora.files import Adapter
-from fastdecode.spart.served import TORCH_DTYPES, ServedModel
+from fastdecode.spart.served import TORCH_DTYPES, ServedModel, with_sinks
 
 
 @dataclass(slots=True)
@@ -102,10 +102,8 @@ def load_hf_model(
 
 def _with_sinks(config: HFConfig, module: Any) -> HFConfig:
     """`config` with the values of the model's attention sinks, which are parameters."""
-    if not config.layers[0].sinks:
-        return config
-    sinks = torch.stack([module.get_parameter(layer.sinks).float().cpu() for layer in config.layers])
-    return replace(config, options=replace(config.options, sinks=sinks.numpy().astype("<f4").tobytes()))
+    sinks = [module.get_parameter(layer.sinks) if layer.sinks else None for layer in config.layers]
+    return replace(config, options=with_sinks(config.options, sinks))
 
 
 class _LinearModule(torch.nn.Module):

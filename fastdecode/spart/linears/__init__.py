@@ -4,6 +4,7 @@ base       Linear and Embedding: what the decoder calls
 dense      16- and 32-bit weights, for oneDNN in the order that its kernels read
 quantised  Quantised: a matrix in few bits, whatever file it came from; rounding of float weights to 8 or 4 bits
 grouped    GroupedLinear: the product with a Quantised, by kernels/linears on a CPU
+experts    one linear of every expert of a layer
 products   a product of sorted rows, each group with its own matrix
 stack      one Linear of several matrices that multiply the same rows
 """

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import groupby
 
 import torch
 
 from fastdecode.spart.linears.base import Linear
 from fastdecode.spart.linears.dense import make_dense
+from fastdecode.spart.linears.experts import ExpertLinears, LoopedExperts, StackedExperts
 from fastdecode.spart.linears.grouped import GroupedLinear
 from fastdecode.spart.linears.quantised import ACTIVATION_BITS, Quantised, concatenate, quantise
 
@@ -75,6 +76,26 @@ def make_linear(
             linear: Linear = GroupedLinear(matrix, part_bias, device)
             linears.append(linear if matrix.order is None else PermutedLinear(linear, matrix.order.to(device)))
     return linears[0] if len(linears) == 1 else ConcatenatedLinear(linears)
+
+
+def make_experts(
+    parts_of: Iterable[tuple[Sequence[torch.Tensor | Quantised], torch.Tensor | None]],
+    device: torch.device,
+    dtype: torch.dtype,
+    bits: int | None = None,
+) -> ExpertLinears:
+    """The linears of all experts. `parts_of` has the matrices and the bias of each; see make_linear."""
+    linears, weights, biases = [], [], []
+    for parts, bias in parts_of:
+        if device.type == "cpu" or bits is not None or any(isinstance(part, Quantised) for part in parts):
+            linears.append(make_linear(parts, bias, device, dtype, bits))
+            continue
+        dense = [part.to(device, dtype) for part in parts if isinstance(part, torch.Tensor)]
+        weights.append(torch.cat(dense))
+        biases += [] if bias is None else [bias.to(device, dtype)]
+    if linears:
+        return LoopedExperts(linears)
+    return StackedExperts(torch.stack(weights), torch.stack(biases) if biases else None)
 
 
 def _dense(

@@ -1,0 +1,54 @@
+"""Mixture: a layer's experts in place of its MLP (Shazeer et al., arXiv 1701.06538)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+from fastdecode.spart.config import Experts
+from fastdecode.spart.linears.experts import ExpertLinears, ExpertRows
+
+
+class Mixture:
+    """The router and the experts of one layer. `load` int64 [experts] counts the rows that each expert has had; None:
+    before the first step."""
+
+    def __init__(
+        self,
+        config: Experts,
+        router: torch.Tensor,
+        router_bias: torch.Tensor | None,
+        up: ExpertLinears,
+        down: ExpertLinears,
+    ):
+        """router [experts, hidden_size], router_bias [experts] or None. The rows of `up` are gate, up."""
+        self._config, self._router, self._router_bias = config, router, router_bias
+        self._up, self._down = up, down
+        self.load: torch.Tensor | None = None
+
+    def __call__(self, x: torch.Tensor, activate: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """x [n, hidden_size] -> [n, hidden_size]. `activate` makes the input of `down` from the output of `up`.
+
+        The rows are sorted by expert, and each one's results are added in the order of its router's choice, so a row
+        does not depend on the other rows.
+        """
+        used = self._config.used
+        scores = F.linear(x, self._router, self._router_bias).float().softmax(1)
+        shares, chosen = scores.topk(used, dim=1)
+        if self._config.renormalise:
+            shares /= shares.sum(1, keepdim=True)
+        experts, order = chosen.flatten().sort(stable=True)
+        counts = experts.new_zeros(self._config.n).scatter_add_(0, experts, torch.ones_like(experts))
+        if self.load is None:
+            self.load = torch.zeros_like(counts)
+        self.load += counts
+        rows = ExpertRows(experts, counts)
+        results = self._down(activate(self._up(x.index_select(0, order // used), rows)), rows)
+        results = torch.empty_like(results).index_copy_(0, order, results).view(len(x), used, -1)
+        return torch.bmm(shares[:, None].to(x.dtype), results)[:, 0]
+
+    @property
+    def nbytes(self) -> int:
+        return self._router.nbytes + self._up.nbytes + self._down.nbytes

@@ -1,0 +1,73 @@
+"""ExpertLinears: one linear of every expert of a layer, for rows that are sorted by expert."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from functools import cached_property
+
+import torch
+
+from fastdecode.spart.linears.base import Linear, Weight
+from fastdecode.spart.linears.products import grouped_product
+
+
+class ExpertRows:
+    """Which rows each expert gets."""
+
+    def __init__(self, experts: torch.Tensor, counts: torch.Tensor):
+        """`experts` int64 [rows] is the expert of each row, in order; `counts` int64 [experts] has each one's rows."""
+        self.experts = experts
+        self.ends = counts.cumsum(0, dtype=torch.int32)
+
+    @cached_property
+    def spans(self) -> list[tuple[int, slice]]:
+        """The experts with rows, and the rows of each. The host reads them from the device."""
+        ends = self.ends.tolist()
+        spans = enumerate(map(slice, [0, *ends], ends))
+        return [(expert, rows) for expert, rows in spans if rows.stop > rows.start]
+
+
+class ExpertLinears(Weight):
+    """y = x Wᵀ + b with the W and b of each row's expert."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def __call__(self, x: torch.Tensor, rows: ExpertRows) -> torch.Tensor:
+        """x [rows, in] -> [rows, out], both in the activation dtype."""
+
+
+class LoopedExperts(ExpertLinears):
+    """A product for each expert with rows, in any format that a linear has. On a CPU that is the fastest way: every
+    weight is read once, in the order that the kernels read."""
+
+    __slots__ = ("_linears",)
+
+    def __init__(self, linears: Sequence[Linear]):
+        self._linears = tuple(linears)
+
+    def __call__(self, x: torch.Tensor, rows: ExpertRows) -> torch.Tensor:
+        return torch.cat([self._linears[expert](x[part]) for expert, part in rows.spans])
+
+    @property
+    def nbytes(self) -> int:
+        return sum(linear.nbytes for linear in self._linears)
+
+
+class StackedExperts(ExpertLinears):
+    """One grouped product, which does not wait for the host to know the rows of each expert."""
+
+    __slots__ = ("_bias", "_weight")
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None):
+        """weight [experts, out, in], bias [experts, out] or None, in the activation dtype."""
+        self._weight, self._bias = weight, bias
+
+    def __call__(self, x: torch.Tensor, rows: ExpertRows) -> torch.Tensor:
+        y = grouped_product(x, self._weight.transpose(1, 2), rows.ends)
+        return y if self._bias is None else y.add_(self._bias.index_select(0, rows.experts))
+
+    @property
+    def nbytes(self) -> int:
+        return self._weight.nbytes + (0 if self._bias is None else self._bias.nbytes)

@@ -1,0 +1,77 @@
+"""Mixtures of experts: their grouped products and their load. test_spart.py compares whole models with transformers."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+import torch
+from api_client import served
+from checkpoints import make_checkpoint
+from real_engine import real_engine
+
+from fastdecode.engine.request import SamplingParams
+from fastdecode.spart import load_model
+from fastdecode.spart.layers import make_activation
+from fastdecode.spart.linears import products
+from fastdecode.spart.linears.experts import ExpertRows, LoopedExperts, StackedExperts
+from fastdecode.spart.linears.stack import make_experts
+from fastdecode.text.tokenizer import Tokenizer
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("has_grouped_mm", [True, False])
+@pytest.mark.parametrize("kind", ["looped", "stacked"])
+def test_each_row_is_multiplied_with_its_experts_matrix(kind, has_grouped_mm, monkeypatch):
+    if not has_grouped_mm:
+        monkeypatch.setattr(products, "_torch_can", lambda *_: False)
+    torch.manual_seed(0)
+    weight, bias, x = torch.randn(5, 24, 16), torch.randn(5, 24), torch.randn(9, 16)
+    experts = torch.tensor([0, 0, 0, 2, 2, 3, 3, 3, 3])  # none has expert 1 or 4
+    rows = ExpertRows(experts, experts.bincount(minlength=5))
+    linears = (
+        StackedExperts(weight, bias)
+        if kind == "stacked"
+        else make_experts([([w], b) for w, b in zip(weight, bias, strict=True)], CPU, torch.float32)
+    )
+    assert isinstance(linears, StackedExperts if kind == "stacked" else LoopedExperts)
+    expected = torch.stack([weight[e] @ row + bias[e] for e, row in zip(experts, x, strict=True)])
+    torch.testing.assert_close(linears(x, rows), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "gpt-oss"])
+def test_experts_are_quantised_and_a_row_does_not_depend_on_others(name):
+    directory = make_checkpoint(name)
+    dense, int8 = (load_model(directory, dtype="fp32", weights=weights) for weights in ("dense", "int8"))
+    assert int8.weight_bytes < dense.weight_bytes / 2
+    x = torch.randn(20, 64, generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        activate = make_activation(dense.config)
+        exact, rounded = (model.weights.layers[1].mlp(x, activate) for model in (dense, int8))
+        alone = int8.weights.layers[1].mlp(x[7:8], activate)
+    assert (exact - rounded).square().mean().sqrt() < 0.03 * exact.std()
+    torch.testing.assert_close(alone, rounded[7:8])
+
+
+async def test_metrics_show_the_load_of_the_experts(tmp_path: Path) -> None:
+    directory = make_checkpoint("qwen3-moe-dense")  # only layer 1 has experts: 6, of which a token uses 3
+    async with (
+        real_engine(directory, tmp_path) as engine,
+        served(engine, Tokenizer.from_dir(directory)) as client,
+    ):
+        assert not engine.stats.expert_load
+        params = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
+        streams = [engine.submit([5, 9, 44 + i], params) for i in range(3)]
+        await asyncio.gather(*(drained(stream) for stream in streams))
+        [(layer, rows)] = engine.stats.expert_load.items()
+        assert (layer, len(rows), sum(rows)) == (1, 6, 3 * 3 * (3 + 4))  # the last token is not computed
+        metrics = await client.metrics()
+        assert metrics["fastdecode:expert_imbalance", "1"] == pytest.approx(max(rows) * 6 / sum(rows))
+        assert metrics["fastdecode:experts_unused", "1"] == rows.count(0)
+
+
+async def drained(stream) -> None:
+    async for _ in stream:
+        pass
