@@ -19,6 +19,7 @@ MAX_SEQS: int
 MAX_CALL_WORK: int
 POISON: int
 ROW_ATTEND: int
+ROW_CUT: int
 ARM_BYTES: int
 ROW_BYTES: int
 REPORT_BYTES: int

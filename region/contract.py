@@ -46,6 +46,7 @@ SLOT_BYTES = _native.SLOT_BYTES
 POISON = _native.POISON
 #: Flag of a row table entry: its rows attend. Without it their K and V are only appended.
 ROW_ATTEND = _native.ROW_ATTEND
+ROW_CUT = _native.ROW_CUT
 #: One row table entry (fd_row_t).
 ROW_DTYPE = np.dtype(
     {

@@ -78,6 +78,7 @@ static const struct {
     {"MAX_CALL_WORK", FD_MAX_CALL_WORK},
     {"POISON", FD_POISON},
     {"ROW_ATTEND", FD_ROW_ATTEND},
+    {"ROW_CUT", FD_ROW_CUT},
     {"ARM_BYTES", sizeof(fd_arm_t)},
     {"ROW_BYTES", sizeof(fd_row_t)},
     {"REPORT_BYTES", sizeof(fd_report_t)},

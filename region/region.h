@@ -102,7 +102,10 @@ typedef struct {
     uint32_t reserved[11];  /* 0 */
 } fd_arm_t;
 
-enum { FD_ROW_ATTEND = 1u }; /* fd_row_t.flags: the rows attend; without it their K and V are only appended (prefill) */
+enum {                     /* fd_row_t.flags */
+       FD_ROW_ATTEND = 1u, /* the rows attend; without it their K and V are only appended (prefill) */
+       FD_ROW_CUT = 2u,    /* the sequence may have more than `pos` tokens, which are dropped first; `pos` is not 0 */
+};
 
 /* An entry of the row table: one sequence's part of a step. */
 typedef struct {

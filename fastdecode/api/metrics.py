@@ -133,6 +133,8 @@ class _EngineCollector(Collector):
             "prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", totals.prefix_queries
         )
         yield self._counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.", totals.prefix_hits)
+        yield self._counter("guessed_tokens", "Tokens guessed by speculation.", totals.guessed)
+        yield self._counter("guessed_right_tokens", "Guessed tokens that were right.", totals.guessed_right)
         yield self._counter("prompt_tokens", "Prompt tokens of requests that were started.", totals.prompt_tokens)
         yield self._counter("generation_tokens", "Tokens generated.", totals.generated_tokens)
         yield self._counter("admission_rejections", "Requests refused because the queue was full.", totals.rejected)

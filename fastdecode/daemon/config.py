@@ -236,6 +236,14 @@ class NodeConfig:
         role="s",
         choices=("greedy", "stable"),
     )
+    speculate: int = _option(
+        "guess up to K tokens of a sequence from its own text and verify them in one step; the output stays the same. "
+        "off: none",
+        0,
+        role="s",
+        parse=option_values.speculation,
+        metavar="off|suffix:K",
+    )
     target_tbt_ms: float = _option(
         "milliseconds between two tokens of a stream that prompts should not exceed: while a stream runs, prompts are "
         "cut into chunks that keep it; 0: prompts take up to --max-batch-tokens rows of every step",

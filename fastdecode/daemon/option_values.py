@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 from fastdecode.daemon.machine import parse_cpu_list
 
 _MAX_CPUS = 1024  # CPU_SETSIZE
+_MAX_GUESSES = 64
 _N = TypeVar("_N", int, float)
 
 
@@ -28,6 +29,16 @@ def positive(text: str) -> int:
 def non_negative(text: str) -> int:
     if (value := number(text, int)) < 0:
         raise ValueError(f"{text} is negative")
+    return value
+
+
+def speculation(text: str) -> int:
+    """Most tokens to guess in a step; 0: none."""
+    if text == "off":
+        return 0
+    kind, _, most = text.partition(":")
+    if kind != "suffix" or not 1 <= (value := number(most, int)) <= _MAX_GUESSES:
+        raise ValueError(f"{text!r} is neither off nor suffix:K with K within 1 to {_MAX_GUESSES}")
     return value
 
 

@@ -137,6 +137,7 @@ async def _serve(
             strict_staging=model.device.type != "cpu",
             target_tbt=config.target_tbt_ms / 1000 or None,
             schedule=config.schedule,
+            guesses=config.speculate,
             prefix_cache=not config.no_prefix_cache,
             max_uncached_suffix=None if model.device.type == "cpu" else _MAX_UNCACHED_SUFFIX,
             grow_leases=grow_leases,

@@ -17,12 +17,14 @@ if TYPE_CHECKING:
 def step_batch(plan: Plan, n_layers: int) -> StepBatch:
     """The step batch that the S-Part, which has `n_layers` layers, computes for `plan`."""
     chunks = []
-    for seq, n_tokens, prefill, sample in plan.chunks:
-        tokens = seq.tokens[seq.cached : seq.cached + n_tokens]
+    for seq, n_tokens, prefill, sample, guesses in plan.chunks:
+        tokens = [*seq.tokens[seq.cached : seq.cached + n_tokens - len(guesses)], *guesses]
         spec = _sample_spec(seq) if sample else None
         score = _score_spec(seq, n_tokens)
         where = (seq.placed_on.position, *seq.handle, seq.cached)
-        chunks.append(Chunk(*where, tokens, prefill, spec, seq.prefill_end, score, seq.adapter))
+        chunks.append(
+            Chunk(*where, tokens, prefill, spec, seq.prefill_end, score, seq.adapter, len(guesses), seq.overrun)
+        )
     return StepBatch(plan.mini_batch, chunks, layer_deadline(plan, n_layers))
 
 

@@ -38,6 +38,7 @@ from fastdecode.engine.scheduler import Scheduler
 from fastdecode.engine.scheduling.admission import SCHEDULES
 from fastdecode.engine.scheduling.plan import Outcome, Plan, SchedulerLimits
 from fastdecode.engine.scheduling.queue import StartRate
+from fastdecode.engine.scheduling.speculation import Speculation
 from fastdecode.engine.sequence import Sequence
 from fastdecode.engine.stats import EngineObserver, EngineStats, NodeStats, NullObserver, StepPart, Totals
 from fastdecode.engine.stream import RequestStream
@@ -71,6 +72,7 @@ class Engine:
         target_tbt: float | None = None,
         grow_leases: bool = False,
         schedule: str = "greedy",
+        guesses: int = 0,
         end_token_ids: Iterable[int] | None = None,
         observer: EngineObserver | None = None,
     ):
@@ -79,7 +81,8 @@ class Engine:
         of positions. `prefix_cache`: prompts share the cached tokens of sequences that start alike. `watermark` and
         `max_uncached_suffix`: see Cluster; `max_staged_tokens`, `strict_staging`: see StagingBudget; `target_tbt`
         (seconds): see StepTimes. `grow_leases`: leases grow on demand. `schedule`: one of SCHEDULES, see
-        scheduling/admission.py. `end_token_ids` None: the model's own.
+        scheduling/admission.py. `guesses`: most tokens of a sequence that a step guesses, see
+        scheduling/speculation.py. `end_token_ids` None: the model's own.
 
         Raises ValueError if a value does not fit the model or a link."""
         if not links:
@@ -95,7 +98,13 @@ class Engine:
         windows = spart.config.windows
         self.cluster = Cluster(links, watermark, prefix_cache, max_uncached_suffix, windows, grow_leases)
         limits = SchedulerLimits(mini_batches, max_batch_tokens, max_batch_size, max_staged_tokens, strict_staging)
-        self.scheduler = Scheduler(self.cluster, limits, target_tbt=target_tbt, admission=SCHEDULES[schedule]())
+        self.scheduler = Scheduler(
+            self.cluster,
+            limits,
+            target_tbt=target_tbt,
+            admission=SCHEDULES[schedule](),
+            speculation=Speculation(guesses) if guesses else None,
+        )
         self.observer = observer or NullObserver()
         self.totals = Totals()
         self.last_progress = time.monotonic()  # when a step last completed, or work came after idleness
@@ -293,7 +302,7 @@ class Engine:
         begun = time.monotonic()
         self._record_started(plan, begun)
         try:
-            output = await self._runner.submit(self.spart.step(step_batch(plan, self.spart.config.n_layers)))
+            output = await self._runner.submit(self.spart.step(step_batch(plan, self.cluster.loads.n_layers)))
         except TransportError as error:
             self._handle_failure(plan, error)
         except Exception:
@@ -417,6 +426,8 @@ class Engine:
         self.totals.preemptions = self.scheduler.preemptions
         self.totals.prefix_queries = self.scheduler.prompt_tokens if self.cluster.prefix_cache else 0
         self.totals.prefix_hits = self.scheduler.reused_tokens
+        if (speculation := self.scheduler.speculation) is not None:
+            self.totals.guessed, self.totals.guessed_right = speculation.guessed, speculation.right
         return EngineStats(
             running=self.scheduler.n_running,
             waiting=len(self.scheduler.waiting),

@@ -32,7 +32,9 @@ from fastdecode.engine.scheduling.fairness import OUTPUT_WEIGHT
 from fastdecode.engine.scheduling.placement import Wait
 from fastdecode.engine.scheduling.plan import Outcome, Plan, PlannedChunk, SchedulerLimits, step_order
 from fastdecode.engine.scheduling.queue import BY_RANK, WaitingQueue
+from fastdecode.engine.scheduling.speculation import Speculation
 from fastdecode.engine.scheduling.step_time import NO_PROMPTS, PromptWork, StepTimes, pairs
+from fastdecode.region.contract import PAGE_TOKENS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -62,12 +64,14 @@ class Scheduler:
         *,
         target_tbt: float | None = None,
         admission: Greedy | None = None,
+        speculation: Speculation | None = None,
     ):
         """`target_tbt`: seconds between two tokens of a stream that prompts should not exceed; see StepTimes.
-        `admission` None: every sequence that has room starts."""
+        `admission` None: every sequence that has room starts. `speculation` None: no tokens are guessed."""
         self.cluster = cluster
         self.admission = admission or Greedy()
         self.limits = limits
+        self.speculation = speculation
         self.step_times = StepTimes(target_tbt)
         self.waiting = WaitingQueue()
         self.mini_batches: list[list[Sequence]] = [[] for _ in range(limits.mini_batches)]  # each in order of arrival
@@ -169,12 +173,13 @@ class Scheduler:
         self._balance(mini_batch)
         self._give_way(mini_batch)
         chunks = self._decode_chunks(mini_batch)
-        n_decoding = len(chunks)
+        n_streams = len(chunks)
+        n_decoding = sum(chunk.n_tokens for chunk in chunks)
         chunks += self._prompt_chunks(mini_batch, self._budget(mini_batch, n_decoding))
         if not chunks:
             return None
         prompts = NO_PROMPTS
-        for chunk in chunks[n_decoding:]:
+        for chunk in chunks[n_streams:]:
             prompts += PromptWork(chunk.n_tokens, pairs(chunk.seq.cached, chunk.n_tokens))
         self.step_times.begin(mini_batch, prompts, n_decoding > 0)
         self.admission.tick(1 / len(self.mini_batches))
@@ -195,12 +200,14 @@ class Scheduler:
         """Record a step that ran. `sampled` has one entry for each chunk, None if nothing was sampled; `seconds` is how
         long it took, if that is known. Returns the new tokens in the chunks' order."""
         self.step_times.end(plan.mini_batch, seconds)
+        if self.speculation is not None and seconds is not None and plan.prompts is NO_PROMPTS:
+            self.speculation.took(plan.n_tokens, seconds)
         outcomes = []
         for chunk, token in zip(plan.chunks, sampled, strict=True):
             seq = chunk.seq
             seq.in_flight = False
             prefilled = seq.prefilling
-            seq.cached += chunk.n_tokens
+            seq.cached += chunk.n_tokens - len(chunk.guesses)
             error = token.error if token is not None else None
             if seq.cancelled:
                 self._remove(seq, sound=error is None)
@@ -213,17 +220,28 @@ class Scheduler:
                 self._staging.drop(seq)
                 self.cluster.mark_prefilled(seq)
             reason = None
-            if token is not None:
-                seq.append(token.token)
+            for drawn in self._drawn(chunk, token):
+                seq.append(drawn.token)
                 self.waiting.shares.charge(seq.client, OUTPUT_WEIGHT)
                 reason = seq.finish_reason()
-                outcomes.append(Outcome(seq, token, reason))
+                outcomes.append(Outcome(seq, drawn, reason))
+                if reason is not None:
+                    break
             if reason is not None:
                 self.admission.left(seq, ended=reason == "stop")
                 self._remove(seq, sound=True)
             elif not seq.placed_on.alive:
                 self._requeue(seq)
         return outcomes
+
+    def _drawn(self, chunk: PlannedChunk, first: Sampled | None) -> list[Sampled]:
+        """The tokens that a step has drawn after a chunk: one, and one for each guess that was right."""
+        if first is None or self.speculation is None:
+            return [] if first is None else [first]
+        drawn = self.speculation.judge(chunk.seq, chunk.guesses, first)
+        chunk.seq.cached += len(drawn) - 1
+        chunk.seq.overrun = len(drawn) <= len(chunk.guesses)
+        return drawn
 
     def recompute(self, plan: Plan) -> None:
         """Requeue the sequences of a step whose R-node was lost."""
@@ -269,13 +287,20 @@ class Scheduler:
 
     def _decode_chunks(self, mini_batch: int) -> list[PlannedChunk]:
         chunks = []
+        n = len(self.mini_batches[mini_batch])
+        spare = self.limits.max_batch_tokens - n  # rows for guesses
         for seq in list(self.mini_batches[mini_batch]):  # oldest first, so a victim of preemption has no chunk yet
             if seq.node is None or seq.prefilling:
                 continue
             if pages_for(seq.cached + 1) > len(seq.pages) and not self._grow(seq):
                 continue
             seq.in_flight = True
-            chunks.append(PlannedChunk(seq, 1, prefill=False, sample=True))
+            guesses: list[int] = []
+            if self.speculation is not None:
+                on_page = len(seq.pages) * PAGE_TOKENS - seq.cached - 1  # a guess is not worth a page
+                guesses = self.speculation.guesses(seq, min(spare, on_page), n)
+                spare -= len(guesses)
+            chunks.append(PlannedChunk(seq, 1 + len(guesses), False, True, tuple(guesses)))
         return chunks
 
     def _prompt_chunks(self, mini_batch: int, budget: StepBudget) -> list[PlannedChunk]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from fastdecode.engine.prefixes import Handle
 from fastdecode.engine.request import EngineError, SamplingParams, TokenEvent
+from fastdecode.engine.scheduling.guesser import Guesser
 
 if TYPE_CHECKING:
     from fastdecode.engine.constraints import TokenConstraints
@@ -58,6 +59,8 @@ class Sequence:
     in_flight: bool = False  # its tokens are in a step that has not completed, or its FORK is in progress
     cancelled: bool = False  # to be released as soon as it is not in flight
     cached: int = 0  # tokens cached on the R-node
+    overrun: bool = False  # the R-node has tokens beyond these: guesses that were wrong
+    guesser: Guesser = field(default_factory=Guesser)
     prefill_end: int = 0  # tokens to cache before it decodes: all it had when it was placed
 
     # Output and times, kept by the engine. Times are of time.monotonic, in seconds.
@@ -95,6 +98,7 @@ class Sequence:
         """Record that no R-node caches the sequence any more: it must be recomputed."""
         self.node, self.pages, self.entry, self.source = None, [], None, None
         self.cached = self.prefill_end = self.shared_tokens = 0
+        self.overrun = False
 
     @property
     def prefilling(self) -> bool:

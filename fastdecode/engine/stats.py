@@ -94,3 +94,5 @@ class Totals:
     prefix_queries: int = 0  # prompt tokens looked up in the prefix cache
     prefix_hits: int = 0  # those of them that were found there
     kv_bytes: int = 0  # KV-cache bytes that the R-nodes have read
+    guessed: int = 0  # tokens guessed by speculation
+    guessed_right: int = 0  # those of them that the model has drawn

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -27,6 +27,8 @@ class Chunk:
     prompt_length: int = 0  # with `prefill`: tokens of the whole prompt, for which memory is taken; 0: not known
     score: ScoreSpec | None = None  # tokens of the prompt to score; None: none
     adapter: int | None = None  # the sequence's LoRA adapter, as an index into the model's; None: the base model
+    drafts: int = 0  # with `sample`: so many of its last tokens are guesses; a token is drawn after each of these too
+    cut: bool = False  # the R-node may have tokens beyond `pos`, which are dropped: refused guesses
 
 
 @dataclass(slots=True)
@@ -63,6 +65,10 @@ class SampleSpec:
     rules: LogitRules | None = None  # bias and penalties, applied before anything but the mask
     mask: TokenMask | None = None  # the tokens that may be drawn; None: all
 
+    def later(self, n: int) -> SampleSpec:
+        """How to draw the token `n` tokens later."""
+        return replace(self, index=self.index + n) if n else self
+
 
 @dataclass(slots=True)
 class StepBatch:
@@ -82,6 +88,9 @@ class Sampled:
     logprob: float | None = None  # nats; of the model's own distribution: without rules and filters, at temperature 1
     top: list[tuple[int, float]] = field(default_factory=list)  # (token, logprob) of the best alternatives, best first
     error: str | None = None  # the logits of this row are not finite; other rows of the step may be sound
+    after_drafts: list[Sampled] = field(
+        default_factory=list
+    )  # tokens drawn after the chunk's guesses, if these are right
 
 
 @dataclass(slots=True)

@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Generator
+from itertools import islice
 
 import numpy as np
 import torch
 
-from fastdecode.spart.batch import Sampled, StepBatch, StepOutput
+from fastdecode.spart.batch import Sampled, SampleSpec, StepBatch, StepOutput
 from fastdecode.spart.config import ModelConfig
 from fastdecode.spart.exchange import Exchange, SlotViews, link_rows, make_exchange
 from fastdecode.spart.experts import Mixture
@@ -84,7 +85,7 @@ class SPart:
             raise
         link_costs = exchange.disarm()
         self._end_prompts(rows, exchange)
-        if rows.sampled:
+        if rows.n_drawn:
             logits = self._logits(state.x, rows.uploaded["last rows"])
         else:
             logits = state.x.new_empty(0, self._config.vocab_size, dtype=torch.float32)
@@ -164,15 +165,17 @@ class SPart:
         return x
 
     def _sample(self, logits: torch.Tensor, rows: StepRows) -> list[Sampled | None]:
-        """Draw a token after each chunk that asks for one, from logits [sampled chunks, vocab_size] fp32.
+        """Draw a token after each chunk that asks for one, and after its drafts, from logits [rows.n_drawn, vocab_size]
+        fp32.
 
         Returns one Sampled or None for each chunk.
         """
         sampled: list[Sampled | None] = [None] * len(rows.chunks)
-        if rows.sampled:
-            drawn = rows.sampler(logits, rows.uploaded)
-            for i, token in zip(rows.sampled, drawn, strict=True):
-                sampled[i] = token
+        if rows.n_drawn:
+            drawn = iter(rows.sampler(logits, rows.uploaded))
+            for i in rows.sampled:
+                first = sampled[i] = next(drawn)
+                first.after_drafts = list(islice(drawn, rows.chunks[i].drafts))
         return sampled
 
     def _logits(self, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
@@ -192,8 +195,8 @@ class SPart:
 class StepRows:
     """The rows of a step: their tokens and positions, where each chunk's rows stand, and how tokens are drawn.
 
-    `uploaded` is the step's table on the device: "tokens" and "positions", int64 [rows], "last rows", int64 [sampled
-    chunks], and the arrays that `sampler`, `scorer` and `adapters` have added.
+    `uploaded` is the step's table on the device: "tokens" and "positions", int64 [rows], "last rows", int64 [n_drawn],
+    after which tokens are drawn, and the arrays that `sampler`, `scorer` and `adapters` have added.
     """
 
     def __init__(self, spart: SPart, batch: StepBatch):
@@ -227,8 +230,15 @@ class StepRows:
         table = StepTable()
         table.add("tokens", tokens)
         table.add("positions", positions)
-        table.add("last rows", stops[self.sampled] - 1)
-        specs = [chunk.sample for chunk in chunks if chunk.sample is not None]
+        last_rows: list[int] = []
+        specs: list[SampleSpec] = []
+        for i in self.sampled:
+            chunk, last = chunks[i], int(stops[i]) - 1
+            assert chunk.sample is not None, "`sampled` lists the chunks that are sampled"
+            last_rows += range(last - chunk.drafts, last + 1)
+            specs += [chunk.sample.later(j) for j in range(chunk.drafts + 1)]
+        self.n_drawn = len(specs)
+        table.add("last rows", np.array(last_rows, np.int64))
         self.sampler = Sampler(specs, config.vocab_size, table)
         self.scorer = Scorer(chunks, (stops - lengths).tolist(), config.vocab_size, table)
         adapters = AdapterRows(chunks, len(spart.model.adapters), table)

@@ -221,7 +221,7 @@ static fd_status_t check_entry(fd_kvcache_t *kv, const fd_row_t *r, uint32_t i, 
     s->mark = kv->mark;
     if (s->length && r->tag != s->tag)
         return FD_FAIL(FD_BAD_SEQUENCE, "entry %u: sequence %u has tag %u, not %u", i, r->seq_index, s->tag, r->tag);
-    if (r->pos != s->length)
+    if (r->flags & FD_ROW_CUT ? r->pos > s->length : r->pos != s->length)
         return FD_FAIL(FD_BAD_SEQUENCE, "entry %u: sequence %u has %u tokens, not %u", i, r->seq_index, s->length,
                        r->pos);
     if ((uint64_t)r->pos + r->n_rows > UINT32_MAX)
@@ -234,11 +234,19 @@ static fd_status_t check_entry(fd_kvcache_t *kv, const fd_row_t *r, uint32_t i, 
     return FD_OK;
 }
 
-/* The page that receives the first new row, if another sequence shares it; else NULL. */
-static uint32_t *shared_end(const fd_kvcache_t *kv, const fd_sequence_t *s) {
-    if (s->length % FD_PAGE_TOKENS == 0) return NULL;
-    uint32_t *page = s->pages + s->length / FD_PAGE_TOKENS;
+/* The page that receives the token at `pos`, if another sequence shares it; else NULL. */
+static uint32_t *shared_end(const fd_kvcache_t *kv, const fd_sequence_t *s, uint32_t pos) {
+    if (pos % FD_PAGE_TOKENS == 0) return NULL;
+    uint32_t *page = s->pages + pos / FD_PAGE_TOKENS;
     return kv->refs[*page] > 1 ? page : NULL;
+}
+
+/* The pages that an entry takes, less those that become free when its sequence is cut to `pos` first. */
+static int64_t pages_taken(const fd_kvcache_t *kv, const fd_sequence_t *s, const fd_row_t *r) {
+    const uint32_t keep = fd_pages_for(r->pos);
+    int64_t taken = (int64_t)fd_pages_for((uint64_t)r->pos + r->n_rows) - keep;
+    for (uint32_t i = keep; i < s->n_pages; i++) taken -= kv->refs[s->pages[i]] == 1 && !kv->pins[s->pages[i]];
+    return taken;
 }
 
 fd_status_t fd_kvcache_check(fd_kvcache_t *kv, const fd_row_t *table, uint32_t n_entries, char *err, size_t err_len) {
@@ -247,14 +255,14 @@ fd_status_t fd_kvcache_check(fd_kvcache_t *kv, const fd_row_t *table, uint32_t n
         kv->mark = 1;
     }
     fd_status_t status = FD_OK;
-    uint64_t needed = 0;
+    int64_t needed = 0;
     uint32_t checked = 0;
     for (; checked < n_entries; checked++) {
         status = check_entry(kv, &table[checked], checked, err, err_len);
         if (status != FD_OK) break;
         fd_sequence_t *s = &kv->sequences[table[checked].seq_index];
-        needed += fd_pages_for((uint64_t)s->length + table[checked].n_rows) - s->n_pages;
-        uint32_t *page = shared_end(kv, s);
+        needed += pages_taken(kv, s, &table[checked]);
+        uint32_t *page = shared_end(kv, s, table[checked].pos);
         s->copies = page != NULL;
         if (!page) continue;
         needed++;
@@ -262,10 +270,10 @@ fd_status_t fd_kvcache_check(fd_kvcache_t *kv, const fd_row_t *table, uint32_t n
     }
     while (checked--) {
         const fd_sequence_t *s = &kv->sequences[table[checked].seq_index];
-        if (s->copies) kv->refs[s->pages[s->length / FD_PAGE_TOKENS]]++;
+        if (s->copies) kv->refs[s->pages[table[checked].pos / FD_PAGE_TOKENS]]++;
     }
-    if (status == FD_OK && needed > kv->free.n_free)
-        return FD_FAIL(FD_OUT_OF_PAGES, "the step needs %llu pages, but %u of %u are free", (unsigned long long)needed,
+    if (status == FD_OK && needed > (int64_t)kv->free.n_free)
+        return FD_FAIL(FD_OUT_OF_PAGES, "the step needs %lld pages, but %u of %u are free", (long long)needed,
                        kv->free.n_free, kv->n_pages);
     return status;
 }
@@ -275,12 +283,16 @@ fd_status_t fd_kvcache_append(fd_kvcache_t *kv, const fd_row_t *table, uint32_t 
     *n_copies = 0;
     for (uint32_t i = 0; i < n_entries; i++) {
         fd_sequence_t *s = &kv->sequences[table[i].seq_index];
-        if (!reserve_list(s, fd_pages_for((uint64_t)s->length + table[i].n_rows)))
+        if (!reserve_list(s, fd_pages_for((uint64_t)table[i].pos + table[i].n_rows)))
             return FD_FAIL(FD_INTERNAL, "no memory for the page list of sequence %u", table[i].seq_index);
     }
     for (uint32_t i = 0; i < n_entries; i++) {
         fd_sequence_t *s = &kv->sequences[table[i].seq_index];
-        uint32_t *page = shared_end(kv, s);
+        if (s->length > table[i].pos) shrink(kv, s, table[i].pos);
+    }
+    for (uint32_t i = 0; i < n_entries; i++) {
+        fd_sequence_t *s = &kv->sequences[table[i].seq_index];
+        uint32_t *page = shared_end(kv, s, s->length);
         if (page) {
             const uint32_t own = take_page(kv, s, (uint32_t)(page - s->pages));
             copies[(*n_copies)++] = (fd_page_copy_t){*page, own};

@@ -57,10 +57,11 @@ static fd_status_t check_table(const fd_step_t *step, char *err, size_t err_len)
     bool appending = false;
     for (uint32_t i = 0; i < step->n_entries; i++) {
         const fd_row_t *r = &step->table[i];
-        if (r->flags & ~(uint32_t)FD_ROW_ATTEND)
+        if (r->flags & ~(uint32_t)(FD_ROW_ATTEND | FD_ROW_CUT))
             return FD_FAIL(FD_BAD_TABLE, "entry %u: unknown flags 0x%x", i, r->flags);
         if (r->reserved) return FD_FAIL(FD_BAD_TABLE, "entry %u: reserved field is not zero", i);
         if (!r->n_rows) return FD_FAIL(FD_BAD_TABLE, "entry %u has no rows", i);
+        if (r->flags & FD_ROW_CUT && !r->pos) return FD_FAIL(FD_BAD_TABLE, "entry %u cuts its sequence to nothing", i);
         rows += r->n_rows;
         if (r->flags & FD_ROW_ATTEND) {
             if (appending) return FD_FAIL(FD_BAD_TABLE, "entry %u attends but follows an entry that does not", i);

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from fastdecode.region._native import init_region_header
-from fastdecode.region.contract import ACT_DTYPES, KV_DTYPES, POISON, REGION_PAGE, ROW_ATTEND, Status
+from fastdecode.region.contract import ACT_DTYPES, KV_DTYPES, POISON, REGION_PAGE, ROW_ATTEND, ROW_CUT, Status
 
 FP32, FP16, BF16 = ACT_DTYPES.index("fp32"), ACT_DTYPES.index("fp16"), ACT_DTYPES.index("bf16")
 KV_FP32, KV_FP16, KV_BF16 = KV_DTYPES.index("fp32"), KV_DTYPES.index("fp16"), KV_DTYPES.index("bf16")
@@ -275,6 +275,7 @@ class Link(Peer):
         self.rng = np.random.default_rng(0)
         self.shadows: dict[int, Shadow] = {}
         self.next_tag = 1
+        self._cut: set[int] = set()
         init_region_header(self.map, g.tuple())
         self.lease = engine.add_link(
             self.map, g.tuple(), kv_dtype, n_pages, max_seqs, self.scale, self.windows, None, max_pages, **self.options
@@ -305,7 +306,9 @@ class Link(Peer):
                 self.shadows[seq_index] = Shadow(self.next_tag, [empty] * layers, [empty] * layers)
                 self.next_tag += 1
             s = self.shadows[seq_index]
-            table.append((seq_index, s.tag, s.length, n, ROW_ATTEND if attend else 0))
+            flags = (ROW_ATTEND if attend else 0) | (ROW_CUT if seq_index in self._cut else 0)
+            self._cut.discard(seq_index)
+            table.append((seq_index, s.tag, s.length, n, flags))
         return table
 
     def begin(self, slot: int, plan: list[tuple[int, int, bool]]) -> Step:
@@ -331,8 +334,16 @@ class Link(Peer):
         self.lease.free(seq_index, self.shadows.pop(seq_index).tag)
 
     def trim(self, seq_index: int, length: int) -> None:
+        self.lease.trim(seq_index, self.shadows[seq_index].tag, length)
+        self._shorten(seq_index, length)
+
+    def cut(self, seq_index: int, length: int) -> None:
+        """Let the sequence's next step cut it to `length` tokens."""
+        self._shorten(seq_index, length)
+        self._cut.add(seq_index)
+
+    def _shorten(self, seq_index: int, length: int) -> None:
         s = self.shadows[seq_index]
-        self.lease.trim(seq_index, s.tag, length)
         s.k, s.v = [k[:length] for k in s.k], [v[:length] for v in s.v]
 
     def fork(self, src: int, dst: int, length: int) -> None:

@@ -205,6 +205,35 @@ def test_an_abandoned_step_leaves_a_whole_copy_of_the_shared_page(links):
     assert link.lease.stats()["pages_used"] == 0
 
 
+def test_a_step_cuts_a_sequence_before_it_appends(links):
+    link = links(Geometry(max_rows=300, n_layers=2), n_pages=4)
+    link.fill(0, PAGE_TOKENS - 2)
+    for rows, kept in ((5, 3), (1, 1), (260, 2), (4, 0)):  # of the new rows, some pages beyond the cut
+        link.step(0, [(0, rows, True)])
+        link.cut(0, PAGE_TOKENS - 2 + kept)
+        link.step(0, [(0, 1, True)])
+        link.cut(0, PAGE_TOKENS - 2)
+    link.step(0, [(0, 1, True)])
+    assert link.lease.stats()["pages_used"] == 1
+
+
+def test_a_cut_in_a_full_lease_uses_the_pages_that_it_frees(links):
+    link = links(Geometry(max_rows=300, n_layers=1), n_pages=4)
+    link.fill(0, 2 * PAGE_TOKENS)
+    link.fill(1, 2 * PAGE_TOKENS)
+    link.cut(1, 5)
+    link.step(0, [(0, 1, True), (1, 3, True)])  # sequence 0 takes the page of sequence 1, which comes after it
+
+
+def test_a_cut_leaves_forks_whole(links):
+    link = links(Geometry(max_rows=300, n_layers=2), n_pages=6)
+    link.fill(0, 200)
+    link.fork(0, 1, 190)
+    link.cut(0, 100)
+    link.step(0, [(0, 150, True)])
+    link.step(0, [(1, 1, True)])
+
+
 def test_the_source_of_a_copy_is_free_once_the_step_is_armed(links):
     link = links(Geometry(n_slots=2, max_rows=128, n_layers=3), n_pages=3)
     link.fill(0, 40)

@@ -9,5 +9,9 @@ placement   the R-node of a waiting sequence
 balance     mini-batches of equal steps
 rtime       the predicted time of the R-Part
 step_time   how long steps take, and the chunks of prompts that keep a target time
+speculation how many tokens to guess for each sequence of a step
+guesser     the guesses of one sequence's next tokens
+deadline    how long an R-node may take for a layer
+line        a straight line fitted to observations
 budgets     bounds on a step's prompts: rows, attention work, staged keys and values
 """

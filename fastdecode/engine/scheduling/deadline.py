@@ -32,7 +32,7 @@ def layer_deadline(plan: Plan, n_layers: int) -> float:
     sequence to copy a page that it shares with another.
     """
     work: defaultdict[RNodeLedger, int] = defaultdict(int)  # tokens to read or write in a layer
-    for seq, n_tokens, prefill, _ in plan.chunks:
+    for seq, n_tokens, prefill, *_ in plan.chunks:
         attended = 0 if prefill else n_tokens * (seq.cached + n_tokens)
         work[seq.placed_on] += n_tokens + attended + 2 * PAGE_TOKENS * n_layers
     slowest = max(

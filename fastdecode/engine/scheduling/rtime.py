@@ -11,48 +11,32 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-#: Weight of the older steps in a bandwidth after each new one.
-_MEMORY = 0.98
-
-#: Relative variance of a step's bytes from which the fixed time of a step can be told from the time to read.
-_SPREAD = 0.01
+from fastdecode.engine.scheduling.line import Line
 
 
 @dataclass(slots=True)
 class Bandwidth:
     """One R-node's bandwidth, from the busy time and the bytes of its steps.
 
-    A step takes a fixed time and then its bytes divided by the bandwidth; both are fitted by least squares, with older
-    steps forgotten. Without the fixed time, an R-node with little load would look slow and be given ever less.
+    A step takes a fixed time and then its bytes divided by the bandwidth. Without the fixed time, an R-node with little
+    load would look slow and be given ever less.
     """
 
-    _n: float = 0.0
-    _x: float = 0.0  # decayed sums; x: bytes, y: seconds
-    _y: float = 0.0
-    _xx: float = 0.0
-    _xy: float = 0.0
-    _fixed: float = 0.0
+    _steps: Line = field(default_factory=Line)  # x: bytes, y: seconds
 
     def observe(self, busy_ns: int, kv_bytes: int) -> None:
         """Record a step that read `kv_bytes` bytes of KV-cache in `busy_ns` nanoseconds. Ignores one that read none."""
-        if kv_bytes <= 0 or busy_ns <= 0:
-            return
-        seconds = busy_ns / 1e9
-        new = (1.0, kv_bytes, seconds, kv_bytes * kv_bytes, kv_bytes * seconds)
-        sums = (self._n, self._x, self._y, self._xx, self._xy)
-        self._n, self._x, self._y, self._xx, self._xy = (_MEMORY * old + v for old, v in zip(sums, new, strict=True))
-        x, y = self._x / self._n, self._y / self._n
-        variance, covariance = self._xx / self._n - x * x, self._xy / self._n - x * y
-        if variance > _SPREAD * x * x and covariance > 0:
-            self._fixed = max(0.0, y - covariance / variance * x)
+        if kv_bytes > 0 and busy_ns > 0:
+            self._steps.observe(kv_bytes, busy_ns / 1e9)
 
     @property
     def bytes_per_second(self) -> float | None:
         """None before the first step that read KV-cache."""
-        if not self._n:
+        steps = self._steps
+        if not steps.n:
             return None
         # A step cannot be all fixed time: that would be an infinite bandwidth.
-        return self._x / max(self._y - self._n * self._fixed, 0.05 * self._y)
+        return steps.x / max(steps.y - steps.n * steps.fixed, 0.05 * steps.y)
 
 
 @dataclass(slots=True)

@@ -62,9 +62,9 @@ class HFSPart(SPart):
                 clock.waits()
                 exchange.wait(batch.layer_timeout)
                 clock.replied()
-            scored = logits[len(rows.sampled) :]
+            scored = logits[rows.n_drawn :]
             with torch.inference_mode():
-                sampled = self._sample(logits[: len(rows.sampled)], rows)
+                sampled = self._sample(logits[: rows.n_drawn], rows)
                 scores = rows.scorer(lambda part: scored[part], rows.uploaded)
         except BaseException:
             if not paused.dead:
@@ -88,7 +88,7 @@ class HFSPart(SPart):
             kv_bytes=sum(times.kv_bytes for times in link_costs.values()),
             link_costs=link_costs,
             failures=exchange.failures,
-            logits=logits[: len(rows.sampled)] if keep_logits else None,
+            logits=logits[: rows.n_drawn] if keep_logits else None,
         )
 
     @property
@@ -128,7 +128,7 @@ class _Forward:
         self._o_heads = self._o.view(n, config.n_q_heads, self._size)
 
     def run(self) -> torch.Tensor:
-        """Run the model in the greenlet; returns logits [sampled chunks + scored rows, vocab_size] fp32."""
+        """Run the model in the greenlet; returns logits [drawn + scored rows, vocab_size] fp32."""
         spart, rows = self._spart, self._rows
         tokens, positions, keep = (rows.uploaded[name] for name in ("tokens", "positions", "last rows"))
         if rows.scorer.n_rows:
@@ -138,7 +138,7 @@ class _Forward:
         logits = spart.logits_of(tokens, positions, keep)
         if self._layer != len(self._layers):
             raise RuntimeError(f"the model called attention {self._layer} times; the trace has {len(self._layers)}")
-        return logits[: len(rows.sampled) + rows.scorer.n_rows]
+        return logits[: rows.n_drawn + rows.scorer.n_rows]
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Attention of one layer: q [1, n_q_heads, rows, k_size], k and v with KV heads -> O [1, rows, n_q_heads,

@@ -1,0 +1,37 @@
+"""Guesser: the guesses of one sequence's next tokens, and how many of them were right."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+#: Tokens that must occur twice before a guess is made.
+_MATCH = 3
+
+#: Probability that a guess is right, of a sequence that has had none, and its weight after each guess.
+_FIRST_RATE, _RATE_MEMORY = 0.6, 0.85
+
+
+@dataclass(slots=True)
+class Guesser:
+    """One sequence's guesses."""
+
+    rate: float = _FIRST_RATE  # the share of right ones among the guesses, the last ones counting most
+    idle: int = 0  # tokens since the last guess
+    _followers: dict[tuple[int, ...], int] = field(default_factory=dict)  # last tokens -> index of what followed
+    _indexed: int = _MATCH
+
+    def guess(self, tokens: list[int], n: int) -> list[int]:
+        """At most `n` tokens that may follow `tokens`, which only grow from call to call."""
+        for end in range(self._indexed, len(tokens)):  # not the last tokens themselves: nothing follows them
+            self._followers[tuple(tokens[end - _MATCH : end])] = end
+        self._indexed = max(self._indexed, len(tokens))
+        start = self._followers.get(tuple(tokens[-_MATCH:]))
+        if start is None:
+            return []
+        period = len(tokens) - start  # what would follow the end again follows from the match itself
+        return [tokens[start + i % period] for i in range(n)]
+
+    def judged(self, n_right: int, n: int) -> None:
+        """Record that the first `n_right` of `n` guesses were right."""
+        for right in [1.0] * n_right + [0.0] * (n_right < n):
+            self.rate = _RATE_MEMORY * self.rate + (1 - _RATE_MEMORY) * right

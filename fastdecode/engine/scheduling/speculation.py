@@ -1,0 +1,80 @@
+"""Speculative decoding: guesses of a sequence's next tokens, which one step verifies together.
+
+A guess is what followed the last occurrence of the sequence's last tokens in the sequence itself (prompt lookup,
+Saxena 2023; suffix decoding, arXiv 2411.04975): a summary that quotes, code that is edited. The guessed tokens are rows
+of the step behind the last token's own. Every row draws the token that follows it, by the random numbers of its index,
+so a guess is right if the row before it has drawn it, and the output is the same as without guesses. The R-node drops
+the rows of wrong guesses when the sequence goes on (FD_ROW_CUT).
+
+A row more makes a step slower, and a guess may be wrong. The number of guesses follows both: the j-th is made while the
+probability that it and those before it are right exceeds the share of a token's time that its row costs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import log
+from typing import TYPE_CHECKING
+
+from fastdecode.engine.scheduling.line import Line
+
+if TYPE_CHECKING:
+    from fastdecode.engine.sequence import Sequence
+    from fastdecode.spart.batch import Sampled
+
+#: A sequence whose guesses do not pay gets one after so many tokens, because its text may have changed.
+_RETRY_AFTER = 32
+
+#: The cost of a row, as a share of a token's time, until steps of different sizes have been seen.
+_UNKNOWN_COST = 0.25
+
+
+class Speculation:
+    """How many tokens to guess for each sequence of a step."""
+
+    def __init__(self, most: int):
+        """`most`: guesses of a sequence in one step."""
+        self.most = most
+        self.guessed = self.right = 0  # counts of tokens
+        self._steps = Line()  # seconds of a step that only decodes, by its rows
+
+    def guesses(self, seq: Sequence, rows: int, n_decoding: int) -> list[int]:
+        """Guesses for a sequence that decodes, at most `rows`, in a step of `n_decoding` such sequences.
+
+        A sequence whose logits depend on the tokens before, by penalties or a grammar, gets none.
+        """
+        if seq.constraints is not None or (seq.rules is not None and seq.rules.penalises):
+            return []
+        guesser = seq.guesser
+        guesser.idle += 1
+        # The last token that a sequence generates is not cached, so no row follows it.
+        most = min(self.most, rows, seq.max_new - seq.n_generated - 1)
+        n = min(most, self._worth(guesser.rate, n_decoding) or guesser.idle // _RETRY_AFTER)
+        guesses = guesser.guess(seq.tokens, n) if n > 0 else []
+        if guesses:
+            guesser.idle = 0
+        return guesses
+
+    def _worth(self, rate: float, n_decoding: int) -> int:
+        """The largest j for which rate^j exceeds the cost of a row as a share of a token's time."""
+        slope = self._steps.slope
+        share = _UNKNOWN_COST if slope is None else slope * n_decoding / self._steps.mean
+        if share >= rate:
+            return 0
+        return int(log(max(share, 1e-6)) / log(min(rate, 0.999)))
+
+    def took(self, rows: int, seconds: float) -> None:
+        """Record the time of a step of `rows` rows that only decodes."""
+        self._steps.observe(rows, seconds)
+
+    def judge(self, seq: Sequence, guesses: Iterable[int], first: Sampled) -> list[Sampled]:
+        """The tokens that a step has drawn for `seq`: `first`, and those after each guess that was right."""
+        drawn = [first]
+        for guess, following in zip(guesses, first.after_drafts, strict=True):
+            if drawn[-1].token != guess or following.error is not None:
+                break
+            drawn.append(following)
+        seq.guesser.judged(len(drawn) - 1, len(first.after_drafts))
+        self.guessed += len(first.after_drafts)
+        self.right += len(drawn) - 1
+        return drawn

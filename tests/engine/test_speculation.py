@@ -1,0 +1,76 @@
+"""Speculative decoding: the same tokens as without, and fewer steps."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+from checkpoints import VOCAB_SIZE, make_checkpoint
+from real_engine import real_engine
+
+from fastdecode.engine.request import SamplingParams
+from fastdecode.engine.scheduling.guesser import Guesser
+
+
+async def tokens_of(stream):
+    return [event.token async for event in stream]
+
+
+@pytest.mark.parametrize("backend", ["native", "transformers"])
+async def test_guesses_change_no_token_and_save_steps(backend, tmp_path):
+    """Tiny random models run in circles, so some guesses are right; prompts that repeat make wrong ones."""
+    rng = random.Random(0)
+    loop = [rng.randrange(3, VOCAB_SIZE) for _ in range(9)]
+    given = [loop * 4, [rng.randrange(3, VOCAB_SIZE) for _ in range(200)], loop[:5] * 20, [5]]
+    sampled = SamplingParams(max_tokens=60, temperature=0.7, top_p=0.9, seed=7, ignore_eos=True, logprobs=1)
+    options = [
+        SamplingParams(max_tokens=150, temperature=0.0, ignore_eos=True),
+        sampled,
+        SamplingParams(max_tokens=60, temperature=0.0, frequency_penalty=0.3, ignore_eos=True),
+    ]
+    answers, steps = [], []
+    for guesses in (0, 7):
+        async with real_engine(make_checkpoint("llama-gqa"), tmp_path, backend=backend, guesses=guesses) as engine:
+            streams = [engine.submit(p, params) for p in given for params in options]
+            answers.append(await asyncio.gather(*map(tokens_of, streams)))
+            # Alone, a sequence that runs in circles takes as many steps as it has tokens, or fewer.
+            before = engine.stats.totals.steps
+            answers[-1].append(await tokens_of(engine.submit(loop * 4, options[0])))
+            steps.append(engine.stats.totals.steps - before)
+            totals = engine.stats.totals
+    assert answers[0] == answers[1]
+    assert 0 < totals.guessed_right < totals.guessed
+    assert steps[1] < steps[0]
+
+
+async def test_a_guess_beyond_the_end_is_not_delivered(tmp_path):
+    prompt = [5, 6, 7, 8] * 10
+    async with real_engine(make_checkpoint("llama-gqa"), tmp_path) as engine:
+        plain = await tokens_of(engine.submit(prompt, SamplingParams(max_tokens=80, temperature=0.0, ignore_eos=True)))
+    stop = plain[70]
+    expected = plain[: plain.index(stop) + 1]
+    params = SamplingParams(max_tokens=80, temperature=0.0, ignore_eos=True, stop_token_ids=frozenset({stop}))
+    async with real_engine(make_checkpoint("llama-gqa"), tmp_path, guesses=7, prefix_cache=True) as engine:
+        assert await tokens_of(engine.submit(prompt, params)) == expected
+        assert await tokens_of(engine.submit(prompt, params)) == expected  # from the prefix cache
+
+
+def test_a_guess_is_what_followed_the_last_tokens_before():
+    guesser = Guesser()
+    tokens = [1, 2, 3, 4, 5, 9, 1, 2, 3]
+    assert guesser.guess(tokens, 2) == [4, 5]
+    assert guesser.guess(tokens, 8) == [4, 5, 9, 1, 2, 3, 4, 5]
+    tokens += [7, 8, 1, 2, 3]
+    assert guesser.guess(tokens, 2) == [7, 8]  # the last occurrence counts
+    assert guesser.guess([*tokens, 6], 2) == []
+
+
+def test_the_rate_follows_the_guesses():
+    guesser = Guesser()
+    first = guesser.rate
+    guesser.judged(4, 4)
+    assert first < guesser.rate < 1
+    for _ in range(20):
+        guesser.judged(0, 4)
+    assert guesser.rate < 0.1
