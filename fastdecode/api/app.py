@@ -4,25 +4,24 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
 from fastdecode import __version__
-from fastdecode.api.cluster import ClusterReport, EngineCounts
+from fastdecode.api.cluster import ClusterReport
 from fastdecode.api.defaults import NO_DEFAULTS, SamplingDefaults
 from fastdecode.api.endpoints import Endpoints, ServedModel
 from fastdecode.api.errors import ApiError, json_response
-from fastdecode.api.generation import EngineClient
-from fastdecode.api.health import EngineHealth, health
-from fastdecode.api.metrics import CONTENT_TYPE, Metrics
+from fastdecode.api.health import health
 from fastdecode.api.middleware import allow_origins, errors_as_json, log_requests, require_key
 from fastdecode.api.page import page_routes
 from fastdecode.api.preparation import Preparation
 from fastdecode.api.runs import Runs
 from fastdecode.api.tokenization import Tokenization
-from fastdecode.engine.stats import EngineObserver
+from fastdecode.service.client import EngineClient, Status
+from fastdecode.service.metrics import CONTENT_TYPE
 from fastdecode.text.output.forms import reasoning_form, tool_form
 from fastdecode.text.tokenizer import Tokenizer
 
@@ -32,19 +31,8 @@ MAX_BODY_BYTES = 8 * 2**20
 CLOSE: web.AppKey[Callable[[float], Awaitable[None]]] = web.AppKey("close")
 
 
-class EngineLike(EngineClient, EngineHealth, EngineCounts, Protocol):
-    """All that the API needs of the engine (engine.engine.Engine)."""
-
-    observer: EngineObserver
-
-    @property
-    def longest_sequence(self) -> int:
-        """Tokens of the longest sequence that can be served now; less than `max_model_len` if pages are few."""
-        ...
-
-
 def make_app(
-    engine: EngineLike,
+    engine: EngineClient,
     tokenizer: Tokenizer,
     *names: str,
     adapters: Sequence[str] = (),
@@ -58,7 +46,7 @@ def make_app(
     keep_alive_seconds: float = 15.0,
     stalled_after_seconds: float = 60.0,
 ) -> web.Application:
-    """Make the application, and make its metrics the engine's observer.
+    """Make the application.
 
     Args:
         names: the model's names; the first one is its own.
@@ -73,35 +61,29 @@ def make_app(
         keep_alive_seconds: a stream without text for this long sends a comment.
         stalled_after_seconds: /health has status 503 if there is work and no step has completed for this long.
     """
-    metrics = Metrics(names[0], lambda: engine.stats)
-    engine.observer = metrics
     template = tokenizer.template_source
     forms = tool_form(tool_parser, template), reasoning_form(reasoning_parser, template)
     served = ServedModel(names, *forms, defaults, tuple(adapters))
     preparation = Preparation(engine, tokenizer)
-    runs = Runs(engine, metrics, keep_alive_seconds)
+    runs = Runs(engine, keep_alive_seconds)
     endpoints = Endpoints(tokenizer, served, preparation, runs)
     tokenization = Tokenization(tokenizer, served, preparation, engine.max_model_len)
     created = int(time.time())
 
-    def model(name: str) -> dict[str, object]:
-        limits = {"max_model_len": engine.longest_sequence}
-        parent = {"parent": names[0]} if name in adapters else {}
-        return {
-            "id": name,
-            "object": "model",
-            "created": created,
-            "owned_by": "fastdecode",
-            "root": names[0],
-            **parent,
-            **limits,
-        }
+    async def cards(*shown: str) -> list[dict[str, object]]:
+        facts = {"object": "model", "created": created, "owned_by": "fastdecode", "root": names[0]}
+        longest = (await engine.status()).longest_sequence
+        return [
+            {"id": name, **facts, **({"parent": names[0]} if name in adapters else {}), "max_model_len": longest}
+            for name in shown
+        ]
 
     async def models(_: web.Request) -> web.Response:
-        return json_response({"object": "list", "data": [model(name) for name in (*names, *adapters)]})
+        return json_response({"object": "list", "data": await cards(*names, *adapters)})
 
     async def one_model(request: web.Request) -> web.Response:
-        return json_response(model(served.name(request.match_info["name"])))
+        [card] = await cards(served.name(request.match_info["name"]))
+        return json_response(card)
 
     async def version(_: web.Request) -> web.Response:
         return json_response({"version": __version__})
@@ -113,18 +95,17 @@ def make_app(
             code="unsupported_endpoint",
         )
 
-    def state() -> tuple[int, dict[str, Any]]:
-        return health(engine, closing=runs.closing, stalled_after=stalled_after_seconds)
+    def state(status: Status) -> tuple[int, dict[str, Any]]:
+        return health(status, closing=runs.closing, stalled_after=stalled_after_seconds)
 
     async def report_health(_: web.Request) -> web.Response:
-        status, body = state()
+        status, body = state(await engine.status())
         return json_response(body, status=status)
 
-    cluster = ClusterReport(engine, metrics, names[0], chat=bool(template), status=lambda: state()[1]["status"])
+    cluster = ClusterReport(engine, names[0], chat=bool(template), name_state=lambda status: state(status)[1]["status"])
 
     async def report_metrics(_: web.Request) -> web.Response:
-        await engine.refresh()
-        return web.Response(body=metrics.render(), headers={"Content-Type": CONTENT_TYPE})
+        return web.Response(body=await engine.metrics(), headers={"Content-Type": CONTENT_TYPE})
 
     async def close(grace: float) -> None:
         preparation.closing = True

@@ -6,14 +6,14 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any, Protocol
+from typing import Any
 
 import orjson
 from aiohttp import web
 
 from fastdecode import __version__
-from fastdecode.api.metrics import Metrics
-from fastdecode.engine.stats import EngineStats, StepPart
+from fastdecode.engine.stats import StepPart
+from fastdecode.service.client import EngineClient, Status
 
 #: A report serves all who ask within this time, so that many open pages cost the R-nodes one question.
 _FRESH_SECONDS = 0.5
@@ -21,29 +21,12 @@ _FRESH_SECONDS = 0.5
 _PARTS = 200
 
 
-class EngineCounts(Protocol):
-    """The parts of the engine that count."""
-
-    @property
-    def stats(self) -> EngineStats: ...
-
-    @property
-    def max_model_len(self) -> int: ...
-
-    async def refresh(self) -> None:
-        """Bring the R-nodes' counters in `stats` up to date."""
-
-    def timeline(self, n: int) -> list[StepPart]:
-        """The last `n` parts of steps."""
-        ...
-
-
 class ClusterReport:
     """Answers GET /cluster."""
 
-    def __init__(self, engine: EngineCounts, metrics: Metrics, model: str, *, chat: bool, status: Callable[[], str]):
-        """`chat`: the model has a chat template. `status()` is the state that /health reports."""
-        self._engine, self._metrics, self._status = engine, metrics, status
+    def __init__(self, engine: EngineClient, model: str, *, chat: bool, name_state: Callable[[Status], str]):
+        """`chat`: the model has a chat template. `name_state` gives the state that /health reports."""
+        self._engine, self._name_state = engine, name_state
         self._constant = {"version": __version__, "model": model, "chat": chat, "max_model_len": engine.max_model_len}
         self._body, self._made = b"", float("-inf")
         self._lock = asyncio.Lock()
@@ -56,18 +39,18 @@ class ClusterReport:
         return web.Response(body=self._body, content_type="application/json", headers={"Cache-Control": "no-store"})
 
     async def _report(self) -> dict[str, Any]:
-        await self._engine.refresh()
-        stats = self._engine.stats
+        report = await self._engine.report(_PARTS)
+        stats = report.status.stats
         return self._constant | {
-            "status": self._status(),
+            "status": self._name_state(report.status),
             "seconds": time.monotonic(),  # only differences between two reports mean anything
             "running": stats.running,
             "waiting": stats.waiting,
             "kv_cache_usage": stats.kv_usage,
             "totals": asdict(stats.totals),
             "nodes": [asdict(node) for node in stats.nodes],
-            "timeline": _relative(self._engine.timeline(_PARTS)),
-            "histograms": self._metrics.latencies(),
+            "timeline": _relative(report.timeline),
+            "histograms": report.latencies,
         }
 
 

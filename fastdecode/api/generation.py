@@ -1,8 +1,8 @@
 """The choices of a request: from the engine's tokens to pieces of text.
 
-A Choice turns the tokens of one choice into text, and never waits. A Run reads the engine's streams of all choices of a
-request at once, and hands out the text that is ready: a piece for every token, because clients count and time tokens by
-the chunks that they get. It reads the streams whether the client is fast or slow: a slow client gets larger pieces and
+A Choice turns the tokens of one choice into text, and never waits. A Run takes the tokens of all choices of a request
+from the engine, and hands out the text that is ready: a piece for every token, because clients count and time tokens by
+the chunks that they get. It takes the tokens whether the client is fast or slow: a slow client gets larger pieces and
 delays nobody else. The text that waits for a client is limited by its max_tokens.
 """
 
@@ -13,36 +13,14 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Protocol
 
-from fastdecode.engine.request import GenerationFailed, SamplingParams, TokenEvent, TokenScore
+from fastdecode.engine.request import EngineError, TokenEvent, TokenScore
+from fastdecode.service.client import Cancel, EngineClient, Request
 from fastdecode.text.stop_strings import StopStrings
 from fastdecode.text.tokenizer import Detokenizer
 
 #: A client that has left so many pieces of a choice unread gets what follows in larger pieces.
 _MAX_UNREAD = 32
-
-
-class TokenStream(Protocol):
-    """The engine's stream of one choice: an async iterator of TokenEvent, which may raise GenerationFailed."""
-
-    def __aiter__(self) -> TokenStream: ...
-    async def __anext__(self) -> TokenEvent: ...
-    def cancel(self) -> None: ...
-
-
-class EngineClient(Protocol):
-    """The methods of the engine that generate. `submit` raises an EngineError, e.g. PromptTooLong, Overloaded."""
-
-    max_queued: int  # a request with more choices can never be queued
-    end_tokens: frozenset[int]  # the model's tokens that end a text
-
-    @property
-    def max_model_len(self) -> int:
-        """Tokens of a sequence, prompt and output together."""
-        ...
-
-    def submit(self, prompt_ids: list[int], params: SamplingParams, request_id: str | None = None) -> TokenStream: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,79 +150,71 @@ def _echoed(echo: Echo, scores: Sequence[TokenScore]) -> Piece:
 class Run:
     """All choices of one request.
 
-    An async context manager, which cancels the choices that still run when it is left.
+    A context manager, which cancels the choices that still run when it is left.
     """
 
-    def __init__(self, on_choice_end: Callable[[str, float], None]):
+    def __init__(self, choices: Sequence[Choice], on_choice_end: Callable[[str, float], None]):
         """`on_choice_end(reason, seconds)` is called at the end of each choice.
 
-        The reason is "stop", "length", "abort" or "error"; the seconds count from submit.
+        The reason is "stop", "length", "abort" or "error"; the seconds count from now.
         """
-        self.choices: list[Choice] = []
-        self._streams: list[TokenStream] = []
+        self.choices = choices
+        self._running = {choice.index for choice in choices}
         self._ready: dict[int, list[Piece]] = {}
-        self._tasks: list[asyncio.Task[None]] = []
         self._wake = asyncio.Event()
         self._error: Exception | None = None
+        self._started = time.monotonic()
         self._on_choice_end = on_choice_end
-        self._n_running = 0  # choices that have not ended
+        self._cancel: Cancel | None = None  # None: the choices are being queued
 
-    def add(self, choice: Choice, stream: TokenStream) -> None:
-        """Add a choice, before the run is entered."""
-        self.choices.append(choice)
-        self._streams.append(stream)
+    async def submit(self, engine: EngineClient, request: Request) -> None:
+        """Queue the choices in the engine. Raises EngineError."""
+        self._cancel = await engine.submit(request, self._take)
+        for choice in self.choices:
+            if choice.index not in self._running:
+                self._cancel(choice.index)
 
-    def cancel(self) -> None:
-        """Cancel every choice in the engine. Needed for a run that is never entered. Idempotent."""
-        for stream in self._streams:
-            stream.cancel()
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for index in list(self._running):
+            self._end(index, "abort" if self._error is None else "error")
 
     def fail(self, error: Exception) -> None:
         """End the run: `pieces` hands out the text that is ready, then raises `error`."""
         self._error = self._error or error
         self._wake.set()
 
-    async def __aenter__(self) -> Run:
-        self._n_running = len(self.choices)
-        pairs = zip(self.choices, self._streams, strict=True)
-        self._tasks = [asyncio.create_task(self._follow(choice, stream)) for choice, stream in pairs]
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.cancel()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    async def _follow(self, choice: Choice, stream: TokenStream) -> None:
-        """Read one choice to its end."""
-        started = time.monotonic()
-        reason = "abort"
+    def _take(self, index: int, event: TokenEvent | EngineError) -> None:
+        """Take a token of a choice, or the error that ends it."""
+        if index not in self._running or self._error is not None:
+            return
+        if isinstance(event, EngineError):
+            self.fail(event)
+            return
         try:
-            async for event in stream:
-                if self._error is not None:
-                    return
-                piece = choice.feed(event)
-                unread = self._ready.setdefault(choice.index, [])
-                if len(unread) < _MAX_UNREAD:
-                    unread.append(piece)
-                else:
-                    unread[-1].append(piece)
-                self._wake.set()
-                if piece.finish_reason:
-                    reason = piece.finish_reason
-                    return
-            raise GenerationFailed("the generation was cancelled by the server")
-        except Exception as failure:  # an EngineError, or a bug, which must not leave the client waiting
-            reason = "error"
-            self.fail(failure)
-        finally:
-            stream.cancel()
-            self._n_running -= 1
-            self._wake.set()
-            self._on_choice_end(reason, time.monotonic() - started)
+            piece = self.choices[index].feed(event)
+        except Exception as bug:  # must not leave the client waiting, and must not reach the other requests
+            self.fail(bug)
+            return
+        unread = self._ready.setdefault(index, [])
+        if len(unread) < _MAX_UNREAD:
+            unread.append(piece)
+        else:
+            unread[-1].append(piece)
+        if piece.finish_reason:
+            self._end(index, piece.finish_reason)
+        self._wake.set()
+
+    def _end(self, index: int, reason: str) -> None:
+        """End a choice, in the engine too if it has more tokens there."""
+        self._running.discard(index)
+        self._on_choice_end(reason, time.monotonic() - self._started)
+        if self._cancel is not None:
+            self._cancel(index)
 
     async def pieces(self, timeout: float | None = None) -> dict[int, list[Piece]] | None:
         """Wait for a token, and return the pieces of all tokens since the last call, by the choice's index.
@@ -252,7 +222,7 @@ class Run:
         Returns {} if no token comes within `timeout` seconds, and None after the end. Raises the error that
         ended the generation (an EngineError, or the argument of `fail`), after the text that was ready before it.
         """
-        while not self._ready and self._error is None and self._n_running:
+        while not self._ready and self._error is None and self._running:
             self._wake.clear()
             try:
                 async with asyncio.timeout(timeout):
@@ -265,30 +235,3 @@ class Run:
         if self._error is not None:
             raise self._error
         return None
-
-
-def submit(
-    engine: EngineClient,
-    prompts: Sequence[list[int]],
-    params_of: Callable[[int], SamplingParams],
-    n: int,
-    *,
-    request_id: str,
-    make_choice: Callable[[int, list[int]], Choice],
-    on_choice_end: Callable[[str, float], None],
-) -> Run:
-    """Submit `n` choices of every prompt, in OpenAI's order: choice i belongs to prompt i // n.
-
-    `params_of(k)` gives the parameters of a prompt's k-th choice. If the engine refuses a choice (EngineError), the
-    choices before it are cancelled.
-    """
-    run = Run(on_choice_end)
-    try:
-        for p, prompt in enumerate(prompts):
-            for k in range(n):
-                index = p * n + k
-                run.add(make_choice(index, prompt), engine.submit(prompt, params_of(k), f"{request_id}-{index}"))
-    except BaseException:
-        run.cancel()
-        raise
-    return run

@@ -2,29 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
-from fastdecode.engine.stats import EngineStats
-
-
-class EngineHealth(Protocol):
-    """The attributes of the engine that tell its health."""
-
-    @property
-    def ready(self) -> bool:
-        """Whether the engine accepts requests."""
-        ...
-
-    @property
-    def stalled_seconds(self) -> float:
-        """Time since the last completed step, 0 without work."""
-        ...
-
-    @property
-    def stats(self) -> EngineStats: ...
+from fastdecode.service.client import Status
 
 
-def health(engine: EngineHealth, *, closing: bool, stalled_after: float) -> tuple[int, dict[str, Any]]:
+def health(engine: Status, *, closing: bool, stalled_after: float) -> tuple[int, dict[str, Any]]:
     """The HTTP status and the body of /health.
 
     The status is 503 while the node cannot take requests, or if it has work and has completed no step for

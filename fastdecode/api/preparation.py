@@ -1,4 +1,4 @@
-"""Prepares a request for the engine: renders its chat, encodes its texts and compiles its grammar.
+"""Prepares a request for the engine: renders its chat and encodes its texts.
 
 One thread does the work that may take long, one piece at a time, so that it does not delay the streams.
 """
@@ -9,14 +9,15 @@ import asyncio
 import dataclasses
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from fastdecode.api.errors import ApiError
-from fastdecode.api.generation import Echo, EngineClient
+from fastdecode.api.generation import Echo
 from fastdecode.api.protocol import ChatRequest, Generation
 from fastdecode.api.structured import GrammarField, grammar_error
+from fastdecode.service.client import EngineClient
 from fastdecode.text.chat_template import ChatTemplateError
-from fastdecode.text.grammar import GrammarCompiler, GrammarError
+from fastdecode.text.grammar import GrammarError
 from fastdecode.text.output.dialogue import Dialogue
 from fastdecode.text.tokenizer import Detokenizer, Tokenizer
 
@@ -33,7 +34,6 @@ class Preparation:
     def __init__(self, engine: EngineClient, tokenizer: Tokenizer):
         self._engine, self._tokenizer = engine, tokenizer
         self._thread = ThreadPoolExecutor(1, "tokenizer")
-        self._grammars = GrammarCompiler(tokenizer, engine.end_tokens)
         self.closing = False
 
     def close(self) -> None:
@@ -97,21 +97,14 @@ class Preparation:
         return await self._in_thread(make)
 
     async def finish(self, generation: Generation) -> Generation:
-        """`generation` with a compiled grammar and encoded bad words, if it has them."""
-        made: dict[str, Any] = {}
-        if (wanted := generation.grammar) is not None:
-            try:
-                made["grammar"] = await self._in_thread(lambda: self._grammars.compile(wanted.spec))
-            except GrammarError as error:
-                raise grammar_error(wanted.param, error) from None
-        if generation.bad_words:
-            # A word has other tokens at the start of a text than behind a space.
-            words = [space + word.lstrip() for word in generation.bad_words for space in ("", " ")]
-            encoded = await self.encode(words, "bad_words", add_special_tokens=False)
-            made["bad_words"] = tuple({tuple(word) for word in encoded if word})
-        if not made:
+        """`generation` with encoded bad words, if it has some."""
+        if not generation.bad_words:
             return generation
-        return dataclasses.replace(generation, sampling=dataclasses.replace(generation.sampling, **made))
+        # A word has other tokens at the start of a text than behind a space.
+        words = [space + word.lstrip() for word in generation.bad_words for space in ("", " ")]
+        encoded = await self.encode(words, "bad_words", add_special_tokens=False)
+        bad_words = tuple({tuple(word) for word in encoded if word})
+        return dataclasses.replace(generation, sampling=dataclasses.replace(generation.sampling, bad_words=bad_words))
 
     async def _in_thread(self, work: Callable[[], _T]) -> _T:
         if self.closing:
@@ -125,7 +118,7 @@ def with_grammar(generation: Generation, dialogue: Dialogue, prompt: str) -> Gen
     try:
         spec = dialogue.grammar(prompt, asked.spec if asked else None)
     except GrammarError as error:
-        raise grammar_error(asked.param if asked else "tools", error) from None
+        raise grammar_error(asked.param if asked else "tools", str(error)) from None
     if spec is None:
         return generation
     param = asked.param if asked else "tool_choice" if dialogue.must_call else "tools"

@@ -83,11 +83,6 @@ class Generation:
         """Choices of a prompt that are generated."""
         return self.best_of or self.n
 
-    def sampling_of(self, index: int) -> SamplingParams:
-        """The sampling parameters of a prompt's choice `index`. Choice i of a request with a seed gets seed + i."""
-        seed = self.sampling.seed
-        return self.sampling if seed is None else replace(self.sampling, seed=(seed + index) % 2**63)
-
 
 @dataclass(frozen=True, slots=True)
 class CompletionRequest:

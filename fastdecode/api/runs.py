@@ -11,13 +11,14 @@ from aiohttp import web
 
 from fastdecode.api.answers import Answer, usage
 from fastdecode.api.errors import ApiError, from_engine, json_response
-from fastdecode.api.generation import Choice, Echo, EngineClient, Piece, Run, submit
-from fastdecode.api.metrics import Metrics
+from fastdecode.api.generation import Choice, Echo, Piece, Run
 from fastdecode.api.middleware import notes, request_id
 from fastdecode.api.preparation import shutting_down_error
 from fastdecode.api.protocol import Generation
 from fastdecode.api.sse import EventStream
-from fastdecode.engine.request import EngineError, SamplingParams
+from fastdecode.api.structured import grammar_error
+from fastdecode.engine.request import EngineError, InvalidGrammar
+from fastdecode.service.client import EngineClient, Request
 from fastdecode.text.tokenizer import Detokenizer
 
 log = logging.getLogger(__name__)
@@ -39,7 +40,6 @@ class Runs:
     """The requests that are running."""
 
     engine: EngineClient
-    metrics: Metrics
     keep_alive_seconds: float
     closing: bool = False  # new requests are refused
     _runs: set[Run] = field(default_factory=set)
@@ -62,13 +62,14 @@ class Runs:
         """Generate the choices of a job, and answer. Raises ApiError."""
         if self.closing:
             raise shutting_down_error()
-        run = self._submit(job)
+        run = self._run(job)
         self._runs.add(run)
         self._idle.clear()
         try:
+            await self._submit(job, run)
             # Leaving this block cancels all choices that still run. aiohttp cancels this coroutine if the client goes
             # away.
-            async with run:
+            with run:
                 if job.generation.stream:
                     return await self._stream(request, job, run)
                 return await self._whole(request, job, run)
@@ -81,7 +82,8 @@ class Runs:
             if not self._runs:
                 self._idle.set()
 
-    def _submit(self, job: Job) -> Run:
+    def _run(self, job: Job) -> Run:
+        """The choices of a job, before they are submitted. Raises ApiError (400)."""
         generation, answer = job.generation, job.answer
         n = generation.candidates
         if (choices := len(job.prompts) * n) > self.engine.max_queued:
@@ -93,26 +95,27 @@ class Runs:
                 code="too_many_choices",
             )
 
-        def make_choice(index: int, prompt: list[int]) -> Choice:
-            echo = job.echoes[index // n] if job.echoes else None
-            return Choice(index, len(prompt), job.detokenizers[index // n](), generation.text, echo)
+        def choice(index: int) -> Choice:
+            p = index // n
+            echo = job.echoes[p] if job.echoes else None
+            return Choice(index, len(job.prompts[p]), job.detokenizers[p](), generation.text, echo)
 
-        def params_of(k: int) -> SamplingParams:
-            return replace(generation.sampling_of(k), client=client)
+        return Run([choice(index) for index in range(choices)], self.engine.choice_ended)
 
-        client = notes().client
+    async def _submit(self, job: Job, run: Run) -> None:
+        """Queue a run's choices. Raises ApiError."""
+        generation = job.generation
+        params = replace(generation.sampling, client=notes().client)
+        grammar = generation.grammar
+        spec = None if grammar is None else grammar.spec
+        request = Request(job.answer.id, list(job.prompts), params, generation.candidates, spec)
         try:
-            return submit(
-                self.engine,
-                job.prompts,
-                params_of,
-                n,
-                request_id=answer.id,
-                make_choice=make_choice,
-                on_choice_end=self.metrics.choice_ended,
-            )
+            await run.submit(self.engine, request)
+        except InvalidGrammar as error:
+            assert grammar is not None, "without a grammar, none is invalid"
+            raise grammar_error(grammar.param, str(error), unavailable=error.unavailable) from None
         except EngineError as error:
-            raise from_engine(error, answer.prompt_param) from None
+            raise from_engine(error, job.answer.prompt_param) from None
 
     async def _whole(self, request: web.Request, job: Job, run: Run) -> web.Response:
         generation, answer = job.generation, job.answer

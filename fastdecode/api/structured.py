@@ -9,7 +9,7 @@ import orjson
 
 from fastdecode.api.errors import ApiError
 from fastdecode.api.fields import Fields, invalid, is_boolean, is_one_of
-from fastdecode.text.grammar import GrammarError, GrammarSpec, GrammarsUnavailable
+from fastdecode.text.grammar import GrammarSpec
 
 _ANY_OBJECT = '{"type":"object"}'
 _BACKENDS = ("auto", "guidance", "llguidance")
@@ -23,10 +23,10 @@ class GrammarField:
     spec: GrammarSpec
 
 
-def grammar_error(param: str, error: GrammarError) -> ApiError:
-    """The answer (400) to a grammar that cannot be used, which the field `param` asks for."""
-    code = "unsupported_value" if isinstance(error, GrammarsUnavailable) else "invalid_grammar"
-    return invalid(param, str(error), code=code)
+def grammar_error(param: str, message: str, *, unavailable: bool = False) -> ApiError:
+    """The answer (400) to a grammar that cannot be used, which the field `param` asks for. `unavailable`: this server
+    can use no grammar."""
+    return invalid(param, message, code="unsupported_value" if unavailable else "invalid_grammar")
 
 
 def read_grammar(fields: Fields) -> GrammarField | None:

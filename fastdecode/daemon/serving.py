@@ -8,9 +8,10 @@ from pathlib import Path
 
 from aiohttp import web
 
-from fastdecode.api.app import EngineLike, make_app
+from fastdecode.api.app import make_app
 from fastdecode.api.defaults import NO_DEFAULTS, SamplingDefaults
 from fastdecode.daemon.config import CHAT_MODEL, ConfigError, NodeConfig
+from fastdecode.service.client import EngineClient
 from fastdecode.text.tokenizer import Tokenizer
 
 
@@ -44,7 +45,7 @@ class ApiSettings:
             NO_DEFAULTS if config.generation_config == "none" else SamplingDefaults.from_dir(path),
         )
 
-    def app(self, engine: EngineLike) -> web.Application:
+    def app(self, engine: EngineClient) -> web.Application:
         """The application over `engine`."""
         return make_app(
             engine,

@@ -24,6 +24,7 @@ from fastdecode.daemon.shutdown import wait_for_shutdown
 from fastdecode.demo import model_dir
 from fastdecode.engine.engine import Engine
 from fastdecode.region.contract import MAX_SEQS
+from fastdecode.service.local import LocalEngine
 from fastdecode.spart import Model, ModelConfig, choose_device, choose_dtype
 from fastdecode.spart.backend import Backend, choose_backend
 from fastdecode.spart.lora.files import read_adapter
@@ -153,7 +154,8 @@ async def _serve(
         r_node_links.watch(engine)
         stack.callback(r_node_links.unwatch)
         stack.callback(asyncio.create_task(log_activity(engine)).cancel)
-        server = await serve(settings.app(engine), sockets, tls=settings.tls)
+        client = LocalEngine(engine, settings.tokenizer, settings.names[0])
+        server = await serve(settings.app(client), sockets, tls=settings.tls)
         stack.push_async_callback(server.close)
         _print_greeting(config.host, server.port, settings)
         await shutdown

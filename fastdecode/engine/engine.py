@@ -13,7 +13,7 @@ import dataclasses
 import logging
 import secrets
 import time
-from collections.abc import Coroutine, Iterable
+from collections.abc import Coroutine, Iterable, Mapping
 from itertools import compress
 from typing import TYPE_CHECKING
 
@@ -23,14 +23,17 @@ from fastdecode.engine.constraints import constraints
 from fastdecode.engine.ledger import RNodeLedger
 from fastdecode.engine.prefixes import page_hashes
 from fastdecode.engine.request import (
+    EngineError,
     GenerationFailed,
     InvalidParameter,
     InvalidPrompt,
     NotReady,
+    Output,
     Overloaded,
     PromptTooLong,
     SamplingParams,
     TokenEvent,
+    check_length,
 )
 from fastdecode.engine.rnode_control import RNodeControl
 from fastdecode.engine.runner import Runner
@@ -171,34 +174,62 @@ class Engine:
     # -- requests -------------------------------------------------------------------------------------------------
 
     def submit(self, prompt_ids: list[int], params: SamplingParams, request_id: str | None = None) -> RequestStream:
-        """Queue a request. Raises NotReady, Overloaded, PromptTooLong, InvalidPrompt, InvalidParameter."""
+        """Queue a request of one choice. Raises as `submit_choices` does."""
+        events: asyncio.Queue[TokenEvent | EngineError | None] = asyncio.Queue()
+        [seq] = self.submit_choices(prompt_ids, params, {request_id or secrets.token_hex(12): events.put_nowait})
+        return RequestStream(seq, events, self.cancel)
+
+    def submit_choices(
+        self, prompt_ids: list[int], params: SamplingParams, outputs: Mapping[str, Output]
+    ) -> list[Sequence]:
+        """Queue the choices of a prompt, all or none. `outputs` maps the id of each choice to what takes its tokens;
+        `params` are those of the first choice (SamplingParams.of_choice).
+
+        Raises NotReady, Overloaded, PromptTooLong, InvalidPrompt, InvalidParameter.
+        """
         if (why := self._why_not_ready()) is not None:
             raise NotReady(why)
         max_new = self._max_new_tokens(prompt_ids)
         self._check_tokens(params)
-        self._check_backlog(len(prompt_ids))
         if params.max_tokens is not None:
             max_new = min(max_new, params.max_tokens)
         end_tokens = params.stop_token_ids
         if params.grammar is not None or not params.ignore_eos:
             end_tokens |= self.end_tokens
-        seq = Sequence(
-            request_id=request_id or secrets.token_hex(12),
-            order=self._arrivals,
-            tokens=list(prompt_ids),
-            n_prompt=len(prompt_ids),
-            max_new=max_new,
-            params=params,
-            seed=secrets.randbits(64) if params.seed is None else params.seed,
-            end_tokens=end_tokens,
-            # A token whose row is not computed has no log-probability, so a scored prompt shares no prefix.
-            hashes=page_hashes(prompt_ids, params.prefix_salt)
-            if self.cluster.prefix_cache and params.prompt_logprobs is None
-            else [],
-            rules=logit_rules(params, prompt_ids),
-            constraints=constraints(params, end_tokens, self.spart.config.vocab_size),
-            adapter=self._adapter(params.adapter),
-        )
+        # A token whose row is not computed has no log-probability, so a scored prompt shares no prefix.
+        shares = self.cluster.prefix_cache and params.prompt_logprobs is None
+        hashes = page_hashes(prompt_ids, params.prefix_salt) if shares else []
+        rules = logit_rules(params, prompt_ids)
+        adapter = self._adapter(params.adapter)
+        choices: list[Sequence] = []
+        for k, (request_id, output) in enumerate(outputs.items()):
+            try:
+                self._check_backlog(len(prompt_ids))
+            except Overloaded:
+                for seq in choices:
+                    self.cancel(seq)
+                raise
+            seed = params.of_choice(k).seed
+            seq = Sequence(
+                request_id=request_id,
+                order=self._arrivals,
+                tokens=list(prompt_ids),
+                n_prompt=len(prompt_ids),
+                max_new=max_new,
+                params=params,
+                seed=secrets.randbits(64) if seed is None else seed,
+                end_tokens=end_tokens,
+                hashes=hashes,
+                rules=rules and rules.copy(),
+                constraints=constraints(params, end_tokens, self.spart.config.vocab_size),
+                adapter=adapter,
+                output=output,
+            )
+            self._queue(seq)
+            choices.append(seq)
+        return choices
+
+    def _queue(self, seq: Sequence) -> None:
         self._arrivals += 1
         self.totals.requests += 1
         if not self._live:
@@ -207,7 +238,6 @@ class Engine:
         self._idle.clear()
         self.scheduler.add(seq)
         self._wake_drivers()
-        return RequestStream(seq, self._cancel)
 
     def _why_not_ready(self) -> str | None:
         if self._broken:
@@ -225,12 +255,11 @@ class Engine:
         """
         if not prompt_ids:
             raise InvalidPrompt("the prompt is empty")
+        n, capacity = len(prompt_ids), self.cluster.capacity
+        check_length(n, self.max_model_len)
         vocabulary = self.spart.config.vocab_size
         if min(prompt_ids) < 0 or max(prompt_ids) >= vocabulary:
             raise InvalidPrompt(f"the prompt holds a token id outside the model's vocabulary (0 to {vocabulary - 1})")
-        n, capacity = len(prompt_ids), self.cluster.capacity
-        if n + 1 > self.max_model_len:
-            raise PromptTooLong(f"the prompt has {n} tokens; the context is {self.max_model_len}, output included")
         if n > capacity:
             raise PromptTooLong(f"the prompt has {n} tokens; the KV-cache holds at most {capacity} of one sequence")
         return self.longest_sequence - n
@@ -262,17 +291,17 @@ class Engine:
             raise InvalidParameter("model", f"there is no adapter {name!r} among {list(adapters)}")
         return None if name is None else adapters.index(name)
 
-    def _cancel(self, seq: Sequence) -> None:
+    def cancel(self, seq: Sequence) -> None:
+        """End a choice and free its pages; its output gets nothing more. Does nothing to one that has ended."""
         if seq not in self._live:
             return
         self.scheduler.cancel(seq)
-        seq.output.put_nowait(None)
         self._end_request(seq, "cancelled")
         self._apply_changes()
 
     def _fail(self, seq: Sequence, reason: str) -> None:
         if seq in self._live:
-            seq.output.put_nowait(GenerationFailed(reason))
+            seq.output(GenerationFailed(reason))
             self._end_request(seq, "error")
 
     def _end_request(self, seq: Sequence, reason: str) -> None:
@@ -355,8 +384,8 @@ class Engine:
     def _deliver(self, outcome: Outcome, now: float) -> None:
         """Put a new token into its request's stream."""
         seq, sampled, reason = outcome
-        scores = seq.prompt_scores if seq.last_token is None else ()
-        seq.output.put_nowait(TokenEvent(sampled.token, sampled.logprob, sampled.top, reason, scores, seq.reused))
+        scores = seq.prompt_scores if seq.last_token is None else []
+        seq.output(TokenEvent(sampled.token, sampled.logprob, sampled.top, reason, scores, seq.reused))
         self.totals.generated_tokens += 1
         if seq.last_token is None:
             self.observer.first_token(now - seq.arrived)

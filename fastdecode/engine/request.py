@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Protocol
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -24,12 +25,26 @@ class PromptTooLong(InvalidPrompt):
     """The prompt and one generated token do not fit the model's context or the KV-cache (400)."""
 
 
+def check_length(n_tokens: int, max_model_len: int) -> None:
+    """Raise PromptTooLong if a prompt of `n_tokens` and one generated token do not fit the context."""
+    if n_tokens + 1 > max_model_len:
+        raise PromptTooLong(f"the prompt has {n_tokens} tokens; the context is {max_model_len}, output included")
+
+
 class InvalidParameter(EngineError):
     """A sampling parameter does not fit the model; `name` is its name in the API (400)."""
 
     def __init__(self, name: str, message: str):
         super().__init__(f"{name}: {message}")
         self.name = name
+
+
+class InvalidGrammar(EngineError):
+    """The grammar is not valid, or this server can follow none if `unavailable` is true (400)."""
+
+    def __init__(self, message: str, unavailable: bool = False):
+        super().__init__(message)
+        self.unavailable = unavailable
 
 
 class Overloaded(EngineError):
@@ -100,14 +115,21 @@ class SamplingParams:
         """Only requests with the same one share cached prefixes: an adapter computes K and V of its own."""
         return f"{self.adapter!r} {self.cache_salt}"
 
+    def of_choice(self, index: int) -> SamplingParams:
+        """The parameters of a prompt's choice `index`. Choice i of a request with a seed gets seed + i."""
+        return self if self.seed is None else replace(self, seed=(self.seed + index) % 2**63)
 
-@dataclass(slots=True)
-class TokenEvent:
+
+class TokenEvent(msgspec.Struct, array_like=True):
     """One generated token. The request's last one has a `finish_reason`: "stop" at an end token, else "length"."""
 
     token: int
     logprob: float | None = None  # nats
-    top: list[tuple[int, float]] = field(default_factory=list)  # (token, logprob) of alternatives, best first
+    top: list[tuple[int, float]] = []  # (token, logprob) of alternatives, best first
     finish_reason: str | None = None
-    prompt_scores: Sequence[TokenScore] = ()  # of the prompt's tokens but the first; on a request's first token
+    prompt_scores: list[TokenScore] = []  # of the prompt's tokens but the first; on a request's first token
     reused: int = 0  # prompt tokens that the prefix cache had; the same in all events of a request
+
+
+#: Takes the tokens of one choice as they are generated, or the error that ends it. It must not block or raise.
+Output = Callable[[TokenEvent | EngineError], None]

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from fastdecode.engine.prefixes import Handle
-from fastdecode.engine.request import EngineError, SamplingParams, TokenEvent
+from fastdecode.engine.request import Output, SamplingParams
 from fastdecode.engine.scheduling.guesser import Guesser
 
 if TYPE_CHECKING:
@@ -64,7 +63,7 @@ class Sequence:
     prefill_end: int = 0  # tokens to cache before it decodes: all it had when it was placed
 
     # Output and times, kept by the engine. Times are of time.monotonic, in seconds.
-    output: asyncio.Queue[TokenEvent | EngineError | None] = field(default_factory=asyncio.Queue)
+    output: Output = lambda event: None
     arrived: float = field(default_factory=time.monotonic)
     started: float | None = None  # first scheduled
     last_token: float | None = None

@@ -1,11 +1,12 @@
-"""The token stream of one request."""
+"""The token stream of one request, for callers that drive the engine directly."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from fastdecode.engine.request import TokenEvent
+from fastdecode.engine.request import EngineError, TokenEvent
 
 if TYPE_CHECKING:
     from fastdecode.engine.sequence import Sequence
@@ -17,8 +18,15 @@ class RequestStream:
     The iteration raises GenerationFailed if the request cannot be finished.
     """
 
-    def __init__(self, seq: Sequence, cancel: Callable[[Sequence], None]):
+    def __init__(
+        self,
+        seq: Sequence,
+        events: asyncio.Queue[TokenEvent | EngineError | None],
+        cancel: Callable[[Sequence], None],
+    ):
+        """`events` gets what the engine has for the request; None ends the stream."""
         self._seq = seq
+        self._events = events
         self._cancel = cancel
         self._done = False
 
@@ -37,7 +45,7 @@ class RequestStream:
     async def __anext__(self) -> TokenEvent:
         if self._done:
             raise StopAsyncIteration
-        event = await self._seq.output.get()
+        event = await self._events.get()
         if isinstance(event, TokenEvent):
             self._done = event.finish_reason is not None
             return event
@@ -52,3 +60,4 @@ class RequestStream:
         Idempotent; does nothing to a request that has ended.
         """
         self._cancel(self._seq)
+        self._events.put_nowait(None)

@@ -13,6 +13,7 @@ This module imports no torch; the sampler applies the rules (sampling.py).
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -41,8 +42,15 @@ class LogitRules:
         self._indexes: dict[int, int] = {}  # token -> index into the two arrays below, which have spare room
         self._ids, self._counts = np.empty(16, np.int64), np.zeros(16, np.float32)
         if repetition != 1.0:
-            for token in prompt:
-                self._index_of(token)
+            self._indexes = {token: index for index, token in enumerate(dict.fromkeys(prompt))}
+            self._ids = np.array([*self._indexes, *[0] * 16], np.int64)
+            self._counts = np.zeros(len(self._ids), np.float32)
+
+    def copy(self) -> LogitRules:
+        """The same rules for another sequence, with the counts so far."""
+        twin = copy.copy(self)
+        twin._indexes, twin._ids, twin._counts = self._indexes.copy(), self._ids.copy(), self._counts.copy()
+        return twin
 
     @property
     def seen(self) -> tuple[np.ndarray, np.ndarray]:

@@ -10,11 +10,11 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from sources import ROOT
 
-from fastdecode.api.metrics import Metrics
 from fastdecode.bench import cli as bench_cli
 from fastdecode.daemon.config import NodeConfig
 from fastdecode.engine.stats import EngineStats, NodeStats
 from fastdecode.plan import cli as plan_cli
+from fastdecode.service.metrics import Metrics
 
 pytestmark = pytest.mark.quick
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import socket
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +15,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from fastdecode.api.app import make_app
 from fastdecode.api.server import Server, bind, serve
+from fastdecode.engine.engine import Engine
+from fastdecode.service.client import EngineClient
+from fastdecode.service.host import EngineHost
+from fastdecode.service.local import LocalEngine
+from fastdecode.service.remote import RemoteEngine
 from fastdecode.text.tokenizer import Tokenizer
 
 MODEL = "tiny"
@@ -43,9 +50,45 @@ class Client:
 
 @contextlib.asynccontextmanager
 async def served(
-    engine: Any, tokenizer: Tokenizer, *, key: str = "none", names: Sequence[str] = (MODEL,), **options: Any
+    engine: Any,
+    tokenizer: Tokenizer,
+    *,
+    key: str = "none",
+    names: Sequence[str] = (MODEL,),
+    remote: bool = True,
+    **options: Any,
 ) -> AsyncIterator[Client]:
-    """Serve `engine` on a free port. `options` go to make_app; the clients send `key`."""
+    """Serve an engine, or an EngineClient, on a free port. `options` go to make_app; the clients send `key`.
+
+    `remote`: the API reaches the engine over a pair of sockets, as an API process does.
+    """
+    if isinstance(engine, Engine):
+        engine = LocalEngine(engine, tokenizer, names[0])
+    async with (
+        remote_engine(engine) if remote else contextlib.nullcontext(engine) as engine,
+        _served(engine, tokenizer, key, names, options) as client,
+    ):
+        yield client
+
+
+@contextlib.asynccontextmanager
+async def remote_engine(engine: EngineClient) -> AsyncIterator[RemoteEngine]:
+    """`engine` at the other end of a pair of sockets."""
+    near, far = socket.socketpair()
+    host = await EngineHost.over(near, engine)
+    serving = asyncio.create_task(host.run())
+    remote = await RemoteEngine.over(far)
+    try:
+        yield remote
+    finally:
+        await remote.close()
+        await serving
+
+
+@contextlib.asynccontextmanager
+async def _served(
+    engine: EngineClient, tokenizer: Tokenizer, key: str, names: Sequence[str], options: dict[str, Any]
+) -> AsyncIterator[Client]:
     server = await serve(make_app(engine, tokenizer, *names, **options), bind("127.0.0.1", 0))
     # There is no TLS, and reading the system's certificates is slow.
     http_client = DefaultAsyncHttpxClient(verify=False)

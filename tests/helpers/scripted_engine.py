@@ -3,77 +3,92 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 
 from fastdecode.engine.request import EngineError, SamplingParams, TokenEvent
-from fastdecode.engine.stats import EngineStats, NodeStats, NullObserver, StepPart
+from fastdecode.engine.stats import EngineStats, NodeStats
+from fastdecode.service.client import Cancel, Output, Report, Request, Status
+from fastdecode.service.metrics import Metrics
 
 #: A stream's next action: yield a token, wait for the test, or fail.
-Act = int | TokenEvent | asyncio.Event | Exception
+Act = int | TokenEvent | asyncio.Event | EngineError
 
 
-class ScriptedStream:
-    """The stream of one request. Its last token gets finish_reason "length" unless the script gives another."""
+class ScriptedChoice:
+    """The tokens of one choice. Its last token gets finish_reason "length" unless the script gives another."""
 
-    def __init__(self, acts: Iterable[Act]):
-        self._acts = list(acts)
+    def __init__(self, acts: Iterable[Act], output: Callable[[TokenEvent | EngineError], None]):
+        self._acts, self._output = list(acts), output
         self.cancelled = asyncio.Event()
+        self._task = asyncio.create_task(self._run())
 
-    def __aiter__(self) -> ScriptedStream:
-        return self
-
-    async def __anext__(self) -> TokenEvent:
-        await asyncio.sleep(0)  # the event loop runs between two tokens
+    async def _run(self) -> None:
         while self._acts:
+            await asyncio.sleep(0)  # the event loop runs between two tokens
             act = self._acts.pop(0)
-            if isinstance(act, Exception):
-                raise act
             if isinstance(act, asyncio.Event):
                 await act.wait()
                 continue
             event = TokenEvent(act) if isinstance(act, int) else act
-            if not self._acts and event.finish_reason is None:
+            if isinstance(event, TokenEvent) and not self._acts and event.finish_reason is None:
                 event.finish_reason = "length"
-            return event
-        raise StopAsyncIteration
+            self._output(event)
+
+    @property
+    def ended(self) -> bool:
+        """Whether the script has ended, or was cancelled."""
+        return self._task.done()
 
     def cancel(self) -> None:
+        self._task.cancel()
         self.cancelled.set()
 
 
 class ScriptedEngine:
-    """Each submit takes the next script. Once all scripts are used, submit raises `refusal`."""
+    """An EngineClient: each choice takes the next script. Once all scripts are used, submit raises `refusal`."""
 
     max_model_len = 4096
     longest_sequence = 4096
     max_queued = 1024
-    end_tokens = frozenset({1})
 
     def __init__(self, *scripts: Iterable[Act], refusal: EngineError | None = None):
         self.scripts = list(scripts)
         self._refusal = refusal
         self.prompts: list[list[int]] = []
         self.params: list[SamplingParams] = []
-        self.streams: list[ScriptedStream] = []
-        self.observer = NullObserver()
+        self.streams: list[ScriptedChoice] = []
+        self._metrics = Metrics("scripted", lambda: self.stats)
         self.ready = True
         self.stalled_seconds = 0.0
         self.alive = True
 
-    def submit(self, prompt_ids: list[int], params: SamplingParams, request_id: str | None = None) -> ScriptedStream:
-        if not self.scripts:
-            raise self._refusal or AssertionError("one request more than there are scripts")
-        self.prompts.append(prompt_ids)
-        self.params.append(params)
-        self.streams.append(ScriptedStream(self.scripts.pop(0)))
-        return self.streams[-1]
+    async def submit(self, request: Request, output: Output) -> Cancel:
+        choices: list[ScriptedChoice] = []
+        for i in range(request.n_choices):
+            if not self.scripts:
+                for choice in choices:
+                    choice.cancel()
+                raise self._refusal or AssertionError("one choice more than there are scripts")
+            choices.append(ScriptedChoice(self.scripts.pop(0), partial(output, i)))
+            self.prompts.append(request.prompts[i // request.n])
+            self.params.append(request.params.of_choice(i % request.n))
+            self.streams.append(choices[-1])
+        return lambda i: choices[i].cancel()
 
-    async def refresh(self) -> None:
-        """Does nothing: the counters are always up to date."""
+    def choice_ended(self, reason: str, seconds: float) -> None:
+        self._metrics.choice_ended(reason, seconds)
 
-    def timeline(self, n: int) -> list[StepPart]:
-        """Two parts of one step: the S-Part computes, waits, and computes again."""
-        return [(0, 0, 1.0, 1.0, 1.001), (0, 1, 1.001, 1.003, 1.004)][-n:]
+    async def metrics(self) -> bytes:
+        return self._metrics.render()
+
+    async def status(self) -> Status:
+        return Status(self.ready, self.stalled_seconds, self.longest_sequence, self.stats)
+
+    async def report(self, n_parts: int) -> Report:
+        """Its timeline has two parts of one step: the S-Part computes, waits, and computes again."""
+        timeline = [(0, 0, 1.0, 1.0, 1.001), (0, 1, 1.001, 1.003, 1.004)]
+        return Report(await self.status(), timeline[-n_parts:], self._metrics.latencies())
 
     @property
     def stats(self) -> EngineStats:

@@ -20,9 +20,10 @@ PYTHON = {
     "demo": [],
     "spart": ["region", "kernels", "transports", "gguf"],
     "engine": ["region", "transports", "spart"],
-    "api": ["text", "engine"],
-    "daemon": ["region", "kernels", "transports", "gguf", "text", "demo", "spart", "engine", "api"],
-    "bench": ["region", "kernels", "transports", "gguf", "text", "demo", "spart", "engine", "api", "daemon"],
+    "service": ["text", "engine"],
+    "api": ["text", "engine", "service"],
+    "daemon": ["region", "kernels", "transports", "gguf", "text", "demo", "spart", "engine", "service", "api"],
+    "bench": ["region", "kernels", "transports", "gguf", "text", "demo", "spart", "engine", "service", "api", "daemon"],
     "plan": ["region", "kernels", "transports", "demo", "spart", "engine", "daemon", "bench"],
 }
 C = {

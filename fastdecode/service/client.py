@@ -1,0 +1,92 @@
+"""EngineClient: what the API asks of an engine, whether it runs in this process or in another one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from fastdecode.engine.request import EngineError, SamplingParams, TokenEvent
+from fastdecode.engine.stats import EngineStats, StepPart
+from fastdecode.text.grammar import GrammarSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """The choices of one request, in OpenAI's order: choice i belongs to prompt i // n."""
+
+    id: str  # "-" and the number of a choice make the choice's id in the engine
+    prompts: list[list[int]]
+    params: SamplingParams  # of every prompt's first choice, without its grammar
+    n: int = 1  # choices of each prompt
+    grammar: GrammarSpec | None = None  # that every choice must follow
+
+    @property
+    def n_choices(self) -> int:
+        return len(self.prompts) * self.n
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """The state of an engine."""
+
+    ready: bool  # it accepts requests
+    stalled_seconds: float  # time since the last completed step, 0 without work
+    longest_sequence: int  # tokens of the longest sequence that can be served now; fewer than the context if pages are
+    stats: EngineStats
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What the page shows of an engine."""
+
+    status: Status  # with the R-nodes' counters up to date
+    timeline: list[StepPart]  # the last parts of steps
+    latencies: dict[str, dict[str, list[float]]]  # Metrics.latencies
+
+
+#: Takes what the engine has for a choice, whose number comes first: its tokens, or the error that ends it.
+Output = Callable[[int, TokenEvent | EngineError], None]
+#: Ends a choice before its time; its Output gets nothing more. Does nothing to a choice that has ended.
+Cancel = Callable[[int], None]
+
+
+class EngineClient(Protocol):
+    """An engine. All of its methods belong to the event loop in which it was made."""
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of a sequence, prompt and output together."""
+        ...
+
+    @property
+    def max_queued(self) -> int:
+        """The most requests that wait for others to end; one with more choices can never be queued."""
+        ...
+
+    async def submit(self, request: Request, output: Output) -> Cancel:
+        """Queue the choices of a request, all or none; if the caller is cancelled, none.
+
+        `output` may be called before this returns. It must not raise. Raises an EngineError, e.g. PromptTooLong,
+        Overloaded, InvalidGrammar.
+        """
+        ...
+
+    def choice_ended(self, reason: str, seconds: float) -> None:
+        """Count a choice that has ended, `seconds` after submit, for the metrics.
+
+        The reason is the client's view: "stop" also for a stop string, which the engine sees as a cancelled request.
+        """
+        ...
+
+    async def status(self) -> Status:
+        """The state now. Raises NotReady if the engine does not answer."""
+        ...
+
+    async def metrics(self) -> bytes:
+        """All metrics in Prometheus's text format. Raises NotReady if the engine does not answer."""
+        ...
+
+    async def report(self, n_parts: int) -> Report:
+        """The state now, with the last `n_parts` parts of steps. Raises NotReady if the engine does not answer."""
+        ...

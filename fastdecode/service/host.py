@@ -1,0 +1,181 @@
+"""EngineHost: serves an EngineClient to the RemoteEngine at the other end of a socket."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+from fastdecode.engine.request import EngineError, TokenEvent
+from fastdecode.service.client import Cancel, EngineClient, Request
+from fastdecode.service.messages import (
+    FROM_API,
+    AskMetrics,
+    AskReport,
+    AskStatus,
+    Close,
+    Connection,
+    Drain,
+    Drained,
+    End,
+    Ended,
+    Failure,
+    FromApi,
+    Hello,
+    MetricsAnswer,
+    Queued,
+    Refused,
+    ReportAnswer,
+    Serving,
+    StatusAnswer,
+    Step,
+    Submit,
+    Withdraw,
+)
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Hosted:
+    """A request that is being queued or runs."""
+
+    running: set[int]  # its choices that have not ended
+    cancel: Cancel | None = None  # None: it is not queued yet
+    queueing: asyncio.Task[None] | None = None
+
+
+class EngineHost:
+    """One API process as the engine's process sees it. When the connection ends, so do its requests."""
+
+    def __init__(self, engine: EngineClient, connection: Connection[FromApi]):
+        self._engine, self._connection = engine, connection
+        self._requests: dict[int, _Hosted] = {}  # by the number of the first choice
+        self._step = Step([], [])  # the next one to be sent
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._ended = asyncio.Event()
+        self._drained = asyncio.Event()
+        self.serving = asyncio.Event()  # the API listens
+
+    @classmethod
+    async def over(cls, sock: socket.socket, engine: EngineClient) -> EngineHost:
+        """The host of a connected socket, which it then owns."""
+        return cls(engine, await Connection.over(sock, FROM_API))
+
+    async def run(self) -> None:
+        """Serve until the connection ends."""
+        self._connection.send(Hello(self._engine.max_model_len, self._engine.max_queued))
+        try:
+            async for message in self._connection.messages():
+                self._take(message)
+        except Exception:
+            log.exception("the connection to an API process broke")
+        finally:
+            for first in list(self._requests):
+                self._withdraw(first)
+            for task in self._tasks:
+                task.cancel()
+            self._ended.set()
+            self._connection.close()
+
+    async def drain(self, seconds: float) -> None:
+        """Let the API refuse new requests, and wait until it has none left, or has ended them after `seconds`."""
+        self._connection.send(Drain(seconds))
+        await self._unless_ended(self._drained)
+
+    async def served(self) -> bool:
+        """Wait until the API listens; False if the connection has ended before."""
+        await self._unless_ended(self.serving)
+        return self.serving.is_set()
+
+    async def _unless_ended(self, event: asyncio.Event) -> None:
+        """Wait for an event, or for the end of the connection."""
+        waits = [asyncio.ensure_future(each.wait()) for each in (event, self._ended)]
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        for wait in waits:
+            wait.cancel()
+
+    def close(self) -> None:
+        """Let the API's process end."""
+        self._connection.send(Close())
+
+    def _take(self, message: FromApi) -> None:
+        match message:
+            case Submit():
+                hosted = _Hosted(set(range(message.request.n_choices)))
+                self._requests[message.first] = hosted
+                hosted.queueing = self._spawn(self._submit(message.first, message.request, hosted))
+            case Withdraw(first):
+                self._withdraw(first)
+            case End(first, choice):
+                if (found := self._requests.get(first)) and found.cancel:
+                    found.cancel(choice)
+                    self._end(first, choice)
+            case Ended(reason, seconds):
+                self._engine.choice_ended(reason, seconds)
+            case AskStatus() | AskMetrics() | AskReport():
+                self._spawn(self._answer(message))
+            case Serving():
+                self.serving.set()
+            case Drained():
+                self._drained.set()
+
+    async def _submit(self, first: int, request: Request, hosted: _Hosted) -> None:
+        def output(choice: int, event: TokenEvent | EngineError) -> None:
+            if not self._step.tokens and not self._step.failures:
+                asyncio.get_running_loop().call_soon(self._send_step)
+            if isinstance(event, TokenEvent):
+                self._step.tokens.append((first + choice, event))
+            else:
+                self._step.failures.append((first + choice, Failure.of(event)))
+            if isinstance(event, EngineError) or event.finish_reason is not None:
+                self._end(first, choice)
+
+        try:
+            hosted.cancel = await self._engine.submit(request, output)
+        except EngineError as error:
+            del self._requests[first]
+            self._connection.send(Refused(first, Failure.of(error)))
+        else:
+            self._connection.send(Queued(first))
+
+    def _send_step(self) -> None:
+        """Send the events of a step, which all come in one turn of the event loop, as one message."""
+        step, self._step = self._step, Step([], [])
+        self._connection.send(step)
+
+    def _end(self, first: int, choice: int) -> None:
+        """Forget a choice that has ended."""
+        if hosted := self._requests.get(first):
+            hosted.running.discard(choice)
+            if not hosted.running:
+                del self._requests[first]
+
+    def _withdraw(self, first: int) -> None:
+        """End a request. Does nothing to one that has ended."""
+        if (hosted := self._requests.pop(first, None)) is None:
+            return
+        if hosted.cancel is None:
+            assert hosted.queueing is not None, "a request without a Cancel is being queued"
+            hosted.queueing.cancel()
+            return
+        for choice in hosted.running:
+            hosted.cancel(choice)
+
+    async def _answer(self, message: AskStatus | AskMetrics | AskReport) -> None:
+        match message:
+            case AskStatus(question):
+                self._connection.send(StatusAnswer(question, await self._engine.status()))
+            case AskMetrics(question):
+                self._connection.send(MetricsAnswer(question, await self._engine.metrics()))
+            case AskReport(question, n_parts):
+                self._connection.send(ReportAnswer(question, await self._engine.report(n_parts)))
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task

@@ -1,0 +1,97 @@
+"""LocalEngine: an engine in this process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from fastdecode.engine.request import EngineError, InvalidGrammar, TokenEvent
+from fastdecode.service.client import Cancel, Output, Report, Request, Status
+from fastdecode.service.metrics import Metrics
+from fastdecode.text.grammar import GrammarCompiler, GrammarError, GrammarsUnavailable
+from fastdecode.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from fastdecode.engine.engine import Engine
+    from fastdecode.engine.sequence import Sequence
+
+
+class LocalEngine:
+    """An EngineClient over an engine of this process. It compiles the grammars, whose masks the sampler needs here."""
+
+    def __init__(self, engine: Engine, tokenizer: Tokenizer, model: str):
+        """Makes the metrics of the model named `model` the engine's observer."""
+        self._engine = engine
+        self._grammars = GrammarCompiler(tokenizer, engine.end_tokens)
+        self._compiling = ThreadPoolExecutor(1, "grammars")
+        self._metrics = Metrics(model, lambda: engine.stats)
+        engine.observer = self._metrics
+        self._due: list[tuple[Output, int, TokenEvent | EngineError]] = []
+
+    @property
+    def max_model_len(self) -> int:
+        return self._engine.max_model_len
+
+    @property
+    def max_queued(self) -> int:
+        return self._engine.max_queued
+
+    async def submit(self, request: Request, output: Output) -> Cancel:
+        params, spec = request.params, request.grammar
+        if spec is not None:
+            compiling = partial(self._grammars.compile, spec)
+            try:
+                grammar = await asyncio.get_running_loop().run_in_executor(self._compiling, compiling)
+            except GrammarError as error:
+                raise InvalidGrammar(str(error), isinstance(error, GrammarsUnavailable)) from None
+            params = replace(params, grammar=grammar)
+        choices: list[Sequence] = []
+
+        def cancel(choice: int) -> None:
+            self._engine.cancel(choices[choice])
+
+        try:
+            for prompt in request.prompts:
+                numbers = range(len(choices), len(choices) + request.n)
+                outputs = {f"{request.id}-{i}": self._output(output, i) for i in numbers}
+                choices += self._engine.submit_choices(prompt, params, outputs)
+        except EngineError:
+            for i in range(len(choices)):
+                cancel(i)
+            raise
+        return cancel
+
+    def _output(self, output: Output, choice: int) -> Callable[[TokenEvent | EngineError], None]:
+        """An output of the engine that calls `output` when the engine has handed over its next step: the API's work on
+        a step then overlaps with the S-Part of the next one."""
+
+        def later(event: TokenEvent | EngineError) -> None:
+            if not self._due:
+                asyncio.get_running_loop().call_soon(self._hand_out)
+            self._due.append((output, choice, event))
+
+        return later
+
+    def _hand_out(self) -> None:
+        due, self._due = self._due, []
+        for output, choice, event in due:
+            output(choice, event)
+
+    def choice_ended(self, reason: str, seconds: float) -> None:
+        self._metrics.choice_ended(reason, seconds)
+
+    async def status(self) -> Status:
+        engine = self._engine
+        return Status(engine.ready, engine.stalled_seconds, engine.longest_sequence, engine.stats)
+
+    async def metrics(self) -> bytes:
+        await self._engine.refresh()
+        return self._metrics.render()
+
+    async def report(self, n_parts: int) -> Report:
+        await self._engine.refresh()
+        return Report(await self.status(), self._engine.timeline(n_parts), self._metrics.latencies())

@@ -1,0 +1,207 @@
+"""The messages between a RemoteEngine (in an API process) and an EngineHost (in the engine's), as MessagePack.
+
+Before each message stand 4 bytes of little-endian length. The two ends are of one version and trust each other, because
+the engine's process starts the API's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from typing import Generic, TypeVar
+
+import msgspec
+from msgspec.msgpack import Decoder, Encoder
+
+from fastdecode.engine import request as engine_errors
+from fastdecode.engine.request import EngineError, TokenEvent
+from fastdecode.service.client import Report, Request, Status
+
+_BUFFER = 1 << 20  # bytes that a reader takes ahead
+_Message = TypeVar("_Message")
+
+
+class Failure(msgspec.Struct, frozen=True, array_like=True):
+    """An EngineError."""
+
+    kind: str  # name of its class
+    message: str
+    attributes: dict[str, str | int | bool]
+
+    @classmethod
+    def of(cls, error: EngineError) -> Failure:
+        return cls(type(error).__name__, str(error), vars(error))
+
+    @property
+    def error(self) -> EngineError:
+        """The same error again."""
+        kind: type[EngineError] = getattr(engine_errors, self.kind)
+        error = kind.__new__(kind, self.message)
+        vars(error).update(self.attributes)
+        return error
+
+
+# ---- from an API process ----
+
+
+class Submit(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Queue a request. Its choices have the numbers first, first + 1, ... in the engine's messages."""
+
+    first: int
+    request: Request
+
+
+class Withdraw(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """End the request that was submitted as `first`, whether it is queued or not."""
+
+    first: int
+
+
+class End(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """End a choice of the request that was submitted as `first`; it counts from 0."""
+
+    first: int
+    choice: int
+
+
+class Ended(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """A choice has ended (EngineClient.choice_ended)."""
+
+    reason: str
+    seconds: float
+
+
+class AskStatus(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The answer, with the same number, is a StatusAnswer."""
+
+    question: int
+
+
+class AskMetrics(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The answer, with the same number, is a MetricsAnswer."""
+
+    question: int
+
+
+class AskReport(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The answer, with the same number, is a ReportAnswer."""
+
+    question: int
+    n_parts: int
+
+
+class Serving(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The API listens."""
+
+
+class Drained(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """No request is left after a Drain."""
+
+
+FromApi = Submit | Withdraw | End | Ended | AskStatus | AskMetrics | AskReport | Serving | Drained
+FROM_API: Decoder[FromApi] = Decoder(FromApi)
+
+
+# ---- from the engine's process ----
+
+
+class Hello(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The engine's first message."""
+
+    max_model_len: int
+    max_queued: int
+
+
+class Queued(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The request submitted as `first` is queued."""
+
+    first: int
+
+
+class Refused(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The request submitted as `first` is not queued."""
+
+    first: int
+    failure: Failure
+
+
+class Step(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The tokens of a step, and the errors that ended choices in it, with the numbers of their choices."""
+
+    tokens: list[tuple[int, TokenEvent]]
+    failures: list[tuple[int, Failure]]
+
+
+class StatusAnswer(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The answer to an AskStatus."""
+
+    question: int
+    status: Status
+
+
+class MetricsAnswer(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The answer to an AskMetrics."""
+
+    question: int
+    text: bytes
+
+
+class ReportAnswer(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The answer to an AskReport."""
+
+    question: int
+    report: Report
+
+
+class Drain(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Refuse new requests, let the running ones go on for so many seconds, and answer Drained."""
+
+    seconds: float
+
+
+class Close(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """End the process."""
+
+
+FromEngine = Hello | Queued | Refused | Step | StatusAnswer | MetricsAnswer | ReportAnswer | Drain | Close
+FROM_ENGINE: Decoder[FromEngine] = Decoder(FromEngine)
+
+
+class Connection(Generic[_Message]):
+    """One end of a connection, at which messages of the type `_Message` arrive."""
+
+    def __init__(
+        self,
+        decoder: Decoder[_Message],
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+    ):
+        self._decoder, self._reader, self._writer = decoder, reader, writer
+        self._encoder = Encoder()
+
+    @classmethod
+    async def over(cls, sock: socket.socket, decoder: Decoder[_Message]) -> Connection[_Message]:
+        """The connection of a connected socket, which it then owns; `decoder` is that of the messages that arrive."""
+        reader, writer = await asyncio.open_unix_connection(sock=sock, limit=_BUFFER)
+        return cls(decoder, reader, writer)
+
+    def send(self, message: FromApi | FromEngine) -> None:
+        """Send a message. Never waits: what the other end has not read yet stays in memory. Once the connection has
+        ended, this does nothing."""
+        body = self._encoder.encode(message)
+        if not self._writer.is_closing():
+            self._writer.write(len(body).to_bytes(4, "little") + body)
+
+    async def messages(self) -> AsyncIterator[_Message]:
+        """The messages that arrive, until the connection ends."""
+        try:
+            while True:
+                size = int.from_bytes(await self._reader.readexactly(4), "little")
+                yield self._decoder.decode(await self._reader.readexactly(size))
+        except (asyncio.IncompleteReadError, ConnectionError):
+            return
+
+    def close(self) -> None:
+        """Close the connection, after the messages that were sent have left. Idempotent."""
+        self._writer.close()

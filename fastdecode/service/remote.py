@@ -1,0 +1,202 @@
+"""RemoteEngine: an engine at the other end of a socket."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import socket
+from typing import Any, cast
+
+from fastdecode.engine.request import EngineError, GenerationFailed, NotReady, TokenEvent, check_length
+from fastdecode.service.client import Cancel, Output, Report, Request, Status
+from fastdecode.service.messages import (
+    FROM_ENGINE,
+    AskMetrics,
+    AskReport,
+    AskStatus,
+    Close,
+    Connection,
+    Drain,
+    Drained,
+    End,
+    Ended,
+    FromEngine,
+    Hello,
+    MetricsAnswer,
+    Queued,
+    Refused,
+    ReportAnswer,
+    Serving,
+    StatusAnswer,
+    Step,
+    Submit,
+    Withdraw,
+)
+
+log = logging.getLogger(__name__)
+
+_ANSWER_SECONDS = 10.0  # an engine whose event loop is free answers at once
+_LOST = "the engine's process has ended"
+
+
+class RemoteEngine:
+    """An EngineClient whose engine an EngineHost serves at the other end of a socket."""
+
+    def __init__(self, connection: Connection[FromEngine]):
+        loop = asyncio.get_running_loop()
+        self._connection = connection
+        self._next = 0  # number of the next request's first choice
+        self._outputs: dict[int, tuple[Output, int]] = {}  # by the choice's number: its output, and its own number
+        self._queueing: dict[int, asyncio.Future[None]] = {}  # by the number of the first choice
+        self._questions: dict[int, asyncio.Future[Any]] = {}
+        self._numbers = itertools.count()  # of questions
+        self._hello: asyncio.Future[Hello] = loop.create_future()
+        #: The seconds that the engine's process gives running requests before it ends; None: it has ended already.
+        self.drain_asked: asyncio.Future[float | None] = loop.create_future()
+        self.close_asked = asyncio.Event()  # also set when the engine's process has ended
+        self._reading = loop.create_task(self._read())
+
+    @classmethod
+    async def over(cls, sock: socket.socket) -> RemoteEngine:
+        """The engine at the other end of a connected socket, which is then owned. Waits for the engine to start.
+
+        Raises NotReady if the other end closes the connection first.
+        """
+        engine = cls(await Connection.over(sock, FROM_ENGINE))
+        await engine._hello
+        return engine
+
+    @property
+    def max_model_len(self) -> int:
+        return self._hello.result().max_model_len
+
+    @property
+    def max_queued(self) -> int:
+        return self._hello.result().max_queued
+
+    async def submit(self, request: Request, output: Output) -> Cancel:
+        for prompt in request.prompts:  # here already, because the engine's process would have to decode it first
+            check_length(len(prompt), self.max_model_len)
+        self._check_connection()
+        first = self._next
+        self._next += request.n_choices
+
+        def cancel(choice: int) -> None:
+            if self._outputs.pop(first + choice, None):
+                self._connection.send(End(first, choice))
+
+        for i in range(request.n_choices):
+            self._outputs[first + i] = (output, i)
+        queued = self._queueing[first] = asyncio.get_running_loop().create_future()
+        self._connection.send(Submit(first, request))
+        try:
+            await queued
+        except BaseException as error:
+            for i in range(request.n_choices):
+                self._outputs.pop(first + i, None)
+            if not isinstance(error, EngineError):
+                self._connection.send(Withdraw(first))
+            raise
+        finally:
+            self._queueing.pop(first, None)
+        return cancel
+
+    def choice_ended(self, reason: str, seconds: float) -> None:
+        self._connection.send(Ended(reason, seconds))
+
+    async def status(self) -> Status:
+        return cast(Status, await self._ask(AskStatus(next(self._numbers))))
+
+    async def metrics(self) -> bytes:
+        return cast(bytes, await self._ask(AskMetrics(next(self._numbers))))
+
+    async def report(self, n_parts: int) -> Report:
+        return cast(Report, await self._ask(AskReport(next(self._numbers), n_parts)))
+
+    async def _ask(self, message: AskStatus | AskMetrics | AskReport) -> Any:
+        self._check_connection()
+        answer = self._questions[message.question] = asyncio.get_running_loop().create_future()
+        self._connection.send(message)
+        try:
+            return await asyncio.wait_for(answer, _ANSWER_SECONDS)
+        except TimeoutError:
+            raise NotReady(f"the engine has not answered for {_ANSWER_SECONDS:.0f} s") from None
+        finally:
+            del self._questions[message.question]
+
+    def serving(self) -> None:
+        """Tell the engine's process that the API listens."""
+        self._connection.send(Serving())
+
+    def drained(self) -> None:
+        """Tell the engine's process that no request is left."""
+        self._connection.send(Drained())
+
+    async def close(self) -> None:
+        """Close the connection."""
+        self._connection.close()
+        self._reading.cancel()
+        await asyncio.gather(self._reading, return_exceptions=True)
+
+    def _check_connection(self) -> None:
+        if self._reading.done():
+            raise NotReady(_LOST)
+
+    async def _read(self) -> None:
+        try:
+            async for message in self._connection.messages():
+                self._take(message)
+        except Exception:
+            log.exception("the connection to the engine's process broke")
+        finally:
+            self._lose()
+
+    def _take(self, message: FromEngine) -> None:
+        match message:
+            case Step(tokens, failures):
+                for number, event in tokens:
+                    self._deliver(number, event, event.finish_reason is not None)
+                for number, failure in failures:
+                    self._deliver(number, failure.error, True)
+            case Queued(first):
+                _resolve(self._queueing.get(first))
+            case Refused(first, failure):
+                _fail(self._queueing.get(first), failure.error)
+            case StatusAnswer(question, answer) | MetricsAnswer(question, answer) | ReportAnswer(question, answer):
+                _resolve(self._questions.get(question), answer)
+            case Hello():
+                self._hello.set_result(message)
+            case Drain(seconds):
+                _resolve(self.drain_asked, seconds)
+            case Close():
+                _resolve(self.drain_asked, 0.0)
+                self.close_asked.set()
+
+    def _deliver(self, number: int, event: TokenEvent | EngineError, last: bool) -> None:
+        found = self._outputs.pop(number, None) if last else self._outputs.get(number)
+        if found:  # else it was cancelled
+            output, choice = found
+            output(choice, event)
+
+    def _lose(self) -> None:
+        """End everything that waits for the engine."""
+        waits: list[asyncio.Future[Any]] = [self._hello, *self._queueing.values(), *self._questions.values()]
+        for waiting in waits:
+            _fail(waiting, NotReady(_LOST))
+        for output, choice in list(self._outputs.values()):
+            output(choice, GenerationFailed(_LOST))
+        self._outputs.clear()
+        _resolve(self.drain_asked, None)
+        self.close_asked.set()
+
+
+def _resolve(future: asyncio.Future[Any] | None, result: Any = None) -> None:
+    """Set the result of a future, unless there is none any more, or its waiter has gone."""
+    if future is not None and not future.done():
+        future.set_result(result)
+
+
+def _fail(future: asyncio.Future[Any] | None, error: EngineError) -> None:
+    if future is not None and not future.done():
+        future.set_exception(error)
