@@ -16,7 +16,7 @@ from typing import Any
 
 from fastdecode import __version__
 from fastdecode.daemon import option_values
-from fastdecode.daemon.config_sources import Parser, add_argument, flag, merged
+from fastdecode.daemon.config_sources import Parser, add_argument, flag, merged, option_words
 from fastdecode.gguf.file import GGUFError, find_gguf
 from fastdecode.kernels._native import MAX_THREADS
 from fastdecode.region.contract import KV_DTYPES, MAX_ROWS, MAX_SLOTS
@@ -128,6 +128,13 @@ class NodeConfig:
     )
     host: str = _option("address that the API listens on", "127.0.0.1", role="s")
     port: int = _option("port that the API listens on; 0: any free one", 8000, role="s", parse=option_values.port)
+    api_processes: int = _option(
+        "processes that serve the API, beside the engine's; 0: the engine's process serves it too, for debugging",
+        1,
+        role="s",
+        parse=option_values.non_negative,
+        metavar="N",
+    )
     api_key_file: Path | None = _option(
         "file with the keys, one a line, of which clients must present one; default: no key is needed",
         role="s",
@@ -419,9 +426,14 @@ class NodeConfig:
         args = []
         for name in names:
             value = getattr(self, name)
+            if value == _DEFAULTS[name]:
+                continue
             if value is True:
                 args.append(flag(name))
-            elif value != _DEFAULTS[name]:
+            elif isinstance(value, tuple) and isinstance(_DEFAULTS[name], tuple):
+                pairs = (v if isinstance(v, tuple) else (v,) for v in value)
+                args += option_words(_FIELDS[name], ["=".join(map(str, pair)) for pair in pairs])
+            else:
                 args += [flag(name), ",".join(map(str, value)) if isinstance(value, tuple) else str(value)]
         return args
 
@@ -460,7 +472,8 @@ def _chat_model() -> Path:
     )
 
 
-_DEFAULTS = {f.name: f.default for f in dataclasses.fields(NodeConfig)}
+_FIELDS = {f.name: f for f in dataclasses.fields(NodeConfig)}
+_DEFAULTS = {name: f.default for name, f in _FIELDS.items()}
 
 
 def _read_key(path: Path | None, flag: str) -> bytes | None:

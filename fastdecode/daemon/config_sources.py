@@ -53,7 +53,7 @@ def from_environment(fields: Sequence[Field[Any]], role: str, environment: Mappi
                 raise ValueError(f"{variable(f.name)} must be true or false, not {text!r}")
             args += [flag(f.name)] if text.lower() in _TRUE else []
         else:
-            args += _option(f, text.replace(",", " ").split() if isinstance(f.default, tuple) else [text])
+            args += option_words(f, text.replace(",", " ").split() if isinstance(f.default, tuple) else [text])
     return args
 
 
@@ -94,11 +94,12 @@ def from_file(fields: Sequence[Field[Any]], path: Path) -> list[str]:
         values = value if isinstance(value, list) else [value]
         if isinstance(value, dict) or (len(values) != 1 and not isinstance(f.default, tuple)):
             raise ValueError(f"{key}: must be one value")
-        args += _option(f, [str(v) for v in values])
+        args += option_words(f, [str(v) for v in values])
     return args
 
 
-def _option(f: Field[Any], values: Sequence[str]) -> list[str]:
+def option_words(f: Field[Any], values: Sequence[str]) -> list[str]:
+    """The option of a field with `values`, as words of a command line."""
     if f.metadata["many"]:
         return [flag(f.name), *values] if values else []
     return [word for value in values for word in (flag(f.name), value)]

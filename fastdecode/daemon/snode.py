@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 import torch
 import uvloop
 
-from fastdecode.api.server import bind, serve
+from fastdecode.api.server import Server, bind, serve
 from fastdecode.daemon.activity import log_activity
+from fastdecode.daemon.api_processes import ApiProcesses
 from fastdecode.daemon.config import ConfigError, NodeConfig, format_bytes
 from fastdecode.daemon.embedded import EmbeddedRNode, Split, split_machine
 from fastdecode.daemon.memory_plan import capacity, staged_tokens
@@ -62,6 +63,8 @@ def run_s_node(config: NodeConfig) -> None:
     sockets = bind(config.host, config.port)
     settings = ApiSettings.make(config, path)
     _check_vocabulary(settings.tokenizer, backend.config)
+    # They start while the weights are loaded.
+    api_processes = ApiProcesses(config, sockets) if config.api_processes else None
     model = backend.load(device, dtype, progress=sys.stderr.isatty(), weights=config.weights, adapters=adapters)
     log.info(
         "%s by the %s backend, %s in %s, activations in %s",
@@ -71,7 +74,7 @@ def run_s_node(config: NodeConfig) -> None:
         "weights as stored" if config.weights == "auto" else f"{config.weights} weights",
         str(dtype).removeprefix("torch."),
     )
-    uvloop.run(_serve(config, settings, backend, model, sockets, split, secret))
+    uvloop.run(_serve(config, settings, backend, model, api_processes or sockets, split, secret))
 
 
 def _check_vocabulary(tokenizer: Tokenizer, model: ModelConfig | HFConfig) -> None:
@@ -91,10 +94,11 @@ async def _serve(
     settings: ApiSettings,
     backend: Backend,
     model: Model | HFModel,
-    sockets: list[socket.socket],
+    api: ApiProcesses | list[socket.socket],
     split: Split,
     secret: bytes | None,
 ) -> None:
+    """Run the engine, and the API in its processes, or in this one on bound sockets."""
     shutdown = asyncio.create_task(wait_for_shutdown())
     staged = staged_tokens(config, model, model.device, split.mini_batches)
     hello = model.hello(
@@ -111,6 +115,8 @@ async def _serve(
     if grow_leases:
         hello = dataclasses.replace(hello, kv_bytes=first_lease(hello, length))
     async with contextlib.AsyncExitStack() as stack:
+        if isinstance(api, ApiProcesses):
+            stack.push_async_callback(api.close)
         embedded, urls = None, config.r_node
         if not urls:
             embedded = EmbeddedRNode(config, split)
@@ -155,7 +161,12 @@ async def _serve(
         stack.callback(r_node_links.unwatch)
         stack.callback(asyncio.create_task(log_activity(engine)).cancel)
         client = LocalEngine(engine, settings.tokenizer, settings.names[0])
-        server = await serve(settings.app(client), sockets, tls=settings.tls)
+        server: ApiProcesses | Server
+        if isinstance(api, ApiProcesses):
+            server = api
+            await server.serve(client)
+        else:
+            server = await serve(settings.app(client), api, tls=settings.tls)
         stack.push_async_callback(server.close)
         _print_greeting(config.host, server.port, settings)
         await shutdown

@@ -141,6 +141,21 @@ def test_an_embedded_r_node_gets_the_options_of_its_s_node():
     assert NodeConfig().to_args(EMBEDDED_OPTIONS) == []
 
 
+def test_an_api_process_gets_all_options_of_its_s_node():
+    config = NodeConfig(
+        served_model_name=("one", "two"),
+        cors_origin=("https://a.example", "*"),
+        lora=(("name", Path("a=b")),),
+        r_node=("tcp://r:7300", "shm:///r"),
+        chat_template=Path("template"),
+        kv_dtype="int8",
+        no_access_log=True,
+        target_tbt_ms=12.5,
+        api_processes=3,
+    )
+    assert NodeConfig.from_args(config.to_args([f.name for f in dataclasses.fields(config)])) == config
+
+
 def test_the_secret_file_must_exist_and_not_be_empty(tmp_path):
     with pytest.raises(ConfigError, match="No such file"):
         NodeConfig(secret_file=tmp_path / "none").read_secret()

@@ -2,117 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import signal
 import socket
 import subprocess
-import sys
 import time
-import urllib.request
-from pathlib import Path
 
 import openai
 import orjson
 import pytest
-from openai import OpenAI
+from node_process import NODE, START_SECONDS, complete, fetch, gone, traces
 
 from fastdecode.daemon.machine import total_memory
 from fastdecode.demo import model_dir
-
-NODE = [sys.executable, "-m", "fastdecode.daemon.node"]
-START_SECONDS = 60
-
-
-class Node:
-    """A fastdecode-node process, whose output goes to a log file."""
-
-    def __init__(self, tmp_path: Path, *argv: str, own_group: bool = False):
-        self.log = tmp_path / f"node-{time.monotonic_ns()}.log"
-        with self.log.open("wb") as out:
-            env = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(temporary(tmp_path))}
-            self.process = subprocess.Popen(
-                [*NODE, *argv],
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                stdin=subprocess.DEVNULL,
-                env=env,
-                process_group=0 if own_group else None,
-            )
-
-    def wait_for(self, pattern: str, seconds: float = START_SECONDS) -> re.Match[str]:
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
-            if match := re.search(pattern, self.log.read_text()):
-                return match
-            if self.process.poll() is not None:
-                break
-            time.sleep(0.05)
-        raise AssertionError(f"{pattern!r} did not appear:\n{self.log.read_text()}")
-
-    def api(self) -> OpenAI:
-        url = self.wait_for(r"(http://127\.0\.0\.1:\d+)/v1")[1]
-        return OpenAI(base_url=url + "/v1", api_key="none", max_retries=0, timeout=60)
-
-    def end(self, number: int = signal.SIGTERM, seconds: float = 20) -> int:
-        self.process.send_signal(number)
-        return self.process.wait(seconds)
-
-    def regions(self) -> int:
-        """The number of activation regions that the process has mapped."""
-        return Path(f"/proc/{self.process.pid}/maps").read_text().count("fastdecode-region")
-
-    def children(self) -> list[int]:
-        text = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
-        return [int(pid) for pid in text.split()]
-
-
-@pytest.fixture
-def start(tmp_path):
-    """A function that starts a Node with its arguments. All nodes are killed at the end of the test."""
-    with contextlib.ExitStack() as stack:
-
-        def start(*argv: str, own_group: bool = False) -> Node:
-            node = Node(tmp_path, *argv, own_group=own_group)
-            stack.callback(lambda: node.process.poll() is None and node.end(signal.SIGKILL))
-            return node
-
-        yield start
-
-
-def gone(pid: int, seconds: float = 5) -> bool:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        try:
-            state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-        except FileNotFoundError:
-            return True
-        if state == "Z":
-            return True
-        time.sleep(0.02)
-    return False
-
-
-def complete(api: OpenAI, n: int = 8) -> str:
-    return api.completions.create(model="fastdecode-demo", prompt="It was", max_tokens=n, temperature=0).choices[0].text
-
-
-def fetch(url: str) -> str:
-    with urllib.request.urlopen(url, timeout=60) as answer:
-        return answer.read().decode()
-
-
-def temporary(tmp_path: Path) -> Path:
-    """The nodes' TMPDIR."""
-    directory = tmp_path / "tmp"
-    directory.mkdir(exist_ok=True)
-    return directory
-
-
-def traces(tmp_path: Path) -> set[Path]:
-    """Files that a killed node could leave behind: shared memory segments and temporary files."""
-    return {*Path("/dev/shm").iterdir(), *temporary(tmp_path).iterdir()}
 
 
 @pytest.mark.quick
@@ -124,9 +27,9 @@ def test_demo_model_streams_and_sigterm_ends_both_processes(start, tmp_path):
     )
     pieces = [chunk.choices[0].text for chunk in stream if chunk.choices]
     assert len(pieces) > 1 and "".join(pieces) == complete(node.api(), 12)
-    (child,) = node.children()
+    children = node.children()
     assert node.end() == 0
-    assert gone(child)
+    assert all(map(gone, children))
     assert traces(tmp_path) <= before
 
 
@@ -134,9 +37,9 @@ def test_a_killed_s_node_ends_its_embedded_r_node_and_leaves_nothing_behind(star
     before = traces(tmp_path)
     node = start("--port", "0", "--kv-memory", "256MiB")
     complete(node.api())
-    (child,) = node.children()
+    children = node.children()
     node.end(signal.SIGKILL)
-    assert gone(child)
+    assert all(map(gone, children))
     assert traces(tmp_path) <= before
 
 
@@ -188,12 +91,12 @@ def test_embedded_r_node_killed_is_started_again(start, tmp_path):
     node = start("--port", "0", "--kv-memory", "256MiB")
     with node.api() as api:
         text = complete(api)
-        (child,) = node.children()
+        child = node.r_node()
         for times in (1, 2):
             os.kill(child, signal.SIGKILL)
             node.wait_for("(?s)" + ".*is back" * times, 20)
             assert complete(api) == text
-            (child,), old = node.children(), child
+            child, old = node.r_node(), child
             assert child != old
             assert traces(tmp_path) <= before
     assert node.regions() == 1  # the regions of the dead links are unmapped
@@ -348,11 +251,13 @@ def test_check_prints_a_report_of_the_machine():
         assert re.search(rf"^{fact}\s+\S", out, re.M), out
 
 
-def test_both_backends_serve_the_same_tokens(start):
+def test_both_backends_serve_the_same_tokens_with_and_without_an_api_process(start):
     options = ("--role", "s", "--port", "0", "--dtype", "fp32", "--kv-dtype", "fp32", "--kv-memory", "64MiB")
     texts = []
-    for backend in ("native", "transformers"):
-        node = start(*options, "--backend", backend)
+    for backend, processes in (("native", "1"), ("transformers", "0")):
+        node = start(*options, "--backend", backend, "--api-processes", processes)
+        node.api()
+        assert len(node.api_processes()) == int(processes)
         texts.append(complete(node.api(), 40))
         assert node.end() == 0
     assert texts[0] == texts[1] != ""

@@ -1,0 +1,63 @@
+"""An API process: serves HTTP on sockets that the engine's process has bound, over the engine at another socket.
+
+    python -m fastdecode.daemon.api_process FDS OPTIONS
+
+FDS are the numbers of open sockets: the one to the engine's process, then those that the API listens on. OPTIONS are
+those of the S-node. The process ends when the engine's process asks for it, or has ended.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import socket
+import sys
+
+import uvloop
+
+from fastdecode.api.server import serve
+from fastdecode.daemon.config import NodeConfig
+from fastdecode.daemon.logs import set_up_logging
+from fastdecode.daemon.serving import ApiSettings
+from fastdecode.demo import model_dir
+from fastdecode.engine.request import NotReady
+from fastdecode.service.remote import RemoteEngine
+
+log = logging.getLogger(__name__)
+
+
+def main() -> None:
+    """Exit status: 0 if the engine's process asked for the end, 1 if it has ended without a word."""
+    # A service manager sends these to all processes of the S-node. The engine's process says when the end has come.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    engine, *listening = (socket.socket(fileno=int(fd)) for fd in sys.argv[1].split(","))
+    config = NodeConfig.from_args(sys.argv[2:])
+    set_up_logging(config.log_level, config.log_format)
+    settings = ApiSettings.make(config, config.model_path() or model_dir())
+    sys.exit(uvloop.run(_serve(settings, engine, listening)))
+
+
+async def _serve(settings: ApiSettings, engine_socket: socket.socket, listening: list[socket.socket]) -> int:
+    try:
+        engine = await RemoteEngine.over(engine_socket)
+    except NotReady:
+        return 1  # the engine's process has ended before it was ready, and has said why
+    server = await serve(settings.app(engine), listening, tls=settings.tls)
+    engine.serving()
+    seconds = await engine.drain_asked
+    if seconds is None:
+        log.critical(
+            "the engine's process has ended without a word, and with it all requests; so does this API process"
+        )
+    else:
+        await server.drain(seconds)
+        engine.drained()
+        await engine.close_asked.wait()
+    await server.close()
+    await engine.close()
+    return 1 if seconds is None else 0
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,105 @@
+"""Deaths of the API's processes, and of the engine's: they cost their own requests, and leave nothing behind."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from typing import Any
+
+import openai
+import pytest
+from node_process import complete, fetch, gone, traces
+
+LONG = {"model": "fastdecode-demo", "prompt": "It was", "max_tokens": 600, "stream": True}
+LONG |= {"extra_body": {"ignore_eos": True}}
+NODE = ("--port", "0", "--kv-memory", "256MiB")
+
+
+def health(api: openai.OpenAI) -> str:
+    return fetch(str(api.base_url).removesuffix("/v1/") + "/health")
+
+
+def wait_until_idle(api: openai.OpenAI) -> None:
+    deadline = time.monotonic() + 20
+    while not re.search(r'"running":0,"waiting":0', health(api)):
+        assert time.monotonic() < deadline, health(api)
+        time.sleep(0.05)
+
+
+def stream_of(api: openai.OpenAI, others: list[int]) -> Any:
+    """A stream that none of the processes `others` serves: they are stopped while it begins."""
+    for pid in others:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        stream = api.completions.create(**LONG)
+        next(iter(stream))
+        return stream
+    finally:
+        for pid in others:
+            os.kill(pid, signal.SIGCONT)
+
+
+def test_a_killed_api_process_costs_its_own_connections_and_is_started_again(start, tmp_path):
+    before = traces(tmp_path)
+    node = start(*NODE, "--api-processes", "2")
+    api = node.api()
+    one, other = node.api_processes()
+    lost = stream_of(node.api(), [other])
+    kept = stream_of(node.api(), [one])
+    os.kill(one, signal.SIGKILL)
+    with pytest.raises((openai.APIError, OSError)):
+        for _ in lost:
+            pass
+    assert [chunk.choices[0].finish_reason for chunk in kept if chunk.choices][-1] == "length"
+    node.wait_for(rf"API process {one} ended by SIGKILL.*starting another")
+    wait_until_idle(api)  # the engine has cancelled the lost stream
+    assert complete(api)
+    assert len(node.api_processes()) == 2 and one not in node.api_processes()
+    children = node.children()
+    assert node.end() == 0
+    assert all(map(gone, children))
+    assert traces(tmp_path) <= before
+
+
+def test_a_killed_engine_process_ends_the_streams_with_a_clear_error_and_leaves_nothing_behind(start, tmp_path):
+    before = traces(tmp_path)
+    node = start(*NODE)
+    stream = node.api().completions.create(**LONG)
+    next(iter(stream))
+    children = node.children()
+    node.end(signal.SIGKILL)
+    with pytest.raises(openai.APIError, match="the engine's process has ended"):
+        for _ in stream:
+            pass
+    assert all(map(gone, children))
+    assert "the engine's process has ended without a word" in node.log.read_text()
+    assert traces(tmp_path) <= before
+
+
+def test_a_client_that_vanishes_frees_its_request_and_connections_wait_for_the_next_api_process(start):
+    node = start(*NODE)
+    api = node.api()
+    stream = api.completions.create(**LONG)
+    next(iter(stream))
+    assert not re.search(r'"running":0', health(api))
+    stream.close()
+    wait_until_idle(api)
+    [pid] = node.api_processes()
+    os.kill(pid, signal.SIGKILL)
+    assert gone(pid)
+    assert complete(node.api())
+    assert node.end() == 0
+
+
+def test_an_api_process_that_cannot_start_ends_the_node_with_a_sentence(start, tmp_path):
+    """The chat template is valid when the engine's process reads it, and no more when the API process does."""
+    template = tmp_path / "template.jinja"
+    os.mkfifo(template)
+    node = start(*NODE, "--chat-template", str(template))
+    template.write_text("{{ messages }}")  # returns once the engine's process reads it
+    node.wait_for("by the native backend")
+    template.write_text("{% if %}")
+    assert node.process.wait(60) == 1
+    assert re.search(r"error: API process \d+ ended with exit status 1 before it served", node.log.read_text())

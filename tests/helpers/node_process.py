@@ -1,0 +1,104 @@
+"""A fastdecode-node process, as users run it."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+from openai import OpenAI
+
+NODE = [sys.executable, "-m", "fastdecode.daemon.node"]
+START_SECONDS = 60
+
+
+class Node:
+    """A fastdecode-node process, whose output goes to a log file."""
+
+    def __init__(self, tmp_path: Path, *argv: str, own_group: bool = False):
+        self.log = tmp_path / f"node-{time.monotonic_ns()}.log"
+        with self.log.open("wb") as out:
+            env = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(temporary(tmp_path))}
+            self.process = subprocess.Popen(
+                [*NODE, *argv],
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                env=env,
+                process_group=0 if own_group else None,
+            )
+
+    def wait_for(self, pattern: str, seconds: float = START_SECONDS) -> re.Match[str]:
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            if match := re.search(pattern, self.log.read_text()):
+                return match
+            if self.process.poll() is not None:
+                break
+            time.sleep(0.05)
+        raise AssertionError(f"{pattern!r} did not appear:\n{self.log.read_text()}")
+
+    def api(self) -> OpenAI:
+        url = self.wait_for(r"(http://127\.0\.0\.1:\d+)/v1")[1]
+        return OpenAI(base_url=url + "/v1", api_key="none", max_retries=0, timeout=60)
+
+    def end(self, number: int = signal.SIGTERM, seconds: float = 20) -> int:
+        self.process.send_signal(number)
+        return self.process.wait(seconds)
+
+    def regions(self) -> int:
+        """The number of activation regions that the process has mapped."""
+        return Path(f"/proc/{self.process.pid}/maps").read_text().count("fastdecode-region")
+
+    def children(self) -> list[int]:
+        text = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
+        return [int(pid) for pid in text.split()]
+
+    def r_node(self) -> int:
+        """The process id of the embedded R-node."""
+        [pid] = set(self.children()) - set(self.api_processes())
+        return pid
+
+    def api_processes(self) -> list[int]:
+        """The process ids of the API's processes."""
+        module = b"fastdecode.daemon.api_process"
+        return [pid for pid in self.children() if module in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")]
+
+
+def gone(pid: int, seconds: float = 5) -> bool:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+        except FileNotFoundError:
+            return True
+        if state == "Z":
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def complete(api: OpenAI, n: int = 8) -> str:
+    return api.completions.create(model="fastdecode-demo", prompt="It was", max_tokens=n, temperature=0).choices[0].text
+
+
+def fetch(url: str) -> str:
+    with urllib.request.urlopen(url, timeout=60) as answer:
+        return answer.read().decode()
+
+
+def temporary(tmp_path: Path) -> Path:
+    """The nodes' TMPDIR."""
+    directory = tmp_path / "tmp"
+    directory.mkdir(exist_ok=True)
+    return directory
+
+
+def traces(tmp_path: Path) -> set[Path]:
+    """Files that a killed node could leave behind: shared memory segments and temporary files."""
+    return {*Path("/dev/shm").iterdir(), *temporary(tmp_path).iterdir()}
