@@ -21,6 +21,7 @@ _COMMANDS = (
     "rpart",
     "transport",
     "links",
+    "speculate",
     "perplexity",
     "accuracy",
     "soak",

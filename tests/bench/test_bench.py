@@ -284,3 +284,10 @@ def test_links_prints_a_row_for_each_number_of_links():
     command = [sys.executable, "-m", "fastdecode.bench.cli", "links", "--links", "3", *shape]
     refused = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert refused.returncode == 1 and "4 rows cannot be spread evenly over 3 links" in refused.stderr
+
+
+def test_speculate_prints_a_row_a_task_with_the_same_tokens():
+    result = json.loads(bench("speculate", "--tokens", "40", "--rounds", "1", "--json"))
+    copy, random = result["rows"]
+    assert (copy["task"], random["task"]) == ("copy", "random")
+    assert 0 < copy["right"] <= copy["guessed"] and copy["plain"] > 0 and copy["guessing"] > 0

@@ -1,0 +1,148 @@
+"""Speculative decoding against plain decoding: tokens a second of one sequence at a time.
+
+Two engines with one model take turns, one of them with --speculate. In the first task the model continues a text that
+begins to repeat itself, as in a summary that quotes or an edit of code. In the second one the tokens are drawn at
+temperature 1 after random ones, so that hardly a guess is right. Both engines must give the same tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import random
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import uvloop
+from tqdm import tqdm
+
+from fastdecode import engine as room
+from fastdecode.bench.options import print_result
+from fastdecode.daemon.config import NodeConfig
+from fastdecode.daemon.embedded import EmbeddedRNode, Split
+from fastdecode.daemon.option_values import speculation
+from fastdecode.demo import model_dir
+from fastdecode.engine.engine import Engine
+from fastdecode.engine.request import SamplingParams
+from fastdecode.spart import choose_device, choose_dtype
+from fastdecode.spart.backend import choose_backend
+from fastdecode.text.tokenizer import Tokenizer
+from fastdecode.transports.registry import connect
+
+COMMAND = ("speculate", "speculative against plain decoding, one sequence at a time")
+
+_ROWS = 128
+_PROMPT_TOKENS = 400
+_KV_BYTES = 1 << 28
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", type=Path, metavar="PATH", help="as for fastdecode-node; default: the demo model")
+    parser.add_argument("--speculate", type=speculation, default=8, metavar="suffix:K", help="as for fastdecode-node")
+    parser.add_argument("--file", type=Path, help="text to repeat; default: code of fastdecode")
+    parser.add_argument("--tokens", type=int, default=200, help="tokens to generate")
+    parser.add_argument("--threads", type=int, help="threads of the S-Part; default: all cores")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(args: argparse.Namespace) -> None:
+    print_result(args, uvloop.run(_run(args)), _print_table)
+
+
+def _print_table(result: dict[str, Any]) -> None:
+    print(f"{result['model']}, {result['dtype']}, {result['threads']} thread(s); tokens/s, medians")
+    print(f"{'task':<8} {'plain':>8} {'guessing':>9} {'ratio':>6} {'spread':>13} {'guesses right':>14}")
+    for row in result["rows"]:
+        low, high = row["spread"]
+        right = f"{row['right']} of {row['guessed']}"
+        print(
+            f"{row['task']:<8} {row['plain']:8.1f} {row['guessing']:9.1f} {row['ratio']:6.2f} "
+            f"{low:6.2f}..{high:.2f} {right:>14}"
+        )
+
+
+async def _run(args: argparse.Namespace) -> dict[str, Any]:
+    path = NodeConfig(model=args.model).model_path() or model_dir()
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    backend, device = choose_backend("auto", path), choose_device("auto")
+    dtype = choose_dtype("auto", backend.config.dtype, device)
+    model = backend.load(device, dtype)
+    text = (args.file or Path(room.__path__[0]) / "sequence.py").read_text()
+    source = Tokenizer.from_dir(path).encode(text)[:_PROMPT_TOKENS]
+    rng = random.Random(0)
+    tasks = {
+        "copy": (source + source[:8], SamplingParams(max_tokens=args.tokens, temperature=0.0, ignore_eos=True)),
+        "random": (
+            [rng.randrange(model.config.vocab_size) for _ in range(_PROMPT_TOKENS)],
+            SamplingParams(max_tokens=args.tokens, temperature=1.0, seed=0, ignore_eos=True),
+        ),
+    }
+    rates: dict[str, dict[str, list[float]]] = {task: {"plain": [], "guessing": []} for task in tasks}
+    judged: dict[str, tuple[int, int]] = {}
+    async with contextlib.AsyncExitStack() as stack:
+        node = EmbeddedRNode(NodeConfig(), Split(s_threads=1, r_threads=1, mini_batches=1))
+        stack.push_async_callback(node.stop)
+        await node.start()
+        engines = {}
+        for name, guesses in (("plain", 0), ("guessing", args.speculate)):
+            link = await connect(node.url, model.hello(1, _ROWS, "fp16", _KV_BYTES, 8), None)
+            stack.push_async_callback(link.close)
+            engine = Engine(
+                backend.make_spart(model, [link]),
+                [link],
+                mini_batches=1,
+                max_batch_size=1,
+                max_batch_tokens=_ROWS,
+                guesses=guesses,
+            )
+            await engine.start()
+            stack.push_async_callback(engine.stop)
+            engines[name] = engine
+        for warm in tqdm([True] + [False] * args.rounds, desc="rounds", unit="round"):
+            for task, (prompt, params) in tasks.items():
+                answers = []
+                for name, engine in engines.items():
+                    before = dataclasses.replace(engine.stats.totals)
+                    answer, seconds = await _decode(engine, prompt, params)
+                    answers.append(answer)
+                    if not warm:
+                        rates[task][name].append((len(answer) - 1) / seconds)
+                after = engine.stats.totals
+                judged[task] = (after.guessed_right - before.guessed_right, after.guessed - before.guessed)
+                if answers[0] != answers[1]:
+                    raise RuntimeError(f"the {task} task gave other tokens with guesses than without")
+    return {
+        "model": path.resolve().name,
+        "dtype": str(dtype).removeprefix("torch."),
+        "threads": torch.get_num_threads(),
+        "rows": [_row(task, rates[task], *judged[task]) for task in tasks],
+    }
+
+
+async def _decode(engine: Engine, prompt: list[int], params: SamplingParams) -> tuple[list[int], float]:
+    """The tokens after a prompt, and the seconds from the first one to the last."""
+    tokens, start = [], 0.0
+    async for event in engine.submit(prompt, params):
+        tokens.append(event.token)
+        start = start or time.perf_counter()
+    return tokens, time.perf_counter() - start
+
+
+def _row(task: str, rates: dict[str, list[float]], right: int, guessed: int) -> dict[str, Any]:
+    ratios = [guess / plain for plain, guess in zip(rates["plain"], rates["guessing"], strict=True)]
+    plain, guessing = (statistics.median(rates[name]) for name in ("plain", "guessing"))
+    return {
+        "task": task,
+        "plain": plain,
+        "guessing": guessing,
+        "ratio": statistics.median(ratios),
+        "spread": [min(ratios), max(ratios)],
+        "right": right,
+        "guessed": guessed,
+    }
