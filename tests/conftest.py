@@ -28,6 +28,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["PYTHONSAFEPATH"] = "1"
 
 
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
+    """A run of single files or tests has no workers: it begins sooner, and -s shows what the tests print."""
+    return 0 if any(".py" in argument for argument in config.args) else None
+
+
 def transports() -> list[str]:
     """The URL schemes to test: all of LISTEN_URLS, but RDMA only where there is a device, for example in the virtual
     machine of tests/rdma. If FASTDECODE_R_NODE is the URL of an R-node on another host, only its scheme."""

@@ -44,7 +44,7 @@ def copy_tree(page: Path, tree: Path) -> None:
 def run_tests(tree: Path, *arguments: str) -> str:
     """The output of pytest in the tree; its tests must pass."""
     run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments],
+        [sys.executable, "-m", "pytest", "-q", "-n0", "-p", "no:cacheprovider", *arguments],
         cwd=tree,
         env=os.environ | {"PYTHONPATH": str(tree)},
         capture_output=True,

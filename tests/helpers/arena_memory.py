@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import re
 import time
@@ -71,15 +72,17 @@ def hugetlb_bytes() -> int:
 
 @contextlib.contextmanager
 def hugetlb_pages(n: int) -> Iterator[None]:
-    """Add `n` pages to the OS's pool, and take them away afterwards. Skips where the OS has none."""
-    before = int(NR_HUGEPAGES.read_text())
-    try:
-        NR_HUGEPAGES.write_text(str(before + n))
-    except OSError as error:
-        pytest.skip(f"vm.nr_hugepages cannot be set: {error.strerror}")
-    try:
-        if (got := int(NR_HUGEPAGES.read_text()) - before) < n:
-            pytest.skip(f"the OS found {got} of {n} huge pages")
-        yield
-    finally:
-        NR_HUGEPAGES.write_text(str(before))
+    """Add `n` pages to the OS's pool for one test at a time, and take them away. Skips where the OS has none."""
+    with NR_HUGEPAGES.open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        before = int(NR_HUGEPAGES.read_text())
+        try:
+            NR_HUGEPAGES.write_text(str(before + n))
+        except OSError as error:
+            pytest.skip(f"vm.nr_hugepages cannot be set: {error.strerror}")
+        try:
+            if (got := int(NR_HUGEPAGES.read_text()) - before) < n:
+                pytest.skip(f"the OS found {got} of {n} huge pages")
+            yield
+        finally:
+            NR_HUGEPAGES.write_text(str(before))

@@ -35,7 +35,9 @@ def here() -> None:
 
 def suite_of(*arguments: str) -> str:
     """The command that runs pytest in a guest."""
-    return f"exec {sys.executable} -m pytest -v -p no:cacheprovider -o timeout=300 --durations=8 {' '.join(arguments)}"
+    return (
+        f"exec {sys.executable} -m pytest -v -n0 -p no:cacheprovider -o timeout=300 --durations=8 {' '.join(arguments)}"
+    )
 
 
 def passed(status: int | None, output: str) -> None:
