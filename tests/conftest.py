@@ -33,6 +33,16 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
     return 0 if any(".py" in argument for argument in config.args) else None
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the tests that have the highest time limits, so that no worker is left alone with one at the end."""
+
+    def limit(item: pytest.Item) -> float:
+        mark = item.get_closest_marker("timeout")
+        return mark.args[0] if mark else 0
+
+    items.sort(key=lambda item: -limit(item) if limit(item) > 300 else 0)
+
+
 def transports() -> list[str]:
     """The URL schemes to test: all of LISTEN_URLS, but RDMA only where there is a device, for example in the virtual
     machine of tests/rdma. If FASTDECODE_R_NODE is the URL of an R-node on another host, only its scheme."""

@@ -10,8 +10,6 @@ from pathlib import Path
 import pytest
 from sources import ENGINE, INCLUDES, ROOT
 
-pytestmark = pytest.mark.tools
-
 #: Only the scalar kernels: the vector kernels share the code that threads run, and take long to compile.
 SOURCES = [
     ROOT / "tests/c/race_engine.c",
