@@ -16,6 +16,7 @@ import orjson
 import uvloop
 
 from fastdecode.bench.serving import client, report, workload
+from fastdecode.bench.serving.options import add_load_arguments, load_requests
 
 COMMAND = ("serve", "latency and throughput of a running OpenAI-compatible server under load")
 
@@ -26,31 +27,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--url", default="http://127.0.0.1:8000/v1", help="the server, up to and with /v1")
     add("--model", metavar="NAME", help="model to ask for; default: the first that the server lists")
     add("--api-key-file", type=Path, metavar="FILE", help="file with the key to present")
-    add("--trace", type=Path, metavar="FILE", help="Azure, BurstGPT (CSV) or Mooncake (JSON lines) trace, may be .gz")
-    add("--requests", type=int, default=100, metavar="N", help="number of requests; of a trace, the first N")
-    add("--input-tokens", type=int, default=256, help="prompt tokens a request, without --trace")
-    add("--output-tokens", type=int, default=64, help="output tokens a request, without --trace")
-    add("--scale-lengths", type=float, default=1.0, metavar="F", help="multiply the trace's lengths by F")
-    add("--max-tokens", type=int, metavar="N", help="cut requests to at most N tokens, prompt and output together")
-    arrivals = parser.add_mutually_exclusive_group()
-    arrivals.add_argument("--rate", type=_rates, metavar="R[,R...]", help="requests a second; several make a sweep")
-    arrivals.add_argument("--speed-up", type=float, metavar="F", help="the trace's own arrivals, F times as fast")
-    add(
-        "--burstiness", type=float, default=1.0, help="shape of the gamma-distributed gaps: 1 is Poisson, less burstier"
-    )
+    add_load_arguments(parser)
     add("--concurrency", type=int, metavar="N", help="at most N requests under way (closed loop); default: no limit")
     add("--token-ids", type=_range, default=(3, 1000), metavar="A-B", help="ids that prompts are drawn from (3-1000)")
-    add("--slo-ttft", type=float, metavar="S", help="objective: first token within S seconds")
-    add(
-        "--slo-tbt",
-        type=float,
-        metavar="S",
-        help="objective: 99 %% of a request's gaps between chunks within S seconds",
-    )
     add("--timeout", type=float, default=600.0, metavar="S", help="give a request up after S seconds")
     add("--deadline", type=float, metavar="S", help="end a run after S seconds and keep what came")
     add("--extra", type=_object, default={}, metavar="JSON", help="further fields of every request's body")
-    add("--seed", type=int, default=0)
     add("--json", action="store_true", help="print one JSON object")
     add("--out", type=Path, metavar="FILE", help="write the JSON object after every run, so that partial results stay")
     add("--plot", type=Path, metavar="FILE", help="PNG: latency against rate for a sweep, else the run over time")
@@ -71,7 +53,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 async def _run(args: argparse.Namespace) -> dict[str, Any]:
-    base = _requests(args)
+    base = load_requests(args)
     key = args.api_key_file.read_text().strip() if args.api_key_file else None
     url = args.url.rstrip("/")
     server = client.Server(url, args.model or await client.first_model(url, key), key, args.extra)
@@ -99,27 +81,6 @@ async def _run(args: argparse.Namespace) -> dict[str, Any]:
             args.out.write_bytes(orjson.dumps(result, option=orjson.OPT_INDENT_2))
         await asyncio.sleep(0)
     return result
-
-
-def _requests(args: argparse.Namespace) -> list[workload.Request]:
-    if args.requests < 1:
-        raise ValueError("--requests must be at least 1")
-    if args.trace is None:
-        if args.speed_up is not None:
-            raise ValueError("--speed-up needs a --trace")
-        if min(args.input_tokens, args.output_tokens) < 1:
-            raise ValueError("--input-tokens and --output-tokens must be at least 1")
-        return workload.fixed(args.requests, args.input_tokens, args.output_tokens)
-    requests = workload.read_trace(args.trace)[: args.requests]
-    requests = workload.scaled(requests, args.scale_lengths, args.max_tokens)
-    return workload.sped_up(requests, args.speed_up) if args.speed_up else requests
-
-
-def _rates(text: str) -> list[float]:
-    rates = [float(part) for part in text.split(",")]
-    if min(rates) <= 0:
-        raise ValueError("a rate is more than 0")
-    return rates
 
 
 def _range(text: str) -> tuple[int, int]:

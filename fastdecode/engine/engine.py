@@ -13,7 +13,7 @@ import dataclasses
 import logging
 import secrets
 import time
-from collections.abc import Coroutine, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from itertools import compress
 from typing import TYPE_CHECKING
 
@@ -36,7 +36,7 @@ from fastdecode.engine.request import (
     check_length,
 )
 from fastdecode.engine.rnode_control import RNodeControl
-from fastdecode.engine.runner import Runner
+from fastdecode.engine.runner import Runner, StepRunner
 from fastdecode.engine.scheduler import Scheduler
 from fastdecode.engine.scheduling.admission import SCHEDULES
 from fastdecode.engine.scheduling.plan import Outcome, Plan, SchedulerLimits
@@ -78,6 +78,8 @@ class Engine:
         guesses: int = 0,
         end_token_ids: Iterable[int] | None = None,
         observer: EngineObserver | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        start_runner: Callable[[], StepRunner] = Runner,
     ):
         """`max_batch_size` bounds the sequences of a mini-batch, `max_batch_tokens` the rows of a step, `max_queued`
         the requests that wait for others to end. `max_model_len` bounds a sequence's tokens; None: the model's number
@@ -85,7 +87,8 @@ class Engine:
         `max_uncached_suffix`: see Cluster; `max_staged_tokens`, `strict_staging`: see StagingBudget; `target_tbt`
         (seconds): see StepTimes. `grow_leases`: leases grow on demand. `schedule`: one of SCHEDULES, see
         scheduling/admission.py. `guesses`: most tokens of a sequence that a step guesses, see
-        scheduling/speculation.py. `end_token_ids` None: the model's own.
+        scheduling/speculation.py. `end_token_ids` None: the model's own. `clock` gives seconds, and
+        `start_runner` starts what steps are handed to; plan/simulation.py replaces both.
 
         Raises ValueError if a value does not fit the model or a link."""
         if not links:
@@ -110,13 +113,14 @@ class Engine:
         )
         self.observer = observer or NullObserver()
         self.totals = Totals()
-        self.last_progress = time.monotonic()  # when a step last completed, or work came after idleness
+        self._clock, self._start_runner = clock, start_runner
+        self.last_progress = clock()  # when a step last completed, or work came after idleness
         self.end_tokens = frozenset(spart.config.eos_token_ids if end_token_ids is None else end_token_ids)
         self._control = RNodeControl(self.scheduler, spart, self._spawn, self._on_change)
         self._start_rate = StartRate()
         self._live: set[Sequence] = set()  # requests whose stream has not ended
         self._arrivals = 0
-        self._runner: Runner | None = None
+        self._runner: StepRunner | None = None
         self._draining = False
         self._broken = False
         self._idle = asyncio.Event()
@@ -129,7 +133,7 @@ class Engine:
 
     async def start(self) -> None:
         """Start the runner's thread and the drivers."""
-        self._runner = Runner()
+        self._runner = self._start_runner()
         self._control.start()
         for mini_batch in range(len(self._wake)):
             self._spawn(self._drive(mini_batch))
@@ -169,7 +173,7 @@ class Engine:
     @property
     def stalled_seconds(self) -> float:
         """Seconds since a step last completed while there is work; 0 when idle. For the watchdog of /health."""
-        return time.monotonic() - self.last_progress if self._live else 0.0
+        return self._clock() - self.last_progress if self._live else 0.0
 
     # -- requests -------------------------------------------------------------------------------------------------
 
@@ -224,6 +228,7 @@ class Engine:
                 constraints=constraints(params, end_tokens, self.spart.config.vocab_size),
                 adapter=adapter,
                 output=output,
+                arrived=self._clock(),
             )
             self._queue(seq)
             choices.append(seq)
@@ -233,7 +238,7 @@ class Engine:
         self._arrivals += 1
         self.totals.requests += 1
         if not self._live:
-            self.last_progress = time.monotonic()
+            self.last_progress = self._clock()
         self._live.add(seq)
         self._idle.clear()
         self.scheduler.add(seq)
@@ -269,7 +274,7 @@ class Engine:
         n_waiting = len(self.scheduler.waiting)
         if n_waiting >= self.max_queued and self.scheduler.backlog(n_tokens) > self.max_queued:
             self.totals.rejected += 1
-            seconds = self._start_rate.seconds_for(n_waiting, time.monotonic())
+            seconds = self._start_rate.seconds_for(n_waiting, self._clock())
             raise Overloaded(f"{n_waiting} requests are waiting already; try again in {seconds} s", seconds)
 
     def _check_tokens(self, params: SamplingParams) -> None:
@@ -308,7 +313,7 @@ class Engine:
         self._live.discard(seq)
         if not self._live:
             self._idle.set()
-        self.observer.finished(reason, time.monotonic() - seq.arrived, seq.n_prompt, seq.n_generated)
+        self.observer.finished(reason, self._clock() - seq.arrived, seq.n_prompt, seq.n_generated)
 
     # -- steps ----------------------------------------------------------------------------------------------------
 
@@ -328,7 +333,7 @@ class Engine:
 
     async def _run_step(self, plan: Plan) -> None:
         assert self._runner is not None, "drivers run between start and stop"
-        begun = time.monotonic()
+        begun = self._clock()
         self._record_started(plan, begun)
         try:
             output = await self._runner.submit(self.spart.step(step_batch(plan, self.cluster.loads.n_layers)))
@@ -338,7 +343,7 @@ class Engine:
             log.exception("a step failed in the S-Part")
             self._fail_step(plan, "the step failed in the S-Part")
         else:
-            self.last_progress = time.monotonic()
+            self.last_progress = self._clock()
             self.totals.steps += 1
             self.totals.s_seconds += output.s_seconds
             self.totals.r_wait_seconds += output.r_wait_seconds

@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Any, Protocol
 
 from fastdecode.transports._native import wait_any
 from fastdecode.transports.base import Pending
@@ -36,6 +36,18 @@ class _Job:
     step: StepGenerator
     future: asyncio.Future[Any]
     pending: Pending = None  # what the step waits for
+
+
+class StepRunner(Protocol):
+    """What the engine hands its steps to."""
+
+    def submit(self, step: StepGenerator) -> asyncio.Future[Any]:
+        """Run a step; the future gets its StepOutput."""
+        ...
+
+    def stop(self) -> None:
+        """End what was started for it. Idempotent."""
+        ...
 
 
 class RunnerStopped(Exception):

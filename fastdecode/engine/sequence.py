@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -62,9 +61,9 @@ class Sequence:
     guesser: Guesser = field(default_factory=Guesser)
     prefill_end: int = 0  # tokens to cache before it decodes: all it had when it was placed
 
-    # Output and times, kept by the engine. Times are of time.monotonic, in seconds.
+    # Output and times, kept by the engine. Times are of the engine's clock, in seconds.
     output: Output = lambda event: None
-    arrived: float = field(default_factory=time.monotonic)
+    arrived: float = 0.0
     started: float | None = None  # first scheduled
     last_token: float | None = None
     prompt_scores: list[TokenScore] = field(default_factory=list)  # of the prompt's tokens from the second one on

@@ -6,6 +6,7 @@ queries, prompts, the bytes on the wire, and what a mini-batch takes by itself. 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fastdecode.plan.model import PlannedModel
@@ -105,23 +106,23 @@ def part_times(system: System, work: Work, slowest_share: float | None = None) -
     )
 
 
-def round_seconds(parts: list[PartTimes], in_turns: bool) -> tuple[float, str]:
-    """Seconds in which each mini-batch in flight does a step, and what binds it: "S-Part", "R-Part", "wire" or "one
-    mini-batch".
-
-    The runner advances the mini-batches by a layer in turn, so all have the same pace. The S-node, the R-nodes and each
-    direction of the wire serve one mini-batch after the other, so each sets a bound; so does the mini-batch that takes
-    longest by itself. On the same cores nothing overlaps.
-    """
-    if in_turns:
-        binding = "S-Part" if sum(p.s_part for p in parts) > sum(p.r_part for p in parts) else "R-Part"
-        return sum(p.alone for p in parts), binding
-    bounds = {
+def shared_seconds(parts: Sequence[PartTimes]) -> dict[str, float]:
+    """Seconds in which all mini-batches in flight can do a step, by the part of the system that they share: the S-node,
+    the R-nodes and each direction of the wire serve one after the other."""
+    return {
         "S-Part": sum(p.s_part for p in parts),
         "R-Part": sum(p.r_part for p in parts),
         "wire": max(sum(p.wire for p in parts), sum(p.back for p in parts)),
-        "one mini-batch": max(p.alone for p in parts),
     }
+
+
+def round_seconds(parts: Sequence[PartTimes], in_turns: bool) -> tuple[float, str]:
+    """Seconds in which each mini-batch in flight does a step, and what binds it: "S-Part", "R-Part", "wire" or "one
+    mini-batch", the one that takes longest by itself. On the same cores nothing overlaps."""
+    bounds = shared_seconds(parts)
+    if in_turns:
+        return sum(p.alone for p in parts), max(("S-Part", "R-Part"), key=bounds.__getitem__)
+    bounds["one mini-batch"] = max(p.alone for p in parts)
     binding = max(bounds, key=bounds.__getitem__)
     return bounds[binding], binding
 

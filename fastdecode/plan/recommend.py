@@ -21,7 +21,8 @@ from fastdecode.daemon.config import NodeConfig
 from fastdecode.demo import model_dir
 from fastdecode.plan.choices import Choice, Goal, choose
 from fastdecode.plan.model import read_model
-from fastdecode.plan.profile import Profile, ProfileError, merged, read_profile
+from fastdecode.plan.options import add_profile_arguments, profile_and_transport
+from fastdecode.plan.profile import Profile
 
 COMMAND = ("recommend", "configurations that serve a model at a rate, and the commands to start them (predicted)")
 
@@ -32,15 +33,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `fastdecode-plan recommend`."""
     add = parser.add_argument
     add("--model", type=Path, metavar="PATH", help="as for fastdecode-node; default: the demo model")
-    add("--profile", action="append", default=[], metavar="FILE", help="profile, or the name of one that ships; "
-        "of several (repeatable) the last one that has a section gives it")  # fmt: skip
+    add_profile_arguments(parser)
     add("--rate", type=float, metavar="R", help="requests a second to keep up with; default: as many as possible")
     add("--ttft", type=float, metavar="S", help="seconds to the first token of a request that does not queue")
     add("--tpot", type=float, metavar="S", help="seconds between two tokens of a stream")
     add("--trace", type=Path, metavar="FILE", help="take the mean lengths from a trace, as of fastdecode-bench serve")
     add("--input-tokens", type=int, default=1024, help="mean prompt, without --trace")
     add("--output-tokens", type=int, default=256, help="mean output, without --trace")
-    add("--transport", help="transport of the links; default: the profile's only one, else the one of most GB/s")
     add("--r-nodes", type=int, default=16, metavar="N", help="most R-nodes to try")
     add("--max-batch-tokens", type=int, default=512, help="most rows of a step")
     add("--s-price", type=float, help="price of the S-node an hour; default: the profile's")
@@ -68,10 +67,8 @@ def commands(choice: Choice, model: Path | None, max_batch_tokens: int) -> list[
 
 def run(args: argparse.Namespace) -> None:
     """Print the best configurations. Raises ProfileError, CheckpointError, ValueError, OSError."""
-    profile = _profile(args)
-    transport = args.transport or max(profile.links, key=lambda name: profile.links[name].gbps)
-    if transport not in profile.links:
-        raise ProfileError(f"the profile has no link over {transport}; it has {', '.join(profile.links)}")
+    profile, transport = profile_and_transport(args)
+    profile = _priced(profile, args)
     path = NodeConfig(model=args.model).model_path() or model_dir()
     model, goal = read_model(path), _goal(args)
     if goal.n_prompt + goal.n_output > model.max_positions:
@@ -98,8 +95,8 @@ def run(args: argparse.Namespace) -> None:
     print_result(args, result, _print_table)
 
 
-def _profile(args: argparse.Namespace) -> Profile:
-    profile = merged([read_profile(name) for name in args.profile])
+def _priced(profile: Profile, args: argparse.Namespace) -> Profile:
+    """The profile with the prices of the command line."""
     assert profile.s_node is not None and profile.r_node is not None
     s_node = profile.s_node if args.s_price is None else replace(profile.s_node, price=args.s_price)
     r_node = profile.r_node if args.r_price is None else replace(profile.r_node, price=args.r_price)

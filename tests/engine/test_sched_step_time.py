@@ -1,13 +1,13 @@
-"""Chunks of prompts that keep a target time between tokens: the scheduler's own code in virtual time."""
+"""Chunks of prompts that keep a target time between tokens: the engine's own code in virtual time."""
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
 import pytest
+from virtual import MODEL, gaps, serve, toy_system
 
-from fastdecode.bench.simulation import Request, StepCost, simulate
-from fastdecode.engine.scheduling.plan import SchedulerLimits
 from fastdecode.engine.scheduling.step_time import PromptWork, StepTimes, pairs
 
 
@@ -15,17 +15,21 @@ def percentile(values, part):
     return sorted(values)[int(part * (len(values) - 1))]
 
 
-#: 10 ms a step, 0.4 ms a row of a prompt, and attention that makes the last chunk of 8192 tokens cost twice its rows.
-COST = StepCost(0.010, 0.0004, 0.0004 / 8192, 1e-7)
+#: 10 ms a step of 16 rows, 0.4 ms each further row, and attention that makes the last chunk of 8192 tokens cost twice
+#: its rows: a pair is as much as 1 / 8192 rows.
+MODEL = dataclasses.replace(MODEL, parameters=2 * 4 * 8 * 8192)
 
 
-def streams_beside_long_prompts(target, *, cost=COST, mini_batches=1, long_prompts=True):
+def costs(base):
+    return toy_system(((1, base), (16, base + 1e-6), (516, base + 0.2)), 1e-7, model=MODEL)
+
+
+def streams_beside_long_prompts(target, *, base=0.010, mini_batches=1, long_prompts=True):
     """Sixteen streams, and a prompt of 8192 tokens every 2 s."""
-    requests = [Request(0.0, 20, 3000) for _ in range(16)]
+    requests = [(0.0, 20, 600)] * 16
     if long_prompts:
-        requests += [Request(1.0 + 2.0 * i, 8192, 2) for i in range(10)]
-    limits = SchedulerLimits(mini_batches, 512, 256)
-    return simulate(requests, limits, cost, target_tbt=target)
+        requests += [(1.0 + 2.0 * i, 8192, 2) for i in range(4)]
+    return serve(requests, costs(base), mini_batches=mini_batches, target_tbt=target)
 
 
 @pytest.mark.parametrize("mini_batches", [1, 2])
@@ -34,21 +38,21 @@ def test_long_prompts_keep_the_target(target, mini_batches):
     alone = streams_beside_long_prompts(target, mini_batches=mini_batches, long_prompts=False)
     run = streams_beside_long_prompts(target, mini_batches=mini_batches)
     unbounded = streams_beside_long_prompts(None, mini_batches=mini_batches)
-    assert percentile(alone.gaps, 0.99) == pytest.approx(0.010 * mini_batches)
-    assert percentile(unbounded.gaps, 0.99) > 0.2
-    assert percentile(run.gaps, 0.99) < 1.1 * target
-    assert run.tokens == unbounded.tokens
-    assert percentile(run.gaps, 0.99) > 0.7 * target, "the time that is allowed is used"
+    assert percentile(gaps(alone), 0.99) == pytest.approx(0.010 * mini_batches, rel=0.15)
+    assert percentile(gaps(unbounded), 0.99) > 0.2
+    assert percentile(gaps(run), 0.99) < 1.1 * target
+    assert [a.output_tokens for a in run.run.answers] == [a.output_tokens for a in unbounded.run.answers]
+    assert percentile(gaps(run), 0.99) > 0.7 * target, "the time that is allowed is used"
 
 
 def test_where_decoding_takes_longer_than_the_target_prompts_add_half_of_it():
-    run = streams_beside_long_prompts(0.02, cost=COST._replace(s_seconds=0.1))
-    assert percentile(run.gaps, 0.99) < 1.1 * 1.5 * 0.1
+    run = streams_beside_long_prompts(0.02, base=0.1)
+    assert percentile(gaps(run), 0.99) < 1.1 * 1.5 * 0.1
 
 
 def test_a_prompt_that_no_stream_waits_for_takes_all_rows():
-    run = simulate([Request(0.0, 5120, 1) for _ in range(3)], SchedulerLimits(1, 512, 256), COST, target_tbt=0.001)
-    assert len(run.step_seconds) == 30
+    run = serve([(0.0, 5120, 1)] * 3, costs(0.010), target_tbt=0.001)
+    assert len(run.steps) == 30
 
 
 def test_an_idle_mini_batch_learns_the_time_that_the_others_prompts_take_from_it():

@@ -41,6 +41,11 @@ def read_trace(path: Path) -> list[Request]:
     if not requests:
         raise ValueError(f"{path} has no requests")
     requests.sort(key=lambda request: request.arrival)
+    return from_zero(requests)
+
+
+def from_zero(requests: Sequence[Request]) -> list[Request]:
+    """The requests with arrivals that count from the first of them."""
     start = requests[0].arrival
     return [replace(request, arrival=request.arrival - start) for request in requests]
 

@@ -1,0 +1,131 @@
+"""Serves a load in virtual time: the server's own engine and scheduler, over steps that take predicted times.
+
+The load and the figures are those of fastdecode-bench serve, but simulated: the time that Python takes between steps
+is left out. The schedules learn the lengths of outputs as they come, or from --history.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+from typing import Any
+
+from fastdecode.bench.options import print_result
+from fastdecode.bench.serving import report, workload
+from fastdecode.bench.serving.options import add_load_arguments, load_requests
+from fastdecode.daemon.config import NodeConfig, parse_bytes
+from fastdecode.demo import model_dir
+from fastdecode.engine.scheduling.admission import SCHEDULES
+from fastdecode.engine.scheduling.plan import SchedulerLimits
+from fastdecode.plan.equations import System
+from fastdecode.plan.model import read_model
+from fastdecode.plan.options import add_profile_arguments, profile_and_transport
+from fastdecode.plan.simulation import Simulated, simulate
+from fastdecode.region.contract import KV_DTYPES
+
+COMMAND = ("simulate", "serve a load in virtual time: the server's scheduler over predicted times (simulated)")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `fastdecode-plan simulate`."""
+    add = parser.add_argument
+    add("--model", type=Path, metavar="PATH", help="as for fastdecode-node; default: the demo model")
+    add_profile_arguments(parser)
+    add("--r-nodes", type=int, default=1, metavar="N", help="number of R-nodes")
+    add("--kv-memory", type=parse_bytes, metavar="SIZE", help="of each R-node; default: the profile's")
+    add("--kv-dtype", choices=KV_DTYPES, default="fp16")
+    add("--mini-batches", type=int, metavar="N", help="default: 2, or 1 if both parts take turns on the same cores")
+    add("--max-batch-size", type=int, default=256, metavar="N")
+    add("--max-batch-tokens", type=int, default=512, metavar="N")
+    add("--target-tbt-ms", type=float, default=200.0, metavar="MS", help="as for fastdecode-node; 0: none")
+    add("--schedule", action="append", choices=SCHEDULES, help="schedule to simulate (repeatable); default: both")
+    add("--output-bound", type=int, metavar="N", help="max_tokens of every request; default: none is set")
+    add("--history", type=int, default=0, metavar="N", help="the first N requests of the trace are not sent: the "
+        "scheduler has seen the lengths of their outputs")  # fmt: skip
+    add_load_arguments(parser)
+    add("--json", action="store_true", help="print one JSON object")
+    add("--plot", type=Path, metavar="FILE", help="PNG of the last run over time")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Simulate and print. Raises ProfileError, CheckpointError, ValueError, OSError, RuntimeError."""
+    if args.plot:
+        from fastdecode.bench.serving import plots  # fails here rather than after the work
+    profile, transport = profile_and_transport(args)
+    assert profile.s_node is not None and profile.r_node is not None
+    model = read_model(NodeConfig(model=args.model).model_path() or model_dir())
+    system = System(
+        model,
+        profile.s_node.times(model.name, model.parameters),
+        profile.links[transport],
+        args.kv_dtype,
+        profile.r_node.bytes_per_second(args.kv_dtype, model.group),
+        args.r_nodes,
+        profile.in_turns,
+    )
+    mini_batches = args.mini_batches or (1 if profile.in_turns else 2)
+    limits = SchedulerLimits(mini_batches, args.max_batch_tokens, args.max_batch_size)
+    history, requests = _load(args)
+    rows = []
+    for schedule in args.schedule or SCHEDULES:
+        begun = time.perf_counter()
+        done = simulate(
+            requests,
+            system,
+            limits,
+            args.kv_memory or profile.r_node.memory,
+            bounds=[args.output_bound] * len(requests),
+            history=history,
+            schedule=schedule,
+            target_tbt=args.target_tbt_ms / 1e3 or None,
+        )
+        rows.append({"schedule": schedule, "wall_seconds": time.perf_counter() - begun} | figures(done, args))
+        if args.plot:
+            plots.timeline(rows[-1], args.plot)
+    shape = f"{args.r_nodes} R-node(s), KV {args.kv_dtype}, {mini_batches} mini-batch(es) of {args.max_batch_size}"
+    result = {"model": model.name, "profile": profile.name, "source": profile.source, "system": shape, "rows": rows}
+    print_result(args, result, _print_table)
+
+
+def _load(args: argparse.Namespace) -> tuple[list[int], list[workload.Request]]:
+    """The lengths of the outputs before the load, and the load."""
+    if args.history and not args.trace:
+        raise ValueError("--history needs a --trace")
+    n, args.requests = args.history, args.history + args.requests
+    requests = load_requests(args)
+    history, requests = [request.output_tokens for request in requests[:n]], requests[n:]
+    if not requests:
+        raise ValueError(f"the trace has no requests behind the first {n}")
+    if args.rate and len(args.rate) > 1:
+        raise ValueError("simulate takes one --rate")
+    rate = args.rate[0] if args.rate else None
+    if rate is None:
+        return history, workload.from_zero(requests)
+    return history, workload.at_rate(requests, rate, args.burstiness, args.seed)
+
+
+def figures(done: Simulated, args: argparse.Namespace) -> dict[str, Any]:
+    """The figures of a run: those of `fastdecode-bench serve`, and those of its steps and its KV-cache."""
+    usage = [sample["kv_cache_usage_perc"] for sample in done.run.samples]
+    seconds = done.run.seconds
+    result = report.summary(done.run, args.slo_ttft, args.slo_tbt)
+    result |= {"steps": len(done.steps), "longest_step_ms": 1e3 * done.longest_step, "preemptions": done.preemptions}
+    result |= {"kv_mean": sum(usage) / len(usage), "kv_peak": max(usage), "samples": done.run.samples}
+    return result | {"timeline": report.timeline(done.run, max(1.0, seconds / 1000))}
+
+
+def _print_table(result: dict[str, Any]) -> None:
+    print(f"{result['model']} on {result['profile']} ({result['source']}): {result['system']}")
+    for row in result["rows"]:
+        print(f"--schedule {row['schedule']}, simulated in {row['wall_seconds']:.1f} s; virtual times:")
+        print(report.table(row))
+        print(
+            f"{row['steps']} steps, the longest {row['longest_step_ms']:.1f} ms; {row['preemptions']} preemptions; "
+            f"KV-cache in use {row['kv_mean']:.0%} on average, {row['kv_peak']:.0%} at most"
+        )
+    first = result["rows"][0]
+    for row in result["rows"][1:]:
+        rate = row["output_tokens_per_s"] / first["output_tokens_per_s"]
+        peak = row["longest_step_ms"] / first["longest_step_ms"]
+        print(f"{row['schedule']} beside {first['schedule']}: {rate:.3f}x the tokens/s, {peak:.3f}x the longest step")

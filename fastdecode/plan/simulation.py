@@ -1,0 +1,138 @@
+"""A load on the engine in virtual time: the server's own engine and scheduler, over predicted times of the steps."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from fastdecode.bench.serving.client import Answer, Run
+from fastdecode.bench.serving.workload import Prompts, Request
+from fastdecode.engine.engine import Engine
+from fastdecode.engine.request import EngineError, SamplingParams, TokenEvent
+from fastdecode.engine.scheduling.plan import SchedulerLimits
+from fastdecode.plan import virtual_time
+from fastdecode.plan.equations import System
+from fastdecode.plan.virtual_system import WORD, StepRecord, VirtualLink, VirtualRunner, VirtualSPart
+
+#: The engine's gauges are sampled so often, in seconds, or so many times over the arrivals if that is less often.
+_SAMPLE_SECONDS, _SAMPLES = 0.3, 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Simulated:
+    """The course of a simulation, in virtual time."""
+
+    run: Run  # as the client of `fastdecode-bench serve` records it
+    steps: list[StepRecord]
+    preemptions: int
+
+    @property
+    def tokens_per_second(self) -> float:
+        return sum(answer.output_tokens for answer in self.run.answers) / self.run.seconds
+
+    @property
+    def longest_step(self) -> float:
+        """Seconds."""
+        return max(step.seconds for step in self.steps)
+
+
+def simulate(
+    requests: Sequence[Request],
+    system: System,
+    limits: SchedulerLimits,
+    memory: float,
+    *,
+    bounds: Sequence[int | None] | None = None,
+    history: Iterable[int] = (),
+    **options: Any,
+) -> Simulated:
+    """Serve `requests` over R-nodes with `memory` bytes each. `bounds`: each request's max_tokens; default: none.
+    `history`: lengths of outputs that the scheduler has seen before. `options` go to the Engine.
+
+    Raises RuntimeError if there is work and nothing moves, ValueError for what the engine refuses.
+    """
+    return virtual_time.run(_simulate(requests, system, limits, memory, bounds, history, options))
+
+
+async def _simulate(
+    requests: Sequence[Request],
+    system: System,
+    limits: SchedulerLimits,
+    memory: float,
+    bounds: Sequence[int | None] | None,
+    history: Iterable[int],
+    options: dict[str, Any],
+) -> Simulated:
+    loop = asyncio.get_running_loop()
+    n, rows = limits.mini_batches, limits.max_batch_tokens
+    max_seqs = 2 * n * limits.max_seqs
+    links = [VirtualLink(f"{i}", system, memory, max_seqs, rows, n) for i in range(system.r_nodes)]
+    spart = VirtualSPart(system, links, [request.output_tokens for request in requests])
+    runner = VirtualRunner(system.in_turns)
+    options |= {"mini_batches": n, "max_batch_size": limits.max_seqs, "max_batch_tokens": rows}
+    options |= {"max_queued": len(requests), "prefix_cache": any(request.blocks for request in requests)}
+    parts: Any = (spart, links)
+    engine = Engine(*parts, clock=loop.time, start_runner=lambda: cast(Any, runner), **options)
+    for length in history:
+        engine.scheduler.admission.lengths.observe("", length, ended=True)
+    await engine.start()
+    samples: list[dict[str, float]] = []
+    sampling = loop.create_task(_sample(engine, samples, max(_SAMPLE_SECONDS, requests[-1].arrival / _SAMPLES)))
+    prompts = Prompts(WORD, WORD, seed=0)
+    client = _Client(engine, len(requests))
+    for i, request in enumerate(requests):
+        if request.arrival > loop.time():
+            await asyncio.sleep(request.arrival - loop.time())
+        prompt = prompts.make(i, request) if request.blocks else [WORD] * request.prompt_tokens
+        client.send(request, prompt, SamplingParams(max_tokens=bounds[i] if bounds else None, seed=i))
+    await client.all_ended.wait()
+    if sampling.done():
+        await sampling  # it never ends but with an error
+    sampling.cancel()
+    return Simulated(Run(client.answers, loop.time(), samples), runner.records, engine.scheduler.preemptions)
+
+
+class _Client:
+    """Sends requests to an engine and records when their tokens come."""
+
+    def __init__(self, engine: Engine, n_requests: int):
+        self.answers: list[Answer] = []
+        self.all_ended = asyncio.Event()
+        self._engine, self._to_end = engine, n_requests
+        self._time = asyncio.get_running_loop().time
+
+    def send(self, request: Request, prompt: list[int], params: SamplingParams) -> None:
+        answer = Answer(request, self._time())
+        self.answers.append(answer)
+
+        def output(event: TokenEvent | EngineError | None) -> None:
+            if isinstance(event, TokenEvent):
+                answer.chunks.append(self._time())
+                answer.output_tokens += 1
+                if event.finish_reason is None:
+                    return
+            self._end(answer, event if isinstance(event, EngineError) else None)
+
+        try:
+            self._engine.submit_choices(prompt, params, {str(len(self.answers)): output})
+        except EngineError as error:
+            self._end(answer, error)
+
+    def _end(self, answer: Answer, error: EngineError | None) -> None:
+        answer.finished = self._time()
+        if error is not None:
+            answer.error = f"{type(error).__name__}: {error}"
+        self._to_end -= 1
+        if not self._to_end:
+            self.all_ended.set()
+
+
+async def _sample(engine: Engine, samples: list[dict[str, float]], every: float) -> None:
+    """Record the engine's gauges by the names that /metrics gives them."""
+    while True:
+        stats = engine.stats
+        gauges = {"num_requests_running": float(stats.running), "num_requests_waiting": float(stats.waiting)}
+        samples.append({"t": asyncio.get_running_loop().time(), "kv_cache_usage_perc": stats.kv_usage} | gauges)
+        await asyncio.sleep(every)

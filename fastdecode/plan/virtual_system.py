@@ -1,0 +1,178 @@
+"""The S-Part, the R-nodes and their links in virtual time: they compute nothing and take the times that are predicted.
+
+They stand where the engine has an SPart, Links and a Runner; the engine's own code cannot tell.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+from fastdecode.plan.equations import PartTimes, System, Work, part_times, shared_seconds
+from fastdecode.region.contract import PAGE_TOKENS
+from fastdecode.spart.batch import Sampled, StepBatch, StepOutput
+from fastdecode.transports.base import StepTimes
+
+WORD, END = 0, 1
+
+_CONTROL_SECONDS = 1e-3  # of a FREE, FORK or RESIZE
+
+
+class VirtualLink:
+    """The link to an R-node that has `memory` bytes for KV-cache."""
+
+    def __init__(self, name: str, system: System, memory: float, max_seqs: int, max_rows: int, mini_batches: int):
+        page_bytes = round(system.model.token_bytes(system.kv_dtype) * PAGE_TOKENS)
+        n_pages = int(memory // page_bytes)
+        if n_pages < 1:
+            raise ValueError(f"{memory:.0f} bytes do not hold one KV page, which has {page_bytes}")
+        self.url = f"virtual://{name}"
+        self.geometry = SimpleNamespace(n_slots=mini_batches, max_rows=max_rows)
+        self.layout = SimpleNamespace(region_bytes=0)
+        self.lease = SimpleNamespace(
+            n_pages=n_pages, max_pages=n_pages, max_seqs=max_seqs, page_bytes=page_bytes, isa="", threads=1, node=name
+        )
+
+    async def free(self, handles: Sequence[tuple[int, int]]) -> None:
+        await asyncio.sleep(_CONTROL_SECONDS)
+
+    async def fork(self, src: tuple[int, int], dst: tuple[int, int], length: int) -> None:
+        await asyncio.sleep(_CONTROL_SECONDS)
+
+    async def closed(self) -> None:
+        await asyncio.get_running_loop().create_future()
+
+
+@dataclass(slots=True)
+class VirtualStep:
+    """A step, what it costs, and its result."""
+
+    work: Work
+    parts: PartTimes
+    output: StepOutput
+
+
+class VirtualSPart:
+    """An S-Part that ends each sequence after a given number of tokens."""
+
+    def __init__(self, system: System, links: list[VirtualLink], outputs: Sequence[int]):
+        """`outputs` has the output tokens of each sequence, by its seed."""
+        self._system, self._links, self._outputs = system, links, outputs
+        self.adapters: tuple[str, ...] = ()
+        self.expert_load: dict[int, list[int]] = {}
+        model = system.model
+        self.config = SimpleNamespace(
+            vocab_size=2,
+            eos_token_ids=(END,),
+            max_positions=model.max_positions,
+            windows=model.windows or (0,),
+        )
+
+    def step(self, batch: StepBatch) -> VirtualStep:
+        """The cost and the result of a step. An uncached suffix costs the S-Part its rows, and its R-node one reading
+        of what it attends to."""
+        model, sampled = self._system.model, []
+        rows = prompt_rows = pairs = 0
+        read = [0.0] * len(self._links)
+        for chunk in batch.chunks:
+            n = len(chunk.tokens)
+            if chunk.prefill:
+                prompt_rows += n
+                pairs += n * chunk.pos + n * (n + 1) // 2
+            else:
+                rows += n
+                read[chunk.link] += model.read_tokens(chunk.pos + n)
+            spec = chunk.sample
+            last = spec is not None and spec.index + 1 >= self._outputs[spec.seed]
+            sampled.append(Sampled(END if last else WORD) if spec is not None else None)
+        total = sum(read)
+        work = Work(rows, total, prompt_rows, pairs)
+        parts = part_times(self._system, work, max(read) / total if total else None)
+        token_bytes, speed = model.token_bytes(self._system.kv_dtype), self._system.kv_bytes_per_second
+        costs: Any = {
+            link: StepTimes(round(1e9 * tokens * token_bytes / speed), round(tokens * token_bytes))
+            for link, tokens in zip(self._links, read, strict=True)
+            if tokens
+        }
+        output = StepOutput(sampled, parts.s_part, parts.alone - parts.s_part, round(total * token_bytes), costs)
+        return VirtualStep(work, parts, output)
+
+    def drop(self, link: int, seq_index: int, tag: int) -> None:
+        """Nothing is staged."""
+
+
+@dataclass(slots=True)
+class StepRecord:
+    """A step that has run: when it ended, its seconds, its decoding rows, and the tokens that they attended to."""
+
+    end: float
+    seconds: float
+    rows: float
+    read_tokens: float
+
+
+@dataclass(slots=True)
+class _Flight:
+    step: VirtualStep
+    future: asyncio.Future[StepOutput]
+    begun: float
+    left: float = 1.0  # part of the step that is to come
+    pace: float = 0.0  # seconds in which a whole step would run at present
+
+
+@dataclass(slots=True)
+class VirtualRunner:
+    """Runs steps in virtual time: a step takes as long as by itself, or longer where steps share a part of the system.
+
+    As one step begins or ends, the pace of the others changes.
+    """
+
+    in_turns: bool
+    records: list[StepRecord] = field(default_factory=list)
+    _flights: list[_Flight] = field(default_factory=list)
+    _updated: float = 0.0
+    _timer: asyncio.TimerHandle | None = None
+
+    def submit(self, step: VirtualStep) -> asyncio.Future[StepOutput]:
+        """Begin a step; the future gets its output when it ends."""
+        loop = asyncio.get_running_loop()
+        self._advance(loop.time())
+        flight = _Flight(step, loop.create_future(), loop.time())
+        self._flights.append(flight)
+        self._set_paces()
+        return flight.future
+
+    def stop(self) -> None:
+        """Nothing was started."""
+
+    def _advance(self, now: float) -> None:
+        for flight in self._flights:
+            flight.left -= (now - self._updated) / flight.pace
+        self._updated = now
+
+    def _set_paces(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if not self._flights:
+            return
+        parts = [flight.step.parts for flight in self._flights]
+        shared = sum(p.alone for p in parts) if self.in_turns else max(shared_seconds(parts).values())
+        for flight in self._flights:
+            flight.pace = max(shared, flight.step.parts.alone)
+        wait = min(flight.left * flight.pace for flight in self._flights)
+        self._timer = asyncio.get_running_loop().call_later(max(0.0, wait), self._end_steps)
+
+    def _end_steps(self) -> None:
+        now = asyncio.get_running_loop().time()
+        self._advance(now)
+        for flight in [f for f in self._flights if f.left <= 1e-9]:
+            self._flights.remove(flight)
+            work = flight.step.work
+            self.records.append(StepRecord(now, now - flight.begun, work.rows, work.read_tokens))
+            if not flight.future.done():
+                flight.future.set_result(flight.step.output)
+        self._set_paces()
