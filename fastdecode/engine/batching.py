@@ -22,9 +22,8 @@ def step_batch(plan: Plan, n_layers: int) -> StepBatch:
         spec = _sample_spec(seq) if sample else None
         score = _score_spec(seq, n_tokens)
         where = (seq.placed_on.position, *seq.handle, seq.cached)
-        chunks.append(
-            Chunk(*where, tokens, prefill, spec, seq.prefill_end, score, seq.adapter, len(guesses), seq.overrun)
-        )
+        kind = (seq.adapter, len(guesses), seq.overrun, seq.long)
+        chunks.append(Chunk(*where, tokens, prefill, spec, seq.prefill_end, score, *kind))
     return StepBatch(plan.mini_batch, chunks, layer_deadline(plan, n_layers))
 
 

@@ -98,7 +98,7 @@ class Cluster:
         self.loads.add(node.position, seq.mean_length)
         if seq.hashes:
             cached = CachedSequence(seq.handle, seq.pages)
-            seq.entry = PrefixEntry(cached, [], seq.hashes, seq.params.prefix_salt, running=True, computed=False)
+            seq.entry = PrefixEntry(cached, [], seq.hashes, seq.salt, running=True, computed=False)
             node.prefixes.insert(seq.entry)
         if source is not None:
             source.pins += 1
@@ -163,7 +163,7 @@ class Cluster:
             if entry is not None:
                 node.prefixes.mark_ended(entry, cached, tokens)
             else:
-                salt = seq.params.prefix_salt
+                salt = seq.salt
                 node.prefixes.insert(PrefixEntry(cached, tokens, page_hashes(tokens, salt, seq.hashes), salt))
             if source is not None and source in node.prefixes and not (source.pins or source.running):
                 start, end = seq.shared_tokens, len(source.tokens)

@@ -202,7 +202,9 @@ class Engine:
             end_tokens |= self.end_tokens
         # A token whose row is not computed has no log-probability, so a scored prompt shares no prefix.
         shares = self.cluster.prefix_cache and params.prompt_logprobs is None
-        hashes = page_hashes(prompt_ids, params.prefix_salt) if shares else []
+        long = self.spart.is_long(len(prompt_ids) + max_new)
+        salt = f"{long} {params.prefix_salt}"
+        hashes = page_hashes(prompt_ids, salt) if shares else []
         rules = logit_rules(params, prompt_ids)
         adapter = self._adapter(params.adapter)
         choices: list[Sequence] = []
@@ -227,6 +229,8 @@ class Engine:
                 rules=rules and rules.copy(),
                 constraints=constraints(params, end_tokens, self.spart.config.vocab_size),
                 adapter=adapter,
+                long=long,
+                salt=salt,
                 output=output,
                 arrived=self._clock(),
             )

@@ -37,6 +37,8 @@ class Sequence:
     hashes: list[bytes] = field(default_factory=list)  # prefixes.page_hashes of the prompt; empty: it shares no prefix
     rules: LogitRules | None = None  # None: the parameters have neither a bias nor a penalty
     constraints: TokenConstraints | None = None  # None: every token is allowed
+    long: bool = False  # see SPart.is_long
+    salt: str = ""  # only sequences with the same one share cached prefixes: an adapter or RoPE gives other K and V
     adapter: int | None = None  # its LoRA adapter, as an index into the model's; None: the base model
 
     # Set by Cluster.admit, cleared by Cluster.release.

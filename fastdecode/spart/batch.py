@@ -29,6 +29,7 @@ class Chunk:
     adapter: int | None = None  # the sequence's LoRA adapter, as an index into the model's; None: the base model
     drafts: int = 0  # with `sample`: so many of its last tokens are guesses; a token is drawn after each of these too
     cut: bool = False  # the R-node may have tokens beyond `pos`, which are dropped: refused guesses
+    long: bool = False  # the sequence may grow beyond the positions that LongRoPE was trained on
 
 
 @dataclass(slots=True)

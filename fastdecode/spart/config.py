@@ -36,20 +36,27 @@ class Rope:
     """Rotary position embedding (Su et al., arXiv 2104.09864) and how it is scaled to a longer context.
 
     `kind` is "default", "linear" (positions divided by `factor`), "llama3" (Llama 3.1), "yarn" (Peng et al., arXiv
-    2309.00071) or "factors" (each pair's frequency divided by its own).
+    2309.00071) or "factors" (each pair's frequency divided by its own; with `long_factors` it is LongRoPE, Ding et al.,
+    arXiv 2402.13753).
     """
 
-    theta: float
+    theta: float = 10000.0
     kind: str = "default"
     factor: float = 1.0
-    original_max_positions: int = 0  # llama3, yarn: positions the model was trained on before scaling
+    part: float = 1.0  # of each head that is rotated, its first elements
+    original_max_positions: int = 0  # llama3, yarn, LongRoPE: positions the model was trained on before scaling
     low_freq_factor: float = 1.0  # llama3
     high_freq_factor: float = 4.0  # llama3
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0  # yarn
     truncate: bool = True  # yarn: round the ramp's ends to whole dimensions
-    attention_factor: float = 1.0  # yarn: cos and sin are multiplied by it
-    factors: tuple[float, ...] = ()  # factors: [head_size / 2]
+    attention_factor: float = 1.0  # yarn, LongRoPE: cos and sin are multiplied by it
+    factors: tuple[float, ...] = ()  # factors: one for each pair that is rotated
+    long_factors: tuple[float, ...] = ()  # of sequences that may grow beyond original_max_positions; empty: the same
+
+    def rotated(self, head_size: int) -> int:
+        """How many elements of a head are rotated."""
+        return int(head_size * self.part)
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,3 +165,13 @@ class ModelConfig(AttentionShape):
                 f"head size {self.head_size} is not supported: it must be a multiple of {HEAD_SIZE_UNIT}, at most "
                 f"{MAX_HEAD_SIZE}"
             )
+        if self.rope is not None:
+            self._check_rope(self.rope)
+
+    def _check_rope(self, rope: Rope) -> None:
+        size = rope.rotated(self.head_size)
+        if size % 2 or not size:
+            raise CheckpointError(f"RoPE rotates {size} of {self.head_size} elements of a head, not an even number")
+        for factors in (rope.factors, rope.long_factors):
+            if factors and len(factors) != size // 2:
+                raise CheckpointError(f"RoPE has {len(factors)} factors for {size // 2} pairs of a head")

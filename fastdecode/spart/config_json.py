@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -71,46 +73,93 @@ class ConfigJson:
             raise CheckpointError(f"config.json: dtype {name!r} is not one of {', '.join(_DTYPES)}")
         return _DTYPES[name]
 
-    def rope(self, max_positions: int, theta: float = 10000.0, scaling: dict[str, Any] | None = None) -> Rope:
+    def rope(
+        self,
+        max_positions: int,
+        theta: float = 10000.0,
+        scaling: dict[str, Any] | None = None,
+        partial: bool = False,
+    ) -> Rope:
         """`rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (transformers 4). `theta` and
-        `scaling` are the defaults."""
+        `scaling` are the defaults. `partial`: the family may rotate a part of each head."""
         raw = self.table("rope_scaling") or self.table("rope_parameters") or scaling or {}
-        theta = _positive(raw, "rope_theta", self.number("rope_theta", theta))
-        if raw.get("partial_rotary_factor", self.raw.get("partial_rotary_factor", 1.0)) not in (None, 1.0):
-            raise CheckpointError("config.json: a partial_rotary_factor other than 1 is not supported")
         kind = raw.get("rope_type") or raw.get("type") or "default"
-        if kind == "default":
-            return Rope(theta)
-        if kind == "linear":
-            return Rope(theta, kind, factor=_positive(raw, "factor"))
-        if kind not in ("llama3", "yarn"):
-            raise CheckpointError(f"RoPE scaling {kind!r} is not supported; known are default, linear, llama3, yarn")
+        read = _ROPES.get(kind)
+        if read is None:
+            raise CheckpointError(f"RoPE scaling {kind!r} is not supported; known are {', '.join(_ROPES)}")
         # transformers prefers a value that stands beside rope_scaling to the one within it.
         name = "original_max_position_embeddings"
-        trained_on = _positive(self.raw if self.raw.get(name) else raw, name, max_positions)
-        if kind == "llama3":
-            return Rope(
-                theta,
-                kind,
-                factor=_positive(raw, "factor"),
-                original_max_positions=int(trained_on),
-                low_freq_factor=_number(raw, "low_freq_factor"),
-                high_freq_factor=_number(raw, "high_freq_factor"),
-            )
-        for name in ("mscale", "mscale_all_dim"):
-            if raw.get(name):
-                raise CheckpointError(f"YaRN with {name!r} is not supported")
-        factor = _positive(raw, "factor", max_positions / trained_on)
-        return Rope(
-            theta,
-            kind,
-            factor=factor,
-            original_max_positions=int(trained_on),
-            beta_fast=_number(raw, "beta_fast", 32.0),
-            beta_slow=_number(raw, "beta_slow", 1.0),
-            truncate=bool(raw.get("truncate", True)),
-            attention_factor=_number(raw, "attention_factor", _yarn_attention_factor(factor)),
-        )
+        trained_on = int(_positive(self.raw if self.raw.get(name) else raw, name, max_positions))
+        part = _positive(raw, "partial_rotary_factor", self.number("partial_rotary_factor", 1.0))
+        if part > 1 or (part < 1 and not partial):
+            raise CheckpointError(f"config.json: a partial_rotary_factor of {part:g} is not supported here")
+        rope = read(raw, max_positions, trained_on)
+        return replace(rope, theta=_positive(raw, "rope_theta", self.number("rope_theta", theta)), part=part)
+
+
+def _default(raw: dict[str, Any], max_positions: int, trained_on: int) -> Rope:
+    """Also "dynamic", which scales nothing up to max_position_embeddings, beyond which no sequence is served; and
+    "mrope", whose three positions are one and the same for text."""
+    return Rope()
+
+
+def _linear(raw: dict[str, Any], max_positions: int, trained_on: int) -> Rope:
+    return Rope(kind="linear", factor=_positive(raw, "factor"))
+
+
+def _llama3(raw: dict[str, Any], max_positions: int, trained_on: int) -> Rope:
+    return Rope(
+        kind="llama3",
+        factor=_positive(raw, "factor"),
+        original_max_positions=trained_on,
+        low_freq_factor=_number(raw, "low_freq_factor"),
+        high_freq_factor=_number(raw, "high_freq_factor"),
+    )
+
+
+def _yarn(raw: dict[str, Any], max_positions: int, trained_on: int) -> Rope:
+    factor = _positive(raw, "factor", max_positions / trained_on)
+    scale, scale_all = (_number(raw, name, 0.0) for name in ("mscale", "mscale_all_dim"))
+    attention = _attention_factor(factor, scale) / _attention_factor(factor, scale_all) if scale and scale_all else None
+    return Rope(
+        kind="yarn",
+        factor=factor,
+        original_max_positions=trained_on,
+        beta_fast=_number(raw, "beta_fast", 32.0),
+        beta_slow=_number(raw, "beta_slow", 1.0),
+        truncate=bool(raw.get("truncate", True)),
+        attention_factor=_number(raw, "attention_factor", attention or _attention_factor(factor)),
+    )
+
+
+def _attention_factor(factor: float, scale: float = 1.0) -> float:
+    """sqrt(1/t) of arXiv 2309.00071, equation 22; `scale` multiplies the logarithm, as in DeepSeek's models."""
+    return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
+
+
+def _longrope(raw: dict[str, Any], max_positions: int, trained_on: int) -> Rope:
+    factor = _positive(raw, "factor", max_positions / trained_on)
+    attention = math.sqrt(1 + math.log(factor) / math.log(trained_on)) if factor > 1 else 1.0
+    return Rope(
+        kind="factors",
+        original_max_positions=trained_on,
+        attention_factor=_number(raw, "attention_factor", attention),
+        factors=_numbers(raw, "short_factor"),
+        long_factors=_numbers(raw, "long_factor"),
+    )
+
+
+#: By the name of the scaling in config.json. Each function gets RoPE's table, the number of positions, and the number
+#: that the model was trained on before scaling.
+_ROPES: dict[str, Callable[[dict[str, Any], int, int], Rope]] = {
+    "default": _default,
+    "dynamic": _default,
+    "mrope": _default,
+    "linear": _linear,
+    "llama3": _llama3,
+    "yarn": _yarn,
+    "longrope": _longrope,
+}
 
 
 def end_token_ids(*files: dict[str, Any]) -> tuple[int, ...]:
@@ -160,6 +209,8 @@ def _positive(raw: dict[str, Any], name: str, default: float | None = None) -> f
     return value
 
 
-def _yarn_attention_factor(factor: float) -> float:
-    """sqrt(1/t) of arXiv 2309.00071, equation 22."""
-    return 1.0 if factor <= 1 else 0.1 * math.log(factor) + 1.0
+def _numbers(raw: dict[str, Any], name: str) -> tuple[float, ...]:
+    values = raw.get(name)
+    if not isinstance(values, list) or not values:
+        raise CheckpointError(f"config.json: {name!r} is {values!r}, not a list of numbers")
+    return tuple(_positive({name: value}, name) for value in values)

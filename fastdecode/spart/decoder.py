@@ -129,6 +129,12 @@ class SPart:
         """The names of the model's LoRA adapters, in the order of a chunk's `adapter`."""
         return self.model.adapters
 
+    def is_long(self, final_length: int) -> bool:
+        """True if a sequence that may grow to so many tokens is computed with LongRoPE's long factors, from its first
+        token on. Its K and V are then not those of other sequences."""
+        rope = self._config.rope
+        return rope is not None and bool(rope.long_factors) and final_length > rope.original_max_positions
+
     @property
     def expert_load(self) -> dict[int, list[int]]:
         """The rows that each expert of each layer with experts has had."""
@@ -239,6 +245,8 @@ class StepRows:
             specs += [chunk.sample.later(j) for j in range(chunk.drafts + 1)]
         self.n_drawn = len(specs)
         table.add("last rows", np.array(last_rows, np.int64))
+        if any(chunk.long for chunk in chunks):
+            table.add("long", np.array([chunk.long for chunk in chunks], dtype=np.int64).repeat(lengths))
         self.sampler = Sampler(specs, config.vocab_size, table)
         self.scorer = Scorer(chunks, (stops - lengths).tolist(), config.vocab_size, table)
         adapters = AdapterRows(chunks, len(spart.model.adapters), table)
@@ -265,7 +273,7 @@ class _StepState:
         self._n_attend = n_attend
         q_heads, kv_heads = (rows.view(n, -1, c.head_size) for rows in (self._q, exchange.kv))
         self._q_heads, self._k_heads, self._v_heads = q_heads, kv_heads[:, : c.n_kv_heads], kv_heads[:, c.n_kv_heads :]
-        self._angles = spart._rope.angles(positions) if spart._rope else None
+        self._angles = spart._rope.angles(positions, rows.uploaded.get("long")) if spart._rope else None
 
     def project(self, layer: Layer) -> None:
         """Compute the layer's Q, K and V rows from the residual stream, ready to be posted."""

@@ -68,9 +68,10 @@ def _llama_like(
     max_positions: int,
     theta: float = 10000.0,
     scaling: dict[str, Any] | None = None,
+    partial: bool = False,
 ) -> dict[str, Any]:
-    """What Llama and its relatives have in common. The arguments are the defaults of absent keys; `theta` and `scaling`
-    those of RoPE."""
+    """What Llama and its relatives have in common. The arguments are the defaults of absent keys; `theta`,
+    `scaling` and `partial` are those of ConfigJson.rope."""
     max_positions = config.size("max_position_embeddings", max_positions)
     head_size = config.size("head_dim", head_size)
     return {
@@ -80,7 +81,7 @@ def _llama_like(
         "max_positions": max_positions,
         "windows": (0,) * config.size("num_hidden_layers"),
         "softmax_scale": head_size**-0.5,
-        "rope": config.rope(max_positions, theta, scaling),
+        "rope": config.rope(max_positions, theta, scaling, partial),
         "activation": config.activation("hidden_act", "silu"),
         "norm": "rms",
         "norm_eps": config.number("rms_norm_eps", 1e-6),
@@ -153,10 +154,18 @@ PHI3_NAMES = replace(LLAMA_NAMES, qkv=("self_attn.qkv_proj",), up=("mlp.gate_up_
 
 
 def _phi3(config: ConfigJson) -> dict[str, Any]:
-    """Phi-3 and Phi-4. "yarn" in such a checkpoint means LongRoPE, so that every scaling is refused."""
-    common = _llama_like(config, config.size("num_attention_heads"), _equal_heads(config), 4096)
-    if common["rope"].kind != "default":
-        raise CheckpointError(f"RoPE scaling {common['rope'].kind!r} is not supported for Phi-3; known is default")
+    """Phi-3 and Phi-4. "su" and "yarn" are old names of LongRoPE in such a checkpoint."""
+    raw = dict(config.raw)
+    for name in ("rope_scaling", "rope_parameters"):
+        table = config.table(name)
+        kind = table.get("rope_type") or table.get("type") or "default"
+        if kind in ("su", "yarn"):
+            raw[name] = {**table, "rope_type": "longrope"}
+        elif kind not in ("default", "longrope"):
+            raise CheckpointError(f"RoPE scaling {kind!r} is not supported for Phi-3; known are default, longrope")
+    trained_on = config.size("original_max_position_embeddings", 4096)
+    config = ConfigJson(raw | {"original_max_position_embeddings": trained_on})
+    common = _llama_like(config, config.size("num_attention_heads"), _equal_heads(config), 4096, partial=True)
     window = 0 if config.raw.get("sliding_window") is None else config.size("sliding_window")
     return {
         **common,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 
@@ -10,8 +11,9 @@ from fastdecode.spart.config import Rope
 
 
 def inverse_frequencies(rope: Rope, head_size: int) -> torch.Tensor:
-    """The angle by which each pair of a head's elements turns at each position, in radians: [head_size / 2] fp32."""
-    exponents = torch.arange(0, head_size, 2, dtype=torch.float32) / head_size
+    """The angle by which each pair of a head's rotated elements turns at each position, in radians: fp32 [pairs]."""
+    size = rope.rotated(head_size)
+    exponents = torch.arange(0, size, 2, dtype=torch.float32) / size
     frequencies = 1.0 / rope.theta**exponents
     match rope.kind:
         case "linear":
@@ -21,7 +23,7 @@ def inverse_frequencies(rope: Rope, head_size: int) -> torch.Tensor:
         case "llama3":
             return _llama3(rope, frequencies)
         case "yarn":
-            return _yarn(rope, frequencies, head_size)
+            return _yarn(rope, frequencies, size)
         case _:
             return frequencies
 
@@ -56,13 +58,18 @@ class RotaryEmbedding:
     """cos and sin of the angles of a step's rows."""
 
     def __init__(self, rope: Rope, head_size: int, device: torch.device, dtype: torch.dtype):
-        self._frequencies = inverse_frequencies(rope, head_size).to(device)
+        sets = [rope, replace(rope, factors=rope.long_factors)] if rope.long_factors else [rope]
+        self._frequencies = torch.stack([inverse_frequencies(one, head_size) for one in sets]).to(device)
         self._scale = rope.attention_factor
         self._dtype = dtype
 
-    def angles(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """positions [n] -> cos and sin, each [n, 1, head_size / 2] in the activation dtype. Computed in fp32."""
-        angles = positions.to(torch.float32)[:, None, None] * self._frequencies
+    def angles(self, positions: torch.Tensor, long: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """positions [n] -> cos and sin, each [n, 1, pairs] in the activation dtype. Computed in fp32.
+
+        `long` int64 [n] is 1 for rows that use the long factors; None: no row does.
+        """
+        frequencies = self._frequencies[:1] if long is None else self._frequencies.index_select(0, long)
+        angles = (positions.to(torch.float32)[:, None] * frequencies)[:, None]
         cos, sin = angles.cos(), angles.sin()
         if self._scale != 1.0:
             cos, sin = cos * self._scale, sin * self._scale
@@ -70,8 +77,12 @@ class RotaryEmbedding:
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, out: torch.Tensor) -> None:
-    """Rotate x [n, heads, head_size] into `out`: the halves (a, b) of a head become (a cos - b sin, b cos + a sin)."""
-    a, b = x.chunk(2, dim=-1)
-    out_a, out_b = out.chunk(2, dim=-1)
+    """Rotate x [n, heads, head_size] into `out`: the halves (a, b) of a head's first elements, twice as many as cos
+    has, become (a cos - b sin, b cos + a sin). Further elements are copied."""
+    size = 2 * cos.shape[-1]
+    a, b = x[..., :size].chunk(2, dim=-1)
+    out_a, out_b = out[..., :size].chunk(2, dim=-1)
+    if size < x.shape[-1]:
+        out[..., size:].copy_(x[..., size:])
     torch.mul(a, cos, out=out_a).addcmul_(b, sin, value=-1)
     torch.mul(b, cos, out=out_b).addcmul_(a, sin)

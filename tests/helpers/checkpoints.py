@@ -43,6 +43,12 @@ _LLAMA3 = {
     "original_max_position_embeddings": 64,
 }
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
+_LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0, 1.0, 1.1, 1.2, 1.5, 2.0],
+    "long_factor": [1.0, 1.5, 2.0, 4.0, 6.0, 8.0],
+    "partial_rotary_factor": 0.75,
+}
 _QWEN3_MOE = {"num_key_value_heads": 2, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
 
 #: name -> (family, config, how to store it)
@@ -66,6 +72,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "qwen3": ("qwen3", {"num_key_value_heads": 2, "head_dim": 32, "tie_word_embeddings": True}, {}),
     "phi3": ("phi3", {"num_key_value_heads": 2}, {}),
     "phi3-window": ("phi3", {"num_key_value_heads": 2, "sliding_window": 16}, {}),
+    "phi3-longrope": ("phi3", {"rope": _LONGROPE, "original_max_position_embeddings": 256}, {}),
     "mixtral": ("mixtral", {"num_key_value_heads": 2, "num_local_experts": 4, "sliding_window": 16}, {}),
     "qwen3-moe": ("qwen3_moe", {**_QWEN3_MOE, "norm_topk_prob": True}, {}),
     "qwen3-moe-dense": ("qwen3_moe", {**_QWEN3_MOE, "mlp_only_layers": [2], "decoder_sparse_step": 2}, {}),

@@ -161,6 +161,9 @@ class ToySPart:
         self.fault: Exception | None = None  # raised once, by the next step to be answered
         self.early_fault: Exception | None = None  # raised once, by the next step, before anything is posted
 
+    def is_long(self, final_length):
+        return False
+
     def step(self, batch, keep_logits=False):
         self.steps += 1
         if self.early_fault is not None:
