@@ -100,6 +100,10 @@ class VirtualSPart:
         output = StepOutput(sampled, parts.s_part, parts.alone - parts.s_part, round(total * token_bytes), costs)
         return VirtualStep(work, parts, output)
 
+    def is_long(self, final_length: int) -> bool:
+        """False: no RoPE depends on the length of a sequence."""
+        return False
+
     def drop(self, link: int, seq_index: int, tag: int) -> None:
         """Nothing is staged."""
 
