@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import orjson
 from aiohttp import web
@@ -21,6 +21,8 @@ from fastdecode.api.runs import Job, Runs
 from fastdecode.text.output.deltas import ToolForm
 from fastdecode.text.output.dialogue import Dialogue
 from fastdecode.text.tokenizer import Detokenizer, Tokenizer
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +64,7 @@ class Endpoints:
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/completions."""
-        body = parse_completion(await read_json(request), self.model.defaults)
+        body = await self._parse(request, parse_completion)
         generation = self.model.adapted(body.generation)
         answer = CompletionAnswer(self.model.name(generation.model), self.tokenizer, logprobs=generation.logprobs)
         texts: Sequence[str | None] = [None] * len(body.prompts)
@@ -89,7 +91,7 @@ class Endpoints:
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/chat/completions."""
-        body = parse_chat(await read_json(request), self.model.defaults)
+        body = await self._parse(request, parse_chat)
         dialogue, text, generation = await self.prepare_chat(body)
         answer = ChatAnswer(
             self.model.name(generation.model),
@@ -101,12 +103,16 @@ class Endpoints:
 
     async def responses(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/responses."""
-        body, shown = parse_response(await read_json(request), self.model.defaults)
+        body, shown = await self._parse(request, parse_response)
         dialogue, text, generation = await self.prepare_chat(body)
         answer = ResponseAnswer(
             self.model.name(generation.model), self.tokenizer, parser=dialogue.parser(text), shown=shown
         )
         return await self._answer_chat(request, generation, dialogue, text, answer)
+
+    async def _parse(self, request: web.Request, parse: Callable[[Any, SamplingDefaults], _T]) -> _T:
+        raw = await read_body(request)
+        return await self.preparation.parse(raw, lambda: parse(decode_json(raw), self.model.defaults))
 
     async def prepare_chat(self, body: ChatRequest) -> tuple[Dialogue, str, Generation]:
         """The forms of the answer, the prompt's text, and the parameters with the answer's grammar."""
@@ -136,15 +142,21 @@ class Endpoints:
         return await self.runs.answer(request, Job(generation, [prompt], [detokenizer], answer))
 
 
-async def read_json(request: web.Request) -> Any:
-    """The decoded body. Raises ApiError (400, 415)."""
+async def read_body(request: web.Request) -> bytes:
+    """The body, which should be JSON. Raises ApiError (400, 415)."""
     if request.content_type != "application/json":
         # A page of another site can make a browser post other content types without permission. For this type the
         # browser asks the server first, which does not permit it (Fetch standard, CORS-safelisted request header).
         raise ApiError(415, "Content-Type must be application/json", code="unsupported_media_type")
     try:
-        return orjson.loads(await request.read())
+        return await request.read()
     except web.RequestPayloadError as error:
         raise ApiError(400, f"the body cannot be read: {error}", code="invalid_body") from None
+
+
+def decode_json(body: bytes) -> Any:
+    """The JSON of a body. Raises ApiError (400)."""
+    try:
+        return orjson.loads(body)
     except orjson.JSONDecodeError as error:
         raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from None

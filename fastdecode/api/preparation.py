@@ -1,4 +1,4 @@
-"""Prepares a request for the engine: renders its chat and encodes its texts.
+"""Prepares a request for the engine: checks its body, renders its chat and encodes its texts.
 
 One thread does the work that may take long, one piece at a time, so that it does not delay the streams.
 """
@@ -23,6 +23,7 @@ from fastdecode.text.tokenizer import Detokenizer, Tokenizer
 
 _INLINE_CHARACTERS = 8192  # longer text is encoded in a thread
 _INLINE_TOKENS = 512  # a longer prompt is echoed by a thread
+_INLINE_BYTES = 64 * 1024  # a longer body is decoded and checked in a thread
 _MESSAGE_COST = 64  # a chat message takes a template about as long as so many characters take the tokenizer
 
 _T = TypeVar("_T")
@@ -39,6 +40,10 @@ class Preparation:
     def close(self) -> None:
         self._thread.shutdown(wait=False)
 
+    async def parse(self, body: bytes, work: Callable[[], _T]) -> _T:
+        """The result of `work()`, which decodes and checks a body."""
+        return work() if len(body) <= _INLINE_BYTES else await self._in_thread(work)
+
     async def encode(self, texts: Sequence[str], param: str, *, add_special_tokens: bool = True) -> list[list[int]]:
         """Token ids of each text. `param` is the request's field with the texts, for a text that is too long."""
         if sum(map(len, texts)) <= _INLINE_CHARACTERS:
@@ -52,6 +57,10 @@ class Preparation:
 
     async def render(self, chat: ChatRequest) -> str:
         """The text of a chat."""
+        limit = self._engine.max_model_len
+        if len(chat.messages) >= limit:  # a template writes a token or more for each message
+            message = f"the chat has {len(chat.messages)} messages; the context is {limit} tokens, output included"
+            raise ApiError(400, message, param="messages", code="context_length_exceeded")
 
         def render() -> str:
             text = self._tokenizer.render_chat(

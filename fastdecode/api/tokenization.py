@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from aiohttp import web
 
-from fastdecode.api.endpoints import ServedModel, read_json
+from fastdecode.api.endpoints import ServedModel, decode_json, read_body
 from fastdecode.api.errors import json_response
 from fastdecode.api.fields import Fields, invalid
 from fastdecode.api.preparation import Preparation
@@ -25,7 +25,7 @@ class Tokenization:
 
     async def tokenize(self, request: web.Request) -> web.Response:
         """POST /tokenize: the tokens of a `prompt`, or of the prompt that a chat's `messages` become."""
-        body = await read_json(request)
+        body = decode_json(await read_body(request))
         fields = Fields(body)
         self.model.name(fields.string("model"))
         with_texts = fields.boolean("return_token_strs")
@@ -46,7 +46,7 @@ class Tokenization:
 
     async def detokenize(self, request: web.Request) -> web.Response:
         """POST /detokenize: the text of `tokens`, special ones included."""
-        fields = Fields(await read_json(request))
+        fields = Fields(decode_json(await read_body(request)))
         self.model.name(fields.string("model"))
         tokens = fields.required("tokens")
         if tokens != [] and not is_token_ids(tokens):

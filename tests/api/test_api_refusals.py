@@ -225,7 +225,7 @@ async def test_unknown_paths_and_methods(client):
     for method, path, status in (
         ("GET", "/v1/completions", 405),
         ("POST", "/health", 405),
-        ("GET", "/", 404),
+        ("GET", "/nowhere", 404),
         ("GET", "/v1/models/a/b", 404),
     ):
         async with client.http.request(method, path) as response:
