@@ -91,6 +91,7 @@ class Driver(peer.Link):
                 self.options[name] = numbers.reshape(-1, g.n_q_heads) if name == "sinks" else numbers
         self.rng = np.random.default_rng(seed)
         self.shadows: dict[int, peer.Shadow] = {}
+        self._cut: set[int] = set()
         self.next_tag = 1
         self.tables: dict[int, np.ndarray] = {}
         self._refusals: dict[int, CallRefused] = {}
