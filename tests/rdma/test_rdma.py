@@ -172,7 +172,11 @@ def test_poster_over_a_device_made_of_memcpy(tmp_path):
     assert run.returncode == 0, run.stderr
 
 
-@pytest.mark.parametrize("address", [0, 8, (1 << 47) - 4096, (1 << 64) - 8, id(object())])
+@pytest.mark.parametrize(
+    "address",
+    [0, 8, (1 << 47) - 4096, (1 << 64) - 8, id(object())],
+    ids=["null", "low", "high", "highest", "an object's"],  # an address as id would differ from process to process
+)
 def test_addresses_of_no_queue_pair_are_refused_safely(address):
     with pytest.raises(ValueError, match="not a queue pair"):
         _native.verbs_fds(address, 17)
