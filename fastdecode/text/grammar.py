@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib import import_module
@@ -68,7 +69,7 @@ class GrammarCompiler:
         self._lock = threading.Lock()
         self._backend: Any = None  # llguidance's tokenizer, made for the first grammar
         self._cache: OrderedDict[GrammarSpec, Grammar] = OrderedDict()
-        self._masks = _MaskThread()
+        self._masks: _MaskThread | None = None
 
     def compile(self, spec: GrammarSpec) -> Grammar:
         """Raises GrammarError."""
@@ -95,6 +96,8 @@ class GrammarCompiler:
             raise GrammarsUnavailable("the model has no end-of-sequence token, which structured output needs")
         if self._backend is None:
             self._backend = llguidance.LLTokenizer(self._tokenizer.to_json(), eos_token=self._end_tokens)
+            threads = max(1, (os.cpu_count() or 1) // 2)  # the S-Part computes on the others
+            self._masks = _MaskThread(_BatchUpdate(llguidance.LLExecutor(num_threads=threads)))
         try:
             source = _source(llguidance, spec)
         except (ValueError, RuntimeError) as error:
@@ -107,6 +110,7 @@ class GrammarCompiler:
         if matcher.is_error():
             raise GrammarError(_one_line(matcher.get_error()))
         after, unless = (self._token_id(text) for text in (spec.after, spec.unless))
+        assert self._masks is not None, "made with the tokenizer"
         return Grammar(matcher, self._backend.vocab_size, after, unless, self._masks)
 
     def _token_id(self, text: str | None) -> int | None:
@@ -121,7 +125,9 @@ class _MaskThread:
     """The thread that computes masks while the S-Part computes the logits that the masks apply to. One job computes all
     masks that are due, because a job for each mask would cost more than the mask of a small vocabulary."""
 
-    def __init__(self) -> None:
+    def __init__(self, update: Callable[[list[GrammarState]], None]) -> None:
+        """`update` brings the masks of some states up to date, and raises nothing."""
+        self._update = update
         self._pool = ThreadPoolExecutor(1, "grammar-masks")
         self._due: deque[GrammarState] = deque()
         self._scheduled = False
@@ -136,8 +142,54 @@ class _MaskThread:
     def _work(self) -> None:
         # Before the loop: a state that comes from here on schedules another job, which may find nothing left to do.
         self._scheduled = False
-        while self._due:
-            self._due.popleft().update()
+        while n := len(self._due):
+            self._update([self._due.popleft() for _ in range(n)])
+
+
+class _BatchUpdate:
+    """Brings the masks of many states up to date in two calls of llguidance, each of which releases the GIL once."""
+
+    def __init__(self, executor: Any) -> None:
+        """`executor` is llguidance's LLExecutor."""
+        self._executor = executor
+
+    def __call__(self, states: list[GrammarState]) -> None:
+        """Let the matchers take their tokens, and compute the masks after these. Nothing is allowed after a failure."""
+        try:
+            self._advance(states)
+        except Exception:
+            log.exception("grammars could not take their tokens")
+            for state in states:
+                state.set_mask(None)
+        else:
+            self._compute_each(states)
+
+    def _compute_each(self, states: list[GrammarState]) -> None:
+        try:
+            self._compute(states)
+        except Exception:
+            if len(states) > 1:
+                for state in states:  # one of them is at fault, and the others shall go on
+                    self._compute_each([state])
+                return
+            log.exception("a grammar's mask could not be computed")
+            states[0].set_mask(None)
+
+    def _advance(self, states: list[GrammarState]) -> None:
+        moving = [state for state in states if state.token is not None]
+        tokens = [(state.matcher, state.token) for state in moving]
+        for state in moving:
+            state.token = None
+        if tokens:
+            self._executor.consume_token_par(tokens)
+
+    def _compute(self, states: list[GrammarState]) -> None:
+        masks = np.empty((len(states), states[0].n_words), np.int32)
+        sound = [(state.matcher, row) for row, state in enumerate(states) if not state.matcher.is_error()]
+        if sound:
+            self._executor.unsafe_compute_mask_ptr(sound, masks.ctypes.data, masks.strides[0], len(masks))
+        for state, mask in zip(states, masks, strict=True):
+            state.set_mask(None if state.matcher.is_error() else mask)
 
 
 class Grammar:
@@ -156,11 +208,12 @@ class GrammarState:
     """Follows one text. Its mask is computed in another thread as soon as a token is known."""
 
     def __init__(self, matcher: Any, vocab_size: int, after: int | None, unless: int | None, thread: _MaskThread):
-        self._matcher, self._thread = matcher, thread
+        self.matcher = matcher
+        self.n_words = (vocab_size + 31) // 32  # of a mask
+        self.token: int | None = None  # taken, and not known to the matcher yet
         self._after, self._unless = after, unless
-        self._mask = np.zeros((vocab_size + 31) // 32, np.int32)
-        self._address = self._mask.ctypes.data
-        self._token: int | None = None  # taken, and not known to the matcher yet
+        self._mask: npt.NDArray[np.int32] | None = None
+        self._thread = thread
         self._ready = threading.Event()
         thread.submit(self)
 
@@ -171,7 +224,7 @@ class GrammarState:
                 self._after = None
             self._unless = None
         if self._after is None:
-            self._token = token
+            self.token = token
             self._ready.clear()
             self._thread.submit(self)
         elif token == self._after:
@@ -183,24 +236,18 @@ class GrammarState:
         if self._after is not None and self._unless is None:
             return
         self._ready.wait()
-        n = min(len(row), len(self._mask))
-        row[:n] &= self._mask[:n]
-        row[n:] = 0
+        if self._mask is None:
+            row[:] = 0
+        else:
+            n = min(len(row), self.n_words)
+            row[:n] &= self._mask[:n]
+            row[n:] = 0
         if self._unless is not None:
             row.view(np.uint32)[self._unless // 32] |= np.uint32(1 << self._unless % 32)
 
-    def update(self) -> None:
-        """Let the matcher take the token, and compute the mask after it. A matcher that fails allows nothing more."""
-        try:
-            if self._token is not None:
-                self._matcher.consume_token(self._token)
-            if self._matcher.is_error():
-                self._mask[:] = 0
-            else:
-                self._matcher.unsafe_compute_mask_ptr(self._address, self._mask.nbytes)
-        except Exception:
-            log.exception("a grammar's mask could not be computed")
-            self._mask[:] = 0
+    def set_mask(self, mask: npt.NDArray[np.int32] | None) -> None:
+        """Take the mask after the last token, [n_words]; None: nothing is allowed. Called by the mask thread."""
+        self._mask = mask
         self._ready.set()
 
 

@@ -5,27 +5,30 @@ from __future__ import annotations
 import threading
 from collections import deque
 
+import numpy as np
 import pytest
 
-from fastdecode.text.grammar import _MaskThread
+from fastdecode.text.grammar import Grammar, _BatchUpdate, _MaskThread
 
 pytestmark = pytest.mark.quick
 
 
 class State:
-    """Stands for a GrammarState: its update begins, and ends once `may_end` is set."""
+    """Stands for a GrammarState whose mask takes until `may_end` is set."""
 
     def __init__(self):
         self.begun, self.may_end = threading.Event(), threading.Event()
 
-    def update(self):
-        self.begun.set()
-        assert self.may_end.wait(30)
+
+def update(states):
+    for state in states:
+        state.begun.set()
+        assert state.may_end.wait(30)
 
 
 def test_a_state_that_a_job_takes_while_it_is_submitted_stops_no_later_state():
     """The scheduler of the OS may let the job run to its end between two statements of `submit`."""
-    thread = _MaskThread()
+    thread = _MaskThread(update)
     first, second, third = State(), State(), State()
 
     class Overtaken(deque):
@@ -47,3 +50,42 @@ def test_a_state_that_a_job_takes_while_it_is_submitted_stops_no_later_state():
     third.may_end.set()
     thread.submit(third)
     assert third.begun.wait(10)
+
+
+def test_a_matcher_that_fails_takes_no_other_with_it(caplog):
+    llguidance = pytest.importorskip("llguidance")
+
+    class Executor:
+        """llguidance's own, which breaks over batches with the matcher `bad`."""
+
+        def __init__(self):
+            self.whole, self.bad = llguidance.LLExecutor(num_threads=1), None
+            self.consume_token_par = self.whole.consume_token_par
+
+        def unsafe_compute_mask_ptr(self, matchers, *args):
+            if any(matcher is self.bad for matcher, _ in matchers):
+                raise RuntimeError("broken")
+            self.whole.unsafe_compute_mask_ptr(matchers, *args)
+
+    tokenizer = llguidance.LLTokenizer("byte")
+    matcher = llguidance.LLMatcher(tokenizer, llguidance.LLMatcher.grammar_from_regex("[ab]+"))
+    executor = Executor()
+    thread = _MaskThread(_BatchUpdate(executor))
+    grammar = Grammar(matcher, tokenizer.vocab_size, None, None, thread)
+    states = [grammar.start() for _ in range(3)]
+
+    def allowed(state):
+        row = np.full(-(-tokenizer.vocab_size // 32), -1, np.int32)
+        state.fill(row)
+        return set(np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little")))
+
+    assert [allowed(state) for state in states] == [{ord("a"), ord("b")}] * 3
+    hold = threading.Event()
+    thread._pool.submit(hold.wait)  # so that all three are one batch
+    executor.bad = states[1].matcher
+    for state in states:
+        state.advance(ord("a"))
+    hold.set()
+    first, broken, third = map(allowed, states)
+    assert {ord("a"), ord("b")} < first == third
+    assert not broken and "could not be computed" in caplog.text
