@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-import orjson
 from aiohttp import web
 
 from fastdecode.api.answers import Answer, ChatAnswer, CompletionAnswer
@@ -112,7 +111,7 @@ class Endpoints:
 
     async def _parse(self, request: web.Request, parse: Callable[[Any, SamplingDefaults], _T]) -> _T:
         raw = await read_body(request)
-        return await self.preparation.parse(raw, lambda: parse(decode_json(raw), self.model.defaults))
+        return await self.preparation.parse(raw, lambda body: parse(body, self.model.defaults))
 
     async def prepare_chat(self, body: ChatRequest) -> tuple[Dialogue, str, Generation]:
         """The forms of the answer, the prompt's text, and the parameters with the answer's grammar."""
@@ -152,11 +151,3 @@ async def read_body(request: web.Request) -> bytes:
         return await request.read()
     except web.RequestPayloadError as error:
         raise ApiError(400, f"the body cannot be read: {error}", code="invalid_body") from None
-
-
-def decode_json(body: bytes) -> Any:
-    """The JSON of a body. Raises ApiError (400)."""
-    try:
-        return orjson.loads(body)
-    except orjson.JSONDecodeError as error:
-        raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from None

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, overload
 
+import orjson
+
 from fastdecode.api.errors import ApiError
 
 
@@ -107,3 +109,11 @@ def is_object(value: Any) -> bool:
 def is_one_of(*allowed: Any) -> Callable[[Any], bool]:
     """A test whether a value equals one of `allowed`; unlike in Python, true does not equal 1."""
     return lambda value: any(value == a and isinstance(value, bool) == isinstance(a, bool) for a in allowed)
+
+
+def decode_json(body: bytes) -> Any:
+    """The JSON of a body. Raises ApiError (400)."""
+    try:
+        return orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from None

@@ -9,9 +9,10 @@ import asyncio
 import dataclasses
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from fastdecode.api.errors import ApiError
+from fastdecode.api.fields import decode_json
 from fastdecode.api.generation import Echo
 from fastdecode.api.protocol import ChatRequest, Generation
 from fastdecode.api.structured import GrammarField, grammar_error
@@ -40,9 +41,25 @@ class Preparation:
     def close(self) -> None:
         self._thread.shutdown(wait=False)
 
-    async def parse(self, body: bytes, work: Callable[[], _T]) -> _T:
-        """The result of `work()`, which decodes and checks a body."""
+    async def parse(self, body: bytes, check: Callable[[Any], _T]) -> _T:
+        """The result of `check`, which gets the body's JSON."""
+
+        def work() -> _T:
+            decoded = decode_json(body)
+            self._bound_messages(decoded)
+            return check(decoded)
+
         return work() if len(body) <= _INLINE_BYTES else await self._in_thread(work)
+
+    def _bound_messages(self, body: Any) -> None:
+        """Refuse a chat that cannot fit before its messages are checked and rendered, which takes seconds for many of
+        them: a template writes a token or more for each."""
+        limit = self._engine.max_model_len
+        for param in ("messages", "input"):
+            messages = body.get(param) if isinstance(body, dict) else None
+            if isinstance(messages, list) and len(messages) >= limit:
+                message = f"there are {len(messages)} messages; the context is {limit} tokens, output included"
+                raise ApiError(400, message, param=param, code="context_length_exceeded")
 
     async def encode(self, texts: Sequence[str], param: str, *, add_special_tokens: bool = True) -> list[list[int]]:
         """Token ids of each text. `param` is the request's field with the texts, for a text that is too long."""
@@ -57,10 +74,6 @@ class Preparation:
 
     async def render(self, chat: ChatRequest) -> str:
         """The text of a chat."""
-        limit = self._engine.max_model_len
-        if len(chat.messages) >= limit:  # a template writes a token or more for each message
-            message = f"the chat has {len(chat.messages)} messages; the context is {limit} tokens, output included"
-            raise ApiError(400, message, param="messages", code="context_length_exceeded")
 
         def render() -> str:
             text = self._tokenizer.render_chat(

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from aiohttp import web
 
-from fastdecode.api.endpoints import ServedModel, decode_json, read_body
+from fastdecode.api.endpoints import ServedModel, read_body
 from fastdecode.api.errors import json_response
-from fastdecode.api.fields import Fields, invalid
+from fastdecode.api.fields import Fields, decode_json, invalid
 from fastdecode.api.preparation import Preparation
 from fastdecode.api.protocol import is_token_ids, parse_chat
 from fastdecode.text.tokenizer import Tokenizer

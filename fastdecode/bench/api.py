@@ -1,0 +1,276 @@
+"""The cost of the API to the streams that it serves, by the number of its processes.
+
+A node for each number of processes is up all the time; they get the same load in turn. First many streams at once:
+output tokens a second, and the S-Part's time a step, beside that of an engine without an API in the same rounds. Then
+a few streams, whose largest gap between two tokens is taken while another client sends what is expensive to serve.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import re
+import statistics
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any, cast
+
+import aiohttp
+import orjson
+import torch
+import uvloop
+from tqdm import tqdm
+
+from fastdecode.bench.options import print_result
+from fastdecode.bench.soaking.processes import Node
+from fastdecode.daemon.config import NodeConfig
+from fastdecode.daemon.embedded import EmbeddedRNode, split_machine
+from fastdecode.demo import model_dir
+from fastdecode.engine.engine import Engine
+from fastdecode.engine.request import SamplingParams
+from fastdecode.spart.backend import choose_backend
+from fastdecode.spart.loader import choose_device, choose_dtype
+from fastdecode.transports.registry import connect
+
+COMMAND = ("api", "what the API costs the streams, by the number of its processes")
+
+_BODY_BYTES = 8 * 2**20 - 4096
+_CALM_SECONDS = 3.0
+_LOAD_SECONDS = 60.0  # a load that lasts longer is given up
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--model", type=Path, metavar="PATH", help="as for fastdecode-node; default: the demo model")
+    add("--api-processes", action="append", type=int, metavar="N", help="repeatable; default: 0 and 1")
+    add("--streams", type=int, default=512, help="streams at once")
+    add("--tokens", type=int, default=64, help="output tokens of each")
+    add("--rounds", type=int, default=3)
+    add("--bystanders", type=int, default=31, help="streams beside an expensive load; 0: no such loads")
+    add("--json", action="store_true", help="print one JSON object")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Run the loads and print the figures. Raises RuntimeError, ValueError, OSError."""
+    print_result(args, uvloop.run(_run(args)), _print_table)
+
+
+async def _run(args: argparse.Namespace) -> dict[str, Any]:
+    path = NodeConfig(model=args.model).model_path() or model_dir()
+    forms = [str(n) for n in args.api_processes or (0, 1)]
+    rates: dict[str, list[float]] = {n: [] for n in forms}
+    steps: dict[str, list[float]] = {n: [] for n in [*forms, "engine"]}
+    async with contextlib.AsyncExitStack() as stack:
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fastdecode-")))
+        servers = {n: await stack.enter_async_context(_node(path, n, args.streams, directory)) for n in forms}
+        engine = await stack.enter_async_context(_engine(path, args.streams))
+        for timed in tqdm([False] + [True] * args.rounds, desc="rounds", unit="round"):
+            for n, server in servers.items():
+                before = await _step_counters(server)
+                seconds = await _streams(server, args.streams, args.tokens)
+                if timed:
+                    rates[n].append(args.streams * args.tokens / seconds)
+                    steps[n].append(_a_step(before, await _step_counters(server)))
+            totals = engine.totals
+            start = (totals.s_seconds, float(totals.steps))
+            await _drive(engine, args.streams, args.tokens)
+            if timed:
+                steps["engine"].append(_a_step(start, (totals.s_seconds, float(totals.steps))))
+        gaps = {}
+        if args.bystanders:
+            longest = engine.longest_sequence
+            gaps = {n: await _gaps(server, args.bystanders, longest) for n, server in servers.items()}
+    return {
+        "model": path.resolve().name,
+        "streams": args.streams,
+        "tokens_per_second": {n: statistics.median(values) for n, values in rates.items()},
+        "s_part_step_seconds": {name: statistics.median(values) for name, values in steps.items()},
+        "bystanders": args.bystanders,
+        "largest_gap_seconds": gaps,
+    }
+
+
+@contextlib.asynccontextmanager
+async def _node(path: Path, processes: str, streams: int, directory: Path) -> AsyncIterator[str]:
+    """The address of a node whose API has so many processes."""
+    argv = ["--model", str(path), "--port", "0", "--api-processes", processes, "--no-access-log"]
+    argv += ["--max-batch-size", str(streams), "--max-batch-tokens", str(max(512, streams)), "--kv-memory", "1GiB"]
+    node = Node(directory / f"{processes}.log", *argv)
+    try:
+        yield await node.read(r"(http://\S+)/v1")
+    finally:
+        await node.end()
+
+
+@contextlib.asynccontextmanager
+async def _engine(path: Path, streams: int) -> AsyncIterator[Engine]:
+    """An engine in this process, with an embedded R-node as a node would start it."""
+    config = NodeConfig(model=path, kv_memory=2**30)
+    device, rows = choose_device("auto"), max(512, streams)
+    split = split_machine(config, s_on_gpu=device.type != "cpu")
+    torch.set_num_threads(split.s_threads)
+    backend = choose_backend("auto", path)
+    model = backend.load(device, choose_dtype("auto", backend.config.dtype, device), progress=False)
+    r_node = EmbeddedRNode(config, split)
+    try:
+        await r_node.start()
+        link = await connect(r_node.url, model.hello(split.mini_batches, rows, "fp16", None, 4 * streams), None)
+        engine = Engine(
+            backend.make_spart(model, [link]),
+            [link],
+            mini_batches=split.mini_batches,
+            max_batch_size=streams,
+            max_batch_tokens=rows,
+            prefix_cache=True,
+        )
+        await engine.start()
+        yield engine
+        await engine.stop()
+        await link.close()
+    finally:
+        await r_node.stop()
+
+
+async def _drive(engine: Engine, streams: int, tokens: int) -> None:
+    """The load of `_streams` on an engine whose tokens nobody reads."""
+    params = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
+    for i in range(streams):
+        engine.submit(_prompt(i), params)
+    while engine.stats.running or engine.stats.waiting:
+        await asyncio.sleep(0.01)
+
+
+def _prompt(i: int) -> list[int]:
+    return [5 + i % 1000, 7, 9, 11] * 2
+
+
+class _Stream(asyncio.Protocol):
+    """A streamed completion, of which only the times are read, so that the client takes little of the machine."""
+
+    def __init__(self, body: dict[str, Any]):
+        self._body = orjson.dumps(body | {"stream": True})
+        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.largest_gap, self._last, self._end = 0.0, 0.0, b""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = transport = cast(asyncio.Transport, transport)  # uvloop's has another base
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: bench\r\nContent-Length: {len(self._body)}\r\n"
+        transport.write(head.encode() + b"Content-Type: application/json\r\n\r\n" + self._body)
+
+    def data_received(self, data: bytes) -> None:
+        now = time.perf_counter()
+        if self._last:
+            self.largest_gap = max(self.largest_gap, now - self._last)
+        self._last = now
+        self._end = (self._end + data)[-64:]
+        if b"[DONE]" in self._end:
+            self.transport.close()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if b"[DONE]" in self._end:
+            self.done.set_result(None)
+        elif not self.done.done():
+            self.done.set_exception(RuntimeError(f"a stream ended early, with {self._end!r}"))
+
+    def take_gap(self) -> float:
+        """The largest gap since the last call, the one that goes on included."""
+        gap, self.largest_gap = max(self.largest_gap, time.perf_counter() - self._last), 0.0
+        return gap
+
+
+async def _open(server: str, body: dict[str, Any]) -> _Stream:
+    host, port = server.removeprefix("http://").rsplit(":", 1)
+    _, stream = await asyncio.get_running_loop().create_connection(lambda: _Stream(body), host, int(port))
+    return stream
+
+
+async def _streams(server: str, streams: int, tokens: int) -> float:
+    """Seconds that so many streams at once take."""
+    ask = {"max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+    start = time.perf_counter()
+    opened = await asyncio.gather(*(_open(server, ask | {"prompt": _prompt(i)}) for i in range(streams)))
+    await asyncio.gather(*(stream.done for stream in opened))
+    return time.perf_counter() - start
+
+
+async def _gaps(server: str, bystanders: int, longest: int) -> dict[str, float]:
+    """The largest gap of any bystander's stream, by load."""
+    ask = {"max_tokens": longest, "temperature": 0, "ignore_eos": True}
+    found: dict[str, float] = {}
+    for name, (path, body) in ({"none": ("", {})} | _loads(longest)).items():
+        opened = await asyncio.gather(*(_open(server, ask | {"prompt": _prompt(i)}) for i in range(bystanders)))
+        await asyncio.sleep(_CALM_SECONDS)
+        for stream in opened:
+            stream.take_gap()
+        if path:
+            await _send(server + path, body)
+        else:
+            await asyncio.sleep(_CALM_SECONDS)
+        found[name] = max(stream.take_gap() for stream in opened)
+        for stream in opened:
+            stream.transport.abort()
+        await asyncio.gather(*(stream.done for stream in opened), return_exceptions=True)
+    return found
+
+
+def _loads(longest: int) -> dict[str, tuple[str, dict[str, Any]]]:
+    """Requests that are expensive to serve: path and body."""
+    message = {"role": "user", "content": "a"}
+    prompt = [3 + i % 1000 for i in range(min(8192, longest // 2))]
+    many = {"prompt": prompt, "max_tokens": 4, "n": 128, "ignore_eos": True}
+    return {
+        "an 8 MiB prompt": ("/v1/completions", {"prompt": "word " * (_BODY_BYTES // 5)}),
+        "8 MiB of tiny messages": (
+            "/v1/chat/completions",
+            {"messages": [message] * (_BODY_BYTES // (len(orjson.dumps(message)) + 1))},
+        ),
+        f"n = 128, {len(prompt)} tokens, repetition_penalty": ("/v1/completions", many | {"repetition_penalty": 1.1}),
+        "n = 128, top_k = 150,000": ("/v1/completions", many | {"prompt": prompt[:8], "top_k": 150_000}),
+    }
+
+
+async def _send(url: str, body: dict[str, Any]) -> None:
+    """Send a request and wait for the end of its answer, whatever that is."""
+    limit = aiohttp.ClientTimeout(total=_LOAD_SECONDS)
+    with contextlib.suppress(TimeoutError):
+        data = await asyncio.to_thread(orjson.dumps, body)
+        async with (
+            aiohttp.ClientSession(timeout=limit, headers={"Content-Type": "application/json"}) as session,
+            session.post(url, data=data) as answer,
+        ):
+            await answer.read()
+
+
+async def _step_counters(server: str) -> tuple[float, float]:
+    """The seconds that the S-Part has computed, and its steps."""
+    async with aiohttp.ClientSession() as session, session.get(f"{server}/metrics") as answer:
+        text = await answer.text()
+
+    def value(name: str) -> float:
+        found = re.search(rf"^fastdecode:{name}{{.*}} (\S+)$", text, re.M)
+        if found is None:
+            raise RuntimeError(f"{server}/metrics has no fastdecode:{name}")
+        return float(found[1])
+
+    return value("s_seconds_total"), value("steps_total")
+
+
+def _a_step(before: tuple[float, float], after: tuple[float, float]) -> float:
+    return (after[0] - before[0]) / max(1.0, after[1] - before[1])
+
+
+def _print_table(result: dict[str, Any]) -> None:
+    print(f"{result['model']}, {result['streams']} streams at once")
+    for n, rate in result["tokens_per_second"].items():
+        step = 1e3 * result["s_part_step_seconds"][n]
+        print(f"  --api-processes {n}: {rate:8.0f} output tokens/s, S-Part {step:7.2f} ms a step")
+    step = 1e3 * result["s_part_step_seconds"]["engine"]
+    print(f"  engine without an API:{'':25}S-Part {step:7.2f} ms a step")
+    if result["largest_gap_seconds"]:
+        print(f"largest gap between two tokens of {result['bystanders']} streams, ms, while another client sends")
+    for n, gaps in result["largest_gap_seconds"].items():
+        for name, gap in gaps.items():
+            print(f"  --api-processes {n}: {name:45} {1e3 * gap:8.0f}")
