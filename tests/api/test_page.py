@@ -242,3 +242,26 @@ async def test_keyboard_names_and_contrast(page, chat_tokenizer, script, theme):
                     )
             await page.keyboard.press(key)
         await expect(page.locator("#tab-chat")).to_be_focused()
+
+
+#: What a chat on another server does: it sends a key, and reads a stream.
+_ELSEWHERE = """async (url) => {
+  const body = JSON.stringify({messages: [{role: "user", content: "Hi"}], stream: true});
+  const headers = {"Content-Type": "application/json", "Authorization": "Bearer secret", "X-Request-Id": "page-1"};
+  const answer = await fetch(url + "v1/chat/completions", {method: "POST", headers, body});
+  const events = (await answer.text()).split("\\n").filter((line) => line.startsWith("data: {"));
+  const deltas = events.map((line) => JSON.parse(line.slice(6)).choices[0]?.delta.content ?? "");
+  return [deltas.join(""), answer.headers.get("X-Request-Id")];
+}"""
+
+
+async def test_a_page_of_another_origin_reads_a_stream_where_cors_allows_it(page, chat_tokenizer, script):
+    options = {"api_keys": ["secret"], "key": "secret"}
+    async with served(ScriptedEngine(), chat_tokenizer) as other:
+        await page.goto(url(other) + "version")  # of another port, so of another origin
+        origin = url(other).removesuffix("/")
+        async with served(ScriptedEngine(script("yes")), chat_tokenizer, cors_origins=[origin], **options) as client:
+            assert await page.evaluate(_ELSEWHERE, url(client)) == ["yes", "page-1"]
+        async with served(ScriptedEngine(script("yes")), chat_tokenizer, **options) as client:
+            with pytest.raises(playwright.Error, match="Failed to fetch"):
+                await page.evaluate(_ELSEWHERE, url(client))
