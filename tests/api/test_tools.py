@@ -6,6 +6,7 @@ import asyncio
 import json
 
 import openai
+import pydantic
 import pytest
 from api_client import MODEL, served
 from checkpoints import VOCAB_SIZE, make_checkpoint, write_tokenizer
@@ -216,6 +217,29 @@ async def test_required_and_named_calls_follow_their_schemas(grammar_client):
     _, calls, reason, _ = await streamed(grammar_client, **fields)
     assert reason == whole.finish_reason
     assert calls == [(call.function.name, call.function.arguments) for call in whole.message.tool_calls or []]
+
+
+class Dice(pydantic.BaseModel):
+    """Roll."""
+
+    sides: int = pydantic.Field(ge=2, le=20)
+
+
+async def test_openais_helper_parses_a_call_as_it_is_streamed(grammar_client):
+    """The helper puts the pieces of the arguments together, and makes an object of the tool's own class of them."""
+    request = ASK | {
+        "tools": [openai.pydantic_function_tool(Dice, name="dice")],
+        "tool_choice": {"type": "function", "function": {"name": "dice"}},
+        "max_completion_tokens": 300,
+    }
+    pieces = []
+    async with grammar_client.openai.chat.completions.stream(**request, seed=3) as stream:
+        async for event in stream:
+            if event.type == "tool_calls.function.arguments.delta":
+                pieces.append(event.arguments_delta)
+        [call] = (await stream.get_final_completion()).choices[0].message.tool_calls
+    assert len(pieces) > 3 and "".join(pieces) == call.function.arguments
+    assert isinstance(call.function.parsed_arguments, Dice)
 
 
 async def test_strict_tools_and_response_format_with_tools(grammar_client):
