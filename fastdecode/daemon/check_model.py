@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fastdecode.daemon.config import NodeConfig, format_bytes
+import torch
+
+from fastdecode.daemon.config import ConfigError, NodeConfig, format_bytes
 from fastdecode.daemon.machine import available_memory
 from fastdecode.gguf.file import find_gguf
 from fastdecode.kernels._native import page_bytes
@@ -51,9 +53,25 @@ def rows(config: NodeConfig, path: Path) -> list[tuple[str, str]]:
     lines += [(f"LoRA {a.name}", f"{len(a.modules)} linears, {a.parameters} parameters") for a in adapters]
     if model.padding:
         lines.append(("padding", f"{model.padding:.0%} of the KV-cache: layers differ in their heads and are padded"))
-    if device.type == "cpu" and weights > available_memory():
-        lines.append(("too big", f"the weights do not fit into the {format_bytes(available_memory())} available"))
+    if weights > (free := _free_memory(device)):
+        lines.append(("too big", f"the weights do not fit into the {format_bytes(free)} available"))
     return lines
+
+
+def check_fits(config: NodeConfig, path: Path, model: ModelConfig | HFConfig, device: torch.device, dtype: str) -> None:
+    """Raise ConfigError if the weights of the model in `path` do not fit into the device's free memory. `dtype` is
+    torch's name of the activation dtype."""
+    (weights, _), free = _weights(config, path, model, dtype), _free_memory(device)
+    if weights > free:
+        raise ConfigError(
+            f"--model {path}: its weights take about {format_bytes(weights)} ({config.weights} weights, {dtype}), and "
+            f"{format_bytes(free)} of memory are available on {device.type}; --weights int8 and int4 take less"
+        )
+
+
+def _free_memory(device: torch.device) -> int:
+    """Bytes that the weights may take."""
+    return available_memory() if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
 
 
 def _weights(config: NodeConfig, path: Path, model: ModelConfig | HFConfig, dtype: str) -> tuple[int, str]:

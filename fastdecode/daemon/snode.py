@@ -16,6 +16,7 @@ import uvloop
 from fastdecode.api.server import Server, bind, serve
 from fastdecode.daemon.activity import log_activity
 from fastdecode.daemon.api_processes import ApiProcesses
+from fastdecode.daemon.check_model import check_fits
 from fastdecode.daemon.config import ConfigError, NodeConfig, format_bytes
 from fastdecode.daemon.embedded import EmbeddedRNode, Split, split_machine
 from fastdecode.daemon.memory_plan import capacity, staged_tokens
@@ -51,14 +52,15 @@ def run_s_node(config: NodeConfig) -> None:
     path = config.model_path() or model_dir()
     secret = config.read_secret()
     device = choose_device(config.device)
-    split = split_machine(config, s_on_gpu=device.type != "cpu")
-    torch.set_num_threads(split.s_threads)
     backend = choose_backend(config.backend, path)
     adapters = [read_adapter(name, directory) for name, directory in config.lora]
     positions = backend.config.max_positions
     if (config.max_model_len or 0) > positions:
         raise ConfigError(f"--max-model-len {config.max_model_len} is more than the model's {positions} positions")
     dtype = choose_dtype(config.dtype, backend.config.dtype, device)
+    check_fits(config, path, backend.config, device, str(dtype).removeprefix("torch."))
+    split = split_machine(config, s_on_gpu=device.type != "cpu")
+    torch.set_num_threads(split.s_threads)
     # The port and the tokenizer come before the weights, which take long to load, so that a mistake shows at once.
     sockets = bind(config.host, config.port)
     settings = ApiSettings.make(config, path)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,8 @@ from checkpoints import make_checkpoint, make_model
 from gguf_made import write_gguf
 
 from fastdecode.daemon.check_model import rows
-from fastdecode.daemon.config import WEIGHTS, NodeConfig
+from fastdecode.daemon.config import WEIGHTS, ConfigError, NodeConfig
+from fastdecode.daemon.snode import run_s_node
 from fastdecode.spart import load_model
 from fastdecode.spart.loader import parameter_count
 
@@ -38,3 +41,15 @@ def test_the_size_in_memory_is_about_right(kind, weights, gguf_file):
     )
     assert float(number) * {"B": 1, "KiB": 1024}[unit] == pytest.approx(held, rel=0.3)
     assert ("GGUF Q4_1" in said) == (kind == "gguf")
+
+
+@pytest.mark.parametrize("backend", ["native", "transformers"])
+def test_a_model_that_does_not_fit_is_refused_before_its_weights_are_read(backend, tmp_path):
+    directory = Path(shutil.copytree(make_checkpoint("llama-mha"), tmp_path / "large"))
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"hidden_size": 1 << 27, "head_dim": 16}))
+    with (directory / "more.safetensors").open("wb") as file:  # a file with a hole: 1 TiB that takes no room
+        file.truncate(1 << 40)
+    options = NodeConfig(model=directory, backend=backend, port=0, weights="int4")
+    with pytest.raises(ConfigError, match=r"weights take about .* GiB \(int4 weights, .* --weights int8 and int4"):
+        run_s_node(options)

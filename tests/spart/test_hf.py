@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from hf_models import TYPES, VOCAB_SIZE, make_config, save_model
+from safetensors.torch import load_file, save_file
 from spart_steps import GREEDY, interleaved
 
 from fastdecode.daemon.rnode import RNode
@@ -157,6 +158,16 @@ def test_code_that_a_checkpoint_brings_is_not_run(tmp_path: Path) -> None:
     )
     with pytest.raises(CheckpointError, match="trust_remote_code"):
         HFConfig.from_dir(tmp_path)
+
+
+def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
+    directory = save_model("gemma", tmp_path)
+    path = directory / "model.safetensors"
+    tensors = load_file(path)
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, path, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"lacks the tensor 'model\.layers\.1\.mlp\.up_proj\.weight'"):
+        load_hf_model(directory)
 
 
 def test_the_documentation_lists_every_type() -> None:

@@ -74,18 +74,22 @@ def load_hf_model(
         bars.disable_progress_bar()
     placement = {} if device.type == "cpu" else {"device_map": {"": device}}
     try:
-        module = factory.from_pretrained(
+        module, found = factory.from_pretrained(
             directory,
             config=config,
             dtype=dtype,
             attn_implementation=adapters.implementation(config, ATTENTION),
             local_files_only=True,
             trust_remote_code=False,
+            output_loading_info=True,
             **placement,
-        ).eval()
+        )
     except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
         raise CheckpointError(f"transformers cannot load {directory}: {first_line(error)}") from None
-    module.requires_grad_(False)
+    if missing := sorted(found["missing_keys"]):  # transformers would go on with random numbers
+        more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
+        raise CheckpointError(f"the checkpoint lacks the tensor {missing[0]!r}{more}")
+    module.eval().requires_grad_(False)
     adapters.adapt(module, split_attention)
     parameters = sum(parameter.numel() for parameter in module.parameters())
     bits = BITS.get(weights)
