@@ -24,6 +24,8 @@ ARM_BYTES: int
 ROW_BYTES: int
 REPORT_BYTES: int
 SLOT_BYTES: int
+REQUEST_OFFSET: int
+REPLY_OFFSET: int
 ACT_DTYPES: tuple[str, ...]
 KV_DTYPES: tuple[str, ...]
 #: Name and byte offset of each field of fd_row_t; every field is a uint32.

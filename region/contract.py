@@ -41,6 +41,9 @@ ARM_BYTES = _native.ARM_BYTES
 ROW_BYTES = _native.ROW_BYTES
 REPORT_BYTES = _native.REPORT_BYTES
 SLOT_BYTES = _native.SLOT_BYTES
+#: Where the layer words are in a slot.
+REQUEST_OFFSET = _native.REQUEST_OFFSET
+REPLY_OFFSET = _native.REPLY_OFFSET
 
 #: The layer word of a step that has failed.
 POISON = _native.POISON

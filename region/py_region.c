@@ -83,6 +83,8 @@ static const struct {
     {"ROW_BYTES", sizeof(fd_row_t)},
     {"REPORT_BYTES", sizeof(fd_report_t)},
     {"SLOT_BYTES", sizeof(fd_slot_t)},
+    {"REQUEST_OFFSET", offsetof(fd_slot_t, layer_request)},
+    {"REPLY_OFFSET", offsetof(fd_slot_t, layer_reply)},
 };
 
 #define ROW_FIELD(name) {#name, offsetof(fd_row_t, name)}

@@ -13,15 +13,16 @@ chunks stand one after another in one matrix, those of attending chunks first; n
 from __future__ import annotations
 
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from itertools import islice
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from fastdecode.spart.batch import Sampled, SampleSpec, StepBatch, StepOutput
 from fastdecode.spart.config import ModelConfig
-from fastdecode.spart.exchange import Exchange, SlotViews, link_rows, make_exchange
+from fastdecode.spart.exchange import Exchange, RowExchange, SlotViews, link_rows, make_exchange
 from fastdecode.spart.experts import Mixture
 from fastdecode.spart.layers import make_activation, make_norm, norm_heads
 from fastdecode.spart.lora.adapters import AdapterRows, adapted_product
@@ -34,6 +35,9 @@ from fastdecode.spart.timeline import StepClock, Timeline
 from fastdecode.spart.weights import MLP, Layer, Model
 from fastdecode.transports.base import Link, Pending
 
+if TYPE_CHECKING:
+    from fastdecode.spart.exchange.bypass import Bypass
+
 
 class SPart:
     """A model and the links to the R-nodes that hold its KV-cache.
@@ -41,9 +45,10 @@ class SPart:
     Steps of different slots may be interleaved; they must not run at the same time in several threads.
     """
 
-    def __init__(self, model: Model, links: list[Link]):
-        """`links` is used as it is, not copied: the caller may append or replace a link between steps."""
-        self.model, self.links = model, links
+    def __init__(self, model: Model, links: list[Link], bypass: Bypass | None = None):
+        """`links` is used as it is, not copied: the caller may append or replace a link between steps. `bypass` runs
+        the steps that decode, where the device can."""
+        self.model, self.links, self.bypass = model, links, bypass
         self._config, self._weights = model.config, model.weights
         self.timeline = Timeline()
         self._views: dict[tuple[int, int], SlotViews] = {}
@@ -63,11 +68,14 @@ class SPart:
         the generator was closed, no call is in progress in the slot on any link.
         """
         rows = StepRows(self, batch)
+        if self.bypass is not None and self.bypass.takes(self, rows, batch.slot):
+            return (yield from self.bypass.step(self, rows, batch, keep_logits))
+        rows.upload(self.model.device)
         exchange = make_exchange(batch.slot, rows.link_rows, self.model.device)
         clock = StepClock(self.timeline, batch.slot, rows.started)
         try:
             exchange.arm()
-            state = _StepState(self, rows, exchange)
+            state = _StepState(self, rows.uploaded, exchange, rows.prompts, rows.adapters)
             for i, layer in enumerate(self._weights.layers):
                 state.project(layer)
                 exchange.post(i, batch.layer_timeout)
@@ -102,6 +110,20 @@ class SPart:
             failures=exchange.failures,
             logits=logits if keep_logits else None,
         )
+
+    def whole_step(self, inputs: dict[str, torch.Tensor], exchange: RowExchange) -> torch.Tensor:
+        """All layers of a step without prompts, on a device that waits for the R-nodes itself.
+
+        `inputs` has "tokens", "positions" and "last rows" as StepRows uploads them. Returns the logits of the last
+        rows, [rows, vocab_size] fp32.
+        """
+        state = _StepState(self, inputs, exchange)
+        for i, layer in enumerate(self._weights.layers):
+            state.project(layer)
+            exchange.post(i, 0.0)
+            exchange.wait(0.0)
+            state.finish(layer)
+        return self._logits(state.x, inputs["last rows"])
 
     def _end_prompts(self, rows: StepRows, exchange: Exchange) -> None:
         """Keep the staged K and V of prompts that go on; those whose link has failed begin again."""
@@ -142,6 +164,12 @@ class SPart:
         return {i: mlp.load.tolist() for i, mlp in mixtures if isinstance(mlp, Mixture) and mlp.load is not None}
 
     @property
+    def row_sizes(self) -> tuple[int, int]:
+        """Elements of a Q row and of a KV row."""
+        c = self._config
+        return c.n_q_heads * c.head_size, 2 * c.n_kv_heads * c.head_size
+
+    @property
     def config(self) -> ModelConfig:
         return self._config
 
@@ -176,13 +204,7 @@ class SPart:
 
         Returns one Sampled or None for each chunk.
         """
-        sampled: list[Sampled | None] = [None] * len(rows.chunks)
-        if rows.n_drawn:
-            drawn = iter(rows.sampler(logits, rows.uploaded))
-            for i in rows.sampled:
-                first = sampled[i] = next(drawn)
-                first.after_drafts = list(islice(drawn, rows.chunks[i].drafts))
-        return sampled
+        return rows.per_chunk(rows.sampler(logits, rows.uploaded) if rows.n_drawn else [])
 
     def _logits(self, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """The logits of some rows of x [n, hidden_size]: [len(rows), vocab_size] fp32."""
@@ -249,22 +271,49 @@ class StepRows:
             table.add("long", np.array([chunk.long for chunk in chunks], dtype=np.int64).repeat(lengths))
         self.sampler = Sampler(specs, config.vocab_size, table)
         self.scorer = Scorer(chunks, (stops - lengths).tolist(), config.vocab_size, table)
-        adapters = AdapterRows(chunks, len(spart.model.adapters), table)
-        self.uploaded = table.upload(spart.model.device)
-        self.adapters = adapters.on_device(self.uploaded)
+        self._adapter_rows = AdapterRows(chunks, len(spart.model.adapters), table)
+        self.uses_adapters = self._adapter_rows.used
+        self.adapters: AdapterRows | None = None
+        self.table = table
+        self.uploaded: dict[str, torch.Tensor] = {}
+
+    def upload(self, device: torch.device) -> None:
+        """Start the upload of the step's table, and fill `uploaded` and `adapters`."""
+        self.uploaded = self.table.upload(device)
+        self.adapters = self._adapter_rows.on_device(self.uploaded)
+
+    def elapsed(self) -> float:
+        """Seconds since the step began."""
+        return time.perf_counter() - self.started
+
+    def per_chunk(self, drawn: list[Sampled]) -> list[Sampled | None]:
+        """The drawn tokens, one for each sampled chunk with those after its drafts, and None for the other chunks."""
+        sampled: list[Sampled | None] = [None] * len(self.chunks)
+        rest = iter(drawn)
+        for i in self.sampled:
+            first = sampled[i] = next(rest)
+            first.after_drafts = list(islice(rest, self.chunks[i].drafts))
+        return sampled
 
 
 class _StepState:
     """The tensors of a step: the residual stream `x`, the Q, K, V and O rows, and RoPE's angles."""
 
-    def __init__(self, spart: SPart, rows: StepRows, exchange: Exchange):
+    def __init__(
+        self,
+        spart: SPart,
+        uploaded: dict[str, torch.Tensor],
+        exchange: RowExchange,
+        prompts: Sequence[PromptChunk] = (),
+        adapters: AdapterRows | None = None,
+    ):
         c = spart.model.config
         self._norm, self._activation, self._config = spart._norm, spart._activation, c
-        self._prompts, self._exchange, self._adapters = rows.prompts, exchange, rows.adapters
-        positions = rows.uploaded["positions"]
-        self.x = spart._embed(rows.uploaded["tokens"], positions)
+        self._prompts, self._exchange, self._adapters = prompts, exchange, adapters
+        positions = uploaded["positions"]
+        self.x = spart._embed(uploaded["tokens"], positions)
         n, n_attend = len(exchange.kv), len(exchange.q)
-        self._mixed = bool(rows.prompts)
+        self._mixed = bool(prompts)
         if self._mixed:  # rows of prompts have Q and O too, but these do not go to an R-node
             self._q = self.x.new_empty(n, exchange.q.shape[1])
             self._o = torch.empty_like(self._q)

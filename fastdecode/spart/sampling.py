@@ -67,12 +67,20 @@ class Sampler:
         waits for the device once; a second time if a row with top-p has its nucleus in more than TOP_P_PREFIX tokens,
         which happens where the distribution is nearly flat.
         """
+        return self.read(download(self.launch(logits, uploaded)), logits)
+
+    def launch(self, logits: torch.Tensor, uploaded: _Uploaded) -> torch.Tensor:
+        """Let the device draw, without waiting for it. Returns what `read` takes, int32 [n], on the device."""
         masks = StepTable()
         for block in self._blocks:
             block.add_masks(masks)
         uploaded = uploaded | masks.upload(logits.device)
-        results = [result for block in self._blocks for result in block.run(logits, uploaded)]
-        values = _Reader(download(torch.cat(results)))
+        return torch.cat([result for block in self._blocks for result in block.run(logits, uploaded)])
+
+    def read(self, results: npt.NDArray[np.int32], logits: torch.Tensor) -> list[Sampled]:
+        """The tokens of the results that `launch` has returned, on the host. `logits` is needed once more for rows with
+        top-p that must be drawn a second time."""
+        values = _Reader(results)
         sampled: list[Sampled] = []
         short: list[int] = []
         for block in self._blocks:

@@ -29,6 +29,9 @@ class StepTable:
             raise ValueError(f"the step's table has {name!r} already")
         self._arrays[name] = values
 
+    def __getitem__(self, name: str) -> npt.NDArray[Any]:
+        return self._arrays[name]
+
     def upload(self, device: torch.device) -> dict[str, torch.Tensor]:
         """All arrays as tensors [n] on the device. On a CPU the tensors are the arrays themselves.
 
@@ -38,20 +41,37 @@ class StepTable:
             return {name: torch.from_numpy(values) for name, values in self._arrays.items()}
         if not self._arrays:
             return {}
+        staging = torch.empty(self._places()[1], dtype=torch.uint8, pin_memory=True)
+        self.pack(staging.numpy())
+        return self.parts(staging.to(device, non_blocking=True))
+
+    def packed(self) -> npt.NDArray[np.uint8]:
+        """All arrays in one buffer."""
+        buffer = np.zeros(self._places()[1], np.uint8)
+        self.pack(buffer)
+        return buffer
+
+    def pack(self, buffer: npt.NDArray[np.uint8]) -> None:
+        """Write all arrays into a buffer."""
+        offsets, _ = self._places()
+        for name, values in self._arrays.items():
+            buffer[offsets[name] : offsets[name] + values.nbytes] = values.view(np.uint8)
+
+    def parts(self, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The arrays as views of a tensor that holds what `pack` has written, on any device."""
+        offsets, _ = self._places()
+        return {
+            name: buffer[offsets[name] : offsets[name] + values.nbytes].view(torch.from_numpy(values).dtype)
+            for name, values in self._arrays.items()
+        }
+
+    def _places(self) -> tuple[dict[str, int], int]:
+        """Where each array begins in a buffer, and the buffer's bytes."""
         offsets, size = {}, 0
         for name, values in self._arrays.items():
             offsets[name] = size
             size += -(-values.nbytes // _ALIGNMENT) * _ALIGNMENT
-        staging = torch.empty(size, dtype=torch.uint8, pin_memory=True)
-        raw = staging.numpy()
-        for name, values in self._arrays.items():
-            raw[offsets[name] : offsets[name] + values.nbytes] = values.view(np.uint8)
-        uploaded = staging.to(device, non_blocking=True)
-        tensors = {}
-        for name, values in self._arrays.items():
-            part = uploaded[offsets[name] : offsets[name] + values.nbytes]
-            tensors[name] = part.view(torch.from_numpy(values).dtype)
-        return tensors
+        return offsets, size
 
 
 def download(results: torch.Tensor) -> npt.NDArray[Any]:

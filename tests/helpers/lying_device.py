@@ -1,6 +1,6 @@
 """A device that computes as late as it may: a wait that is missing gives wrong results every time, not now and then.
 
-Operations on its tensors are put into a queue, in order, as on a stream. They run when the host waits for an event or
+Operations on its tensors are put into the queue of a stream, in order. They run when the host waits for an event or
 for a copy that blocks, and not before. Until then a result and the host memory that a copy goes to hold poison (NaN, or
 a number that is no token), and a copy from host memory reads what that memory holds when the copy runs. So everything
 that code on a GPU must wait for, it must wait for here. Operations that mix devices fail.
@@ -14,7 +14,8 @@ What happens in between is computed by torch on the CPU. Shapes and views are th
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -46,21 +47,72 @@ class LyingTensor(torch.Tensor):
         assert LyingDevice.current is not None, "the device is gone"
         return LyingDevice.current.run(func, args, kwargs or {})
 
+    def data_ptr(self) -> int:
+        return self.late.data_ptr()
+
     def __repr__(self, **_: Any) -> str:
         return f"LyingTensor({tuple(self.shape)}, {self.dtype})"
 
 
+class LyingStream:
+    """A queue of operations, which run in order when the host waits for one of them. In place of graph.GraphStream."""
+
+    def __init__(self, device: LyingDevice, handle: int = 0):
+        self._device, self.handle = device, handle
+        self._queue: deque[Callable[[], Any]] = deque()
+        self._run = 0  # operations that have run
+        self._record: list[Callable[[], Any]] | None = None  # of a capture
+
+    def put(self, operation: Callable[[], Any]) -> None:
+        (self._queue if self._record is None else self._record).append(operation)
+
+    def mark(self) -> int:
+        """The end of the queue as it is now."""
+        return self._run + len(self._queue)
+
+    def run_to(self, mark: int) -> None:
+        assert self._record is None, "the host waits while a stream is captured"
+        with torch.inference_mode(), torch.utils._python_dispatch._disable_current_modes():
+            while self._run < mark:
+                self._queue.popleft()()
+                self._run += 1
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        before, self._device.stream = self._device.stream, self
+        try:
+            yield
+        finally:
+            self._device.stream = before
+
+    def capture(self, work: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        record = self._record = []
+        try:
+            with self.current():
+                result = work()
+        finally:
+            self._record = None
+        return lambda: self._queue.extend(record), result
+
+    def check(self) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        self.run_to(self.mark())
+
+
 class LyingDevice(TorchDispatchMode):
-    """The device and its one stream, for the code within the `with`."""
+    """The device and its streams, for the code within the `with`."""
 
     current: LyingDevice | None = None
 
     def __init__(self, left_out: str = "none") -> None:
-        """`left_out` is a kind of wait that does nothing, "event" or "download", to show that it is needed."""
+        """`left_out` is a kind of wait that does nothing, "event", "download" or "weights", to show that it is
+        needed."""
         super().__init__()
         self._left_out = left_out
-        self._queue: deque[Callable[[], Any]] = deque()
-        self._run = 0  # operations that have run
+        self.stream = LyingStream(self)
+        self.streams = [self.stream]
         self.waits = 0  # how often the host has waited
 
     def __enter__(self) -> LyingDevice:
@@ -72,24 +124,21 @@ class LyingDevice(TorchDispatchMode):
         super().__exit__(*error)
         LyingDevice.current = None
 
-    # -- the stream -----------------------------------------------------------------------------------------------
+    # -- the streams ----------------------------------------------------------------------------------------------
 
-    def put(self, operation: Callable[[], Any]) -> None:
-        self._queue.append(operation)
+    def make_stream(self) -> LyingStream:
+        """A new stream, which begins after all that the first one has been given."""
+        if self._left_out != "weights":
+            self.streams[0].synchronize()
+        self.streams.append(LyingStream(self, len(self.streams)))
+        return self.streams[-1]
 
-    def mark(self) -> int:
-        """The end of the queue as it is now."""
-        return self._run + len(self._queue)
-
-    def wait(self, mark: int, kind: str) -> None:
+    def wait(self, stream: LyingStream, mark: int, kind: str) -> None:
         """Run everything before a mark. `kind` is "event", "upload" or "download"."""
         if kind == self._left_out:
             return
         self.waits += 1
-        with torch.utils._python_dispatch._disable_current_modes():
-            while self._run < mark:
-                self._queue.popleft()()
-                self._run += 1
+        stream.run_to(mark)
 
     # -- operations -----------------------------------------------------------------------------------------------
 
@@ -147,7 +196,7 @@ class LyingDevice(TorchDispatchMode):
                 for i, late in copies:
                     late.copy_(results[i] if several else results)
 
-            self.put(operation)
+            self.stream.put(operation)
         return type(metas)(outs) if several else outs[0]
 
     def _transfer(self, source: torch.Tensor, device: Any, dtype: Any, non_blocking: bool) -> torch.Tensor:
@@ -162,9 +211,9 @@ class LyingDevice(TorchDispatchMode):
     def _copy(self, target: torch.Tensor, source: torch.Tensor, non_blocking: bool) -> torch.Tensor:
         late_target, late_source = (x.late if isinstance(x, LyingTensor) else x for x in (target, source))
         poisoned(late_target) if late_target is target else None
-        self.put(lambda: late_target.copy_(late_source))
+        self.stream.put(lambda: late_target.copy_(late_source))
         if not non_blocking:
-            self.wait(self.mark(), "download" if isinstance(source, LyingTensor) else "upload")
+            self.wait(self.stream, self.stream.mark(), "download" if isinstance(source, LyingTensor) else "upload")
         return target
 
 
@@ -184,12 +233,14 @@ class LyingEvent:
     """Takes the place of torch.Event."""
 
     def __init__(self, device: Any = None):
+        self._stream: LyingStream | None = None
         self._mark = 0
 
     def record(self) -> None:
         assert LyingDevice.current is not None
-        self._mark = LyingDevice.current.mark()
+        self._stream = LyingDevice.current.stream
+        self._mark = self._stream.mark()
 
     def synchronize(self) -> None:
-        assert LyingDevice.current is not None
-        LyingDevice.current.wait(self._mark, "event")
+        assert LyingDevice.current is not None and self._stream is not None
+        LyingDevice.current.wait(self._stream, self._mark, "event")

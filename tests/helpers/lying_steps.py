@@ -1,6 +1,7 @@
 """Runs steps on a lying device and on the CPU, over links to real R-nodes, and prints whether their tokens are equal.
 
-Arguments: the number of links, a wait to leave out ("event", "download" or "none"), model directories.
+Arguments: the exchange ("staged" or "bypass"), the number of links, a wait to leave out ("none", or one of those that
+lying_device.py and lying_driver.py name), model directories.
 """
 
 from __future__ import annotations
@@ -24,8 +25,6 @@ def texts() -> list[list[int]]:
 
 def generate(spart: Any, n_links: int, n_new: int = 6, chunk: int = 24) -> list[list[int]]:
     """Tokens of eight prompts in two interleaved mini-batches, prefilled in chunks; half of them are drawn."""
-    from spart_steps import interleaved
-
     from fastdecode.spart.batch import Chunk, SampleSpec, StepBatch
 
     prompts = texts()
@@ -51,21 +50,52 @@ def generate(spart: Any, n_links: int, n_new: int = 6, chunk: int = 24) -> list[
             if work:
                 groups.append([i for i, _ in work])
                 steps.append(spart.step(StepBatch(slot, [piece for _, piece in work])))
-        for group, output in zip(groups, interleaved(steps), strict=True):
+        for group, output in zip(groups, in_turn(steps), strict=True):
             for i, sampled in zip(group, output.sampled, strict=True):
                 if sampled is not None:
                     done[i].append(sampled.token)
     return done
 
 
-async def with_links(model: Any, n_links: int) -> list[list[int]]:
+def in_turn(steps: list[Any]) -> list[Any]:
+    """Run the steps of several slots in turn; their outputs. The last stream of the device runs first, once every step
+    waits."""
+    outputs: list[Any] = [None] * len(steps)
+    try:
+        while None in outputs:
+            for i, step in enumerate(steps):
+                if outputs[i] is None:
+                    try:
+                        pending = next(step)
+                    except StopIteration as end:
+                        outputs[i] = end.value
+            if LyingDevice.current is not None and isinstance(pending, int):
+                for stream in reversed(LyingDevice.current.streams[1:]):
+                    stream.synchronize()
+    finally:
+        for step in steps:
+            step.close()
+    return outputs
+
+
+def make_bypass(device: LyingDevice, left_out: str) -> Any:
+    from lying_driver import LyingDriver
+
+    from fastdecode.spart.exchange.bypass import Bypass
+    from fastdecode.spart.exchange.stream_rows import Kernels
+
+    driver: Any = LyingDriver(device, left_out)
+    return Bypass(Kernels.load(driver, b""), device.make_stream, most_rows=64)
+
+
+async def with_links(model: Any, n_links: int, bypass: Any = None) -> list[list[int]]:
     from spart_steps import linked
 
     from fastdecode.spart import SPart
 
     with tempfile.TemporaryDirectory() as folder:
         async with linked(model, Path(folder), n_links, max_rows=128) as links:
-            return generate(SPart(model, links), n_links)
+            return generate(SPart(model, links, bypass), n_links)
 
 
 def main() -> None:
@@ -73,18 +103,22 @@ def main() -> None:
     from fastdecode.spart import load_model
 
     torch.set_num_threads(1)
-    n_links, left_out, directories = int(sys.argv[1]), sys.argv[2], sys.argv[3:]
+    exchange, n_links, left_out, directories = sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4:]
     equal = []
     for directory in map(Path, directories):
         want = asyncio.run(with_links(load_model(directory, dtype="fp32"), n_links))
         with LyingDevice(left_out) as device:
             model = load_model(directory, device=NAME, dtype="fp32")
             loading = device.waits
+            bypass = make_bypass(device, left_out) if exchange == "bypass" else None
             try:
-                got = asyncio.run(with_links(model, n_links))
+                got = asyncio.run(with_links(model, n_links, bypass))
             except Exception as error:
+                if left_out == "none":
+                    raise
                 got = [[repr(error)]]
             assert device.waits > loading or left_out != "none"
+            assert (bypass is None or bypass._driver.waited > 0) or left_out != "none"
         equal.append(got == want)
     print(json.dumps(equal))
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import torch
 
-from fastdecode.spart.exchange.base import Exchange, LinkRows, SlotViews, link_rows
+from fastdecode.spart.exchange.base import Exchange, LinkRows, RowExchange, SlotViews, link_rows
 from fastdecode.spart.exchange.direct import Direct
 from fastdecode.spart.exchange.staged import Staged
 
-__all__ = ["Exchange", "LinkRows", "SlotViews", "link_rows", "make_exchange"]
+__all__ = ["Exchange", "LinkRows", "RowExchange", "SlotViews", "link_rows", "make_exchange"]
 
 
 def make_exchange(slot: int, rows: list[LinkRows], device: torch.device) -> Exchange:

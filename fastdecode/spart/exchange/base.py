@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -93,22 +93,17 @@ def link_rows(chunks: list[Chunk], views: dict[int, SlotViews]) -> list[LinkRows
     return result
 
 
-class Exchange(ABC):
-    """The tensors `q`, `kv` and `o` of one step, and the messages that carry them. Not thread-safe.
+class StepLinks:
+    """One step on all of its links, from the message that arms it to its end. Not thread-safe.
 
-    A link that fails takes no part in the rest of the step: its O rows are zeros, and `failures` says why. The step
-    goes on for the other links; its methods raise CallRefused or LinkDown only when no link is left.
+    A link that fails takes no part in the rest of the step, and `failures` says why. The step goes on for the other
+    links; the methods raise CallRefused or LinkDown only when no link is left.
     """
-
-    q: torch.Tensor
-    kv: torch.Tensor
-    o: torch.Tensor
 
     def __init__(self, slot: int, link_rows: list[LinkRows], host: Sequence[torch.Tensor] = ()):
         """`host` is the step's `q`, `kv` and `o` on the CPU, from which one C call a layer copies each link's rows to
-        its slot and back. Without it the rows of the only link are written and read in its slot."""
+        its slot and back. Without it somebody else writes and reads the rows in the slots."""
         self._link_rows = link_rows
-        self._armed = False  # the R-nodes have judged the step
         self.failures: dict[Link, TransportError] = {}
         self._group = StepGroup(slot, self._members(), *(x.view(torch.uint8).numpy() for x in host))
 
@@ -125,39 +120,14 @@ class Exchange(ABC):
             for rows in self._link_rows
         ]
 
-    @property
-    def pending(self) -> Pending:
-        """What `wait` waits for."""
-        return self._group
-
     def arm(self) -> None:
         """Publish the step to every link. Returns at once: the R-nodes plan it while the S-Part computes the first
         layer's rows."""
         self._check(self._group.arm())
 
-    def post(self, layer: int, timeout: float) -> None:
-        """Ask every link for a layer. `q` and `kv` must not be written before `wait`.
-
-        The first layer waits up to `timeout` seconds for the R-nodes' verdicts on the step.
-        """
-        if not self._armed:
-            self._check(self._group.wait(timeout, rows=False))
-            self._armed = True
-        self._send_rows()
-        self._check(self._group.ring(layer))
-
-    def wait(self, timeout: float) -> None:
-        """Block until every link has answered; then `o` is filled. `timeout` is in seconds."""
-        self._check(self._group.wait(timeout))
-        self._take_rows()
-
-    @abstractmethod
-    def _send_rows(self) -> None:
-        """Bring `q` and `kv` to the host, before a layer is asked for."""
-
-    @abstractmethod
-    def _take_rows(self) -> None:
-        """Bring the O rows from the host to `o`, after all links have answered."""
+    def judge(self, timeout: float) -> None:
+        """Wait up to `timeout` seconds for the R-nodes' verdicts on the step."""
+        self._check(self._group.wait(timeout, rows=False))
 
     def disarm(self) -> dict[Link, StepTimes]:
         """End the step. Returns its cost on each link."""
@@ -177,6 +147,56 @@ class Exchange(ABC):
             # the garbage collector runs.
             errors, self.failures = list(self.failures.values()), {}
             raise errors.pop(0)
+
+
+class RowExchange(Protocol):
+    """The tensors of a step's rows, and how the R-nodes are asked for a layer and waited for."""
+
+    q: torch.Tensor
+    kv: torch.Tensor
+    o: torch.Tensor
+
+    def post(self, layer: int, timeout: float) -> None: ...
+    def wait(self, timeout: float) -> None: ...
+
+
+class Exchange(StepLinks, ABC):
+    """A step whose layers the host rings, and the tensors `q`, `kv` and `o` of its rows. The O rows of a link that has
+    failed are zeros."""
+
+    q: torch.Tensor
+    kv: torch.Tensor
+    o: torch.Tensor
+    _judged = False
+
+    @property
+    def pending(self) -> Pending:
+        """What `wait` waits for."""
+        return self._group
+
+    def post(self, layer: int, timeout: float) -> None:
+        """Ask every link for a layer. `q` and `kv` must not be written before `wait`.
+
+        The first layer waits up to `timeout` seconds for the R-nodes' verdicts on the step.
+        """
+        if not self._judged:
+            self.judge(timeout)
+            self._judged = True
+        self._send_rows()
+        self._check(self._group.ring(layer))
+
+    def wait(self, timeout: float) -> None:
+        """Block until every link has answered; then `o` is filled. `timeout` is in seconds."""
+        self._check(self._group.wait(timeout))
+        self._take_rows()
+
+    @abstractmethod
+    def _send_rows(self) -> None:
+        """Bring `q` and `kv` to the host, before a layer is asked for."""
+
+    @abstractmethod
+    def _take_rows(self) -> None:
+        """Bring the O rows from the host to `o`, after all links have answered."""
 
 
 def buffers(

@@ -43,6 +43,7 @@ class HFSPart(SPart):
         from greenlet import greenlet
 
         rows = StepRows(self, batch)
+        rows.upload(self.model.device)
         exchange = make_exchange(batch.slot, rows.link_rows, self.model.device)
         forward = _Forward(self, rows, exchange, batch.layer_timeout)
         # Every resume comes from this generator, so the greenlet's parent is whichever frame resumes it.

@@ -1,0 +1,272 @@
+"""Bypass: decode steps as CUDA graphs, in which no thread of the host takes part between a step's start and its end.
+
+All layers of a step are captured once per mini-batch, set of R-nodes and size class. A graph packs the rows into the
+slots, rings the R-nodes, waits for their answers and unpacks the O rows by itself (stream_rows.py). The host arms the
+step, waits for the R-nodes' verdicts, uploads the step's table, starts the graph and, behind it in the same stream, the
+drawing of the tokens and their download. The stream then writes the mini-batch's completion word, for which the runner
+waits as for anything else.
+
+Each mini-batch has a stream of its own, and waits in it for R-nodes only, never for the other stream. In a stream, rows
+are published before anything is waited for. So streams that share a hardware queue cost time, and cannot deadlock. The
+proxy (transports/proxy.h) opens every gate of an R-node that dies or is late; then the step goes on for the others.
+
+Steps with prompts or LoRA adapters, and steps of more rows than are captured, take the staged exchange.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from fastdecode.spart.batch import StepBatch, StepOutput
+from fastdecode.spart.exchange.base import LinkRows, StepLinks
+from fastdecode.spart.exchange.driver import DriverError
+from fastdecode.spart.exchange.graph import Stream
+from fastdecode.spart.exchange.stream_rows import Gate, Kernels, MappedRegion, StreamRows, step_addresses
+from fastdecode.spart.exchange_kernels import RowAddresses
+from fastdecode.spart.step_table import StepTable
+from fastdecode.transports._native import Proxy
+from fastdecode.transports.base import Link, Pending
+
+if TYPE_CHECKING:
+    from fastdecode.spart.decoder import SPart, StepRows
+
+log = logging.getLogger(__name__)
+
+#: A mini-batch keeps this many graphs. The one that was used longest ago goes first.
+MOST_GRAPHS = 64
+_LINE = 64  # bytes between two completion words
+
+
+def size_class(n_rows: int) -> int:
+    """The rows of the graph that runs steps of `n_rows`: a power of two, or the middle between two of them."""
+    power = 1 << (n_rows - 1).bit_length()
+    return power * 3 // 4 if power >= 8 and n_rows <= power * 3 // 4 else power
+
+
+@dataclass(frozen=True, slots=True)
+class _Graph:
+    """A captured step. It writes the logits of its rows into those of its lane."""
+
+    replay: Callable[[], object]
+    inputs: torch.Tensor  # the table that the graph reads, as bytes
+    regions: tuple[MappedRegion, ...]  # whose addresses are in the graph
+
+
+class _Lane:
+    """One mini-batch's stream and graphs, and the tensors that these share."""
+
+    def __init__(self, stream: Stream, spart: SPart, most_rows: int):
+        self.stream = stream
+        self.graphs: OrderedDict[tuple[tuple[Link, ...], int], _Graph] = OrderedDict()
+        model, (q_size, kv_size) = spart.model, spart.row_sizes
+        with stream.current():
+            self.rows = [
+                torch.zeros(most_rows, n, dtype=model.dtype, device=model.device) for n in (q_size, kv_size, q_size)
+            ]
+            self.logits = torch.zeros(most_rows, model.config.vocab_size, dtype=torch.float32, device=model.device)
+
+
+class _DrivenLinks(StepLinks):
+    """A step whose layer words a device drives."""
+
+    def __init__(self, slot: int, link_rows: list[LinkRows], proxy: Proxy):
+        super().__init__(slot, link_rows)
+        self._slot, self._proxy = slot, proxy
+        self._driven: list[int] = []
+
+    def begin(self, timeout: float) -> tuple[Link, ...]:
+        """Hand the words over to the device, after the verdicts. Returns the links that take part."""
+        failed = []
+        for i, rows in enumerate(self._link_rows):
+            if rows.views.link in self.failures:
+                continue
+            try:
+                self._proxy.begin(rows.views.link.port, self._slot, timeout)
+            except ConnectionError as error:
+                failed.append((i, -1, str(error)))
+            else:
+                self._driven.append(i)
+        self._check(failed)
+        return tuple(self._link_rows[i].views.link for i in self._driven)
+
+    def end(self) -> None:
+        """Take the words back, after the device has passed its last gate."""
+        failed = []
+        while self._driven:
+            i = self._driven.pop()
+            try:
+                outcome = self._proxy.end(self._link_rows[i].views.link.port, self._slot)
+            except ConnectionError as error:
+                outcome = (-1, str(error))
+            if isinstance(outcome, tuple):
+                failed.append((i, *outcome))
+        self._check(failed)
+
+
+class Bypass:
+    """Runs the decode steps of an SPart. Used by one thread, that of the runner."""
+
+    def __init__(self, kernels: Kernels, make_stream: Callable[[], Stream], most_rows: int, proxy: Proxy | None = None):
+        """`make_stream` is called once a mini-batch. Steps of more rows than the size class of `most_rows` are not
+        taken. Raises DriverError."""
+        self._kernels, self._driver = kernels, kernels.driver
+        self._make_stream, self._most_rows = make_stream, size_class(most_rows)
+        self._proxy = proxy or Proxy()
+        page = np.frombuffer(self._proxy, np.uint8)
+        self._completions = self._driver.register(page.ctypes.data, page.nbytes)
+        self._lanes: dict[int, _Lane] = {}
+        self._regions: dict[Link, MappedRegion] = {}
+        self.fault = ""  # why steps are taken no more
+
+    def takes(self, spart: SPart, rows: StepRows, slot: int) -> bool:
+        """True if `step` can run these rows: they decode, are not too many, and there is a graph for them. If there is
+        none, it is captured, which takes long. After a capture that fails, nothing is taken any more."""
+        n = len(rows.table["tokens"])
+        if self.fault or rows.prompts or rows.scorer.n_rows or rows.uses_adapters or n > self._most_rows:
+            return False
+        self._driver.use_here()
+        self._forget_links(spart.links)
+        links = tuple(part.views.link for part in rows.link_rows)
+        try:
+            self._graph(spart, self._lane(spart, slot), slot, links, size_class(n))
+        except (DriverError, RuntimeError) as error:
+            self.fault = f"a step could not be captured: {error}"
+            log.warning("exchange: staged from now on; %s", self.fault)
+        return not self.fault
+
+    def step(
+        self, spart: SPart, rows: StepRows, batch: StepBatch, keep_logits: bool
+    ) -> Generator[Pending, None, StepOutput]:
+        """Run a step that `takes` has accepted; see SPart.step."""
+        lane = self._lanes[batch.slot]
+        size = size_class(len(rows.table["tokens"]))
+        links = _DrivenLinks(batch.slot, rows.link_rows, self._proxy)
+        try:
+            links.arm()
+            links.judge(batch.layer_timeout)
+            graph = self._graph(spart, lane, batch.slot, links.begin(batch.layer_timeout), size)
+            with lane.stream.current():
+                results = self._start(spart, rows, batch.slot, lane, graph, size)
+            while not self._proxy.done(batch.slot):
+                yield self._proxy.done_fd(batch.slot)
+                lane.stream.check()
+            links.end()
+        except BaseException:
+            with contextlib.suppress(Exception):  # of a device that has failed
+                lane.stream.synchronize()
+            with contextlib.suppress(Exception):
+                links.end()
+            links.settle(batch.layer_timeout)
+            raise
+        logits = lane.logits[: len(rows.sampled)]
+        with lane.stream.current():
+            sampled = rows.per_chunk(rows.sampler.read(results.numpy(), logits) if rows.sampled else [])
+            kept = logits.clone() if keep_logits else None
+        link_costs = links.disarm()
+        seconds = rows.elapsed()
+        # The device cannot tell how long it has waited. It waited no longer than the slowest R-node worked.
+        r_seconds = min(seconds, max((times.busy_ns for times in link_costs.values()), default=0) * 1e-9)
+        return StepOutput(
+            sampled=sampled,
+            s_seconds=seconds - r_seconds,
+            r_wait_seconds=r_seconds,
+            kv_bytes=sum(times.kv_bytes for times in link_costs.values()),
+            link_costs=link_costs,
+            failures=links.failures,
+            logits=kept,
+        )
+
+    def _start(self, spart: SPart, rows: StepRows, slot: int, lane: _Lane, graph: _Graph, size: int) -> torch.Tensor:
+        """Put the whole step into the lane's stream. Returns the tensor that will have the sampler's results."""
+        regions = [self._region(part.views.link) for part in rows.link_rows]
+        addresses = step_addresses(regions, slot, rows.link_rows)
+        rows.table.add("graph", _inputs(rows.table, addresses, size).packed())
+        rows.upload(spart.model.device)
+        graph.inputs.copy_(rows.uploaded["graph"])
+        self._proxy.expect(slot)
+        graph.replay()
+        results = torch.empty(0, dtype=torch.int32)
+        if rows.sampled:
+            drawn = rows.sampler.launch(lane.logits[: len(rows.sampled)], rows.uploaded)
+            results = torch.empty(drawn.shape, dtype=drawn.dtype, pin_memory=True)
+            results.copy_(drawn, non_blocking=True)
+        self._driver.write_word(lane.stream.handle, self._completions + _LINE * slot, 1)
+        return results
+
+    # -- graphs -------------------------------------------------------------------------------------------------
+
+    def _lane(self, spart: SPart, slot: int) -> _Lane:
+        if slot not in self._lanes:
+            self._lanes[slot] = _Lane(self._make_stream(), spart, self._most_rows)
+        return self._lanes[slot]
+
+    def _region(self, link: Link) -> MappedRegion:
+        if link not in self._regions:
+            self._regions[link] = MappedRegion(self._driver, link)
+        return self._regions[link]
+
+    def _forget_links(self, links: Sequence[Link]) -> None:
+        """Let go of the graphs and regions of links that were replaced. A step that still runs holds its graph."""
+        if self._regions.keys() <= set(links):
+            return
+        self._regions = {link: region for link, region in self._regions.items() if link in links}
+        for lane in self._lanes.values():
+            for key in [key for key in lane.graphs if not set(key[0]) <= self._regions.keys()]:
+                del lane.graphs[key]
+
+    def _graph(self, spart: SPart, lane: _Lane, slot: int, links: tuple[Link, ...], size: int) -> _Graph:
+        """The graph of a mini-batch for these links; it is captured now if there is none."""
+        graph = lane.graphs.get((links, size))
+        if graph is None:
+            while len(lane.graphs) >= MOST_GRAPHS:
+                lane.graphs.popitem(last=False)
+            regions = tuple(self._region(link) for link in links)
+            graph = lane.graphs[links, size] = self._capture(spart, lane, slot, regions, size)
+        lane.graphs.move_to_end((links, size))
+        return graph
+
+    def _capture(self, spart: SPart, lane: _Lane, slot: int, regions: tuple[MappedRegion, ...], size: int) -> _Graph:
+        table = _inputs(None, None, size)
+        with lane.stream.current():
+            inputs = torch.zeros(table.packed().nbytes, dtype=torch.uint8, device=spart.model.device)
+            parts = table.parts(inputs)
+        tables = {name: parts[name] for name in ("q", "kv", "o", "counts")}
+        q, kv, o = (x[:size] for x in lane.rows)
+
+        def work(gates: Sequence[Gate]) -> None:
+            rows = StreamRows(self._kernels, lane.stream.handle, gates, (q, kv, o), tables)
+            lane.logits[:size].copy_(spart.whole_step(parts, rows))
+
+        # Run once, because that loads kernels and allocates workspaces, which a capture must not do. No row is moved,
+        # as the counts are 0, and no R-node is asked or waited for.
+        with lane.stream.current():
+            work(())
+        gates = [region.gate(slot) for region in regions]
+        replay, _ = lane.stream.capture(lambda: work(gates))
+        return _Graph(replay, inputs, regions)
+
+
+def _inputs(step: StepTable | None, addresses: RowAddresses | None, size: int) -> StepTable:
+    """The table that a graph of `size` rows reads: a step's rows, then rows of token 0 whose results nobody reads."""
+    table = StepTable()
+    for name in ("tokens", "positions", "last rows"):
+        table.add(name, _padded(None if step is None else step[name], np.int64, size))
+    for name in ("q", "kv", "o"):
+        table.add(name, _padded(None if addresses is None else getattr(addresses, name).view(np.int64), np.int64, size))
+    table.add("counts", _padded(None if addresses is None else addresses.counts.view(np.int32), np.int32, 2))
+    return table
+
+
+def _padded(values: np.ndarray | None, dtype: type[np.generic], size: int) -> np.ndarray:
+    padded = np.zeros(size, dtype)
+    if values is not None:
+        padded[: len(values)] = values
+    return padded

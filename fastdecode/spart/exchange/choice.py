@@ -1,0 +1,132 @@
+"""Which exchange the S-Part takes, and why it is not the bypass. Nothing is opened on a CPU."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import resource
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from fastdecode.spart.exchange.bypass import Bypass
+from fastdecode.spart.exchange.driver import Driver, DriverError
+from fastdecode.spart.exchange.graph import GraphStream
+from fastdecode.spart.exchange.stream_rows import Kernels
+from fastdecode.spart.exchange_kernels.compiler import CompileError, compile_kernels
+from fastdecode.transports._native import Proxy
+
+EXCHANGES = ("auto", "staged", "bypass")
+#: Device attributes that the bypass needs, and what they stand for.
+_NEEDED = {
+    "CAN_USE_64_BIT_STREAM_MEM_OPS": "lets no stream write and wait for words of memory",
+    "CAN_MAP_HOST_MEMORY": "cannot map the host's memory",
+    "HOST_REGISTER_SUPPORTED": "cannot register memory of the host",
+}
+_TRIAL_S = 5.0
+_LINE = 16  # words
+
+
+class BypassImpossible(Exception):
+    """The bypass was asked for and cannot be used; the message is a sentence for the user."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The exchange of an S-Part."""
+
+    name: str  # "direct", "staged" or "bypass"
+    why: str = ""  # why a device other than a CPU has no bypass
+    bypass: Bypass | None = None
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.why})" if self.why else self.name
+
+
+def choose_exchange(
+    wanted: str, device: torch.device, native: bool, mini_batches: int, most_rows: int, spin_us: int
+) -> Choice:
+    """The exchange for `wanted`, one of EXCHANGES. `native`: the native decoder runs the model.
+
+    Steps of up to `most_rows` rows are run by the bypass, whose proxy spins for `spin_us` microseconds. Raises
+    BypassImpossible if "bypass" is wanted and cannot be used; "auto" takes the staged exchange then.
+    """
+    if device.type == "cpu":
+        if wanted != "auto":
+            raise BypassImpossible(f"the exchange {wanted!r} is for GPUs, and the S-Part runs on the CPU")
+        return Choice("direct")
+    if wanted == "staged":
+        return Choice("staged", "it was asked for")
+    try:
+        if not native:
+            raise BypassImpossible("models of the transformers backend cannot be captured in a graph")
+        if device.type != "cuda":
+            raise BypassImpossible(f"the bypass needs CUDA, and the S-Part runs on {device.type}")
+        return Choice("bypass", bypass=open_bypass(device, mini_batches, most_rows, spin_us))
+    except (BypassImpossible, DriverError, CompileError) as error:
+        if wanted == "bypass":
+            raise BypassImpossible(f"the exchange 'bypass' cannot be used: {error}") from None
+        return Choice("staged", str(error))
+
+
+def open_bypass(device: torch.device, mini_batches: int, most_rows: int, spin_us: int) -> Bypass:
+    """A bypass on a CUDA device, once a stream has shown that it works. Raises BypassImpossible, DriverError,
+    CompileError."""
+    driver = Driver(device.index or 0)
+    if fault := device_fault(driver) or environment_fault(os.environ, mini_batches):
+        raise BypassImpossible(fault)
+    stream = GraphStream(device)
+    try_words(driver, stream.handle)
+    kernels = Kernels.load(driver, compile_kernels(driver.architecture))
+    return Bypass(kernels, lambda: GraphStream(device), most_rows, Proxy(spin_us))
+
+
+def device_fault(driver: Driver) -> str | None:
+    """What the device lacks, as a sentence."""
+    for attribute, fault in _NEEDED.items():
+        if not driver.attribute(attribute):
+            return f"the GPU or its driver {fault} (CU_DEVICE_ATTRIBUTE_{attribute} is 0)"
+    return None
+
+
+def environment_fault(environment: Mapping[str, str], mini_batches: int) -> str | None:
+    """A variable with which a stream that waits could hold up others, as a sentence."""
+    queues = environment.get("CUDA_DEVICE_MAX_CONNECTIONS")
+    least = mini_batches + 1  # a stream each, and the one that computes prompts
+    if queues is not None and not (queues.isdecimal() and int(queues) >= least):
+        return f"CUDA_DEVICE_MAX_CONNECTIONS is {queues}: {mini_batches} mini-batches need {least} or more"
+    loading = environment.get("CUDA_MODULE_LOADING")
+    if loading != "EAGER":
+        return f"CUDA_MODULE_LOADING is {loading or 'not set'}: kernels must be loaded before a stream waits (EAGER)"
+    return None
+
+
+def try_words(driver: Driver, stream: int) -> None:
+    """Let a stream wait for a word that the host stores, and then store one itself. Raises DriverError."""
+    memory = mmap.mmap(-1, mmap.PAGESIZE)
+    words = np.frombuffer(memory, np.uint32)
+    address = words.ctypes.data
+    try:
+        mapped = driver.register(address, words.nbytes)
+    except DriverError as error:
+        limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+        locked = "unlimited" if limit == resource.RLIM_INFINITY else f"{limit >> 10} KiB"
+        raise DriverError(f"{error}; the limit of locked memory (ulimit -l) is {locked}") from None
+    try:
+        driver.wait_word(stream, mapped, 1)
+        driver.write_word(stream, mapped + _LINE * words.itemsize, 7)
+        time.sleep(0.001)
+        early = words[_LINE] != 0
+        words[0] = 1
+        deadline = time.monotonic() + _TRIAL_S
+        while words[_LINE] != 7:
+            if time.monotonic() > deadline:
+                raise DriverError(f"a stream has not passed an open gate within {_TRIAL_S:.0f} s")
+            time.sleep(0.0001)
+        if early:
+            raise DriverError("a stream has passed a closed gate")
+    finally:
+        driver.unregister(address)

@@ -1,0 +1,100 @@
+"""Driver: the functions of the CUDA driver that torch has not, by cuda-bindings. Only this module calls the driver.
+
+A stream writes a word of host memory once everything before it in the stream is done, and waits until a word is large
+enough ("stream memory operations"). Host memory must be registered for that, and has another address on the device.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+_NOT_INSTALLED = "cuda-bindings is not installed: pip install 'fastdecode[cuda]'"
+
+
+class DriverError(Exception):
+    """The driver is missing, or has refused a call; the message is a sentence for the log."""
+
+
+class Driver:
+    """The CUDA driver, and a device's primary context, which torch uses too. Streams are given by their handles."""
+
+    def __init__(self, device: int = 0):
+        """Makes the context current on this thread. Raises DriverError."""
+        try:
+            from cuda.bindings import driver
+        except ImportError:
+            raise DriverError(_NOT_INSTALLED) from None
+        self._cuda: Any = driver
+        self._call("cuInit", 0)
+        self._device = self._call("cuDeviceGet", device)
+        self._context = self._call("cuDevicePrimaryCtxRetain", self._device)
+        self.use_here()
+
+    def _call(self, name: str, *arguments: Any) -> Any:
+        try:
+            code, *results = getattr(self._cuda, name)(*arguments)
+        except RuntimeError as error:  # no library
+            raise DriverError(str(error)) from None
+        if int(code):
+            raise DriverError(f"{name}: {code.name}")
+        return results[0] if results else None
+
+    def use_here(self) -> None:
+        """Make the context current on this thread."""
+        self._call("cuCtxSetCurrent", self._context)
+
+    def attribute(self, name: str) -> int:
+        """A number that says what the device can do; `name` is CU_DEVICE_ATTRIBUTE_... without that prefix."""
+        number = getattr(self._cuda.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
+        return int(self._call("cuDeviceGetAttribute", number, self._device))
+
+    @property
+    def architecture(self) -> str:
+        """The device's architecture as compilers call it, such as "sm_89"."""
+        return f"sm_{self.attribute('COMPUTE_CAPABILITY_MAJOR')}{self.attribute('COMPUTE_CAPABILITY_MINOR')}"
+
+    # -- host memory ----------------------------------------------------------------------------------------------
+
+    def register(self, address: int, n_bytes: int) -> int:
+        """Pin host memory and map it into the device. Returns its address there. Not while a stream is captured."""
+        flags = self._cuda.CU_MEMHOSTREGISTER_PORTABLE | self._cuda.CU_MEMHOSTREGISTER_DEVICEMAP
+        self._call("cuMemHostRegister", address, n_bytes, flags)
+        return int(self._call("cuMemHostGetDevicePointer", address, 0))
+
+    def unregister(self, address: int) -> None:
+        """Undo `register`. No operation on the memory may be under way. May be called on any thread."""
+        self.use_here()
+        self._call("cuMemHostUnregister", address)
+
+    # -- operations of a stream -----------------------------------------------------------------------------------
+
+    def write_word(self, stream: int, address: int, value: int) -> None:
+        """Store a 32-bit word. Whoever reads it sees what the stream has written before."""
+        flags = self._cuda.CUstreamWriteValue_flags.CU_STREAM_WRITE_VALUE_DEFAULT
+        self._call("cuStreamWriteValue32", stream, address, value, int(flags))
+
+    def wait_word(self, stream: int, address: int, value: int) -> None:
+        """Hold the stream until the 32-bit word is `value` or up to 2^31 - 1 more."""
+        flags = self._cuda.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ
+        self._call("cuStreamWaitValue32", stream, address, value, int(flags))
+
+    def load_kernels(self, image: bytes, names: Sequence[str]) -> list[Any]:
+        """The functions `names` of a compiled source."""
+        module = self._call("cuModuleLoadData", image)
+        return [self._call("cuModuleGetFunction", module, name.encode()) for name in names]
+
+    def launch(
+        self,
+        kernel: Any,
+        grid: tuple[int, int],
+        threads: int,
+        stream: int,
+        pointers: Sequence[int],
+        numbers: Sequence[int],
+    ) -> None:
+        """Launch a kernel whose arguments are pointers, and then unsigned 32-bit numbers."""
+        kinds = (ctypes.c_void_p,) * len(pointers) + (ctypes.c_uint,) * len(numbers)
+        packed = ((*pointers, *numbers), kinds)
+        self._call("cuLaunchKernel", kernel, *grid, 1, threads, 1, 1, 0, stream, packed, 0)

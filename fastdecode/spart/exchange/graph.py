@@ -1,0 +1,56 @@
+"""GraphStream: a CUDA stream of torch, and the graphs that are captured on it. Only this module knows torch.cuda."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Protocol, TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+
+class Stream(Protocol):
+    """A stream of operations on a device, beside the one on which torch computes otherwise."""
+
+    handle: int  # for the driver
+
+    def current(self) -> AbstractContextManager[object]:
+        """Within it, torch's operations go into this stream."""
+
+    def capture(self, work: Callable[[], T]) -> tuple[Callable[[], object], T]:
+        """Record what `work` puts into the stream, without running it. Returns a function that runs the record, and
+        what `work` has returned: tensors that hold their values after each run."""
+
+    def check(self) -> None:
+        """Raise RuntimeError if an operation has failed."""
+
+    def synchronize(self) -> None:
+        """Wait until all operations have run."""
+
+
+class GraphStream:
+    """A Stream on a CUDA device. Its graphs share their memory, so one of them runs at a time."""
+
+    def __init__(self, device: torch.device):
+        self._stream = torch.cuda.Stream(device)
+        self._stream.wait_stream(torch.cuda.current_stream(device))  # which has loaded the weights
+        self._pool = torch.cuda.graph_pool_handle()
+        self.handle: int = self._stream.cuda_stream
+
+    def current(self) -> AbstractContextManager[object]:
+        return torch.cuda.stream(self._stream)
+
+    def capture(self, work: Callable[[], T]) -> tuple[Callable[[], object], T]:
+        graph = torch.cuda.CUDAGraph()
+        # Other threads may call the driver meanwhile.
+        with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
+            result = work()
+        return graph.replay, result
+
+    def check(self) -> None:
+        self._stream.query()
+
+    def synchronize(self) -> None:
+        self._stream.synchronize()

@@ -1,0 +1,47 @@
+"""Compiles the kernels for a GPU by NVRTC, NVIDIA's run-time compiler, which CUDA builds of torch bring along."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastdecode.spart.exchange_kernels import ROW_THREADS, SOURCE
+
+
+class CompileError(Exception):
+    """NVRTC is missing or has refused the source; the message is NVRTC's."""
+
+
+def compile_kernels(architecture: str) -> bytes:
+    """The kernels of rows.cu as a cubin for an architecture such as "sm_89". Raises CompileError."""
+    try:
+        from cuda.bindings import nvrtc
+    except ImportError:
+        raise CompileError("cuda-bindings is not installed: pip install 'fastdecode[cuda]'") from None
+
+    def call(name: str, *arguments: Any) -> Any:
+        try:
+            code, *results = getattr(nvrtc, name)(*arguments)
+        except RuntimeError as error:  # no library
+            raise CompileError(str(error)) from None
+        if int(code):
+            raise CompileError(f"{name}: {code.name}{_log(nvrtc, program)}")
+        return results[0] if results else None
+
+    program: Any = None
+    program = call("nvrtcCreateProgram", SOURCE.read_bytes(), SOURCE.name.encode(), 0, [], [])
+    options = [f"--gpu-architecture={architecture}".encode(), f"-DFD_ROW_THREADS={ROW_THREADS}".encode()]
+    call("nvrtcCompileProgram", program, len(options), options)
+    cubin: bytes = b"\0" * call("nvrtcGetCUBINSize", program)
+    call("nvrtcGetCUBIN", program, cubin)
+    call("nvrtcDestroyProgram", program)
+    return cubin
+
+
+def _log(nvrtc: Any, program: Any) -> str:
+    """What the compiler has to say about a program, on a line of its own."""
+    if program is None:
+        return ""
+    _, size = nvrtc.nvrtcGetProgramLogSize(program)
+    log: bytes = b" " * size
+    nvrtc.nvrtcGetProgramLog(program, log)
+    return "\n" + log.decode(errors="replace").rstrip("\0 ")

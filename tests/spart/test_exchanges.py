@@ -1,0 +1,51 @@
+"""The exchanges of a device, on one that computes as late as it may (tests/helpers/lying_device.py, lying_driver.py).
+
+Staged: rows copied in pinned memory. Bypass: whole steps captured and replayed, in which the stream itself rings the
+R-nodes and waits for them. The tokens of steps over real links are those of the same steps on the CPU, and each wait is
+needed: without it they are not. The device belongs to the whole process, so the tests run in a process of their own.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from checkpoints import make_checkpoint
+
+SCRIPT = Path(__file__).parents[1] / "helpers" / "lying_steps.py"
+
+
+#: Of the seven families: grouped queries, a sliding window, a QK norm, learned positions.
+MODELS = ("llama-gqa", "mistral", "qwen3", "opt")
+
+
+def run(*arguments: str) -> list[bool]:
+    command = [sys.executable, "-W", "ignore", str(SCRIPT), *arguments]
+    process = subprocess.run(command, capture_output=True, text=True, timeout=110)
+    assert process.returncode == 0, process.stderr
+    return json.loads(process.stdout)
+
+
+@pytest.mark.parametrize("exchange", ["staged", "bypass"])
+@pytest.mark.parametrize(("n_links", "models"), [(1, MODELS[:1]), (2, MODELS)], ids=["one link", "two links"])
+def test_tokens_are_those_of_the_cpu(exchange, n_links, models):
+    """Two mini-batches; prompts in chunks beside decoding rows; greedy and drawn tokens."""
+    paths = (str(make_checkpoint(model)) for model in models)
+    assert run(exchange, str(n_links), "none", *paths) == [True] * len(models)
+
+
+@pytest.mark.parametrize(
+    ("exchange", "wait"),
+    [
+        ("staged", "event"),
+        ("staged", "download"),
+        ("bypass", "gate"),  # of the stream for an R-node
+        ("bypass", "completion"),  # of the host for the end of a step
+        ("bypass", "weights"),  # of a mini-batch's stream for the one that has loaded the weights
+    ],
+)
+def test_without_a_wait_they_are_not(exchange, wait):
+    assert run(exchange, "1", wait, str(make_checkpoint("llama-gqa"))) == [False]
