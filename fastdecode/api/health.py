@@ -30,6 +30,7 @@ def health(engine: Status, *, closing: bool, stalled_after: float) -> tuple[int,
         "running": stats.running,
         "waiting": stats.waiting,
         "kv_cache_usage": stats.kv_usage,
+        "exchange": stats.exchange,
         "isa": sorted({node.isa for node in stats.nodes if node.alive}),
         "nodes": [
             {

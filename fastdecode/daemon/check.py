@@ -27,6 +27,7 @@ def report(config: NodeConfig) -> str:
         ("huge pages", _huge_pages()),
         ("memlock", _memlock()),
         ("GPU", _gpu()),
+        *([("exchange", _exchange(config))] if config.role == "s" else []),
         ("RDMA", rdma_report.report()),
     ]
     if path := config.model_path():
@@ -61,6 +62,14 @@ def _huge_pages() -> str:
 def _memlock() -> str:
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return "unlimited" if soft == resource.RLIM_INFINITY else format_bytes(soft)
+
+
+def _exchange(config: NodeConfig) -> str:
+    from fastdecode.daemon.gpu import node_exchange
+    from fastdecode.spart import choose_device
+
+    backend = "transformers" if config.backend == "transformers" else "native"
+    return str(node_exchange(config, choose_device(config.device), backend, config.mini_batches or 2))
 
 
 def _gpu() -> str:

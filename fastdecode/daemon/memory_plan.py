@@ -11,7 +11,8 @@ import torch
 from fastdecode.daemon.config import ConfigError, NodeConfig, format_bytes
 from fastdecode.daemon.machine import available_memory
 from fastdecode.engine.ledger import pages_for
-from fastdecode.spart.memory import staged_token_bytes, step_bytes
+from fastdecode.spart.exchange.bypass import size_class
+from fastdecode.spart.memory import graph_bytes, staged_token_bytes, step_bytes
 from fastdecode.spart.served import ServedModel
 
 if TYPE_CHECKING:
@@ -25,8 +26,11 @@ _STAGING_PART = 8
 KERNEL_BYTES = 512 << 20
 
 
-def staged_tokens(config: NodeConfig, model: ServedModel, device: torch.device, mini_batches: int) -> int:
+def staged_tokens(
+    config: NodeConfig, model: ServedModel, device: torch.device, mini_batches: int, captures: bool
+) -> int:
     """Tokens of unfinished prompts whose K and V may be staged on the device. The weights must have been loaded.
+    `captures`: decode steps are captured in graphs, which keep memory of their own.
 
     Raises ConfigError if the steps of all mini-batches do not fit beside the weights.
     """
@@ -34,7 +38,10 @@ def staged_tokens(config: NodeConfig, model: ServedModel, device: torch.device, 
         memory = config.staging_memory
         return (available_memory() // _STAGING_PART if memory is None else memory) // staged_token_bytes(model)
     free, total = torch.cuda.mem_get_info(device)
-    steps = mini_batches * step_bytes(model, config.max_batch_tokens, config.max_batch_size)
+    step = step_bytes(model, config.max_batch_tokens, config.max_batch_size)
+    if captures:
+        step += graph_bytes(model, size_class(config.max_batch_size))
+    steps = mini_batches * step
     memory = gpu_staging(total, free, config.gpu_memory_utilization, steps, config.staging_memory)
     log.info(
         "GPU memory: %s of %s in use, %s for steps, %s for kernels, %s for unfinished prompts",

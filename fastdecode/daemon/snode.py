@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
+import os
 import socket
 import sys
 from typing import TYPE_CHECKING
@@ -19,6 +20,7 @@ from fastdecode.daemon.api_processes import ApiProcesses
 from fastdecode.daemon.check_model import check_fits
 from fastdecode.daemon.config import ConfigError, NodeConfig, format_bytes
 from fastdecode.daemon.embedded import EmbeddedRNode, Split, split_machine
+from fastdecode.daemon.gpu import node_exchange
 from fastdecode.daemon.memory_plan import capacity, staged_tokens
 from fastdecode.daemon.rnode_links import RNodeLinks, first_lease
 from fastdecode.daemon.serving import ApiSettings
@@ -29,6 +31,7 @@ from fastdecode.region.contract import MAX_SEQS
 from fastdecode.service.local import LocalEngine
 from fastdecode.spart import Model, ModelConfig, choose_device, choose_dtype
 from fastdecode.spart.backend import Backend, choose_backend
+from fastdecode.spart.exchange.choice import Choice
 from fastdecode.spart.lora.files import read_adapter
 from fastdecode.text.tokenizer import Tokenizer
 
@@ -51,6 +54,9 @@ def run_s_node(config: NodeConfig) -> None:
     """
     path = config.model_path() or model_dir()
     secret = config.read_secret()
+    if config.device != "cpu" and config.exchange != "staged":
+        # Before CUDA starts: a kernel that is loaded late waits for streams that wait for R-nodes.
+        os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
     device = choose_device(config.device)
     backend = choose_backend(config.backend, path)
     adapters = [read_adapter(name, directory) for name, directory in config.lora]
@@ -76,7 +82,9 @@ def run_s_node(config: NodeConfig) -> None:
         "weights as stored" if config.weights == "auto" else f"{config.weights} weights",
         str(dtype).removeprefix("torch."),
     )
-    uvloop.run(_serve(config, settings, backend, model, api_processes or sockets, split, secret))
+    exchange = node_exchange(config, device, backend.name, split.mini_batches)
+    log.info("exchange: %s", exchange)
+    uvloop.run(_serve(config, settings, backend, model, exchange, api_processes or sockets, split, secret))
 
 
 def _check_vocabulary(tokenizer: Tokenizer, model: ModelConfig | HFConfig) -> None:
@@ -96,13 +104,14 @@ async def _serve(
     settings: ApiSettings,
     backend: Backend,
     model: Model | HFModel,
+    exchange: Choice,
     api: ApiProcesses | list[socket.socket],
     split: Split,
     secret: bytes | None,
 ) -> None:
     """Run the engine, and the API in its processes, or in this one on bound sockets."""
     shutdown = asyncio.create_task(wait_for_shutdown())
-    staged = staged_tokens(config, model, model.device, split.mini_batches)
+    staged = staged_tokens(config, model, model.device, split.mini_batches, exchange.bypass is not None)
     hello = model.hello(
         n_slots=split.mini_batches,
         max_rows=config.max_batch_tokens,
@@ -135,7 +144,7 @@ async def _serve(
         links = opening.result()
         log.info("%s", capacity(model.weight_bytes, model.device, links, length))
         engine = Engine(
-            backend.make_spart(model, links),
+            backend.make_spart(model, links, exchange),
             links,
             max_model_len=config.max_model_len,
             mini_batches=split.mini_batches,

@@ -471,6 +471,7 @@ class Engine:
             waiting=len(self.scheduler.waiting),
             kv_usage=sum(n.pages_used for n in nodes) / max(1, sum(n.obtainable for n in nodes)),
             nodes=[self._node_stats(node) for node in self.cluster.nodes],
+            exchange=str(self.spart.exchange),
             totals=self.totals,
             expert_load=self.spart.expert_load,
         )

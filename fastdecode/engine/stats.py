@@ -74,6 +74,7 @@ class EngineStats:
     waiting: int
     kv_usage: float  # pages used / pages that the leases of all live R-nodes could have, 0..1
     nodes: list[NodeStats] = field(default_factory=list)
+    exchange: str = ""  # how rows pass between the S-Part and the R-nodes, and why not in a faster way
     totals: Totals = field(default_factory=lambda: Totals())
     #: Rows that each expert has had, by the layer; empty for models without experts.
     expert_load: dict[int, list[int]] = field(default_factory=dict)

@@ -19,7 +19,7 @@
     decoder      SPart: one step of one mini-batch, a generator that yields while the R-nodes attend
     timeline     when the S-Part computed and waited, for the page of the cluster
     exchange     the ways of a step's Q, K, V and O rows to the slots of its links and back
-    exchange_kernels   CUDA kernels that will do the same; nothing launches them yet
+    exchange_kernels   CUDA kernels with which a stream does it
     prompt       attention of prompts, which the S-node computes
     attention    attention by torch's fused kernels, in parts that can be merged
     memory       what a step takes of the device's memory

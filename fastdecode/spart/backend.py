@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import torch
 
     from fastdecode.spart.decoder import SPart
+    from fastdecode.spart.exchange.choice import Choice
     from fastdecode.spart.hf.config import HFConfig
     from fastdecode.spart.hf.model import HFModel
     from fastdecode.spart.lora.files import Adapter
@@ -60,19 +61,19 @@ class Backend:
 
         return hf_linears(self.directory)
 
-    def make_spart(self, model: Model | HFModel, links: list[Link]) -> SPart:
-        """The S-Part of a model that `load` returned."""
+    def make_spart(self, model: Model | HFModel, links: list[Link], exchange: Choice | None = None) -> SPart:
+        """The S-Part of a model that `load` returned; see SPart."""
         if self.name == "native":
             from fastdecode.spart.decoder import SPart
             from fastdecode.spart.weights import Model
 
             assert isinstance(model, Model), "the model is not one that `load` returned"
-            return SPart(model, links)
+            return SPart(model, links, exchange)
         from fastdecode.spart.hf.decoder import HFSPart
         from fastdecode.spart.hf.model import HFModel
 
         assert isinstance(model, HFModel), "the model is not one that `load` returned"
-        return HFSPart(model, links)
+        return HFSPart(model, links, exchange)
 
 
 def choose_backend(name: str, directory: str | Path) -> Backend:

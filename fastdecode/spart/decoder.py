@@ -15,7 +15,6 @@ from __future__ import annotations
 import time
 from collections.abc import Generator, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -23,6 +22,7 @@ import torch
 from fastdecode.spart.batch import Sampled, SampleSpec, StepBatch, StepOutput
 from fastdecode.spart.config import ModelConfig
 from fastdecode.spart.exchange import Exchange, RowExchange, SlotViews, link_rows, make_exchange
+from fastdecode.spart.exchange.choice import Choice
 from fastdecode.spart.experts import Mixture
 from fastdecode.spart.layers import make_activation, make_norm, norm_heads
 from fastdecode.spart.lora.adapters import AdapterRows, adapted_product
@@ -35,9 +35,6 @@ from fastdecode.spart.timeline import StepClock, Timeline
 from fastdecode.spart.weights import MLP, Layer, Model
 from fastdecode.transports.base import Link, Pending
 
-if TYPE_CHECKING:
-    from fastdecode.spart.exchange.bypass import Bypass
-
 
 class SPart:
     """A model and the links to the R-nodes that hold its KV-cache.
@@ -45,10 +42,11 @@ class SPart:
     Steps of different slots may be interleaved; they must not run at the same time in several threads.
     """
 
-    def __init__(self, model: Model, links: list[Link], bypass: Bypass | None = None):
-        """`links` is used as it is, not copied: the caller may append or replace a link between steps. `bypass` runs
-        the steps that decode, where the device can."""
-        self.model, self.links, self.bypass = model, links, bypass
+    def __init__(self, model: Model, links: list[Link], exchange: Choice | None = None):
+        """`links` is used as it is, not copied: the caller may append or replace a link between steps. Without an
+        `exchange`, it is the one that always works on the model's device."""
+        self.model, self.links = model, links
+        self.exchange = exchange or Choice.plain(model.device)
         self._config, self._weights = model.config, model.weights
         self.timeline = Timeline()
         self._views: dict[tuple[int, int], SlotViews] = {}
@@ -68,8 +66,9 @@ class SPart:
         the generator was closed, no call is in progress in the slot on any link.
         """
         rows = StepRows(self, batch)
-        if self.bypass is not None and self.bypass.takes(self, rows, batch.slot):
-            return (yield from self.bypass.step(self, rows, batch, keep_logits))
+        bypass = self.exchange.bypass
+        if bypass is not None and bypass.takes(self, rows, batch.slot):
+            return (yield from bypass.step(self, rows, batch, keep_logits))
         rows.upload(self.model.device)
         exchange = make_exchange(batch.slot, rows.link_rows, self.model.device)
         clock = StepClock(self.timeline, batch.slot, rows.started)

@@ -22,6 +22,14 @@ def step_bytes(model: ServedModel, rows: int, sampled: int) -> int:
     return _kept_bytes(model, rows) + max(_layer_bytes(model, rows), _sampling_bytes(model, sampled))
 
 
+def graph_bytes(model: ServedModel, rows: int) -> int:
+    """What the captured decode steps of one mini-batch keep (exchange/bypass.py), in bytes: the tensors of a step of
+    `rows` rows, in memory that the graphs share, and the Q, KV, O rows and logits that they have in common."""
+    q, kv = _row_sizes(model)
+    own = model.dtype.itemsize * (2 * q + kv) + torch.float32.itemsize * model.shape.vocab_size
+    return step_bytes(model, rows, rows) + rows * own
+
+
 def staged_token_bytes(model: ServedModel) -> int:
     """Bytes that the K and V of one token of a staged prompt take."""
     shape = model.shape

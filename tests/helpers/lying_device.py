@@ -107,8 +107,7 @@ class LyingDevice(TorchDispatchMode):
     current: LyingDevice | None = None
 
     def __init__(self, left_out: str = "none") -> None:
-        """`left_out` is a kind of wait that does nothing, "event", "download" or "weights", to show that it is
-        needed."""
+        """`left_out` is a kind of wait that does nothing, "event" or "download", to show that it is needed."""
         super().__init__()
         self._left_out = left_out
         self.stream = LyingStream(self)
@@ -128,8 +127,7 @@ class LyingDevice(TorchDispatchMode):
 
     def make_stream(self) -> LyingStream:
         """A new stream, which begins after all that the first one has been given."""
-        if self._left_out != "weights":
-            self.streams[0].synchronize()
+        self.streams[0].synchronize()
         self.streams.append(LyingStream(self, len(self.streams)))
         return self.streams[-1]
 

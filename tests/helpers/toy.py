@@ -151,7 +151,7 @@ class ToySPart:
     """`steps` counts the steps begun. Clear `gate` to hold every step between its post and its reply."""
 
     def __init__(self, links, *, max_positions=4096, eos=frozenset()):
-        self.links, self.adapters, self.expert_load = list(links), (), {}
+        self.links, self.adapters, self.expert_load, self.exchange = list(links), (), {}, "direct"
         self.config = SimpleNamespace(max_positions=max_positions, eos_token_ids=eos, vocab_size=VOCAB, windows=(0, 0))
         self.staged: dict[tuple[int, int, int], int] = {}  # handle -> tokens of an unfinished prompt
         self.gate = threading.Event()

@@ -19,7 +19,6 @@ from fastdecode.spart.exchange.stream_rows import Kernels
 from fastdecode.spart.exchange_kernels.compiler import CompileError, compile_kernels
 from fastdecode.transports._native import Proxy
 
-EXCHANGES = ("auto", "staged", "bypass")
 #: Device attributes that the bypass needs, and what they stand for.
 _NEEDED = {
     "CAN_USE_64_BIT_STREAM_MEM_OPS": "lets no stream write and wait for words of memory",
@@ -43,13 +42,20 @@ class Choice:
     bypass: Bypass | None = None
 
     def __str__(self) -> str:
+        if self.bypass is not None and self.bypass.fault:
+            return f"staged ({self.bypass.fault})"
         return f"{self.name} ({self.why})" if self.why else self.name
+
+    @classmethod
+    def plain(cls, device: torch.device) -> Choice:
+        """The exchange that always works on a device."""
+        return cls("direct" if device.type == "cpu" else "staged")
 
 
 def choose_exchange(
     wanted: str, device: torch.device, native: bool, mini_batches: int, most_rows: int, spin_us: int
 ) -> Choice:
-    """The exchange for `wanted`, one of EXCHANGES. `native`: the native decoder runs the model.
+    """The exchange for `wanted`: "auto", "staged" or "bypass". `native`: the native decoder runs the model.
 
     Steps of up to `most_rows` rows are run by the bypass, whose proxy spins for `spin_us` microseconds. Raises
     BypassImpossible if "bypass" is wanted and cannot be used; "auto" takes the staged exchange then.
@@ -57,9 +63,9 @@ def choose_exchange(
     if device.type == "cpu":
         if wanted != "auto":
             raise BypassImpossible(f"the exchange {wanted!r} is for GPUs, and the S-Part runs on the CPU")
-        return Choice("direct")
+        return Choice.plain(device)
     if wanted == "staged":
-        return Choice("staged", "it was asked for")
+        return Choice.plain(device)
     try:
         if not native:
             raise BypassImpossible("models of the transformers backend cannot be captured in a graph")

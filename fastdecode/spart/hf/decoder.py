@@ -18,6 +18,7 @@ import torch
 from fastdecode.spart.batch import StepBatch, StepOutput
 from fastdecode.spart.decoder import SPart, StepRows
 from fastdecode.spart.exchange import Exchange, SlotViews, make_exchange
+from fastdecode.spart.exchange.choice import Choice
 from fastdecode.spart.hf.attention import running
 from fastdecode.spart.hf.model import HFModel
 from fastdecode.spart.prompt import PromptCache
@@ -28,10 +29,11 @@ from fastdecode.transports.base import Link, Pending
 class HFSPart(SPart):
     """A transformers model and the links to the R-nodes that hold its KV-cache; see SPart."""
 
-    def __init__(self, model: HFModel, links: list[Link]):
-        """`links` are those of SPart."""
+    def __init__(self, model: HFModel, links: list[Link], exchange: Choice | None = None):
+        """`links` and `exchange` are those of SPart; no model of transformers has a bypass."""
         self.model: Any = model
         self.links = links
+        self.exchange = exchange or Choice.plain(model.device)
         self._config: Any = model.config
         self.timeline = Timeline()
         self._views: dict[tuple[int, int], SlotViews] = {}
