@@ -20,7 +20,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -36,7 +36,7 @@ from fastdecode.transports._native import Proxy
 from fastdecode.transports.base import Link, Pending
 
 if TYPE_CHECKING:
-    from fastdecode.spart.decoder import SPart, StepRows
+    from fastdecode.spart.exchange.base import RowExchange
 
 log = logging.getLogger(__name__)
 
@@ -60,10 +60,22 @@ class _Graph:
     regions: tuple[MappedRegion, ...]  # whose addresses are in the graph
 
 
+class Captured(Protocol):
+    """An S-Part whose steps can be captured (decoder.SPart)."""
+
+    @property
+    def model(self) -> Any: ...
+    @property
+    def links(self) -> list[Link]: ...
+    @property
+    def row_sizes(self) -> tuple[int, int]: ...
+    def whole_step(self, inputs: dict[str, torch.Tensor], exchange: RowExchange) -> torch.Tensor: ...
+
+
 class _Lane:
     """One mini-batch's stream and graphs, and the tensors that these share."""
 
-    def __init__(self, stream: Stream, spart: SPart, most_rows: int):
+    def __init__(self, stream: Stream, spart: Captured, most_rows: int):
         self.stream = stream
         self.graphs: OrderedDict[tuple[tuple[Link, ...], int], _Graph] = OrderedDict()
         model, (q_size, kv_size) = spart.model, spart.row_sizes
@@ -126,9 +138,12 @@ class Bypass:
         self._regions: dict[Link, MappedRegion] = {}
         self.fault = ""  # why steps are taken no more
 
-    def takes(self, spart: SPart, rows: StepRows, slot: int) -> bool:
-        """True if `step` can run these rows: they decode, are not too many, and there is a graph for them. If there is
-        none, it is captured, which takes long. After a capture that fails, nothing is taken any more."""
+    def takes(self, spart: Captured, rows: Any, slot: int) -> bool:
+        """True if `step` can run `rows`, a decoder.StepRows: they decode, are not too many, and have a graph.
+
+        If there is no graph, it is captured now, which takes long. After a capture that fails, nothing is taken any
+        more.
+        """
         n = len(rows.table["tokens"])
         if self.fault or rows.prompts or rows.scorer.n_rows or rows.uses_adapters or n > self._most_rows:
             return False
@@ -143,7 +158,7 @@ class Bypass:
         return not self.fault
 
     def step(
-        self, spart: SPart, rows: StepRows, batch: StepBatch, keep_logits: bool
+        self, spart: Captured, rows: Any, batch: StepBatch, keep_logits: bool
     ) -> Generator[Pending, None, StepOutput]:
         """Run a step that `takes` has accepted; see SPart.step."""
         lane = self._lanes[batch.slot]
@@ -166,9 +181,9 @@ class Bypass:
                 links.end()
             links.settle(batch.layer_timeout)
             raise
-        logits = lane.logits[: len(rows.sampled)]
+        logits = lane.logits[: rows.n_drawn]
         with lane.stream.current():
-            sampled = rows.per_chunk(rows.sampler.read(results.numpy(), logits) if rows.sampled else [])
+            sampled = rows.per_chunk(rows.sampler.read(results.numpy(), logits) if rows.n_drawn else [])
             kept = logits.clone() if keep_logits else None
         link_costs = links.disarm()
         seconds = rows.elapsed()
@@ -184,7 +199,7 @@ class Bypass:
             logits=kept,
         )
 
-    def _start(self, spart: SPart, rows: StepRows, slot: int, lane: _Lane, graph: _Graph, size: int) -> torch.Tensor:
+    def _start(self, spart: Captured, rows: Any, slot: int, lane: _Lane, graph: _Graph, size: int) -> torch.Tensor:
         """Put the whole step into the lane's stream. Returns the tensor that will have the sampler's results."""
         regions = [self._region(part.views.link) for part in rows.link_rows]
         addresses = step_addresses(regions, slot, rows.link_rows)
@@ -194,8 +209,8 @@ class Bypass:
         self._proxy.expect(slot)
         graph.replay()
         results = torch.empty(0, dtype=torch.int32)
-        if rows.sampled:
-            drawn = rows.sampler.launch(lane.logits[: len(rows.sampled)], rows.uploaded)
+        if rows.n_drawn:
+            drawn = rows.sampler.launch(lane.logits[: rows.n_drawn], rows.uploaded)
             results = torch.empty(drawn.shape, dtype=drawn.dtype, pin_memory=True)
             results.copy_(drawn, non_blocking=True)
         self._driver.write_word(lane.stream.handle, self._completions + _LINE * slot, 1)
@@ -203,7 +218,7 @@ class Bypass:
 
     # -- graphs -------------------------------------------------------------------------------------------------
 
-    def _lane(self, spart: SPart, slot: int) -> _Lane:
+    def _lane(self, spart: Captured, slot: int) -> _Lane:
         if slot not in self._lanes:
             self._lanes[slot] = _Lane(self._make_stream(), spart, self._most_rows)
         return self._lanes[slot]
@@ -222,7 +237,7 @@ class Bypass:
             for key in [key for key in lane.graphs if not set(key[0]) <= self._regions.keys()]:
                 del lane.graphs[key]
 
-    def _graph(self, spart: SPart, lane: _Lane, slot: int, links: tuple[Link, ...], size: int) -> _Graph:
+    def _graph(self, spart: Captured, lane: _Lane, slot: int, links: tuple[Link, ...], size: int) -> _Graph:
         """The graph of a mini-batch for these links; it is captured now if there is none."""
         graph = lane.graphs.get((links, size))
         if graph is None:
@@ -233,7 +248,7 @@ class Bypass:
         lane.graphs.move_to_end((links, size))
         return graph
 
-    def _capture(self, spart: SPart, lane: _Lane, slot: int, regions: tuple[MappedRegion, ...], size: int) -> _Graph:
+    def _capture(self, spart: Captured, lane: _Lane, slot: int, regions: tuple[MappedRegion, ...], size: int) -> _Graph:
         table = _inputs(None, None, size)
         with lane.stream.current():
             inputs = torch.zeros(table.packed().nbytes, dtype=torch.uint8, device=spart.model.device)
