@@ -63,6 +63,7 @@ class VirtualSPart:
         self._system, self._links, self._outputs = system, links, outputs
         self.adapters: tuple[str, ...] = ()
         self.expert_load: dict[int, list[int]] = {}
+        self.exchange = "virtual"
         model = system.model
         self.config = SimpleNamespace(
             vocab_size=2,

@@ -271,7 +271,6 @@ class StepRows:
         self.sampler = Sampler(specs, config.vocab_size, table)
         self.scorer = Scorer(chunks, (stops - lengths).tolist(), config.vocab_size, table)
         self._adapter_rows = AdapterRows(chunks, len(spart.model.adapters), table)
-        self.uses_adapters = self._adapter_rows.used
         self.adapters: AdapterRows | None = None
         self.table = table
         self.uploaded: dict[str, torch.Tensor] = {}
@@ -321,7 +320,7 @@ class _StepState:
         self._n_attend = n_attend
         q_heads, kv_heads = (rows.view(n, -1, c.head_size) for rows in (self._q, exchange.kv))
         self._q_heads, self._k_heads, self._v_heads = q_heads, kv_heads[:, : c.n_kv_heads], kv_heads[:, c.n_kv_heads :]
-        self._angles = spart._rope.angles(positions, rows.uploaded.get("long")) if spart._rope else None
+        self._angles = spart._rope.angles(positions, uploaded.get("long")) if spart._rope else None
 
     def project(self, layer: Layer) -> None:
         """Compute the layer's Q, K and V rows from the residual stream, ready to be posted."""

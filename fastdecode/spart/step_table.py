@@ -29,6 +29,9 @@ class StepTable:
             raise ValueError(f"the step's table has {name!r} already")
         self._arrays[name] = values
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._arrays
+
     def __getitem__(self, name: str) -> npt.NDArray[Any]:
         return self._arrays[name]
 

@@ -96,7 +96,9 @@ async def with_links(model: Any, n_links: int, bypass: Any = None) -> list[list[
 
     with tempfile.TemporaryDirectory() as folder:
         async with linked(model, Path(folder), n_links, max_rows=128) as links:
-            return generate(SPart(model, links, Choice("bypass", bypass=bypass) if bypass else None), n_links)
+            with torch.inference_mode():  # torch makes no view of another tensor of the device in that mode
+                spart = SPart(model, links, Choice("bypass", bypass=bypass) if bypass else None)
+            return generate(spart, n_links)
 
 
 def main() -> None:

@@ -10,7 +10,8 @@ Each mini-batch has a stream of its own, and waits in it for R-nodes only, never
 are published before anything is waited for. So streams that share a hardware queue cost time, and cannot deadlock. The
 proxy (transports/proxy.h) opens every gate of an R-node that dies or is late; then the step goes on for the others.
 
-Steps with prompts or LoRA adapters, and steps of more rows than are captured, take the staged exchange.
+Steps with prompts, LoRA adapters or LongRoPE's long factors, and steps of more rows than are captured, take the staged
+exchange.
 """
 
 from __future__ import annotations
@@ -43,6 +44,8 @@ log = logging.getLogger(__name__)
 #: A mini-batch keeps this many graphs. The one that was used longest ago goes first.
 MOST_GRAPHS = 64
 _LINE = 64  # bytes between two completion words
+#: Arrays of a step's table that no graph reads: of LoRA adapters, and of LongRoPE's long factors.
+_STAGED = ("adapter rows", "long")
 
 
 def size_class(n_rows: int) -> int:
@@ -145,7 +148,8 @@ class Bypass:
         more.
         """
         n = len(rows.table["tokens"])
-        if self.fault or rows.prompts or rows.scorer.n_rows or rows.uses_adapters or n > self._most_rows:
+        staged = rows.prompts or rows.scorer.n_rows or any(name in rows.table for name in _STAGED)
+        if self.fault or staged or n > self._most_rows:
             return False
         self._driver.use_here()
         self._forget_links(spart.links)

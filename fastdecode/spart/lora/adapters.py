@@ -47,11 +47,6 @@ class AdapterRows:
             table.add("adapter rows", order[ends[0] :])
             table.add("adapter ends", (ends[1:] - ends[0]).astype(np.int32))
 
-    @property
-    def used(self) -> bool:
-        """True if any row uses an adapter."""
-        return self._any
-
     def on_device(self, uploaded: Mapping[str, torch.Tensor]) -> AdapterRows | None:
         """Itself, with its arrays of the uploaded table; None if no row uses an adapter."""
         if not self._any:
