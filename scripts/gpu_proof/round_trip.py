@@ -16,6 +16,7 @@ from link_driver import HANG_S, hello
 from rnode_process import RNodeProcess
 
 from fastdecode.region.geometry import Geometry
+from fastdecode.spart.exchange.stream_rows import MappedRegion
 from fastdecode.transports._native import Proxy
 from fastdecode.transports.base import Link
 from fastdecode.transports.registry import connect
@@ -81,7 +82,7 @@ def measure(setting: Setting) -> dict[str, Any]:
 
 async def _cell(setting: Setting, cuda: Cuda, url: str, transport: str, geometry: Geometry) -> dict[str, Any]:
     link = await connect(url, hello(geometry, "fp16", kv_bytes=1 << 26), None)
-    region = cuda.register(link.region)
+    region = MappedRegion(cuda.product, link)
     rows, proxy = geometry.max_rows, Proxy()
     payload = Payload.of(geometry, 1, [rows, 0], seed=rows)
     captured, staged = CapturedStep(cuda, [link], [region], 0, rows), StagedStep(cuda, link, 1, payload)
@@ -112,7 +113,6 @@ async def _cell(setting: Setting, cuda: Cuda, url: str, transport: str, geometry
                 await link.free(payload.handles(0, slot, tag))
         equal = captured.o(payload).tobytes() == staged.o().tobytes()
     finally:
-        cuda.forget([link.region])
         await link.close()
     times = {f"{name}_us": setting.timed(statistics.median(x[1:]) / _LAYERS * 1e6) for name, x in seconds.items()}
     return {"transport": transport, "rows": rows, **times, "equal": equal}

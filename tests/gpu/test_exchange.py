@@ -1,41 +1,18 @@
-"""The exchange's own code over the simulated driver: what it asks of a device at start, and a step that it captures."""
+"""What the exchange asks of a device at start, and what it says of one that lacks something. For its steps see
+test_replays.py."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
-
 import numpy as np
 import pytest
-from captured_steps import GEOMETRY, HOST_SLOT, Payload, by_host
-from cuda_driver import Cuda
-from link_driver import HANG_S, hello, in_thread
+from compiled import kernel_names
 
-from fastdecode.spart.exchange.base import LinkRows
 from fastdecode.spart.exchange.choice import device_fault, environment_fault, try_words
 from fastdecode.spart.exchange.driver import Driver, DriverError
-from fastdecode.spart.exchange.stream_rows import Kernels, MappedRegion, StreamRows, step_addresses
-from fastdecode.transports._native import Proxy
-from fastdecode.transports.registry import connect
+from fastdecode.spart.exchange.stream_rows import Kernels
+from fastdecode.spart.exchange_kernels.compiler import CompileError, compile_kernels
 
 pytestmark = pytest.mark.tools
-
-
-class DeviceRows:
-    """Rows in the device's memory: as much of a tensor as StreamRows needs."""
-
-    def __init__(self, cuda: Cuda, values: np.ndarray):
-        self.shape, self._item = values.shape, values.itemsize
-        self._pointer = cuda.alloc(values)
-
-    def __len__(self) -> int:
-        return self.shape[0]
-
-    def element_size(self) -> int:
-        return self._item
-
-    def data_ptr(self) -> int:
-        return self._pointer
 
 
 @pytest.mark.parametrize(
@@ -87,46 +64,26 @@ def test_a_call_that_is_refused_names_itself_and_the_error(cuda):
         Driver().register(0, 0)
 
 
-async def test_a_captured_step_of_the_exchange_is_bit_for_bit_that_of_the_host(cuda, shared_node):
-    link = await connect(shared_node.url, hello(GEOMETRY), None)
-    payload, slot, tag = Payload.random(1, 5), 0, 2
-    want = await in_thread(by_host, [link], payload, 1)
-    await link.free(payload.handles(0, HOST_SLOT, 1))
-    driver = Driver()
-    kernels = Kernels.load(driver, cuda.image)
-    region = MappedRegion(driver, link)
-    views: Any = SimpleNamespace(link=link)
-    part = LinkRows(views, payload.table(0, slot, tag), payload.attending[0], payload.appended[0])
-    addresses = step_addresses([region], slot, [part])
-    tables: Any = {name: DeviceRows(cuda, getattr(addresses, name)) for name in ("q", "kv", "o", "counts")}
-    stream = int(cuda.call("cuStreamCreate", 1))
-    layers: list[Any] = []
-    for q, kv in zip(payload.q, payload.kv, strict=True):
-        rows: Any = tuple(DeviceRows(cuda, x) for x in (q, kv, np.full_like(q, np.nan)))
-        layers.append(StreamRows(kernels, stream, [region.gate(slot)], rows, tables))
+def test_a_stream_of_a_context_that_has_ended_is_refused(simulated):
+    stream = simulated.call("cuStreamCreate", 1)
+    kernel = simulated.kernel("fd_unpack_rows")
+    outside = int(simulated.call("cuMemAlloc", 64))
+    table = simulated.alloc(np.array([16], np.uint64))  # a row at an address that nobody has
+    counts = simulated.alloc(np.array([1, 1], np.uint32))
+    simulated.launch(kernel, (1, 1), stream, [outside, table, counts], [1])
+    with pytest.raises(DriverError, match="ILLEGAL_ADDRESS"):
+        while True:
+            try_words(Driver(), int(stream))
 
-    def work() -> None:
-        for i, layer in enumerate(layers):
-            layer.post(i)
-            layer.wait()
 
-    for warm in layers:  # a kernel must not be loaded while a stream is captured
-        StreamRows(kernels, stream, (), (warm.q, warm.kv, warm.o), tables).wait()
-        StreamRows(kernels, stream, (), (warm.q, warm.kv, warm.o), tables).post(0)
-    assert cuda.finish(stream, HANG_S)
-    graph = cuda.capture(stream, work)
-    proxy = Proxy()
-    link.arm(slot, payload.table(0, slot, tag))
-    await in_thread(link.wait, slot, HANG_S)
-    proxy.begin(link.port, slot, HANG_S)
-    cuda.call("cuGraphLaunch", graph, stream)
-    finished = cuda.finish(stream, HANG_S)
-    if not finished:
-        cuda.forget([link.region])  # lets the stream go
-    ended = proxy.end(link.port, slot)
-    assert finished and ended is True and link.disarm(slot) is not None
-    got = np.stack([cuda.download(layer.o.data_ptr(), want[0]) for layer in layers])
-    assert got.tobytes() == want.tobytes()
-    layers.clear()
-    del region, part, views
-    await link.close()
+def test_what_nvrtc_compiles_is_loaded(simulated):
+    """The driver finds the kernels by their names in the cubin; the same source, compiled for the host, runs."""
+    try:
+        image = compile_kernels(Driver().architecture)
+    except CompileError as error:
+        pytest.skip(f"needs NVRTC: pip install nvidia-cuda-nvrtc-cu12 ({error})")
+    assert Kernels.load(Driver(), image)
+    with pytest.raises(DriverError, match="NOT_FOUND"):
+        Driver().load_kernels(image, [*kernel_names(), "fd_no_such_kernel"])
+    with pytest.raises(DriverError, match="INVALID_IMAGE"):
+        Driver().load_kernels(b"no image at all", kernel_names())

@@ -19,6 +19,7 @@ from captured_steps import GEOMETRY, HOST_SLOT, CapturedStep, Payload, by_host
 from cuda_driver import Cuda
 from link_driver import FEWER, HANG_S, LAYER_REPLY, hello, in_thread
 
+from fastdecode.spart.exchange.stream_rows import MappedRegion
 from fastdecode.transports._native import Proxy
 from fastdecode.transports.base import Link
 from fastdecode.transports.registry import connect
@@ -31,13 +32,13 @@ SOON_S = 0.05
 
 
 @asynccontextmanager
-async def linked(cuda: Cuda, url: str, n: int) -> AsyncIterator[tuple[list[Link], list[int]]]:
-    """`n` links to an R-node, and the device pointers of their regions."""
+async def linked(cuda: Cuda, url: str, n: int) -> AsyncIterator[tuple[list[Link], list[MappedRegion]]]:
+    """`n` links to an R-node, and their regions."""
     links = [await connect(url, hello(GEOMETRY), None) for _ in range(n)]
     try:
-        yield links, [cuda.register(link.region) for link in links]
+        yield links, [MappedRegion(cuda.product, link) for link in links]
     finally:
-        cuda.forget([link.region for link in links])
+        cuda.use_here()  # regions are unregistered wherever they go away
         for link in links:
             await link.close()
 
@@ -134,6 +135,6 @@ async def test_a_stream_outlives_an_r_node_that_is_killed_at_a_layer(cuda, node,
             await asyncio.sleep(0.001)
         with pytest.raises(ConnectionError):
             step.end(proxy)
-        cuda.call("cuStreamWriteValue32", step.stream, regions[0] + y.slot(1), 77, 0)
+        cuda.call("cuStreamWriteValue32", step.stream, regions[0].device + y.slot(1), 77, 0)
         assert step.finish() and memory[y.slot(1)] == 77
         del memory, reply

@@ -1,23 +1,24 @@
 """Steps of a mini-batch that a captured CUDA graph drives by itself, over links to real R-nodes.
 
-A graph has, for each layer, the kernel that packs Q and KV rows into the slots, the words that ask the links for the
-layer, the waits for their replies, and the kernel that fetches the O rows. It is captured once and replayed for steps
-of every size up to its own; the tables that say where rows go come with the step's upload.
+A graph has, for each layer, what StreamRows puts into a stream: the kernel that packs Q and KV rows into the slots, the
+words that ask the links for the layer, the waits for their replies, and the kernel that fetches the O rows. It is
+captured once and replayed for steps of every size up to its own. In place of a model there are copies of given rows.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from cuda_driver import Cuda
-from link_driver import HANG_S, LAYER_REPLY, LAYER_REQUEST
+from link_driver import HANG_S
 
-from fastdecode.region.contract import ROW_ATTEND, ROW_DTYPE
+from fastdecode.region.contract import POISON, ROW_ATTEND, ROW_DTYPE
 from fastdecode.region.geometry import Geometry
-from fastdecode.spart.exchange_kernels import CHUNK_BYTES, SlotRows, row_addresses
+from fastdecode.spart.exchange.stream_rows import Kernels, MappedRegion, StreamRows
+from fastdecode.spart.exchange_kernels import row_addresses
 from fastdecode.transports._native import Proxy
 from fastdecode.transports.base import Link, StepTimes
 
@@ -26,7 +27,6 @@ GEOMETRY = Geometry(n_slots=3, max_rows=16, n_layers=3, n_q_heads=4, n_kv_heads=
 HOST_SLOT = 2
 ROWS = 8  # of a graph, attending and appended
 DTYPES = {"fp32": np.float32, "fp16": np.float16}
-_AT_LEAST = 0  # CU_STREAM_WAIT_VALUE_GEQ
 
 
 @dataclass(frozen=True)
@@ -85,6 +85,32 @@ def by_host(links: Sequence[Link], payload: Payload, tag: int) -> np.ndarray:
     return o
 
 
+@dataclass(frozen=True)
+class Ranges:
+    """Which rows of a step are a link's, as LinkRows names them."""
+
+    attending: slice
+    appended: slice
+
+
+@dataclass(frozen=True)
+class DeviceRows:
+    """Rows in the device's memory, as StreamRows sees a tensor."""
+
+    pointer: int
+    shape: tuple[int, int]
+    itemsize: int
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def data_ptr(self) -> int:
+        return self.pointer
+
+    def element_size(self) -> int:
+        return self.itemsize
+
+
 class CapturedStep:
     """One slot of each link, driven by a graph on a stream of its own.
 
@@ -92,49 +118,58 @@ class CapturedStep:
     """
 
     def __init__(
-        self, cuda: Cuda, links: Sequence[Link], regions: Sequence[int], slot: int, rows: int = ROWS, left_out: str = ""
+        self,
+        cuda: Cuda,
+        links: Sequence[Link],
+        regions: Sequence[MappedRegion],
+        slot: int,
+        rows: int = ROWS,
+        left_out: str = "",
     ):
-        """`regions` are the device pointers of the links' regions; steps have up to `rows` rows. `left_out` is "wait":
-        no reply is waited for."""
+        """Steps have up to `rows` rows. `left_out` is "wait": no reply is waited for."""
         self.cuda, self.links, self.slot, self._regions = cuda, links, slot, regions
         self.stream = cuda.call("cuStreamCreate", 1)
         self.event = cuda.call("cuEventCreate", 2)
         g, y = links[0].geometry, links[0].layout
-        self._rows, self._q_bytes, self._kv_bytes = rows, rows * y.q_row_bytes, rows * y.kv_row_bytes
+        itemsize = np.dtype(DTYPES[g.act_dtype]).itemsize
+        self._rows, q_bytes, kv_bytes = rows, rows * y.q_row_bytes, rows * y.kv_row_bytes
         #: The upload: q and kv of all layers, the tables of q, kv and o, and the counts.
-        sizes = [g.n_layers * self._q_bytes, g.n_layers * self._kv_bytes, 8 * rows, 8 * rows, 8 * rows, 16]
+        sizes = [g.n_layers * q_bytes, g.n_layers * kv_bytes, 8 * rows, 8 * rows, 8 * rows, 16]
         self._at = np.cumsum([0, *sizes]).tolist()
         self.upload, self.download = cuda.pinned(self._at[-1]), cuda.pinned(sizes[0])
-        self.gate = cuda.pinned(64).view(np.uint32)
-        self.gate[0] = g.n_layers
-        upload, inside = self.upload, int(cuda.call("cuMemAlloc", upload_bytes := self._at[-1]))
-        o = int(cuda.call("cuMemAlloc", sizes[0]))
-        gate = int(cuda.call("cuMemHostGetDevicePointer", self.gate.ctypes.data, 0))
-        pack, unpack = (cuda.kernel(name) for name in ("fd_pack_rows", "fd_unpack_rows"))
-        for kernel in (pack, unpack):
-            cuda.call("cuFuncLoad", kernel)
-        q, kv, q_table, kv_table, o_table, counts = (inside + at for at in self._at[:-1])
-        chunks = [y.q_row_bytes // CHUNK_BYTES, y.kv_row_bytes // CHUNK_BYTES]
+        self.gate, opened = (cuda.pinned(64).view(np.uint32) for _ in range(2))
+        self.gate[0], opened[0] = g.n_layers, POISON
+        gate, always_open = (int(cuda.call("cuMemHostGetDevicePointer", x.ctypes.data, 0)) for x in (self.gate, opened))
+        inside, o = (int(cuda.call("cuMemAlloc", n_bytes)) for n_bytes in (self._at[-1], sizes[0]))
+        q, kv, *tables = (DeviceRows(inside + at, (rows, 1), itemsize) for at in self._at[:-1])
+        parts = [
+            DeviceRows(int(cuda.call("cuMemAlloc", n_bytes)), (rows, n_bytes // rows // itemsize), itemsize)
+            for n_bytes in (q_bytes, kv_bytes, q_bytes)
+        ]
+        gates = [region.gate(slot) for region in regions]
+        if left_out == "wait":
+            gates = [replace(each, reply=always_open) for each in gates]
+        driver, stream = cuda.product, int(self.stream)
+        kernels = Kernels.load(driver, cuda.image)
+        exchange = StreamRows(
+            kernels, stream, gates, tuple(parts), dict(zip(("q", "kv", "o", "counts"), tables, strict=True))
+        )
+
+        def copy(to: int, source: int, n_bytes: int) -> None:
+            cuda.call("cuMemcpyDtoDAsync", to, source, n_bytes, self.stream)
 
         def work() -> None:
-            cuda.call("cuMemcpyHtoDAsync", inside, upload.ctypes.data, upload_bytes, self.stream)
+            cuda.call("cuMemcpyHtoDAsync", inside, self.upload.ctypes.data, self.upload.nbytes, self.stream)
             for layer in range(g.n_layers):
-                cuda.call("cuStreamWaitValue32", self.stream, gate, layer + 1, _AT_LEAST)
-                parts = [q + layer * self._q_bytes, kv + layer * self._kv_bytes]
-                cuda.launch(pack, (rows, 2), self.stream, [*parts, q_table, kv_table, counts], chunks)
-                for word in self._words(LAYER_REQUEST):
-                    cuda.call("cuStreamWriteValue32", self.stream, word, layer + 1, 0)
-                for word in self._words(LAYER_REPLY) if left_out != "wait" else []:
-                    cuda.call("cuStreamWaitValue32", self.stream, word, layer + 1, _AT_LEAST)
-                arguments = [o + layer * self._q_bytes, o_table, counts]
-                cuda.launch(unpack, (rows, 1), self.stream, arguments, chunks[:1])
+                driver.wait_word(stream, gate, layer + 1)
+                copy(parts[0].pointer, q.pointer + layer * q_bytes, q_bytes)
+                copy(parts[1].pointer, kv.pointer + layer * kv_bytes, kv_bytes)
+                exchange.post(layer)
+                exchange.wait()
+                copy(o + layer * q_bytes, parts[2].pointer, q_bytes)
             cuda.call("cuMemcpyDtoHAsync", self.download.ctypes.data, o, self.download.nbytes, self.stream)
 
         self._graph = cuda.capture(self.stream, work)
-
-    def _words(self, at: int) -> list[int]:
-        links = zip(self.links, self._regions, strict=True)
-        return [region + link.layout.slot(self.slot) + at for link, region in links]
 
     def arm(self, proxy: Proxy, payload: Payload, tag: int) -> None:
         """Arm the step on every link, and let the device drive it."""
@@ -150,9 +185,8 @@ class CapturedStep:
         parts = [self.upload[a:b] for a, b in itertools.pairwise(self._at)]
         for part, rows, n_bytes in ((parts[0], payload.q, y.q_row_bytes), (parts[1], payload.kv, y.kv_row_bytes)):
             part.reshape(layers, self._rows, n_bytes)[:, : rows.shape[1]] = rows.view(np.uint8)
-        bases = [region + y.slot(self.slot) for region in self._regions]
-        ranges = zip(bases, payload.attending, payload.appended, strict=True)
-        slots = [SlotRows(base + y.q, base + y.kv, base + y.o, a, b) for base, a, b in ranges]
+        each = zip(self._regions, payload.attending, payload.appended, strict=True)
+        slots = [region.addresses(self.slot, Ranges(*ranges)) for region, *ranges in each]
         table = row_addresses(slots, y.q_row_bytes, y.kv_row_bytes)
         for part, numbers in zip(parts[2:], (table.q, table.kv, table.o, table.counts), strict=True):
             part[: numbers.nbytes] = numbers.view(np.uint8)

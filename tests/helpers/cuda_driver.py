@@ -7,16 +7,17 @@ import functools
 import importlib.util
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import nvrtc
 import pytest
 from compiled import compiled
 
+from fastdecode.spart.exchange.driver import Driver
 from fastdecode.spart.exchange_kernels import ROW_THREADS
+from fastdecode.spart.exchange_kernels.compiler import compile_kernels
 
 DEVICE_MAP = 3  # CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP
 
@@ -33,8 +34,6 @@ def missing() -> str | None:
     """What this machine lacks for either driver, or None."""
     if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.bindings") is None:
         return "needs cuda-bindings: pip install cuda-bindings"
-    if has_driver() and nvrtc.library() is None:
-        return f"needs NVRTC: {nvrtc.INSTALL}"
     return None
 
 
@@ -48,32 +47,26 @@ class Cuda:
 
     simulated = False
     image: bytes  # the kernels of the exchange
+    product: Driver  # fastdecode's own, over the same driver
 
     def __init__(self) -> None:
         from cuda.bindings import driver
 
+        os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")  # as the bypass demands
         self.driver = driver
         self.call("cuInit", 0)
         self.use_here()
+        self.product = Driver()
         self.image = self._compiled()
 
     def _compiled(self) -> bytes:
-        kind = self.driver.CUdevice_attribute
-        parts = (kind.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, kind.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)
-        device = self.call("cuDeviceGet", 0)
-        return nvrtc.cubin("sm_" + "".join(str(self.call("cuDeviceGetAttribute", part, device)) for part in parts))
+        return compile_kernels(self.product.architecture)
 
     def reset(self, queues: int = 8, delay_us: int = 0, seed: int = 1) -> None:
         """The simulation: give up everything that exists, and start `queues` hardware queues, each of which delays
         operations at random. Skips the test on a GPU, whose process has another number of queues."""
         if queues != int(os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "8")):
             pytest.skip(f"the number of queues is fixed; for this test set CUDA_DEVICE_MAX_CONNECTIONS={queues}")
-
-    def forget(self, memories: Sequence[Any]) -> None:
-        """Unregister buffers, or in the simulation give up everything that exists."""
-        self.use_here()
-        for memory in memories:
-            self.unregister(memory)
 
     def why(self, code: Any) -> str:
         return str(code.name)
@@ -174,11 +167,12 @@ class SimulatedCuda(Cuda):
     def reset(self, queues: int = 8, delay_us: int = 0, seed: int = 1) -> None:
         self._sim.sim_reset(queues, delay_us, seed)
 
-    def forget(self, memories: Sequence[Any]) -> None:
-        self.reset()  # a stream that hangs after a failure would hold cuMemHostUnregister up
-
     def why(self, code: Any) -> str:
         return (self._sim.sim_why() or b"").decode()
+
+    def set_attribute(self, name: str, value: int) -> None:
+        """An attribute of the device, until `reset`; `name` is CU_DEVICE_ATTRIBUTE_... without that prefix."""
+        self._sim.sim_set_attribute(int(getattr(self.driver.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")), value)
 
     def set_memory(self, n_bytes: int) -> None:
         """Bytes of the device's own memory, until `reset`."""
