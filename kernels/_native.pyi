@@ -120,7 +120,13 @@ class QuantisedLinear:
 def bind_memory(node: int, /) -> None:
     """Allocate only from NUMA node `node`, in this thread and the threads that it starts later. Raises OSError."""
 
-def page_bytes(geometry: _Geometry, kv_dtype: int, /) -> int:
+def page_bytes(
+    geometry: _Geometry,
+    kv_dtype: int,
+    *,
+    kv_layers: Sequence[int] | None = None,
+    heads: Sequence[Sequence[int]] | None = None,
+) -> int:
     """Bytes of one page, all layers and KV heads. `kv_dtype` is an index of region.contract.KV_DTYPES.
 
     Raises ValueError for a geometry or dtype that is not valid.
@@ -189,6 +195,7 @@ class REngine:
         softcaps: Sequence[float] | None = None,
         sinks: Buffer | None = None,
         slopes: Buffer | None = None,
+        heads: Sequence[Sequence[int]] | None = None,
     ) -> REngineLink:
         """Grant a lease of `n_pages` pages and `max_seqs` sequence indexes, and serve the calls in `region`.
 
@@ -200,7 +207,16 @@ class REngine:
         fd_layer_t (kernels/engine/layers.h); a page has room for the layers that name themselves in `kv_layers`. Raises
         ValueError for a bad argument, MemoryError if the KV-cache has no room for `n_pages`.
         """
-    def pages_within(self, geometry: _Geometry, kv_dtype: int, n_bytes: int, grows: bool, /) -> int:
+    def pages_within(
+        self,
+        geometry: _Geometry,
+        kv_dtype: int,
+        bytes: int,
+        grows: bool,
+        *,
+        kv_layers: Sequence[int] | None = None,
+        heads: Sequence[Sequence[int]] | None = None,
+    ) -> int:
         """The most pages that take at most `n_bytes` of the budget, in a lease that grows or in one that does not.
 
         The layers of a lease that grows lie apart, and each takes whole OS pages, or whole hugetlb pages. Raises

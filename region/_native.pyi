@@ -33,7 +33,7 @@ ROW_FIELDS: tuple[tuple[str, int], ...]
 #: Each constant of fd_status_t without its FD_.
 STATUSES: dict[str, int]
 
-def region_layout(geometry: _Geometry, /) -> tuple[int, int, int, int, int, int, int, int, int]:
+def region_layout(geometry: _Geometry, /) -> tuple[int, int, int, int, int, int, int, int, int, int]:
     """The fields of RegionLayout, in order. Raises ValueError with a sentence if the geometry is not valid."""
 
 def init_region_header(region: Buffer, geometry: _Geometry, /) -> None:

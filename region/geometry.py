@@ -25,7 +25,8 @@ class GeometryError(RegionError):
 class Geometry:
     """The numbers from which a region's layout follows (fd_geometry_t).
 
-    `max_rows` is the largest number of rows of one call; `head_size` counts elements.
+    `max_rows` is the largest number of rows of one call. Heads of Q and K have `head_size` elements, heads of V and O
+    `v_size`; 0 stands for `head_size`. A layer may have fewer or smaller heads (transports.base.LayerOptions).
     """
 
     n_slots: int
@@ -35,6 +36,10 @@ class Geometry:
     n_kv_heads: int
     head_size: int
     act_dtype: str  # one of ACT_DTYPES
+    v_size: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "v_size", self.v_size or self.head_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,14 +55,15 @@ class RegionLayout:
     o: int
     q_row_bytes: int
     kv_row_bytes: int
+    o_row_bytes: int
 
     def slot(self, i: int) -> int:
         """Offset of slot `i` from the start of the region."""
         return self.slot0 + i * self.slot_bytes
 
 
-def geometry_tuple(geometry: Geometry) -> tuple[int, int, int, int, int, int, int]:
-    """`geometry` as the C functions take it: seven integers. Raises GeometryError for an unknown activation dtype."""
+def geometry_tuple(geometry: Geometry) -> tuple[int, int, int, int, int, int, int, int]:
+    """`geometry` as the C functions take it: eight integers. Raises GeometryError for an unknown activation dtype."""
     if geometry.act_dtype not in ACT_DTYPES:
         raise GeometryError(f"unknown activation dtype {geometry.act_dtype!r}, known are {', '.join(ACT_DTYPES)}")
     return (
@@ -68,6 +74,7 @@ def geometry_tuple(geometry: Geometry) -> tuple[int, int, int, int, int, int, in
         geometry.n_kv_heads,
         geometry.head_size,
         ACT_DTYPES.index(geometry.act_dtype),
+        geometry.v_size,
     )
 
 

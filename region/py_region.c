@@ -10,9 +10,9 @@ static PyObject *region_layout(PyObject *module, PyObject *args) {
     fd_geometry_t g;
     if (!PyArg_ParseTuple(args, "O&:region_layout", fd_py_geometry, &g)) return NULL;
     const fd_layout_t y = fd_region_layout(&g);
-    return Py_BuildValue("nnnnnnnnn", (Py_ssize_t)y.slot0, (Py_ssize_t)y.slot_bytes, (Py_ssize_t)y.region_bytes,
+    return Py_BuildValue("nnnnnnnnnn", (Py_ssize_t)y.slot0, (Py_ssize_t)y.slot_bytes, (Py_ssize_t)y.region_bytes,
                          (Py_ssize_t)y.table, (Py_ssize_t)y.q, (Py_ssize_t)y.kv, (Py_ssize_t)y.o,
-                         (Py_ssize_t)y.q_row_bytes, (Py_ssize_t)y.kv_row_bytes);
+                         (Py_ssize_t)y.q_row_bytes, (Py_ssize_t)y.kv_row_bytes, (Py_ssize_t)y.o_row_bytes);
 }
 
 static PyObject *init_region_header(PyObject *module, PyObject *args) {

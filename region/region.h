@@ -29,8 +29,11 @@
  * `n_rows` KV rows:
  *
  *   Q row    n_q_heads * head_size elements of the activation dtype       (row i of Q belongs to row i of KV)
- *   KV row   n_kv_heads * head_size elements of K, then as many of V
- *   O row    n_q_heads * head_size elements
+ *   KV row   n_kv_heads * head_size elements of K, then n_kv_heads * v_size of V
+ *   O row    n_q_heads * v_size elements
+ *
+ * A layer may have fewer or smaller heads than the geometry (kernels/engine/layers.h). Its elements stand at the start
+ * of its rows, which are as long as those of every other layer.
  *
  * Each word has a cache line of its own and is written with release and read with acquire. Everything is little-endian.
  *
@@ -48,7 +51,7 @@
 #include "formats.h"
 
 /* Version of this layout, the control messages and the hand-shake together. Both ends must have the same one. */
-#define FD_PROTOCOL_VERSION 3
+#define FD_PROTOCOL_VERSION 4
 #define FD_REGION_MAGIC 0x4e474552u /* "REGN" */
 #define FD_LINE 64u
 #define FD_REGION_PAGE 4096u
@@ -58,7 +61,7 @@
 #define FD_MAX_ROWS 65536
 #define FD_MAX_LAYERS 1024
 #define FD_MAX_HEADS 1024
-#define FD_MAX_HEAD_SIZE 512
+#define FD_MAX_HEAD_SIZE 576 /* that of DeepSeek-V2 and V3, absorbed */
 #define FD_HEAD_SIZE_UNIT 8 /* every head size is a multiple of it */
 
 /* Limits of a lease. */
@@ -76,11 +79,11 @@ typedef struct {
     uint32_t n_slots;  /* mini-batches in flight */
     uint32_t max_rows; /* most rows of a call, attending or not; also most entries of a row table */
     uint32_t n_layers;
-    uint32_t n_q_heads;
+    uint32_t n_q_heads;  /* the most of any layer, and so on */
     uint32_t n_kv_heads; /* divides n_q_heads */
-    uint32_t head_size;  /* a multiple of FD_HEAD_SIZE_UNIT, at most FD_MAX_HEAD_SIZE */
+    uint32_t head_size;  /* of Q and K: a multiple of FD_HEAD_SIZE_UNIT, at most FD_MAX_HEAD_SIZE */
     uint32_t act_dtype;  /* fd_act_dtype_t */
-    uint32_t reserved;   /* 0 */
+    uint32_t v_size;     /* of V and O: likewise */
 } fd_geometry_t;
 
 /* First page of a region. The R side writes it before the S side sees it; only `engine_asleep` changes later. */
@@ -164,7 +167,7 @@ _Static_assert(sizeof(fd_slot_t) == 640, "slot head");
 typedef struct {
     size_t slot0, slot_bytes, region_bytes;
     size_t table, q, kv, o;
-    size_t q_row_bytes, kv_row_bytes; /* an O row is as long as a Q row */
+    size_t q_row_bytes, kv_row_bytes, o_row_bytes;
 } fd_layout_t;
 
 /* Copies from memory that the peer may be writing. The barrier keeps the compiler from reading that memory again. */
@@ -197,8 +200,8 @@ static inline const char *fd_geometry_error(const fd_geometry_t *g) {
     if (g->n_kv_heads < 1 || g->n_kv_heads > g->n_q_heads) return "number of KV heads is not within 1..query heads";
     if (g->n_q_heads % g->n_kv_heads) return "query heads are not a multiple of KV heads";
     if (fd_head_size_error(g->head_size)) return fd_head_size_error(g->head_size);
+    if (fd_head_size_error(g->v_size)) return fd_head_size_error(g->v_size);
     if (g->act_dtype >= FD_ACT_DTYPES) return "unknown activation dtype";
-    if (g->reserved) return "reserved field is not zero";
     return NULL;
 }
 
@@ -207,12 +210,13 @@ static inline fd_layout_t fd_region_layout(const fd_geometry_t *g) {
     fd_layout_t y;
     size_t elem = fd_act_bytes(g->act_dtype);
     y.q_row_bytes = (size_t)g->n_q_heads * g->head_size * elem;
-    y.kv_row_bytes = 2 * (size_t)g->n_kv_heads * g->head_size * elem;
+    y.kv_row_bytes = (size_t)g->n_kv_heads * (g->head_size + g->v_size) * elem;
+    y.o_row_bytes = (size_t)g->n_q_heads * g->v_size * elem;
     y.table = sizeof(fd_slot_t);
     y.q = fd_round_up(y.table + (size_t)g->max_rows * sizeof(fd_row_t), FD_REGION_PAGE);
     y.kv = fd_round_up(y.q + g->max_rows * y.q_row_bytes, FD_REGION_PAGE);
     y.o = fd_round_up(y.kv + g->max_rows * y.kv_row_bytes, FD_REGION_PAGE);
-    y.slot_bytes = fd_round_up(y.o + g->max_rows * y.q_row_bytes, FD_REGION_PAGE);
+    y.slot_bytes = fd_round_up(y.o + g->max_rows * y.o_row_bytes, FD_REGION_PAGE);
     y.slot0 = FD_REGION_PAGE;
     y.region_bytes = y.slot0 + g->n_slots * y.slot_bytes;
     return y;

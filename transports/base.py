@@ -27,8 +27,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 
@@ -83,6 +83,14 @@ class LayerOptions:
     softcaps: tuple[float, ...] = ()  # a score s of a layer becomes cap * tanh(s / cap); 0: it does not
     sinks: bytes = b""  # fp32, little-endian, [n_layers, n_q_heads]: one more score of each head, without a V
     slopes: bytes = b""  # fp32, little-endian, [n_q_heads]: ALiBi's slopes
+    #: (query heads, KV heads, size of a Q or K head, size of a V or O head) of each layer, if layers differ in them
+    heads: tuple[tuple[int, int, int, int], ...] = ()
+
+    @property
+    def stored(self) -> dict[str, Any]:
+        """What the size of a KV page depends on beside the geometry: keyword arguments of kernels._native.page_bytes
+        and of REngine.pages_within."""
+        return {"kv_layers": self.kv_layers or None, "heads": self.heads or None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,12 +104,6 @@ class Hello:
     kv_bytes: int | None  # KV-cache memory to lease at once; None: all free memory of the R-node
     max_seqs: int
     layers: LayerOptions = LayerOptions()
-
-    @property
-    def kv_geometry(self) -> Geometry:
-        """The geometry of a KV page: of the layers that store K and V of their own."""
-        stored = sum(store == layer for layer, store in enumerate(self.layers.kv_layers))
-        return replace(self.geometry, n_layers=max(1, stored)) if self.layers.kv_layers else self.geometry
 
 
 @dataclass(frozen=True, slots=True)

@@ -94,6 +94,7 @@ async def say_hello(conn: FrameSocket, hello: Hello, secret: bytes | None) -> tu
         softcaps=list(hello.layers.softcaps),
         sinks=base64.b64encode(hello.layers.sinks).decode(),
         slopes=base64.b64encode(hello.layers.slopes).decode(),
+        heads=[list(heads) for heads in hello.layers.heads],
     )
     session = None
     if secret is not None:
@@ -193,6 +194,7 @@ class Handshake:
                 softcaps=tuple(map(float, message.softcaps)),
                 sinks=base64.b64decode(message.sinks),
                 slopes=base64.b64decode(message.slopes),
+                heads=tuple((q, kv, k, v) for q, kv, k, v in message.heads),
             ),
         )
 

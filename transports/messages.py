@@ -122,11 +122,11 @@ def _base64() -> Any:
     return _checked(check)
 
 
-def _pairs(limit: int) -> Any:
+def _tuples(n: int, name: str, limit: int) -> Any:
     def check(value: Any) -> str | None:
         good = isinstance(value, list) and len(value) <= limit
-        good = good and all(isinstance(p, list) and len(p) == 2 and all(_is_int(v, 0, U32) for v in p) for p in value)
-        return None if good else f"a list of at most {limit} pairs of integers within 0..{U32}"
+        good = good and all(isinstance(p, list) and len(p) == n and all(_is_int(v, 0, U32) for v in p) for p in value)
+        return None if good else f"a list of at most {limit} {name} of integers within 0..{U32}"
 
     return _checked(check)
 
@@ -188,6 +188,7 @@ class HelloMessage:
     n_kv_heads: int = _int(U32)
     head_size: int = _int(U32)
     act_dtype: str = _choice(ACT_DTYPES)
+    v_size: int = _int(U32)
     region_bytes: int = _int(MAX_BYTES)
     kv_dtype: str = _choice(KV_DTYPES)
     windows: list[int] = _ints(MAX_LAYERS)
@@ -199,6 +200,7 @@ class HelloMessage:
     softcaps: list[float] = _numbers(MAX_LAYERS)
     sinks: str = _base64()
     slopes: str = _base64()
+    heads: list[list[int]] = _tuples(4, "quadruples", MAX_LAYERS)
 
 
 @_message
@@ -268,7 +270,7 @@ class Free:
 
     TYPE: ClassVar[str] = "FREE"
     id: int = _id()
-    handles: list[list[int]] = _pairs(MAX_HANDLES)
+    handles: list[list[int]] = _tuples(2, "pairs", MAX_HANDLES)
 
 
 @_message

@@ -19,7 +19,7 @@ typedef struct {
     fd_awaited_t *awaited; /* [n] */
     size_t *who;           /* [n] the member of each awaited slot */
     Py_buffer q, kv, o;    /* without bytes: the rows are in the slots */
-    size_t q_row_bytes, kv_row_bytes, bytes_per_layer;
+    size_t q_row_bytes, kv_row_bytes, o_row_bytes, bytes_per_layer;
     bool local; /* no member's carrier makes system calls that move rows */
     bool busy;  /* a thread is in a method */
 } GroupObject;
@@ -60,7 +60,8 @@ static int take_member(GroupObject *self, member_t *m, PyObject *tuple) {
         wrong = "a range of rows ends before it begins";
     else if (n_attend(m) + (uint64_t)n_append(m) > m->port->port.geometry.max_rows)
         wrong = "a member has more rows than its slot";
-    else if (self->q_row_bytes && (self->q_row_bytes != y->q_row_bytes || self->kv_row_bytes != y->kv_row_bytes))
+    else if (self->q_row_bytes && (self->q_row_bytes != y->q_row_bytes || self->kv_row_bytes != y->kv_row_bytes ||
+                                   self->o_row_bytes != y->o_row_bytes))
         wrong = "the members' rows differ in size";
     if (wrong) {
         PyErr_SetString(PyExc_ValueError, wrong);
@@ -68,6 +69,7 @@ static int take_member(GroupObject *self, member_t *m, PyObject *tuple) {
     }
     self->q_row_bytes = y->q_row_bytes;
     self->kv_row_bytes = y->kv_row_bytes;
+    self->o_row_bytes = y->o_row_bytes;
     self->local &= fd_py_port_is_local(m->port);
     self->bytes_per_layer += n_attend(m) * y->q_row_bytes + (n_attend(m) + n_append(m)) * y->kv_row_bytes;
     return 0;
@@ -86,7 +88,7 @@ static int take_rows(GroupObject *self, PyObject *q, PyObject *kv, PyObject *o) 
         const member_t *m = &self->members[i];
         const uint64_t last = m->append_to > m->attend_to ? m->append_to : m->attend_to;
         if (m->attend_to * self->q_row_bytes > (size_t)self->q.len ||
-            m->attend_to * self->q_row_bytes > (size_t)self->o.len ||
+            m->attend_to * self->o_row_bytes > (size_t)self->o.len ||
             last * self->kv_row_bytes > (size_t)self->kv.len) {
             PyErr_SetString(PyExc_ValueError, "a member's rows are beyond the step's buffers");
             return -1;
@@ -133,7 +135,7 @@ static int add_failure(GroupObject *self, PyObject **failures, size_t i, long st
     const member_t *m = &self->members[i];
     self->members[i].failed = true;
     if (self->o.buf) /* nobody may take what was there for its result */
-        memset((uint8_t *)self->o.buf + m->attend_from * self->q_row_bytes, 0, n_attend(m) * self->q_row_bytes);
+        memset((uint8_t *)self->o.buf + m->attend_from * self->o_row_bytes, 0, n_attend(m) * self->o_row_bytes);
     if (!*failures) *failures = PyList_New(0);
     PyObject *failure = *failures && message ? Py_BuildValue("nlO", (Py_ssize_t)i, status, message) : NULL;
     const int rc = failure ? PyList_Append(*failures, failure) : -1;
@@ -220,9 +222,9 @@ static void gather(const GroupObject *self, size_t n) {
     for (size_t k = 0; k < n; k++) {
         const member_t *m = &self->members[self->who[k]];
         if (self->awaited[k].result != FD_PORT_OK) continue;
-        memcpy((uint8_t *)self->o.buf + m->attend_from * self->q_row_bytes,
+        memcpy((uint8_t *)self->o.buf + m->attend_from * self->o_row_bytes,
                (uint8_t *)fd_port_slot(&m->port->port, self->slot) + m->port->port.layout.o,
-               n_attend(m) * self->q_row_bytes);
+               n_attend(m) * self->o_row_bytes);
     }
 }
 

@@ -111,7 +111,7 @@ static void lay_out(const fd_poster_t *p, fd_message_t message, fd_shape_t *shap
         shape->most[WORD] = sizeof(uint64_t), shape->at[WORD] = offsetof(fd_slot_t, armed_bell);
         break;
     case FD_REPLY:
-        shape->most[FIRST] = rows * y->q_row_bytes, shape->at[FIRST] = y->o;
+        shape->most[FIRST] = rows * y->o_row_bytes, shape->at[FIRST] = y->o;
         shape->most[SECOND] = sizeof(fd_report_t), shape->at[SECOND] = offsetof(fd_slot_t, report);
         shape->most[WORD] = sizeof(uint32_t), shape->at[WORD] = offsetof(fd_slot_t, layer_reply);
         break;
@@ -185,7 +185,7 @@ static const char *used_bytes(fd_poster_t *p, uint32_t index, fd_message_t messa
         break;
     case FD_REPLY:
         chain->word = fd_word_read(&slot->layer_reply);
-        if (chain->word != FD_POISON) used[FIRST] = arm->n_attend_rows * y->q_row_bytes;
+        if (chain->word != FD_POISON) used[FIRST] = arm->n_attend_rows * y->o_row_bytes;
         if (chain->word == FD_POISON || chain->word == p->geometry.n_layers) used[SECOND] = sizeof(fd_report_t);
         break;
     }

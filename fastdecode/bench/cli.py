@@ -26,7 +26,6 @@ _COMMANDS = (
     "perplexity",
     "accuracy",
     "soak",
-    "structured",
     "checkpoint",
 )
 #: The modules of the commands; one is not called like its command.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from tqdm import tqdm
@@ -51,13 +52,13 @@ class RPart:
     ):
         """Raises ValueError, MemoryError."""
         self.shape, self.kv_dtype, self._scattered = shape, kv_dtype, scattered
-        numbers = (1, 1, 1, shape.q_heads, shape.kv_heads, shape.head_size, 1)
-        one_page = page_bytes(numbers, KV_DTYPES.index(kv_dtype))
+        geometry = Geometry(1, 1, 1, shape.q_heads, shape.kv_heads, shape.head_size, "fp16")
+        one_page = page_bytes(geometry_tuple(geometry), KV_DTYPES.index(kv_dtype))
         self.sequences = shape.sequences(one_page / PAGE_TOKENS, kv_bytes)
         n_pages = self.sequences * -(-shape.context // PAGE_TOKENS)
         self.kv_bytes = n_pages * one_page
         rows = max(self.sequences, _FILL_PAGES * PAGE_TOKENS)
-        geometry = Geometry(1, rows, 1, shape.q_heads, shape.kv_heads, shape.head_size, "fp16")
+        geometry = replace(geometry, max_rows=rows)
         self._region = Region.create(geometry)
         numbers = geometry_tuple(geometry)
         self._engine = REngine(len(cpus), self.kv_bytes, isa, cpus, 0)

@@ -11,7 +11,8 @@ from fastdecode.daemon.config import ConfigError, NodeConfig, format_bytes
 from fastdecode.daemon.machine import available_memory
 from fastdecode.gguf.file import find_gguf
 from fastdecode.kernels._native import page_bytes
-from fastdecode.region.contract import ACT_DTYPES, KV_DTYPES, PAGE_TOKENS
+from fastdecode.region.contract import KV_DTYPES, PAGE_TOKENS
+from fastdecode.region.geometry import geometry_tuple
 from fastdecode.spart import ModelConfig, choose_device, choose_dtype
 from fastdecode.spart.backend import choose_backend
 from fastdecode.spart.loader import open_checkpoint, parameter_count
@@ -33,16 +34,16 @@ def rows(config: NodeConfig, path: Path) -> list[tuple[str, str]]:
     device = choose_device(config.device)
     dtype = str(choose_dtype(config.dtype, model.dtype, device)).removeprefix("torch.")
     weights, stored = _weights(config, path, model, dtype)
-    numbers = (1, 1, model.stored_layers, model.n_q_heads, model.n_kv_heads, model.head_size)
+    geometry = geometry_tuple(model.hello_geometry(1, 1, "fp32"))
     memory = config.kv_memory or max(0, available_memory() - (weights if device.type == "cpu" else 0)) // 2
-    shape = f"{model.n_layers} layers, {model.n_q_heads} query and {model.n_kv_heads} KV heads of {model.head_size}"
+    shape = f"{model.n_layers} layers, {_heads(model)}"
     lines = [
         ("model", f"{model.architecture} ({shape}), by the {backend.name} backend"),
         ("weights", f"{format_bytes(weights)} on {device.type}, {stored}; activations in {dtype}"),
     ]
     length = min(config.max_model_len or model.max_positions, model.max_positions)
     for kv_dtype in KV_DTYPES:
-        token = page_bytes((*numbers, ACT_DTYPES.index("fp32")), KV_DTYPES.index(kv_dtype)) / PAGE_TOKENS
+        token = page_bytes(geometry, KV_DTYPES.index(kv_dtype), **model.options.stored) / PAGE_TOKENS
         tokens = int(memory // token)
         whole = f"{tokens // length} sequences of {length}" if tokens >= length else f"not one sequence of {length}"
         chosen = " (--kv-dtype)" if kv_dtype == config.kv_dtype else ""
@@ -51,8 +52,6 @@ def rows(config: NodeConfig, path: Path) -> list[tuple[str, str]]:
     adapters = [read_adapter(name, directory) for name, directory in config.lora]
     AdapterSet(adapters).check(backend.linears() if adapters else {})
     lines += [(f"LoRA {a.name}", f"{len(a.modules)} linears, {a.parameters} parameters") for a in adapters]
-    if model.padding:
-        lines.append(("padding", f"{model.padding:.0%} of the KV-cache: layers differ in their heads and are padded"))
     if weights > (free := _free_memory(device)):
         lines.append(("too big", f"the weights do not fit into the {format_bytes(free)} available"))
     return lines
@@ -72,6 +71,13 @@ def check_fits(config: NodeConfig, path: Path, model: ModelConfig | HFConfig, de
 def _free_memory(device: torch.device) -> int:
     """Bytes that the weights may take."""
     return available_memory() if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
+
+
+def _heads(model: ModelConfig | HFConfig) -> str:
+    """The heads of each kind of layer, for people."""
+    kinds = dict.fromkeys(model.heads_of(layer) for layer in range(model.n_layers))
+    sizes = {h: str(h.k_size) if h.k_size == h.v_size else f"{h.k_size} (V: {h.v_size})" for h in kinds}
+    return " or ".join(f"{h.n_q} query and {h.n_kv} KV heads of {sizes[h]}" for h in kinds)
 
 
 def _weights(config: NodeConfig, path: Path, model: ModelConfig | HFConfig, dtype: str) -> tuple[int, str]:

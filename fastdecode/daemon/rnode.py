@@ -19,7 +19,7 @@ from fastdecode.daemon.machine import huge_pages as machine_huge_pages
 from fastdecode.daemon.machine import numa_nodes
 from fastdecode.kernels._native import REngine, REngineLink, bind_memory, page_bytes
 from fastdecode.region.contract import KV_DTYPES, MAX_PAGES, MAX_SEQS, PAGE_TOKENS, Status
-from fastdecode.region.geometry import Geometry, geometry_tuple
+from fastdecode.region.geometry import geometry_tuple
 from fastdecode.transports import registry
 from fastdecode.transports.base import CallRefused, Hello, Lease, LinkRefused, Server
 
@@ -132,7 +132,10 @@ class RNode:
         if not 1 <= hello.max_seqs <= MAX_SEQS:
             raise LinkRefused(f"{hello.max_seqs} sequences are not within 1..{MAX_SEQS}")
 
-        pages = _Pages(hello.kv_geometry, KV_DTYPES.index(hello.kv_dtype))
+        try:
+            pages = _Pages(hello)
+        except ValueError as error:
+            raise LinkRefused(f"the R-engine refused the link: {error}") from None
         free = self.kv_free - region.nbytes
         most = min(self._max_lease, self._kv_bytes - region.nbytes)
         wanted = most if hello.kv_bytes is None else hello.kv_bytes
@@ -164,6 +167,7 @@ class RNode:
                 softcaps=hello.layers.softcaps or None,
                 sinks=hello.layers.sinks or None,
                 slopes=hello.layers.slopes or None,
+                heads=hello.layers.heads or None,
             )
         except (ValueError, MemoryError) as error:
             raise LinkRefused(f"the R-engine refused the link: {error}") from None
@@ -182,7 +186,7 @@ class RNode:
 
     def pages_within(self, pages: _Pages, n_bytes: int, grows: bool = True) -> int:
         """The most pages that a lease of `n_bytes` can have; `grows`: it may grow."""
-        return self._engine.pages_within(*pages.key, max(0, n_bytes), grows)
+        return self._engine.pages_within(*pages.key, max(0, n_bytes), grows, **pages.options)
 
     def log_prefault(self, link: REngineLink) -> None:
         """Log how prefaulting a new or larger lease goes on."""
@@ -197,12 +201,14 @@ class RNode:
 
 
 class _Pages:
-    """A link's pages: the `layers` and `bytes` of one, and `key`, the arguments by which the R-engine knows them."""
+    """A link's pages: the `layers` and `bytes` of one, and the arguments by which the R-engine knows them, `key` and
+    `options`. Raises ValueError for layers that no link can have."""
 
-    def __init__(self, geometry: Geometry, kv_dtype: int):
-        self.key = geometry_tuple(geometry), kv_dtype
-        self.layers = geometry.n_layers
-        self.bytes = page_bytes(*self.key)
+    def __init__(self, hello: Hello):
+        self.key = geometry_tuple(hello.geometry), KV_DTYPES.index(hello.kv_dtype)
+        self.options = hello.layers.stored
+        self.layers = len(set(hello.layers.kv_layers)) or hello.geometry.n_layers
+        self.bytes = page_bytes(*self.key, **self.options)
 
 
 async def _log_prefault(link: REngineLink) -> None:

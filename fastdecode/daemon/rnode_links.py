@@ -34,7 +34,7 @@ _FIRST_LEASE_BYTES = 1 << 30
 
 def first_lease(hello: Hello, longest: int) -> int:
     """Bytes with which a lease that grows begins: room for a sequence of `longest` tokens, but at most 1 GiB."""
-    one_page = page_bytes(geometry_tuple(hello.kv_geometry), KV_DTYPES.index(hello.kv_dtype))
+    one_page = page_bytes(geometry_tuple(hello.geometry), KV_DTYPES.index(hello.kv_dtype), **hello.layers.stored)
     return max(1, min(-(-longest // PAGE_TOKENS), _FIRST_LEASE_BYTES // one_page)) * one_page
 
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from fastdecode.daemon.check_model import parameters
 from fastdecode.kernels._native import page_bytes
-from fastdecode.region.contract import ACT_DTYPES, KV_DTYPES, PAGE_TOKENS
+from fastdecode.region.contract import KV_DTYPES, PAGE_TOKENS
+from fastdecode.region.geometry import Geometry, geometry_tuple
 from fastdecode.spart import ModelConfig
 from fastdecode.spart.backend import choose_backend
 
@@ -43,8 +44,8 @@ class PlannedModel:
 
     def token_bytes(self, kv_dtype: str) -> float:
         """Bytes of a cached token, in all layers."""
-        shape = (1, 1, self.n_layers, self.n_q_heads, self.n_kv_heads, self.head_size, ACT_DTYPES.index("fp16"))
-        return page_bytes(shape, KV_DTYPES.index(kv_dtype)) / PAGE_TOKENS
+        geometry = Geometry(1, 1, self.n_layers, self.n_q_heads, self.n_kv_heads, self.head_size, "fp16")
+        return page_bytes(geometry_tuple(geometry), KV_DTYPES.index(kv_dtype)) / PAGE_TOKENS
 
     def read_tokens(self, length: float) -> float:
         """Cached tokens that attention reads of a sequence of `length`, windows considered, as an average over the

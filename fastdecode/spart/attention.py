@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
 
 def attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of q [batch, heads, n, d] to k and v [batch, heads, m, d]; `causal` only with n = m.
+    """Attention of q [batch, heads, n, d] to k [batch, heads, m, d] and v [batch, heads, m, e]; `causal` only with
+    n = m.
 
-    Returns O [batch, heads, n, d] and, in fp32 [batch, heads, n], the logarithm of the sum of each row's exponentiated
+    Returns O [batch, heads, n, e] and, in fp32 [batch, heads, n], the logarithm of the sum of each row's exponentiated
     scores. These logarithms merge attention over two parts of the keys exactly: the second part's share of O is
     sigmoid(second - first) (FlashAttention, arXiv 2205.14135, section 3.1). torch's public function does not return
     them, so `attend` calls the kernels behind that function. K and V may be expanded over heads; no mask and no score
     matrix is made.
     """
+    size = v.shape[3]
+    if size != q.shape[3]:  # the fused kernels want heads of one size
+        q, k, v = (F.pad(x, (0, max(size, q.shape[3]) - x.shape[3])) for x in (q, k, v))
     if q.device.type == "cpu":
         kernel = _attend_cpu
     elif q.device.type == "cuda":
@@ -23,7 +28,8 @@ def attend(
         kernel = attend_flash if torch.backends.cuda.can_use_flash_attention(parameters) else attend_efficient
     else:
         kernel = attend_matmul
-    return kernel(q, k, v, causal, scale)
+    out, log_sum = kernel(q, k, v, causal, scale)
+    return out[..., :size], log_sum
 
 
 def _attend_cpu(

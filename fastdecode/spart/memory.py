@@ -25,31 +25,30 @@ def step_bytes(model: ServedModel, rows: int, sampled: int) -> int:
 def graph_bytes(model: ServedModel, rows: int) -> int:
     """What the captured decode steps of one mini-batch keep (exchange/bypass.py), in bytes: the tensors of a step of
     `rows` rows, in memory that the graphs share, and the Q, KV, O rows and logits that they have in common."""
-    q, kv = _row_sizes(model)
-    own = model.dtype.itemsize * (2 * q + kv) + torch.float32.itemsize * model.shape.vocab_size
+    own = model.dtype.itemsize * sum(model.shape.row_sizes) + torch.float32.itemsize * model.shape.vocab_size
     return step_bytes(model, rows, rows) + rows * own
 
 
 def staged_token_bytes(model: ServedModel) -> int:
     """Bytes that the K and V of one token of a staged prompt take."""
     shape = model.shape
-    return shape.n_layers * 2 * shape.n_kv_heads * shape.head_size * model.dtype.itemsize
+    return shape.n_layers * shape.row_sizes[1] * model.dtype.itemsize
 
 
 def _kept_bytes(model: ServedModel, rows: int) -> int:
     """Bytes that a step keeps between layers: the residual stream, Q, KV and O rows (twice with prompts), angles."""
     shape, (hidden, _) = model.shape, model.widths
-    q, kv = _row_sizes(model)
-    return rows * (model.dtype.itemsize * (hidden + 4 * q + kv + shape.head_size) + 16)
+    q, kv, o = shape.row_sizes
+    return rows * (model.dtype.itemsize * (hidden + 2 * (q + o) + kv + shape.head_size) + 16)
 
 
 def _layer_bytes(model: ServedModel, rows: int) -> int:
     """Bytes that a layer takes at its widest: its projections, attention of prompts with its masks, or the MLP."""
     shape, (hidden, widest) = model.shape, model.widths
-    q, kv = _row_sizes(model)
+    q, kv, o = shape.row_sizes
     itemsize, single = model.dtype.itemsize, torch.float32.itemsize
     norm = rows * hidden * (2 * single + itemsize)  # statistics and products in fp32
-    attention = rows * itemsize * (4 * q + kv) + 3 * rows * shape.n_q_heads * single
+    attention = rows * itemsize * (2 * (q + o) + kv) + 3 * rows * shape.n_q_heads * single
     limits = {limit for limit in (*shape.windows, *shape.options.segments) if limit}
     attention += sum(min(rows, BLOCK_ROWS) * (min(rows, BLOCK_ROWS) + limit) * (itemsize + single) for limit in limits)
     mlp = rows * itemsize * (2 * widest + 2 * hidden)
@@ -64,9 +63,3 @@ def _sampling_bytes(model: ServedModel, sampled: int) -> int:
     block = min(sampled, rows_of_block(vocab)) * vocab
     rows = sampled * (3 * hidden * single + vocab * (model.dtype.itemsize + single))
     return rows + _LOGIT_COPIES * block * single
-
-
-def _row_sizes(model: ServedModel) -> tuple[int, int]:
-    """Elements of a Q row and of a KV row."""
-    shape = model.shape
-    return shape.n_q_heads * shape.head_size, 2 * shape.n_kv_heads * shape.head_size

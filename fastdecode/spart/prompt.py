@@ -14,6 +14,7 @@ import torch.nn.functional as F
 
 from fastdecode.spart.attention import attend
 from fastdecode.spart.batch import Chunk
+from fastdecode.spart.heads import heads_in
 from fastdecode.spart.scoring import Scoring, scoring_of
 from fastdecode.spart.shape import AttentionShape
 
@@ -26,7 +27,7 @@ class PromptCache:
     """The staged K and V of unfinished prompts, by sequence."""
 
     def __init__(self, config: AttentionShape, device: torch.device, dtype: torch.dtype):
-        self._shape = (config.n_layers, 2 * config.n_kv_heads * config.head_size)
+        self._shape = (config.n_layers, config.row_sizes[1])
         self._device, self._dtype = device, dtype
         self._prompts: dict[Hashable, Prompt] = {}
 
@@ -94,16 +95,16 @@ class PromptChunk:
 
     def __init__(self, config: AttentionShape, key: Hashable, chunk: Chunk, rows: slice, prompt: Prompt | None):
         self.key, self.chunk, self.rows = key, chunk, rows
-        self._heads = (config.n_q_heads, config.n_kv_heads, config.head_size)
+        self._heads_of = config.heads_of
         self._scale, self._windows = config.softmax_scale, config.windows
         self._options, self._kv_layers = config.options, config.kv_layers
         self.prompt = prompt
         self._masks: dict[tuple[int, ...], torch.Tensor] = {}
 
     def attend(self, layer: int, q: torch.Tensor, kv: torch.Tensor, out: torch.Tensor) -> None:
-        """Attention of the chunk's rows: q [n, n_q_heads * d] and kv [n, 2 * n_kv_heads * d] -> out [n, n_q_heads *
-        d]. A layer that shares the K and V of another gets that layer's rows as `kv`."""
-        _, n_kv, size = self._heads
+        """Attention of the chunk's rows q and kv, whose O rows are written to `out`; the layer's heads stand at the
+        beginning of these rows. A layer that shares the K and V of another gets that layer's rows as `kv`."""
+        heads = self._heads_of(layer)
         n, pos, store = len(q), self.chunk.pos, self._kv_layers[layer]
         if self.prompt is not None:
             everything = self.prompt.kv[store, : pos + n]
@@ -111,11 +112,14 @@ class PromptChunk:
                 everything[pos:] = kv
             kv = everything
         # [KV heads, query heads of each, rows, size]: K and V are read once for all query heads of a group.
-        grouped = q.view(n, n_kv, -1, size).permute(1, 2, 0, 3)
-        k, v = kv.view(pos + n, 2, n_kv, 1, size).permute(1, 2, 3, 0, 4).expand(-1, -1, grouped.shape[1], -1, -1)
+        group = heads.n_q // heads.n_kv
+        grouped = heads_in(q, 0, heads.n_q, heads.k_size).unflatten(1, (-1, group)).permute(1, 2, 0, 3)
+        k = heads_in(kv, 0, heads.n_kv, heads.k_size)
+        v = heads_in(kv, heads.n_kv * heads.k_size, heads.n_kv, heads.v_size)
+        k, v = (x.transpose(0, 1)[:, None].expand(-1, group, -1, -1) for x in (k, v))
         window, segment = self._windows[layer], self._options.segments[layer] if self._options.segments else 0
         window, segment = (limit if limit < pos + n else 0 for limit in (window, segment))
-        scoring = scoring_of(self._options, layer, len(self._windows), n_kv, q.device)
+        scoring = scoring_of(self._options, layer, len(self._windows), heads, q.device)
         if window or segment or scoring.softcap or scoring.slopes is not None:
             attended = self._attend_blocks(window, segment, scoring, grouped, k, v)
         else:
@@ -127,7 +131,8 @@ class PromptChunk:
                 log_sum = torch.logaddexp(log_sum, earlier_log_sum)
             if scoring.sinks is not None:
                 attended = attended * torch.sigmoid(log_sum - scoring.sinks).to(q.dtype)[..., None]
-        out.view(n, n_kv, -1, size).copy_(attended.permute(2, 0, 1, 3))
+        attended = attended.flatten(0, 1).transpose(0, 1)
+        heads_in(out, 0, heads.n_q, heads.v_size).copy_(attended)
 
     def _attend_blocks(
         self, window: int, segment: int, scoring: Scoring, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
@@ -140,7 +145,7 @@ class PromptChunk:
         n, pos = q.shape[2], self.chunk.pos
         step = BLOCK_ROWS
         if not scoring.is_plain:  # scores are made
-            step = max(1, min(step, _BLOCK_SCORES // (self._heads[0] * (pos + n))))
+            step = max(1, min(step, _BLOCK_SCORES // (q.shape[0] * q.shape[1] * (pos + n))))
         parts = []
         for start in range(0, n, step):
             stop, own = min(n, start + step), pos + start

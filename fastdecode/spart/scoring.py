@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from fastdecode.spart.shape import Heads
 from fastdecode.transports.base import LayerOptions
 
 
@@ -53,15 +54,15 @@ _PLAIN = Scoring()
 
 
 @functools.lru_cache(maxsize=4096)
-def scoring_of(options: LayerOptions, layer: int, n_layers: int, n_kv_heads: int, device: torch.device) -> Scoring:
-    """The scoring of one of the `n_layers` of a model with these options."""
-    if options == LayerOptions(segments=options.segments, kv_layers=options.kv_layers):
+def scoring_of(options: LayerOptions, layer: int, n_layers: int, heads: Heads, device: torch.device) -> Scoring:
+    """The scoring of one of the `n_layers` of a model with these options, which has these heads."""
+    if not (options.softcaps or options.sinks or options.slopes):
         return _PLAIN
 
     def per_head(values: bytes, row: int, n_rows: int) -> torch.Tensor | None:
         if not values:
             return None
-        numbers = np.frombuffer(values, "<f4").reshape(n_rows, n_kv_heads, -1)[row]
+        numbers = np.frombuffer(values, "<f4").reshape(n_rows, -1)[row, : heads.n_q].reshape(heads.n_kv, -1)
         return torch.from_numpy(numbers.copy()).to(device)[..., None]
 
     slopes = per_head(options.slopes, 0, 1)

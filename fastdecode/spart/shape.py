@@ -2,8 +2,19 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from fastdecode.region.geometry import Geometry
 from fastdecode.transports.base import LayerOptions
+
+
+class Heads(NamedTuple):
+    """The heads of one layer. Sizes in elements; `k_size` is that of Q too, `v_size` that of O."""
+
+    n_q: int
+    n_kv: int
+    k_size: int
+    v_size: int
 
 
 class AttentionShape:
@@ -25,24 +36,25 @@ class AttentionShape:
         """The layer whose K and V each layer attends to: itself, or an earlier one."""
         return self.options.kv_layers or tuple(range(self.n_layers))
 
-    @property
-    def stored_layers(self) -> int:
-        """The number of layers that store K and V of their own."""
-        return len(set(self.kv_layers))
+    def heads_of(self, layer: int) -> Heads:
+        """The heads of a layer."""
+        if self.options.heads:
+            return Heads(*self.options.heads[layer])
+        return Heads(self.n_q_heads, self.n_kv_heads, self.head_size, self.head_size)
 
     @property
-    def padding(self) -> float:
-        """The share of the KV-cache that is padding, because layers differ and a link has one geometry."""
-        return 0.0
+    def most_heads(self) -> Heads:
+        """The most heads, and the largest, of any layer. KV heads divide query heads."""
+        n_q, n_kv, k_size, v_size = map(max, zip(*map(self.heads_of, range(self.n_layers)), strict=True))
+        return Heads(-(-n_q // n_kv) * n_kv, n_kv, k_size, v_size)
+
+    @property
+    def row_sizes(self) -> tuple[int, int, int]:
+        """Elements of a Q, a KV and an O row. A layer with fewer or smaller heads uses the first elements."""
+        most = self.most_heads
+        return most.n_q * most.k_size, most.n_kv * (most.k_size + most.v_size), most.n_q * most.v_size
 
     def hello_geometry(self, n_slots: int, max_rows: int, act_dtype: str) -> Geometry:
         """The region geometry that an S-node with this model asks its R-nodes for."""
-        return Geometry(
-            n_slots=n_slots,
-            max_rows=max_rows,
-            n_layers=self.n_layers,
-            n_q_heads=self.n_q_heads,
-            n_kv_heads=self.n_kv_heads,
-            head_size=self.head_size,
-            act_dtype=act_dtype,
-        )
+        most = self.most_heads
+        return Geometry(n_slots, max_rows, self.n_layers, most.n_q, most.n_kv, most.k_size, act_dtype, most.v_size)

@@ -9,40 +9,35 @@
 #define PART_BYTES ((size_t)2 << 20)       /* a call that arrives while a part is faulted in waits for that part */
 #define GIVE_BACK_BYTES ((size_t)16 << 20) /* most bytes that one call of fd_kvcache_give_back gives back */
 
-/* log2 of the pages in a stretch: as many as one huge page holds of one layer. */
+/* log2 of the pages in a stretch: as many as one huge page holds of one plane. */
 static uint32_t stretch_order(const fd_kvcache_t *kv) {
     uint32_t order = 0;
-    while (order < FD_MAX_STRETCH_ORDER && kv->page_layer_bytes << (order + 1) <= FD_TRANSPARENT_BYTES) order++;
+    while (order < FD_MAX_STRETCH_ORDER && kv->plane_bytes << (order + 1) <= FD_TRANSPARENT_BYTES) order++;
     return order;
 }
 
-/* Bytes of one layer of one page. */
-static uint64_t page_layer_bytes(const fd_geometry_t *g, fd_kv_dtype_t dtype) {
-    return (uint64_t)g->n_kv_heads * fd_kv_chunk_bytes(dtype, g->head_size, g->head_size);
+uint64_t fd_kvcache_bytes(fd_planes_t planes, uint32_t n_pages, bool grows, fd_huge_t huge) {
+    const uint64_t plane = n_pages * planes.plane_bytes;
+    if (grows) return fd_round_up(plane, fd_memory_unit(huge)) * planes.n_planes;
+    return huge == FD_HUGE_HUGETLB ? fd_round_up(plane * planes.n_planes, fd_memory_unit(huge))
+                                   : plane * planes.n_planes;
 }
 
-uint64_t fd_kvcache_bytes(const fd_geometry_t *g, fd_kv_dtype_t dtype, uint32_t n_pages, bool grows, fd_huge_t huge) {
-    const uint64_t layer = n_pages * page_layer_bytes(g, dtype);
-    if (grows) return fd_round_up(layer, fd_memory_unit(huge)) * g->n_layers;
-    return huge == FD_HUGE_HUGETLB ? fd_round_up(layer * g->n_layers, fd_memory_unit(huge)) : layer * g->n_layers;
+uint64_t fd_kvcache_pages_within(fd_planes_t planes, uint64_t bytes, bool grows, fd_huge_t huge) {
+    uint64_t plane = bytes / planes.n_planes;
+    if (grows) plane -= plane % fd_memory_unit(huge);
+    else if (huge == FD_HUGE_HUGETLB) plane = (bytes - bytes % fd_memory_unit(huge)) / planes.n_planes;
+    return plane / planes.plane_bytes;
 }
 
-uint64_t fd_kvcache_pages_within(const fd_geometry_t *g, fd_kv_dtype_t dtype, uint64_t bytes, bool grows,
-                                 fd_huge_t huge) {
-    uint64_t layer = bytes / g->n_layers;
-    if (grows) layer -= layer % fd_memory_unit(huge);
-    else if (huge == FD_HUGE_HUGETLB) layer = (bytes - bytes % fd_memory_unit(huge)) / g->n_layers;
-    return layer / page_layer_bytes(g, dtype);
-}
-
-/* Commits pages [from, to) of every layer of a lease that may grow. */
+/* Commits pages [from, to) of every plane of a lease that may grow. */
 static fd_status_t commit(fd_kvcache_t *kv, uint32_t from, uint32_t to, char *err, size_t err_len) {
-    const size_t begin = fd_round_up(from * kv->page_layer_bytes, kv->unit),
-                 bytes = fd_round_up(to * kv->page_layer_bytes, kv->unit) - begin;
-    for (uint32_t layer = 0; bytes && layer < kv->n_layers; layer++) {
-        uint8_t *start = kv->arena + layer * kv->layer_stride + begin;
+    const size_t begin = fd_round_up(from * kv->plane_bytes, kv->unit),
+                 bytes = fd_round_up(to * kv->plane_bytes, kv->unit) - begin;
+    for (uint32_t plane = 0; bytes && plane < kv->n_planes; plane++) {
+        uint8_t *start = kv->arena + plane * kv->plane_stride + begin;
         if (fd_memory_commit(start, bytes, kv->huge, err, err_len)) continue;
-        while (layer--) fd_memory_decommit(kv->arena + layer * kv->layer_stride + begin, bytes);
+        while (plane--) fd_memory_decommit(kv->arena + plane * kv->plane_stride + begin, bytes);
         return FD_INTERNAL;
     }
     return FD_OK;
@@ -51,33 +46,36 @@ static fd_status_t commit(fd_kvcache_t *kv, uint32_t from, uint32_t to, char *er
 static fd_status_t map_arena(fd_kvcache_t *kv, char *err, size_t err_len) {
     if (kv->max_pages > kv->n_pages) {
         const size_t align = kv->granule > FD_TRANSPARENT_BYTES ? kv->granule : FD_TRANSPARENT_BYTES;
-        kv->layer_stride = fd_round_up(kv->max_pages * kv->page_layer_bytes, align);
-        kv->arena_bytes = kv->layer_stride * kv->n_layers;
+        kv->plane_stride = fd_round_up(kv->max_pages * kv->plane_bytes, align);
+        kv->arena_bytes = kv->plane_stride * kv->n_planes;
         kv->grows = true;
         kv->arena = fd_memory_reserve(kv->arena_bytes, kv->huge, err, err_len);
         return kv->arena ? commit(kv, 0, kv->n_pages, err, err_len) : FD_INTERNAL;
     }
-    kv->layer_stride = kv->n_pages * kv->page_layer_bytes;
-    kv->arena_bytes = fd_round_up(kv->layer_stride * kv->n_layers, kv->unit);
+    kv->plane_stride = kv->n_pages * kv->plane_bytes;
+    kv->arena_bytes = fd_round_up(kv->plane_stride * kv->n_planes, kv->unit);
     kv->arena = fd_memory_map(kv->arena_bytes, kv->huge, err, err_len);
     return kv->arena ? FD_OK : FD_INTERNAL;
 }
 
-fd_status_t fd_kvcache_init(fd_kvcache_t *kv, const fd_geometry_t *g, fd_kv_dtype_t dtype, uint32_t n_pages,
-                            uint32_t max_pages, uint32_t max_seqs, fd_huge_t huge, char *err, size_t err_len) {
+fd_status_t fd_kvcache_init(fd_kvcache_t *kv, const fd_heads_t *layers, uint32_t n_layers, fd_kv_dtype_t dtype,
+                            uint32_t n_pages, uint32_t max_pages, uint32_t max_seqs, fd_huge_t huge, char *err,
+                            size_t err_len) {
     memset(kv, 0, sizeof *kv);
-    kv->n_layers = g->n_layers;
-    kv->n_kv_heads = g->n_kv_heads;
+    kv->stores = malloc(n_layers * sizeof *kv->stores);
+    if (!kv->stores) return FD_FAIL(FD_INTERNAL, "no memory to keep track of %u layers", n_layers);
+    const fd_planes_t planes = fd_planes_of(layers, n_layers, dtype, kv->stores);
+    for (uint32_t i = 0; i < n_layers; i++) kv->page_chunks += layers[i].n_kv_heads;
+    kv->n_planes = planes.n_planes;
+    kv->plane_bytes = planes.plane_bytes;
     kv->n_pages = n_pages;
     kv->max_pages = max_pages;
     kv->max_seqs = max_seqs;
     kv->huge = huge;
-    kv->chunk_bytes = fd_kv_chunk_bytes(dtype, g->head_size, g->head_size);
-    kv->page_layer_bytes = g->n_kv_heads * kv->chunk_bytes;
     kv->granule = fd_memory_granule(huge);
     kv->unit = fd_memory_unit(huge);
     fd_status_t status = map_arena(kv, err, err_len);
-    kv->swept = (uint64_t)n_pages * g->n_layers;
+    kv->swept = (uint64_t)n_pages * kv->n_planes;
     kv->sequences = calloc(max_seqs, sizeof *kv->sequences);
     kv->refs = calloc(max_pages, sizeof *kv->refs);
     kv->pins = calloc(max_pages, sizeof *kv->pins);
@@ -93,6 +91,7 @@ void fd_kvcache_destroy(fd_kvcache_t *kv) {
     free(kv->sequences);
     free(kv->refs);
     free(kv->pins);
+    free(kv->stores);
     fd_pages_destroy(&kv->free);
     if (kv->arena) fd_memory_unmap(kv->arena, kv->arena_bytes);
     memset(kv, 0, sizeof *kv);
@@ -325,51 +324,51 @@ void fd_kvcache_end_copies(fd_kvcache_t *kv, const fd_page_copy_t *copies, uint3
 
 /* Number of pages in a part. */
 static uint32_t part_pages(const fd_kvcache_t *kv) {
-    return (uint32_t)((PART_BYTES + kv->page_layer_bytes - 1) / kv->page_layer_bytes);
+    return (uint32_t)((PART_BYTES + kv->plane_bytes - 1) / kv->plane_bytes);
 }
 
 uint64_t fd_kvcache_parts(const fd_kvcache_t *kv, uint32_t n_pages) {
     uint32_t n = part_pages(kv);
-    return ((uint64_t)n_pages + n - 1) / n * kv->n_layers;
+    return ((uint64_t)n_pages + n - 1) / n * kv->n_planes;
 }
 
 uint64_t fd_kvcache_whole_parts(const fd_kvcache_t *kv, uint32_t n_pages) {
-    return (uint64_t)(n_pages / part_pages(kv)) * kv->n_layers;
+    return (uint64_t)(n_pages / part_pages(kv)) * kv->n_planes;
 }
 
 int fd_kvcache_fault_in(const fd_kvcache_t *kv, uint64_t part) {
     uint32_t n_pages = __atomic_load_n(&kv->n_pages, __ATOMIC_ACQUIRE);
-    uint32_t n = part_pages(kv), first = (uint32_t)(part / kv->n_layers * n), layer = (uint32_t)(part % kv->n_layers);
+    uint32_t n = part_pages(kv), first = (uint32_t)(part / kv->n_planes * n), plane = (uint32_t)(part % kv->n_planes);
     if (n > n_pages - first) n = n_pages - first;
-    return fd_memory_fault_in(fd_kv_chunk(kv, layer, first, 0), n * kv->page_layer_bytes);
+    return fd_memory_fault_in(fd_kv_plane(kv, plane, first), n * kv->plane_bytes);
 }
 
-/* Whether a sequence or a copy needs the page of this page layer. */
-static bool in_use(const fd_kvcache_t *kv, uint64_t page_layer) {
-    return kv->refs[page_layer % kv->n_pages] || kv->pins[page_layer % kv->n_pages];
+/* Whether a sequence or a copy needs page `at` of all planes. */
+static bool in_use(const fd_kvcache_t *kv, uint64_t at) {
+    return kv->refs[at % kv->n_pages] || kv->pins[at % kv->n_pages];
 }
 
 bool fd_kvcache_give_back(fd_kvcache_t *kv) {
-    const uint64_t n_page_layers = (uint64_t)kv->n_layers * kv->n_pages;
-    /* Free pages at the end of a layer and at the start of the next one form one run, unless the layers lie apart. */
-    const uint64_t block = kv->grows ? kv->n_pages : n_page_layers;
+    const uint64_t n_all = (uint64_t)kv->n_planes * kv->n_pages;
+    /* Free pages at the end of a plane and at the start of the next one form one run, unless the planes lie apart. */
+    const uint64_t block = kv->grows ? kv->n_pages : n_all;
     uint64_t at = kv->swept;
-    while (at < n_page_layers && in_use(kv, at)) at++;
-    if (at >= n_page_layers) {
-        kv->swept = n_page_layers;
+    while (at < n_all && in_use(kv, at)) at++;
+    if (at >= n_all) {
+        kv->swept = n_all;
         return false;
     }
     const uint64_t first = at, begin = first - first % block, end = begin + block;
     while (at < end && !in_use(kv, at) &&
-           (at - first) * kv->page_layer_bytes < GIVE_BACK_BYTES + kv->page_layer_bytes + kv->granule)
+           (at - first) * kv->plane_bytes < GIVE_BACK_BYTES + kv->plane_bytes + kv->granule)
         at++;
-    uint8_t *start = kv->arena + first / block * kv->layer_stride;
-    size_t from = fd_round_up((first - begin) * kv->page_layer_bytes, kv->granule),
-           to = (at - begin) * kv->page_layer_bytes;
+    uint8_t *start = kv->arena + first / block * kv->plane_stride;
+    size_t from = fd_round_up((first - begin) * kv->plane_bytes, kv->granule),
+           to = (at - begin) * kv->plane_bytes;
     bool run_ends = at == end || in_use(kv, at);
     if (at < end) to -= to % kv->granule;
     if (from < to) fd_memory_give_back(start + from, to - from);
     /* The next call continues a run that this call has cut. */
-    kv->swept = run_ends ? at : begin + to / kv->page_layer_bytes;
-    return kv->swept < n_page_layers;
+    kv->swept = run_ends ? at : begin + to / kv->plane_bytes;
+    return kv->swept < n_all;
 }

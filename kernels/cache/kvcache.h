@@ -1,11 +1,12 @@
 /* The KV-cache of one lease: an arena of pages, and the list of pages that each sequence holds.
  *
- * A page holds FD_PAGE_TOKENS tokens of one sequence, for all layers. The arena is layer-major, so that the call of a
- * layer reads memory that lies together: the chunk of (layer, page, KV head) begins at byte
- * layer * layer_stride + (page * n_kv_heads + head) * chunk_bytes. The pages of a sequence lie side by side where
- * possible, in stretches (pages.h) of at most 2 MiB per layer, so that a new sequence touches one huge page per layer.
+ * A page holds FD_PAGE_TOKENS tokens of one sequence, for all layers. The arena consists of planes (planes.h), so that
+ * the call of a layer reads memory that lies together: the chunk of (layer, page, KV head) begins at byte
+ * plane * plane_stride + page * plane_bytes + offset + head * chunk_bytes. The pages of a sequence lie side by side
+ * where possible, in stretches (pages.h) of at most 2 MiB per plane, so that a new sequence touches one huge page per
+ * plane.
  *
- * A lease that may grow reserves address space for `max_pages` pages of each layer, and commits the first `n_pages` of
+ * A lease that may grow reserves address space for `max_pages` pages of each plane, and commits the first `n_pages` of
  * each. Growing commits more, so a page never moves, and attention computes addresses as without growth.
  *
  * Pages are reference-counted. Sequences that share a prefix share its pages, including the last, partly used one. A
@@ -24,6 +25,7 @@
 #include "attention.h"
 #include "memory.h"
 #include "pages.h"
+#include "planes.h"
 #include "region.h"
 
 #define FD_MAX_SHARED_REFS (1u << 24) /* limit on the page references that FORKs add in one lease */
@@ -44,12 +46,14 @@ typedef struct {
 
 typedef struct {
     uint8_t *arena;
-    size_t arena_bytes, chunk_bytes, page_layer_bytes; /* page_layer: one layer of one page */
-    size_t layer_stride;                               /* bytes from one layer to the next */
-    size_t granule, unit;                              /* fd_memory_granule and fd_memory_unit of the arena's memory */
+    size_t arena_bytes;
+    size_t plane_bytes;   /* of one page in one plane */
+    size_t plane_stride;  /* bytes from one plane to the next */
+    size_t granule, unit; /* fd_memory_granule and fd_memory_unit of the arena's memory */
     fd_huge_t huge;
-    bool grows; /* made with max_pages > n_pages: the layers lie apart */
-    uint32_t n_layers, n_kv_heads, max_seqs;
+    bool grows; /* made with max_pages > n_pages: the planes lie apart */
+    uint32_t n_planes, page_chunks, max_seqs; /* page_chunks: KV heads of all layers that store K and V */
+    fd_store_t *stores;       /* [layers that store K and V] */
     uint32_t n_pages;         /* atomic: fd_kvcache_fault_in reads it without the mutex */
     uint32_t max_pages;       /* the most that the lease may grow to */
     fd_sequence_t *sequences; /* [max_seqs] */
@@ -57,19 +61,20 @@ typedef struct {
     uint32_t *pins;           /* [max_pages] number of copies under way from or to each page; such a page is not free */
     fd_pages_t free;
     uint32_t n_seqs, shared_refs, mark;
-    uint64_t swept; /* page layers that fd_kvcache_give_back has visited since a page was last taken or dropped */
+    uint64_t swept; /* pages of all planes that fd_kvcache_give_back has visited since a page was taken or dropped */
 } fd_kvcache_t;
 
-/* Bytes of memory that a cache of `n_pages` pages takes. `grows`: it was made with a greater max_pages. Its layers then
+/* Bytes of memory that a cache of `n_pages` pages takes. `grows`: it was made with a greater max_pages. Its planes then
  * lie apart, and each takes whole units of memory. */
-uint64_t fd_kvcache_bytes(const fd_geometry_t *g, fd_kv_dtype_t dtype, uint32_t n_pages, bool grows, fd_huge_t huge);
+uint64_t fd_kvcache_bytes(fd_planes_t planes, uint32_t n_pages, bool grows, fd_huge_t huge);
 /* The most pages that take at most `bytes`. */
-uint64_t fd_kvcache_pages_within(const fd_geometry_t *g, fd_kv_dtype_t dtype, uint64_t bytes, bool grows,
-                                 fd_huge_t huge);
+uint64_t fd_kvcache_pages_within(fd_planes_t planes, uint64_t bytes, bool grows, fd_huge_t huge);
 
-/* Returns FD_OK, or FD_INTERNAL if out of memory. The caller has checked the sizes, and n_pages <= max_pages. */
-fd_status_t fd_kvcache_init(fd_kvcache_t *kv, const fd_geometry_t *g, fd_kv_dtype_t dtype, uint32_t n_pages,
-                            uint32_t max_pages, uint32_t max_seqs, fd_huge_t huge, char *err, size_t err_len);
+/* Makes a cache for `n_layers` layers that store K and V. Returns FD_OK, or FD_INTERNAL if out of memory. The caller
+ * has checked the sizes, and n_pages <= max_pages. */
+fd_status_t fd_kvcache_init(fd_kvcache_t *kv, const fd_heads_t *layers, uint32_t n_layers, fd_kv_dtype_t dtype,
+                            uint32_t n_pages, uint32_t max_pages, uint32_t max_seqs, fd_huge_t huge, char *err,
+                            size_t err_len);
 void fd_kvcache_destroy(fd_kvcache_t *kv);
 
 /* Growing from kv->n_pages to `n_pages`, at most kv->max_pages, takes two calls. The first takes memory from the OS and
@@ -100,11 +105,11 @@ fd_status_t fd_kvcache_append(fd_kvcache_t *kv, const fd_row_t *table, uint32_t 
                               uint32_t *n_copies, char *err, size_t err_len);
 /* The copies are complete: pages that no sequence holds any more become free. */
 void fd_kvcache_end_copies(fd_kvcache_t *kv, const fd_page_copy_t *copies, uint32_t n_copies);
-/* Copies one layer of a page. Needs no mutex. */
-static inline void fd_kvcache_copy(const fd_kvcache_t *kv, fd_page_copy_t copy, uint32_t layer);
+/* Copies one plane of a page. Needs no mutex. */
+static inline void fd_kvcache_copy(const fd_kvcache_t *kv, fd_page_copy_t copy, uint32_t plane);
 
-/* Number of parts in which the first `n_pages` pages are faulted in. A part is one layer of a run of pages, 2 MiB or a
- * little more. The parts of all layers of the first pages come first: a cache that fills up needs them first. */
+/* Number of parts in which the first `n_pages` pages are faulted in. A part is one plane of a run of pages, 2 MiB or a
+ * little more. The parts of all planes of the first pages come first: a cache that fills up needs them first. */
 uint64_t fd_kvcache_parts(const fd_kvcache_t *kv, uint32_t n_pages);
 /* Number of those parts, from the first one on, that growing does not change: all but an incomplete run's. */
 uint64_t fd_kvcache_whole_parts(const fd_kvcache_t *kv, uint32_t n_pages);
@@ -120,12 +125,19 @@ static inline uint32_t fd_pages_for(uint64_t tokens) {
     return (uint32_t)((tokens + FD_PAGE_TOKENS - 1) / FD_PAGE_TOKENS);
 }
 
-static inline uint8_t *fd_kv_chunk(const fd_kvcache_t *kv, uint32_t layer, uint32_t page, uint32_t head) {
-    return kv->arena + layer * kv->layer_stride + ((size_t)page * kv->n_kv_heads + head) * kv->chunk_bytes;
+/* The part of a page that lies in a plane. */
+static inline uint8_t *fd_kv_plane(const fd_kvcache_t *kv, uint32_t plane, uint32_t page) {
+    return kv->arena + plane * kv->plane_stride + page * kv->plane_bytes;
 }
 
-static inline void fd_kvcache_copy(const fd_kvcache_t *kv, fd_page_copy_t copy, uint32_t layer) {
-    memcpy(fd_kv_chunk(kv, layer, copy.dst, 0), fd_kv_chunk(kv, layer, copy.src, 0), kv->page_layer_bytes);
+/* The chunk of a KV head in the layer stores[store]. */
+static inline uint8_t *fd_kv_chunk(const fd_kvcache_t *kv, uint32_t store, uint32_t page, uint32_t head) {
+    const fd_store_t *s = &kv->stores[store];
+    return fd_kv_plane(kv, s->plane, page) + s->offset + head * s->chunk_bytes;
+}
+
+static inline void fd_kvcache_copy(const fd_kvcache_t *kv, fd_page_copy_t copy, uint32_t plane) {
+    memcpy(fd_kv_plane(kv, plane, copy.dst), fd_kv_plane(kv, plane, copy.src), kv->plane_bytes);
 }
 
 #endif

@@ -52,7 +52,7 @@ static fd_status_t begin_step(fd_link_t *link, fd_step_t *step, const uint8_t *s
     step->n_rows = arm->n_rows;
     step->n_attend_rows = arm->n_attend_rows;
     fd_copy_out(step->table, slot + link->work.layout.table, arm->n_entries * sizeof(fd_row_t));
-    const fd_status_t status = fd_step_plan(step, &link->kv, &link->work.shape, err, err_len);
+    const fd_status_t status = fd_step_plan(step, &link->kv, link->work.shapes, err, err_len);
     pthread_mutex_unlock(&link->mutex);
     return status;
 }
@@ -134,7 +134,10 @@ bool fd_slot_begin_layer(fd_link_t *link, uint32_t slot) {
     fd_slot_state_t *state = &link->slots[slot];
     link->last_call_ns = fd_now_ns();
     state->layer = state->served;
-    if (state->request <= link->work.g.n_layers) return true;
+    if (state->request <= link->work.g.n_layers) {
+        state->step.plan = &state->step.plans[link->work.kinds[state->layer]];
+        return true;
+    }
     state->step.valid = 0;
     count(&link->stats.refused, 1);
     report(link, slot, FD_BAD_CALL, "layer beyond the model");

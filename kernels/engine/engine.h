@@ -62,11 +62,13 @@ fd_engine_t *fd_engine_new(const fd_engine_config_t *config, char *err, size_t e
 void fd_engine_free(fd_engine_t *engine); /* joins the threads; all links must have been removed */
 /* Writing 1 wakes a sleeping engine. Only for code that the R-node trusts; a peer gets fd_link_eventfd. */
 int fd_engine_eventfd(const fd_engine_t *engine);
-size_t fd_page_bytes(const fd_geometry_t *g, uint32_t kv_dtype); /* of one page: all layers and KV heads */
+/* The planes of a page, which are those of the layers that store K and V. The layers and the dtype must be valid. */
+fd_planes_t fd_page_planes(const fd_layer_t *layers, uint32_t n_layers, uint32_t kv_dtype);
+/* NULL if the layers of a link with geometry `g` are valid, else a sentence in err. */
+const char *fd_layers_error(const fd_geometry_t *g, const fd_layer_t *layers, char *err, size_t err_len);
 uint64_t fd_engine_kv_free(fd_engine_t *engine);
 /* The most pages that a lease of `bytes` may have. `grows`: its max_pages is greater. */
-uint64_t fd_engine_pages_within(const fd_engine_t *engine, const fd_geometry_t *g, uint32_t kv_dtype, uint64_t bytes,
-                                bool grows);
+uint64_t fd_engine_pages_within(const fd_engine_t *engine, fd_planes_t planes, uint64_t bytes, bool grows);
 
 /* Copies `carrier`; NULL stands for shared memory. `region` (region_bytes of the geometry's layout) must stay mapped
  * until fd_engine_remove_link returns. */

@@ -70,7 +70,7 @@ struct fd_link {
     uint64_t last_call_ns;  /* thread 0 only */
     struct {                /* thread 0 only, see turns.c */
         int64_t credit_ns;  /* engine time that the link may still take in this round */
-        double ns_per_cost; /* of a thread, for a unit of fd_step_t.cost */
+        double ns_per_cost; /* of a thread, for a unit of fd_plan_t.cost */
         uint32_t n_jobs;    /* calls begun and not answered */
         bool copying;       /* a step's copies are under way */
         bool waits;         /* the link asks for a call and has no credit */

@@ -3,17 +3,21 @@
 #define FD_LAYERS_H
 
 #include "attention.h"
+#include "planes.h"
 #include "region.h"
 
+#define FD_MAX_LAYER_KINDS 16u /* of one link; each step is planned once for every kind */
+
 typedef struct {
+    fd_heads_t heads; /* their rows are no longer than those of the geometry */
     uint32_t window;  /* fd_attend_t.window: 0, or how many tokens a token sees, itself included */
     uint32_t segment; /* fd_attend_t.segment: 0, or the length of the segments that a token sees alone */
     /* The layer that stores the K and V that this layer attends to: this layer, or an earlier one that stores its own
      * (Gemma 3n and 4). A layer that shares another's stores nothing, and its KV rows are ignored. */
     uint32_t kv_layer;
     float softcap;       /* fd_attend_t.softcap */
-    const float *slopes; /* fd_attend_t.slopes, [n_q_heads], or NULL */
-    const float *sinks;  /* fd_attend_t.sinks, [n_q_heads], or NULL; -INFINITY: no sink */
+    const float *slopes; /* fd_attend_t.slopes, [heads.n_q_heads], or NULL */
+    const float *sinks;  /* fd_attend_t.sinks, [heads.n_q_heads], or NULL; -INFINITY: no sink */
 } fd_layer_t;
 
 /* The tokens that a token of the layer sees at most; 0: no limit. */
@@ -21,10 +25,26 @@ static inline uint32_t fd_layer_reach(const fd_layer_t *y) {
     return y->segment && (!y->window || y->segment < y->window) ? y->segment : y->window;
 }
 
-/* The number of layers that store K and V. */
-static inline uint32_t fd_stored_layers(const fd_layer_t *layers, uint32_t n_layers) {
+/* The heads of a layer as large as the geometry's. */
+static inline fd_heads_t fd_geometry_heads(const fd_geometry_t *g) {
+    return (fd_heads_t){g->n_q_heads, g->n_kv_heads, g->head_size, g->v_size};
+}
+
+static inline bool fd_same_heads(const fd_heads_t *a, const fd_heads_t *b) {
+    return a->n_q_heads == b->n_q_heads && a->n_kv_heads == b->n_kv_heads && a->head_size == b->head_size &&
+           a->v_size == b->v_size;
+}
+
+/* Layers of one kind share a plan: they have the same heads and see equally far. */
+static inline bool fd_same_kind(const fd_layer_t *a, const fd_layer_t *b) {
+    return fd_same_heads(&a->heads, &b->heads) && fd_layer_reach(a) == fd_layer_reach(b);
+}
+
+/* Writes the heads of the layers that store K and V to stored[n_layers]; returns their number. */
+static inline uint32_t fd_stored_layers(const fd_layer_t *layers, uint32_t n_layers, fd_heads_t *stored) {
     uint32_t n = 0;
-    for (uint32_t i = 0; i < n_layers; i++) n += layers[i].kv_layer == i;
+    for (uint32_t i = 0; i < n_layers; i++)
+        if (layers[i].kv_layer == i) stored[n++] = layers[i].heads;
     return n;
 }
 
@@ -34,11 +54,32 @@ static inline bool fd_all_below_infinity(const float *values, uint32_t n) {
     return true;
 }
 
+/* NULL if a layer of a link with this geometry may have these heads, else a readable reason. */
+static inline const char *fd_heads_error(const fd_heads_t *h, const fd_geometry_t *g) {
+    if (h->n_q_heads < 1 || h->n_q_heads > FD_MAX_HEADS)
+        return "number of query heads is not within 1.." FD_TEXT(FD_MAX_HEADS);
+    if (h->n_kv_heads < 1 || h->n_q_heads % h->n_kv_heads) return "query heads are not a multiple of KV heads";
+    if (fd_head_size_error(h->head_size)) return fd_head_size_error(h->head_size);
+    if (fd_head_size_error(h->v_size)) return fd_head_size_error(h->v_size);
+    if (h->n_q_heads * h->head_size > g->n_q_heads * g->head_size ||
+        h->n_kv_heads * (h->head_size + h->v_size) > g->n_kv_heads * (g->head_size + g->v_size) ||
+        h->n_q_heads * h->v_size > g->n_q_heads * g->v_size)
+        return "the layer's rows are longer than those of the geometry";
+    return NULL;
+}
+
 /* NULL if layer `i` is valid, else a readable reason. The layers before it are valid. */
-static inline const char *fd_layer_error(const fd_layer_t *layers, uint32_t i, uint32_t n_q_heads) {
+static inline const char *fd_layer_error(const fd_layer_t *layers, uint32_t i, const fd_geometry_t *g) {
     const fd_layer_t *y = &layers[i];
+    const uint32_t n_q_heads = y->heads.n_q_heads;
+    const char *reason = fd_heads_error(&y->heads, g);
+    if (reason) return reason;
     if (y->kv_layer > i || layers[y->kv_layer].kv_layer != y->kv_layer)
         return "a layer shares the K and V of a layer that does not store its own before it";
+    const fd_heads_t *stored = &layers[y->kv_layer].heads;
+    if (y->heads.n_kv_heads != stored->n_kv_heads || y->heads.head_size != stored->head_size ||
+        y->heads.v_size != stored->v_size)
+        return "a layer shares K and V whose heads are not its own";
     if (!(y->softcap >= 0 && y->softcap < INFINITY)) return "a softcap is not a finite number of at least 0";
     if (!fd_all_below_infinity(y->slopes, n_q_heads)) return "a slope is not a finite number";
     for (uint32_t h = 0; y->slopes && h < n_q_heads; h++)

@@ -13,8 +13,29 @@
 
 enum { FIRST_NS_PER_COST = 50 }; /* until calls have been measured */
 
-size_t fd_page_bytes(const fd_geometry_t *g, uint32_t kv_dtype) {
-    return (size_t)g->n_layers * g->n_kv_heads * fd_kv_chunk_bytes((fd_kv_dtype_t)kv_dtype, g->head_size, g->head_size);
+fd_planes_t fd_page_planes(const fd_layer_t *layers, uint32_t n_layers, uint32_t kv_dtype) {
+    fd_heads_t stored[FD_MAX_LAYERS];
+    fd_store_t stores[FD_MAX_LAYERS];
+    return fd_planes_of(stored, fd_stored_layers(layers, n_layers, stored), (fd_kv_dtype_t)kv_dtype, stores);
+}
+
+static uint32_t count_kinds(const fd_layer_t *layers, uint32_t n_layers) {
+    uint32_t n = 0;
+    for (uint32_t i = 0; i < n_layers; i++) {
+        uint32_t j = 0;
+        while (j < i && !fd_same_kind(&layers[j], &layers[i])) j++;
+        n += j == i;
+    }
+    return n;
+}
+
+const char *fd_layers_error(const fd_geometry_t *g, const fd_layer_t *layers, char *err, size_t err_len) {
+    const char *reason;
+    for (uint32_t i = 0; i < g->n_layers; i++)
+        if ((reason = fd_layer_error(layers, i, g))) return FD_FAIL(err, "layer %u: %s", i, reason);
+    const uint32_t n = count_kinds(layers, g->n_layers);
+    if (n <= FD_MAX_LAYER_KINDS) return NULL;
+    return FD_FAIL(err, "the layers are of %u kinds, at most %u are supported", n, FD_MAX_LAYER_KINDS);
 }
 
 static uint32_t max_pages(const fd_lease_t *lease) {
@@ -32,17 +53,9 @@ static bool lease_ok(const fd_geometry_t *g, const fd_lease_t *lease, const void
     if (lease->max_seqs < 1 || lease->max_seqs > FD_MAX_SEQS)
         return FD_FAIL(false, "%u sequences are not within 1..%u", lease->max_seqs, FD_MAX_SEQS);
     if (!isfinite(lease->softmax_scale)) return FD_FAIL(false, "the softmax scale is not finite");
-    for (uint32_t i = 0; i < g->n_layers; i++)
-        if ((reason = fd_layer_error(lease->layers, i, g->n_q_heads))) return FD_FAIL(false, "layer %u: %s", i, reason);
+    if (fd_layers_error(g, lease->layers, err, err_len)) return false;
     if ((uintptr_t)region % FD_LINE) return FD_FAIL(false, "the region does not begin on a cache line");
     return true;
-}
-
-/* `g` with the layers that store K and V. */
-static fd_geometry_t stored_geometry(const fd_geometry_t *g, const fd_layer_t *layers) {
-    fd_geometry_t stored = *g;
-    stored.n_layers = fd_stored_layers(layers, g->n_layers);
-    return stored;
 }
 
 /* Frees everything that the link owns except its share of the budget. Also frees a half-built link. */
@@ -62,7 +75,8 @@ static void destroy(fd_link_t *link) {
 
 static fd_link_t *build(fd_engine_t *e, void *region, const fd_geometry_t *g, const fd_lease_t *lease, char *err,
                         size_t err_len) {
-    const fd_geometry_t stored = stored_geometry(g, lease->layers);
+    fd_heads_t stored[FD_MAX_LAYERS];
+    const uint32_t n_stored = fd_stored_layers(lease->layers, g->n_layers, stored);
     fd_link_t *link = calloc(1, sizeof *link);
     if (!link) return FD_FAIL(NULL, "no memory for a link");
     link->engine = e;
@@ -72,8 +86,8 @@ static fd_link_t *build(fd_engine_t *e, void *region, const fd_geometry_t *g, co
     struct epoll_event event = {.events = EPOLLIN | EPOLLET};
     if (link->eventfd < 0 || epoll_ctl(e->epoll, EPOLL_CTL_ADD, link->eventfd, &event)) {
         snprintf(err, err_len, "no file descriptor for a link");
-    } else if (fd_kvcache_init(&link->kv, &stored, lease->kv_dtype, lease->n_pages, max_pages(lease), lease->max_seqs,
-                               e->huge, err, err_len) == FD_OK) {
+    } else if (fd_kvcache_init(&link->kv, stored, n_stored, lease->kv_dtype, lease->n_pages, max_pages(lease),
+                               lease->max_seqs, e->huge, err, err_len) == FD_OK) {
         bool ok = fd_work_init(&link->work, g, &link->kv, lease->kv_dtype, e->isa, lease->softmax_scale, lease->layers,
                                e->n_threads) == FD_OK;
         link->slots = ok ? aligned_alloc(FD_LINE, g->n_slots * sizeof *link->slots) : NULL;
@@ -82,7 +96,7 @@ static fd_link_t *build(fd_engine_t *e, void *region, const fd_geometry_t *g, co
         link->turn.credit_ns = FD_QUANTUM_NS;
         link->turn.ns_per_cost = FIRST_NS_PER_COST;
         for (uint32_t i = 0; ok && i < g->n_slots; i++)
-            ok = fd_step_init(&link->slots[i].step, g->max_rows, link->work.shape.max_items) == FD_OK;
+            ok = fd_step_init(&link->slots[i].step, g->max_rows, link->work.shapes, link->work.n_kinds) == FD_OK;
         if (e->prefault) link->prefault.parts = fd_kvcache_parts(&link->kv, lease->n_pages);
         link->prefault.redo = UINT64_MAX;
         link->last_call_ns = fd_now_ns();
@@ -122,8 +136,8 @@ fd_link_t *fd_engine_add_link(fd_engine_t *e, void *region, const fd_geometry_t 
     errno = EINVAL;
     if (!lease_ok(g, lease, region, err, err_len)) return NULL;
     const bool grows = lease->max_pages > lease->n_pages;
-    const fd_geometry_t stored = stored_geometry(g, lease->layers);
-    const uint64_t bytes = fd_kvcache_bytes(&stored, lease->kv_dtype, lease->n_pages, grows, e->huge);
+    const fd_planes_t planes = fd_page_planes(lease->layers, g->n_layers, lease->kv_dtype);
+    const uint64_t bytes = fd_kvcache_bytes(planes, lease->n_pages, grows, e->huge);
     errno = ENOMEM;
     if (!reserve(e, 1, lease->n_pages, bytes, err, err_len)) return NULL;
     fd_link_t *link = build(e, region, g, lease, err, err_len);
@@ -158,9 +172,8 @@ void fd_engine_remove_link(fd_engine_t *e, fd_link_t *link) {
     release(e, 1, bytes);
 }
 
-uint64_t fd_engine_pages_within(const fd_engine_t *e, const fd_geometry_t *g, uint32_t kv_dtype, uint64_t bytes,
-                                bool grows) {
-    return fd_kvcache_pages_within(g, (fd_kv_dtype_t)kv_dtype, bytes, grows, e->huge);
+uint64_t fd_engine_pages_within(const fd_engine_t *e, fd_planes_t planes, uint64_t bytes, bool grows) {
+    return fd_kvcache_pages_within(planes, bytes, grows, e->huge);
 }
 
 int fd_link_grow(fd_link_t *link, uint32_t n_pages, char *err, size_t err_len) {
@@ -170,8 +183,8 @@ int fd_link_grow(fd_link_t *link, uint32_t n_pages, char *err, size_t err_len) {
     if (n_pages <= old) return 0;
     if (n_pages > kv->max_pages)
         return -(int)FD_FAIL(FD_OUT_OF_PAGES, "the lease may grow to %u pages, not to %u", kv->max_pages, n_pages);
-    const fd_geometry_t stored = stored_geometry(&link->work.g, link->work.layers);
-    const uint64_t bytes = fd_kvcache_bytes(&stored, link->work.kv_dtype, n_pages, kv->grows, e->huge);
+    const fd_planes_t planes = {kv->n_planes, kv->plane_bytes};
+    const uint64_t bytes = fd_kvcache_bytes(planes, n_pages, kv->grows, e->huge);
     const uint64_t more = bytes - link->lease_bytes;
     if (!reserve(e, 0, n_pages - old, more, err, err_len)) return -(int)FD_OUT_OF_PAGES;
     const fd_status_t status = fd_kvcache_commit(kv, n_pages, err, err_len);

@@ -23,31 +23,44 @@ enum {
 #define UNIT_WORK (1ull << 24)
 #endif
 
-fd_status_t fd_step_init(fd_step_t *step, uint32_t max_rows, uint32_t max_items) {
+static bool init_plan(fd_plan_t *plan, uint32_t max_rows, uint32_t max_items) {
+    plan->entries = malloc(max_rows * sizeof *plan->entries);
+    plan->items = malloc(max_items * sizeof *plan->items);
+    plan->pieces_left = malloc(max_items * sizeof *plan->pieces_left);
+    return plan->entries && plan->items && plan->pieces_left;
+}
+
+static void destroy_plan(fd_plan_t *plan) {
+    free(plan->entries);
+    free(plan->items);
+    free(plan->pieces_left);
+}
+
+fd_status_t fd_step_init(fd_step_t *step, uint32_t max_rows, const fd_plan_shape_t *shapes, uint32_t n_shapes) {
+    const uint32_t max_items = shapes[0].max_items; /* of every shape */
     memset(step, 0, sizeof *step);
     step->table = malloc(max_rows * sizeof *step->table);
-    step->entries = malloc(max_rows * sizeof *step->entries);
-    step->items = malloc(max_items * sizeof *step->items);
     step->copies = malloc(max_rows * sizeof *step->copies);
-    step->pieces_left = malloc(max_items * sizeof *step->pieces_left);
     step->cursors = malloc(max_items * sizeof *step->cursors);
     step->left = malloc(max_items * sizeof *step->left);
-    if (step->table && step->entries && step->items && step->copies && step->pieces_left && step->cursors && step->left)
-        return FD_OK;
+    step->plans = calloc(n_shapes, sizeof *step->plans);
+    bool ok = step->table && step->copies && step->cursors && step->left && step->plans;
+    while (ok && step->n_plans < n_shapes) ok = init_plan(&step->plans[step->n_plans++], max_rows, max_items);
+    step->plan = step->plans;
+    if (ok) return FD_OK;
     fd_step_destroy(step);
     return FD_INTERNAL;
 }
 
 void fd_step_destroy(fd_step_t *step) {
+    for (uint32_t i = 0; i < step->n_plans; i++) destroy_plan(&step->plans[i]);
+    free(step->plans);
     free(step->table);
-    free(step->entries);
-    free(step->items);
-    free(step->pieces_left);
+    free(step->copies);
     free(step->cursors);
     free(step->left);
     free(step->partials);
     free(step->pages);
-    free(step->copies);
     memset(step, 0, sizeof *step);
 }
 
@@ -82,8 +95,8 @@ static fd_status_t check_work(const fd_step_t *step, const fd_plan_shape_t *shap
     uint64_t pairs = 0, elements = (uint64_t)shape->n_kv_heads * shape->group * shape->head_size;
     for (uint32_t i = 0; i < step->n_entries; i++) {
         const fd_row_t *r = &step->table[i];
-        uint64_t seen = (uint64_t)r->pos + r->n_rows, most = (uint64_t)shape->max_window + r->n_rows;
-        if (shape->max_window && seen > most) seen = most;
+        uint64_t seen = (uint64_t)r->pos + r->n_rows, most = (uint64_t)shape->window + r->n_rows;
+        if (shape->window && seen > most) seen = most;
         if (r->flags & FD_ROW_ATTEND) pairs += r->n_rows * seen;
     }
     if (pairs <= FD_MAX_CALL_WORK / elements) return FD_OK;
@@ -119,7 +132,7 @@ static span_t span_of(const fd_entry_t *e, const fd_plan_shape_t *shape) {
     } else {
         uint64_t weight = 1 + (uint64_t)e->n_rows * shape->group / 8;
         if (weight > MAX_WEIGHT) weight = MAX_WEIGHT;
-        s.first = fd_first_page(e->pos, shape->max_window);
+        s.first = fd_first_page(e->pos, shape->window);
         s.last = e->n_rows > shape->q_block ? s.first : e->pos / FD_PAGE_TOKENS;
         s.page_cost = FD_PAGE_TOKENS * weight;
         s.rest = (end - s.last) * s.page_cost + (uint64_t)e->n_rows * COST_APPEND;
@@ -144,19 +157,19 @@ static uint32_t cut_span(const span_t *s, uint64_t offset) {
 }
 
 /* Sets `cut` and `n_pieces` of every item. */
-static void link_pieces(fd_step_t *step) {
+static void link_pieces(fd_plan_t *plan) {
     uint32_t owner = FD_NO_CUT;
-    for (uint32_t i = 0; i < step->n_items; i++) {
-        fd_item_t *item = &step->items[i];
+    for (uint32_t i = 0; i < plan->n_items; i++) {
+        fd_item_t *item = &plan->items[i];
         item->n_pieces = 0;
         item->cut = item->begin.page ? owner : FD_NO_CUT;
-        if (item->begin.page) step->items[owner].n_pieces++;
+        if (item->begin.page) plan->items[owner].n_pieces++;
         if (item->end.page && !(item->begin.page && fd_same_span(item->begin, item->end))) {
             owner = i;
             item->n_pieces = 1;
         }
     }
-    for (uint32_t i = 0; i < step->n_items; i++) step->pieces_left[i] = step->items[i].n_pieces;
+    for (uint32_t i = 0; i < plan->n_items; i++) plan->pieces_left[i] = plan->items[i].n_pieces;
 }
 
 /* The KV heads of a span: the most that a kernel takes at once, among the divisors of n_kv_heads. */
@@ -183,14 +196,14 @@ static uint32_t unit_of(const fd_row_t *r, const fd_plan_shape_t *shape) {
 }
 
 /* Makes room for the partial results of any cuts of the table's attending entries. */
-static bool reserve_partials(fd_step_t *step, const fd_plan_shape_t *shape) {
+static bool reserve_partials(fd_step_t *step, fd_plan_t *plan, const fd_plan_shape_t *shape) {
     uint32_t rows = 0;
     for (uint32_t i = 0; i < step->n_entries && step->table[i].flags & FD_ROW_ATTEND; i++) {
         const uint32_t most = block_rows(&step->table[i], shape);
         if (rows < most) rows = most;
     }
-    step->partial_rows = rows;
-    const size_t floats = 3 * (size_t)shape->max_items * fd_partial_floats(rows, shape->head_size);
+    plan->partial_rows = rows;
+    const size_t floats = 3 * (size_t)shape->max_items * fd_partial_floats(rows, shape->v_size);
     if (floats <= step->partials_floats) return true;
     free(step->partials);
     step->partials = aligned_alloc(FD_LINE, floats * sizeof *step->partials); /* uses memory only where it is written */
@@ -210,29 +223,29 @@ static uint64_t cut_at(uint64_t total, uint32_t i, uint32_t n, bool plenty) {
     return total - (plenty ? linear / n * rest + linear % n * rest / n : linear);
 }
 
-static void cut_line(fd_step_t *step, const fd_plan_shape_t *shape) {
+static void cut_line(fd_plan_t *plan, const fd_plan_shape_t *shape) {
     uint64_t total = 0;
-    for (uint32_t i = 0; i < step->n_entries; i++) {
-        span_t s = span_of(&step->entries[i], shape);
-        total += entry_cost(&s, &step->entries[i], shape);
+    for (uint32_t i = 0; i < plan->n_entries; i++) {
+        span_t s = span_of(&plan->entries[i], shape);
+        total += entry_cost(&s, &plan->entries[i], shape);
     }
-    step->cost = total;
+    plan->cost = total;
     uint64_t wanted = total / MIN_ITEM;
     uint32_t n = wanted < 1 ? 1 : wanted < shape->max_items ? (uint32_t)wanted : shape->max_items;
     fd_point_t begin = {0, 0, 0};
     uint32_t entry = 0;
     uint64_t before = 0; /* cost of the entries before `entry` */
-    step->n_items = 0;
+    plan->n_items = 0;
     for (uint32_t i = 1; i <= n; i++) {
-        fd_point_t end = {step->n_entries, 0, 0};
+        fd_point_t end = {plan->n_entries, 0, 0};
         const uint64_t at = cut_at(total, i, n, n == shape->max_items);
         if (i < n && at < total) { /* where items shrink to nothing, a cut may lie at the end of the line */
-            span_t s = span_of(&step->entries[entry], shape);
-            while (at - before >= entry_cost(&s, &step->entries[entry], shape)) {
-                before += entry_cost(&s, &step->entries[entry], shape);
-                s = span_of(&step->entries[++entry], shape);
+            span_t s = span_of(&plan->entries[entry], shape);
+            while (at - before >= entry_cost(&s, &plan->entries[entry], shape)) {
+                before += entry_cost(&s, &plan->entries[entry], shape);
+                s = span_of(&plan->entries[++entry], shape);
             }
-            const uint32_t heads = step->entries[entry].heads;
+            const uint32_t heads = plan->entries[entry].heads;
             end = (fd_point_t){entry, (uint32_t)((at - before) / span_cost(&s)) * heads, 0};
             end.page = cut_span(&s, (at - before) % span_cost(&s));
             if (end.page == FD_LINE_END) {
@@ -242,52 +255,64 @@ static void cut_line(fd_step_t *step, const fd_plan_shape_t *shape) {
             }
         }
         if (fd_same_span(begin, end) && begin.page == end.page) continue;
-        step->items[step->n_items++] = (fd_item_t){begin, end, FD_NO_CUT, 0};
+        plan->items[plan->n_items++] = (fd_item_t){begin, end, FD_NO_CUT, 0};
         begin = end;
     }
-    link_pieces(step);
+    link_pieces(plan);
 }
 
-fd_status_t fd_step_plan(fd_step_t *step, fd_kvcache_t *kv, const fd_plan_shape_t *shape, char *err, size_t err_len) {
-    fd_status_t status = check_table(step, err, err_len);
-    if (status == FD_OK) status = fd_kvcache_check(kv, step->table, step->n_entries, err, err_len);
-    if (status == FD_OK) status = check_work(step, shape, err, err_len);
-    if (status != FD_OK) return status;
-    size_t n_pages = 0; /* at most the pages of the lease + FD_MAX_SHARED_REFS */
-    for (uint32_t i = 0; i < step->n_entries; i++)
-        n_pages += fd_pages_for((uint64_t)step->table[i].pos + step->table[i].n_rows);
-    if (!reserve_pages(step, n_pages)) return FD_FAIL(FD_INTERNAL, "no memory for %zu page numbers", n_pages);
-    if (!reserve_partials(step, shape)) return FD_FAIL(FD_INTERNAL, "no memory for partial results");
-    status = fd_kvcache_append(kv, step->table, step->n_entries, step->copies, &step->n_copies, err, err_len);
-    if (status != FD_OK) return status;
+/* Plans the layers of one kind. The step's pages have been taken. */
+static void plan_kind(fd_plan_t *plan, const fd_step_t *step, const fd_kvcache_t *kv, const fd_plan_shape_t *shape) {
     size_t at = 0;
     uint32_t row = 0;
     for (uint32_t i = 0; i < step->n_entries; i++) {
         const fd_row_t *r = &step->table[i];
-        const fd_sequence_t *s = &kv->sequences[r->seq_index];
-        step->entries[i] = (fd_entry_t){.pos = r->pos,
+        plan->entries[i] = (fd_entry_t){.pos = r->pos,
                                         .n_rows = r->n_rows,
                                         .row = row,
                                         .attend = r->flags & FD_ROW_ATTEND,
                                         .heads = heads_of_span(r, shape),
                                         .unit = unit_of(r, shape),
                                         .pages = at};
-        memcpy(step->pages + at, s->pages, s->n_pages * sizeof *s->pages);
-        at += s->n_pages;
+        at += kv->sequences[r->seq_index].n_pages;
         row += r->n_rows;
     }
-    cut_line(step, shape);
+    plan->n_entries = step->n_entries;
+    cut_line(plan, shape);
+}
+
+fd_status_t fd_step_plan(fd_step_t *step, fd_kvcache_t *kv, const fd_plan_shape_t *shapes, char *err, size_t err_len) {
+    fd_status_t status = check_table(step, err, err_len);
+    if (status == FD_OK) status = fd_kvcache_check(kv, step->table, step->n_entries, err, err_len);
+    for (uint32_t k = 0; status == FD_OK && k < step->n_plans; k++) status = check_work(step, &shapes[k], err, err_len);
+    if (status != FD_OK) return status;
+    size_t n_pages = 0; /* at most the pages of the lease + FD_MAX_SHARED_REFS */
+    for (uint32_t i = 0; i < step->n_entries; i++)
+        n_pages += fd_pages_for((uint64_t)step->table[i].pos + step->table[i].n_rows);
+    if (!reserve_pages(step, n_pages)) return FD_FAIL(FD_INTERNAL, "no memory for %zu page numbers", n_pages);
+    for (uint32_t k = 0; k < step->n_plans; k++)
+        if (!reserve_partials(step, &step->plans[k], &shapes[k]))
+            return FD_FAIL(FD_INTERNAL, "no memory for partial results");
+    status = fd_kvcache_append(kv, step->table, step->n_entries, step->copies, &step->n_copies, err, err_len);
+    if (status != FD_OK) return status;
+    uint32_t *to = step->pages;
+    for (uint32_t i = 0; i < step->n_entries; i++) {
+        const fd_sequence_t *s = &kv->sequences[step->table[i].seq_index];
+        memcpy(to, s->pages, s->n_pages * sizeof *to);
+        to += s->n_pages;
+    }
+    for (uint32_t k = 0; k < step->n_plans; k++) plan_kind(&step->plans[k], step, kv, &shapes[k]);
     return FD_OK;
 }
 
 uint64_t fd_step_copy_cost(const fd_step_t *step, const fd_kvcache_t *kv) {
-    return (uint64_t)step->n_copies * kv->n_layers * kv->n_kv_heads * FD_PAGE_TOKENS * COST_COPY;
+    return (uint64_t)step->n_copies * kv->page_chunks * FD_PAGE_TOKENS * COST_COPY;
 }
 
 uint32_t fd_step_copy_items(const fd_step_t *step, const fd_kvcache_t *kv, uint32_t max_items) {
     const uint64_t wanted = fd_step_copy_cost(step, kv) / MIN_ITEM,
-                   page_layers = (uint64_t)step->n_copies * kv->n_layers;
-    uint64_t n = wanted < page_layers ? wanted : page_layers;
+                   planes = (uint64_t)step->n_copies * kv->n_planes;
+    uint64_t n = wanted < planes ? wanted : planes;
     if (n > max_items) n = max_items;
     return n ? (uint32_t)n : 1;
 }

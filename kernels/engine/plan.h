@@ -1,4 +1,4 @@
-/* The plan of a step: how the threads share the work of a call. It is computed once per step and used for all layers.
+/* The plan of a step: how the threads share the work of a call. It is computed once per step for each kind of layer.
  *
  * A span is the work of one entry for a few neighbouring KV heads, over all pages of the entry: as many heads as a
  * kernel takes at once, because they lie side by side in a page. The spans of a layer, ordered by entry and
@@ -16,7 +16,8 @@
  * A thread does an item in units, between which it may stop (work.h). A unit attends one block of query rows to a few
  * pages. The plan alone decides which pages, so results do not depend on when a thread has stopped.
  *
- * The plan assumes the widest window of the model. A layer with a narrower window skips the pages that it does not see.
+ * Layers of one kind have the same heads and see equally far (fd_same_kind). A layer skips the pages that it does not
+ * see.
  */
 #ifndef FD_PLAN_H
 #define FD_PLAN_H
@@ -57,47 +58,54 @@ typedef struct {
     uint32_t appended; /* rows of that piece that have been appended */
     uint32_t row;      /* first query row of the block in progress */
     uint32_t page;     /* the next page that the block attends to; 0: none has been attended to */
-    uint32_t copied;   /* of an item of copies: layers of pages that have been copied */
+    uint32_t copied;   /* of an item of copies: planes of pages that have been copied */
 } fd_cursor_t;
 
-/* The step of a slot. Thread 0 owns it; the other threads read it while a call is served. */
+/* The plan of the layers of one kind. Thread 0 owns it; the other threads read it while a call is served. */
 typedef struct {
-    uint32_t valid, n_entries, n_rows, n_attend_rows, n_items;
-    fd_row_t *table;     /* [max_rows] private copy of the row table */
+    uint32_t n_entries, n_items;
     fd_entry_t *entries; /* [max_rows] */
     fd_item_t *items;    /* [max_items] */
     /* [max_items] atomics: unfinished pieces of the span that n_pieces counts. The last piece sets n_pieces again. */
     uint32_t *pieces_left;
+    uint32_t partial_rows; /* query rows of each partial result */
+    uint64_t cost;         /* of one layer, see plan.c */
+} fd_plan_t;
+
+/* The step of a slot. Thread 0 owns it; the other threads read it while a call is served. */
+typedef struct {
+    uint32_t valid, n_entries, n_rows, n_attend_rows, n_plans;
+    fd_row_t *table;        /* [max_rows] private copy of the row table */
+    fd_plan_t *plans;       /* [n_plans] one for each kind of layer */
+    fd_plan_t *plan;        /* of the layer in progress: one of `plans` */
     fd_cursor_t *cursors;   /* [max_items] of the items of a layer, and before the first layer of those of the copies */
     uint32_t *left;         /* [max_items] room for a list of the items that are left of a call */
     float *partials;        /* three for each item: of its first span and of its last one if cut, and of one block */
     size_t partials_floats; /* allocated */
-    uint32_t partial_rows;  /* query rows of each partial result */
-    uint64_t cost;          /* of one layer, see plan.c */
     uint32_t *pages;        /* page numbers of all entries, one after another */
     size_t pages_capacity;
     fd_page_copy_t *copies; /* [max_rows], the first n_copies of which are under way */
     uint32_t n_copies;
 } fd_step_t;
 
-/* The properties of a link that planning depends on. */
+/* The properties of a kind of layer that planning depends on. */
 typedef struct {
-    uint32_t n_kv_heads, group, head_size;
-    uint32_t q_block;    /* most query tokens that a kernel takes at once */
-    uint32_t max_window; /* widest window of any layer; 0 if a layer has full attention */
+    uint32_t n_kv_heads, group, head_size, v_size;
+    uint32_t q_block; /* most query tokens that a kernel takes at once */
+    uint32_t window;  /* most tokens that a token sees; 0: all */
     uint32_t max_items;
     size_t chunk_bytes; /* of one KV head of a page */
 } fd_plan_shape_t;
 
 #define FD_UNIT_PAGES 1024u /* most pages of a unit */
 
-fd_status_t fd_step_init(fd_step_t *step, uint32_t max_rows, uint32_t max_items);
+fd_status_t fd_step_init(fd_step_t *step, uint32_t max_rows, const fd_plan_shape_t *shapes, uint32_t n_shapes);
 void fd_step_destroy(fd_step_t *step);
 
-/* Checks step->table, takes pages for its new rows and plans the step. The caller has copied the table out of the
- * region, has set step->n_* from a checked header and holds the link's mutex. On failure the cache is unchanged. The
- * threads do step->copies before the first layer. */
-fd_status_t fd_step_plan(fd_step_t *step, fd_kvcache_t *kv, const fd_plan_shape_t *shape, char *err, size_t err_len);
+/* Checks step->table, takes pages for its new rows and plans the step for the shapes of fd_step_init. The caller has
+ * copied the table out of the region, has set step->n_* from a checked header and holds the link's mutex. On failure
+ * the cache is unchanged. The threads do step->copies before the first layer. */
+fd_status_t fd_step_plan(fd_step_t *step, fd_kvcache_t *kv, const fd_plan_shape_t *shapes, char *err, size_t err_len);
 
 /* The cost of the step's copies, in the unit of `cost`. */
 uint64_t fd_step_copy_cost(const fd_step_t *step, const fd_kvcache_t *kv);
@@ -109,9 +117,9 @@ static inline uint32_t fd_first_page(uint32_t pos, uint32_t window) {
     return window && pos >= window ? (pos - window + 1) / FD_PAGE_TOKENS : 0;
 }
 
-/* Floats of one partial result: acc [rows][head_size], then m and l [rows], each on cache lines of its own. */
-static inline size_t fd_partial_floats(uint32_t rows, uint32_t head_size) {
-    return fd_round_up((size_t)rows * head_size, FD_LINE / sizeof(float)) +
+/* Floats of one partial result: acc [rows][v_size], then m and l [rows], each on cache lines of its own. */
+static inline size_t fd_partial_floats(uint32_t rows, uint32_t v_size) {
+    return fd_round_up((size_t)rows * v_size, FD_LINE / sizeof(float)) +
            2 * fd_round_up(rows, FD_LINE / sizeof(float));
 }
 

@@ -124,7 +124,8 @@ static void begin_job(fd_engine_t *e, fd_link_t *link, uint32_t slot, fd_job_kin
 static void begin_layer(fd_engine_t *e, fd_link_t *link, uint32_t slot) {
     const fd_step_t *step = &link->slots[slot].step;
     const uint64_t start = fd_now_ns();
-    if (fd_slot_begin_layer(link, slot)) begin_job(e, link, slot, FD_JOB_LAYER, step->n_items, step->cost, start);
+    if (fd_slot_begin_layer(link, slot))
+        begin_job(e, link, slot, FD_JOB_LAYER, step->plan->n_items, step->plan->cost, start);
     else charge(link, fd_now_ns() - start);
 }
 
@@ -136,7 +137,7 @@ static void arm(fd_engine_t *e, fd_link_t *link, uint32_t slot) {
     charge(link, fd_now_ns() - start);
     if (!copies) return;
     link->turn.copying = true;
-    begin_job(e, link, slot, FD_JOB_COPIES, fd_step_copy_items(step, &link->kv, link->work.shape.max_items),
+    begin_job(e, link, slot, FD_JOB_COPIES, fd_step_copy_items(step, &link->kv, link->work.shapes[0].max_items),
               fd_step_copy_cost(step, &link->kv), fd_now_ns());
 }
 

@@ -18,15 +18,21 @@ static float *alloc_floats(size_t n) { return aligned_alloc(64, fd_round_up(n * 
 
 static size_t padded(size_t floats) { return fd_round_up(floats, LANES); }
 
+static size_t larger(size_t a, size_t b) { return a > b ? a : b; }
+
 /* Most query rows that a kernel takes at once: a block of query tokens for one KV head, or a panel of several heads. */
-static size_t most_rows(const fd_work_t *w) {
-    size_t rows = (size_t)w->shape.q_block * w->shape.group;
-    return rows > FD_PANEL_ROWS ? rows : FD_PANEL_ROWS;
+static size_t most_rows(const fd_plan_shape_t *shape) {
+    return larger((size_t)shape->q_block * shape->group, FD_PANEL_ROWS);
 }
 
 static bool alloc_scratch(fd_work_t *w) {
-    size_t rows = most_rows(w), hs = w->g.head_size;
-    size_t block = padded(rows * hs), stat = padded(rows), row = padded(hs);
+    size_t block = 0, stat = 0, row = 0;
+    for (uint32_t i = 0; i < w->n_kinds; i++) {
+        const fd_plan_shape_t *shape = &w->shapes[i];
+        block = larger(block, padded(most_rows(shape) * shape->v_size));
+        stat = larger(stat, padded(most_rows(shape)));
+        row = larger(row, padded(larger(shape->head_size, shape->v_size)));
+    }
     w->scratch = calloc(w->n_threads, sizeof *w->scratch);
     if (!w->scratch) return false;
     for (uint32_t t = 0; t < w->n_threads; t++) {
@@ -43,23 +49,51 @@ static bool alloc_scratch(fd_work_t *w) {
     return true;
 }
 
-/* Copies [n_q_heads] values to `to`; NULL stays NULL. */
-static const float *copy_per_head(const fd_work_t *w, float *to, const float *values) {
-    return values ? memcpy(to, values, w->g.n_q_heads * sizeof *to) : NULL;
+/* Copies the values of a layer's query heads to `to`; NULL stays NULL. */
+static const float *copy_per_head(const fd_layer_t *layer, float *to, const float *values) {
+    return values ? memcpy(to, values, layer->heads.n_q_heads * sizeof *to) : NULL;
+}
+
+static fd_plan_shape_t shape_of(const fd_layer_t *layer, fd_kv_dtype_t dtype, uint32_t n_threads) {
+    const fd_heads_t *h = &layer->heads;
+    const uint32_t group = h->n_q_heads / h->n_kv_heads, block = FD_PANEL_ROWS / group;
+    return (fd_plan_shape_t){
+        .n_kv_heads = h->n_kv_heads,
+        .group = group,
+        .head_size = h->head_size,
+        .v_size = h->v_size,
+        .q_block = block < 1 ? 1 : block > MAX_Q_BLOCK ? MAX_Q_BLOCK : block,
+        .window = fd_layer_reach(layer),
+        .max_items = n_threads > 1 ? n_threads * ITEMS_PER_THREAD : 1, /* a single thread needs no cuts */
+        .chunk_bytes = fd_kv_chunk_bytes(dtype, h->head_size, h->v_size),
+    };
+}
+
+/* The kind of layer `i`, a new one if no layer before it is of its kind. */
+static uint32_t kind_of(fd_work_t *w, uint32_t i) {
+    for (uint32_t j = 0; j < i; j++)
+        if (fd_same_kind(&w->layers[j], &w->layers[i])) return w->kinds[j];
+    w->shapes[w->n_kinds] = shape_of(&w->layers[i], w->kv_dtype, w->n_threads);
+    return w->n_kinds++;
 }
 
 static bool copy_layers(fd_work_t *w, const fd_layer_t *layers) {
-    const uint32_t n = w->g.n_layers, heads = w->g.n_q_heads;
+    const uint32_t n = w->g.n_layers;
+    size_t heads = 0;
+    for (uint32_t i = 0; i < n; i++) heads += layers[i].heads.n_q_heads;
     w->layers = malloc(n * sizeof *w->layers);
+    w->kinds = malloc(n * sizeof *w->kinds);
     w->stores = malloc(n * sizeof *w->stores);
-    w->per_head = malloc(2 * (size_t)n * heads * sizeof *w->per_head);
-    if (!w->layers || !w->stores || !w->per_head) return false;
+    w->per_head = malloc(2 * heads * sizeof *w->per_head);
+    if (!w->layers || !w->kinds || !w->stores || !w->per_head) return false;
     uint32_t stored = 0;
     float *next = w->per_head;
     for (uint32_t i = 0; i < n; i++, next += 2 * heads) {
+        heads = layers[i].heads.n_q_heads;
         w->layers[i] = layers[i];
-        w->layers[i].slopes = copy_per_head(w, next, layers[i].slopes);
-        w->layers[i].sinks = copy_per_head(w, next + heads, layers[i].sinks);
+        w->layers[i].slopes = copy_per_head(&layers[i], next, layers[i].slopes);
+        w->layers[i].sinks = copy_per_head(&layers[i], next + heads, layers[i].sinks);
+        w->kinds[i] = kind_of(w, i);
         w->stores[i] = fd_work_stores(w, i) ? stored++ : w->stores[layers[i].kv_layer];
     }
     return true;
@@ -76,23 +110,7 @@ fd_status_t fd_work_init(fd_work_t *w, const fd_geometry_t *g, fd_kvcache_t *kv,
     w->kv = kv;
     w->softmax_scale = softmax_scale;
     w->n_threads = n_threads;
-    if (!copy_layers(w, layers)) {
-        fd_work_destroy(w);
-        return FD_INTERNAL;
-    }
-    w->shape.n_kv_heads = g->n_kv_heads;
-    w->shape.group = g->n_q_heads / g->n_kv_heads;
-    w->shape.head_size = g->head_size;
-    uint32_t block = FD_PANEL_ROWS / w->shape.group;
-    w->shape.q_block = block < 1 ? 1 : block > MAX_Q_BLOCK ? MAX_Q_BLOCK : block;
-    w->shape.max_items = n_threads > 1 ? n_threads * ITEMS_PER_THREAD : 1; /* a single thread needs no cuts */
-    w->shape.max_window = fd_layer_reach(&layers[0]);
-    for (uint32_t i = 1; i < g->n_layers && w->shape.max_window; i++) {
-        const uint32_t reach = fd_layer_reach(&layers[i]);
-        if (!reach || reach > w->shape.max_window) w->shape.max_window = reach;
-    }
-    w->shape.chunk_bytes = kv->chunk_bytes;
-    if (alloc_scratch(w)) return FD_OK;
+    if (copy_layers(w, layers) && alloc_scratch(w)) return FD_OK;
     fd_work_destroy(w);
     return FD_INTERNAL;
 }
@@ -104,30 +122,27 @@ void fd_work_destroy(fd_work_t *w) {
     }
     free(w->scratch);
     free(w->layers);
+    free(w->kinds);
     free(w->stores);
     free(w->per_head);
     memset(w, 0, sizeof *w);
 }
 
-void fd_work_begin(fd_step_t *step, uint32_t i) { step->cursors[i] = (fd_cursor_t){.at = step->items[i].begin}; }
+void fd_work_begin(fd_step_t *step, uint32_t i) { step->cursors[i] = (fd_cursor_t){.at = step->plan->items[i].begin}; }
 
 /* The result of one query block over some of its pages. */
 typedef struct {
-    float *acc, *m, *l; /* [rows][head_size], [rows], [rows]; the query rows of all heads of a span */
+    float *acc, *m, *l; /* [rows][v_size], [rows], [rows]; the query rows of all heads of a span */
 } fd_partial_t;
 
 enum { FIRST = 0, LAST = 1, BLOCK = 2 }; /* the three partial results of an item (fd_step_t.partials) */
 
-static fd_partial_t partial_of(const fd_work_t *w, const fd_step_t *step, uint32_t item, uint32_t which) {
-    const uint32_t rows = step->partial_rows, hs = w->g.head_size;
-    float *at = step->partials + (3 * (size_t)item + which) * fd_partial_floats(rows, hs);
-    return (fd_partial_t){at, at + padded((size_t)rows * hs), at + padded((size_t)rows * hs) + padded(rows)};
-}
-
 /* The state of one item. */
 typedef struct {
     const fd_work_t *w;
-    fd_step_t *step;
+    const fd_plan_shape_t *shape; /* of the layer's kind */
+    const fd_step_t *step;
+    fd_plan_t *plan;
     uint8_t *slot;
     const fd_layer_t *layer;
     uint32_t store; /* the layer's index in the cache */
@@ -145,6 +160,13 @@ static bool is_told_to_stop(const fd_stop_t *stop) {
 }
 
 static bool is_late(const fd_stop_t *stop) { return stop->until_ns && fd_now_ns() >= stop->until_ns; }
+
+static fd_partial_t partial_of(const ctx_t *c, uint32_t item, uint32_t which) {
+    const uint32_t rows = c->plan->partial_rows;
+    const size_t acc = padded((size_t)rows * c->shape->v_size);
+    float *at = c->step->partials + (3 * (size_t)item + which) * fd_partial_floats(rows, c->shape->v_size);
+    return (fd_partial_t){at, at + acc, at + acc + padded(rows)};
+}
 
 /* Whether the thread should stop after a unit of `work` multiply-adds. */
 static bool should_stop(ctx_t *c, uint64_t work) {
@@ -167,33 +189,44 @@ static void prefetch_row(const uint8_t *row, size_t bytes) {
     for (size_t i = 0; i < bytes; i += 64) __builtin_prefetch(row + i);
 }
 
-/* K of KV head `head` of an entry's new row, in the slot. V of that head follows n_kv_heads heads later. */
-static const uint8_t *kv_row(const ctx_t *c, const fd_entry_t *e, uint32_t row, uint32_t head) {
-    const fd_work_t *w = c->w;
-    return c->slot + w->layout.kv + (size_t)(e->row + row) * w->layout.kv_row_bytes +
-           head * w->g.head_size * fd_act_bytes(w->g.act_dtype);
+/* The bytes of a head of K, and of V, in a row. */
+static size_t k_bytes(const ctx_t *c) { return c->shape->head_size * fd_act_bytes(c->w->g.act_dtype); }
+static size_t v_bytes(const ctx_t *c) { return c->shape->v_size * fd_act_bytes(c->w->g.act_dtype); }
+
+/* The new KV row of an entry, in the slot, and in it K and V of KV head `head`. */
+static const uint8_t *kv_row(const ctx_t *c, const fd_entry_t *e, uint32_t row) {
+    return c->slot + c->w->layout.kv + (size_t)(e->row + row) * c->w->layout.kv_row_bytes;
 }
-static size_t q_head_bytes(const fd_work_t *w) {
-    return (size_t)w->shape.group * w->g.head_size * fd_act_bytes(w->g.act_dtype);
+static const uint8_t *k_of(const ctx_t *c, const uint8_t *kv, uint32_t head) { return kv + head * k_bytes(c); }
+static const uint8_t *v_of(const ctx_t *c, const uint8_t *kv, uint32_t head) {
+    return kv + c->shape->n_kv_heads * k_bytes(c) + head * v_bytes(c);
 }
+
+/* The bytes of Q, and of O, for the query heads of a KV head. */
+static size_t q_head_bytes(const ctx_t *c) { return c->shape->group * k_bytes(c); }
+static size_t o_head_bytes(const ctx_t *c) { return c->shape->group * v_bytes(c); }
+
 static const uint8_t *q_row(const ctx_t *c, const fd_entry_t *e, uint32_t row, uint32_t head) {
     const fd_work_t *w = c->w;
-    return c->slot + w->layout.q + (size_t)(e->row + row) * w->layout.q_row_bytes + head * q_head_bytes(w);
+    return c->slot + w->layout.q + (size_t)(e->row + row) * w->layout.q_row_bytes + head * q_head_bytes(c);
+}
+static uint8_t *o_row(const ctx_t *c, const fd_entry_t *e, uint32_t row, uint32_t head) {
+    const fd_work_t *w = c->w;
+    return c->slot + w->layout.o + (size_t)(e->row + row) * w->layout.o_row_bytes + head * o_head_bytes(c);
 }
 
 /* Appends rows [from, to) of an entry, counted from its first new row, for `heads` KV heads from `head` on. */
 static void append_rows(ctx_t *c, const fd_entry_t *e, uint32_t head, uint32_t heads, uint32_t from, uint32_t to) {
     const fd_work_t *w = c->w;
-    uint32_t hs = w->g.head_size, act = w->g.act_dtype;
-    size_t bytes = hs * fd_act_bytes(act);
-    const uint8_t *k = kv_row(c, e, from, head);
-    for (uint32_t j = from; j < to; j++, k += w->layout.kv_row_bytes) {
+    const uint32_t k_size = c->shape->head_size, v_size = c->shape->v_size, act = w->g.act_dtype;
+    const uint8_t *kv = kv_row(c, e, from), *k = k_of(c, kv, head), *v = v_of(c, kv, head);
+    for (uint32_t j = from; j < to; j++, k += w->layout.kv_row_bytes, v += w->layout.kv_row_bytes) {
         uint32_t t = e->pos + j;
         uint8_t *chunk = fd_kv_chunk(w->kv, c->store, c->step->pages[e->pages + t / FD_PAGE_TOKENS], head);
-        for (uint32_t h = 0; h < heads; h++, chunk += w->kv->chunk_bytes) {
-            w->vec_ops->load_act(c->scratch->k, k + h * bytes, hs, act, 1.0f);
-            w->vec_ops->load_act(c->scratch->v, k + (w->g.n_kv_heads + h) * bytes, hs, act, 1.0f);
-            w->kv_ops->append(chunk, hs, hs, t % FD_PAGE_TOKENS, c->scratch->k, c->scratch->v);
+        for (uint32_t h = 0; h < heads; h++, chunk += c->shape->chunk_bytes) {
+            w->vec_ops->load_act(c->scratch->k, k + h * k_bytes(c), k_size, act, 1.0f);
+            w->vec_ops->load_act(c->scratch->v, v + h * v_bytes(c), v_size, act, 1.0f);
+            w->kv_ops->append(chunk, k_size, v_size, t % FD_PAGE_TOKENS, c->scratch->k, c->scratch->v);
         }
     }
 }
@@ -210,13 +243,13 @@ typedef struct {
 static void prefetch_pending(const pending_t *p, uint32_t head) {
     const fd_work_t *w = p->c->w;
     if (head == p->e->heads) return;
-    const size_t bytes = w->g.head_size * fd_act_bytes(w->g.act_dtype);
-    const uint8_t *k = kv_row(p->c, p->e, 0, p->head + head);
-    prefetch_row(k, bytes);
-    prefetch_row(k + w->g.n_kv_heads * bytes, bytes);
+    const uint8_t *kv = kv_row(p->c, p->e, 0);
+    prefetch_row(k_of(p->c, kv, p->head + head), k_bytes(p->c));
+    prefetch_row(v_of(p->c, kv, p->head + head), v_bytes(p->c));
     const uint8_t *chunk =
         fd_kv_chunk(w->kv, p->c->store, p->c->step->pages[p->e->pages + p->e->pos / FD_PAGE_TOKENS], p->head + head);
-    fd_kv_prefetch_append(w->kv_dtype, chunk, w->g.head_size, w->g.head_size, p->e->pos % FD_PAGE_TOKENS);
+    const fd_plan_shape_t *shape = p->c->shape;
+    fd_kv_prefetch_append(w->kv_dtype, chunk, shape->head_size, shape->v_size, p->e->pos % FD_PAGE_TOKENS);
 }
 
 /* fd_attend_t.before_last_chunk: the kernel calls this right before it reads the last chunk of a head. */
@@ -224,43 +257,38 @@ static void append_pending(void *context, uint32_t head) {
     const pending_t *p = context;
     append_rows(p->c, p->e, p->head + head, 1, 0, p->e->n_rows);
     prefetch_pending(p, head + 1);
-    if (p->c->after_q && head + 1 == p->e->heads) prefetch_row(p->c->after_q, q_head_bytes(p->c->w));
+    if (p->c->after_q && head + 1 == p->e->heads) prefetch_row(p->c->after_q, q_head_bytes(p->c));
 }
 
 /* Returns true if append_pending can append the span's new rows while a kernel attends to the last page: there is only
  * one row, so it goes to that page. */
-static bool can_pend(const fd_work_t *w, const fd_entry_t *e) {
-    return e->n_rows == 1 && e->heads * w->shape.group <= FD_PANEL_ROWS;
-}
-
-static uint8_t *o_row(const ctx_t *c, const fd_entry_t *e, uint32_t row, uint32_t head) {
-    const fd_work_t *w = c->w;
-    return c->slot + w->layout.o + (size_t)(e->row + row) * w->layout.q_row_bytes + head * q_head_bytes(w);
+static bool can_pend(const ctx_t *c, const fd_entry_t *e) {
+    return e->n_rows == 1 && e->heads * c->shape->group <= FD_PANEL_ROWS;
 }
 
 /* Normalises the attention of query rows [from, from + q_len) and writes it as O rows. */
 static void store_block(ctx_t *c, const fd_entry_t *e, uint32_t head, uint32_t from, uint32_t q_len, fd_partial_t p) {
     const fd_work_t *w = c->w;
-    const uint32_t group = w->shape.group, hs = w->g.head_size;
+    const uint32_t group = c->shape->group, v_size = c->shape->v_size;
     const float *sinks = c->layer->sinks;
     uint8_t *o = o_row(c, e, from, head);
     for (uint32_t i = 0; i < e->heads * q_len; i++) {
         float *m = p.m + i * group, *l = p.l + i * group;
         for (uint32_t r = 0; sinks && r < group; r++)
             l[r] = fd_add_sink(l[r], m[r], sinks[(head + i / q_len) * group + r]);
-        uint8_t *row = o + i / q_len * q_head_bytes(w) + i % q_len * w->layout.q_row_bytes;
-        w->vec_ops->finish(row, p.acc + (size_t)i * group * hs, l, group, hs, w->g.act_dtype);
+        uint8_t *row = o + i / q_len * o_head_bytes(c) + i % q_len * w->layout.o_row_bytes;
+        w->vec_ops->finish(row, p.acc + (size_t)i * group * v_size, l, group, v_size, w->g.act_dtype);
     }
 }
 
 /* Attends no token: the block's rows see none of the piece's pages. */
 static void attend_nothing(const ctx_t *c, const fd_entry_t *e, uint32_t q_len, fd_partial_t out) {
-    const uint32_t rows = e->heads * q_len * c->w->shape.group;
+    const uint32_t rows = e->heads * q_len * c->shape->group;
     for (uint32_t i = 0; i < rows; i++) {
         out.m[i] = -INFINITY;
         out.l[i] = 0;
     }
-    memset(out.acc, 0, (size_t)rows * c->w->g.head_size * sizeof *out.acc);
+    memset(out.acc, 0, (size_t)rows * c->shape->v_size * sizeof *out.acc);
 }
 
 /* Attends query rows [from, from + q_len) of an entry to its pages [first, last), and leaves the result in `out`. If
@@ -272,17 +300,17 @@ static void attend_unit(ctx_t *c, const fd_entry_t *e, uint32_t head, uint32_t f
     const uint32_t *pages = c->step->pages + e->pages;
     for (uint32_t p = first; p < last; p++)
         c->scratch->chunks[p - first] = fd_kv_chunk(w->kv, c->store, pages[p], head);
-    const uint32_t q_head = head * w->shape.group;
+    const uint32_t q_head = head * c->shape->group;
     pending_t appended = {c, e, head};
     const fd_attend_t a = {
         .chunks = c->scratch->chunks,
         .n_chunks = last - first,
         .heads = e->heads,
-        .head_stride = w->kv->chunk_bytes,
+        .head_stride = c->shape->chunk_bytes,
         .first_token = first * FD_PAGE_TOKENS,
-        .head_size = w->g.head_size,
-        .v_size = w->g.head_size,
-        .group = w->shape.group,
+        .head_size = c->shape->head_size,
+        .v_size = c->shape->v_size,
+        .group = c->shape->group,
         .q_len = q_len,
         .q_pos = e->pos + from,
         .window = c->layer->window,
@@ -293,11 +321,11 @@ static void attend_unit(ctx_t *c, const fd_entry_t *e, uint32_t head, uint32_t f
         .sinks = c->layer->sinks ? c->layer->sinks + q_head : NULL,
         .act_dtype = w->g.act_dtype,
         .q = q_row(c, e, from, head),
-        .q_head_stride = q_head_bytes(w),
+        .q_head_stride = q_head_bytes(c),
         .q_token_stride = w->layout.q_row_bytes,
         .o = o ? o_row(c, e, from, head) : NULL,
-        .o_head_stride = q_head_bytes(w),
-        .o_token_stride = w->layout.q_row_bytes,
+        .o_head_stride = o_head_bytes(c),
+        .o_token_stride = w->layout.o_row_bytes,
         .acc = out.acc,
         .m = out.m,
         .l = out.l,
@@ -307,7 +335,7 @@ static void attend_unit(ctx_t *c, const fd_entry_t *e, uint32_t head, uint32_t f
     };
     if (pending) prefetch_pending(&appended, 0);
     w->kv_ops->attend(&a);
-    c->kv_bytes += (uint64_t)(last - first) * e->heads * w->kv->chunk_bytes;
+    c->kv_bytes += (uint64_t)(last - first) * e->heads * c->shape->chunk_bytes;
 }
 
 /* Goes on with the block of query rows [from, from + q_len) that the cursor is in. It attends to those of the entry's
@@ -318,7 +346,7 @@ static bool attend_block(ctx_t *c, const fd_entry_t *e, uint32_t head, uint32_t 
                          bool pending, bool whole, fd_partial_t sum) {
     const fd_work_t *w = c->w;
     fd_cursor_t *at = &c->step->cursors[c->item];
-    const uint32_t from = at->row, q_pos = e->pos + from, rows = e->heads * q_len * w->shape.group;
+    const uint32_t from = at->row, q_pos = e->pos + from, rows = e->heads * q_len * c->shape->group;
     const uint32_t seen = first_page(c, q_pos), end = fd_pages_for((uint64_t)q_pos + q_len);
     const fd_partial_t own = {c->scratch->acc, c->scratch->m, c->scratch->l};
     if (first < seen) first = seen;
@@ -336,8 +364,8 @@ static bool attend_block(ctx_t *c, const fd_entry_t *e, uint32_t head, uint32_t 
         const uint8_t *next = final ? c->after : fd_kv_chunk(w->kv, c->store, pages[page + n], head);
         const fd_partial_t out = page == first && !(whole && alone) ? sum : own;
         attend_unit(c, e, head, from, q_len, page, page + n, pending && final, whole && alone, out, next);
-        if (page != first) w->vec_ops->merge(sum.m, sum.l, sum.acc, own.m, own.l, own.acc, rows, w->g.head_size);
-        go_on = !should_stop(c, (uint64_t)rows * w->g.head_size * n * FD_PAGE_TOKENS);
+        if (page != first) w->vec_ops->merge(sum.m, sum.l, sum.acc, own.m, own.l, own.acc, rows, c->shape->v_size);
+        go_on = !should_stop(c, (uint64_t)rows * c->shape->head_size * n * FD_PAGE_TOKENS);
     }
     if (page < last) return false;
     if (whole && (first >= last || last - first > e->unit)) store_block(c, e, head, from, q_len, sum);
@@ -349,20 +377,20 @@ static bool attend_block(ctx_t *c, const fd_entry_t *e, uint32_t head, uint32_t 
  * of that item; the others are the first pieces of the items that follow. */
 static void merge_pieces(ctx_t *c, const fd_entry_t *e, uint32_t head, uint32_t owner) {
     const fd_work_t *w = c->w;
-    fd_partial_t sum = partial_of(w, c->step, owner, LAST);
-    for (uint32_t i = owner + 1; i < owner + c->step->items[owner].n_pieces; i++) {
-        fd_partial_t p = partial_of(w, c->step, i, FIRST);
-        w->vec_ops->merge(sum.m, sum.l, sum.acc, p.m, p.l, p.acc, e->heads * e->n_rows * w->shape.group,
-                          w->g.head_size);
+    fd_partial_t sum = partial_of(c, owner, LAST);
+    for (uint32_t i = owner + 1; i < owner + c->plan->items[owner].n_pieces; i++) {
+        fd_partial_t p = partial_of(c, i, FIRST);
+        w->vec_ops->merge(sum.m, sum.l, sum.acc, p.m, p.l, p.acc, e->heads * e->n_rows * c->shape->group,
+                          c->shape->v_size);
     }
     store_block(c, e, head, 0, e->n_rows, sum);
 }
 
 /* A piece of a cut span is done. The thread that does the span's last piece merges all of them. */
 static void end_piece(ctx_t *c, const fd_entry_t *e, uint32_t head, uint32_t owner) {
-    uint32_t *left = &c->step->pieces_left[owner];
+    uint32_t *left = &c->plan->pieces_left[owner];
     if (__atomic_sub_fetch(left, 1, __ATOMIC_ACQ_REL)) return;
-    __atomic_store_n(left, c->step->items[owner].n_pieces, __ATOMIC_RELAXED); /* for the next layer */
+    __atomic_store_n(left, c->plan->items[owner].n_pieces, __ATOMIC_RELAXED); /* for the next layer */
     merge_pieces(c, e, head, owner);
 }
 
@@ -370,11 +398,10 @@ static void end_piece(ctx_t *c, const fd_entry_t *e, uint32_t head, uint32_t own
  * to the end, new rows included, which an earlier layer has appended if this one shares its K and V. Returns false if
  * the thread should stop; *done says whether the piece is done. */
 static bool attend_piece(ctx_t *c, const fd_entry_t *e, uint32_t head, uint32_t first, uint32_t last, bool *done) {
-    const fd_work_t *w = c->w;
     fd_cursor_t *at = &c->step->cursors[c->item];
     const bool to_end = last == FD_LINE_END, whole = !first && to_end;
-    const bool new_rows = to_end && c->stores, pending = new_rows && can_pend(w, e);
-    const fd_partial_t sum = partial_of(w, c->step, c->item, whole ? BLOCK : first ? FIRST : LAST);
+    const bool new_rows = to_end && c->stores, pending = new_rows && can_pend(c, e);
+    const fd_partial_t sum = partial_of(c, c->item, whole ? BLOCK : first ? FIRST : LAST);
     bool go_on = true;
     *done = false;
     if (pending) at->appended = e->n_rows;
@@ -382,15 +409,15 @@ static bool attend_piece(ctx_t *c, const fd_entry_t *e, uint32_t head, uint32_t 
         const uint32_t from = at->appended, n = e->n_rows - from < APPEND_ROWS ? e->n_rows - from : APPEND_ROWS;
         append_rows(c, e, head, e->heads, from, from + n);
         at->appended += n;
-        go_on = n < APPEND_ROWS || !should_stop(c, (uint64_t)n * e->heads * w->g.head_size * 8);
+        go_on = n < APPEND_ROWS || !should_stop(c, (uint64_t)n * e->heads * c->shape->head_size * 8);
     }
     while (go_on && at->row < e->n_rows) {
-        const uint32_t left = e->n_rows - at->row, q_len = left < w->shape.q_block ? left : w->shape.q_block;
+        const uint32_t left = e->n_rows - at->row, q_len = left < c->shape->q_block ? left : c->shape->q_block;
         go_on = attend_block(c, e, head, q_len, first, last, pending, whole, sum);
         if (!at->page) at->row += q_len;
     }
     *done = at->row == e->n_rows;
-    if (*done && !whole) end_piece(c, e, head, first ? c->step->items[c->item].cut : c->item);
+    if (*done && !whole) end_piece(c, e, head, first ? c->plan->items[c->item].cut : c->item);
     return go_on;
 }
 
@@ -408,22 +435,22 @@ static bool append_piece(ctx_t *c, const fd_entry_t *e, uint32_t head, uint32_t 
         at->appended += n;
         from += n;
         *done = from == to;
-        if (should_stop(c, (uint64_t)n * e->heads * c->w->g.head_size * 8)) return false;
+        if (should_stop(c, (uint64_t)n * e->heads * c->shape->head_size * 8)) return false;
     }
     *done = true;
     return true;
 }
 
 /* The beginning of the span after the one that contains `at`. */
-static fd_point_t next_span(const fd_work_t *w, const fd_step_t *step, fd_point_t at) {
-    uint32_t head = at.head + step->entries[at.entry].heads;
-    return head < w->shape.n_kv_heads ? (fd_point_t){.entry = at.entry, .head = head}
-                                      : (fd_point_t){.entry = at.entry + 1};
+static fd_point_t next_span(const ctx_t *c, fd_point_t at) {
+    uint32_t head = at.head + c->plan->entries[at.entry].heads;
+    return head < c->shape->n_kv_heads ? (fd_point_t){.entry = at.entry, .head = head}
+                                       : (fd_point_t){.entry = at.entry + 1};
 }
 
 /* Sets `after` and `after_q` for the span at `at`, if the item continues with that span and the span attends. */
 static void prefetch_next_span(ctx_t *c, fd_point_t at, fd_point_t end) {
-    const fd_entry_t *e = &c->step->entries[at.entry];
+    const fd_entry_t *e = &c->plan->entries[at.entry];
     if ((fd_same_span(at, end) && !end.page) || !e->attend) return;
     c->after = fd_kv_chunk(c->w->kv, c->store, c->step->pages[e->pages + first_page(c, e->pos)], at.head);
     c->after_q = q_row(c, e, 0, at.head);
@@ -431,8 +458,11 @@ static void prefetch_next_span(ctx_t *c, fd_point_t at, fd_point_t end) {
 
 bool fd_work_advance(const fd_work_t *w, fd_step_t *step, uint8_t *slot, uint32_t layer, uint32_t i, uint32_t thread,
                      const fd_stop_t *stop, uint64_t *kv_bytes) {
+    fd_plan_t *plan = step->plan;
     ctx_t c = {.w = w,
+               .shape = &w->shapes[w->kinds[layer]],
                .step = step,
+               .plan = plan,
                .slot = slot,
                .layer = &w->layers[layer],
                .store = w->stores[layer],
@@ -440,7 +470,7 @@ bool fd_work_advance(const fd_work_t *w, fd_step_t *step, uint8_t *slot, uint32_
                .item = i,
                .scratch = &w->scratch[thread],
                .stop = stop};
-    const fd_item_t *item = &step->items[i];
+    const fd_item_t *item = &plan->items[i];
     fd_cursor_t *cursor = &step->cursors[i];
     bool go_on = true, done = false;
     while (go_on && !done) {
@@ -451,8 +481,8 @@ bool fd_work_advance(const fd_work_t *w, fd_step_t *step, uint8_t *slot, uint32_
             done = true;
             break;
         }
-        const fd_entry_t *e = &step->entries[at.entry];
-        const fd_point_t next = next_span(w, step, at);
+        const fd_entry_t *e = &plan->entries[at.entry];
+        const fd_point_t next = next_span(&c, at);
         c.after = c.after_q = NULL;
         if (!final) prefetch_next_span(&c, next, item->end);
         bool piece_done = true; /* of an entry that only appends, in a layer that does not */
@@ -467,7 +497,7 @@ bool fd_work_advance(const fd_work_t *w, fd_step_t *step, uint8_t *slot, uint32_
 }
 
 bool fd_work_copy(const fd_work_t *w, fd_step_t *step, uint32_t i, uint32_t n_items, const fd_stop_t *stop) {
-    const uint64_t all = (uint64_t)step->n_copies * w->kv->n_layers, first = all * i / n_items,
+    const uint64_t all = (uint64_t)step->n_copies * w->kv->n_planes, first = all * i / n_items,
                    n = all * (i + 1) / n_items - first;
     uint32_t *done = &step->cursors[i].copied;
     while (*done < n) {

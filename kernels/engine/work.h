@@ -10,7 +10,7 @@
 typedef struct {
     const uint8_t **chunks; /* [FD_UNIT_PAGES] the chunks to attend to */
     float *acc, *m, *l;     /* softmax state of one unit: one query block, all heads of a span */
-    float *k, *v;           /* [head_size] the row to append, in fp32 */
+    float *k, *v;           /* [head_size], [v_size] the row to append, in fp32 */
     float *memory;          /* allocation of the five arrays of floats */
 } fd_scratch_t;
 
@@ -18,13 +18,15 @@ typedef struct {
 typedef struct {
     fd_geometry_t g;
     fd_layout_t layout;
-    fd_plan_shape_t shape;
+    fd_plan_shape_t shapes[FD_MAX_LAYER_KINDS];
+    uint32_t n_kinds;
     fd_kv_dtype_t kv_dtype;
     const fd_kv_ops_t *kv_ops;
     const fd_vec_ops_t *vec_ops;
     fd_kvcache_t *kv;
     float softmax_scale;
     fd_layer_t *layers; /* [n_layers] */
+    uint32_t *kinds;    /* [n_layers] index among `shapes` */
     uint32_t *stores;   /* [n_layers] index among the layers of `kv` of the K and V that a layer attends to */
     float *per_head;    /* allocation of the slopes and sinks of `layers` */
     uint32_t n_threads;
@@ -38,8 +40,8 @@ typedef struct {
     uint64_t until_ns; /* 0: at no time */
 } fd_stop_t;
 
-/* Copies `layers` and `g`; `kv`, which has the layers that store K and V, must outlive `w`. Returns FD_OK, or
- * FD_INTERNAL if out of memory. */
+/* Copies `layers`, which are of at most FD_MAX_LAYER_KINDS kinds, and `g`. `kv`, which has the layers that store K and
+ * V, must outlive `w`. Returns FD_OK, or FD_INTERNAL if out of memory. */
 fd_status_t fd_work_init(fd_work_t *w, const fd_geometry_t *g, fd_kvcache_t *kv, fd_kv_dtype_t dtype, fd_isa_t isa,
                          float softmax_scale, const fd_layer_t *layers, uint32_t n_threads);
 void fd_work_destroy(fd_work_t *w);

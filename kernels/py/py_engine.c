@@ -33,12 +33,29 @@ typedef struct {
     uint32_t users; /* threads that use `link` without the GIL; changed with the GIL */
 } link_object_t;
 
-static PyObject *py_page_bytes(PyObject *module, PyObject *args) {
+/* Chooses the planes of a page. 1, or 0 with an exception set. */
+static int get_planes(const fd_geometry_t *g, unsigned kv_dtype, layer_args_t *a, fd_planes_t *planes) {
+    fd_layer_t layers[FD_MAX_LAYERS];
+    char err[ERR_LEN];
+    if (kv_dtype >= FD_KV_DTYPES) PyErr_Format(PyExc_ValueError, "unknown KV-cache dtype %u", kv_dtype);
+    else if (get_layers(a, g, layers)) {
+        if (fd_layers_error(g, layers, err, sizeof err)) PyErr_SetString(PyExc_ValueError, err);
+        else *planes = fd_page_planes(layers, g->n_layers, kv_dtype);
+    }
+    return !PyErr_Occurred();
+}
+
+static PyObject *py_page_bytes(PyObject *module, PyObject *args, PyObject *kwargs) {
+    static char *names[] = {"geometry", "kv_dtype", "kv_layers", "heads", NULL};
     fd_geometry_t g;
     unsigned kv_dtype;
-    if (!PyArg_ParseTuple(args, "O&I", fd_py_geometry, &g, &kv_dtype)) return NULL;
-    if (kv_dtype >= FD_KV_DTYPES) return PyErr_Format(PyExc_ValueError, "unknown KV-cache dtype %u", kv_dtype);
-    return PyLong_FromSize_t(fd_page_bytes(&g, kv_dtype));
+    layer_args_t a = {0};
+    fd_planes_t planes;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&I|$OO", names, fd_py_geometry, &g, &kv_dtype, &a.kv_layers,
+                                     &a.heads) ||
+        !get_planes(&g, kv_dtype, &a, &planes))
+        return NULL;
+    return PyLong_FromSize_t(planes.n_planes * planes.plane_bytes);
 }
 
 /* ---- REngine ---- */
@@ -134,15 +151,15 @@ static PyObject *closed_error(const char *what) { return PyErr_Format(PyExc_Runt
 static PyObject *engine_add_link(engine_object_t *self, PyObject *args, PyObject *kwargs) {
     static char *names[] = {"region",        "geometry", "kv_dtype", "n_pages",   "max_seqs",
                             "softmax_scale", "windows",  "carrier",  "max_pages", "segments",
-                            "kv_layers",     "softcaps", "sinks",    "slopes",    NULL};
+                            "kv_layers",     "softcaps", "sinks",    "slopes",    "heads", NULL};
     PyObject *region, *carrier = Py_None;
     layer_args_t a = {0};
     fd_geometry_t g;
     fd_lease_t lease = {0};
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO&IIIfO|OI$OOOOO", names, &region, fd_py_geometry, &g,
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO&IIIfO|OI$OOOOOO", names, &region, fd_py_geometry, &g,
                                      &lease.kv_dtype, &lease.n_pages, &lease.max_seqs, &lease.softmax_scale, &a.windows,
                                      &carrier, &lease.max_pages, &a.segments, &a.kv_layers, &a.softcaps, &a.sinks,
-                                     &a.slopes))
+                                     &a.slopes, &a.heads))
         return NULL;
     if (!self->engine) return closed_error("the R-engine");
     const fd_carrier_t *target = NULL;
@@ -172,15 +189,20 @@ static PyObject *engine_add_link(engine_object_t *self, PyObject *args, PyObject
     return (PyObject *)link;
 }
 
-static PyObject *engine_pages_within(engine_object_t *self, PyObject *args) {
+static PyObject *engine_pages_within(engine_object_t *self, PyObject *args, PyObject *kwargs) {
+    static char *names[] = {"geometry", "kv_dtype", "bytes", "grows", "kv_layers", "heads", NULL};
     fd_geometry_t g;
     unsigned kv_dtype;
     unsigned long long bytes;
     int grows;
-    if (!PyArg_ParseTuple(args, "O&IKp", fd_py_geometry, &g, &kv_dtype, &bytes, &grows)) return NULL;
-    if (kv_dtype >= FD_KV_DTYPES) return PyErr_Format(PyExc_ValueError, "unknown KV-cache dtype %u", kv_dtype);
+    layer_args_t a = {0};
+    fd_planes_t planes;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&IKp|$OO", names, fd_py_geometry, &g, &kv_dtype, &bytes, &grows,
+                                     &a.kv_layers, &a.heads) ||
+        !get_planes(&g, kv_dtype, &a, &planes))
+        return NULL;
     if (!self->engine) return closed_error("the R-engine");
-    return PyLong_FromUnsignedLongLong(fd_engine_pages_within(self->engine, &g, kv_dtype, bytes, grows));
+    return PyLong_FromUnsignedLongLong(fd_engine_pages_within(self->engine, planes, bytes, grows));
 }
 
 static PyObject *engine_get_isa(engine_object_t *self, void *unused) {
@@ -212,10 +234,11 @@ static PyGetSetDef engine_getset[] = {
 static PyMethodDef engine_methods[] = {
     {"add_link", (PyCFunction)(void (*)(void))engine_add_link, METH_VARARGS | METH_KEYWORDS,
      "add_link(region, geometry, kv_dtype, n_pages, max_seqs, softmax_scale, windows, carrier=None, max_pages=0, *, "
-     "segments=None, kv_layers=None, softcaps=None, sinks=None, slopes=None)\n"
+     "segments=None, kv_layers=None, softcaps=None, sinks=None, slopes=None, heads=None)\n"
      "-> REngineLink"},
-    {"pages_within", (PyCFunction)engine_pages_within, METH_VARARGS,
-     "pages_within(geometry, kv_dtype, bytes, grows) -> int: the most pages that a lease of `bytes` may have"},
+    {"pages_within", (PyCFunction)(void (*)(void))engine_pages_within, METH_VARARGS | METH_KEYWORDS,
+     "pages_within(geometry, kv_dtype, bytes, grows, *, kv_layers=None, heads=None) -> int: the most pages that a "
+     "lease of `bytes` may have"},
     {"close", (PyCFunction)engine_close, METH_NOARGS, "Join the threads. All links must be closed."},
     {0},
 };
@@ -425,8 +448,8 @@ static PyObject *py_bind_memory(PyObject *module, PyObject *args) {
 PyMethodDef fd_engine_methods[] = {
     {"bind_memory", py_bind_memory, METH_VARARGS,
      "bind_memory(node): allocate only from this NUMA node, in this thread and the threads that it starts"},
-    {"page_bytes", py_page_bytes, METH_VARARGS,
-     "page_bytes(geometry, kv_dtype) -> int: bytes of a page, all layers and KV heads"},
+    {"page_bytes", (PyCFunction)(void (*)(void))py_page_bytes, METH_VARARGS | METH_KEYWORDS,
+     "page_bytes(geometry, kv_dtype, *, kv_layers=None, heads=None) -> int: bytes of a page, all layers and KV heads"},
     {0},
 };
 

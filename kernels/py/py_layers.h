@@ -31,7 +31,7 @@ static int convert_ints(PyObject *o, const char *what, Py_ssize_t n, long long m
 
 /* The keyword arguments of add_link that say what the layers' attention does. NULL or None: nothing. */
 typedef struct {
-    PyObject *windows, *segments, *kv_layers, *softcaps, *sinks, *slopes;
+    PyObject *windows, *segments, *kv_layers, *softcaps, *sinks, *slopes, *heads;
     Py_buffer sinks_view, slopes_view;
 } layer_args_t;
 
@@ -65,12 +65,34 @@ static int get_softcaps(PyObject *o, uint32_t n_layers, fd_layer_t *layers) {
     return ok;
 }
 
+/* Reads `o`, a tuple of four integers: query heads, KV heads, head size, size of a V head. */
+static int convert_heads(PyObject *o, fd_heads_t *heads) {
+    uint32_t n[4];
+    if (!convert_ints(o, "heads of a layer", 4, 0, UINT32_MAX, n, false)) return 0;
+    *heads = (fd_heads_t){n[0], n[1], n[2], n[3]};
+    return 1;
+}
+
+/* The heads of each layer: the geometry's where `o` does not give any. */
+static int get_heads(PyObject *o, const fd_geometry_t *g, fd_layer_t *layers) {
+    for (uint32_t i = 0; i < g->n_layers; i++) layers[i].heads = fd_geometry_heads(g);
+    if (!is_given(o)) return 1;
+    PyObject *seq = PySequence_Fast(o, "heads");
+    if (!seq) return 0;
+    int ok = PySequence_Fast_GET_SIZE(seq) == g->n_layers;
+    if (!ok) PyErr_Format(PyExc_ValueError, "heads: %zd given, %u needed", PySequence_Fast_GET_SIZE(seq), g->n_layers);
+    for (uint32_t i = 0; ok && i < g->n_layers; i++)
+        ok = convert_heads(PySequence_Fast_GET_ITEM(seq, i), &layers[i].heads);
+    Py_DECREF(seq);
+    return ok;
+}
+
 /* Fills in `layers`, [n_layers], which point into the views of `a`. 1, or 0 with an exception set. */
 static int get_layers(layer_args_t *a, const fd_geometry_t *g, fd_layer_t *layers) {
     const uint32_t n = g->n_layers;
-    uint32_t windows[FD_MAX_LAYERS], segments[FD_MAX_LAYERS] = {0}, kv_layers[FD_MAX_LAYERS];
+    uint32_t windows[FD_MAX_LAYERS] = {0}, segments[FD_MAX_LAYERS] = {0}, kv_layers[FD_MAX_LAYERS];
     for (uint32_t i = 0; i < n; i++) kv_layers[i] = i;
-    if (!convert_ints(a->windows, "windows", n, 0, UINT32_MAX, windows, false)) return 0;
+    if (is_given(a->windows) && !convert_ints(a->windows, "windows", n, 0, UINT32_MAX, windows, false)) return 0;
     if (is_given(a->segments) && !convert_ints(a->segments, "segments", n, 0, UINT32_MAX, segments, false)) return 0;
     if (is_given(a->kv_layers) && !convert_ints(a->kv_layers, "kv_layers", n, 0, n - 1, kv_layers, false)) return 0;
     if (!get_fp32(a->sinks, "sinks", (size_t)n * g->n_q_heads, &a->sinks_view)) return 0;
@@ -82,7 +104,7 @@ static int get_layers(layer_args_t *a, const fd_geometry_t *g, fd_layer_t *layer
                                  .kv_layer = kv_layers[i],
                                  .slopes = a->slopes_view.buf,
                                  .sinks = sinks ? sinks + (size_t)i * g->n_q_heads : NULL};
-    return get_softcaps(a->softcaps, n, layers);
+    return get_heads(a->heads, g, layers) && get_softcaps(a->softcaps, n, layers);
 }
 
 #endif

@@ -18,7 +18,7 @@ static uint64_t inputs;
 /* ---- an engine and its well-behaved link: one sequence, one KV head, checked in double precision ---- */
 
 enum { HEAD = 8, GROUP = 2, MAX_TOKENS = 300 };
-static const fd_geometry_t good_geometry = {1, 4, 1, GROUP, 1, HEAD, FD_ACT_FP32, 0};
+static const fd_geometry_t good_geometry = {1, 4, 1, GROUP, 1, HEAD, FD_ACT_FP32, HEAD};
 
 typedef struct {
     fd_engine_t *engine;
@@ -40,7 +40,7 @@ static target_t *target_of(uint32_t isa) {
                                  isa % 3 == 2, isa % 3 == 1};
     t->engine = fd_engine_new(&config, err, sizeof err);
     REQUIRE(t->engine);
-    const fd_layer_t layer = {0};
+    const fd_layer_t layer = {.heads = fd_geometry_heads(&good_geometry)};
     fd_lease_t lease = {FD_KV_FP32, 6, 2, 0.25f, &layer, 0};
     t->region = new_region(&good_geometry);
     t->link = fd_engine_add_link(t->engine, t->region, &good_geometry, &lease, NULL, err, sizeof err);
@@ -116,12 +116,18 @@ static void *slot_part(hostile_t *h, uint32_t slot, size_t offset) {
     return (uint8_t *)fd_slot_at(h->region, &h->y, slot) + offset;
 }
 
+/* Heads of a layer, which the geometry may have room for. */
+static fd_heads_t some_heads(input_t *in) {
+    const uint32_t n_kv_heads = (uint32_t)take(in, 1) % 4;
+    return (fd_heads_t){n_kv_heads * ((uint32_t)take(in, 1) % 4), n_kv_heads, edgy(in, 4) * 8, edgy(in, 4) * 8};
+}
+
 static void open_hostile(hostile_t *h, fd_engine_t *engine, input_t *in) {
     static const fd_geometry_t geometries[] = {
-        {2, 40, 2, 4, 2, 16, FD_ACT_FP16, 0},
-        {1, 200, 1, 1, 1, 8, FD_ACT_FP32, 0},
-        {2, 70, 3, 96, 1, 24, FD_ACT_BF16, 0},
-        {2, 1, 1, 6, 3, 256, FD_ACT_FP32, 0},
+        {2, 40, 2, 4, 2, 16, FD_ACT_FP16, 16},
+        {1, 200, 1, 1, 1, 8, FD_ACT_FP32, 8},
+        {2, 70, 3, 96, 1, 24, FD_ACT_BF16, 16},
+        {2, 1, 1, 6, 3, 256, FD_ACT_FP32, 512},
     };
     memset(h, 0, sizeof *h);
     h->g = geometries[take(in, 1) % 4];
@@ -138,12 +144,14 @@ static void open_hostile(hostile_t *h, fd_engine_t *engine, input_t *in) {
         layers[i].sinks = options & 8 ? NULL : per_head;
         layers[i].slopes = options & 48 ? NULL : per_head;
         layers[i].kv_layer = options & 64 ? i : (uint32_t)take(in, 1) % 4;
+        layers[i].heads = options & 128 ? fd_geometry_heads(&h->g) : some_heads(in);
     }
     fd_lease_t lease = {take(in, 1) % FD_KV_DTYPES, 1 + take(in, 1) % 24, SEQUENCES, 0.3f, layers, MAX_PAGES};
     h->region = new_region(&h->g);
     h->link = fd_engine_add_link(engine, h->region, &h->g, &lease, NULL, err, sizeof err);
     if (!h->link) { /* one of the layers is not valid */
-        for (uint32_t i = 0; i < 3; i++) layers[i] = (fd_layer_t){.window = layers[i].window, .kv_layer = i};
+        for (uint32_t i = 0; i < 3; i++)
+            layers[i] = (fd_layer_t){.heads = fd_geometry_heads(&h->g), .window = layers[i].window, .kv_layer = i};
         h->link = fd_engine_add_link(engine, h->region, &h->g, &lease, NULL, err, sizeof err);
     }
     REQUIRE(h->link);

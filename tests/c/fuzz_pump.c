@@ -16,7 +16,7 @@
 #define PATIENCE_NS 20000000000u
 
 static char err[256];
-static const fd_geometry_t geometry = {2, 6, 2, 4, 2, 8, FD_ACT_FP32, 0};
+static const fd_geometry_t geometry = {2, 6, 2, 4, 2, 8, FD_ACT_FP32, 16};
 static fd_engine_t *engine;
 static uint64_t n_answered, n_refused, n_cut_off, n_replies, n_bad_replies;
 
@@ -32,7 +32,7 @@ typedef struct {
 } end_t;
 
 enum {
-    MAX_BODY = 6 * (sizeof(fd_row_t) + 4 * 8 * 4 + 2 * 2 * 8 * 4)
+    MAX_BODY = 6 * (sizeof(fd_row_t) + 4 * 16 * 4 + 2 * (8 + 16) * 4)
 }; /* bytes of the longest message that the geometry allows */
 
 typedef struct {
@@ -56,7 +56,9 @@ static void open_end(end_t *e, fd_side_t side) {
     e->pump = fd_pump_new(side, e->region, &geometry, &e->port.down);
     REQUIRE(e->pump);
     if (side == FD_SIDE_R) {
-        const fd_layer_t layers[2] = {{.window = 0, .kv_layer = 0}, {.window = 70, .kv_layer = 1}};
+        const fd_heads_t heads = fd_geometry_heads(&geometry);
+        const fd_layer_t layers[2] = {{.heads = heads, .window = 0, .kv_layer = 0},
+                                      {.heads = heads, .window = 70, .kv_layer = 1}};
         fd_lease_t lease = {FD_KV_FP16, 8, 4, 0.3f, layers, 0};
         e->carrier = (fd_carrier_t){&fd_pump_ops, e->pump};
         e->link = fd_engine_add_link(engine, e->region, &geometry, &lease, &e->carrier, err, sizeof err);
@@ -211,7 +213,7 @@ static void hostile_steps(input_t *in) {
         } else {
             REQUIRE(r.frame.kind == FD_REPLY && r.frame.word == ++step->asked);
             step->armed = step->asked < geometry.n_layers;
-            REQUIRE(r.frame.length == step->attend * e.y.q_row_bytes + (step->armed ? 0 : sizeof(fd_report_t)));
+            REQUIRE(r.frame.length == step->attend * e.y.o_row_bytes + (step->armed ? 0 : sizeof(fd_report_t)));
             n_answered++;
         }
     }
@@ -247,7 +249,7 @@ static void hostile_replies(input_t *in) {
         const uint32_t status = take(in, 1) % 4 ? FD_OK : 1 + take(in, 1) % FD_INTERNAL;
         const uint32_t word = status == FD_OK ? asked[slot] : FD_POISON;
         const bool last = !arms && (status != FD_OK || word == geometry.n_layers);
-        const size_t o_bytes = arms || status != FD_OK ? 0 : rows[slot] * e.y.q_row_bytes;
+        const size_t o_bytes = arms || status != FD_OK ? 0 : rows[slot] * e.y.o_row_bytes;
         fd_report_t report = {.number = number[slot], .status = status, .n_layers = asked[slot]};
         memset(report.message, take(in, 1), sizeof report.message);
         memset(r.bytes, take(in, 1), o_bytes);

@@ -135,7 +135,8 @@ static void open_pair(pair_t *p, uint32_t max_message, uint32_t depth) {
                            .n_q_heads = 4,
                            .n_kv_heads = 2,
                            .head_size = 64,
-                           .act_dtype = FD_ACT_FP32};
+                           .act_dtype = FD_ACT_FP32,
+                           .v_size = 24};
     p->y = fd_region_layout(&p->g);
     p->s.region = aligned_alloc(FD_REGION_PAGE, p->y.region_bytes);
     p->r.region = aligned_alloc(FD_REGION_PAGE, p->y.region_bytes);
@@ -233,7 +234,7 @@ static void step(pair_t *p, uint32_t slot, uint64_t number) {
         fd_poster_ops.send(p->r.poster, slot, FD_REPLY);
         REQUIRE(s->layer_reply == r->layer_reply);
         REQUIRE((s->report.busy_ns == r->report.busy_ns) == (poisoned || word == p->g.n_layers));
-        arrived(p, &p->r, &p->s, before, slot, y->o, poisoned ? 0 : a->n_attend_rows * y->q_row_bytes, y->slot_bytes);
+        arrived(p, &p->r, &p->s, before, slot, y->o, poisoned ? 0 : a->n_attend_rows * y->o_row_bytes, y->slot_bytes);
         REQUIRE(!memcmp(before + y->table, (uint8_t *)s + y->table, y->o - y->table));
         if (poisoned) break;
     }

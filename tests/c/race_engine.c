@@ -24,7 +24,7 @@
 enum { HEAD = 16, GROUP = 4, KV_HEADS = 2, MAX_ROWS = 512, SLOTS = 2, LAYERS = 2, PAGES = 64, S_NODES = 3 };
 enum { PER_SLOT = 4, OWN = 8, SEQUENCES = SLOTS * PER_SLOT + OWN }; /* OWN: sequences of the controlling thread */
 
-static const fd_geometry_t geometry = {SLOTS, MAX_ROWS, LAYERS, GROUP * KV_HEADS, KV_HEADS, HEAD, FD_ACT_FP32, 0};
+static const fd_geometry_t geometry = {SLOTS, MAX_ROWS, LAYERS, GROUP * KV_HEADS, KV_HEADS, HEAD, FD_ACT_FP32, HEAD};
 static fd_engine_t *engine;
 static time_t end;
 static uint64_t n_calls, n_controls, n_links; /* atomic */
@@ -155,7 +155,9 @@ static void *s_node_main(void *arg) {
     char err[256];
     for (; time(NULL) < end; seed++) {
         s_node_t s = {.state = seed * 0x9e3779b97f4a7c15u | 1, .control_state = seed * 0xd1342543de82ef95u | 1};
-        const fd_layer_t layers[LAYERS] = {{.window = 0, .kv_layer = 0}, {.window = 100, .kv_layer = 1}};
+        const fd_heads_t heads = fd_geometry_heads(&geometry);
+        const fd_layer_t layers[LAYERS] = {{.heads = heads, .window = 0, .kv_layer = 0},
+                                           {.heads = heads, .window = 100, .kv_layer = 1}};
         const fd_lease_t lease = {FD_KV_FP32, PAGES, SEQUENCES, 0.1f, layers, PAGES};
         const size_t bytes = fd_region_layout(&geometry).region_bytes;
         fd_region_header_t *region = aligned_alloc(FD_REGION_PAGE, bytes);

@@ -14,7 +14,7 @@
 #include "scalar_only.h"
 
 enum { HEAD = 8, GROUP = 4, KV_HEADS = 2, SEQUENCES = 6, MAX_TOKENS = 1500, MAX_ROWS = 256, THREADS = 3, PAGES = 80 };
-static const fd_geometry_t geometry = {1, MAX_ROWS, 1, GROUP * KV_HEADS, KV_HEADS, HEAD, FD_ACT_FP32, 0};
+static const fd_geometry_t geometry = {1, MAX_ROWS, 1, GROUP * KV_HEADS, KV_HEADS, HEAD, FD_ACT_FP32, HEAD};
 static uint64_t state = 1, n_stops, n_merged, n_copied;
 static char err[256];
 
@@ -32,11 +32,11 @@ typedef struct {
 } side_t;
 
 static void open_side(side_t *side, uint32_t window, uint32_t threads) {
-    REQUIRE(fd_kvcache_init(&side->kv, &geometry, FD_KV_FP32, PAGES, PAGES, SEQUENCES, FD_HUGE_OFF, err, sizeof err) ==
-            FD_OK);
-    const fd_layer_t layer = {.window = window};
+    const fd_layer_t layer = {.heads = fd_geometry_heads(&geometry), .window = window};
+    REQUIRE(fd_kvcache_init(&side->kv, &layer.heads, 1, FD_KV_FP32, PAGES, PAGES, SEQUENCES, FD_HUGE_OFF, err,
+                            sizeof err) == FD_OK);
     REQUIRE(fd_work_init(&side->work, &geometry, &side->kv, FD_KV_FP32, FD_ISA_SCALAR, 0.3f, &layer, threads) == FD_OK);
-    REQUIRE(fd_step_init(&side->step, MAX_ROWS, side->work.shape.max_items) == FD_OK);
+    REQUIRE(fd_step_init(&side->step, MAX_ROWS, side->work.shapes, 1) == FD_OK);
     side->slot = aligned_alloc(FD_REGION_PAGE, side->work.layout.slot_bytes);
     REQUIRE(side->slot);
 }
@@ -53,7 +53,7 @@ static void plan(side_t *side, const fd_row_t *table, uint32_t n, uint32_t rows,
     side->step.n_rows = rows;
     side->step.n_attend_rows = attending;
     memcpy(side->step.table, table, n * sizeof *table);
-    REQUIRE(fd_step_plan(&side->step, &side->kv, &side->work.shape, err, sizeof err) == FD_OK);
+    REQUIRE(fd_step_plan(&side->step, &side->kv, side->work.shapes, err, sizeof err) == FD_OK);
 }
 
 /* Does the copies of the step, cut into `n_items`, each with or without stops. A sequence is freed meanwhile, if it is
@@ -81,7 +81,7 @@ static void copy_pages(side_t *side, uint32_t n_items, bool stops, uint32_t free
 static uint64_t do_in_one_go(side_t *side) {
     const fd_stop_t never = {NULL, 0, 0};
     uint64_t bytes = 0;
-    for (uint32_t i = 0; i < side->step.n_items; i++) {
+    for (uint32_t i = 0; i < side->step.plan->n_items; i++) {
         fd_work_begin(&side->step, i);
         REQUIRE(fd_work_advance(&side->work, &side->step, side->slot, 0, i, 0, &never, &bytes));
     }
@@ -91,7 +91,7 @@ static uint64_t do_in_one_go(side_t *side) {
 static uint64_t do_with_stops(side_t *side) {
     const uint64_t word = 1;
     const fd_stop_t at_once = {&word, 2, 0};
-    uint32_t left = side->step.n_items, *items = malloc(left * sizeof *items);
+    uint32_t left = side->step.plan->n_items, *items = malloc(left * sizeof *items);
     uint64_t bytes = 0;
     REQUIRE(items);
     for (uint32_t i = 0; i < left; i++) {
@@ -166,7 +166,7 @@ static void random_step(side_t *a, side_t *b, uint32_t *lengths, uint32_t window
                 memcpy(cached[k][seq][pos], kv + (2 * row + k) * KV_HEADS * HEAD, sizeof cached[k][seq][pos]);
             if (i < attending)
                 check_row(q + row * GROUP * KV_HEADS * HEAD, oa + row * GROUP * KV_HEADS * HEAD, seq, pos, window);
-            if (i < attending && fd_pages_for(pos + 1u) > a->step.entries[i].unit) n_merged++;
+            if (i < attending && fd_pages_for(pos + 1u) > a->step.plan->entries[i].unit) n_merged++;
         }
     for (uint32_t i = 0; i < n; i++) lengths[table[i].seq_index] += table[i].n_rows;
 }
@@ -180,7 +180,7 @@ int main(int argc, char **argv) {
         uint32_t lengths[SEQUENCES] = {0};
         open_side(&a, window, n_threads);
         open_side(&b, window, THREADS);
-        b.work.shape.max_items = a.work.shape.max_items; /* so that both are cut alike */
+        b.work.shapes[0].max_items = a.work.shapes[0].max_items; /* so that both are cut alike */
         for (uint32_t i = 0; i < 40 && done < steps; i++, done++) random_step(&a, &b, lengths, window);
         close_side(&a);
         close_side(&b);

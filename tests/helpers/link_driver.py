@@ -77,14 +77,17 @@ class Driver(peer.Link):
             g.n_kv_heads,
             g.head_size,
             ACT_DTYPES.index(g.act_dtype),
+            g.v_size,
         )
         layout = link.layout
-        self.q_row, self.kv_row = layout.q_row_bytes, layout.kv_row_bytes
+        self.q_row, self.kv_row, self.o_row = layout.q_row_bytes, layout.kv_row_bytes, layout.o_row_bytes
         self.q_at, self.kv_at, self.o_at, self.slot_bytes = layout.q, layout.kv, layout.o, layout.slot_bytes
         self.map = link.region
         self.kv_dtype, self.scale, self.windows = KV_DTYPES.index(wanted.kv_dtype), wanted.softmax_scale, wanted.windows
         layers = wanted.layers
-        self.options = {n: getattr(layers, n) for n in ("segments", "kv_layers", "softcaps") if getattr(layers, n)}
+        self.options = {
+            n: getattr(layers, n) for n in ("segments", "kv_layers", "softcaps", "heads") if getattr(layers, n)
+        }
         for name in ("sinks", "slopes"):
             if values := getattr(layers, name):
                 numbers = np.frombuffer(values, "<f4")

@@ -42,6 +42,12 @@ class Geometry:
     n_kv_heads: int = 2
     head_size: int = 16
     act_dtype: int = FP32
+    v_size: int = 0  # 0: head_size
+
+    @property
+    def heads(self) -> tuple[int, int, int, int]:
+        """Query heads, KV heads, size of a K head, size of a V head."""
+        return self.n_q_heads, self.n_kv_heads, self.head_size, self.v_size or self.head_size
 
     def tuple(self) -> tuple[int, ...]:
         return (
@@ -52,6 +58,7 @@ class Geometry:
             self.n_kv_heads,
             self.head_size,
             self.act_dtype,
+            self.heads[3],
         )
 
 
@@ -95,12 +102,13 @@ class Peer:
     def __init__(self, g: Geometry, fd: int | None = None):
         self.g = g
         elem = 4 if g.act_dtype == FP32 else 2
-        self.q_row = g.n_q_heads * g.head_size * elem
-        self.kv_row = 2 * g.n_kv_heads * g.head_size * elem
+        n_q, n_kv, k_size, v_size = g.heads
+        self.q_row, self.o_row = n_q * k_size * elem, n_q * v_size * elem
+        self.kv_row = n_kv * (k_size + v_size) * elem
         self.q_at = _pages(_HEAD + g.max_rows * 24)
         self.kv_at = _pages(self.q_at + g.max_rows * self.q_row)
         self.o_at = _pages(self.kv_at + g.max_rows * self.kv_row)
-        self.slot_bytes = _pages(self.o_at + g.max_rows * self.q_row)
+        self.slot_bytes = _pages(self.o_at + g.max_rows * self.o_row)
         self.bytes = REGION_PAGE + g.n_slots * self.slot_bytes
         if fd is not None and os.fstat(fd).st_size < self.bytes:
             os.ftruncate(fd, self.bytes)
@@ -189,13 +197,20 @@ class Peer:
         return self.wait(slot, self.post(slot, layer, n_entries, n_rows, n_attend, new_step))
 
     def put_rows(self, slot: int, q: np.ndarray, kv: np.ndarray) -> None:
-        self.put(self.at(slot) + self.q_at, encode(q, self.g.act_dtype))
-        self.put(self.at(slot) + self.kv_at, encode(kv, self.g.act_dtype))
+        """Rows [n, elements]; what is left of a row after them keeps what it had."""
+        for first, length, rows in ((self.q_at, self.q_row, q), (self.kv_at, self.kv_row, kv)):
+            at, data = self.at(slot) + first, encode(rows, self.g.act_dtype)
+            used = len(data) // max(1, len(rows))
+            for i in range(len(rows)) if used < length else ():
+                self.put(at + i * length, data[i * used : (i + 1) * used])
+            if used == length:
+                self.put(at, data)
 
     def o_rows(self, slot: int, n: int) -> np.ndarray:
+        """O rows [n, elements]."""
         at = self.at(slot) + self.o_at
-        o = decode(self.map[at : at + n * self.q_row], self.g.act_dtype)
-        return o.reshape(n, self.g.n_q_heads, self.g.head_size)
+        n_q, _, _, v_size = self.g.heads
+        return decode(self.map[at : at + n * self.o_row], self.g.act_dtype).reshape(n, n_q * v_size)
 
 
 def attention(
@@ -243,8 +258,8 @@ ACT_ERROR = {FP32: 0.0, FP16: 2e-3, BF16: 1.6e-2}
 @dataclass
 class Shadow:
     tag: int
-    k: list[np.ndarray]  # per layer [tokens, n_kv_heads, head_size] float64
-    v: list[np.ndarray]
+    k: list[np.ndarray]  # per layer [tokens, KV heads, size of a K head] float64
+    v: list[np.ndarray]  # [tokens, KV heads, size of a V head]
 
     @property
     def length(self) -> int:
@@ -282,6 +297,9 @@ class Link(Peer):
         )
         self.wake_fd = self.lease.eventfd
 
+    def heads(self, layer: int) -> tuple[int, int, int, int]:
+        return self.options["heads"][layer] if "heads" in self.options else self.g.heads
+
     @property
     def kv_layers(self) -> Sequence[int]:
         return self.options.get("kv_layers", range(self.g.n_layers))
@@ -290,7 +308,9 @@ class Link(Peer):
         """The keyword arguments of `attention` for a layer."""
         options = {"segment": "segments", "softcap": "softcaps", "sinks": "sinks"}
         chosen = {name: self.options[given][layer] for name, given in options.items() if given in self.options}
-        return chosen | {name: self.options[name] for name in ("slopes",) if name in self.options}
+        chosen |= {name: self.options[name] for name in ("slopes",) if name in self.options}
+        n_q = self.heads(layer)[0]
+        return {name: values[:n_q] if name in ("sinks", "slopes") else values for name, values in chosen.items()}
 
     def close(self) -> None:
         self.lease.close()
@@ -301,9 +321,9 @@ class Link(Peer):
         table = []
         for seq_index, n, attend in plan:
             if seq_index not in self.shadows:
-                empty = np.zeros((0, self.g.n_kv_heads, self.g.head_size))
-                layers = self.g.n_layers
-                self.shadows[seq_index] = Shadow(self.next_tag, [empty] * layers, [empty] * layers)
+                heads = [self.heads(layer) for layer in range(self.g.n_layers)]
+                k, v = ([np.zeros((0, h[1], h[i])) for h in heads] for i in (2, 3))
+                self.shadows[seq_index] = Shadow(self.next_tag, k, v)
                 self.next_tag += 1
             s = self.shadows[seq_index]
             flags = (ROW_ATTEND if attend else 0) | (ROW_CUT if seq_index in self._cut else 0)
@@ -362,17 +382,21 @@ class Step:
         self.n_attend = sum(n for _, n, attend in plan if attend)
         self.first = True
 
-    def write(self) -> None:
+    def write(self, layer: int) -> None:
         """Write new rows into the slot."""
-        link, g = self.link, self.link.g
-        shape = (self.n_rows, 2 * g.n_kv_heads + g.n_q_heads, g.head_size)
-        data = encode(link.rng.standard_normal(shape), g.act_dtype)
-        rows = decode(data, g.act_dtype).reshape(shape)
-        self.q, self.kv = rows[: self.n_attend, 2 * g.n_kv_heads :], rows[:, : 2 * g.n_kv_heads]
-        link.put_rows(self.slot, self.q, self.kv)
+        link, act_dtype = self.link, self.link.g.act_dtype
+        n_q, n_kv, k_size, v_size = link.heads(layer)
+        sizes = n_kv * k_size, n_kv * v_size, n_q * k_size
+        data = encode(link.rng.standard_normal((self.n_rows, sum(sizes))), act_dtype)
+        rows = decode(data, act_dtype).reshape(self.n_rows, -1)
+        k, v, q = np.split(rows, np.cumsum(sizes)[:2], axis=1)
+        q = q[: self.n_attend]
+        link.put_rows(self.slot, q, rows[:, : sum(sizes[:2])])
+        self.k, self.v = k.reshape(self.n_rows, n_kv, k_size), v.reshape(self.n_rows, n_kv, v_size)
+        self.q = q.reshape(self.n_attend, n_q, k_size)
 
     def post(self, layer: int) -> int:
-        self.write()
+        self.write(layer)
         bell = self.link.post(self.slot, layer, len(self.plan), self.n_rows, self.n_attend, self.first)
         self.first = False
         return bell
@@ -381,16 +405,17 @@ class Step:
         link, g = self.link, self.link.g
         reply = link.wait(self.slot, bell)
         assert (reply.status, reply.message, reply.n_layers) == (Status.OK, "", layer + 1), reply
-        o = link.o_rows(self.slot, self.n_attend)
+        n_q, _, _, v_size = link.heads(layer)
+        o = link.o_rows(self.slot, self.n_attend)[:, : n_q * v_size].reshape(self.n_attend, n_q, v_size)
         limit = KV_ERROR[link.kv_dtype] + ACT_ERROR[g.act_dtype]
         row = 0
         for (seq_index, n, attend), entry in zip(self.plan, self.table, strict=True):
-            s, kv = link.shadows[seq_index], self.kv[row : row + n]
+            s = link.shadows[seq_index]
             store = link.kv_layers[layer]
             if store == layer:
                 assert len(s.k[layer]) == entry[2]
-                s.k[layer] = np.concatenate([s.k[layer], kv[:, : g.n_kv_heads]])
-                s.v[layer] = np.concatenate([s.v[layer], kv[:, g.n_kv_heads :]])
+                s.k[layer] = np.concatenate([s.k[layer], self.k[row : row + n]])
+                s.v[layer] = np.concatenate([s.v[layer], self.v[row : row + n]])
             if attend:
                 q, options = self.q[row : row + n], link.layer_options(layer)
                 want = attention(q, s.k[store], s.v[store], entry[2], link.windows[layer], link.scale, **options)

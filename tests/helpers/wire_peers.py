@@ -73,6 +73,7 @@ def hello_message(geometry: Geometry = SMALL, **changes: object) -> dict:
         "n_kv_heads": geometry.n_kv_heads,
         "head_size": geometry.head_size,
         "act_dtype": geometry.act_dtype,
+        "v_size": geometry.v_size,
         "region_bytes": region_layout(geometry).region_bytes,
         "kv_dtype": "fp32",
         "windows": [0] * geometry.n_layers,
@@ -84,6 +85,7 @@ def hello_message(geometry: Geometry = SMALL, **changes: object) -> dict:
         "softcaps": [],
         "sinks": "",
         "slopes": "",
+        "heads": [],
     }
     return message | changes
 

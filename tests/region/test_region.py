@@ -34,9 +34,9 @@ pytestmark = pytest.mark.quick
 
 @pytest.mark.parametrize("act_dtype", ACT_DTYPES)
 def test_the_layout_is_the_one_that_region_h_describes(act_dtype):
-    layout = region_layout(Geometry(3, 100, 5, 12, 4, 24, act_dtype))
-    peer = rengine_peer.Peer(rengine_peer.Geometry(3, 100, 5, 12, 4, 24, ACT_DTYPES.index(act_dtype)))
-    assert (layout.q_row_bytes, layout.kv_row_bytes) == (peer.q_row, peer.kv_row)
+    layout = region_layout(Geometry(3, 100, 5, 12, 4, 24, act_dtype, 16))
+    peer = rengine_peer.Peer(rengine_peer.Geometry(3, 100, 5, 12, 4, 24, ACT_DTYPES.index(act_dtype), 16))
+    assert (layout.q_row_bytes, layout.kv_row_bytes, layout.o_row_bytes) == (peer.q_row, peer.kv_row, peer.o_row)
     assert (layout.q, layout.kv, layout.o) == (peer.q_at, peer.kv_at, peer.o_at)
     assert (layout.slot(2), layout.slot_bytes, layout.region_bytes) == (peer.at(2), peer.slot_bytes, peer.bytes)
 
@@ -66,6 +66,7 @@ def test_every_status_of_c_has_its_name():
         ({"n_kv_heads": 3}, "query heads are not a multiple of KV heads"),
         ({"n_kv_heads": 8}, "number of KV heads is not within 1..query heads"),
         ({"head_size": MAX_HEAD_SIZE + 8}, f"head size is not a multiple of 8 within 8..{MAX_HEAD_SIZE}"),
+        ({"v_size": 12}, f"head size is not a multiple of 8 within 8..{MAX_HEAD_SIZE}"),
         ({"head_size": 12}, f"head size is not a multiple of 8 within 8..{MAX_HEAD_SIZE}"),
         ({"act_dtype": "int8"}, "unknown activation dtype 'int8', known are fp32, fp16, bf16"),
     ],
@@ -76,8 +77,8 @@ def test_a_geometry_out_of_bounds(change, says):
         region_layout(Geometry(**(fields | change)))
 
 
-@pytest.mark.parametrize("geometry", [(1, 1, 1, 1, 1, 8), "1234567", (1, 1, 1, 1, 1, 8, None), 7])
-def test_c_takes_no_geometry_but_seven_integers(geometry):
+@pytest.mark.parametrize("geometry", [(1, 1, 1, 1, 1, 8, 0), "12345678", (1, 1, 1, 1, 1, 8, 0, None), 7])
+def test_c_takes_no_geometry_but_eight_integers(geometry):
     with pytest.raises(TypeError):
         _native.region_layout(geometry)
 

@@ -11,7 +11,7 @@ from fastdecode.kernels import _native
 from fastdecode.region.contract import KV_DTYPES
 
 ISAS = _native.isa_supported()
-G = Geometry(n_slots=2, max_rows=256, n_layers=3, n_q_heads=6, n_kv_heads=2, head_size=64)
+G = Geometry(n_slots=2, max_rows=256, n_layers=3, n_q_heads=6, n_kv_heads=2, head_size=64, v_size=128)
 
 
 def floats(*shape: int) -> np.ndarray:
@@ -26,7 +26,14 @@ OPTIONS = {
     "segments": {"segments": [0, 100, 256]},
     "shared": {"kv_layers": [0, 0, 2]},
     "shared twice": {"kv_layers": [0, 0, 0]},
-    "everything": {"softcaps": [3.0, 0, 9.0], "sinks": floats(3, 6), "segments": [300, 0, 129], "kv_layers": [0, 1, 1]},
+    "heads": {"heads": [(6, 2, 64, 64), (6, 3, 24, 40), (4, 4, 48, 8)]},
+    "everything": {
+        "softcaps": [3.0, 0, 9.0],
+        "sinks": floats(3, 6),
+        "segments": [300, 0, 129],
+        "kv_layers": [0, 1, 1],
+        "heads": [(6, 2, 64, 128), (6, 2, 64, 40), (4, 2, 64, 40)],
+    },
 }
 
 
@@ -77,10 +84,10 @@ def test_layers_equal_float64_in_every_isa_and_format(engine_of, isa: str, kv_dt
     run(link)
 
 
-@pytest.mark.parametrize("head_size", [264, 512])
-def test_large_heads(engine_of, head_size: int) -> None:
+@pytest.mark.parametrize(("head_size", "v_size"), [(264, 264), (512, 512), (192, 128), (576, 512)])
+def test_large_heads(engine_of, head_size: int, v_size: int) -> None:
     engine, links = engine_of(2)
-    g = Geometry(1, 200, 2, 8, 1, head_size, BF16)
+    g = Geometry(1, 200, 2, 8, 1, head_size, BF16, v_size)
     links.append(link := Link(engine, g, KV_FP16, 40, options={"softcaps": [0, 2.0]}))
     link.fill(0, 900)
     link.step(0, [(0, 1, True), (1, 33, True), (2, 3, True), (3, 100, False)])
@@ -91,6 +98,22 @@ def test_layers_that_share_take_no_memory(engine_of) -> None:
     before = engine.kv_free
     links.append(Link(engine, G, KV_FP32, 8, options={"kv_layers": [0, 0, 0]}))
     assert before - engine.kv_free == 8 * _native.page_bytes((*G.tuple()[:2], 1, *G.tuple()[3:]), KV_FP32)
+
+
+@pytest.mark.parametrize("kv_dtype", range(len(KV_DTYPES)), ids=KV_DTYPES)
+@pytest.mark.parametrize(
+    "heads",
+    [
+        [(8, 2, 256, 256)] * 5 + [(8, 1, 512, 512)],  # the layers of Gemma 4 E2B have KV heads of two sizes
+        [(8, 1, 256, 256)] * 5 + [(8, 1, 512, 512)],
+        [(16, 8, 192, 128)] * 5 + [(16, 4, 192, 128)],  # as in MiMo-V2
+        [(8, 1, 64, 64), (8, 8, 64, 64), (8, 2, 64, 64)] * 8,
+    ],
+)
+def test_a_page_takes_little_more_memory_than_its_layers(heads: list, kv_dtype: int) -> None:
+    g = Geometry(1, 1, len(heads), 16, 8, 512)
+    chunks = sum(n_kv * _native.chunk_bytes(KV_DTYPES[kv_dtype], k, v) for _, n_kv, k, v in heads)
+    assert chunks <= _native.page_bytes(g.tuple(), kv_dtype, heads=heads) <= 1.17 * chunks
 
 
 @pytest.mark.parametrize(
@@ -108,6 +131,15 @@ def test_layers_that_share_take_no_memory(engine_of) -> None:
         ({"sinks": np.full((3, 6), np.inf, np.float32)}, "layer 0: a sink is not a number below infinity"),
         ({"sinks": floats(2, 6)}, "sinks: 48 bytes given, 72 aligned bytes needed"),
         ({"slopes": np.full(6, -np.inf, np.float32)}, "layer 0: a slope is not a finite number"),
+        ({"heads": [(6, 2, 64, 64)] * 2}, "heads: 2 given, 3 needed"),
+        ({"heads": [(6, 2, 64)] * 3}, "heads of a layer: 3 given, 4 needed"),
+        ({"heads": [(6, 4, 64, 64)] * 3}, "layer 0: query heads are not a multiple of KV heads"),
+        ({"heads": [(0, 1, 64, 64)] * 3}, "layer 0: number of query heads is not within"),
+        ({"heads": [(6, 0, 64, 64)] * 3}, "layer 0: query heads are not a multiple of KV heads"),
+        ({"heads": [(6, 2, 64, 64)] * 2 + [(6, 2, 64, 4)]}, "layer 2: head size is not a multiple of 8"),
+        ({"heads": [(6, 2, 64, 64)] * 2 + [(8, 2, 64, 64)]}, "layer 2: the layer's rows are longer than those"),
+        ({"heads": [(6, 6, 48, 24)] * 3}, "layer 0: the layer's rows are longer than those"),
+        ({"heads": [(6, 2, 64, 64), (6, 2, 32, 32), (6, 2, 64, 64)], "kv_layers": [0, 0, 2]}, "whose heads are not"),
         ({"slopes": floats(5)}, "slopes: 20 bytes given, 24 aligned bytes needed"),
     ],
 )
@@ -117,3 +149,9 @@ def test_invalid_layers_are_refused(engine_of, options: dict, message: str) -> N
     with pytest.raises(ValueError, match=message):
         Link(engine, G, KV_FP32, 4, options=options)
     assert engine.kv_free == free
+
+
+def test_layers_of_many_kinds_are_refused(engine_of) -> None:
+    engine, _ = engine_of(1)
+    with pytest.raises(ValueError, match="the layers are of 17 kinds, at most 16 are supported"):
+        Link(engine, Geometry(n_layers=17), KV_FP32, 4, windows=range(1, 18))

@@ -145,7 +145,7 @@ def test_a_word_that_jumps_gets_all_layers_up_to_it(link):
     step = link.begin(0, [(0, 2, True)])
     link.arm(0, 1, 2, 2)
     step.first = False
-    step.write()
+    step.write(0)
     link.ring_layer(0, 2)
     assert link.wait(0, 2).n_layers == 2
     link.shadows.clear()  # both layers saw the same rows

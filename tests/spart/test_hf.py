@@ -17,6 +17,9 @@ from safetensors.torch import load_file, save_file
 from spart_steps import GREEDY, interleaved
 
 from fastdecode.daemon.rnode import RNode
+from fastdecode.kernels._native import page_bytes
+from fastdecode.region.contract import KV_DTYPES, PAGE_TOKENS
+from fastdecode.region.geometry import geometry_tuple
 from fastdecode.spart.batch import Chunk, StepBatch
 from fastdecode.spart.config import CheckpointError
 from fastdecode.spart.hf.config import HFConfig
@@ -147,9 +150,13 @@ def test_falcon_with_position_biases_in_bf16_is_refused() -> None:
 def test_layers_that_share_k_and_v_are_stored_once(model_type: str) -> None:
     """The last 2 of 6 layers attend to the K and V of the last layer of their kind that stores them."""
     config = HFConfig.from_configs(make_config(model_type), None)
-    assert config.kv_layers == (0, 1, 2, 3, 2, 3) and config.stored_layers == 4
-    # Half of the layers that Gemma 4 stores have heads of 16 elements, the others of 32.
-    assert config.padding == (0.25 if model_type == "gemma4_text" else 0)
+    assert config.kv_layers == (0, 1, 2, 3, 2, 3)
+    sizes = [heads.n_kv * (heads.k_size + heads.v_size) for heads in map(config.heads_of, range(4))]
+    page = page_bytes(
+        geometry_tuple(config.hello_geometry(1, 1, "fp32")), KV_DTYPES.index("fp32"), **config.options.stored
+    )
+    assert page == sum(sizes) * 4 * PAGE_TOKENS
+    assert len(set(sizes)) == (2 if model_type == "gemma4_text" else 1)
 
 
 def test_code_that_a_checkpoint_brings_is_not_run(tmp_path: Path) -> None:
@@ -185,9 +192,10 @@ def test_the_documentation_lists_every_type() -> None:
         "mini-batches, on a tiny random model. A type that is refused is refused before its weights are read. Falcon "
         "with ALiBi (falcon-rw) is refused: transformers rounds its position biases to bf16.",
         "",
-        "A link has one number of KV heads and one head size. Layers with fewer or smaller heads (Gemma 4) are padded "
-        "to it, which takes memory and bandwidth. Layers that share K and V (Gemma 3n, Gemma 4) are stored once. A KV "
-        "page holds all layers, so pages beyond a layer's window stay as long as another layer needs them.",
+        "Each layer is stored with its own heads: layers with fewer or smaller ones (Gemma 4), and heads of V that are "
+        "smaller than those of K (DeepSeek), take no more memory than they need. Layers that share K and V (Gemma 3n, "
+        "Gemma 4) are stored once. A KV page holds all layers, so pages beyond a layer's window stay as long as "
+        "another layer needs them.",
         "",
         "| Model type | Served | Reason |",
         "|---|---|---|",

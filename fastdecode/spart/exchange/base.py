@@ -1,8 +1,9 @@
 """The contract of an exchange: a step's Q, K, V and O rows on their way between the decoder and the links' slots.
 
 The decoder works on three tensors a step, which the exchange makes: `q` [attending rows, n_q_heads * head_size], `kv`
-[rows, 2 * n_kv_heads * head_size] and `o`, shaped like `q`. Each layer it fills `q` and `kv`, calls `post`, does what
-does not need the R-nodes, calls `wait`, and reads `o`.
+[rows, n_kv_heads * (head_size + v_size)] and `o` [attending rows, n_q_heads * v_size]. A layer with fewer or smaller
+heads uses the first elements of a row. Each layer the decoder fills `q` and `kv`, calls `post`, does what does not need
+the R-nodes, calls `wait`, and reads `o`.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class SlotViews:
         self._region, self._max_rows = link.region, g.max_rows
         self.q = self._rows(y.slot(slot) + y.q, y.q_row_bytes)
         self.kv = self._rows(y.slot(slot) + y.kv, y.kv_row_bytes)
-        self.o = self._rows(y.slot(slot) + y.o, y.q_row_bytes)
+        self.o = self._rows(y.slot(slot) + y.o, y.o_row_bytes)
 
     def _rows(self, offset: int, row_bytes: int) -> torch.Tensor:
         # numpy exports the buffer, which keeps the region mapped as long as a tensor uses it. torch.frombuffer does
@@ -205,7 +206,7 @@ def buffers(
     """New tensors `q`, `kv` and `o` for a step."""
     n_attend, n_rows = row_counts(link_rows)
     views = link_rows[0].views
-    shapes = (n_attend, views.q.shape[1]), (n_rows, views.kv.shape[1]), (n_attend, views.q.shape[1])
+    shapes = (n_attend, views.q.shape[1]), (n_rows, views.kv.shape[1]), (n_attend, views.o.shape[1])
     q, kv, o = (torch.empty(shape, device=device, dtype=views.q.dtype, pin_memory=pin_memory) for shape in shapes)
     return q, kv, o
 

@@ -1,8 +1,8 @@
 """HFConfig: the description of a transformers model for the links and the scheduler.
 
-A link has one geometry for all layers. Layers that differ are fitted into it: heads are padded with zeros to the
-largest head size, KV heads are repeated up to the largest number, and a layer's own softmax scale is folded into its
-queries. None of this changes a score. A layer that shares another's K and V is stored once.
+Layers may differ in their heads. A head is padded with zeros to a multiple of HEAD_SIZE_UNIT elements, and a layer's
+own softmax scale is folded into its queries; neither changes a score. A layer that shares another's K and V is stored
+once.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fastdecode.region.contract import HEAD_SIZE_UNIT, MAX_HEAD_SIZE, MAX_LAYERS
 from fastdecode.spart.config import CheckpointError, first_line
 from fastdecode.spart.hf import adapters
 from fastdecode.spart.hf.trace import AttentionLayer, trace
-from fastdecode.spart.shape import AttentionShape
+from fastdecode.spart.shape import AttentionShape, Heads
 from fastdecode.transports.base import LayerOptions
 
 #: BLOOM has no limit in itself; it was trained on sequences of this length.
@@ -29,7 +29,8 @@ _DTYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 
 @dataclass(frozen=True, slots=True)
 class HFConfig(AttentionShape):
-    """A transformers model. Sizes are in elements; the fields are those of ModelConfig, and `layers`."""
+    """A transformers model. Sizes are in elements; the fields are those of ModelConfig, and `layers`. The numbers of
+    heads and their size are those of the first layer."""
 
     architecture: str
     dtype: str  # of the checkpoint: "fp32", "fp16", "bf16"
@@ -59,14 +60,16 @@ class HFConfig(AttentionShape):
         _check(config, layers)
         text = config.get_text_config()
         kv_layers = tuple(layer.kv_layer for layer in layers)
+        heads = [_heads(layer) for layer in layers]
+        alike = set(heads) == {heads[0]} and heads[0].k_size == heads[0].v_size
         return cls(
             architecture=(config.architectures or [type(config).__name__])[0],
             dtype=_DTYPES.get(str(config.dtype).removeprefix("torch."), "fp32"),
             vocab_size=text.vocab_size,
             n_layers=len(layers),
-            n_q_heads=layers[0].n_q_heads,
-            n_kv_heads=max(layer.n_kv_heads for layer in layers),
-            head_size=-(-max(max(layer.k_size, layer.v_size) for layer in layers) // HEAD_SIZE_UNIT) * HEAD_SIZE_UNIT,
+            n_q_heads=heads[0].n_q,
+            n_kv_heads=heads[0].n_kv,
+            head_size=heads[0].k_size,
             max_positions=_max_positions(text),
             windows=tuple(layer.window for layer in layers),
             softmax_scale=layers[0].scale,
@@ -78,14 +81,9 @@ class HFConfig(AttentionShape):
                 kv_layers=() if len({layer.kv_layer for layer in layers}) == len(layers) else kv_layers,
                 softcaps=_unless_plain(layer.softcap for layer in layers),
                 slopes=adapters.slopes_of(config),
+                heads=() if alike else tuple(heads),
             ),
         )
-
-    @property
-    def padding(self) -> float:
-        own = {store: self.layers[store] for store in self.kv_layers}.values()
-        used = sum(layer.n_kv_heads * (layer.k_size + layer.v_size) for layer in own)
-        return 1 - used / (len(own) * 2 * self.n_kv_heads * self.head_size)
 
     @property
     def rope(self) -> None:
@@ -128,13 +126,15 @@ def _check(config: Any, layers: tuple[AttentionLayer, ...]) -> None:
     largest = max(max(layer.k_size, layer.v_size) for layer in layers)
     if largest > MAX_HEAD_SIZE:
         raise CheckpointError(f"{kind} has heads of {largest} elements, R-nodes take at most {MAX_HEAD_SIZE}")
-    if len({layer.n_q_heads for layer in layers}) > 1:
-        raise CheckpointError(f"{kind} has layers with different numbers of query heads, which is not supported yet")
-    most = max(layer.n_kv_heads for layer in layers)
-    if any(most % layer.n_kv_heads for layer in layers):
-        raise CheckpointError(f"{kind} has layers whose numbers of KV heads do not divide one another")
     if len({bool(layer.sinks) for layer in layers}) > 1:
         raise CheckpointError(f"{kind} has layers with and without attention sinks, which is not supported")
+    if layers[0].sinks and len({layer.n_q_heads for layer in layers}) > 1:
+        raise CheckpointError(f"{kind} has attention sinks in layers of different heads, which is not supported")
+
+
+def _heads(layer: AttentionLayer) -> Heads:
+    k_size, v_size = (-(-size // HEAD_SIZE_UNIT) * HEAD_SIZE_UNIT for size in (layer.k_size, layer.v_size))
+    return Heads(layer.n_q_heads, layer.n_kv_heads, k_size, v_size)
 
 
 def _unless_plain(values: Iterable[_Number]) -> tuple[_Number, ...]:

@@ -19,6 +19,7 @@ from fastdecode.spart.batch import StepBatch, StepOutput
 from fastdecode.spart.decoder import SPart, StepRows
 from fastdecode.spart.exchange import Exchange, SlotViews, make_exchange
 from fastdecode.spart.exchange.choice import Choice
+from fastdecode.spart.heads import heads_in
 from fastdecode.spart.hf.attention import running
 from fastdecode.spart.hf.model import HFModel
 from fastdecode.spart.prompt import PromptCache
@@ -113,22 +114,15 @@ class _Forward:
     def __init__(self, spart: HFSPart, rows: StepRows, exchange: Exchange, timeout: float):
         self._spart, self._rows, self._exchange, self._timeout = spart, rows, exchange, timeout
         self.adapters = rows.adapters
-        config = spart.model.config
-        self._layers, self._scale = config.layers, config.softmax_scale
-        self._n_kv, self._size = config.n_kv_heads, config.head_size
+        self._config = spart.model.config
         self._layer = 0
         n, self._n_attend = len(exchange.kv), len(exchange.q)
         self._mixed = bool(rows.prompts)
         if self._mixed:  # rows of prompts have Q and O too, but these do not go to an R-node
             self._q = exchange.kv.new_empty(n, exchange.q.shape[1])
-            self._o = torch.empty_like(self._q)
+            self._o = exchange.kv.new_empty(n, exchange.o.shape[1])
         else:
             self._q, self._o = exchange.q, exchange.o
-        # [rows, heads, size]
-        self._q_heads = self._q.view(n, config.n_q_heads, self._size)
-        kv = exchange.kv.view(n, 2 * self._n_kv, self._size)
-        self._k_heads, self._v_heads = kv[:, : self._n_kv], kv[:, self._n_kv :]
-        self._o_heads = self._o.view(n, config.n_q_heads, self._size)
 
     def run(self) -> torch.Tensor:
         """Run the model in the greenlet; returns logits [drawn + scored rows, vocab_size] fp32."""
@@ -139,20 +133,20 @@ class _Forward:
         if not len(keep):  # the pass computes the logits of one row, because not every model accepts an empty `keep`
             keep = tokens.new_zeros(1)
         logits = spart.logits_of(tokens, positions, keep)
-        if self._layer != len(self._layers):
-            raise RuntimeError(f"the model called attention {self._layer} times; the trace has {len(self._layers)}")
+        if self._layer != self._config.n_layers:
+            raise RuntimeError(f"the model called attention {self._layer} times; the trace has {self._config.n_layers}")
         return logits[: rows.n_drawn + rows.scorer.n_rows]
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Attention of one layer: q [1, n_q_heads, rows, k_size], k and v with KV heads -> O [1, rows, n_q_heads,
         v_size]."""
-        index, exchange = self._layer, self._exchange
-        layer = self._layers[index]
+        index, exchange, config = self._layer, self._exchange, self._config
+        layer, heads = config.layers[index], config.heads_of(index)
         self._layer += 1
-        self._write(self._q_heads, q, layer.k_size, 1, layer.scale / self._scale)
+        self._write(heads_in(self._q, 0, heads.n_q, heads.k_size), q, layer.scale / config.softmax_scale)
         if layer.kv_layer == index or self._mixed:  # the R-nodes have the K and V that layers share
-            self._write(self._k_heads, k, layer.k_size, self._n_kv // layer.n_kv_heads, 1.0)
-            self._write(self._v_heads, v, layer.v_size, self._n_kv // layer.n_kv_heads, 1.0)
+            self._write(heads_in(exchange.kv, 0, heads.n_kv, heads.k_size), k)
+            self._write(heads_in(exchange.kv, heads.n_kv * heads.k_size, heads.n_kv, heads.v_size), v)
         if self._mixed and self._n_attend:
             exchange.q.copy_(self._q[: self._n_attend])
         exchange.post(index, self._timeout)
@@ -162,15 +156,14 @@ class _Forward:
         if self._mixed and self._n_attend:
             self._o[: self._n_attend].copy_(exchange.o)
         # A copy, because the next layer overwrites the slot's O rows and a model may hold on to its attention's output.
-        return self._o_heads[None, :, :, : layer.v_size].clone()
+        return heads_in(self._o, 0, heads.n_q, heads.v_size)[None, :, :, : layer.v_size].clone()
 
     @staticmethod
-    def _write(heads: torch.Tensor, values: torch.Tensor, size: int, repeat: int, factor: float) -> None:
+    def _write(heads: torch.Tensor, values: torch.Tensor, factor: float = 1.0) -> None:
         """Write values [1, heads, rows, size] into heads [rows, heads, head_size]; elements beyond `size` become
         zero."""
         values = values[0].transpose(0, 1)
-        if repeat > 1:
-            values = values.repeat_interleave(repeat, dim=1)
+        size = values.shape[2]
         if factor != 1.0:
             values = values * factor
         heads[:, :, :size].copy_(values)

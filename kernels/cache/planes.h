@@ -1,0 +1,35 @@
+/* Where the layers of a page lie.
+ *
+ * The arena of a cache consists of planes. In every plane each page has `plane_bytes` bytes, and the pages follow each
+ * other. A layer that stores K and V has its chunks, one for each KV head, at a fixed offset in the pages of one plane.
+ * A model whose layers are alike has a plane for each of them. Where layers differ, several small ones share a plane.
+ */
+#ifndef FD_PLANES_H
+#define FD_PLANES_H
+
+#include "formats.h"
+
+/* The heads of a layer. Sizes count elements. */
+typedef struct {
+    uint32_t n_q_heads, n_kv_heads;
+    uint32_t head_size; /* of Q and K */
+    uint32_t v_size;    /* of V and O */
+} fd_heads_t;
+
+/* The place of a layer's K and V in a page. */
+typedef struct {
+    uint32_t plane, n_kv_heads;
+    size_t offset; /* of the first KV head's chunk within the plane's part of the page */
+    size_t chunk_bytes;
+} fd_store_t;
+
+typedef struct {
+    uint32_t n_planes;
+    size_t plane_bytes; /* of one page; a multiple of 64 */
+} fd_planes_t;
+
+/* Chooses the planes of `n` layers with these heads so that a page takes little more memory than its layers. Fills in
+ * stores[n]. Takes time in proportion to n * n for each size that the layers have. */
+fd_planes_t fd_planes_of(const fd_heads_t *layers, uint32_t n, fd_kv_dtype_t dtype, fd_store_t *stores);
+
+#endif
