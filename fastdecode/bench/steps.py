@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Generator
 
 from fastdecode.spart.batch import StepOutput
+from fastdecode.transports.base import Pending
 
 
-def run_step(step: Generator[None, None, StepOutput]) -> StepOutput:
+def run_step(step: Generator[Pending, float | None, StepOutput]) -> StepOutput:
     """Run a step of `SPart.step` to its end in this thread. Raises what the step raises."""
     while True:
         try:

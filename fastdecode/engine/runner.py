@@ -2,8 +2,9 @@
 
 A step is a generator (`SPart.step`) that yields each time it has to wait: for the R-nodes, after it has posted a
 layer's rows, or for a device that computes a whole step by itself. It yields what it waits for (see
-transports.base.Pending). With two mini-batches in flight the thread resumes the one whose answer has come, so that the
-S-Part of one runs while the R-nodes compute the R-Part of the other:
+transports.base.Pending), and is sent since when the thread has had nothing to do but wait. With two mini-batches in
+flight the thread resumes the one whose answer has come, so that the S-Part of one runs while the R-nodes compute the
+R-Part of the other:
 
     thread    S(A,1)  S(B,1)  S(A,2)  S(B,2)  ...
     R-nodes           R(A,1)  R(B,1)  R(A,2)  ...
@@ -15,6 +16,7 @@ import asyncio
 import contextlib
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
@@ -24,7 +26,7 @@ from typing import Any, Protocol
 from fastdecode.transports._native import wait_any
 from fastdecode.transports.base import Pending
 
-StepGenerator = Generator[Pending, None, Any]
+StepGenerator = Generator[Pending, float | None, Any]
 
 #: After this many seconds in which no answer has come, the step that has waited longest is resumed: it knows how long
 #: it may wait, and whether its device has failed.
@@ -36,6 +38,7 @@ class _Job:
     step: StepGenerator
     future: asyncio.Future[Any]
     pending: Pending = None  # what the step waits for
+    idle_since: float | None = None  # the thread has had nothing else to do since then (time.perf_counter)
 
 
 class StepRunner(Protocol):
@@ -109,10 +112,12 @@ class Runner:
                 return self._inbox.get(block=not active)
             if len(active) == 1 and not isinstance(active[0].pending, int):
                 return active.popleft()  # it waits itself, for nothing that could be done meanwhile
+            since = time.perf_counter()
             ready = wait_any([job.pending for job in active], self._wake, _PATIENCE_S)
             if ready is None and self._woken():
                 continue
             job = active[ready or 0]
+            job.idle_since = since
             del active[ready or 0]
             return job
 
@@ -125,7 +130,8 @@ class Runner:
     def _advance(self, job: _Job) -> bool:
         """Resume a step up to its next yield; False if it has ended."""
         try:
-            job.pending = next(job.step)
+            idle_since, job.idle_since = job.idle_since, None
+            job.pending = job.step.send(idle_since)
         except StopIteration as end:
             self._answer(job.future.set_result, end.value, job.future)
         except BaseException as error:

@@ -57,7 +57,7 @@ class SPart:
         self._rope = RotaryEmbedding(rope, model.config.head_size, model.device, model.dtype) if rope else None
 
     @torch.inference_mode()
-    def step(self, batch: StepBatch, keep_logits: bool = False) -> Generator[Pending, None, StepOutput]:
+    def step(self, batch: StepBatch, keep_logits: bool = False) -> Generator[Pending, float | None, StepOutput]:
         """Run `batch` through all layers. Yields what it waits for once a layer, after its rows are posted, and returns
         a StepOutput.
 
@@ -80,8 +80,7 @@ class SPart:
                 exchange.post(i, batch.layer_timeout)
                 state.attend_prompts(i)
                 clock.part_ended()
-                yield exchange.pending
-                clock.waits()
+                clock.waits((yield exchange.pending))
                 exchange.wait(batch.layer_timeout)
                 clock.replied()
                 state.finish(layer)

@@ -56,9 +56,9 @@ class StepClock:
         self._timeline.add(Part(self._slot, self._number, self._asked, self._replied, now))
         self._number += 1
 
-    def waits(self) -> None:
-        """Note that the S-Part waits for the reply from now on."""
-        self._asked = time.perf_counter()
+    def waits(self, since: float | None) -> None:
+        """Note that the S-Part has waited for the reply since then (time.perf_counter), or (None) waits from now on."""
+        self._asked = time.perf_counter() if since is None else since
 
     def replied(self) -> None:
         """Note that the reply has come, so the S-Part computes from now on."""

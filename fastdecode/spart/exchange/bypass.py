@@ -163,7 +163,7 @@ class Bypass:
 
     def step(
         self, spart: Captured, rows: Any, batch: StepBatch, keep_logits: bool
-    ) -> Generator[Pending, None, StepOutput]:
+    ) -> Generator[Pending, float | None, StepOutput]:
         """Run a step that `takes` has accepted; see SPart.step."""
         lane = self._lanes[batch.slot]
         size = size_class(len(rows.table["tokens"]))

@@ -41,7 +41,7 @@ class HFSPart(SPart):
         self._prompts = PromptCache(self._config, model.device, model.dtype)
         self._keeps_some_logits = "logits_to_keep" in inspect.signature(model.module.forward).parameters
 
-    def step(self, batch: StepBatch, keep_logits: bool = False) -> Generator[Pending, None, StepOutput]:
+    def step(self, batch: StepBatch, keep_logits: bool = False) -> Generator[Pending, float | None, StepOutput]:
         """Run `batch` through the model; see SPart.step."""
         from greenlet import greenlet
 
@@ -62,8 +62,7 @@ class HFSPart(SPart):
                 if paused.dead:
                     break
                 clock.part_ended()
-                yield exchange.pending
-                clock.waits()
+                clock.waits((yield exchange.pending))
                 exchange.wait(batch.layer_timeout)
                 clock.replied()
             scored = logits[rows.n_drawn :]
