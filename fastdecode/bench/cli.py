@@ -26,6 +26,7 @@ _COMMANDS = (
     "perplexity",
     "accuracy",
     "soak",
+    "structured",
     "checkpoint",
 )
 #: The modules of the commands; one is not called like its command.

@@ -12,69 +12,12 @@ import openai
 import pytest
 from api_client import MODEL
 
+from fastdecode.bench.schemas import SCHEMAS, fault
 from fastdecode.text.grammar import GrammarCompiler, GrammarSpec
 
 pytest.importorskip("llguidance")
-jsonschema = pytest.importorskip("jsonschema")
+pytest.importorskip("jsonschema")
 
-#: The shapes of the JSON Schema test suite, each bounded so that a random model ends its answer.
-SCHEMAS = {
-    "type integer": {"type": "integer"},
-    "type several": {"type": ["boolean", "null"]},
-    "bounds": {"type": "integer", "minimum": -3, "exclusiveMaximum": 120},
-    "multipleOf": {"type": "integer", "multipleOf": 5, "minimum": 0, "maximum": 1000},
-    "string length": {"type": "string", "minLength": 1, "maxLength": 4},
-    "pattern": {"type": "string", "pattern": "^[A-Z]{2}-[0-9]{3}$"},
-    "format date": {"type": "string", "format": "date"},
-    "format uuid": {"type": "string", "format": "uuid"},
-    "enum": {"enum": ["red", 5, None, {"a": [1]}]},
-    "const": {"const": {"kind": "x", "n": [1, 2]}},
-    "items": {"type": "array", "items": {"type": "boolean"}, "minItems": 1, "maxItems": 3},
-    "prefixItems": {
-        "type": "array",
-        "prefixItems": [{"type": "integer", "minimum": 0, "maximum": 9}, {"enum": ["a", "b"]}],
-        "items": False,
-        "minItems": 2,
-    },
-    "properties": {
-        "type": "object",
-        "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 99}, "b": {"type": "boolean"}},
-        "required": ["a", "b"],
-        "additionalProperties": False,
-    },
-    "optional properties": {
-        "type": "object",
-        "properties": {"a": {"type": "null"}, "b": {"type": "boolean"}},
-        "additionalProperties": False,
-    },
-    "patternProperties": {
-        "type": "object",
-        "patternProperties": {"^x[0-9]$": {"type": "boolean"}},
-        "additionalProperties": False,
-        "maxProperties": 2,
-    },
-    "anyOf": {"anyOf": [{"type": "boolean"}, {"type": "integer", "minimum": 10, "maximum": 20}]},
-    "oneOf": {"oneOf": [{"type": "string", "maxLength": 2}, {"type": "integer", "minimum": 1, "maximum": 9}]},
-    "allOf": {"allOf": [{"type": "integer", "minimum": 5}, {"maximum": 7}]},
-    "ref": {
-        "$defs": {"point": {"type": "array", "items": {"enum": [0, 1]}, "minItems": 2, "maxItems": 2}},
-        "type": "object",
-        "properties": {"from": {"$ref": "#/$defs/point"}, "to": {"$ref": "#/$defs/point"}},
-        "required": ["from", "to"],
-        "additionalProperties": False,
-    },
-    "recursion": {
-        "$defs": {
-            "tree": {
-                "type": "object",
-                "properties": {"leaf": {"type": "boolean"}, "next": {"$ref": "#/$defs/tree"}},
-                "required": ["leaf"],
-                "additionalProperties": False,
-            }
-        },
-        "$ref": "#/$defs/tree",
-    },
-}
 PER_SCHEMA = 8
 ASK = {"model": MODEL, "prompt": "Answer: ", "max_tokens": 200}
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "Answer."}], "max_completion_tokens": 200}
@@ -85,7 +28,7 @@ def response_format(schema):
 
 
 def valid(text, schema):
-    jsonschema.Draft202012Validator(schema, format_checker=jsonschema.FormatChecker()).validate(json.loads(text))
+    assert fault(text, schema) is None
 
 
 async def test_every_completed_answer_follows_its_schema(client):
