@@ -37,7 +37,8 @@ class PromptCache:
     @property
     def nbytes(self) -> int:
         """Bytes of memory that the staged K and V take."""
-        return sum(prompt.kv.nbytes for prompt in self._prompts.values())
+        # The S-Part's thread may add a prompt while another thread asks; a list is made without giving up the GIL.
+        return sum(prompt.kv.nbytes for prompt in list(self._prompts.values()))
 
     def begin(self, key: Hashable, chunk: Chunk) -> Prompt | None:
         """Make room for a chunk's K and V; returns None if the chunk is the whole prompt, for which nothing is staged.
