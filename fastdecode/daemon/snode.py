@@ -64,11 +64,11 @@ def run_s_node(config: NodeConfig) -> None:
     if (config.max_model_len or 0) > positions:
         raise ConfigError(f"--max-model-len {config.max_model_len} is more than the model's {positions} positions")
     dtype = choose_dtype(config.dtype, backend.config.dtype, device)
-    check_fits(config, path, backend.config, device, str(dtype).removeprefix("torch."))
     split = split_machine(config, s_on_gpu=device.type != "cpu")
     torch.set_num_threads(split.s_threads)
     # The port and the tokenizer come before the weights, which take long to load, so that a mistake shows at once.
     sockets = bind(config.host, config.port)
+    check_fits(config, path, backend.config, device, str(dtype).removeprefix("torch."))
     settings = ApiSettings.make(config, path)
     _check_vocabulary(settings.tokenizer, backend.config)
     # They start while the weights are loaded.

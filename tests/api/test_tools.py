@@ -303,11 +303,10 @@ async def test_bad_tools_are_refused_by_name(tokenizer, fields, param):
     assert (status, body["error"]["param"]) == (400, param), body
 
 
-async def test_a_required_tool_with_a_bad_schema_is_a_400_that_says_why(tokenizer):
+async def test_a_required_tool_with_a_bad_schema_is_a_400_that_says_why(client):
     pytest.importorskip("llguidance")
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "strin"}}}]
-    async with served(ScriptedEngine(), tokenizer) as client:
-        status, body = await client.post("/v1/chat/completions", ASK | {"tools": tools, "tool_choice": "required"})
+    status, body = await client.post("/v1/chat/completions", ASK | {"tools": tools, "tool_choice": "required"})
     assert (status, body["error"]["param"]) == (400, "tool_choice")
     assert "strin" in body["error"]["message"]
 

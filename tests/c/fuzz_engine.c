@@ -132,7 +132,8 @@ static void open_hostile(hostile_t *h, fd_engine_t *engine, input_t *in) {
     memset(h, 0, sizeof *h);
     h->g = geometries[take(in, 1) % 4];
     h->y = fd_region_layout(&h->g);
-    fd_layer_t layers[3] = {{0}};
+    fd_layer_t layers[3];
+    memset(layers, 0, sizeof layers);
     float per_head[96]; /* slopes and sinks of every layer */
     const bool masks = take(in, 1) % 2;
     for (uint32_t i = 0; i < 96; i++) per_head[i] = i % 3 || !masks ? 100 - (float)i : -INFINITY;

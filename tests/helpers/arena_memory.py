@@ -72,9 +72,11 @@ def hugetlb_bytes() -> int:
 
 @contextlib.contextmanager
 def hugetlb_pages(n: int) -> Iterator[None]:
-    """Add `n` pages to the OS's pool for one test at a time, and take them away. Skips where the OS has none."""
+    """Add `n` pages to the OS's pool for one test at a time, and take them away. Skips where the OS has none. With `n`
+    negative, the test that has added pages takes some away."""
     with NR_HUGEPAGES.open() as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        if n > 0:
+            fcntl.flock(lock, fcntl.LOCK_EX)
         before = int(NR_HUGEPAGES.read_text())
         try:
             NR_HUGEPAGES.write_text(str(before + n))

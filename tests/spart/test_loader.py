@@ -104,7 +104,7 @@ def test_unknown_architecture_is_named_with_the_known_ones(copy):
     ("changes", "message"),
     [
         ({"head_dim": 20}, "head size 20"),
-        ({"head_dim": 520}, "head size 520"),
+        ({"head_dim": 584}, "head size 584"),
         ({"num_key_value_heads": 3}, "4 query heads are not a multiple of 3"),
         ({"rope_parameters": {"rope_type": "proportional"}}, "'proportional' is not supported"),
         ({"rope_parameters": {"rope_type": "longrope", "long_factor": [1.0]}}, "'short_factor' is None"),
