@@ -62,7 +62,7 @@
 #define FD_MAX_LAYERS 1024
 #define FD_MAX_HEADS 1024
 #define FD_MAX_HEAD_SIZE 576 /* that of DeepSeek-V2 and V3, absorbed */
-#define FD_HEAD_SIZE_UNIT 8 /* every head size is a multiple of it */
+#define FD_HEAD_SIZE_UNIT 8  /* every head size is a multiple of it */
 
 /* Limits of a lease. */
 #define FD_MAX_PAGES (1u << 25) /* a token's position always fits 32 bits */

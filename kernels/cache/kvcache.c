@@ -363,8 +363,7 @@ bool fd_kvcache_give_back(fd_kvcache_t *kv) {
            (at - first) * kv->plane_bytes < GIVE_BACK_BYTES + kv->plane_bytes + kv->granule)
         at++;
     uint8_t *start = kv->arena + first / block * kv->plane_stride;
-    size_t from = fd_round_up((first - begin) * kv->plane_bytes, kv->granule),
-           to = (at - begin) * kv->plane_bytes;
+    size_t from = fd_round_up((first - begin) * kv->plane_bytes, kv->granule), to = (at - begin) * kv->plane_bytes;
     bool run_ends = at == end || in_use(kv, at);
     if (at < end) to -= to % kv->granule;
     if (from < to) fd_memory_give_back(start + from, to - from);

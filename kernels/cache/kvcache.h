@@ -51,14 +51,14 @@ typedef struct {
     size_t plane_stride;  /* bytes from one plane to the next */
     size_t granule, unit; /* fd_memory_granule and fd_memory_unit of the arena's memory */
     fd_huge_t huge;
-    bool grows; /* made with max_pages > n_pages: the planes lie apart */
+    bool grows;                               /* made with max_pages > n_pages: the planes lie apart */
     uint32_t n_planes, page_chunks, max_seqs; /* page_chunks: KV heads of all layers that store K and V */
-    fd_store_t *stores;       /* [layers that store K and V] */
-    uint32_t n_pages;         /* atomic: fd_kvcache_fault_in reads it without the mutex */
-    uint32_t max_pages;       /* the most that the lease may grow to */
-    fd_sequence_t *sequences; /* [max_seqs] */
-    uint32_t *refs;           /* [max_pages] number of sequences that hold each page */
-    uint32_t *pins;           /* [max_pages] number of copies under way from or to each page; such a page is not free */
+    fd_store_t *stores;                       /* [layers that store K and V] */
+    uint32_t n_pages;                         /* atomic: fd_kvcache_fault_in reads it without the mutex */
+    uint32_t max_pages;                       /* the most that the lease may grow to */
+    fd_sequence_t *sequences;                 /* [max_seqs] */
+    uint32_t *refs;                           /* [max_pages] number of sequences that hold each page */
+    uint32_t *pins; /* [max_pages] number of copies under way from or to each page; such a page is not free */
     fd_pages_t free;
     uint32_t n_seqs, shared_refs, mark;
     uint64_t swept; /* pages of all planes that fd_kvcache_give_back has visited since a page was taken or dropped */

@@ -33,8 +33,8 @@ fd_planes_t fd_planes_of(const fd_heads_t *layers, uint32_t n, fd_kv_dtype_t dty
     fd_planes_t best = {0, 0};
     for (uint32_t i = 0; i < n; i++) {
         const fd_heads_t *h = &layers[i];
-        stores[i] = (fd_store_t){.n_kv_heads = h->n_kv_heads,
-                                 .chunk_bytes = fd_kv_chunk_bytes(dtype, h->head_size, h->v_size)};
+        stores[i] =
+            (fd_store_t){.n_kv_heads = h->n_kv_heads, .chunk_bytes = fd_kv_chunk_bytes(dtype, h->head_size, h->v_size)};
         if (store_bytes(&stores[i]) > largest) largest = store_bytes(&stores[i]);
     }
     /* Planes of a whole number of layers of some size, just large enough for the largest layer. */

@@ -310,8 +310,7 @@ uint64_t fd_step_copy_cost(const fd_step_t *step, const fd_kvcache_t *kv) {
 }
 
 uint32_t fd_step_copy_items(const fd_step_t *step, const fd_kvcache_t *kv, uint32_t max_items) {
-    const uint64_t wanted = fd_step_copy_cost(step, kv) / MIN_ITEM,
-                   planes = (uint64_t)step->n_copies * kv->n_planes;
+    const uint64_t wanted = fd_step_copy_cost(step, kv) / MIN_ITEM, planes = (uint64_t)step->n_copies * kv->n_planes;
     uint64_t n = wanted < planes ? wanted : planes;
     if (n > max_items) n = max_items;
     return n ? (uint32_t)n : 1;

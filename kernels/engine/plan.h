@@ -119,8 +119,7 @@ static inline uint32_t fd_first_page(uint32_t pos, uint32_t window) {
 
 /* Floats of one partial result: acc [rows][v_size], then m and l [rows], each on cache lines of its own. */
 static inline size_t fd_partial_floats(uint32_t rows, uint32_t v_size) {
-    return fd_round_up((size_t)rows * v_size, FD_LINE / sizeof(float)) +
-           2 * fd_round_up(rows, FD_LINE / sizeof(float));
+    return fd_round_up((size_t)rows * v_size, FD_LINE / sizeof(float)) + 2 * fd_round_up(rows, FD_LINE / sizeof(float));
 }
 
 #endif

@@ -62,7 +62,9 @@ static fd_plan_shape_t shape_of(const fd_layer_t *layer, fd_kv_dtype_t dtype, ui
         .group = group,
         .head_size = h->head_size,
         .v_size = h->v_size,
-        .q_block = block < 1 ? 1 : block > MAX_Q_BLOCK ? MAX_Q_BLOCK : block,
+        .q_block = block < 1             ? 1
+                   : block > MAX_Q_BLOCK ? MAX_Q_BLOCK
+                                         : block,
         .window = fd_layer_reach(layer),
         .max_items = n_threads > 1 ? n_threads * ITEMS_PER_THREAD : 1, /* a single thread needs no cuts */
         .chunk_bytes = fd_kv_chunk_bytes(dtype, h->head_size, h->v_size),

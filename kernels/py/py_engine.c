@@ -149,9 +149,9 @@ static PyObject *engine_close(engine_object_t *self, PyObject *unused) {
 static PyObject *closed_error(const char *what) { return PyErr_Format(PyExc_RuntimeError, "%s is closed", what); }
 
 static PyObject *engine_add_link(engine_object_t *self, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"region",        "geometry", "kv_dtype", "n_pages",   "max_seqs",
-                            "softmax_scale", "windows",  "carrier",  "max_pages", "segments",
-                            "kv_layers",     "softcaps", "sinks",    "slopes",    "heads", NULL};
+    static char *names[] = {"region",  "geometry", "kv_dtype",  "n_pages",  "max_seqs",  "softmax_scale",
+                            "windows", "carrier",  "max_pages", "segments", "kv_layers", "softcaps",
+                            "sinks",   "slopes",   "heads",     NULL};
     PyObject *region, *carrier = Py_None;
     layer_args_t a = {0};
     fd_geometry_t g;

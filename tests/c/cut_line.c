@@ -86,10 +86,10 @@ int main(int argc, char **argv) {
                           .n_rows = below(4) ? 1 : 1 + (uint32_t)below(600),
                           .flags = below(5) ? FD_ROW_ATTEND : 0};
             plan->entries[i] = (fd_entry_t){.pos = r.pos,
-                                           .n_rows = r.n_rows,
-                                           .row = row,
-                                           .attend = r.flags & FD_ROW_ATTEND,
-                                           .heads = heads_of_span(&r, &shape)};
+                                            .n_rows = r.n_rows,
+                                            .row = row,
+                                            .attend = r.flags & FD_ROW_ATTEND,
+                                            .heads = heads_of_span(&r, &shape)};
             row += r.n_rows;
         }
         cut_line(plan, &shape);
