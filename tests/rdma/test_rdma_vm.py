@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import sys
+from collections.abc import Iterator
 
 import guest
 import pytest
@@ -26,11 +28,15 @@ PATHS = {"wire": ("10.8.0.2", ":"), "loopback": ("127.0.0.1", ":"), "wire that l
 
 
 @pytest.fixture(autouse=True)
-def here() -> None:
+def alone_here() -> Iterator[None]:
+    """Skips where there are no guests. One test at a time has some: more of them starve each other."""
     try:
         guest.check()
     except guest.NotHere as error:
         pytest.skip(str(error))
+    with (guest.cache() / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def suite_of(*arguments: str) -> str:
