@@ -68,7 +68,12 @@ def run_s_node(config: NodeConfig) -> None:
     torch.set_num_threads(split.s_threads)
     # The port and the tokenizer come before the weights, which take long to load, so that a mistake shows at once.
     sockets = bind(config.host, config.port)
-    check_fits(config, path, backend.config, device, str(dtype).removeprefix("torch."))
+    try:
+        check_fits(config, path, backend.config, device, str(dtype).removeprefix("torch."))
+    except BaseException:
+        for sock in sockets:
+            sock.close()
+        raise
     settings = ApiSettings.make(config, path)
     _check_vocabulary(settings.tokenizer, backend.config)
     # They start while the weights are loaded.
