@@ -132,8 +132,7 @@ class PromptChunk:
                 log_sum = torch.logaddexp(log_sum, earlier_log_sum)
             if scoring.sinks is not None:
                 attended = attended * torch.sigmoid(log_sum - scoring.sinks).to(q.dtype)[..., None]
-        attended = attended.flatten(0, 1).transpose(0, 1)
-        heads_in(out, 0, heads.n_q, heads.v_size).copy_(attended)
+        heads_in(out, 0, heads.n_q, heads.v_size).unflatten(1, (-1, group)).copy_(attended.permute(2, 0, 1, 3))
 
     def _attend_blocks(
         self, window: int, segment: int, scoring: Scoring, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor

@@ -80,9 +80,10 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, out: torch.Ten
     """Rotate x [n, heads, head_size] into `out`: the halves (a, b) of a head's first elements, twice as many as cos
     has, become (a cos - b sin, b cos + a sin). Further elements are copied."""
     size = 2 * cos.shape[-1]
-    a, b = x[..., :size].chunk(2, dim=-1)
-    out_a, out_b = out[..., :size].chunk(2, dim=-1)
     if size < x.shape[-1]:
         out[..., size:].copy_(x[..., size:])
+        x, out = x[..., :size], out[..., :size]
+    a, b = x.chunk(2, dim=-1)
+    out_a, out_b = out.chunk(2, dim=-1)
     torch.mul(a, cos, out=out_a).addcmul_(b, sin, value=-1)
     torch.mul(b, cos, out=out_b).addcmul_(a, sin)
