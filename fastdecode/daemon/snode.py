@@ -22,6 +22,7 @@ from fastdecode.daemon.config import ConfigError, NodeConfig, format_bytes
 from fastdecode.daemon.embedded import EmbeddedRNode, Split, split_machine
 from fastdecode.daemon.gpu import node_exchange
 from fastdecode.daemon.memory_plan import capacity, staged_tokens
+from fastdecode.daemon.option_values import guesses
 from fastdecode.daemon.rnode_links import RNodeLinks, first_lease
 from fastdecode.daemon.serving import ApiSettings
 from fastdecode.daemon.shutdown import wait_for_shutdown
@@ -160,7 +161,7 @@ async def _serve(
             strict_staging=model.device.type != "cpu",
             target_tbt=config.target_tbt_ms / 1000 or None,
             schedule=config.schedule,
-            guesses=config.speculate,
+            guesses=guesses(config.speculate),
             prefix_cache=not config.no_prefix_cache,
             max_uncached_suffix=None if model.device.type == "cpu" else _MAX_UNCACHED_SUFFIX,
             grow_leases=grow_leases,

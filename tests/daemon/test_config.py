@@ -151,6 +151,7 @@ def test_an_api_process_gets_all_options_of_its_s_node():
         kv_dtype="int8",
         no_access_log=True,
         target_tbt_ms=12.5,
+        speculate="suffix:4",
         api_processes=3,
     )
     assert NodeConfig.from_args(config.to_args([f.name for f in dataclasses.fields(config)])) == config
