@@ -26,37 +26,39 @@ _RANK_UNIT = 8
 
 
 class AdapterRows:
-    """Which rows of a step use which adapter: `index` int64 has the rows that use one, sorted by adapter, and `ends`
-    int32 [adapters] the end of each adapter's rows in it."""
+    """The rows of a step that use adapters: `index` int64 has their numbers, sorted by adapter, and `ends` int32
+    [adapters] is where each adapter's rows end in `index`. `n_rows` counts all rows of the step."""
 
-    __slots__ = ("_any", "ends", "index", "n_rows")
+    __slots__ = ("ends", "index", "n_rows")
 
     index: torch.Tensor
     ends: torch.Tensor
+    n_rows: int
 
     def __init__(self, chunks: Sequence[Chunk], n_adapters: int, table: StepTable):
         """Adds its arrays to the step's table. Raises ValueError for an adapter that the model does not have."""
         of_chunks = np.array([-1 if chunk.adapter is None else chunk.adapter for chunk in chunks])
         if of_chunks.min() < -1 or of_chunks.max() >= n_adapters:
             raise ValueError(f"a chunk has adapter {of_chunks.max()}; the model has {n_adapters}")
+        if of_chunks.max() < 0:
+            return
         of_rows = of_chunks.repeat([len(chunk.tokens) for chunk in chunks])
         order = of_rows.argsort(kind="stable")
         ends = of_rows[order].searchsorted(np.arange(-1, n_adapters), side="right")
-        self.n_rows, self._any = len(order), bool(ends[0] < len(order))
-        if self._any:
-            table.add("adapter rows", order[ends[0] :])
-            table.add("adapter ends", (ends[1:] - ends[0]).astype(np.int32))
+        self.n_rows = len(order)
+        table.add("adapter rows", order[ends[0] :])
+        table.add("adapter ends", (ends[1:] - ends[0]).astype(np.int32))
 
     def on_device(self, uploaded: Mapping[str, torch.Tensor]) -> AdapterRows | None:
-        """Itself, with its arrays of the uploaded table; None if no row uses an adapter."""
-        if not self._any:
+        """This object, with its arrays of the uploaded table; None if no row uses an adapter."""
+        if "adapter rows" not in uploaded:
             return None
         self.index, self.ends = uploaded["adapter rows"], uploaded["adapter ends"]
         return self
 
 
 class Change:
-    """What the adapters add to one linear's output."""
+    """The numbers that the adapters add to one linear's output."""
 
     __slots__ = ("_a", "_b")
 
@@ -91,8 +93,8 @@ class AdaptedLinear(Linear):
 
 
 def adapted_product(linear: Linear, x: torch.Tensor, rows: AdapterRows | None) -> torch.Tensor:
-    """The linear's output of a step's rows x [n, in], with the changes of their adapters; `rows` None: no row has
-    one."""
+    """The linear's output of a step's rows x [n, in], with the changes of their adapters. With `rows` None no row has
+    an adapter."""
     y = linear(x)
     if rows is not None and isinstance(linear, AdaptedLinear):
         linear.change.add(y, x, rows)
@@ -130,7 +132,7 @@ class AdapterSet:
     def change(
         self, names: Sequence[str], outs: Sequence[int], ins: int, device: torch.device, dtype: torch.dtype
     ) -> Change | None:
-        """The change of a linear that stacks the linears `names`, of which the i-th is [outs[i], ins]; None if no
+        """The change of a linear that stacks the linears `names`; the i-th of these is [outs[i], ins]. None if no
         adapter changes any of them.
 
         Each part has columns of A of its own, so that B is zero outside the part's rows. On a CPU the change is
