@@ -162,12 +162,6 @@ class SPart:
         return {i: mlp.load.tolist() for i, mlp in mixtures if isinstance(mlp, Mixture) and mlp.load is not None}
 
     @property
-    def row_sizes(self) -> tuple[int, int]:
-        """Elements of a Q row and of a KV row."""
-        c = self._config
-        return c.n_q_heads * c.head_size, 2 * c.n_kv_heads * c.head_size
-
-    @property
     def config(self) -> ModelConfig:
         return self._config
 

@@ -70,8 +70,6 @@ class Captured(Protocol):
     def model(self) -> Any: ...
     @property
     def links(self) -> list[Link]: ...
-    @property
-    def row_sizes(self) -> tuple[int, int]: ...
     def whole_step(self, inputs: dict[str, torch.Tensor], exchange: RowExchange) -> torch.Tensor: ...
 
 
@@ -81,10 +79,10 @@ class _Lane:
     def __init__(self, stream: Stream, spart: Captured, most_rows: int):
         self.stream = stream
         self.graphs: OrderedDict[tuple[tuple[Link, ...], int], _Graph] = OrderedDict()
-        model, (q_size, kv_size) = spart.model, spart.row_sizes
+        model = spart.model
         with stream.current():
             self.rows = [
-                torch.zeros(most_rows, n, dtype=model.dtype, device=model.device) for n in (q_size, kv_size, q_size)
+                torch.zeros(most_rows, n, dtype=model.dtype, device=model.device) for n in model.shape.row_sizes
             ]
             self.logits = torch.zeros(most_rows, model.config.vocab_size, dtype=torch.float32, device=model.device)
 
