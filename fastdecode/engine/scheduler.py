@@ -288,7 +288,7 @@ class Scheduler:
     def _decode_chunks(self, mini_batch: int) -> list[PlannedChunk]:
         chunks = []
         n = len(self.mini_batches[mini_batch])
-        spare = self.limits.max_batch_tokens - n  # rows for guesses
+        spare = (self.limits.max_batch_tokens - n) // 2  # rows for guesses; as many are left for prompts
         for seq in list(self.mini_batches[mini_batch]):  # oldest first, so a victim of preemption has no chunk yet
             if seq.node is None or seq.prefilling:
                 continue

@@ -8,9 +8,12 @@ import random
 import pytest
 from checkpoints import VOCAB_SIZE, make_checkpoint
 from real_engine import real_engine
+from scheduler_world import WORD, World
 
 from fastdecode.engine.request import SamplingParams
 from fastdecode.engine.scheduling.guesser import Guesser
+from fastdecode.engine.scheduling.speculation import Speculation
+from fastdecode.spart.batch import Sampled
 
 
 async def tokens_of(stream):
@@ -54,6 +57,21 @@ async def test_a_guess_beyond_the_end_is_not_delivered(tmp_path):
     async with real_engine(make_checkpoint("llama-gqa"), tmp_path, guesses=7, prefix_cache=True) as engine:
         assert await tokens_of(engine.submit(prompt, params)) == expected
         assert await tokens_of(engine.submit(prompt, params)) == expected  # from the prefix cache
+
+
+def test_guesses_that_are_all_right_leave_rows_for_a_new_prompt():
+    world = World([(400, 64)], mini_batches=1, max_batch_tokens=32)
+    scheduler = world.scheduler
+    scheduler.speculation = Speculation(8)
+    for _ in range(12):
+        world.add(5, 1000)
+    for _ in range(12):
+        plan = scheduler.schedule(0)
+        drawn = [Sampled(WORD, after_drafts=[Sampled(WORD)] * len(chunk.guesses)) for chunk in plan.chunks]
+        scheduler.complete(plan, [one if chunk.sample else None for one, chunk in zip(drawn, plan.chunks, strict=True)])
+    assert scheduler.speculation.right > 0
+    new = world.add(20, 5)
+    assert new in [chunk.seq for chunk in scheduler.schedule(0).chunks]
 
 
 def test_a_guess_is_what_followed_the_last_tokens_before():
