@@ -28,9 +28,6 @@ from fastdecode.spart import choose_device, choose_dtype, load_model, read_confi
 
 COMMAND = ("decode", "output tokens/s of the split system, of S and R alone, and the ratio to the bound that they set")
 
-_FILL_ROWS = 512  # appended by one call when the cache is filled
-_TIMEOUT = 60.0  # seconds for a call
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", type=Path, metavar="DIR", help="checkpoint; default: the demo model")
