@@ -26,7 +26,8 @@ from fastdecode.service.host import EngineHost
 log = logging.getLogger(__name__)
 
 _END_SECONDS = 10.0  # within which a process ends that has been asked to, or that has closed its connection
-_PAUSE_SECONDS = 5.0  # before the next start after a process that ended before it served
+_DRAIN_SECONDS = 5.0  # by which the end of a drain may be late before the process counts as hung
+_PAUSE_SECONDS = 5.0  # before the next start after a process that ended before it served, or that could not be started
 
 
 class _Child:
@@ -36,7 +37,7 @@ class _Child:
         self.socket, theirs = socket.socketpair()
         fds = [theirs.fileno(), *(sock.fileno() for sock in listening)]
         options = config.to_args([f.name for f in fields(config) if f.name != "config"])
-        with theirs:
+        try:
             self.process = subprocess.Popen(
                 # -P: the child must not import a folder `fastdecode` in the working directory
                 [sys.executable, "-P", "-m", "fastdecode.daemon.api_process", ",".join(map(str, fds)), *options],
@@ -44,6 +45,11 @@ class _Child:
                 env=without_options(fields(NodeConfig), os.environ),
                 pass_fds=fds,
             )
+        except OSError:
+            self.socket.close()
+            raise
+        finally:
+            theirs.close()
 
     async def ended(self) -> str:
         """Wait for the end of the process, kill it if that does not come, and say how it ended."""
@@ -65,49 +71,70 @@ class ApiProcesses:
         self._config, self._listening = config, list(listening)
         self._children = [_Child(config, listening) for _ in range(config.api_processes)]
         self._hosts: set[EngineHost] = set()
-        self._tasks: list[asyncio.Task[None]] = []
-        self._closing = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []  # each keeps the child of its place alive
+        self._ending = asyncio.Event()  # no child is started any more
         self.port: int = listening[0].getsockname()[1]
 
     async def serve(self, engine: EngineClient) -> None:
         """Serve `engine`, and return once all processes listen. Raises RuntimeError if one ends before."""
-        for child in self._children:
+        for place, child in enumerate(self._children):
             host = await EngineHost.over(child.socket, engine)
-            self._tasks.append(asyncio.create_task(self._keep(child, host, engine)))
-            if not await host.served():
+            self._tasks.append(asyncio.create_task(self._keep(place, host, engine)))
+            if not await host.serving:
+                self._ending.set()
                 raise RuntimeError(f"API process {child.process.pid} ended {await child.ended()} before it served")
 
-    async def _keep(self, child: _Child, host: EngineHost, engine: EngineClient) -> None:
-        """Serve the engine to a child, and to its successors."""
+    async def _keep(self, place: int, host: EngineHost, engine: EngineClient) -> None:
+        """Serve the engine to the child at a place, and to its successors."""
         while True:
             self._hosts.add(host)
             await host.run()
             self._hosts.discard(host)
+            if self._ending.is_set():
+                return
+            child = self._children[place]
             how = await child.ended()
-            if self._closing.is_set():
+            if self._ending.is_set():
                 return
             log.error("API process %d ended %s, and with it its requests; starting another", child.process.pid, how)
-            if not host.serving.is_set():
+            if (started := await self._start(pause=not host.serving.result())) is None:
+                return
+            self._children[place] = started
+            host = await EngineHost.over(started.socket, engine)
+            if self._ending.is_set():
+                host.close()
+
+    async def _start(self, *, pause: bool) -> _Child | None:
+        """Start a child, after a pause if the last attempt failed; None: the node ends meanwhile."""
+        while True:
+            if pause:
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._closing.wait(), _PAUSE_SECONDS)
-                    return
-            child = _Child(self._config, self._listening)
-            host = await EngineHost.over(child.socket, engine)
+                    await asyncio.wait_for(self._ending.wait(), _PAUSE_SECONDS)
+                    return None
+            try:
+                return _Child(self._config, self._listening)
+            except OSError as error:
+                log.error("an API process cannot be started: %s", error)
+                pause = True
 
     async def drain(self, seconds: float) -> None:
         """Let the processes refuse new requests, with /health at 503 while they still listen, and wait up to `seconds`
-        for the running requests; then they end the others with an error."""
-        await asyncio.gather(*(host.drain(seconds) for host in self._hosts))
+        for the running requests; then they end the others with an error. A process that dies is not started again."""
+        self._ending.set()
+        try:
+            async with asyncio.timeout(seconds + _DRAIN_SECONDS):
+                await asyncio.gather(*(host.drain(seconds) for host in self._hosts))
+        except TimeoutError:
+            log.warning("an API process has not ended its requests within %.0f s", seconds + _DRAIN_SECONDS)
 
     async def close(self) -> None:
-        """End the processes. Idempotent."""
-        self._closing.set()
+        """End the processes, and kill those that do not end. Idempotent."""
+        self._ending.set()
         for host in self._hosts:
             host.close()
-        if not self._tasks:  # no engine was served
-            for child in self._children:
-                child.socket.close()
-                await child.ended()
+        for child in self._children[len(self._tasks) :]:  # no engine was served to them
+            child.socket.close()
+        await asyncio.gather(*(child.ended() for child in self._children))
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for sock in self._listening:
             sock.close()

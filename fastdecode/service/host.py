@@ -56,9 +56,9 @@ class EngineHost:
         self._requests: dict[int, _Hosted] = {}  # by the number of the first choice
         self._step = Step([], [])  # the next one to be sent
         self._tasks: set[asyncio.Task[None]] = set()
-        self._ended = asyncio.Event()
-        self._drained = asyncio.Event()
-        self.serving = asyncio.Event()  # the API listens
+        self._drained = asyncio.Event()  # also set when the connection has ended
+        #: True once the API listens; False if the connection has ended before.
+        self.serving: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
 
     @classmethod
     async def over(cls, sock: socket.socket, engine: EngineClient) -> EngineHost:
@@ -78,25 +78,15 @@ class EngineHost:
                 self._withdraw(first)
             for task in self._tasks:
                 task.cancel()
-            self._ended.set()
+            if not self.serving.done():
+                self.serving.set_result(False)
+            self._drained.set()
             self._connection.close()
 
     async def drain(self, seconds: float) -> None:
         """Let the API refuse new requests, and wait until it has none left, or has ended them after `seconds`."""
         self._connection.send(Drain(seconds))
-        await self._unless_ended(self._drained)
-
-    async def served(self) -> bool:
-        """Wait until the API listens; False if the connection has ended before."""
-        await self._unless_ended(self.serving)
-        return self.serving.is_set()
-
-    async def _unless_ended(self, event: asyncio.Event) -> None:
-        """Wait for an event, or for the end of the connection."""
-        waits = [asyncio.ensure_future(each.wait()) for each in (event, self._ended)]
-        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        for wait in waits:
-            wait.cancel()
+        await self._drained.wait()
 
     def close(self) -> None:
         """Let the API's process end."""
@@ -119,7 +109,7 @@ class EngineHost:
             case AskStatus() | AskMetrics() | AskReport():
                 self._spawn(self._answer(message))
             case Serving():
-                self.serving.set()
+                self.serving.set_result(True)
             case Drained():
                 self._drained.set()
 

@@ -11,6 +11,11 @@ from typing import Any
 import openai
 import pytest
 from node_process import complete, fetch, gone, traces
+from scripted_engine import ScriptedEngine
+
+from fastdecode.api.server import bind
+from fastdecode.daemon import api_processes
+from fastdecode.daemon.config import NodeConfig
 
 LONG = {"model": "fastdecode-demo", "prompt": "It was", "max_tokens": 600, "stream": True}
 LONG |= {"extra_body": {"ignore_eos": True}}
@@ -91,6 +96,22 @@ def test_a_client_that_vanishes_frees_its_request_and_connections_wait_for_the_n
     assert gone(pid)
     assert complete(node.api())
     assert node.end() == 0
+
+
+async def test_a_hung_api_process_does_not_keep_the_node_from_ending(monkeypatch, caplog):
+    monkeypatch.setattr(api_processes, "_DRAIN_SECONDS", 0.5)
+    monkeypatch.setattr(api_processes, "_END_SECONDS", 0.5)
+    processes = api_processes.ApiProcesses(NodeConfig(), bind("127.0.0.1", 0))
+    [child] = processes._children
+    try:
+        await processes.serve(ScriptedEngine())
+        os.kill(child.process.pid, signal.SIGSTOP)
+        await processes.drain(0)
+        assert "has not ended its requests" in caplog.text
+    finally:
+        await processes.close()
+    assert f"API process {child.process.pid} does not end; killing it" in caplog.text
+    assert child.process.returncode == -signal.SIGKILL
 
 
 def test_an_api_process_that_cannot_start_ends_the_node_with_a_sentence(start, tmp_path):
