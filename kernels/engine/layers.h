@@ -9,7 +9,7 @@
 #define FD_MAX_LAYER_KINDS 16u /* of one link; each step is planned once for every kind */
 
 typedef struct {
-    fd_heads_t heads; /* their rows are no longer than those of the geometry */
+    fd_heads_t heads; /* no more query heads and no longer rows than the geometry's */
     uint32_t window;  /* fd_attend_t.window: 0, or how many tokens a token sees, itself included */
     uint32_t segment; /* fd_attend_t.segment: 0, or the length of the segments that a token sees alone */
     /* The layer that stores the K and V that this layer attends to: this layer, or an earlier one that stores its own
@@ -65,6 +65,7 @@ static inline const char *fd_heads_error(const fd_heads_t *h, const fd_geometry_
         h->n_kv_heads * (h->head_size + h->v_size) > g->n_kv_heads * (g->head_size + g->v_size) ||
         h->n_q_heads * h->v_size > g->n_q_heads * g->v_size)
         return "the layer's rows are longer than those of the geometry";
+    if (h->n_q_heads > g->n_q_heads) return "the layer has more query heads than the geometry"; /* sinks and slopes */
     return NULL;
 }
 

@@ -1,5 +1,5 @@
-"""What a layer may do besides: soft-capping, sinks, segments, slopes, and K and V that layers share. Every O
-row is compared with float64."""
+"""Layers with soft-capping, sinks, segments, slopes, heads of their own, or K and V that they share. Every O row is
+compared with float64."""
 
 from __future__ import annotations
 
@@ -138,6 +138,7 @@ def test_a_page_takes_little_more_memory_than_its_layers(heads: list, kv_dtype: 
         ({"heads": [(6, 0, 64, 64)] * 3}, "layer 0: query heads are not a multiple of KV heads"),
         ({"heads": [(6, 2, 64, 64)] * 2 + [(6, 2, 64, 4)]}, "layer 2: head size is not a multiple of 8"),
         ({"heads": [(6, 2, 64, 64)] * 2 + [(8, 2, 64, 64)]}, "layer 2: the layer's rows are longer than those"),
+        ({"heads": [(6, 2, 64, 64), (8, 2, 48, 48), (6, 2, 64, 64)]}, "layer 1: the layer has more query heads than"),
         ({"heads": [(6, 6, 48, 24)] * 3}, "layer 0: the layer's rows are longer than those"),
         ({"heads": [(6, 2, 64, 64), (6, 2, 32, 32), (6, 2, 64, 64)], "kv_layers": [0, 0, 2]}, "whose heads are not"),
         ({"slopes": floats(5)}, "slopes: 20 bytes given, 24 aligned bytes needed"),
