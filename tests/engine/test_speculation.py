@@ -84,6 +84,14 @@ def test_a_guess_is_what_followed_the_last_tokens_before():
     assert guesser.guess([*tokens, 6], 2) == []
 
 
+def test_a_long_prompt_is_indexed_over_several_calls():
+    tokens = list(range(20_000))
+    guesser = Guesser()
+    for _ in range(10):
+        guesser.guess(tokens, 2)
+    assert guesser.guess([*tokens, 17_000, 17_001, 17_002], 2) == [17_003, 17_004]
+
+
 def test_the_rate_follows_the_guesses():
     guesser = Guesser()
     first = guesser.rate

@@ -7,7 +7,10 @@ from dataclasses import dataclass, field
 #: Tokens that must occur twice before a guess is made.
 _MATCH = 3
 
-#: Probability that a guess is right, of a sequence that has had none, and its weight after each guess.
+#: Tokens that one call indexes: the event loop must not wait for the whole of a long prompt.
+_INDEXED_AT_ONCE = 4096
+
+#: The probability that a guess is right before there have been any, and its weight after each guess.
 _FIRST_RATE, _RATE_MEMORY = 0.6, 0.85
 
 
@@ -17,18 +20,19 @@ class Guesser:
 
     rate: float = _FIRST_RATE  # the share of right ones among the guesses, the last ones counting most
     idle: int = 0  # tokens since the last guess
-    _followers: dict[tuple[int, ...], int] = field(default_factory=dict)  # last tokens -> index of what followed
+    _followers: dict[tuple[int, ...], int] = field(default_factory=dict)  # tokens -> index of the token after them
     _indexed: int = _MATCH
 
     def guess(self, tokens: list[int], n: int) -> list[int]:
         """At most `n` tokens that may follow `tokens`, which only grow from call to call."""
-        for end in range(self._indexed, len(tokens)):  # not the last tokens themselves: nothing follows them
+        stop = min(len(tokens), self._indexed + _INDEXED_AT_ONCE)
+        for end in range(self._indexed, stop):  # the last tokens are left out: no token follows them yet
             self._followers[tuple(tokens[end - _MATCH : end])] = end
-        self._indexed = max(self._indexed, len(tokens))
+        self._indexed = max(self._indexed, stop)
         start = self._followers.get(tuple(tokens[-_MATCH:]))
         if start is None:
             return []
-        period = len(tokens) - start  # what would follow the end again follows from the match itself
+        period = len(tokens) - start  # a guess beyond the last token repeats the tokens from `start` on
         return [tokens[start + i % period] for i in range(n)]
 
     def judged(self, n_right: int, n: int) -> None:
