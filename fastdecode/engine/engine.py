@@ -88,7 +88,7 @@ class Engine:
         (seconds): see StepTimes. `grow_leases`: leases grow on demand. `schedule`: one of SCHEDULES, see
         scheduling/admission.py. `guesses`: most tokens of a sequence that a step guesses, see
         scheduling/speculation.py. `end_token_ids` None: the model's own. `clock` gives seconds, and
-        `start_runner` starts what steps are handed to; plan/simulation.py replaces both.
+        `start_runner` starts the runner of the steps; plan/simulation.py replaces both.
 
         Raises ValueError if a value does not fit the model or a link."""
         if not links:
@@ -186,8 +186,8 @@ class Engine:
     def submit_choices(
         self, prompt_ids: list[int], params: SamplingParams, outputs: Mapping[str, Output]
     ) -> list[Sequence]:
-        """Queue the choices of a prompt, all or none. `outputs` maps the id of each choice to what takes its tokens;
-        `params` are those of the first choice (SamplingParams.of_choice).
+        """Queue the choices of a prompt, all or none. `outputs` maps the id of each choice to the function that
+        takes its tokens; `params` are those of the first choice (SamplingParams.of_choice).
 
         Raises NotReady, Overloaded, PromptTooLong, InvalidPrompt, InvalidParameter.
         """
@@ -301,7 +301,7 @@ class Engine:
         return None if name is None else adapters.index(name)
 
     def cancel(self, seq: Sequence) -> None:
-        """End a choice and free its pages; its output gets nothing more. Does nothing to one that has ended."""
+        """End a choice and free its pages; its output gets nothing more. Does nothing to a choice that has ended."""
         if seq not in self._live:
             return
         self.scheduler.cancel(seq)

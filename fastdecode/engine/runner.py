@@ -1,10 +1,10 @@
 """The worker thread in which the S-Part computes.
 
 A step is a generator (`SPart.step`) that yields each time it has to wait: for the R-nodes, after it has posted a
-layer's rows, or for a device that computes a whole step by itself. It yields what it waits for (see
-transports.base.Pending), and is sent since when the thread has had nothing to do but wait. With two mini-batches in
-flight the thread resumes the one whose answer has come, so that the S-Part of one runs while the R-nodes compute the
-R-Part of the other:
+layer's rows, or for a device that computes a whole step by itself. It yields the object that it waits for (see
+transports.base.Pending), and is sent the time since which the thread has only waited. With two mini-batches in flight
+the thread resumes the one whose answer has come, so that the S-Part of one runs while the R-nodes compute the R-Part of
+the other:
 
     thread    S(A,1)  S(B,1)  S(A,2)  S(B,2)  ...
     R-nodes           R(A,1)  R(B,1)  R(A,2)  ...
@@ -42,14 +42,14 @@ class _Job:
 
 
 class StepRunner(Protocol):
-    """What the engine hands its steps to."""
+    """Runs the engine's steps: Runner, or a replacement that takes virtual time."""
 
     def submit(self, step: StepGenerator) -> asyncio.Future[Any]:
         """Run a step; the future gets its StepOutput."""
         ...
 
     def stop(self) -> None:
-        """End what was started for it. Idempotent."""
+        """End the runner's thread, if it has one. Idempotent."""
         ...
 
 
@@ -111,7 +111,7 @@ class Runner:
             with contextlib.suppress(Empty):
                 return self._inbox.get(block=not active)
             if len(active) == 1 and not isinstance(active[0].pending, int):
-                return active.popleft()  # it waits itself, for nothing that could be done meanwhile
+                return active.popleft()  # the only step waits by itself: the thread has nothing else to do
             since = time.perf_counter()
             ready = wait_any([job.pending for job in active], self._wake, _PATIENCE_S)
             if ready is None and self._woken():

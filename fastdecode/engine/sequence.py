@@ -59,7 +59,7 @@ class Sequence:
     in_flight: bool = False  # its tokens are in a step that has not completed, or its FORK is in progress
     cancelled: bool = False  # to be released as soon as it is not in flight
     cached: int = 0  # tokens cached on the R-node
-    overrun: bool = False  # the R-node has tokens beyond these: guesses that were wrong
+    overrun: bool = False  # the R-node has tokens beyond the `cached` ones: guesses that were wrong
     guesser: Guesser = field(default_factory=Guesser)
     prefill_end: int = 0  # tokens to cache before it decodes: all it had when it was placed
 

@@ -24,7 +24,7 @@ class RequestStream:
         events: asyncio.Queue[TokenEvent | EngineError | None],
         cancel: Callable[[Sequence], None],
     ):
-        """`events` gets what the engine has for the request; None ends the stream."""
+        """`events` gets the request's tokens, or the error that ends it; None ends the stream."""
         self._seq = seq
         self._events = events
         self._cancel = cancel

@@ -41,7 +41,7 @@ class PlannedChunk(NamedTuple):
     n_tokens: int
     prefill: bool  # True: attended on the S-node. False: on the R-node (decode, and the suffix behind a shared prefix)
     sample: bool  # False: more of the prompt follows
-    guesses: tuple[int, ...] = ()  # the last of its n_tokens, which `seq.tokens` does not have
+    guesses: tuple[int, ...] = ()  # the last of its n_tokens tokens; `seq.tokens` does not have them
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,13 +1,13 @@
 """Speculative decoding: guesses of a sequence's next tokens, which one step verifies together.
 
-A guess is what followed the last occurrence of the sequence's last tokens in the sequence itself (prompt lookup,
-Saxena 2023; suffix decoding, arXiv 2411.04975): a summary that quotes, code that is edited. The guessed tokens are rows
-of the step behind the last token's own. Every row draws the token that follows it, by the random numbers of its index,
-so a guess is right if the row before it has drawn it, and the output is the same as without guesses. The R-node drops
-the rows of wrong guesses when the sequence goes on (FD_ROW_CUT).
+The guesses are the tokens that followed the last occurrence of the sequence's last tokens in the sequence itself
+(prompt lookup, Saxena 2023; suffix decoding, arXiv 2411.04975). They suit summaries that quote and edited code.
+The guessed tokens are rows of the step behind the last token's own row. Every row draws the token that follows it, by
+the random numbers of its index, so a guess is right if the row before it has drawn it, and the output is the same as
+without guesses. The R-node drops the rows of wrong guesses when the sequence goes on (FD_ROW_CUT).
 
-A row more makes a step slower, and a guess may be wrong. The number of guesses follows both: the j-th is made while the
-probability that it and those before it are right exceeds the share of a token's time that its row costs.
+Each guess makes a step slower, and it may be wrong. The number of guesses follows both: guess j is made while the
+probability that the first j guesses are all right exceeds the cost of its row, as a share of a token's time.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from fastdecode.engine.sequence import Sequence
     from fastdecode.spart.batch import Sampled
 
-#: A sequence whose guesses do not pay gets one after so many tokens, because its text may have changed.
+#: A sequence whose guesses do not pay gets one guess after so many tokens, because its text may have changed.
 _RETRY_AFTER = 32
 
 #: The cost of a row, as a share of a token's time, until steps of different sizes have been seen.
