@@ -9,7 +9,7 @@ from collections.abc import Coroutine
 from dataclasses import dataclass
 from typing import Any
 
-from fastdecode.engine.request import EngineError, TokenEvent
+from fastdecode.engine.request import EngineError, GenerationFailed, TokenEvent
 from fastdecode.service.client import Cancel, EngineClient, Request
 from fastdecode.service.messages import (
     FROM_API,
@@ -126,8 +126,11 @@ class EngineHost:
 
         try:
             hosted.cancel = await self._engine.submit(request, output)
-        except EngineError as error:
+        except Exception as error:
             del self._requests[first]
+            if not isinstance(error, EngineError):  # a bug, which must not leave the client waiting
+                log.exception("a request could not be queued")
+                error = GenerationFailed("internal error; the server's log says more")
             self._connection.send(Refused(first, Failure.of(error)))
         else:
             self._connection.send(Queued(first))

@@ -59,7 +59,7 @@ class LocalEngine:
                 numbers = range(len(choices), len(choices) + request.n)
                 outputs = {f"{request.id}-{i}": self._output(output, i) for i in numbers}
                 choices += self._engine.submit_choices(prompt, params, outputs)
-        except EngineError:
+        except Exception:
             for i in range(len(choices)):
                 cancel(i)
             raise

@@ -89,8 +89,8 @@ class RemoteEngine:
         for i in range(request.n_choices):
             self._outputs[first + i] = (output, i)
         queued = self._queueing[first] = asyncio.get_running_loop().create_future()
-        self._connection.send(Submit(first, request))
         try:
+            self._connection.send(Submit(first, request))
             await queued
         except BaseException as error:
             for i in range(request.n_choices):

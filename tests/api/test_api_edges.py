@@ -402,6 +402,14 @@ async def test_the_engines_refusals(tokenizer, refusal, error, code, streamed):
     assert ("Retry-After" in caught.value.response.headers) == (caught.value.status_code in (429, 503))
 
 
+@pytest.mark.parametrize("remote", [False, True])
+async def test_a_bug_of_the_engine_is_an_error_at_the_client(tokenizer, remote):
+    """A scripted engine without a script raises an AssertionError."""
+    async with served(ScriptedEngine(), tokenizer, remote=remote) as client:
+        status, answer = await client.post("/v1/completions", ASK)
+    assert (status, answer["error"]["message"]) == (500, "internal error; the server's log says more")
+
+
 async def test_choices_before_a_refused_one_are_cancelled(tokenizer, spell):
     engine = ScriptedEngine(spell("a"), spell("b"), refusal=Overloaded("full"))
     async with served(engine, tokenizer) as client:
