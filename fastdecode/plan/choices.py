@@ -10,6 +10,7 @@ from fastdecode.plan.equations import (
     System,
     Work,
     fits,
+    mean_read,
     part_times,
     r_nodes_in_balance,
     round_seconds,
@@ -63,19 +64,11 @@ def choose(model: PlannedModel, profile: Profile, goal: Goal, transport: str, mo
 
     `profile` has all sections, as `merged` sees to.
     """
-    assert profile.s_node is not None and profile.r_node is not None
+    assert profile.r_node is not None
     choices = []
     for kv_dtype in profile.r_node.kv_gbps:
         for r_nodes in range(1, most_r_nodes + 1):
-            system = System(
-                model,
-                profile.s_node.times(model.name, model.parameters),
-                profile.links[transport],
-                kv_dtype,
-                profile.r_node.bytes_per_second(kv_dtype, model.group),
-                r_nodes,
-                profile.in_turns,
-            )
+            system = System.of(profile, transport, model, kv_dtype, r_nodes)
             for mini_batches in _MINI_BATCHES[: 1 if profile.in_turns else None]:
                 if (choice := _with_best_batch(system, profile, goal, mini_batches)) is not None:
                     choices.append(choice)
@@ -118,7 +111,7 @@ def _with_best_batch(system: System, profile: Profile, goal: Goal, mini_batches:
     t = state.parts.s_part / system.model.n_layers
     r = token_bytes / system.model.n_layers / system.kv_bytes_per_second
     b = state.batch / mini_batches
-    read = state.parts.r_part * system.r_nodes * system.kv_bytes_per_second / token_bytes / b  # tokens a sequence
+    read = mean_read(system.model, goal.n_prompt, goal.n_output)
     return Choice(
         r_nodes=system.r_nodes,
         kv_dtype=system.kv_dtype,
@@ -141,7 +134,7 @@ def first_token_seconds(system: System, state: Steady, mini_batches: int, goal: 
     decoding = state.batch / mini_batches
     rows = max(1.0, goal.max_batch_tokens - decoding)
     steps = ceil(goal.n_prompt / rows)
-    read = state.parts.r_part * system.r_nodes * system.kv_bytes_per_second / system.model.token_bytes(system.kv_dtype)
+    read = decoding * mean_read(system.model, goal.n_prompt, goal.n_output)
     pairs = goal.n_prompt * (goal.n_prompt + 1) / 2 / steps
     prefilling = part_times(system, Work(decoding, read, goal.n_prompt / steps, pairs))
     seconds, _ = round_seconds([prefilling] + [state.parts] * (mini_batches - 1), system.in_turns)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fastdecode.plan.model import PlannedModel
-from fastdecode.plan.profile import LinkTimes, SPartTimes
+from fastdecode.plan.profile import LinkTimes, Profile, SPartTimes
 
 # -- FastDecode's equations, with its letters --------------------------------------------------------------------------
 # N: layers. S: most tokens of a sequence. B: sequences of a mini-batch. T: seconds of the S-Part of one layer, B rows.
@@ -57,6 +57,15 @@ class System:
     kv_bytes_per_second: float  # of one R-node
     r_nodes: int
     in_turns: bool = False  # S-Part and R-Part take turns on the same cores
+
+    @classmethod
+    def of(cls, profile: Profile, transport: str, model: PlannedModel, kv_dtype: str, r_nodes: int) -> System:
+        """The system that a profile with all sections gives a model. Raises ProfileError for a format that the profile
+        does not have."""
+        assert profile.s_node is not None and profile.r_node is not None
+        s_part = profile.s_node.times(model.name, model.parameters)
+        speed = profile.r_node.bytes_per_second(kv_dtype, model.group)
+        return cls(model, s_part, profile.links[transport], kv_dtype, speed, r_nodes, profile.in_turns)
 
 
 @dataclass(frozen=True, slots=True)

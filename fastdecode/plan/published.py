@@ -71,10 +71,7 @@ def rows() -> list[dict[str, Any]]:
 
 def system(profile: Profile, model: PlannedModel, sockets: int) -> System:
     """The paper's machines: an A10 and `sockets` sockets, fp16."""
-    assert profile.s_node is not None and profile.r_node is not None
-    times = profile.s_node.times(model.name, model.parameters)
-    speed = profile.r_node.bytes_per_second("fp16", model.group)
-    return System(model, times, profile.links["rdma"], "fp16", speed, sockets)
+    return System.of(profile, "rdma", model, "fp16", sockets)
 
 
 def step_seconds(on: System, batch: int, length: float) -> float:

@@ -53,17 +53,9 @@ def run(args: argparse.Namespace) -> None:
     if args.plot:
         from fastdecode.bench.serving import plots  # fails here rather than after the work
     profile, transport = profile_and_transport(args)
-    assert profile.s_node is not None and profile.r_node is not None
+    assert profile.r_node is not None
     model = read_model(NodeConfig(model=args.model).model_path() or model_dir())
-    system = System(
-        model,
-        profile.s_node.times(model.name, model.parameters),
-        profile.links[transport],
-        args.kv_dtype,
-        profile.r_node.bytes_per_second(args.kv_dtype, model.group),
-        args.r_nodes,
-        profile.in_turns,
-    )
+    system = System.of(profile, transport, model, args.kv_dtype, args.r_nodes)
     mini_batches = args.mini_batches or (1 if profile.in_turns else 2)
     limits = SchedulerLimits(mini_batches, args.max_batch_tokens, args.max_batch_size)
     history, requests = _load(args)

@@ -107,7 +107,7 @@ class _Client:
         answer = Answer(request, self._time())
         self.answers.append(answer)
 
-        def output(event: TokenEvent | EngineError | None) -> None:
+        def output(event: TokenEvent | EngineError) -> None:
             if isinstance(event, TokenEvent):
                 answer.chunks.append(self._time())
                 answer.output_tokens += 1

@@ -121,11 +121,8 @@ def kv_bytes(planned: PlannedModel, point: Point) -> float:
 
 def predict(planned: PlannedModel, profile: Profile, point: Point) -> float:
     """Output tokens a second of a point. The R-nodes share the cores whose attention the profile has."""
-    assert profile.s_node is not None and profile.r_node is not None
-    speed = profile.r_node.bytes_per_second(point.kv_dtype, planned.group) / point.r_nodes
-    times = profile.s_node.times(planned.name, planned.parameters)
-    link = profile.links["shm"]
-    system = System(planned, times, link, point.kv_dtype, speed, point.r_nodes, profile.in_turns)
+    system = System.of(profile, "shm", planned, point.kv_dtype, point.r_nodes)
+    system = dataclasses.replace(system, kv_bytes_per_second=system.kv_bytes_per_second / point.r_nodes)
     read = point.batch * planned.read_tokens(point.context + _STEPS / 2)
     seconds, _ = round_seconds([part_times(system, Work(point.batch, read))], profile.in_turns)
     return point.batch / seconds
