@@ -1,7 +1,7 @@
 from collections.abc import Buffer, Iterable, Sequence
 from typing import TypedDict, final
 
-#: n_slots, max_rows, n_layers, n_q_heads, n_kv_heads, head_size, index of the activation dtype in ACT_DTYPES
+#: n_slots, max_rows, n_layers, n_q_heads, n_kv_heads, head_size, index of the activation dtype in ACT_DTYPES, v_size
 _Geometry = Sequence[int]
 
 #: Most threads of an REngine.
@@ -127,9 +127,10 @@ def page_bytes(
     kv_layers: Sequence[int] | None = None,
     heads: Sequence[Sequence[int]] | None = None,
 ) -> int:
-    """Bytes of one page, all layers and KV heads. `kv_dtype` is an index of region.contract.KV_DTYPES.
+    """Bytes of one page, all layers and KV heads. `kv_dtype` is an index of region.contract.KV_DTYPES; `kv_layers` and
+    `heads` are those of REngine.add_link.
 
-    Raises ValueError for a geometry or dtype that is not valid.
+    Raises ValueError for a geometry, a dtype or layers that are not valid.
     """
 
 class _LinkStats(TypedDict):
@@ -203,8 +204,9 @@ class REngine:
         index of region.contract.KV_DTYPES. `windows`: sliding window of each layer in tokens, 0: none. `carrier`: a
         PyCapsule "fastdecode.carrier" (region/carrier.h), None for shared memory. `max_pages`: the lease may grow to as
         many pages, for which it reserves address space; at most `n_pages`: it does not grow. `segments`, `kv_layers`,
-        `softcaps`, each [n_layers], `sinks` (fp32, [n_layers, n_q_heads]) and `slopes` (fp32, [n_q_heads]) are those of
-        fd_layer_t (kernels/engine/layers.h); a page has room for the layers that name themselves in `kv_layers`. Raises
+        `softcaps`, each [n_layers], `sinks` (fp32, [n_layers, n_q_heads]), `slopes` (fp32, [n_q_heads]) and `heads`
+        ([n_layers] tuples of an fd_heads_t's four numbers; None: those of the geometry) are those of fd_layer_t
+        (kernels/engine/layers.h); a page has room for the layers that name themselves in `kv_layers`. Raises
         ValueError for a bad argument, MemoryError if the KV-cache has no room for `n_pages`.
         """
     def pages_within(
@@ -217,10 +219,11 @@ class REngine:
         kv_layers: Sequence[int] | None = None,
         heads: Sequence[Sequence[int]] | None = None,
     ) -> int:
-        """The most pages that take at most `n_bytes` of the budget, in a lease that grows or in one that does not.
+        """The most pages that take at most `bytes` of the budget, in a lease that grows or in one that does not.
 
-        The layers of a lease that grows lie apart, and each takes whole OS pages, or whole hugetlb pages. Raises
-        ValueError for a geometry or dtype that is not valid.
+        The planes (kernels/cache/planes.h) of a lease that grows lie apart, and each takes whole OS pages, or whole
+        hugetlb pages. `kv_layers` and `heads` are those of `add_link`. Raises ValueError for a geometry, a dtype or
+        layers that are not valid.
         """
     def close(self) -> None:
         """Join the threads. Raises RuntimeError while links are open. Idempotent."""

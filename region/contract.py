@@ -49,6 +49,7 @@ REPLY_OFFSET = _native.REPLY_OFFSET
 POISON = _native.POISON
 #: Flag of a row table entry: its rows attend. Without it their K and V are only appended.
 ROW_ATTEND = _native.ROW_ATTEND
+#: Flag of a row table entry: the sequence may have more than `pos` tokens, which the R-node drops first.
 ROW_CUT = _native.ROW_CUT
 #: One row table entry (fd_row_t).
 ROW_DTYPE = np.dtype(

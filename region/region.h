@@ -79,7 +79,7 @@ typedef struct {
     uint32_t n_slots;  /* mini-batches in flight */
     uint32_t max_rows; /* most rows of a call, attending or not; also most entries of a row table */
     uint32_t n_layers;
-    uint32_t n_q_heads;  /* the most of any layer, and so on */
+    uint32_t n_q_heads;  /* this and the sizes below: the most that any layer has */
     uint32_t n_kv_heads; /* divides n_q_heads */
     uint32_t head_size;  /* of Q and K: a multiple of FD_HEAD_SIZE_UNIT, at most FD_MAX_HEAD_SIZE */
     uint32_t act_dtype;  /* fd_act_dtype_t */

@@ -1,7 +1,7 @@
 from collections.abc import Buffer, Sequence
 from typing import final
 
-#: n_slots, max_rows, n_layers, n_q_heads, n_kv_heads, head_size, index of the activation dtype in ACT_DTYPES
+#: n_slots, max_rows, n_layers, n_q_heads, n_kv_heads, head_size, index of the activation dtype in ACT_DTYPES, v_size
 _Geometry = Sequence[int]
 
 def verbs_fds(qp_address: int, qp_number: int, /) -> tuple[int, int]:
@@ -105,9 +105,8 @@ class StepGroup:
         """Copy every member's rows into its slot and ask for the layer. Returns at once. Raises ValueError like
         Port.ring."""
     def wait(self, timeout: float, rows: bool = True) -> _Failures:
-        """Wait until every link has answered, and gather the O rows if `rows` is true.
-
-        The O rows of a member that fails become zero.
+        """Wait until every link has answered, and gather the O rows if `rows` is true. The O rows of a member that
+        fails become zero.
 
         A link that does not answer within `timeout` seconds goes down. Members with nothing in flight are passed over.
         """
@@ -115,18 +114,19 @@ class StepGroup:
         """End the step on every link. Returns (member, busy_ns, kv_bytes) of each member that answered all layers."""
 
 def wait_any(waits: Sequence[StepGroup | int | None], wake_fd: int, timeout: float, /) -> int | None:
-    """Wait until one of `waits` is over, and return its index, the first one's if several are.
+    """Wait until one of `waits` is over, and return its index.
 
-    A StepGroup is over once all of its links have answered, or have failed; its own `wait` then blocks no more. A
-    descriptor is over once it is readable, and None at once. Returns None if `wake_fd` is readable, or after `timeout`
-    seconds.
+    A StepGroup is over once each of its links has answered or failed; its own `wait` then blocks no more. A descriptor
+    is over once it is readable, and None at once. If several waits are over, the index is that of the first None, else
+    of the first StepGroup, else of the first descriptor. Returns None if `wake_fd` is readable, or after `timeout`
+    seconds. Raises TypeError for another kind of wait, ValueError for more than 32 waits.
     """
 
 @final
 class Proxy:
     """A thread that carries the layer words of slots which a device drives: it sends what a word announces, takes in
-    the replies, takes the link of an R-node down that is late, and poisons the slots of a dead link again and again. It
-    reads for `spin_us` microseconds without a nap.
+    the replies, takes down the link of an R-node that is late, and poisons the slots of a dead link again and again.
+    The thread reads the words for `spin_us` microseconds without a nap.
 
     The object's buffer is a page of memory, which the device must be able to write. When a mini-batch's step has ended,
     the device stores a value that is not 0 in its completion word, the uint32 at 64 times the mini-batch's number.

@@ -76,11 +76,11 @@ class CallRefused(TransportError):
 
 @dataclass(frozen=True, slots=True)
 class LayerOptions:
-    """What few models' attention does besides (fd_layer_t of kernels/engine/layers.h). Empty: it does not."""
+    """Options of the layers' attention that few models use (fd_layer_t of kernels/engine/layers.h). Empty: unused."""
 
     segments: tuple[int, ...] = ()  # each layer's segment in tokens, chunked attention; 0: none
     kv_layers: tuple[int, ...] = ()  # the layer whose K and V each layer attends to: itself, or an earlier one
-    softcaps: tuple[float, ...] = ()  # a score s of a layer becomes cap * tanh(s / cap); 0: it does not
+    softcaps: tuple[float, ...] = ()  # a score s of a layer becomes cap * tanh(s / cap); 0: the scores stay as they are
     sinks: bytes = b""  # fp32, little-endian, [n_layers, n_q_heads]: one more score of each head, without a V
     slopes: bytes = b""  # fp32, little-endian, [n_q_heads]: ALiBi's slopes
     #: (query heads, KV heads, size of a Q or K head, size of a V or O head) of each layer, if layers differ in them
@@ -88,8 +88,8 @@ class LayerOptions:
 
     @property
     def stored(self) -> dict[str, Any]:
-        """What the size of a KV page depends on beside the geometry: keyword arguments of kernels._native.page_bytes
-        and of REngine.pages_within."""
+        """The options that change the size of a KV page, as keyword arguments of kernels._native.page_bytes and of
+        REngine.pages_within."""
         return {"kv_layers": self.kv_layers or None, "heads": self.heads or None}
 
 

@@ -59,7 +59,7 @@ bool fd_work_advance(const fd_work_t *w, fd_step_t *step, uint8_t *slot, uint32_
                      const fd_stop_t *stop, uint64_t *kv_bytes);
 
 /* Does item `i` of the `n_items` that the step's copies are cut into, from where it was left. Returns false if it has
- * stopped before the end; any thread may go on with the item. At least one layer of a page is copied. */
+ * stopped before the end; any thread may go on with the item. At least one plane of a page is copied. */
 bool fd_work_copy(const fd_work_t *w, fd_step_t *step, uint32_t i, uint32_t n_items, const fd_stop_t *stop);
 
 #endif

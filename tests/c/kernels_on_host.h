@@ -1,6 +1,6 @@
 /* What CUDA C needs to be compiled for the host: a grid and its blocks are loops over threads.
  *
- * tests/helpers/host_kernels.py writes a file that includes this, the kernels' source and a table of its kernels. GCC
+ * tests/helpers/compiled.py writes a file that includes this, the kernels' source and a table of its kernels. GCC
  * instruments it as for ThreadSanitizer, so that every access of a kernel calls one of the functions below, and these
  * call `kernel_access`. The simulated driver (tests/gpu/driver) checks there that the device may make the access.
  *
