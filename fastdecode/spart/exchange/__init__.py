@@ -1,8 +1,13 @@
 """The ways in which a step's rows pass between the decoder and the links' slots.
 
-base      the contract of an exchange, and which rows of a step belong to which link
-direct    on a CPU: the decoder's rows are the slot's
-staged    on every other device: copies in pinned memory, and events
+base         the contract of an exchange, and the rows of a step that belong to each link
+direct       on a CPU: the decoder's rows are the slot's
+staged       on every other device: copies in pinned memory, and events
+bypass       on CUDA: captured decode steps, whose stream rings the R-nodes and waits for them
+stream_rows  the operations of such a stream, and links' regions that are mapped into the device
+graph        CUDA streams and graphs of torch
+driver       the functions of the CUDA driver that torch lacks
+choice       choose_exchange: the exchange of an S-Part, and the check at start
 """
 
 from __future__ import annotations

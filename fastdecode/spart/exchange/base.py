@@ -2,8 +2,8 @@
 
 The decoder works on three tensors a step, which the exchange makes: `q` [attending rows, n_q_heads * head_size], `kv`
 [rows, n_kv_heads * (head_size + v_size)] and `o` [attending rows, n_q_heads * v_size]. A layer with fewer or smaller
-heads uses the first elements of a row. Each layer the decoder fills `q` and `kv`, calls `post`, does what does not need
-the R-nodes, calls `wait`, and reads `o`.
+heads uses the first elements of a row. In each layer the decoder fills `q` and `kv`, calls `post`, does the work that
+needs no R-node, calls `wait`, and reads `o`.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class StepLinks:
 
     def __init__(self, slot: int, link_rows: list[LinkRows], host: Sequence[torch.Tensor] = ()):
         """`host` is the step's `q`, `kv` and `o` on the CPU, from which one C call a layer copies each link's rows to
-        its slot and back. Without it somebody else writes and reads the rows in the slots."""
+        its slot and back. Without `host` the decoder or the device writes and reads the rows in the slots."""
         self._link_rows = link_rows
         self.failures: dict[Link, TransportError] = {}
         self._group = StepGroup(slot, self._members(), *(x.view(torch.uint8).numpy() for x in host))
@@ -144,14 +144,14 @@ class StepLinks:
             link = self._link_rows[member].views.link
             self.failures[link] = link.failure(status, message)
         if len(self.failures) == len(self._link_rows):
-            # An exception that is raised holds this frame: kept here as well, it would keep the regions mapped until
-            # the garbage collector runs.
+            # A raised exception holds this frame. If `failures` held the exception too, this cycle would keep the
+            # regions mapped until the garbage collector runs.
             errors, self.failures = list(self.failures.values()), {}
             raise errors.pop(0)
 
 
 class RowExchange(Protocol):
-    """The tensors of a step's rows, and how the R-nodes are asked for a layer and waited for."""
+    """The tensors of a step's rows, and the calls that ask the R-nodes for a layer and wait for them."""
 
     q: torch.Tensor
     kv: torch.Tensor
@@ -172,7 +172,7 @@ class Exchange(StepLinks, ABC):
 
     @property
     def pending(self) -> Pending:
-        """What `wait` waits for."""
+        """The answers that `wait` waits for."""
         return self._group
 
     def post(self, layer: int, timeout: float) -> None:
@@ -212,5 +212,5 @@ def buffers(
 
 
 def row_counts(link_rows: list[LinkRows]) -> tuple[int, int]:
-    """How many rows of a step attend, and how many it has."""
+    """The numbers of a step's attending rows and of all its rows."""
     return sum(rows.n_attend for rows in link_rows), sum(rows.n_rows for rows in link_rows)

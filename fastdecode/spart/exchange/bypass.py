@@ -41,8 +41,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: A mini-batch keeps this many graphs. The one that was used longest ago goes first.
-MOST_GRAPHS = 64
+#: A mini-batch keeps this many graphs. The graph that was used longest ago goes first.
+_MOST_GRAPHS = 64
 _LINE = 64  # bytes between two completion words
 #: Arrays of a step's table that no graph reads: of LoRA adapters, and of LongRoPE's long factors.
 _STAGED = ("adapter rows", "long")
@@ -137,13 +137,12 @@ class Bypass:
         self._completions = self._driver.register(page.ctypes.data, page.nbytes)
         self._lanes: dict[int, _Lane] = {}
         self._regions: dict[Link, MappedRegion] = {}
-        self.fault = ""  # why steps are taken no more
+        self.fault = ""  # the reason why no step is taken any more
 
     def takes(self, spart: Captured, rows: Any, slot: int) -> bool:
         """True if `step` can run `rows`, a decoder.StepRows: they decode, are not too many, and have a graph.
 
-        If there is no graph, it is captured now, which takes long. After a capture that fails, nothing is taken any
-        more.
+        A missing graph is captured now, which takes long. After a capture that fails, no step is taken any more.
         """
         n = len(rows.table["tokens"])
         staged = rows.prompts or rows.scorer.n_rows or any(name in rows.table for name in _STAGED)
@@ -243,7 +242,7 @@ class Bypass:
         """The graph of a mini-batch for these links; it is captured now if there is none."""
         graph = lane.graphs.get((links, size))
         if graph is None:
-            while len(lane.graphs) >= MOST_GRAPHS:
+            while len(lane.graphs) >= _MOST_GRAPHS:
                 lane.graphs.popitem(last=False)
             regions = tuple(self._region(link) for link in links)
             graph = lane.graphs[links, size] = self._capture(spart, lane, slot, regions, size)

@@ -1,4 +1,4 @@
-"""Which exchange the S-Part takes, and why it is not the bypass. Nothing is opened on a CPU."""
+"""choose_exchange: the exchange that an S-Part takes, and the reason if it is not the bypass."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from fastdecode.spart.exchange.stream_rows import Kernels
 from fastdecode.spart.exchange_kernels.compiler import CompileError, compile_kernels
 from fastdecode.transports._native import Proxy
 
-#: Device attributes that the bypass needs, and what they stand for.
+#: Device attributes that the bypass needs, each with the fault of a GPU or driver that lacks it.
 _NEEDED = {
-    "CAN_USE_64_BIT_STREAM_MEM_OPS": "lets no stream write and wait for words of memory",
+    "CAN_USE_64_BIT_STREAM_MEM_OPS": "does not let streams write words of memory and wait for them",
     "CAN_MAP_HOST_MEMORY": "cannot map the host's memory",
     "HOST_REGISTER_SUPPORTED": "cannot register memory of the host",
 }
@@ -38,7 +38,7 @@ class Choice:
     """The exchange of an S-Part."""
 
     name: str  # "direct", "staged" or "bypass"
-    why: str = ""  # why a device other than a CPU has no bypass
+    why: str = ""  # the reason why a device other than a CPU has no bypass
     bypass: Bypass | None = None
 
     def __str__(self) -> str:
@@ -91,7 +91,7 @@ def open_bypass(device: torch.device, mini_batches: int, most_rows: int, spin_us
 
 
 def device_fault(driver: Driver) -> str | None:
-    """What the device lacks, as a sentence."""
+    """A sentence that names the first attribute that the device lacks; None if it has all."""
     for attribute, fault in _NEEDED.items():
         if not driver.attribute(attribute):
             return f"the GPU or its driver {fault} (CU_DEVICE_ATTRIBUTE_{attribute} is 0)"
@@ -99,9 +99,9 @@ def device_fault(driver: Driver) -> str | None:
 
 
 def environment_fault(environment: Mapping[str, str], mini_batches: int) -> str | None:
-    """A variable with which a stream that waits could hold up others, as a sentence."""
+    """A sentence that names a variable with which a waiting stream could hold up others; None if there is none."""
     queues = environment.get("CUDA_DEVICE_MAX_CONNECTIONS")
-    least = mini_batches + 1  # a stream each, and the one that computes prompts
+    least = mini_batches + 1  # a stream for each, and the stream that computes prompts
     if queues is not None and not (queues.isdecimal() and int(queues) >= least):
         return f"CUDA_DEVICE_MAX_CONNECTIONS is {queues}: {mini_batches} mini-batches need {least} or more"
     loading = environment.get("CUDA_MODULE_LOADING")

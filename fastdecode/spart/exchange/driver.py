@@ -1,4 +1,4 @@
-"""Driver: the functions of the CUDA driver that torch has not, by cuda-bindings. Only this module calls the driver.
+"""Driver: the functions of the CUDA driver that torch lacks, through cuda-bindings. Only this module calls the driver.
 
 A stream writes a word of host memory once everything before it in the stream is done, and waits until a word is large
 enough ("stream memory operations"). Host memory must be registered for that, and has another address on the device.
@@ -46,7 +46,7 @@ class Driver:
         self._call("cuCtxSetCurrent", self._context)
 
     def attribute(self, name: str) -> int:
-        """A number that says what the device can do; `name` is CU_DEVICE_ATTRIBUTE_... without that prefix."""
+        """An attribute of the device; `name` is that of CU_DEVICE_ATTRIBUTE_... without this prefix."""
         number = getattr(self._cuda.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
         return int(self._call("cuDeviceGetAttribute", number, self._device))
 
@@ -71,7 +71,7 @@ class Driver:
     # -- operations of a stream -----------------------------------------------------------------------------------
 
     def write_word(self, stream: int, address: int, value: int) -> None:
-        """Store a 32-bit word. Whoever reads it sees what the stream has written before."""
+        """Store a 32-bit word. A reader that sees it also sees everything that the stream has written before."""
         flags = self._cuda.CUstreamWriteValue_flags.CU_STREAM_WRITE_VALUE_DEFAULT
         self._call("cuStreamWriteValue32", stream, address, value, int(flags))
 

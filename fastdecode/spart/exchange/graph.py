@@ -1,4 +1,5 @@
-"""GraphStream: a CUDA stream of torch, and the graphs that are captured on it. Only this module knows torch.cuda."""
+"""GraphStream: a CUDA stream of torch, and the graphs that are captured on it. Only this module of the
+exchange calls torch.cuda."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ T = TypeVar("T")
 
 
 class Stream(Protocol):
-    """A stream of operations on a device, beside the one on which torch computes otherwise."""
+    """A stream of operations on a device, beside the stream on which torch computes otherwise."""
 
     handle: int  # for the driver
 

@@ -2,7 +2,7 @@
 
 Each call puts operations into a stream: kernels that move rows between the S-Part's tensors and the slots, in host
 memory that is mapped into the device, and the layer words, which start every step at 0. All of them can be captured in
-a graph: no address and no value changes from step to step. Which slot a row belongs to is looked up in tables.
+a graph: no address and no value changes from step to step. Tables tell the kernels where each row belongs.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ def compile_kernels(architecture: str) -> bytes:
 
 
 def _log(nvrtc: Any, program: Any) -> str:
-    """What the compiler has to say about a program, on a line of its own."""
+    """The compiler's messages about a program, on lines of their own."""
     if program is None:
         return ""
     _, size = nvrtc.nvrtcGetProgramLogSize(program)
