@@ -15,21 +15,24 @@
     shape        a model's attention as its links see it
     served       a loaded model as its links see it
     weights      Model: configuration and parameters
-    batch        what the scheduler hands to the S-Part for a step, and gets back
+    batch        a step's work, as the scheduler hands it to the S-Part, and its results
     decoder      SPart: one step of one mini-batch, a generator that yields while the R-nodes attend
-    timeline     when the S-Part computed and waited, for the page of the cluster
-    exchange     the ways of a step's Q, K, V and O rows to the slots of its links and back
-    exchange_kernels   CUDA kernels with which a stream does it
+    timeline     the times at which the S-Part computed and waited, for the page of the cluster
+    exchange/    the ways of a step's Q, K, V and O rows to the slots of its links and back
+    exchange_kernels/  CUDA kernels with which a stream moves these rows
     prompt       attention of prompts, which the S-node computes
+    scoring      soft-capping, attention sinks and ALiBi
+    prompt_logprobs  the probabilities of a prompt's own tokens
+    heads        views of the heads in a row
     attention    attention by torch's fused kernels, in parts that can be merged
-    memory       what a step takes of the device's memory
+    memory       the device's memory that a step takes
     rope         rotary position embedding
     layers       norms and activations
     experts      a layer's experts in place of its MLP
-    step_table   what a step's device needs, in one upload, and its results, in one download
+    step_table   a step's numbers for its device in one upload, and its results in one download
     sampling     Sampler: filters and draws the next tokens of a step
     draws        random draws by seed and index
-    masks        which tokens a row may draw at all
+    masks        the tokens that a row may draw at all
     penalties    the bias and the penalties that a request puts on tokens
 
 The names below are imported on first use, because torch takes seconds to import and an R-node does without it.

@@ -27,7 +27,7 @@ class Chunk:
     prompt_length: int = 0  # with `prefill`: tokens of the whole prompt, for which memory is taken; 0: not known
     score: ScoreSpec | None = None  # tokens of the prompt to score; None: none
     adapter: int | None = None  # the sequence's LoRA adapter, as an index into the model's; None: the base model
-    drafts: int = 0  # with `sample`: so many of its last tokens are guesses; a token is drawn after each of these too
+    drafts: int = 0  # with `sample`: this many of the last tokens are guesses; a token is drawn after each guess too
     cut: bool = False  # the R-node may have tokens beyond `pos`, which are dropped: refused guesses
     long: bool = False  # the sequence may grow beyond the positions that LongRoPE was trained on
 
@@ -78,7 +78,7 @@ class StepBatch:
 
     slot: int  # the mini-batch's slot on every link
     chunks: list[Chunk]
-    layer_timeout: float = 60.0  # seconds that an R-node may take for a layer, and for taking the step
+    layer_timeout: float = 60.0  # seconds that an R-node may take for a layer, and to accept the step
 
 
 @dataclass(slots=True)
@@ -89,9 +89,8 @@ class Sampled:
     logprob: float | None = None  # nats; of the model's own distribution: without rules and filters, at temperature 1
     top: list[tuple[int, float]] = field(default_factory=list)  # (token, logprob) of the best alternatives, best first
     error: str | None = None  # the logits of this row are not finite; other rows of the step may be sound
-    after_drafts: list[Sampled] = field(
-        default_factory=list
-    )  # tokens drawn after the chunk's guesses, if these are right
+    #: The tokens drawn after each of the chunk's guesses; such a token counts if the guesses up to it are right.
+    after_drafts: list[Sampled] = field(default_factory=list)
 
 
 @dataclass(slots=True)

@@ -98,8 +98,8 @@ class ConfigJson:
 
 
 def _default(raw: dict[str, Any], max_positions: int, trained_on: int) -> Rope:
-    """Also "dynamic", which scales nothing up to max_position_embeddings, beyond which no sequence is served; and
-    "mrope", whose three positions are one and the same for text."""
+    """No scaling. "dynamic" scales nothing up to max_position_embeddings, and no longer sequence is served; the three
+    positions of "mrope" are equal for text."""
     return Rope()
 
 

@@ -43,8 +43,8 @@ class SPart:
     """
 
     def __init__(self, model: Model, links: list[Link], exchange: Choice | None = None):
-        """`links` is used as it is, not copied: the caller may append or replace a link between steps. Without an
-        `exchange`, it is the one that always works on the model's device."""
+        """`links` is used as it is, not copied: the caller may append or replace a link between steps. `exchange` None
+        means the exchange that always works on the model's device."""
         self.model, self.links = model, links
         self.exchange = exchange or Choice.plain(model.device)
         self._config, self._weights = model.config, model.weights
@@ -58,8 +58,8 @@ class SPart:
 
     @torch.inference_mode()
     def step(self, batch: StepBatch, keep_logits: bool = False) -> Generator[Pending, float | None, StepOutput]:
-        """Run `batch` through all layers. Yields what it waits for once a layer, after its rows are posted, and returns
-        a StepOutput.
+        """Run `batch` through all layers. Once a layer, after the layer's rows are posted, the generator yields the
+        answers that it waits for. Returns a StepOutput.
 
         `keep_logits` puts the logits of the sampled rows into the output. Raises ValueError for a batch that breaks the
         rules of batch.py; CallRefused and LinkDown if every link of the step has failed. After an error, and after
@@ -124,7 +124,7 @@ class SPart:
         return self._logits(state.x, inputs["last rows"])
 
     def _end_prompts(self, rows: StepRows, exchange: Exchange) -> None:
-        """Keep the staged K and V of prompts that go on; those whose link has failed begin again."""
+        """Keep the staged K and V of prompts that go on; prompts whose link has failed begin again."""
         failed = [i for i, link in enumerate(self.links) if link in exchange.failures]
         for prompt in rows.prompts:
             if prompt.chunk.link in failed:
@@ -157,7 +157,7 @@ class SPart:
 
     @property
     def expert_load(self) -> dict[int, list[int]]:
-        """The rows that each expert of each layer with experts has had."""
+        """The number of rows that each expert has had, by layer, with the rows that fill up captured steps."""
         mixtures = ((i, layer.mlp) for i, layer in enumerate(self._weights.layers))
         return {i: mlp.load.tolist() for i, mlp in mixtures if isinstance(mlp, Mixture) and mlp.load is not None}
 
@@ -278,7 +278,8 @@ class StepRows:
         return time.perf_counter() - self.started
 
     def per_chunk(self, drawn: list[Sampled]) -> list[Sampled | None]:
-        """The drawn tokens, one for each sampled chunk with those after its drafts, and None for the other chunks."""
+        """The drawn tokens by chunk: the token after each sampled chunk, which holds the tokens after the chunk's
+        drafts, and None for the other chunks."""
         sampled: list[Sampled | None] = [None] * len(self.chunks)
         rest = iter(drawn)
         for i in self.sampled:

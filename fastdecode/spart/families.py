@@ -70,7 +70,7 @@ def _llama_like(
     scaling: dict[str, Any] | None = None,
     partial: bool = False,
 ) -> dict[str, Any]:
-    """What Llama and its relatives have in common. The arguments are the defaults of absent keys; `theta`,
+    """The fields that Llama and its relatives have in common. The arguments are the defaults of absent keys; `theta`,
     `scaling` and `partial` are those of ConfigJson.rope."""
     max_positions = config.size("max_position_embeddings", max_positions)
     head_size = config.size("head_dim", head_size)

@@ -33,7 +33,7 @@ def make_norm(config: ModelConfig) -> Callable[[torch.Tensor, Norm], torch.Tenso
 
 
 def make_activation(config: ModelConfig) -> Callable[[torch.Tensor], torch.Tensor]:
-    """The function of the output of `up` that is the input of `down`, in MLPs and experts."""
+    """The function that makes the input of `down` from the output of `up`, in MLPs and experts."""
     if config.experts is not None and config.experts.clamped_swiglu is not None:
         return partial(clamped_swiglu, *config.experts.clamped_swiglu)
     activation = ACTIVATIONS[config.activation]

@@ -23,8 +23,8 @@ def step_bytes(model: ServedModel, rows: int, sampled: int) -> int:
 
 
 def graph_bytes(model: ServedModel, rows: int) -> int:
-    """What the captured decode steps of one mini-batch keep (exchange/bypass.py), in bytes: the tensors of a step of
-    `rows` rows, in memory that the graphs share, and the Q, KV, O rows and logits that they have in common."""
+    """Bytes that the captured decode steps of one mini-batch keep (exchange/bypass.py): the tensors of a step of `rows`
+    rows, in memory that the graphs share, and the Q, KV and O rows and logits that all graphs use."""
     own = model.dtype.itemsize * sum(model.shape.row_sizes) + torch.float32.itemsize * model.shape.vocab_size
     return step_bytes(model, rows, rows) + rows * own
 

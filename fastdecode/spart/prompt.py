@@ -20,7 +20,7 @@ from fastdecode.spart.shape import AttentionShape
 
 #: Rows of a block, where rows do not see all positions before them.
 BLOCK_ROWS = 256
-_BLOCK_SCORES = 1 << 24  # of a block, at most, where scores are made in fp32
+_BLOCK_SCORES = 1 << 24  # the most scores of a block, where scores are made in fp32
 
 
 class PromptCache:

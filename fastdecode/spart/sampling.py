@@ -70,7 +70,8 @@ class Sampler:
         return self.read(download(self.launch(logits, uploaded)), logits)
 
     def launch(self, logits: torch.Tensor, uploaded: _Uploaded) -> torch.Tensor:
-        """Let the device draw, without waiting for it. Returns what `read` takes, int32 [n], on the device."""
+        """Let the device draw, without waiting for it. Returns the numbers that `read` takes, int32 [n] on the
+        device."""
         masks = StepTable()
         for block in self._blocks:
             block.add_masks(masks)

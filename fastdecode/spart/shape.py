@@ -29,7 +29,7 @@ class AttentionShape:
     head_size: int
     windows: tuple[int, ...]  # sliding window of each layer; 0: full attention
     softmax_scale: float
-    options: LayerOptions = LayerOptions()  # what few models' attention does besides
+    options: LayerOptions = LayerOptions()  # changes that few models make to attention
 
     @property
     def kv_layers(self) -> tuple[int, ...]:

@@ -1,8 +1,9 @@
 """The timeline of the S-Part: when it computed the parts of each step, and when it waited for R-nodes.
 
-A step of a model with n layers has n + 1 parts. Part 0 ends when the first layer's rows are posted; each later part
-begins with the wait for the R-nodes' reply. From the end of one part to the reply at the beginning of the next one, the
-R-nodes have the rows: that is the R-Part of the step.
+A step of a model with n layers has n + 1 parts. Part 0 ends when the first layer's rows are posted and the prompts'
+attention is computed; each later part begins with the wait for the R-nodes' reply. From the end of one part to the
+reply at the beginning of the next part, the R-nodes have the rows: that is the R-Part of the step. Captured steps
+(exchange/bypass.py) are not in the timeline.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ class Part(NamedTuple):
 
     slot: int  # of the step's mini-batch
     number: int  # of the part within the step, from 0
-    asked: float  # the S-Part began to wait for the reply; in part 0 it began to compute
-    replied: float  # it began to compute; in part 0 the same as `asked`
-    ended: float  # the layer's rows were posted, or the step's tokens were drawn
+    asked: float  # the S-Part began to wait for the reply; in part 0 the S-Part began to compute
+    replied: float  # the S-Part began to compute; in part 0 the same as `asked`
+    ended: float  # the S-Part had no more to do before the reply, or the step's tokens were drawn
 
 
 class Timeline:
@@ -50,14 +51,14 @@ class StepClock:
         self._asked = self._replied = started
 
     def part_ended(self) -> None:
-        """Note that the layer's rows are posted, or that the step has ended."""
+        """Note that the S-Part has no more to do before the reply, or that the step has ended."""
         now = time.perf_counter()
         self.s_seconds += now - self._replied
         self._timeline.add(Part(self._slot, self._number, self._asked, self._replied, now))
         self._number += 1
 
     def waits(self, since: float | None) -> None:
-        """Note that the S-Part has waited for the reply since then (time.perf_counter), or (None) waits from now on."""
+        """Note that the S-Part has waited for the reply since this time (time.perf_counter); None: since now."""
         self._asked = time.perf_counter() if since is None else since
 
     def replied(self) -> None:

@@ -2,7 +2,7 @@
 
     trace       the shape and options of each layer's attention, learned on the meta device before a weight is read
     adapters    the attention of models that do not use transformers' attention interface
-    config      HFConfig: the one geometry that all layers' rows fit into, and why a model cannot be served
+    config      HFConfig: the heads of each layer, and the reason why a model cannot be served
     model       load_hf_model: the checkpoint through transformers' own loader
     attention   the function that transformers calls in every layer
     decoder     HFSPart: one step of one mini-batch, whose forward pass is a greenlet that pauses at each layer

@@ -159,8 +159,8 @@ class _Forward:
 
     @staticmethod
     def _write(heads: torch.Tensor, values: torch.Tensor, factor: float = 1.0) -> None:
-        """Write values [1, heads, rows, size] into heads [rows, heads, head_size]; elements beyond `size` become
-        zero."""
+        """Write values [1, heads, rows, size] times `factor` into heads [rows, heads, head_size]; further elements of a
+        head become zero."""
         values = values[0].transpose(0, 1)
         size = values.shape[2]
         if factor != 1.0:

@@ -55,7 +55,8 @@ def load_hf_model(
     weights: str = "auto",
     lora: Sequence[Adapter] = (),
 ) -> HFModel:
-    """Load a checkpoint for inference. The arguments are those of spart.loader.load_model. Raises CheckpointError."""
+    """Load a checkpoint for inference. The arguments are those of spart.loader.load_model; `lora` is its `adapters`.
+    Raises CheckpointError."""
     config, generation = read_configs(directory)
     split = HFConfig.from_configs(config, generation)
     adapter_set = AdapterSet(lora)

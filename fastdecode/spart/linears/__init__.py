@@ -1,6 +1,6 @@
 """The S-Part's products of rows with a weight matrix, behind one interface.
 
-base       Linear and Embedding: what the decoder calls
+base       Linear and Embedding: the interfaces that the decoder calls
 dense      16- and 32-bit weights, for oneDNN in the order that its kernels read
 quantised  Quantised: a matrix in few bits, whatever file it came from; rounding of float weights to 8 or 4 bits
 grouped    GroupedLinear: the product with a Quantised, by kernels/linears on a CPU

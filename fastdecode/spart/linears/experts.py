@@ -13,7 +13,7 @@ from fastdecode.spart.linears.products import grouped_product
 
 
 class ExpertRows:
-    """Which rows each expert gets."""
+    """The rows of each expert."""
 
     def __init__(self, experts: torch.Tensor, counts: torch.Tensor):
         """`experts` int64 [rows] is the expert of each row, in order; `counts` int64 [experts] has each one's rows."""

@@ -17,7 +17,9 @@ from fastdecode.spart.checkpoint import FLOATS, open_safetensors
 from fastdecode.spart.config import CheckpointError
 from fastdecode.spart.config_json import ConfigJson, read_json
 
-#: Keys that say nothing about the output, or nothing that the tensors' names and shapes do not say.
+_WEIGHTS = "adapter_model.safetensors"
+
+#: Keys that do not change the output, or that repeat the tensors' names and shapes.
 _HARMLESS = {
     "auto_mapping",
     "base_model_name_or_path",
@@ -68,7 +70,7 @@ class Module:
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """An adapter of which no weight is read yet. The keys of `modules` are names in the base model's tree."""
+    """An adapter whose weights are not read yet. The keys of `modules` are names in the base model's tree."""
 
     name: str
     directory: Path
@@ -80,17 +82,14 @@ class Adapter:
         return sum(module.rank * (module.ins + module.outs) for module in self.modules.values())
 
     def factors(self, module: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """A [rank, in] and B [out, rank], which is multiplied by the scale, both in fp32."""
+        """A [rank, in], and B [out, rank] times the scale, both in fp32."""
         with open_safetensors(self.directory / _WEIGHTS) as file:
             a, b = (file.get_tensor(f"base_model.model.{module}.lora_{factor}.weight").float() for factor in "AB")
         return a, b * self.modules[module].scale
 
 
-_WEIGHTS = "adapter_model.safetensors"
-
-
 def read_adapter(name: str, directory: Path) -> Adapter:
-    """The adapter in `directory`, of which only the configuration and the tensors' names and shapes are read.
+    """The adapter in `directory`. Only the configuration and the tensors' names and shapes are read.
 
     Raises CheckpointError for an adapter that cannot be applied; the message names it and the reason.
     """
