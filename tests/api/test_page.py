@@ -149,6 +149,20 @@ async def test_stop_ends_the_request_and_keeps_the_text(page, chat_tokenizer, sc
         await expect(page.locator(f"{LINE} .text")).to_have_text("half")
 
 
+async def test_a_new_conversation_drops_the_answer_that_is_being_written(page, chat_tokenizer, script):
+    engine = ScriptedEngine([*script("half"), asyncio.Event()], script("whole"))
+    async with served(engine, chat_tokenizer) as client:
+        await page.goto(url(client))
+        await say(page, "Hi")
+        await expect(page.locator(f"{LINE} .text")).to_have_text("half")
+        await page.click("#clear")
+        await asyncio.wait_for(engine.streams[0].cancelled.wait(), 10)
+        await expect(page.locator("#stop")).to_be_hidden()
+        await expect(page.locator("#messages .message")).to_have_count(0)
+        await say(page, "Hi again")
+        await expect(page.locator(f"{LINE} .text")).to_have_text("whole")
+
+
 async def test_a_full_queue_is_tried_again(page, chat_tokenizer, script):
     engine = ScriptedEngine(refusal=Overloaded("too many requests wait", 2))
     async with served(engine, chat_tokenizer) as client:

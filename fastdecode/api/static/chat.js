@@ -89,6 +89,7 @@ export class Chat {
   /** Let the model write the answer to the last message of the user. */
   async answer() {
     const message = { role: "assistant", content: "", reasoning: "" };
+    const { messages } = this;
     const item = this.append(message);
     this.running = new AbortController();
     this.showRunning(true);
@@ -100,13 +101,14 @@ export class Chat {
       else message.error = `The page failed: ${error.message}.`;
     }
     this.running = null;
+    this.showRunning(false);
+    this.onEnd();
+    if (messages !== this.messages) return; // a new conversation has begun
     message.notice = null;
-    this.messages.push(message);
+    messages.push(message);
     this.save();
     this.show();
-    this.showRunning(false);
     $("announcer").textContent = message.error ?? message.content;
-    this.onEnd();
   }
 
   async write(message, item, signal) {
