@@ -33,6 +33,16 @@ export async function request(path, { body, signal } = {}) {
   return response;
 }
 
+/** The JSON of an answer. Throws Failure. */
+export async function requestJson(path) {
+  const response = await request(path);
+  try {
+    return await response.json();
+  } catch {
+    throw new Failure(0, "The connection broke before the answer was complete.");
+  }
+}
+
 async function failure(response) {
   const { error } = await response.json().catch(() => ({}));
   const seconds = Number.parseInt(response.headers.get("Retry-After"), 10);

@@ -1,6 +1,6 @@
 // The frame of the page: tabs, theme, the state of the server, the API key.
 
-import { Failure, request, sleep, useKey } from "./api.js";
+import { Failure, requestJson, sleep, useKey } from "./api.js";
 import { Chat } from "./chat.js";
 import { Cluster } from "./cluster.js";
 import { $, count } from "./dom.js";
@@ -69,7 +69,7 @@ async function askForKey() {
 async function poll() {
   for (;;) {
     try {
-      const report = await (await request("/cluster")).json();
+      const report = await requestJson("/cluster");
       const busy = report.running + report.waiting;
       const ok = report.status === "ok";
       showStatus(ok ? "ok" : "bad", `${report.model} · ${ok ? (busy ? count(busy, "request") : "idle") : report.status}`);
