@@ -75,11 +75,10 @@ class SNode:
 
     device: str
     s_part: tuple[SPartTimes, ...]
-    memory: float | None = None  # bytes for the weights; None: not known
     price: float | None = None  # an hour, in any currency
 
     def __post_init__(self) -> None:
-        _positive(self, "memory", "price")
+        _positive(self, "price")
         if not self.s_part:
             raise ProfileError(f"{self.device} has no times of an S-Part")
 
