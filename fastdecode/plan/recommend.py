@@ -1,14 +1,15 @@
 """Predicts which R-nodes, batch and KV format serve a model at a rate, from profiles of hardware.
 
 Every number of R-nodes, KV format and number of mini-batches is tried. With --rate, the batch is the smallest that
-keeps up; without, the smallest whose throughput is near the best. What exceeds the memory, --tpot or --ttft is left
-out. The figures are predicted, not measured: requests are taken to have mean lengths and to come evenly, so nobody
-queues; `fastdecode-plan simulate` shows a trace's bursts.
+keeps up; without, the smallest whose throughput is near the best. Configurations that keep --rate, --tpot and --ttft
+come first. The figures are predicted, not measured: requests are taken to have mean lengths and to come evenly, so no
+request queues; `fastdecode-plan simulate` shows a trace's bursts.
 """
 
 from __future__ import annotations
 
 import argparse
+import shlex
 from dataclasses import asdict, replace
 from math import ceil
 from pathlib import Path
@@ -60,9 +61,9 @@ def commands(choice: Choice, model: Path | None, max_batch_tokens: int) -> list[
     argv += ["--max-batch-tokens", str(max_batch_tokens), "--schedule", "stable", "--secret-file", "secret"]
     for i in range(choice.r_nodes):
         argv += ["--r-node", f"tcp://r-node-{i + 1}:7300"]
-    NodeConfig.from_args(argv)
+    NodeConfig.from_args(argv)  # a line that the node would refuse must not be printed
     hosts = "r-node-1" if choice.r_nodes == 1 else f"r-node-1 to r-node-{choice.r_nodes}"
-    return [f"# on {hosts}", r_line, "# on the S-node", "fastdecode-node " + " ".join(argv)]
+    return [f"# on {hosts}", r_line, "# on the S-node", shlex.join(["fastdecode-node", *argv])]
 
 
 def run(args: argparse.Namespace) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shlex
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +14,7 @@ from fastdecode.plan.choices import Goal, choose
 from fastdecode.plan.cli import main
 from fastdecode.plan.profile import merged, read_profile
 from fastdecode.plan.published import LLAMA_7B
+from fastdecode.plan.recommend import commands
 
 A10 = merged([read_profile("a10-epyc7452")])
 
@@ -75,6 +77,11 @@ def test_the_printed_commands_start_nodes(capsys):
     assert len(s_node.r_node) == first["r_nodes"] and s_node.mini_batches == first["mini_batches"]
     assert r_node.kv_memory >= first["kv_bytes"]
     assert s_node.max_batch_size * s_node.mini_batches >= first["batch"]
+
+
+def test_a_model_whose_path_has_a_space_stays_one_argument():
+    lines = commands(best(Goal(100, 256))[0], Path("my models/llama"), 512)
+    assert NodeConfig.from_args(shlex.split(lines[-1])[1:]).model == Path("my models/llama")
 
 
 def test_the_table_says_that_it_is_predicted(capsys):
