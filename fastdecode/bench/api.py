@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--model", type=Path, metavar="PATH", help="as for fastdecode-node; default: the demo model")
     add("--api-processes", action="append", type=int, metavar="N", help="repeatable; default: 0 and 1")
     add("--streams", type=int, default=512, help="streams at once")
-    add("--tokens", type=int, default=64, help="output tokens of each")
+    add("--tokens", type=int, default=64, help="output tokens of each stream")
     add("--rounds", type=int, default=3)
     add("--bystanders", type=int, default=31, help="streams beside an expensive load; 0: no such loads")
     add("--json", action="store_true", help="print one JSON object")
@@ -95,7 +95,7 @@ async def _run(args: argparse.Namespace) -> dict[str, Any]:
 
 @contextlib.asynccontextmanager
 async def _node(path: Path, processes: str, streams: int, directory: Path) -> AsyncIterator[str]:
-    """The address of a node whose API has so many processes."""
+    """The address of a node whose API has `processes` processes."""
     argv = ["--model", str(path), "--port", "0", "--api-processes", processes, "--no-access-log"]
     argv += ["--max-batch-size", str(streams), "--max-batch-tokens", str(max(512, streams)), "--kv-memory", "1GiB"]
     node = Node(directory / f"{processes}.log", *argv)
@@ -135,7 +135,7 @@ async def _engine(path: Path, streams: int) -> AsyncIterator[Engine]:
 
 
 async def _drive(engine: Engine, streams: int, tokens: int) -> None:
-    """The load of `_streams` on an engine whose tokens nobody reads."""
+    """The load of `_streams` on an engine whose tokens are not read."""
     params = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
     for i in range(streams):
         engine.submit(_prompt(i), params)
@@ -188,7 +188,7 @@ async def _open(server: str, body: dict[str, Any]) -> _Stream:
 
 
 async def _streams(server: str, streams: int, tokens: int) -> float:
-    """Seconds that so many streams at once take."""
+    """Seconds that `streams` streams of `tokens` tokens take, all at once."""
     ask = {"max_tokens": tokens, "temperature": 0, "ignore_eos": True}
     start = time.perf_counter()
     opened = await asyncio.gather(*(_open(server, ask | {"prompt": _prompt(i)}) for i in range(streams)))

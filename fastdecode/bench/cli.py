@@ -29,7 +29,7 @@ _COMMANDS = (
     "structured",
     "checkpoint",
 )
-#: The modules of the commands; one is not called like its command.
+#: The module of each command. That of `rpart` has another name, because bench/rpart.py is the R-Part of one layer.
 _MODULES = {name: f"fastdecode.bench.{name}" for name in _COMMANDS} | {"rpart": "fastdecode.bench.dispatch"}
 
 

@@ -31,8 +31,8 @@ _TIMEOUT = 60.0  # seconds for a call
 
 @dataclass(frozen=True, slots=True)
 class DecodeShape:
-    """What decodes: `batch` sequences over all mini-batches, each with `context` cached tokens; a round decodes `steps`
-    tokens of each."""
+    """The load: `batch` sequences over all mini-batches, each with `context` cached tokens. A round decodes `steps`
+    tokens of each sequence."""
 
     batch: int
     context: int

@@ -81,8 +81,11 @@ def fault(text: str, schema: dict[str, Any]) -> str | None:
 
 
 def _is_date(value: object) -> bool:
-    """Whether a string is a full-date of RFC 3339. RFC 3339 has a year 0000, with the days of the
-    year 2000. Python's dates, which jsonschema checks with, begin in the year 0001."""
+    """True if `value` is a full-date of RFC 3339, or no string.
+
+    RFC 3339 has a year 0000, with the days of the year 2000. Python's dates, by which jsonschema judges, begin in the
+    year 0001.
+    """
     if not isinstance(value, str):
         return True
     with contextlib.suppress(ValueError):

@@ -27,7 +27,7 @@ from fastdecode.bench.serving.client import first_model
 
 COMMAND = ("structured", "validity of structured output, and the cost of its token masks")
 
-#: An answer to it does not end within any round, and its masks change with every token.
+#: A schema whose answers do not end within any round, and whose masks change with every token.
 _ENDLESS = {"type": "array", "items": {"type": "string", "maxLength": 12}, "minItems": 100_000}
 
 

@@ -30,7 +30,8 @@ _MINI_BATCHES = (1, 2)
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """What is to be served. Lengths are means, in tokens; `rate` in requests a second, times in seconds."""
+    """The load to serve and its objectives. Lengths are means in tokens, `rate` is in requests a second, and times are
+    in seconds."""
 
     n_prompt: float
     n_output: float
@@ -42,7 +43,7 @@ class Goal:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A configuration and what it is predicted to do. Times are in seconds."""
+    """A configuration and its predicted figures. Times are in seconds."""
 
     r_nodes: int
     kv_dtype: str
@@ -59,10 +60,10 @@ class Choice:
 
 
 def choose(model: PlannedModel, profile: Profile, goal: Goal, transport: str, most_r_nodes: int) -> list[Choice]:
-    """Every configuration with its best batch, best first: those that meet the goal, by cost or, without prices, by
-    the number of R-nodes if there is a rate to meet; then by throughput.
+    """Every configuration with its best batch. Configurations that meet the goal come first: the cheapest, or without
+    prices the one of fewest R-nodes if there is a rate to meet. Equal ones follow by throughput.
 
-    `profile` has all sections, as `merged` sees to.
+    `profile` has all sections, as one from `merged` does.
     """
     assert profile.r_node is not None
     choices = []

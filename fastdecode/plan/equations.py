@@ -1,7 +1,8 @@
-"""The performance model: FastDecode's equations (arXiv 2403.11421, section 4.2), and the step with what they leave out.
+"""The performance model: FastDecode's equations (arXiv 2403.11421, section 4.2), and the time of a whole step.
 
-FastDecode models one block of a model without grouped queries, perfect overlap, and no network. `step` adds grouped
-queries, prompts, the bytes on the wire, and what a mini-batch takes by itself. Pure functions; times in seconds.
+FastDecode models one block of a model without grouped queries, perfect overlap, and no network. `part_times` adds
+grouped queries, prompts and the bytes on the wire; `round_seconds` adds the time of a mini-batch by itself. All
+functions are pure; times are in seconds.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def r_nodes_in_balance(s: float, r: float, e: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """A model on hardware: what the time of a step depends on."""
+    """A model on hardware: all that the time of a step depends on."""
 
     model: PlannedModel
     s_part: SPartTimes
@@ -126,8 +127,8 @@ def shared_seconds(parts: Sequence[PartTimes]) -> dict[str, float]:
 
 
 def round_seconds(parts: Sequence[PartTimes], in_turns: bool) -> tuple[float, str]:
-    """Seconds in which each mini-batch in flight does a step, and what binds it: "S-Part", "R-Part", "wire" or "one
-    mini-batch", the one that takes longest by itself. On the same cores nothing overlaps."""
+    """Seconds in which each mini-batch in flight does a step, and what binds the step: "S-Part", "R-Part", "wire", or
+    "one mini-batch": the mini-batch that takes longest by itself. On the same cores nothing overlaps."""
     bounds = shared_seconds(parts)
     if in_turns:
         return sum(p.alone for p in parts), max(("S-Part", "R-Part"), key=bounds.__getitem__)

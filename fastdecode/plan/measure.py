@@ -184,7 +184,8 @@ async def decode_step(model: Model, url: str, rows: int, seconds: float) -> Step
 async def decode_rounds(
     model: Model, urls: Sequence[str], shape: DecodeShape, seconds: float
 ) -> list[tuple[float, float]]:
-    """Seconds of each round, and how many of them the S-Part waited, for about `seconds` after a first round."""
+    """Decode rounds for about `seconds` after a first round. Returns the seconds of each, and how many of them the
+    S-Part waited."""
     decoding = await Decoding.open(model, urls, shape)
     try:
         await decoding.fill()
@@ -222,7 +223,8 @@ async def s_part_times(
 
 
 def link_times(planned: PlannedModel, steps: Sequence[StepTime]) -> LinkTimes:
-    """A link's times from how long steps of few and of many rows waited: to carry the rows, and to append them."""
+    """A link's times, from the waiting of steps of few and of many rows. A step waits while its rows are carried and
+    appended."""
     few, many = steps[0], steps[-1]
     carried = (many.rows - few.rows) * (2 * planned.q_bytes + planned.kv_row_bytes)
     spent = max(many.waited - few.waited, carried / 1e12)  # noise can make it negative

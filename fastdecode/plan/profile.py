@@ -64,7 +64,7 @@ class SPartTimes:
         return float(np.interp(seconds, [t for _, t in self.rows], [n for n, _ in self.rows]))
 
     def scaled(self, parameters: float) -> SPartTimes:
-        """The S-Part of a model with `parameters` weights: as long in proportion."""
+        """The S-Part of a model with `parameters` weights: the times grow with the weights."""
         part = parameters / self.parameters
         return dataclasses.replace(self, parameters=parameters, rows=tuple((n, part * t) for n, t in self.rows))
 
@@ -83,7 +83,8 @@ class SNode:
             raise ProfileError(f"{self.device} has no times of an S-Part")
 
     def times(self, model: str, parameters: float) -> SPartTimes:
-        """The S-Part of a model: its own if it is in the profile, else that of the model nearest in size, scaled."""
+        """The S-Part of a model. A model that the profile does not have gets the scaled S-Part of the model nearest in
+        size."""
         for times in self.s_part:
             if times.model == model:
                 return times
@@ -108,7 +109,8 @@ class RNode:
                 raise ProfileError(f"kv_gbps of {name} does not give a positive GB/s for each GQA group")
 
     def bytes_per_second(self, kv_dtype: str, group: int) -> float:
-        """At which attention reads a KV format; of a group that is not there, the next larger one, else the largest.
+        """Bytes a second at which attention reads a KV format. A GQA group that the profile does not have gets the
+        speed of the next larger group, else of the largest.
 
         Raises ProfileError for a format that the profile does not have.
         """

@@ -1,6 +1,6 @@
-"""The S-Part, the R-nodes and their links in virtual time: they compute nothing and take the times that are predicted.
+"""The S-Part, the R-nodes and their links in virtual time: they compute nothing and take the predicted times.
 
-They stand where the engine has an SPart, Links and a Runner; the engine's own code cannot tell.
+They replace the engine's SPart, Links and Runner; the engine's own code cannot tell the difference.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class VirtualSPart:
 
     def step(self, batch: StepBatch) -> VirtualStep:
         """The cost and the result of a step. An uncached suffix costs the S-Part its rows, and its R-node one reading
-        of what it attends to."""
+        of the tokens that it attends to."""
         model, sampled = self._system.model, []
         rows = prompt_rows = pairs = 0
         read = [0.0] * len(self._links)
@@ -130,7 +130,8 @@ class _Flight:
 
 @dataclass(slots=True)
 class VirtualRunner:
-    """Runs steps in virtual time: a step takes as long as by itself, or longer where steps share a part of the system.
+    """Runs steps in virtual time. A step takes as long as by itself, or longer if it shares a part of the system with
+    other steps.
 
     As one step begins or ends, the pace of the others changes.
     """

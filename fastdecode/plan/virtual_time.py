@@ -1,4 +1,4 @@
-"""An asyncio event loop whose clock jumps: instead of waiting for the next timer, it sets its clock to it."""
+"""An asyncio event loop whose clock jumps: it does not wait for the next timer, but sets the clock to its time."""
 
 from __future__ import annotations
 
