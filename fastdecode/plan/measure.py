@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> None:
     profile = uvloop.run(
         measure(
             directory,
-            rows=args.rows,
+            rows=sorted(set(args.rows)),
             kv_dtypes=args.kv_dtype or ["fp16", "int8", "int4"],
             groups=args.group,
             kv_bytes=args.kv_bytes,

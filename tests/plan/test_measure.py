@@ -15,7 +15,7 @@ from fastdecode.plan.published import LLAMA_7B
 
 def test_a_measured_profile_is_whole_and_can_be_planned_with(tmp_path, capsys):
     path = str(tmp_path / "here.json")
-    argv = ["--rows", "1,3", "--kv-dtype", "int8", "--group", "1", "--kv-bytes", "64KiB", "--transport", "tcp"]
+    argv = ["--rows", "3,1", "--kv-dtype", "int8", "--group", "1", "--kv-bytes", "64KiB", "--transport", "tcp"]
     main(["measure", "--out", path, "--seconds", "0.1", *argv])
     printed = capsys.readouterr().out
     profile = read_profile(path)
