@@ -1,5 +1,4 @@
-"""What the exchange asks of a device at start, and what it says of one that lacks something. For its steps see
-test_replays.py."""
+"""The exchange's check of a device at start, and the faults that the check names. For steps see test_replays.py."""
 
 from __future__ import annotations
 
@@ -57,6 +56,14 @@ def test_the_trial_fails_where_the_stream_is_held_up(simulated, monkeypatch):
     unregister, driver.unregister = driver.unregister, lambda address: gate.fill(1) or unregister(address)
     with pytest.raises(DriverError, match="has not passed an open gate"):
         try_words(driver, stream)
+
+
+def test_a_trial_whose_word_is_refused_leaves_no_stream_waiting(simulated):
+    driver, stream = Driver(), int(simulated.call("cuStreamCreate", 1))
+    write_word, driver.write_word = driver.write_word, lambda stream, address, value: write_word(stream, 1, value)
+    with pytest.raises(DriverError, match="cuStreamWriteValue32"):
+        try_words(driver, stream)
+    assert simulated.finish(stream, 20.0)
 
 
 def test_a_call_that_is_refused_names_itself_and_the_error(cuda):

@@ -135,4 +135,5 @@ def try_words(driver: Driver, stream: int) -> None:
         if early:
             raise DriverError("a stream has passed a closed gate")
     finally:
+        words[0] = 1  # after an error too, because `unregister` waits for the stream
         driver.unregister(address)
