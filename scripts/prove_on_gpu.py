@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Shows on a machine with an NVIDIA GPU what fastdecode's tests cannot show without one.
+"""Runs, on a machine with an NVIDIA GPU, the proofs that fastdecode's tests cannot give without a GPU.
 
     pip install -e '.[test,plot]' cuda-bindings nvidia-cuda-nvrtc-cu12     # and torch's CUDA build
     python scripts/prove_on_gpu.py --out proof
@@ -7,8 +7,8 @@
 writes proof/proof.json and proof/proof.html, a page of results. Each part passes, fails, or is skipped with a reason;
 the exit status is 1 if one fails. `--quick` takes minutes instead of hours: 300 steps, and one batch size a model.
 
-Without a GPU everything runs that can, over the simulated driver of tests/gpu/driver and tiny models on the CPU. Every
-time, and every rate, is then the word "simulated".
+Without a GPU, the parts that can run use the simulated driver of tests/gpu/driver and tiny models on the CPU. The
+results then have the word "simulated" in place of every time and every rate.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from gpu_proof.setting import Setting, Skipped  # noqa: E402
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for the results")
-    parser.add_argument("--only", action="append", choices=PARTS, metavar="PART", help=f"of {', '.join(PARTS)}")
+    parts = f"run this part alone (repeatable): {', '.join(PARTS)}"
+    parser.add_argument("--only", action="append", choices=PARTS, metavar="PART", help=parts)
     parser.add_argument("--steps", type=int, default=100_000, help="replays of a captured step on each transport")
     parser.add_argument("--memory-gib", type=float, default=24.0, help="bound on the GPU memory of the S-Part")
     parser.add_argument("--quick", action="store_true", help="300 steps, and one batch size a model")

@@ -1,4 +1,5 @@
-"""The parts of a proof, by name and in order. Each returns its results, or raises: Skipped, or why it has failed."""
+"""The parts of a proof, by name and in order. A part returns its results. It raises Skipped if it cannot run here, and
+another exception if it fails."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from fastdecode.daemon.machine import usable_cpus
 from gpu_proof import round_trip, serving
 from gpu_proof.setting import Setting, Skipped
 
-_HOURS = 3600.0
+_HOUR = 3600.0
 #: `fastdecode-bench checkpoint` for the shapes of these models. Decode speed does not depend on the weights' values.
 _LARGE = "--layers 32 --hidden 4096 --heads 32 --head-size 128"
 SHAPES = {
@@ -29,7 +30,7 @@ CONTEXT = 512  # cached tokens of each sequence
 
 
 def machine(setting: Setting) -> dict[str, Any]:
-    """What the proof runs on."""
+    """The machine and the packages that the proof runs on."""
     packages = ("torch", "cuda-bindings", "nvidia-cuda-nvrtc-cu12", "transformers", "vllm")
     found = {"cpu": platform.processor() or platform.machine(), "cpus": len(usable_cpus())}
     found["ram_gib"] = round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30)
@@ -60,7 +61,7 @@ def _pytest(setting: Setting, name: str, *arguments: str, steps: int = 300) -> d
     report = setting.out / f"{name}.xml"
     hours = 0.5 + steps / 20_000
     command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", *arguments]
-    setting.run(name, command, hours * _HOURS, FASTDECODE_STEPS=str(steps))
+    setting.run(name, command, hours * _HOUR, FASTDECODE_STEPS=str(steps))
     suite = next(ElementTree.parse(report).getroot().iter("testsuite"))
     counts = {key: int(suite.get(key, 0)) for key in ("tests", "skipped", "failures", "errors")}
     reasons = sorted({skipped.get("message", "") for skipped in suite.iter("skipped")})
@@ -100,11 +101,7 @@ def throughput(setting: Setting) -> dict[str, Any]:
         for shape, options in shapes.items():
             model = Path(folder, shape)
             checkpoint = ["-m", "fastdecode.bench.cli", "checkpoint", "--out", str(model), "--dtype", "fp16"]
-            setting.run(
-                "checkpoint",
-                [*checkpoint, *options.split()],
-                _HOURS,
-            )
+            setting.run("checkpoint", [*checkpoint, *options.split()], _HOUR)
             for kv_dtype in formats:
                 for batch in batches[:1] if setting.quick else batches:
                     cells.append(_decode(setting, shape, model, kv_dtype, batch, peers))
@@ -122,7 +119,7 @@ def _decode(setting: Setting, shape: str, model: Path, kv_dtype: str, batch: int
     command = ["decode", "--model", str(model), "--device", setting.device, "--kv-dtype", kv_dtype]
     try:
         command += ["--batch", str(batch), *sizes, *peers]
-        found = setting.bench(f"decode-{shape}-{kv_dtype}-{batch}", *command, timeout=_HOURS)
+        found = setting.bench(f"decode-{shape}-{kv_dtype}-{batch}", *command, timeout=_HOUR)
     except RuntimeError as error:
         return {**cell, "failed": str(error)}  # too large for the memory, for example
     for name in ("tokens_per_s", "s_tokens_per_s", "r_tokens_per_s"):

@@ -1,4 +1,4 @@
-"""What the parts of a proof share: the machine, and how much is asked of it."""
+"""Setting: the machine that the parts of a proof run on, and the amount of work that they do."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Setting:
         return done.stdout
 
     def bench(self, name: str, *arguments: str, timeout: float) -> dict[str, Any]:
-        """What `fastdecode-bench ... --json` prints, with the GPU's memory bounded."""
+        """The results that `fastdecode-bench ... --json` prints, with the GPU's memory bounded."""
         code = "import sys, torch; from fastdecode.bench.cli import main; share = float(sys.argv.pop(1)); "
         code += "share and torch.cuda.set_per_process_memory_fraction(share); main()"
         share = 0.0

@@ -1,4 +1,4 @@
-"""What the simulated driver refuses, holds up and poisons: the mistakes that other tests rely on it to find.
+"""The simulated driver finds the mistakes that other tests rely on it to find: it refuses, holds up and poisons.
 
 The rules are those of the CUDA driver API's documentation (groups CUDA_MEM, CUDA_MEMOP, CUDA_STREAM, CUDA_GRAPH).
 """

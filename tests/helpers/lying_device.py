@@ -2,13 +2,13 @@
 
 Operations on its tensors are put into the queue of a stream, in order. They run when the host waits for an event or
 for a copy that blocks, and not before. Until then a result and the host memory that a copy goes to hold poison (NaN, or
-a number that is no token), and a copy from host memory reads what that memory holds when the copy runs. So everything
-that code on a GPU must wait for, it must wait for here. Operations that mix devices fail.
+a number that is no token), and a copy from host memory reads what that memory holds when the copy runs. So code
+must wait here for everything that it must wait for on a GPU. Operations that mix devices fail.
 
     with LyingDevice() as device:
         model = load_model(directory, device=NAME)
 
-What happens in between is computed by torch on the CPU. Shapes and views are those that torch's meta device says.
+torch computes the operations on the CPU. Shapes and views are those of torch's meta device.
 """
 
 from __future__ import annotations

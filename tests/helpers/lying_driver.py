@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from lying_device import LyingDevice
 
-_DEVICE = 1 << 60  # what the device adds to the address of registered memory
+_DEVICE = 1 << 60  # the device adds this to the address of registered memory
 _GIVE_UP_S = 20.0
 
 
@@ -86,7 +86,7 @@ class LyingDriver:
     ) -> None:
         self._device.streams[stream].put(lambda: kernel(grid[0], pointers, numbers))
 
-    # -- the kernels of rows.cu; what the source itself does is shown by tests/spart/test_exchange_kernels.py ---------
+    # -- the kernels of rows.cu, whose source tests/spart/test_exchange_kernels.py tests -------------------------------
 
     def _pack(self, blocks: int, pointers: Sequence[int], numbers: Sequence[int]) -> None:
         q, kv, q_slots, kv_slots, counts = map(self._host, pointers)

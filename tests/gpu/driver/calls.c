@@ -1,4 +1,4 @@
-/* The device, the context, and what every call checks first. */
+/* The device, the context, and the checks that every call begins with. */
 #define _GNU_SOURCE
 #include "sim.h"
 

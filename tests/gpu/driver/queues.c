@@ -1,4 +1,4 @@
-/* The hardware queues: a thread each, which runs what the streams of the queue have submitted, in order. */
+/* The hardware queues: a thread each, which runs the operations that the queue's streams have submitted, in order. */
 #define _GNU_SOURCE
 #include "sim.h"
 

@@ -4,8 +4,8 @@
  *   - a device pointer is never the host pointer of the same memory, and only device pointers are taken where the
  *     driver wants them; every access of a kernel is checked (kernels_on_host.h);
  *   - streams share `queues` hardware queues, each in order: a wait that is open holds up everything behind it;
- *   - what the driver synchronises with (unregistering, freeing, the first launch of a lazily loaded kernel) waits for
- *     all queues, so it deadlocks behind an open wait as on a GPU;
+ *   - calls that synchronise (unregistering, freeing, the first launch of a lazily loaded kernel) wait for all queues,
+ *     so they deadlock behind an open wait as on a GPU;
  *   - a host buffer holds poison from the moment a copy to it is queued until the copy has run;
  *   - an illegal access ends the context: every later call returns its error.
  * Its refusals have a sentence (sim_why). It has no clock: nothing here says how long anything takes on a GPU.
@@ -107,7 +107,7 @@ typedef struct stream {
     graph_t *graph; /* of the capture */
 } stream_t;
 
-/* ---- calls.c: what every call does first ---- */
+/* ---- calls.c: the checks that every call begins with ---- */
 
 int sim_fail(int code, const char *format, ...) __attribute__((format(printf, 2, 3)));
 /* The sticky error of an operation that ran. Ends the context. */

@@ -287,7 +287,7 @@ API int cuEventQuery(event_t *event) {
     ENTER(true);
     if (event->captured) return sim_fail(CAPTURED_EVENT, "the event was recorded in a capture");
     if (atomic_load(&event->done) < atomic_load(&event->recorded))
-        return sim_fail(NOT_READY, "what the event was recorded after is not done");
+        return sim_fail(NOT_READY, "the work before the event is not done");
     return sim_enter(__func__, false);
 }
 
