@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 import numpy as np
 
@@ -45,11 +45,11 @@ class RegionLink(Link):
         lease: Lease,
         region: Region,
         port: Port,
-        release: Callable[[], object] | None = None,
+        release: Callable[[], Awaitable[object]] | None = None,
     ):
         """Takes ownership of `conn`, `region` and `port`; starts on the running event loop.
 
-        `release` is called once `port` is closed, and frees what `port` has borrowed from the transport.
+        `release` is awaited once `port` is closed, and frees what `port` has borrowed from the transport.
         """
         self.url = url
         self.geometry = region.geometry
@@ -239,7 +239,7 @@ class RegionLink(Link):
         self._conn.close()
         await self._loop.run_in_executor(None, self.port.close)
         if self._release:
-            self._release()
+            await self._release()
         self._region_map.close()
 
     async def closed(self) -> LinkDown | None:

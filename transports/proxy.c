@@ -7,7 +7,6 @@
 
 enum { LOOKS_PER_CLOCK = 16 };     /* the thread reads the clock once in this many rounds */
 #define NAP_MAX_NS 200000u         /* longest nap (fd_nap_ns) while slots are driven and no word changes */
-#define IDLE_NAP_NS 5000000u       /* nap while no slot is driven */
 #define PROBE_NS 1000000u          /* a carrier that cannot wake anybody is probed this often */
 #define PROBE_HARDER_NS 250000000u /* and harder this often */
 
@@ -25,6 +24,7 @@ struct fd_proxy {
     int done_fds[FD_MAX_SLOTS]; /* eventfds */
     pthread_t thread;
     pthread_mutex_t lock; /* guards everything below; the thread holds it for a round */
+    pthread_cond_t begun; /* there is something to watch, or the thread is to stop */
     pthread_cond_t ended; /* the thread has let go of a slot */
     bool stop;
     uint64_t spin_ns;
@@ -102,7 +102,8 @@ static void *proxy_main(void *arg) {
     for (uint32_t i = 1;; i++) {
         bool any = false;
         pthread_mutex_lock(&p->lock);
-        const bool stop = p->stop, idle = !p->n && !p->expected;
+        for (; !p->stop && !p->n && !p->expected; any = true) pthread_cond_wait(&p->begun, &p->lock);
+        const bool stop = p->stop;
         for (uint32_t k = 0; k < p->n; k++) any |= carry(&p->slots[k]);
         any |= announce(p);
         if (p->n && i % LOOKS_PER_CLOCK == 0) {
@@ -112,18 +113,14 @@ static void *proxy_main(void *arg) {
         let_go(p);
         pthread_mutex_unlock(&p->lock);
         if (stop) return NULL;
+        if (any) quiet_since = fd_now_ns();
         if (any || i % LOOKS_PER_CLOCK) {
-            if (any) quiet_since = fd_now_ns();
             fd_cpu_relax();
-            if (!idle) continue;
-        }
-        const uint64_t quiet_ns = fd_now_ns() - quiet_since;
-        if (!idle && quiet_ns < p->spin_ns) {
-            if (quiet_ns >= FD_YIELD_AFTER_NS) sched_yield();
             continue;
         }
-        const uint64_t nap_ns = idle ? IDLE_NAP_NS : fd_nap_ns(quiet_ns, NAP_MAX_NS);
-        nanosleep(&(struct timespec){.tv_nsec = (long)nap_ns}, NULL);
+        const uint64_t quiet_ns = fd_now_ns() - quiet_since, nap_ns = fd_nap_ns(quiet_ns, NAP_MAX_NS);
+        if (quiet_ns >= p->spin_ns) nanosleep(&(struct timespec){.tv_nsec = (long)nap_ns}, NULL);
+        else if (quiet_ns >= FD_YIELD_AFTER_NS) sched_yield();
     }
 }
 
@@ -158,6 +155,7 @@ fd_proxy_t *fd_proxy_new(uint32_t spin_us) {
     }
     p->spin_ns = spin_us * 1000ull;
     pthread_mutex_init(&p->lock, NULL);
+    pthread_cond_init(&p->begun, NULL);
     pthread_cond_init(&p->ended, NULL);
     sigset_t all, before; /* Python's main thread handles signals */
     sigfillset(&all);
@@ -173,8 +171,10 @@ fd_proxy_t *fd_proxy_new(uint32_t spin_us) {
 void fd_proxy_free(fd_proxy_t *p) {
     pthread_mutex_lock(&p->lock);
     p->stop = true;
+    pthread_cond_signal(&p->begun);
     pthread_mutex_unlock(&p->lock);
     pthread_join(p->thread, NULL);
+    pthread_cond_destroy(&p->begun);
     pthread_cond_destroy(&p->ended);
     pthread_mutex_destroy(&p->lock);
     destroy(p);
@@ -193,6 +193,7 @@ void fd_proxy_expect(fd_proxy_t *p, uint32_t i) {
     while (read(p->done_fds[i], &count, sizeof count) < 0 && errno == EINTR) {
     }
     p->expected |= 1u << i;
+    pthread_cond_signal(&p->begun);
     pthread_mutex_unlock(&p->lock);
 }
 
@@ -211,6 +212,7 @@ fd_port_result_t fd_proxy_begin(fd_proxy_t *p, fd_port_t *port, uint32_t slot, u
         fd_word_store(&fd_port_slot(port, slot)->layer_request, 0);
         port->slots[slot].phase = FD_SLOT_ASKED;
         p->slots[p->n++] = (driven_t){.port = port, .slot = slot, .timeout_ns = timeout_ns};
+        pthread_cond_signal(&p->begun);
     }
     pthread_mutex_unlock(&p->lock);
     return *misuse ? FD_PORT_MISUSE : FD_PORT_OK;

@@ -18,6 +18,7 @@ within half a second of a write, and TCP's probes fail within 5 seconds. Each en
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -105,9 +106,9 @@ async def connect(url: str, hello: Hello, secret: bytes | None, *, spin_us: int)
         endpoint.watch(port.reap, port.kill)
         on_failure.pop_all()
 
-    def release() -> None:
+    async def release() -> None:
         endpoint.unwatch()
-        endpoint.close()
+        await asyncio.to_thread(endpoint.close)
 
     return RegionLink(url, conn, lease, region, port, release)
 

@@ -2,7 +2,7 @@
 
 pyverbs of Debian 12 (rdma-core 44) and pyverbs of PyPI keep their constants in different modules; `_Enums` hides the
 difference. pyverbs opens and closes all objects here, but C posts the work requests: `rdma_poster.h` says why, and
-`_queue_pair_address` how the poster finds the queue pair.
+`_queue_pair_field` how the poster finds the queue pair.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from ._native import verbs_fds
 from .base import TransportError
 from .messages import Endpoint as EndpointMessage
 from .rdma_devices import PortGid, RdmaPort, describe_memlock
+
+log = logging.getLogger(__name__)
 
 INSTALL = (
     "Debian and Ubuntu have the package python3-pyverbs, for the system's Python and rdma-core; "
@@ -100,15 +102,28 @@ def load() -> Verbs:
         root.setLevel(level)
 
 
-def _queue_pair_address(qp: Any) -> int:
-    """The address of the struct ibv_qp (libibverbs) behind a pyverbs QP.
+def _queue_pair_field(qp: Any) -> ctypes.c_uint64:
+    """The field of a pyverbs QP that holds the address of its struct ibv_qp (libibverbs).
 
     pyverbs has no function for it. In every version so far (44 to 59) the pointer is the first field of class QP after
     the fields of its base class. `verbs_fds` checks the result without trusting the address.
     """
     base = type(qp).__base__
     assert base is not None  # only `object` has none
-    return ctypes.c_uint64.from_address(id(qp) + base.__basicsize__).value
+    return ctypes.c_uint64.from_address(id(qp) + base.__basicsize__)
+
+
+def _destroy_queue_pair(qp: Any) -> None:
+    """Destroy the queue pair behind a pyverbs QP, whose own `close` then does nothing.
+
+    A driver may take long over a queue pair whose last packets have not left: the driver of Linux's software device
+    (rxe) waits up to 50 seconds for them. pyverbs would hold the GIL meanwhile, ctypes does not.
+    """
+    field = _queue_pair_field(qp)
+    error = ctypes.CDLL("libibverbs.so.1").ibv_destroy_qp(ctypes.c_void_p(field.value))
+    field.value = 0
+    if error:
+        log.warning("an RDMA queue pair cannot be destroyed: %s", os.strerror(error))
 
 
 class Endpoint:
@@ -169,9 +184,10 @@ class Endpoint:
         self._pair = verbs.qp.QP(domain, wanted)
         on_close(self._pair.close)
         try:
-            self._fds = verbs_fds(_queue_pair_address(self._pair), self._pair.qp_num)
+            self._fds = verbs_fds(_queue_pair_field(self._pair).value, self._pair.qp_num)
         except ValueError as error:
             raise TransportError(f"this version of pyverbs is not known to fastdecode ({error}): {INSTALL}") from None
+        on_close(_destroy_queue_pair, self._pair)
 
     @property
     def description(self) -> EndpointMessage:
@@ -204,7 +220,7 @@ class Endpoint:
         except verbs.Error as error:
             raise TransportError(f"{port_gid.port} cannot connect to the peer's queue pair: {error}") from None
         return (
-            _queue_pair_address(self._pair),
+            _queue_pair_field(self._pair).value,
             self._pair.qp_num,
             self._registration.lkey,
             peer.rkey,
@@ -279,8 +295,11 @@ class Endpoint:
             return False
 
     def close(self) -> None:
-        """Destroy the queue pair and the registration.
+        """Destroy the queue pair and the registration, which may take long (`_destroy_queue_pair`).
 
-        To be called after `unwatch` and the poster's `close`. Idempotent.
+        To be called after `unwatch` and the poster's `close`, on a thread that may block. Idempotent.
         """
-        self._closing.close()
+        try:
+            self._closing.close()
+        except self._verbs.Error as error:  # nobody can do more about it than the kernel, once this process ends
+            log.warning("%s does not free everything of a link: %s", self._port_gid.port, error)

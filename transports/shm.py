@@ -69,7 +69,11 @@ async def connect(url: str, hello: Hello, secret: bytes | None, *, spin_us: int)
         on_failure.callback(region.close)
         port = Port(region.view, geometry_tuple(hello.geometry), spin_us, wake_fd=wake_fd)
         on_failure.pop_all()
-    return RegionLink(url, conn, lease, region, port, lambda: os.close(wake_fd))
+
+    async def release() -> None:
+        os.close(wake_fd)
+
+    return RegionLink(url, conn, lease, region, port, release)
 
 
 async def _dial(url: str, path: str) -> FrameSocket:
