@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import re
 import statistics
 import tempfile
 import time
@@ -25,6 +24,7 @@ import uvloop
 from tqdm import tqdm
 
 from fastdecode.bench.options import print_result
+from fastdecode.bench.serving.client import metrics
 from fastdecode.bench.soaking.processes import Node
 from fastdecode.daemon.config import NodeConfig
 from fastdecode.daemon.embedded import EmbeddedRNode, split_machine
@@ -247,15 +247,8 @@ async def _send(url: str, body: dict[str, Any]) -> None:
 async def _step_counters(server: str) -> tuple[float, float]:
     """The seconds that the S-Part has computed, and its steps."""
     async with aiohttp.ClientSession() as session, session.get(f"{server}/metrics") as answer:
-        text = await answer.text()
-
-    def value(name: str) -> float:
-        found = re.search(rf"^fastdecode:{name}{{.*}} (\S+)$", text, re.M)
-        if found is None:
-            raise RuntimeError(f"{server}/metrics has no fastdecode:{name}")
-        return float(found[1])
-
-    return value("s_seconds_total"), value("steps_total")
+        values = metrics(await answer.text())
+    return values["fastdecode:s_seconds_total"], values["fastdecode:steps_total"]
 
 
 def _a_step(before: tuple[float, float], after: tuple[float, float]) -> float:

@@ -18,12 +18,11 @@ from typing import Any
 
 import aiohttp
 import uvloop
-from prometheus_client.parser import text_string_to_metric_families
 from tqdm import tqdm
 
 from fastdecode.bench.options import print_result
 from fastdecode.bench.schemas import SCHEMAS, fault
-from fastdecode.bench.serving.client import first_model
+from fastdecode.bench.serving.client import first_model, metrics
 
 COMMAND = ("structured", "validity of structured output, and the cost of its token masks")
 
@@ -84,8 +83,8 @@ class _Server:
         """Seconds of all steps since the server's start, and their number."""
         async with self._http.get(f"{self._url.removesuffix('/v1')}/metrics") as response:
             text = await response.text()
-        samples = {s.name: s.value for family in text_string_to_metric_families(text) for s in family.samples}
-        return samples["fastdecode:step_seconds_sum"], samples["fastdecode:step_seconds_count"]
+        values = metrics(text)
+        return values["fastdecode:step_seconds_sum"], values["fastdecode:step_seconds_count"]
 
 
 async def _judge(args: argparse.Namespace, server: _Server) -> dict[str, Any]:

@@ -15,6 +15,9 @@ from tqdm import tqdm
 
 from fastdecode.bench.serving.workload import Prompts, Request
 
+#: Gauges of /metrics that are sampled; each server has a prefix of its own.
+_GAUGES = (":num_requests_running", ":num_requests_waiting", ":kv_cache_usage_perc")
+
 
 @dataclass(slots=True)
 class Answer:
@@ -159,24 +162,29 @@ async def _stream(session: aiohttp.ClientSession, url: str, data: bytes, answer:
 
 async def _sample(session: aiohttp.ClientSession, url: str, samples: list[dict[str, float]], start: float) -> None:
     """Read the server's gauges about once a second, if it has a /metrics."""
-    metrics = url.removesuffix("/v1") + "/metrics"
+    where = url.removesuffix("/v1") + "/metrics"
     while True:
         try:
-            async with session.get(metrics) as response:
+            async with session.get(where) as response:
                 if response.status != 200:
                     return
                 text = await response.text()
         except (aiohttp.ClientError, OSError, TimeoutError):
             return
-        sample = {"t": time.perf_counter() - start}
-        for line in text.splitlines():
-            if line and not line.startswith("#"):
-                name, _, value = line.rpartition(" ")
-                family = name.partition("{")[0].partition(":")[2]
-                if family in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
-                    sample[family] = sample.get(family, 0.0) + float(value)
-        samples.append(sample)
+        gauges = {name.partition(":")[2]: value for name, value in metrics(text).items() if name.endswith(_GAUGES)}
+        samples.append({"t": time.perf_counter() - start} | gauges)
         await asyncio.sleep(1.0)
+
+
+def metrics(text: str) -> dict[str, float]:
+    """The values in the text of /metrics, by name. Values that differ in their labels alone are added up."""
+    values: dict[str, float] = {}
+    for line in text.splitlines():
+        if line and not line.startswith("#"):
+            name, _, value = line.rpartition(" ")
+            name = name.partition("{")[0]
+            values[name] = values.get(name, 0.0) + float(value)
+    return values
 
 
 def _headers(api_key: str | None) -> dict[str, str]:

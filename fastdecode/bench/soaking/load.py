@@ -15,6 +15,8 @@ from typing import Any
 import aiohttp
 import orjson
 
+from fastdecode.bench.serving.client import metrics
+
 MARGIN = 1e-3  # nats
 _FIRST_ID, _LAST_ID = 300, 4000
 _TIMEOUT = aiohttp.ClientTimeout(total=300)
@@ -101,10 +103,9 @@ class Client:
     async def metrics(self) -> dict[str, float]:
         """The S-node's gauges of its R-node, by name without prefix. Raises aiohttp.ClientError, OSError."""
         async with self._session.get(f"{self.url}/metrics", timeout=_TIMEOUT) as response:
-            lines = (await response.text()).splitlines()
+            values = metrics(await response.text())
         mark = "fastdecode:r_node_"
-        samples = (line.removeprefix(mark).rpartition(" ") for line in lines if line.startswith(mark))
-        return {name.partition("{")[0]: float(value) for name, _, value in samples}
+        return {name.removeprefix(mark): value for name, value in values.items() if name.startswith(mark)}
 
     def _post(self, request: Request, **fields: Any) -> Any:
         body = {"model": self._model, "prompt": request.prompt, "max_tokens": request.max_tokens}
