@@ -182,20 +182,19 @@ def test_the_documentation_lists_every_type() -> None:
     lines = [
         "# Models",
         "",
-        "The native decoder serves Llama, Mistral, Mixtral, Qwen2, Qwen3, Qwen3-MoE, gpt-oss, Phi-3, Granite and OPT. "
-        "The transformers backend (`--backend transformers`, extra `fastdecode[models]`) serves every causal language "
-        "model of transformers "
-        "whose attention goes through its attention interface, and Falcon, MPT and BLOOM.",
+        "The native decoder serves Llama, Mistral, Mixtral, Qwen2, Qwen3, Qwen3-MoE, gpt-oss, Phi-3, Granite and OPT.",
+        "The transformers backend (`--backend transformers`, extra `fastdecode[models]`) serves every causal language",
+        "model of transformers whose attention goes through its attention interface, and Falcon, MPT and BLOOM.",
         "",
-        "This table is written by `FASTDECODE_WRITE_DOCS=1 pytest tests/spart/test_hf.py`. A type that is served gives "
-        "the tokens of transformers' `generate` in fp32, with prompts of 1 to 600 tokens in chunks and two "
-        "mini-batches, on a tiny random model. A type that is refused is refused before its weights are read. Falcon "
-        "with ALiBi (falcon-rw) is refused: transformers rounds its position biases to bf16.",
+        "`FASTDECODE_WRITE_DOCS=1 pytest tests/spart/test_hf.py` writes this table. A type that is served gives the",
+        "tokens of transformers' `generate` in fp32, with prompts of 1 to 600 tokens in chunks and two mini-batches, on",
+        "a tiny random model. A type that is refused is refused before its weights are read. Falcon with ALiBi",
+        "(falcon-rw) is refused: transformers rounds its position biases to bf16.",
         "",
-        "Each layer is stored with its own heads: layers with fewer or smaller ones (Gemma 4), and heads of V that are "
-        "smaller than those of K (DeepSeek), take no more memory than they need. Layers that share K and V (Gemma 3n, "
-        "Gemma 4) are stored once. A KV page holds all layers, so pages beyond a layer's window stay as long as "
-        "another layer needs them.",
+        "Each layer is stored with its own heads: layers with fewer or smaller heads (Gemma 4), and heads of V that are",
+        "smaller than those of K (DeepSeek), take no more memory than they need. Layers that share K and V (Gemma 3n,",
+        "Gemma 4) are stored once. A KV page holds all layers, so pages beyond a layer's window stay as long as another",
+        "layer needs them.",
         "",
         "| Model type | Served | Reason |",
         "|---|---|---|",
