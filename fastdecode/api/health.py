@@ -36,6 +36,7 @@ def health(engine: Status, *, closing: bool, stalled_after: float) -> tuple[int,
             {
                 "url": node.url,
                 "alive": node.alive,
+                "draining": node.draining,
                 "isa": node.isa,
                 "threads": node.threads,
                 "pages_used": node.pages_used,

@@ -175,6 +175,19 @@ class NodeConfig:
         parse=option_values.url,
         metavar="URL",
     )
+    r_nodes_file: Path | None = _option(
+        "file with the R-nodes to use, one URL a line; R-nodes that join or leave it are taken up or emptied while the "
+        "node runs",
+        role="s",
+        parse=Path,
+        metavar="FILE",
+    )
+    r_nodes_dns: str | None = _option(
+        "use an R-node at each address of a host name, tcp://host:port, as the name resolves from time to time",
+        role="s",
+        parse=option_values.named_host,
+        metavar="URL",
+    )
     connect_seconds: float = _option(
         "at start, how long to wait for R-nodes that cannot be reached yet", 30.0, role="s", parse=option_values.seconds
     )
@@ -375,11 +388,14 @@ class NodeConfig:
             )
         if self.ssl_keyfile is not None and self.ssl_certfile is None:
             raise ConfigError("--ssl-keyfile needs --ssl-certfile")
-        if self.r_node:
+        given = [flag(name) for name in ("r_node", "r_nodes_file", "r_nodes_dns") if getattr(self, name)]
+        if len(given) > 1:
+            raise ConfigError(f"{given[0]} and {given[1]} each say which R-nodes to use: give one of them")
+        if given:
             for name in EMBEDDED_OPTIONS:
                 if getattr(self, name) != _DEFAULTS[name]:
                     raise ConfigError(
-                        f"{flag(name)} is for the embedded R-node; with --r-node, give it to the R-node itself"
+                        f"{flag(name)} is for the embedded R-node; with {given[0]}, give it to the R-node itself"
                     )
         if self.cpus is not None and self.threads is not None and len(self.cpus) != self.threads:
             raise ConfigError(f"--cpus names {len(self.cpus)} cpus for --threads {self.threads}")
@@ -391,6 +407,11 @@ class NodeConfig:
                 raise ConfigError(f"{flag(name)} is at most {most}")
         if self.max_batch_size > self.max_batch_tokens:
             raise ConfigError("--max-batch-size is larger than --max-batch-tokens: every sequence needs a row")
+
+    @property
+    def uses_r_nodes(self) -> bool:
+        """True if the S-node uses R-nodes that run already; False: it starts an embedded one."""
+        return bool(self.r_node or self.r_nodes_file or self.r_nodes_dns)
 
     def model_path(self) -> Path | None:
         """The model directory or GGUF file that --model names; None without --model.

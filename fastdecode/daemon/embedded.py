@@ -45,7 +45,7 @@ def split_machine(config: NodeConfig, *, s_on_gpu: bool) -> Split:
     node.
     """
     cores = len(usable_cpus())
-    if config.r_node:
+    if config.uses_r_nodes:
         return Split(config.s_threads or cores, 0, config.mini_batches or 2)
     side_by_side = config.threads or config.cpus or config.s_threads or config.numa_node is not None
     if not s_on_gpu and not side_by_side and (config.mini_batches or 1) == 1:

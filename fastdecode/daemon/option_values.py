@@ -96,6 +96,18 @@ def named_directory(text: str) -> tuple[str, Path]:
     return name, Path(directory)
 
 
+def named_host(text: str) -> str:
+    """A URL of a host and a port."""
+    try:
+        parts = urlsplit(text)
+        good = parts.scheme in ("tcp", "rdma") and parts.hostname and parts.port and not (parts.path or parts.query)
+    except ValueError:
+        good = False
+    if not good:
+        raise ValueError(f"{text!r} is not of the form tcp://host:port or rdma://host:port")
+    return text
+
+
 def url(text: str) -> str:
     if not urlsplit(text).scheme or "://" not in text:
         raise ValueError(f"{text!r} is not a URL such as tcp://host:port or shm:///path/to/socket")

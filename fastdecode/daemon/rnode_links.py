@@ -1,14 +1,17 @@
-"""The links of an S-node: opened at start, and opened again when an R-node is lost."""
+"""The links of an S-node: opened at start, opened again when an R-node is lost, and opened and closed as R-nodes join
+and leave the set (discovery.py)."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Coroutine, Iterable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fastdecode.daemon.config import format_bytes
+from fastdecode.daemon.discovery import DiscoveryError, RNodeSet
 from fastdecode.kernels._native import page_bytes
 from fastdecode.region.contract import KV_DTYPES, PAGE_TOKENS
 from fastdecode.region.geometry import geometry_tuple
@@ -38,35 +41,94 @@ def first_lease(hello: Hello, longest: int) -> int:
     return max(1, min(-(-longest // PAGE_TOKENS), _FIRST_LEASE_BYTES // one_page)) * one_page
 
 
+@dataclass(slots=True, eq=False)
+class _Member:
+    """An R-node of the set, or one that is leaving it."""
+
+    url: str
+    link: Link | None = None  # the current link, alive or not; None: none has been opened yet
+    position: int | None = None  # in the engine; None: the engine does not use it
+    task: asyncio.Task[None] | None = None  # keeps it linked or, once it has left the set, empties it
+
+
 class RNodeLinks:
-    """All links of one S-node. `links[i]` is the current link to the i-th R-node, alive or not."""
+    """All links of one S-node."""
 
     def __init__(
         self,
-        urls: Sequence[str],
+        r_nodes: RNodeSet,
         hello: Hello,
         secret: bytes | None,
         config: NodeConfig,
         embedded: EmbeddedRNode | None = None,
     ):
         """`embedded` is the child process behind the only URL, which is started again when it is lost."""
-        self.links: list[Link] = []
-        self._urls = urls
+        self._r_nodes = r_nodes
         self._hello = hello
         self._secret = secret
         self._config = config
         self._embedded = embedded
-        self._watchers: list[asyncio.Task[None]] = []
+        self._members: list[_Member] = []
+        self._leaving: dict[str, _Member] = {}
+        self._following: asyncio.Task[None] | None = None
+
+    # -- start ----------------------------------------------------------------------------------------------------
 
     async def open(self) -> list[Link]:
-        """Open a link to each R-node, and wait up to `connect_seconds` in all for R-nodes that cannot be reached yet.
+        """Open the links, and wait up to `connect_seconds` in all for R-nodes that cannot be reached yet. Of a set that
+        may change, one R-node is enough; `watch` opens the links to the others.
 
         Raises LinkDown after that time; LinkRefused and TransportError at once.
         """
         deadline = time.monotonic() + (0 if self._embedded else self._config.connect_seconds)
-        for url in self._urls:
-            self.links.append(await self._open_until(url, deadline))
-        return list(self.links)
+        self._members = [_Member(url) for url in await self._first_set(deadline)]
+        if self._r_nodes.interval is None:
+            for member in self._members:
+                member.link = await self._open_until(member.url, deadline)
+        else:
+            opening = {asyncio.create_task(self._open_until(m.url, deadline)): m for m in self._members}
+            try:
+                await self._first_link(opening)
+            finally:
+                for task in opening:
+                    task.cancel()
+                ended = await asyncio.gather(*opening, return_exceptions=True)
+                for member, link in zip(opening.values(), ended, strict=True):
+                    if isinstance(link, Link):
+                        member.link = link
+        links: list[Link] = []
+        for member in self._members:
+            if member.link is not None:
+                member.position = len(links)
+                links.append(member.link)
+        return links
+
+    async def _first_set(self, deadline: float) -> list[str]:
+        last_message = None
+        while True:
+            try:
+                return list(await self._r_nodes.read())
+            except DiscoveryError as error:
+                if time.monotonic() >= deadline:
+                    raise LinkDown(f"no R-nodes: {error}") from None
+                if str(error) != last_message:
+                    last_message = str(error)
+                    log.warning("no R-nodes: %s; trying again", last_message)
+            await asyncio.sleep(_RETRY_SECONDS)
+
+    @staticmethod
+    async def _first_link(opening: Iterable[asyncio.Task[Link]]) -> None:
+        """Wait until a link is open, and a moment more for others. Raises TransportError if none can be opened."""
+        pending, error = set(opening), None
+        while pending:
+            done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            if any(task.exception() is None for task in done):
+                if pending:
+                    await asyncio.wait(pending, timeout=_RETRY_SECONDS)
+                return
+            error = next(iter(done)).exception()
+        assert error is not None, "the set is not empty"
+        raise error
 
     async def _open_until(self, url: str, deadline: float) -> Link:
         last_message = None
@@ -107,49 +169,131 @@ class RNodeLinks:
         )
         return link
 
-    def watch(self, engine: Engine) -> None:
-        """Start a task for each R-node that opens a new link when the R-node is lost, and gives it to the engine."""
-        for index in range(len(self.links)):
-            watch = asyncio.create_task(self._watch(index, engine))
-            watch.add_done_callback(_log_failure)
-            self._watchers.append(watch)
+    # -- while the node runs --------------------------------------------------------------------------------------
 
-    async def _watch(self, index: int, engine: Engine) -> None:
-        attempt = 0
+    def watch(self, engine: Engine) -> None:
+        """Keep a link to every R-node of the set: open a new one when an R-node is lost or joins, empty and close those
+        of R-nodes that leave."""
+        for member in self._members:
+            self._start(member, self._keep(member, engine))
+        if self._r_nodes.interval is not None:
+            self._following = asyncio.create_task(self._follow(engine, self._r_nodes.interval))
+            self._following.add_done_callback(_log_failure)
+
+    @staticmethod
+    def _start(member: _Member, work: Coroutine[None, None, None]) -> None:
+        member.task = asyncio.create_task(work)
+        member.task.add_done_callback(_log_failure)
+
+    async def _keep(self, member: _Member, engine: Engine) -> None:
+        attempt, lost = 0, False
         while True:
             opened_at = time.monotonic()
-            if await self.links[index].closed() is None:
-                return
+            if member.link is not None:
+                if await member.link.closed() is None:
+                    return
+                lost = True
             if time.monotonic() - opened_at > _STABLE_SECONDS:
                 attempt = 0
-            while not await self._reconnect(index, attempt):
-                attempt += 1
+            pause = lost  # an R-node that has just joined is connected to at once
+            while (link := await self._connect(member.url, attempt if pause else None)) is None:
+                attempt, pause = attempt + 1, True
             attempt += 1
-            engine.replace_link(index, self.links[index])
-            log.info("R-node %s is back", self._urls[index])
+            member.link = link
+            if member.position is None:
+                member.position = engine.add_link(link)
+                log.info("R-node %s has joined", member.url)
+            else:
+                engine.replace_link(member.position, link)
+                log.info("R-node %s is back", member.url)
 
-    async def _reconnect(self, index: int, attempt: int) -> bool:
-        """Try once to open a new link to a lost R-node. Returns whether there is one."""
-        await asyncio.sleep(_PAUSES_SECONDS[min(attempt, len(_PAUSES_SECONDS) - 1)])
+    async def _connect(self, url: str, attempt: int | None) -> Link | None:
+        """Try once to open a link, after a pause unless `attempt` is None. None: it has failed."""
+        if attempt is not None:
+            await asyncio.sleep(_PAUSES_SECONDS[min(attempt, len(_PAUSES_SECONDS) - 1)])
         try:
             if self._embedded:
                 await self._embedded.restart()
-            self.links[index] = await self._open(self._urls[index])
+            return await self._open(url)
         except (TransportError, OSError, RuntimeError) as reason:
-            log.log(logging.WARNING if self._embedded else logging.DEBUG, "R-node %s: %s", self._urls[index], reason)
-            return False
-        return True
+            loud = self._embedded or not attempt
+            log.log(logging.WARNING if loud else logging.DEBUG, "R-node %s: %s", url, reason)
+            return None
+
+    async def _follow(self, engine: Engine, interval: float) -> None:
+        """Follow the changes of the set."""
+        last_message = None
+        while True:
+            await asyncio.sleep(interval)
+            try:
+                urls = await self._r_nodes.read()
+            except DiscoveryError as error:
+                if str(error) != last_message:
+                    last_message = str(error)
+                    log.warning("the set of R-nodes stays as it is: %s", last_message)
+                continue
+            last_message = None
+            known = {member.url for member in self._members}
+            for member in [m for m in self._members if m.url not in urls]:
+                self._members.remove(member)
+                await self._leave(member, engine)
+            for url in urls:
+                if url not in known:
+                    await self._join(url, engine)
+
+    async def _join(self, url: str, engine: Engine) -> None:
+        member = self._leaving.pop(url, None) or _Member(url)
+        if member.task is not None:  # it is being emptied: it may stay
+            await _cancelled(member.task)
+            if member.position is not None:
+                engine.r_nodes.end_drain(member.position)
+            elif member.link is not None:
+                link, member.link = member.link, None
+                await link.close()
+        log.info("R-node %s joins the set", url)
+        self._members.append(member)
+        self._start(member, self._keep(member, engine))
+
+    async def _leave(self, member: _Member, engine: Engine) -> None:
+        log.info("R-node %s has left the set%s", member.url, "" if member.position is None else "; emptying it")
+        if member.task is not None:
+            await _cancelled(member.task)
+        self._leaving[member.url] = member
+        self._start(member, self._empty(member, engine))
+
+    async def _empty(self, member: _Member, engine: Engine) -> None:
+        """Empty an R-node that has left the set, and close its link."""
+        if member.position is not None:
+            await engine.r_nodes.drain(member.position)
+            position, member.position = member.position, None
+            await asyncio.shield(engine.r_nodes.retire(position))
+        link, member.link = member.link, None
+        if link is not None:
+            await link.close()
+        if self._leaving.get(member.url) is member:
+            del self._leaving[member.url]
+        log.info("R-node %s is no longer used", member.url)
 
     def unwatch(self) -> None:
-        """Stop the tasks of `watch`."""
-        for watch in self._watchers:
-            watch.cancel()
+        """Stop what `watch` has started."""
+        if self._following is not None:
+            self._following.cancel()
+        for member in [*self._members, *self._leaving.values()]:
+            if member.task is not None:
+                member.task.cancel()
 
     async def close(self) -> None:
         """Close all links."""
-        await asyncio.gather(*(link.close() for link in self.links))
+        members = [*self._members, *self._leaving.values()]
+        await asyncio.gather(*(member.link.close() for member in members if member.link is not None))
+
+
+async def _cancelled(task: asyncio.Task[None]) -> None:
+    """Cancel a task and wait for its end."""
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
 
 
 def _log_failure(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and (error := task.exception()):
-        log.error("the task that reconnects an R-node has failed", exc_info=error)
+        log.error("a task that keeps the links to R-nodes has failed", exc_info=error)

@@ -19,6 +19,7 @@ from fastdecode.daemon.activity import log_activity
 from fastdecode.daemon.api_processes import ApiProcesses
 from fastdecode.daemon.check_model import check_fits
 from fastdecode.daemon.config import ConfigError, NodeConfig, format_bytes
+from fastdecode.daemon.discovery import FixedSet, RNodeSet, r_node_set
 from fastdecode.daemon.embedded import EmbeddedRNode, Split, split_machine
 from fastdecode.daemon.gpu import node_exchange
 from fastdecode.daemon.memory_plan import capacity, staged_tokens
@@ -127,20 +128,23 @@ async def _serve(
         max_seqs=min(MAX_SEQS, 2 * split.mini_batches * config.max_batch_size),
     )
     # An embedded R-node has no other S-node, so its whole memory is leased at once, like a lease of a given size.
-    grow_leases = bool(config.r_node) and config.kv_lease is None
+    grow_leases = config.uses_r_nodes and config.kv_lease is None
     length = config.max_model_len or backend.config.max_positions
     if grow_leases:
         hello = dataclasses.replace(hello, kv_bytes=first_lease(hello, length))
     async with contextlib.AsyncExitStack() as stack:
         if isinstance(api, ApiProcesses):
             stack.push_async_callback(api.close)
-        embedded, urls = None, config.r_node
-        if not urls:
+        embedded: EmbeddedRNode | None = None
+        r_nodes: RNodeSet
+        if config.uses_r_nodes:
+            r_nodes = r_node_set(config)
+        else:
             embedded = EmbeddedRNode(config, split)
             stack.push_async_callback(embedded.stop)
             await embedded.start()
-            urls = (embedded.url,)
-        r_node_links = RNodeLinks(urls, hello, secret, config, embedded)
+            r_nodes = FixedSet((embedded.url,))
+        r_node_links = RNodeLinks(r_nodes, hello, secret, config, embedded)
         stack.push_async_callback(r_node_links.close)
         opening = asyncio.create_task(r_node_links.open())
         stack.callback(opening.cancel)

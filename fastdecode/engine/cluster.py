@@ -27,7 +27,7 @@ _PREFIX_HEADROOM = 0.1
 
 
 class Cluster:
-    """All R-nodes, in the order of the S-Part's links."""
+    """All R-nodes, in the order of the S-Part's links. A retired one keeps its position until another takes it."""
 
     def __init__(
         self,
@@ -53,14 +53,20 @@ class Cluster:
         return [node for node in self.nodes if node.alive]
 
     @property
+    def open(self) -> list[RNodeLedger]:
+        """The R-nodes that new sequences may be placed on. While all live ones are draining: those, so that sequences
+        wait for another R-node instead of failing."""
+        return [node for node in self.nodes if node.open] or self.alive
+
+    @property
     def capacity(self) -> int:
         """Tokens that the largest lease of a live R-node can cache once it has grown as far as it may."""
-        return max((node.max_pages for node in self.alive), default=0) * PAGE_TOKENS
+        return max((node.max_pages for node in self.open), default=0) * PAGE_TOKENS
 
     @property
     def tokens(self) -> int:
         """Tokens that the leases of all live R-nodes can cache, grown as far as the R-nodes' memory allows."""
-        return sum(node.obtainable for node in self.alive) * PAGE_TOKENS
+        return sum(node.obtainable for node in self.open) * PAGE_TOKENS
 
     def can_hold(self, tokens: int) -> bool:
         """True if a live R-node could cache `tokens` tokens if it were empty."""
@@ -69,7 +75,7 @@ class Cluster:
     @property
     def room(self) -> tuple[int, int]:
         """Pages and sequence indexes that new sequences could have: free, being freed, evictable, or to be leased."""
-        return sum(node.room[0] for node in self.alive), sum(node.room[1] for node in self.alive)
+        return sum(node.room[0] for node in self.open), sum(node.room[1] for node in self.open)
 
     @property
     def costs(self) -> list[float]:
@@ -157,7 +163,7 @@ class Cluster:
         self.loads.add(node.position, seq.mean_length, -1)
         cached = CachedSequence(seq.handle, seq.pages)
         entry = seq.entry if seq.entry in node.prefixes else None
-        if sound and self.prefix_cache and node.alive and seq.cached >= PAGE_TOKENS:
+        if sound and self.prefix_cache and node.open and seq.cached >= PAGE_TOKENS:
             tokens = seq.tokens[: seq.cached]
             node.pages.keep(cached.pages)
             if entry is not None:
@@ -206,6 +212,17 @@ class Cluster:
         node.resume(seq.final_length)
         self.loads.add(node.position, seq.mean_length)
         return None
+
+    def add_link(self, link: Link) -> RNodeLedger:
+        """Start an account for one more R-node, at a position that a retired one has left, else at a new one."""
+        position = next((node.position for node in self.nodes if node.retired), len(self.nodes))
+        node = RNodeLedger(position, link, self._grow_leases)
+        if position == len(self.nodes):
+            self.loads.tokens.append([0.0] * len(self.loads.groups))
+            self.nodes.append(node)
+        else:
+            self.nodes[position] = node
+        return node
 
     def replace_link(self, position: int, link: Link) -> RNodeLedger:
         """Start a new account for the R-node at `position`, whose link was lost. Raises ValueError if it is alive."""

@@ -116,7 +116,7 @@ class Engine:
         self._clock, self._start_runner = clock, start_runner
         self.last_progress = clock()  # when a step last completed, or work came after idleness
         self.end_tokens = frozenset(spart.config.eos_token_ids if end_token_ids is None else end_token_ids)
-        self._control = RNodeControl(self.scheduler, spart, self._spawn, self._on_change)
+        self.r_nodes = RNodeControl(self.scheduler, spart, self._spawn, self._on_change)
         self._start_rate = StartRate()
         self._live: set[Sequence] = set()  # requests whose stream has not ended
         self._arrivals = 0
@@ -134,7 +134,7 @@ class Engine:
     async def start(self) -> None:
         """Start the runner's thread and the drivers."""
         self._runner = self._start_runner()
-        self._control.start()
+        self.r_nodes.start()
         for mini_batch in range(len(self._wake)):
             self._spawn(self._drive(mini_batch))
 
@@ -411,7 +411,7 @@ class Engine:
             log.error("a step failed on a link that its transport does not name: %s", error)
             self._fail_step(plan, f"a link to an R-node failed: {error}")
             return
-        self._control.mark_lost(lost, error)
+        self.r_nodes.mark_lost(lost, error)
         self.scheduler.recompute(plan)
 
     def _fail_step(self, plan: Plan, reason: str, link: Link | None = None) -> None:
@@ -423,7 +423,8 @@ class Engine:
         """Act on what the scheduler's last call has decided: failed requests, FORKs, FREEs, work for other drivers."""
         for seq, reason in self.scheduler.take_failed():
             self._fail(seq, reason)
-        self._control.send_pending()
+        self.r_nodes.send_pending()
+        self.r_nodes.notice()
         if self.scheduler.changed:
             self.scheduler.changed = False
             self._wake_drivers()
@@ -442,16 +443,21 @@ class Engine:
         """Use a new link to the R-node at `position`, whose link was lost. It takes effect once no step in flight uses
         the old link. Raises ValueError if the new link does not fit."""
         _check_link(link, len(self._wake), self.scheduler.limits.max_batch_tokens)
-        self._control.set_replacement(position, link)
+        self.r_nodes.set_replacement(position, link)
         self._install_replacements()
+
+    def add_link(self, link: Link) -> int:
+        """Use one more R-node. Returns its position. Raises ValueError if the link does not fit."""
+        _check_link(link, len(self._wake), self.scheduler.limits.max_batch_tokens)
+        return self.r_nodes.add(link)
 
     def _install_replacements(self) -> None:
         chunks = (chunk for plan in self._plans if plan for chunk in plan.chunks)
-        self._control.install_replacements(chunk.seq.placed_on.position for chunk in chunks if chunk.seq.in_flight)
+        self.r_nodes.install_replacements(chunk.seq.placed_on.position for chunk in chunks if chunk.seq.in_flight)
 
     async def refresh(self) -> None:
         """Update the R-nodes' counters in `stats`. An R-node that does not answer within 2 s keeps its last ones."""
-        await self._control.refresh()
+        await self.r_nodes.refresh()
 
     def timeline(self, n: int) -> list[StepPart]:
         """The last `n` parts of steps that the S-Part has computed."""
@@ -470,14 +476,14 @@ class Engine:
             running=self.scheduler.n_running,
             waiting=len(self.scheduler.waiting),
             kv_usage=sum(n.pages_used for n in nodes) / max(1, sum(n.obtainable for n in nodes)),
-            nodes=[self._node_stats(node) for node in self.cluster.nodes],
+            nodes=[self._node_stats(node) for node in self.cluster.nodes if not node.retired],
             exchange=str(self.spart.exchange),
             totals=self.totals,
             expert_load=self.spart.expert_load,
         )
 
     def _node_stats(self, node: RNodeLedger) -> NodeStats:
-        lease, counters = node.link.lease, self._control.counters.get(node, {})
+        lease, counters = node.link.lease, self.r_nodes.counters.get(node, {})
         return NodeStats(
             url=node.url,
             node=lease.node,
@@ -497,6 +503,7 @@ class Engine:
             rows=counters.get("rows", 0),
             roofline=counters.get("roofline", 0),
             answer_seconds=node.answer_seconds,
+            draining=node.draining,
         )
 
     # -- tasks ----------------------------------------------------------------------------------------------------

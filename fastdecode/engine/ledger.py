@@ -57,6 +57,8 @@ class RNodeLedger:
         self.link = link
         self.url = link.url
         self.alive = True
+        self.draining = False  # it takes no new sequences, because it is to leave
+        self.retired = False  # it has left; `position` is free for another R-node
         self.n_pages = link.lease.n_pages
         self.max_pages = link.lease.max_pages if grows else self.n_pages  # the most that the lease may grow to
         self.obtainable = self.max_pages  # the most that it may grow to beside other leases, as the R-node said last
@@ -94,6 +96,11 @@ class RNodeLedger:
     def pages_used(self) -> int:
         """Pages in use, excluding evictable prefix-cache pages. Pages whose FREE is not acknowledged count as used."""
         return self.n_pages - self.free_pages - self.pages_evictable
+
+    @property
+    def open(self) -> bool:
+        """True if new sequences may be placed on it."""
+        return self.alive and not self.draining
 
     @property
     def has_free_index(self) -> bool:
@@ -225,6 +232,12 @@ class RNodeLedger:
     def _next_paused(self, spare: Paused | None) -> Paused | None:
         """The sequence paused longest ago that is neither `spare` nor pinned by a FORK."""
         return next((s for s in self.paused if s is not spare and (s.entry is None or not s.entry.pins)), None)
+
+    def drain(self) -> None:
+        """Take no new sequences, and free what only the prefix cache holds."""
+        self.draining = True
+        while (entry := self.prefixes.least_recently_used()) is not None:
+            self.evict(entry)
 
     def mark_lost(self) -> None:
         """Record that the R-node is gone, and its cache with it."""

@@ -46,6 +46,7 @@ class RNodeControl:
         self._spawn, self._on_change = spawn, on_change
         self._replacements: dict[int, Link] = {}
         self._freeing: set[RNodeLedger] = set()  # R-nodes that a FREE is being sent to
+        self._changed = asyncio.Event()
 
     def start(self) -> None:
         """Watch all R-nodes for the end of their links."""
@@ -157,6 +158,50 @@ class RNodeControl:
             self._spart.links[position] = link
             self._spawn(self._watch(self._cluster.replace_link(position, link)))
             self._on_change()
+
+    # -- R-nodes that come and go ---------------------------------------------------------------------------------
+
+    def add(self, link: Link) -> int:
+        """Use one more R-node. Returns its position."""
+        node = self._cluster.add_link(link)
+        if node.position < len(self._spart.links):
+            self._spart.links[node.position] = link
+        else:
+            self._spart.links.append(link)
+        self._spawn(self._watch(node))
+        self._on_change()
+        return node.position
+
+    async def drain(self, position: int) -> None:
+        """Place nothing more on an R-node, and wait until it has no sequences or is lost."""
+        node = self._cluster.nodes[position]
+        node.drain()
+        self._on_change()
+        while node.alive and (node.paused or self._scheduler.running_on(node)):
+            self._changed.clear()
+            await self._changed.wait()
+
+    def end_drain(self, position: int) -> None:
+        """Use an R-node again that was to be drained."""
+        self._cluster.nodes[position].draining = False
+        self._on_change()
+
+    async def retire(self, position: int) -> None:
+        """Forget an R-node, whose link the caller then closes. Its sequences, if it has any, are recomputed."""
+        node = self._cluster.nodes[position]
+        if node.alive:
+            self._scheduler.node_lost(node)
+            self._on_change()
+        while self._scheduler.running_on(node):  # they are in steps that have not completed
+            self._changed.clear()
+            await self._changed.wait()
+        self._drop_staged(node, node.take_released())
+        self._replacements.pop(position, None)
+        node.retired = True
+
+    def notice(self) -> None:
+        """Wake the coroutines that wait for a change of the scheduler's state."""
+        self._changed.set()
 
     # -- counters -------------------------------------------------------------------------------------------------
 

@@ -64,6 +64,7 @@ class NodeStats:
     rows: int  # rows of those calls
     roofline: int  # bytes a second at which the R-node's threads can read memory; 0: it has not measured that
     answer_seconds: float  # time that the last refresh took, over the control connection; 0 before the first
+    draining: bool = False  # it takes no new sequences, because it is to leave
 
 
 @dataclass(slots=True)

@@ -180,6 +180,12 @@ _EXPERT_METRICS: tuple[tuple[str, str, Callable[[list[int]], float]], ...] = (
 )
 _NODE_METRICS: tuple[tuple[type, str, str, Callable[[NodeStats], float]], ...] = (
     (GaugeMetricFamily, "alive", "1 while the R-node is connected.", lambda node: float(node.alive)),
+    (
+        GaugeMetricFamily,
+        "draining",
+        "1 while the R-node is emptied, because it is to leave.",
+        lambda node: float(node.draining),
+    ),
     (GaugeMetricFamily, "pages", "Cache pages of the lease.", lambda node: node.pages_total),
     (GaugeMetricFamily, "pages_max", "Cache pages that the lease could have.", lambda node: node.pages_max),
     (

@@ -9,6 +9,7 @@ from link_driver import hello
 
 from fastdecode.daemon import rnode_links
 from fastdecode.daemon.config import NodeConfig
+from fastdecode.daemon.discovery import FixedSet
 from fastdecode.daemon.rnode_links import RNodeLinks
 from fastdecode.transports.base import LinkDown
 
@@ -18,7 +19,7 @@ async def test_connect_seconds_bound_the_wait_for_a_peer_that_is_no_r_node(monke
     monkeypatch.setattr(rnode_links, "_LEAST_SECONDS", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as silent:  # the kernel accepts for it
         url = f"tcp://127.0.0.1:{silent.getsockname()[1]}"
-        links = RNodeLinks((url,), hello(), None, NodeConfig(r_node=(url,), connect_seconds=0.2))
+        links = RNodeLinks(FixedSet((url,)), hello(), None, NodeConfig(r_node=(url,), connect_seconds=0.2))
         with pytest.raises(LinkDown, match=r"did not finish the hand-shake within 0\.2 s: is it an R-node\?"):
             await links.open()
         await links.close()

@@ -46,9 +46,9 @@ export class Cluster {
     const since = earlier.find((old) => report.seconds - old.seconds <= SPAN) ?? earlier.at(-1) ?? null;
     const time = since ? report.seconds - since.seconds : 1;
     const rate = (name) => (since ? (report.totals[name] - since.totals[name]) / time : 0);
-    const nodes = report.nodes.map((node, i) => {
-      const old = since?.nodes[i];
-      const delta = (name) => (old && old.url === node.url ? Math.max(0, node[name] - old[name]) : 0);
+    const nodes = report.nodes.map((node) => {
+      const old = since?.nodes.find((other) => other.url === node.url);
+      const delta = (name) => (old ? Math.max(0, node[name] - old[name]) : 0);
       const busy = delta("attention_seconds");
       return { busy: Math.min(1, busy / time), bandwidth: busy > 1e-4 ? delta("kv_bytes_read") / busy : null, rows: delta("rows") / time };
     });

@@ -124,7 +124,7 @@ class Placer:
         """The R-node and entry that have most leading tokens of `seq` cached or, with `computed` False, in prefill."""
         best = None
         for node in self._nodes:
-            found = node.prefixes.match(seq.tokens, seq.hashes, computed) if node.alive else None
+            found = node.prefixes.match(seq.tokens, seq.hashes, computed) if node.open else None
             if found and (best is None or found[1] > best.shared_tokens):
                 best = Placement(node, *found)
         if best is None or self._max_uncached_suffix is None:
@@ -132,7 +132,7 @@ class Placer:
         return best if len(seq.tokens) - best.shared_tokens <= self._max_uncached_suffix else None
 
     def _has_room(self, node: RNodeLedger, tokens: int, shared: int = 0) -> bool:
-        return node.alive and node.has_free_index and self._pages_needed(node, tokens, shared) <= node.free_pages
+        return node.open and node.has_free_index and self._pages_needed(node, tokens, shared) <= node.free_pages
 
     def watermark(self, node: RNodeLedger) -> int:
         """Pages that a newcomer leaves free, so that running sequences can grow for a while before one must be
@@ -169,7 +169,7 @@ class Placer:
 
         True if pages and an index that suffice are being freed now.
         """
-        lacking = {node: self._pages_needed(node, tokens) - node.unused_pages for node in self._nodes if node.alive}
+        lacking = {node: self._pages_needed(node, tokens) - node.unused_pages for node in self._nodes if node.open}
         if enough := [node for node, pages in lacking.items() if pages <= 0]:
             node = min(enough, key=lambda n: n.load)
             return node.evict_for(self._pages_needed(node, tokens), index=True)

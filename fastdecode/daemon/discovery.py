@@ -1,0 +1,147 @@
+"""The set of R-nodes that an S-node uses: a fixed list, a file that is watched, or a host name with several addresses.
+
+An R-node that joins or leaves a file or a name is taken up or given up while the S-node runs (rnode_links.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+from urllib.parse import urlsplit
+
+from fastdecode.daemon import option_values
+from fastdecode.transports.registry import SCHEMES
+
+if TYPE_CHECKING:
+    from fastdecode.daemon.config import NodeConfig
+
+#: Seconds between two looks at a file, and between two questions to the resolver.
+_FILE_SECONDS = 0.5
+_DNS_SECONDS = 2.0
+#: An address that so many answers in a row lack has left the name. One answer may be cut short.
+_MISSED_ANSWERS = 3
+
+
+class DiscoveryError(Exception):
+    """The set of R-nodes cannot be read now; the message is a sentence for the user."""
+
+
+class RNodeSet(Protocol):
+    """A set of R-nodes."""
+
+    interval: float | None  # seconds between two calls of `read`; None: the set never changes
+
+    async def read(self) -> Sequence[str]:
+        """The R-nodes' URLs now, without duplicates. Raises DiscoveryError; the caller then keeps the set it has."""
+        ...
+
+
+class FixedSet:
+    """The URLs that the command line gives."""
+
+    interval: float | None = None
+
+    def __init__(self, urls: Sequence[str]):
+        self._urls = urls
+
+    async def read(self) -> Sequence[str]:
+        return self._urls
+
+
+class FileSet:
+    """The URLs in a file, one a line or one an item of a YAML list; `#` begins a comment.
+
+    The file may be written in place or replaced. A changed file counts once two looks in a row have found it the same,
+    so that a file that is still being written is left alone.
+    """
+
+    interval: float | None = _FILE_SECONDS
+
+    def __init__(self, path: Path):
+        self._path = path
+        self._content: tuple[str, ...] | DiscoveryError | None = None  # of the file that was parsed last
+        self._taken: tuple[int, int, int] | None = None  # inode, time of change and size of that file
+        self._seen: tuple[int, int, int] | None = None  # those of the file at the last look
+
+    async def read(self) -> Sequence[str]:
+        try:
+            stat = os.stat(self._path)
+            now, before = (stat.st_ino, stat.st_mtime_ns, stat.st_size), self._seen
+            self._seen = now
+            if now != self._taken and (now == before or self._taken is None):
+                text = self._path.read_bytes()
+                self._taken = now
+                self._content = parse_list(text.decode())
+        except OSError as error:
+            raise DiscoveryError(f"{self._path}: {error.strerror}") from None
+        except ValueError as error:
+            self._content = DiscoveryError(f"{self._path}: {error}")
+        assert self._content is not None, "a file that could be read was parsed"
+        if isinstance(self._content, DiscoveryError):
+            raise DiscoveryError(str(self._content))
+        return self._content
+
+
+def parse_list(text: str) -> tuple[str, ...]:
+    """The URLs of a file: lines, a YAML list, or a YAML mapping with a list as `r-node`. Raises ValueError."""
+    import yaml
+
+    try:
+        content = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(f"is neither lines nor YAML: {' '.join(str(error).split())}") from None
+    if isinstance(content, dict) and content.keys() == {"r-node"}:
+        content = content["r-node"]
+    items = content.split() if isinstance(content, str) else content or []
+    if not isinstance(items, list) or not all(isinstance(item, str) for item in items):
+        raise ValueError("is not a list of URLs")
+    for item in items:
+        option_values.url(item)
+        if urlsplit(item).scheme not in SCHEMES:
+            raise ValueError(f"{item!r} does not begin with a known transport, which are {', '.join(SCHEMES)}")
+    if not items:
+        raise ValueError("names no R-node")
+    return tuple(dict.fromkeys(items))
+
+
+class DnsSet:
+    """One R-node at each address of a host name, such as that of a headless service of Kubernetes."""
+
+    interval: float | None = _DNS_SECONDS
+
+    def __init__(self, url: str):
+        """`url`: tcp://host:port or rdma://host:port."""
+        parts = urlsplit(url)
+        self._scheme, self._host, self._port = parts.scheme, parts.hostname, parts.port
+        self._missed: Counter[str] = Counter()  # answers in a row that lacked the address
+
+    async def read(self) -> Sequence[str]:
+        loop = asyncio.get_running_loop()
+        try:
+            found = await loop.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
+        except OSError as error:
+            raise DiscoveryError(f"{self._host}: {error.strerror or error}") from None
+        addresses = {str(address[0]) for *_, address in found}
+        for address in [known for known in self._missed if known not in addresses]:
+            self._missed[address] += 1
+            if self._missed[address] >= _MISSED_ANSWERS:
+                del self._missed[address]
+        for address in addresses:
+            self._missed[address] = 0
+        return [f"{self._scheme}://{_bracketed(a)}:{self._port}" for a in sorted(self._missed)]
+
+
+def _bracketed(address: str) -> str:
+    return f"[{address}]" if ":" in address else address
+
+
+def r_node_set(config: NodeConfig) -> RNodeSet:
+    """The set that the options name; `config.uses_r_nodes` is true."""
+    if config.r_nodes_file is not None:
+        return FileSet(config.r_nodes_file)
+    return DnsSet(config.r_nodes_dns) if config.r_nodes_dns is not None else FixedSet(config.r_node)
