@@ -17,9 +17,10 @@ from fastdecode.api.protocol import ChatRequest, Generation, parse_chat, parse_c
 from fastdecode.api.response_answer import ResponseAnswer
 from fastdecode.api.responses import parse_response
 from fastdecode.api.runs import Job, Runs
+from fastdecode.text.detokenizer import Detokenizer
 from fastdecode.text.output.deltas import ToolForm
 from fastdecode.text.output.dialogue import Dialogue
-from fastdecode.text.tokenizer import Detokenizer, Tokenizer
+from fastdecode.text.tokenizer import Tokenizer
 
 _T = TypeVar("_T")
 
@@ -83,7 +84,7 @@ class Endpoints:
         # The choice's text continues the prompt, so a leading space belongs to it.
         skip = generation.skip_special_tokens
         detokenizers = [
-            lambda prompt=prompt: Detokenizer(self.tokenizer, prompt, skip_special_tokens=skip) for prompt in cut
+            lambda prompt=prompt: Detokenizer.of(self.tokenizer, prompt, skip_special_tokens=skip) for prompt in cut
         ]
         generation = await self.preparation.finish(generation)
         return await self.runs.answer(request, Job(generation, cut, detokenizers, answer, echoes))
@@ -135,7 +136,7 @@ class Endpoints:
         shown, skip = dialogue.shown, generation.skip_special_tokens
 
         def detokenizer() -> Detokenizer:
-            return Detokenizer(self.tokenizer, shown=shown, skip_special_tokens=skip)
+            return Detokenizer.of(self.tokenizer, shown=shown, skip_special_tokens=skip)
 
         generation = await self.preparation.finish(generation)
         return await self.runs.answer(request, Job(generation, [prompt], [detokenizer], answer))

@@ -18,9 +18,10 @@ from fastdecode.api.protocol import ChatRequest, Generation
 from fastdecode.api.structured import GrammarField, grammar_error
 from fastdecode.service.client import EngineClient
 from fastdecode.text.chat_template import ChatTemplateError
+from fastdecode.text.detokenizer import Detokenizer
 from fastdecode.text.grammar import GrammarError
 from fastdecode.text.output.dialogue import Dialogue
-from fastdecode.text.tokenizer import Detokenizer, Tokenizer
+from fastdecode.text.tokenizer import Tokenizer
 
 _INLINE_CHARACTERS = 8192  # longer text is encoded in a thread
 _INLINE_TOKENS = 512  # a longer prompt is echoed by a thread
@@ -108,7 +109,7 @@ class Preparation:
             whole = self._tokenizer.decode(prompt, skip_special_tokens=skip) if text is None else text
             offsets, seen = [], 0
             if offsets_wanted:
-                detokenizer = Detokenizer(self._tokenizer, skip_special_tokens=skip)
+                detokenizer = Detokenizer.of(self._tokenizer, skip_special_tokens=skip)
                 for token in prompt:
                     offsets.append(seen)
                     seen += len(detokenizer.push(token))

@@ -19,7 +19,7 @@ from fastdecode.api.sse import EventStream
 from fastdecode.api.structured import grammar_error
 from fastdecode.engine.request import EngineError, InvalidGrammar
 from fastdecode.service.client import EngineClient, Request
-from fastdecode.text.tokenizer import Detokenizer
+from fastdecode.text.detokenizer import Detokenizer
 
 log = logging.getLogger(__name__)
 

@@ -21,7 +21,6 @@ from fastdecode.text.gguf_tokenizer import GGUFTokenizerError, read_tokenizer
 
 _NAMED_SPECIALS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-_REPLACEMENT = "\ufffd"
 
 
 class TokenizerError(ValueError):
@@ -45,6 +44,9 @@ class Tokenizer:
         self._special_ids = frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
         self._added_ids = frozenset(backend.get_added_tokens_decoder())
         self._byte_level = _uses(backend.decoder, "ByteLevel")
+        self._bytes: dict[int, bytes] = {}  # of the tokens that token_bytes was asked for
+        #: Whether a text is the bytes of its tokens, one after another; if not, a token's text depends on its place.
+        self.is_bytewise = isinstance(backend.decoder, tokenizers.decoders.ByteLevel)
         self.template_source = template or ""
         self._template = None if template is None else ChatTemplate(template, self._named)
         self._shrink = _shrink(backend) if self._byte_level else None
@@ -122,10 +124,6 @@ class Tokenizer:
         """Text of `ids`. An id that the tokenizer does not know (models pad their vocabulary) has no text."""
         return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
 
-    def is_text(self, token: int) -> bool:
-        """Whether the token has text: it is not a special token, and the tokenizer knows its id."""
-        return token not in self._special_ids and self._backend.id_to_token(token) is not None
-
     def is_special(self, token: int) -> bool:
         """Whether the token is a special one, which a decoded text leaves out by default."""
         return token in self._special_ids
@@ -136,9 +134,14 @@ class Tokenizer:
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes of a token anywhere but at the start of a text; b"" for an unknown id."""
-        text = self._backend.id_to_token(token)
-        if text is None:
+        if (known := self._bytes.get(token)) is not None:
+            return known
+        if (text := self.token_text(token)) is None:
             return b""
+        found = self._bytes[token] = self._bytes_of(token, text)
+        return found
+
+    def _bytes_of(self, token: int, text: str) -> bytes:
         if token in self._added_ids:
             return text.encode()
         if self._byte_level:
@@ -182,84 +185,6 @@ class Tokenizer:
                 "the model has no chat template; use /v1/completions with a prompt in its own format"
             )
         return self._template.render(messages, add_generation_prompt=add_generation_prompt, **kwargs)
-
-
-class Detokenizer:
-    """Turns a stream of tokens into a stream of text.
-
-    The results of all calls of `push` and of `flush`, joined, are the decoded text of all tokens. `push` never returns
-    a part of a character: it holds bytes back that may be the start of a character, until the character is complete or
-    `MAX_HELD` tokens have shown that it never will be.
-
-    Each call decodes only a window of the last tokens: some tokens before the last point where the text ended on a
-    whole character, and all tokens since. The former are context, because decoders treat the first token of a text
-    specially.
-    """
-
-    MAX_HELD = 3  # a UTF-8 character has at most four bytes, and a token at least one
-    _CONTEXT = 8  # with this many tokens before them, tokens decode as in the whole text
-    _MAX_WINDOW = 64  # longest window while the text never ends on a whole character
-
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        prompt: Sequence[int] = (),
-        *,
-        shown: frozenset[int] = frozenset(),
-        skip_special_tokens: bool = True,
-    ):
-        """The text continues that of `prompt`, with its leading space; without a prompt it starts a new text.
-
-        `shown` are special tokens that are text all the same; without `skip_special_tokens`, all are.
-        """
-        self._tokenizer = tokenizer
-        self._shown, self._skip = shown, skip_special_tokens
-        self._window = [token for token in prompt[-self._CONTEXT :] if self._is_text(token)]
-        self._clean = len(self._window)  # number of tokens in the window that are context
-        while self._decode(self._window[: self._clean]).endswith(_REPLACEMENT):
-            self._clean -= 1
-        self._sent = len(self._decode(self._window[: self._clean]))  # returned characters of the window's text
-        self._held = 0  # number of last tokens after each of which the text ended within a character
-
-    def _is_text(self, token: int) -> bool:
-        if self._tokenizer.is_special(token):
-            return not self._skip or token in self._shown
-        return self._tokenizer.is_text(token)
-
-    def _decode(self, ids: list[int]) -> str:
-        # The window has only tokens that are text, so no special one is left out here.
-        return self._tokenizer.decode(ids, skip_special_tokens=False) if ids else ""
-
-    def push(self, token: int) -> str:
-        """Take a token, and return the text that it adds; "" for special tokens and for parts of a character."""
-        if not self._is_text(token):
-            return ""
-        self._window.append(token)
-        text = self._decode(self._window)
-        whole = len(text.rstrip(_REPLACEMENT))
-        self._held = self._held + 1 if whole < len(text) else 0
-        if self._held > self.MAX_HELD:
-            whole = len(text) - 1  # these bytes are no character; only the last one may start one
-        new = text[self._sent : whole]
-        self._sent = max(self._sent, whole)
-        if new and not self._held:
-            self._cut(self._clean, 0)
-            self._clean = len(self._window)
-        elif len(self._window) - self._clean > self._MAX_WINDOW:
-            self._cut(len(self._window) - self._CONTEXT, len(text) - self._sent)
-            self._clean = 0
-        return new
-
-    def _cut(self, n: int, unsent: int) -> None:
-        """Drop the first `n` tokens of the window; the last `unsent` characters of its text remain to be returned."""
-        del self._window[:n]
-        self._sent = len(self._decode(self._window)) - unsent
-
-    def flush(self) -> str:
-        """At the end of the stream, return the rest of the text. An incomplete character becomes U+FFFD."""
-        text = self._decode(self._window)[self._sent :]
-        self._window, self._clean, self._sent = [], 0, 0
-        return text
 
 
 def _shrink(backend: tokenizers.Tokenizer) -> int | None:

@@ -14,7 +14,8 @@ from tokenizers_made import CHATML
 from transformers import AutoTokenizer
 
 from fastdecode.text.chat_template import ChatTemplateError
-from fastdecode.text.tokenizer import Detokenizer, Tokenizer, TokenizerError
+from fastdecode.text.detokenizer import Detokenizer
+from fastdecode.text.tokenizer import Tokenizer, TokenizerError
 
 pytestmark = pytest.mark.quick
 
@@ -231,7 +232,7 @@ def test_broken_files_are_named(tmp_path):
 
 
 def stream(tokenizer, ids, prompt=()):
-    detokenizer = Detokenizer(tokenizer, prompt)
+    detokenizer = Detokenizer.of(tokenizer, prompt)
     return [*map(detokenizer.push, ids), detokenizer.flush()]
 
 
