@@ -22,7 +22,7 @@
  * Integer formats multiply in integers. A query row is rounded to 16-bit integers once, and the weights of a row once
  * for each chunk; each row is scaled by its largest magnitude (q_scale, weight_scale). The products of a chunk are
  * summed exactly in 32 bits, because 255 * 32767 * 256 < 2^31; a longer query row of int8 is rounded to 15 bits. An ISA
- * may round to 8 bits instead (kv_bits), and may round the multipliers of bf16 to bf16 (kv_store_query,
+ * may round to 8 bits instead (kv_bits, kv_size), and may round the multipliers of bf16 to bf16 (kv_store_query,
  * kv_store_float_weights). With V = scale * stored + offset, the scales are multiplied into the weights before the
  * weights are rounded. The offsets contribute the same amount to every dimension, which is summed in row_state_t.bias
  * and added to O at the end.
@@ -62,7 +62,7 @@ FD_INLINE void init_row(const fd_kv_dtype_t dtype, const float *q, uint32_t head
         return;
     }
     vec_t max = vec_zero(), sum = vec_zero();
-    for (uint32_t d = 0; d < head_size; d += LANES) max = vec_max(max, vec_abs(load_tail(q, d, head_size)));
+    for (uint32_t d = 0; d < head_size; d += LANES) max = vec_max(max, kv_size(format, 0, load_tail(q, d, head_size)));
     /* The sums of more than 256 products of 16 bits and 8 bits would not fit into 32 bits. */
     const int halve = format == FD_KV_INT8 && kv_bits(format) == 16 && head_size > 256;
     const float largest = vec_reduce_max(max), qmax = halve ? kv_qmax(format, 0) / 2 : kv_qmax(format, 0);

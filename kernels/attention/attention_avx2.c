@@ -21,52 +21,52 @@ FD_INLINE int tile_vecs(fd_kv_dtype_t format, int rows) {
 }
 FD_INLINE uint32_t block_rows(fd_kv_dtype_t dtype) { return dtype == FD_KV_FP32 || dtype == FD_KV_FP16 ? 6 : 4; }
 
-/* ---- Words of K and V (chunk.h) ---- */
+FD_INLINE float kv_qmax(fd_kv_dtype_t format, int is_v) { return is_v && format == FD_KV_INT8 ? 255.0f : 127.0f; }
+FD_INLINE int kv_parts(fd_kv_dtype_t format) { return format == FD_KV_INT4 || format == FD_KV_BF16 ? 2 : 1; }
 
-FD_INLINE vec_t kv_load(fd_kv_dtype_t format, const uint8_t *p) {
-    return format == FD_KV_FP16 ? vec_load_fp16(p) : _mm256_loadu_ps((const float *)p);
-}
+#define FD_OWN_V_ZERO_POINT
+FD_INLINE int kv_v_zero_point(fd_kv_dtype_t format) { return format == FD_KV_INT8 ? 0 : fd_zero_point(format); }
 
-/* Loads the scale and the centre (0 for int8) of LANES tokens. */
-FD_INLINE void kv_affine(fd_kv_dtype_t format, const void *p, vec_t *scale, vec_t *centre) {
-    const __m256i x = _mm256_loadu_si256(p);
-    *scale = vec_bits(format == FD_KV_INT8 ? x : _mm256_and_si256(x, _mm256_set1_epi32((int)0xffff0000)));
-    *centre = format == FD_KV_INT8 ? vec_zero() : vec_bits(_mm256_slli_epi32(x, 16));
-}
-
-/* Integers are multiplied as 16-bit pairs, by vpmaddwd and vpaddd. */
-FD_INLINE int kv_bits(fd_kv_dtype_t format) { return 16; }
-FD_INLINE float kv_qmax(fd_kv_dtype_t format, int is_v) { return 32767.0f; }
-FD_INLINE int kv_parts(fd_kv_dtype_t format) {
-    return format == FD_KV_INT4 ? 4 : format == FD_KV_INT8 || format == FD_KV_BF16 ? 2 : 1;
+/* vpmaddubsw adds two products in 16 bits, with saturation, those of bytes 0 and 1 of a word and those of bytes 2 and
+ * 3, which are elements 0 and 2, and 1 and 3. The two products of int8 fit if the two multipliers together do not
+ * exceed what one of them may be: 255 * 128 < 2^15 in scores, 127 * 256 < 2^15 in outputs, where 128 and 256 are
+ * kv_qmax and a half of rounding for each of the two. Two multipliers of opposite signs do not add up. */
+#define FD_OWN_SIZE
+FD_INLINE vec_t kv_size(fd_kv_dtype_t format, int is_v, vec_t x) {
+    if (format != FD_KV_INT8) return is_v ? x : vec_abs(x);
+    const vec_t pair = vec_add(x, _mm256_permute_ps(x, 0x4e));
+    return is_v ? pair : vec_max(vec_abs(x), vec_abs(pair));
 }
 
 FD_INLINE vec_t kv_unpack(fd_kv_dtype_t format, int is_v, vec_t words, int part) {
-    if (format == FD_KV_FP32 || format == FD_KV_FP16) return words;
     const __m256i x = vec_ints(words);
     if (format == FD_KV_BF16)
         return vec_bits(part == 0 ? _mm256_slli_epi32(x, 16) : _mm256_and_si256(x, _mm256_set1_epi32((int)0xffff0000)));
-    if (format == FD_KV_INT8)
-        return vec_bits(part ? _mm256_srli_epi16(x, 8) : _mm256_and_si256(x, _mm256_set1_epi16(0xff)));
-    if (part == 3) return vec_bits(_mm256_srli_epi16(x, 12));
-    return vec_bits(_mm256_and_si256(part ? _mm256_srli_epi16(x, part == 1 ? 8 : 4) : x, _mm256_set1_epi16(0xf)));
+    if (format == FD_KV_INT8 && is_v) return vec_bits(_mm256_xor_si256(x, _mm256_set1_epi8((char)0x80)));
+    if (format == FD_KV_INT4)
+        return vec_bits(_mm256_and_si256(part ? _mm256_srli_epi16(x, 4) : x, _mm256_set1_epi8(0xf)));
+    return words;
+}
+/* The products of a part, in pairs: sums of 16 bits. */
+FD_INLINE __m256i multiply_pairs(fd_kv_dtype_t format, int is_v, vec_t x, vec_t y) {
+    if (format == FD_KV_INT8 && is_v) return _mm256_maddubs_epi16(vec_ints(y), vec_ints(x));
+    return _mm256_maddubs_epi16(vec_ints(x), vec_ints(y));
 }
 FD_INLINE vec_t kv_multiply_add(fd_kv_dtype_t format, int is_v, vec_t x, vec_t y, vec_t sum) {
     if (!fd_kv_is_int(format)) return vec_fma(x, y, sum);
-    return vec_bits(_mm256_add_epi32(vec_ints(sum), _mm256_madd_epi16(vec_ints(x), vec_ints(y))));
-}
-FD_INLINE void kv_store_multipliers(fd_kv_dtype_t format, void *to, uint32_t i, vec_t x) {
-    _mm_storeu_si128((__m128i *)to + i, vec_to_int16(x));
+    const __m256i products = _mm256_madd_epi16(multiply_pairs(format, is_v, x, y), _mm256_set1_epi16(1));
+    return vec_bits(_mm256_add_epi32(vec_ints(sum), products));
 }
 
-/* With 8 lanes there are no half vectors, because head sizes are multiples of 8; the templates need these names. */
-FD_INLINE vec_t vec_load_half(const float *p) { return vec_load(p); }
-FD_INLINE void vec_store_half(float *p, vec_t x) { vec_store(p, x); }
-FD_INLINE void vec_store_fp16_half(void *p, vec_t x) { vec_store_fp16(p, x); }
-FD_INLINE void vec_store_bf16_half(void *p, vec_t x) { vec_store_bf16(p, x); }
-FD_INLINE void vec_store_u8_half(void *p, vec_t x, int zero) { vec_store_u8(p, x, zero); }
-FD_INLINE void vec_store_int_half(void *p, vec_t x, int zero) { vec_store_int(p, x, zero); }
-FD_INLINE vec_t kv_load_half(fd_kv_dtype_t format, const uint8_t *p) { return kv_load(format, p); }
+/* A pair of int4's products is at most 2 * 15 * 127, so 16 bits hold the sum of 8 pairs, which are those of 4 words. */
+#define FD_HAS_NARROW_SUMS
+FD_INLINE uint32_t kv_narrow_words(fd_kv_dtype_t format) { return format == FD_KV_INT4 ? 4 : 0; }
+FD_INLINE vec_t kv_multiply_add_narrow(fd_kv_dtype_t format, int is_v, vec_t x, vec_t y, vec_t narrow) {
+    return vec_bits(_mm256_add_epi16(vec_ints(narrow), multiply_pairs(format, is_v, x, y)));
+}
+FD_INLINE vec_t kv_widen_add(vec_t narrow, vec_t sum) {
+    return vec_bits(_mm256_add_epi32(vec_ints(sum), _mm256_madd_epi16(vec_ints(narrow), _mm256_set1_epi16(1))));
+}
 
 #include "tiles_simd.h"
 #include "attend_simd.h"

@@ -79,6 +79,11 @@ FD_INLINE void kv_store_query(fd_kv_dtype_t format, void *to, const float *q, ui
     memcpy(to, q, head_size * sizeof *q);
 }
 #endif
+/* The sizes of query elements, or (`is_v`) of weights, which are not negative. Integer multipliers are scaled so that
+ * the largest size becomes kv_qmax. */
+#ifndef FD_OWN_SIZE
+FD_INLINE vec_t kv_size(fd_kv_dtype_t format, int is_v, vec_t x) { return is_v ? x : vec_abs(x); }
+#endif
 /* Stores vectors [i, i + 4) of a query row's integers as multipliers. */
 #ifndef FD_OWN_STORE_MULTIPLIERS4
 FD_INLINE void kv_store_multipliers4(fd_kv_dtype_t format, void *to, uint32_t i, const vec_t *x) {
@@ -108,11 +113,13 @@ FD_INLINE int kv_v_zero_point(fd_kv_dtype_t format) { return fd_zero_point(forma
 #ifdef FD_HAS_STORE_WEIGHTS4
 FD_INLINE void kv_store_weights(fd_kv_dtype_t format, void *to, uint32_t first, uint32_t last, const vec_t *w,
                                 vec_t inverse) {
-    vec_t x[PAGE_VECS];
     FD_UNROLL
-    for (uint32_t i = 0; i < PAGE_VECS; i++) x[i] = i >= first && i < last ? vec_mul(w[i], inverse) : vec_zero();
-    FD_UNROLL
-    for (uint32_t i = 0; i < PAGE_VECS; i += 4) kv_store_weights4((uint8_t *)to + i * LANES, x + i);
+    for (uint32_t i = 0; i < PAGE_VECS; i += 4) {
+        vec_t x[4];
+        FD_UNROLL
+        for (uint32_t j = i; j < i + 4; j++) x[j - i] = j >= first && j < last ? vec_mul(w[j], inverse) : vec_zero();
+        kv_store_weights4((uint8_t *)to + i * LANES, x);
+    }
 }
 #else
 FD_INLINE void kv_store_weights(fd_kv_dtype_t format, void *to, uint32_t first, uint32_t last, const vec_t *w,
@@ -272,7 +279,7 @@ FD_INLINE void online_softmax(const fd_kv_dtype_t dtype, const int rows, const i
             if (fd_kv_is_int(format)) {
                 if (has_offset) bias = vec_fma(p, offset[i], bias);
                 w[i] = vec_mul(p, scale[i]);
-                max = vec_max(max, w[i]);
+                max = vec_max(max, kv_size(format, 1, w[i]));
             } else {
                 kv_store_float_weights(format, weights, i, p);
             }

@@ -23,6 +23,53 @@ FD_INLINE multipliers_t weight_multipliers(fd_kv_dtype_t format, float weights[]
                            FD_PAGE_TOKENS * sizeof(float)};
 }
 
+#ifdef FD_HAS_NARROW_SUMS
+/* multiply, below, for a format whose products are first summed in 16 bits, over kv_narrow_words words. It multiplies
+ * one part of all vectors before the next part. */
+FD_INLINE void multiply_narrow(const fd_kv_dtype_t format, const int is_v, const int rows, const int vecs,
+                               const uint8_t *matrix, size_t stride, uint32_t from, uint32_t to,
+                               multipliers_t multipliers, const uint8_t *ahead, vec_t sum[][MAX_VECS]) {
+    const size_t vec_bytes = LANES * fd_word_bytes(format), step = vecs * vec_bytes;
+    const int parts = kv_parts(format);
+    matrix += from * stride;
+    multipliers.at += from * multipliers.word_stride;
+    for (uint32_t s = from; s < to;) {
+        const uint32_t end = to - s > kv_narrow_words(format) ? s + kv_narrow_words(format) : to;
+        vec_t narrow[MAX_BLOCK][MAX_VECS];
+        FD_UNROLL
+        for (int r = 0; r < rows; r++) FD_UNROLL
+        for (int i = 0; i < vecs; i++) narrow[r][i] = vec_zero();
+        for (; s < end; s++, matrix += stride, multipliers.at += multipliers.word_stride, ahead += step) {
+            vec_t words[MAX_VECS];
+            FD_UNROLL
+            for (int i = 0; i < vecs; i++) {
+                if (i * vec_bytes % LINE == 0) __builtin_prefetch(ahead + i * vec_bytes, 0, PREFETCH_LOCALITY);
+                words[i] = vec_pin(kv_load(format, matrix + i * vec_bytes));
+            }
+            FD_UNROLL
+            for (int u = 0; u < parts; u++) {
+                vec_t x[MAX_VECS];
+                FD_UNROLL
+                for (int i = 0; i < vecs; i++) x[i] = vec_pin(kv_unpack(format, is_v, words[i], u));
+                FD_UNROLL
+                for (int r = 0; r < rows; r++) {
+                    const vec_t y =
+                        vec_broadcast(multipliers.at + u * multipliers.part_stride + r * multipliers.row_stride);
+                    FD_UNROLL
+                    for (int i = 0; i < vecs; i++)
+                        narrow[r][i] = kv_multiply_add_narrow(format, is_v, x[i], y, narrow[r][i]);
+                }
+            }
+        }
+        FD_UNROLL
+        for (int r = 0; r < rows; r++) FD_UNROLL
+        for (int i = 0; i < vecs; i++) sum[r][i] = kv_widen_add(narrow[r][i], sum[r][i]);
+    }
+}
+#else
+FD_INLINE uint32_t kv_narrow_words(fd_kv_dtype_t format) { return 0; }
+#endif
+
 /* For each row r and vector i: adds to sum[r][i] the products of the row's multipliers and lanes [i * LANES,
  * (i + 1) * LANES) of a column (chunk.h), over words [from, to) of the column. Bits of a word that are not set in
  * `bits` count as 0. A single row has two sums, one of even and one of odd parts, which shortens the chain of dependent
@@ -35,6 +82,12 @@ FD_INLINE multipliers_t weight_multipliers(fd_kv_dtype_t format, float weights[]
 FD_INLINE void multiply(const fd_kv_dtype_t format, const int is_v, const int rows, const int vecs, const int half,
                         const uint32_t bits, const uint8_t *matrix, size_t stride, uint32_t from, uint32_t to,
                         multipliers_t multipliers, const uint8_t *ahead, vec_t sum[][MAX_VECS]) {
+#ifdef FD_HAS_NARROW_SUMS
+    if (kv_narrow_words(format)) {
+        multiply_narrow(format, is_v, rows, vecs, matrix, stride, from, to, multipliers, ahead, sum);
+        return;
+    }
+#endif
     const size_t vec_bytes = LANES * fd_word_bytes(format), step = vecs * vec_bytes;
     const int parts = kv_parts(format), by_part = parts > 1 && parts * rows > LANES / 2, at_once = by_part ? vecs : 1;
     matrix += from * stride;
@@ -73,7 +126,7 @@ FD_INLINE void multiply(const fd_kv_dtype_t format, const int is_v, const int ro
 
 /* The number of sums for each vector of a tile. */
 FD_INLINE int n_sums(const fd_kv_dtype_t format, const int rows) {
-    return rows == 1 && kv_parts(format) > 1 ? 2 : rows;
+    return rows == 1 && kv_parts(format) > 1 && !kv_narrow_words(format) ? 2 : rows;
 }
 
 /* The sum of row r and vector i; a single row's two sums are added. */
