@@ -11,7 +11,7 @@ import torch
 from fastdecode.daemon.config import ConfigError, NodeConfig, format_bytes
 from fastdecode.daemon.machine import available_memory
 from fastdecode.engine.ledger import pages_for
-from fastdecode.spart.exchange.bypass import size_class
+from fastdecode.spart.exchange.graph_table import size_class
 from fastdecode.spart.memory import graph_bytes, staged_token_bytes, step_bytes
 from fastdecode.spart.served import ServedModel
 

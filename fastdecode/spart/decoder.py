@@ -216,7 +216,8 @@ class StepRows:
     """The rows of a step: their tokens and positions, where each chunk's rows stand, and how tokens are drawn.
 
     `uploaded` is the step's table on the device: "tokens" and "positions", int64 [rows], "last rows", int64 [n_drawn],
-    after which tokens are drawn, and the arrays that `sampler`, `scorer` and `adapters` have added.
+    after which tokens are drawn, and the arrays that `sampler`, `scorer` and `adapters` have added. A captured step has
+    a table and a sampler of its own, and uploads these if its graph does not draw its tokens.
     """
 
     def __init__(self, spart: SPart, batch: StepBatch):
@@ -251,25 +252,26 @@ class StepRows:
         table.add("tokens", tokens)
         table.add("positions", positions)
         last_rows: list[int] = []
-        specs: list[SampleSpec] = []
+        self.specs: list[SampleSpec] = []  # of each token to draw
         for i in self.sampled:
             chunk, last = chunks[i], int(stops[i]) - 1
             assert chunk.sample is not None, "`sampled` lists the chunks that are sampled"
             last_rows += range(last - chunk.drafts, last + 1)
-            specs += [chunk.sample.later(j) for j in range(chunk.drafts + 1)]
-        self.n_drawn = len(specs)
+            self.specs += [chunk.sample.later(j) for j in range(chunk.drafts + 1)]
+        self.n_drawn = len(self.specs)
         table.add("last rows", np.array(last_rows, np.int64))
         if any(chunk.long for chunk in chunks):
             table.add("long", np.array([chunk.long for chunk in chunks], dtype=np.int64).repeat(lengths))
-        self.sampler = Sampler(specs, config.vocab_size, table)
         self.scorer = Scorer(chunks, (stops - lengths).tolist(), config.vocab_size, table)
         self._adapter_rows = AdapterRows(chunks, len(spart.model.adapters), table)
         self.adapters: AdapterRows | None = None
         self.table = table
         self.uploaded: dict[str, torch.Tensor] = {}
+        self.vocab_size = config.vocab_size
 
     def upload(self, device: torch.device) -> None:
-        """Start the upload of the step's table, and fill `uploaded` and `adapters`."""
+        """Plan the draws, start the upload of the step's table, and fill `sampler`, `uploaded` and `adapters`."""
+        self.sampler = Sampler(self.specs, self.vocab_size, self.table)
         self.uploaded = self.table.upload(device)
         self.adapters = self._adapter_rows.on_device(self.uploaded)
 

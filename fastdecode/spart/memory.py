@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from fastdecode.spart.exchange.graph_table import GraphTable
 from fastdecode.spart.prompt import BLOCK_ROWS
-from fastdecode.spart.sampling import rows_of_block
+from fastdecode.spart.sampling_kinds import rows_of_block
 from fastdecode.spart.served import ServedModel
 
 #: fp32 copies of a block's logits that sampling has at most at once: masks, penalties, filters, weights.
@@ -24,9 +25,11 @@ def step_bytes(model: ServedModel, rows: int, sampled: int) -> int:
 
 def graph_bytes(model: ServedModel, rows: int) -> int:
     """Bytes that the captured decode steps of one mini-batch keep (exchange/bypass.py): the tensors of a step of `rows`
-    rows, in memory that the graphs share, and the Q, KV and O rows and logits that all graphs use."""
-    own = model.dtype.itemsize * sum(model.shape.row_sizes) + torch.float32.itemsize * model.shape.vocab_size
-    return step_bytes(model, rows, rows) + rows * own
+    rows, in memory that the graphs share, and the table, the Q, KV and O rows, the logits and the results that all
+    graphs use."""
+    vocab = model.shape.vocab_size
+    own = model.dtype.itemsize * sum(model.shape.row_sizes) + torch.float32.itemsize * (vocab + 2)
+    return step_bytes(model, rows, rows) + rows * own + GraphTable.most_bytes(rows, vocab)
 
 
 def staged_token_bytes(model: ServedModel) -> int:

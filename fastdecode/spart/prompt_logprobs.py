@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from fastdecode.spart.batch import Chunk, TokenScore
-from fastdecode.spart.sampling import rows_of_block
+from fastdecode.spart.sampling_kinds import rows_of_block
 from fastdecode.spart.step_table import StepTable, download
 
 

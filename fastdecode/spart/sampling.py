@@ -10,11 +10,16 @@ The parameters of the rows, and which rows have a filter, are uploaded with the 
 log-probabilities come down in one copy. Masks are uploaded when the logits are on their way, because a
 grammar computes them while the model runs. A token is drawn as draws.py explains, by numbers that depend on (seed,
 index) alone, so a sequence draws the same tokens in any batch and after any preemption.
+
+A captured step draws its tokens within its graph (exchange/bypass.py). There the shapes of all parameters must be the
+same in every step, so a Kind (sampling_kinds.py) says what every row can have, and a row without a filter gets a
+parameter that keeps all tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -24,15 +29,10 @@ import torch
 from fastdecode.spart.batch import Sampled, SampleSpec
 from fastdecode.spart.draws import SPAN, draw, span_count, stream_keys
 from fastdecode.spart.masks import TokenMask, forbidden, mask_bits
-from fastdecode.spart.penalties import flat_rules
+from fastdecode.spart.penalties import flat_rules, padded_rules
+from fastdecode.spart.sampling_kinds import GREEDY, MIN_TEMPERATURE, TOP_P_PREFIX, Kind, rows_of_block
 from fastdecode.spart.step_table import StepTable, download
 
-#: A temperature below this one is greedy, because a division by it would overflow.
-MIN_TEMPERATURE = 1e-5
-#: Top-p looks at this many of the likeliest tokens. Rows for which they are not enough are drawn a second time.
-TOP_P_PREFIX = 1024
-#: Rows are sampled in blocks whose weights take at most this much memory, in bytes.
-BLOCK_BYTES = 32 << 20
 _NOT_FINITE = "the model's logits are not finite: an activation overflowed its dtype"
 _NOTHING_ALLOWED = "the request's grammar or lists of tokens allow no next token"
 _FINITE, _REACHED, _EMPTY = 1, 2, 4  # flags of a row; _EMPTY: all of its logits are -inf
@@ -50,15 +50,28 @@ class Sampler:
     """The draws of one step, planned on the host before the step runs."""
 
     def __init__(
-        self, specs: Sequence[SampleSpec], vocab_size: int, table: StepTable, top_p_prefix: int = TOP_P_PREFIX
+        self,
+        specs: Sequence[SampleSpec],
+        vocab_size: int,
+        table: StepTable,
+        top_p_prefix: int = TOP_P_PREFIX,
+        kind: Kind | None = None,
     ):
-        """Adds the parameters of `specs`, one entry for each row, to the step's table."""
+        """Adds the parameters of `specs`, one entry for each row, to the step's table. `kind` makes the names, the
+        sizes and the order of these arrays, and the work of `launch`, depend on `kind` and the number of rows alone."""
         self._specs, self._vocab = specs, vocab_size
         n = rows_of_block(vocab_size)
         self._blocks = [
-            _Block(i, specs[i : i + n], vocab_size, table, min(top_p_prefix, vocab_size))
+            _Block(i, specs[i : i + n], vocab_size, table, min(top_p_prefix, vocab_size), kind)
             for i in range(0, len(specs), n)
         ]
+
+    @classmethod
+    def of_kind(cls, kind: Kind, rows: int, specs: Sequence[SampleSpec], vocab_size: int, table: StepTable) -> Sampler:
+        """The draws of a captured step of `rows` rows. `specs` are those of the first rows, which `kind` covers; the
+        rest are greedy, and nobody reads their tokens."""
+        plain = [spec if spec.temperature >= MIN_TEMPERATURE else replace(GREEDY, rules=spec.rules) for spec in specs]
+        return cls([*plain, *[GREEDY] * (rows - len(plain))], vocab_size, table, kind=kind)
 
     def __call__(self, logits: torch.Tensor, uploaded: _Uploaded) -> list[Sampled]:
         """Draw one token a row. `logits` is [rows, vocab_size] fp32; `uploaded` is the table on the logits' device.
@@ -98,11 +111,6 @@ class Sampler:
         return sampled
 
 
-def rows_of_block(vocab_size: int) -> int:
-    """How many rows are sampled at once."""
-    return max(1, BLOCK_BYTES // (4 * vocab_size))
-
-
 class _Group:
     """Rows of a block whose filter looks at the same number of the likeliest tokens, `width`."""
 
@@ -125,14 +133,24 @@ def _grouped(name: str, widths: dict[int, int]) -> list[_Group]:
 class _Block:
     """Some neighbouring rows of a step that are sampled at once."""
 
-    def __init__(self, start: int, specs: Sequence[SampleSpec], vocab_size: int, table: StepTable, prefix: int):
-        self._specs, self._vocab = specs, vocab_size
+    def __init__(
+        self,
+        start: int,
+        specs: Sequence[SampleSpec],
+        vocab_size: int,
+        table: StepTable,
+        prefix: int,
+        kind: Kind | None,
+    ):
+        self._specs, self._vocab, self._kind = specs, vocab_size, kind
         self._rows = slice(start, start + len(specs))
         self._table, self._prefix = table, f"rows from {start}: "
         rules = [(i, spec.rules) for i, spec in enumerate(specs) if spec.rules is not None]
-        self._has_rules = bool(rules)
-        for name, values in flat_rules(rules, vocab_size).items() if rules else ():
-            self._add(name, values)
+        self._has_rules = bool(kind.rules if kind else rules)
+        if self._has_rules:
+            flat = flat_rules(rules, vocab_size)
+            for name, values in (padded_rules(flat, kind.rules) if kind else flat).items():
+                self._add(name, values)
         self._masked = [i for i, spec in enumerate(specs) if spec.mask is not None]
         if self._masked:
             self._add("masked", np.array(self._masked))
@@ -142,7 +160,12 @@ class _Block:
             self._add("asked", np.array(self._asked))
         self._top_k: list[_Group] = []
         self._top_p: list[_Group] = []
-        self._drawn = [i for i, spec in enumerate(specs) if spec.temperature >= MIN_TEMPERATURE]
+        greedy = [spec.temperature < MIN_TEMPERATURE for spec in specs]
+        self._drawn = [i for i, is_greedy in enumerate(greedy) if not is_greedy]
+        if kind is not None:
+            self._drawn = list(range(len(specs))) if kind.draws else []
+            if kind.draws:
+                self._add("greedy", np.array(greedy))
         if self._drawn:
             self._plan_draws([specs[i] for i in self._drawn], prefix)
 
@@ -154,23 +177,37 @@ class _Block:
         vocab = self._vocab
         self._add("drawn", np.array(self._drawn))
         self._add("keys", stream_keys([spec.seed for spec in specs], [spec.index for spec in specs]))
-        self._add("temperature", np.array([spec.temperature for spec in specs], np.float32))
+        self._add("temperature", np.array([spec.temperature or 1.0 for spec in specs], np.float32))
         limits = {i: spec.top_k for i, spec in enumerate(specs) if 0 < spec.top_k < vocab}
-        self._top_k = _grouped("top-k", limits)
-        for group in self._top_k:
-            self._add(group.name, np.array(group.rows))
-            self._add(f"{group.name} last", np.array([limits[i] - 1 for i in group.rows]))
+        self._has_min_p = any(spec.min_p > 0.0 for spec in specs) if self._kind is None else self._kind.filters
+        if self._has_min_p:
+            self._add("min-p", np.array([spec.min_p for spec in specs], np.float32))
+        if self._kind is not None:
+            if self._kind.filters:
+                everybody = list(range(len(specs)))
+                self._add_top_k(_Group("top-k", everybody, prefix), [limits.get(i, 0) for i in everybody])
+                self._add_top_p(_Group("top-p", everybody, prefix), [min(spec.top_p, 1.0) for spec in specs])
+            return
+        for group in _grouped("top-k", limits):
+            self._add_top_k(group, [limits[i] for i in group.rows])
         # One token more than top-k leaves shows that there are no others.
         widths = {
             i: min(vocab, limits[i] + 1) if i in limits else prefix for i, spec in enumerate(specs) if spec.top_p < 1.0
         }
-        self._top_p = _grouped("top-p", widths)
-        for group in self._top_p:
-            self._add(group.name, np.array(group.rows))
-            self._add(f"{group.name} mass", np.array([specs[i].top_p for i in group.rows], np.float32))
-        self._has_min_p = any(spec.min_p > 0.0 for spec in specs)
-        if self._has_min_p:
-            self._add("min-p", np.array([spec.min_p for spec in specs], np.float32))
+        for group in _grouped("top-p", widths):
+            self._add_top_p(group, [specs[i].top_p for i in group.rows])
+
+    def _add_top_k(self, group: _Group, limits: list[int]) -> None:
+        """`limits` has the number of tokens that each row of the group keeps; 0: all."""
+        self._top_k.append(group)
+        self._add(group.name, np.array(group.rows))
+        self._add(f"{group.name} last", np.array(limits) - 1)
+
+    def _add_top_p(self, group: _Group, masses: list[float]) -> None:
+        """`masses` has the share that the tokens which each row of the group keeps reach; 1: all tokens."""
+        self._top_p.append(group)
+        self._add(group.name, np.array(group.rows))
+        self._add(f"{group.name} mass", np.array(masses, np.float32))
 
     def add_masks(self, table: StepTable) -> None:
         """Add the masks of the rows that have one. Waits for them."""
@@ -194,7 +231,10 @@ class _Block:
         if self._drawn:
             rows = self._get(uploaded, "drawn")
             drawn, reached = self._draw(ruled, uploaded)
-            tokens = drawn if len(drawn) == len(tokens) else tokens.index_copy(0, rows, drawn)
+            if self._kind is not None:
+                tokens = torch.where(self._get(uploaded, "greedy"), tokens, drawn)
+            else:
+                tokens = drawn if len(drawn) == len(tokens) else tokens.index_copy(0, rows, drawn)
             if reached is not None:
                 flags.index_add_(0, rows, reached.to(torch.int32) * _REACHED)
         results = [tokens.to(torch.int32), flags]
@@ -257,7 +297,8 @@ class _Block:
             chosen = self._get(uploaded, group.name)
             part = x if len(group.rows) == n else x.index_select(0, chosen)
             last = self._get(uploaded, f"{group.name} last")[:, None]
-            floor = part.topk(group.width, dim=1).values.gather(1, last)
+            floor = part.topk(group.width, dim=1).values.gather(1, last.clamp(min=0))
+            floor.masked_fill_(last < 0, -torch.inf)
             self._drop_below(x, part, floor, chosen, -torch.inf)
         x.exp_()
         reached = torch.ones(n, dtype=torch.bool, device=rows.device)
@@ -316,15 +357,17 @@ def _nucleus_floor(weights: torch.Tensor, mass: torch.Tensor, width: int) -> tup
     """The smallest weight in each row's nucleus, [rows, 1], found among the `width` likeliest tokens.
 
     The nucleus is the likeliest tokens up to and including the one with which their share of the row's weight reaches
-    mass [rows, 1]. The second result, [rows], is False where `width` tokens do not reach it; the floor is then too
-    high.
+    mass [rows, 1]; a mass of 1 keeps all tokens. The second result, [rows], is False where `width` tokens do not reach
+    it; the floor is then too high.
     """
     best = weights.topk(width, dim=1).values
     sums = best.cumsum(dim=1, dtype=torch.float64)
     wanted = mass * weights.sum(dim=1, keepdim=True, dtype=torch.float64)
     size = ((sums - best) < wanted).sum(dim=1, keepdim=True).clamp_(min=1)
     everything = best[:, -1:] == 0 if width < weights.shape[1] else torch.ones_like(wanted, dtype=torch.bool)
-    return best.gather(1, size - 1), ((sums[:, -1:] >= wanted) | everything).flatten()
+    keeps_all = mass >= 1.0
+    floor = best.gather(1, size - 1).masked_fill_(keeps_all, 0.0)
+    return floor, ((sums[:, -1:] >= wanted) | everything | keeps_all).flatten()
 
 
 class _Reader:

@@ -42,17 +42,18 @@ class StepTable:
         """
         if device.type == "cpu":
             return {name: torch.from_numpy(values) for name, values in self._arrays.items()}
-        if not self._arrays:
-            return {}
-        staging = torch.empty(self._places()[1], dtype=torch.uint8, pin_memory=True)
-        self.pack(staging.numpy())
-        return self.parts(staging.to(device, non_blocking=True))
+        return self.parts(self.pinned().to(device, non_blocking=True)) if self._arrays else {}
 
-    def packed(self) -> npt.NDArray[np.uint8]:
-        """All arrays in one buffer."""
-        buffer = np.zeros(self._places()[1], np.uint8)
-        self.pack(buffer)
-        return buffer
+    def pinned(self) -> torch.Tensor:
+        """All arrays in one buffer of pinned memory."""
+        staging = torch.empty(self.nbytes, dtype=torch.uint8, pin_memory=True)
+        self.pack(staging.numpy())
+        return staging
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a buffer that holds all arrays."""
+        return self._places()[1]
 
     def pack(self, buffer: npt.NDArray[np.uint8]) -> None:
         """Write all arrays into a buffer."""

@@ -61,6 +61,7 @@ class LyingStream:
         self._device, self.handle = device, handle
         self._queue: deque[Callable[[], Any]] = deque()
         self._run = 0  # operations that have run
+        self.waits = 0  # how often the host has waited for an event or a copy
         self._record: list[Callable[[], Any]] | None = None  # of a capture
 
     def put(self, operation: Callable[[], Any]) -> None:
@@ -69,6 +70,9 @@ class LyingStream:
     def mark(self) -> int:
         """The end of the queue as it is now."""
         return self._run + len(self._queue)
+
+    def has_run(self, mark: int) -> bool:
+        return self._run >= mark
 
     def run_to(self, mark: int) -> None:
         assert self._record is None, "the host waits while a stream is captured"
@@ -112,7 +116,6 @@ class LyingDevice(TorchDispatchMode):
         self._left_out = left_out
         self.stream = LyingStream(self)
         self.streams = [self.stream]
-        self.waits = 0  # how often the host has waited
 
     def __enter__(self) -> LyingDevice:
         LyingDevice.current = self
@@ -135,7 +138,7 @@ class LyingDevice(TorchDispatchMode):
         """Run everything before a mark. `kind` is "event", "upload" or "download"."""
         if kind == self._left_out:
             return
-        self.waits += 1
+        stream.waits += 1
         stream.run_to(mark)
 
     # -- operations -----------------------------------------------------------------------------------------------
@@ -236,6 +239,8 @@ class LyingEvent:
 
     def record(self) -> None:
         assert LyingDevice.current is not None
+        waited = self._stream is None or self._stream.has_run(self._mark)
+        assert waited, "an event is recorded again before anybody has waited for it"
         self._stream = LyingDevice.current.stream
         self._mark = self._stream.mark()
 

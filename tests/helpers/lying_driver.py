@@ -1,7 +1,8 @@
 """The CUDA driver's part of the lying device (lying_device.py): host memory, layer words and kernels in its streams.
 
 It takes the place of fastdecode.spart.exchange.driver.Driver. Registered memory has another address on the device, and
-a kernel or word that uses a host's address fails.
+a kernel or word that uses a host's address fails. So does a stream that uses a word of another stream, or that waits
+for a layer before it has asked for it: on a GPU such streams can hold each other up for ever.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from typing import Any
 import numpy as np
 from lying_device import LyingDevice
 
+from fastdecode.region.contract import REPLY_OFFSET, REQUEST_OFFSET
+
 _DEVICE = 1 << 60  # the device adds this to the address of registered memory
 _GIVE_UP_S = 20.0
 
@@ -25,6 +28,8 @@ class LyingDriver:
         self._device, self._left_out = device, left_out
         self._registered: dict[int, int] = {}  # host address -> bytes
         self._completions = 0
+        self._owners: dict[int, int] = {}  # word -> the stream that writes it or waits for it
+        self._written: dict[int, int] = {}  # word -> the last value that a stream was given to write
         self.waited = 0
 
     def use_here(self) -> None:
@@ -36,7 +41,8 @@ class LyingDriver:
         return address + _DEVICE
 
     def unregister(self, address: int) -> None:
-        del self._registered[address]
+        end = address + self._registered.pop(address) + _DEVICE
+        self._owners = {word: owner for word, owner in self._owners.items() if not address + _DEVICE <= word < end}
 
     def _host(self, address: int) -> int:
         """The address at which this process reaches the device's `address`, registered or the device's own."""
@@ -45,11 +51,13 @@ class LyingDriver:
         assert inside == (address >= _DEVICE), f"{address:#x} is not an address of the device"
         return host
 
-    def _word(self, address: int) -> ctypes.c_uint32:
+    def _word(self, stream: int, address: int) -> ctypes.c_uint32:
+        assert self._owners.setdefault(address, stream) == stream, "two streams use the same word"
         return ctypes.c_uint32.from_address(self._host(address))
 
     def write_word(self, stream: int, address: int, value: int) -> None:
-        word = self._word(address)
+        word = self._word(stream, address)
+        self._written[address] = value
         if self._left_out == "completion" and address - _DEVICE - self._completions in range(4096):
             word.value = value
             return
@@ -60,7 +68,9 @@ class LyingDriver:
         self._device.streams[stream].put(operation)
 
     def wait_word(self, stream: int, address: int, value: int) -> None:
-        word = self._word(address)
+        word = self._word(stream, address)
+        asked = self._written.get(address - REPLY_OFFSET + REQUEST_OFFSET)
+        assert asked == value, "a stream waits for a layer before it has asked for it"
 
         def operation() -> None:
             self.waited += 1

@@ -1,15 +1,18 @@
 """Runs steps on a lying device and on the CPU, over links to real R-nodes, and prints whether their tokens are equal.
 
-Arguments: the exchanges ("staged", "bypass" or "staged,bypass"), the number of links, a wait to leave out ("none",
-"verdict", or one of those that lying_device.py and lying_driver.py name), model directories.
+Arguments: the exchanges ("staged", "bypass" or "staged,bypass"), the number of links, what to leave out, model
+directories. "none" leaves nothing out, and "event,download" leaves out one wait in a run, then the other; `without` and
+the classes of lying_device.py and lying_driver.py have the names.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +26,32 @@ def texts() -> list[list[int]]:
     return [torch.randint(3, 384, (n,), generator=generator).tolist() for n in (3, 40, 17, 70, 1, 55, 8, 30)]
 
 
+def how_to_draw(i: int, prompt: list[int], done: list[int]) -> Any:
+    """The SampleSpec of prompt `i`. Those of the even prompts are covered by a captured step; the log-probabilities
+    that prompt 5 asks for are not, until it asks no more."""
+    from fastdecode.spart.batch import SampleSpec
+    from fastdecode.spart.penalties import LogitRules
+
+    index = len(done)
+    rules = LogitRules(bias=[(7, 2.0)], repetition=1.3, presence=0.4, prompt=prompt)
+    for token in done:
+        rules.generated(token)
+    return [
+        SampleSpec(temperature=0.0),
+        SampleSpec(temperature=0.7, seed=1, index=index),
+        SampleSpec(top_k=50, seed=2, index=index),
+        SampleSpec(temperature=0.0),
+        SampleSpec(temperature=1.2, top_p=0.95, seed=4, index=index, rules=rules),
+        SampleSpec(seed=5, index=index, logprobs=3 if index < 2 else None),
+        SampleSpec(top_k=30, top_p=0.9, min_p=0.01, seed=6, index=index),
+        SampleSpec(temperature=0.0, rules=rules),
+    ][i]
+
+
 def generate(spart: Any, n_links: int, n_new: int = 4, chunk: int = 24) -> list[list[int]]:
-    """Tokens of eight prompts in two interleaved mini-batches, prefilled in chunks; half of them are drawn."""
-    from fastdecode.spart.batch import Chunk, SampleSpec, StepBatch
+    """Tokens of eight prompts in two interleaved mini-batches, prefilled in chunks; each is drawn in another
+    way."""
+    from fastdecode.spart.batch import Chunk, StepBatch
 
     prompts = texts()
     done: list[list[int]] = [[] for _ in prompts]
@@ -40,7 +66,7 @@ def generate(spart: Any, n_links: int, n_new: int = 4, chunk: int = 24) -> list[
                     continue
                 tokens = everything[cached[i] : cached[i] + chunk]
                 more = cached[i] + len(tokens) < len(everything)
-                spec = SampleSpec(temperature=float(i % 4 < 2), top_k=50, seed=i, index=len(done[i]))
+                spec = how_to_draw(i, prompts[i], done[i])
                 prefill = cached[i] < len(prompts[i])
                 link = i // 2 % n_links
                 piece = Chunk(link, i, 1, cached[i], tokens, prefill, None if more else spec, len(prompts[i]))
@@ -106,24 +132,49 @@ def main() -> None:
     from fastdecode.spart import load_model
 
     torch.set_num_threads(1)
-    exchanges, n_links, left_out, directories = sys.argv[1].split(","), int(sys.argv[2]), sys.argv[3], sys.argv[4:]
+    exchanges, n_links, directories = sys.argv[1].split(","), int(sys.argv[2]), sys.argv[4:]
     equal = []
     for directory in map(Path, directories):
         want = asyncio.run(with_links(load_model(directory, dtype="fp32"), n_links))
-        equal += [tokens(exchange, directory, n_links, left_out) == want for exchange in exchanges]
+        for exchange in exchanges:
+            equal += [tokens(exchange, directory, n_links, wait) == want for wait in sys.argv[3].split(",")]
     print(json.dumps(equal))
+
+
+@contextlib.contextmanager
+def without(what: str) -> Iterator[None]:
+    """Leave out a wait of the exchange: "verdict", for an R-node that is to plan the step; "order", so that a stream
+    waits for a layer before it asks for it; "words", so that two mini-batches use the same ones."""
+    from unittest import mock
+
+    from fastdecode.spart.exchange.base import StepLinks
+    from fastdecode.spart.exchange.stream_rows import MappedRegion, StreamRows
+
+    gate, post, wait = MappedRegion.gate, StreamRows.post, StreamRows.wait
+
+    def late(rows: Any, timeout: float) -> None:
+        rows._asked += 1
+        wait(rows)
+        post(rows, rows._asked - 1)
+
+    with contextlib.ExitStack() as patches:
+        if what == "verdict":
+            patches.enter_context(mock.patch.object(StepLinks, "judge", lambda links, timeout: None))
+        elif what == "words":
+            patches.enter_context(mock.patch.object(MappedRegion, "gate", lambda region, slot: gate(region, 0)))
+        elif what == "order":
+            patches.enter_context(mock.patch.object(StreamRows, "post", lambda rows, layer, timeout: None))
+            patches.enter_context(mock.patch.object(StreamRows, "wait", late))
+        yield
 
 
 def tokens(exchange: str, directory: Path, n_links: int, left_out: str) -> list[list[int]] | None:
     """The tokens of a model on the device; None if a wait is left out and something has failed."""
     from fastdecode.spart import load_model
-    from fastdecode.spart.exchange.base import StepLinks
 
-    with LyingDevice(left_out) as device:
+    with LyingDevice(left_out) as device, without(left_out):
         model = load_model(directory, device=NAME, dtype="fp32")
-        loading = device.waits
-        if left_out == "verdict":
-            StepLinks.judge = lambda links, timeout: None  # type: ignore[method-assign]
+        loading = device.stream.waits
         bypass = make_bypass(device, left_out) if exchange == "bypass" else None
         try:
             got = asyncio.run(with_links(model, n_links, bypass))
@@ -131,9 +182,21 @@ def tokens(exchange: str, directory: Path, n_links: int, left_out: str) -> list[
             if left_out == "none":
                 raise
             return None
-        assert left_out != "none" or device.waits > loading
-        assert left_out != "none" or bypass is None or bypass._driver.waited > 0, "no step was bypassed"
+        assert left_out != "none" or device.stream.waits > loading
+        assert left_out != "none" or bypass is None or was_captured(bypass, device)
         return got
+
+
+def was_captured(bypass: Any, device: LyingDevice) -> bool:
+    """True if steps of both mini-batches have run in their streams, of which the host has waited for nothing but the
+    completion words, and some of them have drawn their tokens in the graph, some behind it."""
+    kinds = [{key[2] for key in lane.graphs} for lane in bypass._lanes.values()]
+    drawn_inside = [{kind for kind in found if kind is not None} for found in kinds]
+    assert len(kinds) == 2 and all(drawn_inside), kinds
+    assert any(kind.draws and kind.filters and kind.rules for found in drawn_inside for kind in found), kinds
+    assert None in kinds[0] | kinds[1] and bypass._behind == {"log-probabilities"}
+    assert [stream.waits for stream in device.streams[1:]] == [0, 0]
+    return bypass._driver.waited > 0 and not bypass.fault
 
 
 if __name__ == "__main__":

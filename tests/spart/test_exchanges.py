@@ -31,20 +31,29 @@ def run(*arguments: str) -> list[bool]:
 
 @pytest.mark.parametrize(("n_links", "models"), [(1, MODELS[:1]), (2, MODELS)], ids=["one link", "two links"])
 def test_tokens_are_those_of_the_cpu(n_links, models):
-    """Two mini-batches; prompts in chunks beside decoding rows; greedy and drawn tokens."""
+    """Two mini-batches; prompts in chunks beside decoding rows; tokens drawn in every way. The device also checks that
+    no stream uses the words of another, or waits for a layer before it asks for it, and that the host waits for nothing
+    in a bypassed step but its completion word."""
     paths = (str(make_checkpoint(model)) for model in models)
     assert run("staged,bypass", str(n_links), "none", *paths) == [True] * 2 * len(models)
 
 
 @pytest.mark.parametrize(
-    ("exchange", "wait"),
+    ("exchange", "waits"),
     [
-        ("staged", "event"),
-        ("staged", "download"),
-        ("bypass", "gate"),  # of the stream for an R-node
-        ("bypass", "completion"),  # of the host for the end of a step
-        ("bypass", "verdict"),  # of the host for an R-node that is to plan the step
+        ("staged", ("event", "download")),
+        (
+            "bypass",
+            (
+                "gate",  # of the stream for an R-node
+                "completion",  # of the host for the end of a step
+                "verdict",  # of the host for an R-node that is to plan the step
+                "order",  # a layer is asked for before it is waited for
+                "words",  # each mini-batch has layer words of its own
+            ),
+        ),
     ],
+    ids=["staged", "bypass"],
 )
-def test_without_a_wait_they_are_not(exchange, wait):
-    assert run(exchange, "1", wait, str(make_checkpoint("llama-gqa"))) == [False]
+def test_without_a_wait_they_are_not(exchange, waits):
+    assert run(exchange, "1", ",".join(waits), str(make_checkpoint("llama-gqa"))) == [False] * len(waits)

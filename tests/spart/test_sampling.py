@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from fastdecode.spart.batch import SampleSpec
 from fastdecode.spart.draws import draw, stream_keys, uniforms
 from fastdecode.spart.penalties import LogitRules
 from fastdecode.spart.sampling import Sampler, sample
+from fastdecode.spart.sampling_kinds import GREEDY, MOST_RULES, TOP_P_PREFIX, Kind, kind_of
 from fastdecode.spart.step_table import StepTable
 
 pytestmark = pytest.mark.quick
@@ -249,7 +251,7 @@ def test_rows_of_several_blocks_are_each_drawn_by_their_own_parameters(monkeypat
         logprobs = i % 3 if i % 4 else None
         specs.append(SampleSpec(temperature, kind.top_k, kind.top_p, kind.min_p, i, i, logprobs, rules))
     whole = sample(logits, specs)
-    monkeypatch.setattr("fastdecode.spart.sampling.BLOCK_BYTES", 7 * 300 * 4)
+    monkeypatch.setattr("fastdecode.spart.sampling_kinds.BLOCK_BYTES", 7 * 300 * 4)
     blocks = sample(logits, specs)
     assert [(s.token, [t for t, _ in s.top]) for s in blocks] == [(s.token, [t for t, _ in s.top]) for s in whole]
     for one, other, spec in zip(whole, blocks, specs, strict=True):
@@ -349,6 +351,51 @@ def test_rules_of_one_row_leave_the_others_and_all_logprobs_alone(logits):
     raw = logits[3].double().log_softmax(dim=0)
     assert sampled[3].logprob == pytest.approx(raw[sampled[3].token].item(), abs=1e-5)
     assert [token for token, _ in sampled[3].top] == logits[3].topk(2).indices.tolist()
+
+
+KINDS = [
+    [SampleSpec(temperature=0.0)] * 5,
+    [SampleSpec(temperature=0.0), SampleSpec(temperature=0.6, seed=1), SampleSpec(seed=2, index=9)],
+    [replace(spec, seed=i, index=i) for i, spec in enumerate(FILTERS) if spec.top_k <= TOP_P_PREFIX],
+    [SampleSpec(temperature=0.0, top_k=3, top_p=0.1), SampleSpec(top_p=0.999, seed=3), SampleSpec(min_p=0.3, seed=4)],
+]
+
+
+@pytest.mark.parametrize("specs", KINDS, ids=["greedy", "temperatures", "filters", "mixed"])
+@pytest.mark.parametrize("ruled", [False, True])
+@pytest.mark.parametrize("block_rows", [3, 64])
+def test_a_captured_step_draws_the_tokens_of_any_other(logits, specs, ruled, block_rows, monkeypatch):
+    """And its arrays have the same names and sizes as those of any other step of its kind, whatever these draw."""
+    monkeypatch.setattr("fastdecode.spart.sampling_kinds.BLOCK_BYTES", block_rows * VOCAB * 4)
+    logits = logits.repeat(2, 1)[:12]
+    if ruled:
+        best = logits.argmax(dim=1).tolist()
+        rules = [LogitRules(bias=[(best[i], -9.0)], repetition=1.5, prompt=[5, 6, best[i]]) for i in range(len(specs))]
+        rules[0] = LogitRules(bias=[(4, 9.0)])
+        specs = [replace(spec, rules=rule) for spec, rule in zip(specs, rules, strict=True)]
+    kind = kind_of(specs, len(logits), VOCAB)
+    assert isinstance(kind, Kind) and (kind.rules > 0) == ruled
+    table, neutral = StepTable(), StepTable()
+    Sampler.of_kind(kind, len(logits), [], VOCAB, neutral)
+    sampler = Sampler.of_kind(kind, len(logits), specs, VOCAB, table)
+    uploaded, other = (each.upload(logits.device) for each in (table, neutral))
+    assert [(n, x.shape, x.dtype) for n, x in uploaded.items()] == [(n, x.shape, x.dtype) for n, x in other.items()]
+    drawn = sampler(logits, uploaded)
+    assert len(drawn) == len(logits)
+    assert [s.token for s in drawn[: len(specs)]] == [s.token for s in sample(logits[: len(specs)], specs)]
+
+
+def test_what_a_captured_step_cannot_draw_is_named():
+    many = LogitRules(repetition=1.1, prompt=range(MOST_RULES + 1))
+    for spec, reason in (
+        (SampleSpec(mask=Allowed([3])), "masks"),
+        (SampleSpec(logprobs=0), "log-probabilities"),
+        (SampleSpec(top_k=TOP_P_PREFIX + 1), f"top-k of more than {TOP_P_PREFIX}"),
+        (SampleSpec(rules=many), f"more than {MOST_RULES} tokens"),
+    ):
+        assert reason in kind_of([GREEDY, spec], 64, 100_000)
+    # A top-k beyond the vocabulary, and filters of a greedy row, filter nothing.
+    assert kind_of([SampleSpec(top_k=5000), SampleSpec(temperature=0.0, top_p=0.1)], 2, 384) == Kind(draws=True)
 
 
 class Allowed:

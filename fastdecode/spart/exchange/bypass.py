@@ -1,10 +1,11 @@
 """Bypass: decode steps as CUDA graphs, in which no thread of the host takes part between a step's start and its end.
 
-All layers of a step are captured once per mini-batch, set of R-nodes and size class. A graph packs the rows into the
-slots, rings the R-nodes, waits for their answers and unpacks the O rows by itself (stream_rows.py). The host arms the
-step, waits for the R-nodes' verdicts, uploads the step's table, starts the graph and, behind it in the same stream, the
-drawing of the tokens and their download. The stream then writes the mini-batch's completion word, for which the runner
-waits as for anything else.
+A whole step, all layers and the drawing of its tokens, is captured once per mini-batch, set of R-nodes, size class and
+kind of sampling (sampling_kinds.py). A graph packs the rows into the slots, rings the R-nodes, waits for their answers
+and unpacks the O rows by itself (stream_rows.py). The host arms the step, waits for the R-nodes' verdicts, uploads the
+step's table, starts the graph and, behind it in the same stream, the download of the tokens. The stream then writes the
+mini-batch's completion word, for which the runner waits as for anything else. Tokens that no kind of sampling covers
+are drawn behind the graph, in the same stream.
 
 Each mini-batch has a stream of its own, and waits in it for R-nodes only, never for the other stream. In a stream, rows
 are published before anything is waited for. So streams that share a hardware queue cost time, and cannot deadlock. The
@@ -30,9 +31,10 @@ from fastdecode.spart.batch import StepBatch, StepOutput
 from fastdecode.spart.exchange.base import LinkRows, StepLinks
 from fastdecode.spart.exchange.driver import DriverError
 from fastdecode.spart.exchange.graph import Stream
+from fastdecode.spart.exchange.graph_table import GraphTable, size_class
 from fastdecode.spart.exchange.stream_rows import Gate, Kernels, MappedRegion, StreamRows, step_addresses
-from fastdecode.spart.exchange_kernels import RowAddresses
-from fastdecode.spart.step_table import StepTable
+from fastdecode.spart.sampling import Sampler
+from fastdecode.spart.sampling_kinds import Kind, kind_of
 from fastdecode.transports._native import Proxy
 from fastdecode.transports.base import Link, Pending
 
@@ -48,18 +50,11 @@ _LINE = 64  # bytes between two completion words
 _STAGED = ("adapter rows", "long")
 
 
-def size_class(n_rows: int) -> int:
-    """The rows of the graph that runs steps of `n_rows`: a power of two, or the middle between two of them."""
-    power = 1 << (n_rows - 1).bit_length()
-    return power * 3 // 4 if power >= 8 and n_rows <= power * 3 // 4 else power
-
-
 @dataclass(frozen=True, slots=True)
 class _Graph:
-    """A captured step. It writes the logits of its rows into those of its lane."""
+    """A captured step. It reads its lane's table, and writes its lane's logits and results."""
 
     replay: Callable[[], object]
-    inputs: torch.Tensor  # the table that the graph reads, as bytes
     regions: tuple[MappedRegion, ...]  # whose addresses are in the graph
 
 
@@ -78,13 +73,16 @@ class _Lane:
 
     def __init__(self, stream: Stream, spart: Captured, most_rows: int):
         self.stream = stream
-        self.graphs: OrderedDict[tuple[tuple[Link, ...], int], _Graph] = OrderedDict()
-        model = spart.model
+        self.graphs: OrderedDict[tuple[tuple[Link, ...], int, Kind | None], _Graph] = OrderedDict()
+        model, vocab_size = spart.model, spart.model.config.vocab_size
         with stream.current():
             self.rows = [
                 torch.zeros(most_rows, n, dtype=model.dtype, device=model.device) for n in model.shape.row_sizes
             ]
-            self.logits = torch.zeros(most_rows, model.config.vocab_size, dtype=torch.float32, device=model.device)
+            n_bytes = GraphTable.most_bytes(most_rows, vocab_size)
+            self.inputs = torch.zeros(n_bytes, dtype=torch.uint8, device=model.device)
+            self.logits = torch.zeros(most_rows, vocab_size, dtype=torch.float32, device=model.device)
+            self.results = torch.zeros(2 * most_rows, dtype=torch.int32, device=model.device)
 
 
 class _DrivenLinks(StepLinks):
@@ -138,6 +136,7 @@ class Bypass:
         self._lanes: dict[int, _Lane] = {}
         self._regions: dict[Link, MappedRegion] = {}
         self.fault = ""  # the reason why no step is taken any more
+        self._behind: set[str] = set()  # what has been drawn behind a graph
 
     def takes(self, spart: Captured, rows: Any, slot: int) -> bool:
         """True if `step` can run `rows`, a decoder.StepRows: they decode, are not too many, and have a graph.
@@ -152,7 +151,7 @@ class Bypass:
         self._forget_links(spart.links)
         links = tuple(part.views.link for part in rows.link_rows)
         try:
-            self._graph(spart, self._lane(spart, slot), slot, links, size_class(n))
+            self._graph(spart, self._lane(spart, slot), slot, links, size_class(n), self._kind(rows, size_class(n)))
         except (DriverError, RuntimeError) as error:
             self.fault = f"a step could not be captured: {error}"
             log.warning("exchange: staged from now on; %s", self.fault)
@@ -168,9 +167,10 @@ class Bypass:
         try:
             links.arm()
             links.judge(batch.layer_timeout)
-            graph = self._graph(spart, lane, batch.slot, links.begin(batch.layer_timeout), size)
+            kind = self._kind(rows, size)
+            graph = self._graph(spart, lane, batch.slot, links.begin(batch.layer_timeout), size, kind)
             with lane.stream.current():
-                results = self._start(spart, rows, batch.slot, lane, graph, size)
+                sampler, results = self._start(spart, rows, batch.slot, lane, graph, size, kind)
             while not self._proxy.done(batch.slot):
                 yield self._proxy.done_fd(batch.slot)
                 lane.stream.check()
@@ -184,7 +184,8 @@ class Bypass:
             raise
         logits = lane.logits[: rows.n_drawn]
         with lane.stream.current():
-            sampled = rows.per_chunk(rows.sampler.read(results.numpy(), logits) if rows.n_drawn else [])
+            drawn = sampler.read(results.numpy(), lane.logits)[: rows.n_drawn] if rows.n_drawn else []
+            sampled = rows.per_chunk(drawn)
             kept = logits.clone() if keep_logits else None
         link_costs = links.disarm()
         seconds = rows.elapsed()
@@ -200,22 +201,36 @@ class Bypass:
             logits=kept,
         )
 
-    def _start(self, spart: Captured, rows: Any, slot: int, lane: _Lane, graph: _Graph, size: int) -> torch.Tensor:
-        """Put the whole step into the lane's stream. Returns the tensor that will have the sampler's results."""
+    def _kind(self, rows: Any, size: int) -> Kind | None:
+        """The kind of sampling that covers a step's tokens; None if they are drawn behind the graph."""
+        kind = kind_of(rows.specs, size, rows.vocab_size)
+        if isinstance(kind, Kind):
+            return kind
+        if kind not in self._behind:
+            self._behind.add(kind)
+            log.info("exchange: tokens are drawn behind the captured steps, not in them, for %s", kind)
+        return None
+
+    def _start(
+        self, spart: Captured, rows: Any, slot: int, lane: _Lane, graph: _Graph, size: int, kind: Kind | None
+    ) -> tuple[Sampler, torch.Tensor]:
+        """Put the whole step into the lane's stream. Returns the sampler and the tensor that will have its results."""
         regions = [self._region(part.views.link) for part in rows.link_rows]
         addresses = step_addresses(regions, slot, rows.link_rows)
-        rows.table.add("graph", _inputs(rows.table, addresses, size).packed())
-        rows.upload(spart.model.device)
-        graph.inputs.copy_(rows.uploaded["graph"])
+        table = GraphTable(size, kind, rows.vocab_size, rows.table, addresses, rows.specs)
+        table.upload(lane.inputs)
+        if table.sampler is None:
+            rows.upload(spart.model.device)
         self._proxy.expect(slot)
         graph.replay()
-        results = torch.empty(0, dtype=torch.int32)
-        if rows.n_drawn:
-            drawn = rows.sampler.launch(lane.logits[: rows.n_drawn], rows.uploaded)
-            results = torch.empty(drawn.shape, dtype=drawn.dtype, pin_memory=True)
-            results.copy_(drawn, non_blocking=True)
+        if table.sampler is None:
+            sampler, drawn = rows.sampler, rows.sampler.launch(lane.logits[: rows.n_drawn], rows.uploaded)
+        else:
+            sampler, drawn = table.sampler, lane.results[: 2 * size]
+        results = torch.empty(drawn.shape, dtype=drawn.dtype, pin_memory=True)
+        results.copy_(drawn, non_blocking=True)
         self._driver.write_word(lane.stream.handle, self._completions + _LINE * slot, 1)
-        return results
+        return sampler, results
 
     # -- graphs -------------------------------------------------------------------------------------------------
 
@@ -238,28 +253,39 @@ class Bypass:
             for key in [key for key in lane.graphs if not set(key[0]) <= self._regions.keys()]:
                 del lane.graphs[key]
 
-    def _graph(self, spart: Captured, lane: _Lane, slot: int, links: tuple[Link, ...], size: int) -> _Graph:
+    def _graph(
+        self, spart: Captured, lane: _Lane, slot: int, links: tuple[Link, ...], size: int, kind: Kind | None
+    ) -> _Graph:
         """The graph of a mini-batch for these links; it is captured now if there is none."""
-        graph = lane.graphs.get((links, size))
+        graph = lane.graphs.get((links, size, kind))
         if graph is None:
             while len(lane.graphs) >= _MOST_GRAPHS:
                 lane.graphs.popitem(last=False)
             regions = tuple(self._region(link) for link in links)
-            graph = lane.graphs[links, size] = self._capture(spart, lane, slot, regions, size)
-        lane.graphs.move_to_end((links, size))
+            graph = lane.graphs[links, size, kind] = self._capture(spart, lane, slot, regions, size, kind)
+        lane.graphs.move_to_end((links, size, kind))
         return graph
 
-    def _capture(self, spart: Captured, lane: _Lane, slot: int, regions: tuple[MappedRegion, ...], size: int) -> _Graph:
-        table = _inputs(None, None, size)
+    def _capture(
+        self,
+        spart: Captured,
+        lane: _Lane,
+        slot: int,
+        regions: tuple[MappedRegion, ...],
+        size: int,
+        kind: Kind | None,
+    ) -> _Graph:
+        table = GraphTable(size, kind, spart.model.config.vocab_size)
         with lane.stream.current():
-            inputs = torch.zeros(table.packed().nbytes, dtype=torch.uint8, device=spart.model.device)
-            parts = table.parts(inputs)
-        tables = {name: parts[name] for name in ("q", "kv", "o", "counts")}
+            parts = table.upload(lane.inputs)
         q, kv, o = (x[:size] for x in lane.rows)
 
         def work(gates: Sequence[Gate]) -> None:
-            rows = StreamRows(self._kernels, lane.stream.handle, gates, (q, kv, o), tables)
-            lane.logits[:size].copy_(spart.whole_step(parts, rows))
+            rows = StreamRows(self._kernels, lane.stream.handle, gates, (q, kv, o), parts)
+            logits = lane.logits[:size]
+            logits.copy_(spart.whole_step(parts, rows))
+            if table.sampler is not None:
+                lane.results[: 2 * size].copy_(table.sampler.launch(logits, parts))
 
         # Run once, because that loads kernels and allocates workspaces, which a capture must not do. No row is moved,
         # as the counts are 0, and no R-node is asked or waited for.
@@ -267,22 +293,4 @@ class Bypass:
             work(())
         gates = [region.gate(slot) for region in regions]
         replay, _ = lane.stream.capture(lambda: work(gates))
-        return _Graph(replay, inputs, regions)
-
-
-def _inputs(step: StepTable | None, addresses: RowAddresses | None, size: int) -> StepTable:
-    """The table that a graph of `size` rows reads: a step's rows, then rows of token 0 whose results nobody reads."""
-    table = StepTable()
-    for name in ("tokens", "positions", "last rows"):
-        table.add(name, _padded(None if step is None else step[name], np.int64, size))
-    for name in ("q", "kv", "o"):
-        table.add(name, _padded(None if addresses is None else getattr(addresses, name).view(np.int64), np.int64, size))
-    table.add("counts", _padded(None if addresses is None else addresses.counts.view(np.int32), np.int32, 2))
-    return table
-
-
-def _padded(values: np.ndarray | None, dtype: type[np.generic], size: int) -> np.ndarray:
-    padded = np.zeros(size, dtype)
-    if values is not None:
-        padded[: len(values)] = values
-    return padded
+        return _Graph(replay, regions)

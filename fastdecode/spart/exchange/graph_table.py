@@ -1,0 +1,70 @@
+"""GraphTable: the numbers that a captured step reads, in a buffer whose layout depends on its size and Kind alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from fastdecode.spart.batch import SampleSpec
+from fastdecode.spart.exchange_kernels import RowAddresses
+from fastdecode.spart.sampling import Sampler
+from fastdecode.spart.sampling_kinds import MOST_RULES, Kind, rows_of_block
+from fastdecode.spart.step_table import StepTable
+
+#: Bytes of a table for a bias and for a penalised token: their two places, and three numbers; and for the alignment of
+#: these arrays.
+_RULE_BYTES, _BLOCK_BYTES = 28, 5 * 16
+
+
+def size_class(n_rows: int) -> int:
+    """The rows of the graph that runs steps of `n_rows`: a power of two, or the middle between two of them."""
+    power = 1 << (n_rows - 1).bit_length()
+    return power * 3 // 4 if power >= 8 and n_rows <= power * 3 // 4 else power
+
+
+class GraphTable:
+    """The table of one step of up to `size` rows. The rows beyond the step's are of token 0, and nobody reads their
+    results."""
+
+    def __init__(
+        self,
+        size: int,
+        kind: Kind | None,
+        vocab_size: int,
+        step: StepTable | None = None,
+        addresses: RowAddresses | None = None,
+        specs: Sequence[SampleSpec] = (),
+    ):
+        """`kind` None: the graph draws no tokens. Without `step`, `addresses` and `specs` the table moves no row and
+        asks for the likeliest tokens."""
+        table = self._table = StepTable()
+        for name in ("tokens", "positions", "last rows"):
+            table.add(name, _padded(None if step is None else step[name], np.int64, size))
+        for name in ("q", "kv", "o"):
+            values = None if addresses is None else getattr(addresses, name).view(np.int64)
+            table.add(name, _padded(values, np.int64, size))
+        table.add("counts", _padded(None if addresses is None else addresses.counts.view(np.int32), np.int32, 2))
+        self.sampler = None if kind is None else Sampler.of_kind(kind, size, specs, vocab_size, table)
+
+    def upload(self, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Start a copy of the table into the beginning of `buffer`, uint8 on a device. Returns the views of the
+        arrays."""
+        inside = buffer[: self._table.nbytes]
+        inside.copy_(self._table.pinned(), non_blocking=True)
+        return self._table.parts(inside)
+
+    @staticmethod
+    def most_bytes(size: int, vocab_size: int) -> int:
+        """Bytes of a buffer that holds every table of up to `size` rows."""
+        plain = GraphTable(size, Kind(draws=True, filters=True), vocab_size)._table.nbytes
+        return plain + MOST_RULES * _RULE_BYTES + _BLOCK_BYTES * -(-size // rows_of_block(vocab_size))
+
+
+def _padded(values: npt.NDArray[np.generic] | None, dtype: type[np.generic], size: int) -> npt.NDArray[np.generic]:
+    padded = np.zeros(size, dtype)
+    if values is not None:
+        padded[: len(values)] = values
+    return padded
