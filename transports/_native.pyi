@@ -75,8 +75,11 @@ class Port:
         """Take the port down, join its threads and let go of the region. Idempotent."""
 
 #: One link's part of a step: its port, its row table (an array of fd_row_t), and the ranges [from, to) of the step's
-#: rows that attend and that are only appended. In the slot, appended rows follow attending rows.
-_Member = tuple[Port, Buffer, int, int, int, int]
+#: rows that attend and that are only appended. In the slot, appended rows follow attending rows. The last part is None
+#: if the link takes whole rows; else an array of uint32 [n_layers, 4, 2], the columns that each layer exchanges with
+#: the link: byte ranges [from, to) of Q, K, V and O within a row of the step's buffers. In the link's slot, Q, K and O
+#: begin their rows, and V follows K.
+_Member = tuple[Port, Buffer, int, int, int, int] | tuple[Port, Buffer, int, int, int, int, Buffer | None]
 
 #: A failure of one member: its index, its fd_status_t or -1 if its link is down, and the reason. A member that has
 #: failed takes no part in the rest of the step.
@@ -86,9 +89,9 @@ _Failures = list[tuple[int, int, str]] | None
 class StepGroup:
     """One step of a mini-batch over all links that have rows in it. Each method is one C call, however many links.
 
-    `q` [attending rows], `kv` [rows] and `o` [attending rows] are the step's row buffers on the CPU; without them the
-    rows are written and read in the members' slots by somebody else. One thread at a time may use a group. Raises
-    ValueError if a member's rows do not fit its slot or the buffers.
+    `q` [attending rows, bytes of a row], `kv` [rows, bytes] and `o` [attending rows, bytes] are the step's row buffers
+    on the CPU; without them the rows are written and read in the members' slots by somebody else. One thread at a time
+    may use a group. Raises ValueError if a member's rows or columns do not fit its slot or the buffers.
     """
 
     def __init__(

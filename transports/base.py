@@ -28,7 +28,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
@@ -130,7 +130,8 @@ class Link(ABC):
         3. `disarm`.
 
     The rows of a slot must not change between `ring` and the return of `wait`. A step may be abandoned after any layer:
-    the next `arm` replaces it. `port` is for a StepGroup, which does the same for several links in one call.
+    the next `arm` replaces it. A StepGroup does the same in one call for the ports of several links; `members` are the
+    ports' links.
 
     The control path consists of coroutines on the event loop that opened the link. The R-node acknowledges FREE: until
     `free` returns, the sequence's pages count as used and the S-node must not use its sequence index again.
@@ -141,7 +142,17 @@ class Link(ABC):
     lease: Lease
     layout: RegionLayout
     region: memoryview  # the whole region as writable bytes
-    port: Port  # the data path in C
+    port: Port  # the data path in C; the members of a team have one each, the team has none
+
+    @property
+    def members(self) -> Sequence[Member]:
+        """The links to single R-nodes that this link consists of, and the columns of a step's rows that each takes."""
+        return (Member(self, None),)
+
+    @property
+    def region_bytes(self) -> int:
+        """The size of the activation region that the R-node, or all members of a team, have for this link."""
+        return self.layout.region_bytes
 
     @abstractmethod
     def arm(self, slot: int, entries: np.ndarray) -> None:
@@ -172,7 +183,7 @@ class Link(ABC):
         """End the step. Returns its cost if all of its layers were answered, else None."""
 
     @abstractmethod
-    def failure(self, status: int, message: str) -> TransportError:
+    def failure(self, status: int, message: str) -> CallRefused | LinkDown:
         """The error that a StepGroup's failure on this link stands for: CallRefused or LinkDown, which names this link.
 
         `status` is -1 for a link that is down. A link that the R-node has closed goes down.
@@ -223,12 +234,25 @@ class Link(ABC):
         """End the link and wait until the R-node has freed the lease. Idempotent."""
 
 
+class Member(NamedTuple):
+    """A link to one R-node, and its part of each row of a step."""
+
+    link: Link
+    #: None: whole rows. Else uint32 [n_layers, 4, 2]: byte ranges [from, to) of Q, K, V and O within a row.
+    columns: np.ndarray | None
+
+
 @dataclass(frozen=True, slots=True)
 class StepTimes:
     """The cost of one step, as the R-node reports it."""
 
     busy_ns: int  # time that the R-engine worked on the step's layers
     kv_bytes: int  # KV-cache bytes that it read
+
+    @classmethod
+    def of_members(cls, times: Sequence[StepTimes]) -> StepTimes:
+        """The cost of a step that several R-nodes work on at the same time."""
+        return cls(max(t.busy_ns for t in times), sum(t.kv_bytes for t in times))
 
 
 class LinkService(Protocol):

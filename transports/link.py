@@ -16,7 +16,7 @@ from fastdecode.region.contract import ROW_DTYPE, Status
 from fastdecode.region.region import Region
 
 from ._native import Port
-from .base import CallRefused, Lease, Link, LinkDown, StepTimes, TransportError
+from .base import CallRefused, Lease, Link, LinkDown, StepTimes
 from .frames import FrameSocket
 from .messages import MAX_HANDLES, Error, Fork, Free, Ok, Ping, ProtocolError, Request, Resize, Stats, Trim
 
@@ -99,7 +99,7 @@ class RegionLink(Link):
         totals = self.port.disarm(slot)
         return None if totals is None else StepTimes(*totals)
 
-    def failure(self, status: int, message: str) -> TransportError:
+    def failure(self, status: int, message: str) -> CallRefused | LinkDown:
         if status == Status.LINK_CLOSED:
             self.port.kill(message)
         if status in (-1, Status.LINK_CLOSED):

@@ -4,9 +4,16 @@
 /* More bytes than this are copied without the GIL. */
 #define GIL_BYTES (256u << 10)
 
+/* The columns of the step's rows that a layer exchanges with one member, as byte ranges [from, to) of a row. In the
+ * member's slot each of q, k and o begins its row, and v follows k. */
+typedef struct {
+    uint32_t q[2], k[2], v[2], o[2];
+} columns_t;
+
 typedef struct {
     PortObject *port;
     Py_buffer table;
+    Py_buffer columns; /* a columns_t for each layer; without bytes: the member's rows are the step's whole rows */
     uint32_t attend_from, attend_to, append_from, append_to; /* the link's rows among the step's rows */
     bool failed;                                             /* it takes no part in the step any more */
 } member_t;
@@ -16,10 +23,11 @@ typedef struct {
     uint32_t slot;
     size_t n;
     member_t *members;
-    fd_awaited_t *awaited; /* [n] */
-    size_t *who;           /* [n] the member of each awaited slot */
-    Py_buffer q, kv, o;    /* without bytes: the rows are in the slots */
-    size_t q_row_bytes, kv_row_bytes, o_row_bytes, bytes_per_layer;
+    fd_awaited_t *awaited;                         /* [n] */
+    size_t *who;                                   /* [n] the member of each awaited slot */
+    Py_buffer q, kv, o;                            /* without bytes: the rows are in the slots */
+    size_t q_row_bytes, kv_row_bytes, o_row_bytes; /* of a row of these buffers */
+    size_t bytes_per_layer;
     bool local; /* no member's carrier makes system calls that move rows */
     bool busy;  /* a thread is in a method */
 } GroupObject;
@@ -32,6 +40,7 @@ static uint32_t n_append(const member_t *m) { return m->append_to - m->append_fr
 static void group_dealloc(GroupObject *self) {
     for (size_t i = 0; self->members && i < self->n; i++) {
         PyBuffer_Release(&self->members[i].table);
+        PyBuffer_Release(&self->members[i].columns);
         Py_XDECREF(self->members[i].port);
     }
     PyBuffer_Release(&self->q);
@@ -45,13 +54,35 @@ static void group_dealloc(GroupObject *self) {
     Py_DECREF(type);
 }
 
+static size_t n_bytes(const uint32_t range[2]) { return range[1] - range[0]; }
+
+/* Why a member with columns cannot take part in any step, or NULL. */
+static const char *columns_error(const member_t *m) {
+    const fd_layout_t *y = &m->port->port.layout;
+    if ((size_t)m->columns.len != m->port->port.geometry.n_layers * sizeof(columns_t))
+        return "the columns are eight 32-bit numbers for each layer";
+    const columns_t *layers = m->columns.buf;
+    for (uint32_t i = 0; i < m->port->port.geometry.n_layers; i++) {
+        const columns_t *c = &layers[i];
+        if (c->q[0] > c->q[1] || c->k[0] > c->k[1] || c->v[0] > c->v[1] || c->o[0] > c->o[1])
+            return "a range of columns ends before it begins";
+        if (n_bytes(c->q) > y->q_row_bytes || n_bytes(c->k) + n_bytes(c->v) > y->kv_row_bytes ||
+            n_bytes(c->o) > y->o_row_bytes)
+            return "a member has more columns than its slot's rows";
+    }
+    return NULL;
+}
+
 static int take_member(GroupObject *self, member_t *m, PyObject *tuple) {
-    PyObject *port;
-    if (!PyArg_ParseTuple(tuple, "O!y*IIII;a member is (port, table, attend_from, attend_to, append_from, append_to)",
+    PyObject *port, *columns = Py_None;
+    if (!PyArg_ParseTuple(tuple,
+                          "O!y*IIII|O;a member is (port, table, attend_from, attend_to, append_from, append_to, "
+                          "columns)",
                           fd_py_port_type, &port, &m->table, &m->attend_from, &m->attend_to, &m->append_from,
-                          &m->append_to))
+                          &m->append_to, &columns))
         return -1;
     m->port = (PortObject *)Py_NewRef(port);
+    if (columns != Py_None && PyObject_GetBuffer(columns, &m->columns, PyBUF_SIMPLE)) return -1;
     const fd_layout_t *y = &m->port->port.layout;
     const char *wrong = NULL;
     if (self->slot >= m->port->port.geometry.n_slots) wrong = "the slot is beyond the region";
@@ -60,41 +91,66 @@ static int take_member(GroupObject *self, member_t *m, PyObject *tuple) {
         wrong = "a range of rows ends before it begins";
     else if (n_attend(m) + (uint64_t)n_append(m) > m->port->port.geometry.max_rows)
         wrong = "a member has more rows than its slot";
-    else if (self->q_row_bytes && (self->q_row_bytes != y->q_row_bytes || self->kv_row_bytes != y->kv_row_bytes ||
-                                   self->o_row_bytes != y->o_row_bytes))
-        wrong = "the members' rows differ in size";
+    else if (m->columns.obj) wrong = columns_error(m);
     if (wrong) {
         PyErr_SetString(PyExc_ValueError, wrong);
         return -1;
     }
-    self->q_row_bytes = y->q_row_bytes;
-    self->kv_row_bytes = y->kv_row_bytes;
-    self->o_row_bytes = y->o_row_bytes;
     self->local &= fd_py_port_is_local(m->port);
     self->bytes_per_layer += n_attend(m) * y->q_row_bytes + (n_attend(m) + n_append(m)) * y->kv_row_bytes;
     return 0;
 }
 
+/* Why a member's rows are not in the step's row buffers, or NULL. */
+static const char *rows_error(const GroupObject *self, const member_t *m) {
+    const fd_layout_t *y = &m->port->port.layout;
+    const uint64_t last = m->append_to > m->attend_to ? m->append_to : m->attend_to;
+    if (m->attend_to * self->q_row_bytes > (size_t)self->q.len ||
+        m->attend_to * self->o_row_bytes > (size_t)self->o.len || last * self->kv_row_bytes > (size_t)self->kv.len)
+        return "a member's rows are beyond the step's buffers";
+    if (!m->columns.obj) {
+        const bool same = self->q_row_bytes == y->q_row_bytes && self->kv_row_bytes == y->kv_row_bytes &&
+                          self->o_row_bytes == y->o_row_bytes;
+        return same ? NULL : "a member's rows differ in size from those of the step's buffers";
+    }
+    const columns_t *layers = m->columns.buf;
+    for (uint32_t i = 0; i < m->port->port.geometry.n_layers; i++) {
+        const columns_t *c = &layers[i];
+        if (c->q[1] > self->q_row_bytes || c->k[1] > self->kv_row_bytes || c->v[1] > self->kv_row_bytes ||
+            c->o[1] > self->o_row_bytes)
+            return "a member's columns are beyond the step's rows";
+    }
+    return NULL;
+}
+
+/* Takes a buffer of rows, and the bytes of one. */
+static int take_buffer(PyObject *rows, int flags, Py_buffer *buffer, size_t *row_bytes) {
+    if (PyObject_GetBuffer(rows, buffer, flags | PyBUF_ND)) return -1;
+    if (buffer->ndim != 2) {
+        PyErr_SetString(PyExc_ValueError, "a step's buffers have two dimensions, rows and their columns");
+        return -1;
+    }
+    *row_bytes = (size_t)(buffer->shape[1] * buffer->itemsize);
+    return 0;
+}
+
 /* Takes the step's row buffers, or none of them, and checks that they hold every member's rows. */
 static int take_rows(GroupObject *self, PyObject *q, PyObject *kv, PyObject *o) {
+    const char *wrong = NULL;
     if (q == Py_None && kv == Py_None && o == Py_None) {
         self->bytes_per_layer = 0;
-        return 0;
-    }
-    if (PyObject_GetBuffer(q, &self->q, PyBUF_SIMPLE) || PyObject_GetBuffer(kv, &self->kv, PyBUF_SIMPLE) ||
-        PyObject_GetBuffer(o, &self->o, PyBUF_WRITABLE))
-        return -1;
-    for (size_t i = 0; i < self->n; i++) {
-        const member_t *m = &self->members[i];
-        const uint64_t last = m->append_to > m->attend_to ? m->append_to : m->attend_to;
-        if (m->attend_to * self->q_row_bytes > (size_t)self->q.len ||
-            m->attend_to * self->o_row_bytes > (size_t)self->o.len ||
-            last * self->kv_row_bytes > (size_t)self->kv.len) {
-            PyErr_SetString(PyExc_ValueError, "a member's rows are beyond the step's buffers");
+        for (size_t i = 0; i < self->n; i++)
+            if (self->members[i].columns.obj) wrong = "a member with columns needs the step's buffers";
+    } else {
+        if (take_buffer(q, PyBUF_SIMPLE, &self->q, &self->q_row_bytes) ||
+            take_buffer(kv, PyBUF_SIMPLE, &self->kv, &self->kv_row_bytes) ||
+            take_buffer(o, PyBUF_WRITABLE, &self->o, &self->o_row_bytes))
             return -1;
-        }
+        for (size_t i = 0; i < self->n && !wrong; i++) wrong = rows_error(self, &self->members[i]);
     }
-    return 0;
+    if (!wrong) return 0;
+    PyErr_SetString(PyExc_ValueError, wrong);
+    return -1;
 }
 
 static PyObject *group_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
@@ -206,25 +262,53 @@ static PyObject *group_arm(GroupObject *self, PyObject *unused) {
     return end(self, n, wrong);
 }
 
-/* Copies a member's rows from the step's buffers to its slot. */
-static void scatter(const GroupObject *self, const member_t *m) {
+/* Copies `bytes` bytes of each of `n` rows. */
+static void copy_columns(uint8_t *to, size_t to_row, const uint8_t *from, size_t from_row, size_t n, size_t bytes) {
+    for (size_t i = 0; i < n; i++) memcpy(to + i * to_row, from + i * from_row, bytes);
+}
+
+/* Copies the K and V columns of the step's rows [from, to) to rows of a slot that begin at `row`. */
+static void scatter_kv(const GroupObject *self, const columns_t *c, uint8_t *row, size_t row_bytes, uint32_t from,
+                       uint32_t to) {
+    const uint8_t *kv = (const uint8_t *)self->kv.buf + from * self->kv_row_bytes;
+    copy_columns(row, row_bytes, kv + c->k[0], self->kv_row_bytes, to - from, n_bytes(c->k));
+    copy_columns(row + n_bytes(c->k), row_bytes, kv + c->v[0], self->kv_row_bytes, to - from, n_bytes(c->v));
+}
+
+/* Copies a member's rows of a layer from the step's buffers to its slot. */
+static void scatter(const GroupObject *self, const member_t *m, uint32_t layer) {
     const fd_layout_t *y = &m->port->port.layout;
     uint8_t *slot = (uint8_t *)fd_port_slot(&m->port->port, self->slot);
-    const uint8_t *q = self->q.buf, *kv = self->kv.buf;
-    memcpy(slot + y->q, q + m->attend_from * self->q_row_bytes, n_attend(m) * self->q_row_bytes);
+    const uint8_t *q = (const uint8_t *)self->q.buf + m->attend_from * self->q_row_bytes, *kv = self->kv.buf;
+    if (m->columns.obj) {
+        const columns_t *c = (const columns_t *)m->columns.buf + layer;
+        copy_columns(slot + y->q, y->q_row_bytes, q + c->q[0], self->q_row_bytes, n_attend(m), n_bytes(c->q));
+        scatter_kv(self, c, slot + y->kv, y->kv_row_bytes, m->attend_from, m->attend_to);
+        scatter_kv(self, c, slot + y->kv + n_attend(m) * y->kv_row_bytes, y->kv_row_bytes, m->append_from,
+                   m->append_to);
+        return;
+    }
+    memcpy(slot + y->q, q, n_attend(m) * self->q_row_bytes);
     memcpy(slot + y->kv, kv + m->attend_from * self->kv_row_bytes, n_attend(m) * self->kv_row_bytes);
     memcpy(slot + y->kv + n_attend(m) * self->kv_row_bytes, kv + m->append_from * self->kv_row_bytes,
            n_append(m) * self->kv_row_bytes);
 }
 
-/* Copies the O rows of the members that have answered from their slots to the step's buffer. */
+/* Copies the O rows of the members that have answered a layer from their slots to the step's buffer. */
 static void gather(const GroupObject *self, size_t n) {
     for (size_t k = 0; k < n; k++) {
         const member_t *m = &self->members[self->who[k]];
-        if (self->awaited[k].result != FD_PORT_OK) continue;
-        memcpy((uint8_t *)self->o.buf + m->attend_from * self->o_row_bytes,
-               (uint8_t *)fd_port_slot(&m->port->port, self->slot) + m->port->port.layout.o,
-               n_attend(m) * self->o_row_bytes);
+        const fd_port_t *port = &m->port->port;
+        const uint32_t asked = port->slots[self->slot].asked;
+        if (self->awaited[k].result != FD_PORT_OK || !asked) continue;
+        uint8_t *o = (uint8_t *)self->o.buf + m->attend_from * self->o_row_bytes;
+        const uint8_t *from = (const uint8_t *)fd_port_slot(port, self->slot) + port->layout.o;
+        if (m->columns.obj) {
+            const columns_t *c = (const columns_t *)m->columns.buf + asked - 1;
+            copy_columns(o + c->o[0], self->o_row_bytes, from, port->layout.o_row_bytes, n_attend(m), n_bytes(c->o));
+        } else {
+            memcpy(o, from, n_attend(m) * self->o_row_bytes);
+        }
     }
 }
 
@@ -233,7 +317,8 @@ static const char *ring_all(GroupObject *self, size_t n, uint32_t layer) {
         fd_awaited_t *a = &self->awaited[k];
         const char *misuse;
         if (a->result != FD_PORT_PENDING) continue;
-        if (self->q.buf && a->port->slots[a->slot].phase == FD_SLOT_ARMED) scatter(self, &self->members[self->who[k]]);
+        if (self->q.buf && a->port->slots[a->slot].phase == FD_SLOT_ARMED && layer < a->port->geometry.n_layers)
+            scatter(self, &self->members[self->who[k]], layer);
         a->result = fd_port_ring(a->port, a->slot, layer, &misuse);
         if (a->result == FD_PORT_MISUSE) return misuse;
     }

@@ -22,7 +22,7 @@ from fastdecode.region.region import Region
 from fastdecode.spart import Model, SPart
 from fastdecode.spart.batch import Chunk, SampleSpec, StepBatch
 from fastdecode.transports._native import Port
-from fastdecode.transports.base import Link, TransportError
+from fastdecode.transports.base import Link, LinkDown
 from fastdecode.transports.registry import connect
 
 _FILL_ROWS = 512  # appended by one call when the cache is filled
@@ -63,8 +63,8 @@ class _NoRPart(Link):
     def disarm(self, slot: int) -> None:
         self.port.disarm(slot)
 
-    def failure(self, status: int, message: str) -> TransportError:
-        return TransportError(message)
+    def failure(self, status: int, message: str) -> LinkDown:
+        return LinkDown(message, self)
 
     async def free(self, handles: Sequence[tuple[int, int]]) -> None:
         pass

@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -20,10 +20,7 @@ from fastdecode.region.contract import ROW_ATTEND, ROW_CUT, ROW_DTYPE
 from fastdecode.spart.batch import Chunk
 from fastdecode.spart.served import TORCH_DTYPES
 from fastdecode.transports._native import StepGroup
-from fastdecode.transports.base import Link, Pending, StepTimes, TransportError
-
-if TYPE_CHECKING:
-    from fastdecode.transports._native import Port
+from fastdecode.transports.base import Link, LinkDown, Pending, StepTimes, TransportError
 
 
 class SlotViews:
@@ -106,20 +103,21 @@ class StepLinks:
         its slot and back. Without `host` the decoder or the device writes and reads the rows in the slots."""
         self._link_rows = link_rows
         self.failures: dict[Link, TransportError] = {}
-        self._group = StepGroup(slot, self._members(), *(x.view(torch.uint8).numpy() for x in host))
-
-    def _members(self) -> list[tuple[Port, np.ndarray, int, int, int, int]]:
-        return [
+        members = [(rows, member) for rows in link_rows for member in rows.views.link.members]
+        self._members = [(rows.views.link, member.link) for rows, member in members]
+        parts = [
             (
-                rows.views.link.port,
+                member.link.port,
                 rows.entries.view(np.uint8),
                 rows.attending.start,
                 rows.attending.stop,
                 rows.appended.start,
                 rows.appended.stop,
+                member.columns,
             )
-            for rows in self._link_rows
+            for rows, member in members
         ]
+        self._group = StepGroup(slot, parts, *(x.view(torch.uint8).numpy() for x in host))
 
     def arm(self) -> None:
         """Publish the step to every link. Returns at once: the R-nodes plan it while the S-Part computes the first
@@ -131,8 +129,13 @@ class StepLinks:
         self._check(self._group.wait(timeout, rows=False))
 
     def disarm(self) -> dict[Link, StepTimes]:
-        """End the step. Returns its cost on each link."""
-        return {self._link_rows[i].views.link: StepTimes(*times) for i, *times in self._group.disarm()}
+        """End the step. Returns its cost on each link that has not failed."""
+        costs: dict[Link, list[StepTimes]] = {}
+        for i, *times in self._group.disarm():
+            link, _ = self._members[i]
+            if link not in self.failures:
+                costs.setdefault(link, []).append(StepTimes(*times))
+        return {link: StepTimes.of_members(times) for link, times in costs.items()}
 
     def settle(self, timeout: float) -> None:
         """After a failure, wait for the calls that are still in progress, so that the slots can be used again."""
@@ -141,8 +144,11 @@ class StepLinks:
 
     def _check(self, failures: list[tuple[int, int, str]] | None) -> None:
         for member, status, message in failures or ():
-            link = self._link_rows[member].views.link
-            self.failures[link] = link.failure(status, message)
+            link, failed = self._members[member]
+            error = failed.failure(status, message)
+            error.link = link  # which may be a team that `failed` is a member of
+            if link not in self.failures or isinstance(error, LinkDown):
+                self.failures[link] = error
         if len(self.failures) == len(self._link_rows):
             # A raised exception holds this frame. If `failures` held the exception too, this cycle would keep the
             # regions mapped until the garbage collector runs.

@@ -8,11 +8,11 @@ from fastdecode.spart.exchange.base import Exchange, LinkRows, buffers, row_coun
 
 
 class Direct(Exchange):
-    """In a step that uses one link, `q`, `kv` and `o` are the slot itself, and nothing is copied. In a step of several
-    links they are memory of their own, and the C call that rings a layer copies the rows to the slots."""
+    """In a step that uses one R-node, `q`, `kv` and `o` are the slot itself, and nothing is copied. In a step of
+    several R-nodes they are memory of their own, and the C call that rings a layer copies the rows to the slots."""
 
     def __init__(self, slot: int, link_rows: list[LinkRows]):
-        if len(link_rows) == 1:
+        if sum(len(rows.views.link.members) for rows in link_rows) == 1:
             n_attend, n_rows = row_counts(link_rows)
             views = link_rows[0].views
             self.q, self.kv, self.o = views.q[:n_attend], views.kv[:n_rows], views.o[:n_attend]

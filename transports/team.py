@@ -1,0 +1,244 @@
+"""Team: several R-nodes that share the heads of every layer, as one link (head-level partition; Lamina, arXiv
+2405.01814).
+
+Member i of n has the i-th n-th of each layer's KV heads, and the query heads that belong to them. All members have the
+same sequences at the same indexes, so each request goes to every member. A member sees an ordinary link of a model with
+fewer heads. The rows of a step are cut into columns by the StepGroup, which copies each member's columns to its slot
+and the O columns back.
+
+A team is as alive as its least member: when one link ends, the team ends the others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+import numpy as np
+
+from fastdecode.region.contract import ROW_ATTEND, ROW_DTYPE
+from fastdecode.region.geometry import Geometry, region_layout
+from fastdecode.region.region import Region
+
+from ._native import StepGroup
+from .base import CallRefused, Hello, LayerOptions, Lease, Link, LinkDown, Member, StepTimes, TransportError
+
+_T = TypeVar("_T")
+#: Counters of Link.stats that are sums over the members.
+_SUMS = ("kv_bytes", "region_bytes", "kv_free", "roofline")
+
+
+def check_parts(heads: Iterable[tuple[int, ...]], n: int) -> None:
+    """Raise TransportError if `n` R-nodes cannot share layers with these heads; see LayerOptions.heads."""
+    for layer, (_, n_kv_heads, *_) in enumerate(heads):
+        if n_kv_heads % n:
+            raise TransportError(
+                f"{n} R-nodes cannot share the {n_kv_heads} KV heads of layer {layer} evenly: the number of R-nodes "
+                "must divide the KV heads of every layer"
+            )
+
+
+def part_of(hello: Hello, i: int, n: int) -> Hello:
+    """The link that a team of `n` R-nodes asks its member `i` for, if one R-node would be asked for `hello`.
+
+    Raises TransportError if the heads cannot be shared evenly.
+    """
+    g, options = hello.geometry, hello.layers
+    heads = _heads(hello)
+    check_parts(heads, n)
+    if options.slopes and any(n_q != g.n_q_heads for n_q, *_ in heads):
+        raise TransportError("a model with ALiBi whose layers have different query heads cannot be split by heads")
+    n_q = g.n_q_heads // n
+    slopes = np.frombuffer(options.slopes, "<f4")[i * n_q : (i + 1) * n_q]
+    return replace(
+        hello,
+        geometry=replace(g, n_q_heads=n_q, n_kv_heads=g.n_kv_heads // n),
+        layers=replace(
+            options,
+            sinks=_sinks(options, heads, g, i, n),
+            slopes=slopes.tobytes(),
+            heads=tuple((q // n, kv // n, k_size, v_size) for q, kv, k_size, v_size in options.heads),
+        ),
+    )
+
+
+def _heads(hello: Hello) -> Sequence[tuple[int, int, int, int]]:
+    g = hello.geometry
+    return hello.layers.heads or ((g.n_q_heads, g.n_kv_heads, g.head_size, g.v_size),) * g.n_layers
+
+
+def _sinks(options: LayerOptions, heads: Sequence[tuple[int, ...]], g: Geometry, i: int, n: int) -> bytes:
+    """The sinks of a member's heads, fp32 [n_layers, n_q_heads / n]."""
+    if not options.sinks:
+        return b""
+    sinks = np.zeros((g.n_layers, g.n_q_heads // n), "<f4")
+    for part, whole, (n_q, *_) in zip(
+        sinks, np.frombuffer(options.sinks, "<f4").reshape(g.n_layers, -1), heads, strict=True
+    ):
+        part[: n_q // n] = whole[i * n_q // n : (i + 1) * n_q // n]
+    return sinks.tobytes()
+
+
+def columns_of(hello: Hello, i: int, n: int) -> np.ndarray:
+    """The columns of a step's rows that member `i` of `n` takes, as Member has them."""
+    g, columns = hello.geometry, []
+    element = region_layout(g).q_row_bytes // (g.n_q_heads * g.head_size)  # bytes
+    for n_q, n_kv, k_size, v_size in _heads(hello):
+        # (where the heads begin, how many there are, elements of a head) in rows of Q, K, V and O
+        parts = ((0, n_q, k_size), (0, n_kv, k_size), (n_kv * k_size, n_kv, v_size), (0, n_q, v_size))
+        columns.append([[(at + j * heads // n * size) * element for j in (i, i + 1)] for at, heads, size in parts])
+    return np.array(columns, np.uint32)
+
+
+class Team(Link):
+    """A link whose heads are shared among the R-nodes of several links."""
+
+    def __init__(self, links: Sequence[Link], hello: Hello):
+        """Member i of n is `links[i]`, which was opened with part_of(hello, i, n). Owns the links, and starts on the
+        running event loop. Raises RegionError."""
+        n = len(links)
+        self.url = " + ".join(link.url for link in links)
+        self.geometry = hello.geometry
+        self.lease = _common_lease([link.lease for link in links])
+        self._members = tuple(Member(link, columns_of(hello, i, n)) for i, link in enumerate(links))
+        self._region = Region.create(hello.geometry)
+        self.layout, self.region = self._region.layout, self._region.view
+        self._steps: dict[int, StepGroup] = {}
+        self._in_flight: set[int] = set()
+        self._ended = asyncio.get_running_loop().create_task(self._run(), name=f"team {self.url}")
+
+    @property
+    def members(self) -> Sequence[Member]:
+        return self._members
+
+    @property
+    def region_bytes(self) -> int:
+        return sum(member.link.region_bytes for member in self._members)
+
+    # ---- data path ----
+
+    def arm(self, slot: int, entries: np.ndarray) -> None:
+        if entries.dtype != ROW_DTYPE:
+            raise ValueError(f"a row table has dtype ROW_DTYPE, not {entries.dtype}")
+        n_rows = int(entries["n_rows"].sum())
+        n_attend = int(entries["n_rows"][entries["flags"] & ROW_ATTEND != 0].sum())
+        table, y = np.ascontiguousarray(entries).view(np.uint8), self.layout
+        members = [(m.link.port, table, 0, n_attend, n_attend, n_rows, m.columns) for m in self._members]
+        sizes = (y.q, n_attend, y.q_row_bytes), (y.kv, n_rows, y.kv_row_bytes), (y.o, n_attend, y.o_row_bytes)
+        start = y.slot(slot)
+        q, kv, o = (
+            np.frombuffer(self.region, np.uint8, n * row_bytes, start + at).reshape(n, row_bytes)
+            for at, n, row_bytes in sizes
+        )
+        step = StepGroup(slot, members, q, kv, o)
+        self._check(step.arm())
+        self._steps[slot] = step
+        self._in_flight.add(slot)
+
+    def ring(self, slot: int, layer: int) -> None:
+        if slot not in self._steps:
+            raise ValueError("no step is armed in the slot")
+        self._check(self._steps[slot].ring(layer))
+        self._in_flight.add(slot)
+
+    def wait(self, slot: int, timeout: float) -> None:
+        if slot not in self._in_flight:
+            raise ValueError("nothing in the slot is to be waited for")
+        self._in_flight.discard(slot)
+        self._check(self._steps[slot].wait(timeout))
+
+    def disarm(self, slot: int) -> StepTimes | None:
+        step = self._steps.pop(slot, None)
+        times = [StepTimes(busy_ns, kv_bytes) for _, busy_ns, kv_bytes in step.disarm()] if step else []
+        return StepTimes.of_members(times) if len(times) == len(self._members) else None
+
+    def _check(self, failures: list[tuple[int, int, str]] | None) -> None:
+        if failures:
+            i, status, message = min(failures, key=lambda failure: failure[1])  # a link that is down comes first
+            raise self.failure(status, message, i)
+
+    def failure(self, status: int, message: str, i: int = 0) -> CallRefused | LinkDown:
+        error = self._members[i].link.failure(status, message)
+        error.link = self
+        return error
+
+    # ---- control path ----
+
+    async def free(self, handles: Sequence[tuple[int, int]]) -> None:
+        await self._each(lambda link: link.free(handles))
+
+    async def trim(self, seq_index: int, tag: int, length: int) -> None:
+        await self._each(lambda link: link.trim(seq_index, tag, length))
+
+    async def fork(self, src: tuple[int, int], dst: tuple[int, int], length: int) -> None:
+        try:
+            await self._each(lambda link: link.fork(src, dst, length))
+        except CallRefused:
+            with contextlib.suppress(CallRefused):  # of the members that have refused the fork
+                await self.free([dst])
+            raise
+
+    async def resize(self, n_pages: int) -> dict[str, int]:
+        return _common_stats(await self._each(lambda link: link.resize(n_pages)))
+
+    async def stats(self) -> dict[str, int]:
+        return _common_stats(await self._each(lambda link: link.stats()))
+
+    async def _each(self, request: Callable[[Link], Awaitable[_T]]) -> list[_T]:
+        """Send a request to all members at once, and wait for all answers. Raises a LinkDown, else a CallRefused."""
+        answers = await asyncio.gather(*(request(member.link) for member in self._members), return_exceptions=True)
+        try:
+            errors = [answer for answer in answers if isinstance(answer, BaseException)]
+            if errors:
+                raise min(errors, key=lambda error: not isinstance(error, LinkDown))
+            return [answer for answer in answers if not isinstance(answer, BaseException)]
+        finally:
+            # The traceback of an error holds this frame: a cycle that would keep the regions mapped.
+            del answers, errors
+
+    # ---- end ----
+
+    async def _run(self) -> LinkDown | None:
+        """Wait for the end of a member's link, and end the others. Returns the error that ended the first."""
+        ends = [asyncio.ensure_future(member.link.closed()) for member in self._members]
+        try:
+            done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            errors = [error for end in done if (error := end.result())]
+            return LinkDown(f"a member of the team was lost: {errors[0]}") if errors else None
+        finally:
+            await asyncio.gather(*(member.link.close() for member in self._members))
+            await asyncio.gather(*ends)
+            self._steps.clear()
+            self._region.close()
+
+    async def closed(self) -> LinkDown | None:
+        return await asyncio.shield(self._ended)
+
+    async def close(self) -> None:
+        await asyncio.gather(*(member.link.close() for member in self._members))
+        await asyncio.shield(self._ended)
+
+
+def _common_lease(leases: Sequence[Lease]) -> Lease:
+    """The lease of a team: as many pages and sequences as every member has, and pages of all heads."""
+    return Lease(
+        n_pages=min(lease.n_pages for lease in leases),
+        max_pages=min(lease.max_pages for lease in leases),
+        max_seqs=min(lease.max_seqs for lease in leases),
+        page_bytes=sum(lease.page_bytes for lease in leases),
+        isa=" + ".join(dict.fromkeys(lease.isa for lease in leases)),
+        threads=sum(lease.threads for lease in leases),
+        node=" + ".join(lease.node for lease in leases),
+    )
+
+
+def _common_stats(members: Sequence[dict[str, int]]) -> dict[str, int]:
+    """The counters of a team: sums of bytes, the longest time, and the least of everything else."""
+    common = {name: min(counters.get(name, 0) for counters in members) for name in members[0]}
+    common |= {name: sum(counters[name] for counters in members) for name in _SUMS if name in common}
+    if "busy_ns" in common:
+        common["busy_ns"] = max(counters["busy_ns"] for counters in members)
+    return common
