@@ -91,8 +91,8 @@ class QuantisedLinear:
     """A matrix [outs, ins] in `bits` (4 or 8) a number, in the layout of fd_linear_t; `group` is a multiple of 32.
 
     `passes` 1 rounds activations to 8 bits, 2 to 15. The buffers, C-contiguous, are kept: weights; scales and mins (or
-    None), fp16; units and bias (or None), fp32. The ISA is the one in FASTDECODE_ISA, else the best. Raises ValueError
-    for sizes that do not fit.
+    None), fp16; units and bias (or None), fp32; table (or None), the 16 numbers, uint8 up to 32, that 4-bit codes stand
+    for. The ISA is the one in FASTDECODE_ISA, else the best. Raises ValueError for sizes that do not fit.
     """
 
     def __new__(
@@ -108,6 +108,7 @@ class QuantisedLinear:
         units: Buffer,
         mins: Buffer | None,
         bias: Buffer | None,
+        table: Buffer | None,
     ) -> QuantisedLinear: ...
     @property
     def isa(self) -> str:

@@ -6,6 +6,7 @@
     config_file  read_config: the ModelConfig of a directory or GGUF file
     quantisation parse_quantisation: quantization_config of a config.json
     quantised_files  compressed-tensors, GPTQ, AWQ and FP8 checkpoints
+    mxfp4        matrices in MXFP4, and gpt-oss's checkpoints of them
     gguf         the configuration and tensors of GGUF files
     backend      choose_backend: the native decoder, or the transformers backend in hf/
     checkpoint   the tensors of a model's files

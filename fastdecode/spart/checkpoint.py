@@ -39,6 +39,10 @@ class Checkpoint(ABC):
     def matrix(self, name: str) -> torch.Tensor | Quantised:
         """A linear's or embedding's weight, as it is stored."""
 
+    def expert(self, name: str, index: int) -> torch.Tensor | Quantised:
+        """The weight [out, in] of one expert in the tensor `name` [experts, in, out], as it is stored."""
+        return self.tensor(name)[index].T
+
     @property
     def quantisation(self) -> str | None:
         """The name of the weights' quantisation, for people; None: they are fp32, fp16 or bf16."""

@@ -1,7 +1,7 @@
 """Models in GGUF files: their hyper-parameters as a ModelConfig, their tensors as a Checkpoint.
 
-A quantised tensor stays in 4 or 8 bits: Q4_0, Q4_1, Q4_K, Q8_0 and Q5 are kept number by number; Q6_K and the other
-types are rounded to 8 bits in groups of 32. The layouts of blocks are those of ggml's quants.
+A quantised tensor stays in 4 or 8 bits: Q4_0, Q4_1, Q4_K, MXFP4, Q8_0 and Q5 are kept number by number; Q6_K and the
+other types are rounded to 8 bits in groups of 32. The layouts of blocks are those of ggml's quants.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from fastdecode.spart.checkpoint import Checkpoint
 from fastdecode.spart.config import CheckpointError, ModelConfig, Rope, TensorNames
 from fastdecode.spart.families import make_config
 from fastdecode.spart.linears.quantised import GROUP, Quantised, concatenate, quantise
+from fastdecode.spart.mxfp4 import mxfp4
 
 #: The native family of each `general.architecture`.
 FAMILIES = {
@@ -253,6 +254,10 @@ def _q4_1(b: np.ndarray) -> Quantised:
     return _make(_halves(_bytes(b[..., 4:])), _half(b[..., :2]), _half(b[..., 2:4]), 0, 4)
 
 
+def _mxfp4(b: np.ndarray) -> Quantised:
+    return mxfp4(_halves(_bytes(b[..., 1:])).flatten(1), _bytes(b[..., 0]))
+
+
 def _fifth_bits(b: np.ndarray) -> torch.Tensor:
     """4 bytes -> 32 numbers that are 16 where the bit is set."""
     return torch.from_numpy(np.unpackbits(b, axis=-1, bitorder="little")) << 4
@@ -303,6 +308,7 @@ _UNPACKERS = {
     "Q8_0": _q8_0,
     "Q4_0": _q4_0,
     "Q4_1": _q4_1,
+    "MXFP4": _mxfp4,
     "Q5_0": _q5_0,
     "Q5_1": _q5_1,
     "Q4_K": _q4_k,
@@ -314,7 +320,10 @@ _UNPACKERS = {
 def _unpack(tensor: GGUFTensor, blocks: np.ndarray) -> Quantised:
     """Rows of a tensor: uint8 [rows, blocks, bytes]."""
     if unpack := _UNPACKERS.get(tensor.type.name):
-        return unpack(blocks)
+        try:
+            return unpack(blocks)
+        except ValueError as error:
+            raise CheckpointError(f"tensor {tensor.name!r} is corrupt: {error}") from None
     library = _library(tensor)
     kind = library.GGMLQuantizationType[tensor.type.name]
     values = library.quants.dequantize(np.ascontiguousarray(blocks.reshape(len(blocks), -1)), kind)

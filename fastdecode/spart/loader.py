@@ -31,6 +31,7 @@ from fastdecode.spart.linears.quantised import ACTIVATION_BITS, BITS, HEAD_BITS,
 from fastdecode.spart.linears.stack import make_experts, make_linear
 from fastdecode.spart.lora.adapters import AdaptedLinear, AdapterSet
 from fastdecode.spart.lora.files import Adapter
+from fastdecode.spart.mxfp4 import MXFP4Checkpoint
 from fastdecode.spart.quantised_files import QuantisedCheckpoint
 from fastdecode.spart.served import TORCH_DTYPES, with_sinks
 from fastdecode.spart.weights import Blueprint, Model, Weights
@@ -83,6 +84,8 @@ def open_checkpoint(path: Path, config: ModelConfig) -> Checkpoint:
     """The tensors of a model directory or GGUF file, of which no weight is read. Raises CheckpointError."""
     if file := find_gguf(path):
         return GGUFCheckpoint(open_gguf(file), config)
+    if config.quantisation and config.quantisation.method == "mxfp4":
+        return MXFP4Checkpoint(path, config.names)
     if config.quantisation:
         return QuantisedCheckpoint(path, config.names, config.quantisation)
     return SafetensorsCheckpoint(path, config.names)
@@ -200,7 +203,9 @@ class _Loading:
         self._adapters, self._progress = adapters, progress
 
     def _matrix(self, name: str) -> torch.Tensor | Quantised:
-        matrix = self._checkpoint.matrix(f"{name}.weight")
+        return self._in_form(self._checkpoint.matrix(f"{name}.weight"))
+
+    def _in_form(self, matrix: torch.Tensor | Quantised) -> torch.Tensor | Quantised:
         return matrix.dequantise() if isinstance(matrix, Quantised) and not self._as_stored else matrix
 
     def tensor(self, name: str, *shape: int) -> torch.Tensor:
@@ -226,14 +231,17 @@ class _Loading:
     def experts(self, names: Sequence[str], outs: Sequence[int], width: int, n: int, bias: bool) -> ExpertLinears:
         biases = self.tensor(f"{names[0]}_bias", n, sum(outs)) if bias else None
         if biases is not None and len(outs) > 1:
-            biases = _in_turn(biases.T).T.contiguous()
+            biases = biases[:, _in_turn(sum(outs))]
         linears = []
         for e in range(n):
             if "{e}" in names[0]:
                 parts = [self._matrix(name.replace("{e}", str(e))) for name in names]
             else:
-                matrix = self._checkpoint.tensor(names[0])[e].T
-                parts = [_in_turn(matrix) if len(outs) > 1 else matrix]
+                matrix = self._in_form(self._checkpoint.expert(names[0], e))
+                if len(outs) > 1:  # columns of gate and up alternate in the checkpoint
+                    order = _in_turn(sum(outs))
+                    matrix = matrix.select_rows(order) if isinstance(matrix, Quantised) else matrix[order]
+                parts = [matrix]
             linears.append((parts, None if biases is None else biases[e]))
         experts = make_experts(linears, self._device, self._dtype, self._bits)
         self._progress.update(n * sum(outs) * width)
@@ -259,9 +267,9 @@ class _Loading:
         return DenseEmbedding(weight), make_dense(weight)
 
 
-def _in_turn(rows: torch.Tensor) -> torch.Tensor:
-    """The rows 0, 2, 4, ..., then 1, 3, 5, ..."""
-    return torch.cat([rows[0::2], rows[1::2]])
+def _in_turn(n: int) -> torch.Tensor:
+    """The even numbers below n, then the odd ones."""
+    return torch.cat([torch.arange(0, n, 2), torch.arange(1, n, 2)])
 
 
 def _return_free_memory() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 from fastdecode.spart.config import CheckpointError, Quantisation
 
 #: `quant_method`s that the native decoder reads.
-METHODS = ("compressed-tensors", "gptq", "awq", "fp8", "fbgemm_fp8")
+METHODS = ("compressed-tensors", "gptq", "awq", "fp8", "fbgemm_fp8", "mxfp4")
 #: Formats of compressed-tensors that are read.
 _FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
 

@@ -5,6 +5,9 @@
  * A weight is unit[o] * (scale[o][g] * (q - zero) + min[o][g]): q is the stored number, o the output, g the input's
  * group. Activations are rounded to whole multiples of a scale for each block of FD_LINEAR_BLOCK inputs of each row, so
  * that a row's result does not depend on the other rows; sums within a block are exact integers, sums over blocks fp32.
+ * A 4-bit matrix may have a table: then q is the table's number at the stored code, as in MXFP4, whose numbers have an
+ * exponent each.
+ *
  * With one pass the multiples have 8 bits. With two they have 15, as a high part and a low one of 7 bits, and the
  * products of both parts with the weights are computed.
  *
@@ -22,6 +25,7 @@
 #include "attention.h"
 
 enum { FD_LINEAR_LANES = 16, FD_LINEAR_BLOCK = 32, FD_LINEAR_CHUNKS = 8, FD_LINEAR_LOW_BITS = 7 };
+enum { FD_LINEAR_CODES = 16, FD_LINEAR_MOST_IN_TABLE = 32 };
 
 typedef struct {
     uint32_t outs, ins; /* the layout pads them to whole tiles and groups; padded numbers are multiplied by zero */
@@ -30,6 +34,7 @@ typedef struct {
     uint32_t group_blocks, groups;
     int32_t zero;
     const uint8_t *weights;
+    const uint8_t *table; /* [FD_LINEAR_CODES], none above FD_LINEAR_MOST_IN_TABLE; NULL: codes are the numbers */
     const uint16_t *scales, *mins; /* mins may be NULL: all zero */
     const float *units;            /* [tile][lane] */
     const float *bias;             /* [tile][lane], or NULL */

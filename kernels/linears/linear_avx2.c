@@ -1,5 +1,6 @@
 /* AVX2: a vector has 8 of a tile's 16 outputs. vpmaddubsw adds pairs of products in 16 bits, which hold them: with 4
- * bits, 16 products of at most 15 * 127; with 8 bits, 2 products of at most 128 * 127, because the unsigned factor is
+ * bits, 16 products of at most 15 * 127, or 8 of a table's numbers;
+ * with 8 bits, 2 products of at most 128 * 127, because the unsigned factor is
  * |q - 128| and its sign moves to the activation. */
 #include "dispatch.h"
 
@@ -27,8 +28,8 @@ FD_INLINE ivec_t ivec_shift(ivec_t x, int by) { return _mm256_slli_epi32(x, by);
 
 FD_INLINE int32_t dot_offset(int32_t zero, const uint32_t bits) { return bits == 8 ? 128 - zero : -zero; }
 
-FD_INLINE void dot_block(ivec_t *dot, const uint8_t *w, const int8_t *x, size_t stride, const uint32_t n,
-                         const uint32_t bits) {
+FD_INLINE void dot_block(ivec_t *dot, const uint8_t *w, const uint8_t *table, const int8_t *x, size_t stride,
+                         const uint32_t n, const uint32_t bits, const int coded) {
     const ivec_t ones = _mm256_set1_epi16(1);
     if (bits == 8) {
         const ivec_t top = _mm256_set1_epi8((char)0x80);
@@ -44,16 +45,23 @@ FD_INLINE void dot_block(ivec_t *dot, const uint8_t *w, const int8_t *x, size_t 
         return;
     }
     const ivec_t low = _mm256_set1_epi8(15);
+    const ivec_t numbers = coded ? _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)table)) : low;
     ivec_t sums[MAX_ROWS];
     for (uint32_t r = 0; r < n; r++) sums[r] = ivec_set1(0);
     for (uint32_t c = 0; c < FD_LINEAR_CHUNKS; c += 2) {
         const ivec_t both = _mm256_loadu_si256((const __m256i *)(w + c * 32));
-        const ivec_t even = _mm256_and_si256(both, low), odd = _mm256_and_si256(_mm256_srli_epi16(both, 4), low);
+        ivec_t even = _mm256_and_si256(both, low), odd = _mm256_and_si256(_mm256_srli_epi16(both, 4), low);
+        if (coded) even = _mm256_shuffle_epi8(numbers, even), odd = _mm256_shuffle_epi8(numbers, odd);
         for (uint32_t r = 0; r < n; r++) {
             const int8_t *inputs = x + r * stride + 4 * c;
             sums[r] = _mm256_add_epi16(sums[r], _mm256_maddubs_epi16(even, ivec_set1(fd_linear_inputs(inputs))));
             sums[r] = _mm256_add_epi16(sums[r], _mm256_maddubs_epi16(odd, ivec_set1(fd_linear_inputs(inputs + 4))));
         }
+        if (coded && c == FD_LINEAR_CHUNKS / 2 - 2)
+            for (uint32_t r = 0; r < n; r++) {
+                dot[r] = ivec_add(dot[r], _mm256_madd_epi16(sums[r], ones));
+                sums[r] = ivec_set1(0);
+            }
     }
     for (uint32_t r = 0; r < n; r++) dot[r] = ivec_add(dot[r], _mm256_madd_epi16(sums[r], ones));
 }

@@ -26,8 +26,8 @@ FD_INLINE ivec_t ivec_shift(ivec_t x, unsigned by) { return _mm512_slli_epi32(x,
 
 FD_INLINE int32_t dot_offset(int32_t zero, const uint32_t bits) { return -zero; }
 
-FD_INLINE void dot_block(ivec_t *dot, const uint8_t *w, const int8_t *x, size_t stride, const uint32_t n,
-                         const uint32_t bits) {
+FD_INLINE void dot_block(ivec_t *dot, const uint8_t *w, const uint8_t *table, const int8_t *x, size_t stride,
+                         const uint32_t n, const uint32_t bits, const int coded) {
     if (bits == 8) {
         for (uint32_t c = 0; c < FD_LINEAR_CHUNKS; c++) {
             const ivec_t q = _mm512_loadu_si512(w + c * 64);
@@ -37,9 +37,11 @@ FD_INLINE void dot_block(ivec_t *dot, const uint8_t *w, const int8_t *x, size_t 
         return;
     }
     const ivec_t low = _mm512_set1_epi8(15);
+    const ivec_t numbers = coded ? _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)table)) : low;
     for (uint32_t c = 0; c < FD_LINEAR_CHUNKS; c += 2) {
         const ivec_t both = _mm512_loadu_si512(w + c * 32);
-        const ivec_t even = _mm512_and_si512(both, low), odd = _mm512_and_si512(_mm512_srli_epi16(both, 4), low);
+        ivec_t even = _mm512_and_si512(both, low), odd = _mm512_and_si512(_mm512_srli_epi16(both, 4), low);
+        if (coded) even = _mm512_shuffle_epi8(numbers, even), odd = _mm512_shuffle_epi8(numbers, odd);
         for (uint32_t r = 0; r < n; r++) {
             const int8_t *inputs = x + r * stride + 4 * c;
             dot[r] = _mm512_dpbusd_epi32(dot[r], even, ivec_set1(fd_linear_inputs(inputs)));

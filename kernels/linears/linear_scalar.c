@@ -20,8 +20,9 @@ static void tile(const fd_linear_t *l, uint32_t tile, const fd_linear_rows_t *ro
                 for (uint32_t lane = 0; lane < FD_LINEAR_LANES; lane++)
                     for (uint32_t j = 0; j < 4; j++) {
                         const uint32_t in_chunk = lane * 4 + j;
-                        const int32_t q = l->bits == 8 ? w[c * 64 + in_chunk]
-                                                       : w[c / 2 * 64 + in_chunk] >> (c % 2 * 4) & 15;
+                        const int32_t code = l->bits == 8 ? w[c * 64 + in_chunk]
+                                                          : w[c / 2 * 64 + in_chunk] >> (c % 2 * 4) & 15;
+                        const int32_t q = l->table ? l->table[code] : code;
                         const uint32_t input = c * 4 + j;
                         dot[lane] += q * (l->passes == 1 ? x[input] : x[input] * low + x[FD_LINEAR_BLOCK + input]);
                     }

@@ -4,8 +4,8 @@
  *   LANES, MAX_ROWS   outputs of a vector; the most rows whose sums fit into registers, 4 or more
  *   vec_t, ivec_t     LANES fp32 numbers; LANES 32-bit integers
  *   vec_*, ivec_*     their operations
- *   dot_block         adds the products of a block's stored numbers with one pass over n rows of inputs to dot [n]. It
- *                     may subtract a constant from each stored number first.
+ *   dot_block         adds the products of a block's numbers with one pass over n rows of inputs to dot [n]. It may
+ *                     subtract a constant from each number first. `coded`: the matrix has a table.
  *   dot_offset        that constant minus the weights' zero
  */
 #ifndef FD_LINEAR_SIMD_H
@@ -13,10 +13,10 @@
 
 #include "round_row.h"
 
-/* LANES of the tile's outputs, from output `lane` on, of `n` rows from `row` on; `n` and `bits` are constants where
- * this is inlined. */
+/* LANES of the tile's outputs, from output `lane` on, of `n` rows from `row` on; `n`, `bits` and `coded` are constants
+ * where this is inlined. */
 FD_INLINE void some_rows(const fd_linear_t *l, uint32_t tile, uint32_t lane, const fd_linear_rows_t *rows, uint32_t row,
-                         float *y, const uint32_t n, const uint32_t bits) {
+                         float *y, const uint32_t n, const uint32_t bits, const int coded) {
     const uint32_t blocks = fd_linear_blocks(l), first = tile * FD_LINEAR_LANES + lane;
     const uint8_t *w = l->weights + tile * fd_linear_tile_bytes(l) + lane * 4;
     const size_t stride = (size_t)blocks * l->passes * FD_LINEAR_BLOCK;
@@ -34,7 +34,8 @@ FD_INLINE void some_rows(const fd_linear_t *l, uint32_t tile, uint32_t lane, con
             for (uint32_t pass = 0; pass < l->passes; pass++) {
                 if (pass)
                     for (uint32_t r = 0; r < n; r++) dot[r] = ivec_shift(dot[r], FD_LINEAR_LOW_BITS);
-                dot_block(dot, w, rows->x + (at * l->passes + pass) * FD_LINEAR_BLOCK, stride, n, bits);
+                dot_block(dot, w, coded ? l->table : NULL, rows->x + (at * l->passes + pass) * FD_LINEAR_BLOCK, stride,
+                          n, bits, coded);
             }
             w += FD_LINEAR_LANES * FD_LINEAR_BLOCK * bits / 8;
             for (uint32_t r = 0; r < n; r++) {
@@ -57,8 +58,9 @@ FD_INLINE void some_rows(const fd_linear_t *l, uint32_t tile, uint32_t lane, con
 #define FD_SOME_ROWS(n)                                                                                                \
     for (; row + n <= rows_n; row += n)                                                                                \
         for (uint32_t lane = 0; lane < FD_LINEAR_LANES; lane += LANES) {                                               \
-            if (l->bits == 8) some_rows(l, tile, lane, rows, row, y, n, 8);                                            \
-            else some_rows(l, tile, lane, rows, row, y, n, 4);                                                         \
+            if (l->bits == 8) some_rows(l, tile, lane, rows, row, y, n, 8, 0);                                         \
+            else if (l->table) some_rows(l, tile, lane, rows, row, y, n, 4, 1);                                        \
+            else some_rows(l, tile, lane, rows, row, y, n, 4, 0);                                                      \
         }
 
 static void tile_rows(const fd_linear_t *l, uint32_t tile, const fd_linear_rows_t *rows, uint32_t rows_n, float *y) {

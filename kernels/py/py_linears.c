@@ -5,7 +5,7 @@
 #include "linear.h"
 #include "py_isa.h"
 
-enum { WEIGHTS, SCALES, UNITS, MINS, BIAS, BUFFERS };
+enum { WEIGHTS, SCALES, UNITS, MINS, BIAS, TABLE, BUFFERS };
 
 typedef struct {
     PyObject_HEAD
@@ -16,7 +16,7 @@ typedef struct {
 
 /* Takes the bytes of `o` as buffer `which`, which must have `size` bytes. None is accepted if `optional`. */
 static int take_buffer(linear_t *self, int which, PyObject *o, size_t size, int optional) {
-    static const char *const names[BUFFERS] = {"weights", "scales", "units", "mins", "bias"};
+    static const char *const names[BUFFERS] = {"weights", "scales", "units", "mins", "bias", "table"};
     if (optional && o == Py_None) return 0;
     Py_buffer *buffer = &self->buffers[which];
     if (PyObject_GetBuffer(o, buffer, PyBUF_C_CONTIGUOUS) < 0) return -1;
@@ -26,13 +26,13 @@ static int take_buffer(linear_t *self, int which, PyObject *o, size_t size, int 
 }
 
 static PyObject *linear_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    static char *keys[] = {"outs",    "ins",    "bits",  "group", "zero", "passes",
-                           "weights", "scales", "units", "mins",  "bias", NULL};
+    static char *keys[] = {"outs",   "ins",   "bits", "group", "zero",  "passes", "weights",
+                           "scales", "units", "mins", "bias",  "table", NULL};
     unsigned outs, ins, bits, group, passes;
     int zero;
     PyObject *o[BUFFERS];
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "IIIIiIOOOOO", keys, &outs, &ins, &bits, &group, &zero, &passes,
-                                     &o[WEIGHTS], &o[SCALES], &o[UNITS], &o[MINS], &o[BIAS]))
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "IIIIiIOOOOOO", keys, &outs, &ins, &bits, &group, &zero, &passes,
+                                     &o[WEIGHTS], &o[SCALES], &o[UNITS], &o[MINS], &o[BIAS], &o[TABLE]))
         return NULL;
     const unsigned most = 1u << 24;
     if (!outs || !ins || outs > most || ins > most || !group || group > most || group % FD_LINEAR_BLOCK ||
@@ -50,7 +50,8 @@ static PyObject *linear_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
         take_buffer(self, SCALES, o[SCALES], lanes * l->groups * 2, 0) < 0 ||
         take_buffer(self, UNITS, o[UNITS], lanes * sizeof(float), 0) < 0 ||
         take_buffer(self, MINS, o[MINS], lanes * l->groups * 2, 1) < 0 ||
-        take_buffer(self, BIAS, o[BIAS], lanes * sizeof(float), 1) < 0) {
+        take_buffer(self, BIAS, o[BIAS], lanes * sizeof(float), 1) < 0 ||
+        take_buffer(self, TABLE, o[TABLE], FD_LINEAR_CODES, 1) < 0) {
         Py_DECREF(self);
         return NULL;
     }
@@ -59,6 +60,14 @@ static PyObject *linear_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
     l->units = self->buffers[UNITS].buf;
     l->mins = self->buffers[MINS].buf;
     l->bias = self->buffers[BIAS].buf;
+    l->table = self->buffers[TABLE].buf;
+    int fits = !l->table || bits == 4; /* the kernels sum a table's numbers in few bits */
+    for (int i = 0; l->table && i < FD_LINEAR_CODES; i++) fits &= l->table[i] <= FD_LINEAR_MOST_IN_TABLE;
+    if (!fits) {
+        Py_DECREF(self);
+        return PyErr_Format(PyExc_ValueError, "a table is for 4 bits and has numbers up to %d",
+                            FD_LINEAR_MOST_IN_TABLE);
+    }
     return (PyObject *)self;
 }
 

@@ -49,6 +49,8 @@ def random_blocks(name: str, rows: int, blocks: int) -> np.ndarray:
     factors = {"Q4_1": [0, 2], "Q5_1": [0, 2], "Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208]}.get(name, [0])
     if name in ("Q2_K", "Q3_K"):
         factors = {"Q2_K": [80, 82], "Q3_K": [108]}[name]
+    if name == "MXFP4":  # the factor is a power of two in one byte
+        factors, data[..., 0] = [], rng.integers(110, 130, (rows, blocks))
     for at in factors:
         values = (rng.random((rows, blocks, 1)) * 0.02).astype(np.float16)
         data[..., at : at + 2] = values.view(np.uint8)

@@ -29,6 +29,8 @@ CPU = torch.device("cpu")
 SIZES = [(64, 64), (50, 72), (7, 100), (1, 3), (100, 256), (16, 32)]
 #: Of the sum of the products' magnitudes: sums over blocks are fp32.
 ROUNDING = 1e-6
+#: Of the numbers that 4-bit codes may stand for, the least and the largest among them.
+TABLE = (0, 32, 1, 31, 5, 7, 11, 32, 0, 13, 17, 19, 23, 29, 30, 3)
 
 
 @pytest.fixture(params=_native.isa_supported())
@@ -46,12 +48,22 @@ def rounded(x: torch.Tensor, activation_bits: int = 8) -> torch.Tensor:
     n, ins = x.shape
     blocks = torch.nn.functional.pad(x, (0, -ins % 32)).view(n, -1, 32)
     largest = blocks.abs().amax(2, keepdim=True)
-    # In fp32, as the kernels: a number halfway between two multiples must not go the other way here.
-    return ((blocks * (steps / largest)).round().double() * (largest / steps).double()).view(n, -1)[:, :ins]
+    # In fp32, as the kernels: a number halfway between two multiples must not go the other way here. torch divides a
+    # number by a tensor in two roundings, so the dividend is a tensor.
+    return ((blocks * (torch.full_like(largest, steps) / largest)).round().double() * (largest / steps).double()).view(
+        n, -1
+    )[:, :ins]
 
 
 def random_matrix(
-    bits: int, outs: int, ins: int, group: int = 32, zero: int = 0, mins: bool = True, activation_bits: int = 8
+    bits: int,
+    outs: int,
+    ins: int,
+    group: int = 32,
+    zero: int = 0,
+    mins: bool = True,
+    activation_bits: int = 8,
+    table: tuple[int, ...] = (),
 ) -> Quantised:
     """Any stored numbers, scales that are fp16."""
     g = torch.Generator().manual_seed(outs * ins + bits)
@@ -65,6 +77,7 @@ def random_matrix(
         bits,
         group,
         activation_bits,
+        table=table,
     )
 
 
@@ -94,6 +107,7 @@ def test_kernels_compute_the_exact_product_of_rounded_rows(isa, bits):
             {"mins": False, "zero": 8 if bits == 4 else 128},
             {"group": 64, "activation_bits": 15},
             {"group": 128, "zero": 3, "activation_bits": 15},
+            *({"table": TABLE, "zero": 5, "activation_bits": b} for b in (8, 15) if bits == 4),
         ):
             matrix = random_matrix(bits, outs, ins, **form)
             bias = torch.randn(outs)
@@ -171,11 +185,15 @@ def test_sizes_that_do_not_fit_are_refused():
             linear.run(bad_x, bad_y, 1)
     byte = bytes(1)
     with pytest.raises(ValueError, match="weights has 1 bytes, not 1024"):
-        _native.QuantisedLinear(16, 64, 8, 32, 0, 1, byte, byte, byte, None, None)
+        _native.QuantisedLinear(16, 64, 8, 32, 0, 1, byte, byte, byte, None, None, None)
     sizes = [(16, 64, 5, 32, 0, 1), (0, 64, 8, 32, 0, 1), (16, 64, 8, 24, 0, 1), (16, 64, 8, 32, 256, 1)]
     for bad in [*sizes, (1 << 30, 64, 8, 32, 0, 1), (16, 64, 8, 32, 0, 3)]:
         with pytest.raises(ValueError, match="no such linear"):
-            _native.QuantisedLinear(*bad, byte, byte, byte, None, None)
+            _native.QuantisedLinear(*bad, byte, byte, byte, None, None, None)
+    numbers, units = bytes(16 * 64 // 2), bytes(16 * 4)
+    for bits, table in ((4, bytes([33] * 16)), (8, bytes(16))):
+        with pytest.raises(ValueError, match="a table is for 4 bits and has numbers up to 32"):
+            _native.QuantisedLinear(16, 64, bits, 32, 0, 1, numbers * (bits // 4), units, units, None, None, table)
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -253,7 +271,7 @@ import numpy as np
 from fastdecode.kernels._native import QuantisedLinear
 w = np.full((1, 1, 8, 16, 4), 129, np.uint8)
 one = np.ones((1, 1, 16), np.float16)
-linear = QuantisedLinear(16, 32, 8, 32, 128, 1, w, one, np.ones(16, np.float32), None, None)
+linear = QuantisedLinear(16, 32, 8, 32, 128, 1, w, one, np.ones(16, np.float32), None, None, None)
 y = np.zeros((2, 16), np.float32)
 linear.run(np.ones((2, 32), np.float32), y, 4)
 print(y.min(), y.max())

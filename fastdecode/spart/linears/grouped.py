@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from fastdecode.kernels._native import QuantisedLinear
 from fastdecode.spart.linears.base import Embedding, Linear
-from fastdecode.spart.linears.quantised import Quantised
+from fastdecode.spart.linears.quantised import Quantised, decode
 
 _LANES, _BLOCK, _CHUNKS = 16, 32, 8  # kernels/linears/linear.h
 _UNIT_EXPONENT = 14  # the largest scale or minimum of a row is stored as an fp16 below 2^14
@@ -26,7 +26,7 @@ class GroupedLinear(Linear):
         """`bias` is [out] of any float dtype, or None. The matrix is copied to `device`."""
         self._outs, self._ins = matrix.q.shape
         self._bits, self._group, self._zero = matrix.bits, matrix.group, matrix.zero
-        self._groups = matrix.scales.shape[1]
+        self._groups, self._table = matrix.scales.shape[1], matrix.table
         self._passes = 1 if matrix.activation_bits == 8 else 2
         rows = -(-self._outs // _LANES) * _LANES
         self._weights = _tiles(matrix, rows).to(device)
@@ -55,6 +55,7 @@ class GroupedLinear(Linear):
             self._units.numpy(),
             mins,
             bias,
+            bytes(self._table) or None,
         )
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -80,6 +81,7 @@ class GroupedLinear(Linear):
         q = self._weights[tile, :, :, lane]  # [n, blocks, chunks, 4], chunks in pairs with 4 bits
         if self._bits == 4:
             q = torch.stack([q & 15, q >> 4], dim=3)  # [n, blocks, pairs, 2, 4]
+        q = decode(q, self._table)
         values = q.reshape(len(index), self._groups, self._group).float() - self._zero
         unit = self._units[index, None]
         values *= (self._scales[tile, :, lane].float() * unit)[:, :, None]

@@ -23,7 +23,8 @@ _ROUNDS = 3  # of fitting scale and minimum to the rounded numbers
 
 @dataclass(frozen=True, slots=True)
 class Quantised:
-    """A matrix [out, in] whose element (o, i) is scales[o, i // group] * (q[o, i] - zero) + mins[o, i // group]."""
+    """A matrix [out, in] whose element (o, i) is scales[o, i // group] * (n - zero) + mins[o, i // group], where n is
+    q[o, i], or table[q[o, i]] if there is a table."""
 
     q: torch.Tensor  # [out, in] uint8; below 16 if `bits` is 4
     scales: torch.Tensor  # [out, groups] fp32, groups = ceil(in / group)
@@ -35,18 +36,20 @@ class Quantised:
     #: means exact ones; 15 bits give the same results up to rounding.
     activation_bits: int = 15
     order: torch.Tensor | None = None  # [in]: the input that belongs to each column of `q`; None: the column's own
+    table: tuple[int, ...] = ()  # the numbers, 0 to 32, that 4-bit codes stand for; empty: the codes themselves
 
     @property
     def form(self) -> tuple[object, ...]:
         """The properties that matrices must share to be stacked."""
         order = None if self.order is None else self.order.numpy().tobytes()
-        return (self.bits, self.group, self.zero, self.mins is None, self.activation_bits, order)
+        return (self.bits, self.group, self.zero, self.mins is None, self.activation_bits, order, self.table)
 
     def dequantise(self) -> torch.Tensor:
         """The matrix [out, in] in fp32."""
         outs, ins = self.q.shape
         groups = self.scales.shape[1]
-        values = F.pad(self.q, (0, groups * self.group - ins)).view(outs, groups, self.group).float() - self.zero
+        numbers = decode(self.q, self.table)
+        values = F.pad(numbers, (0, groups * self.group - ins)).view(outs, groups, self.group).float() - self.zero
         values *= self.scales[:, :, None]
         if self.mins is not None:
             values += self.mins[:, :, None]
@@ -57,6 +60,11 @@ class Quantised:
         """The matrix of the rows `index`."""
         mins = None if self.mins is None else self.mins[index]
         return replace(self, q=self.q[index], scales=self.scales[index], mins=mins)
+
+
+def decode(codes: torch.Tensor, table: tuple[int, ...]) -> torch.Tensor:
+    """The numbers, uint8, that codes [...] uint8 stand for; see Quantised.table."""
+    return torch.tensor(table, dtype=torch.uint8, device=codes.device)[codes.int()] if table else codes
 
 
 def concatenate(parts: Sequence[Quantised]) -> Quantised:
