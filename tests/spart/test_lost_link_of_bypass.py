@@ -1,0 +1,31 @@
+"""An R-node that dies or stalls in the middle of a captured step, seen from the engine's streams.
+
+tests/helpers/lying_engine.py runs the engine: its S-Part computes on a device that lies; R-nodes and links are real.
+The lying device belongs to the whole process, so each test runs it in a process of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from checkpoints import make_checkpoint
+
+SCRIPT = Path(__file__).parents[1] / "helpers" / "lying_engine.py"
+
+
+@pytest.mark.parametrize("how", ["kill", "stall"])
+@pytest.mark.parametrize("scheme", ["shm", "tcp"])
+def test_streams_go_on_with_the_same_tokens_when_a_captured_step_loses_an_r_node(scheme, how):
+    """The device's stream is let go with poison, the R-node's sequences are computed again on the other one, and later
+    steps are captured for the R-node that is left."""
+    command = [sys.executable, "-W", "ignore", str(SCRIPT), scheme, how, str(make_checkpoint("llama-gqa"))]
+    process = subprocess.run(command, capture_output=True, text=True, timeout=110)
+    assert process.returncode == 0, process.stderr
+    report = json.loads(process.stdout)
+    reason = report.pop("reason")
+    assert report == {"equal": True, "alive": [True, False], "inside": True, "after": True}
+    assert ("has not come within" in reason) == (how == "stall"), reason
