@@ -341,6 +341,16 @@ async def test_a_text_that_cannot_fit_is_refused_without_being_encoded(tmp_path,
             assert "at least" in answer["error"]["message"] or "5000 messages" in answer["error"]["message"]
 
 
+async def test_a_body_of_very_many_objects_is_refused_before_it_is_decoded(tmp_path):
+    """Decoding holds the GIL, and so every stream of the process."""
+    texts = ['{"a": 1}' * 30_000, "\\"]  # the keys in a string are none
+    async with served(ScriptedEngine(), Tokenizer.from_dir(tokenizers_made.byte_level(tmp_path))) as client:
+        status, answer = await client.post("/v1/chat/completions", CHAT | {"messages": [{"role": 0}] * 60_000})
+        assert (status, answer["error"]["message"]) == (400, "the body's JSON has more than 50000 keys")
+        status, answer = await client.post("/v1/completions", ASK | {"prompt": texts})
+        assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
+
+
 async def test_variables_for_the_models_own_chat_template(tmp_path, spell):
     """vLLM's chat_template_kwargs, e.g. Qwen3's enable_thinking."""
     template = "{{ messages[0].content }}{% if enable_thinking is false %}<think>{% endif %}"
