@@ -23,11 +23,12 @@
 typedef enum {
     FD_ISA_SCALAR = 0,
     FD_ISA_AVX2 = 1,
-    FD_ISA_AVX512 = 2,
-    FD_ISA_AVX512VNNI = 3,
-    FD_ISA_AVX512BF16 = 4,
-    FD_ISA_AMX = 5,
-    FD_ISA_NEON = 6,
+    FD_ISA_AVXVNNI = 2,
+    FD_ISA_AVX512 = 3,
+    FD_ISA_AVX512VNNI = 4,
+    FD_ISA_AVX512BF16 = 5,
+    FD_ISA_AMX = 6,
+    FD_ISA_NEON = 7,
     FD_ISAS
 } fd_isa_t;
 
@@ -116,7 +117,8 @@ static inline float fd_add_sink(float l, float m, float sink) { return l == 0.0f
 /* The best ISA that this CPU and OS support (x86: cpuid and xgetbv). */
 fd_isa_t fd_isa_best(void);
 int fd_isa_supported(fd_isa_t isa);
-const char *fd_isa_name(fd_isa_t isa); /* "scalar", "avx2", "avx512", "avx512vnni", "avx512bf16", "amx", "neon" */
+const char *
+fd_isa_name(fd_isa_t isa); /* "scalar", "avx2", "avxvnni", "avx512", "avx512vnni", "avx512bf16", "amx", "neon" */
 int fd_isa_from_name(const char *name, fd_isa_t *out); /* 0 on success, -1 unknown */
 
 /* Never NULL for a valid dtype and a supported ISA. */

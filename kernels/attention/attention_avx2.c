@@ -13,19 +13,8 @@
 
 #include "vec_avx2.h"
 
-/* At most 12 of the 16 registers hold sums; the others hold 2 vectors of K or V and a broadcast multiplier. Formats
- * that must be unpacked need more of the others. */
-FD_INLINE int tile_vecs(fd_kv_dtype_t format, int rows) {
-    const int unpacked = format != FD_KV_FP32 && format != FD_KV_FP16;
-    return rows > (unpacked ? 2 : 3) ? 2 : 4;
-}
-FD_INLINE uint32_t block_rows(fd_kv_dtype_t dtype) { return dtype == FD_KV_FP32 || dtype == FD_KV_FP16 ? 6 : 4; }
-
 FD_INLINE float kv_qmax(fd_kv_dtype_t format, int is_v) { return is_v && format == FD_KV_INT8 ? 255.0f : 127.0f; }
 FD_INLINE int kv_parts(fd_kv_dtype_t format) { return format == FD_KV_INT4 || format == FD_KV_BF16 ? 2 : 1; }
-
-#define FD_OWN_V_ZERO_POINT
-FD_INLINE int kv_v_zero_point(fd_kv_dtype_t format) { return format == FD_KV_INT8 ? 0 : fd_zero_point(format); }
 
 /* vpmaddubsw adds two products in 16 bits, with saturation, those of bytes 0 and 1 of a word and those of bytes 2 and
  * 3, which are elements 0 and 2, and 1 and 3. The two products of int8 fit if the two multipliers together do not
@@ -42,10 +31,7 @@ FD_INLINE vec_t kv_unpack(fd_kv_dtype_t format, int is_v, vec_t words, int part)
     const __m256i x = vec_ints(words);
     if (format == FD_KV_BF16)
         return vec_bits(part == 0 ? _mm256_slli_epi32(x, 16) : _mm256_and_si256(x, _mm256_set1_epi32((int)0xffff0000)));
-    if (format == FD_KV_INT8 && is_v) return vec_bits(_mm256_xor_si256(x, _mm256_set1_epi8((char)0x80)));
-    if (format == FD_KV_INT4)
-        return vec_bits(_mm256_and_si256(part ? _mm256_srli_epi16(x, 4) : x, _mm256_set1_epi8(0xf)));
-    return words;
+    return unpack_bytes(format, is_v, words, part);
 }
 /* The products of a part, in pairs: sums of 16 bits. */
 FD_INLINE __m256i multiply_pairs(fd_kv_dtype_t format, int is_v, vec_t x, vec_t y) {
@@ -74,19 +60,10 @@ FD_INLINE vec_t kv_widen_add(vec_t narrow, vec_t sum) {
 #include "append.h"
 
 #define FD_KERNELS(name, dtype, text)                                                                                  \
-    FD_BLOCK(name, dtype, 1);                                                                                          \
-    FD_BLOCK(name, dtype, 2);                                                                                          \
-    FD_BLOCK(name, dtype, 3);                                                                                          \
-    FD_BLOCK(name, dtype, 4);                                                                                          \
-    FD_BLOCK(name, dtype, 5);                                                                                          \
-    FD_BLOCK(name, dtype, 6);                                                                                          \
-    static const block_fn name##_blocks[MAX_BLOCK] = {                                                                 \
-        attend_##name##_block1, attend_##name##_block2, attend_##name##_block3,                                        \
-        attend_##name##_block4, attend_##name##_block5, attend_##name##_block6,                                        \
-    };                                                                                                                 \
-    static void fd_attend_##name##_avx2(const fd_attend_t *a) { attend(dtype, a, name##_blocks); }                     \
-    static void fd_append_##name##_avx2(uint8_t *chunk, uint32_t head_size, uint32_t v_size, uint32_t t,               \
-                                        const float *k, const float *v) {                                              \
+    FD_BLOCKS(name, dtype)                                                                                             \
+    void fd_attend_##name##_avx2(const fd_attend_t *a) { attend(dtype, a, name##_blocks); }                            \
+    void fd_append_##name##_avx2(uint8_t *chunk, uint32_t head_size, uint32_t v_size, uint32_t t, const float *k,      \
+                                 const float *v) {                                                                     \
         append(dtype, chunk, head_size, v_size, t, k, v);                                                              \
     }
 

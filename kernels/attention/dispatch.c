@@ -23,6 +23,7 @@ const fd_kv_ops_t *fd_kv_ops(fd_kv_dtype_t dtype, fd_isa_t isa) {
     if (isa == FD_ISA_AVX512BF16) return &fd_kv_ops_avx512bf16[dtype];
     if (isa == FD_ISA_AVX512VNNI) return &fd_kv_ops_avx512vnni[dtype];
     if (isa == FD_ISA_AVX512) return &fd_kv_ops_avx512[dtype];
+    if (isa == FD_ISA_AVXVNNI) return &fd_kv_ops_avxvnni[dtype];
     if (isa == FD_ISA_AVX2) return &fd_kv_ops_avx2[dtype];
 #endif
 #if FD_ARM64
@@ -35,7 +36,7 @@ const fd_vec_ops_t *fd_vec_ops(fd_isa_t isa) {
     if (!fd_isa_supported(isa)) return NULL;
 #if FD_X86
     if (isa >= FD_ISA_AVX512) return &fd_vec_ops_avx512;
-    if (isa == FD_ISA_AVX2) return &fd_vec_ops_avx2;
+    if (isa == FD_ISA_AVX2 || isa == FD_ISA_AVXVNNI) return &fd_vec_ops_avx2;
 #endif
 #if FD_ARM64
     if (isa == FD_ISA_NEON) return &fd_vec_ops_neon;

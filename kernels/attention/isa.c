@@ -36,17 +36,21 @@ static unsigned detect(void) {
     const unsigned avx2_1c = bit_OSXSAVE | bit_AVX | bit_FMA | bit_F16C;
     const unsigned avx512_7b = bit_AVX512F | bit_AVX512DQ | bit_AVX512BW | bit_AVX512VL;
     const unsigned amx_7d = 1u << 24 | 1u << 25 | 1u << 22; /* tile, int8, bf16; cpuid.h names them unevenly */
+    const unsigned avxvnni_7_1a = 1u << 4;                  /* cpuid.h of older compilers lacks it */
     unsigned a, b, c, d, isas = 1u << FD_ISA_SCALAR;
     if (!__get_cpuid(1, &a, &b, &c, &d) || (c & avx2_1c) != avx2_1c) return isas;
     if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(b & bit_AVX2)) return isas;
     const uint64_t enabled = xgetbv0();
-    if ((enabled & XCR0_AVX) == XCR0_AVX) isas |= 1u << FD_ISA_AVX2;
+    if ((enabled & XCR0_AVX) != XCR0_AVX) return isas;
+    isas |= 1u << FD_ISA_AVX2;
+    unsigned a1 = 0, b1, c1, d1;
+    if (a > 0) __get_cpuid_count(7, 1, &a1, &b1, &c1, &d1);
+    if (a1 & avxvnni_7_1a) isas |= 1u << FD_ISA_AVXVNNI;
     if ((b & avx512_7b) != avx512_7b || (enabled & XCR0_AVX512) != XCR0_AVX512) return isas;
     isas |= 1u << FD_ISA_AVX512;
     if (!(c & bit_AVX512VNNI)) return isas;
     isas |= 1u << FD_ISA_AVX512VNNI;
-    unsigned a1, b1, c1, d1;
-    if (a > 0 && __get_cpuid_count(7, 1, &a1, &b1, &c1, &d1) && a1 & bit_AVX512BF16) isas |= 1u << FD_ISA_AVX512BF16;
+    if (a1 & bit_AVX512BF16) isas |= 1u << FD_ISA_AVX512BF16;
     if (c & bit_AVX512VBMI && (d & amx_7d) == amx_7d && (enabled & XCR0_AMX) == XCR0_AMX && allow_tiles())
         isas |= 1u << FD_ISA_AMX;
     return isas;
@@ -80,6 +84,7 @@ fd_isa_t fd_isa_best(void) {
 static const char *const names[FD_ISAS] = {
     [FD_ISA_SCALAR] = "scalar",
     [FD_ISA_AVX2] = "avx2",
+    [FD_ISA_AVXVNNI] = "avxvnni",
     [FD_ISA_AVX512] = "avx512",
     [FD_ISA_AVX512VNNI] = "avx512vnni",
     [FD_ISA_AVX512BF16] = "avx512bf16",

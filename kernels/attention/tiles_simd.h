@@ -210,6 +210,7 @@ FD_INLINE void value_tile(const fd_kv_dtype_t dtype, const int rows, const int v
 
 /* Attends a block to a chunk: scores, softmax, and weights times V. */
 FD_INLINE void attend_block(const fd_kv_dtype_t dtype, const int rows, const block_t *b) {
+    if ((uint32_t)rows > block_rows(dtype)) __builtin_unreachable(); /* saves the time to compile it */
     float scores[MAX_BLOCK][FD_PAGE_TOKENS] __attribute__((aligned(64)));
     float rescale[LANES] __attribute__((aligned(64))), weight_scale[MAX_BLOCK];
 

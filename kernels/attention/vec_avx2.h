@@ -103,6 +103,14 @@ FD_INLINE void vec_store_bf16_half(void *p, vec_t x) { vec_store_bf16(p, x); }
 FD_INLINE void vec_store_u8_half(void *p, vec_t x, int zero) { vec_store_u8(p, x, zero); }
 FD_INLINE void vec_store_int_half(void *p, vec_t x, int zero) { vec_store_int(p, x, zero); }
 
+/* At most 12 of the 16 registers hold sums; the others hold 2 vectors of K or V and a broadcast multiplier. Formats
+ * that must be unpacked need more of the others. */
+FD_INLINE int tile_vecs(fd_kv_dtype_t format, int rows) {
+    const int unpacked = format != FD_KV_FP32 && format != FD_KV_FP16;
+    return rows > (unpacked ? 2 : 3) ? 2 : 4;
+}
+FD_INLINE uint32_t block_rows(fd_kv_dtype_t dtype) { return dtype == FD_KV_FP32 || dtype == FD_KV_FP16 ? 6 : 4; }
+
 /* ---- Words of K and V (chunk.h) ---- */
 
 FD_INLINE vec_t kv_load(fd_kv_dtype_t format, const uint8_t *p) {
@@ -121,6 +129,18 @@ FD_INLINE void kv_affine(fd_kv_dtype_t format, const void *p, vec_t *scale, vec_
  * unsigned side and the query the signed side. In outputs of int8 the weights are the unsigned side, and kv_unpack
  * makes V signed, with zero point 0. */
 FD_INLINE int kv_bits(fd_kv_dtype_t format) { return 8; }
+
+#define FD_OWN_V_ZERO_POINT
+FD_INLINE int kv_v_zero_point(fd_kv_dtype_t format) { return format == FD_KV_INT8 ? 0 : fd_zero_point(format); }
+
+/* kv_unpack of integer formats. */
+FD_INLINE vec_t unpack_bytes(fd_kv_dtype_t format, int is_v, vec_t words, int part) {
+    const __m256i x = vec_ints(words);
+    if (format == FD_KV_INT8 && is_v) return vec_bits(_mm256_xor_si256(x, _mm256_set1_epi8((char)0x80)));
+    if (format == FD_KV_INT4)
+        return vec_bits(_mm256_and_si256(part ? _mm256_srli_epi16(x, 4) : x, _mm256_set1_epi8(0xf)));
+    return words;
+}
 
 /* A byte shuffle that puts elements into the byte order of int8 and int4 words. */
 FD_INLINE __m128i word_order(void) { return _mm_setr_epi8(0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15); }
@@ -156,5 +176,18 @@ FD_INLINE vec_t kv_sum_weights(fd_kv_dtype_t format, const void *weights, uint32
                                                     _mm256_setzero_si256()));
     return _mm256_cvtepi32_ps(sum);
 }
+
+/* Defines the block functions of a KV format for 1 to 6 rows (tiles_simd.h) and the table of them. */
+#define FD_BLOCKS(name, dtype)                                                                                         \
+    FD_BLOCK(name, dtype, 1);                                                                                          \
+    FD_BLOCK(name, dtype, 2);                                                                                          \
+    FD_BLOCK(name, dtype, 3);                                                                                          \
+    FD_BLOCK(name, dtype, 4);                                                                                          \
+    FD_BLOCK(name, dtype, 5);                                                                                          \
+    FD_BLOCK(name, dtype, 6);                                                                                          \
+    static const block_fn name##_blocks[MAX_BLOCK] = {                                                                 \
+        attend_##name##_block1, attend_##name##_block2, attend_##name##_block3,                                        \
+        attend_##name##_block4, attend_##name##_block5, attend_##name##_block6,                                        \
+    };
 
 #endif

@@ -29,4 +29,4 @@ def budget(isa: str, kv_dtype: str, head_size: int = 8, rows: int = 1) -> Budget
     if isa in ("scalar", SCALAR) or kv_dtype not in INTEGERS:
         return FLOATS
     tiles = isa == "amx" and head_size % 64 == 0 and rows > 8  # the rest is left to VNNI
-    return INT8 if isa in ("avx2", "avx512vnni", "avx512bf16", "amx") and not tiles else INT16
+    return INT8 if isa in ("avx2", "avxvnni", "avx512vnni", "avx512bf16", "amx") and not tiles else INT16

@@ -87,7 +87,8 @@ def test_isas_agree_with_the_operating_system() -> None:
         flags = next((set(line.split(":")[1].split()) for line in f if line.startswith(("flags", "Features"))), set())
     avx512 = {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
     vnni = {*avx512, "avx512_vnni"}
-    needed = {"avx2": {"avx2", "fma", "f16c"}, "avx512": avx512, "avx512vnni": vnni}
+    avx2 = {"avx2", "fma", "f16c"}
+    needed = {"avx2": avx2, "avxvnni": {*avx2, "avx_vnni"}, "avx512": avx512, "avx512vnni": vnni}
     needed["avx512bf16"] = {*vnni, "avx512_bf16"}
     needed["amx"] = {*vnni, "avx512vbmi", "amx_tile", "amx_int8", "amx_bf16"}
     needed["neon"] = {"asimd"}
