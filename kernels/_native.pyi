@@ -72,16 +72,21 @@ def load_act(isa: str, dst: Buffer, src: Buffer, act_dtype: str, scale: float, /
 
 # ---- the roofline of memory reads (roofline.h), for measurements ----
 
-def read_seconds(buffer: Buffer, cpus: Sequence[int], passes: int = 1, /) -> float:
+def read_seconds(buffer: Buffer, cpus: Sequence[int], passes: int = 1, variant: int = 0, /) -> float:
     """Seconds to read `buffer` (64-byte aligned) `passes` times, shared among one thread on each of `cpus`.
 
-    Raises ValueError for a bad buffer or CPU, OSError if a thread cannot be started on its CPU.
+    `variant` is the index of one of `read_variants()`. Raises ValueError for a bad buffer, CPU or variant, OSError if a
+    thread cannot be started on its CPU.
     """
 
-def multiply_rate(instruction: str, rounds: int, /) -> float:
-    """Instructions on 64-byte vectors per second of the calling thread's core, measured over 16 * `rounds` of them.
+def read_variants() -> list[str]:
+    """How each variant of `read_seconds` reads: its streams a thread and how far ahead it prefetches."""
 
-    `instruction` is 'vfmadd231ps', 'vdpbf16ps' or 'vpdpbusd'. Raises ValueError if this machine lacks it.
+def multiply_ns(isa: str, kv_dtype: str, rows: int, rounds: int, /) -> float | None:
+    """Nanoseconds in which this core unpacks 64 bytes of KV and multiplies them by `rows` (1, 4 or 8) query rows.
+
+    From registers, with the instructions of the ISA's kernels and no others; the best of 16 bursts of 40 * `rounds`
+    products. None if this machine lacks the ISA or nothing is known about its kernel. Raises ValueError for other names.
     """
 
 # ---- quantised linears (linears/linear.h) ----

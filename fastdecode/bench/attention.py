@@ -11,6 +11,7 @@ or three times as many have run. A peer's output is held against float64 before 
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import os
 import statistics
@@ -42,24 +43,9 @@ PARTS = ("sweep", "one-thread", "in-cache")
 _ONE_THREAD_CONTEXT, _HEAD_SIZE = 4096, 128  # of the two parts besides the sweep
 _IN_CACHE_BYTES = 1 << 20
 _IN_CACHE_SECONDS = 0.02  # of one round
-#: By ISA (those with 64-byte vectors) and format: the multiply instruction of the kernel, and how many it needs for 64
-#: bytes of KV and one query row.
-_MULTIPLIES = {
-    "avx512": {"fp16": ("vfmadd231ps", 2), "bf16": ("vfmadd231ps", 2)},
-    "avx512vnni": {
-        "fp16": ("vfmadd231ps", 2),
-        "bf16": ("vfmadd231ps", 2),
-        "int8": ("vpdpbusd", 1),
-        "int4": ("vpdpbusd", 2),
-    },
-    "avx512bf16": {
-        "fp16": ("vfmadd231ps", 2),
-        "bf16": ("vdpbf16ps", 1),
-        "int8": ("vpdpbusd", 1),
-        "int4": ("vpdpbusd", 2),
-    },
-}
-_MULTIPLY_ROUNDS = 1 << 20  # takes milliseconds
+#: The most query rows that share each load of KV, by ISA and format (`block_rows` and `MAX_BLOCK` of the kernels).
+_BLOCK_ROWS = {("avx2", "fp16"): 6, ("avxvnni", "fp16"): 6, ("avx2", ""): 4, ("avxvnni", ""): 4}
+_MULTIPLY_ROUNDS = 2000  # takes a millisecond
 _PATIENCE = 3  # at most so many times `--rounds` rounds, to get `--rounds` judging ones
 _SETTLE_SECONDS = 0.005  # in which the threads of the last peer stop spinning
 
@@ -169,6 +155,32 @@ def _cells(args: argparse.Namespace, part: str) -> Iterator[tuple[str, list[Shap
         yield kv_dtype, [Shape(context, group, head_size, heads) for context in contexts]
 
 
+def _instruction_gbps(isa: str, kv_dtype: str, group: int, threads: int) -> float | None:
+    """GB/s of KV that `threads` cores would attend to if they did nothing but unpack and multiply; None if unknown.
+
+    Query rows beyond a block are multiplied in further blocks, which unpack again. The time of a block is measured for
+    1, 4 and 8 rows, and interpolated between them.
+    """
+    rows = [1, 4, 8]
+    ns = [_native.multiply_ns(isa, kv_dtype, n, _MULTIPLY_ROUNDS) for n in rows]
+    if None in ns:
+        return None
+    blocks = -(-group // _BLOCK_ROWS.get((isa, kv_dtype), _BLOCK_ROWS.get((isa, ""), 8)))
+    return threads * 64 / (blocks * float(np.interp(group / blocks, rows, np.array(ns, float))))
+
+
+@functools.cache
+def _fastest_variant(n_bytes: int, cpus: tuple[int, ...], passes: int) -> int:
+    with closing(Roofline(n_bytes, cpus)) as roofline:
+        roofline.choose(passes)
+        return roofline.variant
+
+
+def _roofline(n_bytes: int, cpus: Sequence[int], passes: int = 1) -> Roofline:
+    """A roofline that reads in the fastest way, which is looked for once for each number of bytes and set of CPUs."""
+    return Roofline(n_bytes, cpus, _fastest_variant(n_bytes, tuple(cpus), passes))
+
+
 class _Cell:
     """The R-engine with one shape, and its measurements: one of each list for each round. The first round is a
     warm-up."""
@@ -181,16 +193,23 @@ class _Cell:
         self.roof: list[float] = []
         self.gbps: list[float] = []
         self.rate: list[float] = []
+        self.instructions: list[float] = []
 
     def close(self) -> None:
         self._ours.close()
 
     def measure(self, roofline: Roofline) -> None:
-        """Run one round: a layer, between two measurements of the roofline."""
+        """Run one round: a layer, between two measurements of the roofline.
+
+        Where attention itself reads faster than that, its speed is the roofline of the round.
+        """
         before = roofline.gbps()
         elapsed, kv_bytes = self._ours.layer()
-        self.roof.append((before + roofline.gbps()) / 2)
         self.gbps.append(kv_bytes / elapsed * 1e-9)
+        self.roof.append(max((before + roofline.gbps()) / 2, self.gbps[-1]))
+        self.common["roofline_variant"] = _native.read_variants()[roofline.variant]
+        bound = _instruction_gbps(self._ours.isa, self.common["kv_dtype"], self.common["group"], len(self.cpus))
+        self.instructions += [bound] if bound else []
         self.rate.append(self.sequences / elapsed)
 
     @property
@@ -201,7 +220,7 @@ class _Cell:
     def row(self) -> dict[str, Any]:
         row = {**self.common, "sequences": self.sequences, "isa": self._ours.isa, "peer": None}
         row |= {"format": self.common["kv_dtype"], "run_pages": self._ours.run_pages()}
-        return {**row, **_figures(self._args, self.roof[1:], self.gbps[1:], self.rate[1:])}
+        return {**row, **_figures(self._args, self.roof[1:], self.gbps[1:], self.rate[1:], self.instructions[1:])}
 
 
 def _run_rounds(args: argparse.Namespace, cells: list[_Cell], then: Callable[[], None] = lambda: None) -> None:
@@ -209,7 +228,7 @@ def _run_rounds(args: argparse.Namespace, cells: list[_Cell], then: Callable[[],
 
     `then` is called at the end of every round.
     """
-    with closing(Roofline(args.kv_bytes, cells[0].cpus)) as roofline:
+    with closing(_roofline(args.kv_bytes, cells[0].cpus)) as roofline:
         for _ in (bar := tqdm(range(args.rounds * _PATIENCE + 1), desc="rounds", unit="round", leave=False)):
             judging = min(cell.judging for cell in cells)
             bar.set_postfix_str(f"{judging} of {args.rounds} judge")
@@ -271,7 +290,6 @@ def _cell_in_cache(args: argparse.Namespace, kv_dtype: str, shape: Shape, cpu: i
     """The row of the kernel alone, which attends to the same pages again and again.
 
     The R-engine is left out because it sleeps between calls, and a core that slept is cold for calls of microseconds.
-    `multiply_bound_gbps` is the rate that the kernel would reach if it did nothing but multiply, None if unknown.
     """
     data, isa = Data.of(shape), args.isa or _native.isa_best()
     n_pages, kv_bytes = shape.context // PAGE_TOKENS, _native.chunk_bytes(kv_dtype, shape.head_size)
@@ -284,7 +302,8 @@ def _cell_in_cache(args: argparse.Namespace, kv_dtype: str, shape: Shape, cpu: i
     usable = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {cpu})
     try:
-        with closing(Roofline(kv_bytes, [cpu])) as roofline:
+        passes = max(1, int(_IN_CACHE_SECONDS * 1e11 / kv_bytes))
+        with closing(_roofline(kv_bytes, [cpu], passes)) as roofline:
 
             def attend(times: int) -> float:
                 start = time.perf_counter()
@@ -293,22 +312,21 @@ def _cell_in_cache(args: argparse.Namespace, kv_dtype: str, shape: Shape, cpu: i
                 return time.perf_counter() - start
 
             times = max(1, int(100 * _IN_CACHE_SECONDS / attend(100)))
-            passes = max(1, int(_IN_CACHE_SECONDS * 1e11 / kv_bytes))
-            instruction, a_line = _MULTIPLIES.get(isa, {}).get(kv_dtype, (None, 0))
-            roof, seconds, bound = [], [], []
+            variant = _native.read_variants()[roofline.variant]
+            roof: list[float] = []
+            seconds: list[float] = []
+            bound: list[float] = []
             for _ in range(args.rounds):
                 roof.append(roofline.gbps(passes))
                 seconds.append(attend(times))
-                if instruction:
-                    rate = _native.multiply_rate(instruction, _MULTIPLY_ROUNDS)
-                    bound.append(64 * rate / (a_line * shape.group) * 1e-9)
+                instructions = _instruction_gbps(isa, kv_dtype, shape.group, 1)
+                bound += [instructions] if instructions else []
     finally:
         os.sched_setaffinity(0, usable)
     row = _common("in-cache", kv_dtype, shape, 1)
-    row |= {"sequences": 1, "isa": isa, "peer": None, "format": kv_dtype}
+    row |= {"sequences": 1, "isa": isa, "peer": None, "format": kv_dtype, "roofline_variant": variant}
     gbps = [times * kv_bytes / s * 1e-9 for s in seconds]
-    row["multiply_bound_gbps"] = statistics.median(bound) if bound else None
-    return {**row, **_figures(argparse.Namespace(judge_below=0.0), roof, gbps, [times / s for s in seconds])}
+    return {**row, **_figures(argparse.Namespace(judge_below=0.0), roof, gbps, [times / s for s in seconds], bound)}
 
 
 def _common(part: str, kv_dtype: str, shape: Shape, threads: int) -> dict[str, Any]:
@@ -323,12 +341,28 @@ def _common(part: str, kv_dtype: str, shape: Shape, threads: int) -> dict[str, A
     }
 
 
-def _figures(args: argparse.Namespace, roof: list[float], gbps: list[float], rate: list[float]) -> dict[str, Any]:
-    """Medians over the judging rounds and over all rounds; the smallest and largest value of all rounds."""
+def _figures(
+    args: argparse.Namespace,
+    roof: list[float],
+    gbps: list[float],
+    rate: list[float],
+    instructions: Sequence[float] = (),
+) -> dict[str, Any]:
+    """Medians over the judging rounds and over all rounds; the smallest and largest value of all rounds.
+
+    `instructions` is what the instructions alone allow in GB/s, in each round, or empty if that is not known. `bound`
+    names the lower of the two bounds, and `bound_pct` is the share of it.
+    """
     judging = [i for i, r in enumerate(roof) if r < args.judge_below] or range(len(roof))
     pct = [100 * g / r for g, r in zip(gbps, roof, strict=True)]
+    lower = [min(pair) for pair in zip(roof, instructions, strict=True)] if instructions else roof
+    bound_pct = [100 * g / b for g, b in zip(gbps, lower, strict=True)]
+    limit = statistics.median(instructions[i] for i in judging) if instructions else None
     series = {"gbps": gbps, "roofline_gbps": roof, "roofline_pct": pct, "seq_layers_per_s": rate}
+    series |= {"bound_pct": bound_pct}
     return {
+        "instruction_gbps": limit,
+        "bound": "instructions" if limit and limit < statistics.median(roof[i] for i in judging) else "memory",
         **{name: statistics.median(values[i] for i in judging) for name, values in series.items()},
         "rounds": len(roof),
         "judged_rounds": len(judging),

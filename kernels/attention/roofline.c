@@ -11,25 +11,29 @@
 #include "dispatch.h"
 #include "doorbell.h"
 
-enum { LINE = 64, STREAMS = 4, LINES_AHEAD = 32 };
+enum { LINE = 64 };
 
 typedef long long fd_line_t __attribute__((vector_size(LINE), aligned(LINE)));
 
-/* Reads STREAMS streams, far apart, so that hardware prefetchers work on several pages at once. The read_* functions
- * inline this with the widest load of their ISA. */
-static inline __attribute__((always_inline)) long long read_lines(const fd_line_t *lines, size_t n, uint32_t passes) {
-    const size_t stride = n / STREAMS;
-    fd_line_t sum[STREAMS] = {0};
+/* Reads `streams` streams, far apart, so that hardware prefetchers work on several pages at once, and prefetches each
+ * of them `ahead` lines further on, into L1 or (from FAR lines on) into L2. The read_* functions inline this with the
+ * widest load of their ISA. */
+enum { MAX_STREAMS = 4, FAR = 512 };
+static inline __attribute__((always_inline)) long long read_lines(const fd_line_t *lines, size_t n, uint32_t passes,
+                                                                  const int streams, const int ahead) {
+    const size_t stride = n / streams;
+    fd_line_t sum[MAX_STREAMS] = {0};
     for (uint32_t pass = 0; pass < passes; pass++) {
         for (size_t i = 0; i < stride; i++)
-            for (int s = 0; s < STREAMS; s++) {
-                __builtin_prefetch(&lines[s * stride + i + LINES_AHEAD]);
+            for (int s = 0; s < streams; s++) {
+                if (ahead >= FAR) __builtin_prefetch(&lines[s * stride + i + ahead], 0, 2);
+                else if (ahead) __builtin_prefetch(&lines[s * stride + i + ahead]);
                 sum[s] ^= lines[s * stride + i];
             }
-        for (size_t i = stride * STREAMS; i < n; i++) sum[0] ^= lines[i];
+        for (size_t i = stride * streams; i < n; i++) sum[0] ^= lines[i];
         __asm__ __volatile__("" : : : "memory"); /* forces the next pass to read again */
     }
-    for (int s = 1; s < STREAMS; s++) sum[0] ^= sum[s];
+    for (int s = 1; s < streams; s++) sum[0] ^= sum[s];
     long long all = 0;
     for (size_t i = 0; i < LINE / sizeof all; i++) all ^= sum[0][i];
     return all;
@@ -37,31 +41,53 @@ static inline __attribute__((always_inline)) long long read_lines(const fd_line_
 
 typedef long long (*read_fn)(const fd_line_t *lines, size_t n, uint32_t passes);
 
-static long long read_scalar(const fd_line_t *lines, size_t n, uint32_t passes) { return read_lines(lines, n, passes); }
+/* The variants: X(streams, lines ahead). */
+#define FD_VARIANTS(X) X(1, 0) X(1, 16) X(1, 32) X(1, 512) X(2, 0) X(2, 16) X(2, 32) X(2, 512) X(4, 0) X(4, 16) X(4, 32)
+#define FD_READ(streams, ahead)                                                                                        \
+    FD_TARGET static long long FD_READ_NAME(streams, ahead)(const fd_line_t *lines, size_t n, uint32_t passes) {       \
+        return read_lines(lines, n, passes, streams, ahead);                                                           \
+    }
+#define FD_TABLE(streams, ahead) FD_READ_NAME(streams, ahead),
+#define FD_TARGET
+#define FD_READ_NAME(streams, ahead) read_scalar_##streams##_##ahead
+FD_VARIANTS(FD_READ)
+static const read_fn scalar_reads[] = {FD_VARIANTS(FD_TABLE)};
+#undef FD_TARGET
+#undef FD_READ_NAME
 
 #if FD_X86
-__attribute__((target("avx2"))) static long long read_avx2(const fd_line_t *lines, size_t n, uint32_t passes) {
-    return read_lines(lines, n, passes);
-}
+#define FD_TARGET __attribute__((target("avx2")))
+#define FD_READ_NAME(streams, ahead) read_avx2_##streams##_##ahead
+FD_VARIANTS(FD_READ)
+static const read_fn avx2_reads[] = {FD_VARIANTS(FD_TABLE)};
+#undef FD_TARGET
+#undef FD_READ_NAME
 
-__attribute__((target("avx512f"))) static long long read_avx512(const fd_line_t *lines, size_t n, uint32_t passes) {
-    return read_lines(lines, n, passes);
-}
+#define FD_TARGET __attribute__((target("avx512f")))
+#define FD_READ_NAME(streams, ahead) read_avx512_##streams##_##ahead
+FD_VARIANTS(FD_READ)
+static const read_fn avx512_reads[] = {FD_VARIANTS(FD_TABLE)};
 #endif
 
-static read_fn widest_read(void) {
+static const read_fn *widest_reads(void) {
 #if FD_X86
-    if (fd_isa_supported(FD_ISA_AVX512)) return read_avx512;
-    if (fd_isa_supported(FD_ISA_AVX2)) return read_avx2;
+    if (fd_isa_supported(FD_ISA_AVX512)) return avx512_reads;
+    if (fd_isa_supported(FD_ISA_AVX2)) return avx2_reads;
 #endif
-    return read_scalar;
+    return scalar_reads;
+}
+
+const char *fd_read_variant(uint32_t variant) {
+#define FD_NAME(streams, ahead) "streams " #streams ", lines ahead " #ahead,
+    static const char *const names[] = {FD_VARIANTS(FD_NAME)};
+    return variant < sizeof names / sizeof *names ? names[variant] : NULL;
 }
 
 typedef struct {
     pthread_t thread;
     const fd_line_t *lines;
     size_t n;
-    uint32_t passes;
+    uint32_t passes, variant;
     uint32_t *ready; /* threads that have not started; all begin to read when this is 0 */
     uint64_t start_ns, end_ns;
     long long sum; /* keeps the reads from being optimised away */
@@ -69,7 +95,7 @@ typedef struct {
 
 static void *reader_main(void *arg) {
     reader_t *r = arg;
-    read_fn read = widest_read();
+    const read_fn read = widest_reads()[r->variant];
     __atomic_sub_fetch(r->ready, 1, __ATOMIC_ACQ_REL);
     while (__atomic_load_n(r->ready, __ATOMIC_ACQUIRE)) sched_yield();
     r->start_ns = fd_now_ns();
@@ -90,7 +116,8 @@ static int start(reader_t *r, int cpu) {
     return rc;
 }
 
-double fd_read_seconds(const void *buffer, size_t bytes, const int *cpus, uint32_t n_threads, uint32_t passes) {
+double fd_read_seconds(const void *buffer, size_t bytes, const int *cpus, uint32_t n_threads, uint32_t passes,
+                       uint32_t variant) {
     reader_t *readers = calloc(n_threads, sizeof *readers);
     if (!readers) return -1;
     const size_t lines = bytes / LINE;
@@ -101,8 +128,11 @@ double fd_read_seconds(const void *buffer, size_t bytes, const int *cpus, uint32
     int rc = 0;
     for (; started < n_threads && !rc; started += !rc) {
         const size_t first = lines * started / n_threads, end = lines * (started + 1) / n_threads;
-        readers[started] =
-            (reader_t){.lines = (const fd_line_t *)buffer + first, .n = end - first, .passes = passes, .ready = &ready};
+        readers[started] = (reader_t){.lines = (const fd_line_t *)buffer + first,
+                                      .n = end - first,
+                                      .passes = passes,
+                                      .variant = variant,
+                                      .ready = &ready};
         rc = start(&readers[started], cpus[started]);
     }
     pthread_sigmask(SIG_SETMASK, &before, NULL);
@@ -117,33 +147,4 @@ double fd_read_seconds(const void *buffer, size_t bytes, const int *cpus, uint32
     free(readers);
     errno = rc;
     return rc ? -1 : (double)(last - first) * 1e-9;
-}
-
-#if FD_X86
-/* Uses 16 sums, so that no instruction waits for the one before it on the same sum. */
-#define FD_RATE(instruction)                                                                                           \
-    __attribute__((target("avx512f"))) static double rate_##instruction(uint64_t rounds) {                             \
-        const uint64_t start = fd_now_ns();                                                                            \
-        for (uint64_t i = 0; i < rounds; i++)                                                                          \
-            __asm__ volatile(FD_4(instruction, "0", "1", "2", "3") FD_4(instruction, "4", "5", "6", "7")               \
-                                 FD_4(instruction, "8", "9", "10", "11") FD_4(instruction, "12", "13", "14", "15")::   \
-                                     : "xmm0", "xmm1", "xmm2", "xmm3", "xmm4", "xmm5", "xmm6", "xmm7", "xmm8", "xmm9", \
-                                       "xmm10", "xmm11", "xmm12", "xmm13", "xmm14", "xmm15", "xmm16");                 \
-        return 16.0 * rounds / (fd_now_ns() - start) * 1e9;                                                            \
-    }
-#define FD_1(instruction, sum) #instruction " %%zmm16, %%zmm16, %%zmm" sum "\n"
-#define FD_4(instruction, a, b, c, d)                                                                                  \
-    FD_1(instruction, a) FD_1(instruction, b) FD_1(instruction, c) FD_1(instruction, d)
-FD_RATE(vfmadd231ps)
-FD_RATE(vdpbf16ps)
-FD_RATE(vpdpbusd)
-#endif
-
-double fd_multiply_rate(const char *instruction, uint64_t rounds) {
-#if FD_X86
-    if (!strcmp(instruction, "vfmadd231ps") && fd_isa_supported(FD_ISA_AVX512)) return rate_vfmadd231ps(rounds);
-    if (!strcmp(instruction, "vdpbf16ps") && fd_isa_supported(FD_ISA_AVX512BF16)) return rate_vdpbf16ps(rounds);
-    if (!strcmp(instruction, "vpdpbusd") && fd_isa_supported(FD_ISA_AVX512VNNI)) return rate_vpdpbusd(rounds);
-#endif
-    return -1;
 }

@@ -4,6 +4,7 @@
 
 #include <limits.h>
 #include <sched.h>
+#include <string.h>
 
 #include "roofline.h"
 
@@ -34,8 +35,8 @@ static int *cpu_list(PyObject *o, Py_ssize_t *n) {
 static PyObject *read_seconds(PyObject *self, PyObject *args) {
     PyObject *cpus_o;
     Py_buffer buffer;
-    unsigned passes = 1;
-    if (!PyArg_ParseTuple(args, "y*O|I", &buffer, &cpus_o, &passes)) return NULL;
+    unsigned passes = 1, variant = 0;
+    if (!PyArg_ParseTuple(args, "y*O|II", &buffer, &cpus_o, &passes, &variant)) return NULL;
     PyObject *result = NULL;
     Py_ssize_t n;
     int *cpus = cpu_list(cpus_o, &n);
@@ -44,9 +45,13 @@ static PyObject *read_seconds(PyObject *self, PyObject *args) {
         PyErr_SetString(PyExc_ValueError, "the buffer is not 64-byte aligned, or shorter than a line a thread");
         goto out;
     }
+    if (!fd_read_variant(variant)) {
+        PyErr_Format(PyExc_ValueError, "there is no variant %u", variant);
+        goto out;
+    }
     double seconds;
     Py_BEGIN_ALLOW_THREADS
-    seconds = fd_read_seconds(buffer.buf, (size_t)buffer.len, cpus, (uint32_t)n, passes);
+    seconds = fd_read_seconds(buffer.buf, (size_t)buffer.len, cpus, (uint32_t)n, passes, variant);
     Py_END_ALLOW_THREADS
     result = seconds < 0 ? PyErr_SetFromErrno(PyExc_OSError) : PyFloat_FromDouble(seconds);
 out:
@@ -55,22 +60,42 @@ out:
     return result;
 }
 
-static PyObject *multiply_rate(PyObject *self, PyObject *args) {
-    const char *instruction;
+static PyObject *read_variants(PyObject *self, PyObject *unused) {
+    PyObject *names = PyList_New(0);
+    for (uint32_t i = 0; names && fd_read_variant(i); i++) {
+        PyObject *name = PyUnicode_FromString(fd_read_variant(i));
+        if (!name || PyList_Append(names, name) < 0) Py_CLEAR(names);
+        Py_XDECREF(name);
+    }
+    return names;
+}
+
+static PyObject *multiply_ns(PyObject *self, PyObject *args) {
+    const char *isa_name, *dtype_name;
+    unsigned rows;
     unsigned long rounds;
-    if (!PyArg_ParseTuple(args, "sk", &instruction, &rounds)) return NULL;
-    double rate;
+    if (!PyArg_ParseTuple(args, "ssIk", &isa_name, &dtype_name, &rows, &rounds)) return NULL;
+    fd_isa_t isa;
+    unsigned dtype = 0;
+    while (dtype < FD_KV_DTYPES && strcmp(dtype_name, fd_kv_dtype_names[dtype])) dtype++;
+    if (dtype == FD_KV_DTYPES || fd_isa_from_name(isa_name, &isa))
+        return PyErr_Format(PyExc_ValueError, "no KV format %s or no ISA %s", dtype_name, isa_name);
+    double ns;
     Py_BEGIN_ALLOW_THREADS
-    rate = fd_multiply_rate(instruction, rounds ? rounds : 1);
+    ns = fd_multiply_ns(isa, (fd_kv_dtype_t)dtype, rows, rounds ? rounds : 1);
     Py_END_ALLOW_THREADS
-    return rate < 0 ? PyErr_Format(PyExc_ValueError, "this machine has no %s of 64 bytes", instruction)
-                    : PyFloat_FromDouble(rate);
+    if (ns < 0) Py_RETURN_NONE;
+    return PyFloat_FromDouble(ns);
 }
 
 PyMethodDef fd_roofline_methods[] = {
     {"read_seconds", read_seconds, METH_VARARGS,
-     "read_seconds(buffer, cpus, passes=1) -> float: seconds to read the buffer `passes` times, one thread per CPU."},
-    {"multiply_rate", multiply_rate, METH_VARARGS,
-     "multiply_rate(instruction, rounds) -> float: instructions per second of this core."},
+     "read_seconds(buffer, cpus, passes=1, variant=0) -> float: seconds to read the buffer `passes` times, one thread "
+     "per "
+     "CPU."},
+    {"read_variants", read_variants, METH_NOARGS,
+     "read_variants() -> list[str]: how each variant of read_seconds reads."},
+    {"multiply_ns", multiply_ns, METH_VARARGS,
+     "multiply_ns(isa, kv_dtype, rows, rounds) -> float | None: nanoseconds to unpack and multiply 64 bytes of KV."},
     {NULL, NULL, 0, NULL},
 };

@@ -11,6 +11,7 @@ from fastdecode.bench.attention_peers import PEERS, TOLERANCE, check, expected
 from fastdecode.bench.rpart import RPart
 from fastdecode.bench.shape import Shape
 from fastdecode.daemon.roofline import Roofline
+from fastdecode.kernels._native import read_variants
 from fastdecode.region.contract import KV_DTYPES
 
 pytestmark = pytest.mark.quick
@@ -60,5 +61,16 @@ def test_the_roofline_counts_every_pass():
     roofline = Roofline(1 << 20, [0])
     try:
         assert roofline.gbps() > 0 and roofline.gbps(20) > 0
+    finally:
+        roofline.close()
+
+
+def test_the_roofline_keeps_a_variant_that_exists():
+    roofline = Roofline(1 << 20, [0], variant=len(read_variants()))
+    try:
+        with pytest.raises(ValueError, match="there is no variant"):
+            roofline.gbps()
+        roofline.variant = 0
+        assert roofline.choose() > 0 and 0 <= roofline.variant < len(read_variants())
     finally:
         roofline.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 import subprocess
@@ -78,10 +79,12 @@ def test_attention_prints_a_row_a_cell_and_peer_with_the_roofline_of_the_same_ro
         assert (row["context"], row["head_size"], row["threads"], row["rounds"]) == (130, 16, 1, 3)
         assert 1 <= row["judged_rounds"] <= 3
         for figures in (row, row["all_rounds"]):
-            for name in ("gbps", "roofline_gbps", "roofline_pct", "seq_layers_per_s"):
+            for name in ("gbps", "roofline_gbps", "roofline_pct", "bound_pct", "seq_layers_per_s"):
                 low, high = row["spread"][name]
                 assert 0 < low <= figures[name] <= high
         assert bool(row["isa"]) == (row["peer"] is None)
+        assert row["roofline_variant"] in _native.read_variants()
+        assert row["peer"] or row["spread"]["roofline_pct"][1] <= 100  # attention itself raises the roofline
     # 130 tokens of 2 heads, K and V of 16 fp32: 8 sequences make 256 KiB, and each call reads their 2 pages whole
     fp32 = rows[0]
     assert fp32["sequences"] == 8
@@ -97,15 +100,21 @@ def test_attention_in_cache_is_one_thread_on_a_megabyte():
         assert (row["threads"], row["sequences"], row["kv_heads"]) == (1, 1, 1)
         assert row["context"] * 64 * 2 * 2 == 1 << 20
         assert row["gbps"] > 0 and row["roofline_gbps"] > 0
-        if row["isa"] in ("avx512", "avx512vnni", "avx512bf16"):
-            assert row["multiply_bound_gbps"] > 0
+        if row["isa"] in ("avx2", "avxvnni", "avx512", "avx512vnni", "avx512bf16"):
+            assert row["instruction_gbps"] > 0
         else:
-            assert row["multiply_bound_gbps"] is None
+            assert row["instruction_gbps"] is None
 
 
-def test_rates_are_of_instructions_that_are_known():
-    with pytest.raises(ValueError, match="no vpmaddwd of 64 bytes"):
-        _native.multiply_rate("vpmaddwd", 1)
+def test_more_query_rows_take_more_instructions():
+    for isa, kv_dtype in itertools.product(_native.isa_supported(), ("fp16", "bf16", "int8", "int4")):
+        times = [_native.multiply_ns(isa, kv_dtype, rows, 100) for rows in (1, 4, 8)]
+        assert all(ns is None for ns in times) == (isa in ("scalar", "amx", "neon")), isa
+        if times[0]:
+            assert times[0] < times[2], (isa, kv_dtype)
+    assert _native.multiply_ns("scalar", "fp16", 1, 1) is None
+    with pytest.raises(ValueError, match="no KV format fp12 or no ISA avx2"):
+        _native.multiply_ns("avx2", "fp12", 1, 1)
 
 
 def test_attention_judges_by_the_rounds_under_the_limit_and_by_all_where_there_are_none():
