@@ -23,6 +23,7 @@ from fastdecode.region.contract import ROW_ATTEND, ROW_DTYPE
 from fastdecode.region.geometry import Geometry, region_layout
 from fastdecode.region.region import Region
 
+from . import registry
 from ._native import StepGroup
 from .base import CallRefused, Hello, LayerOptions, Lease, Link, LinkDown, Member, StepTimes, TransportError
 
@@ -91,6 +92,23 @@ def columns_of(hello: Hello, i: int, n: int) -> np.ndarray:
         parts = ((0, n_q, k_size), (0, n_kv, k_size), (n_kv * k_size, n_kv, v_size), (0, n_q, v_size))
         columns.append([[(at + j * heads // n * size) * element for j in (i, i + 1)] for at, heads, size in parts])
     return np.array(columns, np.uint32)
+
+
+async def connect_team(urls: Sequence[str], hello: Hello, secret: bytes | None, *, spin_us: int | None = None) -> Link:
+    """Open a link to the R-node at the only one of `urls`, or to a team of the R-nodes at all of them.
+
+    Raises what registry.connect raises, and TransportError if the heads cannot be shared evenly.
+    """
+    links: list[Link] = []
+    try:
+        for i, url in enumerate(urls):
+            part = part_of(hello, i, len(urls))
+            links.append(await registry.connect(url, part, secret, spin_us=spin_us))
+        return Team(links, hello) if len(links) > 1 else links[0]
+    except BaseException:
+        for link in links:
+            await link.close()
+        raise
 
 
 class Team(Link):

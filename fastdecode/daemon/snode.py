@@ -17,7 +17,7 @@ import uvloop
 from fastdecode.api.server import Server, bind, serve
 from fastdecode.daemon.activity import log_activity
 from fastdecode.daemon.api_processes import ApiProcesses
-from fastdecode.daemon.check_model import check_fits
+from fastdecode.daemon.check_model import check_fits, check_partition
 from fastdecode.daemon.config import ConfigError, NodeConfig, format_bytes
 from fastdecode.daemon.discovery import FixedSet, RNodeSet, r_node_set
 from fastdecode.daemon.embedded import EmbeddedRNode, Split, split_machine
@@ -36,6 +36,7 @@ from fastdecode.spart.backend import Backend, choose_backend
 from fastdecode.spart.exchange.choice import Choice
 from fastdecode.spart.lora.files import read_adapter
 from fastdecode.text.tokenizer import Tokenizer
+from fastdecode.transports.team import part_of
 
 if TYPE_CHECKING:
     from fastdecode.spart.hf.config import HFConfig
@@ -65,6 +66,7 @@ def run_s_node(config: NodeConfig) -> None:
     positions = backend.config.max_positions
     if (config.max_model_len or 0) > positions:
         raise ConfigError(f"--max-model-len {config.max_model_len} is more than the model's {positions} positions")
+    check_partition(config, backend.config)
     dtype = choose_dtype(config.dtype, backend.config.dtype, device)
     split = split_machine(config, s_on_gpu=device.type != "cpu")
     torch.set_num_threads(split.s_threads)
@@ -131,7 +133,7 @@ async def _serve(
     grow_leases = config.uses_r_nodes and config.kv_lease is None
     length = config.max_model_len or backend.config.max_positions
     if grow_leases:
-        hello = dataclasses.replace(hello, kv_bytes=first_lease(hello, length))
+        hello = dataclasses.replace(hello, kv_bytes=first_lease(part_of(hello, 0, config.parts), length))
     async with contextlib.AsyncExitStack() as stack:
         if isinstance(api, ApiProcesses):
             stack.push_async_callback(api.close)

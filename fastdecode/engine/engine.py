@@ -476,16 +476,22 @@ class Engine:
             running=self.scheduler.n_running,
             waiting=len(self.scheduler.waiting),
             kv_usage=sum(n.pages_used for n in nodes) / max(1, sum(n.obtainable for n in nodes)),
-            nodes=[self._node_stats(node) for node in self.cluster.nodes if not node.retired],
+            nodes=[one for node in self.cluster.nodes if not node.retired for one in self._node_stats(node)],
             exchange=str(self.spart.exchange),
             totals=self.totals,
             expert_load=self.spart.expert_load,
         )
 
-    def _node_stats(self, node: RNodeLedger) -> NodeStats:
-        lease, counters = node.link.lease, self.r_nodes.counters.get(node, {})
+    def _node_stats(self, node: RNodeLedger) -> list[NodeStats]:
+        """The R-node, or each R-node of a team."""
+        links = [member.link for member in node.link.members]
+        parts = [f"{i + 1}/{len(links)}" if len(links) > 1 else "" for i in range(len(links))]
+        return [self._member_stats(node, link, part) for link, part in zip(links, parts, strict=True)]
+
+    def _member_stats(self, node: RNodeLedger, link: Link, part: str) -> NodeStats:
+        lease, counters = link.lease, self.r_nodes.counters.get(link, {})
         return NodeStats(
-            url=node.url,
+            url=link.url,
             node=lease.node,
             isa=lease.isa,
             threads=lease.threads,
@@ -494,7 +500,7 @@ class Engine:
             pages_max=node.obtainable,
             pages_used=node.pages_used,
             page_bytes=lease.page_bytes,
-            region_bytes=node.link.layout.region_bytes,
+            region_bytes=link.region_bytes,
             sequences=node.n_sequences,
             load=node.load,
             calls=counters.get("calls", 0),
@@ -504,6 +510,7 @@ class Engine:
             roofline=counters.get("roofline", 0),
             answer_seconds=node.answer_seconds,
             draining=node.draining,
+            part=part,
         )
 
     # -- tasks ----------------------------------------------------------------------------------------------------

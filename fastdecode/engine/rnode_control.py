@@ -40,8 +40,8 @@ class RNodeControl:
         spawn: Callable[[Coroutine[None, None, None]], None],
         on_change: Callable[[], None],
     ):
-        #: Each live R-node's answer to its last STATS.
-        self.counters: WeakKeyDictionary[RNodeLedger, dict[str, int]] = WeakKeyDictionary()
+        #: Each R-node's answer to its last STATS, by the link to this one R-node.
+        self.counters: WeakKeyDictionary[Link, dict[str, int]] = WeakKeyDictionary()
         self._scheduler, self._cluster, self._spart = scheduler, scheduler.cluster, spart
         self._spawn, self._on_change = spawn, on_change
         self._replacements: dict[int, Link] = {}
@@ -213,9 +213,11 @@ class RNodeControl:
         try:
             async with asyncio.timeout(_REFRESH_SECONDS):
                 asked = time.perf_counter()
-                self.counters[node] = counters = await node.link.stats()
+                members = [member.link for member in node.link.members]
+                answers = await asyncio.gather(*(link.stats() for link in members))
                 node.answer_seconds = time.perf_counter() - asked
-                node.record_obtainable(counters.get("pages_max", node.n_pages))
+                self.counters.update(zip(members, answers, strict=True))
+                node.record_obtainable(min(counters.get("pages_max", node.n_pages) for counters in answers))
         except LinkDown as error:
             self.mark_lost(node, error)
         except CallRefused as error:

@@ -65,6 +65,7 @@ class NodeStats:
     roofline: int  # bytes a second at which the R-node's threads can read memory; 0: it has not measured that
     answer_seconds: float  # time that the last refresh took, over the control connection; 0 before the first
     draining: bool = False  # it takes no new sequences, because it is to leave
+    part: str = ""  # "1/2": it holds the first half of each sequence's heads, as a member of a team
 
 
 @dataclass(slots=True)

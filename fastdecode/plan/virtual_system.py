@@ -31,7 +31,8 @@ class VirtualLink:
             raise ValueError(f"{memory:.0f} bytes do not hold one KV page, which has {page_bytes}")
         self.url = f"virtual://{name}"
         self.geometry = SimpleNamespace(n_slots=mini_batches, max_rows=max_rows)
-        self.layout = SimpleNamespace(region_bytes=0)
+        self.members = (SimpleNamespace(link=self),)
+        self.region_bytes = 0
         self.lease = SimpleNamespace(
             n_pages=n_pages, max_pages=n_pages, max_seqs=max_seqs, page_bytes=page_bytes, isa="", threads=1, node=name
         )

@@ -53,7 +53,8 @@ class ToyLink:
         self.resizes: list[int] = []
         self.resizing = asyncio.Event()  # RESIZEs; cleared, they wait
         self.resizing.set()
-        self.layout = SimpleNamespace(region_bytes=8192)
+        self.members = (SimpleNamespace(link=self),)
+        self.region_bytes = 8192
         self.geometry = SimpleNamespace(n_slots=n_slots, max_rows=max_rows)
         self.lease = SimpleNamespace(
             n_pages=n_pages,

@@ -115,6 +115,8 @@ async def test_free_trim_fork_and_resize_reach_every_member(team_of):
     await driver.fork_seq(0, 1, PAGE_TOKENS + 6)
     await in_thread(lambda: driver.step(0, [(0, 2, True), (1, 2, True)]))
     assert [(s["pages_used"], s["seqs"]) for s in await member_stats(team)] == [(3, 2), (3, 2)]
+    driver.cut(1, PAGE_TOKENS + 1)  # the row table says so
+    await in_thread(lambda: driver.step(0, [(1, 2, True)]))
     await driver.free_seq(0)
     await in_thread(lambda: driver.step(0, [(1, 2, True)]))
     await driver.free_seq(1)

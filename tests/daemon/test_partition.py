@@ -1,0 +1,90 @@
+"""`--partition heads` as users run it: R-nodes that share the heads of every sequence."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+
+import openai
+import orjson
+import pytest
+import torch
+from node_process import NODE, complete, fetch
+
+from fastdecode.daemon.config import ConfigError, NodeConfig
+from fastdecode.demo import model_dir
+from fastdecode.spart.exchange.choice import BypassImpossible, choose_exchange
+
+
+def r_nodes(start, tmp_path, n):
+    urls = [f"shm://{tmp_path}/r{i}.sock" for i in range(n)]
+    nodes = [start("--role", "r", "--listen", url, "--kv-memory", "256MiB", "--threads", "1") for url in urls]
+    for node in nodes:
+        node.wait_for("R-node on shm")
+    return urls, nodes
+
+
+def test_the_loss_of_a_member_ends_streams_and_the_team_serves_again_when_it_is_back(start, tmp_path):
+    urls, nodes = r_nodes(start, tmp_path, 2)
+    s_node = start("--port", "0", "--partition", "heads", "--r-node", urls[0], "--r-node", urls[1])
+    with s_node.api() as api:
+        text = complete(api, 40)
+        s_node.wait_for("these 2 R-nodes share the KV heads of every sequence")
+        base = str(api.base_url).removesuffix("/v1/")
+        health = orjson.loads(fetch(f"{base}/health"))
+        assert [(node["url"], node["part"], node["alive"]) for node in health["nodes"]] == [
+            (urls[0], "1/2", True),
+            (urls[1], "2/2", True),
+        ]
+        counter = r'^fastdecode:r_node_kv_bytes_read_total\{.*r_node="(.*)"\} (.*)$'
+        read = re.findall(counter, fetch(f"{base}/metrics"), re.M)
+        assert [url for url, _ in read] == urls and read[0][1] == read[1][1] != "0.0"
+
+        body = {"ignore_eos": True}
+        with api.completions.create(
+            model="fastdecode-demo", prompt="It was", max_tokens=900, stream=True, extra_body=body
+        ) as stream:
+            next(iter(stream))
+            nodes[1].end(signal.SIGKILL)
+            with pytest.raises(openai.APIError, match="lost"):
+                for _ in stream:
+                    pass
+        with pytest.raises(openai.InternalServerError):
+            complete(api)
+        start("--role", "r", "--listen", urls[1], "--kv-memory", "256MiB", "--threads", "1")
+        s_node.wait_for(r"R-node .* \+ .* is back")
+        assert complete(api, 40) == text != ""
+    assert s_node.end() == 0
+
+
+def test_r_nodes_that_cannot_share_the_heads_are_refused_before_weights_are_loaded(start, tmp_path):
+    """The demo model has two KV heads."""
+    argv = ["--partition", "heads", *(f"--r-node=shm://{tmp_path}/r{i}.sock" for i in range(3))]
+    node = start("--port", "0", *argv)
+    assert node.process.wait(60) in (1, 2)
+    [line] = node.log.read_text().splitlines()[-1:]
+    sentence = "--partition heads: 3 R-nodes cannot share the 2 KV heads of layer 0 evenly"
+    assert sentence in line and "Traceback" not in node.log.read_text()
+    check = subprocess.run(
+        [*NODE, "--check", "--model", str(model_dir()), *argv], capture_output=True, text=True, timeout=60
+    )
+    assert check.returncode in (1, 2) and sentence in check.stderr
+
+
+def test_a_team_is_given_by_r_node():
+    with pytest.raises(ConfigError, match="--partition heads needs --r-node"):
+        NodeConfig(partition="heads")
+    with pytest.raises(ConfigError, match="--partition heads needs --r-node"):
+        NodeConfig(partition="heads", r_nodes_dns="tcp://r-nodes:7300")
+    assert NodeConfig(partition="heads", r_node=("tcp://a:1", "tcp://b:1")).parts == 2
+    assert NodeConfig(r_node=("tcp://a:1", "tcp://b:1")).parts == 1
+
+
+def test_the_bypass_is_refused_with_a_reason():
+    cuda = torch.device("cuda")
+    choice = choose_exchange("auto", cuda, True, 2, 8, 50, whole_rows=False)
+    assert str(choice).startswith("staged (") and "--partition heads" in str(choice)
+    with pytest.raises(BypassImpossible, match="--partition heads"):
+        choose_exchange("bypass", cuda, True, 2, 8, 50, whole_rows=False)
+    assert str(choose_exchange("auto", torch.device("cpu"), True, 2, 8, 50, whole_rows=False)) == "direct"
