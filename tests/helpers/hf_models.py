@@ -26,6 +26,16 @@ _COMMON: dict[str, Any] = {
 _MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 _ROUTED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "first_k_dense_replace": 1}
 _LOCAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
+#: Latent attention: 40 elements of K and V a token, where the heads have 160.
+_LATENT = {
+    "q_lora_rank": 32,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+    "num_key_value_heads": 4,
+    "head_dim": None,
+}
 
 #: model type -> what its configuration has besides or instead of the common values; None takes a value away.
 TYPES: dict[str, dict[str, Any]] = {
@@ -37,30 +47,8 @@ TYPES: dict[str, dict[str, Any]] = {
     "cohere": {},
     "cohere2": {"sliding_window": 16},
     "cwm": {},
-    "deepseek_v2": {
-        **_ROUTED,
-        "n_group": 1,
-        "topk_group": 1,
-        "q_lora_rank": 32,
-        "kv_lora_rank": 16,
-        "qk_rope_head_dim": 8,
-        "qk_nope_head_dim": 16,
-        "v_head_dim": 16,
-        "num_key_value_heads": 4,
-        "head_dim": None,
-    },
-    "deepseek_v3": {
-        **_ROUTED,
-        "n_group": 1,
-        "topk_group": 1,
-        "q_lora_rank": 32,
-        "kv_lora_rank": 16,
-        "qk_rope_head_dim": 8,
-        "qk_nope_head_dim": 16,
-        "v_head_dim": 16,
-        "num_key_value_heads": 4,
-        "head_dim": None,
-    },
+    "deepseek_v2": {**_ROUTED, **_LATENT, "n_group": 1, "topk_group": 1},
+    "deepseek_v3": {**_ROUTED, **_LATENT, "n_group": 1, "topk_group": 1},
     "diffllama": {},
     "dots1": {**_ROUTED, "n_group": 1, "topk_group": 1, "n_shared_experts": 1, "routed_scaling_factor": 1.0},
     "ernie4_5": {},
@@ -93,6 +81,7 @@ TYPES: dict[str, dict[str, Any]] = {
     "glm": {},
     "glm4": {},
     "glm4_moe": {**_ROUTED},
+    "glm4_moe_lite": {**_ROUTED, **_LATENT, "n_group": 1, "topk_group": 1},
     "gpt2": {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 1024},
     "gpt_bigcode": {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 1024, "head_dim": None},
     "gpt_neox": {},
@@ -111,6 +100,7 @@ TYPES: dict[str, dict[str, Any]] = {
     "jais2": {},
     "llama": {},
     "llama4_text": {"num_local_experts": 4, "intermediate_size_mlp": 96, "attention_chunk_size": 48},
+    "minicpm3": {**_LATENT},
     "minimax_m2": {**_LOCAL},
     "ministral": {"sliding_window": 16},
     "mistral": {"sliding_window": 16},
@@ -134,6 +124,7 @@ TYPES: dict[str, dict[str, Any]] = {
     "stablelm": {},
     "starcoder2": {},
     "vaultgemma": {"attn_logit_softcapping": 2.0},
+    "youtu": {**_LATENT},
     "gemma2": {"sliding_window": 16, "attn_logit_softcapping": 2.0},
     "gpt_oss": {**_LOCAL, "sliding_window": 16},
     "bloom": {},

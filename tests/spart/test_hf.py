@@ -18,13 +18,13 @@ from spart_steps import GREEDY, interleaved
 
 from fastdecode.daemon.rnode import RNode
 from fastdecode.kernels._native import page_bytes
-from fastdecode.region.contract import KV_DTYPES, PAGE_TOKENS
+from fastdecode.region.contract import KV_DTYPES, MAX_HEAD_SIZE, PAGE_TOKENS
 from fastdecode.region.geometry import geometry_tuple
 from fastdecode.spart.batch import Chunk, StepBatch
 from fastdecode.spart.config import CheckpointError
 from fastdecode.spart.hf.config import HFConfig
 from fastdecode.spart.hf.decoder import HFSPart
-from fastdecode.spart.hf.model import load_hf_model
+from fastdecode.spart.hf.model import block_linears, load_hf_model
 from fastdecode.transports.registry import connect
 
 #: Why a type cannot be served. Every other type of TYPES must pass.
@@ -121,7 +121,7 @@ async def test_tokens_equal_transformers_over_tcp(model_type: str, checkpoints: 
     assert await ours(directory, "tcp", tmp_path) == expected(directory)
 
 
-@pytest.mark.parametrize("model_type", ["gemma2", "gemma4_text", "gpt_oss", "llama4_text", "mpt"])
+@pytest.mark.parametrize("model_type", ["deepseek_v2", "gemma2", "gemma4_text", "gpt_oss", "llama4_text", "mpt"])
 async def test_prompts_attended_on_the_r_node_give_the_same_tokens(
     model_type: str, checkpoints: Path, tmp_path: Path
 ) -> None:
@@ -157,6 +157,28 @@ def test_layers_that_share_k_and_v_are_stored_once(model_type: str) -> None:
     )
     assert page == sum(sizes) * 4 * PAGE_TOKENS
     assert len(set(sizes)) == (2 if model_type == "gemma4_text" else 1)
+
+
+@pytest.mark.parametrize("model_type", ["deepseek_v2", "deepseek_v3", "youtu"])
+def test_latent_rows_are_stored_in_place_of_heads(model_type: str, tmp_path: Path) -> None:
+    config = HFConfig.from_configs(make_config(model_type), None)
+    assert config.heads_of(1) == (4, 1, 16 + 8, 16)
+    directory = save_model(model_type, tmp_path)
+    tensors = load_file(directory / "model.safetensors")
+    stored = sum(tensor.numel() for name, tensor in tensors.items() if "e_score" not in name)  # a router's buffer
+    assert load_hf_model(directory, dtype="fp32").parameters == stored
+    changed = {name.rpartition(".")[2] for name in block_linears(directory)}
+    assert "o_proj" in changed and "kv_b_proj" not in changed, "an adapter for a matrix that is absorbed is refused"
+
+
+def test_small_heads_stay_heads() -> None:
+    """One query head has fewer elements than the latent row; a row beyond an R-node's heads cannot be stored."""
+    few, large = make_config("deepseek_v3"), make_config("deepseek_v3")
+    few.num_attention_heads = few.num_key_value_heads = 1  # 40 elements, as many as the latent row and its V
+    large.kv_lora_rank, large.num_attention_heads, large.num_key_value_heads = MAX_HEAD_SIZE, 64, 64
+    assert HFConfig.from_configs(few, None).heads_of(0).k_size == 16 + 8
+    assert HFConfig.from_configs(few, None).heads_of(0).v_size == 16
+    assert HFConfig.from_configs(large, None).heads_of(0).n_kv == 64
 
 
 def test_code_that_a_checkpoint_brings_is_not_run(tmp_path: Path) -> None:
@@ -195,6 +217,12 @@ def test_the_documentation_lists_every_type() -> None:
         "are smaller than those of K (DeepSeek), take no more memory than they need. Layers that share K and V (Gemma",
         "3n, Gemma 4) are stored once. A KV page holds all layers, so pages beyond a layer's window stay as long as",
         "another layer needs them.",
+        "",
+        "Models with latent attention (MLA: DeepSeek, GLM-4.7-Flash, MiniCPM3, Youtu) store the latent rows in place",
+        "of K and V of the heads, if these take more memory: 1088 elements a token and layer in place of 40960 for",
+        "DeepSeek-V3, 5120 for DeepSeek-V2-Lite. All query heads share one KV head of 576 elements, whose V is stored",
+        "beside its K. [Performance](performance.md) has the rate at which R-nodes attend to it. LoRA adapters for",
+        "`kv_b_proj` are refused.",
         "",
         "| Model type | Served | Reason |",
         "|---|---|---|",

@@ -2,6 +2,7 @@
 
     trace       the shape and options of each layer's attention, learned on the meta device before a weight is read
     adapters    the attention of models that do not use transformers' attention interface
+    latent      multi-head latent attention with one KV head (DeepSeek)
     config      HFConfig: the heads of each layer, and the reason why a model cannot be served
     model       load_hf_model: the checkpoint through transformers' own loader
     attention   the function that transformers calls in every layer

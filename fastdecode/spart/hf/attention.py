@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
+from fastdecode.spart.hf.latent import latent_heads
 from fastdecode.spart.lora.adapters import AdapterRows
 
 #: The function's name in transformers' AttentionInterface. There is no mask function of this name, so no mask is made.
@@ -45,4 +46,7 @@ def split_attention(
     them."""
     if running.forward is None:
         raise RuntimeError("this model's attention runs on R-nodes, so only HFSPart can call the model")
-    return running.forward.attend(q, k, v), None
+    latent = latent_heads(module)
+    if latent is None:
+        return running.forward.attend(q, k, v), None
+    return latent.outputs(running.forward.attend(latent.queries(q), k, v)), None

@@ -175,6 +175,7 @@ def _linears(config: Any) -> dict[str, tuple[int, int]]:
     factory: Any = AutoModelForCausalLM
     with torch.device("meta"):
         model = factory.from_config(config)
+    adapters.adapt(model, split_attention)  # the linears that it replaces cannot have adapters
     head, shapes = model.get_output_embeddings(), {}
     for name, module in model.named_modules():
         if type(module) is torch.nn.Linear and module is not head:

@@ -15,6 +15,7 @@ import torch
 
 from fastdecode.spart.config import CheckpointError, first_line
 from fastdecode.spart.hf import adapters
+from fastdecode.spart.hf.latent import latent_heads
 
 _NAME = "fastdecode-trace"
 _TOKENS = 4
@@ -103,6 +104,10 @@ def _attention(
         raise CheckpointError(f"{type(module).__name__} adds a position bias to its scores, which is not supported")
     if k.shape[2] != q.shape[2]:
         raise CheckpointError(f"{type(module).__name__} attends to other tokens than its own (cross-attention)")
+    latent = latent_heads(module)
+    o = q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3])
+    if latent is not None:
+        q, o = latent.queries(q), latent.outputs(o)
     layer = AttentionLayer(
         n_q_heads=q.shape[1],
         n_kv_heads=k.shape[1],
@@ -117,7 +122,7 @@ def _attention(
     )
     _recording.layers.append(layer)
     _recording.kv.append((k, v))
-    return q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3]), None
+    return o, None
 
 
 def _parameter_name(values: torch.Tensor) -> str:
