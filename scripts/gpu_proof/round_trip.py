@@ -88,7 +88,8 @@ async def _cell(setting: Setting, cuda: Cuda, url: str, transport: str, geometry
     captured, staged = CapturedStep(cuda, [link], [region], 0, rows), StagedStep(cuda, link, 1, payload)
 
     def by_bypass(tag: int, clock: Callable[[], float]) -> float:
-        captured.arm(proxy, payload, tag)
+        captured.arm(payload, tag)
+        captured.begin(proxy)
         start = clock()
         captured.launch(payload)
         cuda.call("cuEventSynchronize", captured.event)

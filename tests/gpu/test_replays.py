@@ -15,7 +15,7 @@ from contextlib import asynccontextmanager
 
 import numpy as np
 import pytest
-from captured_steps import GEOMETRY, HOST_SLOT, CapturedStep, Payload, by_host
+from captured_steps import GEOMETRY, HOST_SLOT, MAX_SEQS, MINI_BATCHES, CapturedStep, Payload, by_host
 from cuda_driver import Cuda
 from link_driver import FEWER, HANG_S, LAYER_REPLY, hello, in_thread
 
@@ -34,7 +34,7 @@ SOON_S = 0.05
 @asynccontextmanager
 async def linked(cuda: Cuda, url: str, n: int) -> AsyncIterator[tuple[list[Link], list[MappedRegion]]]:
     """`n` links to an R-node, and their regions."""
-    links = [await connect(url, hello(GEOMETRY), None) for _ in range(n)]
+    links = [await connect(url, hello(GEOMETRY, kv_bytes=4 << 20, max_seqs=MAX_SEQS), None) for _ in range(n)]
     try:
         yield links, [MappedRegion(cuda.product, link) for link in links]
     finally:
@@ -54,19 +54,22 @@ async def expected(links: list[Link], payload: Payload, tag: int) -> np.ndarray:
 @pytest.mark.timeout(FEWER * (120 + STEPS / 25))
 @pytest.mark.parametrize("queues", [1, 8, 32])
 async def test_replayed_steps_are_bit_for_bit_those_of_the_host(cuda, shared_node, queues):
-    """Two mini-batches on two streams, over two links; each step has other rows and another number of them."""
+    """Eight mini-batches, each on a stream of its own, over two links; each step has other rows and another number of
+    them."""
     cuda.reset(queues, delay_us=20 if STEPS > 10_000 else 100, seed=queues)
     loop, proxy = asyncio.get_running_loop(), Proxy()
     async with linked(cuda, shared_node.url, 2) as (links, regions):
         payloads = [Payload.random(len(links), seed) for seed in range(PAYLOADS)]
         want = [await expected(links, payload, 1 + i) for i, payload in enumerate(payloads)]
-        steps = [CapturedStep(cuda, links, regions, slot) for slot in (0, 1)]
+        steps = [CapturedStep(cuda, links, regions, slot) for slot in range(MINI_BATCHES)]
         chance = np.random.default_rng(queues)
 
         def run(tag: int) -> None:
             picked = chance.integers(0, PAYLOADS, len(steps)).tolist()
             for step, which in zip(steps, picked, strict=True):
-                step.arm(proxy, payloads[which], tag)
+                step.arm(payloads[which], tag)
+            for step, which in zip(steps, picked, strict=True):
+                step.begin(proxy)
                 step.launch(payloads[which])
             for step, which in zip(steps, picked, strict=True):
                 assert step.finish()
@@ -95,7 +98,8 @@ async def test_the_result_is_poison_until_the_event_and_the_stream_waits_for_the
         hasty = CapturedStep(cuda, links[1:], regions[1:], 0, left_out="wait")
         step.gate[0] = hasty.gate[0] = 0
         for each in (step, hasty):
-            each.arm(proxy, payload, 2)
+            each.arm(payload, 2)
+            each.begin(proxy)
             each.launch(payload)
         node.stop()
         step.gate[0] = hasty.gate[0] = GEOMETRY.n_layers
@@ -121,7 +125,8 @@ async def test_a_stream_outlives_an_r_node_that_is_killed_at_a_layer(cuda, node,
         memory, y = np.frombuffer(links[0].region, np.uint8), links[0].layout
         reply = memory[y.slot(0) + LAYER_REPLY :][:4].view(np.uint32)
         step.gate[0] = layer
-        step.arm(proxy, payload, 1)
+        step.arm(payload, 1)
+        step.begin(proxy)
         step.launch(payload)
         async with asyncio.timeout(HANG_S):
             while reply[0] < layer:

@@ -22,9 +22,13 @@ from fastdecode.spart.exchange_kernels import row_addresses
 from fastdecode.transports._native import Proxy
 from fastdecode.transports.base import Link, StepTimes
 
-#: Two slots for streams, and one for the host.
-GEOMETRY = Geometry(n_slots=3, max_rows=16, n_layers=3, n_q_heads=4, n_kv_heads=2, head_size=16, act_dtype="fp32")
-HOST_SLOT = 2
+MINI_BATCHES = 8
+#: A slot for the stream of each mini-batch, and one for the host.
+GEOMETRY = Geometry(
+    n_slots=MINI_BATCHES + 1, max_rows=16, n_layers=3, n_q_heads=4, n_kv_heads=2, head_size=16, act_dtype="fp32"
+)
+HOST_SLOT = MINI_BATCHES
+MAX_SEQS = 2 * GEOMETRY.n_slots  # see Payload.table
 ROWS = 8  # of a graph, attending and appended
 DTYPES = {"fp32": np.float32, "fp16": np.float16}
 
@@ -171,10 +175,13 @@ class CapturedStep:
 
         self._graph = cuda.capture(self.stream, work)
 
-    def arm(self, proxy: Proxy, payload: Payload, tag: int) -> None:
-        """Arm the step on every link, and let the device drive it."""
+    def arm(self, payload: Payload, tag: int) -> None:
+        """Arm the step on every link."""
         for i, link in enumerate(self.links):
             link.arm(self.slot, payload.table(i, self.slot, tag))
+
+    def begin(self, proxy: Proxy) -> None:
+        """Let the device drive the step, once every R-node has planned it."""
         for link in self.links:
             link.wait(self.slot, HANG_S)
             proxy.begin(link.port, self.slot, HANG_S)
