@@ -111,7 +111,9 @@ class LyingDevice(TorchDispatchMode):
     current: LyingDevice | None = None
 
     def __init__(self, left_out: str = "none") -> None:
-        """`left_out` is a kind of wait that does nothing, "event" or "download", to show that it is needed."""
+        """`left_out` is a kind of wait that does nothing, "event", "download" or "weights", to show that it is needed.
+        "weights" is that of a new stream for the first one, in which the weights' copies from pageable memory may still
+        be under way when the calls return (CUDA's API synchronization behavior)."""
         super().__init__()
         self._left_out = left_out
         self.stream = LyingStream(self)
@@ -130,13 +132,14 @@ class LyingDevice(TorchDispatchMode):
 
     def make_stream(self) -> LyingStream:
         """A new stream, which begins after all that the first one has been given."""
-        self.streams[0].synchronize()
+        if self._left_out != "weights":
+            self.streams[0].synchronize()
         self.streams.append(LyingStream(self, len(self.streams)))
         return self.streams[-1]
 
     def wait(self, stream: LyingStream, mark: int, kind: str) -> None:
         """Run everything before a mark. `kind` is "event", "upload" or "download"."""
-        if kind == self._left_out:
+        if kind == self._left_out or (kind == "upload" and self._left_out == "weights"):
             return
         stream.waits += 1
         stream.run_to(mark)

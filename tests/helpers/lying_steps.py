@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lying_device import NAME, LyingDevice, LyingEvent
+from lying_device import NAME, LyingDevice, LyingEvent, LyingStream
 
 
 def texts() -> list[list[int]]:
@@ -48,9 +48,30 @@ def how_to_draw(i: int, prompt: list[int], done: list[int]) -> Any:
     ][i]
 
 
-def generate(spart: Any, n_links: int, n_new: int = 4, chunk: int = 24) -> list[list[int]]:
+#: Runs of the bypass whose first steps are captured: R-nodes attend for the prompts. "first" leaves nothing out.
+#: "weights": a stream does not wait for the weights. In the others a step is abandoned before: "abandoned" leaves
+#: nothing out, and with "end" nobody waits for the end of what the stream was given.
+FIRST = ("first", "weights")
+ABANDONED = ("abandoned", "end")
+
+
+def abandon(spart: Any, wait: bool) -> None:
+    """Begin a step of each mini-batch and close it while its stream still has everything to do."""
+    from unittest import mock
+
+    from fastdecode.spart.batch import Chunk, SampleSpec, StepBatch
+
+    for slot in (0, 1):
+        piece = Chunk(0, 8 + slot, 1, 0, [9, 8, 7, 6, 5], False, SampleSpec(temperature=0.0), 5)
+        step = spart.step(StepBatch(slot, [piece]))
+        assert isinstance(next(step), int), "the step is not captured"
+        with contextlib.nullcontext() if wait else mock.patch.object(LyingStream, "synchronize", lambda stream: None):
+            step.close()
+
+
+def generate(spart: Any, n_links: int, n_new: int = 4, chunk: int = 24, prefill: bool = True) -> list[list[int]]:
     """Tokens of eight prompts in two interleaved mini-batches, prefilled in chunks; each is drawn in another
-    way."""
+    way. Without `prefill` the R-nodes attend for the prompts."""
     from fastdecode.spart.batch import Chunk, StepBatch
 
     prompts = texts()
@@ -67,9 +88,9 @@ def generate(spart: Any, n_links: int, n_new: int = 4, chunk: int = 24) -> list[
                 tokens = everything[cached[i] : cached[i] + chunk]
                 more = cached[i] + len(tokens) < len(everything)
                 spec = how_to_draw(i, prompts[i], done[i])
-                prefill = cached[i] < len(prompts[i])
+                prompt = prefill and cached[i] < len(prompts[i])
                 link = i // 2 % n_links
-                piece = Chunk(link, i, 1, cached[i], tokens, prefill, None if more else spec, len(prompts[i]))
+                piece = Chunk(link, i, 1, cached[i], tokens, prompt, None if more else spec, len(prompts[i]))
                 work.append((i, piece))
                 cached[i] += len(tokens)
             work.sort(key=lambda pair: (pair[1].prefill, pair[1].link))
@@ -114,7 +135,7 @@ def make_bypass(device: LyingDevice, left_out: str) -> Any:
     return Bypass(Kernels.load(driver, b""), device.make_stream, most_rows=64)
 
 
-async def with_links(model: Any, n_links: int, bypass: Any = None) -> list[list[int]]:
+async def with_links(model: Any, n_links: int, bypass: Any = None, left_out: str = "none") -> list[list[int]]:
     from spart_steps import linked
 
     from fastdecode.spart import SPart
@@ -124,6 +145,10 @@ async def with_links(model: Any, n_links: int, bypass: Any = None) -> list[list[
         async with linked(model, Path(folder), n_links, max_rows=128) as links:
             with torch.inference_mode():  # torch makes no view of another tensor of the device in that mode
                 spart = SPart(model, links, Choice("bypass", bypass=bypass) if bypass else None)
+            if left_out in ABANDONED:
+                abandon(spart, wait=left_out != "end")
+            if left_out in FIRST + ABANDONED:
+                return generate(spart, n_links, chunk=8, prefill=False)
             return generate(spart, n_links)
 
 
@@ -143,11 +168,13 @@ def main() -> None:
 
 @contextlib.contextmanager
 def without(what: str) -> Iterator[None]:
-    """Leave out a wait of the exchange: "verdict", for an R-node that is to plan the step; "order", so that a stream
-    waits for a layer before it asks for it; "words", so that two mini-batches use the same ones."""
+    """Leave out a wait of the exchange: "verdict", for an R-node that is to plan the step; "reply", of the host for the
+    R-nodes' O rows; "record", so that an event comes before the copies that it is for; "order", so that a stream waits
+    for a layer before it asks for it; "words", so that two mini-batches use the same ones."""
     from unittest import mock
 
-    from fastdecode.spart.exchange.base import StepLinks
+    from fastdecode.spart.exchange.base import Exchange, StepLinks
+    from fastdecode.spart.exchange.staged import Staged
     from fastdecode.spart.exchange.stream_rows import MappedRegion, StreamRows
 
     gate, post, wait = MappedRegion.gate, StreamRows.post, StreamRows.wait
@@ -157,9 +184,19 @@ def without(what: str) -> Iterator[None]:
         wait(rows)
         post(rows, rows._asked - 1)
 
+    def early_event(exchange: Any) -> None:
+        exchange._copied.record()
+        for host, rows in zip(exchange._host, (exchange.q, exchange.kv), strict=False):
+            host.copy_(rows, non_blocking=True)
+        exchange._copied.synchronize()
+
     with contextlib.ExitStack() as patches:
         if what == "verdict":
             patches.enter_context(mock.patch.object(StepLinks, "judge", lambda links, timeout: None))
+        elif what == "reply":
+            patches.enter_context(mock.patch.object(Exchange, "wait", lambda exchange, timeout: exchange._take_rows()))
+        elif what == "record":
+            patches.enter_context(mock.patch.object(Staged, "_send_rows", early_event))
         elif what == "words":
             patches.enter_context(mock.patch.object(MappedRegion, "gate", lambda region, slot: gate(region, 0)))
         elif what == "order":
@@ -177,9 +214,9 @@ def tokens(exchange: str, directory: Path, n_links: int, left_out: str) -> list[
         loading = device.stream.waits
         bypass = make_bypass(device, left_out) if exchange == "bypass" else None
         try:
-            got = asyncio.run(with_links(model, n_links, bypass))
+            got = asyncio.run(with_links(model, n_links, bypass, left_out))
         except Exception:
-            if left_out == "none":
+            if left_out in ("none", "first", "abandoned"):
                 raise
             return None
         assert left_out != "none" or device.stream.waits > loading
