@@ -52,7 +52,7 @@ static inline size_t fd_linear_tile_bytes(const fd_linear_t *l) {
 typedef struct {
     int8_t *x;     /* [rows][blocks][passes][FD_LINEAR_BLOCK], from -127 to 127; the high part first */
     float *scales; /* [rows][blocks] */
-    int32_t *sums; /* [rows][blocks], of the multiples */
+    float *sums;   /* [rows][blocks], of the multiples, times the scale */
 } fd_linear_rows_t;
 
 /* The four rounded inputs of a chunk as one integer, which a vector repeats for all of its outputs. */

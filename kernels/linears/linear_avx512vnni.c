@@ -21,7 +21,6 @@ enum { MAX_ROWS = 8 };
 
 FD_INLINE vec_t vec_from_ints(ivec_t x) { return _mm512_cvtepi32_ps(x); }
 FD_INLINE ivec_t ivec_set1(int32_t x) { return _mm512_set1_epi32(x); }
-FD_INLINE ivec_t ivec_add(ivec_t x, ivec_t y) { return _mm512_add_epi32(x, y); }
 FD_INLINE ivec_t ivec_shift(ivec_t x, unsigned by) { return _mm512_slli_epi32(x, by); }
 
 FD_INLINE int32_t dot_offset(int32_t zero, const uint32_t bits) { return -zero; }

@@ -27,11 +27,11 @@ static void tile(const fd_linear_t *l, uint32_t tile, const fd_linear_rows_t *ro
                         dot[lane] += q * (l->passes == 1 ? x[input] : x[input] * low + x[FD_LINEAR_BLOCK + input]);
                     }
             const size_t g = groups + b / l->group_blocks * FD_LINEAR_LANES;
-            const float scale = rows->scales[at], sum = scale * (float)rows->sums[at];
+            const float scale = rows->scales[at], sum = rows->sums[at];
             for (uint32_t lane = 0; lane < FD_LINEAR_LANES; lane++) {
-                const float exact = (float)(dot[lane] - l->zero * rows->sums[at]);
-                acc[lane] += exact * (fd_fp16_to_fp32(l->scales[g + lane]) * scale);
-                if (l->mins) acc[lane] += fd_fp16_to_fp32(l->mins[g + lane]) * sum;
+                const float weight_scale = fd_fp16_to_fp32(l->scales[g + lane]);
+                const float min = l->mins ? fd_fp16_to_fp32(l->mins[g + lane]) : 0.0f;
+                acc[lane] += (float)dot[lane] * (weight_scale * scale) + (min - weight_scale * (float)l->zero) * sum;
             }
         }
         for (uint32_t lane = 0; lane < lanes; lane++)

@@ -20,14 +20,16 @@ FD_INLINE void some_rows(const fd_linear_t *l, uint32_t tile, uint32_t lane, con
     const uint32_t blocks = fd_linear_blocks(l), first = tile * FD_LINEAR_LANES + lane;
     const uint8_t *w = l->weights + tile * fd_linear_tile_bytes(l) + lane * 4;
     const size_t stride = (size_t)blocks * l->passes * FD_LINEAR_BLOCK;
-    const int32_t offset = dot_offset(l->zero, bits);
+    /* min and offset both multiply the sum of a block's inputs. */
+    const float offset = (float)dot_offset(l->zero, bits);
+    const int sums = l->mins || offset != 0.0f;
     size_t group = (size_t)tile * l->groups * FD_LINEAR_LANES + lane;
     size_t at = (size_t)row * blocks; /* of the first row; the others' are multiples of `blocks` behind */
     vec_t acc[MAX_ROWS];
     for (uint32_t r = 0; r < n; r++) acc[r] = vec_set1(0.0f);
     for (uint32_t g = 0; g < l->groups; g++, group += FD_LINEAR_LANES) {
         const vec_t scale = vec_load_fp16(l->scales + group);
-        const vec_t min = l->mins ? vec_load_fp16(l->mins + group) : vec_set1(0.0f);
+        const vec_t min = vec_fma(scale, vec_set1(offset), l->mins ? vec_load_fp16(l->mins + group) : vec_zero());
         for (uint32_t b = 0; b < l->group_blocks; b++, at++) {
             ivec_t dot[MAX_ROWS];
             for (uint32_t r = 0; r < n; r++) dot[r] = ivec_set1(0);
@@ -40,9 +42,8 @@ FD_INLINE void some_rows(const fd_linear_t *l, uint32_t tile, uint32_t lane, con
             w += FD_LINEAR_LANES * FD_LINEAR_BLOCK * bits / 8;
             for (uint32_t r = 0; r < n; r++) {
                 const size_t i = at + (size_t)r * blocks;
-                const ivec_t exact = ivec_add(dot[r], ivec_set1(offset * rows->sums[i]));
-                acc[r] = vec_fma(vec_from_ints(exact), vec_mul(scale, vec_set1(rows->scales[i])), acc[r]);
-                if (l->mins) acc[r] = vec_fma(min, vec_set1(rows->scales[i] * (float)rows->sums[i]), acc[r]);
+                acc[r] = vec_fma(vec_from_ints(dot[r]), vec_mul(scale, vec_set1(rows->scales[i])), acc[r]);
+                if (sums) acc[r] = vec_fma(min, vec_set1(rows->sums[i]), acc[r]);
             }
         }
     }

@@ -8,7 +8,7 @@
 
 #include "linear.h"
 
-static void round_block(const float *x, uint32_t passes, int8_t *q, float *scale, int32_t *sum) {
+static void round_block(const float *x, uint32_t passes, int8_t *q, float *scale, float *sum) {
     int32_t bits[FD_LINEAR_BLOCK], largest = 0, total = 0;
     memcpy(bits, x, sizeof bits);
     for (int i = 0; i < FD_LINEAR_BLOCK; i++) {
@@ -20,7 +20,7 @@ static void round_block(const float *x, uint32_t passes, int8_t *q, float *scale
     if (largest >= 0x7f800000) { /* infinity or NaN: the outputs must show it */
         memset(q, 0, (size_t)passes * FD_LINEAR_BLOCK);
         *scale = NAN;
-        *sum = 0;
+        *sum = NAN;
         return;
     }
     const float steps = passes == 1 ? 127.0f : 127 << FD_LINEAR_LOW_BITS;
@@ -39,7 +39,7 @@ static void round_block(const float *x, uint32_t passes, int8_t *q, float *scale
         }
     }
     *scale = most > 1e-30f ? most / steps : 0.0f;
-    *sum = total;
+    *sum = *scale * (float)total;
 }
 
 static void round_row(const fd_linear_t *l, const float *x, uint32_t row, const fd_linear_rows_t *out) {
