@@ -47,8 +47,8 @@ enum { BURSTS = 16 };
     ROWS1(mix, V, 0)                                                                                                   \
     ROWS1(mix, V, 1)                                                                                                   \
     ROWS1(mix, V, 2)                                                                                                   \
-    ROWS1(mix, V, 3) ROWS1(mix, V, 4) ROWS1(mix, V, 5) ROWS1(mix, V, 6) ROWS1(mix, V, 7) ROWS1(mix, V, 8)              \
-        ROWS1(mix, V, 9)
+    ROWS1(mix, V, 3)                                                                                                   \
+    ROWS1(mix, V, 4) ROWS1(mix, V, 5) ROWS1(mix, V, 6) ROWS1(mix, V, 7) ROWS1(mix, V, 8) ROWS1(mix, V, 9)
 #define ROWS4X5(mix, V)                                                                                                \
     ROWS4(mix, V, 0, 1, 2, 3)                                                                                          \
     ROWS4(mix, V, 4, 5, 6, 7) ROWS4(mix, V, 8, 9, 0, 1) ROWS4(mix, V, 2, 3, 4, 5) ROWS4(mix, V, 6, 7, 8, 9)
@@ -58,9 +58,9 @@ enum { BURSTS = 16 };
 #define MULTIPLY_fp16_256 FMA
 #define UNPACK_fp16_512 UNPACK_fp16_256
 #define MULTIPLY_fp16_512 FMA
-#define UNPACK_bf16_256(V) "vpslld $16, %%" V "15, %%" V "14\n" /* or a mask */
+#define UNPACK_bf16_256(V) "vpand %%" V "15, %%" V "11, %%" V "14\n" /* or a shift */
 #define MULTIPLY_bf16_256 FMA
-#define UNPACK_bf16_512 UNPACK_bf16_256
+#define UNPACK_bf16_512 UNPACK_nibbles_512
 #define MULTIPLY_bf16_512 FMA
 #define UNPACK_none(V) ""
 #define UNPACK_bf16_dp UNPACK_none
