@@ -22,6 +22,7 @@ _COMMANDS = (
     "rpart",
     "transport",
     "links",
+    "team",
     "speculate",
     "perplexity",
     "accuracy",

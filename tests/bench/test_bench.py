@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -54,6 +55,7 @@ def test_decode_on_a_checkpoint_it_made(tmp_path):
         (["attention", "--threads", "100000"], "may run on"),
         (["transport", "--payload", "7"], "a payload of 7 bytes"),
         (["rpart", "--threads", "1,1000"], "1000 threads are not within"),
+        (["team", "--r-nodes", "1,5000"], "each R-node needs a CPU of its own"),
         (["transport", "--peer", "shm:///nonexistent/r.sock", "--beside", "none"], "no R-node can be reached"),
     ],
 )
@@ -308,3 +310,12 @@ def test_api_prints_the_rate_the_steps_and_the_gaps_for_each_number_of_processes
     assert result["tokens_per_second"]["1"] > 0
     assert set(result["s_part_step_seconds"]) == {"1", "engine"} and min(result["s_part_step_seconds"].values()) > 0
     assert result["largest_gap_seconds"] == {}
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="each R-node needs a CPU of its own")
+def test_team_prints_a_row_for_each_number_of_r_nodes_and_of_threads():
+    shape = ["--heads", "4", "--kv-heads", "2", "--head-size", "16", "--layers", "2", "--context", "700"]
+    result = json.loads(bench("team", "--r-nodes", "1,2", *shape, "--rounds", "2", "--json"))
+    assert [(row["r_nodes"], row["threads"]) for row in result["teams"]] == [(1, 1), (2, 1), (1, 2)]
+    assert all(row["layer_us"] > 0 and row["r_us"] > 0 for row in result["teams"])
+    assert (result["teams"][0]["r_of_ideal"], result["teams"][0]["layer_of_ideal"]) == (1, 1)
