@@ -71,8 +71,9 @@ def _pytest(setting: Setting, name: str, *arguments: str, steps: int = 300) -> d
 
 
 def tests(setting: Setting) -> dict[str, Any]:
-    """The tests of the driver, of captured steps and of the kernels."""
-    files = ["tests/gpu/test_driver.py", "tests/gpu/test_replays.py", "tests/spart/test_exchange_kernels.py"]
+    """The tests of tests/gpu but that of this proof, and those of the kernels."""
+    names = ("driver", "exchange", "replays", "bypass")
+    files = [*(f"tests/gpu/test_{name}.py" for name in names), "tests/spart/test_exchange_kernels.py"]
     return _pytest(setting, "tests", *files)
 
 

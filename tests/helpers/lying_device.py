@@ -146,6 +146,10 @@ class LyingDevice(TorchDispatchMode):
 
     # -- operations -----------------------------------------------------------------------------------------------
 
+    def allocate(self, meta: torch.Tensor) -> torch.Tensor:
+        """Memory of the device for a result of this shape."""
+        return torch.empty_strided(meta.shape, meta.stride(), dtype=meta.dtype)
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self.run(func, args, kwargs or {})
 
@@ -187,7 +191,7 @@ class LyingDevice(TorchDispatchMode):
             if base is not None:
                 late = base.late.view(meta.dtype) if base.late.dtype is not meta.dtype else base.late
                 return LyingTensor(late.as_strided(meta.shape, meta.stride(), meta.storage_offset()), meta)
-            late = poisoned(torch.empty_strided(meta.shape, meta.stride(), dtype=meta.dtype))
+            late = poisoned(self.allocate(meta))
             copies.append((i, late))
             return LyingTensor(late, meta)
 
