@@ -259,6 +259,19 @@ class REngineLink:
 
         Raises MemoryError, and changes nothing, for more than `max_pages`, and for more than the budget or the OS has.
         """
+    def receive(self, seq_index: int, tag: int, length: int, /) -> None:
+        """Let the empty sequence hold `length` tokens, whose K and V `receive_pages` brings.
+
+        Raises ValueError for a wrong index or length, MemoryError if too few pages are free.
+        """
+    def send_pages(self, fd: int, seq_index: int, tag: int, first: int, n: int, offset: int, /) -> int:
+        """Send pages [first, first + n) of a sequence, from byte `offset` on, over a non-blocking stream socket.
+
+        Returns how many bytes went, at most 1 MiB; 0 if the socket is not ready. Raises ValueError if the sequence has
+        no such pages, OSError if the socket has failed.
+        """
+    def receive_pages(self, fd: int, seq_index: int, tag: int, first: int, n: int, offset: int, /) -> int:
+        """Receive what `send_pages` sends. Raises like `send_pages`; ConnectionResetError if the stream has ended."""
     def pages(self, seq_index: int, tag: int, /) -> list[int]:
         """The page numbers of a sequence, in order; consecutive numbers lie side by side in memory.
 

@@ -15,9 +15,10 @@ R-engine's threads wait for all links at once. A transport starts no thread that
 a word can change (TCP), the waiter receives them, through the carrier's `poll`. An idle node uses less than 1 % of a
 core.
 
-A transport is one module with two coroutines, registered by URL scheme in `registry.py`:
+A transport is one module with three coroutines, registered by URL scheme in `registry.py`:
 
     async def connect(url, hello, secret, *, spin_us) -> Link                # S side
+    async def dial_url(url) -> FrameSocket                                   # R side, for a bulk connection
     async def serve(url, service, secret, *, insecure) -> Server             # R side; `service` is a LinkService
 
 The conformance suite of the transports is tests/transports: test_transports.py, test_link_faults.py, test_waiting.py.
@@ -209,6 +210,23 @@ class Link(ABC):
         """
 
     @abstractmethod
+    async def receive(self, seq: tuple[int, int], length: int, token: str) -> None:
+        """Let the empty sequence `seq`, a handle, hold `length` tokens that another R-node brings.
+
+        `token`, 64 hexadecimal digits drawn by the caller, admits one bulk connection (bulk.py). No step may name the
+        sequence before a `push` has completed it. Raises CallRefused, LinkDown.
+        """
+
+    @abstractmethod
+    async def push(self, seq: tuple[int, int], pages: range, length: int, url: str, token: str) -> None:
+        """Send `pages` of a sequence to the R-node at `url`, which must have granted `token`; returns once it has them.
+
+        `length` is 0 if more pages follow. Else it is the number of tokens that complete the sequence there. The pages
+        must not change meanwhile; they stay here. Raises CallRefused (also if the other R-node cannot be reached),
+        LinkDown.
+        """
+
+    @abstractmethod
     async def resize(self, n_pages: int) -> dict[str, int]:
         """Ask for a lease of `n_pages` pages in all. Returns `stats`, in which pages_total is the lease's size now.
 
@@ -255,6 +273,26 @@ class StepTimes:
         return cls(max(t.busy_ns for t in times), sum(t.kv_bytes for t in times))
 
 
+class PageSink(Protocol):
+    """A sequence that another R-node may bring over a bulk connection (bulk.py)."""
+
+    page_bytes: int
+
+    def check(self, first: int, n_pages: int, length: int) -> None:
+        """Raise CallRefused if the sequence has no such pages."""
+
+    def receive(self, fd: int, first: int, n_pages: int, offset: int) -> int:
+        """Take what the socket `fd` has of these pages from byte `offset` on. Returns the number of bytes. Raises
+        CallRefused, OSError."""
+        ...
+
+    def finish(self, length: int) -> None:
+        """All pages have come: the sequence has `length` tokens. Raises CallRefused."""
+
+    async def run(self, conn: Any) -> None:
+        """Receive pages over `conn`, a FrameSocket, until the sequence is complete. Raises TransportError, OSError."""
+
+
 class LinkService(Protocol):
     """The service of an R-node to the transports that it listens on (implemented by daemon.rnode.RNode)."""
 
@@ -268,11 +306,15 @@ class LinkService(Protocol):
         Raises LinkRefused.
         """
 
+    def incoming(self, token: str, page_bytes: int) -> PageSink:
+        """The sequence that `token` admits a bulk connection for, once. Raises LinkRefused."""
+
 
 class LinkGrant(Protocol):
     """A link that an R-node has granted: the lease, and the operations on it.
 
-    `free`, `trim`, `fork`, `resize` and `stats` do what the methods of Link with these names do, and raise CallRefused.
+    `free`, `trim`, `fork`, `receive`, `push`, `resize` and `stats` do what the methods of Link with these names do, and
+    raise CallRefused.
     """
 
     lease: Lease
@@ -281,6 +323,11 @@ class LinkGrant(Protocol):
     def free(self, handles: Sequence[tuple[int, int]]) -> None: ...
     def trim(self, seq_index: int, tag: int, length: int) -> None: ...
     def fork(self, src: tuple[int, int], dst: tuple[int, int], length: int) -> None: ...
+    def receive(self, seq: tuple[int, int], length: int, token: str) -> None: ...
+    async def push(self, seq: tuple[int, int], pages: range, length: int, url: str, token: str) -> None: ...
+    def detach(self) -> None:
+        """End all transfers of pages, because the link is ending. Runs on the event loop; `close` follows."""
+
     def resize(self, n_pages: int) -> None: ...
     def stats(self) -> dict[str, int]: ...
     def close(self) -> None:

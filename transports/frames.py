@@ -85,12 +85,25 @@ class FrameSocket:
         try:
             del self._unsent[: self.sock.send(self._unsent)]
         except BlockingIOError:
-            loop, writable = asyncio.get_running_loop(), asyncio.Event()
-            loop.add_writer(self.sock, writable.set)
-            try:
-                await writable.wait()
-            finally:
-                loop.remove_writer(self.sock)
+            await self.writable()
+
+    async def writable(self) -> None:
+        """Wait until the socket can take bytes."""
+        loop, ready = asyncio.get_running_loop(), asyncio.Event()
+        loop.add_writer(self.sock, ready.set)
+        try:
+            await ready.wait()
+        finally:
+            loop.remove_writer(self.sock)
+
+    async def readable(self) -> None:
+        """Wait until the socket has bytes, or has ended."""
+        loop, ready = asyncio.get_running_loop(), asyncio.Event()
+        loop.add_reader(self.sock, ready.set)
+        try:
+            await ready.wait()
+        finally:
+            loop.remove_reader(self.sock)
 
     def end_writing(self) -> None:
         """Shut down the writing half of the connection, so that the peer reads its end."""

@@ -9,6 +9,11 @@
     S  ATTACH     version, proof, the token
     R  ATTACHED   proof   - or -   REFUSED  a reason in plain text
 
+on a bulk connection, from one R-node to another (bulk.py):
+    R  CHALLENGE  as above
+    R  DELIVER    version, nonce, proof, the token of a RECEIVE
+    R  ACCEPTED   proof   - or -   REFUSED  a reason in plain text
+
 After that the second connection belongs to the transport's data path: the pump of TCP takes the socket, shared memory
 passes descriptors, RDMA exchanges addresses.
 
@@ -32,7 +37,17 @@ from fastdecode.region.geometry import Geometry, GeometryError, region_layout
 
 from .base import Hello, LayerOptions, Lease, LinkRefused, TransportError
 from .frames import MAX_FRAME_AFTER_AUTH, FrameSocket
-from .messages import Attach, Attached, Challenge, HelloMessage, Refused, VersionMismatch, Welcome
+from .messages import (
+    Accepted,
+    Attach,
+    Attached,
+    Challenge,
+    Deliver,
+    HelloMessage,
+    Refused,
+    VersionMismatch,
+    Welcome,
+)
 from .session import Session
 
 #: Seconds that each end allows for the hand-shake.
@@ -146,13 +161,40 @@ async def attach(conn: FrameSocket, ticket: Ticket) -> None:
         conn.seal(*session.seals(challenge))
 
 
+async def offer(conn: FrameSocket, token: str, page_bytes: int, secret: bytes | None) -> None:
+    """Make `conn` a bulk connection, from this R-node to the one that has granted `token`.
+
+    Raises LinkRefused, LinkDown, ProtocolError.
+    """
+    challenge = await _read_challenge(conn)
+    if challenge.needs_secret != (secret is not None):
+        raise LinkRefused(f"of R-node {challenge.node} and this one, only one has a shared secret")
+    message = Deliver(
+        version=PROTOCOL_VERSION, nonce=secrets.token_hex(32), mac=None, token=token, page_bytes=page_bytes
+    )
+    session = None
+    if secret is not None:
+        session = Session(secret, message.nonce, challenge.nonce)
+        message = session.prove(message, challenge)
+    await conn.write(message)
+    answer = await conn.read()
+    if isinstance(answer, Refused):
+        raise LinkRefused(answer.reason)
+    if not isinstance(answer, Accepted):
+        raise LinkRefused(f"the R-node answered DELIVER with {answer.TYPE}")
+    if session:
+        if not session.is_proved(answer, challenge, message):
+            raise LinkRefused(f"R-node {challenge.node} could not prove that it knows the shared secret")
+        conn.seal(*session.seals(challenge))
+
+
 # ---- R side ----
 
 
 class Handshake:
     """One connection's hand-shake at the R side: CHALLENGE has been sent, and the S-node's `answer` has arrived."""
 
-    def __init__(self, conn: FrameSocket, challenge: Challenge, answer: HelloMessage | Attach):
+    def __init__(self, conn: FrameSocket, challenge: Challenge, answer: HelloMessage | Attach | Deliver):
         self.conn = conn
         self.answer = answer
         self.session: Session | None = None  # of the link; None until it is proved, and without a secret
@@ -162,15 +204,7 @@ class Handshake:
         """Check the proof and the geometry of HELLO, and return the request. Raises LinkRefused."""
         message = self.answer
         assert isinstance(message, HelloMessage)
-        if secret is not None:
-            if message.mac is None:
-                raise LinkRefused("this R-node asks for a shared secret, and HELLO carries no proof of one")
-            session = Session(secret, message.nonce, self._challenge.nonce)
-            if not session.is_proved(message, self._challenge):
-                raise LinkRefused("the shared secrets of the two nodes differ")
-            self.session = session
-        elif message.mac is not None:
-            raise LinkRefused("this R-node has no shared secret, and the S-node has one")
+        self._verify(message, secret)
         geometry = Geometry(**{name: getattr(message, name) for name in Geometry.__dataclass_fields__})
         try:
             region_bytes = region_layout(geometry).region_bytes
@@ -197,6 +231,33 @@ class Handshake:
                 heads=tuple((q, kv, k, v) for q, kv, k, v in message.heads),
             ),
         )
+
+    def _verify(self, message: HelloMessage | Deliver, secret: bytes | None) -> None:
+        """Check the proof of the first message of a peer that knows no session yet. Raises LinkRefused."""
+        if secret is not None:
+            if message.mac is None:
+                raise LinkRefused(f"this R-node asks for a shared secret, and {message.TYPE} carries no proof of one")
+            session = Session(secret, message.nonce, self._challenge.nonce)
+            if not session.is_proved(message, self._challenge):
+                raise LinkRefused("the shared secrets of the two nodes differ")
+            self.session = session
+        elif message.mac is not None:
+            raise LinkRefused("this R-node has no shared secret, and the peer has one")
+
+    def verify_deliver(self, secret: bytes | None) -> Deliver:
+        """Check the proof of DELIVER. Raises LinkRefused."""
+        message = self.answer
+        assert isinstance(message, Deliver)
+        self._verify(message, secret)
+        return message
+
+    async def accept(self) -> None:
+        """Send ACCEPTED. Raises LinkDown."""
+        deliver = self.answer
+        assert isinstance(deliver, Deliver)
+        message = Accepted(mac=None)
+        await self.conn.write(self.session.prove(message, self._challenge, deliver) if self.session else message)
+        self._seal()
 
     async def welcome(self, lease: Lease, token: str) -> None:
         """Send WELCOME with the lease and the token. Raises LinkDown."""
@@ -234,6 +295,6 @@ async def challenge(conn: FrameSocket, node: str, needs_secret: bool) -> Handsha
     message = Challenge(version=PROTOCOL_VERSION, nonce=secrets.token_hex(32), needs_secret=needs_secret, node=node)
     await conn.write(message)
     answer = await conn.read()
-    if not isinstance(answer, HelloMessage | Attach):
-        raise LinkRefused(f"expected HELLO or ATTACH, got {answer.TYPE}")
+    if not isinstance(answer, HelloMessage | Attach | Deliver):
+        raise LinkRefused(f"expected HELLO, ATTACH or DELIVER, got {answer.TYPE}")
     return Handshake(conn, message, answer)

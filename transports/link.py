@@ -18,7 +18,21 @@ from fastdecode.region.region import Region
 from ._native import Port
 from .base import CallRefused, Lease, Link, LinkDown, StepTimes
 from .frames import FrameSocket
-from .messages import MAX_HANDLES, Error, Fork, Free, Ok, Ping, ProtocolError, Request, Resize, Stats, Trim
+from .messages import (
+    MAX_HANDLES,
+    Error,
+    Fork,
+    Free,
+    Ok,
+    Ping,
+    ProtocolError,
+    Push,
+    Receive,
+    Request,
+    Resize,
+    Stats,
+    Trim,
+)
 
 log = logging.getLogger(__name__)
 
@@ -129,6 +143,23 @@ class RegionLink(Link):
     async def fork(self, src: tuple[int, int], dst: tuple[int, int], length: int) -> None:
         request = Fork(id=next(self._ids), src=src[0], src_tag=src[1], dst=dst[0], dst_tag=dst[1], length=length)
         await self._request(request)
+
+    async def receive(self, seq: tuple[int, int], length: int, token: str) -> None:
+        await self._request(Receive(id=next(self._ids), seq_index=seq[0], tag=seq[1], length=length, token=token))
+
+    async def push(self, seq: tuple[int, int], pages: range, length: int, url: str, token: str) -> None:
+        await self._request(
+            Push(
+                id=next(self._ids),
+                seq_index=seq[0],
+                tag=seq[1],
+                first=pages.start,
+                n_pages=len(pages),
+                length=length,
+                url=url,
+                token=token,
+            )
+        )
 
     async def resize(self, n_pages: int) -> dict[str, int]:
         stats = (await self._request(Resize(id=next(self._ids), n_pages=n_pages))).stats or {}

@@ -233,6 +233,40 @@ class Welcome:
     node: str = _text(256)
 
 
+# A bulk connection, over which an R-node sends pages of a sequence to another one (bulk.py). The receiving R-node sends
+# CHALLENGE, the sending one DELIVER, the receiving one ACCEPTED or REFUSED. Each PAGES is followed by the pages' bytes,
+# and answered with OK or ERROR.
+
+
+@_message
+class Deliver:
+    """`token` is that of a RECEIVE, and is valid once. Both ends must have pages of `page_bytes`."""
+
+    TYPE: ClassVar[str] = "DELIVER"
+    version: int = _int(U32)
+    nonce: str = _hex(32)
+    mac: str | None = _or_null(_hex(32))
+    token: str = _hex(32)
+    page_bytes: int = _int(MAX_BYTES, 1)
+
+
+@_message
+class Accepted:
+    TYPE: ClassVar[str] = "ACCEPTED"
+    mac: str | None = _or_null(_hex(32))
+
+
+@_message
+class Pages:
+    """`n_pages` pages from page `first` on follow. `length`: the tokens of the whole sequence, if these pages are its
+    last ones; else 0."""
+
+    TYPE: ClassVar[str] = "PAGES"
+    first: int = _int(U32)
+    n_pages: int = _int(U32)
+    length: int = _int(U32)
+
+
 @_message
 class Refused:
     TYPE: ClassVar[str] = "REFUSED"
@@ -303,6 +337,34 @@ class Resize:
 
 
 @_message
+class Receive:
+    """Let the empty sequence hold `length` tokens, which another R-node may bring once with `token`."""
+
+    TYPE: ClassVar[str] = "RECEIVE"
+    id: int = _id()
+    seq_index: int = _int(U32)
+    tag: int = _int(U32)
+    length: int = _int(U32, 1)
+    token: str = _hex(32)
+
+
+@_message
+class Push:
+    """Send pages of a sequence to the R-node at `url`, for which `token` is valid; `first` to `length` as in PAGES. The
+    answer comes once that R-node has them. Other requests are answered meanwhile."""
+
+    TYPE: ClassVar[str] = "PUSH"
+    id: int = _id()
+    seq_index: int = _int(U32)
+    tag: int = _int(U32)
+    first: int = _int(U32)
+    n_pages: int = _int(U32)
+    length: int = _int(U32)
+    url: str = _text(1024)
+    token: str = _hex(32)
+
+
+@_message
 class Stats:
     TYPE: ClassVar[str] = "STATS"
     id: int = _id()
@@ -316,7 +378,7 @@ class Ping:
 
 @_message
 class Ok:
-    """`stats` answers STATS and RESIZE, and is null otherwise."""
+    """`stats` answers STATS and RESIZE, and is null otherwise. The answer to PAGES has `id` 0."""
 
     TYPE: ClassVar[str] = "OK"
     id: int = _id()
@@ -333,12 +395,13 @@ class Error:
     message: str = _text(4096)
 
 
-Request = Free | Trim | Fork | Resize | Stats | Ping
-Message = Challenge | HelloMessage | Attach | Attached | Welcome | Refused | Endpoint | Request | Ok | Error
+Request = Free | Trim | Fork | Receive | Push | Resize | Stats | Ping
+HandShake = Challenge | HelloMessage | Attach | Attached | Welcome | Deliver | Accepted | Refused
+Message = HandShake | Endpoint | Pages | Request | Ok | Error
 
-_REQUESTS = (Free, Trim, Fork, Resize, Stats, Ping)
-_HAND_SHAKE = (Challenge, HelloMessage, Attach, Attached, Welcome, Refused)
-_TYPES: dict[str, type] = {m.TYPE: m for m in (*_HAND_SHAKE, Endpoint, *_REQUESTS, Ok, Error)}
+_REQUESTS = (Free, Trim, Fork, Receive, Push, Resize, Stats, Ping)
+_HAND_SHAKE = (Challenge, HelloMessage, Attach, Attached, Welcome, Deliver, Accepted, Refused)
+_TYPES: dict[str, type] = {m.TYPE: m for m in (*_HAND_SHAKE, Endpoint, Pages, *_REQUESTS, Ok, Error)}
 _CHECKS: dict[type, dict[str, _Check]] = {
     m: {f.name: f.metadata["check"] for f in dataclasses.fields(m)} for m in _TYPES.values()
 }

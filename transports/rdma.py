@@ -116,6 +116,12 @@ async def connect(url: str, hello: Hello, secret: bytes | None, *, spin_us: int)
 # ---- R side ----
 
 
+async def dial_url(url: str) -> FrameSocket:
+    """Connect to the R-node at `url` over TCP. Raises LinkDown, TransportError."""
+    address = parse(url)
+    return await tcp.dial(url, address.host, address.tcp_port)
+
+
 @contextlib.contextmanager
 def _refuse_on_error() -> Iterator[None]:
     """Turn errors into LinkRefused, whose message the server sends to the S-node."""

@@ -1,4 +1,4 @@
-"""The table of transports by URL scheme, and `connect` and `serve` for any of them. A new transport adds a line."""
+"""The table of transports by URL scheme; `connect`, `dial` and `serve` for any of them. A new transport adds a line."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from types import ModuleType
 
 from . import handshake
 from .base import Hello, Link, LinkDown, LinkService, Server, TransportError
+from .frames import FrameSocket
 from .session import secret_fault
 
 #: URL scheme -> module of this package. A module is imported when its scheme is first used.
@@ -44,6 +45,12 @@ async def connect(url: str, hello: Hello, secret: bytes | None, *, spin_us: int 
             return link
     except TimeoutError:
         raise LinkDown(f"{url} did not finish the hand-shake within {handshake.DEADLINE_S:.0f} s") from None
+
+
+async def dial(url: str) -> FrameSocket:
+    """Connect to the R-node at `url`, for a bulk connection. Raises LinkDown, LinkRefused, TransportError."""
+    conn: FrameSocket = await _module(url).dial_url(url)
+    return conn
 
 
 async def serve(url: str, service: LinkService, secret: bytes | None, *, insecure: bool = False) -> Server:

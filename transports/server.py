@@ -6,12 +6,13 @@ A transport adds a listening socket and a Carrier, the data path of one link.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import secrets
 import socket
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Coroutine, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -20,9 +21,36 @@ from fastdecode.region.geometry import GeometryError
 from fastdecode.region.region import Region
 
 from . import handshake
-from .base import CallRefused, Hello, LinkDown, LinkGrant, LinkRefused, LinkService, Server, TransportError
+from .base import (
+    CallRefused,
+    Hello,
+    LinkDown,
+    LinkGrant,
+    LinkRefused,
+    LinkService,
+    PageSink,
+    Server,
+    TransportError,
+)
 from .frames import FrameSocket
-from .messages import Attach, Error, Fork, Free, Message, Ok, Ping, ProtocolError, Refused, Request, Resize, Stats, Trim
+from .messages import (
+    Attach,
+    Deliver,
+    Error,
+    Fork,
+    Free,
+    Message,
+    Ok,
+    Ping,
+    ProtocolError,
+    Push,
+    Receive,
+    Refused,
+    Request,
+    Resize,
+    Stats,
+    Trim,
+)
 from .session import Session
 
 log = logging.getLogger(__name__)
@@ -34,6 +62,8 @@ _Key = TypeVar("_Key", bound=Hashable)
 #: most of them, so that peers that are silent or slow on purpose cannot keep others out.
 MAX_UNPROVED = 256
 MAX_UNATTACHED = 64
+#: Most PUSHes of a link that are under way.
+MAX_PUSHES = 16
 
 
 class Carrier(ABC):
@@ -83,6 +113,7 @@ class LinkSession:
         self._loop = asyncio.get_running_loop()
         self._ending: asyncio.Future[str] = self._loop.create_future()
         self._peer_gone = False
+        self._pushes: set[asyncio.Task[None]] = set()
 
     async def attach(self, conn: FrameSocket) -> None:
         """Start the data path on the link's second connection. Raises like Carrier.attach."""
@@ -126,6 +157,10 @@ class LinkSession:
         This runs in a thread, because the R-engine may have to finish a call first.
         """
         self._carrier.detach()
+        for push in self._pushes:
+            push.cancel()
+        await asyncio.gather(*self._pushes, return_exceptions=True)
+        self._grant.detach()
         await asyncio.shield(self._loop.run_in_executor(None, self._release))
 
     def _release(self) -> None:
@@ -138,11 +173,31 @@ class LinkSession:
             request = await self._conn.read()
             if not isinstance(request, Request):
                 raise ProtocolError(f"{request.TYPE} has no place on an open link")
+            if isinstance(request, Push) and len(self._pushes) < MAX_PUSHES:
+                push = self._loop.create_task(self._push(request))
+                self._pushes.add(push)
+                push.add_done_callback(self._pushes.discard)
+                continue
             answer: Ok | Error
             try:
                 answer = self._answer(request)
             except CallRefused as error:
                 answer = Error(id=request.id, status=error.status, message=str(error))
+            await self._conn.write(answer)
+
+    async def _push(self, request: Push) -> None:
+        """Send pages to another R-node, and answer the request."""
+        answer: Ok | Error = Ok(id=request.id, stats=None)
+        pages = range(request.first, request.first + request.n_pages)
+        try:
+            await self._grant.push((request.seq_index, request.tag), pages, request.length, request.url, request.token)
+        except TransportError as error:
+            status = error.status if isinstance(error, CallRefused) else Status.INTERNAL
+            answer = Error(id=request.id, status=status, message=str(error))
+        except Exception:
+            log.exception("link of %s: a PUSH failed", self.name)
+            answer = Error(id=request.id, status=Status.INTERNAL, message="internal error at the R-node, see its log")
+        with contextlib.suppress(LinkDown):
             await self._conn.write(answer)
 
     def _answer(self, request: Request) -> Ok:
@@ -155,6 +210,10 @@ class LinkSession:
             case Fork():
                 src, dst = (request.src, request.src_tag), (request.dst, request.dst_tag)
                 self._grant.fork(src, dst, request.length)
+            case Receive():
+                self._grant.receive((request.seq_index, request.tag), request.length, request.token)
+            case Push():
+                raise CallRefused(Status.BAD_CALL, f"{MAX_PUSHES} PUSHes of this link are under way")
             case Resize():
                 self._grant.resize(request.n_pages)
                 stats = self._grant.stats()
@@ -241,7 +300,7 @@ class ControlServer(Server):
                 if isinstance(opening.answer, Attach):
                     await self._attach(opening, opening.answer.token)
                     return
-                link = self._open(conn, opening.verify_hello(self._secret))
+                work = await self._deliver(opening) if isinstance(opening.answer, Deliver) else self._link(opening)
         except (LinkRefused, ProtocolError, TimeoutError) as error:
             reason = str(error) or f"the hand-shake took longer than {handshake.DEADLINE_S:.0f} s"
             log.warning("%s refused %s: %s", self.url, self.peer_name(sock), reason)
@@ -251,9 +310,29 @@ class ControlServer(Server):
         except Exception:
             log.exception("%s: a connection failed", self.url)
         else:
-            await self._serve(opening, link)
+            await work
         finally:
             conn.close()
+
+    def _link(self, opening: handshake.Handshake) -> Coroutine[None, None, None]:
+        """Open a link; returns what serves it. Raises LinkRefused."""
+        return self._serve(opening, self._open(opening.conn, opening.verify_hello(self._secret)))
+
+    async def _deliver(self, opening: handshake.Handshake) -> Coroutine[None, None, None]:
+        """Accept a bulk connection; returns what receives its pages. Raises LinkRefused, LinkDown."""
+        message = opening.verify_deliver(self._secret)
+        sink = self._service.incoming(message.token, message.page_bytes)
+        task = asyncio.current_task()
+        assert task is not None
+        self._unproved.pop(task, None)
+        await opening.accept()
+        return self._receive(opening.conn, sink)
+
+    async def _receive(self, conn: FrameSocket, sink: PageSink) -> None:
+        try:
+            await sink.run(conn)
+        except (TransportError, OSError) as error:
+            log.info("%s: %s has not brought a whole sequence: %s", self.url, self.peer_name(conn.sock), error)
 
     def _open(self, conn: FrameSocket, hello: Hello) -> LinkSession:
         """Create a link's region, carrier and lease. Raises LinkRefused."""

@@ -10,7 +10,7 @@ import hmac
 from dataclasses import replace
 from typing import TypeVar
 
-from .messages import Attach, Attached, Challenge, HelloMessage, ProtocolError, Welcome, encode
+from .messages import Accepted, Attach, Attached, Challenge, Deliver, HelloMessage, ProtocolError, Welcome, encode
 
 #: Shortest secret in bytes. A shorter one can be found by trying, from one overheard hand-shake.
 MIN_SECRET_BYTES = 16
@@ -18,7 +18,9 @@ MIN_SECRET_BYTES = 16
 #: Bytes of a MAC behind a control frame.
 MAC_BYTES = 32
 
-_Proof = TypeVar("_Proof", HelloMessage, Welcome, Attach, Attached)
+_Proof = TypeVar("_Proof", HelloMessage, Welcome, Attach, Attached, Deliver, Accepted)
+_AnyProof = HelloMessage | Welcome | Attach | Attached | Deliver | Accepted
+_Before = Challenge | HelloMessage | Attach | Deliver
 
 
 def secret_fault(secret: bytes) -> str | None:
@@ -48,12 +50,13 @@ def hkdf_expand(prk: bytes, info: bytes, length: int = 32) -> bytes:
 
 
 class Session:
-    """The keys of one link.
+    """The keys of one link, or of one bulk connection.
 
-    PRK = HKDF-Extract(salt, secret); the salt is the nonce of HELLO and that of the CHALLENGE before it, 64 bytes. A
-    key is HKDF-Expand(PRK, "fastdecode " + purpose, 32). The purposes are "S-node HELLO", "R-node WELCOME", "S-node
-    ATTACH", "R-node ATTACHED" for proofs, and "S-node frames " and "R-node frames ", each followed by the hexadecimal
-    nonce of the connection's CHALLENGE, for the frames after the hand-shake.
+    PRK = HKDF-Extract(salt, secret); the salt is the nonce of HELLO, or of DELIVER, and that of the CHALLENGE before
+    it, 64 bytes. A key is HKDF-Expand(PRK, "fastdecode " + purpose, 32). The purposes are "S-node HELLO", "R-node
+    WELCOME", "S-node ATTACH", "R-node ATTACHED", "R-node DELIVER", "R-node ACCEPTED" for proofs, and "S-node frames "
+    and "R-node frames ", each followed by the hexadecimal nonce of the connection's CHALLENGE, for the frames after the
+    hand-shake. The R-node that opens a bulk connection uses the key of the S-node's frames.
 
     A proof is the `mac` field of a message: HMAC-SHA256 over the JSON (`messages.encode`) of the connection's messages
     so far, its own last and with `mac` null, joined by zero bytes.
@@ -66,16 +69,16 @@ class Session:
     def _key(self, purpose: str) -> bytes:
         return hkdf_expand(self._prk, b"fastdecode " + purpose.encode())
 
-    def _mac(self, before: tuple[Challenge | HelloMessage | Attach, ...], message: _Proof) -> str:
+    def _mac(self, before: tuple[_Before, ...], message: _AnyProof) -> str:
         role = "S-node" if isinstance(message, HelloMessage | Attach) else "R-node"
         text = b"\0".join(map(encode, (*before, replace(message, mac=None))))
         return hmac.digest(self._key(f"{role} {message.TYPE}"), text, "sha256").hex()
 
-    def prove(self, message: _Proof, *before: Challenge | HelloMessage | Attach) -> _Proof:
+    def prove(self, message: _Proof, *before: _Before) -> _Proof:
         """`message` with its proof. `before` are the earlier messages of the connection."""
         return replace(message, mac=self._mac(before, message))
 
-    def is_proved(self, message: _Proof, *before: Challenge | HelloMessage | Attach) -> bool:
+    def is_proved(self, message: _AnyProof, *before: _Before) -> bool:
         """Whether `message` carries the right proof."""
         return message.mac is not None and hmac.compare_digest(message.mac, self._mac(before, message))
 

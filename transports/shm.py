@@ -76,6 +76,11 @@ async def connect(url: str, hello: Hello, secret: bytes | None, *, spin_us: int)
     return RegionLink(url, conn, lease, region, port, release)
 
 
+async def dial_url(url: str) -> FrameSocket:
+    """Connect to the R-node at `url`. Raises LinkDown, LinkRefused, TransportError."""
+    return await _dial(url, parse(url))
+
+
 async def _dial(url: str, path: str) -> FrameSocket:
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     sock.setblocking(False)

@@ -77,6 +77,11 @@ async def connect(url: str, hello: Hello, secret: bytes | None, *, spin_us: int)
     return RegionLink(url, conn, lease, region, port)
 
 
+async def dial_url(url: str) -> FrameSocket:
+    """Connect to the R-node at `url`. Raises LinkDown, TransportError."""
+    return await dial(url, *parse(url))
+
+
 async def dial(url: str, host: str, port: int) -> FrameSocket:
     """Connect to host:port; errors name `url`. Raises LinkDown."""
     loop = asyncio.get_running_loop()

@@ -19,7 +19,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from fastdecode.region.contract import ROW_ATTEND, ROW_DTYPE
+from fastdecode.region.contract import ROW_ATTEND, ROW_DTYPE, Status
 from fastdecode.region.geometry import Geometry, region_layout
 from fastdecode.region.region import Region
 
@@ -198,6 +198,12 @@ class Team(Link):
             with contextlib.suppress(CallRefused):  # of the members that have refused the fork
                 await self.free([dst])
             raise
+
+    async def receive(self, seq: tuple[int, int], length: int, token: str) -> None:
+        raise CallRefused(Status.BAD_CALL, "the sequences of a team do not move")
+
+    async def push(self, seq: tuple[int, int], pages: range, length: int, url: str, token: str) -> None:
+        raise CallRefused(Status.BAD_CALL, "the sequences of a team do not move")
 
     async def resize(self, n_pages: int) -> dict[str, int]:
         return _common_stats(await self._each(lambda link: link.resize(n_pages)))

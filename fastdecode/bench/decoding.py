@@ -75,6 +75,12 @@ class _NoRPart(Link):
     async def fork(self, src: tuple[int, int], dst: tuple[int, int], length: int) -> None:
         pass
 
+    async def receive(self, seq: tuple[int, int], length: int, token: str) -> None:
+        pass
+
+    async def push(self, seq: tuple[int, int], pages: range, length: int, url: str, token: str) -> None:
+        pass
+
     async def resize(self, n_pages: int) -> dict[str, int]:
         return {}
 

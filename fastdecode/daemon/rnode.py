@@ -12,13 +12,15 @@ import logging
 import math
 import os
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from fastdecode.daemon.config import format_bytes
 from fastdecode.daemon.machine import huge_pages as machine_huge_pages
 from fastdecode.daemon.machine import numa_nodes
+from fastdecode.daemon.refusals import refusals
+from fastdecode.daemon.transfers import Inbox, Incoming, Transfers
 from fastdecode.kernels._native import REngine, REngineLink, bind_memory, page_bytes
-from fastdecode.region.contract import KV_DTYPES, MAX_PAGES, MAX_SEQS, PAGE_TOKENS, Status
+from fastdecode.region.contract import KV_DTYPES, MAX_PAGES, MAX_SEQS, PAGE_TOKENS
 from fastdecode.region.geometry import geometry_tuple
 from fastdecode.transports import registry
 from fastdecode.transports.base import CallRefused, Hello, Lease, LinkRefused, Server
@@ -92,6 +94,8 @@ class RNode:
         self._prefault = prefault
         self._prefault_logs: set[asyncio.Task[None]] = set()
         self._servers: list[Server] = []
+        self._inbox = Inbox()
+        self._secret: bytes | None = None
         self.roofline = 0  # bytes a second at which the threads' cores can read memory; 0: not measured
 
     @property
@@ -106,6 +110,7 @@ class RNode:
     async def serve(self, urls: Sequence[str], secret: bytes | None, *, insecure: bool = False) -> list[str]:
         """Serve links at all of `urls`. Returns the URLs with the ports that were assigned. Raises TransportError."""
         bound = []
+        self._secret = secret
         for url in urls:
             server = await registry.serve(url, self, secret, insecure=insecure)
             self._servers.append(server)
@@ -184,6 +189,14 @@ class RNode:
         )
         return grant
 
+    def incoming(self, token: str, page_bytes: int) -> Incoming:
+        """The sequence that `token` admits a bulk connection for. Raises LinkRefused."""
+        return self._inbox.take(token, page_bytes)
+
+    def transfers(self, link: REngineLink, page_bytes: int) -> Transfers:
+        """The transfers of a link, whose pages have `page_bytes`."""
+        return Transfers(link, page_bytes, self._inbox, self._secret)
+
     def pages_within(self, pages: _Pages, n_bytes: int, grows: bool = True) -> int:
         """The most pages that a lease of `n_bytes` can have; `grows`: it may grow."""
         return self._engine.pages_within(*pages.key, max(0, n_bytes), grows, **pages.options)
@@ -239,6 +252,7 @@ class REngineGrant:
         self._link = link
         self._pages = pages
         self._region_bytes = region_bytes
+        self._transfers = node.transfers(link, pages.bytes)
         self.growing_layers = pages.layers if lease.max_pages > lease.n_pages else 0
 
     def free(self, handles: Sequence[tuple[int, int]]) -> None:
@@ -246,10 +260,11 @@ class REngineGrant:
 
         Raises CallRefused for the first that could not be freed, at the end.
         """
+        self._transfers.freed(handles)
         first: CallRefused | None = None
         for seq_index, tag in handles:
             try:
-                with _refusals():
+                with refusals():
                     self._link.free(seq_index, tag)
             except CallRefused as error:
                 first = first or error
@@ -257,16 +272,25 @@ class REngineGrant:
             raise first
 
     def trim(self, seq_index: int, tag: int, length: int) -> None:
-        with _refusals():
+        with refusals():
             self._link.trim(seq_index, tag, length)
 
     def fork(self, src: tuple[int, int], dst: tuple[int, int], length: int) -> None:
-        with _refusals():
+        with refusals():
             self._link.fork(*src, *dst, length)
+
+    def receive(self, seq: tuple[int, int], length: int, token: str) -> None:
+        self._transfers.receive(seq, length, token)
+
+    async def push(self, seq: tuple[int, int], pages: range, length: int, url: str, token: str) -> None:
+        await self._transfers.push(seq, pages, length, url, token)
+
+    def detach(self) -> None:
+        self._transfers.close()
 
     def resize(self, n_pages: int) -> None:
         """Grow the lease to `n_pages`, or as near to that as there is memory for. A smaller number changes nothing."""
-        with _refusals():
+        with refusals():
             stats = self._link.stats()
             target = min(n_pages, self._pages_max(stats["pages_total"]))
             if target <= stats["pages_total"]:
@@ -285,7 +309,7 @@ class REngineGrant:
         return max(n_pages, min(self.lease.max_pages, within))
 
     def stats(self) -> dict[str, int]:
-        with _refusals():
+        with refusals():
             stats = self._link.stats()
         counters = {name: int(value) for name, value in stats.items() if isinstance(value, int)}
         return counters | {
@@ -300,16 +324,3 @@ class REngineGrant:
         self._link.close()
         self._node.link_closed(self)
         log.info("lease of %d pages freed after %s", stats["pages_total"], stats)
-
-
-@contextlib.contextmanager
-def _refusals() -> Iterator[None]:
-    """Turn the R-engine's exceptions into CallRefused."""
-    try:
-        yield
-    except ValueError as error:
-        raise CallRefused(Status.BAD_SEQUENCE, str(error)) from None
-    except MemoryError as error:
-        raise CallRefused(Status.OUT_OF_PAGES, str(error)) from None
-    except RuntimeError as error:
-        raise CallRefused(Status.LINK_CLOSED, str(error)) from None

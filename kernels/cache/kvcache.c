@@ -202,6 +202,25 @@ fd_status_t fd_kvcache_fork(fd_kvcache_t *kv, uint32_t src, uint32_t src_tag, ui
     return FD_OK;
 }
 
+fd_status_t fd_kvcache_receive(fd_kvcache_t *kv, uint32_t seq_index, uint32_t tag, uint32_t length, char *err,
+                               size_t err_len) {
+    if (seq_index >= kv->max_seqs)
+        return FD_FAIL(FD_BAD_SEQUENCE, "sequence %u is outside the lease of %u", seq_index, kv->max_seqs);
+    fd_sequence_t *s = &kv->sequences[seq_index];
+    if (s->length) return FD_FAIL(FD_BAD_SEQUENCE, "sequence %u is not empty: it has %u tokens", seq_index, s->length);
+    if (!length) return FD_FAIL(FD_BAD_SEQUENCE, "sequence %u is to receive no tokens", seq_index);
+    const uint32_t n = fd_pages_for(length);
+    if (n > kv->free.n_free)
+        return FD_FAIL(FD_OUT_OF_PAGES, "%u tokens need %u pages, but %u of %u are free", length, n, kv->free.n_free,
+                       kv->n_pages);
+    if (!reserve_list(s, n)) return FD_FAIL(FD_INTERNAL, "no memory for a list of %u pages", n);
+    for (; s->n_pages < n; s->n_pages++) s->pages[s->n_pages] = take_page(kv, s, s->n_pages);
+    s->length = length;
+    s->tag = tag;
+    kv->n_seqs++;
+    return FD_OK;
+}
+
 fd_status_t fd_kvcache_pages(fd_kvcache_t *kv, uint32_t seq_index, uint32_t tag, const uint32_t **pages, uint32_t *n,
                              char *err, size_t err_len) {
     fd_sequence_t *s;

@@ -88,6 +88,10 @@ fd_status_t fd_kvcache_trim(fd_kvcache_t *kv, uint32_t seq_index, uint32_t tag, 
                             size_t err_len);
 fd_status_t fd_kvcache_fork(fd_kvcache_t *kv, uint32_t src, uint32_t src_tag, uint32_t dst, uint32_t dst_tag,
                             uint32_t length, char *err, size_t err_len);
+/* Lets the empty sequence hold `length` tokens, at least 1, whose K and V the caller brings. Returns FD_OK,
+ * FD_BAD_SEQUENCE, or FD_OUT_OF_PAGES if too few pages are free. */
+fd_status_t fd_kvcache_receive(fd_kvcache_t *kv, uint32_t seq_index, uint32_t tag, uint32_t length, char *err,
+                               size_t err_len);
 /* Points *pages at the sequence's [*n] page numbers, in order. They are valid until the cache changes. */
 fd_status_t fd_kvcache_pages(fd_kvcache_t *kv, uint32_t seq_index, uint32_t tag, const uint32_t **pages, uint32_t *n,
                              char *err, size_t err_len);

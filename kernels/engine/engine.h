@@ -89,6 +89,16 @@ int fd_link_trim(fd_link_t *link, uint32_t seq_index, uint32_t tag, uint32_t len
  * last page is copied when either sequence appends to it. */
 int fd_link_fork(fd_link_t *link, uint32_t src, uint32_t src_tag, uint32_t dst, uint32_t dst_tag, uint32_t length,
                  char *err, size_t err_len);
+/* Lets the empty sequence hold `length` tokens, whose K and V fd_link_receive_pages brings. */
+int fd_link_receive(fd_link_t *link, uint32_t seq_index, uint32_t tag, uint32_t length, char *err, size_t err_len);
+/* Pages [first, first + n) of a sequence as bytes: page by page, each plane by plane. Move as many bytes from `offset`
+ * on as the non-blocking stream socket `fd` takes or has now, a limited number a call. Return that number, 0 if the
+ * socket is not ready, a negative fd_status_t, or INT64_MIN with the socket's errno in *error. Nothing that comes from
+ * the socket is looked at, and a page outside the sequence is refused, so a peer writes into these pages alone. */
+int64_t fd_link_send_pages(fd_link_t *link, int fd, uint32_t seq_index, uint32_t tag, uint32_t first, uint32_t n,
+                           uint64_t offset, int *error, char *err, size_t err_len);
+int64_t fd_link_receive_pages(fd_link_t *link, int fd, uint32_t seq_index, uint32_t tag, uint32_t first, uint32_t n,
+                              uint64_t offset, int *error, char *err, size_t err_len);
 /* Allocates [*n] numbers: the sequence's pages, in order. The caller frees *pages. */
 int fd_link_pages(fd_link_t *link, uint32_t seq_index, uint32_t tag, uint32_t **pages, uint32_t *n, char *err,
                   size_t err_len);

@@ -339,6 +339,49 @@ static PyObject *link_grow(link_object_t *self, PyObject *args) {
     return outcome(rc, err);
 }
 
+static PyObject *link_receive(link_object_t *self, PyObject *args) {
+    unsigned seq_index, tag, length;
+    char err[ERR_LEN];
+    if (!PyArg_ParseTuple(args, "III", &seq_index, &tag, &length)) return NULL;
+    if (!self->link) return closed_error("the link");
+    int rc;
+    self->users++;
+    Py_BEGIN_ALLOW_THREADS
+    rc = fd_link_receive(self->link, seq_index, tag, length, err, sizeof err);
+    Py_END_ALLOW_THREADS
+    self->users--;
+    return outcome(rc, err);
+}
+
+typedef int64_t transfer_fn(fd_link_t *, int, uint32_t, uint32_t, uint32_t, uint32_t, uint64_t, int *, char *, size_t);
+
+static PyObject *transfer(link_object_t *self, PyObject *args, transfer_fn *move) {
+    int fd, error = 0;
+    unsigned seq_index, tag, first, n;
+    unsigned long long offset;
+    char err[ERR_LEN];
+    if (!PyArg_ParseTuple(args, "iIIIIK", &fd, &seq_index, &tag, &first, &n, &offset)) return NULL;
+    if (!self->link) return closed_error("the link");
+    int64_t moved;
+    self->users++;
+    Py_BEGIN_ALLOW_THREADS
+    moved = move(self->link, fd, seq_index, tag, first, n, offset, &error, err, sizeof err);
+    Py_END_ALLOW_THREADS
+    self->users--;
+    if (moved >= 0) return PyLong_FromLongLong(moved);
+    if (moved != INT64_MIN) return outcome((int)moved, err);
+    errno = error;
+    return PyErr_SetFromErrno(PyExc_OSError);
+}
+
+static PyObject *link_send_pages(link_object_t *self, PyObject *args) {
+    return transfer(self, args, fd_link_send_pages);
+}
+
+static PyObject *link_receive_pages(link_object_t *self, PyObject *args) {
+    return transfer(self, args, fd_link_receive_pages);
+}
+
 static PyObject *link_pages(link_object_t *self, PyObject *args) {
     unsigned seq_index, tag, n;
     uint32_t *pages;
@@ -396,6 +439,12 @@ static PyMethodDef link_methods[] = {
     {"fork", (PyCFunction)link_fork, METH_VARARGS,
      "fork(src, src_tag, dst, dst_tag, length): let the empty `dst` share the first `length` tokens of `src`"},
     {"grow", (PyCFunction)link_grow, METH_VARARGS, "grow(n_pages): let the lease have this many pages"},
+    {"receive", (PyCFunction)link_receive, METH_VARARGS,
+     "receive(seq_index, tag, length): let an empty sequence hold tokens that `receive_pages` brings"},
+    {"send_pages", (PyCFunction)link_send_pages, METH_VARARGS,
+     "send_pages(fd, seq_index, tag, first, n, offset) -> bytes sent now"},
+    {"receive_pages", (PyCFunction)link_receive_pages, METH_VARARGS,
+     "receive_pages(fd, seq_index, tag, first, n, offset) -> bytes received now"},
     {"pages", (PyCFunction)link_pages, METH_VARARGS,
      "pages(seq_index, tag) -> the numbers of a sequence's pages, in order"},
     {"stats", (PyCFunction)link_stats, METH_NOARGS, "The counters of fd_link_stats_t, by name."},

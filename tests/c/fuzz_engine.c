@@ -6,6 +6,8 @@
  * choose the geometry and the KV format.
  */
 #include <math.h>
+#include <sys/socket.h>
+#include <unistd.h>
 
 #include "engine.h"
 #include "fuzz.h"
@@ -222,11 +224,33 @@ static void note_armed(hostile_t *h, const fd_row_t *table, const fd_arm_t *head
     }
 }
 
+/* Sends pages of a sequence to a sequence of the same lease, over a socket, in ranges that may be wrong. */
+static int transfer(hostile_t *h, input_t *in, uint32_t from, uint32_t from_tag, uint32_t to, uint32_t n) {
+    const uint32_t to_tag = take(in, 1) % 8 && to < SEQUENCES ? h->sequences[to].tag : take(in, 4);
+    const uint32_t first = edgy(in, 4), into = take(in, 1) % 2 ? first : edgy(in, 4);
+    uint64_t sent = take(in, 1) % 8 ? 0 : take(in, 4), received = sent;
+    int sockets[2], error = 0;
+    REQUIRE(socketpair(AF_UNIX, SOCK_STREAM, 0, sockets) == 0);
+    int64_t rc;
+    for (uint32_t i = 0; i < 64; i++) {
+        rc = fd_link_send_pages(h->link, sockets[0], from, from_tag, first, n, sent, &error, err, sizeof err);
+        if (rc < 0) break;
+        sent += (uint64_t)rc;
+        rc = fd_link_receive_pages(h->link, sockets[1], to, to_tag, into, n, received, &error, err, sizeof err);
+        if (rc < 0) break;
+        received += (uint64_t)rc;
+    }
+    close(sockets[0]);
+    close(sockets[1]);
+    REQUIRE(rc != INT64_MIN);
+    return rc < 0 ? (int)rc : 0;
+}
+
 static void control(hostile_t *h, input_t *in) {
     uint32_t a = edgy(in, SEQUENCES), b = edgy(in, SEQUENCES), length = edgy(in, 128);
     uint32_t tag = take(in, 1) % 8 && a < SEQUENCES ? h->sequences[a].tag : take(in, 4);
     int rc;
-    switch (take(in, 1) % 4) {
+    switch (take(in, 1) % 6) {
     case 0:
         rc = fd_link_free(h->link, a, tag, err, sizeof err);
         if (rc == 0) h->sequences[a].length = 0;
@@ -239,6 +263,11 @@ static void control(hostile_t *h, input_t *in) {
         rc = fd_link_fork(h->link, a, tag, b, length, length, err, sizeof err);
         if (rc == 0) h->sequences[b].length = h->sequences[b].tag = length;
         break;
+    case 3:
+        rc = fd_link_receive(h->link, a, tag, length, err, sizeof err);
+        if (rc == 0) h->sequences[a].length = length, h->sequences[a].tag = tag;
+        break;
+    case 4: rc = transfer(h, in, a, tag, b, length); break;
     default: rc = fd_link_grow(h->link, length, err, sizeof err); REQUIRE(rc == 0 || length > MAX_PAGES);
     }
     fd_link_stats_t stats;

@@ -10,6 +10,8 @@ from collections.abc import Callable
 import orjson
 from wire_peers import FakeRNode, attach_message, hello_message
 
+from fastdecode.region.contract import PROTOCOL_VERSION
+
 #: A well-formed message of every type.
 MESSAGES: list[dict] = [
     FakeRNode().challenge,
@@ -17,6 +19,28 @@ MESSAGES: list[dict] = [
     attach_message("70" * 32),
     {"type": "ATTACHED", "mac": "3c" * 32},
     FakeRNode().welcome,
+    {
+        "type": "DELIVER",
+        "version": PROTOCOL_VERSION,
+        "nonce": "5a" * 32,
+        "mac": None,
+        "token": "70" * 32,
+        "page_bytes": 4096,
+    },
+    {"type": "ACCEPTED", "mac": "3c" * 32},
+    {"type": "PAGES", "first": 0, "n_pages": 1, "length": 100},
+    {"type": "RECEIVE", "id": 7, "seq_index": 3, "tag": 1, "length": 100, "token": "70" * 32},
+    {
+        "type": "PUSH",
+        "id": 8,
+        "seq_index": 0,
+        "tag": 1,
+        "first": 0,
+        "n_pages": 1,
+        "length": 0,
+        "url": "tcp://127.0.0.1:9",
+        "token": "70" * 32,
+    },
     {"type": "REFUSED", "reason": "a reason"},
     {"type": "ENDPOINT", "qpn": 7, "psn": 9, "gid": "00" * 16, "lid": 1, "mtu": 1024, "rkey": 5, "address": "00" * 8},
     {"type": "FREE", "id": 1, "handles": [[0, 1], [1, 1]]},

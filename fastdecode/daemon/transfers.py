@@ -1,0 +1,127 @@
+"""Pages of one link's sequences on their way from and to other R-nodes (transports/bulk.py)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from fastdecode.daemon.refusals import refusals
+from fastdecode.kernels._native import REngineLink
+from fastdecode.region.contract import PAGE_TOKENS, Status
+from fastdecode.transports import bulk
+from fastdecode.transports.base import CallRefused, LinkRefused
+from fastdecode.transports.frames import FrameSocket
+
+
+class Incoming:
+    """A sequence that another R-node may bring (a transports.base.PageSink)."""
+
+    def __init__(self, link: REngineLink, seq: tuple[int, int], length: int, page_bytes: int):
+        self.page_bytes = page_bytes
+        self.taken = False  # a bulk connection has presented its token
+        self._link, self._seq = link, seq
+        self._n_pages = -(-length // PAGE_TOKENS)
+        self._task: asyncio.Task[None] | None = None
+
+    def check(self, first: int, n_pages: int, length: int) -> None:
+        if first + n_pages > self._n_pages or length > self._n_pages * PAGE_TOKENS:
+            raise CallRefused(Status.BAD_SEQUENCE, f"the sequence has room for {self._n_pages} pages")
+
+    def receive(self, fd: int, first: int, n_pages: int, offset: int) -> int:
+        with refusals():
+            return self._link.receive_pages(fd, *self._seq, first, n_pages, offset)
+
+    def finish(self, length: int) -> None:
+        with refusals():
+            self._link.trim(*self._seq, length)
+
+    async def run(self, conn: FrameSocket) -> None:
+        self._task = asyncio.current_task()
+        try:
+            await bulk.receive(conn, self)
+        finally:
+            self._task = None
+
+    def end(self) -> None:
+        """Receive no more: nothing is written to the sequence's pages after this."""
+        if self._task is not None:
+            self._task.cancel()
+
+
+class Inbox:
+    """The sequences that other R-nodes may bring to an R-node, by token."""
+
+    def __init__(self) -> None:
+        self.waiting: dict[str, Incoming] = {}
+
+    def take(self, token: str, page_bytes: int) -> Incoming:
+        """What `token` admits a bulk connection for. Raises LinkRefused."""
+        incoming = self.waiting.get(token)
+        if incoming is None or incoming.taken:
+            raise LinkRefused("no sequence waits for this token")
+        if page_bytes != incoming.page_bytes:
+            raise LinkRefused(f"a page has {page_bytes} bytes there and {incoming.page_bytes} here")
+        incoming.taken = True
+        return incoming
+
+
+class Transfers:
+    """The transfers of one link. All methods run on the event loop."""
+
+    def __init__(self, link: REngineLink, page_bytes: int, inbox: Inbox, secret: bytes | None):
+        self._link, self._page_bytes, self._inbox, self._secret = link, page_bytes, inbox, secret
+        self._tokens: dict[int, str] = {}  # of the sequences that may be brought, by sequence index
+        #: Bulk connections that wait for the rest of a sequence, by sequence index, each with its token.
+        self._deliveries: dict[int, tuple[str, bulk.Delivery]] = {}
+
+    def receive(self, seq: tuple[int, int], length: int, token: str) -> None:
+        """Let an empty sequence wait for its pages. Raises CallRefused."""
+        if token in self._inbox.waiting:
+            raise CallRefused(Status.BAD_CALL, "this token is in use")
+        with refusals():
+            self._link.receive(*seq, length)
+        self._forget(seq[0])
+        self._tokens[seq[0]] = token
+        self._inbox.waiting[token] = Incoming(self._link, seq, length, self._page_bytes)
+
+    def freed(self, handles: Sequence[tuple[int, int]]) -> None:
+        """Stop receiving and sending sequences that are about to be freed."""
+        for seq_index, _ in handles:
+            self._forget(seq_index)
+            self._close_delivery(seq_index)
+
+    def _forget(self, seq_index: int) -> None:
+        if token := self._tokens.pop(seq_index, None):
+            self._inbox.waiting.pop(token).end()
+
+    async def push(self, seq: tuple[int, int], pages: range, length: int, url: str, token: str) -> None:
+        """Send pages to the R-node at `url`. Raises TransportError."""
+        begun, delivery = self._deliveries.pop(seq[0], (token, None))
+        if delivery is not None and begun != token:
+            delivery.close()
+            delivery = None
+        if delivery is None:
+            delivery = await bulk.Delivery.open(url, token, self._page_bytes, self._secret)
+
+        def move(fd: int, offset: int) -> int:
+            with refusals():
+                return self._link.send_pages(fd, *seq, pages.start, len(pages), offset)
+
+        try:
+            await delivery.send(pages.start, len(pages), length, move)
+        except BaseException:
+            delivery.close()
+            raise
+        if length:
+            delivery.close()
+        else:
+            self._close_delivery(seq[0])
+            self._deliveries[seq[0]] = token, delivery
+
+    def _close_delivery(self, seq_index: int) -> None:
+        if found := self._deliveries.pop(seq_index, None):
+            found[1].close()
+
+    def close(self) -> None:
+        """End all transfers. No PUSH may be under way."""
+        self.freed([(seq_index, 0) for seq_index in [*self._tokens, *self._deliveries]])

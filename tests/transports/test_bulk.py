@@ -1,0 +1,298 @@
+"""Pages of a sequence that an R-node sends to another one. Every O row behind them is compared with float64."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+from collections.abc import AsyncIterator
+
+import numpy as np
+import pytest
+from link_driver import HANG_S, SMALL, Driver, hello, in_thread, until
+from quick import quick
+from rnode_process import KV_BYTES, LISTEN_URLS, RNodeProcess
+from wire_peers import Caller
+
+from fastdecode.daemon.rnode import RNode
+from fastdecode.region.contract import KV_DTYPES, PAGE_TOKENS, PROTOCOL_VERSION
+from fastdecode.region.geometry import Geometry
+from fastdecode.transports import bulk
+from fastdecode.transports.base import CallRefused, LayerOptions, LinkDown
+from fastdecode.transports.registry import connect
+
+SECRET = b"a secret that is long enough"
+SLOPES = (np.float32(2) ** -np.arange(1, 7, dtype=np.float32)).astype("<f4").tobytes()
+#: Layers with heads of their own share planes.
+DIFFERENT = Geometry(2, 64, 3, n_q_heads=6, n_kv_heads=2, head_size=64, v_size=128, act_dtype="fp32")
+
+
+def token() -> str:
+    return secrets.token_hex(32)
+
+
+@contextlib.asynccontextmanager
+async def two_links(
+    first: str, second: str, wanted=None, secret: bytes | None = None
+) -> AsyncIterator[tuple[Driver, Driver]]:
+    """Links with the same Hello to two R-nodes."""
+    wanted = wanted or hello(kv_bytes=4 << 20)
+    drivers = []
+    try:
+        for seed, url in enumerate((first, second)):
+            drivers.append(Driver(await connect(url, wanted, secret), wanted, seed))
+        yield drivers[0], drivers[1]
+    finally:
+        for driver in drivers:
+            await driver.link.close()
+
+
+async def move(source: Driver, target: Driver, seq: int, to: int, *, rounds=(), url: str | None = None) -> None:
+    """Move a sequence, its pages up to each of `rounds` first."""
+    shadow = source.shadows[seq]
+    length, handle, admitted = len(shadow.k[0]), (seq, shadow.tag), token()
+    tag = target.next_tag
+    target.next_tag += 1
+    await target.link.receive((to, tag), length + 2 * PAGE_TOKENS, admitted)
+    sent = 0
+    for pages in rounds:
+        await source.link.push(handle, range(sent, pages), 0, url or target.link.url, admitted)
+        sent = pages
+    n_pages = -(-length // PAGE_TOKENS)
+    await source.link.push(handle, range(sent, n_pages), length, url or target.link.url, admitted)
+    target.shadows[to] = type(shadow)(tag, [k.copy() for k in shadow.k], [v.copy() for v in shadow.v])
+
+
+@contextlib.asynccontextmanager
+async def r_nodes(*urls: str, secret: bytes | None = None) -> AsyncIterator[list[str]]:
+    """R-nodes in this process."""
+    async with contextlib.AsyncExitStack() as stack:
+        bound = []
+        for i, url in enumerate(urls):
+            node = RNode(threads=1, kv_bytes=KV_BYTES, name=f"r{i}", spin_us=20)
+            stack.push_async_callback(node.close)
+            bound += await node.serve([url], secret)
+        yield bound
+
+
+@pytest.mark.parametrize("kv_dtype", quick(KV_DTYPES, "int8"))
+async def test_a_moved_sequence_goes_on_as_if_it_had_not_moved(tmp_path, kv_dtype):
+    """With every format; pages first, then the rest, while both R-nodes work for other sequences."""
+    wanted = hello(kv_dtype=kv_dtype, kv_bytes=4 << 20)
+    async with (
+        r_nodes(f"shm://{tmp_path}/a.sock", "tcp://127.0.0.1:0") as urls,
+        two_links(*urls, wanted) as (source, target),
+    ):
+        for length in (1, PAGE_TOKENS - 1, PAGE_TOKENS, 3 * PAGE_TOKENS + 50):
+            await in_thread(source.fill, 0, length)
+            await in_thread(target.fill, 5, 20)
+            await move(source, target, 0, 3, rounds=(length // PAGE_TOKENS,))
+            await in_thread(target.step, 0, [(3, 4, True), (5, 1, True)])
+            await in_thread(source.step, 0, [(0, 2, True)])  # the source keeps what it has
+            assert (await target.link.stats())["pages_used"] == 1 + -(-(length + 4) // PAGE_TOKENS)
+            for driver, seq in ((source, 0), (target, 3), (target, 5)):
+                await driver.free_seq(seq)
+
+
+async def test_layers_that_share_planes(tmp_path):
+    layers = LayerOptions(heads=((6, 2, 64, 64), (6, 3, 24, 40), (4, 4, 48, 8)), kv_layers=(0, 1, 2), slopes=SLOPES)
+    wanted = hello(DIFFERENT, "fp16", windows=(0, 40, 0), kv_bytes=16 << 20, layers=layers)
+    async with (
+        r_nodes("tcp://127.0.0.1:0", f"shm://{tmp_path}/b.sock") as urls,
+        two_links(*urls, wanted) as (source, target),
+    ):
+        await in_thread(source.fill, 0, 2 * PAGE_TOKENS + 9)
+        await move(source, target, 0, 1, rounds=(1, 2))
+        await in_thread(target.step, 0, [(1, 3, True)])
+
+
+@pytest.mark.parametrize("transport", LISTEN_URLS)
+async def test_between_processes_over_each_transport(tmp_path, transport):
+    if transport == "rdma" and "FASTDECODE_RDMA_HOST" not in os.environ:
+        pytest.skip("needs an RDMA device")
+    nodes = []
+    try:
+        for name in ("a", "b"):
+            (folder := tmp_path / name).mkdir()
+            nodes.append(RNodeProcess.over(transport, folder))
+        async with two_links(*(node.url for node in nodes)) as (source, target):
+            await in_thread(source.fill, 0, 300)
+            await move(source, target, 0, 0, rounds=(1,))
+            await in_thread(target.step, 0, [(0, 4, True)])
+    finally:
+        for node in nodes:
+            node.end()
+
+
+async def test_with_a_secret_both_ends_prove_that_they_know_it():
+    async with (
+        r_nodes("tcp://127.0.0.1:0", secret=SECRET) as [a],
+        r_nodes("tcp://127.0.0.1:0", secret=SECRET) as [b],
+        two_links(a, b, secret=SECRET) as (source, target),
+    ):
+        await in_thread(source.fill, 0, 200)
+        await move(source, target, 0, 0, rounds=(1,))
+        await in_thread(target.step, 0, [(0, 4, True)])
+        # Somebody who has overheard a token can do nothing with it.
+        admitted = token()
+        await target.link.receive((2, 9), 100, admitted)
+        for mac in (None, "00" * 32):
+            caller = await Caller.dial(b)
+            await caller.read_message()
+            caller.send_message(
+                {"type": "DELIVER", "version": PROTOCOL_VERSION, "nonce": "11" * 32, "mac": mac, "token": admitted}
+                | {"page_bytes": target.link.lease.page_bytes}
+            )
+            assert (await caller.read_message())["type"] == "REFUSED"
+            await caller.close()
+
+
+async def test_wrong_moves_are_refused_and_cost_the_links_nothing():
+    async with r_nodes(*["tcp://127.0.0.1:0"] * 2) as (a, b), two_links(a, b) as (source, target):
+        await in_thread(source.fill, 0, 300)
+        await in_thread(target.fill, 0, 30)
+        handle, admitted = (0, source.shadows[0].tag), token()
+        for seq, length, why in (((0, 5), 10, "not empty"), ((99, 5), 10, "outside"), ((1, 5), 1 << 30, "pages")):
+            with pytest.raises(CallRefused, match=why):
+                await target.link.receive(seq, length, token())
+        await target.link.receive((1, 5), 100, admitted)
+        with pytest.raises(CallRefused, match="token is in use"):
+            await target.link.receive((2, 5), 10, admitted)
+        for pages, length, why in (
+            (range(2), 0, "room for 1"),
+            (range(1), 200, "room for 1"),
+            (range(2, 9), 0, "has 3"),
+        ):
+            with pytest.raises(CallRefused, match=why):
+                await source.link.push(handle, pages, length, b, admitted)
+            with pytest.raises(CallRefused, match="no sequence waits for this token"):  # it was valid once
+                await source.link.push(handle, range(1), 0, b, admitted)
+            await target.link.free([(1, 5)])
+            admitted = token()
+            await target.link.receive((1, 5), 100, admitted)
+        for url, why in (
+            ("tcp://127.0.0.1:1", "no R-node can be reached"),
+            ("shm:///nowhere/r.sock", "no R-node can be reached"),
+            ("http://x", "known transport"),
+        ):
+            with pytest.raises(CallRefused, match=why):
+                await source.link.push(handle, range(1), 0, url, admitted)
+        with pytest.raises(CallRefused, match="has 3 pages"):
+            await target.link.receive((3, 1), 900, wide := token())
+            await source.link.push(handle, range(2, 7), 0, b, wide)
+        with pytest.raises(CallRefused, match="no sequence waits"):
+            await source.link.push(handle, range(1), 0, b, token())
+        await in_thread(source.step, 0, [(0, 3, True)])
+        await in_thread(target.step, 0, [(0, 3, True)])
+
+
+async def test_pages_of_another_size_are_refused():
+    other = Geometry(SMALL.n_slots, SMALL.max_rows, 3, 4, 2, 16, "fp32")
+    async with r_nodes(*["tcp://127.0.0.1:0"] * 2) as (a, b), two_links(a, b) as (source, _):
+        link = await connect(b, hello(other), None)
+        await in_thread(source.fill, 0, 30)
+        await link.receive((0, 1), 30, admitted := token())
+        with pytest.raises(CallRefused, match="bytes there and"):
+            await source.link.push((0, source.shadows[0].tag), range(1), 30, b, admitted)
+        await link.close()
+
+
+BIG = hello(Geometry(1, 32, 2, 8, 8, 128, "fp32"), kv_bytes=96 << 20)
+
+
+async def stuck_push(source: Driver, target: Driver, receiver: RNodeProcess) -> asyncio.Task[None]:
+    """A PUSH of more bytes than sockets hold, to an R-node that has been stopped."""
+    handle, admitted = (0, source.shadows[0].tag), token()
+    await target.link.receive((1, 5), 10 * PAGE_TOKENS, admitted)
+    await source.link.push(handle, range(1), 0, target.link.url, admitted)
+    receiver.stop()
+    return asyncio.create_task(source.link.push(handle, range(1, 10), 0, target.link.url, admitted))
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+async def test_an_r_node_that_dies_while_it_receives_costs_the_source_nothing(tmp_path, transport):
+    """The source answers other requests during a PUSH, and its sequence goes on."""
+    receiver = RNodeProcess(LISTEN_URLS[transport].format(folder=tmp_path), 128 << 20)
+    async with r_nodes("tcp://127.0.0.1:0") as [a], two_links(a, receiver.url, BIG) as (source, target):
+        await in_thread(source.fill, 0, 10 * PAGE_TOKENS)
+        push = await stuck_push(source, target, receiver)
+        for _ in range(5):
+            await source.link.stats()
+        await in_thread(source.step, 0, [(0, 1, True)])
+        assert not push.done()
+        receiver.end(9)
+        with pytest.raises(CallRefused):
+            await push
+        assert isinstance(await target.link.closed(), LinkDown)
+        await in_thread(source.step, 0, [(0, 1, True)])
+
+
+async def test_a_sequence_that_is_freed_takes_no_more_pages():
+    """The pages belong to another sequence at once, into which nothing may be written."""
+    async with r_nodes(*["tcp://127.0.0.1:0"] * 2) as (a, b), two_links(a, b, BIG) as (source, target):
+        await in_thread(source.fill, 0, 10 * PAGE_TOKENS)
+        for _ in range(5):
+            admitted = token()
+            await target.link.receive((1, 5), 10 * PAGE_TOKENS, admitted)
+            push = asyncio.create_task(source.link.push((0, source.shadows[0].tag), range(10), 0, b, admitted))
+            await asyncio.sleep(0.002)
+            await target.link.free([(1, 5)])
+            await in_thread(target.fill, 2, 10 * PAGE_TOKENS)
+            with contextlib.suppress(CallRefused):
+                await push
+            await in_thread(target.step, 0, [(2, 1, True)])
+            await target.free_seq(2)
+            assert (await target.link.stats())["pages_used"] == 0
+
+
+async def test_a_link_that_ends_ends_its_transfers(tmp_path, monkeypatch):
+    receiver = RNodeProcess(f"shm://{tmp_path}/r.sock", 128 << 20)
+    try:
+        async with r_nodes("tcp://127.0.0.1:0") as [a], two_links(a, receiver.url, BIG) as (source, target):
+            await in_thread(source.fill, 0, 10 * PAGE_TOKENS)
+            push = await stuck_push(source, target, receiver)
+            await asyncio.sleep(0.05)
+            await source.link.close()
+            with pytest.raises(LinkDown):
+                await push
+            receiver.go_on()
+    finally:
+        receiver.end()
+
+
+async def test_a_transfer_that_stalls_is_given_up(tmp_path, monkeypatch):
+    monkeypatch.setattr(bulk, "STALLED_S", 0.3)
+    receiver = RNodeProcess(f"shm://{tmp_path}/r.sock", 128 << 20)
+    try:
+        async with r_nodes("tcp://127.0.0.1:0") as [a], two_links(a, receiver.url, BIG) as (source, target):
+            await in_thread(source.fill, 0, 10 * PAGE_TOKENS)
+            push = await stuck_push(source, target, receiver)
+            with pytest.raises(CallRefused, match="has moved no byte"):
+                await push
+            receiver.go_on()
+    finally:
+        receiver.end()
+
+
+async def test_a_bulk_connection_that_says_something_else_is_closed():
+    async with r_nodes(*["tcp://127.0.0.1:0"] * 2) as (a, b), two_links(a, b) as (_, target):
+        page_bytes = target.link.lease.page_bytes
+        for hostile in ({"type": "PING", "id": 1}, {"type": "PAGES", "first": 0, "n_pages": 2**32 - 1, "length": 1}):
+            await target.link.receive((1, 5), 300, admitted := token())
+            caller = await Caller.dial(b)
+            await caller.read_message()
+            caller.send_message(
+                {"type": "DELIVER", "version": PROTOCOL_VERSION, "nonce": "11" * 32, "mac": None, "token": admitted}
+                | {"page_bytes": page_bytes}
+            )
+            assert (await caller.read_message())["type"] == "ACCEPTED"
+            caller.send_message(hostile)
+            await asyncio.wait_for(caller.read_to_end(), HANG_S)
+            await caller.close()
+            await target.link.free([(1, 5)])
+
+        async def empty() -> bool:
+            return (await target.link.stats())["pages_used"] == 0
+
+        await until(empty, HANG_S)

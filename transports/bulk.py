@@ -1,0 +1,106 @@
+"""Bulk connections: an R-node sends pages of a sequence straight to another R-node.
+
+An S-node moves a sequence by two requests. RECEIVE lets the destination hold the sequence, empty as yet, for whoever
+presents a token; PUSH lets the source open a bulk connection to the destination, show the token (handshake.py) and send
+pages over it. Several PUSHes with one token use one connection: whole pages first, while the sequence goes on, then the
+rest. The source's pages stay as they are, so whatever breaks meanwhile, the sequence goes on where it is.
+
+C moves the bytes between the socket and the pages (kernels/engine/transfer.c), at most 1 MiB at a time, on the event
+loop. So a sequence that is freed, or a link that ends, stops a transfer at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from functools import partial
+
+from . import handshake
+from .base import CallRefused, LinkDown, PageSink, TransportError
+from .frames import FrameSocket
+from .messages import Error, Ok, Pages, ProtocolError
+from .registry import dial
+
+#: Seconds in which at least one byte must move.
+STALLED_S = 10.0
+
+
+async def receive(conn: FrameSocket, sink: PageSink) -> None:
+    """Receive pages until the sequence is complete. Raises TransportError, OSError."""
+    length = 0
+    while not length:
+        message = await conn.read()
+        if not isinstance(message, Pages):
+            raise ProtocolError(f"{message.TYPE} has no place on a bulk connection")
+        first, n_pages, length = message.first, message.n_pages, message.length
+        try:
+            sink.check(first, n_pages, length)
+            take = partial(sink.receive, conn.sock.fileno(), first, n_pages)
+            await _move(n_pages * sink.page_bytes, take, conn.readable)
+            if length:
+                sink.finish(length)
+        except CallRefused as error:
+            await conn.write(Error(id=0, status=error.status, message=str(error)))
+            raise
+        await conn.write(Ok(id=0, stats=None))
+
+
+async def _move(total: int, move: Callable[[int], int], ready: Callable[[], Awaitable[None]]) -> None:
+    """Call `move` with the offset of the next byte until `total` bytes have moved."""
+    offset = 0
+    while offset < total:
+        if n := move(offset):
+            offset += n
+            await asyncio.sleep(0)  # PINGs and other requests are answered between two pieces
+            continue
+        try:
+            async with asyncio.timeout(STALLED_S):
+                await ready()
+        except TimeoutError:
+            raise LinkDown(f"the other R-node has moved no byte for {STALLED_S:.0f} s") from None
+
+
+class Delivery:
+    """The sending end of a bulk connection."""
+
+    def __init__(self, conn: FrameSocket, page_bytes: int):
+        self._conn, self._page_bytes = conn, page_bytes
+
+    @classmethod
+    async def open(cls, url: str, token: str, page_bytes: int, secret: bytes | None) -> Delivery:
+        """Connect to the R-node at `url`, which has granted `token`. Raises TransportError."""
+        try:
+            async with asyncio.timeout(handshake.DEADLINE_S):
+                conn = await dial(url)
+                try:
+                    await handshake.offer(conn, token, page_bytes, secret)
+                except BaseException:
+                    conn.close()
+                    raise
+        except TimeoutError:
+            raise LinkDown(f"{url} did not finish the hand-shake within {handshake.DEADLINE_S:.0f} s") from None
+        return cls(conn, page_bytes)
+
+    async def send(self, first: int, n_pages: int, length: int, move: Callable[[int, int], int]) -> None:
+        """Send pages, and wait until the other R-node has them. `move(fd, offset)` sends bytes from `offset` on and
+        returns how many. Raises TransportError."""
+        await self._conn.write(Pages(first=first, n_pages=n_pages, length=length))
+        fd, broken = self._conn.sock.fileno(), None
+        try:
+            await _move(n_pages * self._page_bytes, partial(move, fd), self._conn.writable)
+        except OSError as error:
+            broken = error  # the other R-node may have said why
+        try:
+            answer = await self._conn.read()
+        except TransportError:
+            if broken is not None:
+                raise LinkDown(f"the bulk connection broke: {broken.strerror}") from None
+            raise
+        if isinstance(answer, Error):
+            raise CallRefused(answer.status, answer.message)
+        if broken is not None or not isinstance(answer, Ok):
+            raise ProtocolError(f"the R-node answered PAGES with {answer.TYPE}")
+
+    def close(self) -> None:
+        """Close the connection; nothing may be sending. Idempotent."""
+        self._conn.close()
