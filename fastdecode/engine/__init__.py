@@ -10,6 +10,7 @@ ledger         RNodeLedger: the account of one R-node's pages and load
 prefixes       PrefixIndex: the cached prefixes of one R-node
 batching       a plan in the S-Part's terms
 runner         the thread in which the S-Part computes
+moves          running sequences from one R-node to another
 rnode_control  FREE, FORK and STATS; what happens when an R-node is lost
 stats          counters for /metrics and /health
 """

@@ -19,6 +19,8 @@ from fastdecode.region.contract import PAGE_TOKENS
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+    from fastdecode.engine.pages import Page
+    from fastdecode.engine.prefixes import Handle
     from fastdecode.engine.sequence import Sequence
     from fastdecode.transports.base import Link, StepTimes
 
@@ -212,6 +214,35 @@ class Cluster:
         node.resume(seq.final_length)
         self.loads.add(node.position, seq.mean_length)
         return None
+
+    # -- moves ----------------------------------------------------------------------------------------------------
+
+    def target(self, seq: Sequence, n_pages: int, nodes: Iterable[RNodeLedger]) -> RNodeLedger | None:
+        """The R-node among `nodes` that a running sequence moves to with `n_pages` pages; see Placer.target."""
+        return self._placer.target(seq, n_pages, [node for node in nodes if node.open])
+
+    def move(self, seq: Sequence, target: RNodeLedger, handle: Handle, pages: list[Page]) -> None:
+        """Let `seq` go on at `target`, which has all of its cached tokens. `pages` are those that `target.admit` has
+        counted for it."""
+        source, n_pages = seq.placed_on, pages_for(seq.cached)
+        source.end_running(seq.final_length)
+        self.loads.add(source.position, seq.mean_length, -1)
+        if seq.entry is not None and seq.entry in source.prefixes:
+            source.prefixes.remove(seq.entry)
+        source.release(CachedSequence(seq.handle, seq.pages))
+        target.pages.unshare(pages[n_pages:])  # the R-node has kept no more than it needs
+        seq.forget_place()
+        seq.node, seq.handle, seq.pages = target, handle, pages[:n_pages]
+        if seq.hashes:
+            cached = CachedSequence(handle, seq.pages)
+            seq.entry = PrefixEntry(cached, [], seq.hashes, seq.salt, running=True)
+            target.prefixes.insert(seq.entry)
+
+    def take_back(self, target: RNodeLedger, seq: Sequence, handle: Handle, pages: list[Page]) -> None:
+        """Undo what `target.admit` has counted for a sequence that did not move there after all."""
+        target.end_running(seq.final_length)
+        self.loads.add(target.position, seq.mean_length, -1)
+        target.release(CachedSequence(handle, pages))
 
     def add_link(self, link: Link) -> RNodeLedger:
         """Start an account for one more R-node, at a position that a retired one has left, else at a new one."""

@@ -424,7 +424,7 @@ class Engine:
         for seq, reason in self.scheduler.take_failed():
             self._fail(seq, reason)
         self.r_nodes.send_pending()
-        self.r_nodes.notice()
+        self.r_nodes.moves.notice()
         if self.scheduler.changed:
             self.scheduler.changed = False
             self._wake_drivers()
@@ -468,6 +468,7 @@ class Engine:
         """The engine's counters now; those of the R-nodes are as of the last `refresh`."""
         nodes = self.cluster.alive
         self.totals.preemptions = self.scheduler.preemptions
+        self.totals.recomputed, self.totals.moved = self.scheduler.recomputed, self.r_nodes.moves.moved
         self.totals.prefix_queries = self.scheduler.prompt_tokens if self.cluster.prefix_cache else 0
         self.totals.prefix_hits = self.scheduler.reused_tokens
         if (speculation := self.scheduler.speculation) is not None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 from fastdecode.engine.ledger import RNodeLedger
+from fastdecode.engine.moves import Mover
 from fastdecode.transports.base import CallRefused, LinkDown, TransportError
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ class RNodeControl:
         self._spawn, self._on_change = spawn, on_change
         self._replacements: dict[int, Link] = {}
         self._freeing: set[RNodeLedger] = set()  # R-nodes that a FREE is being sent to
-        self._changed = asyncio.Event()
+        self.moves = Mover(scheduler, spawn, self.send_pending, on_change, self.mark_lost)
 
     def start(self) -> None:
         """Watch all R-nodes for the end of their links."""
@@ -173,13 +174,11 @@ class RNodeControl:
         return node.position
 
     async def drain(self, position: int) -> None:
-        """Place nothing more on an R-node, and wait until it has no sequences or is lost."""
+        """Place nothing more on an R-node, move its sequences to others, and wait until it has none or is lost."""
         node = self._cluster.nodes[position]
         node.drain()
         self._on_change()
-        while node.alive and (node.paused or self._scheduler.running_on(node)):
-            self._changed.clear()
-            await self._changed.wait()
+        await self.moves.empty(node)
 
     def end_drain(self, position: int) -> None:
         """Use an R-node again that was to be drained."""
@@ -193,15 +192,10 @@ class RNodeControl:
             self._scheduler.node_lost(node)
             self._on_change()
         while self._scheduler.running_on(node):  # they are in steps that have not completed
-            self._changed.clear()
-            await self._changed.wait()
+            await self.moves.change()
         self._drop_staged(node, node.take_released())
         self._replacements.pop(position, None)
         node.retired = True
-
-    def notice(self) -> None:
-        """Wake the coroutines that wait for a change of the scheduler's state."""
-        self._changed.set()
 
     # -- counters -------------------------------------------------------------------------------------------------
 

@@ -39,6 +39,8 @@ from fastdecode.region.contract import PAGE_TOKENS
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from fastdecode.engine.pages import Page
+    from fastdecode.engine.prefixes import Handle
     from fastdecode.engine.scheduling.placement import Placement
     from fastdecode.engine.sequence import Sequence
     from fastdecode.spart.batch import Sampled
@@ -76,6 +78,7 @@ class Scheduler:
         self.waiting = WaitingQueue()
         self.mini_batches: list[list[Sequence]] = [[] for _ in range(limits.mini_batches)]  # each in order of arrival
         self.preemptions = 0
+        self.recomputed = 0  # running sequences that were queued again without their cache
         self.prompt_tokens = 0  # prompt tokens of all placed sequences, recomputed ones included
         self.reused_tokens = 0  # those of them that a FORK has shared
         self.changed = False  # another mini-batch may have work now; the reader clears it
@@ -163,6 +166,25 @@ class Scheduler:
         if seq.cancelled:
             self._remove(seq)
         elif not (has_pages and seq.placed_on.alive):
+            self._requeue(seq)
+
+    def hold(self, seq: Sequence) -> None:
+        """Leave a sequence that is not in flight out of steps, because the rest of it is being copied to another
+        R-node. The caller then calls `let_go`."""
+        seq.in_flight = True
+        if seq in self._starved:
+            self._starved.remove(seq)
+
+    def let_go(self, seq: Sequence, place: tuple[RNodeLedger, Handle, list[Page]] | None) -> None:
+        """Let a sequence that was held go on at `place`: an R-node, and the handle and pages there. None: where it
+        was."""
+        seq.in_flight = seq.held = False
+        if place is not None:
+            self.cluster.move(seq, *place)
+        self.changed = True
+        if seq.cancelled:
+            self._remove(seq, sound=True)
+        elif not seq.placed_on.alive:
             self._requeue(seq)
 
     # -- a step ---------------------------------------------------------------------------------------------------
@@ -290,7 +312,7 @@ class Scheduler:
         n = len(self.mini_batches[mini_batch])
         spare = (self.limits.max_batch_tokens - n) // 2  # rows for guesses; as many are left for prompts
         for seq in list(self.mini_batches[mini_batch]):  # oldest first, so a victim of preemption has no chunk yet
-            if seq.node is None or seq.prefilling:
+            if seq.node is None or seq.prefilling or seq.held:
                 continue
             if pages_for(seq.cached + 1) > len(seq.pages) and not self._grow(seq):
                 continue
@@ -403,7 +425,7 @@ class Scheduler:
             self._pause(last)
 
     def _can_pause(self, seq: Sequence) -> bool:
-        return not (seq.in_flight or seq.prefilling or seq.cancelled) and seq.placed_on.alive
+        return not (seq.in_flight or seq.held or seq.prefilling or seq.cancelled) and seq.placed_on.alive
 
     def _pause(self, seq: Sequence) -> None:
         """Let a running sequence wait; its R-node keeps its cache until the pages are needed."""
@@ -437,7 +459,9 @@ class Scheduler:
             newest = running[-1]
             if len(running) == 1 and node.n_pages < node.max_pages:
                 return False  # recomputing it would need the same pages: it waits until the lease can grow
-            if not newest.in_flight:  # else `_serve_starved` comes back here once its step has completed
+            if not (
+                newest.in_flight or newest.held
+            ):  # else `_serve_starved` comes back here once its step has completed
                 self.preemptions += 1
                 if self._can_pause(newest):
                     self._pause(newest)
@@ -449,6 +473,7 @@ class Scheduler:
     def _requeue(self, seq: Sequence) -> None:
         """Take a running sequence off its R-node and queue it, to be recomputed from all of its tokens."""
         node = seq.placed_on
+        self.recomputed += 1
         self._remove(seq)
         if self.cluster.can_hold(len(seq.tokens)):
             self.add(seq)

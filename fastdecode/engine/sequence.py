@@ -56,7 +56,8 @@ class Sequence:
 
     # Progress, kept by the scheduler.
     mini_batch: int | None = None  # None: it waits or has ended
-    in_flight: bool = False  # its tokens are in a step that has not completed, or its FORK is in progress
+    in_flight: bool = False  # its tokens are in a step that has not completed, or its FORK or move is in progress
+    held: bool = False  # to be left out of steps, because it is about to move to another R-node
     cancelled: bool = False  # to be released as soon as it is not in flight
     cached: int = 0  # tokens cached on the R-node
     overrun: bool = False  # the R-node has tokens beyond the `cached` ones: guesses that were wrong
@@ -93,6 +94,11 @@ class Sequence:
     def paused(self) -> bool:
         """True if it waits while its R-node keeps its cache."""
         return self.mini_batch is None and self.node is not None
+
+    def forget_place(self) -> None:
+        """Record that the sequence shares nothing with others any more, because it has moved to another R-node."""
+        self.entry, self.source, self.shared_tokens = None, None, 0
+        self.overrun = False
 
     def forget_cache(self) -> None:
         """Record that no R-node caches the sequence any more: it must be recomputed."""

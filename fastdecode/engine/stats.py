@@ -89,6 +89,8 @@ class Totals:
     requests: int = 0
     rejected: int = 0  # requests refused with Overloaded
     preemptions: int = 0
+    recomputed: int = 0  # running sequences that lost their cache and were queued again
+    moved: int = 0  # running sequences that moved from one R-node to another
     prompt_tokens: int = 0  # of requests whose first step has begun
     generated_tokens: int = 0
     steps: int = 0

@@ -130,6 +130,10 @@ class _EngineCollector(Collector):
             "num_preemptions", "Preemptions: running requests put back to be recomputed.", totals.preemptions
         )
         yield self._counter(
+            "recomputed", "Running requests queued again without their cache, to be recomputed.", totals.recomputed
+        )
+        yield self._counter("moved", "Running requests moved from one R-node to another.", totals.moved)
+        yield self._counter(
             "prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", totals.prefix_queries
         )
         yield self._counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.", totals.prefix_hits)

@@ -3,37 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import random
 
 import pytest
-from toy import ToyLink, ToySPart, continuation, tokens_of, until
-
-from fastdecode.engine.engine import Engine
-from fastdecode.engine.request import SamplingParams
+from toy import ToyLink, until
+from toy_engine import generate, started
 
 pytestmark = pytest.mark.quick
-
-
-@contextlib.asynccontextmanager
-async def started(*links, **options):
-    engine = Engine(ToySPart(links), list(links), **({"max_batch_tokens": 64, "max_batch_size": 16} | options))
-    await engine.start()
-    try:
-        yield engine
-        assert await engine.drain(20)
-        for node in engine.cluster.alive:
-            await until(lambda node=node: node.pages_used == 0)
-    finally:
-        await engine.stop()
-
-
-async def generate(engine, n, tokens, seed=0):
-    rng = random.Random(seed)
-    prompts = [[rng.randrange(3, 900) for _ in range(rng.randint(1, 150))] for _ in range(n)]
-    params = SamplingParams(temperature=0.0, max_tokens=tokens)
-    answers = await asyncio.gather(*(tokens_of(engine.submit(p, params)) for p in prompts))
-    assert answers == [continuation(p, tokens) for p in prompts]
 
 
 async def test_an_r_node_that_joins_under_load_gets_load():

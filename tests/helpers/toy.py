@@ -17,6 +17,7 @@ from fastdecode.spart.batch import Sampled, StepOutput
 from fastdecode.transports.base import CallRefused, LinkDown
 
 VOCAB = 1000
+TOKENS: dict[str, tuple[ToyLink, tuple[int, int]]] = {}  # of RECEIVEs: where the sequence goes
 POISON = VOCAB - 1  # a prompt that ends with it has no next token
 
 
@@ -76,6 +77,13 @@ class ToyLink:
         self.forking.set()
         self.answering = asyncio.Event()  # FREEs; cleared, they wait
         self.answering.set()
+        self.refuse_pushes = False
+        self.pushes: list[tuple[range, int]] = []
+        self.pushed = asyncio.Event()
+        self.pushing = asyncio.Event()  # PUSHes of whole pages; cleared, they wait
+        self.finishing = asyncio.Event()  # PUSHes of the rest
+        self.pushing.set()
+        self.finishing.set()
         self._closed = asyncio.get_running_loop().create_future()
 
     def append(self, chunk) -> None:
@@ -129,6 +137,38 @@ class ToyLink:
         self.cache[dst[0]] = (dst[1], tokens[:length])
         self.held[dst[0]] = self.held[src[0]][: pages_for(length)]
         self.forks += 1
+
+    async def receive(self, seq, length, token) -> None:
+        await asyncio.sleep(0.001)
+        self.check_alive()
+        if seq[0] in self.cache:
+            raise CallRefused(Status.BAD_SEQUENCE, f"sequence {seq[0]} is in use")
+        self.cache[seq[0]], self.held[seq[0]] = (seq[1], []), [object() for _ in range(pages_for(length))]
+        if len({page for held in self.held.values() for page in held}) > self.pages:
+            raise CallRefused(Status.OUT_OF_PAGES, "no page left")
+        TOKENS[token] = self, seq
+
+    async def push(self, seq, pages, length, url, token) -> None:
+        self.check_alive()
+        self.pushes.append((pages, length))
+        self.pushed.set()
+        tag, tokens = self.cache[seq[0]]
+        whole = tokens[: pages.stop * PAGE_TOKENS]  # full pages do not change while they are sent
+        await asyncio.sleep(0.001)
+        await (self.finishing if length else self.pushing).wait()
+        self.check_alive()
+        if self.refuse_pushes:
+            raise CallRefused(Status.INTERNAL, "no pushes today")
+        target, (seq_index, target_tag) = TOKENS[token]
+        if target.url != url or target.dead or tag != seq[1] or target.cache.get(seq_index, (None,))[0] != target_tag:
+            raise CallRefused(Status.INTERNAL, "the target is gone")
+        assert tokens[: len(whole)] == whole and pages.stop * PAGE_TOKENS <= len(tokens) + PAGE_TOKENS * bool(length)
+        there = target.cache[seq_index][1]
+        there[pages.start * PAGE_TOKENS :] = whole[pages.start * PAGE_TOKENS :]
+        if length:
+            del there[length:]
+            assert len(there) == length
+            del target.held[seq_index][pages_for(length) :]
 
     async def resize(self, n_pages) -> dict:
         self.resizes.append(n_pages)

@@ -120,6 +120,33 @@ class Placer:
         self._chosen = dict(zip(together[1:], places[1:], strict=True))
         return self._nodes[places[0]]
 
+    def target(self, seq: Sequence, n_pages: int, nodes: list[RNodeLedger]) -> RNodeLedger | None:
+        """The R-node of `nodes` with `n_pages` free pages that keeps the R-Part shortest if `seq` moves there. None:
+        none has so many; prefix entries are evicted or a lease is to grow, so that a later call may succeed.
+
+        An R-node that could not hold the sequence up to its end is left out.
+        """
+        nodes = [node for node in nodes if pages_for(seq.final_length - 1) <= node.max_pages]
+        needed = {node: n_pages + self.watermark(node) for node in nodes}
+        if with_room := [node for node in nodes if node.has_free_index and needed[node] <= node.free_pages]:
+            self._loads.add(seq.placed_on.position, seq.mean_length, -1)
+            [place] = assign(
+                self._loads,
+                costs(self._nodes, self._loads.n_layers),
+                [seq.mean_length],
+                [[node.position for node in with_room]],
+            )
+            self._loads.add(seq.placed_on.position, seq.mean_length)
+            return self._nodes[place]
+        for node in sorted(nodes, key=lambda n: n.load):
+            if needed[node] <= node.unused_pages and not node.paused:
+                node.evict_for(needed[node], index=True)
+                break
+            if node.may_grow:
+                node.need(needed[node])
+                break
+        return None
+
     def _match_prefix(self, seq: Sequence, computed: bool = True) -> Placement | None:
         """The R-node and entry that have most leading tokens of `seq` cached or, with `computed` False, in prefill."""
         best = None

@@ -1,0 +1,177 @@
+"""Moves running sequences from one R-node to another while they go on (Llumnix, arXiv 2406.03243).
+
+K and V are only ever appended, so the whole pages of a sequence do not change. They are copied while the sequence goes
+on; then the sequence is left out of a step, the rest is copied, at most a page or two, and the next step finds it at
+its new place. The R-nodes copy among themselves (transports/bulk.py). Until the last page has arrived the sequence
+stays where it is: whatever breaks before, it goes on there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import TYPE_CHECKING
+
+from fastdecode.engine.ledger import RNodeLedger, pages_for
+from fastdecode.region.contract import PAGE_TOKENS
+from fastdecode.transports.base import CallRefused, LinkDown
+
+if TYPE_CHECKING:
+    from fastdecode.engine.pages import Page
+    from fastdecode.engine.prefixes import Handle
+    from fastdecode.engine.scheduler import Scheduler
+    from fastdecode.engine.sequence import Sequence
+
+log = logging.getLogger(__name__)
+
+#: Sequences that are moved off an R-node at the same time.
+_TOGETHER = 4
+#: Pages that a sequence may fill while its whole pages are copied. One that fills more is copied again.
+_SPARE_PAGES = 2
+#: A target that has failed to take a sequence is not tried again for so many seconds.
+_FAILED_SECONDS = 5.0
+
+
+class _CalledOff(Exception):
+    """The move has no more use: the sequence has left its R-node, or one of the two R-nodes is lost."""
+
+
+class Mover:
+    """Moves sequences between R-nodes. Belongs to the engine's event loop."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        spawn: Callable[[Coroutine[None, None, None]], None],
+        send: Callable[[], None],
+        on_change: Callable[[], None],
+        lost: Callable[[RNodeLedger, Exception], None],
+    ):
+        """`spawn` and `on_change`: see RNodeControl. `send` sends the FREEs and RESIZEs that a ledger has asked for;
+        `lost` is called for an R-node whose link is down."""
+        self.moved = 0  # sequences
+        self._scheduler, self._cluster = scheduler, scheduler.cluster
+        self._spawn, self._send, self._on_change, self._lost = spawn, send, on_change, lost
+        self._moving: set[Sequence] = set()
+        self._failed: dict[tuple[RNodeLedger, RNodeLedger], float] = {}  # source and target: when it was
+        self._changed = asyncio.Event()
+
+    def notice(self) -> None:
+        """Wake the moves that wait for a change of the scheduler's state."""
+        self._changed.set()
+
+    async def change(self, seconds: float | None = None) -> None:
+        """Wait for the next change of the scheduler's state, at most `seconds`."""
+        self._changed.clear()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._changed.wait(), seconds)
+
+    async def empty(self, source: RNodeLedger) -> None:
+        """Move all sequences off an R-node that takes no new ones, and wait until it has none or is lost.
+
+        A sequence that fits nowhere goes on where it is until there is room elsewhere, or until it ends.
+        """
+        while source.alive and ((running := self._scheduler.running_on(source)) or source.paused):
+            under_way = sum(seq.node is source for seq in self._moving)
+            for seq in running:
+                if under_way < _TOGETHER and self._movable(seq) and (target := self._target(seq)) is not None:
+                    under_way += 1
+                    self._begin(seq, target)
+            self._send()
+            await self.change(_FAILED_SECONDS)
+
+    def _movable(self, seq: Sequence) -> bool:
+        return not (seq in self._moving or seq.prefilling or seq.cancelled or seq.held)
+
+    def _target(self, seq: Sequence) -> RNodeLedger | None:
+        """The R-node with room for a sequence that keeps the R-Part shortest; None: there is none now."""
+        source, now = seq.placed_on, time.monotonic()
+        self._failed = {pair: at for pair, at in self._failed.items() if now - at < _FAILED_SECONDS}
+        allowed = [n for n in self._cluster.nodes if n is not source and (source, n) not in self._failed]
+        return self._cluster.target(seq, _pages_wanted(seq), allowed)
+
+    def _begin(self, seq: Sequence, target: RNodeLedger) -> None:
+        """Take pages of `target`, which has enough, and start the move."""
+        self._moving.add(seq)
+        handle, pages = target.admit(_pages_wanted(seq), [], seq.final_length)
+        self._cluster.loads.add(target.position, seq.mean_length)
+        self._spawn(self._move(seq, (seq.placed_on, seq.handle), target, handle, pages))
+
+    async def _move(
+        self, seq: Sequence, old: tuple[RNodeLedger, Handle], target: RNodeLedger, handle: Handle, pages: list[Page]
+    ) -> None:
+        """Move a sequence from `old`, its R-node and handle when the move began."""
+        source, done = old[0], False
+        try:
+            done = await self._copy(seq, *old, target, handle, pages)
+            self.moved += done
+        except _CalledOff:
+            pass
+        except CallRefused as error:
+            log.warning("a sequence could not be moved from R-node %s to %s: %s", source.url, target.url, error)
+            self._failed[source, target] = time.monotonic()
+        finally:
+            seq.held = False
+            self._moving.discard(seq)
+            if not done:
+                self._cluster.take_back(target, seq, handle, pages)
+            self._on_change()
+
+    async def _copy(
+        self,
+        seq: Sequence,
+        source: RNodeLedger,
+        old: Handle,
+        target: RNodeLedger,
+        handle: Handle,
+        pages: list[Page],
+    ) -> bool:
+        """Copy a sequence and let it go on at `target`. False if it has been left where it was.
+
+        Raises _CalledOff, CallRefused.
+        """
+        token = secrets.token_hex(32)
+        await self._ask(target, target.link.receive(handle, len(pages) * PAGE_TOKENS, token))
+        sent = 0
+        while (whole := min(seq.cached // PAGE_TOKENS, len(pages))) > sent:
+            self._check(seq, source, old)
+            await self._ask(source, source.link.push(old, range(sent, whole), 0, target.url, token))
+            sent = whole
+        self._check(seq, source, old)
+        seq.held = True
+        while seq.in_flight or (seq.entry is not None and seq.entry.pins):
+            await self.change()
+            self._check(seq, source, old)
+        if pages_for(seq.cached) > len(pages):
+            return False  # it has grown more than was foreseen; it is tried again
+        arrived = False
+        self._scheduler.hold(seq)
+        try:
+            rest = range(sent, pages_for(seq.cached))
+            await self._ask(source, source.link.push(old, rest, seq.cached, target.url, token))
+            arrived = target.alive
+        finally:
+            self._scheduler.let_go(seq, (target, handle, pages) if arrived else None)
+        return arrived
+
+    async def _ask(self, node: RNodeLedger, request: Awaitable[None]) -> None:
+        """Await a request to an R-node. Raises CallRefused, and _CalledOff if the R-node is lost."""
+        try:
+            await request
+        except LinkDown as error:
+            self._lost(node, error)
+            raise _CalledOff from None
+
+    @staticmethod
+    def _check(seq: Sequence, source: RNodeLedger, handle: Handle) -> None:
+        if seq.node is not source or seq.handle != handle or seq.mini_batch is None or seq.cancelled:
+            raise _CalledOff
+
+
+def _pages_wanted(seq: Sequence) -> int:
+    """Pages to ask of a target: those that the sequence has, and some for what it generates meanwhile."""
+    return min(pages_for(seq.cached + 1) + _SPARE_PAGES, pages_for(max(seq.final_length - 1, seq.cached + 1)))

@@ -1,0 +1,116 @@
+"""Streams whose K and V move between R-nodes in processes of their own. transformers judges every token."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import signal
+
+import pytest
+import torch
+from checkpoints import VOCAB_SIZE, make_checkpoint, reference
+from rnode_process import RNodeProcess
+
+from fastdecode.engine.engine import Engine
+from fastdecode.engine.request import SamplingParams
+from fastdecode.spart import SPart, load_model
+from fastdecode.transports.registry import connect
+
+ROWS, STREAMS, TOKENS = 256, 64, 150
+
+
+@contextlib.asynccontextmanager
+async def serving(checkpoint, *urls, **options):
+    """A started engine over R-node processes, and these."""
+    torch.set_num_threads(1)
+    model = load_model(checkpoint, device="cpu", dtype=torch.float32)
+    with contextlib.ExitStack() as processes:
+        nodes = []
+        for url in urls:
+            nodes.append(RNodeProcess(url, 256 << 20))
+            processes.callback(nodes[-1].end)
+        hello = model.hello(2, ROWS, "fp32", 100 << 20, 2 * STREAMS)
+        links = [await connect(node.url, hello, None) for node in nodes]
+        engine = Engine(SPart(model, links), links, max_batch_tokens=ROWS, max_batch_size=STREAMS, **options)
+        await engine.start()
+        try:
+            yield engine, nodes
+        finally:
+            await engine.stop()
+            for link in engine.spart.links:
+                await link.close()
+
+
+def prompts(n, seed=0):
+    rng = random.Random(seed)
+    return [[rng.randrange(3, VOCAB_SIZE) for _ in range(rng.choice((5, 30, 127, 129)))] for _ in range(n)]
+
+
+async def tokens_of(stream):
+    return [event.token async for event in stream]
+
+
+def assert_greedy(judge, given, results):
+    """Every token is the one that transformers would have chosen after the tokens before it."""
+    for prompt, tokens in zip(given, results, strict=True):
+        with torch.inference_mode():
+            logits = judge(torch.tensor([prompt + tokens])).logits[0]
+        assert tokens == logits[len(prompt) - 1 : -1].argmax(-1).tolist()
+
+
+async def until(condition):
+    async with asyncio.timeout(60):
+        while not condition():
+            await asyncio.sleep(0.002)
+
+
+def start(engine, given):
+    params = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
+    return asyncio.gather(*(tokens_of(engine.submit(prompt, params)) for prompt in given))
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [("llama-gqa", {}), ("mistral", {"prefix_cache": True, "guesses": 4})],
+    ids=["plain", "windows, prefixes and guesses"],
+)
+async def test_an_r_node_with_64_streams_is_drained_and_none_is_recomputed(tmp_path, family, options):
+    """From shared memory to TCP: all streams are on the R-node that is drained when its replacement joins."""
+    checkpoint = make_checkpoint(family)
+    async with serving(checkpoint, f"shm://{tmp_path}/a.sock", **options) as (engine, _):
+        given = prompts(STREAMS)
+        work = start(engine, given)
+        await until(lambda: engine.scheduler.n_running == STREAMS and not any(s.prefilling for s in engine._live))
+        other = RNodeProcess("tcp://127.0.0.1:0", 256 << 20)
+        try:
+            hello = engine.spart.model.hello(2, ROWS, "fp32", 100 << 20, 2 * STREAMS)
+            engine.add_link(await connect(other.url, hello, None))
+            await engine.r_nodes.drain(0)
+            totals = engine.stats.totals
+            assert totals.moved == STREAMS and not work.done()
+            await until(lambda: not engine.cluster.nodes[0].pages.freeing)
+            assert (await engine.spart.links[0].stats())["pages_used"] == 0
+            await engine.r_nodes.retire(0)
+            results = await work
+            assert totals.recomputed == totals.preemptions == 0
+            assert_greedy(reference(checkpoint), given, results)
+        finally:
+            for link in engine.spart.links:
+                await link.close()
+            other.end()
+
+
+@pytest.mark.parametrize("victim", [0, 1], ids=["source", "target"])
+async def test_an_r_node_killed_during_a_drain_costs_no_tokens(tmp_path, victim):
+    checkpoint = make_checkpoint("llama-gqa")
+    urls = [f"shm://{tmp_path}/{name}.sock" for name in "abc"]
+    async with serving(checkpoint, *urls) as (engine, nodes):
+        given = prompts(24)
+        work = start(engine, given)
+        await until(lambda: engine.scheduler.n_running == 24 and not any(s.prefilling for s in engine._live))
+        draining = asyncio.create_task(engine.r_nodes.drain(0))
+        await until(lambda: engine.r_nodes.moves.moved >= 1)
+        nodes[victim].end(signal.SIGKILL)
+        await draining
+        assert_greedy(reference(checkpoint), given, await work)
