@@ -26,6 +26,7 @@ _COMMANDS = (
     "speculate",
     "perplexity",
     "accuracy",
+    "drain",
     "soak",
     "structured",
     "checkpoint",
