@@ -16,7 +16,10 @@ pytestmark = [pytest.mark.tools, pytest.mark.timeout(300)]
 
 sys.path.insert(0, str(ROOT / "scripts"))
 
-from gpu_proof import page  # noqa: E402
+from gpu_proof import page, parts  # noqa: E402
+
+#: The parts that are runs of tests, which the whole suite runs anyway.
+TESTS = {"tests", "watchdog", "steps"}
 
 
 def leaves(value: Any) -> Iterator[Any]:
@@ -32,17 +35,20 @@ def test_the_proof_runs_here(tmp_path):
         pytest.skip(reason)
     if cuda_driver.has_driver():
         pytest.skip("this machine has a driver of its own")
-    parts = ["machine", "tokens", "exchanges", "round-trip", "throughput"]  # the rest are the tests themselves
-    only = [argument for part in parts for argument in ("--only", part)]
+    names = [name for name in parts.PARTS if name not in TESTS]
+    assert names == ["machine", "tokens", "exchanges", "round-trip", "throughput"] and set(parts.PARTS) > TESTS
+    only = [argument for name in names for argument in ("--only", name)]
     command = [sys.executable, str(ROOT / "scripts/prove_on_gpu.py"), "--quick", "--out", str(tmp_path), *only]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
     proof = json.loads((tmp_path / "proof.json").read_text())
-    assert proof["simulated"] is True
+    assert proof["simulated"] is True and proof["memory_gib"] == 24.0
     states = {part["name"]: part["status"] for part in proof["parts"]}
-    assert states == dict.fromkeys(parts, "passed") | {"exchanges": "skipped"}
-    parts = [part["results"] | {"seconds": part["seconds"]} for part in proof["parts"]]
-    assert "simulated" in leaves(parts) and not any(isinstance(leaf, float) for leaf in leaves(parts))
+    assert states == dict.fromkeys(names, "passed") | {"exchanges": "skipped"}
+    results = [part["results"] | {"seconds": part["seconds"]} for part in proof["parts"]]
+    assert "simulated" in leaves(results) and not any(isinstance(leaf, float) for leaf in leaves(results))
+    (cell,) = proof["parts"][4]["results"]["cells"]
+    assert {cell[name] for name in ("tokens_per_s", "s_tokens_per_s", "r_tokens_per_s")} == {"simulated"}
     trips = proof["parts"][3]["results"]["cells"]
     assert {cell["transport"] for cell in trips} == {"shm", "tcp"} and all(cell["equal"] for cell in trips)
     text = (tmp_path / "proof.html").read_text()
