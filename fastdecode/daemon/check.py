@@ -68,8 +68,7 @@ def _exchange(config: NodeConfig) -> str:
     from fastdecode.daemon.gpu import node_exchange
     from fastdecode.spart import choose_device
 
-    backend = "transformers" if config.backend == "transformers" else "native"
-    return str(node_exchange(config, choose_device(config.device), backend, config.mini_batches or 2))
+    return str(node_exchange(config, choose_device(config.device), config.mini_batches or 2))
 
 
 def _gpu() -> str:

@@ -12,14 +12,13 @@ from fastdecode.spart.exchange.choice import BypassImpossible, Choice, choose_ex
 _PROXY_SPIN_US = 2000
 
 
-def node_exchange(config: NodeConfig, device: torch.device, backend: str, mini_batches: int) -> Choice:
+def node_exchange(config: NodeConfig, device: torch.device, mini_batches: int) -> Choice:
     """The exchange for --exchange. Raises ConfigError if that one cannot be used."""
     spin_us = _PROXY_SPIN_US if config.spin_us is None else config.spin_us
     try:
         return choose_exchange(
             config.exchange,
             device,
-            backend == "native",
             mini_batches,
             config.max_batch_size,
             spin_us,

@@ -10,6 +10,7 @@ import torch
 
 from fastdecode.daemon.config import ConfigError, NodeConfig, format_bytes
 from fastdecode.daemon.machine import available_memory
+from fastdecode.daemon.option_values import guesses
 from fastdecode.engine.ledger import pages_for
 from fastdecode.spart.exchange.graph_table import size_class
 from fastdecode.spart.memory import graph_bytes, staged_token_bytes, step_bytes
@@ -38,7 +39,8 @@ def staged_tokens(
         memory = config.staging_memory
         return (available_memory() // _STAGING_PART if memory is None else memory) // staged_token_bytes(model)
     free, total = torch.cuda.mem_get_info(device)
-    step = step_bytes(model, config.max_batch_tokens, config.max_batch_size)
+    drawn = min(config.max_batch_tokens, config.max_batch_size * (1 + guesses(config.speculate)))
+    step = step_bytes(model, config.max_batch_tokens, drawn)
     if captures:
         step += graph_bytes(model, size_class(config.max_batch_size))
     steps = mini_batches * step

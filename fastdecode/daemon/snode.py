@@ -91,7 +91,7 @@ def run_s_node(config: NodeConfig) -> None:
         "weights as stored" if config.weights == "auto" else f"{config.weights} weights",
         str(dtype).removeprefix("torch."),
     )
-    exchange = node_exchange(config, device, backend.name, split.mini_batches)
+    exchange = node_exchange(config, device, split.mini_batches)
     log.info("exchange: %s", exchange)
     uvloop.run(_serve(config, settings, backend, model, exchange, api_processes or sockets, split, secret))
 

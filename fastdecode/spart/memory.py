@@ -16,11 +16,12 @@ _LOGIT_COPIES = 7
 def step_bytes(model: ServedModel, rows: int, sampled: int) -> int:
     """An upper bound of the memory that the tensors of one step take at once, in bytes.
 
-    `rows` are the step's rows, `sampled` those that a token is drawn for. Memory that torch's kernels allocate for
+    `rows` are the step's rows, `sampled` the tokens that are drawn. Memory that torch's kernels allocate for
     themselves is not counted, nor are the scores of the few models that cap or slope them.
     tests/spart/test_memory.py compares the bound with the live tensors of steps.
     """
-    return _kept_bytes(model, rows) + max(_layer_bytes(model, rows), _sampling_bytes(model, sampled))
+    logits = _logit_bytes(model, rows if model.all_logits else sampled)
+    return _kept_bytes(model, rows) + max(_layer_bytes(model, rows), logits + sampling_bytes(model, sampled))
 
 
 def graph_bytes(model: ServedModel, rows: int) -> int:
@@ -60,9 +61,14 @@ def _layer_bytes(model: ServedModel, rows: int) -> int:
     return norm + max(rows * itemsize * (q + kv), attention, mlp) + changes
 
 
-def _sampling_bytes(model: ServedModel, sampled: int) -> int:
+def _logit_bytes(model: ServedModel, rows: int) -> int:
+    """Bytes of the logits of some rows, in the activation dtype and in fp32, and of the final norm before them."""
     vocab, (hidden, _) = model.shape.vocab_size, model.widths
     single = torch.float32.itemsize
-    block = min(sampled, rows_of_block(vocab)) * vocab
-    rows = sampled * (3 * hidden * single + vocab * (model.dtype.itemsize + single))
-    return rows + _LOGIT_COPIES * block * single
+    return rows * (3 * hidden * single + vocab * (model.dtype.itemsize + single))
+
+
+def sampling_bytes(model: ServedModel, sampled: int) -> int:
+    """An upper bound of the memory that drawing so many tokens takes beside their logits, in bytes."""
+    vocab = model.shape.vocab_size
+    return _LOGIT_COPIES * min(sampled, rows_of_block(vocab)) * vocab * torch.float32.itemsize

@@ -39,6 +39,11 @@ class ServedModel:
         raise NotImplementedError
 
     @property
+    def all_logits(self) -> bool:
+        """True if a step may compute the logits of all of its rows at once."""
+        return False
+
+    @property
     def act_dtype(self) -> str:
         """The links' activation dtype, one of ACT_DTYPES. It is the S-Part's dtype, so that no row is converted."""
         return next(name for name in ACT_DTYPES if TORCH_DTYPES[name] is self.dtype)

@@ -194,7 +194,7 @@ class CapturedStep:
             part.reshape(layers, self._rows, n_bytes)[:, : rows.shape[1]] = rows.view(np.uint8)
         each = zip(self._regions, payload.attending, payload.appended, strict=True)
         slots = [region.addresses(self.slot, Ranges(*ranges)) for region, *ranges in each]
-        table = row_addresses(slots, y.q_row_bytes, y.kv_row_bytes)
+        table = row_addresses(slots, y.q_row_bytes, y.kv_row_bytes, y.o_row_bytes)
         for part, numbers in zip(parts[2:], (table.q, table.kv, table.o, table.counts), strict=True):
             part[: numbers.nbytes] = numbers.view(np.uint8)
         self.download[:] = 0xFF  # NaN, until the copy at the graph's end has run

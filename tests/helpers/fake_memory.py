@@ -51,11 +51,27 @@ def run(spart: Any, memory: LiveMemory, chunks: list[Any]) -> int:
     return memory.peak - before
 
 
+def run_captured_sampling(spart: Any, memory: LiveMemory, rows: int) -> int:
+    """Draw the tokens of a captured step of the largest kind; returns the most memory that the draws took."""
+    from fastdecode.spart.sampling import Sampler
+    from fastdecode.spart.sampling_kinds import Kind, rows_of_block
+    from fastdecode.spart.step_table import StepTable
+
+    vocab, table = spart.config.vocab_size, StepTable()
+    kind = Kind(draws=True, filters=True, rules=(1 << 16) // -(-rows // rows_of_block(vocab)))
+    sampler = Sampler.of_kind(kind, rows, [], vocab, table)
+    with torch.inference_mode(), FakeTensorMode(allow_non_fake_inputs=True), memory:
+        logits, uploaded = torch.empty(rows, vocab, device=DEVICE), table.upload(torch.device(DEVICE))
+        before = memory.peak = memory.bytes()
+        sampler.launch(logits, uploaded)
+    return memory.peak - before
+
+
 def main() -> None:
     from fastdecode.spart import prompt
     from fastdecode.spart.attention import attend_efficient
     from fastdecode.spart.batch import Chunk
-    from fastdecode.spart.memory import step_bytes
+    from fastdecode.spart.memory import sampling_bytes, step_bytes
 
     FakeTensor.numpy = _numpy
     # The kernel of this device makes the matrix of scores, a GPU's kernels do not.
@@ -74,6 +90,10 @@ def main() -> None:
         "a prompt": [
             run(spart, memory, [Chunk(0, 9998, 1, 0, [5] * rows, True, kinds[0])]),
             step_bytes(spart.model, rows, 1),
+        ],
+        "captured sampling": [
+            run_captured_sampling(spart, memory, decoding),
+            sampling_bytes(spart.model, decoding),
         ],
     }
     print(json.dumps(found))

@@ -71,6 +71,9 @@ class LyingStream:
         """The end of the queue as it is now."""
         return self._run + len(self._queue)
 
+    def is_captured(self) -> bool:
+        return self._record is not None
+
     def has_run(self, mark: int) -> bool:
         return self._run >= mark
 
@@ -164,6 +167,11 @@ class LyingDevice(TorchDispatchMode):
                 return self._transfer(given["self"], device, given.get("dtype"), bool(given.get("non_blocking")))
         if name == "copy_" and given["src"].device.type != given["self"].device.type:
             return self._copy(given["self"], given["src"], bool(given.get("non_blocking")))
+        if name in ("item", "_local_scalar_dense") and isinstance(given["self"], LyingTensor):
+            if self.stream.is_captured():
+                raise RuntimeError("the host may not wait for a stream that is captured")
+            self.wait(self.stream, self.stream.mark(), "download")
+            return given["self"].late.item()
         tensors = [x for x in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         here = [x for x in tensors if isinstance(x, LyingTensor)]
         made_here = torch.device(given["device"]).type == NAME if given.get("device") is not None else False

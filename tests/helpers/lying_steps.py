@@ -20,10 +20,10 @@ import torch
 from lying_device import NAME, LyingDevice, LyingEvent, LyingStream
 
 
-def texts() -> list[list[int]]:
+def texts(vocab_size: int) -> list[list[int]]:
     """Eight prompts: four for each mini-batch."""
     generator = torch.Generator().manual_seed(1)
-    return [torch.randint(3, 384, (n,), generator=generator).tolist() for n in (3, 40, 17, 70, 1, 55, 8, 30)]
+    return [torch.randint(3, vocab_size, (n,), generator=generator).tolist() for n in (3, 40, 17, 70, 1, 55, 8, 30)]
 
 
 def how_to_draw(i: int, prompt: list[int], done: list[int]) -> Any:
@@ -74,7 +74,7 @@ def generate(spart: Any, n_links: int, n_new: int = 4, chunk: int = 24, prefill:
     way. Without `prefill` the R-nodes attend for the prompts."""
     from fastdecode.spart.batch import Chunk, StepBatch
 
-    prompts = texts()
+    prompts = texts(spart.config.vocab_size)
     done: list[list[int]] = [[] for _ in prompts]
     cached = [0] * len(prompts)
     while any(len(tokens) < n_new for tokens in done):
@@ -135,7 +135,10 @@ def make_bypass(device: LyingDevice, left_out: str) -> Any:
     return Bypass(Kernels.load(driver, b""), device.make_stream, most_rows=64)
 
 
-async def with_links(model: Any, n_links: int, bypass: Any = None, left_out: str = "none") -> list[list[int]]:
+async def with_links(
+    model: Any, n_links: int, bypass: Any = None, left_out: str = "none", make_spart: Any = None
+) -> list[list[int]]:
+    """`make_spart` is the class of the S-Part; None: SPart."""
     from spart_steps import linked
 
     from fastdecode.spart import SPart
@@ -144,7 +147,8 @@ async def with_links(model: Any, n_links: int, bypass: Any = None, left_out: str
     with tempfile.TemporaryDirectory() as folder:
         async with linked(model, Path(folder), n_links, max_rows=128) as links:
             with torch.inference_mode():  # torch makes no view of another tensor of the device in that mode
-                spart = SPart(model, links, Choice("bypass", bypass=bypass) if bypass else None)
+                choice = Choice("bypass", bypass=bypass) if bypass else None
+                spart = (make_spart or SPart)(model, links, choice)
             if left_out in ABANDONED:
                 abandon(spart, wait=left_out != "end")
             if left_out in FIRST + ABANDONED:

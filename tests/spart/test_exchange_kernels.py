@@ -60,12 +60,15 @@ def steps(chance: random.Random) -> Iterator[tuple[list[slice], list[slice]]]:
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "fp32"])
-@pytest.mark.parametrize(("q_heads", "kv_heads", "head_size"), [(4, 2, 8), (1, 1, 8), (9, 3, 64), (32, 8, 128)])
-def test_rows_go_to_their_places_in_the_slots_and_nowhere_else(kernels, dtype, q_heads, kv_heads, head_size):
+@pytest.mark.parametrize(
+    ("q_heads", "kv_heads", "head_size", "v_size"),
+    [(4, 2, 8, 8), (1, 1, 8, 8), (9, 3, 64, 64), (32, 8, 128, 128), (4, 4, 24, 16)],
+)
+def test_rows_go_to_their_places_in_the_slots_and_nowhere_else(kernels, dtype, q_heads, kv_heads, head_size, v_size):
     """Against copies by numpy, link by link; every other byte of the regions keeps its value."""
     chance = random.Random(head_size)
-    layout = region_layout(Geometry(2, 64, 1, q_heads, kv_heads, head_size, dtype))
-    q_bytes, kv_bytes = layout.q_row_bytes, layout.kv_row_bytes
+    layout = region_layout(Geometry(2, 64, 1, q_heads, kv_heads, head_size, dtype, v_size))
+    q_bytes, kv_bytes, o_bytes = layout.q_row_bytes, layout.kv_row_bytes, layout.o_row_bytes
     for attending, appended in steps(chance):
         links = [FakeLink(layout, chance.randint(0, 1)) for _ in attending]
         n_attend, n_rows = attending[-1].stop, max(attending[-1].stop, appended[-1].stop)
@@ -73,7 +76,7 @@ def test_rows_go_to_their_places_in_the_slots_and_nowhere_else(kernels, dtype, q
         q = generator.integers(0, 256, (n_attend, q_bytes), np.uint8)
         kv = generator.integers(0, 256, (n_rows, kv_bytes), np.uint8)
         parts = [link.slot_rows(a, b) for link, a, b in zip(links, attending, appended, strict=True)]
-        table = row_addresses(parts, q_bytes, kv_bytes)
+        table = row_addresses(parts, q_bytes, kv_bytes, o_bytes)
         chunks = q_bytes // CHUNK_BYTES, kv_bytes // CHUNK_BYTES
         blocks = n_rows + chance.choice([0, 5])
         tables = (table.q, table.kv, table.counts)
@@ -88,20 +91,21 @@ def test_rows_go_to_their_places_in_the_slots_and_nowhere_else(kernels, dtype, q
             copy.rows(layout.kv, n + more, kv_bytes)[n:] = kv[b]
             assert np.array_equal(link.region, copy.region)
 
-        o = np.full((n_attend + 1, q_bytes), UNTOUCHED, np.uint8)
+        answer = generator.integers(0, 256, (n_attend, o_bytes), np.uint8)
+        o = np.full((n_attend + 1, o_bytes), UNTOUCHED, np.uint8)
         for link, a in zip(links, attending, strict=True):
-            link.rows(layout.o, a.stop - a.start, q_bytes)[:] = q[a] ^ 0x5A
-        kernels.launch("fd_unpack_rows", (blocks, 1), ROW_THREADS, o, table.o, table.counts, chunks[0])
-        assert np.array_equal(o[:-1], q ^ 0x5A) and (o[-1] == UNTOUCHED).all()
+            link.rows(layout.o, a.stop - a.start, o_bytes)[:] = answer[a]
+        kernels.launch("fd_unpack_rows", (blocks, 1), ROW_THREADS, o, table.o, table.counts, o_bytes // CHUNK_BYTES)
+        assert np.array_equal(o[:-1], answer) and (o[-1] == UNTOUCHED).all()
 
 
 def test_rows_that_are_not_aligned_are_refused():
     aligned = SlotRows(64, 128, 192, slice(0, 1), slice(1, 1))
-    row_addresses([aligned], 32, 64)
+    row_addresses([aligned], 32, 64, 32)
     with pytest.raises(ValueError, match="aligned to 16"):
-        row_addresses([aligned], 32, 72)
+        row_addresses([aligned], 32, 72, 32)
     with pytest.raises(ValueError, match="aligned to 16"):
-        row_addresses([SlotRows(64, 136, 192, slice(0, 1), slice(1, 1))], 32, 64)
+        row_addresses([SlotRows(64, 136, 192, slice(0, 1), slice(1, 1))], 32, 64, 32)
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])

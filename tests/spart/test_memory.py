@@ -49,16 +49,17 @@ MODELS = {
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(("rows", "decoding"), [(512, 256), (2048, 32)])
 def test_no_step_takes_more_memory_than_its_bound(name, rows, decoding, tmp_path):
-    """Decoding with every sampler, prompts, both; and the bound is no more than three times what they take."""
+    """Decoding with every sampler, prompts, both, and the draws within a captured step. The bound is no more than four
+    times what they take."""
     (tmp_path / "config.json").write_text(json.dumps(MODELS[name]))
     dtype = MODELS[name]["torch_dtype"]
     command = [sys.executable, "-W", "ignore", str(SCRIPT), str(tmp_path), dtype, str(rows), str(decoding)]
     run = subprocess.run(command, capture_output=True, text=True, timeout=110)
     assert run.returncode == 0, run.stderr
     steps = json.loads(run.stdout)
-    assert len(steps) == 3
+    assert len(steps) == 4
     for step, (peak, bound) in steps.items():
-        assert bound / 3 < peak <= bound, step
+        assert bound / 4 < peak <= bound, step
 
 
 def test_staged_prompts_take_what_is_counted():

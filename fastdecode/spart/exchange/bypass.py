@@ -59,7 +59,7 @@ class _Graph:
 
 
 class Captured(Protocol):
-    """An S-Part whose steps can be captured (decoder.SPart)."""
+    """An S-Part whose steps can be captured: decoder.SPart, or hf.decoder.HFSPart."""
 
     @property
     def model(self) -> Any: ...
@@ -73,6 +73,7 @@ class _Lane:
 
     def __init__(self, stream: Stream, spart: Captured, most_rows: int):
         self.stream = stream
+        self.largest: _Graph | None = None
         self.graphs: OrderedDict[tuple[tuple[Link, ...], int, Kind | None], _Graph] = OrderedDict()
         model, vocab_size = spart.model, spart.model.config.vocab_size
         with stream.current():
@@ -138,6 +139,7 @@ class Bypass:
         self.fault = ""  # the reason why no step is taken any more
         self._behind: set[str] = set()  # what has been drawn behind a graph
 
+    @torch.inference_mode()
     def takes(self, spart: Captured, rows: Any, slot: int) -> bool:
         """True if `step` can run `rows`, a decoder.StepRows: they decode, are not too many, and have a graph.
 
@@ -157,6 +159,7 @@ class Bypass:
             log.warning("exchange: staged from now on; %s", self.fault)
         return not self.fault
 
+    @torch.inference_mode()
     def step(
         self, spart: Captured, rows: Any, batch: StepBatch, keep_logits: bool
     ) -> Generator[Pending, float | None, StepOutput]:
@@ -236,7 +239,11 @@ class Bypass:
 
     def _lane(self, spart: Captured, slot: int) -> _Lane:
         if slot not in self._lanes:
-            self._lanes[slot] = _Lane(self._make_stream(), spart, self._most_rows)
+            lane = _Lane(self._make_stream(), spart, self._most_rows)
+            # The largest graph comes first, and stays: all others find room in the memory that it has taken. A graph
+            # that comes after smaller ones could not use what these have taken.
+            lane.largest = self._capture(spart, lane, slot, (), self._most_rows, Kind(draws=True, filters=True))
+            self._lanes[slot] = lane
         return self._lanes[slot]
 
     def _region(self, link: Link) -> MappedRegion:

@@ -55,15 +55,14 @@ class Choice:
 def choose_exchange(
     wanted: str,
     device: torch.device,
-    native: bool,
     mini_batches: int,
     most_rows: int,
     spin_us: int,
     *,
     whole_rows: bool = True,
 ) -> Choice:
-    """The exchange for `wanted`: "auto", "staged" or "bypass". `native`: the native decoder runs the model.
-    `whole_rows`: each row of a step goes to one R-node, not in parts to the members of a team.
+    """The exchange for `wanted`: "auto", "staged" or "bypass". `whole_rows`: each row of a step goes to one R-node, not
+    in parts to the members of a team.
 
     Steps of up to `most_rows` rows are run by the bypass, whose proxy spins for `spin_us` microseconds. Raises
     BypassImpossible if "bypass" is wanted and cannot be used; "auto" takes the staged exchange then.
@@ -75,8 +74,6 @@ def choose_exchange(
     if wanted == "staged":
         return Choice.plain(device)
     try:
-        if not native:
-            raise BypassImpossible("models of the transformers backend cannot be captured in a graph")
         if not whole_rows:
             raise BypassImpossible("its kernels do not cut rows for R-nodes that share heads (--partition heads)")
         if device.type != "cuda":

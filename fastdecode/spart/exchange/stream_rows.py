@@ -58,7 +58,7 @@ def step_addresses(regions: Sequence[MappedRegion], slot: int, rows: Sequence[Li
     """Where the rows of a step are in the slots; `regions` has the region of each link of `rows`."""
     y = regions[0].layout
     slots = [region.addresses(slot, part) for region, part in zip(regions, rows, strict=True)]
-    return row_addresses(slots, y.q_row_bytes, y.kv_row_bytes)
+    return row_addresses(slots, y.q_row_bytes, y.kv_row_bytes, y.o_row_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ class StreamRows:
         self._kernels, self._driver, self._stream, self._gates = kernels, kernels.driver, stream, gates
         self.q, self.kv, self.o = rows
         self._tables = {name: table.data_ptr() for name, table in tables.items()}
-        self._chunks = [x.shape[1] * x.element_size() // CHUNK_BYTES for x in (self.q, self.kv)]
+        self._chunks = [x.shape[1] * x.element_size() // CHUNK_BYTES for x in rows]
         self._asked = 0
 
     def post(self, layer: int, timeout: float = 0.0) -> None:
@@ -104,7 +104,7 @@ class StreamRows:
             ROW_THREADS,
             self._stream,
             (self.q.data_ptr(), self.kv.data_ptr(), tables["q"], tables["kv"], tables["counts"]),
-            self._chunks,
+            self._chunks[:2],
         )
         self._asked = layer + 1
         for gate in self._gates:
@@ -120,5 +120,5 @@ class StreamRows:
             ROW_THREADS,
             self._stream,
             (self.o.data_ptr(), self._tables["o"], self._tables["counts"]),
-            self._chunks[:1],
+            self._chunks[2:],
         )

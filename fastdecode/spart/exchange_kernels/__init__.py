@@ -45,9 +45,10 @@ class RowAddresses:
     counts: npt.NDArray[np.uint32]  # attending rows, rows
 
 
-def row_addresses(slots: Sequence[SlotRows], q_row_bytes: int, kv_row_bytes: int) -> RowAddresses:
+def row_addresses(slots: Sequence[SlotRows], q_row_bytes: int, kv_row_bytes: int, o_row_bytes: int) -> RowAddresses:
     """The tables for a step whose rows are in `slots`. Raises ValueError if a row is not aligned to CHUNK_BYTES."""
-    numbers = [q_row_bytes, kv_row_bytes, *(address for slot in slots for address in (slot.q, slot.kv, slot.o))]
+    row_bytes = [q_row_bytes, kv_row_bytes, o_row_bytes]
+    numbers = [*row_bytes, *(address for slot in slots for address in (slot.q, slot.kv, slot.o))]
     if any(number % CHUNK_BYTES for number in numbers):
         raise ValueError(f"rows must be aligned to {CHUNK_BYTES} bytes")
     n_attend = max(slot.attending.stop for slot in slots)
@@ -59,7 +60,7 @@ def row_addresses(slots: Sequence[SlotRows], q_row_bytes: int, kv_row_bytes: int
         more = slot.appended.stop - slot.appended.start
         places = np.arange(n + more, dtype=np.uint64)
         q[slot.attending] = slot.q + places[:n] * np.uint64(q_row_bytes)
-        o[slot.attending] = slot.o + places[:n] * np.uint64(q_row_bytes)
+        o[slot.attending] = slot.o + places[:n] * np.uint64(o_row_bytes)
         kv[slot.attending] = slot.kv + places[:n] * np.uint64(kv_row_bytes)
         kv[slot.appended] = slot.kv + places[n:] * np.uint64(kv_row_bytes)
     return RowAddresses(q, kv, o, np.array([n_attend, n_rows], np.uint32))

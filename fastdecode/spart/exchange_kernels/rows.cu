@@ -35,12 +35,12 @@ FD_KERNEL fd_pack_rows(const uint4 *q, const uint4 *kv, const unsigned long long
     for (unsigned i = threadIdx.x; i < chunks; i += FD_ROW_THREADS) to[i] = from[i];
 }
 
-/* Row i of o [counts[0]][q_chunks] is read from the address that o_slots[i] holds. The host has written the rows since
+/* Row i of o [counts[0]][o_chunks] is read from the address that o_slots[i] holds. The host has written the rows since
  * the last launch, so the loads do not take them from a cache. */
-FD_KERNEL fd_unpack_rows(uint4 *o, const unsigned long long *o_slots, const unsigned *counts, unsigned q_chunks) {
+FD_KERNEL fd_unpack_rows(uint4 *o, const unsigned long long *o_slots, const unsigned *counts, unsigned o_chunks) {
     const unsigned row = blockIdx.x;
     if (row >= counts[0]) return;
     const uint4 *from = (const uint4 *)o_slots[row];
-    uint4 *to = o + (unsigned long long)row * q_chunks;
-    for (unsigned i = threadIdx.x; i < q_chunks; i += FD_ROW_THREADS) to[i] = __ldcv(from + i);
+    uint4 *to = o + (unsigned long long)row * o_chunks;
+    for (unsigned i = threadIdx.x; i < o_chunks; i += FD_ROW_THREADS) to[i] = __ldcv(from + i);
 }

@@ -4,6 +4,9 @@ The model's forward pass runs in a greenlet. Each layer calls our attention func
 the R-nodes, attends the prompts, and pauses the greenlet. Meanwhile the generator `HFSPart.step` yields to the runner,
 which resumes another mini-batch, as with the native decoder. All rows of a step are one packed sequence [1, rows],
 because no part of a model but attention mixes rows.
+
+In a captured step (exchange/bypass.py) nothing is waited for, so the attention function calls straight through, without
+a greenlet.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ import torch
 
 from fastdecode.spart.batch import StepBatch, StepOutput
 from fastdecode.spart.decoder import SPart, StepRows
-from fastdecode.spart.exchange import Exchange, SlotViews, make_exchange
+from fastdecode.spart.exchange import RowExchange, SlotViews, make_exchange
 from fastdecode.spart.exchange.choice import Choice
 from fastdecode.spart.heads import heads_in
 from fastdecode.spart.hf.attention import running
@@ -31,7 +34,8 @@ class HFSPart(SPart):
     """A transformers model and the links to the R-nodes that hold its KV-cache; see SPart."""
 
     def __init__(self, model: HFModel, links: list[Link], exchange: Choice | None = None):
-        """`links` and `exchange` are those of SPart; no model of transformers has a bypass."""
+        """`links` and `exchange` are those of SPart. If the model's own code makes the host wait for its device, the
+        capture of its first step fails, and all steps are staged."""
         self.model: Any = model
         self.links = links
         self.exchange = exchange or Choice.plain(model.device)
@@ -41,14 +45,18 @@ class HFSPart(SPart):
         self._prompts = PromptCache(self._config, model.device, model.dtype)
         self._keeps_some_logits = "logits_to_keep" in inspect.signature(model.module.forward).parameters
 
+    @torch.inference_mode()
     def step(self, batch: StepBatch, keep_logits: bool = False) -> Generator[Pending, float | None, StepOutput]:
         """Run `batch` through the model; see SPart.step."""
         from greenlet import greenlet
 
         rows = StepRows(self, batch)
+        bypass = self.exchange.bypass
+        if bypass is not None and bypass.takes(self, rows, batch.slot):
+            return (yield from bypass.step(self, rows, batch, keep_logits))
         rows.upload(self.model.device)
         exchange = make_exchange(batch.slot, rows.link_rows, self.model.device)
-        forward = _Forward(self, rows, exchange, batch.layer_timeout)
+        forward = _Forward(self, rows.uploaded, exchange, rows, batch.layer_timeout)
         # Every resume comes from this generator, so the greenlet's parent is whichever frame resumes it.
         paused = greenlet(forward.run)
         clock = StepClock(self.timeline, batch.slot, rows.started)
@@ -57,8 +65,7 @@ class HFSPart(SPart):
             while True:
                 running.forward = forward
                 paused.parent = _current()
-                with torch.inference_mode():
-                    logits = paused.switch()
+                logits = paused.switch()
                 if paused.dead:
                     break
                 clock.part_ended()
@@ -66,9 +73,8 @@ class HFSPart(SPart):
                 exchange.wait(batch.layer_timeout)
                 clock.replied()
             scored = logits[rows.n_drawn :]
-            with torch.inference_mode():
-                sampled = self._sample(logits[: rows.n_drawn], rows)
-                scores = rows.scorer(lambda part: scored[part], rows.uploaded)
+            sampled = self._sample(logits[: rows.n_drawn], rows)
+            scores = rows.scorer(lambda part: scored[part], rows.uploaded)
         except BaseException:
             if not paused.dead:
                 # A generator that the garbage collector closes in another thread cannot reach its greenlet, which then
@@ -94,6 +100,14 @@ class HFSPart(SPart):
             logits=logits[: rows.n_drawn] if keep_logits else None,
         )
 
+    def whole_step(self, inputs: dict[str, torch.Tensor], exchange: RowExchange) -> torch.Tensor:
+        """All layers of a step without prompts; see SPart.whole_step."""
+        running.forward = forward = _Forward(self, inputs, exchange)
+        try:
+            return forward.run()
+        finally:
+            running.forward = None
+
     @property
     def expert_load(self) -> dict[int, list[int]]:
         """Empty: the model's own code chooses the experts."""
@@ -110,13 +124,24 @@ class HFSPart(SPart):
 class _Forward:
     """One pass of a step's rows through the model, and the rows that its attention function exchanges."""
 
-    def __init__(self, spart: HFSPart, rows: StepRows, exchange: Exchange, timeout: float):
-        self._spart, self._rows, self._exchange, self._timeout = spart, rows, exchange, timeout
-        self.adapters = rows.adapters
+    def __init__(
+        self,
+        spart: HFSPart,
+        inputs: dict[str, torch.Tensor],
+        exchange: RowExchange,
+        rows: StepRows | None = None,
+        timeout: float = 0.0,
+    ):
+        """`inputs` is the step's table on the device. `rows` None: a step without prompts, which is captured."""
+        self._spart, self._inputs, self._exchange, self._timeout = spart, inputs, exchange, timeout
+        self._in_greenlet = rows is not None
+        self._prompts = rows.prompts if rows else []
+        self._n_scored = rows.scorer.n_rows if rows else 0
+        self.adapters = rows.adapters if rows else None
         self._config = spart.model.config
         self._layer = 0
         n, self._n_attend = len(exchange.kv), len(exchange.q)
-        self._mixed = bool(rows.prompts)
+        self._mixed = bool(self._prompts)
         if self._mixed:  # rows of prompts have Q and O too, but these do not go to an R-node
             self._q = exchange.kv.new_empty(n, exchange.q.shape[1])
             self._o = exchange.kv.new_empty(n, exchange.o.shape[1])
@@ -124,17 +149,17 @@ class _Forward:
             self._q, self._o = exchange.q, exchange.o
 
     def run(self) -> torch.Tensor:
-        """Run the model in the greenlet; returns logits [drawn + scored rows, vocab_size] fp32."""
-        spart, rows = self._spart, self._rows
-        tokens, positions, keep = (rows.uploaded[name] for name in ("tokens", "positions", "last rows"))
-        if rows.scorer.n_rows:
-            keep = torch.cat([keep, rows.uploaded["scored rows"]])
+        """Run the model; returns logits [drawn + scored rows, vocab_size] fp32."""
+        tokens, positions, keep = (self._inputs[name] for name in ("tokens", "positions", "last rows"))
+        n = len(keep) + self._n_scored
+        if self._n_scored:
+            keep = torch.cat([keep, self._inputs["scored rows"]])
         if not len(keep):  # the pass computes the logits of one row, because not every model accepts an empty `keep`
             keep = tokens.new_zeros(1)
-        logits = spart.logits_of(tokens, positions, keep)
+        logits = self._spart.logits_of(tokens, positions, keep)
         if self._layer != self._config.n_layers:
             raise RuntimeError(f"the model called attention {self._layer} times; the trace has {self._config.n_layers}")
-        return logits[: rows.n_drawn + rows.scorer.n_rows]
+        return logits[:n]
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Attention of one layer: q [1, n_q_heads, rows, k_size], k and v with KV heads -> O [1, rows, n_q_heads,
@@ -149,9 +174,12 @@ class _Forward:
         if self._mixed and self._n_attend:
             exchange.q.copy_(self._q[: self._n_attend])
         exchange.post(index, self._timeout)
-        for prompt in self._rows.prompts:
+        for prompt in self._prompts:
             prompt.attend(index, self._q[prompt.rows], exchange.kv[prompt.rows], out=self._o[prompt.rows])
-        _current().parent.switch()  # to HFSPart.step, which waits for the R-nodes before it resumes this greenlet
+        if self._in_greenlet:
+            _current().parent.switch()  # to HFSPart.step, which waits for the R-nodes before it resumes this greenlet
+        else:
+            exchange.wait(self._timeout)
         if self._mixed and self._n_attend:
             self._o[: self._n_attend].copy_(exchange.o)
         # A copy, because the next layer overwrites the slot's O rows and a model may hold on to its attention's output.

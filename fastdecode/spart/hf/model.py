@@ -39,6 +39,11 @@ class HFModel(ServedModel):
         return self.config
 
     @property
+    def all_logits(self) -> bool:
+        """True: some models compute the logits of all rows in any case, the others where a prompt is scored."""
+        return True
+
+    @property
     def widths(self) -> tuple[int, int]:
         """As far as the model's linears show it; experts that are kept in one tensor are not seen."""
         hidden = self.module.get_input_embeddings().weight.shape[1]
@@ -92,6 +97,9 @@ def load_hf_model(
         raise CheckpointError(f"the checkpoint lacks the tensor {missing[0]!r}{more}")
     module.eval().requires_grad_(False)
     adapters.adapt(module, split_attention)
+    for part in module.modules():
+        if hasattr(part, "warn_if_padding_and_no_attention_mask"):  # it looks at the tokens, so the host would wait
+            part.warn_if_padding_and_no_attention_mask = _no_padding
     parameters = sum(parameter.numel() for parameter in module.parameters())
     bits = BITS.get(weights)
     if bits or can_pack(device, dtype):
@@ -103,6 +111,10 @@ def load_hf_model(
     return HFModel(
         _with_sinks(split, module), module, device, dtype, parameters, own + rest + change_bytes, adapter_set.names
     )
+
+
+def _no_padding(*_: Any) -> None:
+    """Steps are packed, so no row is padding."""
 
 
 def _with_sinks(config: HFConfig, module: Any) -> HFConfig:
