@@ -9,7 +9,7 @@ needs no R-node, calls `wait`, and reads `o`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -143,17 +143,20 @@ class StepLinks:
         self._group.disarm()
 
     def _check(self, failures: list[tuple[int, int, str]] | None) -> None:
-        for member, status, message in failures or ():
+        self._note(failures or ())
+        if len(self.failures) == len(self._link_rows):
+            # A raised exception holds this frame. If the frame or `failures` held the exception too, this cycle would
+            # keep the regions mapped until the garbage collector runs.
+            errors, self.failures = list(self.failures.values()), {}
+            raise errors.pop(0)
+
+    def _note(self, failures: Iterable[tuple[int, int, str]]) -> None:
+        for member, status, message in failures:
             link, failed = self._members[member]
             error = failed.failure(status, message)
             error.link = link  # which may be a team that `failed` is a member of
             if link not in self.failures or isinstance(error, LinkDown):
                 self.failures[link] = error
-        if len(self.failures) == len(self._link_rows):
-            # A raised exception holds this frame. If `failures` held the exception too, this cycle would keep the
-            # regions mapped until the garbage collector runs.
-            errors, self.failures = list(self.failures.values()), {}
-            raise errors.pop(0)
 
 
 class RowExchange(Protocol):
