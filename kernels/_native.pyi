@@ -131,14 +131,28 @@ def page_bytes(
     geometry: _Geometry,
     kv_dtype: int,
     *,
+    windows: Sequence[int] | None = None,
+    segments: Sequence[int] | None = None,
     kv_layers: Sequence[int] | None = None,
     heads: Sequence[Sequence[int]] | None = None,
 ) -> int:
-    """Bytes of one page, all layers and KV heads. `kv_dtype` is an index of region.contract.KV_DTYPES; `kv_layers` and
-    `heads` are those of REngine.add_link.
+    """Bytes of one page. `kv_dtype` is an index of region.contract.KV_DTYPES; the other arguments are those of
+    REngine.add_link.
 
     Raises ValueError for a geometry, a dtype or layers that are not valid.
     """
+
+def page_sections(
+    geometry: _Geometry,
+    kv_dtype: int,
+    *,
+    windows: Sequence[int] | None = None,
+    segments: Sequence[int] | None = None,
+    kv_layers: Sequence[int] | None = None,
+    heads: Sequence[Sequence[int]] | None = None,
+) -> tuple[int, int, int]:
+    """How many pages PAGE_TOKENS tokens take: for the layers that see all tokens, and for those of limited reach; then
+    that reach in tokens, 0 if there are no such layers. Arguments and errors are those of page_bytes."""
 
 class _LinkStats(TypedDict):
     calls: int
@@ -223,13 +237,15 @@ class REngine:
         bytes: int,
         grows: bool,
         *,
+        windows: Sequence[int] | None = None,
+        segments: Sequence[int] | None = None,
         kv_layers: Sequence[int] | None = None,
         heads: Sequence[Sequence[int]] | None = None,
     ) -> int:
         """The most pages that take at most `bytes` of the budget, in a lease that grows or in one that does not.
 
         The planes (kernels/cache/planes.h) of a lease that grows lie apart, and each takes whole OS pages, or whole
-        hugetlb pages. `kv_layers` and `heads` are those of `add_link`. Raises ValueError for a geometry, a dtype or
+        hugetlb pages. The other arguments are those of `add_link`. Raises ValueError for a geometry, a dtype or
         layers that are not valid.
         """
     def close(self) -> None:
@@ -265,10 +281,10 @@ class REngineLink:
         Raises ValueError for a wrong index or length, MemoryError if too few pages are free.
         """
     def send_pages(self, fd: int, seq_index: int, tag: int, first: int, n: int, offset: int, /) -> int:
-        """Send pages [first, first + n) of a sequence, from byte `offset` on, over a non-blocking stream socket.
+        """Send blocks [first, first + n) of a sequence, from byte `offset` on, over a non-blocking stream socket.
 
         Returns how many bytes went, at most 1 MiB; 0 if the socket is not ready. Raises ValueError if the sequence has
-        no such pages, OSError if the socket has failed.
+        no such blocks or has given back pages of them, OSError if the socket has failed.
         """
     def receive_pages(self, fd: int, seq_index: int, tag: int, first: int, n: int, offset: int, /) -> int:
         """Receive what `send_pages` sends. Raises like `send_pages`; ConnectionResetError if the stream has ended."""

@@ -28,6 +28,7 @@ HEAD_SIZE_UNIT = _native.HEAD_SIZE_UNIT
 #: Limits of a lease.
 MAX_PAGES = _native.MAX_PAGES
 MAX_SEQS = _native.MAX_SEQS
+MAX_SECTIONS = _native.MAX_SECTIONS
 #: Limit of the attention of one call: query heads x head size x (attending row, cached token) pairs.
 MAX_CALL_WORK = _native.MAX_CALL_WORK
 
@@ -51,6 +52,8 @@ POISON = _native.POISON
 ROW_ATTEND = _native.ROW_ATTEND
 #: Flag of a row table entry: the sequence may have more than `pos` tokens, which the R-node drops first.
 ROW_CUT = _native.ROW_CUT
+#: Flag of a row table entry: the R-node gives back the pages that no row from `pos` on sees, and refuses earlier rows.
+ROW_SLIDE = _native.ROW_SLIDE
 #: One row table entry (fd_row_t).
 ROW_DTYPE = np.dtype(
     {

@@ -67,6 +67,7 @@
 /* Limits of a lease. */
 #define FD_MAX_PAGES (1u << 25) /* a token's position always fits 32 bits */
 #define FD_MAX_SEQS (1u << 20)
+#define FD_MAX_SECTIONS 16u /* into which the layers of a link are divided, see kernels/cache/planes.h */
 
 /* Limit on the attention of a call. Calls of several links take turns in slices, so a long one holds up nobody else;
  * the limit bounds how long it holds up its own link, and what is lost when the link ends. The unit is query heads x
@@ -108,6 +109,7 @@ typedef struct {
 enum {                     /* fd_row_t.flags */
        FD_ROW_ATTEND = 1u, /* the rows attend; without it their K and V are only appended (prefill) */
        FD_ROW_CUT = 2u,    /* the sequence may have more than `pos` tokens, which are dropped first; `pos` is not 0 */
+       FD_ROW_SLIDE = 4u, /* no row before `pos` will come: pages that no row from `pos` on sees are given back first */
 };
 
 /* An entry of the row table: one sequence's part of a step. */

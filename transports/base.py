@@ -87,11 +87,11 @@ class LayerOptions:
     #: (query heads, KV heads, size of a Q or K head, size of a V or O head) of each layer, if layers differ in them
     heads: tuple[tuple[int, int, int, int], ...] = ()
 
-    @property
-    def stored(self) -> dict[str, Any]:
-        """The options that change the size of a KV page, as keyword arguments of kernels._native.page_bytes and of
-        REngine.pages_within."""
-        return {"kv_layers": self.kv_layers or None, "heads": self.heads or None}
+    def stored(self, windows: tuple[int, ...]) -> dict[str, Any]:
+        """What decides on the size of a KV page, `windows` (Hello.windows) included, as keyword arguments of
+        kernels._native.page_bytes and page_sections and of REngine.pages_within."""
+        names = ("segments", "kv_layers", "heads")
+        return {"windows": windows or None} | {name: getattr(self, name) or None for name in names}
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,13 +111,16 @@ class Hello:
 class Lease:
     """The share of an R-node's KV-cache that the R-node has granted to a link."""
 
-    n_pages: int  # pages of PAGE_TOKENS tokens, all layers
+    n_pages: int  # pages of PAGE_TOKENS tokens, for the layers of one section
     max_pages: int  # the most pages that RESIZE can make of it, while the R-node has them free
     max_seqs: int  # sequence indexes are 0 .. max_seqs - 1
-    page_bytes: int  # bytes of one page, all layers and KV heads
+    page_bytes: int  # bytes of one page
     isa: str  # the instruction set that the R-engine computes with
     threads: int  # of the R-engine
     node: str  # the R-node's name for logs and metrics
+    full_sections: int = 1  # pages that PAGE_TOKENS tokens take for the layers that see all tokens
+    limited_sections: int = 0  # and for the layers of limited reach (windows, segments)
+    reach: int = 0  # tokens that a token sees in those layers, at most
 
 
 class Link(ABC):

@@ -134,6 +134,11 @@ async def say_hello(conn: FrameSocket, hello: Hello, secret: bytes | None) -> tu
     if hello.kv_bytes is not None and lease.n_pages * lease.page_bytes > hello.kv_bytes:
         granted = lease.n_pages * lease.page_bytes
         raise LinkRefused(f"the R-node grants {granted} bytes of KV-cache, asked for were {hello.kv_bytes}")
+    if not lease.full_sections + lease.limited_sections or (lease.limited_sections > 0) != (lease.reach > 0):
+        raise LinkRefused(
+            f"the R-node divides the layers into {lease.full_sections} and {lease.limited_sections} sections, the "
+            f"latter with a reach of {lease.reach}"
+        )
     if lease.max_pages < lease.n_pages:
         raise LinkRefused(f"the R-node grants {lease.n_pages} pages and says that {lease.max_pages} are its most")
     return lease, Ticket(answer.token, session)

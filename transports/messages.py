@@ -16,7 +16,7 @@ from typing import Any, ClassVar, TypeVar, dataclass_transform
 
 import orjson
 
-from fastdecode.region.contract import ACT_DTYPES, KV_DTYPES, MAX_LAYERS, PROTOCOL_VERSION
+from fastdecode.region.contract import ACT_DTYPES, KV_DTYPES, MAX_LAYERS, MAX_SECTIONS, PROTOCOL_VERSION
 
 from .base import TransportError
 
@@ -231,6 +231,9 @@ class Welcome:
     isa: str = _text(32)
     threads: int = _int(U32, 1)
     node: str = _text(256)
+    full_sections: int = _int(MAX_SECTIONS)
+    limited_sections: int = _int(MAX_SECTIONS)
+    reach: int = _int(U32)
 
 
 # A bulk connection, over which an R-node sends pages of a sequence to another one (bulk.py). The receiving R-node sends

@@ -256,6 +256,10 @@ def _common_lease(leases: Sequence[Lease]) -> Lease:
         isa=" + ".join(dict.fromkeys(lease.isa for lease in leases)),
         threads=sum(lease.threads for lease in leases),
         node=" + ".join(lease.node for lease in leases),
+        # All members divide the layers alike, because each has the same share of every layer's heads.
+        full_sections=leases[0].full_sections,
+        limited_sections=leases[0].limited_sections,
+        reach=leases[0].reach,
     )
 
 

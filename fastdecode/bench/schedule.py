@@ -20,6 +20,7 @@ from fastdecode.engine.scheduling.plan import SchedulerLimits
 from fastdecode.engine.sequence import Sequence
 from fastdecode.region.contract import PAGE_TOKENS
 from fastdecode.spart.batch import Sampled
+from fastdecode.transports.base import Lease
 
 COMMAND = ("schedule", "processor time of the scheduler while many requests share a prompt")
 
@@ -50,7 +51,7 @@ def _print_table(args: argparse.Namespace, result: dict[str, Any]) -> None:
 def crowd(n: int, prompt_tokens: int, *, share: bool) -> dict[str, Any]:
     """Time the scheduler, in milliseconds a step, while `n` requests with one prompt of `prompt_tokens` tokens and 32
     tokens of their own run to their end, 64 to 95 outputs each. `share` False: without that prompt, for comparison."""
-    lease = SimpleNamespace(n_pages=100_000, max_seqs=4 * n, page_bytes=PAGE_TOKENS)
+    lease = Lease(100_000, 100_000, 4 * n, PAGE_TOKENS, "", 1, "sim")
     cluster = Cluster(cast(Any, [SimpleNamespace(url="sim://0", lease=lease)]), prefix_cache=share)
     limits = SchedulerLimits(2, max(1024, n), n)
     scheduler = Scheduler(cluster, limits)

@@ -9,8 +9,9 @@ import torch
 
 from fastdecode.daemon.config import ConfigError, NodeConfig, format_bytes
 from fastdecode.daemon.machine import available_memory
+from fastdecode.engine.pages import PageGroups
 from fastdecode.gguf.file import find_gguf
-from fastdecode.kernels._native import page_bytes
+from fastdecode.kernels._native import page_bytes, page_sections
 from fastdecode.region.contract import KV_DTYPES, PAGE_TOKENS
 from fastdecode.region.geometry import geometry_tuple
 from fastdecode.spart import ModelConfig, choose_device, choose_dtype
@@ -46,9 +47,12 @@ def rows(config: NodeConfig, path: Path) -> list[tuple[str, str]]:
     ]
     length = min(config.max_model_len or model.max_positions, model.max_positions)
     for kv_dtype in KV_DTYPES:
-        token = page_bytes(geometry, KV_DTYPES.index(kv_dtype), **model.options.stored) / PAGE_TOKENS
-        tokens = int(memory // token)
-        whole = f"{tokens // length} sequences of {length}" if tokens >= length else f"not one sequence of {length}"
+        options = model.options.stored(model.windows)
+        page = page_bytes(geometry, KV_DTYPES.index(kv_dtype), **options)
+        groups = PageGroups(*page_sections(geometry, KV_DTYPES.index(kv_dtype), **options), config.max_batch_tokens)
+        token = page * groups.block / PAGE_TOKENS
+        tokens, sequences = int(memory // token), memory // page // groups.pages_for(length)
+        whole = f"{sequences} sequences of {length}" if sequences else f"not one sequence of {length}"
         chosen = " (--kv-dtype)" if kv_dtype == config.kv_dtype else ""
         text = f"{format_bytes(token)} per token; {format_bytes(memory)} hold {tokens} tokens, {whole}{chosen}"
         lines.append((f"KV {kv_dtype}", text))

@@ -11,7 +11,7 @@ import torch
 from fastdecode.daemon.config import ConfigError, NodeConfig, format_bytes
 from fastdecode.daemon.machine import available_memory
 from fastdecode.daemon.option_values import guesses
-from fastdecode.engine.ledger import pages_for
+from fastdecode.engine.pages import PageGroups
 from fastdecode.spart.exchange.graph_table import size_class
 from fastdecode.spart.memory import graph_bytes, staged_token_bytes, step_bytes
 from fastdecode.spart.served import ServedModel
@@ -77,9 +77,12 @@ def gpu_staging(total: int, free: int, utilization: float, steps: int, wanted: i
 
 def capacity(model_bytes: int, device: torch.device, links: Iterable[Link], length: int) -> str:
     """A line for the log: the weights, the KV-cache, and how many sequences of `length` tokens the cache holds."""
-    leases = [link.lease for link in links]
-    kv = sum(lease.max_pages * lease.page_bytes for lease in leases)
-    sequences = sum(lease.max_pages // pages_for(length) for lease in leases)
+    kv = sequences = 0
+    for link in links:
+        lease = link.lease
+        groups = PageGroups(lease.full_sections, lease.limited_sections, lease.reach, link.geometry.max_rows)
+        kv += lease.max_pages * lease.page_bytes
+        sequences += lease.max_pages // groups.pages_for(length)
     where = "in RAM" if device.type == "cpu" else "on the GPU"
     held = f"{sequences} sequences of {length} tokens"
     return f"weights {format_bytes(model_bytes)} {where}, KV {format_bytes(kv)} in RAM = {held}"

@@ -19,7 +19,7 @@ from fastdecode.daemon.machine import huge_pages as machine_huge_pages
 from fastdecode.daemon.machine import numa_nodes
 from fastdecode.daemon.refusals import refusals
 from fastdecode.daemon.transfers import Inbox, Incoming, Transfers
-from fastdecode.kernels._native import REngine, REngineLink, bind_memory, page_bytes
+from fastdecode.kernels._native import REngine, REngineLink, bind_memory, page_bytes, page_sections
 from fastdecode.region.contract import KV_DTYPES, MAX_PAGES, MAX_SEQS, PAGE_TOKENS
 from fastdecode.region.geometry import geometry_tuple
 from fastdecode.transports import registry
@@ -148,13 +148,14 @@ class RNode:
         grows = self._grows and layers + pages.layers <= _MAX_GROWING_LAYERS
         fitting = min(wanted // pages.bytes, max_pages := min(most // pages.bytes, MAX_PAGES))
         n_pages = min(fitting, self.pages_within(pages, free, grows)) if grows else 0
-        if n_pages < 1:  # without room for growth, a smaller piece of memory may do
+        least = sum(pages.sections[:2])  # of 128 tokens
+        if n_pages < least:  # without room for growth, a smaller piece of memory may do
             n_pages = max_pages = min(fitting, self.pages_within(pages, free, False))
-        if n_pages < 1:
+        if n_pages < least:
             raise LinkRefused(
                 f"no memory for a KV-cache: {wanted} bytes wanted beside an activation region of {region.nbytes}, "
                 f"{self.kv_free} free of the {self._kv_bytes} that R-node {self.name} has for all its S-nodes; one of "
-                f"them may lease {self._max_lease}, and {PAGE_TOKENS} tokens of this model take {pages.bytes}"
+                f"them may lease {self._max_lease}, and {PAGE_TOKENS} tokens of this model take {least * pages.bytes}"
             )
         try:
             link = self._engine.add_link(
@@ -177,7 +178,14 @@ class RNode:
         except (ValueError, MemoryError) as error:
             raise LinkRefused(f"the R-engine refused the link: {error}") from None
         lease = Lease(
-            n_pages, max_pages, hello.max_seqs, pages.bytes, self._engine.isa, self._engine.threads, self.name
+            n_pages,
+            max_pages,
+            hello.max_seqs,
+            pages.bytes,
+            self._engine.isa,
+            self._engine.threads,
+            self.name,
+            *pages.sections,
         )
         grant = REngineGrant(self, link, lease, pages, region.nbytes)
         self._regions[grant] = region.nbytes
@@ -194,7 +202,7 @@ class RNode:
         return self._inbox.take(token, page_bytes)
 
     def transfers(self, link: REngineLink, page_bytes: int) -> Transfers:
-        """The transfers of a link, whose pages have `page_bytes`."""
+        """The transfers of a link, whose blocks have `page_bytes`."""
         return Transfers(link, page_bytes, self._inbox, self._secret)
 
     def pages_within(self, pages: _Pages, n_bytes: int, grows: bool = True) -> int:
@@ -214,14 +222,16 @@ class RNode:
 
 
 class _Pages:
-    """A link's pages: the `layers` and `bytes` of one, and the arguments by which the R-engine knows them, `key` and
-    `options`. Raises ValueError for layers that no link can have."""
+    """A link's pages: the `layers` of the model, the `bytes` of a page, the `sections` (page_sections), and the
+    arguments by which the R-engine knows them, `key` and `options`. Raises ValueError for layers that no link can
+    have."""
 
     def __init__(self, hello: Hello):
         self.key = geometry_tuple(hello.geometry), KV_DTYPES.index(hello.kv_dtype)
-        self.options = hello.layers.stored
+        self.options = hello.layers.stored(hello.windows)
         self.layers = len(set(hello.layers.kv_layers)) or hello.geometry.n_layers
         self.bytes = page_bytes(*self.key, **self.options)
+        self.sections = page_sections(*self.key, **self.options)
 
 
 async def _log_prefault(link: REngineLink) -> None:
@@ -252,7 +262,7 @@ class REngineGrant:
         self._link = link
         self._pages = pages
         self._region_bytes = region_bytes
-        self._transfers = node.transfers(link, pages.bytes)
+        self._transfers = node.transfers(link, pages.bytes * sum(pages.sections[:2]))
         self.growing_layers = pages.layers if lease.max_pages > lease.n_pages else 0
 
     def free(self, handles: Sequence[tuple[int, int]]) -> None:

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 from fastdecode.daemon.config import format_bytes
 from fastdecode.daemon.discovery import DiscoveryError, RNodeSet
-from fastdecode.kernels._native import page_bytes
+from fastdecode.engine.pages import PageGroups
+from fastdecode.kernels._native import page_bytes, page_sections
 from fastdecode.region.contract import KV_DTYPES, PAGE_TOKENS
 from fastdecode.region.geometry import geometry_tuple
 from fastdecode.transports.base import Hello, Link, LinkDown, TransportError
@@ -37,8 +38,10 @@ _FIRST_LEASE_BYTES = 1 << 30
 
 def first_lease(hello: Hello, longest: int) -> int:
     """Bytes with which a lease that grows begins: room for a sequence of `longest` tokens, but at most 1 GiB."""
-    one_page = page_bytes(geometry_tuple(hello.geometry), KV_DTYPES.index(hello.kv_dtype), **hello.layers.stored)
-    return max(1, min(-(-longest // PAGE_TOKENS), _FIRST_LEASE_BYTES // one_page)) * one_page
+    key, options = (geometry_tuple(hello.geometry), KV_DTYPES.index(hello.kv_dtype)), hello.layers.stored(hello.windows)
+    one_page, sections = page_bytes(*key, **options), page_sections(*key, **options)
+    pages = PageGroups(*sections, hello.geometry.max_rows).pages_for(longest)
+    return max(sum(sections[:2]), min(pages, _FIRST_LEASE_BYTES // one_page)) * one_page
 
 
 @dataclass(slots=True, eq=False)
@@ -158,16 +161,19 @@ class RNodeLinks:
             self._embedded.remove_socket()
         for member, _ in link.members:
             lease = member.lease
+            block = lease.full_sections + lease.limited_sections
             log.info(
-                "R-node %s: %s, %d thread(s); leased: %d tokens of %s KV-cache (%s); at most %d; activation region %s",
+                "R-node %s: %s, %d thread(s); leased: %d tokens of %s KV-cache (%s); at most %d; "
+                "activation region %s%s",
                 member.url,
                 lease.isa,
                 lease.threads,
-                lease.n_pages * PAGE_TOKENS,
+                lease.n_pages // block * PAGE_TOKENS,
                 self._config.kv_dtype,
                 format_bytes(lease.n_pages * lease.page_bytes),
-                lease.max_pages * PAGE_TOKENS,
+                lease.max_pages // block * PAGE_TOKENS,
                 format_bytes(member.region_bytes),
+                f"; sequences longer than their windows of {lease.reach} take less" if lease.limited_sections else "",
             )
         if len(urls) > 1:
             log.info("these %d R-nodes share the KV heads of every sequence", len(urls))

@@ -23,7 +23,7 @@ def step_batch(plan: Plan, n_layers: int) -> StepBatch:
         score = _score_spec(seq, n_tokens)
         where = (seq.placed_on.position, *seq.handle, seq.cached)
         kind = (seq.adapter, len(guesses), seq.overrun, seq.long)
-        chunks.append(Chunk(*where, tokens, prefill, spec, seq.prefill_end, score, *kind))
+        chunks.append(Chunk(*where, tokens, prefill, spec, seq.prefill_end, score, *kind, slide=seq.slides))
     return StepBatch(plan.mini_batch, chunks, layer_deadline(plan, n_layers))
 
 

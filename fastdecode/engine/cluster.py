@@ -10,7 +10,7 @@ from __future__ import annotations
 from math import ceil
 from typing import TYPE_CHECKING
 
-from fastdecode.engine.ledger import RNodeLedger, pages_for
+from fastdecode.engine.ledger import RNodeLedger
 from fastdecode.engine.prefixes import CachedSequence, PrefixEntry, page_hashes
 from fastdecode.engine.scheduling.placement import Placement, Placer, Wait, costs, mean_length
 from fastdecode.engine.scheduling.rtime import Loads, layer_groups
@@ -19,7 +19,7 @@ from fastdecode.region.contract import PAGE_TOKENS
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from fastdecode.engine.pages import Page
+    from fastdecode.engine.pages import PageTable
     from fastdecode.engine.prefixes import Handle
     from fastdecode.engine.sequence import Sequence
     from fastdecode.transports.base import Link, StepTimes
@@ -39,16 +39,20 @@ class Cluster:
         max_uncached_suffix: int | None = None,
         windows: Iterable[int] = (0,),
         grow_leases: bool = False,
+        step_rows: int = PAGE_TOKENS,
     ):
         """`watermark` is the share of a lease's pages that new sequences leave to running ones. `max_uncached_suffix`
         is how many tokens behind a shared prefix may be left to an R-node's attention; a prompt with a longer suffix is
         prefilled on the S-node as a whole. None: any number. `windows`: each layer's sliding window; 0: full
-        attention. `grow_leases`: leases grow on demand."""
+        attention. `grow_leases`: leases grow on demand. `step_rows`: most rows of a step."""
         self.prefix_cache = prefix_cache
-        self._grow_leases = grow_leases
-        self.nodes = [RNodeLedger(position, link, grow_leases) for position, link in enumerate(links)]
+        self._grow_leases, self._step_rows = grow_leases, step_rows
+        self.nodes = [self._ledger(position, link) for position, link in enumerate(links)]
         self.loads = Loads(groups := layer_groups(windows), [[0.0] * len(groups) for _ in self.nodes])
         self._placer = Placer(self.nodes, self.loads, watermark, max_uncached_suffix)
+
+    def _ledger(self, position: int, link: Link) -> RNodeLedger:
+        return RNodeLedger(position, link, self._grow_leases, self._step_rows)
 
     @property
     def alive(self) -> list[RNodeLedger]:
@@ -62,17 +66,22 @@ class Cluster:
 
     @property
     def capacity(self) -> int:
-        """Tokens that the largest lease of a live R-node can cache once it has grown as far as it may."""
-        return max((node.max_pages for node in self.open), default=0) * PAGE_TOKENS
+        """Tokens of the longest sequence that a live R-node can cache once its lease has grown as far as it may."""
+        return max((node.groups.capacity(node.max_pages) for node in self.open), default=0)
 
     @property
     def tokens(self) -> int:
-        """Tokens that the leases of all live R-nodes can cache, grown as far as the R-nodes' memory allows."""
-        return sum(node.obtainable for node in self.open) * PAGE_TOKENS
+        """Tokens that the leases of all live R-nodes can cache if no page is given back, grown as far as the R-nodes'
+        memory allows."""
+        return sum(node.obtainable // node.groups.block for node in self.open) * PAGE_TOKENS
 
     def can_hold(self, tokens: int) -> bool:
         """True if a live R-node could cache `tokens` tokens if it were empty."""
         return bool(self.alive) and tokens <= self.capacity
+
+    def pages_for(self, tokens: int) -> int:
+        """Pages that a sequence of `tokens` tokens needs to start; all R-nodes divide the layers alike."""
+        return self.nodes[0].groups.pages_for(tokens)
 
     @property
     def room(self) -> tuple[int, int]:
@@ -99,14 +108,15 @@ class Cluster:
     def admit(self, seq: Sequence, placement: Placement) -> None:
         """Give `seq` a handle on the placement's R-node, count the pages of its present tokens and pin its source."""
         node, source = placement.node, placement.source
-        shared = source.cached.pages[: placement.shared_tokens // PAGE_TOKENS] if source is not None else []
-        seq.handle, seq.pages = node.admit(pages_for(len(seq.tokens)), shared, seq.final_length)
+        shared = source.share(placement.shared_tokens) if source is not None else None
+        seq.handle, seq.pages = node.admit(len(seq.tokens), shared, seq.final_length)
         seq.node = node
         seq.mean_length = mean_length(seq)
         self.loads.add(node.position, seq.mean_length)
         if seq.hashes:
             cached = CachedSequence(seq.handle, seq.pages)
-            seq.entry = PrefixEntry(cached, [], seq.hashes, seq.salt, running=True, computed=False)
+            floor = seq.pages.floor
+            seq.entry = PrefixEntry(cached, [], seq.hashes, seq.salt, running=True, computed=False, floor=floor)
             node.prefixes.insert(seq.entry)
         if source is not None:
             source.pins += 1
@@ -115,45 +125,83 @@ class Cluster:
     def end_fork(self, seq: Sequence, succeeded: bool) -> bool:
         """Unpin the source of `seq`. After a failed FORK, evict that source and let `seq` share nothing.
 
-        False if the R-node has too few pages for the prompt on its own; `seq` then has only those it did not share.
+        False if the R-node has too few pages for the prompt on its own; `seq` then has none.
         """
         node, source = seq.placed_on, seq.source
         assert source is not None, "a sequence without a source asks for no FORK"
         source.pins -= 1
         if succeeded:
             return True
-        n_shared = seq.shared_tokens // PAGE_TOKENS
-        shared = seq.pages[:n_shared]
-        del seq.pages[:n_shared]
-        node.pages.unshare(shared)
+        node.pages.unshare(seq.pages)
         if source in node.prefixes and not source.pins:
             node.evict(source)
         seq.source, seq.shared_tokens = None, 0
-        if n_shared > node.free_pages:
-            return False
-        seq.pages += node.pages.take(n_shared)
-        return True
+        n_tokens = len(seq.tokens)
+        enough = node.groups.pages_for(n_tokens) <= node.free_pages
+        seq.pages = node.table(n_tokens) if enough else node.table(0)
+        if seq.entry is not None:
+            seq.entry.cached, seq.entry.floor = CachedSequence(seq.handle, seq.pages), 0
+        return enough
 
     def mark_prefilled(self, seq: Sequence) -> None:
         """Record that all tokens `seq` was placed with are cached, so that other prompts may share them."""
         if seq.entry is not None and seq.entry in seq.placed_on.prefixes:
             seq.placed_on.prefixes.mark_computed(seq.entry)
 
-    def grow(self, seq: Sequence) -> bool:
-        """Count one more page for `seq`; False if its R-node has no free page."""
-        node = seq.placed_on
-        if node.free_pages < 1:
+    def cover(self, seq: Sequence, tokens: int) -> bool:
+        """Count pages for the step of `seq` that is being planned and ends with `tokens` cached tokens. False if its
+        R-node has too few.
+
+        If pages are short, the step gives back those that no later row sees, unless a FORK is under way from them.
+        """
+        node, table = seq.placed_on, seq.pages
+        lacking = table.lacking(tokens)
+        if (node.short or lacking > node.free_pages) and self.can_slide(seq):
+            lacking -= table.reusable(seq.cached, tokens)
+            if lacking > node.free_pages:
+                return False
+            seq.given_back = node.pages.slide(table, seq.cached, tokens)
+            seq.slides = True
+            self._raise_floor(seq)
+        return self.take_free(seq, tokens)
+
+    def can_slide(self, seq: Sequence) -> bool:
+        """True if the next step of `seq` may give back pages."""
+        pinned = seq.entry is not None and seq.entry.pins
+        return not (seq.moving or pinned) and any(seq.pages.beyond(seq.cached))
+
+    def take_free(self, seq: Sequence, tokens: int) -> bool:
+        """Count free pages for `seq` ahead of a step that ends with `tokens` cached tokens; False if there are too
+        few."""
+        node, table = seq.placed_on, seq.pages
+        if table.lacking(tokens) > node.free_pages:
             return False
-        seq.pages += node.pages.take(1)
+        node.pages.extend(table, table.missing(tokens))
         return True
 
-    def reclaim_page(self, node: RNodeLedger) -> bool:
+    def _raise_floor(self, seq: Sequence) -> None:
+        """Let prompts share no beginning of `seq` that ends before the floor of its pages."""
+        if seq.entry is None:
+            return
+        seq.entry.floor = seq.pages.floor
+        prefixes = seq.placed_on.prefixes
+        if seq.entry in prefixes and seq.entry.floor > PAGE_TOKENS * len(seq.entry.hashes):
+            prefixes.remove(seq.entry)
+
+    def end_slide(self, seq: Sequence) -> None:
+        """Record that the R-node has completed the step of `seq` in flight."""
+        if seq.slides:
+            seq.placed_on.pages.freed(seq.given_back)
+            seq.slides, seq.given_back = False, []
+
+    def reclaim(self, node: RNodeLedger, pages: int) -> bool:
         """True if `node` will soon have a page: one is being freed, or the lease may grow. Evicts prefix entries if no
-        page is being freed."""
+        page is being freed. `pages` are wanted."""
+        node.short = True
         if not node.pages_freeing:
-            node.evict_for(1, index=False)
+            node.evict_for(pages, index=False)
         if not node.pages_freeing and node.may_grow:
-            node.need(1)
+            node.need(pages)
             return True
         return node.pages_freeing > 0
 
@@ -168,20 +216,21 @@ class Cluster:
         if sound and self.prefix_cache and node.open and seq.cached >= PAGE_TOKENS:
             tokens = seq.tokens[: seq.cached]
             node.pages.keep(cached.pages)
+            salt, floor = seq.salt, seq.pages.floor
             if entry is not None:
-                node.prefixes.mark_ended(entry, cached, tokens)
+                node.prefixes.mark_ended(entry, cached, tokens, floor)
             else:
-                salt = seq.salt
-                node.prefixes.insert(PrefixEntry(cached, tokens, page_hashes(tokens, salt, seq.hashes), salt))
+                hashes = page_hashes(tokens, salt, seq.hashes)
+                node.prefixes.insert(PrefixEntry(cached, tokens, hashes, salt, floor=floor))
             if source is not None and source in node.prefixes and not (source.pins or source.running):
                 start, end = seq.shared_tokens, len(source.tokens)
-                if tokens[start:end] == source.tokens[start:]:
+                if tokens[start:end] == source.tokens[start:] and floor <= end:
                     node.evict(source)  # the new entry has all of its tokens
             node.evict_for(ceil(_PREFIX_HEADROOM * node.n_pages), index=True)
         else:
             if entry is not None:
                 node.prefixes.remove(entry)
-            node.release(cached)
+            node.release(cached, seq.given_back)
         seq.forget_cache()
 
     def pause(self, seq: Sequence) -> None:
@@ -199,18 +248,18 @@ class Cluster:
         It needs a page for its next token, and the watermark, so that it is not paused again at once.
         """
         node = seq.placed_on
-        wanting = pages_for(seq.cached + 1) - len(seq.pages)
-        needed = wanting + self._placer.watermark(node)
+        needed = seq.pages.lacking(seq.cached + 1) + self._placer.watermark(node)
         if needed > node.free_pages:
-            mine = sum(not page.users for page in seq.pages)
+            mine = sum(page.size * (not page.users) for page in seq.pages)
             if needed > node.unused_pages - mine:
+                node.short = True
                 if node.may_grow:
                     node.need(needed)
                 return Wait.ROOM
             return Wait.FREE if node.evict_for(needed, index=False, spare=seq) else Wait.ROOM
         del node.paused[seq]
         node.pages.use(seq.pages)
-        seq.pages += node.pages.take(wanting)
+        node.pages.extend(seq.pages, seq.pages.missing(seq.cached + 1))
         node.resume(seq.final_length)
         self.loads.add(node.position, seq.mean_length)
         return None
@@ -221,24 +270,24 @@ class Cluster:
         """The R-node among `nodes` that a running sequence moves to with `n_pages` pages; see Placer.target."""
         return self._placer.target(seq, n_pages, [node for node in nodes if node.open])
 
-    def move(self, seq: Sequence, target: RNodeLedger, handle: Handle, pages: list[Page]) -> None:
+    def move(self, seq: Sequence, target: RNodeLedger, handle: Handle, pages: PageTable) -> None:
         """Let `seq` go on at `target`, which has all of its cached tokens. `pages` are those that `target.admit` has
         counted for it."""
-        source, n_pages = seq.placed_on, pages_for(seq.cached)
+        source = seq.placed_on
         source.end_running(seq.final_length)
         self.loads.add(source.position, seq.mean_length, -1)
         if seq.entry is not None and seq.entry in source.prefixes:
             source.prefixes.remove(seq.entry)
         source.release(CachedSequence(seq.handle, seq.pages))
-        target.pages.unshare(pages[n_pages:])  # the R-node has kept no more than it needs
+        target.pages.unshare(pages.cut(seq.cached))  # the R-node has kept no more than it needs
         seq.forget_place()
-        seq.node, seq.handle, seq.pages = target, handle, pages[:n_pages]
+        seq.node, seq.handle, seq.pages = target, handle, pages
         if seq.hashes:
             cached = CachedSequence(handle, seq.pages)
             seq.entry = PrefixEntry(cached, [], seq.hashes, seq.salt, running=True)
             target.prefixes.insert(seq.entry)
 
-    def take_back(self, target: RNodeLedger, seq: Sequence, handle: Handle, pages: list[Page]) -> None:
+    def take_back(self, target: RNodeLedger, seq: Sequence, handle: Handle, pages: PageTable) -> None:
         """Undo what `target.admit` has counted for a sequence that did not move there after all."""
         target.end_running(seq.final_length)
         self.loads.add(target.position, seq.mean_length, -1)
@@ -247,7 +296,7 @@ class Cluster:
     def add_link(self, link: Link) -> RNodeLedger:
         """Start an account for one more R-node, at a position that a retired one has left, else at a new one."""
         position = next((node.position for node in self.nodes if node.retired), len(self.nodes))
-        node = RNodeLedger(position, link, self._grow_leases)
+        node = self._ledger(position, link)
         if position == len(self.nodes):
             self.loads.tokens.append([0.0] * len(self.loads.groups))
             self.nodes.append(node)
@@ -260,5 +309,5 @@ class Cluster:
         lost = self.nodes[position]
         if lost.alive:
             raise ValueError(f"R-node {lost.url} is alive")
-        self.nodes[position] = RNodeLedger(position, link, self._grow_leases)
+        self.nodes[position] = self._ledger(position, link)
         return self.nodes[position]

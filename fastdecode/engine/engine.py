@@ -102,7 +102,8 @@ class Engine:
         self.max_queued = max(max_queued, 1)  # every request passes through the queue
         self.spart = spart
         windows = spart.config.windows
-        self.cluster = Cluster(links, watermark, prefix_cache, max_uncached_suffix, windows, grow_leases)
+        shares = prefix_cache, max_uncached_suffix
+        self.cluster = Cluster(links, watermark, *shares, windows, grow_leases, max_batch_tokens)
         limits = SchedulerLimits(mini_batches, max_batch_tokens, max_batch_size, max_staged_tokens, strict_staging)
         self.scheduler = Scheduler(
             self.cluster,

@@ -7,6 +7,9 @@ only after the R-node has acknowledged the FREE (`acknowledge_free`). A page tha
 A lease that may grow is asked to grow ahead of need: when less than a quarter of it is unused, or when a sequence needs
 more pages than the lease has. Pages that only the prefix cache holds count as unused, because they can be evicted,
 unless the R-node has so much memory left that the larger lease would be at most half of what it could give.
+
+Pages that no later row of a running sequence sees, because windows have left them behind, stay as long as no sequence
+lacks pages: other prompts may share them. Then the sequences give them back with their next steps (`slide`).
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from __future__ import annotations
 from math import ceil
 from typing import TYPE_CHECKING, Protocol
 
-from fastdecode.engine.pages import PageBook
+from fastdecode.engine.pages import PageBook, PageGroups, PageTable
 from fastdecode.engine.prefixes import CachedSequence, Handle, PrefixEntry, PrefixIndex
 from fastdecode.engine.scheduling.rtime import Bandwidth
 from fastdecode.region.contract import PAGE_TOKENS
@@ -32,16 +35,11 @@ _LOW = 0.25
 _GROWTH = 0.5
 
 
-def pages_for(tokens: int) -> int:
-    """Pages that hold `tokens` cached tokens."""
-    return -(-tokens // PAGE_TOKENS)
-
-
 class Paused(Protocol):
     """A paused sequence as a ledger sees it. This module cannot name Sequence, whose module imports this one."""
 
     handle: Handle
-    pages: list[Page]
+    pages: PageTable
     entry: PrefixEntry | None
 
     def forget_cache(self) -> None:
@@ -51,8 +49,10 @@ class Paused(Protocol):
 class RNodeLedger:
     """One R-node's lease: how many of its pages and sequence indexes are used, and how loaded it will become."""
 
-    def __init__(self, position: int, link: Link, grows: bool = False):
-        """`position` is the index of `link` in the S-Part's list of links. `grows`: the lease is to grow on demand."""
+    def __init__(self, position: int, link: Link, grows: bool = False, step_rows: int = PAGE_TOKENS):
+        """`position` is the index of `link` in the S-Part's list of links. `grows`: the lease is to grow on demand.
+        `step_rows`: most rows of a step."""
+        lease = link.lease
         self.position = position
         self.link = link
         self.url = link.url
@@ -65,10 +65,12 @@ class RNodeLedger:
         self.resizing = False  # a RESIZE is under way
         self.refused = False  # the last RESIZE has brought less than was asked for; RNodeControl clears it
         self._needed = 0  # size of the lease that a sequence waits for
+        self.groups = PageGroups(lease.full_sections, lease.limited_sections, lease.reach, step_rows)
         self.pages = PageBook(self.n_pages)
+        self.short = False  # a sequence lacks pages: running ones give back what no later row sees
         self.n_sequences = 0  # running sequences
         self.load = 0  # tokens that the running sequences will have cached once all have their final length
-        self.token_bytes = link.lease.page_bytes / PAGE_TOKENS  # of one token's K and V, all layers
+        self.token_bytes = lease.page_bytes * self.groups.block / PAGE_TOKENS  # of one token's K and V, all layers
         self.bandwidth = Bandwidth()
         self.answer_seconds = 0.0  # how long the R-node took to answer its last STATS
         self.prefixes = PrefixIndex()
@@ -111,14 +113,25 @@ class RNodeLedger:
         """Pages and sequence indexes that are free, being freed, held by evictable entries, or to be leased."""
         return self.unused_pages + self.obtainable - self.n_pages, len(self._tags) - self.n_sequences
 
-    def admit(self, n_pages: int, shared: list[Page], final_length: int) -> tuple[Handle, list[Page]]:
-        """Count a new running sequence of `n_pages` pages, the first of which are `shared`, and at most `final_length`
-        tokens; returns its handle and its pages.
+    def table(self, tokens: int, shared: PageTable | None = None, whole: bool = False) -> PageTable:
+        """Pages for a sequence of `tokens` tokens to start with, the first of which are `shared`. `whole`: for all of
+        its tokens, at once. Raises ValueError if fewer are free."""
+        table = PageTable(self.groups) if shared is None else shared
+        self.pages.share(table)
+        missing = zip(self.groups.groups, table.missing(tokens), strict=True)
+        self.pages.extend(table, [n if whole else min(n, group.most) for group, n in missing])
+        return table
+
+    def admit(
+        self, tokens: int, shared: PageTable | None, final_length: int, whole: bool = False
+    ) -> tuple[Handle, PageTable]:
+        """Count a new running sequence of `tokens` tokens, the first of which lie in the pages `shared`, and at most
+        `final_length` tokens; returns its handle and its pages. `whole`: see `table`.
 
         Raises ValueError if fewer pages are free.
         """
-        pages = [*shared, *self.pages.take(n_pages - len(shared))]
-        self.pages.share(shared)
+        pages = self.table(tokens, shared, whole)
+        self.short = False
         seq_index = self._free_indexes.pop()
         self._tags[seq_index] = (self._tags[seq_index] + 1) & _TAG_MASK
         self.load += final_length
@@ -135,10 +148,11 @@ class RNodeLedger:
         self.load += final_length
         self.n_sequences += 1
 
-    def release(self, sequence: CachedSequence) -> None:
-        """Let the next FREE name `sequence`, which has run."""
+    def release(self, sequence: CachedSequence, given_back: Iterable[Page] = ()) -> None:
+        """Let the next FREE name `sequence`, which has run. `given_back` are pages that it gives back in a step that
+        was not completed."""
         self.pages.release(sequence.pages)
-        self._free(sequence)
+        self._free(CachedSequence(sequence.handle, [*sequence.pages, *given_back]))
 
     def _free(self, sequence: CachedSequence) -> None:
         self._sequences_freeing += 1

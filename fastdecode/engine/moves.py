@@ -4,6 +4,8 @@ K and V are only ever appended, so the whole pages of a sequence do not change. 
 on; then the sequence is left out of a step, the rest is copied, at most a page or two, and the next step finds it at
 its new place. The R-nodes copy among themselves (transports/bulk.py). Until the last page has arrived the sequence
 stays where it is: whatever breaks before, it goes on there.
+
+A sequence that has given back pages beyond windows is not moved. It ends where it is.
 """
 
 from __future__ import annotations
@@ -16,12 +18,13 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import TYPE_CHECKING
 
-from fastdecode.engine.ledger import RNodeLedger, pages_for
+from fastdecode.engine.ledger import RNodeLedger
+from fastdecode.engine.pages import blocks_for
 from fastdecode.region.contract import PAGE_TOKENS
 from fastdecode.transports.base import CallRefused, LinkDown
 
 if TYPE_CHECKING:
-    from fastdecode.engine.pages import Page
+    from fastdecode.engine.pages import PageTable
     from fastdecode.engine.prefixes import Handle
     from fastdecode.engine.scheduler import Scheduler
     from fastdecode.engine.sequence import Sequence
@@ -31,8 +34,8 @@ log = logging.getLogger(__name__)
 #: Sequences that are moved off an R-node at the same time. One after the other, streams pause least: on two cores,
 #: `fastdecode-bench drain` showed longer pauses with four at once.
 _TOGETHER = 1
-#: Pages that a sequence may fill while its whole pages are copied. One that fills more is copied again.
-_SPARE_PAGES = 2
+#: Blocks that a sequence may fill while its whole blocks are copied. One that fills more is copied again.
+_SPARE_BLOCKS = 2
 #: A target that has failed to take a sequence is not tried again for so many seconds.
 _FAILED_SECONDS = 5.0
 
@@ -86,24 +89,26 @@ class Mover:
             await self.change(_FAILED_SECONDS)
 
     def _movable(self, seq: Sequence) -> bool:
-        return not (seq in self._moving or seq.prefilling or seq.cancelled or seq.held)
+        return not (seq in self._moving or seq.prefilling or seq.cancelled or seq.held or seq.pages.floor)
 
     def _target(self, seq: Sequence) -> RNodeLedger | None:
         """The R-node with room for a sequence that keeps the R-Part shortest; None: there is none now."""
         source, now = seq.placed_on, time.monotonic()
         self._failed = {pair: at for pair, at in self._failed.items() if now - at < _FAILED_SECONDS}
         allowed = [n for n in self._cluster.nodes if n is not source and (source, n) not in self._failed]
-        return self._cluster.target(seq, _pages_wanted(seq), allowed)
+        return self._cluster.target(seq, _blocks_wanted(seq) * source.groups.block, allowed)
 
     def _begin(self, seq: Sequence, target: RNodeLedger) -> None:
         """Take pages of `target`, which has enough, and start the move."""
         self._moving.add(seq)
-        handle, pages = target.admit(_pages_wanted(seq), [], seq.final_length)
+        seq.moving = True
+        tokens = _blocks_wanted(seq) * PAGE_TOKENS
+        handle, pages = target.admit(tokens, None, seq.final_length, whole=True)
         self._cluster.loads.add(target.position, seq.mean_length)
         self._spawn(self._move(seq, (seq.placed_on, seq.handle), target, handle, pages))
 
     async def _move(
-        self, seq: Sequence, old: tuple[RNodeLedger, Handle], target: RNodeLedger, handle: Handle, pages: list[Page]
+        self, seq: Sequence, old: tuple[RNodeLedger, Handle], target: RNodeLedger, handle: Handle, pages: PageTable
     ) -> None:
         """Move a sequence from `old`, its R-node and handle when the move began."""
         source, done = old[0], False
@@ -116,7 +121,7 @@ class Mover:
             log.warning("a sequence could not be moved from R-node %s to %s: %s", source.url, target.url, error)
             self._failed[source, target] = time.monotonic()
         finally:
-            seq.held = False
+            seq.held = seq.moving = False
             self._moving.discard(seq)
             if not done:
                 self._cluster.take_back(target, seq, handle, pages)
@@ -129,16 +134,16 @@ class Mover:
         old: Handle,
         target: RNodeLedger,
         handle: Handle,
-        pages: list[Page],
+        pages: PageTable,
     ) -> bool:
         """Copy a sequence and let it go on at `target`. False if it has been left where it was.
 
         Raises _CalledOff, CallRefused.
         """
         token = secrets.token_hex(32)
-        await self._ask(target, target.link.receive(handle, len(pages) * PAGE_TOKENS, token))
+        await self._ask(target, target.link.receive(handle, pages.covered, token))
         sent = 0
-        while (whole := min(seq.cached // PAGE_TOKENS, len(pages))) > sent:
+        while (whole := min(seq.cached, pages.covered) // PAGE_TOKENS) > sent:
             self._check(seq, source, old)
             await self._ask(source, source.link.push(old, range(sent, whole), 0, target.url, token))
             sent = whole
@@ -147,12 +152,12 @@ class Mover:
         while seq.in_flight or (seq.entry is not None and seq.entry.pins):
             await self.change()
             self._check(seq, source, old)
-        if pages_for(seq.cached) > len(pages):
+        if seq.cached > pages.covered:
             return False  # it has grown more than was foreseen; it is tried again
         arrived = False
         self._scheduler.hold(seq)
         try:
-            rest = range(sent, pages_for(seq.cached))
+            rest = range(sent, blocks_for(seq.cached))
             await self._ask(source, source.link.push(old, rest, seq.cached, target.url, token))
             arrived = target.alive
         finally:
@@ -173,6 +178,6 @@ class Mover:
             raise _CalledOff
 
 
-def _pages_wanted(seq: Sequence) -> int:
-    """Pages to ask of a target: those that the sequence has, and some for what it generates meanwhile."""
-    return min(pages_for(seq.cached + 1) + _SPARE_PAGES, pages_for(max(seq.final_length - 1, seq.cached + 1)))
+def _blocks_wanted(seq: Sequence) -> int:
+    """Blocks to ask of a target: those that the sequence has, and some for what it generates meanwhile."""
+    return min(blocks_for(seq.cached + 1) + _SPARE_BLOCKS, blocks_for(max(seq.final_length - 1, seq.cached + 1)))

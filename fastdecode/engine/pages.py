@@ -4,20 +4,148 @@ A page is held by the running sequences that use it, by sequences that are kept 
 paused ones), and by sequences whose FREE is not acknowledged yet. It is used, evictable or being freed, in this order,
 as long as a sequence holds it that way, and free when none does. The R-node counts references in the same way, but lets
 go of a page no later than this account does, so the account never shows more free pages than there are.
+
+PAGE_TOKENS tokens of a sequence are a block. An R-node keeps the layers that see all tokens apart from those of
+limited reach (sliding windows, chunked attention), so a block takes pages of both groups. A page of the second group is
+given back when no later row sees it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator
+from itertools import chain, islice
+from typing import NamedTuple
+
+from fastdecode.region.contract import PAGE_TOKENS
+
+
+def blocks_for(tokens: int) -> int:
+    """The blocks of `tokens` tokens."""
+    return -(-tokens // PAGE_TOKENS)
+
+
+class PageGroup(NamedTuple):
+    """Layers whose K and V of a block are taken and given back together."""
+
+    size: int  # pages of the lease that a block takes
+    reach: int  # most tokens that a token sees in these layers; 0: all
+    most: int  # most blocks that a running sequence needs for itself; 2**32 without a reach
+
+    def first_block(self, pos: int) -> int:
+        """The first block that a row at `pos` sees."""
+        return (pos - self.reach + 1) // PAGE_TOKENS if self.reach and pos >= self.reach else 0
+
+
+_ENDLESS = 2**32
+
+
+class PageGroups:
+    """The groups of a model on an R-node, and how many pages they take."""
+
+    def __init__(self, full: int = 1, limited: int = 0, reach: int = 0, step_rows: int = PAGE_TOKENS):
+        """A block takes `full` pages for the layers that see all tokens, and `limited` pages for those that see `reach`
+        tokens. `step_rows`: most rows of a step. A sequence gives pages back before it takes pages for a step."""
+        most = blocks_for(reach + step_rows) + 1
+        groups = PageGroup(full, 0, _ENDLESS), PageGroup(limited, reach, most)
+        self.groups = tuple(group for group in groups if group.size)
+        self.block = full + limited  # pages of a block
+
+    def pages_for(self, tokens: int, shared: int = 0) -> int:
+        """Free pages that a sequence of `tokens` tokens needs to start, if it shares the first `shared` tokens."""
+        blocks = blocks_for(tokens) - min(shared, tokens) // PAGE_TOKENS
+        return sum(group.size * min(blocks, group.most) for group in self.groups)
+
+    def capacity(self, n_pages: int) -> int:
+        """Tokens of the longest sequence that `n_pages` pages hold."""
+        blocks, left, rest = 0, n_pages, self.block
+        for group in sorted(self.groups, key=lambda group: group.most):  # beyond `most` blocks a group needs no more
+            more = min(group.most - blocks, left // rest)
+            blocks, left, rest = blocks + more, left - more * rest, rest - group.size
+            if blocks < group.most:
+                return blocks * PAGE_TOKENS
+        return _ENDLESS
 
 
 class Page:
-    """How often a page is held, by kind of holder."""
+    """How often a page is held, by kind of holder. It stands for the `size` pages of a block and group."""
 
-    __slots__ = ("freeing", "kept", "users")
+    __slots__ = ("freeing", "kept", "size", "users")
 
-    def __init__(self) -> None:
+    def __init__(self, size: int = 1) -> None:
+        self.size = size
         self.users, self.kept, self.freeing = 1, 0, 0
+
+    @property
+    def exclusive(self) -> bool:
+        """True if one running sequence holds the page and nobody else does."""
+        return self.users == 1 and not self.kept and not self.freeing
+
+
+class PageTable:
+    """The pages that a sequence holds: of each group, those of the blocks from `first` on."""
+
+    __slots__ = ("first", "floor", "groups", "held")
+
+    def __init__(self, groups: PageGroups | None = None) -> None:
+        self.groups = (groups or PageGroups()).groups
+        self.held: list[deque[Page]] = [deque() for _ in self.groups]
+        self.first = [0] * len(self.groups)
+        self.floor = 0  # no row will come at a position below it
+
+    def __iter__(self) -> Iterator[Page]:
+        return chain.from_iterable(self.held)
+
+    def __len__(self) -> int:
+        """The number of pages."""
+        return sum(group.size * len(held) for group, held in zip(self.groups, self.held, strict=True))
+
+    @property
+    def covered(self) -> int:
+        """Tokens for which there are pages in all groups."""
+        return PAGE_TOKENS * min(first + len(held) for first, held in zip(self.first, self.held, strict=True))
+
+    def missing(self, tokens: int) -> list[int]:
+        """The blocks of each group that are missing for `tokens` tokens."""
+        blocks = blocks_for(tokens)
+        return [max(0, blocks - first - len(held)) for first, held in zip(self.first, self.held, strict=True)]
+
+    def lacking(self, tokens: int) -> int:
+        """The pages that are missing for `tokens` tokens."""
+        return sum(group.size * n for group, n in zip(self.groups, self.missing(tokens), strict=True))
+
+    def share(self, tokens: int) -> PageTable:
+        """A table of the pages of the whole blocks within the first `tokens` tokens."""
+        table = PageTable()
+        table.groups, table.first, table.floor = self.groups, self.first[:], self.floor
+        blocks = tokens // PAGE_TOKENS
+        table.held = [
+            deque(islice(held, max(0, blocks - first))) for first, held in zip(self.first, self.held, strict=True)
+        ]
+        return table
+
+    def cut(self, tokens: int) -> list[Page]:
+        """Take the pages that `tokens` tokens do not need out of the table, and return them."""
+        return [
+            held.pop()
+            for first, held in zip(self.first, self.held, strict=True)
+            for _ in range(max(0, first + len(held) - blocks_for(tokens)))
+        ]
+
+    def beyond(self, pos: int) -> list[int]:
+        """How many pages of each group no row from `pos` on sees."""
+        return [
+            max(0, min(len(held), group.first_block(pos) - first))
+            for group, first, held in zip(self.groups, self.first, self.held, strict=True)
+        ]
+
+    def reusable(self, pos: int, tokens: int) -> int:
+        """How many of the pages that are missing for `tokens` tokens PageBook.slide to `pos` would bring."""
+        beyond = self.beyond(pos)
+        n = 0
+        for group, held, first, missing in zip(self.groups, self.held, beyond, self.missing(tokens), strict=True):
+            n += group.size * min(missing, sum(page.exclusive for page in islice(held, first)))
+        return n
 
 
 class PageBook:
@@ -30,43 +158,66 @@ class PageBook:
         self.evictable = 0  # held by kept sequences alone
         self.freeing = 0  # held only by sequences whose FREE is not acknowledged
 
-    def take(self, n: int) -> list[Page]:
-        """`n` free pages for a running sequence. Raises ValueError if fewer are free."""
-        if n > self.free:
-            raise ValueError(f"{self.free} pages are free, not {n}")
-        self.free -= n
-        return [Page() for _ in range(n)]
+    def take(self, n: int, size: int = 1) -> list[Page]:
+        """Free pages of `n` blocks for a running sequence, `size` for each. Raises ValueError if fewer are free."""
+        if n * size > self.free:
+            raise ValueError(f"{self.free} pages are free, not {n * size}")
+        self.free -= n * size
+        return [Page(size) for _ in range(n)]
 
-    def share(self, pages: Sequence[Page]) -> None:
+    def extend(self, table: PageTable, blocks: Iterable[int]) -> None:
+        """Take free pages for so many more blocks of each group. Raises ValueError if fewer are free."""
+        for group, held, n in zip(table.groups, table.held, blocks, strict=True):
+            held.extend(self.take(n, group.size))
+
+    def slide(self, table: PageTable, pos: int, tokens: int) -> list[Page]:
+        """Take the pages that no row from `pos` on sees out of `table`, that of a running sequence.
+
+        As many of those that the sequence alone holds as it is missing for `tokens` tokens become its next pages.
+        Returns the others: `freed` is due once the R-node has done the step that gives them back.
+        """
+        given: list[Page] = []
+        for i, (n, wanted) in enumerate(zip(table.beyond(pos), table.missing(tokens), strict=True)):
+            gone = [table.held[i].popleft() for _ in range(n)]
+            table.first[i] += n
+            again = [page for page in gone if page.exclusive][:wanted]
+            table.held[i].extend(again)
+            reused = set(again)
+            given += [page for page in gone if page not in reused]
+        table.floor = pos
+        self.release(given)
+        return given
+
+    def share(self, pages: Iterable[Page]) -> None:
         """One more running sequence uses `pages`."""
         for page in pages:
             if not page.users:
-                self.evictable -= page.kept > 0
-                self.freeing -= not page.kept
+                self.evictable -= page.size * (page.kept > 0)
+                self.freeing -= page.size * (not page.kept)
             page.users += 1
 
-    def unshare(self, pages: Sequence[Page]) -> None:
+    def unshare(self, pages: Iterable[Page]) -> None:
         """A running sequence does not use `pages` after all: its R-node has not let it share them."""
         for page in pages:
             page.users -= 1
             if not page.users:
                 self._settle(page)
 
-    def keep(self, pages: Sequence[Page]) -> None:
+    def keep(self, pages: Iterable[Page]) -> None:
         """A running sequence that uses `pages` has ended or is paused, and is kept until pages are needed."""
         for page in pages:
             page.users -= 1
             page.kept += 1
-            self.evictable += not page.users
+            self.evictable += page.size * (not page.users)
 
-    def use(self, pages: Sequence[Page]) -> None:
+    def use(self, pages: Iterable[Page]) -> None:
         """A sequence that was kept with `pages` runs again."""
         for page in pages:
-            self.evictable -= not page.users
+            self.evictable -= page.size * (not page.users)
             page.kept -= 1
             page.users += 1
 
-    def release(self, pages: Sequence[Page]) -> None:
+    def release(self, pages: Iterable[Page]) -> None:
         """A running sequence that uses `pages` has ended, and a FREE will name it."""
         for page in pages:
             page.users -= 1
@@ -74,29 +225,29 @@ class PageBook:
             if not page.users:
                 self._settle(page)
 
-    def evict(self, pages: Sequence[Page]) -> None:
+    def evict(self, pages: Iterable[Page]) -> None:
         """A kept sequence with `pages` is dropped, and a FREE will name it."""
         for page in pages:
             page.kept -= 1
             page.freeing += 1
             if not page.users and not page.kept:
-                self.evictable -= 1
-                self.freeing += 1
+                self.evictable -= page.size
+                self.freeing += page.size
 
     def freed(self, pages: Iterable[Page]) -> None:
         """The R-node has freed a sequence with `pages`."""
         for page in pages:
             page.freeing -= 1
             if not (page.freeing or page.users or page.kept):
-                self.freeing -= 1
-                self.free += 1
+                self.freeing -= page.size
+                self.free += page.size
 
     def _settle(self, page: Page) -> None:
         """Count a page that its last user has left, and that counted for nothing but its users before."""
         if page.kept:
             # Each kept page without users counts once; `keep` has not counted it while it was used.
-            self.evictable += 1
+            self.evictable += page.size
         elif page.freeing:
-            self.freeing += 1
+            self.freeing += page.size
         else:
-            self.free += 1
+            self.free += page.size

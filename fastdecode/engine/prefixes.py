@@ -17,9 +17,12 @@ from hashlib import blake2b
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
+from fastdecode.engine.pages import PageTable
 from fastdecode.region.contract import PAGE_TOKENS
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from fastdecode.engine.pages import Page
 
 #: At most this many entries that go on with the same token are compared token by token, the newest ones.
@@ -40,7 +43,7 @@ class CachedSequence(NamedTuple):
     """A sequence on an R-node, and the pages that it holds there."""
 
     handle: Handle
-    pages: list[Page]
+    pages: Iterable[Page]
 
 
 @dataclass(slots=True, eq=False)
@@ -57,6 +60,13 @@ class PrefixEntry:
     pins: int = 0  # FORKs from this entry in progress; a pinned entry is not evicted
     running: bool = False
     computed: bool = True
+    floor: int = 0  # the fewest tokens that may be shared: pages before them were given back
+
+    def share(self, tokens: int) -> PageTable:
+        """The pages of the whole blocks within the first `tokens` tokens."""
+        table = self.cached.pages
+        assert isinstance(table, PageTable), "an entry is in the index, so its sequence has its pages"
+        return table.share(tokens)
 
 
 def page_hashes(tokens: list[int], salt: str = "", known: Sequence[bytes] = ()) -> list[bytes]:
@@ -118,25 +128,34 @@ class PrefixIndex:
             path.append(node)
         best = None
         # The deepest node has the longest prefix, unless that is the whole prompt: then the last page must be given up,
-        # and an ended sequence that has most of it is better than a running one, which shares whole pages only.
-        for node in reversed(path[-2:]):
-            n_whole = PAGE_TOKENS * len(path)
-            found = self._best(node, tokens, n_whole) if computed else (next(reversed(node.prefilling)), n_whole)
-            path.pop()
-            entry, n = found[0], min(found[1], len(tokens) - 1)
-            if entry.running:
-                n -= n % PAGE_TOKENS
-            if n >= PAGE_TOKENS and (best is None or n > best[1]):
-                best = entry, n
+        # and an ended sequence that has most of it is better than a running one, which shares whole pages only. Nodes
+        # further up matter only if the entries of those two have given back pages.
+        for depth in range(len(path), 0, -1):
+            if best is not None and depth < len(path) - 1:
+                break
+            found = self._best(path[depth - 1], tokens, PAGE_TOKENS * depth, computed)
+            if found is not None and (best is None or found[1] > best[1]):
+                best = found
         return best
 
-    def _best(self, node: _Node, tokens: list[int], n_whole: int) -> tuple[PrefixEntry, int]:
-        """The computed entry of a node that shares the most of a prompt, and how much; `n_whole` tokens agree."""
-        if n_whole < len(tokens) and (going_on := node.ended_by_next.get(tokens[n_whole])):
-            newest = islice(reversed(going_on), _MAX_CANDIDATES)
-            n, _, entry = max((_shared_tokens(entry, tokens, n_whole), -i, entry) for i, entry in enumerate(newest))
-            return entry, n
-        return next(reversed(node.ended or node.running)), n_whole
+    def _best(self, node: _Node, tokens: list[int], n_whole: int, computed: bool) -> tuple[PrefixEntry, int] | None:
+        """The entry of a node that shares the most of a prompt, and how much; `n_whole` tokens agree. None: no entry of
+        the node can share as much as a page."""
+        going_on = node.ended_by_next.get(tokens[n_whole], {}) if n_whole < len(tokens) else {}
+        for entries in (going_on, node.ended, node.running) if computed else (node.prefilling,):
+            best = None
+            for entry in islice(reversed(entries), _MAX_CANDIDATES):
+                n = _shared_tokens(entry, tokens, n_whole) if entries is going_on else n_whole
+                n = min(n, len(tokens) - 1)
+                if entry.running:
+                    n -= n % PAGE_TOKENS
+                if n >= max(PAGE_TOKENS, entry.floor) and (best is None or n > best[1]):
+                    best = entry, n
+                if best is not None and entries is not going_on:
+                    break
+            if best is not None:
+                return best
+        return None
 
     def touch(self, entry: PrefixEntry) -> None:
         """Make `entry` the one used last."""
@@ -163,9 +182,10 @@ class PrefixIndex:
                 node.running[entry] = None
             entry.computed = True
 
-    def mark_ended(self, entry: PrefixEntry, cached: CachedSequence, tokens: list[int]) -> None:
+    def mark_ended(self, entry: PrefixEntry, cached: CachedSequence, tokens: list[int], floor: int = 0) -> None:
         """Turn a running sequence's entry into that of an ended one, whose `tokens` are cached in `cached.pages`."""
         self.remove(entry)
+        entry.floor = floor
         entry.hashes = page_hashes(tokens, entry.salt, entry.hashes)
         entry.cached, entry.tokens = cached, tokens
         entry.running, entry.computed = False, True

@@ -24,7 +24,7 @@ from itertools import count
 from typing import TYPE_CHECKING
 
 from fastdecode.engine.cluster import Cluster
-from fastdecode.engine.ledger import RNodeLedger, pages_for
+from fastdecode.engine.ledger import RNodeLedger
 from fastdecode.engine.scheduling.admission import Greedy, Room
 from fastdecode.engine.scheduling.balance import even_out
 from fastdecode.engine.scheduling.budgets import StagingBudget, StepBudget
@@ -34,12 +34,11 @@ from fastdecode.engine.scheduling.plan import Outcome, Plan, PlannedChunk, Sched
 from fastdecode.engine.scheduling.queue import BY_RANK, WaitingQueue
 from fastdecode.engine.scheduling.speculation import Speculation
 from fastdecode.engine.scheduling.step_time import NO_PROMPTS, PromptWork, StepTimes, pairs
-from fastdecode.region.contract import PAGE_TOKENS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from fastdecode.engine.pages import Page
+    from fastdecode.engine.pages import PageTable
     from fastdecode.engine.prefixes import Handle
     from fastdecode.engine.scheduling.placement import Placement
     from fastdecode.engine.sequence import Sequence
@@ -112,7 +111,7 @@ class Scheduler:
         limit = min(self.limits.mini_batches * self.limits.max_seqs - self.n_running, indexes)
         lengths = [len(seq.tokens) for seq in self.waiting] + [n_tokens]
         for n, length in enumerate(lengths):
-            pages -= pages_for(length)
+            pages -= self.cluster.pages_for(length)
             if n >= limit or pages < 0:
                 return len(lengths) - n
         return 0
@@ -175,7 +174,7 @@ class Scheduler:
         if seq in self._starved:
             self._starved.remove(seq)
 
-    def let_go(self, seq: Sequence, place: tuple[RNodeLedger, Handle, list[Page]] | None) -> None:
+    def let_go(self, seq: Sequence, place: tuple[RNodeLedger, Handle, PageTable] | None) -> None:
         """Let a sequence that was held go on at `place`: an R-node, and the handle and pages there. None: where it
         was."""
         seq.in_flight = seq.held = False
@@ -228,6 +227,7 @@ class Scheduler:
         for chunk, token in zip(plan.chunks, sampled, strict=True):
             seq = chunk.seq
             seq.in_flight = False
+            self.cluster.end_slide(seq)
             prefilled = seq.prefilling
             seq.cached += chunk.n_tokens - len(chunk.guesses)
             error = token.error if token is not None else None
@@ -314,12 +314,12 @@ class Scheduler:
         for seq in list(self.mini_batches[mini_batch]):  # oldest first, so a victim of preemption has no chunk yet
             if seq.node is None or seq.prefilling or seq.held:
                 continue
-            if pages_for(seq.cached + 1) > len(seq.pages) and not self._grow(seq):
+            if not self._cover(seq, seq.cached + 1):
                 continue
             seq.in_flight = True
             guesses: list[int] = []
             if self.speculation is not None:
-                on_page = len(seq.pages) * PAGE_TOKENS - seq.cached - 1  # a guess is not worth a page
+                on_page = seq.pages.covered - seq.cached - 1  # a guess is not worth a page
                 guesses = self.speculation.guesses(seq, min(spare, on_page), n)
                 spare -= len(guesses)
             chunks.append(PlannedChunk(seq, 1 + len(guesses), False, True, tuple(guesses)))
@@ -329,7 +329,7 @@ class Scheduler:
         """Chunks of prompts within the budget: first of the mini-batch's unfinished prompts, then of newly admitted
         ones."""
         chunks: list[PlannedChunk] = []
-        for seq in self.mini_batches[mini_batch]:  # at most one of them is prefilled on the S-node
+        for seq in list(self.mini_batches[mini_batch]):  # at most one of them is prefilled on the S-node
             if seq.prefilling:
                 self._append_prompt_chunk(chunks, seq, budget)
         n_forks = len(self._forks)
@@ -344,12 +344,14 @@ class Scheduler:
         if seq.in_flight:
             return
         if not seq.prefilling:  # it was paused
+            if not self._cover(seq, seq.cached + 1):
+                return
             seq.in_flight = True
             budget.rows -= 1
             chunks.append(PlannedChunk(seq, 1, prefill=False, sample=True))
             return
         n_tokens = budget.take(seq.cached, seq.prefill_end - seq.cached)
-        if n_tokens > 0:
+        if n_tokens > 0 and self._cover(seq, seq.cached + n_tokens):
             seq.in_flight = True
             last = seq.cached + n_tokens == seq.prefill_end
             in_one = last and not seq.cached
@@ -439,36 +441,50 @@ class Scheduler:
         """Give free pages to starved sequences, oldest first, before any other sequence can take them."""
         for seq in list(self._starved):
             if seq in self._starved:  # else it was preempted for an older one
-                self._grow(seq)
+                self._take_free(seq)
 
-    def _grow(self, seq: Sequence) -> bool:
-        """Count one more page for `seq`. If its R-node has none, preempt that node's newest sequence.
+    def _take_free(self, seq: Sequence) -> None:
+        """Give free pages to a starved sequence. Does nothing to one whose next step gives back enough by itself."""
+        node, tokens = seq.placed_on, seq.cached + 1
+        if self.cluster.take_free(seq, tokens):
+            self._starved.remove(seq)
+        elif not self.cluster.can_slide(seq) or seq.pages.lacking(tokens) > seq.pages.reusable(seq.cached, tokens):
+            self._reclaim(node, seq.pages.lacking(tokens))
 
-        False: `seq` must wait until the R-node has acknowledged a FREE or answered a RESIZE, or `seq` itself was the
-        newest and is preempted.
+    def _cover(self, seq: Sequence, tokens: int) -> bool:
+        """Count the pages of the step of `seq` that is being planned, after which `tokens` tokens are cached. If its
+        R-node has too few, preempt that node's newest sequence.
+
+        False: `seq` must wait until the R-node has acknowledged a FREE or answered a RESIZE, until other sequences have
+        given back pages in their steps, or `seq` itself was the newest and is preempted.
         """
         node = seq.placed_on
-        if self.cluster.grow(seq):
+        if self.cluster.cover(seq, tokens):
             if seq in self._starved:
                 self._starved.remove(seq)
             return True
         if seq not in self._starved:
             insort(self._starved, seq, key=BY_RANK)
-        if not self.cluster.reclaim_page(node):
-            running = self.running_on(node)
-            newest = running[-1]
-            if len(running) == 1 and node.n_pages < node.max_pages:
-                return False  # recomputing it would need the same pages: it waits until the lease can grow
-            if not (
-                newest.in_flight or newest.held
-            ):  # else `_serve_starved` comes back here once its step has completed
-                self.preemptions += 1
-                if self._can_pause(newest):
-                    self._pause(newest)
-                    self.cluster.reclaim_page(node)  # from the sequence that was paused longest ago
-                else:
-                    self._requeue(newest)
+        self._reclaim(node, seq.pages.lacking(tokens))
         return False
+
+    def _reclaim(self, node: RNodeLedger, pages: int) -> None:
+        """Bring about that `node` has free pages, `pages` of which a starved sequence lacks."""
+        if self.cluster.reclaim(node, pages):
+            return
+        running = self.running_on(node)
+        if any(other not in self._starved and self.cluster.can_slide(other) for other in running):
+            return  # their next steps give back pages
+        newest = running[-1]
+        if len(running) == 1 and node.n_pages < node.max_pages:
+            return  # recomputing it would need the same pages: it waits until the lease can grow
+        if not (newest.in_flight or newest.held):  # else `_serve_starved` comes back here once its step has completed
+            self.preemptions += 1
+            if self._can_pause(newest):
+                self._pause(newest)
+                self.cluster.reclaim(node, 1)  # from the sequence that was paused longest ago
+            else:
+                self._requeue(newest)
 
     def _requeue(self, seq: Sequence) -> None:
         """Take a running sequence off its R-node and queue it, to be recomputed from all of its tokens."""

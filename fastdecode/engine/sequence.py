@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from fastdecode.engine.pages import PageTable
 from fastdecode.engine.prefixes import Handle
 from fastdecode.engine.request import Output, SamplingParams
 from fastdecode.engine.scheduling.guesser import Guesser
@@ -23,7 +24,7 @@ class Sequence:
     """A request and, while it runs, where it is cached. Sequences are compared and hashed by identity.
 
     The last token of `tokens` is cached by the step after the one that generated it. So a sequence that decodes has
-    `cached == len(tokens) - 1`, and a sequence that ends has used at most `pages_for(len(tokens) - 1)` pages.
+    `cached == len(tokens) - 1`, and a sequence that ends has used at most the pages of `len(tokens) - 1` tokens.
     """
 
     request_id: str
@@ -44,7 +45,7 @@ class Sequence:
     # Set by Cluster.admit, cleared by Cluster.release.
     node: RNodeLedger | None = None
     handle: Handle = Handle(0, 0)
-    pages: list[Page] = field(default_factory=list)  # pages that it holds, shared ones first
+    pages: PageTable = field(default_factory=PageTable)
     mean_length: float = 0.0  # cached tokens that it was expected to have on average when it was placed
     entry: PrefixEntry | None = None  # its own prefix entry, while it runs
     source: PrefixEntry | None = None  # the prefix entry whose first `shared_tokens` tokens it takes over
@@ -57,9 +58,12 @@ class Sequence:
     # Progress, kept by the scheduler.
     mini_batch: int | None = None  # None: it waits or has ended
     in_flight: bool = False  # its tokens are in a step that has not completed, or its FORK or move is in progress
+    moving: bool = False  # a move to another R-node is under way: it gives back no pages
     held: bool = False  # to be left out of steps, because it is about to move to another R-node
     cancelled: bool = False  # to be released as soon as it is not in flight
     cached: int = 0  # tokens cached on the R-node
+    slides: bool = False  # its step in flight gives back the pages that no later row sees
+    given_back: list[Page] = field(default_factory=list)  # by that step
     overrun: bool = False  # the R-node has tokens beyond the `cached` ones: guesses that were wrong
     guesser: Guesser = field(default_factory=Guesser)
     prefill_end: int = 0  # tokens to cache before it decodes: all it had when it was placed
@@ -102,9 +106,10 @@ class Sequence:
 
     def forget_cache(self) -> None:
         """Record that no R-node caches the sequence any more: it must be recomputed."""
-        self.node, self.pages, self.entry, self.source = None, [], None, None
+        self.node, self.pages, self.entry, self.source = None, PageTable(), None, None
         self.cached = self.prefill_end = self.shared_tokens = 0
-        self.overrun = False
+        self.overrun = self.slides = False
+        self.given_back = []
 
     @property
     def prefilling(self) -> bool:

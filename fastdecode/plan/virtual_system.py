@@ -14,7 +14,7 @@ from typing import Any
 from fastdecode.plan.equations import PartTimes, System, Work, part_times, shared_seconds
 from fastdecode.region.contract import PAGE_TOKENS
 from fastdecode.spart.batch import Sampled, StepBatch, StepOutput
-from fastdecode.transports.base import StepTimes
+from fastdecode.transports.base import Lease, StepTimes
 
 WORD, END = 0, 1
 
@@ -33,9 +33,7 @@ class VirtualLink:
         self.geometry = SimpleNamespace(n_slots=mini_batches, max_rows=max_rows)
         self.members = (SimpleNamespace(link=self),)
         self.region_bytes = 0
-        self.lease = SimpleNamespace(
-            n_pages=n_pages, max_pages=n_pages, max_seqs=max_seqs, page_bytes=page_bytes, isa="", threads=1, node=name
-        )
+        self.lease = Lease(n_pages, n_pages, max_seqs, page_bytes, isa="", threads=1, node=name)
 
     async def free(self, handles: Sequence[tuple[int, int]]) -> None:
         await asyncio.sleep(_CONTROL_SECONDS)

@@ -12,7 +12,7 @@
 /* log2 of the pages in a stretch: as many as one huge page holds of one plane. */
 static uint32_t stretch_order(const fd_kvcache_t *kv) {
     uint32_t order = 0;
-    while (order < FD_MAX_STRETCH_ORDER && kv->plane_bytes << (order + 1) <= FD_TRANSPARENT_BYTES) order++;
+    while (order < FD_MAX_STRETCH_ORDER && kv->planes.plane_bytes << (order + 1) <= FD_TRANSPARENT_BYTES) order++;
     return order;
 }
 
@@ -32,9 +32,9 @@ uint64_t fd_kvcache_pages_within(fd_planes_t planes, uint64_t bytes, bool grows,
 
 /* Commits pages [from, to) of every plane of a lease that may grow. */
 static fd_status_t commit(fd_kvcache_t *kv, uint32_t from, uint32_t to, char *err, size_t err_len) {
-    const size_t begin = fd_round_up(from * kv->plane_bytes, kv->unit),
-                 bytes = fd_round_up(to * kv->plane_bytes, kv->unit) - begin;
-    for (uint32_t plane = 0; bytes && plane < kv->n_planes; plane++) {
+    const size_t begin = fd_round_up(from * kv->planes.plane_bytes, kv->unit),
+                 bytes = fd_round_up(to * kv->planes.plane_bytes, kv->unit) - begin;
+    for (uint32_t plane = 0; bytes && plane < kv->planes.n_planes; plane++) {
         uint8_t *start = kv->arena + plane * kv->plane_stride + begin;
         if (fd_memory_commit(start, bytes, kv->huge, err, err_len)) continue;
         while (plane--) fd_memory_decommit(kv->arena + plane * kv->plane_stride + begin, bytes);
@@ -46,28 +46,27 @@ static fd_status_t commit(fd_kvcache_t *kv, uint32_t from, uint32_t to, char *er
 static fd_status_t map_arena(fd_kvcache_t *kv, char *err, size_t err_len) {
     if (kv->max_pages > kv->n_pages) {
         const size_t align = kv->granule > FD_TRANSPARENT_BYTES ? kv->granule : FD_TRANSPARENT_BYTES;
-        kv->plane_stride = fd_round_up(kv->max_pages * kv->plane_bytes, align);
-        kv->arena_bytes = kv->plane_stride * kv->n_planes;
+        kv->plane_stride = fd_round_up(kv->max_pages * kv->planes.plane_bytes, align);
+        kv->arena_bytes = kv->plane_stride * kv->planes.n_planes;
         kv->grows = true;
         kv->arena = fd_memory_reserve(kv->arena_bytes, kv->huge, err, err_len);
         return kv->arena ? commit(kv, 0, kv->n_pages, err, err_len) : FD_INTERNAL;
     }
-    kv->plane_stride = kv->n_pages * kv->plane_bytes;
-    kv->arena_bytes = fd_round_up(kv->plane_stride * kv->n_planes, kv->unit);
+    kv->plane_stride = kv->n_pages * kv->planes.plane_bytes;
+    kv->arena_bytes = fd_round_up(kv->plane_stride * kv->planes.n_planes, kv->unit);
     kv->arena = fd_memory_map(kv->arena_bytes, kv->huge, err, err_len);
     return kv->arena ? FD_OK : FD_INTERNAL;
 }
 
-fd_status_t fd_kvcache_init(fd_kvcache_t *kv, const fd_heads_t *layers, uint32_t n_layers, fd_kv_dtype_t dtype,
+fd_status_t fd_kvcache_init(fd_kvcache_t *kv, const fd_stored_t *layers, uint32_t n_layers, fd_kv_dtype_t dtype,
                             uint32_t n_pages, uint32_t max_pages, uint32_t max_seqs, fd_huge_t huge, char *err,
                             size_t err_len) {
     memset(kv, 0, sizeof *kv);
     kv->stores = malloc(n_layers * sizeof *kv->stores);
     if (!kv->stores) return FD_FAIL(FD_INTERNAL, "no memory to keep track of %u layers", n_layers);
-    const fd_planes_t planes = fd_planes_of(layers, n_layers, dtype, kv->stores);
-    for (uint32_t i = 0; i < n_layers; i++) kv->page_chunks += layers[i].n_kv_heads;
-    kv->n_planes = planes.n_planes;
-    kv->plane_bytes = planes.plane_bytes;
+    kv->planes = fd_planes_of(layers, n_layers, dtype, kv->stores);
+    for (uint32_t i = 0; i < n_layers; i++) kv->page_chunks += layers[i].heads.n_kv_heads;
+    kv->page_chunks = (kv->page_chunks + kv->planes.n_sections - 1) / kv->planes.n_sections;
     kv->n_pages = n_pages;
     kv->max_pages = max_pages;
     kv->max_seqs = max_seqs;
@@ -75,7 +74,7 @@ fd_status_t fd_kvcache_init(fd_kvcache_t *kv, const fd_heads_t *layers, uint32_t
     kv->granule = fd_memory_granule(huge);
     kv->unit = fd_memory_unit(huge);
     fd_status_t status = map_arena(kv, err, err_len);
-    kv->swept = (uint64_t)n_pages * kv->n_planes;
+    kv->swept = (uint64_t)n_pages * kv->planes.n_planes;
     kv->sequences = calloc(max_seqs, sizeof *kv->sequences);
     kv->refs = calloc(max_pages, sizeof *kv->refs);
     kv->pins = calloc(max_pages, sizeof *kv->pins);
@@ -107,23 +106,35 @@ void fd_kvcache_grow(fd_kvcache_t *kv, uint32_t n_pages) {
     kv->swept = 0; /* it counts by the old n_pages */
 }
 
-static bool reserve_list(fd_sequence_t *s, uint32_t n_pages) {
-    if (n_pages <= s->capacity) return true;
-    uint32_t capacity = s->capacity ? s->capacity : 4;
-    while (capacity < n_pages) capacity *= 2;
-    uint32_t *pages = realloc(s->pages, capacity * sizeof *pages);
+static bool reserve_list(const fd_kvcache_t *kv, fd_sequence_t *s, uint32_t n_blocks) {
+    if (n_blocks <= s->capacity) return true;
+    uint64_t capacity = s->capacity ? s->capacity : 4;
+    while (capacity < n_blocks) capacity *= 2;
+    uint32_t *pages = realloc(s->pages, capacity * kv->planes.n_sections * sizeof *pages);
     if (!pages) return false;
     s->pages = pages;
-    s->capacity = capacity;
+    s->capacity = (uint32_t)capacity;
     return true;
 }
 
-/* Takes a free page to become page `i` of the sequence. The caller has made sure that a page is free. */
-static uint32_t take_page(fd_kvcache_t *kv, const fd_sequence_t *s, uint32_t i) {
-    const uint32_t page = fd_pages_take(&kv->free, i ? s->pages[i - 1] : FD_NO_PAGE);
+/* The place of a sequence's page in its list. */
+static uint32_t *page_at(const fd_kvcache_t *kv, const fd_sequence_t *s, uint32_t block, uint32_t section) {
+    return s->pages + (size_t)block * kv->planes.n_sections + section;
+}
+
+/* Takes a free page for a block and section of the sequence. The caller has made sure that a page is free. */
+static uint32_t take_page(fd_kvcache_t *kv, const fd_sequence_t *s, uint32_t block, uint32_t section) {
+    const uint32_t page = fd_pages_take(&kv->free, block ? *page_at(kv, s, block - 1, section) : FD_NO_PAGE);
     kv->refs[page] = 1;
     kv->swept = 0;
     return page;
+}
+
+/* Takes free pages so that the sequence has `n_blocks` blocks. */
+static void take_blocks(fd_kvcache_t *kv, fd_sequence_t *s, uint32_t n_blocks) {
+    for (; s->n_blocks < n_blocks; s->n_blocks++)
+        for (uint32_t section = 0; section < kv->planes.n_sections; section++)
+            *page_at(kv, s, s->n_blocks, section) = take_page(kv, s, s->n_blocks, section);
 }
 
 static void drop_page(fd_kvcache_t *kv, uint32_t page) {
@@ -134,16 +145,38 @@ static void drop_page(fd_kvcache_t *kv, uint32_t page) {
 
 /* Drops the last page first, so that the first page's stretch is the next to be taken. */
 static void shrink(fd_kvcache_t *kv, fd_sequence_t *s, uint32_t length) {
-    uint32_t keep = fd_pages_for(length);
-    while (s->n_pages > keep) drop_page(kv, s->pages[--s->n_pages]);
+    const uint32_t keep = fd_pages_for(length);
+    for (; s->n_blocks > keep; s->n_blocks--)
+        for (uint32_t i = kv->planes.n_sections; i--;) {
+            const uint32_t page = *page_at(kv, s, s->n_blocks - 1, i);
+            if (page == FD_NO_PAGE) kv->n_given_back--;
+            else drop_page(kv, page);
+        }
     s->length = length;
     if (!length) {
         free(s->pages);
         s->pages = NULL;
-        s->capacity = 0;
+        s->capacity = s->floor = 0;
         kv->n_seqs--;
     }
 }
+
+/* Raises the floor of a sequence and gives back the pages that no row from it on sees. */
+static void slide(fd_kvcache_t *kv, fd_sequence_t *s, uint32_t floor) {
+    const uint32_t reach = kv->planes.reach, end = fd_first_block(floor, reach);
+    for (uint32_t block = fd_first_block(s->floor, reach); block < end; block++) {
+        for (uint32_t i = 0; i < kv->planes.n_limited; i++) {
+            uint32_t *page = page_at(kv, s, block, i);
+            drop_page(kv, *page);
+            *page = FD_NO_PAGE;
+            kv->n_given_back++;
+        }
+    }
+    s->floor = floor;
+}
+
+/* Whether rows may come at position `pos` of the sequence. */
+static bool is_gone(const fd_sequence_t *s, uint32_t pos) { return pos < s->floor; }
 
 static fd_status_t find(fd_kvcache_t *kv, uint32_t seq_index, uint32_t tag, fd_sequence_t **out, char *err,
                         size_t err_len) {
@@ -171,6 +204,9 @@ fd_status_t fd_kvcache_trim(fd_kvcache_t *kv, uint32_t seq_index, uint32_t tag, 
     if (length > s->length)
         return FD_FAIL(FD_BAD_SEQUENCE, "sequence %u has %u tokens and cannot be trimmed to %u", seq_index, s->length,
                        length);
+    if (length && is_gone(s, length))
+        return FD_FAIL(FD_BAD_SEQUENCE, "sequence %u has given back pages and cannot be trimmed below %u tokens",
+                       seq_index, s->floor);
     if (s->length) shrink(kv, s, length);
     return FD_OK;
 }
@@ -186,17 +222,29 @@ fd_status_t fd_kvcache_fork(fd_kvcache_t *kv, uint32_t src, uint32_t src_tag, ui
     if (to->length) return FD_FAIL(FD_BAD_SEQUENCE, "sequence %u is not empty: it has %u tokens", dst, to->length);
     if (length < 1 || length > from->length)
         return FD_FAIL(FD_BAD_SEQUENCE, "sequence %u has %u tokens and cannot share %u", src, from->length, length);
-    uint32_t n = fd_pages_for(length);
+    if (is_gone(from, length))
+        return FD_FAIL(FD_BAD_SEQUENCE, "sequence %u has given back pages and cannot share fewer than %u tokens", src,
+                       from->floor);
+    const uint32_t n_blocks = fd_pages_for(length);
+    const uint64_t n = (uint64_t)n_blocks * kv->planes.n_sections;
     if (n > FD_MAX_SHARED_REFS - kv->shared_refs)
         return FD_FAIL(FD_OUT_OF_PAGES, "forks would share pages more than %u times", FD_MAX_SHARED_REFS);
-    if (!reserve_list(to, n)) return FD_FAIL(FD_INTERNAL, "no memory for a list of %u pages", n);
-    for (uint32_t i = 0; i < n; i++) {
+    const uint64_t gone = (uint64_t)fd_first_block(from->floor, kv->planes.reach) * kv->planes.n_limited;
+    if (gone > FD_MAX_GIVEN_BACK - kv->n_given_back)
+        return FD_FAIL(FD_OUT_OF_PAGES, "more than %u pages would be given back", FD_MAX_GIVEN_BACK);
+    if (!reserve_list(kv, to, n_blocks)) return FD_FAIL(FD_INTERNAL, "no memory for a list of %u blocks", n_blocks);
+    for (uint64_t i = 0; i < n; i++) {
         to->pages[i] = from->pages[i];
+        if (to->pages[i] == FD_NO_PAGE) {
+            kv->n_given_back++;
+            continue;
+        }
         kv->refs[to->pages[i]]++;
+        kv->shared_refs++;
     }
-    kv->shared_refs += n;
-    to->n_pages = n;
+    to->n_blocks = n_blocks;
     to->length = length;
+    to->floor = from->floor;
     to->tag = dst_tag;
     kv->n_seqs++;
     return FD_OK;
@@ -209,12 +257,12 @@ fd_status_t fd_kvcache_receive(fd_kvcache_t *kv, uint32_t seq_index, uint32_t ta
     fd_sequence_t *s = &kv->sequences[seq_index];
     if (s->length) return FD_FAIL(FD_BAD_SEQUENCE, "sequence %u is not empty: it has %u tokens", seq_index, s->length);
     if (!length) return FD_FAIL(FD_BAD_SEQUENCE, "sequence %u is to receive no tokens", seq_index);
-    const uint32_t n = fd_pages_for(length);
-    if (n > kv->free.n_free)
-        return FD_FAIL(FD_OUT_OF_PAGES, "%u tokens need %u pages, but %u of %u are free", length, n, kv->free.n_free,
-                       kv->n_pages);
-    if (!reserve_list(s, n)) return FD_FAIL(FD_INTERNAL, "no memory for a list of %u pages", n);
-    for (; s->n_pages < n; s->n_pages++) s->pages[s->n_pages] = take_page(kv, s, s->n_pages);
+    const uint32_t n_blocks = fd_pages_for(length), n_sections = kv->planes.n_sections;
+    if ((uint64_t)n_blocks * n_sections > kv->free.n_free)
+        return FD_FAIL(FD_OUT_OF_PAGES, "%u tokens need %llu pages, but %u of %u are free", length,
+                       (unsigned long long)n_blocks * n_sections, kv->free.n_free, kv->n_pages);
+    if (!reserve_list(kv, s, n_blocks)) return FD_FAIL(FD_INTERNAL, "no memory for a list of %u blocks", n_blocks);
+    take_blocks(kv, s, n_blocks);
     s->length = length;
     s->tag = tag;
     kv->n_seqs++;
@@ -227,8 +275,14 @@ fd_status_t fd_kvcache_pages(fd_kvcache_t *kv, uint32_t seq_index, uint32_t tag,
     fd_status_t status = find(kv, seq_index, tag, &s, err, err_len);
     if (status != FD_OK) return status;
     *pages = s->pages;
-    *n = s->n_pages;
+    *n = s->n_blocks * kv->planes.n_sections;
     return FD_OK;
+}
+
+/* The pages of a sequence after an entry, if its floor is `floor` then. */
+static uint64_t fewest_pages(const fd_kvcache_t *kv, const fd_row_t *r, uint32_t floor) {
+    const uint64_t n_blocks = fd_pages_for((uint64_t)r->pos + r->n_rows);
+    return n_blocks * kv->planes.n_sections - (uint64_t)fd_first_block(floor, kv->planes.reach) * kv->planes.n_limited;
 }
 
 static fd_status_t check_entry(fd_kvcache_t *kv, const fd_row_t *r, uint32_t i, char *err, size_t err_len) {
@@ -245,25 +299,38 @@ static fd_status_t check_entry(fd_kvcache_t *kv, const fd_row_t *r, uint32_t i, 
     if ((uint64_t)r->pos + r->n_rows > UINT32_MAX)
         return FD_FAIL(FD_BAD_TABLE, "entry %u: sequence %u would have %llu tokens, a length has 32 bits", i,
                        r->seq_index, (unsigned long long)r->pos + r->n_rows);
-    if ((uint64_t)r->pos + r->n_rows > (uint64_t)kv->n_pages * FD_PAGE_TOKENS)
-        return FD_FAIL(FD_OUT_OF_PAGES, "entry %u: sequence %u would have %llu tokens, but the lease holds %llu", i,
-                       r->seq_index, (unsigned long long)r->pos + r->n_rows,
-                       (unsigned long long)kv->n_pages * FD_PAGE_TOKENS);
+    if (is_gone(s, r->pos))
+        return FD_FAIL(FD_BAD_SEQUENCE, "entry %u: sequence %u has given back pages that a row at %u sees", i,
+                       r->seq_index, r->pos);
+    const uint64_t held = fewest_pages(kv, r, r->flags & FD_ROW_SLIDE ? r->pos : s->floor);
+    if (held > kv->n_pages)
+        return FD_FAIL(FD_OUT_OF_PAGES, "entry %u: sequence %u would hold %llu pages, but the lease has %u", i,
+                       r->seq_index, (unsigned long long)held, kv->n_pages);
     return FD_OK;
 }
 
-/* The page that receives the token at `pos`, if another sequence shares it; else NULL. */
-static uint32_t *shared_end(const fd_kvcache_t *kv, const fd_sequence_t *s, uint32_t pos) {
+/* The page of a section that receives the token at `pos`, if another sequence shares it; else NULL. */
+static uint32_t *shared_end(const fd_kvcache_t *kv, const fd_sequence_t *s, uint32_t pos, uint32_t section) {
     if (pos % FD_PAGE_TOKENS == 0) return NULL;
-    uint32_t *page = s->pages + pos / FD_PAGE_TOKENS;
+    uint32_t *page = page_at(kv, s, pos / FD_PAGE_TOKENS, section);
     return kv->refs[*page] > 1 ? page : NULL;
 }
 
-/* The pages that an entry takes, less those that become free when its sequence is cut to `pos` first. */
+/* Whether dropping a page of the sequence makes it free now. */
+static bool frees(const fd_kvcache_t *kv, const fd_sequence_t *s, uint32_t block, uint32_t section) {
+    const uint32_t page = *page_at(kv, s, block, section);
+    return page != FD_NO_PAGE && kv->refs[page] == 1 && !kv->pins[page];
+}
+
+/* The pages that an entry takes, less those that become free when its sequence is first cut to `pos` and slides. */
 static int64_t pages_taken(const fd_kvcache_t *kv, const fd_sequence_t *s, const fd_row_t *r) {
-    const uint32_t keep = fd_pages_for(r->pos);
-    int64_t taken = (int64_t)fd_pages_for((uint64_t)r->pos + r->n_rows) - keep;
-    for (uint32_t i = keep; i < s->n_pages; i++) taken -= kv->refs[s->pages[i]] == 1 && !kv->pins[s->pages[i]];
+    const uint32_t keep = fd_pages_for(r->pos), n_sections = kv->planes.n_sections, reach = kv->planes.reach;
+    int64_t taken = (int64_t)(fd_pages_for((uint64_t)r->pos + r->n_rows) - keep) * n_sections;
+    for (uint32_t block = keep; block < s->n_blocks; block++)
+        for (uint32_t i = 0; i < n_sections; i++) taken -= frees(kv, s, block, i);
+    if (!(r->flags & FD_ROW_SLIDE)) return taken;
+    for (uint32_t block = fd_first_block(s->floor, reach); block < fd_first_block(r->pos, reach); block++)
+        for (uint32_t i = 0; i < kv->planes.n_limited; i++) taken -= frees(kv, s, block, i);
     return taken;
 }
 
@@ -274,22 +341,33 @@ fd_status_t fd_kvcache_check(fd_kvcache_t *kv, const fd_row_t *table, uint32_t n
     }
     fd_status_t status = FD_OK;
     int64_t needed = 0;
+    uint64_t gone = kv->n_given_back;
     uint32_t checked = 0;
     for (; checked < n_entries; checked++) {
         status = check_entry(kv, &table[checked], checked, err, err_len);
         if (status != FD_OK) break;
         fd_sequence_t *s = &kv->sequences[table[checked].seq_index];
         needed += pages_taken(kv, s, &table[checked]);
-        uint32_t *page = shared_end(kv, s, table[checked].pos);
-        s->copies = page != NULL;
-        if (!page) continue;
-        needed++;
-        kv->refs[*page]--; /* so that the last of the entries that share the page needs no copy */
+        if (table[checked].flags & FD_ROW_SLIDE)
+            gone += (uint64_t)(fd_first_block(table[checked].pos, kv->planes.reach) -
+                               fd_first_block(s->floor, kv->planes.reach)) *
+                    kv->planes.n_limited;
+        s->copies = 0;
+        for (uint32_t i = 0; i < kv->planes.n_sections; i++) {
+            uint32_t *page = shared_end(kv, s, table[checked].pos, i);
+            if (!page) continue;
+            s->copies |= 1u << i;
+            needed++;
+            kv->refs[*page]--; /* so that the last of the entries that share the page needs no copy */
+        }
     }
     while (checked--) {
         const fd_sequence_t *s = &kv->sequences[table[checked].seq_index];
-        if (s->copies) kv->refs[s->pages[table[checked].pos / FD_PAGE_TOKENS]]++;
+        for (uint32_t i = 0; i < kv->planes.n_sections; i++)
+            if (s->copies >> i & 1) kv->refs[*page_at(kv, s, table[checked].pos / FD_PAGE_TOKENS, i)]++;
     }
+    if (status == FD_OK && gone > FD_MAX_GIVEN_BACK)
+        return FD_FAIL(FD_OUT_OF_PAGES, "more than %u pages would be given back", FD_MAX_GIVEN_BACK);
     if (status == FD_OK && needed > (int64_t)kv->free.n_free)
         return FD_FAIL(FD_OUT_OF_PAGES, "the step needs %lld pages, but %u of %u are free", (long long)needed,
                        kv->free.n_free, kv->n_pages);
@@ -298,21 +376,24 @@ fd_status_t fd_kvcache_check(fd_kvcache_t *kv, const fd_row_t *table, uint32_t n
 
 fd_status_t fd_kvcache_append(fd_kvcache_t *kv, const fd_row_t *table, uint32_t n_entries, fd_page_copy_t *copies,
                               uint32_t *n_copies, char *err, size_t err_len) {
+    const uint32_t n_sections = kv->planes.n_sections;
     *n_copies = 0;
     for (uint32_t i = 0; i < n_entries; i++) {
         fd_sequence_t *s = &kv->sequences[table[i].seq_index];
-        if (!reserve_list(s, fd_pages_for((uint64_t)table[i].pos + table[i].n_rows)))
+        if (!reserve_list(kv, s, fd_pages_for((uint64_t)table[i].pos + table[i].n_rows)))
             return FD_FAIL(FD_INTERNAL, "no memory for the page list of sequence %u", table[i].seq_index);
     }
     for (uint32_t i = 0; i < n_entries; i++) {
         fd_sequence_t *s = &kv->sequences[table[i].seq_index];
         if (s->length > table[i].pos) shrink(kv, s, table[i].pos);
+        if (table[i].flags & FD_ROW_SLIDE) slide(kv, s, table[i].pos);
     }
     for (uint32_t i = 0; i < n_entries; i++) {
         fd_sequence_t *s = &kv->sequences[table[i].seq_index];
-        uint32_t *page = shared_end(kv, s, s->length);
-        if (page) {
-            const uint32_t own = take_page(kv, s, (uint32_t)(page - s->pages));
+        for (uint32_t section = 0; section < n_sections; section++) {
+            uint32_t *page = shared_end(kv, s, s->length, section);
+            if (!page) continue;
+            const uint32_t own = take_page(kv, s, s->n_blocks - 1, section);
             copies[(*n_copies)++] = (fd_page_copy_t){*page, own};
             kv->pins[*page]++;
             kv->pins[own]++;
@@ -324,7 +405,7 @@ fd_status_t fd_kvcache_append(fd_kvcache_t *kv, const fd_row_t *table, uint32_t 
             kv->n_seqs++;
         }
         s->length += table[i].n_rows;
-        for (; s->n_pages < fd_pages_for(s->length); s->n_pages++) s->pages[s->n_pages] = take_page(kv, s, s->n_pages);
+        take_blocks(kv, s, fd_pages_for(s->length));
     }
     return FD_OK;
 }
@@ -343,23 +424,24 @@ void fd_kvcache_end_copies(fd_kvcache_t *kv, const fd_page_copy_t *copies, uint3
 
 /* Number of pages in a part. */
 static uint32_t part_pages(const fd_kvcache_t *kv) {
-    return (uint32_t)((PART_BYTES + kv->plane_bytes - 1) / kv->plane_bytes);
+    return (uint32_t)((PART_BYTES + kv->planes.plane_bytes - 1) / kv->planes.plane_bytes);
 }
 
 uint64_t fd_kvcache_parts(const fd_kvcache_t *kv, uint32_t n_pages) {
     uint32_t n = part_pages(kv);
-    return ((uint64_t)n_pages + n - 1) / n * kv->n_planes;
+    return ((uint64_t)n_pages + n - 1) / n * kv->planes.n_planes;
 }
 
 uint64_t fd_kvcache_whole_parts(const fd_kvcache_t *kv, uint32_t n_pages) {
-    return (uint64_t)(n_pages / part_pages(kv)) * kv->n_planes;
+    return (uint64_t)(n_pages / part_pages(kv)) * kv->planes.n_planes;
 }
 
 int fd_kvcache_fault_in(const fd_kvcache_t *kv, uint64_t part) {
     uint32_t n_pages = __atomic_load_n(&kv->n_pages, __ATOMIC_ACQUIRE);
-    uint32_t n = part_pages(kv), first = (uint32_t)(part / kv->n_planes * n), plane = (uint32_t)(part % kv->n_planes);
+    uint32_t n = part_pages(kv), first = (uint32_t)(part / kv->planes.n_planes * n),
+             plane = (uint32_t)(part % kv->planes.n_planes);
     if (n > n_pages - first) n = n_pages - first;
-    return fd_memory_fault_in(fd_kv_plane(kv, plane, first), n * kv->plane_bytes);
+    return fd_memory_fault_in(fd_kv_plane(kv, plane, first), n * kv->planes.plane_bytes);
 }
 
 /* Whether a sequence or a copy needs page `at` of all planes. */
@@ -368,7 +450,7 @@ static bool in_use(const fd_kvcache_t *kv, uint64_t at) {
 }
 
 bool fd_kvcache_give_back(fd_kvcache_t *kv) {
-    const uint64_t n_all = (uint64_t)kv->n_planes * kv->n_pages;
+    const uint64_t n_all = (uint64_t)kv->planes.n_planes * kv->n_pages;
     /* Free pages at the end of a plane and at the start of the next one form one run, unless the planes lie apart. */
     const uint64_t block = kv->grows ? kv->n_pages : n_all;
     uint64_t at = kv->swept;
@@ -379,14 +461,15 @@ bool fd_kvcache_give_back(fd_kvcache_t *kv) {
     }
     const uint64_t first = at, begin = first - first % block, end = begin + block;
     while (at < end && !in_use(kv, at) &&
-           (at - first) * kv->plane_bytes < GIVE_BACK_BYTES + kv->plane_bytes + kv->granule)
+           (at - first) * kv->planes.plane_bytes < GIVE_BACK_BYTES + kv->planes.plane_bytes + kv->granule)
         at++;
     uint8_t *start = kv->arena + first / block * kv->plane_stride;
-    size_t from = fd_round_up((first - begin) * kv->plane_bytes, kv->granule), to = (at - begin) * kv->plane_bytes;
+    size_t from = fd_round_up((first - begin) * kv->planes.plane_bytes, kv->granule),
+           to = (at - begin) * kv->planes.plane_bytes;
     bool run_ends = at == end || in_use(kv, at);
     if (at < end) to -= to % kv->granule;
     if (from < to) fd_memory_give_back(start + from, to - from);
     /* The next call continues a run that this call has cut. */
-    kv->swept = run_ends ? at : begin + to / kv->plane_bytes;
+    kv->swept = run_ends ? at : begin + to / kv->planes.plane_bytes;
     return kv->swept < n_all;
 }

@@ -1,16 +1,19 @@
 /* The KV-cache of one lease: an arena of pages, and the list of pages that each sequence holds.
  *
- * A page holds FD_PAGE_TOKENS tokens of one sequence, for all layers. The arena consists of planes (planes.h), so that
- * the call of a layer reads memory that lies together: the chunk of (layer, page, KV head) begins at byte
- * plane * plane_stride + page * plane_bytes + offset + head * chunk_bytes. The pages of a sequence lie side by side
- * where possible, in stretches (pages.h) of at most 2 MiB per plane, so that a new sequence touches one huge page per
- * plane.
+ * FD_PAGE_TOKENS tokens of a sequence are a block. A page holds a block for the layers of one section (planes.h). The
+ * arena consists of planes, so that the call of a layer reads memory that lies together: the chunk of (layer, page, KV
+ * head) begins at byte plane * plane_stride + page * plane_bytes + offset + head * chunk_bytes. The pages of a sequence
+ * and section lie side by side where possible, in stretches (pages.h) of at most 2 MiB per plane, so that a new
+ * sequence touches one huge page per plane.
  *
  * A lease that may grow reserves address space for `max_pages` pages of each plane, and commits the first `n_pages` of
  * each. Growing commits more, so a page never moves, and attention computes addresses as without growth.
  *
  * Pages are reference-counted. Sequences that share a prefix share its pages, including the last, partly used one. A
  * sequence writes only pages that it holds alone: a step copies a shared page before it appends to it.
+ *
+ * A sequence has a floor: no row will come at a position below it (FD_ROW_SLIDE). In the sections of limited reach the
+ * sequence has given back the pages that no row from its floor on sees.
  *
  * Control operations change page lists and reference counts but touch no page, so only the R-engine's threads fault in
  * the arena.
@@ -29,14 +32,16 @@
 #include "region.h"
 
 #define FD_MAX_SHARED_REFS (1u << 24) /* limit on the page references that FORKs add in one lease */
+#define FD_MAX_GIVEN_BACK (1u << 24)  /* limit on the pages given back that the page lists of one lease still name */
 
 typedef struct {
-    uint32_t *pages;
-    uint32_t n_pages, capacity;
-    uint32_t length; /* tokens; 0: the sequence is empty and `tag` has no meaning */
+    uint32_t *pages;             /* [n_blocks][sections]; FD_NO_PAGE: given back */
+    uint32_t n_blocks, capacity; /* in blocks */
+    uint32_t length;             /* tokens; 0: the sequence is empty and `tag` has no meaning */
+    uint32_t floor;              /* at most `length` */
     uint32_t tag;
-    uint32_t mark; /* number of the last checked row table that named this sequence; finds duplicates */
-    bool copies;   /* valid while a step is checked: the step would copy the page that it appends to */
+    uint32_t mark;   /* number of the last checked row table that named this sequence; finds duplicates */
+    uint32_t copies; /* valid while a step is checked: bit i: the step would copy the page of section i */
 } fd_sequence_t;
 
 /* A page that a step appends to and that starts as a copy of a page its sequence shared. */
@@ -47,20 +52,20 @@ typedef struct {
 typedef struct {
     uint8_t *arena;
     size_t arena_bytes;
-    size_t plane_bytes;   /* of one page in one plane */
+    fd_planes_t planes;
     size_t plane_stride;  /* bytes from one plane to the next */
     size_t granule, unit; /* fd_memory_granule and fd_memory_unit of the arena's memory */
     fd_huge_t huge;
-    bool grows;                               /* made with max_pages > n_pages: the planes lie apart */
-    uint32_t n_planes, page_chunks, max_seqs; /* page_chunks: KV heads of all layers that store K and V */
-    fd_store_t *stores;                       /* [layers that store K and V] */
-    uint32_t n_pages;                         /* atomic: fd_kvcache_fault_in reads it without the mutex */
-    uint32_t max_pages;                       /* the most that the lease may grow to */
-    fd_sequence_t *sequences;                 /* [max_seqs] */
-    uint32_t *refs;                           /* [max_pages] number of sequences that hold each page */
+    bool grows;                     /* made with max_pages > n_pages: the planes lie apart */
+    uint32_t page_chunks, max_seqs; /* page_chunks: KV heads of all layers of a page, on average */
+    fd_store_t *stores;             /* [layers that store K and V] */
+    uint32_t n_pages;               /* atomic: fd_kvcache_fault_in reads it without the mutex */
+    uint32_t max_pages;             /* the most that the lease may grow to */
+    fd_sequence_t *sequences;       /* [max_seqs] */
+    uint32_t *refs;                 /* [max_pages] number of sequences that hold each page */
     uint32_t *pins; /* [max_pages] number of copies under way from or to each page; such a page is not free */
     fd_pages_t free;
-    uint32_t n_seqs, shared_refs, mark;
+    uint32_t n_seqs, shared_refs, n_given_back, mark;
     uint64_t swept; /* pages of all planes that fd_kvcache_give_back has visited since a page was taken or dropped */
 } fd_kvcache_t;
 
@@ -72,7 +77,7 @@ uint64_t fd_kvcache_pages_within(fd_planes_t planes, uint64_t bytes, bool grows,
 
 /* Makes a cache for `n_layers` layers that store K and V. Returns FD_OK, or FD_INTERNAL if out of memory. The caller
  * has checked the sizes, and n_pages <= max_pages. */
-fd_status_t fd_kvcache_init(fd_kvcache_t *kv, const fd_heads_t *layers, uint32_t n_layers, fd_kv_dtype_t dtype,
+fd_status_t fd_kvcache_init(fd_kvcache_t *kv, const fd_stored_t *layers, uint32_t n_layers, fd_kv_dtype_t dtype,
                             uint32_t n_pages, uint32_t max_pages, uint32_t max_seqs, fd_huge_t huge, char *err,
                             size_t err_len);
 void fd_kvcache_destroy(fd_kvcache_t *kv);
@@ -92,7 +97,8 @@ fd_status_t fd_kvcache_fork(fd_kvcache_t *kv, uint32_t src, uint32_t src_tag, ui
  * FD_BAD_SEQUENCE, or FD_OUT_OF_PAGES if too few pages are free. */
 fd_status_t fd_kvcache_receive(fd_kvcache_t *kv, uint32_t seq_index, uint32_t tag, uint32_t length, char *err,
                                size_t err_len);
-/* Points *pages at the sequence's [*n] page numbers, in order. They are valid until the cache changes. */
+/* Points *pages at the sequence's [*n] page numbers, those of the first block first, FD_NO_PAGE for those given back.
+ * They are valid until the cache changes. */
 fd_status_t fd_kvcache_pages(fd_kvcache_t *kv, uint32_t seq_index, uint32_t tag, const uint32_t **pages, uint32_t *n,
                              char *err, size_t err_len);
 
@@ -103,7 +109,8 @@ fd_status_t fd_kvcache_pages(fd_kvcache_t *kv, uint32_t seq_index, uint32_t tag,
  * a page keeps it. */
 fd_status_t fd_kvcache_check(fd_kvcache_t *kv, const fd_row_t *table, uint32_t n_entries, char *err, size_t err_len);
 /* Takes pages for the new rows of a table that fd_kvcache_check has accepted. Lists the pages that are to be copied
- * before any row is appended in copies[n_entries], and their number in *n_copies; the caller ends these copies.
+ * before any row is appended in copies[n_entries * sections], and their number in *n_copies; the caller ends these
+ * copies.
  * Returns FD_OK, or FD_INTERNAL if out of memory; then it has changed nothing. */
 fd_status_t fd_kvcache_append(fd_kvcache_t *kv, const fd_row_t *table, uint32_t n_entries, fd_page_copy_t *copies,
                               uint32_t *n_copies, char *err, size_t err_len);
@@ -129,9 +136,14 @@ static inline uint32_t fd_pages_for(uint64_t tokens) {
     return (uint32_t)((tokens + FD_PAGE_TOKENS - 1) / FD_PAGE_TOKENS);
 }
 
+/* The first block that a row at `pos` sees in layers of this reach (0: no limit). */
+static inline uint32_t fd_first_block(uint32_t pos, uint32_t reach) {
+    return reach && pos >= reach ? (pos - reach + 1) / FD_PAGE_TOKENS : 0;
+}
+
 /* The part of a page that lies in a plane. */
 static inline uint8_t *fd_kv_plane(const fd_kvcache_t *kv, uint32_t plane, uint32_t page) {
-    return kv->arena + plane * kv->plane_stride + page * kv->plane_bytes;
+    return kv->arena + plane * kv->plane_stride + page * kv->planes.plane_bytes;
 }
 
 /* The chunk of a KV head in the layer stores[store]. */
@@ -141,7 +153,7 @@ static inline uint8_t *fd_kv_chunk(const fd_kvcache_t *kv, uint32_t store, uint3
 }
 
 static inline void fd_kvcache_copy(const fd_kvcache_t *kv, fd_page_copy_t copy, uint32_t plane) {
-    memcpy(fd_kv_plane(kv, plane, copy.dst), fd_kv_plane(kv, plane, copy.src), kv->plane_bytes);
+    memcpy(fd_kv_plane(kv, plane, copy.dst), fd_kv_plane(kv, plane, copy.src), kv->planes.plane_bytes);
 }
 
 #endif

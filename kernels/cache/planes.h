@@ -3,6 +3,9 @@
  * The arena of a cache consists of planes. In every plane each page has `plane_bytes` bytes, and the pages follow each
  * other. A layer that stores K and V has its chunks, one for each KV head, at a fixed offset in the pages of one plane.
  * A model whose layers are alike has a plane for each of them. Where layers differ, several small ones share a plane.
+ *
+ * The layers are divided into sections, and a page holds the layers of one section. All layers of a section are of
+ * limited reach, or none is, so that the pages of windowed layers can be given back.
  */
 #ifndef FD_PLANES_H
 #define FD_PLANES_H
@@ -16,9 +19,15 @@ typedef struct {
     uint32_t v_size;    /* of V and O */
 } fd_heads_t;
 
+/* A layer that stores K and V. */
+typedef struct {
+    fd_heads_t heads;
+    uint32_t reach; /* most tokens that a token sees in the layers that attend to this K and V; 0: all */
+} fd_stored_t;
+
 /* The place of a layer's K and V in a page. */
 typedef struct {
-    uint32_t plane, n_kv_heads;
+    uint32_t section, plane, n_kv_heads;
     size_t offset; /* of the first KV head's chunk within the plane's part of the page */
     size_t chunk_bytes;
 } fd_store_t;
@@ -26,10 +35,14 @@ typedef struct {
 typedef struct {
     uint32_t n_planes;
     size_t plane_bytes; /* of one page; a multiple of 64 */
+    uint32_t n_sections;
+    uint32_t
+        n_limited;  /* sections [0, n_limited) hold layers of limited reach, the others layers that see all tokens */
+    uint32_t reach; /* the largest of the limited ones; 0: n_limited is 0 */
 } fd_planes_t;
 
-/* Chooses the planes of `n` layers with these heads so that a page takes little more memory than its layers. Fills in
- * stores[n]. Takes time in proportion to n * n for each size that the layers have. */
-fd_planes_t fd_planes_of(const fd_heads_t *layers, uint32_t n, fd_kv_dtype_t dtype, fd_store_t *stores);
+/* Chooses the planes of `n` layers so that the pages take little more memory than the layers. Fills in stores[n]. Takes
+ * time in proportion to n * n for each size that the layers have. */
+fd_planes_t fd_planes_of(const fd_stored_t *layers, uint32_t n, fd_kv_dtype_t dtype, fd_store_t *stores);
 
 #endif

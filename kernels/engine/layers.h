@@ -40,11 +40,18 @@ static inline bool fd_same_kind(const fd_layer_t *a, const fd_layer_t *b) {
     return fd_same_heads(&a->heads, &b->heads) && fd_layer_reach(a) == fd_layer_reach(b);
 }
 
-/* Writes the heads of the layers that store K and V to stored[n_layers]; returns their number. */
-static inline uint32_t fd_stored_layers(const fd_layer_t *layers, uint32_t n_layers, fd_heads_t *stored) {
-    uint32_t n = 0;
-    for (uint32_t i = 0; i < n_layers; i++)
-        if (layers[i].kv_layer == i) stored[n++] = layers[i].heads;
+/* Writes the layers that store K and V to stored[n_layers]; returns their number. */
+static inline uint32_t fd_stored_layers(const fd_layer_t *layers, uint32_t n_layers, fd_stored_t *stored) {
+    uint32_t n = 0, at[FD_MAX_LAYERS];
+    for (uint32_t i = 0; i < n_layers; i++) {
+        const uint32_t reach = fd_layer_reach(&layers[i]);
+        if (layers[i].kv_layer == i) {
+            stored[at[i] = n++] = (fd_stored_t){layers[i].heads, reach};
+            continue;
+        }
+        fd_stored_t *shared = &stored[at[layers[i].kv_layer]];
+        if (!reach || (shared->reach && shared->reach < reach)) shared->reach = reach;
+    }
     return n;
 }
 

@@ -14,7 +14,7 @@
 enum { FIRST_NS_PER_COST = 50 }; /* until calls have been measured */
 
 fd_planes_t fd_page_planes(const fd_layer_t *layers, uint32_t n_layers, uint32_t kv_dtype) {
-    fd_heads_t stored[FD_MAX_LAYERS];
+    fd_stored_t stored[FD_MAX_LAYERS];
     fd_store_t stores[FD_MAX_LAYERS];
     return fd_planes_of(stored, fd_stored_layers(layers, n_layers, stored), (fd_kv_dtype_t)kv_dtype, stores);
 }
@@ -75,7 +75,7 @@ static void destroy(fd_link_t *link) {
 
 static fd_link_t *build(fd_engine_t *e, void *region, const fd_geometry_t *g, const fd_lease_t *lease, char *err,
                         size_t err_len) {
-    fd_heads_t stored[FD_MAX_LAYERS];
+    fd_stored_t stored[FD_MAX_LAYERS];
     const uint32_t n_stored = fd_stored_layers(lease->layers, g->n_layers, stored);
     fd_link_t *link = calloc(1, sizeof *link);
     if (!link) return FD_FAIL(NULL, "no memory for a link");
@@ -96,7 +96,8 @@ static fd_link_t *build(fd_engine_t *e, void *region, const fd_geometry_t *g, co
         link->turn.credit_ns = FD_QUANTUM_NS;
         link->turn.ns_per_cost = FIRST_NS_PER_COST;
         for (uint32_t i = 0; ok && i < g->n_slots; i++)
-            ok = fd_step_init(&link->slots[i].step, g->max_rows, link->work.shapes, link->work.n_kinds) == FD_OK;
+            ok = fd_step_init(&link->slots[i].step, g->max_rows, link->kv.planes.n_sections, link->work.shapes,
+                              link->work.n_kinds) == FD_OK;
         if (e->prefault) link->prefault.parts = fd_kvcache_parts(&link->kv, lease->n_pages);
         link->prefault.redo = UINT64_MAX;
         link->last_call_ns = fd_now_ns();
@@ -183,8 +184,7 @@ int fd_link_grow(fd_link_t *link, uint32_t n_pages, char *err, size_t err_len) {
     if (n_pages <= old) return 0;
     if (n_pages > kv->max_pages)
         return -(int)FD_FAIL(FD_OUT_OF_PAGES, "the lease may grow to %u pages, not to %u", kv->max_pages, n_pages);
-    const fd_planes_t planes = {kv->n_planes, kv->plane_bytes};
-    const uint64_t bytes = fd_kvcache_bytes(planes, n_pages, kv->grows, e->huge);
+    const uint64_t bytes = fd_kvcache_bytes(kv->planes, n_pages, kv->grows, e->huge);
     const uint64_t more = bytes - link->lease_bytes;
     if (!reserve(e, 0, n_pages - old, more, err, err_len)) return -(int)FD_OUT_OF_PAGES;
     const fd_status_t status = fd_kvcache_commit(kv, n_pages, err, err_len);

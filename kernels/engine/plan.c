@@ -36,11 +36,13 @@ static void destroy_plan(fd_plan_t *plan) {
     free(plan->pieces_left);
 }
 
-fd_status_t fd_step_init(fd_step_t *step, uint32_t max_rows, const fd_plan_shape_t *shapes, uint32_t n_shapes) {
+fd_status_t fd_step_init(fd_step_t *step, uint32_t max_rows, uint32_t n_sections, const fd_plan_shape_t *shapes,
+                         uint32_t n_shapes) {
     const uint32_t max_items = shapes[0].max_items; /* of every shape */
     memset(step, 0, sizeof *step);
     step->table = malloc(max_rows * sizeof *step->table);
-    step->copies = malloc(max_rows * sizeof *step->copies);
+    step->copies = malloc((size_t)max_rows * n_sections * sizeof *step->copies);
+    step->n_sections = n_sections;
     step->cursors = malloc(max_items * sizeof *step->cursors);
     step->left = malloc(max_items * sizeof *step->left);
     step->plans = calloc(n_shapes, sizeof *step->plans);
@@ -70,7 +72,7 @@ static fd_status_t check_table(const fd_step_t *step, char *err, size_t err_len)
     bool appending = false;
     for (uint32_t i = 0; i < step->n_entries; i++) {
         const fd_row_t *r = &step->table[i];
-        if (r->flags & ~(uint32_t)(FD_ROW_ATTEND | FD_ROW_CUT))
+        if (r->flags & ~(uint32_t)(FD_ROW_ATTEND | FD_ROW_CUT | FD_ROW_SLIDE))
             return FD_FAIL(FD_BAD_TABLE, "entry %u: unknown flags 0x%x", i, r->flags);
         if (r->reserved) return FD_FAIL(FD_BAD_TABLE, "entry %u: reserved field is not zero", i);
         if (!r->n_rows) return FD_FAIL(FD_BAD_TABLE, "entry %u has no rows", i);
@@ -132,7 +134,7 @@ static span_t span_of(const fd_entry_t *e, const fd_plan_shape_t *shape) {
     } else {
         uint64_t weight = 1 + (uint64_t)e->n_rows * shape->group / 8;
         if (weight > MAX_WEIGHT) weight = MAX_WEIGHT;
-        s.first = fd_first_page(e->pos, shape->window);
+        s.first = fd_first_block(e->pos, shape->window);
         s.last = e->n_rows > shape->q_block ? s.first : e->pos / FD_PAGE_TOKENS;
         s.page_cost = FD_PAGE_TOKENS * weight;
         s.rest = (end - s.last) * s.page_cost + (uint64_t)e->n_rows * COST_APPEND;
@@ -273,8 +275,8 @@ static void plan_kind(fd_plan_t *plan, const fd_step_t *step, const fd_kvcache_t
                                         .attend = r->flags & FD_ROW_ATTEND,
                                         .heads = heads_of_span(r, shape),
                                         .unit = unit_of(r, shape),
-                                        .pages = at};
-        at += kv->sequences[r->seq_index].n_pages;
+                                        .blocks = at};
+        at += kv->sequences[r->seq_index].n_blocks;
         row += r->n_rows;
     }
     plan->n_entries = step->n_entries;
@@ -286,9 +288,9 @@ fd_status_t fd_step_plan(fd_step_t *step, fd_kvcache_t *kv, const fd_plan_shape_
     if (status == FD_OK) status = fd_kvcache_check(kv, step->table, step->n_entries, err, err_len);
     for (uint32_t k = 0; status == FD_OK && k < step->n_plans; k++) status = check_work(step, &shapes[k], err, err_len);
     if (status != FD_OK) return status;
-    size_t n_pages = 0; /* at most the pages of the lease + FD_MAX_SHARED_REFS */
+    size_t n_pages = 0; /* at most the pages of the lease + FD_MAX_SHARED_REFS, and those given back */
     for (uint32_t i = 0; i < step->n_entries; i++)
-        n_pages += fd_pages_for((uint64_t)step->table[i].pos + step->table[i].n_rows);
+        n_pages += (size_t)fd_pages_for((uint64_t)step->table[i].pos + step->table[i].n_rows) * step->n_sections;
     if (!reserve_pages(step, n_pages)) return FD_FAIL(FD_INTERNAL, "no memory for %zu page numbers", n_pages);
     for (uint32_t k = 0; k < step->n_plans; k++)
         if (!reserve_partials(step, &step->plans[k], &shapes[k]))
@@ -298,8 +300,9 @@ fd_status_t fd_step_plan(fd_step_t *step, fd_kvcache_t *kv, const fd_plan_shape_
     uint32_t *to = step->pages;
     for (uint32_t i = 0; i < step->n_entries; i++) {
         const fd_sequence_t *s = &kv->sequences[step->table[i].seq_index];
-        memcpy(to, s->pages, s->n_pages * sizeof *to);
-        to += s->n_pages;
+        const size_t n = (size_t)s->n_blocks * step->n_sections;
+        memcpy(to, s->pages, n * sizeof *to);
+        to += n;
     }
     for (uint32_t k = 0; k < step->n_plans; k++) plan_kind(&step->plans[k], step, kv, &shapes[k]);
     return FD_OK;
@@ -310,7 +313,8 @@ uint64_t fd_step_copy_cost(const fd_step_t *step, const fd_kvcache_t *kv) {
 }
 
 uint32_t fd_step_copy_items(const fd_step_t *step, const fd_kvcache_t *kv, uint32_t max_items) {
-    const uint64_t wanted = fd_step_copy_cost(step, kv) / MIN_ITEM, planes = (uint64_t)step->n_copies * kv->n_planes;
+    const uint64_t wanted = fd_step_copy_cost(step, kv) / MIN_ITEM,
+                   planes = (uint64_t)step->n_copies * kv->planes.n_planes;
     uint64_t n = wanted < planes ? wanted : planes;
     if (n > max_items) n = max_items;
     return n ? (uint32_t)n : 1;

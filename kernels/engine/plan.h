@@ -34,7 +34,7 @@ typedef struct {
     uint32_t attend;
     uint32_t heads; /* KV heads of each span; divides n_kv_heads */
     uint32_t unit;  /* most pages that a thread attends to before it looks whether it should stop */
-    size_t pages;   /* index of the first page number in fd_step_t.pages */
+    size_t blocks;  /* index of the first block in fd_step_t.pages */
 } fd_entry_t;
 
 /* A point on the line: in the span of entry `entry` that begins with KV head `head`, right before page `page` of the
@@ -74,7 +74,7 @@ typedef struct {
 
 /* The step of a slot. Thread 0 owns it; the other threads read it while a call is served. */
 typedef struct {
-    uint32_t valid, n_entries, n_rows, n_attend_rows, n_plans;
+    uint32_t valid, n_entries, n_rows, n_attend_rows, n_plans, n_sections;
     fd_row_t *table;        /* [max_rows] private copy of the row table */
     fd_plan_t *plans;       /* [n_plans] one for each kind of layer */
     fd_plan_t *plan;        /* of the layer in progress: one of `plans` */
@@ -82,9 +82,9 @@ typedef struct {
     uint32_t *left;         /* [max_items] room for a list of the items that are left of a call */
     float *partials;        /* three for each item: of its first span and of its last one if cut, and of one block */
     size_t partials_floats; /* allocated */
-    uint32_t *pages;        /* page numbers of all entries, one after another */
+    uint32_t *pages;        /* [blocks][n_sections] page numbers of all entries, one after another */
     size_t pages_capacity;
-    fd_page_copy_t *copies; /* [max_rows], the first n_copies of which are under way */
+    fd_page_copy_t *copies; /* [max_rows * n_sections], the first n_copies of which are under way */
     uint32_t n_copies;
 } fd_step_t;
 
@@ -99,7 +99,8 @@ typedef struct {
 
 #define FD_UNIT_PAGES 1024u /* most pages of a unit */
 
-fd_status_t fd_step_init(fd_step_t *step, uint32_t max_rows, const fd_plan_shape_t *shapes, uint32_t n_shapes);
+fd_status_t fd_step_init(fd_step_t *step, uint32_t max_rows, uint32_t n_sections, const fd_plan_shape_t *shapes,
+                         uint32_t n_shapes);
 void fd_step_destroy(fd_step_t *step);
 
 /* Checks step->table, takes pages for its new rows and plans the step for the shapes of fd_step_init. The caller has
@@ -111,11 +112,6 @@ fd_status_t fd_step_plan(fd_step_t *step, fd_kvcache_t *kv, const fd_plan_shape_
 uint64_t fd_step_copy_cost(const fd_step_t *step, const fd_kvcache_t *kv);
 /* The number of items that the copies are cut into, at most max_items. */
 uint32_t fd_step_copy_items(const fd_step_t *step, const fd_kvcache_t *kv, uint32_t max_items);
-
-/* The first page that a query at `pos` sees through `window` (0: no window). */
-static inline uint32_t fd_first_page(uint32_t pos, uint32_t window) {
-    return window && pos >= window ? (pos - window + 1) / FD_PAGE_TOKENS : 0;
-}
 
 /* Floats of one partial result: acc [rows][v_size], then m and l [rows], each on cache lines of its own. */
 static inline size_t fd_partial_floats(uint32_t rows, uint32_t v_size) {

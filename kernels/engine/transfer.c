@@ -20,22 +20,27 @@ typedef struct {
 /* Looks up the memory of the next bytes of a range. Returns the number of pieces, or a negative fd_status_t. */
 static int64_t next_pieces(fd_link_t *link, const range_t *r, struct iovec *pieces, char *err, size_t err_len) {
     const fd_kvcache_t *kv = &link->kv;
-    const uint64_t page_bytes = (uint64_t)kv->n_planes * kv->plane_bytes;
-    if (r->offset / page_bytes >= r->n)
-        return -(int64_t)FD_FAIL(FD_BAD_SEQUENCE, "no bytes are left of %u pages", r->n);
+    const size_t plane_bytes = kv->planes.plane_bytes;
+    const uint64_t page_bytes = (uint64_t)kv->planes.n_planes * plane_bytes;
+    const uint64_t first = (uint64_t)r->first * kv->planes.n_sections, n = (uint64_t)r->n * kv->planes.n_sections;
+    if (r->offset / page_bytes >= n) return -(int64_t)FD_FAIL(FD_BAD_SEQUENCE, "no bytes are left of %u blocks", r->n);
     const uint32_t *pages;
     uint32_t n_pages;
     int64_t n_pieces = 0;
     pthread_mutex_lock(&link->mutex);
     fd_status_t status = fd_kvcache_pages(&link->kv, r->seq_index, r->tag, &pages, &n_pages, err, err_len);
-    if (status == FD_OK && (r->first > n_pages || r->n > n_pages - r->first))
-        status = FD_FAIL(FD_BAD_SEQUENCE, "sequence %u has %u pages, not %u from page %u on", r->seq_index, n_pages,
-                         r->n, r->first);
+    if (status == FD_OK && (first > n_pages || n > n_pages - first))
+        status = FD_FAIL(FD_BAD_SEQUENCE, "sequence %u has %u blocks, not %u from block %u on", r->seq_index,
+                         n_pages / kv->planes.n_sections, r->n, r->first);
     uint64_t at = r->offset, end = at + MOST_BYTES;
-    while (status == FD_OK && n_pieces < MOST_PIECES && at < end && at / page_bytes < r->n) {
-        const uint32_t page = pages[r->first + at / page_bytes], plane = (uint32_t)(at % page_bytes / kv->plane_bytes);
-        const size_t from = at % kv->plane_bytes;
-        size_t bytes = kv->plane_bytes - from;
+    while (status == FD_OK && n_pieces < MOST_PIECES && at < end && at / page_bytes < n) {
+        const uint32_t page = pages[first + at / page_bytes], plane = (uint32_t)(at % page_bytes / plane_bytes);
+        if (page == FD_NO_PAGE) {
+            status = FD_FAIL(FD_BAD_SEQUENCE, "sequence %u has given back pages and cannot be moved", r->seq_index);
+            break;
+        }
+        const size_t from = at % plane_bytes;
+        size_t bytes = plane_bytes - from;
         if (bytes > end - at) bytes = end - at;
         pieces[n_pieces++] = (struct iovec){fd_kv_plane(kv, plane, page) + from, bytes};
         at += bytes;

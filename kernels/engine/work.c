@@ -147,8 +147,8 @@ typedef struct {
     fd_plan_t *plan;
     uint8_t *slot;
     const fd_layer_t *layer;
-    uint32_t store; /* the layer's index in the cache */
-    bool stores;    /* whether the layer appends to the cache */
+    uint32_t store, section; /* the layer's index in the cache, and the section of its pages */
+    bool stores;             /* whether the layer appends to the cache */
     uint32_t item;
     fd_scratch_t *scratch;
     const uint8_t *after, *after_q; /* first chunk and first query row of the item's next span, to prefetch; or NULL */
@@ -181,9 +181,14 @@ static bool should_stop(ctx_t *c, uint64_t work) {
 
 /* The first page that a query at `pos` sees in the layer. */
 static uint32_t first_page(const ctx_t *c, uint32_t pos) {
-    const uint32_t window = fd_first_page(pos, c->layer->window), segment = c->layer->segment,
+    const uint32_t window = fd_first_block(pos, c->layer->window), segment = c->layer->segment,
                    start = segment ? pos / segment * segment / FD_PAGE_TOKENS : 0;
     return window > start ? window : start;
+}
+
+/* The page of a block of an entry, for the layer. */
+static uint32_t page_of(const ctx_t *c, const fd_entry_t *e, uint32_t block) {
+    return c->step->pages[(e->blocks + block) * c->step->n_sections + c->section];
 }
 
 /* Prefetches a row of the region. It is not in this core's cache, because the S-node or a carrier has written it. */
@@ -224,7 +229,7 @@ static void append_rows(ctx_t *c, const fd_entry_t *e, uint32_t head, uint32_t h
     const uint8_t *kv = kv_row(c, e, from), *k = k_of(c, kv, head), *v = v_of(c, kv, head);
     for (uint32_t j = from; j < to; j++, k += w->layout.kv_row_bytes, v += w->layout.kv_row_bytes) {
         uint32_t t = e->pos + j;
-        uint8_t *chunk = fd_kv_chunk(w->kv, c->store, c->step->pages[e->pages + t / FD_PAGE_TOKENS], head);
+        uint8_t *chunk = fd_kv_chunk(w->kv, c->store, page_of(c, e, t / FD_PAGE_TOKENS), head);
         for (uint32_t h = 0; h < heads; h++, chunk += c->shape->chunk_bytes) {
             w->vec_ops->load_act(c->scratch->k, k + h * k_bytes(c), k_size, act, 1.0f);
             w->vec_ops->load_act(c->scratch->v, v + h * v_bytes(c), v_size, act, 1.0f);
@@ -249,7 +254,7 @@ static void prefetch_pending(const pending_t *p, uint32_t head) {
     prefetch_row(k_of(p->c, kv, p->head + head), k_bytes(p->c));
     prefetch_row(v_of(p->c, kv, p->head + head), v_bytes(p->c));
     const uint8_t *chunk =
-        fd_kv_chunk(w->kv, p->c->store, p->c->step->pages[p->e->pages + p->e->pos / FD_PAGE_TOKENS], p->head + head);
+        fd_kv_chunk(w->kv, p->c->store, page_of(p->c, p->e, p->e->pos / FD_PAGE_TOKENS), p->head + head);
     const fd_plan_shape_t *shape = p->c->shape;
     fd_kv_prefetch_append(w->kv_dtype, chunk, shape->head_size, shape->v_size, p->e->pos % FD_PAGE_TOKENS);
 }
@@ -299,9 +304,8 @@ static void attend_nothing(const ctx_t *c, const fd_entry_t *e, uint32_t q_len, 
 static void attend_unit(ctx_t *c, const fd_entry_t *e, uint32_t head, uint32_t from, uint32_t q_len, uint32_t first,
                         uint32_t last, bool pending, bool o, fd_partial_t out, const uint8_t *next) {
     const fd_work_t *w = c->w;
-    const uint32_t *pages = c->step->pages + e->pages;
     for (uint32_t p = first; p < last; p++)
-        c->scratch->chunks[p - first] = fd_kv_chunk(w->kv, c->store, pages[p], head);
+        c->scratch->chunks[p - first] = fd_kv_chunk(w->kv, c->store, page_of(c, e, p), head);
     const uint32_t q_head = head * c->shape->group;
     pending_t appended = {c, e, head};
     const fd_attend_t a = {
@@ -362,8 +366,7 @@ static bool attend_block(ctx_t *c, const fd_entry_t *e, uint32_t head, uint32_t 
     for (; page < last && go_on; page += n, at->page = page) {
         n = last - page < e->unit ? last - page : e->unit;
         const bool final = page + n == last, alone = page == first && final;
-        const uint32_t *pages = c->step->pages + e->pages;
-        const uint8_t *next = final ? c->after : fd_kv_chunk(w->kv, c->store, pages[page + n], head);
+        const uint8_t *next = final ? c->after : fd_kv_chunk(w->kv, c->store, page_of(c, e, page + n), head);
         const fd_partial_t out = page == first && !(whole && alone) ? sum : own;
         attend_unit(c, e, head, from, q_len, page, page + n, pending && final, whole && alone, out, next);
         if (page != first) w->vec_ops->merge(sum.m, sum.l, sum.acc, own.m, own.l, own.acc, rows, c->shape->v_size);
@@ -454,7 +457,7 @@ static fd_point_t next_span(const ctx_t *c, fd_point_t at) {
 static void prefetch_next_span(ctx_t *c, fd_point_t at, fd_point_t end) {
     const fd_entry_t *e = &c->plan->entries[at.entry];
     if ((fd_same_span(at, end) && !end.page) || !e->attend) return;
-    c->after = fd_kv_chunk(c->w->kv, c->store, c->step->pages[e->pages + first_page(c, e->pos)], at.head);
+    c->after = fd_kv_chunk(c->w->kv, c->store, page_of(c, e, first_page(c, e->pos)), at.head);
     c->after_q = q_row(c, e, 0, at.head);
 }
 
@@ -468,6 +471,7 @@ bool fd_work_advance(const fd_work_t *w, fd_step_t *step, uint8_t *slot, uint32_
                .slot = slot,
                .layer = &w->layers[layer],
                .store = w->stores[layer],
+               .section = w->kv->stores[w->stores[layer]].section,
                .stores = fd_work_stores(w, layer),
                .item = i,
                .scratch = &w->scratch[thread],
@@ -499,7 +503,7 @@ bool fd_work_advance(const fd_work_t *w, fd_step_t *step, uint8_t *slot, uint32_
 }
 
 bool fd_work_copy(const fd_work_t *w, fd_step_t *step, uint32_t i, uint32_t n_items, const fd_stop_t *stop) {
-    const uint64_t all = (uint64_t)step->n_copies * w->kv->n_planes, first = all * i / n_items,
+    const uint64_t all = (uint64_t)step->n_copies * w->kv->planes.n_planes, first = all * i / n_items,
                    n = all * (i + 1) / n_items - first;
     uint32_t *done = &step->cursors[i].copied;
     while (*done < n) {

@@ -45,17 +45,28 @@ static int get_planes(const fd_geometry_t *g, unsigned kv_dtype, layer_args_t *a
     return !PyErr_Occurred();
 }
 
-static PyObject *py_page_bytes(PyObject *module, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"geometry", "kv_dtype", "kv_layers", "heads", NULL};
+/* The planes for the arguments (geometry, kv_dtype, *, windows, segments, kv_layers, heads). 1, or 0 with an exception
+ * set. */
+static int parse_planes(PyObject *args, PyObject *kwargs, fd_planes_t *planes) {
+    static char *names[] = {"geometry", "kv_dtype", "windows", "segments", "kv_layers", "heads", NULL};
     fd_geometry_t g;
     unsigned kv_dtype;
     layer_args_t a = {0};
+    return PyArg_ParseTupleAndKeywords(args, kwargs, "O&I|$OOOO", names, fd_py_geometry, &g, &kv_dtype, &a.windows,
+                                       &a.segments, &a.kv_layers, &a.heads) &&
+           get_planes(&g, kv_dtype, &a, planes);
+}
+
+static PyObject *py_page_bytes(PyObject *module, PyObject *args, PyObject *kwargs) {
     fd_planes_t planes;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&I|$OO", names, fd_py_geometry, &g, &kv_dtype, &a.kv_layers,
-                                     &a.heads) ||
-        !get_planes(&g, kv_dtype, &a, &planes))
-        return NULL;
+    if (!parse_planes(args, kwargs, &planes)) return NULL;
     return PyLong_FromSize_t(planes.n_planes * planes.plane_bytes);
+}
+
+static PyObject *py_page_sections(PyObject *module, PyObject *args, PyObject *kwargs) {
+    fd_planes_t planes;
+    if (!parse_planes(args, kwargs, &planes)) return NULL;
+    return Py_BuildValue("(III)", planes.n_sections - planes.n_limited, planes.n_limited, planes.reach);
 }
 
 /* ---- REngine ---- */
@@ -190,15 +201,16 @@ static PyObject *engine_add_link(engine_object_t *self, PyObject *args, PyObject
 }
 
 static PyObject *engine_pages_within(engine_object_t *self, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"geometry", "kv_dtype", "bytes", "grows", "kv_layers", "heads", NULL};
+    static char *names[] = {"geometry", "kv_dtype",  "bytes", "grows", "windows",
+                            "segments", "kv_layers", "heads", NULL};
     fd_geometry_t g;
     unsigned kv_dtype;
     unsigned long long bytes;
     int grows;
     layer_args_t a = {0};
     fd_planes_t planes;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&IKp|$OO", names, fd_py_geometry, &g, &kv_dtype, &bytes, &grows,
-                                     &a.kv_layers, &a.heads) ||
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&IKp|$OOOO", names, fd_py_geometry, &g, &kv_dtype, &bytes, &grows,
+                                     &a.windows, &a.segments, &a.kv_layers, &a.heads) ||
         !get_planes(&g, kv_dtype, &a, &planes))
         return NULL;
     if (!self->engine) return closed_error("the R-engine");
@@ -237,8 +249,9 @@ static PyMethodDef engine_methods[] = {
      "segments=None, kv_layers=None, softcaps=None, sinks=None, slopes=None, heads=None)\n"
      "-> REngineLink"},
     {"pages_within", (PyCFunction)(void (*)(void))engine_pages_within, METH_VARARGS | METH_KEYWORDS,
-     "pages_within(geometry, kv_dtype, bytes, grows, *, kv_layers=None, heads=None) -> int: the most pages that a "
-     "lease of `bytes` may have"},
+     "pages_within(geometry, kv_dtype, bytes, grows, *, windows=None, segments=None, kv_layers=None, heads=None) -> "
+     "int: "
+     "the most pages that a lease of `bytes` may have"},
     {"close", (PyCFunction)engine_close, METH_NOARGS, "Join the threads. All links must be closed."},
     {0},
 };
@@ -498,7 +511,12 @@ PyMethodDef fd_engine_methods[] = {
     {"bind_memory", py_bind_memory, METH_VARARGS,
      "bind_memory(node): allocate only from this NUMA node, in this thread and the threads that it starts"},
     {"page_bytes", (PyCFunction)(void (*)(void))py_page_bytes, METH_VARARGS | METH_KEYWORDS,
-     "page_bytes(geometry, kv_dtype, *, kv_layers=None, heads=None) -> int: bytes of a page, all layers and KV heads"},
+     "page_bytes(geometry, kv_dtype, *, windows=None, segments=None, kv_layers=None, heads=None) -> int: bytes of a "
+     "page"},
+    {"page_sections", (PyCFunction)(void (*)(void))py_page_sections, METH_VARARGS | METH_KEYWORDS,
+     "page_sections(geometry, kv_dtype, *, windows=None, segments=None, kv_layers=None, heads=None) -> (pages of a "
+     "block "
+     "for the layers that see all tokens, pages for those of limited reach, their reach)"},
     {0},
 };
 

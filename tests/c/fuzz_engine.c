@@ -167,8 +167,8 @@ static void good_step(hostile_t *h, input_t *in, fd_row_t *table, fd_arm_t *head
         uint32_t seq_index = (first + i) % SEQUENCES, want = 1 + take(in, 1) % h->g.max_rows;
         if (want > h->g.max_rows - rows) want = h->g.max_rows - rows;
         if (!h->sequences[seq_index].length) h->sequences[seq_index].tag = take(in, 1);
-        table[i] = (fd_row_t){seq_index, h->sequences[seq_index].tag,       h->sequences[seq_index].length,
-                              want,      i < attending ? FD_ROW_ATTEND : 0, 0};
+        const uint32_t flags = (i < attending ? FD_ROW_ATTEND : 0) | (take(in, 1) % 4 ? 0 : FD_ROW_SLIDE);
+        table[i] = (fd_row_t){seq_index, h->sequences[seq_index].tag, h->sequences[seq_index].length, want, flags, 0};
         rows += want;
         header->n_entries++;
         if (i < attending) header->n_attend_rows += want;
@@ -182,7 +182,7 @@ static void mutate_row(input_t *in, fd_row_t *r, uint32_t max_rows) {
     case 1: r->tag ^= take(in, 1); break;
     case 2: r->pos = edgy(in, 64); break;
     case 3: r->n_rows = edgy(in, max_rows); break;
-    case 4: r->flags = edgy(in, 2); break;
+    case 4: r->flags = edgy(in, 6); break;
     default: r->reserved = take(in, 1);
     }
 }

@@ -33,10 +33,11 @@ typedef struct {
 
 static void open_side(side_t *side, uint32_t window, uint32_t threads) {
     const fd_layer_t layer = {.heads = fd_geometry_heads(&geometry), .window = window};
-    REQUIRE(fd_kvcache_init(&side->kv, &layer.heads, 1, FD_KV_FP32, PAGES, PAGES, SEQUENCES, FD_HUGE_OFF, err,
-                            sizeof err) == FD_OK);
+    const fd_stored_t stored = {layer.heads, window};
+    REQUIRE(fd_kvcache_init(&side->kv, &stored, 1, FD_KV_FP32, PAGES, PAGES, SEQUENCES, FD_HUGE_OFF, err, sizeof err) ==
+            FD_OK);
     REQUIRE(fd_work_init(&side->work, &geometry, &side->kv, FD_KV_FP32, FD_ISA_SCALAR, 0.3f, &layer, threads) == FD_OK);
-    REQUIRE(fd_step_init(&side->step, MAX_ROWS, side->work.shapes, 1) == FD_OK);
+    REQUIRE(fd_step_init(&side->step, MAX_ROWS, side->kv.planes.n_sections, side->work.shapes, 1) == FD_OK);
     side->slot = aligned_alloc(FD_REGION_PAGE, side->work.layout.slot_bytes);
     REQUIRE(side->slot);
 }
@@ -124,7 +125,7 @@ static void check_row(const float *q, const float *o, uint32_t seq, uint32_t pos
     }
 }
 
-static void random_step(side_t *a, side_t *b, uint32_t *lengths, uint32_t window) {
+static void random_step(side_t *a, side_t *b, uint32_t *lengths, uint32_t *floors, uint32_t window) {
     fd_row_t table[SEQUENCES];
     const uint32_t first = below(SEQUENCES), n = 1 + below(SEQUENCES), attending = below(n + 1);
     uint32_t rows = 0, attend_rows = 0;
@@ -133,7 +134,10 @@ static void random_step(side_t *a, side_t *b, uint32_t *lengths, uint32_t window
         uint32_t take = 1 + (below(2) ? below(most) : 0);
         if (lengths[seq] + take > MAX_TOKENS || !below(6)) {
             const uint32_t other = (seq + 1) % SEQUENCES, room = MAX_TOKENS - take,
-                           keep = below((lengths[other] < room ? lengths[other] : room) + 1);
+                           most_kept = lengths[other] < room ? lengths[other] : room;
+            uint32_t keep = below(most_kept + 1);
+            if (keep < floors[other]) keep = floors[other] <= most_kept ? floors[other] : 0;
+            floors[seq] = keep ? floors[other] : 0;
             for (side_t *side = a; side; side = side == a ? b : NULL) {
                 REQUIRE(fd_kvcache_free(&side->kv, seq, 7, err, sizeof err) == FD_OK);
                 REQUIRE(!keep || fd_kvcache_fork(&side->kv, other, 7, seq, 7, keep, err, sizeof err) == FD_OK);
@@ -141,7 +145,9 @@ static void random_step(side_t *a, side_t *b, uint32_t *lengths, uint32_t window
             for (uint32_t k = 0; k < 2; k++) memcpy(cached[k][seq], cached[k][other], sizeof cached[k][seq]);
             lengths[seq] = keep;
         }
-        table[i] = (fd_row_t){seq, 7, lengths[seq], take, i < attending ? FD_ROW_ATTEND : 0, 0};
+        const uint32_t slides = below(3) ? 0 : FD_ROW_SLIDE;
+        if (slides) floors[seq] = lengths[seq];
+        table[i] = (fd_row_t){seq, 7, lengths[seq], take, slides | (i < attending ? FD_ROW_ATTEND : 0), 0};
         rows += take;
         if (i < attending) attend_rows += take;
     }
@@ -155,7 +161,7 @@ static void random_step(side_t *a, side_t *b, uint32_t *lengths, uint32_t window
     const uint32_t absent = n < SEQUENCES && !below(4) ? (first + n) % SEQUENCES : FD_NO_PAGE;
     copy_pages(a, 1, false, absent);
     copy_pages(b, 1 + below(3), true, absent);
-    if (absent != FD_NO_PAGE) lengths[absent] = 0;
+    if (absent != FD_NO_PAGE) lengths[absent] = floors[absent] = 0;
     REQUIRE(do_in_one_go(a) == do_with_stops(b));
     const float *oa = (float *)(a->slot + y->o), *ob = (float *)(b->slot + y->o);
     REQUIRE(!memcmp(oa, ob, attend_rows * GROUP * KV_HEADS * HEAD * sizeof *oa));
@@ -177,11 +183,11 @@ int main(int argc, char **argv) {
     for (uint32_t done = 0; done < steps;) {
         const uint32_t window = windows[below(3)], n_threads = threads[below(3)];
         static side_t a, b;
-        uint32_t lengths[SEQUENCES] = {0};
+        uint32_t lengths[SEQUENCES] = {0}, floors[SEQUENCES] = {0};
         open_side(&a, window, n_threads);
         open_side(&b, window, THREADS);
         b.work.shapes[0].max_items = a.work.shapes[0].max_items; /* so that both are cut alike */
-        for (uint32_t i = 0; i < 40 && done < steps; i++, done++) random_step(&a, &b, lengths, window);
+        for (uint32_t i = 0; i < 40 && done < steps; i++, done++) random_step(&a, &b, lengths, floors, window);
         close_side(&a);
         close_side(&b);
     }

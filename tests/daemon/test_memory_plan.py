@@ -9,6 +9,7 @@ import torch
 
 from fastdecode.daemon.config import ConfigError
 from fastdecode.daemon.memory_plan import KERNEL_BYTES, capacity, gpu_staging
+from fastdecode.transports.base import Lease
 
 pytestmark = pytest.mark.quick
 GIB = 1 << 30
@@ -29,7 +30,17 @@ def test_what_does_not_fit_is_refused_with_its_numbers():
 
 
 def test_the_start_line_says_what_fits():
-    links = [SimpleNamespace(lease=SimpleNamespace(max_pages=n, page_bytes=GIB)) for n in (64, 33)]
+    links = [
+        SimpleNamespace(lease=Lease(n, n, 8, GIB, "avx2", 1, "r"), geometry=SimpleNamespace(max_rows=512))
+        for n in (64, 33)
+    ]
     line = capacity(15 * GIB, torch.device("cuda"), links, 4096)
     assert line == "weights 15.0 GiB on the GPU, KV 97.0 GiB in RAM = 3 sequences of 4096 tokens"
     assert "weights 1.5 KiB in RAM, KV 97.0 GiB" in capacity(1536, torch.device("cpu"), links, 4096)
+
+
+def test_the_start_line_counts_pages_that_are_given_back():
+    """A block of 128 tokens takes a page for the full layers and five for those with a window of 1024 tokens."""
+    lease = Lease(1000, 1000, 8, 1 << 20, "avx2", 1, "r", full_sections=1, limited_sections=5, reach=1024)
+    links = [SimpleNamespace(lease=lease, geometry=SimpleNamespace(max_rows=512))]
+    assert "= 2 sequences of 40000 tokens" in capacity(0, torch.device("cpu"), links, 40000)  # 313 + 5 * 13 pages each

@@ -16,7 +16,7 @@ from fastdecode.engine.scheduling.plan import SchedulerLimits
 from fastdecode.engine.scheduling.rtime import Bandwidth, Loads, assign, layer_groups
 from fastdecode.engine.sequence import Sequence
 from fastdecode.region.contract import PAGE_TOKENS
-from fastdecode.transports.base import StepTimes
+from fastdecode.transports.base import Lease, StepTimes
 
 pytestmark = pytest.mark.quick
 
@@ -55,7 +55,7 @@ class CountedLink:
 
 def cluster_of(speeds, windows=(0, 0), n_pages=100_000, page_bytes=PAGE_TOKENS * 1000):
     """A cluster whose R-nodes have shown these bandwidths, in bytes a second."""
-    lease = SimpleNamespace(n_pages=n_pages, max_seqs=1000, page_bytes=page_bytes)
+    lease = Lease(n_pages, n_pages, 1000, page_bytes, "", 1, "sim")
     links = [CountedLink(f"tcp://r{i}", lease) for i in range(len(speeds))]
     cluster = Cluster(links, windows=windows)
     for link, speed in zip(links, speeds, strict=True):

@@ -7,7 +7,7 @@ import random
 import pytest
 from scheduler_world import END, World
 
-from fastdecode.engine.ledger import pages_for
+from fastdecode.engine.pages import blocks_for
 from fastdecode.engine.scheduling import queue
 from fastdecode.engine.scheduling.budgets import StepBudget
 from fastdecode.engine.scheduling.fairness import FairShares
@@ -86,7 +86,7 @@ def test_random_runs_do_preempt():
 @pytest.mark.parametrize("max_new", [1, 2, 64, 65])
 def test_exact_lease_holds_its_tokens_and_no_page_more(n_prompt, max_new):
     """The last token is never cached: n tokens need pages for n - 1, and a lease of just that is enough, alone."""
-    pages = max(pages_for(n_prompt), pages_for(n_prompt + max_new - 1))
+    pages = max(blocks_for(n_prompt), blocks_for(n_prompt + max_new - 1))
     world = World([(pages, 1)])
     seq = world.add(n_prompt, max_new)
     most = 0

@@ -95,6 +95,7 @@ class Driver(peer.Link):
         self.rng = np.random.default_rng(seed)
         self.shadows: dict[int, peer.Shadow] = {}
         self._cut: set[int] = set()
+        self._slide: set[int] = set()
         self.next_tag = 1
         self.tables: dict[int, np.ndarray] = {}
         self._refusals: dict[int, CallRefused] = {}

@@ -18,7 +18,16 @@ from typing import Any
 import numpy as np
 
 from fastdecode.region._native import init_region_header
-from fastdecode.region.contract import ACT_DTYPES, KV_DTYPES, POISON, REGION_PAGE, ROW_ATTEND, ROW_CUT, Status
+from fastdecode.region.contract import (
+    ACT_DTYPES,
+    KV_DTYPES,
+    POISON,
+    REGION_PAGE,
+    ROW_ATTEND,
+    ROW_CUT,
+    ROW_SLIDE,
+    Status,
+)
 
 FP32, FP16, BF16 = ACT_DTYPES.index("fp32"), ACT_DTYPES.index("fp16"), ACT_DTYPES.index("bf16")
 KV_FP32, KV_FP16, KV_BF16 = KV_DTYPES.index("fp32"), KV_DTYPES.index("fp16"), KV_DTYPES.index("bf16")
@@ -291,6 +300,7 @@ class Link(Peer):
         self.shadows: dict[int, Shadow] = {}
         self.next_tag = 1
         self._cut: set[int] = set()
+        self._slide: set[int] = set()
         init_region_header(self.map, g.tuple())
         self.lease = engine.add_link(
             self.map, g.tuple(), kv_dtype, n_pages, max_seqs, self.scale, self.windows, None, max_pages, **self.options
@@ -327,7 +337,9 @@ class Link(Peer):
                 self.next_tag += 1
             s = self.shadows[seq_index]
             flags = (ROW_ATTEND if attend else 0) | (ROW_CUT if seq_index in self._cut else 0)
+            flags |= ROW_SLIDE if seq_index in self._slide else 0
             self._cut.discard(seq_index)
+            self._slide.discard(seq_index)
             table.append((seq_index, s.tag, s.length, n, flags))
         return table
 
@@ -361,6 +373,10 @@ class Link(Peer):
         """Let the sequence's next step cut it to `length` tokens."""
         self._shorten(seq_index, length)
         self._cut.add(seq_index)
+
+    def slide(self, *seq_indexes: int) -> None:
+        """Let the next step of these sequences give back the pages that no later row sees."""
+        self._slide.update(seq_indexes)
 
     def _shorten(self, seq_index: int, length: int) -> None:
         s = self.shadows[seq_index]

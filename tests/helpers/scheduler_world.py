@@ -5,11 +5,12 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 from fastdecode.engine.cluster import Cluster
-from fastdecode.engine.ledger import pages_for
+from fastdecode.engine.pages import blocks_for
 from fastdecode.engine.request import SamplingParams
 from fastdecode.engine.scheduler import Scheduler
 from fastdecode.engine.scheduling.plan import Plan, SchedulerLimits
 from fastdecode.engine.sequence import Sequence
+from fastdecode.transports.base import Lease
 
 END = 7  # the end token of every sequence here
 WORD = 1
@@ -29,7 +30,7 @@ class World:
         strict=False,
     ):
         links = [
-            SimpleNamespace(url=f"tcp://r{i}", lease=SimpleNamespace(n_pages=pages, max_seqs=seqs, page_bytes=4096))
+            SimpleNamespace(url=f"tcp://r{i}", lease=Lease(pages, pages, seqs, 4096, "avx2", 1, f"r{i}"))
             for i, (pages, seqs) in enumerate(leases)
         ]
         self.cluster = Cluster(links, watermark)
@@ -109,7 +110,7 @@ class World:
         assert cached[seq.handle] == seq.cached
         cached[seq.handle] += chunk.n_tokens
         self.appended += chunk.n_tokens
-        used = sum(map(pages_for, cached.values()))
+        used = sum(map(blocks_for, cached.values()))
         assert used <= seq.node.n_pages, "the lease is over-committed"
 
     def check_plan(self, plan: Plan) -> None:
@@ -119,7 +120,7 @@ class World:
         assert kinds == sorted(kinds), "decoding rows first, each kind in order of link"
         for chunk in plan.chunks:
             assert chunk.n_tokens >= 1
-            assert pages_for(chunk.seq.cached + chunk.n_tokens) <= len(chunk.seq.pages), "a chunk without a page"
+            assert blocks_for(chunk.seq.cached + chunk.n_tokens) <= len(chunk.seq.pages), "a chunk without a page"
             assert chunk.seq.mini_batch == plan.mini_batch
             flying = [c.seq for other in self.flights.values() for c in other.chunks]
             assert chunk.seq not in flying, "in two steps at once"

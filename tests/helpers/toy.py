@@ -11,7 +11,7 @@ import threading
 import zlib
 from types import SimpleNamespace
 
-from fastdecode.engine.ledger import pages_for
+from fastdecode.engine.pages import blocks_for
 from fastdecode.region.contract import PAGE_TOKENS, Status
 from fastdecode.spart.batch import Sampled, StepOutput
 from fastdecode.transports.base import CallRefused, LinkDown
@@ -65,6 +65,9 @@ class ToyLink:
             isa="toy",
             threads=1,
             node=url.removeprefix("tcp://"),
+            full_sections=1,
+            limited_sections=0,
+            reach=0,
         )
         self.cache: dict[int, tuple[int, list[int]]] = {}  # sequence index -> tag, tokens
         self.held: dict[int, list[object]] = {}  # sequence index -> its pages; a FORK shares them
@@ -99,7 +102,7 @@ class ToyLink:
         if len(tokens) % PAGE_TOKENS and sum(pages[-1] in held for held in self.held.values()) > 1:
             pages[-1] = object()  # a page that is shared is copied before it is written
         tokens += chunk.tokens
-        pages += [object() for _ in range(pages_for(len(tokens)) - len(pages))]
+        pages += [object() for _ in range(blocks_for(len(tokens)) - len(pages))]
         if len({page for held in self.held.values() for page in held}) > self.pages:
             raise CallRefused(Status.OUT_OF_PAGES, "no page left", self)
 
@@ -135,7 +138,7 @@ class ToyLink:
         if tag != src[1] or dst[0] in self.cache or not 1 <= length <= len(tokens):
             raise CallRefused(Status.BAD_SEQUENCE, f"cannot fork {src} to {dst}")
         self.cache[dst[0]] = (dst[1], tokens[:length])
-        self.held[dst[0]] = self.held[src[0]][: pages_for(length)]
+        self.held[dst[0]] = self.held[src[0]][: blocks_for(length)]
         self.forks += 1
 
     async def receive(self, seq, length, token) -> None:
@@ -143,7 +146,7 @@ class ToyLink:
         self.check_alive()
         if seq[0] in self.cache:
             raise CallRefused(Status.BAD_SEQUENCE, f"sequence {seq[0]} is in use")
-        self.cache[seq[0]], self.held[seq[0]] = (seq[1], []), [object() for _ in range(pages_for(length))]
+        self.cache[seq[0]], self.held[seq[0]] = (seq[1], []), [object() for _ in range(blocks_for(length))]
         if len({page for held in self.held.values() for page in held}) > self.pages:
             raise CallRefused(Status.OUT_OF_PAGES, "no page left")
         TOKENS[token] = self, seq
@@ -168,7 +171,7 @@ class ToyLink:
         if length:
             del there[length:]
             assert len(there) == length
-            del target.held[seq_index][pages_for(length) :]
+            del target.held[seq_index][blocks_for(length) :]
 
     async def resize(self, n_pages) -> dict:
         self.resizes.append(n_pages)

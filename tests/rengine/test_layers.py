@@ -72,7 +72,7 @@ def run(link: Link) -> None:
 @pytest.mark.parametrize("threads", [1, 3])
 def test_layers_equal_float64(engine_of, threads: int, options: str) -> None:
     engine, links = engine_of(threads)
-    links.append(link := Link(engine, G, KV_FP32, 96, 40, windows=[0, 300, 0], options=OPTIONS[options]))
+    links.append(link := Link(engine, G, KV_FP32, 3 * 96, 40, windows=[0, 300, 0], options=OPTIONS[options]))
     run(link)
 
 

@@ -36,7 +36,7 @@ ISAS = _native.isa_supported()
 def test_mixed_batches_equal_float64_attention(engines, links, isa, threads, kv_dtype):
     engine = engines(threads, isa=isa)
     assert (engine.isa, engine.threads) == (isa, threads)
-    link = links(Geometry(max_rows=256, n_layers=2), kv_dtype, 96, 40, engine=engine, windows=[0, 100])
+    link = links(Geometry(max_rows=256, n_layers=2), kv_dtype, 2 * 96, 40, engine=engine, windows=[0, 100])
     link.fill(0, 1700)  # long enough to be cut among threads
     link.fill(1, PAGE_TOKENS)  # ends on a page boundary
     link.step(0, [(seq_index, 1 + seq_index % 3, True) for seq_index in range(2, 34)])  # many short ones share an item
@@ -362,7 +362,7 @@ def test_threads_are_pinned_where_asked(engines):
 @pytest.mark.quick
 def test_random_walk(links):
     """Random steps, forks, trims and frees over shared prefixes, every O row checked."""
-    link = links(Geometry(n_slots=2, max_rows=128, n_layers=2), KV_FP32, 60, 12, windows=[0, 180], threads=3)
+    link = links(Geometry(n_slots=2, max_rows=128, n_layers=2), KV_FP32, 2 * 60, 12, windows=[0, 180], threads=3)
     rng = np.random.default_rng(5)
     for _ in range(250):
         live, action = sorted(link.shadows), rng.integers(10)

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from spart_steps import GREEDY, interleaved
 
 from fastdecode.daemon.rnode import RNode
-from fastdecode.kernels._native import page_bytes
+from fastdecode.kernels._native import page_bytes, page_sections
 from fastdecode.region.contract import KV_DTYPES, MAX_HEAD_SIZE, PAGE_TOKENS
 from fastdecode.region.geometry import geometry_tuple
 from fastdecode.spart.batch import Chunk, StepBatch
@@ -152,10 +152,11 @@ def test_layers_that_share_k_and_v_are_stored_once(model_type: str) -> None:
     config = HFConfig.from_configs(make_config(model_type), None)
     assert config.kv_layers == (0, 1, 2, 3, 2, 3)
     sizes = [heads.n_kv * (heads.k_size + heads.v_size) for heads in map(config.heads_of, range(4))]
-    page = page_bytes(
-        geometry_tuple(config.hello_geometry(1, 1, "fp32")), KV_DTYPES.index("fp32"), **config.options.stored
-    )
-    assert page == sum(sizes) * 4 * PAGE_TOKENS
+    geometry, options = config.hello_geometry(1, 1, "fp32"), config.options.stored(config.windows)
+    key = geometry_tuple(geometry), KV_DTYPES.index("fp32")
+    page, (full, limited, _) = page_bytes(*key, **options), page_sections(*key, **options)
+    assert (full + limited) * page == sum(sizes) * 4 * PAGE_TOKENS
+    assert full and limited, "layers with and without windows have pages of their own"
     assert len(set(sizes)) == (2 if model_type == "gemma4_text" else 1)
 
 
@@ -215,8 +216,8 @@ def test_the_documentation_lists_every_type() -> None:
         "",
         "Each layer is stored with its own heads: layers with fewer or smaller heads (Gemma 4), and heads of V that",
         "are smaller than those of K (DeepSeek), take no more memory than they need. Layers that share K and V (Gemma",
-        "3n, Gemma 4) are stored once. A KV page holds all layers, so pages beyond a layer's window stay as long as",
-        "another layer needs them.",
+        "3n, Gemma 4) are stored once. Pages of windowed layers that no later token sees are given back when",
+        "pages are short.",
         "",
         "Models with latent attention (MLA: DeepSeek, GLM-4.7-Flash, MiniCPM3, Youtu) store the latent rows in place",
         "of K and V of the heads, if these take more memory: 1088 elements a token and layer in place of 40960 for",

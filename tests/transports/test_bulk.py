@@ -178,7 +178,7 @@ async def test_wrong_moves_are_refused_and_cost_the_links_nothing():
         ):
             with pytest.raises(CallRefused, match=why):
                 await source.link.push(handle, range(1), 0, url, admitted)
-        with pytest.raises(CallRefused, match="has 3 pages"):
+        with pytest.raises(CallRefused, match="has 3 blocks"):
             await target.link.receive((3, 1), 900, wide := token())
             await source.link.push(handle, range(2, 7), 0, b, wide)
         with pytest.raises(CallRefused, match="no sequence waits"):

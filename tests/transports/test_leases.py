@@ -167,7 +167,7 @@ async def test_100000_sequences_of_a_page_each_on_one_link(tmp_path, transport):
         ledger.resized(answer["pages_total"], answer["pages_max"])
         assert ledger.free_pages == n
         for _ in range(2):
-            sequences = [CachedSequence(*ledger.admit(1, [], PAGE_TOKENS)) for _ in range(n)]
+            sequences = [CachedSequence(*ledger.admit(PAGE_TOKENS, None, PAGE_TOKENS)) for _ in range(n)]
             handles = [sequence.handle for sequence in sequences]
             assert not ledger.has_free_index and not ledger.free_pages
             for first in range(0, n, rows):

@@ -43,7 +43,8 @@ async def test_attention_equals_float64(shared_node):
         driver.step(1, [(1, 4, True), (0, 1, True), (2, 7, False)])
 
     await in_thread(steps)
-    assert link.lease.page_bytes == SMALL.n_layers * SMALL.n_kv_heads * 2 * SMALL.head_size * 4 * PAGE_TOKENS
+    assert link.lease.page_bytes == SMALL.n_kv_heads * 2 * SMALL.head_size * 4 * PAGE_TOKENS  # of one layer
+    assert (link.lease.full_sections, link.lease.limited_sections, link.lease.reach) == (1, 1, 70)
     assert (link.lease.max_seqs, link.lease.n_pages) == (8, (1 << 20) // link.lease.page_bytes)
     await link.close()
 

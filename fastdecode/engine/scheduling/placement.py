@@ -13,7 +13,7 @@ from itertools import islice
 from math import ceil
 from typing import TYPE_CHECKING
 
-from fastdecode.engine.ledger import RNodeLedger, pages_for
+from fastdecode.engine.ledger import RNodeLedger
 from fastdecode.engine.scheduling.rtime import Loads, assign
 from fastdecode.region.contract import PAGE_TOKENS
 
@@ -126,7 +126,7 @@ class Placer:
 
         An R-node that could not hold the sequence up to its end is left out.
         """
-        nodes = [node for node in nodes if pages_for(seq.final_length - 1) <= node.max_pages]
+        nodes = [node for node in nodes if node.groups.capacity(node.max_pages) >= seq.final_length - 1]
         needed = {node: n_pages + self.watermark(node) for node in nodes}
         if with_room := [node for node in nodes if node.has_free_index and needed[node] <= node.free_pages]:
             self._loads.add(seq.placed_on.position, seq.mean_length, -1)
@@ -171,7 +171,7 @@ class Placer:
 
         The sequence shares its first `shared` tokens, whose whole pages are there already.
         """
-        return pages_for(tokens) - min(shared, tokens) // PAGE_TOKENS + self.watermark(node)
+        return node.groups.pages_for(tokens, shared) + self.watermark(node)
 
     def _make_room_beside(self, cached: Placement, tokens: int) -> bool:
         """Make room for a sequence of `tokens` tokens on the R-node that has its prefix, by evicting other entries.
@@ -180,8 +180,8 @@ class Placer:
         """
         node, source = cached.node, cached.source
         assert source is not None
-        shared = source.cached.pages[: cached.shared_tokens // PAGE_TOKENS]
-        evictable = node.unused_pages - sum(not page.users for page in shared)
+        shared = source.share(cached.shared_tokens)
+        evictable = node.unused_pages - sum(page.size * (not page.users) for page in shared)
         needed = self._pages_needed(node, tokens, cached.shared_tokens)
         if needed > evictable:
             return False
@@ -200,6 +200,8 @@ class Placer:
         if enough := [node for node, pages in lacking.items() if pages <= 0]:
             node = min(enough, key=lambda n: n.load)
             return node.evict_for(self._pages_needed(node, tokens), index=True)
+        for node in lacking:
+            node.short = True
         growing = [node for node, pages in lacking.items() if node.may_grow and pages <= node.max_pages - node.n_pages]
         if growing:
             node = min(growing, key=lambda n: n.load)

@@ -16,7 +16,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from fastdecode.region.contract import ROW_ATTEND, ROW_CUT, ROW_DTYPE
+from fastdecode.region.contract import ROW_ATTEND, ROW_CUT, ROW_DTYPE, ROW_SLIDE
 from fastdecode.spart.batch import Chunk
 from fastdecode.spart.served import TORCH_DTYPES
 from fastdecode.transports._native import StepGroup
@@ -77,7 +77,7 @@ def link_rows(chunks: list[Chunk], views: dict[int, SlotViews]) -> list[LinkRows
             raise ValueError("the chunks of a step are not in order: attending chunks first, then by link")
         last_order, start, n = order, row, len(chunk.tokens)
         row += n
-        flags = ROW_CUT * chunk.cut | ROW_ATTEND * (not chunk.prefill)
+        flags = ROW_CUT * chunk.cut | ROW_SLIDE * chunk.slide | ROW_ATTEND * (not chunk.prefill)
         entries.setdefault(chunk.link, []).append((chunk.seq_index, chunk.tag, chunk.pos, n, flags, 0))
         ranges[chunk.prefill].setdefault(chunk.link, [start, start])[1] = row
     result = []
