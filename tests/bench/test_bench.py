@@ -298,7 +298,7 @@ def test_links_prints_a_row_for_each_number_of_links():
 
 
 def test_speculate_prints_a_row_a_task_with_the_same_tokens():
-    result = json.loads(bench("speculate", "--tokens", "40", "--rounds", "1", "--json"))
+    result = json.loads(bench("speculate", "--tokens", "100", "--rounds", "1", "--json"))
     copy, random = result["rows"]
     assert (copy["task"], random["task"]) == ("copy", "random")
     assert 0 < copy["right"] <= copy["guessed"] and copy["plain"] > 0 and copy["guessing"] > 0

@@ -83,8 +83,8 @@ def test_a_team_is_given_by_r_node():
 
 def test_the_bypass_is_refused_with_a_reason():
     cuda = torch.device("cuda")
-    choice = choose_exchange("auto", cuda, True, 2, 8, 50, whole_rows=False)
+    choice = choose_exchange("auto", cuda, 2, 8, 50, whole_rows=False)
     assert str(choice).startswith("staged (") and "--partition heads" in str(choice)
     with pytest.raises(BypassImpossible, match="--partition heads"):
-        choose_exchange("bypass", cuda, True, 2, 8, 50, whole_rows=False)
-    assert str(choose_exchange("auto", torch.device("cpu"), True, 2, 8, 50, whole_rows=False)) == "direct"
+        choose_exchange("bypass", cuda, 2, 8, 50, whole_rows=False)
+    assert str(choose_exchange("auto", torch.device("cpu"), 2, 8, 50, whole_rows=False)) == "direct"

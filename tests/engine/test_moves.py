@@ -110,7 +110,7 @@ async def test_a_refused_move_leaves_the_sequence_in_place_and_is_tried_again(mo
         work = await loaded(engine, second)
         second.refuse_pushes = True
         draining = asyncio.create_task(engine.r_nodes.drain(1))
-        await until(lambda: len(second.pushes) > 5)
+        await until(lambda: len(second.pushes) > 1)
         assert engine.stats.totals.moved == 0
         second.refuse_pushes = False
         await asyncio.gather(draining, work)
