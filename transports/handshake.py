@@ -31,6 +31,7 @@ from __future__ import annotations
 import base64
 import secrets
 from dataclasses import dataclass
+from typing import TypeVar
 
 from fastdecode.region.contract import PROTOCOL_VERSION
 from fastdecode.region.geometry import Geometry, GeometryError, region_layout
@@ -52,6 +53,9 @@ from .session import Session
 
 #: Seconds that each end allows for the hand-shake.
 DEADLINE_S = 10.0
+
+_Question = TypeVar("_Question", HelloMessage, Attach, Deliver)
+_Answer = TypeVar("_Answer", Welcome, Attached, Accepted)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +79,37 @@ async def _read_challenge(conn: FrameSocket) -> Challenge:
     if not isinstance(message, Challenge):
         raise LinkRefused(f"the peer began with {message.TYPE}, not with CHALLENGE; is it an R-node?")
     return message
+
+
+async def _answer(
+    conn: FrameSocket,
+    challenge: Challenge,
+    message: _Question,
+    expected: type[_Answer],
+    session: Session | None,
+    unproved: str,
+) -> _Answer:
+    """Send a message and return its answer. With a `session`, both are proved, and a MAC follows each later frame.
+
+    Raises LinkRefused, with the reason `unproved` for an answer without a valid proof; LinkDown, ProtocolError.
+    """
+    if session:
+        message = session.prove(message, challenge)
+    await conn.write(message)
+    answer = await conn.read()
+    if isinstance(answer, Refused):
+        raise LinkRefused(answer.reason)
+    if not isinstance(answer, expected):
+        raise LinkRefused(f"the R-node answered {message.TYPE} with {answer.TYPE}")
+    if session:
+        if not session.is_proved(answer, challenge, message):
+            raise LinkRefused(unproved)
+        conn.seal(*session.seals(challenge))
+    return answer
+
+
+def _unproved(challenge: Challenge) -> str:
+    return f"R-node {challenge.node} could not prove that it knows the shared secret"
 
 
 async def say_hello(conn: FrameSocket, hello: Hello, secret: bytes | None) -> tuple[Lease, Ticket]:
@@ -111,21 +146,8 @@ async def say_hello(conn: FrameSocket, hello: Hello, secret: bytes | None) -> tu
         slopes=base64.b64encode(hello.layers.slopes).decode(),
         heads=[list(heads) for heads in hello.layers.heads],
     )
-    session = None
-    if secret is not None:
-        session = Session(secret, message.nonce, challenge.nonce)
-        message = session.prove(message, challenge)
-    await conn.write(message)
-
-    answer = await conn.read()
-    if isinstance(answer, Refused):
-        raise LinkRefused(answer.reason)
-    if not isinstance(answer, Welcome):
-        raise LinkRefused(f"the R-node answered HELLO with {answer.TYPE}")
-    if session:
-        if not session.is_proved(answer, challenge, message):
-            raise LinkRefused(f"R-node {challenge.node} could not prove that it knows the shared secret")
-        conn.seal(*session.seals(challenge))
+    session = None if secret is None else Session(secret, message.nonce, challenge.nonce)
+    answer = await _answer(conn, challenge, message, Welcome, session, _unproved(challenge))
     conn.max_frame = MAX_FRAME_AFTER_AUTH
     lease = Lease(**{name: getattr(answer, name) for name in Lease.__dataclass_fields__})
     # The S-node allocates by these numbers, so an R-node may grant less than was asked for and no more.
@@ -150,20 +172,9 @@ async def attach(conn: FrameSocket, ticket: Ticket) -> None:
     Raises LinkRefused, LinkDown, ProtocolError.
     """
     challenge = await _read_challenge(conn)
-    session = ticket.session
     message = Attach(version=PROTOCOL_VERSION, mac=None, token=ticket.token)
-    if session:
-        message = session.prove(message, challenge)
-    await conn.write(message)
-    answer = await conn.read()
-    if isinstance(answer, Refused):
-        raise LinkRefused(answer.reason)
-    if not isinstance(answer, Attached):
-        raise LinkRefused(f"the R-node answered ATTACH with {answer.TYPE}")
-    if session:
-        if not session.is_proved(answer, challenge, message):
-            raise LinkRefused(f"the data connection leads to somebody else than R-node {challenge.node}")
-        conn.seal(*session.seals(challenge))
+    stranger = f"the data connection leads to somebody else than R-node {challenge.node}"
+    await _answer(conn, challenge, message, Attached, ticket.session, stranger)
 
 
 async def offer(conn: FrameSocket, token: str, page_bytes: int, secret: bytes | None) -> None:
@@ -177,20 +188,8 @@ async def offer(conn: FrameSocket, token: str, page_bytes: int, secret: bytes | 
     message = Deliver(
         version=PROTOCOL_VERSION, nonce=secrets.token_hex(32), mac=None, token=token, page_bytes=page_bytes
     )
-    session = None
-    if secret is not None:
-        session = Session(secret, message.nonce, challenge.nonce)
-        message = session.prove(message, challenge)
-    await conn.write(message)
-    answer = await conn.read()
-    if isinstance(answer, Refused):
-        raise LinkRefused(answer.reason)
-    if not isinstance(answer, Accepted):
-        raise LinkRefused(f"the R-node answered DELIVER with {answer.TYPE}")
-    if session:
-        if not session.is_proved(answer, challenge, message):
-            raise LinkRefused(f"R-node {challenge.node} could not prove that it knows the shared secret")
-        conn.seal(*session.seals(challenge))
+    session = None if secret is None else Session(secret, message.nonce, challenge.nonce)
+    await _answer(conn, challenge, message, Accepted, session, _unproved(challenge))
 
 
 # ---- R side ----
