@@ -224,6 +224,7 @@ class GrammarState:
                 self._after = None
             self._unless = None
         if self._after is None:
+            self._ready.wait()  # else a mask that is being computed would pass for the one after this token
             self.token = token
             self._ready.clear()
             self._thread.submit(self)
