@@ -144,7 +144,7 @@ static void look_for_verdict(fd_awaited_t *a, fd_port_slot_t *state, fd_slot_t *
         return;
     }
     const bool ok = __atomic_load_n(&slot->report.status, __ATOMIC_RELAXED) == FD_OK;
-    const char *wrong = read_report(port, a->slot, ok, &a->report);
+    const char *wrong = read_report(port, a->slot, ok, &port->reports[a->slot]);
     if (wrong) {
         violated(a, wrong);
     } else if (!ok) {
@@ -168,7 +168,7 @@ static void look_for_reply(fd_awaited_t *a, fd_port_slot_t *state, fd_slot_t *sl
     } else if (fd_is_down(&a->port->down)) {
         a->result = FD_PORT_DOWN;
     } else if (word == FD_POISON) {
-        const char *wrong = read_report(a->port, a->slot, false, &a->report);
+        const char *wrong = read_report(a->port, a->slot, false, &a->port->reports[a->slot]);
         if (wrong) violated(a, wrong);
         else refused(a, state);
     } else if (word != state->asked - 1) {

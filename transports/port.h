@@ -19,19 +19,21 @@ typedef enum { FD_SLOT_IDLE, FD_SLOT_ARMING, FD_SLOT_ARMED, FD_SLOT_ASKED } fd_s
 
 typedef struct {
     fd_slot_phase_t phase;
-    fd_arm_t arm;    /* the step's sizes; its number is the last one used */
     uint32_t asked;  /* layers that have been asked for */
     uint32_t unsure; /* reads in a row that showed a word with no meaning here; see `meaningless` in port.c */
+    fd_arm_t arm;    /* the step's sizes; its number is the last one used */
 } fd_port_slot_t;
 
+/* What a layer touches stands together, because a step may be spread over many ports. */
 typedef struct {
     uint8_t *region;
-    fd_geometry_t geometry;
-    fd_layout_t layout;
-    uint64_t spin_ns; /* how long a waiter spins before it sleeps */
     fd_carrier_t carrier;
+    fd_layout_t layout;
+    fd_geometry_t geometry;
+    uint64_t spin_ns; /* how long a waiter spins before it sleeps */
     fd_down_t down;
     fd_port_slot_t slots[FD_MAX_SLOTS];
+    fd_report_t reports[FD_MAX_SLOTS]; /* the last one that was read from each slot */
 } fd_port_t;
 
 typedef enum {
@@ -62,14 +64,13 @@ static inline fd_slot_t *fd_port_slot(const fd_port_t *port, uint32_t slot) {
 typedef struct {
     fd_port_t *port;
     uint32_t slot;
-    fd_port_result_t result; /* FD_PORT_PENDING until the wait for it has ended */
-    fd_report_t report;      /* with FD_PORT_REFUSED */
+    fd_port_result_t result; /* FD_PORT_PENDING until the wait for it has ended; FD_PORT_REFUSED: see `reports` */
     bool peek;               /* only find out whether there is an answer, and leave it for the next look */
     bool polling;            /* used by fd_port_await */
     bool open;               /* for the caller: fd_port_await leaves it alone */
 } fd_awaited_t;
 
-/* Reads the words of one slot without waiting: sets `result` and `report`. */
+/* Reads the words of one slot without waiting: sets `result`, and with FD_PORT_REFUSED the port's report. */
 void fd_port_look(fd_awaited_t *awaited);
 
 /* Waits until none of the `n` results is pending. After `timeout_ns` the ports that are still pending go down. The

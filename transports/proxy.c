@@ -233,7 +233,7 @@ fd_port_result_t fd_proxy_end(fd_proxy_t *p, fd_port_t *port, uint32_t slot, fd_
     if (!begun) return FD_PORT_MISUSE;
     fd_awaited_t look = {.port = port, .slot = slot, .result = FD_PORT_PENDING};
     fd_port_look(&look);
-    *report = look.report;
+    *report = port->reports[slot];
     if (look.result == FD_PORT_OK && port->slots[slot].asked < port->geometry.n_layers) look.result = FD_PORT_PENDING;
     port->slots[slot].phase = look.result == FD_PORT_OK || look.result == FD_PORT_PENDING ? FD_SLOT_ARMED
                                                                                           : FD_SLOT_IDLE;

@@ -12,10 +12,10 @@ typedef struct {
 
 typedef struct {
     PortObject *port;
-    Py_buffer table;
-    Py_buffer columns; /* a columns_t for each layer; without bytes: the member's rows are the step's whole rows */
     uint32_t attend_from, attend_to, append_from, append_to; /* the link's rows among the step's rows */
     bool failed;                                             /* it takes no part in the step any more */
+    Py_buffer columns; /* a columns_t for each layer; without bytes: the member's rows are the step's whole rows */
+    Py_buffer table;
 } member_t;
 
 typedef struct {
@@ -201,18 +201,18 @@ static int add_failure(GroupObject *self, PyObject **failures, size_t i, long st
 }
 
 static int add_result(GroupObject *self, PyObject **failures, size_t i, const fd_awaited_t *a) {
+    const fd_report_t *report = &a->port->reports[a->slot];
     if (a->result == FD_PORT_REFUSED)
-        return add_failure(self, failures, i, (long)a->report.status, fd_py_text(a->report.message));
+        return add_failure(self, failures, i, (long)report->status, fd_py_text(report->message));
     if (a->result != FD_PORT_DOWN) return 0;
     char reason[256];
-    fd_down_reason(&self->members[i].port->port.down, reason);
+    fd_down_reason(&a->port->down, reason);
     return add_failure(self, failures, i, -1, fd_py_text(reason));
 }
 
 /* ---- calls ---- */
 
-/* Lists the members that take part in `awaited`, and holds their ports open. False with an exception if another thread
- * uses the group. */
+/* Lists the members that take part in `awaited`. False with an exception if another thread uses the group. */
 static bool begin(GroupObject *self, size_t *n) {
     if (self->busy) {
         PyErr_SetString(PyExc_RuntimeError, "another thread uses this group");
@@ -221,24 +221,34 @@ static bool begin(GroupObject *self, size_t *n) {
     self->busy = true;
     *n = 0;
     for (size_t i = 0; i < self->n; i++) {
-        member_t *m = &self->members[i];
+        const member_t *m = &self->members[i];
         if (m->failed) continue;
-        const bool open = fd_py_port_enter(m->port);
         self->who[*n] = i;
         self->awaited[(*n)++] = (fd_awaited_t){
-            .port = &m->port->port, .slot = self->slot, .result = open ? FD_PORT_PENDING : FD_PORT_DOWN, .open = open};
+            .port = &m->port->port, .slot = self->slot, .result = m->port->open ? FD_PORT_PENDING : FD_PORT_DOWN};
     }
     return true;
 }
 
-/* Lets go of the ports. Returns the failures among the first `n` awaited, or None. */
+/* Lets other threads run Python, and holds the ports of the first `n` awaited open meanwhile. */
+static PyThreadState *leave_python(GroupObject *self, size_t n) {
+    for (size_t k = 0; k < n; k++) self->awaited[k].open = fd_py_port_enter(self->members[self->who[k]].port);
+    return PyEval_SaveThread();
+}
+
+static void return_to_python(GroupObject *self, size_t n, PyThreadState *state) {
+    for (size_t k = 0; k < n; k++)
+        if (self->awaited[k].open) fd_py_port_leave(self->members[self->who[k]].port);
+    PyEval_RestoreThread(state);
+}
+
+/* Returns the failures among the first `n` awaited, or None. */
 static PyObject *end(GroupObject *self, size_t n, const char *misuse) {
     PyObject *failures = NULL;
     int rc = 0;
-    for (size_t k = 0; k < n; k++) {
-        if (self->awaited[k].open) fd_py_port_leave(self->members[self->who[k]].port);
-        if (!rc) rc = add_result(self, &failures, self->who[k], &self->awaited[k]);
-    }
+    for (size_t k = 0; k < n && !rc; k++)
+        if (self->awaited[k].result > FD_PORT_PENDING)
+            rc = add_result(self, &failures, self->who[k], &self->awaited[k]);
     self->busy = false;
     if (misuse) PyErr_Format(PyExc_ValueError, "%s", misuse);
     if (misuse || rc) Py_CLEAR(failures);
@@ -250,7 +260,7 @@ static PyObject *group_arm(GroupObject *self, PyObject *unused) {
     size_t n;
     const char *misuse = NULL, *wrong = NULL;
     if (!begin(self, &n)) return NULL;
-    Py_BEGIN_ALLOW_THREADS
+    PyThreadState *state = leave_python(self, n);
     for (size_t k = 0; k < n && !wrong; k++) {
         const Py_buffer *table = &self->members[self->who[k]].table;
         fd_awaited_t *a = &self->awaited[k];
@@ -258,7 +268,7 @@ static PyObject *group_arm(GroupObject *self, PyObject *unused) {
         a->result = fd_port_arm(a->port, a->slot, table->buf, (size_t)table->len / sizeof(fd_row_t), &misuse);
         if (a->result == FD_PORT_MISUSE) wrong = misuse;
     }
-    Py_END_ALLOW_THREADS
+    return_to_python(self, n, state);
     return end(self, n, wrong);
 }
 
@@ -335,9 +345,9 @@ static PyObject *group_ring(GroupObject *self, PyObject *arg) {
     if (self->local && self->bytes_per_layer <= GIL_BYTES) {
         misuse = ring_all(self, n, index);
     } else {
-        Py_BEGIN_ALLOW_THREADS
+        PyThreadState *state = leave_python(self, n);
         misuse = ring_all(self, n, index);
-        Py_END_ALLOW_THREADS
+        return_to_python(self, n, state);
     }
     return end(self, n, misuse);
 }
@@ -364,10 +374,10 @@ static PyObject *group_wait(GroupObject *self, PyObject *args, PyObject *kwargs)
     }
     const bool copy = rows && self->o.buf;
     if (pending || (copy && self->bytes_per_layer > GIL_BYTES)) {
-        Py_BEGIN_ALLOW_THREADS
+        PyThreadState *state = leave_python(self, n);
         fd_port_await(self->awaited, n, timeout_ns);
         if (copy) gather(self, n);
-        Py_END_ALLOW_THREADS
+        return_to_python(self, n, state);
     } else if (copy) {
         gather(self, n);
     }
@@ -474,8 +484,6 @@ static PyObject *group_disarm(GroupObject *self, PyObject *unused) {
         if (!total || PyList_Append(totals, total)) Py_CLEAR(totals);
         Py_XDECREF(total);
     }
-    for (size_t k = 0; k < n; k++)
-        if (self->awaited[k].open) fd_py_port_leave(self->members[self->who[k]].port);
     self->busy = false;
     return totals;
 }

@@ -179,8 +179,9 @@ static PyObject *port_wait(PortObject *self, PyObject *args) {
     fd_py_port_leave(self);
     if (awaited.result != FD_PORT_REFUSED)
         return outcome(self, awaited.result, "nothing in the slot is to be waited for");
-    PyObject *message = fd_py_text(awaited.report.message);
-    return message ? Py_BuildValue("IN", awaited.report.status, message) : NULL;
+    const fd_report_t *report = &self->port.reports[slot];
+    PyObject *message = fd_py_text(report->message);
+    return message ? Py_BuildValue("IN", report->status, message) : NULL;
 }
 
 static PyObject *port_disarm(PortObject *self, PyObject *args) {

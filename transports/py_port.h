@@ -6,19 +6,19 @@
 
 typedef struct {
     PyObject_HEAD
-    Py_buffer region;
-    fd_port_t port;
-    fd_shm_s_t shm;
+    bool open;           /* the object holds the region; changes under the GIL */
+    uint32_t inside;     /* number of threads in a method that uses the region without the GIL */
     fd_pump_t *pump;     /* TCP; else NULL */
     fd_poster_t *poster; /* RDMA; else NULL */
-    bool open;           /* the object holds the region; changes under the GIL */
-    uint32_t inside;     /* number of threads in a method that uses the region */
+    fd_shm_s_t shm;
+    fd_port_t port;
+    Py_buffer region;
 } PortObject;
 
 extern PyTypeObject *fd_py_port_type, *fd_py_group_type; /* set when the module is loaded */
 
-/* A method calls enter before it uses the region and leave afterwards, so that closing the port can wait for it. False
- * if the port is closed. */
+/* A method that uses the region without the GIL calls enter before and leave afterwards, so that closing the port can
+ * wait for it. False if the port is closed. */
 bool fd_py_port_enter(PortObject *self);
 void fd_py_port_leave(PortObject *self);
 

@@ -280,7 +280,8 @@ static void hostile_replies(input_t *in) {
             break;
         }
         REQUIRE(a.result == (status == FD_OK ? FD_PORT_OK : FD_PORT_REFUSED));
-        REQUIRE(status == FD_OK || (a.report.status == status && memchr(a.report.message, 0, sizeof a.report.message)));
+        const fd_report_t *report = &e.port.reports[slot];
+        REQUIRE(status == FD_OK || (report->status == status && memchr(report->message, 0, sizeof report->message)));
         REQUIRE(!memcmp(e.region + e.y.slot0 + slot * e.y.slot_bytes + e.y.o, right.bytes, o_bytes));
         n_replies++;
         fd_report_t totals;
