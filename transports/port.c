@@ -86,7 +86,7 @@ fd_port_result_t fd_port_arm(fd_port_t *port, uint32_t index, const fd_row_t *ro
     return FD_PORT_OK;
 }
 
-fd_port_result_t fd_port_ring(fd_port_t *port, uint32_t index, uint32_t layer, const char **misuse) {
+fd_port_result_t fd_port_ask(fd_port_t *port, uint32_t index, uint32_t layer, const char **misuse) {
     *misuse = NULL;
     if (fd_is_down(&port->down)) return FD_PORT_DOWN;
     if (index >= port->geometry.n_slots) *misuse = "the slot is beyond the region";
@@ -103,8 +103,13 @@ fd_port_result_t fd_port_ring(fd_port_t *port, uint32_t index, uint32_t layer, c
     state->asked = layer + 1;
     state->unsure = 0;
     fd_word_store(&slot->layer_request, layer + 1);
-    port->carrier.ops->send(port->carrier.self, index, FD_LAYER);
     return FD_PORT_OK;
+}
+
+fd_port_result_t fd_port_ring(fd_port_t *port, uint32_t index, uint32_t layer, const char **misuse) {
+    const fd_port_result_t result = fd_port_ask(port, index, layer, misuse);
+    if (result == FD_PORT_OK) fd_port_send(port, index);
+    return result;
 }
 
 /* ---- looking ---- */

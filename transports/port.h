@@ -55,6 +55,12 @@ fd_port_result_t fd_port_arm(fd_port_t *port, uint32_t slot, const fd_row_t *row
 /* Asks for the step's next layer, which must be `layer`. Its rows must be in the slot. Returns at once. */
 fd_port_result_t fd_port_ring(fd_port_t *port, uint32_t slot, uint32_t layer, const char **misuse);
 
+/* The two halves of fd_port_ring: writes the word that asks for the layer, and makes the R-engine see it. */
+fd_port_result_t fd_port_ask(fd_port_t *port, uint32_t slot, uint32_t layer, const char **misuse);
+static inline void fd_port_send(const fd_port_t *port, uint32_t slot) {
+    port->carrier.ops->send(port->carrier.self, slot, FD_LAYER);
+}
+
 /* The head of a slot in the port's region. */
 static inline fd_slot_t *fd_port_slot(const fd_port_t *port, uint32_t slot) {
     return fd_slot_at(port->region, &port->layout, slot);

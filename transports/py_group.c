@@ -322,17 +322,21 @@ static void gather(const GroupObject *self, size_t n) {
     }
 }
 
+/* Over shared memory a send is a fence, which waits for the cache lines of the rows; the sends come last, so that the
+ * first one waits for the lines of all links at once. Over a wire, a link's rows travel while the next are copied. */
 static const char *ring_all(GroupObject *self, size_t n, uint32_t layer) {
-    for (size_t k = 0; k < n; k++) {
+    const char *misuse = NULL;
+    for (size_t k = 0; k < n && !misuse; k++) {
         fd_awaited_t *a = &self->awaited[k];
-        const char *misuse;
         if (a->result != FD_PORT_PENDING) continue;
         if (self->q.buf && a->port->slots[a->slot].phase == FD_SLOT_ARMED && layer < a->port->geometry.n_layers)
             scatter(self, &self->members[self->who[k]], layer);
-        a->result = fd_port_ring(a->port, a->slot, layer, &misuse);
-        if (a->result == FD_PORT_MISUSE) return misuse;
+        a->result = fd_port_ask(a->port, a->slot, layer, &misuse);
+        if (!self->local && a->result == FD_PORT_OK) fd_port_send(a->port, a->slot);
     }
-    return NULL;
+    for (size_t k = 0; self->local && k < n; k++)
+        if (self->awaited[k].result == FD_PORT_OK) fd_port_send(self->awaited[k].port, self->slot);
+    return misuse;
 }
 
 static PyObject *group_ring(GroupObject *self, PyObject *arg) {
