@@ -247,6 +247,11 @@ class Link(ABC):
         """
 
     @abstractmethod
+    async def leaving(self) -> None:
+        """Wait until the R-node has said that it is about to end. It then serves the link for a while, but opens no
+        other. May never return."""
+
+    @abstractmethod
     async def closed(self) -> LinkDown | None:
         """Wait until the link has ended. Returns the error that ended it, or None after `close`."""
 
@@ -341,6 +346,10 @@ class Server(ABC):
     """A transport that listens, on the R side."""
 
     url: str  # with the port that the operating system has assigned
+
+    @abstractmethod
+    def leave(self) -> None:
+        """Refuse new links, and tell the S-nodes of the open ones that the R-node is about to end."""
 
     @abstractmethod
     async def close(self) -> None:

@@ -19,6 +19,7 @@ from ._native import Port
 from .base import CallRefused, Lease, Link, LinkDown, StepTimes
 from .frames import FrameSocket
 from .messages import (
+    LEAVING,
     MAX_HANDLES,
     Error,
     Fork,
@@ -79,6 +80,7 @@ class RegionLink(Link):
         self._ids = itertools.count(1)
         self._unanswered: dict[int, asyncio.Future[Ok]] = {}
         self._unanswered_pings = 0
+        self._leaving = asyncio.Event()
         self._error: LinkDown | None = None
         self._ending: asyncio.Future[None] = self._loop.create_future()
         self._ended: asyncio.Future[None] = self._loop.create_future()
@@ -199,6 +201,8 @@ class RegionLink(Link):
                 raise LinkDown(message.message)
             if not isinstance(message, Ok | Error):
                 raise ProtocolError(f"the R-node sent {message.TYPE} on an open link")
+            if isinstance(message, Ok) and message.stats is not None and message.stats.get(LEAVING):
+                self._leaving.set()
             answer = self._unanswered.get(message.id)
             if answer is None or answer.done():  # an answer to a PING, or to a request that was cancelled
                 continue
@@ -272,6 +276,9 @@ class RegionLink(Link):
         if self._release:
             await self._release()
         self._region_map.close()
+
+    async def leaving(self) -> None:
+        await self._leaving.wait()
 
     async def closed(self) -> LinkDown | None:
         await asyncio.shield(self._ended)

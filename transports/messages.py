@@ -24,6 +24,8 @@ from .base import TransportError
 MAX_HANDLES = 32768
 
 U32 = 2**32 - 1
+#: The counter by which an R-node that is about to end says so in its answer to a PING.
+LEAVING = "leaving"
 #: Largest byte count, 4 PiB. Some JSON implementations do not represent integers above 2**53 exactly.
 MAX_BYTES = 2**52
 
@@ -381,7 +383,8 @@ class Ping:
 
 @_message
 class Ok:
-    """`stats` answers STATS and RESIZE, and is null otherwise. The answer to PAGES has `id` 0."""
+    """`stats` answers STATS and RESIZE, and is null otherwise; but an R-node that is about to end answers a PING with
+    the counter `leaving`, which is 1. The answer to PAGES has `id` 0."""
 
     TYPE: ClassVar[str] = "OK"
     id: int = _id()

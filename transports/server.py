@@ -34,6 +34,7 @@ from .base import (
 )
 from .frames import FrameSocket
 from .messages import (
+    LEAVING,
     Attach,
     Deliver,
     Error,
@@ -106,6 +107,7 @@ class LinkSession:
         self.name = name
         self.source = source
         self.lease = grant.lease
+        self.leaving = False  # the R-node is about to end
         self._conn = conn
         self._region = region
         self._carrier = carrier
@@ -220,7 +222,7 @@ class LinkSession:
             case Stats():
                 stats = self._grant.stats()
             case Ping():
-                pass
+                stats = {LEAVING: 1} if self.leaving else None
         return Ok(id=request.id, stats=stats)
 
 
@@ -247,7 +249,13 @@ class ControlServer(Server):
         self._unproved: dict[asyncio.Task[None], str] = {}  # with their sources, oldest first
         self._links: dict[asyncio.Task[None], LinkSession] = {}
         self._unattached: dict[str, _Unattached] = {}  # by token, oldest first
+        self._leaving = False
         self._accepting = self._loop.create_task(self._accept(), name=f"accept {url}")
+
+    def leave(self) -> None:
+        self._leaving = True
+        for link in self._links.values():
+            link.leaving = True
 
     async def close(self) -> None:
         self._accepting.cancel()
@@ -336,6 +344,8 @@ class ControlServer(Server):
 
     def _open(self, conn: FrameSocket, hello: Hello) -> LinkSession:
         """Create a link's region, carrier and lease. Raises LinkRefused."""
+        if self._leaving:
+            raise LinkRefused("the R-node is about to end")
         try:
             region = Region.create(hello.geometry)
         except (GeometryError, OSError) as error:

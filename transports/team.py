@@ -238,6 +238,14 @@ class Team(Link):
             self._steps.clear()
             self._region.close()
 
+    async def leaving(self) -> None:
+        waiting = [asyncio.ensure_future(member.link.leaving()) for member in self._members]
+        try:
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for member in waiting:
+                member.cancel()
+
     async def closed(self) -> LinkDown | None:
         return await asyncio.shield(self._ended)
 

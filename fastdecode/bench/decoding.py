@@ -87,6 +87,9 @@ class _NoRPart(Link):
     async def stats(self) -> dict[str, int]:
         return {}
 
+    async def leaving(self) -> None:
+        await asyncio.Event().wait()
+
     async def closed(self) -> None:
         return None
 

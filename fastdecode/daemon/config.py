@@ -200,6 +200,12 @@ class NodeConfig:
     connect_seconds: float = _option(
         "at start, how long to wait for R-nodes that cannot be reached yet", 30.0, role="s", parse=option_values.seconds
     )
+    reconnect_seconds: float = _option(
+        "how long requests wait for an R-node when the last one has been lost, before they end with an error",
+        10.0,
+        role="s",
+        parse=option_values.seconds,
+    )
     backend: str = _option(
         "native: the decoder of fastdecode; transformers: any model of transformers; auto: native if it can",
         "auto",
@@ -320,12 +326,6 @@ class NodeConfig:
         role="s",
         parse=option_values.positive,
     )
-    drain_seconds: float = _option(
-        "on SIGTERM, how long running requests may continue; /health is 503 meanwhile",
-        30.0,
-        role="s",
-        parse=option_values.seconds,
-    )
 
     listen: tuple[str, ...] = _option(
         "URL that S-nodes connect to (repeatable): tcp://host:port, shm:///path/to/socket, rdma://host:port",
@@ -383,6 +383,12 @@ class NodeConfig:
     )
     secret_file: Path | None = _option(
         "file with the secret that S-nodes and R-nodes share, 16 bytes or more", parse=Path, metavar="FILE"
+    )
+    drain_seconds: float = _option(
+        "on SIGTERM, how long running requests may continue at an S-node, and how long an R-node waits for its S-nodes "
+        "to move their sequences away",
+        30.0,
+        parse=option_values.seconds,
     )
     log_level: str = _option("least severe messages to log", "info", choices=("debug", "info", "warning", "error"))
     log_format: str = _option("text: lines for people; json: one JSON object a line", "text", choices=("text", "json"))

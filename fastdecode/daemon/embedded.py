@@ -75,6 +75,7 @@ class EmbeddedRNode:
         self._threads = split.r_threads
         self.url = f"shm://{self._directory}/r.sock"
         self._argv = ["--role", "r", "--listen", self.url, "--threads", str(split.r_threads)]
+        self._argv += ["--drain-seconds", "0"]  # it ends after its only S-node
         self._argv += config.to_args([name for name in EMBEDDED_OPTIONS if name != "threads"])
         self._argv += config.to_args(["spin_us", "secret_file", "log_level", "log_format"])
 

@@ -114,6 +114,8 @@ async def run_r_node(config: NodeConfig) -> None:
         measuring = asyncio.create_task(_measure_roofline(node, config.cpus or usable_cpus()[:threads]))
         await shutdown
         measuring.cancel()
+        log.info("draining: S-nodes have %.0f s to move their sequences away", config.drain_seconds)
+        await node.drain(config.drain_seconds)
     finally:
         await node.close()
     log.info("R-node ended")

@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 
 _SPIN_US = 100
 _PROGRESS_SECONDS = 2.0
+_DRAIN_POLL_SECONDS = 0.05
 #: Leases in larger hugetlb pages do not grow: a lease that grows takes whole ones in every layer.
 _MAX_GROWING_HUGETLB = 2 << 20
 #: Layers of all leases that may grow. Each layer takes two memory mappings, and a process may have 65,530 of them.
@@ -116,6 +117,16 @@ class RNode:
             self._servers.append(server)
             bound.append(server.url)
         return bound
+
+    async def drain(self, seconds: float) -> None:
+        """Open no more links, tell the S-nodes that this R-node is about to end, and wait until all of them have moved
+        their sequences away and closed their links, but at most `seconds`."""
+        for server in self._servers:
+            server.leave()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while self._regions:
+                    await asyncio.sleep(_DRAIN_POLL_SECONDS)
 
     async def close(self) -> None:
         """Stop listening, end all links and join the R-engine's threads. Idempotent."""

@@ -200,7 +200,10 @@ class RNodeLinks:
         while True:
             opened_at = time.monotonic()
             if member.link is not None:
-                if await member.link.closed() is None:
+                if await _is_leaving(member.link):
+                    log.info("R-node %s is about to end; emptying it", member.url)
+                    await self._give_up(member, engine)
+                elif await member.link.closed() is None:
                     return
                 lost = True
             if time.monotonic() - opened_at > _STABLE_SECONDS:
@@ -273,6 +276,12 @@ class RNodeLinks:
 
     async def _empty(self, member: _Member, engine: Engine) -> None:
         """Empty an R-node that has left the set, and close its link."""
+        await self._give_up(member, engine)
+        if self._leaving.get(member.url) is member:
+            del self._leaving[member.url]
+
+    async def _give_up(self, member: _Member, engine: Engine) -> None:
+        """Empty an R-node, and close its link."""
         if member.position is not None:
             await engine.r_nodes.drain(member.position)
             position, member.position = member.position, None
@@ -280,8 +289,6 @@ class RNodeLinks:
         link, member.link = member.link, None
         if link is not None:
             await link.close()
-        if self._leaving.get(member.url) is member:
-            del self._leaving[member.url]
         log.info("R-node %s is no longer used", member.url)
 
     def unwatch(self) -> None:
@@ -296,6 +303,17 @@ class RNodeLinks:
         """Close all links."""
         members = [*self._members, *self._leaving.values()]
         await asyncio.gather(*(member.link.close() for member in members if member.link is not None))
+
+
+async def _is_leaving(link: Link) -> bool:
+    """Wait until a link has ended or its R-node has said that it is about to end. True: it has said so."""
+    leaving, closed = (asyncio.ensure_future(work) for work in (link.leaving(), link.closed()))
+    try:
+        await asyncio.wait([leaving, closed], return_when=asyncio.FIRST_COMPLETED)
+        return not closed.done()
+    finally:
+        leaving.cancel()
+        closed.cancel()
 
 
 async def _cancelled(task: asyncio.Task[None]) -> None:

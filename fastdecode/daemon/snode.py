@@ -171,6 +171,7 @@ async def _serve(
             prefix_cache=not config.no_prefix_cache,
             max_uncached_suffix=None if model.device.type == "cpu" else _MAX_UNCACHED_SUFFIX,
             grow_leases=grow_leases,
+            patience=config.reconnect_seconds,
         )
         if engine.longest_sequence < engine.max_model_len:
             log.warning(

@@ -74,6 +74,7 @@ class Engine:
         strict_staging: bool = False,
         target_tbt: float | None = None,
         grow_leases: bool = False,
+        patience: float = 0.0,
         schedule: str = "greedy",
         guesses: int = 0,
         end_token_ids: Iterable[int] | None = None,
@@ -85,9 +86,9 @@ class Engine:
         the requests that wait for others to end. `max_model_len` bounds a sequence's tokens; None: the model's number
         of positions. `prefix_cache`: prompts share the cached tokens of sequences that start alike. `watermark` and
         `max_uncached_suffix`: see Cluster; `max_staged_tokens`, `strict_staging`: see StagingBudget; `target_tbt`
-        (seconds): see StepTimes. `grow_leases`: leases grow on demand. `schedule`: one of SCHEDULES, see
-        scheduling/admission.py. `guesses`: most tokens of a sequence that a step guesses, see
-        scheduling/speculation.py. `end_token_ids` None: the model's own. `clock` gives seconds, and
+        (seconds): see StepTimes. `grow_leases`: leases grow on demand. `patience`: see RNodeControl.
+        `schedule`: one of SCHEDULES, see scheduling/admission.py. `guesses`: most tokens of a sequence that a step
+        guesses, see scheduling/speculation.py. `end_token_ids` None: the model's own. `clock` gives seconds, and
         `start_runner` starts the runner of the steps; plan/simulation.py replaces both.
 
         Raises ValueError if a value does not fit the model or a link."""
@@ -117,7 +118,7 @@ class Engine:
         self._clock, self._start_runner = clock, start_runner
         self.last_progress = clock()  # when a step last completed, or work came after idleness
         self.end_tokens = frozenset(spart.config.eos_token_ids if end_token_ids is None else end_token_ids)
-        self.r_nodes = RNodeControl(self.scheduler, spart, self._spawn, self._on_change)
+        self.r_nodes = RNodeControl(self.scheduler, spart, self._spawn, self._on_change, patience)
         self._start_rate = StartRate()
         self._live: set[Sequence] = set()  # requests whose stream has not ended
         self._arrivals = 0

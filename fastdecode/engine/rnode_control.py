@@ -40,11 +40,16 @@ class RNodeControl:
         spart: SPart,
         spawn: Callable[[Coroutine[None, None, None]], None],
         on_change: Callable[[], None],
+        patience: float = 0.0,
     ):
+        """`patience`: seconds for which sequences wait for an R-node when none is connected."""
         #: Each R-node's answer to its last STATS, by the link to this one R-node.
         self.counters: WeakKeyDictionary[Link, dict[str, int]] = WeakKeyDictionary()
         self._scheduler, self._cluster, self._spart = scheduler, scheduler.cluster, spart
         self._spawn, self._on_change = spawn, on_change
+        self._patience = patience
+        scheduler.patient = patience > 0
+        self._lost_at = 0.0  # when the last R-node was lost
         self._replacements: dict[int, Link] = {}
         self._freeing: set[RNodeLedger] = set()  # R-nodes that a FREE is being sent to
         self.moves = Mover(scheduler, spawn, self.send_pending, on_change, self.mark_lost)
@@ -137,8 +142,21 @@ class RNodeControl:
         if not node.alive:
             return
         log.error("R-node %s was lost: %s", node.url, error)
+        self._requeue(node)
+
+    def _requeue(self, node: RNodeLedger) -> None:
         self._scheduler.node_lost(node)
+        if self._patience and not self._cluster.alive:
+            self._lost_at = time.monotonic()
+            self._spawn(self._lose_patience(node))
         self._on_change()
+
+    async def _lose_patience(self, node: RNodeLedger) -> None:
+        """Fail what waits for an R-node, unless one comes in time."""
+        await asyncio.sleep(self._patience)
+        if not self._cluster.alive and time.monotonic() - self._lost_at >= self._patience:
+            self._scheduler.fail_unplaced(node)
+            self._on_change()
 
     def set_replacement(self, position: int, link: Link) -> None:
         """Remember a new link for an R-node whose old link is lost, or is given up now."""
@@ -189,8 +207,7 @@ class RNodeControl:
         """Forget an R-node, whose link the caller then closes. Its sequences, if it has any, are recomputed."""
         node = self._cluster.nodes[position]
         if node.alive:
-            self._scheduler.node_lost(node)
-            self._on_change()
+            self._requeue(node)
         while self._scheduler.running_on(node):  # they are in steps that have not completed
             await self.moves.change()
         self._drop_staged(node, node.take_released())

@@ -84,6 +84,7 @@ class Scheduler:
         self._staging = StagingBudget(limits.max_staged_tokens, limits.strict_staging)
         self._calls = count(1)
         self._starved: list[Sequence] = []  # wait for a page, in order of arrival
+        self.patient = False  # sequences may wait for an R-node when none is connected
         self._failed: list[tuple[Sequence, str]] = []
         self._forks: list[Sequence] = []
         self._wants_room: Sequence | None = None  # the first one that no R-node had room for since `_give_way`
@@ -296,11 +297,20 @@ class Scheduler:
 
     def node_lost(self, node: RNodeLedger) -> None:
         """Requeue the sequences of a lost R-node, those in flight when their step ends. Sequences that no other R-node
-        can hold fail."""
+        can hold fail; if none is left and the scheduler is patient, `fail_unplaced` says when."""
         node.mark_lost()
         for seq in self.running_on(node):
             if not seq.in_flight:
                 self._requeue(seq)
+        if not self._waits_for_r_nodes:
+            self.fail_unplaced(node)
+
+    @property
+    def _waits_for_r_nodes(self) -> bool:
+        return self.patient and not self.cluster.alive
+
+    def fail_unplaced(self, node: RNodeLedger) -> None:
+        """Fail the waiting sequences that no R-node can hold, now that `node` is lost."""
         for seq in [s for s in self.waiting if not self.cluster.can_hold(len(s.tokens))]:
             self.waiting.remove(seq)
             self._failed.append((seq, self._loss_message(node)))
@@ -364,7 +374,7 @@ class Scheduler:
         """Move the first waiting sequence that can start into the mini-batch, if that has less than its share."""
         running = self.mini_batches[mini_batch]
         share = -(-(self.n_running + len(self.waiting)) // len(self.mini_batches))
-        if not self.waiting or len(running) >= min(share, self.limits.max_seqs):
+        if not self.waiting or not self.cluster.alive or len(running) >= min(share, self.limits.max_seqs):
             return None
         everywhere = self.running
         room = Room(self.limits.mini_batches * self.limits.max_seqs, self.cluster.tokens)
@@ -491,7 +501,7 @@ class Scheduler:
         node = seq.placed_on
         self.recomputed += 1
         self._remove(seq)
-        if self.cluster.can_hold(len(seq.tokens)):
+        if self.cluster.can_hold(len(seq.tokens)) or self._waits_for_r_nodes:
             self.add(seq)
         else:
             self._failed.append((seq, self._loss_message(node)))

@@ -59,7 +59,7 @@ def test_r_node_killed_ends_its_streams_with_an_error_and_the_s_node_stays_up(st
     sock = tmp_path / "r.sock"
     r_node = start("--role", "r", "--listen", f"shm://{sock}", "--kv-memory", "256MiB", "--threads", "1")
     r_node.wait_for("R-node on shm")
-    s_node = start("--port", "0", "--r-node", f"shm://{sock}")
+    s_node = start("--port", "0", "--r-node", f"shm://{sock}", "--reconnect-seconds", "0")
     api = s_node.api()
     stream = api.completions.create(
         model="fastdecode-demo",

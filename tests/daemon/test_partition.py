@@ -25,9 +25,12 @@ def r_nodes(start, tmp_path, n):
     return urls, nodes
 
 
-def test_the_loss_of_a_member_ends_streams_and_the_team_serves_again_when_it_is_back(start, tmp_path):
+def test_streams_wait_for_a_member_that_comes_back_and_end_with_an_error_if_none_does(start, tmp_path):
     urls, nodes = r_nodes(start, tmp_path, 2)
-    s_node = start("--port", "0", "--partition", "heads", "--r-node", urls[0], "--r-node", urls[1])
+    team = ("--partition", "heads", "--r-node", urls[0], "--r-node", urls[1])
+    exact = ("--dtype", "fp32", "--kv-dtype", "fp32")  # a recomputed sequence goes on as it would have
+    s_node = start("--port", "0", *team, *exact, "--reconnect-seconds", "6")
+    r_node = ("--role", "r", "--listen", urls[1], "--kv-memory", "256MiB", "--threads", "1")
     with s_node.api() as api:
         text = complete(api, 40)
         s_node.wait_for("these 2 R-nodes share the KV heads of every sequence")
@@ -41,19 +44,35 @@ def test_the_loss_of_a_member_ends_streams_and_the_team_serves_again_when_it_is_
         read = re.findall(counter, fetch(f"{base}/metrics"), re.M)
         assert [url for url, _ in read] == urls and read[0][1] == read[1][1] != "0.0"
 
-        body = {"ignore_eos": True}
-        with api.completions.create(
-            model="fastdecode-demo", prompt="It was", max_tokens=900, stream=True, extra_body=body
-        ) as stream:
-            next(iter(stream))
+        def stream():
+            return api.completions.create(
+                model="fastdecode-demo",
+                prompt="It was",
+                max_tokens=400,
+                temperature=0,
+                stream=True,
+                extra_body={"ignore_eos": True},
+            )
+
+        undisturbed = "".join(chunk.choices[0].text for chunk in stream())
+        with stream() as chunks:
+            parts = [next(iter(chunks))]
             nodes[1].end(signal.SIGKILL)
-            with pytest.raises(openai.APIError, match="lost"):
-                for _ in stream:
-                    pass
-        with pytest.raises(openai.InternalServerError):
-            complete(api)
-        start("--role", "r", "--listen", urls[1], "--kv-memory", "256MiB", "--threads", "1")
+            with pytest.raises(openai.InternalServerError):  # new requests do not wait
+                complete(api)
+            nodes[1] = start(*r_node)
+            parts += chunks
+        assert "".join(chunk.choices[0].text for chunk in parts) == undisturbed
+
         s_node.wait_for(r"R-node .* \+ .* is back")
+        with stream() as chunks:
+            next(iter(chunks))
+            nodes[1].end(signal.SIGKILL)
+            with pytest.raises(openai.APIError, match="lost"):  # after --reconnect-seconds
+                for _ in chunks:
+                    pass
+        start(*r_node)
+        s_node.wait_for(r"(?s)is back.* is back")
         assert complete(api, 40) == text != ""
     assert s_node.end() == 0
 

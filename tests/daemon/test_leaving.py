@@ -1,0 +1,81 @@
+"""An R-node that is asked to end: its S-nodes move its sequences away first, and use it again when it is back."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import openai
+import orjson
+import pytest
+from node_process import complete, fetch
+
+
+def health(api):
+    return orjson.loads(fetch(f"{str(api.base_url).removesuffix('/v1/')}/health"))
+
+
+def until(condition, seconds=30):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_an_r_node_that_ends_is_emptied_first_and_used_again_when_it_is_back(start, tmp_path):
+    urls = [f"shm://{tmp_path}/r0.sock", "tcp://127.0.0.1:0"]
+    r_nodes = [start("--role", "r", "--listen", url, "--kv-memory", "64MiB", "--threads", "1") for url in urls]
+    urls = [r_node.wait_for(r"R-node on (\S+):")[1] for r_node in r_nodes]
+    s_node = start("--port", "0", "--r-node", urls[0], "--r-node", urls[1], "--no-prefix-cache")
+    api = s_node.api()
+    body = {"ignore_eos": True}
+
+    def text(n):
+        answer = api.completions.create(
+            model="fastdecode-demo", prompt=f"It was {n}", max_tokens=700, temperature=0, extra_body=body
+        )
+        return answer.choices[0].text
+
+    expected = [text(n) for n in range(4)]
+    texts = [""] * 4
+
+    def client(n):
+        texts[n] = text(n)
+
+    clients = [threading.Thread(target=client, args=(n,)) for n in range(4)]
+    for thread in clients:
+        thread.start()
+    until(lambda: all(node["sequences"] for node in health(api)["nodes"]))
+    assert r_nodes[1].end() == 0
+    for thread in clients:
+        thread.join()
+    assert texts == expected
+    log = s_node.log.read_text()
+    assert f"{urls[1]} is about to end; emptying it" in log and "was lost" not in log
+    recomputed = [line for line in fetch(f"{str(api.base_url).removesuffix('/v1/')}/metrics").splitlines()
+                  if line.startswith("fastdecode:recomputed")]  # fmt: skip
+    assert recomputed and all(line.endswith(" 0.0") for line in recomputed)
+    start("--role", "r", "--listen", urls[1], "--kv-memory", "64MiB", "--threads", "1")
+    s_node.wait_for(f"R-node {urls[1]} has joined")
+    assert all(node["alive"] for node in health(api)["nodes"])
+    assert complete(api)
+    assert s_node.end() == 0
+
+
+def test_the_only_r_node_waits_no_longer_than_its_drain_seconds(start, tmp_path):
+    url = f"shm://{tmp_path}/r.sock"
+    argv = ("--role", "r", "--listen", url, "--kv-memory", "64MiB", "--threads", "1", "--drain-seconds", "0.1")
+    r_node = start(*argv)
+    r_node.wait_for("R-node on shm")
+    s_node = start("--port", "0", "--r-node", url, "--reconnect-seconds", "0")
+    with (
+        s_node.api() as api,
+        api.completions.create(
+            model="fastdecode-demo", prompt="It was", max_tokens=900, stream=True, extra_body={"ignore_eos": True}
+        ) as stream,
+    ):
+        next(iter(stream))
+        assert r_node.end() == 0
+        with pytest.raises(openai.APIError, match="lost"):
+            for _ in stream:
+                pass
