@@ -3,6 +3,8 @@
 A node for each number of processes is up all the time; they get the same load in turn. First many streams at once:
 output tokens a second, and the S-Part's time a step, beside that of an engine without an API in the same rounds. Then
 a few streams, whose largest gap between two tokens is taken while another client sends what is expensive to serve.
+
+The client of the many streams costs little, as if it ran on another machine: its sockets report data by the kilobyte.
 """
 
 from __future__ import annotations
@@ -10,7 +12,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import socket
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator
@@ -24,7 +28,7 @@ import uvloop
 from tqdm import tqdm
 
 from fastdecode.bench.options import print_result
-from fastdecode.bench.serving.client import metrics
+from fastdecode.bench.serving.client import first_model, metrics
 from fastdecode.bench.soaking.processes import Node
 from fastdecode.daemon.config import NodeConfig
 from fastdecode.daemon.embedded import EmbeddedRNode, split_machine
@@ -46,6 +50,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", type=Path, metavar="PATH", help="as for fastdecode-node; default: the demo model")
     add("--api-processes", action="append", type=int, metavar="N", help="repeatable; default: 0 and 1")
+    add(
+        "--older",
+        action="append",
+        type=Path,
+        default=[],
+        metavar="PYTHON",
+        help="interpreter of an older fastdecode, which gets the same load; repeatable",
+    )
     add("--streams", type=int, default=512, help="streams at once")
     add("--tokens", type=int, default=64, help="output tokens of each stream")
     add("--rounds", type=int, default=3)
@@ -60,17 +72,25 @@ def run(args: argparse.Namespace) -> None:
 
 async def _run(args: argparse.Namespace) -> dict[str, Any]:
     path = NodeConfig(model=args.model).model_path() or model_dir()
-    forms = [str(n) for n in args.api_processes or (0, 1)]
+    forms = {
+        f"--api-processes {n}": (sys.executable, ["--api-processes", str(n), "--no-access-log"])
+        for n in args.api_processes or (0, 1)
+    }
+    forms |= {f"older, {python}": (str(python), []) for python in args.older}
     rates: dict[str, list[float]] = {n: [] for n in forms}
+    chunks: dict[str, float] = {}  # of a token
     steps: dict[str, list[float]] = {n: [] for n in [*forms, "engine"]}
     async with contextlib.AsyncExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fastdecode-")))
-        servers = {n: await stack.enter_async_context(_node(path, n, args.streams, directory)) for n in forms}
+        servers = {}
+        for i, (name, (python, options)) in enumerate(forms.items()):
+            log = directory / f"{i}.log"
+            servers[name] = await stack.enter_async_context(_node(log, python, path, args.streams, options))
         engine = await stack.enter_async_context(_engine(path, args.streams))
         for timed in tqdm([False] + [True] * args.rounds, desc="rounds", unit="round"):
             for n, server in servers.items():
                 before = await _step_counters(server)
-                seconds = await _streams(server, args.streams, args.tokens)
+                seconds, chunks[n] = await _streams(server, args.streams, args.tokens)
                 if timed:
                     rates[n].append(args.streams * args.tokens / seconds)
                     steps[n].append(_a_step(before, await _step_counters(server)))
@@ -87,6 +107,8 @@ async def _run(args: argparse.Namespace) -> dict[str, Any]:
         "model": path.resolve().name,
         "streams": args.streams,
         "tokens_per_second": {n: statistics.median(values) for n, values in rates.items()},
+        "tokens_per_second_range": {n: [min(values), max(values)] for n, values in rates.items()},
+        "chunks_per_token": chunks,
         "s_part_step_seconds": {name: statistics.median(values) for name, values in steps.items()},
         "bystanders": args.bystanders,
         "largest_gap_seconds": gaps,
@@ -94,11 +116,11 @@ async def _run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 @contextlib.asynccontextmanager
-async def _node(path: Path, processes: str, streams: int, directory: Path) -> AsyncIterator[str]:
-    """The address of a node whose API has `processes` processes."""
-    argv = ["--model", str(path), "--port", "0", "--api-processes", processes, "--no-access-log"]
-    argv += ["--max-batch-size", str(streams), "--max-batch-tokens", str(max(512, streams)), "--kv-memory", "1GiB"]
-    node = Node(directory / f"{processes}.log", *argv)
+async def _node(log: Path, python: str, path: Path, streams: int, options: list[str]) -> AsyncIterator[str]:
+    """The address of a node of the fastdecode that `python` imports."""
+    argv = ["--model", str(path), "--port", "0", "--kv-memory", "1GiB", *options]
+    argv += ["--max-batch-size", str(streams), "--max-batch-tokens", str(max(512, streams))]
+    node = Node(log, *argv, python=python)
     try:
         yield await node.read(r"(http://\S+)/v1")
     finally:
@@ -187,13 +209,46 @@ async def _open(server: str, body: dict[str, Any]) -> _Stream:
     return stream
 
 
-async def _streams(server: str, streams: int, tokens: int) -> float:
-    """Seconds that `streams` streams of `tokens` tokens take, all at once."""
-    ask = {"max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+class _Whole(asyncio.Protocol):
+    """A streamed completion, which is read as a whole: a token costs the client nothing."""
+
+    _READ_BYTES = 16384  # a socket with fewer bytes to read, on an open connection, wakes nobody
+
+    def __init__(self) -> None:
+        self.done: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self._data = bytearray()
+
+    @classmethod
+    async def open(cls, server: str, body: bytes) -> _Whole:
+        host, port = server.removeprefix("http://").rsplit(":", 1)
+        sock = socket.create_connection((host, int(port)))
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, cls._READ_BYTES)
+        sock.setblocking(False)
+        transport, stream = await asyncio.get_running_loop().create_connection(cls, sock=sock)
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: bench\r\nContent-Length: {len(body)}\r\nConnection: close\r\n"
+        transport.write(head.encode() + b"Content-Type: application/json\r\n\r\n" + body)
+        return stream
+
+    def data_received(self, data: bytes) -> None:
+        self._data += data
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.done.set_result(bytes(self._data))
+
+
+async def _streams(server: str, streams: int, tokens: int) -> tuple[float, float]:
+    """Seconds that `streams` streams of `tokens` tokens take, all at once, and the chunks of a token."""
+    model = await first_model(f"{server}/v1", None)
+    ask = {"model": model, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": True}
+    bodies = [orjson.dumps(ask | {"prompt": _prompt(i)}) for i in range(streams)]
     start = time.perf_counter()
-    opened = await asyncio.gather(*(_open(server, ask | {"prompt": _prompt(i)}) for i in range(streams)))
-    await asyncio.gather(*(stream.done for stream in opened))
-    return time.perf_counter() - start
+    opened = [await _Whole.open(server, body) for body in bodies]
+    answers = await asyncio.gather(*(stream.done for stream in opened))
+    seconds = time.perf_counter() - start
+    for answer in answers:
+        if b"data: [DONE]" not in answer[-64:]:
+            raise RuntimeError(f"a stream ended early, with {answer[-200:]!r}")
+    return seconds, (sum(answer.count(b"data: {") for answer in answers)) / (streams * tokens)
 
 
 async def _gaps(server: str, bystanders: int, longest: int) -> dict[str, float]:
@@ -259,11 +314,15 @@ def _print_table(result: dict[str, Any]) -> None:
     print(f"{result['model']}, {result['streams']} streams at once")
     for n, rate in result["tokens_per_second"].items():
         step = 1e3 * result["s_part_step_seconds"][n]
-        print(f"  --api-processes {n}: {rate:8.0f} output tokens/s, S-Part {step:7.2f} ms a step")
+        least, most = result["tokens_per_second_range"][n]
+        print(
+            f"  {n}: {rate:8.0f} [{least:.0f}-{most:.0f}] output tokens/s, "
+            f"{result['chunks_per_token'][n]:.2f} chunks a token, S-Part {step:7.2f} ms a step"
+        )
     step = 1e3 * result["s_part_step_seconds"]["engine"]
     print(f"  engine without an API:{'':25}S-Part {step:7.2f} ms a step")
     if result["largest_gap_seconds"]:
         print(f"largest gap between two tokens of {result['bystanders']} streams, ms, while another client sends")
     for n, gaps in result["largest_gap_seconds"].items():
         for name, gap in gaps.items():
-            print(f"  --api-processes {n}: {name:45} {1e3 * gap:8.0f}")
+            print(f"  {n}: {name:45} {1e3 * gap:8.0f}")

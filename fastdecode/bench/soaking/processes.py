@@ -26,12 +26,13 @@ _LINKS_AT_ONCE = 24
 class Node:
     """A fastdecode-node process, whose output goes to the end of a log file."""
 
-    def __init__(self, log: Path, *argv: str):
+    def __init__(self, log: Path, *argv: str, python: str = sys.executable):
+        """`python` is the interpreter whose fastdecode runs."""
         self.log = log
         with log.open("ab") as out:
             self._since = out.tell()
             self.process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "fastdecode.daemon.node", *argv],
+                [python, "-P", "-m", "fastdecode.daemon.node", *argv],
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,
