@@ -41,8 +41,13 @@ class Answer(ABC):
         """A choice of a whole answer; `piece` holds all of its text."""
 
     @abstractmethod
-    def deltas(self, index: int, piece: Piece) -> list[dict[str, Any]]:
-        """The deltas for a piece of a choice's text, at least one; the last piece has a finish_reason."""
+    def deltas(self, index: int, piece: Piece) -> list[dict[str, Any]] | str:
+        """The deltas for a piece of a choice's text; the last piece has a finish_reason. A text means the one delta
+        `text_delta(index, text)`."""
+
+    @abstractmethod
+    def text_delta(self, index: int, text: str) -> dict[str, Any]:
+        """The delta of a text that extends what has begun, and says nothing else."""
 
     def whole(self, pieces: dict[int, Piece], usage: dict[str, Any]) -> dict[str, Any]:
         """The answer to a request without `stream`. `pieces[i]` is the text of choice i."""
@@ -106,8 +111,11 @@ class CompletionAnswer(Answer):
             "finish_reason": piece.finish_reason,
         }
 
-    def deltas(self, index: int, piece: Piece) -> list[dict[str, Any]]:
-        return [self.choice(index, piece)]
+    def deltas(self, index: int, piece: Piece) -> list[dict[str, Any]] | str:
+        return [self.choice(index, piece)] if self.logprobs or piece.finish_reason else piece.text
+
+    def text_delta(self, index: int, text: str) -> dict[str, Any]:
+        return self.choice(index, Piece(text))
 
     def _logprobs(self, entries: Sequence[TokenLogprob]) -> dict[str, Any] | None:
         if not self.logprobs:
@@ -174,8 +182,11 @@ class ChatAnswer(Answer):
             "finish_reason": self._finish_reason(index, piece),
         }
 
-    def deltas(self, index: int, piece: Piece) -> list[dict[str, Any]]:
+    def deltas(self, index: int, piece: Piece) -> list[dict[str, Any]] | str:
         parsed = self._parse(index, piece)
+        is_text = not (self.logprobs or piece.finish_reason or parsed.reasoning or parsed.calls)
+        if is_text and index in self._begun:
+            return parsed.content
         # The role comes with the first token and not before it: clients take the first delta's time for the token's.
         message: dict[str, Any] = {} if index in self._begun else {"role": "assistant"}
         self._begun.add(index)
@@ -191,6 +202,9 @@ class ChatAnswer(Answer):
         if piece.finish_reason:
             deltas.append(_delta(index, {}, finish_reason=self._finish_reason(index, piece)))
         return deltas
+
+    def text_delta(self, index: int, text: str) -> dict[str, Any]:
+        return _delta(index, {"content": text})
 
     def _finish_reason(self, index: int, piece: Piece) -> str | None:
         called = any(choice == index for choice, _ in self._call_ids)

@@ -2,8 +2,9 @@
 
 A Choice turns the tokens of one choice into text, and never waits. A Run takes the tokens of all choices of a request
 from the engine, and hands out the text that is ready: a piece for every token, because clients count and time tokens by
-the chunks that they get. It takes the tokens whether the client is fast or slow: a slow client gets larger pieces and
-delays nobody else. The text that waits for a client is limited by its max_tokens.
+the chunks that they get. A sink gets the pieces of a stream within the call that brings the token, without a turn of a
+task. The Run takes the tokens whether the client is fast or slow: a slow client gets larger pieces and delays nobody
+else. The text that waits for a client is limited by its max_tokens.
 """
 
 from __future__ import annotations
@@ -89,6 +90,7 @@ class Choice:
         self.prompt_scores: Sequence[TokenScore] = ()
         self._logprob_sum = 0.0
         self._detokenizer = detokenizer
+        self._holds = bool(options.stops) or options.prompt_only  # more than the text of each token is to be seen to
         self._options, self._echo = options, echo
         self._stops = StopStrings(options.stops, include=options.include_stop)
         self._seen = 0  # characters detokenised
@@ -97,6 +99,11 @@ class Choice:
 
     def feed(self, event: TokenEvent) -> Piece:
         """Take one token, and return the text that is now ready. After a finish_reason, no token may follow."""
+        is_plain = event.finish_reason is None and event.logprob is None and not event.prompt_scores
+        if is_plain and self._echo is None and not self._holds:  # nearly every token of most requests
+            self.n_tokens += 1
+            self.n_reused = event.reused
+            return Piece(self._detokenizer.push(event.token))
         head = Piece()
         if event.prompt_scores:
             self.prompt_scores = event.prompt_scores
@@ -161,6 +168,7 @@ class Run:
         self.choices = choices
         self._running = {choice.index for choice in choices}
         self._ready: dict[int, list[Piece]] = {}
+        self._sink: Callable[[int, Piece], bool] | None = None
         self._wake = asyncio.Event()
         self._error: Exception | None = None
         self._started = time.monotonic()
@@ -173,6 +181,11 @@ class Run:
         for choice in self.choices:
             if choice.index not in self._running:
                 self._cancel(choice.index)
+
+    def offer_to(self, sink: Callable[[int, Piece], bool]) -> None:
+        """Offer each piece to `sink`, with its choice's index, at the moment when it is ready. A piece for which `sink`
+        returns False, and those that come until it has been read, are left to `pieces`."""
+        self._sink = sink
 
     def __enter__(self) -> Run:
         return self
@@ -197,16 +210,22 @@ class Run:
             return
         try:
             piece = self.choices[index].feed(event)
+            if self._ready or self._sink is None or not self._sink(index, piece):
+                self._keep(index, piece)
         except Exception as bug:  # must not leave the client waiting, and must not reach the other requests
             self.fail(bug)
             return
+        if piece.finish_reason:
+            self._end(index, piece.finish_reason)
+            self._wake.set()
+
+    def _keep(self, index: int, piece: Piece) -> None:
+        """Keep a piece for `pieces`."""
         unread = self._ready.setdefault(index, [])
         if len(unread) < _MAX_UNREAD:
             unread.append(piece)
         else:
             unread[-1].append(piece)
-        if piece.finish_reason:
-            self._end(index, piece.finish_reason)
         self._wake.set()
 
     def _end(self, index: int, reason: str) -> None:
@@ -217,14 +236,13 @@ class Run:
             self._cancel(index)
 
     async def pieces(self, timeout: float | None = None) -> dict[int, list[Piece]] | None:
-        """Wait for a token, and return the pieces of all tokens since the last call, by the choice's index.
+        """Wait for a piece that no sink has taken, and return all pieces since the last call, by the choice's index.
 
-        Returns {} if no token comes within `timeout` seconds, and None after the end. Raises the error that
+        Returns {} if none comes within `timeout` seconds, and None after the end. Raises the error that
         ended the generation (an EngineError, or the argument of `fail`), after the text that was ready before it.
         """
         if not self._ready and self._error is None and self._running:
             self._wake.clear()
-            # A bare timer costs a fraction of asyncio.timeout, which counts at every token.
             timer = None if timeout is None else asyncio.get_running_loop().call_later(timeout, self._wake.set)
             await self._wake.wait()
             if timer is not None:

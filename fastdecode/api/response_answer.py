@@ -81,6 +81,9 @@ class ResponseAnswer(Answer):
             delta += self._parser.finish()
         return self._events_of(delta)
 
+    def text_delta(self, index: int, text: str) -> dict[str, Any]:
+        raise NotImplementedError("each event of a response has a number of its own")
+
     def _events_of(self, delta: MessageDelta) -> list[_Event]:
         events: list[_Event] = []
         for kind, text in (("reasoning", delta.reasoning), ("message", delta.content)):

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from aiohttp import web
 
 from fastdecode.api.answers import Answer, usage
+from fastdecode.api.chunks import Chunks
 from fastdecode.api.errors import ApiError, from_engine, json_response
 from fastdecode.api.generation import Choice, Echo, Piece, Run
 from fastdecode.api.middleware import notes, request_id
@@ -137,18 +138,25 @@ class Runs:
         generation, answer = job.generation, job.answer
         headers = {"X-Request-Id": request_id(request) or answer.id, **notes().headers}
         events = EventStream(request, headers, named=answer.named_events)
+        chunks = Chunks(answer, generation, run.choices)
+
+        def write(index: int, piece: Piece) -> bool:
+            if events.full:
+                return False
+            events.write(chunks.of(index, piece))
+            return True
+
         await events.open()
         try:
-            if first := answer.begin():
-                await events.send(first)
-            while (ready := await run.pieces(self.keep_alive_seconds)) is not None:
-                if not ready:
-                    await events.keep_alive()
-                    continue
-                deltas = [d for index, pieces in ready.items() for piece in pieces for d in answer.deltas(index, piece)]
-                so_far = usage(run.choices, generation.n) if generation.continuous_usage else None
-                with_usage = generation.include_usage or generation.continuous_usage
-                await events.send(answer.chunk(delta, so_far, with_usage=with_usage) for delta in deltas)
+            events.send(answer.begin())
+            run.offer_to(write)
+            while (ready := await run.pieces(self.keep_alive_seconds - events.quiet_seconds)) is not None:
+                for index, pieces in ready.items():
+                    for piece in pieces:
+                        events.write(chunks.of(index, piece))
+                if events.quiet_seconds >= self.keep_alive_seconds:
+                    events.keep_alive()
+                await events.drain()
         except (EngineError, ApiError) as error:
             await events.fail(answer.failure(error if isinstance(error, ApiError) else from_engine(error)))
             return events.response
@@ -159,7 +167,7 @@ class Runs:
             internal = ApiError(500, "internal error; the server's log says more", code="internal_error")
             await events.fail(answer.failure(internal))
             return events.response
-        await events.send(answer.end(usage(run.choices, generation.n), wanted=generation.include_usage))
+        events.send(answer.end(usage(run.choices, generation.n), wanted=generation.include_usage))
         await events.done()
         return events.response
 

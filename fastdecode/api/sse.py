@@ -2,50 +2,98 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable
 from typing import Any
 
 import orjson
-from aiohttp import web
+from aiohttp import HttpVersion11, web
+from aiohttp.abc import AbstractStreamWriter
 
 _HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
     "Cache-Control": "no-cache",
     "X-Accel-Buffering": "no",  # without this, nginx buffers the events
 }
+#: A connection that holds more bytes than this is full: asyncio's own limit, above which `drain` waits.
+_MAX_UNSENT = 65536
+
+
+def event(data: Any) -> bytes:
+    """An event without a name."""
+    return b"data: " + orjson.dumps(data) + b"\n\n"
+
+
+def named_event(data: dict[str, Any]) -> bytes:
+    """An event that has a line with its `type`."""
+    name: str = data["type"]
+    return b"event: %b\n" % name.encode() + event(data)
 
 
 class EventStream:
-    """One stream to one client. A write waits while the socket's buffers are full, until the client has read on."""
+    """One stream to one client.
+
+    aiohttp sends the headers and the end. The events go straight to the connection's transport, so that a token costs
+    neither a coroutine nor a turn of a task. Nothing is sent to a client that has gone: aiohttp then cancels the
+    request's task.
+    """
 
     def __init__(self, request: web.Request, headers: dict[str, str], *, named: bool = False):
         """`named`: every event has a line with its `type`, and none is `[DONE]`, as in OpenAI's Responses API."""
         self._request, self._named = request, named
+        self._event = named_event if named else event
+        self._time = asyncio.get_running_loop().time
+        self._last = self._time()  # when something was last sent
+        self._chunked = request.version >= HttpVersion11  # RFC 9112, section 7.1; HTTP/1.0 ends with the connection
+        self._transport: asyncio.Transport | None = None
+        self._writer: AbstractStreamWriter | None = None
         self.response = web.StreamResponse(headers=_HEADERS | headers)
 
     async def open(self) -> None:
         """Send the headers."""
-        await self.response.prepare(self._request)
+        if self._chunked:
+            self.response.enable_chunked_encoding()
+        self._writer = await self.response.prepare(self._request)
+        self._transport = self._request.transport
 
-    async def send(self, events: Iterable[Any]) -> None:
-        """Write each event's JSON. Raises ConnectionError if the client has gone."""
-        await self.response.write(b"".join(map(self._event, events)))
+    @property
+    def full(self) -> bool:
+        """Whether the client leaves so much unread that a writer should wait in `drain`."""
+        return self._transport is not None and self._transport.get_write_buffer_size() > _MAX_UNSENT
 
-    def _event(self, event: Any) -> bytes:
-        name = b"event: " + event["type"].encode() + b"\n" if self._named else b""
-        return name + b"data: " + orjson.dumps(event) + b"\n\n"
+    @property
+    def quiet_seconds(self) -> float:
+        """Seconds since something was last sent."""
+        return self._time() - self._last
 
-    async def keep_alive(self) -> None:
+    def write(self, events: bytes) -> None:
+        """Send whole events. Never waits: what the client does not read stays in memory."""
+        # A chunk of no bytes would end the body.
+        if not events or self._transport is None or self._transport.is_closing():
+            return
+        self._last = self._time()
+        self._transport.write(b"%x\r\n%b\r\n" % (len(events), events) if self._chunked else events)
+
+    async def drain(self) -> None:
+        """Wait until the connection is not full. Raises ConnectionError if the client has gone."""
+        assert self._writer is not None, "the stream is open"
+        await self._writer.drain()
+
+    def send(self, events: Iterable[Any]) -> None:
+        """Write each event's JSON."""
+        self.write(b"".join(map(self._event, events)))
+
+    def keep_alive(self) -> None:
         """Send a comment, which clients skip and which keeps proxies from closing the connection."""
-        await self.response.write(b": keep-alive\n\n")
+        self.write(b": keep-alive\n\n")
 
     async def done(self) -> None:
         """End the stream."""
         if not self._named:
-            await self.response.write(b"data: [DONE]\n\n")
+            self.write(b"data: [DONE]\n\n")
         await self.response.write_eof()
 
     async def fail(self, error: dict[str, Any]) -> None:
         """End the stream with an error object instead of `[DONE]`."""
-        await self.send([error])
+        self.send([error])
         await self.response.write_eof()

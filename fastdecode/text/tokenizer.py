@@ -45,6 +45,8 @@ class Tokenizer:
         self._added_ids = frozenset(backend.get_added_tokens_decoder())
         self._byte_level = _uses(backend.decoder, "ByteLevel")
         self._bytes: dict[int, bytes] = {}  # of the tokens that token_bytes was asked for
+        #: For ByteDetokenizer: the texts of tokens that are whole characters, and that every request shows.
+        self.whole_texts: dict[int, str] = {}
         #: Whether a text is the bytes of its tokens, one after another; if not, a token's text depends on its place.
         self.is_bytewise = isinstance(backend.decoder, tokenizers.decoders.ByteLevel)
         self.template_source = template or ""

@@ -249,6 +249,40 @@ async def test_the_bytes_of_a_chat_stream(tokenizer, spell):
     }
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize("asked", [{}, {"stream_options": {"include_usage": True}}, {"n": 2}])
+async def test_every_chunk_of_a_text_is_json_whatever_the_text_is(tokenizer, spell, path, asked):
+    """The chunks of plain text are made from a template: `"` and the template's own stand-in must not break it."""
+    text = 'a"\\\n\0text\x01</script>\u2028世\U0001f999"text": "\\u0000text"'
+    engine = ScriptedEngine(*[spell(text)] * asked.get("n", 1))
+    body = (ASK if path == "/v1/completions" else CHAT) | asked
+    async with served(engine, tokenizer) as client:
+        *chunks, _ = await events(client, path, body)
+    texts = [""] * asked.get("n", 1)
+    shapes = set()
+    for chunk in map(json.loads, (chunk.removeprefix("data: ") for chunk in chunks)):
+        for choice in chunk["choices"]:
+            texts[choice["index"]] += choice["text"] if "text" in choice else choice["delta"].get("content", "")
+            shapes.add((tuple(sorted(chunk)), tuple(sorted(choice))))
+    assert texts == [text] * len(texts)
+    assert len(shapes) == 1
+
+
+async def test_a_stream_over_http_1_0_has_no_chunks_and_ends_with_the_connection(tokenizer, spell):
+    async with served(ScriptedEngine(spell("old")), tokenizer) as client:
+        body = json.dumps(ASK | {"stream": True}).encode()
+        reader, writer = await asyncio.open_connection("127.0.0.1", client.server.port)
+        head = f"POST /v1/completions HTTP/1.0\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        writer.write(head.encode() + body)
+        async with asyncio.timeout(20):
+            head, _, answer = (await reader.read()).partition(b"\r\n\r\n")
+        writer.close()
+    assert b"chunked" not in head.lower()
+    *lines, done = answer.decode().split("\n\n")[:-1]
+    assert done == "data: [DONE]"
+    assert "".join(json.loads(line.removeprefix("data: "))["choices"][0]["text"] for line in lines) == "old"
+
+
 async def test_a_stream_without_text_sends_keep_alive_comments(tokenizer, spell):
     wait = asyncio.Event()
     async with (
