@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import signal
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
 if TYPE_CHECKING:
+    from node_process import Node
     from rnode_process import FarRNode, RNodeProcess
 
     from fastdecode.daemon.rnode import RNode
@@ -131,3 +134,18 @@ async def bystander(r_node: RNode) -> AsyncIterator[None]:
         await work
     await link.close()
     assert r_node.kv_free == KV_BYTES  # no lease is left
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Node]]:
+    """A function that starts a Node with its arguments, as users do. All nodes are killed at the end of the test."""
+    from node_process import Node
+
+    with contextlib.ExitStack() as stack:
+
+        def start(*argv: str, own_group: bool = False, program: str = "node") -> Node:
+            node = Node(tmp_path, *argv, own_group=own_group, program=program)
+            stack.callback(lambda: node.process.poll() is None and node.end(signal.SIGKILL))
+            return node
+
+        yield start

@@ -1,6 +1,7 @@
-"""The set of R-nodes that an S-node uses: a fixed list, a file that is watched, or a host name with several addresses.
+"""A set of nodes: a fixed list, a file that is watched, or a host name with several addresses.
 
-An R-node that joins or leaves a file or a name is taken up or given up while the S-node runs (rnode_links.py).
+An S-node has a set of R-nodes, a router has a set of S-nodes. A node that joins or leaves a file or a name is taken up
+or given up while the S-node or the router runs (rnode_links.py, router/pool.py).
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import asyncio
 import os
 import socket
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 from urllib.parse import urlsplit
@@ -28,16 +29,16 @@ _MISSED_ANSWERS = 3
 
 
 class DiscoveryError(Exception):
-    """The set of R-nodes cannot be read now; the message is a sentence for the user."""
+    """The set cannot be read now; the message is a sentence for the user."""
 
 
-class RNodeSet(Protocol):
-    """A set of R-nodes."""
+class NodeSet(Protocol):
+    """A set of nodes."""
 
     interval: float | None  # seconds between two calls of `read`; None: the set never changes
 
     async def read(self) -> Sequence[str]:
-        """The R-nodes' URLs now, without duplicates. Raises DiscoveryError; the caller then keeps the set it has."""
+        """The nodes' URLs now, without duplicates. Raises DiscoveryError; the caller then keeps the set it has."""
         ...
 
 
@@ -54,7 +55,7 @@ class FixedSet:
 
 
 class FileSet:
-    """The URLs in a file, one a line or one an item of a YAML list; `#` begins a comment.
+    """The URLs of nodes in a file, one a line or one an item of a YAML list; `#` begins a comment.
 
     The file may be written in place or replaced. A changed file counts once two looks in a row have found it the same,
     so that a file that is still being written is left alone.
@@ -62,8 +63,8 @@ class FileSet:
 
     interval: float | None = _FILE_SECONDS
 
-    def __init__(self, path: Path):
-        self._path = path
+    def __init__(self, path: Path, schemes: Collection[str] = SCHEMES):
+        self._path, self._schemes = path, schemes
         self._content: tuple[str, ...] | DiscoveryError | None = None  # of the file that was parsed last
         self._taken: tuple[int, int, int] | None = None  # inode, time of change and size of that file
         self._seen: tuple[int, int, int] | None = None  # those of the file at the last look
@@ -76,7 +77,7 @@ class FileSet:
             if now != self._taken and (now == before or self._taken is None):
                 text = self._path.read_bytes()
                 self._taken = now
-                self._content = parse_list(text.decode())
+                self._content = parse_list(text.decode(), self._schemes)
         except OSError as error:
             raise DiscoveryError(f"{self._path}: {error.strerror}") from None
         except ValueError as error:
@@ -87,8 +88,11 @@ class FileSet:
         return self._content
 
 
-def parse_list(text: str) -> tuple[str, ...]:
-    """The URLs of a file: lines, a YAML list, or a YAML mapping with a list as `r-node`. Raises ValueError."""
+def parse_list(text: str, schemes: Collection[str] = SCHEMES) -> tuple[str, ...]:
+    """The URLs of a file: lines, a YAML list, or a YAML mapping with a list as `r-node`; each of one of `schemes`.
+
+    Raises ValueError.
+    """
     import yaml
 
     try:
@@ -102,10 +106,10 @@ def parse_list(text: str) -> tuple[str, ...]:
         raise ValueError("is not a list of URLs")
     for item in items:
         option_values.url(item)
-        if urlsplit(item).scheme not in SCHEMES:
-            raise ValueError(f"{item!r} does not begin with a known transport, which are {', '.join(SCHEMES)}")
+        if urlsplit(item).scheme not in schemes:
+            raise ValueError(f"{item!r} does not begin with one of {', '.join(schemes)}")
     if not items:
-        raise ValueError("names no R-node")
+        raise ValueError("names no node")
     return tuple(dict.fromkeys(items))
 
 
@@ -140,7 +144,7 @@ def _bracketed(address: str) -> str:
     return f"[{address}]" if ":" in address else address
 
 
-def r_node_set(config: NodeConfig) -> RNodeSet:
+def r_node_set(config: NodeConfig) -> NodeSet:
     """The set that the options name; `config.uses_r_nodes` is true. A team of R-nodes counts as one R-node."""
     if config.r_nodes_file is not None:
         return FileSet(config.r_nodes_file)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fastdecode.daemon.config import format_bytes
-from fastdecode.daemon.discovery import DiscoveryError, RNodeSet
+from fastdecode.daemon.discovery import DiscoveryError, NodeSet
 from fastdecode.engine.pages import PageGroups
 from fastdecode.kernels._native import page_bytes, page_sections
 from fastdecode.region.contract import KV_DTYPES, PAGE_TOKENS
@@ -59,7 +59,7 @@ class RNodeLinks:
 
     def __init__(
         self,
-        r_nodes: RNodeSet,
+        r_nodes: NodeSet,
         hello: Hello,
         secret: bytes | None,
         config: NodeConfig,

@@ -19,7 +19,7 @@ from fastdecode.daemon.activity import log_activity
 from fastdecode.daemon.api_processes import ApiProcesses
 from fastdecode.daemon.check_model import check_fits, check_partition
 from fastdecode.daemon.config import ConfigError, NodeConfig, format_bytes
-from fastdecode.daemon.discovery import FixedSet, RNodeSet, r_node_set
+from fastdecode.daemon.discovery import FixedSet, NodeSet, r_node_set
 from fastdecode.daemon.embedded import EmbeddedRNode, Split, split_machine
 from fastdecode.daemon.gpu import node_exchange
 from fastdecode.daemon.memory_plan import capacity, staged_tokens
@@ -138,7 +138,7 @@ async def _serve(
         if isinstance(api, ApiProcesses):
             stack.push_async_callback(api.close)
         embedded: EmbeddedRNode | None = None
-        r_nodes: RNodeSet
+        r_nodes: NodeSet
         if config.uses_r_nodes:
             r_nodes = r_node_set(config)
         else:

@@ -36,9 +36,9 @@ def test_a_file_has_a_url_a_line_or_item(text, urls):
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("", "names no R-node"),
+        ("", "names no node"),
         ("tcp://a:1\nb:2\n", "'b:2' is not a URL"),
-        ("http://a:1", "known transport"),
+        ("http://a:1", "does not begin with one of shm, tcp, rdma"),
         ("- [tcp://a:1]", "not a list of URLs"),
         ("r-node: {", "neither lines nor YAML"),
         ("model: x", "not a list of URLs"),

@@ -13,19 +13,21 @@ from pathlib import Path
 
 from openai import OpenAI
 
+#: The programs, each as a module.
+PROGRAMS = {"node": "fastdecode.daemon.node", "router": "fastdecode.router.main"}
 NODE = [sys.executable, "-m", "fastdecode.daemon.node"]
 START_SECONDS = 60
 
 
 class Node:
-    """A fastdecode-node process, whose output goes to a log file."""
+    """A fastdecode-node or fastdecode-router process, whose output goes to a log file."""
 
-    def __init__(self, tmp_path: Path, *argv: str, own_group: bool = False):
+    def __init__(self, tmp_path: Path, *argv: str, own_group: bool = False, program: str = "node"):
         self.log = tmp_path / f"node-{time.monotonic_ns()}.log"
         with self.log.open("wb") as out:
             env = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(temporary(tmp_path))}
             self.process = subprocess.Popen(
-                [*NODE, *argv],
+                [sys.executable, "-m", PROGRAMS[program], *argv],
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
@@ -50,6 +52,11 @@ class Node:
     def end(self, number: int = signal.SIGTERM, seconds: float = 20) -> int:
         self.process.send_signal(number)
         return self.process.wait(seconds)
+
+    def kill_group(self) -> None:
+        """Kill the process and its children, if it has a group of its own."""
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait(20)
 
     def regions(self) -> int:
         """The number of activation regions that the process has mapped."""

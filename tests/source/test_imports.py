@@ -23,6 +23,7 @@ PYTHON = {
     "service": ["text", "engine"],
     "api": ["text", "engine", "service"],
     "daemon": ["region", "kernels", "transports", "gguf", "text", "demo", "spart", "engine", "service", "api"],
+    "router": ["api", "daemon"],
     "bench": ["region", "kernels", "transports", "gguf", "text", "demo", "spart", "engine", "service", "api", "daemon"],
     "plan": ["region", "kernels", "transports", "demo", "spart", "engine", "daemon", "bench"],
 }

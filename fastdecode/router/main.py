@@ -1,0 +1,150 @@
+"""`fastdecode-router`: one OpenAI-compatible address in front of several S-nodes.
+
+A request goes to the least busy S-node, or to one that has seen the beginning of its prompt. Streams pass untouched. A
+request is sent to another S-node only while its client has seen no token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import aiohttp
+import uvloop
+from aiohttp import web
+
+from fastdecode import __version__
+from fastdecode.api.app import CLOSE, MAX_BODY_BYTES
+from fastdecode.api.errors import ApiError, json_response
+from fastdecode.api.middleware import errors_as_json, log_requests
+from fastdecode.api.server import bind, serve
+from fastdecode.daemon import option_values
+from fastdecode.daemon.config_sources import Parser
+from fastdecode.daemon.discovery import FileSet, FixedSet, NodeSet
+from fastdecode.daemon.logs import set_up_logging
+from fastdecode.daemon.shutdown import wait_for_shutdown
+from fastdecode.router.metrics import RouterMetrics
+from fastdecode.router.pool import Pool
+from fastdecode.router.proxy import Proxy
+
+log = logging.getLogger(__name__)
+
+_SCHEMES = ("http", "https")
+_POLL_SECONDS = 0.05
+
+
+def _parser() -> Parser:
+    parser = Parser(prog="fastdecode-router", description=__doc__, allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"fastdecode {__version__}")
+    parser.add_argument("--s-node", action="append", metavar="URL", help="an S-node, http://host:port (repeatable)")
+    parser.add_argument(
+        "--s-nodes-file",
+        type=Path,
+        metavar="FILE",
+        help="file with the S-nodes, one URL a line; the router follows its changes",
+    )
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    parser.add_argument(
+        "--port", type=option_values.port, default=8000, help="port to listen on; 0: any free one (default: 8000)"
+    )
+    parser.add_argument(
+        "--drain-seconds",
+        type=option_values.seconds,
+        default=30.0,
+        help="on SIGTERM, how long running requests may continue (default: 30)",
+    )
+    parser.add_argument("--no-access-log", action="store_true", help="do not log a line for every request")
+    parser.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info")
+    parser.add_argument("--log-format", choices=("text", "json"), default="text")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run a router until SIGTERM. Exit status: 0 after a clean end, 2 for a bad option, 1 for any other error."""
+    parser = _parser()
+    args = parser.parse_args(argv)
+    if bool(args.s_node) == bool(args.s_nodes_file):
+        parser.error("give either --s-node or --s-nodes-file")
+    for url in args.s_node or ():
+        if urlsplit(url).scheme not in _SCHEMES or not urlsplit(url).netloc:
+            parser.error(f"--s-node: {url!r} is not of the form http://host:port")
+    nodes: NodeSet = (
+        FileSet(args.s_nodes_file, _SCHEMES) if args.s_nodes_file else FixedSet(_without_slash(args.s_node))
+    )
+    set_up_logging(args.log_level, args.log_format)
+    try:
+        sockets = bind(args.host, args.port)
+        uvloop.run(_run(nodes, sockets, args.host, args.drain_seconds, access_log=not args.no_access_log))
+    except OSError as error:
+        sys.exit(f"fastdecode-router: error: {error}")
+
+
+def _without_slash(urls: Sequence[str]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(url.rstrip("/") for url in urls))
+
+
+async def _run(nodes: NodeSet, sockets: list[Any], host: str, drain_seconds: float, *, access_log: bool) -> None:
+    shutdown = asyncio.create_task(wait_for_shutdown())
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(connector=connector, auto_decompress=False) as session:
+        metrics = RouterMetrics()
+        pool = Pool(nodes, session)
+        metrics.watch(pool)
+        await pool.start()
+        server = await serve(make_app(pool, Proxy(pool, session, metrics), metrics, access_log=access_log), sockets)
+        url = f"http://{f'[{host}]' if ':' in host else host}:{server.port}/v1"
+        print(f"Router on {url}", flush=True)
+        await shutdown
+        log.info("draining: running requests may go on for %.0f s", drain_seconds)
+        await server.drain(drain_seconds)
+        await server.close()
+        await pool.close()
+
+
+def make_app(pool: Pool, proxy: Proxy, metrics: RouterMetrics, *, access_log: bool = True) -> web.Application:
+    """The application of a router over `pool`."""
+    closing = asyncio.Event()
+
+    async def health(_: web.Request) -> web.Response:
+        healthy = [s_node for s_node in pool.s_nodes if s_node.healthy]
+        status = "closing" if closing.is_set() else "ok" if healthy else "no S-node takes requests"
+        s_nodes = [
+            {"url": s.url, "healthy": s.healthy, "requests": s.requests, "load": s.load, "why_not": s.why_not}
+            for s in pool.s_nodes
+        ]
+        return json_response({"status": status, "s_nodes": s_nodes}, status=200 if status == "ok" else 503)
+
+    async def show_metrics(_: web.Request) -> web.Response:
+        return web.Response(body=metrics.text(), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
+
+    async def forward(request: web.Request) -> web.StreamResponse:
+        if closing.is_set():
+            raise ApiError(503, "the router is shutting down", code="shutting_down", headers={"Retry-After": "1"})
+        return await proxy.handle(request)
+
+    async def close(grace: float) -> None:
+        closing.set()
+        try:
+            async with asyncio.timeout(grace):
+                while proxy.requests:
+                    await asyncio.sleep(_POLL_SECONDS)
+        except TimeoutError:
+            log.warning("%d request(s) end with the router", proxy.requests)
+
+    app = web.Application(
+        middlewares=[*([log_requests] if access_log else []), errors_as_json], client_max_size=MAX_BODY_BYTES
+    )
+    app[CLOSE] = close
+    app.add_routes([web.get("/health", health), web.get("/metrics", show_metrics)])
+    for path in ("/v1/{path:.*}", "/tokenize", "/detokenize", "/version"):
+        app.add_routes([web.route("*", path, forward)])
+    return app
+
+
+if __name__ == "__main__":
+    main()

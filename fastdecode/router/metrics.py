@@ -1,0 +1,49 @@
+"""The counters that a router shows at /metrics."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, generate_latest
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from fastdecode.router.pool import Pool
+
+
+class RouterMetrics:
+    """Counters of one router."""
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        self.requests = Counter(
+            "fastdecode:router_requests", "Requests sent to an S-node.", ["s_node"], registry=self._registry
+        )
+        self.retries = Counter(
+            "fastdecode:router_retries", "Requests sent to a further S-node.", registry=self._registry
+        )
+        self.broken = Counter(
+            "fastdecode:router_broken_streams", "Streams whose S-node was lost.", registry=self._registry
+        )
+
+    def watch(self, pool: Pool) -> None:
+        """Show the S-nodes of a pool, too."""
+        self._registry.register(_SNodes(pool))
+
+    def text(self) -> bytes:
+        return generate_latest(self._registry)
+
+
+class _SNodes(Collector):
+    def __init__(self, pool: Pool):
+        self._pool = pool
+
+    def collect(self) -> list[GaugeMetricFamily]:
+        healthy = GaugeMetricFamily(
+            "fastdecode:router_s_node_healthy", "1 while the S-node takes requests.", labels=["s_node"]
+        )
+        load = GaugeMetricFamily(
+            "fastdecode:router_s_node_load", "Requests at the S-node, those of others included.", labels=["s_node"]
+        )
+        for s_node in self._pool.s_nodes:
+            healthy.add_metric([s_node.url], float(s_node.healthy))
+            load.add_metric([s_node.url], s_node.load)
+        return [healthy, load]

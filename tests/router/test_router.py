@@ -1,0 +1,292 @@
+"""The router in front of several S-nodes: real ones that are killed and drained, and scripted ones."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+
+import aiohttp
+import openai
+import orjson
+import pytest
+from aiohttp import web
+from api_client import MODEL, served
+from node_process import complete, fetch
+from openai import AsyncOpenAI, OpenAI
+from scripted_engine import ScriptedEngine
+from tokenizers_made import CHATML, byte_level
+
+from fastdecode.api.server import bind, serve
+from fastdecode.daemon.discovery import FileSet, FixedSet
+from fastdecode.engine.request import GenerationFailed, Overloaded
+from fastdecode.router.main import make_app
+from fastdecode.router.metrics import RouterMetrics
+from fastdecode.router.pool import BLOCK_BYTES, Pool, SNode, prefix_keys
+from fastdecode.router.proxy import Proxy
+from fastdecode.text.tokenizer import Tokenizer
+
+ASK = {"model": MODEL, "prompt": "x"}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return Tokenizer.from_dir(byte_level(tmp_path_factory.mktemp("tokenizer"), chat_template=CHATML))
+
+
+@pytest.fixture(scope="module")
+def spell(tokenizer):
+    ids = {tokenizer.token_bytes(i): i for i in range(len(tokenizer.tokens_from(0)))}
+    return lambda text: [ids[bytes([b])] for b in text.encode()]
+
+
+@contextlib.asynccontextmanager
+async def routed(*urls, nodes=None):
+    """A router over S-nodes that it has found healthy; yields OpenAI's client, an HTTP client and the pool."""
+    async with aiohttp.ClientSession(auto_decompress=False) as session:
+        metrics = RouterMetrics()
+        pool = Pool(nodes or FixedSet(urls), session)
+        metrics.watch(pool)
+        await pool.start()
+        server = await serve(make_app(pool, Proxy(pool, session, metrics), metrics), bind("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{server.port}"
+        try:
+            async with asyncio.timeout(20):
+                while sum(s_node.healthy for s_node in pool.s_nodes) < len(urls):
+                    await asyncio.sleep(0.01)
+            async with (
+                AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60) as api,
+                aiohttp.ClientSession(url) as http,
+            ):
+                yield api, http, pool
+        finally:
+            await server.close(grace=0)
+            await pool.close()
+
+
+def url_of(client):
+    return f"http://127.0.0.1:{client.server.port}"
+
+
+@contextlib.asynccontextmanager
+async def dying(*parts):
+    """An S-node that is healthy, answers every request with these bytes of a stream, and drops the connection."""
+
+    async def health(_):
+        return web.json_response({"status": "ok", "running": 0, "waiting": 0})
+
+    async def answer(request):
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        for part in parts:
+            await response.write(part)
+            await asyncio.sleep(0.05)
+        request.transport.abort()
+        return response
+
+    app = web.Application()
+    app.add_routes([web.get("/health", health), web.post("/v1/{path:.*}", answer)])
+    runner = web.AppRunner(app)
+    await runner.setup()
+    [sock] = bind("127.0.0.1", 0)
+    await web.SockSite(runner, sock).start()
+    try:
+        yield f"http://127.0.0.1:{sock.getsockname()[1]}"
+    finally:
+        await runner.cleanup()
+
+
+# ---- which S-node ----
+
+
+@pytest.mark.quick
+def test_a_request_follows_its_prefix_unless_that_s_node_is_much_busier():
+    pool = Pool(FixedSet(()), None)
+    pool.s_nodes = [SNode(f"http://s{i}", healthy=True) for i in range(3)]
+    keys = prefix_keys(b"a" * 5 * BLOCK_BYTES)
+    first = pool.choose(keys)
+    assert all(pool.choose(keys) is first for _ in range(5))
+    assert pool.choose(prefix_keys(b"a" * 3 * BLOCK_BYTES + b"b" * BLOCK_BYTES)) is first
+    first.requests = 5
+    second = pool.choose(keys)
+    assert second is not first
+    first.requests = 0
+    assert {pool.choose([]) for _ in range(3)} == set(pool.s_nodes)  # without a prefix they take turns
+    first.healthy = False
+    assert pool.choose(keys) is second
+    assert pool.choose(keys, tried=[second]) not in (first, second)
+    for s_node in pool.s_nodes:
+        s_node.healthy = False
+    assert pool.choose(keys) is None
+
+
+@pytest.mark.quick
+def test_only_whole_blocks_count():
+    assert prefix_keys(b"a" * (BLOCK_BYTES - 1)) == []
+    one, two = prefix_keys(b"a" * BLOCK_BYTES), prefix_keys(b"a" * 2 * BLOCK_BYTES + b"b")
+    assert len(two) == 2 and two[:1] == one
+
+
+# ---- what passes ----
+
+
+async def test_a_stream_passes_byte_for_byte(tokenizer, spell):
+    script = [*spell("héllo, wörld" * 5)]
+    async with served(ScriptedEngine(script, script), tokenizer) as client, routed(url_of(client)) as (_, http, _):
+        bodies = []
+        for session in (client.http, http):
+            async with session.post("/v1/completions", json=ASK | {"stream": True}) as answer:
+                assert answer.content_type == "text/event-stream"
+                lines = (await answer.read()).decode().splitlines()
+                bodies.append([line for line in lines if line.startswith("data: [") or '"text"' in line])
+        texts = [[orjson.loads(b[6:])["choices"][0] for b in body if "[DONE]" not in b] for body in bodies]
+        assert texts[0] == texts[1] != [] and bodies[0][-1] == bodies[1][-1] == "data: [DONE]"
+
+
+async def test_errors_of_the_client_pass_and_are_not_retried(tokenizer):
+    async with (
+        served(ScriptedEngine(), tokenizer) as one,
+        served(ScriptedEngine(), tokenizer) as two,
+        routed(url_of(one), url_of(two)) as (api, http, _),
+    ):
+        with pytest.raises(openai.BadRequestError, match="temperature"):
+            await api.completions.create(**ASK, temperature=-1)
+        async with http.get("/metrics") as answer:
+            text = await answer.text()
+        assert "fastdecode:router_retries_total 0.0" in text
+        async with http.get("/v1/models") as answer:
+            assert (await answer.json())["data"][0]["id"] == MODEL
+
+
+async def test_a_client_that_leaves_ends_its_request_at_the_s_node(tokenizer, spell):
+    engine = ScriptedEngine([*spell("a"), asyncio.Event()])
+    async with served(engine, tokenizer, remote=False) as client, routed(url_of(client)) as (_, http, pool):
+        answer = await http.post("/v1/completions", json=ASK | {"stream": True})
+        await answer.content.readline()
+        answer.close()
+        async with asyncio.timeout(20):
+            await engine.streams[0].cancelled.wait()
+            while pool.s_nodes[0].requests:
+                await asyncio.sleep(0.01)
+
+
+# ---- another S-node, before the first token only ----
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("first", ["overloaded", "failed"])
+async def test_another_s_node_is_tried_before_the_first_token(tokenizer, spell, stream, first):
+    bad = ScriptedEngine(refusal=Overloaded("full", 1)) if first == "overloaded" else None
+    bad = bad or ScriptedEngine(*[[GenerationFailed("R-node lost")]] * 2)
+    async with (
+        served(bad, tokenizer) as one,
+        served(ScriptedEngine(*[spell("ok")] * 4), tokenizer) as two,
+        routed(url_of(one), url_of(two)) as (api, http, _),
+    ):
+        for _ in range(2):  # they take turns, so one of two requests meets the bad one first
+            answer = await api.completions.create(**ASK, stream=stream)
+            text = "".join([c.choices[0].text async for c in answer]) if stream else answer.choices[0].text
+            assert text == "ok"
+        async with http.get("/metrics") as answer:
+            assert "fastdecode:router_retries_total 1.0" in await answer.text()
+
+
+async def test_a_stream_that_breaks_before_its_first_token_goes_on_elsewhere(tokenizer, spell):
+    async with (
+        dying(b": keep-alive\n\n") as bad,
+        served(ScriptedEngine(*[spell("ok")] * 2), tokenizer) as good,
+        routed(bad, url_of(good)) as (api, _, _),
+    ):
+        for _ in range(2):
+            stream = await api.completions.create(**ASK, stream=True)
+            assert "".join([chunk.choices[0].text async for chunk in stream]) == "ok"
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/responses"])
+async def test_a_stream_that_breaks_later_ends_in_an_error_event(path):
+    event = b'data: {"choices": [{"text": "half"}]}\n\n'
+    async with dying(event, b'data: {"choi') as bad, routed(bad) as (_, http, pool):
+        async with http.post(path, json=ASK | {"stream": True}) as answer:
+            body = await answer.read()
+        assert body.startswith(event) and b'data: {"choi' + b"\n" not in body
+        *_, last = [orjson.loads(line[6:]) for line in body.splitlines() if line.startswith(b"data: ")]
+        error = last if path.endswith("responses") else last["error"]
+        assert error["code"] == "s_node_lost" and "was lost" in error["message"]
+        assert b"[DONE]" not in body and not pool.s_nodes[0].healthy
+
+
+async def test_the_last_error_passes_if_no_s_node_can_take_the_request(tokenizer):
+    engines = [ScriptedEngine(refusal=Overloaded("full", 7)) for _ in range(2)]
+    async with contextlib.AsyncExitStack() as stack:
+        clients = [await stack.enter_async_context(served(engine, tokenizer)) for engine in engines]
+        api, http, _ = await stack.enter_async_context(routed(*map(url_of, clients)))
+        with pytest.raises(openai.RateLimitError) as caught:
+            await api.completions.create(**ASK)
+        assert caught.value.response.headers["Retry-After"] == "7"
+        for client in clients:
+            await client.server.close(grace=0)
+        with pytest.raises(openai.InternalServerError) as caught:
+            await api.completions.create(**ASK)
+        assert caught.value.code == "no_s_node"
+        async with http.get("/health") as answer:
+            assert answer.status == 503 and not any(s["healthy"] for s in (await answer.json())["s_nodes"])
+
+
+async def test_s_nodes_join_and_leave_a_file(tokenizer, spell, tmp_path):
+    engines = [ScriptedEngine(*[spell(name)] * 3) for name in "ab"]
+    async with contextlib.AsyncExitStack() as stack:
+        clients = [await stack.enter_async_context(served(engine, tokenizer)) for engine in engines]
+        listed = tmp_path / "s-nodes"
+        nodes = FileSet(listed, ("http",))
+        api, _, pool = await stack.enter_async_context(routed(nodes=nodes))
+        for client, name in zip(clients, "ab", strict=True):
+            listed.write_text(f"{url_of(client)}\n")
+            async with asyncio.timeout(20):
+                while [s.url for s in pool.s_nodes if s.healthy] != [url_of(client)]:
+                    await asyncio.sleep(0.01)
+            assert (await api.completions.create(**ASK)).choices[0].text == name
+
+
+# ---- real S-nodes ----
+
+
+def test_s_nodes_are_killed_and_drained_behind_the_router(start, tmp_path):
+    s_nodes = [start("--port", "0", "--kv-memory", "64MiB", "--threads", "1", own_group=True) for _ in range(2)]
+    urls = [s_node.wait_for(r"(http://127\.0\.0\.1:\d+)/v1")[1] for s_node in s_nodes]
+    router = start("--port", "0", *(word for url in urls for word in ("--s-node", url)), program="router")
+    router.wait_for(r"takes requests(?s:.)*takes requests")
+    with OpenAI(base_url=str(router.api().base_url), api_key="none", max_retries=0, timeout=60) as api:
+        expected = complete(api, 40)
+
+        def stream():
+            return api.completions.create(
+                model="fastdecode-demo", prompt="It was", max_tokens=400, temperature=0, stream=True,
+                extra_body={"ignore_eos": True},
+            )  # fmt: skip
+
+        undisturbed = "".join(chunk.choices[0].text for chunk in stream())
+        streams = [stream() for _ in range(4)]
+        heads = [next(iter(s)).choices[0].text for s in streams]
+        s_nodes[0].kill_group()
+        ended, broken = [], 0
+        for head, s in zip(heads, streams, strict=True):
+            try:
+                ended.append(head + "".join(chunk.choices[0].text for chunk in s))
+            except openai.APIError as error:
+                assert error.code == "s_node_lost"
+                broken += 1
+        assert broken and ended and set(ended) == {undisturbed}
+        assert [complete(api, 40) for _ in range(4)] == [expected] * 4
+        third = start("--port", urls[0].rpartition(":")[2], "--kv-memory", "64MiB", "--threads", "1")
+        third.wait_for("Try:")
+        router.wait_for(r"(?s)(takes requests.*){3}")
+        kept = stream()
+        tokens = [next(iter(kept)) for _ in range(2)]
+        ending = threading.Thread(target=s_nodes[1].end)
+        ending.start()
+        assert [complete(api, 40) for _ in range(6)] == [expected] * 6
+        tokens += kept
+        ending.join()
+        assert "".join(chunk.choices[0].text for chunk in tokens) == undisturbed
+    assert orjson.loads(fetch(f"{str(router.api().base_url).removesuffix('/v1/')}/health"))["status"] == "ok"
+    assert router.end() == 0
