@@ -19,7 +19,7 @@ from fastdecode.region.contract import PAGE_TOKENS
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from fastdecode.engine.pages import PageTable
+    from fastdecode.engine.pages import PageGroup, PageTable
     from fastdecode.engine.prefixes import Handle
     from fastdecode.engine.sequence import Sequence
     from fastdecode.transports.base import Link, StepTimes
@@ -75,6 +75,11 @@ class Cluster:
         memory allows."""
         return sum(node.obtainable // node.groups.block for node in self.open) * PAGE_TOKENS
 
+    @property
+    def page_groups(self) -> tuple[PageGroup, ...]:
+        """The groups of the pages of a block; all R-nodes divide the layers alike."""
+        return self.nodes[0].groups.groups
+
     def can_hold(self, tokens: int) -> bool:
         """True if a live R-node could cache `tokens` tokens if it were empty."""
         return bool(self.alive) and tokens <= self.capacity
@@ -92,6 +97,20 @@ class Cluster:
     def costs(self) -> list[float]:
         """Seconds for a token and layer on each R-node, as far as they are known; see placement.costs."""
         return costs(self.nodes, self.loads.n_layers)
+
+    def r_part(self, running: Iterable[Sequence]) -> float | None:
+        """Seconds of the slowest R-node's attention in a step of all `running` sequences; None before every R-node that
+        has one was measured. Windows are not considered."""
+        tokens = [0] * len(self.nodes)
+        for seq in running:
+            tokens[seq.placed_on.position] += seq.cached
+        seconds = 0.0
+        for node, n in zip(self.nodes, tokens, strict=True):
+            speed = node.bandwidth.bytes_per_second
+            if n and speed is None:
+                return None
+            seconds = max(seconds, n * node.token_bytes / (speed or 1.0))
+        return seconds
 
     def observe(self, link_costs: Mapping[Link, StepTimes]) -> None:
         """Record how long the R-nodes behind these links worked on a step, and how much they read."""

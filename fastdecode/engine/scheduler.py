@@ -377,7 +377,7 @@ class Scheduler:
         if not self.waiting or not self.cluster.alive or len(running) >= min(share, self.limits.max_seqs):
             return None
         everywhere = self.running
-        room = Room(self.limits.mini_batches * self.limits.max_seqs, self.cluster.tokens)
+        room = self._room(everywhere)
         for seq in self.waiting.candidates():
             if not self.admission.may_start(seq, everywhere, self.waiting, room):
                 return None
@@ -403,6 +403,15 @@ class Scheduler:
             if placement is Wait.ROOM and self._wants_room is None:
                 self._wants_room = seq
         return None
+
+    def _room(self, running: list[Sequence]) -> Room:
+        times, n_batches = self.step_times, len(self.mini_batches)
+        rows = len(running) / n_batches  # of a step
+        shared = 0.0
+        if rows and times.base is not None and (r_part := self.cluster.r_part(running)) is not None:
+            shared = max(0.0, times.base - r_part - times.prompt_seconds(rows)) / rows
+        slots = n_batches * self.limits.max_seqs
+        return Room(slots, self.cluster.tokens, self.cluster.page_groups, shared, times.prompt_seconds)
 
     def _start(self, seq: Sequence, placement: Placement, mini_batch: int) -> None:
         self.cluster.admit(seq, placement)

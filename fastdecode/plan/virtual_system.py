@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import gcd
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,7 +26,10 @@ class VirtualLink:
     """The link to an R-node that has `memory` bytes for KV-cache."""
 
     def __init__(self, name: str, system: System, memory: float, max_seqs: int, max_rows: int, mini_batches: int):
-        page_bytes = round(system.model.token_bytes(system.kv_dtype) * PAGE_TOKENS)
+        windows = system.model.windows or (0,)
+        full, limited = sum(not window for window in windows), sum(window > 0 for window in windows)
+        layers = gcd(full, limited)  # of a page
+        page_bytes = round(system.model.token_bytes(system.kv_dtype) * PAGE_TOKENS * layers / len(windows))
         n_pages = int(memory // page_bytes)
         if n_pages < 1:
             raise ValueError(f"{memory:.0f} bytes do not hold one KV page, which has {page_bytes}")
@@ -33,7 +37,8 @@ class VirtualLink:
         self.geometry = SimpleNamespace(n_slots=mini_batches, max_rows=max_rows)
         self.members = (SimpleNamespace(link=self),)
         self.region_bytes = 0
-        self.lease = Lease(n_pages, n_pages, max_seqs, page_bytes, isa="", threads=1, node=name)
+        sections = full // layers, limited // layers, max(windows)
+        self.lease = Lease(n_pages, n_pages, max_seqs, page_bytes, "", 1, name, *sections)
 
     async def free(self, handles: Sequence[tuple[int, int]]) -> None:
         await asyncio.sleep(_CONTROL_SECONDS)

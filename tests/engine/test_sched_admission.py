@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from toy import ToyLink, continuation, tokens_of
 from toy_engine import running
-from virtual import serve, toy_system
+from virtual import MODEL, serve, toy_system
 
 from fastdecode.bench.serving import report
 from fastdecode.bench.serving.workload import read_trace
@@ -21,6 +22,7 @@ from fastdecode.engine.request import SamplingParams
 from fastdecode.engine.scheduling.admission import Greedy, Stable
 from fastdecode.engine.scheduling.lengths import OutputLengths
 from fastdecode.engine.sequence import Sequence
+from fastdecode.region.contract import PAGE_TOKENS
 
 TRACE = Path(__file__).parent / "traces" / "azure-conv-1024.csv"
 
@@ -60,6 +62,32 @@ def test_unknown_lengths_that_fill_the_cache_are_not_paused_and_cost_little_thro
     assert stable.tokens_per_second >= 0.97 * greedy.tokens_per_second
     good, best = (report.summary(done.run, None, 0.25)["goodput_per_s"] for done in (greedy, stable))
     assert best > 1.05 * good
+
+
+@pytest.mark.parametrize(("fixed", "least"), [(0.2, 1.05), (0.9, 0.99)])
+def test_pages_are_left_free_where_recomputing_costs_more_than_a_smaller_batch(trace, fixed, least):
+    """A part `fixed` of a step's S-Part does not depend on its rows. Where it is small, the rows of sequences that were
+    paused and recomputed cost most; where it is large, a larger batch makes up for them."""
+    n, batch = 160, 12  # sequences, and how many of mixed ages fill the pages
+    row = (1 - fixed) * 0.010 / (batch / 2)
+    system = toy_system(((1, fixed * 0.010 + row), (401, fixed * 0.010 + 401 * row)), 1.1 * 0.020 / (batch * 205))
+    requests = [(0.0, 16, request.output_tokens) for request in trace[-n:]]
+    history = [request.output_tokens for request in trace[:-n]]
+    options = {"pages": 2 * batch, "batch": n // 2, "mini_batches": 2, "bounds": [1024] * n, "target_tbt": None}
+    greedy, stable = both(requests, system, history=history, **options)
+    assert stable.tokens_per_second >= least * greedy.tokens_per_second
+
+
+def test_tokens_beyond_windows_take_no_room():
+    """Three of four layers see 64 tokens. The pages hold 20 sequences of 1024 tokens as a whole; all 40 run at once if
+    pages beyond the windows are given back."""
+    model = replace(MODEL, n_layers=4, windows=(64, 64, 64, 0))
+    load, bounds = [(0.0, 1, 1024)] * 40, [1024] * 40
+    pages = 20 * (1024 // PAGE_TOKENS) * 4  # a layer of the toy model has PAGE_BYTES
+    greedy, stable = both(load, toy_system(FLAT, 1e-9, model=model), pages=pages, batch=64, bounds=bounds)
+    assert max(step.rows for step in stable.steps) >= 38
+    assert stable.preemptions <= greedy.preemptions
+    assert stable.tokens_per_second >= 0.98 * greedy.tokens_per_second
 
 
 def test_at_a_traces_own_arrivals_nothing_is_lost(trace):
@@ -107,9 +135,9 @@ def test_survival_is_that_of_the_observed_lengths(trace):
     at = np.array([1.0, 20, 80, 120, 300, 400, 600])
     exact = (lengths[None, :] > at[:, None]).mean(1)
     assert observed(lengths).survival("", at, bounded=False) == pytest.approx(exact, abs=0.06)
-    mean, triangle = observed(lengths).mean("", 5000, bounded=False)
-    assert mean == pytest.approx(lengths.mean(), rel=0.1)
-    assert triangle == pytest.approx((lengths * (lengths + 1) / 2).mean(), rel=0.15)
+    tokens, steps = observed(lengths).spread("", 5000, bounded=False)
+    assert steps.sum() == pytest.approx(lengths.mean(), rel=0.1)
+    assert (tokens * steps).sum() == pytest.approx((lengths * (lengths + 1) / 2).mean(), rel=0.15)
 
 
 def test_cut_outputs_do_not_make_outputs_look_short():
@@ -138,7 +166,8 @@ def test_of_an_unknown_class_a_bound_is_what_counts():
     known = observed([10] * 5)
     assert known.survival("", np.array([1e6]), bounded=True) == 1
     assert 0 < known.survival("", np.array([1000.0]), bounded=False) < 0.5
-    assert known.mean("", 99, bounded=True) == (pytest.approx(99), pytest.approx(99 * 100 / 2))
+    tokens, steps = known.spread("", 99, bounded=True)
+    assert (steps.sum(), (tokens * steps).sum()) == (pytest.approx(99), pytest.approx(99 * 100 / 2))
 
 
 def test_requests_cancelled_in_the_queue_do_not_make_outputs_look_short():

@@ -9,7 +9,7 @@ Pure arithmetic: time is counted in steps.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterable
+from collections.abc import Callable, Collection, Hashable, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from itertools import islice
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from fastdecode.engine.pages import PageGroup, PageGroups
 from fastdecode.engine.scheduling.lengths import Floats, OutputLengths
 from fastdecode.region.contract import PAGE_TOKENS
 
@@ -51,7 +52,20 @@ class Room:
     """The room that all sequences share."""
 
     slots: int  # sequences that may run at once
-    tokens: int  # that the R-nodes can cache
+    tokens: int  # that the R-nodes can cache if no page is given back
+    groups: tuple[PageGroup, ...] = PageGroups().groups  # of the pages of a block
+    #: Seconds of a step that one more row shares: not the R-Part's, and not those that every row costs; by row.
+    shared_seconds: float = 0.0
+    recompute_seconds: Callable[[float], float] = float  # of so many tokens
+
+    def held(self, tokens: Floats) -> Floats:
+        """The room that sequences of `tokens` tokens (any shape) hold at least: a page beyond all windows of its layers
+        is given back when pages are short. The half page that windows begin within on average counts, the half page
+        that the last token is in does not."""
+        held = np.zeros_like(tokens)
+        for group in self.groups:
+            held += group.size * (np.minimum(tokens, group.reach + PAGE_TOKENS / 2) if group.reach else tokens)
+        return held / sum(group.size for group in self.groups)
 
 
 class Greedy:
@@ -105,13 +119,24 @@ class Stable(Greedy):
             return False
         assert self._forecast is not None
         ahead, mean, variance = self._forecast
-        own, own_variance = self._load([seq], ahead)
+        own, own_variance = self._load([seq], ahead, room)
+        if self._pausing_pays(seq, room):
+            return self._within_target(mean, own)
         # The last page of a sequence is half empty on average.
         pages = PAGE_TOKENS / 2 * (len(running) + 1)
         full = (mean + own + _DEVIATIONS * np.sqrt(variance + own_variance)).max() + pages
         if full > _FULL * room.tokens:
             return False
+        return self._within_target(mean, own)
+
+    def _within_target(self, mean: Floats, own: Floats) -> bool:
         return bool((mean + own).max() <= (1 + _SLACK) * self._target or mean.max() <= _LOW * self._target)
+
+    def _pausing_pays(self, seq: Sequence, room: Room) -> bool:
+        """True if steps gain more by one more sequence than it costs to recompute it when it is paused for lack of
+        pages after half of its output."""
+        half = self._mean_output / 2
+        return half * room.shared_seconds > room.recompute_seconds(seq.n_prompt + half)
 
     def started(self, seq: Sequence) -> None:
         self._forecast = None
@@ -139,18 +164,19 @@ class Stable(Greedy):
         exact = [end for end in sorted(ends) if end <= horizon]
         exact = exact[:: len(exact) // _POINTS + 1]
         ahead = np.unique(np.concatenate([np.linspace(0.0, horizon, _POINTS), exact]).round())
-        self._forecast = (ahead, *self._load(running, ahead))
+        self._forecast = (ahead, *self._load(running, ahead, room))
         # Over its life a sequence is cached for as many steps as it has outputs, with 1, 2, ... of them and its prompt.
         steps = tokens = 0.0
         for (client, bounded, bound), seqs in kinds.items():
-            length, triangle = self.lengths.mean(client, bound, bounded=bounded)
-            steps += len(seqs) * length
-            tokens += sum(seq.n_prompt for seq in seqs) * length + len(seqs) * triangle
+            generated, of_steps = self.lengths.spread(client, bound, bounded=bounded)
+            prompts = np.array([seq.n_prompt for seq in seqs], np.float64)[:, None]
+            steps += len(seqs) * float(of_steps.sum())
+            tokens += float((room.held(prompts + generated) * of_steps).sum())
         self._mean_output, self._slots = steps / len(known), room.slots
         self._target = room.slots * tokens / steps
 
-    def _load(self, seqs: Seq[Sequence], ahead: Floats) -> tuple[Floats, Floats]:
-        """The mean and the variance of the tokens that `seqs` will have cached `ahead` steps from now, [steps]."""
+    def _load(self, seqs: Seq[Sequence], ahead: Floats, room: Room) -> tuple[Floats, Floats]:
+        """The mean and the variance of the room that `seqs` will hold `ahead` steps from now, in tokens, [steps]."""
         mean, variance = np.zeros(len(ahead)), np.zeros(len(ahead))
         for client, bounded in {_class(seq) for seq in seqs}:
             of = [seq for seq in seqs if _class(seq) == (client, bounded)]
@@ -162,7 +188,7 @@ class Stable(Greedy):
             reached = self.lengths.survival(client, generated, bounded=bounded)
             alive = self.lengths.survival(client, then, bounded=bounded) / np.maximum(reached, 1e-9)
             alive = np.minimum(alive, 1.0) * (then < bound)
-            tokens = length + ahead
+            tokens = room.held(length + ahead)
             mean += (tokens * alive).sum(0)
             variance += (tokens * tokens * alive * (1 - alive)).sum(0)
         return mean, variance

@@ -68,13 +68,12 @@ class OutputLengths:
             return np.interp(lengths, EDGES, self._classes[length_class].survival)
         return np.ones_like(lengths) if bounded else _HALF_LIFE / (_HALF_LIFE + lengths)
 
-    def mean(self, length_class: Hashable, bound: int, *, bounded: bool) -> tuple[float, float]:
-        """The means of n and of n * (n + 1) / 2, the sum of 1..n, where n is the length of an output of at most `bound`
-        tokens."""
+    def spread(self, length_class: Hashable, bound: int, *, bounded: bool) -> tuple[Floats, Floats]:
+        """How the steps of an output of at most `bound` tokens spread over the number of tokens that it has: numbers of
+        tokens, and the mean number of steps that end with about so many, both [bins]."""
         edges = np.append(EDGES[bound > EDGES], float(bound))
         alive = self.survival(length_class, edges, bounded=bounded)
-        widths, middle = np.diff(edges), (alive[1:] + alive[:-1]) / 2
-        return float((widths * middle).sum()), float((widths * middle * (edges[1:] + edges[:-1] + 1) / 2).sum())
+        return (edges[1:] + edges[:-1] + 1) / 2, np.diff(edges) * (alive[1:] + alive[:-1]) / 2
 
     def horizon(self, length_class: Hashable, *, bounded: bool) -> float:
         """A length that few outputs exceed; infinite if they count as reaching their bound."""

@@ -41,7 +41,7 @@ class PromptWork(NamedTuple):
 NO_PROMPTS = PromptWork(0, 0.0)
 
 
-def pairs(start: int, n: int) -> float:
+def pairs(start: float, n: float) -> float:
     """Keys that a chunk of `n` rows behind `start` tokens attends to, summed over its rows."""
     return n * start + n * (n + 1) / 2
 
@@ -99,6 +99,10 @@ class StepTimes:
         return StepBudget(
             rows, min(allowed - in_flight, allowed / sharers), row_cost=row_cost, pair_cost=pair_cost, least=_LEAST_ROWS
         )
+
+    def prompt_seconds(self, n_tokens: float) -> float:
+        """How much a prompt of `n_tokens` tokens adds to the steps that it is in; 0 before the first one."""
+        return self._cost(n_tokens, pairs(0, n_tokens))
 
     def _cost(self, rows: float, n_pairs: float) -> float:
         return self._costs[0] * rows + self._costs[1] * n_pairs
