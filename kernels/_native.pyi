@@ -96,9 +96,10 @@ def multiply_ns(isa: str, kv_dtype: str, rows: int, rounds: int, /) -> float | N
 class QuantisedLinear:
     """A matrix [outs, ins] in `bits` (4 or 8) a number, in the layout of fd_linear_t; `group` is a multiple of 32.
 
-    `passes` 1 rounds activations to 8 bits, 2 to 15. The buffers, C-contiguous, are kept: weights; scales and mins (or
-    None), fp16; units and bias (or None), fp32; table (or None), the 16 numbers, uint8 up to 32, that 4-bit codes stand
-    for. The ISA is the one in FASTDECODE_ISA, else the best. Raises ValueError for sizes that do not fit.
+    `passes` 1 rounds activations to 8 bits, or to 7 if `rotated` (8 bits, one pass and no mins) with AVX2; 2 rounds
+    them to 15. The buffers, C-contiguous, are kept: weights; scales and mins (or None), fp16; units and bias (or None),
+    fp32; table (or None), the 16 numbers, uint8 up to 32, that 4-bit codes stand for. The ISA is the one in
+    FASTDECODE_ISA, else the best. Raises ValueError for sizes that do not fit.
     """
 
     def __new__(
@@ -109,6 +110,7 @@ class QuantisedLinear:
         group: int,
         zero: int,
         passes: int,
+        rotated: bool,
         weights: Buffer,
         scales: Buffer,
         units: Buffer,

@@ -67,12 +67,13 @@ static void share(work_t *work, void (*body)(void *), uint32_t parts, uint32_t t
 int fd_linear_run(const fd_linear_t *l, fd_isa_t isa, const float *x, uint32_t rows, float *y, uint32_t threads) {
     const size_t blocks = (size_t)rows * fd_linear_blocks(l);
     const size_t numbers = blocks * l->passes * FD_LINEAR_BLOCK;
-    int8_t *memory = aligned_alloc(64, (numbers + blocks * 2 * sizeof(float) + 63) / 64 * 64);
+    int8_t *memory = aligned_alloc(64, (numbers + blocks * 3 * sizeof(float) + 63) / 64 * 64);
     if (!memory) return -1;
     work_t work = {.l = l, .ops = fd_linear_ops(isa), .x = x, .y = y, .n = rows};
     work.rows.x = memory;
     work.rows.scales = (float *)(memory + numbers);
     work.rows.sums = work.rows.scales + blocks;
+    work.rows.starts = (int32_t *)(work.rows.sums + blocks);
     /* Less is done sooner than a thread wakes up. */
     enum { BLOCKS_WORTH_SHARING = 1024, BLOCK_TILES_WORTH_SHARING = 512 };
     share(&work, round_rows, rows, blocks < BLOCKS_WORTH_SHARING ? 1 : threads);

@@ -11,6 +11,11 @@
  * With one pass the multiples have 8 bits. With two they have 15, as a high part and a low one of 7 bits, and the
  * products of both parts with the weights are computed.
  *
+ * The blocks of a rotated matrix were multiplied by a Hadamard matrix H / FD_LINEAR_BLOCK before they were rounded, and
+ * the kernels multiply the blocks of the activations by H. H H is FD_LINEAR_BLOCK times the identity, so the product
+ * stays the same; but one large activation is spread over its block and makes the others less coarse. It then takes 7
+ * bits to be as exact as 8 without (AVX2). Rotated matrices have 8 bits, one pass and no mins.
+ *
  * Layout: outputs stand in tiles of FD_LINEAR_LANES, and a tile's blocks follow one another. A block has 8 chunks of 4
  * inputs; a chunk has 64 numbers, number 4 * lane + input, one a byte (8 bits). With 4 bits, a byte's low half belongs
  * to an even chunk and its high half to the odd chunk after it. scales and mins are fp16, [tile][group][lane].
@@ -31,6 +36,7 @@ typedef struct {
     uint32_t outs, ins; /* the layout pads them to whole tiles and groups; padded numbers are multiplied by zero */
     uint32_t bits;      /* 4 or 8 */
     uint32_t passes;    /* over the activations, 1 or 2 */
+    uint32_t rotated;
     uint32_t group_blocks, groups;
     int32_t zero;
     const uint8_t *weights;
@@ -50,9 +56,10 @@ static inline size_t fd_linear_tile_bytes(const fd_linear_t *l) {
 
 /* Rows of rounded activations. */
 typedef struct {
-    int8_t *x;     /* [rows][blocks][passes][FD_LINEAR_BLOCK], from -127 to 127; the high part first */
-    float *scales; /* [rows][blocks] */
-    float *sums;   /* [rows][blocks], of the multiples, times the scale */
+    int8_t *x;       /* [rows][blocks][passes][FD_LINEAR_BLOCK], from -127 to 127; the high part first */
+    float *scales;   /* [rows][blocks] */
+    float *sums;     /* [rows][blocks], of the multiples, times the scale */
+    int32_t *starts; /* [rows][blocks], the sum of the multiples times the ISA's dot_offset */
 } fd_linear_rows_t;
 
 /* The four rounded inputs of a chunk as one integer, which a vector repeats for all of its outputs. */

@@ -1,7 +1,7 @@
 /* AVX2: a vector has 8 of a tile's 16 outputs. vpmaddubsw adds pairs of products in 16 bits, which hold them: with 4
- * bits, 16 products of at most 15 * 127, or 8 of a table's numbers;
- * with 8 bits, 2 products of at most 128 * 127, because the unsigned factor is
- * |q - 128| and its sign moves to the activation. */
+ * bits, 16 products of at most 15 * 127, or 8 of a table's numbers; with 8 bits, 2 products of at most 255 * 64 if the
+ * matrix is rotated, so that 7 bits of the activations are enough. Otherwise 2 of at most 128 * 127, because the
+ * unsigned factor is |q - 128| and its sign moves to the activation, which takes one instruction more. */
 #include "dispatch.h"
 
 #if FD_X86
@@ -14,24 +14,46 @@
 #pragma GCC target("avx2,fma,f16c")
 #endif
 
-#include "linear.h"
+#include "linear_kinds.h"
 #include "vec_avx2.h"
 
 typedef __m256i ivec_t;
 
-enum { MAX_ROWS = 4 };
+enum { MAX_ROWS = 4, VECS = 2 };
 
 FD_INLINE vec_t vec_from_ints(ivec_t x) { return _mm256_cvtepi32_ps(x); }
 FD_INLINE ivec_t ivec_set1(int32_t x) { return _mm256_set1_epi32(x); }
 FD_INLINE ivec_t ivec_add(ivec_t x, ivec_t y) { return _mm256_add_epi32(x, y); }
+/* x + y, computed at this point: gcc reorders sums, and then has more of them at once than registers. */
+FD_INLINE ivec_t ivec_sum(ivec_t x, ivec_t y) {
+    x = _mm256_add_epi32(x, y);
+    __asm__ volatile("" : "+x"(x));
+    return x;
+}
 FD_INLINE ivec_t ivec_shift(ivec_t x, int by) { return _mm256_slli_epi32(x, by); }
 
-FD_INLINE int32_t dot_offset(int32_t zero, const uint32_t bits) { return bits == 8 ? 128 - zero : -zero; }
+FD_INLINE int32_t dot_offset(const fd_linear_t *l) { return l->bits == 8 && !l->rotated ? 128 - l->zero : -l->zero; }
+FD_INLINE int32_t dot_steps(const fd_linear_t *l) { return l->rotated ? 64 : 127; }
 
 FD_INLINE void dot_block(ivec_t *dot, const uint8_t *w, const uint8_t *table, const int8_t *x, size_t stride,
-                         const uint32_t n, const uint32_t bits, const int coded) {
+                         const uint32_t n, const uint32_t vecs, const kind_t kind) {
     const ivec_t ones = _mm256_set1_epi16(1);
-    if (bits == 8) {
+    if (kind == ROTATED) {
+        FD_UNROLL
+        for (uint32_t c = 0; c < FD_LINEAR_CHUNKS; c++) {
+            ivec_t q[VECS];
+            for (uint32_t v = 0; v < vecs; v++) q[v] = _mm256_loadu_si256((const __m256i *)(w + c * 64 + v * 32));
+            for (uint32_t r = 0; r < n; r++) {
+                const ivec_t inputs = ivec_set1(fd_linear_inputs(x + r * stride + 4 * c));
+                for (uint32_t v = 0; v < vecs; v++) {
+                    const ivec_t pairs = _mm256_maddubs_epi16(q[v], inputs);
+                    dot[r * vecs + v] = ivec_sum(dot[r * vecs + v], _mm256_madd_epi16(pairs, ones));
+                }
+            }
+        }
+        return;
+    }
+    if (kind == BYTES) {
         const ivec_t top = _mm256_set1_epi8((char)0x80);
         for (uint32_t c = 0; c < FD_LINEAR_CHUNKS; c++) {
             const ivec_t q = _mm256_xor_si256(_mm256_loadu_si256((const __m256i *)(w + c * 64)), top);
@@ -39,25 +61,25 @@ FD_INLINE void dot_block(ivec_t *dot, const uint8_t *w, const uint8_t *table, co
             for (uint32_t r = 0; r < n; r++) {
                 const ivec_t signed_x = _mm256_sign_epi8(ivec_set1(fd_linear_inputs(x + r * stride + 4 * c)), q);
                 const ivec_t pairs = _mm256_maddubs_epi16(magnitude, signed_x);
-                dot[r] = ivec_add(dot[r], _mm256_madd_epi16(pairs, ones));
+                dot[r] = ivec_sum(dot[r], _mm256_madd_epi16(pairs, ones));
             }
         }
         return;
     }
     const ivec_t low = _mm256_set1_epi8(15);
-    const ivec_t numbers = coded ? _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)table)) : low;
+    const ivec_t numbers = kind == CODES ? _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)table)) : low;
     ivec_t sums[MAX_ROWS];
     for (uint32_t r = 0; r < n; r++) sums[r] = ivec_set1(0);
     for (uint32_t c = 0; c < FD_LINEAR_CHUNKS; c += 2) {
         const ivec_t both = _mm256_loadu_si256((const __m256i *)(w + c * 32));
         ivec_t even = _mm256_and_si256(both, low), odd = _mm256_and_si256(_mm256_srli_epi16(both, 4), low);
-        if (coded) even = _mm256_shuffle_epi8(numbers, even), odd = _mm256_shuffle_epi8(numbers, odd);
+        if (kind == CODES) even = _mm256_shuffle_epi8(numbers, even), odd = _mm256_shuffle_epi8(numbers, odd);
         for (uint32_t r = 0; r < n; r++) {
             const int8_t *inputs = x + r * stride + 4 * c;
             sums[r] = _mm256_add_epi16(sums[r], _mm256_maddubs_epi16(even, ivec_set1(fd_linear_inputs(inputs))));
             sums[r] = _mm256_add_epi16(sums[r], _mm256_maddubs_epi16(odd, ivec_set1(fd_linear_inputs(inputs + 4))));
         }
-        if (coded && c == FD_LINEAR_CHUNKS / 2 - 2)
+        if (kind == CODES && c == FD_LINEAR_CHUNKS / 2 - 2)
             for (uint32_t r = 0; r < n; r++) {
                 dot[r] = ivec_add(dot[r], _mm256_madd_epi16(sums[r], ones));
                 sums[r] = ivec_set1(0);

@@ -12,22 +12,24 @@
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,avx512vnni")
 #endif
 
-#include "linear.h"
+#include "linear_kinds.h"
 #include "vec_avx512.h"
 
 typedef __m512i ivec_t;
 
-enum { MAX_ROWS = 8 };
+enum { MAX_ROWS = 8, VECS = 1 };
 
 FD_INLINE vec_t vec_from_ints(ivec_t x) { return _mm512_cvtepi32_ps(x); }
 FD_INLINE ivec_t ivec_set1(int32_t x) { return _mm512_set1_epi32(x); }
+FD_INLINE ivec_t ivec_add(ivec_t x, ivec_t y) { return _mm512_add_epi32(x, y); }
 FD_INLINE ivec_t ivec_shift(ivec_t x, unsigned by) { return _mm512_slli_epi32(x, by); }
 
-FD_INLINE int32_t dot_offset(int32_t zero, const uint32_t bits) { return -zero; }
+FD_INLINE int32_t dot_offset(const fd_linear_t *l) { return -l->zero; }
+FD_INLINE int32_t dot_steps(const fd_linear_t *l) { return 127; }
 
 FD_INLINE void dot_block(ivec_t *dot, const uint8_t *w, const uint8_t *table, const int8_t *x, size_t stride,
-                         const uint32_t n, const uint32_t bits, const int coded) {
-    if (bits == 8) {
+                         const uint32_t n, const uint32_t vecs, const kind_t kind) {
+    if (kind == BYTES || kind == ROTATED) {
         for (uint32_t c = 0; c < FD_LINEAR_CHUNKS; c++) {
             const ivec_t q = _mm512_loadu_si512(w + c * 64);
             for (uint32_t r = 0; r < n; r++)
@@ -36,11 +38,11 @@ FD_INLINE void dot_block(ivec_t *dot, const uint8_t *w, const uint8_t *table, co
         return;
     }
     const ivec_t low = _mm512_set1_epi8(15);
-    const ivec_t numbers = coded ? _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)table)) : low;
+    const ivec_t numbers = kind == CODES ? _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)table)) : low;
     for (uint32_t c = 0; c < FD_LINEAR_CHUNKS; c += 2) {
         const ivec_t both = _mm512_loadu_si512(w + c * 32);
         ivec_t even = _mm512_and_si512(both, low), odd = _mm512_and_si512(_mm512_srli_epi16(both, 4), low);
-        if (coded) even = _mm512_shuffle_epi8(numbers, even), odd = _mm512_shuffle_epi8(numbers, odd);
+        if (kind == CODES) even = _mm512_shuffle_epi8(numbers, even), odd = _mm512_shuffle_epi8(numbers, odd);
         for (uint32_t r = 0; r < n; r++) {
             const int8_t *inputs = x + r * stride + 4 * c;
             dot[r] = _mm512_dpbusd_epi32(dot[r], even, ivec_set1(fd_linear_inputs(inputs)));

@@ -1,5 +1,10 @@
 /* The portable kernel: the reference of the others, and the one of machines without AVX2. */
 #include "half.h"
+#include "linear.h"
+
+static inline int32_t dot_offset(const fd_linear_t *l) { return -l->zero; }
+static inline int32_t dot_steps(const fd_linear_t *l) { return 127; }
+
 #include "round_row.h"
 
 static void tile(const fd_linear_t *l, uint32_t tile, const fd_linear_rows_t *rows, uint32_t n, float *y) {
@@ -15,7 +20,8 @@ static void tile(const fd_linear_t *l, uint32_t tile, const fd_linear_rows_t *ro
             const size_t at = (size_t)r * blocks + b;
             const int8_t *x = rows->x + at * l->passes * FD_LINEAR_BLOCK;
             const uint8_t *w = weights + (size_t)b * block_bytes;
-            int32_t dot[FD_LINEAR_LANES] = {0};
+            int32_t dot[FD_LINEAR_LANES];
+            for (uint32_t lane = 0; lane < FD_LINEAR_LANES; lane++) dot[lane] = rows->starts[at];
             for (uint32_t c = 0; c < FD_LINEAR_CHUNKS; c++)
                 for (uint32_t lane = 0; lane < FD_LINEAR_LANES; lane++)
                     for (uint32_t j = 0; j < 4; j++) {
@@ -31,7 +37,7 @@ static void tile(const fd_linear_t *l, uint32_t tile, const fd_linear_rows_t *ro
             for (uint32_t lane = 0; lane < FD_LINEAR_LANES; lane++) {
                 const float weight_scale = fd_fp16_to_fp32(l->scales[g + lane]);
                 const float min = l->mins ? fd_fp16_to_fp32(l->mins[g + lane]) : 0.0f;
-                acc[lane] += (float)dot[lane] * (weight_scale * scale) + (min - weight_scale * (float)l->zero) * sum;
+                acc[lane] += (float)dot[lane] * (weight_scale * scale) + min * sum;
             }
         }
         for (uint32_t lane = 0; lane < lanes; lane++)

@@ -1,5 +1,10 @@
 /* fd_linear_ops_t.round_row in plain C, for each ISA's compiler flags. The largest magnitude is found among the bits as
- * integers, which vectorises without -ffast-math and keeps NaN, whose bits are the largest. */
+ * integers, which vectorises without -ffast-math and keeps NaN, whose bits are the largest. An ISA's file defines
+ * first:
+ *
+ *   dot_offset        what its products lack: a constant that it subtracts from each number, minus the weights' zero
+ *   dot_steps         the largest multiple with one pass, at most 127
+ */
 #ifndef FD_ROUND_ROW_H
 #define FD_ROUND_ROW_H
 
@@ -8,11 +13,38 @@
 
 #include "linear.h"
 
-static void round_block(const float *x, uint32_t passes, int8_t *q, float *scale, float *sum) {
+typedef float fd_eight_t __attribute__((vector_size(32)));
+/* Eight floats and one float's bits, anywhere. They are loaded whole, because a processor waits before it loads what
+ * smaller stores have just written. */
+typedef float fd_eight_floats_t __attribute__((vector_size(32), aligned(4), may_alias));
+typedef int32_t fd_float_bits_t __attribute__((may_alias));
+
+/* Multiplies a block by H, whose element (i, j) is -1 to the number of bits that i and j have in common. */
+static inline void rotate_block(const float *from, float *to) {
+    enum { N = FD_LINEAR_BLOCK / 8 };
+    const fd_eight_t ones = {1, -1, 1, -1, 1, -1, 1, -1}, twos = {1, 1, -1, -1, 1, 1, -1, -1},
+                     fours = {1, 1, 1, 1, -1, -1, -1, -1};
+    fd_eight_t x[N];
+    for (int i = 0; i < N; i++) {
+        fd_eight_t y = ((const fd_eight_floats_t *)from)[i];
+        y = y * ones + __builtin_shufflevector(y, y, 1, 0, 3, 2, 5, 4, 7, 6);
+        y = y * twos + __builtin_shufflevector(y, y, 2, 3, 0, 1, 6, 7, 4, 5);
+        x[i] = y * fours + __builtin_shufflevector(y, y, 4, 5, 6, 7, 0, 1, 2, 3);
+    }
+    fd_eight_floats_t *const out = (fd_eight_floats_t *)to;
+    const fd_eight_t low = x[0] + x[1], low_odd = x[0] - x[1], high = x[2] + x[3], high_odd = x[2] - x[3];
+    out[0] = low + high;
+    out[1] = low_odd + high_odd;
+    out[2] = low - high;
+    out[3] = low_odd - high_odd;
+}
+
+/* `steps`: the largest multiple. */
+static inline void round_block(const float *x, uint32_t passes, float steps, int8_t *q, float *scale, int32_t *sum) {
+    const fd_float_bits_t *x_bits = (const fd_float_bits_t *)x;
     int32_t bits[FD_LINEAR_BLOCK], largest = 0, total = 0;
-    memcpy(bits, x, sizeof bits);
     for (int i = 0; i < FD_LINEAR_BLOCK; i++) {
-        const int32_t magnitude = bits[i] & 0x7fffffff;
+        const int32_t magnitude = x_bits[i] & 0x7fffffff;
         largest = magnitude > largest ? magnitude : largest;
     }
     float most;
@@ -20,10 +52,9 @@ static void round_block(const float *x, uint32_t passes, int8_t *q, float *scale
     if (largest >= 0x7f800000) { /* infinity or NaN: the outputs must show it */
         memset(q, 0, (size_t)passes * FD_LINEAR_BLOCK);
         *scale = NAN;
-        *sum = NAN;
+        *sum = 0;
         return;
     }
-    const float steps = passes == 1 ? 127.0f : 127 << FD_LINEAR_LOW_BITS;
     const float inverse = most > 1e-30f ? steps / most : 0.0f;
     for (int i = 0; i < FD_LINEAR_BLOCK; i++) {
         bits[i] = (int32_t)rintf(x[i] * inverse);
@@ -39,22 +70,32 @@ static void round_block(const float *x, uint32_t passes, int8_t *q, float *scale
         }
     }
     *scale = most > 1e-30f ? most / steps : 0.0f;
-    *sum = *scale * (float)total;
+    *sum = total;
 }
 
 static void round_row(const fd_linear_t *l, const float *x, uint32_t row, const fd_linear_rows_t *out) {
     const size_t blocks = fd_linear_blocks(l), first = row * blocks;
+    const uint32_t passes = l->passes, rotated = l->rotated;
+    const float steps = passes == 1 ? (float)dot_steps(l) : 127 << FD_LINEAR_LOW_BITS;
+    const int32_t offset = dot_offset(l);
     for (uint32_t b = 0; b < blocks; b++) {
         const uint32_t start = b * FD_LINEAR_BLOCK;
         const float *from = x + start;
-        float padded[FD_LINEAR_BLOCK];
+        float block[FD_LINEAR_BLOCK];
         if (start + FD_LINEAR_BLOCK > l->ins) {
-            memset(padded, 0, sizeof padded);
-            if (start < l->ins) memcpy(padded, from, (l->ins - start) * sizeof *x);
-            from = padded;
+            memset(block, 0, sizeof block);
+            if (start < l->ins) memcpy(block, from, (l->ins - start) * sizeof *x);
+            from = block;
         }
-        round_block(from, l->passes, out->x + (first + b) * l->passes * FD_LINEAR_BLOCK, out->scales + first + b,
-                    out->sums + first + b);
+        if (rotated) {
+            rotate_block(from, block);
+            from = block;
+        }
+        const size_t at = first + b;
+        int32_t sum;
+        round_block(from, passes, steps, out->x + at * passes * FD_LINEAR_BLOCK, out->scales + at, &sum);
+        out->sums[at] = out->scales[at] * (float)sum;
+        out->starts[at] = offset * sum;
     }
 }
 

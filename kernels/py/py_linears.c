@@ -26,22 +26,26 @@ static int take_buffer(linear_t *self, int which, PyObject *o, size_t size, int 
 }
 
 static PyObject *linear_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    static char *keys[] = {"outs",   "ins",   "bits", "group", "zero",  "passes", "weights",
-                           "scales", "units", "mins", "bias",  "table", NULL};
+    static char *keys[] = {"outs",    "ins",    "bits",  "group", "zero", "passes", "rotated",
+                           "weights", "scales", "units", "mins",  "bias", "table",  NULL};
     unsigned outs, ins, bits, group, passes;
-    int zero;
+    int zero, rotated;
     PyObject *o[BUFFERS];
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "IIIIiIOOOOOO", keys, &outs, &ins, &bits, &group, &zero, &passes,
-                                     &o[WEIGHTS], &o[SCALES], &o[UNITS], &o[MINS], &o[BIAS], &o[TABLE]))
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "IIIIiIpOOOOOO", keys, &outs, &ins, &bits, &group, &zero, &passes,
+                                     &rotated, &o[WEIGHTS], &o[SCALES], &o[UNITS], &o[MINS], &o[BIAS], &o[TABLE]))
         return NULL;
     const unsigned most = 1u << 24;
     if (!outs || !ins || outs > most || ins > most || !group || group > most || group % FD_LINEAR_BLOCK ||
-        (bits != 4 && bits != 8) || zero < 0 || zero > 255 || passes < 1 || passes > 2)
+        (bits != 4 && bits != 8) || zero < 0 || zero > 255 || passes < 1 || passes > 2 )
         return PyErr_Format(PyExc_ValueError, "no such linear: %u x %u, %u bits, groups of %u", outs, ins, bits, group);
+    if (rotated && (bits != 8 || passes != 1 || o[MINS] != Py_None)) {
+        PyErr_SetString(PyExc_ValueError, "a rotated matrix has 8 bits, one pass and no mins");
+        return NULL;
+    }
     linear_t *self = (linear_t *)type->tp_alloc(type, 0);
     if (!self) return NULL;
     fd_linear_t *l = &self->linear;
-    *l = (fd_linear_t){.outs = outs, .ins = ins, .bits = bits, .passes = passes, .zero = zero};
+    *l = (fd_linear_t){.outs = outs, .ins = ins, .bits = bits, .passes = passes, .rotated = rotated, .zero = zero};
     l->group_blocks = group / FD_LINEAR_BLOCK;
     l->groups = (ins + group - 1) / group;
     const size_t tiles = fd_linear_tiles(l), lanes = tiles * FD_LINEAR_LANES;

@@ -1,6 +1,7 @@
 """Quantised linears: the kernels of each ISA against float64, and the model's logits against transformers.
 
-`rounded` does in float64 what linear.h says: activations rounded to 8 bits in blocks of 32, then an exact product.
+`rounded` does in float64 what linear.h says: activations rounded in blocks of 32, to 8 bits unless told otherwise. An
+exact product follows.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from fastdecode.spart.batch import Chunk, StepBatch
 from fastdecode.spart.hf.decoder import HFSPart
 from fastdecode.spart.hf.model import load_hf_model
 from fastdecode.spart.linears.grouped import GroupedEmbedding, GroupedLinear
-from fastdecode.spart.linears.quantised import Quantised, concatenate, quantise
+from fastdecode.spart.linears.quantised import Quantised, concatenate, quantise, rotate
 from fastdecode.spart.linears.stack import ConcatenatedLinear, make_linear
 
 CPU = torch.device("cpu")
@@ -40,11 +41,11 @@ def isa(request, monkeypatch):
 
 
 STEPS = {8: 127.0, 15: 127.0 * 128}
+ROTATED_STEPS_AVX2 = 64.0  # of rotated rows, with AVX2; the other kernels round them to 8 bits
 
 
-def rounded(x: torch.Tensor, activation_bits: int = 8) -> torch.Tensor:
-    """x [n, in] fp32 with each block of 32 rounded to a multiple of its largest magnitude / STEPS, in float64."""
-    steps = STEPS[activation_bits]
+def rounded(x: torch.Tensor, steps: float = STEPS[8]) -> torch.Tensor:
+    """x [n, in] fp32 with each block of 32 rounded to a multiple of its largest magnitude / steps, in float64."""
     n, ins = x.shape
     blocks = torch.nn.functional.pad(x, (0, -ins % 32)).view(n, -1, 32)
     largest = blocks.abs().amax(2, keepdim=True)
@@ -53,6 +54,22 @@ def rounded(x: torch.Tensor, activation_bits: int = 8) -> torch.Tensor:
     return ((blocks * (torch.full_like(largest, steps) / largest)).round().double() * (largest / steps).double()).view(
         n, -1
     )[:, :ins]
+
+
+def rotated_rows(x: torch.Tensor) -> torch.Tensor:
+    """x [n, in] fp32 as the kernels rotate it, in the order of their fp32 sums: within 8 numbers first."""
+    for width in (1, 2, 4, 8, 16):
+        pairs = x.view(len(x), -1, 2, width)
+        x = torch.stack([pairs[:, :, 0] + pairs[:, :, 1], pairs[:, :, 0] - pairs[:, :, 1]], 2).view(len(x), -1)
+    return x
+
+
+def rounded_inputs(linear: GroupedLinear, x: torch.Tensor) -> torch.Tensor:
+    """The rows x [n, in] fp32 that the linear multiplies once it has rounded them, in float64."""
+    if not linear._rotated:
+        return rounded(x, STEPS[8 if linear._passes == 1 else 15])
+    steps = ROTATED_STEPS_AVX2 if linear._native.isa == "avx2" else STEPS[8]
+    return rotate(rounded(rotated_rows(x), steps)) / 32
 
 
 def random_matrix(
@@ -64,6 +81,7 @@ def random_matrix(
     mins: bool = True,
     activation_bits: int = 8,
     table: tuple[int, ...] = (),
+    rotated: bool = False,
 ) -> Quantised:
     """Any stored numbers, scales that are fp16."""
     g = torch.Generator().manual_seed(outs * ins + bits)
@@ -78,13 +96,14 @@ def random_matrix(
         group,
         activation_bits,
         table=table,
+        rotated=rotated,
     )
 
 
 def assert_product(linear: GroupedLinear, x: torch.Tensor, bias: torch.Tensor | None = None) -> None:
     """The linear multiplies `x` [n, in] fp32 with the numbers that it stores."""
     weight = linear.dequantise().double()
-    want = rounded(x, 8 if linear._passes == 1 else 15) @ weight.T + (0 if bias is None else bias.double())
+    want = rounded_inputs(linear, x) @ weight.T + (0 if bias is None else bias.double())
     got = linear(x)
     assert got.shape == want.shape and got.dtype == x.dtype
     # A minimum and its opposite in the scaled number cancel, so that terms are larger than the weights.
@@ -107,6 +126,7 @@ def test_kernels_compute_the_exact_product_of_rounded_rows(isa, bits):
             {"mins": False, "zero": 8 if bits == 4 else 128},
             {"group": 64, "activation_bits": 15},
             {"group": 128, "zero": 3, "activation_bits": 15},
+            *({"mins": False, "zero": z, "rotated": True} for z in (128, 3) if bits == 8 and ins % 32 == 0),
             *({"table": TABLE, "zero": 5, "activation_bits": b} for b in (8, 15) if bits == 4),
         ):
             matrix = random_matrix(bits, outs, ins, **form)
@@ -185,15 +205,20 @@ def test_sizes_that_do_not_fit_are_refused():
             linear.run(bad_x, bad_y, 1)
     byte = bytes(1)
     with pytest.raises(ValueError, match="weights has 1 bytes, not 1024"):
-        _native.QuantisedLinear(16, 64, 8, 32, 0, 1, byte, byte, byte, None, None, None)
+        _native.QuantisedLinear(16, 64, 8, 32, 0, 1, False, byte, byte, byte, None, None, None)
     sizes = [(16, 64, 5, 32, 0, 1), (0, 64, 8, 32, 0, 1), (16, 64, 8, 24, 0, 1), (16, 64, 8, 32, 256, 1)]
     for bad in [*sizes, (1 << 30, 64, 8, 32, 0, 1), (16, 64, 8, 32, 0, 3)]:
         with pytest.raises(ValueError, match="no such linear"):
-            _native.QuantisedLinear(*bad, byte, byte, byte, None, None, None)
+            _native.QuantisedLinear(*bad, False, byte, byte, byte, None, None, None)
+    for bits, passes, mins in ((4, 1, None), (8, 2, None), (8, 1, byte)):
+        with pytest.raises(ValueError, match="a rotated matrix has 8 bits, one pass and no mins"):
+            _native.QuantisedLinear(16, 64, bits, 32, 0, passes, True, byte, byte, byte, mins, None, None)
     numbers, units = bytes(16 * 64 // 2), bytes(16 * 4)
     for bits, table in ((4, bytes([33] * 16)), (8, bytes(16))):
         with pytest.raises(ValueError, match="a table is for 4 bits and has numbers up to 32"):
-            _native.QuantisedLinear(16, 64, bits, 32, 0, 1, numbers * (bits // 4), units, units, None, None, table)
+            _native.QuantisedLinear(
+                16, 64, bits, 32, 0, 1, False, numbers * (bits // 4), units, units, None, None, table
+            )
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -211,6 +236,26 @@ def test_rounding_is_within_half_a_step(bits):
         assert error.square().sum() < plain
 
 
+def test_a_rotated_matrix_is_the_matrix():
+    """A Hadamard matrix keeps the length of a block, so rounding costs what it costs any block of such numbers."""
+    weight = torch.randn(40, 96)
+    matrix = quantise(weight, 8, activation_bits=8)
+    assert matrix.rotated and not quantise(weight[:, :70], 8, activation_bits=8).rotated
+    assert (matrix.dequantise() - weight).norm() < 0.008 * weight.norm()
+    torch.testing.assert_close(rotate(rotate(weight)), weight * 32)
+    stored = GroupedLinear(matrix, None, CPU).dequantise()
+    torch.testing.assert_close(stored, matrix.dequantise(), rtol=0, atol=2e-3)
+
+
+def test_one_large_activation_does_not_coarsen_its_block(isa):
+    weight, x = torch.randn(64, 256), torch.randn(8, 256)
+    x[:, 40] = 100.0
+    linear = GroupedLinear(quantise(weight, 8, activation_bits=8), None, CPU)
+    exact = x.double() @ linear.dequantise().double().T
+    plain = rounded(x) @ linear.dequantise().double().T
+    assert (linear(x).double() - exact).norm() < 0.6 * (plain - exact).norm()
+
+
 def test_bits_of_a_weight_in_memory():
     """A group of 32 weights has a scale of 16 bits, with 4 bits also a minimum of 16; each row has 32 bits more."""
     weight = torch.randn(64, 256)
@@ -220,13 +265,15 @@ def test_bits_of_a_weight_in_memory():
 
 def test_memory_keeps_the_numbers(isa):
     """What is stored is what was given, whatever the layout; rows serve as an embedding."""
+    rotated = GroupedLinear(random_matrix(8, 37, 96, mins=False, zero=128, rotated=True), None, CPU)
+    ids = torch.tensor([36, 0, 5, 5])
+    assert torch.equal(GroupedEmbedding(rotated, torch.float32, shared=False)(ids), rotated.dequantise()[ids])
     for bits in (4, 8):
         matrix = random_matrix(bits, 37, 100, group=64)
         linear = GroupedLinear(matrix, None, CPU)
         # Scales are fp16 already; a minimum is rounded to fp16, here by up to a tenth of a step.
         error = (linear.dequantise() - matrix.dequantise()).abs()
         assert (error <= 0.1 * matrix.scales.repeat_interleave(64, 1)[:, :100] + 1e-9).all()
-        ids = torch.tensor([36, 0, 5, 5])
         rows = GroupedEmbedding(linear, torch.float32, shared=False)(ids)
         assert torch.equal(rows, linear.dequantise()[ids])
 
@@ -245,9 +292,11 @@ def test_stacked_matrices_of_one_form_are_one_and_others_stand_side_by_side():
     torch.testing.assert_close(half[:, 32:], x.sum(1, keepdim=True).expand(3, 4))
 
 
-def test_another_device_computes_with_float_weights(monkeypatch):
+@pytest.mark.parametrize("rotated", [False, True])
+def test_another_device_computes_with_float_weights(rotated):
     """The product without the kernels, which is what a GPU computes."""
-    matrix, bias, x = random_matrix(4, 48, 96), torch.randn(48), torch.randn(5, 96)
+    matrix = random_matrix(8, 48, 96, mins=False, zero=128, rotated=True) if rotated else random_matrix(4, 48, 96)
+    bias, x = torch.randn(48), torch.randn(5, 96)
     linear = GroupedLinear(matrix, bias, CPU)
     linear._native = None
     torch.testing.assert_close(linear(x), x @ matrix.dequantise().T + bias, rtol=1e-3, atol=1e-3)
@@ -271,7 +320,7 @@ import numpy as np
 from fastdecode.kernels._native import QuantisedLinear
 w = np.full((1, 1, 8, 16, 4), 129, np.uint8)
 one = np.ones((1, 1, 16), np.float16)
-linear = QuantisedLinear(16, 32, 8, 32, 128, 1, w, one, np.ones(16, np.float32), None, None, None)
+linear = QuantisedLinear(16, 32, 8, 32, 128, 1, False, w, one, np.ones(16, np.float32), None, None, None)
 y = np.zeros((2, 16), np.float32)
 linear.run(np.ones((2, 32), np.float32), y, 4)
 print(y.min(), y.max())
@@ -295,17 +344,21 @@ def quantised_reference(directory, bits: int):
     with torch.no_grad():
         for module in theirs.modules():
             if type(module) is torch.nn.Linear and module is not head:
-                module.weight.copy_(GroupedLinear(quantise(module.weight, bits), None, CPU).dequantise())
-        head.weight.copy_(GroupedLinear(quantise(head.weight, 8), None, CPU).dequantise())
+                module.weight.copy_(GroupedLinear(quantise(module.weight, bits, 8), None, CPU).dequantise())
+        head.weight.copy_(GroupedLinear(quantise(head.weight, 8, 8), None, CPU).dequantise())
     return theirs
 
 
-def round_inputs(theirs) -> None:
+def round_inputs(theirs, bits: int) -> None:
     """Round what each linear of the model multiplies, as the kernels do."""
+    head = theirs.get_output_embeddings()
     for module in theirs.modules():
         if type(module) is torch.nn.Linear:
+            linear = GroupedLinear(quantise(module.weight.detach(), 8 if module is head else bits, 8), None, CPU)
             module.register_forward_pre_hook(
-                lambda _, args: (rounded(args[0].flatten(0, -2)).view_as(args[0]).float(),)
+                lambda _, args, linear=linear: (
+                    rounded_inputs(linear, args[0].flatten(0, -2)).view_as(args[0]).float(),
+                )
             )
 
 
@@ -327,7 +380,7 @@ async def test_logits_are_those_of_the_dequantised_weights(name, weights, tmp_pa
     theirs, ids = quantised_reference(directory, {"int8": 8, "int4": 4}[weights]), torch.tensor([tokens])
     with torch.no_grad():
         exact = theirs(ids).logits[0, -2:]
-        round_inputs(theirs)
+        round_inputs(theirs, {"int8": 8, "int4": 4}[weights])
         alike = theirs(ids).logits[0, -2:]
     assert (got - exact).abs().max() < LOGITS * exact.std()
     assert (got - alike).abs().max() < SAME_ROUNDING * alike.std()

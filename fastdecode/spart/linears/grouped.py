@@ -1,9 +1,8 @@
 """GroupedLinear: the product with a Quantised matrix, which stays in its 4 or 8 bits in memory.
 
-On a CPU the kernels of kernels/linears multiply: they round each row's activations to 8 or 15 bits in blocks of 32 and
-sum in integers. torch's int8 products round a row, or the whole batch, to 8 bits with one scale; on SmolLM2-135M that
-costs 3 % of its perplexity, where blocks of 32 cost 0.3 %. On another device the matrix is converted to the activation
-dtype at each call.
+On a CPU the kernels of kernels/linears multiply: they round each row's activations to 7, 8 or 15 bits in blocks of 32
+and sum in integers. torch's int8 products round a row, or the whole batch, to 8 bits with one scale; on SmolLM2-135M
+that costs 3 % of its perplexity. On another device the matrix is converted to the activation dtype at each call.
 """
 
 from __future__ import annotations
@@ -13,9 +12,10 @@ import torch.nn.functional as F
 
 from fastdecode.kernels._native import QuantisedLinear
 from fastdecode.spart.linears.base import Embedding, Linear
-from fastdecode.spart.linears.quantised import Quantised, decode
+from fastdecode.spart.linears.quantised import GROUP, Quantised, decode, rotate
 
 _LANES, _BLOCK, _CHUNKS = 16, 32, 8  # kernels/linears/linear.h
+_ROTATED_NORM = GROUP**0.5  # of a row of the Hadamard matrix
 _UNIT_EXPONENT = 14  # the largest scale or minimum of a row is stored as an fp16 below 2^14
 
 
@@ -28,6 +28,7 @@ class GroupedLinear(Linear):
         self._bits, self._group, self._zero = matrix.bits, matrix.group, matrix.zero
         self._groups, self._table = matrix.scales.shape[1], matrix.table
         self._passes = 1 if matrix.activation_bits == 8 else 2
+        self._rotated = matrix.rotated
         rows = -(-self._outs // _LANES) * _LANES
         self._weights = _tiles(matrix, rows).to(device)
         most = matrix.scales.abs().amax(1)
@@ -50,6 +51,7 @@ class GroupedLinear(Linear):
             self._group,
             self._zero,
             self._passes,
+            self._rotated,
             self._weights.numpy(),
             self._scales.numpy(),
             self._units.numpy(),
@@ -61,7 +63,10 @@ class GroupedLinear(Linear):
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if self._native is None:
             bias = None if self._bias is None else self._bias[: self._outs].to(x.dtype)
-            return F.linear(x, self.dequantise().to(x.dtype), bias)
+            weight = self._stored_rows(torch.arange(self._outs, device=x.device))
+            if self._rotated:  # the rows are fewer than the weight's; the factor keeps them in fp16's range
+                x, weight = rotate(x / _ROTATED_NORM), weight * _ROTATED_NORM
+            return F.linear(x, weight.to(x.dtype), bias)
         y = torch.empty(len(x), self._outs)
         self._native.run(x.float().contiguous().numpy(), y.numpy(), torch.get_num_threads())
         return y.to(x.dtype)
@@ -77,6 +82,11 @@ class GroupedLinear(Linear):
 
     def rows(self, index: torch.Tensor) -> torch.Tensor:
         """Rows of the matrix: index [n] -> [n, in] fp32."""
+        stored = self._stored_rows(index)
+        return rotate(stored) if self._rotated else stored
+
+    def _stored_rows(self, index: torch.Tensor) -> torch.Tensor:
+        """Rows of the matrix as they are stored, rotated or not."""
         tile, lane = index // _LANES, index % _LANES
         q = self._weights[tile, :, :, lane]  # [n, blocks, chunks, 4], chunks in pairs with 4 bits
         if self._bits == 4:

@@ -1,4 +1,8 @@
-"""Quantised: a weight matrix in few bits, the common form of every quantised file, and rounding to it."""
+"""Quantised: a weight matrix in few bits, the common form of every quantised file, and rounding to it.
+
+Where activations are rounded as well, `quantise` rotates a matrix of 8 bits: see kernels/linears/linear.h. One large
+activation then does not make the others of its block coarse, and AVX2's kernel can round them to 7 bits.
+"""
 
 from __future__ import annotations
 
@@ -37,12 +41,24 @@ class Quantised:
     activation_bits: int = 15
     order: torch.Tensor | None = None  # [in]: the input that belongs to each column of `q`; None: the column's own
     table: tuple[int, ...] = ()  # the numbers, 0 to 32, that 4-bit codes stand for; empty: the codes themselves
+    #: Each block of GROUP inputs was multiplied by a Hadamard matrix / GROUP before it was rounded. Only with 8 bits,
+    #: activations of 8 bits, and inputs that are whole groups.
+    rotated: bool = False
 
     @property
     def form(self) -> tuple[object, ...]:
         """The properties that matrices must share to be stacked."""
         order = None if self.order is None else self.order.numpy().tobytes()
-        return (self.bits, self.group, self.zero, self.mins is None, self.activation_bits, order, self.table)
+        return (
+            self.bits,
+            self.group,
+            self.zero,
+            self.mins is None,
+            self.activation_bits,
+            order,
+            self.table,
+            self.rotated,
+        )
 
     def dequantise(self) -> torch.Tensor:
         """The matrix [out, in] in fp32."""
@@ -53,7 +69,7 @@ class Quantised:
         values *= self.scales[:, :, None]
         if self.mins is not None:
             values += self.mins[:, :, None]
-        values = values.view(outs, -1)[:, :ins]
+        values = (rotate(values) if self.rotated else values).view(outs, -1)[:, :ins]
         return values if self.order is None else values[:, self.order.argsort()]
 
     def select_rows(self, index: torch.Tensor) -> Quantised:
@@ -65,6 +81,16 @@ class Quantised:
 def decode(codes: torch.Tensor, table: tuple[int, ...]) -> torch.Tensor:
     """The numbers, uint8, that codes [...] uint8 stand for; see Quantised.table."""
     return torch.tensor(table, dtype=torch.uint8, device=codes.device)[codes.int()] if table else codes
+
+
+def rotate(x: torch.Tensor) -> torch.Tensor:
+    """Multiply each block of GROUP numbers of x, whose size is a multiple of GROUP, by the Hadamard matrix of 1 and -1.
+    Twice is a multiplication by GROUP."""
+    matrix = torch.ones(1, 1, dtype=x.dtype, device=x.device)
+    pair = matrix.new_tensor([[1, 1], [1, -1]])
+    while len(matrix) < GROUP:
+        matrix = torch.kron(matrix, pair)
+    return (x.reshape(-1, GROUP) @ matrix).view(x.shape)
 
 
 def concatenate(parts: Sequence[Quantised]) -> Quantised:
@@ -84,12 +110,14 @@ def concatenate(parts: Sequence[Quantised]) -> Quantised:
 def quantise(weight: torch.Tensor, bits: int, activation_bits: int = 15) -> Quantised:
     """Round a matrix [out, in] of any float dtype in groups of GROUP inputs.
 
-    8 bits are symmetric about zero. 4 bits have a minimum too; scale and minimum start from the group's range and are
-    then fitted to the rounded numbers by least squares, where that makes the squared error smaller.
+    8 bits are symmetric about zero, and rotated if activations have 8 as well and the inputs are whole groups. 4 bits
+    have a minimum too; scale and minimum start from the group's range and are then fitted to the rounded numbers by
+    least squares, where that makes the squared error smaller.
     """
     step = max(1, _ELEMENTS // weight.shape[1])
     rows = [weight[i : i + step].float() for i in range(0, len(weight), step)]
-    matrix = concatenate([_round_to_8(part) if bits == 8 else _round_to_4(part) for part in rows])
+    rotated = bits == 8 and activation_bits == 8 and weight.shape[1] % GROUP == 0
+    matrix = concatenate([_round_to_8(part, rotated) if bits == 8 else _round_to_4(part) for part in rows])
     return replace(matrix, activation_bits=activation_bits)
 
 
@@ -103,11 +131,13 @@ def _numbers(q: torch.Tensor, ins: int) -> torch.Tensor:
     return q.to(torch.uint8).flatten(1)[:, :ins].contiguous()
 
 
-def _round_to_8(weight: torch.Tensor) -> Quantised:
+def _round_to_8(weight: torch.Tensor, rotated: bool) -> Quantised:
     groups = _grouped(weight)
+    if rotated:
+        groups = rotate(groups) / GROUP
     scales = groups.abs().amax(2) / 127
     q = (groups / scales.clamp_min(1e-30)[:, :, None]).round_() + 128
-    return Quantised(_numbers(q, weight.shape[1]), scales, None, 128, 8, GROUP)
+    return Quantised(_numbers(q, weight.shape[1]), scales, None, 128, 8, GROUP, rotated=rotated)
 
 
 def _round_to_4(weight: torch.Tensor) -> Quantised:

@@ -1,0 +1,14 @@
+/* The kinds of matrices that have code of their own in the kernels. */
+#ifndef FD_LINEAR_KINDS_H
+#define FD_LINEAR_KINDS_H
+
+#include "linear.h"
+
+typedef enum {
+    NIBBLES, /* 4 bits, the numbers themselves */
+    CODES,   /* 4 bits, with a table */
+    BYTES,   /* 8 bits */
+    ROTATED  /* 8 bits, rotated */
+} kind_t;
+
+#endif
