@@ -160,7 +160,7 @@ def read_profile(where: str) -> Profile:
     shipped = SHIPPED / f"{where}.json"
     try:
         value = orjson.loads((shipped if shipped.is_file() else Path(where)).read_bytes())
-        return _profile(value)
+        return profile_of(value)
     except OSError as error:
         names = ", ".join(sorted(path.stem for path in SHIPPED.glob("*.json")))
         raise ProfileError(f"profile {where}: {error.strerror}; profiles that ship: {names}") from None
@@ -188,8 +188,9 @@ def merged(profiles: list[Profile]) -> Profile:
     )
 
 
-def _profile(value: dict[str, Any]) -> Profile:
-    """Build a profile from JSON; a field that is missing or unknown raises TypeError, which names it."""
+def profile_of(value: dict[str, Any]) -> Profile:
+    """Build a profile from JSON. Raises TypeError, which names it, for a field that is missing or unknown, and
+    ProfileError."""
     fields = dict(value)
     if s_node := fields.get("s_node"):
         times = [

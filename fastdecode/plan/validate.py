@@ -2,7 +2,8 @@
 
 The profile is measured first, in the same run, from steps with next to nothing cached and from attention alone; the
 points then decode with full caches. Each point is a batch, a context, a KV format and a number of R-nodes, which share
-this machine's cores. Without --model, a Llama of 93 million parameters with random weights is made.
+this machine's cores. Without --model, a Llama of 93 million parameters with random weights is made. With --state, the
+profile and the points are kept as they are measured, and a later run goes on with what is missing.
 """
 
 from __future__ import annotations
@@ -11,11 +12,13 @@ import argparse
 import dataclasses
 import statistics
 import tempfile
+import time
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import orjson
 import uvloop
 from tqdm import tqdm
 
@@ -26,8 +29,9 @@ from fastdecode.daemon.machine import usable_cpus
 from fastdecode.plan.equations import System, Work, part_times, round_seconds
 from fastdecode.plan.measure import decode_rounds, load, measure, r_node
 from fastdecode.plan.model import PlannedModel, read_model
-from fastdecode.plan.profile import Profile
+from fastdecode.plan.profile import Profile, profile_of
 from fastdecode.region.contract import PAGE_TOKENS
+from fastdecode.spart import Model
 
 COMMAND = ("validate", "predicted tokens/s beside measured ones, on this machine")
 
@@ -61,6 +65,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "decode (repeatable); default: ten points of 16,384 to 65,536 cached tokens")  # fmt: skip
     add("--seconds", type=float, default=90.0, help="about how long to measure the profile")
     add("--point-seconds", type=float, default=12.0, help="how long to decode at each point")
+    add("--state", type=Path, metavar="FILE", help="keep what is measured in FILE, and measure only what it lacks")
+    add("--stop-after", type=float, metavar="S", help="begin no point after S seconds; needs --state")
     add("--json", action="store_true", help="print one JSON object")
 
 
@@ -71,6 +77,8 @@ def _point(text: str) -> Point:
 
 def run(args: argparse.Namespace) -> None:
     """Measure, decode and print. Raises ValueError, OSError, RuntimeError, TransportError."""
+    if args.stop_after is not None and args.state is None:
+        raise ValueError("--stop-after needs a --state, from which a later run goes on")
     with tempfile.TemporaryDirectory(prefix="fastdecode-") as made:
         directory = args.model or random_checkpoint(Path(made) / "llama-93m")
         print_result(args, uvloop.run(_run(directory, args)), _print_table)
@@ -84,10 +92,60 @@ def random_checkpoint(directory: Path) -> Path:
     return directory
 
 
+@dataclass(slots=True)
+class _State:
+    """What has been measured so far."""
+
+    profile: Profile | None = None
+    measured: dict[Point, float] = field(default_factory=dict)  # output tokens/s
+
+    @classmethod
+    def read(cls, path: Path | None) -> _State:
+        """The state that a run has left in a file; without the file, an empty one. Raises ValueError for another
+        file."""
+        if path is None or not path.exists():
+            return cls()
+        try:
+            value = orjson.loads(path.read_bytes())
+            points = {Point(**point): float(speed) for point, speed in value["measured"]}
+            return cls(profile_of(value["profile"]), points)
+        except (TypeError, KeyError, AttributeError, ValueError) as error:
+            raise ValueError(f"{path} is not a state of fastdecode-plan validate: {error}") from None
+
+    def write(self, path: Path | None) -> None:
+        if path is not None:
+            measured = [(dataclasses.asdict(point), speed) for point, speed in self.measured.items()]
+            unfinished = path.with_name(path.name + ".new")
+            unfinished.write_bytes(orjson.dumps({"profile": self.profile, "measured": measured}))
+            unfinished.replace(path)
+
+
 async def _run(directory: Path, args: argparse.Namespace) -> dict[str, Any]:
+    begun = time.monotonic()
     points: tuple[Point, ...] = tuple(args.point or POINTS)
-    planned = read_model(directory)
-    profile = await measure(
+    planned, state = read_model(directory), _State.read(args.state)
+    if state.profile is None:
+        state.profile = await _profile(directory, planned, points, args.seconds)
+        state.write(args.state)
+    model: Model | None = None
+    for point in tqdm([point for point in points if point not in state.measured], desc="points", unit="point"):
+        if args.stop_after is not None and time.monotonic() - begun > args.stop_after:
+            break
+        model = model or load(directory)
+        state.measured[point] = await _decode(model, planned, point, args.point_seconds)
+        state.write(args.state)
+    rows = []
+    for point in points:
+        if (measured := state.measured.get(point)) is not None:
+            predicted = predict(planned, state.profile, point)
+            row = {"predicted": predicted, "measured": measured, "error": predicted / measured - 1}
+            rows.append(dataclasses.asdict(point) | row)
+    shown = {"model": planned.name, "machine": state.profile.name, "profile": dataclasses.asdict(state.profile)}
+    return shown | {"rows": rows, "missing": len(points) - len(rows)}
+
+
+async def _profile(directory: Path, planned: PlannedModel, points: tuple[Point, ...], seconds: float) -> Profile:
+    return await measure(
         directory,
         rows=sorted({1, 4, 128, *(point.batch for point in points)}),
         kv_dtypes=list(dict.fromkeys(point.kv_dtype for point in points)),
@@ -96,21 +154,19 @@ async def _run(directory: Path, args: argparse.Namespace) -> dict[str, Any]:
         kv_bytes=int(statistics.median(kv_bytes(planned, point) for point in points)),
         transports=["shm"],
         r_nodes=[],
-        seconds=args.seconds,
+        seconds=seconds,
     )
-    model, rows = load(directory), []
-    for point in tqdm(points, desc="points", unit="point"):
-        shape = DecodeShape(point.batch, point.context, _STEPS, 1, point.kv_dtype)
-        threads = max(1, len(usable_cpus()) // point.r_nodes)
-        memory = int(_HEADROOM * kv_bytes(planned, point) / point.r_nodes) + (256 << 20)
-        with ExitStack() as stack:
-            urls = [stack.enter_context(r_node("shm", threads, memory)) for _ in range(point.r_nodes)]
-            rounds = await decode_rounds(model, urls, shape, args.point_seconds)
-        measured = point.batch * _STEPS / statistics.median(elapsed for elapsed, _ in rounds)
-        predicted = predict(planned, profile, point)
-        error = predicted / measured - 1
-        rows.append(dataclasses.asdict(point) | {"predicted": predicted, "measured": measured, "error": error})
-    return {"model": planned.name, "machine": profile.name, "profile": dataclasses.asdict(profile), "rows": rows}
+
+
+async def _decode(model: Model, planned: PlannedModel, point: Point, seconds: float) -> float:
+    """Output tokens/s of a point."""
+    shape = DecodeShape(point.batch, point.context, _STEPS, 1, point.kv_dtype)
+    threads = max(1, len(usable_cpus()) // point.r_nodes)
+    memory = int(_HEADROOM * kv_bytes(planned, point) / point.r_nodes) + (256 << 20)
+    with ExitStack() as stack:
+        urls = [stack.enter_context(r_node("shm", threads, memory)) for _ in range(point.r_nodes)]
+        rounds = await decode_rounds(model, urls, shape, seconds)
+    return point.batch * _STEPS / statistics.median(elapsed for elapsed, _ in rounds)
 
 
 def kv_bytes(planned: PlannedModel, point: Point) -> float:
@@ -137,4 +193,9 @@ def _print_table(result: dict[str, Any]) -> None:
             f"{row['measured']:9.1f} {100 * row['error']:+6.1f} %"
         )
     errors = [abs(row["error"]) for row in result["rows"]]
-    print(f"{sum(error <= 0.1 for error in errors)} of {len(errors)} within 10 %; the worst {100 * max(errors):.1f} %")
+    if result["missing"]:
+        print(f"{result['missing']} point(s) are not measured yet; run the same command again")
+    if errors:
+        print(
+            f"{sum(error <= 0.1 for error in errors)} of {len(errors)} within 10 %; the worst {100 * max(errors):.1f} %"
+        )
