@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -185,6 +187,33 @@ def merged(profiles: list[Profile]) -> Profile:
         s_node=s_node,
         r_node=r_node,
         links=links,
+    )
+
+
+def fastest(profiles: Sequence[Profile]) -> Profile:
+    """The best times of several profiles of one machine, measured alike: other work can only have slowed a part
+    down."""
+    first = profiles[0]
+    if len(profiles) == 1 or first.s_node is None or first.r_node is None:
+        return first
+    s_parts = [p.s_node.s_part[0] for p in profiles if p.s_node]
+    rows = tuple((n, min(part.rows[i][1] for part in s_parts)) for i, (n, _) in enumerate(s_parts[0].rows))
+    prompt_row = statistics.median(part.prompt_row for part in s_parts)
+    s_part = dataclasses.replace(s_parts[0], rows=rows, prompt_row=prompt_row)
+    gbps = {
+        name: {group: max(p.r_node.kv_gbps[name][group] for p in profiles if p.r_node) for group in groups}
+        for name, groups in first.r_node.kv_gbps.items()
+    }
+    links = {
+        name: LinkTimes(
+            layer_seconds=min(p.links[name].layer_seconds for p in profiles),
+            gbps=statistics.median(p.links[name].gbps for p in profiles),  # a difference: noise moves it either way
+        )
+        for name in first.links
+    }
+    s_node = dataclasses.replace(first.s_node, s_part=(s_part,))
+    return dataclasses.replace(
+        first, s_node=s_node, r_node=dataclasses.replace(first.r_node, kv_gbps=gbps), links=links
     )
 
 

@@ -3,7 +3,8 @@
 The profile is measured first, in the same run, from steps with next to nothing cached and from attention alone; the
 points then decode with full caches. Each point is a batch, a context, a KV format and a number of R-nodes, which share
 this machine's cores. Without --model, a Llama of 93 million parameters with random weights is made. With --state, the
-profile and the points are kept as they are measured, and a later run goes on with what is missing.
+profile and the points are kept as they are measured, and a later run goes on with what is missing. With --passes, every
+part is measured several times, and the fastest time counts: other work on the machine can only slow a part down.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from fastdecode.daemon.machine import usable_cpus
 from fastdecode.plan.equations import System, Work, part_times, round_seconds
 from fastdecode.plan.measure import decode_rounds, load, measure, r_node
 from fastdecode.plan.model import PlannedModel, read_model
-from fastdecode.plan.profile import Profile, profile_of
+from fastdecode.plan.profile import Profile, fastest, profile_of
 from fastdecode.region.contract import PAGE_TOKENS
 from fastdecode.spart import Model
 
@@ -66,7 +67,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--seconds", type=float, default=90.0, help="about how long to measure the profile")
     add("--point-seconds", type=float, default=12.0, help="how long to decode at each point")
     add("--state", type=Path, metavar="FILE", help="keep what is measured in FILE, and measure only what it lacks")
-    add("--stop-after", type=float, metavar="S", help="begin no point after S seconds; needs --state")
+    add("--passes", type=int, default=1, metavar="N", help="measure profile and points N times; the fastest count")
+    add("--stop-after", type=float, metavar="S", help="begin nothing after S seconds; needs --state")
     add("--json", action="store_true", help="print one JSON object")
 
 
@@ -94,10 +96,10 @@ def random_checkpoint(directory: Path) -> Path:
 
 @dataclass(slots=True)
 class _State:
-    """What has been measured so far."""
+    """What has been measured so far, in passes."""
 
-    profile: Profile | None = None
-    measured: dict[Point, float] = field(default_factory=dict)  # output tokens/s
+    profiles: list[Profile] = field(default_factory=list)
+    measured: dict[Point, list[float]] = field(default_factory=dict)  # output tokens/s
 
     @classmethod
     def read(cls, path: Path | None) -> _State:
@@ -107,41 +109,55 @@ class _State:
             return cls()
         try:
             value = orjson.loads(path.read_bytes())
-            points = {Point(**point): float(speed) for point, speed in value["measured"]}
-            return cls(profile_of(value["profile"]), points)
+            points = {Point(**point): [float(speed) for speed in speeds] for point, speeds in value["measured"]}
+            return cls([profile_of(profile) for profile in value["profiles"]], points)
         except (TypeError, KeyError, AttributeError, ValueError) as error:
             raise ValueError(f"{path} is not a state of fastdecode-plan validate: {error}") from None
 
     def write(self, path: Path | None) -> None:
         if path is not None:
-            measured = [(dataclasses.asdict(point), speed) for point, speed in self.measured.items()]
+            measured = [(dataclasses.asdict(point), speeds) for point, speeds in self.measured.items()]
             unfinished = path.with_name(path.name + ".new")
-            unfinished.write_bytes(orjson.dumps({"profile": self.profile, "measured": measured}))
+            unfinished.write_bytes(orjson.dumps({"profiles": self.profiles, "measured": measured}))
             unfinished.replace(path)
 
 
 async def _run(directory: Path, args: argparse.Namespace) -> dict[str, Any]:
-    begun = time.monotonic()
     points: tuple[Point, ...] = tuple(args.point or POINTS)
     planned, state = read_model(directory), _State.read(args.state)
-    if state.profile is None:
-        state.profile = await _profile(directory, planned, points, args.seconds)
-        state.write(args.state)
-    model: Model | None = None
-    for point in tqdm([point for point in points if point not in state.measured], desc="points", unit="point"):
-        if args.stop_after is not None and time.monotonic() - begun > args.stop_after:
-            break
-        model = model or load(directory)
-        state.measured[point] = await _decode(model, planned, point, args.point_seconds)
-        state.write(args.state)
-    rows = []
+    await _measure(directory, planned, points, state, args)
+    profile, rows, missing = fastest(state.profiles), [], 0
     for point in points:
-        if (measured := state.measured.get(point)) is not None:
-            predicted = predict(planned, state.profile, point)
-            row = {"predicted": predicted, "measured": measured, "error": predicted / measured - 1}
-            rows.append(dataclasses.asdict(point) | row)
-    shown = {"model": planned.name, "machine": state.profile.name, "profile": dataclasses.asdict(state.profile)}
-    return shown | {"rows": rows, "missing": len(points) - len(rows)}
+        speeds = state.measured.get(point, [])
+        missing += args.passes - min(args.passes, len(speeds))
+        if speeds:
+            measured, predicted = max(speeds), predict(planned, profile, point)
+            row = {"predicted": predicted, "measured": measured, "slowest": min(speeds), "passes": len(speeds)}
+            rows.append(dataclasses.asdict(point) | row | {"error": predicted / measured - 1})
+    shown = {"model": planned.name, "machine": profile.name, "profile": dataclasses.asdict(profile)}
+    return shown | {"rows": rows, "missing": missing}
+
+
+async def _measure(
+    directory: Path, planned: PlannedModel, points: tuple[Point, ...], state: _State, args: argparse.Namespace
+) -> None:
+    """Measure what the state lacks, pass by pass."""
+    begun, model = time.monotonic(), None
+
+    def late() -> bool:
+        return args.stop_after is not None and time.monotonic() - begun > args.stop_after
+
+    for n in range(args.passes):
+        if len(state.profiles) <= n and (not state.profiles or not late()):
+            state.profiles.append(await _profile(directory, planned, points, args.seconds))
+            state.write(args.state)
+        missing = [point for point in points if len(state.measured.get(point, [])) <= n]
+        for point in tqdm(missing, desc=f"points, pass {n + 1}", unit="point"):
+            if late():
+                return
+            model = model or load(directory)
+            state.measured.setdefault(point, []).append(await _decode(model, planned, point, args.point_seconds))
+            state.write(args.state)
 
 
 async def _profile(directory: Path, planned: PlannedModel, points: tuple[Point, ...], seconds: float) -> Profile:
@@ -186,15 +202,17 @@ def predict(planned: PlannedModel, profile: Profile, point: Point) -> float:
 
 def _print_table(result: dict[str, Any]) -> None:
     print(f"{result['model']} on {result['machine']}: output tokens/s")
-    print(f"{'batch':>6} {'context':>8} {'KV':>9} {'R-nodes':>8} {'predicted':>10} {'measured':>9} {'error':>7}")
+    print(
+        f"{'batch':>6} {'context':>8} {'KV':>9} {'R-nodes':>8} {'predicted':>10} {'measured':>9} {'error':>7}  slowest"
+    )
     for row in result["rows"]:
         print(
             f"{row['batch']:6d} {row['context']:8d} {row['kv_dtype']:>9} {row['r_nodes']:8d} {row['predicted']:10.1f} "
-            f"{row['measured']:9.1f} {100 * row['error']:+6.1f} %"
+            f"{row['measured']:9.1f} {100 * row['error']:+6.1f} %  {row['slowest']:.1f} of {row['passes']}"
         )
     errors = [abs(row["error"]) for row in result["rows"]]
     if result["missing"]:
-        print(f"{result['missing']} point(s) are not measured yet; run the same command again")
+        print(f"{result['missing']} measurement(s) are missing; run the same command again")
     if errors:
         print(
             f"{sum(error <= 0.1 for error in errors)} of {len(errors)} within 10 %; the worst {100 * max(errors):.1f} %"

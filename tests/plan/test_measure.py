@@ -46,8 +46,8 @@ def test_a_run_that_was_stopped_goes_on_with_what_is_missing(capsys, tmp_path):
     argv = ["validate", "--model", str(model_dir()), "--seconds", "0.1", "--point-seconds", "0.1"]
     argv += ["--point", "2,128,fp16,1", "--point", "3,128,fp16,1", "--state", str(state)]
     main([*argv, "--stop-after", "0"])
-    assert "2 point(s) are not measured yet" in capsys.readouterr().out
-    profile = json.loads(state.read_bytes())["profile"]
+    assert "2 measurement(s) are missing" in capsys.readouterr().out
+    profile = json.loads(state.read_bytes())["profiles"][0]
     main([*argv[:-4], *argv[-2:], "--json"])  # the first point alone
     first = json.loads(capsys.readouterr().out)
     main([*argv, "--json"])

@@ -7,7 +7,17 @@ import json
 
 import pytest
 
-from fastdecode.plan.profile import SHIPPED, LinkTimes, Profile, ProfileError, RNode, SNode, SPartTimes, merged
+from fastdecode.plan.profile import (
+    SHIPPED,
+    LinkTimes,
+    Profile,
+    ProfileError,
+    RNode,
+    SNode,
+    SPartTimes,
+    fastest,
+    merged,
+)
 from fastdecode.plan.profile import read_profile as read
 
 TIMES = SPartTimes(model="m", parameters=100.0, rows=((1.0, 1.0), (5.0, 3.0)))
@@ -92,3 +102,17 @@ def test_later_profiles_give_their_sections():
     assert both.source == "data sheet" and not both.in_turns
     with pytest.raises(ProfileError, match="s_node"):
         merged([other])
+
+
+def test_the_fastest_times_of_several_profiles_count():
+    def profile(rows, gbps, latency):
+        return Profile(
+            name="here",
+            source="measured",
+            s_node=SNode(device="cpu", s_part=(SPartTimes(model="m", parameters=1e8, rows=rows),)),
+            r_node=RNode(device="cpu", kv_gbps={"fp16": {"1": gbps}}, memory=1e9),
+            links={"shm": LinkTimes(layer_seconds=latency, gbps=1.0)},
+        )
+
+    best = fastest([profile(((1, 0.02), (8, 0.05)), 10.0, 2e-5), profile(((1, 0.03), (8, 0.04)), 8.0, 1e-5)])
+    assert best == profile(((1, 0.02), (8, 0.04)), 10.0, 1e-5)
