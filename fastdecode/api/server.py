@@ -13,6 +13,10 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from fastdecode.api.app import CLOSE
 
+#: Connections that wait to be accepted; the kernel's own limit is often lower. A client whose connection finds no room
+#: tries again after a second.
+_BACKLOG = 4096
+
 
 class Server:
     """An application that is being served; `port` is its TCP port."""
@@ -103,7 +107,7 @@ async def serve(app: web.Application, sockets: list[socket.socket], *, tls: ssl.
     await runner.setup()
     try:
         for sock in sockets:
-            await web.SockSite(runner, sock, ssl_context=tls).start()
+            await web.SockSite(runner, sock, ssl_context=tls, backlog=_BACKLOG).start()
     except OSError:
         await runner.cleanup()
         raise

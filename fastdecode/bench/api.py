@@ -32,6 +32,7 @@ from fastdecode.bench.serving.client import first_model, metrics
 from fastdecode.bench.soaking.processes import Node
 from fastdecode.daemon.config import NodeConfig
 from fastdecode.daemon.embedded import EmbeddedRNode, split_machine
+from fastdecode.daemon.garbage import freeze
 from fastdecode.demo import model_dir
 from fastdecode.engine.engine import Engine
 from fastdecode.engine.request import SamplingParams
@@ -149,6 +150,7 @@ async def _engine(path: Path, streams: int) -> AsyncIterator[Engine]:
             prefix_cache=True,
         )
         await engine.start()
+        freeze()
         yield engine
         await engine.stop()
         await link.close()
@@ -219,15 +221,20 @@ class _Whole(asyncio.Protocol):
         self._data = bytearray()
 
     @classmethod
-    async def open(cls, server: str, body: bytes) -> _Whole:
+    async def open(cls, server: str) -> _Whole:
         host, port = server.removeprefix("http://").rsplit(":", 1)
         sock = socket.create_connection((host, int(port)))
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, cls._READ_BYTES)
         sock.setblocking(False)
-        transport, stream = await asyncio.get_running_loop().create_connection(cls, sock=sock)
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: bench\r\nContent-Length: {len(body)}\r\nConnection: close\r\n"
-        transport.write(head.encode() + b"Content-Type: application/json\r\n\r\n" + body)
+        _, stream = await asyncio.get_running_loop().create_connection(cls, sock=sock)
         return stream
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+
+    def ask(self, body: bytes) -> None:
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: bench\r\nContent-Length: {len(body)}\r\nConnection: close\r\n"
+        self._transport.write(head.encode() + b"Content-Type: application/json\r\n\r\n" + body)
 
     def data_received(self, data: bytes) -> None:
         self._data += data
@@ -237,12 +244,15 @@ class _Whole(asyncio.Protocol):
 
 
 async def _streams(server: str, streams: int, tokens: int) -> tuple[float, float]:
-    """Seconds that `streams` streams of `tokens` tokens take, all at once, and the chunks of a token."""
+    """Seconds that `streams` streams of `tokens` tokens take, all at once on open connections, and the chunks of a
+    token."""
     model = await first_model(f"{server}/v1", None)
     ask = {"model": model, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": True}
     bodies = [orjson.dumps(ask | {"prompt": _prompt(i)}) for i in range(streams)]
+    opened = [await _Whole.open(server) for _ in bodies]
     start = time.perf_counter()
-    opened = [await _Whole.open(server, body) for body in bodies]
+    for stream, body in zip(opened, bodies, strict=True):
+        stream.ask(body)
     answers = await asyncio.gather(*(stream.done for stream in opened))
     seconds = time.perf_counter() - start
     for answer in answers:

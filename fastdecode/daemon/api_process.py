@@ -17,6 +17,7 @@ import uvloop
 
 from fastdecode.api.server import serve
 from fastdecode.daemon.config import NodeConfig
+from fastdecode.daemon.garbage import freeze
 from fastdecode.daemon.logs import set_up_logging
 from fastdecode.daemon.serving import ApiSettings
 from fastdecode.demo import model_dir
@@ -44,6 +45,7 @@ async def _serve(settings: ApiSettings, engine_socket: socket.socket, listening:
     except NotReady:
         return 1  # the engine's process has ended before it was ready, and has said why
     server = await serve(settings.app(engine), listening, tls=settings.tls)
+    freeze()
     engine.serving()
     seconds = await engine.drain_asked
     if seconds is None:

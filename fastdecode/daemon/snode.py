@@ -21,6 +21,7 @@ from fastdecode.daemon.check_model import check_fits, check_partition
 from fastdecode.daemon.config import ConfigError, NodeConfig, format_bytes
 from fastdecode.daemon.discovery import FixedSet, NodeSet, r_node_set
 from fastdecode.daemon.embedded import EmbeddedRNode, Split, split_machine
+from fastdecode.daemon.garbage import freeze
 from fastdecode.daemon.gpu import node_exchange
 from fastdecode.daemon.memory_plan import capacity, staged_tokens
 from fastdecode.daemon.option_values import guesses
@@ -192,6 +193,7 @@ async def _serve(
         else:
             server = await serve(settings.app(client), api, tls=settings.tls)
         stack.push_async_callback(server.close)
+        freeze()
         _print_greeting(config.host, server.port, settings)
         await shutdown
         log.info("draining: running requests may go on for %.0f s", config.drain_seconds)

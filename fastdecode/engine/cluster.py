@@ -175,6 +175,8 @@ class Cluster:
         """
         node, table = seq.placed_on, seq.pages
         lacking = table.lacking(tokens)
+        if not lacking and not node.short:
+            return True
         if (node.short or lacking > node.free_pages) and self.can_slide(seq):
             lacking -= table.reusable(seq.cached, tokens)
             if lacking > node.free_pages:

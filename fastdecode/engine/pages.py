@@ -108,11 +108,14 @@ class PageTable:
     def missing(self, tokens: int) -> list[int]:
         """The blocks of each group that are missing for `tokens` tokens."""
         blocks = blocks_for(tokens)
-        return [max(0, blocks - first - len(held)) for first, held in zip(self.first, self.held, strict=True)]
+        counts = [blocks - first - len(held) for first, held in zip(self.first, self.held, strict=True)]
+        # A comparison, because max() costs more, and every token of every sequence comes here.
+        return [n if n > 0 else 0 for n in counts]
 
     def lacking(self, tokens: int) -> int:
         """The pages that are missing for `tokens` tokens."""
-        return sum(group.size * n for group, n in zip(self.groups, self.missing(tokens), strict=True))
+        missing = self.missing(tokens)
+        return sum([group.size * n for group, n in zip(self.groups, missing, strict=True)]) if any(missing) else 0
 
     def share(self, tokens: int) -> PageTable:
         """A table of the pages of the whole blocks within the first `tokens` tokens."""

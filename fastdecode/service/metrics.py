@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from fastdecode.engine.stats import EngineStats, NodeStats
+from fastdecode.service.histogram import Histogram
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -61,10 +62,9 @@ class Metrics:
         self.registry.register(_EngineCollector(model, stats))
 
     def _histogram(self, name: str, documentation: str, buckets: tuple[float, ...]) -> Histogram:
-        histogram = Histogram(
-            _PREFIX + name, documentation, tuple(self._labels), registry=self.registry, buckets=buckets
-        )
-        return histogram.labels(**self._labels)
+        histogram = Histogram(_PREFIX + name, documentation, self._labels, buckets)
+        self.registry.register(histogram)
+        return histogram
 
     def latencies(self) -> dict[str, dict[str, list[float]]]:
         """The histograms of the times to the first and between two tokens: `bounds`, the upper ones of all buckets but
@@ -229,10 +229,7 @@ _NODE_METRICS: tuple[tuple[type, str, str, Callable[[NodeStats], float]], ...] =
 
 
 def _counts(histogram: Histogram) -> dict[str, list[float]]:
-    [family] = histogram.collect()
-    up_to = [(float(s.labels["le"]), s.value) for s in family.samples if s.name.endswith("_bucket")]
-    counts = [value - before for (_, value), before in zip(up_to, [0.0, *(value for _, value in up_to)], strict=False)]
-    return {"bounds": [bound for bound, _ in up_to[:-1]], "counts": counts}
+    return {"bounds": list(histogram.bounds), "counts": [float(n) for n in histogram.counts]}
 
 
 def _powers_of_two() -> tuple[float, ...]:
