@@ -1,4 +1,4 @@
-/* AVX-512 with VNNI: a vector has a tile's 16 outputs, and vpdpbusd adds 4 inputs of each. */
+/* AVX-512 with VNNI (linear_vnni512.h). */
 #include "dispatch.h"
 
 #if FD_X86
@@ -12,46 +12,11 @@
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,avx512vnni")
 #endif
 
-#include "linear_kinds.h"
-#include "vec_avx512.h"
+#include "linear_vnni512.h"
 
-typedef __m512i ivec_t;
-
-enum { MAX_ROWS = 8, VECS = 1 };
-
-FD_INLINE vec_t vec_from_ints(ivec_t x) { return _mm512_cvtepi32_ps(x); }
-FD_INLINE ivec_t ivec_set1(int32_t x) { return _mm512_set1_epi32(x); }
-FD_INLINE ivec_t ivec_add(ivec_t x, ivec_t y) { return _mm512_add_epi32(x, y); }
-FD_INLINE ivec_t ivec_shift(ivec_t x, unsigned by) { return _mm512_slli_epi32(x, by); }
-
-FD_INLINE int32_t dot_offset(const fd_linear_t *l) { return -l->zero; }
-FD_INLINE int32_t dot_steps(const fd_linear_t *l) { return 127; }
-
-FD_INLINE void dot_block(ivec_t *dot, const uint8_t *w, const uint8_t *table, const int8_t *x, size_t stride,
-                         const uint32_t n, const uint32_t vecs, const kind_t kind) {
-    if (kind == BYTES || kind == ROTATED) {
-        for (uint32_t c = 0; c < FD_LINEAR_CHUNKS; c++) {
-            const ivec_t q = _mm512_loadu_si512(w + c * 64);
-            for (uint32_t r = 0; r < n; r++)
-                dot[r] = _mm512_dpbusd_epi32(dot[r], q, ivec_set1(fd_linear_inputs(x + r * stride + 4 * c)));
-        }
-        return;
-    }
-    const ivec_t low = _mm512_set1_epi8(15);
-    const ivec_t numbers = kind == CODES ? _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)table)) : low;
-    for (uint32_t c = 0; c < FD_LINEAR_CHUNKS; c += 2) {
-        const ivec_t both = _mm512_loadu_si512(w + c * 32);
-        ivec_t even = _mm512_and_si512(both, low), odd = _mm512_and_si512(_mm512_srli_epi16(both, 4), low);
-        if (kind == CODES) even = _mm512_shuffle_epi8(numbers, even), odd = _mm512_shuffle_epi8(numbers, odd);
-        for (uint32_t r = 0; r < n; r++) {
-            const int8_t *inputs = x + r * stride + 4 * c;
-            dot[r] = _mm512_dpbusd_epi32(dot[r], even, ivec_set1(fd_linear_inputs(inputs)));
-            dot[r] = _mm512_dpbusd_epi32(dot[r], odd, ivec_set1(fd_linear_inputs(inputs + 4)));
-        }
-    }
+static void tile_rows(const fd_linear_t *l, uint32_t tile, const fd_linear_rows_t *rows, uint32_t n, float *y) {
+    tile_rows_from(l, tile, rows, 0, n, y);
 }
-
-#include "linear_simd.h"
 
 const fd_linear_ops_t fd_linear_ops_avx512vnni = {"avx512vnni", round_row, tile_rows};
 

@@ -94,11 +94,12 @@ FD_INLINE void all_lanes(const fd_linear_t *l, uint32_t tile, const fd_linear_ro
         else all_lanes(l, tile, rows, row, y, ahead, n, NIBBLES);                                                      \
     }
 
-static void tile_rows(const fd_linear_t *l, uint32_t tile, const fd_linear_rows_t *rows, uint32_t rows_n, float *y) {
+/* The rows from `row` on. */
+static void tile_rows_from(const fd_linear_t *l, uint32_t tile, const fd_linear_rows_t *rows, uint32_t row,
+                           uint32_t rows_n, float *y) {
     const uint32_t lines = FD_LINEAR_LANES * FD_LINEAR_BLOCK * l->bits / 8 / LINE;
     ahead_t ahead = {0, 0};
-    if (rows_n >= 2 * MAX_ROWS) ahead.lines = (lines * MAX_ROWS + rows_n - 1) / rows_n;
-    uint32_t row = 0;
+    if (rows_n - row >= 2 * MAX_ROWS) ahead.lines = (lines * MAX_ROWS + rows_n - row - 1) / (rows_n - row);
     if (MAX_ROWS > 4) FD_SOME_ROWS(MAX_ROWS)
     FD_SOME_ROWS(4)
     FD_SOME_ROWS(2)

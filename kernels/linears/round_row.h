@@ -14,9 +14,12 @@
 #include "linear.h"
 
 typedef float fd_eight_t __attribute__((vector_size(32)));
-/* Eight floats and one float's bits, anywhere. They are loaded whole, because a processor waits before it loads what
- * smaller stores have just written. */
+/* Floats and one float's bits, anywhere. A block is stored in vectors as wide as those that load it next, because a
+ * processor waits before it loads what narrower stores have just written; FD_ROUND_64_BYTES: those of AVX-512. */
 typedef float fd_eight_floats_t __attribute__((vector_size(32), aligned(4), may_alias));
+#ifdef FD_ROUND_64_BYTES
+typedef float fd_sixteen_floats_t __attribute__((vector_size(64), aligned(4), may_alias));
+#endif
 typedef int32_t fd_float_bits_t __attribute__((may_alias));
 
 /* Multiplies a block by H, whose element (i, j) is -1 to the number of bits that i and j have in common. */
@@ -31,12 +34,15 @@ static inline void rotate_block(const float *from, float *to) {
         y = y * twos + __builtin_shufflevector(y, y, 2, 3, 0, 1, 6, 7, 4, 5);
         x[i] = y * fours + __builtin_shufflevector(y, y, 4, 5, 6, 7, 0, 1, 2, 3);
     }
-    fd_eight_floats_t *const out = (fd_eight_floats_t *)to;
     const fd_eight_t low = x[0] + x[1], low_odd = x[0] - x[1], high = x[2] + x[3], high_odd = x[2] - x[3];
-    out[0] = low + high;
-    out[1] = low_odd + high_odd;
-    out[2] = low - high;
-    out[3] = low_odd - high_odd;
+    const fd_eight_t y[N] = {low + high, low_odd + high_odd, low - high, low_odd - high_odd};
+#ifdef FD_ROUND_64_BYTES
+    for (int i = 0; i < N / 2; i++)
+        ((fd_sixteen_floats_t *)to)[i] =
+            __builtin_shufflevector(y[2 * i], y[2 * i + 1], 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+#else
+    for (int i = 0; i < N; i++) ((fd_eight_floats_t *)to)[i] = y[i];
+#endif
 }
 
 /* `steps`: the largest multiple. */
