@@ -2,7 +2,8 @@
 
 The engine's process binds the sockets on which the API listens and keeps them open, so connections that come while an
 API process is started again wait for it. It talks to each API process over a pair of sockets without a name; whichever
-of the two ends, the other one reads the end of the connection at once.
+of the two ends, the other one reads the end of the connection at once. An API process that does not answer for some
+seconds is killed.
 """
 
 from __future__ import annotations
@@ -90,9 +91,12 @@ class ApiProcesses:
             self._hosts.add(host)
             await host.run()
             self._hosts.discard(host)
-            if self._ending.is_set():
+            if self._ending.is_set() and not host.hung:
                 return
             child = self._children[place]
+            if host.hung:
+                log.error("API process %d hangs; killing it", child.process.pid)
+                child.process.kill()
             how = await child.ended()
             if self._ending.is_set():
                 return

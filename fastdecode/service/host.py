@@ -26,6 +26,8 @@ from fastdecode.service.messages import (
     FromApi,
     Hello,
     MetricsAnswer,
+    Ping,
+    Pong,
     Queued,
     Refused,
     ReportAnswer,
@@ -37,6 +39,9 @@ from fastdecode.service.messages import (
 )
 
 log = logging.getLogger(__name__)
+
+_PING_SECONDS = 1.0
+_PINGS = 8  # an API process that leaves so many intervals without an answer hangs
 
 
 @dataclass(slots=True)
@@ -57,6 +62,9 @@ class EngineHost:
         self._step = Step([], [])  # the next one to be sent
         self._tasks: set[asyncio.Task[None]] = set()
         self._drained = asyncio.Event()  # also set when the connection has ended
+        self._unanswered = 0  # intervals since the last Ping that was answered
+        #: True if the connection was ended because the API process did not answer.
+        self.hung = False
         #: True once the API listens; False if the connection has ended before.
         self.serving: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
 
@@ -68,6 +76,7 @@ class EngineHost:
     async def run(self) -> None:
         """Serve until the connection ends."""
         self._connection.send(Hello(self._engine.max_model_len, self._engine.max_queued))
+        self._spawn(self._watch())
         try:
             async for message in self._connection.messages():
                 self._take(message)
@@ -82,6 +91,18 @@ class EngineHost:
                 self.serving.set_result(False)
             self._drained.set()
             self._connection.close()
+
+    async def _watch(self) -> None:
+        """End the connection if the API hangs. Intervals are counted, because a whole machine may be paused."""
+        if not await asyncio.shield(self.serving):
+            return
+        while self._unanswered < _PINGS:
+            if not self._unanswered:
+                self._connection.send(Ping())
+            self._unanswered += 1
+            await asyncio.sleep(_PING_SECONDS)
+        self.hung = True
+        self._connection.abort()
 
     async def drain(self, seconds: float) -> None:
         """Let the API refuse new requests, and wait until it has none left, or has ended them after `seconds`."""
@@ -112,6 +133,8 @@ class EngineHost:
                 self.serving.set_result(True)
             case Drained():
                 self._drained.set()
+            case Pong():
+                self._unanswered = 0
 
     async def _submit(self, first: int, request: Request, hosted: _Hosted) -> None:
         def output(choice: int, event: TokenEvent | EngineError) -> None:

@@ -99,7 +99,11 @@ class Drained(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """No request is left after a Drain."""
 
 
-FromApi = Submit | Withdraw | End | Ended | AskStatus | AskMetrics | AskReport | Serving | Drained
+class Pong(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The answer to a Ping."""
+
+
+FromApi = Submit | Withdraw | End | Ended | AskStatus | AskMetrics | AskReport | Serving | Drained | Pong
 FROM_API: Decoder[FromApi] = Decoder(FromApi)
 
 
@@ -164,7 +168,11 @@ class Close(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """End the process."""
 
 
-FromEngine = Hello | Queued | Refused | Step | StatusAnswer | MetricsAnswer | ReportAnswer | Drain | Close
+class Ping(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Answer with a Pong. An API process whose event loop hangs does not."""
+
+
+FromEngine = Hello | Queued | Refused | Step | StatusAnswer | MetricsAnswer | ReportAnswer | Drain | Close | Ping
 FROM_ENGINE: Decoder[FromEngine] = Decoder(FromEngine)
 
 
@@ -201,6 +209,10 @@ class Connection(Generic[_Message]):
                 yield self._decoder.decode(await self._reader.readexactly(size))
         except (asyncio.IncompleteReadError, ConnectionError):
             return
+
+    def abort(self) -> None:
+        """End the connection at once, for an end that does not read any more. Idempotent."""
+        self._writer.transport.abort()
 
     def close(self) -> None:
         """Close the connection, after the messages that were sent have left. Idempotent."""

@@ -24,6 +24,8 @@ from fastdecode.service.messages import (
     FromEngine,
     Hello,
     MetricsAnswer,
+    Ping,
+    Pong,
     Queued,
     Refused,
     ReportAnswer,
@@ -169,6 +171,8 @@ class RemoteEngine:
                 self._hello.set_result(message)
             case Drain(seconds):
                 _resolve(self.drain_asked, seconds)
+            case Ping():
+                self._connection.send(Pong())
             case Close():
                 _resolve(self.drain_asked, 0.0)
                 self.close_asked.set()

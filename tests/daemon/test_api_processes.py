@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import signal
@@ -16,6 +17,7 @@ from scripted_engine import ScriptedEngine
 from fastdecode.api.server import bind
 from fastdecode.daemon import api_processes
 from fastdecode.daemon.config import NodeConfig
+from fastdecode.service import host
 
 LONG = {"model": "fastdecode-demo", "prompt": "It was", "max_tokens": 600, "stream": True}
 LONG |= {"extra_body": {"ignore_eos": True}}
@@ -96,6 +98,23 @@ def test_a_client_that_vanishes_frees_its_request_and_connections_wait_for_the_n
     assert gone(pid)
     assert complete(node.api())
     assert node.end() == 0
+
+
+async def test_a_hung_api_process_is_replaced(monkeypatch, caplog):
+    monkeypatch.setattr(host, "_PING_SECONDS", 0.25)
+    sockets = bind("127.0.0.1", 0)
+    port = sockets[0].getsockname()[1]
+    processes = api_processes.ApiProcesses(NodeConfig(), sockets)
+    [child] = processes._children
+    try:
+        await processes.serve(ScriptedEngine())
+        os.kill(child.process.pid, signal.SIGSTOP)
+        answer = await asyncio.to_thread(fetch, f"http://127.0.0.1:{port}/version")
+        assert "version" in answer
+    finally:
+        await processes.close()
+    assert f"API process {child.process.pid} hangs; killing it" in caplog.text
+    assert child.process.returncode == -signal.SIGKILL
 
 
 async def test_a_hung_api_process_does_not_keep_the_node_from_ending(monkeypatch, caplog):
