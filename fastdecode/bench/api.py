@@ -44,7 +44,7 @@ COMMAND = ("api", "what the API costs the streams, by the number of its processe
 
 _BODY_BYTES = 8 * 2**20 - 4096
 _CALM_SECONDS = 3.0
-_LOAD_SECONDS = 60.0  # a load that lasts longer is given up
+_IDLE_SECONDS = 20.0  # within which a server should have ended the requests of a load that was given up
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -63,6 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--tokens", type=int, default=64, help="output tokens of each stream")
     add("--rounds", type=int, default=3)
     add("--bystanders", type=int, default=31, help="streams beside an expensive load; 0: no such loads")
+    add("--load-seconds", type=float, default=30.0, metavar="S", help="an expensive load that lasts longer is given up")
     add("--json", action="store_true", help="print one JSON object")
 
 
@@ -100,10 +101,11 @@ async def _run(args: argparse.Namespace) -> dict[str, Any]:
             await _drive(engine, args.streams, args.tokens)
             if timed:
                 steps["engine"].append(_a_step(start, (totals.s_seconds, float(totals.steps))))
-        gaps = {}
+        gaps: dict[str, dict[str, tuple[float, bool]]] = {}
         if args.bystanders:
             longest = engine.longest_sequence
-            gaps = {n: await _gaps(server, args.bystanders, longest) for n, server in servers.items()}
+            for n, server in servers.items():
+                gaps[n] = await _gaps(server, args.bystanders, longest, args.load_seconds)
     return {
         "model": path.resolve().name,
         "streams": args.streams,
@@ -112,7 +114,8 @@ async def _run(args: argparse.Namespace) -> dict[str, Any]:
         "chunks_per_token": chunks,
         "s_part_step_seconds": {name: statistics.median(values) for name, values in steps.items()},
         "bystanders": args.bystanders,
-        "largest_gap_seconds": gaps,
+        "largest_gap_seconds": {n: {name: gap for name, (gap, _) in found.items()} for n, found in gaps.items()},
+        "loads_given_up": {n: [name for name, (_, ended) in found.items() if not ended] for n, found in gaps.items()},
     }
 
 
@@ -261,23 +264,26 @@ async def _streams(server: str, streams: int, tokens: int) -> tuple[float, float
     return seconds, (sum(answer.count(b"data: {") for answer in answers)) / (streams * tokens)
 
 
-async def _gaps(server: str, bystanders: int, longest: int) -> dict[str, float]:
-    """The largest gap of any bystander's stream, by load."""
+async def _gaps(server: str, bystanders: int, longest: int, seconds: float) -> dict[str, tuple[float, bool]]:
+    """The largest gap of any bystander's stream, and whether the load ended within `seconds`, by load."""
     ask = {"max_tokens": longest, "temperature": 0, "ignore_eos": True}
-    found: dict[str, float] = {}
+    found: dict[str, tuple[float, bool]] = {}
     for name, (path, body) in ({"none": ("", {})} | _loads(longest)).items():
         opened = await asyncio.gather(*(_open(server, ask | {"prompt": _prompt(i)}) for i in range(bystanders)))
         await asyncio.sleep(_CALM_SECONDS)
         for stream in opened:
             stream.take_gap()
+        ended = True
         if path:
-            await _send(server + path, body)
+            ended = await _send(server + path, body, seconds)
         else:
             await asyncio.sleep(_CALM_SECONDS)
-        found[name] = max(stream.take_gap() for stream in opened)
+        found[name] = max(stream.take_gap() for stream in opened), ended
+        tqdm.write(f"{name}: {1e3 * found[name][0]:.0f} ms{'' if ended else ', load given up'}", file=sys.stderr)
         for stream in opened:
             stream.transport.abort()
         await asyncio.gather(*(stream.done for stream in opened), return_exceptions=True)
+        await _wait_until_idle(server)
     return found
 
 
@@ -297,9 +303,9 @@ def _loads(longest: int) -> dict[str, tuple[str, dict[str, Any]]]:
     }
 
 
-async def _send(url: str, body: dict[str, Any]) -> None:
-    """Send a request and wait for the end of its answer, whatever that is."""
-    limit = aiohttp.ClientTimeout(total=_LOAD_SECONDS)
+async def _send(url: str, body: dict[str, Any], seconds: float) -> bool:
+    """Send a request and wait for the end of its answer, whatever that is; False if it has not come in `seconds`."""
+    limit = aiohttp.ClientTimeout(total=seconds)
     with contextlib.suppress(TimeoutError):
         data = await asyncio.to_thread(orjson.dumps, body)
         async with (
@@ -307,6 +313,20 @@ async def _send(url: str, body: dict[str, Any]) -> None:
             session.post(url, data=data) as answer,
         ):
             await answer.read()
+            return True
+    return False
+
+
+async def _wait_until_idle(server: str) -> None:
+    """Wait until the server has no request, or too long."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_IDLE_SECONDS), aiohttp.ClientSession() as session:
+            while True:
+                async with session.get(f"{server}/metrics") as answer:
+                    values = metrics(await answer.text())
+                if not values["fastdecode:num_requests_running"] + values["fastdecode:num_requests_waiting"]:
+                    return
+                await asyncio.sleep(0.1)
 
 
 async def _step_counters(server: str) -> tuple[float, float]:
@@ -335,4 +355,5 @@ def _print_table(result: dict[str, Any]) -> None:
         print(f"largest gap between two tokens of {result['bystanders']} streams, ms, while another client sends")
     for n, gaps in result["largest_gap_seconds"].items():
         for name, gap in gaps.items():
-            print(f"  {n}: {name:45} {1e3 * gap:8.0f}")
+            given_up = " (load given up)" if name in result["loads_given_up"][n] else ""
+            print(f"  {n}: {name:45} {1e3 * gap:8.0f}{given_up}")
