@@ -370,7 +370,7 @@ class Engine:
                     (_part(plan, [link is lost for link in links]), failure)
                     for lost, failure in output.failures.items()
                 ]
-            for outcome in self.scheduler.complete(done, sampled, self.last_progress - begun):
+            for outcome in self.scheduler.complete(done, sampled, self.last_progress - begun, output.s_seconds):
                 self._deliver(outcome, self.last_progress)
             for part, failure in failed:
                 self._handle_failure(part, failure)

@@ -54,6 +54,9 @@ _BALANCE_EVERY = 17  # a prime above the number of mini-batches, so that each ha
 #: hold up the step.
 _MOST_FORKS = 16
 
+#: The R-Part binds if it takes more than this part of a step. Then more sequences in a step bring nothing.
+_R_BOUND = 0.95
+
 
 class Scheduler:
     """Queue, mini-batches and preemption. Not thread-safe: only the event loop's thread calls it."""
@@ -78,6 +81,7 @@ class Scheduler:
         self.mini_batches: list[list[Sequence]] = [[] for _ in range(limits.mini_batches)]  # each in order of arrival
         self.preemptions = 0
         self.recomputed = 0  # running sequences that were queued again without their cache
+        self.recomputed_tokens = 0  # placed a second time, prompts included
         self.prompt_tokens = 0  # prompt tokens of all placed sequences, recomputed ones included
         self.reused_tokens = 0  # those of them that a FORK has shared
         self.changed = False  # another mini-batch may have work now; the reader clears it
@@ -218,10 +222,17 @@ class Scheduler:
             streams=n_decoding > 0 or any(not seq.prefilling for batch in others for seq in batch),
         )
 
-    def complete(self, plan: Plan, sampled: Iterable[Sampled | None], seconds: float | None = None) -> list[Outcome]:
+    def complete(
+        self,
+        plan: Plan,
+        sampled: Iterable[Sampled | None],
+        seconds: float | None = None,
+        s_seconds: float | None = None,
+    ) -> list[Outcome]:
         """Record a step that ran. `sampled` has one entry for each chunk, None if nothing was sampled; `seconds` is how
-        long it took, if that is known. Returns the new tokens in the chunks' order."""
-        self.step_times.end(plan.mini_batch, seconds)
+        long it took, and `s_seconds` how long its S-Part computed, if that is known. Returns the new tokens in the
+        chunks' order."""
+        self.step_times.end(plan.mini_batch, seconds, s_seconds)
         if self.speculation is not None and seconds is not None and plan.prompts is NO_PROMPTS:
             self.speculation.took(plan.n_tokens, seconds)
         outcomes = []
@@ -405,11 +416,13 @@ class Scheduler:
         return None
 
     def _room(self, running: list[Sequence]) -> Room:
-        times, n_batches = self.step_times, len(self.mini_batches)
-        rows = len(running) / n_batches  # of a step
-        shared = 0.0
-        if rows and times.base is not None and (r_part := self.cluster.r_part(running)) is not None:
-            shared = max(0.0, times.base - r_part - times.prompt_seconds(rows)) / rows
+        """The room for newcomers beside the `running` sequences."""
+        times, n_batches, shared = self.step_times, len(self.mini_batches), 0.0
+        r_part = self.cluster.r_part(running)
+        tokens_alone_count = times.target is None  # a pause is a long time between two tokens
+        r_binds = r_part is None or r_part > _R_BOUND * (times.base or 0.0)
+        if running and times.s_part and tokens_alone_count and not r_binds:
+            shared = max(0.0, n_batches * times.s_part - times.prompt_seconds(len(running))) / len(running)
         slots = n_batches * self.limits.max_seqs
         return Room(slots, self.cluster.tokens, self.cluster.page_groups, shared, times.prompt_seconds)
 
@@ -418,6 +431,8 @@ class Scheduler:
         self.admission.started(seq)
         if not seq.n_generated:
             self.waiting.shares.charge(seq.client, len(seq.tokens) - seq.shared_tokens)
+        else:
+            self.recomputed_tokens += len(seq.tokens) - seq.shared_tokens
         seq.prefill_end = len(seq.tokens)
         self.prompt_tokens += len(seq.tokens)
         if seq.source is not None:

@@ -9,7 +9,9 @@ from collections.abc import Sequence
 
 from fastdecode.bench.cli import run_command
 
-_MODULES = {name: f"fastdecode.plan.{name}" for name in ("measure", "recommend", "simulate", "validate", "published")}
+_MODULES = {
+    name: f"fastdecode.plan.{name}" for name in ("measure", "recommend", "simulate", "stress", "validate", "published")
+}
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -27,6 +27,7 @@ class Simulated:
     run: Run  # as the client of `fastdecode-bench serve` records it
     steps: list[StepRecord]
     preemptions: int
+    recomputed_tokens: int  # of sequences that lost their cache
 
     @property
     def tokens_per_second(self) -> float:
@@ -72,7 +73,7 @@ async def _simulate(
     spart = VirtualSPart(system, links, [request.output_tokens for request in requests])
     runner = VirtualRunner(system.in_turns)
     options |= {"mini_batches": n, "max_batch_size": limits.max_seqs, "max_batch_tokens": rows}
-    options |= {"max_queued": len(requests), "prefix_cache": any(request.blocks for request in requests)}
+    options = {"max_queued": len(requests), "prefix_cache": any(request.blocks for request in requests)} | options
     parts: Any = (spart, links)
     engine = Engine(*parts, clock=loop.time, start_runner=lambda: cast(Any, runner), **options)
     for length in history:
@@ -91,7 +92,9 @@ async def _simulate(
     if sampling.done():
         await sampling  # it never ends but with an error
     sampling.cancel()
-    return Simulated(Run(client.answers, loop.time(), samples), runner.records, engine.scheduler.preemptions)
+    scheduler = engine.scheduler
+    run = Run(client.answers, loop.time(), samples)
+    return Simulated(run, runner.records, scheduler.preemptions, scheduler.recomputed_tokens)
 
 
 class _Client:

@@ -54,7 +54,8 @@ class Room:
     slots: int  # sequences that may run at once
     tokens: int  # that the R-nodes can cache if no page is given back
     groups: tuple[PageGroup, ...] = PageGroups().groups  # of the pages of a block
-    #: Seconds of a step that one more row shares: not the R-Part's, and not those that every row costs; by row.
+    #: Seconds of the S-Part, of all mini-batches, that do not depend on how many sequences run, divided by that number;
+    #: 0 if the R-Part takes as long, or if streams should not be paused.
     shared_seconds: float = 0.0
     recompute_seconds: Callable[[float], float] = float  # of so many tokens
 

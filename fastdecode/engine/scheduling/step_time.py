@@ -23,7 +23,7 @@ _BASE_MEMORY_BESIDE_PROMPTS = 0.95
 _LEAST_ROWS = 16
 
 #: Prompts may lengthen a step by this part of its base time even if the base time alone exceeds the target.
-_STRETCH = 0.5
+_STRETCH = 0.4
 
 
 class PromptWork(NamedTuple):
@@ -46,6 +46,10 @@ def pairs(start: float, n: float) -> float:
     return n * start + n * (n + 1) / 2
 
 
+def _decayed(mean: float | None, seconds: float, memory: float) -> float:
+    return seconds if mean is None else memory * mean + (1 - memory) * seconds
+
+
 @dataclass(slots=True)
 class _Flight:
     decodes: bool
@@ -61,6 +65,7 @@ class StepTimes:
         rows of a step."""
         self.target = target
         self.base: float | None = None  # of a step that only decodes
+        self.s_part: float | None = None  # of a step that only decodes: the S-Part alone
         self._flights: dict[int, _Flight] = {}  # by mini-batch
         self._rr = self._rp = self._pp = self._ry = self._py = 0.0  # decayed sums of products; y: seconds
         self._costs = (0.0, 0.0)  # seconds a row, seconds a pair
@@ -73,13 +78,15 @@ class StepTimes:
             beside += other.work
         self._flights[mini_batch] = _Flight(decodes, work, beside)
 
-    def end(self, mini_batch: int, seconds: float | None) -> None:
-        """Record that a step took `seconds`, or (None) that it failed."""
+    def end(self, mini_batch: int, seconds: float | None, s_seconds: float | None = None) -> None:
+        """Record that a step took `seconds`, `s_seconds` of them for the S-Part, or (`seconds` None) that it failed."""
         flight = self._flights.pop(mini_batch, None)
         if flight is None or seconds is None:
             return
         # A step overlaps with about half of its two neighbours in each other mini-batch.
         rows, n_pairs = (own + other / 2 for own, other in zip(flight.work, flight.beside, strict=True))
+        if s_seconds is not None and not flight.work.rows:
+            self.s_part = _decayed(self.s_part, s_seconds, _BASE_MEMORY_BESIDE_PROMPTS)
         if flight.decodes:
             self._observe_base(seconds - self._cost(rows, n_pairs), rows > 0)
         if rows > 0:
@@ -109,8 +116,7 @@ class StepTimes:
 
     def _observe_base(self, seconds: float, beside_prompts: bool) -> None:
         memory = _BASE_MEMORY_BESIDE_PROMPTS if beside_prompts else _BASE_MEMORY
-        seconds = max(0.0, seconds)
-        self.base = seconds if self.base is None else memory * self.base + (1 - memory) * seconds
+        self.base = _decayed(self.base, max(0.0, seconds), memory)
 
     def _observe_costs(self, rows: float, n_pairs: float, seconds: float) -> None:
         """Fit the two costs to the steps with prompts by least squares; neither may be negative."""

@@ -1,0 +1,147 @@
+"""What a disturbance does to streams in progress, in virtual time: long prompts, one costly request, overload.
+
+The engine and the scheduler are the server's own, as in `fastdecode-plan simulate`. Of every answer that was not
+refused the time between tokens (TBT) counts; each figure is set beside the same load without the disturbance. What a
+request costs the S-Part in sampling (penalties) is not simulated.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fastdecode.bench.options import print_result
+from fastdecode.bench.serving import report
+from fastdecode.bench.serving.workload import MOONCAKE_BLOCK, Request, at_rate, fixed
+from fastdecode.daemon.config import NodeConfig, parse_bytes
+from fastdecode.demo import model_dir
+from fastdecode.engine.scheduling.admission import SCHEDULES
+from fastdecode.engine.scheduling.plan import SchedulerLimits
+from fastdecode.plan.equations import System
+from fastdecode.plan.model import read_model
+from fastdecode.plan.options import add_profile_arguments, profile_and_transport
+from fastdecode.plan.simulation import Simulated, simulate
+from fastdecode.region.contract import KV_DTYPES
+
+COMMAND = ("stress", "streams beside long prompts, a costly request, and overload, in virtual time (simulated)")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `fastdecode-plan stress`."""
+    add = parser.add_argument
+    add("--model", type=Path, metavar="PATH", help="as for fastdecode-node; default: the demo model")
+    add_profile_arguments(parser)
+    add("--r-nodes", type=int, default=1, metavar="N", help="number of R-nodes")
+    add("--kv-memory", type=parse_bytes, metavar="SIZE", help="of each R-node; default: the profile's")
+    add("--kv-dtype", choices=KV_DTYPES, default="fp16")
+    add("--schedule", choices=SCHEDULES, default="greedy")
+    add("--target-tbt-ms", type=float, default=200.0, metavar="MS", help="as for fastdecode-node; 0: none")
+    add("--max-batch-size", type=int, default=64, metavar="N")
+    add("--max-batch-tokens", type=int, default=512, metavar="N")
+    add("--streams", type=int, default=16, metavar="N", help="streams in progress beside prompts and costly requests")
+    add("--long-prompt", type=int, default=8192, metavar="N", help="tokens of long prompts, cut to the model's context")
+    add("--choices", type=int, default=64, metavar="N", help="choices of the costly request")
+    add("--overload", type=float, default=10.0, metavar="X", help="arrivals, as a multiple of the capacity")
+    add("--minutes", type=float, default=5.0, metavar="M", help="how long the overload lasts")
+    add("--max-queued", type=int, default=8, metavar="N", help="requests that may wait while the server is overloaded")
+    add("--json", action="store_true", help="print one JSON object")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Simulate and print. Raises ProfileError, CheckpointError, ValueError, OSError, RuntimeError."""
+    profile, transport = profile_and_transport(args)
+    assert profile.r_node is not None
+    model = read_model(NodeConfig(model=args.model).model_path() or model_dir())
+    stress = Stress(
+        System.of(profile, transport, model, args.kv_dtype, args.r_nodes),
+        SchedulerLimits(1 if profile.in_turns else 2, args.max_batch_tokens, args.max_batch_size),
+        args.kv_memory or profile.r_node.memory,
+        {"schedule": args.schedule, "target_tbt": args.target_tbt_ms / 1e3 or None},
+    )
+    prompt = min(args.long_prompt, model.max_positions - 128)
+    rows = [
+        *stress.beside(args.streams, prompt, args.choices),
+        *stress.overload(args.overload, 60 * args.minutes, args.max_queued),
+    ]
+    print_result(args, {"model": model.name, "profile": profile.name, "source": profile.source, "rows": rows}, _print)
+
+
+@dataclass(frozen=True, slots=True)
+class Stress:
+    """A system under a load and its disturbances."""
+
+    system: System
+    limits: SchedulerLimits
+    memory: float  # bytes of each R-node
+    options: dict[str, Any]  # of the Engine
+
+    def _serve(self, requests: list[Request], max_tokens: int, **options: Any) -> Simulated:
+        bounds = [max_tokens] * len(requests)
+        return simulate(requests, self.system, self.limits, self.memory, bounds=bounds, **self.options, **options)
+
+    def beside(self, n_streams: int, prompt: int, choices: int, outputs: int = 1000) -> list[dict[str, Any]]:
+        """`n_streams` streams of `outputs` tokens: alone, with a prompt of `prompt` tokens every 2 s, and with one
+        request of such a prompt and `choices` choices, whose sequences share the prompt."""
+        streams = fixed(n_streams, 32, outputs)
+        alone = self._serve(streams, outputs)
+        every = [Request(2.0 * i, prompt, 8) for i in range(1, 1 + max(1, int(alone.run.seconds / 2)))]
+        blocks = tuple(range(-(-prompt // MOONCAKE_BLOCK)))
+        costly = [Request(2.0, prompt, 64, blocks)] * choices
+        loads = {"streams alone": [], f"a prompt of {prompt} tokens every 2 s": every}
+        loads[f"one request of {prompt} tokens with {choices} choices"] = costly
+        rows = []
+        for name, disturbance in loads.items():
+            done = self._serve([*streams, *disturbance], outputs) if disturbance else alone
+            rows.append(_row(name, done, n_streams) | {"disturbing": len(disturbance)})
+        return rows
+
+    def overload(self, times: float, seconds: float, max_queued: int) -> list[dict[str, Any]]:
+        """Requests of 128 prompt tokens and 128 outputs at the system's capacity, and at `times` as many."""
+        burst = self._serve(fixed(4 * self.limits.mini_batches * self.limits.max_seqs, 128, 128), 128)
+        capacity = len(burst.run.answers) / burst.run.seconds
+        rows = []
+        for name, rate in (("at capacity", capacity), (f"{times:g} times the capacity", times * capacity)):
+            n = max(1, round(rate * seconds))
+            done = self._serve(at_rate(fixed(n, 128, 128), rate, 1.0, 0), 128, max_queued=max_queued)
+            rows.append(_row(name, done, n) | {"rate": rate})
+        return rows
+
+
+def _row(name: str, done: Simulated, n: int) -> dict[str, Any]:
+    """Figures of the first `n` answers of a run; times in milliseconds."""
+    answers = done.run.answers[:n]
+    taken = [answer for answer in answers if answer.ok]
+    refused = sum((answer.error or "").startswith("Overloaded") for answer in answers)
+    gaps = [gap for answer in taken for gap in report.gaps(answer)]
+    generated = sum(answer.output_tokens for answer in done.run.answers)
+    return {
+        "load": name,
+        "tbt_p50_ms": 1e3 * float(np.percentile(gaps, 50)),
+        "tbt_p99_ms": 1e3 * float(np.percentile(gaps, 99)),
+        "tbt_max_ms": 1e3 * max(gaps),
+        "ttft_p99_ms": 1e3 * float(np.percentile([report.ttft(answer) for answer in taken], 99)),
+        "taken": len(taken),
+        "refused": refused,
+        "failed": len(answers) - len(taken) - refused,
+        "recomputed_share": done.recomputed_tokens / generated,
+    }
+
+
+def _print(result: dict[str, Any]) -> None:
+    print(f"{result['model']} on {result['profile']} ({result['source']}); virtual times, ms:")
+    header = f"{'TBT p50':>8} {'p99':>8} {'longest':>8} {'TTFT p99':>9} {'taken':>6} {'refused':>7} {'failed':>6}"
+    print(f"{'load':<46} {header} recomputed")
+    base = None
+    for row in result["rows"]:
+        if row["load"] in ("streams alone", "at capacity"):
+            base = row
+        assert base is not None
+        print(
+            f"{row['load']:<46} {row['tbt_p50_ms']:8.1f} {row['tbt_p99_ms']:8.1f} {row['tbt_max_ms']:8.1f} "
+            f"{row['ttft_p99_ms']:9.1f} {row['taken']:6d} {row['refused']:7d} {row['failed']:6d} "
+            f"{row['recomputed_share']:10.1%}  p99 {row['tbt_p99_ms'] / base['tbt_p99_ms']:.2f}x"
+        )
