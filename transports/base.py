@@ -142,6 +142,7 @@ class Link(ABC):
     """
 
     url: str
+    peer_url: str | None = None  # at which other R-nodes reach this one, if that is not `url`
     geometry: Geometry
     lease: Lease
     layout: RegionLayout

@@ -27,6 +27,7 @@ _COMMANDS = (
     "perplexity",
     "accuracy",
     "drain",
+    "cluster",
     "soak",
     "structured",
     "checkpoint",

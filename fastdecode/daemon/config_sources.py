@@ -78,6 +78,11 @@ def from_file(fields: Sequence[Field[Any]], path: Path) -> list[str]:
         raise ValueError(f"is not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(content, dict):
         raise ValueError("must be a mapping of options and values")
+    return from_mapping(fields, content)
+
+
+def from_mapping(fields: Sequence[Field[Any]], content: Mapping[Any, Any]) -> list[str]:
+    """Options and their values, by the options' names with - or _, as a command line. Raises ValueError."""
     known = {f.name: f for f in fields if f.name != "config"}
     args: list[str] = []
     for key, value in content.items():

@@ -155,8 +155,10 @@ class RNodeLinks:
             await asyncio.sleep(min(_RETRY_SECONDS, left))
 
     async def _open(self, url: str) -> Link:
-        urls = self._config.r_node if self._config.parts > 1 else (url,)
+        address, _, peer_url = url.partition("#")
+        urls = self._config.r_node if self._config.parts > 1 else (address,)
         link = await connect_team(urls, self._hello, self._secret, spin_us=self._config.spin_us)
+        link.peer_url = peer_url or None
         if self._embedded:
             self._embedded.remove_socket()
         for member, _ in link.members:

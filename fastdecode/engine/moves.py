@@ -140,12 +140,12 @@ class Mover:
 
         Raises _CalledOff, CallRefused.
         """
-        token = secrets.token_hex(32)
+        token, url = secrets.token_hex(32), target.link.peer_url or target.url
         await self._ask(target, target.link.receive(handle, pages.covered, token))
         sent = 0
         while (whole := min(seq.cached, pages.covered) // PAGE_TOKENS) > sent:
             self._check(seq, source, old)
-            await self._ask(source, source.link.push(old, range(sent, whole), 0, target.url, token))
+            await self._ask(source, source.link.push(old, range(sent, whole), 0, url, token))
             sent = whole
         self._check(seq, source, old)
         seq.held = True
@@ -158,7 +158,7 @@ class Mover:
         self._scheduler.hold(seq)
         try:
             rest = range(sent, blocks_for(seq.cached))
-            await self._ask(source, source.link.push(old, rest, seq.cached, target.url, token))
+            await self._ask(source, source.link.push(old, rest, seq.cached, url, token))
             arrived = target.alive
         finally:
             self._scheduler.let_go(seq, (target, handle, pages) if arrived else None)

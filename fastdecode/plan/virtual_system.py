@@ -34,6 +34,7 @@ class VirtualLink:
         if n_pages < 1:
             raise ValueError(f"{memory:.0f} bytes do not hold one KV page, which has {page_bytes}")
         self.url = f"virtual://{name}"
+        self.peer_url = None
         self.geometry = SimpleNamespace(n_slots=mini_batches, max_rows=max_rows)
         self.members = (SimpleNamespace(link=self),)
         self.region_bytes = 0

@@ -14,6 +14,7 @@ import pytest
 import yaml
 from sources import ROOT
 
+from fastdecode.cluster.config import ClusterConfig
 from fastdecode.daemon.config import NodeConfig
 
 DEPLOY = ROOT / "deploy"
@@ -123,6 +124,32 @@ def test_kustomize_builds_a_layer(layer, tmp_path):
     kinds = [document["kind"] for document in yaml.safe_load_all(built.stdout)]
     assert {"StatefulSet", "Deployment", "Secret", "NetworkPolicy"} <= set(kinds)
     assert ("PodMonitor" in kinds) == (layer == "prometheus")
+
+
+@pytest.mark.tools
+def test_the_cluster_of_kuberay_is_one_and_fits_its_workers(tmp_path):
+    """No schema of RayCluster is at hand, so its pods are checked as pods, and its nodes against the workers."""
+    validate = pytest.importorskip("kubernetes_validate")
+    file = DEPLOY / "kubernetes" / "kuberay" / "raycluster.yaml"
+    ray, config_map, service = yaml.safe_load_all(file.read_text())
+    for document in (config_map, service):
+        validate.validate(document, desired_version="1.30", strict=True)
+    head, *workers = [ray["spec"]["headGroupSpec"], *ray["spec"]["workerGroupSpecs"]]
+    for group in (head, *workers):
+        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "x"}} | group["template"]
+        validate.validate(pod, desired_version="1.30", strict=True)
+    path = tmp_path / "cluster.yaml"
+    path.write_text(config_map["data"]["cluster.yaml"])
+    config = ClusterConfig.from_file(path)
+    for worker, nodes, wanted in zip(
+        workers,
+        (config.s_nodes, config.r_nodes),
+        (config.s_nodes.bytes, config.r_nodes.kv_bytes + 2**30),
+        strict=True,
+    ):
+        assert nodes.count <= worker["replicas"] and wanted <= int(worker["rayStartParams"]["memory"])
+        [container] = worker["template"]["spec"]["containers"]
+        assert nodes.cpus <= int(container["resources"]["requests"]["cpu"])
 
 
 # ---- Grafana, the image ----

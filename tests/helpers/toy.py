@@ -49,6 +49,7 @@ class ToyLink:
     def __init__(self, url="tcp://toy", n_pages=1000, max_seqs=64, n_slots=4, max_rows=512, max_pages=0):
         """`pool` pages of the R-node are free for a lease that grows to at most `max_pages`."""
         self.url = url
+        self.peer_url = None
         self.pool = max_pages
         self.pages = n_pages
         self.resizes: list[int] = []

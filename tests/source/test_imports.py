@@ -24,7 +24,21 @@ PYTHON = {
     "api": ["text", "engine", "service"],
     "daemon": ["region", "kernels", "transports", "gguf", "text", "demo", "spart", "engine", "service", "api"],
     "router": ["api", "daemon"],
-    "bench": ["region", "kernels", "transports", "gguf", "text", "demo", "spart", "engine", "service", "api", "daemon"],
+    "cluster": ["transports", "daemon", "router"],
+    "bench": [
+        "region",
+        "kernels",
+        "transports",
+        "gguf",
+        "text",
+        "demo",
+        "spart",
+        "engine",
+        "service",
+        "api",
+        "daemon",
+        "cluster",
+    ],
     "plan": ["region", "kernels", "transports", "demo", "spart", "engine", "daemon", "bench"],
 }
 C = {

@@ -1,0 +1,1 @@
+"""Clusters of S-nodes and R-nodes on Ray. Only rays.py imports Ray."""

@@ -1,0 +1,184 @@
+"""cluster.yaml: one frozen dataclass whose fields are the keys of the file."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+
+from fastdecode.daemon.config import NodeConfig, parse_bytes
+from fastdecode.daemon.config_sources import from_mapping
+
+#: Options of a node that the cluster sets itself.
+_OWN_OPTIONS = frozenset(
+    ["role", "config", "check", "listen", "r-node", "r-nodes-file", "r-nodes-dns", "partition", "host", "port",
+     "secret-file", "insecure", "kv-memory", "threads", "numa-node", "s-threads", "drain-seconds", "ssl-certfile",
+     "ssl-keyfile"]
+)  # fmt: skip
+_NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,40}")
+_PLACEMENTS = ("near", "spread")
+_TRANSPORTS = ("auto", "tcp")
+_T = TypeVar("_T")
+
+
+class ClusterError(Exception):
+    """Something that the user can mend; the message is a sentence."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RNodes:
+    """All R-nodes: how many, and the share of its machine that each has."""
+
+    count: int = 1
+    cpus: int = 1  # attention threads
+    kv_memory: str = "1GiB"
+    numa: bool = True  # bind each to a NUMA node of its own, on machines that have several
+    drain_seconds: float = 300.0
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def kv_bytes(self) -> int:
+        return parse_bytes(self.kv_memory)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SNodes:
+    """All S-nodes: how many, and the share of its machine that each has."""
+
+    count: int = 1
+    cpus: int = 1
+    gpus: float = 0
+    memory: str = "4GiB"
+    drain_seconds: float = 30.0
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def bytes(self) -> int:
+        return parse_bytes(self.memory)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrontDoor:
+    """The router: it listens on the machine where `up` was run, as long as that one lives."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterConfig:
+    """A cluster. `ray_address` is that of Ray's head, "auto": of the cluster that this machine belongs to.
+
+    `secret_file` is read on every machine. `placement`: near keeps nodes on few machines, where shared memory joins
+    them; spread puts them on many. `transport`: auto takes shared memory on one machine, RDMA where both ends have it,
+    else TCP.
+    """
+
+    name: str = "fastdecode"
+    ray_address: str = "auto"
+    secret_file: str | None = None
+    placement: str = "near"
+    transport: str = "auto"
+    start_seconds: float = 300.0  # for nodes to come up
+    r_nodes: RNodes = RNodes()
+    s_nodes: SNodes = SNodes()
+    router: FrontDoor = FrontDoor()
+
+    def __post_init__(self) -> None:
+        if not _NAME.fullmatch(self.name):
+            raise ClusterError(f"name: {self.name!r} is not a word of lower-case letters, digits and '-'")
+        for key, value, known in (
+            ("placement", self.placement, _PLACEMENTS),
+            ("transport", self.transport, _TRANSPORTS),
+        ):
+            if value not in known:
+                raise ClusterError(f"{key}: {value!r} is not one of {', '.join(known)}")
+        for key, group in (("r-nodes", self.r_nodes), ("s-nodes", self.s_nodes)):
+            if group.count < 1 or group.cpus < 1:
+                raise ClusterError(f"{key}: count and cpus must be at least 1")
+        for key, text in (("r-nodes: kv-memory", self.r_nodes.kv_memory), ("s-nodes: memory", self.s_nodes.memory)):
+            try:
+                parse_bytes(text)
+            except ValueError as error:
+                raise ClusterError(f"{key}: {error}") from None
+        if not 0 <= self.router.port <= 65535:
+            raise ClusterError(f"router: {self.router.port} is not a TCP port")
+        self.r_options()
+        self.s_options()
+
+    def r_options(self) -> list[str]:
+        """The further options of an R-node, as a command line."""
+        return _options("r-nodes", "r", self.r_nodes.options, ["--listen=tcp://127.0.0.1:0"])
+
+    def s_options(self) -> list[str]:
+        """The further options of an S-node, as a command line."""
+        return _options("s-nodes", "s", self.s_nodes.options, [])
+
+    @classmethod
+    def from_file(cls, path: Path) -> ClusterConfig:
+        """Read a cluster.yaml. Raises ClusterError."""
+        try:
+            content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ClusterError(f"{path}: {error.strerror}") from None
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            raise ClusterError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
+        try:
+            return _made(cls, content or {}, "")
+        except ClusterError as error:
+            raise ClusterError(f"{path}: {error}") from None
+
+
+_PARTS = {"r_nodes": RNodes, "s_nodes": SNodes, "router": FrontDoor}
+
+
+def _made(cls: type[_T], content: Any, where: str) -> _T:
+    """A dataclass from a mapping of its fields, with - or _ in their names. Raises ClusterError."""
+    if not isinstance(content, dict):
+        raise ClusterError(f"{where or 'the file'} must be a mapping")
+    known = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    values: dict[str, Any] = {}
+    for key, value in content.items():
+        name, prefix = str(key).replace("-", "_"), f"{where}: " if where else ""
+        if name not in known:
+            raise ClusterError(f"{prefix}there is no key {key!r}; there are {', '.join(sorted(known))}")
+        if name in _PARTS and cls is ClusterConfig:
+            values[name] = _made(_PARTS[name], value, str(key))
+            continue
+        values[name] = _checked(value, str(known[name].type), f"{prefix}{key}")
+    return cls(**values)
+
+
+def _checked(value: Any, kind: str, key: str) -> Any:
+    """`value` if it is of the kind that the dataclass wants. Raises ClusterError."""
+    wanted: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "bool": (bool,), "str": (str,)}
+    base = kind.removesuffix(" | None")
+    if kind.endswith("| None") and value is None:
+        return value
+    good = isinstance(value, wanted.get(base, (dict,)))
+    if isinstance(value, bool) and base != "bool":
+        good = False
+    if not good:
+        raise ClusterError(f"{key}: {value!r} is not a {'mapping' if base not in wanted else base}")
+    return value
+
+
+def _options(key: str, role: str, options: Mapping[str, Any], needed: list[str]) -> list[str]:
+    """Options of fastdecode-node as a command line. Raises ClusterError."""
+    for name in options:
+        if str(name).replace("_", "-") in _OWN_OPTIONS:
+            raise ClusterError(f"{key}: options: {name} is set by the cluster itself")
+    try:
+        words = from_mapping(dataclasses.fields(NodeConfig), dict(options))
+    except ValueError as error:
+        raise ClusterError(f"{key}: options: {error}") from None
+    try:
+        NodeConfig.from_args(["--role", role, *needed, *words])
+    except SystemExit:
+        raise ClusterError(f"{key}: options: fastdecode-node refuses them, as it has said above") from None
+    return words

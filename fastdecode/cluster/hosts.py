@@ -1,0 +1,342 @@
+"""What runs on a machine for one node of a cluster: the node's process under supervision, and its reports.
+
+A host reports to the directory twice a second, and learns from the answer which other nodes there are. It writes what
+its process needs of that to a file that the process watches (--r-nodes-file, --s-nodes-file).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import logging
+import os
+import socket
+import tempfile
+import threading
+import urllib.error
+import urllib.request
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from fastdecode.cluster.config import ClusterConfig
+from fastdecode.cluster.directory import Entry, View
+from fastdecode.cluster.reach import Reach, boot_id, has_rdma
+from fastdecode.cluster.supervised import Supervised
+from fastdecode.daemon.machine import numa_nodes
+
+log = logging.getLogger(__name__)
+
+_TICK_SECONDS = 0.5
+_HEALTH_TIMEOUT = 2.0
+#: Beyond the time for draining, before a process is killed.
+_END_SECONDS = 10.0
+#: A host without its directory; the message is for the log.
+Report = Callable[[Entry], View]
+
+
+class Host(ABC):
+    """One node of a cluster on its machine. `name` ends with its number, machine is the address that others use."""
+
+    role: str
+    drain_seconds: float
+
+    def __init__(self, name: str, config: ClusterConfig, report: Report, machine: str, ray_node: str = ""):
+        """Starts nothing yet. `report` sends an entry to the directory, and may raise any Exception if it cannot."""
+        self.name, self.config, self.machine = name, config, machine
+        self._report, self._ray_node = report, ray_node
+        self._folder = tempfile.TemporaryDirectory(prefix=f"fastdecode-{config.name}-{name}-")
+        self.folder = Path(self._folder.name)
+        self.port = free_port(machine)
+        self._process = Supervised(f"{config.name}/{name}", self._next_command)
+        self._leaving = threading.Event()
+        self._ended = threading.Event()
+        self._was_ready = False
+        self._ticker = threading.Thread(target=self._tick, name=f"report {name}", daemon=True)
+
+    def start(self) -> None:
+        if os.nice(0) > 0 and os.geteuid() != 0:
+            log.warning("nodes run at niceness %d; start Ray with RAY_worker_niceness=0 in its environment", os.nice(0))
+        self._ticker.start()
+
+    def _next_command(self) -> Sequence[str]:
+        if self._process.starts and not self._was_ready:
+            self._take_ports()  # somebody may have taken the port before the process could
+        return self._command()
+
+    def _take_ports(self) -> None:
+        self.port = free_port(self.machine)
+
+    @abstractmethod
+    def _command(self) -> Sequence[str]:
+        """The module and arguments of the process."""
+
+    @abstractmethod
+    def _ready(self) -> bool:
+        """Whether the process serves."""
+
+    @abstractmethod
+    def _entry(self, entry: Entry) -> Entry:
+        """The report, completed with what this role adds."""
+
+    def _learn(self, view: View) -> bool:
+        """Take what the directory knows. True once the process may start."""
+        return True
+
+    @property
+    def entry(self) -> Entry:
+        """The report of this moment."""
+        ready = self._process.running and self._ready()
+        self._was_ready |= ready
+        leaving = self._leaving.is_set()
+        state = "leaving" if leaving else "running" if ready else "restarting" if self._was_ready else "starting"
+        return self._entry(
+            Entry(
+                name=self.name,
+                role=self.role,
+                state=state,
+                machine=self.machine,
+                ray_node=self._ray_node,
+                starts=self._process.starts,
+                pid=self._process.pid,
+                # One whose process is started again stays listed: others connect to it again by themselves.
+                listed=self._was_ready and not leaving,
+            )
+        )
+
+    def _tick(self) -> None:
+        started, told = False, False
+        while not self._ended.is_set():
+            try:
+                view = self._report(self.entry)
+                told = False
+            except Exception as error:  # the directory is being started again, or the network is gone
+                if not told:
+                    log.warning("%s cannot report to the directory: %s", self.name, error)
+                told = True
+            else:
+                may_start = self._learn(view)
+                if may_start and not started and not self._leaving.is_set():
+                    self._process.start()
+                    started = True
+            self._ended.wait(_TICK_SECONDS)
+
+    def drain(self, seconds: float | None = None) -> int | None:
+        """Leave the cluster: tell the others, let the work move or end for `seconds` (None: as configured), and end the
+        process. Returns its exit status."""
+        self._leaving.set()
+        seconds = self.drain_seconds if seconds is None else seconds
+        status = self._process.stop(seconds + _END_SECONDS)
+        self._ended.set()
+        self._folder.cleanup()
+        return status
+
+
+class RNodeHost(Host):
+    """An R-node."""
+
+    role = "r"
+
+    def __init__(self, *args: Any):
+        super().__init__(*args)
+        self.drain_seconds = self.config.r_nodes.drain_seconds
+        self._numa = _claim_numa_node() if self.config.r_nodes.numa else None
+        self._take_ports()
+
+    def _take_ports(self) -> None:
+        super()._take_ports()
+        host = _bracketed(self.machine)
+        rdma = has_rdma() and self.config.transport == "auto"
+        self._reach = Reach(
+            tcp=f"tcp://{host}:{self.port}",
+            rdma=f"rdma://{host}:{free_port(self.machine)}" if rdma else None,
+            socket=str(self.folder / "r.sock"),
+            boot=boot_id(),
+            user=os.getuid(),
+        )
+
+    def _command(self) -> Sequence[str]:
+        r = self.config.r_nodes
+        listen = [word for url in self._reach.urls for word in ("--listen", url)]
+        numa = [] if self._numa is None else ["--numa-node", str(self._numa)]
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self._reach.socket)
+        return ["fastdecode.daemon.node", "--role", "r", *listen, *numa, *_secret(self.config), *_insecure(self.config),
+                "--threads", str(r.cpus), "--kv-memory", str(r.kv_bytes), "--drain-seconds", str(r.drain_seconds),
+                *self.config.r_options()]  # fmt: skip
+
+    def _ready(self) -> bool:
+        # The socket is made last but one; the process has bound all of them or has ended.
+        return listens(self.machine, self.port)
+
+    def _entry(self, entry: Entry) -> Entry:
+        return entry.of(reach=self._reach)
+
+
+class SNodeHost(Host):
+    """An S-node."""
+
+    role = "s"
+
+    def __init__(self, *args: Any):
+        super().__init__(*args)
+        self.drain_seconds = self.config.s_nodes.drain_seconds
+        self._r_nodes = NodeFile(self.folder / "r-nodes")
+        self._load: dict[str, Any] = {}
+
+    @property
+    def _url(self) -> str:
+        return f"http://{_bracketed(self.machine)}:{self.port}"
+
+    def _command(self) -> Sequence[str]:
+        s = self.config.s_nodes
+        threads = [] if s.gpus else ["--s-threads", str(s.cpus)]
+        return ["fastdecode.daemon.node", "--role", "s", "--host", self.machine, "--port", str(self.port),
+                "--r-nodes-file", str(self._r_nodes.path), "--connect-seconds", str(self.config.start_seconds),
+                *threads, *_secret(self.config), "--drain-seconds", str(s.drain_seconds),
+                *self.config.s_options()]  # fmt: skip
+
+    def _learn(self, view: View) -> bool:
+        rdma = has_rdma()
+        urls = [
+            entry.reach.url(self.config.transport, rdma=rdma)
+            for entry in view.entries
+            if entry.role == "r" and entry.listed and entry.reach is not None
+        ]
+        return self._r_nodes.write(urls, settled=view.settled)
+
+    def _ready(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"{self._url}/health", timeout=_HEALTH_TIMEOUT) as answer:
+                health, status = json.load(answer), 200
+        except urllib.error.HTTPError as error:
+            with contextlib.suppress(ValueError):
+                self._load = {"status": json.load(error).get("status", "")}
+            return False
+        except (OSError, ValueError):
+            return False
+        names = ("status", "running", "waiting", "kv_cache_usage", "nodes")
+        self._load = {name: health[name] for name in names}
+        return status == 200
+
+    def _entry(self, entry: Entry) -> Entry:
+        return entry.of(url=self._url, load=self._load)
+
+
+class RouterHost(Host):
+    """The front door."""
+
+    role = "router"
+
+    def __init__(self, *args: Any):
+        super().__init__(*args)
+        self.drain_seconds = self.config.s_nodes.drain_seconds
+        self._s_nodes = NodeFile(self.folder / "s-nodes")
+        self._take_ports()
+
+    def _take_ports(self) -> None:
+        self.port = self.config.router.port or free_port(self.machine)
+
+    def _command(self) -> Sequence[str]:
+        door = self.config.router
+        return ["fastdecode.router.main", "--host", door.host, "--port", str(self.port),
+                "--s-nodes-file", str(self._s_nodes.path), "--drain-seconds", str(self.drain_seconds)]  # fmt: skip
+
+    def _learn(self, view: View) -> bool:
+        urls = [entry.url for entry in view.entries if entry.role == "s" and entry.listed]
+        return self._s_nodes.write(urls, settled=view.settled)
+
+    def _ready(self) -> bool:
+        return listens(self._address, self.port)
+
+    @property
+    def _address(self) -> str:
+        return self.machine if self.config.router.host in ("0.0.0.0", "::") else self.config.router.host
+
+    def _entry(self, entry: Entry) -> Entry:
+        return entry.of(url=f"http://{_bracketed(self._address)}:{self.port}/v1")
+
+
+HOSTS: dict[str, Callable[..., Host]] = {"r": RNodeHost, "s": SNodeHost, "router": RouterHost}
+
+
+class NodeFile:
+    """A file of URLs that a process watches. It is never left empty, because an empty list would be refused."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._urls: dict[str, None] = {}
+
+    def write(self, urls: Sequence[str], *, settled: bool) -> bool:
+        """Write the URLs if they have changed; if not `settled`, add to what the file has. True: it has a URL."""
+        wanted = dict.fromkeys(urls) if settled else self._urls | dict.fromkeys(urls)
+        if wanted and wanted.keys() != self._urls.keys():
+            temporary = self.path.with_suffix(".new")
+            temporary.write_text("".join(f"- {json.dumps(url)}\n" for url in wanted))
+            os.replace(temporary, self.path)
+            self._urls = wanted
+        return bool(self._urls)
+
+
+def free_port(address: str) -> int:
+    """A TCP port that nobody has now."""
+    with socket.create_server((address, 0), family=_family(address)) as server:
+        return int(server.getsockname()[1])
+
+
+def listens(address: str, port: int) -> bool:
+    """Whether somebody listens at a TCP port."""
+    try:
+        with socket.create_connection((address, port), timeout=_HEALTH_TIMEOUT):
+            return True
+    except OSError:
+        return False
+
+
+def _family(address: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
+
+
+def _bracketed(address: str) -> str:
+    return f"[{address}]" if ":" in address else address
+
+
+def _secret(config: ClusterConfig) -> list[str]:
+    return ["--secret-file", config.secret_file] if config.secret_file else []
+
+
+def _insecure(config: ClusterConfig) -> list[str]:
+    return [] if config.secret_file else ["--insecure"]
+
+
+_claimed: list[int] = []  # descriptors of the locks that this process holds
+
+
+def _claim_numa_node(folder: Path | None = None) -> int | None:
+    """The NUMA node of this machine that fewest other R-nodes have claimed; None on a machine with one.
+
+    A claim is a lock on a file, which the kernel ends with this process.
+    """
+    numbers = [node.number for node in numa_nodes() if node.cpus]
+    if len(numbers) < 2:
+        return None
+    folder = folder or Path(tempfile.gettempdir(), f"fastdecode-numa-{os.getuid()}")
+    folder.mkdir(mode=0o700, exist_ok=True)
+    for number, path in _claims(folder, numbers):
+        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(lock)
+            continue
+        _claimed.append(lock)
+        return number
+    return None
+
+
+def _claims(folder: Path, numbers: Sequence[int]) -> Iterator[tuple[int, Path]]:
+    for turn in range(64):
+        for number in numbers:
+            yield number, folder / f"{number}-{turn}"

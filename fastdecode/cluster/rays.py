@@ -1,0 +1,379 @@
+"""A cluster's hosts as Ray actors, one in each bundle of its placement groups. The only module that imports Ray.
+
+A cluster has a Ray namespace of its own. Each node is a detached actor with a name, such as `r3@1.2`: R-node 3, in
+bundle 2 of placement group 1. Ray starts an actor again when its process or its machine is lost. So Ray's own tables
+say which nodes there are, and this module keeps no state.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup, get_placement_group, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+
+from fastdecode.cluster.config import ClusterConfig, ClusterError
+from fastdecode.cluster.directory import Directory, Entry, View
+from fastdecode.cluster.hosts import HOSTS, Host
+
+log = logging.getLogger(__name__)
+
+_DIRECTORY = "directory"
+_ROUTER = "router"
+_CALL_SECONDS = 5.0
+_PLACE_SECONDS = 30.0
+_POLL_SECONDS = 0.25
+_STRATEGIES = {"near": "PACK", "spread": "SPREAD"}
+#: Memory of an R-node beside its KV-cache.
+_R_NODE_BYTES = 1 << 30
+
+
+class DirectoryActor(Directory):
+    """The directory as an actor. It also has the configuration, for commands that come later."""
+
+    def __init__(self, config: ClusterConfig):
+        super().__init__()
+        self._config = config
+
+    def config(self) -> ClusterConfig:
+        return self._config
+
+    def process_id(self) -> int:
+        return os.getpid()
+
+
+class HostActor:
+    """A host as an actor."""
+
+    def __init__(self, role: str, name: str, config: ClusterConfig):
+        logging.basicConfig(level="INFO", format="%(asctime)s %(levelname)-7s %(name)s: %(message)s")
+        self._directory: Any = None
+        context = ray.get_runtime_context()
+        machine = ray.util.get_node_ip_address()
+        self._host: Host = HOSTS[role](name, config, self._report, machine, context.get_node_id())
+        self._host.start()
+
+    def _report(self, entry: Entry) -> View:
+        if self._directory is None:
+            self._directory = ray.get_actor(_DIRECTORY)
+        try:
+            view: View = _answer(self._directory.report.remote(entry))
+            return view
+        except Exception:
+            self._directory = None
+            raise
+
+    def process_ids(self) -> tuple[int, int | None]:
+        """Those of the actor and of its node's process."""
+        return os.getpid(), self._host.entry.pid
+
+    def drain(self, seconds: float | None = None) -> int | None:
+        return self._host.drain(seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """An actor that Ray lists, or a bundle that has none."""
+
+    role: str
+    number: int  # of the node
+    group: int
+    bundle: int
+
+    @property
+    def node(self) -> str:
+        return f"{self.role}{self.number}"
+
+    @property
+    def actor(self) -> str:
+        return f"{self.node}@{self.group}.{self.bundle}"
+
+    @classmethod
+    def of(cls, actor: str) -> Place:
+        node, _, place = actor.partition("@")
+        group, _, bundle = place.partition(".")
+        return cls(node[0], int(node[1:]), int(group), int(bundle))
+
+
+class RayCluster:
+    """A cluster on Ray, to be started, changed and ended."""
+
+    def __init__(self, name: str):
+        self._name = name
+
+    @classmethod
+    @contextlib.contextmanager
+    def of(cls, config: ClusterConfig) -> Iterator[RayCluster]:
+        """Connect to Ray. Raises ClusterError."""
+        began = not ray.is_initialized()
+        if began:
+            try:
+                ray.init(
+                    address=config.ray_address,
+                    namespace=f"fastdecode-{config.name}",
+                    log_to_driver=False,
+                    logging_level=logging.ERROR,
+                )
+            except (ConnectionError, RuntimeError, ValueError) as error:
+                raise ClusterError(f"no Ray cluster at ray-address {config.ray_address!r}: {error}") from None
+        try:
+            yield cls(config.name)
+        finally:
+            if began:
+                ray.shutdown()
+
+    # -- what there is --------------------------------------------------------------------------------------------
+
+    def _directory(self) -> Any:
+        try:
+            return ray.get_actor(_DIRECTORY)
+        except ValueError:
+            raise ClusterError(f"no cluster {self._name!r} is up") from None
+
+    def places(self, role: str = "rs") -> list[Place]:
+        """The nodes that Ray lists, whether or not they report."""
+        names = [name for name in ray.util.list_named_actors() if name not in (_DIRECTORY, _ROUTER)]
+        return sorted((p for p in map(Place.of, names) if p.role in role), key=lambda p: (p.role, p.number))
+
+    def view(self) -> View:
+        """What the nodes report. Raises ClusterError."""
+        view: View = _answer(self._directory().view.remote())
+        return view
+
+    def process_ids(self, node: str) -> tuple[int, int | None]:
+        """The process ids of a node's actor and of its process, on their machine."""
+        ids: tuple[int, int | None] = _answer(ray.get_actor(self._find(node).actor).process_ids.remote())
+        return ids
+
+    def directory_pid(self) -> int:
+        """The process id of the directory's actor, on its machine."""
+        pid: int = _answer(self._directory().process_id.remote())
+        return pid
+
+    def _find(self, node: str) -> Place:
+        try:
+            return next(place for place in self.places() if place.node == node)
+        except StopIteration:
+            raise ClusterError(f"there is no node {node}; status shows them all") from None
+
+    # -- up and down ----------------------------------------------------------------------------------------------
+
+    def up(self, config: ClusterConfig) -> None:
+        """Start all nodes and the router, and wait until they serve. Raises ClusterError."""
+        with contextlib.suppress(ValueError):
+            ray.get_actor(_DIRECTORY)
+            raise ClusterError(f"the cluster {self._name!r} is up already; scale changes it, down ends it")
+        directory = ray.remote(DirectoryActor).options(
+            name=_DIRECTORY, lifetime="detached", max_restarts=-1, max_task_retries=0, num_cpus=0
+        )
+        try:
+            _answer(directory.remote(config).config.remote(), _PLACE_SECONDS)
+            self._add(config, ["s"] * config.s_nodes.count + ["r"] * config.r_nodes.count)
+            here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
+            self._start(_ROUTER, _ROUTER, config, num_cpus=0, scheduling_strategy=here)
+            self.wait(config)
+        except BaseException:
+            self.down(drain=False)
+            raise
+
+    def down(self, *, drain: bool = True) -> None:
+        """End the router, then the S-nodes and the R-nodes. `drain`: let requests end first."""
+        if drain:
+            self._drain_actors([_ROUTER])
+            self._drain_actors([place.actor for place in self.places("s")])
+            self._drain_actors([place.actor for place in self.places("r")], 0.0)
+        for name in ray.util.list_named_actors():
+            with contextlib.suppress(ValueError):
+                ray.kill(ray.get_actor(name), no_restart=True)
+        for number in self._groups():
+            remove_placement_group(get_placement_group(self._group_name(number)))
+
+    def wait(self, config: ClusterConfig) -> View:
+        """Wait until all nodes that Ray lists serve. Raises ClusterError after `start_seconds`."""
+        deadline = time.monotonic() + config.start_seconds
+        while True:
+            view = self.view()
+            running = {entry.name for entry in view.entries if entry.state == "running"}
+            missing = {place.node for place in self.places()} | {_ROUTER}
+            missing -= running
+            if not missing:
+                return view
+            if time.monotonic() > deadline:
+                raise ClusterError(
+                    f"{', '.join(sorted(missing))} did not come up within {config.start_seconds:.0f} s; their output "
+                    "is in Ray's logs (ray logs, or /tmp/ray/session_latest/logs/worker-*.err)"
+                )
+            time.sleep(_POLL_SECONDS)
+
+    # -- changes --------------------------------------------------------------------------------------------------
+
+    def scale(self, role: str, count: int) -> None:
+        """Start or drain nodes of a role until there are `count`, and wait until they serve. Raises ClusterError."""
+        config: ClusterConfig = _answer(self._directory().config.remote())
+        places = self.places(role)
+        if count < 1:
+            raise ClusterError("a cluster needs at least one node of each role")
+        if count > len(places):
+            self._add(config, [role] * (count - len(places)))
+            self.wait(config)
+        else:
+            self._end(places[count:])
+
+    def drain(self, target: str) -> list[str]:
+        """Drain and end a node, or all nodes of the machine with this address or Ray id. Returns the names. Raises
+        ClusterError."""
+        named = [place for place in self.places() if place.node == target]
+        if not named:
+            there = {e.name for e in self.view().entries if target in (e.machine, e.ray_node)}
+            named = [place for place in self.places() if place.node in there]
+        if not named:
+            raise ClusterError(f"there is no node or machine {target}; status shows them all")
+        for role in "rs":
+            if all(place in named for place in self.places(role)):
+                raise ClusterError(f"{target}: the cluster would have no {role.upper()}-node left; scale it up first")
+        self._end(named)
+        return [place.node for place in named]
+
+    def _end(self, places: Sequence[Place]) -> None:
+        """Drain nodes and end them. S-nodes go first: they would only be moved about."""
+        directory = self._directory()
+        for role in "sr":
+            of_role = [place for place in places if place.role == role]
+            self._drain_actors([place.actor for place in of_role])
+            for place in of_role:
+                ray.kill(ray.get_actor(place.actor), no_restart=True)
+                _answer(directory.forget.remote(place.node))
+        used = {place.group for place in self.places()}
+        for number in self._groups():
+            if number not in used:
+                remove_placement_group(get_placement_group(self._group_name(number)))
+
+    @staticmethod
+    def _drain_actors(names: Sequence[str], seconds: float | None = None) -> None:
+        """Drain actors at the same time. One that is lost meanwhile, or cannot be reached, has nothing to drain."""
+        calls = []
+        for name in names:
+            with contextlib.suppress(ValueError):
+                calls.append(ray.get_actor(name).drain.remote(seconds))
+        for call in calls:
+            try:
+                ray.get(call)
+            except ray.exceptions.RayError as error:
+                log.warning("a node was not drained: %s", str(error).splitlines()[0])
+
+    def _add(self, config: ClusterConfig, roles: Sequence[str]) -> None:
+        """Start nodes of these roles: in bundles that ended nodes have left, then in a new placement group."""
+        taken = {role: {place.number for place in self.places(role)} for role in "rs"}
+        taken_bundles = {(place.group, place.bundle) for place in self.places()}
+        missing: list[str] = []
+        places: list[Place] = []
+        free = {
+            role: [
+                (number, i)
+                for number in self._groups()
+                for i, bundle in enumerate(get_placement_group(self._group_name(number)).bundle_specs)
+                if (number, i) not in taken_bundles and bundle == _bundle(config, role)
+            ]
+            for role in "rs"
+        }
+        for role in roles:
+            if free[role]:
+                places.append(Place(role, _next_number(taken[role]), *free[role].pop(0)))
+            else:
+                missing.append(role)
+        if missing:
+            group = max(self._groups(), default=-1) + 1
+            self._place(group, config, missing)
+            places += [Place(role, _next_number(taken[role]), group, i) for i, role in enumerate(missing)]
+        for place in places:
+            bundle = _bundle(config, place.role)
+            strategy = PlacementGroupSchedulingStrategy(
+                get_placement_group(self._group_name(place.group)), placement_group_bundle_index=place.bundle
+            )
+            self._start(
+                place.role,
+                place.actor,
+                config,
+                num_cpus=bundle["CPU"],
+                num_gpus=bundle.get("GPU", 0),
+                memory=bundle["memory"],
+                scheduling_strategy=strategy,
+            )
+
+    def _place(self, number: int, config: ClusterConfig, roles: Sequence[str]) -> PlacementGroup:
+        """Reserve a bundle for each node. Raises ClusterError if Ray has no room for them."""
+        bundles = [_bundle(config, role) for role in roles]
+        group = placement_group(
+            bundles, strategy=_STRATEGIES[config.placement], name=self._group_name(number), lifetime="detached"
+        )
+        if not group.wait(_PLACE_SECONDS):
+            remove_placement_group(group)
+            wanted = {key: sum(bundle.get(key, 0) for bundle in bundles) for key in ("CPU", "GPU", "memory")}
+            free = ray.available_resources()
+            lists = [
+                ", ".join(f"{key} {_amount(key, amounts.get(key, 0))}" for key in wanted) for amounts in (wanted, free)
+            ]
+            raise ClusterError(
+                f"Ray has no room for {len(roles)} node(s) within {_PLACE_SECONDS:.0f} s: wanted are {lists[0]} in "
+                f"all, free are {lists[1]} on all machines together"
+            )
+        return group
+
+    @staticmethod
+    def _start(role: str, name: str, config: ClusterConfig, **resources: Any) -> None:
+        ray.remote(HostActor).options(
+            name=name,
+            lifetime="detached",
+            max_restarts=-1,
+            max_task_retries=0,
+            max_concurrency=4,
+            **resources,
+        ).remote(role, name.partition("@")[0], config)
+
+    def _groups(self) -> list[int]:
+        """The numbers of the cluster's placement groups."""
+        prefix = self._group_name(0)[:-1]
+        found = [
+            group["name"]
+            for group in ray.util.placement_group_table().values()
+            if group["state"] != "REMOVED" and group["name"].startswith(prefix)
+        ]
+        return sorted(int(name.removeprefix(prefix)) for name in found)
+
+    def _group_name(self, number: int) -> str:
+        return f"fastdecode/{self._name}/{number}"
+
+
+def _bundle(config: ClusterConfig, role: str) -> dict[str, float]:
+    """The resources that Ray is to reserve for a node."""
+    if role == "r":
+        return {"CPU": float(config.r_nodes.cpus), "memory": float(config.r_nodes.kv_bytes + _R_NODE_BYTES)}
+    gpus = {"GPU": float(config.s_nodes.gpus)} if config.s_nodes.gpus else {}
+    return {"CPU": float(config.s_nodes.cpus), "memory": float(config.s_nodes.bytes)} | gpus
+
+
+def _next_number(taken: set[int]) -> int:
+    number = next(n for n in range(len(taken) + 1) if n not in taken)
+    taken.add(number)
+    return number
+
+
+def _amount(key: str, value: float) -> str:
+    return f"{value / 2**30:.1f} GiB" if key == "memory" else f"{value:g}"
+
+
+def _answer(call: Any, seconds: float = _CALL_SECONDS) -> Any:
+    """Wait for an actor's answer. Raises ClusterError."""
+    try:
+        return ray.get(call, timeout=seconds)
+    except ray.exceptions.GetTimeoutError:
+        raise ClusterError(f"an actor of the cluster did not answer within {seconds:.0f} s") from None
+    except ray.exceptions.RayActorError as error:
+        raise ClusterError(f"an actor of the cluster is lost: {str(error).splitlines()[0]}") from None

@@ -1,0 +1,82 @@
+"""A child process that is started again whenever it ends."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+
+from fastdecode.daemon.config import NodeConfig
+from fastdecode.daemon.config_sources import without_options
+
+log = logging.getLogger(__name__)
+
+#: Pauses before the first, second, ... start after an end. The last one repeats; a run of `_STABLE_SECONDS` starts the
+#: series anew.
+_PAUSES_SECONDS = (0.1, 0.5, 1.0, 2.0, 4.0, 8.0)
+_STABLE_SECONDS = 30.0
+
+
+class Supervised:
+    """A Python module that runs as a child process. The kernel kills the child when this process dies."""
+
+    def __init__(self, name: str, command: Callable[[], Sequence[str]]):
+        """`command` gives the module and its arguments, anew for every start."""
+        self.name = name
+        self.starts = 0
+        self._command = command
+        self._process: subprocess.Popen[bytes] | None = None
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"supervise {name}", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    @property
+    def running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process is not None else None
+
+    def _run(self) -> None:
+        short = 0
+        while not self._stopping.is_set():
+            began = time.monotonic()
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "fastdecode.cluster.leash", str(os.getpid()), sys.executable, "-P", "-m",
+                 *self._command()],
+                stdin=subprocess.DEVNULL,
+                env=without_options(fields(NodeConfig), os.environ),
+                start_new_session=True,
+            )  # fmt: skip
+            self.starts += 1
+            status = self._process.wait()
+            if self._stopping.is_set():
+                return
+            log.warning("%s has ended with status %d; starting it again", self.name, status)
+            short = 0 if time.monotonic() - began > _STABLE_SECONDS else short + 1
+            self._stopping.wait(_PAUSES_SECONDS[min(max(short - 1, 0), len(_PAUSES_SECONDS) - 1)])
+
+    def stop(self, seconds: float) -> int | None:
+        """End the child with SIGTERM, and with SIGKILL after `seconds`. Returns its exit status; None: it did not
+        run."""
+        self._stopping.set()
+        process = self._process
+        if process is None:
+            return None
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+        self._thread.join(seconds)
+        if self._thread.is_alive():
+            log.warning("%s does not end within %.0f s; killing it", self.name, seconds)
+            process.kill()
+            self._thread.join()
+        return process.poll()

@@ -1,0 +1,227 @@
+"""The parts of fastdecode-cluster that need no Ray: cluster.yaml, the directory, addresses, supervision."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+from node_process import gone
+
+from fastdecode.cluster import hosts
+from fastdecode.cluster.cli import main
+from fastdecode.cluster.config import ClusterConfig, ClusterError
+from fastdecode.cluster.directory import Directory, Entry
+from fastdecode.cluster.hosts import NodeFile
+from fastdecode.cluster.reach import Reach, boot_id
+from fastdecode.cluster.supervised import Supervised
+from fastdecode.cluster.table import table
+from fastdecode.daemon.discovery import parse_list
+
+FILE = """
+name: chat
+secret-file: /etc/fastdecode/secret
+placement: spread
+r-nodes: {count: 4, cpus: 8, kv-memory: 64GiB, options: {huge-pages: hugetlb}}
+s-nodes: {count: 2, gpus: 1, memory: 32GiB, options: {max_queued: 9, speculate: "suffix:4"}}
+router: {host: 0.0.0.0, port: 9000}
+"""
+
+
+def until(condition, seconds=30):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+# ---- cluster.yaml ----
+
+
+@pytest.mark.quick
+def test_a_file_is_a_configuration(tmp_path):
+    path = tmp_path / "cluster.yaml"
+    path.write_text(FILE)
+    config = ClusterConfig.from_file(path)
+    assert (config.name, config.r_nodes.count, config.r_nodes.kv_bytes) == ("chat", 4, 64 << 30)
+    assert config.r_options() == ["--huge-pages", "hugetlb"]
+    assert config.s_options() == ["--max-queued", "9", "--speculate", "suffix:4"]
+    assert config.router.port == 9000 and config.transport == "auto"
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("r-node: {}", "there is no key 'r-node'; there are .*r_nodes"),
+        ("r-nodes: {counts: 1}", "r-nodes: there is no key 'counts'"),
+        ("r-nodes: {count: many}", "r-nodes: count: 'many' is not a int"),
+        ("r-nodes: {count: 0}", "r-nodes: count and cpus must be at least 1"),
+        ("r-nodes: {kv-memory: 3 elephants}", "r-nodes: kv-memory: '3 elephants' is not a size"),
+        ("r-nodes: {options: {listen: 'tcp://a:1'}}", "options: listen is set by the cluster itself"),
+        ("s-nodes: {options: {nonsense: 1}}", "s-nodes: options: there is no option 'nonsense'"),
+        ("s-nodes: {options: {max-queued: -1}}", "s-nodes: options: fastdecode-node refuses them"),
+        ("r-nodes: 4", "r-nodes must be a mapping"),
+        ("name: Ünsinn", "is not a word of lower-case letters"),
+        ("placement: far", "'far' is not one of near, spread"),
+        ("router: {port: 123456}", "123456 is not a TCP port"),
+        ("a: [", "is not YAML"),
+    ],
+)
+def test_a_bad_file_is_refused_with_a_reason(text, why, tmp_path, capsys):
+    path = tmp_path / "cluster.yaml"
+    path.write_text(text)
+    with pytest.raises(ClusterError, match=why):
+        ClusterConfig.from_file(path)
+    with pytest.raises(SystemExit, match=f"fastdecode-cluster up: error: .*{why}"):
+        main(["up", str(path)])
+
+
+@pytest.mark.quick
+def test_without_ray_the_core_works_and_the_command_says_what_is_missing(tmp_path):
+    """In a process of its own, where importing Ray fails."""
+    path = tmp_path / "cluster.yaml"
+    path.write_text("name: x")
+    script = f"""
+import sys
+sys.modules["ray"] = None
+class NoRay:
+    def find_spec(self, name, *rest):
+        if name == "ray":
+            raise ModuleNotFoundError(name="ray")
+del sys.modules["ray"]
+sys.meta_path.insert(0, NoRay())
+from fastdecode.cluster.cli import main
+main(["status", {str(path)!r}])
+"""
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert ended.returncode == 1 and "pip install 'fastdecode[ray]'" in ended.stderr
+
+
+# ---- the directory, and what is made of it ----
+
+
+@pytest.mark.quick
+def test_a_directory_forgets_who_is_silent_and_settles():
+    now = [100.0]
+    directory = Directory(lambda: now[0])
+    one, two = (Entry(f"r{i}", "r", "running", "10.0.0.1", "n", listed=True) for i in range(2))
+    assert directory.report(one).entries == (one,)
+    assert not directory.report(two).settled
+    now[0] += 4
+    assert directory.report(one).entries == (one, two)
+    now[0] += 4
+    view = directory.report(one)
+    assert view.entries == (one,) and view.settled
+    directory.forget("r0")
+    assert directory.view().entries == ()
+
+
+@pytest.mark.quick
+def test_a_file_of_nodes_shrinks_only_when_the_directory_has_settled(tmp_path):
+    file = NodeFile(tmp_path / "r-nodes")
+    assert not file.write([], settled=True)
+    assert file.write(["tcp://a:1", "shm:///x#tcp://b:2"], settled=False)
+    assert parse_list(file.path.read_text()) == ("tcp://a:1", "shm:///x#tcp://b:2")
+    assert file.write(["tcp://c:3"], settled=False)
+    assert len(parse_list(file.path.read_text())) == 3
+    assert file.write(["tcp://c:3"], settled=True)
+    assert parse_list(file.path.read_text()) == ("tcp://c:3",)
+    assert file.write([], settled=True)  # the last set stays: an S-node would refuse an empty one
+    assert parse_list(file.path.read_text()) == ("tcp://c:3",)
+
+
+@pytest.mark.quick
+def test_the_transport_is_what_joins_the_ends(tmp_path):
+    path = str(tmp_path / "r.sock")
+    reach = Reach("tcp://a:1", "rdma://a:2", path, boot_id(), os.getuid())
+    assert reach.url("auto", rdma=True) == "rdma://a:2"  # no such socket here: another machine, or another container
+    assert reach.url("auto", rdma=False) == reach.url("tcp", rdma=True) == "tcp://a:1"
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(path)
+        assert reach.url("auto", rdma=True) == f"shm://{path}#tcp://a:1"
+        assert reach.url("tcp", rdma=False) == "tcp://a:1"
+        assert Reach("tcp://a:1", None, path, "another boot", os.getuid()).url("auto", rdma=True) == "tcp://a:1"
+        assert Reach("tcp://a:1", None, path, boot_id(), os.getuid() + 1).url("auto", rdma=True) == "tcp://a:1"
+
+
+@pytest.mark.quick
+def test_r_nodes_of_a_machine_claim_numa_nodes_in_turn(tmp_path, monkeypatch):
+    class Node:
+        def __init__(self, number):
+            self.number, self.cpus = number, (number,)
+
+    monkeypatch.setattr(hosts, "numa_nodes", lambda: [Node(0), Node(1)])
+    assert [hosts._claim_numa_node(tmp_path) for _ in range(3)] == [0, 1, 0]
+    os.close(hosts._claimed.pop(1))  # the R-node of node 1 has ended
+    assert hosts._claim_numa_node(tmp_path) == 1
+    while hosts._claimed:
+        os.close(hosts._claimed.pop())
+    monkeypatch.setattr(hosts, "numa_nodes", lambda: [Node(0)])
+    assert hosts._claim_numa_node(tmp_path) is None
+
+
+@pytest.mark.quick
+def test_the_table_adds_up_what_s_nodes_say_of_an_r_node():
+    reach = Reach("tcp://a:1", None, "/x", "", 0)
+    lease = {"url": "shm:///x", "alive": True, "sequences": 3, "pages_used": 5, "pages_total": 10}
+    load = {"running": 3, "waiting": 1, "kv_cache_usage": 0.5, "nodes": [lease]}
+    directory = Directory()
+    directory.report(Entry("r0", "r", "running", "a", "n", reach=reach, starts=2))
+    for i in range(2):
+        directory.report(Entry(f"s{i}", "s", "running", "b", "n", url="http://b:1", load=load))
+    head, r0, s0, _ = table(directory.view()).splitlines()
+    assert head.split()[:4] == ["node", "state", "machine", "starts"]
+    assert r0.split() == ["r0", "running", "a", "2", "6", "50%", "2", "tcp://a:1"]
+    assert s0.split() == ["s0", "running", "b", "0", "3+1", "50%", "1", "shm", "http://b:1"]
+
+
+# ---- supervision ----
+
+
+def test_a_process_is_started_again_and_ends_with_its_parent(tmp_path):
+    (tmp_path / "worker.py").write_text("import time\nprint('up', flush=True)\ntime.sleep(600)\n")
+    script = f"""
+import os, sys, time
+sys.path.insert(0, {str(tmp_path)!r})
+from fastdecode.cluster.supervised import Supervised
+os.environ["PYTHONPATH"] = {str(tmp_path)!r}
+child = Supervised("worker", lambda: ["worker"])
+child.start()
+while True:
+    if child.running:
+        print(child.starts, child.pid, flush=True)
+    time.sleep(0.02)
+"""
+    parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    try:
+        seen = {}
+        while len(seen) < 3:
+            line = parent.stdout.readline().split()
+            if len(line) == 2 and line[0] not in seen:
+                seen[line[0]] = int(line[1])
+                if len(seen) < 3:
+                    os.kill(seen[line[0]], signal.SIGKILL)
+        assert [*seen] == ["1", "2", "3"]
+    finally:
+        parent.kill()
+        parent.communicate()
+    assert gone(seen["3"])
+
+
+def test_a_process_that_is_stopped_stays_so(tmp_path, monkeypatch):
+    (tmp_path / "worker.py").write_text(
+        "import signal, sys, time\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(3))\n"
+        f"open({str(tmp_path / 'up')!r}, 'w')\ntime.sleep(600)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    child = Supervised("worker", lambda: ["worker"])
+    assert child.stop(1) is None
+    child = Supervised("worker", lambda: ["worker"])
+    child.start()
+    until((tmp_path / "up").exists)
+    assert child.stop(20) == 3 and not child.running and child.starts == 1

@@ -1,0 +1,33 @@
+"""fastdecode-cluster on a local Ray cluster: `fastdecode-bench cluster` kills, drains and adds nodes under load."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("ray", reason="no Ray: pip install 'fastdecode[ray]'")
+pytestmark = [pytest.mark.tools, pytest.mark.timeout(420)]
+
+#: All events take minutes on two cores.
+EVENTS = os.environ.get("FASTDECODE_CLUSTER_EVENTS", "kill-r,drain-r,kill-s")
+
+
+def test_streams_go_on_while_nodes_come_and_go(tmp_path):
+    """No stream but those of a lost S-node fails, and every text is the undisturbed one."""
+    bench = [sys.executable, "-m", "fastdecode.bench.cli", "cluster", "--json", "--streams", "4", "--tokens", "200"]
+    with (tmp_path / "stderr").open("w+") as errors:
+        ended = subprocess.run(
+            [*bench, "--r-nodes", "3", "--events", EVENTS], stdout=subprocess.PIPE, stderr=errors, check=False
+        )
+        errors.seek(0)
+        assert ended.returncode == 0, errors.read()[-5000:]
+    result = json.loads(ended.stdout)
+    assert [row["event"] for row in result["events"]] == EVENTS.split(",")
+    for row in result["events"]:
+        failed = {"ended with s_node_lost", "ended with generation_failed"}
+        allowed = {"identical", *(failed if row["event"] in ("kill-s", "kill-raylet") else ())}
+        assert row["outcomes"]["identical"] and row["outcomes"].keys() <= allowed, row
