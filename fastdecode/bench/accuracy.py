@@ -83,7 +83,27 @@ class Error:
 def stored_kv(k: np.ndarray, v: np.ndarray, kv_dtype: str) -> tuple[np.ndarray, np.ndarray]:
     """The values of K and V, float64, that a cache holds after k and v [tokens, head_size] were appended."""
     k_format, _, v_format = kv_dtype.partition("-")
-    return stored(k, k_format), stored(v, v_format or k_format)
+    stored_v = stored(v, v_format or k_format)
+    if k_format not in ("int8", "int4"):
+        return stored(k, k_format), stored_v
+    return rotated(stored(rotated(k), k_format)), stored_v  # the rotation is its own inverse
+
+
+def rotated(x: np.ndarray) -> np.ndarray:
+    """x [rows, head_size] rotated as kernels/attention/rotate.h defines it, in the arithmetic of its dtype."""
+    result = x.copy()
+    start = 0
+    while start < x.shape[1]:
+        size = min(128, 1 << (x.shape[1] - start).bit_length() - 1)
+        block = result[:, start : start + size]
+        half = 1
+        while half < size:
+            pairs = block.reshape(len(x), -1, 2, half)
+            block = np.stack([pairs[:, :, 0] + pairs[:, :, 1], pairs[:, :, 0] - pairs[:, :, 1]], 2)
+            half *= 2
+        result[:, start : start + size] = block.reshape(len(x), size) * (x.dtype.type(1) / np.sqrt(x.dtype.type(size)))
+        start += size
+    return result
 
 
 def stored(x: np.ndarray, kv_format: str) -> np.ndarray:

@@ -14,6 +14,7 @@
 #include <string.h>
 
 #include "chunk.h"
+#include "rotate.h"
 
 /* A row after conversion: fp32, the bits of fp16 or bf16, or the stored integers. Integers of K are bytes. Integers of
  * V are 32-bit words, because store_v reads them as words: a load that is wider than the stores before it would wait
@@ -92,6 +93,12 @@ FD_INLINE void append_row(const fd_kv_dtype_t dtype, uint8_t *chunk, const uint3
                           uint32_t t, const float *k, const float *v) {
     const fd_kv_dtype_t k_format = fd_k_format(dtype), v_format = fd_v_format(dtype);
     converted_row_t k_row, v_row;
+    float rotated[FD_MAX_HEAD_SIZE] __attribute__((aligned(64)));
+    if (fd_kv_is_int(k_format)) {
+        memcpy(rotated, k, head_size * sizeof *k);
+        fd_rotate(rotated, head_size);
+        k = rotated;
+    }
     const uint32_t k_word = convert_row(k_format, 0, &k_row, k, head_size),
                    v_word = convert_row(v_format, 1, &v_row, v, v_size);
     store_k(k_format, chunk, head_size, t, &k_row);

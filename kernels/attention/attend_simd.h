@@ -19,13 +19,13 @@
  * Tiles read a chunk from its first byte to its last (chunk.h). For each line that they read, they prefetch the line
  * prefetch_ahead() bytes further on.
  *
- * Integer formats multiply in integers. A query row is rounded to 16-bit integers once, and the weights of a row once
- * for each chunk; each row is scaled by its largest magnitude (q_scale, weight_scale). The products of a chunk are
- * summed exactly in 32 bits, because 255 * 32767 * 256 < 2^31; a longer query row of int8 is rounded to 15 bits. An ISA
- * may round to 8 bits instead (kv_bits, kv_size), and may round the multipliers of bf16 to bf16 (kv_store_query,
- * kv_store_float_weights). With V = scale * stored + offset, the scales are multiplied into the weights before the
- * weights are rounded. The offsets contribute the same amount to every dimension, which is summed in row_state_t.bias
- * and added to O at the end.
+ * Integer formats multiply in integers. A query row is rotated as K was (rotate.h) and rounded to 16-bit integers once,
+ * and the weights of a row once for each chunk; each row is scaled by its largest magnitude (q_scale, weight_scale).
+ * The products of a chunk are summed exactly in 32 bits, because 255 * 32767 * 256 < 2^31; a longer query row of int8
+ * is rounded to 15 bits. An ISA may round to 8 bits instead (kv_bits, kv_size), and may round the multipliers of bf16
+ * to bf16 (kv_store_query, kv_store_float_weights). With V = scale * stored + offset, the scales are multiplied into
+ * the weights before the weights are rounded. The offsets contribute the same amount to every dimension, which is
+ * summed in row_state_t.bias and added to O at the end.
  *
  * A panel calls before_last_chunk for each head, so an fd_attend_t with before_last_chunk must fit into one panel:
  * heads * q_len * group <= FD_PANEL_ROWS.
@@ -38,6 +38,7 @@
 #define FD_ATTEND_SIMD_H
 
 #include "act_simd.h"
+#include "rotate.h"
 #include "softmax_simd.h"
 
 /* The first row of block `i`, if `rows` rows are cut into `n` blocks as evenly as possible. */
@@ -125,6 +126,7 @@ FD_INLINE void init_rows(const fd_kv_dtype_t dtype, const fd_attend_t *a, const 
         for (uint32_t r = 0; r < n; r++) {
             float q[FD_MAX_HEAD_SIZE] __attribute__((aligned(64)));
             load_act(q, a->q + fd_q_offset(a, head, p->row0 + r0 + r), head_size, a->act_dtype, a->softmax_scale);
+            if (fd_kv_is_int(fd_k_format(dtype))) fd_rotate(q, head_size);
             init_row(dtype, q, head_size, a->slopes != NULL, stored + r * STORED_ROW_BYTES,
                      &p->state[head * p->rows + r0 + r]);
         }

@@ -8,6 +8,7 @@
 
 #include "chunk.h"
 #include "dispatch.h"
+#include "rotate.h"
 #include "half.h"
 
 enum { BLOCK_ROWS = 8 };
@@ -102,8 +103,10 @@ FD_INLINE void attend_block(const fd_attend_t *a, const fd_kv_dtype_t dtype, uin
 
     float weights[BLOCK_ROWS][FD_PAGE_TOKENS] = {{0}}, q_sum[BLOCK_ROWS] = {0}, widened[FD_MAX_HEAD_SIZE];
     float q[BLOCK_ROWS][FD_MAX_HEAD_SIZE];
-    for (uint32_t r = 0; r < rows; r++)
+    for (uint32_t r = 0; r < rows; r++) {
         load_act(q[r], a->q + fd_q_offset(a, head, row + r), head_size, a->act_dtype, a->softmax_scale);
+        if (fd_kv_is_int(k_format)) fd_rotate(q[r], head_size);
+    }
     for (uint32_t d = 0; d < head_size; d++) {
         widen(k_format, widened, chunk, fd_k_depth(k_format, head_size), FD_PAGE_TOKENS, d, first, last);
         for (uint32_t r = 0; r < rows; r++) {

@@ -29,7 +29,8 @@
  * The affine words of K are the last row of each column of K; those of V are 128 words between K and V. So a kernel
  * reads a chunk from its first byte to its last without a gap, which hardware prefetchers can follow.
  *
- * int8-int4 stores K as int8 does and V as int4 does; every other format stores K and V alike.
+ * int8-int4 stores K as int8 does and V as int4 does; every other format stores K and V alike. K is rotated before it
+ * is rounded to integers, and so is Q (rotate.h).
  *
  * Rounding is to nearest even. fp16 saturates at +-65504, because an infinity in the cache would turn every later
  * output of its sequence into NaN; bf16 has the range of fp32 and need not saturate. fp32, fp16 and bf16 keep

@@ -110,7 +110,8 @@ def assert_close(got: Partial, want: Partial, v_max: float, allowed: Budget, wha
     """m, l and acc are each within the budget; rows that see no token are exactly as attention.h defines them."""
     seen = want.l > 0
     assert np.isneginf(got.m[~seen]).all() and not got.l[~seen].any() and not got.acc[~seen].any(), what
-    assert np.all(np.abs(got.m[seen] - want.m[seen]) <= allowed.m * (1 + np.abs(want.m[seen]))), what
+    m_error = (np.abs(got.m[seen] - want.m[seen]) / (1 + np.abs(want.m[seen]))).max(initial=0)
+    assert m_error <= allowed.m, f"{what}: error of m {m_error:.2e}, over the budget {allowed.m:.0e}"
     l_wanted = want.l[seen] * np.exp(want.m[seen] - got.m[seen])  # l is relative to the kernel's own m
     assert np.all(np.abs(got.l[seen] - l_wanted) <= allowed.l * l_wanted), what
     error = np.abs(got.output - want.output).max() / v_max
