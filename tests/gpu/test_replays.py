@@ -15,7 +15,7 @@ from contextlib import asynccontextmanager
 
 import numpy as np
 import pytest
-from captured_steps import GEOMETRY, HOST_SLOT, MAX_SEQS, MINI_BATCHES, CapturedStep, Payload, by_host
+from captured_steps import GEOMETRY, HOST_SLOT, MAX_SEQS, MINI_BATCHES, TURNS, CapturedStep, Payload, by_host
 from cuda_driver import Cuda
 from link_driver import FEWER, HANG_S, LAYER_REPLY, hello, in_thread
 
@@ -34,7 +34,7 @@ SOON_S = 0.05
 @asynccontextmanager
 async def linked(cuda: Cuda, url: str, n: int) -> AsyncIterator[tuple[list[Link], list[MappedRegion]]]:
     """`n` links to an R-node, and their regions."""
-    links = [await connect(url, hello(GEOMETRY, kv_bytes=4 << 20, max_seqs=MAX_SEQS), None) for _ in range(n)]
+    links = [await connect(url, hello(GEOMETRY, kv_bytes=24 << 20, max_seqs=MAX_SEQS), None) for _ in range(n)]
     try:
         yield links, [MappedRegion(cuda.product, link) for link in links]
     finally:
@@ -63,6 +63,7 @@ async def test_replayed_steps_are_bit_for_bit_those_of_the_host(cuda, shared_nod
         want = [await expected(links, payload, 1 + i) for i, payload in enumerate(payloads)]
         steps = [CapturedStep(cuda, links, regions, slot) for slot in range(MINI_BATCHES)]
         chance = np.random.default_rng(queues)
+        handles: list[list[tuple[int, int]]] = [[] for _ in links]
 
         def run(tag: int) -> None:
             picked = chance.integers(0, PAYLOADS, len(steps)).tolist()
@@ -75,10 +76,12 @@ async def test_replayed_steps_are_bit_for_bit_those_of_the_host(cuda, shared_nod
                 assert step.finish()
                 assert step.o(payloads[which]).tobytes() == want[which].tobytes(), f"step {tag}"
                 assert all(times is not None and times.kv_bytes for times in step.end(proxy))
-            for i, link in enumerate(links):
-                pairs = zip(steps, picked, strict=True)
-                handles = [handle for step, which in pairs for handle in payloads[which].handles(i, step.slot, tag)]
-                asyncio.run_coroutine_threadsafe(link.free(handles), loop).result(HANG_S)
+                for i in range(len(links)):
+                    handles[i] += payloads[which].handles(i, step.slot, tag)
+            if tag % TURNS == TURNS - 1:  # the next tag has the indices of one of these sequences
+                for link, ended in zip(links, handles, strict=True):
+                    asyncio.run_coroutine_threadsafe(link.free(ended), loop).result(HANG_S)
+                    ended.clear()
 
         def run_all() -> None:
             cuda.use_here()

@@ -28,7 +28,8 @@ GEOMETRY = Geometry(
     n_slots=MINI_BATCHES + 1, max_rows=16, n_layers=3, n_q_heads=4, n_kv_heads=2, head_size=16, act_dtype="fp32"
 )
 HOST_SLOT = MINI_BATCHES
-MAX_SEQS = 2 * GEOMETRY.n_slots  # see Payload.table
+TURNS = 8  # tags in a row that have sequences of their own, so that a test need not free them after each
+MAX_SEQS = TURNS * 2 * GEOMETRY.n_slots  # see Payload.table
 ROWS = 8  # of a graph, attending and appended
 DTYPES = {"fp32": np.float32, "fp16": np.float16}
 
@@ -62,7 +63,8 @@ class Payload:
     def table(self, link: int, slot: int, tag: int) -> np.ndarray:
         """The link's row table: one sequence that attends, and one whose rows are only appended."""
         n, more = (part[link].stop - part[link].start for part in (self.attending, self.appended))
-        rows = [(2 * slot, tag, 0, n, ROW_ATTEND, 0)] + ([(2 * slot + 1, tag, 0, more, 0, 0)] if more else [])
+        index = 2 * (tag % TURNS * GEOMETRY.n_slots + slot)
+        rows = [(index, tag, 0, n, ROW_ATTEND, 0)] + ([(index + 1, tag, 0, more, 0, 0)] if more else [])
         return np.array(rows, ROW_DTYPE)
 
     def handles(self, link: int, slot: int, tag: int) -> list[tuple[int, int]]:

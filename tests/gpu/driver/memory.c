@@ -24,6 +24,7 @@ size_t sim_memory_limit = (size_t)24 << 30;
 static pthread_rwlock_t lock = PTHREAD_RWLOCK_INITIALIZER;
 static block_t blocks[MAX_BLOCKS];
 static size_t n_blocks, used;
+static unsigned n_ended; /* blocks that have ended */
 static uint8_t *space, *next;
 
 static size_t whole_pages(size_t bytes) { return (bytes + PAGE - 1) / PAGE * PAGE; }
@@ -52,12 +53,33 @@ static const block_t *find(const void *pointer, size_t bytes, bool host) {
     return NULL;
 }
 
+/* Kernels ask for every access, mostly to blocks that their thread has met before: it keeps the last few that are good
+ * to read, for as long as no block ends. */
+enum { MET = 4 };
+static _Thread_local struct {
+    const uint8_t *start, *end;
+    unsigned ended;
+    bool read_only;
+} met[MET];
+static _Thread_local unsigned n_met;
+
 bool sim_is_device(const void *pointer, size_t bytes, bool write) {
+    const uint8_t *p = pointer;
+    const unsigned now = __atomic_load_n(&n_ended, __ATOMIC_ACQUIRE);
+    for (int i = 0; i < MET; i++)
+        if (p >= met[i].start && p < met[i].end && bytes <= (size_t)(met[i].end - p) && met[i].ended == now)
+            return !(write && met[i].read_only);
     pthread_rwlock_rdlock(&lock);
     const block_t *b = find(pointer, bytes, false);
-    const bool good = b && b->mapped && !(write && b->read_only);
+    const bool good = b && b->mapped;
+    const bool refused = good && write && b->read_only;
+    if (good) {
+        const unsigned i = n_met++ % MET;
+        met[i].start = b->device, met[i].end = b->device + b->bytes;
+        met[i].ended = n_ended, met[i].read_only = b->read_only;
+    }
     pthread_rwlock_unlock(&lock);
-    return good;
+    return good && !refused;
 }
 
 bool sim_is_pinned(const void *pointer, size_t bytes) {
@@ -74,6 +96,7 @@ static void drop(block_t *b) {
     if (b->by_driver) munmap(b->host, whole_pages(b->bytes));
     if (!b->host) used -= b->bytes;
     *b = blocks[--n_blocks];
+    __atomic_add_fetch(&n_ended, 1, __ATOMIC_RELEASE);
 }
 
 void sim_release_memory(void) {
