@@ -148,14 +148,15 @@ class RNodeControl:
         self._scheduler.node_lost(node)
         if self._patience and not self._cluster.alive:
             self._lost_at = time.monotonic()
-            self._spawn(self._lose_patience(node))
+            self._spawn(self._lose_patience(node.url))
         self._on_change()
 
-    async def _lose_patience(self, node: RNodeLedger) -> None:
-        """Fail what waits for an R-node, unless one comes in time."""
+    async def _lose_patience(self, url: str) -> None:
+        """Fail what waits for an R-node, unless one comes in time. Takes the URL of the lost one, because its ledger
+        would keep the dead link's region mapped."""
         await asyncio.sleep(self._patience)
         if not self._cluster.alive and time.monotonic() - self._lost_at >= self._patience:
-            self._scheduler.fail_unplaced(node)
+            self._scheduler.fail_unplaced(url)
             self._on_change()
 
     def set_replacement(self, position: int, link: Link) -> None:

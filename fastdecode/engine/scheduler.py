@@ -314,17 +314,17 @@ class Scheduler:
             if not seq.in_flight:
                 self._requeue(seq)
         if not self._waits_for_r_nodes:
-            self.fail_unplaced(node)
+            self.fail_unplaced(node.url)
 
     @property
     def _waits_for_r_nodes(self) -> bool:
         return self.patient and not self.cluster.alive
 
-    def fail_unplaced(self, node: RNodeLedger) -> None:
-        """Fail the waiting sequences that no R-node can hold, now that `node` is lost."""
+    def fail_unplaced(self, url: str) -> None:
+        """Fail the waiting sequences that no R-node can hold, now that the R-node at `url` is lost."""
         for seq in [s for s in self.waiting if not self.cluster.can_hold(len(s.tokens))]:
             self.waiting.remove(seq)
-            self._failed.append((seq, self._loss_message(node)))
+            self._failed.append((seq, self._loss_message(url)))
 
     # -- chunks ---------------------------------------------------------------------------------------------------
 
@@ -528,7 +528,7 @@ class Scheduler:
         if self.cluster.can_hold(len(seq.tokens)) or self._waits_for_r_nodes:
             self.add(seq)
         else:
-            self._failed.append((seq, self._loss_message(node)))
+            self._failed.append((seq, self._loss_message(node.url)))
 
     def _remove(self, seq: Sequence, sound: bool = False) -> None:
         """Take a running sequence off its R-node and out of its mini-batch.
@@ -549,9 +549,9 @@ class Scheduler:
             self._starved.remove(seq)
         self.changed = True
 
-    def _loss_message(self, node: RNodeLedger) -> str:
+    def _loss_message(self, url: str) -> str:
         if not self.cluster.alive:
-            return f"R-node {node.url} was lost and no other is connected"
+            return f"R-node {url} was lost and no other is connected"
         return f"no remaining R-node can cache the sequence's tokens (at most {self.cluster.capacity})"
 
     # -- balance --------------------------------------------------------------------------------------------------
