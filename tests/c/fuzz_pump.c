@@ -280,8 +280,8 @@ static void hostile_replies(input_t *in) {
             break;
         }
         REQUIRE(a.result == (status == FD_OK ? FD_PORT_OK : FD_PORT_REFUSED));
-        const fd_report_t *report = &e.port.reports[slot];
-        REQUIRE(status == FD_OK || (report->status == status && memchr(report->message, 0, sizeof report->message)));
+        const fd_report_t *taken = &e.port.reports[slot];
+        REQUIRE(status == FD_OK || (taken->status == status && memchr(taken->message, 0, sizeof taken->message)));
         REQUIRE(!memcmp(e.region + e.y.slot0 + slot * e.y.slot_bytes + e.y.o, right.bytes, o_bytes));
         n_replies++;
         fd_report_t totals;
