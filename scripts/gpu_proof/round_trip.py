@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from captured_steps import CapturedStep, Payload
+from captured_steps import MAX_SEQS, CapturedStep, Payload
 from cuda_driver import Cuda
 from link_driver import HANG_S, hello
 from rnode_process import RNodeProcess
@@ -81,7 +81,7 @@ def measure(setting: Setting) -> dict[str, Any]:
 
 
 async def _cell(setting: Setting, cuda: Cuda, url: str, transport: str, geometry: Geometry) -> dict[str, Any]:
-    link = await connect(url, hello(geometry, "fp16", kv_bytes=1 << 26), None)
+    link = await connect(url, hello(geometry, "fp16", kv_bytes=1 << 26, max_seqs=MAX_SEQS), None)
     region = MappedRegion(cuda.product, link)
     rows, proxy = geometry.max_rows, Proxy()
     payload = Payload.of(geometry, 1, [rows, 0], seed=rows)
