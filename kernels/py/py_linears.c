@@ -36,7 +36,7 @@ static PyObject *linear_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
         return NULL;
     const unsigned most = 1u << 24;
     if (!outs || !ins || outs > most || ins > most || !group || group > most || group % FD_LINEAR_BLOCK ||
-        (bits != 4 && bits != 8) || zero < 0 || zero > 255 || passes < 1 || passes > 2 )
+        (bits != 4 && bits != 8) || zero < 0 || zero > 255 || passes < 1 || passes > 2)
         return PyErr_Format(PyExc_ValueError, "no such linear: %u x %u, %u bits, groups of %u", outs, ins, bits, group);
     if (rotated && (bits != 8 || passes != 1 || o[MINS] != Py_None)) {
         PyErr_SetString(PyExc_ValueError, "a rotated matrix has 8 bits, one pass and no mins");
