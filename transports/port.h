@@ -33,7 +33,7 @@ typedef struct {
     uint64_t spin_ns; /* how long a waiter spins before it sleeps */
     fd_down_t down;
     fd_port_slot_t slots[FD_MAX_SLOTS];
-    fd_report_t reports[FD_MAX_SLOTS]; /* the last one that was read from each slot */
+    fd_report_t reports[FD_MAX_SLOTS]; /* the last report read from each slot */
 } fd_port_t;
 
 typedef enum {

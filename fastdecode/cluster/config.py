@@ -27,7 +27,7 @@ _T = TypeVar("_T")
 
 
 class ClusterError(Exception):
-    """Something that the user can mend; the message is a sentence."""
+    """An error that the user can mend; the message is a sentence."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -257,7 +257,7 @@ class RayCluster:
 
     @staticmethod
     def _drain_actors(names: Sequence[str], seconds: float | None = None) -> None:
-        """Drain actors at the same time. One that is lost meanwhile, or cannot be reached, has nothing to drain."""
+        """Drain actors at the same time. A lost or unreachable actor has nothing to drain."""
         calls = []
         for name in names:
             with contextlib.suppress(ValueError):

@@ -92,7 +92,7 @@ class Pool:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def choose(self, keys: Sequence[bytes], tried: Collection[SNode] = ()) -> SNode | None:
-        """The S-node for a prompt with these blocks; None if none of those that were not `tried` can take it."""
+        """The S-node for a prompt with these blocks; None if no S-node can take it except those in `tried`."""
         able = [s_node for s_node in self.s_nodes if s_node.healthy and s_node not in tried]
         if not able:
             return None
