@@ -8,11 +8,9 @@ import os
 import re
 import socket
 import threading
-import time
 
-import orjson
 import pytest
-from node_process import complete, fetch
+from node_process import complete, fetch, health, until
 
 from fastdecode.daemon.config import NodeConfig
 from fastdecode.daemon.discovery import DiscoveryError, DnsSet, FileSet, parse_list, r_node_set
@@ -109,17 +107,6 @@ def test_one_option_names_the_r_nodes(tmp_path):
         NodeConfig(r_node=("tcp://a:1",), r_nodes_file=tmp_path / "f")
     with pytest.raises(ValueError, match="--threads is for the embedded R-node; with --r-nodes-dns"):
         NodeConfig(r_nodes_dns="tcp://h:1", threads=1)
-
-
-def health(api):
-    return orjson.loads(fetch(f"{str(api.base_url).removesuffix('/v1/')}/health"))
-
-
-def until(condition, seconds=30):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def test_an_s_node_follows_its_file_under_load(start, tmp_path):

@@ -3,23 +3,10 @@
 from __future__ import annotations
 
 import threading
-import time
 
 import openai
-import orjson
 import pytest
-from node_process import complete, fetch
-
-
-def health(api):
-    return orjson.loads(fetch(f"{str(api.base_url).removesuffix('/v1/')}/health"))
-
-
-def until(condition, seconds=30):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+from node_process import complete, fetch, health, until
 
 
 @pytest.mark.timeout(300)

@@ -9,8 +9,11 @@ import subprocess
 import sys
 import time
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import orjson
 from openai import OpenAI
 
 #: The programs, each as a module.
@@ -97,6 +100,20 @@ def complete(api: OpenAI, n: int = 8) -> str:
 def fetch(url: str) -> str:
     with urllib.request.urlopen(url, timeout=60) as answer:
         return answer.read().decode()
+
+
+def health(api: OpenAI) -> dict[str, Any]:
+    """What the node's /health says."""
+    found: dict[str, Any] = orjson.loads(fetch(f"{str(api.base_url).removesuffix('/v1/')}/health"))
+    return found
+
+
+def until(condition: Callable[[], object], seconds: float = 30) -> None:
+    """Wait until the condition holds."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def temporary(tmp_path: Path) -> Path:
