@@ -71,7 +71,7 @@ class HostActor:
             raise
 
     def process_ids(self) -> tuple[int, int | None]:
-        """Those of the actor and of its node's process."""
+        """The process ids of the actor and of its node."""
         return os.getpid(), self._host.entry.pid
 
     def drain(self, seconds: float | None = None) -> int | None:

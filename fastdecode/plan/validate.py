@@ -96,7 +96,7 @@ def random_checkpoint(directory: Path) -> Path:
 
 @dataclass(slots=True)
 class _State:
-    """What has been measured so far, in passes."""
+    """The measurements of all passes so far."""
 
     profiles: list[Profile] = field(default_factory=list)
     measured: dict[Point, list[float]] = field(default_factory=dict)  # output tokens/s
