@@ -7,10 +7,9 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 
 import pytest
-from node_process import gone
+from node_process import gone, until
 
 from fastdecode.cluster import hosts
 from fastdecode.cluster.cli import main
@@ -30,13 +29,6 @@ r-nodes: {count: 4, cpus: 8, kv-memory: 64GiB, options: {huge-pages: hugetlb}}
 s-nodes: {count: 2, gpus: 1, memory: 32GiB, options: {max_queued: 9, speculate: "suffix:4"}}
 router: {host: 0.0.0.0, port: 9000}
 """
-
-
-def until(condition, seconds=30):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 # ---- cluster.yaml ----
