@@ -1,10 +1,17 @@
-"""The options that several commands share: profiles of hardware, and the transport of the links."""
+"""The options that several commands share: profiles of hardware, the transport of the links, and a whole system."""
 
 from __future__ import annotations
 
 import argparse
+from dataclasses import dataclass
+from pathlib import Path
 
+from fastdecode.daemon.config import NodeConfig, parse_bytes
+from fastdecode.demo import model_dir
+from fastdecode.plan.equations import System
+from fastdecode.plan.model import read_model
 from fastdecode.plan.profile import Profile, ProfileError, merged, read_profile
+from fastdecode.region.contract import KV_DTYPES
 
 
 def add_profile_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,3 +29,33 @@ def profile_and_transport(args: argparse.Namespace) -> tuple[Profile, str]:
     if transport not in profile.links:
         raise ProfileError(f"the profile has no link over {transport}; it has {', '.join(profile.links)}")
     return profile, transport
+
+
+def add_system_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options that `PlannedSystem.of` reads, and those of a step and of its time."""
+    add = parser.add_argument
+    add("--model", type=Path, metavar="PATH", help="as for fastdecode-node; default: the demo model")
+    add_profile_arguments(parser)
+    add("--r-nodes", type=int, default=1, metavar="N", help="number of R-nodes")
+    add("--kv-memory", type=parse_bytes, metavar="SIZE", help="of each R-node; default: the profile's")
+    add("--kv-dtype", choices=KV_DTYPES, default="fp16")
+    add("--max-batch-tokens", type=int, default=512, metavar="N")
+    add("--target-tbt-ms", type=float, default=200.0, metavar="MS", help="as for fastdecode-node; 0: none")
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedSystem:
+    """The system that a command's options name."""
+
+    profile: Profile
+    system: System
+    memory: float  # for the KV-cache of each R-node, bytes
+
+    @classmethod
+    def of(cls, args: argparse.Namespace) -> PlannedSystem:
+        """Raises ProfileError, CheckpointError, OSError."""
+        profile, transport = profile_and_transport(args)
+        assert profile.r_node is not None
+        model = read_model(NodeConfig(model=args.model).model_path() or model_dir())
+        system = System.of(profile, transport, model, args.kv_dtype, args.r_nodes)
+        return cls(profile, system, args.kv_memory or profile.r_node.memory)

@@ -14,15 +14,10 @@ from typing import Any
 from fastdecode.bench.options import print_result
 from fastdecode.bench.serving import report, workload
 from fastdecode.bench.serving.options import add_load_arguments, load_requests
-from fastdecode.daemon.config import NodeConfig, parse_bytes
-from fastdecode.demo import model_dir
 from fastdecode.engine.scheduling.admission import SCHEDULES
 from fastdecode.engine.scheduling.plan import SchedulerLimits
-from fastdecode.plan.equations import System
-from fastdecode.plan.model import read_model
-from fastdecode.plan.options import add_profile_arguments, profile_and_transport
+from fastdecode.plan.options import PlannedSystem, add_system_arguments
 from fastdecode.plan.simulation import Simulated, simulate
-from fastdecode.region.contract import KV_DTYPES
 
 COMMAND = ("simulate", "serve a load in virtual time: the server's scheduler over predicted times (simulated)")
 
@@ -30,15 +25,9 @@ COMMAND = ("simulate", "serve a load in virtual time: the server's scheduler ove
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `fastdecode-plan simulate`."""
     add = parser.add_argument
-    add("--model", type=Path, metavar="PATH", help="as for fastdecode-node; default: the demo model")
-    add_profile_arguments(parser)
-    add("--r-nodes", type=int, default=1, metavar="N", help="number of R-nodes")
-    add("--kv-memory", type=parse_bytes, metavar="SIZE", help="of each R-node; default: the profile's")
-    add("--kv-dtype", choices=KV_DTYPES, default="fp16")
+    add_system_arguments(parser)
     add("--mini-batches", type=int, metavar="N", help="default: 2, or 1 if both parts take turns on the same cores")
     add("--max-batch-size", type=int, default=256, metavar="N")
-    add("--max-batch-tokens", type=int, default=512, metavar="N")
-    add("--target-tbt-ms", type=float, default=200.0, metavar="MS", help="as for fastdecode-node; 0: none")
     add("--schedule", action="append", choices=SCHEDULES, help="schedule to simulate (repeatable); default: both")
     add("--output-bound", type=int, metavar="N", help="max_tokens of every request; default: none is set")
     add("--history", type=int, default=0, metavar="N", help="the first N requests of the trace are not sent: the "
@@ -52,10 +41,8 @@ def run(args: argparse.Namespace) -> None:
     """Simulate and print. Raises ProfileError, CheckpointError, ValueError, OSError, RuntimeError."""
     if args.plot:
         from fastdecode.bench.serving import plots  # fails here rather than after the work
-    profile, transport = profile_and_transport(args)
-    assert profile.r_node is not None
-    model = read_model(NodeConfig(model=args.model).model_path() or model_dir())
-    system = System.of(profile, transport, model, args.kv_dtype, args.r_nodes)
+    planned = PlannedSystem.of(args)
+    profile, system, model = planned.profile, planned.system, planned.system.model
     mini_batches = args.mini_batches or (1 if profile.in_turns else 2)
     limits = SchedulerLimits(mini_batches, args.max_batch_tokens, args.max_batch_size)
     history, requests = _load(args)
@@ -66,7 +53,7 @@ def run(args: argparse.Namespace) -> None:
             requests,
             system,
             limits,
-            args.kv_memory or profile.r_node.memory,
+            planned.memory,
             bounds=[args.output_bound] * len(requests),
             history=history,
             schedule=schedule,

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,15 +16,11 @@ import numpy as np
 from fastdecode.bench.options import print_result
 from fastdecode.bench.serving import report
 from fastdecode.bench.serving.workload import MOONCAKE_BLOCK, Request, at_rate, fixed
-from fastdecode.daemon.config import NodeConfig, parse_bytes
-from fastdecode.demo import model_dir
 from fastdecode.engine.scheduling.admission import SCHEDULES
 from fastdecode.engine.scheduling.plan import SchedulerLimits
 from fastdecode.plan.equations import System
-from fastdecode.plan.model import read_model
-from fastdecode.plan.options import add_profile_arguments, profile_and_transport
+from fastdecode.plan.options import PlannedSystem, add_system_arguments
 from fastdecode.plan.simulation import Simulated, simulate
-from fastdecode.region.contract import KV_DTYPES
 
 COMMAND = ("stress", "streams beside long prompts, a costly request, and overload, in virtual time (simulated)")
 
@@ -33,15 +28,9 @@ COMMAND = ("stress", "streams beside long prompts, a costly request, and overloa
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `fastdecode-plan stress`."""
     add = parser.add_argument
-    add("--model", type=Path, metavar="PATH", help="as for fastdecode-node; default: the demo model")
-    add_profile_arguments(parser)
-    add("--r-nodes", type=int, default=1, metavar="N", help="number of R-nodes")
-    add("--kv-memory", type=parse_bytes, metavar="SIZE", help="of each R-node; default: the profile's")
-    add("--kv-dtype", choices=KV_DTYPES, default="fp16")
+    add_system_arguments(parser)
     add("--schedule", choices=SCHEDULES, default="greedy")
-    add("--target-tbt-ms", type=float, default=200.0, metavar="MS", help="as for fastdecode-node; 0: none")
     add("--max-batch-size", type=int, default=64, metavar="N")
-    add("--max-batch-tokens", type=int, default=512, metavar="N")
     add("--streams", type=int, default=16, metavar="N", help="streams in progress beside prompts and costly requests")
     add("--long-prompt", type=int, default=8192, metavar="N", help="tokens of long prompts, cut to the model's context")
     add("--choices", type=int, default=64, metavar="N", help="choices of the costly request")
@@ -53,13 +42,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Simulate and print. Raises ProfileError, CheckpointError, ValueError, OSError, RuntimeError."""
-    profile, transport = profile_and_transport(args)
-    assert profile.r_node is not None
-    model = read_model(NodeConfig(model=args.model).model_path() or model_dir())
+    planned = PlannedSystem.of(args)
+    profile, system, model = planned.profile, planned.system, planned.system.model
     stress = Stress(
-        System.of(profile, transport, model, args.kv_dtype, args.r_nodes),
+        system,
         SchedulerLimits(1 if profile.in_turns else 2, args.max_batch_tokens, args.max_batch_size),
-        args.kv_memory or profile.r_node.memory,
+        planned.memory,
         {"schedule": args.schedule, "target_tbt": args.target_tbt_ms / 1e3 or None},
     )
     prompt = min(args.long_prompt, model.max_positions - 128)
