@@ -25,6 +25,7 @@ from fastdecode.cluster.config import ClusterConfig
 from fastdecode.cluster.directory import Entry, View
 from fastdecode.cluster.reach import Reach, boot_id, has_rdma
 from fastdecode.cluster.supervised import Supervised
+from fastdecode.daemon.discovery import bracketed
 from fastdecode.daemon.machine import numa_nodes
 
 log = logging.getLogger(__name__)
@@ -33,7 +34,7 @@ _TICK_SECONDS = 0.5
 _HEALTH_TIMEOUT = 2.0
 #: Beyond the time for draining, before a process is killed.
 _END_SECONDS = 10.0
-#: A host without its directory; the message is for the log.
+#: Sends a report to the directory, and returns what the directory knows.
 Report = Callable[[Entry], View]
 
 
@@ -101,7 +102,7 @@ class Host(ABC):
                 ray_node=self._ray_node,
                 starts=self._process.starts,
                 pid=self._process.pid,
-                # One whose process is started again stays listed: others connect to it again by themselves.
+                # A node whose process is started again stays listed: others connect to it again by themselves.
                 listed=self._was_ready and not leaving,
             )
         )
@@ -147,7 +148,7 @@ class RNodeHost(Host):
 
     def _take_ports(self) -> None:
         super()._take_ports()
-        host = _bracketed(self.machine)
+        host = bracketed(self.machine)
         rdma = has_rdma() and self.config.transport == "auto"
         self._reach = Reach(
             tcp=f"tcp://{host}:{self.port}",
@@ -188,7 +189,7 @@ class SNodeHost(Host):
 
     @property
     def _url(self) -> str:
-        return f"http://{_bracketed(self.machine)}:{self.port}"
+        return f"http://{bracketed(self.machine)}:{self.port}"
 
     def _command(self) -> Sequence[str]:
         s = self.config.s_nodes
@@ -256,7 +257,7 @@ class RouterHost(Host):
         return self.machine if self.config.router.host in ("0.0.0.0", "::") else self.config.router.host
 
     def _entry(self, entry: Entry) -> Entry:
-        return entry.of(url=f"http://{_bracketed(self._address)}:{self.port}/v1")
+        return entry.of(url=f"http://{bracketed(self._address)}:{self.port}/v1")
 
 
 HOSTS: dict[str, Callable[..., Host]] = {"r": RNodeHost, "s": SNodeHost, "router": RouterHost}
@@ -297,10 +298,6 @@ def listens(address: str, port: int) -> bool:
 
 def _family(address: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in address else socket.AF_INET
-
-
-def _bracketed(address: str) -> str:
-    return f"[{address}]" if ":" in address else address
 
 
 def _secret(config: ClusterConfig) -> list[str]:

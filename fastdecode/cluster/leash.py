@@ -3,23 +3,21 @@
     python -m fastdecode.cluster.leash PARENT PROGRAM [ARGUMENT ...]
 
 PARENT is the parent's process id. The thread that starts this process must live as long as the program is to run,
-because the kernel watches the thread (prctl(2), PR_SET_PDEATHSIG).
+because the kernel watches the thread.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
-import signal
 import sys
 
-_PR_SET_PDEATHSIG = 1
+from fastdecode.daemon.parent import die_with_parent
 
 
 def main() -> None:
     parent, *command = sys.argv[1:]
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_parent()
     if os.getppid() != int(parent):  # it has died before the call
         sys.exit(1)
     with contextlib.suppress(PermissionError):  # Ray's workers are nice, with which a node would starve beside others

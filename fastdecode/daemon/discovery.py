@@ -137,10 +137,11 @@ class DnsSet:
                 del self._missed[address]
         for address in addresses:
             self._missed[address] = 0
-        return [f"{self._scheme}://{_bracketed(a)}:{self._port}" for a in sorted(self._missed)]
+        return [f"{self._scheme}://{bracketed(a)}:{self._port}" for a in sorted(self._missed)]
 
 
-def _bracketed(address: str) -> str:
+def bracketed(address: str) -> str:
+    """An IP address as a URL has it (RFC 3986, section 3.2.2)."""
     return f"[{address}]" if ":" in address else address
 
 

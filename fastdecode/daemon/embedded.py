@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import logging
 import os
 import shutil
-import signal
 import sys
 import tempfile
 import time
@@ -18,10 +16,10 @@ from pathlib import Path
 from fastdecode.daemon.config import EMBEDDED_OPTIONS, NodeConfig
 from fastdecode.daemon.config_sources import without_options
 from fastdecode.daemon.machine import numa_nodes, usable_cpus
+from fastdecode.daemon.parent import die_with_parent
 
 log = logging.getLogger(__name__)
 
-_PR_SET_PDEATHSIG = 1
 _START_SECONDS = 30.0
 
 
@@ -91,7 +89,7 @@ class EmbeddedRNode:
             env=without_options(fields(NodeConfig), os.environ),
             # ^C in a terminal must not reach this child, which the parent's running requests still need.
             start_new_session=True,
-            preexec_fn=_die_with_parent,
+            preexec_fn=die_with_parent,
         )
         try:
             await self._wait_until_listening(self._process)
@@ -136,8 +134,3 @@ async def _terminate(process: asyncio.subprocess.Process) -> None:
         log.warning("the embedded R-node does not end on SIGTERM; killing it")
         process.kill()
         await process.wait()
-
-
-def _die_with_parent() -> None:
-    """Runs in the child before exec: ask the kernel for SIGKILL when the parent dies."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

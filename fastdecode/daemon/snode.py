@@ -19,7 +19,7 @@ from fastdecode.daemon.activity import log_activity
 from fastdecode.daemon.api_processes import ApiProcesses
 from fastdecode.daemon.check_model import check_fits, check_partition
 from fastdecode.daemon.config import ConfigError, NodeConfig, format_bytes
-from fastdecode.daemon.discovery import FixedSet, NodeSet, r_node_set
+from fastdecode.daemon.discovery import FixedSet, NodeSet, bracketed, r_node_set
 from fastdecode.daemon.embedded import EmbeddedRNode, Split, split_machine
 from fastdecode.daemon.garbage import freeze
 from fastdecode.daemon.gpu import node_exchange
@@ -204,7 +204,7 @@ async def _serve(
 def _print_greeting(host: str, port: int, settings: ApiSettings) -> None:
     """Print the API's address and a command to try it."""
     name, scheme = settings.names[0], "http" if settings.tls is None else "https"
-    url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}/v1"
+    url = f"{scheme}://{bracketed(host)}:{port}/v1"
     endpoint, field = "completions", '"prompt": "It was a"'
     if settings.tokenizer.template_source:
         question = '{"role": "user", "content": "What is the capital of France?"}'

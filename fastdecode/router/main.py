@@ -25,7 +25,7 @@ from fastdecode.api.middleware import errors_as_json, log_requests
 from fastdecode.api.server import bind, serve
 from fastdecode.daemon import option_values
 from fastdecode.daemon.config_sources import Parser
-from fastdecode.daemon.discovery import FileSet, FixedSet, NodeSet
+from fastdecode.daemon.discovery import FileSet, FixedSet, NodeSet, bracketed
 from fastdecode.daemon.logs import set_up_logging
 from fastdecode.daemon.shutdown import wait_for_shutdown
 from fastdecode.router.metrics import RouterMetrics
@@ -97,7 +97,7 @@ async def _run(nodes: NodeSet, sockets: list[Any], host: str, drain_seconds: flo
         metrics.watch(pool)
         await pool.start()
         server = await serve(make_app(pool, Proxy(pool, session, metrics), metrics, access_log=access_log), sockets)
-        url = f"http://{f'[{host}]' if ':' in host else host}:{server.port}/v1"
+        url = f"http://{bracketed(host)}:{server.port}/v1"
         print(f"Router on {url}", flush=True)
         await shutdown
         log.info("draining: running requests may go on for %.0f s", drain_seconds)
