@@ -418,11 +418,11 @@ class Scheduler:
     def _room(self, running: list[Sequence]) -> Room:
         """The room for newcomers beside the `running` sequences."""
         times, n_batches, shared = self.step_times, len(self.mini_batches), 0.0
-        r_part = self.cluster.r_part(running)
-        tokens_alone_count = times.target is None  # a pause is a long time between two tokens
-        r_binds = r_part is None or r_part > _R_BOUND * (times.base or 0.0)
-        if running and times.s_part and tokens_alone_count and not r_binds:
-            shared = max(0.0, n_batches * times.s_part - times.prompt_seconds(len(running))) / len(running)
+        # With a target no stream is paused, because a pause is a long time between two tokens.
+        if running and times.s_part and times.target is None:
+            r_part = self.cluster.r_part(running)
+            if r_part is not None and r_part <= _R_BOUND * (times.base or 0.0):
+                shared = max(0.0, n_batches * times.s_part - times.prompt_seconds(len(running))) / len(running)
         slots = n_batches * self.limits.max_seqs
         return Room(slots, self.cluster.tokens, self.cluster.page_groups, shared, times.prompt_seconds)
 
