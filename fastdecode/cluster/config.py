@@ -64,7 +64,7 @@ class SNodes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrontDoor:
-    """The router: it listens on the machine where `up` was run, as long as that one lives."""
+    """The router, which listens on the machine where `up` was run as long as that machine lives."""
 
     host: str = "127.0.0.1"
     port: int = 8000

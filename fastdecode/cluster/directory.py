@@ -47,7 +47,7 @@ class View:
 
 
 class Directory:
-    """See the module."""
+    """The last report of each node, for a few seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self._clock = clock
