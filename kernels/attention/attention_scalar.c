@@ -8,8 +8,8 @@
 
 #include "chunk.h"
 #include "dispatch.h"
-#include "rotate.h"
 #include "half.h"
+#include "rotate.h"
 
 enum { BLOCK_ROWS = 8 };
 

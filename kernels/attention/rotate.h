@@ -1,4 +1,4 @@
-/* The rotation of Q and K before they are rounded to integers.
+/* The rotation of Q and K before they are rounded to integers. kernels/linears rotates activations in the same way.
  *
  * A query or a key has a few channels that are many times as large as the others, and they set the scale of its
  * integers. A Hadamard transform is orthogonal, so it leaves every score as it was, and it spreads such a channel over
@@ -13,18 +13,14 @@
 
 typedef float fd_v8_t __attribute__((vector_size(32), aligned(4), may_alias));
 
-/* The first three stages, within eight elements. */
-FD_INLINE void fd_rotate_eight(float *x) {
-    const fd_v8_t sign1 = {1, -1, 1, -1, 1, -1, 1, -1}, sign2 = {1, 1, -1, -1, 1, 1, -1, -1},
-                  sign4 = {1, 1, 1, 1, -1, -1, -1, -1};
-    fd_v8_t y = *(fd_v8_t *)x;
-    y = __builtin_shufflevector(y, y, 0, 0, 2, 2, 4, 4, 6, 6) +
-        sign1 * __builtin_shufflevector(y, y, 1, 1, 3, 3, 5, 5, 7, 7);
-    y = __builtin_shufflevector(y, y, 0, 1, 0, 1, 4, 5, 4, 5) +
-        sign2 * __builtin_shufflevector(y, y, 2, 3, 2, 3, 6, 7, 6, 7);
-    y = __builtin_shufflevector(y, y, 0, 1, 2, 3, 0, 1, 2, 3) +
-        sign4 * __builtin_shufflevector(y, y, 4, 5, 6, 7, 4, 5, 6, 7);
-    *(fd_v8_t *)x = y;
+/* The first three stages of a Hadamard transform, within eight elements. */
+FD_INLINE void fd_rotate_eight(fd_v8_t *x) {
+    const fd_v8_t ones = {1, -1, 1, -1, 1, -1, 1, -1}, twos = {1, 1, -1, -1, 1, 1, -1, -1},
+                  fours = {1, 1, 1, 1, -1, -1, -1, -1};
+    fd_v8_t y = *x;
+    y = y * ones + __builtin_shufflevector(y, y, 1, 0, 3, 2, 5, 4, 7, 6);
+    y = y * twos + __builtin_shufflevector(y, y, 2, 3, 0, 1, 6, 7, 4, 5);
+    *x = y * fours + __builtin_shufflevector(y, y, 4, 5, 6, 7, 0, 1, 2, 3);
 }
 
 /* Rotates x [n], n a multiple of 8, in blocks of a power of two: of FD_ROTATED_MAX elements while so many are left,
@@ -33,7 +29,7 @@ FD_INLINE void fd_rotate(float *x, uint32_t n) {
     for (uint32_t size = FD_ROTATED_MAX; size >= 8; size /= 2) {
         const float scale = 1.0f / sqrtf((float)size);
         for (; n >= size; x += size, n -= size) {
-            for (uint32_t i = 0; i < size; i += 8) fd_rotate_eight(x + i);
+            for (uint32_t i = 0; i < size; i += 8) fd_rotate_eight((fd_v8_t *)(x + i));
             for (uint32_t half = 8; half < size; half *= 2)
                 for (uint32_t i = 0; i < size; i += 8) {
                     if (i & half) continue;

@@ -12,11 +12,10 @@
 #include <string.h>
 
 #include "linear.h"
+#include "rotate.h"
 
-typedef float fd_eight_t __attribute__((vector_size(32)));
-/* Floats and one float's bits, anywhere. A block is stored in vectors as wide as those that load it next, because a
- * processor waits before it loads what narrower stores have just written; FD_ROUND_64_BYTES: those of AVX-512. */
-typedef float fd_eight_floats_t __attribute__((vector_size(32), aligned(4), may_alias));
+/* A block is stored in vectors as wide as those that load it next, because a processor waits before it loads what
+ * narrower stores have just written. FD_ROUND_64_BYTES: those of AVX-512. */
 #ifdef FD_ROUND_64_BYTES
 typedef float fd_sixteen_floats_t __attribute__((vector_size(64), aligned(4), may_alias));
 #endif
@@ -25,23 +24,19 @@ typedef int32_t fd_float_bits_t __attribute__((may_alias));
 /* Multiplies a block by H, whose element (i, j) is -1 to the number of bits that i and j have in common. */
 static inline void rotate_block(const float *from, float *to) {
     enum { N = FD_LINEAR_BLOCK / 8 };
-    const fd_eight_t ones = {1, -1, 1, -1, 1, -1, 1, -1}, twos = {1, 1, -1, -1, 1, 1, -1, -1},
-                     fours = {1, 1, 1, 1, -1, -1, -1, -1};
-    fd_eight_t x[N];
+    fd_v8_t x[N];
     for (int i = 0; i < N; i++) {
-        fd_eight_t y = ((const fd_eight_floats_t *)from)[i];
-        y = y * ones + __builtin_shufflevector(y, y, 1, 0, 3, 2, 5, 4, 7, 6);
-        y = y * twos + __builtin_shufflevector(y, y, 2, 3, 0, 1, 6, 7, 4, 5);
-        x[i] = y * fours + __builtin_shufflevector(y, y, 4, 5, 6, 7, 0, 1, 2, 3);
+        x[i] = ((const fd_v8_t *)from)[i];
+        fd_rotate_eight(&x[i]);
     }
-    const fd_eight_t low = x[0] + x[1], low_odd = x[0] - x[1], high = x[2] + x[3], high_odd = x[2] - x[3];
-    const fd_eight_t y[N] = {low + high, low_odd + high_odd, low - high, low_odd - high_odd};
+    const fd_v8_t low = x[0] + x[1], low_odd = x[0] - x[1], high = x[2] + x[3], high_odd = x[2] - x[3];
+    const fd_v8_t y[N] = {low + high, low_odd + high_odd, low - high, low_odd - high_odd};
 #ifdef FD_ROUND_64_BYTES
     for (int i = 0; i < N / 2; i++)
         ((fd_sixteen_floats_t *)to)[i] =
             __builtin_shufflevector(y[2 * i], y[2 * i + 1], 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
 #else
-    for (int i = 0; i < N; i++) ((fd_eight_floats_t *)to)[i] = y[i];
+    for (int i = 0; i < N; i++) ((fd_v8_t *)to)[i] = y[i];
 #endif
 }
 
