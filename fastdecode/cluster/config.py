@@ -164,7 +164,7 @@ def _checked(value: Any, kind: str, key: str) -> Any:
     if isinstance(value, bool) and base != "bool":
         good = False
     if not good:
-        raise ClusterError(f"{key}: {value!r} is not a {'mapping' if base not in wanted else base}")
+        raise ClusterError(f"{key}: {value!r} is not of type {'mapping' if base not in wanted else base}")
     return value
 
 

@@ -51,7 +51,7 @@ def test_a_file_is_a_configuration(tmp_path):
     [
         ("r-node: {}", "there is no key 'r-node'; there are .*r_nodes"),
         ("r-nodes: {counts: 1}", "r-nodes: there is no key 'counts'"),
-        ("r-nodes: {count: many}", "r-nodes: count: 'many' is not a int"),
+        ("r-nodes: {count: many}", "r-nodes: count: 'many' is not of type int"),
         ("r-nodes: {count: 0}", "r-nodes: count and cpus must be at least 1"),
         ("r-nodes: {kv-memory: 3 elephants}", "r-nodes: kv-memory: '3 elephants' is not a size"),
         ("r-nodes: {options: {listen: 'tcp://a:1'}}", "options: listen is set by the cluster itself"),
@@ -98,7 +98,7 @@ main(["status", {str(path)!r}])
 
 
 @pytest.mark.quick
-def test_a_directory_forgets_who_is_silent_and_settles():
+def test_a_directory_forgets_silent_nodes_and_settles():
     now = [100.0]
     directory = Directory(lambda: now[0])
     one, two = (Entry(f"r{i}", "r", "running", "10.0.0.1", "n", listed=True) for i in range(2))
