@@ -14,6 +14,11 @@ on a bulk connection, from one R-node to another (bulk.py):
     R  DELIVER    version, nonce, proof, the token of a RECEIVE
     R  ACCEPTED   proof   - or -   REFUSED  a reason in plain text
 
+between two S-nodes (fastdecode/daemon/handover.py), the first of which takes the part of the R-node:
+    S  CHALLENGE  as above
+    S  ENTRUST    version, nonce, proof, a digest of the model
+    S  ACCEPTED   proof   - or -   REFUSED  a reason in plain text
+
 After that the second connection belongs to the transport's data path: the pump of TCP takes the socket, shared memory
 passes descriptors, RDMA exchanges addresses.
 
@@ -44,6 +49,7 @@ from .messages import (
     Attached,
     Challenge,
     Deliver,
+    Entrust,
     HelloMessage,
     Refused,
     VersionMismatch,
@@ -54,8 +60,10 @@ from .session import Session
 #: Seconds that each end allows for the hand-shake.
 DEADLINE_S = 10.0
 
-_Question = TypeVar("_Question", HelloMessage, Attach, Deliver)
+_Question = TypeVar("_Question", HelloMessage, Attach, Deliver, Entrust)
+_Offer = TypeVar("_Offer", Deliver, Entrust)
 _Answer = TypeVar("_Answer", Welcome, Attached, Accepted)
+_Opening = HelloMessage | Attach | Deliver | Entrust
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,12 +190,26 @@ async def offer(conn: FrameSocket, token: str, page_bytes: int, secret: bytes | 
 
     Raises LinkRefused, LinkDown, ProtocolError.
     """
+    nonce = secrets.token_hex(32)
+    await _offer(
+        conn, Deliver(version=PROTOCOL_VERSION, nonce=nonce, mac=None, token=token, page_bytes=page_bytes), secret
+    )
+
+
+async def entrust(conn: FrameSocket, model: str, secret: bytes | None) -> None:
+    """Make `conn` a connection to a prefill S-node, which must serve the model with the digest `model`.
+
+    Raises LinkRefused, LinkDown, ProtocolError.
+    """
+    nonce = secrets.token_hex(32)
+    await _offer(conn, Entrust(version=PROTOCOL_VERSION, nonce=nonce, mac=None, model=model), secret)
+    conn.max_frame = MAX_FRAME_AFTER_AUTH
+
+
+async def _offer(conn: FrameSocket, message: _Offer, secret: bytes | None) -> None:
     challenge = await _read_challenge(conn)
     if challenge.needs_secret != (secret is not None):
-        raise LinkRefused(f"of R-node {challenge.node} and this one, only one has a shared secret")
-    message = Deliver(
-        version=PROTOCOL_VERSION, nonce=secrets.token_hex(32), mac=None, token=token, page_bytes=page_bytes
-    )
+        raise LinkRefused(f"of {challenge.node} and this node, only one has a shared secret")
     session = None if secret is None else Session(secret, message.nonce, challenge.nonce)
     await _answer(conn, challenge, message, Accepted, session, _unproved(challenge))
 
@@ -198,7 +220,7 @@ async def offer(conn: FrameSocket, token: str, page_bytes: int, secret: bytes | 
 class Handshake:
     """One connection's hand-shake at the R side: CHALLENGE has been sent, and the S-node's `answer` has arrived."""
 
-    def __init__(self, conn: FrameSocket, challenge: Challenge, answer: HelloMessage | Attach | Deliver):
+    def __init__(self, conn: FrameSocket, challenge: Challenge, answer: _Opening):
         self.conn = conn
         self.answer = answer
         self.session: Session | None = None  # of the link; None until it is proved, and without a secret
@@ -236,7 +258,7 @@ class Handshake:
             ),
         )
 
-    def _verify(self, message: HelloMessage | Deliver, secret: bytes | None) -> None:
+    def _verify(self, message: HelloMessage | Deliver | Entrust, secret: bytes | None) -> None:
         """Check the proof of the first message of a peer that knows no session yet. Raises LinkRefused."""
         if secret is not None:
             if message.mac is None:
@@ -255,12 +277,19 @@ class Handshake:
         self._verify(message, secret)
         return message
 
+    def verify_entrust(self, secret: bytes | None) -> Entrust:
+        """Check the proof of ENTRUST. Raises LinkRefused."""
+        message = self.answer
+        assert isinstance(message, Entrust)
+        self._verify(message, secret)
+        return message
+
     async def accept(self) -> None:
         """Send ACCEPTED. Raises LinkDown."""
-        deliver = self.answer
-        assert isinstance(deliver, Deliver)
+        asked = self.answer
+        assert isinstance(asked, Deliver | Entrust)
         message = Accepted(mac=None)
-        await self.conn.write(self.session.prove(message, self._challenge, deliver) if self.session else message)
+        await self.conn.write(self.session.prove(message, self._challenge, asked) if self.session else message)
         self._seal()
 
     async def welcome(self, lease: Lease, token: str) -> None:
@@ -295,10 +324,22 @@ class Handshake:
 
 
 async def challenge(conn: FrameSocket, node: str, needs_secret: bool) -> Handshake:
-    """Send CHALLENGE on a new connection and read the answer. Raises LinkRefused, LinkDown, ProtocolError."""
+    """Send an R-node's CHALLENGE on a new connection and read the answer. Raises LinkRefused, LinkDown,
+    ProtocolError."""
+    return await _challenge(conn, node, needs_secret, HelloMessage, Attach, Deliver)
+
+
+async def challenge_s_node(conn: FrameSocket, node: str, needs_secret: bool) -> Handshake:
+    """Send a prefill S-node's CHALLENGE on a new connection and read the answer. Raises LinkRefused, LinkDown,
+    ProtocolError."""
+    return await _challenge(conn, node, needs_secret, Entrust)
+
+
+async def _challenge(conn: FrameSocket, node: str, needs_secret: bool, *expected: type[_Opening]) -> Handshake:
     message = Challenge(version=PROTOCOL_VERSION, nonce=secrets.token_hex(32), needs_secret=needs_secret, node=node)
     await conn.write(message)
     answer = await conn.read()
-    if not isinstance(answer, HelloMessage | Attach | Deliver):
-        raise LinkRefused(f"expected HELLO, ATTACH or DELIVER, got {answer.TYPE}")
+    if not isinstance(answer, expected):
+        *others, last = (kind.TYPE for kind in expected)
+        raise LinkRefused(f"expected {' or '.join([', '.join(others)] * bool(others) + [last])}, got {answer.TYPE}")
     return Handshake(conn, message, answer)

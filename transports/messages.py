@@ -255,6 +255,37 @@ class Deliver:
     page_bytes: int = _int(MAX_BYTES, 1)
 
 
+# A connection between two S-nodes, over which one asks the other to compute a prompt (fastdecode/daemon/handover.py).
+# The S-node that listens sends CHALLENGE, the other one ENTRUST, the first one ACCEPTED or REFUSED. PROMPT is answered
+# with OK once its pages have been pushed, or with ERROR.
+
+
+@_message
+class Entrust:
+    """`model` is a digest of the model and the KV-cache's format, in which both ends must agree."""
+
+    TYPE: ClassVar[str] = "ENTRUST"
+    version: int = _int(U32)
+    nonce: str = _hex(32)
+    mac: str | None = _or_null(_hex(32))
+    model: str = _hex(32)
+
+
+@_message
+class Prompt:
+    """A prompt to compute: the ids of its tokens (uint32, little-endian), and the R-node at `url` that takes the pages
+    for `token`. The other fields are those of engine.handover.Order."""
+
+    TYPE: ClassVar[str] = "PROMPT"
+    tokens: str = _base64()
+    adapter: str | None = _or_null(_text(256))
+    cache_salt: str = _text(4096)
+    client: str = _text(256)
+    priority: int = _int(2**53, -(2**53))
+    url: str = _text(1024)
+    token: str = _hex(32)
+
+
 @_message
 class Accepted:
     TYPE: ClassVar[str] = "ACCEPTED"
@@ -402,12 +433,12 @@ class Error:
 
 
 Request = Free | Trim | Fork | Receive | Push | Resize | Stats | Ping
-HandShake = Challenge | HelloMessage | Attach | Attached | Welcome | Deliver | Accepted | Refused
-Message = HandShake | Endpoint | Pages | Request | Ok | Error
+HandShake = Challenge | HelloMessage | Attach | Attached | Welcome | Deliver | Entrust | Accepted | Refused
+Message = HandShake | Endpoint | Pages | Prompt | Request | Ok | Error
 
 _REQUESTS = (Free, Trim, Fork, Receive, Push, Resize, Stats, Ping)
-_HAND_SHAKE = (Challenge, HelloMessage, Attach, Attached, Welcome, Deliver, Accepted, Refused)
-_TYPES: dict[str, type] = {m.TYPE: m for m in (*_HAND_SHAKE, Endpoint, Pages, *_REQUESTS, Ok, Error)}
+_HAND_SHAKE = (Challenge, HelloMessage, Attach, Attached, Welcome, Deliver, Entrust, Accepted, Refused)
+_TYPES: dict[str, type] = {m.TYPE: m for m in (*_HAND_SHAKE, Endpoint, Pages, Prompt, *_REQUESTS, Ok, Error)}
 _CHECKS: dict[type, dict[str, _Check]] = {
     m: {f.name: f.metadata["check"] for f in dataclasses.fields(m)} for m in _TYPES.values()
 }

@@ -10,7 +10,18 @@ import hmac
 from dataclasses import replace
 from typing import TypeVar
 
-from .messages import Accepted, Attach, Attached, Challenge, Deliver, HelloMessage, ProtocolError, Welcome, encode
+from .messages import (
+    Accepted,
+    Attach,
+    Attached,
+    Challenge,
+    Deliver,
+    Entrust,
+    HelloMessage,
+    ProtocolError,
+    Welcome,
+    encode,
+)
 
 #: Shortest secret in bytes. A shorter one can be found by trying, from one overheard hand-shake.
 MIN_SECRET_BYTES = 16
@@ -18,9 +29,9 @@ MIN_SECRET_BYTES = 16
 #: Bytes of a MAC behind a control frame.
 MAC_BYTES = 32
 
-_Proof = TypeVar("_Proof", HelloMessage, Welcome, Attach, Attached, Deliver, Accepted)
-_AnyProof = HelloMessage | Welcome | Attach | Attached | Deliver | Accepted
-_Before = Challenge | HelloMessage | Attach | Deliver
+_Proof = TypeVar("_Proof", HelloMessage, Welcome, Attach, Attached, Deliver, Entrust, Accepted)
+_AnyProof = HelloMessage | Welcome | Attach | Attached | Deliver | Entrust | Accepted
+_Before = Challenge | HelloMessage | Attach | Deliver | Entrust
 
 
 def secret_fault(secret: bytes) -> str | None:
@@ -50,13 +61,14 @@ def hkdf_expand(prk: bytes, info: bytes, length: int = 32) -> bytes:
 
 
 class Session:
-    """The keys of one link, or of one bulk connection.
+    """The keys of one link, of one bulk connection, or of one connection between S-nodes.
 
-    PRK = HKDF-Extract(salt, secret); the salt is the nonce of HELLO, or of DELIVER, and that of the CHALLENGE before
-    it, 64 bytes. A key is HKDF-Expand(PRK, "fastdecode " + purpose, 32). The purposes are "S-node HELLO", "R-node
-    WELCOME", "S-node ATTACH", "R-node ATTACHED", "R-node DELIVER", "R-node ACCEPTED" for proofs, and "S-node frames "
-    and "R-node frames ", each followed by the hexadecimal nonce of the connection's CHALLENGE, for the frames after the
-    hand-shake. The R-node that opens a bulk connection uses the key of the S-node's frames.
+    PRK = HKDF-Extract(salt, secret); the salt is the nonce of HELLO, DELIVER or ENTRUST, and that of the CHALLENGE
+    before it, 64 bytes. A key is HKDF-Expand(PRK, "fastdecode " + purpose, 32). The purposes are "S-node HELLO",
+    "R-node WELCOME", "S-node ATTACH", "R-node ATTACHED", "R-node DELIVER", "S-node ENTRUST", "R-node ACCEPTED" for
+    proofs, and "S-node frames " and "R-node frames ", each followed by the hexadecimal nonce of the connection's
+    CHALLENGE, for the frames after the hand-shake. The node that opens a bulk connection, or one between S-nodes, uses
+    the key of the S-node's frames.
 
     A proof is the `mac` field of a message: HMAC-SHA256 over the JSON (`messages.encode`) of the connection's messages
     so far, its own last and with `mac` null, joined by zero bytes.
@@ -70,7 +82,7 @@ class Session:
         return hkdf_expand(self._prk, b"fastdecode " + purpose.encode())
 
     def _mac(self, before: tuple[_Before, ...], message: _AnyProof) -> str:
-        role = "S-node" if isinstance(message, HelloMessage | Attach) else "R-node"
+        role = "S-node" if isinstance(message, HelloMessage | Attach | Entrust) else "R-node"
         text = b"\0".join(map(encode, (*before, replace(message, mac=None))))
         return hmac.digest(self._key(f"{role} {message.TYPE}"), text, "sha256").hex()
 

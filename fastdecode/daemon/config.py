@@ -197,6 +197,19 @@ class NodeConfig:
         role="s",
         choices=PARTITIONS,
     )
+    prefill_listen: str | None = _option(
+        "URL at which this S-node computes prompts for other ones: tcp://host:port",
+        role="s",
+        parse=option_values.tcp_url,
+        metavar="URL",
+    )
+    prefill_at: tuple[str, ...] = _option(
+        "the --prefill-listen of an S-node that is to compute this one's long prompts (repeatable)",
+        (),
+        role="s",
+        parse=option_values.tcp_url,
+        metavar="URL",
+    )
     connect_seconds: float = _option(
         "at start, how long to wait for R-nodes that cannot be reached yet", 30.0, role="s", parse=option_values.seconds
     )
@@ -414,6 +427,11 @@ class NodeConfig:
                     )
         if self.partition == "heads" and not self.r_node:
             raise ConfigError("--partition heads needs --r-node: a team of R-nodes is fixed when the node starts")
+        if self.prefill_at and (not given or self.partition == "heads"):
+            raise ConfigError(
+                "--prefill-at needs R-nodes that other ones can reach, each with whole sequences: --r-node, and no "
+                "--partition heads"
+            )
         if self.cpus is not None and self.threads is not None and len(self.cpus) != self.threads:
             raise ConfigError(f"--cpus names {len(self.cpus)} cpus for --threads {self.threads}")
         if self.trim_idle_s and (self.prefault or self.huge_pages == "hugetlb"):

@@ -108,6 +108,18 @@ def named_host(text: str) -> str:
     return text
 
 
+def tcp_url(text: str) -> str:
+    """A URL tcp://host:port. Port 0 takes any free one."""
+    try:
+        parts = urlsplit(text)
+        good = parts.scheme == "tcp" and parts.hostname and parts.port is not None and not (parts.path or parts.query)
+    except ValueError:
+        good = False
+    if not good:
+        raise ValueError(f"{text!r} is not of the form tcp://host:port")
+    return text
+
+
 def url(text: str) -> str:
     if not urlsplit(text).scheme or "://" not in text:
         raise ValueError(f"{text!r} is not a URL such as tcp://host:port or shm:///path/to/socket")

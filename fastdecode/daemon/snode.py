@@ -23,6 +23,7 @@ from fastdecode.daemon.discovery import FixedSet, NodeSet, bracketed, r_node_set
 from fastdecode.daemon.embedded import EmbeddedRNode, Split, split_machine
 from fastdecode.daemon.garbage import freeze
 from fastdecode.daemon.gpu import node_exchange
+from fastdecode.daemon.handover import PrefillServer, RemotePrefill, model_digest
 from fastdecode.daemon.memory_plan import capacity, staged_tokens
 from fastdecode.daemon.option_values import guesses
 from fastdecode.daemon.rnode_links import RNodeLinks, first_lease
@@ -30,6 +31,7 @@ from fastdecode.daemon.serving import ApiSettings
 from fastdecode.daemon.shutdown import wait_for_shutdown
 from fastdecode.demo import model_dir
 from fastdecode.engine.engine import Engine
+from fastdecode.engine.giver import Giver
 from fastdecode.region.contract import MAX_SEQS
 from fastdecode.service.local import LocalEngine
 from fastdecode.spart import Model, ModelConfig, choose_device, choose_dtype
@@ -155,6 +157,7 @@ async def _serve(
         if not opening.done():
             return
         links = opening.result()
+        digest = model_digest(config.model_path() or model_dir(), hello)
         log.info("%s", capacity(model.weight_bytes, model.device, links, length))
         engine = Engine(
             backend.make_spart(model, links, exchange),
@@ -173,6 +176,7 @@ async def _serve(
             max_uncached_suffix=None if model.device.type == "cpu" else _MAX_UNCACHED_SUFFIX,
             grow_leases=grow_leases,
             patience=config.reconnect_seconds,
+            prefill_nodes=RemotePrefill(config.prefill_at, digest, secret) if config.prefill_at else None,
         )
         if engine.longest_sequence < engine.max_model_len:
             log.warning(
@@ -182,6 +186,10 @@ async def _serve(
             )
         await engine.start()
         stack.push_async_callback(engine.stop)
+        if config.prefill_listen is not None:
+            prefill = await PrefillServer.at(config.prefill_listen, Giver(engine), digest, secret)
+            stack.push_async_callback(prefill.close)
+            log.info("prompts of other S-nodes are taken at %s", prefill.url)
         r_node_links.watch(engine)
         stack.callback(r_node_links.unwatch)
         stack.callback(asyncio.create_task(log_activity(engine)).cancel)

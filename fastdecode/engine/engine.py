@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 from fastdecode.engine.batching import logit_rules, step_batch
 from fastdecode.engine.cluster import Cluster
 from fastdecode.engine.constraints import constraints
+from fastdecode.engine.handover import PrefillNodes
 from fastdecode.engine.ledger import RNodeLedger
 from fastdecode.engine.prefixes import page_hashes
 from fastdecode.engine.request import (
@@ -75,6 +76,7 @@ class Engine:
         target_tbt: float | None = None,
         grow_leases: bool = False,
         patience: float = 0.0,
+        prefill_nodes: PrefillNodes | None = None,
         schedule: str = "greedy",
         guesses: int = 0,
         end_token_ids: Iterable[int] | None = None,
@@ -86,7 +88,7 @@ class Engine:
         the requests that wait for others to end. `max_model_len` bounds a sequence's tokens; None: the model's number
         of positions. `prefix_cache`: prompts share the cached tokens of sequences that start alike. `watermark` and
         `max_uncached_suffix`: see Cluster; `max_staged_tokens`, `strict_staging`: see StagingBudget; `target_tbt`
-        (seconds): see StepTimes. `grow_leases`: leases grow on demand. `patience`: see RNodeControl.
+        (seconds): see StepTimes. `grow_leases`: leases grow on demand. `patience`, `prefill_nodes`: see RNodeControl.
         `schedule`: one of SCHEDULES, see scheduling/admission.py. `guesses`: most tokens of a sequence that a step
         guesses, see scheduling/speculation.py. `end_token_ids` None: the model's own. `clock` gives seconds, and
         `start_runner` starts the runner of the steps; plan/simulation.py replaces both.
@@ -118,7 +120,7 @@ class Engine:
         self._clock, self._start_runner = clock, start_runner
         self.last_progress = clock()  # when a step last completed, or work came after idleness
         self.end_tokens = frozenset(spart.config.eos_token_ids if end_token_ids is None else end_token_ids)
-        self.r_nodes = RNodeControl(self.scheduler, spart, self._spawn, self._on_change, patience)
+        self.r_nodes = RNodeControl(self.scheduler, spart, self._spawn, self._on_change, patience, prefill_nodes)
         self._start_rate = StartRate()
         self._live: set[Sequence] = set()  # requests whose stream has not ended
         self._arrivals = 0
@@ -471,6 +473,7 @@ class Engine:
         nodes = self.cluster.alive
         self.totals.preemptions = self.scheduler.preemptions
         self.totals.recomputed, self.totals.moved = self.scheduler.recomputed, self.r_nodes.moves.moved
+        self.totals.prompts_taken = self.r_nodes.taker.taken if self.r_nodes.taker is not None else 0
         self.totals.prefix_queries = self.scheduler.prompt_tokens if self.cluster.prefix_cache else 0
         self.totals.prefix_hits = self.scheduler.reused_tokens
         if (speculation := self.scheduler.speculation) is not None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Coroutine, Iterable
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
+from fastdecode.engine.handover import PrefillNodes, Taker
 from fastdecode.engine.ledger import RNodeLedger
 from fastdecode.engine.moves import Mover
 from fastdecode.transports.base import CallRefused, LinkDown, TransportError
@@ -41,8 +42,10 @@ class RNodeControl:
         spawn: Callable[[Coroutine[None, None, None]], None],
         on_change: Callable[[], None],
         patience: float = 0.0,
+        prefill_nodes: PrefillNodes | None = None,
     ):
-        """`patience`: seconds for which sequences wait for an R-node when none is connected."""
+        """`patience`: seconds for which sequences wait for an R-node when none is connected. `prefill_nodes`: the
+        S-nodes that compute long prompts; None: this one does."""
         #: Each R-node's answer to its last STATS, by the link to this one R-node.
         self.counters: WeakKeyDictionary[Link, dict[str, int]] = WeakKeyDictionary()
         self._scheduler, self._cluster, self._spart = scheduler, scheduler.cluster, spart
@@ -53,6 +56,8 @@ class RNodeControl:
         self._replacements: dict[int, Link] = {}
         self._freeing: set[RNodeLedger] = set()  # R-nodes that a FREE is being sent to
         self.moves = Mover(scheduler, spawn, self.send_pending, on_change, self.mark_lost)
+        self.taker = None if prefill_nodes is None else Taker(prefill_nodes, scheduler, on_change, self.mark_lost)
+        scheduler.hand_over = self.taker.wants if self.taker is not None else None
 
     def start(self) -> None:
         """Watch all R-nodes for the end of their links."""
@@ -62,9 +67,12 @@ class RNodeControl:
     # -- sequences ------------------------------------------------------------------------------------------------
 
     def send_pending(self) -> None:
-        """Start the FORKs, FREEs and RESIZEs that the scheduler has asked for since the last call."""
+        """Start the FORKs, FREEs, RESIZEs and hand-overs that the scheduler has asked for since the last call."""
         for seq in self._scheduler.take_forks():
             self._spawn(self._fork(seq))
+        if self.taker is not None:
+            for seq in self._scheduler.take_handovers():
+                self._spawn(self.taker.take(seq))
         for node in self._cluster.nodes:
             if node.released and node not in self._freeing:
                 self._freeing.add(node)

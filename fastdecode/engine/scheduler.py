@@ -36,7 +36,7 @@ from fastdecode.engine.scheduling.speculation import Speculation
 from fastdecode.engine.scheduling.step_time import NO_PROMPTS, PromptWork, StepTimes, pairs
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from fastdecode.engine.pages import PageTable
     from fastdecode.engine.prefixes import Handle
@@ -91,6 +91,9 @@ class Scheduler:
         self.patient = False  # sequences may wait for an R-node when none is connected
         self._failed: list[tuple[Sequence, str]] = []
         self._forks: list[Sequence] = []
+        #: Says which prompts another S-node computes, of sequences that start at a placement; None: none.
+        self.hand_over: Callable[[Sequence, Placement], bool] | None = None
+        self._handovers: list[Sequence] = []
         self._wants_room: Sequence | None = None  # the first one that no R-node had room for since `_give_way`
 
     @property
@@ -170,6 +173,26 @@ class Scheduler:
         if seq.cancelled:
             self._remove(seq)
         elif not (has_pages and seq.placed_on.alive):
+            self._requeue(seq)
+
+    def take_handovers(self) -> list[Sequence]:
+        """Placed sequences whose prompts another S-node is to compute. Each is returned once.
+
+        Until the caller calls `taken`, the sequence counts as in flight.
+        """
+        handovers, self._handovers = self._handovers, []
+        return handovers
+
+    def taken(self, seq: Sequence, succeeded: bool) -> None:
+        """Record whether the R-node has all tokens of `seq` but the last. If not, its prompt is computed here."""
+        seq.in_flight = False
+        if succeeded:
+            seq.cached = seq.shared_tokens = len(seq.tokens) - 1
+        self.changed = True
+        if seq.cancelled:
+            self._remove(seq)
+        elif not (succeeded and seq.placed_on.alive):
+            seq.prefill_here = True
             self._requeue(seq)
 
     def hold(self, seq: Sequence) -> None:
@@ -427,6 +450,7 @@ class Scheduler:
         return Room(slots, self.cluster.tokens, self.cluster.page_groups, shared, times.prompt_seconds)
 
     def _start(self, seq: Sequence, placement: Placement, mini_batch: int) -> None:
+        handed_over = self.hand_over is not None and self.hand_over(seq, placement)
         self.cluster.admit(seq, placement)
         self.admission.started(seq)
         if not seq.n_generated:
@@ -438,6 +462,9 @@ class Scheduler:
         if seq.source is not None:
             seq.in_flight = True
             self._forks.append(seq)
+        if handed_over:
+            seq.in_flight = True
+            self._handovers.append(seq)
         self._join(seq, mini_batch)
 
     def _join(self, seq: Sequence, mini_batch: int) -> None:

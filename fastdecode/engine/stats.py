@@ -91,6 +91,7 @@ class Totals:
     preemptions: int = 0
     recomputed: int = 0  # running sequences that lost their cache and were queued again
     moved: int = 0  # running sequences that moved from one R-node to another
+    prompts_taken: int = 0  # that a prefill S-node has computed
     prompt_tokens: int = 0  # of requests whose first step has begun
     generated_tokens: int = 0
     steps: int = 0

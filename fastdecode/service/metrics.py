@@ -133,6 +133,7 @@ class _EngineCollector(Collector):
             "recomputed", "Running requests queued again without their cache, to be recomputed.", totals.recomputed
         )
         yield self._counter("moved", "Running requests moved from one R-node to another.", totals.moved)
+        yield self._counter("prompts_taken", "Prompts computed by a prefill S-node.", totals.prompts_taken)
         yield self._counter(
             "prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", totals.prefix_queries
         )

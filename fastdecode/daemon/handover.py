@@ -1,0 +1,239 @@
+"""Connections between S-nodes: one that decodes asks a prefill S-node to compute a prompt (engine/handover.py).
+
+A connection serves one prompt. Its end withdraws the prompt. It uses the hand-shake and the frames of an R-node's
+control connection: both ends prove that they know the shared secret, and each frame carries a MAC.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import hashlib
+import logging
+import socket
+import time
+from array import array
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from fastdecode.engine.giver import Giver
+from fastdecode.engine.handover import Order
+from fastdecode.engine.request import EngineError, InvalidParameter, InvalidPrompt
+from fastdecode.region.contract import Status
+from fastdecode.transports import handshake, tcp
+from fastdecode.transports.base import CallRefused, Hello, LinkDown, LinkRefused, TransportError
+from fastdecode.transports.frames import MAX_FRAME_AFTER_AUTH, FrameSocket
+from fastdecode.transports.messages import Error, Ok, Prompt, ProtocolError, Refused
+from fastdecode.transports.server import send_last
+
+log = logging.getLogger(__name__)
+
+#: A prefill S-node that has failed is not asked again for so many seconds.
+_FAILED_SECONDS = 5.0
+#: The longest time that a prompt may take, its wait included, before it is computed by the S-node that decodes.
+_ORDER_SECONDS = 300.0
+#: Connections that have not proved the secret, and all connections.
+_MOST_UNPROVED = 16
+_MOST = 1024
+#: Bytes of each end of a weight file that are compared.
+_SAMPLE = 64 << 10
+
+
+def model_digest(path: Path, hello: Hello) -> str:
+    """A digest of what two S-nodes must have in common for one to use the other's pages: the model and the KV-cache's
+    format. Of weight files it covers the sizes and both ends. Returns 64 hexadecimal digits."""
+    digest = hashlib.blake2b(digest_size=32)
+    g = hello.geometry
+    shape = (g.n_layers, g.n_q_heads, g.n_kv_heads, g.head_size, g.v_size)
+    digest.update(repr((shape, hello.kv_dtype, hello.windows, hello.softmax_scale, hello.layers)).encode())
+    kinds = ("config.json", "*.safetensors", "*.gguf", "*.bin")
+    files = [path] if path.is_file() else sorted(f for kind in kinds for f in path.glob(kind))
+    for file in files:
+        size = file.stat().st_size
+        digest.update(size.to_bytes(8, "little"))
+        with file.open("rb") as data:
+            digest.update(data.read(_SAMPLE))
+            data.seek(max(0, size - _SAMPLE))
+            digest.update(data.read(_SAMPLE))
+    return digest.hexdigest()
+
+
+# ---- the S-node that decodes ----
+
+
+class RemotePrefill:
+    """The prefill S-nodes of this S-node (an engine.handover.PrefillNodes)."""
+
+    def __init__(self, urls: Sequence[str], model: str, secret: bytes | None):
+        """`model`: see model_digest."""
+        self._model, self._secret = model, secret
+        self._waiting = dict.fromkeys(urls, 0)  # tokens of the prompts that each one has, by its URL
+        self._failed: dict[str, float] = {}  # when
+
+    def _usable(self) -> list[str]:
+        now = time.monotonic()
+        return [url for url in self._waiting if now - self._failed.get(url, -_FAILED_SECONDS) >= _FAILED_SECONDS]
+
+    @property
+    def ready(self) -> bool:
+        return bool(self._usable())
+
+    async def prefill(self, order: Order) -> None:
+        """Let the S-node with the fewest waiting tokens compute a prompt. Raises TransportError."""
+        if not (usable := self._usable()):
+            raise LinkDown("no prefill S-node can be reached")
+        url = min(usable, key=self._waiting.__getitem__)
+        self._waiting[url] += len(order.tokens)
+        try:
+            async with asyncio.timeout(_ORDER_SECONDS):
+                await self._ask(url, order)
+        except (TransportError, TimeoutError) as error:
+            if not (isinstance(error, CallRefused) and error.status == Status.BAD_CALL):
+                self._failed[url] = time.monotonic()
+            raise LinkDown(f"prefill S-node {url}: {error or 'no answer'}") from None
+        finally:
+            self._waiting[url] -= len(order.tokens)
+
+    async def _ask(self, url: str, order: Order) -> None:
+        message = Prompt(
+            tokens=base64.b64encode(array("I", order.tokens).tobytes()).decode(),
+            adapter=order.adapter,
+            cache_salt=order.cache_salt,
+            client=order.client,
+            priority=order.priority,
+            url=order.url,
+            token=order.token,
+        )
+        conn = await tcp.dial_url(url)
+        try:
+            async with asyncio.timeout(handshake.DEADLINE_S):
+                await handshake.entrust(conn, self._model, self._secret)
+                try:
+                    await conn.write(message)
+                except ValueError as error:
+                    raise CallRefused(Status.BAD_CALL, str(error)) from None
+            answer = await conn.read()
+        finally:
+            conn.close()
+        if isinstance(answer, Error):
+            raise CallRefused(answer.status, answer.message)
+        if not isinstance(answer, Ok):
+            raise ProtocolError(f"it answered PROMPT with {answer.TYPE}")
+
+
+# ---- the prefill S-node ----
+
+
+class PrefillServer:
+    """Takes the prompts of other S-nodes."""
+
+    def __init__(self, sock: socket.socket, url: str, giver: Giver, model: str, secret: bytes | None):
+        """Takes ownership of the listening socket. `model`: see model_digest."""
+        sock.setblocking(False)
+        self.url = url
+        self._listener, self._giver, self._model, self._secret = sock, giver, model, secret
+        self._name = f"S-node {socket.gethostname()}"
+        self._unproved: dict[asyncio.Task[None], None] = {}  # oldest first
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._accepting = asyncio.get_running_loop().create_task(self._accept())
+
+    @classmethod
+    async def at(cls, url: str, giver: Giver, model: str, secret: bytes | None) -> PrefillServer:
+        """Listen at tcp://host:port. Raises TransportError, also if other machines can reach it and there is no
+        secret."""
+        sock, netloc = await tcp.listen(url, *tcp.parse(url), secret, False)
+        return cls(sock, f"tcp://{netloc}", giver, model, secret)
+
+    async def close(self) -> None:
+        """Stop listening, and withdraw the prompts that are not computed yet."""
+        tasks = [self._accepting, *self._tasks]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._listener.close()
+
+    async def _accept(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                sock, _ = await loop.sock_accept(self._listener)
+            except OSError as error:  # this process is out of descriptors, or the peer has already gone
+                log.warning("%s: cannot accept a connection: %s", self.url, error)
+                await asyncio.sleep(0.1)
+                continue
+            if len(self._tasks) >= _MOST:
+                sock.close()
+                continue
+            if len(self._unproved) >= _MOST_UNPROVED:
+                next(iter(self._unproved)).cancel()
+            task = loop.create_task(self._connection(sock))
+            self._tasks.add(task)
+            self._unproved[task] = None
+            task.add_done_callback(self._tasks.discard)
+            task.add_done_callback(lambda t: self._unproved.pop(t, None))
+
+    async def _connection(self, sock: socket.socket) -> None:
+        conn = FrameSocket(sock)
+        try:
+            tcp.configure(sock)
+            async with asyncio.timeout(handshake.DEADLINE_S):
+                order = await self._order(conn)
+            await self._serve(conn, order)
+        except (LinkRefused, ProtocolError, TimeoutError) as error:
+            reason = str(error) or f"the hand-shake took longer than {handshake.DEADLINE_S:.0f} s"
+            log.warning("%s refused a connection: %s", self.url, reason)
+            await send_last(conn, Refused(reason=reason))
+        except (LinkDown, OSError):
+            pass
+        except Exception:
+            log.exception("%s: a connection failed", self.url)
+        finally:
+            conn.close()
+
+    async def _order(self, conn: FrameSocket) -> Order:
+        """Do the hand-shake and read the prompt. Raises LinkRefused, LinkDown, ProtocolError."""
+        opening = await handshake.challenge_s_node(conn, self._name, self._secret is not None)
+        if opening.verify_entrust(self._secret).model != self._model:
+            raise LinkRefused("the two S-nodes serve different models, or have KV-caches of different formats")
+        task = asyncio.current_task()
+        assert task is not None
+        self._unproved.pop(task, None)
+        await opening.accept()
+        conn.max_frame = MAX_FRAME_AFTER_AUTH
+        message = await conn.read()
+        if not isinstance(message, Prompt):
+            raise ProtocolError(f"expected PROMPT, got {message.TYPE}")
+        ids = base64.b64decode(message.tokens)
+        if len(ids) % 4:
+            raise ProtocolError("the token ids of PROMPT are not whole")
+        return Order(
+            array("I", ids).tolist(),
+            message.adapter,
+            message.cache_salt,
+            message.client,
+            message.priority,
+            message.url,
+            message.token,
+        )
+
+    async def _serve(self, conn: FrameSocket, order: Order) -> None:
+        """Compute a prompt, as long as the other S-node is there. Raises LinkDown."""
+        giving = asyncio.ensure_future(self._giver.give(order))
+        gone: asyncio.Future[Any] = asyncio.ensure_future(conn.readable())
+        try:
+            await asyncio.wait({giving, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if not giving.done():
+                return  # the other S-node has closed the connection, or sends what has no place here
+            giving.result()
+            await conn.write(Ok(id=0, stats=None))
+        except (EngineError, TransportError) as error:
+            log.warning("a prompt of another S-node was not computed: %s", error)
+            bad = isinstance(error, InvalidPrompt | InvalidParameter)  # others may do better
+            await conn.write(Error(id=0, status=Status.BAD_CALL if bad else Status.INTERNAL, message=str(error)[:4096]))
+        finally:
+            for task in (giving, gone):
+                task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.gather(giving, gone, return_exceptions=True)

@@ -1,0 +1,95 @@
+"""Giver: computes prompts for S-nodes that decode, and lets their R-nodes have the pages (handover.py)."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+from typing import TYPE_CHECKING
+
+from fastdecode.engine.pages import blocks_for
+from fastdecode.engine.request import EngineError, GenerationFailed, SamplingParams, TokenEvent
+from fastdecode.region.contract import PAGE_TOKENS
+
+if TYPE_CHECKING:
+    from fastdecode.engine.engine import Engine
+    from fastdecode.engine.handover import Order
+    from fastdecode.engine.ledger import RNodeLedger
+    from fastdecode.engine.prefixes import Handle
+    from fastdecode.engine.sequence import Sequence
+
+#: How long a sequence's progress is waited for before it is looked at again.
+_LOOK_SECONDS = 1.0
+
+
+class Giver:
+    """Computes the K and V of prompts and gives them away. Belongs to the engine's event loop."""
+
+    def __init__(self, engine: Engine):
+        self.given = 0  # prompts
+        self._engine = engine
+
+    async def give(self, order: Order) -> None:
+        """Compute a prompt and push its pages. A caller that is cancelled withdraws the order.
+
+        Whole pages are pushed while the rest of the prompt is computed. The sequence stays in this S-node's prefix
+        cache. Raises EngineError, TransportError.
+        """
+        engine, n_tokens = self._engine, len(order.tokens)
+        computed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def output(event: TokenEvent | EngineError) -> None:
+            if computed.done():
+                return
+            if isinstance(event, EngineError):
+                computed.set_exception(event)
+            else:
+                computed.set_result(None)
+
+        # The sampled token goes nowhere, and a second one, which would end the sequence, is never computed.
+        params = SamplingParams(
+            max_tokens=2,
+            temperature=0.0,
+            ignore_eos=True,
+            adapter=order.adapter,
+            cache_salt=order.cache_salt,
+            client=order.client,
+            priority=order.priority,
+        )
+        [seq] = engine.submit_choices(order.tokens, params, {f"prefill-{secrets.token_hex(8)}": output})
+        seq.held = True
+        place: tuple[RNodeLedger, Handle] | None = None
+        sent = 0
+        try:
+            while not computed.done():
+                if seq.node is not None and (whole := min(seq.cached, n_tokens) // PAGE_TOKENS) > sent:
+                    place = self._same_place(seq, place)
+                    await place[0].link.push(place[1], range(sent, whole), 0, order.url, order.token)
+                    sent = whole
+                else:
+                    await self._progress(computed)
+            computed.result()
+            node, handle = self._same_place(seq, place)
+            await node.link.push(handle, range(sent, blocks_for(n_tokens)), n_tokens, order.url, order.token)
+            self.given += 1
+        finally:
+            engine.cancel(seq)
+            if computed.done() and not computed.cancelled():
+                computed.exception()  # it has been seen to
+
+    async def _progress(self, computed: asyncio.Future[None]) -> None:
+        """Wait until steps have been computed."""
+        change = asyncio.ensure_future(self._engine.r_nodes.moves.change(_LOOK_SECONDS))
+        try:
+            await asyncio.wait({change, computed}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            change.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await change
+
+    @staticmethod
+    def _same_place(seq: Sequence, place: tuple[RNodeLedger, Handle] | None) -> tuple[RNodeLedger, Handle]:
+        """Where the sequence is cached. Raises GenerationFailed if that has changed since its first page was pushed."""
+        if seq.node is None or not seq.node.alive or (place is not None and place != (seq.node, seq.handle)):
+            raise GenerationFailed("the R-node of the prefill S-node was lost, or had no more room")
+        return seq.node, seq.handle

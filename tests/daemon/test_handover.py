@@ -1,0 +1,244 @@
+"""Prompts that one S-node computes for another: the connections between them, and nodes as processes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import socket
+
+import pytest
+import torch
+from checkpoints import VOCAB_SIZE, make_checkpoint, reference
+from node_process import fetch
+from rnode_process import RNodeProcess
+
+from fastdecode.daemon.handover import PrefillServer, RemotePrefill, model_digest
+from fastdecode.engine.engine import Engine
+from fastdecode.engine.giver import Giver
+from fastdecode.engine.handover import Order
+from fastdecode.engine.request import Overloaded, PromptTooLong, SamplingParams
+from fastdecode.region.geometry import Geometry
+from fastdecode.spart import SPart, load_model
+from fastdecode.transports import tcp
+from fastdecode.transports.base import Hello, LinkDown, TransportError
+from fastdecode.transports.registry import connect
+
+SECRET, MODEL = b"0123456789abcdef", "ab" * 32
+ORDER = Order([1, 2**31, 3], "adapter", "salt", "client", -4, "tcp://r:1", "cd" * 32)
+
+
+class ScriptedGiver:
+    """Gives what it is told to."""
+
+    def __init__(self, error=None):
+        self.orders, self.error = [], error
+        self.ready, self.withdrawn = asyncio.Event(), asyncio.Event()
+        self.ready.set()
+
+    async def give(self, order):
+        self.orders.append(order)
+        try:
+            await self.ready.wait()
+        except asyncio.CancelledError:
+            self.withdrawn.set()
+            raise
+        if self.error is not None:
+            raise self.error
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        return sock.getsockname()[1]
+
+
+@pytest.fixture
+async def serve():
+    servers = []
+
+    async def serve(giver, secret=SECRET):
+        servers.append(await PrefillServer.at("tcp://127.0.0.1:0", giver, MODEL, secret))
+        return servers[-1].url
+
+    yield serve
+    for server in servers:
+        await server.close()
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("secret", [SECRET, None], ids=["secret", "none"])
+async def test_an_order_arrives_as_it_was_given(serve, secret):
+    giver = ScriptedGiver()
+    await RemotePrefill([await serve(giver, secret)], MODEL, secret).prefill(ORDER)
+    assert giver.orders == [ORDER]
+
+
+@pytest.mark.quick
+async def test_the_frame_of_a_prompt_of_128k_tokens_is_not_too_long(serve):
+    giver = ScriptedGiver()
+    order = Order(list(range(131072)), None, "", "", 0, "tcp://r:1", "cd" * 32)
+    await RemotePrefill([await serve(giver)], MODEL, SECRET).prefill(order)
+    assert giver.orders == [order]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("secret", "model", "reason"),
+    [
+        (b"another secret 123", MODEL, "secrets of the two nodes differ"),
+        (None, MODEL, "only one has a shared secret"),
+        (SECRET, "ef" * 32, "different models"),
+    ],
+)
+async def test_strangers_get_nothing(serve, secret, model, reason):
+    giver = ScriptedGiver()
+    with pytest.raises(LinkDown, match=reason):
+        await RemotePrefill([await serve(giver)], model, secret).prefill(ORDER)
+    assert not giver.orders
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(("error", "again"), [(PromptTooLong("too long"), True), (Overloaded("full"), False)])
+async def test_a_failure_is_told_and_a_busy_s_node_left_alone_for_a_while(serve, error, again):
+    nodes = RemotePrefill([await serve(ScriptedGiver(error))], MODEL, SECRET)
+    assert nodes.ready
+    with pytest.raises(LinkDown, match=str(error)):
+        await nodes.prefill(ORDER)
+    assert nodes.ready == again
+
+
+@pytest.mark.quick
+async def test_an_order_that_is_given_up_is_withdrawn(serve):
+    giver = ScriptedGiver()
+    giver.ready.clear()
+    work = asyncio.create_task(RemotePrefill([await serve(giver)], MODEL, SECRET).prefill(ORDER))
+    async with asyncio.timeout(20):
+        while not giver.orders:
+            await asyncio.sleep(0.001)
+        work.cancel()
+        await giver.withdrawn.wait()
+
+
+@pytest.mark.quick
+async def test_orders_go_to_the_s_node_with_the_fewest_tokens_and_never_to_a_dead_one(serve):
+    givers = [ScriptedGiver() for _ in range(2)]
+    urls = [await serve(giver) for giver in givers]
+    for giver in givers:
+        giver.ready.clear()
+    nodes = RemotePrefill(["tcp://127.0.0.1:1", *urls], MODEL, SECRET)
+    with pytest.raises(LinkDown, match="prefill S-node tcp"):
+        await nodes.prefill(ORDER)
+    work = [asyncio.create_task(nodes.prefill(ORDER)) for _ in range(4)]
+    async with asyncio.timeout(20):
+        while sum(len(giver.orders) for giver in givers) < 4:
+            await asyncio.sleep(0.001)
+    assert [len(giver.orders) for giver in givers] == [2, 2]
+    for giver in givers:
+        giver.ready.set()
+    await asyncio.gather(*work)
+
+
+@pytest.mark.quick
+async def test_what_is_no_order_ends_the_connection(serve):
+    giver = ScriptedGiver()
+    url = await serve(giver, None)
+    for frame in (b"\0\0\0\0", b"\2\0\0\0{}", b"\xff" * 8, b'\x13\0\0\0{"type": "ACCEPTED"}'):
+        conn = await tcp.dial_url(url)
+        await asyncio.get_running_loop().sock_sendall(conn.sock, frame)
+        with pytest.raises(TransportError):
+            while True:
+                await conn.read()
+        conn.close()
+    await RemotePrefill([url], MODEL, None).prefill(ORDER)
+    assert giver.orders == [ORDER]
+
+
+@pytest.mark.quick
+async def test_other_machines_are_not_served_without_a_secret():
+    with pytest.raises(TransportError, match="secret"):
+        await PrefillServer.at("tcp://0.0.0.0:0", ScriptedGiver(), MODEL, None)
+
+
+@pytest.mark.quick
+def test_the_digest_is_that_of_the_weights_and_the_format(tmp_path):
+    def hello(kv_dtype="fp16", slots=2):
+        return Hello(Geometry(slots, 8, 2, 4, 2, 64, "fp32"), kv_dtype, (0, 0), 0.125, None, 8)
+
+    (tmp_path / "config.json").write_text("{}")
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(b"a" * 200_000)
+    same = model_digest(tmp_path, hello())
+    assert model_digest(tmp_path, hello(slots=1)) == same != model_digest(tmp_path, hello("int8"))
+    weights.write_bytes(b"a" * 199_999 + b"b")
+    assert model_digest(tmp_path, hello()) != same
+
+
+async def tokens_of(stream):
+    return [event.token async for event in stream]
+
+
+@contextlib.asynccontextmanager
+async def engine_on(r_node, checkpoint, **options):
+    """A started engine with a link to an R-node process. It computes with one thread, and rounds nothing."""
+    torch.set_num_threads(1)
+    model = load_model(checkpoint, device="cpu", dtype=torch.float32)
+    link = await connect(r_node.url, model.hello(2, 128, "fp32", 16 << 20, 32), None)
+    engine = Engine(SPart(model, [link]), [link], max_batch_tokens=128, max_batch_size=16, **options)
+    await engine.start()
+    try:
+        yield engine
+    finally:
+        await engine.stop()
+        await link.close()
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["one R-node", "two R-nodes"])
+async def test_every_token_is_that_of_transformers(serve, tmp_path, apart):
+    checkpoint, rng = make_checkpoint("llama-gqa"), random.Random(1)
+    prompts = [[rng.randrange(3, VOCAB_SIZE) for _ in range(n)] for n in (300, 257, 30, 385, 300)]
+    params = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
+    with contextlib.ExitStack() as processes:
+        urls = [f"shm://{tmp_path}/{name}.sock" for name in ("a", "b")[: 1 + apart]]
+        nodes = [RNodeProcess(url, 64 << 20) for url in urls]
+        for node in nodes:
+            processes.callback(node.end)
+        async with engine_on(nodes[0], checkpoint) as prefill:
+            remote = RemotePrefill([await serve(Giver(prefill), None)], MODEL, None)
+            async with engine_on(nodes[-1], checkpoint, prefill_nodes=remote, guesses=3) as decode:
+                streams = [decode.submit(prompt, params) for prompt in prompts]
+                results = await asyncio.gather(*map(tokens_of, streams))
+                assert decode.stats.totals.prompts_taken == 4
+                assert decode.stats.totals.recomputed == prefill.stats.totals.recomputed == 0
+    judge = reference(checkpoint)
+    for prompt, tokens in zip(prompts, results, strict=True):
+        with torch.inference_mode():
+            logits = judge(torch.tensor([prompt + tokens])).logits[0]
+        assert tokens == logits[len(prompt) - 1 : -1].argmax(-1).tolist()
+
+
+def test_nodes_whose_prefill_s_node_is_killed(start, tmp_path):
+    """Both S-nodes share an R-node. What the prefill S-node has computed is computed again without it."""
+    url, at = f"shm://{tmp_path}/r.sock", f"tcp://127.0.0.1:{free_port()}"
+    common = ("--r-node", url, "--port", "0", "--dtype", "fp32", "--kv-dtype", "fp32", "--kv-lease", "64MiB",
+              "--s-threads", "1", "--no-prefix-cache")  # fmt: skip
+    start("--role", "r", "--listen", url, "--threads", "1", "--kv-memory", "256MiB")
+    prefill = start(*common, "--prefill-listen", at, own_group=True)
+    decode = start(*common, "--prefill-at", at)
+    prefill.wait_for("Try:")
+
+    def ask(seed):
+        prompt = [(i * i * seed + i) % 500 + 3 for i in range(300)]
+        answer = api.completions.create(model="fastdecode-demo", prompt=prompt, max_tokens=20, seed=seed)
+        return answer.choices[0].text
+
+    def taken():
+        metrics = fetch(f"{str(api.base_url).removesuffix('/v1/')}/metrics")
+        [line] = [s for s in metrics.splitlines() if s.startswith("fastdecode:prompts_taken_total")]
+        return float(line.split()[-1])
+
+    with decode.api() as api:
+        texts = [ask(seed) for seed in (1, 2)]
+        assert taken() == 2
+        prefill.kill_group()
+        assert [ask(seed) for seed in (1, 2)] == texts
+        assert taken() == 2

@@ -1,0 +1,137 @@
+"""Prompts that another S-node computes, over a toy model whose output shows every mistake in the cache."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+
+import pytest
+from toy import ToyLink, ToySPart, continuation, tokens_of, until
+from toy_engine import started
+
+from fastdecode.engine.engine import Engine
+from fastdecode.engine.giver import Giver
+from fastdecode.engine.request import EngineError, SamplingParams
+from fastdecode.transports.base import LinkDown
+
+pytestmark = pytest.mark.quick
+
+OPTIONS = {"max_batch_tokens": 64, "max_batch_size": 16, "prefix_cache": True}
+
+
+class Direct:
+    """Prefill S-nodes without a wire between."""
+
+    def __init__(self, giver):
+        self.giver, self.ready, self.orders = giver, True, []
+
+    async def prefill(self, order):
+        self.orders.append(order)
+        try:
+            await self.giver.give(order)
+        except EngineError as error:
+            raise LinkDown(str(error)) from None
+
+
+@contextlib.asynccontextmanager
+async def split(**options):
+    """An engine that decodes on `taking`, one that prefills on `giving`; at the end nothing of a sequence is left."""
+    giving, taking = ToyLink("tcp://giving"), ToyLink("tcp://taking")
+    async with started(giving, **OPTIONS) as prefill:
+        nodes = Direct(Giver(prefill))
+        async with started(taking, **(OPTIONS | options), prefill_nodes=nodes) as decode:
+            yield prefill, decode, nodes
+
+
+def prompt(n, seed=0):
+    rng = random.Random(seed)
+    return [rng.randrange(3, 900) for _ in range(n)]
+
+
+def ask(engine, tokens, n=40, **params):
+    return asyncio.create_task(tokens_of(engine.submit(tokens, SamplingParams(max_tokens=n, **params))))
+
+
+async def test_long_prompts_are_computed_elsewhere_and_no_token_changes():
+    lengths = [10, 256, 257, 258, 384, 385, 386, 1000, 2000]
+    async with split() as (prefill, decode, nodes):
+        work = [ask(decode, prompt(n, n), temperature=0.0) for n in lengths]
+        assert await asyncio.gather(*work) == [continuation(prompt(n, n), 40) for n in lengths]
+        assert decode.stats.totals.prompts_taken == nodes.giver.given == sum(n > 256 for n in lengths)
+        assert decode.stats.totals.recomputed == prefill.stats.totals.recomputed == 0
+        [link] = prefill.spart.links
+        assert any(length == 0 for _, length in link.pushes), "whole pages go while the rest is computed"
+
+
+async def test_sampled_tokens_are_those_of_one_s_node():
+    long = prompt(700)
+    async with started(ToyLink(), **OPTIONS) as alone:
+        expected = await ask(alone, long, seed=7)
+    async with split() as (_, decode, _):
+        assert await ask(decode, long, seed=7) == expected
+
+
+async def test_a_shared_beginning_is_computed_once():
+    long = prompt(1000)
+    async with split() as (prefill, decode, nodes):
+        assert await ask(decode, long, 5, temperature=0.0) == continuation(long, 5)
+        longer = [*long, *continuation(long, 5), 17]
+        assert await ask(decode, longer, 5, temperature=0.0) == continuation(longer, 5)
+        assert len(nodes.orders) == 1, "this S-node's prefix cache has the beginning"
+        other = [*long[:900], *prompt(200, 5)]
+        decode.cluster.nodes[0].drain()  # evicts what the prefix cache has
+        decode.r_nodes.end_drain(0)
+        assert await ask(decode, other, 5, temperature=0.0) == continuation(other, 5)
+        assert len(nodes.orders) == 2 and prefill.spart.links[0].forks == 1
+
+
+@pytest.mark.parametrize("fault", ["push", "giving", "taking", "shut"])
+async def test_a_prompt_that_does_not_arrive_is_computed_here(fault):
+    long = prompt(900)
+    async with split() as (prefill, decode, nodes):
+        spare = ToyLink("tcp://spare")
+        decode.add_link(spare)
+        [link], [target, _] = prefill.spart.links, decode.spart.links
+        link.refuse_pushes = fault == "push"
+        if fault == "shut":
+            prefill._draining = True
+        link.pushing.clear()
+        work = [ask(decode, long, temperature=0.0) for _ in range(2)]
+        await until(lambda: nodes.orders)
+        if fault != "shut":
+            await link.pushed.wait()
+        if fault in ("giving", "taking"):
+            {"giving": link, "taking": target}[fault].kill()
+        link.pushing.set()
+        assert await asyncio.gather(*work) == [continuation(long, 40)] * 2
+
+
+async def test_a_client_that_goes_away_withdraws_its_prompt_there():
+    async with split() as (prefill, decode, _):
+        [link] = prefill.spart.links
+        link.pushing.clear()
+        stream = decode.submit(prompt(900), SamplingParams(max_tokens=40, temperature=0.0))
+        await link.pushed.wait()
+        stream.cancel()
+        await until(lambda: not prefill._live and not decode.scheduler.n_running)
+        link.pushing.set()
+        await until(lambda: not decode.spart.links[0].cache)
+
+
+async def test_a_full_lease_waits_and_then_goes_on():
+    """Each sequence takes half of the lease of either S-node."""
+    giving, taking = ToyLink("tcp://giving", n_pages=12), ToyLink("tcp://taking", n_pages=12)
+    async with started(giving, **OPTIONS) as prefill:
+        nodes = Direct(Giver(prefill))
+        async with started(taking, **OPTIONS, prefill_nodes=nodes) as decode:
+            work = [ask(decode, prompt(600, i), temperature=0.0) for i in range(5)]
+            assert await asyncio.gather(*work) == [continuation(prompt(600, i), 40) for i in range(5)]
+
+
+def test_an_engine_without_prefill_nodes_hands_nothing_over():
+    async def run():
+        engine = Engine(ToySPart([ToyLink()]), [ToyLink()])
+        assert engine.scheduler.hand_over is None
+
+    asyncio.run(run())
