@@ -34,7 +34,18 @@ class Answer(ABC):
         self.tokenizer = tokenizer
         self.logprobs = logprobs
         self._begun: set[int] = set()  # choices whose first delta has been made
-        self._head = {"id": self.id, "created": int(time.time()), "model": model}
+        self._head: dict[str, Any] = {"id": self.id, "created": int(time.time()), "model": model}
+
+    def take_head(self, id: str, created: int) -> None:
+        """Be the answer with this id, which was begun at the time `created`."""
+        self.id = id
+        self._head |= {"id": id, "created": created}
+
+    @property
+    def created(self) -> int:
+        """When the answer was begun, in seconds since 1970."""
+        created: int = self._head["created"]
+        return created
 
     @abstractmethod
     def choice(self, index: int, piece: Piece) -> dict[str, Any]:

@@ -9,9 +9,11 @@ from typing import Any, TypeVar
 from aiohttp import web
 
 from fastdecode.api.answers import Answer, ChatAnswer, CompletionAnswer
+from fastdecode.api.continuation import Resume
 from fastdecode.api.defaults import NO_DEFAULTS, SamplingDefaults
 from fastdecode.api.errors import ApiError
 from fastdecode.api.generation import Echo
+from fastdecode.api.middleware import notes
 from fastdecode.api.preparation import Preparation, with_grammar
 from fastdecode.api.protocol import ChatRequest, Generation, parse_chat, parse_completion
 from fastdecode.api.response_answer import ResponseAnswer
@@ -112,7 +114,13 @@ class Endpoints:
 
     async def _parse(self, request: web.Request, parse: Callable[[Any, SamplingDefaults], _T]) -> _T:
         raw = await read_body(request)
-        return await self.preparation.parse(raw, lambda body: parse(body, self.model.defaults))
+
+        def check(body: Any) -> tuple[Resume | None, _T]:
+            resume = Resume.taken_from(body)
+            return resume, parse(body, self.model.defaults)
+
+        notes().resume, parsed = await self.preparation.parse(raw, check)
+        return parsed
 
     async def prepare_chat(self, body: ChatRequest) -> tuple[Dialogue, str, Generation]:
         """The forms of the answer, the prompt's text, and the parameters with the answer's grammar."""

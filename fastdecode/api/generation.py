@@ -41,8 +41,11 @@ class Piece:
     text: str = ""
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: str | None = None  # on a choice's last piece: "stop" or "length"
+    #: If the stream has marks (continuation.py), its tokens; the engine's finish reason is the last entry.
+    tokens: tuple[int | str, ...] = ()
 
     def append(self, piece: Piece) -> None:
+        self.tokens += piece.tokens
         self.text += piece.text
         self.logprobs += piece.logprobs
         self.finish_reason = piece.finish_reason
@@ -166,6 +169,8 @@ class Run:
         The reason is "stop", "length", "abort" or "error"; the seconds count from now.
         """
         self.choices = choices
+        self.names_tokens = False  # pieces have their tokens
+        self.leave: Callable[[], None] | None = None  # tells the client that this server is about to end
         self._running = {choice.index for choice in choices}
         self._ready: dict[int, list[Piece]] = {}
         self._sink: Callable[[int, Piece], bool] | None = None
@@ -174,6 +179,18 @@ class Run:
         self._started = time.monotonic()
         self._on_choice_end = on_choice_end
         self._cancel: Cancel | None = None  # None: the choices are being queued
+
+    @property
+    def running(self) -> bool:
+        """True if a choice has not ended."""
+        return bool(self._running)
+
+    def feed(self, index: int, event: TokenEvent) -> Piece:
+        """Let a choice have a token that it has had elsewhere. Returns its piece, which is given to nobody else."""
+        piece = self.choices[index].feed(event)
+        if piece.finish_reason:
+            self._end(index, piece.finish_reason)
+        return piece
 
     async def submit(self, engine: EngineClient, request: Request) -> None:
         """Queue the choices in the engine. Raises EngineError."""
@@ -210,6 +227,8 @@ class Run:
             return
         try:
             piece = self.choices[index].feed(event)
+            if self.names_tokens:
+                piece.tokens = (event.token,) if event.finish_reason is None else (event.token, event.finish_reason)
             if self._ready or self._sink is None or not self._sink(index, piece):
                 self._keep(index, piece)
         except Exception as bug:  # must not leave the client waiting, and must not reach the other requests

@@ -15,6 +15,7 @@ from typing import Any
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
+from fastdecode.api.continuation import Resume
 from fastdecode.api.errors import ApiError, from_engine
 from fastdecode.api.page import is_page
 from fastdecode.engine.request import EngineError
@@ -35,6 +36,7 @@ class Notes:
     headers: dict[str, str] = field(default_factory=dict)  # headers that the answer gets
     client: str = ""  # a digest of the API key, for fair shares; "": no key was asked for
     logged: dict[str, Any] = field(default_factory=dict)  # fields of the request's line in the access log
+    resume: Resume | None = None  # the stream that the request continues
 
 
 _notes: ContextVar[Notes] = ContextVar("notes")

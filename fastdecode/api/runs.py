@@ -11,6 +11,7 @@ from aiohttp import web
 
 from fastdecode.api.answers import Answer, usage
 from fastdecode.api.chunks import Chunks
+from fastdecode.api.continuation import LEAVING, Resume, is_resumable, mark, not_resumable, resumable
 from fastdecode.api.errors import ApiError, from_engine, json_response
 from fastdecode.api.generation import Choice, Echo, Piece, Run
 from fastdecode.api.middleware import notes, request_id
@@ -23,6 +24,9 @@ from fastdecode.service.client import EngineClient, Request
 from fastdecode.text.detokenizer import Detokenizer
 
 log = logging.getLogger(__name__)
+
+#: Tokens of a continued stream that are fed to its choice in one turn of the event loop.
+_REPLAYED_AT_ONCE = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +56,9 @@ class Runs:
     async def close(self, grace: float) -> None:
         """Refuse new requests, wait `grace` seconds for running requests to end, then end them with an error."""
         self.closing = True
+        for run in self._runs:
+            if run.leave is not None:
+                run.leave()
         try:
             async with asyncio.timeout(grace):
                 await self._idle.wait()
@@ -63,11 +70,21 @@ class Runs:
         """Generate the choices of a job, and answer. Raises ApiError."""
         if self.closing:
             raise shutting_down_error()
+        resume, answer = notes().resume, job.answer
+        marked = is_resumable(request.headers, job.generation, len(job.prompts), answer) and not any(job.echoes)
+        if marked:
+            job = replace(job, generation=resumable(job.generation, answer, resume))
+        elif resume is not None:
+            raise not_resumable()
         run = self._run(job)
+        run.names_tokens = marked
         self._runs.add(run)
         self._idle.clear()
         try:
-            await self._submit(job, run)
+            if resume is not None:
+                await self._replay(run, resume, answer)
+            if run.running:
+                await self._submit(job, run, resume)
             # Leaving this block cancels all choices that still run. aiohttp cancels this coroutine if the client goes
             # away.
             with run:
@@ -103,13 +120,29 @@ class Runs:
 
         return Run([choice(index) for index in range(choices)], self.engine.choice_ended)
 
-    async def _submit(self, job: Job, run: Run) -> None:
+    async def _replay(self, run: Run, resume: Resume, answer: Answer) -> None:
+        """Bring a run to where its stream is to be continued. Raises ApiError (400)."""
+        if len(resume.tokens) >= self.engine.max_model_len:
+            raise not_resumable()
+        try:
+            for i, event in enumerate(resume.events()):
+                if not run.running:
+                    raise not_resumable()
+                answer.deltas(0, run.feed(0, event))
+                if i % _REPLAYED_AT_ONCE == 0:
+                    await asyncio.sleep(0)
+        except (ValueError, LookupError, OverflowError):  # of a token that the tokenizer does not know
+            raise not_resumable() from None
+
+    async def _submit(self, job: Job, run: Run, resume: Resume | None) -> None:
         """Queue a run's choices. Raises ApiError."""
         generation = job.generation
         params = replace(generation.sampling, client=notes().client)
         grammar = generation.grammar
         spec = None if grammar is None else grammar.spec
         request = Request(job.answer.id, list(job.prompts), params, generation.candidates, spec)
+        if resume is not None:
+            request = replace(request, generated=list(resume.tokens))
         try:
             await run.submit(self.engine, request)
         except InvalidGrammar as error:
@@ -143,17 +176,28 @@ class Runs:
         def write(index: int, piece: Piece) -> bool:
             if events.full:
                 return False
-            events.write(chunks.of(index, piece))
+            events.write(marked(index, piece))
             return True
 
+        def marked(index: int, piece: Piece) -> bytes:
+            return chunks.of(index, piece) + mark(piece.tokens) if piece.tokens else chunks.of(index, piece)
+
+        def leave() -> None:
+            events.write(mark(LEAVING))
+
         await events.open()
+        if run.names_tokens:
+            events.write(mark({"id": answer.id, "created": answer.created, "seed": generation.sampling.seed}))
+            run.leave = leave
+            if self.closing:
+                leave()
         try:
             events.send(answer.begin())
             run.offer_to(write)
             while (ready := await run.pieces(self.keep_alive_seconds - events.quiet_seconds)) is not None:
                 for index, pieces in ready.items():
                     for piece in pieces:
-                        events.write(chunks.of(index, piece))
+                        events.write(marked(index, piece))
                 if events.quiet_seconds >= self.keep_alive_seconds:
                     events.keep_alive()
                 await events.drain()

@@ -188,10 +188,15 @@ class Engine:
         return RequestStream(seq, events, self.cancel)
 
     def submit_choices(
-        self, prompt_ids: list[int], params: SamplingParams, outputs: Mapping[str, Output]
+        self,
+        prompt_ids: list[int],
+        params: SamplingParams,
+        outputs: Mapping[str, Output],
+        generated: Iterable[int] = (),
     ) -> list[Sequence]:
         """Queue the choices of a prompt, all or none. `outputs` maps the id of each choice to the function that
-        takes its tokens; `params` are those of the first choice (SamplingParams.of_choice).
+        takes its tokens; `params` are those of the first choice (SamplingParams.of_choice). `generated` are tokens
+        that each choice has already, from another S-node; its output gets those that follow.
 
         Raises NotReady, Overloaded, PromptTooLong, InvalidPrompt, InvalidParameter.
         """
@@ -201,6 +206,9 @@ class Engine:
         self._check_tokens(params)
         if params.max_tokens is not None:
             max_new = min(max_new, params.max_tokens)
+        before = list(generated)
+        if len(before) >= max_new or not all(0 <= t < self.spart.config.vocab_size for t in before):
+            raise InvalidPrompt(f"{len(before)} generated tokens cannot be continued: at most {max_new} may come")
         end_tokens = params.stop_token_ids
         if params.grammar is not None or not params.ignore_eos:
             end_tokens |= self.end_tokens
@@ -238,6 +246,8 @@ class Engine:
                 output=output,
                 arrived=self._clock(),
             )
+            for token in before:
+                seq.append(token)
             self._queue(seq)
             choices.append(seq)
         return choices

@@ -1,11 +1,12 @@
 """`fastdecode-router`: one OpenAI-compatible address in front of several S-nodes.
 
-A request goes to the least busy S-node, or to one that has seen the beginning of its prompt. Streams pass untouched. A
-request is sent to another S-node only while its client has seen no token.
+A request goes to the least busy S-node, or to one that has seen the beginning of its prompt. A stream whose S-node is
+lost, or about to end, goes on at another S-node; other requests are sent again only while the client has seen no token.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import logging
 import sys
@@ -58,6 +59,12 @@ def _parser() -> Parser:
         default=30.0,
         help="on SIGTERM, how long running requests may continue (default: 30)",
     )
+    parser.add_argument(
+        "--continue-seconds",
+        type=option_values.seconds,
+        default=30.0,
+        help="how long a stream whose S-node is lost waits for one that continues it (default: 30)",
+    )
     parser.add_argument("--no-access-log", action="store_true", help="do not log a line for every request")
     parser.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info")
     parser.add_argument("--log-format", choices=("text", "json"), default="text")
@@ -79,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     set_up_logging(args.log_level, args.log_format)
     try:
         sockets = bind(args.host, args.port)
-        uvloop.run(_run(nodes, sockets, args.host, args.drain_seconds, access_log=not args.no_access_log))
+        uvloop.run(_run(nodes, sockets, args))
     except OSError as error:
         sys.exit(f"fastdecode-router: error: {error}")
 
@@ -88,7 +95,7 @@ def _without_slash(urls: Sequence[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(url.rstrip("/") for url in urls))
 
 
-async def _run(nodes: NodeSet, sockets: list[Any], host: str, drain_seconds: float, *, access_log: bool) -> None:
+async def _run(nodes: NodeSet, sockets: list[Any], args: argparse.Namespace) -> None:
     shutdown = asyncio.create_task(wait_for_shutdown())
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(connector=connector, auto_decompress=False) as session:
@@ -96,12 +103,13 @@ async def _run(nodes: NodeSet, sockets: list[Any], host: str, drain_seconds: flo
         pool = Pool(nodes, session)
         metrics.watch(pool)
         await pool.start()
-        server = await serve(make_app(pool, Proxy(pool, session, metrics), metrics, access_log=access_log), sockets)
-        url = f"http://{bracketed(host)}:{server.port}/v1"
+        proxy = Proxy(pool, session, metrics, args.continue_seconds)
+        server = await serve(make_app(pool, proxy, metrics, access_log=not args.no_access_log), sockets)
+        url = f"http://{bracketed(args.host)}:{server.port}/v1"
         print(f"Router on {url}", flush=True)
         await shutdown
-        log.info("draining: running requests may go on for %.0f s", drain_seconds)
-        await server.drain(drain_seconds)
+        log.info("draining: running requests may go on for %.0f s", args.drain_seconds)
+        await server.drain(args.drain_seconds)
         await server.close()
         await pool.close()
 

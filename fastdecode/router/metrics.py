@@ -20,6 +20,9 @@ class RouterMetrics:
         self.retries = Counter(
             "fastdecode:router_retries", "Requests sent to a further S-node.", registry=self._registry
         )
+        self.continued = Counter(
+            "fastdecode:router_continued_streams", "Streams continued at another S-node.", registry=self._registry
+        )
         self.broken = Counter(
             "fastdecode:router_broken_streams", "Streams whose S-node was lost.", registry=self._registry
         )

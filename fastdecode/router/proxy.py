@@ -1,15 +1,19 @@
-"""Forwards requests to S-nodes, and tries another S-node as long as the client has not seen a token."""
+"""Forwards requests to S-nodes, tries another S-node as long as the client has not seen a token, and continues streams
+whose S-node is lost or about to end at another one (api/continuation.py)."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import aiohttp
 import orjson
 from aiohttp import web
 
+from fastdecode.api.continuation import FIELD, HEADER, LEAVING, MARK
 from fastdecode.api.errors import ApiError
 from fastdecode.router.metrics import RouterMetrics
 from fastdecode.router.pool import Pool, SNode, prefix_keys
@@ -21,10 +25,11 @@ _MOST_TRIES = 3
 #: Answers after which another S-node is tried: it is overloaded, is ending, or has lost its R-nodes.
 _PASSING = frozenset({429, 502, 503, 504})
 _CONNECT_SECONDS = 5.0
+_POLL_SECONDS = 0.1  # of an S-node that continues a stream
 #: Headers of one connection, which are not forwarded (RFC 9110, section 7.6.1), and those that this end writes anew.
 _HOP = frozenset(
     ["connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailer", "transfer-encoding",
-     "upgrade", "host", "content-length", "content-encoding", "date", "server", "accept-encoding"]
+     "upgrade", "host", HEADER.lower(), "content-length", "content-encoding", "date", "server", "accept-encoding"]
 )  # fmt: skip
 _LOST = "the S-node that generated this answer was lost; send the request again"
 
@@ -40,40 +45,63 @@ class _Retry(Exception):
 class Proxy:
     """The handler of all requests that S-nodes answer."""
 
-    def __init__(self, pool: Pool, session: aiohttp.ClientSession, metrics: RouterMetrics):
+    def __init__(
+        self, pool: Pool, session: aiohttp.ClientSession, metrics: RouterMetrics, continue_seconds: float = 30.0
+    ):
+        """`continue_seconds`: how long a stream that can be continued waits for an S-node."""
         self._pool, self._session, self._metrics = pool, session, metrics
+        self._continue_seconds = continue_seconds
         self.requests = 0  # that wait for an S-node's answer
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         """Forward a request. Raises ApiError (503) if no S-node can take it."""
         body = await request.read()
         keys = prefix_keys(_prompt(body)) if request.method == "POST" else []
-        relay = _Relay(request)
-        tried: list[SNode] = []
-        failure: _Retry | None = None
+        relay = _Relay(request, body)
         self.requests += 1
         try:
-            while len(tried) < _MOST_TRIES and (s_node := self._pool.choose(keys, tried)) is not None:
-                if tried:
-                    self._metrics.retries.inc()
-                tried.append(s_node)
-                s_node.requests += 1
-                try:
-                    return await self._forward(relay, s_node, body)
-                except _Retry as error:
-                    failure = error
-                    log.info("%s %s: S-node %s: %s", request.method, request.path, s_node.url, error)
-                finally:
-                    s_node.requests -= 1
+            return await self._answer(relay, keys)
         finally:
             self.requests -= 1
+
+    async def _answer(self, relay: _Relay, keys: list[bytes]) -> web.StreamResponse:
+        request = relay.request
+        tried: list[SNode] = []
+        failure: _Retry | None = None
+        while len(tried) < _MOST_TRIES and (s_node := await self._choose(relay, keys, tried)) is not None:
+            if relay.has_token:
+                self._metrics.continued.inc()
+            elif tried:
+                self._metrics.retries.inc()
+            tried.append(s_node)
+            s_node.requests += 1
+            n_tokens = len(relay.tokens)
+            try:
+                return await self._forward(relay, s_node, keys)
+            except _Retry as error:
+                failure = error
+                log.info("%s %s: S-node %s: %s", request.method, request.path, s_node.url, error)
+                if len(relay.tokens) > n_tokens:
+                    tried = [s_node]
+            finally:
+                s_node.requests -= 1
         if relay.response is not None:  # the client has the headers of a stream
             return await relay.fail(self._metrics)
         if failure is not None and failure.answer is not None:
             return failure.answer
         raise ApiError(503, _none_left(self._pool), code="no_s_node", headers={"Retry-After": "1"})
 
-    async def _forward(self, relay: _Relay, s_node: SNode, body: bytes) -> web.StreamResponse:
+    async def _choose(self, relay: _Relay, keys: list[bytes], tried: list[SNode]) -> SNode | None:
+        """The next S-node for a request; None: there is none. A stream that can be continued waits for one."""
+        deadline = time.monotonic() + self._continue_seconds
+        while (s_node := self._pool.choose(keys, tried)) is None and relay.has_token and relay.head is not None:
+            tried.clear()  # one that was lost may come back
+            if time.monotonic() >= deadline:
+                return None
+            await asyncio.sleep(_POLL_SECONDS)
+        return s_node
+
+    async def _forward(self, relay: _Relay, s_node: SNode, keys: list[bytes]) -> web.StreamResponse:
         """Send the request to one S-node and its answer to the client. Raises _Retry."""
         request = relay.request
         headers = {name: value for name, value in request.headers.items() if name.lower() not in _HOP}
@@ -82,53 +110,100 @@ class Proxy:
             async with self._session.request(
                 request.method,
                 s_node.url + request.path_qs,
-                data=body or None,
-                headers=headers | {"Accept-Encoding": "identity"},
+                data=relay.body or None,
+                headers=headers | {"Accept-Encoding": "identity", HEADER: "1"},
                 allow_redirects=False,
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS),
             ) as answer:
                 if answer.content_type == "text/event-stream":
-                    return await relay.stream(answer)
+                    return await relay.stream(answer, lambda: self._may_leave(s_node, keys))
                 whole = web.Response(body=await answer.read(), status=answer.status, headers=_kept(answer.headers))
-                if answer.status in _PASSING or _is_passing_failure(answer.status, whole.body):
+                passing = answer.status in _PASSING or _is_passing_failure(answer.status, whole.body)
+                if passing or relay.response is not None:
                     raise _Retry(f"answered {answer.status}", whole)
                 return whole
         except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
             if relay.client_gone:
                 raise
             self._pool.suspect(s_node, f"a request failed: {error or type(error).__name__}")
-            if relay.has_token:
+            if relay.has_token and relay.head is None:
                 return await relay.fail(self._metrics)
             raise _Retry(str(error) or type(error).__name__) from None
+
+    def _may_leave(self, s_node: SNode, keys: list[bytes]) -> bool:
+        """True if the streams of an S-node that is about to end can go on at another one."""
+        self._pool.suspect(s_node, "is about to end")
+        return self._pool.choose(keys, [s_node]) is not None
 
 
 class _Relay:
     """One client's request, and the part of the answer that it has."""
 
-    def __init__(self, request: web.Request):
+    def __init__(self, request: web.Request, body: bytes):
         self.request = request
         self.response: web.StreamResponse | None = None  # of a stream whose headers are sent
         self.has_token = False  # the client has an event of the stream
         self.client_gone = False
+        self.head: dict[str, Any] | None = None  # of a stream that can be continued, see api/continuation.py
+        self.tokens: list[int] = []  # whose text the client has
+        self._finish_reason: str | None = None
+        self._body = body
 
-    async def stream(self, answer: aiohttp.ClientResponse) -> web.StreamResponse:
-        """Pass a stream on, one whole event or more at a time. Raises _Retry, aiohttp.ClientError, ConnectionError."""
+    @property
+    def body(self) -> bytes:
+        """The request for the next S-node."""
+        if self.head is None:
+            return self._body
+        resume = self.head | {"tokens": self.tokens, "finish_reason": self._finish_reason}
+        return orjson.dumps(orjson.loads(self._body) | {FIELD: resume})
+
+    async def stream(self, answer: aiohttp.ClientResponse, may_leave: Callable[[], bool]) -> web.StreamResponse:
+        """Pass a stream on, one whole event or more at a time. Of a stream with marks, events wait for the mark behind
+        them. `may_leave` is asked when the S-node is about to end.
+
+        Raises _Retry, aiohttp.ClientError, ConnectionError.
+        """
         if self.response is None:
             self.response = web.StreamResponse(status=answer.status, headers=_kept(answer.headers))
             await self._write(b"", prepare=True)
-        rest = b""
+        rest, held = b"", b""
         async for part in answer.content.iter_any():
-            events, separator, rest = (rest + part).rpartition(b"\n\n")
-            if not separator:
-                continue
-            if not self.has_token and (first := _first_data(events)) is not None:
-                if _is_passing_failure(500, first):
-                    raise _Retry("failed before its first token")
-                self.has_token = True
-            await self._write(events + separator)
-        await self._write(rest)
+            *events, rest = (rest + part).split(b"\n\n")
+            ready, leaving = b"", False
+            for event in events:
+                if event.startswith(MARK):
+                    leaving |= self._take_mark(orjson.loads(event[len(MARK) :]))
+                    ready, held = ready + held, b""
+                elif self.head is None or (event.startswith(b":") and not held):
+                    ready += event + b"\n\n"
+                else:
+                    held += event + b"\n\n"
+            await self._pass(ready)
+            if leaving and may_leave():
+                raise _Retry("is about to end")
+        await self._pass(held + rest)
         await self.response.write_eof()
         return self.response
+
+    def _take_mark(self, mark: Any) -> bool:
+        """Record what a mark says. True: the S-node is about to end."""
+        if isinstance(mark, dict):
+            self.head = mark
+        elif isinstance(mark, list):
+            if mark and isinstance(mark[-1], str):
+                self._finish_reason = mark.pop()
+            self.tokens += mark
+        return bool(mark == LEAVING)
+
+    async def _pass(self, events: bytes) -> None:
+        """Give the client whole events. Raises _Retry for an error that another S-node may mend."""
+        if not events:
+            return
+        failed = self.head is not None or not self.has_token
+        if failed and (first := _first_data(events)) is not None and _is_passing_failure(500, first):
+            raise _Retry("failed")
+        self.has_token = self.has_token or _first_data(events) is not None
+        await self._write(events)
 
     async def fail(self, metrics: RouterMetrics) -> web.StreamResponse:
         """End the stream with an error event."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from fastdecode.engine.request import EngineError, SamplingParams, TokenEvent
@@ -20,6 +20,7 @@ class Request:
     params: SamplingParams  # of every prompt's first choice, without its grammar
     n: int = 1  # choices of each prompt
     grammar: GrammarSpec | None = None  # that every choice must follow
+    generated: list[int] = field(default_factory=list)  # tokens that the only choice has already
 
     @property
     def n_choices(self) -> int:

@@ -58,7 +58,7 @@ class LocalEngine:
             for prompt in request.prompts:
                 numbers = range(len(choices), len(choices) + request.n)
                 outputs = {f"{request.id}-{i}": self._output(output, i) for i in numbers}
-                choices += self._engine.submit_choices(prompt, params, outputs)
+                choices += self._engine.submit_choices(prompt, params, outputs, request.generated)
         except Exception:
             for i in range(len(choices)):
                 cancel(i)

@@ -12,7 +12,7 @@ from toy_engine import started
 
 from fastdecode.engine.engine import Engine
 from fastdecode.engine.giver import Giver
-from fastdecode.engine.request import EngineError, SamplingParams
+from fastdecode.engine.request import EngineError, InvalidPrompt, SamplingParams
 from fastdecode.transports.base import LinkDown
 
 pytestmark = pytest.mark.quick
@@ -127,6 +127,27 @@ async def test_a_full_lease_waits_and_then_goes_on():
         async with started(taking, **OPTIONS, prefill_nodes=nodes) as decode:
             work = [ask(decode, prompt(600, i), temperature=0.0) for i in range(5)]
             assert await asyncio.gather(*work) == [continuation(prompt(600, i), 40) for i in range(5)]
+
+
+async def test_a_sequence_goes_on_from_the_tokens_that_another_s_node_has_generated():
+    beginning, whole = prompt(200), continuation(prompt(200), 30)
+    params = SamplingParams(temperature=0.0, max_tokens=30)
+    async with started(ToyLink(), **OPTIONS) as engine:
+        for n in (1, 29):
+            tokens: list[int] = []
+            ended = asyncio.Event()
+
+            def output(event, tokens=tokens, ended=ended):
+                tokens.append(event.token)
+                if event.finish_reason:
+                    ended.set()
+
+            engine.submit_choices(beginning, params, {f"from {n}": output}, whole[:n])
+            await ended.wait()
+            assert tokens == whole[n:]
+        for wrong in (whole, [-1], [10**6]):
+            with pytest.raises(InvalidPrompt, match="continued"):
+                engine.submit_choices(beginning, params, {"wrong": lambda event: None}, wrong)
 
 
 def test_an_engine_without_prefill_nodes_hands_nothing_over():

@@ -57,6 +57,7 @@ class ScriptedEngine:
         self._refusal = refusal
         self.prompts: list[list[int]] = []
         self.params: list[SamplingParams] = []
+        self.generated: list[list[int]] = []
         self.streams: list[ScriptedChoice] = []
         self._metrics = Metrics("scripted", lambda: self.stats)
         self.ready = True
@@ -72,6 +73,7 @@ class ScriptedEngine:
                 raise self._refusal or AssertionError("one choice more than there are scripts")
             choices.append(ScriptedChoice(self.scripts.pop(0), partial(output, i)))
             self.prompts.append(request.prompts[i // request.n])
+            self.generated.append(request.generated)
             self.params.append(request.params.of_choice(i % request.n))
             self.streams.append(choices[-1])
         return lambda i: choices[i].cancel()
