@@ -302,8 +302,9 @@ class NodeConfig:
         metavar="off|suffix:K",
     )
     target_tbt_ms: float = _option(
-        "milliseconds between two tokens of a stream that prompts should not exceed: while a stream runs, prompts are "
-        "cut into chunks that keep it; 0: prompts take up to --max-batch-tokens rows of every step",
+        "milliseconds between two tokens of a stream that should not be exceeded: while a stream runs, prompts are "
+        "cut into chunks that keep it, and sequences that would make steps longer wait; 0: no bound, prompts take up "
+        "to --max-batch-tokens rows of every step",
         200.0,
         role="s",
         parse=option_values.milliseconds,

@@ -220,6 +220,7 @@ class Engine:
         rules = logit_rules(params, prompt_ids)
         adapter = self._adapter(params.adapter)
         choices: list[Sequence] = []
+        request = self._arrivals if len(outputs) > 1 else None
         for k, (request_id, output) in enumerate(outputs.items()):
             try:
                 self._check_backlog(len(prompt_ids))
@@ -237,6 +238,7 @@ class Engine:
                 params=params,
                 seed=secrets.randbits(64) if seed is None else seed,
                 end_tokens=end_tokens,
+                request=request,
                 hashes=hashes,
                 rules=rules and rules.copy(),
                 constraints=constraints(params, end_tokens, self.spart.config.vocab_size),

@@ -20,6 +20,7 @@ moves sequences to mini-batches whose steps are shorter, until all are about equ
 from __future__ import annotations
 
 from bisect import insort
+from collections import Counter
 from itertools import count
 from typing import TYPE_CHECKING
 
@@ -29,6 +30,7 @@ from fastdecode.engine.scheduling.admission import Greedy, Room
 from fastdecode.engine.scheduling.balance import even_out
 from fastdecode.engine.scheduling.budgets import StagingBudget, StepBudget
 from fastdecode.engine.scheduling.fairness import OUTPUT_WEIGHT
+from fastdecode.engine.scheduling.pace import Pace
 from fastdecode.engine.scheduling.placement import Wait
 from fastdecode.engine.scheduling.plan import Outcome, Plan, PlannedChunk, SchedulerLimits, step_order
 from fastdecode.engine.scheduling.queue import BY_RANK, WaitingQueue
@@ -70,13 +72,14 @@ class Scheduler:
         admission: Greedy | None = None,
         speculation: Speculation | None = None,
     ):
-        """`target_tbt`: seconds between two tokens of a stream that prompts should not exceed; see StepTimes.
+        """`target_tbt`: seconds between two tokens of a stream that should not be exceeded; see StepTimes and Pace.
         `admission` None: every sequence that has room starts. `speculation` None: no tokens are guessed."""
         self.cluster = cluster
         self.admission = admission or Greedy()
         self.limits = limits
         self.speculation = speculation
         self.step_times = StepTimes(target_tbt)
+        self.pace = Pace(cluster, target_tbt, limits.mini_batches)
         self.waiting = WaitingQueue()
         self.mini_batches: list[list[Sequence]] = [[] for _ in range(limits.mini_batches)]  # each in order of arrival
         self.preemptions = 0
@@ -113,10 +116,11 @@ class Scheduler:
         """How many sequences would wait for others to end if one of `n_tokens` tokens joined the queue.
 
         The first ones in the queue, which have room to run beside the running ones, do not count. Room is free sequence
-        slots, sequence indexes and pages, of all R-nodes together.
+        slots, sequence indexes and pages, of all R-nodes together; there is none while steps may not get longer.
         """
         pages, indexes = self.cluster.room
-        limit = min(self.limits.mini_batches * self.limits.max_seqs - self.n_running, indexes)
+        slots = self.limits.mini_batches * self.limits.max_seqs - self.n_running
+        limit = 0 if self.pace.refused and self.n_running else min(slots, indexes)
         lengths = [len(seq.tokens) for seq in self.waiting] + [n_tokens]
         for n, length in enumerate(lengths):
             pages -= self.cluster.pages_for(length)
@@ -221,6 +225,7 @@ class Scheduler:
         self._serve_starved()
         self._balance(mini_batch)
         self._give_way(mini_batch)
+        self._keep_pace(mini_batch)
         chunks = self._decode_chunks(mini_batch)
         n_streams = len(chunks)
         n_decoding = sum(chunk.n_tokens for chunk in chunks)
@@ -231,6 +236,7 @@ class Scheduler:
         for chunk in chunks[n_streams:]:
             prompts += PromptWork(chunk.n_tokens, pairs(chunk.seq.cached, chunk.n_tokens))
         self.step_times.begin(mini_batch, prompts, n_decoding > 0)
+        self.pace.begin(mini_batch, n_decoding)
         self.admission.tick(1 / len(self.mini_batches))
         chunks.sort(key=step_order)
         return Plan(mini_batch, chunks, prompts)
@@ -255,7 +261,7 @@ class Scheduler:
         """Record a step that ran. `sampled` has one entry for each chunk, None if nothing was sampled; `seconds` is how
         long it took, and `s_seconds` how long its S-Part computed, if that is known. Returns the new tokens in the
         chunks' order."""
-        self.step_times.end(plan.mini_batch, seconds, s_seconds)
+        self._end_step(plan, seconds, s_seconds)
         if self.speculation is not None and seconds is not None and plan.prompts is NO_PROMPTS:
             self.speculation.took(plan.n_tokens, seconds)
         outcomes = []
@@ -291,6 +297,11 @@ class Scheduler:
                 self._requeue(seq)
         return outcomes
 
+    def _end_step(self, plan: Plan, seconds: float | None = None, s_seconds: float | None = None) -> None:
+        """Learn from the times of a step; it has failed if `seconds` is None."""
+        undisturbed = self.step_times.end(plan.mini_batch, seconds, s_seconds)
+        self.pace.end(plan.mini_batch, undisturbed, s_seconds if plan.prompts is NO_PROMPTS else None)
+
     def _drawn(self, chunk: PlannedChunk, first: Sampled | None) -> list[Sampled]:
         """The tokens that a step has drawn after a chunk: one, and one for each guess that was right."""
         if first is None or self.speculation is None:
@@ -302,14 +313,14 @@ class Scheduler:
 
     def recompute(self, plan: Plan) -> None:
         """Requeue the sequences of a step whose R-node was lost."""
-        self.step_times.end(plan.mini_batch, None)
+        self._end_step(plan)
         for chunk in plan.chunks:
             self._recompute(chunk.seq)
 
     def fail(self, plan: Plan, link: Link | None = None) -> list[Sequence]:
         """Remove the sequences of a step that cannot be repeated: those on the R-node behind `link`, or all if it is
         None. The others are recomputed. Returns the removed ones that were not cancelled."""
-        self.step_times.end(plan.mini_batch, None)
+        self._end_step(plan)
         failed = []
         for seq in (chunk.seq for chunk in plan.chunks):
             if link is not None and seq.placed_on.link is not link:
@@ -415,6 +426,9 @@ class Scheduler:
         for seq in self.waiting.candidates():
             if not self.admission.may_start(seq, everywhere, self.waiting, room):
                 return None
+            if not self.pace.allows(seq):
+                self._wants_room = self._wants_room or seq
+                continue
             if seq.paused:
                 wait = self.cluster.resume(seq)
                 if wait is Wait.FREE:
@@ -470,6 +484,7 @@ class Scheduler:
     def _join(self, seq: Sequence, mini_batch: int) -> None:
         seq.mini_batch = mini_batch
         insort(self.mini_batches[mini_batch], seq, key=BY_RANK)
+        self.pace.joined(seq)
 
     # -- pauses ---------------------------------------------------------------------------------------------------
 
@@ -486,6 +501,25 @@ class Scheduler:
         if (full or lacking) and self._can_pause(last):
             self.preemptions += 1
             self._pause(last)
+
+    def _keep_pace(self, mini_batch: int) -> None:
+        """Pause choices of this mini-batch while steps are too long: the newest of the request that has most of them.
+        One choice of each request goes on, so a request of one choice is never paused for the time of steps."""
+        batch = self.mini_batches[mini_batch]
+        self.pace.plan(mini_batch, batch)
+        if not self.pace.late:
+            return
+        choices = Counter(seq.request for seq in self.running)
+        del choices[None]
+        while self.pace.over > 1:
+            pausable = [s for s in batch if choices[s.request] > 1 and self._can_pause(s)]
+            if not pausable:
+                return
+            seq = max(pausable, key=lambda s: (choices[s.request], s.order))
+            choices[seq.request] -= 1
+            self.preemptions += 1
+            self.pace.joined(seq, -1)
+            self._pause(seq)
 
     def _can_pause(self, seq: Sequence) -> bool:
         return not (seq.in_flight or seq.held or seq.prefilling or seq.cancelled) and seq.placed_on.alive

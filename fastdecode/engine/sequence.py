@@ -35,6 +35,7 @@ class Sequence:
     params: SamplingParams
     seed: int
     end_tokens: frozenset[int]
+    request: int | None = None  # the arrival number of the first choice of its request; None: it is the only choice
     hashes: list[bytes] = field(default_factory=list)  # prefixes.page_hashes of the prompt; empty: it shares no prefix
     rules: LogitRules | None = None  # None: the parameters have neither a bias nor a penalty
     constraints: TokenConstraints | None = None  # None: every token is allowed

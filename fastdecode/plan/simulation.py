@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 from fastdecode.bench.serving.client import Answer, Run
@@ -70,10 +71,10 @@ async def _simulate(
     n, rows = limits.mini_batches, limits.max_batch_tokens
     max_seqs = 2 * n * limits.max_seqs
     links = [VirtualLink(f"{i}", system, memory, max_seqs, rows, n) for i in range(system.r_nodes)]
-    spart = VirtualSPart(system, links, [request.output_tokens for request in requests])
+    spart = VirtualSPart(system, links, [r.output_tokens for r in requests for _ in range(r.choices)])
     runner = VirtualRunner(system.in_turns)
     options |= {"mini_batches": n, "max_batch_size": limits.max_seqs, "max_batch_tokens": rows}
-    options = {"max_queued": len(requests), "prefix_cache": any(request.blocks for request in requests)} | options
+    options = {"max_queued": len(spart.outputs), "prefix_cache": any(request.blocks for request in requests)} | options
     parts: Any = (spart, links)
     engine = Engine(*parts, clock=loop.time, start_runner=lambda: cast(Any, runner), **options)
     for length in history:
@@ -82,12 +83,12 @@ async def _simulate(
     samples: list[dict[str, float]] = []
     sampling = loop.create_task(_sample(engine, samples, max(_SAMPLE_SECONDS, requests[-1].arrival / _SAMPLES)))
     prompts = Prompts(WORD, WORD, seed=0)
-    client = _Client(engine, len(requests))
+    client = _Client(engine, sum(request.choices for request in requests))
     for i, request in enumerate(requests):
         if request.arrival > loop.time():
             await asyncio.sleep(request.arrival - loop.time())
         prompt = prompts.make(i, request) if request.blocks else [WORD] * request.prompt_tokens
-        client.send(request, prompt, SamplingParams(max_tokens=bounds[i] if bounds else None, seed=i))
+        client.send(request, prompt, bounds[i] if bounds else None)
     await client.all_ended.wait()
     if sampling.done():
         await sampling  # it never ends but with an error
@@ -106,22 +107,25 @@ class _Client:
         self._engine, self._to_end = engine, n_requests
         self._time = asyncio.get_running_loop().time
 
-    def send(self, request: Request, prompt: list[int], params: SamplingParams) -> None:
-        answer = Answer(request, self._time())
-        self.answers.append(answer)
-
-        def output(event: TokenEvent | EngineError) -> None:
-            if isinstance(event, TokenEvent):
-                answer.chunks.append(self._time())
-                answer.output_tokens += 1
-                if event.finish_reason is None:
-                    return
-            self._end(answer, event if isinstance(event, EngineError) else None)
-
+    def send(self, request: Request, prompt: list[int], max_tokens: int | None) -> None:
+        """Send a request. Each of its choices has an answer of its own; a choice's seed is the index of its answer."""
+        first = len(self.answers)
+        answers = [Answer(request, self._time()) for _ in range(request.choices)]
+        self.answers += answers
+        outputs = {str(first + k): partial(self._take, answer) for k, answer in enumerate(answers)}
         try:
-            self._engine.submit_choices(prompt, params, {str(len(self.answers)): output})
+            self._engine.submit_choices(prompt, SamplingParams(max_tokens=max_tokens, seed=first), outputs)
         except EngineError as error:
-            self._end(answer, error)
+            for answer in answers:
+                self._end(answer, error)
+
+    def _take(self, answer: Answer, event: TokenEvent | EngineError) -> None:
+        if isinstance(event, TokenEvent):
+            answer.chunks.append(self._time())
+            answer.output_tokens += 1
+            if event.finish_reason is None:
+                return
+        self._end(answer, event if isinstance(event, EngineError) else None)
 
     def _end(self, answer: Answer, error: EngineError | None) -> None:
         answer.finished = self._time()

@@ -78,7 +78,7 @@ class Stress:
         alone = self._serve(streams, outputs)
         every = [Request(2.0 * i, prompt, 8) for i in range(1, 1 + max(1, int(alone.run.seconds / 2)))]
         blocks = tuple(range(-(-prompt // MOONCAKE_BLOCK)))
-        costly = [Request(2.0, prompt, 64, blocks)] * choices
+        costly = [Request(2.0, prompt, 64, blocks, choices)]
         loads = {"streams alone": [], f"a prompt of {prompt} tokens every 2 s": every}
         loads[f"one request of {prompt} tokens with {choices} choices"] = costly
         rows = []

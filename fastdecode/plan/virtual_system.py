@@ -65,7 +65,7 @@ class VirtualSPart:
 
     def __init__(self, system: System, links: list[VirtualLink], outputs: Sequence[int]):
         """`outputs` has the output tokens of each sequence, by its seed."""
-        self._system, self._links, self._outputs = system, links, outputs
+        self._system, self._links, self.outputs = system, links, outputs
         self.adapters: tuple[str, ...] = ()
         self.expert_load: dict[int, list[int]] = {}
         self.exchange = "virtual"
@@ -92,7 +92,7 @@ class VirtualSPart:
                 rows += n
                 read[chunk.link] += model.read_tokens(chunk.pos + n)
             spec = chunk.sample
-            last = spec is not None and spec.index + 1 >= self._outputs[spec.seed]
+            last = spec is not None and spec.index + 1 >= self.outputs[spec.seed]
             sampled.append(Sampled(END if last else WORD) if spec is not None else None)
         total = sum(read)
         work = Work(rows, total, prompt_rows, pairs)

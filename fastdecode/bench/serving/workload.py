@@ -26,6 +26,7 @@ class Request:
     output_tokens: int
     #: Equal beginnings of two lists are shared prefixes of the prompts, each entry MOONCAKE_BLOCK tokens; may be empty.
     blocks: tuple[int, ...] = ()
+    choices: int = 1  # answers that it asks for
 
 
 def read_trace(path: Path) -> list[Request]:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 #: Waiting sequences that one search for the next sequence to start looks at.
 LOOK_AHEAD = 32
+_LOOK_AHEAD_CHOICES = 512  # further choices of a request included
 
 #: How often a sequence that has not run yet may be passed over.
 MAX_PASSED = 64
@@ -63,17 +64,25 @@ class WaitingQueue:
         """The sequences that may start next, best first: by priority, then by what their clients were served, then by
         arrival. The queue must not change during the iteration.
 
-        It ends after LOOK_AHEAD sequences, and after a sequence that may not be passed over again: one that was passed
-        over MAX_PASSED times, or one that must be recomputed, whose pages a newer sequence would take.
+        Of the choices of a request only the first is offered: what keeps it from starting keeps the others too, and
+        they must not hide the requests behind them. The iteration ends after LOOK_AHEAD sequences, and after a sequence
+        that may not be passed over again: one that was passed over MAX_PASSED times, or one that must be recomputed,
+        whose pages a newer sequence would take.
         """
         order = self._waiting
         if self.shares.contended:
             order = sorted(order, key=lambda seq: (seq.priority, self.shares.served(seq.client), seq.order))
-        self._offered = []
-        for seq in order[:LOOK_AHEAD]:
+        self._offered, requests = [], set()
+        for seq in order[:_LOOK_AHEAD_CHOICES]:
+            if seq.request is not None:
+                if seq.request in requests:
+                    continue
+                requests.add(seq.request)
             self._offered.append(seq)
             yield seq
             if seq.passed_over >= MAX_PASSED or (seq.n_generated and not seq.paused):
+                return
+            if len(self._offered) == LOOK_AHEAD:
                 return
 
     def start(self, seq: Sequence) -> None:

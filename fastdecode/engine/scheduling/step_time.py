@@ -23,7 +23,7 @@ _BASE_MEMORY_BESIDE_PROMPTS = 0.95
 _LEAST_ROWS = 16
 
 #: Prompts may lengthen a step by this part of its base time even if the base time alone exceeds the target.
-_STRETCH = 0.4
+_STRETCH = 0.3
 
 
 class PromptWork(NamedTuple):
@@ -53,6 +53,7 @@ def _decayed(mean: float | None, seconds: float, memory: float) -> float:
 @dataclass(slots=True)
 class _Flight:
     decodes: bool
+    decodes_beside: bool  # a step that began while this step ran, or ran when it began, decodes
     work: PromptWork  # of this step
     beside: PromptWork  # of the steps that began while this step ran, or ran when it began
 
@@ -72,17 +73,20 @@ class StepTimes:
 
     def begin(self, mini_batch: int, work: PromptWork, decodes: bool) -> None:
         """Record that a step begins. `decodes`: it has rows of decoding sequences."""
-        beside = NO_PROMPTS
+        beside, decodes_beside = NO_PROMPTS, False
         for other in self._flights.values():
             other.beside += work
+            other.decodes_beside |= decodes
             beside += other.work
-        self._flights[mini_batch] = _Flight(decodes, work, beside)
+            decodes_beside |= other.decodes
+        self._flights[mini_batch] = _Flight(decodes, decodes_beside, work, beside)
 
-    def end(self, mini_batch: int, seconds: float | None, s_seconds: float | None = None) -> None:
-        """Record that a step took `seconds`, `s_seconds` of them for the S-Part, or (`seconds` None) that it failed."""
+    def end(self, mini_batch: int, seconds: float | None, s_seconds: float | None = None) -> float | None:
+        """Record that a step took `seconds`, `s_seconds` of them for the S-Part, or (`seconds` None) that it failed.
+        Returns the seconds of a step that decoded with no prompt in it or beside it, None for any other."""
         flight = self._flights.pop(mini_batch, None)
         if flight is None or seconds is None:
-            return
+            return None
         # A step overlaps with about half of its two neighbours in each other mini-batch.
         rows, n_pairs = (own + other / 2 for own, other in zip(flight.work, flight.beside, strict=True))
         if s_seconds is not None and not flight.work.rows:
@@ -90,7 +94,10 @@ class StepTimes:
         if flight.decodes:
             self._observe_base(seconds - self._cost(rows, n_pairs), rows > 0)
         if rows > 0:
-            self._observe_costs(rows, n_pairs, max(0.0, seconds - ((self.base or 0.0) if flight.decodes else 0.0)))
+            # A step of prompts alone that runs beside a decoding one reads the weights too, and waits its turn.
+            base = (self.base or 0.0) if flight.decodes or flight.decodes_beside else 0.0
+            self._observe_costs(rows, n_pairs, max(0.0, seconds - base))
+        return seconds if flight.decodes and not rows else None
 
     def budget(self, mini_batch: int, rows: int, *, sharers: int, streams: bool) -> StepBudget:
         """The budget of the prompts of a mini-batch's next step, at most `rows` rows.

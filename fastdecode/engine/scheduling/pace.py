@@ -1,0 +1,156 @@
+"""Keeps decoding steps within the target time: says who may start to decode, and when choices of a request must pause.
+
+A step of a mini-batch takes the S-Part of its rows and the R-Part of the tokens that they read. Mini-batches in flight
+share the S-node and the R-nodes, so a step takes
+
+    scale * max(sum of the S-Parts, sum of the R-Parts, S-Part + R-Part of the longest mini-batch)
+
+where `scale` is learned from the steps that ran. Beyond the balance of S-Part and R-Part (FastDecode, arXiv 2403.11421,
+equation 10) more sequences make every step longer and bring no more tokens a second, so those that wait lose little.
+Without a target nothing is bounded. The caller measures the seconds.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fastdecode.engine.scheduling.line import Line
+from fastdecode.engine.scheduling.rtime import Loads
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from fastdecode.engine.cluster import Cluster
+    from fastdecode.engine.sequence import Sequence
+
+#: Steps may take so many times the part of a step that does not depend on its rows, whatever the target: the first
+#: number if that part is within the target, the second if it is longer.
+_ROOM, _STRETCH = 1.1, 1.5
+
+#: Running choices pause when steps would take this many times the limit for newcomers. The gap keeps a choice from
+#: pausing and going on again and again.
+_LATE = 1.15
+
+#: Weight of the older observations of `scale` after each new one, and the bounds of one observation.
+_MEMORY = 0.9
+_LEAST_SCALE, _MOST_SCALE = 0.5, 4.0
+
+
+class Pace:
+    """The predicted time of decoding steps. Times are in seconds."""
+
+    def __init__(self, cluster: Cluster, target: float | None, mini_batches: int):
+        """`target`: the time between two tokens of a stream that should not be exceeded; None: no bound."""
+        self.refused = False  # the last sequence that wanted to start would have made steps too long
+        self._cluster, self._target = cluster, target
+        self._s_part = Line()  # x: rows, y: seconds of a step that only decodes
+        self._scale = 1.0
+        # Of each mini-batch: rows and seconds of the R-Part, of its decoding sequences and of all once they decode.
+        self._now = [(0, 0.0)] * mini_batches
+        self._then = [(0, 0.0)] * mini_batches
+        self._predicted: dict[int, tuple[int, float]] = {}  # of steps in flight: rows and seconds, without `scale`
+        self._mini_batch, self._costs = 0, [1.0]
+        self._loads = Loads(cluster.loads.groups)  # of all sequences of `_mini_batch`
+
+    def plan(self, mini_batch: int, batch: Iterable[Sequence]) -> None:
+        """Begin to plan a step of a mini-batch, which consists of the sequences `batch`."""
+        if self._target is None:
+            return
+        cluster = self._cluster
+        self._mini_batch, self._costs = mini_batch, cluster.costs
+        decoding, rest = self._empty(), []
+        rows = 0
+        for seq in batch:
+            if seq.prefilling:
+                rest.append(seq)
+            else:
+                rows += 1
+                decoding.add(seq.placed_on.position, seq.cached)
+        self._now[mini_batch] = rows, decoding.seconds(self._costs)
+        for seq in rest:
+            decoding.add(seq.placed_on.position, seq.prefill_end)
+        self._loads = decoding
+        self._then[mini_batch] = rows + len(rest), decoding.seconds(self._costs)
+
+    @property
+    def known(self) -> bool:
+        """True if there is a target, and steps were measured."""
+        measured = any(node.bandwidth.bytes_per_second for node in self._cluster.nodes)
+        return self._target is not None and self._s_part.n > 0 and measured
+
+    def allows(self, seq: Sequence) -> bool:
+        """True if steps stay within the limit when `seq` joins the mini-batch that is being planned. A sequence that
+        nobody decodes beside may always start."""
+        self.refused = self.known and any(rows for rows, _ in self._then) and not self._fits(seq)
+        return not self.refused
+
+    def _fits(self, seq: Sequence) -> bool:
+        nodes = [seq.placed_on] if seq.paused else self._cluster.open
+        places = {node.position for node in nodes}
+        return min(self._seconds_with(seq, place) for place in places) <= self.limit
+
+    def _seconds_with(self, seq: Sequence, place: int) -> float:
+        self._loads.add(place, len(seq.tokens))
+        then = self._then[:]
+        then[self._mini_batch] = then[self._mini_batch][0] + 1, self._loads.seconds(self._costs)
+        self._loads.add(place, len(seq.tokens), -1)
+        return self._scale * self._seconds(then)
+
+    def joined(self, seq: Sequence, sign: int = 1) -> None:
+        """Count a sequence that has joined the mini-batch that is being planned or (with `sign` -1) has left it."""
+        if self._target is None:
+            return
+        self._loads.add(seq.placed_on.position, len(seq.tokens), sign)
+        rows = self._then[self._mini_batch][0] + sign
+        self._then[self._mini_batch] = rows, self._loads.seconds(self._costs)
+
+    @property
+    def limit(self) -> float:
+        """Seconds that a step may take; infinite without a target."""
+        if self._target is None:
+            return float("inf")
+        fixed = self._s_part.fixed if self._s_part.slope is not None else self._s_part.mean
+        least = self._scale * len(self._then) * fixed
+        return max(self._target, _ROOM * least) if least <= self._target else _STRETCH * least
+
+    @property
+    def over(self) -> float:
+        """How many times the limit the next steps take, all prompts computed; 0 if that is not known."""
+        return self._scale * self._seconds(self._then) / self.limit if self.known else 0.0
+
+    @property
+    def late(self) -> bool:
+        """True if choices should pause."""
+        return self.over > _LATE
+
+    def begin(self, mini_batch: int, rows: int) -> None:
+        """Record that a step with `rows` decoding rows begins."""
+        if self._target is not None and rows:
+            now = self._now[:]
+            now[mini_batch] = rows, now[mini_batch][1]
+            self._predicted[mini_batch] = rows, self._seconds(now) if self.known else 0.0
+
+    def end(self, mini_batch: int, seconds: float | None, s_seconds: float | None) -> None:
+        """Record the seconds of a step and of its S-Part. Each is None if a prompt has lengthened it or the step has
+        failed."""
+        rows, predicted = self._predicted.pop(mini_batch, (0, 0.0))
+        if s_seconds is not None and s_seconds > 0 and rows:
+            self._s_part.observe(rows, s_seconds)
+        if seconds is not None and predicted > 0:
+            scale = min(max(seconds / predicted, _LEAST_SCALE), _MOST_SCALE)
+            self._scale = _MEMORY * self._scale + (1 - _MEMORY) * scale
+
+    def _seconds(self, batches: list[tuple[int, float]]) -> float:
+        """Seconds of a step, without `scale`; `batches` as in `_now`."""
+        s_parts = [self._s_seconds(rows) if rows else 0.0 for rows, _ in batches]
+        r_parts = [seconds for _, seconds in batches]
+        alone = max(s + r for s, r in zip(s_parts, r_parts, strict=True))
+        return max(sum(s_parts), sum(r_parts), alone)
+
+    def _s_seconds(self, rows: int) -> float:
+        line = self._s_part
+        return line.mean if line.slope is None else line.fixed + line.slope * rows
+
+    def _empty(self) -> Loads:
+        groups = self._cluster.loads.groups
+        return Loads(groups, [[0.0] * len(groups) for _ in self._cluster.nodes])
