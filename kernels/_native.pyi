@@ -96,10 +96,11 @@ def multiply_ns(isa: str, kv_dtype: str, rows: int, rounds: int, /) -> float | N
 class QuantisedLinear:
     """A matrix [outs, ins] in `bits` (4 or 8) a number, in the layout of fd_linear_t; `group` is a multiple of 32.
 
-    `passes` 1 rounds activations to 8 bits, or to 7 if `rotated` (8 bits, one pass and no mins) with AVX2; 2 rounds
-    them to 15. The buffers, C-contiguous, are kept: weights; scales and mins (or None), fp16; units and bias (or None),
-    fp32; table (or None), the 16 numbers, uint8 up to 32, that 4-bit codes stand for. The ISA is the one in
-    FASTDECODE_ISA, else the best. Raises ValueError for sizes that do not fit.
+    `passes` 1 rounds activations to 8 bits, or to 7 if `rotated` (8 bits, the zero 128, one pass and no mins) with
+    AVX2; 2 rounds them to 15. The buffers, C-contiguous, are kept: weights; scales and mins (or None), fp16; units and
+    bias (or None), fp32; table (or None), the 16 numbers, uint8 up to 32, that 4-bit codes stand for; negated_sums,
+    int16, if the matrix is rotated and `wants_signed()`, else None. The ISA is the one in FASTDECODE_ISA, else the
+    best. Raises ValueError for sizes that do not fit.
     """
 
     def __new__(
@@ -117,7 +118,12 @@ class QuantisedLinear:
         mins: Buffer | None,
         bias: Buffer | None,
         table: Buffer | None,
+        negated_sums: Buffer | None,
     ) -> QuantisedLinear: ...
+    @staticmethod
+    def wants_signed() -> bool:
+        """Whether the kernels of the ISA that a new one would use take rotated matrices as signed numbers, q - 128,
+        with the negated sums of their blocks."""
     @property
     def isa(self) -> str:
         """The ISA of the kernels."""

@@ -14,7 +14,13 @@
  * The blocks of a rotated matrix were multiplied by a Hadamard matrix H / FD_LINEAR_BLOCK before they were rounded, and
  * the kernels multiply the blocks of the activations by H. H H is FD_LINEAR_BLOCK times the identity, so the product
  * stays the same; but one large activation is spread over its block and makes the others less coarse. It then takes 7
- * bits to be as exact as 8 without (AVX2). Rotated matrices have 8 bits, one pass and no mins.
+ * bits to be as exact as 8 without (AVX2). Rotated matrices have 8 bits, the zero 128, one pass and no mins.
+ *
+ * AVX2 multiplies unsigned numbers with signed ones and adds their products in 16 bits. It stores a rotated matrix as
+ * signed numbers q - 128, multiplies them with multiples from 0 to 128, 64 more than they are, and takes the matrix's
+ * sums, 64 times, off the result. The 16 bits hold the products of 4 inputs, because among the numbers of inputs 8i,
+ * 8i + 1, 8i + 4 and 8i + 5, and of the 4 others of these 8, the positive ones sum to at most FD_LINEAR_MOST_OF_FOUR,
+ * and so do the negative ones; quantise() chooses the scales for that.
  *
  * Layout: outputs stand in tiles of FD_LINEAR_LANES, and a tile's blocks follow one another. A block has 8 chunks of 4
  * inputs; a chunk has 64 numbers, number 4 * lane + input, one a byte (8 bits). With 4 bits, a byte's low half belongs
@@ -31,6 +37,8 @@
 
 enum { FD_LINEAR_LANES = 16, FD_LINEAR_BLOCK = 32, FD_LINEAR_CHUNKS = 8, FD_LINEAR_LOW_BITS = 7 };
 enum { FD_LINEAR_CODES = 16, FD_LINEAR_MOST_IN_TABLE = 32 };
+enum { FD_LINEAR_SIGNED_SHIFT = 6, FD_LINEAR_SIGNED_STEPS = 1 << FD_LINEAR_SIGNED_SHIFT };
+enum { FD_LINEAR_MOST_OF_FOUR = INT16_MAX / (2 * FD_LINEAR_SIGNED_STEPS) };
 
 typedef struct {
     uint32_t outs, ins; /* the layout pads them to whole tiles and groups; padded numbers are multiplied by zero */
@@ -43,6 +51,7 @@ typedef struct {
     const uint8_t *table; /* [FD_LINEAR_CODES], none above FD_LINEAR_MOST_IN_TABLE; NULL: codes are the numbers */
     const uint16_t *scales, *mins; /* mins may be NULL: all zero */
     const float *units;            /* [tile][lane] */
+    const int16_t *negated_sums;   /* [tile][block][lane] of a matrix of signed numbers, otherwise NULL */
     const float *bias;             /* [tile][lane], or NULL */
 } fd_linear_t;
 
@@ -56,7 +65,8 @@ static inline size_t fd_linear_tile_bytes(const fd_linear_t *l) {
 
 /* Rows of rounded activations. */
 typedef struct {
-    int8_t *x;       /* [rows][blocks][passes][FD_LINEAR_BLOCK], from -127 to 127; the high part first */
+    int8_t *x;       /* [rows][blocks][passes][FD_LINEAR_BLOCK], from -127 to 127; the high part first. For a matrix of
+                        signed numbers unsigned, from 0 to 128 */
     float *scales;   /* [rows][blocks] */
     float *sums;     /* [rows][blocks], of the multiples, times the scale */
     int32_t *starts; /* [rows][blocks], the sum of the multiples times the ISA's dot_offset */
@@ -72,6 +82,7 @@ static inline int32_t fd_linear_inputs(const int8_t *x) {
 /* One ISA's kernels. */
 typedef struct {
     const char *name;
+    uint32_t wants_signed; /* of rotated matrices, signed numbers */
     /* Rounds the row x [ins] into row `row` of `out`. A block with an infinity or NaN gets the scale NaN. */
     void (*round_row)(const fd_linear_t *l, const float *x, uint32_t row, const fd_linear_rows_t *out);
     /* Writes the tile's outputs of all rows to y [rows][outs]. */

@@ -134,7 +134,7 @@ static void tile_rows_amx(const fd_linear_t *l, uint32_t tile, const fd_linear_r
     tile_rows_from(l, tile, rows, in_tiles, n, y);
 }
 
-const fd_linear_ops_t fd_linear_ops_amx = {"amx", round_row, tile_rows_amx};
+const fd_linear_ops_t fd_linear_ops_amx = {"amx", 0, round_row, tile_rows_amx};
 
 #ifdef __clang__
 #pragma clang attribute pop

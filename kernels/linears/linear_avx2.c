@@ -1,7 +1,7 @@
 /* AVX2: a vector has 8 of a tile's 16 outputs. vpmaddubsw adds pairs of products in 16 bits, which hold them: with 4
- * bits, 16 products of at most 15 * 127, or 8 of a table's numbers; with 8 bits, 2 products of at most 255 * 64 if the
- * matrix is rotated, so that 7 bits of the activations are enough. Otherwise 2 of at most 128 * 127, because the
- * unsigned factor is |q - 128| and its sign moves to the activation, which takes one instruction more. */
+ * bits, 16 products of at most 15 * 127, or 8 of a table's numbers; with 8 bits, 4 products if the matrix is rotated
+ * (see linear.h), so that 7 bits of the activations are enough. Otherwise 2 of at most 128 * 127, because the unsigned
+ * factor is |q - 128| and its sign moves to the activation, which takes one instruction more. */
 #include "dispatch.h"
 
 #if FD_X86
@@ -19,7 +19,7 @@
 
 typedef __m256i ivec_t;
 
-enum { MAX_ROWS = 4, VECS = 2 };
+enum { MAX_ROWS = 4 };
 
 FD_INLINE vec_t vec_from_ints(ivec_t x) { return _mm256_cvtepi32_ps(x); }
 FD_INLINE ivec_t ivec_set1(int32_t x) { return _mm256_set1_epi32(x); }
@@ -33,22 +33,26 @@ FD_INLINE ivec_t ivec_sum(ivec_t x, ivec_t y) {
 FD_INLINE ivec_t ivec_shift(ivec_t x, int by) { return _mm256_slli_epi32(x, by); }
 
 FD_INLINE int32_t dot_offset(const fd_linear_t *l) { return l->bits == 8 && !l->rotated ? 128 - l->zero : -l->zero; }
-FD_INLINE int32_t dot_steps(const fd_linear_t *l) { return l->rotated ? 64 : 127; }
+FD_INLINE int32_t dot_steps(const fd_linear_t *l) { return l->rotated ? FD_LINEAR_SIGNED_STEPS : 127; }
+FD_INLINE ivec_t dot_start(const fd_linear_t *l, int32_t start, size_t sums, const kind_t kind) {
+    if (kind != ROTATED) return ivec_set1(start);
+    const ivec_t negated = _mm256_cvtepi16_epi32(_mm_loadu_si128((const __m128i *)(l->negated_sums + sums)));
+    return _mm256_slli_epi32(negated, FD_LINEAR_SIGNED_SHIFT);
+}
 
 FD_INLINE void dot_block(ivec_t *dot, const uint8_t *w, const uint8_t *table, const int8_t *x, size_t stride,
-                         const uint32_t n, const uint32_t vecs, const kind_t kind) {
+                         const uint32_t n, const kind_t kind) {
     const ivec_t ones = _mm256_set1_epi16(1);
     if (kind == ROTATED) {
         FD_UNROLL
-        for (uint32_t c = 0; c < FD_LINEAR_CHUNKS; c++) {
-            ivec_t q[VECS];
-            for (uint32_t v = 0; v < vecs; v++) q[v] = _mm256_loadu_si256((const __m256i *)(w + c * 64 + v * 32));
+        for (uint32_t c = 0; c < FD_LINEAR_CHUNKS; c += 2) {
+            const ivec_t even = _mm256_loadu_si256((const __m256i *)(w + c * 64));
+            const ivec_t odd = _mm256_loadu_si256((const __m256i *)(w + c * 64 + 64));
             for (uint32_t r = 0; r < n; r++) {
-                const ivec_t inputs = ivec_set1(fd_linear_inputs(x + r * stride + 4 * c));
-                for (uint32_t v = 0; v < vecs; v++) {
-                    const ivec_t pairs = _mm256_maddubs_epi16(q[v], inputs);
-                    dot[r * vecs + v] = ivec_sum(dot[r * vecs + v], _mm256_madd_epi16(pairs, ones));
-                }
+                const int8_t *inputs = x + r * stride + 4 * c;
+                const ivec_t pairs = _mm256_maddubs_epi16(ivec_set1(fd_linear_inputs(inputs)), even);
+                const ivec_t more = _mm256_maddubs_epi16(ivec_set1(fd_linear_inputs(inputs + 4)), odd);
+                dot[r] = ivec_sum(dot[r], _mm256_madd_epi16(_mm256_add_epi16(pairs, more), ones));
             }
         }
         return;
@@ -94,7 +98,7 @@ static void tile_rows(const fd_linear_t *l, uint32_t tile, const fd_linear_rows_
     tile_rows_from(l, tile, rows, 0, n, y);
 }
 
-const fd_linear_ops_t fd_linear_ops_avx2 = {"avx2", round_row, tile_rows};
+const fd_linear_ops_t fd_linear_ops_avx2 = {"avx2", 1, round_row, tile_rows};
 
 #ifdef __clang__
 #pragma clang attribute pop

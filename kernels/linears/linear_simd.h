@@ -2,10 +2,10 @@
  * within its target pragma:
  *
  *   LANES, MAX_ROWS   outputs of a vector; the most rows whose sums fit into registers, 4 or more
- *   VECS              vectors of a tile that a rotated matrix is multiplied in at once
  *   vec_t, ivec_t     LANES fp32 numbers; LANES 32-bit integers
  *   vec_*, ivec_*     their operations
- *   dot_block         adds the products of a block's numbers with one pass over n rows of inputs to dot [n][vecs]
+ *   dot_start         what a block's sums of LANES outputs start from
+ *   dot_block         adds the products of a block's numbers with one pass over n rows of inputs to dot [n]
  *   dot_offset, dot_steps   see round_row.h
  */
 #ifndef FD_LINEAR_SIMD_H
@@ -22,68 +22,68 @@ typedef struct {
     uint32_t first, lines;
 } ahead_t;
 
-/* `vecs` vectors of the tile's outputs, from output `lane` on, of `n` rows from `row` on; `n`, `vecs` and `kind` are
- * constants where this is inlined. */
+/* LANES of the tile's outputs, from output `lane` on, of `n` rows from `row` on; `n` and `kind` are constants where
+ * this is inlined. */
 FD_INLINE void some_rows(const fd_linear_t *l, uint32_t tile, uint32_t lane, const fd_linear_rows_t *rows, uint32_t row,
-                         float *y, ahead_t ahead, const uint32_t n, const uint32_t vecs, const kind_t kind) {
+                         float *y, ahead_t ahead, const uint32_t n, const kind_t kind) {
     const uint32_t blocks = fd_linear_blocks(l), first = tile * FD_LINEAR_LANES + lane;
     const uint32_t block_bytes = FD_LINEAR_LANES * FD_LINEAR_BLOCK * (kind == BYTES || kind == ROTATED ? 8 : 4) / 8;
+    const uint32_t passes = kind == ROTATED ? 1 : l->passes;
     const uint8_t *w = l->weights + tile * fd_linear_tile_bytes(l) + lane * 4;
     const uint8_t *next = w + fd_linear_tile_bytes(l) + ahead.first * LINE;
-    const size_t stride = (size_t)blocks * l->passes * FD_LINEAR_BLOCK;
-    size_t group = (size_t)tile * l->groups * FD_LINEAR_LANES + lane;
-    size_t at = (size_t)row * blocks; /* of the first row; the others' are multiples of `blocks` behind */
-    vec_t acc[MAX_ROWS * VECS];
-    for (uint32_t i = 0; i < n * vecs; i++) acc[i] = vec_zero();
-    for (uint32_t g = 0; g < l->groups; g++, group += FD_LINEAR_LANES) {
-        vec_t scale[VECS];
-        for (uint32_t v = 0; v < vecs; v++) scale[v] = vec_load_fp16(l->scales + group + v * LANES);
-        for (uint32_t b = 0; b < l->group_blocks; b++, at++) {
-            for (uint32_t i = 0; i < ahead.lines; i++) __builtin_prefetch(next + i * LINE, 0, 2);
-            next += block_bytes;
-            ivec_t dot[MAX_ROWS * VECS];
-            for (uint32_t i = 0; i < n * vecs; i++) dot[i] = ivec_set1(rows->starts[at + (size_t)(i / vecs) * blocks]);
-            const int8_t *x = rows->x + at * l->passes * FD_LINEAR_BLOCK;
-            if (kind != ROTATED && l->passes == 2) {
-                ivec_t high[MAX_ROWS * VECS];
-                for (uint32_t i = 0; i < n * vecs; i++) high[i] = ivec_set1(0);
-                dot_block(high, w, l->table, x, stride, n, vecs, kind);
-                for (uint32_t i = 0; i < n * vecs; i++)
-                    dot[i] = ivec_add(dot[i], ivec_shift(high[i], FD_LINEAR_LOW_BITS));
-                x += FD_LINEAR_BLOCK;
-            }
-            dot_block(dot, w, l->table, x, stride, n, vecs, kind);
-            w += block_bytes;
-            for (uint32_t r = 0; r < n; r++) {
-                const vec_t row_scale = vec_set1(rows->scales[at + (size_t)r * blocks]);
-                for (uint32_t v = 0; v < vecs; v++) {
-                    const uint32_t i = r * vecs + v;
-                    acc[i] = vec_fma(vec_from_ints(dot[i]), vec_mul(scale[v], row_scale), acc[i]);
-                }
-            }
-            if (kind != ROTATED && l->mins)
-                for (uint32_t i = 0; i < n * vecs; i++)
-                    acc[i] = vec_fma(vec_load_fp16(l->mins + group + i % vecs * LANES),
-                                     vec_set1(rows->sums[at + (size_t)(i / vecs) * blocks]), acc[i]);
+    /* Of the first row; the others' are multiples of a row's size behind. */
+    const size_t stride = (size_t)blocks * passes * FD_LINEAR_BLOCK;
+    const int8_t *x = rows->x + row * stride;
+    const float *scales = rows->scales + (size_t)row * blocks, *sums = rows->sums + (size_t)row * blocks;
+    const int32_t *starts = rows->starts + (size_t)row * blocks;
+    size_t block = (size_t)tile * blocks * FD_LINEAR_LANES + lane;
+    const uint16_t *group_scales = l->scales + (size_t)tile * l->groups * FD_LINEAR_LANES + lane;
+    const uint16_t *group_mins = l->mins ? l->mins + (size_t)tile * l->groups * FD_LINEAR_LANES + lane : NULL;
+    uint32_t of_group = l->group_blocks; /* how many of its blocks are not summed */
+    vec_t acc[MAX_ROWS];
+    for (uint32_t r = 0; r < n; r++) acc[r] = vec_zero();
+    for (uint32_t b = 0; b < blocks; b++) {
+        for (uint32_t i = 0; i < ahead.lines; i++) __builtin_prefetch(next + i * LINE, 0, 2);
+        ivec_t dot[MAX_ROWS];
+        for (uint32_t r = 0; r < n; r++) dot[r] = dot_start(l, starts[(size_t)r * blocks], block, kind);
+        if (passes == 2) {
+            ivec_t high[MAX_ROWS];
+            for (uint32_t r = 0; r < n; r++) high[r] = ivec_set1(0);
+            dot_block(high, w, l->table, x, stride, n, kind);
+            for (uint32_t r = 0; r < n; r++) dot[r] = ivec_add(dot[r], ivec_shift(high[r], FD_LINEAR_LOW_BITS));
+            x += FD_LINEAR_BLOCK;
+        }
+        dot_block(dot, w, l->table, x, stride, n, kind);
+        const vec_t scale = vec_load_fp16(group_scales);
+        for (uint32_t r = 0; r < n; r++) {
+            const vec_t row_scale = vec_set1(scales[(size_t)r * blocks]);
+            acc[r] = vec_fma(vec_from_ints(dot[r]), vec_mul(scale, row_scale), acc[r]);
+        }
+        if (kind != ROTATED && group_mins) {
+            const vec_t min = vec_load_fp16(group_mins);
+            for (uint32_t r = 0; r < n; r++) acc[r] = vec_fma(min, vec_set1(sums[(size_t)r * blocks]), acc[r]);
+        }
+        w += block_bytes, next += block_bytes, x += FD_LINEAR_BLOCK;
+        scales++, sums++, starts++, block += FD_LINEAR_LANES;
+        if (--of_group == 0) {
+            of_group = l->group_blocks;
+            group_scales += FD_LINEAR_LANES;
+            if (kind != ROTATED && group_mins) group_mins += FD_LINEAR_LANES;
         }
     }
-    for (uint32_t v = 0; v < vecs; v++) {
-        const uint32_t out = first + v * LANES;
-        const uint32_t outs = l->outs <= out ? 0 : l->outs - out < LANES ? l->outs - out : LANES;
-        const vec_t unit = vec_load(l->units + out), bias = l->bias ? vec_load(l->bias + out) : vec_zero();
-        for (uint32_t r = 0; r < n; r++) {
-            float sums[LANES];
-            vec_store(sums, vec_fma(acc[r * vecs + v], unit, bias));
-            memcpy(y + (size_t)(row + r) * l->outs + out, sums, outs * sizeof *sums);
-        }
+    const uint32_t outs = l->outs <= first ? 0 : l->outs - first < LANES ? l->outs - first : LANES;
+    const vec_t unit = vec_load(l->units + first), bias = l->bias ? vec_load(l->bias + first) : vec_zero();
+    for (uint32_t r = 0; r < n; r++) {
+        float sums_of_row[LANES];
+        vec_store(sums_of_row, vec_fma(acc[r], unit, bias));
+        memcpy(y + (size_t)(row + r) * l->outs + first, sums_of_row, outs * sizeof *sums_of_row);
     }
 }
 
 FD_INLINE void all_lanes(const fd_linear_t *l, uint32_t tile, const fd_linear_rows_t *rows, uint32_t row, float *y,
                          ahead_t ahead, const uint32_t n, const kind_t kind) {
-    const uint32_t vecs = kind == ROTATED ? VECS : 1;
-    for (uint32_t lane = 0; lane < FD_LINEAR_LANES; lane += LANES * vecs)
-        some_rows(l, tile, lane, rows, row, y, ahead, n, vecs, kind);
+    for (uint32_t lane = 0; lane < FD_LINEAR_LANES; lane += LANES)
+        some_rows(l, tile, lane, rows, row, y, ahead, n, kind);
 }
 
 #define FD_SOME_ROWS(n)                                                                                                \

@@ -10,7 +10,7 @@
 
 typedef __m512i ivec_t;
 
-enum { MAX_ROWS = 8, VECS = 1 };
+enum { MAX_ROWS = 8 };
 
 FD_INLINE vec_t vec_from_ints(ivec_t x) { return _mm512_cvtepi32_ps(x); }
 FD_INLINE ivec_t ivec_set1(int32_t x) { return _mm512_set1_epi32(x); }
@@ -19,6 +19,9 @@ FD_INLINE ivec_t ivec_shift(ivec_t x, unsigned by) { return _mm512_slli_epi32(x,
 
 FD_INLINE int32_t dot_offset(const fd_linear_t *l) { return -l->zero; }
 FD_INLINE int32_t dot_steps(const fd_linear_t *l) { return 127; }
+FD_INLINE ivec_t dot_start(const fd_linear_t *l, int32_t start, size_t sums, const kind_t kind) {
+    return ivec_set1(start);
+}
 
 /* The numbers of an even chunk, whose codes are at `w`, and of the chunk after it. */
 FD_INLINE void unpack_chunks(const uint8_t *w, const uint8_t *table, const kind_t kind, ivec_t *even, ivec_t *odd) {
@@ -32,7 +35,7 @@ FD_INLINE void unpack_chunks(const uint8_t *w, const uint8_t *table, const kind_
 }
 
 FD_INLINE void dot_block(ivec_t *dot, const uint8_t *w, const uint8_t *table, const int8_t *x, size_t stride,
-                         const uint32_t n, const uint32_t vecs, const kind_t kind) {
+                         const uint32_t n, const kind_t kind) {
     if (kind == BYTES || kind == ROTATED) {
         for (uint32_t c = 0; c < FD_LINEAR_CHUNKS; c++) {
             const ivec_t q = _mm512_loadu_si512(w + c * 64);

@@ -40,8 +40,9 @@ static inline void rotate_block(const float *from, float *to) {
 #endif
 }
 
-/* `steps`: the largest multiple. */
-static inline void round_block(const float *x, uint32_t passes, float steps, int8_t *q, float *scale, int32_t *sum) {
+/* `steps`: the largest multiple. `base` is added to each. */
+static inline void round_block(const float *x, uint32_t passes, float steps, int32_t base, int8_t *q, float *scale,
+                               int32_t *sum) {
     const fd_float_bits_t *x_bits = (const fd_float_bits_t *)x;
     int32_t bits[FD_LINEAR_BLOCK], largest = 0, total = 0;
     for (int i = 0; i < FD_LINEAR_BLOCK; i++) {
@@ -62,7 +63,7 @@ static inline void round_block(const float *x, uint32_t passes, float steps, int
         total += bits[i];
     }
     if (passes == 1) {
-        for (int i = 0; i < FD_LINEAR_BLOCK; i++) q[i] = (int8_t)bits[i];
+        for (int i = 0; i < FD_LINEAR_BLOCK; i++) q[i] = (int8_t)(bits[i] + base);
     } else {
         for (int i = 0; i < FD_LINEAR_BLOCK; i++) {
             const int32_t high = (bits[i] + (1 << (FD_LINEAR_LOW_BITS - 1))) >> FD_LINEAR_LOW_BITS;
@@ -78,7 +79,7 @@ static void round_row(const fd_linear_t *l, const float *x, uint32_t row, const 
     const size_t blocks = fd_linear_blocks(l), first = row * blocks;
     const uint32_t passes = l->passes, rotated = l->rotated;
     const float steps = passes == 1 ? (float)dot_steps(l) : 127 << FD_LINEAR_LOW_BITS;
-    const int32_t offset = dot_offset(l);
+    const int32_t offset = dot_offset(l), base = l->negated_sums ? FD_LINEAR_SIGNED_STEPS : 0;
     for (uint32_t b = 0; b < blocks; b++) {
         const uint32_t start = b * FD_LINEAR_BLOCK;
         const float *from = x + start;
@@ -94,7 +95,7 @@ static void round_row(const fd_linear_t *l, const float *x, uint32_t row, const 
         }
         const size_t at = first + b;
         int32_t sum;
-        round_block(from, passes, steps, out->x + at * passes * FD_LINEAR_BLOCK, out->scales + at, &sum);
+        round_block(from, passes, steps, base, out->x + at * passes * FD_LINEAR_BLOCK, out->scales + at, &sum);
         out->sums[at] = out->scales[at] * (float)sum;
         out->starts[at] = offset * sum;
     }

@@ -5,7 +5,7 @@
 #include "linear.h"
 #include "py_isa.h"
 
-enum { WEIGHTS, SCALES, UNITS, MINS, BIAS, TABLE, BUFFERS };
+enum { WEIGHTS, SCALES, UNITS, MINS, BIAS, TABLE, NEGATED_SUMS, BUFFERS };
 
 typedef struct {
     PyObject_HEAD
@@ -16,7 +16,7 @@ typedef struct {
 
 /* Takes the bytes of `o` as buffer `which`, which must have `size` bytes. None is accepted if `optional`. */
 static int take_buffer(linear_t *self, int which, PyObject *o, size_t size, int optional) {
-    static const char *const names[BUFFERS] = {"weights", "scales", "units", "mins", "bias", "table"};
+    static const char *const names[BUFFERS] = {"weights", "scales", "units", "mins", "bias", "table", "negated_sums"};
     if (optional && o == Py_None) return 0;
     Py_buffer *buffer = &self->buffers[which];
     if (PyObject_GetBuffer(o, buffer, PyBUF_C_CONTIGUOUS) < 0) return -1;
@@ -26,20 +26,21 @@ static int take_buffer(linear_t *self, int which, PyObject *o, size_t size, int 
 }
 
 static PyObject *linear_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    static char *keys[] = {"outs",    "ins",    "bits",  "group", "zero", "passes", "rotated",
-                           "weights", "scales", "units", "mins",  "bias", "table",  NULL};
+    static char *keys[] = {"outs",   "ins",   "bits", "group", "zero",  "passes",       "rotated", "weights",
+                           "scales", "units", "mins", "bias",  "table", "negated_sums", NULL};
     unsigned outs, ins, bits, group, passes;
     int zero, rotated;
     PyObject *o[BUFFERS];
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "IIIIiIpOOOOOO", keys, &outs, &ins, &bits, &group, &zero, &passes,
-                                     &rotated, &o[WEIGHTS], &o[SCALES], &o[UNITS], &o[MINS], &o[BIAS], &o[TABLE]))
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "IIIIiIpOOOOOOO", keys, &outs, &ins, &bits, &group, &zero, &passes,
+                                     &rotated, &o[WEIGHTS], &o[SCALES], &o[UNITS], &o[MINS], &o[BIAS], &o[TABLE],
+                                     &o[NEGATED_SUMS]))
         return NULL;
     const unsigned most = 1u << 24;
     if (!outs || !ins || outs > most || ins > most || !group || group > most || group % FD_LINEAR_BLOCK ||
         (bits != 4 && bits != 8) || zero < 0 || zero > 255 || passes < 1 || passes > 2)
         return PyErr_Format(PyExc_ValueError, "no such linear: %u x %u, %u bits, groups of %u", outs, ins, bits, group);
-    if (rotated && (bits != 8 || passes != 1 || o[MINS] != Py_None)) {
-        PyErr_SetString(PyExc_ValueError, "a rotated matrix has 8 bits, one pass and no mins");
+    if (rotated && (bits != 8 || zero != 128 || passes != 1 || o[MINS] != Py_None)) {
+        PyErr_SetString(PyExc_ValueError, "a rotated matrix has 8 bits, the zero 128, one pass and no mins");
         return NULL;
     }
     linear_t *self = (linear_t *)type->tp_alloc(type, 0);
@@ -55,7 +56,8 @@ static PyObject *linear_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
         take_buffer(self, UNITS, o[UNITS], lanes * sizeof(float), 0) < 0 ||
         take_buffer(self, MINS, o[MINS], lanes * l->groups * 2, 1) < 0 ||
         take_buffer(self, BIAS, o[BIAS], lanes * sizeof(float), 1) < 0 ||
-        take_buffer(self, TABLE, o[TABLE], FD_LINEAR_CODES, 1) < 0) {
+        take_buffer(self, TABLE, o[TABLE], FD_LINEAR_CODES, 1) < 0 ||
+        take_buffer(self, NEGATED_SUMS, o[NEGATED_SUMS], lanes * fd_linear_blocks(l) * 2, 1) < 0) {
         Py_DECREF(self);
         return NULL;
     }
@@ -65,6 +67,12 @@ static PyObject *linear_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
     l->mins = self->buffers[MINS].buf;
     l->bias = self->buffers[BIAS].buf;
     l->table = self->buffers[TABLE].buf;
+    l->negated_sums = self->buffers[NEGATED_SUMS].buf;
+    const int is_signed = rotated && fd_linear_ops(self->isa)->wants_signed;
+    if (is_signed != (l->negated_sums != NULL)) {
+        Py_DECREF(self);
+        return PyErr_Format(PyExc_ValueError, is_signed ? "negated_sums are missing" : "negated_sums are not wanted");
+    }
     int fits = !l->table || bits == 4; /* the kernels sum a table's numbers in few bits */
     for (int i = 0; l->table && i < FD_LINEAR_CODES; i++) fits &= l->table[i] <= FD_LINEAR_MOST_IN_TABLE;
     if (!fits) {
@@ -107,7 +115,15 @@ static PyObject *linear_isa(linear_t *self, void *unused) {
     return PyUnicode_FromString(fd_linear_ops(self->isa)->name);
 }
 
+static PyObject *linear_wants_signed(PyObject *type, PyObject *unused) {
+    fd_isa_t isa;
+    if (!fd_py_choose_isa(NULL, &isa)) return NULL;
+    return PyBool_FromLong(fd_linear_ops(isa)->wants_signed);
+}
+
 static PyMethodDef methods[] = {
+    {"wants_signed", linear_wants_signed, METH_NOARGS | METH_STATIC,
+     "wants_signed(): whether rotated matrices are stored as signed numbers, with negated sums."},
     {"run", (PyCFunction)linear_run, METH_VARARGS, "run(x, y, threads): y [rows, outs] = x [rows, ins] W^T + b."},
     {NULL, NULL, 0, NULL},
 };

@@ -22,7 +22,7 @@ from fastdecode.spart.batch import Chunk, StepBatch
 from fastdecode.spart.hf.decoder import HFSPart
 from fastdecode.spart.hf.model import load_hf_model
 from fastdecode.spart.linears.grouped import GroupedEmbedding, GroupedLinear
-from fastdecode.spart.linears.quantised import Quantised, concatenate, quantise, rotate
+from fastdecode.spart.linears.quantised import MOST_OF_FOUR, Quantised, concatenate, most_of_four, quantise, rotate
 from fastdecode.spart.linears.stack import ConcatenatedLinear, make_linear
 
 CPU = torch.device("cpu")
@@ -85,10 +85,15 @@ def random_matrix(
 ) -> Quantised:
     """Any stored numbers, scales that are fp16."""
     g = torch.Generator().manual_seed(outs * ins + bits)
+    q = torch.randint(0, 1 << bits, (outs, ins), dtype=torch.uint8, generator=g)
+    if rotated:  # numbers as large as the rule for rotated matrices lets them be
+        numbers = q.float() - 128
+        fitting = (MOST_OF_FOUR / most_of_four(numbers)).clamp_max(127 / 128).repeat_interleave(32, 1)
+        q = (128 + (numbers * fitting).trunc()).to(torch.uint8)
     groups = -(-ins // group)
     scales = (torch.rand(outs, groups, generator=g) * 0.01).half().float()
     return Quantised(
-        torch.randint(0, 1 << bits, (outs, ins), dtype=torch.uint8, generator=g),
+        q,
         scales,
         -scales * torch.randint(0, 1 << bits, (outs, groups), generator=g) if mins else None,
         zero,
@@ -126,7 +131,7 @@ def test_kernels_compute_the_exact_product_of_rounded_rows(isa, bits):
             {"mins": False, "zero": 8 if bits == 4 else 128},
             {"group": 64, "activation_bits": 15},
             {"group": 128, "zero": 3, "activation_bits": 15},
-            *({"mins": False, "zero": z, "rotated": True} for z in (128, 3) if bits == 8 and ins % 32 == 0),
+            *([{"mins": False, "zero": 128, "rotated": True}] if bits == 8 and ins % 32 == 0 else []),
             *({"table": TABLE, "zero": 5, "activation_bits": b} for b in (8, 15) if bits == 4),
         ):
             matrix = random_matrix(bits, outs, ins, **form)
@@ -205,20 +210,39 @@ def test_sizes_that_do_not_fit_are_refused():
             linear.run(bad_x, bad_y, 1)
     byte = bytes(1)
     with pytest.raises(ValueError, match="weights has 1 bytes, not 1024"):
-        _native.QuantisedLinear(16, 64, 8, 32, 0, 1, False, byte, byte, byte, None, None, None)
+        _native.QuantisedLinear(16, 64, 8, 32, 0, 1, False, byte, byte, byte, None, None, None, None)
     sizes = [(16, 64, 5, 32, 0, 1), (0, 64, 8, 32, 0, 1), (16, 64, 8, 24, 0, 1), (16, 64, 8, 32, 256, 1)]
     for bad in [*sizes, (1 << 30, 64, 8, 32, 0, 1), (16, 64, 8, 32, 0, 3)]:
         with pytest.raises(ValueError, match="no such linear"):
-            _native.QuantisedLinear(*bad, False, byte, byte, byte, None, None, None)
-    for bits, passes, mins in ((4, 1, None), (8, 2, None), (8, 1, byte)):
-        with pytest.raises(ValueError, match="a rotated matrix has 8 bits, one pass and no mins"):
-            _native.QuantisedLinear(16, 64, bits, 32, 0, passes, True, byte, byte, byte, mins, None, None)
+            _native.QuantisedLinear(*bad, False, byte, byte, byte, None, None, None, None)
+    for bits, zero, passes, mins in ((4, 128, 1, None), (8, 128, 2, None), (8, 128, 1, byte), (8, 3, 1, None)):
+        with pytest.raises(ValueError, match="a rotated matrix has 8 bits, the zero 128, one pass and no mins"):
+            _native.QuantisedLinear(16, 64, bits, 32, zero, passes, True, byte, byte, byte, mins, None, None, None)
     numbers, units = bytes(16 * 64 // 2), bytes(16 * 4)
     for bits, table in ((4, bytes([33] * 16)), (8, bytes(16))):
         with pytest.raises(ValueError, match="a table is for 4 bits and has numbers up to 32"):
             _native.QuantisedLinear(
-                16, 64, bits, 32, 0, 1, False, numbers * (bits // 4), units, units, None, None, table
+                16, 64, bits, 32, 0, 1, False, numbers * (bits // 4), units, units, None, None, table, None
             )
+
+
+def test_sums_of_a_matrix_are_given_where_its_numbers_are_signed(isa):
+    weights, scales, units, sums = bytes(16 * 64), bytes(16 * 2 * 2), bytes(16 * 4), bytes(16 * 2 * 2)
+    signed = _native.QuantisedLinear.wants_signed()
+    for rotated in (False, True):
+        form = (16, 64, 8, 32, 128, 1, rotated, weights, scales, units, None, None, None)
+        wanted = rotated and signed
+        _native.QuantisedLinear(*form, sums if wanted else None)
+        with pytest.raises(ValueError, match="negated_sums are missing" if wanted else "negated_sums are not wanted"):
+            _native.QuantisedLinear(*form, None if wanted else sums)
+
+
+def test_numbers_of_a_rotated_matrix_fit_into_16_bit_sums():
+    weight = torch.randn(256, 256)
+    weight[:, 64:] = weight[:, 64:].sign() * 0.01  # blocks whose sums, and not their largest number, set the scale
+    matrix = quantise(weight, 8, activation_bits=8)
+    most = most_of_four(matrix.q.float() - 128)
+    assert MOST_OF_FOUR * 0.95 < most.max() <= MOST_OF_FOUR
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -320,7 +344,7 @@ import numpy as np
 from fastdecode.kernels._native import QuantisedLinear
 w = np.full((1, 1, 8, 16, 4), 129, np.uint8)
 one = np.ones((1, 1, 16), np.float16)
-linear = QuantisedLinear(16, 32, 8, 32, 128, 1, False, w, one, np.ones(16, np.float32), None, None, None)
+linear = QuantisedLinear(16, 32, 8, 32, 128, 1, False, w, one, np.ones(16, np.float32), *[None] * 4)
 y = np.zeros((2, 16), np.float32)
 linear.run(np.ones((2, 32), np.float32), y, 4)
 print(y.min(), y.max())

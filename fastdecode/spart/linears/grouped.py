@@ -16,6 +16,7 @@ from fastdecode.spart.linears.quantised import GROUP, Quantised, decode, rotate
 
 _LANES, _BLOCK, _CHUNKS = 16, 32, 8  # kernels/linears/linear.h
 _ROTATED_NORM = GROUP**0.5  # of a row of the Hadamard matrix
+_SIGN = 0x80  # makes of a number around 128 the signed number, and the other way round
 _UNIT_EXPONENT = 14  # the largest scale or minimum of a row is stored as an fp16 below 2^14
 
 
@@ -29,8 +30,12 @@ class GroupedLinear(Linear):
         self._groups, self._table = matrix.scales.shape[1], matrix.table
         self._passes = 1 if matrix.activation_bits == 8 else 2
         self._rotated = matrix.rotated
+        self._signed = matrix.rotated and device.type == "cpu" and QuantisedLinear.wants_signed()
         rows = -(-self._outs // _LANES) * _LANES
         self._weights = _tiles(matrix, rows).to(device)
+        self._negated_sums = _negated_sums(matrix, rows) if self._signed else None
+        if self._signed:
+            self._weights ^= _SIGN
         most = matrix.scales.abs().amax(1)
         if matrix.mins is not None:
             most = torch.maximum(most, matrix.mins.abs().amax(1))
@@ -43,7 +48,8 @@ class GroupedLinear(Linear):
         self._native = self._make_native() if device.type == "cpu" else None
 
     def _make_native(self) -> QuantisedLinear:
-        mins, bias = (None if tensor is None else tensor.numpy() for tensor in (self._mins, self._bias))
+        optional = (self._mins, self._bias, self._negated_sums)
+        mins, bias, negated_sums = (None if tensor is None else tensor.numpy() for tensor in optional)
         return QuantisedLinear(
             self._outs,
             self._ins,
@@ -58,6 +64,7 @@ class GroupedLinear(Linear):
             mins,
             bias,
             bytes(self._table) or None,
+            negated_sums,
         )
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -73,7 +80,7 @@ class GroupedLinear(Linear):
 
     @property
     def nbytes(self) -> int:
-        tensors = (self._weights, self._scales, self._mins, self._units, self._bias)
+        tensors = (self._weights, self._scales, self._mins, self._units, self._bias, self._negated_sums)
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
     def dequantise(self) -> torch.Tensor:
@@ -89,6 +96,8 @@ class GroupedLinear(Linear):
         """Rows of the matrix as they are stored, rotated or not."""
         tile, lane = index // _LANES, index % _LANES
         q = self._weights[tile, :, :, lane]  # [n, blocks, chunks, 4], chunks in pairs with 4 bits
+        if self._signed:
+            q = q ^ _SIGN
         if self._bits == 4:
             q = torch.stack([q & 15, q >> 4], dim=3)  # [n, blocks, pairs, 2, 4]
         q = decode(q, self._table)
@@ -129,6 +138,13 @@ def _tiles(matrix: Quantised, rows: int) -> torch.Tensor:
     if matrix.bits == 4:
         q = q[:, :, :, 0::2] | q[:, :, :, 1::2] << 4
     return q.permute(0, 2, 3, 1, 4).contiguous()
+
+
+def _negated_sums(matrix: Quantised, rows: int) -> torch.Tensor:
+    """Minus the sum of each block's numbers, without their zero: int16 [tiles, blocks, lanes]."""
+    sums = (matrix.zero - matrix.q.to(torch.int16)).view(len(matrix.q), -1, _BLOCK).sum(2, dtype=torch.int16)
+    padded = F.pad(sums, (0, 0, 0, rows - len(sums)))
+    return padded.view(rows // _LANES, _LANES, -1).transpose(1, 2).contiguous()
 
 
 def _lanes(values: torch.Tensor, rows: int) -> torch.Tensor:

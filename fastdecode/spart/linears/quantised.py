@@ -21,6 +21,9 @@ HEAD_BITS = 8
 #: With `--weights`, activations are rounded to 8 bits, for speed.
 ACTIVATION_BITS = 8
 
+#: The bound on `most_of_four` of a rotated matrix's numbers; FD_LINEAR_MOST_OF_FOUR in kernels/linears/linear.h.
+MOST_OF_FOUR = 255
+
 _ELEMENTS = 1 << 17  # rounded at a time: what fits into a cache
 _ROUNDS = 3  # of fitting scale and minimum to the rounded numbers
 
@@ -42,7 +45,7 @@ class Quantised:
     order: torch.Tensor | None = None  # [in]: the input that belongs to each column of `q`; None: the column's own
     table: tuple[int, ...] = ()  # the numbers, 0 to 32, that 4-bit codes stand for; empty: the codes themselves
     #: Each block of GROUP inputs was multiplied by a Hadamard matrix / GROUP before it was rounded. Only with 8 bits,
-    #: activations of 8 bits, and inputs that are whole groups.
+    #: zero 128, numbers within MOST_OF_FOUR, activations of 8 bits, and inputs that are whole groups.
     rotated: bool = False
 
     @property
@@ -131,11 +134,21 @@ def _numbers(q: torch.Tensor, ins: int) -> torch.Tensor:
     return q.to(torch.uint8).flatten(1)[:, :ins].contiguous()
 
 
+def most_of_four(numbers: torch.Tensor) -> torch.Tensor:
+    """numbers [out, in] -> [out, in / GROUP] the largest sum, by magnitude, of the positive or of the negative numbers
+    among four that AVX2 multiplies in one 16-bit sum: inputs 8i, 8i + 1, 8i + 4 and 8i + 5, or the 4 others of 8."""
+    fours = numbers.view(len(numbers), -1, GROUP // 8, 2, 2, 2)
+    positive, negative = (part.sum((3, 5)).amax((2, 3)) for part in (fours.clamp_min(0), (-fours).clamp_min(0)))
+    return torch.maximum(positive, negative)
+
+
 def _round_to_8(weight: torch.Tensor, rotated: bool) -> Quantised:
     groups = _grouped(weight)
     if rotated:
         groups = rotate(groups) / GROUP
     scales = groups.abs().amax(2) / 127
+    if rotated:  # rounding adds up to 1/2 to each of the four
+        scales = torch.maximum(scales, most_of_four(groups.flatten(1)) / (MOST_OF_FOUR - 2))
     q = (groups / scales.clamp_min(1e-30)[:, :, None]).round_() + 128
     return Quantised(_numbers(q, weight.shape[1]), scales, None, 128, 8, GROUP, rotated=rotated)
 
