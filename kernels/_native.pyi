@@ -130,6 +130,52 @@ class QuantisedLinear:
     def run(self, x: Buffer, y: Buffer, threads: int, /) -> None:
         """Write x Wᵀ + b of x [rows, ins] to y [rows, outs], both fp32. Other Python threads run meanwhile."""
 
+class RowOps:
+    """The S-Part's operations between products (row_ops.h), for an activation dtype, an index of
+    region.contract.ACT_DTYPES. Arguments are addresses of C-contiguous rows, 0 for none, and sizes; nothing is checked.
+    Other Python threads run meanwhile. The ISA is the one in FASTDECODE_ISA, else the best. Raises ValueError if it has
+    no such operations.
+    """
+
+    def __new__(cls, act_dtype: int) -> RowOps: ...
+    @property
+    def isa(self) -> str:
+        """The ISA of the functions."""
+    def norm(
+        self,
+        x: int,
+        y: int,
+        scale: float,
+        weight: int,
+        eps: float,
+        out: int,
+        rows: int,
+        width: int,
+        threads: int,
+        /,
+    ) -> None: ...
+    def gate(self, x: int, out: int, rows: int, width: int, threads: int, /) -> None: ...
+    def place(
+        self,
+        qkv: int,
+        q_norm: int,
+        k_norm: int,
+        eps: float,
+        cos: int,
+        sin: int,
+        q: int,
+        q_stride: int,
+        kv: int,
+        kv_stride: int,
+        rows: int,
+        q_heads: int,
+        kv_heads: int,
+        head_size: int,
+        pairs: int,
+        threads: int,
+        /,
+    ) -> None: ...
+
 # ---- the R-engine (engine.h, memory.h) ----
 
 def bind_memory(node: int, /) -> None:

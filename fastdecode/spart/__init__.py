@@ -28,7 +28,8 @@
     attention    attention by torch's fused kernels, in parts that can be merged
     memory       the device's memory that a step takes
     rope         rotary position embedding
-    layers       norms and activations
+    layers       norms and activations in torch
+    row_ops      RowOps: the decoder's operations between products, in torch or in C
     experts      a layer's experts in place of its MLP
     step_table   a step's numbers for its device in one upload, and its results in one download
     sampling     Sampler: filters and draws the next tokens of a step

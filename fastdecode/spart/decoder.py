@@ -24,11 +24,11 @@ from fastdecode.spart.config import ModelConfig
 from fastdecode.spart.exchange import Exchange, RowExchange, SlotViews, link_rows, make_exchange
 from fastdecode.spart.exchange.choice import Choice
 from fastdecode.spart.experts import Mixture
-from fastdecode.spart.layers import make_activation, make_norm, norm_heads
 from fastdecode.spart.lora.adapters import AdapterRows, adapted_product
 from fastdecode.spart.prompt import PromptCache, PromptChunk
 from fastdecode.spart.prompt_logprobs import Scorer
-from fastdecode.spart.rope import RotaryEmbedding, rotate
+from fastdecode.spart.rope import RotaryEmbedding
+from fastdecode.spart.row_ops import Places, make_row_ops
 from fastdecode.spart.sampling import Sampler
 from fastdecode.spart.step_table import StepTable
 from fastdecode.spart.timeline import StepClock, Timeline
@@ -51,10 +51,9 @@ class SPart:
         self.timeline = Timeline()
         self._views: dict[tuple[int, int], SlotViews] = {}
         self._prompts = PromptCache(model.config, model.device, model.dtype)
-        self._norm = make_norm(model.config)
-        self._activation = make_activation(model.config)
+        self._ops = ops = make_row_ops(model.config, model.device, model.dtype)
         rope = model.config.rope
-        self._rope = RotaryEmbedding(rope, model.config.head_size, model.device, model.dtype) if rope else None
+        self._rope = RotaryEmbedding(rope, model.config.head_size, model.device, ops.angle_dtype) if rope else None
 
     @torch.inference_mode()
     def step(self, batch: StepBatch, keep_logits: bool = False) -> Generator[Pending, float | None, StepOutput]:
@@ -203,7 +202,7 @@ class SPart:
         w = self._weights
         x = x.index_select(0, rows)
         if w.final_norm is not None:
-            x = self._norm(x, w.final_norm)
+            x = self._ops.norm(x, w.final_norm)
         if w.project_out is not None:
             x = w.project_out(x)
         logits = w.head(x).float()
@@ -302,7 +301,7 @@ class _StepState:
         adapters: AdapterRows | None = None,
     ):
         c = spart.model.config
-        self._norm, self._activation, self._config = spart._norm, spart._activation, c
+        self._ops, self._config = spart._ops, c
         self._prompts, self._exchange, self._adapters = prompts, exchange, adapters
         positions = uploaded["positions"]
         self.x = spart._embed(uploaded["tokens"], positions)
@@ -314,25 +313,14 @@ class _StepState:
         else:
             self._q, self._o = exchange.q, exchange.o
         self._n_attend = n_attend
-        q_heads, kv_heads = (rows.view(n, -1, c.head_size) for rows in (self._q, exchange.kv))
-        self._q_heads, self._k_heads, self._v_heads = q_heads, kv_heads[:, : c.n_kv_heads], kv_heads[:, c.n_kv_heads :]
+        self._places = Places(self._q, exchange.kv, c)
         self._angles = spart._rope.angles(positions, uploaded.get("long")) if spart._rope else None
 
     def project(self, layer: Layer) -> None:
         """Compute the layer's Q, K and V rows from the residual stream, ready to be posted."""
-        c = self._config
-        h = self._norm(self.x, layer.attention_norm) if c.norm_first else self.x
-        heads = adapted_product(layer.qkv, h, self._adapters).view(len(h), -1, c.head_size)
-        q, k, v = torch.split(heads, [c.n_q_heads, c.n_kv_heads, c.n_kv_heads], dim=1)
-        if layer.q_norm is not None and layer.k_norm is not None:
-            q, k = norm_heads(q, layer.q_norm, c.norm_eps), norm_heads(k, layer.k_norm, c.norm_eps)
-        if self._angles is not None:
-            rotate(q, *self._angles, out=self._q_heads)
-            rotate(k, *self._angles, out=self._k_heads)
-        else:
-            self._q_heads.copy_(q)
-            self._k_heads.copy_(k)
-        self._v_heads.copy_(v)
+        h = self._ops.norm(self.x, layer.attention_norm) if self._config.norm_first else self.x
+        qkv = adapted_product(layer.qkv, h, self._adapters)
+        self._ops.place(qkv, layer, self._angles, self._places)
         if self._mixed and self._n_attend:
             self._exchange.q.copy_(self._q[: self._n_attend])
 
@@ -346,18 +334,17 @@ class _StepState:
         """Compute the rest of the block from the O rows and the residual stream."""
         if self._mixed and self._n_attend:
             self._o[: self._n_attend].copy_(self._exchange.o)
-        norm_first = self._config.norm_first
-        self.x.add_(adapted_product(layer.o, self._o, self._adapters), alpha=self._config.residual_scale)
-        if not norm_first:
-            self.x = self._norm(self.x, layer.attention_norm)
-        h = self._norm(self.x, layer.mlp_norm) if norm_first else self.x
-        self.x.add_(self._mlp(layer.mlp, h), alpha=self._config.residual_scale)
-        if not norm_first:
-            self.x = self._norm(self.x, layer.mlp_norm)
+        attended = adapted_product(layer.o, self._o, self._adapters)
+        if self._config.norm_first:
+            h = self._ops.add_norm(self.x, attended, layer.mlp_norm)
+            self.x.add_(self._mlp(layer.mlp, h), alpha=self._config.residual_scale)
+        else:
+            self.x = self._ops.add_norm(self.x, attended, layer.attention_norm)
+            self.x = self._ops.add_norm(self.x, self._mlp(layer.mlp, self.x), layer.mlp_norm)
 
     def _mlp(self, mlp: MLP | Mixture, h: torch.Tensor) -> torch.Tensor:
         """h [n, hidden_size] -> [n, hidden_size]."""
         if isinstance(mlp, Mixture):
-            return mlp(h, self._activation)
+            return mlp(h, self._ops.activate)
         up = adapted_product(mlp.up, h, self._adapters)
-        return adapted_product(mlp.down, self._activation(up), self._adapters)
+        return adapted_product(mlp.down, self._ops.activate(up), self._adapters)

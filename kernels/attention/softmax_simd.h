@@ -8,6 +8,7 @@
 
 #include "chunk.h"
 #include "dispatch.h"
+#include "exp2_simd.h"
 
 /* The softmax works on multiples of this many tokens: whole vectors, and whole words of V in every format. */
 enum { SOFTMAX_STEP = LANES < 8 ? 8 : LANES };
@@ -45,12 +46,8 @@ FD_INLINE int early_lines_per_tile(const fd_kv_dtype_t dtype, const int rows) {
     return prefetch_next_page_early(dtype, rows) ? 3 : 0;
 }
 
-#define LOG2_E 0x1.715476p+0f
-#define EXP2_FLUSH -96.0f /* vec_exp2 is 0 below this: products of smaller weights may be subnormal, hence slow */
-
-/* 2^x for x <= 0, computed as 2^n p(x - n) with n = floor(x) and a polynomial p with p(0) = 1. The result is 0 for NaN
- * and below EXP2_FLUSH, -infinity included. The degree of p depends on the format; the largest relative error is 1.5e-7
- * for float formats, 3e-6 for 16-bit multipliers and 9e-5 for 8-bit multipliers, far below their own rounding error. */
+/* vec_exp2_of_float with a polynomial whose degree depends on the format; the largest relative error is 3e-6 for 16-bit
+ * multipliers and 9e-5 for 8-bit multipliers, far below their own rounding error. */
 FD_INLINE vec_t vec_exp2(const fd_kv_dtype_t format, vec_t x) {
     const vec_t r = vec_fraction(x);
     vec_t p;
@@ -62,10 +59,7 @@ FD_INLINE vec_t vec_exp2(const fd_kv_dtype_t format, vec_t x) {
         p = vec_fma(p, r, vec_set1(0x1.ee2452p-3f));
         p = vec_fma(p, r, vec_set1(0x1.62d6c6p-1f));
     } else {
-        p = vec_fma(vec_set1(0x1.e97502p-10f), r, vec_set1(0x1.277854p-7f));
-        p = vec_fma(p, r, vec_set1(0x1.c91ce6p-5f));
-        p = vec_fma(p, r, vec_set1(0x1.ebdb56p-3f));
-        p = vec_fma(p, r, vec_set1(0x1.62e4bap-1f));
+        return vec_exp2_of_float(x);
     }
     return vec_scale2(vec_fma(p, r, vec_set1(1.0f)), x, EXP2_FLUSH);
 }

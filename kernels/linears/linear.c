@@ -1,10 +1,10 @@
 /* Runs a product: rounds its rows, then computes its tiles, each phase shared among threads. */
 #include "linear.h"
 
-#include <dlfcn.h>
 #include <stdlib.h>
 
 #include "dispatch.h"
+#include "parallel.h"
 
 const fd_linear_ops_t *fd_linear_ops(fd_isa_t isa) {
 #if FD_X86
@@ -15,54 +15,25 @@ const fd_linear_ops_t *fd_linear_ops(fd_isa_t isa) {
     return &fd_linear_ops_scalar;
 }
 
-/* GOMP_parallel of the OpenMP library that torch has loaded: its threads exist already, and a pool beside it would take
- * the cores from it. */
-typedef void parallel_fn(void (*body)(void *), void *data, unsigned threads, unsigned flags);
-
-static parallel_fn *find_parallel(void) {
-    static parallel_fn *found;
-    static int looked;
-    if (!__atomic_load_n(&looked, __ATOMIC_ACQUIRE)) { /* threads that race here find the same */
-        *(void **)&found = dlsym(RTLD_DEFAULT, "GOMP_parallel");
-        __atomic_store_n(&looked, 1, __ATOMIC_RELEASE);
-    }
-    return found;
-}
-
 typedef struct {
     const fd_linear_t *l;
     const fd_linear_ops_t *ops;
     fd_linear_rows_t rows;
     const float *x;
     float *y;
-    uint32_t n, parts, step, next; /* a thread takes `step` of `parts` at a time; `next` is the first that is free */
+    uint32_t n;
 } work_t;
 
-static uint32_t take(work_t *work, uint32_t *end) {
-    const uint32_t first = __atomic_fetch_add(&work->next, work->step, __ATOMIC_RELAXED);
-    *end = first + work->step < work->parts ? first + work->step : work->parts;
-    return first;
-}
-
-static void round_rows(void *data) {
+static void round_rows(void *data, size_t first, size_t n) {
     work_t *work = data;
-    for (uint32_t end, row = take(work, &end); row < work->parts; row = take(work, &end))
-        for (; row < end; row++) work->ops->round_row(work->l, work->x + (size_t)row * work->l->ins, row, &work->rows);
+    for (size_t row = first; row < first + n; row++)
+        work->ops->round_row(work->l, work->x + row * work->l->ins, (uint32_t)row, &work->rows);
 }
 
-static void compute_tiles(void *data) {
+static void compute_tiles(void *data, size_t first, size_t n) {
     work_t *work = data;
-    for (uint32_t end, tile = take(work, &end); tile < work->parts; tile = take(work, &end))
-        for (; tile < end; tile++) work->ops->tile(work->l, tile, &work->rows, work->n, work->y);
-}
-
-static void share(work_t *work, void (*body)(void *), uint32_t parts, uint32_t threads) {
-    parallel_fn *parallel = threads > 1 ? find_parallel() : NULL;
-    work->parts = parts;
-    work->next = 0;
-    work->step = parallel ? parts / (threads * 4) + 1 : parts;
-    if (parallel) parallel(body, work, threads, 0);
-    else body(work);
+    for (size_t tile = first; tile < first + n; tile++)
+        work->ops->tile(work->l, (uint32_t)tile, &work->rows, work->n, work->y);
 }
 
 int fd_linear_run(const fd_linear_t *l, fd_isa_t isa, const float *x, uint32_t rows, float *y, uint32_t threads) {
@@ -77,9 +48,9 @@ int fd_linear_run(const fd_linear_t *l, fd_isa_t isa, const float *x, uint32_t r
     work.rows.starts = (int32_t *)(work.rows.sums + blocks);
     /* Less is done sooner than a thread wakes up. */
     enum { BLOCKS_WORTH_SHARING = 1024, BLOCK_TILES_WORTH_SHARING = 512 };
-    share(&work, round_rows, rows, blocks < BLOCKS_WORTH_SHARING ? 1 : threads);
+    fd_parallel(round_rows, &work, rows, blocks < BLOCKS_WORTH_SHARING ? 1 : threads);
     const uint32_t tiles = fd_linear_tiles(l);
-    share(&work, compute_tiles, tiles, blocks * tiles < BLOCK_TILES_WORTH_SHARING ? 1 : threads);
+    fd_parallel(compute_tiles, &work, tiles, blocks * tiles < BLOCK_TILES_WORTH_SHARING ? 1 : threads);
     free(memory);
     return 0;
 }

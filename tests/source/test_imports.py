@@ -47,7 +47,15 @@ C = {
     "kernels/cache": ["region", "kernels/attention"],
     "kernels/engine": ["region", "kernels/attention", "kernels/cache"],
     "kernels/linears": ["region", "kernels/attention"],
-    "kernels/py": ["region", "kernels/attention", "kernels/cache", "kernels/engine", "kernels/linears"],
+    "kernels/decoder": ["region", "kernels/attention", "kernels/linears"],
+    "kernels/py": [
+        "region",
+        "kernels/attention",
+        "kernels/cache",
+        "kernels/engine",
+        "kernels/linears",
+        "kernels/decoder",
+    ],
     "transports": ["region"],
 }
 

@@ -1,0 +1,62 @@
+/* Picks the functions of an ISA, and shares rows among threads. */
+#include "row_ops.h"
+
+#include "dispatch.h"
+#include "parallel.h"
+
+#if FD_X86
+extern const fd_row_ops_t fd_row_ops_avx2[FD_ACT_DTYPES], fd_row_ops_avx512[FD_ACT_DTYPES];
+#elif FD_ARM64
+extern const fd_row_ops_t fd_row_ops_neon[FD_ACT_DTYPES];
+#endif
+
+const fd_row_ops_t *fd_row_ops(fd_isa_t isa, uint32_t act_dtype, const char **name) {
+    if (isa == FD_ISA_SCALAR) return NULL;
+#if FD_X86
+    const int wide = isa != FD_ISA_AVX2 && isa != FD_ISA_AVXVNNI;
+    *name = wide ? "avx512" : "avx2";
+    return wide ? &fd_row_ops_avx512[act_dtype] : &fd_row_ops_avx2[act_dtype];
+#elif FD_ARM64
+    *name = "neon";
+    return &fd_row_ops_neon[act_dtype];
+#else
+    return NULL;
+#endif
+}
+
+/* Fewer numbers are computed sooner than a thread wakes up. */
+enum { WORTH_A_THREAD = 1 << 15 };
+
+static unsigned worth(size_t numbers, unsigned threads) {
+    const size_t most = numbers / WORTH_A_THREAD + 1;
+    return most < threads ? (unsigned)most : threads;
+}
+
+typedef struct {
+    const fd_row_ops_t *ops;
+    const void *o;
+} run_t;
+
+static void run_norm(void *data, size_t first, size_t n) {
+    const run_t *run = data;
+    run->ops->norm(run->o, first, n);
+}
+static void run_gate(void *data, size_t first, size_t n) {
+    const run_t *run = data;
+    run->ops->gate(run->o, first, n);
+}
+static void run_place(void *data, size_t first, size_t n) {
+    const run_t *run = data;
+    run->ops->place(run->o, first, n);
+}
+
+void fd_norm_rows(const fd_row_ops_t *ops, const fd_norm_rows_t *o, size_t rows, unsigned threads) {
+    fd_parallel(run_norm, &(run_t){ops, o}, rows, worth(rows * o->width, threads));
+}
+void fd_gate_rows(const fd_row_ops_t *ops, const fd_gate_rows_t *o, size_t rows, unsigned threads) {
+    fd_parallel(run_gate, &(run_t){ops, o}, rows, worth(rows * o->width * 4, threads));
+}
+void fd_place_rows(const fd_row_ops_t *ops, const fd_place_rows_t *o, size_t rows, unsigned threads) {
+    const size_t width = (o->q_heads + 2 * o->kv_heads) * o->head_size;
+    fd_parallel(run_place, &(run_t){ops, o}, rows, worth(rows * width, threads));
+}

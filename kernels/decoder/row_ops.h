@@ -1,0 +1,54 @@
+/* The S-Part's operations between products, on a CPU: each reads and writes its rows once. Rows are in an activation
+ * dtype and computed in fp32. A row's result does not depend on the other rows.
+ */
+#ifndef FD_ROW_OPS_H
+#define FD_ROW_OPS_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#include "attention.h"
+
+/* x [rows][width] += scale * y, unless y is NULL; out = x / sqrt(mean(x^2) + eps) * weight [width] (RMS norm, Zhang and
+ * Sennrich, arXiv 1910.07467). Everything is in the activation dtype. */
+typedef struct {
+    void *x, *out;
+    const void *y, *weight;
+    float scale, eps;
+    size_t width;
+} fd_norm_rows_t;
+
+/* A row of x [2 * width] is gate, up; out [width] = silu(gate) * up. */
+typedef struct {
+    const void *x;
+    void *out;
+    size_t width;
+} fd_gate_rows_t;
+
+/* A row of qkv is Q heads, K heads, V heads. Q goes to q; K and then V go to kv; rows stand `q_stride` and `kv_stride`
+ * elements apart there. Q and K heads are normalised if there are weights [head_size] for them, and their halves (a, b)
+ * of the first 2 * pairs elements become (a cos - b sin, b cos + a sin). cos and sin are fp32 [rows][pairs]. */
+typedef struct {
+    const void *qkv, *q_norm, *k_norm;
+    void *q, *kv;
+    const float *cos, *sin;
+    float eps;
+    size_t q_stride, kv_stride, q_heads, kv_heads, head_size, pairs;
+} fd_place_rows_t;
+
+/* One ISA's functions for one activation dtype; each computes `n` rows from `row` on. */
+typedef struct {
+    void (*norm)(const fd_norm_rows_t *o, size_t row, size_t n);
+    void (*gate)(const fd_gate_rows_t *o, size_t row, size_t n);
+    void (*place)(const fd_place_rows_t *o, size_t row, size_t n);
+} fd_row_ops_t;
+
+/* The functions of an ISA that this machine supports, and its name; NULL if the ISA has none. */
+const fd_row_ops_t *fd_row_ops(fd_isa_t isa, uint32_t act_dtype, const char **name);
+
+/* Runs one of them over `rows` rows of `elements` numbers each, by as many of `threads` threads as pay. */
+void fd_norm_rows(const fd_row_ops_t *ops, const fd_norm_rows_t *o, size_t rows, unsigned threads);
+void fd_gate_rows(const fd_row_ops_t *ops, const fd_gate_rows_t *o, size_t rows, unsigned threads);
+void fd_place_rows(const fd_row_ops_t *ops, const fd_place_rows_t *o, size_t rows, unsigned threads);
+
+#endif

@@ -1,0 +1,10 @@
+/* Advanced SIMD of Armv8.0-A, 4 lanes. */
+#include "dispatch.h"
+
+#if FD_ARM64
+#include "vec_neon.h"
+
+#include "row_ops_simd.h"
+
+FD_ROW_OPS(neon)
+#endif

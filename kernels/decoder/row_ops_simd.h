@@ -1,0 +1,157 @@
+/* fd_row_ops_t of an ISA, written with its vec_* primitives. The including file names the ISA: FD_ROW_OPS(isa). */
+#ifndef FD_ROW_OPS_SIMD_H
+#define FD_ROW_OPS_SIMD_H
+
+#include <math.h>
+
+#include "exp2_simd.h"
+#include "half.h"
+#include "row_ops.h"
+
+FD_INLINE vec_t load(const uint32_t dtype, const void *p, size_t i) {
+    if (dtype == FD_ACT_FP32) return vec_load((const float *)p + i);
+    return dtype == FD_ACT_FP16 ? vec_load_fp16((const uint16_t *)p + i) : vec_load_bf16((const uint16_t *)p + i);
+}
+FD_INLINE void store(const uint32_t dtype, void *p, size_t i, vec_t x) {
+    if (dtype == FD_ACT_FP32) vec_store((float *)p + i, x);
+    else if (dtype == FD_ACT_FP16) vec_store_fp16((uint16_t *)p + i, x);
+    else vec_store_bf16((uint16_t *)p + i, x);
+}
+FD_INLINE float load_one(const uint32_t dtype, const void *p, size_t i) {
+    if (dtype == FD_ACT_FP32) return ((const float *)p)[i];
+    const uint16_t half = ((const uint16_t *)p)[i];
+    return dtype == FD_ACT_FP16 ? fd_fp16_to_fp32(half) : fd_bf16_to_fp32(half);
+}
+FD_INLINE void store_one(const uint32_t dtype, void *p, size_t i, float x) {
+    if (dtype == FD_ACT_FP32) ((float *)p)[i] = x;
+    else ((uint16_t *)p)[i] = dtype == FD_ACT_FP16 ? fd_fp32_to_fp16(x) : fd_fp32_to_bf16(x);
+}
+FD_INLINE const void *at(const uint32_t dtype, const void *p, size_t i) {
+    return (const uint8_t *)p + i * fd_act_bytes(dtype);
+}
+
+/* 1 / sqrt(mean(x^2) + eps) of a row's n numbers. */
+FD_INLINE float inverse_rms(const uint32_t dtype, const void *x, size_t n, float eps) {
+    vec_t sums[4] = {vec_zero(), vec_zero(), vec_zero(), vec_zero()};
+    size_t i = 0;
+    for (; i + 4 * LANES <= n; i += 4 * LANES)
+        for (int j = 0; j < 4; j++) {
+            const vec_t v = load(dtype, x, i + (size_t)j * LANES);
+            sums[j] = vec_fma(v, v, sums[j]);
+        }
+    for (; i + LANES <= n; i += LANES) {
+        const vec_t v = load(dtype, x, i);
+        sums[0] = vec_fma(v, v, sums[0]);
+    }
+    float sum = vec_reduce_add(vec_add(vec_add(sums[0], sums[1]), vec_add(sums[2], sums[3])));
+    for (; i < n; i++) {
+        const float v = load_one(dtype, x, i);
+        sum += v * v;
+    }
+    return 1.0f / sqrtf(sum / (float)n + eps);
+}
+
+FD_INLINE void norm_rows(const uint32_t dtype, const fd_norm_rows_t *o, size_t row, size_t n) {
+    const size_t width = o->width;
+    for (size_t r = row; r < row + n; r++) {
+        void *x = (void *)at(dtype, o->x, r * width), *out = (void *)at(dtype, o->out, r * width);
+        if (o->y) {
+            const void *y = at(dtype, o->y, r * width);
+            const vec_t scale = vec_set1(o->scale);
+            size_t i = 0;
+            for (; i + LANES <= width; i += LANES)
+                store(dtype, x, i, vec_fma(load(dtype, y, i), scale, load(dtype, x, i)));
+            for (; i < width; i++) store_one(dtype, x, i, fmaf(load_one(dtype, y, i), o->scale, load_one(dtype, x, i)));
+        }
+        const float inverse = inverse_rms(dtype, x, width, o->eps);
+        const vec_t factor = vec_set1(inverse);
+        size_t i = 0;
+        for (; i + LANES <= width; i += LANES)
+            store(dtype, out, i, vec_mul(vec_mul(load(dtype, x, i), factor), load(dtype, o->weight, i)));
+        for (; i < width; i++)
+            store_one(dtype, out, i, load_one(dtype, x, i) * inverse * load_one(dtype, o->weight, i));
+    }
+}
+
+/* x / (1 + e^-x), computed with e^-|x|. The order of the operands keeps NaN. */
+FD_INLINE vec_t silu(vec_t x) {
+    const vec_t e = vec_exp2_of_float(vec_mul(vec_abs(x), vec_set1(-LOG2_E)));
+    const vec_t numerator = vec_fma(vec_min(vec_zero(), x), e, vec_max(vec_zero(), x));
+    return vec_div(numerator, vec_add(vec_set1(1.0f), e));
+}
+
+FD_INLINE void gate_rows(const uint32_t dtype, const fd_gate_rows_t *o, size_t row, size_t n) {
+    const size_t width = o->width;
+    for (size_t r = row; r < row + n; r++) {
+        const void *gate = at(dtype, o->x, 2 * r * width), *up = at(dtype, gate, width);
+        void *out = (void *)at(dtype, o->out, r * width);
+        size_t i = 0;
+        for (; i + LANES <= width; i += LANES)
+            store(dtype, out, i, vec_mul(silu(load(dtype, gate, i)), load(dtype, up, i)));
+        for (; i < width; i++) {
+            const float g = load_one(dtype, gate, i);
+            store_one(dtype, out, i, g / (1.0f + expf(-g)) * load_one(dtype, up, i));
+        }
+    }
+}
+
+/* The head x, normalised and rotated, to `to`; x and `to` do not overlap. */
+FD_INLINE void place_head(const uint32_t dtype, const fd_place_rows_t *o, const void *x, const void *norm,
+                          const float *cos, const float *sin, void *to) {
+    const size_t size = o->head_size, pairs = o->pairs;
+    const float factor = norm ? inverse_rms(dtype, x, size, o->eps) : 1.0f;
+    const vec_t factors = vec_set1(factor);
+    size_t i = 0;
+    for (; i + LANES <= pairs; i += LANES) {
+        vec_t a = load(dtype, x, i), b = load(dtype, x, i + pairs);
+        if (norm) {
+            a = vec_mul(vec_mul(a, factors), load(dtype, norm, i));
+            b = vec_mul(vec_mul(b, factors), load(dtype, norm, i + pairs));
+        }
+        const vec_t c = vec_load(cos + i), s = vec_load(sin + i);
+        store(dtype, to, i, vec_sub(vec_mul(a, c), vec_mul(b, s)));
+        store(dtype, to, i + pairs, vec_fma(b, c, vec_mul(a, s)));
+    }
+    for (; i < pairs; i++) {
+        float a = load_one(dtype, x, i), b = load_one(dtype, x, i + pairs);
+        if (norm) {
+            a *= factor * load_one(dtype, norm, i);
+            b *= factor * load_one(dtype, norm, i + pairs);
+        }
+        store_one(dtype, to, i, a * cos[i] - b * sin[i]);
+        store_one(dtype, to, i + pairs, b * cos[i] + a * sin[i]);
+    }
+    for (i = 2 * pairs; i < size; i++)
+        store_one(dtype, to, i, load_one(dtype, x, i) * factor * (norm ? load_one(dtype, norm, i) : 1.0f));
+}
+
+FD_INLINE void place_rows(const uint32_t dtype, const fd_place_rows_t *o, size_t row, size_t n) {
+    const size_t size = o->head_size, v_bytes = o->kv_heads * size * fd_act_bytes(dtype);
+    for (size_t r = row; r < row + n; r++) {
+        const float *cos = o->cos + r * o->pairs, *sin = o->sin + r * o->pairs;
+        const void *from = at(dtype, o->qkv, r * (o->q_heads + 2 * o->kv_heads) * size);
+        void *q = (void *)at(dtype, o->q, r * o->q_stride), *kv = (void *)at(dtype, o->kv, r * o->kv_stride);
+        for (size_t h = 0; h < o->q_heads; h++, from = at(dtype, from, size))
+            place_head(dtype, o, from, o->q_norm, cos, sin, (void *)at(dtype, q, h * size));
+        for (size_t h = 0; h < o->kv_heads; h++, from = at(dtype, from, size))
+            place_head(dtype, o, from, o->k_norm, cos, sin, (void *)at(dtype, kv, h * size));
+        memcpy((void *)at(dtype, kv, o->kv_heads * size), from, v_bytes);
+    }
+}
+
+#define FD_ROW_OPS_OF(isa, name, dtype)                                                                                \
+    static void norm_##name(const fd_norm_rows_t *o, size_t row, size_t n) { norm_rows(dtype, o, row, n); }            \
+    static void gate_##name(const fd_gate_rows_t *o, size_t row, size_t n) { gate_rows(dtype, o, row, n); }            \
+    static void place_##name(const fd_place_rows_t *o, size_t row, size_t n) { place_rows(dtype, o, row, n); }
+
+#define FD_ROW_OPS(isa)                                                                                                \
+    FD_ROW_OPS_OF(isa, fp32, FD_ACT_FP32)                                                                              \
+    FD_ROW_OPS_OF(isa, fp16, FD_ACT_FP16)                                                                              \
+    FD_ROW_OPS_OF(isa, bf16, FD_ACT_BF16)                                                                              \
+    const fd_row_ops_t fd_row_ops_##isa[FD_ACT_DTYPES] = {                                                             \
+        [FD_ACT_FP32] = {norm_fp32, gate_fp32, place_fp32},                                                            \
+        [FD_ACT_FP16] = {norm_fp16, gate_fp16, place_fp16},                                                            \
+        [FD_ACT_BF16] = {norm_bf16, gate_bf16, place_bf16},                                                            \
+    };
+
+#endif

@@ -1,0 +1,131 @@
+"""The decoder's operations between products: the C functions of each ISA, and torch's, against float64."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from checkpoints import make_checkpoint
+
+from fastdecode.kernels import _native
+from fastdecode.spart import read_config
+from fastdecode.spart.row_ops import NativeRowOps, Places, RowOps, make_row_ops
+from fastdecode.spart.weights import Norm
+
+CPU = torch.device("cpu")
+#: Of a result's magnitude: rounding once to the dtype, and of sums in fp32.
+BUDGET = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+#: The functions that an ISA takes.
+EXPECTED = {
+    "avx2": "avx2",
+    "avxvnni": "avx2",
+    "avx512": "avx512",
+    "avx512vnni": "avx512",
+    "avx512bf16": "avx512",
+    "amx": "avx512",
+    "neon": "neon",
+}
+VECTOR_ISAS = [isa for isa in _native.isa_supported() if isa != "scalar"]
+
+
+@pytest.fixture(scope="module")
+def config():
+    """Of a Llama whose sizes are multiples of no vector: hidden 44, 3 Q heads and 1 KV head of 24."""
+    base = read_config(make_checkpoint("llama-gqa"))
+    return replace(base, hidden_size=44, n_q_heads=3, n_kv_heads=1, head_size=24, residual_scale=0.5)
+
+
+@pytest.fixture(params=["torch", *VECTOR_ISAS])
+def ops_class(request, monkeypatch):
+    if request.param == "torch":
+        return RowOps
+    monkeypatch.setenv("FASTDECODE_ISA", request.param)
+    return NativeRowOps
+
+
+@pytest.fixture(params=BUDGET, ids=str)
+def dtype(request):
+    torch.manual_seed(0)
+    return request.param
+
+
+def assert_near(got: torch.Tensor, want: torch.Tensor) -> None:
+    torch.testing.assert_close(got.double(), want, rtol=BUDGET[got.dtype], atol=BUDGET[got.dtype])
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    x = x.double()
+    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight.double()
+
+
+@pytest.mark.parametrize("rows", [1, 3, 2000])
+def test_norms(ops_class, dtype, config, rows):
+    """2000 rows are shared among threads."""
+    ops = ops_class(config, dtype)
+    x, y, weight = (torch.randn(*shape).to(dtype) for shape in ((rows, 44), (rows, 44), (44,)))
+    norm = Norm(weight, None)
+    assert_near(ops.norm(x, norm), rms_norm(x, weight, config.norm_eps))
+    want = x.double() + 0.5 * y.double()
+    h = ops.add_norm(x, y, norm)
+    assert_near(x, want)
+    assert_near(h, rms_norm(x, weight, config.norm_eps))
+
+
+@pytest.mark.parametrize(("rows", "width"), [(1, 1), (5, 37), (500, 128)])
+def test_the_gate(ops_class, dtype, config, rows, width):
+    x = (torch.randn(rows, 2 * width) * 8).to(dtype)
+    gate, up = x.double().chunk(2, dim=1)
+    want = torch.nn.functional.silu(gate) * up
+    assert_near(ops_class(config, dtype).activate(x.clone()), want)
+
+
+def test_the_gate_keeps_numbers_at_their_limits(ops_class, dtype, config):
+    gate = torch.tensor([0.0, -0.0, 60.0, -60.0, math.inf, math.nan] * 8).to(dtype)[None]
+    y = ops_class(config, dtype).activate(torch.cat([gate, torch.ones_like(gate)], 1))[0]
+    assert (y[0::6] == 0).all() and (y[1::6] == 0).all()
+    assert (y[2::6] == 60).all() and (y[3::6].float().abs() < 1e-20).all()
+    assert y[4::6].isinf().all() and y[5::6].isnan().all()
+
+
+@pytest.mark.parametrize("pairs", [12, 8, 3])
+@pytest.mark.parametrize("normed", [False, True])
+def test_heads_come_to_their_places(ops_class, dtype, config, pairs, normed):
+    ops, n = ops_class(config, dtype), 7
+    norms = [torch.randn(24).to(dtype) for _ in range(2)] if normed else [None, None]
+    layer = SimpleNamespace(q_norm=norms[0], k_norm=norms[1])
+    qkv = torch.randn(n, 5 * 24).to(dtype)
+    angles = torch.randn(n, 1, pairs)
+    cos, sin = angles.cos().to(ops.angle_dtype), angles.sin().to(ops.angle_dtype)
+    slot_q, slot_kv = torch.full((n, 80), 7.0).to(dtype), torch.full((n, 56), 7.0).to(dtype)
+    ops.place(qkv, layer, (cos, sin), Places(slot_q[:, :72], slot_kv[:, :48], config))
+
+    heads = qkv.double().view(n, 5, 24)
+    for i, norm in ((slice(3), norms[0]), (slice(3, 4), norms[1])):
+        if norm is not None:
+            heads[:, i] = rms_norm(heads[:, i], norm, config.norm_eps)
+        a, b = heads[:, i, :pairs].clone(), heads[:, i, pairs : 2 * pairs].clone()
+        heads[:, i, :pairs] = a * cos.double() - b * sin.double()
+        heads[:, i, pairs : 2 * pairs] = b * cos.double() + a * sin.double()
+    budget = 3 * BUDGET[dtype]  # torch rounds products, and normed heads, to the dtype
+    for got, want in ((slot_q[:, :72], heads[:, :3]), (slot_kv[:, :48], heads[:, 3:])):
+        torch.testing.assert_close(got.double(), want.reshape(n, -1), rtol=budget, atol=budget)
+    assert (slot_q[:, 72:] == 7).all() and (slot_kv[:, 48:] == 7).all(), "the rest of a slot's row is not written"
+
+
+@pytest.mark.parametrize("isa", _native.isa_supported())
+def test_each_isa_has_the_functions_that_its_name_says(isa, monkeypatch, config):
+    monkeypatch.setenv("FASTDECODE_ISA", isa)
+    ops = make_row_ops(config, CPU, torch.float32)
+    assert ops._native.isa == EXPECTED[isa] if isinstance(ops, NativeRowOps) else isa == "scalar"
+
+
+def test_other_norms_and_activations_are_torchs(config, dtype):
+    other = replace(config, norm="layer", activation="gelu")
+    native, torchs = make_row_ops(other, CPU, dtype), RowOps(other, dtype)
+    x, up = torch.randn(3, 44).to(dtype), torch.randn(3, 64).to(dtype)
+    norm = Norm(torch.randn(44).to(dtype), torch.randn(44).to(dtype))
+    assert torch.equal(native.norm(x, norm), torchs.norm(x, norm))
+    assert torch.equal(native.activate(up.clone()), torchs.activate(up.clone()))
