@@ -342,6 +342,11 @@ class REngineLink:
         """
     def receive_pages(self, fd: int, seq_index: int, tag: int, first: int, n: int, offset: int, /) -> int:
         """Receive what `send_pages` sends. Raises like `send_pages`; ConnectionResetError if the stream has ended."""
+    def copy_pages(
+        self, to: REngineLink, seq_index: int, tag: int, to_index: int, to_tag: int, first: int, n: int, offset: int, /
+    ) -> int:
+        """Copy what `send_pages` would send to another link of this R-engine. Returns how many bytes were copied, at
+        most 1 MiB. Raises like `send_pages`, and ValueError if the pages of the two links differ."""
     def pages(self, seq_index: int, tag: int, /) -> list[int]:
         """The page numbers of a sequence, in order; consecutive numbers lie side by side in memory.
 

@@ -1,4 +1,5 @@
-"""Pages of one link's sequences on their way from and to other R-nodes (transports/bulk.py)."""
+"""Pages of one link's sequences on their way from and to other R-nodes (transports/bulk.py), and other links of this
+one, which are copied in memory."""
 
 from __future__ import annotations
 
@@ -30,6 +31,11 @@ class Incoming:
     def receive(self, fd: int, first: int, n_pages: int, offset: int) -> int:
         with refusals():
             return self._link.receive_pages(fd, *self._seq, first, n_pages, offset)
+
+    def copy(self, source: REngineLink, seq: tuple[int, int], first: int, n_pages: int, offset: int) -> int:
+        """Take bytes of a sequence of another link of this R-node. Returns how many."""
+        with refusals():
+            return source.copy_pages(self._link, *seq, *self._seq, first, n_pages, offset)
 
     def finish(self, length: int) -> None:
         with refusals():
@@ -73,6 +79,7 @@ class Transfers:
         self._tokens: dict[int, str] = {}  # of the sequences that may be brought, by sequence index
         #: Bulk connections that wait for the rest of a sequence, by sequence index, each with its token.
         self._deliveries: dict[int, tuple[str, bulk.Delivery]] = {}
+        self._near: dict[int, Incoming] = {}  # where sequences go that another link of this R-node takes, likewise
 
     def receive(self, seq: tuple[int, int], length: int, token: str) -> None:
         """Let an empty sequence wait for its pages. Raises CallRefused."""
@@ -95,7 +102,10 @@ class Transfers:
             self._inbox.waiting.pop(token).end()
 
     async def push(self, seq: tuple[int, int], pages: range, length: int, url: str, token: str) -> None:
-        """Send pages to the R-node at `url`. Raises TransportError."""
+        """Send pages to the R-node at `url`, or copy them if that is this one. Raises TransportError."""
+        if token in self._inbox.waiting:
+            await self._copy(seq, pages, length, token)
+            return
         begun, delivery = self._deliveries.pop(seq[0], (token, None))
         if delivery is not None and begun != token:
             delivery.close()
@@ -118,7 +128,24 @@ class Transfers:
             self._close_delivery(seq[0])
             self._deliveries[seq[0]] = token, delivery
 
+    async def _copy(self, seq: tuple[int, int], pages: range, length: int, token: str) -> None:
+        """Copy pages to the sequence that waits for `token` on this R-node. Raises LinkRefused, CallRefused."""
+        incoming = self._near.get(seq[0])
+        if incoming is None or self._inbox.waiting[token] is not incoming:
+            incoming = self._near[seq[0]] = self._inbox.take(token, self._page_bytes)
+        incoming.check(pages.start, len(pages), length)
+        offset, total = 0, len(pages) * self._page_bytes
+        while offset < total:
+            if self._inbox.waiting.get(token) is not incoming:
+                raise CallRefused(Status.BAD_SEQUENCE, "the sequence does not wait for pages any more")
+            offset += incoming.copy(self._link, seq, pages.start, len(pages), offset)
+            await asyncio.sleep(0)  # PINGs and other requests are answered between two pieces
+        if length:
+            incoming.finish(length)
+            del self._near[seq[0]]
+
     def _close_delivery(self, seq_index: int) -> None:
+        self._near.pop(seq_index, None)
         if found := self._deliveries.pop(seq_index, None):
             found[1].close()
 

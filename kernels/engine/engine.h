@@ -99,6 +99,10 @@ int64_t fd_link_send_pages(fd_link_t *link, int fd, uint32_t seq_index, uint32_t
                            uint64_t offset, int *error, char *err, size_t err_len);
 int64_t fd_link_receive_pages(fd_link_t *link, int fd, uint32_t seq_index, uint32_t tag, uint32_t first, uint32_t n,
                               uint64_t offset, int *error, char *err, size_t err_len);
+/* Copies such bytes from a sequence of `from` to one of `to`, another link of the same R-engine with pages of the same
+ * planes; a limited number a call. Returns that number, or a negative fd_status_t. */
+int64_t fd_link_copy_pages(fd_link_t *from, uint32_t seq_index, uint32_t tag, fd_link_t *to, uint32_t to_index,
+                           uint32_t to_tag, uint32_t first, uint32_t n, uint64_t offset, char *err, size_t err_len);
 /* Allocates [*n] numbers: the sequence's pages, in order. The caller frees *pages. */
 int fd_link_pages(fd_link_t *link, uint32_t seq_index, uint32_t tag, uint32_t **pages, uint32_t *n, char *err,
                   size_t err_len);

@@ -1,6 +1,7 @@
 /* Pages of a sequence on their way from one R-node to another: the bytes of both ends. */
 #include <errno.h>
 #include <stdlib.h>
+#include <string.h>
 #include <sys/socket.h>
 #include <sys/uio.h>
 
@@ -79,6 +80,27 @@ int64_t fd_link_receive_pages(fd_link_t *link, int fd, uint32_t seq_index, uint3
         return INT64_MIN;
     }
     return outcome(moved, error);
+}
+
+int64_t fd_link_copy_pages(fd_link_t *from, uint32_t seq_index, uint32_t tag, fd_link_t *to, uint32_t to_index,
+                           uint32_t to_tag, uint32_t first, uint32_t n, uint64_t offset, char *err, size_t err_len) {
+    const fd_planes_t *here = &from->kv.planes, *there = &to->kv.planes;
+    if (here->n_planes != there->n_planes || here->plane_bytes != there->plane_bytes ||
+        here->n_sections != there->n_sections)
+        return -(int64_t)FD_FAIL(FD_BAD_SEQUENCE, "the pages of the two links differ");
+    struct iovec sources[MOST_PIECES], targets[MOST_PIECES];
+    const range_t source = {seq_index, tag, first, n, offset}, target = {to_index, to_tag, first, n, offset};
+    const int64_t n_sources = next_pieces(from, &source, sources, err, err_len);
+    if (n_sources < 0) return n_sources;
+    const int64_t n_targets = next_pieces(to, &target, targets, err, err_len);
+    if (n_targets < 0) return n_targets;
+    int64_t copied = 0;
+    /* Both ranges begin at the same byte of a page and have the same planes, so their pieces are of equal lengths. */
+    for (int64_t i = 0; i < n_sources && i < n_targets; i++) {
+        memcpy(targets[i].iov_base, sources[i].iov_base, sources[i].iov_len);
+        copied += (int64_t)sources[i].iov_len;
+    }
+    return copied;
 }
 
 int fd_link_receive(fd_link_t *link, uint32_t seq_index, uint32_t tag, uint32_t length, char *err, size_t err_len) {

@@ -395,6 +395,27 @@ static PyObject *link_receive_pages(link_object_t *self, PyObject *args) {
     return transfer(self, args, fd_link_receive_pages);
 }
 
+static PyObject *link_copy_pages(link_object_t *self, PyObject *args) {
+    link_object_t *to;
+    unsigned seq_index, tag, to_index, to_tag, first, n;
+    unsigned long long offset;
+    char err[ERR_LEN];
+    if (!PyArg_ParseTuple(args, "O!IIIIIIK", Py_TYPE(self), &to, &seq_index, &tag, &to_index, &to_tag, &first, &n,
+                          &offset))
+        return NULL;
+    if (!self->link || !to->link) return closed_error("the link");
+    int64_t copied;
+    self->users++;
+    to->users++;
+    Py_BEGIN_ALLOW_THREADS
+    copied =
+        fd_link_copy_pages(self->link, seq_index, tag, to->link, to_index, to_tag, first, n, offset, err, sizeof err);
+    Py_END_ALLOW_THREADS
+    to->users--;
+    self->users--;
+    return copied >= 0 ? PyLong_FromLongLong(copied) : outcome((int)copied, err);
+}
+
 static PyObject *link_pages(link_object_t *self, PyObject *args) {
     unsigned seq_index, tag, n;
     uint32_t *pages;
@@ -458,6 +479,8 @@ static PyMethodDef link_methods[] = {
      "send_pages(fd, seq_index, tag, first, n, offset) -> bytes sent now"},
     {"receive_pages", (PyCFunction)link_receive_pages, METH_VARARGS,
      "receive_pages(fd, seq_index, tag, first, n, offset) -> bytes received now"},
+    {"copy_pages", (PyCFunction)link_copy_pages, METH_VARARGS,
+     "copy_pages(link, seq_index, tag, to_index, to_tag, first, n, offset) -> bytes copied now"},
     {"pages", (PyCFunction)link_pages, METH_VARARGS,
      "pages(seq_index, tag) -> the numbers of a sequence's pages, in order"},
     {"stats", (PyCFunction)link_stats, METH_NOARGS, "The counters of fd_link_stats_t, by name."},

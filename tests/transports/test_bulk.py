@@ -95,6 +95,49 @@ async def test_a_moved_sequence_goes_on_as_if_it_had_not_moved(tmp_path, kv_dtyp
                 await driver.free_seq(seq)
 
 
+@pytest.mark.parametrize("kv_dtype", quick(KV_DTYPES, "int8"))
+async def test_a_sequence_goes_to_another_link_of_its_r_node_without_a_connection(kv_dtype):
+    """At an address where nobody listens. Windows, and layers of different sizes, are copied, too."""
+    layers = LayerOptions(heads=((6, 2, 64, 64), (6, 3, 24, 40), (4, 4, 48, 8)), kv_layers=(0, 1, 2), slopes=SLOPES)
+    for wanted in (
+        hello(kv_dtype=kv_dtype, kv_bytes=4 << 20),
+        hello(DIFFERENT, kv_dtype, windows=(0, 40, 0), kv_bytes=16 << 20, layers=layers),
+    ):
+        async with r_nodes("tcp://127.0.0.1:0") as [url], two_links(url, url, wanted) as (source, target):
+            for length in (1, PAGE_TOKENS, 2 * PAGE_TOKENS + 50):
+                await in_thread(source.fill, 0, length)
+                await in_thread(target.fill, 5, 20)
+                await move(source, target, 0, 3, rounds=(length // PAGE_TOKENS,), url="tcp://127.0.0.1:1")
+                await in_thread(target.step, 0, [(3, 4, True), (5, 1, True)])
+                await in_thread(source.step, 0, [(0, 2, True)])
+                for driver, seq in ((source, 0), (target, 3), (target, 5)):
+                    await driver.free_seq(seq)
+
+
+async def test_what_is_refused_between_two_links_of_an_r_node():
+    async with r_nodes("tcp://127.0.0.1:0") as [url], two_links(url, url) as (source, target):
+        await in_thread(source.fill, 0, 300)
+        await in_thread(source.fill, 1, 300)
+        (mine, other), admitted = ((seq, source.shadows[seq].tag) for seq in (0, 1)), token()
+        await target.link.receive((3, 7), 500, admitted)
+        with pytest.raises(CallRefused, match="room for 4 pages"):
+            await source.link.push(mine, range(0, 5), 0, url, admitted)
+        with pytest.raises(CallRefused, match="has 3 blocks"):
+            await source.link.push(mine, range(2, 4), 0, url, admitted)
+        await source.link.push(mine, range(0, 2), 0, url, admitted)
+        with pytest.raises(CallRefused, match="no sequence waits for this token"):
+            await source.link.push(other, range(0, 2), 0, url, admitted)
+        await target.link.free([(3, 7)])
+        with pytest.raises(CallRefused, match="no R-node can be reached"):
+            await source.link.push(mine, range(2, 3), 300, "tcp://127.0.0.1:1", admitted)
+        await in_thread(source.step, 0, [(0, 2, True), (1, 2, True)])
+        small = hello(Geometry(1, 64, 1, 4, 2, 64, act_dtype="fp32"), kv_bytes=4 << 20)
+        async with two_links(url, url, small) as (_, third):
+            await third.link.receive((3, 7), 300, admitted)
+            with pytest.raises(CallRefused, match="bytes there and"):
+                await source.link.push(mine, range(0, 2), 0, url, admitted)
+
+
 async def test_layers_that_share_planes(tmp_path):
     layers = LayerOptions(heads=((6, 2, 64, 64), (6, 3, 24, 40), (4, 4, 48, 8)), kv_layers=(0, 1, 2), slopes=SLOPES)
     wanted = hello(DIFFERENT, "fp16", windows=(0, 40, 0), kv_bytes=16 << 20, layers=layers)
