@@ -57,7 +57,7 @@ class Giver:
             priority=order.priority,
         )
         [seq] = engine.submit_choices(order.tokens, params, {f"prefill-{secrets.token_hex(8)}": output})
-        seq.held = True
+        seq.held = seq.prefill_here = True
         place: tuple[RNodeLedger, Handle] | None = None
         sent = 0
         try:

@@ -72,6 +72,18 @@ async def test_sampled_tokens_are_those_of_one_s_node():
         assert await ask(decode, long, seed=7) == expected
 
 
+async def test_two_s_nodes_that_prefill_for_each_other_do_not_pass_a_prompt_on():
+    first, second = Direct(None), Direct(None)
+    async with (
+        started(ToyLink("tcp://first"), **OPTIONS, prefill_nodes=first) as one,
+        started(ToyLink("tcp://second"), **OPTIONS, prefill_nodes=second) as other,
+    ):
+        first.giver, second.giver = Giver(other), Giver(one)
+        work = [ask(engine, prompt(600, i), temperature=0.0) for i, engine in enumerate((one, other))]
+        assert await asyncio.gather(*work) == [continuation(prompt(600, i), 40) for i in (0, 1)]
+        assert len(first.orders) == len(second.orders) == 1
+
+
 async def test_a_shared_beginning_is_computed_once():
     long = prompt(1000)
     async with split() as (prefill, decode, nodes):
