@@ -43,14 +43,16 @@ def spell(tokenizer):
 
 
 @contextlib.asynccontextmanager
-async def routed(*urls, nodes=None):
+async def routed(*urls, nodes=None, continue_seconds=30.0):
     """A router over S-nodes that it has found healthy; yields OpenAI's client, an HTTP client and the pool."""
     async with aiohttp.ClientSession(auto_decompress=False) as session:
         metrics = RouterMetrics()
         pool = Pool(nodes or FixedSet(urls), session)
         metrics.watch(pool)
         await pool.start()
-        server = await serve(make_app(pool, Proxy(pool, session, metrics), metrics), bind("127.0.0.1", 0))
+        server = await serve(
+            make_app(pool, Proxy(pool, session, metrics, continue_seconds), metrics), bind("127.0.0.1", 0)
+        )
         url = f"http://127.0.0.1:{server.port}"
         try:
             async with asyncio.timeout(20):
@@ -322,6 +324,32 @@ async def test_streams_leave_an_s_node_that_is_about_to_end(tokenizer, spell):
             assert texts == ["one two three", "one t"]
             await closing  # nobody is left there
             assert second.generated == [script[:6]] * 2
+
+
+async def test_a_stream_leaves_an_s_node_that_has_lost_its_engine_or_its_r_nodes(tokenizer, spell):
+    script = spell("one two")
+    first = ScriptedEngine([*script[:3], GenerationFailed("R-node lost")])
+    async with contextlib.AsyncExitStack() as stack:
+        clients = [await stack.enter_async_context(served(e, tokenizer)) for e in (first, ScriptedEngine(script[3:]))]
+        api, _, pool = await stack.enter_async_context(routed(*map(url_of, clients)))
+        pool.s_nodes[1].requests = 9
+        stream = await api.completions.create(**ASK, stream=True)
+        assert "".join([chunk.choices[0].text async for chunk in stream]) == "one two"
+
+
+async def test_a_request_that_fails_everywhere_ends_with_an_error(tokenizer, spell):
+    engines = [
+        ScriptedEngine(*[[*spell("a"), GenerationFailed("poison")], *[[GenerationFailed("poison")]] * 5][i:])
+        for i in (0, 1)
+    ]
+    async with contextlib.AsyncExitStack() as stack:
+        clients = [await stack.enter_async_context(served(e, tokenizer)) for e in engines]
+        api, _, pool = await stack.enter_async_context(routed(*map(url_of, clients), continue_seconds=0.0))
+        pool.s_nodes[1].requests = 9
+        with pytest.raises(openai.APIError) as caught:
+            async for _ in await api.completions.create(**ASK, stream=True):
+                pass
+        assert caught.value.code == "s_node_lost"
 
 
 @pytest.mark.quick
