@@ -27,6 +27,7 @@ _COMMANDS = (
     "perplexity",
     "accuracy",
     "drain",
+    "split",
     "cluster",
     "soak",
     "structured",
