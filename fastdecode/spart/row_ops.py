@@ -72,66 +72,65 @@ class RowOps:
         places.v_heads.copy_(v)
 
 
-class NativeRowOps(RowOps):
-    """The operations of models with RMS norms, RoPE or SiLU in kernels/decoder, on a CPU."""
+class VectorOps:
+    """kernels/decoder's operations on rows of one dtype on a CPU: [..., width] tensors, C-contiguous."""
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype):
+    def __init__(self, dtype: torch.dtype):
         """Raises ValueError if the CPU's ISA has no such operations."""
-        super().__init__(config, dtype)
+        self.dtype = dtype
         self._native = _native.RowOps(list(ACT_DTYPES).index(_ACT_NAMES[dtype]))
-        self._rms = config.norm == "rms"
-        self._silu = config.gated and config.activation == "silu" and not _clamped(config)
-        self.angle_dtype = torch.float32
 
-    def norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
-        return self._run_norm(x, None, norm) if self._rms and norm.weight is not None else super().norm(x, norm)
+    @property
+    def isa(self) -> str:
+        """The ISA of the functions."""
+        return self._native.isa
 
-    def add_norm(self, x: torch.Tensor, y: torch.Tensor, norm: Norm) -> torch.Tensor:
-        if self._rms and norm.weight is not None:
-            return self._run_norm(x, y, norm)
-        return super().add_norm(x, y, norm)
-
-    def _run_norm(self, x: torch.Tensor, y: torch.Tensor | None, norm: Norm) -> torch.Tensor:
-        c = self._config
+    def rms_norm(
+        self, x: torch.Tensor, weight: torch.Tensor, eps: float, y: torch.Tensor | None = None, scale: float = 1.0
+    ) -> torch.Tensor:
+        """Add scale * y to x, if `y` is given; then return x / sqrt(mean(x^2) + eps) * weight [width]."""
         out = torch.empty_like(x)
-        assert norm.weight is not None
-        assert x.is_contiguous() and (y is None or (y.is_contiguous() and y.dtype is x.dtype))
+        width = len(weight)
+        assert x.is_contiguous() and x.dtype is weight.dtype is self.dtype and x.shape[-1] == width
+        assert y is None or (y.is_contiguous() and y.dtype is self.dtype and y.shape == x.shape)
         self._native.norm(
             x.data_ptr(),
-            0 if y is None else y.data_ptr(),
-            c.residual_scale,
-            norm.weight.data_ptr(),
-            c.norm_eps,
+            _address(y),
+            scale,
+            weight.data_ptr(),
+            eps,
             out.data_ptr(),
-            len(x),
-            x.shape[1],
+            x.numel() // width,
+            width,
             torch.get_num_threads(),
         )
         return out
 
-    def activate(self, x: torch.Tensor) -> torch.Tensor:
-        if not self._silu:
-            return super().activate(x)
-        assert x.is_contiguous()
-        rows, width = x.shape
-        out = x.new_empty(rows, width // 2)
-        self._native.gate(x.data_ptr(), out.data_ptr(), rows, width // 2, torch.get_num_threads())
+    def silu_gate(self, x: torch.Tensor) -> torch.Tensor:
+        """The rows x [..., 2 * width] are gate, up -> silu(gate) * up."""
+        assert x.is_contiguous() and x.dtype is self.dtype
+        width = x.shape[-1] // 2
+        out = x.new_empty(*x.shape[:-1], width)
+        self._native.gate(x.data_ptr(), out.data_ptr(), out.numel() // width, width, torch.get_num_threads())
         return out
 
     def place(
-        self, qkv: torch.Tensor, layer: Layer, angles: tuple[torch.Tensor, torch.Tensor] | None, places: Places
+        self,
+        qkv: torch.Tensor,
+        norms: tuple[torch.Tensor | None, torch.Tensor | None],
+        angles: tuple[torch.Tensor, torch.Tensor],
+        places: Places,
+        config: ModelConfig,
     ) -> None:
-        if angles is None:
-            super().place(qkv, layer, angles, places)
-            return
-        c = self._config
+        """See RowOps.place; `norms` are the weights of the Q and K heads' norms, and `angles` are fp32."""
         cos, sin = angles
-        assert qkv.is_contiguous() and qkv.dtype is places.q.dtype is places.kv.dtype
+        assert qkv.is_contiguous() and qkv.dtype is places.q.dtype is places.kv.dtype is self.dtype
+        assert cos.dtype is sin.dtype is torch.float32 and cos.is_contiguous() and sin.is_contiguous()
         self._native.place(
             qkv.data_ptr(),
-            _address(layer.q_norm),
-            _address(layer.k_norm),
-            c.norm_eps,
+            _address(norms[0]),
+            _address(norms[1]),
+            config.norm_eps,
             cos.data_ptr(),
             sin.data_ptr(),
             places.q.data_ptr(),
@@ -139,12 +138,45 @@ class NativeRowOps(RowOps):
             places.kv.data_ptr(),
             places.kv.stride(0),
             len(qkv),
-            c.n_q_heads,
-            c.n_kv_heads,
-            c.head_size,
+            config.n_q_heads,
+            config.n_kv_heads,
+            config.head_size,
             cos.shape[-1],
             torch.get_num_threads(),
         )
+
+
+class NativeRowOps(RowOps):
+    """The operations of models with RMS norms, RoPE or SiLU by kernels/decoder, on a CPU."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype):
+        """Raises ValueError if the CPU's ISA has no such operations."""
+        super().__init__(config, dtype)
+        self.vectors = VectorOps(dtype)
+        self._rms = config.norm == "rms"
+        self._silu = config.gated and config.activation == "silu" and not _clamped(config)
+        self.angle_dtype = torch.float32
+
+    def norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
+        if self._rms and norm.weight is not None:
+            return self.vectors.rms_norm(x, norm.weight, self._config.norm_eps)
+        return super().norm(x, norm)
+
+    def add_norm(self, x: torch.Tensor, y: torch.Tensor, norm: Norm) -> torch.Tensor:
+        if self._rms and norm.weight is not None:
+            return self.vectors.rms_norm(x, norm.weight, self._config.norm_eps, y, self._config.residual_scale)
+        return super().add_norm(x, y, norm)
+
+    def activate(self, x: torch.Tensor) -> torch.Tensor:
+        return self.vectors.silu_gate(x) if self._silu else super().activate(x)
+
+    def place(
+        self, qkv: torch.Tensor, layer: Layer, angles: tuple[torch.Tensor, torch.Tensor] | None, places: Places
+    ) -> None:
+        if angles is None:
+            super().place(qkv, layer, angles, places)
+        else:
+            self.vectors.place(qkv, (layer.q_norm, layer.k_norm), angles, places, self._config)
 
 
 _ACT_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}

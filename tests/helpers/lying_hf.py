@@ -42,7 +42,8 @@ def main() -> None:
     from fastdecode.spart.hf.decoder import HFSPart
 
     torch.set_num_threads(1)
-    hf_model.can_pack = lambda device, dtype: False  # its packed weights are for a CPU alone
+    hf_model.can_pack = lambda device, dtype: False  # packed weights and C functions are for a CPU alone
+    hf_model.use_row_ops = lambda module, dtype: None  # type: ignore[assignment]
     found: list[Any] = []
     logits_of = HFSPart.logits_of
 

@@ -119,7 +119,7 @@ def test_heads_come_to_their_places(ops_class, dtype, config, pairs, normed):
 def test_each_isa_has_the_functions_that_its_name_says(isa, monkeypatch, config):
     monkeypatch.setenv("FASTDECODE_ISA", isa)
     ops = make_row_ops(config, CPU, torch.float32)
-    assert ops._native.isa == EXPECTED[isa] if isinstance(ops, NativeRowOps) else isa == "scalar"
+    assert ops.vectors.isa == EXPECTED[isa] if isinstance(ops, NativeRowOps) else isa == "scalar"
 
 
 def test_other_norms_and_activations_are_torchs(config, dtype):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,9 +13,10 @@ from fastdecode.spart.config import CheckpointError, first_line
 from fastdecode.spart.hf import adapters
 from fastdecode.spart.hf.attention import ATTENTION, register, running, split_attention
 from fastdecode.spart.hf.config import HFConfig, read_configs
+from fastdecode.spart.hf.fusion import use_row_ops
+from fastdecode.spart.hf.linears import replace_linears, replaced_bytes
 from fastdecode.spart.linears.dense import can_pack
-from fastdecode.spart.linears.quantised import BITS, HEAD_BITS
-from fastdecode.spart.linears.stack import make_linear
+from fastdecode.spart.linears.quantised import BITS
 from fastdecode.spart.lora.adapters import AdapterSet, Change
 from fastdecode.spart.lora.files import Adapter
 from fastdecode.spart.served import TORCH_DTYPES, ServedModel, with_sinks
@@ -104,9 +104,12 @@ def load_hf_model(
     bits = BITS.get(weights)
     if bits or can_pack(device, dtype):
         with torch.inference_mode():
-            _replace_linears(module, module.get_output_embeddings(), bits)
+            replace_linears(module, module.get_output_embeddings(), bits)
     change_bytes = _adapt_linears(module, adapter_set, device, dtype)
-    own = sum(linear.nbytes for part in module.modules() if isinstance(part, _LinearModule) for linear in [part.linear])
+    if device.type == "cpu":
+        with torch.inference_mode():
+            use_row_ops(module, dtype)
+    own = replaced_bytes(module)
     rest = sum(p.nbytes for p in module.parameters() if p.device.type != "meta")
     return HFModel(
         _with_sinks(split, module), module, device, dtype, parameters, own + rest + change_bytes, adapter_set.names
@@ -121,35 +124,6 @@ def _with_sinks(config: HFConfig, module: Any) -> HFConfig:
     """`config` with the values of the model's attention sinks, which are parameters."""
     sinks = [module.get_parameter(layer.sinks) if layer.sinks else None for layer in config.layers]
     return replace(config, options=with_sinks(config.options, sinks))
-
-
-class _LinearModule(torch.nn.Module):
-    """A replacement for an nn.Linear: its weight is quantised, or lies in the order that oneDNN's kernels read."""
-
-    def __init__(self, module: torch.nn.Linear, bits: int | None):
-        """`bits` to quantise to; None: the module's own dtype."""
-        super().__init__()
-        self.in_features, self.out_features = module.in_features, module.out_features
-        #: Without data, for code that asks a layer for its dtype or shape.
-        self.weight = torch.nn.Parameter(torch.empty_like(module.weight, device="meta"), requires_grad=False)
-        weight, bias = module.weight.data, None if module.bias is None else module.bias.data
-        self.linear = make_linear([weight], bias, weight.device, weight.dtype, bits)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [..., in] -> [..., out]."""
-        return self.linear(x.reshape(-1, self.in_features)).view(*x.shape[:-1], self.out_features)
-
-
-def _replace_linears(module: Any, head: Any, bits: int | None) -> None:
-    """Replace every plain nn.Linear below `module`, one by one, so that only one weight exists twice at a time.
-
-    `head` is the LM head, which is quantised to HEAD_BITS. A matrix in another kind of module stays as it is.
-    """
-    for parent in list(module.modules()):
-        for name, child in list(parent.named_children()):
-            if type(child) is torch.nn.Linear and (bits or child.weight.device.type == "cpu"):
-                with contextlib.suppress(AttributeError):
-                    setattr(parent, name, _LinearModule(child, bits and (HEAD_BITS if child is head else bits)))
 
 
 class _AdaptedModule(torch.nn.Module):
