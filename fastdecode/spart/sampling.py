@@ -29,6 +29,7 @@ import torch
 from fastdecode.spart.batch import Sampled, SampleSpec
 from fastdecode.spart.draws import SPAN, draw, span_count, stream_keys
 from fastdecode.spart.masks import TokenMask, forbidden, mask_bits
+from fastdecode.spart.order import drop_below, kth_largest, likeliest, nucleus_floor
 from fastdecode.spart.penalties import flat_rules, padded_rules
 from fastdecode.spart.sampling_kinds import GREEDY, MIN_TEMPERATURE, TOP_P_PREFIX, Kind, rows_of_block
 from fastdecode.spart.step_table import StepTable, download
@@ -78,7 +79,7 @@ class Sampler:
 
         A row with a logit that is NaN or +inf, or whose mask allows no token, gets an error and no token. The host
         waits for the device once; a second time if a row with top-p has its nucleus in more than TOP_P_PREFIX tokens,
-        which happens where the distribution is nearly flat.
+        which happens where the distribution is nearly flat, and not on a CPU.
         """
         return self.read(download(self.launch(logits, uploaded)), logits)
 
@@ -221,13 +222,13 @@ class _Block:
         """Draw; returns the int32 tensors [n] that `read` takes. `logits` is [rows of the step, vocab_size] fp32."""
         raw = logits[self._rows]
         ruled = self._apply_masks(raw, uploaded) if self._masked else raw
-        best, tokens = ruled.max(dim=1)  # the maximum of a row with a NaN is NaN
+        best, tokens = likeliest(ruled)  # the maximum of a row with a NaN is NaN
         flags = best.isfinite().to(torch.int32) * _FINITE
         if self._masked:
             flags += best.isneginf().to(torch.int32) * _EMPTY
         if self._has_rules:
             ruled = self._apply_rules(ruled, uploaded)
-            tokens = ruled.argmax(dim=1)
+            _, tokens = likeliest(ruled)
         if self._drawn:
             rows = self._get(uploaded, "drawn")
             drawn, reached = self._draw(ruled, uploaded)
@@ -297,8 +298,7 @@ class _Block:
             chosen = self._get(uploaded, group.name)
             part = x if len(group.rows) == n else x.index_select(0, chosen)
             last = self._get(uploaded, f"{group.name} last")[:, None]
-            floor = part.topk(group.width, dim=1).values.gather(1, last.clamp(min=0))
-            floor.masked_fill_(last < 0, -torch.inf)
+            floor = kth_largest(part, last.clamp(min=0), group.width).masked_fill_(last < 0, -torch.inf)
             self._drop_below(x, part, floor, chosen, -torch.inf)
         x.exp_()
         reached = torch.ones(n, dtype=torch.bool, device=rows.device)
@@ -306,7 +306,7 @@ class _Block:
             chosen = self._get(uploaded, group.name)
             part = x if len(group.rows) == n else x.index_select(0, chosen)
             mass = self._get(uploaded, f"{group.name} mass")[:, None]
-            floor, enough = _nucleus_floor(part, mass, group.width)
+            floor, enough = nucleus_floor(part, mass, group.width)
             self._drop_below(x, part, floor, chosen, 0.0)
             reached.index_copy_(0, chosen, enough)
         if self._has_min_p:
@@ -320,7 +320,7 @@ class _Block:
     ) -> None:
         """Set numbers less than floor [len(part), 1] to `value`, in the rows `chosen` of x. `part` is a copy of these
         rows, or x itself."""
-        part.masked_fill_(part < floor, value)
+        drop_below(part, floor, value)
         if part is not x:
             x.index_copy_(0, chosen, part)
 
@@ -351,23 +351,6 @@ class _Block:
 def _why_none(spec: SampleSpec, flag: int) -> str:
     """The reason why a row with these flags has no token."""
     return _NOTHING_ALLOWED if spec.mask is not None and flag & _EMPTY else _NOT_FINITE
-
-
-def _nucleus_floor(weights: torch.Tensor, mass: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The smallest weight in each row's nucleus, [rows, 1], found among the `width` likeliest tokens.
-
-    The nucleus is the likeliest tokens up to and including the one with which their share of the row's weight reaches
-    mass [rows, 1]; a mass of 1 keeps all tokens. The second result, [rows], is False where `width` tokens do not reach
-    it; the floor is then too high.
-    """
-    best = weights.topk(width, dim=1).values
-    sums = best.cumsum(dim=1, dtype=torch.float64)
-    wanted = mass * weights.sum(dim=1, keepdim=True, dtype=torch.float64)
-    size = ((sums - best) < wanted).sum(dim=1, keepdim=True).clamp_(min=1)
-    everything = best[:, -1:] == 0 if width < weights.shape[1] else torch.ones_like(wanted, dtype=torch.bool)
-    keeps_all = mass >= 1.0
-    floor = best.gather(1, size - 1).masked_fill_(keeps_all, 0.0)
-    return floor, ((sums[:, -1:] >= wanted) | everything | keeps_all).flatten()
 
 
 class _Reader:

@@ -270,7 +270,7 @@ def test_logprobs_are_of_the_raw_distribution(logits):
         assert [token for token, _ in result.top] == best.indices[: spec.logprobs].tolist()
         assert [p for _, p in result.top] == pytest.approx(best.values[: spec.logprobs].tolist(), abs=1e-5)
     without = sample(logits[:1], [SampleSpec(temperature=0.0)])[0]
-    assert without.logprob is None and without.top == []
+    assert without.logprob is None and not without.top
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
