@@ -60,6 +60,10 @@ class Answer(ABC):
     def text_delta(self, index: int, text: str) -> dict[str, Any]:
         """The delta of a text that extends what has begun, and says nothing else."""
 
+    def adds_text(self, index: int) -> bool:
+        """Whether every text that a choice gets from now on, until its last piece, means its `text_delta`."""
+        return False
+
     def whole(self, pieces: dict[int, Piece], usage: dict[str, Any]) -> dict[str, Any]:
         """The answer to a request without `stream`. `pieces[i]` is the text of choice i."""
         return self._head | {
@@ -127,6 +131,9 @@ class CompletionAnswer(Answer):
 
     def text_delta(self, index: int, text: str) -> dict[str, Any]:
         return self.choice(index, Piece(text))
+
+    def adds_text(self, index: int) -> bool:
+        return not self.logprobs
 
     def _logprobs(self, entries: Sequence[TokenLogprob]) -> dict[str, Any] | None:
         if not self.logprobs:
@@ -216,6 +223,10 @@ class ChatAnswer(Answer):
 
     def text_delta(self, index: int, text: str) -> dict[str, Any]:
         return _delta(index, {"content": text})
+
+    def adds_text(self, index: int) -> bool:
+        # The parser of plain text keeps nothing of it.
+        return not self.logprobs and index in self._begun and isinstance(self._parsers.get(index), PlainParser)
 
     def _finish_reason(self, index: int, piece: Piece) -> str | None:
         called = any(choice == index for choice, _ in self._call_ids)

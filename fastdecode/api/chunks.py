@@ -36,10 +36,19 @@ class Chunks:
             return b"".join([self._event(self._chunk(delta)) for delta in deltas])
         if self._generation.continuous_usage:
             return event(self._chunk(self._answer.text_delta(index, deltas)))
+        return orjson.dumps(deltas).join(self._template(index))
+
+    def around_text(self, index: int) -> tuple[bytes, bytes] | None:
+        """What stands before and behind the JSON of the text, in the event of a piece of a choice that is text alone;
+        None if such events may still differ in something else."""
+        steady = self._answer.adds_text(index) and not self._generation.continuous_usage
+        return self._template(index) if steady else None
+
+    def _template(self, index: int) -> tuple[bytes, bytes]:
         if (template := self._templates.get(index)) is None:
             before, _, behind = event(self._chunk(self._answer.text_delta(index, _TEXT))).partition(orjson.dumps(_TEXT))
             template = self._templates[index] = before, behind
-        return orjson.dumps(deltas).join(template)
+        return template
 
     def _chunk(self, delta: dict[str, Any]) -> dict[str, Any]:
         generation = self._generation

@@ -15,9 +15,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 
+from fastdecode.api.delivery import Delivery, Lane
 from fastdecode.engine.request import EngineError, TokenEvent, TokenScore
 from fastdecode.service.client import Cancel, EngineClient, Request
-from fastdecode.text.detokenizer import Detokenizer
+from fastdecode.text.detokenizer import ByteDetokenizer, Detokenizer
 from fastdecode.text.stop_strings import StopStrings
 
 #: A client that has left so many pieces of a choice unread gets what follows in larger pieces.
@@ -88,7 +89,8 @@ class Choice:
     ):
         self.index = index
         self.n_prompt = n_prompt
-        self.n_tokens = 0
+        self.lane: Lane | None = None  # the short way of its tokens to a stream
+        self._n_tokens = 0  # that `feed` has taken
         self.n_reused = 0  # prompt tokens found in the prefix cache
         self.prompt_scores: Sequence[TokenScore] = ()
         self._logprob_sum = 0.0
@@ -100,13 +102,27 @@ class Choice:
         self._released = 0  # characters handed out
         self._waiting: list[TokenLogprob] = []  # entries of tokens whose text is held back
 
-    def feed(self, event: TokenEvent) -> Piece:
-        """Take one token, and return the text that is now ready. After a finish_reason, no token may follow."""
-        is_plain = event.finish_reason is None and event.logprob is None and not event.prompt_scores
-        if is_plain and self._echo is None and not self._holds:  # nearly every token of most requests
-            self.n_tokens += 1
-            self.n_reused = event.reused
-            return Piece(self._detokenizer.push(event.token))
+    @property
+    def n_tokens(self) -> int:
+        """The tokens so far."""
+        return self._n_tokens + (self.lane.n_tokens if self.lane else 0)
+
+    @property
+    def direct(self) -> ByteDetokenizer | None:
+        """The detokenizer whose texts are the choice's pieces as they are, if each token's text stands by itself and
+        nothing else is to be seen to; else None."""
+        plain = self._echo is None and not self._holds
+        return self._detokenizer if plain and isinstance(self._detokenizer, ByteDetokenizer) else None
+
+    def feed(self, event: int | TokenEvent) -> Piece:
+        """Take one token, and return the text that is now ready. After a finish_reason, no token may follow.
+
+        An int is a token that has nothing else to say."""
+        if isinstance(event, int):
+            if self._echo is None and not self._holds:  # nearly every token of most requests
+                self._n_tokens += 1
+                return Piece(self._detokenizer.push(event))
+            event = TokenEvent(event, reused=self.n_reused)
         head = Piece()
         if event.prompt_scores:
             self.prompt_scores = event.prompt_scores
@@ -127,7 +143,7 @@ class Choice:
         return self._logprob_sum / max(1, self.n_tokens)
 
     def _feed(self, event: TokenEvent) -> Piece:
-        self.n_tokens += 1
+        self._n_tokens += 1
         self._logprob_sum += event.logprob or 0.0
         text = ""
         if event.finish_reason != "stop" or self._options.include_stop:
@@ -163,7 +179,7 @@ class Run:
     A context manager, which cancels the choices that still run when it is left.
     """
 
-    def __init__(self, choices: Sequence[Choice], on_choice_end: Callable[[str, float], None]):
+    def __init__(self, choices: Sequence[Choice], on_choice_end: Callable[[str, float], None], delivery: Delivery):
         """`on_choice_end(reason, seconds)` is called at the end of each choice.
 
         The reason is "stop", "length", "abort" or "error"; the seconds count from now.
@@ -171,6 +187,8 @@ class Run:
         self.choices = choices
         self.names_tokens = False  # pieces have their tokens
         self.leave: Callable[[], None] | None = None  # tells the client that this server is about to end
+        self._delivery = delivery
+        self._first: int | None = None  # number of the first choice there; None: the choices are not submitted
         self._running = {choice.index for choice in choices}
         self._ready: dict[int, list[Piece]] = {}
         self._sink: Callable[[int, Piece], bool] | None = None
@@ -194,7 +212,13 @@ class Run:
 
     async def submit(self, engine: EngineClient, request: Request) -> None:
         """Queue the choices in the engine. Raises EngineError."""
-        self._cancel = await engine.submit(request, self._take)
+        first = self._first = self._delivery.add(self._take, len(self.choices))
+        try:
+            self._cancel = await engine.submit(request, self._delivery, first)
+        except BaseException:
+            for choice in self.choices:
+                self._delivery.remove(first + choice.index)
+            raise
         for choice in self.choices:
             if choice.index not in self._running:
                 self._cancel(choice.index)
@@ -203,6 +227,17 @@ class Run:
         """Offer each piece to `sink`, with its choice's index, at the moment when it is ready. A piece for which `sink`
         returns False, and those that come until it has been read, are left to `pieces`."""
         self._sink = sink
+
+    @property
+    def is_read(self) -> bool:
+        """Whether a sink has taken all pieces so far, so that it may get the next one."""
+        return not self._ready and self._error is None
+
+    def open_lane(self, index: int, lane: Lane) -> None:
+        """Let plain tokens of a choice take a lane where they can."""
+        assert self._first is not None, "a choice that gets tokens is submitted"
+        self.choices[index].lane = lane
+        self._delivery.open_lane(self._first + index, lane)
 
     def __enter__(self) -> Run:
         return self
@@ -218,7 +253,7 @@ class Run:
         self._error = self._error or error
         self._wake.set()
 
-    def _take(self, index: int, event: TokenEvent | EngineError) -> None:
+    def _take(self, index: int, event: int | TokenEvent | EngineError) -> None:
         """Take a token of a choice, or the error that ends it."""
         if index not in self._running or self._error is not None:
             return
@@ -228,7 +263,8 @@ class Run:
         try:
             piece = self.choices[index].feed(event)
             if self.names_tokens:
-                piece.tokens = (event.token,) if event.finish_reason is None else (event.token, event.finish_reason)
+                token, reason = (event, None) if isinstance(event, int) else (event.token, event.finish_reason)
+                piece.tokens = (token,) if reason is None else (token, reason)
             if self._ready or self._sink is None or not self._sink(index, piece):
                 self._keep(index, piece)
         except Exception as bug:  # must not leave the client waiting, and must not reach the other requests
@@ -250,6 +286,8 @@ class Run:
     def _end(self, index: int, reason: str) -> None:
         """End a choice, in the engine too if it has more tokens there."""
         self._running.discard(index)
+        if self._first is not None:
+            self._delivery.remove(self._first + index)
         self._on_choice_end(reason, time.monotonic() - self._started)
         if self._cancel is not None:
             self._cancel(index)

@@ -12,6 +12,7 @@ from aiohttp import web
 from fastdecode.api.answers import Answer, usage
 from fastdecode.api.chunks import Chunks
 from fastdecode.api.continuation import LEAVING, Resume, is_resumable, mark, not_resumable, resumable
+from fastdecode.api.delivery import Delivery, Lane
 from fastdecode.api.errors import ApiError, from_engine, json_response
 from fastdecode.api.generation import Choice, Echo, Piece, Run
 from fastdecode.api.middleware import notes, request_id
@@ -21,7 +22,7 @@ from fastdecode.api.sse import EventStream
 from fastdecode.api.structured import grammar_error
 from fastdecode.engine.request import EngineError, InvalidGrammar
 from fastdecode.service.client import EngineClient, Request
-from fastdecode.text.detokenizer import Detokenizer
+from fastdecode.text.detokenizer import ByteDetokenizer, Detokenizer
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +49,8 @@ class Runs:
     keep_alive_seconds: float
     closing: bool = False  # new requests are refused
     _runs: set[Run] = field(default_factory=set)
+    _delivery: Delivery = field(default_factory=Delivery)
+    _texts: dict[int, bytes] = field(default_factory=dict)  # of tokens, in JSON; see Lane
     _idle: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
@@ -118,7 +121,7 @@ class Runs:
             echo = job.echoes[p] if job.echoes else None
             return Choice(index, len(job.prompts[p]), job.detokenizers[p](), generation.text, echo)
 
-        return Run([choice(index) for index in range(choices)], self.engine.choice_ended)
+        return Run([choice(index) for index in range(choices)], self.engine.choice_ended, self._delivery)
 
     async def _replay(self, run: Run, resume: Resume, answer: Answer) -> None:
         """Bring a run to where its stream is to be continued. Raises ApiError (400)."""
@@ -172,11 +175,17 @@ class Runs:
         headers = {"X-Request-Id": request_id(request) or answer.id, **notes().headers}
         events = EventStream(request, headers, named=answer.named_events)
         chunks = Chunks(answer, generation, run.choices)
+        without_lane: dict[int, ByteDetokenizer] = {}
+        if not run.names_tokens:  # else each event is followed by its token
+            without_lane = {choice.index: direct for choice in run.choices if (direct := choice.direct) is not None}
 
         def write(index: int, piece: Piece) -> bool:
             if events.full:
                 return False
             events.write(marked(index, piece))
+            if index in without_lane and (around := chunks.around_text(index)) is not None:
+                detokenizer = without_lane.pop(index)
+                run.open_lane(index, Lane(events, around, detokenizer, self._texts, lambda: run.is_read))
             return True
 
         def marked(index: int, piece: Piece) -> bytes:

@@ -74,6 +74,16 @@ class EventStream:
         self._last = self._time()
         self._transport.write(b"%x\r\n%b\r\n" % (len(events), events) if self._chunked else events)
 
+    def put(self, size: int, before: bytes, text: bytes, behind: bytes) -> bool:
+        """Send an event of `size` bytes that consists of three parts, unless the connection is full or has ended: then
+        this returns False."""
+        transport = self._transport
+        if transport is None or transport.is_closing() or transport.get_write_buffer_size() > _MAX_UNSENT:
+            return False
+        self._last = self._time()
+        transport.write(b"%x\r\n%b%b%b\r\n" % (size, before, text, behind) if self._chunked else before + text + behind)
+        return True
+
     async def drain(self) -> None:
         """Wait until the connection is not full. Raises ConnectionError if the client has gone."""
         assert self._writer is not None, "the stream is open"

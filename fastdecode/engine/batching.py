@@ -10,21 +10,32 @@ from fastdecode.spart.penalties import LogitRules
 
 if TYPE_CHECKING:
     from fastdecode.engine.request import SamplingParams
-    from fastdecode.engine.scheduling.plan import Plan
+    from fastdecode.engine.scheduling.plan import Plan, PlannedChunk
     from fastdecode.engine.sequence import Sequence
 
 
 def step_batch(plan: Plan, n_layers: int) -> StepBatch:
     """The step batch that the S-Part, which has `n_layers` layers, computes for `plan`."""
-    chunks = []
-    for seq, n_tokens, prefill, sample, guesses in plan.chunks:
-        tokens = [*seq.tokens[seq.cached : seq.cached + n_tokens - len(guesses)], *guesses]
-        spec = _sample_spec(seq) if sample else None
-        score = _score_spec(seq, n_tokens)
-        where = (seq.placed_on.position, *seq.handle, seq.cached)
-        kind = (seq.adapter, len(guesses), seq.overrun, seq.long)
-        chunks.append(Chunk(*where, tokens, prefill, spec, seq.prefill_end, score, *kind, slide=seq.slides))
-    return StepBatch(plan.mini_batch, chunks, layer_deadline(plan, n_layers))
+    return StepBatch(plan.mini_batch, list(map(_chunk, plan.chunks)), layer_deadline(plan, n_layers))
+
+
+def _chunk(planned: PlannedChunk) -> Chunk:
+    seq, n_tokens, prefill, sample, guesses = planned
+    decodes = n_tokens == 1 and sample and not (prefill or seq.overrun or seq.slides)
+    if decodes and (last := seq.decoded) is not None and last[0] is seq.handle:
+        # One object serves all steps in which a sequence decodes, because one of them is in flight at a time.
+        _, again, sampling = last
+        again.pos, again.tokens, sampling.index = seq.cached, [seq.tokens[seq.cached]], seq.n_generated
+        return again
+    tokens = [*seq.tokens[seq.cached : seq.cached + n_tokens - len(guesses)], *guesses]
+    spec = _sample_spec(seq) if sample else None
+    score = _score_spec(seq, n_tokens)
+    where = (seq.placed_on.position, *seq.handle, seq.cached)
+    kind = (seq.adapter, len(guesses), seq.overrun, seq.long)
+    chunk = Chunk(*where, tokens, prefill, spec, seq.prefill_end, score, *kind, slide=seq.slides)
+    if decodes and spec is not None and seq.constraints is None:
+        seq.decoded = seq.handle, chunk, spec
+    return chunk
 
 
 def _sample_spec(seq: Sequence) -> SampleSpec:

@@ -13,6 +13,7 @@ import dataclasses
 import logging
 import secrets
 import time
+from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from itertools import compress
 from typing import TYPE_CHECKING
@@ -29,8 +30,10 @@ from fastdecode.engine.request import (
     InvalidParameter,
     InvalidPrompt,
     NotReady,
+    Outlet,
     Output,
     Overloaded,
+    Place,
     PromptTooLong,
     SamplingParams,
     TokenEvent,
@@ -246,6 +249,7 @@ class Engine:
                 long=long,
                 salt=salt,
                 output=output,
+                place=output if isinstance(output, Place) else None,
                 arrived=self._clock(),
             )
             for token in before:
@@ -384,8 +388,8 @@ class Engine:
                     (_part(plan, [link is lost for link in links]), failure)
                     for lost, failure in output.failures.items()
                 ]
-            for outcome in self.scheduler.complete(done, sampled, self.last_progress - begun, output.s_seconds):
-                self._deliver(outcome, self.last_progress)
+            outcomes = self.scheduler.complete(done, sampled, self.last_progress - begun, output.s_seconds)
+            self._deliver(outcomes, self.last_progress)
             for part, failure in failed:
                 self._handle_failure(part, failure)
 
@@ -406,19 +410,40 @@ class Engine:
                 self.totals.prompt_tokens += chunk.seq.n_prompt
                 self.observer.started(now - chunk.seq.arrived)
 
-    def _deliver(self, outcome: Outcome, now: float) -> None:
-        """Put a new token into its request's stream."""
-        seq, sampled, reason = outcome
-        scores = seq.prompt_scores if seq.last_token is None else []
-        seq.output(TokenEvent(sampled.token, sampled.logprob, sampled.top, reason, scores, seq.reused))
-        self.totals.generated_tokens += 1
-        if seq.last_token is None:
-            self.observer.first_token(now - seq.arrived)
-        else:
-            self.observer.inter_token(now - seq.last_token)
-        seq.last_token = now
-        if reason is not None:
-            self._end_request(seq, reason)
+    def _deliver(self, outcomes: list[Outcome], now: float) -> None:
+        """Hand out the new tokens of a step. Tokens that have nothing but their id to say go to their outlet together,
+        and before the others: of the tokens that a choice gets in a step, only the last one can end it."""
+        plain: dict[Outlet, tuple[list[int], list[int]]] = {}
+        others: list[tuple[Sequence, TokenEvent]] = []
+        last_tokens: list[float] = []
+        outlet: Outlet | None = None
+        numbers: list[int] = []
+        tokens: list[int] = []
+        for seq, sampled, reason in outcomes:
+            last, seq.last_token = seq.last_token, now
+            if last is None:
+                self.observer.first_token(now - seq.arrived)
+            else:
+                last_tokens.append(last)
+                if reason is None and seq.place is not None and sampled.logprob is None:
+                    if seq.place.outlet is not outlet:
+                        outlet = seq.place.outlet
+                        numbers, tokens = plain.setdefault(outlet, ([], []))
+                    numbers.append(seq.place.number)
+                    tokens.append(sampled.token)
+                    continue
+            scores = seq.prompt_scores if last is None else []
+            event = TokenEvent(sampled.token, sampled.logprob, [*sampled.top], reason, scores, seq.reused)
+            others.append((seq, event))
+        self.totals.generated_tokens += len(outcomes)
+        for last, n in Counter(last_tokens).items():  # nearly all streams had their last token in the same step
+            self.observer.inter_token(now - last, n)
+        for outlet, (numbers, tokens) in plain.items():
+            outlet.tokens(numbers, tokens)
+        for seq, event in others:
+            seq.output(event)
+            if event.finish_reason is not None:
+                self._end_request(seq, event.finish_reason)
 
     def _lose_node(self, plan: Plan, error: LinkDown) -> None:
         """Handle a step that the end of a link has broken: its R-node is lost, even if it still answers a STATS."""

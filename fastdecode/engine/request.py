@@ -131,5 +131,34 @@ class TokenEvent(msgspec.Struct, array_like=True):
     reused: int = 0  # prompt tokens that the prefix cache had; the same in all events of a request
 
 
-#: Takes the tokens of one choice as they are generated, or the error that ends it. It must not block or raise.
+class Outlet(Protocol):
+    """Takes what an engine has for many choices, each of which has a number.
+
+    The methods must not block or raise, and do nothing for a choice that they do not know. They are called in the
+    engine's event loop before it hands over its next step, so an outlet works on the tokens in a later turn.
+    """
+
+    def tokens(self, numbers: list[int], tokens: list[int]) -> None:
+        """Tokens of a step that have nothing but their id to say, and end no choice: `tokens[i]` is the next one of the
+        choice `numbers[i]`."""
+        ...
+
+    def event(self, number: int, event: TokenEvent | EngineError) -> None:
+        """Another token of a choice, such as its first or its last one, or the error that ends it."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A choice's number at an outlet; an Output."""
+
+    outlet: Outlet
+    number: int
+
+    def __call__(self, event: TokenEvent | EngineError) -> None:
+        self.outlet.event(self.number, event)
+
+
+#: Takes the tokens of one choice as they are generated, or the error that ends it. It must not block or raise. A Place
+#: gets the tokens of a step together with those of the other choices of its outlet.
 Output = Callable[[TokenEvent | EngineError], None]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from fastdecode.engine.pages import PageTable
 from fastdecode.engine.prefixes import Handle
-from fastdecode.engine.request import Output, SamplingParams
+from fastdecode.engine.request import Output, Place, SamplingParams
 from fastdecode.engine.scheduling.guesser import Guesser
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from fastdecode.engine.ledger import RNodeLedger
     from fastdecode.engine.pages import Page
     from fastdecode.engine.prefixes import PrefixEntry
-    from fastdecode.spart.batch import TokenScore
+    from fastdecode.spart.batch import Chunk, SampleSpec, TokenScore
     from fastdecode.spart.penalties import LogitRules
 
 
@@ -69,9 +69,12 @@ class Sequence:
     overrun: bool = False  # the R-node has tokens beyond the `cached` ones: guesses that were wrong
     guesser: Guesser = field(default_factory=Guesser)
     prefill_end: int = 0  # tokens to cache before it decodes: all it had when it was placed
+    #: The chunk and the SampleSpec of the last step in which it decoded, and its handle then (engine/batching.py).
+    decoded: tuple[Handle, Chunk, SampleSpec] | None = None
 
     # Output and times, kept by the engine. Times are of the engine's clock, in seconds.
     output: Output = lambda event: None
+    place: Place | None = None  # `output`, if it is a Place
     arrived: float = 0.0
     started: float | None = None  # first scheduled
     last_token: float | None = None
@@ -136,6 +139,7 @@ class Sequence:
 
     def finish_reason(self) -> str | None:
         """Why the token appended last is the sequence's last, "stop" or "length"; None: more tokens follow."""
-        if self.tokens[-1] in self.end_tokens:
+        tokens = self.tokens
+        if tokens[-1] in self.end_tokens:
             return "stop"
-        return "length" if self.n_generated >= self.max_new else None
+        return "length" if len(tokens) - self.n_prompt >= self.max_new else None

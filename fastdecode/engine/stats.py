@@ -18,8 +18,8 @@ class EngineObserver(Protocol):
     def first_token(self, seconds: float) -> None:
         """Time to first token, from submit."""
 
-    def inter_token(self, seconds: float) -> None:
-        """Time between two tokens of one request."""
+    def inter_token(self, seconds: float, n: int) -> None:
+        """Time between two tokens of one request, for `n` tokens of a step."""
 
     def finished(self, reason: str, seconds: float, prompt_tokens: int, generated_tokens: int) -> None:
         """A request ended, `seconds` after submit; `reason` is "stop", "length", "cancelled" or "error"."""
@@ -33,7 +33,7 @@ class NullObserver:
 
     def started(self, queue_seconds: float) -> None: ...
     def first_token(self, seconds: float) -> None: ...
-    def inter_token(self, seconds: float) -> None: ...
+    def inter_token(self, seconds: float, n: int) -> None: ...
     def finished(self, reason: str, seconds: float, prompt_tokens: int, generated_tokens: int) -> None: ...
     def step(self, tokens: int, seconds: float) -> None: ...
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from fastdecode.engine.request import EngineError, SamplingParams, TokenEvent
+from fastdecode.engine.request import Outlet, SamplingParams
 from fastdecode.engine.stats import EngineStats, StepPart
 from fastdecode.text.grammar import GrammarSpec
 
@@ -46,9 +46,8 @@ class Report:
     latencies: dict[str, dict[str, list[float]]]  # Metrics.latencies
 
 
-#: Takes what the engine has for a choice, whose number comes first: its tokens, or the error that ends it.
-Output = Callable[[int, TokenEvent | EngineError], None]
-#: Ends a choice before its time; its Output gets nothing more. Does nothing to a choice that has ended.
+#: Ends a choice of a request, counted from 0, before its time. Tokens that are on their way may still come. It does
+#: nothing to a choice that has ended.
 Cancel = Callable[[int], None]
 
 
@@ -65,11 +64,11 @@ class EngineClient(Protocol):
         """The most requests that wait for others to end; one with more choices can never be queued."""
         ...
 
-    async def submit(self, request: Request, output: Output) -> Cancel:
+    async def submit(self, request: Request, outlet: Outlet, first: int) -> Cancel:
         """Queue the choices of a request, all or none; if the caller is cancelled, none.
 
-        `output` may be called before this returns. It must not raise. Raises an EngineError, e.g. PromptTooLong,
-        Overloaded, InvalidGrammar.
+        Choice i has the number first + i at `outlet`, which may get tokens before this returns. Raises an EngineError,
+        e.g. PromptTooLong, Overloaded, InvalidGrammar.
         """
         ...
 

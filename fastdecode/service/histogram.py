@@ -22,9 +22,10 @@ class Histogram(Collector):
         self.counts = [0] * (len(bounds) + 1)  # observations, by bucket
         self._sum = 0.0
 
-    def observe(self, value: float) -> None:
-        self.counts[bisect_left(self.bounds, value)] += 1
-        self._sum += value
+    def observe(self, value: float, n: int = 1) -> None:
+        """Count `n` observations of a value."""
+        self.counts[bisect_left(self.bounds, value)] += n
+        self._sum += n * value
 
     def describe(self) -> list[HistogramMetricFamily]:
         """For the registry, which refuses two collectors with the same names."""

@@ -48,18 +48,28 @@ _PINGS = 8  # an API process that leaves so many intervals without an answer han
 class _Hosted:
     """A request that is being queued or runs."""
 
-    running: set[int]  # its choices that have not ended
+    first: int  # number of its first choice
+    running: set[int]  # the numbers of its choices that have not ended
     cancel: Cancel | None = None  # None: it is not queued yet
     queueing: asyncio.Task[None] | None = None
 
 
 class EngineHost:
-    """One API process as the engine's process sees it. When the connection ends, so do its requests."""
+    """One API process as the engine's process sees it; an Outlet. When the connection ends, so do its requests.
+
+    Choices have the numbers that the API process gave them. The tokens of a step leave in one message, after the engine
+    has handed over its next step.
+    """
 
     def __init__(self, engine: EngineClient, connection: Connection[FromApi]):
         self._engine, self._connection = engine, connection
         self._requests: dict[int, _Hosted] = {}  # by the number of the first choice
-        self._step = Step([], [])  # the next one to be sent
+        self._choices: dict[int, _Hosted] = {}  # the request of each choice that has not ended
+        # The calls of an outlet that are to be sent: one `tokens` with all tokens, and the `event`s behind it.
+        self._numbers: list[int] = []
+        self._tokens: list[int] = []
+        self._events: list[tuple[int, TokenEvent | EngineError]] = []
+        self._sending = False  # the event loop is going to call `_send_step`
         self._tasks: set[asyncio.Task[None]] = set()
         self._drained = asyncio.Event()  # also set when the connection has ended
         self._unanswered = 0  # intervals since the last Ping that was answered
@@ -116,15 +126,16 @@ class EngineHost:
     def _take(self, message: FromApi) -> None:
         match message:
             case Submit():
-                hosted = _Hosted(set(range(message.request.n_choices)))
-                self._requests[message.first] = hosted
-                hosted.queueing = self._spawn(self._submit(message.first, message.request, hosted))
+                numbers = range(message.first, message.first + message.request.n_choices)
+                hosted = self._requests[message.first] = _Hosted(message.first, set(numbers))
+                self._choices.update(dict.fromkeys(numbers, hosted))
+                hosted.queueing = self._spawn(self._submit(message.request, hosted))
             case Withdraw(first):
                 self._withdraw(first)
             case End(first, choice):
                 if (found := self._requests.get(first)) and found.cancel:
                     found.cancel(choice)
-                    self._end(first, choice)
+                    self._end(first + choice)
             case Ended(reason, seconds):
                 self._engine.choice_ended(reason, seconds)
             case AskStatus() | AskMetrics() | AskReport():
@@ -136,50 +147,73 @@ class EngineHost:
             case Pong():
                 self._unanswered = 0
 
-    async def _submit(self, first: int, request: Request, hosted: _Hosted) -> None:
-        def output(choice: int, event: TokenEvent | EngineError) -> None:
-            if not self._step.tokens and not self._step.failures:
-                asyncio.get_running_loop().call_soon(self._send_step)
-            if isinstance(event, TokenEvent):
-                self._step.tokens.append((first + choice, event))
-            else:
-                self._step.failures.append((first + choice, Failure.of(event)))
-            if isinstance(event, EngineError) or event.finish_reason is not None:
-                self._end(first, choice)
-
+    async def _submit(self, request: Request, hosted: _Hosted) -> None:
         try:
-            hosted.cancel = await self._engine.submit(request, output)
+            hosted.cancel = await self._engine.submit(request, self, hosted.first)
         except Exception as error:
-            del self._requests[first]
+            self._forget(hosted)
             if not isinstance(error, EngineError):  # a bug, which must not leave the client waiting
                 log.exception("a request could not be queued")
                 error = GenerationFailed("internal error; the server's log says more")
-            self._connection.send(Refused(first, Failure.of(error)))
+            self._connection.send(Refused(hosted.first, Failure.of(error)))
         else:
-            self._connection.send(Queued(first))
+            self._connection.send(Queued(hosted.first))
+
+    # -- Outlet -----------------------------------------------------------------------------------------------------
+
+    def tokens(self, numbers: list[int], tokens: list[int]) -> None:
+        if self._events:  # which come before these tokens
+            self._send_step()
+        self._numbers += numbers
+        self._tokens += tokens
+        self._send_soon()
+
+    def event(self, number: int, event: TokenEvent | EngineError) -> None:
+        self._events.append((number, event))
+        if isinstance(event, EngineError) or event.finish_reason is not None:
+            self._end(number)
+        self._send_soon()
+
+    def _send_soon(self) -> None:
+        if not self._sending:
+            self._sending = True
+            asyncio.get_running_loop().call_soon(self._send_last)
+
+    def _send_last(self) -> None:
+        self._sending = False
+        self._send_step()
 
     def _send_step(self) -> None:
-        """Send the events of a step, which all come in one turn of the event loop, as one message."""
-        step, self._step = self._step, Step([], [])
+        step = Step.of(self._numbers, self._tokens, self._events)
+        self._numbers, self._tokens, self._events = [], [], []
         self._connection.send(step)
 
-    def _end(self, first: int, choice: int) -> None:
+    # -- the end of choices -----------------------------------------------------------------------------------------
+
+    def _end(self, number: int) -> None:
         """Forget a choice that has ended."""
-        if hosted := self._requests.get(first):
-            hosted.running.discard(choice)
+        if hosted := self._choices.pop(number, None):
+            hosted.running.discard(number)
             if not hosted.running:
-                del self._requests[first]
+                self._requests.pop(hosted.first, None)
+
+    def _forget(self, hosted: _Hosted) -> None:
+        """Forget a request."""
+        self._requests.pop(hosted.first, None)
+        for number in hosted.running:
+            self._choices.pop(number, None)
 
     def _withdraw(self, first: int) -> None:
         """End a request. Does nothing to one that has ended."""
-        if (hosted := self._requests.pop(first, None)) is None:
+        if (hosted := self._requests.get(first)) is None:
             return
+        self._forget(hosted)
         if hosted.cancel is None:
             assert hosted.queueing is not None, "a request without a Cancel is being queued"
             hosted.queueing.cancel()
             return
-        for choice in hosted.running:
-            hosted.cancel(choice)
+        for number in hosted.running:
+            hosted.cancel(number - first)
 
     async def _answer(self, message: AskStatus | AskMetrics | AskReport) -> None:
         match message:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from fastdecode.engine.request import EngineError, InvalidGrammar, TokenEvent
-from fastdecode.service.client import Cancel, Output, Report, Request, Status
+from fastdecode.engine.request import InvalidGrammar, Outlet, Output, Place
+from fastdecode.service.client import Cancel, Report, Request, Status
 from fastdecode.service.metrics import Metrics
 from fastdecode.text.grammar import GrammarCompiler, GrammarError, GrammarsUnavailable
 from fastdecode.text.tokenizer import Tokenizer
@@ -30,7 +29,6 @@ class LocalEngine:
         self._compiling = ThreadPoolExecutor(1, "grammars")
         self._metrics = Metrics(model, lambda: engine.stats)
         engine.observer = self._metrics
-        self._due: list[tuple[Output, int, TokenEvent | EngineError]] = []
 
     @property
     def max_model_len(self) -> int:
@@ -40,7 +38,7 @@ class LocalEngine:
     def max_queued(self) -> int:
         return self._engine.max_queued
 
-    async def submit(self, request: Request, output: Output) -> Cancel:
+    async def submit(self, request: Request, outlet: Outlet, first: int) -> Cancel:
         params, spec = request.params, request.grammar
         if spec is not None:
             compiling = partial(self._grammars.compile, spec)
@@ -57,29 +55,13 @@ class LocalEngine:
         try:
             for prompt in request.prompts:
                 numbers = range(len(choices), len(choices) + request.n)
-                outputs = {f"{request.id}-{i}": self._output(output, i) for i in numbers}
+                outputs: dict[str, Output] = {f"{request.id}-{i}": Place(outlet, first + i) for i in numbers}
                 choices += self._engine.submit_choices(prompt, params, outputs, request.generated)
         except Exception:
             for i in range(len(choices)):
                 cancel(i)
             raise
         return cancel
-
-    def _output(self, output: Output, choice: int) -> Callable[[TokenEvent | EngineError], None]:
-        """An output of the engine that calls `output` when the engine has handed over its next step: the API's work on
-        a step then overlaps with the S-Part of the next one."""
-
-        def later(event: TokenEvent | EngineError) -> None:
-            if not self._due:
-                asyncio.get_running_loop().call_soon(self._hand_out)
-            self._due.append((output, choice, event))
-
-        return later
-
-    def _hand_out(self) -> None:
-        due, self._due = self._due, []
-        for output, choice, event in due:
-            output(choice, event)
 
     def choice_ended(self, reason: str, seconds: float) -> None:
         self._metrics.choice_ended(reason, seconds)

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator
+from array import array
+from collections.abc import AsyncIterator, Sequence
 from typing import Generic, TypeVar
 
 import msgspec
 from msgspec.msgpack import Decoder, Encoder
 
 from fastdecode.engine import request as engine_errors
-from fastdecode.engine.request import EngineError, TokenEvent
+from fastdecode.engine.request import EngineError, Outlet, TokenEvent
 from fastdecode.service.client import Report, Request, Status
 
 _BUFFER = 1 << 20  # bytes that a reader takes ahead
@@ -131,10 +132,43 @@ class Refused(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Step(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The tokens of a step, and the errors that ended choices in it, with the numbers of their choices."""
+    """The tokens of a step, and the errors that ended choices in it, with the numbers of their choices. The tokens that
+    have nothing but their id to say come first; their numbers and ids are two arrays of int64."""
 
-    tokens: list[tuple[int, TokenEvent]]
+    numbers: bytes
+    tokens: bytes
+    events: list[tuple[int, TokenEvent]]
     failures: list[tuple[int, Failure]]
+
+    @classmethod
+    def of(
+        cls,
+        numbers: Sequence[int],
+        tokens: Sequence[int],
+        events: list[tuple[int, TokenEvent | EngineError]],
+    ) -> Step:
+        """The message of an Outlet's calls: `tokens(numbers, tokens)`, then `event(*event)` for each of `events`."""
+        return cls(
+            array("q", numbers).tobytes(),
+            array("q", tokens).tobytes(),
+            [(number, event) for number, event in events if isinstance(event, TokenEvent)],
+            [(number, Failure.of(event)) for number, event in events if isinstance(event, EngineError)],
+        )
+
+    @property
+    def ended(self) -> list[int]:
+        """The numbers of the choices that end with this step."""
+        ends = [number for number, event in self.events if event.finish_reason is not None]
+        return ends + [number for number, _ in self.failures]
+
+    def deliver(self, outlet: Outlet) -> None:
+        """Make the calls again."""
+        if self.numbers:
+            outlet.tokens(array("q", self.numbers).tolist(), array("q", self.tokens).tolist())
+        for number, event in self.events:
+            outlet.event(number, event)
+        for number, failure in self.failures:
+            outlet.event(number, failure.error)
 
 
 class StatusAnswer(msgspec.Struct, frozen=True, array_like=True, tag=True):

@@ -94,8 +94,8 @@ class Metrics:
     def first_token(self, seconds: float) -> None:
         self._time_to_first_token.observe(seconds)
 
-    def inter_token(self, seconds: float) -> None:
-        self._inter_token.observe(seconds)
+    def inter_token(self, seconds: float, n: int) -> None:
+        self._inter_token.observe(seconds, n)
 
     def finished(self, reason: str, seconds: float, prompt_tokens: int, generated_tokens: int) -> None:
         self._prompt_length.observe(prompt_tokens)

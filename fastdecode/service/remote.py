@@ -8,8 +8,8 @@ import logging
 import socket
 from typing import Any, cast
 
-from fastdecode.engine.request import EngineError, GenerationFailed, NotReady, TokenEvent, check_length
-from fastdecode.service.client import Cancel, Output, Report, Request, Status
+from fastdecode.engine.request import EngineError, GenerationFailed, NotReady, Outlet, check_length
+from fastdecode.service.client import Cancel, Report, Request, Status
 from fastdecode.service.messages import (
     FROM_ENGINE,
     AskMetrics,
@@ -43,13 +43,13 @@ _LOST = "the engine's process has ended"
 
 
 class RemoteEngine:
-    """An EngineClient whose engine an EngineHost serves at the other end of a socket."""
+    """An EngineClient whose engine an EngineHost serves at the other end of a socket. All requests have one outlet."""
 
     def __init__(self, connection: Connection[FromEngine]):
         loop = asyncio.get_running_loop()
         self._connection = connection
-        self._next = 0  # number of the next request's first choice
-        self._outputs: dict[int, tuple[Output, int]] = {}  # by the choice's number: its output, and its own number
+        self._outlet: Outlet | None = None  # that of the first request
+        self._running: set[int] = set()  # the numbers of the choices that have not ended
         self._queueing: dict[int, asyncio.Future[None]] = {}  # by the number of the first choice
         self._questions: dict[int, asyncio.Future[Any]] = {}
         self._numbers = itertools.count()  # of questions
@@ -77,26 +77,27 @@ class RemoteEngine:
     def max_queued(self) -> int:
         return self._hello.result().max_queued
 
-    async def submit(self, request: Request, output: Output) -> Cancel:
+    async def submit(self, request: Request, outlet: Outlet, first: int) -> Cancel:
         for prompt in request.prompts:  # here already, because the engine's process would have to decode it first
             check_length(len(prompt), self.max_model_len)
         self._check_connection()
-        first = self._next
-        self._next += request.n_choices
+        if self._outlet is None:
+            self._outlet = outlet
+        assert outlet is self._outlet, "all requests of a RemoteEngine have one outlet"
+        numbers = range(first, first + request.n_choices)
 
         def cancel(choice: int) -> None:
-            if self._outputs.pop(first + choice, None):
+            if first + choice in self._running:
+                self._running.discard(first + choice)
                 self._connection.send(End(first, choice))
 
-        for i in range(request.n_choices):
-            self._outputs[first + i] = (output, i)
+        self._running.update(numbers)
         queued = self._queueing[first] = asyncio.get_running_loop().create_future()
         try:
             self._connection.send(Submit(first, request))
             await queued
         except BaseException as error:
-            for i in range(request.n_choices):
-                self._outputs.pop(first + i, None)
+            self._running.difference_update(numbers)
             if not isinstance(error, EngineError):
                 self._connection.send(Withdraw(first))
             raise
@@ -156,11 +157,10 @@ class RemoteEngine:
 
     def _take(self, message: FromEngine) -> None:
         match message:
-            case Step(tokens, failures):
-                for number, event in tokens:
-                    self._deliver(number, event, event.finish_reason is not None)
-                for number, failure in failures:
-                    self._deliver(number, failure.error, True)
+            case Step():
+                self._running.difference_update(message.ended)
+                if self._outlet is not None:
+                    message.deliver(self._outlet)
             case Queued(first):
                 _resolve(self._queueing.get(first))
             case Refused(first, failure):
@@ -177,20 +177,15 @@ class RemoteEngine:
                 _resolve(self.drain_asked, 0.0)
                 self.close_asked.set()
 
-    def _deliver(self, number: int, event: TokenEvent | EngineError, last: bool) -> None:
-        found = self._outputs.pop(number, None) if last else self._outputs.get(number)
-        if found:  # else it was cancelled
-            output, choice = found
-            output(choice, event)
-
     def _lose(self) -> None:
         """End everything that waits for the engine."""
         waits: list[asyncio.Future[Any]] = [self._hello, *self._queueing.values(), *self._questions.values()]
         for waiting in waits:
             _fail(waiting, NotReady(_LOST))
-        for output, choice in list(self._outputs.values()):
-            output(choice, GenerationFailed(_LOST))
-        self._outputs.clear()
+        running, self._running = self._running, set()
+        for number in running:
+            assert self._outlet is not None, "a request has named it"
+            self._outlet.event(number, GenerationFailed(_LOST))
         _resolve(self.drain_asked, None)
         self.close_asked.set()
 

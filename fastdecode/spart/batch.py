@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -88,10 +89,10 @@ class Sampled:
 
     token: int  # -1 with an error
     logprob: float | None = None  # nats; of the model's own distribution: without rules and filters, at temperature 1
-    top: list[tuple[int, float]] = field(default_factory=list)  # (token, logprob) of the best alternatives, best first
+    top: Sequence[tuple[int, float]] = ()  # (token, logprob) of the best alternatives, best first
     error: str | None = None  # the logits of this row are not finite; other rows of the step may be sound
     #: The tokens drawn after each of the chunk's guesses; such a token counts if the guesses up to it are right.
-    after_drafts: list[Sampled] = field(default_factory=list)
+    after_drafts: Sequence[Sampled] = ()
 
 
 @dataclass(slots=True)

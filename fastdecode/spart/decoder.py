@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Generator, Sequence
-from itertools import islice
+from itertools import chain, islice
 
 import numpy as np
 import torch
 
-from fastdecode.spart.batch import Sampled, SampleSpec, StepBatch, StepOutput
+from fastdecode.spart.batch import Sampled, StepBatch, StepOutput
 from fastdecode.spart.config import ModelConfig
 from fastdecode.spart.exchange import Exchange, RowExchange, SlotViews, link_rows, make_exchange
 from fastdecode.spart.exchange.choice import Choice
@@ -230,7 +230,7 @@ class StepRows:
         if not lengths.all():
             raise ValueError("a chunk has no tokens")
         stops = lengths.cumsum()
-        tokens = np.array([token for chunk in chunks for token in chunk.tokens])
+        tokens = np.fromiter(chain.from_iterable([chunk.tokens for chunk in chunks]), np.int64, int(stops[-1]))
         if tokens.min() < 0 or tokens.max() >= config.vocab_size:
             raise ValueError(f"a token id is outside the vocabulary of {config.vocab_size} tokens")
         # The position of a row is that of its chunk plus the row's index within the chunk.
@@ -242,23 +242,24 @@ class StepRows:
         views = {index: spart._slot_views(index, batch.slot) for index in {chunk.link for chunk in chunks}}
         self.link_rows = link_rows(chunks, views)
         self.prompts = []
-        for chunk, stop in zip(chunks, stops.tolist(), strict=True):
-            if chunk.prefill:
-                key = (chunk.link, chunk.seq_index, chunk.tag)
-                rows = slice(stop - len(chunk.tokens), stop)
-                self.prompts.append(PromptChunk(config, key, chunk, rows, spart._prompts.begin(key, chunk)))
+        for i in [i for i, chunk in enumerate(chunks) if chunk.prefill]:
+            chunk, stop = chunks[i], int(stops[i])
+            key = (chunk.link, chunk.seq_index, chunk.tag)
+            rows = slice(stop - len(chunk.tokens), stop)
+            self.prompts.append(PromptChunk(config, key, chunk, rows, spart._prompts.begin(key, chunk)))
         table = StepTable()
         table.add("tokens", tokens)
         table.add("positions", positions)
-        last_rows: list[int] = []
-        self.specs: list[SampleSpec] = []  # of each token to draw
-        for i in self.sampled:
-            chunk, last = chunks[i], int(stops[i]) - 1
-            assert chunk.sample is not None, "`sampled` lists the chunks that are sampled"
-            last_rows += range(last - chunk.drafts, last + 1)
-            self.specs += [chunk.sample.later(j) for j in range(chunk.drafts + 1)]
-        self.n_drawn = len(self.specs)
-        table.add("last rows", np.array(last_rows, np.int64))
+        last_rows = (stops - 1)[self.sampled]
+        specs = [chunk.sample for chunk in chunks if chunk.sample is not None]
+        self._drafts = [chunks[i].drafts for i in self.sampled]
+        if any(self._drafts):
+            rows_of = [range(row - n, row + 1) for row, n in zip(last_rows.tolist(), self._drafts, strict=True)]
+            last_rows = np.array([row for some in rows_of for row in some])
+            specs = [spec.later(j) for spec, n in zip(specs, self._drafts, strict=True) for j in range(n + 1)]
+        self.specs = specs  # of each token to draw
+        self.n_drawn = len(specs)
+        table.add("last rows", last_rows)
         if any(chunk.long for chunk in chunks):
             table.add("long", np.array([chunk.long for chunk in chunks], dtype=np.int64).repeat(lengths))
         self.scorer = Scorer(chunks, (stops - lengths).tolist(), config.vocab_size, table)
@@ -281,6 +282,8 @@ class StepRows:
     def per_chunk(self, drawn: list[Sampled]) -> list[Sampled | None]:
         """The drawn tokens by chunk: the token after each sampled chunk, which holds the tokens after the chunk's
         drafts, and None for the other chunks."""
+        if len(drawn) == len(self.chunks) and not any(self._drafts):
+            return [*drawn]
         sampled: list[Sampled | None] = [None] * len(self.chunks)
         rest = iter(drawn)
         for i in self.sampled:

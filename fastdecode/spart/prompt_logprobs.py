@@ -22,11 +22,11 @@ class Scorer:
         self._parts: list[tuple[int, int, int]] = []  # chunk, its number of scores, alternatives
         rows: list[int] = []
         tokens: list[int] = []
-        for i, (chunk, start) in enumerate(zip(chunks, starts, strict=True)):
-            if chunk.score is not None and (n := len(chunk.score.tokens)):
-                rows += range(start, start + n)
-                tokens += chunk.score.tokens
-                self._parts.append((i, n, chunk.score.top))
+        for i, score in [(i, chunk.score) for i, chunk in enumerate(chunks) if chunk.score is not None]:
+            if n := len(score.tokens):
+                rows += range(starts[i], starts[i] + n)
+                tokens += score.tokens
+                self._parts.append((i, n, score.top))
         self.n_rows = len(rows)
         if rows:
             table.add("scored rows", np.array(rows))

@@ -59,25 +59,30 @@ class ByteDetokenizer(Detokenizer):
     ):
         super().__init__(tokenizer, shown, skip_special_tokens=skip_special_tokens)
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._within = False  # the decoder holds the beginning of a character
+        self.within = False  # the decoder holds the beginning of a character
         self._texts = tokenizer.whole_texts
         for token in prompt[-3:]:  # a character that the prompt has begun has at most three bytes there
             self.push(token)
 
+    def whole_text(self, token: int) -> str | None:
+        """The text that the token adds unless it comes `within` a character, if that is known already and the same in
+        every request."""
+        return self._texts.get(token)
+
     def push(self, token: int) -> str:
-        if not self._within and (known := self._texts.get(token)) is not None:
+        if not self.within and (known := self._texts.get(token)) is not None:
             return known
         if self._is_left_out(token):
             return ""
-        before, data = self._within, self._tokenizer.token_bytes(token)
+        before, data = self.within, self._tokenizer.token_bytes(token)
         text = self._decoder.decode(data)
-        self._within = bool(self._decoder.getstate()[0])
-        if not (before or self._within or self._tokenizer.is_special(token)):
+        self.within = bool(self._decoder.getstate()[0])
+        if not (before or self.within or self._tokenizer.is_special(token)):
             self._texts[token] = text
         return text
 
     def flush(self) -> str:
-        self._within = False
+        self.within = False
         return self._decoder.decode(b"", True)
 
 

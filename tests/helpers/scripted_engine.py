@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections.abc import Iterable
 
-from fastdecode.engine.request import EngineError, SamplingParams, TokenEvent
+from fastdecode.engine.request import EngineError, Outlet, Place, SamplingParams, TokenEvent
 from fastdecode.engine.stats import EngineStats, NodeStats
-from fastdecode.service.client import Cancel, Output, Report, Request, Status
+from fastdecode.service.client import Cancel, Report, Request, Status
 from fastdecode.service.metrics import Metrics
 
 #: A stream's next action: yield a token, wait for the test, or fail.
@@ -16,24 +15,30 @@ Act = int | TokenEvent | asyncio.Event | EngineError
 
 
 class ScriptedChoice:
-    """The tokens of one choice. Its last token gets finish_reason "length" unless the script gives another."""
+    """The tokens of one choice. Its last token gets finish_reason "length" unless the script gives another. An int that
+    is neither the first nor the last token comes as an engine hands out tokens that have nothing else to say."""
 
-    def __init__(self, acts: Iterable[Act], output: Callable[[TokenEvent | EngineError], None]):
-        self._acts, self._output = list(acts), output
+    def __init__(self, acts: Iterable[Act], place: Place):
+        self._acts, self._place = list(acts), place
         self.cancelled = asyncio.Event()
         self._task = asyncio.create_task(self._run())
 
     async def _run(self) -> None:
+        begun = False
         while self._acts:
             await asyncio.sleep(0)  # the event loop runs between two tokens
             act = self._acts.pop(0)
             if isinstance(act, asyncio.Event):
                 await act.wait()
                 continue
+            if isinstance(act, int) and begun and self._acts:
+                self._place.outlet.tokens([self._place.number], [act])
+                continue
+            begun = True
             event = TokenEvent(act) if isinstance(act, int) else act
             if isinstance(event, TokenEvent) and not self._acts and event.finish_reason is None:
                 event.finish_reason = "length"
-            self._output(event)
+            self._place(event)
 
     @property
     def ended(self) -> bool:
@@ -64,14 +69,14 @@ class ScriptedEngine:
         self.stalled_seconds = 0.0
         self.alive = True
 
-    async def submit(self, request: Request, output: Output) -> Cancel:
+    async def submit(self, request: Request, outlet: Outlet, first: int) -> Cancel:
         choices: list[ScriptedChoice] = []
         for i in range(request.n_choices):
             if not self.scripts:
                 for choice in choices:
                     choice.cancel()
                 raise self._refusal or AssertionError("one choice more than there are scripts")
-            choices.append(ScriptedChoice(self.scripts.pop(0), partial(output, i)))
+            choices.append(ScriptedChoice(self.scripts.pop(0), Place(outlet, first + i)))
             self.prompts.append(request.prompts[i // request.n])
             self.generated.append(request.generated)
             self.params.append(request.params.of_choice(i % request.n))

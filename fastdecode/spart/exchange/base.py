@@ -11,6 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
@@ -68,22 +69,32 @@ def link_rows(chunks: list[Chunk], views: dict[int, SlotViews]) -> list[LinkRows
 
     Raises ValueError if the chunks are not in order or a link gets more rows than its slot has.
     """
-    entries: dict[int, list[tuple[int, ...]]] = {}
-    ranges: tuple[dict[int, list[int]], dict[int, list[int]]] = ({}, {})  # attending, appended: link -> [start, stop]
-    row, last_order = 0, (False, -1)
-    for chunk in chunks:
-        order = (chunk.prefill, chunk.link)
-        if order < last_order:
-            raise ValueError("the chunks of a step are not in order: attending chunks first, then by link")
-        last_order, start, n = order, row, len(chunk.tokens)
-        row += n
-        flags = ROW_CUT * chunk.cut | ROW_SLIDE * chunk.slide | ROW_ATTEND * (not chunk.prefill)
-        entries.setdefault(chunk.link, []).append((chunk.seq_index, chunk.tag, chunk.pos, n, flags, 0))
-        ranges[chunk.prefill].setdefault(chunk.link, [start, start])[1] = row
+    links = np.array([chunk.link for chunk in chunks])
+    prefill = np.array([chunk.prefill for chunk in chunks])
+    kinds = np.flatnonzero(np.diff(links) | np.diff(prefill)) + 1  # where chunks of another link or kind begin
+    if any((prefill[i], links[i]) < (prefill[i - 1], links[i - 1]) for i in kinds.tolist()):
+        raise ValueError("the chunks of a step are not in order: attending chunks first, then by link")
+    table = np.zeros(len(chunks), ROW_DTYPE)
+    flags = ROW_ATTEND * ~prefill
+    if any(chunk.cut or chunk.slide for chunk in chunks):
+        flags |= np.array([ROW_CUT * chunk.cut | ROW_SLIDE * chunk.slide for chunk in chunks])
+    lengths = np.array([len(chunk.tokens) for chunk in chunks])
+    table["seq_index"] = [chunk.seq_index for chunk in chunks]
+    table["tag"] = [chunk.tag for chunk in chunks]
+    table["pos"] = [chunk.pos for chunk in chunks]
+    table["n_rows"], table["flags"] = lengths, flags
+    stops = [0, *lengths.cumsum().tolist()]
+    ranges: tuple[dict[int, slice], dict[int, slice]] = ({}, {})  # attending, appended: the rows of a link
+    parts: dict[int, list[np.ndarray]] = {}
+    bounds = [0, *kinds.tolist(), len(chunks)]
+    for start, stop in pairwise(bounds):
+        link = int(links[start])
+        parts.setdefault(link, []).append(table[start:stop])
+        ranges[int(prefill[start])][link] = slice(stops[start], stops[stop])
     result = []
-    for link, table in entries.items():
-        attending, appended = (slice(*kind.get(link, (0, 0))) for kind in ranges)
-        rows = LinkRows(views[link], np.array(table, ROW_DTYPE), attending, appended)
+    for link, tables in parts.items():
+        attending, appended = (kind.get(link, slice(0, 0)) for kind in ranges)
+        rows = LinkRows(views[link], np.concatenate(tables), attending, appended)
         limit = rows.views.link.geometry.max_rows
         if rows.n_rows > limit:
             raise ValueError(f"a step has {rows.n_rows} rows for a link that takes {limit}")

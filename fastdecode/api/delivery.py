@@ -1,0 +1,113 @@
+"""Delivery: brings the tokens of all choices of a process from the engine to their requests.
+
+Nearly every token of a stream adds a known text to an event whose rest is known too. A Lane is the short way of the
+tokens of one choice: it puts the bytes together and writes them to the connection. Any other token, and every token of
+a choice without a lane, takes the way through the choice's Run (generation.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import orjson
+
+from fastdecode.api.sse import EventStream
+from fastdecode.engine.request import EngineError, TokenEvent
+from fastdecode.text.detokenizer import ByteDetokenizer
+
+#: Takes a token of a choice, whose index in its request comes first, or the error that ends it.
+Taker = Callable[[int, int | TokenEvent | EngineError], None]
+
+
+class Lane:
+    """The short way of a choice's tokens to its stream."""
+
+    __slots__ = ("_before", "_behind", "_detokenizer", "_free", "_length", "_stream", "_texts", "n_tokens")
+
+    def __init__(
+        self,
+        stream: EventStream,
+        around: tuple[bytes, bytes],
+        detokenizer: ByteDetokenizer,
+        texts: dict[int, bytes],
+        free: Callable[[], bool],
+    ):
+        """`around` stands before and behind the text in an event. `texts` are those of tokens in JSON, by the token;
+        the lane adds to them. While `free()` is False, tokens take the long way."""
+        self._stream, self._detokenizer, self._texts, self._free = stream, detokenizer, texts, free
+        self._before, self._behind = around
+        self._length = len(self._before) + len(self._behind)
+        self.n_tokens = 0  # that have taken the lane since the owner has read it
+
+    def take(self, token: int) -> bool:
+        """Write the event of a token. False: the token must take the long way."""
+        text = self._texts.get(token)
+        if text is None:
+            if (whole := self._detokenizer.whole_text(token)) is None:
+                return False
+            text = self._texts[token] = orjson.dumps(whole)
+        if self._detokenizer.within or not self._free():
+            return False
+        if not self._stream.put(self._length + len(text), self._before, text, self._behind):
+            return False
+        self.n_tokens += 1
+        return True
+
+
+class Delivery:
+    """The outlet of a process's requests (engine/request.py)."""
+
+    def __init__(self) -> None:
+        self._next = 0  # number of the next choice
+        self._takers: dict[int, tuple[Taker, int]] = {}  # by the choice's number; the index in its request
+        self._lanes: dict[int, Lane] = {}
+        self._due: list[tuple[list[int], list[int]] | tuple[int, TokenEvent | EngineError]] = []
+
+    def add(self, taker: Taker, n: int) -> int:
+        """Give `n` choices of a request their numbers. Returns the first one."""
+        first, self._next = self._next, self._next + n
+        self._takers.update({first + i: (taker, i) for i in range(n)})
+        return first
+
+    def open_lane(self, number: int, lane: Lane) -> None:
+        """Let the plain tokens of a choice take a lane where they can."""
+        if number in self._takers:
+            self._lanes[number] = lane
+
+    def remove(self, number: int) -> None:
+        """Forget a choice: it gets nothing more. Idempotent."""
+        self._takers.pop(number, None)
+        self._lanes.pop(number, None)
+
+    # -- Outlet -----------------------------------------------------------------------------------------------------
+
+    def tokens(self, numbers: list[int], tokens: list[int]) -> None:
+        self._hand_out_soon()
+        self._due.append((numbers, tokens))
+
+    def event(self, number: int, event: TokenEvent | EngineError) -> None:
+        self._hand_out_soon()
+        self._due.append((number, event))
+
+    def _hand_out_soon(self) -> None:
+        if not self._due:
+            asyncio.get_running_loop().call_soon(self._hand_out)
+
+    def _hand_out(self) -> None:
+        due, self._due = self._due, []
+        for what, content in due:
+            if isinstance(what, int):
+                assert isinstance(content, TokenEvent | EngineError), "a number comes with an event"
+                self._pass_on(what, content)
+                continue
+            assert isinstance(content, list), "numbers come with tokens"
+            lanes = self._lanes
+            for number, token in zip(what, content, strict=True):
+                if (lane := lanes.get(number)) is None or not lane.take(token):
+                    self._pass_on(number, token)
+
+    def _pass_on(self, number: int, event: int | TokenEvent | EngineError) -> None:
+        if found := self._takers.get(number):  # else the choice has ended
+            taker, index = found
+            taker(index, event)
