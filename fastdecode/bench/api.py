@@ -5,6 +5,7 @@ output tokens a second, and the S-Part's time a step, beside that of an engine w
 a few streams, whose largest gap between two tokens is taken while another client sends what is expensive to serve.
 
 The client of the many streams costs little, as if it ran on another machine: its sockets report data by the kilobyte.
+The CPU time of a token is given for each process of the node and for the client.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import os
 import socket
 import statistics
 import sys
@@ -82,6 +84,7 @@ async def _run(args: argparse.Namespace) -> dict[str, Any]:
     rates: dict[str, list[float]] = {n: [] for n in forms}
     chunks: dict[str, float] = {}  # of a token
     steps: dict[str, list[float]] = {n: [] for n in [*forms, "engine"]}
+    cpu: dict[str, dict[str, list[float]]] = {n: {} for n in forms}  # seconds a token, by process
     async with contextlib.AsyncExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fastdecode-")))
         servers = {}
@@ -90,11 +93,14 @@ async def _run(args: argparse.Namespace) -> dict[str, Any]:
             servers[name] = await stack.enter_async_context(_node(log, python, path, args.streams, options))
         engine = await stack.enter_async_context(_engine(path, args.streams))
         for timed in tqdm([False] + [True] * args.rounds, desc="rounds", unit="round"):
-            for n, server in servers.items():
-                before = await _step_counters(server)
+            for n, (server, node) in servers.items():
+                before, spent = await _step_counters(server), _cpu_seconds(node)
                 seconds, chunks[n] = await _streams(server, args.streams, args.tokens)
                 if timed:
                     rates[n].append(args.streams * args.tokens / seconds)
+                    for process, now in _cpu_seconds(node).items():
+                        of_token = (now - spent.get(process, 0.0)) / (args.streams * args.tokens)
+                        cpu[n].setdefault(process, []).append(of_token)
                     steps[n].append(_a_step(before, await _step_counters(server)))
             totals = engine.totals
             start = (totals.s_seconds, float(totals.steps))
@@ -104,7 +110,7 @@ async def _run(args: argparse.Namespace) -> dict[str, Any]:
         gaps: dict[str, dict[str, tuple[float, bool]]] = {}
         if args.bystanders:
             longest = engine.longest_sequence
-            for n, server in servers.items():
+            for n, (server, _) in servers.items():
                 gaps[n] = await _gaps(server, args.bystanders, longest, args.load_seconds)
     return {
         "model": path.resolve().name,
@@ -112,6 +118,7 @@ async def _run(args: argparse.Namespace) -> dict[str, Any]:
         "tokens_per_second": {n: statistics.median(values) for n, values in rates.items()},
         "tokens_per_second_range": {n: [min(values), max(values)] for n, values in rates.items()},
         "chunks_per_token": chunks,
+        "cpu_seconds_per_token": {n: {p: statistics.median(v) for p, v in found.items()} for n, found in cpu.items()},
         "s_part_step_seconds": {name: statistics.median(values) for name, values in steps.items()},
         "bystanders": args.bystanders,
         "largest_gap_seconds": {n: {name: gap for name, (gap, _) in found.items()} for n, found in gaps.items()},
@@ -120,15 +127,30 @@ async def _run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 @contextlib.asynccontextmanager
-async def _node(log: Path, python: str, path: Path, streams: int, options: list[str]) -> AsyncIterator[str]:
-    """The address of a node of the fastdecode that `python` imports."""
+async def _node(log: Path, python: str, path: Path, streams: int, options: list[str]) -> AsyncIterator[tuple[str, int]]:
+    """The address and the process id of a node of the fastdecode that `python` imports."""
     argv = ["--model", str(path), "--port", "0", "--kv-memory", "1GiB", *options]
     argv += ["--max-batch-size", str(streams), "--max-batch-tokens", str(max(512, streams))]
     node = Node(log, *argv, python=python)
     try:
-        yield await node.read(r"(http://\S+)/v1")
+        yield await node.read(r"(http://\S+)/v1"), node.process.pid
     finally:
         await node.end()
+
+
+def _cpu_seconds(pid: int) -> dict[str, float]:
+    """The CPU seconds so far of this process, the client, of the node `pid`, and of the node's child processes, by what
+    they do."""
+    seconds = {"client": time.process_time()}
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    for process in [str(pid), *children]:
+        line = Path(f"/proc/{process}/cmdline").read_bytes()
+        name = "API" if b"api_process\0" in line else "R-node" if b"--role\0r\0" in line else "engine"
+        # proc(5): the name in parentheses may hold spaces; utime and stime are the 14th and 15th fields.
+        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+        ticks = int(fields[11]) + int(fields[12])
+        seconds[name] = seconds.get(name, 0.0) + ticks / os.sysconf("SC_CLK_TCK")
+    return seconds
 
 
 @contextlib.asynccontextmanager
@@ -349,6 +371,9 @@ def _print_table(result: dict[str, Any]) -> None:
             f"  {n}: {rate:8.0f} [{least:.0f}-{most:.0f}] output tokens/s, "
             f"{result['chunks_per_token'][n]:.2f} chunks a token, S-Part {step:7.2f} ms a step"
         )
+        cpu = result["cpu_seconds_per_token"][n]
+        parts = ", ".join(f"{process} {1e6 * of_token:.1f}" for process, of_token in cpu.items())
+        print(f"    CPU of a token: {1e6 * sum(cpu.values()):.1f} us ({parts})")
     step = 1e3 * result["s_part_step_seconds"]["engine"]
     print(f"  engine without an API:{'':25}S-Part {step:7.2f} ms a step")
     if result["largest_gap_seconds"]:
