@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
@@ -20,6 +21,7 @@ from fastdecode.api.page import page_routes
 from fastdecode.api.preparation import Preparation
 from fastdecode.api.runs import Runs
 from fastdecode.api.tokenization import Tokenization
+from fastdecode.api.tracing import Tracing
 from fastdecode.service.client import EngineClient, Status
 from fastdecode.service.metrics import CONTENT_TYPE
 from fastdecode.text.output.forms import reasoning_form, tool_form
@@ -39,6 +41,7 @@ def make_app(
     api_keys: Sequence[str] = (),
     cors_origins: Sequence[str] = (),
     access_log: bool = True,
+    tracing: Tracing | None = None,
     tool_parser: str = "auto",
     reasoning_parser: str = "auto",
     defaults: SamplingDefaults = NO_DEFAULTS,
@@ -54,6 +57,7 @@ def make_app(
         api_keys: every path but /health requires one of these keys; (): no path requires a key.
         cors_origins: pages of these origins may use the API; "*": all pages.
         access_log: log a line for every request.
+        tracing: makes spans of the requests, and is closed with the application.
         tool_parser: how the model writes tool calls: a key of TOOL_FORMS, or "auto": as its chat template says.
         reasoning_parser: how it writes its reasoning: one of REASONING_FORMS, "none", or "auto".
         defaults: of sampling, for requests that give no values.
@@ -111,9 +115,12 @@ def make_app(
         preparation.closing = True
         await runs.close(grace)
         preparation.close()
+        if tracing:
+            await asyncio.to_thread(tracing.close)
 
     middlewares: list[Middleware] = [log_requests] if access_log else []
     middlewares += [allow_origins(cors_origins)] if cors_origins else []
+    middlewares += [tracing.middleware] if tracing else []
     middlewares += [errors_as_json]
     middlewares += [require_key(api_keys)] if api_keys else []
     app = web.Application(middlewares=middlewares, client_max_size=max_body_bytes)

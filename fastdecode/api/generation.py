@@ -195,6 +195,7 @@ class Run:
         self._wake = asyncio.Event()
         self._error: Exception | None = None
         self._started = time.monotonic()
+        self.first_token_seconds: float | None = None  # from `_started` to the first token of any choice
         self._on_choice_end = on_choice_end
         self._cancel: Cancel | None = None  # None: the choices are being queued
 
@@ -260,6 +261,8 @@ class Run:
         if isinstance(event, EngineError):
             self.fail(event)
             return
+        if self.first_token_seconds is None:
+            self.first_token_seconds = time.monotonic() - self._started
         try:
             piece = self.choices[index].feed(event)
             if self.names_tokens:

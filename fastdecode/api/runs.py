@@ -99,6 +99,8 @@ class Runs:
             notes().logged = {"id": job.answer.id} | {
                 name: counts[name] for name in ("prompt_tokens", "completion_tokens")
             }
+            if run.first_token_seconds is not None:
+                notes().logged["first_token_seconds"] = round(run.first_token_seconds, 4)
             self._runs.discard(run)
             if not self._runs:
                 self._idle.set()

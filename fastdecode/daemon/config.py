@@ -158,6 +158,12 @@ class NodeConfig:
         metavar="ORIGIN",
     )
     no_access_log: bool = _option("do not log a line for every request", False, role="s")
+    otlp_traces_endpoint: str | None = _option(
+        "URL that takes OpenTelemetry's spans of the requests by OTLP over HTTP, e.g. http://localhost:4318/v1/traces "
+        "(extra otel)",
+        role="s",
+        metavar="URL",
+    )
     tool_parser: str = _option(
         "how the model writes tool calls; auto: as its chat template says",
         "auto",

@@ -10,6 +10,7 @@ from aiohttp import web
 
 from fastdecode.api.app import make_app
 from fastdecode.api.defaults import NO_DEFAULTS, SamplingDefaults
+from fastdecode.api.tracing import Tracing, check_available
 from fastdecode.daemon.config import CHAT_MODEL, ConfigError, NodeConfig
 from fastdecode.service.client import EngineClient
 from fastdecode.text.tokenizer import Tokenizer
@@ -32,6 +33,8 @@ class ApiSettings:
 
         Raises ConfigError, TokenizerError, ChatTemplateError, ValueError.
         """
+        if config.otlp_traces_endpoint and (missing := check_available()):
+            raise ConfigError(f"--otlp-traces-endpoint {missing}")
         names = config.served_model_name or (_default_name(config, path),)
         known = [*names, *(name for name, _ in config.lora)]
         if twice := next((name for name, _ in config.lora if known.count(name) > 1), None):
@@ -45,6 +48,10 @@ class ApiSettings:
             NO_DEFAULTS if config.generation_config == "none" else SamplingDefaults.from_dir(path),
         )
 
+    def _tracing(self) -> Tracing | None:
+        endpoint = self.config.otlp_traces_endpoint
+        return Tracing(endpoint, self.names[0]) if endpoint else None
+
     def app(self, engine: EngineClient) -> web.Application:
         """The application over `engine`."""
         return make_app(
@@ -55,6 +62,7 @@ class ApiSettings:
             api_keys=self.keys,
             cors_origins=self.config.cors_origin,
             access_log=not self.config.no_access_log,
+            tracing=self._tracing(),
             tool_parser=self.config.tool_parser,
             reasoning_parser=self.config.reasoning_parser,
             defaults=self.defaults,
