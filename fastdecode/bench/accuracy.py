@@ -83,10 +83,12 @@ class Error:
 def stored_kv(k: np.ndarray, v: np.ndarray, kv_dtype: str) -> tuple[np.ndarray, np.ndarray]:
     """The values of K and V, float64, that a cache holds after k and v [tokens, head_size] were appended."""
     k_format, _, v_format = kv_dtype.partition("-")
-    stored_v = stored(v, v_format or k_format)
+    v_format = v_format or k_format
+    # The rotation is its own inverse.
+    stored_v = rotated(stored(rotated(v), v_format)) if v_format == "int4" else stored(v, v_format)
     if k_format not in ("int8", "int4"):
         return stored(k, k_format), stored_v
-    return rotated(stored(rotated(k), k_format)), stored_v  # the rotation is its own inverse
+    return rotated(stored(rotated(k), k_format)), stored_v
 
 
 def rotated(x: np.ndarray) -> np.ndarray:
@@ -132,12 +134,23 @@ def _bf16(x: np.ndarray) -> np.ndarray:
 
 def _stored_int4(x: np.ndarray) -> np.ndarray:
     low, high = x.min(axis=1, keepdims=True), x.max(axis=1, keepdims=True)
-    centre = _bf16(high / 2 + low / 2 + (high - low) / np.float32(15) / 2)
-    scale = np.maximum((high - centre) / np.float32(7), (centre - low) / np.float32(8))
-    scale = np.where(scale < np.float32(1e-33), 0, _bf16(scale)).astype(np.float32)
-    inverse = np.divide(np.float32(1), scale, out=np.zeros_like(scale), where=scale > 0)
-    codes = np.rint(np.clip((x - centre) * inverse, -8, 7)).astype(np.float64)
-    result: np.ndarray = codes * scale.astype(np.float64) + centre.astype(np.float64)
+    centre = _bf16(high / 2 + low / 2 + (high - low) / np.float32(30))
+    step = np.maximum((high - centre) / np.float32(7), (centre - low) / np.float32(8)) * np.float32(0.95)
+    step[step < np.float32(1e-33)] = 0
+    inverse = np.divide(np.float32(256), step, out=np.zeros_like(step), where=step > 0)
+    fine = np.rint(np.clip((x - centre) * inverse, -4095, 4095)).astype(np.float64)
+    codes = np.clip(np.rint(fine / 256), -8, 7)
+    # Centre and scale by least squares.
+    size, unit = x.shape[1], step.astype(np.float64) / 256
+    n, nn, f, nf = (y.sum(axis=1, keepdims=True) for y in (codes, codes**2, fine, codes * fine))
+    determinant = size * nn - n * n
+    fits = (determinant > 0) & (step > 0)
+    offset = np.divide(nn * f - n * nf, determinant, out=np.zeros_like(n), where=fits) * unit
+    fitted = _bf16((centre + offset).astype(np.float32))
+    moved = np.divide(fitted.astype(np.float64) - centre, unit, out=np.zeros_like(n), where=fits)
+    scale = np.divide(nf - moved * n, nn, out=np.zeros_like(n), where=fits) * unit
+    scale = _bf16(np.where(scale < 1e-33, 0, scale).astype(np.float32))
+    result: np.ndarray = codes * scale.astype(np.float64) + fitted.astype(np.float64)
     return result
 
 

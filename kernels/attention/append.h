@@ -93,11 +93,17 @@ FD_INLINE void append_row(const fd_kv_dtype_t dtype, uint8_t *chunk, const uint3
                           uint32_t t, const float *k, const float *v) {
     const fd_kv_dtype_t k_format = fd_k_format(dtype), v_format = fd_v_format(dtype);
     converted_row_t k_row, v_row;
-    float rotated[FD_MAX_HEAD_SIZE] __attribute__((aligned(64)));
-    if (fd_kv_is_int(k_format)) {
-        memcpy(rotated, k, head_size * sizeof *k);
-        fd_rotate(rotated, head_size);
-        k = rotated;
+    float rotated_k[FD_MAX_HEAD_SIZE] __attribute__((aligned(64)));
+    float rotated_v[FD_MAX_HEAD_SIZE] __attribute__((aligned(64)));
+    if (fd_k_rotated(dtype)) {
+        memcpy(rotated_k, k, head_size * sizeof *k);
+        fd_rotate(rotated_k, head_size);
+        k = rotated_k;
+    }
+    if (fd_v_rotated(dtype)) {
+        memcpy(rotated_v, v, v_size * sizeof *v);
+        fd_rotate(rotated_v, v_size);
+        v = rotated_v;
     }
     const uint32_t k_word = convert_row(k_format, 0, &k_row, k, head_size),
                    v_word = convert_row(v_format, 1, &v_row, v, v_size);

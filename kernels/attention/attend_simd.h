@@ -25,7 +25,7 @@
  * is rounded to 15 bits. An ISA may round to 8 bits instead (kv_bits, kv_size), and may round the multipliers of bf16
  * to bf16 (kv_store_query, kv_store_float_weights). With V = scale * stored + offset, the scales are multiplied into
  * the weights before the weights are rounded. The offsets contribute the same amount to every dimension, which is
- * summed in row_state_t.bias and added to O at the end.
+ * summed in row_state_t.bias and added to O at the end. O of a V that was rotated is rotated back then.
  *
  * A panel calls before_last_chunk for each head, so an fd_attend_t with before_last_chunk must fit into one panel:
  * heads * q_len * group <= FD_PANEL_ROWS.
@@ -126,7 +126,7 @@ FD_INLINE void init_rows(const fd_kv_dtype_t dtype, const fd_attend_t *a, const 
         for (uint32_t r = 0; r < n; r++) {
             float q[FD_MAX_HEAD_SIZE] __attribute__((aligned(64)));
             load_act(q, a->q + fd_q_offset(a, head, p->row0 + r0 + r), head_size, a->act_dtype, a->softmax_scale);
-            if (fd_kv_is_int(fd_k_format(dtype))) fd_rotate(q, head_size);
+            if (fd_k_rotated(dtype)) fd_rotate(q, head_size);
             init_row(dtype, q, head_size, a->slopes != NULL, stored + r * STORED_ROW_BYTES,
                      &p->state[head * p->rows + r0 + r]);
         }
@@ -144,8 +144,13 @@ FD_INLINE void finish_rows(const fd_kv_dtype_t dtype, const fd_attend_t *a, cons
         const size_t i = (size_t)head * a->q_len * a->group + row;
         float *acc = acc_row(a, head, row);
         float l = vec_reduce_add(vec_load(state->l));
-        const float m = state->m * state->q_scale,
-                    bias = fd_kv_is_int(dtype) ? vec_reduce_add(vec_load(state->bias)) : NO_BIAS;
+        const float m = state->m * state->q_scale;
+        float bias = fd_kv_is_int(dtype) ? vec_reduce_add(vec_load(state->bias)) : NO_BIAS;
+        if (fd_v_rotated(dtype)) { /* the rotation is its own inverse */
+            for (uint32_t d = 0; d < v_size; d++) acc[d] += bias;
+            fd_rotate(acc, v_size);
+            bias = NO_BIAS;
+        }
         a->m[i] = m;
         a->l[i] = l;
         if (a->o) {
@@ -153,7 +158,7 @@ FD_INLINE void finish_rows(const fd_kv_dtype_t dtype, const fd_attend_t *a, cons
             finish_row(a->o + fd_o_offset(a, head, row), acc, bias, l, v_size, a->act_dtype);
             continue;
         }
-        for (uint32_t d = 0; fd_kv_is_int(dtype) && d < v_size; d++) acc[d] += bias;
+        for (uint32_t d = 0; fd_kv_is_int(dtype) && !fd_v_rotated(dtype) && d < v_size; d++) acc[d] += bias;
     }
 }
 

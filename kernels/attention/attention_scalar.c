@@ -105,7 +105,7 @@ FD_INLINE void attend_block(const fd_attend_t *a, const fd_kv_dtype_t dtype, uin
     float q[BLOCK_ROWS][FD_MAX_HEAD_SIZE];
     for (uint32_t r = 0; r < rows; r++) {
         load_act(q[r], a->q + fd_q_offset(a, head, row + r), head_size, a->act_dtype, a->softmax_scale);
-        if (fd_kv_is_int(k_format)) fd_rotate(q[r], head_size);
+        if (fd_k_rotated(dtype)) fd_rotate(q[r], head_size);
     }
     for (uint32_t d = 0; d < head_size; d++) {
         widen(k_format, widened, chunk, fd_k_depth(k_format, head_size), FD_PAGE_TOKENS, d, first, last);
@@ -170,6 +170,7 @@ FD_INLINE void attend_head(fd_attend_t a, const fd_kv_dtype_t dtype, uint32_t he
             attend_block(&a, dtype, head, a.chunks[c] + head * a.head_stride, base, r,
                          rows - r < BLOCK_ROWS ? rows - r : BLOCK_ROWS);
     }
+    for (uint32_t r = 0; fd_v_rotated(dtype) && r < rows; r++) fd_rotate(a.acc + (size_t)r * a.v_size, a.v_size);
     for (uint32_t r = 0; a.o && r < rows; r++) {
         const float l = a.sinks ? fd_add_sink(a.l[r], a.m[r], a.sinks[head * a.group + r % a.group]) : a.l[r];
         finish_row(a.o + fd_o_offset(&a, head, r), a.acc + (size_t)r * a.v_size, l, a.v_size, a.act_dtype);
@@ -211,12 +212,15 @@ static uint32_t row_to_int4(void *dst, int as_words, const float *src, uint32_t 
         min = src[i] < min ? src[i] : min;
         max = src[i] > max ? src[i] : max;
     }
-    const uint32_t word = fd_int4_affine(min, max);
-    const float inverse = fd_int4_inverse(word), centre = fd_bits_float(word << 16);
-    for (uint32_t i = 0; i < n; i++)
-        store_code(dst, as_words, i,
-                   round_clipped((src[i] - centre) * inverse, -8.0f, 7.0f) + fd_zero_point(FD_KV_INT4));
-    return word;
+    const fd_int4_grid_t grid = fd_int4_grid(min, max);
+    fd_int4_sums_t sums = {0, 0, 0, 0};
+    for (uint32_t i = 0; i < n; i++) {
+        const int fine = round_clipped((src[i] - grid.centre) * grid.inverse, -FD_INT4_FINE_MAX, FD_INT4_FINE_MAX);
+        const int code = round_clipped((float)fine * (1.0f / FD_INT4_FINE), -8.0f, 7.0f);
+        sums.n += (float)code, sums.nn += (float)(code * code), sums.f += (float)fine, sums.nf += (float)(code * fine);
+        store_code(dst, as_words, i, code + fd_zero_point(FD_KV_INT4));
+    }
+    return fd_int4_fit(grid, sums, n);
 }
 
 static void row_to_fp16(uint16_t *dst, const float *src, uint32_t n) {

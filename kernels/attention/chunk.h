@@ -23,19 +23,20 @@
  * Integer formats store one more word for each token and matrix, its affine word:
  *
  *   int8  the scale in fp32                      x = scale * (stored - 128)          scale = max |x| / 127
- *   int4  the scale in bf16 (high half) and      x = scale * (stored - 8) + centre   scale = (max - min) / 15
- *         the centre in bf16 (low half)                                              centre = (min + max + scale) / 2
+ *   int4  the scale in bf16 (high half) and      x = scale * (stored - 8) + centre   both by least squares
+ *         the centre in bf16 (low half)                                              (fd_int4_grid, fd_int4_fit)
  *
  * The affine words of K are the last row of each column of K; those of V are 128 words between K and V. So a kernel
  * reads a chunk from its first byte to its last without a gap, which hardware prefetchers can follow.
  *
  * int8-int4 stores K as int8 does and V as int4 does; every other format stores K and V alike. K is rotated before it
- * is rounded to integers, and so is Q (rotate.h).
+ * is rounded to integers, and so is Q; V is rotated before it is rounded to int4, and O is rotated back (rotate.h).
  *
  * Rounding is to nearest even. fp16 saturates at +-65504, because an infinity in the cache would turn every later
  * output of its sequence into NaN; bf16 has the range of fp32 and need not saturate. fp32, fp16 and bf16 keep
  * subnormals and NaN. An int8 token whose max |x| is below FD_TINY is stored as zeros with scale 0, because 127 / max
- * |x| would overflow. An int4 token whose scale would be below FD_TINY is stored with scale 0.
+ * |x| would overflow. An int4 token whose scale would be below FD_TINY is stored with
+ * scale 0.
  */
 #ifndef FD_CHUNK_H
 #define FD_CHUNK_H
@@ -162,19 +163,49 @@ static inline float fd_affine_centre(fd_kv_dtype_t format, uint32_t word) {
     return format == FD_KV_INT8 ? 0.0f : fd_bits_float(word << 16);
 }
 
-/* The affine word of an int4 token whose values lie in [min, max]. The scale is wide enough for the centre as rounded
- * to bf16; append clips values that the rounding of the scale itself leaves out of range. */
-static inline uint32_t fd_int4_affine(float min, float max) {
-    const float step = (max - min) / 15.0f;
-    const uint32_t centre = fd_fp32_to_bf16(max * 0.5f + min * 0.5f + step * 0.5f);
-    const float c = fd_bits_float(centre << 16), above = (max - c) / 7.0f, below = (c - min) / 8.0f;
-    const float scale = above > below ? above : below;
-    return (scale < FD_TINY ? 0u : (uint32_t)fd_fp32_to_bf16(scale) << 16) | centre;
+/* Whether K, or V, is rotated before it is stored (rotate.h). */
+FD_INLINE int fd_k_rotated(fd_kv_dtype_t dtype) { return fd_kv_is_int(fd_k_format(dtype)); }
+FD_INLINE int fd_v_rotated(fd_kv_dtype_t dtype) { return fd_v_format(dtype) == FD_KV_INT4; }
+
+/* How the values of an int4 token become integers. With `fine` integers in a step,
+ *
+ *   fine integer   f = round((x - centre) * inverse), clipped to FD_INT4_FINE_MAX
+ *   code           n = round(f / FD_INT4_FINE), clipped to -8..7
+ *
+ * The steps cover FD_INT4_COVER of the token's range: the few values beyond them lose less than all others gain.
+ * fd_int4_fit then chooses the scale and the centre that the codes fit best. The sums that it needs are sums of
+ * integers below 2^24, so every ISA gets the same scale and centre, whatever the order in which it adds. */
+#define FD_INT4_COVER 0.95f
+#define FD_INT4_FINE 256.0f
+#define FD_INT4_FINE_MAX 4095.0f
+typedef struct {
+    float step, inverse, centre; /* inverse is FD_INT4_FINE / step, or 0 if all values are stored as the centre */
+} fd_int4_grid_t;
+
+/* Sums over a token's elements: of codes, squared codes, fine integers, and codes times fine integers. */
+typedef struct {
+    float n, nn, f, nf;
+} fd_int4_sums_t;
+
+/* The grid of a token whose values lie in [min, max]. */
+static inline fd_int4_grid_t fd_int4_grid(float min, float max) {
+    const float half_step = (max - min) / 30.0f;
+    const float centre = fd_bits_float((uint32_t)fd_fp32_to_bf16(max * 0.5f + min * 0.5f + half_step) << 16);
+    const float above = (max - centre) / 7.0f, below = (centre - min) / 8.0f;
+    const float step = (above > below ? above : below) * FD_INT4_COVER;
+    return (fd_int4_grid_t){step, step < FD_TINY ? 0.0f : FD_INT4_FINE / step, centre};
 }
 
-static inline float fd_int4_inverse(uint32_t word) {
-    const float scale = fd_bits_float(word & 0xffff0000u);
-    return scale == 0.0f ? 0.0f : 1.0f / scale;
+/* The affine word of a token of `size` elements: the least-squares centre, rounded to bf16, then the least-squares
+ * scale for this centre. */
+static inline uint32_t fd_int4_fit(fd_int4_grid_t grid, fd_int4_sums_t sums, uint32_t size) {
+    const double n = sums.n, nn = sums.nn, f = sums.f, nf = sums.nf, unit = (double)grid.step / FD_INT4_FINE;
+    const double determinant = size * nn - n * n;
+    if (grid.inverse == 0.0f || !(determinant > 0)) return fd_fp32_to_bf16(grid.centre);
+    const uint32_t centre = fd_fp32_to_bf16((float)(grid.centre + (nn * f - n * nf) / determinant * unit));
+    const double moved = ((double)fd_bits_float(centre << 16) - grid.centre) / unit;
+    const float scale = (float)((nf - moved * n) / nn * unit);
+    return (scale >= FD_TINY ? (uint32_t)fd_fp32_to_bf16(scale) << 16 : 0u) | centre;
 }
 
 /* The positions [start, end) that query token j of a block sees. */

@@ -1,8 +1,10 @@
-/* The rotation of Q and K before they are rounded to integers. kernels/linears rotates activations in the same way.
+/* The rotation of Q and K before they are rounded to integers, and of V before it is rounded to int4. kernels/linears
+ * rotates activations in the same way.
  *
  * A query or a key has a few channels that are many times as large as the others, and they set the scale of its
  * integers. A Hadamard transform is orthogonal, so it leaves every score as it was, and it spreads such a channel over
- * all channels of its block (QuaRot, arXiv 2404.00456).
+ * all channels of its block (QuaRot, arXiv 2404.00456). O is a sum of rows of V, so the same transform of O, which is
+ * its own inverse, undoes that of V.
  */
 #ifndef FD_ROTATE_H
 #define FD_ROTATE_H

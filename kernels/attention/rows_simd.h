@@ -45,6 +45,23 @@ FD_INLINE uint32_t row_to_int8(void *dst, const int as_words, const float *src, 
     return fd_float_bits(tiny ? 0.0f : amax / 127.0f);
 }
 
+/* fd_int4_sums_t, lane by lane. */
+typedef struct {
+    vec_t n, nn, f, nf;
+} int4_sums_t;
+
+/* The codes of a vector of a row, -8..7 as floats, which are added to the sums. NaN becomes one of the limits. */
+FD_INLINE vec_t int4_codes(vec_t x, fd_int4_grid_t grid, int4_sums_t *sums) {
+    const vec_t most = vec_set1(FD_INT4_FINE_MAX), least = vec_set1(-FD_INT4_FINE_MAX);
+    const vec_t scaled = vec_mul(vec_sub(x, vec_set1(grid.centre)), vec_set1(grid.inverse));
+    const vec_t fine = vec_round(vec_min(vec_max(scaled, least), most));
+    const vec_t rounded = vec_round(vec_mul(fine, vec_set1(1.0f / FD_INT4_FINE)));
+    const vec_t code = vec_min(vec_max(rounded, vec_set1(-8.0f)), vec_set1(7.0f));
+    sums->n = vec_add(sums->n, code), sums->nn = vec_fma(code, code, sums->nn);
+    sums->f = vec_add(sums->f, fine), sums->nf = vec_fma(code, fine, sums->nf);
+    return code;
+}
+
 FD_INLINE uint32_t row_to_int4(void *dst, const int as_words, const float *src, uint32_t n) {
     const vec_t first = vec_set1(src[0]);
     vec_t min = first, max = first;
@@ -57,10 +74,25 @@ FD_INLINE uint32_t row_to_int4(void *dst, const int as_words, const float *src, 
         min = vec_min(vec_set1(src[i]), min);
         max = vec_max(vec_set1(src[i]), max);
     }
-    const uint32_t word = fd_int4_affine(-vec_reduce_max(vec_sub(vec_zero(), min)), vec_reduce_max(max));
-    row_to_codes(dst, as_words, src, n, fd_bits_float(word << 16), fd_int4_inverse(word), -8.0f, 7.0f,
-                 fd_zero_point(FD_KV_INT4));
-    return word;
+    const fd_int4_grid_t grid = fd_int4_grid(-vec_reduce_max(vec_sub(vec_zero(), min)), vec_reduce_max(max));
+    int4_sums_t sums = {vec_zero(), vec_zero(), vec_zero(), vec_zero()};
+    for (i = 0; i + LANES <= n; i += LANES) {
+        const vec_t code = int4_codes(vec_load(src + i), grid, &sums);
+        if (as_words) vec_store_int((uint32_t *)dst + i, code, fd_zero_point(FD_KV_INT4));
+        else vec_store_u8((uint8_t *)dst + i, code, fd_zero_point(FD_KV_INT4));
+    }
+    if (i < n) {
+        /* The lanes beyond the row hold the centre, which adds nothing to the sums. */
+        float last[LANES];
+        for (uint32_t j = 0; j < LANES; j++) last[j] = i + j < n ? src[i + j] : grid.centre;
+        const vec_t code = int4_codes(vec_load(last), grid, &sums);
+        if (as_words) vec_store_int_half((uint32_t *)dst + i, code, fd_zero_point(FD_KV_INT4));
+        else vec_store_u8_half((uint8_t *)dst + i, code, fd_zero_point(FD_KV_INT4));
+    }
+    return fd_int4_fit(grid,
+                       (fd_int4_sums_t){vec_reduce_add(sums.n), vec_reduce_add(sums.nn), vec_reduce_add(sums.f),
+                                        vec_reduce_add(sums.nf)},
+                       n);
 }
 
 #endif

@@ -12,7 +12,7 @@ import asyncio
 import numpy as np
 import pytest
 import torch
-from kernel_budget import BF16, FLOATS, INT8, INT16, budget
+from kernel_budget import BF16, FLOATS, INT8, INT8_ROTATED, INT16, INT16_ROTATED, budget
 from rnode_process import RNodeProcess
 
 from fastdecode.bench import accuracy
@@ -28,6 +28,7 @@ ADVERSARIAL = accuracy.adversarial()
 
 #: Budgets of a kernel's arithmetic: over all rows of any input, and for the worst row of the demo model.
 KERNEL = {FLOATS: (5e-6, 2e-5), INT16: (6e-4, 5e-3), INT8: (3e-2, 0.15), BF16: (6e-3, 5e-2)}
+KERNEL |= {INT16_ROTATED: (1.8e-3, 5e-3), INT8_ROTATED: (9e-2, 0.15)}
 #: Budgets of a format, for the demo model: over all rows, and for the worst row.
 MODEL = {"fp32": (1e-6, 2e-5), "fp16": (8e-4, 6e-3), "bf16": (6e-3, 5e-2), "int8": (1.5e-2, 0.2), "int4": (0.2, 1.5)}
 MODEL["int8-int4"] = (0.1, 0.3)
