@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from fastdecode.bench.cli import run_command
 
 _MODULES = {
-    name: f"fastdecode.plan.{name}" for name in ("measure", "recommend", "simulate", "stress", "validate", "published")
+    name: f"fastdecode.plan.{name}"
+    for name in ("measure", "recommend", "simulate", "stress", "trial", "validate", "published")
 }
 
 

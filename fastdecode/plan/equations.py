@@ -58,6 +58,8 @@ class System:
     kv_bytes_per_second: float  # of one R-node
     r_nodes: int
     in_turns: bool = False  # S-Part and R-Part take turns on the same cores
+    engine_step: float = 0.0  # seconds of the scheduler and of the delivery of tokens, for a step
+    engine_row: float = 0.0  # and for each of its rows
 
     @classmethod
     def of(cls, profile: Profile, transport: str, model: PlannedModel, kv_dtype: str, r_nodes: int) -> System:
@@ -66,7 +68,8 @@ class System:
         assert profile.s_node is not None and profile.r_node is not None
         s_part = profile.s_node.times(model.name, model.parameters)
         speed = profile.r_node.bytes_per_second(kv_dtype, model.group)
-        return cls(model, s_part, profile.links[transport], kv_dtype, speed, r_nodes, profile.in_turns)
+        engine = profile.s_node.engine_step, profile.s_node.engine_row
+        return cls(model, s_part, profile.links[transport], kv_dtype, speed, r_nodes, profile.in_turns, *engine)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,12 +91,13 @@ class PartTimes:
     wire: float  # Q, K and V to the R-nodes; O comes back the other way in less time
     back: float
     latency: float  # of the layers' ways there and back
+    engine: float = 0.0  # scheduling the step and delivering its tokens, on the S-node
 
     @property
     def alone(self) -> float:
-        """The step with nothing beside it: each layer's S-Part, its way to the R-nodes, its R-Part, and its way back
-        follow one another."""
-        return self.s_part + self.wire + self.r_part + self.back + self.latency
+        """The step with nothing beside it: scheduling, each layer's S-Part, its way to the R-nodes, its R-Part, and its
+        way back, and the delivery of the tokens follow one another."""
+        return self.engine + self.s_part + self.wire + self.r_part + self.back + self.latency
 
 
 def part_times(system: System, work: Work, slowest_share: float | None = None) -> PartTimes:
@@ -113,6 +117,7 @@ def part_times(system: System, work: Work, slowest_share: float | None = None) -
         wire=bytes_out / (1e9 * system.link.gbps),
         back=work.rows * model.q_bytes / (1e9 * system.link.gbps),
         latency=model.n_layers * system.link.layer_seconds,
+        engine=system.engine_step + system.engine_row * work.rows,
     )
 
 
@@ -120,7 +125,7 @@ def shared_seconds(parts: Sequence[PartTimes]) -> dict[str, float]:
     """Seconds in which all mini-batches in flight can do a step, by the part of the system that they share: the S-node,
     the R-nodes and each direction of the wire serve one after the other."""
     return {
-        "S-Part": sum(p.s_part for p in parts),
+        "S-Part": sum(p.s_part + p.engine for p in parts),
         "R-Part": sum(p.r_part for p in parts),
         "wire": max(sum(p.wire for p in parts), sum(p.back for p in parts)),
     }

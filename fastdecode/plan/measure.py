@@ -1,4 +1,4 @@
-"""Measures this machine for a profile: the S-Part's time by rows, attention's GB/s, and the links.
+"""Measures this machine for a profile: the S-Part's time by rows, attention's GB/s, the links, and the engine's cost.
 
 The S-Part's time and the links' come from decoding steps with next to nothing cached, over an R-node that this command
 starts for each transport, or one that runs already (--r-node). Attention is measured without an S-Part. All figures are
@@ -33,6 +33,7 @@ from fastdecode.daemon.config import NodeConfig, parse_bytes
 from fastdecode.daemon.embedded import split_machine
 from fastdecode.daemon.machine import available_memory, usable_cpus
 from fastdecode.demo import model_dir
+from fastdecode.plan.engine_cost import engine_cost
 from fastdecode.plan.model import PlannedModel, read_model
 from fastdecode.plan.profile import LinkTimes, Profile, RNode, SNode, SPartTimes
 from fastdecode.region.contract import KV_DTYPES
@@ -60,6 +61,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--kv-bytes", type=parse_bytes, default=1 << 30, metavar="SIZE", help="KV-cache to attend to; default: 1GiB")
     add("--transport", action="append", help="transport between processes here (repeatable); default: shm and tcp")
     add("--r-node", action="append", default=[], metavar="URL", help="R-node whose link to measure (repeatable)")
+    add("--s-threads", type=int, metavar="N", help="threads of the S-Part; default: as fastdecode-node takes")
+    add("--r-threads", type=int, metavar="N", help="threads of the R-Part; default: all cores. If both fit the cores, "
+        "the parts do not take turns")  # fmt: skip
     add("--seconds", type=float, default=60.0, help="about how long to measure in all")
 
 
@@ -76,6 +80,8 @@ def run(args: argparse.Namespace) -> None:
             transports=args.transport or ["shm", "tcp"],
             r_nodes=args.r_node,
             seconds=args.seconds,
+            s_threads=args.s_threads,
+            r_threads=args.r_threads,
         )
     )
     profile.write(args.out)
@@ -93,10 +99,15 @@ async def measure(
     transports: Sequence[str],
     r_nodes: Sequence[str],
     seconds: float,
+    s_threads: int | None = None,
+    r_threads: int | None = None,
 ) -> Profile:
     """Measure for about `seconds` in all. The S-Part's times are those over the first transport."""
-    planned, model = read_model(directory), load(directory)
-    in_turns = model.device.type == "cpu"
+    planned, model = read_model(directory), load(directory, s_threads)
+    cpus = usable_cpus()
+    r_cpus = cpus[-r_threads:] if r_threads else cpus
+    on_cpu = model.device.type == "cpu"
+    in_turns = on_cpu and torch.get_num_threads() + len(r_cpus) > len(cpus)
     shapes = [Shape(_ATTENTION_CONTEXT, g, planned.head_size, planned.n_kv_heads) for g in {planned.group, *groups}]
     cells = list(itertools.product(kv_dtypes, shapes))
     n_links = len(transports) + len(r_nodes)
@@ -107,33 +118,34 @@ async def measure(
     with tqdm(total=len(cells) + n_links, desc="measuring", unit="part") as bar:
         for kv_dtype, shape in cells:
             bar.set_postfix_str(f"attention, {kv_dtype}, G = {shape.group}")
-            kv_gbps[kv_dtype][str(shape.group)] = attention_gbps(shape, kv_dtype, kv_bytes, each)
+            kv_gbps[kv_dtype][str(shape.group)] = attention_gbps(shape, kv_dtype, kv_bytes, each, r_cpus)
             bar.update()
         for transport in (*transports, *r_nodes):
             bar.set_postfix_str(f"S-Part and link, {transport}")
-            with r_node(transport) as url:
+            with r_node(transport, len(r_cpus)) as url:
                 steps = [await decode_step(model, url, n, each) for n in rows]
                 if s_part is None:
                     s_part = await s_part_times(planned, model, url, steps, each)
             links[url.partition(":")[0]] = link_times(planned, steps)
             bar.update()
-    device = _cpu() if in_turns else torch.cuda.get_device_name(model.device)
+    device = _cpu() if on_cpu else torch.cuda.get_device_name(model.device)
     assert s_part is not None
+    cost = await engine_cost(planned)
     return Profile(
-        name=f"{device}, {len(usable_cpus())} CPUs",
+        name=f"{device}, {len(cpus)} CPUs",
         source="measured",
         notes=f"weights in {str(model.dtype).removeprefix('torch.')}",
         in_turns=in_turns,
-        s_node=SNode(device=device, s_part=(s_part,)),
+        s_node=SNode(device=device, s_part=(s_part,), engine_step=cost.step, engine_row=cost.row),
         r_node=RNode(device=_cpu(), kv_gbps=kv_gbps, memory=float(available_memory() // 2)),
         links=links,
     )
 
 
-def load(directory: Path) -> Model:
-    """Load a checkpoint as a node would, and give torch the threads that the node would."""
+def load(directory: Path, threads: int | None = None) -> Model:
+    """Load a checkpoint as a node would, and give torch so many threads, or those that the node would."""
     device = choose_device("auto")
-    torch.set_num_threads(split_machine(NodeConfig(), s_on_gpu=device.type == "cuda").s_threads)
+    torch.set_num_threads(threads or split_machine(NodeConfig(), s_on_gpu=device.type == "cuda").s_threads)
     return load_model(directory, device=device, dtype=choose_dtype("auto", read_config(directory).dtype, device))
 
 
@@ -152,9 +164,9 @@ def r_node(where: str, threads: int | None = None, kv_bytes: int = 1 << 30) -> I
 # -- the three measurements --------------------------------------------------------------------------------------------
 
 
-def attention_gbps(shape: Shape, kv_dtype: str, kv_bytes: int, seconds: float) -> float:
-    """GB/s at which the attention of a layer reads at least `kv_bytes` of KV-cache with all cores."""
-    with closing(RPart(shape, kv_dtype, kv_bytes, usable_cpus(), progress=False)) as part:
+def attention_gbps(shape: Shape, kv_dtype: str, kv_bytes: int, seconds: float, cpus: list[int]) -> float:
+    """GB/s at which the attention of a layer reads at least `kv_bytes` of KV-cache with a thread on each of `cpus`."""
+    with closing(RPart(shape, kv_dtype, kv_bytes, cpus, progress=False)) as part:
         part.layer()  # warms up
         speeds: list[float] = []
         end = time.perf_counter() + seconds
@@ -237,6 +249,9 @@ def print_profile(profile: Profile) -> None:
     for times in profile.s_node.s_part if profile.s_node else ():
         steps = ", ".join(f"{n:.0f}: {1e3 * t:.2f}" for n, t in times.rows)
         print(f"  S-Part of {times.model}, ms by rows: {steps}; a prompt's row costs {times.prompt_row:.2f} rows")
+    if profile.s_node:
+        row, step = 1e6 * profile.s_node.engine_row, 1e6 * profile.s_node.engine_step
+        print(f"  the engine: {step:.0f} us a step and {row:.1f} us a row")
     for kv_dtype, groups in profile.r_node.kv_gbps.items() if profile.r_node else ():
         speeds = ", ".join(f"{speed:.1f} (G = {group})" for group, speed in groups.items())
         print(f"  attention over {kv_dtype}, GB/s: {speeds}")

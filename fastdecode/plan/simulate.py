@@ -1,7 +1,7 @@
 """Serves a load in virtual time: the server's own engine and scheduler, over steps that take predicted times.
 
 The load and the figures are those of fastdecode-bench serve, but simulated: the time that Python takes between steps
-is left out. The schedules learn the lengths of outputs as they come, or from --history.
+is that of the profile, if it has one. The schedules learn the lengths of outputs as they come, or from --history.
 """
 
 from __future__ import annotations

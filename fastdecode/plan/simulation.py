@@ -70,7 +70,8 @@ async def _simulate(
     loop = asyncio.get_running_loop()
     n, rows = limits.mini_batches, limits.max_batch_tokens
     max_seqs = 2 * n * limits.max_seqs
-    links = [VirtualLink(f"{i}", system, memory, max_seqs, rows, n) for i in range(system.r_nodes)]
+    sizes = system.model, system.kv_dtype, memory, max_seqs, rows, n
+    links = [VirtualLink(f"{i}", *sizes) for i in range(system.r_nodes)]
     spart = VirtualSPart(system, links, [r.output_tokens for r in requests for _ in range(r.choices)])
     runner = VirtualRunner(system.in_turns)
     options |= {"mini_batches": n, "max_batch_size": limits.max_seqs, "max_batch_tokens": rows}
@@ -83,7 +84,7 @@ async def _simulate(
     samples: list[dict[str, float]] = []
     sampling = loop.create_task(_sample(engine, samples, max(_SAMPLE_SECONDS, requests[-1].arrival / _SAMPLES)))
     prompts = Prompts(WORD, WORD, seed=0)
-    client = _Client(engine, sum(request.choices for request in requests))
+    client = Client(engine, sum(request.choices for request in requests))
     for i, request in enumerate(requests):
         if request.arrival > loop.time():
             await asyncio.sleep(request.arrival - loop.time())
@@ -98,13 +99,15 @@ async def _simulate(
     return Simulated(run, runner.records, scheduler.preemptions, scheduler.recomputed_tokens)
 
 
-class _Client:
-    """Sends requests to an engine and records when their tokens come."""
+class Client:
+    """Sends requests to an engine in this process and records when their tokens come. Belongs to the running event
+    loop."""
 
-    def __init__(self, engine: Engine, n_requests: int):
+    def __init__(self, engine: Engine, n_answers: int):
         self.answers: list[Answer] = []
         self.all_ended = asyncio.Event()
-        self._engine, self._to_end = engine, n_requests
+        self.seconds = 0.0  # of the run, for the caller to set
+        self._engine, self._to_end = engine, n_answers
         self._time = asyncio.get_running_loop().time
 
     def send(self, request: Request, prompt: list[int], max_tokens: int | None) -> None:

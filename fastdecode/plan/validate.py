@@ -194,7 +194,8 @@ def kv_bytes(planned: PlannedModel, point: Point) -> float:
 def predict(planned: PlannedModel, profile: Profile, point: Point) -> float:
     """Output tokens a second of a point. The R-nodes share the cores whose attention the profile has."""
     system = System.of(profile, "shm", planned, point.kv_dtype, point.r_nodes)
-    system = dataclasses.replace(system, kv_bytes_per_second=system.kv_bytes_per_second / point.r_nodes)
+    speed = system.kv_bytes_per_second / point.r_nodes
+    system = dataclasses.replace(system, kv_bytes_per_second=speed, engine_step=0.0, engine_row=0.0)  # no engine runs
     read = point.batch * planned.read_tokens(point.context + _STEPS / 2)
     seconds, _ = round_seconds([part_times(system, Work(point.batch, read))], profile.in_turns)
     return point.batch / seconds

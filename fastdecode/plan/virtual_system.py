@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from fastdecode.plan.equations import PartTimes, System, Work, part_times, shared_seconds
+from fastdecode.plan.model import PlannedModel
 from fastdecode.region.contract import PAGE_TOKENS
 from fastdecode.spart.batch import Sampled, StepBatch, StepOutput
 from fastdecode.transports.base import Lease, StepTimes
@@ -25,11 +26,20 @@ _CONTROL_SECONDS = 1e-3  # of a FREE, FORK or RESIZE
 class VirtualLink:
     """The link to an R-node that has `memory` bytes for KV-cache."""
 
-    def __init__(self, name: str, system: System, memory: float, max_seqs: int, max_rows: int, mini_batches: int):
-        windows = system.model.windows or (0,)
+    def __init__(
+        self,
+        name: str,
+        model: PlannedModel,
+        kv_dtype: str,
+        memory: float,
+        max_seqs: int,
+        max_rows: int,
+        mini_batches: int,
+    ):
+        windows = model.windows or (0,)
         full, limited = sum(not window for window in windows), sum(window > 0 for window in windows)
         layers = gcd(full, limited)  # of a page
-        page_bytes = round(system.model.token_bytes(system.kv_dtype) * PAGE_TOKENS * layers / len(windows))
+        page_bytes = round(model.token_bytes(kv_dtype) * PAGE_TOKENS * layers / len(windows))
         n_pages = int(memory // page_bytes)
         if n_pages < 1:
             raise ValueError(f"{memory:.0f} bytes do not hold one KV page, which has {page_bytes}")
@@ -103,7 +113,8 @@ class VirtualSPart:
             for link, tokens in zip(self._links, read, strict=True)
             if tokens
         }
-        output = StepOutput(sampled, parts.s_part, parts.alone - parts.s_part, round(total * token_bytes), costs)
+        waited = parts.alone - parts.s_part - parts.engine
+        output = StepOutput(sampled, parts.s_part, waited, round(total * token_bytes), costs)
         return VirtualStep(work, parts, output)
 
     def is_long(self, final_length: int) -> bool:
