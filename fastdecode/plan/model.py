@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 from fastdecode.daemon.check_model import parameters
+from fastdecode.engine.scheduling.rtime import layer_groups
 from fastdecode.kernels._native import page_bytes
 from fastdecode.region.contract import KV_DTYPES, PAGE_TOKENS
 from fastdecode.region.geometry import Geometry, geometry_tuple
@@ -44,21 +46,30 @@ class PlannedModel:
 
     def token_bytes(self, kv_dtype: str) -> float:
         """Bytes of a cached token, in all layers."""
-        geometry = Geometry(1, 1, self.n_layers, self.n_q_heads, self.n_kv_heads, self.head_size, "fp16")
-        return page_bytes(geometry_tuple(geometry), KV_DTYPES.index(kv_dtype)) / PAGE_TOKENS
+        return _token_bytes(self.n_layers, self.n_q_heads, self.n_kv_heads, self.head_size, kv_dtype)
 
     def read_tokens(self, length: float) -> float:
         """Cached tokens that attention reads of a sequence of `length`, windows considered, as an average over the
         layers."""
-        if not self.windows:
+        if not any(self.windows):
             return length
-        return sum(min(length, window) if window else length for window in self.windows) / len(self.windows)
+        groups = _layer_groups(self.windows)
+        return sum(n * min(length, window) if window else n * length for window, n in groups) / len(self.windows)
 
     @property
     def pair_rows(self) -> float:
         """Rows that cost as many operations as one pair of a prompt's row and a key: a pair takes 4 operations for
         each element of Q in each layer, a row 2 for each weight."""
         return 2 * self.n_layers * self.n_q_heads * self.head_size / self.parameters
+
+
+_layer_groups = lru_cache(layer_groups)
+
+
+@lru_cache
+def _token_bytes(n_layers: int, n_q_heads: int, n_kv_heads: int, head_size: int, kv_dtype: str) -> float:
+    geometry = Geometry(1, 1, n_layers, n_q_heads, n_kv_heads, head_size, "fp16")
+    return page_bytes(geometry_tuple(geometry), KV_DTYPES.index(kv_dtype)) / PAGE_TOKENS
 
 
 def read_model(path: Path) -> PlannedModel:

@@ -19,6 +19,7 @@ from fastdecode.spart.batch import Sampled, StepBatch, StepOutput
 from fastdecode.transports.base import Lease, StepTimes
 
 WORD, END = 0, 1
+_NEXT, _LAST = Sampled(WORD), Sampled(END)
 
 _CONTROL_SECONDS = 1e-3  # of a FREE, FORK or RESIZE
 
@@ -90,7 +91,8 @@ class VirtualSPart:
     def step(self, batch: StepBatch) -> VirtualStep:
         """The cost and the result of a step. An uncached suffix costs the S-Part its rows, and its R-node one reading
         of the tokens that it attends to."""
-        model, sampled = self._system.model, []
+        model, sampled, outputs = self._system.model, [], self.outputs
+        whole = not any(model.windows)  # every layer reads every cached token
         rows = prompt_rows = pairs = 0
         read = [0.0] * len(self._links)
         for chunk in batch.chunks:
@@ -100,10 +102,10 @@ class VirtualSPart:
                 pairs += n * chunk.pos + n * (n + 1) // 2
             else:
                 rows += n
-                read[chunk.link] += model.read_tokens(chunk.pos + n)
+                length = chunk.pos + n
+                read[chunk.link] += length if whole else model.read_tokens(length)
             spec = chunk.sample
-            last = spec is not None and spec.index + 1 >= self.outputs[spec.seed]
-            sampled.append(Sampled(END if last else WORD) if spec is not None else None)
+            sampled.append(None if spec is None else _LAST if spec.index + 1 >= outputs[spec.seed] else _NEXT)
         total = sum(read)
         work = Work(rows, total, prompt_rows, pairs)
         parts = part_times(self._system, work, max(read) / total if total else None)

@@ -56,12 +56,12 @@ class Pace:
         """Begin to plan a step of a mini-batch, which consists of the sequences `batch`."""
         if self._target is None:
             return
-        cluster = self._cluster
-        self._mini_batch, self._costs = mini_batch, cluster.costs
-        decoding, rest = self._empty(), []
-        rows = 0
+        self._mini_batch, self._costs = mini_batch, self._cluster.costs
+        rest, rows = [], 0
+        groups = self._cluster.loads.groups
+        decoding = Loads(groups, [[0.0] * len(groups) for _ in self._cluster.nodes])
         for seq in batch:
-            if seq.prefilling:
+            if seq.cached < seq.prefill_end:
                 rest.append(seq)
             else:
                 rows += 1
@@ -75,8 +75,9 @@ class Pace:
     @property
     def known(self) -> bool:
         """True if there is a target, and steps were measured."""
-        measured = any(node.bandwidth.bytes_per_second for node in self._cluster.nodes)
-        return self._target is not None and self._s_part.n > 0 and measured
+        if self._target is None or not self._s_part.n:
+            return False
+        return any(node.bandwidth.bytes_per_second for node in self._cluster.nodes)
 
     def allows(self, seq: Sequence) -> bool:
         """True if steps stay within the limit when `seq` joins the mini-batch that is being planned. A sequence that
@@ -150,7 +151,3 @@ class Pace:
     def _s_seconds(self, rows: int) -> float:
         line = self._s_part
         return line.mean if line.slope is None else line.fixed + line.slope * rows
-
-    def _empty(self) -> Loads:
-        groups = self._cluster.loads.groups
-        return Loads(groups, [[0.0] * len(groups) for _ in self._cluster.nodes])

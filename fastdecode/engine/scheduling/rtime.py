@@ -22,21 +22,16 @@ class Bandwidth:
     load would look slow and be given ever less.
     """
 
+    bytes_per_second: float | None = None  # None before the first step that read KV-cache
     _steps: Line = field(default_factory=Line)  # x: bytes, y: seconds
 
     def observe(self, busy_ns: int, kv_bytes: int) -> None:
         """Record a step that read `kv_bytes` bytes of KV-cache in `busy_ns` nanoseconds. Ignores one that read none."""
         if kv_bytes > 0 and busy_ns > 0:
-            self._steps.observe(kv_bytes, busy_ns / 1e9)
-
-    @property
-    def bytes_per_second(self) -> float | None:
-        """None before the first step that read KV-cache."""
-        steps = self._steps
-        if not steps.n:
-            return None
-        # A step cannot be all fixed time: that would be an infinite bandwidth.
-        return steps.x / max(steps.y - steps.n * steps.fixed, 0.05 * steps.y)
+            steps = self._steps
+            steps.observe(kv_bytes, busy_ns / 1e9)
+            # A step cannot be all fixed time: that would be an infinite bandwidth.
+            self.bytes_per_second = steps.x / max(steps.y - steps.n * steps.fixed, 0.05 * steps.y)
 
 
 @dataclass(slots=True)
