@@ -6,6 +6,7 @@ A router that sends the header X-Fastdecode-Resumable gets marks in the stream, 
     : fd [12, 13]                                   the events before it show the text of these tokens, and all before
     : fd [14, "stop"]                               likewise; the engine has ended the choice
     : fd "leaving"                                  this S-node is about to end
+    : fd "leaving tcp://..."                        likewise; there its successor gets the K and V of the stream
 
 To continue the stream, the router sends the request to another S-node, with a field `fastdecode_resume` that has the
 first mark's values and the tokens so far. That S-node feeds the tokens to the code that makes text of them, drops the
@@ -53,6 +54,7 @@ class Resume:
     seed: int
     tokens: tuple[int, ...]
     finish_reason: str | None  # why the engine ended the choice with the last token; None: it did not
+    take_from: str | None = None  # the URL at which an S-node that is about to end has the K and V
 
     @classmethod
     def taken_from(cls, body: Any) -> Resume | None:
@@ -65,6 +67,7 @@ class Resume:
             raise invalid(FIELD, "must be an object with id, created, seed, tokens and finish_reason") from None
         numbers = (resume.created, resume.seed, *resume.tokens)
         good = all(is_integer(n) and 0 <= n < 2**63 for n in numbers) and isinstance(resume.id, str)
+        good = good and isinstance(resume.take_from, str | None)
         if not good or resume.finish_reason not in (None, "stop", "length"):
             raise invalid(FIELD, "a value is not of the right type")
         return resume

@@ -47,6 +47,7 @@ class Runs:
 
     engine: EngineClient
     keep_alive_seconds: float
+    hand_over_url: str | None = None  # see make_app
     closing: bool = False  # new requests are refused
     _runs: set[Run] = field(default_factory=set)
     _delivery: Delivery = field(default_factory=Delivery)
@@ -147,7 +148,7 @@ class Runs:
         spec = None if grammar is None else grammar.spec
         request = Request(job.answer.id, list(job.prompts), params, generation.candidates, spec)
         if resume is not None:
-            request = replace(request, generated=list(resume.tokens))
+            request = replace(request, generated=list(resume.tokens), take_from=resume.take_from)
         try:
             await run.submit(self.engine, request)
         except InvalidGrammar as error:
@@ -194,7 +195,7 @@ class Runs:
             return chunks.of(index, piece) + mark(piece.tokens) if piece.tokens else chunks.of(index, piece)
 
         def leave() -> None:
-            events.write(mark(LEAVING))
+            events.write(mark(f"{LEAVING} {self.hand_over_url}" if self.hand_over_url else LEAVING))
 
         await events.open()
         if run.names_tokens:

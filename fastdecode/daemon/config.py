@@ -216,6 +216,14 @@ class NodeConfig:
         parse=option_values.tcp_url,
         metavar="URL",
     )
+    take_from: tuple[str, ...] = _option(
+        "the --prefill-listen of an S-node whose streams this one takes over with their K and V when that one drains "
+        "behind a router (repeatable)",
+        (),
+        role="s",
+        parse=option_values.tcp_url,
+        metavar="URL",
+    )
     connect_seconds: float = _option(
         "at start, how long to wait for R-nodes that cannot be reached yet", 30.0, role="s", parse=option_values.seconds
     )
@@ -434,9 +442,10 @@ class NodeConfig:
                     )
         if self.partition == "heads" and not self.r_node:
             raise ConfigError("--partition heads needs --r-node: a team of R-nodes is fixed when the node starts")
-        if self.prefill_at and (not given or self.partition == "heads"):
+        if (self.prefill_at or self.take_from) and (not given or self.partition == "heads"):
+            name = flag("prefill_at" if self.prefill_at else "take_from")
             raise ConfigError(
-                "--prefill-at needs R-nodes that other ones can reach, each with whole sequences: --r-node, and no "
+                f"{name} needs R-nodes that other ones can reach, each with whole sequences: --r-node, and no "
                 "--partition heads"
             )
         if self.cpus is not None and self.threads is not None and len(self.cpus) != self.threads:

@@ -34,6 +34,8 @@ log = logging.getLogger(__name__)
 _FAILED_SECONDS = 5.0
 #: The longest time that a prompt may take, its wait included, before it is computed by the S-node that decodes.
 _ORDER_SECONDS = 300.0
+#: An S-node that is about to end waits so long for those that continue its streams to ask for their K and V.
+_QUIET_SECONDS = 2.0
 #: Connections that have not proved the secret, and all connections.
 _MOST_UNPROVED = 16
 _MOST = 1024
@@ -66,23 +68,25 @@ def model_digest(path: Path, hello: Hello) -> str:
 class RemotePrefill:
     """The prefill S-nodes of this S-node (an engine.handover.PrefillNodes)."""
 
-    def __init__(self, urls: Sequence[str], model: str, secret: bytes | None):
-        """`model`: see model_digest."""
+    def __init__(self, urls: Sequence[str], model: str, secret: bytes | None, take_from: Sequence[str] = ()):
+        """`model`: see model_digest. `take_from`: S-nodes that compute no prompts for this one, but have the K and V of
+        their streams taken when they are about to end."""
         self._model, self._secret = model, secret
-        self._waiting = dict.fromkeys(urls, 0)  # tokens of the prompts that each one has, by its URL
+        self._prefill = frozenset(urls)
+        self._waiting = dict.fromkeys([*urls, *take_from], 0)  # tokens of the prompts that each one has, by its URL
         self._failed: dict[str, float] = {}  # when
 
-    def _usable(self) -> list[str]:
-        now = time.monotonic()
-        return [url for url in self._waiting if now - self._failed.get(url, -_FAILED_SECONDS) >= _FAILED_SECONDS]
+    def _usable(self, at: str | None) -> list[str]:
+        """The S-node at `at` if it is known, else those that prefill, without those that have failed lately."""
+        now, wanted = time.monotonic(), [at] if at in self._waiting else self._prefill
+        return [url for url in wanted if url and now - self._failed.get(url, -_FAILED_SECONDS) >= _FAILED_SECONDS]
 
-    @property
-    def ready(self) -> bool:
-        return bool(self._usable())
+    def ready(self, at: str | None) -> bool:
+        return bool(self._usable(at))
 
     async def prefill(self, order: Order) -> None:
         """Let the S-node with the fewest waiting tokens compute a prompt. Raises TransportError."""
-        if not (usable := self._usable()):
+        if not (usable := self._usable(order.at)):
             raise LinkDown("no prefill S-node can be reached")
         url = min(usable, key=self._waiting.__getitem__)
         self._waiting[url] += len(order.tokens)
@@ -137,6 +141,7 @@ class PrefillServer:
         self._name = f"S-node {socket.gethostname()}"
         self._unproved: dict[asyncio.Task[None], None] = {}  # oldest first
         self._tasks: set[asyncio.Task[None]] = set()
+        self._last = time.monotonic()  # when a connection last came, or the streams have left
         self._accepting = asyncio.get_running_loop().create_task(self._accept())
 
     @classmethod
@@ -145,6 +150,14 @@ class PrefillServer:
         secret."""
         sock, netloc = await tcp.listen(url, *tcp.parse(url), secret, False)
         return cls(sock, f"tcp://{netloc}", giver, model, secret)
+
+    async def drain(self, seconds: float) -> None:
+        """Wait until nobody has asked for a prompt for a while, at most `seconds`."""
+        self._last = time.monotonic()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while self._tasks or time.monotonic() - self._last < _QUIET_SECONDS:
+                    await asyncio.sleep(0.05)
 
     async def close(self) -> None:
         """Stop listening, and withdraw the prompts that are not computed yet."""
@@ -168,6 +181,7 @@ class PrefillServer:
                 continue
             if len(self._unproved) >= _MOST_UNPROVED:
                 next(iter(self._unproved)).cancel()
+            self._last = time.monotonic()
             task = loop.create_task(self._connection(sock))
             self._tasks.add(task)
             self._unproved[task] = None

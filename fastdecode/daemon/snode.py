@@ -176,7 +176,11 @@ async def _serve(
             max_uncached_suffix=None if model.device.type == "cpu" else _MAX_UNCACHED_SUFFIX,
             grow_leases=grow_leases,
             patience=config.reconnect_seconds,
-            prefill_nodes=RemotePrefill(config.prefill_at, digest, secret) if config.prefill_at else None,
+            prefill_nodes=(
+                RemotePrefill(config.prefill_at, digest, secret, config.take_from)
+                if config.prefill_at or config.take_from
+                else None
+            ),
         )
         if engine.longest_sequence < engine.max_model_len:
             log.warning(
@@ -186,6 +190,7 @@ async def _serve(
             )
         await engine.start()
         stack.push_async_callback(engine.stop)
+        prefill: PrefillServer | None = None
         if config.prefill_listen is not None:
             prefill = await PrefillServer.at(config.prefill_listen, Giver(engine), digest, secret)
             stack.push_async_callback(prefill.close)
@@ -206,6 +211,8 @@ async def _serve(
         await shutdown
         log.info("draining: running requests may go on for %.0f s", config.drain_seconds)
         await server.drain(config.drain_seconds)
+        if prefill is not None:
+            await prefill.drain(config.drain_seconds)
     log.info("S-node ended")
 
 

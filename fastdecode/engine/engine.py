@@ -196,10 +196,12 @@ class Engine:
         params: SamplingParams,
         outputs: Mapping[str, Output],
         generated: Iterable[int] = (),
+        take_from: str | None = None,
     ) -> list[Sequence]:
         """Queue the choices of a prompt, all or none. `outputs` maps the id of each choice to the function that
         takes its tokens; `params` are those of the first choice (SamplingParams.of_choice). `generated` are tokens
-        that each choice has already, from another S-node; its output gets those that follow.
+        that each choice has already, from another S-node; its output gets those that follow. `take_from`: the URL at
+        which that S-node still has their K and V.
 
         Raises NotReady, Overloaded, PromptTooLong, InvalidPrompt, InvalidParameter.
         """
@@ -248,6 +250,7 @@ class Engine:
                 adapter=adapter,
                 long=long,
                 salt=salt,
+                take_from=take_from,
                 output=output,
                 place=output if isinstance(output, Place) else None,
                 arrived=self._clock(),

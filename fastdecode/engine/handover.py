@@ -49,14 +49,14 @@ class Order:
     priority: int
     url: str  # of the R-node that waits for the pages
     token: str  # of the RECEIVE, 64 hexadecimal digits
+    at: str | None = None  # the URL of the S-node that has the K and V; None: any prefill S-node
 
 
 class PrefillNodes(Protocol):
     """The prefill S-nodes of an S-node that decodes."""
 
-    @property
-    def ready(self) -> bool:
-        """True if one of them may take an order."""
+    def ready(self, at: str | None) -> bool:
+        """True if one of them, or the S-node at the URL `at`, may take an order."""
         ...
 
     async def prefill(self, order: Order) -> None:
@@ -88,7 +88,7 @@ class Taker:
             and not (seq.prefill_here or seq.long or seq.params.prompt_logprobs is not None)
             and len(node.link.members) == 1
             and all(n_blocks <= group.most for group in node.groups.groups)  # pages beyond windows are not given away
-            and self._nodes.ready
+            and self._nodes.ready(seq.take_from)
         )
 
     async def take(self, seq: Sequence) -> None:
@@ -97,7 +97,14 @@ class Taker:
         params, token = seq.params, secrets.token_hex(32)
         url = node.link.peer_url or node.url
         order = Order(
-            seq.tokens[:n_tokens], params.adapter, params.cache_salt, params.client, params.priority, url, token
+            seq.tokens[:n_tokens],
+            params.adapter,
+            params.cache_salt,
+            params.client,
+            params.priority,
+            url,
+            token,
+            seq.take_from,
         )
         try:
             await node.link.receive(seq.handle, n_tokens, token)

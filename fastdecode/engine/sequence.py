@@ -40,6 +40,7 @@ class Sequence:
     rules: LogitRules | None = None  # None: the parameters have neither a bias nor a penalty
     constraints: TokenConstraints | None = None  # None: every token is allowed
     long: bool = False  # see SPart.is_long
+    take_from: str | None = None  # the URL of an S-node that has its K and V, and is about to end
     prefill_here: bool = False  # no other S-node is to compute its prompt (handover.py)
     salt: str = ""  # only sequences with the same one share cached prefixes: an adapter or RoPE gives other K and V
     adapter: int | None = None  # its LoRA adapter, as an index into the model's; None: the base model

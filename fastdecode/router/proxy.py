@@ -147,6 +147,7 @@ class _Relay:
         self.head: dict[str, Any] | None = None  # of a stream that can be continued, see api/continuation.py
         self.tokens: list[int] = []  # whose text the client has
         self._finish_reason: str | None = None
+        self._take_from: str | None = None  # where the S-node that is about to end has the K and V
         self._body = body
 
     @property
@@ -155,6 +156,8 @@ class _Relay:
         if self.head is None:
             return self._body
         resume = self.head | {"tokens": self.tokens, "finish_reason": self._finish_reason}
+        if self._take_from is not None:
+            resume["take_from"] = self._take_from
         return orjson.dumps(orjson.loads(self._body) | {FIELD: resume})
 
     async def stream(self, answer: aiohttp.ClientResponse, may_leave: Callable[[], bool]) -> web.StreamResponse:
@@ -193,7 +196,10 @@ class _Relay:
             if mark and isinstance(mark[-1], str):
                 self._finish_reason = mark.pop()
             self.tokens += mark
-        return bool(mark == LEAVING)
+        elif isinstance(mark, str) and mark.startswith(LEAVING):
+            self._take_from = mark[len(LEAVING) :].strip() or None
+            return True
+        return False
 
     async def _pass(self, events: bytes) -> None:
         """Give the client whole events. Raises _Retry for an error that another S-node may mend."""

@@ -21,6 +21,7 @@ class Request:
     n: int = 1  # choices of each prompt
     grammar: GrammarSpec | None = None  # that every choice must follow
     generated: list[int] = field(default_factory=list)  # tokens that the only choice has already
+    take_from: str | None = None  # the URL of an S-node that has their K and V, and is about to end
 
     @property
     def n_choices(self) -> int:

@@ -56,7 +56,7 @@ class LocalEngine:
             for prompt in request.prompts:
                 numbers = range(len(choices), len(choices) + request.n)
                 outputs: dict[str, Output] = {f"{request.id}-{i}": Place(outlet, first + i) for i in numbers}
-                choices += self._engine.submit_choices(prompt, params, outputs, request.generated)
+                choices += self._engine.submit_choices(prompt, params, outputs, request.generated, request.take_from)
         except Exception:
             for i in range(len(choices)):
                 cancel(i)

@@ -13,14 +13,18 @@ import orjson
 import pytest
 from aiohttp import web
 from api_client import MODEL, served
+from checkpoints import make_checkpoint
 from node_process import complete, fetch
 from openai import AsyncOpenAI, OpenAI
+from real_engine import real_engine
 from scripted_engine import ScriptedEngine
 from tokenizers_made import CHATML, byte_level
 
 from fastdecode.api.continuation import FIELD, HEADER, mark
 from fastdecode.api.server import bind, serve
 from fastdecode.daemon.discovery import FileSet, FixedSet
+from fastdecode.daemon.handover import PrefillServer, RemotePrefill
+from fastdecode.engine.giver import Giver
 from fastdecode.engine.request import GenerationFailed, Overloaded
 from fastdecode.router.main import make_app
 from fastdecode.router.metrics import RouterMetrics
@@ -324,6 +328,38 @@ async def test_streams_leave_an_s_node_that_is_about_to_end(tokenizer, spell):
             assert texts == ["one two three", "one t"]
             await closing  # nobody is left there
             assert second.generated == [script[:6]] * 2
+
+
+async def test_streams_take_their_k_and_v_along(tokenizer, tmp_path):
+    """Real engines with R-nodes of their own. The second one computes a token of the prompt at most."""
+    checkpoint, model = make_checkpoint("llama-gqa"), "ab" * 32
+    ask = ASK | {"prompt": [(7 * i * i + i) % 380 + 3 for i in range(300)], "max_tokens": 150, "temperature": 0}
+    async with contextlib.AsyncExitStack() as stack:
+        engines, options = [], {}
+        for name in "ab":
+            made = real_engine(checkpoint, tmp_path, url=f"shm://{tmp_path}/{name}.sock", prefix_cache=True, **options)
+            engines.append(await stack.enter_async_context(made))
+            if not options:
+                giver = Giver(engines[0])
+                server = await PrefillServer.at("tcp://127.0.0.1:0", giver, model, None)
+                stack.push_async_callback(server.close)
+                options = {"prefill_nodes": RemotePrefill([], model, None, [server.url])}
+        urls = [server.url, None]
+        clients = [
+            await stack.enter_async_context(served(engine, tokenizer, hand_over_url=url))
+            for engine, url in zip(engines, urls, strict=True)
+        ]
+        api, _, pool = await stack.enter_async_context(routed(*map(url_of, clients)))
+        pool.s_nodes[1].requests = 9
+        undisturbed = await api.completions.create(**ask, extra_body={"ignore_eos": True})
+        stream = await api.completions.create(**ask, stream=True, extra_body={"ignore_eos": True})
+        text = (await anext(stream)).choices[0].text
+        closing = asyncio.create_task(clients[0].server.close(grace=60))
+        text += "".join([chunk.choices[0].text async for chunk in stream])
+        await closing
+        assert text == undisturbed.choices[0].text
+        taken, prefilled = engines[1].stats.totals.prompts_taken, engines[1].stats.totals.recomputed
+        assert (taken, giver.given, prefilled) == (1, 1, 0)
 
 
 async def test_a_stream_leaves_an_s_node_that_has_lost_its_engine_or_its_r_nodes(tokenizer, spell):
