@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from fastdecode.engine.prefixes import Handle
     from fastdecode.engine.sequence import Sequence
 
+#: PUSHes at the same time. An R-node takes 16 of a link (transports/server.py), and moves need one.
+_TOGETHER = 8
 #: How long a sequence's progress is waited for before it is looked at again.
 _LOOK_SECONDS = 1.0
 
@@ -28,6 +30,7 @@ class Giver:
     def __init__(self, engine: Engine):
         self.given = 0  # prompts
         self._engine = engine
+        self._pushing = asyncio.Semaphore(_TOGETHER)
 
     async def give(self, order: Order) -> None:
         """Compute a prompt and push its pages. A caller that is cancelled withdraws the order.
@@ -64,18 +67,22 @@ class Giver:
             while not computed.done():
                 if seq.node is not None and (whole := min(seq.cached, n_tokens) // PAGE_TOKENS) > sent:
                     place = self._same_place(seq, place)
-                    await place[0].link.push(place[1], range(sent, whole), 0, order.url, order.token)
+                    await self._push(place, range(sent, whole), 0, order)
                     sent = whole
                 else:
                     await self._progress(computed)
             computed.result()
-            node, handle = self._same_place(seq, place)
-            await node.link.push(handle, range(sent, blocks_for(n_tokens)), n_tokens, order.url, order.token)
+            await self._push(self._same_place(seq, place), range(sent, blocks_for(n_tokens)), n_tokens, order)
             self.given += 1
         finally:
             engine.cancel(seq)
             if computed.done() and not computed.cancelled():
                 computed.exception()  # it has been seen to
+
+    async def _push(self, place: tuple[RNodeLedger, Handle], pages: range, length: int, order: Order) -> None:
+        node, handle = place
+        async with self._pushing:
+            await node.link.push(handle, pages, length, order.url, order.token)
 
     async def _progress(self, computed: asyncio.Future[None]) -> None:
         """Wait until steps have been computed."""

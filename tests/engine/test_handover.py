@@ -14,6 +14,7 @@ from fastdecode.engine.engine import Engine
 from fastdecode.engine.giver import Giver
 from fastdecode.engine.request import EngineError, InvalidPrompt, SamplingParams
 from fastdecode.transports.base import LinkDown
+from fastdecode.transports.server import MAX_PUSHES
 
 pytestmark = pytest.mark.quick
 
@@ -99,6 +100,21 @@ async def test_a_shared_beginning_is_computed_once():
         decode.r_nodes.end_drain(0)
         assert await ask(decode, other, 5, temperature=0.0) == continuation(other, 5)
         assert len(nodes.orders) == 2 and prefill.spart.links[0].forks == 1
+
+
+async def test_no_more_prompts_are_pushed_at_once_than_an_r_node_takes():
+    async with split(max_batch_size=64) as (prefill, decode, nodes):
+        [link] = prefill.spart.links
+        link.pushing.clear()
+        link.finishing.clear()
+        work = [ask(decode, prompt(300, i), 3, temperature=0.0) for i in range(30)]
+        await until(lambda: len(link.pushes) >= 8)
+        await asyncio.sleep(0.1)
+        assert len(link.pushes) <= MAX_PUSHES
+        link.pushing.set()
+        link.finishing.set()
+        assert await asyncio.gather(*work) == [continuation(prompt(300, i), 3) for i in range(30)]
+        assert nodes.giver.given == 30
 
 
 @pytest.mark.parametrize("fault", ["push", "giving", "taking", "shut"])
