@@ -58,14 +58,21 @@ class Pace:
             return
         self._mini_batch, self._costs = mini_batch, self._cluster.costs
         rest, rows = [], 0
-        groups = self._cluster.loads.groups
-        decoding = Loads(groups, [[0.0] * len(groups) for _ in self._cluster.nodes])
-        for seq in batch:
+        groups, totals = self._cluster.loads.groups, [0] * len(self._cluster.nodes)
+        decoding = Loads(groups, [[0.0] * len(groups) for _ in totals])
+        windows = any(window for window, _ in groups)
+        for seq in batch:  # every sequence in every step, so only windows, which are not linear, take their time
             if seq.cached < seq.prefill_end:
                 rest.append(seq)
-            else:
-                rows += 1
+                continue
+            rows += 1
+            if windows:
                 decoding.add(seq.placed_on.position, seq.cached)
+            else:
+                totals[seq.placed_on.position] += seq.cached
+        for position, total in enumerate(totals):
+            if total:
+                decoding.add(position, total)
         self._now[mini_batch] = rows, decoding.seconds(self._costs)
         for seq in rest:
             decoding.add(seq.placed_on.position, seq.prefill_end)
