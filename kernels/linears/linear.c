@@ -10,7 +10,8 @@ const fd_linear_ops_t *fd_linear_ops(fd_isa_t isa) {
 #if FD_X86
     if (isa == FD_ISA_AMX) return &fd_linear_ops_amx;
     if (isa == FD_ISA_AVX512VNNI || isa == FD_ISA_AVX512BF16) return &fd_linear_ops_avx512vnni;
-    if (isa == FD_ISA_AVX2 || isa == FD_ISA_AVXVNNI || isa == FD_ISA_AVX512) return &fd_linear_ops_avx2;
+    if (isa == FD_ISA_AVXVNNI) return &fd_linear_ops_avxvnni;
+    if (isa == FD_ISA_AVX2 || isa == FD_ISA_AVX512) return &fd_linear_ops_avx2;
 #endif
     return &fd_linear_ops_scalar;
 }

@@ -89,7 +89,8 @@ typedef struct {
     void (*tile)(const fd_linear_t *l, uint32_t tile, const fd_linear_rows_t *rows, uint32_t n, float *y);
 } fd_linear_ops_t;
 
-extern const fd_linear_ops_t fd_linear_ops_scalar, fd_linear_ops_avx2, fd_linear_ops_avx512vnni, fd_linear_ops_amx;
+extern const fd_linear_ops_t fd_linear_ops_scalar, fd_linear_ops_avx2, fd_linear_ops_avxvnni, fd_linear_ops_avx512vnni,
+    fd_linear_ops_amx;
 
 /* The kernels for an ISA that this machine supports. */
 const fd_linear_ops_t *fd_linear_ops(fd_isa_t isa);

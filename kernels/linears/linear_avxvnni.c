@@ -1,0 +1,76 @@
+/* AVX-VNNI: a vector has 8 of a tile's 16 outputs, and vpdpbusd adds 4 inputs of each. */
+#include "dispatch.h"
+
+#if FD_X86
+#include <immintrin.h>
+
+#ifdef __clang__
+#pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), apply_to = function)
+#else
+#pragma GCC push_options
+#pragma GCC target("avx2,fma,f16c")
+#endif
+
+#include "linear_kinds.h"
+#include "vec_avx2.h"
+
+typedef __m256i ivec_t;
+
+enum { MAX_ROWS = 6 };
+
+FD_INLINE vec_t vec_from_ints(ivec_t x) { return _mm256_cvtepi32_ps(x); }
+FD_INLINE ivec_t ivec_set1(int32_t x) { return _mm256_set1_epi32(x); }
+FD_INLINE ivec_t ivec_add(ivec_t x, ivec_t y) { return _mm256_add_epi32(x, y); }
+FD_INLINE ivec_t ivec_shift(ivec_t x, int by) { return _mm256_slli_epi32(x, by); }
+
+/* Written in assembly for the reasons in attention_avxvnni.c. */
+FD_INLINE ivec_t dot_fours(ivec_t sum, ivec_t q, ivec_t x) {
+    __asm__("%{vex%} vpdpbusd %2, %1, %0" : "+x"(sum) : "x"(q), "x"(x));
+    return sum;
+}
+
+FD_INLINE int32_t dot_offset(const fd_linear_t *l) { return -l->zero; }
+FD_INLINE int32_t dot_steps(const fd_linear_t *l) { return 127; }
+FD_INLINE ivec_t dot_start(const fd_linear_t *l, int32_t start, size_t sums, const kind_t kind) {
+    return ivec_set1(start);
+}
+
+FD_INLINE void dot_block(ivec_t *dot, const uint8_t *w, const uint8_t *table, const int8_t *x, size_t stride,
+                         const uint32_t n, const kind_t kind) {
+    if (kind == BYTES || kind == ROTATED) {
+        FD_UNROLL
+        for (uint32_t c = 0; c < FD_LINEAR_CHUNKS; c++) {
+            const ivec_t q = _mm256_loadu_si256((const __m256i *)(w + c * 64));
+            for (uint32_t r = 0; r < n; r++)
+                dot[r] = dot_fours(dot[r], q, ivec_set1(fd_linear_inputs(x + r * stride + 4 * c)));
+        }
+        return;
+    }
+    const ivec_t low = _mm256_set1_epi8(15);
+    const ivec_t numbers = kind == CODES ? _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)table)) : low;
+    for (uint32_t c = 0; c < FD_LINEAR_CHUNKS; c += 2) {
+        const ivec_t both = _mm256_loadu_si256((const __m256i *)(w + c * 32));
+        ivec_t even = _mm256_and_si256(both, low), odd = _mm256_and_si256(_mm256_srli_epi16(both, 4), low);
+        if (kind == CODES) even = _mm256_shuffle_epi8(numbers, even), odd = _mm256_shuffle_epi8(numbers, odd);
+        for (uint32_t r = 0; r < n; r++) {
+            const int8_t *inputs = x + r * stride + 4 * c;
+            dot[r] = dot_fours(dot[r], even, ivec_set1(fd_linear_inputs(inputs)));
+            dot[r] = dot_fours(dot[r], odd, ivec_set1(fd_linear_inputs(inputs + 4)));
+        }
+    }
+}
+
+#include "linear_simd.h"
+
+static void tile_rows(const fd_linear_t *l, uint32_t tile, const fd_linear_rows_t *rows, uint32_t n, float *y) {
+    tile_rows_from(l, tile, rows, 0, n, y);
+}
+
+const fd_linear_ops_t fd_linear_ops_avxvnni = {"avxvnni", 0, round_row, tile_rows};
+
+#ifdef __clang__
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#endif
+#endif
