@@ -23,6 +23,7 @@ from fastdecode.daemon.embedded import EmbeddedRNode, split_machine
 from fastdecode.demo import heldout_text, model_dir
 from fastdecode.region.contract import KV_DTYPES
 from fastdecode.spart import Model, SPart, choose_device, choose_dtype, load_model, read_config
+from fastdecode.spart.balance import balance_for
 from fastdecode.spart.batch import Chunk, SampleSpec, StepBatch
 from fastdecode.text.tokenizer import Tokenizer
 from fastdecode.transports.base import Link
@@ -80,6 +81,7 @@ async def _run(args: argparse.Namespace) -> dict[str, Any]:
         for weights in args.weights or ["auto"]:
             model = load_model(path, device=device, dtype=dtype, weights=weights)
             for kv_dtype in args.kv_dtype or (["fp32"] if args.weights else KV_DTYPES):
+                balance_for(model, kv_dtype)
                 hello = model.hello(n_slots=1, max_rows=len(ids), kv_dtype=kv_dtype, kv_bytes=None, max_seqs=len(ids))
                 link = await connect(node.url, hello, None)
                 nats = nats_per_token(model, link, ids, progress=f"weights {weights}, KV {kv_dtype}")

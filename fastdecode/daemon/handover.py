@@ -43,10 +43,11 @@ _MOST = 1024
 _SAMPLE = 64 << 10
 
 
-def model_digest(path: Path, hello: Hello) -> str:
-    """A digest of what two S-nodes must have in common for one to use the other's pages: the model and the KV-cache's
-    format. Of weight files it covers the sizes and both ends. Returns 64 hexadecimal digits."""
-    digest = hashlib.blake2b(digest_size=32)
+def model_digest(path: Path, hello: Hello, balance: str = "") -> str:
+    """A digest of what two S-nodes must have in common for one to use the other's pages: the model, the KV-cache's
+    format, and the matrices by which K is multiplied (`balance`: see balance_digest). Of weight files it covers the
+    sizes and both ends. Returns 64 hexadecimal digits."""
+    digest = hashlib.blake2b(balance.encode(), digest_size=32)
     g = hello.geometry
     shape = (g.n_layers, g.n_q_heads, g.n_kv_heads, g.head_size, g.v_size)
     digest.update(repr((shape, hello.kv_dtype, hello.windows, hello.softmax_scale, hello.layers)).encode())

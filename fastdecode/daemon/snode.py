@@ -36,6 +36,7 @@ from fastdecode.region.contract import MAX_SEQS
 from fastdecode.service.local import LocalEngine
 from fastdecode.spart import Model, ModelConfig, choose_device, choose_dtype
 from fastdecode.spart.backend import Backend, choose_backend
+from fastdecode.spart.balance import balance_digest, balance_for
 from fastdecode.spart.exchange.choice import Choice
 from fastdecode.spart.lora.files import read_adapter
 from fastdecode.text.tokenizer import Tokenizer
@@ -94,6 +95,7 @@ def run_s_node(config: NodeConfig) -> None:
         "weights as stored" if config.weights == "auto" else f"{config.weights} weights",
         str(dtype).removeprefix("torch."),
     )
+    balance_for(model, config.kv_dtype)
     exchange = node_exchange(config, device, split.mini_batches)
     log.info("exchange: %s", exchange)
     uvloop.run(_serve(config, settings, backend, model, exchange, api_processes or sockets, split, secret))
@@ -157,7 +159,7 @@ async def _serve(
         if not opening.done():
             return
         links = opening.result()
-        digest = model_digest(config.model_path() or model_dir(), hello)
+        digest = model_digest(config.model_path() or model_dir(), hello, balance_digest(model))
         log.info("%s", capacity(model.weight_bytes, model.device, links, length))
         engine = Engine(
             backend.make_spart(model, links, exchange),

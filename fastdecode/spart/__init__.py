@@ -18,6 +18,7 @@
     weights      Model: configuration and parameters
     batch        a step's work, as the scheduler hands it to the S-Part, and its results
     decoder      SPart: one step of one mini-batch, a generator that yields while the R-nodes attend
+    balance      matrices by which Q and K are multiplied, so that K loses less when it becomes integers
     timeline     the times at which the S-Part computed and waited, for the page of the cluster
     exchange/    the ways of a step's Q, K, V and O rows to the slots of its links and back
     exchange_kernels/  CUDA kernels with which a stream moves these rows

@@ -24,6 +24,7 @@ from fastdecode.spart.config import ModelConfig
 from fastdecode.spart.exchange import Exchange, RowExchange, SlotViews, link_rows, make_exchange
 from fastdecode.spart.exchange.choice import Choice
 from fastdecode.spart.experts import Mixture
+from fastdecode.spart.heads import multiply_heads
 from fastdecode.spart.lora.adapters import AdapterRows, adapted_product
 from fastdecode.spart.prompt import PromptCache, PromptChunk
 from fastdecode.spart.prompt_logprobs import Scorer
@@ -73,7 +74,7 @@ class SPart:
         clock = StepClock(self.timeline, batch.slot, rows.started)
         try:
             exchange.arm()
-            state = _StepState(self, rows.uploaded, exchange, rows.prompts, rows.adapters)
+            state = StepState(self, rows.uploaded, exchange, rows.prompts, rows.adapters)
             for i, layer in enumerate(self._weights.layers):
                 state.project(layer)
                 exchange.post(i, batch.layer_timeout)
@@ -114,7 +115,7 @@ class SPart:
         `inputs` has "tokens", "positions" and "last rows" as StepRows uploads them. Returns the logits of the last
         rows, [rows, vocab_size] fp32.
         """
-        state = _StepState(self, inputs, exchange)
+        state = StepState(self, inputs, exchange)
         for i, layer in enumerate(self._weights.layers):
             state.project(layer)
             exchange.post(i, 0.0)
@@ -292,7 +293,7 @@ class StepRows:
         return sampled
 
 
-class _StepState:
+class StepState:
     """The tensors of a step: the residual stream `x`, the Q, K, V and O rows, and RoPE's angles."""
 
     def __init__(
@@ -316,14 +317,17 @@ class _StepState:
         else:
             self._q, self._o = exchange.q, exchange.o
         self._n_attend = n_attend
-        self._places = Places(self._q, exchange.kv, c)
+        self.places = Places(self._q, exchange.kv, c)
         self._angles = spart._rope.angles(positions, uploaded.get("long")) if spart._rope else None
 
     def project(self, layer: Layer) -> None:
         """Compute the layer's Q, K and V rows from the residual stream, ready to be posted."""
         h = self._ops.norm(self.x, layer.attention_norm) if self._config.norm_first else self.x
         qkv = adapted_product(layer.qkv, h, self._adapters)
-        self._ops.place(qkv, layer, self._angles, self._places)
+        self._ops.place(qkv, layer, self._angles, self.places)
+        if layer.balance is not None:
+            multiply_heads(self.places.q_heads, layer.balance[0])
+            multiply_heads(self.places.k_heads, layer.balance[1])
         if self._mixed and self._n_attend:
             self._exchange.q.copy_(self._q[: self._n_attend])
 

@@ -9,3 +9,10 @@ def heads_in(rows: torch.Tensor, start: int, n: int, size: int) -> torch.Tensor:
     """A view [rows, n, size] of the `n` heads that begin at element `start` of rows [rows, elements]."""
     heads: torch.Tensor = rows[:, start : start + n * size].unflatten(1, (n, size))
     return heads
+
+
+def multiply_heads(heads: torch.Tensor, matrices: torch.Tensor) -> None:
+    """Multiply heads [rows, n, size] in place by matrices [KV heads, size, size]; n is a multiple of the KV heads."""
+    n_kv, size = matrices.shape[:2]
+    rows = heads.unflatten(1, (n_kv, -1)).transpose(0, 1)
+    rows.copy_(torch.bmm(rows.reshape(n_kv, -1, size), matrices).view(rows.shape))

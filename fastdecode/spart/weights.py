@@ -51,6 +51,8 @@ class Layer:
     sinks: torch.Tensor | None  # [n_q_heads]
     mlp_norm: Norm
     mlp: MLP | Mixture
+    #: The matrices by which the rows of Q and of K are multiplied, each [KV heads, head_size, head_size]; balance.py.
+    balance: tuple[torch.Tensor, torch.Tensor] | None = None
 
 
 @dataclass(slots=True)

@@ -1,0 +1,64 @@
+"""Matrices by which Q and K are multiplied: scores stay as they are, and a cache of integers loses less."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from rnode_process import RNodeProcess
+
+from fastdecode.bench.perplexity import cut, nats_per_token
+from fastdecode.demo import heldout_text, model_dir
+from fastdecode.spart import load_model
+from fastdecode.spart.balance import balance_digest, balance_for, balancing
+from fastdecode.transports.registry import connect
+
+SEQUENCES, LENGTH = 16, 140
+
+
+@pytest.fixture(scope="module")
+def node(tmp_path_factory):
+    node = RNodeProcess(f"shm://{tmp_path_factory.mktemp('r')}/r.sock", 1 << 28)
+    yield node
+    node.end()
+
+
+async def nats(model, node, kv_dtype: str) -> float:
+    ids = cut(model_dir(), heldout_text(), SEQUENCES, LENGTH)
+    link = await connect(node.url, model.hello(1, SEQUENCES, kv_dtype, None, SEQUENCES), None)
+    try:
+        return nats_per_token(model, link, ids)
+    finally:
+        await link.close()
+
+
+def test_balanced_queries_and_keys_have_equal_second_moments() -> None:
+    rows = torch.randn(2, 3, 400, 16, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    rows[0, :, :, 3] *= 6
+    rows[1, :, :, 5] *= 5
+    queries, keys = rows.mT @ rows / 400
+    matrix = balancing(queries, keys)
+    inverse = torch.linalg.inv(matrix)
+    of_keys, of_queries = matrix @ keys @ matrix.mT, inverse.mT @ queries @ inverse
+    for head in range(3):
+        ours = [x / x.trace() for x in (of_keys[head], of_queries[head])]
+        assert torch.linalg.norm(ours[0] - ours[1]) < 0.05
+        assert ours[0][0, 0] > 0.99 * torch.linalg.eigvalsh(ours[0])[-1]  # the largest direction comes first
+        before = keys[head].trace() * queries[head].trace()
+        assert of_keys[head].trace() * of_queries[head].trace() < before / 2
+
+
+async def test_scores_stay_and_a_cache_of_4_bits_loses_less(node) -> None:
+    model = load_model(model_dir(), device="cpu", dtype=torch.float32)
+    exact, plain = await nats(model, node, "fp32"), await nats(model, node, "int4")
+    balance_for(model, "int4")
+    digest = balance_digest(model)
+    assert await nats(model, node, "fp32") == pytest.approx(exact, rel=1e-5)
+    assert abs(math.expm1(await nats(model, node, "int4") - exact)) < 0.004
+    assert digest and all(layer.balance is not None for layer in model.weights.layers)
+    assert plain != exact
+    balance_for(model, "int4")
+    assert balance_digest(model) == digest
+    balance_for(model, "bf16")
+    assert not balance_digest(model) and all(layer.balance is None for layer in model.weights.layers)
