@@ -7,9 +7,17 @@ libraries take NaN for the largest number, and let other threads run meanwhile.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from itertools import pairwise
+from typing import Any
+
 import numpy as np
 import torch
 
+#: Arrays of at least so many numbers are worked on by several threads.
+_PARALLEL = 1 << 20
 #: So many numbers are sorted; more are cut into halves first.
 _SORTED = 2048
 
@@ -19,7 +27,7 @@ def likeliest(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     if rows.device.type != "cpu":
         best, columns = rows.max(dim=1)
         return best, columns
-    columns = torch.from_numpy(rows.numpy().argmax(axis=1))
+    columns = torch.from_numpy(np.concatenate(_by_parts(lambda part: part.argmax(axis=1), rows.numpy())))
     return rows.gather(1, columns[:, None])[:, 0], columns
 
 
@@ -28,19 +36,23 @@ def kth_largest(rows: torch.Tensor, k: torch.Tensor, most: int) -> torch.Tensor:
     [n, 1]. k [n, 1] is int64, from 0 to most - 1."""
     if rows.device.type != "cpu":
         return rows.topk(most, dim=1).values.gather(1, k)
-    values, places = rows.numpy(), rows.shape[1] - 1 - k.numpy()[:, 0]
-    found = np.empty((len(values), 1), values.dtype)
+    return torch.from_numpy(np.concatenate(_by_parts(_kth_largest, rows.numpy(), k.numpy()[:, 0])))[:, None]
+
+
+def _kth_largest(rows: np.ndarray, k: np.ndarray) -> np.ndarray:
+    places = rows.shape[1] - 1 - k
+    found = np.empty(len(rows), rows.dtype)
     for place in np.unique(places).tolist():
         chosen = places == place
-        some = values if chosen.all() else values[chosen]
-        found[chosen, 0] = np.partition(some, place, axis=1)[:, place]
-    return torch.from_numpy(found)
+        some = rows if chosen.all() else rows[chosen]
+        found[chosen] = np.partition(some, place, axis=1)[:, place]
+    return found
 
 
 def drop_below(rows: torch.Tensor, floor: torch.Tensor, value: float) -> None:
     """Set the numbers of rows [n, m] that are less than floor [n, 1] to `value`."""
     if rows.device.type == "cpu":
-        np.copyto(rows.numpy(), value, where=rows.numpy() < floor.numpy())
+        _by_parts(lambda part, least: np.copyto(part, value, where=part < least), rows.numpy(), floor.numpy())
     else:
         rows.masked_fill_(rows < floor, value)
 
@@ -61,8 +73,13 @@ def nucleus_floor(weights: torch.Tensor, mass: torch.Tensor, width: int) -> tupl
     floor = best.gather(1, size - 1).masked_fill_(keeps_all, 0.0)
     enough = ((sums[:, -1:] >= wanted) | everything | keeps_all).flatten()
     if weights.device.type == "cpu":
-        for row in (~enough).nonzero()[:, 0].tolist():
-            floor[row, 0] = _floor_among_all(weights[row].numpy(), wanted[row].item())
+        short = (~enough).nonzero()[:, 0].numpy()
+
+        def search(rows: np.ndarray) -> None:
+            for row in rows.tolist():
+                floor[row, 0] = _floor_among_all(weights[row].numpy(), wanted[row].item())
+
+        _by_parts(search, short, numbers=len(short) * weights.shape[1])
         enough.fill_(True)
     return floor, enough
 
@@ -82,6 +99,25 @@ def _floor_among_all(weights: np.ndarray, wanted: float) -> float:
     descending = np.sort(weights)[::-1]
     reached = above + descending.cumsum(dtype=np.float64) >= wanted
     return float(descending[reached.argmax() if reached.any() else -1])
+
+
+def _by_parts(function: Callable[..., Any], *arrays: np.ndarray, numbers: int | None = None) -> list[Any]:
+    """The results of `function` for parts of arrays with equally many rows, at the same time on all threads of the
+    S-Part. An array of few numbers is one part; `numbers` is how many there are, if not those of the first array."""
+    n = len(arrays[0])
+    parts = min(n, torch.get_num_threads()) if (numbers or arrays[0].size) >= _PARALLEL else 1
+    if parts <= 1:
+        return [function(*arrays)]
+    bounds = [n * i // parts for i in range(parts + 1)]
+    slices = [slice(*pair) for pair in pairwise(bounds)]
+    others = [_threads().submit(function, *(array[part] for array in arrays)) for part in slices[1:]]
+    first = function(*(array[slices[0]] for array in arrays))
+    return [first, *(other.result() for other in others)]
+
+
+@cache
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(thread_name_prefix="fastdecode-sampling")
 
 
 def _largest(rows: torch.Tensor, k: int) -> torch.Tensor:
