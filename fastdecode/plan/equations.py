@@ -60,6 +60,7 @@ class System:
     in_turns: bool = False  # S-Part and R-Part take turns on the same cores
     engine_step: float = 0.0  # seconds of the scheduler and of the delivery of tokens, for a step
     engine_row: float = 0.0  # and for each of its rows
+    overlap: float = 1.0  # how many times as long the S-Part takes while another mini-batch is at the R-nodes
 
     @classmethod
     def of(cls, profile: Profile, transport: str, model: PlannedModel, kv_dtype: str, r_nodes: int) -> System:
@@ -68,7 +69,7 @@ class System:
         assert profile.s_node is not None and profile.r_node is not None
         s_part = profile.s_node.times(model.name, model.parameters)
         speed = profile.r_node.bytes_per_second(kv_dtype, model.group)
-        engine = profile.s_node.engine_step, profile.s_node.engine_row
+        engine = profile.s_node.engine_step, profile.s_node.engine_row, profile.s_node.overlap
         return cls(model, s_part, profile.links[transport], kv_dtype, speed, r_nodes, profile.in_turns, *engine)
 
 
@@ -92,6 +93,7 @@ class PartTimes:
     back: float
     latency: float  # of the layers' ways there and back
     engine: float = 0.0  # scheduling the step and delivering its tokens, on the S-node
+    overlap: float = 1.0  # see System
 
     @property
     def alone(self) -> float:
@@ -118,6 +120,7 @@ def part_times(system: System, work: Work, slowest_share: float | None = None) -
         back=work.rows * model.q_bytes / (1e9 * system.link.gbps),
         latency=model.n_layers * system.link.layer_seconds,
         engine=system.engine_step + system.engine_row * work.rows,
+        overlap=system.overlap,
     )
 
 
@@ -125,7 +128,7 @@ def shared_seconds(parts: Sequence[PartTimes]) -> dict[str, float]:
     """Seconds in which all mini-batches in flight can do a step, by the part of the system that they share: the S-node,
     the R-nodes and each direction of the wire serve one after the other."""
     return {
-        "S-Part": sum(p.s_part + p.engine for p in parts),
+        "S-Part": sum(p.s_part * (p.overlap if len(parts) > 1 else 1.0) + p.engine for p in parts),
         "R-Part": sum(p.r_part for p in parts),
         "wire": max(sum(p.wire for p in parts), sum(p.back for p in parts)),
     }

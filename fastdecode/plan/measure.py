@@ -115,6 +115,7 @@ async def measure(
     kv_gbps: dict[str, dict[str, float]] = {name: {} for name in kv_dtypes}
     links: dict[str, LinkTimes] = {}
     s_part: SPartTimes | None = None
+    overlap = 1.0
     with tqdm(total=len(cells) + n_links, desc="measuring", unit="part") as bar:
         for kv_dtype, shape in cells:
             bar.set_postfix_str(f"attention, {kv_dtype}, G = {shape.group}")
@@ -126,6 +127,7 @@ async def measure(
                 steps = [await decode_step(model, url, n, each) for n in rows]
                 if s_part is None:
                     s_part = await s_part_times(planned, model, url, steps, each)
+                    overlap = 1.0 if in_turns else await overlap_of_two(model, url, steps[len(steps) // 2], each)
             links[url.partition(":")[0]] = link_times(planned, steps)
             bar.update()
     device = _cpu() if on_cpu else torch.cuda.get_device_name(model.device)
@@ -136,7 +138,7 @@ async def measure(
         source="measured",
         notes=f"weights in {str(model.dtype).removeprefix('torch.')}",
         in_turns=in_turns,
-        s_node=SNode(device=device, s_part=(s_part,), engine_step=cost.step, engine_row=cost.row),
+        s_node=SNode(device=device, s_part=(s_part,), engine_step=cost.step, engine_row=cost.row, overlap=overlap),
         r_node=RNode(device=_cpu(), kv_gbps=kv_gbps, memory=float(available_memory() // 2)),
         links=links,
     )
@@ -234,6 +236,14 @@ async def s_part_times(
     return dataclasses.replace(times, prompt_row=min(max(row, 0.01), 100.0))
 
 
+async def overlap_of_two(model: Model, url: str, alone: StepTime, seconds: float) -> float:
+    """How many times as long as in the step `alone` the S-Part takes with two such mini-batches in flight: it goes from
+    one to the other in each layer, and the R-node works meanwhile, here on the same machine."""
+    rounds = await decode_rounds(model, [url], DecodeShape(2 * alone.rows, _CONTEXT, _STEPS, 2, "fp16"), seconds)
+    both = statistics.median(elapsed - waited for elapsed, waited in rounds) / (2 * _STEPS)
+    return max(1.0, both / alone.s_part)
+
+
 def link_times(planned: PlannedModel, steps: Sequence[StepTime]) -> LinkTimes:
     """A link's times, from the waiting of steps of few and of many rows. A step waits while its rows are carried and
     appended."""
@@ -252,6 +262,7 @@ def print_profile(profile: Profile) -> None:
     if profile.s_node:
         row, step = 1e6 * profile.s_node.engine_row, 1e6 * profile.s_node.engine_step
         print(f"  the engine: {step:.0f} us a step and {row:.1f} us a row")
+        print(f"  the S-Part while another mini-batch is at the R-nodes: {profile.s_node.overlap:.2f}x")
     for kv_dtype, groups in profile.r_node.kv_gbps.items() if profile.r_node else ():
         speeds = ", ".join(f"{speed:.1f} (G = {group})" for group, speed in groups.items())
         print(f"  attention over {kv_dtype}, GB/s: {speeds}")

@@ -81,9 +81,11 @@ class SNode:
     #: Seconds that scheduling and delivery of tokens take for each step and, besides, for each of its rows.
     engine_step: float = 0.0
     engine_row: float = 0.0
+    #: How many times as long the S-Part takes while another mini-batch is at the R-nodes.
+    overlap: float = 1.0
 
     def __post_init__(self) -> None:
-        _positive(self, "price")
+        _positive(self, "price", "overlap")
         if not (self.engine_step >= 0 and self.engine_row >= 0):
             raise ProfileError(f"engine_step and engine_row of {self.device} must not be negative")
         if not self.s_part:
@@ -218,7 +220,8 @@ def fastest(profiles: Sequence[Profile]) -> Profile:
     }
     nodes = [p.s_node for p in profiles if p.s_node]
     step, row = min(node.engine_step for node in nodes), min(node.engine_row for node in nodes)
-    s_node = dataclasses.replace(first.s_node, s_part=(s_part,), engine_step=step, engine_row=row)
+    overlap = min(node.overlap for node in nodes)
+    s_node = dataclasses.replace(first.s_node, s_part=(s_part,), engine_step=step, engine_row=row, overlap=overlap)
     return dataclasses.replace(
         first, s_node=s_node, r_node=dataclasses.replace(first.r_node, kv_gbps=gbps), links=links
     )

@@ -95,7 +95,8 @@ async def _profile(directory: Path, planned: PlannedModel, args: argparse.Namesp
     length = args.input_tokens + args.output_tokens // 2
     return await measure(
         directory,
-        rows=sorted({1, max(1, most // 4), max(1, most // 2), most}),
+        # Beside the batch, more rows: chunks of prompts are taken from where the curve rises.
+        rows=sorted({1, most, max(most, 64)}),
         kv_dtypes=[args.kv_dtype],
         groups=[],
         # As much as a mini-batch reads of a layer: the last-level cache holds a part of it.

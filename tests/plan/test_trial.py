@@ -51,6 +51,13 @@ async def test_the_engines_cost_is_that_of_its_own_code():
     assert 1e-6 < cost.row < 0.01
 
 
+def test_the_s_part_is_slower_beside_another_mini_batch():
+    system = dataclasses.replace(toy_system(((1, 0.010), (516, 0.010)), 1e-9), overlap=1.3)
+    load = [(0.0, 10, 20)] * 4
+    for mini_batches, seconds in ((1, 0.010), (2, 2 * 1.3 * 0.010)):
+        assert sorted(gaps(serve(load, system, mini_batches=mini_batches)))[10] == pytest.approx(seconds, rel=0.01)
+
+
 def test_a_simulated_step_takes_the_engines_time_too():
     system = toy_system(((1, 0.010), (516, 0.010)), 1e-9)
     slow = dataclasses.replace(system, engine_step=0.003, engine_row=0.0005)
