@@ -7,23 +7,30 @@ inverse of K's second moments and of Q's. The direction in which both are larges
 rotation on the R-node (kernels/attention/rotate.h) spreads this element evenly over the head, where an int4 token's
 centre holds it.
 
-The second moments are those of random tokens, so they need no text and no tokenizer.
+The second moments are those of random tokens, so they need no text and no tokenizer. RoPE has hardly turned the slow
+pairs of these few positions, so each row counts a second time as if it stood at a random later position.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
 from fastdecode.spart.batch import Chunk
+from fastdecode.spart.config import Rope
 from fastdecode.spart.decoder import SPart, StepState
 from fastdecode.spart.prompt import PromptChunk
+from fastdecode.spart.rope import RotaryEmbedding, rotate
 from fastdecode.spart.served import ServedModel
 from fastdecode.spart.weights import Model
 
 #: The random tokens by which the second moments are estimated, in sequences.
 _SEQUENCES, _LENGTH = 2, 256
+#: The positions of the rows that count a second time are below this, and within the model's context.
+_LATEST = 8192
 #: Added to the second moments, relative to their mean eigenvalue: what the estimate says of small ones is noise.
 _LEAST = 1e-2
 
@@ -46,7 +53,9 @@ def balance_for(model: ServedModel, kv_dtype: str) -> None:
         tokens = torch.randint(config.vocab_size, (min(_LENGTH, config.max_positions),), generator=generator)
         if config.bos_token_id is not None:
             tokens[0] = config.bos_token_id
-        found.append(_second_moments(spart, tokens))
+        latest = min(_LATEST, config.max_positions)
+        later = torch.randint(max(latest - len(tokens), 1), (len(tokens),), generator=generator)
+        found.append(_second_moments(spart, tokens, later))
     for layer, *of_sequences in zip(model.weights.layers, *found, strict=True):
         queries, keys = (sum(kind) for kind in zip(*of_sequences, strict=True))
         of_keys = balancing(queries, keys)
@@ -112,21 +121,43 @@ class _NoLinks:
         """Does nothing."""
 
 
-def _second_moments(spart: SPart, tokens: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """The second moments of Q and K, after RoPE, of each layer: fp64 [KV heads, head_size, head_size]."""
+def _second_moments(spart: SPart, tokens: torch.Tensor, later: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The second moments of Q and K, after RoPE, of each layer: fp64 [KV heads, head_size, head_size]. Each row counts
+    at its own position and at one that is `later` [tokens] behind it."""
     model, n = spart.model, len(tokens)
     chunk = Chunk(0, 0, 0, 0, tokens.tolist(), True, None)
     prompt = PromptChunk(model.config, (0, 0, 0), chunk, slice(0, n), None)
     inputs = {"tokens": tokens.to(model.device), "positions": torch.arange(n, device=model.device)}
     state = StepState(spart, inputs, _NoLinks(model, n), [prompt])
     moments = []
+    turn = _turns(model.config.rope, model.config.head_size, later)
     for i, layer in enumerate(model.weights.layers):
         state.project(layer)
-        queries, keys = (_moments(x, model.config.n_kv_heads) for x in (state.places.q_heads, state.places.k_heads))
+        queries, keys = (
+            _moments(heads, model.config.n_kv_heads) + _moments(turn(heads), model.config.n_kv_heads)
+            for heads in (state.places.q_heads, state.places.k_heads)
+        )
         moments.append((queries, keys))
         state.attend_prompts(i)
         state.finish(layer)
     return moments
+
+
+def _turns(rope: Rope | None, head_size: int, by: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A function that turns heads [rows, heads, head_size] by `by` [rows] positions; without RoPE it does nothing."""
+    if rope is None:
+        return lambda heads: heads
+    angles = RotaryEmbedding(replace(rope, attention_factor=1.0), head_size, torch.device("cpu"), torch.float32).angles(
+        by
+    )
+
+    def turn(heads: torch.Tensor) -> torch.Tensor:
+        heads = heads.float().cpu()
+        turned = torch.empty_like(heads)
+        rotate(heads, *angles, out=turned)
+        return turned
+
+    return turn
 
 
 def _moments(heads: torch.Tensor, n_kv: int) -> torch.Tensor:
