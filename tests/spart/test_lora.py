@@ -124,18 +124,19 @@ async def test_the_transformers_backend_equals_the_merged_model(model_type, opti
             assert_greedy(judge, prompt, tokens)
 
 
-@pytest.mark.parametrize("has_grouped_mm", [True, False])
+@pytest.mark.parametrize("product", ["padded", "grouped", "looped"])
 @pytest.mark.parametrize("weights", ["dense", "int8", "int4"])
-def test_a_change_is_added_to_weights_of_every_format(weights, has_grouped_mm, directories, monkeypatch):
-    if not has_grouped_mm:
+def test_a_change_is_added_to_weights_of_every_format(weights, product, directories, monkeypatch):
+    if product == "looped":
         monkeypatch.setattr(products, "_torch_can", lambda *_: False)
     adapters = [read_adapter(f"a{i}", directory) for i, directory in enumerate(directories)]
     model = load_model(make_checkpoint("llama-gqa"), dtype="fp32", weights=weights, adapters=adapters)
-    uses = [3, None, 1, 1, 0, None, 7, 4]
+    uses = [3, None, 1, 7, 0, 2, 5, 6, 4, 0] if product == "padded" else [3, None, 1, 1, 0, None, 7, 4]
     table = StepTable()
     rows = AdapterRows([Chunk(0, i, 1, 0, [5] * 2, False, None, adapter=use) for i, use in enumerate(uses)], 8, table)
     rows = rows.on_device(table.upload(torch.device("cpu")))
-    x = torch.randn(16, 64, generator=torch.Generator().manual_seed(0))
+    assert (rows.padded is not None) == (product == "padded")
+    x = torch.randn(2 * len(uses), 64, generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
         linear = model.weights.layers[1].qkv
         change = adapted_product(linear, x, rows) - linear(x)

@@ -1,7 +1,7 @@
 """The adapters of a model, applied to the rows of a step that use them.
 
-A step sorts its rows by adapter once. A linear with adapters then takes two grouped products for all of them together:
-the rows times A of their adapters, and the result times B. Rows of the base model are not touched.
+A step sorts its rows by adapter once. A linear with adapters then takes two grouped or batched products for all of them
+together: the rows times A of their adapters, and the result times B. Rows of the base model are not touched.
 """
 
 from __future__ import annotations
@@ -23,17 +23,25 @@ if TYPE_CHECKING:
 
 #: Ranks are padded with zeros to a multiple of this, which torch's grouped product needs.
 _RANK_UNIT = 8
+#: Rows are filled up to so many times their number for a batched product.
+_MOST_FILLING = 2
 
 
 class AdapterRows:
     """The rows of a step that use adapters: `index` int64 has their numbers, sorted by adapter, and `ends` int32
-    [adapters] is where each adapter's rows end in `index`. `n_rows` counts all rows of the step."""
+    [adapters] is where each adapter's rows end in `index`. `n_rows` counts all rows of the step.
 
-    __slots__ = ("ends", "index", "n_rows")
+    On a CPU, `padded` int64 [adapters, most] has the rows of each adapter, filled up to the most rows that one has, and
+    `slots` int64 says where those of `index` stand in it. None: too much would be filling.
+    """
+
+    __slots__ = ("ends", "index", "n_rows", "padded", "slots")
 
     index: torch.Tensor
     ends: torch.Tensor
     n_rows: int
+    padded: torch.Tensor | None
+    slots: torch.Tensor
 
     def __init__(self, chunks: Sequence[Chunk], n_adapters: int, table: StepTable):
         """Adds its arrays to the step's table. Raises ValueError for an adapter that the model does not have."""
@@ -54,7 +62,21 @@ class AdapterRows:
         if "adapter rows" not in uploaded:
             return None
         self.index, self.ends = uploaded["adapter rows"], uploaded["adapter ends"]
+        self.padded = None
+        if self.index.device.type == "cpu":
+            self._pad()
         return self
+
+    def _pad(self) -> None:
+        ends = self.ends.numpy()
+        counts = np.diff(ends, prepend=0)
+        most, places = int(counts.max()), np.arange(len(self.index))
+        if len(counts) == 1 or len(counts) * most > _MOST_FILLING * len(places):
+            return
+        starts = np.arange(len(counts)) * most - (ends - counts)
+        self.slots = torch.from_numpy(places + starts.repeat(counts))
+        padded = self.index.new_zeros(len(counts) * most)
+        self.padded = padded.index_copy_(0, self.slots, self.index).view(-1, most)
 
 
 class Change:
@@ -68,8 +90,13 @@ class Change:
 
     def add(self, y: torch.Tensor, x: torch.Tensor, rows: AdapterRows) -> None:
         """Add to y [n, out], the linear's output of the step's rows x [n, in]."""
-        inner = grouped_product(x.index_select(0, rows.index).to(self._a.dtype), self._a, rows.ends)
-        y.index_add_(0, rows.index, grouped_product(inner, self._b, rows.ends).to(y.dtype))
+        if rows.padded is not None:  # on a CPU a batched product takes half the time of one for each group
+            ins = x.index_select(0, rows.padded.flatten()).to(self._a.dtype).view(*rows.padded.shape, -1)
+            change = torch.bmm(torch.bmm(ins, self._a), self._b).flatten(0, 1).index_select(0, rows.slots)
+        else:
+            inner = grouped_product(x.index_select(0, rows.index).to(self._a.dtype), self._a, rows.ends)
+            change = grouped_product(inner, self._b, rows.ends)
+        y.index_add_(0, rows.index, change.to(y.dtype))
 
     @property
     def nbytes(self) -> int:
