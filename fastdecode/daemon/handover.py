@@ -73,7 +73,7 @@ class RemotePrefill:
         """`model`: see model_digest. `take_from`: S-nodes that compute no prompts for this one, but have the K and V of
         their streams taken when they are about to end."""
         self._model, self._secret = model, secret
-        self._prefill = frozenset(urls)
+        self._prefill = tuple(urls)  # in this order, which decides between equals
         self._waiting = dict.fromkeys([*urls, *take_from], 0)  # tokens of the prompts that each one has, by its URL
         self._failed: dict[str, float] = {}  # when
 
