@@ -48,6 +48,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+#: A model of fewer parameters has no product that more threads compute sooner; while they wait for the next one, they
+#: take the cores from the API process.
+_SMALL = 1 << 20
+
 #: With the S-Part on a GPU, a prompt starts from the prefix cache only if its uncached suffix is at most this long. The
 #: S-node computes the attention of a whole prompt itself, but R-nodes attend for the uncached suffix of a shared
 #: prompt. For a long suffix, a GPU should compute the whole prompt faster. The best limit has not been measured.
@@ -95,6 +99,9 @@ def run_s_node(config: NodeConfig) -> None:
         "weights as stored" if config.weights == "auto" else f"{config.weights} weights",
         str(dtype).removeprefix("torch."),
     )
+    if device.type == "cpu" and config.s_threads is None and model.parameters < _SMALL:
+        torch.set_num_threads(1)
+        log.info("the S-Part computes in one thread, because the model has only %d parameters", model.parameters)
     balance_for(model, config.kv_dtype)
     exchange = node_exchange(config, device, split.mini_batches)
     log.info("exchange: %s", exchange)
