@@ -12,6 +12,7 @@ import time
 import openai
 import orjson
 import pytest
+from checkpoints import make_checkpoint
 from node_process import NODE, START_SECONDS, complete, fetch, gone, traces
 
 from fastdecode.daemon.machine import total_memory
@@ -261,6 +262,16 @@ def test_both_backends_serve_the_same_tokens_with_and_without_an_api_process(sta
         texts.append(complete(node.api(), 40))
         assert node.end() == 0
     assert texts[0] == texts[1] != ""
+
+
+def test_a_tiny_model_is_computed_in_one_thread(start):
+    options = ("--role", "s", "--port", "0", "--kv-memory", "64MiB")
+    tiny = start(*options, "--model", str(make_checkpoint("llama-gqa")))
+    demo = start(*options)
+    tiny.wait_for("the S-Part computes in one thread")
+    for node in (tiny, demo):
+        node.api()
+    assert "in one thread" not in demo.log.read_text()
 
 
 def test_check_says_what_fits_of_a_model():
