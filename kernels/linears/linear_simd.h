@@ -31,7 +31,7 @@ FD_INLINE void some_rows(const fd_linear_t *l, uint32_t tile, uint32_t lane, con
     const uint32_t passes = kind == ROTATED ? 1 : l->passes;
     const uint8_t *w = l->weights + tile * fd_linear_tile_bytes(l) + lane * 4;
     const uint8_t *next = w + fd_linear_tile_bytes(l) + ahead.first * LINE;
-    /* Of the first row; the others' are multiples of a row's size behind. */
+    /* These point to the first row. Each further row stands a row's size behind the one before it. */
     const size_t stride = (size_t)blocks * passes * FD_LINEAR_BLOCK;
     const int8_t *x = rows->x + row * stride;
     const float *scales = rows->scales + (size_t)row * blocks, *sums = rows->sums + (size_t)row * blocks;

@@ -33,7 +33,7 @@ VECTOR_ISAS = [isa for isa in _native.isa_supported() if isa != "scalar"]
 
 @pytest.fixture(scope="module")
 def config():
-    """Of a Llama whose sizes are multiples of no vector: hidden 44, 3 Q heads and 1 KV head of 24."""
+    """The configuration of a Llama whose sizes are multiples of no vector: hidden 44, 3 Q heads and 1 KV head of 24."""
     base = read_config(make_checkpoint("llama-gqa"))
     return replace(base, hidden_size=44, n_q_heads=3, n_kv_heads=1, head_size=24, residual_scale=0.5)
 

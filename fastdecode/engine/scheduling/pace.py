@@ -45,7 +45,7 @@ class Pace:
         self._cluster, self._target = cluster, target
         self._s_part = Line()  # x: rows, y: seconds of a step that only decodes
         self._scale = 1.0
-        # Of each mini-batch: rows and seconds of the R-Part, of its decoding sequences and of all once they decode.
+        # Each mini-batch has its rows and the seconds of its R-Part: now, and once its prompts are computed.
         self._now = [(0, 0.0)] * mini_batches
         self._then = [(0, 0.0)] * mini_batches
         self._predicted: dict[int, tuple[int, float]] = {}  # of steps in flight: rows and seconds, without `scale`

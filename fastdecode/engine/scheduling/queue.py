@@ -64,10 +64,10 @@ class WaitingQueue:
         """The sequences that may start next, best first: by priority, then by what their clients were served, then by
         arrival. The queue must not change during the iteration.
 
-        Of the choices of a request only the first is offered: what keeps it from starting keeps the others too, and
-        they must not hide the requests behind them. The iteration ends after LOOK_AHEAD sequences, and after a sequence
-        that may not be passed over again: one that was passed over MAX_PASSED times, or one that must be recomputed,
-        whose pages a newer sequence would take.
+        A request offers only the first of its waiting choices: the reason that keeps this one from starting keeps the
+        others too, and they must not hide the requests behind them. The iteration ends after LOOK_AHEAD sequences, and
+        after a sequence that may not be passed over again: one that was passed over MAX_PASSED times, or one that must
+        be recomputed, whose pages a newer sequence would take.
         """
         order = self._waiting
         if self.shares.contended:
