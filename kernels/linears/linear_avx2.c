@@ -14,23 +14,16 @@
 #pragma GCC target("avx2,fma,f16c")
 #endif
 
-#include "linear_kinds.h"
-#include "vec_avx2.h"
-
-typedef __m256i ivec_t;
+#include "linear_ivec256.h"
 
 enum { MAX_ROWS = 4 };
 
-FD_INLINE vec_t vec_from_ints(ivec_t x) { return _mm256_cvtepi32_ps(x); }
-FD_INLINE ivec_t ivec_set1(int32_t x) { return _mm256_set1_epi32(x); }
-FD_INLINE ivec_t ivec_add(ivec_t x, ivec_t y) { return _mm256_add_epi32(x, y); }
 /* x + y, computed at this point: gcc reorders sums, and then has more of them at once than registers. */
 FD_INLINE ivec_t ivec_sum(ivec_t x, ivec_t y) {
     x = _mm256_add_epi32(x, y);
     __asm__ volatile("" : "+x"(x));
     return x;
 }
-FD_INLINE ivec_t ivec_shift(ivec_t x, int by) { return _mm256_slli_epi32(x, by); }
 
 FD_INLINE int32_t dot_offset(const fd_linear_t *l) { return l->bits == 8 && !l->rotated ? 128 - l->zero : -l->zero; }
 FD_INLINE int32_t dot_steps(const fd_linear_t *l) { return l->rotated ? FD_LINEAR_SIGNED_STEPS : 127; }
@@ -70,14 +63,11 @@ FD_INLINE void dot_block(ivec_t *dot, const uint8_t *w, const uint8_t *table, co
         }
         return;
     }
-    const ivec_t low = _mm256_set1_epi8(15);
-    const ivec_t numbers = kind == CODES ? _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)table)) : low;
     ivec_t sums[MAX_ROWS];
     for (uint32_t r = 0; r < n; r++) sums[r] = ivec_set1(0);
     for (uint32_t c = 0; c < FD_LINEAR_CHUNKS; c += 2) {
-        const ivec_t both = _mm256_loadu_si256((const __m256i *)(w + c * 32));
-        ivec_t even = _mm256_and_si256(both, low), odd = _mm256_and_si256(_mm256_srli_epi16(both, 4), low);
-        if (kind == CODES) even = _mm256_shuffle_epi8(numbers, even), odd = _mm256_shuffle_epi8(numbers, odd);
+        ivec_t even, odd;
+        unpack_chunks(w + c * 32, table, kind, &even, &odd);
         for (uint32_t r = 0; r < n; r++) {
             const int8_t *inputs = x + r * stride + 4 * c;
             sums[r] = _mm256_add_epi16(sums[r], _mm256_maddubs_epi16(even, ivec_set1(fd_linear_inputs(inputs))));

@@ -11,17 +11,9 @@
 #pragma GCC target("avx2,fma,f16c")
 #endif
 
-#include "linear_kinds.h"
-#include "vec_avx2.h"
-
-typedef __m256i ivec_t;
+#include "linear_ivec256.h"
 
 enum { MAX_ROWS = 6 };
-
-FD_INLINE vec_t vec_from_ints(ivec_t x) { return _mm256_cvtepi32_ps(x); }
-FD_INLINE ivec_t ivec_set1(int32_t x) { return _mm256_set1_epi32(x); }
-FD_INLINE ivec_t ivec_add(ivec_t x, ivec_t y) { return _mm256_add_epi32(x, y); }
-FD_INLINE ivec_t ivec_shift(ivec_t x, int by) { return _mm256_slli_epi32(x, by); }
 
 /* Written in assembly for the reasons in attention_avxvnni.c. */
 FD_INLINE ivec_t dot_fours(ivec_t sum, ivec_t q, ivec_t x) {
@@ -46,12 +38,9 @@ FD_INLINE void dot_block(ivec_t *dot, const uint8_t *w, const uint8_t *table, co
         }
         return;
     }
-    const ivec_t low = _mm256_set1_epi8(15);
-    const ivec_t numbers = kind == CODES ? _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)table)) : low;
     for (uint32_t c = 0; c < FD_LINEAR_CHUNKS; c += 2) {
-        const ivec_t both = _mm256_loadu_si256((const __m256i *)(w + c * 32));
-        ivec_t even = _mm256_and_si256(both, low), odd = _mm256_and_si256(_mm256_srli_epi16(both, 4), low);
-        if (kind == CODES) even = _mm256_shuffle_epi8(numbers, even), odd = _mm256_shuffle_epi8(numbers, odd);
+        ivec_t even, odd;
+        unpack_chunks(w + c * 32, table, kind, &even, &odd);
         for (uint32_t r = 0; r < n; r++) {
             const int8_t *inputs = x + r * stride + 4 * c;
             dot[r] = dot_fours(dot[r], even, ivec_set1(fd_linear_inputs(inputs)));
