@@ -108,9 +108,8 @@ async def test_a_conversation_equals_the_openai_clients_and_survives_a_reload(pa
         await expect(page.locator(".r-node")).to_contain_text(found["nodes"][0]["url"])
         assert await page.locator("#timeline rect.s").count() > 10
         assert await page.locator("#timeline rect.r").count() > 10
-        await expect(page.locator("#tbt figcaption")).to_contain_text(
-            f"{sum(found['histograms']['inter_token']['counts']):.0f} counted"
-        )
+        # /cluster may be older than the last tokens, so the page is compared with what was generated.
+        await expect(page.locator("#tbt figcaption")).to_contain_text(f"{4 * (12 - 1)} counted")
 
 
 async def test_a_models_text_is_formatted_and_never_run(page, chat_tokenizer, script):
