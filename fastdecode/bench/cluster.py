@@ -13,24 +13,28 @@ import argparse
 import asyncio
 import contextlib
 import os
+import secrets
 import signal
 import sys
+import tempfile
 import time
 from collections import Counter
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 import orjson
 
 from fastdecode.bench.options import print_result
-from fastdecode.cluster.config import ClusterConfig, ClusterError, FrontDoor, RNodes, SNodes
+from fastdecode.cluster.config import ClusterConfig, ClusterError, FrontDoor, PrefillNodes, RNodes, SNodes
 from fastdecode.cluster.table import links_to
 
 COMMAND = ("cluster", "recovery times on a local Ray cluster: nodes are added, killed and drained under load")
 
 _EVENTS = ("scale", "kill-r", "kill-r-actor", "kill-s", "drain-r", "drain-s", "kill-directory", "kill-raylet")
+_PREFILL_EVENTS = ("kill-p", "drain-p")
 _WHAT = {
     "scale": "R-nodes scaled from 1 to 4",
     "kill-r": "kill -9 of an R-node",
@@ -40,6 +44,8 @@ _WHAT = {
     "drain-s": "an S-node drained",
     "kill-directory": "kill -9 of the directory",
     "kill-raylet": "kill -9 of a raylet",
+    "kill-p": "kill -9 of a prefill S-node",
+    "drain-p": "a prefill S-node drained",
 }
 _OBJECT_STORE = 80 << 20  # bytes, Ray's least is 75 MB
 #: Ray takes a raylet for dead that has not answered for 20 s, or whose port is closed for 4 s. Its own values suit
@@ -56,20 +62,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--raylets", type=int, default=2, help="raylets beside the head's")
     parser.add_argument("--s-nodes", type=int, default=2)
     parser.add_argument("--r-nodes", type=int, default=2, help="R-nodes at first, without the event `scale`")
+    parser.add_argument(
+        "--prefill-nodes", type=int, default=0, help="S-nodes that compute the prompts, which then have 300 words"
+    )
     parser.add_argument("--transport", choices=("auto", "tcp"), default="auto")
-    parser.add_argument("--events", type=_events, default=list(_EVENTS), metavar="EVENT,...", help=", ".join(_EVENTS))
+    parser.add_argument("--events", type=_events, default=list(_EVENTS), metavar="EVENT,...",
+                        help=", ".join((*_EVENTS, *_PREFILL_EVENTS)))  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def _events(text: str) -> list[str]:
     events = text.split(",")
     for event in events:
-        if event not in _EVENTS:
-            raise argparse.ArgumentTypeError(f"{event!r} is not one of {', '.join(_EVENTS)}")
+        if event not in _WHAT:
+            raise argparse.ArgumentTypeError(f"{event!r} is not one of {', '.join(_WHAT)}")
     return events
 
 
 def run(args: argparse.Namespace) -> None:
+    if not args.prefill_nodes and (events := [event for event in args.events if event in _PREFILL_EVENTS]):
+        raise ValueError(f"--events {events[0]} needs --prefill-nodes")
     try:
         import ray
         from ray.cluster_utils import Cluster
@@ -85,13 +97,23 @@ def run(args: argparse.Namespace) -> None:
         raylets = Cluster(initialize_head=True, head_node_args=head)
         stack.callback(raylets.shutdown)
         nodes = [raylets.add_node(**options, num_cpus=16, memory=32 << 30) for _ in range(args.raylets)]
+        secret = Path(stack.enter_context(tempfile.TemporaryDirectory()), "secret")
+        secret.write_text(secrets.token_hex(32))
+        secret.chmod(0o600)
         config = ClusterConfig(
             name="bench",
+            secret_file=str(secret),
             ray_address=raylets.address,
             placement="spread",
             transport=args.transport,
             r_nodes=RNodes(count=1 if "scale" in args.events else args.r_nodes, kv_memory="128MiB", drain_seconds=60.0),
-            s_nodes=SNodes(count=args.s_nodes, memory="1GiB", options={"dtype": "fp32", "kv-dtype": "fp32"}),
+            # Without a prefix cache, each prompt is computed by a prefill S-node.
+            s_nodes=SNodes(
+                count=args.s_nodes,
+                memory="1GiB",
+                options={"dtype": "fp32", "kv-dtype": "fp32", "no-prefix-cache": bool(args.prefill_nodes)},
+            ),
+            prefill_nodes=PrefillNodes(count=args.prefill_nodes, memory="1GiB"),
             router=FrontDoor(port=0),
         )
         try:
@@ -101,12 +123,12 @@ def run(args: argparse.Namespace) -> None:
                 cluster.up(config)
                 up = time.monotonic() - began
                 stack.callback(ray.shutdown)
-                rows = asyncio.run(_measure(args, config, cluster, raylets, nodes))
+                rows, taken = asyncio.run(_measure(args, config, cluster, raylets, nodes))
                 cluster.down()
         except ClusterError as error:
             raise RuntimeError(str(error)) from None
     shape = {name: getattr(args, name.replace("-", "_")) for name in ("streams", "tokens", "raylets", "transport")}
-    print_result(args, shape | {"up_seconds": up, "events": rows}, _print_table)
+    print_result(args, shape | {"up_seconds": up, "prompts_taken": taken, "events": rows}, _print_table)
 
 
 @dataclass(slots=True)
@@ -162,14 +184,18 @@ class _Client:
 
 async def _measure(
     args: argparse.Namespace, config: ClusterConfig, cluster: Any, raylets: Any, nodes: list[Any]
-) -> list[dict[str, Any]]:
+) -> tuple[list[dict[str, Any]], int]:
+    """A row for each event, and how many prompts the S-nodes have got from prefill S-nodes."""
     url = next(entry.url for entry in cluster.view().entries if entry.role == "router")
     rows = []
     async with AsyncExitStack() as stack:
         session = await stack.enter_async_context(aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)))
         body = {"model": "fastdecode-demo", "max_tokens": args.tokens, "temperature": 0, "stream": True,
                 "ignore_eos": True}  # fmt: skip
-        clients = [_Client(url, body | {"prompt": f"It was the {i}th of"}) for i in range(args.streams)]
+        prompts = [f"It was the {i}th of" for i in range(args.streams)]
+        if args.prefill_nodes:
+            prompts = [" ".join(f"{i * n} of" for n in range(150)) for i in range(1, args.streams + 1)]
+        clients = [_Client(url, body | {"prompt": prompt}) for prompt in prompts]
         for client in clients:
             await client.once(session)
         running = [asyncio.create_task(client.run(session)) for client in clients]
@@ -198,7 +224,15 @@ async def _measure(
                     "faults": faults,
                 }
             )
-    return rows
+        s_nodes = [entry.url for entry in cluster.view().entries if entry.role == "s"]
+        return rows, sum([await _taken(session, s_node) for s_node in s_nodes])
+
+
+async def _taken(session: aiohttp.ClientSession, url: str) -> int:
+    """How many prompts an S-node has got from prefill S-nodes since its start."""
+    async with session.get(f"{url}/metrics") as answer:
+        lines = (await answer.text()).splitlines()
+    return int(float(next(line.split()[-1] for line in lines if line.startswith("fastdecode:prompts_taken_total"))))
 
 
 async def _next_requests(clients: list[_Client], running: list[asyncio.Task[None]]) -> None:
@@ -214,7 +248,7 @@ async def _next_requests(clients: list[_Client], running: list[asyncio.Task[None
 
 def _happen(event: str, cluster: Any, raylets: Any, nodes: list[Any]) -> list[str]:
     """Let an event happen. Returns the names of the nodes whose processes it kills."""
-    last_r, last_s = (cluster.places(role)[-1].node for role in "rs")
+    last_r, last_s, *last_p = (places[-1].node for role in "rsp" if (places := cluster.places(role)))
     match event:
         case "scale":
             cluster.scale("r", 4)
@@ -222,6 +256,8 @@ def _happen(event: str, cluster: Any, raylets: Any, nodes: list[Any]) -> list[st
             cluster.drain(last_r)
         case "drain-s":
             cluster.drain(last_s)
+        case "drain-p":
+            cluster.drain(last_p[0])
         case "kill-directory":
             os.kill(cluster.directory_pid(), signal.SIGKILL)
         case "kill-raylet":
@@ -232,7 +268,7 @@ def _happen(event: str, cluster: Any, raylets: Any, nodes: list[Any]) -> list[st
             raylets.remove_node(victim, allow_graceful=False)
             return [entry.name for entry in on[victim]]
         case _:
-            name = last_s if event == "kill-s" else last_r
+            name = {"kill-s": last_s, "kill-p": last_p[0] if last_p else ""}.get(event, last_r)
             actor, process = cluster.process_ids(name)
             os.kill(actor if event == "kill-r-actor" else process, signal.SIGKILL)
             return [name]
@@ -256,7 +292,7 @@ def _all_well(cluster: Any, killed: dict[str, int | None]) -> bool:
     running = {entry.name: entry for entry in view.entries if entry.state == "running"}
     if running.keys() != names or any(running[name].pid == pid for name, pid in killed.items()):
         return False
-    s_nodes = [entry for entry in running.values() if entry.role == "s"]
+    s_nodes = [entry for entry in running.values() if entry.role in "sp"]
     r_nodes = [entry for entry in running.values() if entry.role == "r"]
     return all(len(links_to(entry, view)) == len(s_nodes) for entry in r_nodes)
 
@@ -266,6 +302,8 @@ def _print_table(result: dict[str, Any]) -> None:
         f"{result['streams']} streams of {result['tokens']} tokens through the router, {result['raylets']} raylets, "
         f"transport {result['transport']}; up in {result['up_seconds']:.1f} s"
     )
+    if result["prompts_taken"]:
+        print(f"{result['prompts_taken']} prompts computed by prefill S-nodes")
     print(f"{'event':32} {'recovered':>10} {'longest pause':>14}  streams")
     for row in result["events"]:
         outcomes = ", ".join(f"{n} {what}" for what, n in sorted(row["outcomes"].items()))

@@ -17,7 +17,7 @@ from fastdecode.cluster.table import table
 if TYPE_CHECKING:
     from fastdecode.cluster.rays import RayCluster
 
-_ROLES = {"r-nodes": "r", "s-nodes": "s"}
+_ROLES = {"r-nodes": "r", "s-nodes": "s", "prefill-nodes": "p"}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -45,7 +45,7 @@ def _parser() -> argparse.ArgumentParser:
     ):
         command = commands.add_parser(name, help=help_text, description=help_text, allow_abbrev=False)
         if name == "scale":
-            command.add_argument("to", type=_count, metavar="r-nodes=N|s-nodes=N")
+            command.add_argument("to", type=_count, metavar="r-nodes=N|s-nodes=N|prefill-nodes=N")
         if name == "drain":
             command.add_argument("target", metavar="NODE", help="r0, s1, or a machine's address or Ray id")
         command.add_argument("file", type=Path, nargs="?", default=Path("cluster.yaml"), metavar="cluster.yaml")
@@ -53,7 +53,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _count(text: str) -> tuple[str, int]:
-    match = re.fullmatch(r"(r-nodes|s-nodes)=([0-9]{1,4})", text)
+    match = re.fullmatch(r"(r-nodes|s-nodes|prefill-nodes)=([0-9]{1,4})", text)
     if not match:
         raise argparse.ArgumentTypeError(f"{text!r} is not of the form r-nodes=8 or s-nodes=2")
     return _ROLES[match[1]], int(match[2])

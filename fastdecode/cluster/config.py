@@ -18,7 +18,7 @@ from fastdecode.daemon.config_sources import from_mapping
 _OWN_OPTIONS = frozenset(
     ["role", "config", "check", "listen", "r-node", "r-nodes-file", "r-nodes-dns", "partition", "host", "port",
      "secret-file", "insecure", "kv-memory", "threads", "numa-node", "s-threads", "drain-seconds", "ssl-certfile",
-     "ssl-keyfile"]
+     "ssl-keyfile", "prefill-listen", "prefill-at", "prefill-file"]
 )  # fmt: skip
 _NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,40}")
 _PLACEMENTS = ("near", "spread")
@@ -63,6 +63,14 @@ class SNodes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillNodes(SNodes):
+    """The S-nodes that compute long prompts for the others. They have the options of the others, changed by `options`,
+    because they must serve the same model with the same KV-cache."""
+
+    count: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FrontDoor:
     """The router, which listens on the machine where `up` was run as long as that machine lives."""
 
@@ -87,6 +95,7 @@ class ClusterConfig:
     start_seconds: float = 300.0  # for nodes to come up
     r_nodes: RNodes = RNodes()
     s_nodes: SNodes = SNodes()
+    prefill_nodes: PrefillNodes = PrefillNodes()
     router: FrontDoor = FrontDoor()
 
     def __post_init__(self) -> None:
@@ -101,7 +110,14 @@ class ClusterConfig:
         for key, group in (("r-nodes", self.r_nodes), ("s-nodes", self.s_nodes)):
             if group.count < 1 or group.cpus < 1:
                 raise ClusterError(f"{key}: count and cpus must be at least 1")
-        for key, text in (("r-nodes: kv-memory", self.r_nodes.kv_memory), ("s-nodes: memory", self.s_nodes.memory)):
+        if self.prefill_nodes.count < 0 or self.prefill_nodes.cpus < 1:
+            raise ClusterError("prefill-nodes: count must be at least 0, and cpus at least 1")
+        self.check_prefill(self.prefill_nodes.count)
+        for key, text in (
+            ("r-nodes: kv-memory", self.r_nodes.kv_memory),
+            ("s-nodes: memory", self.s_nodes.memory),
+            ("prefill-nodes: memory", self.prefill_nodes.memory),
+        ):
             try:
                 parse_bytes(text)
             except ValueError as error:
@@ -110,6 +126,14 @@ class ClusterConfig:
             raise ClusterError(f"router: {self.router.port} is not a TCP port")
         self.r_options()
         self.s_options()
+        self.prefill_options()
+
+    def check_prefill(self, count: int) -> None:
+        """Raise ClusterError if the cluster may not have `count` prefill S-nodes."""
+        if count and not self.secret_file:
+            raise ClusterError(
+                "prefill-nodes: S-nodes take prompts of each other only with a shared secret: secret-file"
+            )
 
     def r_options(self) -> list[str]:
         """The further options of an R-node, as a command line."""
@@ -118,6 +142,13 @@ class ClusterConfig:
     def s_options(self) -> list[str]:
         """The further options of an S-node, as a command line."""
         return _options("s-nodes", "s", self.s_nodes.options, [])
+
+    def prefill_options(self) -> list[str]:
+        """The further options of a prefill S-node, as a command line."""
+        options = [
+            {str(k).replace("_", "-"): v for k, v in o.options.items()} for o in (self.s_nodes, self.prefill_nodes)
+        ]
+        return _options("prefill-nodes", "s", options[0] | options[1], [])
 
     @classmethod
     def from_file(cls, path: Path) -> ClusterConfig:
@@ -134,7 +165,7 @@ class ClusterConfig:
             raise ClusterError(f"{path}: {error}") from None
 
 
-_PARTS = {"r_nodes": RNodes, "s_nodes": SNodes, "router": FrontDoor}
+_PARTS = {"r_nodes": RNodes, "s_nodes": SNodes, "prefill_nodes": PrefillNodes, "router": FrontDoor}
 
 
 def _made(cls: type[_T], content: Any, where: str) -> _T:

@@ -22,16 +22,17 @@ _SETTLED_SECONDS = 6.0
 class Entry:
     """A node's report."""
 
-    name: str  # r0, s1, router
-    role: str  # "r", "s" or "router"
+    name: str  # r0, s1, p0, router
+    role: str  # "r", "s", "p" (a prefill S-node) or "router"
     state: str  # starting, running, restarting or leaving
     machine: str  # address of its machine
     ray_node: str  # Ray's id of the machine
     url: str = ""  # of an S-node or the router
+    prefill_url: str = ""  # of a prefill S-node: where other S-nodes ask it for prompts
     reach: Reach | None = None  # of an R-node
     starts: int = 0  # of its process
     pid: int | None = None
-    load: dict[str, Any] = field(default_factory=dict)  # of an S-node: parts of /health
+    load: dict[str, Any] = field(default_factory=dict)  # of an S-node or a prefill S-node: parts of /health
     listed: bool = False  # others may use it
 
     def of(self, **changes: Any) -> Entry:

@@ -1,7 +1,7 @@
 """What runs on a machine for one node of a cluster: the node's process under supervision, and its reports.
 
 A host reports to the directory twice a second, and learns from the answer which other nodes there are. It writes what
-its process needs of that to a file that the process watches (--r-nodes-file, --s-nodes-file).
+its process needs of that to files that the process watches (--r-nodes-file, --prefill-file, --s-nodes-file).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from fastdecode.cluster.config import ClusterConfig
+from fastdecode.cluster.config import ClusterConfig, SNodes
 from fastdecode.cluster.directory import Entry, View
 from fastdecode.cluster.reach import Reach, boot_id, has_rdma
 from fastdecode.cluster.supervised import Supervised
@@ -183,23 +183,34 @@ class SNodeHost(Host):
 
     def __init__(self, *args: Any):
         super().__init__(*args)
-        self.drain_seconds = self.config.s_nodes.drain_seconds
+        self.drain_seconds = self._share.drain_seconds
         self._r_nodes = NodeFile(self.folder / "r-nodes")
+        self._prefill_nodes = NodeFile(self.folder / "prefill-nodes", may_be_empty=True)
         self._load: dict[str, Any] = {}
+
+    @property
+    def _share(self) -> SNodes:
+        return self.config.s_nodes
 
     @property
     def _url(self) -> str:
         return f"http://{bracketed(self.machine)}:{self.port}"
 
     def _command(self) -> Sequence[str]:
-        s = self.config.s_nodes
+        s = self._share
         threads = [] if s.gpus else ["--s-threads", str(s.cpus)]
         return ["fastdecode.daemon.node", "--role", "s", "--host", self.machine, "--port", str(self.port),
                 "--r-nodes-file", str(self._r_nodes.path), "--connect-seconds", str(self.config.start_seconds),
                 *threads, *_secret(self.config), "--drain-seconds", str(s.drain_seconds),
-                *self.config.s_options()]  # fmt: skip
+                *self._own_options()]  # fmt: skip
+
+    def _own_options(self) -> list[str]:
+        return ["--prefill-file", str(self._prefill_nodes.path), *self.config.s_options()]
 
     def _learn(self, view: View) -> bool:
+        self._prefill_nodes.write(
+            [e.prefill_url for e in view.entries if e.role == "p" and e.listed], settled=view.settled
+        )
         rdma = has_rdma()
         urls = [
             entry.reach.url(self.config.transport, rdma=rdma)
@@ -224,6 +235,34 @@ class SNodeHost(Host):
 
     def _entry(self, entry: Entry) -> Entry:
         return entry.of(url=self._url, load=self._load)
+
+
+class PrefillHost(SNodeHost):
+    """A prefill S-node: it computes long prompts for the S-nodes that decode, and the router does not know it."""
+
+    role = "p"
+
+    def __init__(self, *args: Any):
+        super().__init__(*args)
+        self._prefill_port = free_port(self.machine)
+
+    def _take_ports(self) -> None:
+        super()._take_ports()
+        self._prefill_port = free_port(self.machine)
+
+    @property
+    def _share(self) -> SNodes:
+        return self.config.prefill_nodes
+
+    @property
+    def _prefill_url(self) -> str:
+        return f"tcp://{bracketed(self.machine)}:{self._prefill_port}"
+
+    def _own_options(self) -> list[str]:
+        return ["--prefill-listen", self._prefill_url, *self.config.prefill_options()]
+
+    def _entry(self, entry: Entry) -> Entry:
+        return super()._entry(entry).of(prefill_url=self._prefill_url)
 
 
 class RouterHost(Host):
@@ -260,20 +299,23 @@ class RouterHost(Host):
         return entry.of(url=f"http://{bracketed(self._address)}:{self.port}/v1")
 
 
-HOSTS: dict[str, Callable[..., Host]] = {"r": RNodeHost, "s": SNodeHost, "router": RouterHost}
+HOSTS: dict[str, Callable[..., Host]] = {"r": RNodeHost, "s": SNodeHost, "p": PrefillHost, "router": RouterHost}
 
 
 class NodeFile:
-    """A file of URLs that a process watches. It is never left empty, because an empty list would be refused."""
+    """A file of URLs that a process watches. Unless it `may_be_empty`, it is never left empty, because an empty list
+    would be refused."""
 
-    def __init__(self, path: Path):
-        self.path = path
+    def __init__(self, path: Path, *, may_be_empty: bool = False):
+        self.path, self._may_be_empty = path, may_be_empty
         self._urls: dict[str, None] = {}
+        if may_be_empty:
+            path.touch()
 
     def write(self, urls: Sequence[str], *, settled: bool) -> bool:
         """Write the URLs if they have changed; if not `settled`, add to what the file has. True: it has a URL."""
         wanted = dict.fromkeys(urls) if settled else self._urls | dict.fromkeys(urls)
-        if wanted and wanted.keys() != self._urls.keys():
+        if (wanted or self._may_be_empty) and wanted.keys() != self._urls.keys():
             temporary = self.path.with_suffix(".new")
             temporary.write_text("".join(f"- {json.dumps(url)}\n" for url in wanted))
             os.replace(temporary, self.path)

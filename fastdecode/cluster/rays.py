@@ -137,7 +137,7 @@ class RayCluster:
         except ValueError:
             raise ClusterError(f"no cluster {self._name!r} is up") from None
 
-    def places(self, role: str = "rs") -> list[Place]:
+    def places(self, role: str = "rsp") -> list[Place]:
         """The nodes that Ray lists, whether or not they report."""
         names = [name for name in ray.util.list_named_actors() if name not in (_DIRECTORY, _ROUTER)]
         return sorted((p for p in map(Place.of, names) if p.role in role), key=lambda p: (p.role, p.number))
@@ -175,7 +175,8 @@ class RayCluster:
         )
         try:
             _answer(directory.remote(config).config.remote(), _PLACE_SECONDS)
-            self._add(config, ["s"] * config.s_nodes.count + ["r"] * config.r_nodes.count)
+            counts = {"s": config.s_nodes.count, "p": config.prefill_nodes.count, "r": config.r_nodes.count}
+            self._add(config, [role for role, count in counts.items() for _ in range(count)])
             here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
             self._start(_ROUTER, _ROUTER, config, num_cpus=0, scheduling_strategy=here)
             self.wait(config)
@@ -184,10 +185,11 @@ class RayCluster:
             raise
 
     def down(self, *, drain: bool = True) -> None:
-        """End the router, then the S-nodes and the R-nodes. `drain`: let requests end first."""
+        """End the router, then the S-nodes, and last the R-nodes. `drain`: let requests end first."""
         if drain:
             self._drain_actors([_ROUTER])
             self._drain_actors([place.actor for place in self.places("s")])
+            self._drain_actors([place.actor for place in self.places("p")], 0.0)
             self._drain_actors([place.actor for place in self.places("r")], 0.0)
         for name in ray.util.list_named_actors():
             with contextlib.suppress(ValueError):
@@ -218,8 +220,10 @@ class RayCluster:
         """Start or drain nodes of a role until there are `count`, and wait until they serve. Raises ClusterError."""
         config: ClusterConfig = _answer(self._directory().config.remote())
         places = self.places(role)
-        if count < 1:
-            raise ClusterError("a cluster needs at least one node of each role")
+        if role == "p":
+            config.check_prefill(count)
+        if count < 1 and role in "rs":
+            raise ClusterError("a cluster needs at least one S-node and one R-node")
         if count > len(places):
             self._add(config, [role] * (count - len(places)))
             self.wait(config)
@@ -242,9 +246,9 @@ class RayCluster:
         return [place.node for place in named]
 
     def _end(self, places: Sequence[Place]) -> None:
-        """Drain nodes and end them. S-nodes go first: they would only be moved about."""
+        """Drain nodes and end them. S-nodes go first: their sequences would only be moved about."""
         directory = self._directory()
-        for role in "sr":
+        for role in "spr":
             of_role = [place for place in places if place.role == role]
             self._drain_actors([place.actor for place in of_role])
             for place in of_role:
@@ -270,7 +274,7 @@ class RayCluster:
 
     def _add(self, config: ClusterConfig, roles: Sequence[str]) -> None:
         """Start nodes of these roles: in bundles that ended nodes have left, then in a new placement group."""
-        taken = {role: {place.number for place in self.places(role)} for role in "rs"}
+        taken = {role: {place.number for place in self.places(role)} for role in "rsp"}
         taken_bundles = {(place.group, place.bundle) for place in self.places()}
         missing: list[str] = []
         places: list[Place] = []
@@ -278,14 +282,18 @@ class RayCluster:
             role: [
                 (number, i)
                 for number in self._groups()
-                for i, bundle in enumerate(get_placement_group(self._group_name(number)).bundle_specs)
-                if (number, i) not in taken_bundles and bundle == _bundle(config, role)
+                for i, specs in enumerate(get_placement_group(self._group_name(number)).bundle_specs)
+                if (number, i) not in taken_bundles and specs == _bundle(config, role)
             ]
-            for role in "rs"
+            for role in "rsp"
         }
         for role in roles:
             if free[role]:
-                places.append(Place(role, _next_number(taken[role]), *free[role].pop(0)))
+                bundle = free[role].pop(0)
+                for others in free.values():  # nodes of two roles may want the same of a machine
+                    if bundle in others:
+                        others.remove(bundle)
+                places.append(Place(role, _next_number(taken[role]), *bundle))
             else:
                 missing.append(role)
         if missing:
@@ -293,7 +301,7 @@ class RayCluster:
             self._place(group, config, missing)
             places += [Place(role, _next_number(taken[role]), group, i) for i, role in enumerate(missing)]
         for place in places:
-            bundle = _bundle(config, place.role)
+            resources = _bundle(config, place.role)
             strategy = PlacementGroupSchedulingStrategy(
                 get_placement_group(self._group_name(place.group)), placement_group_bundle_index=place.bundle
             )
@@ -301,9 +309,9 @@ class RayCluster:
                 place.role,
                 place.actor,
                 config,
-                num_cpus=bundle["CPU"],
-                num_gpus=bundle.get("GPU", 0),
-                memory=bundle["memory"],
+                num_cpus=resources["CPU"],
+                num_gpus=resources.get("GPU", 0),
+                memory=resources["memory"],
                 scheduling_strategy=strategy,
             )
 
@@ -355,8 +363,9 @@ def _bundle(config: ClusterConfig, role: str) -> dict[str, float]:
     """The resources that Ray is to reserve for a node."""
     if role == "r":
         return {"CPU": float(config.r_nodes.cpus), "memory": float(config.r_nodes.kv_bytes + _R_NODE_BYTES)}
-    gpus = {"GPU": float(config.s_nodes.gpus)} if config.s_nodes.gpus else {}
-    return {"CPU": float(config.s_nodes.cpus), "memory": float(config.s_nodes.bytes)} | gpus
+    share = config.prefill_nodes if role == "p" else config.s_nodes
+    gpus = {"GPU": float(share.gpus)} if share.gpus else {}
+    return {"CPU": float(share.cpus), "memory": float(share.bytes)} | gpus
 
 
 def _next_number(taken: set[int]) -> int:

@@ -10,8 +10,9 @@ _HEAD = ("node", "state", "machine", "starts", "load", "KV", "links", "address")
 
 
 def table(view: View) -> str:
-    """A line for each node. An S-node's load is its requests, running and waiting; an R-node's its sequences, of all
-    S-nodes. KV is the share of the leased pages in use; an R-node's links are those of S-nodes to it."""
+    """A line for each node. An S-node's load is its requests, running and waiting, a prefill S-node's its prompts, and
+    an R-node's its sequences, of all S-nodes. KV is the share of the leased pages in use; an R-node's links are those
+    of S-nodes to it."""
     rows = [_HEAD, *(_row(entry, view) for entry in view.entries)]
     widths = [max(len(row[i]) for row in rows) for i in range(len(_HEAD))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
@@ -20,7 +21,7 @@ def table(view: View) -> str:
 
 def _row(entry: Entry, view: View) -> tuple[str, ...]:
     load, kv, links, address = "", "", "", entry.url
-    if entry.role == "s" and "running" in entry.load:
+    if entry.role in "sp" and "running" in entry.load:
         load = f"{entry.load['running']}+{entry.load['waiting']}"
         kv = f"{entry.load['kv_cache_usage']:.0%}"
         alive = [node for node in entry.load["nodes"] if node["alive"]]
@@ -36,7 +37,7 @@ def _row(entry: Entry, view: View) -> tuple[str, ...]:
 
 
 def links_to(entry: Entry, view: View) -> list[dict[str, Any]]:
-    """What the S-nodes report of their links to an R-node."""
+    """What the S-nodes, those that prefill included, report of their links to an R-node."""
     urls = entry.reach.urls if entry.reach is not None else []
-    nodes = [node for s in view.entries if s.role == "s" for node in s.load.get("nodes", ())]
+    nodes = [node for s in view.entries if s.role in "sp" for node in s.load.get("nodes", ())]
     return [node for node in nodes if node["alive"] and node["url"] in urls]

@@ -216,6 +216,12 @@ class NodeConfig:
         parse=option_values.tcp_url,
         metavar="URL",
     )
+    prefill_file: Path | None = _option(
+        "file with such URLs, one a line, in place of --prefill-at; changes of the file are followed",
+        role="s",
+        parse=Path,
+        metavar="FILE",
+    )
     take_from: tuple[str, ...] = _option(
         "the --prefill-listen of an S-node whose streams this one takes over with their K and V when that one drains "
         "behind a router (repeatable)",
@@ -442,10 +448,12 @@ class NodeConfig:
                     )
         if self.partition == "heads" and not self.r_node:
             raise ConfigError("--partition heads needs --r-node: a team of R-nodes is fixed when the node starts")
-        if (self.prefill_at or self.take_from) and (not given or self.partition == "heads"):
-            name = flag("prefill_at" if self.prefill_at else "take_from")
+        if self.prefill_at and self.prefill_file:
+            raise ConfigError("--prefill-at and --prefill-file each say which S-nodes prefill: give one of them")
+        takes = [flag(name) for name in ("prefill_at", "prefill_file", "take_from") if getattr(self, name)]
+        if takes and (not given or self.partition == "heads"):
             raise ConfigError(
-                f"{name} needs R-nodes that other ones can reach, each with whole sequences: --r-node, and no "
+                f"{takes[0]} needs R-nodes that other ones can reach, each with whole sequences: --r-node, and no "
                 "--partition heads"
             )
         if self.cpus is not None and self.threads is not None and len(self.cpus) != self.threads:

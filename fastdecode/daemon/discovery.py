@@ -63,8 +63,8 @@ class FileSet:
 
     interval: float | None = _FILE_SECONDS
 
-    def __init__(self, path: Path, schemes: Collection[str] = SCHEMES):
-        self._path, self._schemes = path, schemes
+    def __init__(self, path: Path, schemes: Collection[str] = SCHEMES, *, may_be_empty: bool = False):
+        self._path, self._schemes, self._may_be_empty = path, schemes, may_be_empty
         self._content: tuple[str, ...] | DiscoveryError | None = None  # of the file that was parsed last
         self._taken: tuple[int, int, int] | None = None  # inode, time of change and size of that file
         self._seen: tuple[int, int, int] | None = None  # those of the file at the last look
@@ -77,7 +77,7 @@ class FileSet:
             if now != self._taken and (now == before or self._taken is None):
                 text = self._path.read_bytes()
                 self._taken = now
-                self._content = parse_list(text.decode(), self._schemes)
+                self._content = parse_list(text.decode(), self._schemes, may_be_empty=self._may_be_empty)
         except OSError as error:
             raise DiscoveryError(f"{self._path}: {error.strerror}") from None
         except ValueError as error:
@@ -88,10 +88,10 @@ class FileSet:
         return self._content
 
 
-def parse_list(text: str, schemes: Collection[str] = SCHEMES) -> tuple[str, ...]:
+def parse_list(text: str, schemes: Collection[str] = SCHEMES, *, may_be_empty: bool = False) -> tuple[str, ...]:
     """The URLs of a file: lines, a YAML list, or a YAML mapping with a list as `r-node`; each of one of `schemes`.
 
-    Raises ValueError.
+    Raises ValueError, also for a list without URLs unless it `may_be_empty`.
     """
     import yaml
 
@@ -108,7 +108,7 @@ def parse_list(text: str, schemes: Collection[str] = SCHEMES) -> tuple[str, ...]
         option_values.url(item)
         if urlsplit(item).scheme not in schemes:
             raise ValueError(f"{item!r} does not begin with one of {', '.join(schemes)}")
-    if not items:
+    if not items and not may_be_empty:
         raise ValueError("names no node")
     return tuple(dict.fromkeys(items))
 

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from fastdecode.daemon.discovery import DiscoveryError, NodeSet
 from fastdecode.engine.giver import Giver
 from fastdecode.engine.handover import Order
 from fastdecode.engine.request import EngineError, InvalidParameter, InvalidPrompt
@@ -76,6 +77,26 @@ class RemotePrefill:
         self._prefill = tuple(urls)  # in this order, which decides between equals
         self._waiting = dict.fromkeys([*urls, *take_from], 0)  # tokens of the prompts that each one has, by its URL
         self._failed: dict[str, float] = {}  # when
+
+    async def follow(self, nodes: NodeSet) -> None:
+        """Ask the S-nodes of this set, as it changes, until the caller cancels. While the set cannot be read, those of
+        the last reading stay; before the first, there are none."""
+        told = ""
+        while True:
+            try:
+                self.use(await nodes.read())
+                told = ""
+            except DiscoveryError as error:
+                if str(error) != told:
+                    log.warning("prefill S-nodes: %s", told := str(error))
+            if nodes.interval is None:
+                return
+            await asyncio.sleep(nodes.interval)
+
+    def use(self, urls: Sequence[str]) -> None:
+        """Send prompts from now on to these S-nodes. Those that compute a prompt go on."""
+        self._prefill = tuple(urls)
+        self._waiting |= {url: 0 for url in urls if url not in self._waiting}
 
     def _usable(self, at: str | None) -> list[str]:
         """The S-node at `at` if it is known, else those that prefill, without those that have failed lately."""

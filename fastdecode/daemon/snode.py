@@ -19,7 +19,7 @@ from fastdecode.daemon.activity import log_activity
 from fastdecode.daemon.api_processes import ApiProcesses
 from fastdecode.daemon.check_model import check_fits, check_partition
 from fastdecode.daemon.config import ConfigError, NodeConfig, format_bytes
-from fastdecode.daemon.discovery import FixedSet, NodeSet, bracketed, r_node_set
+from fastdecode.daemon.discovery import FileSet, FixedSet, NodeSet, bracketed, r_node_set
 from fastdecode.daemon.embedded import EmbeddedRNode, Split, split_machine
 from fastdecode.daemon.garbage import freeze
 from fastdecode.daemon.gpu import node_exchange
@@ -168,6 +168,14 @@ async def _serve(
         links = opening.result()
         digest = model_digest(config.model_path() or model_dir(), hello, balance_digest(model))
         log.info("%s", capacity(model.weight_bytes, model.device, links, length))
+        prefill_nodes: RemotePrefill | None = None
+        if config.prefill_at or config.prefill_file or config.take_from:
+            prefill_nodes = RemotePrefill(config.prefill_at, digest, secret, config.take_from)
+            if config.prefill_file is not None:
+                following = asyncio.create_task(
+                    prefill_nodes.follow(FileSet(config.prefill_file, ("tcp",), may_be_empty=True))
+                )
+                stack.callback(following.cancel)
         engine = Engine(
             backend.make_spart(model, links, exchange),
             links,
@@ -185,11 +193,7 @@ async def _serve(
             max_uncached_suffix=None if model.device.type == "cpu" else _MAX_UNCACHED_SUFFIX,
             grow_leases=grow_leases,
             patience=config.reconnect_seconds,
-            prefill_nodes=(
-                RemotePrefill(config.prefill_at, digest, secret, config.take_from)
-                if config.prefill_at or config.take_from
-                else None
-            ),
+            prefill_nodes=prefill_nodes,
         )
         if engine.longest_sequence < engine.max_model_len:
             log.warning(

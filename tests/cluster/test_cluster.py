@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from node_process import gone, until
 
 from fastdecode.cluster import hosts
 from fastdecode.cluster.cli import main
-from fastdecode.cluster.config import ClusterConfig, ClusterError
-from fastdecode.cluster.directory import Directory, Entry
+from fastdecode.cluster.config import ClusterConfig, ClusterError, PrefillNodes
+from fastdecode.cluster.directory import Directory, Entry, View
 from fastdecode.cluster.hosts import NodeFile
 from fastdecode.cluster.reach import Reach, boot_id
 from fastdecode.cluster.supervised import Supervised
 from fastdecode.cluster.table import table
-from fastdecode.daemon.discovery import parse_list
+from fastdecode.daemon.discovery import FileSet, parse_list
 
 FILE = """
 name: chat
@@ -27,6 +29,7 @@ secret-file: /etc/fastdecode/secret
 placement: spread
 r-nodes: {count: 4, cpus: 8, kv-memory: 64GiB, options: {huge-pages: hugetlb}}
 s-nodes: {count: 2, gpus: 1, memory: 32GiB, options: {max_queued: 9, speculate: "suffix:4"}}
+prefill-nodes: {count: 1, gpus: 1, memory: 32GiB, options: {max-queued: 90}}
 router: {host: 0.0.0.0, port: 9000}
 """
 
@@ -42,6 +45,7 @@ def test_a_file_is_a_configuration(tmp_path):
     assert (config.name, config.r_nodes.count, config.r_nodes.kv_bytes) == ("chat", 4, 64 << 30)
     assert config.r_options() == ["--huge-pages", "hugetlb"]
     assert config.s_options() == ["--max-queued", "9", "--speculate", "suffix:4"]
+    assert config.prefill_options() == ["--max-queued", "90", "--speculate", "suffix:4"]
     assert config.router.port == 9000 and config.transport == "auto"
 
 
@@ -57,6 +61,9 @@ def test_a_file_is_a_configuration(tmp_path):
         ("r-nodes: {options: {listen: 'tcp://a:1'}}", "options: listen is set by the cluster itself"),
         ("s-nodes: {options: {nonsense: 1}}", "s-nodes: options: there is no option 'nonsense'"),
         ("s-nodes: {options: {max-queued: -1}}", "s-nodes: options: fastdecode-node refuses them"),
+        ("prefill-nodes: {count: 1}", "prefill-nodes: S-nodes take prompts of each other only with a shared secret"),
+        ("prefill-nodes: {count: -1}", "prefill-nodes: count must be at least 0"),
+        ("prefill-nodes: {options: {prefill-listen: 'tcp://a:1'}}", "options: prefill-listen is set by the cluster"),
         ("r-nodes: 4", "r-nodes must be a mapping"),
         ("name: Ünsinn", "is not a word of lower-case letters"),
         ("placement: far", "'far' is not one of near, spread"),
@@ -125,6 +132,27 @@ def test_a_file_of_nodes_shrinks_only_when_the_directory_has_settled(tmp_path):
     assert parse_list(file.path.read_text()) == ("tcp://c:3",)
     assert file.write([], settled=True)  # the last set stays: an S-node would refuse an empty one
     assert parse_list(file.path.read_text()) == ("tcp://c:3",)
+
+
+@pytest.mark.quick
+def test_an_s_node_watches_a_file_of_prefill_s_nodes(tmp_path, monkeypatch):
+    monkeypatch.setattr(hosts, "has_rdma", lambda: False)
+    config = ClusterConfig(secret_file="/s", prefill_nodes=PrefillNodes(count=1, options={"max-queued": 7}))
+    prefill, decode = (hosts.HOSTS[role](f"{role}0", config, lambda entry: None, "127.0.0.1") for role in "ps")
+    command = [*prefill._command()]
+    at = command[command.index("--prefill-listen") + 1]
+    assert command[-2:] == ["--max-queued", "7"] and "--prefill-file" not in command
+    command = [*decode._command()]
+    path = Path(command[command.index("--prefill-file") + 1])
+    nodes = FileSet(path, ("tcp",), may_be_empty=True)
+    assert asyncio.run(nodes.read()) == ()
+    entry = prefill.entry.of(state="running", listed=True)
+    decode._learn(View((entry,), settled=True))
+    assert parse_list(path.read_text(), ("tcp",)) == (at,)
+    decode._learn(View((entry.of(listed=False),), settled=True))
+    assert path.read_text() == ""
+    for host in (prefill, decode):
+        host.drain(0)
 
 
 @pytest.mark.quick

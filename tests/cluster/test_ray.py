@@ -13,7 +13,7 @@ pytest.importorskip("ray", reason="no Ray: pip install 'fastdecode[ray]'")
 pytestmark = [pytest.mark.tools, pytest.mark.timeout(420)]
 
 #: All events take minutes on two cores.
-EVENTS = os.environ.get("FASTDECODE_CLUSTER_EVENTS", "kill-r,drain-r,kill-s")
+EVENTS = os.environ.get("FASTDECODE_CLUSTER_EVENTS", "kill-r,drain-r,kill-s,kill-p,drain-p")
 
 
 def test_streams_go_on_while_nodes_come_and_go(tmp_path):
@@ -21,11 +21,15 @@ def test_streams_go_on_while_nodes_come_and_go(tmp_path):
     bench = [sys.executable, "-m", "fastdecode.bench.cli", "cluster", "--json", "--streams", "4", "--tokens", "200"]
     with (tmp_path / "stderr").open("w+") as errors:
         ended = subprocess.run(
-            [*bench, "--r-nodes", "3", "--events", EVENTS], stdout=subprocess.PIPE, stderr=errors, check=False
+            [*bench, "--r-nodes", "3", "--prefill-nodes", "1", "--events", EVENTS],
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            check=False,
         )
         errors.seek(0)
         assert ended.returncode == 0, errors.read()[-5000:]
     result = json.loads(ended.stdout)
+    assert result["prompts_taken"]
     assert [row["event"] for row in result["events"]] == EVENTS.split(",")
     for row in result["events"]:
         failed = {"ended with s_node_lost", "ended with generation_failed"}

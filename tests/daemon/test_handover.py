@@ -14,6 +14,7 @@ from checkpoints import VOCAB_SIZE, make_checkpoint, reference
 from node_process import fetch
 from rnode_process import RNodeProcess
 
+from fastdecode.daemon.discovery import FileSet
 from fastdecode.daemon.handover import PrefillServer, RemotePrefill, model_digest
 from fastdecode.engine.engine import Engine
 from fastdecode.engine.giver import Giver
@@ -151,6 +152,28 @@ async def test_an_s_node_that_is_about_to_end_is_asked_for_its_own_streams_alone
     assert leaving.orders == [ORDER]
     alone = RemotePrefill([], MODEL, SECRET, [url])
     assert alone.ready(url) and not alone.ready(None)
+
+
+@pytest.mark.quick
+async def test_the_prefill_s_nodes_of_a_file_are_followed(serve, tmp_path):
+    one, two = ScriptedGiver(), ScriptedGiver()
+    urls, path = [await serve(giver) for giver in (one, two)], tmp_path / "prefill"
+    nodes = RemotePrefill([], MODEL, SECRET)
+    following = asyncio.create_task(nodes.follow(FileSet(path, ("tcp",), may_be_empty=True)))
+    try:
+        async with asyncio.timeout(20):
+            for text, giver in ((urls[0], one), (urls[1], two), ("", None)):
+                path.write_text(text)
+                while nodes._prefill != ((text,) if text else ()):
+                    await asyncio.sleep(0.01)
+                if giver is not None:
+                    await nodes.prefill(ORDER)
+                    assert giver.orders == [ORDER]
+        path.unlink()
+        await asyncio.sleep(0)
+        assert not following.done()
+    finally:
+        following.cancel()
 
 
 @pytest.mark.quick
