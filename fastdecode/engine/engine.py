@@ -469,8 +469,7 @@ class Engine:
             self._fail(seq, reason)
         self.r_nodes.send_pending()
         self.r_nodes.moves.notice()
-        if self.scheduler.changed:
-            self.scheduler.changed = False
+        if self.scheduler.take_changed():
             self._wake_drivers()
 
     def _on_change(self) -> None:

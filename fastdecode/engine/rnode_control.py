@@ -51,7 +51,8 @@ class RNodeControl:
         self._scheduler, self._cluster, self._spart = scheduler, scheduler.cluster, spart
         self._spawn, self._on_change = spawn, on_change
         self._patience = patience
-        scheduler.patient = patience > 0
+        if patience > 0:
+            scheduler.wait_for_r_nodes()
         self._lost_at = 0.0  # when the last R-node was lost
         self._replacements: dict[int, Link] = {}
         self._freeing: set[RNodeLedger] = set()  # R-nodes that a FREE is being sent to

@@ -19,8 +19,6 @@ moves sequences to mini-batches whose steps are shorter, until all are about equ
 
 from __future__ import annotations
 
-from bisect import insort
-from collections import Counter
 from itertools import count
 from typing import TYPE_CHECKING
 
@@ -31,9 +29,11 @@ from fastdecode.engine.scheduling.balance import even_out
 from fastdecode.engine.scheduling.budgets import StagingBudget, StepBudget
 from fastdecode.engine.scheduling.fairness import OUTPUT_WEIGHT
 from fastdecode.engine.scheduling.pace import Pace
+from fastdecode.engine.scheduling.pauses import Pauses
 from fastdecode.engine.scheduling.placement import Wait
 from fastdecode.engine.scheduling.plan import Outcome, Plan, PlannedChunk, SchedulerLimits, step_order
-from fastdecode.engine.scheduling.queue import BY_RANK, WaitingQueue
+from fastdecode.engine.scheduling.queue import WaitingQueue
+from fastdecode.engine.scheduling.running import Running
 from fastdecode.engine.scheduling.speculation import Speculation
 from fastdecode.engine.scheduling.step_time import NO_PROMPTS, PromptWork, StepTimes, pairs
 
@@ -81,32 +81,37 @@ class Scheduler:
         self.step_times = StepTimes(target_tbt)
         self.pace = Pace(cluster, target_tbt, limits.mini_batches)
         self.waiting = WaitingQueue()
-        self.mini_batches: list[list[Sequence]] = [[] for _ in range(limits.mini_batches)]  # each in order of arrival
-        self.preemptions = 0
-        self.recomputed = 0  # running sequences that were queued again without their cache
+        self._staging = StagingBudget(limits.max_staged_tokens, limits.strict_staging)
+        self._running = Running(cluster, self.waiting, self._staging, limits.mini_batches)
+        self.mini_batches = self._running.batches
+        self._pauses = Pauses(cluster, self._running, self.waiting, self.pace, limits.max_seqs)
         self.recomputed_tokens = 0  # placed a second time, prompts included
         self.prompt_tokens = 0  # prompt tokens of all placed sequences, recomputed ones included
         self.reused_tokens = 0  # those of them that a FORK has shared
-        self.changed = False  # another mini-batch may have work now; the reader clears it
-        self._staging = StagingBudget(limits.max_staged_tokens, limits.strict_staging)
         self._calls = count(1)
-        self._starved: list[Sequence] = []  # wait for a page, in order of arrival
-        self.patient = False  # sequences may wait for an R-node when none is connected
-        self._failed: list[tuple[Sequence, str]] = []
         self._forks: list[Sequence] = []
         #: Says which prompts another S-node computes, of sequences that start at a placement; None: none.
         self.hand_over: Callable[[Sequence, Placement], bool] | None = None
         self._handovers: list[Sequence] = []
-        self._wants_room: Sequence | None = None  # the first one that no R-node had room for since `_give_way`
 
     @property
     def n_running(self) -> int:
-        return sum(map(len, self.mini_batches))
+        return len(self._running)
 
     @property
     def running(self) -> list[Sequence]:
         """All running sequences, by mini-batch."""
-        return [seq for batch in self.mini_batches for seq in batch]
+        return list(self._running)
+
+    @property
+    def preemptions(self) -> int:
+        """Running sequences that were paused, or taken off their R-nodes for want of pages."""
+        return self._pauses.preemptions
+
+    @property
+    def recomputed(self) -> int:
+        """Running sequences that were queued again without their cache."""
+        return self._running.recomputed
 
     @property
     def has_work(self) -> bool:
@@ -130,7 +135,7 @@ class Scheduler:
 
     def running_on(self, node: RNodeLedger) -> list[Sequence]:
         """The running sequences that `node` caches, in order of arrival."""
-        return sorted((seq for seq in self.running if seq.node is node), key=BY_RANK)
+        return self._running.on(node)
 
     def add(self, seq: Sequence) -> None:
         """Put a sequence into the queue, at its position by arrival."""
@@ -148,12 +153,20 @@ class Scheduler:
             if seq.paused:
                 seq.placed_on.drop_paused(seq)
         elif not seq.in_flight:
-            self._remove(seq, sound=True)
+            self._running.remove(seq, sound=True)
 
     def take_failed(self) -> list[tuple[Sequence, str]]:
         """Sequences that cannot go on, and why. Each is returned once."""
-        failed, self._failed = self._failed, []
-        return failed
+        return self._running.take_failed()
+
+    def take_changed(self) -> bool:
+        """True if another mini-batch may have work since the last call."""
+        changed, self._running.changed = self._running.changed, False
+        return changed
+
+    def wait_for_r_nodes(self) -> None:
+        """Let sequences wait for an R-node when none is connected."""
+        self._running.patient = True
 
     def take_forks(self) -> list[Sequence]:
         """Placed sequences that share `shared_tokens` tokens of their `source`. Each is returned once.
@@ -173,11 +186,11 @@ class Scheduler:
             if seq.n_generated == 0:
                 seq.reused = seq.shared_tokens
             self.reused_tokens += seq.shared_tokens
-        self.changed = True
+        self._running.changed = True
         if seq.cancelled:
-            self._remove(seq)
+            self._running.remove(seq)
         elif not (has_pages and seq.placed_on.alive):
-            self._requeue(seq)
+            self._running.requeue(seq)
 
     def take_handovers(self) -> list[Sequence]:
         """Placed sequences whose prompts another S-node is to compute. Each is returned once.
@@ -192,19 +205,19 @@ class Scheduler:
         seq.in_flight = False
         if succeeded:
             seq.cached = seq.shared_tokens = len(seq.tokens) - 1
-        self.changed = True
+        self._running.changed = True
         if seq.cancelled:
-            self._remove(seq)
+            self._running.remove(seq)
         elif not (succeeded and seq.placed_on.alive):
             seq.prefill_here = True
-            self._requeue(seq)
+            self._running.requeue(seq)
 
     def hold(self, seq: Sequence) -> None:
         """Leave a sequence that is not in flight out of steps, because the rest of it is being copied to another
         R-node. The caller then calls `let_go`."""
         seq.in_flight = True
-        if seq in self._starved:
-            self._starved.remove(seq)
+        if seq in self._running.starved:
+            self._running.starved.remove(seq)
 
     def let_go(self, seq: Sequence, place: tuple[RNodeLedger, Handle, PageTable] | None) -> None:
         """Let a sequence that was held go on at `place`: an R-node, and the handle and pages there. None: where it
@@ -212,20 +225,20 @@ class Scheduler:
         seq.in_flight = seq.held = False
         if place is not None:
             self.cluster.move(seq, *place)
-        self.changed = True
+        self._running.changed = True
         if seq.cancelled:
-            self._remove(seq, sound=True)
+            self._running.remove(seq, sound=True)
         elif not seq.placed_on.alive:
-            self._requeue(seq)
+            self._running.requeue(seq)
 
     # -- a step ---------------------------------------------------------------------------------------------------
 
     def schedule(self, mini_batch: int) -> Plan | None:
         """Plan the next step of a mini-batch that has none in flight; None if it has nothing to do now."""
-        self._serve_starved()
+        self._pauses.serve_starved()
         self._balance(mini_batch)
-        self._give_way(mini_batch)
-        self._keep_pace(mini_batch)
+        self._pauses.give_way(mini_batch)
+        self._pauses.keep_pace(mini_batch)
         chunks = self._decode_chunks(mini_batch)
         n_streams = len(chunks)
         n_decoding = sum(chunk.n_tokens for chunk in chunks)
@@ -273,11 +286,11 @@ class Scheduler:
             seq.cached += chunk.n_tokens - len(chunk.guesses)
             error = token.error if token is not None else None
             if seq.cancelled:
-                self._remove(seq, sound=error is None)
+                self._running.remove(seq, sound=error is None)
                 continue
             if error is not None:
-                self._remove(seq)
-                self._failed.append((seq, error))
+                self._running.remove(seq)
+                self._running.fail(seq, error)
                 continue
             if prefilled and not seq.prefilling:
                 self._staging.drop(seq)
@@ -292,9 +305,9 @@ class Scheduler:
                     break
             if reason is not None:
                 self.admission.left(seq, ended=reason == "stop")
-                self._remove(seq, sound=True)
+                self._running.remove(seq, sound=True)
             elif not seq.placed_on.alive:
-                self._requeue(seq)
+                self._running.requeue(seq)
         return outcomes
 
     def _end_step(self, plan: Plan, seconds: float | None = None, s_seconds: float | None = None) -> None:
@@ -327,7 +340,7 @@ class Scheduler:
                 self._recompute(seq)
                 continue
             seq.in_flight = False
-            self._remove(seq)
+            self._running.remove(seq)
             if not seq.cancelled:
                 failed.append(seq)
         return failed
@@ -336,29 +349,18 @@ class Scheduler:
         """Requeue a sequence of a step that failed, unless it was cancelled."""
         seq.in_flight = False
         if seq.cancelled:
-            self._remove(seq)
+            self._running.remove(seq)
         else:
-            self._requeue(seq)
+            self._running.requeue(seq)
 
     def node_lost(self, node: RNodeLedger) -> None:
         """Requeue the sequences of a lost R-node, those in flight when their step ends. Sequences that no other R-node
-        can hold fail; if none is left and the scheduler is patient, `fail_unplaced` says when."""
-        node.mark_lost()
-        for seq in self.running_on(node):
-            if not seq.in_flight:
-                self._requeue(seq)
-        if not self._waits_for_r_nodes:
-            self.fail_unplaced(node.url)
-
-    @property
-    def _waits_for_r_nodes(self) -> bool:
-        return self.patient and not self.cluster.alive
+        can hold fail; if none is left and sequences may wait for one, `fail_unplaced` says when."""
+        self._running.node_lost(node)
 
     def fail_unplaced(self, url: str) -> None:
         """Fail the waiting sequences that no R-node can hold, now that the R-node at `url` is lost."""
-        for seq in [s for s in self.waiting if not self.cluster.can_hold(len(s.tokens))]:
-            self.waiting.remove(seq)
-            self._failed.append((seq, self._loss_message(url)))
+        self._running.fail_unplaced(url)
 
     # -- chunks ---------------------------------------------------------------------------------------------------
 
@@ -369,7 +371,7 @@ class Scheduler:
         for seq in list(self.mini_batches[mini_batch]):  # oldest first, so a victim of preemption has no chunk yet
             if seq.node is None or seq.prefilling or seq.held:
                 continue
-            if not self._cover(seq, seq.cached + 1):
+            if not self._pauses.cover(seq, seq.cached + 1):
                 continue
             seq.in_flight = True
             guesses: list[int] = []
@@ -399,14 +401,14 @@ class Scheduler:
         if seq.in_flight:
             return
         if not seq.prefilling:  # it was paused
-            if not self._cover(seq, seq.cached + 1):
+            if not self._pauses.cover(seq, seq.cached + 1):
                 return
             seq.in_flight = True
             budget.rows -= 1
             chunks.append(PlannedChunk(seq, 1, prefill=False, sample=True))
             return
         n_tokens = budget.take(seq.cached, seq.prefill_end - seq.cached)
-        if n_tokens > 0 and self._cover(seq, seq.cached + n_tokens):
+        if n_tokens > 0 and self._pauses.cover(seq, seq.cached + n_tokens):
             seq.in_flight = True
             last = seq.cached + n_tokens == seq.prefill_end
             in_one = last and not seq.cached
@@ -427,7 +429,7 @@ class Scheduler:
             if not self.admission.may_start(seq, everywhere, self.waiting, room):
                 return None
             if not self.pace.allows(seq):
-                self._wants_room = self._wants_room or seq
+                self._pauses.wanted(seq)
                 continue
             if seq.paused:
                 wait = self.cluster.resume(seq)
@@ -448,8 +450,8 @@ class Scheduler:
                 self.waiting.start(seq)
                 self._start(seq, placement, mini_batch)
                 return seq
-            if placement is Wait.ROOM and self._wants_room is None:
-                self._wants_room = seq
+            if placement is Wait.ROOM:
+                self._pauses.wanted(seq)
         return None
 
     def _room(self, running: list[Sequence]) -> Room:
@@ -482,138 +484,8 @@ class Scheduler:
         self._join(seq, mini_batch)
 
     def _join(self, seq: Sequence, mini_batch: int) -> None:
-        seq.mini_batch = mini_batch
-        insort(self.mini_batches[mini_batch], seq, key=BY_RANK)
+        self._running.join(seq, mini_batch)
         self.pace.joined(seq)
-
-    # -- pauses ---------------------------------------------------------------------------------------------------
-
-    def _give_way(self, mini_batch: int) -> None:
-        """Pause a sequence of this mini-batch if one of a lower priority number waits for a slot or for pages."""
-        batch, wants_room = self.mini_batches[mini_batch], self._wants_room
-        self._wants_room = None
-        first = next(iter(self.waiting), None)
-        if not batch or first is None:
-            return
-        last = batch[-1]
-        full = len(batch) >= self.limits.max_seqs and first.priority < last.priority
-        lacking = wants_room is not None and wants_room in self.waiting and wants_room.priority < last.priority
-        if (full or lacking) and self._can_pause(last):
-            self.preemptions += 1
-            self._pause(last)
-
-    def _keep_pace(self, mini_batch: int) -> None:
-        """Pause choices of this mini-batch while steps are too long: the newest of the request that has most of them.
-        One choice of each request goes on, so a request of one choice is never paused for the time of steps."""
-        batch = self.mini_batches[mini_batch]
-        self.pace.plan(mini_batch, batch)
-        if not self.pace.late:
-            return
-        choices = Counter(seq.request for seq in self.running)
-        del choices[None]
-        while self.pace.over > 1:
-            pausable = [s for s in batch if choices[s.request] > 1 and self._can_pause(s)]
-            if not pausable:
-                return
-            seq = max(pausable, key=lambda s: (choices[s.request], s.order))
-            choices[seq.request] -= 1
-            self.preemptions += 1
-            self.pace.joined(seq, -1)
-            self._pause(seq)
-
-    def _can_pause(self, seq: Sequence) -> bool:
-        return not (seq.in_flight or seq.held or seq.prefilling or seq.cancelled) and seq.placed_on.alive
-
-    def _pause(self, seq: Sequence) -> None:
-        """Let a running sequence wait; its R-node keeps its cache until the pages are needed."""
-        self._leave(seq)
-        self.cluster.pause(seq)
-        self.waiting.add(seq)
-
-    # -- pages ----------------------------------------------------------------------------------------------------
-
-    def _serve_starved(self) -> None:
-        """Give free pages to starved sequences, oldest first, before any other sequence can take them."""
-        for seq in list(self._starved):
-            if seq in self._starved:  # else it was preempted for an older one
-                self._take_free(seq)
-
-    def _take_free(self, seq: Sequence) -> None:
-        """Give free pages to a starved sequence. Does nothing to one whose next step gives back enough by itself."""
-        node, tokens = seq.placed_on, seq.cached + 1
-        if self.cluster.take_free(seq, tokens):
-            self._starved.remove(seq)
-        elif not self.cluster.can_slide(seq) or seq.pages.lacking(tokens) > seq.pages.reusable(seq.cached, tokens):
-            self._reclaim(node, seq.pages.lacking(tokens))
-
-    def _cover(self, seq: Sequence, tokens: int) -> bool:
-        """Count the pages of the step of `seq` that is being planned, after which `tokens` tokens are cached. If its
-        R-node has too few, preempt that node's newest sequence.
-
-        False: `seq` must wait until the R-node has acknowledged a FREE or answered a RESIZE, until other sequences have
-        given back pages in their steps, or `seq` itself was the newest and is preempted.
-        """
-        node = seq.placed_on
-        if self.cluster.cover(seq, tokens):
-            if seq in self._starved:
-                self._starved.remove(seq)
-            return True
-        if seq not in self._starved:
-            insort(self._starved, seq, key=BY_RANK)
-        self._reclaim(node, seq.pages.lacking(tokens))
-        return False
-
-    def _reclaim(self, node: RNodeLedger, pages: int) -> None:
-        """Bring about that `node` has free pages, `pages` of which a starved sequence lacks."""
-        if self.cluster.reclaim(node, pages):
-            return
-        running = self.running_on(node)
-        if any(other not in self._starved and self.cluster.can_slide(other) for other in running):
-            return  # their next steps give back pages
-        newest = running[-1]
-        if len(running) == 1 and node.n_pages < node.max_pages:
-            return  # recomputing it would need the same pages: it waits until the lease can grow
-        if not (newest.in_flight or newest.held):  # else `_serve_starved` comes back here once its step has completed
-            self.preemptions += 1
-            if self._can_pause(newest):
-                self._pause(newest)
-                self.cluster.reclaim(node, 1)  # from the sequence that was paused longest ago
-            else:
-                self._requeue(newest)
-
-    def _requeue(self, seq: Sequence) -> None:
-        """Take a running sequence off its R-node and queue it, to be recomputed from all of its tokens."""
-        node = seq.placed_on
-        self.recomputed += 1
-        self._remove(seq)
-        if self.cluster.can_hold(len(seq.tokens)) or self._waits_for_r_nodes:
-            self.add(seq)
-        else:
-            self._failed.append((seq, self._loss_message(node.url)))
-
-    def _remove(self, seq: Sequence, sound: bool = False) -> None:
-        """Take a running sequence off its R-node and out of its mini-batch.
-
-        `sound`: its cached tokens are right, so they may enter the prefix cache. Those of an unfinished prompt may not,
-        because the S-node still stages rows for it.
-        """
-        self._leave(seq)
-        self.cluster.release(seq, sound and not seq.prefilling)
-
-    def _leave(self, seq: Sequence) -> None:
-        """Take a running sequence out of its mini-batch."""
-        assert seq.mini_batch is not None, "the sequence does not run"
-        self.mini_batches[seq.mini_batch].remove(seq)
-        seq.mini_batch = None
-        self._staging.drop(seq)
-        if seq in self._starved:
-            self._starved.remove(seq)
-        self.changed = True
-
-    def _loss_message(self, url: str) -> str:
-        if not self.cluster.alive:
-            return f"R-node {url} was lost and no other is connected"
-        return f"no remaining R-node can cache the sequence's tokens (at most {self.cluster.capacity})"
 
     # -- balance --------------------------------------------------------------------------------------------------
 
@@ -623,4 +495,4 @@ class Scheduler:
         lopsided = len(batches[mini_batch]) > 1 + 2 * min(map(len, batches))
         if len(batches) > 1 and (lopsided or next(self._calls) % _BALANCE_EVERY == 0):
             groups, costs = self.cluster.loads.groups, self.cluster.costs
-            self.changed |= even_out(batches, mini_batch, groups, costs, self.limits.max_seqs)
+            self._running.changed |= even_out(batches, mini_batch, groups, costs, self.limits.max_seqs)

@@ -223,9 +223,9 @@ def test_lopsided_mini_batches_are_evened_out():
     world.end(1)
     assert world.begin(1) is None
     world.end(0)
-    world.scheduler.changed = False
+    world.scheduler.take_changed()
     assert len(world.begin(0).chunks) == 2
-    assert world.scheduler.changed, "the other is to be woken"
+    assert world.scheduler.take_changed(), "the other is to be woken"
     assert len(world.begin(1).chunks) == 2
     world.run()
 

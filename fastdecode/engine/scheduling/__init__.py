@@ -9,6 +9,8 @@ placement   the R-node of a waiting sequence
 balance     mini-batches of equal steps
 rtime       the predicted time of the R-Part
 step_time   how long steps take, and the chunks of prompts that keep a target time
+running     the running sequences, and their ways in and out
+pauses      which running sequences pause for others, and whose pages they get
 pace        who may start to decode, and which choices pause, so that steps keep the target time
 speculation how many tokens to guess for each sequence of a step
 guesser     the guesses of one sequence's next tokens

@@ -1,0 +1,119 @@
+"""The running sequences by mini-batch, and their ways in and out."""
+
+from __future__ import annotations
+
+from bisect import insort
+from itertools import chain
+from typing import TYPE_CHECKING
+
+from fastdecode.engine.scheduling.queue import BY_RANK
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from fastdecode.engine.cluster import Cluster
+    from fastdecode.engine.ledger import RNodeLedger
+    from fastdecode.engine.scheduling.budgets import StagingBudget
+    from fastdecode.engine.scheduling.queue import WaitingQueue
+    from fastdecode.engine.sequence import Sequence
+
+
+class Running:
+    """An iterable of the running sequences. A sequence that leaves has ended, pauses, or is queued to be recomputed."""
+
+    def __init__(self, cluster: Cluster, waiting: WaitingQueue, staging: StagingBudget, mini_batches: int):
+        self.batches: list[list[Sequence]] = [[] for _ in range(mini_batches)]  # each in order of arrival
+        self.starved: list[Sequence] = []  # wait for a page, in order of arrival
+        self.patient = False  # sequences may wait for an R-node when none is connected
+        self.changed = False  # another mini-batch may have work now; the reader clears it
+        self.recomputed = 0  # running sequences that were queued again without their cache
+        self._cluster, self._waiting, self._staging = cluster, waiting, staging
+        self._failed: list[tuple[Sequence, str]] = []
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return chain.from_iterable(self.batches)
+
+    def __len__(self) -> int:
+        return sum(map(len, self.batches))
+
+    def on(self, node: RNodeLedger) -> list[Sequence]:
+        """The running sequences that `node` caches, in order of arrival."""
+        return sorted((seq for seq in self if seq.node is node), key=BY_RANK)
+
+    def join(self, seq: Sequence, mini_batch: int) -> None:
+        """Put a sequence that has a place on an R-node into a mini-batch."""
+        seq.mini_batch = mini_batch
+        insort(self.batches[mini_batch], seq, key=BY_RANK)
+
+    def remove(self, seq: Sequence, sound: bool = False) -> None:
+        """Take a running sequence off its R-node and out of its mini-batch.
+
+        `sound`: its cached tokens are right, so they may enter the prefix cache. Those of an unfinished prompt may not,
+        because the S-node still stages rows for it.
+        """
+        self._leave(seq)
+        self._cluster.release(seq, sound and not seq.prefilling)
+
+    def can_pause(self, seq: Sequence) -> bool:
+        """True if a running sequence may be paused now."""
+        return not (seq.in_flight or seq.held or seq.prefilling or seq.cancelled) and seq.placed_on.alive
+
+    def pause(self, seq: Sequence) -> None:
+        """Let a running sequence wait; its R-node keeps its cache until the pages are needed."""
+        self._leave(seq)
+        self._cluster.pause(seq)
+        self._waiting.add(seq)
+
+    def requeue(self, seq: Sequence) -> None:
+        """Take a running sequence off its R-node and queue it, to be recomputed from all of its tokens."""
+        node = seq.placed_on
+        self.recomputed += 1
+        self.remove(seq)
+        if self._cluster.can_hold(len(seq.tokens)) or self._waits_for_r_nodes:
+            self._waiting.add(seq)
+        else:
+            self._failed.append((seq, self._loss_message(node.url)))
+
+    def node_lost(self, node: RNodeLedger) -> None:
+        """Requeue the sequences of a lost R-node, those in flight when their step ends. Sequences that no other R-node
+        can hold fail; if none is left and sequences may wait for one, `fail_unplaced` says when."""
+        node.mark_lost()
+        for seq in self.on(node):
+            if not seq.in_flight:
+                self.requeue(seq)
+        if not self._waits_for_r_nodes:
+            self.fail_unplaced(node.url)
+
+    def fail_unplaced(self, url: str) -> None:
+        """Fail the waiting sequences that no R-node can hold, now that the R-node at `url` is lost."""
+        for seq in [s for s in self._waiting if not self._cluster.can_hold(len(s.tokens))]:
+            self._waiting.remove(seq)
+            self.fail(seq, self._loss_message(url))
+
+    def fail(self, seq: Sequence, reason: str) -> None:
+        """Record that a sequence that neither runs nor waits cannot go on."""
+        self._failed.append((seq, reason))
+
+    def take_failed(self) -> list[tuple[Sequence, str]]:
+        """Sequences that cannot go on, and why. Each is returned once."""
+        failed, self._failed = self._failed, []
+        return failed
+
+    def _leave(self, seq: Sequence) -> None:
+        """Take a running sequence out of its mini-batch."""
+        assert seq.mini_batch is not None, "the sequence does not run"
+        self.batches[seq.mini_batch].remove(seq)
+        seq.mini_batch = None
+        self._staging.drop(seq)
+        if seq in self.starved:
+            self.starved.remove(seq)
+        self.changed = True
+
+    @property
+    def _waits_for_r_nodes(self) -> bool:
+        return self.patient and not self._cluster.alive
+
+    def _loss_message(self, url: str) -> str:
+        if not self._cluster.alive:
+            return f"R-node {url} was lost and no other is connected"
+        return f"no remaining R-node can cache the sequence's tokens (at most {self._cluster.capacity})"
