@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
-KERNELS = [f"kernels/{room}" for room in ("attention", "cache", "decoder", "engine", "linears", "py")]
+KERNELS = [f"kernels/{room}" for room in ("attention", "cache", "decoder", "engine", "linears", "py", "sampling")]
 
 
 def files(folders: list[str], ending: str) -> list[str]:

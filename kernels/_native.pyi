@@ -130,6 +130,38 @@ class QuantisedLinear:
     def run(self, x: Buffer, y: Buffer, threads: int, /) -> None:
         """Write x Wᵀ + b of x [rows, ins] to y [rows, outs], both fp32. Other Python threads run meanwhile."""
 
+class RowDraws:
+    """Draws the next tokens of rows of logits (draw_rows.h). Arguments are addresses of C-contiguous arrays, 0 for
+    none, and sizes; nothing is checked. Other Python threads run meanwhile. The ISA is the one in FASTDECODE_ISA, else
+    the best.
+    """
+
+    def __new__(cls) -> RowDraws: ...
+    @property
+    def isa(self) -> str:
+        """The ISA that the function is compiled for."""
+    def run(
+        self,
+        logits: int,
+        dtype: int,
+        rows: int,
+        n: int,
+        vocab: int,
+        masks: int,
+        mask_words: int,
+        biased: int,
+        bias: int,
+        seen: int,
+        penalty: int,
+        tokens: int,
+        flags: int,
+        weights: int,
+        threads: int,
+        /,
+    ) -> None:
+        """Draw `n` rows, described by the fd_draw_row_t at `rows`, from logits [n, vocab]. `dtype` is an index of
+        region.contract.ACT_DTYPES, fp32's or bf16's. Raises MemoryError."""
+
 class RowOps:
     """The S-Part's operations between products (row_ops.h), for an activation dtype, an index of
     region.contract.ACT_DTYPES. Arguments are addresses of C-contiguous rows, 0 for none, and sizes; nothing is checked.

@@ -33,8 +33,8 @@
     row_ops      RowOps: the decoder's operations between products, in torch or in C
     experts      a layer's experts in place of its MLP
     step_table   a step's numbers for its device in one upload, and its results in one download
-    sampling     Sampler: filters and draws the next tokens of a step
-    order        the largest numbers of each row
+    sampling     Sampler: filters and draws the next tokens of a step on a device
+    host_sampling  HostSampler: the same on a CPU, in C
     draws        random draws by seed and index
     masks        the tokens that a row may draw at all
     penalties    the bias and the penalties that a request puts on tokens

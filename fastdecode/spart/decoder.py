@@ -30,7 +30,7 @@ from fastdecode.spart.prompt import PromptCache, PromptChunk
 from fastdecode.spart.prompt_logprobs import Scorer
 from fastdecode.spart.rope import RotaryEmbedding
 from fastdecode.spart.row_ops import Places, make_row_ops
-from fastdecode.spart.sampling import Sampler
+from fastdecode.spart.sampling import make_sampler
 from fastdecode.spart.step_table import StepTable
 from fastdecode.spart.timeline import StepClock, Timeline
 from fastdecode.spart.weights import MLP, Layer, Model
@@ -92,9 +92,9 @@ class SPart:
         link_costs = exchange.disarm()
         self._end_prompts(rows, exchange)
         if rows.n_drawn:
-            logits = self._logits(state.x, rows.uploaded["last rows"])
+            logits = self._head(state.x, rows.uploaded["last rows"])
         else:
-            logits = state.x.new_empty(0, self._config.vocab_size, dtype=torch.float32)
+            logits = state.x.new_empty(0, self._config.vocab_size)
         sampled = self._sample(logits, rows)
         scores = rows.scorer(lambda part: self._logits(state.x, rows.uploaded["scored rows"][part]), rows.uploaded)
         clock.part_ended()
@@ -106,7 +106,7 @@ class SPart:
             kv_bytes=sum(times.kv_bytes for times in link_costs.values()),
             link_costs=link_costs,
             failures=exchange.failures,
-            logits=logits if keep_logits else None,
+            logits=logits.float() if keep_logits else None,
         )
 
     def whole_step(self, inputs: dict[str, torch.Tensor], exchange: RowExchange) -> torch.Tensor:
@@ -192,7 +192,7 @@ class SPart:
 
     def _sample(self, logits: torch.Tensor, rows: StepRows) -> list[Sampled | None]:
         """Draw a token after each chunk that asks for one, and after its drafts, from logits [rows.n_drawn, vocab_size]
-        fp32.
+        in fp32 or the activation dtype.
 
         Returns one Sampled or None for each chunk.
         """
@@ -200,15 +200,19 @@ class SPart:
 
     def _logits(self, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """The logits of some rows of x [n, hidden_size]: [len(rows), vocab_size] fp32."""
+        return self._head(x, rows).float()
+
+    def _head(self, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """The same in fp32 or the activation dtype."""
         w = self._weights
         x = x.index_select(0, rows)
         if w.final_norm is not None:
             x = self._ops.norm(x, w.final_norm)
         if w.project_out is not None:
             x = w.project_out(x)
-        logits = w.head(x).float()
+        logits = w.head(x)
         if self._config.logit_divisor != 1.0:
-            logits.div_(self._config.logit_divisor)
+            logits = logits.float().div_(self._config.logit_divisor)
         return logits
 
 
@@ -270,9 +274,10 @@ class StepRows:
         self.uploaded: dict[str, torch.Tensor] = {}
         self.vocab_size = config.vocab_size
 
-    def upload(self, device: torch.device) -> None:
-        """Plan the draws, start the upload of the step's table, and fill `sampler`, `uploaded` and `adapters`."""
-        self.sampler = Sampler(self.specs, self.vocab_size, self.table)
+    def upload(self, device: torch.device, on_host: bool = True) -> None:
+        """Plan the draws, start the upload of the step's table, and fill `sampler`, `uploaded` and `adapters`.
+        `on_host`: a CPU's tokens may be drawn on the host."""
+        self.sampler = make_sampler(self.specs, self.vocab_size, self.table, on_host and device.type == "cpu")
         self.uploaded = self.table.upload(device)
         self.adapters = self._adapter_rows.on_device(self.uploaded)
 

@@ -20,12 +20,18 @@ class TokenMask(Protocol):
         ...
 
 
-def mask_bits(masks: Sequence[TokenMask], vocab_size: int) -> npt.NDArray[np.uint8]:
-    """The bits of several masks, [masks, bytes of a row]: bit i % 8 of byte i // 8 says whether token i is allowed."""
+def mask_words(masks: Sequence[TokenMask], vocab_size: int) -> npt.NDArray[np.int32]:
+    """The bits of several masks, [masks, words of a row]: bit i % 32 of word i // 32 says whether token i is allowed.
+    Waits for them."""
     words = np.full((len(masks), -(-vocab_size // 32)), -1, np.int32)
     for row, mask in zip(words, masks, strict=True):
         mask.fill(row)
-    return words.view(np.uint8)  # the CPUs served are little-endian
+    return words
+
+
+def mask_bits(masks: Sequence[TokenMask], vocab_size: int) -> npt.NDArray[np.uint8]:
+    """The same bits by bytes, [masks, bytes of a row]: bit i % 8 of byte i // 8 says whether token i is allowed."""
+    return mask_words(masks, vocab_size).view(np.uint8)  # the CPUs served are little-endian
 
 
 def forbidden(bits: torch.Tensor, vocab_size: int) -> torch.Tensor:

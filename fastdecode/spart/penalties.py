@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -63,6 +63,11 @@ class LogitRules:
         """True if the rules have a penalty, and not a bias alone."""
         return self.repetition != 1.0 or self.frequency != 0.0 or self.presence != 0.0
 
+    @property
+    def n_penalised(self) -> int:
+        """How many tokens the penalties apply to."""
+        return len(self._indexes) if self.penalises else 0
+
     def generated(self, token: int) -> None:
         """Count a token of the output."""
         if self.penalises:
@@ -76,6 +81,40 @@ class LogitRules:
             self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
         self._ids[index] = token
         return index
+
+
+class RowRules(NamedTuple):
+    """The rules of several rows, one row's behind the other's.
+
+    The logits of the tokens `biased` get `bias` added. Those of `seen` are then penalised: x becomes x / r - p if
+    x > 0, else x * r - p, with the row's repetition penalty r and p from `penalty`. `stops` says where the biases and
+    the penalties of each row end.
+    """
+
+    biased: npt.NDArray[np.int64]
+    bias: npt.NDArray[np.float32]
+    seen: npt.NDArray[np.int64]
+    penalty: npt.NDArray[np.float32]
+    stops: list[tuple[int, int]]
+
+
+def row_rules(rules: Sequence[LogitRules]) -> RowRules:
+    """The rules of several rows, one entry for each."""
+    penalising = [rule for rule in rules if rule.penalises]
+    counts = [rule.seen[1] for rule in penalising]
+    penalties = [
+        rule.frequency * n + rule.presence * (n > 0) if rule.frequency or rule.presence else np.zeros_like(n)
+        for rule, n in zip(penalising, counts, strict=True)
+    ]
+    bias_stops = np.cumsum([len(rule.bias_ids) for rule in rules], dtype=np.int64).tolist()
+    seen_stops = np.cumsum([rule.n_penalised for rule in rules], dtype=np.int64).tolist()
+    return RowRules(
+        _joined([rule.bias_ids for rule in rules], np.int64),
+        _joined([rule.bias for rule in rules], np.float32),
+        _joined([rule.seen[0] for rule in penalising], np.int64),
+        _joined(penalties, np.float32).astype(np.float32, copy=False),
+        list(zip(bias_stops, seen_stops, strict=True)),
+    )
 
 
 def flat_rules(rules: Sequence[tuple[int, LogitRules]], vocab_size: int) -> dict[str, npt.NDArray[Any]]:

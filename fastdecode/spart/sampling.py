@@ -1,4 +1,5 @@
-"""Sampler: draws the next token of every row of a step, on the logits' device, without waiting for the device.
+"""Sampler: draws the next token of every row of a step, on the logits' device, without waiting for the device. On a CPU
+host_sampling.py does the same.
 
 The filters are those of Hugging Face's logits processors, in their order: masks (masks.py), bias and penalties
 (penalties.py), temperature, top-k, top-p over the tokens that top-k has left, min-p over the tokens that top-p has
@@ -28,14 +29,12 @@ import torch
 
 from fastdecode.spart.batch import Sampled, SampleSpec
 from fastdecode.spart.draws import SPAN, draw, span_count, stream_keys
+from fastdecode.spart.host_sampling import HostSampler
 from fastdecode.spart.masks import TokenMask, forbidden, mask_bits
-from fastdecode.spart.order import drop_below, kth_largest, likeliest, nucleus_floor
 from fastdecode.spart.penalties import flat_rules, padded_rules
-from fastdecode.spart.sampling_kinds import GREEDY, MIN_TEMPERATURE, TOP_P_PREFIX, Kind, rows_of_block
+from fastdecode.spart.sampling_kinds import GREEDY, MIN_TEMPERATURE, TOP_P_PREFIX, Kind, rows_of_block, why_none
 from fastdecode.spart.step_table import StepTable, download
 
-_NOT_FINITE = "the model's logits are not finite: an activation overflowed its dtype"
-_NOTHING_ALLOWED = "the request's grammar or lists of tokens allow no next token"
 _FINITE, _REACHED, _EMPTY = 1, 2, 4  # flags of a row; _EMPTY: all of its logits are -inf
 _Uploaded = dict[str, torch.Tensor]
 
@@ -43,8 +42,15 @@ _Uploaded = dict[str, torch.Tensor]
 def sample(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> list[Sampled]:
     """Draw one token a row. `logits` is [rows, vocab_size] fp32; `specs` has one entry for each row."""
     table = StepTable()
-    sampler = Sampler(specs, logits.shape[1], table)
+    sampler = make_sampler(specs, logits.shape[1], table, on_host=logits.device.type == "cpu")
     return sampler(logits, table.upload(logits.device))
+
+
+def make_sampler(
+    specs: Sequence[SampleSpec], vocab_size: int, table: StepTable, on_host: bool
+) -> Sampler | HostSampler:
+    """The draws of one step. Adds what a Sampler needs to the step's table; a HostSampler needs nothing there."""
+    return HostSampler(specs, vocab_size) if on_host else Sampler(specs, vocab_size, table)
 
 
 class Sampler:
@@ -75,12 +81,14 @@ class Sampler:
         return cls([*plain, *[GREEDY] * (rows - len(plain))], vocab_size, table, kind=kind)
 
     def __call__(self, logits: torch.Tensor, uploaded: _Uploaded) -> list[Sampled]:
-        """Draw one token a row. `logits` is [rows, vocab_size] fp32; `uploaded` is the table on the logits' device.
+        """Draw one token a row. `logits` is [rows, vocab_size] in fp32 or another dtype of floats; `uploaded` is the
+        table on the logits' device.
 
         A row with a logit that is NaN or +inf, or whose mask allows no token, gets an error and no token. The host
         waits for the device once; a second time if a row with top-p has its nucleus in more than TOP_P_PREFIX tokens,
-        which happens where the distribution is nearly flat, and not on a CPU.
+        which happens where the distribution is nearly flat.
         """
+        logits = logits.float()
         return self.read(download(self.launch(logits, uploaded)), logits)
 
     def launch(self, logits: torch.Tensor, uploaded: _Uploaded) -> torch.Tensor:
@@ -222,13 +230,13 @@ class _Block:
         """Draw; returns the int32 tensors [n] that `read` takes. `logits` is [rows of the step, vocab_size] fp32."""
         raw = logits[self._rows]
         ruled = self._apply_masks(raw, uploaded) if self._masked else raw
-        best, tokens = likeliest(ruled)  # the maximum of a row with a NaN is NaN
+        best, tokens = ruled.max(dim=1)  # the maximum of a row with a NaN is NaN
         flags = best.isfinite().to(torch.int32) * _FINITE
         if self._masked:
             flags += best.isneginf().to(torch.int32) * _EMPTY
         if self._has_rules:
             ruled = self._apply_rules(ruled, uploaded)
-            _, tokens = likeliest(ruled)
+            _, tokens = ruled.max(dim=1)
         if self._drawn:
             rows = self._get(uploaded, "drawn")
             drawn, reached = self._draw(ruled, uploaded)
@@ -298,7 +306,8 @@ class _Block:
             chosen = self._get(uploaded, group.name)
             part = x if len(group.rows) == n else x.index_select(0, chosen)
             last = self._get(uploaded, f"{group.name} last")[:, None]
-            floor = kth_largest(part, last.clamp(min=0), group.width).masked_fill_(last < 0, -torch.inf)
+            best = part.topk(group.width, dim=1).values
+            floor = best.gather(1, last.clamp(min=0)).masked_fill_(last < 0, -torch.inf)
             self._drop_below(x, part, floor, chosen, -torch.inf)
         x.exp_()
         reached = torch.ones(n, dtype=torch.bool, device=rows.device)
@@ -306,7 +315,7 @@ class _Block:
             chosen = self._get(uploaded, group.name)
             part = x if len(group.rows) == n else x.index_select(0, chosen)
             mass = self._get(uploaded, f"{group.name} mass")[:, None]
-            floor, enough = nucleus_floor(part, mass, group.width)
+            floor, enough = _nucleus_floor(part, mass, group.width)
             self._drop_below(x, part, floor, chosen, 0.0)
             reached.index_copy_(0, chosen, enough)
         if self._has_min_p:
@@ -320,7 +329,7 @@ class _Block:
     ) -> None:
         """Set numbers less than floor [len(part), 1] to `value`, in the rows `chosen` of x. `part` is a copy of these
         rows, or x itself."""
-        drop_below(part, floor, value)
+        part.masked_fill_(part < floor, value)
         if part is not x:
             x.index_copy_(0, chosen, part)
 
@@ -331,7 +340,7 @@ class _Block:
         n = len(self._specs)
         tokens, flags = values.take(n).tolist(), values.take(n).tolist()
         sampled = [
-            Sampled(token) if flag & _FINITE else Sampled(-1, error=_why_none(spec, flag))
+            Sampled(token) if flag & _FINITE else Sampled(-1, error=why_none(spec, bool(flag & _EMPTY)))
             for spec, token, flag in zip(self._specs, tokens, flags, strict=True)
         ]
         if self._asked:
@@ -348,9 +357,21 @@ class _Block:
         return sampled, short
 
 
-def _why_none(spec: SampleSpec, flag: int) -> str:
-    """The reason why a row with these flags has no token."""
-    return _NOTHING_ALLOWED if spec.mask is not None and flag & _EMPTY else _NOT_FINITE
+def _nucleus_floor(weights: torch.Tensor, mass: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The smallest weight in each row's nucleus, [rows, 1], found among the `width` likeliest tokens.
+
+    The nucleus is the likeliest tokens up to and including the one with which their share of the row's weight reaches
+    mass [rows, 1]; a mass of 1 keeps all tokens. The second result, [rows], is False where `width` tokens do not reach
+    it; the floor is then too high.
+    """
+    best = weights.topk(width, dim=1).values
+    sums = best.cumsum(dim=1, dtype=torch.float64)
+    wanted = mass * weights.sum(dim=1, keepdim=True, dtype=torch.float64)
+    size = ((sums - best) < wanted).sum(dim=1, keepdim=True).clamp_(min=1)
+    everything = best[:, -1:] == 0 if width < weights.shape[1] else torch.ones_like(wanted, dtype=torch.bool)
+    keeps_all = mass >= 1.0
+    floor = best.gather(1, size - 1).masked_fill_(keeps_all, 0.0)
+    return floor, ((sums[:, -1:] >= wanted) | everything | keeps_all).flatten()
 
 
 class _Reader:

@@ -24,6 +24,14 @@ _LEAST_RULES = 1 << 10
 
 GREEDY = SampleSpec(temperature=0.0)
 
+_NOT_FINITE = "the model's logits are not finite: an activation overflowed its dtype"
+_NOTHING_ALLOWED = "the request's grammar or lists of tokens allow no next token"
+
+
+def why_none(spec: SampleSpec, empty: bool) -> str:
+    """The reason why a row has no token. `empty`: all of its logits are -inf."""
+    return _NOTHING_ALLOWED if spec.mask is not None and empty else _NOT_FINITE
+
 
 @dataclass(frozen=True, slots=True)
 class Kind:

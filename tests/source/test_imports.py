@@ -48,6 +48,7 @@ C = {
     "kernels/engine": ["region", "kernels/attention", "kernels/cache"],
     "kernels/linears": ["region", "kernels/attention"],
     "kernels/decoder": ["region", "kernels/attention", "kernels/linears"],
+    "kernels/sampling": ["region", "kernels/attention", "kernels/linears"],
     "kernels/py": [
         "region",
         "kernels/attention",
@@ -55,6 +56,7 @@ C = {
         "kernels/engine",
         "kernels/linears",
         "kernels/decoder",
+        "kernels/sampling",
     ],
     "transports": ["region"],
 }

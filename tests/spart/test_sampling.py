@@ -18,10 +18,14 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from fastdecode.spart.batch import SampleSpec
+from fastdecode.kernels import _native
+from fastdecode.spart import host_sampling
+from fastdecode.spart.batch import Sampled, SampleSpec
 from fastdecode.spart.draws import draw, stream_keys, uniforms
+from fastdecode.spart.host_sampling import HostSampler
 from fastdecode.spart.penalties import LogitRules
-from fastdecode.spart.sampling import Sampler, sample
+from fastdecode.spart.sampling import Sampler
+from fastdecode.spart.sampling import sample as sample_on_host
 from fastdecode.spart.sampling_kinds import GREEDY, MOST_RULES, TOP_P_PREFIX, Kind, kind_of
 from fastdecode.spart.step_table import StepTable
 
@@ -48,22 +52,58 @@ def hugging_face(logits: torch.Tensor, spec: SampleSpec) -> torch.Tensor:
     return warpers(None, logits.clone()).softmax(dim=1)
 
 
-def weights(logits: torch.Tensor, specs: list[SampleSpec], prefix: int = 1024) -> torch.Tensor:
+def sample_on_device(logits: torch.Tensor, specs: list[SampleSpec]) -> list[Sampled]:
+    """What `sample` does with logits on a device."""
+    table = StepTable()
+    return Sampler(specs, logits.shape[1], table)(logits, table.upload(logits.device))
+
+
+@pytest.fixture(params=["host", "device"])
+def sample(request):
+    return {"host": sample_on_host, "device": sample_on_device}[request.param]
+
+
+#: ISAs for which the draws are compiled; the others take the functions of one of them.
+ISAS = [isa for isa in ("scalar", "avx2", "avx512") if isa in _native.isa_supported()]
+
+
+@pytest.fixture(params=["device", *ISAS])
+def weights(request, monkeypatch):
     """The distributions that tokens are drawn from, each scaled so that its maximum is 1."""
+    if request.param == "device":
+        return weights_on_device
+    monkeypatch.setenv("FASTDECODE_ISA", request.param)
+    host_sampling._native_draws.cache_clear()
+    request.addfinalizer(host_sampling._native_draws.cache_clear)
+
+    def weights_on_host(logits, specs):
+        _, _, found = HostSampler(specs, logits.shape[1]).run(logits, keep_weights=True)
+        assert not found[:, logits.shape[1] :].any()
+        return found[:, : logits.shape[1]]
+
+    return weights_on_host
+
+
+def weights_on_device(logits: torch.Tensor, specs: list[SampleSpec], prefix: int = 1024) -> torch.Tensor:
     table = StepTable()
     sampler = Sampler(specs, logits.shape[1], table, top_p_prefix=prefix)
     (block,) = sampler._blocks
     found, reached = block.weights(logits, table.upload(logits.device))
     assert not found[:, logits.shape[1] :].any()
     if reached is not None and not reached.all():
-        return weights(logits, specs, prefix=logits.shape[1])
+        return weights_on_device(logits, specs, prefix=logits.shape[1])
     return found[:, : logits.shape[1]]
 
 
-def filtered(logits: torch.Tensor, specs: list[SampleSpec]) -> torch.Tensor:
+@pytest.fixture
+def filtered(weights):
     """The same as probabilities."""
-    found = weights(logits, specs)
-    return found / found.sum(dim=1, keepdim=True)
+
+    def normalised(logits, specs):
+        found = weights(logits, specs)
+        return found / found.sum(dim=1, keepdim=True)
+
+    return normalised
 
 
 FILTERS = [
@@ -81,14 +121,14 @@ FILTERS = [
 
 
 @pytest.mark.parametrize("spec", FILTERS, ids=str)
-def test_filtered_distribution_is_hugging_faces(logits, spec):
+def test_filtered_distribution_is_hugging_faces(logits, spec, filtered):
     ours = filtered(logits, [spec] * len(logits))
     theirs = hugging_face(logits, spec)
     assert torch.equal(ours > 0, theirs > 0)
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-8)
 
 
-def test_every_row_of_a_mixed_batch_has_its_own_filters(logits):
+def test_every_row_of_a_mixed_batch_has_its_own_filters(logits, filtered):
     ours = filtered(logits, FILTERS[: len(logits)])
     for row, spec in enumerate(FILTERS[: len(logits)]):
         theirs = hugging_face(logits[row : row + 1], spec)[0]
@@ -106,7 +146,7 @@ def test_every_row_of_a_mixed_batch_has_its_own_filters(logits):
     ],
     ids=str,
 )
-def test_frequencies_follow_the_distribution(spec, vocab):
+def test_frequencies_follow_the_distribution(spec, vocab, sample):
     """Pearson's chi-square over 40000 draws against float64; seeds are fixed, so it passes always or never."""
     row = torch.randn(1, vocab, generator=torch.Generator().manual_seed(3)) * 1.5
     expected = hugging_face(row.double(), spec)[0]
@@ -187,7 +227,7 @@ def test_uniforms_are_uniform_and_uncorrelated_between_neighbours():
         assert off_diagonal.abs().max() < 0.45  # 4.5 deviations of 1/sqrt(100), 4950 pairs
 
 
-def test_draws_do_not_depend_on_the_batch(logits):
+def test_draws_do_not_depend_on_the_batch(logits, sample):
     generator = torch.Generator().manual_seed(1)
     row = torch.randn(1, VOCAB, generator=generator) * 2
     for i, spec in enumerate(FILTERS):
@@ -199,7 +239,7 @@ def test_draws_do_not_depend_on_the_batch(logits):
         assert sample(batch, [*others, spec, *others])[len(logits)].token == alone
 
 
-def test_index_and_seed_change_the_draw():
+def test_index_and_seed_change_the_draw(sample):
     row = torch.zeros(64, 1000)
     by_index = [s.token for s in sample(row, [SampleSpec(seed=1, index=i) for i in range(64)])]
     by_seed = [s.token for s in sample(row, [SampleSpec(seed=i, index=1) for i in range(64)])]
@@ -207,14 +247,47 @@ def test_index_and_seed_change_the_draw():
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1e-6])
-def test_temperature_zero_is_greedy(logits, temperature):
+def test_temperature_zero_is_greedy(logits, temperature, sample):
     greedy = SampleSpec(temperature=temperature, top_k=5, top_p=0.1, seed=4)
     specs = [greedy, SampleSpec(temperature=1.0, seed=1)] * 4
     tokens = [s.token for s in sample(logits, specs)]
     assert tokens[::2] == logits.argmax(dim=1).tolist()[::2]
 
 
-def test_tied_tokens_are_kept_or_dropped_together():
+@pytest.mark.parametrize("scale", [1e-3, 3.0, 30.0])
+@pytest.mark.parametrize(
+    "spec", [SampleSpec(top_k=k) for k in (1, 40, 30_000, 59_000)] + [SampleSpec(top_p=0.95)], ids=str
+)
+def test_filters_of_a_large_vocabulary(weights, spec, scale):
+    """The cut is looked for in several passes, among equal logits, forbidden tokens, and logits far below the best."""
+    logits = torch.randn(3, 60_000, generator=torch.Generator().manual_seed(1)) * scale
+    logits[0] = (logits[0] * 8 / scale).round()
+    logits[1, ::2] = -math.inf
+    logits[2, 7] = 500.0 * scale
+    ours = weights(logits, [spec] * 3)
+    if spec.top_k:
+        smallest, largest = logits.topk(spec.top_k, dim=1).values[:, -1:], logits.amax(dim=1, keepdim=True)
+        # Rounding decides about neighbours of the smallest one, and about weights that are nearly 0 in fp32.
+        sure = (smallest == logits) | ((smallest - logits).abs() > 1e-6 * largest)
+        sure &= (logits > largest - 87) | (logits < largest - 104)
+        kept = (logits >= smallest) & (logits > largest - 87)
+        assert torch.equal((ours > 0)[sure], kept[sure])
+    else:
+        shares = torch.where(ours > 0, logits.double().softmax(dim=1), 0.0)
+        lowest = torch.where(ours > 0, logits, math.inf).amin(dim=1, keepdim=True)
+        assert torch.equal(ours > 0, logits >= lowest)
+        assert (shares.sum(dim=1) >= 0.95 - 1e-5).all()
+        more = torch.where(logits > lowest, logits.double().softmax(dim=1), 0.0)
+        assert (more.sum(dim=1) < 0.95 + 1e-5).all()
+
+
+def test_logits_of_bf16_are_taken_as_they_are(logits):
+    halves = logits.bfloat16()
+    specs = [replace(spec, seed=i) for i, spec in enumerate([GREEDY, *FILTERS[:7]])]
+    assert sample_on_host(halves, specs) == sample_on_host(halves.float(), specs)
+
+
+def test_tied_tokens_are_kept_or_dropped_together(weights):
     row = torch.tensor([[1.0, 3.0, 3.0, 3.0, 2.0, 2.0]])
     best = [[False, True, True, True, False, False]]
     assert (weights(row, [SampleSpec(top_k=2)]) > 0).tolist() == best
@@ -223,7 +296,7 @@ def test_tied_tokens_are_kept_or_dropped_together():
     assert (weights(torch.zeros(1, 2000), [SampleSpec(top_p=0.9)]) > 0).all()
 
 
-def test_a_nucleus_beyond_the_prefix_is_drawn_from_all_of_its_tokens():
+def test_a_nucleus_beyond_the_prefix_is_drawn_from_all_of_its_tokens(sample):
     """A nearly flat distribution: most of the nucleus lies beyond the prefix that top-p looks at first."""
     row = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(2)) * 0.1
     expected = hugging_face(row.double(), SampleSpec(top_p=0.9))[0]
@@ -250,9 +323,9 @@ def test_rows_of_several_blocks_are_each_drawn_by_their_own_parameters(monkeypat
         temperature = 0.0 if i % 5 == 0 else kind.temperature
         logprobs = i % 3 if i % 4 else None
         specs.append(SampleSpec(temperature, kind.top_k, kind.top_p, kind.min_p, i, i, logprobs, rules))
-    whole = sample(logits, specs)
+    whole = sample_on_device(logits, specs)
     monkeypatch.setattr("fastdecode.spart.sampling_kinds.BLOCK_BYTES", 7 * 300 * 4)
-    blocks = sample(logits, specs)
+    blocks = sample_on_device(logits, specs)
     assert [(s.token, [t for t, _ in s.top]) for s in blocks] == [(s.token, [t for t, _ in s.top]) for s in whole]
     for one, other, spec in zip(whole, blocks, specs, strict=True):
         assert (one.logprob is None) == (spec.logprobs is None)
@@ -260,7 +333,7 @@ def test_rows_of_several_blocks_are_each_drawn_by_their_own_parameters(monkeypat
             assert other.logprob == pytest.approx(one.logprob, abs=1e-5)
 
 
-def test_logprobs_are_of_the_raw_distribution(logits):
+def test_logprobs_are_of_the_raw_distribution(logits, sample):
     specs = [SampleSpec(temperature=0.5, top_k=3, seed=i, logprobs=n) for i, n in enumerate([0, 1, 5, 20])]
     sampled = sample(logits[:4], [*specs])
     expected = torch.log_softmax(logits[:4].double(), dim=1)
@@ -275,7 +348,7 @@ def test_logprobs_are_of_the_raw_distribution(logits):
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_logits_that_are_not_finite_fail_their_row_alone(logits, bad, temperature):
+def test_logits_that_are_not_finite_fail_their_row_alone(logits, bad, temperature, sample):
     broken = logits.clone()
     broken[2, 17] = bad
     specs = [SampleSpec(temperature=temperature, seed=i, logprobs=2) for i in range(len(logits))]
@@ -285,27 +358,27 @@ def test_logits_that_are_not_finite_fail_their_row_alone(logits, bad, temperatur
     assert all(s.error is None for i, s in enumerate(got) if i != 2)
 
 
-def test_a_banned_token_is_never_drawn():
+def test_a_banned_token_is_never_drawn(sample):
     row = torch.full((1, 100), -math.inf)
     row[0, 41], row[0, 42] = 0.0, 0.0
     drawn = {s.token for s in sample(row.expand(200, -1), [SampleSpec(seed=9, index=i) for i in range(200)])}
     assert drawn == {41, 42}
 
 
-def test_extreme_temperatures_stay_finite():
+def test_extreme_temperatures_stay_finite(sample):
     row = torch.tensor([[60000.0, -60000.0, 59999.0]])
     cold, hot = sample(row.expand(2, -1), [SampleSpec(temperature=2e-5), SampleSpec(temperature=1e30, seed=3)])
     assert cold.token == 0 and hot.error is None
 
 
-def tokens_with(logits: torch.Tensor, rules: list[LogitRules | None], temperature: float) -> list[int]:
+def tokens_with(sample, logits: torch.Tensor, rules: list[LogitRules | None], temperature: float) -> list[int]:
     specs = [SampleSpec(temperature, top_k=50, seed=i, index=3, rules=rule) for i, rule in enumerate(rules)]
     return [s.token for s in sample(logits, specs)]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.5])
 @pytest.mark.parametrize("repetition", [1.0, 1.4, 0.5])
-def test_bias_and_repetition_penalty_are_hugging_faces(logits, repetition, temperature):
+def test_bias_and_repetition_penalty_are_hugging_faces(logits, repetition, temperature, sample):
     before = logits.clone()
     best = logits.topk(40, dim=1).indices
     prompt, output = best[:, ::3], best[:, [0, 1, 0, 4, 0]]
@@ -318,14 +391,18 @@ def test_bias_and_repetition_penalty_are_hugging_faces(logits, repetition, tempe
     theirs = SequenceBiasLogitsProcessor({(token,): value for token, value in bias.items()})(None, logits.clone())
     if repetition != 1.0:
         theirs = RepetitionPenaltyLogitsProcessor(repetition)(torch.cat([prompt, output], dim=1), theirs)
-    assert tokens_with(logits, rules, temperature) == tokens_with(theirs, [None] * len(theirs), temperature)
-    assert tokens_with(logits, rules, temperature) != tokens_with(logits, [None] * len(rules), temperature)
+    assert tokens_with(sample, logits, rules, temperature) == tokens_with(
+        sample, theirs, [None] * len(theirs), temperature
+    )
+    assert tokens_with(sample, logits, rules, temperature) != tokens_with(
+        sample, logits, [None] * len(rules), temperature
+    )
     assert torch.equal(logits, before)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.5])
 @pytest.mark.parametrize(("frequency", "presence"), [(0.7, 0.0), (0.0, 1.1), (1.3, -0.4), (-0.2, 2.0)])
-def test_frequency_and_presence_penalties_are_openais(logits, frequency, presence, temperature):
+def test_frequency_and_presence_penalties_are_openais(logits, frequency, presence, temperature, sample):
     """mu[j] - c[j] * frequency - (c[j] > 0) * presence, over what was generated, whatever the prompt."""
     output = logits.topk(30, dim=1).indices[:, [0] * 3 + [1] * 20 + list(range(3, 30))]
     rules = []
@@ -337,11 +414,15 @@ def test_frequency_and_presence_penalties_are_openais(logits, frequency, presenc
         counts = torch.tensor(tokens).bincount(minlength=VOCAB).double()
         theirs[row] -= counts * frequency + (counts > 0) * presence
     theirs = theirs.float()
-    assert tokens_with(logits, rules, temperature) == tokens_with(theirs, [None] * len(theirs), temperature)
-    assert tokens_with(logits, rules, temperature) != tokens_with(logits, [None] * len(rules), temperature)
+    assert tokens_with(sample, logits, rules, temperature) == tokens_with(
+        sample, theirs, [None] * len(theirs), temperature
+    )
+    assert tokens_with(sample, logits, rules, temperature) != tokens_with(
+        sample, logits, [None] * len(rules), temperature
+    )
 
 
-def test_rules_of_one_row_leave_the_others_and_all_logprobs_alone(logits):
+def test_rules_of_one_row_leave_the_others_and_all_logprobs_alone(logits, sample):
     best = logits.argmax(dim=1).tolist()
     forbidden = LogitRules(bias=[(best[3], -100.0)])
     specs = [SampleSpec(temperature=0.0, logprobs=2, rules=forbidden if i == 3 else None) for i in range(len(logits))]
@@ -364,7 +445,7 @@ KINDS = [
 @pytest.mark.parametrize("specs", KINDS, ids=["greedy", "temperatures", "filters", "mixed"])
 @pytest.mark.parametrize("ruled", [False, True])
 @pytest.mark.parametrize("block_rows", [3, 64])
-def test_a_captured_step_draws_the_tokens_of_any_other(logits, specs, ruled, block_rows, monkeypatch):
+def test_a_captured_step_draws_the_tokens_of_any_other(logits, specs, ruled, block_rows, monkeypatch, sample):
     """And its arrays have the same names and sizes as those of any other step of its kind, whatever these draw."""
     monkeypatch.setattr("fastdecode.spart.sampling_kinds.BLOCK_BYTES", block_rows * VOCAB * 4)
     logits = logits.repeat(2, 1)[:12]
@@ -412,7 +493,7 @@ class Allowed:
 
 @pytest.mark.parametrize("everywhere", [True, False])
 @pytest.mark.parametrize("temperature", [0.0, 1.5])
-def test_masks_are_logits_of_minus_infinity(logits, everywhere, temperature):
+def test_masks_are_logits_of_minus_infinity(logits, everywhere, temperature, sample):
     """A mask comes before bias, penalties and filters; log-probabilities are of the distribution without it."""
     allowed = [[7, 8, 31, 32, VOCAB - 1], [0, 63, 64], [5], *([[1, 2, 3]] * 5)]
     theirs, specs, unmasked = logits.clone(), [], []
@@ -433,7 +514,7 @@ def test_masks_are_logits_of_minus_infinity(logits, everywhere, temperature):
     assert [s.logprob for s in ours] == pytest.approx(want, abs=1e-5)
 
 
-def test_a_mask_that_allows_nothing_fails_its_row_alone(logits):
+def test_a_mask_that_allows_nothing_fails_its_row_alone(logits, sample):
     specs = [SampleSpec(temperature=i % 2, seed=i, mask=Allowed([]) if i in (1, 2) else None) for i in range(8)]
     sampled = sample(logits, specs)
     assert [s.token == -1 for s in sampled] == [i in (1, 2) for i in range(8)]

@@ -223,7 +223,7 @@ class Bypass:
         table = GraphTable(size, kind, rows.vocab_size, rows.table, addresses, rows.specs)
         table.upload(lane.inputs)
         if table.sampler is None:
-            rows.upload(spart.model.device)
+            rows.upload(spart.model.device, on_host=False)
         self._proxy.expect(slot)
         graph.replay()
         if table.sampler is None:

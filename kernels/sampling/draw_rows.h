@@ -1,0 +1,58 @@
+/* Draws the next token of rows of logits on a CPU: mask, bias and penalties, temperature, top-k, top-p, min-p, and the
+ * race of fastdecode/spart/draws.py. A row is read once from memory, and all further work on it stays in a core's
+ * cache. A row's token does not depend on the other rows, nor on the number of threads.
+ */
+#ifndef FD_DRAW_ROWS_H
+#define FD_DRAW_ROWS_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#include "attention.h"
+
+enum {
+    FD_SPAN = 256,      /* tokens of a span, SPAN of draws.py */
+    FD_ROW_FINITE = 1,  /* flag of a row: its largest logit is finite, and none is NaN */
+    FD_ROW_NOTHING = 2, /* flag of a row: all of its logits are -infinity */
+    FD_NO_MASK = -1
+};
+
+/* What a row asks for. Its biases are those from bias_start to bias_stop, its penalties those from seen_start to
+ * seen_stop. */
+typedef struct {
+    uint64_t key;      /* the state from which splitmix64 makes the row's random numbers */
+    float temperature; /* 0: the likeliest token */
+    float top_p;       /* 1 or more: all tokens */
+    float min_p;       /* 0: all tokens */
+    float repetition;  /* penalised logits are divided by it if they are positive, else multiplied */
+    uint32_t top_k;    /* 0: all tokens */
+    int32_t mask;      /* index of the row's mask, or FD_NO_MASK */
+    uint32_t bias_start, bias_stop, seen_start, seen_stop;
+} fd_draw_row_t;
+
+typedef struct {
+    const void *logits; /* [rows][vocab], fp32 or bf16 */
+    uint32_t dtype;     /* FD_ACT_FP32 or FD_ACT_BF16 */
+    size_t vocab;
+    const fd_draw_row_t *rows;
+    const uint32_t *masks; /* [masks][mask_words]: bit i % 32 of word i / 32 says whether token i is allowed */
+    size_t mask_words;
+    const int64_t *biased; /* tokens and what is added to their logits */
+    const float *bias;
+    const int64_t *seen; /* tokens and what is subtracted from their logits, behind the repetition penalty */
+    const float *penalty;
+    int32_t *tokens, *flags; /* [rows]: results. The token of a row that is not finite means nothing. */
+    float
+        *weights; /* [rows][spans * FD_SPAN]: the weights that tokens are drawn by, the likeliest one's is 1; or NULL */
+} fd_draw_t;
+
+/* Draws `n` rows from `row` on. False if there is no memory. */
+typedef int fd_draw_rows_fn(const fd_draw_t *o, size_t row, size_t n);
+
+/* The function of an ISA that this machine supports, and the name of the ISA that it is compiled for. */
+fd_draw_rows_fn *fd_draw_rows_of(fd_isa_t isa, const char **name);
+
+/* Draws `rows` rows by as many of `threads` threads as pay. False if there is no memory. */
+int fd_draw_rows(fd_draw_rows_fn *draw, const fd_draw_t *o, size_t rows, unsigned threads);
+
+#endif
