@@ -33,7 +33,7 @@ from fastdecode.bench.options import print_result
 from fastdecode.bench.serving.client import first_model, metrics
 from fastdecode.bench.soaking.processes import Node
 from fastdecode.daemon.config import NodeConfig
-from fastdecode.daemon.embedded import EmbeddedRNode, split_machine
+from fastdecode.daemon.embedded import EmbeddedRNode, computes_in_one_thread, split_machine
 from fastdecode.daemon.garbage import freeze
 from fastdecode.demo import model_dir
 from fastdecode.engine.engine import Engine
@@ -83,7 +83,7 @@ async def _run(args: argparse.Namespace) -> dict[str, Any]:
     forms |= {f"older, {python}": (str(python), []) for python in args.older}
     rates: dict[str, list[float]] = {n: [] for n in forms}
     chunks: dict[str, float] = {}  # of a token
-    steps: dict[str, list[float]] = {n: [] for n in [*forms, "engine"]}
+    steps: dict[str, list[tuple[float, float]]] = {n: [] for n in [*forms, "engine"]}
     cpu: dict[str, dict[str, list[float]]] = {n: {} for n in forms}  # seconds a token, by process
     async with contextlib.AsyncExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fastdecode-")))
@@ -101,12 +101,12 @@ async def _run(args: argparse.Namespace) -> dict[str, Any]:
                     for process, now in _cpu_seconds(node).items():
                         of_token = (now - spent.get(process, 0.0)) / (args.streams * args.tokens)
                         cpu[n].setdefault(process, []).append(of_token)
-                    steps[n].append(_a_step(before, await _step_counters(server)))
+                    steps[n].append(_between(before, await _step_counters(server)))
             totals = engine.totals
             start = (totals.s_seconds, float(totals.steps))
             await _drive(engine, args.streams, args.tokens)
             if timed:
-                steps["engine"].append(_a_step(start, (totals.s_seconds, float(totals.steps))))
+                steps["engine"].append(_between(start, (totals.s_seconds, float(totals.steps))))
         gaps: dict[str, dict[str, tuple[float, bool]]] = {}
         if args.bystanders:
             longest = engine.longest_sequence
@@ -119,7 +119,11 @@ async def _run(args: argparse.Namespace) -> dict[str, Any]:
         "tokens_per_second_range": {n: [min(values), max(values)] for n, values in rates.items()},
         "chunks_per_token": chunks,
         "cpu_seconds_per_token": {n: {p: statistics.median(v) for p, v in found.items()} for n, found in cpu.items()},
-        "s_part_step_seconds": {name: statistics.median(values) for name, values in steps.items()},
+        "s_part_step_seconds": {name: statistics.median(step for _, step in v) for name, v in steps.items()},
+        "s_part_seconds_per_token": {
+            name: statistics.median(seconds for seconds, _ in v) / (args.streams * args.tokens)
+            for name, v in steps.items()
+        },
         "bystanders": args.bystanders,
         "largest_gap_seconds": {n: {name: gap for name, (gap, _) in found.items()} for n, found in gaps.items()},
         "loads_given_up": {n: [name for name, (_, ended) in found.items() if not ended] for n, found in gaps.items()},
@@ -162,6 +166,8 @@ async def _engine(path: Path, streams: int) -> AsyncIterator[Engine]:
     torch.set_num_threads(split.s_threads)
     backend = choose_backend("auto", path)
     model = backend.load(device, choose_dtype("auto", backend.config.dtype, device), progress=False)
+    if device.type == "cpu" and computes_in_one_thread(config, model.parameters):
+        torch.set_num_threads(1)
     r_node = EmbeddedRNode(config, split)
     try:
         await r_node.start()
@@ -358,8 +364,10 @@ async def _step_counters(server: str) -> tuple[float, float]:
     return values["fastdecode:s_seconds_total"], values["fastdecode:steps_total"]
 
 
-def _a_step(before: tuple[float, float], after: tuple[float, float]) -> float:
-    return (after[0] - before[0]) / max(1.0, after[1] - before[1])
+def _between(before: tuple[float, float], after: tuple[float, float]) -> tuple[float, float]:
+    """The seconds of the S-Part between two counts, and those of one step."""
+    seconds = after[0] - before[0]
+    return seconds, seconds / max(1.0, after[1] - before[1])
 
 
 def _print_table(result: dict[str, Any]) -> None:
@@ -369,13 +377,15 @@ def _print_table(result: dict[str, Any]) -> None:
         least, most = result["tokens_per_second_range"][n]
         print(
             f"  {n}: {rate:8.0f} [{least:.0f}-{most:.0f}] output tokens/s, "
-            f"{result['chunks_per_token'][n]:.2f} chunks a token, S-Part {step:7.2f} ms a step"
+            f"{result['chunks_per_token'][n]:.2f} chunks a token, S-Part {step:7.2f} ms a step, "
+            f"{1e6 * result['s_part_seconds_per_token'][n]:.2f} us a token"
         )
         cpu = result["cpu_seconds_per_token"][n]
         parts = ", ".join(f"{process} {1e6 * of_token:.1f}" for process, of_token in cpu.items())
         print(f"    CPU of a token: {1e6 * sum(cpu.values()):.1f} us ({parts})")
     step = 1e3 * result["s_part_step_seconds"]["engine"]
-    print(f"  engine without an API:{'':25}S-Part {step:7.2f} ms a step")
+    of_token = 1e6 * result["s_part_seconds_per_token"]["engine"]
+    print(f"  engine without an API:{'':25}S-Part {step:7.2f} ms a step, {of_token:.2f} us a token")
     if result["largest_gap_seconds"]:
         print(f"largest gap between two tokens of {result['bystanders']} streams, ms, while another client sends")
     for n, gaps in result["largest_gap_seconds"].items():

@@ -23,6 +23,11 @@ log = logging.getLogger(__name__)
 _START_SECONDS = 30.0
 
 
+#: A model of fewer parameters has no product that more threads compute sooner; while they wait for the next one, they
+#: take the cores from the API process.
+_SMALL = 1 << 20
+
+
 @dataclass(frozen=True, slots=True)
 class Split:
     """The division of a machine's cores between the S-Part and the embedded R-node."""
@@ -57,6 +62,11 @@ def split_machine(config: NodeConfig, *, s_on_gpu: bool) -> Split:
             )
     s_threads = config.s_threads or max(1, cores - r_threads)
     return Split(s_threads, r_threads, config.mini_batches or 2)
+
+
+def computes_in_one_thread(config: NodeConfig, parameters: int) -> bool:
+    """True if the S-Part of a model of so many parameters, on a CPU, gets one thread instead of Split's number."""
+    return config.s_threads is None and parameters < _SMALL
 
 
 class EmbeddedRNode:

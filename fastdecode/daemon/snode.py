@@ -20,7 +20,7 @@ from fastdecode.daemon.api_processes import ApiProcesses
 from fastdecode.daemon.check_model import check_fits, check_partition
 from fastdecode.daemon.config import ConfigError, NodeConfig, format_bytes
 from fastdecode.daemon.discovery import FileSet, FixedSet, NodeSet, bracketed, r_node_set
-from fastdecode.daemon.embedded import EmbeddedRNode, Split, split_machine
+from fastdecode.daemon.embedded import EmbeddedRNode, Split, computes_in_one_thread, split_machine
 from fastdecode.daemon.garbage import freeze
 from fastdecode.daemon.gpu import node_exchange
 from fastdecode.daemon.handover import PrefillServer, RemotePrefill, model_digest
@@ -47,10 +47,6 @@ if TYPE_CHECKING:
     from fastdecode.spart.hf.model import HFModel
 
 log = logging.getLogger(__name__)
-
-#: A model of fewer parameters has no product that more threads compute sooner; while they wait for the next one, they
-#: take the cores from the API process.
-_SMALL = 1 << 20
 
 #: With the S-Part on a GPU, a prompt starts from the prefix cache only if its uncached suffix is at most this long. The
 #: S-node computes the attention of a whole prompt itself, but R-nodes attend for the uncached suffix of a shared
@@ -99,7 +95,7 @@ def run_s_node(config: NodeConfig) -> None:
         "weights as stored" if config.weights == "auto" else f"{config.weights} weights",
         str(dtype).removeprefix("torch."),
     )
-    if device.type == "cpu" and config.s_threads is None and model.parameters < _SMALL:
+    if device.type == "cpu" and computes_in_one_thread(config, model.parameters):
         torch.set_num_threads(1)
         log.info("the S-Part computes in one thread, because the model has only %d parameters", model.parameters)
     balance_for(model, config.kv_dtype)

@@ -10,8 +10,8 @@ from fastdecode.spart.penalties import LogitRules
 
 if TYPE_CHECKING:
     from fastdecode.engine.request import SamplingParams
-    from fastdecode.engine.scheduling.plan import Plan, PlannedChunk
-    from fastdecode.engine.sequence import Sequence
+    from fastdecode.engine.scheduling.plan import Plan
+    from fastdecode.engine.sequence import PlannedChunk, Sequence
 
 
 def step_batch(plan: Plan, n_layers: int) -> StepBatch:
@@ -25,7 +25,8 @@ def _chunk(planned: PlannedChunk) -> Chunk:
     if decodes and (last := seq.decoded) is not None and last[0] is seq.handle:
         # One object serves all steps in which a sequence decodes, because one of them is in flight at a time.
         _, again, sampling = last
-        again.pos, again.tokens, sampling.index = seq.cached, [seq.tokens[seq.cached]], seq.n_generated
+        tokens, cached = seq.tokens, seq.cached
+        again.pos, again.tokens, sampling.index = cached, [tokens[cached]], len(tokens) - seq.n_prompt
         return again
     tokens = [*seq.tokens[seq.cached : seq.cached + n_tokens - len(guesses)], *guesses]
     spec = _sample_spec(seq) if sample else None

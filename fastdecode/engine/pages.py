@@ -85,13 +85,16 @@ class Page:
 class PageTable:
     """The pages that a sequence holds: of each group, those of the blocks from `first` on."""
 
-    __slots__ = ("first", "floor", "groups", "held")
+    __slots__ = ("covered", "first", "floor", "groups", "held")
 
     def __init__(self, groups: PageGroups | None = None) -> None:
         self.groups = (groups or PageGroups()).groups
         self.held: list[deque[Page]] = [deque() for _ in self.groups]
         self.first = [0] * len(self.groups)
         self.floor = 0  # no row will come at a position below it
+        #: Tokens for which there are pages in all groups. A field, because every token of every sequence is held
+        #: against it; `count` keeps it right.
+        self.covered = 0
 
     def __iter__(self) -> Iterator[Page]:
         return chain.from_iterable(self.held)
@@ -100,16 +103,14 @@ class PageTable:
         """The number of pages."""
         return sum(group.size * len(held) for group, held in zip(self.groups, self.held, strict=True))
 
-    @property
-    def covered(self) -> int:
-        """Tokens for which there are pages in all groups."""
-        return PAGE_TOKENS * min(first + len(held) for first, held in zip(self.first, self.held, strict=True))
+    def count(self) -> None:
+        """Update `covered` after pages were put into the table or taken out of it."""
+        self.covered = PAGE_TOKENS * min(first + len(held) for first, held in zip(self.first, self.held, strict=True))
 
     def missing(self, tokens: int) -> list[int]:
         """The blocks of each group that are missing for `tokens` tokens."""
         blocks = blocks_for(tokens)
         counts = [blocks - first - len(held) for first, held in zip(self.first, self.held, strict=True)]
-        # A comparison, because max() costs more, and every token of every sequence comes here.
         return [n if n > 0 else 0 for n in counts]
 
     def lacking(self, tokens: int) -> int:
@@ -125,15 +126,18 @@ class PageTable:
         table.held = [
             deque(islice(held, max(0, blocks - first))) for first, held in zip(self.first, self.held, strict=True)
         ]
+        table.count()
         return table
 
     def cut(self, tokens: int) -> list[Page]:
         """Take the pages that `tokens` tokens do not need out of the table, and return them."""
-        return [
+        pages = [
             held.pop()
             for first, held in zip(self.first, self.held, strict=True)
             for _ in range(max(0, first + len(held) - blocks_for(tokens)))
         ]
+        self.count()
+        return pages
 
     def beyond(self, pos: int) -> list[int]:
         """How many pages of each group no row from `pos` on sees."""
@@ -172,6 +176,7 @@ class PageBook:
         """Take free pages for so many more blocks of each group. Raises ValueError if fewer are free."""
         for group, held, n in zip(table.groups, table.held, blocks, strict=True):
             held.extend(self.take(n, group.size))
+        table.count()
 
     def slide(self, table: PageTable, pos: int, tokens: int) -> list[Page]:
         """Take the pages that no row from `pos` on sees out of `table`, that of a running sequence.
@@ -188,6 +193,7 @@ class PageBook:
             reused = set(again)
             given += [page for page in gone if page not in reused]
         table.floor = pos
+        table.count()
         self.release(given)
         return given
 

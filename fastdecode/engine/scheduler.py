@@ -19,23 +19,23 @@ moves sequences to mini-batches whose steps are shorter, until all are about equ
 
 from __future__ import annotations
 
-from itertools import count
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from fastdecode.engine.cluster import Cluster
 from fastdecode.engine.ledger import RNodeLedger
 from fastdecode.engine.scheduling.admission import Greedy, Room
-from fastdecode.engine.scheduling.balance import even_out
 from fastdecode.engine.scheduling.budgets import StagingBudget, StepBudget
 from fastdecode.engine.scheduling.fairness import OUTPUT_WEIGHT
 from fastdecode.engine.scheduling.pace import Pace
 from fastdecode.engine.scheduling.pauses import Pauses
 from fastdecode.engine.scheduling.placement import Wait
-from fastdecode.engine.scheduling.plan import Outcome, Plan, PlannedChunk, SchedulerLimits, step_order
+from fastdecode.engine.scheduling.plan import Outcome, Plan, SchedulerLimits, step_order
 from fastdecode.engine.scheduling.queue import WaitingQueue
 from fastdecode.engine.scheduling.running import Running
 from fastdecode.engine.scheduling.speculation import Speculation
 from fastdecode.engine.scheduling.step_time import NO_PROMPTS, PromptWork, StepTimes, pairs
+from fastdecode.engine.sequence import PlannedChunk
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -47,10 +47,6 @@ if TYPE_CHECKING:
     from fastdecode.spart.batch import Sampled
     from fastdecode.transports.base import Link
 
-
-#: Mini-batches are evened out after so many steps, and at once if one has more than twice the sequences of another. Not
-#: in every step: a sequence that is moved waits for a step of its new mini-batch that is in flight.
-_BALANCE_EVERY = 17  # a prime above the number of mini-batches, so that each has its turn
 
 #: Sequences that start with a FORK in one step. They cost no rows, so a crowd with one prompt would start at once and
 #: hold up the step.
@@ -88,7 +84,6 @@ class Scheduler:
         self.recomputed_tokens = 0  # placed a second time, prompts included
         self.prompt_tokens = 0  # prompt tokens of all placed sequences, recomputed ones included
         self.reused_tokens = 0  # those of them that a FORK has shared
-        self._calls = count(1)
         self._forks: list[Sequence] = []
         #: Says which prompts another S-node computes, of sequences that start at a placement; None: none.
         self.hand_over: Callable[[Sequence, Placement], bool] | None = None
@@ -236,12 +231,12 @@ class Scheduler:
     def schedule(self, mini_batch: int) -> Plan | None:
         """Plan the next step of a mini-batch that has none in flight; None if it has nothing to do now."""
         self._pauses.serve_starved()
-        self._balance(mini_batch)
+        self._running.balance(mini_batch, self.limits.max_seqs)
         self._pauses.give_way(mini_batch)
         self._pauses.keep_pace(mini_batch)
         chunks = self._decode_chunks(mini_batch)
         n_streams = len(chunks)
-        n_decoding = sum(chunk.n_tokens for chunk in chunks)
+        n_decoding = n_streams if self.speculation is None else sum(chunk.n_tokens for chunk in chunks)
         chunks += self._prompt_chunks(mini_batch, self._budget(mini_batch, n_decoding))
         if not chunks:
             return None
@@ -251,7 +246,8 @@ class Scheduler:
         self.step_times.begin(mini_batch, prompts, n_decoding > 0)
         self.pace.begin(mini_batch, n_decoding)
         self.admission.tick(1 / len(self.mini_batches))
-        chunks.sort(key=step_order)
+        if len(chunks) > n_streams or len(self.cluster.nodes) > 1:
+            chunks.sort(key=step_order)
         return Plan(mini_batch, chunks, prompts)
 
     def _budget(self, mini_batch: int, n_decoding: int) -> StepBudget:
@@ -278,9 +274,15 @@ class Scheduler:
         if self.speculation is not None and seconds is not None and plan.prompts is NO_PROMPTS:
             self.speculation.took(plan.n_tokens, seconds)
         outcomes = []
+        clients: list[str] = []  # one entry for each token of `decodes_on`
+        plain = self.speculation is None
         for chunk, token in zip(plan.chunks, sampled, strict=True):
             seq = chunk.seq
             seq.in_flight = False
+            if plain and chunk is seq.decoding and token is not None and seq.decodes_on(token):
+                clients.append(seq.params.client)
+                outcomes.append(Outcome(seq, token, None))
+                continue
             self.cluster.end_slide(seq)
             prefilled = seq.prefilling
             seq.cached += chunk.n_tokens - len(chunk.guesses)
@@ -308,6 +310,8 @@ class Scheduler:
                 self._running.remove(seq, sound=True)
             elif not seq.placed_on.alive:
                 self._running.requeue(seq)
+        for client, n in Counter(clients).items():
+            self.waiting.shares.charge(client, n * OUTPUT_WEIGHT)
         return outcomes
 
     def _end_step(self, plan: Plan, seconds: float | None = None, s_seconds: float | None = None) -> None:
@@ -365,30 +369,37 @@ class Scheduler:
     # -- chunks ---------------------------------------------------------------------------------------------------
 
     def _decode_chunks(self, mini_batch: int) -> list[PlannedChunk]:
+        # Every token passes here: pages are asked for only where they may be lacking, and one chunk serves all steps.
         chunks = []
-        n = len(self.mini_batches[mini_batch])
+        n, pauses = len(self.mini_batches[mini_batch]), self._pauses
         spare = (self.limits.max_batch_tokens - n) // 2  # rows for guesses; as many are left for prompts
+        scarce = pauses.scarce
         for seq in list(self.mini_batches[mini_batch]):  # oldest first, so a victim of preemption has no chunk yet
-            if seq.node is None or seq.prefilling or seq.held:
+            cached = seq.cached
+            if seq.node is None or cached < seq.prefill_end or seq.held:
                 continue
-            if not self._pauses.cover(seq, seq.cached + 1):
-                continue
+            if scarce or cached >= seq.pages.covered:
+                covered = pauses.cover(seq, cached + 1)
+                scarce = pauses.scarce
+                if not covered:
+                    continue
             seq.in_flight = True
-            guesses: list[int] = []
+            if (chunk := seq.decoding) is None:
+                chunk = seq.decoding = PlannedChunk(seq, 1, False, True)
             if self.speculation is not None:
-                on_page = seq.pages.covered - seq.cached - 1  # a guess is not worth a page
-                guesses = self.speculation.guesses(seq, min(spare, on_page), n)
-                spare -= len(guesses)
-            chunks.append(PlannedChunk(seq, 1 + len(guesses), False, True, tuple(guesses)))
+                on_page = seq.pages.covered - cached - 1  # a guess is not worth a page
+                if guesses := self.speculation.guesses(seq, min(spare, on_page), n):
+                    spare -= len(guesses)
+                    chunk = PlannedChunk(seq, 1 + len(guesses), False, True, tuple(guesses))
+            chunks.append(chunk)
         return chunks
 
     def _prompt_chunks(self, mini_batch: int, budget: StepBudget) -> list[PlannedChunk]:
         """Chunks of prompts within the budget: first of the mini-batch's unfinished prompts, then of newly admitted
         ones."""
         chunks: list[PlannedChunk] = []
-        for seq in list(self.mini_batches[mini_batch]):  # at most one of them is prefilled on the S-node
-            if seq.prefilling:
-                self._append_prompt_chunk(chunks, seq, budget)
+        for seq in [seq for seq in self.mini_batches[mini_batch] if seq.cached < seq.prefill_end]:
+            self._append_prompt_chunk(chunks, seq, budget)  # at most one of them is prefilled on the S-node
         n_forks = len(self._forks)
         while budget.rows > 0 and (admitted := self._admit(mini_batch, budget)) is not None:
             self._append_prompt_chunk(chunks, admitted, budget)
@@ -486,13 +497,3 @@ class Scheduler:
     def _join(self, seq: Sequence, mini_batch: int) -> None:
         self._running.join(seq, mini_batch)
         self.pace.joined(seq)
-
-    # -- balance --------------------------------------------------------------------------------------------------
-
-    def _balance(self, mini_batch: int) -> None:
-        """Now and then, move sequences from this mini-batch, which has none in flight, to those of shorter steps."""
-        batches = self.mini_batches
-        lopsided = len(batches[mini_batch]) > 1 + 2 * min(map(len, batches))
-        if len(batches) > 1 and (lopsided or next(self._calls) % _BALANCE_EVERY == 0):
-            groups, costs = self.cluster.loads.groups, self.cluster.costs
-            self._running.changed |= even_out(batches, mini_batch, groups, costs, self.limits.max_seqs)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from fastdecode.engine.pages import PageTable
 from fastdecode.engine.prefixes import Handle
@@ -15,8 +15,18 @@ if TYPE_CHECKING:
     from fastdecode.engine.ledger import RNodeLedger
     from fastdecode.engine.pages import Page
     from fastdecode.engine.prefixes import PrefixEntry
-    from fastdecode.spart.batch import Chunk, SampleSpec, TokenScore
+    from fastdecode.spart.batch import Chunk, Sampled, SampleSpec, TokenScore
     from fastdecode.spart.penalties import LogitRules
+
+
+class PlannedChunk(NamedTuple):
+    """One sequence's part of a step: its tokens [seq.cached, seq.cached + n_tokens)."""
+
+    seq: Sequence
+    n_tokens: int
+    prefill: bool  # True: attended on the S-node. False: on the R-node (decode, and the suffix behind a shared prefix)
+    sample: bool  # False: more of the prompt follows
+    guesses: tuple[int, ...] = ()  # the last of its n_tokens tokens; `seq.tokens` does not have them
 
 
 @dataclass(slots=True, eq=False)
@@ -70,6 +80,9 @@ class Sequence:
     overrun: bool = False  # the R-node has tokens beyond the `cached` ones: guesses that were wrong
     guesser: Guesser = field(default_factory=Guesser)
     prefill_end: int = 0  # tokens to cache before it decodes: all it had when it was placed
+    #: The chunk of each step in which it decodes; None: it has not decoded since it was placed. The chunk names the
+    #: sequence, so it goes when the sequence leaves its R-node.
+    decoding: PlannedChunk | None = None
     #: The chunk and the SampleSpec of the last step in which it decoded, and its handle then (engine/batching.py).
     decoded: tuple[Handle, Chunk, SampleSpec] | None = None
 
@@ -112,7 +125,7 @@ class Sequence:
 
     def forget_cache(self) -> None:
         """Record that no R-node caches the sequence any more: it must be recomputed."""
-        self.node, self.pages, self.entry, self.source = None, PageTable(), None, None
+        self.node, self.pages, self.entry, self.source, self.decoding = None, PageTable(), None, None, None
         self.cached = self.prefill_end = self.shared_tokens = 0
         self.overrun = self.slides = False
         self.given_back = []
@@ -137,6 +150,21 @@ class Sequence:
             self.rules.generated(token)
         if self.constraints is not None:
             self.constraints.generated(token)
+
+    def decodes_on(self, drawn: Sampled) -> bool:
+        """Record a step that has decoded one token and drawn the next, if there is no more to do: the sequence goes on
+        where it is, and its pages stay. False: nothing is recorded."""
+        tokens, node, token = self.tokens, self.node, drawn.token
+        if self.cancelled or self.slides or node is None or not node.alive or drawn.error is not None:
+            return False
+        if token in self.end_tokens or len(tokens) - self.n_prompt + 1 >= self.max_new:
+            return False
+        self.cached += 1
+        if self.rules is None and self.constraints is None:
+            tokens.append(token)
+        else:
+            self.append(token)
+        return True
 
     def finish_reason(self) -> str | None:
         """Why the token appended last is the sequence's last, "stop" or "length"; None: more tokens follow."""

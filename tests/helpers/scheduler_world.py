@@ -10,6 +10,7 @@ from fastdecode.engine.request import SamplingParams
 from fastdecode.engine.scheduler import Scheduler
 from fastdecode.engine.scheduling.plan import Plan, SchedulerLimits
 from fastdecode.engine.sequence import Sequence
+from fastdecode.region.contract import PAGE_TOKENS
 from fastdecode.transports.base import Lease
 
 END = 7  # the end token of every sequence here
@@ -147,6 +148,11 @@ class World:
             assert node.free_pages + counted + node.pages_freeing + node.pages_evictable == node.n_pages
             assert node.n_sequences == len(running) == sum(seq.node is node for seq in members)
             assert node.load == sum(seq.final_length for seq in running)
+            for seq in running:
+                blocks = [first + len(held) for first, held in zip(seq.pages.first, seq.pages.held, strict=True)]
+                assert seq.pages.covered == PAGE_TOKENS * min(blocks)
+        queued = self.scheduler.waiting
+        assert not any(seq.decoding for seq in queued if seq.node is None), "a cycle that keeps a sequence alive"
         ranks = [(seq.priority, seq.order) for seq in self.scheduler.waiting]
         assert ranks == sorted(ranks)
 

@@ -64,6 +64,11 @@ class Pauses:
             self._pace.joined(seq, -1)
             self._pause(seq)
 
+    @property
+    def scarce(self) -> bool:
+        """True if a sequence lacks pages."""
+        return bool(self._running.starved) or any(node.short for node in self._cluster.nodes)
+
     # -- pages ----------------------------------------------------------------------------------------------------
 
     def serve_starved(self) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from fastdecode.engine.scheduling.step_time import NO_PROMPTS, PromptWork
 
 if TYPE_CHECKING:
-    from fastdecode.engine.sequence import Sequence
+    from fastdecode.engine.sequence import PlannedChunk, Sequence
     from fastdecode.spart.batch import Sampled
 
 
@@ -32,16 +32,6 @@ class SchedulerLimits:
             raise ValueError(f"max_seqs must be within 1..max_batch_tokens, not {self.max_seqs}")
         if self.max_staged_tokens is not None and self.max_staged_tokens < 0:
             raise ValueError(f"max_staged_tokens must not be negative, as {self.max_staged_tokens} is")
-
-
-class PlannedChunk(NamedTuple):
-    """One sequence's part of a step: its tokens [seq.cached, seq.cached + n_tokens)."""
-
-    seq: Sequence
-    n_tokens: int
-    prefill: bool  # True: attended on the S-node. False: on the R-node (decode, and the suffix behind a shared prefix)
-    sample: bool  # False: more of the prompt follows
-    guesses: tuple[int, ...] = ()  # the last of its n_tokens tokens; `seq.tokens` does not have them
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from bisect import insort
-from itertools import chain
+from itertools import chain, count
 from typing import TYPE_CHECKING
 
+from fastdecode.engine.scheduling.balance import even_out
 from fastdecode.engine.scheduling.queue import BY_RANK
 
 if TYPE_CHECKING:
@@ -16,6 +17,10 @@ if TYPE_CHECKING:
     from fastdecode.engine.scheduling.budgets import StagingBudget
     from fastdecode.engine.scheduling.queue import WaitingQueue
     from fastdecode.engine.sequence import Sequence
+
+#: Mini-batches are evened out after so many steps, and at once if one has more than twice the sequences of another. Not
+#: in every step: a sequence that is moved waits for a step of its new mini-batch that is in flight.
+_BALANCE_EVERY = 17  # a prime above the number of mini-batches, so that each has its turn
 
 
 class Running:
@@ -29,6 +34,7 @@ class Running:
         self.recomputed = 0  # running sequences that were queued again without their cache
         self._cluster, self._waiting, self._staging = cluster, waiting, staging
         self._failed: list[tuple[Sequence, str]] = []
+        self._calls = count(1)  # of `balance`
 
     def __iter__(self) -> Iterator[Sequence]:
         return chain.from_iterable(self.batches)
@@ -44,6 +50,14 @@ class Running:
         """Put a sequence that has a place on an R-node into a mini-batch."""
         seq.mini_batch = mini_batch
         insort(self.batches[mini_batch], seq, key=BY_RANK)
+
+    def balance(self, mini_batch: int, max_seqs: int) -> None:
+        """Now and then, move sequences from this mini-batch, which has none in flight, to those of shorter steps.
+        `max_seqs` bounds the sequences of a mini-batch."""
+        lopsided = len(self.batches[mini_batch]) > 1 + 2 * min(map(len, self.batches))
+        if len(self.batches) > 1 and (lopsided or next(self._calls) % _BALANCE_EVERY == 0):
+            groups, costs = self._cluster.loads.groups, self._cluster.costs
+            self.changed |= even_out(self.batches, mini_batch, groups, costs, max_seqs)
 
     def remove(self, seq: Sequence, sound: bool = False) -> None:
         """Take a running sequence off its R-node and out of its mini-batch.
