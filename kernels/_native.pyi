@@ -304,6 +304,7 @@ class REngine:
         sinks: Buffer | None = None,
         slopes: Buffer | None = None,
         heads: Sequence[Sequence[int]] | None = None,
+        part: tuple[int, int] = (0, 1),
     ) -> REngineLink:
         """Grant a lease of `n_pages` pages and `max_seqs` sequence indexes, and serve the calls in `region`.
 
@@ -313,7 +314,8 @@ class REngine:
         many pages, for which it reserves address space; at most `n_pages`: it does not grow. `segments`, `kv_layers`,
         `softcaps`, each [n_layers], `sinks` (fp32, [n_layers, n_q_heads]), `slopes` (fp32, [n_q_heads]) and `heads`
         ([n_layers] tuples of an fd_heads_t's four numbers; None: those of the geometry) are those of fd_layer_t
-        (kernels/engine/layers.h); a page has room for the layers that name themselves in `kv_layers`. Raises
+        (kernels/engine/layers.h); a page has room for the layers that name themselves in `kv_layers`. `part`: the link
+        keeps this part, (index, n), of every sequence's tokens (kernels/engine/parts.h). Raises
         ValueError for a bad argument, MemoryError if the KV-cache has no room for `n_pages`.
         """
     def pages_within(

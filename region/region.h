@@ -32,6 +32,9 @@
  *   KV row   n_kv_heads * head_size elements of K, then n_kv_heads * v_size of V
  *   O row    n_q_heads * v_size elements
  *
+ * In a link that keeps a part of the tokens (kernels/engine/parts.h), O rows are those of the part, and n_q_heads fp32
+ * log-sum-exps of its scores follow a layer's O heads. Each entry's rows are sent to all parts.
+ *
  * A layer may have fewer or smaller heads than the geometry (kernels/engine/layers.h). Its elements stand at the start
  * of its rows, which are as long as those of every other layer.
  *
@@ -51,7 +54,7 @@
 #include "formats.h"
 
 /* Version of this layout, the control messages and the hand-shake together. Both ends must have the same one. */
-#define FD_PROTOCOL_VERSION 7
+#define FD_PROTOCOL_VERSION 8
 #define FD_REGION_MAGIC 0x4e474552u /* "REGN" */
 #define FD_LINE 64u
 #define FD_REGION_PAGE 4096u

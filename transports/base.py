@@ -86,6 +86,8 @@ class LayerOptions:
     slopes: bytes = b""  # fp32, little-endian, [n_q_heads]: ALiBi's slopes
     #: (query heads, KV heads, size of a Q or K head, size of a V or O head) of each layer, if layers differ in them
     heads: tuple[tuple[int, int, int, int], ...] = ()
+    #: (i, n): the R-node keeps the i-th part of n of every sequence's tokens (kernels/engine/parts.h)
+    part: tuple[int, int] = (0, 1)
 
     def stored(self, windows: tuple[int, ...]) -> dict[str, Any]:
         """What decides on the size of a KV page, `windows` (Hello.windows) included, as keyword arguments of

@@ -153,6 +153,7 @@ async def say_hello(conn: FrameSocket, hello: Hello, secret: bytes | None) -> tu
         sinks=base64.b64encode(hello.layers.sinks).decode(),
         slopes=base64.b64encode(hello.layers.slopes).decode(),
         heads=[list(heads) for heads in hello.layers.heads],
+        part=list(hello.layers.part),
     )
     session = None if secret is None else Session(secret, message.nonce, challenge.nonce)
     answer = await _answer(conn, challenge, message, Welcome, session, _unproved(challenge))
@@ -255,6 +256,7 @@ class Handshake:
                 sinks=base64.b64decode(message.sinks),
                 slopes=base64.b64decode(message.slopes),
                 heads=tuple((q, kv, k, v) for q, kv, k, v in message.heads),
+                part=(message.part[0], message.part[1]),
             ),
         )
 

@@ -133,6 +133,14 @@ def _tuples(n: int, name: str, limit: int) -> Any:
     return _checked(check)
 
 
+def _pair() -> Any:
+    def check(value: Any) -> str | None:
+        good = isinstance(value, list) and len(value) == 2 and all(_is_int(v, 0, U32) for v in value)
+        return None if good else f"a pair of integers within 0..{U32}"
+
+    return _checked(check)
+
+
 def _counters() -> Any:
     def check(value: Any) -> str | None:
         good = isinstance(value, dict) and all(_is_int(v, 0, 2**64 - 1) for v in value.values())
@@ -203,6 +211,7 @@ class HelloMessage:
     sinks: str = _base64()
     slopes: str = _base64()
     heads: list[list[int]] = _tuples(4, "quadruples", MAX_LAYERS)
+    part: list[int] = _pair()
 
 
 @_message

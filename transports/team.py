@@ -23,7 +23,6 @@ from fastdecode.region.contract import ROW_ATTEND, ROW_DTYPE, Status
 from fastdecode.region.geometry import Geometry, region_layout
 from fastdecode.region.region import Region
 
-from . import registry
 from ._native import StepGroup
 from .base import CallRefused, Hello, LayerOptions, Lease, Link, LinkDown, Member, StepTimes, TransportError
 
@@ -48,7 +47,7 @@ def part_of(hello: Hello, i: int, n: int) -> Hello:
     Raises TransportError if the heads cannot be shared evenly.
     """
     g, options = hello.geometry, hello.layers
-    heads = _heads(hello)
+    heads = heads_of(hello)
     check_parts(heads, n)
     if options.slopes and any(n_q != g.n_q_heads for n_q, *_ in heads):
         raise TransportError("a model with ALiBi whose layers have different query heads cannot be split by heads")
@@ -66,7 +65,8 @@ def part_of(hello: Hello, i: int, n: int) -> Hello:
     )
 
 
-def _heads(hello: Hello) -> Sequence[tuple[int, int, int, int]]:
+def heads_of(hello: Hello) -> Sequence[tuple[int, int, int, int]]:
+    """LayerOptions.heads of every layer."""
     g = hello.geometry
     return hello.layers.heads or ((g.n_q_heads, g.n_kv_heads, g.head_size, g.v_size),) * g.n_layers
 
@@ -87,28 +87,11 @@ def columns_of(hello: Hello, i: int, n: int) -> np.ndarray:
     """The columns of a step's rows that member `i` of `n` takes, as Member has them."""
     g, columns = hello.geometry, []
     element = region_layout(g).q_row_bytes // (g.n_q_heads * g.head_size)  # bytes
-    for n_q, n_kv, k_size, v_size in _heads(hello):
+    for n_q, n_kv, k_size, v_size in heads_of(hello):
         # (where the heads begin, how many there are, elements of a head) in rows of Q, K, V and O
         parts = ((0, n_q, k_size), (0, n_kv, k_size), (n_kv * k_size, n_kv, v_size), (0, n_q, v_size))
         columns.append([[(at + j * heads // n * size) * element for j in (i, i + 1)] for at, heads, size in parts])
     return np.array(columns, np.uint32)
-
-
-async def connect_team(urls: Sequence[str], hello: Hello, secret: bytes | None, *, spin_us: int | None = None) -> Link:
-    """Open a link to the R-node at the only one of `urls`, or to a team of the R-nodes at all of them.
-
-    Raises what registry.connect raises, and TransportError if the heads cannot be shared evenly.
-    """
-    links: list[Link] = []
-    try:
-        for i, url in enumerate(urls):
-            part = part_of(hello, i, len(urls))
-            links.append(await registry.connect(url, part, secret, spin_us=spin_us))
-        return Team(links, hello) if len(links) > 1 else links[0]
-    except BaseException:
-        for link in links:
-            await link.close()
-        raise
 
 
 class Team(Link):
@@ -120,8 +103,8 @@ class Team(Link):
         n = len(links)
         self.url = " + ".join(link.url for link in links)
         self.geometry = hello.geometry
-        self.lease = _common_lease([link.lease for link in links])
-        self._members = tuple(Member(link, columns_of(hello, i, n)) for i, link in enumerate(links))
+        self.lease = self._common_lease([link.lease for link in links])
+        self._members = tuple(Member(link, self._columns(hello, i, n)) for i, link in enumerate(links))
         self._region = Region.create(hello.geometry)
         self.layout, self.region = self._region.layout, self._region.view
         self._steps: dict[int, StepGroup] = {}
@@ -135,6 +118,9 @@ class Team(Link):
     @property
     def region_bytes(self) -> int:
         return sum(member.link.region_bytes for member in self._members)
+
+    def _columns(self, hello: Hello, i: int, n: int) -> np.ndarray:
+        return columns_of(hello, i, n)
 
     # ---- data path ----
 
@@ -151,10 +137,14 @@ class Team(Link):
             np.frombuffer(self.region, np.uint8, n * row_bytes, start + at).reshape(n, row_bytes)
             for at, n, row_bytes in sizes
         )
-        step = StepGroup(slot, members, q, kv, o)
+        step = StepGroup(slot, members, q, kv, self._o_rows(slot, o))
         self._check(step.arm())
         self._steps[slot] = step
         self._in_flight.add(slot)
+
+    def _o_rows(self, slot: int, o: np.ndarray) -> np.ndarray:
+        """The rows that the members' answers are copied to; `o` are the O rows of the region."""
+        return o
 
     def ring(self, slot: int, layer: int) -> None:
         if slot not in self._steps:
@@ -206,14 +196,18 @@ class Team(Link):
         raise CallRefused(Status.BAD_CALL, "the sequences of a team do not move")
 
     async def resize(self, n_pages: int) -> dict[str, int]:
-        return _common_stats(await self._each(lambda link: link.resize(n_pages)))
+        return self._common_stats(await self._each(lambda link: link.resize(n_pages)))
 
     async def stats(self) -> dict[str, int]:
-        return _common_stats(await self._each(lambda link: link.stats()))
+        return self._common_stats(await self._each(lambda link: link.stats()))
 
     async def _each(self, request: Callable[[Link], Awaitable[_T]]) -> list[_T]:
-        """Send a request to all members at once, and wait for all answers. Raises a LinkDown, else a CallRefused."""
-        answers = await asyncio.gather(*(request(member.link) for member in self._members), return_exceptions=True)
+        """Send a request to all members at once, and wait for all answers. Raises as _all does."""
+        return await self._all(request(member.link) for member in self._members)
+
+    async def _all(self, requests: Iterable[Awaitable[_T]]) -> list[_T]:
+        """Wait for all answers. Raises a LinkDown, else a CallRefused."""
+        answers = await asyncio.gather(*requests, return_exceptions=True)
         try:
             errors = [answer for answer in answers if isinstance(answer, BaseException)]
             if errors:
@@ -253,28 +247,29 @@ class Team(Link):
         await asyncio.gather(*(member.link.close() for member in self._members))
         await asyncio.shield(self._ended)
 
+    # ---- what the members have together ----
 
-def _common_lease(leases: Sequence[Lease]) -> Lease:
-    """The lease of a team: as many pages and sequences as every member has, and pages of all heads."""
-    return Lease(
-        n_pages=min(lease.n_pages for lease in leases),
-        max_pages=min(lease.max_pages for lease in leases),
-        max_seqs=min(lease.max_seqs for lease in leases),
-        page_bytes=sum(lease.page_bytes for lease in leases),
-        isa=" + ".join(dict.fromkeys(lease.isa for lease in leases)),
-        threads=sum(lease.threads for lease in leases),
-        node=" + ".join(lease.node for lease in leases),
-        # All members divide the layers alike, because each has the same share of every layer's heads.
-        full_sections=leases[0].full_sections,
-        limited_sections=leases[0].limited_sections,
-        reach=leases[0].reach,
-    )
+    @staticmethod
+    def _common_lease(leases: Sequence[Lease]) -> Lease:
+        """The lease of a team: as many pages and sequences as every member has, and pages of all heads."""
+        return Lease(
+            n_pages=min(lease.n_pages for lease in leases),
+            max_pages=min(lease.max_pages for lease in leases),
+            max_seqs=min(lease.max_seqs for lease in leases),
+            page_bytes=sum(lease.page_bytes for lease in leases),
+            isa=" + ".join(dict.fromkeys(lease.isa for lease in leases)),
+            threads=sum(lease.threads for lease in leases),
+            node=" + ".join(lease.node for lease in leases),
+            # All members divide the layers alike, because each has the same share of every layer's heads.
+            full_sections=leases[0].full_sections,
+            limited_sections=leases[0].limited_sections,
+            reach=leases[0].reach,
+        )
 
-
-def _common_stats(members: Sequence[dict[str, int]]) -> dict[str, int]:
-    """The counters of a team: sums of bytes, the longest time, and the least of everything else."""
-    common = {name: min(counters.get(name, 0) for counters in members) for name in members[0]}
-    common |= {name: sum(counters[name] for counters in members) for name in _SUMS if name in common}
-    if "busy_ns" in common:
-        common["busy_ns"] = max(counters["busy_ns"] for counters in members)
-    return common
+    def _common_stats(self, members: Sequence[dict[str, int]]) -> dict[str, int]:
+        """The counters of a team: sums of bytes, the longest time, and the least of everything else."""
+        common = {name: min(counters.get(name, 0) for counters in members) for name in members[0]}
+        common |= {name: sum(counters[name] for counters in members) for name in _SUMS if name in common}
+        if "busy_ns" in common:
+            common["busy_ns"] = max(counters["busy_ns"] for counters in members)
+        return common

@@ -1,5 +1,5 @@
-"""The time of a layer's attention when n R-nodes share the heads of every sequence (--partition heads), against 1/n of
-the time that one R-node takes.
+"""The time of a layer's attention when n R-nodes share the heads or tokens of every sequence (--partition), against
+1/n of the time that one R-node takes.
 
 Each R-node is a process with one thread on a CPU of its own, over shared memory. For comparison, one R-node with n
 threads does the same work: on one machine, n R-nodes can read no faster than that one. All of them take turns in every
@@ -30,9 +30,9 @@ from fastdecode.kernels._native import page_bytes
 from fastdecode.region.contract import KV_DTYPES, PAGE_TOKENS, ROW_ATTEND, ROW_DTYPE
 from fastdecode.region.geometry import Geometry, geometry_tuple
 from fastdecode.transports.base import Hello, Link
-from fastdecode.transports.team import connect_team, part_of
+from fastdecode.transports.teams import PARTITIONS, connect_team, member_of
 
-COMMAND = ("team", "R time of a layer when 1, 2, 4 R-nodes share the heads, against 1/n")
+COMMAND = ("team", "R time of a layer when 1, 2, 4 R-nodes share the heads or the tokens, against 1/n")
 
 _FILL_ROWS = 512  # appended by one call when the cache is filled
 _TIMEOUT = 60.0
@@ -49,6 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N,...",
         help="numbers of R-nodes, of at most the usable CPUs; default: those of 1, 2 and 4 for which there are CPUs",
     )
+    parser.add_argument("--partition", choices=tuple(PARTITIONS), default="heads", help="what the R-nodes share")
     parser.add_argument("--sequences", type=int, default=1, help="sequences that decode at once")
     parser.add_argument("--context", type=int, default=32768, help="cached tokens of each sequence")
     parser.add_argument("--layers", type=int, default=8)
@@ -82,14 +83,18 @@ def run(args: argparse.Namespace) -> None:
                 stack.callback(children[-1].close)
                 cases[1, n] = [children[-1].url], hellos[1]
         rows = asyncio.run(_measure(args, cases))
-    shape = {name: getattr(args, name) for name in ("sequences", "context", "layers", "heads", "kv_heads", "kv_dtype")}
+    shape = {
+        name: getattr(args, name)
+        for name in ("partition", "sequences", "context", "layers", "heads", "kv_heads", "kv_dtype")
+    }
     print_result(args, shape | {"teams": rows}, _print_table)
 
 
 def _member_bytes(args: argparse.Namespace, hello: Hello, n: int) -> int:
     """KV-cache memory of a member of a team of `n`."""
-    pages = args.sequences * -(-(args.context + args.rounds + 1) // PAGE_TOKENS)
-    part = part_of(hello, 0, n)
+    pages = -(-(args.context + args.rounds + 1) // PAGE_TOKENS)
+    pages = args.sequences * (-(-pages // n) if args.partition == "tokens" else pages)
+    part = member_of(hello, 0, n, args.partition)
     return int(pages * page_bytes(geometry_tuple(part.geometry), KV_DTYPES.index(part.kv_dtype)))
 
 
@@ -101,7 +106,7 @@ async def _measure(
     taken: dict[tuple[int, int], list[tuple[float, float]]] = {case: [] for case in cases}
     try:
         for case, (urls, hello) in cases.items():
-            links[case] = await connect_team(urls, hello, None)
+            links[case] = await connect_team(urls, hello, None, partition=args.partition)
             await asyncio.to_thread(_fill, links[case], args)
         for i in tqdm(range(args.rounds + 1), desc="rounds", unit="round"):
             for case, link in links.items():
@@ -164,6 +169,8 @@ def _rows(taken: dict[tuple[int, int], list[tuple[float, float]]]) -> list[dict[
 
 
 def _print_table(result: dict[str, Any]) -> None:
+    if result["partition"] == "tokens":
+        print("the R-nodes share the tokens of every sequence")
     heads = f"{result['heads']} query and {result['kv_heads']} KV heads, KV {result['kv_dtype']}"
     print(f"time of a layer, us; {result['sequences']} sequence(s) of {result['context']} tokens, {heads}")
     print(f"{'R-nodes':>7} {'threads of each':>16} {'R time':>9} {'of 1/n':>7} {'layer':>9} {'of 1/n':>7}")

@@ -21,6 +21,7 @@ from fastdecode.spart.lora.adapters import AdapterSet
 from fastdecode.spart.lora.files import read_adapter
 from fastdecode.transports.base import TransportError
 from fastdecode.transports.team import check_parts
+from fastdecode.transports.token_team import check_tokens
 
 if TYPE_CHECKING:
     from fastdecode.spart.hf.config import HFConfig
@@ -65,11 +66,13 @@ def rows(config: NodeConfig, path: Path) -> list[tuple[str, str]]:
 
 
 def check_partition(config: NodeConfig, model: ModelConfig | HFConfig) -> None:
-    """Raise ConfigError if the R-nodes of `--partition heads` cannot share the model's heads."""
+    """Raise ConfigError if R-nodes cannot share the model's heads or tokens as `--partition` says."""
     try:
-        check_parts(map(model.heads_of, range(model.n_layers)), config.parts)
+        if config.partition == "tokens":
+            check_tokens(model.windows, model.options)
+        check_parts(map(model.heads_of, range(model.n_layers)), config.parts if config.partition == "heads" else 1)
     except TransportError as error:
-        raise ConfigError(f"--partition heads: {error}") from None
+        raise ConfigError(f"--partition {config.partition}: {error}") from None
 
 
 def check_fits(config: NodeConfig, path: Path, model: ModelConfig | HFConfig, device: torch.device, dtype: str) -> None:

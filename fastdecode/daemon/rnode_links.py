@@ -17,7 +17,7 @@ from fastdecode.kernels._native import page_bytes, page_sections
 from fastdecode.region.contract import KV_DTYPES, PAGE_TOKENS
 from fastdecode.region.geometry import geometry_tuple
 from fastdecode.transports.base import Hello, Link, LinkDown, TransportError
-from fastdecode.transports.team import connect_team
+from fastdecode.transports.teams import connect_team
 
 if TYPE_CHECKING:
     from fastdecode.daemon.config import NodeConfig
@@ -42,6 +42,10 @@ def first_lease(hello: Hello, longest: int) -> int:
     one_page, sections = page_bytes(*key, **options), page_sections(*key, **options)
     pages = PageGroups(*sections, hello.geometry.max_rows).pages_for(longest)
     return max(sum(sections[:2]), min(pages, _FIRST_LEASE_BYTES // one_page)) * one_page
+
+
+#: What the members of a team share, by the name of the partition.
+_SHARED = {"heads": "KV heads", "tokens": "tokens"}
 
 
 @dataclass(slots=True, eq=False)
@@ -157,7 +161,8 @@ class RNodeLinks:
     async def _open(self, url: str) -> Link:
         address, _, peer_url = url.partition("#")
         urls = self._config.r_node if self._config.parts > 1 else (address,)
-        link = await connect_team(urls, self._hello, self._secret, spin_us=self._config.spin_us)
+        team, spin_us = self._config.team, self._config.spin_us
+        link = await connect_team(urls, self._hello, self._secret, partition=team, spin_us=spin_us)
         link.peer_url = peer_url or None
         if self._embedded:
             self._embedded.remove_socket()
@@ -178,7 +183,7 @@ class RNodeLinks:
                 f"; sequences longer than their windows of {lease.reach} take less" if lease.limited_sections else "",
             )
         if len(urls) > 1:
-            log.info("these %d R-nodes share the KV heads of every sequence", len(urls))
+            log.info("these %d R-nodes share the %s of every sequence", len(urls), _SHARED[team])
         return link
 
     # -- while the node runs --------------------------------------------------------------------------------------

@@ -40,7 +40,7 @@ from fastdecode.spart.balance import balance_digest, balance_for
 from fastdecode.spart.exchange.choice import Choice
 from fastdecode.spart.lora.files import read_adapter
 from fastdecode.text.tokenizer import Tokenizer
-from fastdecode.transports.team import part_of
+from fastdecode.transports.teams import member_of
 
 if TYPE_CHECKING:
     from fastdecode.spart.hf.config import HFConfig
@@ -141,7 +141,7 @@ async def _serve(
     grow_leases = config.uses_r_nodes and config.kv_lease is None
     length = config.max_model_len or backend.config.max_positions
     if grow_leases:
-        hello = dataclasses.replace(hello, kv_bytes=first_lease(part_of(hello, 0, config.parts), length))
+        hello = dataclasses.replace(hello, kv_bytes=first_lease(member_of(hello, 0, config.parts, config.team), length))
     async with contextlib.AsyncExitStack() as stack:
         if isinstance(api, ApiProcesses):
             stack.push_async_callback(api.close)

@@ -353,7 +353,7 @@ fd_status_t fd_kvcache_check(fd_kvcache_t *kv, const fd_row_t *table, uint32_t n
                                fd_first_block(s->floor, kv->planes.reach)) *
                     kv->planes.n_limited;
         s->copies = 0;
-        for (uint32_t i = 0; i < kv->planes.n_sections; i++) {
+        for (uint32_t i = 0; table[checked].n_rows && i < kv->planes.n_sections; i++) {
             uint32_t *page = shared_end(kv, s, table[checked].pos, i);
             if (!page) continue;
             s->copies |= 1u << i;
@@ -386,10 +386,14 @@ fd_status_t fd_kvcache_append(fd_kvcache_t *kv, const fd_row_t *table, uint32_t 
     for (uint32_t i = 0; i < n_entries; i++) {
         fd_sequence_t *s = &kv->sequences[table[i].seq_index];
         if (s->length > table[i].pos) shrink(kv, s, table[i].pos);
+        /* A part of a sequence (engine/parts.h) may be cut to nothing, and that has freed its list. */
+        if (!table[i].pos && !reserve_list(kv, s, fd_pages_for(table[i].n_rows)))
+            return FD_FAIL(FD_INTERNAL, "no memory for the page list of sequence %u", table[i].seq_index);
         if (table[i].flags & FD_ROW_SLIDE) slide(kv, s, table[i].pos);
     }
     for (uint32_t i = 0; i < n_entries; i++) {
         fd_sequence_t *s = &kv->sequences[table[i].seq_index];
+        if (!table[i].n_rows) continue; /* another R-node keeps the entry's tokens (engine/parts.h) */
         for (uint32_t section = 0; section < n_sections; section++) {
             uint32_t *page = shared_end(kv, s, s->length, section);
             if (!page) continue;

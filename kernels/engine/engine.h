@@ -14,6 +14,7 @@
 #include "carrier.h"
 #include "layers.h"
 #include "memory.h"
+#include "parts.h"
 #include "region.h"
 
 #define FD_MAX_THREADS 512
@@ -42,6 +43,7 @@ typedef struct {
     float softmax_scale;
     const fd_layer_t *layers; /* [n_layers] */
     uint32_t max_pages;       /* fd_link_grow may raise n_pages to this; at most n_pages: the lease does not grow */
+    fd_part_t part;
 } fd_lease_t;
 
 typedef struct {

@@ -42,6 +42,20 @@ static uint32_t max_pages(const fd_lease_t *lease) {
     return lease->max_pages > lease->n_pages ? lease->max_pages : lease->n_pages;
 }
 
+static bool part_ok(const fd_geometry_t *g, const fd_lease_t *lease, char *err, size_t err_len) {
+    if (lease->part.n > FD_MAX_PARTS || lease->part.index >= lease->part.n)
+        return FD_FAIL(false, "part %u of %u is not one of at most %u", lease->part.index, lease->part.n, FD_MAX_PARTS);
+    for (uint32_t i = 0; i < g->n_layers; i++) {
+        const fd_layer_t *y = &lease->layers[i];
+        const size_t o = (size_t)y->heads.n_q_heads * y->heads.v_size * fd_act_bytes(g->act_dtype);
+        if (fd_layer_reach(y) || y->slopes || y->sinks)
+            return FD_FAIL(false, "layer %u has a window, ALiBi or sinks, and parts of the tokens cannot", i);
+        if (o + y->heads.n_q_heads * sizeof(float) > fd_region_layout(g).o_row_bytes)
+            return FD_FAIL(false, "layer %u leaves no room for log-sum-exps in the O rows", i);
+    }
+    return true;
+}
+
 static bool lease_ok(const fd_geometry_t *g, const fd_lease_t *lease, const void *region, char *err, size_t err_len) {
     const char *reason = fd_geometry_error(g);
     if (reason) return FD_FAIL(false, "%s", reason);
@@ -54,6 +68,7 @@ static bool lease_ok(const fd_geometry_t *g, const fd_lease_t *lease, const void
         return FD_FAIL(false, "%u sequences are not within 1..%u", lease->max_seqs, FD_MAX_SEQS);
     if (!isfinite(lease->softmax_scale)) return FD_FAIL(false, "the softmax scale is not finite");
     if (fd_layers_error(g, lease->layers, err, err_len)) return false;
+    if (fd_is_part(lease->part) && !part_ok(g, lease, err, err_len)) return false;
     if ((uintptr_t)region % FD_LINE) return FD_FAIL(false, "the region does not begin on a cache line");
     return true;
 }
@@ -89,7 +104,7 @@ static fd_link_t *build(fd_engine_t *e, void *region, const fd_geometry_t *g, co
     } else if (fd_kvcache_init(&link->kv, stored, n_stored, lease->kv_dtype, lease->n_pages, max_pages(lease),
                                lease->max_seqs, e->huge, err, err_len) == FD_OK) {
         bool ok = fd_work_init(&link->work, g, &link->kv, lease->kv_dtype, e->isa, lease->softmax_scale, lease->layers,
-                               e->n_threads) == FD_OK;
+                               lease->part, e->n_threads) == FD_OK;
         link->slots = ok ? aligned_alloc(FD_LINE, g->n_slots * sizeof *link->slots) : NULL;
         ok = link->slots != NULL;
         if (ok) memset(link->slots, 0, g->n_slots * sizeof *link->slots);
@@ -97,7 +112,7 @@ static fd_link_t *build(fd_engine_t *e, void *region, const fd_geometry_t *g, co
         link->turn.ns_per_cost = FIRST_NS_PER_COST;
         for (uint32_t i = 0; ok && i < g->n_slots; i++)
             ok = fd_step_init(&link->slots[i].step, g->max_rows, link->kv.planes.n_sections, link->work.shapes,
-                              link->work.n_kinds) == FD_OK;
+                              link->work.n_kinds, lease->part) == FD_OK;
         if (e->prefault) link->prefault.parts = fd_kvcache_parts(&link->kv, lease->n_pages);
         link->prefault.redo = UINT64_MAX;
         link->last_call_ns = fd_now_ns();

@@ -37,16 +37,18 @@ static void destroy_plan(fd_plan_t *plan) {
 }
 
 fd_status_t fd_step_init(fd_step_t *step, uint32_t max_rows, uint32_t n_sections, const fd_plan_shape_t *shapes,
-                         uint32_t n_shapes) {
+                         uint32_t n_shapes, fd_part_t part) {
     const uint32_t max_items = shapes[0].max_items; /* of every shape */
     memset(step, 0, sizeof *step);
+    step->part = part;
     step->table = malloc(max_rows * sizeof *step->table);
+    step->kept = fd_is_part(part) ? malloc(max_rows * sizeof *step->kept) : step->table;
     step->copies = malloc((size_t)max_rows * n_sections * sizeof *step->copies);
     step->n_sections = n_sections;
     step->cursors = malloc(max_items * sizeof *step->cursors);
     step->left = malloc(max_items * sizeof *step->left);
     step->plans = calloc(n_shapes, sizeof *step->plans);
-    bool ok = step->table && step->copies && step->cursors && step->left && step->plans;
+    bool ok = step->table && step->kept && step->copies && step->cursors && step->left && step->plans;
     while (ok && step->n_plans < n_shapes) ok = init_plan(&step->plans[step->n_plans++], max_rows, max_items);
     step->plan = step->plans;
     if (ok) return FD_OK;
@@ -57,6 +59,7 @@ fd_status_t fd_step_init(fd_step_t *step, uint32_t max_rows, uint32_t n_sections
 void fd_step_destroy(fd_step_t *step) {
     for (uint32_t i = 0; i < step->n_plans; i++) destroy_plan(&step->plans[i]);
     free(step->plans);
+    if (step->kept != step->table) free(step->kept);
     free(step->table);
     free(step->copies);
     free(step->cursors);
@@ -125,17 +128,18 @@ typedef struct {
 } span_t;
 
 static span_t span_of(const fd_entry_t *e, const fd_plan_shape_t *shape) {
-    uint32_t end = fd_pages_for((uint64_t)e->pos + e->n_rows);
+    uint32_t end = fd_pages_for((uint64_t)e->at + e->n_kept);
     span_t s;
     if (!e->attend) {
-        s.first = e->pos / FD_PAGE_TOKENS;
-        s.last = end - 1;
-        s.page_cost = s.rest = FD_PAGE_TOKENS * COST_APPEND;
+        s.first = e->at / FD_PAGE_TOKENS;
+        s.last = shape->is_part ? s.first : end - 1;
+        s.page_cost = FD_PAGE_TOKENS * COST_APPEND;
+        s.rest = shape->is_part ? (uint64_t)e->n_kept * COST_APPEND : s.page_cost;
     } else {
         uint64_t weight = 1 + (uint64_t)e->n_rows * shape->group / 8;
         if (weight > MAX_WEIGHT) weight = MAX_WEIGHT;
-        s.first = fd_first_block(e->pos, shape->window);
-        s.last = e->n_rows > shape->q_block ? s.first : e->pos / FD_PAGE_TOKENS;
+        s.first = fd_first_block(e->at, shape->window);
+        s.last = e->n_rows > shape->q_block ? s.first : e->at / FD_PAGE_TOKENS;
         s.page_cost = FD_PAGE_TOKENS * weight;
         s.rest = (end - s.last) * s.page_cost + (uint64_t)e->n_rows * COST_APPEND;
     }
@@ -271,6 +275,8 @@ static void plan_kind(fd_plan_t *plan, const fd_step_t *step, const fd_kvcache_t
         const fd_row_t *r = &step->table[i];
         plan->entries[i] = (fd_entry_t){.pos = r->pos,
                                         .n_rows = r->n_rows,
+                                        .at = step->kept[i].pos,
+                                        .n_kept = step->kept[i].n_rows,
                                         .row = row,
                                         .attend = r->flags & FD_ROW_ATTEND,
                                         .heads = heads_of_span(r, shape),
@@ -283,19 +289,34 @@ static void plan_kind(fd_plan_t *plan, const fd_step_t *step, const fd_kvcache_t
     cut_line(plan, shape);
 }
 
+/* Fills in the table as the cache of a link that keeps a part of the tokens has it. */
+static fd_status_t keep_part(fd_step_t *step, char *err, size_t err_len) {
+    for (uint32_t i = 0; i < step->n_entries && step->kept != step->table; i++) {
+        const fd_row_t *r = &step->table[i];
+        if ((uint64_t)r->pos + r->n_rows > UINT32_MAX)
+            return FD_FAIL(FD_BAD_TABLE, "entry %u: its sequence would have %llu tokens, a length has 32 bits", i,
+                           (unsigned long long)r->pos + r->n_rows);
+        step->kept[i] = *r;
+        step->kept[i].pos = fd_part_length(step->part, r->pos);
+        step->kept[i].n_rows = fd_part_length(step->part, (uint64_t)r->pos + r->n_rows) - step->kept[i].pos;
+    }
+    return FD_OK;
+}
+
 fd_status_t fd_step_plan(fd_step_t *step, fd_kvcache_t *kv, const fd_plan_shape_t *shapes, char *err, size_t err_len) {
     fd_status_t status = check_table(step, err, err_len);
-    if (status == FD_OK) status = fd_kvcache_check(kv, step->table, step->n_entries, err, err_len);
+    if (status == FD_OK) status = keep_part(step, err, err_len);
+    if (status == FD_OK) status = fd_kvcache_check(kv, step->kept, step->n_entries, err, err_len);
     for (uint32_t k = 0; status == FD_OK && k < step->n_plans; k++) status = check_work(step, &shapes[k], err, err_len);
     if (status != FD_OK) return status;
     size_t n_pages = 0; /* at most the pages of the lease + FD_MAX_SHARED_REFS, and those given back */
     for (uint32_t i = 0; i < step->n_entries; i++)
-        n_pages += (size_t)fd_pages_for((uint64_t)step->table[i].pos + step->table[i].n_rows) * step->n_sections;
+        n_pages += (size_t)fd_pages_for((uint64_t)step->kept[i].pos + step->kept[i].n_rows) * step->n_sections;
     if (!reserve_pages(step, n_pages)) return FD_FAIL(FD_INTERNAL, "no memory for %zu page numbers", n_pages);
     for (uint32_t k = 0; k < step->n_plans; k++)
         if (!reserve_partials(step, &step->plans[k], &shapes[k]))
             return FD_FAIL(FD_INTERNAL, "no memory for partial results");
-    status = fd_kvcache_append(kv, step->table, step->n_entries, step->copies, &step->n_copies, err, err_len);
+    status = fd_kvcache_append(kv, step->kept, step->n_entries, step->copies, &step->n_copies, err, err_len);
     if (status != FD_OK) return status;
     uint32_t *to = step->pages;
     for (uint32_t i = 0; i < step->n_entries; i++) {

@@ -16,6 +16,10 @@
  * A thread does an item in units, between which it may stop (work.h). A unit attends one block of query rows to a few
  * pages. The plan alone decides which pages, so results do not depend on when a thread has stopped.
  *
+ * A link that keeps a part of the tokens (parts.h) attends one query row at a time, because each row of an entry may
+ * see as many kept tokens as the row before it. Its appending entries are not cut within a span, because their rows do
+ * not follow each other in the cache.
+ *
  * Layers of one kind have the same heads and see equally far (fd_same_kind). A layer skips the pages that it does not
  * see.
  */
@@ -23,6 +27,7 @@
 #define FD_PLAN_H
 
 #include "kvcache.h"
+#include "parts.h"
 
 #define FD_NO_CUT UINT32_MAX
 #define FD_LINE_END UINT32_MAX
@@ -30,6 +35,7 @@
 /* One sequence's part of a step. All numbers have been checked. */
 typedef struct {
     uint32_t pos, n_rows; /* position of the first new token, number of new tokens */
+    uint32_t at, n_kept;  /* kept tokens (parts.h) before the first new one, and among the new ones */
     uint32_t row;         /* index of the first KV row, and of the first Q and O row if the entry attends */
     uint32_t attend;
     uint32_t heads; /* KV heads of each span; divides n_kv_heads */
@@ -75,7 +81,9 @@ typedef struct {
 /* The step of a slot. Thread 0 owns it; the other threads read it while a call is served. */
 typedef struct {
     uint32_t valid, n_entries, n_rows, n_attend_rows, n_plans, n_sections;
-    fd_row_t *table;        /* [max_rows] private copy of the row table */
+    fd_row_t *table; /* [max_rows] private copy of the row table */
+    fd_row_t *kept;  /* [max_rows] the table with positions and rows as the cache has them; may be `table` */
+    fd_part_t part;
     fd_plan_t *plans;       /* [n_plans] one for each kind of layer */
     fd_plan_t *plan;        /* of the layer in progress: one of `plans` */
     fd_cursor_t *cursors;   /* [max_items] of the items of a layer, and before the first layer of those of the copies */
@@ -93,6 +101,7 @@ typedef struct {
     uint32_t n_kv_heads, group, head_size, v_size;
     uint32_t q_block; /* most query tokens that a kernel takes at once */
     uint32_t window;  /* most tokens that a token sees; 0: all */
+    bool is_part;     /* the link keeps a part of the tokens (parts.h) */
     uint32_t max_items;
     size_t chunk_bytes; /* of one KV head of a page */
 } fd_plan_shape_t;
@@ -100,7 +109,7 @@ typedef struct {
 #define FD_UNIT_PAGES 1024u /* most pages of a unit */
 
 fd_status_t fd_step_init(fd_step_t *step, uint32_t max_rows, uint32_t n_sections, const fd_plan_shape_t *shapes,
-                         uint32_t n_shapes);
+                         uint32_t n_shapes, fd_part_t part);
 void fd_step_destroy(fd_step_t *step);
 
 /* Checks step->table, takes pages for its new rows and plans the step for the shapes of fd_step_init. The caller has

@@ -54,7 +54,7 @@ static const float *copy_per_head(const fd_layer_t *layer, float *to, const floa
     return values ? memcpy(to, values, layer->heads.n_q_heads * sizeof *to) : NULL;
 }
 
-static fd_plan_shape_t shape_of(const fd_layer_t *layer, fd_kv_dtype_t dtype, uint32_t n_threads) {
+static fd_plan_shape_t shape_of(const fd_layer_t *layer, fd_kv_dtype_t dtype, fd_part_t part, uint32_t n_threads) {
     const fd_heads_t *h = &layer->heads;
     const uint32_t group = h->n_q_heads / h->n_kv_heads, block = FD_PANEL_ROWS / group;
     return (fd_plan_shape_t){
@@ -62,10 +62,11 @@ static fd_plan_shape_t shape_of(const fd_layer_t *layer, fd_kv_dtype_t dtype, ui
         .group = group,
         .head_size = h->head_size,
         .v_size = h->v_size,
-        .q_block = block < 1             ? 1
-                   : block > MAX_Q_BLOCK ? MAX_Q_BLOCK
-                                         : block,
+        .q_block = block < 1 || fd_is_part(part) ? 1
+                   : block > MAX_Q_BLOCK         ? MAX_Q_BLOCK
+                                                 : block,
         .window = fd_layer_reach(layer),
+        .is_part = fd_is_part(part),
         .max_items = n_threads > 1 ? n_threads * ITEMS_PER_THREAD : 1, /* a single thread needs no cuts */
         .chunk_bytes = fd_kv_chunk_bytes(dtype, h->head_size, h->v_size),
     };
@@ -75,7 +76,7 @@ static fd_plan_shape_t shape_of(const fd_layer_t *layer, fd_kv_dtype_t dtype, ui
 static uint32_t kind_of(fd_work_t *w, uint32_t i) {
     for (uint32_t j = 0; j < i; j++)
         if (fd_same_kind(&w->layers[j], &w->layers[i])) return w->kinds[j];
-    w->shapes[w->n_kinds] = shape_of(&w->layers[i], w->kv_dtype, w->n_threads);
+    w->shapes[w->n_kinds] = shape_of(&w->layers[i], w->kv_dtype, w->part, w->n_threads);
     return w->n_kinds++;
 }
 
@@ -102,7 +103,7 @@ static bool copy_layers(fd_work_t *w, const fd_layer_t *layers) {
 }
 
 fd_status_t fd_work_init(fd_work_t *w, const fd_geometry_t *g, fd_kvcache_t *kv, fd_kv_dtype_t dtype, fd_isa_t isa,
-                         float softmax_scale, const fd_layer_t *layers, uint32_t n_threads) {
+                         float softmax_scale, const fd_layer_t *layers, fd_part_t part, uint32_t n_threads) {
     memset(w, 0, sizeof *w);
     w->g = *g;
     w->layout = fd_region_layout(g);
@@ -111,6 +112,7 @@ fd_status_t fd_work_init(fd_work_t *w, const fd_geometry_t *g, fd_kvcache_t *kv,
     w->vec_ops = fd_vec_ops(isa);
     w->kv = kv;
     w->softmax_scale = softmax_scale;
+    w->part = part;
     w->n_threads = n_threads;
     if (copy_layers(w, layers) && alloc_scratch(w)) return FD_OK;
     fd_work_destroy(w);
@@ -228,7 +230,8 @@ static void append_rows(ctx_t *c, const fd_entry_t *e, uint32_t head, uint32_t h
     const uint32_t k_size = c->shape->head_size, v_size = c->shape->v_size, act = w->g.act_dtype;
     const uint8_t *kv = kv_row(c, e, from), *k = k_of(c, kv, head), *v = v_of(c, kv, head);
     for (uint32_t j = from; j < to; j++, k += w->layout.kv_row_bytes, v += w->layout.kv_row_bytes) {
-        uint32_t t = e->pos + j;
+        if (!fd_part_keeps(w->part, e->pos + j)) continue;
+        uint32_t t = fd_part_length(w->part, e->pos + j);
         uint8_t *chunk = fd_kv_chunk(w->kv, c->store, page_of(c, e, t / FD_PAGE_TOKENS), head);
         for (uint32_t h = 0; h < heads; h++, chunk += c->shape->chunk_bytes) {
             w->vec_ops->load_act(c->scratch->k, k + h * k_bytes(c), k_size, act, 1.0f);
@@ -254,9 +257,9 @@ static void prefetch_pending(const pending_t *p, uint32_t head) {
     prefetch_row(k_of(p->c, kv, p->head + head), k_bytes(p->c));
     prefetch_row(v_of(p->c, kv, p->head + head), v_bytes(p->c));
     const uint8_t *chunk =
-        fd_kv_chunk(w->kv, p->c->store, page_of(p->c, p->e, p->e->pos / FD_PAGE_TOKENS), p->head + head);
+        fd_kv_chunk(w->kv, p->c->store, page_of(p->c, p->e, p->e->at / FD_PAGE_TOKENS), p->head + head);
     const fd_plan_shape_t *shape = p->c->shape;
-    fd_kv_prefetch_append(w->kv_dtype, chunk, shape->head_size, shape->v_size, p->e->pos % FD_PAGE_TOKENS);
+    fd_kv_prefetch_append(w->kv_dtype, chunk, shape->head_size, shape->v_size, p->e->at % FD_PAGE_TOKENS);
 }
 
 /* fd_attend_t.before_last_chunk: the kernel calls this right before it reads the last chunk of a head. */
@@ -270,7 +273,27 @@ static void append_pending(void *context, uint32_t head) {
 /* Returns true if append_pending can append the span's new rows while a kernel attends to the last page: there is only
  * one row, so it goes to that page. */
 static bool can_pend(const ctx_t *c, const fd_entry_t *e) {
-    return e->n_rows == 1 && e->heads * c->shape->group <= FD_PANEL_ROWS;
+    return e->n_rows == 1 && e->n_kept == 1 && e->heads * c->shape->group <= FD_PANEL_ROWS;
+}
+
+/* How many of the tokens in the cache query row `row` of an entry sees, windows aside. */
+static uint32_t n_seen(const ctx_t *c, const fd_entry_t *e, uint32_t row) {
+    return fd_part_length(c->w->part, (uint64_t)e->pos + row + 1);
+}
+
+/* Writes the log-sum-exp of query rows [from, from + q_len) behind the layer's O heads: fp32, one for each query head.
+ * It is that of the scores, sinks excluded, and -infinity for a row that sees no token. */
+static void store_sums(const ctx_t *c, const fd_entry_t *e, uint32_t head, uint32_t from, uint32_t q_len,
+                       fd_partial_t p) {
+    const uint32_t group = c->shape->group;
+    const size_t o_bytes = c->shape->n_kv_heads * o_head_bytes(c);
+    for (uint32_t i = 0; i < e->heads * q_len; i++) {
+        uint8_t *to = o_row(c, e, from + i % q_len, 0) + o_bytes + (head + i / q_len) * group * sizeof(float);
+        for (uint32_t r = 0; r < group; r++) {
+            const float m = p.m[i * group + r], l = p.l[i * group + r], sum = l > 0 ? m + logf(l) : -INFINITY;
+            memcpy(to + r * sizeof sum, &sum, sizeof sum);
+        }
+    }
 }
 
 /* Normalises the attention of query rows [from, from + q_len) and writes it as O rows. */
@@ -279,6 +302,7 @@ static void store_block(ctx_t *c, const fd_entry_t *e, uint32_t head, uint32_t f
     const uint32_t group = c->shape->group, v_size = c->shape->v_size;
     const float *sinks = c->layer->sinks;
     uint8_t *o = o_row(c, e, from, head);
+    if (fd_is_part(w->part)) store_sums(c, e, head, from, q_len, p);
     for (uint32_t i = 0; i < e->heads * q_len; i++) {
         float *m = p.m + i * group, *l = p.l + i * group;
         for (uint32_t r = 0; sinks && r < group; r++)
@@ -318,7 +342,7 @@ static void attend_unit(ctx_t *c, const fd_entry_t *e, uint32_t head, uint32_t f
         .v_size = c->shape->v_size,
         .group = c->shape->group,
         .q_len = q_len,
-        .q_pos = e->pos + from,
+        .q_pos = n_seen(c, e, from) - 1,
         .window = c->layer->window,
         .segment = c->layer->segment,
         .softmax_scale = w->softmax_scale,
@@ -341,6 +365,7 @@ static void attend_unit(ctx_t *c, const fd_entry_t *e, uint32_t head, uint32_t f
     };
     if (pending) prefetch_pending(&appended, 0);
     w->kv_ops->attend(&a);
+    if (o && fd_is_part(w->part)) store_sums(c, e, head, from, q_len, out);
     c->kv_bytes += (uint64_t)(last - first) * e->heads * c->shape->chunk_bytes;
 }
 
@@ -352,25 +377,25 @@ static bool attend_block(ctx_t *c, const fd_entry_t *e, uint32_t head, uint32_t 
                          bool pending, bool whole, fd_partial_t sum) {
     const fd_work_t *w = c->w;
     fd_cursor_t *at = &c->step->cursors[c->item];
-    const uint32_t from = at->row, q_pos = e->pos + from, rows = e->heads * q_len * c->shape->group;
-    const uint32_t seen = first_page(c, q_pos), end = fd_pages_for((uint64_t)q_pos + q_len);
+    const uint32_t from = at->row, rows = e->heads * q_len * c->shape->group, n = n_seen(c, e, from);
+    const uint32_t seen = n ? first_page(c, n - 1) : 0, end = fd_pages_for((uint64_t)n + q_len - 1);
     const fd_partial_t own = {c->scratch->acc, c->scratch->m, c->scratch->l};
     if (first < seen) first = seen;
     if (last > end) last = end;
-    uint32_t page = at->page ? at->page : first, n;
+    uint32_t page = at->page ? at->page : first, unit;
     bool go_on = true;
     if (first >= last) {
         if (pending) append_rows(c, e, head, e->heads, 0, e->n_rows);
         attend_nothing(c, e, q_len, sum);
     }
-    for (; page < last && go_on; page += n, at->page = page) {
-        n = last - page < e->unit ? last - page : e->unit;
-        const bool final = page + n == last, alone = page == first && final;
-        const uint8_t *next = final ? c->after : fd_kv_chunk(w->kv, c->store, page_of(c, e, page + n), head);
+    for (; page < last && go_on; page += unit, at->page = page) {
+        unit = last - page < e->unit ? last - page : e->unit;
+        const bool final = page + unit == last, alone = page == first && final;
+        const uint8_t *next = final ? c->after : fd_kv_chunk(w->kv, c->store, page_of(c, e, page + unit), head);
         const fd_partial_t out = page == first && !(whole && alone) ? sum : own;
-        attend_unit(c, e, head, from, q_len, page, page + n, pending && final, whole && alone, out, next);
+        attend_unit(c, e, head, from, q_len, page, page + unit, pending && final, whole && alone, out, next);
         if (page != first) w->vec_ops->merge(sum.m, sum.l, sum.acc, own.m, own.l, own.acc, rows, c->shape->v_size);
-        go_on = !should_stop(c, (uint64_t)rows * c->shape->head_size * n * FD_PAGE_TOKENS);
+        go_on = !should_stop(c, (uint64_t)rows * c->shape->head_size * unit * FD_PAGE_TOKENS);
     }
     if (page < last) return false;
     if (whole && (first >= last || last - first > e->unit)) store_block(c, e, head, from, q_len, sum);
@@ -432,6 +457,7 @@ static bool append_piece(ctx_t *c, const fd_entry_t *e, uint32_t head, uint32_t 
     fd_cursor_t *at = &c->step->cursors[c->item];
     uint64_t from = (uint64_t)first * FD_PAGE_TOKENS, to = (uint64_t)last * FD_PAGE_TOKENS,
              end = (uint64_t)e->pos + e->n_rows;
+    if (c->shape->is_part) from = 0, to = end; /* the span is not cut */
     if (from < e->pos) from = e->pos;
     if (to > end) to = end;
     for (from += at->appended; from < to;) {
@@ -456,8 +482,8 @@ static fd_point_t next_span(const ctx_t *c, fd_point_t at) {
 /* Sets `after` and `after_q` for the span at `at`, if the item continues with that span and the span attends. */
 static void prefetch_next_span(ctx_t *c, fd_point_t at, fd_point_t end) {
     const fd_entry_t *e = &c->plan->entries[at.entry];
-    if ((fd_same_span(at, end) && !end.page) || !e->attend) return;
-    c->after = fd_kv_chunk(c->w->kv, c->store, page_of(c, e, first_page(c, e->pos)), at.head);
+    if ((fd_same_span(at, end) && !end.page) || !e->attend || !n_seen(c, e, 0)) return;
+    c->after = fd_kv_chunk(c->w->kv, c->store, page_of(c, e, first_page(c, n_seen(c, e, 0) - 1)), at.head);
     c->after_q = q_row(c, e, 0, at.head);
 }
 

@@ -25,6 +25,7 @@ typedef struct {
     const fd_vec_ops_t *vec_ops;
     fd_kvcache_t *kv;
     float softmax_scale;
+    fd_part_t part;
     fd_layer_t *layers; /* [n_layers] */
     uint32_t *kinds;    /* [n_layers] index among `shapes` */
     uint32_t *stores;   /* [n_layers] index among the layers of `kv` of the K and V that a layer attends to */
@@ -43,7 +44,7 @@ typedef struct {
 /* Copies `layers`, which are of at most FD_MAX_LAYER_KINDS kinds, and `g`. `kv`, which has the layers that store K and
  * V, must outlive `w`. Returns FD_OK, or FD_INTERNAL if out of memory. */
 fd_status_t fd_work_init(fd_work_t *w, const fd_geometry_t *g, fd_kvcache_t *kv, fd_kv_dtype_t dtype, fd_isa_t isa,
-                         float softmax_scale, const fd_layer_t *layers, uint32_t n_threads);
+                         float softmax_scale, const fd_layer_t *layers, fd_part_t part, uint32_t n_threads);
 void fd_work_destroy(fd_work_t *w);
 
 /* Whether a layer stores the K and V that it attends to. */

@@ -76,7 +76,7 @@ int main(int argc, char **argv) {
                                  .window = below(3) ? 0 : 1 + (uint32_t)below(4096),
                                  .max_items = threads > 1 ? threads * ITEMS_A_THREAD : 1};
         fd_step_t step;
-        if (fd_step_init(&step, MAX_ENTRIES, 1, &shape, 1) != FD_OK) return 2;
+        if (fd_step_init(&step, MAX_ENTRIES, 1, &shape, 1, (fd_part_t){0, 1}) != FD_OK) return 2;
         fd_plan_t *plan = step.plans;
         plan->n_entries = 1 + (uint32_t)below(below(2) ? 4 : MAX_ENTRIES);
         const uint32_t longest = 1u << below(20);
@@ -86,6 +86,8 @@ int main(int argc, char **argv) {
                           .n_rows = below(4) ? 1 : 1 + (uint32_t)below(600),
                           .flags = below(5) ? FD_ROW_ATTEND : 0};
             plan->entries[i] = (fd_entry_t){.pos = r.pos,
+                                            .at = r.pos,
+                                            .n_kept = r.n_rows,
                                             .n_rows = r.n_rows,
                                             .row = row,
                                             .attend = r.flags & FD_ROW_ATTEND,

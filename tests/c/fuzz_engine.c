@@ -43,7 +43,7 @@ static target_t *target_of(uint32_t isa) {
     t->engine = fd_engine_new(&config, err, sizeof err);
     REQUIRE(t->engine);
     const fd_layer_t layer = {.heads = fd_geometry_heads(&good_geometry)};
-    fd_lease_t lease = {FD_KV_FP32, 6, 2, 0.25f, &layer, 0};
+    fd_lease_t lease = {FD_KV_FP32, 6, 2, 0.25f, &layer, 0, {0, 1}};
     t->region = new_region(&good_geometry);
     t->link = fd_engine_add_link(t->engine, t->region, &good_geometry, &lease, NULL, err, sizeof err);
     REQUIRE(t->link);
@@ -149,7 +149,7 @@ static void open_hostile(hostile_t *h, fd_engine_t *engine, input_t *in) {
         layers[i].kv_layer = options & 64 ? i : (uint32_t)take(in, 1) % 4;
         layers[i].heads = options & 128 ? fd_geometry_heads(&h->g) : some_heads(in);
     }
-    fd_lease_t lease = {take(in, 1) % FD_KV_DTYPES, 1 + take(in, 1) % 24, SEQUENCES, 0.3f, layers, MAX_PAGES};
+    fd_lease_t lease = {take(in, 1) % FD_KV_DTYPES, 1 + take(in, 1) % 24, SEQUENCES, 0.3f, layers, MAX_PAGES, {0, 1}};
     h->region = new_region(&h->g);
     h->link = fd_engine_add_link(engine, h->region, &h->g, &lease, NULL, err, sizeof err);
     if (!h->link) { /* one of the layers is not valid */

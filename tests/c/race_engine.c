@@ -158,7 +158,7 @@ static void *s_node_main(void *arg) {
         const fd_heads_t heads = fd_geometry_heads(&geometry);
         const fd_layer_t layers[LAYERS] = {{.heads = heads, .window = 0, .kv_layer = 0},
                                            {.heads = heads, .window = 100, .kv_layer = 1}};
-        const fd_lease_t lease = {FD_KV_FP32, PAGES, SEQUENCES, 0.1f, layers, PAGES};
+        const fd_lease_t lease = {FD_KV_FP32, PAGES, SEQUENCES, 0.1f, layers, PAGES, {0, 1}};
         const size_t bytes = fd_region_layout(&geometry).region_bytes;
         fd_region_header_t *region = aligned_alloc(FD_REGION_PAGE, bytes);
         REQUIRE(region);

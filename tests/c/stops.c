@@ -36,8 +36,10 @@ static void open_side(side_t *side, uint32_t window, uint32_t threads) {
     const fd_stored_t stored = {layer.heads, window};
     REQUIRE(fd_kvcache_init(&side->kv, &stored, 1, FD_KV_FP32, PAGES, PAGES, SEQUENCES, FD_HUGE_OFF, err, sizeof err) ==
             FD_OK);
-    REQUIRE(fd_work_init(&side->work, &geometry, &side->kv, FD_KV_FP32, FD_ISA_SCALAR, 0.3f, &layer, threads) == FD_OK);
-    REQUIRE(fd_step_init(&side->step, MAX_ROWS, side->kv.planes.n_sections, side->work.shapes, 1) == FD_OK);
+    REQUIRE(fd_work_init(&side->work, &geometry, &side->kv, FD_KV_FP32, FD_ISA_SCALAR, 0.3f, &layer, (fd_part_t){0, 1},
+                         threads) == FD_OK);
+    REQUIRE(fd_step_init(&side->step, MAX_ROWS, side->kv.planes.n_sections, side->work.shapes, 1, (fd_part_t){0, 1}) ==
+            FD_OK);
     side->slot = aligned_alloc(FD_REGION_PAGE, side->work.layout.slot_bytes);
     REQUIRE(side->slot);
 }

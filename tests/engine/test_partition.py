@@ -1,12 +1,15 @@
-"""R-nodes that share the heads of every sequence, under the engine: tokens equal those of transformers."""
+"""R-nodes that share the heads or tokens of every sequence, under the engine: tokens equal those of transformers."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import functools
+import json
+import os
 import random
 import re
+import shutil
 import signal
 from collections.abc import Iterator
 
@@ -20,7 +23,7 @@ from fastdecode.engine.engine import Engine
 from fastdecode.engine.request import GenerationFailed, NotReady, SamplingParams
 from fastdecode.region.contract import PAGE_TOKENS
 from fastdecode.spart.backend import choose_backend
-from fastdecode.transports.team import connect_team
+from fastdecode.transports.teams import connect_team
 
 ROWS = 128  # well below the longest prompts, so that they are chunked
 LENGTHS = [1, 2, 63, 64, 65, 129, 300, 600, 17, 5]
@@ -68,13 +71,13 @@ def judge_of(path):
 
 
 @contextlib.asynccontextmanager
-async def serving(path, nodes, *, backend="native", kv_dtype="fp32", pages=120, **options):
+async def serving(path, nodes, *, partition="heads", backend="native", kv_dtype="fp32", pages=120, **options):
     """A started engine on a team of `nodes`; at its end every member must hold nothing but prefix entries."""
     chosen, model = loaded(path, backend)
     hello = model.hello(2, ROWS, kv_dtype, None, 64)
 
     async def open_link():
-        link = await connect_team([node.url for node in nodes], hello, None)
+        link = await connect_team([node.url for node in nodes], hello, None, partition=partition)
         assert link.lease.n_pages > pages
         return link
 
@@ -95,8 +98,9 @@ async def serving(path, nodes, *, backend="native", kv_dtype="fp32", pages=120, 
         async with asyncio.timeout(30):
             while engine.scheduler.has_work or node.free_pages + node.pages_evictable < node.n_pages:
                 await asyncio.sleep(0.01)
-        for member in node.link.members:
-            stats = await member.link.stats()
+        members = [node.link] if partition == "tokens" else [member.link for member in node.link.members]
+        for link in members:
+            stats = await link.stats()
             assert (stats["seqs"], stats["pages_used"]) == (len(node.prefixes), node.pages_evictable)
     finally:
         await engine.stop()
@@ -145,6 +149,42 @@ async def test_greedy_equals_transformers(scheme, n, shm_nodes, tcp_nodes):
         assert [node.part for node in stats] == ([""] if n == 1 else [f"{i}/{n}" for i in range(1, n + 1)])
         assert all(node.attention_seconds > 0 for node in stats), "every R-node had work"
         assert len({node.kv_bytes_read for node in stats}) == 1, "each R-node read as much as the others"
+
+
+@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("scheme", ["shm", "tcp"])
+async def test_shared_tokens_equal_transformers(scheme, n, shm_nodes, tcp_nodes):
+    """One KV head, which no two R-nodes can share; prefixes, choices and guesses are forked and cut in parts."""
+    path = make_checkpoint("llama-mqa")
+    nodes = {"shm": shm_nodes, "tcp": tcp_nodes}[scheme][:n]
+    async with serving(path, nodes, partition="tokens", prefix_cache=True, guesses=3) as engine:
+        [shared] = prompts([2 * PAGE_TOKENS + 10], seed=4)
+        given = [shared, *prompts(LENGTHS), *([*shared, *suffix] for suffix in prompts([5, 70, 150], seed=5))]
+        [first] = await generate(engine, given[:1])
+        assert_greedy(judge_of(path), given, [first, *await generate(engine, given[1:])])
+        await engine.refresh()
+        assert engine.stats.totals.prefix_hits >= 3 * 2 * PAGE_TOKENS
+        assert [node.part for node in engine.stats.nodes] == [f"{i}/{n}" for i in range(1, n + 1)]
+
+
+@pytest.mark.skipif("FASTDECODE_LONG_CONTEXT" not in os.environ, reason="takes minutes: FASTDECODE_LONG_CONTEXT")
+@pytest.mark.timeout(1800)
+async def test_a_long_context_over_two_r_nodes(tmp_path, shm_nodes):
+    """The tokens of one R-node and of two, in a context of FASTDECODE_LONG_CONTEXT tokens."""
+    length, n = int(os.environ["FASTDECODE_LONG_CONTEXT"]), 64
+    path = shutil.copytree(make_checkpoint("llama-mqa"), tmp_path / "long")
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": length + n + 1}))
+    [prompt] = prompts([length], seed=9)
+    results = []
+    for nodes in (shm_nodes[:1], shm_nodes[:2]):
+        async with serving(path, nodes, partition="tokens", pages=0) as engine:
+            results += await generate(engine, [prompt], n)
+            await engine.refresh()
+            read = [node.kv_bytes_read for node in engine.stats.nodes]
+            print(f"{length} tokens, {len(nodes)} R-node(s): KV bytes read {read}, tokens {results[-1][:8]} ...")
+            assert max(read) <= 1.01 * min(read)
+    assert results[0] == results[1]
 
 
 @pytest.mark.parametrize("name", ["gpt-oss", "mistral"])

@@ -86,6 +86,7 @@ def hello_message(geometry: Geometry = SMALL, **changes: object) -> dict:
         "sinks": "",
         "slopes": "",
         "heads": [],
+        "part": [0, 1],
     }
     return message | changes
 

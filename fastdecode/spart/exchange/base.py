@@ -22,6 +22,7 @@ from fastdecode.spart.batch import Chunk
 from fastdecode.spart.served import TORCH_DTYPES
 from fastdecode.transports._native import StepGroup
 from fastdecode.transports.base import Link, LinkDown, Pending, StepTimes, TransportError
+from fastdecode.transports.token_team import TokenTeam
 
 
 class SlotViews:
@@ -128,7 +129,19 @@ class StepLinks:
             )
             for rows, member in members
         ]
-        self._group = StepGroup(slot, parts, *(x.view(torch.uint8).numpy() for x in host))
+        rows = [x.view(torch.uint8).numpy() for x in host]
+        # R-nodes that share tokens each answer with O rows of their own, which `wait` merges.
+        self._merged = rows[2] if rows and isinstance(link_rows[0].views.link, TokenTeam) else None
+        if self._merged is not None:
+            team = self._team
+            rows[2] = self._parts = np.empty((len(self._merged), team.o_row_bytes), np.uint8)
+        self._group = StepGroup(slot, parts, *rows)
+
+    @property
+    def _team(self) -> TokenTeam:
+        team = self._link_rows[0].views.link
+        assert isinstance(team, TokenTeam)
+        return team
 
     def arm(self) -> None:
         """Publish the step to every link. Returns at once: the R-nodes plan it while the S-Part computes the first
@@ -189,6 +202,7 @@ class Exchange(StepLinks, ABC):
     kv: torch.Tensor
     o: torch.Tensor
     _judged = False
+    _layer = 0  # that was asked for last
 
     @property
     def pending(self) -> Pending:
@@ -204,11 +218,14 @@ class Exchange(StepLinks, ABC):
             self.judge(timeout)
             self._judged = True
         self._send_rows()
+        self._layer = layer
         self._check(self._group.ring(layer))
 
     def wait(self, timeout: float) -> None:
         """Block until every link has answered; then `o` is filled. `timeout` is in seconds."""
         self._check(self._group.wait(timeout))
+        if self._merged is not None:
+            self._team.merge(self._layer, self._parts, self._merged)
         self._take_rows()
 
     @abstractmethod

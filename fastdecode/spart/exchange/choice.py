@@ -75,7 +75,7 @@ def choose_exchange(
         return Choice.plain(device)
     try:
         if not whole_rows:
-            raise BypassImpossible("its kernels do not cut rows for R-nodes that share heads (--partition heads)")
+            raise BypassImpossible("its kernels do not cut rows for R-nodes that share sequences (--partition)")
         if device.type != "cuda":
             raise BypassImpossible(f"the bypass needs CUDA, and the S-Part runs on {device.type}")
         return Choice("bypass", bypass=open_bypass(device, mini_batches, most_rows, spin_us))
