@@ -21,7 +21,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from fastdecode.cluster.config import ClusterConfig, ClusterError
 from fastdecode.cluster.directory import Directory, Entry, View
-from fastdecode.cluster.hosts import HOSTS, Host
+from fastdecode.cluster.hosts import HOSTS, Host, is_ours
 
 log = logging.getLogger(__name__)
 
@@ -177,7 +177,7 @@ class RayCluster:
             _answer(directory.remote(config).config.remote(), _PLACE_SECONDS)
             counts = {"s": config.s_nodes.count, "p": config.prefill_nodes.count, "r": config.r_nodes.count}
             self._add(config, [role for role, count in counts.items() for _ in range(count)])
-            here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
+            here = NodeAffinitySchedulingStrategy(_this_machine(), soft=True)
             self._start(_ROUTER, _ROUTER, config, num_cpus=0, scheduling_strategy=here)
             self.wait(config)
         except BaseException:
@@ -357,6 +357,14 @@ class RayCluster:
 
     def _group_name(self, number: int) -> str:
         return f"fastdecode/{self._name}/{number}"
+
+
+def _this_machine() -> str:
+    """Ray's id of this machine. Without a route to the internet, Ray may take this machine for another one when a
+    program connects, so the addresses of Ray's machines decide."""
+    connected: str = ray.get_runtime_context().get_node_id()
+    ours = [node["NodeID"] for node in ray.nodes() if node["Alive"] and is_ours(node["NodeManagerAddress"])]
+    return connected if connected in ours or not ours else ours[0]
 
 
 def _bundle(config: ClusterConfig, role: str) -> dict[str, float]:

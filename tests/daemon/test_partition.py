@@ -1,4 +1,4 @@
-"""`--partition heads` as users run it: R-nodes that share the heads of every sequence."""
+"""`--partition heads` and `tokens` as users run them: R-nodes that share the heads or tokens of every sequence."""
 
 from __future__ import annotations
 
@@ -94,16 +94,31 @@ def test_r_nodes_that_cannot_share_the_heads_are_refused_before_weights_are_load
 def test_a_team_is_given_by_r_node():
     with pytest.raises(ConfigError, match="--partition heads needs --r-node"):
         NodeConfig(partition="heads")
+    with pytest.raises(ConfigError, match="--partition tokens needs --r-node"):
+        NodeConfig(partition="tokens")
+    assert NodeConfig(partition="tokens", r_node=("tcp://a:1", "tcp://b:1")).parts == 2
     with pytest.raises(ConfigError, match="--partition heads needs --r-node"):
         NodeConfig(partition="heads", r_nodes_dns="tcp://r-nodes:7300")
     assert NodeConfig(partition="heads", r_node=("tcp://a:1", "tcp://b:1")).parts == 2
     assert NodeConfig(r_node=("tcp://a:1", "tcp://b:1")).parts == 1
 
 
+def test_r_nodes_that_share_tokens(start, tmp_path):
+    urls, _ = r_nodes(start, tmp_path, 3)
+    team = [word for url in urls for word in ("--r-node", url)]
+    exact = ("--dtype", "fp32", "--kv-dtype", "fp32")
+    alone = start("--port", "0", *exact)
+    s_node = start("--port", "0", "--partition", "tokens", *team, *exact)
+    with s_node.api() as api, alone.api() as other:
+        s_node.wait_for("these 3 R-nodes share the tokens of every sequence")
+        assert complete(api, 300) == complete(other, 300)
+    assert s_node.end() == 0
+
+
 def test_the_bypass_is_refused_with_a_reason():
     cuda = torch.device("cuda")
     choice = choose_exchange("auto", cuda, 2, 8, 50, whole_rows=False)
-    assert str(choice).startswith("staged (") and "--partition heads" in str(choice)
-    with pytest.raises(BypassImpossible, match="--partition heads"):
+    assert str(choice).startswith("staged (") and "--partition" in str(choice)
+    with pytest.raises(BypassImpossible, match="--partition"):
         choose_exchange("bypass", cuda, 2, 8, 50, whole_rows=False)
     assert str(choose_exchange("auto", torch.device("cpu"), 2, 8, 50, whole_rows=False)) == "direct"
