@@ -201,7 +201,12 @@ class RayCluster:
         """Wait until all nodes that Ray lists serve. Raises ClusterError after `start_seconds`."""
         deadline = time.monotonic() + config.start_seconds
         while True:
-            view = self.view()
+            try:
+                view = self.view()
+            except ClusterError:  # machines that start many processes answer late
+                if time.monotonic() > deadline:
+                    raise
+                continue
             running = {entry.name for entry in view.entries if entry.state == "running"}
             missing = {place.node for place in self.places()} | {_ROUTER}
             missing -= running
