@@ -14,6 +14,7 @@ from fastdecode.transports.base import TransportError
 
 _COMMANDS = (
     "serve",
+    "compare",
     "api",
     "schedule",
     "decode",

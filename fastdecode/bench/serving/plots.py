@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from fastdecode.bench.plot import plt
+from fastdecode.bench.serving import report
 
 
 def rates(result: dict[str, Any], path: Path) -> None:
@@ -40,6 +41,29 @@ def timeline(row: dict[str, Any], path: Path) -> None:
         axes[2].plot([s["t"] for s in samples], [100 * s["kv_cache_usage_perc"] for s in samples])
         axes[2].set_ylabel("KV-cache in use, %")
     _finish(figure, axes, "s", path)
+
+
+def configurations(result: dict[str, Any], path: Path) -> None:
+    """Each figure of the table of `fastdecode-bench compare`: a dot for each run, a line for the median."""
+    names, models = list(result["settings"]["configurations"]), result["models"]
+    shown = [column for column in report.FIGURES if column[0] != "TBT p50"]
+    panels, axes = plt.subplots(len(models), len(shown), figsize=(2.4 * len(shown), 3 * len(models)), squeeze=False)
+    for line, (model, kept) in zip(axes, models.items(), strict=True):
+        for axis, (heading, key, part) in zip(line, shown, strict=True):
+            for x, name in enumerate(names):
+                rows = [row for row in kept["runs"] if row["configuration"] == name]
+                values = [value for row in rows if (value := report.figure(row, key, part)) is not None]
+                axis.plot([x] * len(values), values, "o", markersize=3, alpha=0.6)
+                if values:
+                    axis.hlines(report.medians(kept, name)[heading], x - 0.25, x + 0.25)
+            axis.set_xticks(range(len(names)), names)
+            axis.set_xlim(-0.5, len(names) - 0.5)
+            axis.set_ylim(bottom=0)
+            axis.set_title(f"{model}: {heading}" + (", ms" if part else ""), fontsize=8)
+            axis.grid(alpha=0.3)
+    panels.tight_layout()
+    panels.savefig(path, dpi=150)
+    plt.close(panels)
 
 
 def _finish(figure: Any, axes: Any, label: str, path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,13 @@ import numpy as np
 from fastdecode.bench.serving.client import Answer, Run
 
 PERCENTILES = (50, 90, 95, 99, 99.9)
+
+#: Columns of the table of `fastdecode-bench compare`: heading, and where a run's summary has the value.
+FIGURES = (
+    ("TTFT p50", "ttft_ms", "p50"), ("TTFT p99", "ttft_ms", "p99"), ("TBT p50", "tbt_ms", "p50"),
+    ("TBT p99", "tbt_ms", "p99"), ("TBT p99.9", "tbt_ms", "p99.9"), ("tokens/s", "output_tokens_per_s", ""),
+    ("good/s", "goodput_per_s", ""),
+)  # fmt: skip
 
 
 def summary(run: Run, slo_ttft: float | None, slo_tbt: float | None) -> dict[str, Any]:
@@ -92,6 +100,23 @@ def table(result: dict[str, Any]) -> str:
             lines.append(f"{name:<6}{values['mean']:>10.1f}{cells}")
     lines += [f"  {n} failed: {error}" for error, n in result["errors"].items()]
     return "\n".join(lines)
+
+
+def medians(kept: dict[str, Any], name: str) -> dict[str, float]:
+    """The medians of a configuration's runs by the table's headings; none without runs."""
+    rows = [row for row in kept["runs"] if row["configuration"] == name]
+    found = {}
+    for heading, key, part in FIGURES:
+        values = [value for row in rows if (value := figure(row, key, part)) is not None]
+        if values:
+            found[heading] = statistics.median(values)
+    return found
+
+
+def figure(row: dict[str, Any], key: str, part: str) -> float | None:
+    """A value of a run; None if no request was answered."""
+    value = row.get(key)
+    return value.get(part) if part and value is not None else value
 
 
 def _percentiles(seconds: list[float]) -> dict[str, float]:

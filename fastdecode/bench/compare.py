@@ -1,0 +1,223 @@
+"""Configurations of a server beside each other: the same trace in turns, at a part of the machine's capacity.
+
+For each model and configuration a node is started, and the nodes of a model stay up together, idle but for the one
+under load. The capacity is measured first, with a fixed number of requests in progress. Then the trace arrives so fast
+that its mean rate is a part of the first configuration's capacity, at each configuration in turn, several times. Every
+run has prompts of its own, which no cache knows. Every run is kept in the file of --out as it ends, and the same
+command goes on with what is missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import shlex
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import orjson
+import uvloop
+
+from fastdecode.bench.options import print_result
+from fastdecode.bench.serving import client, report, workload
+from fastdecode.bench.soaking.processes import Node
+
+COMMAND = ("compare", "configurations of a server beside each other on one trace, in turns")
+
+_DEMO = "demo"
+_CAPACITY_PART = 0.75  # seconds of the capacity's measurement, as a multiple of a run's
+_MOST_A_SECOND = 64  # requests that are prepared for a second of the capacity's measurement
+_DRAIN = 2.0  # a run is given up after this multiple of its seconds
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `fastdecode-bench compare`."""
+    add = parser.add_argument
+    add("--trace", type=Path, metavar="FILE", help="trace, as for fastdecode-bench serve; needed")
+    add(
+        "--model", action="append", metavar="PATH", help=f"as for fastdecode-node (repeatable); {_DEMO}: its demo model"
+    )
+    add("--configuration", action="append", metavar="NAME=OPTIONS", type=_configuration,
+        help="options of fastdecode-node (repeatable); default: both schedules, greedy=--schedule greedy and "
+        "stable=--schedule stable")  # fmt: skip
+    add("--options", default="", metavar="OPTIONS", help="further options of every node")
+    add("--share", type=float, default=0.8, help="arrivals, as a part of the capacity")
+    add("--concurrency", type=int, default=32, metavar="N", help="requests in progress while capacity is measured")
+    add("--runs", type=int, default=5, metavar="N", help="runs of each configuration")
+    add("--run-seconds", type=float, default=40.0, metavar="S", help="seconds in which a run's requests arrive")
+    add("--scale-lengths", type=float, default=1.0, metavar="F", help="multiply the trace's lengths by F")
+    add(
+        "--max-tokens", type=int, default=1000, metavar="N", help="cut requests to N tokens, prompt and output together"
+    )
+    add("--slo-ttft", type=float, default=5.0, metavar="S", help="objective: first token within S seconds")
+    add(
+        "--slo-tbt", type=float, default=0.25, metavar="S", help="objective: 99 %% of a request's gaps within S seconds"
+    )
+    add("--seed", type=int, default=0)
+    add("--stop-after", type=float, metavar="S", help="begin no run after S seconds; needs --out")
+    add("--out", type=Path, metavar="FILE", help="keep every run in FILE, and measure only what it lacks")
+    add("--plot", type=Path, metavar="FILE", help="PNG: the figures of all runs")
+    add("--json", action="store_true", help="print one JSON object")
+
+
+def _configuration(text: str) -> tuple[str, str]:
+    name, found, options = text.partition("=")
+    if not (name and found):
+        raise ValueError(f"{text} is not NAME=OPTIONS")
+    return name, options
+
+
+def run(args: argparse.Namespace) -> None:
+    """Run and print. Raises RuntimeError, ValueError, OSError."""
+    if args.trace is None:
+        raise ValueError("--trace FILE is needed")
+    if args.stop_after is not None and args.out is None:
+        raise ValueError("--stop-after needs an --out, from which a later run goes on")
+    result = uvloop.run(_run(args))
+    print_result(args, result, print_table)
+    if args.plot and any(model["runs"] for model in result["models"].values()):
+        from fastdecode.bench.serving import plots
+
+        plots.configurations(result, args.plot)
+
+
+async def _run(args: argparse.Namespace) -> dict[str, Any]:
+    configurations = dict(args.configuration or [("greedy", "--schedule greedy"), ("stable", "--schedule stable")])
+    names = ("options", "share", "concurrency", "run_seconds", "scale_lengths", "max_tokens", "slo_ttft", "slo_tbt")
+    settings = {name: getattr(args, name) for name in (*names, "seed")}
+    settings |= {"trace": args.trace.name, "configurations": configurations}
+    result: dict[str, Any] = {"settings": settings, "models": {}}
+    if args.out and args.out.exists():
+        result = orjson.loads(args.out.read_bytes())
+        if result.get("settings") != settings:
+            raise ValueError(f"{args.out} has runs of other settings")
+    requests = workload.scaled(workload.read_trace(args.trace), args.scale_lengths, args.max_tokens)
+    begun = time.monotonic()
+    for model in args.model or [_DEMO]:
+        kept = result["models"].setdefault(Path(model).name, {"capacity_per_s": {}, "runs": []})
+        missing = [(n, name) for n in range(args.runs) for name in configurations if not _has(kept, n, name)]
+        if not missing or _late(args, begun):
+            continue
+        async with _nodes(args, model, configurations) as servers:
+            for name, server in servers.items():
+                if name not in kept["capacity_per_s"]:
+                    kept["capacity_per_s"][name] = await _capacity(args, server, requests)
+                    _keep(args, result)
+            for n, name in missing:
+                if _late(args, begun):
+                    break
+                print(f"{Path(model).name}, run {n + 1} of {args.runs}, {name}", file=sys.stderr)
+                rate = args.share * next(iter(kept["capacity_per_s"].values()))
+                row = await _one_run(args, servers[name], requests, rate, n)
+                kept["runs"].append({"run": n, "configuration": name} | row)
+                _keep(args, result)
+    return result
+
+
+def _has(kept: dict[str, Any], n: int, name: str) -> bool:
+    return any((row["run"], row["configuration"]) == (n, name) for row in kept["runs"])
+
+
+def _late(args: argparse.Namespace, begun: float) -> bool:
+    return args.stop_after is not None and time.monotonic() - begun > args.stop_after
+
+
+def _keep(args: argparse.Namespace, result: dict[str, Any]) -> None:
+    if args.out:
+        unfinished = args.out.with_name(args.out.name + ".new")
+        unfinished.write_bytes(orjson.dumps(result, option=orjson.OPT_INDENT_2))
+        unfinished.replace(args.out)
+
+
+@contextlib.asynccontextmanager
+async def _nodes(
+    args: argparse.Namespace, model: str, configurations: dict[str, str]
+) -> AsyncIterator[dict[str, client.Server]]:
+    """A running node for each configuration."""
+    named = [] if model == _DEMO else ["--model", model]
+    nodes: list[Node] = []
+    with tempfile.TemporaryDirectory(prefix="fastdecode-") as directory:
+        try:
+            servers = {}
+            for name, options in configurations.items():
+                argv = [*named, "--port", "0", *shlex.split(args.options), *shlex.split(options)]
+                nodes.append(Node(Path(directory) / f"{len(nodes)}.log", *argv))
+                url = await nodes[-1].read(r"(http://\S+/v1)")
+                servers[name] = client.Server(url, await client.first_model(url, None))
+            yield servers
+        finally:
+            for node in nodes:
+                await node.end()
+
+
+async def _load(
+    args: argparse.Namespace, server: client.Server, requests: list[workload.Request], number: int, **limits: Any
+) -> client.Run:
+    """Send requests whose prompts depend on `number`, so that no cache knows them from a run of another number."""
+    prompts = workload.Prompts(3, 1000, args.seed + number, args.scale_lengths)
+    return await client.run(server, requests, prompts, timeout=600.0, progress=sys.stderr.isatty(), **limits)
+
+
+async def _capacity(args: argparse.Namespace, server: client.Server, requests: list[workload.Request]) -> float:
+    """Requests a second with `concurrency` of the trace in progress all the time.
+
+    The rate is that of the work done, by the tokens of answers, from the time when the first answer has ended: until
+    then only prompts are computed.
+    """
+    seconds = _CAPACITY_PART * args.run_seconds
+    at_once = [workload.Request(0.0, r.prompt_tokens, r.output_tokens) for r in requests]
+    some = at_once[: _MOST_A_SECOND * int(seconds + 1)]
+    done = await _load(args, server, some, args.runs, concurrency=args.concurrency, deadline=seconds)
+    ended = sorted(answer.chunks[-1] for answer in done.answers if answer.ok and answer.finished)
+    if not ended:
+        raise RuntimeError(f"no request was answered in {seconds:.0f} s; try smaller requests")
+    tokens = sum(chunk > ended[0] for answer in done.answers for chunk in answer.chunks)
+    mean = statistics.fmean(answer.request.output_tokens for answer in done.answers)
+    return tokens / mean / max(done.seconds - ended[0], 1e-3)
+
+
+async def _one_run(
+    args: argparse.Namespace, server: client.Server, requests: list[workload.Request], rate: float, number: int
+) -> dict[str, Any]:
+    """The figures of one run: as many requests of the trace as arrive in the seconds of a run."""
+    some = requests[: max(2, round(rate * args.run_seconds))]
+    speed_up = some[-1].arrival / args.run_seconds
+    some = workload.sped_up(some, max(speed_up, 1e-9))
+    done = await _load(args, server, some, number, concurrency=None, deadline=_DRAIN * args.run_seconds)
+    row = report.summary(done, args.slo_ttft, args.slo_tbt)
+    return {"speed_up": speed_up, "rate_per_s": len(some) / args.run_seconds} | row
+
+
+def print_table(result: dict[str, Any]) -> None:
+    """Print the medians of each model's runs, and each configuration beside the first one."""
+    names = list(result["settings"]["configurations"])
+    for model, kept in result["models"].items():
+        capacity = kept["capacity_per_s"]
+        if not kept["runs"]:
+            print(f"{model}: no run yet")
+            continue
+        one = kept["runs"][0]
+        rates = ", ".join(f"{rate:.2f} ({name})" for name, rate in capacity.items())
+        print(
+            f"{model}: capacity {rates} requests/s, runs of {one['requests']} requests at "
+            f"{one['rate_per_s']:.2f}/s (the trace {one['speed_up']:.2f} times as fast); medians, ms"
+        )
+        print(f"{'':<14}{'runs':>5}{'failed':>7}" + "".join(f"{heading:>11}" for heading, _, _ in report.FIGURES))
+        for name in names:
+            rows = [row for row in kept["runs"] if row["configuration"] == name]
+            values = report.medians(kept, name)
+            cells = "".join(f"{values.get(heading, float('nan')):>11.2f}" for heading, _, _ in report.FIGURES)
+            print(f"{name:<14}{len(rows):>5}{sum(row['failed'] for row in rows):>7}{cells}")
+        first = report.medians(kept, names[0])
+        for name in names[1:]:
+            values = report.medians(kept, name)
+            ratios = [
+                f"{values[h] / first[h]:>10.2f}x" if h in values and first.get(h) else f"{'':>11}"
+                for h, _, _ in report.FIGURES
+            ]
+            print(f"{name} beside {names[0]:<14}"[:26].ljust(26) + "".join(ratios))

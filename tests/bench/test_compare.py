@@ -1,0 +1,45 @@
+"""`fastdecode-bench compare` against real nodes: every configuration gets the same requests. No figure is judged."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from fastdecode.bench.cli import main
+from fastdecode.bench.serving import report
+
+LINES = [f"2023-11-16 18:15:{i:02d}.0,{4 + i},{2 + i % 3}" for i in range(60)]
+
+
+def test_every_configuration_gets_every_run_and_a_later_command_goes_on(tmp_path: Path, capsys) -> None:
+    trace, out, plot = tmp_path / "azure.csv", tmp_path / "out.json", tmp_path / "out.png"
+    trace.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *LINES]))
+    argv = ["compare", "--trace", str(trace), "--run-seconds", "0.4", "--concurrency", "2", "--out", str(out)]
+    argv += ["--options", "--kv-memory 64MiB --threads 1 --s-threads 1"]
+    main([*argv, "--runs", "1", "--stop-after", "0"])
+    assert "no run yet" in capsys.readouterr().out
+    main([*argv, "--runs", "1", "--plot", str(plot)])
+    printed = capsys.readouterr().out
+    assert "stable beside greedy" in printed and "0.00x" not in printed
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    before = json.loads(out.read_bytes())["models"]["demo"]
+    assert Counter(row["configuration"] for row in before["runs"]) == {"greedy": 1, "stable": 1}
+    assert len({row["requests"] for row in before["runs"]}) == 1
+    assert all(row["failed"] == 0 and row["completed"] == row["requests"] for row in before["runs"])
+    main([*argv, "--runs", "1", "--json"])  # nothing is missing, so nothing is measured
+    assert json.loads(capsys.readouterr().out)["models"]["demo"] == before
+    with pytest.raises(SystemExit, match="other settings"):
+        main([*argv, "--share", "0.5"])
+
+
+def test_the_median_of_each_figure_counts() -> None:
+    rows = [
+        {"run": i, "configuration": "a", "ttft_ms": {"p50": x, "p99": x}, "tbt_ms": {}, "output_tokens_per_s": x}
+        for i, x in enumerate((1.0, 9.0, 2.0))
+    ]
+    found = report.medians({"runs": rows}, "a")
+    assert found == {"TTFT p50": 2.0, "TTFT p99": 2.0, "tokens/s": 2.0}
+    assert report.medians({"runs": rows}, "b") == {}
