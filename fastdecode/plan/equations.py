@@ -9,9 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from fastdecode.plan.model import PlannedModel
 from fastdecode.plan.profile import LinkTimes, Profile, SPartTimes
+from fastdecode.plan.together import Cost, Together
+from fastdecode.plan.together import cost as together_cost
 
 # -- FastDecode's equations, with its letters --------------------------------------------------------------------------
 # N: layers. S: most tokens of a sequence. B: sequences of a mini-batch. T: seconds of the S-Part of one layer, B rows.
@@ -61,16 +64,42 @@ class System:
     engine_step: float = 0.0  # seconds of the scheduler and of the delivery of tokens, for a step
     engine_row: float = 0.0  # and for each of its rows
     overlap: float = 1.0  # how many times as long the S-Part takes while another mini-batch is at the R-nodes
+    together: tuple[Together, ...] = ()  # if the R-nodes are on the S-node's machine: what the parts cost each other
 
     @classmethod
     def of(cls, profile: Profile, transport: str, model: PlannedModel, kv_dtype: str, r_nodes: int) -> System:
-        """The system that a profile with all sections gives a model. Raises ProfileError for a format that the profile
-        does not have."""
+        """The system that a profile with all sections gives a model. R-nodes over shared memory are on the S-node's
+        machine. Raises ProfileError for a format that the profile does not have."""
         assert profile.s_node is not None and profile.r_node is not None
         s_part = profile.s_node.times(model.name, model.parameters)
         speed = profile.r_node.bytes_per_second(kv_dtype, model.group)
         engine = profile.s_node.engine_step, profile.s_node.engine_row, profile.s_node.overlap
-        return cls(model, s_part, profile.links[transport], kv_dtype, speed, r_nodes, profile.in_turns, *engine)
+        near = [cell for cell in profile.together if transport == "shm" and cell.group == model.group]
+        cells = tuple(near) if any(cell.kv_dtype == kv_dtype and cell.r_nodes == 1 for cell in near) else ()
+        link = profile.links[transport]
+        return cls(model, s_part, link, kv_dtype, speed, r_nodes, profile.in_turns, *engine, cells)
+
+    def reading(self, kv_bytes: float) -> Reading:
+        """How the R-nodes read `kv_bytes` of KV-cache in a step."""
+        if not self.together or not kv_bytes:
+            return Reading(self.kv_bytes_per_second)
+        cost = together_cost(self.together, self.kv_dtype, self.r_nodes, kv_bytes, self._cost)
+        return Reading(1e9 * cost.kv_gbps / self.r_nodes, cost.s_extra if self.in_turns else 0.0, cost.lost)
+
+    def _cost(self, cell: Together) -> Cost:
+        """What the parts cost each other in a measurement. The S-Part's weights, which come from memory again, are as
+        many whatever the rows."""
+        cold = cell.s_part * self.model.parameters / cell.parameters
+        gbps = cell.kv_gbps(self.link.layer_seconds, self.link.gbps)
+        return Cost(gbps, max(0.0, cold - self.s_part.seconds(cell.rows)), cell.lost)
+
+
+class Reading(NamedTuple):
+    """A step's reading of KV-cache, and what it costs an S-Part on the same machine."""
+
+    bytes_per_second: float  # of one R-node, all at work
+    s_extra: float = 0.0  # see fastdecode.plan.together.Cost
+    lost: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +123,7 @@ class PartTimes:
     latency: float  # of the layers' ways there and back
     engine: float = 0.0  # scheduling the step and delivering its tokens, on the S-node
     overlap: float = 1.0  # see System
+    lost: float = 0.0  # see Together
 
     @property
     def alone(self) -> float:
@@ -113,23 +143,29 @@ def part_times(system: System, work: Work, slowest_share: float | None = None) -
     prompts = system.s_part.prompt_row * work.prompt_rows + model.pair_rows * work.prompt_pairs
     bytes_out = work.rows * (model.q_bytes + model.kv_row_bytes) + work.prompt_rows * model.kv_row_bytes
     read = work.read_tokens * model.token_bytes(system.kv_dtype)
+    reading = system.reading(read)
     return PartTimes(
-        s_part=system.s_part.seconds(work.rows + prompts),
-        r_part=share * read / system.kv_bytes_per_second,
+        s_part=system.s_part.seconds(work.rows + prompts) + reading.s_extra,
+        r_part=share * read / reading.bytes_per_second,
         wire=bytes_out / (1e9 * system.link.gbps),
         back=work.rows * model.q_bytes / (1e9 * system.link.gbps),
         latency=model.n_layers * system.link.layer_seconds,
         engine=system.engine_step + system.engine_row * work.rows,
         overlap=system.overlap,
+        lost=reading.lost,
     )
 
 
 def shared_seconds(parts: Sequence[PartTimes]) -> dict[str, float]:
     """Seconds in which all mini-batches in flight can do a step, by the part of the system that they share: the S-node,
-    the R-nodes and each direction of the wire serve one after the other."""
+    the R-nodes and each direction of the wire serve one after the other. Of the S-Part and the R-Part, the longer one
+    takes what the other one loses on the same machine, too."""
+    s = sum(p.s_part * (p.overlap if len(parts) > 1 else 1.0) + p.engine for p in parts)
+    r = sum(p.r_part for p in parts)
+    lost = max((p.lost for p in parts), default=0.0) * min(s, r)
     return {
-        "S-Part": sum(p.s_part * (p.overlap if len(parts) > 1 else 1.0) + p.engine for p in parts),
-        "R-Part": sum(p.r_part for p in parts),
+        "S-Part": s + lost if s >= r else s,
+        "R-Part": r + lost if r > s else r,
         "wire": max(sum(p.wire for p in parts), sum(p.back for p in parts)),
     }
 

@@ -12,12 +12,12 @@ import dataclasses
 import itertools
 import platform
 import statistics
-import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import uvloop
@@ -25,7 +25,6 @@ from tqdm import tqdm
 
 from fastdecode.bench.decoding import DecodeShape, Decoding
 from fastdecode.bench.options import numbers
-from fastdecode.bench.rnode_child import RNodeChild
 from fastdecode.bench.rpart import RPart
 from fastdecode.bench.shape import Shape
 from fastdecode.bench.steps import run_step
@@ -33,9 +32,12 @@ from fastdecode.daemon.config import NodeConfig, parse_bytes
 from fastdecode.daemon.embedded import split_machine
 from fastdecode.daemon.machine import available_memory, usable_cpus
 from fastdecode.demo import model_dir
+from fastdecode.plan.children import r_node
 from fastdecode.plan.engine_cost import engine_cost
 from fastdecode.plan.model import PlannedModel, read_model
 from fastdecode.plan.profile import LinkTimes, Profile, RNode, SNode, SPartTimes
+from fastdecode.plan.together import Together
+from fastdecode.plan.together_measure import Load, measure_together
 from fastdecode.region.contract import KV_DTYPES
 from fastdecode.spart import Model, SPart, choose_device, choose_dtype, load_model, read_config
 from fastdecode.spart.batch import Chunk, SampleSpec, StepBatch
@@ -46,8 +48,9 @@ COMMAND = ("measure", "measure this machine and save a profile")
 _CONTEXT, _STEPS = 16, 8  # of the decoding steps
 _ATTENTION_CONTEXT = 1024
 _PROMPT_TOKENS = 256
-_R_NODE_SPIN_US = 100
 _LEAST_SAMPLES = 3
+_TOGETHER_ROWS = 24  # of the steps over full caches, whose KV-cache is a part of --kv-bytes, so that filling is quick
+_TOGETHER_PART = 4
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -82,11 +85,22 @@ def run(args: argparse.Namespace) -> None:
             seconds=args.seconds,
             s_threads=args.s_threads,
             r_threads=args.r_threads,
+            together=_loads(read_model(directory), args),
         )
     )
     profile.write(args.out)
     print_profile(profile)
     print(f"saved as {args.out}")
+
+
+def _loads(planned: PlannedModel, args: argparse.Namespace) -> list[Load]:
+    """The steps over full caches: of each KV format, and of the first format with two R-nodes. None without shm."""
+    if args.transport and "shm" not in args.transport:
+        return []
+    formats, kv_bytes = args.kv_dtype or ["fp16", "int8", "int4"], args.kv_bytes / _TOGETHER_PART
+    loads = [Load.of_bytes(planned, kv_dtype, kv_bytes, _TOGETHER_ROWS) for kv_dtype in formats]
+    cpus = len(usable_cpus())
+    return loads + [dataclasses.replace(loads[0], r_nodes=2)] * (min(args.r_threads or cpus, cpus) >= 2)
 
 
 async def measure(
@@ -101,8 +115,14 @@ async def measure(
     seconds: float,
     s_threads: int | None = None,
     r_threads: int | None = None,
+    together: Sequence[Load] = (),
+    least: bool = False,
 ) -> Profile:
-    """Measure for about `seconds` in all. The S-Part's times are those over the first transport."""
+    """Measure for about `seconds` in all. The S-Part's times are those over the first transport.
+
+    `together`: steps over full caches and R-nodes here, for the profile's section of that name.
+    `least`: the fastest round of each measurement counts instead of the median.
+    """
     planned, model = read_model(directory), load(directory, s_threads)
     cpus = usable_cpus()
     r_cpus = cpus[-r_threads:] if r_threads else cpus
@@ -111,24 +131,30 @@ async def measure(
     shapes = [Shape(_ATTENTION_CONTEXT, g, planned.head_size, planned.n_kv_heads) for g in {planned.group, *groups}]
     cells = list(itertools.product(kv_dtypes, shapes))
     n_links = len(transports) + len(r_nodes)
-    each = seconds / (len(cells) + n_links * len(rows) + 1)
+    each = seconds / (len(cells) + n_links * len(rows) + 1 + len(together))
+    measured: list[Together] = []
     kv_gbps: dict[str, dict[str, float]] = {name: {} for name in kv_dtypes}
     links: dict[str, LinkTimes] = {}
     s_part: SPartTimes | None = None
     overlap = 1.0
-    with tqdm(total=len(cells) + n_links, desc="measuring", unit="part") as bar:
+    with tqdm(total=len(cells) + n_links + len(together), desc="measuring", unit="part") as bar:
         for kv_dtype, shape in cells:
             bar.set_postfix_str(f"attention, {kv_dtype}, G = {shape.group}")
-            kv_gbps[kv_dtype][str(shape.group)] = attention_gbps(shape, kv_dtype, kv_bytes, each, r_cpus)
+            kv_gbps[kv_dtype][str(shape.group)] = attention_gbps(shape, kv_dtype, kv_bytes, each, r_cpus, least)
             bar.update()
         for transport in (*transports, *r_nodes):
             bar.set_postfix_str(f"S-Part and link, {transport}")
             with r_node(transport, len(r_cpus)) as url:
-                steps = [await decode_step(model, url, n, each) for n in rows]
+                steps = [await decode_step(model, url, n, each, least) for n in rows]
                 if s_part is None:
                     s_part = await s_part_times(planned, model, url, steps, each)
                     overlap = 1.0 if in_turns else await overlap_of_two(model, url, steps[len(steps) // 2], each)
             links[url.partition(":")[0]] = link_times(planned, steps)
+            bar.update()
+        for steps_of in together:
+            bar.set_postfix_str(f"both parts, {steps_of.kv_dtype}, {steps_of.r_nodes} R-node(s)")
+            arguments: Any = planned, model, steps_of, len(r_cpus), each, in_turns, least
+            measured.append(await measure_together(*arguments))
             bar.update()
     device = _cpu() if on_cpu else torch.cuda.get_device_name(model.device)
     assert s_part is not None
@@ -141,6 +167,7 @@ async def measure(
         s_node=SNode(device=device, s_part=(s_part,), engine_step=cost.step, engine_row=cost.row, overlap=overlap),
         r_node=RNode(device=_cpu(), kv_gbps=kv_gbps, memory=float(available_memory() // 2)),
         links=links,
+        together=tuple(measured),
     )
 
 
@@ -151,22 +178,12 @@ def load(directory: Path, threads: int | None = None) -> Model:
     return load_model(directory, device=device, dtype=choose_dtype("auto", read_config(directory).dtype, device))
 
 
-@contextmanager
-def r_node(where: str, threads: int | None = None, kv_bytes: int = 1 << 30) -> Iterator[str]:
-    """The URL of an R-node: one that is started here for a transport, or `where` itself if that is a URL."""
-    if "://" in where:
-        yield where
-        return
-    with tempfile.TemporaryDirectory(prefix="fastdecode-") as directory:
-        url = f"shm://{directory}/r.sock" if where == "shm" else f"{where}://127.0.0.1:0"
-        with closing(RNodeChild(url, _R_NODE_SPIN_US, kv_bytes, None, threads or len(usable_cpus()))) as child:
-            yield child.url
-
-
 # -- the three measurements --------------------------------------------------------------------------------------------
 
 
-def attention_gbps(shape: Shape, kv_dtype: str, kv_bytes: int, seconds: float, cpus: list[int]) -> float:
+def attention_gbps(
+    shape: Shape, kv_dtype: str, kv_bytes: int, seconds: float, cpus: list[int], least: bool = False
+) -> float:
     """GB/s at which the attention of a layer reads at least `kv_bytes` of KV-cache with a thread on each of `cpus`."""
     with closing(RPart(shape, kv_dtype, kv_bytes, cpus, progress=False)) as part:
         part.layer()  # warms up
@@ -175,7 +192,7 @@ def attention_gbps(shape: Shape, kv_dtype: str, kv_bytes: int, seconds: float, c
         while len(speeds) < _LEAST_SAMPLES or time.perf_counter() < end:
             elapsed, read = part.layer()
             speeds.append(read / elapsed * 1e-9)
-    return statistics.median(speeds)
+    return max(speeds) if least else statistics.median(speeds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,12 +204,13 @@ class StepTime:
     waited: float  # for the R-node
 
 
-async def decode_step(model: Model, url: str, rows: int, seconds: float) -> StepTime:
+async def decode_step(model: Model, url: str, rows: int, seconds: float, least: bool = False) -> StepTime:
     """Time steps of `rows` sequences in one mini-batch for about `seconds`."""
     shape = DecodeShape(rows, _CONTEXT, _STEPS, 1, "fp16")
     rounds = await decode_rounds(model, [url], shape, seconds)
-    s_part = statistics.median(elapsed - waited for elapsed, waited in rounds)
-    return StepTime(rows, s_part / _STEPS, statistics.median(waited for _, waited in rounds) / _STEPS)
+    best = min if least else statistics.median
+    s_part = best(elapsed - waited for elapsed, waited in rounds)
+    return StepTime(rows, s_part / _STEPS, best(waited for _, waited in rounds) / _STEPS)
 
 
 async def decode_rounds(
@@ -266,6 +284,11 @@ def print_profile(profile: Profile) -> None:
     for kv_dtype, groups in profile.r_node.kv_gbps.items() if profile.r_node else ():
         speeds = ", ".join(f"{speed:.1f} (G = {group})" for group, speed in groups.items())
         print(f"  attention over {kv_dtype}, GB/s: {speeds}")
+    for cell in profile.together:
+        print(
+            f"  both parts here, {cell.rows} rows over {cell.kv_bytes / 1e6:.0f} MB of {cell.kv_dtype}, {cell.r_nodes} "
+            f"R-node(s): waits {1e3 * cell.waited:.2f} ms, S-Part {1e3 * cell.s_part:.2f} ms, lost {cell.lost:.2f}"
+        )
     for name, link in profile.links.items():
         print(f"  {name}: {1e6 * link.layer_seconds:.1f} us a layer, {link.gbps:.2f} GB/s")
 

@@ -18,6 +18,8 @@ from typing import Any
 import numpy as np
 import orjson
 
+from fastdecode.plan import together
+from fastdecode.plan.together import Together
 from fastdecode.region.contract import KV_DTYPES
 
 VERSION = 1
@@ -152,6 +154,7 @@ class Profile:
     s_node: SNode | None = None
     r_node: RNode | None = None
     links: dict[str, LinkTimes] = field(default_factory=dict)  # by transport
+    together: tuple[Together, ...] = ()  # measurements of both parts at work on this machine
 
     def __post_init__(self) -> None:
         if self.version != VERSION:
@@ -191,6 +194,7 @@ def merged(profiles: list[Profile]) -> Profile:
         name=" + ".join(p.name for p in profiles),
         source="measured" if sources == {"measured"} else "data sheet",
         in_turns=len(profiles) == 1 and profiles[0].in_turns,
+        together=profiles[0].together if len(profiles) == 1 else (),
         s_node=s_node,
         r_node=r_node,
         links=links,
@@ -211,19 +215,18 @@ def fastest(profiles: Sequence[Profile]) -> Profile:
         name: {group: max(p.r_node.kv_gbps[name][group] for p in profiles if p.r_node) for group in groups}
         for name, groups in first.r_node.kv_gbps.items()
     }
-    links = {
-        name: LinkTimes(
-            layer_seconds=min(p.links[name].layer_seconds for p in profiles),
-            gbps=statistics.median(p.links[name].gbps for p in profiles),  # a difference: noise moves it either way
-        )
-        for name in first.links
-    }
+    # The GB/s come from a difference, which noise moves either way: those of the least disturbed measurement count.
+    links = {name: min((p.links[name] for p in profiles), key=lambda link: link.layer_seconds) for name in first.links}
     nodes = [p.s_node for p in profiles if p.s_node]
     step, row = min(node.engine_step for node in nodes), min(node.engine_row for node in nodes)
     overlap = min(node.overlap for node in nodes)
     s_node = dataclasses.replace(first.s_node, s_part=(s_part,), engine_step=step, engine_row=row, overlap=overlap)
     return dataclasses.replace(
-        first, s_node=s_node, r_node=dataclasses.replace(first.r_node, kv_gbps=gbps), links=links
+        first,
+        s_node=s_node,
+        r_node=dataclasses.replace(first.r_node, kv_gbps=gbps),
+        links=links,
+        together=together.fastest([p.together for p in profiles]),
     )
 
 
@@ -239,6 +242,7 @@ def profile_of(value: dict[str, Any]) -> Profile:
     if r_node := fields.get("r_node"):
         fields["r_node"] = RNode(**r_node)
     fields["links"] = {name: LinkTimes(**link) for name, link in fields.get("links", {}).items()}
+    fields["together"] = tuple(Together(**cell) for cell in fields.get("together", ()))
     return Profile(**fields)
 
 

@@ -26,11 +26,13 @@ from fastdecode.demo import model_dir
 from fastdecode.engine.engine import Engine
 from fastdecode.engine.scheduling.admission import SCHEDULES
 from fastdecode.engine.scheduling.plan import SchedulerLimits
+from fastdecode.plan.children import r_node
 from fastdecode.plan.equations import System
-from fastdecode.plan.measure import load, measure, print_profile, r_node
+from fastdecode.plan.measure import load, measure, print_profile
 from fastdecode.plan.model import PlannedModel, read_model
 from fastdecode.plan.profile import Profile, read_profile
 from fastdecode.plan.simulation import Client, Simulated, simulate
+from fastdecode.plan.together_measure import Load
 from fastdecode.region.contract import KV_DTYPES, PAGE_TOKENS
 from fastdecode.spart import Model, SPart
 from fastdecode.transports.registry import connect
@@ -105,7 +107,11 @@ async def _profile(directory: Path, planned: PlannedModel, args: argparse.Namesp
         r_nodes=[],
         seconds=args.seconds,
         s_threads=args.s_threads,
-        r_threads=args.r_threads,
+        r_threads=args.r_nodes * args.r_threads,
+        # Half a mini-batch and a whole one, each sequence in the middle of its output.
+        together=[
+            Load(rows, length, args.kv_dtype, n) for rows in sorted({-(-most // 2), most}) for n in {1, args.r_nodes}
+        ],
     )
 
 

@@ -27,16 +27,20 @@ from fastdecode.bench import checkpoint
 from fastdecode.bench.decoding import DecodeShape
 from fastdecode.bench.options import print_result
 from fastdecode.daemon.machine import usable_cpus
+from fastdecode.plan.children import r_node
 from fastdecode.plan.equations import System, Work, part_times, round_seconds
-from fastdecode.plan.measure import decode_rounds, load, measure, r_node
+from fastdecode.plan.measure import decode_rounds, load, measure
 from fastdecode.plan.model import PlannedModel, read_model
 from fastdecode.plan.profile import Profile, fastest, profile_of
+from fastdecode.plan.together_measure import Load
 from fastdecode.region.contract import PAGE_TOKENS
 from fastdecode.spart import Model
 
 COMMAND = ("validate", "predicted tokens/s beside measured ones, on this machine")
 
 _STEPS = 8
+_LOAD_ROWS = 24  # of the measurement of both parts together
+_ONE_SIZE = 1.25  # KV-caches whose sizes are within this ratio are measured once
 _HEADROOM = 1.25  # KV-cache of an R-node beside what its sequences need
 
 
@@ -171,7 +175,22 @@ async def _profile(directory: Path, planned: PlannedModel, points: tuple[Point, 
         transports=["shm"],
         r_nodes=[],
         seconds=seconds,
+        together=_loads(planned, points),
+        least=True,
     )
+
+
+def _loads(planned: PlannedModel, points: tuple[Point, ...]) -> list[Load]:
+    """What both parts are measured together with: for each KV format the least and the most bytes of the points, and
+    for each other number of R-nodes the first format's most. The sequences are others than those of the points."""
+    loads: list[Load] = []
+    for kv_dtype in dict.fromkeys(point.kv_dtype for point in points):
+        sizes = sorted(kv_bytes(planned, point) for point in points if point.kv_dtype == kv_dtype)
+        chosen = sizes[:1] if sizes[-1] < _ONE_SIZE * sizes[0] else [sizes[0], sizes[-1]]
+        loads += [Load.of_bytes(planned, kv_dtype, size, _LOAD_ROWS) for size in chosen]
+    most = max((load for load in loads if load.kv_dtype == loads[0].kv_dtype), key=lambda load: load.context)
+    numbers = sorted({point.r_nodes for point in points} - {1})
+    return loads + [dataclasses.replace(most, r_nodes=n) for n in numbers]
 
 
 async def _decode(model: Model, planned: PlannedModel, point: Point, seconds: float) -> float:
@@ -182,7 +201,7 @@ async def _decode(model: Model, planned: PlannedModel, point: Point, seconds: fl
     with ExitStack() as stack:
         urls = [stack.enter_context(r_node("shm", threads, memory)) for _ in range(point.r_nodes)]
         rounds = await decode_rounds(model, urls, shape, seconds)
-    return point.batch * _STEPS / statistics.median(elapsed for elapsed, _ in rounds)
+    return point.batch * _STEPS / min(elapsed for elapsed, _ in rounds)
 
 
 def kv_bytes(planned: PlannedModel, point: Point) -> float:
@@ -192,10 +211,9 @@ def kv_bytes(planned: PlannedModel, point: Point) -> float:
 
 
 def predict(planned: PlannedModel, profile: Profile, point: Point) -> float:
-    """Output tokens a second of a point. The R-nodes share the cores whose attention the profile has."""
+    """Output tokens a second of a point."""
     system = System.of(profile, "shm", planned, point.kv_dtype, point.r_nodes)
-    speed = system.kv_bytes_per_second / point.r_nodes
-    system = dataclasses.replace(system, kv_bytes_per_second=speed, engine_step=0.0, engine_row=0.0)  # no engine runs
+    system = dataclasses.replace(system, engine_step=0.0, engine_row=0.0)  # no engine runs
     read = point.batch * planned.read_tokens(point.context + _STEPS / 2)
     seconds, _ = round_seconds([part_times(system, Work(point.batch, read))], profile.in_turns)
     return point.batch / seconds

@@ -109,7 +109,8 @@ class VirtualSPart:
         total = sum(read)
         work = Work(rows, total, prompt_rows, pairs)
         parts = part_times(self._system, work, max(read) / total if total else None)
-        token_bytes, speed = model.token_bytes(self._system.kv_dtype), self._system.kv_bytes_per_second
+        token_bytes = model.token_bytes(self._system.kv_dtype)
+        speed = self._system.reading(total * token_bytes).bytes_per_second
         costs: Any = {
             link: StepTimes(round(1e9 * tokens * token_bytes / speed), round(tokens * token_bytes))
             for link, tokens in zip(self._links, read, strict=True)
