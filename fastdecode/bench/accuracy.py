@@ -119,7 +119,9 @@ def stored(x: np.ndarray, kv_format: str) -> np.ndarray:
     if kv_format == "bf16":
         return _bf16(x).astype(np.float64)
     if kv_format == "int4":
-        return _stored_int4(x)
+        codes, step, centre = _int4(x)
+        held: np.ndarray = codes * step + centre
+        return held
     amax = np.abs(x).max(axis=1, keepdims=True)
     amax[amax < np.float32(1e-33)] = 0
     inverse = np.divide(np.float32(127), amax, out=np.zeros_like(amax), where=amax > 0)
@@ -132,7 +134,8 @@ def _bf16(x: np.ndarray) -> np.ndarray:
     return rounded
 
 
-def _stored_int4(x: np.ndarray) -> np.ndarray:
+def _int4(x: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Codes, step and centre, float64: kernels/attention/chunk.h, fd_int4_grid and fd_int4_fit."""
     low, high = x.min(axis=1, keepdims=True), x.max(axis=1, keepdims=True)
     centre = _bf16(high / 2 + low / 2 + (high - low) / np.float32(30))
     step = np.maximum((high - centre) / np.float32(7), (centre - low) / np.float32(8)) * np.float32(0.95)
@@ -150,8 +153,16 @@ def _stored_int4(x: np.ndarray) -> np.ndarray:
     moved = np.divide(fitted.astype(np.float64) - centre, unit, out=np.zeros_like(n), where=fits)
     scale = np.divide(nf - moved * n, nn, out=np.zeros_like(n), where=fits) * unit
     scale = _bf16(np.where(scale < 1e-33, 0, scale).astype(np.float32))
-    result: np.ndarray = codes * scale.astype(np.float64) + fitted.astype(np.float64)
-    return result
+    return codes, scale.astype(np.float64), fitted.astype(np.float64)
+
+
+def multiplied(v: np.ndarray, kv_dtype: str, zero_point: int = 0) -> np.ndarray:
+    """What the softmax weights of a kernel multiply after v [tokens, head_size] was appended, float64: V, but for int4
+    V less its centre and plus `zero_point` steps, which are added apart. The rotation of V is undone."""
+    if not kv_dtype.endswith("int4"):
+        return v.astype(np.float64)
+    codes, step, _ = _int4(rotated(v))
+    return rotated((codes + zero_point) * step)
 
 
 def reference(case: Case, k: np.ndarray, v: np.ndarray) -> np.ndarray:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from emulated import kernels
-from kernel_budget import Budget
+from kernel_budget import Budget, unit
 
 from fastdecode.kernels import _native as native
 from fastdecode.region.contract import PAGE_TOKENS
@@ -106,13 +106,14 @@ def queries(rng: np.random.Generator, q_len: int, group: int, head_size: int) ->
     return normal(rng, q_len, group, head_size) * np.float32(head_size**-0.5)
 
 
-def assert_close(got: Partial, want: Partial, v_max: float, allowed: Budget, what: object) -> None:
-    """m, l and acc are each within the budget; rows that see no token are exactly as attention.h defines them."""
+def assert_close(got: Partial, want: Partial, v: np.ndarray, kv_dtype: str, allowed: Budget, what: object) -> None:
+    """m, l and acc / l are each within the budget for V [tokens, head_size] as it was appended. Rows that see no token
+    are exactly as attention.h defines them."""
     seen = want.l > 0
     assert np.isneginf(got.m[~seen]).all() and not got.l[~seen].any() and not got.acc[~seen].any(), what
     m_error = (np.abs(got.m[seen] - want.m[seen]) / (1 + np.abs(want.m[seen]))).max(initial=0)
     assert m_error <= allowed.m, f"{what}: error of m {m_error:.2e}, over the budget {allowed.m:.0e}"
     l_wanted = want.l[seen] * np.exp(want.m[seen] - got.m[seen])  # l is relative to the kernel's own m
     assert np.all(np.abs(got.l[seen] - l_wanted) <= allowed.l * l_wanted), what
-    error = np.abs(got.output - want.output).max() / v_max
+    error = np.abs(got.output - want.output).max() / unit(v, kv_dtype, allowed)
     assert error <= allowed.output, f"{what}: error {error:.2e}, over the budget {allowed.output:.0e}"

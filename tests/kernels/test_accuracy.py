@@ -12,7 +12,7 @@ import asyncio
 import numpy as np
 import pytest
 import torch
-from kernel_budget import BF16, FLOATS, INT8, INT8_ROTATED, INT16, INT16_ROTATED, budget
+from kernel_budget import BF16, FLOATS, INT7, INT8, INT16, budget
 from rnode_process import RNodeProcess
 
 from fastdecode.bench import accuracy
@@ -26,9 +26,10 @@ from fastdecode.transports.registry import connect
 ISAS = _native.isa_supported()
 ADVERSARIAL = accuracy.adversarial()
 
-#: Budgets of a kernel's arithmetic: over all rows of any input, and for the worst row of the demo model.
+#: Budgets of a kernel's arithmetic: over all rows of any input, and for the worst row of the demo model. The first is
+#: relative to what the weights multiply (accuracy.multiplied), if that is more than V.
 KERNEL = {FLOATS: (5e-6, 2e-5), INT16: (6e-4, 5e-3), INT8: (3e-2, 0.15), BF16: (6e-3, 5e-2)}
-KERNEL |= {INT16_ROTATED: (1.8e-3, 5e-3), INT8_ROTATED: (9e-2, 0.15)}
+KERNEL[INT7] = (6e-2, 0.3)
 #: Budgets of a format, for the demo model: over all rows, and for the worst row.
 MODEL = {"fp32": (1e-6, 2e-5), "fp16": (8e-4, 6e-3), "bf16": (6e-3, 5e-2), "int8": (1.5e-2, 0.2), "int4": (0.2, 1.5)}
 MODEL["int8-int4"] = (0.1, 0.3)
@@ -92,10 +93,13 @@ def test_captured_k_and_v_equal_those_of_transformers(model_cases):
 @pytest.mark.parametrize("name", ADVERSARIAL)
 def test_hostile_ranges(name, kv_dtype):
     cases = ADVERSARIAL[name]
+    (case,) = cases
+    v = case.v.astype(np.float64)
+    wider = max(1.0, np.linalg.norm(accuracy.multiplied(case.v, kv_dtype)) / max(np.linalg.norm(v), 1e-30))
     for q_len in (1, 64):  # token by token, and as one block
         for isa, (kernel, whole) in accuracy.errors(ISAS, kv_dtype, cases, q_len).items():
             lost = LOST.get(name, {}).get(kv_dtype, FORMAT[kv_dtype])
-            allowed = KERNEL[budget(isa, kv_dtype)][0]
+            allowed = KERNEL[budget(isa, kv_dtype)][0] * wider
             if name == "subnormal":  # the results have few bits themselves
                 flushed = kv_dtype == "bf16" and isa in ("avx512bf16", "amx")  # to zero, by the dot products
                 allowed = max(allowed, 1.0 if flushed else 2e-4)

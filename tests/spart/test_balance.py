@@ -1,4 +1,4 @@
-"""Matrices by which Q and K are multiplied: scores stay as they are, and a cache of integers loses less."""
+"""Matrices by which Q, K, V and O are multiplied: results stay as they are, and a cache of integers loses less."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from fastdecode.bench.perplexity import cut, nats_per_token
 from fastdecode.demo import heldout_text, model_dir
 from fastdecode.spart import load_model
 from fastdecode.spart.balance import balance_digest, balance_for, balancing
+from fastdecode.text.calibration import calibration_tokens
+from fastdecode.text.tokenizer import Tokenizer
 from fastdecode.transports.registry import connect
 
 SEQUENCES, LENGTH = 16, 140
@@ -49,16 +51,19 @@ def test_balanced_queries_and_keys_have_equal_second_moments() -> None:
         assert of_keys[head].trace() * of_queries[head].trace() < before / 2
 
 
-async def test_scores_stay_and_a_cache_of_4_bits_loses_less(node) -> None:
+@pytest.mark.parametrize("kv_dtype", ["int4", "int8-int4"])
+async def test_results_stay_and_a_cache_of_4_bits_loses_less(node, kv_dtype) -> None:
+    tokens = calibration_tokens(Tokenizer.from_dir(model_dir()))
     model = load_model(model_dir(), device="cpu", dtype=torch.float32)
-    exact, plain = await nats(model, node, "fp32"), await nats(model, node, "int4")
-    balance_for(model, "int4")
+    exact, plain = await nats(model, node, "fp32"), await nats(model, node, kv_dtype)
+    balance_for(model, kv_dtype, tokens)
     digest = balance_digest(model)
     assert await nats(model, node, "fp32") == pytest.approx(exact, rel=1e-5)
-    assert abs(math.expm1(await nats(model, node, "int4") - exact)) < 0.004
+    assert abs(math.expm1(await nats(model, node, kv_dtype) - exact)) < 0.004
     assert digest and all(layer.balance is not None for layer in model.weights.layers)
+    assert all((layer.balance.k is not None) == (kv_dtype == "int4") for layer in model.weights.layers)
     assert plain != exact
-    balance_for(model, "int4")
+    balance_for(model, kv_dtype, tokens)
     assert balance_digest(model) == digest
-    balance_for(model, "bf16")
+    balance_for(model, "bf16", tokens)
     assert not balance_digest(model) and all(layer.balance is None for layer in model.weights.layers)
