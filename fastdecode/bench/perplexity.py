@@ -25,6 +25,7 @@ from fastdecode.region.contract import KV_DTYPES
 from fastdecode.spart import Model, SPart, choose_device, choose_dtype, load_model, read_config
 from fastdecode.spart.balance import balance_for
 from fastdecode.spart.batch import Chunk, SampleSpec, StepBatch
+from fastdecode.text.calibration import calibration_tokens
 from fastdecode.text.tokenizer import Tokenizer
 from fastdecode.transports.base import Link
 from fastdecode.transports.registry import connect
@@ -73,6 +74,7 @@ async def _run(args: argparse.Namespace) -> dict[str, Any]:
     dtype = choose_dtype(args.dtype, read_config(path).dtype, device)
     text = args.text.read_text() if args.text else heldout_text()
     ids = cut(path, text, args.sequences, args.length)
+    calibration = calibration_tokens(Tokenizer.from_dir(path))
     config = NodeConfig()
     node = EmbeddedRNode(config, split_machine(config, s_on_gpu=device.type == "cuda"))
     await node.start()
@@ -81,7 +83,7 @@ async def _run(args: argparse.Namespace) -> dict[str, Any]:
         for weights in args.weights or ["auto"]:
             model = load_model(path, device=device, dtype=dtype, weights=weights)
             for kv_dtype in args.kv_dtype or (["fp32"] if args.weights else KV_DTYPES):
-                balance_for(model, kv_dtype)
+                balance_for(model, kv_dtype, calibration)
                 hello = model.hello(n_slots=1, max_rows=len(ids), kv_dtype=kv_dtype, kv_bytes=None, max_seqs=len(ids))
                 link = await connect(node.url, hello, None)
                 nats = nats_per_token(model, link, ids, progress=f"weights {weights}, KV {kv_dtype}")

@@ -39,6 +39,7 @@ from fastdecode.spart.backend import Backend, choose_backend
 from fastdecode.spart.balance import balance_digest, balance_for
 from fastdecode.spart.exchange.choice import Choice
 from fastdecode.spart.lora.files import read_adapter
+from fastdecode.text.calibration import calibration_tokens
 from fastdecode.text.tokenizer import Tokenizer
 from fastdecode.transports.teams import member_of
 
@@ -98,7 +99,7 @@ def run_s_node(config: NodeConfig) -> None:
     if device.type == "cpu" and computes_in_one_thread(config, model.parameters):
         torch.set_num_threads(1)
         log.info("the S-Part computes in one thread, because the model has only %d parameters", model.parameters)
-    balance_for(model, config.kv_dtype)
+    balance_for(model, config.kv_dtype, calibration_tokens(settings.tokenizer))
     exchange = node_exchange(config, device, split.mini_batches)
     log.info("exchange: %s", exchange)
     uvloop.run(_serve(config, settings, backend, model, exchange, api_processes or sockets, split, secret))

@@ -1,4 +1,4 @@
-"""Balanced keys: a matrix for each KV head by which Q and K are multiplied before an R-node rounds K to 4 bits.
+"""Balanced heads: matrices by which Q, K, V and O are multiplied, so that K and V lose less in 4 bits.
 
 Scores are products of Q and K, so K may be multiplied by any matrix M if Q is multiplied by the inverse of its
 transpose. Integers have the same step in all of a key's directions. The error of a score is then least if keys are
@@ -7,14 +7,17 @@ inverse of K's second moments and of Q's. The direction in which both are larges
 rotation on the R-node (kernels/attention/rotate.h) spreads this element evenly over the head, where an int4 token's
 centre holds it.
 
-The second moments are those of random tokens, so they need no text and no tokenizer. RoPE has hardly turned the slow
-pairs of these few positions, so each row counts a second time as if it stood at a random later position.
+O is a sum of rows of V, so V may be multiplied by a matrix, too, if O is multiplied by its inverse. The products of the
+O projection's columns then take the place of Q's second moments.
+
+The second moments are those of a text, because they differ from those of random tokens. RoPE has hardly turned the slow
+pairs of its few positions, so each row of Q and K counts a second time as if it stood at a random later position.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -25,10 +28,10 @@ from fastdecode.spart.decoder import SPart, StepState
 from fastdecode.spart.prompt import PromptChunk
 from fastdecode.spart.rope import RotaryEmbedding, rotate
 from fastdecode.spart.served import ServedModel
-from fastdecode.spart.weights import Model
+from fastdecode.spart.weights import Balance, Layer, Model
 
-#: The random tokens by which the second moments are estimated, in sequences.
-_SEQUENCES, _LENGTH = 2, 256
+#: The tokens by which the second moments are estimated, in sequences.
+_SEQUENCES, _LENGTH = 4, 256
 #: The positions of the rows that count a second time are below this, and within the model's context.
 _LATEST = 8192
 #: Added to the second moments, relative to their mean eigenvalue: what the estimate says of small ones is noise.
@@ -36,32 +39,58 @@ _LEAST = 1e-2
 
 
 @torch.inference_mode()
-def balance_for(model: ServedModel, kv_dtype: str) -> None:
-    """Give each layer of a model its matrices, which SPart then applies, if the KV-cache stores K in 4 bits; take them
-    away if not. Models of the transformers backend have none. With 4 bits this computes 512 tokens."""
+def balance_for(model: ServedModel, kv_dtype: str, tokens: Sequence[int]) -> None:
+    """Give each layer of a model its matrices, which SPart then applies, if the KV-cache stores V in 4 bits; take them
+    away if not. Models of the transformers backend have none. `tokens` are those of some text; with 4 bits this
+    computes at most 1,024 of them."""
     if not isinstance(model, Model):
         return
     for layer in model.weights.layers:
         layer.balance = None
-    if kv_dtype != "int4":
+    if not kv_dtype.endswith("int4"):
         return
     spart = SPart(model, [])
     generator = torch.Generator().manual_seed(0)
     config = model.config
+    latest = min(_LATEST, config.max_positions)
+    begin = [] if config.bos_token_id is None else [config.bos_token_id]
+    text = torch.tensor([token for token in tokens if token < config.vocab_size])
+    length = min(_LENGTH, config.max_positions) - len(begin)
     found = []
-    for _ in range(_SEQUENCES):
-        tokens = torch.randint(config.vocab_size, (min(_LENGTH, config.max_positions),), generator=generator)
-        if config.bos_token_id is not None:
-            tokens[0] = config.bos_token_id
-        latest = min(_LATEST, config.max_positions)
-        later = torch.randint(max(latest - len(tokens), 1), (len(tokens),), generator=generator)
-        found.append(_second_moments(spart, tokens, later))
+    for part in text[: _SEQUENCES * length].split(length):
+        sequence = torch.cat([torch.tensor(begin, dtype=torch.int64), part])
+        later = torch.randint(max(latest - len(sequence), 1), (len(sequence),), generator=generator)
+        found.append(_second_moments(spart, sequence, later))
     for layer, *of_sequences in zip(model.weights.layers, *found, strict=True):
-        queries, keys = (sum(kind) for kind in zip(*of_sequences, strict=True))
-        of_keys = balancing(queries, keys)
-        of_queries = torch.linalg.inv(of_keys).mT
+        queries, keys, values = (sum(kind) for kind in zip(*of_sequences, strict=True))
+        of_values = balancing(_output_moments(layer, model), values)
+        of_keys = of_queries = None
+        if kv_dtype == "int4":
+            of_keys = balancing(queries, keys)
+            of_queries = torch.linalg.inv(of_keys).mT
         # Rows are multiplied from the left.
-        layer.balance = _stored(of_queries.mT, model), _stored(of_keys.mT, model)
+        layer.balance = Balance(
+            q=None if of_queries is None else _stored(of_queries.mT, model),
+            k=None if of_keys is None else _stored(of_keys.mT, model),
+            v=_stored(of_values.mT, model),
+            o=_stored(torch.linalg.inv(of_values).mT, model),
+        )
+
+
+def _output_moments(layer: Layer, model: Model) -> torch.Tensor:
+    """The products of the columns of the O projection that multiply a head: fp64 [KV heads, head_size, head_size],
+    added over the heads of a group."""
+    config = model.config
+    width = config.n_q_heads * config.head_size
+    of_head = width // config.n_kv_heads
+    bias = layer.o(torch.zeros(1, width, dtype=model.dtype, device=model.device)).double()
+    moments = []
+    for first in range(0, width, of_head):
+        rows = torch.zeros(of_head, width, dtype=model.dtype, device=model.device)
+        rows[:, first : first + of_head] = torch.eye(of_head, dtype=model.dtype, device=model.device)
+        columns = (layer.o(rows).double() - bias).unflatten(0, (-1, config.head_size))
+        moments.append((columns @ columns.mT).sum(0).cpu())
+    return torch.stack(moments)
 
 
 def _stored(matrices: torch.Tensor, model: Model) -> torch.Tensor:
@@ -76,12 +105,15 @@ def balance_digest(model: ServedModel) -> str:
     for layer in model.weights.layers:
         if layer.balance is None:
             return ""
-        found.update(layer.balance[1].float().cpu().numpy().tobytes())
+        for matrices in (layer.balance.k, layer.balance.v):
+            if matrices is not None:
+                found.update(matrices.float().cpu().numpy().tobytes())
     return found.hexdigest()
 
 
 def balancing(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """The matrix of the keys, fp64 [heads, size, size], from second moments of queries and keys, of the same shape."""
+    """The matrix of the keys, fp64 [heads, size, size], from second moments of queries and keys, of the same shape; or
+    that of the values, from the products of the O projection's columns and the second moments of the values."""
     size = keys.shape[1]
     eye = torch.eye(size, dtype=torch.float64)
     queries, keys = (
@@ -121,9 +153,11 @@ class _NoLinks:
         """Does nothing."""
 
 
-def _second_moments(spart: SPart, tokens: torch.Tensor, later: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """The second moments of Q and K, after RoPE, of each layer: fp64 [KV heads, head_size, head_size]. Each row counts
-    at its own position and at one that is `later` [tokens] behind it."""
+def _second_moments(
+    spart: SPart, tokens: torch.Tensor, later: torch.Tensor
+) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """The second moments of Q and K, after RoPE, and of V, of each layer: fp64 [KV heads, head_size, head_size]. Each
+    row of Q and K counts at its own position and at one that is `later` [tokens] behind it."""
     model, n = spart.model, len(tokens)
     chunk = Chunk(0, 0, 0, 0, tokens.tolist(), True, None)
     prompt = PromptChunk(model.config, (0, 0, 0), chunk, slice(0, n), None)
@@ -137,7 +171,7 @@ def _second_moments(spart: SPart, tokens: torch.Tensor, later: torch.Tensor) -> 
             _moments(heads, model.config.n_kv_heads) + _moments(turn(heads), model.config.n_kv_heads)
             for heads in (state.places.q_heads, state.places.k_heads)
         )
-        moments.append((queries, keys))
+        moments.append((queries, keys, _moments(state.places.v_heads, model.config.n_kv_heads)))
         state.attend_prompts(i)
         state.finish(layer)
     return moments

@@ -330,9 +330,11 @@ class StepState:
         h = self._ops.norm(self.x, layer.attention_norm) if self._config.norm_first else self.x
         qkv = adapted_product(layer.qkv, h, self._adapters)
         self._ops.place(qkv, layer, self._angles, self.places)
-        if layer.balance is not None:
-            multiply_heads(self.places.q_heads, layer.balance[0])
-            multiply_heads(self.places.k_heads, layer.balance[1])
+        if (balance := layer.balance) is not None:
+            if balance.q is not None and balance.k is not None:
+                multiply_heads(self.places.q_heads, balance.q)
+                multiply_heads(self.places.k_heads, balance.k)
+            multiply_heads(self.places.v_heads, balance.v)
         if self._mixed and self._n_attend:
             self._exchange.q.copy_(self._q[: self._n_attend])
 
@@ -346,7 +348,11 @@ class StepState:
         """Compute the rest of the block from the O rows and the residual stream."""
         if self._mixed and self._n_attend:
             self._o[: self._n_attend].copy_(self._exchange.o)
-        attended = adapted_product(layer.o, self._o, self._adapters)
+        o = self._o
+        if layer.balance is not None:
+            o = o.clone(memory_format=torch.contiguous_format)  # the link's memory stays as the R-node wrote it
+            multiply_heads(o.unflatten(1, (-1, self._config.head_size)), layer.balance.o)
+        attended = adapted_product(layer.o, o, self._adapters)
         if self._config.norm_first:
             h = self._ops.add_norm(self.x, attended, layer.mlp_norm)
             self.x.add_(self._mlp(layer.mlp, h), alpha=self._config.residual_scale)

@@ -40,6 +40,17 @@ class MLP:
 
 
 @dataclass(slots=True)
+class Balance:
+    """The matrices by which the rows of a layer's heads are multiplied, each [KV heads, head_size, head_size];
+    balance.py. Q and K have none if the KV-cache does not store K in 4 bits."""
+
+    q: torch.Tensor | None
+    k: torch.Tensor | None
+    v: torch.Tensor
+    o: torch.Tensor
+
+
+@dataclass(slots=True)
 class Layer:
     """One transformer block. The rows of `qkv` are Q heads, K heads, V heads."""
 
@@ -51,8 +62,7 @@ class Layer:
     sinks: torch.Tensor | None  # [n_q_heads]
     mlp_norm: Norm
     mlp: MLP | Mixture
-    #: The matrices by which the rows of Q and of K are multiplied, each [KV heads, head_size, head_size]; balance.py.
-    balance: tuple[torch.Tensor, torch.Tensor] | None = None
+    balance: Balance | None = None
 
 
 @dataclass(slots=True)
