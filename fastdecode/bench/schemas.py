@@ -8,9 +8,12 @@ import json
 from importlib import import_module
 from typing import Any
 
+#: Integers beyond it are not exact in JSON (RFC 7493, 2.2).
+_EXACT = 2**53 - 1
+
 #: The shapes of the JSON Schema test suite, each bounded so that a random model ends its answer.
 SCHEMAS: dict[str, dict[str, Any]] = {
-    "type integer": {"type": "integer"},
+    "type integer": {"type": "integer", "minimum": -_EXACT, "maximum": _EXACT},
     "type several": {"type": ["boolean", "null"]},
     "bounds": {"type": "integer", "minimum": -3, "exclusiveMaximum": 120},
     "multipleOf": {"type": "integer", "multipleOf": 5, "minimum": 0, "maximum": 1000},
@@ -57,10 +60,7 @@ SCHEMAS: dict[str, dict[str, Any]] = {
     "recursion": {
         "$defs": {
             "tree": {
-                "type": "object",
-                "properties": {"leaf": {"type": "boolean"}, "next": {"$ref": "#/$defs/tree"}},
-                "required": ["leaf"],
-                "additionalProperties": False,
+                "anyOf": [{"type": "boolean"}, {"type": "array", "items": {"$ref": "#/$defs/tree"}, "maxItems": 1}]
             }
         },
         "$ref": "#/$defs/tree",

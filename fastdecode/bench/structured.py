@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--api-key-file", type=Path, metavar="FILE", help="file with the key to present")
     add("--requests", type=int, default=1000, metavar="N", help="requests that are judged, spread over the schemas")
     add("--batch", type=int, default=32, metavar="N", help="requests under way at once, in both parts")
-    add("--max-tokens", type=int, default=200, metavar="N", help="of a judged answer; a longer one counts as cut")
+    add("--max-tokens", type=int, default=1000, metavar="N", help="of a judged answer; a longer one counts as cut")
     add("--rounds", type=int, default=6, metavar="N", help="rounds with masks, and as many without")
     add("--tokens", type=int, default=64, metavar="N", help="tokens of each answer in a round")
     add("--seed", type=int, default=0)
@@ -91,6 +91,7 @@ async def _judge(args: argparse.Namespace, server: _Server) -> dict[str, Any]:
     """Ask for answers of all schemas, and check those that the model finished."""
     gate = asyncio.Semaphore(args.batch)
     ends: Counter[str] = Counter()
+    cut: Counter[str] = Counter()  # answers that --max-tokens ended, by schema
     failed: list[str] = []
     invalid: list[str] = []
     names = list(SCHEMAS)
@@ -111,6 +112,7 @@ async def _judge(args: argparse.Namespace, server: _Server) -> dict[str, Any]:
                 failed.append(f"{name}: {error}")
             else:
                 ends[choice["finish_reason"]] += 1
+                cut[name] += choice["finish_reason"] == "length"
                 if choice["finish_reason"] == "stop" and (why := fault(choice["text"], SCHEMAS[name])):
                     invalid.append(f"{name}: {choice['text']!r}: {why}")
         bar.update()
@@ -124,6 +126,7 @@ async def _judge(args: argparse.Namespace, server: _Server) -> dict[str, Any]:
         "schemas": len(SCHEMAS),
         "finished": ends["stop"],
         "cut": ends["length"],
+        "cut_by_schema": {name: n for name, n in cut.items() if n},
         "invalid": invalid,
         "failed": failed,
         "seconds": seconds,
@@ -164,6 +167,8 @@ def _print_table(result: dict[str, Any]) -> None:
         f"{result['requests']} requests of {result['schemas']} schemas in {result['seconds']:.1f} s: "
         f"{finished} finished, {invalid} of them not valid; {cut} cut by --max-tokens, {failed} failed"
     )
+    if cut:
+        print("cut, by schema: " + ", ".join(f"{name} {n}" for name, n in result["cut_by_schema"].items()))
     if "ratio" not in result:
         return
     for kind, name in (("free", "without masks"), ("masked", "with masks")):

@@ -26,8 +26,9 @@ log = logging.getLogger(__name__)
 
 Kind = Literal["json_schema", "regex", "choice", "lark"]
 
-#: A model may put at most so much white space between two parts of a JSON text, so that it cannot write blanks forever.
-JSON_WHITE_SPACE = r"[\x20\x0A\x0D\x09]{1,16}"
+#: The white space that a model may put between two parts of a JSON text: a blank, or a line's end and the next line's
+#: indentation. More of it would let a model write blanks forever.
+JSON_WHITE_SPACE = r"\x20|\x0D?\x0A[\x20\x09]{0,32}"
 #: A longer grammar is refused, in characters.
 MAX_GRAMMAR_LENGTH = 256 * 1024
 _CACHED = 64  # compiled grammars kept for the next request
