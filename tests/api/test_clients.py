@@ -69,8 +69,12 @@ def test_litellm(url, expected):
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == expected
     text = litellm.text_completion(model=f"text-completion-openai/{MODEL}", prompt="It was a", **GREEDY, **server)
     assert text.usage.completion_tokens == 12
-    answer = litellm.responses(model=f"openai/{MODEL}", input="It was a", temperature=0, max_output_tokens=12, **server)
-    assert answer.output[0].content[0].text == expected
+    pytest.importorskip("mcp")  # litellm's responses() imports it
+    most = 16  # litellm raises less to 16, OpenAI's minimum
+    answer = litellm.responses(
+        model=f"openai/{MODEL}", input="It was a", temperature=0, max_output_tokens=most, **server
+    )
+    assert answer.output[0].content[0].text.startswith(expected) and answer.usage.output_tokens == most
 
 
 def test_langchain(url, expected):
