@@ -329,15 +329,6 @@ def free_port(address: str) -> int:
         return int(server.getsockname()[1])
 
 
-def is_ours(address: str) -> bool:
-    """Whether an IP address is one of this machine's."""
-    try:
-        free_port(address)
-    except OSError:
-        return False
-    return True
-
-
 def listens(address: str, port: int) -> bool:
     """Whether somebody listens at a TCP port."""
     try:

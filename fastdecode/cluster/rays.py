@@ -21,7 +21,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from fastdecode.cluster.config import ClusterConfig, ClusterError
 from fastdecode.cluster.directory import Directory, Entry, View
-from fastdecode.cluster.hosts import HOSTS, Host, is_ours
+from fastdecode.cluster.hosts import HOSTS, Host
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +33,8 @@ _POLL_SECONDS = 0.25
 _STRATEGIES = {"near": "PACK", "spread": "SPREAD"}
 #: Memory of an R-node beside its KV-cache.
 _R_NODE_BYTES = 1 << 30
+#: Ray places an actor that needs no resource on any machine, whatever machine it is asked for.
+_ROUTER_BYTES = 1 << 20
 
 
 class DirectoryActor(Directory):
@@ -177,8 +179,8 @@ class RayCluster:
             _answer(directory.remote(config).config.remote(), _PLACE_SECONDS)
             counts = {"s": config.s_nodes.count, "p": config.prefill_nodes.count, "r": config.r_nodes.count}
             self._add(config, [role for role, count in counts.items() for _ in range(count)])
-            here = NodeAffinitySchedulingStrategy(_this_machine(), soft=True)
-            self._start(_ROUTER, _ROUTER, config, num_cpus=0, scheduling_strategy=here)
+            here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
+            self._start(_ROUTER, _ROUTER, config, num_cpus=0, memory=_ROUTER_BYTES, scheduling_strategy=here)
             self.wait(config)
         except BaseException:
             self.down(drain=False)
@@ -362,14 +364,6 @@ class RayCluster:
 
     def _group_name(self, number: int) -> str:
         return f"fastdecode/{self._name}/{number}"
-
-
-def _this_machine() -> str:
-    """Ray's id of this machine. Without a route to the internet, Ray may take this machine for another one when a
-    program connects, so the addresses of Ray's machines decide."""
-    connected: str = ray.get_runtime_context().get_node_id()
-    ours = [node["NodeID"] for node in ray.nodes() if node["Alive"] and is_ours(node["NodeManagerAddress"])]
-    return connected if connected in ours or not ours else ours[0]
 
 
 def _bundle(config: ClusterConfig, role: str) -> dict[str, float]:

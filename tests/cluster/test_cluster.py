@@ -170,11 +170,6 @@ def test_the_transport_is_what_joins_the_ends(tmp_path):
 
 
 @pytest.mark.quick
-def test_a_machine_knows_its_own_addresses():
-    assert hosts.is_ours("127.0.0.1") and not hosts.is_ours("203.0.113.7")
-
-
-@pytest.mark.quick
 def test_r_nodes_of_a_machine_claim_numa_nodes_in_turn(tmp_path, monkeypatch):
     class Node:
         def __init__(self, number):

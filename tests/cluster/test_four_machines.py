@@ -58,7 +58,7 @@ class Machine:
         """Run a command in the shell, which must succeed. Returns what it prints."""
         assert self._shell.stdin is not None and self._shell.stdout is not None
         print(f"[{self.name}] $ {command}", flush=True)
-        self._shell.stdin.write(f"{command}\necho '{_END}' $?\n")
+        self._shell.stdin.write(f"{command}\nstatus=$?; echo; echo '{_END}' $status\n")
         self._shell.stdin.flush()
         lines: list[str] = []
         for line in self._shell.stdout:
@@ -112,11 +112,12 @@ def test_the_page_as_a_new_user_would_follow_it():
         print("delay of 0.1 ms:", "yes" if stack.enter_context(network()) else "no, the kernel has no sch_netem")
         folder = Path(tempfile.mkdtemp(dir="/var/tmp"))  # every machine has a /tmp of its own
         stack.callback(shutil.rmtree, folder)
+        (folder / "chat").symlink_to(model_dir())
         secret = folder / "secret"
         secret.write_bytes(os.urandom(32))
         secret.chmod(0o600)
         places = {"/opt/fastdecode/bin": str(Path(sys.executable).parent), "/etc/fastdecode/secret": str(secret),
-                  "/models/chat": str(model_dir())}  # fmt: skip
+                  "/models/chat": str(folder / "chat")}  # fmt: skip
         sizes = {"cpus: 16": "cpus: 1", "cpus: 4, gpus: 1": "cpus: 1", "200GiB": "256MiB", "32GiB": "1GiB"}
         for old, new in (places | sizes).items():
             assert any(old in text for text in [*lines, config])
@@ -138,7 +139,7 @@ def test_the_page_as_a_new_user_would_follow_it():
             if command.split()[1] == "down":
                 continue
             table = head.run(command)
-            texts.append(orjson.loads(far.run(ask).splitlines()[-1])["choices"][0]["text"])
+            texts.append(orjson.loads(far.run(ask))["choices"][0]["text"])
             if command.split()[1] in ("up", "status"):
                 rows = [row.split() for row in table.splitlines()[1:] if row]
                 machine_of = {row[0]: row[2] for row in rows if row[1] == "running"}
