@@ -96,11 +96,12 @@ def multiply_ns(isa: str, kv_dtype: str, rows: int, rounds: int, /) -> float | N
 class QuantisedLinear:
     """A matrix [outs, ins] in `bits` (4 or 8) a number, in the layout of fd_linear_t; `group` is a multiple of 32.
 
-    `passes` 1 rounds activations to 8 bits, or to 7 if `rotated` (8 bits, the zero 128, one pass and no mins) with
-    AVX2; 2 rounds them to 15. The buffers, C-contiguous, are kept: weights; scales and mins (or None), fp16; units and
-    bias (or None), fp32; table (or None), the 16 numbers, uint8 up to 32, that 4-bit codes stand for; negated_sums,
-    int16, if the matrix is rotated and `wants_signed()`, else None. The ISA is the one in FASTDECODE_ISA, else the
-    best. Raises ValueError for sizes that do not fit.
+    `passes` 1 rounds activations to 8 bits, or with AVX2 to 7 if a matrix of 8 bits is rotated; 2 rounds them to 15.
+    `rotated` is for one pass; with 8 bits it needs the zero 128 and no mins, with 4 bits no table. The buffers,
+    C-contiguous, are kept: weights; scales and mins (or None), fp16; units and bias (or None), fp32; table (or None),
+    the 16 numbers, uint8 up to 32, that 4-bit codes stand for; negated_sums, int16, if the matrix has 8 bits, is
+    rotated and `wants_signed()`, else None. The ISA is the one in FASTDECODE_ISA, else the best. Raises ValueError for
+    sizes that do not fit.
     """
 
     def __new__(
@@ -122,13 +123,14 @@ class QuantisedLinear:
     ) -> QuantisedLinear: ...
     @staticmethod
     def wants_signed() -> bool:
-        """Whether the kernels of the ISA that a new one would use take rotated matrices as signed numbers, q - 128,
-        with the negated sums of their blocks."""
+        """Whether the kernels of the ISA that a new one would use take rotated matrices of 8 bits as signed numbers,
+        q - 128, with the negated sums of their blocks."""
     @property
     def isa(self) -> str:
         """The ISA of the kernels."""
-    def run(self, x: Buffer, y: Buffer, threads: int, /) -> None:
-        """Write x Wᵀ + b of x [rows, ins] to y [rows, outs], both fp32. Other Python threads run meanwhile."""
+    def run(self, x: Buffer, y: Buffer, threads: int, width: int = ..., first: int = 0, /) -> None:
+        """Write x Wᵀ + b of x [rows, ins] to the columns of y [rows, width] from `first` on, both fp32; `width` is outs
+        if it is left out. Other Python threads run meanwhile."""
 
 class RowDraws:
     """Draws the next tokens of rows of logits (draw_rows.h). Arguments are addresses of C-contiguous arrays, 0 for

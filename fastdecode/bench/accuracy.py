@@ -21,7 +21,6 @@ import uvloop
 from tqdm import tqdm
 
 from fastdecode.bench.options import print_result
-from fastdecode.bench.perplexity import cut
 from fastdecode.daemon.config import NodeConfig
 from fastdecode.daemon.embedded import EmbeddedRNode, split_machine
 from fastdecode.demo import heldout_text, model_dir
@@ -30,6 +29,8 @@ from fastdecode.region.contract import KV_DTYPES, PAGE_TOKENS
 from fastdecode.spart import Model, SPart, load_model
 from fastdecode.spart.batch import Chunk, StepBatch
 from fastdecode.spart.exchange import SlotViews
+from fastdecode.text.cut import cut
+from fastdecode.text.tokenizer import Tokenizer
 from fastdecode.transports.base import Link
 from fastdecode.transports.registry import connect
 
@@ -290,7 +291,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     directory = args.model or model_dir()
     model = load_model(directory, device=torch.device("cpu"), dtype=torch.float32)
-    ids = cut(directory, heldout_text(), args.sequences, args.length)
+    ids = cut(Tokenizer.from_dir(directory), heldout_text(), args.sequences, args.length)
     data = {directory.resolve().name: uvloop.run(_captured_here(model, ids))} | adversarial()
     isas = args.isa or _native.isa_supported()
     rows = [row for name, cases in data.items() for row in _rows(name, cases, isas)]

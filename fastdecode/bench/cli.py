@@ -33,6 +33,7 @@ _COMMANDS = (
     "soak",
     "structured",
     "checkpoint",
+    "permute",
 )
 #: The module of each command. That of `rpart` has another name, because bench/rpart.py is the R-Part of one layer.
 _MODULES = {name: f"fastdecode.bench.{name}" for name in _COMMANDS} | {"rpart": "fastdecode.bench.dispatch"}

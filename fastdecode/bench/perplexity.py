@@ -26,6 +26,7 @@ from fastdecode.spart import Model, SPart, choose_device, choose_dtype, load_mod
 from fastdecode.spart.balance import balance_for
 from fastdecode.spart.batch import Chunk, SampleSpec, StepBatch
 from fastdecode.text.calibration import calibration_tokens
+from fastdecode.text.cut import cut
 from fastdecode.text.tokenizer import Tokenizer
 from fastdecode.transports.base import Link
 from fastdecode.transports.registry import connect
@@ -73,15 +74,16 @@ async def _run(args: argparse.Namespace) -> dict[str, Any]:
     device, path = choose_device("auto"), NodeConfig(model=args.model).model_path() or model_dir()
     dtype = choose_dtype(args.dtype, read_config(path).dtype, device)
     text = args.text.read_text() if args.text else heldout_text()
-    ids = cut(path, text, args.sequences, args.length)
-    calibration = calibration_tokens(Tokenizer.from_dir(path))
+    tokenizer = Tokenizer.from_dir(path)
+    ids = cut(tokenizer, text, args.sequences, args.length)
+    calibration = calibration_tokens(tokenizer)
     config = NodeConfig()
     node = EmbeddedRNode(config, split_machine(config, s_on_gpu=device.type == "cuda"))
     await node.start()
     rows: list[dict[str, Any]] = []
     try:
         for weights in args.weights or ["auto"]:
-            model = load_model(path, device=device, dtype=dtype, weights=weights)
+            model = load_model(path, device=device, dtype=dtype, weights=weights, calibration=calibration)
             for kv_dtype in args.kv_dtype or (["fp32"] if args.weights else KV_DTYPES):
                 balance_for(model, kv_dtype, calibration)
                 hello = model.hello(n_slots=1, max_rows=len(ids), kv_dtype=kv_dtype, kv_bytes=None, max_seqs=len(ids))
@@ -108,22 +110,6 @@ async def _run(args: argparse.Namespace) -> dict[str, Any]:
         "tokens": ids.size - len(ids),
         "rows": rows,
     }
-
-
-def cut(path: Path, text: str, sequences: int, length: int) -> np.ndarray:
-    """The text's first tokens as ids [sequences, length], int. Each row begins with the tokenizer's begin token if it
-    has one.
-
-    Raises ValueError if the text is too short.
-    """
-    tokenizer = Tokenizer.from_dir(path)
-    opening = tokenizer.encode("")
-    ids = tokenizer.encode(text, add_special_tokens=False)
-    body = length - len(opening)
-    if len(ids) < sequences * body:
-        raise ValueError(f"the text has {len(ids)} tokens; {sequences} sequences of {length} need {sequences * body}")
-    rows = np.array(ids[: sequences * body]).reshape(sequences, body)
-    return np.hstack([np.tile(np.array(opening, dtype=rows.dtype), (sequences, 1)), rows])
 
 
 def nats_per_token(model: Model, link: Link, ids: np.ndarray, progress: str | None = None) -> float:

@@ -87,7 +87,8 @@ def run_s_node(config: NodeConfig) -> None:
     _check_vocabulary(settings.tokenizer, backend.config)
     # They start while the weights are loaded.
     api_processes = ApiProcesses(config, sockets) if config.api_processes else None
-    model = backend.load(device, dtype, progress=sys.stderr.isatty(), weights=config.weights, adapters=adapters)
+    calibration = calibration_tokens(settings.tokenizer)
+    model = backend.load(device, dtype, sys.stderr.isatty(), config.weights, adapters, calibration)
     log.info(
         "%s by the %s backend, %s in %s, activations in %s",
         backend.config.architecture,
@@ -99,7 +100,7 @@ def run_s_node(config: NodeConfig) -> None:
     if device.type == "cpu" and computes_in_one_thread(config, model.parameters):
         torch.set_num_threads(1)
         log.info("the S-Part computes in one thread, because the model has only %d parameters", model.parameters)
-    balance_for(model, config.kv_dtype, calibration_tokens(settings.tokenizer))
+    balance_for(model, config.kv_dtype, calibration)
     exchange = node_exchange(config, device, split.mini_batches)
     log.info("exchange: %s", exchange)
     uvloop.run(_serve(config, settings, backend, model, exchange, api_processes or sockets, split, secret))

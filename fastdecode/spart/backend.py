@@ -40,13 +40,15 @@ class Backend:
         progress: bool = False,
         weights: str = "auto",
         adapters: Sequence[Adapter] = (),
+        calibration: Sequence[int] | None = None,
     ) -> Model | HFModel:
         """Load the weights, or quantise them: `weights` is "auto", "int8" or "int4". `progress` shows a progress bar on
-        stderr. `adapters` are LoRA adapters that chunks may use. Raises CheckpointError."""
+        stderr. `adapters` are LoRA adapters that chunks may use. `calibration` are the tokens of a text by which the
+        native decoder rounds to int4; see load_model. Raises CheckpointError."""
         if self.name == "native":
             from fastdecode.spart.loader import load_model
 
-            return load_model(self.directory, device, dtype, progress, weights, adapters)
+            return load_model(self.directory, device, dtype, progress, weights, adapters, calibration)
         from fastdecode.spart.hf.model import load_hf_model
 
         return load_hf_model(self.directory, device, dtype, progress, weights, adapters)

@@ -22,16 +22,15 @@ from dataclasses import replace
 
 import torch
 
-from fastdecode.spart.batch import Chunk
 from fastdecode.spart.config import Rope
-from fastdecode.spart.decoder import SPart, StepState
-from fastdecode.spart.prompt import PromptChunk
+from fastdecode.spart.decoder import SPart
+from fastdecode.spart.probe import prompt_state, sequences_of
 from fastdecode.spart.rope import RotaryEmbedding, rotate
 from fastdecode.spart.served import ServedModel
 from fastdecode.spart.weights import Balance, Layer, Model
 
-#: The tokens by which the second moments are estimated, in sequences.
-_SEQUENCES, _LENGTH = 4, 256
+#: The most sequences by which the second moments are estimated.
+_SEQUENCES = 4
 #: The positions of the rows that count a second time are below this, and within the model's context.
 _LATEST = 8192
 #: Added to the second moments, relative to their mean eigenvalue: what the estimate says of small ones is noise.
@@ -53,12 +52,8 @@ def balance_for(model: ServedModel, kv_dtype: str, tokens: Sequence[int]) -> Non
     generator = torch.Generator().manual_seed(0)
     config = model.config
     latest = min(_LATEST, config.max_positions)
-    begin = [] if config.bos_token_id is None else [config.bos_token_id]
-    text = torch.tensor([token for token in tokens if token < config.vocab_size])
-    length = min(_LENGTH, config.max_positions) - len(begin)
     found = []
-    for part in text[: _SEQUENCES * length].split(length):
-        sequence = torch.cat([torch.tensor(begin, dtype=torch.int64), part])
+    for sequence in sequences_of(config, tokens)[:_SEQUENCES]:
         later = torch.randint(max(latest - len(sequence), 1), (len(sequence),), generator=generator)
         found.append(_second_moments(spart, sequence, later))
     for layer, *of_sequences in zip(model.weights.layers, *found, strict=True):
@@ -138,31 +133,13 @@ def _power(matrix: torch.Tensor, exponent: float) -> torch.Tensor:
     return power
 
 
-class _NoLinks:
-    """A RowExchange of a step whose rows are one prompt, which no R-node sees."""
-
-    def __init__(self, model: Model, rows: int):
-        q_size, kv_size, o_size = model.config.row_sizes
-        self.kv = torch.empty(rows, kv_size, device=model.device, dtype=model.dtype)
-        self.q, self.o = self.kv.new_empty(0, q_size), self.kv.new_empty(0, o_size)
-
-    def post(self, layer: int, timeout: float) -> None:
-        """Does nothing."""
-
-    def wait(self, timeout: float) -> None:
-        """Does nothing."""
-
-
 def _second_moments(
     spart: SPart, tokens: torch.Tensor, later: torch.Tensor
 ) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """The second moments of Q and K, after RoPE, and of V, of each layer: fp64 [KV heads, head_size, head_size]. Each
     row of Q and K counts at its own position and at one that is `later` [tokens] behind it."""
-    model, n = spart.model, len(tokens)
-    chunk = Chunk(0, 0, 0, 0, tokens.tolist(), True, None)
-    prompt = PromptChunk(model.config, (0, 0, 0), chunk, slice(0, n), None)
-    inputs = {"tokens": tokens.to(model.device), "positions": torch.arange(n, device=model.device)}
-    state = StepState(spart, inputs, _NoLinks(model, n), [prompt])
+    model = spart.model
+    state = prompt_state(spart, tokens)
     moments = []
     turn = _turns(model.config.rope, model.config.head_size, later)
     for i, layer in enumerate(model.weights.layers):

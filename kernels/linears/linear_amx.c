@@ -105,7 +105,7 @@ FD_INLINE void sixteen_rows(const fd_linear_t *l, uint32_t tile, const fd_linear
     const __mmask16 outs = l->outs - out < FD_LINEAR_LANES ? (__mmask16)((1u << (l->outs - out)) - 1) : 0xffff;
     FD_UNROLL_ROWS
     for (uint32_t r = 0; r < TILE_ROWS; r++)
-        _mm512_mask_storeu_ps(y + (size_t)(row + r) * l->outs + out, outs, vec_fma(acc[r], unit, bias));
+        _mm512_mask_storeu_ps(y + (size_t)(row + r) * rows->stride + out, outs, vec_fma(acc[r], unit, bias));
 }
 
 static void tile_rows_amx(const fd_linear_t *l, uint32_t tile, const fd_linear_rows_t *rows, uint32_t n, float *y) {

@@ -25,8 +25,10 @@ FD_INLINE ivec_t ivec_sum(ivec_t x, ivec_t y) {
     return x;
 }
 
-FD_INLINE int32_t dot_offset(const fd_linear_t *l) { return l->bits == 8 && !l->rotated ? 128 - l->zero : -l->zero; }
-FD_INLINE int32_t dot_steps(const fd_linear_t *l) { return l->rotated ? FD_LINEAR_SIGNED_STEPS : 127; }
+FD_INLINE int32_t dot_offset(const fd_linear_t *l) {
+    return l->bits == 8 && !l->negated_sums ? 128 - l->zero : -l->zero;
+}
+FD_INLINE int32_t dot_steps(const fd_linear_t *l) { return l->negated_sums ? FD_LINEAR_SIGNED_STEPS : 127; }
 FD_INLINE ivec_t dot_start(const fd_linear_t *l, int32_t start, size_t sums, const kind_t kind) {
     if (kind != ROTATED) return ivec_set1(start);
     const ivec_t negated = _mm256_cvtepi16_epi32(_mm_loadu_si128((const __m128i *)(l->negated_sums + sums)));

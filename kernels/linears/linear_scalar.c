@@ -41,8 +41,8 @@ static void tile(const fd_linear_t *l, uint32_t tile, const fd_linear_rows_t *ro
             }
         }
         for (uint32_t lane = 0; lane < lanes; lane++)
-            y[(size_t)r * l->outs + first + lane] = acc[lane] * l->units[first + lane] +
-                                                    (l->bias ? l->bias[first + lane] : 0.0f);
+            y[(size_t)r * rows->stride + first + lane] = acc[lane] * l->units[first + lane] +
+                                                         (l->bias ? l->bias[first + lane] : 0.0f);
     }
 }
 

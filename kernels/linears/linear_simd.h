@@ -76,7 +76,7 @@ FD_INLINE void some_rows(const fd_linear_t *l, uint32_t tile, uint32_t lane, con
     for (uint32_t r = 0; r < n; r++) {
         float sums_of_row[LANES];
         vec_store(sums_of_row, vec_fma(acc[r], unit, bias));
-        memcpy(y + (size_t)(row + r) * l->outs + first, sums_of_row, outs * sizeof *sums_of_row);
+        memcpy(y + (size_t)(row + r) * rows->stride + first, sums_of_row, outs * sizeof *sums_of_row);
     }
 }
 
@@ -88,7 +88,7 @@ FD_INLINE void all_lanes(const fd_linear_t *l, uint32_t tile, const fd_linear_ro
 
 #define FD_SOME_ROWS(n)                                                                                                \
     for (; row + n <= rows_n; row += n, ahead.first += ahead.lines) {                                                  \
-        if (l->rotated) all_lanes(l, tile, rows, row, y, ahead, n, ROTATED);                                           \
+        if (l->rotated && l->bits == 8) all_lanes(l, tile, rows, row, y, ahead, n, ROTATED);                           \
         else if (l->bits == 8) all_lanes(l, tile, rows, row, y, ahead, n, BYTES);                                      \
         else if (l->table) all_lanes(l, tile, rows, row, y, ahead, n, CODES);                                          \
         else all_lanes(l, tile, rows, row, y, ahead, n, NIBBLES);                                                      \

@@ -39,8 +39,9 @@ static PyObject *linear_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
     if (!outs || !ins || outs > most || ins > most || !group || group > most || group % FD_LINEAR_BLOCK ||
         (bits != 4 && bits != 8) || zero < 0 || zero > 255 || passes < 1 || passes > 2)
         return PyErr_Format(PyExc_ValueError, "no such linear: %u x %u, %u bits, groups of %u", outs, ins, bits, group);
-    if (rotated && (bits != 8 || zero != 128 || passes != 1 || o[MINS] != Py_None)) {
-        PyErr_SetString(PyExc_ValueError, "a rotated matrix has 8 bits, the zero 128, one pass and no mins");
+    const int rotates = bits == 8 ? zero == 128 && o[MINS] == Py_None : o[TABLE] == Py_None;
+    if (rotated && (passes != 1 || !rotates)) {
+        PyErr_SetString(PyExc_ValueError, "a rotated matrix has one pass, and the zero 128 and no mins or no table");
         return NULL;
     }
     linear_t *self = (linear_t *)type->tp_alloc(type, 0);
@@ -68,7 +69,7 @@ static PyObject *linear_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
     l->bias = self->buffers[BIAS].buf;
     l->table = self->buffers[TABLE].buf;
     l->negated_sums = self->buffers[NEGATED_SUMS].buf;
-    const int is_signed = rotated && fd_linear_ops(self->isa)->wants_signed;
+    const int is_signed = rotated && bits == 8 && fd_linear_ops(self->isa)->wants_signed;
     if (is_signed != (l->negated_sums != NULL)) {
         Py_DECREF(self);
         return PyErr_Format(PyExc_ValueError, is_signed ? "negated_sums are missing" : "negated_sums are not wanted");
@@ -93,20 +94,26 @@ static void linear_dealloc(linear_t *self) {
 
 static PyObject *linear_run(linear_t *self, PyObject *args) {
     Py_buffer x, y;
-    unsigned threads;
-    if (!PyArg_ParseTuple(args, "y*w*I", &x, &y, &threads)) return NULL;
     const fd_linear_t *l = &self->linear;
+    unsigned threads, width = l->outs, first = 0;
+    if (!PyArg_ParseTuple(args, "y*w*I|II", &x, &y, &threads, &width, &first)) return NULL;
     const size_t row = l->ins * sizeof(float), rows = (size_t)x.len / row;
     int error = 0;
-    const int fits = (size_t)x.len == rows * row && (size_t)y.len == rows * l->outs * sizeof(float) && rows >> 24 == 0;
+    const int fits = (size_t)x.len == rows * row && rows >> 24 == 0 && width >= l->outs && first <= width - l->outs &&
+                     (size_t)y.len == rows * width * sizeof(float);
     if (fits && rows) {
         Py_BEGIN_ALLOW_THREADS
-        error = fd_linear_run(l, self->isa, x.buf, (uint32_t)rows, y.buf, threads ? threads : 1);
+        error =
+            fd_linear_run(l, self->isa, x.buf, (uint32_t)rows, (float *)y.buf + first, width, threads ? threads : 1);
         Py_END_ALLOW_THREADS
     }
     PyBuffer_Release(&x);
     PyBuffer_Release(&y);
-    if (!fits) return PyErr_Format(PyExc_ValueError, "x and y are not [rows, %u] and [rows, %u] fp32", l->ins, l->outs);
+    if (!fits)
+        return PyErr_Format(PyExc_ValueError,
+                            "x and y are not [rows, %u] and [rows, %u] fp32, or outputs %u to %u are not all "
+                            "among the latter",
+                            l->ins, width, first, first + l->outs);
     if (error) return PyErr_NoMemory();
     Py_RETURN_NONE;
 }
@@ -123,8 +130,9 @@ static PyObject *linear_wants_signed(PyObject *type, PyObject *unused) {
 
 static PyMethodDef methods[] = {
     {"wants_signed", linear_wants_signed, METH_NOARGS | METH_STATIC,
-     "wants_signed(): whether rotated matrices are stored as signed numbers, with negated sums."},
-    {"run", (PyCFunction)linear_run, METH_VARARGS, "run(x, y, threads): y [rows, outs] = x [rows, ins] W^T + b."},
+     "wants_signed(): whether rotated matrices of 8 bits are stored as signed numbers, with negated sums."},
+    {"run", (PyCFunction)linear_run, METH_VARARGS,
+     "run(x, y, threads, width=outs, first=0): y [rows, first:first+outs of width] = x [rows, ins] W^T + b."},
     {NULL, NULL, 0, NULL},
 };
 static PyGetSetDef getset[] = {

@@ -16,11 +16,12 @@ from kernel_budget import BF16, FLOATS, INT7, INT8, INT16, budget
 from rnode_process import RNodeProcess
 
 from fastdecode.bench import accuracy
-from fastdecode.bench.perplexity import cut
 from fastdecode.demo import heldout_text, model_dir
 from fastdecode.kernels import _native
 from fastdecode.region.contract import KV_DTYPES
 from fastdecode.spart import load_model
+from fastdecode.text.cut import cut
+from fastdecode.text.tokenizer import Tokenizer
 from fastdecode.transports.registry import connect
 
 ISAS = _native.isa_supported()
@@ -48,7 +49,7 @@ LOST = {
 @pytest.fixture(scope="module")
 def model_cases(tmp_path_factory) -> list[accuracy.Case]:
     model = load_model(model_dir(), device="cpu", dtype=torch.float32)
-    ids = cut(model_dir(), heldout_text(), 2, 140)
+    ids = cut(Tokenizer.from_dir(model_dir()), heldout_text(), 2, 140)
     node = RNodeProcess(f"shm://{tmp_path_factory.mktemp('r')}/r.sock", 1 << 26)
 
     async def decode() -> list[accuracy.Case]:
@@ -80,7 +81,7 @@ def test_captured_k_and_v_equal_those_of_transformers(model_cases):
     from transformers import AutoModelForCausalLM
 
     judge = AutoModelForCausalLM.from_pretrained(model_dir(), dtype=torch.float32).eval()
-    ids = torch.from_numpy(cut(model_dir(), heldout_text(), 2, 140))
+    ids = torch.from_numpy(cut(Tokenizer.from_dir(model_dir()), heldout_text(), 2, 140))
     with torch.inference_mode():
         layer = judge(ids, use_cache=True).past_key_values.layers[4]
     cases = model_cases[-4:]  # sequence 0's two heads, then sequence 1's

@@ -8,11 +8,12 @@ import pytest
 import torch
 from rnode_process import RNodeProcess
 
-from fastdecode.bench.perplexity import cut, nats_per_token
+from fastdecode.bench.perplexity import nats_per_token
 from fastdecode.demo import heldout_text, model_dir
 from fastdecode.spart import load_model
 from fastdecode.spart.balance import balance_digest, balance_for, balancing
 from fastdecode.text.calibration import calibration_tokens
+from fastdecode.text.cut import cut
 from fastdecode.text.tokenizer import Tokenizer
 from fastdecode.transports.registry import connect
 
@@ -27,7 +28,7 @@ def node(tmp_path_factory):
 
 
 async def nats(model, node, kv_dtype: str) -> float:
-    ids = cut(model_dir(), heldout_text(), SEQUENCES, LENGTH)
+    ids = cut(Tokenizer.from_dir(model_dir()), heldout_text(), SEQUENCES, LENGTH)
     link = await connect(node.url, model.hello(1, SEQUENCES, kv_dtype, None, SEQUENCES), None)
     try:
         return nats_per_token(model, link, ids)

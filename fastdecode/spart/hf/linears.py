@@ -13,11 +13,15 @@ from typing import Any
 import torch
 
 from fastdecode.spart.linears.base import Linear
-from fastdecode.spart.linears.quantised import HEAD_BITS
-from fastdecode.spart.linears.stack import make_linear
+from fastdecode.spart.linears.grouped import GroupedEmbedding, GroupedLinear
+from fastdecode.spart.linears.quantised import ACTIVATION_BITS, Quantised, quantise, quantise_head
+from fastdecode.spart.linears.stack import ConcatenatedLinear, make_linear
 
 #: Names of a module's linears that multiply the same rows, in the order in which the models call them.
 _TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+
+#: The linear that 8 bits serve better than 4; see Blueprint.
+_PRECISE = "v_proj"
 
 
 class Product:
@@ -63,11 +67,42 @@ class LinearModule(torch.nn.Module):
         return self.product.part(self.index, x)
 
 
+class EmbeddingModule(torch.nn.Module):
+    """A replacement for a quantised nn.Embedding, whose memory may be the LM head's."""
+
+    def __init__(self, module: torch.nn.Embedding, rows: GroupedEmbedding):
+        super().__init__()
+        #: Without data, as LinearModule's.
+        self.weight = torch.nn.Parameter(torch.empty_like(module.weight, device="meta"), requires_grad=False)
+        self.rows = rows
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """ids [...] -> [..., width]."""
+        return self.rows(ids.flatten()).view(*ids.shape, -1)
+
+
+def quantise_embedding(model: Any, bits: int) -> None:
+    """Replace the embedding of a model, and the LM head where both are one matrix. Does nothing to other kinds of
+    embeddings."""
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if type(embedding) is not torch.nn.Embedding:
+        return
+    weight = embedding.weight.data
+    device, dtype = weight.device, weight.dtype
+    tied = type(head) is torch.nn.Linear and head.weight.data_ptr() == weight.data_ptr()
+    parts = quantise_head(weight, bits) if tied else [quantise(weight, bits, ACTIVATION_BITS)]
+    linears = [GroupedLinear(part, None, device) for part in parts]
+    if tied:
+        linear = linears[0] if len(linears) == 1 else ConcatenatedLinear(linears)
+        model.set_output_embeddings(LinearModule(head, Product(linear, [head.out_features]), 0))
+    model.set_input_embeddings(EmbeddingModule(embedding, GroupedEmbedding(linears, dtype, shared=tied)))
+
+
 def replace_linears(module: Any, head: Any, bits: int | None) -> None:
     """Replace every plain nn.Linear below `module`, product by product, so that few weights exist twice at a time.
 
-    `bits` to quantise to; None: the module's own dtype. `head` is the LM head, which is quantised to HEAD_BITS. A
-    matrix in another kind of module stays as it is.
+    `bits` to quantise to; None: the module's own dtype. `head` is the LM head; see quantise_head. A matrix in
+    another kind of module stays as it is.
     """
     for parent in list(module.modules()):
         linears = {
@@ -77,9 +112,8 @@ def replace_linears(module: Any, head: Any, bits: int | None) -> None:
         }
         for names in _together(linears):
             members = {name: linears[name] for name in names}
-            wanted = HEAD_BITS if bits and head in members.values() else bits
             with contextlib.suppress(AttributeError):
-                _replace(parent, members, wanted)
+                _replace(parent, members, bits, head in members.values())
 
 
 def _together(linears: dict[str, torch.nn.Linear]) -> list[tuple[str, ...]]:
@@ -94,18 +128,26 @@ def _together(linears: dict[str, torch.nn.Linear]) -> list[tuple[str, ...]]:
     return groups + [(name,) for name in linears if name not in taken]
 
 
-def _replace(parent: torch.nn.Module, members: dict[str, torch.nn.Linear], bits: int | None) -> None:
+def _replace(parent: torch.nn.Module, members: dict[str, torch.nn.Linear], bits: int | None, is_head: bool) -> None:
     modules = list(members.values())
     weights = [module.weight.data for module in modules]
     biases = [module.bias.data for module in modules if module.bias is not None]
     bias = torch.cat(biases) if biases else None
-    linear = make_linear(weights, bias, weights[0].device, weights[0].dtype, bits)
+    device, dtype = weights[0].device, weights[0].dtype
+    parts: Sequence[torch.Tensor | Quantised] = weights
+    if bits and is_head:
+        parts = quantise_head(weights[0], bits)
+    elif bits:
+        own = [8 if name == _PRECISE else bits for name in members]
+        parts = [quantise(weight, n, ACTIVATION_BITS) for weight, n in zip(weights, own, strict=True)]
+    linear = make_linear(parts, bias, device, dtype)
     product = Product(linear, [module.out_features for module in modules])
     for index, (name, module) in enumerate(members.items()):
         setattr(parent, name, LinearModule(module, product, index))
 
 
 def replaced_bytes(module: Any) -> int:
-    """Bytes of memory that the products of replaced linears take."""
+    """Bytes of memory that the products of replaced linears and a replaced embedding take."""
     products = {part.product for part in module.modules() if isinstance(part, LinearModule)}
-    return sum(product.linear.nbytes for product in products)
+    embeddings = [part.rows for part in module.modules() if isinstance(part, EmbeddingModule)]
+    return sum(product.linear.nbytes for product in products) + sum(rows.nbytes for rows in embeddings)

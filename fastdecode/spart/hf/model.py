@@ -14,7 +14,7 @@ from fastdecode.spart.hf import adapters
 from fastdecode.spart.hf.attention import ATTENTION, register, running, split_attention
 from fastdecode.spart.hf.config import HFConfig, read_configs
 from fastdecode.spart.hf.fusion import use_row_ops
-from fastdecode.spart.hf.linears import replace_linears, replaced_bytes
+from fastdecode.spart.hf.linears import quantise_embedding, replace_linears, replaced_bytes
 from fastdecode.spart.linears.dense import can_pack
 from fastdecode.spart.linears.quantised import BITS
 from fastdecode.spart.lora.adapters import AdapterSet, Change
@@ -104,6 +104,8 @@ def load_hf_model(
     bits = BITS.get(weights)
     if bits or can_pack(device, dtype):
         with torch.inference_mode():
+            if bits:
+                quantise_embedding(module, bits)
             replace_linears(module, module.get_output_embeddings(), bits)
     change_bytes = _adapt_linears(module, adapter_set, device, dtype)
     if device.type == "cpu":

@@ -7,6 +7,8 @@ that costs 3 % of its perplexity. On another device the matrix is converted to t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 
@@ -30,7 +32,7 @@ class GroupedLinear(Linear):
         self._groups, self._table = matrix.scales.shape[1], matrix.table
         self._passes = 1 if matrix.activation_bits == 8 else 2
         self._rotated = matrix.rotated
-        self._signed = matrix.rotated and device.type == "cpu" and QuantisedLinear.wants_signed()
+        self._signed = matrix.rotated and self._bits == 8 and device.type == "cpu" and QuantisedLinear.wants_signed()
         rows = -(-self._outs // _LANES) * _LANES
         self._weights = _tiles(matrix, rows).to(device)
         self._negated_sums = _negated_sums(matrix, rows) if self._signed else None
@@ -75,8 +77,23 @@ class GroupedLinear(Linear):
                 x, weight = rotate(x / _ROTATED_NORM), weight * _ROTATED_NORM
             return F.linear(x, weight.to(x.dtype), bias)
         y = torch.empty(len(x), self._outs)
-        self._native.run(x.float().contiguous().numpy(), y.numpy(), torch.get_num_threads())
+        self.write(x.float().contiguous(), y, 0)
         return y.to(x.dtype)
+
+    @property
+    def outs(self) -> int:
+        """The rows of the matrix."""
+        return self._outs
+
+    @property
+    def writes(self) -> bool:
+        """Whether `write` may be called: on a CPU."""
+        return self._native is not None
+
+    def write(self, x: torch.Tensor, y: torch.Tensor, first: int) -> None:
+        """Write the product of x [n, in] to y [n, width], from column `first` on; both are fp32 and contiguous."""
+        assert self._native is not None, "only the kernels for a CPU write into a part of a tensor"
+        self._native.run(x.numpy(), y.numpy(), torch.get_num_threads(), y.shape[1], first)
 
     @property
     def nbytes(self) -> int:
@@ -110,20 +127,26 @@ class GroupedLinear(Linear):
 
 
 class GroupedEmbedding(Embedding):
-    """The rows of a GroupedLinear, which may be the LM head's: then embedding and head take memory once."""
+    """The rows of one or several GroupedLinears, one after another. They may be the LM head's: then embedding and head
+    take memory once."""
 
-    __slots__ = ("_dtype", "_linear", "nbytes")
+    __slots__ = ("_dtype", "_linears", "nbytes")
 
     nbytes: int
 
-    def __init__(self, linear: GroupedLinear, dtype: torch.dtype, shared: bool):
+    def __init__(self, linears: Sequence[GroupedLinear], dtype: torch.dtype, shared: bool):
         """`dtype` is that of activations. `shared`: the memory counts as the head's."""
-        self._linear = linear
+        self._linears = tuple(linears)
         self._dtype = dtype
-        self.nbytes = 0 if shared else linear.nbytes
+        self.nbytes = 0 if shared else sum(linear.nbytes for linear in linears)
 
     def __call__(self, ids: torch.Tensor) -> torch.Tensor:
-        return self._linear.rows(ids).to(self._dtype)
+        rows, first = self._linears[0].rows(ids.clamp_max(self._linears[0].outs - 1)), self._linears[0].outs
+        for linear in self._linears[1:]:
+            inside = linear.rows((ids - first).clamp(0, linear.outs - 1))
+            rows = torch.where((ids >= first)[:, None], inside, rows)
+            first += linear.outs
+        return rows.to(self._dtype)
 
 
 def _tiles(matrix: Quantised, rows: int) -> torch.Tensor:

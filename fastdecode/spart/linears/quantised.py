@@ -1,7 +1,8 @@
 """Quantised: a weight matrix in few bits, the common form of every quantised file, and rounding to it.
 
-Where activations are rounded as well, `quantise` rotates a matrix of 8 bits: see kernels/linears/linear.h. One large
-activation then does not make the others of its block coarse, and AVX2's kernel can round them to 7 bits.
+Where activations are rounded as well, `quantise` rotates the matrix: see kernels/linears/linear.h. One large activation
+then does not make the others of its block coarse, AVX2's kernel can round them to 7 bits, and a large weight is spread
+over its group.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ import torch.nn.functional as F
 
 #: Numbers that share a scale if we round the weights ourselves; kernels/linears rounds activations in such blocks.
 GROUP = 32
-#: Bits of the weights that `--weights` makes. The LM head has 8 in both: rounded to 4 bits it costs SmolLM2 6 % of its
-#: perplexity.
+#: Bits of the weights that `--weights` makes.
 BITS = {"int8": 8, "int4": 4}
-HEAD_BITS = 8
+#: Of an LM head in 4 bits, one row in so many has 8 bits: the first ones. Tokenizers number frequent pieces first, and
+#: errors of their logits count most: 4 bits for all rows cost SmolLM2 6 % of its perplexity, these 0.8 %.
+HEAD_SHARE_IN_8_BITS = 8
 #: With `--weights`, activations are rounded to 8 bits, for speed.
 ACTIVATION_BITS = 8
 
@@ -44,8 +46,9 @@ class Quantised:
     activation_bits: int = 15
     order: torch.Tensor | None = None  # [in]: the input that belongs to each column of `q`; None: the column's own
     table: tuple[int, ...] = ()  # the numbers, 0 to 32, that 4-bit codes stand for; empty: the codes themselves
-    #: Each block of GROUP inputs was multiplied by a Hadamard matrix / GROUP before it was rounded. Only with 8 bits,
-    #: zero 128, numbers within MOST_OF_FOUR, activations of 8 bits, and inputs that are whole groups.
+    #: Each block of GROUP inputs was multiplied by a Hadamard matrix / GROUP before it was rounded. Only with
+    #: activations of 8 bits and inputs that are whole groups; with 8 bits the zero is 128 and numbers are within
+    #: MOST_OF_FOUR, with 4 bits there is no table.
     rotated: bool = False
 
     @property
@@ -113,21 +116,30 @@ def concatenate(parts: Sequence[Quantised]) -> Quantised:
 def quantise(weight: torch.Tensor, bits: int, activation_bits: int = 15) -> Quantised:
     """Round a matrix [out, in] of any float dtype in groups of GROUP inputs.
 
-    8 bits are symmetric about zero, and rotated if activations have 8 as well and the inputs are whole groups. 4 bits
-    have a minimum too; scale and minimum start from the group's range and are then fitted to the rounded numbers by
-    least squares, where that makes the squared error smaller.
+    The matrix is rotated if activations have 8 bits and the inputs are whole groups. 8 bits are symmetric about zero.
+    4 bits have a minimum too; scale and minimum start from the group's range and are then fitted to the rounded numbers
+    by least squares, where that makes the squared error smaller.
     """
     step = max(1, _ELEMENTS // weight.shape[1])
     rows = [weight[i : i + step].float() for i in range(0, len(weight), step)]
-    rotated = bits == 8 and activation_bits == 8 and weight.shape[1] % GROUP == 0
-    matrix = concatenate([_round_to_8(part, rotated) if bits == 8 else _round_to_4(part) for part in rows])
+    rotated = activation_bits == 8 and weight.shape[1] % GROUP == 0
+    round_rows = _round_to_8 if bits == 8 else _round_to_4
+    matrix = concatenate([round_rows(part, rotated) for part in rows])
     return replace(matrix, activation_bits=activation_bits)
 
 
-def _grouped(weight: torch.Tensor) -> torch.Tensor:
-    """[out, in] -> [out, groups, GROUP], padded with zeros."""
-    ins = weight.shape[1]
-    return F.pad(weight, (0, -ins % GROUP)).view(len(weight), -1, GROUP)
+def quantise_head(weight: torch.Tensor, bits: int) -> list[Quantised]:
+    """Round an LM head [vocabulary, in]: the matrices of its first rows and, with 4 bits, of the others."""
+    if bits == 8:
+        return [quantise(weight, 8, ACTIVATION_BITS)]
+    first = -(-len(weight) // HEAD_SHARE_IN_8_BITS)
+    return [quantise(weight[:first], 8, ACTIVATION_BITS), quantise(weight[first:], 4, ACTIVATION_BITS)]
+
+
+def _grouped(weight: torch.Tensor, rotated: bool) -> torch.Tensor:
+    """[out, in] -> [out, groups, GROUP], padded with zeros, or rotated."""
+    groups = F.pad(weight, (0, -weight.shape[1] % GROUP)).view(len(weight), -1, GROUP)
+    return rotate(groups) / GROUP if rotated else groups
 
 
 def _numbers(q: torch.Tensor, ins: int) -> torch.Tensor:
@@ -143,9 +155,7 @@ def most_of_four(numbers: torch.Tensor) -> torch.Tensor:
 
 
 def _round_to_8(weight: torch.Tensor, rotated: bool) -> Quantised:
-    groups = _grouped(weight)
-    if rotated:
-        groups = rotate(groups) / GROUP
+    groups = _grouped(weight, rotated)
     scales = groups.abs().amax(2) / 127
     if rotated:  # rounding adds up to 1/2 to each of the four
         scales = torch.maximum(scales, most_of_four(groups.flatten(1)) / (MOST_OF_FOUR - 2))
@@ -153,8 +163,14 @@ def _round_to_8(weight: torch.Tensor, rotated: bool) -> Quantised:
     return Quantised(_numbers(q, weight.shape[1]), scales, None, 128, 8, GROUP, rotated=rotated)
 
 
-def _round_to_4(weight: torch.Tensor) -> Quantised:
-    groups = _grouped(weight)
+def _round_to_4(weight: torch.Tensor, rotated: bool) -> Quantised:
+    q, scales, mins = fit_4_bits(_grouped(weight, rotated))
+    return Quantised(_numbers(q, weight.shape[1]), scales[:, :, 0], mins[:, :, 0], 0, 4, GROUP, rotated=rotated)
+
+
+def fit_4_bits(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """groups [out, groups, inputs] fp32 -> their numbers, 0 to 15, of the same shape, and scales and minimums, both
+    [out, groups, 1]."""
 
     def rounded(scales: torch.Tensor, mins: torch.Tensor) -> torch.Tensor:
         return ((groups - mins) / scales.clamp_min(1e-30)).round_().clamp_(0, 15)
@@ -177,4 +193,4 @@ def _round_to_4(weight: torch.Tensor) -> Quantised:
         better = error < best
         scales, mins = torch.where(better, fitted, scales), torch.where(better, fitted_mins, mins)
         q, best = torch.where(better, trial, q), torch.where(better, error, best)
-    return Quantised(_numbers(q, weight.shape[1]), scales[:, :, 0], mins[:, :, 0], 0, 4, GROUP)
+    return q, scales, mins

@@ -17,13 +17,22 @@ from fastdecode.spart.linears.quantised import ACTIVATION_BITS, Quantised, conca
 class ConcatenatedLinear(Linear):
     """Linears of the same rows whose outputs stand side by side: parts that are stored in different forms."""
 
-    __slots__ = ("_parts",)
+    __slots__ = ("_parts", "_writers")
 
     def __init__(self, parts: Sequence[Linear]):
         self._parts = tuple(parts)
+        self._writers = [part for part in parts if isinstance(part, GroupedLinear) and part.writes]
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.cat([part(x) for part in self._parts], dim=1)
+        if len(self._writers) < len(self._parts):
+            return torch.cat([part(x) for part in self._parts], dim=1)
+        rows = x.float().contiguous()
+        y = torch.empty(len(x), sum(part.outs for part in self._writers))
+        first = 0
+        for part in self._writers:
+            part.write(rows, y, first)
+            first += part.outs
+        return y.to(x.dtype)
 
     @property
     def nbytes(self) -> int:

@@ -1,0 +1,48 @@
+"""probe: a prompt's pass through the layers without R-nodes, to see what the layers compute."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from fastdecode.spart.batch import Chunk
+from fastdecode.spart.config import ModelConfig
+from fastdecode.spart.decoder import SPart, StepState
+from fastdecode.spart.prompt import PromptChunk
+from fastdecode.spart.weights import Model
+
+_LENGTH = 256
+
+
+def sequences_of(config: ModelConfig, tokens: Sequence[int]) -> list[torch.Tensor]:
+    """The tokens of a text in sequences of at most 256, int64, each with the begin token of a model that has one.
+    Tokens that the model does not know are left out."""
+    begin = torch.tensor([] if config.bos_token_id is None else [config.bos_token_id], dtype=torch.int64)
+    length = min(_LENGTH, config.max_positions) - len(begin)
+    known = torch.tensor([token for token in tokens if token < config.vocab_size], dtype=torch.int64)
+    return [torch.cat([begin, part]) for part in known.split(length)]
+
+
+def prompt_state(spart: SPart, tokens: torch.Tensor) -> StepState:
+    """The state before the first layer of a step whose only rows are the prompt `tokens` [n]."""
+    model, n = spart.model, len(tokens)
+    chunk = Chunk(0, 0, 0, 0, tokens.tolist(), True, None)
+    prompt = PromptChunk(model.config, (0, 0, 0), chunk, slice(0, n), None)
+    inputs = {"tokens": tokens.to(model.device), "positions": torch.arange(n, device=model.device)}
+    return StepState(spart, inputs, _NoLinks(model, n), [prompt])
+
+
+class _NoLinks:
+    """A RowExchange of a step whose rows are one prompt, which no R-node sees."""
+
+    def __init__(self, model: Model, rows: int):
+        q_size, kv_size, o_size = model.config.row_sizes
+        self.kv = torch.empty(rows, kv_size, device=model.device, dtype=model.dtype)
+        self.q, self.o = self.kv.new_empty(0, q_size), self.kv.new_empty(0, o_size)
+
+    def post(self, layer: int, timeout: float) -> None:
+        """Does nothing."""
+
+    def wait(self, timeout: float) -> None:
+        """Does nothing."""
