@@ -71,7 +71,7 @@ class Machine:
 
     def close(self) -> None:
         self._shell.kill()
-        self._shell.wait()
+        self._shell.communicate()
 
 
 @contextlib.contextmanager
@@ -112,7 +112,7 @@ def test_the_page_as_a_new_user_would_follow_it():
         print("delay of 0.1 ms:", "yes" if stack.enter_context(network()) else "no, the kernel has no sch_netem")
         folder = Path(tempfile.mkdtemp(dir="/var/tmp"))  # every machine has a /tmp of its own
         stack.callback(shutil.rmtree, folder)
-        (folder / "chat").symlink_to(model_dir())
+        shutil.copytree(model_dir(), folder / "chat")
         secret = folder / "secret"
         secret.write_bytes(os.urandom(32))
         secret.chmod(0o600)

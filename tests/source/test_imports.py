@@ -16,7 +16,7 @@ PYTHON = {
     "kernels": ["region"],
     "transports": ["region"],
     "gguf": [],
-    "text": ["gguf"],
+    "text": ["demo", "gguf"],
     "demo": [],
     "spart": ["region", "kernels", "transports", "gguf"],
     "engine": ["region", "transports", "spart"],

@@ -11,8 +11,6 @@ from fastdecode.spart.linears.quantised import ACTIVATION_BITS, GROUP, Quantised
 
 log = logging.getLogger(__name__)
 
-#: How many inputs share a scale and a minimum, the first number of which the inputs are a multiple.
-_SHARING = (2 * GROUP, GROUP)
 _DAMPING = (0.01, 0.1, 1.0)  # added to the moments' diagonal, relative to its mean: the first that can be inverted
 
 
@@ -24,18 +22,17 @@ def quantise_compensated(weight: torch.Tensor, moments: torch.Tensor) -> Quantis
     Without whole groups of inputs, or with moments that are not finite, this is `quantise`.
     """
     outs, ins = weight.shape
-    sharing = next((n for n in _SHARING if ins % n == 0), 0)
-    factor = _inverse_factor(moments) if sharing else None
+    factor = _inverse_factor(moments) if ins % GROUP == 0 else None
     if factor is None:
         return quantise(weight, 4, ACTIVATION_BITS)
     left = rotate(weight.float()) / GROUP  # columns that are not rounded hold what they have taken up
     numbers = torch.empty(ins, outs, dtype=torch.uint8, device=weight.device)
-    scales, mins = (left.new_empty(ins // sharing, outs) for _ in range(2))
-    for start in range(0, ins, sharing):
-        columns = left[:, start : start + sharing]
+    scales, mins = (left.new_empty(ins // GROUP, outs) for _ in range(2))
+    for start in range(0, ins, GROUP):
+        columns = left[:, start : start + GROUP]
         scale, minimum = (part.flatten() for part in fit_4_bits(columns[:, None])[1:])
-        scales[start // sharing], mins[start // sharing] = scale, minimum
-        own = factor[start : start + sharing, start : start + sharing]
+        scales[start // GROUP], mins[start // GROUP] = scale, minimum
+        own = factor[start : start + GROUP, start : start + GROUP]
         group = columns.mT.contiguous()
         errors = torch.empty_like(group)
         for i, column in enumerate(group):
@@ -43,9 +40,9 @@ def quantise_compensated(weight: torch.Tensor, moments: torch.Tensor) -> Quantis
             numbers[start + i] = q.to(torch.uint8)
             errors[i] = (column - (q * scale + minimum)) / own[i, i]
             group[i + 1 :] -= own[i, i + 1 :, None] * errors[i]
-        left[:, start + sharing :].addmm_(errors.mT, factor[start : start + sharing, start + sharing :], alpha=-1)
+        left[:, start + GROUP :].addmm_(errors.mT, factor[start : start + GROUP, start + GROUP :], alpha=-1)
     scales, mins, numbers = (part.mT.contiguous() for part in (scales, mins, numbers))
-    return Quantised(numbers, scales, mins, 0, 4, sharing, activation_bits=ACTIVATION_BITS, rotated=True)
+    return Quantised(numbers, scales, mins, 0, 4, GROUP, activation_bits=ACTIVATION_BITS, rotated=True)
 
 
 def _inverse_factor(moments: torch.Tensor) -> torch.Tensor | None:
