@@ -172,7 +172,7 @@ _PAGES = ("pages_total", "pages_max")
 def pages_of(n_pages: int, n: int, max_seqs: int) -> int:
     """The pages of a team of `n` whose smallest member has `n_pages`, whatever sequences they hold.
 
-    Of a sequence's p pages member 0, which has the most, keeps at most (p + n - 1) / n.
+    Member 0, which has the most, keeps at most (p + n - 1) / n of a sequence's p pages.
     """
     return max(n_pages, n * n_pages - max_seqs * (n - 1))
 

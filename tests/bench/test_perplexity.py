@@ -8,9 +8,11 @@ import pytest
 import torch
 from rnode_process import RNodeProcess
 
-from fastdecode.bench.perplexity import cut, nats_per_token
+from fastdecode.bench.perplexity import nats_per_token
 from fastdecode.demo import heldout_text, model_dir
 from fastdecode.spart import load_model
+from fastdecode.text.cut import cut
+from fastdecode.text.tokenizer import Tokenizer
 from fastdecode.transports.registry import connect
 
 SEQUENCES, LENGTH = 32, 160
@@ -32,7 +34,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def ids():
-    return cut(model_dir(), heldout_text(), SEQUENCES, LENGTH)
+    return cut(Tokenizer.from_dir(model_dir()), heldout_text(), SEQUENCES, LENGTH)
 
 
 async def perplexity(model, node, ids, kv_dtype) -> float:

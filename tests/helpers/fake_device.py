@@ -120,7 +120,7 @@ class EmptyParameters:
     def tensor(self, name: str, *shape: int) -> torch.Tensor:
         return torch.empty(shape, device=self._device, dtype=self._dtype)
 
-    def linear(self, names: list[str], outs: list[int], width: int, bias: bool, head: bool = False) -> Any:
+    def linear(self, names: list[str], outs: list[int], width: int, bias: bool, **_: Any) -> Any:
         from fastdecode.spart.linears.dense import make_dense
 
         return make_dense(self.tensor("", sum(outs), width), self.tensor("", sum(outs)) if bias else None)
@@ -129,6 +129,9 @@ class EmptyParameters:
         from fastdecode.spart.linears.dense import DenseEmbedding
 
         return DenseEmbedding(self.tensor(name, rows, width))
+
+    def block_read(self, weights: Any, index: int) -> None:
+        """Does nothing."""
 
     def tied(self, name: str, rows: int, width: int) -> tuple[Any, Any]:
         return self.embedding(name, rows, width), self.linear([name], [rows], width, False)
