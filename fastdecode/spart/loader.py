@@ -29,7 +29,7 @@ from fastdecode.spart.linears.dense import DenseEmbedding, make_dense
 from fastdecode.spart.linears.experts import ExpertLinears
 from fastdecode.spart.linears.grouped import GroupedEmbedding, GroupedLinear
 from fastdecode.spart.linears.quantised import ACTIVATION_BITS, BITS, Quantised, quantise, quantise_head
-from fastdecode.spart.linears.stack import ConcatenatedLinear, make_experts, make_linear
+from fastdecode.spart.linears.stack import make_experts, make_linear, side_by_side
 from fastdecode.spart.lora.adapters import AdaptedLinear, AdapterSet
 from fastdecode.spart.lora.files import Adapter
 from fastdecode.spart.mxfp4 import MXFP4Checkpoint
@@ -313,8 +313,7 @@ class _Loading:
         self._progress.update(rows * width)
         if parts:
             linears = [GroupedLinear(part, None, self._device) for part in parts]
-            head = linears[0] if len(linears) == 1 else ConcatenatedLinear(linears)
-            return GroupedEmbedding(linears, self._dtype, shared=True), head
+            return GroupedEmbedding(linears, self._dtype, shared=True), side_by_side(linears)
         assert isinstance(matrix, torch.Tensor)
         weight = matrix.to(self._device, self._dtype, copy=True)
         return DenseEmbedding(weight), make_dense(weight)

@@ -15,7 +15,7 @@ import torch
 from fastdecode.spart.linears.base import Linear
 from fastdecode.spart.linears.grouped import GroupedEmbedding, GroupedLinear
 from fastdecode.spart.linears.quantised import ACTIVATION_BITS, Quantised, quantise, quantise_head
-from fastdecode.spart.linears.stack import ConcatenatedLinear, make_linear
+from fastdecode.spart.linears.stack import make_linear, side_by_side
 
 #: Names of a module's linears that multiply the same rows, in the order in which the models call them.
 _TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -93,8 +93,7 @@ def quantise_embedding(model: Any, bits: int) -> None:
     parts = quantise_head(weight, bits) if tied else [quantise(weight, bits, ACTIVATION_BITS)]
     linears = [GroupedLinear(part, None, device) for part in parts]
     if tied:
-        linear = linears[0] if len(linears) == 1 else ConcatenatedLinear(linears)
-        model.set_output_embeddings(LinearModule(head, Product(linear, [head.out_features]), 0))
+        model.set_output_embeddings(LinearModule(head, Product(side_by_side(linears), [head.out_features]), 0))
     model.set_input_embeddings(EmbeddingModule(embedding, GroupedEmbedding(linears, dtype, shared=tied)))
 
 

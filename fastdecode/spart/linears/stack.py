@@ -39,6 +39,11 @@ class ConcatenatedLinear(Linear):
         return sum(part.nbytes for part in self._parts)
 
 
+def side_by_side(linears: Sequence[Linear]) -> Linear:
+    """One linear of linears of the same rows; an only one is itself."""
+    return linears[0] if len(linears) == 1 else ConcatenatedLinear(linears)
+
+
 class PermutedLinear(Linear):
     """A linear whose input columns are stored in another order (GPTQ with act-order)."""
 
@@ -84,7 +89,7 @@ def make_linear(
             matrix = concatenate([part for part in members if isinstance(part, Quantised)])
             linear: Linear = GroupedLinear(matrix, part_bias, device)
             linears.append(linear if matrix.order is None else PermutedLinear(linear, matrix.order.to(device)))
-    return linears[0] if len(linears) == 1 else ConcatenatedLinear(linears)
+    return side_by_side(linears)
 
 
 def make_experts(
