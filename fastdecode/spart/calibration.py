@@ -1,7 +1,7 @@
 """Calibration: blocks are rounded to 4 bits as they are loaded, for the inputs that a text's tokens bring them.
 
-Rounded one by one, weights of 4 bits cost a small model more than a tenth of its perplexity. Here tokens pass through a
-block before it is rounded, and GPTQ (linears/compensated.py) makes the error small for such inputs; then they pass
+Rounded one by one, weights of 4 bits cost a small model much of its quality. Here tokens pass through a block before it
+is rounded, and GPTQ (linears/compensated.py) makes the error small for such inputs; then they pass
 through the rounded block, so that the next block is fitted to the errors of those before it. Only one block is in
 memory in 16 or 32 bits.
 """

@@ -103,7 +103,7 @@ class Model(ServedModel):
         return hidden, widest
 
 
-#: The index of V among Q, K and V: 4 bits of V cost SmolLM2 a third of what 4 bits of all matrices cost.
+#: The index of V among Q, K and V. The matrix of V is small and loses most in 4 bits.
 _V = 2
 
 
@@ -133,7 +133,7 @@ class ParameterReader(Protocol):
         """The embedding `name`, [rows, width]."""
 
     def block_read(self, weights: Weights, index: int) -> None:
-        """All parameters of the last block of weights.layers, `index`, were asked for."""
+        """The block `index`, the last one in weights.layers so far, has all of its parameters."""
 
     def tied(self, name: str, rows: int, width: int) -> tuple[Embedding, Linear]:
         """The embedding `name`, [rows, width], and the LM head with the same weight."""
