@@ -38,17 +38,22 @@ FD_INLINE __m256i multiply_pairs(fd_kv_dtype_t format, int is_v, vec_t x, vec_t 
     if (format == FD_KV_INT8 && is_v) return _mm256_maddubs_epi16(vec_ints(y), vec_ints(x));
     return _mm256_maddubs_epi16(vec_ints(x), vec_ints(y));
 }
+/* The sums are pinned, because gcc otherwise starts the products of many rows at once and has no register left for some
+ * of the sums. A sum that lies in memory waits for its store in every step. */
 FD_INLINE vec_t kv_multiply_add(fd_kv_dtype_t format, int is_v, vec_t x, vec_t y, vec_t sum) {
     if (!fd_kv_is_int(format)) return vec_fma(x, y, sum);
     const __m256i products = _mm256_madd_epi16(multiply_pairs(format, is_v, x, y), _mm256_set1_epi16(1));
-    return vec_bits(_mm256_add_epi32(vec_ints(sum), products));
+    return vec_pin(vec_bits(_mm256_add_epi32(vec_ints(sum), products)));
 }
 
 /* A pair of int4's products is at most 2 * 15 * 127, so 16 bits hold the sum of 8 pairs, which are those of 4 words. */
 #define FD_HAS_NARROW_SUMS
 FD_INLINE uint32_t kv_narrow_words(fd_kv_dtype_t format) { return format == FD_KV_INT4 ? 4 : 0; }
+FD_INLINE vec_t kv_multiply_narrow(fd_kv_dtype_t format, int is_v, vec_t x, vec_t y) {
+    return vec_pin(vec_bits(multiply_pairs(format, is_v, x, y)));
+}
 FD_INLINE vec_t kv_multiply_add_narrow(fd_kv_dtype_t format, int is_v, vec_t x, vec_t y, vec_t narrow) {
-    return vec_bits(_mm256_add_epi16(vec_ints(narrow), multiply_pairs(format, is_v, x, y)));
+    return vec_pin(vec_bits(_mm256_add_epi16(vec_ints(narrow), multiply_pairs(format, is_v, x, y))));
 }
 FD_INLINE vec_t kv_widen_add(vec_t narrow, vec_t sum) {
     return vec_bits(_mm256_add_epi32(vec_ints(sum), _mm256_madd_epi16(vec_ints(narrow), _mm256_set1_epi16(1))));

@@ -24,43 +24,48 @@ FD_INLINE multipliers_t weight_multipliers(fd_kv_dtype_t format, float weights[]
 }
 
 #ifdef FD_HAS_NARROW_SUMS
+/* Adds the products of one word of each lane of the tile to `narrow`, or (`first`) replaces `narrow` by them. */
+FD_INLINE void multiply_word(const fd_kv_dtype_t format, const int is_v, const int rows, const int vecs,
+                             const int first, const uint8_t *matrix, multipliers_t multipliers, const uint8_t *ahead,
+                             vec_t narrow[][MAX_VECS]) {
+    const size_t vec_bytes = LANES * fd_word_bytes(format);
+    const int parts = kv_parts(format);
+    vec_t words[MAX_VECS];
+    FD_UNROLL
+    for (int i = 0; i < vecs; i++) {
+        if (i * vec_bytes % LINE == 0) __builtin_prefetch(ahead + i * vec_bytes, 0, PREFETCH_LOCALITY);
+        words[i] = vec_pin(kv_load(format, matrix + i * vec_bytes));
+    }
+    FD_UNROLL
+    for (int u = 0; u < parts; u++) {
+        vec_t x[MAX_VECS];
+        FD_UNROLL
+        for (int i = 0; i < vecs; i++) x[i] = vec_pin(kv_unpack(format, is_v, words[i], u));
+        FD_UNROLL
+        for (int r = 0; r < rows; r++) {
+            const vec_t y = vec_broadcast(multipliers.at + u * multipliers.part_stride + r * multipliers.row_stride);
+            FD_UNROLL
+            for (int i = 0; i < vecs; i++)
+                narrow[r][i] = first && u == 0 ? kv_multiply_narrow(format, is_v, x[i], y)
+                                               : kv_multiply_add_narrow(format, is_v, x[i], y, narrow[r][i]);
+        }
+    }
+}
+
 /* multiply, below, for a format whose products are first summed in 16 bits, over kv_narrow_words words. It multiplies
  * one part of all vectors before the next part. */
 FD_INLINE void multiply_narrow(const fd_kv_dtype_t format, const int is_v, const int rows, const int vecs,
                                const uint8_t *matrix, size_t stride, uint32_t from, uint32_t to,
                                multipliers_t multipliers, const uint8_t *ahead, vec_t sum[][MAX_VECS]) {
-    const size_t vec_bytes = LANES * fd_word_bytes(format), step = vecs * vec_bytes;
-    const int parts = kv_parts(format);
+    const size_t step = vecs * LANES * fd_word_bytes(format);
     matrix += from * stride;
     multipliers.at += from * multipliers.word_stride;
     for (uint32_t s = from; s < to;) {
         const uint32_t end = to - s > kv_narrow_words(format) ? s + kv_narrow_words(format) : to;
         vec_t narrow[MAX_BLOCK][MAX_VECS];
-        FD_UNROLL
-        for (int r = 0; r < rows; r++) FD_UNROLL
-        for (int i = 0; i < vecs; i++) narrow[r][i] = vec_zero();
-        for (; s < end; s++, matrix += stride, multipliers.at += multipliers.word_stride, ahead += step) {
-            vec_t words[MAX_VECS];
-            FD_UNROLL
-            for (int i = 0; i < vecs; i++) {
-                if (i * vec_bytes % LINE == 0) __builtin_prefetch(ahead + i * vec_bytes, 0, PREFETCH_LOCALITY);
-                words[i] = vec_pin(kv_load(format, matrix + i * vec_bytes));
-            }
-            FD_UNROLL
-            for (int u = 0; u < parts; u++) {
-                vec_t x[MAX_VECS];
-                FD_UNROLL
-                for (int i = 0; i < vecs; i++) x[i] = vec_pin(kv_unpack(format, is_v, words[i], u));
-                FD_UNROLL
-                for (int r = 0; r < rows; r++) {
-                    const vec_t y =
-                        vec_broadcast(multipliers.at + u * multipliers.part_stride + r * multipliers.row_stride);
-                    FD_UNROLL
-                    for (int i = 0; i < vecs; i++)
-                        narrow[r][i] = kv_multiply_add_narrow(format, is_v, x[i], y, narrow[r][i]);
-                }
-            }
-        }
+        multiply_word(format, is_v, rows, vecs, 1, matrix, multipliers, ahead, narrow);
+        while (matrix += stride, multipliers.at += multipliers.word_stride, ahead += step, ++s < end)
+            multiply_word(format, is_v, rows, vecs, 0, matrix, multipliers, ahead, narrow);
         FD_UNROLL
         for (int r = 0; r < rows; r++) FD_UNROLL
         for (int i = 0; i < vecs; i++) sum[r][i] = kv_widen_add(narrow[r][i], sum[r][i]);
