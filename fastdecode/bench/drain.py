@@ -1,8 +1,9 @@
 """Drain an R-node under load: how long each stream pauses while its K and V move to another R-node, in steps.
 
-Streams decode on one R-node, a second one joins, and the first is drained. A stream's pause is the number of steps of
-its mini-batch between two of its tokens that had no row of it; without a move there is none. Times are those between
-two tokens of a stream, before and during the drain.
+Two R-nodes have equally many streams, and one of them is drained. Both have their memory faulted in, as with
+--prefault. A stream's pause is the number of steps of its mini-batch between two of its tokens that had no row of it;
+without a move there is none. It is no whole number if the stream goes on in another mini-batch. Times are those between
+two tokens of a stream, before and during the drain, of all streams, moved or not.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ _BEFORE = 20
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", type=Path, metavar="DIR", help="checkpoint; default: the demo model")
-    parser.add_argument("--streams", type=int, default=64, help="streams on the R-node that is drained")
+    parser.add_argument("--streams", type=int, default=64, help="streams on each of the two R-nodes")
     parser.add_argument("--context", type=int, default=300, help="prompt tokens of each stream")
     parser.add_argument("--transport", choices=("shm", "tcp"), default="tcp")
     parser.add_argument("--mini-batches", type=int, default=2)
     parser.add_argument("--kv-dtype", choices=KV_DTYPES, default="fp16")
-    parser.add_argument("--kv-memory", type=int, default=2 << 30, metavar="BYTES", help="of each R-node")
+    parser.add_argument("--kv-memory", type=int, default=1 << 30, metavar="BYTES", help="of each R-node")
     parser.add_argument("--s-threads", type=int, default=1, help="threads of the S-Part")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -78,23 +79,25 @@ async def _run(args: argparse.Namespace) -> dict[str, Any]:
     directory = args.model or model_dir()
     device = choose_device("cpu")
     model = load_model(directory, device=device, dtype=choose_dtype("auto", read_config(directory).dtype, device))
-    rows = max(256, args.streams)
+    rows = max(256, 2 * args.streams)
     async with AsyncExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         links = []
         for name in ("a", "b"):
             url = f"shm://{folder}/{name}.sock" if args.transport == "shm" else "tcp://127.0.0.1:0"
-            child = RNodeChild(url, 50, args.kv_memory, None)
+            child = RNodeChild(url, 50, args.kv_memory, None, prefault=True)
             stack.callback(child.close)
             hello = model.hello(args.mini_batches, rows, args.kv_dtype, args.kv_memory // 2, 4 * args.streams)
             links.append(await connect(child.url, hello, None))
             stack.push_async_callback(links[-1].close)
-        # The second R-node joins once all streams are on the first.
+        for link in links:
+            while (await link.stats())["prefault_left"]:
+                await asyncio.sleep(0.01)
         engine = Engine(
-            SPart(model, links[:1]),
-            links[:1],
+            SPart(model, links),
+            links,
             mini_batches=args.mini_batches,
-            max_batch_size=args.streams,
+            max_batch_size=2 * args.streams,
             max_batch_tokens=rows,
         )
         await engine.start()
@@ -105,7 +108,7 @@ async def _run(args: argparse.Namespace) -> dict[str, Any]:
 async def _drain(args: argparse.Namespace, engine: Engine, links: list[Any]) -> dict[str, Any]:
     rng = random.Random(args.seed)
     vocabulary = engine.spart.config.vocab_size
-    streams = [_Stream(engine) for _ in range(args.streams)]
+    streams = [_Stream(engine) for _ in range(2 * args.streams)]
     most = engine.max_model_len - args.context
     params = SamplingParams(temperature=0.0, max_tokens=most, ignore_eos=True)
     running = []
@@ -124,7 +127,7 @@ async def _drain(args: argparse.Namespace, engine: Engine, links: list[Any]) -> 
             await asyncio.sleep(0.001)
 
     await tokens(1)
-    engine.add_link(links[1])
+    on_first = len(engine.scheduler.running_on(engine.cluster.nodes[0]))
     began = time.perf_counter()
     await tokens(_BEFORE)
     drained = time.perf_counter()
@@ -135,12 +138,12 @@ async def _drain(args: argparse.Namespace, engine: Engine, links: list[Any]) -> 
     totals = engine.stats.totals
     before = [gap for stream in streams for gap in stream.gaps(began, drained)]
     longest = [max(stream.gaps(drained, time.perf_counter())) for stream in streams]
-    missed = [max(0, round(steps / args.mini_batches) - 1) for _, steps in longest]
+    missed = [max(0.0, round(steps / args.mini_batches - 1, 2)) for _, steps in longest]
     for seq in running:
         engine.cancel(seq)
     usual = statistics.median(seconds for seconds, _ in before)
     return {
-        "streams": args.streams,
+        "streams": on_first,
         "transport": args.transport,
         "moved": totals.moved,
         "recomputed": totals.recomputed,
@@ -151,7 +154,7 @@ async def _drain(args: argparse.Namespace, engine: Engine, links: list[Any]) -> 
             "median": statistics.median(seconds for seconds, _ in longest) * 1e3,
             "longest": max(seconds for seconds, _ in longest) * 1e3,
         },
-        "steps_missed": {str(n): missed.count(n) for n in sorted(set(missed))},
+        "steps_missed": {f"{n:g}": missed.count(n) for n in sorted(set(missed))},
         "longest_pause_steps": max(missed),
         "longest_pause_in_usual_steps": max(seconds for seconds, _ in longest) / usual - 1,
     }

@@ -1,7 +1,8 @@
 """An R-node in a process of its own for a benchmark.
 
-`python -m fastdecode.bench.rnode_child URLS SPIN_US KV_BYTES THREADS [CPU]` prints the URLs that it listens on. It ends
-when its standard input is closed, so at the latest with its parent. URLs are separated by spaces.
+`python -m fastdecode.bench.rnode_child URLS SPIN_US KV_BYTES THREADS PREFAULT [CPU]` prints the URLs that it listens
+on. It ends when its standard input is closed, so at the latest with its parent. URLs are separated by spaces; PREFAULT
+is 0 or 1.
 """
 
 from __future__ import annotations
@@ -20,8 +21,10 @@ class RNodeChild:
     start.
     """
 
-    def __init__(self, url: str, spin_us: int, kv_bytes: int, cpu: int | None, threads: int = 1):
-        argv = [sys.executable, "-m", __name__, url, str(spin_us), str(kv_bytes), str(threads)]
+    def __init__(
+        self, url: str, spin_us: int, kv_bytes: int, cpu: int | None, threads: int = 1, prefault: bool = False
+    ):
+        argv = [sys.executable, "-m", __name__, url, str(spin_us), str(kv_bytes), str(threads), str(int(prefault))]
         if cpu is not None:
             argv.append(str(cpu))
         self._process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -43,8 +46,15 @@ class RNodeChild:
             self._process.wait()
 
 
-async def _serve(urls: list[str], spin_us: int, kv_bytes: int, threads: int, *cpus: int) -> None:
-    node = RNode(threads=threads, kv_bytes=kv_bytes, cpus=cpus or None, spin_us=spin_us, name="benchmark")
+async def _serve(urls: list[str], spin_us: int, kv_bytes: int, threads: int, prefault: int, *cpus: int) -> None:
+    node = RNode(
+        threads=threads,
+        kv_bytes=kv_bytes,
+        cpus=cpus or None,
+        spin_us=spin_us,
+        name="benchmark",
+        prefault=bool(prefault),
+    )
     try:
         print(*await node.serve(urls, None), flush=True)
         await asyncio.to_thread(sys.stdin.read)

@@ -339,7 +339,13 @@ class REngineGrant:
             "region_bytes": self._region_bytes,
             "kv_free": self._node.kv_free,
             "roofline": self._node.roofline,
+            "prefault_left": self._prefault_left(),
         }
+
+    def _prefault_left(self) -> int:
+        """Bytes of the lease that --prefault has yet to fault in."""
+        done, total, error = self._link.prefault
+        return 0 if error else total - done
 
     def close(self) -> None:
         stats = self._link.stats()

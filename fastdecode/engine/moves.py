@@ -34,6 +34,9 @@ log = logging.getLogger(__name__)
 #: Sequences that are moved off an R-node at the same time. One after the other, streams pause least: on two cores,
 #: `fastdecode-bench drain` showed longer pauses with four at once.
 _TOGETHER = 1
+#: With at most so many sequences to move, none begins to move until the last one has had a step at its new place: its
+#: copy would make that step longer. With more, the R-node would take too long to empty.
+_APART = 128
 #: Blocks that a sequence may fill while its whole blocks are copied. One that fills more is copied again.
 _SPARE_BLOCKS = 2
 #: A target that has failed to take a sequence is not tried again for so many seconds.
@@ -115,6 +118,8 @@ class Mover:
         try:
             done = await self._copy(seq, *old, target, handle, pages)
             self.moved += done
+            if done and len(self._scheduler.running_on(source)) <= _APART:
+                await self._step(seq, target)
         except _CalledOff:
             pass
         except CallRefused as error:
@@ -163,6 +168,12 @@ class Mover:
         finally:
             self._scheduler.let_go(seq, (target, handle, pages) if arrived else None)
         return arrived
+
+    async def _step(self, seq: Sequence, node: RNodeLedger) -> None:
+        """Wait for the next step of a sequence on `node`, or until it has left."""
+        cached = seq.cached
+        while seq.node is node and seq.mini_batch is not None and seq.cached == cached and not seq.cancelled:
+            await self.change()
 
     async def _ask(self, node: RNodeLedger, request: Awaitable[None]) -> None:
         """Await a request to an R-node. Raises CallRefused, and _CalledOff if the R-node is lost."""

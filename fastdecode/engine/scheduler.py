@@ -215,12 +215,12 @@ class Scheduler:
             self._running.starved.remove(seq)
 
     def let_go(self, seq: Sequence, place: tuple[RNodeLedger, Handle, PageTable] | None) -> None:
-        """Let a sequence that was held go on at `place`: an R-node, and the handle and pages there. None: where it
-        was."""
+        """Let a sequence that was held go on in the next step of any mini-batch, at `place`: an R-node, and the handle
+        and pages there. None: where it was."""
         seq.in_flight = seq.held = False
         if place is not None:
             self.cluster.move(seq, *place)
-        self._running.changed = True
+        self._running.join_next(seq, self.limits.max_seqs)
         if seq.cancelled:
             self._running.remove(seq, sound=True)
         elif not seq.placed_on.alive:
@@ -240,6 +240,7 @@ class Scheduler:
         chunks += self._prompt_chunks(mini_batch, self._budget(mini_batch, n_decoding))
         if not chunks:
             return None
+        self._running.begin(mini_batch)
         prompts = NO_PROMPTS
         for chunk in chunks[n_streams:]:
             prompts += PromptWork(chunk.n_tokens, pairs(chunk.seq.cached, chunk.n_tokens))

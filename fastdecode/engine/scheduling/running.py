@@ -35,6 +35,8 @@ class Running:
         self._cluster, self._waiting, self._staging = cluster, waiting, staging
         self._failed: list[tuple[Sequence, str]] = []
         self._calls = count(1)  # of `balance`
+        self._begun = [0] * mini_batches  # the number of steps that were planned before each one's last step
+        self._steps = count(1)
 
     def __iter__(self) -> Iterator[Sequence]:
         return chain.from_iterable(self.batches)
@@ -50,6 +52,19 @@ class Running:
         """Put a sequence that has a place on an R-node into a mini-batch."""
         seq.mini_batch = mini_batch
         insort(self.batches[mini_batch], seq, key=BY_RANK)
+
+    def begin(self, mini_batch: int) -> None:
+        """Record that a step of a mini-batch begins."""
+        self._begun[mini_batch] = next(self._steps)
+
+    def join_next(self, seq: Sequence, max_seqs: int) -> None:
+        """Put a running sequence that is not in flight into the mini-batch whose next step comes first: the one whose
+        last step began first. `max_seqs` bounds the sequences of a mini-batch."""
+        assert seq.mini_batch is not None, "the sequence does not run"
+        with_room = [i for i, batch in enumerate(self.batches) if i == seq.mini_batch or len(batch) < max_seqs]
+        self.batches[seq.mini_batch].remove(seq)
+        self.join(seq, min(with_room, key=self._begun.__getitem__))
+        self.changed = True
 
     def balance(self, mini_batch: int, max_seqs: int) -> None:
         """Now and then, move sequences from this mini-batch, which has none in flight, to those of shorter steps.
