@@ -8,10 +8,21 @@ from typing import Any
 
 import orjson
 
+from fastdecode.kernels import _native
+
 
 def numbers(text: str) -> list[int]:
     """The numbers of an option such as "1,8,64". Raises ValueError."""
     return [int(part) for part in text.split(",")]
+
+
+def refuse_unsupported(isas: list[str]) -> None:
+    """Ends the program if the processor lacks one of the instruction sets `isas`. The parser accepts any, so that a
+    command is well-formed or not on every machine alike."""
+    supported = _native.isa_supported()
+    for isa in isas:
+        if isa not in supported:
+            raise SystemExit(f"--isa {isa}: this processor has {', '.join(supported)}")
 
 
 def print_result(
