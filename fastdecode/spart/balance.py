@@ -139,7 +139,7 @@ def _second_moments(
     """The second moments of Q and K, after RoPE, and of V, of each layer: fp64 [KV heads, head_size, head_size]. Each
     row of Q and K counts at its own position and at one that is `later` [tokens] behind it."""
     model = spart.model
-    state = prompt_state(spart, tokens)
+    state = prompt_state(spart, [tokens])
     moments = []
     turn = _turns(model.config.rope, model.config.head_size, later)
     for i, layer in enumerate(model.weights.layers):

@@ -1,17 +1,17 @@
 """Calibration: blocks are rounded to 4 bits as they are loaded, for the inputs that a text's tokens bring them.
 
-Rounded one by one, weights of 4 bits cost a small model much of its quality. Here tokens pass through a block before it
-is rounded, and GPTQ (linears/compensated.py) makes the error small for such inputs; then they pass
-through the rounded block, so that the next block is fitted to the errors of those before it. Only one block is in
-memory in 16 or 32 bits.
+Rounded one by one, weights of 4 bits cost a small model much of its quality. Here all tokens of a text pass through the
+blocks together. A linear is rounded when they reach it: GPTQ (linears/compensated.py) makes the error small for
+such inputs. The rounded linear computes its outputs, so that every later one is fitted to the errors of those before
+it. Only one block is in memory in 16 or 32 bits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 
 import torch
-import torch.nn.functional as F
 
 from fastdecode.spart.decoder import SPart
 from fastdecode.spart.linears.base import Linear
@@ -24,13 +24,13 @@ from fastdecode.spart.weights import Layer, Model
 #: Wider inputs are rounded without calibration: their second moments take too much memory.
 MOST_INPUTS = 16384
 #: The most sequences that pass through the blocks.
-_SEQUENCES = 20
+_SEQUENCES = 40
 
 
 class CalibratedLinear(Linear):
-    """A linear that records the second moments of its inputs until `settle` rounds it."""
+    """A linear whose weights are rounded when it is first called, for the rows of that call."""
 
-    __slots__ = ("_bias", "_bits", "_linear", "_moments", "_weights")
+    __slots__ = ("_bias", "_bits", "_linear", "_weights")
 
     def __init__(
         self,
@@ -44,55 +44,42 @@ class CalibratedLinear(Linear):
         neighbours. `dtype` is that of activations."""
         self._weights = [weight.to(device, dtype) for weight in weights]
         self._bits, self._bias = bits, bias
-        ins = weights[0].shape[1]
-        self._moments = torch.zeros(ins, ins, device=device)
         self._linear: Linear | None = None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        if self._linear is not None:
-            return self._linear(x)
-        inputs = x.float()
-        self._moments.addmm_(inputs.mT, inputs)
-        y = torch.cat([F.linear(x, weight) for weight in self._weights], 1)
-        return y if self._bias is None else y.add_(self._bias)
+        if self._linear is None:
+            self._linear = self._rounded(x.float())
+            self._weights = []
+        return self._linear(x)
 
     @property
     def nbytes(self) -> int:
         return sum(weight.nbytes for weight in self._weights) if self._linear is None else self._linear.nbytes
 
-    def settle(self) -> None:
-        """Round the weights; those in float are freed."""
+    def _rounded(self, x: torch.Tensor) -> Linear:
+        moments = x.mT @ x
         parts: list[Quantised] = []
-        for weight, bits in zip(self._weights, self._bits, strict=True):
-            rounded = quantise(weight, 8, ACTIVATION_BITS) if bits == 8 else quantise_compensated(weight, self._moments)
-            parts.append(rounded)
-        device, dtype = self._weights[0].device, self._weights[0].dtype
-        self._linear = make_linear(parts, self._bias, device, dtype)
-        self._weights, self._moments = [], torch.empty(0)
+        for bits, members in groupby(zip(self._bits, self._weights, strict=True), key=lambda member: member[0]):
+            weight = torch.cat([weight for _, weight in members])
+            parts.append(quantise(weight, 8, ACTIVATION_BITS) if bits == 8 else quantise_compensated(weight, moments))
+        return make_linear(parts, self._bias, weight.device, weight.dtype)
 
 
 class Calibration:
     """The tokens on their way through the blocks of a model that is being loaded."""
 
     def __init__(self, model: Model, tokens: Sequence[int]):
-        """`model` has all weights before its blocks. `tokens` are those of a text."""
+        """`model` has all weights before its blocks. `tokens` are those of a text; the model knows some of them."""
         self._spart = SPart(model, [])
-        self._states = [
-            prompt_state(self._spart, sequence) for sequence in sequences_of(model.config, tokens)[:_SEQUENCES]
-        ]
+        self._state = prompt_state(self._spart, sequences_of(model.config, tokens)[:_SEQUENCES])
 
-    def settle(self, index: int, layer: Layer, linears: Sequence[CalibratedLinear]) -> None:
-        """Round `linears`, those of the block `index`, and compute the next block's inputs."""
-        before = [state.x.clone() for state in self._states]
-        self._pass(index, layer)
-        for linear in linears:
-            linear.settle()
-        for state, x in zip(self._states, before, strict=True):
-            state.x = x
-        self._pass(index, layer)
+    def pass_block(self, index: int, layer: Layer) -> None:
+        """Bring the tokens through the block `index`, which rounds its linears, to the next."""
+        self._state.project(layer)
+        self._state.attend_prompts(index)
+        self._state.finish(layer)
 
-    def _pass(self, index: int, layer: Layer) -> None:
-        for state in self._states:
-            state.project(layer)
-            state.attend_prompts(index)
-            state.finish(layer)
+    def head_moments(self) -> torch.Tensor:
+        """The second moments of the LM head's inputs, fp32 [embed_size, embed_size], after all blocks."""
+        inputs = self._spart.head_inputs(self._state.x).float()
+        return inputs.mT @ inputs

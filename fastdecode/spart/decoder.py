@@ -198,19 +198,20 @@ class SPart:
         """
         return rows.per_chunk(rows.sampler(logits, rows.uploaded) if rows.n_drawn else [])
 
+    def head_inputs(self, x: torch.Tensor) -> torch.Tensor:
+        """x [n, hidden_size] after the last layer -> what the LM head multiplies, [n, embed_size]."""
+        w = self._weights
+        if w.final_norm is not None:
+            x = self._ops.norm(x, w.final_norm)
+        return x if w.project_out is None else w.project_out(x)
+
     def _logits(self, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """The logits of some rows of x [n, hidden_size]: [len(rows), vocab_size] fp32."""
         return self._head(x, rows).float()
 
     def _head(self, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """The same in fp32 or the activation dtype."""
-        w = self._weights
-        x = x.index_select(0, rows)
-        if w.final_norm is not None:
-            x = self._ops.norm(x, w.final_norm)
-        if w.project_out is not None:
-            x = w.project_out(x)
-        logits = w.head(x)
+        logits = self._weights.head(self.head_inputs(x.index_select(0, rows)))
         if self._config.logit_divisor != 1.0:
             logits = logits.float().div_(self._config.logit_divisor)
         return logits

@@ -25,10 +25,11 @@ from fastdecode.spart.config import CheckpointError, ModelConfig
 from fastdecode.spart.config_file import find_gguf, read_config
 from fastdecode.spart.gguf import GGUFCheckpoint, open_gguf
 from fastdecode.spart.linears.base import Embedding, Linear
-from fastdecode.spart.linears.dense import DenseEmbedding, make_dense
+from fastdecode.spart.linears.compensated import quantise_head
+from fastdecode.spart.linears.dense import DenseEmbedding, DenseLinear, make_dense
 from fastdecode.spart.linears.experts import ExpertLinears
 from fastdecode.spart.linears.grouped import GroupedEmbedding, GroupedLinear
-from fastdecode.spart.linears.quantised import ACTIVATION_BITS, BITS, Quantised, quantise, quantise_head
+from fastdecode.spart.linears.quantised import ACTIVATION_BITS, BITS, Quantised, quantise
 from fastdecode.spart.linears.stack import make_experts, make_linear, side_by_side
 from fastdecode.spart.lora.adapters import AdaptedLinear, AdapterSet
 from fastdecode.spart.lora.files import Adapter
@@ -78,8 +79,11 @@ def load_model(
         torch.inference_mode(),
         tqdm(total=parameters, desc="loading weights", disable=not progress, **units) as bar,
     ):
-        tokens = None if weights != "int4" or config.names.sinks else calibration
-        loaded = blueprint.weights(_Loading(checkpoint, config, device, dtype, weights, adapter_set, bar, tokens))
+        known = [token for token in calibration or () if token < config.vocab_size]
+        tokens = None if weights != "int4" or config.names.sinks else known or None
+        loading = _Loading(checkpoint, config, device, dtype, weights, adapter_set, bar, tokens)
+        loaded = blueprint.weights(loading)
+        loading.settle_head(loaded)
     config = replace(config, options=with_sinks(config.options, [layer.sinks for layer in loaded.layers]))
     return Model(config, loaded, device, dtype, parameters, _weight_bytes(loaded), adapter_set.names)
 
@@ -210,7 +214,8 @@ class _Loading:
         self._checkpoint, self._config, self._device, self._dtype = checkpoint, config, device, dtype
         self._tokens = calibration
         self._calibration: Calibration | None = None
-        self._to_settle: list[CalibratedLinear] = []  # those of the block that is being read
+        self._float_head: torch.Tensor | None = None  # a head that is rounded after the blocks
+        self._head_tied = False
         self._bits, self._as_stored = BITS.get(weights), weights == "auto"
         self._adapters, self._progress = adapters, progress
 
@@ -259,12 +264,14 @@ class _Loading:
         floats = [matrix for matrix in matrices if isinstance(matrix, torch.Tensor)]
         if not self._bits or len(floats) < len(matrices):
             return make_linear(matrices, bias, self._device, self._dtype, self._bits)
+        if head and self._tokens is not None:
+            self._float_head = floats[0].to(self._device, self._dtype)
+            return DenseLinear(self._float_head)
         if head:
             return make_linear(quantise_head(floats[0], self._bits), bias, self._device, self._dtype)
         bits = [8 if i == precise else self._bits for i in range(len(floats))]
         if layer and self._tokens is not None and width <= MOST_INPUTS:
-            self._to_settle.append(CalibratedLinear(floats, bits, bias, self._device, self._dtype))
-            return self._to_settle[-1]
+            return CalibratedLinear(floats, bits, bias, self._device, self._dtype)
         rounded = [quantise(matrix, n, ACTIVATION_BITS) for matrix, n in zip(floats, bits, strict=True)]
         return make_linear(rounded, bias, self._device, self._dtype)
 
@@ -274,9 +281,19 @@ class _Loading:
         if self._calibration is None:
             model = Model(self._config, weights, self._device, self._dtype, 0, 0)
             self._calibration = Calibration(model, self._tokens)
-        self._calibration.settle(index, weights.layers[index], self._to_settle)
-        self._to_settle = []
+        self._calibration.pass_block(index, weights.layers[index])
         _return_free_memory()
+
+    def settle_head(self, weights: Weights) -> None:
+        """Round an LM head that has waited for the blocks, for the inputs that they give it."""
+        if self._calibration is None or self._float_head is None:
+            return
+        parts = quantise_head(self._float_head, 4, self._calibration.head_moments())
+        if self._head_tied:
+            weights.embedding, weights.head = self._grouped(parts)
+        else:
+            weights.head = make_linear(parts, None, self._device, self._dtype)
+        self._float_head = self._calibration = None
 
     def experts(self, names: Sequence[str], outs: Sequence[int], width: int, n: int, bias: bool) -> ExpertLinears:
         biases = self.tensor(f"{names[0]}_bias", n, sum(outs)) if bias else None
@@ -309,14 +326,21 @@ class _Loading:
 
     def tied(self, name: str, rows: int, width: int) -> tuple[Embedding, Linear]:
         matrix = self._matrix(name)
-        parts = [matrix] if isinstance(matrix, Quantised) else quantise_head(matrix, self._bits) if self._bits else []
         self._progress.update(rows * width)
-        if parts:
-            linears = [GroupedLinear(part, None, self._device) for part in parts]
-            return GroupedEmbedding(linears, self._dtype, shared=True), side_by_side(linears)
-        assert isinstance(matrix, torch.Tensor)
+        if isinstance(matrix, torch.Tensor) and self._tokens is not None:
+            self._float_head, self._head_tied = matrix.to(self._device, self._dtype), True
+            return DenseEmbedding(self._float_head), DenseLinear(self._float_head)
+        if isinstance(matrix, Quantised):
+            return self._grouped([matrix])
+        if self._bits:
+            return self._grouped(quantise_head(matrix, self._bits))
         weight = matrix.to(self._device, self._dtype, copy=True)
         return DenseEmbedding(weight), make_dense(weight)
+
+    def _grouped(self, parts: Sequence[Quantised]) -> tuple[Embedding, Linear]:
+        """A tied embedding and LM head, whose rows are those of `parts`."""
+        linears = [GroupedLinear(part, None, self._device) for part in parts]
+        return GroupedEmbedding(linears, self._dtype, shared=True), side_by_side(linears)
 
 
 def _in_turn(n: int) -> torch.Tensor:

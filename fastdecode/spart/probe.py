@@ -1,4 +1,4 @@
-"""probe: a prompt's pass through the layers without R-nodes, to see what the layers compute."""
+"""probe: the pass of prompts through the layers without R-nodes, to see what the layers compute."""
 
 from __future__ import annotations
 
@@ -24,17 +24,26 @@ def sequences_of(config: ModelConfig, tokens: Sequence[int]) -> list[torch.Tenso
     return [torch.cat([begin, part]) for part in known.split(length)]
 
 
-def prompt_state(spart: SPart, tokens: torch.Tensor) -> StepState:
-    """The state before the first layer of a step whose only rows are the prompt `tokens` [n]."""
-    model, n = spart.model, len(tokens)
-    chunk = Chunk(0, 0, 0, 0, tokens.tolist(), True, None)
-    prompt = PromptChunk(model.config, (0, 0, 0), chunk, slice(0, n), None)
-    inputs = {"tokens": tokens.to(model.device), "positions": torch.arange(n, device=model.device)}
-    return StepState(spart, inputs, _NoLinks(model, n), [prompt])
+def prompt_state(spart: SPart, sequences: Sequence[torch.Tensor]) -> StepState:
+    """The state before the first layer of a step whose rows are the prompts `sequences`, one after another."""
+    model, stops = spart.model, torch.tensor([len(tokens) for tokens in sequences]).cumsum(0).tolist()
+    prompts = [
+        PromptChunk(
+            model.config,
+            (0, i, 0),
+            Chunk(0, i, 0, 0, tokens.tolist(), True, None),
+            slice(stop - len(tokens), stop),
+            None,
+        )
+        for i, (tokens, stop) in enumerate(zip(sequences, stops, strict=True))
+    ]
+    positions = torch.cat([torch.arange(len(tokens)) for tokens in sequences])
+    inputs = {"tokens": torch.cat(list(sequences)).to(model.device), "positions": positions.to(model.device)}
+    return StepState(spart, inputs, _NoLinks(model, stops[-1]), prompts)
 
 
 class _NoLinks:
-    """A RowExchange of a step whose rows are one prompt, which no R-node sees."""
+    """A RowExchange of a step of prompts, which no R-node sees."""
 
     def __init__(self, model: Model, rows: int):
         q_size, kv_size, o_size = model.config.row_sizes

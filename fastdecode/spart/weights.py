@@ -105,6 +105,8 @@ class Model(ServedModel):
 
 #: The index of V among Q, K and V. The matrix of V is small and loses most in 4 bits.
 _V = 2
+#: One of so many blocks at each end of a model has a down projection that loses much in 4 bits.
+_BLOCKS_OF_AN_END = 12
 
 
 class ParameterReader(Protocol):
@@ -185,15 +187,17 @@ class Blueprint:
             o=_block_linear(reader, [f"{block}{names.o}"], [c.hidden_size], q_size, c.o_bias),
             sinks=reader.tensor(f"{block}{names.sinks}", c.n_q_heads) if names.sinks else None,
             mlp_norm=self._norm(reader, f"{block}{names.mlp_norm}"),
-            mlp=self._mixture(reader, block) if has_experts else self._mlp(reader, block),
+            mlp=self._mixture(reader, block) if has_experts else self._mlp(reader, index, block),
         )
 
-    def _mlp(self, reader: ParameterReader, block: str) -> MLP:
+    def _mlp(self, reader: ParameterReader, index: int, block: str) -> MLP:
         c, names = self._config, self._config.names
         up, sizes = [f"{block}{name}" for name in names.up], [c.intermediate_size] * (2 if c.gated else 1)
+        at_end = min(index, c.n_layers - 1 - index) < c.n_layers // _BLOCKS_OF_AN_END
+        down, precise = [f"{block}{names.down}"], 0 if at_end else None
         return MLP(
             _block_linear(reader, up, sizes, c.hidden_size, c.mlp_bias),
-            _block_linear(reader, [f"{block}{names.down}"], [c.hidden_size], c.intermediate_size, c.mlp_bias),
+            _block_linear(reader, down, [c.hidden_size], c.intermediate_size, c.mlp_bias, precise=precise),
         )
 
     def _mixture(self, reader: ParameterReader, block: str) -> Mixture:

@@ -21,6 +21,7 @@ from fastdecode.spart import SPart, load_model
 from fastdecode.spart.batch import Chunk, StepBatch
 from fastdecode.spart.hf.decoder import HFSPart
 from fastdecode.spart.hf.model import load_hf_model
+from fastdecode.spart.linears.compensated import quantise_head
 from fastdecode.spart.linears.grouped import GroupedEmbedding, GroupedLinear
 from fastdecode.spart.linears.quantised import (
     MOST_OF_FOUR,
@@ -28,7 +29,6 @@ from fastdecode.spart.linears.quantised import (
     concatenate,
     most_of_four,
     quantise,
-    quantise_head,
     rotate,
 )
 from fastdecode.spart.linears.stack import ConcatenatedLinear, make_linear

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 from fastdecode.spart.linears.base import Linear
+from fastdecode.spart.linears.compensated import quantise_head
 from fastdecode.spart.linears.grouped import GroupedEmbedding, GroupedLinear
-from fastdecode.spart.linears.quantised import ACTIVATION_BITS, Quantised, quantise, quantise_head
+from fastdecode.spart.linears.quantised import ACTIVATION_BITS, Quantised, quantise
 from fastdecode.spart.linears.stack import make_linear, side_by_side
 
 #: Names of a module's linears that multiply the same rows, in the order in which the models call them.

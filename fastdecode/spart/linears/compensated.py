@@ -7,54 +7,102 @@ import logging
 
 import torch
 
-from fastdecode.spart.linears.quantised import ACTIVATION_BITS, GROUP, Quantised, fit_4_bits, quantise, rotate
+from fastdecode.spart.linears.quantised import (
+    ACTIVATION_BITS,
+    GROUP,
+    Quantised,
+    concatenate,
+    fit_4_bits,
+    quantise,
+    rotate,
+)
 
 log = logging.getLogger(__name__)
 
+#: An LM head in 4 bits keeps the first of this many parts of its rows in 8 bits. Tokenizers number frequent pieces
+#: first, and errors of their logits count most.
+HEAD_SHARE_IN_8_BITS = 8
+
 _DAMPING = (0.01, 0.1, 1.0)  # added to the moments' diagonal, relative to its mean: the first that can be inverted
+_ROWS = 1024  # rounded at a time: what fits into a cache
 
 
 def quantise_compensated(weight: torch.Tensor, moments: torch.Tensor) -> Quantised:
     """Round a matrix [out, in] of any float dtype to 4 bits for inputs with the second moments [in, in].
 
     Inputs are rounded one after another, and the columns that follow take up the error of a column, as far as their
-    inputs go along with its input. A group's scale and minimum are fitted once all earlier groups are rounded.
-    Without whole groups of inputs, or with moments that are not finite, this is `quantise`.
+    inputs go along with its input. Groups of large inputs come first, because more columns are left to take up their
+    errors. A group's scale and minimum are fitted once all earlier groups are rounded. Without whole groups of inputs,
+    or with moments that are not finite, this is `quantise`.
     """
-    outs, ins = weight.shape
-    factor = _inverse_factor(moments) if ins % GROUP == 0 else None
+    ins = weight.shape[1]
+    rotated = _rotated_moments(moments) if ins % GROUP == 0 else None
+    if rotated is None:
+        return quantise(weight, 4, ACTIVATION_BITS)
+    order = rotated.diagonal().view(-1, GROUP).sum(1).argsort(descending=True, stable=True)
+    columns_of = _columns(order)
+    factor = _inverse_factor(rotated[columns_of][:, columns_of])
     if factor is None:
         return quantise(weight, 4, ACTIVATION_BITS)
-    left = rotate(weight.float()) / GROUP  # columns that are not rounded hold what they have taken up
+    return concatenate([_round_rows(rows.float(), factor, order) for rows in weight.split(_ROWS)])
+
+
+def _round_rows(weight: torch.Tensor, factor: torch.Tensor, order: torch.Tensor) -> Quantised:
+    """Round rows [out, in] of a matrix, group after group in `order` [in / GROUP]. `factor` is that of the inputs in
+    this order."""
+    outs, ins = weight.shape
+    columns_of = _columns(order)
+    left = (rotate(weight) / GROUP)[:, columns_of]  # columns that are not rounded hold what they have taken up
     numbers = torch.empty(ins, outs, dtype=torch.uint8, device=weight.device)
     scales, mins = (left.new_empty(ins // GROUP, outs) for _ in range(2))
-    for start in range(0, ins, GROUP):
+    for index, start in zip(order.tolist(), range(0, ins, GROUP), strict=True):
         columns = left[:, start : start + GROUP]
-        scale, minimum = (part.flatten() for part in fit_4_bits(columns[:, None])[1:])
-        scales[start // GROUP], mins[start // GROUP] = scale, minimum
         own = factor[start : start + GROUP, start : start + GROUP]
+        scale, minimum = (part.flatten() for part in fit_4_bits(columns[:, None])[1:])
+        scales[index], mins[index] = scale, minimum
         group = columns.mT.contiguous()
         errors = torch.empty_like(group)
         for i, column in enumerate(group):
             q = ((column - minimum) / scale.clamp_min(1e-30)).round_().clamp_(0, 15)
-            numbers[start + i] = q.to(torch.uint8)
+            numbers[index * GROUP + i] = q.to(torch.uint8)
             errors[i] = (column - (q * scale + minimum)) / own[i, i]
-            group[i + 1 :] -= own[i, i + 1 :, None] * errors[i]
+            group[i + 1 :].addr_(own[i, i + 1 :], errors[i], alpha=-1)
         left[:, start + GROUP :].addmm_(errors.mT, factor[start : start + GROUP, start + GROUP :], alpha=-1)
     scales, mins, numbers = (part.mT.contiguous() for part in (scales, mins, numbers))
     return Quantised(numbers, scales, mins, 0, 4, GROUP, activation_bits=ACTIVATION_BITS, rotated=True)
 
 
-def _inverse_factor(moments: torch.Tensor) -> torch.Tensor | None:
-    """The upper Cholesky factor, fp32, of the inverse of the rotated inputs' second moments; None if there is none."""
+def _columns(order: torch.Tensor) -> torch.Tensor:
+    """The inputs of the groups `order`."""
+    return (order[:, None] * GROUP + torch.arange(GROUP, device=order.device)).flatten()
+
+
+def quantise_head(weight: torch.Tensor, bits: int, moments: torch.Tensor | None = None) -> list[Quantised]:
+    """Round an LM head [vocabulary, in]: the matrices of its first rows and, with 4 bits, of the others. `moments` are
+    those of its inputs; without them each weight is rounded to the nearest number."""
+    if bits == 8:
+        return [quantise(weight, 8, ACTIVATION_BITS)]
+    first = -(-len(weight) // HEAD_SHARE_IN_8_BITS)
+    rest = weight[first:]
+    fine = quantise(weight[:first], 8, ACTIVATION_BITS)
+    return [fine, quantise(rest, 4, ACTIVATION_BITS) if moments is None else quantise_compensated(rest, moments)]
+
+
+def _rotated_moments(moments: torch.Tensor) -> torch.Tensor | None:
+    """The second moments of rotated inputs, fp64; None if they are not finite."""
     rotated = rotate(rotate(moments.double()).mT.contiguous())
     rotated = (rotated + rotated.mT) / 2
     if not rotated.isfinite().all():
         log.warning("a matrix is rounded without calibration: its inputs are not finite")
         return None
-    mean = rotated.diagonal().mean().clamp_min(1e-30)
+    return rotated
+
+
+def _inverse_factor(moments: torch.Tensor) -> torch.Tensor | None:
+    """The upper Cholesky factor, fp32, of the inverse of second moments; None if there is none."""
+    mean = moments.diagonal().mean().clamp_min(1e-30)
     for damping in _DAMPING:
-        damped = rotated.clone()
+        damped = moments.clone()
         damped.diagonal().add_(damping * mean)
         lower, failed = torch.linalg.cholesky_ex(damped)
         if not failed:

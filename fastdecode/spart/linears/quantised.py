@@ -17,9 +17,6 @@ import torch.nn.functional as F
 GROUP = 32
 #: Bits of the weights that `--weights` makes.
 BITS = {"int8": 8, "int4": 4}
-#: An LM head in 4 bits keeps the first of this many parts of its rows in 8 bits. Tokenizers number frequent pieces
-#: first, and errors of their logits count most.
-HEAD_SHARE_IN_8_BITS = 8
 #: With `--weights`, activations are rounded to 8 bits, for speed.
 ACTIVATION_BITS = 8
 
@@ -126,14 +123,6 @@ def quantise(weight: torch.Tensor, bits: int, activation_bits: int = 15) -> Quan
     round_rows = _round_to_8 if bits == 8 else _round_to_4
     matrix = concatenate([round_rows(part, rotated) for part in rows])
     return replace(matrix, activation_bits=activation_bits)
-
-
-def quantise_head(weight: torch.Tensor, bits: int) -> list[Quantised]:
-    """Round an LM head [vocabulary, in]: the matrices of its first rows and, with 4 bits, of the others."""
-    if bits == 8:
-        return [quantise(weight, 8, ACTIVATION_BITS)]
-    first = -(-len(weight) // HEAD_SHARE_IN_8_BITS)
-    return [quantise(weight[:first], 8, ACTIVATION_BITS), quantise(weight[first:], 4, ACTIVATION_BITS)]
 
 
 def _grouped(weight: torch.Tensor, rotated: bool) -> torch.Tensor:
