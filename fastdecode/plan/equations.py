@@ -136,11 +136,12 @@ def part_times(system: System, work: Work, slowest_share: float | None = None) -
     """The times of a step's parts. `slowest_share`: the part of the reading that the slowest R-node has; None: an equal
     one.
 
-    A prompt's rows cost the S-Part as much as `prompt_row` decoding rows each and their attention by its operations;
-    their K and V travel, their Q and O do not.
+    A prompt's rows cost the S-Part as much as `prompt_row` decoding rows each, and their attention as much as
+    `prompt_attention` times as many operations of rows; their K and V travel, their Q and O do not.
     """
-    model, share = system.model, slowest_share or 1 / system.r_nodes
-    prompts = system.s_part.prompt_row * work.prompt_rows + model.pair_rows * work.prompt_pairs
+    model, times, share = system.model, system.s_part, slowest_share or 1 / system.r_nodes
+    attention = times.prompt_attention * model.pair_rows * work.prompt_pairs
+    prompts = times.prompt_row * work.prompt_rows + attention
     bytes_out = work.rows * (model.q_bytes + model.kv_row_bytes) + work.prompt_rows * model.kv_row_bytes
     read = work.read_tokens * model.token_bytes(system.kv_dtype)
     reading = system.reading(read)

@@ -47,7 +47,7 @@ COMMAND = ("measure", "measure this machine and save a profile")
 
 _CONTEXT, _STEPS = 16, 8  # of the decoding steps
 _ATTENTION_CONTEXT = 1024
-_PROMPT_TOKENS = 256
+_PROMPT_TOKENS, _PROMPT_CHUNKS = 256, 8
 _LEAST_SAMPLES = 3
 _TOGETHER_ROWS = 24  # of the steps over full caches, whose KV-cache is a part of --kv-bytes, so that filling is quick
 _TOGETHER_PART = 4
@@ -233,25 +233,35 @@ async def decode_rounds(
 async def s_part_times(
     planned: PlannedModel, model: Model, url: str, steps: Sequence[StepTime], seconds: float
 ) -> SPartTimes:
-    """The S-Part's curve from its steps, and the cost of a prompt's row from prompts."""
-    seconds_so_far = itertools.accumulate((step.s_part for step in steps), max)  # noise must not make more rows faster
-    rows = tuple((float(step.rows), t) for step, t in zip(steps, seconds_so_far, strict=True))
+    """The S-Part's curve from its steps, and the costs of a prompt's rows and of their attention from the first and the
+    last chunk of a long prompt."""
+    rows = tuple((float(step.rows), step.s_part) for step in steps)
     times = SPartTimes(model=planned.name, parameters=planned.parameters, rows=rows)
+    chunks = max(1, min(_PROMPT_CHUNKS, (planned.max_positions - 1) // _PROMPT_TOKENS))
+    length = chunks * _PROMPT_TOKENS
     link = await connect(url, model.hello(1, _PROMPT_TOKENS, "fp16", None, 1), None)
-    taken: list[float] = []
+    taken: list[list[float]] = []
     try:
         spart, end = SPart(model, [link]), time.perf_counter() + seconds
         tokens = list(range(3, 3 + _PROMPT_TOKENS))
         while len(taken) <= _LEAST_SAMPLES or time.perf_counter() < end:
             tag = len(taken) + 1
-            prompt = Chunk(0, 0, tag, 0, tokens, True, SampleSpec(temperature=0.0), _PROMPT_TOKENS)
-            taken.append(run_step(spart.step(StepBatch(0, [prompt]))).s_seconds)
+            taken.append([])
+            for pos in range(0, length, _PROMPT_TOKENS):
+                sample = SampleSpec(temperature=0.0) if pos + _PROMPT_TOKENS == length else None
+                chunk = Chunk(0, 0, tag, pos, tokens, True, sample, length)
+                taken[-1].append(run_step(spart.step(StepBatch(0, [chunk]))).s_seconds)
             await link.free([(0, tag)])
     finally:
         await link.close()
-    attention = planned.pair_rows * _PROMPT_TOKENS * (_PROMPT_TOKENS + 1) / 2
-    row = (times.rows_in(statistics.median(taken[1:])) - attention) / _PROMPT_TOKENS
-    return dataclasses.replace(times, prompt_row=min(max(row, 0.01), 100.0))
+    first, last = (times.rows_in(statistics.median(seconds[i] for seconds in taken[1:])) for i in (0, -1))
+    pairs = _PROMPT_TOKENS * (_PROMPT_TOKENS + 1) / 2  # of the first chunk
+    attention = 1.0
+    if chunks > 1:
+        between = planned.pair_rows * _PROMPT_TOKENS * (length - _PROMPT_TOKENS)
+        attention = min(max((last - first) / between, 0.01), 1000.0)
+    row = (first - attention * planned.pair_rows * pairs) / _PROMPT_TOKENS
+    return dataclasses.replace(times, prompt_row=min(max(row, 0.01), 100.0), prompt_attention=attention)
 
 
 async def overlap_of_two(model: Model, url: str, alone: StepTime, seconds: float) -> float:
@@ -276,7 +286,10 @@ def print_profile(profile: Profile) -> None:
     print(f"{profile.name} ({profile.source})")
     for times in profile.s_node.s_part if profile.s_node else ():
         steps = ", ".join(f"{n:.0f}: {1e3 * t:.2f}" for n, t in times.rows)
-        print(f"  S-Part of {times.model}, ms by rows: {steps}; a prompt's row costs {times.prompt_row:.2f} rows")
+        print(
+            f"  S-Part of {times.model}, ms by rows: {steps}; a prompt's row costs {times.prompt_row:.2f} rows, its "
+            f"attention {times.prompt_attention:.2f} times its operations"
+        )
     if profile.s_node:
         row, step = 1e6 * profile.s_node.engine_row, 1e6 * profile.s_node.engine_step
         print(f"  the engine: {step:.0f} us a step and {row:.1f} us a row")

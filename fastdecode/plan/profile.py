@@ -12,6 +12,7 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +42,10 @@ class SPartTimes:
     parameters: float  # weights that each row is multiplied with
     rows: tuple[tuple[float, float], ...]  # (decoding rows, seconds of a step), rows rising
     prompt_row: float = 1.0  # decoding rows that cost as much as one row of a prompt, its attention apart
+    prompt_attention: float = 1.0  # how many times as long a prompt's attention takes as as many operations of rows
 
     def __post_init__(self) -> None:
-        _positive(self, "parameters", "prompt_row")
+        _positive(self, "parameters", "prompt_row", "prompt_attention")
         if not self.rows:
             raise ProfileError(f"the S-Part of {self.model} has no rows")
         numbers, seconds = zip(*self.rows, strict=True)
@@ -65,7 +67,8 @@ class SPartTimes:
         (n0, t0), (n1, t1) = self.rows[0], self.rows[-1]
         if seconds > t1:
             return n1 + (seconds - t1) * (n1 - n0) / (t1 - t0) if t1 > t0 else n1 * seconds / t1
-        return float(np.interp(seconds, [t for _, t in self.rows], [n for n, _ in self.rows]))
+        risen = accumulate((t for _, t in self.rows), max)
+        return float(np.interp(seconds, list(risen), [n for n, _ in self.rows]))
 
     def scaled(self, parameters: float) -> SPartTimes:
         """The S-Part of a model with `parameters` weights: the times grow with the weights."""
@@ -210,7 +213,8 @@ def fastest(profiles: Sequence[Profile]) -> Profile:
     s_parts = [p.s_node.s_part[0] for p in profiles if p.s_node]
     rows = tuple((n, min(part.rows[i][1] for part in s_parts)) for i, (n, _) in enumerate(s_parts[0].rows))
     prompt_row = statistics.median(part.prompt_row for part in s_parts)
-    s_part = dataclasses.replace(s_parts[0], rows=rows, prompt_row=prompt_row)
+    attention = statistics.median(part.prompt_attention for part in s_parts)
+    s_part = dataclasses.replace(s_parts[0], rows=rows, prompt_row=prompt_row, prompt_attention=attention)
     gbps = {
         name: {group: max(p.r_node.kv_gbps[name][group] for p in profiles if p.r_node) for group in groups}
         for name, groups in first.r_node.kv_gbps.items()

@@ -19,20 +19,27 @@ from fastdecode.plan.virtual_system import WORD, StepRecord, VirtualLink, Virtua
 
 #: The engine's gauges are sampled so often, in seconds, or so many times over the arrivals if that is less often.
 _SAMPLE_SECONDS, _SAMPLES = 0.3, 1000
+_PENALTY = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class Simulated:
-    """The course of a simulation, in virtual time."""
+class Served:
+    """The course of a load on the engine."""
 
     run: Run  # as the client of `fastdecode-bench serve` records it
-    steps: list[StepRecord]
     preemptions: int
     recomputed_tokens: int  # of sequences that lost their cache
 
     @property
     def tokens_per_second(self) -> float:
         return sum(answer.output_tokens for answer in self.run.answers) / self.run.seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Simulated(Served):
+    """The course of a simulation, in virtual time."""
+
+    steps: list[StepRecord]
 
     @property
     def longest_step(self) -> float:
@@ -83,20 +90,14 @@ async def _simulate(
     await engine.start()
     samples: list[dict[str, float]] = []
     sampling = loop.create_task(_sample(engine, samples, max(_SAMPLE_SECONDS, requests[-1].arrival / _SAMPLES)))
-    prompts = Prompts(WORD, WORD, seed=0)
     client = Client(engine, sum(request.choices for request in requests))
-    for i, request in enumerate(requests):
-        if request.arrival > loop.time():
-            await asyncio.sleep(request.arrival - loop.time())
-        prompt = prompts.make(i, request) if request.blocks else [WORD] * request.prompt_tokens
-        client.send(request, prompt, bounds[i] if bounds else None)
-    await client.all_ended.wait()
+    await client.send_all(requests, Prompts(WORD, WORD, seed=0), bounds or [None] * len(requests))
     if sampling.done():
         await sampling  # it never ends but with an error
     sampling.cancel()
     scheduler = engine.scheduler
     run = Run(client.answers, loop.time(), samples)
-    return Simulated(run, runner.records, scheduler.preemptions, scheduler.recomputed_tokens)
+    return Simulated(run, scheduler.preemptions, scheduler.recomputed_tokens, runner.records)
 
 
 class Client:
@@ -105,19 +106,34 @@ class Client:
 
     def __init__(self, engine: Engine, n_answers: int):
         self.answers: list[Answer] = []
-        self.all_ended = asyncio.Event()
-        self.seconds = 0.0  # of the run, for the caller to set
+        self._all_ended = asyncio.Event()
         self._engine, self._to_end = engine, n_answers
-        self._time = asyncio.get_running_loop().time
+        self._clock, self._begun = asyncio.get_running_loop().time, 0.0
 
-    def send(self, request: Request, prompt: list[int], max_tokens: int | None) -> None:
-        """Send a request. Each of its choices has an answer of its own; a choice's seed is the index of its answer."""
+    async def send_all(self, requests: Sequence[Request], prompts: Prompts, bounds: Sequence[int | None]) -> None:
+        """Send each request when it arrives, with its bound as max_tokens, and wait until all answers have ended."""
+        self._begun = self._clock()
+        for i, (request, bound) in enumerate(zip(requests, bounds, strict=True)):
+            if (wait := request.arrival - self._time()) > 0:
+                await asyncio.sleep(wait)
+            self._send(request, prompts.make(i, request), bound)
+        await self._all_ended.wait()
+
+    def _time(self) -> float:
+        """Seconds since the first request."""
+        return self._clock() - self._begun
+
+    def _send(self, request: Request, prompt: list[int], max_tokens: int | None) -> None:
+        """Send a request. Each of its choices has an answer of its own; a choice's seed is the index of its answer.
+        Several choices have a penalty, so that they cost as much as such a request can."""
         first = len(self.answers)
         answers = [Answer(request, self._time()) for _ in range(request.choices)]
         self.answers += answers
         outputs = {str(first + k): partial(self._take, answer) for k, answer in enumerate(answers)}
         try:
-            self._engine.submit_choices(prompt, SamplingParams(max_tokens=max_tokens, seed=first), outputs)
+            penalty = _PENALTY if request.choices > 1 else 0.0
+            params = SamplingParams(max_tokens=max_tokens, seed=first, presence_penalty=penalty)
+            self._engine.submit_choices(prompt, params, outputs)
         except EngineError as error:
             for answer in answers:
                 self._end(answer, error)
@@ -136,7 +152,7 @@ class Client:
             answer.error = f"{type(error).__name__}: {error}"
         self._to_end -= 1
         if not self._to_end:
-            self.all_ended.set()
+            self._all_ended.set()
 
 
 async def _sample(engine: Engine, samples: list[dict[str, float]], every: float) -> None:

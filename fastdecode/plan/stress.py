@@ -2,13 +2,16 @@
 
 The engine and the scheduler are the server's own, as in `fastdecode-plan simulate`. Of every answer that was not
 refused the time between tokens (TBT) counts; each figure is set beside the same load without the disturbance. What a
-request costs the S-Part in sampling (penalties) is not simulated.
+request costs the S-Part in sampling (penalties) is not simulated; `fastdecode-plan trial --disturb` serves streams and
+their disturbances on real parts.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,9 +21,10 @@ from fastdecode.bench.serving import report
 from fastdecode.bench.serving.workload import MOONCAKE_BLOCK, Request, at_rate, fixed
 from fastdecode.engine.scheduling.admission import SCHEDULES
 from fastdecode.engine.scheduling.plan import SchedulerLimits
-from fastdecode.plan.equations import System
 from fastdecode.plan.options import PlannedSystem, add_system_arguments
-from fastdecode.plan.simulation import Simulated, simulate
+from fastdecode.plan.simulation import Served, simulate
+
+STREAM_PROMPT = 32  # tokens
 
 COMMAND = ("stress", "streams beside long prompts, a costly request, and overload, in virtual time (simulated)")
 
@@ -44,12 +48,9 @@ def run(args: argparse.Namespace) -> None:
     """Simulate and print. Raises ProfileError, CheckpointError, ValueError, OSError, RuntimeError."""
     planned = PlannedSystem.of(args)
     profile, system, model = planned.profile, planned.system, planned.system.model
-    stress = Stress(
-        system,
-        SchedulerLimits(1 if profile.in_turns else 2, args.max_batch_tokens, args.max_batch_size),
-        planned.memory,
-        {"schedule": args.schedule, "target_tbt": args.target_tbt_ms / 1e3 or None},
-    )
+    limits = SchedulerLimits(1 if profile.in_turns else 2, args.max_batch_tokens, args.max_batch_size)
+    options: dict[str, Any] = {"schedule": args.schedule, "target_tbt": args.target_tbt_ms / 1e3 or None}
+    stress = Stress(partial(simulate, system=system, limits=limits, memory=planned.memory, **options), limits)
     prompt = min(args.long_prompt, model.max_positions - 128)
     rows = [
         *stress.beside(args.streams, prompt, args.choices),
@@ -58,33 +59,35 @@ def run(args: argparse.Namespace) -> None:
     print_result(args, {"model": model.name, "profile": profile.name, "source": profile.source, "rows": rows}, _print)
 
 
+def disturbances(alone_seconds: float, prompt: int, choices: int) -> dict[str, list[Request]]:
+    """By name: a prompt of `prompt` tokens every 2 s for `alone_seconds`, and one request of such a prompt and
+    `choices` choices, whose sequences share the prompt."""
+    every = [Request(2.0 * i, prompt, 8) for i in range(1, 1 + max(1, int(alone_seconds / 2)))]
+    costly = [Request(2.0, prompt, 64, tuple(range(-(-prompt // MOONCAKE_BLOCK))), choices)]
+    return {
+        f"a prompt of {prompt} tokens every 2 s": every,
+        f"one request of {prompt} tokens with {choices} choices": costly,
+    }
+
+
 @dataclass(frozen=True, slots=True)
 class Stress:
     """A system under a load and its disturbances."""
 
-    system: System
+    simulate: Callable[..., Served]  # requests of given bounds; further options go to the Engine
     limits: SchedulerLimits
-    memory: float  # bytes of each R-node
-    options: dict[str, Any]  # of the Engine
 
-    def _serve(self, requests: list[Request], max_tokens: int, **options: Any) -> Simulated:
-        bounds = [max_tokens] * len(requests)
-        return simulate(requests, self.system, self.limits, self.memory, bounds=bounds, **self.options, **options)
+    def _serve(self, requests: list[Request], max_tokens: int, **options: Any) -> Served:
+        return self.simulate(requests, bounds=[max_tokens] * len(requests), **options)
 
     def beside(self, n_streams: int, prompt: int, choices: int, outputs: int = 1000) -> list[dict[str, Any]]:
-        """`n_streams` streams of `outputs` tokens: alone, with a prompt of `prompt` tokens every 2 s, and with one
-        request of such a prompt and `choices` choices, whose sequences share the prompt."""
-        streams = fixed(n_streams, 32, outputs)
+        """`n_streams` streams of `outputs` tokens: alone, and beside each of the `disturbances`."""
+        streams = fixed(n_streams, STREAM_PROMPT, outputs)
         alone = self._serve(streams, outputs)
-        every = [Request(2.0 * i, prompt, 8) for i in range(1, 1 + max(1, int(alone.run.seconds / 2)))]
-        blocks = tuple(range(-(-prompt // MOONCAKE_BLOCK)))
-        costly = [Request(2.0, prompt, 64, blocks, choices)]
-        loads = {"streams alone": [], f"a prompt of {prompt} tokens every 2 s": every}
-        loads[f"one request of {prompt} tokens with {choices} choices"] = costly
-        rows = []
-        for name, disturbance in loads.items():
-            done = self._serve([*streams, *disturbance], outputs) if disturbance else alone
-            rows.append(_row(name, done, n_streams) | {"disturbing": len(disturbance)})
+        rows = [figures("streams alone", alone, n_streams) | {"disturbing": 0}]
+        for name, disturbance in disturbances(alone.run.seconds, prompt, choices).items():
+            done = self._serve([*streams, *disturbance], outputs)
+            rows.append(figures(name, done, n_streams) | {"disturbing": len(disturbance)})
         return rows
 
     def overload(self, times: float, seconds: float, max_queued: int) -> list[dict[str, Any]]:
@@ -95,11 +98,11 @@ class Stress:
         for name, rate in (("at capacity", capacity), (f"{times:g} times the capacity", times * capacity)):
             n = max(1, round(rate * seconds))
             done = self._serve(at_rate(fixed(n, 128, 128), rate, 1.0, 0), 128, max_queued=max_queued)
-            rows.append(_row(name, done, n) | {"rate": rate})
+            rows.append(figures(name, done, n) | {"rate": rate})
         return rows
 
 
-def _row(name: str, done: Simulated, n: int) -> dict[str, Any]:
+def figures(name: str, done: Served, n: int) -> dict[str, Any]:
     """Figures of the first `n` answers of a run; times in milliseconds."""
     answers = done.run.answers[:n]
     taken = [answer for answer in answers if answer.ok]
@@ -121,15 +124,20 @@ def _row(name: str, done: Simulated, n: int) -> dict[str, Any]:
 
 def _print(result: dict[str, Any]) -> None:
     print(f"{result['model']} on {result['profile']} ({result['source']}); virtual times, ms:")
+    print(table(result["rows"]))
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Rows as a table; each p99 stands beside that of the last row without a disturbance."""
     header = f"{'TBT p50':>8} {'p99':>8} {'longest':>8} {'TTFT p99':>9} {'taken':>6} {'refused':>7} {'failed':>6}"
-    print(f"{'load':<46} {header} recomputed")
-    base = None
-    for row in result["rows"]:
+    lines = [f"{'load':<46} {header} recomputed"]
+    base = rows[0]
+    for row in rows:
         if row["load"] in ("streams alone", "at capacity"):
             base = row
-        assert base is not None
-        print(
+        lines.append(
             f"{row['load']:<46} {row['tbt_p50_ms']:8.1f} {row['tbt_p99_ms']:8.1f} {row['tbt_max_ms']:8.1f} "
             f"{row['ttft_p99_ms']:9.1f} {row['taken']:6d} {row['refused']:7d} {row['failed']:6d} "
             f"{row['recomputed_share']:10.1%}  p99 {row['tbt_p99_ms'] / base['tbt_p99_ms']:.2f}x"
         )
+    return "\n".join(lines)

@@ -4,15 +4,17 @@ The profile is measured first, in the same run. Then the engine serves requests 
 with the S-Part in this process and R-nodes in processes of their own, and the simulator serves the same requests by the
 profile. So that the parts do not take turns on the same cores, --s-threads and --r-threads divide the cores. No HTTP is
 involved: the real run and the simulated one have the same client.
+
+With --disturb the load is streams, first alone, then beside long prompts, then beside one request of many choices with
+a penalty (see fastdecode/plan/stress.py).
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import dataclasses
-import random
-from contextlib import ExitStack
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,23 +25,22 @@ from fastdecode.bench.serving import report, workload
 from fastdecode.daemon.config import NodeConfig
 from fastdecode.daemon.machine import usable_cpus
 from fastdecode.demo import model_dir
-from fastdecode.engine.engine import Engine
 from fastdecode.engine.scheduling.admission import SCHEDULES
 from fastdecode.engine.scheduling.plan import SchedulerLimits
-from fastdecode.plan.children import r_node
 from fastdecode.plan.equations import System
 from fastdecode.plan.measure import load, measure, print_profile
 from fastdecode.plan.model import PlannedModel, read_model
 from fastdecode.plan.profile import Profile, read_profile
-from fastdecode.plan.simulation import Client, Simulated, simulate
+from fastdecode.plan.real import RealSystem
+from fastdecode.plan.simulation import Served, simulate
+from fastdecode.plan.stress import STREAM_PROMPT, disturbances, figures, table
 from fastdecode.plan.together_measure import Load
 from fastdecode.region.contract import KV_DTYPES, PAGE_TOKENS
-from fastdecode.spart import Model, SPart
-from fastdecode.transports.registry import connect
 
 COMMAND = ("trial", "tokens/s of a load on real R-nodes and S-node here, beside the simulated ones")
 
-_VOCABULARY = 1000  # ids that prompts are drawn from
+_TARGET = 1.2  # default of --target-tbt-ms with --disturb, as a multiple of the streams' own p99
+_COSTLY_OUTPUTS = 64  # tokens of each choice
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,10 +48,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", type=Path, metavar="PATH", help="as for fastdecode-node; default: the demo model")
     add("--profile", metavar="FILE", help="profile of this machine with these threads; default: it is measured")
-    add("--requests", type=int, default=64, metavar="N", help="requests that arrive at once")
-    add("--input-tokens", type=int, default=256, metavar="N")
+    add("--requests", type=int, default=64, metavar="N", help="requests that arrive at once; with --disturb: streams")
+    add("--input-tokens", type=int, default=256, metavar="N", help=f"with --disturb: {STREAM_PROMPT}")
     add("--output-tokens", type=int, default=128, metavar="N")
     add("--schedule", action="append", choices=SCHEDULES, help="schedule (repeatable); default: both")
+    add("--disturb", action="store_true", help="serve streams beside long prompts and a costly request instead")
+    add("--long-prompt", type=int, default=8192, metavar="N", help="with --disturb: tokens of prompts that disturb")
+    add("--choices", type=int, default=64, metavar="N", help="with --disturb: choices of the costly request")
+    add("--target-tbt-ms", type=float, metavar="MS", help="as for fastdecode-node; default: none, or with --disturb "
+        f"{_TARGET} times the p99 of the streams alone")  # fmt: skip
     add("--mini-batches", type=int, default=2, metavar="N")
     add("--max-batch-size", type=int, default=16, metavar="N", help="sequences of a mini-batch")
     add("--max-batch-tokens", type=int, default=512, metavar="N")
@@ -67,9 +73,13 @@ def run(args: argparse.Namespace) -> None:
     """Measure, serve, simulate and print. Raises ProfileError, ValueError, OSError, RuntimeError, TransportError."""
     directory = NodeConfig(model=args.model).model_path() or model_dir()
     planned = read_model(directory)
+    disturbed = args.disturb
+    if disturbed:
+        args.input_tokens = STREAM_PROMPT
     length = args.input_tokens + args.output_tokens
-    if length > planned.max_positions:
-        raise ValueError(f"{length} tokens are more than the {planned.max_positions} positions of {planned.name}")
+    longest = max(length, args.long_prompt + _COSTLY_OUTPUTS) if disturbed else length
+    if longest > planned.max_positions:
+        raise ValueError(f"{longest} tokens are more than the {planned.max_positions} positions of {planned.name}")
     if args.s_threads + args.r_nodes * args.r_threads > len(usable_cpus()):
         raise ValueError(f"the threads of all parts together are more than the {len(usable_cpus())} CPUs here")
     profile = uvloop.run(_profile(directory, planned, args)) if args.profile is None else read_profile(args.profile)
@@ -77,19 +87,53 @@ def run(args: argparse.Namespace) -> None:
         profile.write(args.out)
     system = System.of(profile, "shm", planned, args.kv_dtype, args.r_nodes)
     limits = SchedulerLimits(args.mini_batches, args.max_batch_tokens, args.max_batch_size)
-    requests = workload.fixed(args.requests, args.input_tokens, args.output_tokens)
-    # Every slot has pages for a whole sequence, and each R-node for its share and one sequence more.
+    # Every slot has pages for a whole sequence, and each R-node for its share and one sequence more; four long prompts
+    # have room besides.
     blocks = -(-length // PAGE_TOKENS)
     pages = blocks * (-(-limits.mini_batches * limits.max_seqs // args.r_nodes) + 1)
+    if disturbed:
+        pages += 4 * -(-longest // PAGE_TOKENS) + 2 * args.choices
     memory = pages * PAGE_TOKENS * planned.token_bytes(args.kv_dtype)
-    model, rows = load(directory, args.s_threads), []
-    for schedule in args.schedule or SCHEDULES:
-        real = uvloop.run(_serve(model, requests, limits, memory, schedule, args))
-        options: dict[str, Any] = {"schedule": schedule, "target_tbt": None}
-        virtual = simulate(requests, system, limits, memory, bounds=[args.output_tokens] * args.requests, **options)
-        rows.append(_row(schedule, real, virtual))
+    real = RealSystem(load(directory, args.s_threads), args.kv_dtype, args.r_nodes, args.r_threads, memory)
+    serve: dict[str, Callable[..., Served]] = {
+        "real": partial(real.serve, limits=limits),
+        "simulated": partial(simulate, system=system, limits=limits, memory=memory),
+    }
+    rows = _disturbed(serve, args) if disturbed else _burst(serve, args)
     result = {"model": planned.name, "profile": dataclasses.asdict(profile), "rows": rows}
-    print_result(args, result, lambda shown: _print_table(shown, profile))
+    print_result(args, result, lambda shown: (_print_disturbed if disturbed else _print_table)(shown, profile))
+
+
+def _burst(serve: dict[str, Callable[..., Served]], args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Requests that all arrive at once, by each schedule."""
+    requests = workload.fixed(args.requests, args.input_tokens, args.output_tokens)
+    options: dict[str, Any] = {"bounds": [args.output_tokens] * args.requests, "target_tbt": _seconds(args)}
+    return [
+        _row(schedule, {name: run(requests, schedule=schedule, **options) for name, run in serve.items()})
+        for schedule in args.schedule or SCHEDULES
+    ]
+
+
+def _disturbed(serve: dict[str, Callable[..., Served]], args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Streams alone and beside each disturbance, on both systems; the target is the same."""
+    n, schedule = args.requests, next(iter(args.schedule or SCHEDULES))
+    streams = workload.fixed(n, args.input_tokens, args.output_tokens)
+    rows: list[dict[str, Any]] = []
+    target = _seconds(args)
+    for system, run in serve.items():
+        alone = run(streams, bounds=[args.output_tokens] * n, schedule=schedule, target_tbt=target)
+        rows.append({"system": system} | figures("streams alone", alone, n))
+        target = target or _TARGET * 1e-3 * rows[-1]["tbt_p99_ms"]
+        for name, others in disturbances(alone.run.seconds, args.long_prompt, args.choices).items():
+            requests = [*streams, *others]
+            bounds = [request.output_tokens for request in requests]
+            done = run(requests, bounds=bounds, schedule=schedule, target_tbt=target)
+            rows.append({"system": system, "target_tbt_ms": 1e3 * target} | figures(name, done, n))
+    return rows
+
+
+def _seconds(args: argparse.Namespace) -> float | None:
+    return args.target_tbt_ms / 1e3 if args.target_tbt_ms else None
 
 
 async def _profile(directory: Path, planned: PlannedModel, args: argparse.Namespace) -> Profile:
@@ -98,7 +142,7 @@ async def _profile(directory: Path, planned: PlannedModel, args: argparse.Namesp
     return await measure(
         directory,
         # Beside the batch, more rows: chunks of prompts are taken from where the curve rises.
-        rows=sorted({1, most, max(most, 64)}),
+        rows=sorted({1, -(-most // 2), most, max(most, 64)}),
         kv_dtypes=[args.kv_dtype],
         groups=[],
         # As much as a mini-batch reads of a layer: the last-level cache holds a part of it.
@@ -115,59 +159,13 @@ async def _profile(directory: Path, planned: PlannedModel, args: argparse.Namesp
     )
 
 
-async def _serve(
-    model: Model,
-    requests: list[workload.Request],
-    limits: SchedulerLimits,
-    memory: float,
-    schedule: str,
-    args: argparse.Namespace,
-) -> Client:
-    """Serve the requests on real parts."""
-    n, loop = limits.mini_batches, asyncio.get_running_loop()
-    rng = random.Random(0)
-    prompts = [[rng.randrange(3, _VOCABULARY) for _ in range(request.prompt_tokens)] for request in requests]
-    with ExitStack() as stack:
-        urls = [
-            stack.enter_context(r_node("shm", args.r_threads, int(memory) + (64 << 20))) for _ in range(args.r_nodes)
-        ]
-        hello = model.hello(n, limits.max_batch_tokens, args.kv_dtype, int(memory), 2 * n * limits.max_seqs)
-        links = [await connect(url, dataclasses.replace(hello), None) for url in urls]
-        engine = Engine(
-            SPart(model, links),
-            links,
-            mini_batches=n,
-            max_batch_size=limits.max_seqs,
-            max_batch_tokens=limits.max_batch_tokens,
-            max_queued=len(requests),
-            schedule=schedule,
-            end_token_ids=(),
-        )
-        await engine.start()
-        try:
-            client = Client(engine, len(requests))
-            begun = loop.time()
-            for request, prompt in zip(requests, prompts, strict=True):
-                client.send(request, prompt, request.output_tokens)
-            await client.all_ended.wait()
-            client.seconds = loop.time() - begun
-        finally:
-            await engine.stop()
-            for link in links:
-                await link.close()
-    return client
-
-
-def _row(schedule: str, real: Client, virtual: Simulated) -> dict[str, Any]:
+def _row(schedule: str, runs: dict[str, Served]) -> dict[str, Any]:
     """Tokens/s and times between tokens, in milliseconds, of both runs."""
-    failed = [answer.error for answer in (*real.answers, *virtual.run.answers) if answer.error]
-    if failed:
-        raise RuntimeError(f"{len(failed)} answers failed: {failed[0]}")
     row: dict[str, Any] = {"schedule": schedule}
-    for name, answers, seconds in (
-        ("real", real.answers, real.seconds),
-        ("simulated", virtual.run.answers, virtual.run.seconds),
-    ):
+    for name, served in runs.items():
+        answers, seconds = served.run.answers, served.run.seconds
+        if failed := [answer.error for answer in answers if answer.error]:
+            raise RuntimeError(f"{len(failed)} answers failed: {failed[0]}")
         gaps = sorted(gap for answer in answers for gap in report.gaps(answer))
         row[name] = {
             "tokens_per_s": sum(answer.output_tokens for answer in answers) / seconds,
@@ -193,3 +191,11 @@ def _print_table(result: dict[str, Any], profile: Profile) -> None:
         print(
             f"{last['schedule']} beside {first['schedule']}: " + ", ".join(f"{n} {r:.3f}x" for n, r in ratios.items())
         )
+
+
+def _print_disturbed(result: dict[str, Any], profile: Profile) -> None:
+    print_profile(profile)
+    print(f"target of the time between tokens: {result['rows'][1]['target_tbt_ms']:.1f} ms")
+    for system in ("real", "simulated"):
+        print(f"{system}, ms:")
+        print(table([row for row in result["rows"] if row["system"] == system]))

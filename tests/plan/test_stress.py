@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 
 from virtual import PAGE_BYTES, toy_system
 
 from fastdecode.demo import model_dir
 from fastdecode.engine.scheduling.plan import SchedulerLimits
 from fastdecode.plan.cli import main
+from fastdecode.plan.simulation import simulate
 from fastdecode.plan.stress import Stress
 
 SYSTEM = toy_system(((1, 0.010), (101, 0.020)), 1e-8)
 
 
 def stress(target=None, pages=10_000):
-    return Stress(SYSTEM, SchedulerLimits(2, 512, 16), pages * PAGE_BYTES, {"target_tbt": target})
+    limits = SchedulerLimits(2, 512, 16)
+    memory = pages * PAGE_BYTES
+    return Stress(partial(simulate, system=SYSTEM, limits=limits, memory=memory, target_tbt=target), limits)
 
 
 def test_long_prompts_keep_the_target_and_without_one_they_do_not():

@@ -64,3 +64,16 @@ def test_a_simulated_step_takes_the_engines_time_too():
     load = [(0.0, 10, 20)] * 4
     for s, seconds in ((system, 0.010), (slow, 0.010 + 0.003 + 4 * 0.0005)):
         assert sorted(gaps(serve(load, s)))[10] == pytest.approx(seconds, rel=0.01)
+
+
+@two_cpus
+def test_streams_are_served_beside_disturbances(capsys, tmp_path):
+    path = str(tmp_path / "here.json")
+    argv = ["trial", "--disturb", "--requests", "3", "--output-tokens", "12", "--max-batch-size", "2"]
+    argv += ["--long-prompt", "300", "--choices", "4", "--schedule", "greedy", "--seconds", "0.1"]
+    main([*argv, "--out", path, "--json"])
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert [row["system"] for row in rows] == ["real"] * 3 + ["simulated"] * 3
+    assert all(row["taken"] == 3 and not row["failed"] and not row["refused"] for row in rows)
+    main([*argv, "--profile", path])
+    assert capsys.readouterr().out.count("one request of 300 tokens with 4 choices") == 2

@@ -127,6 +127,8 @@ class Prompts:
         return ids[: request.prompt_tokens]
 
     def _draw(self, what: str, n: int) -> list[int]:
-        rng = random.Random(f"{self._seed} {what}")
         first, last = self._ids
+        if first == last:
+            return [first] * n
+        rng = random.Random(f"{self._seed} {what}")
         return [rng.randint(first, last) for _ in range(n)]
