@@ -468,14 +468,14 @@ class Scheduler:
 
     def _room(self, running: list[Sequence]) -> Room:
         """The room for newcomers beside the `running` sequences."""
-        times, n_batches, shared = self.step_times, len(self.mini_batches), 0.0
-        # With a target no stream is paused, because a pause is a long time between two tokens.
-        if running and times.s_part and times.target is None:
-            r_part = self.cluster.r_part(running)
-            if r_part is not None and r_part <= _R_BOUND * (times.base or 0.0):
+        times, n_batches, shared, covered = self.step_times, len(self.mini_batches), 0.0, 0.0
+        if running and times.s_part and (r_part := self.cluster.r_part(running)):
+            covered = n_batches * times.s_part / r_part * sum(seq.cached for seq in running)
+            # With a target no stream is paused, because a pause is a long time between two tokens.
+            if times.target is None and r_part <= _R_BOUND * (times.base or 0.0):
                 shared = max(0.0, n_batches * times.s_part - times.prompt_seconds(len(running))) / len(running)
         slots = n_batches * self.limits.max_seqs
-        return Room(slots, self.cluster.tokens, self.cluster.page_groups, shared, times.prompt_seconds)
+        return Room(slots, self.cluster.tokens, self.cluster.page_groups, shared, times.prompt_seconds, covered)
 
     def _start(self, seq: Sequence, placement: Placement, mini_batch: int) -> None:
         handed_over = self.hand_over is not None and self.hand_over(seq, placement)

@@ -87,10 +87,11 @@ def run(args: argparse.Namespace) -> None:
         profile.write(args.out)
     system = System.of(profile, "shm", planned, args.kv_dtype, args.r_nodes)
     limits = SchedulerLimits(args.mini_batches, args.max_batch_tokens, args.max_batch_size)
-    # Every slot has pages for a whole sequence, and each R-node for its share and one sequence more; four long prompts
-    # have room besides.
+    # Every slot has pages for a whole sequence and half a page to spare, and each R-node for its share and one sequence
+    # more; four long prompts have room besides.
     blocks = -(-length // PAGE_TOKENS)
-    pages = blocks * (-(-limits.mini_batches * limits.max_seqs // args.r_nodes) + 1)
+    slots = -(-limits.mini_batches * limits.max_seqs // args.r_nodes) + 1
+    pages = blocks * slots + slots // 2 + 1
     if disturbed:
         pages += 4 * -(-longest // PAGE_TOKENS) + 2 * args.choices
     memory = pages * PAGE_TOKENS * planned.token_bytes(args.kv_dtype)

@@ -90,6 +90,14 @@ def test_tokens_beyond_windows_take_no_room():
     assert stable.tokens_per_second >= 0.98 * greedy.tokens_per_second
 
 
+def test_load_that_the_s_part_covers_keeps_nobody_waiting():
+    """Long prompts beside short ones exceed the load of mixed ages, but the R-Part takes a tenth of the S-Part."""
+    requests = [(0.0, 2000 if i % 16 == 0 else 20, 60) for i in range(64)]
+    system = toy_system(FLAT, 0.001 / (16 * 2000))
+    greedy, stable = both(requests, system, mini_batches=2, batch=16, bounds=[60] * 64, target_tbt=None)
+    assert stable.tokens_per_second >= 0.98 * greedy.tokens_per_second
+
+
 def test_at_a_traces_own_arrivals_nothing_is_lost(trace):
     greedy, stable = both(trace[:100], toy_system(((1, 0.010), (101, 0.020)), 0.010 / 60_000), batch=64)
     assert stable.tokens_per_second >= 0.98 * greedy.tokens_per_second

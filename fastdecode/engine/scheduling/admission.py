@@ -58,6 +58,7 @@ class Room:
     #: 0 if the R-Part takes as long, or if streams should not be paused.
     shared_seconds: float = 0.0
     recompute_seconds: Callable[[float], float] = float  # of so many tokens
+    covered_tokens: float = 0.0  # whose R-Part takes no longer than the S-Part; 0: not known
 
     def held(self, tokens: Floats) -> Floats:
         """The room that sequences of `tokens` tokens (any shape) hold at least: a page beyond all windows of its layers
@@ -122,16 +123,19 @@ class Stable(Greedy):
         ahead, mean, variance = self._forecast
         own, own_variance = self._load([seq], ahead, room)
         if self._pausing_pays(seq, room):
-            return self._within_target(mean, own)
+            return self._within_target(mean, own, room)
         # The last page of a sequence is half empty on average.
         pages = PAGE_TOKENS / 2 * (len(running) + 1)
         full = (mean + own + _DEVIATIONS * np.sqrt(variance + own_variance)).max() + pages
         if full > _FULL * room.tokens:
             return False
-        return self._within_target(mean, own)
+        return self._within_target(mean, own, room)
 
-    def _within_target(self, mean: Floats, own: Floats) -> bool:
-        return bool((mean + own).max() <= (1 + _SLACK) * self._target or mean.max() <= _LOW * self._target)
+    def _within_target(self, mean: Floats, own: Floats, room: Room) -> bool:
+        """True if the forecast load with a newcomer is below the target, or binds no step because the S-Part takes
+        longer than the R-Part."""
+        most = max((1 + _SLACK) * self._target, room.covered_tokens)
+        return bool((mean + own).max() <= most or mean.max() <= _LOW * self._target)
 
     def _pausing_pays(self, seq: Sequence, room: Room) -> bool:
         """True if steps gain more by one more sequence than it costs to recompute it when it is paused for lack of
