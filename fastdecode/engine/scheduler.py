@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 from fastdecode.engine.cluster import Cluster
 from fastdecode.engine.ledger import RNodeLedger
 from fastdecode.engine.scheduling.admission import Greedy, Room
-from fastdecode.engine.scheduling.budgets import StagingBudget, StepBudget
+from fastdecode.engine.scheduling.budgets import StagingBudget, StepBudget, pairs
 from fastdecode.engine.scheduling.fairness import OUTPUT_WEIGHT
 from fastdecode.engine.scheduling.pace import Pace
 from fastdecode.engine.scheduling.pauses import Pauses
@@ -34,7 +34,7 @@ from fastdecode.engine.scheduling.plan import Outcome, Plan, SchedulerLimits, st
 from fastdecode.engine.scheduling.queue import WaitingQueue
 from fastdecode.engine.scheduling.running import Running
 from fastdecode.engine.scheduling.speculation import Speculation
-from fastdecode.engine.scheduling.step_time import NO_PROMPTS, PromptWork, StepTimes, pairs
+from fastdecode.engine.scheduling.step_time import NO_PROMPTS, PromptWork, StepTimes
 from fastdecode.engine.sequence import PlannedChunk
 
 if TYPE_CHECKING:
@@ -241,9 +241,8 @@ class Scheduler:
         if not chunks:
             return None
         self._running.begin(mini_batch)
-        prompts = NO_PROMPTS
-        for chunk in chunks[n_streams:]:
-            prompts += PromptWork(chunk.n_tokens, pairs(chunk.seq.cached, chunk.n_tokens))
+        of = (PromptWork(chunk.n_tokens, pairs(chunk.seq.cached, chunk.n_tokens)) for chunk in chunks[n_streams:])
+        prompts = sum(of, NO_PROMPTS)
         self.step_times.begin(mini_batch, prompts, n_decoding > 0)
         self.pace.begin(mini_batch, n_decoding)
         self.admission.tick(1 / len(self.mini_batches))

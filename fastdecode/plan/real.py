@@ -3,8 +3,8 @@ own. No HTTP is involved, as in a simulation."""
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -47,7 +47,7 @@ class RealSystem:
     async def _serve(
         self, requests: Sequence[Request], limits: SchedulerLimits, bounds: Sequence[int | None], options: Any
     ) -> Served:
-        n, loop = limits.mini_batches, asyncio.get_running_loop()
+        n = limits.mini_batches
         n_answers = sum(request.choices for request in requests)
         options = {"max_queued": n_answers, "prefix_cache": any(request.blocks for request in requests)} | options
         with ExitStack() as stack:
@@ -67,10 +67,10 @@ class RealSystem:
             )
             await engine.start()
             try:
-                client = Client(engine, n_answers)
-                begun = loop.time()
+                # The event loop's own clock counts milliseconds.
+                client, begun = Client(engine, n_answers, time.monotonic), time.monotonic()
                 await client.send_all(requests, Prompts(_FIRST_ID, _LAST_ID, seed=0), bounds)
-                seconds = loop.time() - begun
+                seconds = time.monotonic() - begun
             finally:
                 await engine.stop()
                 for link in links:

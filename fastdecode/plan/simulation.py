@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -90,7 +90,7 @@ async def _simulate(
     await engine.start()
     samples: list[dict[str, float]] = []
     sampling = loop.create_task(_sample(engine, samples, max(_SAMPLE_SECONDS, requests[-1].arrival / _SAMPLES)))
-    client = Client(engine, sum(request.choices for request in requests))
+    client = Client(engine, sum(request.choices for request in requests), loop.time)
     await client.send_all(requests, Prompts(WORD, WORD, seed=0), bounds or [None] * len(requests))
     if sampling.done():
         await sampling  # it never ends but with an error
@@ -104,11 +104,11 @@ class Client:
     """Sends requests to an engine in this process and records when their tokens come. Belongs to the running event
     loop."""
 
-    def __init__(self, engine: Engine, n_answers: int):
+    def __init__(self, engine: Engine, n_answers: int, clock: Callable[[], float]):
         self.answers: list[Answer] = []
         self._all_ended = asyncio.Event()
         self._engine, self._to_end = engine, n_answers
-        self._clock, self._begun = asyncio.get_running_loop().time, 0.0
+        self._clock, self._begun = clock, 0.0
 
     async def send_all(self, requests: Sequence[Request], prompts: Prompts, bounds: Sequence[int | None]) -> None:
         """Send each request when it arrives, with its bound as max_tokens, and wait until all answers have ended."""

@@ -12,6 +12,7 @@ from math import gcd
 from types import SimpleNamespace
 from typing import Any
 
+from fastdecode.engine.scheduling.budgets import pairs
 from fastdecode.plan.equations import PartTimes, System, Work, part_times, shared_seconds
 from fastdecode.plan.model import PlannedModel
 from fastdecode.region.contract import PAGE_TOKENS
@@ -93,13 +94,14 @@ class VirtualSPart:
         of the tokens that it attends to."""
         model, sampled, outputs = self._system.model, [], self.outputs
         whole = not any(model.windows)  # every layer reads every cached token
-        rows = prompt_rows = pairs = 0
+        rows = prompt_rows = 0
+        prompt_pairs = 0.0
         read = [0.0] * len(self._links)
         for chunk in batch.chunks:
             n = len(chunk.tokens)
             if chunk.prefill:
                 prompt_rows += n
-                pairs += n * chunk.pos + n * (n + 1) // 2
+                prompt_pairs += pairs(chunk.pos, n)
             else:
                 rows += n
                 length = chunk.pos + n
@@ -107,7 +109,7 @@ class VirtualSPart:
             spec = chunk.sample
             sampled.append(None if spec is None else _LAST if spec.index + 1 >= outputs[spec.seed] else _NEXT)
         total = sum(read)
-        work = Work(rows, total, prompt_rows, pairs)
+        work = Work(rows, total, prompt_rows, prompt_pairs)
         parts = part_times(self._system, work, max(read) / total if total else None)
         token_bytes = model.token_bytes(self._system.kv_dtype)
         speed = self._system.reading(total * token_bytes).bytes_per_second

@@ -126,7 +126,11 @@ class PromptChunk:
         else:
             attended, log_sum = attend(grouped, k[:, :, pos:], v[:, :, pos:], True, self._scale)
             if pos:
-                earlier, earlier_log_sum = attend(grouped, k[:, :, :pos], v[:, :, :pos], False, self._scale)
+                # All rows see these keys, so the query heads of a group count as rows of one head: the kernel then goes
+                # through the keys once for each KV head.
+                merged = grouped.flatten(1, 2)[:, None]
+                earlier, earlier_log_sum = attend(merged, k[:, :1, :pos], v[:, :1, :pos], False, self._scale)
+                earlier, earlier_log_sum = earlier.view(attended.shape), earlier_log_sum.view(log_sum.shape)
                 share = torch.sigmoid(earlier_log_sum - log_sum).to(q.dtype)[..., None]
                 attended = torch.lerp(attended, earlier, share)
                 log_sum = torch.logaddexp(log_sum, earlier_log_sum)

@@ -8,7 +8,8 @@ import random
 import pytest
 from virtual import MODEL, gaps, serve, toy_system
 
-from fastdecode.engine.scheduling.step_time import PromptWork, StepTimes, pairs
+from fastdecode.engine.scheduling.budgets import pairs
+from fastdecode.engine.scheduling.step_time import PromptWork, StepTimes
 
 
 def percentile(values, part):

@@ -10,12 +10,23 @@ if TYPE_CHECKING:
     from fastdecode.engine.sequence import Sequence
 
 
+#: Reading the keys before a chunk takes as long as this many of its rows attending to them: a kernel's tile of rows
+#: is that large at least.
+_KEY_ROWS = 8
+
+
+def pairs(start: float, n: float) -> float:
+    """Keys that a chunk of `n` rows behind `start` tokens attends to, summed over its rows, and what reading the keys
+    costs besides, in such pairs."""
+    return (n + _KEY_ROWS) * start + n * (n + 1) / 2
+
+
 @dataclass(slots=True)
 class StepBudget:
     """The part of a step that is left for chunks of prompts.
 
     A chunk of n rows behind `start` tokens costs n rows and `row_cost` * n + `pair_cost` * pairs of work, where
-    pairs = n * start + n * (n + 1) / 2 counts the keys that its rows attend to. `least` rows are granted whatever the
+    `pairs` counts the keys that its rows attend to. `least` rows are granted whatever the
     work, so that a prompt always goes on.
     """
 
@@ -35,18 +46,19 @@ class StepBudget:
     def take(self, start: int, n_tokens: int) -> int:
         """Spend what `chunk` grants, and return it. After a chunk that is cut, nothing is left of the budget."""
         n = self.chunk(start, n_tokens)
-        self.work -= self.row_cost * n + self.pair_cost * (n * start + n * (n + 1) / 2)
+        self.work -= self.row_cost * n + self.pair_cost * pairs(start, n)
         self.rows = self.rows - n if n == n_tokens and self.work > 0 else 0
         return n
 
     def _affordable(self, start: int) -> int:
         """The largest n whose work is within the budget."""
         linear, square = self.row_cost + self.pair_cost * (start + 0.5), self.pair_cost / 2
-        if self.work <= 0 or linear <= 0:
-            return 0 if self.work <= 0 else self.rows
-        if square * self.work < 1e-9 * linear * linear:
-            return int(self.work / linear)
-        return int((sqrt(linear * linear + 4 * square * self.work) - linear) / (2 * square))
+        work = self.work - self.pair_cost * pairs(start, 0)
+        if work <= 0 or linear <= 0:
+            return 0 if work <= 0 else self.rows
+        if square * work < 1e-9 * linear * linear:
+            return int(work / linear)
+        return int((sqrt(linear * linear + 4 * square * work) - linear) / (2 * square))
 
 
 @dataclass(slots=True)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from fastdecode.engine.scheduling.budgets import StepBudget
+from fastdecode.engine.scheduling.budgets import StepBudget, pairs
 
 #: Weight of the older observations after each new one.
 _COST_MEMORY = 0.9
@@ -39,11 +39,6 @@ class PromptWork(NamedTuple):
 
 
 NO_PROMPTS = PromptWork(0, 0.0)
-
-
-def pairs(start: float, n: float) -> float:
-    """Keys that a chunk of `n` rows behind `start` tokens attends to, summed over its rows."""
-    return n * start + n * (n + 1) / 2
 
 
 def _decayed(mean: float | None, seconds: float, memory: float) -> float:
@@ -110,9 +105,8 @@ class StepTimes:
             return StepBudget(rows)
         allowed = max(self.target - self.base, _STRETCH * self.base)
         in_flight = sum(self._cost(*f.work) for other, f in self._flights.items() if other != mini_batch)
-        return StepBudget(
-            rows, min(allowed - in_flight, allowed / sharers), row_cost=row_cost, pair_cost=pair_cost, least=_LEAST_ROWS
-        )
+        work = min(allowed - in_flight, allowed / sharers)
+        return StepBudget(rows, work, row_cost=row_cost, pair_cost=pair_cost, least=_LEAST_ROWS)
 
     def prompt_seconds(self, n_tokens: float) -> float:
         """How much a prompt of `n_tokens` tokens adds to the steps that it is in; 0 before the first one."""
