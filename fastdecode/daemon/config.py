@@ -266,6 +266,11 @@ class NodeConfig:
         role="s",
         choices=WEIGHTS,
     )
+    no_calibration: bool = _option(
+        "int4: round each weight to the nearest number, instead of by the inputs of a text: loads sooner, answers worse",
+        False,
+        role="s",
+    )
     lora: tuple[tuple[str, Path], ...] = _option(
         "a LoRA adapter in PEFT's format (repeatable), which requests choose by NAME as their model",
         (),

@@ -88,7 +88,8 @@ def run_s_node(config: NodeConfig) -> None:
     # They start while the weights are loaded.
     api_processes = ApiProcesses(config, sockets) if config.api_processes else None
     calibration = calibration_tokens(settings.tokenizer)
-    model = backend.load(device, dtype, sys.stderr.isatty(), config.weights, adapters, calibration)
+    fitted_to = None if config.no_calibration else calibration
+    model = backend.load(device, dtype, sys.stderr.isatty(), config.weights, adapters, fitted_to)
     log.info(
         "%s by the %s backend, %s in %s, activations in %s",
         backend.config.architecture,
