@@ -267,7 +267,7 @@ class NodeConfig:
         choices=WEIGHTS,
     )
     no_calibration: bool = _option(
-        "int4: round each weight to the nearest number, instead of by the inputs of a text: loads sooner, answers worse",
+        "int4: round each weight to the nearest number, not by the inputs of a text: loads sooner, answers worse",
         False,
         role="s",
     )
