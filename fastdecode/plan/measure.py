@@ -254,7 +254,7 @@ async def s_part_times(
             await link.free([(0, tag)])
     finally:
         await link.close()
-    first, last = (times.rows_in(statistics.median(seconds[i] for seconds in taken[1:])) for i in (0, -1))
+    first, last = (times.rows_in(statistics.median(chunks_of[i] for chunks_of in taken[1:])) for i in (0, -1))
     pairs = _PROMPT_TOKENS * (_PROMPT_TOKENS + 1) / 2  # of the first chunk
     attention = 1.0
     if chunks > 1:

@@ -42,7 +42,7 @@ class SPartTimes:
     parameters: float  # weights that each row is multiplied with
     rows: tuple[tuple[float, float], ...]  # (decoding rows, seconds of a step), rows rising
     prompt_row: float = 1.0  # decoding rows that cost as much as one row of a prompt, its attention apart
-    prompt_attention: float = 1.0  # how many times as long a prompt's attention takes as as many operations of rows
+    prompt_attention: float = 1.0  # how many times as long a prompt's attention takes as rows of as many operations
 
     def __post_init__(self) -> None:
         _positive(self, "parameters", "prompt_row", "prompt_attention")

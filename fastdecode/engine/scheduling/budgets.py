@@ -10,14 +10,13 @@ if TYPE_CHECKING:
     from fastdecode.engine.sequence import Sequence
 
 
-#: Reading the keys before a chunk takes as long as this many of its rows attending to them: a kernel's tile of rows
-#: is that large at least.
+#: Reading the keys before a chunk takes as long as the attention of so many rows to them, however few the chunk has.
 _KEY_ROWS = 8
 
 
 def pairs(start: float, n: float) -> float:
-    """Keys that a chunk of `n` rows behind `start` tokens attends to, summed over its rows, and what reading the keys
-    costs besides, in such pairs."""
+    """The cost of a chunk's attention, in pairs of a row and a key: the keys that each of its `n` rows attends
+    to behind `start` tokens, and as many pairs as reading these tokens' keys takes."""
     return (n + _KEY_ROWS) * start + n * (n + 1) / 2
 
 
@@ -26,8 +25,8 @@ class StepBudget:
     """The part of a step that is left for chunks of prompts.
 
     A chunk of n rows behind `start` tokens costs n rows and `row_cost` * n + `pair_cost` * pairs of work, where
-    `pairs` counts the keys that its rows attend to. `least` rows are granted whatever the
-    work, so that a prompt always goes on.
+    `pairs` counts the keys that its rows attend to. `least` rows are granted whatever the work, so that a prompt always
+    goes on.
     """
 
     rows: int
