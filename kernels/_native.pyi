@@ -164,6 +164,36 @@ class RowDraws:
         """Draw `n` rows, described by the fd_draw_row_t at `rows`, from logits [n, vocab]. `dtype` is an index of
         region.contract.ACT_DTYPES, fp32's or bf16's. Raises MemoryError."""
 
+class PromptAttention:
+    """Attention of a prompt's rows on the S-node's CPU (prompt.h), for an activation dtype, an index of
+    region.contract.ACT_DTYPES. Arguments are addresses, 0 for none, strides in elements and sizes; nothing is checked.
+    Other Python threads run meanwhile. The ISA is the one in FASTDECODE_ISA, else the best. Raises ValueError if it has
+    no such function, MemoryError if there is no memory for a block of rows.
+
+    `strides` are those of Q rows, K heads, K rows, V heads, V rows and O rows; `sizes` are the rows, the position of
+    the first one, the KV heads, query heads of each, and the sizes of K and V heads.
+    """
+
+    def __new__(cls, act_dtype: int) -> PromptAttention: ...
+    @property
+    def isa(self) -> str:
+        """The ISA of the function."""
+    def attend(
+        self,
+        q: int,
+        k: int,
+        v: int,
+        out: int,
+        sinks: int,
+        strides: tuple[int, int, int, int, int, int],
+        sizes: tuple[int, int, int, int, int, int],
+        window: int,
+        segment: int,
+        scale: float,
+        threads: int,
+        /,
+    ) -> None: ...
+
 class RowOps:
     """The S-Part's operations between products (row_ops.h), for an activation dtype, an index of
     region.contract.ACT_DTYPES. Arguments are addresses of C-contiguous rows, 0 for none, and sizes; nothing is checked.

@@ -19,6 +19,7 @@ _COMMANDS = (
     "schedule",
     "decode",
     "spart",
+    "prompt",
     "attention",
     "rpart",
     "transport",

@@ -23,6 +23,7 @@
     exchange/    the ways of a step's Q, K, V and O rows to the slots of its links and back
     exchange_kernels/  CUDA kernels with which a stream moves these rows
     prompt       attention of prompts, which the S-node computes
+    prompt_attention  that by kernels/decoder, on a CPU
     scoring      soft-capping, attention sinks and ALiBi
     prompt_logprobs  the probabilities of a prompt's own tokens
     heads        views of the heads in a row

@@ -251,8 +251,7 @@ class StepRows:
         for i in [i for i, chunk in enumerate(chunks) if chunk.prefill]:
             chunk, stop = chunks[i], int(stops[i])
             key = (chunk.link, chunk.seq_index, chunk.tag)
-            rows = slice(stop - len(chunk.tokens), stop)
-            self.prompts.append(PromptChunk(config, key, chunk, rows, spart._prompts.begin(key, chunk)))
+            self.prompts.append(spart._prompts.begin(key, chunk, slice(stop - len(chunk.tokens), stop)))
         table = StepTable()
         table.add("tokens", tokens)
         table.add("positions", positions)

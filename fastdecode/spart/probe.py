@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import torch
 
-from fastdecode.spart.batch import Chunk
+from fastdecode.spart.batch import Chunk, SampleSpec
 from fastdecode.spart.config import ModelConfig
 from fastdecode.spart.decoder import SPart, StepState
-from fastdecode.spart.prompt import PromptChunk
+from fastdecode.spart.prompt import PromptCache
 from fastdecode.spart.weights import Model
 
 _LENGTH = 256
@@ -27,16 +27,11 @@ def sequences_of(config: ModelConfig, tokens: Sequence[int]) -> list[torch.Tenso
 def prompt_state(spart: SPart, sequences: Sequence[torch.Tensor]) -> StepState:
     """The state before the first layer of a step whose rows are the prompts `sequences`, one after another."""
     model, stops = spart.model, torch.tensor([len(tokens) for tokens in sequences]).cumsum(0).tolist()
-    prompts = [
-        PromptChunk(
-            model.config,
-            (0, i, 0),
-            Chunk(0, i, 0, 0, tokens.tolist(), True, None),
-            slice(stop - len(tokens), stop),
-            None,
-        )
-        for i, (tokens, stop) in enumerate(zip(sequences, stops, strict=True))
-    ]
+    cache = PromptCache(model.config, model.device, model.dtype)
+    prompts = []
+    for i, (tokens, stop) in enumerate(zip(sequences, stops, strict=True)):
+        chunk = Chunk(0, i, 0, 0, tokens.tolist(), True, SampleSpec())  # a whole prompt, so nothing is staged
+        prompts.append(cache.begin((0, i, 0), chunk, slice(stop - len(tokens), stop)))
     positions = torch.cat([torch.arange(len(tokens)) for tokens in sequences])
     inputs = {"tokens": torch.cat(list(sequences)).to(model.device), "positions": positions.to(model.device)}
     return StepState(spart, inputs, _NoLinks(model, stops[-1]), prompts)

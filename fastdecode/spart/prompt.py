@@ -1,8 +1,9 @@
 """Attention of prompts, which the S-node computes; the R-node only appends their K and V.
 
 A prompt that is prefilled in one chunk needs only its own rows. For a prompt of several chunks, the K and V of the
-earlier chunks are staged here until the last chunk has passed all layers. A chunk attends to its own rows causally and
-to all earlier ones, in two parts that are merged, so no mask is made that grows with the prompt.
+earlier chunks are staged here until the last chunk has passed all layers. On a CPU a chunk attends by kernels/decoder.
+torch attends to the chunk's own rows causally and to all earlier ones, in two parts that are merged, so no mask is made
+that grows with the prompt.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch.nn.functional as F
 from fastdecode.spart.attention import attend
 from fastdecode.spart.batch import Chunk
 from fastdecode.spart.heads import heads_in
+from fastdecode.spart.prompt_attention import PromptAttention, make_prompt_attention
 from fastdecode.spart.scoring import Scoring, scoring_of
 from fastdecode.spart.shape import AttentionShape
 
@@ -27,7 +29,8 @@ class PromptCache:
     """The staged K and V of unfinished prompts, by sequence."""
 
     def __init__(self, config: AttentionShape, device: torch.device, dtype: torch.dtype):
-        self._shape = (config.n_layers, config.row_sizes[1])
+        self._config = config
+        self._attention = make_prompt_attention(device, dtype)
         self._device, self._dtype = device, dtype
         self._prompts: dict[Hashable, Prompt] = {}
 
@@ -38,13 +41,17 @@ class PromptCache:
     def nbytes(self) -> int:
         """Bytes of memory that the staged K and V take."""
         # The S-Part's thread may add a prompt while another thread asks; a list is made without giving up the GIL.
-        return sum(prompt.kv.nbytes for prompt in list(self._prompts.values()))
+        return sum(prompt.nbytes for prompt in list(self._prompts.values()))
 
-    def begin(self, key: Hashable, chunk: Chunk) -> Prompt | None:
-        """Make room for a chunk's K and V; returns None if the chunk is the whole prompt, for which nothing is staged.
+    def begin(self, key: Hashable, chunk: Chunk, rows: slice) -> PromptChunk:
+        """Make room for the K and V of a chunk, whose rows in the step are `rows`. Nothing is staged for a chunk that
+        is the whole prompt.
 
         Raises ValueError if the chunk does not follow the last one of its prompt.
         """
+        return PromptChunk(self._config, key, chunk, rows, self._stage(key, chunk), self._attention)
+
+    def _stage(self, key: Hashable, chunk: Chunk) -> Prompt | None:
         if chunk.pos == 0:
             self.drop(key)
             if chunk.sample is not None:
@@ -53,11 +60,8 @@ class PromptCache:
         if prompt is None:
             if chunk.pos:
                 raise ValueError(f"a prompt goes on at {chunk.pos}, but its first tokens are not staged: {key}")
-            n_layers, width = self._shape
-            rows = max(chunk.prompt_length, len(chunk.tokens))
-            prompt = self._prompts[key] = Prompt(
-                torch.empty(n_layers, rows, width, device=self._device, dtype=self._dtype)
-            )
+            prompt = self._prompts[key] = Prompt(self._config, self._device, self._dtype)
+            prompt.reserve(max(chunk.prompt_length, len(chunk.tokens)), exactly=True)
         if prompt.length != chunk.pos:
             raise ValueError(f"a prompt goes on at {chunk.pos}, expected at {prompt.length}: {key}")
         prompt.reserve(chunk.pos + len(chunk.tokens))
@@ -76,30 +80,58 @@ class PromptCache:
 
 
 class Prompt:
-    """Staged K and V of one prompt: `kv` is [layers, capacity, K and V of a row], of which `length` rows are filled."""
+    """Staged K and V of one prompt, of which `length` rows are filled. The rows of a head lie side by side, so that a
+    later chunk reads them as one stream."""
 
-    def __init__(self, kv: torch.Tensor):
-        self.kv = kv
+    def __init__(self, config: AttentionShape, device: torch.device, dtype: torch.dtype):
         self.length = 0
+        self._heads = [config.heads_of(layer) for layer in range(config.n_layers)]
+        self._staged = torch.empty(config.n_layers, 0, device=device, dtype=dtype)
+        self._capacity, self._width = 0, config.row_sizes[1]
 
-    def reserve(self, length: int) -> None:
-        """Make room for `length` rows, in new memory if the prompt's length was not known."""
-        capacity = self.kv.shape[1]
-        if length > capacity:
-            grown = self.kv.new_empty(self.kv.shape[0], max(length, 2 * capacity), self.kv.shape[2])
-            grown[:, : self.length] = self.kv[:, : self.length]
-            self.kv = grown
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory that the rows take."""
+        return self._staged.nbytes
+
+    def reserve(self, length: int, exactly: bool = False) -> None:
+        """Make room for `length` rows; for some more too, where the prompt's length is not known."""
+        if length <= self._capacity:
+            return
+        filled = [self.rows(layer, self.length) for layer in range(len(self._heads))]
+        self._capacity = length if exactly else max(length, 2 * self._capacity)
+        self._staged = self._staged.new_empty(len(self._heads), self._capacity * self._width)
+        for layer, rows in enumerate(filled):
+            for new, old in zip(self.rows(layer, self.length), rows, strict=True):
+                new.copy_(old)
+
+    def rows(self, layer: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """K [KV heads, length, k_size] and V [KV heads, length, v_size] of a layer's first rows."""
+        heads, start, parts = self._heads[layer], 0, []
+        for size in (heads.k_size, heads.v_size):
+            stop = start + heads.n_kv * self._capacity * size
+            parts.append(self._staged[layer, start:stop].view(heads.n_kv, self._capacity, size)[:, :length])
+            start = stop
+        return parts[0], parts[1]
 
 
 class PromptChunk:
     """A prompt's chunk while it passes through the layers. Its rows in the step are `rows`."""
 
-    def __init__(self, config: AttentionShape, key: Hashable, chunk: Chunk, rows: slice, prompt: Prompt | None):
+    def __init__(
+        self,
+        config: AttentionShape,
+        key: Hashable,
+        chunk: Chunk,
+        rows: slice,
+        prompt: Prompt | None,
+        attention: PromptAttention | None,
+    ):
         self.key, self.chunk, self.rows = key, chunk, rows
         self._heads_of = config.heads_of
         self._scale, self._windows = config.softmax_scale, config.windows
         self._options, self._kv_layers = config.options, config.kv_layers
-        self.prompt = prompt
+        self.prompt, self._attention = prompt, attention
         self._masks: dict[tuple[int, ...], torch.Tensor] = {}
 
     def attend(self, layer: int, q: torch.Tensor, kv: torch.Tensor, out: torch.Tensor) -> None:
@@ -107,20 +139,37 @@ class PromptChunk:
         beginning of these rows. A layer that shares the K and V of another gets that layer's rows as `kv`."""
         heads = self._heads_of(layer)
         n, pos, store = len(q), self.chunk.pos, self._kv_layers[layer]
+        q, out = heads_in(q, 0, heads.n_q, heads.k_size), heads_in(out, 0, heads.n_q, heads.v_size)
+        k = heads_in(kv, 0, heads.n_kv, heads.k_size).transpose(0, 1)
+        v = heads_in(kv, heads.n_kv * heads.k_size, heads.n_kv, heads.v_size).transpose(0, 1)
         if self.prompt is not None:
-            everything = self.prompt.kv[store, : pos + n]
+            staged_k, staged_v = self.prompt.rows(store, pos + n)
             if store == layer:
-                everything[pos:] = kv
-            kv = everything
-        # [KV heads, query heads of each, rows, size]: K and V are read once for all query heads of a group.
-        group = heads.n_q // heads.n_kv
-        grouped = heads_in(q, 0, heads.n_q, heads.k_size).unflatten(1, (-1, group)).permute(1, 2, 0, 3)
-        k = heads_in(kv, 0, heads.n_kv, heads.k_size)
-        v = heads_in(kv, heads.n_kv * heads.k_size, heads.n_kv, heads.v_size)
-        k, v = (x.transpose(0, 1)[:, None].expand(-1, group, -1, -1) for x in (k, v))
+                staged_k[:, pos:], staged_v[:, pos:] = k, v
+            k, v = staged_k, staged_v
         window, segment = self._windows[layer], self._options.segments[layer] if self._options.segments else 0
         window, segment = (limit if limit < pos + n else 0 for limit in (window, segment))
         scoring = scoring_of(self._options, layer, len(self._windows), heads, q.device)
+        if self._attention is not None and not scoring.softcap and scoring.slopes is None:
+            self._attention.attend(q, k, v, out, self._scale, window, segment, scoring.sinks)
+        else:
+            self._attend_by_torch(window, segment, scoring, q, k, v, out)
+
+    def _attend_by_torch(
+        self,
+        window: int,
+        segment: int,
+        scoring: Scoring,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        """Attention of q [n, query heads, d] to k and v [KV heads, rows so far, d], written to `out`."""
+        pos, group = self.chunk.pos, q.shape[1] // len(k)
+        # [KV heads, query heads of each, rows, size]: K and V are read once for all query heads of a group.
+        grouped = q.unflatten(1, (-1, group)).permute(1, 2, 0, 3)
+        k, v = (x[:, None].expand(-1, group, -1, -1) for x in (k, v))
         if window or segment or scoring.softcap or scoring.slopes is not None:
             attended = self._attend_blocks(window, segment, scoring, grouped, k, v)
         else:
@@ -136,7 +185,7 @@ class PromptChunk:
                 log_sum = torch.logaddexp(log_sum, earlier_log_sum)
             if scoring.sinks is not None:
                 attended = attended * torch.sigmoid(log_sum - scoring.sinks).to(q.dtype)[..., None]
-        heads_in(out, 0, heads.n_q, heads.v_size).unflatten(1, (-1, group)).copy_(attended.permute(2, 0, 1, 3))
+        out.unflatten(1, (-1, group)).copy_(attended.permute(2, 0, 1, 3))
 
     def _attend_blocks(
         self, window: int, segment: int, scoring: Scoring, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor

@@ -1,5 +1,5 @@
 /* The CPython module fastdecode.kernels._native: attention for tests and measurements, the R-engine, and
- * the S-Part's quantised linears, row operations and draws of tokens. */
+ * the S-Part's quantised linears, row operations, attention of prompts and draws of tokens. */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
@@ -9,6 +9,7 @@ extern PyMethodDef fd_roofline_methods[];     /* py_roofline.c */
 int fd_engine_add_types(PyObject *module);    /* py_engine.c */
 int fd_linears_add_types(PyObject *module);   /* py_linears.c */
 int fd_row_ops_add_types(PyObject *module);   /* py_row_ops.c */
+int fd_prompt_add_types(PyObject *module);    /* py_prompt.c */
 int fd_draw_rows_add_types(PyObject *module); /* py_draw_rows.c */
 
 static int exec_module(PyObject *module) {
@@ -17,6 +18,7 @@ static int exec_module(PyObject *module) {
     if (PyModule_AddFunctions(module, fd_roofline_methods) < 0) return -1;
     if (fd_linears_add_types(module) < 0) return -1;
     if (fd_row_ops_add_types(module) < 0) return -1;
+    if (fd_prompt_add_types(module) < 0) return -1;
     if (fd_draw_rows_add_types(module) < 0) return -1;
     return fd_engine_add_types(module);
 }

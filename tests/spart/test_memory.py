@@ -66,8 +66,8 @@ def test_staged_prompts_take_what_is_counted():
     model = load_model(make_checkpoint("llama-gqa"), dtype="fp32")
     cache = PromptCache(model.config, torch.device("cpu"), torch.float32)
     for key, length in enumerate((700, 90)):
-        cache.begin(key, Chunk(0, key, 1, 0, [5] * 40, True, None, prompt_length=length))
+        cache.begin(key, Chunk(0, key, 1, 0, [5] * 40, True, None, prompt_length=length), slice(0, 40))
     assert cache.nbytes == 790 * staged_token_bytes(model)
     cache._prompts[0].length = 40
-    cache.begin(0, Chunk(0, 0, 1, 40, [5] * 600, True, None, prompt_length=700))
+    cache.begin(0, Chunk(0, 0, 1, 40, [5] * 600, True, None, prompt_length=700), slice(0, 600))
     assert cache.nbytes == 790 * staged_token_bytes(model)

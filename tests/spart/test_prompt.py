@@ -9,10 +9,12 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fastdecode.kernels import _native
 from fastdecode.spart import attention
 from fastdecode.spart.attention import attend, attend_matmul
 from fastdecode.spart.batch import Chunk, SampleSpec
-from fastdecode.spart.prompt import PromptCache, PromptChunk
+from fastdecode.spart.prompt import PromptCache
+from fastdecode.spart.prompt_attention import PromptAttention, make_prompt_attention
 from fastdecode.spart.shape import AttentionShape
 from fastdecode.transports.base import LayerOptions
 
@@ -30,6 +32,26 @@ class Shape(AttentionShape):
 
     def __init__(self, window: int, **options: Any):
         self.windows, self.options = (window,), LayerOptions(**options)
+
+
+#: The functions that an ISA takes for fp32 and for bf16; None: torch's.
+EXPECTED = {
+    "scalar": (None, None),
+    "avx2": ("avx2", "avx2"),
+    "avxvnni": ("avx2", "avx2"),
+    "avx512": ("avx512", "avx512"),
+    "avx512vnni": ("avx512", "avx512"),
+    "avx512bf16": ("avx512", "avx512bf16"),
+    "amx": ("avx512", None),
+    "neon": ("neon", "neon"),
+}
+
+
+@pytest.fixture(params=_native.isa_supported())
+def isa(request, monkeypatch):
+    """Each ISA of this machine; with `scalar` torch attends."""
+    monkeypatch.setenv("FASTDECODE_ISA", request.param)
+    return request.param
 
 
 def rows(n: int, heads: int, size: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -53,7 +75,7 @@ def prefill(q: torch.Tensor, kv: torch.Tensor, sizes: list[int], window: int) ->
     for n in sizes:
         sample = SampleSpec() if pos + n == len(q) else None
         chunk = Chunk(0, 0, 1, pos, [0] * n, True, sample)
-        work = PromptChunk(Shape(window), "prompt", chunk, slice(0, n), cache.begin("prompt", chunk))
+        work = cache.begin("prompt", chunk, slice(0, n))
         part = slice(pos, pos + n)
         work.attend(0, q[part], kv[part], out=out[part])
         cache.end(work)
@@ -65,17 +87,88 @@ def prefill(q: torch.Tensor, kv: torch.Tensor, sizes: list[int], window: int) ->
 @pytest.mark.parametrize("dtype", BUDGET, ids=str)
 @pytest.mark.parametrize("window", [0, 1, 40, 300, 5000])
 @pytest.mark.parametrize("sizes", [[700], [1, 699], [699, 1], [300, 300, 100], [10] * 70], ids=lambda s: f"{len(s)}")
-def test_chunks_of_a_prompt_attend_to_all_earlier_rows(sizes, window, dtype):
+def test_chunks_of_a_prompt_attend_to_all_earlier_rows(sizes, window, dtype, isa):
     q, kv = rows(700, 8, 16, 1, dtype), rows(700, 4, 16, 2, dtype)
     got = prefill(q, kv, sizes, window)
     assert got.dtype is dtype
     assert (got.double() - expected(q, kv, 0, window)).abs().max() < BUDGET[dtype]
 
 
-def test_two_parts_are_merged_without_overflow():
+def test_two_parts_are_merged_without_overflow(isa):
     """Scores far apart: one part has all the weight, and its exponentials alone would overflow."""
     q, kv = rows(40, 8, 16, 1) * 100, rows(40, 4, 16, 2) * 100
     assert (prefill(q, kv, [20, 20], 0).double() - expected(q, kv, 0, 0)).abs().max() < 1e-3
+
+
+def test_an_isa_takes_its_own_function(isa):
+    functions = [make_prompt_attention(torch.device("cpu"), dtype) for dtype in (torch.float32, torch.bfloat16)]
+    assert tuple(function and function.isa for function in functions) == EXPECTED[isa]
+
+
+@pytest.fixture(params=[isa for isa in _native.isa_supported() if isa != "scalar"])
+def native(request, monkeypatch):
+    """Makes the native attention of a dtype."""
+    monkeypatch.setenv("FASTDECODE_ISA", request.param)
+
+    def make(dtype: torch.dtype) -> PromptAttention:
+        found = make_prompt_attention(torch.device("cpu"), dtype)
+        return found or pytest.skip(f"{request.param} has no attention of {dtype}")
+
+    return make
+
+
+#: Query heads of each KV head, and the sizes of K and V heads.
+SIZES = [(1, 64, 64), (3, 24, 40), (4, 128, 128), (7, 80, 96), (130, 8, 8), (2, 1100, 16)]
+
+
+@pytest.mark.parametrize("dtype", BUDGET, ids=str)
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("n, m", [(1, 1), (1, 200), (63, 64), (130, 321)])
+def test_native_attention_of_heads_of_any_size(native, n, m, sizes, dtype):
+    attention, (group, k_size, v_size) = native(dtype), sizes
+    torch.manual_seed(n)
+    q, k, v = torch.randn(n, 2 * group, k_size), torch.randn(2, m, k_size), torch.randn(2, m, v_size)
+    q, k, v, out = q.to(dtype), k.to(dtype), v.to(dtype), torch.empty(n, 2 * group, v_size, dtype=dtype)
+    attention.attend(q, k, v, out, k_size**-0.5)
+    scores = torch.einsum("nhd,hmd->hnm", q.double(), k.double().repeat_interleave(group, dim=0)) * k_size**-0.5
+    hidden = torch.arange(m) > torch.arange(m - n, m)[:, None]
+    weights = scores.masked_fill(hidden, float("-inf")).softmax(dim=2)
+    want = torch.einsum("hnm,hmd->nhd", weights, v.double().repeat_interleave(group, dim=0))
+    assert (out.double() - want).abs().max() < BUDGET[dtype] * 2
+
+
+@pytest.mark.parametrize("dtype", BUDGET, ids=str)
+@pytest.mark.parametrize("window, segment", [(0, 0), (100, 0), (0, 90)])
+def test_a_row_depends_neither_on_other_rows_nor_on_chunks(native, window, segment, dtype):
+    """Equal to the last bit: whole, in chunks, and with another number of threads."""
+    attention = native(dtype)
+    torch.manual_seed(0)
+    q, k, v = torch.randn(300, 6, 32).to(dtype), torch.randn(2, 300, 32).to(dtype), torch.randn(2, 300, 48).to(dtype)
+
+    def in_chunks(size: int) -> torch.Tensor:
+        out = torch.empty(300, 6, 48, dtype=dtype)
+        for start in range(0, 300, size):
+            stop = min(300, start + size)
+            attention.attend(q[start:stop], k[:, :stop], v[:, :stop], out[start:stop], 0.2, window, segment)
+        return out
+
+    whole, threads = in_chunks(300), torch.get_num_threads()
+    assert whole.isfinite().all()
+    for size in (1, 7, 64, 129):
+        assert torch.equal(in_chunks(size), whole)
+    try:
+        torch.set_num_threads(1)
+        assert torch.equal(in_chunks(300), whole)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_native_attention_refuses_rows_that_do_not_fit(native):
+    attention, q, kv = native(torch.float32), torch.zeros(4, 6, 8), torch.zeros(2, 3, 8)
+    with pytest.raises(AssertionError):
+        attention.attend(q, kv, kv, torch.zeros_like(q), 1.0)  # fewer keys than rows
+    with pytest.raises(AssertionError):
+        attention.attend(q.double(), kv, kv, torch.zeros_like(q), 1.0)
 
 
 class Allocations(TorchDispatchMode):
@@ -95,19 +188,21 @@ class Allocations(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("window", [0, 64])
-def test_no_mask_of_the_prompt_and_no_repeated_rows_are_made(window):
+def test_no_mask_of_the_prompt_and_no_repeated_rows_are_made(window, isa):
     """A late chunk of a long prompt allocates less than its mask or its K for all query heads would take."""
     n, pos = 32, 6000
     q, kv = rows(n, 8, 16, 1), rows(pos + n, 4, 16, 2)
     cache = PromptCache(Shape(window), q.device, q.dtype)
     first = Chunk(0, 0, 1, 0, [0] * pos, True, None)
-    prompt = cache.begin("prompt", first)
-    cache.end(PromptChunk(Shape(window), "prompt", first, slice(0, pos), prompt))
+    begun = cache.begin("prompt", first, slice(0, pos))
+    prompt = begun.prompt
+    cache.end(begun)
     chunk = Chunk(0, 0, 1, pos, [0] * n, True, SampleSpec())
-    work = PromptChunk(Shape(window), "prompt", chunk, slice(0, n), cache.begin("prompt", chunk))
-    prompt.kv[0, :pos] = kv[:pos]
+    work = cache.begin("prompt", chunk, slice(0, n))
+    for staged, part in zip(prompt.rows(0, pos), kv[:pos].split(2 * 16, dim=1), strict=True):
+        staged.copy_(part.unflatten(1, (2, 16)).transpose(0, 1))
     out = torch.empty_like(q)
-    with Allocations(q, kv, out, prompt.kv) as allocations:
+    with Allocations(q, kv, out, *prompt.rows(0, pos)) as allocations:
         work.attend(0, q, kv[pos:], out=out)
     assert allocations.largest < n * pos < 8 * 16 * pos
     assert (out.double() - expected(q, kv, pos, window)).abs().max() < BUDGET[torch.float32]
@@ -152,7 +247,7 @@ OPTIONS = {
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("window", [0, 30])
 @pytest.mark.parametrize("sizes", [[100], [1, 60, 39], [30, 70]])
-def test_options_of_few_models_equal_float64(sizes: list[int], window: int, options: str) -> None:
+def test_options_of_few_models_equal_float64(sizes: list[int], window: int, options: str, isa: str) -> None:
     given = OPTIONS[options]
     q, kv = rows(sum(sizes), 8, 16, 3), rows(sum(sizes), 4, 16, 4)
     shape, n = Shape(window, **given), len(q)
@@ -179,7 +274,7 @@ def test_options_of_few_models_equal_float64(sizes: list[int], window: int, opti
     out, pos = torch.empty_like(q), 0
     for size in sizes:
         chunk = Chunk(0, 0, 1, pos, [0] * size, True, SampleSpec() if pos + size == n else None)
-        work = PromptChunk(shape, "prompt", chunk, slice(0, size), cache.begin("prompt", chunk))
+        work = cache.begin("prompt", chunk, slice(0, size))
         part = slice(pos, pos + size)
         work.attend(0, q[part], kv[part], out=out[part])
         cache.end(work)
