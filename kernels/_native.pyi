@@ -168,31 +168,49 @@ class PromptAttention:
     """Attention of a prompt's rows on the S-node's CPU (prompt.h), for an activation dtype, an index of
     region.contract.ACT_DTYPES. Arguments are addresses, 0 for none, strides in elements and sizes; nothing is checked.
     Other Python threads run meanwhile. The ISA is the one in FASTDECODE_ISA, else the best. Raises ValueError if it has
-    no such function, MemoryError if there is no memory for a block of rows.
+    no such functions.
 
-    `strides` are those of Q rows, K heads, K rows, V heads, V rows and O rows; `sizes` are the rows, the position of
-    the first one, the KV heads, query heads of each, and the sizes of K and V heads.
+    `blocks` are the address of the packed blocks, the words of a head, the KV heads, and the sizes of K and V heads.
     """
 
     def __new__(cls, act_dtype: int) -> PromptAttention: ...
     @property
     def isa(self) -> str:
-        """The ISA of the function."""
-    def attend(
+        """The ISA of the functions."""
+    def block_words(self, k_size: int, v_size: int, /) -> int:
+        """32-bit words of a block of 64 tokens."""
+    def pack(
         self,
-        q: int,
+        blocks: tuple[int, int, int, int, int],
         k: int,
         v: int,
+        pos: int,
+        n: int,
+        k_head: int,
+        k_row: int,
+        v_head: int,
+        v_row: int,
+        threads: int,
+        /,
+    ) -> None: ...
+    def attend(
+        self,
+        blocks: tuple[int, int, int, int, int],
+        q: int,
         out: int,
         sinks: int,
-        strides: tuple[int, int, int, int, int, int],
-        sizes: tuple[int, int, int, int, int, int],
+        q_row: int,
+        out_row: int,
+        rows: int,
+        pos: int,
+        group: int,
         window: int,
         segment: int,
         scale: float,
         threads: int,
         /,
-    ) -> None: ...
+    ) -> None:
+        """Raises MemoryError if there is no memory for some rows."""
 
 class RowOps:
     """The S-Part's operations between products (row_ops.h), for an activation dtype, an index of

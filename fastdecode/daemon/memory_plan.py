@@ -13,7 +13,8 @@ from fastdecode.daemon.machine import available_memory
 from fastdecode.daemon.option_values import guesses
 from fastdecode.engine.pages import PageGroups
 from fastdecode.spart.exchange.graph_table import size_class
-from fastdecode.spart.memory import graph_bytes, staged_token_bytes, step_bytes
+from fastdecode.spart.memory import graph_bytes, step_bytes
+from fastdecode.spart.prompt import staged_token_bytes
 from fastdecode.spart.served import ServedModel
 
 if TYPE_CHECKING:
@@ -35,9 +36,10 @@ def staged_tokens(
 
     Raises ConfigError if the steps of all mini-batches do not fit beside the weights.
     """
+    token_bytes = staged_token_bytes(model.shape, device, model.dtype)
     if device.type != "cuda":
         memory = config.staging_memory
-        return (available_memory() // _STAGING_PART if memory is None else memory) // staged_token_bytes(model)
+        return (available_memory() // _STAGING_PART if memory is None else memory) // token_bytes
     free, total = torch.cuda.mem_get_info(device)
     drawn = min(config.max_batch_tokens, config.max_batch_size * (1 + guesses(config.speculate)))
     step = step_bytes(model, config.max_batch_tokens, drawn)
@@ -53,7 +55,7 @@ def staged_tokens(
         format_bytes(KERNEL_BYTES),
         format_bytes(memory),
     )
-    return memory // staged_token_bytes(model)
+    return memory // token_bytes
 
 
 def gpu_staging(total: int, free: int, utilization: float, steps: int, wanted: int | None) -> int:

@@ -33,12 +33,6 @@ def graph_bytes(model: ServedModel, rows: int) -> int:
     return step_bytes(model, rows, rows) + rows * own + GraphTable.most_bytes(rows, vocab)
 
 
-def staged_token_bytes(model: ServedModel) -> int:
-    """Bytes that the K and V of one token of a staged prompt take."""
-    shape = model.shape
-    return shape.n_layers * shape.row_sizes[1] * model.dtype.itemsize
-
-
 def _kept_bytes(model: ServedModel, rows: int) -> int:
     """Bytes that a step keeps between layers: the residual stream, Q, KV and O rows (twice with prompts), angles."""
     shape, (hidden, _) = model.shape, model.widths

@@ -1,13 +1,14 @@
 """Attention of prompts, which the S-node computes; the R-node only appends their K and V.
 
 A prompt that is prefilled in one chunk needs only its own rows. For a prompt of several chunks, the K and V of the
-earlier chunks are staged here until the last chunk has passed all layers. On a CPU a chunk attends by kernels/decoder.
-torch attends to the chunk's own rows causally and to all earlier ones, in two parts that are merged, so no mask is made
-that grows with the prompt.
+earlier chunks are staged here until the last chunk has passed all layers. On a CPU a chunk attends by kernels/decoder,
+to K and V that are packed in blocks. torch attends to the chunk's own rows causally and to all earlier ones, in two
+parts that are merged, so no mask is made that grows with the prompt.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Hashable
 
 import torch
@@ -16,13 +17,22 @@ import torch.nn.functional as F
 from fastdecode.spart.attention import attend
 from fastdecode.spart.batch import Chunk
 from fastdecode.spart.heads import heads_in
-from fastdecode.spart.prompt_attention import PromptAttention, make_prompt_attention
+from fastdecode.spart.prompt_attention import BLOCK_TOKENS, Blocks, PromptAttention, make_prompt_attention
 from fastdecode.spart.scoring import Scoring, scoring_of
-from fastdecode.spart.shape import AttentionShape
+from fastdecode.spart.shape import AttentionShape, Heads
 
 #: Rows of a block, where rows do not see all positions before them.
 BLOCK_ROWS = 256
 _BLOCK_SCORES = 1 << 24  # the most scores of a block, where scores are made in fp32
+
+
+def staged_token_bytes(config: AttentionShape, device: torch.device, dtype: torch.dtype) -> int:
+    """Bytes that the K and V of one token of a staged prompt take; native attention stages tokens in whole blocks."""
+    attention = make_prompt_attention(config, device, dtype)
+    all_heads = (config.heads_of(layer) for layer in range(config.n_layers))
+    if attention is None:
+        return sum(heads.n_kv * (heads.k_size + heads.v_size) * dtype.itemsize for heads in all_heads)
+    return sum(heads.n_kv * attention.words(heads, BLOCK_TOKENS) * 4 // BLOCK_TOKENS for heads in all_heads)
 
 
 class PromptCache:
@@ -30,7 +40,7 @@ class PromptCache:
 
     def __init__(self, config: AttentionShape, device: torch.device, dtype: torch.dtype):
         self._config = config
-        self._attention = make_prompt_attention(device, dtype)
+        self._attention = make_prompt_attention(config, device, dtype)
         self._device, self._dtype = device, dtype
         self._prompts: dict[Hashable, Prompt] = {}
 
@@ -60,12 +70,17 @@ class PromptCache:
         if prompt is None:
             if chunk.pos:
                 raise ValueError(f"a prompt goes on at {chunk.pos}, but its first tokens are not staged: {key}")
-            prompt = self._prompts[key] = Prompt(self._config, self._device, self._dtype)
+            prompt = self._prompts[key] = self._new()
             prompt.reserve(max(chunk.prompt_length, len(chunk.tokens)), exactly=True)
         if prompt.length != chunk.pos:
             raise ValueError(f"a prompt goes on at {chunk.pos}, expected at {prompt.length}: {key}")
         prompt.reserve(chunk.pos + len(chunk.tokens))
         return prompt
+
+    def _new(self) -> Prompt:
+        if self._attention is None:
+            return PlainPrompt(self._config, self._device, self._dtype)
+        return PackedPrompt(self._config, self._device, self._attention)
 
     def end(self, work: PromptChunk) -> None:
         """Record that a chunk has passed all layers."""
@@ -79,40 +94,88 @@ class PromptCache:
         self._prompts.pop(key, None)
 
 
-class Prompt:
-    """Staged K and V of one prompt, of which `length` rows are filled. The rows of a head lie side by side, so that a
-    later chunk reads them as one stream."""
+class Prompt(ABC):
+    """Staged K and V of one prompt, of which `length` rows are filled."""
 
-    def __init__(self, config: AttentionShape, device: torch.device, dtype: torch.dtype):
+    def __init__(self, config: AttentionShape, device: torch.device):
         self.length = 0
         self._heads = [config.heads_of(layer) for layer in range(config.n_layers)]
-        self._staged = torch.empty(config.n_layers, 0, device=device, dtype=dtype)
-        self._capacity, self._width = 0, config.row_sizes[1]
+        self._device = device
+        self._capacity = 0
+        self._layers: list[torch.Tensor] = []  # [KV heads, elements of a head's capacity] each
 
     @property
     def nbytes(self) -> int:
         """Bytes of memory that the rows take."""
-        return self._staged.nbytes
+        return sum(layer.nbytes for layer in self._layers)
 
     def reserve(self, length: int, exactly: bool = False) -> None:
         """Make room for `length` rows; for some more too, where the prompt's length is not known."""
         if length <= self._capacity:
             return
-        filled = [self.rows(layer, self.length) for layer in range(len(self._heads))]
         self._capacity = length if exactly else max(length, 2 * self._capacity)
-        self._staged = self._staged.new_empty(len(self._heads), self._capacity * self._width)
-        for layer, rows in enumerate(filled):
-            for new, old in zip(self.rows(layer, self.length), rows, strict=True):
-                new.copy_(old)
+        old, self._layers = self._layers, [self._empty(heads) for heads in self._heads]
+        for before, layer in zip(old, self._layers, strict=False):
+            self._move(before, layer)
+
+    @abstractmethod
+    def stage(self, layer: int, k: torch.Tensor, v: torch.Tensor, pos: int) -> None:
+        """Fill rows of a layer, from `pos` on, with k [KV heads, n, k_size] and v [KV heads, n, v_size]."""
+
+    @abstractmethod
+    def _empty(self, heads: Heads) -> torch.Tensor:
+        """Memory for the capacity of a layer with these heads."""
+
+    @abstractmethod
+    def _move(self, old: torch.Tensor, new: torch.Tensor) -> None:
+        """Copy what a layer has in less memory."""
+
+
+class PlainPrompt(Prompt):
+    """Rows as they are, those of a head side by side."""
+
+    def __init__(self, config: AttentionShape, device: torch.device, dtype: torch.dtype):
+        super().__init__(config, device)
+        self._dtype = dtype
+
+    def _empty(self, heads: Heads) -> torch.Tensor:
+        return torch.empty(
+            heads.n_kv, self._capacity, heads.k_size + heads.v_size, device=self._device, dtype=self._dtype
+        )
+
+    def _move(self, old: torch.Tensor, new: torch.Tensor) -> None:
+        new[:, : self.length] = old[:, : self.length]
+
+    def stage(self, layer: int, k: torch.Tensor, v: torch.Tensor, pos: int) -> None:
+        for staged, rows in zip(self.rows(layer, pos + k.shape[1]), (k, v), strict=True):
+            staged[:, pos:] = rows
 
     def rows(self, layer: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K [KV heads, length, k_size] and V [KV heads, length, v_size] of a layer's first rows."""
-        heads, start, parts = self._heads[layer], 0, []
-        for size in (heads.k_size, heads.v_size):
-            stop = start + heads.n_kv * self._capacity * size
-            parts.append(self._staged[layer, start:stop].view(heads.n_kv, self._capacity, size)[:, :length])
-            start = stop
-        return parts[0], parts[1]
+        heads = self._heads[layer]
+        k, v = self._layers[layer][:, :length].split([heads.k_size, heads.v_size], dim=2)
+        return k, v
+
+
+class PackedPrompt(Prompt):
+    """Rows in the blocks of the native attention."""
+
+    def __init__(self, config: AttentionShape, device: torch.device, attention: PromptAttention):
+        super().__init__(config, device)
+        self._attention = attention
+
+    def _empty(self, heads: Heads) -> torch.Tensor:
+        return torch.empty(heads.n_kv, self._attention.words(heads, self._capacity), dtype=torch.int32)
+
+    def _move(self, old: torch.Tensor, new: torch.Tensor) -> None:
+        new[:, : old.shape[1]] = old
+
+    def stage(self, layer: int, k: torch.Tensor, v: torch.Tensor, pos: int) -> None:
+        self._attention.pack(self.blocks(layer), k, v, pos)
+
+    def blocks(self, layer: int) -> Blocks:
+        """The blocks of a layer."""
+        return Blocks(self._layers[layer], self._heads[layer].k_size, self._heads[layer].v_size)
 
 
 class PromptChunk:
@@ -133,6 +196,7 @@ class PromptChunk:
         self._options, self._kv_layers = config.options, config.kv_layers
         self.prompt, self._attention = prompt, attention
         self._masks: dict[tuple[int, ...], torch.Tensor] = {}
+        self._unstaged: dict[Heads, Blocks] = {}
 
     def attend(self, layer: int, q: torch.Tensor, kv: torch.Tensor, out: torch.Tensor) -> None:
         """Attention of the chunk's rows q and kv, whose O rows are written to `out`; the layer's heads stand at the
@@ -142,18 +206,30 @@ class PromptChunk:
         q, out = heads_in(q, 0, heads.n_q, heads.k_size), heads_in(out, 0, heads.n_q, heads.v_size)
         k = heads_in(kv, 0, heads.n_kv, heads.k_size).transpose(0, 1)
         v = heads_in(kv, heads.n_kv * heads.k_size, heads.n_kv, heads.v_size).transpose(0, 1)
-        if self.prompt is not None:
-            staged_k, staged_v = self.prompt.rows(store, pos + n)
-            if store == layer:
-                staged_k[:, pos:], staged_v[:, pos:] = k, v
-            k, v = staged_k, staged_v
         window, segment = self._windows[layer], self._options.segments[layer] if self._options.segments else 0
         window, segment = (limit if limit < pos + n else 0 for limit in (window, segment))
         scoring = scoring_of(self._options, layer, len(self._windows), heads, q.device)
-        if self._attention is not None and not scoring.softcap and scoring.slopes is None:
-            self._attention.attend(q, k, v, out, self._scale, window, segment, scoring.sinks)
-        else:
-            self._attend_by_torch(window, segment, scoring, q, k, v, out)
+        if self.prompt is not None and store == layer:
+            self.prompt.stage(layer, k, v, pos)
+        if self._attention is not None:
+            blocks = self._blocks(store, k, v)
+            self._attention.attend(blocks, q, out, pos, self._scale, window, segment, scoring.sinks)
+            return
+        if isinstance(self.prompt, PlainPrompt):
+            k, v = self.prompt.rows(store, pos + n)
+        self._attend_by_torch(window, segment, scoring, q, k, v, out)
+
+    def _blocks(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> Blocks:
+        """The blocks of a layer. A prompt that is not staged packs k and v in blocks that serve all layers in turn."""
+        if isinstance(self.prompt, PackedPrompt):
+            return self.prompt.blocks(layer)
+        assert self._attention is not None
+        heads = Heads(len(k), len(k), k.shape[2], v.shape[2])
+        if heads not in self._unstaged:
+            words = torch.empty(len(k), self._attention.words(heads, k.shape[1]), dtype=torch.int32)
+            self._unstaged[heads] = Blocks(words, heads.k_size, heads.v_size)
+        self._attention.pack(self._unstaged[heads], k, v, 0)
+        return self._unstaged[heads]
 
     def _attend_by_torch(
         self,

@@ -1,6 +1,6 @@
 """PromptAttention: attention of a prompt's rows by kernels/decoder, on a CPU.
 
-torch's kernel for CPUs multiplies small blocks by a library for large ones, and takes 2.5 to 4 times as long.
+K and V are packed as they are staged, so that a chunk of a few rows reads what came before it at memory speed.
 """
 
 from __future__ import annotations
@@ -10,8 +10,25 @@ import torch
 from fastdecode.kernels import _native
 from fastdecode.region.contract import ACT_DTYPES
 from fastdecode.spart.served import TORCH_DTYPES
+from fastdecode.spart.shape import AttentionShape, Heads
 
 _ACT_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+
+
+#: Tokens of a block.
+BLOCK_TOKENS = 64
+
+
+class Blocks:
+    """K and V of a prompt's tokens in one layer, packed as the kernels read them.
+
+    `words` is int32 [KV heads, words of a head], with room for whole blocks.
+    """
+
+    def __init__(self, words: torch.Tensor, k_size: int, v_size: int):
+        assert words.dtype is torch.int32 and words.is_contiguous()
+        self._words = words  # keeps the memory
+        self.native = words.data_ptr(), words.shape[1], len(words), k_size, v_size
 
 
 class PromptAttention:
@@ -21,48 +38,65 @@ class PromptAttention:
     """
 
     def __init__(self, dtype: torch.dtype):
-        """Raises ValueError if the CPU's ISA has no such function."""
+        """Raises ValueError if the CPU's ISA has no such functions."""
         self.dtype = dtype
         self._native = _native.PromptAttention(list(ACT_DTYPES).index(_ACT_NAMES[dtype]))
 
     @property
     def isa(self) -> str:
-        """The ISA of the function."""
+        """The ISA of the functions."""
         return self._native.isa
+
+    def words(self, heads: Heads, n_tokens: int) -> int:
+        """32-bit words that `n_tokens` tokens of one KV head take."""
+        return -(-n_tokens // BLOCK_TOKENS) * self._native.block_words(heads.k_size, heads.v_size)
+
+    def pack(self, blocks: Blocks, k: torch.Tensor, v: torch.Tensor, pos: int) -> None:
+        """Pack k [KV heads, n, k_size] and v [KV heads, n, v_size] of tokens at positions from `pos` on. All tokens
+        before them are packed."""
+        _, _, n_kv, k_size, v_size = blocks.native
+        n = k.shape[1]
+        assert k.dtype is v.dtype is self.dtype and k.stride(2) == v.stride(2) == 1
+        assert k.shape == (n_kv, n, k_size) and v.shape == (n_kv, n, v_size)
+        assert -(-(pos + n) // BLOCK_TOKENS) * self._native.block_words(k_size, v_size) <= blocks.native[1]
+        strides = k.stride(0), k.stride(1), v.stride(0), v.stride(1)
+        self._native.pack(blocks.native, k.data_ptr(), v.data_ptr(), pos, n, *strides, torch.get_num_threads())
 
     def attend(
         self,
+        blocks: Blocks,
         q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
         out: torch.Tensor,
+        pos: int,
         scale: float,
         window: int = 0,
         segment: int = 0,
         sinks: torch.Tensor | None = None,
     ) -> None:
-        """Write the attention of q [n, query heads, k_size], the last n rows of a prompt, to `out` [n, query heads,
-        v_size].
+        """Write the attention of q [n, query heads, k_size] to `out` [n, query heads, v_size]; the rows are those of
+        tokens at positions from `pos` on, all of which are packed.
 
-        k [KV heads, m, k_size] and v [KV heads, m, v_size] are those of all m tokens so far. A row attends to the
-        positions up to its own, to at most `window` of them and to those of its own segment (0: no such limit).
-        `sinks`, an fp32 number for each query head, adds a score that weighs no V.
+        A row attends to the positions up to its own, to at most `window` of them and to those of its own segment (0: no
+        such limit). `sinks`, an fp32 number for each query head, adds a score that weighs no V.
         """
-        n, m, n_q, n_kv = len(q), k.shape[1], q.shape[1], len(k)
-        assert q.dtype is k.dtype is v.dtype is out.dtype is self.dtype and n <= m and n_q % n_kv == 0
-        assert k.shape == (n_kv, m, q.shape[2]) and v.shape == (n_kv, m, out.shape[2]) and out.shape[:2] == (n, n_q)
+        _, head_words, n_kv, k_size, v_size = blocks.native
+        n, n_q = q.shape[:2]
+        assert q.dtype is out.dtype is self.dtype and n_q % n_kv == 0
+        assert q.shape[2] == k_size and out.shape == (n, n_q, v_size)
+        assert -(-(pos + n) // BLOCK_TOKENS) * self._native.block_words(k_size, v_size) <= head_words
         for rows in (q, out):  # a row's heads stand side by side
             assert rows.stride(2) == 1 and rows.stride(1) == rows.shape[2]
-        assert k.stride(2) == v.stride(2) == 1
         assert sinks is None or (sinks.dtype is torch.float32 and sinks.is_contiguous() and sinks.numel() == n_q)
         self._native.attend(
+            blocks.native,
             q.data_ptr(),
-            k.data_ptr(),
-            v.data_ptr(),
             out.data_ptr(),
             0 if sinks is None else sinks.data_ptr(),
-            (q.stride(0), k.stride(0), k.stride(1), v.stride(0), v.stride(1), out.stride(0)),
-            (n, m - n, n_kv, n_q // n_kv, k.shape[2], v.shape[2]),
+            q.stride(0),
+            out.stride(0),
+            n,
+            pos,
+            n_q // n_kv,
             window,
             segment,
             scale,
@@ -70,11 +104,12 @@ class PromptAttention:
         )
 
 
-def make_prompt_attention(device: torch.device, dtype: torch.dtype) -> PromptAttention | None:
-    """The native attention for rows in `dtype` on `device`, or None where torch computes it."""
-    if device.type != "cpu" or dtype not in _ACT_NAMES:
+def make_prompt_attention(shape: AttentionShape, device: torch.device, dtype: torch.dtype) -> PromptAttention | None:
+    """The native attention for a model's rows in `dtype` on `device`, or None where torch computes it: on a GPU, for
+    models that cap or slope their scores, and for ISAs that have no functions."""
+    if device.type != "cpu" or dtype not in _ACT_NAMES or shape.options.softcaps or shape.options.slopes:
         return None
     try:
         return PromptAttention(dtype)
-    except ValueError:  # an ISA without vectors, or one that torch uses better
+    except ValueError:
         return None

@@ -16,11 +16,7 @@
 #define TILE_VECTORS 2
 #include "prompt_simd.h"
 
-FD_PROMPT_FN(fp32, avx2, FD_ACT_FP32, 0)
-FD_PROMPT_FN(fp16, avx2, FD_ACT_FP16, 0)
-FD_PROMPT_FN(bf16, avx2, FD_ACT_BF16, 0)
-fd_prompt_fn *const fd_prompt_avx2[FD_ACT_DTYPES] = {
-    [FD_ACT_FP32] = fd_prompt_fp32_avx2, [FD_ACT_FP16] = fd_prompt_fp16_avx2, [FD_ACT_BF16] = fd_prompt_bf16_avx2};
+FD_PROMPT(avx2)
 
 #ifdef __clang__
 #pragma clang attribute pop

@@ -25,8 +25,9 @@ FD_INLINE vec_t vec_round_pairs(vec_t x, vec_t y) { return vec_bits((__m512i)_mm
 #define TILE_VECTORS 4
 #include "prompt_simd.h"
 
-fd_prompt_fn fd_prompt_bf16_avx512bf16;
-FD_PROMPT_FN(bf16, avx512bf16, FD_ACT_BF16, 1)
+FD_PROMPT_FUNCTIONS(bf16, FD_ACT_BF16, 1)
+extern const fd_prompt_ops_t fd_prompt_bf16_avx512bf16;
+const fd_prompt_ops_t fd_prompt_bf16_avx512bf16 = {block_words_bf16, pack_bf16, attend_bf16};
 
 #ifdef __clang__
 #pragma clang attribute pop

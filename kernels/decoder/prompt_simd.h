@@ -1,5 +1,5 @@
-/* fd_prompt_fn of an ISA, written with its vec_* primitives. The including file defines TILE_VECTORS, with which a tile
- * of sums fits into the registers, and, if it multiplies pairs of bf16, FD_BF16_PAIRS with its functions.
+/* fd_prompt_ops_t of an ISA, written with its vec_* primitives. The including file defines TILE_VECTORS, with which a
+ * tile of sums fits into the registers, and, if it multiplies pairs of bf16, FD_BF16_PAIRS with its functions.
  *
  * Both products of attention, Q K^T and P V, are computed in tiles of TILE_ROWS rows by TILE_VECTORS vectors. A tile
  * broadcasts words of its rows and multiplies them with whole vectors of words: of K, words lie side by side for the
@@ -15,15 +15,26 @@
 #include "exp2_simd.h"
 #include "prompt.h"
 
-enum { TILE_ROWS = 6, KEYS = 64, PANEL = TILE_VECTORS * LANES, LINE = 64, AHEAD = 2 };
+enum { TILE_ROWS = 6, KEYS = FD_PROMPT_KEYS, PANEL = TILE_VECTORS * LANES, LINE = 64, AHEAD = 2 };
 
-/* The rows of a part: `n` prompt rows from `row` on, for one KV head. */
+/* The layout of a block: K [panel][depth][PANEL] and then V [keys_depth][width], in words. */
 typedef struct {
-    size_t head, row, n;
-    size_t filled, rows;     /* n * group, and that in whole tiles */
-    size_t depth, width;     /* words of a row of Q; elements of a row of V, in whole vectors */
-    size_t keys_depth;       /* words of a row of P */
-    uint32_t *q, *k, *v;     /* [rows][depth], [panel][depth][PANEL], [keys_depth][width] */
+    size_t depth, width,
+        keys_depth; /* words of a row of Q; elements of a row of V, in whole vectors; words of 64 keys */
+    size_t k_words, words;
+} layout_t;
+
+FD_INLINE layout_t layout_of(const int pairs, size_t k_size, size_t v_size) {
+    const size_t per_word = pairs ? 2 : 1, depth = (k_size + per_word - 1) / per_word;
+    const size_t width = (v_size + LANES - 1) / LANES * LANES, keys_depth = KEYS / per_word;
+    return (layout_t){depth, width, keys_depth, depth * KEYS, depth * KEYS + keys_depth * width};
+}
+
+/* The rows of a part: those of some prompt rows for one KV head, from prompt row `row` on. */
+typedef struct {
+    layout_t layout;
+    size_t row, filled;      /* filled: rows of Q */
+    uint32_t *q;             /* [rows][depth] */
     float *out, *most, *sum; /* [rows][width]; [rows]: the largest score and the sum of weights so far */
     uint32_t *p;             /* of a tile: [TILE_ROWS][keys_depth] */
     float *scores;           /* of a tile: [TILE_ROWS][KEYS] */
@@ -43,8 +54,7 @@ FD_INLINE void pack_row(const uint32_t dtype, const int pairs, const void *x, ui
     memcpy(to, x, n * sizeof(uint16_t));
 }
 
-/* Where a tile's products ask for memory that is needed later: AHEAD lines from `at` on for each step of the sums. With
- * few rows, packing would otherwise wait for memory that is idle during the products. */
+/* Where a tile's products ask for memory that is needed later: AHEAD lines from `at` on for each step of the sums. */
 typedef struct {
     const uint8_t *at;
     size_t step; /* bytes; 0: the lines were asked for already */
@@ -86,52 +96,72 @@ FD_INLINE void multiply_tile(const int pairs, const int vectors, const uint32_t 
     }
 }
 
-/* The words of K of the keys from `key` on, of which `n` exist; the others are zero. */
-FD_INLINE void pack_keys(const uint32_t dtype, const int pairs, const fd_prompt_t *o, size_t key, size_t n,
-                         const part_t *b) {
-    enum { TOGETHER = 4 }; /* keys whose words are stored side by side at once */
-    uint32_t row[TOGETHER][512];
-    const size_t depth = b->depth;
-    for (size_t t = 0; t < KEYS; t += TOGETHER) {
-        uint32_t *to = b->k + t / PANEL * depth * PANEL + t % PANEL;
-        for (size_t from = 0; from < depth; from += 512) {
-            const size_t words = depth - from < 512 ? depth - from : 512, per_word = pairs ? 2 : 1;
-            const size_t first = from * per_word, left = o->k_size - first;
-            for (size_t i = 0; i < TOGETHER; i++) {
-                if (t + i >= n) memset(row[i], 0, words * sizeof row[i][0]);
-                else
-                    pack_row(dtype, pairs,
-                             prompt_at(dtype, o->k, b->head * o->k_head + (key + t + i) * o->k_row + first), row[i],
-                             left < words * per_word ? left : words * per_word);
-            }
+/* Packs the K of `n` tokens, which are tokens `t` to t + n - 1 of the block. */
+FD_INLINE void pack_keys(const uint32_t dtype, const int pairs, const fd_prompt_pack_t *o, const void *k, size_t t,
+                         size_t n, const layout_t *l, uint32_t *block) {
+    enum {
+        TOGETHER = 4,
+        WORDS = 512
+    }; /* tokens whose words are stored side by side at once, words of each at a time */
+    uint32_t row[TOGETHER][WORDS];
+    const size_t k_size = o->blocks->k_size, per_word = pairs ? 2 : 1;
+    for (size_t done = 0, now; done < n; done += now) {
+        const size_t at = t + done;
+        now = at % TOGETHER || n - done < TOGETHER ? 1 : TOGETHER;
+        uint32_t *to = block + at / PANEL * l->depth * PANEL + at % PANEL;
+        for (size_t from = 0; from < l->depth; from += WORDS) {
+            const size_t words = l->depth - from < WORDS ? l->depth - from : WORDS;
+            const size_t first = from * per_word, left = k_size - first;
+            for (size_t i = 0; i < now; i++)
+                pack_row(dtype, pairs, prompt_at(dtype, k, (done + i) * o->k_row + first), row[i],
+                         left < words * per_word ? left : words * per_word);
             size_t w = 0;
 #ifdef FD_HAS_INTERLEAVE4
-            for (; w + 16 <= words; w += 16) interleave4(to + (from + w) * PANEL, PANEL, row[0] + w, 512);
+            if (now == TOGETHER)
+                for (; w + 16 <= words; w += 16) interleave4(to + (from + w) * PANEL, PANEL, row[0] + w, WORDS);
 #endif
             for (; w < words; w++)
-                for (size_t i = 0; i < TOGETHER; i++) to[(from + w) * PANEL + i] = row[i][w];
+                for (size_t i = 0; i < now; i++) to[(from + w) * PANEL + i] = row[i][w];
         }
     }
 }
 
-/* The words of V of these keys. */
-FD_INLINE void pack_values(const uint32_t dtype, const int pairs, const fd_prompt_t *o, size_t key, size_t n,
-                           const part_t *b) {
-    const size_t per_word = pairs ? 2 : 1, width = b->width, size = o->v_size;
-    for (size_t w = 0; w < b->keys_depth; w++) {
-        uint32_t *to = b->v + w * width;
-        const size_t t = w * per_word;
-        if (t >= n || size < width) memset(to, 0, width * sizeof *to);
-        if (t >= n) continue;
-        const void *x = prompt_at(dtype, o->v, b->head * o->v_head + (key + t) * o->v_row);
-        if (!pairs) {
-            load_act((float *)to, x, size, dtype, 1.0f);
-            continue;
+/* Packs the V of these tokens. */
+FD_INLINE void pack_values(const uint32_t dtype, const int pairs, const fd_prompt_pack_t *o, const void *v, size_t t,
+                           size_t n, const layout_t *l, uint32_t *block) {
+    const size_t size = o->blocks->v_size;
+    if (!pairs) {
+        for (size_t i = 0; i < n; i++) {
+            uint32_t *to = block + l->k_words + (t + i) * l->width;
+            load_act((float *)to, prompt_at(dtype, v, i * o->v_row), size, dtype, 1.0f);
+            memset(to + size, 0, (l->width - size) * sizeof *to);
         }
-        const uint16_t *low = x, *high = low + o->v_row;
-        const int both = t + 1 < n;
-        for (size_t i = 0; i < size; i++) to[i] = low[i] | (both ? (uint32_t)high[i] << 16 : 0);
+        return;
     }
+    for (size_t done = 0, now; done < n; done += now) {
+        const size_t at = t + done;
+        uint16_t *to = (uint16_t *)(block + l->k_words + at / 2 * l->width);
+        const uint16_t *x = (const uint16_t *)v + done * o->v_row, *y = x + o->v_row;
+        now = at % 2 || n - done < 2 ? 1 : 2;
+        if (now == 2)
+            for (size_t i = 0; i < size; i++) ((uint32_t *)to)[i] = x[i] | (uint32_t)y[i] << 16;
+        else
+            for (size_t i = 0; i < size; i++) to[2 * i + at % 2] = x[i];
+    }
+}
+
+FD_INLINE void pack_block(const uint32_t dtype, const int pairs, const fd_prompt_pack_t *o, size_t head,
+                          size_t number) {
+    const layout_t l = layout_of(pairs, o->blocks->k_size, o->blocks->v_size);
+    uint32_t *block = o->blocks->words + head * o->blocks->head_words + number * l.words;
+    const size_t begin = number * KEYS, end = begin + KEYS < o->pos + o->n ? begin + KEYS : o->pos + o->n;
+    const size_t first = o->pos > begin ? o->pos : begin, n = end - first, row = first - o->pos;
+    /* Words of tokens that are yet to come, and padding, are multiplied by zero: they must be numbers. */
+    if (first == begin && (n < KEYS || (pairs && o->blocks->v_size < l.width)))
+        memset(block, 0, l.words * sizeof *block);
+    pack_keys(dtype, pairs, o, prompt_at(dtype, o->k, head * o->k_head + row * o->k_row), first - begin, n, &l, block);
+    pack_values(dtype, pairs, o, prompt_at(dtype, o->v, head * o->v_head + row * o->v_row), first - begin, n, &l,
+                block);
 }
 
 /* Turns the scores of row r, of which those from `first` to `last` - 1 are seen, into weights exp2(units * (score -
@@ -150,15 +180,15 @@ FD_INLINE void weigh_row(const int pairs, const part_t *b, size_t of_tile, size_
     const float here = vec_reduce_max(largest);
     if (here > b->most[r]) {
         const float factor = exp2f(units * (b->most[r] - here));
-        float *out = b->out + r * b->width;
+        float *out = b->out + r * b->layout.width;
         const vec_t factors = vec_set1(factor);
-        for (size_t i = 0; i < b->width; i += LANES) vec_store(out + i, vec_mul(vec_load(out + i), factors));
+        for (size_t i = 0; i < b->layout.width; i += LANES) vec_store(out + i, vec_mul(vec_load(out + i), factors));
         b->sum[r] *= factor;
         b->most[r] = here;
     }
     const vec_t scale = vec_set1(units), offset = vec_set1(-units * b->most[r]);
     vec_t sum = vec_zero();
-    float *weights = (float *)b->p + of_tile * b->keys_depth;
+    float *weights = (float *)b->p + of_tile * b->layout.keys_depth;
     FD_UNROLL
     for (int j = 0; j < KEYS / LANES; j++) {
         x[j] = vec_exp2_of_float(vec_fma(x[j], scale, offset));
@@ -184,49 +214,50 @@ FD_INLINE size_t first_seen(const fd_prompt_t *o, size_t position) {
     return windowed > segment ? windowed : segment;
 }
 
-/* The lines of the next block of keys, after `steps` steps of sums. */
-FD_INLINE ahead_t ahead_of(const uint32_t dtype, const void *rows, size_t element, size_t stride, size_t steps) {
-    const uint8_t *first = prompt_at(dtype, rows, element);
-    const size_t done = steps * AHEAD * LINE, bytes = KEYS * stride * fd_act_bytes(dtype);
-    return done < bytes ? (ahead_t){first + done, AHEAD * LINE} : (ahead_t){first, 0};
+/* The lines of `words` words from `first` on, without those that `steps` steps of sums have asked for. */
+FD_INLINE ahead_t ahead_of(const uint32_t *first, size_t words, size_t steps) {
+    const size_t done = steps * AHEAD * LINE;
+    return done < words * sizeof *first ? (ahead_t){(const uint8_t *)first + done, AHEAD * LINE}
+                                        : (ahead_t){(const uint8_t *)first, 0};
 }
 
-/* The attention of the tile whose first row is r to the packed keys from `key` on. */
-FD_INLINE void attend_tile(const uint32_t dtype, const int pairs, const fd_prompt_t *o, const part_t *b, size_t r,
+/* The attention of the tile whose first row is r to the block whose first key is at position `key`. */
+FD_INLINE void attend_tile(const int pairs, const fd_prompt_t *o, const part_t *b, size_t r, const uint32_t *block,
                            size_t key) {
+    const layout_t *l = &b->layout;
     const size_t left = b->filled - r, n = left < TILE_ROWS ? left : TILE_ROWS, base = o->pos + b->row;
     const size_t earliest = base + r / o->group, latest = base + (r + n - 1) / o->group;
     if (latest < key || first_seen(o, earliest) >= key + KEYS) return; /* these rows see none of the keys */
-    ahead_t ahead = ahead_of(dtype, o->k, b->head * o->k_head + (key + KEYS) * o->k_row, o->k_row,
-                             r / TILE_ROWS * b->depth * (KEYS / PANEL));
-    for (size_t panel = 0; panel < KEYS / PANEL; panel++, ahead.at += b->depth * ahead.step)
-        multiply_tile(pairs, TILE_VECTORS, b->q + r * b->depth, b->depth, b->k + panel * b->depth * PANEL, PANEL,
-                      b->depth, b->scores + panel * PANEL, KEYS, 0, ahead);
+    ahead_t ahead = ahead_of(block + l->words, l->k_words, r / TILE_ROWS * l->depth * (KEYS / PANEL));
+    for (size_t panel = 0; panel < KEYS / PANEL; panel++, ahead.at += l->depth * ahead.step)
+        multiply_tile(pairs, TILE_VECTORS, b->q + r * l->depth, l->depth, block + panel * l->depth * PANEL, PANEL,
+                      l->depth, b->scores + panel * PANEL, KEYS, 0, ahead);
     for (size_t i = 0; i < n; i++) {
         const size_t position = base + (r + i) / o->group, begin = first_seen(o, position);
         const size_t first = begin > key ? begin - key : 0, last = position + 1 > key ? position + 1 - key : 0;
         weigh_row(pairs, b, i, r + i, first < KEYS ? first : KEYS, last < KEYS ? last : KEYS, o->scale * LOG2_E);
     }
-    float *out = b->out + r * b->width;
+    const uint32_t *v = block + l->k_words;
+    float *out = b->out + r * l->width;
+    ahead = ahead_of(v + l->words, l->words - l->k_words, r / TILE_ROWS * l->keys_depth * (l->width / PANEL));
     size_t column = 0;
-    ahead = ahead_of(dtype, o->v, b->head * o->v_head + (key + KEYS) * o->v_row, o->v_row,
-                     r / TILE_ROWS * b->keys_depth * (b->width / PANEL));
-    for (; column + PANEL <= b->width; column += PANEL, ahead.at += b->keys_depth * ahead.step)
-        multiply_tile(pairs, TILE_VECTORS, b->p, b->keys_depth, b->v + column, b->width, b->keys_depth, out + column,
-                      b->width, 1, ahead);
-    for (; column < b->width; column += LANES)
-        multiply_tile(pairs, 1, b->p, b->keys_depth, b->v + column, b->width, b->keys_depth, out + column, b->width, 1,
+    for (; column + PANEL <= l->width; column += PANEL, ahead.at += l->keys_depth * ahead.step)
+        multiply_tile(pairs, TILE_VECTORS, b->p, l->keys_depth, v + column, l->width, l->keys_depth, out + column,
+                      l->width, 1, ahead);
+    for (; column < l->width; column += LANES)
+        multiply_tile(pairs, 1, b->p, l->keys_depth, v + column, l->width, l->keys_depth, out + column, l->width, 1,
                       ahead);
 }
 
 FD_INLINE int attend_part(const uint32_t dtype, const int pairs, const fd_prompt_t *o, size_t head, size_t row,
                           size_t n) {
-    enum { BUFFERS = 8, ALIGNED = 16 };
-    const size_t per_word = pairs ? 2 : 1, filled = n * o->group, end = o->pos + row + n;
-    const size_t rows = (filled + TILE_ROWS - 1) / TILE_ROWS * TILE_ROWS, keys_depth = KEYS / per_word;
-    const size_t depth = (o->k_size + per_word - 1) / per_word, width = (o->v_size + LANES - 1) / LANES * LANES;
-    const size_t words[BUFFERS] = {rows * depth, KEYS * depth, keys_depth * width,     rows * width,
-                                   rows,         rows,         TILE_ROWS * keys_depth, TILE_ROWS * KEYS};
+    enum { BUFFERS = 6, ALIGNED = 16 };
+    const fd_prompt_blocks_t *blocks = o->blocks;
+    const layout_t l = layout_of(pairs, blocks->k_size, blocks->v_size);
+    const size_t filled = n * o->group, end = o->pos + row + n;
+    const size_t rows = (filled + TILE_ROWS - 1) / TILE_ROWS * TILE_ROWS;
+    const size_t words[BUFFERS] = {rows * l.depth, rows * l.width,           rows,
+                                   rows,           TILE_ROWS * l.keys_depth, TILE_ROWS * KEYS};
     size_t total = 0;
     for (int i = 0; i < BUFFERS; i++) total += (words[i] + ALIGNED - 1) / ALIGNED * ALIGNED;
     uint32_t *memory = aligned_alloc(ALIGNED * sizeof *memory, total * sizeof *memory), *buffers[BUFFERS];
@@ -236,46 +267,53 @@ FD_INLINE int attend_part(const uint32_t dtype, const int pairs, const fd_prompt
         buffers[i] = memory + at;
         at += (words[i] + ALIGNED - 1) / ALIGNED * ALIGNED;
     }
-    const part_t b = {.head = head,
+    const part_t b = {.layout = l,
                       .row = row,
-                      .n = n,
                       .filled = filled,
-                      .depth = depth,
-                      .width = width,
-                      .keys_depth = keys_depth,
                       .q = buffers[0],
-                      .k = buffers[1],
-                      .v = buffers[2],
-                      .out = (float *)buffers[3],
-                      .most = (float *)buffers[4],
-                      .sum = (float *)buffers[5],
-                      .p = buffers[6],
-                      .scores = (float *)buffers[7]};
+                      .out = (float *)buffers[1],
+                      .most = (float *)buffers[2],
+                      .sum = (float *)buffers[3],
+                      .p = buffers[4],
+                      .scores = (float *)buffers[5]};
     for (size_t r = 0; r < filled; r++) {
         const size_t q_head = head * o->group + r % o->group;
-        pack_row(dtype, pairs, prompt_at(dtype, o->q, (row + r / o->group) * o->q_row + q_head * o->k_size),
-                 b.q + r * depth, o->k_size);
+        pack_row(dtype, pairs, prompt_at(dtype, o->q, (row + r / o->group) * o->q_row + q_head * blocks->k_size),
+                 b.q + r * l.depth, blocks->k_size);
         b.most[r] = -INFINITY;
     }
-    for (size_t key = first_seen(o, o->pos + row) / KEYS * KEYS; key < end; key += KEYS) {
-        const size_t keys = end - key < KEYS ? end - key : KEYS;
-        pack_keys(dtype, pairs, o, key, keys, &b);
-        pack_values(dtype, pairs, o, key, keys, &b);
-        for (size_t r = 0; r < filled; r += TILE_ROWS) attend_tile(dtype, pairs, o, &b, r, key);
-    }
+    for (size_t number = first_seen(o, o->pos + row) / KEYS; number * KEYS < end; number++)
+        for (size_t r = 0; r < filled; r += TILE_ROWS)
+            attend_tile(pairs, o, &b, r, blocks->words + head * blocks->head_words + number * l.words, number * KEYS);
     for (size_t r = 0; r < filled; r++) {
         const size_t q_head = head * o->group + r % o->group;
         const float sink = o->sinks ? exp2f((o->sinks[q_head] - o->scale * b.most[r]) * LOG2_E) : 0.0f;
-        void *to = (void *)prompt_at(dtype, o->out, (row + r / o->group) * o->out_row + q_head * o->v_size);
-        finish_row(to, b.out + r * width, NO_BIAS, b.sum[r] + sink, (uint32_t)o->v_size, dtype);
+        void *to = (void *)prompt_at(dtype, o->out, (row + r / o->group) * o->out_row + q_head * blocks->v_size);
+        finish_row(to, b.out + r * l.width, NO_BIAS, b.sum[r] + sink, (uint32_t)blocks->v_size, dtype);
     }
     free(memory);
     return 0;
 }
 
-#define FD_PROMPT_FN(name, isa, dtype, pairs)                                                                          \
-    int fd_prompt_##name##_##isa(const fd_prompt_t *o, size_t head, size_t row, size_t n) {                            \
+/* The functions of an activation dtype. */
+#define FD_PROMPT_FUNCTIONS(name, dtype, pairs)                                                                        \
+    static size_t block_words_##name(size_t k_size, size_t v_size) { return layout_of(pairs, k_size, v_size).words; }  \
+    static void pack_##name(const fd_prompt_pack_t *o, size_t head, size_t block) {                                    \
+        pack_block(dtype, pairs, o, head, block);                                                                      \
+    }                                                                                                                  \
+    static int attend_##name(const fd_prompt_t *o, size_t head, size_t row, size_t n) {                                \
         return attend_part(dtype, pairs, o, head, row, n);                                                             \
     }
+
+/* Those of all dtypes, in words of fp32. */
+#define FD_PROMPT(isa)                                                                                                 \
+    FD_PROMPT_FUNCTIONS(fp32, FD_ACT_FP32, 0)                                                                          \
+    FD_PROMPT_FUNCTIONS(fp16, FD_ACT_FP16, 0)                                                                          \
+    FD_PROMPT_FUNCTIONS(bf16, FD_ACT_BF16, 0)                                                                          \
+    const fd_prompt_ops_t fd_prompt_##isa[FD_ACT_DTYPES] = {                                                           \
+        [FD_ACT_FP32] = {block_words_fp32, pack_fp32, attend_fp32},                                                    \
+        [FD_ACT_FP16] = {block_words_fp16, pack_fp16, attend_fp16},                                                    \
+        [FD_ACT_BF16] = {block_words_bf16, pack_bf16, attend_bf16},                                                    \
+    };
 
 #endif

@@ -1,4 +1,4 @@
-/* PromptAttention: fd_prompt_attend for Python. Rows are given as addresses; fastdecode/spart/prompt_attention.py
+/* PromptAttention: fd_prompt_ops_t for Python. Rows are given as addresses; fastdecode/spart/prompt_attention.py
  * checks their tensors. */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -8,7 +8,7 @@
 
 typedef struct {
     PyObject_HEAD
-    fd_prompt_fn *attend;
+    const fd_prompt_ops_t *ops;
     const char *isa;
 } prompt_attention_t;
 
@@ -19,10 +19,10 @@ static PyObject *prompt_attention_new(PyTypeObject *type, PyObject *args, PyObje
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "I", keys, &act_dtype) || !fd_py_choose_isa(NULL, &isa)) return NULL;
     if (act_dtype >= FD_ACT_DTYPES) return PyErr_Format(PyExc_ValueError, "no such activation dtype: %u", act_dtype);
     const char *name = NULL;
-    fd_prompt_fn *attend = fd_prompt_fn_of(isa, act_dtype, &name);
-    if (!attend) return PyErr_Format(PyExc_ValueError, "%s has no attention of prompts", fd_isa_name(isa));
+    const fd_prompt_ops_t *ops = fd_prompt_ops(isa, act_dtype, &name);
+    if (!ops) return PyErr_Format(PyExc_ValueError, "%s has no attention of prompts", fd_isa_name(isa));
     prompt_attention_t *self = (prompt_attention_t *)type->tp_alloc(type, 0);
-    if (self) self->attend = attend, self->isa = name;
+    if (self) self->ops = ops, self->isa = name;
     return (PyObject *)self;
 }
 
@@ -34,41 +34,61 @@ static void prompt_attention_dealloc(PyObject *self) {
 
 #define POINTER(address) ((void *)(uintptr_t)(address))
 
+/* (words, head_words, kv_heads, k_size, v_size) */
+#define BLOCKS "(Knnnn)"
+
+static fd_prompt_blocks_t blocks_of(unsigned long long words, const Py_ssize_t sizes[4]) {
+    return (fd_prompt_blocks_t){POINTER(words), (size_t)sizes[0], (size_t)sizes[1], (size_t)sizes[2], (size_t)sizes[3]};
+}
+
+static PyObject *block_words(prompt_attention_t *self, PyObject *args) {
+    Py_ssize_t k_size, v_size;
+    if (!PyArg_ParseTuple(args, "nn", &k_size, &v_size)) return NULL;
+    return PyLong_FromSize_t(self->ops->block_words((size_t)k_size, (size_t)v_size));
+}
+
+static PyObject *pack(prompt_attention_t *self, PyObject *args) {
+    unsigned long long words, k, v;
+    Py_ssize_t sizes[4], pos, n, k_head, k_row, v_head, v_row;
+    unsigned threads;
+    if (!PyArg_ParseTuple(args, BLOCKS "KKnnnnnnI", &words, &sizes[0], &sizes[1], &sizes[2], &sizes[3], &k, &v, &pos,
+                          &n, &k_head, &k_row, &v_head, &v_row, &threads))
+        return NULL;
+    const fd_prompt_blocks_t blocks = blocks_of(words, sizes);
+    const fd_prompt_pack_t o = {&blocks,        POINTER(k),    POINTER(v),     (size_t)pos,  (size_t)n,
+                                (size_t)k_head, (size_t)k_row, (size_t)v_head, (size_t)v_row};
+    Py_BEGIN_ALLOW_THREADS
+    fd_prompt_pack(self->ops, &o, threads);
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
 static PyObject *attend(prompt_attention_t *self, PyObject *args) {
-    unsigned long long q, k, v, out, sinks;
-    Py_ssize_t q_row, k_head, k_row, v_head, v_row, out_row, rows, pos, kv_heads, group, k_size, v_size, window,
-        segment;
+    unsigned long long words, q, out, sinks;
+    Py_ssize_t sizes[4], q_row, out_row, rows, pos, group, window, segment;
     float scale;
     unsigned threads;
-    if (!PyArg_ParseTuple(args, "KKKKK(nnnnnn)(nnnnnn)nnfI", &q, &k, &v, &out, &sinks, &q_row, &k_head, &k_row, &v_head,
-                          &v_row, &out_row, &rows, &pos, &kv_heads, &group, &k_size, &v_size, &window, &segment, &scale,
-                          &threads))
+    if (!PyArg_ParseTuple(args, BLOCKS "KKKnnnnnnnfI", &words, &sizes[0], &sizes[1], &sizes[2], &sizes[3], &q, &out,
+                          &sinks, &q_row, &out_row, &rows, &pos, &group, &window, &segment, &scale, &threads))
         return NULL;
+    const fd_prompt_blocks_t blocks = blocks_of(words, sizes);
     const fd_prompt_t o = {
+        .blocks = &blocks,
         .q = POINTER(q),
-        .k = POINTER(k),
-        .v = POINTER(v),
         .out = POINTER(out),
         .sinks = POINTER(sinks),
         .q_row = (size_t)q_row,
-        .k_head = (size_t)k_head,
-        .k_row = (size_t)k_row,
-        .v_head = (size_t)v_head,
-        .v_row = (size_t)v_row,
         .out_row = (size_t)out_row,
         .rows = (size_t)rows,
         .pos = (size_t)pos,
-        .kv_heads = (size_t)kv_heads,
         .group = (size_t)group,
-        .k_size = (size_t)k_size,
-        .v_size = (size_t)v_size,
         .window = (size_t)window,
         .segment = (size_t)segment,
         .scale = scale,
     };
     int error;
     Py_BEGIN_ALLOW_THREADS
-    error = fd_prompt_attend(self->attend, &o, threads);
+    error = fd_prompt_attend(self->ops, &o, threads);
     Py_END_ALLOW_THREADS
     if (error) return PyErr_NoMemory();
     Py_RETURN_NONE;
@@ -79,9 +99,12 @@ static PyObject *prompt_attention_isa(prompt_attention_t *self, void *unused) {
 }
 
 static PyMethodDef methods[] = {
+    {"block_words", (PyCFunction)block_words, METH_VARARGS, "block_words(k_size, v_size)"},
+    {"pack", (PyCFunction)pack, METH_VARARGS,
+     "pack((words, head_words, kv_heads, k_size, v_size), k, v, pos, n, k_head, k_row, v_head, v_row, threads)"},
     {"attend", (PyCFunction)attend, METH_VARARGS,
-     "attend(q, k, v, out, sinks, (q_row, k_head, k_row, v_head, v_row, out_row), (rows, pos, kv_heads, group, k_size, "
-     "v_size), window, segment, scale, threads)"},
+     "attend((words, head_words, kv_heads, k_size, v_size), q, out, sinks, q_row, out_row, rows, pos, group, window, "
+     "segment, scale, threads)"},
     {NULL, NULL, 0, NULL},
 };
 static PyGetSetDef getset[] = {

@@ -11,10 +11,10 @@ import pytest
 import torch
 from checkpoints import make_checkpoint
 
+from fastdecode.kernels import _native
 from fastdecode.spart import load_model
 from fastdecode.spart.batch import Chunk
-from fastdecode.spart.memory import staged_token_bytes
-from fastdecode.spart.prompt import PromptCache
+from fastdecode.spart.prompt import PromptCache, staged_token_bytes
 
 SCRIPT = Path(__file__).parents[1] / "helpers" / "fake_memory.py"
 LLAMA = {
@@ -62,12 +62,15 @@ def test_no_step_takes_more_memory_than_its_bound(name, rows, decoding, tmp_path
         assert bound / 4 < peak <= bound, step
 
 
-def test_staged_prompts_take_what_is_counted():
-    model = load_model(make_checkpoint("llama-gqa"), dtype="fp32")
-    cache = PromptCache(model.config, torch.device("cpu"), torch.float32)
+@pytest.mark.parametrize("isa, counted", [("scalar", 790), (_native.isa_best(), 704 + 128)])  # in blocks of 64
+def test_staged_prompts_take_what_is_counted(isa, counted, monkeypatch):
+    monkeypatch.setenv("FASTDECODE_ISA", isa)
+    model, cpu = load_model(make_checkpoint("llama-gqa"), dtype="fp32"), torch.device("cpu")
+    cache = PromptCache(model.config, cpu, torch.float32)
     for key, length in enumerate((700, 90)):
         cache.begin(key, Chunk(0, key, 1, 0, [5] * 40, True, None, prompt_length=length), slice(0, 40))
-    assert cache.nbytes == 790 * staged_token_bytes(model)
+    token_bytes = staged_token_bytes(model.config, cpu, torch.float32)
+    assert cache.nbytes == counted * token_bytes
     cache._prompts[0].length = 40
     cache.begin(0, Chunk(0, 0, 1, 40, [5] * 600, True, None, prompt_length=700), slice(0, 600))
-    assert cache.nbytes == 790 * staged_token_bytes(model)
+    assert cache.nbytes == counted * token_bytes

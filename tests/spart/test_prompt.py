@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -14,11 +15,13 @@ from fastdecode.spart import attention
 from fastdecode.spart.attention import attend, attend_matmul
 from fastdecode.spart.batch import Chunk, SampleSpec
 from fastdecode.spart.prompt import PromptCache
-from fastdecode.spart.prompt_attention import PromptAttention, make_prompt_attention
-from fastdecode.spart.shape import AttentionShape
+from fastdecode.spart.prompt_attention import Blocks, PromptAttention, make_prompt_attention
+from fastdecode.spart.shape import AttentionShape, Heads
 from fastdecode.transports.base import LayerOptions
 
 pytestmark = pytest.mark.quick
+
+CPU = torch.device("cpu")
 
 #: Largest error allowed, of values near one: rounding to the dtype.
 BUDGET = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
@@ -101,7 +104,7 @@ def test_two_parts_are_merged_without_overflow(isa):
 
 
 def test_an_isa_takes_its_own_function(isa):
-    functions = [make_prompt_attention(torch.device("cpu"), dtype) for dtype in (torch.float32, torch.bfloat16)]
+    functions = [make_prompt_attention(Shape(0), CPU, dtype) for dtype in (torch.float32, torch.bfloat16)]
     assert tuple(function and function.isa for function in functions) == EXPECTED[isa]
 
 
@@ -111,10 +114,17 @@ def native(request, monkeypatch):
     monkeypatch.setenv("FASTDECODE_ISA", request.param)
 
     def make(dtype: torch.dtype) -> PromptAttention:
-        found = make_prompt_attention(torch.device("cpu"), dtype)
+        found = make_prompt_attention(Shape(0), CPU, dtype)
         return found or pytest.skip(f"{request.param} has no attention of {dtype}")
 
     return make
+
+
+def empty_blocks(attention: PromptAttention, k: torch.Tensor, v: torch.Tensor) -> Blocks:
+    """Blocks with room for these rows, in memory that is full of NaN."""
+    heads = Heads(len(k), len(k), k.shape[2], v.shape[2])
+    words = torch.full((len(k), attention.words(heads, k.shape[1])), float("nan"))
+    return Blocks(words.view(torch.int32), heads.k_size, heads.v_size)
 
 
 #: Query heads of each KV head, and the sizes of K and V heads.
@@ -129,7 +139,10 @@ def test_native_attention_of_heads_of_any_size(native, n, m, sizes, dtype):
     torch.manual_seed(n)
     q, k, v = torch.randn(n, 2 * group, k_size), torch.randn(2, m, k_size), torch.randn(2, m, v_size)
     q, k, v, out = q.to(dtype), k.to(dtype), v.to(dtype), torch.empty(n, 2 * group, v_size, dtype=dtype)
-    attention.attend(q, k, v, out, k_size**-0.5)
+    blocks = empty_blocks(attention, k, v)
+    for start, stop in itertools.pairwise([0, *range(min(m, 37), m, 37), m]):
+        attention.pack(blocks, k[:, start:stop], v[:, start:stop], start)
+    attention.attend(blocks, q, out, m - n, k_size**-0.5)
     scores = torch.einsum("nhd,hmd->hnm", q.double(), k.double().repeat_interleave(group, dim=0)) * k_size**-0.5
     hidden = torch.arange(m) > torch.arange(m - n, m)[:, None]
     weights = scores.masked_fill(hidden, float("-inf")).softmax(dim=2)
@@ -146,10 +159,11 @@ def test_a_row_depends_neither_on_other_rows_nor_on_chunks(native, window, segme
     q, k, v = torch.randn(300, 6, 32).to(dtype), torch.randn(2, 300, 32).to(dtype), torch.randn(2, 300, 48).to(dtype)
 
     def in_chunks(size: int) -> torch.Tensor:
-        out = torch.empty(300, 6, 48, dtype=dtype)
+        out, blocks = torch.empty(300, 6, 48, dtype=dtype), empty_blocks(attention, k, v)
         for start in range(0, 300, size):
-            stop = min(300, start + size)
-            attention.attend(q[start:stop], k[:, :stop], v[:, :stop], out[start:stop], 0.2, window, segment)
+            part = slice(start, min(300, start + size))
+            attention.pack(blocks, k[:, part], v[:, part], start)
+            attention.attend(blocks, q[part], out[part], start, 0.2, window, segment)
         return out
 
     whole, threads = in_chunks(300), torch.get_num_threads()
@@ -164,11 +178,20 @@ def test_a_row_depends_neither_on_other_rows_nor_on_chunks(native, window, segme
 
 
 def test_native_attention_refuses_rows_that_do_not_fit(native):
-    attention, q, kv = native(torch.float32), torch.zeros(4, 6, 8), torch.zeros(2, 3, 8)
+    attention, q, kv = native(torch.float32), torch.zeros(65, 6, 8), torch.zeros(2, 65, 8)
+    blocks = empty_blocks(attention, kv[:, :64], kv[:, :64])
     with pytest.raises(AssertionError):
-        attention.attend(q, kv, kv, torch.zeros_like(q), 1.0)  # fewer keys than rows
+        attention.pack(blocks, kv, kv, 0)
+    attention.pack(blocks, kv[:, :64], kv[:, :64], 0)
     with pytest.raises(AssertionError):
-        attention.attend(q.double(), kv, kv, torch.zeros_like(q), 1.0)
+        attention.attend(blocks, q, torch.zeros_like(q), 0, 1.0)
+    with pytest.raises(AssertionError):
+        attention.attend(blocks, q[:64].double(), torch.zeros_like(q[:64]), 0, 1.0)
+
+
+def test_models_that_change_their_scores_are_attended_by_torch():
+    assert make_prompt_attention(Shape(0, softcaps=(3.0,)), CPU, torch.float32) is None
+    assert make_prompt_attention(Shape(0), torch.device("meta"), torch.float32) is None
 
 
 class Allocations(TorchDispatchMode):
@@ -199,10 +222,9 @@ def test_no_mask_of_the_prompt_and_no_repeated_rows_are_made(window, isa):
     cache.end(begun)
     chunk = Chunk(0, 0, 1, pos, [0] * n, True, SampleSpec())
     work = cache.begin("prompt", chunk, slice(0, n))
-    for staged, part in zip(prompt.rows(0, pos), kv[:pos].split(2 * 16, dim=1), strict=True):
-        staged.copy_(part.unflatten(1, (2, 16)).transpose(0, 1))
+    begun.attend(0, rows(pos, 8, 16, 3), kv[:pos], out=torch.empty(pos, 8 * 16))
     out = torch.empty_like(q)
-    with Allocations(q, kv, out, *prompt.rows(0, pos)) as allocations:
+    with Allocations(q, kv, out, *prompt._layers) as allocations:
         work.attend(0, q, kv[pos:], out=out)
     assert allocations.largest < n * pos < 8 * 16 * pos
     assert (out.double() - expected(q, kv, pos, window)).abs().max() < BUDGET[torch.float32]
