@@ -84,6 +84,59 @@ def test_costs_follow_the_machine():
         assert 0.07 < seconds < 0.13
 
 
+def test_slow_steps_keep_the_target_too():
+    """Every tenth step takes half as long again as the others: then prompts get what keeps those within the target."""
+
+    def granted(slow: float) -> int:
+        times = StepTimes(target=0.1)
+        for i in range(1000):
+            work = PromptWork(100, pairs(0, 100)) if i % 2 else PromptWork(0, 0.0)
+            times.begin(0, work, True)
+            times.end(0, (0.010 + 5e-4 * work.rows) * (slow if i % 10 == 0 else 1.0))
+        return times.budget(0, 10_000, sharers=1, streams=True).chunk(0, 10_000)
+
+    even, spread = granted(1.0), granted(1.5)
+    assert 165 < even <= 180, "0.1 s less the base"
+    assert 90 < spread < 125, "0.1 s / 1.5 less the base"
+
+
+def where_attention_is_slow() -> StepTimes:
+    """A step of 10 ms; the least chunk of 4 rows adds 4.8 ms behind 8,000 tokens, and prompts may add 3 ms."""
+    times = StepTimes(target=0.012)
+    for n in (16, 64) * 25:
+        for work in (PromptWork(n, pairs(8000, n)), PromptWork(0, 0.0)):
+            times.begin(0, work, True)
+            times.end(0, 0.010 + 5e-8 * work.pairs)
+    return times
+
+
+def least_chunks(times: StepTimes, mini_batch: int) -> int:
+    return times.budget(mini_batch, 10_000, sharers=2, streams=True).chunk(8000, 192)
+
+
+def test_mini_batches_take_turns_where_the_least_chunk_of_one_takes_all_of_the_time():
+    times = where_attention_is_slow()
+    granted = []
+    for _ in range(6):
+        for mini_batch in (0, 1):
+            times.end(mini_batch, None)
+            n = least_chunks(times, mini_batch)
+            granted.append(n)
+            times.begin(mini_batch, PromptWork(n, pairs(8000, n)) if n else PromptWork(0, 0.0), True)
+    assert set(granted) == {0, 4}
+    both = list(zip(granted[::2], granted[1::2], strict=True))
+    assert all(0 in pair for pair in both), "never two chunks at once"
+    assert granted[::2].count(4) >= 2 and granted[1::2].count(4) >= 2, "neither waits for ever"
+
+
+def test_a_mini_batch_does_not_wait_for_one_that_has_nothing_in_flight():
+    times = where_attention_is_slow()
+    times.begin(0, PromptWork(4, pairs(8000, 4)), True)
+    assert least_chunks(times, 1) == 0  # mini-batch 1 is next, but its prompt is cancelled
+    times.end(0, 0.015)
+    assert least_chunks(times, 0) == 4
+
+
 def test_a_failed_step_teaches_nothing():
     times = StepTimes(target=0.1)
     times.begin(0, PromptWork(100, 5050), True)

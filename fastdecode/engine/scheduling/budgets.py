@@ -26,7 +26,7 @@ class StepBudget:
 
     A chunk of n rows behind `start` tokens costs n rows and `row_cost` * n + `pair_cost` * pairs of work, where
     `pairs` counts the keys that its rows attend to. `least` rows are granted whatever the work, so that a prompt always
-    goes on.
+    goes on, and up to `small` rows if their work is within `most_work`, because smaller chunks waste time.
     """
 
     rows: int
@@ -34,12 +34,15 @@ class StepBudget:
     row_cost: float = 0.0
     pair_cost: float = 0.0
     least: int = 1
+    small: int = 1
+    most_work: float = 0.0  # the work of all mini-batches together
 
     def chunk(self, start: int, n_tokens: int) -> int:
         """Rows that a prompt which goes on at `start`, with `n_tokens` tokens to come, may have: 0..n_tokens."""
         n = min(n_tokens, self.rows)
         if n > self.least and self.work < inf:
-            n = min(n, max(self.least, self._affordable(start)))
+            small = min(self.small, self._affordable(start, self.most_work))
+            n = min(n, max(self.least, small, self._affordable(start, self.work)))
         return n
 
     def take(self, start: int, n_tokens: int) -> int:
@@ -49,10 +52,10 @@ class StepBudget:
         self.rows = self.rows - n if n == n_tokens and self.work > 0 else 0
         return n
 
-    def _affordable(self, start: int) -> int:
-        """The largest n whose work is within the budget."""
+    def _affordable(self, start: int, work: float) -> int:
+        """The largest n whose work is at most `work`."""
         linear, square = self.row_cost + self.pair_cost * (start + 0.5), self.pair_cost / 2
-        work = self.work - self.pair_cost * pairs(start, 0)
+        work -= self.pair_cost * pairs(start, 0)
         if work <= 0 or linear <= 0:
             return 0 if work <= 0 else self.rows
         if square * work < 1e-9 * linear * linear:

@@ -1,8 +1,9 @@
 """How long steps take, learned from the steps that ran, and the chunks of prompts that keep a target time.
 
-A step that decodes takes a base time, and its prompts add to it. The cost of a prompt's chunk is fitted to two measures
-of the chunk: its rows (projections, MLP) and its pairs of a row and a key that the row attends to (attention). The
-steps of several mini-batches share the S-node, so the chunks of a step that is in flight slow down the steps beside it.
+A step that decodes takes a base time, and its prompts add to it. Real steps spread around the predicted time; chunks
+are chosen so that slow steps keep the target too. The cost of a prompt's chunk is fitted to two measures of the chunk:
+its rows (projections, MLP) and its pairs of a row and a key that the row attends to (attention).
+The steps of several mini-batches share the S-node, so the chunks of a step that is in flight slow down those beside it.
 
 Pure arithmetic: the caller measures the seconds.
 """
@@ -19,11 +20,19 @@ _COST_MEMORY = 0.9
 _BASE_MEMORY = 0.8
 _BASE_MEMORY_BESIDE_PROMPTS = 0.95
 
-#: Rows of a prompt that a step takes however slow the step is, so that every prompt goes on.
-_LEAST_ROWS = 16
+#: Rows of a prompt that a step takes however slow the step is, so that every prompt goes on; and rows that it takes if
+#: the prompts of all mini-batches together may take so long, because smaller chunks waste time.
+_LEAST_ROWS = 4
+_SMALL_ROWS = 16
 
 #: Prompts may lengthen a step by this part of its base time even if the base time alone exceeds the target.
 _STRETCH = 0.3
+
+#: The target is divided by the spread, which is the quantile of real to predicted time that this part of the steps
+#: exceeds. It is tracked by steps up and down whose sizes balance there, and stays within bounds.
+_EXCEEDING = 0.02
+_SPREAD_STEP = 0.05
+_MOST_SPREAD = 2.0
 
 
 class PromptWork(NamedTuple):
@@ -65,6 +74,8 @@ class StepTimes:
         self._flights: dict[int, _Flight] = {}  # by mini-batch
         self._rr = self._rp = self._pp = self._ry = self._py = 0.0  # decayed sums of products; y: seconds
         self._costs = (0.0, 0.0)  # seconds a row, seconds a pair
+        self._spread = 1.0  # time of a slow step, as a multiple of the predicted
+        self._next: int | None = None  # the mini-batch whose prompts have waited for those of another one
 
     def begin(self, mini_batch: int, work: PromptWork, decodes: bool) -> None:
         """Record that a step begins. `decodes`: it has rows of decoding sequences."""
@@ -86,6 +97,8 @@ class StepTimes:
         rows, n_pairs = (own + other / 2 for own, other in zip(flight.work, flight.beside, strict=True))
         if s_seconds is not None and not flight.work.rows:
             self.s_part = _decayed(self.s_part, s_seconds, _BASE_MEMORY_BESIDE_PROMPTS)
+        if flight.decodes and self.base:
+            self._observe_spread(seconds / (self.base + self._cost(rows, n_pairs)))
         if flight.decodes:
             self._observe_base(seconds - self._cost(rows, n_pairs), rows > 0)
         if rows > 0:
@@ -103,10 +116,23 @@ class StepTimes:
         row_cost, pair_cost = self._costs
         if self.target is None or not streams or self.base is None or not (row_cost or pair_cost):
             return StepBudget(rows)
-        allowed = max(self.target - self.base, _STRETCH * self.base)
-        in_flight = sum(self._cost(*f.work) for other, f in self._flights.items() if other != mini_batch)
-        work = min(allowed - in_flight, allowed / sharers)
-        return StepBudget(rows, work, row_cost=row_cost, pair_cost=pair_cost, least=_LEAST_ROWS)
+        allowed = max(self.target / self._spread - self.base, _STRETCH * self.base)
+        others = [flight for other, flight in self._flights.items() if other != mini_batch]
+        left = allowed - sum(self._cost(*flight.work) for flight in others)
+        if others and (left <= 0 or self._next not in (None, mini_batch)):
+            # The least chunks of two mini-batches may be too much for one step: then they take turns.
+            self._next = mini_batch if left <= 0 else None
+            return StepBudget(0)
+        self._next = None
+        return StepBudget(
+            rows,
+            min(left, allowed / sharers),
+            row_cost=row_cost,
+            pair_cost=pair_cost,
+            least=_LEAST_ROWS,
+            small=_SMALL_ROWS,
+            most_work=allowed,
+        )
 
     def prompt_seconds(self, n_tokens: float) -> float:
         """How much a prompt of `n_tokens` tokens adds to the steps that it is in; 0 before the first one."""
@@ -114,6 +140,10 @@ class StepTimes:
 
     def _cost(self, rows: float, n_pairs: float) -> float:
         return self._costs[0] * rows + self._costs[1] * n_pairs
+
+    def _observe_spread(self, ratio: float) -> None:
+        change = _SPREAD_STEP * (1 - _EXCEEDING if ratio > self._spread else -_EXCEEDING)
+        self._spread = min(max(1.0, self._spread + change), _MOST_SPREAD)
 
     def _observe_base(self, seconds: float, beside_prompts: bool) -> None:
         memory = _BASE_MEMORY_BESIDE_PROMPTS if beside_prompts else _BASE_MEMORY
