@@ -30,7 +30,7 @@ _STRETCH = 0.3
 
 #: The target is divided by the spread, which is the quantile of real to predicted time that this part of the steps
 #: exceeds. It is tracked by steps up and down whose sizes balance there, and stays within bounds.
-_EXCEEDING = 0.02
+_EXCEEDING = 0.01
 _SPREAD_STEP = 0.05
 _MOST_SPREAD = 2.0
 
