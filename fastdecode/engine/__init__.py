@@ -11,6 +11,7 @@ prefixes       PrefixIndex: the cached prefixes of one R-node
 batching       a plan in the S-Part's terms
 runner         the thread in which the S-Part computes
 moves          running sequences from one R-node to another
+rebalance      which of them move because steps wait for their R-node
 rnode_control  FREE, FORK and STATS; what happens when an R-node is lost
 stats          counters for /metrics and /health
 """

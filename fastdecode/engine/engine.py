@@ -86,6 +86,7 @@ class Engine:
         observer: EngineObserver | None = None,
         clock: Callable[[], float] = time.monotonic,
         start_runner: Callable[[], StepRunner] = Runner,
+        rebalance: bool = True,
     ):
         """`max_batch_size` bounds the sequences of a mini-batch, `max_batch_tokens` the rows of a step, `max_queued`
         the requests that wait for others to end. `max_model_len` bounds a sequence's tokens; None: the model's number
@@ -94,7 +95,8 @@ class Engine:
         (seconds): see StepTimes. `grow_leases`: leases grow on demand. `patience`, `prefill_nodes`: see RNodeControl.
         `schedule`: one of SCHEDULES, see scheduling/admission.py. `guesses`: most tokens of a sequence that a step
         guesses, see scheduling/speculation.py. `end_token_ids` None: the model's own. `clock` gives seconds, and
-        `start_runner` starts the runner of the steps; plan/simulation.py replaces both.
+        `start_runner` starts the runner of the steps; plan/simulation.py replaces both. `rebalance`: running sequences
+        move between R-nodes, see rebalance.py.
 
         Raises ValueError if a value does not fit the model or a link."""
         if not links:
@@ -120,7 +122,7 @@ class Engine:
         )
         self.observer = observer or NullObserver()
         self.totals = Totals()
-        self._clock, self._start_runner = clock, start_runner
+        self._clock, self._start_runner, self._rebalance = clock, start_runner, rebalance
         self.last_progress = clock()  # when a step last completed, or work came after idleness
         self.end_tokens = frozenset(spart.config.eos_token_ids if end_token_ids is None else end_token_ids)
         self.r_nodes = RNodeControl(self.scheduler, spart, self._spawn, self._on_change, patience, prefill_nodes)
@@ -141,7 +143,7 @@ class Engine:
     async def start(self) -> None:
         """Start the runner's thread and the drivers."""
         self._runner = self._start_runner()
-        self.r_nodes.start()
+        self.r_nodes.start(self._rebalance)
         for mini_batch in range(len(self._wake)):
             self._spawn(self._drive(mini_batch))
 

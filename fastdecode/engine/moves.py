@@ -15,11 +15,12 @@ import contextlib
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from typing import TYPE_CHECKING
 
 from fastdecode.engine.ledger import RNodeLedger
 from fastdecode.engine.pages import blocks_for
+from fastdecode.engine.rebalance import Rebalancer
 from fastdecode.region.contract import PAGE_TOKENS
 from fastdecode.transports.base import CallRefused, LinkDown
 
@@ -41,6 +42,8 @@ _APART = 128
 _SPARE_BLOCKS = 2
 #: A target that has failed to take a sequence is not tried again for so many seconds.
 _FAILED_SECONDS = 5.0
+#: So often it is looked whether a move would even out the loads.
+_REBALANCE_SECONDS = 0.5
 
 
 class _CalledOff(Exception):
@@ -91,14 +94,32 @@ class Mover:
             self._send()
             await self.change(_FAILED_SECONDS)
 
+    async def rebalance(self) -> None:
+        """Move sequences off the R-node that steps wait for, whenever that pays. Does not return."""
+        rebalancer, nodes = Rebalancer(self._scheduler), self._cluster.nodes
+        while True:
+            await asyncio.sleep(_REBALANCE_SECONDS)
+            while not self._moving:
+                movable = [seq for seq in self._scheduler.running if self._movable(seq)]
+                for seq, position in rebalancer.next_move(movable):
+                    if (target := self._target(seq, [nodes[position]])) is not None:
+                        self._begin(seq, target)
+                        break
+                else:
+                    break
+                while self._moving:
+                    await self.change(_FAILED_SECONDS)
+
     def _movable(self, seq: Sequence) -> bool:
         return not (seq in self._moving or seq.prefilling or seq.cancelled or seq.held or seq.pages.floor)
 
-    def _target(self, seq: Sequence) -> RNodeLedger | None:
-        """The R-node with room for a sequence that keeps the R-Part shortest; None: there is none now."""
+    def _target(self, seq: Sequence, among: Iterable[RNodeLedger] | None = None) -> RNodeLedger | None:
+        """The R-node with room for a sequence that keeps the R-Part shortest, of all or of some; None: there is none
+        now."""
         source, now = seq.placed_on, time.monotonic()
         self._failed = {pair: at for pair, at in self._failed.items() if now - at < _FAILED_SECONDS}
-        allowed = [n for n in self._cluster.nodes if n is not source and (source, n) not in self._failed]
+        nodes = self._cluster.nodes if among is None else among
+        allowed = [n for n in nodes if n is not source and (source, n) not in self._failed]
         return self._cluster.target(seq, _blocks_wanted(seq) * source.groups.block, allowed)
 
     def _begin(self, seq: Sequence, target: RNodeLedger) -> None:

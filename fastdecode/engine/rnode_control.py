@@ -60,8 +60,10 @@ class RNodeControl:
         self.taker = None if prefill_nodes is None else Taker(prefill_nodes, scheduler, on_change, self.mark_lost)
         scheduler.hand_over = self.taker.wants if self.taker is not None else None
 
-    def start(self) -> None:
-        """Watch all R-nodes for the end of their links."""
+    def start(self, rebalance: bool) -> None:
+        """Watch all R-nodes for the end of their links, and with `rebalance` move sequences where loads are uneven."""
+        if rebalance:
+            self._spawn(self.moves.rebalance())
         for node in self._cluster.nodes:
             self._spawn(self._watch(node))
 

@@ -84,7 +84,7 @@ async def _simulate(
     options |= {"mini_batches": n, "max_batch_size": limits.max_seqs, "max_batch_tokens": rows}
     options = {"max_queued": len(spart.outputs), "prefix_cache": any(request.blocks for request in requests)} | options
     parts: Any = (spart, links)
-    engine = Engine(*parts, clock=loop.time, start_runner=lambda: cast(Any, runner), **options)
+    engine = Engine(*parts, clock=loop.time, start_runner=lambda: cast(Any, runner), rebalance=False, **options)
     for length in history:
         engine.scheduler.admission.lengths.observe("", length, ended=True)
     await engine.start()

@@ -10,6 +10,7 @@ from toy import ToyLink, continuation, tokens_of, until
 from toy_engine import generate, started
 
 from fastdecode.engine import moves
+from fastdecode.engine.rebalance import choose_move
 from fastdecode.engine.request import SamplingParams
 
 pytestmark = pytest.mark.quick
@@ -136,3 +137,77 @@ async def test_clients_that_go_away_during_a_move_leave_nothing():
         for seq in list(engine._live):
             engine.cancel(seq)
         await until(lambda: not first.cache and not second.cache)
+
+
+async def beside_an_empty_r_node(engine, seconds_per_token):
+    """Requests that began to run on one R-node before there was a second one."""
+    engine.spart.s_seconds, engine.spart.seconds_per_token = 1e-3, seconds_per_token
+    first = engine.cluster.nodes[0].link
+    await engine.r_nodes.drain(1)
+    work = asyncio.create_task(generate(engine, 16, 400))
+    await until(lambda: len(first.cache) == 16 and all(len(t) > 160 for _, t in first.cache.values()))
+    engine.r_nodes.end_drain(1)
+    return work
+
+
+async def test_running_sequences_move_to_an_r_node_that_joins(monkeypatch):
+    monkeypatch.setattr(moves, "_REBALANCE_SECONDS", 0.01)
+    first, second = pair()
+    async with started(first, second) as engine:
+        work = await beside_an_empty_r_node(engine, seconds_per_token=1e-4)
+        await until(lambda: len(second.cache) >= 6)
+        await work
+        totals = engine.stats.totals
+        assert 6 <= totals.moved <= 12 and totals.recomputed == totals.preemptions == 0
+
+
+async def test_nothing_moves_where_the_s_part_covers_the_r_part(monkeypatch):
+    monkeypatch.setattr(moves, "_REBALANCE_SECONDS", 0.01)
+    first, second = pair()
+    async with started(first, second) as engine:
+        work = await beside_an_empty_r_node(engine, seconds_per_token=1e-7)
+        await work
+        assert engine.stats.totals.moved == 0
+
+
+FULL = ((0, 4),)  # four layers of full attention
+
+
+def choose(placed, costs, *, groups=FULL, open_nodes=None, covered=0.0, excess=0.25):
+    return choose_move(placed, groups, costs, open_nodes or range(len(costs)), covered, excess)
+
+
+def test_a_move_evens_out_two_r_nodes_best():
+    placed = [(0, 900), (0, 100), (0, 400), (0, 600), (1, 800)]  # 2000 and 800 tokens
+    assert choose(placed, [1.0, 1.0])[0] == (3, 1)
+
+
+def test_no_sequence_moves_where_even_loads_are_hardly_shorter():
+    placed = [(0, 500), (0, 500), (1, 450), (1, 400)]
+    assert choose(placed, [1.0, 1.0]) == []
+    assert choose(placed, [1.0, 1.0], excess=0.05) == []  # a move would make it worse
+
+
+def test_a_slow_r_node_has_less():
+    placed = [(0, 300), (0, 300), (1, 300), (1, 300)]
+    assert choose(placed, [1.0, 1.0]) == []
+    assert choose(placed, [1.0, 4.0])[0] in ((2, 0), (3, 0))
+
+
+def test_what_the_s_part_covers_does_not_move():
+    placed = [(0, 500), (0, 500)]
+    assert choose(placed, [1e-6, 1e-6])
+    assert choose(placed, [1e-6, 1e-6], covered=5e-3) == []
+
+
+def test_windows_bound_what_a_move_brings():
+    placed = [(0, 10_000), (0, 200), (1, 300)]
+    assert choose(placed, [1.0, 1.0])[0] == (1, 1)
+    assert choose(placed, [1.0, 1.0], groups=((128, 4),)) == []  # 256 and 128 tokens: it would be 128 and 256
+    assert choose([(0, 10_000), (1, 128)], [1.0, 1.0], groups=((128, 4),)) == []
+
+
+def test_an_r_node_that_is_drained_is_no_target():
+    placed = [(0, 500), (0, 500), (1, 100)]
+    assert choose(placed, [1.0] * 3, open_nodes=[0, 1])[0][1] == 1
+    assert choose(placed, [1.0] * 3, open_nodes=[1, 2]) == []

@@ -9,12 +9,13 @@ from __future__ import annotations
 import asyncio
 import threading
 import zlib
+from collections import Counter
 from types import SimpleNamespace
 
 from fastdecode.engine.pages import blocks_for
 from fastdecode.region.contract import PAGE_TOKENS, Status
 from fastdecode.spart.batch import Sampled, StepOutput
-from fastdecode.transports.base import CallRefused, LinkDown
+from fastdecode.transports.base import CallRefused, LinkDown, StepTimes
 
 VOCAB = 1000
 TOKENS: dict[str, tuple[ToyLink, tuple[int, int]]] = {}  # of RECEIVEs: where the sequence goes
@@ -203,6 +204,8 @@ class ToySPart:
         self.gate.set()
         self.posted = threading.Event()
         self.steps = 0
+        self.s_seconds = 0.25  # of each step
+        self.seconds_per_token: float | None = None  # of the R-nodes' attention; None: it is not reported
         self.fault: Exception | None = None  # raised once, by the next step to be answered
         self.early_fault: Exception | None = None  # raised once, by the next step, before anything is posted
 
@@ -231,7 +234,15 @@ class ToySPart:
             for chunk in batch.chunks:
                 self.links[chunk.link].check_alive()
         sampled = [self.sample(chunk) for chunk in batch.chunks]
-        return StepOutput(sampled, s_seconds=0.25, r_wait_seconds=0.5, kv_bytes=10)
+        output = StepOutput(sampled, s_seconds=self.s_seconds, r_wait_seconds=0.5, kv_bytes=10)
+        if self.seconds_per_token is not None:
+            tokens = Counter()
+            for chunk in batch.chunks:
+                tokens[self.links[chunk.link]] += chunk.pos + len(chunk.tokens)
+            for link, n in tokens.items():
+                token_bytes = link.lease.page_bytes // PAGE_TOKENS
+                output.link_costs[link] = StepTimes(round(1e9 * n * self.seconds_per_token), n * token_bytes)
+        return output
 
     def sample(self, chunk) -> Sampled | None:
         spec = chunk.sample
