@@ -59,7 +59,7 @@ def cluster_of(speeds, windows=(0, 0), n_pages=100_000, page_bytes=PAGE_TOKENS *
     links = [CountedLink(f"tcp://r{i}", lease) for i in range(len(speeds))]
     cluster = Cluster(links, windows=windows)
     for link, speed in zip(links, speeds, strict=True):
-        for kv_bytes in (10**6, 10**7, 10**8):
+        for kv_bytes in 5 * (5 * [10**6] + 5 * [10**7] + 5 * [10**8]):
             cluster.observe({link: StepTimes(round((1e-4 + kv_bytes / speed) * 1e9), kv_bytes)})
     return cluster
 
@@ -136,6 +136,26 @@ def test_an_unmeasured_r_node_counts_as_the_others():
     cluster = cluster_of([2e9, 6e9])
     cluster.nodes[1].bandwidth = Bandwidth()
     assert cluster.costs[0] == cluster.costs[1] == pytest.approx(500 / 2e9, rel=0.01)
+
+
+def test_equal_r_nodes_count_as_equal_while_other_processes_delay_their_steps():
+    """Each step takes up to half as long again; an eighth of them takes ten times as long."""
+    rng, cluster = random.Random(0), cluster_of(8 * [8e9])
+    for i in range(300):
+        times = {}
+        for node in cluster.nodes:
+            kv_bytes = rng.randint(10**6, 2 * 10**6)
+            delay = rng.uniform(1, 1.5) * (10 if rng.random() < 0.125 else 1)
+            times[node.link] = StepTimes(round((1e-4 + kv_bytes / 8e9) * delay * 1e9), kv_bytes)
+        cluster.observe(times)
+        assert i < 75 or len(set(cluster.costs)) == 1
+
+
+@pytest.mark.parametrize("slow", [1e9, 2e9, 4e9])
+def test_an_r_node_of_half_the_bandwidth_is_told_from_equal_ones(slow):
+    cluster = cluster_of([8e9, 8.4e9, slow, 7.6e9])
+    fast, *others = [cluster.costs[i] for i in (0, 1, 3)]
+    assert others == [fast, fast] and cluster.costs[2] == pytest.approx(fast * 8e9 / slow, rel=0.05)
 
 
 def test_the_account_of_loads_is_empty_when_everything_has_ended():

@@ -14,7 +14,7 @@ from math import ceil
 from typing import TYPE_CHECKING
 
 from fastdecode.engine.ledger import RNodeLedger
-from fastdecode.engine.scheduling.rtime import Loads, assign
+from fastdecode.engine.scheduling.rtime import Loads, alike, assign
 from fastdecode.region.contract import PAGE_TOKENS
 
 if TYPE_CHECKING:
@@ -51,13 +51,10 @@ def mean_length(seq: Sequence) -> float:
 
 
 def costs(nodes: list[RNodeLedger], n_layers: int) -> list[float]:
-    """Seconds for a token and layer on each R-node; relative numbers until the first has been measured.
-
-    An R-node that was not measured yet counts as fast as the others on average.
-    """
-    known = [speed for node in nodes if node.alive and (speed := node.bandwidth.bytes_per_second)]
-    usual = sum(known) / len(known) if known else 1.0
-    return [node.token_bytes / n_layers / (node.bandwidth.bytes_per_second or usual) for node in nodes]
+    """Seconds for a token and layer on each R-node; relative numbers until the first has been measured. R-nodes count
+    as equally fast as long as their measurements do not tell them apart; see rtime.alike."""
+    speeds = alike([node.bandwidth for node in nodes])
+    return [node.token_bytes / n_layers / (speed or 1.0) for node, speed in zip(nodes, speeds, strict=True)]
 
 
 class Placer:
