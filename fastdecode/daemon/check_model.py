@@ -16,9 +16,11 @@ from fastdecode.region.contract import KV_DTYPES, PAGE_TOKENS
 from fastdecode.region.geometry import geometry_tuple
 from fastdecode.spart import ModelConfig, choose_device, choose_dtype
 from fastdecode.spart.backend import choose_backend
+from fastdecode.spart.linears.dense16 import keeps16
 from fastdecode.spart.loader import open_checkpoint, parameter_count
 from fastdecode.spart.lora.adapters import AdapterSet
 from fastdecode.spart.lora.files import read_adapter
+from fastdecode.spart.served import TORCH_DTYPES
 from fastdecode.transports.base import TransportError
 from fastdecode.transports.team import check_parts
 from fastdecode.transports.token_team import check_tokens
@@ -38,7 +40,7 @@ def rows(config: NodeConfig, path: Path) -> list[tuple[str, str]]:
     check_partition(config, model)
     device = choose_device(config.device)
     dtype = str(choose_dtype(config.dtype, model.dtype, device)).removeprefix("torch.")
-    weights, stored = _weights(config, path, model, dtype)
+    weights, stored = _weights(config, path, model, device, dtype)
     geometry = geometry_tuple(model.hello_geometry(1, 1, "fp32"))
     memory = config.kv_memory or max(0, available_memory() - (weights if device.type == "cpu" else 0)) // 2
     shape = f"{model.n_layers} layers, {_heads(model)}"
@@ -78,7 +80,7 @@ def check_partition(config: NodeConfig, model: ModelConfig | HFConfig) -> None:
 def check_fits(config: NodeConfig, path: Path, model: ModelConfig | HFConfig, device: torch.device, dtype: str) -> None:
     """Raise ConfigError if the weights of the model in `path` do not fit into the device's free memory. `dtype` is
     torch's name of the activation dtype."""
-    (weights, _), free = _weights(config, path, model, dtype), _free_memory(device)
+    (weights, _), free = _weights(config, path, model, device, dtype), _free_memory(device)
     if weights > free:
         raise ConfigError(
             f"--model {path}: its weights take about {format_bytes(weights)} ({config.weights} weights, {dtype}), and "
@@ -98,10 +100,14 @@ def _heads(model: ModelConfig | HFConfig) -> str:
     return " or ".join(f"{h.n_q} query and {h.n_kv} KV heads of {sizes[h]}" for h in kinds)
 
 
-def _weights(config: NodeConfig, path: Path, model: ModelConfig | HFConfig, dtype: str) -> tuple[int, str]:
+def _weights(
+    config: NodeConfig, path: Path, model: ModelConfig | HFConfig, device: torch.device, dtype: str
+) -> tuple[int, str]:
     """About how many bytes the weights take in memory, and how they are stored, for people."""
-    dense = 4.0 if dtype == "float32" else 2.0
     how = open_checkpoint(path, model).quantisation if isinstance(model, ModelConfig) else None
+    if dtype == "float32" and model.dtype != "fp32" and not how and keeps16(device):
+        dtype = str(TORCH_DTYPES[model.dtype]).removeprefix("torch.")
+    dense = 4.0 if dtype == "float32" else 2.0
     if how and config.weights == "auto":
         file = find_gguf(path)
         files = sum(part.stat().st_size for part in ([file] if file else path.glob("*.safetensors")))

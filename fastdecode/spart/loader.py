@@ -26,7 +26,7 @@ from fastdecode.spart.config_file import find_gguf, read_config
 from fastdecode.spart.gguf import GGUFCheckpoint, open_gguf
 from fastdecode.spart.linears.base import Embedding, Linear
 from fastdecode.spart.linears.compensated import quantise_head
-from fastdecode.spart.linears.dense import DenseEmbedding, DenseLinear, make_dense
+from fastdecode.spart.linears.dense import DenseEmbedding, DenseLinear, make_dense, make_embedding
 from fastdecode.spart.linears.experts import ExpertLinears
 from fastdecode.spart.linears.grouped import GroupedEmbedding, GroupedLinear
 from fastdecode.spart.linears.quantised import ACTIVATION_BITS, BITS, Quantised, quantise
@@ -322,7 +322,7 @@ class _Loading:
             matrix = quantise(matrix, self._bits, ACTIVATION_BITS)
         if isinstance(matrix, Quantised):
             return GroupedEmbedding([GroupedLinear(matrix, None, self._device)], self._dtype, shared=False)
-        return DenseEmbedding(matrix.to(self._device, self._dtype, copy=True))
+        return make_embedding(matrix.to(self._device, self._dtype, copy=True))
 
     def tied(self, name: str, rows: int, width: int) -> tuple[Embedding, Linear]:
         matrix = self._matrix(name)
@@ -335,7 +335,7 @@ class _Loading:
         if self._bits:
             return self._grouped(quantise_head(matrix, self._bits))
         weight = matrix.to(self._device, self._dtype, copy=True)
-        return DenseEmbedding(weight), make_dense(weight)
+        return make_embedding(weight), make_dense(weight)
 
     def _grouped(self, parts: Sequence[Quantised]) -> tuple[Embedding, Linear]:
         """A tied embedding and LM head, whose rows are those of `parts`."""

@@ -8,6 +8,7 @@ extern PyMethodDef fd_engine_methods[];       /* py_engine.c */
 extern PyMethodDef fd_roofline_methods[];     /* py_roofline.c */
 int fd_engine_add_types(PyObject *module);    /* py_engine.c */
 int fd_linears_add_types(PyObject *module);   /* py_linears.c */
+int fd_dense16_add_types(PyObject *module);   /* py_dense16.c */
 int fd_row_ops_add_types(PyObject *module);   /* py_row_ops.c */
 int fd_prompt_add_types(PyObject *module);    /* py_prompt.c */
 int fd_draw_rows_add_types(PyObject *module); /* py_draw_rows.c */
@@ -17,6 +18,7 @@ static int exec_module(PyObject *module) {
     if (PyModule_AddFunctions(module, fd_engine_methods) < 0) return -1;
     if (PyModule_AddFunctions(module, fd_roofline_methods) < 0) return -1;
     if (fd_linears_add_types(module) < 0) return -1;
+    if (fd_dense16_add_types(module) < 0) return -1;
     if (fd_row_ops_add_types(module) < 0) return -1;
     if (fd_prompt_add_types(module) < 0) return -1;
     if (fd_draw_rows_add_types(module) < 0) return -1;

@@ -43,6 +43,16 @@ def test_the_size_in_memory_is_about_right(kind, weights, gguf_file):
     assert ("GGUF Q4_1" in said) == (kind == "gguf")
 
 
+def test_a_16_bit_checkpoint_keeps_its_size_with_fp32_activations():
+    path = make_checkpoint("llama-bf16")
+    said = dict(rows(NodeConfig(model=path, dtype="fp32"), path))["weights"]
+    assert "kept as bfloat16; activations in float32" in said
+    model = load_model(path, dtype="fp32")
+    number = float(re.match(r"([\d.]+) KiB", said).group(1))
+    assert 1024 * number == pytest.approx(2 * model.parameters, rel=0.01)
+    assert model.weight_bytes < 3 * model.parameters
+
+
 @pytest.mark.parametrize("backend", ["native", "transformers"])
 def test_a_model_that_does_not_fit_is_refused_before_its_weights_are_read(backend, tmp_path):
     directory = Path(shutil.copytree(make_checkpoint("llama-mha"), tmp_path / "large"))

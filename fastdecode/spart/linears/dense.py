@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from fastdecode.spart.linears.base import Embedding, Linear
+from fastdecode.spart.linears.dense16 import Dense16Embedding, Dense16Linear, exact16, keeps16
 
 
 class DenseLinear(Linear):
@@ -93,6 +94,15 @@ def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
 
 def make_dense(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
     """The best linear for a weight [out, in] and a bias [out] or None, by their device and dtype."""
+    if weight.dtype is torch.float32 and keeps16(weight.device) and (narrow := exact16(weight)) is not None:
+        return Dense16Linear(narrow, bias)
     if can_pack(weight.device, weight.dtype):
         return PackedLinear(weight, bias)
     return DenseLinear(weight, bias)
+
+
+def make_embedding(weight: torch.Tensor) -> Embedding:
+    """The best embedding for a weight [rows, width], by its device and dtype."""
+    if weight.dtype is torch.float32 and keeps16(weight.device) and (narrow := exact16(weight)) is not None:
+        return Dense16Embedding(narrow)
+    return DenseEmbedding(weight)

@@ -1,0 +1,39 @@
+/* Products of fp32 rows with a matrix of 16-bit numbers: y = x W^T + b. CPUs without 16-bit products widen the numbers
+ * in registers, so that a step of few rows reads half the bytes of an fp32 matrix. Numbers are exact in fp32, so the
+ * result is that of the fp32 matrix but for the order of the sums; a row's result does not depend on the other rows.
+ *
+ * Layout: outputs stand in panels of ops->panel; a panel is [ins][panel], and its last numbers are zero where outputs
+ * end.
+ */
+#ifndef FD_DENSE16_H
+#define FD_DENSE16_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#include "attention.h"
+
+typedef struct {
+    size_t outs, ins;
+    const uint16_t *weights; /* [panels][ins][panel] */
+    const float *bias;       /* [outs], or NULL */
+} fd_dense16_t;
+
+/* One ISA's functions for fp16 or bf16 weights. */
+typedef struct {
+    size_t panel; /* outputs */
+    /* y [rows][outs] for the outputs of one panel; x is [rows][ins]. Returns 0, or -1 if there is no memory for it. */
+    int (*multiply)(const fd_dense16_t *l, const float *x, size_t rows, float *y, size_t panel);
+} fd_dense16_ops_t;
+
+/* The functions of an ISA that this machine supports, and its name; NULL if the ISA or the dtype has none. */
+const fd_dense16_ops_t *fd_dense16_ops(fd_isa_t isa, uint32_t dtype, const char **name);
+
+/* Copies weights [outs][ins] into panels. */
+void fd_dense16_pack(const fd_dense16_ops_t *ops, size_t outs, size_t ins, const uint16_t *from, uint16_t *to);
+
+/* y = x W^T + b in up to `threads` threads. Returns 0, or -1 if memory ran out. */
+int fd_dense16_multiply(const fd_dense16_ops_t *ops, const fd_dense16_t *l, const float *x, size_t rows, float *y,
+                        unsigned threads);
+
+#endif

@@ -1,0 +1,11 @@
+/* Advanced SIMD of Armv8.0-A, 4 lanes. */
+#include "dispatch.h"
+
+#if FD_ARM64
+#include "vec_neon.h"
+
+#define TILE_VECTORS 4
+#include "dense16_simd.h"
+
+FD_DENSE16(neon)
+#endif

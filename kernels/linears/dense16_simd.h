@@ -1,0 +1,91 @@
+/* fd_dense16_ops_t of an ISA, written with its vec_* primitives. The including file defines TILE_VECTORS, with which a
+ * tile of TILE_ROWS rows by TILE_VECTORS vectors of sums fits into the registers. */
+#ifndef FD_DENSE16_SIMD_H
+#define FD_DENSE16_SIMD_H
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "chunk.h"
+#include "dense16.h"
+#include "half.h"
+
+/* Several tiles of rows read DEPTH inputs of a panel, which stay in a cache. */
+enum { TILE_ROWS = 6, PANEL = TILE_VECTORS * LANES, DEPTH = 256, FEW_ROWS = 32 };
+
+FD_INLINE vec_t load_weights(const uint32_t dtype, const uint16_t *p) {
+    return dtype == FD_ACT_FP16 ? vec_load_fp16(p) : vec_load_bf16(p);
+}
+
+/* sums [rows][PANEL] += x [rows][depth] times weights [depth][PANEL]. */
+FD_INLINE void add_products(const uint32_t dtype, const int rows, const float *x, size_t x_stride,
+                            const uint16_t *weights, size_t depth, float *sums) {
+    vec_t s[TILE_ROWS][TILE_VECTORS];
+    FD_UNROLL
+    for (int r = 0; r < rows; r++) {
+        FD_UNROLL
+        for (int j = 0; j < TILE_VECTORS; j++) s[r][j] = vec_load(sums + r * PANEL + j * LANES);
+    }
+    for (size_t i = 0; i < depth; i++, weights += PANEL) {
+        vec_t y[TILE_VECTORS];
+        FD_UNROLL
+        for (int j = 0; j < TILE_VECTORS; j++) y[j] = load_weights(dtype, weights + j * LANES);
+        FD_UNROLL
+        for (int r = 0; r < rows; r++) {
+            const vec_t v = vec_broadcast(x + (size_t)r * x_stride + i);
+            FD_UNROLL
+            for (int j = 0; j < TILE_VECTORS; j++) s[r][j] = vec_fma(v, y[j], s[r][j]);
+        }
+    }
+    FD_UNROLL
+    for (int r = 0; r < rows; r++) {
+        FD_UNROLL
+        for (int j = 0; j < TILE_VECTORS; j++) vec_store(sums + r * PANEL + j * LANES, s[r][j]);
+    }
+}
+
+FD_INLINE void add_tile(const uint32_t dtype, size_t rows, const float *x, size_t x_stride, const uint16_t *weights,
+                        size_t depth, float *sums) {
+    switch (rows) {
+    case 1: add_products(dtype, 1, x, x_stride, weights, depth, sums); return;
+    case 2: add_products(dtype, 2, x, x_stride, weights, depth, sums); return;
+    case 3: add_products(dtype, 3, x, x_stride, weights, depth, sums); return;
+    case 4: add_products(dtype, 4, x, x_stride, weights, depth, sums); return;
+    case 5: add_products(dtype, 5, x, x_stride, weights, depth, sums); return;
+    default: add_products(dtype, 6, x, x_stride, weights, depth, sums); return;
+    }
+}
+
+FD_INLINE int multiply(const uint32_t dtype, const fd_dense16_t *l, const float *x, size_t rows, float *y,
+                       size_t panel) {
+    const size_t column = panel * PANEL, n = l->outs - column < PANEL ? l->outs - column : PANEL;
+    float few[FEW_ROWS * PANEL], bias[PANEL] = {0}, *sums = few;
+    if (rows > FEW_ROWS && !(sums = aligned_alloc(64, rows * PANEL * sizeof *sums))) return -1;
+    if (l->bias) memcpy(bias, l->bias + column, n * sizeof *bias);
+    for (size_t r = 0; r < rows; r++) memcpy(sums + r * PANEL, bias, sizeof bias);
+    const size_t tiles = (rows + TILE_ROWS - 1) / TILE_ROWS, tile = (rows + tiles - 1) / tiles;
+    const size_t step = tiles > 1 ? DEPTH : l->ins;
+    for (size_t first = 0; first < l->ins; first += step) {
+        const size_t depth = l->ins - first < step ? l->ins - first : step;
+        for (size_t r = 0; r < rows; r += tile)
+            add_tile(dtype, rows - r < tile ? rows - r : tile, x + r * l->ins + first, l->ins,
+                     l->weights + (panel * l->ins + first) * PANEL, depth, sums + r * PANEL);
+    }
+    for (size_t r = 0; r < rows; r++) memcpy(y + r * l->outs + column, sums + r * PANEL, n * sizeof *y);
+    if (sums != few) free(sums);
+    return 0;
+}
+
+#define FD_DENSE16(isa)                                                                                                \
+    static int multiply_fp16(const fd_dense16_t *l, const float *x, size_t rows, float *y, size_t panel) {             \
+        return multiply(FD_ACT_FP16, l, x, rows, y, panel);                                                            \
+    }                                                                                                                  \
+    static int multiply_bf16(const fd_dense16_t *l, const float *x, size_t rows, float *y, size_t panel) {             \
+        return multiply(FD_ACT_BF16, l, x, rows, y, panel);                                                            \
+    }                                                                                                                  \
+    const fd_dense16_ops_t fd_dense16_##isa[FD_ACT_DTYPES] = {                                                         \
+        [FD_ACT_FP16] = {PANEL, multiply_fp16},                                                                        \
+        [FD_ACT_BF16] = {PANEL, multiply_bf16},                                                                        \
+    };
+
+#endif

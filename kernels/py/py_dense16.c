@@ -1,0 +1,135 @@
+/* Dense16Linear: fd_dense16_t for Python. It keeps the buffers that hold the weights. */
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include "dense16.h"
+#include "py_isa.h"
+
+enum { WEIGHTS, BIAS, BUFFERS };
+
+typedef struct {
+    PyObject_HEAD
+    fd_dense16_t linear;
+    const fd_dense16_ops_t *ops;
+    const char *isa;
+    Py_buffer buffers[BUFFERS]; /* obj NULL: not given */
+} dense16_t;
+
+static const fd_dense16_ops_t *choose(unsigned dtype, const char **name) {
+    fd_isa_t isa;
+    if (!fd_py_choose_isa(NULL, &isa)) return NULL;
+    const fd_dense16_ops_t *ops = dtype < FD_ACT_DTYPES ? fd_dense16_ops(isa, dtype, name) : NULL;
+    if (!ops) PyErr_Format(PyExc_ValueError, "%s has no products with 16-bit weights of this dtype", fd_isa_name(isa));
+    return ops;
+}
+
+static size_t packed_bytes(const fd_dense16_ops_t *ops, size_t outs, size_t ins) {
+    return (outs + ops->panel - 1) / ops->panel * ops->panel * ins * sizeof(uint16_t);
+}
+
+static PyObject *dense16_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+    static char *keys[] = {"dtype", "outs", "ins", "weights", "bias", NULL};
+    unsigned dtype, outs, ins;
+    PyObject *weights, *bias;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "IIIOO", keys, &dtype, &outs, &ins, &weights, &bias)) return NULL;
+    const char *name = NULL;
+    const fd_dense16_ops_t *ops = choose(dtype, &name);
+    if (!ops) return NULL;
+    dense16_t *self = (dense16_t *)type->tp_alloc(type, 0);
+    if (!self) return NULL;
+    self->ops = ops, self->isa = name;
+    Py_buffer *w = &self->buffers[WEIGHTS], *b = &self->buffers[BIAS];
+    if (PyObject_GetBuffer(weights, w, PyBUF_C_CONTIGUOUS) < 0 ||
+        (bias != Py_None && PyObject_GetBuffer(bias, b, PyBUF_C_CONTIGUOUS) < 0)) {
+        Py_DECREF(self);
+        return NULL;
+    }
+    if (!outs || !ins || (size_t)w->len != packed_bytes(ops, outs, ins) || (b->obj && (size_t)b->len != outs * 4ul)) {
+        Py_DECREF(self);
+        return PyErr_Format(PyExc_ValueError, "weights or bias do not have the bytes of %u x %u", outs, ins);
+    }
+    self->linear = (fd_dense16_t){outs, ins, w->buf, b->buf};
+    return (PyObject *)self;
+}
+
+static void dense16_dealloc(dense16_t *self) {
+    for (int i = 0; i < BUFFERS; i++)
+        if (self->buffers[i].obj) PyBuffer_Release(&self->buffers[i]);
+    PyTypeObject *type = Py_TYPE(self);
+    type->tp_free(self);
+    Py_DECREF(type);
+}
+
+static PyObject *dense16_run(dense16_t *self, PyObject *args) {
+    Py_buffer x, y;
+    unsigned threads;
+    const fd_dense16_t *l = &self->linear;
+    if (!PyArg_ParseTuple(args, "y*w*I", &x, &y, &threads)) return NULL;
+    const size_t row = l->ins * sizeof(float), rows = (size_t)x.len / row;
+    const int fits = (size_t)x.len == rows * row && (size_t)y.len == rows * l->outs * sizeof(float);
+    int error = 0;
+    if (fits && rows) {
+        Py_BEGIN_ALLOW_THREADS
+        error = fd_dense16_multiply(self->ops, l, x.buf, rows, y.buf, threads ? threads : 1);
+        Py_END_ALLOW_THREADS
+    }
+    PyBuffer_Release(&x);
+    PyBuffer_Release(&y);
+    if (!fits)
+        return PyErr_Format(PyExc_ValueError, "x and y are not [rows, %zu] and [rows, %zu] fp32", l->ins, l->outs);
+    if (error) return PyErr_NoMemory();
+    Py_RETURN_NONE;
+}
+
+static PyObject *dense16_pack(PyObject *type, PyObject *args) {
+    unsigned dtype, outs, ins;
+    Py_buffer from;
+    if (!PyArg_ParseTuple(args, "IIIy*", &dtype, &outs, &ins, &from)) return NULL;
+    const char *name;
+    const fd_dense16_ops_t *ops = choose(dtype, &name);
+    PyObject *to = NULL;
+    if (ops && (size_t)from.len != (size_t)outs * ins * sizeof(uint16_t))
+        PyErr_Format(PyExc_ValueError, "weights do not have the bytes of %u x %u", outs, ins);
+    else if (ops && (to = PyByteArray_FromStringAndSize(NULL, (Py_ssize_t)packed_bytes(ops, outs, ins)))) {
+        uint16_t *words = (uint16_t *)PyByteArray_AS_STRING(to);
+        Py_BEGIN_ALLOW_THREADS
+        fd_dense16_pack(ops, outs, ins, from.buf, words);
+        Py_END_ALLOW_THREADS
+    }
+    PyBuffer_Release(&from);
+    return to;
+}
+
+static PyObject *dense16_isa(dense16_t *self, void *unused) { return PyUnicode_FromString(self->isa); }
+
+static PyMethodDef methods[] = {
+    {"run", (PyCFunction)dense16_run, METH_VARARGS, "run(x, y, threads): y [rows, outs] = x [rows, ins] W^T + b."},
+    {"pack", dense16_pack, METH_VARARGS | METH_STATIC,
+     "pack(dtype, outs, ins, weights): the bytes of weights [outs, ins] in the order of the kernels."},
+    {NULL, NULL, 0, NULL},
+};
+static PyGetSetDef getset[] = {
+    {"isa", (getter)dense16_isa, NULL, "The ISA of the kernels.", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+static PyType_Slot slots[] = {
+    {Py_tp_doc, "A matrix of 16-bit numbers (fd_dense16_t)."},
+    {Py_tp_new, dense16_new},
+    {Py_tp_dealloc, dense16_dealloc},
+    {Py_tp_methods, methods},
+    {Py_tp_getset, getset},
+    {0, NULL},
+};
+static PyType_Spec spec = {
+    .name = "fastdecode.kernels._native.Dense16Linear",
+    .basicsize = sizeof(dense16_t),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
+    .slots = slots,
+};
+
+int fd_dense16_add_types(PyObject *module) {
+    PyObject *type = PyType_FromSpec(&spec);
+    const int error = type ? PyModule_AddObjectRef(module, "Dense16Linear", type) : -1;
+    Py_XDECREF(type);
+    return error;
+}

@@ -1,0 +1,83 @@
+"""16-bit weights with fp32 activations: the C functions of each ISA against float64, and where the loader uses them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from checkpoints import make_checkpoint
+
+from fastdecode.kernels import _native
+from fastdecode.spart import load_model
+from fastdecode.spart.linears.dense import DenseEmbedding, PackedLinear, make_dense, make_embedding
+from fastdecode.spart.linears.dense16 import Dense16Embedding, Dense16Linear, exact16
+
+pytestmark = pytest.mark.quick
+
+VECTOR_ISAS = [isa for isa in _native.isa_supported() if isa != "scalar"]
+#: The functions that an ISA takes.
+EXPECTED = {"avx2": "avx2", "avxvnni": "avx2", "neon": "neon"}
+
+
+@pytest.fixture(params=VECTOR_ISAS)
+def isa(request, monkeypatch):
+    monkeypatch.setenv("FASTDECODE_ISA", request.param)
+    return request.param
+
+
+def matrix(outs: int, ins: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(outs, ins, generator=torch.Generator().manual_seed(1)).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("outs, ins", [(1, 1), (64, 256), (100, 300), (130, 513), (16, 1000)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_products_equal_float64(isa, outs, ins, dtype, bias):
+    weight = matrix(outs, ins, dtype)
+    vector = torch.randn(outs) if bias else None
+    linear = Dense16Linear(weight, vector)
+    assert linear.isa == EXPECTED.get(isa, "avx512")
+    for n in (0, 1, 2, 3, 5, 6, 7, 13, 32, 33, 100):
+        x = torch.randn(n, ins, generator=torch.Generator().manual_seed(n))
+        want = x.double() @ weight.double().T + (0.0 if vector is None else vector.double())
+        torch.testing.assert_close(linear(x).double(), want, rtol=1e-5, atol=4e-6 * ins**0.5)
+
+
+def test_a_row_does_not_depend_on_the_other_rows(isa):
+    linear, x = Dense16Linear(matrix(200, 700, torch.bfloat16)), torch.randn(40, 700)
+    whole = linear(x)
+    for n in (1, 5, 8, 33):
+        assert torch.equal(linear(x[:n]), whole[:n])
+
+
+def test_subnormal_and_special_numbers_are_kept(isa):
+    special = torch.tensor([[6e-8, -6e-8, 65504.0, 1.0, -0.0]])
+    one = torch.eye(5)
+    assert torch.equal(Dense16Linear(special.half())(one).flatten(), special.half().float().flatten())
+    wide = torch.tensor([[1e-40, 3e38, -1e-39, 2.0, float("inf")]]).bfloat16()
+    assert torch.equal(Dense16Linear(wide)(one[:4]).flatten()[:3].isnan(), torch.tensor([True] * 3))  # 0 * inf
+    assert torch.equal(Dense16Linear(wide[:, :4].contiguous())(one[:4, :4]).flatten(), wide.float().flatten()[:4])
+
+
+def test_only_exact_numbers_become_16_bits(isa):
+    exact, rounded = matrix(8, 8, torch.float16).float(), matrix(8, 8, torch.float32)
+    narrow = exact16(exact)
+    assert narrow is not None and narrow.dtype is torch.float16 and exact16(rounded) is None
+    assert isinstance(make_dense(exact), Dense16Linear) and isinstance(make_embedding(exact), Dense16Embedding)
+    assert isinstance(make_dense(rounded), PackedLinear) and isinstance(make_embedding(rounded), DenseEmbedding)
+    assert torch.equal(make_embedding(exact)(torch.tensor([3, 1])), exact[[3, 1]])
+
+
+def test_without_vectors_weights_are_fp32(monkeypatch):
+    monkeypatch.setenv("FASTDECODE_ISA", "scalar")
+    assert isinstance(make_dense(matrix(8, 8, torch.float16).float()), PackedLinear)
+    with pytest.raises(ValueError, match="scalar has no products with 16-bit weights"):
+        Dense16Linear(matrix(8, 8, torch.float16))
+
+
+@pytest.mark.parametrize("variant", ["llama-bf16", "llama-fp16"])
+def test_a_16_bit_checkpoint_takes_16_bits_with_fp32_activations(isa, variant, monkeypatch):
+    path = make_checkpoint(variant)
+    narrow = load_model(path, dtype="fp32")
+    monkeypatch.setenv("FASTDECODE_ISA", "scalar")
+    wide = load_model(path, dtype="fp32")
+    assert narrow.weight_bytes < 0.6 * wide.weight_bytes
