@@ -435,6 +435,11 @@ class REngineLink:
 
         Raises ValueError for a wrong index or length, MemoryError if too few pages are free.
         """
+    def fault_in(self, seq_index: int, tag: int, first: int, n: int, offset: int, /) -> int:
+        """Let the OS find memory for what `receive_pages` is to bring from byte `offset` on; from any thread.
+
+        Returns how many bytes have memory now, at most 1 MiB. Raises ValueError like `send_pages`.
+        """
     def send_pages(self, fd: int, seq_index: int, tag: int, first: int, n: int, offset: int, /) -> int:
         """Send blocks [first, first + n) of a sequence, from byte `offset` on, over a non-blocking stream socket.
 

@@ -292,6 +292,9 @@ class PageSink(Protocol):
     def check(self, first: int, n_pages: int, length: int) -> None:
         """Raise CallRefused if the sequence has no such pages."""
 
+    async def memory(self, first: int, end: int) -> None:
+        """Wait until the OS has found memory for the bytes from page `first` on, up to byte `end` of these."""
+
     def receive(self, fd: int, first: int, n_pages: int, offset: int) -> int:
         """Take what the socket `fd` has of these pages from byte `offset` on. Returns the number of bytes. Raises
         CallRefused, OSError."""

@@ -6,7 +6,8 @@ pages over it. Several PUSHes with one token use one connection: whole pages fir
 rest. The source's pages stay as they are, so whatever breaks meanwhile, the sequence goes on where it is.
 
 C moves the bytes between the socket and the pages (kernels/engine/transfer.c), at most 1 MiB at a time, on the event
-loop. So a sequence that is freed, or a link that ends, stops a transfer at once.
+loop. So a sequence that is freed, or a link that ends, stops a transfer at once. Another thread faults in memory that
+was never touched, from the RECEIVE on, because that may take the OS tens of milliseconds for a huge page.
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ from .registry import dial
 #: Seconds in which at least one byte must move.
 STALLED_S = 10.0
 
+#: Bytes that C moves at a time.
+MOST_BYTES = 1 << 20
+
 
 async def receive(conn: FrameSocket, sink: PageSink) -> None:
     """Receive pages until the sequence is complete. Raises TransportError, OSError."""
@@ -36,7 +40,7 @@ async def receive(conn: FrameSocket, sink: PageSink) -> None:
         try:
             sink.check(first, n_pages, length)
             take = partial(sink.receive, conn.sock.fileno(), first, n_pages)
-            await _move(n_pages * sink.page_bytes, take, conn.readable)
+            await _move(n_pages * sink.page_bytes, take, conn.readable, partial(sink.memory, first))
             if length:
                 sink.finish(length)
         except CallRefused as error:
@@ -45,10 +49,18 @@ async def receive(conn: FrameSocket, sink: PageSink) -> None:
         await conn.write(Ok(id=0, stats=None))
 
 
-async def _move(total: int, move: Callable[[int], int], ready: Callable[[], Awaitable[None]]) -> None:
-    """Call `move` with the offset of the next byte until `total` bytes have moved."""
+async def _move(
+    total: int,
+    move: Callable[[int], int],
+    ready: Callable[[], Awaitable[None]],
+    memory: Callable[[int], Awaitable[None]] | None = None,
+) -> None:
+    """Call `move` with the offset of the next byte until `total` bytes have moved. `ready` waits for the socket, and
+    `memory` for memory up to an offset."""
     offset = 0
     while offset < total:
+        if memory is not None:
+            await memory(offset + MOST_BYTES)
         if n := move(offset):
             offset += n
             await asyncio.sleep(0)  # PINGs and other requests are answered between two pieces

@@ -1,9 +1,9 @@
 """Drain an R-node under load: how long each stream pauses while its K and V move to another R-node, in steps.
 
-Two R-nodes have equally many streams, and one of them is drained. Both have their memory faulted in, as with
---prefault. A stream's pause is the number of steps of its mini-batch between two of its tokens that had no row of it;
-without a move there is none. It is no whole number if the stream goes on in another mini-batch. Times are those between
-two tokens of a stream, before and during the drain, of all streams, moved or not.
+Two R-nodes have equally many streams, and one of them is drained. A stream's pause is the number of steps of its
+mini-batch between two of its tokens that had no row of it; without a move there is none. It is no whole number if the
+stream goes on in another mini-batch. Times are those between two tokens of a stream, before and during the drain, of
+all streams, moved or not.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mini-batches", type=int, default=2)
     parser.add_argument("--kv-dtype", choices=KV_DTYPES, default="fp16")
     parser.add_argument("--kv-memory", type=int, default=1 << 30, metavar="BYTES", help="of each R-node")
+    parser.add_argument("--prefault", action="store_true", help="fault in the memory of both R-nodes first")
     parser.add_argument("--s-threads", type=int, default=1, help="threads of the S-Part")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -85,7 +86,7 @@ async def _run(args: argparse.Namespace) -> dict[str, Any]:
         links = []
         for name in ("a", "b"):
             url = f"shm://{folder}/{name}.sock" if args.transport == "shm" else "tcp://127.0.0.1:0"
-            child = RNodeChild(url, 50, args.kv_memory, None, prefault=True)
+            child = RNodeChild(url, 50, args.kv_memory, None, prefault=args.prefault)
             stack.callback(child.close)
             hello = model.hello(args.mini_batches, rows, args.kv_dtype, args.kv_memory // 2, 4 * args.streams)
             links.append(await connect(child.url, hello, None))

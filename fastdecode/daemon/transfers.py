@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 
 from fastdecode.daemon.refusals import refusals
 from fastdecode.kernels._native import REngineLink
@@ -17,16 +18,40 @@ from fastdecode.transports.frames import FrameSocket
 class Incoming:
     """A sequence that another R-node may bring (a transports.base.PageSink)."""
 
-    def __init__(self, link: REngineLink, seq: tuple[int, int], length: int, page_bytes: int):
+    def __init__(self, link: REngineLink, seq: tuple[int, int], length: int, page_bytes: int, threads: Executor):
+        """`threads` let the OS find memory for the pages, because that would hold up the event loop."""
         self.page_bytes = page_bytes
         self.taken = False  # a bulk connection has presented its token
         self._link, self._seq = link, seq
         self._n_pages = -(-length // PAGE_TOKENS)
         self._task: asyncio.Task[None] | None = None
+        self._faulted = 0  # bytes from the first page on that have memory
+        self._more = asyncio.Event()
+        self._faulting = asyncio.create_task(self._fault_in(threads))
 
     def check(self, first: int, n_pages: int, length: int) -> None:
         if first + n_pages > self._n_pages or length > self._n_pages * PAGE_TOKENS:
             raise CallRefused(Status.BAD_SEQUENCE, f"the sequence has room for {self._n_pages} pages")
+
+    async def _fault_in(self, threads: Executor) -> None:
+        loop, total = asyncio.get_running_loop(), self._n_pages * self.page_bytes
+        try:
+            while self._faulted < total:
+                here = 0, self._n_pages, self._faulted
+                n = await loop.run_in_executor(threads, self._link.fault_in, *self._seq, *here)
+                self._have_memory(self._faulted + n)
+        except (ValueError, RuntimeError):  # the sequence or the link has gone, which whoever brings pages is told
+            self._have_memory(total)
+
+    def _have_memory(self, n_bytes: int) -> None:
+        self._faulted = n_bytes
+        self._more.set()
+
+    async def memory(self, first: int, end: int) -> None:
+        """Wait until the bytes from page `first` on have memory, up to byte `end` of these."""
+        while self._faulted < min(first * self.page_bytes + end, self._n_pages * self.page_bytes):
+            self._more.clear()
+            await self._more.wait()
 
     def receive(self, fd: int, first: int, n_pages: int, offset: int) -> int:
         with refusals():
@@ -50,6 +75,8 @@ class Incoming:
 
     def end(self) -> None:
         """Receive no more: nothing is written to the sequence's pages after this."""
+        self._faulting.cancel()
+        self._have_memory(self._n_pages * self.page_bytes)  # whoever waits for it goes on, and is refused
         if self._task is not None:
             self._task.cancel()
 
@@ -59,6 +86,7 @@ class Inbox:
 
     def __init__(self) -> None:
         self.waiting: dict[str, Incoming] = {}
+        self.threads = ThreadPoolExecutor(1, "fault-in")  # starts its thread with the first sequence
 
     def take(self, token: str, page_bytes: int) -> Incoming:
         """What `token` admits a bulk connection for. Raises LinkRefused."""
@@ -89,7 +117,7 @@ class Transfers:
             self._link.receive(*seq, length)
         self._forget(seq[0])
         self._tokens[seq[0]] = token
-        self._inbox.waiting[token] = Incoming(self._link, seq, length, self._page_bytes)
+        self._inbox.waiting[token] = Incoming(self._link, seq, length, self._page_bytes, self._inbox.threads)
 
     def freed(self, handles: Sequence[tuple[int, int]]) -> None:
         """Stop receiving and sending sequences that are about to be freed."""
@@ -136,6 +164,7 @@ class Transfers:
         incoming.check(pages.start, len(pages), length)
         offset, total = 0, len(pages) * self._page_bytes
         while offset < total:
+            await incoming.memory(pages.start, offset + bulk.MOST_BYTES)
             if self._inbox.waiting.get(token) is not incoming:
                 raise CallRefused(Status.BAD_SEQUENCE, "the sequence does not wait for pages any more")
             offset += incoming.copy(self._link, seq, pages.start, len(pages), offset)

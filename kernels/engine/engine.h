@@ -93,6 +93,11 @@ int fd_link_fork(fd_link_t *link, uint32_t src, uint32_t src_tag, uint32_t dst, 
                  char *err, size_t err_len);
 /* Lets the empty sequence hold `length` tokens, whose K and V fd_link_receive_pages brings. */
 int fd_link_receive(fd_link_t *link, uint32_t seq_index, uint32_t tag, uint32_t length, char *err, size_t err_len);
+/* Lets the OS find memory for bytes of pages [first, first + n) of a sequence from `offset` on, in the order in which
+ * fd_link_receive_pages brings them, so that it need not while they arrive; a limited number a call. Any thread may
+ * call it. Returns that number, or a negative fd_status_t. */
+int64_t fd_link_fault_in(fd_link_t *link, uint32_t seq_index, uint32_t tag, uint32_t first, uint32_t n, uint64_t offset,
+                         char *err, size_t err_len);
 /* Pages [first, first + n) of a sequence as bytes: page by page, each plane by plane. Move as many bytes from `offset`
  * on as the non-blocking stream socket `fd` takes or has now, a limited number a call. Return that number, 0 if the
  * socket is not ready, a negative fd_status_t, or INT64_MIN with the socket's errno in *error. Nothing that comes from

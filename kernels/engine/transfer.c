@@ -7,6 +7,7 @@
 
 #include "engine_state.h"
 #include "fail.h"
+#include "memory.h"
 
 enum {
     MOST_PIECES = 64,     /* of a call, each a plane of a page */
@@ -80,6 +81,20 @@ int64_t fd_link_receive_pages(fd_link_t *link, int fd, uint32_t seq_index, uint3
         return INT64_MIN;
     }
     return outcome(moved, error);
+}
+
+int64_t fd_link_fault_in(fd_link_t *link, uint32_t seq_index, uint32_t tag, uint32_t first, uint32_t n, uint64_t offset,
+                         char *err, size_t err_len) {
+    struct iovec pieces[MOST_PIECES];
+    const range_t range = {seq_index, tag, first, n, offset};
+    const int64_t n_pieces = next_pieces(link, &range, pieces, err, err_len);
+    if (n_pieces < 0) return n_pieces;
+    int64_t bytes = 0;
+    for (int64_t i = 0; i < n_pieces; i++) {
+        fd_memory_fault_in(pieces[i].iov_base, pieces[i].iov_len); /* if it fails, the bytes fault when they come */
+        bytes += (int64_t)pieces[i].iov_len;
+    }
+    return bytes;
 }
 
 int64_t fd_link_copy_pages(fd_link_t *from, uint32_t seq_index, uint32_t tag, fd_link_t *to, uint32_t to_index,

@@ -395,6 +395,21 @@ static PyObject *link_receive_pages(link_object_t *self, PyObject *args) {
     return transfer(self, args, fd_link_receive_pages);
 }
 
+static PyObject *link_fault_in(link_object_t *self, PyObject *args) {
+    unsigned seq_index, tag, first, n;
+    unsigned long long offset;
+    char err[ERR_LEN];
+    if (!PyArg_ParseTuple(args, "IIIIK", &seq_index, &tag, &first, &n, &offset)) return NULL;
+    if (!self->link) return closed_error("the link");
+    int64_t bytes;
+    self->users++;
+    Py_BEGIN_ALLOW_THREADS
+    bytes = fd_link_fault_in(self->link, seq_index, tag, first, n, offset, err, sizeof err);
+    Py_END_ALLOW_THREADS
+    self->users--;
+    return bytes >= 0 ? PyLong_FromLongLong(bytes) : outcome((int)bytes, err);
+}
+
 static PyObject *link_copy_pages(link_object_t *self, PyObject *args) {
     link_object_t *to;
     unsigned seq_index, tag, to_index, to_tag, first, n;
@@ -475,6 +490,8 @@ static PyMethodDef link_methods[] = {
     {"grow", (PyCFunction)link_grow, METH_VARARGS, "grow(n_pages): let the lease have this many pages"},
     {"receive", (PyCFunction)link_receive, METH_VARARGS,
      "receive(seq_index, tag, length): let an empty sequence hold tokens that `receive_pages` brings"},
+    {"fault_in", (PyCFunction)link_fault_in, METH_VARARGS,
+     "fault_in(seq_index, tag, first, n, offset) -> bytes that have memory now"},
     {"send_pages", (PyCFunction)link_send_pages, METH_VARARGS,
      "send_pages(fd, seq_index, tag, first, n, offset) -> bytes sent now"},
     {"receive_pages", (PyCFunction)link_receive_pages, METH_VARARGS,

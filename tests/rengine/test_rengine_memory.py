@@ -62,6 +62,31 @@ def test_the_memory_of_free_pages_goes_back_when_a_link_is_idle():
             link.step(0, [(0, 65, True), (2, 1, True), (3, 200, True)])
 
 
+def test_a_sequence_that_is_to_arrive_gets_its_memory_from_another_thread():
+    with link_of(9, huge_pages="off") as link:
+        link.lease.receive(3, 1, 8 * PAGE_TOKENS)
+        before, total = arena_bytes("nh"), 8 * MIB
+
+        def fault_in() -> None:
+            at = 0
+            while at < total:
+                at += (n := link.lease.fault_in(3, 1, 0, 8, at))
+                assert 0 < n <= MIB
+
+        thread = threading.Thread(target=fault_in)
+        thread.start()
+        thread.join()
+        assert arena_bytes("nh") >= before + total
+        with pytest.raises(ValueError, match="no bytes are left"):
+            link.lease.fault_in(3, 1, 0, 8, total)
+        with pytest.raises(ValueError, match="has tag 1, not 2"):
+            link.lease.fault_in(3, 2, 0, 8, 0)
+        with pytest.raises(ValueError, match="has 8 blocks"):
+            link.lease.fault_in(3, 1, 0, 9, 0)
+        link.lease.free(3, 1)
+        link.step(0, [(3, 60, True)])
+
+
 def test_a_lease_that_lives_on_keeps_its_memory_unless_asked():
     with link_of(9, huge_pages="off") as link:
         append(link, 0, 8 * PAGE_TOKENS)

@@ -16,6 +16,7 @@ from rnode_process import KV_BYTES, LISTEN_URLS, RNodeProcess
 from wire_peers import Caller
 
 from fastdecode.daemon.rnode import RNode
+from fastdecode.daemon.transfers import Incoming
 from fastdecode.region.contract import KV_DTYPES, PAGE_TOKENS, PROTOCOL_VERSION
 from fastdecode.region.geometry import Geometry
 from fastdecode.transports import bulk
@@ -287,6 +288,26 @@ async def test_a_sequence_that_is_freed_takes_no_more_pages():
             await in_thread(target.step, 0, [(2, 1, True)])
             await target.free_seq(2)
             assert (await target.link.stats())["pages_used"] == 0
+
+
+async def test_pages_wait_until_the_os_has_found_memory_for_them(monkeypatch):
+    """Over a connection, and from another link of the R-node: a target that is freed meanwhile refuses them."""
+    free = asyncio.Event()
+
+    async def late(incoming, threads):
+        await free.wait()
+
+    monkeypatch.setattr(Incoming, "_fault_in", late)
+    async with r_nodes("tcp://127.0.0.1:0", "tcp://127.0.0.1:0") as urls:
+        for second in urls:
+            async with two_links(urls[0], second) as (source, target):
+                await in_thread(source.fill, 0, 2 * PAGE_TOKENS)
+                moving = asyncio.create_task(move(source, target, 0, 3))
+                await asyncio.sleep(0.2)
+                assert not moving.done()
+                await target.link.free([(3, target.next_tag - 1)])
+                with pytest.raises((CallRefused, LinkDown)):
+                    await asyncio.wait_for(moving, HANG_S)
 
 
 async def test_a_link_that_ends_ends_its_transfers(tmp_path, monkeypatch):
