@@ -15,7 +15,7 @@ import torch
 
 from fastdecode.spart.decoder import SPart
 from fastdecode.spart.linears.base import Linear
-from fastdecode.spart.linears.compensated import quantise_compensated
+from fastdecode.spart.linears.compensated import quantise_compensated, second_moments
 from fastdecode.spart.linears.quantised import ACTIVATION_BITS, Quantised, quantise
 from fastdecode.spart.linears.stack import make_linear
 from fastdecode.spart.probe import prompt_state, sequences_of
@@ -24,7 +24,7 @@ from fastdecode.spart.weights import Layer, Model
 #: Wider inputs are rounded without calibration: their second moments take too much memory.
 MOST_INPUTS = 16384
 #: The most sequences that pass through the blocks.
-_SEQUENCES = 40
+_SEQUENCES = 52
 
 
 class CalibratedLinear(Linear):
@@ -57,7 +57,7 @@ class CalibratedLinear(Linear):
         return sum(weight.nbytes for weight in self._weights) if self._linear is None else self._linear.nbytes
 
     def _rounded(self, x: torch.Tensor) -> Linear:
-        moments = x.mT @ x
+        moments = second_moments(x)
         parts: list[Quantised] = []
         for bits, members in groupby(zip(self._bits, self._weights, strict=True), key=lambda member: member[0]):
             weight = torch.cat([weight for _, weight in members])
@@ -81,5 +81,4 @@ class Calibration:
 
     def head_moments(self) -> torch.Tensor:
         """The second moments of the LM head's inputs, fp32 [embed_size, embed_size], after all blocks."""
-        inputs = self._spart.head_inputs(self._state.x).float()
-        return inputs.mT @ inputs
+        return second_moments(self._spart.head_inputs(self._state.x).float())

@@ -5,8 +5,8 @@
  * A weight is unit[o] * (scale[o][g] * (q - zero) + min[o][g]): q is the stored number, o the output, g the input's
  * group. Activations are rounded to whole multiples of a scale for each block of FD_LINEAR_BLOCK inputs of each row, so
  * that a row's result does not depend on the other rows; sums within a block are exact integers, sums over blocks fp32.
- * A 4-bit matrix may have a table: then q is the table's number at the stored code, as in MXFP4, whose numbers have an
- * exponent each.
+ * A 4-bit matrix may have a table: then q is the table's number at the stored code. MXFP4 has one, because its numbers
+ * have an exponent each.
  *
  * With one pass the multiples have 8 bits. With two they have 15, as a high part and a low one of 7 bits, and the
  * products of both parts with the weights are computed.
@@ -15,7 +15,7 @@
  * the kernels multiply the blocks of the activations by H. H H is FD_LINEAR_BLOCK times the identity, so the product
  * stays the same; but one large activation is spread over its block and makes the others less coarse. It then takes 7
  * bits to be as exact as 8 without (AVX2). It also spreads a block's large weights, which matters with 4 bits. Rotated
- * matrices have one pass; with 8 bits the zero is 128 and there are no mins, with 4 bits there is no table.
+ * matrices have one pass; with 8 bits the zero is 128 and there are no mins.
  *
  * AVX2 multiplies unsigned numbers with signed ones and adds their products in 16 bits. It stores a rotated matrix of
  * 8 bits as signed numbers q - 128, multiplies them with multiples from 0 to 128, 64 more than they are, and takes the

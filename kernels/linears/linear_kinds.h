@@ -8,7 +8,7 @@ typedef enum {
     NIBBLES, /* 4 bits, the numbers themselves */
     CODES,   /* 4 bits, with a table */
     BYTES,   /* 8 bits */
-    ROTATED  /* 8 bits, rotated; a rotated matrix of 4 bits is NIBBLES */
+    ROTATED  /* 8 bits, rotated; rotated matrices of 4 bits are NIBBLES or CODES */
 } kind_t;
 
 #endif

@@ -39,9 +39,8 @@ static PyObject *linear_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
     if (!outs || !ins || outs > most || ins > most || !group || group > most || group % FD_LINEAR_BLOCK ||
         (bits != 4 && bits != 8) || zero < 0 || zero > 255 || passes < 1 || passes > 2)
         return PyErr_Format(PyExc_ValueError, "no such linear: %u x %u, %u bits, groups of %u", outs, ins, bits, group);
-    const int rotates = bits == 8 ? zero == 128 && o[MINS] == Py_None : o[TABLE] == Py_None;
-    if (rotated && (passes != 1 || !rotates)) {
-        PyErr_SetString(PyExc_ValueError, "a rotated matrix has one pass, and the zero 128 and no mins or no table");
+    if (rotated && (passes != 1 || (bits == 8 && (zero != 128 || o[MINS] != Py_None)))) {
+        PyErr_SetString(PyExc_ValueError, "a rotated matrix has one pass, and with 8 bits the zero 128 and no mins");
         return NULL;
     }
     linear_t *self = (linear_t *)type->tp_alloc(type, 0);

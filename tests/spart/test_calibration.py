@@ -10,7 +10,7 @@ from spart_steps import GREEDY, linked, run
 from fastdecode.demo import heldout_text, model_dir
 from fastdecode.spart import SPart, load_model
 from fastdecode.spart.batch import Chunk, StepBatch
-from fastdecode.spart.linears.compensated import quantise_compensated, quantise_head
+from fastdecode.spart.linears.compensated import quantise_compensated, quantise_head, second_moments
 from fastdecode.spart.linears.quantised import quantise
 from fastdecode.text.calibration import calibration_tokens
 from fastdecode.text.tokenizer import Tokenizer
@@ -23,6 +23,12 @@ def correlated(n: int, ins: int) -> torch.Tensor:
     x += 0.3 * torch.randn(n, ins, generator=g)
     x[:, 7] *= 20
     return x
+
+
+@pytest.mark.parametrize("ins", [1, 6, 64, 130])
+def test_second_moments(ins):
+    x = torch.randn(50, ins)
+    torch.testing.assert_close(second_moments(x), x.mT @ x)
 
 
 @pytest.mark.quick

@@ -24,10 +24,15 @@ from fastdecode.spart.hf.model import load_hf_model
 from fastdecode.spart.linears.compensated import quantise_head
 from fastdecode.spart.linears.grouped import GroupedEmbedding, GroupedLinear
 from fastdecode.spart.linears.quantised import (
+    LEVELS,
     MOST_OF_FOUR,
     Quantised,
+    codes_of_levels,
     concatenate,
+    decode,
+    fit_4_bits,
     most_of_four,
+    nearest_level,
     quantise,
     rotate,
 )
@@ -143,6 +148,7 @@ def test_kernels_compute_the_exact_product_of_rounded_rows(isa, bits):
             {"group": 64, "activation_bits": 15},
             {"group": 128, "zero": 3, "activation_bits": 15},
             *([ROTATED[bits]] if ins % 32 == 0 else []),
+            *({"table": table, "rotated": True} for table in (TABLE, LEVELS) if bits == 4 and ins % 32 == 0),
             *({"table": TABLE, "zero": 5, "activation_bits": b} for b in (8, 15) if bits == 4),
         ):
             matrix = random_matrix(bits, outs, ins, **form)
@@ -229,10 +235,9 @@ def test_sizes_that_do_not_fit_are_refused():
     for bad in [*sizes, (1 << 30, 64, 8, 32, 0, 1), (16, 64, 8, 32, 0, 3)]:
         with pytest.raises(ValueError, match="no such linear"):
             _native.QuantisedLinear(*bad, False, byte, byte, byte, None, None, None, None)
-    rotated = ((8, 128, 2, None, None), (8, 128, 1, byte, None), (8, 3, 1, None, None), (4, 0, 2, byte, None))
-    for bits, zero, passes, mins, table in (*rotated, (4, 0, 1, byte, bytes(16))):
-        with pytest.raises(ValueError, match="a rotated matrix has one pass, and the zero 128 and no mins or no table"):
-            _native.QuantisedLinear(16, 64, bits, 32, zero, passes, True, byte, byte, byte, mins, None, table, None)
+    for bits, zero, passes, mins in ((8, 128, 2, None), (8, 128, 1, byte), (8, 3, 1, None), (4, 0, 2, byte)):
+        with pytest.raises(ValueError, match="a rotated matrix has one pass, and with 8 bits the zero 128 and no mins"):
+            _native.QuantisedLinear(16, 64, bits, 32, zero, passes, True, byte, byte, byte, mins, None, None, None)
     numbers, units = bytes(16 * 64 // 2), bytes(16 * 4)
     for bits, table in ((4, bytes([33] * 16)), (8, bytes(16))):
         with pytest.raises(ValueError, match="a table is for 4 bits and has numbers up to 32"):
@@ -273,6 +278,23 @@ def test_rounding_is_within_half_a_step(bits):
     else:  # fitting moves a group's range: single numbers may be off by more, the group as a whole by less
         plain = (weight.new_tensor(1 / 12).sqrt() * steps).square().sum()
         assert error.square().sum() < plain
+
+
+def test_levels_are_nearest_and_kept_as_codes():
+    levels = torch.tensor(LEVELS, dtype=torch.float32)
+    x = torch.cat([levels, torch.rand(2000) * 40 - 4])
+    nearest = nearest_level(x)
+    assert torch.equal(nearest, levels[(x[:, None] - levels).abs().argmin(1)])
+    assert torch.equal(decode(codes_of_levels(nearest), LEVELS).float(), nearest)
+
+
+def test_levels_lose_less_of_normal_weights_than_equal_steps():
+    groups = torch.randn(4000, 1, 32)
+    errors = []
+    for levels in (True, False):
+        numbers, scales, mins = fit_4_bits(groups, levels)
+        errors.append((numbers * scales + mins - groups).square().mean())
+    assert errors[0] < 0.96 * errors[1]
 
 
 @pytest.mark.parametrize(("bits", "error", "stored_error"), [(8, 0.008, 2e-3), (4, 0.075, 0.015)])

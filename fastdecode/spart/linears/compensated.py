@@ -10,9 +10,12 @@ import torch
 from fastdecode.spart.linears.quantised import (
     ACTIVATION_BITS,
     GROUP,
+    LEVELS,
     Quantised,
+    codes_of_levels,
     concatenate,
     fit_4_bits,
+    nearest_level,
     quantise,
     rotate,
 )
@@ -23,8 +26,9 @@ log = logging.getLogger(__name__)
 #: first, and errors of their logits count most.
 HEAD_SHARE_IN_8_BITS = 8
 
-_DAMPING = (0.01, 0.1, 1.0)  # added to the moments' diagonal, relative to its mean: the first that can be inverted
-_ROWS = 1024  # rounded at a time: what fits into a cache
+#: Added to the moments' diagonal, relative to its mean: the first that can be inverted. Less costs other texts more.
+_DAMPING = (0.05, 1.0)
+_ROWS = 4096  # rounded at a time
 
 
 def quantise_compensated(weight: torch.Tensor, moments: torch.Tensor) -> Quantised:
@@ -53,28 +57,40 @@ def _round_rows(weight: torch.Tensor, factor: torch.Tensor, order: torch.Tensor)
     outs, ins = weight.shape
     columns_of = _columns(order)
     left = (rotate(weight) / GROUP)[:, columns_of]  # columns that are not rounded hold what they have taken up
-    numbers = torch.empty(ins, outs, dtype=torch.uint8, device=weight.device)
+    numbers = left.new_empty(ins, outs)
     scales, mins = (left.new_empty(ins // GROUP, outs) for _ in range(2))
     for index, start in zip(order.tolist(), range(0, ins, GROUP), strict=True):
         columns = left[:, start : start + GROUP]
         own = factor[start : start + GROUP, start : start + GROUP]
-        scale, minimum = (part.flatten() for part in fit_4_bits(columns[:, None])[1:])
+        scale, minimum = (part.flatten() for part in fit_4_bits(columns[:, None], levels=True)[1:])
         scales[index], mins[index] = scale, minimum
         group = columns.mT.contiguous()
         errors = torch.empty_like(group)
         for i, column in enumerate(group):
-            q = ((column - minimum) / scale.clamp_min(1e-30)).round_().clamp_(0, 15)
-            numbers[index * GROUP + i] = q.to(torch.uint8)
-            errors[i] = (column - (q * scale + minimum)) / own[i, i]
+            number = nearest_level((column - minimum) / scale.clamp_min(1e-30))
+            numbers[index * GROUP + i] = number
+            errors[i] = (column - (number * scale + minimum)) / own[i, i]
             group[i + 1 :].addr_(own[i, i + 1 :], errors[i], alpha=-1)
         left[:, start + GROUP :].addmm_(errors.mT, factor[start : start + GROUP, start + GROUP :], alpha=-1)
-    scales, mins, numbers = (part.mT.contiguous() for part in (scales, mins, numbers))
-    return Quantised(numbers, scales, mins, 0, 4, GROUP, activation_bits=ACTIVATION_BITS, rotated=True)
+    q, scales, mins = (part.mT.contiguous() for part in (codes_of_levels(numbers).to(torch.uint8), scales, mins))
+    return Quantised(q, scales, mins, 0, 4, GROUP, activation_bits=ACTIVATION_BITS, table=LEVELS, rotated=True)
 
 
 def _columns(order: torch.Tensor) -> torch.Tensor:
     """The inputs of the groups `order`."""
     return (order[:, None] * GROUP + torch.arange(GROUP, device=order.device)).flatten()
+
+
+def second_moments(x: torch.Tensor) -> torch.Tensor:
+    """The second moments [in, in] of the rows x [n, in]. The products below the diagonal are copied from above it."""
+    size = x.shape[1]
+    moments = x.new_empty(size, size)
+    step = -(-size // 4)
+    for start in range(0, size, step):
+        stop = start + step
+        moments[start:stop, start:] = x[:, start:stop].mT @ x[:, start:]
+        moments[stop:, start:stop] = moments[start:stop, stop:].mT
+    return moments
 
 
 def quantise_head(weight: torch.Tensor, bits: int, moments: torch.Tensor | None = None) -> list[Quantised]:
@@ -89,8 +105,8 @@ def quantise_head(weight: torch.Tensor, bits: int, moments: torch.Tensor | None 
 
 
 def _rotated_moments(moments: torch.Tensor) -> torch.Tensor | None:
-    """The second moments of rotated inputs, fp64; None if they are not finite."""
-    rotated = rotate(rotate(moments.double()).mT.contiguous())
+    """The second moments, fp32, of rotated inputs; None if they are not finite."""
+    rotated = rotate(rotate(moments).mT.contiguous())
     rotated = (rotated + rotated.mT) / 2
     if not rotated.isfinite().all():
         log.warning("a matrix is rounded without calibration: its inputs are not finite")
@@ -104,10 +120,10 @@ def _inverse_factor(moments: torch.Tensor) -> torch.Tensor | None:
     for damping in _DAMPING:
         damped = moments.clone()
         damped.diagonal().add_(damping * mean)
-        lower, failed = torch.linalg.cholesky_ex(damped)
+        # Of inputs in reverse order the factor is lower triangular; turned round again, its inverse is the result.
+        lower, failed = torch.linalg.cholesky_ex(damped.flip(0, 1))
         if not failed:
-            factor, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
-            if not failed:
-                result: torch.Tensor = factor.float()
-                return result
+            identity = torch.eye(len(moments), dtype=moments.dtype, device=moments.device)
+            result: torch.Tensor = torch.linalg.solve_triangular(lower.flip(0, 1), identity, upper=True)
+            return result
     return None
