@@ -134,7 +134,6 @@ class RNode:
             await self._servers.pop().close()
         for task in self._prefault_logs:
             task.cancel()
-        self._inbox.threads.shutdown(wait=False)
         self._engine.close()
 
     def open_link(self, hello: Hello, region: memoryview, carrier: object | None) -> REngineGrant:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
 
 from fastdecode.daemon.refusals import refusals
 from fastdecode.kernels._native import REngineLink
@@ -18,8 +17,7 @@ from fastdecode.transports.frames import FrameSocket
 class Incoming:
     """A sequence that another R-node may bring (a transports.base.PageSink)."""
 
-    def __init__(self, link: REngineLink, seq: tuple[int, int], length: int, page_bytes: int, threads: Executor):
-        """`threads` let the OS find memory for the pages, because that would hold up the event loop."""
+    def __init__(self, link: REngineLink, seq: tuple[int, int], length: int, page_bytes: int):
         self.page_bytes = page_bytes
         self.taken = False  # a bulk connection has presented its token
         self._link, self._seq = link, seq
@@ -27,18 +25,18 @@ class Incoming:
         self._task: asyncio.Task[None] | None = None
         self._faulted = 0  # bytes from the first page on that have memory
         self._more = asyncio.Event()
-        self._faulting = asyncio.create_task(self._fault_in(threads))
+        self._faulting = asyncio.create_task(self._fault_in())
 
     def check(self, first: int, n_pages: int, length: int) -> None:
         if first + n_pages > self._n_pages or length > self._n_pages * PAGE_TOKENS:
             raise CallRefused(Status.BAD_SEQUENCE, f"the sequence has room for {self._n_pages} pages")
 
-    async def _fault_in(self, threads: Executor) -> None:
-        loop, total = asyncio.get_running_loop(), self._n_pages * self.page_bytes
+    async def _fault_in(self) -> None:
+        """Let the OS find memory for the pages, in another thread, because that would hold up the event loop."""
+        total = self._n_pages * self.page_bytes
         try:
             while self._faulted < total:
-                here = 0, self._n_pages, self._faulted
-                n = await loop.run_in_executor(threads, self._link.fault_in, *self._seq, *here)
+                n = await asyncio.to_thread(self._link.fault_in, *self._seq, 0, self._n_pages, self._faulted)
                 self._have_memory(self._faulted + n)
         except (ValueError, RuntimeError):  # the sequence or the link has gone, which whoever brings pages is told
             self._have_memory(total)
@@ -86,7 +84,6 @@ class Inbox:
 
     def __init__(self) -> None:
         self.waiting: dict[str, Incoming] = {}
-        self.threads = ThreadPoolExecutor(1, "fault-in")  # starts its thread with the first sequence
 
     def take(self, token: str, page_bytes: int) -> Incoming:
         """What `token` admits a bulk connection for. Raises LinkRefused."""
@@ -117,7 +114,7 @@ class Transfers:
             self._link.receive(*seq, length)
         self._forget(seq[0])
         self._tokens[seq[0]] = token
-        self._inbox.waiting[token] = Incoming(self._link, seq, length, self._page_bytes, self._inbox.threads)
+        self._inbox.waiting[token] = Incoming(self._link, seq, length, self._page_bytes)
 
     def freed(self, handles: Sequence[tuple[int, int]]) -> None:
         """Stop receiving and sending sequences that are about to be freed."""
