@@ -42,7 +42,7 @@ _APART = 128
 _SPARE_BLOCKS = 2
 #: A target that has failed to take a sequence is not tried again for so many seconds.
 _FAILED_SECONDS = 5.0
-#: So often it is looked whether a move would even out the loads.
+#: Seconds between two searches for a move that evens out the loads.
 _REBALANCE_SECONDS = 0.5
 
 

@@ -17,11 +17,16 @@
 
 enum { TILE_ROWS = 6, KEYS = FD_PROMPT_KEYS, PANEL = TILE_VECTORS * LANES, LINE = 64, AHEAD = 2 };
 
+/* A word, which may hold a float or two halves. */
+typedef uint32_t __attribute__((may_alias)) word_t;
+typedef uint16_t __attribute__((may_alias)) half_word_t;
+
 /* The layout of a block: K [panel][depth][PANEL] and then V [keys_depth][width], in words. */
 typedef struct {
-    size_t depth, width,
-        keys_depth; /* words of a row of Q; elements of a row of V, in whole vectors; words of 64 keys */
-    size_t k_words, words;
+    size_t depth;          /* words of a row of Q or K */
+    size_t width;          /* elements of a row of V, in whole vectors */
+    size_t keys_depth;     /* words of KEYS weights */
+    size_t k_words, words; /* of K, and of the block */
 } layout_t;
 
 FD_INLINE layout_t layout_of(const int pairs, size_t k_size, size_t v_size) {
@@ -34,9 +39,9 @@ FD_INLINE layout_t layout_of(const int pairs, size_t k_size, size_t v_size) {
 typedef struct {
     layout_t layout;
     size_t row, filled;      /* filled: rows of Q */
-    uint32_t *q;             /* [rows][depth] */
+    word_t *q;               /* [rows][depth] */
     float *out, *most, *sum; /* [rows][width]; [rows]: the largest score and the sum of weights so far */
-    uint32_t *p;             /* of a tile: [TILE_ROWS][keys_depth] */
+    word_t *p;               /* of a tile: [TILE_ROWS][keys_depth] */
     float *scores;           /* of a tile: [TILE_ROWS][KEYS] */
 } part_t;
 
@@ -45,7 +50,7 @@ FD_INLINE const void *prompt_at(const uint32_t dtype, const void *p, size_t i) {
 }
 
 /* The words of a row of n numbers: to[n] in fp32, or to[(n + 1) / 2]. */
-FD_INLINE void pack_row(const uint32_t dtype, const int pairs, const void *x, uint32_t *to, size_t n) {
+FD_INLINE void pack_row(const uint32_t dtype, const int pairs, const void *x, word_t *to, size_t n) {
     if (!pairs) {
         load_act((float *)to, x, n, dtype, 1.0f);
         return;
@@ -61,7 +66,7 @@ typedef struct {
 } ahead_t;
 
 /* sums [TILE_ROWS][vectors] of a [TILE_ROWS][depth] and b [depth][vectors]; added to c, or written there. */
-FD_INLINE void multiply_tile(const int pairs, const int vectors, const uint32_t *a, size_t a_stride, const uint32_t *b,
+FD_INLINE void multiply_tile(const int pairs, const int vectors, const word_t *a, size_t a_stride, const word_t *b,
                              size_t b_stride, size_t depth, float *c, size_t c_stride, const int add, ahead_t ahead) {
     vec_t sums[TILE_ROWS][TILE_VECTORS];
     FD_UNROLL
@@ -98,17 +103,14 @@ FD_INLINE void multiply_tile(const int pairs, const int vectors, const uint32_t 
 
 /* Packs the K of `n` tokens, which are tokens `t` to t + n - 1 of the block. */
 FD_INLINE void pack_keys(const uint32_t dtype, const int pairs, const fd_prompt_pack_t *o, const void *k, size_t t,
-                         size_t n, const layout_t *l, uint32_t *block) {
-    enum {
-        TOGETHER = 4,
-        WORDS = 512
-    }; /* tokens whose words are stored side by side at once, words of each at a time */
-    uint32_t row[TOGETHER][WORDS];
+                         size_t n, const layout_t *l, word_t *block) {
+    enum { TOGETHER = 4, WORDS = 512 }; /* tokens that are packed at once; words of each at a time */
+    word_t row[TOGETHER][WORDS];
     const size_t k_size = o->blocks->k_size, per_word = pairs ? 2 : 1;
     for (size_t done = 0, now; done < n; done += now) {
         const size_t at = t + done;
         now = at % TOGETHER || n - done < TOGETHER ? 1 : TOGETHER;
-        uint32_t *to = block + at / PANEL * l->depth * PANEL + at % PANEL;
+        word_t *to = block + at / PANEL * l->depth * PANEL + at % PANEL;
         for (size_t from = 0; from < l->depth; from += WORDS) {
             const size_t words = l->depth - from < WORDS ? l->depth - from : WORDS;
             const size_t first = from * per_word, left = k_size - first;
@@ -128,11 +130,11 @@ FD_INLINE void pack_keys(const uint32_t dtype, const int pairs, const fd_prompt_
 
 /* Packs the V of these tokens. */
 FD_INLINE void pack_values(const uint32_t dtype, const int pairs, const fd_prompt_pack_t *o, const void *v, size_t t,
-                           size_t n, const layout_t *l, uint32_t *block) {
+                           size_t n, const layout_t *l, word_t *block) {
     const size_t size = o->blocks->v_size;
     if (!pairs) {
         for (size_t i = 0; i < n; i++) {
-            uint32_t *to = block + l->k_words + (t + i) * l->width;
+            word_t *to = block + l->k_words + (t + i) * l->width;
             load_act((float *)to, prompt_at(dtype, v, i * o->v_row), size, dtype, 1.0f);
             memset(to + size, 0, (l->width - size) * sizeof *to);
         }
@@ -140,11 +142,11 @@ FD_INLINE void pack_values(const uint32_t dtype, const int pairs, const fd_promp
     }
     for (size_t done = 0, now; done < n; done += now) {
         const size_t at = t + done;
-        uint16_t *to = (uint16_t *)(block + l->k_words + at / 2 * l->width);
+        half_word_t *to = (half_word_t *)(block + l->k_words + at / 2 * l->width);
         const uint16_t *x = (const uint16_t *)v + done * o->v_row, *y = x + o->v_row;
         now = at % 2 || n - done < 2 ? 1 : 2;
         if (now == 2)
-            for (size_t i = 0; i < size; i++) ((uint32_t *)to)[i] = x[i] | (uint32_t)y[i] << 16;
+            for (size_t i = 0; i < size; i++) ((word_t *)to)[i] = x[i] | (uint32_t)y[i] << 16;
         else
             for (size_t i = 0; i < size; i++) to[2 * i + at % 2] = x[i];
     }
@@ -153,7 +155,7 @@ FD_INLINE void pack_values(const uint32_t dtype, const int pairs, const fd_promp
 FD_INLINE void pack_block(const uint32_t dtype, const int pairs, const fd_prompt_pack_t *o, size_t head,
                           size_t number) {
     const layout_t l = layout_of(pairs, o->blocks->k_size, o->blocks->v_size);
-    uint32_t *block = o->blocks->words + head * o->blocks->head_words + number * l.words;
+    word_t *block = o->blocks->words + head * o->blocks->head_words + number * l.words;
     const size_t begin = number * KEYS, end = begin + KEYS < o->pos + o->n ? begin + KEYS : o->pos + o->n;
     const size_t first = o->pos > begin ? o->pos : begin, n = end - first, row = first - o->pos;
     /* Words of tokens that are yet to come, and padding, are multiplied by zero: they must be numbers. */
@@ -215,14 +217,14 @@ FD_INLINE size_t first_seen(const fd_prompt_t *o, size_t position) {
 }
 
 /* The lines of `words` words from `first` on, without those that `steps` steps of sums have asked for. */
-FD_INLINE ahead_t ahead_of(const uint32_t *first, size_t words, size_t steps) {
+FD_INLINE ahead_t ahead_of(const word_t *first, size_t words, size_t steps) {
     const size_t done = steps * AHEAD * LINE;
     return done < words * sizeof *first ? (ahead_t){(const uint8_t *)first + done, AHEAD * LINE}
                                         : (ahead_t){(const uint8_t *)first, 0};
 }
 
 /* The attention of the tile whose first row is r to the block whose first key is at position `key`. */
-FD_INLINE void attend_tile(const int pairs, const fd_prompt_t *o, const part_t *b, size_t r, const uint32_t *block,
+FD_INLINE void attend_tile(const int pairs, const fd_prompt_t *o, const part_t *b, size_t r, const word_t *block,
                            size_t key) {
     const layout_t *l = &b->layout;
     const size_t left = b->filled - r, n = left < TILE_ROWS ? left : TILE_ROWS, base = o->pos + b->row;
@@ -237,7 +239,7 @@ FD_INLINE void attend_tile(const int pairs, const fd_prompt_t *o, const part_t *
         const size_t first = begin > key ? begin - key : 0, last = position + 1 > key ? position + 1 - key : 0;
         weigh_row(pairs, b, i, r + i, first < KEYS ? first : KEYS, last < KEYS ? last : KEYS, o->scale * LOG2_E);
     }
-    const uint32_t *v = block + l->k_words;
+    const word_t *v = block + l->k_words;
     float *out = b->out + r * l->width;
     ahead = ahead_of(v + l->words, l->words - l->k_words, r / TILE_ROWS * l->keys_depth * (l->width / PANEL));
     size_t column = 0;
@@ -260,7 +262,7 @@ FD_INLINE int attend_part(const uint32_t dtype, const int pairs, const fd_prompt
                                    rows,           TILE_ROWS * l.keys_depth, TILE_ROWS * KEYS};
     size_t total = 0;
     for (int i = 0; i < BUFFERS; i++) total += (words[i] + ALIGNED - 1) / ALIGNED * ALIGNED;
-    uint32_t *memory = aligned_alloc(ALIGNED * sizeof *memory, total * sizeof *memory), *buffers[BUFFERS];
+    word_t *memory = aligned_alloc(ALIGNED * sizeof *memory, total * sizeof *memory), *buffers[BUFFERS];
     if (!memory) return -1;
     memset(memory, 0, total * sizeof *memory);
     for (size_t i = 0, at = 0; i < BUFFERS; i++) {
@@ -305,7 +307,7 @@ FD_INLINE int attend_part(const uint32_t dtype, const int pairs, const fd_prompt
         return attend_part(dtype, pairs, o, head, row, n);                                                             \
     }
 
-/* Those of all dtypes, in words of fp32. */
+/* The functions of all dtypes, which compute with words of fp32. */
 #define FD_PROMPT(isa)                                                                                                 \
     FD_PROMPT_FUNCTIONS(fp32, FD_ACT_FP32, 0)                                                                          \
     FD_PROMPT_FUNCTIONS(fp16, FD_ACT_FP16, 0)                                                                          \

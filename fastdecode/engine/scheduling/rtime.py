@@ -76,7 +76,7 @@ def alike(bandwidths: Sequence[Bandwidth]) -> list[float | None]:
     usual = [median(known) if known else None] * len(bandwidths)
     ranges = sorted(((*bandwidth.range, i) for i, bandwidth in enumerate(bandwidths) if bandwidth.range), reverse=True)
     while ranges:
-        # Those that reach the lower bound of the fastest one have that bandwidth in common.
+        # The R-nodes whose ranges reach the fastest one's lower bound have this bandwidth in common.
         group = [i for _, high, i in ranges if high >= ranges[0][0]]
         speed = median(bandwidths[i].bytes_per_second or 0.0 for i in group)
         for i in group:

@@ -43,7 +43,7 @@ class Dense16Linear(Linear):
     nbytes: int
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None):
-        """`weight` [out, in] in fp16 or bf16, on the CPU; `bias` fp32 [out]. Both are copied or kept as they are.
+        """`weight` [out, in] in fp16 or bf16, on the CPU, is copied; `bias` fp32 [out] is kept.
 
         Raises ValueError if the CPU's ISA has no such products.
         """
