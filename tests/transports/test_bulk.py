@@ -294,7 +294,7 @@ async def test_pages_wait_until_the_os_has_found_memory_for_them(monkeypatch):
     """Over a connection, and from another link of the R-node: a target that is freed meanwhile refuses them."""
     free = asyncio.Event()
 
-    async def late(incoming, threads):
+    async def late(incoming):
         await free.wait()
 
     monkeypatch.setattr(Incoming, "_fault_in", late)
