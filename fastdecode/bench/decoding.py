@@ -32,13 +32,14 @@ _TIMEOUT = 60.0  # seconds for a call
 @dataclass(frozen=True, slots=True)
 class DecodeShape:
     """The load: `batch` sequences over all mini-batches, each with `context` cached tokens. A round decodes `steps`
-    tokens of each sequence."""
+    tokens of each sequence, drawn at `temperature`."""
 
     batch: int
     context: int
     steps: int
     mini_batches: int
     kv_dtype: str
+    temperature: float = 0.0
 
 
 class _NoRPart(Link):
@@ -162,13 +163,13 @@ class Decoding:
             await self.links[index].trim(seq_index, 1, self.shape.context)
 
     def _batch(self, slot: int, step: int) -> StepBatch:
-        spec = SampleSpec(temperature=0.0)
-        vocab = self.model.config.vocab_size
+        vocab, at = self.model.config.vocab_size, self.shape.context + step
+        specs = [SampleSpec(self.shape.temperature, seed=i, index=step) for i in range(len(self.mini_batches[slot]))]
         return StepBatch(
             slot,
             [
-                Chunk(link, seq_index, 1, self.shape.context + step, [random.randrange(vocab)], False, spec)
-                for link, seq_index in self.mini_batches[slot]
+                Chunk(link, seq_index, 1, at, [random.randrange(vocab)], False, spec)
+                for (link, seq_index), spec in zip(self.mini_batches[slot], specs, strict=True)
             ],
         )
 

@@ -32,6 +32,7 @@ from fastdecode.daemon.config import NodeConfig, parse_bytes
 from fastdecode.daemon.embedded import split_machine
 from fastdecode.daemon.machine import available_memory, usable_cpus
 from fastdecode.demo import model_dir
+from fastdecode.engine.request import SamplingParams
 from fastdecode.plan.children import r_node
 from fastdecode.plan.engine_cost import engine_cost
 from fastdecode.plan.model import PlannedModel, read_model
@@ -46,6 +47,7 @@ from fastdecode.transports.registry import connect
 COMMAND = ("measure", "measure this machine and save a profile")
 
 _CONTEXT, _STEPS = 16, 8  # of the decoding steps
+_TEMPERATURE = SamplingParams().temperature  # requests draw their tokens unless they say otherwise
 _ATTENTION_CONTEXT = 1024
 _PROMPT_TOKENS, _PROMPT_CHUNKS = 256, 8
 _LEAST_SAMPLES = 3
@@ -206,7 +208,7 @@ class StepTime:
 
 async def decode_step(model: Model, url: str, rows: int, seconds: float, least: bool = False) -> StepTime:
     """Time steps of `rows` sequences in one mini-batch for about `seconds`."""
-    shape = DecodeShape(rows, _CONTEXT, _STEPS, 1, "fp16")
+    shape = DecodeShape(rows, _CONTEXT, _STEPS, 1, "fp16", _TEMPERATURE)
     rounds = await decode_rounds(model, [url], shape, seconds)
     best = min if least else statistics.median
     s_part = best(elapsed - waited for elapsed, waited in rounds)
@@ -267,7 +269,8 @@ async def s_part_times(
 async def overlap_of_two(model: Model, url: str, alone: StepTime, seconds: float) -> float:
     """How many times as long as in the step `alone` the S-Part takes with two such mini-batches in flight: it goes from
     one to the other in each layer, and the R-node works meanwhile, here on the same machine."""
-    rounds = await decode_rounds(model, [url], DecodeShape(2 * alone.rows, _CONTEXT, _STEPS, 2, "fp16"), seconds)
+    shape = DecodeShape(2 * alone.rows, _CONTEXT, _STEPS, 2, "fp16", _TEMPERATURE)
+    rounds = await decode_rounds(model, [url], shape, seconds)
     both = statistics.median(elapsed - waited for elapsed, waited in rounds) / (2 * _STEPS)
     return max(1.0, both / alone.s_part)
 

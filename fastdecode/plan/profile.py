@@ -234,6 +234,30 @@ def fastest(profiles: Sequence[Profile]) -> Profile:
     )
 
 
+def median(profiles: Sequence[Profile]) -> Profile:
+    """The median of every number of several profiles of one machine, measured alike: what a load of minutes meets where
+    the speed of the machine wanders."""
+    middle: Profile = _median(list(profiles))
+    return middle
+
+
+def _median(values: Sequence[Any]) -> Any:
+    """The medians of numbers, and of those in equally built containers; of anything else, the first."""
+    first = values[0]
+    if isinstance(first, bool) or all(value == first for value in values):
+        return first
+    if isinstance(first, int | float):
+        return statistics.median(values)
+    if isinstance(first, tuple):
+        return tuple(_median(items) for items in zip(*values, strict=True))
+    if isinstance(first, dict):
+        return {key: _median([value[key] for value in values]) for key in first}
+    if dataclasses.is_dataclass(first) and not isinstance(first, type):
+        names = [f.name for f in dataclasses.fields(first)]
+        return dataclasses.replace(first, **{n: _median([getattr(value, n) for value in values]) for n in names})
+    return first
+
+
 def profile_of(value: dict[str, Any]) -> Profile:
     """Build a profile from JSON. Raises TypeError, which names it, for a field that is missing or unknown, and
     ProfileError."""

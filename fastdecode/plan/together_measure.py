@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from fastdecode.bench.decoding import DecodeShape, Decoding
+from fastdecode.engine.request import SamplingParams
 from fastdecode.plan.children import r_node
 from fastdecode.plan.model import PlannedModel
 from fastdecode.plan.together import Together
@@ -53,8 +54,7 @@ async def measure_together(
     planned: PlannedModel, model: Model, load: Load, threads: int, seconds: float, in_turns: bool, least: bool
 ) -> Together:
     """Decode `load` for about `seconds` over R-nodes with `threads` threads in all, in turns or side by side, with two
-    mini-batches. `least`: the fastest round counts, else the
-    median. Raises RuntimeError, TransportError."""
+    mini-batches. `least`: the fastest round counts, else the median. Raises RuntimeError, TransportError."""
     r = await _rounds(planned, model, load, threads, seconds, in_turns, least)
     read = load.rows * planned.read_tokens(load.context + _STEPS / 2) * planned.token_bytes(load.kv_dtype)
     if in_turns:
@@ -88,7 +88,7 @@ async def _rounds(
     with ExitStack() as stack:
         each = max(1, threads // load.r_nodes), int(_HEADROOM * memory) + _MORE_MEMORY
         urls = [stack.enter_context(r_node("shm", *each)) for _ in range(load.r_nodes)]
-        shape = DecodeShape(sequences, load.context, _STEPS, mini_batches, load.kv_dtype)
+        shape = DecodeShape(sequences, load.context, _STEPS, mini_batches, load.kv_dtype, SamplingParams().temperature)
         decoding = await Decoding.open(model, urls, shape)
         try:
             await decoding.fill()

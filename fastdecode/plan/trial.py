@@ -1,9 +1,10 @@
 """Serves one load on real parts on this machine and in virtual time, and prints both.
 
-The profile is measured first, in the same run. Then the engine serves requests of one length that all arrive at once,
-with the S-Part in this process and R-nodes in processes of their own, and the simulator serves the same requests by the
-profile. So that the parts do not take turns on the same cores, --s-threads and --r-threads divide the cores. No HTTP is
-involved: the real run and the simulated one have the same client.
+In each pass the profile is measured, and then the engine serves requests of one length that all arrive at once, with
+the S-Part in this process and R-nodes in processes of their own. The simulator serves the same requests by the medians
+of all profiles, beside the medians of the real runs: within a minute the speed of a machine may wander by more than the
+two differ. So that the parts do not take turns on the same cores, --s-threads and --r-threads divide the cores. No HTTP
+is involved: the real run and the simulated one have the same client.
 
 With --disturb the load is streams, first alone, then beside long prompts, then beside one request of many choices with
 a penalty (see fastdecode/plan/stress.py).
@@ -13,12 +14,14 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import statistics
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import uvloop
+from tqdm import tqdm
 
 from fastdecode.bench.options import print_result
 from fastdecode.bench.serving import report, workload
@@ -30,7 +33,7 @@ from fastdecode.engine.scheduling.plan import SchedulerLimits
 from fastdecode.plan.equations import System
 from fastdecode.plan.measure import load, measure, print_profile
 from fastdecode.plan.model import PlannedModel, read_model
-from fastdecode.plan.profile import Profile, read_profile
+from fastdecode.plan.profile import Profile, median, read_profile
 from fastdecode.plan.real import RealSystem
 from fastdecode.plan.simulation import Served, simulate
 from fastdecode.plan.stress import STREAM_PROMPT, disturbances, figures, table
@@ -64,7 +67,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--r-nodes", type=int, default=1, metavar="N")
     add("--s-threads", type=int, default=1, metavar="N", help="threads of the S-Part")
     add("--r-threads", type=int, default=1, metavar="N", help="threads of each R-node")
-    add("--seconds", type=float, default=20.0, help="about how long to measure the profile")
+    add(
+        "--passes", type=int, default=3, metavar="N", help="measure the profile and serve N times; with --disturb: once"
+    )
+    add("--seconds", type=float, default=20.0, help="about how long to measure the profile, in all passes")
     add("--out", type=Path, metavar="FILE", help="save the profile")
     add("--json", action="store_true", help="print one JSON object")
 
@@ -82,10 +88,8 @@ def run(args: argparse.Namespace) -> None:
         raise ValueError(f"{longest} tokens are more than the {planned.max_positions} positions of {planned.name}")
     if args.s_threads + args.r_nodes * args.r_threads > len(usable_cpus()):
         raise ValueError(f"the threads of all parts together are more than the {len(usable_cpus())} CPUs here")
-    profile = uvloop.run(_profile(directory, planned, args)) if args.profile is None else read_profile(args.profile)
-    if args.out:
-        profile.write(args.out)
-    system = System.of(profile, "shm", planned, args.kv_dtype, args.r_nodes)
+    if args.passes < 1:
+        raise ValueError(f"--passes {args.passes}: it must be at least 1")
     limits = SchedulerLimits(args.mini_batches, args.max_batch_tokens, args.max_batch_size)
     # Every slot has pages for a whole sequence and half a page to spare, and each R-node for its share and one sequence
     # more; four long prompts have room besides.
@@ -96,23 +100,41 @@ def run(args: argparse.Namespace) -> None:
         pages += 4 * -(-longest // PAGE_TOKENS) + 2 * args.choices
     memory = pages * PAGE_TOKENS * planned.token_bytes(args.kv_dtype)
     real = RealSystem(load(directory, args.s_threads), args.kv_dtype, args.r_nodes, args.r_threads, memory)
-    serve: dict[str, Callable[..., Served]] = {
-        "real": partial(real.serve, limits=limits),
-        "simulated": partial(simulate, system=system, limits=limits, memory=memory),
-    }
-    rows = _disturbed(serve, args) if disturbed else _burst(serve, args)
+    serve = partial(real.serve, limits=limits)
+    profiles: list[Profile] = []
+    served: list[dict[str, Any]] = []
+    for _ in tqdm(range(1 if disturbed else args.passes), desc="passes", unit="pass"):
+        given = args.profile and read_profile(args.profile)
+        profiles.append(given or uvloop.run(_profile(directory, planned, args)))
+        served.append({} if disturbed else _burst(serve, args))
+    profile = median(profiles)
+    if args.out:
+        profile.write(args.out)
+    system = System.of(profile, "shm", planned, args.kv_dtype, args.r_nodes)
+    predict = partial(simulate, system=system, limits=limits, memory=memory)
+    rows = (
+        _disturbed({"real": serve, "simulated": predict}, args) if disturbed else _rows(served, _burst(predict, args))
+    )
     result = {"model": planned.name, "profile": dataclasses.asdict(profile), "rows": rows}
     print_result(args, result, lambda shown: (_print_disturbed if disturbed else _print_table)(shown, profile))
 
 
-def _burst(serve: dict[str, Callable[..., Served]], args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Requests that all arrive at once, by each schedule."""
+def _burst(serve: Callable[..., Served], args: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """Tokens/s and times of requests that all arrive at once, by each schedule."""
     requests = workload.fixed(args.requests, args.input_tokens, args.output_tokens)
     options: dict[str, Any] = {"bounds": [args.output_tokens] * args.requests, "target_tbt": _seconds(args)}
-    return [
-        _row(schedule, {name: run(requests, schedule=schedule, **options) for name, run in serve.items()})
-        for schedule in args.schedule or SCHEDULES
-    ]
+    return {name: _figures(serve(requests, schedule=name, **options)) for name in args.schedule or SCHEDULES}
+
+
+def _rows(served: list[dict[str, Any]], simulated: dict[str, dict[str, float]]) -> list[dict[str, Any]]:
+    """The medians of all passes beside what was simulated, by schedule."""
+    rows = []
+    for schedule, predicted in simulated.items():
+        passes = [one[schedule] for one in served]
+        real = {name: statistics.median(one[name] for one in passes) for name in predicted}
+        error = predicted["tokens_per_s"] / real["tokens_per_s"] - 1
+        rows.append({"schedule": schedule, "real": real, "passes": passes, "simulated": predicted, "error": error})
+    return rows
 
 
 def _disturbed(serve: dict[str, Callable[..., Served]], args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -150,7 +172,7 @@ async def _profile(directory: Path, planned: PlannedModel, args: argparse.Namesp
         kv_bytes=int(most * length * planned.token_bytes(args.kv_dtype)),
         transports=["shm"],
         r_nodes=[],
-        seconds=args.seconds,
+        seconds=args.seconds / (1 if args.disturb else args.passes),
         s_threads=args.s_threads,
         r_threads=args.r_nodes * args.r_threads,
         # Half a mini-batch and a whole one, each sequence in the middle of its output.
@@ -160,21 +182,18 @@ async def _profile(directory: Path, planned: PlannedModel, args: argparse.Namesp
     )
 
 
-def _row(schedule: str, runs: dict[str, Served]) -> dict[str, Any]:
-    """Tokens/s and times between tokens, in milliseconds, of both runs."""
-    row: dict[str, Any] = {"schedule": schedule}
-    for name, served in runs.items():
-        answers, seconds = served.run.answers, served.run.seconds
-        if failed := [answer.error for answer in answers if answer.error]:
-            raise RuntimeError(f"{len(failed)} answers failed: {failed[0]}")
-        gaps = sorted(gap for answer in answers for gap in report.gaps(answer))
-        row[name] = {
-            "tokens_per_s": sum(answer.output_tokens for answer in answers) / seconds,
-            "seconds": seconds,
-            "tbt_p50_ms": 1e3 * gaps[len(gaps) // 2],
-            "tbt_p99_ms": 1e3 * gaps[int(0.99 * (len(gaps) - 1))],
-        }
-    return row | {"error": row["simulated"]["tokens_per_s"] / row["real"]["tokens_per_s"] - 1}
+def _figures(served: Served) -> dict[str, float]:
+    """Tokens/s and times between tokens, in milliseconds. Raises RuntimeError if an answer failed."""
+    answers, seconds = served.run.answers, served.run.seconds
+    if failed := [answer.error for answer in answers if answer.error]:
+        raise RuntimeError(f"{len(failed)} answers failed: {failed[0]}")
+    gaps = sorted(gap for answer in answers for gap in report.gaps(answer))
+    return {
+        "tokens_per_s": sum(answer.output_tokens for answer in answers) / seconds,
+        "seconds": seconds,
+        "tbt_p50_ms": 1e3 * gaps[len(gaps) // 2],
+        "tbt_p99_ms": 1e3 * gaps[int(0.99 * (len(gaps) - 1))],
+    }
 
 
 def _print_table(result: dict[str, Any], profile: Profile) -> None:
@@ -185,6 +204,8 @@ def _print_table(result: dict[str, Any], profile: Profile) -> None:
             part = row[name]
             times = f"{part['seconds']:8.1f} {part['tbt_p50_ms']:8.1f} {part['tbt_p99_ms']:8.1f}"
             print(f"{row['schedule']:<10} {name:<10} {part['tokens_per_s']:9.1f} {times}")
+        speeds = ", ".join(f"{one['tokens_per_s']:.1f}" for one in row["passes"])
+        print(f"{row['schedule']:<10} real passes: {speeds} tokens/s")
         print(f"{row['schedule']:<10} simulated beside real: {100 * row['error']:+.1f} %")
     if len(result["rows"]) > 1:
         first, last = result["rows"][0], result["rows"][-1]

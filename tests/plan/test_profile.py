@@ -16,6 +16,7 @@ from fastdecode.plan.profile import (
     SNode,
     SPartTimes,
     fastest,
+    median,
     merged,
 )
 from fastdecode.plan.profile import read_profile as read
@@ -104,15 +105,26 @@ def test_later_profiles_give_their_sections():
         merged([other])
 
 
-def test_the_fastest_times_of_several_profiles_count():
-    def profile(rows, gbps, latency):
-        return Profile(
-            name="here",
-            source="measured",
-            s_node=SNode(device="cpu", s_part=(SPartTimes(model="m", parameters=1e8, rows=rows),)),
-            r_node=RNode(device="cpu", kv_gbps={"fp16": {"1": gbps}}, memory=1e9),
-            links={"shm": LinkTimes(layer_seconds=latency, gbps=1.0)},
-        )
+def profile(rows, gbps, latency):
+    return Profile(
+        name="here",
+        source="measured",
+        s_node=SNode(device="cpu", s_part=(SPartTimes(model="m", parameters=1e8, rows=rows),)),
+        r_node=RNode(device="cpu", kv_gbps={"fp16": {"1": gbps}}, memory=1e9),
+        links={"shm": LinkTimes(layer_seconds=latency, gbps=1.0)},
+    )
 
+
+def test_the_fastest_times_of_several_profiles_count():
     best = fastest([profile(((1, 0.02), (8, 0.05)), 10.0, 2e-5), profile(((1, 0.03), (8, 0.04)), 8.0, 1e-5)])
     assert best == profile(((1, 0.02), (8, 0.04)), 10.0, 1e-5)
+
+
+def test_the_median_of_every_number_of_several_profiles():
+    some = (
+        [((1, 0.02), (8, 0.05)), 10.0, 2e-5],
+        [((1, 0.03), (8, 0.04)), 8.0, 1e-5],
+        [((1, 0.01), (8, 0.09)), 9.0, 4e-5],
+    )
+    assert median([profile(*one) for one in some]) == profile(((1, 0.02), (8, 0.05)), 9.0, 2e-5)
+    assert median([PROFILE]) == PROFILE

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import statistics
 
 import pytest
 from virtual import gaps, serve, toy_system
@@ -20,21 +21,27 @@ ARGV = ["trial", "--requests", "5", "--input-tokens", "20", "--output-tokens", "
 @two_cpus
 def test_a_load_is_served_and_simulated(capsys, tmp_path):
     path = str(tmp_path / "here.json")
-    main([*ARGV, "--seconds", "0.1", "--schedule", "stable", "--out", path, "--json"])
+    main([*ARGV, "--seconds", "0.1", "--schedule", "stable", "--passes", "2", "--out", path, "--json"])
     result = json.loads(capsys.readouterr().out)
     assert result["profile"]["s_node"]["engine_row"] > 0 and not result["profile"]["in_turns"]
-    main([*ARGV, "--profile", path])
+    main([*ARGV, "--profile", path, "--passes", "1"])
     text = capsys.readouterr().out
     assert "stable beside greedy: real" in text and "us a row" in text
     (row,) = result["rows"]
-    for name in ("real", "simulated"):
-        assert row[name]["tokens_per_s"] == pytest.approx(5 * 12 / row[name]["seconds"])
+    for figures in (*row["passes"], row["simulated"]):
+        assert figures["tokens_per_s"] == pytest.approx(5 * 12 / figures["seconds"])
+    assert row["real"]["seconds"] == statistics.median(one["seconds"] for one in row["passes"])
+    assert len(row["passes"]) == 2 and row["passes"][0] != row["passes"][1]
     assert row["error"] == pytest.approx(row["simulated"]["tokens_per_s"] / row["real"]["tokens_per_s"] - 1)
 
 
 @pytest.mark.parametrize(
     ("argv", "message"),
-    [(["--r-threads", "1000"], "more than the"), (["--input-tokens", "100000"], "positions")],
+    [
+        (["--passes", "0"], "at least 1"),
+        (["--r-threads", "1000"], "more than the"),
+        (["--input-tokens", "100000"], "positions"),
+    ],
 )
 def test_what_cannot_be_is_refused(argv, message):
     with pytest.raises(SystemExit, match=message):
