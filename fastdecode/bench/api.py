@@ -1,8 +1,9 @@
 """The cost of the API to the streams that it serves, by the number of its processes.
 
 A node for each number of processes is up all the time; they get the same load in turn. First many streams at once:
-output tokens a second, and the S-Part's time a step, beside that of an engine without an API in the same rounds. Then
-a few streams, whose largest gap between two tokens is taken while another client sends what is expensive to serve.
+output tokens a second, and the S-Part's time a step, beside that of an engine without an API in the same rounds, alone
+and with a neighbour that takes as much CPU time as the API and the client. Then a few streams, whose largest gap
+between two tokens is taken while another client sends what is expensive to serve.
 
 The client of the many streams costs little, as if it ran on another machine: its sockets report data by the kilobyte.
 The CPU time of a token is given for each process of the node and for the client.
@@ -29,6 +30,7 @@ import torch
 import uvloop
 from tqdm import tqdm
 
+from fastdecode.bench.neighbour import Neighbour
 from fastdecode.bench.options import print_result
 from fastdecode.bench.serving.client import first_model, metrics
 from fastdecode.bench.soaking.processes import Node
@@ -44,6 +46,7 @@ from fastdecode.transports.registry import connect
 
 COMMAND = ("api", "what the API costs the streams, by the number of its processes")
 
+_ALONE, _BESIDE = "engine", "engine beside a neighbour"
 _BODY_BYTES = 8 * 2**20 - 4096
 _CALM_SECONDS = 3.0
 _IDLE_SECONDS = 20.0  # within which a server should have ended the requests of a load that was given up
@@ -83,7 +86,7 @@ async def _run(args: argparse.Namespace) -> dict[str, Any]:
     forms |= {f"older, {python}": (str(python), []) for python in args.older}
     rates: dict[str, list[float]] = {n: [] for n in forms}
     chunks: dict[str, float] = {}  # of a token
-    steps: dict[str, list[tuple[float, float]]] = {n: [] for n in [*forms, "engine"]}
+    steps: dict[str, list[tuple[float, float]]] = {n: [] for n in [*forms, _ALONE, _BESIDE]}
     cpu: dict[str, dict[str, list[float]]] = {n: {} for n in forms}  # seconds a token, by process
     async with contextlib.AsyncExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fastdecode-")))
@@ -92,6 +95,7 @@ async def _run(args: argparse.Namespace) -> dict[str, Any]:
             log = directory / f"{i}.log"
             servers[name] = await stack.enter_async_context(_node(log, python, path, args.streams, options))
         engine = await stack.enter_async_context(_engine(path, args.streams))
+        neighbour, busy = stack.enter_context(Neighbour()), 0.0
         for timed in tqdm([False] + [True] * args.rounds, desc="rounds", unit="round"):
             for n, (server, node) in servers.items():
                 before, spent = await _step_counters(server), _cpu_seconds(node)
@@ -102,11 +106,15 @@ async def _run(args: argparse.Namespace) -> dict[str, Any]:
                         of_token = (now - spent.get(process, 0.0)) / (args.streams * args.tokens)
                         cpu[n].setdefault(process, []).append(of_token)
                     steps[n].append(_between(before, await _step_counters(server)))
-            totals = engine.totals
-            start = (totals.s_seconds, float(totals.steps))
-            await _drive(engine, args.streams, args.tokens)
-            if timed:
-                steps["engine"].append(_between(start, (totals.s_seconds, float(totals.steps))))
+                    busy = rates[n][-1] * sum(cpu[n][process][-1] for process in ("API", "client") if process in cpu[n])
+            for n, part in ((_ALONE, 0.0), (_BESIDE, busy)):
+                neighbour.work(part)
+                totals = engine.totals
+                start = (totals.s_seconds, float(totals.steps))
+                await _drive(engine, args.streams, args.tokens)
+                if timed:
+                    steps[n].append(_between(start, (totals.s_seconds, float(totals.steps))))
+            neighbour.work(0.0)
         gaps: dict[str, dict[str, tuple[float, bool]]] = {}
         if args.bystanders:
             longest = engine.longest_sequence
@@ -383,9 +391,9 @@ def _print_table(result: dict[str, Any]) -> None:
         cpu = result["cpu_seconds_per_token"][n]
         parts = ", ".join(f"{process} {1e6 * of_token:.1f}" for process, of_token in cpu.items())
         print(f"    CPU of a token: {1e6 * sum(cpu.values()):.1f} us ({parts})")
-    step = 1e3 * result["s_part_step_seconds"]["engine"]
-    of_token = 1e6 * result["s_part_seconds_per_token"]["engine"]
-    print(f"  engine without an API:{'':25}S-Part {step:7.2f} ms a step, {of_token:.2f} us a token")
+    for n in (_ALONE, _BESIDE):
+        step, of_token = 1e3 * result["s_part_step_seconds"][n], 1e6 * result["s_part_seconds_per_token"][n]
+        print(f"  {n + ', without an API:':48}S-Part {step:7.2f} ms a step, {of_token:.2f} us a token")
     if result["largest_gap_seconds"]:
         print(f"largest gap between two tokens of {result['bystanders']} streams, ms, while another client sends")
     for n, gaps in result["largest_gap_seconds"].items():
