@@ -9,6 +9,7 @@ import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -40,6 +41,14 @@ class DecodeShape:
     mini_batches: int
     kv_dtype: str
     temperature: float = 0.0
+
+
+class Round(NamedTuple):
+    """Seconds of a round."""
+
+    elapsed: float
+    waited: float  # the S-Part waited for R-nodes
+    busy: float  # the R-node that worked longest worked, by its own clock
 
 
 class _NoRPart(Link):
@@ -173,21 +182,22 @@ class Decoding:
             ],
         )
 
-    async def split_round(self) -> tuple[float, float]:
-        """Seconds of a round of the split system, and how many of them the S-Part waited for R-nodes."""
-        waited = 0.0
+    async def split_round(self) -> Round:
+        """A round of the split system."""
+        waited = busy = 0.0
 
         async def drive(slot: int) -> None:
-            nonlocal waited
+            nonlocal waited, busy
             for step in range(self.shape.steps):
                 output = await self.runner.submit(self.spart.step(self._batch(slot, step)))
                 waited += output.r_wait_seconds
+                busy += 1e-9 * max(times.busy_ns for times in output.link_costs.values())
 
         start = time.perf_counter()
         await asyncio.gather(*(drive(slot) for slot in range(self.shape.mini_batches)))
         elapsed = time.perf_counter() - start
         await self._trim()
-        return elapsed, waited
+        return Round(elapsed, waited, busy)
 
     def s_round(self) -> float:
         """Seconds of a round of the S-Part alone, one mini-batch after the other as in the split system."""

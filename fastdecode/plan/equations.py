@@ -64,6 +64,7 @@ class System:
     engine_step: float = 0.0  # seconds of the scheduler and of the delivery of tokens, for a step
     engine_row: float = 0.0  # and for each of its rows
     overlap: float = 1.0  # how many times as long the S-Part takes while another mini-batch is at the R-nodes
+    row_seconds: float = 0.0  # an R-node works on a byte of Q, K, V or O
     together: tuple[Together, ...] = ()  # if the R-nodes are on the S-node's machine: what the parts cost each other
 
     @classmethod
@@ -77,7 +78,8 @@ class System:
         near = [cell for cell in profile.together if transport == "shm" and cell.group == model.group]
         cells = tuple(near) if any(cell.kv_dtype == kv_dtype and cell.r_nodes == 1 for cell in near) else ()
         link = profile.links[transport]
-        return cls(model, s_part, link, kv_dtype, speed, r_nodes, profile.in_turns, *engine, cells)
+        row_seconds = 1e-9 / profile.r_node.row_gbps if profile.r_node.row_gbps else 0.0
+        return cls(model, s_part, link, kv_dtype, speed, r_nodes, profile.in_turns, *engine, row_seconds, cells)
 
     def reading(self, kv_bytes: float) -> Reading:
         """How the R-nodes read `kv_bytes` of KV-cache in a step."""
@@ -90,7 +92,7 @@ class System:
         """What the parts cost each other in a measurement. The S-Part's weights, which come from memory again, are as
         many whatever the rows."""
         cold = cell.s_part * self.model.parameters / cell.parameters
-        gbps = cell.kv_gbps(self.link.layer_seconds, self.link.gbps)
+        gbps = cell.kv_gbps(self.link.layer_seconds, 1e-9 / self.link.gbps + self.row_seconds)
         return Cost(gbps, max(0.0, cold - self.s_part.seconds(cell.rows)), cell.lost)
 
 
@@ -145,9 +147,12 @@ def part_times(system: System, work: Work, slowest_share: float | None = None) -
     bytes_out = work.rows * (model.q_bytes + model.kv_row_bytes) + work.prompt_rows * model.kv_row_bytes
     read = work.read_tokens * model.token_bytes(system.kv_dtype)
     reading = system.reading(read)
+    on_rows = work.rows * (2 * model.q_bytes + model.kv_row_bytes) * system.row_seconds
+    if system.together:
+        on_rows *= system.r_nodes  # one machine's cores work on all rows
     return PartTimes(
         s_part=system.s_part.seconds(work.rows + prompts) + reading.s_extra,
-        r_part=share * read / reading.bytes_per_second,
+        r_part=share * (read / reading.bytes_per_second + on_rows),
         wire=bytes_out / (1e9 * system.link.gbps),
         back=work.rows * model.q_bytes / (1e9 * system.link.gbps),
         latency=model.n_layers * system.link.layer_seconds,

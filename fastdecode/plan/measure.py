@@ -23,7 +23,7 @@ import torch
 import uvloop
 from tqdm import tqdm
 
-from fastdecode.bench.decoding import DecodeShape, Decoding
+from fastdecode.bench.decoding import DecodeShape, Decoding, Round
 from fastdecode.bench.options import numbers
 from fastdecode.bench.rpart import RPart
 from fastdecode.bench.shape import Shape
@@ -138,7 +138,7 @@ async def measure(
     kv_gbps: dict[str, dict[str, float]] = {name: {} for name in kv_dtypes}
     links: dict[str, LinkTimes] = {}
     s_part: SPartTimes | None = None
-    overlap = 1.0
+    overlap = of_rows = 1.0
     with tqdm(total=len(cells) + n_links + len(together), desc="measuring", unit="part") as bar:
         for kv_dtype, shape in cells:
             bar.set_postfix_str(f"attention, {kv_dtype}, G = {shape.group}")
@@ -149,6 +149,7 @@ async def measure(
             with r_node(transport, len(r_cpus)) as url:
                 steps = [await decode_step(model, url, n, each, least) for n in rows]
                 if s_part is None:
+                    of_rows = row_gbps(planned, steps)
                     s_part = await s_part_times(planned, model, url, steps, each)
                     overlap = 1.0 if in_turns else await overlap_of_two(model, url, steps[len(steps) // 2], each)
             links[url.partition(":")[0]] = link_times(planned, steps)
@@ -167,7 +168,7 @@ async def measure(
         notes=f"weights in {str(model.dtype).removeprefix('torch.')}",
         in_turns=in_turns,
         s_node=SNode(device=device, s_part=(s_part,), engine_step=cost.step, engine_row=cost.row, overlap=overlap),
-        r_node=RNode(device=_cpu(), kv_gbps=kv_gbps, memory=float(available_memory() // 2)),
+        r_node=RNode(device=_cpu(), kv_gbps=kv_gbps, row_gbps=of_rows, memory=float(available_memory() // 2)),
         links=links,
         together=tuple(measured),
     )
@@ -204,6 +205,7 @@ class StepTime:
     rows: int
     s_part: float
     waited: float  # for the R-node
+    busy: float  # the R-node worked
 
 
 async def decode_step(model: Model, url: str, rows: int, seconds: float, least: bool = False) -> StepTime:
@@ -211,15 +213,12 @@ async def decode_step(model: Model, url: str, rows: int, seconds: float, least: 
     shape = DecodeShape(rows, _CONTEXT, _STEPS, 1, "fp16", _TEMPERATURE)
     rounds = await decode_rounds(model, [url], shape, seconds)
     best = min if least else statistics.median
-    s_part = best(elapsed - waited for elapsed, waited in rounds)
-    return StepTime(rows, s_part / _STEPS, best(waited for _, waited in rounds) / _STEPS)
+    seconds_of = (r.elapsed - r.waited for r in rounds), (r.waited for r in rounds), (r.busy for r in rounds)
+    return StepTime(rows, *(best(values) / _STEPS for values in seconds_of))
 
 
-async def decode_rounds(
-    model: Model, urls: Sequence[str], shape: DecodeShape, seconds: float
-) -> list[tuple[float, float]]:
-    """Decode rounds for about `seconds` after a first round. Returns the seconds of each, and how many of them the
-    S-Part waited."""
+async def decode_rounds(model: Model, urls: Sequence[str], shape: DecodeShape, seconds: float) -> list[Round]:
+    """Decode rounds for about `seconds` after a first round."""
     decoding = await Decoding.open(model, urls, shape)
     try:
         await decoding.fill()
@@ -271,17 +270,28 @@ async def overlap_of_two(model: Model, url: str, alone: StepTime, seconds: float
     one to the other in each layer, and the R-node works meanwhile, here on the same machine."""
     shape = DecodeShape(2 * alone.rows, _CONTEXT, _STEPS, 2, "fp16", _TEMPERATURE)
     rounds = await decode_rounds(model, [url], shape, seconds)
-    both = statistics.median(elapsed - waited for elapsed, waited in rounds) / (2 * _STEPS)
+    both = statistics.median(r.elapsed - r.waited for r in rounds) / (2 * _STEPS)
     return max(1.0, both / alone.s_part)
 
 
 def link_times(planned: PlannedModel, steps: Sequence[StepTime]) -> LinkTimes:
-    """A link's times, from the waiting of steps of few and of many rows. A step waits while its rows are carried and
-    appended."""
+    """A link's times, from the waiting of steps of few and of many rows. A step waits while its rows are carried, and
+    while the R-node works on them."""
     few, many = steps[0], steps[-1]
-    carried = (many.rows - few.rows) * (2 * planned.q_bytes + planned.kv_row_bytes)
-    spent = max(many.waited - few.waited, carried / 1e12)  # noise can make it negative
-    return LinkTimes(layer_seconds=few.waited / planned.n_layers, gbps=max(carried, 1) / spent * 1e-9)
+    on_the_way = (many.waited - many.busy) - (few.waited - few.busy)
+    return LinkTimes(layer_seconds=few.waited / planned.n_layers, gbps=_gbps(planned, few, many, on_the_way))
+
+
+def row_gbps(planned: PlannedModel, steps: Sequence[StepTime]) -> float:
+    """GB/s of Q, K, V and O at which the R-node works on rows with next to nothing cached."""
+    return _gbps(planned, steps[0], steps[-1], steps[-1].busy - steps[0].busy)
+
+
+def _gbps(planned: PlannedModel, few: StepTime, many: StepTime, seconds: float) -> float:
+    """GB/s of the rows that one step has more than the other; at most 1 TB/s, because noise can make `seconds`
+    negative."""
+    carried = max((many.rows - few.rows) * (2 * planned.q_bytes + planned.kv_row_bytes), 1)
+    return carried / max(seconds, carried / 1e12) * 1e-9
 
 
 def print_profile(profile: Profile) -> None:
@@ -300,6 +310,8 @@ def print_profile(profile: Profile) -> None:
     for kv_dtype, groups in profile.r_node.kv_gbps.items() if profile.r_node else ():
         speeds = ", ".join(f"{speed:.1f} (G = {group})" for group, speed in groups.items())
         print(f"  attention over {kv_dtype}, GB/s: {speeds}")
+    if profile.r_node and profile.r_node.row_gbps:
+        print(f"  the R-node works on {profile.r_node.row_gbps:.2f} GB/s of rows")
     for cell in profile.together:
         print(
             f"  both parts here, {cell.rows} rows over {cell.kv_bytes / 1e6:.0f} MB of {cell.kv_dtype}, {cell.r_nodes} "

@@ -113,9 +113,10 @@ class RNode:
     kv_gbps: dict[str, dict[str, float]]  # by KV format and GQA group: GB/s at which attention reads KV-cache
     memory: float  # bytes for the KV-cache
     price: float | None = None  # an hour
+    row_gbps: float | None = None  # GB/s of Q, K, V and O of decoding rows, the reading apart; None: they cost nothing
 
     def __post_init__(self) -> None:
-        _positive(self, "memory", "price")
+        _positive(self, "memory", "price", "row_gbps")
         for name, groups in self.kv_gbps.items():
             if name not in KV_DTYPES:
                 raise ProfileError(f"{name!r} is not a KV format: {', '.join(KV_DTYPES)}")
@@ -138,8 +139,8 @@ class RNode:
 class LinkTimes:
     """A layer's way from the S-node to its R-nodes and back, by one transport."""
 
-    layer_seconds: float  # with next to no rows
-    gbps: float  # GB/s of the S-node's rows, each way
+    layer_seconds: float  # with next to no rows, the R-node's work included
+    gbps: float  # GB/s of the S-node's rows, each way, the R-nodes' work on them apart
 
     def __post_init__(self) -> None:
         _positive(self, "layer_seconds", "gbps")
@@ -219,6 +220,7 @@ def fastest(profiles: Sequence[Profile]) -> Profile:
         name: {group: max(p.r_node.kv_gbps[name][group] for p in profiles if p.r_node) for group in groups}
         for name, groups in first.r_node.kv_gbps.items()
     }
+    rows_gbps = [p.r_node.row_gbps for p in profiles if p.r_node and p.r_node.row_gbps]
     # The GB/s come from a difference, which noise moves either way: those of the least disturbed measurement count.
     links = {name: min((p.links[name] for p in profiles), key=lambda link: link.layer_seconds) for name in first.links}
     nodes = [p.s_node for p in profiles if p.s_node]
@@ -228,7 +230,7 @@ def fastest(profiles: Sequence[Profile]) -> Profile:
     return dataclasses.replace(
         first,
         s_node=s_node,
-        r_node=dataclasses.replace(first.r_node, kv_gbps=gbps),
+        r_node=dataclasses.replace(first.r_node, kv_gbps=gbps, row_gbps=max(rows_gbps, default=None)),
         links=links,
         together=together.fastest([p.together for p in profiles]),
     )

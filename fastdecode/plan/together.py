@@ -48,11 +48,11 @@ class Together:
         """What was measured: two measurements of one case can be compared."""
         return self.r_nodes, self.kv_dtype, self.group, self.rows, self.kv_bytes
 
-    def kv_gbps(self, layer_seconds: float, link_gbps: float) -> float:
-        """GB/s at which all R-nodes together read the cache, by the link's times (LinkTimes): the rows' way is not
-        reading. At least half of the waiting is, so that a link that was measured too slow cannot make the reading
-        too fast."""
-        way = self.layers * layer_seconds + self.carried / (1e9 * link_gbps)
+    def kv_gbps(self, layer_seconds: float, row_seconds: float) -> float:
+        """GB/s at which all R-nodes together read the cache. The rows' way and the work on them, `row_seconds` for each
+        byte, are not reading. At least half of the waiting is, so that a link that was measured too slow cannot make
+        the reading too fast."""
+        way = self.layers * layer_seconds + self.carried * row_seconds
         return self.kv_bytes / max(self.waited - way, 0.5 * self.waited) * 1e-9
 
 

@@ -7,7 +7,7 @@ import time
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from fastdecode.bench.decoding import DecodeShape, Decoding
+from fastdecode.bench.decoding import DecodeShape, Decoding, Round
 from fastdecode.engine.request import SamplingParams
 from fastdecode.plan.children import r_node
 from fastdecode.plan.model import PlannedModel
@@ -93,7 +93,7 @@ async def _rounds(
         try:
             await decoding.fill()
             await decoding.split_round()
-            splits: list[tuple[float, float]] = []
+            splits: list[Round] = []
             alone: list[tuple[float, float]] = []
             end = time.perf_counter() + seconds
             while len(splits) < _LEAST_ROUNDS or time.perf_counter() < end:
@@ -103,6 +103,6 @@ async def _rounds(
         finally:
             await decoding.close()
     # A step and its waiting are those of one round; the S-Part and the R-nodes alone are two measurements.
-    step, waited = min(splits) if least else (statistics.median(s) for s in zip(*splits, strict=True))
+    step, waited, _ = min(splits) if least else (statistics.median(s) for s in zip(*splits, strict=True))
     s_alone, r_alone = (best(s) for s in zip(*alone, strict=True)) if alone else (0.0, 0.0)
     return Rounds(step / _STEPS, waited / _STEPS, s_alone / _STEPS, r_alone / _STEPS)

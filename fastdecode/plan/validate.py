@@ -202,7 +202,7 @@ async def _decode(model: Model, planned: PlannedModel, point: Point, seconds: fl
     with ExitStack() as stack:
         urls = [stack.enter_context(r_node("shm", threads, memory)) for _ in range(point.r_nodes)]
         rounds = await decode_rounds(model, urls, shape, seconds)
-    return point.batch * _STEPS / min(elapsed for elapsed, _ in rounds)
+    return point.batch * _STEPS / min(r.elapsed for r in rounds)
 
 
 def kv_bytes(planned: PlannedModel, point: Point) -> float:

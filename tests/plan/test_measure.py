@@ -8,7 +8,7 @@ import pytest
 
 from fastdecode.demo import model_dir
 from fastdecode.plan.cli import main
-from fastdecode.plan.measure import StepTime, link_times
+from fastdecode.plan.measure import StepTime, link_times, row_gbps
 from fastdecode.plan.profile import read_profile
 from fastdecode.plan.published import LLAMA_7B
 
@@ -63,7 +63,10 @@ def test_another_file_is_no_state(tmp_path):
 
 
 def test_a_links_times_by_hand():
-    steps = [StepTime(1, 0.1, 0.032), StepTime(101, 0.1, 0.032 + 0.5)]
+    """100 rows more take half a second on their way and a quarter of one at the R-node."""
+    steps = [StepTime(1, 0.1, 0.032, 0.01), StepTime(101, 0.1, 0.032 + 0.75, 0.01 + 0.25)]
     link = link_times(LLAMA_7B, steps)
     assert link.layer_seconds == pytest.approx(0.001)
     assert link.gbps == pytest.approx(100 * 32 * 4 * 4096 * 2 / 0.5 / 1e9)
+    assert row_gbps(LLAMA_7B, steps) == pytest.approx(2 * link.gbps)
+    assert link_times(LLAMA_7B, [steps[0], steps[0]]).gbps == pytest.approx(1000)

@@ -42,7 +42,7 @@ PROFILE = Profile(
 
 def of_cell(cell):
     """The rows are on their way for 0.25 s: 0.15 s with the layer's latency and 0.1 s for their 1000 bytes."""
-    return Cost(cell.kv_gbps(0.15, 1e-5), cell.s_part - 3.0, cell.lost)
+    return Cost(cell.kv_gbps(0.15, 1e-4), cell.s_part - 3.0, cell.lost)
 
 
 def test_costs_lie_between_the_measured_sizes_and_end_with_them():
