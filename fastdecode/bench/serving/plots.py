@@ -50,15 +50,17 @@ def configurations(result: dict[str, Any], path: Path) -> None:
     panels, axes = plt.subplots(len(models), len(shown), figsize=(2.4 * len(shown), 3 * len(models)), squeeze=False)
     for line, (model, kept) in zip(axes, models.items(), strict=True):
         for axis, (heading, key, part) in zip(line, shown, strict=True):
+            most = 0.0
             for x, name in enumerate(names):
                 rows = [row for row in kept["runs"] if row["configuration"] == name]
                 values = [value for row in rows if (value := report.figure(row, key, part)) is not None]
                 axis.plot([x] * len(values), values, "o", markersize=3, alpha=0.6)
                 if values:
+                    most = max(most, *values)
                     axis.hlines(report.medians(kept, name)[heading], x - 0.25, x + 0.25)
             axis.set_xticks(range(len(names)), names)
             axis.set_xlim(-0.5, len(names) - 0.5)
-            axis.set_ylim(bottom=0)
+            axis.set_ylim(0, 1.05 * most or None)
             axis.set_title(f"{model}: {heading}" + (", ms" if part else ""), fontsize=8)
             axis.grid(alpha=0.3)
     panels.tight_layout()
