@@ -376,7 +376,7 @@ class Scheduler:
         scarce = pauses.scarce
         for seq in list(self.mini_batches[mini_batch]):  # oldest first, so a victim of preemption has no chunk yet
             cached = seq.cached
-            if seq.node is None or cached < seq.prefill_end or seq.held:
+            if seq.mini_batch is None or cached < seq.prefill_end or seq.held:
                 continue
             if scarce or cached >= seq.pages.covered:
                 covered = pauses.cover(seq, cached + 1)
@@ -408,8 +408,9 @@ class Scheduler:
         return chunks
 
     def _append_prompt_chunk(self, chunks: list[PlannedChunk], seq: Sequence, budget: StepBudget) -> None:
-        """Append the next chunk of a prompt, as long as the budget allows. During a FORK: none."""
-        if seq.in_flight:
+        """Append the next chunk of a prompt, as long as the budget allows. During a FORK, or if it was preempted for
+        another one of this step: none."""
+        if seq.in_flight or seq.mini_batch is None:
             return
         if not seq.prefilling:  # it was paused
             if not self._pauses.cover(seq, seq.cached + 1):

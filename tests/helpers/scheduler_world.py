@@ -29,9 +29,11 @@ class World:
         watermark=0.01,
         max_staged=None,
         strict=False,
+        block=1,
     ):
+        """`block`: pages of a block."""
         links = [
-            SimpleNamespace(url=f"tcp://r{i}", lease=Lease(pages, pages, seqs, 4096, "avx2", 1, f"r{i}"))
+            SimpleNamespace(url=f"tcp://r{i}", lease=Lease(pages, pages, seqs, 4096, "avx2", 1, f"r{i}", block))
             for i, (pages, seqs) in enumerate(leases)
         ]
         self.cluster = Cluster(links, watermark)

@@ -117,7 +117,7 @@ class Pauses:
             return  # `serve_starved` comes back here once its step has completed
         if self._running.can_pause(newest):
             self._pause(newest)
-            self._cluster.reclaim(node, 1)  # from the sequence that was paused longest ago
+            self._cluster.reclaim(node, pages)  # from the sequence that was paused longest ago
         else:
             self.preemptions += 1
             self._running.requeue(newest)
