@@ -28,10 +28,6 @@ STALLED_S = 10.0
 #: Bytes that C moves at a time.
 MOST_BYTES = 1 << 20
 
-#: Seconds after each piece of a sequence that goes on meanwhile: its pages are in no hurry, and copying holds up the
-#: steps on the same cores.
-REST_S = 1e-3
-
 
 async def receive(conn: FrameSocket, sink: PageSink) -> None:
     """Receive pages until the sequence is complete. Raises TransportError, OSError."""
@@ -58,17 +54,16 @@ async def _move(
     move: Callable[[int], int],
     ready: Callable[[], Awaitable[None]],
     memory: Callable[[int], Awaitable[None]] | None = None,
-    rest: float = 0.0,
 ) -> None:
-    """Call `move` with the offset of the next byte until `total` bytes have moved, and rest after each call. `ready`
-    waits for the socket, and `memory` for memory up to an offset."""
+    """Call `move` with the offset of the next byte until `total` bytes have moved. `ready` waits for the socket, and
+    `memory` for memory up to an offset."""
     offset = 0
     while offset < total:
         if memory is not None:
             await memory(offset + MOST_BYTES)
         if n := move(offset):
             offset += n
-            await asyncio.sleep(rest)  # PINGs and other requests are answered between two pieces
+            await asyncio.sleep(0)  # PINGs and other requests are answered between two pieces
             continue
         try:
             async with asyncio.timeout(STALLED_S):
@@ -104,8 +99,7 @@ class Delivery:
         await self._conn.write(Pages(first=first, n_pages=n_pages, length=length))
         fd, broken = self._conn.sock.fileno(), None
         try:
-            rest = 0.0 if length else REST_S
-            await _move(n_pages * self._page_bytes, partial(move, fd), self._conn.writable, rest=rest)
+            await _move(n_pages * self._page_bytes, partial(move, fd), self._conn.writable)
         except OSError as error:
             broken = error  # the other R-node may have said why
         try:
