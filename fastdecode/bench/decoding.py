@@ -16,6 +16,7 @@ import torch
 from tqdm import tqdm
 
 from fastdecode.bench.steps import run_step
+from fastdecode.engine.request import SamplingParams
 from fastdecode.engine.runner import Runner
 from fastdecode.region.contract import PAGE_TOKENS, ROW_ATTEND, ROW_DTYPE
 from fastdecode.region.geometry import geometry_tuple
@@ -28,6 +29,9 @@ from fastdecode.transports.registry import connect
 
 _FILL_ROWS = 512  # appended by one call when the cache is filled
 _TIMEOUT = 60.0  # seconds for a call
+
+#: The temperature of requests that give none.
+USUAL_TEMPERATURE = SamplingParams().temperature
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +52,7 @@ class Round(NamedTuple):
 
     elapsed: float
     waited: float  # the S-Part waited for R-nodes
-    busy: float  # the R-node that worked longest worked, by its own clock
+    busy: float  # the longest work of an R-node, by its own clock
 
 
 class _NoRPart(Link):

@@ -1,11 +1,12 @@
-"""A process that works for a given part of the time and shares nothing with the one that is measured.
+"""A process that works for a given part of the time and shares no code and no data with the process that is measured.
 
-What a part of a program costs another part on the same machine is what it costs beyond such a neighbour: the cores have
-a clock, caches and memory in common, whoever works on them.
+Any work on one core slows the other cores down, because they have caches, memory and a clock in common. A benchmark
+compares a part of fastdecode with such a neighbour, to see what the part costs beyond that.
 """
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -34,7 +35,7 @@ class Neighbour:
         self._process.wait()
 
     def work(self, part: float) -> None:
-        """Let it work for `part` of the time from now on; 0: rest."""
+        """Let the process work for `part` of the time from now on; 0: rest."""
         assert self._process.stdin is not None
         print(min(part, 1.0), file=self._process.stdin, flush=True)
 
@@ -47,6 +48,7 @@ def _main() -> None:
         nonlocal part
         for line in sys.stdin:
             part = float(line)
+        os._exit(0)  # the benchmark has ended
 
     threading.Thread(target=listen, daemon=True).start()
     while True:

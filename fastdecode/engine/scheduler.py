@@ -408,8 +408,8 @@ class Scheduler:
         return chunks
 
     def _append_prompt_chunk(self, chunks: list[PlannedChunk], seq: Sequence, budget: StepBudget) -> None:
-        """Append the next chunk of a prompt, as long as the budget allows. During a FORK, or if it was preempted for
-        another one of this step: none."""
+        """Append the next chunk of a prompt, as long as the budget allows. A sequence that waits for a FORK, or that
+        was preempted for an older sequence of this step, gets none."""
         if seq.in_flight or seq.mini_batch is None:
             return
         if not seq.prefilling:  # it was paused

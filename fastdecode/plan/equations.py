@@ -64,7 +64,7 @@ class System:
     engine_step: float = 0.0  # seconds of the scheduler and of the delivery of tokens, for a step
     engine_row: float = 0.0  # and for each of its rows
     overlap: float = 1.0  # how many times as long the S-Part takes while another mini-batch is at the R-nodes
-    row_seconds: float = 0.0  # an R-node works on a byte of Q, K, V or O
+    row_seconds: float = 0.0  # of an R-node's work on a byte of Q, K, V or O, the reading apart
     together: tuple[Together, ...] = ()  # if the R-nodes are on the S-node's machine: what the parts cost each other
 
     @classmethod

@@ -23,7 +23,7 @@ import torch
 import uvloop
 from tqdm import tqdm
 
-from fastdecode.bench.decoding import DecodeShape, Decoding, Round
+from fastdecode.bench.decoding import USUAL_TEMPERATURE, DecodeShape, Decoding, Round
 from fastdecode.bench.options import numbers
 from fastdecode.bench.rpart import RPart
 from fastdecode.bench.shape import Shape
@@ -32,7 +32,6 @@ from fastdecode.daemon.config import NodeConfig, parse_bytes
 from fastdecode.daemon.embedded import split_machine
 from fastdecode.daemon.machine import available_memory, usable_cpus
 from fastdecode.demo import model_dir
-from fastdecode.engine.request import SamplingParams
 from fastdecode.plan.children import r_node
 from fastdecode.plan.engine_cost import engine_cost
 from fastdecode.plan.model import PlannedModel, read_model
@@ -47,7 +46,6 @@ from fastdecode.transports.registry import connect
 COMMAND = ("measure", "measure this machine and save a profile")
 
 _CONTEXT, _STEPS = 16, 8  # of the decoding steps
-_TEMPERATURE = SamplingParams().temperature  # requests draw their tokens unless they say otherwise
 _ATTENTION_CONTEXT = 1024
 _PROMPT_TOKENS, _PROMPT_CHUNKS = 256, 8
 _LEAST_SAMPLES = 3
@@ -205,12 +203,12 @@ class StepTime:
     rows: int
     s_part: float
     waited: float  # for the R-node
-    busy: float  # the R-node worked
+    busy: float  # the R-node's work on the step
 
 
 async def decode_step(model: Model, url: str, rows: int, seconds: float, least: bool = False) -> StepTime:
     """Time steps of `rows` sequences in one mini-batch for about `seconds`."""
-    shape = DecodeShape(rows, _CONTEXT, _STEPS, 1, "fp16", _TEMPERATURE)
+    shape = DecodeShape(rows, _CONTEXT, _STEPS, 1, "fp16", USUAL_TEMPERATURE)
     rounds = await decode_rounds(model, [url], shape, seconds)
     best = min if least else statistics.median
     seconds_of = (r.elapsed - r.waited for r in rounds), (r.waited for r in rounds), (r.busy for r in rounds)
@@ -268,7 +266,7 @@ async def s_part_times(
 async def overlap_of_two(model: Model, url: str, alone: StepTime, seconds: float) -> float:
     """How many times as long as in the step `alone` the S-Part takes with two such mini-batches in flight: it goes from
     one to the other in each layer, and the R-node works meanwhile, here on the same machine."""
-    shape = DecodeShape(2 * alone.rows, _CONTEXT, _STEPS, 2, "fp16", _TEMPERATURE)
+    shape = DecodeShape(2 * alone.rows, _CONTEXT, _STEPS, 2, "fp16", USUAL_TEMPERATURE)
     rounds = await decode_rounds(model, [url], shape, seconds)
     both = statistics.median(r.elapsed - r.waited for r in rounds) / (2 * _STEPS)
     return max(1.0, both / alone.s_part)

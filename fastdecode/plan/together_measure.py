@@ -7,8 +7,7 @@ import time
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from fastdecode.bench.decoding import DecodeShape, Decoding, Round
-from fastdecode.engine.request import SamplingParams
+from fastdecode.bench.decoding import USUAL_TEMPERATURE, DecodeShape, Decoding, Round
 from fastdecode.plan.children import r_node
 from fastdecode.plan.model import PlannedModel
 from fastdecode.plan.together import Together
@@ -88,7 +87,7 @@ async def _rounds(
     with ExitStack() as stack:
         each = max(1, threads // load.r_nodes), int(_HEADROOM * memory) + _MORE_MEMORY
         urls = [stack.enter_context(r_node("shm", *each)) for _ in range(load.r_nodes)]
-        shape = DecodeShape(sequences, load.context, _STEPS, mini_batches, load.kv_dtype, SamplingParams().temperature)
+        shape = DecodeShape(sequences, load.context, _STEPS, mini_batches, load.kv_dtype, USUAL_TEMPERATURE)
         decoding = await Decoding.open(model, urls, shape)
         try:
             await decoding.fill()

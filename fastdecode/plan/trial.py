@@ -33,7 +33,7 @@ from fastdecode.engine.scheduling.plan import SchedulerLimits
 from fastdecode.plan.equations import System
 from fastdecode.plan.measure import load, measure, print_profile
 from fastdecode.plan.model import PlannedModel, read_model
-from fastdecode.plan.profile import Profile, median, read_profile
+from fastdecode.plan.profile import Profile, median, merged, read_profile
 from fastdecode.plan.real import RealSystem
 from fastdecode.plan.simulation import Served, simulate
 from fastdecode.plan.stress import STREAM_PROMPT, disturbances, figures, table
@@ -81,7 +81,7 @@ def run(args: argparse.Namespace) -> None:
     planned = read_model(directory)
     disturbed = args.disturb
     if disturbed:
-        args.input_tokens = STREAM_PROMPT
+        args.input_tokens, args.passes = STREAM_PROMPT, 1
     length = args.input_tokens + args.output_tokens
     longest = max(length, args.long_prompt + _COSTLY_OUTPUTS) if disturbed else length
     if longest > planned.max_positions:
@@ -90,6 +90,12 @@ def run(args: argparse.Namespace) -> None:
         raise ValueError(f"the threads of all parts together are more than the {len(usable_cpus())} CPUs here")
     if args.passes < 1:
         raise ValueError(f"--passes {args.passes}: it must be at least 1")
+    given = merged([read_profile(args.profile)]) if args.profile else None
+    system = partial(System.of, transport="shm", model=planned, kv_dtype=args.kv_dtype, r_nodes=args.r_nodes)
+    if given and "shm" not in given.links:
+        raise ValueError(f"profile {args.profile} has no link over shm, by which the parts are joined here")
+    if given:
+        system(given)  # a profile without the KV format is refused before anything runs
     limits = SchedulerLimits(args.mini_batches, args.max_batch_tokens, args.max_batch_size)
     # Every slot has pages for a whole sequence and half a page to spare, and each R-node for its share and one sequence
     # more; four long prompts have room besides.
@@ -103,18 +109,18 @@ def run(args: argparse.Namespace) -> None:
     serve = partial(real.serve, limits=limits)
     profiles: list[Profile] = []
     served: list[dict[str, Any]] = []
-    for _ in tqdm(range(1 if disturbed else args.passes), desc="passes", unit="pass"):
-        given = args.profile and read_profile(args.profile)
+    for _ in tqdm(range(args.passes), desc="passes", unit="pass"):
         profiles.append(given or uvloop.run(_profile(directory, planned, args)))
-        served.append({} if disturbed else _burst(serve, args))
+        if not disturbed:
+            served.append(_burst(serve, args))
     profile = median(profiles)
     if args.out:
         profile.write(args.out)
-    system = System.of(profile, "shm", planned, args.kv_dtype, args.r_nodes)
-    predict = partial(simulate, system=system, limits=limits, memory=memory)
-    rows = (
-        _disturbed({"real": serve, "simulated": predict}, args) if disturbed else _rows(served, _burst(predict, args))
-    )
+    predict = partial(simulate, system=system(profile), limits=limits, memory=memory)
+    if disturbed:
+        rows = _disturbed({"real": serve, "simulated": predict}, args)
+    else:
+        rows = _rows(served, _burst(predict, args))
     result = {"model": planned.name, "profile": dataclasses.asdict(profile), "rows": rows}
     print_result(args, result, lambda shown: (_print_disturbed if disturbed else _print_table)(shown, profile))
 
@@ -127,7 +133,7 @@ def _burst(serve: Callable[..., Served], args: argparse.Namespace) -> dict[str, 
 
 
 def _rows(served: list[dict[str, Any]], simulated: dict[str, dict[str, float]]) -> list[dict[str, Any]]:
-    """The medians of all passes beside what was simulated, by schedule."""
+    """For each schedule, the medians of all real passes beside the simulated figures."""
     rows = []
     for schedule, predicted in simulated.items():
         passes = [one[schedule] for one in served]
@@ -172,7 +178,7 @@ async def _profile(directory: Path, planned: PlannedModel, args: argparse.Namesp
         kv_bytes=int(most * length * planned.token_bytes(args.kv_dtype)),
         transports=["shm"],
         r_nodes=[],
-        seconds=args.seconds / (1 if args.disturb else args.passes),
+        seconds=args.seconds / args.passes,
         s_threads=args.s_threads,
         r_threads=args.r_nodes * args.r_threads,
         # Half a mini-batch and a whole one, each sequence in the middle of its output.

@@ -24,10 +24,9 @@ import uvloop
 from tqdm import tqdm
 
 from fastdecode.bench import checkpoint
-from fastdecode.bench.decoding import DecodeShape
+from fastdecode.bench.decoding import USUAL_TEMPERATURE, DecodeShape
 from fastdecode.bench.options import print_result
 from fastdecode.daemon.machine import usable_cpus
-from fastdecode.engine.request import SamplingParams
 from fastdecode.plan.children import r_node
 from fastdecode.plan.equations import System, Work, part_times, round_seconds
 from fastdecode.plan.measure import decode_rounds, load, measure
@@ -196,7 +195,7 @@ def _loads(planned: PlannedModel, points: tuple[Point, ...]) -> list[Load]:
 
 async def _decode(model: Model, planned: PlannedModel, point: Point, seconds: float) -> float:
     """Output tokens/s of a point."""
-    shape = DecodeShape(point.batch, point.context, _STEPS, 1, point.kv_dtype, SamplingParams().temperature)
+    shape = DecodeShape(point.batch, point.context, _STEPS, 1, point.kv_dtype, USUAL_TEMPERATURE)
     threads = max(1, len(usable_cpus()) // point.r_nodes)
     memory = int(_HEADROOM * kv_bytes(planned, point) / point.r_nodes) + (256 << 20)
     with ExitStack() as stack:

@@ -104,13 +104,13 @@ def test_the_sequence_that_was_paused_longest_ago_is_dropped_first_and_as_a_whol
     assert len(world.ended) == 5 and world.ended[0] is urgent
 
 
-def test_a_sequence_that_is_paused_for_another_one_of_its_step_has_no_row_in_it():
+def test_a_sequence_that_is_paused_for_an_older_sequence_of_the_step_has_no_row_in_the_step():
     """A block takes two pages, and one is free."""
     world = World([(9, 8)], mini_batches=1, watermark=0, max_batch_tokens=1000, block=2)
     old, new = world.add(2 * PAGE_TOKENS - 1, 20), world.add(PAGE_TOKENS + 20, 20)
     for _ in range(2):
         world.begin(0), world.end(0)
-    assert world.begin(0) is None and new.node is None, "its pages go to the other one"
+    assert world.begin(0) is None and new.node is None, "its pages go to the older sequence"
     world.run()
     assert [seq.n_generated for seq in (old, new)] == [20, 20]
 

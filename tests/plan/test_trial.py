@@ -39,6 +39,8 @@ def test_a_load_is_served_and_simulated(capsys, tmp_path):
     ("argv", "message"),
     [
         (["--passes", "0"], "at least 1"),
+        (["--profile", "desktop-ddr4"], "s_node"),
+        (["--profile", "a10-epyc7452"], "no link over shm"),
         (["--r-threads", "1000"], "more than the"),
         (["--input-tokens", "100000"], "positions"),
     ],
