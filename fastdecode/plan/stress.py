@@ -103,8 +103,10 @@ class Stress:
 
 
 def figures(name: str, done: Served, n: int) -> dict[str, Any]:
-    """Figures of the first `n` answers of a run; times in milliseconds."""
+    """Figures of the first `n` answers of a run; times in milliseconds. `others_ttft_p50_ms` is of the answers behind
+    them, None if there are none."""
     answers = done.run.answers[:n]
+    others = [report.ttft(answer) for answer in done.run.answers[n:] if answer.ok]
     taken = [answer for answer in answers if answer.ok]
     refused = sum((answer.error or "").startswith("Overloaded") for answer in answers)
     gaps = [gap for answer in taken for gap in report.gaps(answer)]
@@ -115,6 +117,7 @@ def figures(name: str, done: Served, n: int) -> dict[str, Any]:
         "tbt_p99_ms": 1e3 * float(np.percentile(gaps, 99)),
         "tbt_max_ms": 1e3 * max(gaps),
         "ttft_p99_ms": 1e3 * float(np.percentile([report.ttft(answer) for answer in taken], 99)),
+        "others_ttft_p50_ms": 1e3 * float(np.median(others)) if others else None,
         "taken": len(taken),
         "refused": refused,
         "failed": len(answers) - len(taken) - refused,
@@ -129,15 +132,17 @@ def _print(result: dict[str, Any]) -> None:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Rows as a table; each p99 stands beside that of the last row without a disturbance."""
-    header = f"{'TBT p50':>8} {'p99':>8} {'longest':>8} {'TTFT p99':>9} {'taken':>6} {'refused':>7} {'failed':>6}"
+    times = f"{'TBT p50':>8} {'p99':>8} {'longest':>8} {'TTFT p99':>9} {'of others':>10}"
+    header = f"{times} {'taken':>6} {'refused':>7} {'failed':>6}"
     lines = [f"{'load':<46} {header} recomputed"]
     base = rows[0]
     for row in rows:
         if row["load"] in ("streams alone", "at capacity"):
             base = row
+        others = row["others_ttft_p50_ms"]
         lines.append(
             f"{row['load']:<46} {row['tbt_p50_ms']:8.1f} {row['tbt_p99_ms']:8.1f} {row['tbt_max_ms']:8.1f} "
-            f"{row['ttft_p99_ms']:9.1f} {row['taken']:6d} {row['refused']:7d} {row['failed']:6d} "
+            f"{row['ttft_p99_ms']:9.1f} {'' if others is None else f'{others:.0f}':>10} {row['taken']:6d} {row['refused']:7d} {row['failed']:6d} "
             f"{row['recomputed_share']:10.1%}  p99 {row['tbt_p99_ms'] / base['tbt_p99_ms']:.2f}x"
         )
     return "\n".join(lines)

@@ -13,6 +13,7 @@ from fastdecode.bench.serving.report import gaps
 from fastdecode.bench.serving.workload import MOONCAKE_BLOCK, Request
 from fastdecode.engine.request import SamplingParams, TokenEvent
 from fastdecode.engine.scheduling import queue
+from fastdecode.engine.scheduling.spread import Spread
 
 #: Two mini-batches' S-Parts take 20 ms, a cached token takes the R-node 2 us: 4096 tokens take 8 ms.
 SYSTEM = toy_system(((1, 0.010), (516, 0.011)), 2e-6)
@@ -39,6 +40,16 @@ def test_many_choices_of_a_long_prompt_keep_the_target():
     assert p99(unbounded) > 5 * p99(alone)
     assert bounded.preemptions == 0 and bounded.recomputed_tokens == 0
     assert bounded.run.seconds < 1.15 * unbounded.run.seconds, "choices that wait cost next to no tokens/s"
+
+
+def test_choices_leave_time_for_steps_that_are_slower_than_predicted(monkeypatch):
+    """One step in a hundred takes 1.6 times the predicted time, on a machine that is said to do so."""
+    costly = Request(1.0, 4096, 40, BLOCKS, choices=32)
+    even = p99(beside(costly, target=0.040))
+    monkeypatch.setattr(Spread, "observe", lambda spread, ratio: setattr(spread, "value", 1.6))
+    uneven = p99(beside(costly, target=0.040))
+    assert 1.1 * 0.040 / 1.6 < even < 1.1 * 0.040
+    assert uneven < 1.1 * 0.040 / 1.6
 
 
 def test_choices_that_grow_pause_and_lose_nothing():

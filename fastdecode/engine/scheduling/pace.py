@@ -5,7 +5,8 @@ share the S-node and the R-nodes, so a step takes
 
     scale * max(sum of the S-Parts, sum of the R-Parts, S-Part + R-Part of the longest mini-batch)
 
-where `scale` is learned from the steps that ran. Beyond the balance of S-Part and R-Part (FastDecode, arXiv 2403.11421,
+where `scale` is learned from the steps that ran. Real steps spread around that time: the target is divided by their
+spread, so that slow steps keep it too. Beyond the balance of S-Part and R-Part (FastDecode, arXiv 2403.11421,
 equation 10) more sequences make every step longer and bring no more tokens a second, so those that wait lose little.
 Without a target nothing is bounded. The caller measures the seconds.
 """
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from fastdecode.engine.scheduling.line import Line
 from fastdecode.engine.scheduling.rtime import Loads
+from fastdecode.engine.scheduling.spread import Spread
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -44,7 +46,7 @@ class Pace:
         self.refused = False  # the last sequence that wanted to start would have made steps too long
         self._cluster, self._target = cluster, target
         self._s_part = Line()  # x: rows, y: seconds of a step that only decodes
-        self._scale = 1.0
+        self._scale, self._spread = 1.0, Spread()
         # Each mini-batch has its rows and the seconds of its R-Part: now, and once its prompts are computed.
         self._now = [(0, 0.0)] * mini_batches
         self._then = [(0, 0.0)] * mini_batches
@@ -119,7 +121,9 @@ class Pace:
             return float("inf")
         fixed = self._s_part.fixed if self._s_part.slope is not None else self._s_part.mean
         least = self._scale * len(self._then) * fixed
-        return max(self._target, _ROOM * least) if least <= self._target else _STRETCH * least
+        if least > self._target:
+            return _STRETCH * least
+        return max(self._target / self._spread.value, _ROOM * least)
 
     @property
     def over(self) -> float:
@@ -145,6 +149,7 @@ class Pace:
         if s_seconds is not None and s_seconds > 0 and rows:
             self._s_part.observe(rows, s_seconds)
         if seconds is not None and predicted > 0:
+            self._spread.observe(seconds / (self._scale * predicted))
             scale = min(max(seconds / predicted, _LEAST_SCALE), _MOST_SCALE)
             self._scale = _MEMORY * self._scale + (1 - _MEMORY) * scale
 

@@ -10,15 +10,21 @@ Pure arithmetic: the caller measures the seconds.
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
+from statistics import median
 from typing import NamedTuple
 
 from fastdecode.engine.scheduling.budgets import StepBudget, pairs
+from fastdecode.engine.scheduling.spread import Spread
 
 #: Weight of the older observations after each new one.
 _COST_MEMORY = 0.9
 _BASE_MEMORY = 0.8
 _BASE_MEMORY_BESIDE_PROMPTS = 0.95
+
+#: The base time follows the median of so many steps, because other work on the machine holds up two or three at once.
+_MEDIAN_OF = 5
 
 #: Rows of a prompt that a step takes however slow the step is, so that every prompt goes on; and rows that it takes if
 #: the prompts of all mini-batches together may take so long, because smaller chunks waste time.
@@ -27,12 +33,6 @@ _SMALL_ROWS = 16
 
 #: Prompts may lengthen a step by this part of its base time even if the base time alone exceeds the target.
 _STRETCH = 0.3
-
-#: The target is divided by the spread, which is the quantile of real to predicted time that this part of the steps
-#: exceeds. It is tracked by steps up and down whose sizes balance there, and stays within bounds.
-_EXCEEDING = 0.01
-_SPREAD_STEP = 0.05
-_MOST_SPREAD = 2.0
 
 
 class PromptWork(NamedTuple):
@@ -70,11 +70,12 @@ class StepTimes:
         rows of a step."""
         self.target = target
         self.base: float | None = None  # of a step that only decodes
+        self._bases: deque[float] = deque(maxlen=_MEDIAN_OF)
         self.s_part: float | None = None  # of a step that only decodes: the S-Part alone
         self._flights: dict[int, _Flight] = {}  # by mini-batch
         self._rr = self._rp = self._pp = self._ry = self._py = 0.0  # decayed sums of products; y: seconds
         self._costs = (0.0, 0.0)  # seconds a row, seconds a pair
-        self._spread = 1.0  # time of a slow step, as a multiple of the predicted
+        self._spread = Spread()
         self._next: int | None = None  # the mini-batch whose prompts have waited for those of another one
 
     def begin(self, mini_batch: int, work: PromptWork, decodes: bool) -> None:
@@ -98,7 +99,7 @@ class StepTimes:
         if s_seconds is not None and not flight.work.rows:
             self.s_part = _decayed(self.s_part, s_seconds, _BASE_MEMORY_BESIDE_PROMPTS)
         if flight.decodes and self.base:
-            self._observe_spread(seconds / (self.base + self._cost(rows, n_pairs)))
+            self._spread.observe(seconds / (self.base + self._cost(rows, n_pairs)))
         if flight.decodes:
             self._observe_base(seconds - self._cost(rows, n_pairs), rows > 0)
         if rows > 0:
@@ -116,7 +117,7 @@ class StepTimes:
         row_cost, pair_cost = self._costs
         if self.target is None or not streams or self.base is None or not (row_cost or pair_cost):
             return StepBudget(rows)
-        allowed = max(self.target / self._spread - self.base, _STRETCH * self.base)
+        allowed = max(self.target / self._spread.value - self.base, _STRETCH * self.base)
         others = [flight for other, flight in self._flights.items() if other != mini_batch]
         left = allowed - sum(self._cost(*flight.work) for flight in others)
         if others and (left <= 0 or self._next not in (None, mini_batch)):
@@ -141,13 +142,10 @@ class StepTimes:
     def _cost(self, rows: float, n_pairs: float) -> float:
         return self._costs[0] * rows + self._costs[1] * n_pairs
 
-    def _observe_spread(self, ratio: float) -> None:
-        change = _SPREAD_STEP * (1 - _EXCEEDING if ratio > self._spread else -_EXCEEDING)
-        self._spread = min(max(1.0, self._spread + change), _MOST_SPREAD)
-
     def _observe_base(self, seconds: float, beside_prompts: bool) -> None:
         memory = _BASE_MEMORY_BESIDE_PROMPTS if beside_prompts else _BASE_MEMORY
-        self.base = _decayed(self.base, max(0.0, seconds), memory)
+        self._bases.append(max(0.0, seconds))
+        self.base = _decayed(self.base, median(self._bases), memory)
 
     def _observe_costs(self, rows: float, n_pairs: float, seconds: float) -> None:
         """Fit the two costs to the steps with prompts by least squares; neither may be negative."""
