@@ -139,10 +139,10 @@ def table(rows: list[dict[str, Any]]) -> str:
     for row in rows:
         if row["load"] in ("streams alone", "at capacity"):
             base = row
-        others = row["others_ttft_p50_ms"]
+        others = "" if row["others_ttft_p50_ms"] is None else f"{row['others_ttft_p50_ms']:.0f}"
         lines.append(
             f"{row['load']:<46} {row['tbt_p50_ms']:8.1f} {row['tbt_p99_ms']:8.1f} {row['tbt_max_ms']:8.1f} "
-            f"{row['ttft_p99_ms']:9.1f} {'' if others is None else f'{others:.0f}':>10} {row['taken']:6d} {row['refused']:7d} {row['failed']:6d} "
-            f"{row['recomputed_share']:10.1%}  p99 {row['tbt_p99_ms'] / base['tbt_p99_ms']:.2f}x"
+            f"{row['ttft_p99_ms']:9.1f} {others:>10} {row['taken']:6d} {row['refused']:7d} "
+            f"{row['failed']:6d} {row['recomputed_share']:10.1%}  p99 {row['tbt_p99_ms'] / base['tbt_p99_ms']:.2f}x"
         )
     return "\n".join(lines)

@@ -1,9 +1,9 @@
 /* fd_prompt_ops_t of an ISA, written with its vec_* primitives. The including file defines TILE_VECTORS, with which a
  * tile of sums fits into the registers, and, if it multiplies pairs of bf16, FD_BF16_PAIRS with its functions.
  *
- * Both products of attention, Q K^T and P V, are computed in tiles of TILE_ROWS rows by TILE_VECTORS vectors. A tile
- * broadcasts words of its rows and multiplies them with whole vectors of words: of K, words lie side by side for the
- * keys of a panel, of V for the dimensions. A word is a number in fp32, or a pair of bf16.
+ * Both products of attention, Q K^T and P V, are computed in tiles of at most TILE_ROWS rows by TILE_VECTORS vectors. A
+ * tile broadcasts words of its rows and multiplies them with whole vectors of words: of K, words lie side by side for
+ * the keys of a panel, of V for the dimensions. A word is a number in fp32, or a pair of bf16.
  */
 #ifndef FD_PROMPT_SIMD_H
 #define FD_PROMPT_SIMD_H
@@ -65,12 +65,13 @@ typedef struct {
     size_t step; /* bytes; 0: the lines were asked for already */
 } ahead_t;
 
-/* sums [TILE_ROWS][vectors] of a [TILE_ROWS][depth] and b [depth][vectors]; added to c, or written there. */
-FD_INLINE void multiply_tile(const int pairs, const int vectors, const word_t *a, size_t a_stride, const word_t *b,
-                             size_t b_stride, size_t depth, float *c, size_t c_stride, const int add, ahead_t ahead) {
+/* sums [rows][vectors] of a [rows][depth] and b [depth][vectors]; added to c, or written there. */
+FD_INLINE void multiply_tile(const int pairs, const int rows, const int vectors, const word_t *a, size_t a_stride,
+                             const word_t *b, size_t b_stride, size_t depth, float *c, size_t c_stride, const int add,
+                             ahead_t ahead) {
     vec_t sums[TILE_ROWS][TILE_VECTORS];
     FD_UNROLL
-    for (int r = 0; r < TILE_ROWS; r++) {
+    for (int r = 0; r < rows; r++) {
         FD_UNROLL
         for (int j = 0; j < vectors; j++)
             sums[r][j] = add ? vec_load(c + (size_t)r * c_stride + (size_t)j * LANES) : vec_zero();
@@ -82,7 +83,7 @@ FD_INLINE void multiply_tile(const int pairs, const int vectors, const word_t *a
         FD_UNROLL
         for (int j = 0; j < vectors; j++) x[j] = vec_load((const float *)b + (size_t)j * LANES);
         FD_UNROLL
-        for (int r = 0; r < TILE_ROWS; r++) {
+        for (int r = 0; r < rows; r++) {
             const vec_t y = vec_broadcast(a + (size_t)r * a_stride + i);
             FD_UNROLL
             for (int j = 0; j < vectors; j++) {
@@ -95,7 +96,7 @@ FD_INLINE void multiply_tile(const int pairs, const int vectors, const word_t *a
         }
     }
     FD_UNROLL
-    for (int r = 0; r < TILE_ROWS; r++) {
+    for (int r = 0; r < rows; r++) {
         FD_UNROLL
         for (int j = 0; j < vectors; j++) vec_store(c + (size_t)r * c_stride + (size_t)j * LANES, sums[r][j]);
     }
@@ -223,16 +224,16 @@ FD_INLINE ahead_t ahead_of(const word_t *first, size_t words, size_t steps) {
                                         : (ahead_t){(const uint8_t *)first, 0};
 }
 
-/* The attention of the tile whose first row is r to the block whose first key is at position `key`. */
-FD_INLINE void attend_tile(const int pairs, const fd_prompt_t *o, const part_t *b, size_t r, const word_t *block,
-                           size_t key) {
+/* The attention of the tile of `rows` rows from r on to the block whose first key is at position `key`. */
+FD_INLINE void attend_tile(const int pairs, const int rows, const fd_prompt_t *o, const part_t *b, size_t r,
+                           const word_t *block, size_t key) {
     const layout_t *l = &b->layout;
-    const size_t left = b->filled - r, n = left < TILE_ROWS ? left : TILE_ROWS, base = o->pos + b->row;
+    const size_t left = b->filled - r, n = left < (size_t)rows ? left : (size_t)rows, base = o->pos + b->row;
     const size_t earliest = base + r / o->group, latest = base + (r + n - 1) / o->group;
     if (latest < key || first_seen(o, earliest) >= key + KEYS) return; /* these rows see none of the keys */
-    ahead_t ahead = ahead_of(block + l->words, l->k_words, r / TILE_ROWS * l->depth * (KEYS / PANEL));
+    ahead_t ahead = ahead_of(block + l->words, l->k_words, r / (size_t)rows * l->depth * (KEYS / PANEL));
     for (size_t panel = 0; panel < KEYS / PANEL; panel++, ahead.at += l->depth * ahead.step)
-        multiply_tile(pairs, TILE_VECTORS, b->q + r * l->depth, l->depth, block + panel * l->depth * PANEL, PANEL,
+        multiply_tile(pairs, rows, TILE_VECTORS, b->q + r * l->depth, l->depth, block + panel * l->depth * PANEL, PANEL,
                       l->depth, b->scores + panel * PANEL, KEYS, 0, ahead);
     for (size_t i = 0; i < n; i++) {
         const size_t position = base + (r + i) / o->group, begin = first_seen(o, position);
@@ -241,14 +242,25 @@ FD_INLINE void attend_tile(const int pairs, const fd_prompt_t *o, const part_t *
     }
     const word_t *v = block + l->k_words;
     float *out = b->out + r * l->width;
-    ahead = ahead_of(v + l->words, l->words - l->k_words, r / TILE_ROWS * l->keys_depth * (l->width / PANEL));
+    ahead = ahead_of(v + l->words, l->words - l->k_words, r / (size_t)rows * l->keys_depth * (l->width / PANEL));
     size_t column = 0;
     for (; column + PANEL <= l->width; column += PANEL, ahead.at += l->keys_depth * ahead.step)
-        multiply_tile(pairs, TILE_VECTORS, b->p, l->keys_depth, v + column, l->width, l->keys_depth, out + column,
+        multiply_tile(pairs, rows, TILE_VECTORS, b->p, l->keys_depth, v + column, l->width, l->keys_depth, out + column,
                       l->width, 1, ahead);
     for (; column < l->width; column += LANES)
-        multiply_tile(pairs, 1, b->p, l->keys_depth, v + column, l->width, l->keys_depth, out + column, l->width, 1,
-                      ahead);
+        multiply_tile(pairs, rows, 1, b->p, l->keys_depth, v + column, l->width, l->keys_depth, out + column, l->width,
+                      1, ahead);
+}
+
+/* The attention of all rows to a block, in tiles of about equal heights: a tile takes as long for fewer rows. */
+FD_INLINE void attend_block(const int pairs, const fd_prompt_t *o, const part_t *b, const word_t *block, size_t key) {
+    const size_t tiles = (b->filled + TILE_ROWS - 1) / TILE_ROWS, height = (b->filled + tiles - 1) / tiles;
+    if (height <= 2)
+        for (size_t r = 0; r < b->filled; r += 2) attend_tile(pairs, 2, o, b, r, block, key);
+    else if (height <= 4)
+        for (size_t r = 0; r < b->filled; r += 4) attend_tile(pairs, 4, o, b, r, block, key);
+    else
+        for (size_t r = 0; r < b->filled; r += TILE_ROWS) attend_tile(pairs, TILE_ROWS, o, b, r, block, key);
 }
 
 FD_INLINE int attend_part(const uint32_t dtype, const int pairs, const fd_prompt_t *o, size_t head, size_t row,
@@ -285,8 +297,7 @@ FD_INLINE int attend_part(const uint32_t dtype, const int pairs, const fd_prompt
         b.most[r] = -INFINITY;
     }
     for (size_t number = first_seen(o, o->pos + row) / KEYS; number * KEYS < end; number++)
-        for (size_t r = 0; r < filled; r += TILE_ROWS)
-            attend_tile(pairs, o, &b, r, blocks->words + head * blocks->head_words + number * l.words, number * KEYS);
+        attend_block(pairs, o, &b, blocks->words + head * blocks->head_words + number * l.words, number * KEYS);
     for (size_t r = 0; r < filled; r++) {
         const size_t q_head = head * o->group + r % o->group;
         const float sink = o->sinks ? exp2f((o->sinks[q_head] - o->scale * b.most[r]) * LOG2_E) : 0.0f;
