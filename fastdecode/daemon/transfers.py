@@ -4,7 +4,10 @@ one, which are copied in memory."""
 from __future__ import annotations
 
 import asyncio
+import os
+import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 from fastdecode.daemon.refusals import refusals
 from fastdecode.kernels._native import REngineLink
@@ -12,6 +15,17 @@ from fastdecode.region.contract import PAGE_TOKENS, Status
 from fastdecode.transports import bulk
 from fastdecode.transports.base import CallRefused, LinkRefused
 from fastdecode.transports.frames import FrameSocket
+
+_LOWEST_PRIORITY = 19  # setpriority(2)
+
+
+def _give_way() -> None:
+    """Let the threads that attend go before this one."""
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
+
+
+#: The thread that faults in memory for all links: the OS clears pages, in a virtual machine for tens of milliseconds.
+_faulting = ThreadPoolExecutor(1, "fault-in", _give_way)
 
 
 class Incoming:
@@ -33,10 +47,11 @@ class Incoming:
 
     async def _fault_in(self) -> None:
         """Let the OS find memory for the pages, in another thread, because that would hold up the event loop."""
-        total = self._n_pages * self.page_bytes
+        loop, total = asyncio.get_running_loop(), self._n_pages * self.page_bytes
         try:
             while self._faulted < total:
-                n = await asyncio.to_thread(self._link.fault_in, *self._seq, 0, self._n_pages, self._faulted)
+                where = (*self._seq, 0, self._n_pages, self._faulted)
+                n = await loop.run_in_executor(_faulting, self._link.fault_in, *where)
                 self._have_memory(self._faulted + n)
         except (ValueError, RuntimeError):  # the sequence or the link has gone, which whoever brings pages is told
             self._have_memory(total)

@@ -59,6 +59,30 @@ async def test_pages_are_copied_while_the_sequence_goes_on():
         assert engine.stats.totals.recomputed == 0
 
 
+async def test_a_step_waits_for_a_sequence_that_is_at_its_new_place_soon():
+    first, second = pair()
+    async with started(first, second, mini_batches=2) as engine:
+        work = await loaded(engine, second)
+        mover = engine.r_nodes.moves
+        seq = engine.scheduler.mini_batches[1][0]
+        mover._switching.add(seq)
+        soon = 10.0  # seconds, of which a step waits a part
+        waits = asyncio.create_task(mover.settle(1, soon))
+        async with asyncio.timeout(1):
+            await mover.settle(0, soon)  # the sequence is in the other mini-batch
+            await mover.settle(1, 0.0)  # a step would take no longer than the rest
+        mover._held_seconds = soon
+        async with asyncio.timeout(1):
+            await mover.settle(1, soon)  # the last one took too long
+        mover._held_seconds = 0.0
+        assert not waits.done()
+        mover._switching.discard(seq)
+        mover.notice()
+        async with asyncio.timeout(1):
+            await waits
+        await work
+
+
 async def test_a_prefix_that_has_moved_is_found_at_its_new_place():
     first, second = pair()
     rng = random.Random(5)
