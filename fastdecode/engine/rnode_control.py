@@ -53,7 +53,7 @@ class RNodeControl:
         self._patience = patience
         if patience > 0:
             scheduler.wait_for_r_nodes()
-        self._lost_at = 0.0  # when the last R-node was lost
+        self._losses = 0  # times that the last R-node was lost
         self._replacements: dict[int, Link] = {}
         self._freeing: set[RNodeLedger] = set()  # R-nodes that a FREE is being sent to
         self.moves = Mover(scheduler, spawn, self.send_pending, on_change, self.mark_lost)
@@ -158,15 +158,15 @@ class RNodeControl:
     def _requeue(self, node: RNodeLedger) -> None:
         self._scheduler.node_lost(node)
         if self._patience and not self._cluster.alive:
-            self._lost_at = time.monotonic()
-            self._spawn(self._lose_patience(node.url))
+            self._losses += 1
+            self._spawn(self._lose_patience(node.url, self._losses))
         self._on_change()
 
-    async def _lose_patience(self, url: str) -> None:
-        """Fail what waits for an R-node, unless one comes in time. Takes the URL of the lost one, because its ledger
-        would keep the dead link's region mapped."""
+    async def _lose_patience(self, url: str, loss: int) -> None:
+        """Fail what waits for an R-node, unless one has come in time, or has come and was lost again: then it is that
+        loss that counts. Takes the URL of the lost one, because its ledger would keep the dead link's region mapped."""
         await asyncio.sleep(self._patience)
-        if not self._cluster.alive and time.monotonic() - self._lost_at >= self._patience:
+        if not self._cluster.alive and loss == self._losses:
             self._scheduler.fail_unplaced(url)
             self._on_change()
 
