@@ -58,6 +58,7 @@ def test_streams_wait_for_a_member_that_comes_back_and_end_with_an_error_if_none
         with stream() as chunks:
             parts = [next(iter(chunks))]
             nodes[1].end(signal.SIGKILL)
+            s_node.wait_for("was lost")
             with pytest.raises(openai.InternalServerError):  # new requests do not wait
                 complete(api)
             nodes[1] = start(*r_node)
