@@ -16,12 +16,12 @@ from fastdecode.transports import bulk
 from fastdecode.transports.base import CallRefused, LinkRefused
 from fastdecode.transports.frames import FrameSocket
 
-_LOWEST_PRIORITY = 19  # setpriority(2)
+_NICE = 5  # a third of the weight of a thread that attends; less would starve moves on a busy machine
 
 
 def _give_way() -> None:
     """Let the threads that attend go before this one."""
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
 
 
 #: The thread that faults in memory for all links: the OS clears pages, in a virtual machine for tens of milliseconds.
