@@ -252,7 +252,8 @@ FD_INLINE void attend_tile(const int pairs, const int rows, const fd_prompt_t *o
                       1, ahead);
 }
 
-/* The attention of all rows to a block, in tiles of about equal heights: a tile takes as long for fewer rows. */
+/* The attention of all rows to a block, in tiles of about equal heights. Rows that a tile lacks would cost as much as
+ * rows that it has. */
 FD_INLINE void attend_block(const int pairs, const fd_prompt_t *o, const part_t *b, const word_t *block, size_t key) {
     const size_t tiles = (b->filled + TILE_ROWS - 1) / TILE_ROWS, height = (b->filled + tiles - 1) / tiles;
     if (height <= 2)

@@ -43,7 +43,7 @@ def test_many_choices_of_a_long_prompt_keep_the_target():
 
 
 def test_choices_leave_time_for_steps_that_are_slower_than_predicted(monkeypatch):
-    """One step in a hundred takes 1.6 times the predicted time, on a machine that is said to do so."""
+    """Slow steps are said to take 1.6 times the predicted time; the simulated ones take the predicted time."""
     costly = Request(1.0, 4096, 40, BLOCKS, choices=32)
     even = p99(beside(costly, target=0.040))
     monkeypatch.setattr(Spread, "observe", lambda spread, ratio: setattr(spread, "value", 1.6))

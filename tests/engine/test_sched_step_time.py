@@ -100,6 +100,14 @@ def test_slow_steps_keep_the_target_too():
     assert 90 < spread < 125, "0.1 s / 1.5 less the base"
 
 
+def test_steps_that_other_work_holds_up_do_not_move_the_base_time():
+    times = StepTimes(target=0.1)
+    for i in range(200):
+        times.begin(0, PromptWork(0, 0.0), True)
+        times.end(0, 0.100 if i % 20 in (10, 11) else 0.010)
+        assert times.base == pytest.approx(0.010)
+
+
 def where_attention_is_slow() -> StepTimes:
     """A step of 10 ms; the least chunk of 4 rows adds 4.8 ms behind 8,000 tokens, and prompts may add 3 ms."""
     times = StepTimes(target=0.012)

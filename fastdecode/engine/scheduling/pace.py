@@ -6,7 +6,7 @@ share the S-node and the R-nodes, so a step takes
     scale * max(sum of the S-Parts, sum of the R-Parts, S-Part + R-Part of the longest mini-batch)
 
 where `scale` is learned from the steps that ran. Real steps spread around that time: the target is divided by their
-spread, so that slow steps keep it too. Beyond the balance of S-Part and R-Part (FastDecode, arXiv 2403.11421,
+spread, so that slow steps keep the target too. Beyond the balance of S-Part and R-Part (FastDecode, arXiv 2403.11421,
 equation 10) more sequences make every step longer and bring no more tokens a second, so those that wait lose little.
 Without a target nothing is bounded. The caller measures the seconds.
 """

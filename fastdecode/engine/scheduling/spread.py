@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-#: The part of the steps that exceed the spread. The spread moves up and down by steps whose sizes balance there.
+#: The part of the steps that exceed the spread. The spread rises with each such step and falls with all others; it
+#: stays where both changes balance.
 _EXCEEDING = 0.01
-_STEP = 0.05
+_CHANGE = 0.05
 _MOST = 2.0
 
 #: The first observations do not count, because predictions are still learned.
@@ -26,5 +27,5 @@ class Spread:
         self._observations += 1
         if self._observations <= _WARM_UP:
             return
-        change = _STEP * (1 - _EXCEEDING if ratio > self.value else -_EXCEEDING)
+        change = _CHANGE * (1 - _EXCEEDING if ratio > self.value else -_EXCEEDING)
         self.value = min(max(1.0, self.value + change), _MOST)
