@@ -53,7 +53,7 @@ class RNodeControl:
         self._patience = patience
         if patience > 0:
             scheduler.wait_for_r_nodes()
-        self._losses = 0  # times that the last R-node was lost
+        self._losses = 0  # how often the last R-node was lost
         self._replacements: dict[int, Link] = {}
         self._freeing: set[RNodeLedger] = set()  # R-nodes that a FREE is being sent to
         self.moves = Mover(scheduler, spawn, self.send_pending, on_change, self.mark_lost)
@@ -163,8 +163,9 @@ class RNodeControl:
         self._on_change()
 
     async def _lose_patience(self, url: str, loss: int) -> None:
-        """Fail what waits for an R-node, unless one has come in time, or has come and was lost again: then it is that
-        loss that counts. Takes the URL of the lost one, because its ledger would keep the dead link's region mapped."""
+        """Fail what waits for an R-node, unless an R-node has come in time. If that R-node was lost again, the later
+        loss has a time of its own. `url` is that of the lost R-node, whose ledger would keep the dead link's region
+        mapped; `loss` is the number of the loss."""
         await asyncio.sleep(self._patience)
         if not self._cluster.alive and loss == self._losses:
             self._scheduler.fail_unplaced(url)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from toy import ToyLink, until
+from toy import ToyLink, tokens_of, until
 from toy_engine import generate, started
+
+from fastdecode.engine.request import GenerationFailed, SamplingParams
 
 pytestmark = pytest.mark.quick
 
@@ -83,3 +85,16 @@ async def test_a_drain_that_is_called_off_leaves_the_r_node_in_use():
         await work
         await generate(engine, 10, 10, seed=3)
         assert engine.stats.nodes[1].alive and not engine.stats.nodes[1].draining
+
+
+async def test_requests_that_wait_for_an_r_node_fail_in_time_though_the_timer_is_early(monkeypatch):
+    sleep = asyncio.sleep
+    link = ToyLink("tcp://first")
+    async with started(link, patience=0.1) as engine:
+        work = asyncio.create_task(tokens_of(engine.submit([3, 4, 5], SamplingParams(max_tokens=500))))
+        await until(lambda: link.cache)
+        monkeypatch.setattr(asyncio, "sleep", lambda seconds, result=None: sleep(0.9 * seconds, result))
+        link.kill()
+        async with asyncio.timeout(10):
+            with pytest.raises(GenerationFailed, match="lost"):
+                await work
