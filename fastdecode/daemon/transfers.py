@@ -16,7 +16,8 @@ from fastdecode.transports import bulk
 from fastdecode.transports.base import CallRefused, LinkRefused
 from fastdecode.transports.frames import FrameSocket
 
-_NICE = 5  # a third of the weight of a thread that attends; less would starve moves on a busy machine
+#: The kernel gives the thread a third of the time of a thread that attends. With less, moves starve on a busy machine.
+_NICE = 5
 
 
 def _give_way() -> None:
@@ -25,7 +26,7 @@ def _give_way() -> None:
 
 
 #: The thread that faults in memory for all links: the OS clears pages, in a virtual machine for tens of milliseconds.
-_faulting = ThreadPoolExecutor(1, "fault-in", _give_way)
+_fault_thread = ThreadPoolExecutor(1, "fault-in", _give_way)
 
 
 class Incoming:
@@ -51,7 +52,7 @@ class Incoming:
         try:
             while self._faulted < total:
                 where = (*self._seq, 0, self._n_pages, self._faulted)
-                n = await loop.run_in_executor(_faulting, self._link.fault_in, *where)
+                n = await loop.run_in_executor(_fault_thread, self._link.fault_in, *where)
                 self._have_memory(self._faulted + n)
         except (ValueError, RuntimeError):  # the sequence or the link has gone, which whoever brings pages is told
             self._have_memory(total)

@@ -347,18 +347,16 @@ class Engine:
     # -- steps ----------------------------------------------------------------------------------------------------
 
     async def _drive(self, mini_batch: int) -> None:
-        seconds = 0.0  # that the last step took
         while True:
-            await self.r_nodes.moves.settle(mini_batch, seconds)
+            await self.r_nodes.moves.settle(mini_batch)
             self._wake[mini_batch].clear()
             plan = self.scheduler.schedule(mini_batch)
             self._apply_changes()
             if plan is None:
                 await self._wake[mini_batch].wait()
                 continue
-            self._plans[mini_batch], begun = plan, self._clock()
+            self._plans[mini_batch] = plan
             await self._run_step(plan)
-            seconds = self._clock() - begun
             self._plans[mini_batch] = None
             self._install_replacements()
             self._on_change()

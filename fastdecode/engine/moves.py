@@ -2,9 +2,9 @@
 
 K and V are only ever appended, so the whole pages of a sequence do not change. They are copied while the sequence goes
 on; then the sequence is held between two steps, the rest is copied, at most a page or two, and the next step finds it
-at its new place. That step waits for the rest if it comes soon, and else begins without the sequence. The R-nodes copy
-among themselves (transports/bulk.py). Until the last page has arrived the sequence stays where it is: whatever breaks
-before, it goes on there.
+at its new place. That step waits for the rest if the rest comes soon, and else begins without the sequence. The
+R-nodes copy among themselves (transports/bulk.py). Until the last page has arrived the sequence stays where it is:
+whatever breaks before, it goes on there.
 
 A sequence that has given back pages beyond windows is not moved. It ends where it is.
 """
@@ -41,8 +41,8 @@ _TOGETHER = 1
 _APART = 128
 #: Blocks that a sequence may fill while its whole blocks are copied. One that fills more is copied again.
 _SPARE_BLOCKS = 2
-#: The next step of a mini-batch waits for the rest of a sequence at most for this part of the time that a step takes. A
-#: sequence that misses the step waits half a step for that of another mini-batch, or a whole one if there is no other.
+#: The next step of a mini-batch waits for the rest of a sequence, at most this part of the time of a step. A sequence
+#: that misses the step waits half a step for another mini-batch, or a whole step if there is no other mini-batch.
 _WAIT = 0.25
 #: A target that has failed to take a sequence is not tried again for so many seconds.
 _FAILED_SECONDS = 5.0
@@ -71,8 +71,7 @@ class Mover:
         self._scheduler, self._cluster = scheduler, scheduler.cluster
         self._spawn, self._send, self._on_change, self._lost = spawn, send, on_change, lost
         self._moving: set[Sequence] = set()
-        self._switching: set[Sequence] = set()  # those of them that are held
-        self._held_seconds = 0.0  # how long the last one was held, from the end of its step on
+        self._held_seconds = 0.0  # how long the last sequence was held, from the end of its step on
         self._failed: dict[tuple[RNodeLedger, RNodeLedger], float] = {}  # source and target: when it was
         self._changed = asyncio.Event()
 
@@ -86,15 +85,18 @@ class Mover:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._changed.wait(), seconds)
 
-    async def settle(self, mini_batch: int, step_seconds: float) -> None:
-        """Before a step of a mini-batch, wait for its held sequences, if they will be at their new place soon enough.
-        `step_seconds`: how long the last step took."""
-        most = _WAIT * step_seconds
-        deadline = time.monotonic() + most
-        while self._held_seconds < most and any(seq.mini_batch == mini_batch for seq in self._switching):
-            if (left := deadline - time.monotonic()) <= 0:
-                return
-            await self.change(left)
+    async def settle(self, mini_batch: int) -> None:
+        """Before a step of a mini-batch, wait for its held sequences, if they will soon be at their new place."""
+        most = _WAIT * (self._scheduler.step_times.base or 0.0)
+        if self._held_seconds < most and self._holds(mini_batch):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(most):
+                    while self._holds(mini_batch):
+                        await self.change()
+
+    def _holds(self, mini_batch: int) -> bool:
+        """True if a sequence of a mini-batch is held."""
+        return any(seq.held and seq.mini_batch == mini_batch for seq in self._moving)
 
     async def empty(self, source: RNodeLedger) -> None:
         """Move all sequences off an R-node that takes no new ones, and wait until it has none or is lost.
@@ -165,7 +167,6 @@ class Mover:
         finally:
             seq.held = seq.moving = False
             self._moving.discard(seq)
-            self._switching.discard(seq)
             if not done:
                 self._cluster.take_back(target, seq, handle, pages)
             self._on_change()
@@ -192,7 +193,6 @@ class Mover:
             sent = whole
         self._check(seq, source, old)
         seq.held = True
-        self._switching.add(seq)
         while seq.in_flight or (seq.entry is not None and seq.entry.pins):
             await self.change()
             self._check(seq, source, old)
@@ -206,7 +206,6 @@ class Mover:
             arrived = target.alive
         finally:
             self._scheduler.let_go(seq, (target, handle, pages) if arrived else None)
-            self._switching.discard(seq)
             self._held_seconds = time.monotonic() - since
             self._on_change()  # its mini-batch may wait for it
         return arrived

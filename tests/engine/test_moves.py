@@ -59,28 +59,34 @@ async def test_pages_are_copied_while_the_sequence_goes_on():
         assert engine.stats.totals.recomputed == 0
 
 
+class Held:
+    """Stands for a sequence whose rest is being copied."""
+
+    held, mini_batch = True, 1
+
+
 async def test_a_step_waits_for_a_sequence_that_is_at_its_new_place_soon():
     first, second = pair()
     async with started(first, second, mini_batches=2) as engine:
         work = await loaded(engine, second)
         mover = engine.r_nodes.moves
-        seq = engine.scheduler.mini_batches[1][0]
-        mover._switching.add(seq)
-        soon = 10.0  # seconds, of which a step waits a part
-        waits = asyncio.create_task(mover.settle(1, soon))
-        async with asyncio.timeout(1):
-            await mover.settle(0, soon)  # the sequence is in the other mini-batch
-            await mover.settle(1, 0.0)  # a step would take no longer than the rest
-        mover._held_seconds = soon
-        async with asyncio.timeout(1):
-            await mover.settle(1, soon)  # the last one took too long
-        mover._held_seconds = 0.0
-        assert not waits.done()
-        mover._switching.discard(seq)
-        mover.notice()
-        async with asyncio.timeout(1):
-            await waits
         await work
+        seq = Held()
+        mover._moving.add(seq)
+        engine.scheduler.step_times.base = 100.0  # seconds, of which a step waits a quarter
+        waits = asyncio.create_task(mover.settle(1))
+        async with asyncio.timeout(5):
+            await mover.settle(0)  # the sequence is in the other mini-batch
+            engine.scheduler.step_times.base = 0.01
+            await mover.settle(1)  # the rest has not come in a quarter of a step
+            engine.scheduler.step_times.base = 100.0
+            mover._held_seconds = 30.0
+            await mover.settle(1)  # the last sequence was held for longer than a quarter of a step
+            assert not waits.done()
+            seq.held = False
+            mover.notice()
+            await waits
+        mover._moving.clear()
 
 
 async def test_a_prefix_that_has_moved_is_found_at_its_new_place():
