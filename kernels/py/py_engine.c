@@ -30,7 +30,9 @@ typedef struct {
     engine_object_t *owner;
     PyObject *carrier;
     Py_buffer region;
-    uint32_t users; /* threads that use `link` without the GIL; changed with the GIL */
+    /* Threads that use `link` without the GIL; changed with the GIL. Each copies `link` while it holds the GIL, because
+     * remove_link sets it to NULL before it waits for them. */
+    uint32_t users;
 } link_object_t;
 
 /* Chooses the planes of a page. 1, or 0 with an exception set. */
@@ -300,11 +302,12 @@ static PyObject *link_free(link_object_t *self, PyObject *args) {
     unsigned seq_index, tag;
     char err[ERR_LEN];
     if (!PyArg_ParseTuple(args, "II", &seq_index, &tag)) return NULL;
-    if (!self->link) return closed_error("the link");
+    fd_link_t *link = self->link;
+    if (!link) return closed_error("the link");
     int rc;
     self->users++;
     Py_BEGIN_ALLOW_THREADS /* this waits for the link's mutex, which planning a step holds */
-    rc = fd_link_free(self->link, seq_index, tag, err, sizeof err);
+    rc = fd_link_free(link, seq_index, tag, err, sizeof err);
     Py_END_ALLOW_THREADS
     self->users--;
     return outcome(rc, err);
@@ -314,11 +317,12 @@ static PyObject *link_trim(link_object_t *self, PyObject *args) {
     unsigned seq_index, tag, length;
     char err[ERR_LEN];
     if (!PyArg_ParseTuple(args, "III", &seq_index, &tag, &length)) return NULL;
-    if (!self->link) return closed_error("the link");
+    fd_link_t *link = self->link;
+    if (!link) return closed_error("the link");
     int rc;
     self->users++;
     Py_BEGIN_ALLOW_THREADS /* this waits for the link's mutex, which planning a step holds */
-    rc = fd_link_trim(self->link, seq_index, tag, length, err, sizeof err);
+    rc = fd_link_trim(link, seq_index, tag, length, err, sizeof err);
     Py_END_ALLOW_THREADS
     self->users--;
     return outcome(rc, err);
@@ -328,11 +332,12 @@ static PyObject *link_fork(link_object_t *self, PyObject *args) {
     unsigned src, src_tag, dst, dst_tag, length;
     char err[ERR_LEN];
     if (!PyArg_ParseTuple(args, "IIIII", &src, &src_tag, &dst, &dst_tag, &length)) return NULL;
-    if (!self->link) return closed_error("the link");
+    fd_link_t *link = self->link;
+    if (!link) return closed_error("the link");
     int rc;
     self->users++;
     Py_BEGIN_ALLOW_THREADS /* this waits for the link's mutex, which planning a step holds */
-    rc = fd_link_fork(self->link, src, src_tag, dst, dst_tag, length, err, sizeof err);
+    rc = fd_link_fork(link, src, src_tag, dst, dst_tag, length, err, sizeof err);
     Py_END_ALLOW_THREADS
     self->users--;
     return outcome(rc, err);
@@ -342,11 +347,12 @@ static PyObject *link_grow(link_object_t *self, PyObject *args) {
     unsigned n_pages;
     char err[ERR_LEN];
     if (!PyArg_ParseTuple(args, "I", &n_pages)) return NULL;
-    if (!self->link) return closed_error("the link");
+    fd_link_t *link = self->link;
+    if (!link) return closed_error("the link");
     int rc;
     self->users++;
     Py_BEGIN_ALLOW_THREADS
-    rc = fd_link_grow(self->link, n_pages, err, sizeof err);
+    rc = fd_link_grow(link, n_pages, err, sizeof err);
     Py_END_ALLOW_THREADS
     self->users--;
     return outcome(rc, err);
@@ -356,11 +362,12 @@ static PyObject *link_receive(link_object_t *self, PyObject *args) {
     unsigned seq_index, tag, length;
     char err[ERR_LEN];
     if (!PyArg_ParseTuple(args, "III", &seq_index, &tag, &length)) return NULL;
-    if (!self->link) return closed_error("the link");
+    fd_link_t *link = self->link;
+    if (!link) return closed_error("the link");
     int rc;
     self->users++;
     Py_BEGIN_ALLOW_THREADS
-    rc = fd_link_receive(self->link, seq_index, tag, length, err, sizeof err);
+    rc = fd_link_receive(link, seq_index, tag, length, err, sizeof err);
     Py_END_ALLOW_THREADS
     self->users--;
     return outcome(rc, err);
@@ -374,11 +381,12 @@ static PyObject *transfer(link_object_t *self, PyObject *args, transfer_fn *move
     unsigned long long offset;
     char err[ERR_LEN];
     if (!PyArg_ParseTuple(args, "iIIIIK", &fd, &seq_index, &tag, &first, &n, &offset)) return NULL;
-    if (!self->link) return closed_error("the link");
+    fd_link_t *link = self->link;
+    if (!link) return closed_error("the link");
     int64_t moved;
     self->users++;
     Py_BEGIN_ALLOW_THREADS
-    moved = move(self->link, fd, seq_index, tag, first, n, offset, &error, err, sizeof err);
+    moved = move(link, fd, seq_index, tag, first, n, offset, &error, err, sizeof err);
     Py_END_ALLOW_THREADS
     self->users--;
     if (moved >= 0) return PyLong_FromLongLong(moved);
@@ -400,11 +408,12 @@ static PyObject *link_fault_in(link_object_t *self, PyObject *args) {
     unsigned long long offset;
     char err[ERR_LEN];
     if (!PyArg_ParseTuple(args, "IIIIK", &seq_index, &tag, &first, &n, &offset)) return NULL;
-    if (!self->link) return closed_error("the link");
+    fd_link_t *link = self->link;
+    if (!link) return closed_error("the link");
     int64_t bytes;
     self->users++;
     Py_BEGIN_ALLOW_THREADS
-    bytes = fd_link_fault_in(self->link, seq_index, tag, first, n, offset, err, sizeof err);
+    bytes = fd_link_fault_in(link, seq_index, tag, first, n, offset, err, sizeof err);
     Py_END_ALLOW_THREADS
     self->users--;
     return bytes >= 0 ? PyLong_FromLongLong(bytes) : outcome((int)bytes, err);
@@ -418,13 +427,13 @@ static PyObject *link_copy_pages(link_object_t *self, PyObject *args) {
     if (!PyArg_ParseTuple(args, "O!IIIIIIK", Py_TYPE(self), &to, &seq_index, &tag, &to_index, &to_tag, &first, &n,
                           &offset))
         return NULL;
-    if (!self->link || !to->link) return closed_error("the link");
+    fd_link_t *here = self->link, *there = to->link;
+    if (!here || !there) return closed_error("the link");
     int64_t copied;
     self->users++;
     to->users++;
     Py_BEGIN_ALLOW_THREADS
-    copied =
-        fd_link_copy_pages(self->link, seq_index, tag, to->link, to_index, to_tag, first, n, offset, err, sizeof err);
+    copied = fd_link_copy_pages(here, seq_index, tag, there, to_index, to_tag, first, n, offset, err, sizeof err);
     Py_END_ALLOW_THREADS
     to->users--;
     self->users--;
@@ -451,10 +460,11 @@ static PyObject *link_pages(link_object_t *self, PyObject *args) {
 
 static PyObject *link_stats(link_object_t *self, PyObject *unused) {
     fd_link_stats_t s;
-    if (!self->link) return closed_error("the link");
+    fd_link_t *link = self->link;
+    if (!link) return closed_error("the link");
     self->users++;
     Py_BEGIN_ALLOW_THREADS
-    fd_link_stats(self->link, &s);
+    fd_link_stats(link, &s);
     Py_END_ALLOW_THREADS
     self->users--;
     return Py_BuildValue("{s:K,s:K,s:K,s:K,s:K,s:I,s:I,s:I}", "calls", s.calls, "refused", s.refused, "rows", s.rows,

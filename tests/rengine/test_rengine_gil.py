@@ -70,3 +70,48 @@ def test_calls_go_on_while_the_gil_is_held():
         os.close(fd)
     assert not [t for t in ticks if begin + 0.1 < t < end - 0.1], "the GIL was not held"
     assert len([t for t in served if begin < t < end]) > 300
+
+
+#: Three threads use whichever link is open, while the main thread closes it and opens the next one.
+CLOSER = """
+import mmap, sys, threading, time
+from rengine_peer import KV_FP32, Geometry, Peer
+from fastdecode.kernels import _native
+from fastdecode.region._native import init_region_header
+g = Geometry(n_slots=1, max_rows=4, n_layers=1)
+peer = Peer(g, int(sys.argv[1]))
+init_region_header(peer.map, g.tuple())
+engine = _native.REngine(1, 1 << 24)
+sys.setswitchinterval(1e-6)
+open_link = lambda: engine.add_link(peer.map, g.tuple(), KV_FP32, 4, 4, 1.0, [0])
+link, over, refusals = open_link(), threading.Event(), set()
+def use():
+    while not over.is_set():
+        try:
+            link.free(0, 1)
+        except (ValueError, RuntimeError) as error:
+            refusals.add(str(error))
+users = [threading.Thread(target=use) for _ in range(3)]
+for user in users: user.start()
+for _ in range(1000):
+    time.sleep(0.0002)
+    link.close()
+    link = open_link()
+over.set()
+for user in users: user.join()
+link.close()
+engine.close()
+print(*refusals, sep="\\n")
+"""
+
+
+def test_a_link_may_be_closed_while_other_threads_use_it():
+    fd = os.memfd_create("region")
+    try:
+        child = subprocess.run(
+            [sys.executable, "-c", CLOSER, str(fd)], pass_fds=[fd], capture_output=True, text=True, timeout=120
+        )
+    finally:
+        os.close(fd)
+    assert child.returncode == 0, child.stderr
+    assert "the link is closed" in child.stdout
