@@ -26,7 +26,7 @@ def _give_way() -> None:
 
 
 #: The thread that faults in memory for all links: the OS clears pages, in a virtual machine for tens of milliseconds.
-_fault_thread = ThreadPoolExecutor(1, "fault-in", _give_way)
+fault_thread = ThreadPoolExecutor(1, "fault-in", _give_way)
 
 
 class Incoming:
@@ -52,7 +52,7 @@ class Incoming:
         try:
             while self._faulted < total:
                 where = (*self._seq, 0, self._n_pages, self._faulted)
-                n = await loop.run_in_executor(_fault_thread, self._link.fault_in, *where)
+                n = await loop.run_in_executor(fault_thread, self._link.fault_in, *where)
                 self._have_memory(self._faulted + n)
         except (ValueError, RuntimeError):  # the sequence or the link has gone, which whoever brings pages is told
             self._have_memory(total)

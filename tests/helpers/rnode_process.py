@@ -22,6 +22,8 @@ from pathlib import Path
 
 from script_process import ScriptProcess
 
+from fastdecode.daemon.transfers import fault_thread
+
 STUCK_S = 3.0 if "FASTDECODE_SLOW" in os.environ else 1.0  # see link_driver.SLOW
 KV_BYTES = 64 << 20  # the default
 #: The transports that the conformance suite tests, by URL scheme, each with the URL that a test's R-node listens at.
@@ -111,7 +113,8 @@ def resident_bytes(pid: int) -> int:
 
 
 def start_executor_threads() -> None:
-    """Start all threads of the running loop's executor, so that any thread that appears later belongs to a link."""
+    """Start all threads of the running loop's executor and the one that faults in memory, so that any thread that
+    appears later belongs to a link."""
     n = 4
     loop, barrier = asyncio.get_running_loop(), threading.Barrier(n + 1)
     executor = ThreadPoolExecutor(n)
@@ -119,6 +122,7 @@ def start_executor_threads() -> None:
     for _ in range(n):
         executor.submit(barrier.wait)
     barrier.wait()
+    fault_thread.submit(int).result()
 
 
 def hold_the_gil(*_: object) -> None:
