@@ -69,6 +69,8 @@ class Port:
         """If the port is down, write FD_POISON into all slots again: a late reply may have overwritten it."""
     def reap(self) -> None:
         """RDMA: take all completions from the queue. A completion with an error takes the port down."""
+    def probe(self) -> None:
+        """RDMA: let the peer's device acknowledge a write. If it does not, the port goes down within a second."""
     def kill(self, reason: str, /) -> None:
         """Take the port down and wake all waiters. The first reason stays."""
     def close(self) -> None:

@@ -215,6 +215,8 @@ class RegionLink(Link):
         writing: asyncio.Task[None] | None = None
         try:
             while self._unanswered_pings < PINGS_UNANSWERED:
+                if self._unanswered_pings:  # RDMA's device knows sooner whether the R-node's host is alive
+                    self.port.probe()
                 self._unanswered_pings += 1
                 # A peer that reads nothing blocks the write, and the counting must go on meanwhile.
                 if writing is None or writing.done():

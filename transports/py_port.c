@@ -208,6 +208,11 @@ static PyObject *port_reap(PortObject *self, PyObject *unused) {
     Py_RETURN_NONE;
 }
 
+static PyObject *port_probe(PortObject *self, PyObject *unused) {
+    if (self->open && self->poster) fd_poster_probe(self->poster);
+    Py_RETURN_NONE;
+}
+
 static PyObject *port_kill(PortObject *self, PyObject *arg) {
     const char *reason = PyUnicode_AsUTF8(arg);
     if (!reason) return NULL;
@@ -223,15 +228,11 @@ static PyObject *port_close(PortObject *self, PyObject *unused) {
 static PyObject *port_get_reason(PortObject *self, void *closure) { return fd_py_down_reason(&self->port.down); }
 
 static PyMethodDef port_methods[] = {
-    {"arm", (PyCFunction)port_arm, METH_VARARGS, NULL},
-    {"ring", (PyCFunction)port_ring, METH_VARARGS, NULL},
-    {"wait", (PyCFunction)port_wait, METH_VARARGS, NULL},
-    {"disarm", (PyCFunction)port_disarm, METH_VARARGS, NULL},
-    {"poison", (PyCFunction)port_poison, METH_NOARGS, NULL},
-    {"reap", (PyCFunction)port_reap, METH_NOARGS, NULL},
-    {"kill", (PyCFunction)port_kill, METH_O, NULL},
-    {"close", (PyCFunction)port_close, METH_NOARGS, NULL},
-    {0},
+    {"arm", (PyCFunction)port_arm, METH_VARARGS, NULL},      {"ring", (PyCFunction)port_ring, METH_VARARGS, NULL},
+    {"wait", (PyCFunction)port_wait, METH_VARARGS, NULL},    {"disarm", (PyCFunction)port_disarm, METH_VARARGS, NULL},
+    {"poison", (PyCFunction)port_poison, METH_NOARGS, NULL}, {"reap", (PyCFunction)port_reap, METH_NOARGS, NULL},
+    {"probe", (PyCFunction)port_probe, METH_NOARGS, NULL},   {"kill", (PyCFunction)port_kill, METH_O, NULL},
+    {"close", (PyCFunction)port_close, METH_NOARGS, NULL},   {0},
 };
 
 static PyMemberDef port_members[] = {

@@ -12,8 +12,9 @@ bells again after an eighth of that time, and at the latest after 5 ms; a waiter
 latest after 1 ms.
 
 The end of its control connection shows that a peer process is dead. For a dead host, the device gives up retrying
-within half a second of a write, and TCP's probes fail within 5 seconds. Each end chooses its own `device`, `port` and
-`gid`; by default they belong to the interface that the control connection runs over (`rdma_devices.choose`).
+within half a second of a write, and a link without calls writes when a PING stays unanswered. Each end chooses its own
+`device`, `port` and `gid`; by default they belong to the interface that the control connection runs over
+(`rdma_devices.choose`).
 """
 
 from __future__ import annotations

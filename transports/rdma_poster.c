@@ -326,6 +326,8 @@ static void ring_again(fd_poster_t *p, uint32_t index) {
     pthread_mutex_unlock(&p->lock);
 }
 
+void fd_poster_probe(fd_poster_t *p) { ring_again(p, 0); }
+
 static void poster_probe(void *poster, uint32_t index, bool harder) {
     if (harder) ring_again(poster, index);
     else fd_poster_reap(poster);

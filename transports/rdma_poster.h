@@ -8,7 +8,8 @@
  * step's header and the words go inline. The poster builds the work requests of a slot once; to post them it only sets
  * their lengths and links. It asks for one completion per quarter of the send queue. fd_poster_reap takes completions
  * when a completion event wakes the event loop, while a thread waits for a reply, and when the send queue is full. A
- * thread that has waited long rings again, to find out whether the peer is still there.
+ * thread that has waited long rings again, to find out whether the peer is still there; so does a link whose control
+ * connection is silent.
  *
  * A WRITE interrupts no thread at the other end, so no thread there can be woken: the R-engine polls these words even
  * while it is idle, and a waiter on the S side sleeps in short naps.
@@ -50,6 +51,10 @@ int fd_poster_start(fd_poster_t *poster, const fd_verbs_t *verbs);
 
 /* Takes the completions that have arrived. A completion with an error sets `down`. */
 void fd_poster_reap(fd_poster_t *poster);
+
+/* Lets the peer's device acknowledge a write that changes nothing; without an acknowledgement `down` is set within a
+ * second, once completions are taken. */
+void fd_poster_probe(fd_poster_t *poster);
 
 /* Returns once no thread uses the queue pair any more. Idempotent. Send and reap do nothing afterwards. */
 void fd_poster_stop(fd_poster_t *poster);
