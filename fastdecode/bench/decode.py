@@ -17,20 +17,23 @@ import uvloop
 from tqdm import tqdm
 
 from fastdecode.bench.decoding import DecodeShape, Decoding
+from fastdecode.bench.load import Load
 from fastdecode.bench.options import print_result
 from fastdecode.bench.peers import PEERS
-from fastdecode.daemon.config import NodeConfig
+from fastdecode.daemon.config import WEIGHTS, NodeConfig, format_bytes
 from fastdecode.daemon.embedded import EmbeddedRNode, Split, split_machine
 from fastdecode.daemon.machine import usable_cpus
 from fastdecode.demo import model_dir
 from fastdecode.region.contract import KV_DTYPES
 from fastdecode.spart import choose_device, choose_dtype, load_model, read_config
+from fastdecode.spart.own_thread import in_own_thread
 
 COMMAND = ("decode", "output tokens/s of the split system, of S and R alone, and the ratio to the bound that they set")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", type=Path, metavar="DIR", help="checkpoint; default: the demo model")
+    parser.add_argument("--model", type=Path, metavar="PATH", help="as for fastdecode-node; default: the demo model")
+    parser.add_argument("--weights", choices=WEIGHTS, default="auto", help="as for fastdecode-node")
     parser.add_argument("--batch", type=int, default=32, help="sequences that decode at once, over all mini-batches")
     parser.add_argument("--context", type=int, default=512, help="cached tokens of each sequence")
     parser.add_argument("--steps", type=int, default=16, help="tokens decoded of each sequence in a round")
@@ -58,8 +61,8 @@ def run(args: argparse.Namespace) -> None:
 
 async def _run(args: argparse.Namespace) -> dict[str, Any]:
     device = choose_device(args.device)
-    directory = args.model or model_dir()
-    dtype = choose_dtype(args.dtype, read_config(directory).dtype, device)
+    path = NodeConfig(model=args.model).model_path() or model_dir()
+    dtype = choose_dtype(args.dtype, read_config(path).dtype, device)
     argv = ["--kv-dtype", args.kv_dtype]
     for flag, value in (
         ("--mini-batches", args.mini_batches),
@@ -78,7 +81,7 @@ async def _run(args: argparse.Namespace) -> dict[str, Any]:
         raise ValueError("--batch is smaller than --mini-batches")
     all_threads = torch.get_num_threads()
     torch.set_num_threads(split.s_threads)
-    model = load_model(directory, device=device, dtype=dtype, progress=True)
+    model = in_own_thread(load_model, path, device=device, dtype=dtype, progress=True, weights=args.weights)
     node = None
     if not args.r_node:
         node = EmbeddedRNode(config, split)
@@ -87,12 +90,11 @@ async def _run(args: argparse.Namespace) -> dict[str, Any]:
         shape = DecodeShape(args.batch, args.context, args.steps, args.mini_batches, args.kv_dtype)
         bench = await Decoding.open(model, [node.url] if node else args.r_node, shape)
         await bench.fill()
-        peers = {
-            name: PEERS[name](directory, args.batch, args.context, dtype, device, all_threads) for name in args.peer
-        }
+        load = Load(path, args.batch, args.context, args.weights, args.kv_dtype, dtype, device, all_threads)
+        peers = {name: PEERS[name](load) for name in args.peer}
         samples: dict[str, list[float]] = {"split": [], "s": [], "r": [], **{name: [] for name in peers}}
         for i in tqdm(range(args.rounds + 1), desc="rounds", unit="round"):
-            seconds = {"split": (await bench.split_round())[0], "s": bench.s_round(), "r": await bench.r_round()}
+            seconds = {"split": (await bench.split_round())[0], "s": await bench.s_round(), "r": await bench.r_round()}
             seconds |= {name: peer.round(args.steps) for name, peer in peers.items()}
             if i:  # the first round is a warm-up
                 for name, value in seconds.items():
@@ -103,12 +105,12 @@ async def _run(args: argparse.Namespace) -> dict[str, Any]:
     finally:
         if node:
             await node.stop()
-    return _result(args, directory, dtype, split, bench, samples)
+    return _result(args, path, dtype, split, bench, samples)
 
 
 def _result(
     args: argparse.Namespace,
-    directory: Path,
+    path: Path,
     dtype: torch.dtype,
     split: Split,
     bench: Decoding,
@@ -118,11 +120,13 @@ def _result(
     bounds = [1 / (1 / s + 1 / r) if in_turns else min(s, r) for s, r in zip(samples["s"], samples["r"], strict=True)]
     ratios = [x / bound for x, bound in zip(samples["split"], bounds, strict=True)]
     return {
-        "model": directory.resolve().name,
+        "model": path.resolve().name,
         "parameters": bench.model.parameters,
         "batch": args.batch,
         "context": args.context,
         "mini_batches": args.mini_batches,
+        "weights": args.weights,
+        "weight_bytes": bench.model.weight_bytes,
         "dtype": str(dtype).removeprefix("torch."),
         "kv_dtype": args.kv_dtype,
         "s_threads": split.s_threads,
@@ -147,7 +151,8 @@ def _result(
 
 def _print_table(result: dict[str, Any]) -> None:
     shape = f"batch {result['batch']}, context {result['context']}, {result['mini_batches']} mini-batches"
-    print(f"{result['model']}: {shape}, {result['dtype']}, KV {result['kv_dtype']}")
+    weights = f"weights {result['weights']} ({format_bytes(result['weight_bytes'])})"
+    print(f"{result['model']}: {shape}, {weights}, {result['dtype']}, KV {result['kv_dtype']}")
     rows = [
         ("split", result["tokens_per_s"]),
         ("S alone", result["s_tokens_per_s"]),

@@ -15,14 +15,14 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from fastdecode.bench.steps import run_step
 from fastdecode.engine.request import SamplingParams
-from fastdecode.engine.runner import Runner
+from fastdecode.engine.runner import Runner, StepGenerator
 from fastdecode.region.contract import PAGE_TOKENS, ROW_ATTEND, ROW_DTYPE
 from fastdecode.region.geometry import geometry_tuple
 from fastdecode.region.region import Region
 from fastdecode.spart import Model, SPart
 from fastdecode.spart.batch import Chunk, SampleSpec, StepBatch
+from fastdecode.spart.own_thread import in_own_thread
 from fastdecode.transports._native import Port
 from fastdecode.transports.base import Link, LinkDown
 from fastdecode.transports.registry import connect
@@ -153,7 +153,7 @@ class Decoding:
         for link in self.links:
             y = link.layout
             rows = torch.randn(_FILL_ROWS * y.kv_row_bytes // 4, generator=generator)
-            raw = rows.to(self.model.dtype).view(torch.uint8).numpy()[: _FILL_ROWS * y.kv_row_bytes]
+            raw = in_own_thread(rows.to, self.model.dtype).view(torch.uint8).numpy()[: _FILL_ROWS * y.kv_row_bytes]
             start = y.slot(0) + y.kv
             link.region[start : start + raw.nbytes] = memoryview(raw).cast("B")
         total = self.shape.batch * self.shape.context
@@ -203,13 +203,17 @@ class Decoding:
         await self._trim()
         return Round(elapsed, waited, busy)
 
-    def s_round(self) -> float:
-        """Seconds of a round of the S-Part alone, one mini-batch after the other as in the split system."""
+    async def s_round(self) -> float:
+        """Seconds of a round of the S-Part alone, one mini-batch after the other and in the thread of the split
+        system."""
         start = time.perf_counter()
+        await self.runner.submit(self._s_steps())
+        return time.perf_counter() - start
+
+    def _s_steps(self) -> StepGenerator:
         for step in range(self.shape.steps):
             for slot in range(self.shape.mini_batches):
-                run_step(self.s_alone.step(self._batch(slot, step)))
-        return time.perf_counter() - start
+                yield from self.s_alone.step(self._batch(slot, step))
 
     async def r_round(self) -> float:
         """Seconds of a round of the R-Part alone, with a call in progress in every slot."""

@@ -28,6 +28,7 @@ from fastdecode.engine.engine import Engine
 from fastdecode.engine.request import EngineError, SamplingParams, TokenEvent
 from fastdecode.region.contract import KV_DTYPES
 from fastdecode.spart import SPart, choose_device, choose_dtype, load_model, read_config
+from fastdecode.spart.own_thread import in_own_thread
 from fastdecode.transports.registry import connect
 
 COMMAND = ("drain", "how long streams pause while an R-node is drained, in steps and in milliseconds")
@@ -79,7 +80,8 @@ async def _run(args: argparse.Namespace) -> dict[str, Any]:
     torch.set_num_threads(args.s_threads)
     directory = args.model or model_dir()
     device = choose_device("cpu")
-    model = load_model(directory, device=device, dtype=choose_dtype("auto", read_config(directory).dtype, device))
+    dtype = choose_dtype("auto", read_config(directory).dtype, device)
+    model = in_own_thread(load_model, directory, device=device, dtype=dtype)
     rows = max(256, 2 * args.streams)
     async with AsyncExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())

@@ -6,13 +6,13 @@ from __future__ import annotations
 import os
 import subprocess
 from collections.abc import Callable
-from pathlib import Path
 from time import perf_counter
 from typing import Any, Protocol
 
 import torch
 
 from fastdecode.bench import vllm_worker
+from fastdecode.bench.load import Load
 
 
 class Peer(Protocol):
@@ -27,20 +27,23 @@ class Peer(Protocol):
 class Transformers:
     """transformers' `generate`, greedy, from a cache of `context` random tokens, with all cores in its turn."""
 
-    def __init__(self, model: Path, batch: int, context: int, dtype: torch.dtype, device: torch.device, threads: int):
+    def __init__(self, load: Load):
+        """Raises ValueError unless the model is a directory and its weights are dense."""
         from transformers import AutoModelForCausalLM, DynamicCache
 
-        loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
-        self._model = loaded.to(device).eval()
+        _check_dense_directory("transformers", load)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(load.model, dtype=load.dtype)
+        self._model = loaded.to(load.device).eval()
         self._model.generation_config.eos_token_id = None
         self._model.generation_config.pad_token_id = 0
-        self._context = context
-        self._threads = threads
+        self._context = context = load.context
+        self._threads = load.threads
         vocab = self._model.config.vocab_size
-        self._ids = torch.randint(vocab, (batch, context + 1), generator=torch.Generator().manual_seed(0)).to(device)
+        ids = torch.randint(vocab, (load.batch, context + 1), generator=torch.Generator().manual_seed(0))
+        self._ids = ids.to(load.device)
         self._cache = DynamicCache(config=self._model.config)
         before = torch.get_num_threads()
-        torch.set_num_threads(threads)
+        torch.set_num_threads(load.threads)
         with torch.inference_mode():
             self._model(self._ids[:, :context], past_key_values=self._cache, logits_to_keep=1)
         torch.set_num_threads(before)
@@ -71,12 +74,16 @@ class Transformers:
 class Vllm:
     """vLLM in an environment of its own, whose Python interpreter FASTDECODE_VLLM_PYTHON names."""
 
-    def __init__(self, model: Path, batch: int, context: int, dtype: torch.dtype, device: torch.device, threads: int):
+    def __init__(self, load: Load):
+        """Raises ValueError unless the model is a directory and its weights are dense, and where no python is named;
+        RuntimeError if vLLM does not start."""
+        _check_dense_directory("vllm", load)
         python = os.environ.get("FASTDECODE_VLLM_PYTHON")
         if not python:
             raise ValueError("the vllm peer needs FASTDECODE_VLLM_PYTHON, the python of an environment with vLLM")
-        argv = [python, "-P", vllm_worker.__file__, str(model), str(batch), str(context), str(dtype).split(".")[-1]]
-        cpus = sorted(os.sched_getaffinity(0))[:threads]
+        shape = [str(load.batch), str(load.context), str(load.dtype).split(".")[-1]]
+        argv = [python, "-P", vllm_worker.__file__, str(load.model), *shape]
+        cpus = sorted(os.sched_getaffinity(0))[: load.threads]
         env = {
             **os.environ,
             "VLLM_CPU_OMP_THREADS_BIND": f"{cpus[0]}-{cpus[-1]}",
@@ -103,4 +110,9 @@ class Vllm:
         self._process.wait()
 
 
-PEERS: dict[str, Callable[..., Peer]] = {"transformers": Transformers, "vllm": Vllm}
+def _check_dense_directory(peer: str, load: Load) -> None:
+    if load.weights not in ("auto", "dense") or not load.model.is_dir():
+        raise ValueError(f"the {peer} peer needs a model directory whose weights stay as they are stored")
+
+
+PEERS: dict[str, Callable[[Load], Peer]] = {"transformers": Transformers, "vllm": Vllm}

@@ -39,6 +39,7 @@ from fastdecode.spart.backend import Backend, choose_backend
 from fastdecode.spart.balance import balance_digest, balance_for
 from fastdecode.spart.exchange.choice import Choice
 from fastdecode.spart.lora.files import read_adapter
+from fastdecode.spart.own_thread import in_own_thread
 from fastdecode.text.calibration import calibration_tokens
 from fastdecode.text.tokenizer import Tokenizer
 from fastdecode.transports.teams import member_of
@@ -89,7 +90,9 @@ def run_s_node(config: NodeConfig) -> None:
     api_processes = ApiProcesses(config, sockets) if config.api_processes else None
     calibration = calibration_tokens(settings.tokenizer)
     fitted_to = None if config.no_calibration else calibration
-    model = backend.load(device, dtype, sys.stderr.isatty(), config.weights, adapters, fitted_to)
+    # The S-Part's thread is to be the only one with OpenMP threads.
+    progress = sys.stderr.isatty()
+    model = in_own_thread(backend.load, device, dtype, progress, config.weights, adapters, fitted_to)
     log.info(
         "%s by the %s backend, %s in %s, activations in %s",
         backend.config.architecture,
@@ -101,7 +104,7 @@ def run_s_node(config: NodeConfig) -> None:
     if device.type == "cpu" and computes_in_one_thread(config, model.parameters):
         torch.set_num_threads(1)
         log.info("the S-Part computes in one thread, because the model has only %d parameters", model.parameters)
-    balance_for(model, config.kv_dtype, calibration)
+    in_own_thread(balance_for, model, config.kv_dtype, calibration)
     exchange = node_exchange(config, device, split.mini_batches)
     log.info("exchange: %s", exchange)
     uvloop.run(_serve(config, settings, backend, model, exchange, api_processes or sockets, split, secret))

@@ -41,6 +41,7 @@ from fastdecode.plan.together_measure import Load, measure_together
 from fastdecode.region.contract import KV_DTYPES
 from fastdecode.spart import Model, SPart, choose_device, choose_dtype, load_model, read_config
 from fastdecode.spart.batch import Chunk, SampleSpec, StepBatch
+from fastdecode.spart.own_thread import in_own_thread
 from fastdecode.transports.registry import connect
 
 COMMAND = ("measure", "measure this machine and save a profile")
@@ -176,7 +177,8 @@ def load(directory: Path, threads: int | None = None) -> Model:
     """Load a checkpoint as a node would, and give torch so many threads, or those that the node would."""
     device = choose_device("auto")
     torch.set_num_threads(threads or split_machine(NodeConfig(), s_on_gpu=device.type == "cuda").s_threads)
-    return load_model(directory, device=device, dtype=choose_dtype("auto", read_config(directory).dtype, device))
+    dtype = choose_dtype("auto", read_config(directory).dtype, device)
+    return in_own_thread(load_model, directory, device=device, dtype=dtype)
 
 
 # -- the three measurements --------------------------------------------------------------------------------------------

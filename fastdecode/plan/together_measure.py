@@ -98,7 +98,7 @@ async def _rounds(
             while len(splits) < _LEAST_ROUNDS or time.perf_counter() < end:
                 splits.append(await decoding.split_round())
                 if not in_turns:
-                    alone.append((decoding.s_round(), await decoding.r_round()))
+                    alone.append((await decoding.s_round(), await decoding.r_round()))
         finally:
             await decoding.close()
     # A step and its waiting are those of one round; the S-Part and the R-nodes alone are two measurements.

@@ -37,6 +37,12 @@ def test_decode_prints_one_object_with_the_split_its_parts_and_a_peer():
     assert result["peers"]["transformers"]["tokens_per_s"] > 0
 
 
+def test_decode_rounds_weights_as_the_node_does():
+    argv = ["--batch", "2", "--context", "70", "--steps", "2", "--rounds", "1", "--json"]
+    rounded, dense = (json.loads(bench("decode", *argv, "--weights", name)) for name in ("int8", "dense"))
+    assert rounded["weights"] == "int8" and rounded["weight_bytes"] < 0.8 * dense["weight_bytes"]
+
+
 def test_decode_on_a_checkpoint_it_made(tmp_path):
     shape = ["--layers", "2", "--hidden", "64", "--intermediate", "96", "--heads", "4", "--kv-heads", "2"]
     out = bench("checkpoint", "--out", str(tmp_path / "random"), *shape, "--head-size", "24", "--vocab", "300")
@@ -52,6 +58,7 @@ def test_decode_on_a_checkpoint_it_made(tmp_path):
         (["decode", "--batch", "1", "--mini-batches", "2"], "--batch is smaller than --mini-batches"),
         (["decode", "--batch", "2", "--context", "99999999"], "KV pages"),
         (["decode", "--model", "/nonexistent"], "/nonexistent"),
+        (["decode", "--weights", "int8", "--peer", "transformers"], "weights stay as they are stored"),
         (["attention", "--threads", "100000"], "may run on"),
         (["transport", "--payload", "7"], "a payload of 7 bytes"),
         (["rpart", "--threads", "1,1000"], "1000 threads are not within"),
