@@ -1,19 +1,14 @@
 #include "parallel.h"
 
-#include <dlfcn.h>
+#include <pthread.h>
+#include <signal.h>
+#include <string.h>
 
-/* GOMP_parallel. */
-typedef void parallel_fn(void (*body)(void *), void *data, unsigned threads, unsigned flags);
+#include "doorbell.h"
 
-static parallel_fn *find_parallel(void) {
-    static parallel_fn *found;
-    static int looked;
-    if (!__atomic_load_n(&looked, __ATOMIC_ACQUIRE)) { /* threads that race here find the same */
-        *(void **)&found = dlsym(RTLD_DEFAULT, "GOMP_parallel");
-        __atomic_store_n(&looked, 1, __ATOMIC_RELEASE);
-    }
-    return found;
-}
+#define AWAKE_NS 200000u     /* a worker looks for the next loop this long before it sleeps */
+#define SLEEP_NS 1000000000u /* a sleep's time limit; it is woken when there is a loop */
+enum { MOST_WORKERS = 1023 };
 
 typedef struct {
     void (*body)(void *data, size_t first, size_t n);
@@ -21,8 +16,23 @@ typedef struct {
     size_t parts, step, next; /* a thread takes `step` of `parts` at a time; `next` is the first that is free */
 } loop_t;
 
-static void take_parts(void *data) {
-    loop_t *loop = data;
+/* The pool's state is one word, so that a worker joins a loop only while its caller is there:
+ *   bits 0 to 14   workers that are in the loop
+ *   bit 15         the loop takes workers
+ *   bits 16 to 31  the most workers that it takes
+ *   bits 32 to 63  the loop's number */
+#define IN_LOOP 0x7fffu
+#define OPEN 0x8000u
+
+static struct {
+    pthread_mutex_t busy; /* held by the caller of the loop in progress */
+    uint64_t state;
+    loop_t *loop; /* valid for workers in the loop */
+    uint32_t sleepers, bell;
+    uint32_t number, n_workers; /* of the loop in progress, of all workers; under `busy` */
+} pool = {.busy = PTHREAD_MUTEX_INITIALIZER};
+
+static void take_parts(loop_t *loop) {
     for (;;) {
         const size_t first = __atomic_fetch_add(&loop->next, loop->step, __ATOMIC_RELAXED);
         if (first >= loop->parts) return;
@@ -31,12 +41,92 @@ static void take_parts(void *data) {
     }
 }
 
+/* True if a worker that was in loop `last` may join the present one. */
+static bool takes_workers(uint64_t state, uint32_t last) {
+    return (state & OPEN) && (uint32_t)(state >> 32) != last && (state & IN_LOOP) < (state >> 16 & 0xffff);
+}
+
+/* Joins the present loop, if it takes workers. */
+static bool join(uint32_t *last) {
+    uint64_t state = __atomic_load_n(&pool.state, __ATOMIC_ACQUIRE);
+    while (takes_workers(state, *last))
+        if (__atomic_compare_exchange_n(&pool.state, &state, state + 1, true, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE)) {
+            *last = (uint32_t)(state >> 32);
+            return true;
+        }
+    return false;
+}
+
+static void sleep_until_called(uint32_t last) {
+    const uint32_t bell = __atomic_load_n(&pool.bell, __ATOMIC_ACQUIRE);
+    __atomic_fetch_add(&pool.sleepers, 1, __ATOMIC_SEQ_CST);
+    if (!takes_workers(__atomic_load_n(&pool.state, __ATOMIC_SEQ_CST), last))
+        fd_futex_wait(&pool.bell, bell, SLEEP_NS, false);
+    __atomic_fetch_sub(&pool.sleepers, 1, __ATOMIC_RELAXED);
+}
+
+static void *work(void *unused) {
+    uint32_t last = 0;
+    uint64_t since = fd_now_ns();
+    for (;;) {
+        if (join(&last)) {
+            take_parts(pool.loop);
+            __atomic_fetch_sub(&pool.state, 1, __ATOMIC_RELEASE);
+            since = fd_now_ns();
+            continue;
+        }
+        const uint64_t waited = fd_now_ns() - since;
+        if (waited > AWAKE_NS) sleep_until_called(last);
+        else if (waited > FD_YIELD_AFTER_NS) sched_yield();
+        else fd_cpu_relax();
+    }
+    return NULL;
+}
+
+/* The child of a fork has no workers. */
+static void forget_workers(void) {
+    memset(&pool, 0, sizeof pool);
+    pthread_mutex_init(&pool.busy, NULL);
+}
+
+static bool start_worker(void) {
+    sigset_t all, before;
+    pthread_t thread;
+    if (!pool.n_workers && pthread_atfork(NULL, NULL, forget_workers)) return false;
+    sigfillset(&all);
+    pthread_sigmask(SIG_BLOCK, &all, &before); /* signals are for the threads of Python */
+    const bool started = !pthread_create(&thread, NULL, work, NULL);
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    if (started) pthread_detach(thread);
+    return started;
+}
+
+static void run(loop_t *loop, unsigned workers) {
+    while (pool.n_workers < workers && start_worker()) pool.n_workers++;
+    pool.loop = loop;
+    if (!++pool.number) pool.number = 1; /* 0 is a new worker's last loop */
+    const uint64_t state = (uint64_t)pool.number << 32 | (uint64_t)workers << 16 | OPEN;
+    __atomic_store_n(&pool.state, state, __ATOMIC_SEQ_CST);
+    if (__atomic_load_n(&pool.sleepers, __ATOMIC_SEQ_CST)) {
+        __atomic_fetch_add(&pool.bell, 1, __ATOMIC_RELEASE);
+        fd_futex_wake(&pool.bell, false);
+    }
+    take_parts(loop);
+    __atomic_fetch_and(&pool.state, ~(uint64_t)OPEN, __ATOMIC_ACQ_REL);
+    const uint64_t since = fd_now_ns();
+    while (__atomic_load_n(&pool.state, __ATOMIC_ACQUIRE) & IN_LOOP) {
+        if (fd_now_ns() - since > FD_YIELD_AFTER_NS) sched_yield();
+        else fd_cpu_relax();
+    }
+}
+
 void fd_parallel(void (*body)(void *data, size_t first, size_t n), void *data, size_t parts, unsigned threads) {
-    parallel_fn *parallel = threads > 1 ? find_parallel() : NULL;
-    if (!parallel) {
+    const unsigned workers = threads > MOST_WORKERS ? MOST_WORKERS : threads > 1 ? threads - 1 : 0;
+    if (!workers || parts < 2 || pthread_mutex_trylock(&pool.busy)) {
         body(data, 0, parts);
         return;
     }
     loop_t loop = {body, data, parts, parts / (threads * 4) + 1, 0};
-    parallel(take_parts, &loop, threads, 0);
+    run(&loop, workers);
+    pthread_mutex_unlock(&pool.busy);
 }

@@ -1,12 +1,16 @@
-/* Shares a loop among the threads of the OpenMP library that torch has loaded: its threads exist already, and a pool
- * beside it would take the cores from it. */
+/* Shares a loop among threads: the caller and the workers of a pool, which starts them when they are first needed.
+ *
+ * OpenMP's loops end when all threads have arrived, so they wait for a thread that the OS has not given a core yet.
+ * Here the caller takes parts until none is left and then waits only for workers that hold a part. A worker that waits
+ * for the next loop yields its core to whoever needs it, such as an R-node's threads, and soon sleeps.
+ */
 #ifndef FD_PARALLEL_H
 #define FD_PARALLEL_H
 
 #include <stddef.h>
 
-/* Calls body(data, first, n) for ranges that together are 0 to parts - 1, in up to `threads` threads, or in this one if
- * there is no such library. */
+/* Calls body(data, first, n) for ranges that together are 0 to parts - 1, in up to `threads` threads; in this one if
+ * another thread has the pool at work. */
 void fd_parallel(void (*body)(void *data, size_t first, size_t n), void *data, size_t parts, unsigned threads);
 
 #endif

@@ -1,4 +1,5 @@
-"""Builds the R-engine without Python under ThreadSanitizer and loads it from many threads at once."""
+"""Builds the R-engine and the pool of threads without Python under ThreadSanitizer, and loads them from many threads at
+once."""
 
 from __future__ import annotations
 
@@ -18,23 +19,40 @@ SOURCES = [
 SECONDS = int(os.environ.get("FASTDECODE_FUZZ_S", "5"))
 
 
-@pytest.fixture(scope="module")
-def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+pytestmark = pytest.mark.timeout(600 + 3 * SECONDS)
+
+
+def build(folder: Path, name: str, sources: list[Path]) -> Path:
     if not shutil.which("gcc"):
         pytest.skip("needs gcc")
-    target = tmp_path_factory.mktemp("race") / "race_engine"
     # gcc warns that ThreadSanitizer does not understand fences. They only order wake-ups, no data.
     flags = ["-std=gnu11", "-g1", "-O2", "-Wno-tsan", "-fsanitize=thread", *INCLUDES]
-    subprocess.run(["gcc", *flags, *SOURCES, "-pthread", "-lm", "-o", target], check=True)
-    return target
+    subprocess.run(["gcc", *flags, *sources, "-pthread", "-lm", "-o", folder / name], check=True)
+    return folder / name
 
 
-@pytest.mark.timeout(600 + 3 * SECONDS)
-@pytest.mark.parametrize("threads", [1, 3, 10])
-def test_calls_of_several_links_race_control_calls_and_links_that_come_and_go(program: Path, threads: int) -> None:
+def counts(program: Path, threads: int) -> list[int]:
+    """The numbers that a program prints."""
     environment = os.environ | {"TSAN_OPTIONS": "halt_on_error=1"}
     argv = [program, str(threads), str(SECONDS)]
     run = subprocess.run(argv, capture_output=True, text=True, timeout=SECONDS + 180, env=environment)
     assert run.returncode == 0, run.stdout + run.stderr
-    calls, controls, links = (int(part.split()[0]) for part in run.stdout.split(","))
-    assert calls > 50 and controls > 100 and links >= 3, run.stdout
+    return [int(part.split()[0]) for part in run.stdout.split(",")]
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(tmp_path_factory.mktemp("race"), "race_engine", SOURCES)
+
+
+@pytest.mark.parametrize("threads", [1, 3, 10])
+def test_calls_of_several_links_race_control_calls_and_links_that_come_and_go(engine: Path, threads: int) -> None:
+    calls, controls, links = counts(engine, threads)
+    assert calls > 50 and controls > 100 and links >= 3
+
+
+@pytest.mark.parametrize("threads", [2, 5])
+def test_each_part_of_a_loop_runs_once(tmp_path: Path, threads: int) -> None:
+    sources = [ROOT / "tests/c/race_parallel.c", ROOT / "kernels/linears/parallel.c"]
+    loops, taken = counts(build(tmp_path, "race_parallel", sources), threads)
+    assert loops > 1000 and taken > 100
