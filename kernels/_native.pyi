@@ -165,21 +165,24 @@ class RowDraws:
         region.contract.ACT_DTYPES, fp32's or bf16's. Raises MemoryError."""
 
 class Dense16Linear:
-    """fp32 rows times a matrix of 16-bit numbers (dense16.h). `dtype` is an index of region.contract.ACT_DTYPES, that
-    of fp16 or bf16; `weights` come from `pack`, and `bias` is fp32 [outs] or None. The ISA is the one in
-    FASTDECODE_ISA, else the best. Raises ValueError if it has no such products, or for buffers of other sizes.
+    """Rows times a matrix of 16-bit numbers (dense16.h). `dtype` is that of the matrix, fp16 or bf16, and `act` that of
+    the rows, fp32 or bf16, as indices of region.contract.ACT_DTYPES; `weights` come from `pack`, and `bias` is fp32
+    [outs] or None. The ISA is the one in FASTDECODE_ISA, else the best. Raises ValueError if it has no such products,
+    or for buffers of other sizes.
     """
 
-    def __new__(cls, dtype: int, outs: int, ins: int, weights: Buffer, bias: Buffer | None) -> Dense16Linear: ...
+    def __new__(
+        cls, dtype: int, act: int, outs: int, ins: int, weights: Buffer, bias: Buffer | None
+    ) -> Dense16Linear: ...
     @staticmethod
-    def pack(dtype: int, outs: int, ins: int, weights: Buffer, /) -> bytearray:
+    def pack(dtype: int, act: int, outs: int, ins: int, weights: Buffer, /) -> bytearray:
         """The bytes of weights [outs, ins] in the order of the kernels."""
     @property
     def isa(self) -> str:
         """The ISA of the kernels."""
     def run(self, x: Buffer, y: Buffer, threads: int, /) -> None:
-        """y [rows, outs] = x [rows, ins] W^T + b in fp32. Other Python threads run meanwhile. Raises ValueError for
-        buffers of other sizes, MemoryError."""
+        """y [rows, outs] = x [rows, ins] W^T + b, both of the dtype `act`. Other Python threads run meanwhile. Raises
+        ValueError for buffers of other sizes, MemoryError."""
 
 class PromptAttention:
     """Attention of a prompt's rows on the S-node's CPU (prompt.h), for an activation dtype, an index of

@@ -6,12 +6,22 @@
 
 #if FD_X86
 extern const fd_dense16_ops_t fd_dense16_avx2[FD_ACT_DTYPES], fd_dense16_avx512[FD_ACT_DTYPES];
+extern const fd_dense16_ops_t fd_dense16_avx512bf16;
 #elif FD_ARM64
 extern const fd_dense16_ops_t fd_dense16_neon[FD_ACT_DTYPES];
 #endif
 
-const fd_dense16_ops_t *fd_dense16_ops(fd_isa_t isa, uint32_t dtype, const char **name) {
+const fd_dense16_ops_t *fd_dense16_ops(fd_isa_t isa, uint32_t dtype, uint32_t act, const char **name) {
     if (isa == FD_ISA_SCALAR || dtype == FD_ACT_FP32) return NULL;
+    if (act != FD_ACT_FP32) {
+#if FD_X86
+        if (isa == FD_ISA_AVX512BF16 && act == FD_ACT_BF16 && dtype == FD_ACT_BF16) {
+            *name = "avx512bf16";
+            return &fd_dense16_avx512bf16;
+        }
+#endif
+        return NULL;
+    }
 #if FD_X86
     const int wide = isa != FD_ISA_AVX2 && isa != FD_ISA_AVXVNNI;
     *name = wide ? "avx512" : "avx2";
@@ -25,37 +35,46 @@ const fd_dense16_ops_t *fd_dense16_ops(fd_isa_t isa, uint32_t dtype, const char 
 }
 
 void fd_dense16_pack(const fd_dense16_ops_t *ops, size_t outs, size_t ins, const uint16_t *from, uint16_t *to) {
-    enum { TOGETHER = 64 }; /* inputs: lines of the rows that stay in a cache */
-    for (size_t first = 0; first < outs; first += ops->panel, to += ins * ops->panel)
-        for (size_t begin = 0; begin < ins; begin += TOGETHER) {
-            const size_t end = begin + TOGETHER < ins ? begin + TOGETHER : ins;
-            for (size_t j = 0; j < ops->panel; j++)
+    enum { AT_ONCE = 64 }; /* inputs: lines of the rows that stay in a cache */
+    const size_t panel = ops->panel, t = ops->together;
+    for (size_t first = 0; first < outs; first += panel, to += ins * panel)
+        for (size_t begin = 0; begin < ins; begin += AT_ONCE) {
+            const size_t end = begin + AT_ONCE < ins ? begin + AT_ONCE : ins;
+            for (size_t j = 0; j < panel; j++)
                 for (size_t i = begin; i < end; i++)
-                    to[i * ops->panel + j] = first + j < outs ? from[(first + j) * ins + i] : 0;
+                    to[(i / t * panel + j) * t + i % t] = first + j < outs ? from[(first + j) * ins + i] : 0;
         }
 }
 
 typedef struct {
     const fd_dense16_ops_t *ops;
     const fd_dense16_t *l;
-    const float *x;
-    size_t rows;
-    float *y;
+    const uint8_t *x;
+    uint8_t *y;
+    size_t rows, blocks; /* blocks of BLOCK_ROWS */
+    size_t number_bytes; /* of an input or an output */
     int failed;
 } run_t;
 
-static void run_panels(void *data, size_t first, size_t n) {
+enum { BLOCK_ROWS = 96 /* whose sums stay in a cache; without blocks, few panels would leave threads idle */ };
+
+static void run_parts(void *data, size_t first, size_t n) {
     run_t *run = data;
-    for (size_t panel = first; panel < first + n; panel++)
-        if (run->ops->multiply(run->l, run->x, run->rows, run->y, panel) < 0)
+    for (size_t part = first; part < first + n; part++) {
+        const size_t row = part % run->blocks * BLOCK_ROWS, rows = run->rows - row;
+        const uint8_t *x = run->x + row * run->l->ins * run->number_bytes;
+        uint8_t *y = run->y + row * run->l->outs * run->number_bytes;
+        if (run->ops->multiply(run->l, x, rows < BLOCK_ROWS ? rows : BLOCK_ROWS, y, part / run->blocks) < 0)
             __atomic_store_n(&run->failed, 1, __ATOMIC_RELAXED);
+    }
 }
 
-int fd_dense16_multiply(const fd_dense16_ops_t *ops, const fd_dense16_t *l, const float *x, size_t rows, float *y,
+int fd_dense16_multiply(const fd_dense16_ops_t *ops, const fd_dense16_t *l, const void *x, size_t rows, void *y,
                         unsigned threads) {
     enum { WORTH_A_THREAD = 1 << 16 }; /* weights that are read sooner than a thread wakes up */
-    const size_t most = l->outs * l->ins / WORTH_A_THREAD + 1;
-    run_t run = {ops, l, x, rows, y, 0};
-    fd_parallel(run_panels, &run, (l->outs + ops->panel - 1) / ops->panel, most < threads ? (unsigned)most : threads);
+    const size_t most = l->outs * l->ins / WORTH_A_THREAD + 1, blocks = (rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
+    run_t run = {ops, l, x, y, rows, blocks, ops->number_bytes, 0};
+    fd_parallel(run_parts, &run, (l->outs + ops->panel - 1) / ops->panel * blocks,
+                most < threads ? (unsigned)most : threads);
     return run.failed ? -1 : 0;
 }

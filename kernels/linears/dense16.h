@@ -1,9 +1,12 @@
-/* Products of fp32 rows with a matrix of 16-bit numbers: y = x W^T + b. CPUs without 16-bit products widen the numbers
- * in registers, so that a step of few rows reads half the bytes of an fp32 matrix. Numbers are exact in fp32, so the
- * result is that of the fp32 matrix but for the order of the sums; a row's result does not depend on the other rows.
+/* Products of rows with a matrix of 16-bit numbers: y = x W^T + b.
  *
- * Layout: outputs stand in panels of ops->panel; a panel is [ins][panel], and its last numbers are zero where outputs
- * end.
+ * fp32 rows: the numbers are widened in registers, so that a step of few rows reads half the bytes of an fp32 matrix.
+ * Numbers are exact in fp32, so the result is that of the fp32 matrix but for the order of the sums. bf16 rows: CPUs
+ * with products of bf16 pairs multiply the numbers as they are, sum in fp32 and round each output to bf16. A row's
+ * result does not depend on the other rows.
+ *
+ * Layout: outputs stand in panels of ops->panel; a panel is [ins / ops->together][panel][together], and its last
+ * numbers are zero where outputs end.
  */
 #ifndef FD_DENSE16_H
 #define FD_DENSE16_H
@@ -15,25 +18,28 @@
 
 typedef struct {
     size_t outs, ins;
-    const uint16_t *weights; /* [panels][ins][panel] */
+    const uint16_t *weights; /* packed */
     const float *bias;       /* [outs], or NULL */
 } fd_dense16_t;
 
-/* One ISA's functions for fp16 or bf16 weights. */
+/* One ISA's functions for weights and rows of some dtypes. */
 typedef struct {
-    size_t panel; /* outputs */
+    size_t panel;        /* outputs */
+    size_t together;     /* inputs of an output that stand side by side; `ins` is a multiple of them */
+    size_t number_bytes; /* of an input or an output */
     /* y [rows][outs] for the outputs of one panel; x is [rows][ins]. Returns 0, or -1 if there is no memory for it. */
-    int (*multiply)(const fd_dense16_t *l, const float *x, size_t rows, float *y, size_t panel);
+    int (*multiply)(const fd_dense16_t *l, const void *x, size_t rows, void *y, size_t panel);
 } fd_dense16_ops_t;
 
-/* The functions of an ISA that this machine supports, and its name; NULL if the ISA or the dtype has none. */
-const fd_dense16_ops_t *fd_dense16_ops(fd_isa_t isa, uint32_t dtype, const char **name);
+/* The functions of an ISA that this machine supports, and its name; NULL if there are none for fp16 or bf16 weights
+ * (`dtype`) and fp32 or bf16 rows (`act`), both fd_act_dtype_t. */
+const fd_dense16_ops_t *fd_dense16_ops(fd_isa_t isa, uint32_t dtype, uint32_t act, const char **name);
 
 /* Copies weights [outs][ins] into panels. */
 void fd_dense16_pack(const fd_dense16_ops_t *ops, size_t outs, size_t ins, const uint16_t *from, uint16_t *to);
 
 /* y = x W^T + b in up to `threads` threads. Returns 0, or -1 if memory ran out. */
-int fd_dense16_multiply(const fd_dense16_ops_t *ops, const fd_dense16_t *l, const float *x, size_t rows, float *y,
+int fd_dense16_multiply(const fd_dense16_ops_t *ops, const fd_dense16_t *l, const void *x, size_t rows, void *y,
                         unsigned threads);
 
 #endif

@@ -1,5 +1,7 @@
 /* fd_dense16_ops_t of an ISA, written with its vec_* primitives. The including file defines TILE_VECTORS, with which a
- * tile of TILE_ROWS rows by TILE_VECTORS vectors of sums fits into the registers. */
+ * tile of TILE_ROWS rows by TILE_VECTORS vectors of sums fits into the registers, and FD_BF16_PAIRS where rows are bf16
+ * and the ISA has products of bf16 pairs.
+ */
 #ifndef FD_DENSE16_SIMD_H
 #define FD_DENSE16_SIMD_H
 
@@ -10,15 +12,46 @@
 #include "dense16.h"
 #include "half.h"
 
+enum { TILE_ROWS = 6, PANEL = TILE_VECTORS * LANES, FEW_ROWS = 32 };
+
 /* Several tiles of rows read DEPTH inputs of a panel, which stay in a cache. */
-enum { TILE_ROWS = 6, PANEL = TILE_VECTORS * LANES, DEPTH = 256, FEW_ROWS = 32 };
+#ifdef FD_BF16_PAIRS
+typedef uint16_t in_t;
+enum { TOGETHER = 2, DEPTH = 512 };
+
+FD_INLINE vec_t load_weights(const uint32_t dtype, const uint16_t *p) {
+    (void)dtype;
+    return vec_load((const float *)p);
+}
+FD_INLINE vec_t add_product(vec_t sums, vec_t weights, const in_t *x) {
+    return vec_add_pairs(sums, weights, vec_broadcast(x));
+}
+/* One output row of a panel. */
+FD_INLINE void store_outputs(void *y, size_t at, const float *sums, size_t n) {
+    uint16_t rounded[PANEL];
+    FD_UNROLL
+    for (int j = 0; j < TILE_VECTORS; j += 2)
+        vec_store((float *)rounded + j / 2 * LANES,
+                  vec_round_pairs(vec_load(sums + j * LANES), vec_load(sums + (j + 1) * LANES)));
+    memcpy((uint16_t *)y + at, rounded, n * sizeof *rounded);
+}
+#else
+typedef float in_t;
+enum { TOGETHER = 1, DEPTH = 256 };
 
 FD_INLINE vec_t load_weights(const uint32_t dtype, const uint16_t *p) {
     return dtype == FD_ACT_FP16 ? vec_load_fp16(p) : vec_load_bf16(p);
 }
+FD_INLINE vec_t add_product(vec_t sums, vec_t weights, const in_t *x) {
+    return vec_fma(vec_broadcast(x), weights, sums);
+}
+FD_INLINE void store_outputs(void *y, size_t at, const float *sums, size_t n) {
+    memcpy((float *)y + at, sums, n * sizeof *sums);
+}
+#endif
 
-/* sums [rows][PANEL] += x [rows][depth] times weights [depth][PANEL]. */
-FD_INLINE void add_products(const uint32_t dtype, const int rows, const float *x, size_t x_stride,
+/* sums [rows][PANEL] += x [rows][depth] times the weights of `depth` inputs. */
+FD_INLINE void add_products(const uint32_t dtype, const int rows, const in_t *x, size_t x_stride,
                             const uint16_t *weights, size_t depth, float *sums) {
     vec_t s[TILE_ROWS][TILE_VECTORS];
     FD_UNROLL
@@ -26,15 +59,14 @@ FD_INLINE void add_products(const uint32_t dtype, const int rows, const float *x
         FD_UNROLL
         for (int j = 0; j < TILE_VECTORS; j++) s[r][j] = vec_load(sums + r * PANEL + j * LANES);
     }
-    for (size_t i = 0; i < depth; i++, weights += PANEL) {
-        vec_t y[TILE_VECTORS];
+    for (size_t i = 0; i < depth; i += TOGETHER, weights += TOGETHER * PANEL) {
+        vec_t w[TILE_VECTORS];
         FD_UNROLL
-        for (int j = 0; j < TILE_VECTORS; j++) y[j] = load_weights(dtype, weights + j * LANES);
+        for (int j = 0; j < TILE_VECTORS; j++) w[j] = load_weights(dtype, weights + j * TOGETHER * LANES);
         FD_UNROLL
         for (int r = 0; r < rows; r++) {
-            const vec_t v = vec_broadcast(x + (size_t)r * x_stride + i);
             FD_UNROLL
-            for (int j = 0; j < TILE_VECTORS; j++) s[r][j] = vec_fma(v, y[j], s[r][j]);
+            for (int j = 0; j < TILE_VECTORS; j++) s[r][j] = add_product(s[r][j], w[j], x + (size_t)r * x_stride + i);
         }
     }
     FD_UNROLL
@@ -44,7 +76,7 @@ FD_INLINE void add_products(const uint32_t dtype, const int rows, const float *x
     }
 }
 
-FD_INLINE void add_tile(const uint32_t dtype, size_t rows, const float *x, size_t x_stride, const uint16_t *weights,
+FD_INLINE void add_tile(const uint32_t dtype, size_t rows, const in_t *x, size_t x_stride, const uint16_t *weights,
                         size_t depth, float *sums) {
     switch (rows) {
     case 1: add_products(dtype, 1, x, x_stride, weights, depth, sums); return;
@@ -56,8 +88,9 @@ FD_INLINE void add_tile(const uint32_t dtype, size_t rows, const float *x, size_
     }
 }
 
-FD_INLINE int multiply(const uint32_t dtype, const fd_dense16_t *l, const float *x, size_t rows, float *y,
+FD_INLINE int multiply(const uint32_t dtype, const fd_dense16_t *l, const void *rows_in, size_t rows, void *y,
                        size_t panel) {
+    const in_t *x = rows_in;
     const size_t column = panel * PANEL, n = l->outs - column < PANEL ? l->outs - column : PANEL;
     float few[FEW_ROWS * PANEL], bias[PANEL] = {0}, *sums = few;
     if (rows > FEW_ROWS && !(sums = aligned_alloc(64, rows * PANEL * sizeof *sums))) return -1;
@@ -71,21 +104,29 @@ FD_INLINE int multiply(const uint32_t dtype, const fd_dense16_t *l, const float 
             add_tile(dtype, rows - r < tile ? rows - r : tile, x + r * l->ins + first, l->ins,
                      l->weights + (panel * l->ins + first) * PANEL, depth, sums + r * PANEL);
     }
-    for (size_t r = 0; r < rows; r++) memcpy(y + r * l->outs + column, sums + r * PANEL, n * sizeof *y);
+    for (size_t r = 0; r < rows; r++) store_outputs(y, r * l->outs + column, sums + r * PANEL, n);
     if (sums != few) free(sums);
     return 0;
 }
 
+#ifdef FD_BF16_PAIRS
 #define FD_DENSE16(isa)                                                                                                \
-    static int multiply_fp16(const fd_dense16_t *l, const float *x, size_t rows, float *y, size_t panel) {             \
+    static int multiply_bf16(const fd_dense16_t *l, const void *x, size_t rows, void *y, size_t panel) {               \
+        return multiply(FD_ACT_BF16, l, x, rows, y, panel);                                                            \
+    }                                                                                                                  \
+    const fd_dense16_ops_t fd_dense16_##isa = {PANEL, TOGETHER, sizeof(in_t), multiply_bf16};
+#else
+#define FD_DENSE16(isa)                                                                                                \
+    static int multiply_fp16(const fd_dense16_t *l, const void *x, size_t rows, void *y, size_t panel) {               \
         return multiply(FD_ACT_FP16, l, x, rows, y, panel);                                                            \
     }                                                                                                                  \
-    static int multiply_bf16(const fd_dense16_t *l, const float *x, size_t rows, float *y, size_t panel) {             \
+    static int multiply_bf16(const fd_dense16_t *l, const void *x, size_t rows, void *y, size_t panel) {               \
         return multiply(FD_ACT_BF16, l, x, rows, y, panel);                                                            \
     }                                                                                                                  \
     const fd_dense16_ops_t fd_dense16_##isa[FD_ACT_DTYPES] = {                                                         \
-        [FD_ACT_FP16] = {PANEL, multiply_fp16},                                                                        \
-        [FD_ACT_BF16] = {PANEL, multiply_bf16},                                                                        \
+        [FD_ACT_FP16] = {PANEL, TOGETHER, sizeof(in_t), multiply_fp16},                                                \
+        [FD_ACT_BF16] = {PANEL, TOGETHER, sizeof(in_t), multiply_bf16},                                                \
     };
+#endif
 
 #endif

@@ -15,11 +15,13 @@ typedef struct {
     Py_buffer buffers[BUFFERS]; /* obj NULL: not given */
 } dense16_t;
 
-static const fd_dense16_ops_t *choose(unsigned dtype, const char **name) {
+static const fd_dense16_ops_t *choose(unsigned dtype, unsigned act, const char **name) {
     fd_isa_t isa;
     if (!fd_py_choose_isa(NULL, &isa)) return NULL;
-    const fd_dense16_ops_t *ops = dtype < FD_ACT_DTYPES ? fd_dense16_ops(isa, dtype, name) : NULL;
-    if (!ops) PyErr_Format(PyExc_ValueError, "%s has no products with 16-bit weights of this dtype", fd_isa_name(isa));
+    const int known = dtype < FD_ACT_DTYPES && act < FD_ACT_DTYPES;
+    const fd_dense16_ops_t *ops = known ? fd_dense16_ops(isa, dtype, act, name) : NULL;
+    if (!ops)
+        PyErr_Format(PyExc_ValueError, "%s has no products with 16-bit weights of these dtypes", fd_isa_name(isa));
     return ops;
 }
 
@@ -28,12 +30,13 @@ static size_t packed_bytes(const fd_dense16_ops_t *ops, size_t outs, size_t ins)
 }
 
 static PyObject *dense16_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    static char *keys[] = {"dtype", "outs", "ins", "weights", "bias", NULL};
-    unsigned dtype, outs, ins;
+    static char *keys[] = {"dtype", "act", "outs", "ins", "weights", "bias", NULL};
+    unsigned dtype, act, outs, ins;
     PyObject *weights, *bias;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "IIIOO", keys, &dtype, &outs, &ins, &weights, &bias)) return NULL;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "IIIIOO", keys, &dtype, &act, &outs, &ins, &weights, &bias))
+        return NULL;
     const char *name = NULL;
-    const fd_dense16_ops_t *ops = choose(dtype, &name);
+    const fd_dense16_ops_t *ops = choose(dtype, act, &name);
     if (!ops) return NULL;
     dense16_t *self = (dense16_t *)type->tp_alloc(type, 0);
     if (!self) return NULL;
@@ -44,7 +47,8 @@ static PyObject *dense16_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
         Py_DECREF(self);
         return NULL;
     }
-    if (!outs || !ins || (size_t)w->len != packed_bytes(ops, outs, ins) || (b->obj && (size_t)b->len != outs * 4ul)) {
+    if (!outs || !ins || ins % ops->together || (size_t)w->len != packed_bytes(ops, outs, ins) ||
+        (b->obj && (size_t)b->len != outs * 4ul)) {
         Py_DECREF(self);
         return PyErr_Format(PyExc_ValueError, "weights or bias do not have the bytes of %u x %u", outs, ins);
     }
@@ -65,8 +69,8 @@ static PyObject *dense16_run(dense16_t *self, PyObject *args) {
     unsigned threads;
     const fd_dense16_t *l = &self->linear;
     if (!PyArg_ParseTuple(args, "y*w*I", &x, &y, &threads)) return NULL;
-    const size_t row = l->ins * sizeof(float), rows = (size_t)x.len / row;
-    const int fits = (size_t)x.len == rows * row && (size_t)y.len == rows * l->outs * sizeof(float);
+    const size_t row = l->ins * self->ops->number_bytes, rows = (size_t)x.len / row;
+    const int fits = (size_t)x.len == rows * row && (size_t)y.len == rows * l->outs * self->ops->number_bytes;
     int error = 0;
     if (fits && rows) {
         Py_BEGIN_ALLOW_THREADS
@@ -75,20 +79,21 @@ static PyObject *dense16_run(dense16_t *self, PyObject *args) {
     }
     PyBuffer_Release(&x);
     PyBuffer_Release(&y);
-    if (!fits)
-        return PyErr_Format(PyExc_ValueError, "x and y are not [rows, %zu] and [rows, %zu] fp32", l->ins, l->outs);
+    if (!fits) return PyErr_Format(PyExc_ValueError, "x and y are not [rows, %zu] and [rows, %zu]", l->ins, l->outs);
     if (error) return PyErr_NoMemory();
     Py_RETURN_NONE;
 }
 
 static PyObject *dense16_pack(PyObject *type, PyObject *args) {
-    unsigned dtype, outs, ins;
+    unsigned dtype, act, outs, ins;
     Py_buffer from;
-    if (!PyArg_ParseTuple(args, "IIIy*", &dtype, &outs, &ins, &from)) return NULL;
+    if (!PyArg_ParseTuple(args, "IIIIy*", &dtype, &act, &outs, &ins, &from)) return NULL;
     const char *name;
-    const fd_dense16_ops_t *ops = choose(dtype, &name);
+    const fd_dense16_ops_t *ops = choose(dtype, act, &name);
     PyObject *to = NULL;
-    if (ops && (size_t)from.len != (size_t)outs * ins * sizeof(uint16_t))
+    if (ops && ins % ops->together)
+        PyErr_Format(PyExc_ValueError, "%u inputs are not a multiple of %zu", ins, ops->together);
+    else if (ops && (size_t)from.len != (size_t)outs * ins * sizeof(uint16_t))
         PyErr_Format(PyExc_ValueError, "weights do not have the bytes of %u x %u", outs, ins);
     else if (ops && (to = PyByteArray_FromStringAndSize(NULL, (Py_ssize_t)packed_bytes(ops, outs, ins)))) {
         uint16_t *words = (uint16_t *)PyByteArray_AS_STRING(to);
@@ -105,7 +110,7 @@ static PyObject *dense16_isa(dense16_t *self, void *unused) { return PyUnicode_F
 static PyMethodDef methods[] = {
     {"run", (PyCFunction)dense16_run, METH_VARARGS, "run(x, y, threads): y [rows, outs] = x [rows, ins] W^T + b."},
     {"pack", dense16_pack, METH_VARARGS | METH_STATIC,
-     "pack(dtype, outs, ins, weights): the bytes of weights [outs, ins] in the order of the kernels."},
+     "pack(dtype, act, outs, ins, weights): the bytes of weights [outs, ins] in the order of the kernels."},
     {NULL, NULL, 0, NULL},
 };
 static PyGetSetDef getset[] = {

@@ -1,4 +1,4 @@
-"""16-bit weights with fp32 activations: the C functions of each ISA against float64, and where the loader uses them."""
+"""16-bit weights: the C functions of each ISA against float64, and where the loader uses them."""
 
 from __future__ import annotations
 
@@ -40,6 +40,37 @@ def test_products_equal_float64(isa, outs, ins, dtype, bias):
         x = torch.randn(n, ins, generator=torch.Generator().manual_seed(n))
         want = x.double() @ weight.double().T + (0.0 if vector is None else vector.double())
         torch.testing.assert_close(linear(x).double(), want, rtol=1e-5, atol=4e-6 * ins**0.5)
+
+
+@pytest.mark.parametrize("outs, ins", [(1, 2), (64, 256), (100, 300), (130, 1514), (16, 1000)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_products_of_bf16_rows_equal_float64(isa, outs, ins, bias):
+    weight = matrix(outs, ins, torch.bfloat16)
+    vector = torch.randn(outs).bfloat16() if bias else None
+    if isa != "avx512bf16":
+        with pytest.raises(ValueError, match="has no products with 16-bit weights of these dtypes"):
+            Dense16Linear(weight, vector, torch.bfloat16)
+        return
+    linear = Dense16Linear(weight, vector, torch.bfloat16)
+    assert linear.isa == "avx512bf16"
+    for n in (0, 1, 2, 3, 5, 6, 7, 13, 32, 33, 97, 200):
+        x = torch.randn(n, ins, generator=torch.Generator().manual_seed(n)).bfloat16()
+        want = x.double() @ weight.double().T + (0.0 if vector is None else vector.double())
+        torch.testing.assert_close(linear(x).double(), want, rtol=2**-8, atol=4e-6 * ins**0.5)
+
+
+@pytest.mark.skipif("avx512bf16" not in VECTOR_ISAS, reason="no products of bf16 pairs")
+def test_bf16_rows_do_not_depend_on_each_other_and_take_pairs(monkeypatch):
+    monkeypatch.setenv("FASTDECODE_ISA", "avx512bf16")
+    linear = make_dense(matrix(200, 1300, torch.bfloat16))
+    assert isinstance(linear, Dense16Linear)
+    x = torch.randn(300, 1300).bfloat16()
+    whole = linear(x)
+    for n in (1, 5, 8, 33, 97):
+        assert torch.equal(linear(x[:n]), whole[:n])
+    assert not isinstance(make_dense(matrix(8, 7, torch.bfloat16)), Dense16Linear)
+    with pytest.raises(ValueError, match="7 inputs are not a multiple of 2"):
+        Dense16Linear(matrix(8, 7, torch.bfloat16), None, torch.bfloat16)
 
 
 def test_a_row_does_not_depend_on_the_other_rows(isa):

@@ -2,7 +2,7 @@
 
 base       Linear and Embedding: the interfaces that the decoder calls
 dense      16- and 32-bit weights, for oneDNN in the order that its kernels read
-dense16    16-bit weights for fp32 activations, by kernels/linears on a CPU
+dense16    16-bit weights for fp32 or bf16 activations, by kernels/linears on a CPU
 quantised  Quantised: a matrix in few bits, whatever file it came from; rounding of float weights to 8 or 4 bits
 grouped    GroupedLinear: the product with a Quantised, by kernels/linears on a CPU
 experts    one linear of every expert of a layer

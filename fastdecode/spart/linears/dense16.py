@@ -1,11 +1,13 @@
-"""Dense16Linear, Dense16Embedding: 16-bit weights for fp32 activations on a CPU, exactly as in the checkpoint.
+"""Dense16Linear, Dense16Embedding: 16-bit weights on a CPU, exactly as in the checkpoint, by kernels/linears.
 
 CPUs without 16-bit products compute in fp32. Kept in fp32, the weights of a 16-bit checkpoint would take twice the
-memory, and a step of few rows, which memory limits, twice as long.
+memory, and a step of few rows, which memory limits, twice as long. CPUs with products of bf16 pairs multiply bf16 rows;
+for few rows oneDNN's kernels take twice as long there.
 """
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from fastdecode.kernels import _native
@@ -13,15 +15,25 @@ from fastdecode.region.contract import ACT_DTYPES
 from fastdecode.spart.linears.base import Embedding, Linear
 
 _CODES = {torch.float16: ACT_DTYPES.index("fp16"), torch.bfloat16: ACT_DTYPES.index("bf16")}
+_FP32 = ACT_DTYPES.index("fp32")
 
 
 def keeps16(device: torch.device) -> bool:
     """True if 16-bit weights stay 16-bit in memory for fp32 activations on a device."""
+    return _has_products(device, _FP32)
+
+
+def multiplies_bf16(device: torch.device, ins: int) -> bool:
+    """True if Dense16Linear multiplies bf16 rows of `ins` numbers on a device."""
+    return ins % 2 == 0 and _has_products(device, _CODES[torch.bfloat16])
+
+
+def _has_products(device: torch.device, act: int) -> bool:
     if device.type != "cpu":
         return False
     try:
-        _native.Dense16Linear.pack(_CODES[torch.bfloat16], 1, 1, bytes(2))
-    except ValueError:  # an ISA without vectors
+        _native.Dense16Linear.pack(_CODES[torch.bfloat16], act, 1, 2, bytes(4))
+    except ValueError:  # an ISA without them
         return False
     return True
 
@@ -36,24 +48,25 @@ def exact16(weight: torch.Tensor) -> torch.Tensor | None:
 
 
 class Dense16Linear(Linear):
-    """The product by kernels/linears, for fp32 activations."""
+    """The product by kernels/linears, for fp32 or bf16 activations."""
 
     __slots__ = ("_native", "_outs", "nbytes")
 
     nbytes: int
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None):
-        """`weight` [out, in] in fp16 or bf16, on the CPU, is copied; `bias` fp32 [out] is kept.
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None, act: torch.dtype = torch.float32):
+        """`weight` [out, in] in fp16 or bf16, on the CPU, is copied; `bias` [out] is kept in fp32; `act` is the
+        activations' dtype.
 
         Raises ValueError if the CPU's ISA has no such products.
         """
         outs, ins = weight.shape
-        code = _CODES[weight.dtype]
-        packed = _native.Dense16Linear.pack(code, outs, ins, weight.contiguous().view(torch.int16).numpy())
-        vector = None if bias is None else bias.contiguous().numpy()
-        self._native = _native.Dense16Linear(code, outs, ins, packed, vector)
+        codes = _CODES[weight.dtype], _CODES.get(act, _FP32)
+        packed = _native.Dense16Linear.pack(*codes, outs, ins, _numbers(weight.contiguous()))
+        vector = None if bias is None else bias.float().contiguous().numpy()
+        self._native = _native.Dense16Linear(*codes, outs, ins, packed, vector)
         self._outs = outs
-        self.nbytes = len(packed) + (0 if bias is None else bias.nbytes)
+        self.nbytes = len(packed) + (0 if vector is None else vector.nbytes)
 
     @property
     def isa(self) -> str:
@@ -62,8 +75,13 @@ class Dense16Linear(Linear):
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         y = x.new_empty(len(x), self._outs)
-        self._native.run(x.contiguous().numpy(), y.numpy(), torch.get_num_threads())
+        self._native.run(_numbers(x.contiguous()), _numbers(y), torch.get_num_threads())
         return y
+
+
+def _numbers(x: torch.Tensor) -> np.ndarray:
+    """The tensor's memory; numpy has no bf16."""
+    return x.numpy() if x.dtype is torch.float32 else x.view(torch.int16).numpy()
 
 
 class Dense16Embedding(Embedding):
