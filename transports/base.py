@@ -256,11 +256,12 @@ class Link(ABC):
 
     @abstractmethod
     async def closed(self) -> LinkDown | None:
-        """Wait until the link has ended. Returns the error that ended it, or None after `close`."""
+        """Wait until the link has ended, which does not wait until its resources are free. Returns the error that ended
+        it, or None after `close`."""
 
     @abstractmethod
     async def close(self) -> None:
-        """End the link and wait until the R-node has freed the lease. Idempotent."""
+        """End the link, wait until the R-node has freed the lease, and free this end's resources. Idempotent."""
 
 
 class Member(NamedTuple):

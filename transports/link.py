@@ -83,7 +83,8 @@ class RegionLink(Link):
         self._leaving = asyncio.Event()
         self._error: LinkDown | None = None
         self._ending: asyncio.Future[None] = self._loop.create_future()
-        self._ended: asyncio.Future[None] = self._loop.create_future()
+        self._ended: asyncio.Future[None] = self._loop.create_future()  # nothing uses the region any more
+        self._freed: asyncio.Future[None] = self._loop.create_future()
         self._loop.add_reader(port.down_fd, self._on_port_down)
         self._task = self._loop.create_task(self._run(), name=f"link {url}")
 
@@ -269,15 +270,13 @@ class RegionLink(Link):
                 await asyncio.wait([reading], timeout=CLOSE_S)
             reading.cancel()
             await asyncio.gather(reading, return_exceptions=True)
-            await self._release_all()
+            self._conn.close()
+            await self._loop.run_in_executor(None, self.port.close)
             self._ended.set_result(None)
-
-    async def _release_all(self) -> None:
-        self._conn.close()
-        await self._loop.run_in_executor(None, self.port.close)
-        if self._release:
-            await self._release()
-        self._region_map.close()
+            if self._release:  # RDMA's may take a minute if the R-node's host is lost
+                await self._release()
+            self._region_map.close()
+            self._freed.set_result(None)
 
     async def leaving(self) -> None:
         await self._leaving.wait()
@@ -288,4 +287,4 @@ class RegionLink(Link):
 
     async def close(self) -> None:
         self._end(None)
-        await asyncio.shield(self._ended)
+        await asyncio.shield(self._freed)

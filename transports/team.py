@@ -109,7 +109,9 @@ class Team(Link):
         self.layout, self.region = self._region.layout, self._region.view
         self._steps: dict[int, StepGroup] = {}
         self._in_flight: set[int] = set()
-        self._ended = asyncio.get_running_loop().create_task(self._run(), name=f"team {self.url}")
+        loop = asyncio.get_running_loop()
+        self._ended: asyncio.Future[LinkDown | None] = loop.create_future()
+        self._task = loop.create_task(self._run(), name=f"team {self.url}")
 
     @property
     def members(self) -> Sequence[Member]:
@@ -219,17 +221,20 @@ class Team(Link):
 
     # ---- end ----
 
-    async def _run(self) -> LinkDown | None:
-        """Wait for the end of a member's link, and end the others. Returns the error that ended the first."""
+    async def _run(self) -> None:
+        """Wait for the end of a member's link, and end the others."""
         ends = [asyncio.ensure_future(member.link.closed()) for member in self._members]
+        error: LinkDown | None = None
         try:
             done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-            errors = [error for end in done if (error := end.result())]
-            return LinkDown(f"a member of the team was lost: {errors[0]}") if errors else None
+            if lost := [down for end in done if (down := end.result())]:
+                error = LinkDown(f"a member of the team was lost: {lost[0]}")
         finally:
-            await asyncio.gather(*(member.link.close() for member in self._members))
+            freeing = asyncio.gather(*(member.link.close() for member in self._members))
             await asyncio.gather(*ends)
             self._steps.clear()
+            self._ended.set_result(error)
+            await freeing
             self._region.close()
 
     async def leaving(self) -> None:
@@ -245,7 +250,7 @@ class Team(Link):
 
     async def close(self) -> None:
         await asyncio.gather(*(member.link.close() for member in self._members))
-        await asyncio.shield(self._ended)
+        await asyncio.shield(self._task)
 
     # ---- what the members have together ----
 

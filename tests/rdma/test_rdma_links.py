@@ -95,6 +95,7 @@ async def test_only_the_links_own_region_can_be_written(node, monkeypatch, elsew
         await asyncio.wait_for(step_of(Driver(link, wanted)), NOTICED_S)
     assert "remote access error" in str(await asyncio.wait_for(link.closed(), NOTICED_S))
     await step_of(other)  # the other link is unharmed
+    await link.close()
     await bystander.close()
     assert registered() == 0
 
@@ -322,4 +323,5 @@ async def test_an_r_node_killed_under_load_is_the_reason_given(far_node, wire):
     with pytest.raises(LinkDown, match=r"closed the connection|retry exceeded|connection broke|remote access error"):
         await asyncio.wait_for(loaded, NOTICED_S)
     await asyncio.wait_for(link.closed(), NOTICED_S)
+    await link.close()
     assert registered() == 0

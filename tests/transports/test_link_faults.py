@@ -97,9 +97,9 @@ async def test_r_node_killed_during_the_hand_shake(node):
                 if node.process.poll() is None:
                     await link.close()
                     break
-                assert isinstance(
-                    await link.closed(), LinkDown
-                )  # the R-node had sent its last frame before it was killed
+                # The R-node had sent its last frame before it was killed.
+                assert isinstance(await link.closed(), LinkDown)
+                await link.close()
     assert n >= 6  # CHALLENGE, HELLO, WELCOME; CHALLENGE, ATTACH, OK
 
 
