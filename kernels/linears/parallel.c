@@ -76,8 +76,10 @@ static void *work(void *unused) {
             continue;
         }
         const uint64_t waited = fd_now_ns() - since;
-        if (waited > AWAKE_NS) sleep_until_called(last);
-        else if (waited > FD_YIELD_AFTER_NS) sched_yield();
+        if (waited > AWAKE_NS) {
+            sleep_until_called(last);
+            since = fd_now_ns(); /* if it came too late for a loop, it is awake for the next one */
+        } else if (waited > FD_YIELD_AFTER_NS) sched_yield();
         else fd_cpu_relax();
     }
     return NULL;
@@ -89,10 +91,13 @@ static void forget_workers(void) {
     pthread_mutex_init(&pool.busy, NULL);
 }
 
+static void forget_workers_at_fork(void) { pthread_atfork(NULL, NULL, forget_workers); }
+
 static bool start_worker(void) {
+    static pthread_once_t once = PTHREAD_ONCE_INIT;
     sigset_t all, before;
     pthread_t thread;
-    if (!pool.n_workers && pthread_atfork(NULL, NULL, forget_workers)) return false;
+    pthread_once(&once, forget_workers_at_fork);
     sigfillset(&all);
     pthread_sigmask(SIG_BLOCK, &all, &before); /* signals are for the threads of Python */
     const bool started = !pthread_create(&thread, NULL, work, NULL);
@@ -101,16 +106,19 @@ static bool start_worker(void) {
     return started;
 }
 
+static void wake_workers(unsigned n) {
+    __atomic_fetch_add(&pool.bell, 1, __ATOMIC_RELEASE);
+    syscall(SYS_futex, &pool.bell, FUTEX_WAKE_PRIVATE, n, NULL, NULL, 0);
+}
+
 static void run(loop_t *loop, unsigned workers) {
     while (pool.n_workers < workers && start_worker()) pool.n_workers++;
     pool.loop = loop;
     if (!++pool.number) pool.number = 1; /* 0 is a new worker's last loop */
     const uint64_t state = (uint64_t)pool.number << 32 | (uint64_t)workers << 16 | OPEN;
     __atomic_store_n(&pool.state, state, __ATOMIC_SEQ_CST);
-    if (__atomic_load_n(&pool.sleepers, __ATOMIC_SEQ_CST)) {
-        __atomic_fetch_add(&pool.bell, 1, __ATOMIC_RELEASE);
-        fd_futex_wake(&pool.bell, false);
-    }
+    const uint32_t sleepers = __atomic_load_n(&pool.sleepers, __ATOMIC_SEQ_CST), awake = pool.n_workers - sleepers;
+    if (sleepers && awake < workers) wake_workers(workers - awake);
     take_parts(loop);
     __atomic_fetch_and(&pool.state, ~(uint64_t)OPEN, __ATOMIC_ACQ_REL);
     const uint64_t since = fd_now_ns();
