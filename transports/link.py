@@ -83,7 +83,7 @@ class RegionLink(Link):
         self._leaving = asyncio.Event()
         self._error: LinkDown | None = None
         self._ending: asyncio.Future[None] = self._loop.create_future()
-        self._ended: asyncio.Future[None] = self._loop.create_future()  # nothing uses the region any more
+        self._ended: asyncio.Future[None] = self._loop.create_future()  # this process uses the region no more
         self._freed: asyncio.Future[None] = self._loop.create_future()
         self._loop.add_reader(port.down_fd, self._on_port_down)
         self._task = self._loop.create_task(self._run(), name=f"link {url}")

@@ -14,9 +14,9 @@ T = TypeVar("T")
 def in_own_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """Call a function in a thread of its own and wait for it. Raises what it raises.
 
-    OpenMP keeps a team of threads for each thread that has computed. GCC's puts the threads of all teams to sleep after
-    each product once there are more of them than CPUs. A model that the main thread had loaded would slow down the
-    thread that decodes by 25 us a product.
+    OpenMP keeps a team of threads for each thread that has computed. Once all teams together have more threads than
+    there are CPUs, GCC's OpenMP lets its threads sleep after each product instead of waiting for the next one. So a
+    team that is left over from loading a model slows down the thread that decodes.
     """
     result: Future[T] = Future()
 

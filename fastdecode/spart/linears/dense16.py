@@ -1,8 +1,8 @@
 """Dense16Linear, Dense16Embedding: 16-bit weights on a CPU, exactly as in the checkpoint, by kernels/linears.
 
 CPUs without 16-bit products compute in fp32. Kept in fp32, the weights of a 16-bit checkpoint would take twice the
-memory, and a step of few rows, which memory limits, twice as long. CPUs with products of bf16 pairs multiply bf16 rows;
-for few rows oneDNN's kernels take twice as long there.
+memory, and a step of few rows, which memory limits, twice as long. Where the CPU has products of bf16 pairs, bf16 rows
+are multiplied too, because oneDNN's kernels read slowly for few rows.
 """
 
 from __future__ import annotations
