@@ -182,7 +182,7 @@ class Dense16Linear:
         """The ISA of the kernels."""
     def run(self, x: Buffer, y: Buffer, threads: int, /) -> None:
         """y [rows, outs] = x [rows, ins] W^T + b, both of the dtype `act`. Other Python threads run meanwhile. Raises
-        ValueError for buffers of other sizes, MemoryError."""
+        ValueError for buffers of other sizes."""
 
 class PromptAttention:
     """Attention of a prompt's rows on the S-node's CPU (prompt.h), for an activation dtype, an index of

@@ -51,29 +51,25 @@ typedef struct {
     const fd_dense16_t *l;
     const uint8_t *x;
     uint8_t *y;
-    size_t rows, blocks; /* blocks of BLOCK_ROWS */
-    int failed;
+    size_t rows, blocks; /* blocks of FD_DENSE16_ROWS */
 } run_t;
-
-enum { BLOCK_ROWS = 96 /* whose sums stay in a cache; without blocks, few panels would leave threads idle */ };
 
 static void run_parts(void *data, size_t first, size_t n) {
     run_t *run = data;
     for (size_t part = first; part < first + n; part++) {
-        const size_t row = part % run->blocks * BLOCK_ROWS, rows = run->rows - row;
+        const size_t row = part % run->blocks * FD_DENSE16_ROWS, rows = run->rows - row;
         const uint8_t *x = run->x + row * run->l->ins * run->ops->number_bytes;
         uint8_t *y = run->y + row * run->l->outs * run->ops->number_bytes;
-        if (run->ops->multiply(run->l, x, rows < BLOCK_ROWS ? rows : BLOCK_ROWS, y, part / run->blocks) < 0)
-            __atomic_store_n(&run->failed, 1, __ATOMIC_RELAXED);
+        const size_t n_rows = rows < FD_DENSE16_ROWS ? rows : FD_DENSE16_ROWS;
+        run->ops->multiply(run->l, x, n_rows, y, part / run->blocks);
     }
 }
 
-int fd_dense16_multiply(const fd_dense16_ops_t *ops, const fd_dense16_t *l, const void *x, size_t rows, void *y,
-                        unsigned threads) {
+void fd_dense16_multiply(const fd_dense16_ops_t *ops, const fd_dense16_t *l, const void *x, size_t rows, void *y,
+                         unsigned threads) {
     enum { WORTH_A_THREAD = 1 << 16 }; /* weights that are read sooner than a thread wakes up */
-    const size_t most = l->outs * l->ins / WORTH_A_THREAD + 1, blocks = (rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
-    run_t run = {ops, l, x, y, rows, blocks, 0};
+    const size_t most = l->outs * l->ins / WORTH_A_THREAD + 1, blocks = (rows + FD_DENSE16_ROWS - 1) / FD_DENSE16_ROWS;
+    run_t run = {ops, l, x, y, rows, blocks};
     fd_parallel(run_parts, &run, (l->outs + ops->panel - 1) / ops->panel * blocks,
                 most < threads ? (unsigned)most : threads);
-    return run.failed ? -1 : 0;
 }

@@ -22,13 +22,16 @@ typedef struct {
     const float *bias;       /* [outs], or NULL */
 } fd_dense16_t;
 
+/* Rows of a part of the work: their sums stay in a cache, and threads share also products with few panels. */
+enum { FD_DENSE16_ROWS = 96 };
+
 /* One ISA's functions for weights and rows of some dtypes. */
 typedef struct {
     size_t panel;        /* outputs */
     size_t together;     /* inputs of an output that stand side by side; `ins` is a multiple of them */
     size_t number_bytes; /* of an input or an output */
-    /* y [rows][outs] for the outputs of one panel; x is [rows][ins]. Returns 0, or -1 if there is no memory for it. */
-    int (*multiply)(const fd_dense16_t *l, const void *x, size_t rows, void *y, size_t panel);
+    /* y [rows][outs] for the outputs of one panel; x is [rows][ins], of at most FD_DENSE16_ROWS rows. */
+    void (*multiply)(const fd_dense16_t *l, const void *x, size_t rows, void *y, size_t panel);
 } fd_dense16_ops_t;
 
 /* The functions of an ISA that this machine supports, and its name; NULL if there are none for fp16 or bf16 weights
@@ -38,8 +41,8 @@ const fd_dense16_ops_t *fd_dense16_ops(fd_isa_t isa, uint32_t dtype, uint32_t ac
 /* Copies weights [outs][ins] into panels. */
 void fd_dense16_pack(const fd_dense16_ops_t *ops, size_t outs, size_t ins, const uint16_t *from, uint16_t *to);
 
-/* y = x W^T + b in up to `threads` threads. Returns 0, or -1 if memory ran out. */
-int fd_dense16_multiply(const fd_dense16_ops_t *ops, const fd_dense16_t *l, const void *x, size_t rows, void *y,
-                        unsigned threads);
+/* y = x W^T + b in up to `threads` threads. */
+void fd_dense16_multiply(const fd_dense16_ops_t *ops, const fd_dense16_t *l, const void *x, size_t rows, void *y,
+                         unsigned threads);
 
 #endif

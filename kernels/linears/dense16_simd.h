@@ -5,14 +5,13 @@
 #ifndef FD_DENSE16_SIMD_H
 #define FD_DENSE16_SIMD_H
 
-#include <stdlib.h>
 #include <string.h>
 
 #include "chunk.h"
 #include "dense16.h"
 #include "half.h"
 
-enum { TILE_ROWS = 6, PANEL = TILE_VECTORS * LANES, FEW_ROWS = 32 };
+enum { TILE_ROWS = 6, PANEL = TILE_VECTORS * LANES };
 
 /* Several tiles of rows read DEPTH inputs of a panel, which stay in a cache. */
 #ifdef FD_BF16_PAIRS
@@ -88,12 +87,11 @@ FD_INLINE void add_tile(const uint32_t dtype, size_t rows, const in_t *x, size_t
     }
 }
 
-FD_INLINE int multiply(const uint32_t dtype, const fd_dense16_t *l, const void *rows_in, size_t rows, void *y,
-                       size_t panel) {
+FD_INLINE void multiply(const uint32_t dtype, const fd_dense16_t *l, const void *rows_in, size_t rows, void *y,
+                        size_t panel) {
     const in_t *x = rows_in;
     const size_t column = panel * PANEL, n = l->outs - column < PANEL ? l->outs - column : PANEL;
-    float few[FEW_ROWS * PANEL], bias[PANEL] = {0}, *sums = few;
-    if (rows > FEW_ROWS && !(sums = aligned_alloc(64, rows * PANEL * sizeof *sums))) return -1;
+    float sums[FD_DENSE16_ROWS * PANEL], bias[PANEL] = {0};
     if (l->bias) memcpy(bias, l->bias + column, n * sizeof *bias);
     for (size_t r = 0; r < rows; r++) memcpy(sums + r * PANEL, bias, sizeof bias);
     const size_t tiles = (rows + TILE_ROWS - 1) / TILE_ROWS, tile = (rows + tiles - 1) / tiles;
@@ -105,23 +103,21 @@ FD_INLINE int multiply(const uint32_t dtype, const fd_dense16_t *l, const void *
                      l->weights + (panel * l->ins + first) * PANEL, depth, sums + r * PANEL);
     }
     for (size_t r = 0; r < rows; r++) store_outputs(y, r * l->outs + column, sums + r * PANEL, n);
-    if (sums != few) free(sums);
-    return 0;
 }
 
 #ifdef FD_BF16_PAIRS
 #define FD_DENSE16(isa)                                                                                                \
-    static int multiply_bf16(const fd_dense16_t *l, const void *x, size_t rows, void *y, size_t panel) {               \
-        return multiply(FD_ACT_BF16, l, x, rows, y, panel);                                                            \
+    static void multiply_bf16(const fd_dense16_t *l, const void *x, size_t rows, void *y, size_t panel) {              \
+        multiply(FD_ACT_BF16, l, x, rows, y, panel);                                                                   \
     }                                                                                                                  \
     const fd_dense16_ops_t fd_dense16_##isa = {PANEL, TOGETHER, sizeof(in_t), multiply_bf16};
 #else
 #define FD_DENSE16(isa)                                                                                                \
-    static int multiply_fp16(const fd_dense16_t *l, const void *x, size_t rows, void *y, size_t panel) {               \
-        return multiply(FD_ACT_FP16, l, x, rows, y, panel);                                                            \
+    static void multiply_fp16(const fd_dense16_t *l, const void *x, size_t rows, void *y, size_t panel) {              \
+        multiply(FD_ACT_FP16, l, x, rows, y, panel);                                                                   \
     }                                                                                                                  \
-    static int multiply_bf16(const fd_dense16_t *l, const void *x, size_t rows, void *y, size_t panel) {               \
-        return multiply(FD_ACT_BF16, l, x, rows, y, panel);                                                            \
+    static void multiply_bf16(const fd_dense16_t *l, const void *x, size_t rows, void *y, size_t panel) {              \
+        multiply(FD_ACT_BF16, l, x, rows, y, panel);                                                                   \
     }                                                                                                                  \
     const fd_dense16_ops_t fd_dense16_##isa[FD_ACT_DTYPES] = {                                                         \
         [FD_ACT_FP16] = {PANEL, TOGETHER, sizeof(in_t), multiply_fp16},                                                \

@@ -71,16 +71,14 @@ static PyObject *dense16_run(dense16_t *self, PyObject *args) {
     if (!PyArg_ParseTuple(args, "y*w*I", &x, &y, &threads)) return NULL;
     const size_t row = l->ins * self->ops->number_bytes, rows = (size_t)x.len / row;
     const int fits = (size_t)x.len == rows * row && (size_t)y.len == rows * l->outs * self->ops->number_bytes;
-    int error = 0;
     if (fits && rows) {
         Py_BEGIN_ALLOW_THREADS
-        error = fd_dense16_multiply(self->ops, l, x.buf, rows, y.buf, threads ? threads : 1);
+        fd_dense16_multiply(self->ops, l, x.buf, rows, y.buf, threads ? threads : 1);
         Py_END_ALLOW_THREADS
     }
     PyBuffer_Release(&x);
     PyBuffer_Release(&y);
     if (!fits) return PyErr_Format(PyExc_ValueError, "x and y are not [rows, %zu] and [rows, %zu]", l->ins, l->outs);
-    if (error) return PyErr_NoMemory();
     Py_RETURN_NONE;
 }
 
