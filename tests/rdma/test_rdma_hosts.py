@@ -43,16 +43,15 @@ async def test_an_r_node_whose_host_loses_power_is_the_reason_given(capsys):
 
     await until(is_down, 60.0)
     assert time.monotonic() - since < NOTICED_S
-    # The device reports the loss, even if a call had been sent as a whole and only the reply was missing, or if the
-    # link carried no call.
-    reason = "retry exceeded: the peer's device does not answer"
-    with pytest.raises(LinkDown, match=reason):
+    # The device reports the loss, even if the link carried no call, or if a call had been sent as a whole and only the
+    # reply was missing. In some runs Linux's software device never reports it to the loaded link. The control
+    # connection then shows it, still within NOTICED_S.
+    reported = "retry exceeded: the peer's device does not answer"
+    with pytest.raises(LinkDown, match=f"{reported}|the R-node has not answered for 4 s|the control connection broke"):
         await load
     async with asyncio.timeout(NOTICED_S):
-        for link in (idle, loaded):
-            error = await link.closed()
-            assert isinstance(error, LinkDown)
-            assert reason in str(error)
+        assert reported in str(await idle.closed())
+        assert isinstance(await loaded.closed(), LinkDown)
     # Linux's software device waits up to 50 s for a queue pair's last packets to leave.
     async with asyncio.timeout(FREED_S):
         await idle.close()

@@ -461,9 +461,10 @@ async def test_s_node_killed_frees_its_lease_and_leaves_nothing_behind(shared_no
             link = await connect(shared_node.url, hello(kv_bytes=None), None)
         except LinkRefused:
             return False
-        assert link.lease.n_pages == PAGES
+        # An R-node frees a link's pages a little before its activation region, so a lease may have a page less.
+        all_pages = link.lease.n_pages == PAGES
         await link.close()
-        return True
+        return all_pages
 
     await until(freed, NOTICED_S)
     assert Held.by(shared_node.pid) == before
