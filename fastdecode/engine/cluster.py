@@ -7,7 +7,6 @@ sequence shares.
 
 from __future__ import annotations
 
-from math import ceil
 from typing import TYPE_CHECKING
 
 from fastdecode.engine.ledger import RNodeLedger
@@ -23,9 +22,6 @@ if TYPE_CHECKING:
     from fastdecode.engine.prefixes import Handle
     from fastdecode.engine.sequence import Sequence
     from fastdecode.transports.base import Link, StepTimes
-
-#: Share of a lease's pages that cached prefixes leave free, so that a new sequence need not wait for an eviction.
-_PREFIX_HEADROOM = 0.1
 
 
 class Cluster:
@@ -247,7 +243,7 @@ class Cluster:
                 start, end = seq.shared_tokens, len(source.tokens)
                 if tokens[start:end] == source.tokens[start:] and floor <= end:
                     node.evict(source)  # the new entry has all of its tokens
-            node.evict_for(ceil(_PREFIX_HEADROOM * node.n_pages), index=True)
+            node.keep_headroom()
         else:
             if entry is not None:
                 node.prefixes.remove(entry)

@@ -34,6 +34,10 @@ _TAG_MASK = 0xFFFFFFFF  # a tag has 32 bits on the wire
 _LOW = 0.25
 _GROWTH = 0.5
 
+#: Share of a lease's pages and sequence indexes that cached prefixes leave free, so that new sequences need not wait
+#: for an eviction.
+_HEADROOM = 0.1
+
 
 class Paused(Protocol):
     """A paused sequence as a ledger sees it. This module cannot name Sequence, whose module imports this one."""
@@ -226,15 +230,26 @@ class RNodeLedger:
         self._free(CachedSequence(seq.handle, seq.pages))
         seq.forget_cache()
 
+    def keep_headroom(self) -> None:
+        """Evict prefix entries, those used longest ago first, until `_HEADROOM` of the pages and of the sequence
+        indexes are free or being freed, or none is left."""
+        pages, indexes = ceil(_HEADROOM * self.n_pages), ceil(_HEADROOM * len(self._tags))
+        while self._lacks(pages, indexes) and (entry := self.prefixes.least_recently_used()) is not None:
+            self.evict(entry)
+
+    def _lacks(self, pages: int, indexes: int) -> bool:
+        """True if fewer pages or sequence indexes are free or being freed."""
+        return (
+            self.free_pages + self.pages_freeing < pages or len(self._free_indexes) + self._sequences_freeing < indexes
+        )
+
     def evict_for(self, pages: int, index: bool, spare: Paused | None = None) -> bool:
         """Evict prefix entries, then drop paused sequences but `spare`, those used longest ago first, until `pages`
         pages (and a sequence index, if `index`) are free or being freed.
 
         False if nothing further can be evicted before that.
         """
-        while self.free_pages + self.pages_freeing < pages or (
-            index and not self._free_indexes and not self._sequences_freeing
-        ):
+        while self._lacks(pages, int(index)):
             if (entry := self.prefixes.least_recently_used()) is not None:
                 self.evict(entry)
             elif (paused := self._next_paused(spare)) is not None:

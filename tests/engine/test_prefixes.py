@@ -277,6 +277,16 @@ async def test_entries_free_their_sequence_indexes_when_they_run_out():
         assert len(engine.cluster.nodes[0].prefixes) <= 3
 
 
+async def test_sequences_that_arrive_together_start_together_although_entries_hold_all_indexes():
+    link, once = ToyLink(n_pages=200, max_seqs=64), SamplingParams(temperature=0.0, max_tokens=1)
+    async with keeping(link) as (engine, _):
+        for i in range(64):
+            await ask(engine, text(200, i))
+        before = engine.totals.steps
+        await asyncio.gather(*(ask(engine, text(5, 100 + i), once) for i in range(48)))
+        assert engine.totals.steps - before <= 12  # a step each if room were made for one at a time
+
+
 async def test_a_refused_fork_costs_time_only():
     link, prompt = ToyLink(), text(400)
     async with keeping(link) as (engine, _):

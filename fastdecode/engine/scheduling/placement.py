@@ -183,8 +183,17 @@ class Placer:
         if needed > evictable:
             return False
         source.pins += 1
-        enough = node.evict_for(needed, index=True)
+        enough = self._evict(node, needed)
         source.pins -= 1
+        return enough
+
+    @staticmethod
+    def _evict(node: RNodeLedger, pages: int) -> bool:
+        """Evict for a sequence that needs `pages` free pages, and for those behind it, of which otherwise one would
+        start a step. True if what suffices for the first one is being freed now."""
+        enough = node.evict_for(pages, index=True)
+        if enough:
+            node.keep_headroom()
         return enough
 
     def _make_room(self, tokens: int) -> bool:
@@ -196,7 +205,7 @@ class Placer:
         lacking = {node: self._pages_needed(node, tokens) - node.unused_pages for node in self._nodes if node.open}
         if enough := [node for node, pages in lacking.items() if pages <= 0]:
             node = min(enough, key=lambda n: n.load)
-            return node.evict_for(self._pages_needed(node, tokens), index=True)
+            return self._evict(node, self._pages_needed(node, tokens))
         for node in lacking:
             node.short = True
         growing = [node for node, pages in lacking.items() if node.may_grow and pages <= node.max_pages - node.n_pages]
