@@ -5,6 +5,9 @@ output tokens a second, and the S-Part's time a step, beside that of an engine w
 and with a neighbour that takes as much CPU time as the API and the client. Then a few streams, whose largest gap
 between two tokens is taken while another client sends what is expensive to serve.
 
+The S-Part's time is that of steps in which every stream decodes, so that a server, whose requests come one by one, and
+an engine have the same steps. It is taken in the middle of a load, which must be long enough for that (`--tokens`).
+
 The client of the many streams costs little, as if it ran on another machine: its sockets report data by the kilobyte.
 The CPU time of a token is given for each process of the node and for the client.
 """
@@ -15,14 +18,16 @@ import argparse
 import asyncio
 import contextlib
 import os
+import re
 import socket
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import aiohttp
 import orjson
@@ -35,11 +40,12 @@ from fastdecode.bench.options import print_result
 from fastdecode.bench.serving.client import first_model, metrics
 from fastdecode.bench.soaking.processes import Node
 from fastdecode.daemon.config import NodeConfig
-from fastdecode.daemon.embedded import EmbeddedRNode, computes_in_one_thread, split_machine
+from fastdecode.daemon.embedded import EmbeddedRNode, split_machine
 from fastdecode.daemon.garbage import freeze
 from fastdecode.demo import model_dir
 from fastdecode.engine.engine import Engine
 from fastdecode.engine.request import SamplingParams
+from fastdecode.engine.runner import Runner
 from fastdecode.spart.backend import choose_backend
 from fastdecode.spart.loader import choose_device, choose_dtype
 from fastdecode.transports.registry import connect
@@ -49,6 +55,8 @@ COMMAND = ("api", "what the API costs the streams, by the number of its processe
 _ALONE, _BESIDE = "engine", "engine beside a neighbour"
 _BODY_BYTES = 8 * 2**20 - 4096
 _CALM_SECONDS = 3.0
+_MIDDLE = 0.45, 0.75  # of a load's seconds, between which the S-Part is timed
+_FULL = 0.99  # part of the streams that must get a token in a step, on average, for the S-Part's time to count
 _IDLE_SECONDS = 20.0  # within which a server should have ended the requests of a load that was given up
 
 
@@ -86,7 +94,8 @@ async def _run(args: argparse.Namespace) -> dict[str, Any]:
     forms |= {f"older, {python}": (str(python), []) for python in args.older}
     rates: dict[str, list[float]] = {n: [] for n in forms}
     chunks: dict[str, float] = {}  # of a token
-    steps: dict[str, list[tuple[float, float]]] = {n: [] for n in [*forms, _ALONE, _BESIDE]}
+    steps: dict[str, list[float]] = {n: [] for n in [*forms, _ALONE, _BESIDE]}  # seconds of the S-Part in a step
+    lasted: dict[str, float] = {}  # seconds of the last load
     cpu: dict[str, dict[str, list[float]]] = {n: {} for n in forms}  # seconds a token, by process
     async with contextlib.AsyncExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fastdecode-")))
@@ -94,31 +103,36 @@ async def _run(args: argparse.Namespace) -> dict[str, Any]:
         for i, (name, (python, options)) in enumerate(forms.items()):
             log = directory / f"{i}.log"
             servers[name] = await stack.enter_async_context(_node(log, python, path, args.streams, options))
-        engine = await stack.enter_async_context(_engine(path, args.streams))
+        engine, cpu_of_engine = await stack.enter_async_context(_engine(path, args.streams))
         neighbour, busy = stack.enter_context(Neighbour()), 0.0
         for timed in tqdm([False] + [True] * args.rounds, desc="rounds", unit="round"):
-            for n, (server, node) in servers.items():
-                before, spent = await _step_counters(server), _cpu_seconds(node)
-                seconds, chunks[n] = await _streams(server, args.streams, args.tokens)
+            for n, (server, node, cpu_of_s) in servers.items():
+                spent = _cpu_seconds(node)
+                counters = partial(_server_counters, server)
+                timing = asyncio.create_task(_s_part_seconds(counters, args.streams, lasted.get(n)))
+                with _off(cpu_of_s):
+                    lasted[n], chunks[n] = await _streams(server, args.streams, args.tokens)
+                if step := await timing:
+                    steps[n].append(step)
                 if timed:
-                    rates[n].append(args.streams * args.tokens / seconds)
+                    rates[n].append(args.streams * args.tokens / lasted[n])
                     for process, now in _cpu_seconds(node).items():
                         of_token = (now - spent.get(process, 0.0)) / (args.streams * args.tokens)
                         cpu[n].setdefault(process, []).append(of_token)
-                    steps[n].append(_between(before, await _step_counters(server)))
                     busy = rates[n][-1] * sum(cpu[n][process][-1] for process in ("API", "client") if process in cpu[n])
             for n, part in ((_ALONE, 0.0), (_BESIDE, busy)):
                 neighbour.work(part)
-                totals = engine.totals
-                start = (totals.s_seconds, float(totals.steps))
-                await _drive(engine, args.streams, args.tokens)
-                if timed:
-                    steps[n].append(_between(start, (totals.s_seconds, float(totals.steps))))
+                counters = partial(_engine_counters, engine)
+                timing = asyncio.create_task(_s_part_seconds(counters, args.streams, lasted.get(n)))
+                with _off(cpu_of_engine):
+                    lasted[n] = await _drive(engine, args.streams, args.tokens)
+                if step := await timing:
+                    steps[n].append(step)
             neighbour.work(0.0)
         gaps: dict[str, dict[str, tuple[float, bool]]] = {}
         if args.bystanders:
             longest = engine.longest_sequence
-            for n, (server, _) in servers.items():
+            for n, (server, *_) in servers.items():
                 gaps[n] = await _gaps(server, args.bystanders, longest, args.load_seconds)
     return {
         "model": path.resolve().name,
@@ -127,11 +141,9 @@ async def _run(args: argparse.Namespace) -> dict[str, Any]:
         "tokens_per_second_range": {n: [min(values), max(values)] for n, values in rates.items()},
         "chunks_per_token": chunks,
         "cpu_seconds_per_token": {n: {p: statistics.median(v) for p, v in found.items()} for n, found in cpu.items()},
-        "s_part_step_seconds": {name: statistics.median(step for _, step in v) for name, v in steps.items()},
-        "s_part_seconds_per_token": {
-            name: statistics.median(seconds for seconds, _ in v) / (args.streams * args.tokens)
-            for name, v in steps.items()
-        },
+        "s_part_step_seconds": {name: statistics.median(found) for name, found in steps.items() if found},
+        "s_part_step_seconds_range": {name: [min(found), max(found)] for name, found in steps.items() if found},
+        "s_part_rounds": {name: len(found) for name, found in steps.items()},
         "bystanders": args.bystanders,
         "largest_gap_seconds": {n: {name: gap for name, (gap, _) in found.items()} for n, found in gaps.items()},
         "loads_given_up": {n: [name for name, (_, ended) in found.items() if not ended] for n, found in gaps.items()},
@@ -139,15 +151,29 @@ async def _run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 @contextlib.asynccontextmanager
-async def _node(log: Path, python: str, path: Path, streams: int, options: list[str]) -> AsyncIterator[tuple[str, int]]:
-    """The address and the process id of a node of the fastdecode that `python` imports."""
+async def _node(
+    log: Path, python: str, path: Path, streams: int, options: list[str]
+) -> AsyncIterator[tuple[str, int, int | None]]:
+    """The address and the process id of a node of the fastdecode that `python` imports, and the cpu that its S-Part has
+    to itself, if it has one."""
     argv = ["--model", str(path), "--port", "0", "--kv-memory", "1GiB", *options]
     argv += ["--max-batch-size", str(streams), "--max-batch-tokens", str(max(512, streams))]
     node = Node(log, *argv, python=python)
     try:
-        yield await node.read(r"(http://\S+)/v1"), node.process.pid
+        address = await node.read(r"(http://\S+)/v1")
+        cpu = re.search(r"on cpu (\d+), which it has to itself", log.read_text(errors="replace"))
+        yield address, node.process.pid, int(cpu[1]) if cpu else None
     finally:
         await node.end()
+
+
+@contextlib.contextmanager
+def _off(cpu: int | None) -> Iterator[None]:
+    """Keep this thread, a client's or an engine's event loop's, off a cpu that the S-Part has to itself."""
+    cpus = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, (cpus - {cpu}) or cpus)
+    yield
+    os.sched_setaffinity(0, cpus)
 
 
 def _cpu_seconds(pid: int) -> dict[str, float]:
@@ -166,16 +192,18 @@ def _cpu_seconds(pid: int) -> dict[str, float]:
 
 
 @contextlib.asynccontextmanager
-async def _engine(path: Path, streams: int) -> AsyncIterator[Engine]:
-    """An engine in this process, with an embedded R-node as a node would start it."""
+async def _engine(path: Path, streams: int) -> AsyncIterator[tuple[Engine, int | None]]:
+    """An engine in this process, with an embedded R-node as a node would start it, and the cpu that its S-Part has to
+    itself, if it has one."""
     config = NodeConfig(model=path, kv_memory=2**30)
     device, rows = choose_device("auto"), max(512, streams)
     split = split_machine(config, s_on_gpu=device.type != "cpu")
     torch.set_num_threads(split.s_threads)
     backend = choose_backend("auto", path)
     model = backend.load(device, choose_dtype("auto", backend.config.dtype, device), progress=False)
-    if device.type == "cpu" and computes_in_one_thread(config, model.parameters):
-        torch.set_num_threads(1)
+    if device.type == "cpu":
+        split = split.for_model(config, model.parameters)
+        torch.set_num_threads(split.s_threads)
     r_node = EmbeddedRNode(config, split)
     try:
         await r_node.start()
@@ -187,23 +215,26 @@ async def _engine(path: Path, streams: int) -> AsyncIterator[Engine]:
             max_batch_size=streams,
             max_batch_tokens=rows,
             prefix_cache=True,
+            start_runner=partial(Runner, cpu=split.s_cpu),
         )
         await engine.start()
         freeze()
-        yield engine
+        yield engine, split.s_cpu
         await engine.stop()
         await link.close()
     finally:
         await r_node.stop()
 
 
-async def _drive(engine: Engine, streams: int, tokens: int) -> None:
-    """The load of `_streams` on an engine whose tokens are not read."""
+async def _drive(engine: Engine, streams: int, tokens: int) -> float:
+    """The load of `_streams` on an engine whose tokens are not read: seconds."""
+    start = time.perf_counter()
     params = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
     for i in range(streams):
         engine.submit(_prompt(i), params)
     while engine.stats.running or engine.stats.waiting:
         await asyncio.sleep(0.01)
+    return time.perf_counter() - start
 
 
 def _prompt(i: int) -> list[int]:
@@ -365,35 +396,56 @@ async def _wait_until_idle(server: str) -> None:
                 await asyncio.sleep(0.1)
 
 
-async def _step_counters(server: str) -> tuple[float, float]:
-    """The seconds that the S-Part has computed, and its steps."""
+class _Counters(NamedTuple):
+    s_seconds: float  # that the S-Part has computed
+    steps: float
+    tokens: float
+
+
+async def _server_counters(server: str) -> _Counters:
     async with aiohttp.ClientSession() as session, session.get(f"{server}/metrics") as answer:
         values = metrics(await answer.text())
-    return values["fastdecode:s_seconds_total"], values["fastdecode:steps_total"]
+    return _Counters(*(values[f"fastdecode:{n}_total"] for n in ("s_seconds", "steps", "generation_tokens")))
 
 
-def _between(before: tuple[float, float], after: tuple[float, float]) -> tuple[float, float]:
-    """The seconds of the S-Part between two counts, and those of one step."""
-    seconds = after[0] - before[0]
-    return seconds, seconds / max(1.0, after[1] - before[1])
+async def _engine_counters(engine: Engine) -> _Counters:
+    return _Counters(engine.totals.s_seconds, engine.totals.steps, engine.totals.generated_tokens)
+
+
+async def _s_part_seconds(
+    counters: Callable[[], Awaitable[_Counters]], streams: int, load_seconds: float | None
+) -> float | None:
+    """Seconds that the S-Part takes for a step, in the middle of a load that begins now and lasts about `load_seconds`.
+    None if that is not known, or if not nearly all streams got a token in each step."""
+    if load_seconds is None:
+        return None
+    begin, end = (part * load_seconds for part in _MIDDLE)
+    await asyncio.sleep(begin)
+    before = await counters()
+    await asyncio.sleep(end - begin)
+    after = await counters()
+    steps = after.steps - before.steps
+    if not steps or after.tokens - before.tokens < _FULL * steps * streams:
+        return None
+    return (after.s_seconds - before.s_seconds) / steps
 
 
 def _print_table(result: dict[str, Any]) -> None:
     print(f"{result['model']}, {result['streams']} streams at once")
     for n, rate in result["tokens_per_second"].items():
-        step = 1e3 * result["s_part_step_seconds"][n]
         least, most = result["tokens_per_second_range"][n]
-        print(
-            f"  {n}: {rate:8.0f} [{least:.0f}-{most:.0f}] output tokens/s, "
-            f"{result['chunks_per_token'][n]:.2f} chunks a token, S-Part {step:7.2f} ms a step, "
-            f"{1e6 * result['s_part_seconds_per_token'][n]:.2f} us a token"
-        )
+        chunks = result["chunks_per_token"][n]
+        print(f"  {n}: {rate:8.0f} [{least:.0f}-{most:.0f}] output tokens/s, {chunks:.2f} chunks a token")
         cpu = result["cpu_seconds_per_token"][n]
         parts = ", ".join(f"{process} {1e6 * of_token:.1f}" for process, of_token in cpu.items())
         print(f"    CPU of a token: {1e6 * sum(cpu.values()):.1f} us ({parts})")
-    for n in (_ALONE, _BESIDE):
-        step, of_token = 1e3 * result["s_part_step_seconds"][n], 1e6 * result["s_part_seconds_per_token"][n]
-        print(f"  {n + ', without an API:':48}S-Part {step:7.2f} ms a step, {of_token:.2f} us a token")
+    print("the S-Part's time in a step in which every stream decodes, ms")
+    for n, rounds in result["s_part_rounds"].items():
+        if not rounds:
+            print(f"  {n:48} no round had such steps only; try more --tokens")
+            continue
+        step, (least, most) = result["s_part_step_seconds"][n], result["s_part_step_seconds_range"][n]
+        print(f"  {n:48} {1e3 * step:.3f} [{1e3 * least:.3f}-{1e3 * most:.3f}] in {rounds} rounds")
     if result["largest_gap_seconds"]:
         print(f"largest gap between two tokens of {result['bystanders']} streams, ms, while another client sends")
     for n, gaps in result["largest_gap_seconds"].items():

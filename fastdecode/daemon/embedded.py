@@ -10,7 +10,7 @@ import shutil
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from fastdecode.daemon.config import EMBEDDED_OPTIONS, NodeConfig
@@ -24,7 +24,8 @@ _START_SECONDS = 30.0
 
 
 #: A model of fewer parameters has no product that more threads compute sooner; while they wait for the next one, they
-#: take the cores from the API process.
+#: take the cores from the API process. Its one thread has a cpu to itself: the threads of the API and of the R-node
+#: would make it wait, and replace its logits in the cpu's own cache.
 _SMALL = 1 << 20
 
 
@@ -35,6 +36,19 @@ class Split:
     s_threads: int
     r_threads: int  # 0 without an embedded R-node
     mini_batches: int
+    s_cpu: int | None = None  # that an S-Part of one thread has to itself
+    r_cpus: tuple[int, ...] = ()  # the others, for the embedded R-node and the API processes
+
+    def for_model(self, config: NodeConfig, parameters: int) -> Split:
+        """The division for a model of so many parameters, on a CPU: that of a small one, or this one."""
+        if parameters >= _SMALL or config.s_threads is not None:
+            return self
+        cpus = usable_cpus()
+        if config.uses_r_nodes or config.threads or config.cpus or config.numa_node is not None or len(cpus) == 1:
+            return replace(self, s_threads=1)
+        own = cpus[os.getpid() % len(cpus)]  # several S-nodes of one machine should not choose the same one
+        others = tuple(cpu for cpu in cpus if cpu != own)
+        return Split(1, len(others), self.mini_batches, own, others)
 
 
 def split_machine(config: NodeConfig, *, s_on_gpu: bool) -> Split:
@@ -64,11 +78,6 @@ def split_machine(config: NodeConfig, *, s_on_gpu: bool) -> Split:
     return Split(s_threads, r_threads, config.mini_batches or 2)
 
 
-def computes_in_one_thread(config: NodeConfig, parameters: int) -> bool:
-    """True if the S-Part of a model of so many parameters, on a CPU, gets one thread instead of Split's number."""
-    return config.s_threads is None and parameters < _SMALL
-
-
 class EmbeddedRNode:
     """A child process `fastdecode-node --role r`. The kernel kills it when this process dies, whatever the cause."""
 
@@ -85,6 +94,8 @@ class EmbeddedRNode:
         self._argv = ["--role", "r", "--listen", self.url, "--threads", str(split.r_threads)]
         self._argv += ["--drain-seconds", "0"]  # it ends after its only S-node
         self._argv += config.to_args([name for name in EMBEDDED_OPTIONS if name != "threads"])
+        if split.r_cpus:
+            self._argv += ["--cpus", ",".join(map(str, split.r_cpus))]
         self._argv += config.to_args(["spin_us", "secret_file", "log_level", "log_format"])
 
     async def start(self) -> None:

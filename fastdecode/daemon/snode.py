@@ -9,6 +9,7 @@ import logging
 import os
 import socket
 import sys
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,7 +21,7 @@ from fastdecode.daemon.api_processes import ApiProcesses
 from fastdecode.daemon.check_model import check_fits, check_partition
 from fastdecode.daemon.config import ConfigError, NodeConfig, format_bytes
 from fastdecode.daemon.discovery import FileSet, FixedSet, NodeSet, bracketed, r_node_set
-from fastdecode.daemon.embedded import EmbeddedRNode, Split, computes_in_one_thread, split_machine
+from fastdecode.daemon.embedded import EmbeddedRNode, Split, split_machine
 from fastdecode.daemon.garbage import freeze
 from fastdecode.daemon.gpu import node_exchange
 from fastdecode.daemon.handover import PrefillServer, RemotePrefill, model_digest
@@ -32,6 +33,7 @@ from fastdecode.daemon.shutdown import wait_for_shutdown
 from fastdecode.demo import model_dir
 from fastdecode.engine.engine import Engine
 from fastdecode.engine.giver import Giver
+from fastdecode.engine.runner import Runner
 from fastdecode.region.contract import MAX_SEQS
 from fastdecode.service.local import LocalEngine
 from fastdecode.spart import Model, ModelConfig, choose_device, choose_dtype
@@ -101,9 +103,11 @@ def run_s_node(config: NodeConfig) -> None:
         "weights as stored" if config.weights == "auto" else f"{config.weights} weights",
         str(dtype).removeprefix("torch."),
     )
-    if device.type == "cpu" and computes_in_one_thread(config, model.parameters):
-        torch.set_num_threads(1)
-        log.info("the S-Part computes in one thread, because the model has only %d parameters", model.parameters)
+    if device.type == "cpu" and (for_model := split.for_model(config, model.parameters)) is not split:
+        split = for_model
+        torch.set_num_threads(split.s_threads)
+        own = "" if split.s_cpu is None else f" on cpu {split.s_cpu}, which it has to itself"
+        log.info("the S-Part of only %d parameters computes in one thread%s", model.parameters, own)
     in_own_thread(balance_for, model, config.kv_dtype, calibration)
     exchange = node_exchange(config, device, split.mini_batches)
     log.info("exchange: %s", exchange)
@@ -133,6 +137,8 @@ async def _serve(
     secret: bytes | None,
 ) -> None:
     """Run the engine, and the API in its processes, or in this one on bound sockets."""
+    if split.r_cpus:
+        os.sched_setaffinity(0, split.r_cpus)  # the event loop's thread
     shutdown = asyncio.create_task(wait_for_shutdown())
     staged = staged_tokens(config, model, model.device, split.mini_batches, exchange.bypass is not None)
     hello = model.hello(
@@ -196,6 +202,7 @@ async def _serve(
             grow_leases=grow_leases,
             patience=config.reconnect_seconds,
             prefill_nodes=prefill_nodes,
+            start_runner=partial(Runner, cpu=split.s_cpu),
         )
         if engine.longest_sequence < engine.max_model_len:
             log.warning(
@@ -217,7 +224,7 @@ async def _serve(
         server: ApiProcesses | Server
         if isinstance(api, ApiProcesses):
             server = api
-            await server.serve(client)
+            await server.serve(client, split.r_cpus)
         else:
             server = await serve(settings.app(client), api, tls=settings.tls)
         stack.push_async_callback(server.close)
