@@ -3,7 +3,8 @@
 An S-node moves a sequence by two requests. RECEIVE lets the destination hold the sequence, empty as yet, for whoever
 presents a token; PUSH lets the source open a bulk connection to the destination, show the token (handshake.py) and send
 pages over it. Several PUSHes with one token use one connection: whole pages first, while the sequence goes on, then the
-rest. The source's pages stay as they are, so whatever breaks meanwhile, the sequence goes on where it is.
+rest. The connection then waits for the next sequence: a connection and a hand-shake for each would cost more than its
+bytes. The source's pages stay as they are, so whatever breaks meanwhile, the sequence goes on where it is.
 
 C moves the bytes between the socket and the pages (kernels/engine/transfer.c), at most 1 MiB at a time, on the event
 loop. So a sequence that is freed, or a link that ends, stops a transfer at once. Another thread faults in memory that
@@ -19,11 +20,16 @@ from functools import partial
 from . import handshake
 from .base import CallRefused, LinkDown, PageSink, TransportError
 from .frames import FrameSocket
-from .messages import Error, Ok, Pages, ProtocolError
+from .messages import Error, Message, Next, Ok, Pages, ProtocolError
 from .registry import dial
 
 #: Seconds in which at least one byte must move.
 STALLED_S = 10.0
+
+#: Seconds that a connection waits for the next sequence. The receiving end waits longer, so that the sending end, which
+#: knows that it uses the connection no more, closes it.
+KEPT_S = 5.0
+_ABANDONED_S = 2 * KEPT_S
 
 #: Bytes that C moves at a time.
 MOST_BYTES = 1 << 20
@@ -47,6 +53,19 @@ async def receive(conn: FrameSocket, sink: PageSink) -> None:
             await conn.write(Error(id=0, status=error.status, message=str(error)))
             raise
         await conn.write(Ok(id=0, stats=None))
+
+
+async def next_sequence(conn: FrameSocket) -> Next | None:
+    """Wait for the next sequence behind a whole one; None: the sending R-node has closed the connection, or should
+    have. Raises ProtocolError."""
+    try:
+        async with asyncio.timeout(_ABANDONED_S):
+            message = await conn.read()
+    except (LinkDown, TimeoutError):
+        return None
+    if not isinstance(message, Next):
+        raise ProtocolError(f"{message.TYPE} has no place behind a whole sequence")
+    return message
 
 
 async def _move(
@@ -93,6 +112,15 @@ class Delivery:
             raise LinkDown(f"{url} did not finish the hand-shake within {handshake.DEADLINE_S:.0f} s") from None
         return cls(conn, page_bytes)
 
+    async def next(self, token: str) -> None:
+        """Go on with the sequence that `token` admits, behind a whole one. Raises TransportError."""
+        try:
+            async with asyncio.timeout(STALLED_S):
+                await self._conn.write(Next(token=token, page_bytes=self._page_bytes))
+                self._check(await self._conn.read(), Next.TYPE)
+        except TimeoutError:
+            raise LinkDown(f"the other R-node has not answered NEXT within {STALLED_S:.0f} s") from None
+
     async def send(self, first: int, n_pages: int, length: int, move: Callable[[int, int], int]) -> None:
         """Send pages, and wait until the other R-node has them. `move(fd, offset)` sends bytes from `offset` on and
         returns how many. Raises TransportError."""
@@ -108,10 +136,17 @@ class Delivery:
             if broken is not None:
                 raise LinkDown(f"the bulk connection broke: {broken.strerror}") from None
             raise
+        self._check(answer, Pages.TYPE)
+        if broken is not None:
+            raise ProtocolError("the R-node answered PAGES with OK before it had them")
+
+    @staticmethod
+    def _check(answer: Message, asked: str) -> None:
+        """Raises CallRefused, ProtocolError."""
         if isinstance(answer, Error):
             raise CallRefused(answer.status, answer.message)
-        if broken is not None or not isinstance(answer, Ok):
-            raise ProtocolError(f"the R-node answered PAGES with {answer.TYPE}")
+        if not isinstance(answer, Ok):
+            raise ProtocolError(f"the R-node answered {asked} with {answer.TYPE}")
 
     def close(self) -> None:
         """Close the connection; nothing may be sending. Idempotent."""

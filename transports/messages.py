@@ -249,7 +249,7 @@ class Welcome:
 
 # A bulk connection, over which an R-node sends pages of a sequence to another one (bulk.py). The receiving R-node sends
 # CHALLENGE, the sending one DELIVER, the receiving one ACCEPTED or REFUSED. Each PAGES is followed by the pages' bytes,
-# and answered with OK or ERROR.
+# and answered with OK or ERROR. Behind a whole sequence NEXT may announce another one; it is answered in the same way.
 
 
 @_message
@@ -260,6 +260,15 @@ class Deliver:
     version: int = _int(U32)
     nonce: str = _hex(32)
     mac: str | None = _or_null(_hex(32))
+    token: str = _hex(32)
+    page_bytes: int = _int(MAX_BYTES, 1)
+
+
+@_message
+class Next:
+    """`token` and `page_bytes` as in DELIVER."""
+
+    TYPE: ClassVar[str] = "NEXT"
     token: str = _hex(32)
     page_bytes: int = _int(MAX_BYTES, 1)
 
@@ -424,7 +433,7 @@ class Ping:
 @_message
 class Ok:
     """`stats` answers STATS and RESIZE, and is null otherwise; but an R-node that is about to end answers a PING with
-    the counter `leaving`, which is 1. The answer to PAGES has `id` 0."""
+    the counter `leaving`, which is 1. The answers to PAGES and NEXT have `id` 0."""
 
     TYPE: ClassVar[str] = "OK"
     id: int = _id()
@@ -443,11 +452,11 @@ class Error:
 
 Request = Free | Trim | Fork | Receive | Push | Resize | Stats | Ping
 HandShake = Challenge | HelloMessage | Attach | Attached | Welcome | Deliver | Entrust | Accepted | Refused
-Message = HandShake | Endpoint | Pages | Prompt | Request | Ok | Error
+Message = HandShake | Endpoint | Pages | Next | Prompt | Request | Ok | Error
 
 _REQUESTS = (Free, Trim, Fork, Receive, Push, Resize, Stats, Ping)
 _HAND_SHAKE = (Challenge, HelloMessage, Attach, Attached, Welcome, Deliver, Entrust, Accepted, Refused)
-_TYPES: dict[str, type] = {m.TYPE: m for m in (*_HAND_SHAKE, Endpoint, Pages, Prompt, *_REQUESTS, Ok, Error)}
+_TYPES: dict[str, type] = {m.TYPE: m for m in (*_HAND_SHAKE, Endpoint, Pages, Next, Prompt, *_REQUESTS, Ok, Error)}
 _CHECKS: dict[type, dict[str, _Check]] = {
     m: {f.name: f.metadata["check"] for f in dataclasses.fields(m)} for m in _TYPES.values()
 }

@@ -20,7 +20,7 @@ from fastdecode.region.contract import Status
 from fastdecode.region.geometry import GeometryError
 from fastdecode.region.region import Region
 
-from . import handshake
+from . import bulk, handshake
 from .base import (
     CallRefused,
     Hello,
@@ -336,11 +336,25 @@ class ControlServer(Server):
         await opening.accept()
         return self._receive(opening.conn, sink)
 
-    async def _receive(self, conn: FrameSocket, sink: PageSink) -> None:
+    async def _receive(self, conn: FrameSocket, sink: PageSink | None) -> None:
         try:
-            await sink.run(conn)
+            while sink is not None:
+                await sink.run(conn)
+                sink = await self._next_sequence(conn)
         except (TransportError, OSError) as error:
             log.info("%s: %s has not brought a whole sequence: %s", self.url, self.peer_name(conn.sock), error)
+
+    async def _next_sequence(self, conn: FrameSocket) -> PageSink | None:
+        """What takes the next sequence of a bulk connection; None: there is none. Raises TransportError."""
+        if (message := await bulk.next_sequence(conn)) is None:
+            return None
+        try:
+            sink = self._service.incoming(message.token, message.page_bytes)
+        except LinkRefused as error:
+            await conn.write(Error(id=0, status=Status.BAD_CALL, message=str(error)))
+            raise
+        await conn.write(Ok(id=0, stats=None))
+        return sink
 
     def _open(self, conn: FrameSocket, hello: Hello) -> LinkSession:
         """Create a link's region, carrier and lease. Raises LinkRefused."""

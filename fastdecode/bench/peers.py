@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from fastdecode.bench import vllm_worker
+from fastdecode.bench.llama_cpp_peer import LlamaCpp
 from fastdecode.bench.load import Load
 
 
@@ -115,4 +116,4 @@ def _check_dense_directory(peer: str, load: Load) -> None:
         raise ValueError(f"the {peer} peer needs a model directory whose weights stay as they are stored")
 
 
-PEERS: dict[str, Callable[[Load], Peer]] = {"transformers": Transformers, "vllm": Vllm}
+PEERS: dict[str, Callable[[Load], Peer]] = {"transformers": Transformers, "vllm": Vllm, "llama.cpp": LlamaCpp}

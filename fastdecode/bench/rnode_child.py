@@ -11,6 +11,7 @@ import asyncio
 import subprocess
 import sys
 
+from fastdecode.daemon.garbage import freeze
 from fastdecode.daemon.rnode import RNode
 
 
@@ -56,7 +57,9 @@ async def _serve(urls: list[str], spin_us: int, kv_bytes: int, threads: int, pre
         prefault=bool(prefault),
     )
     try:
-        print(*await node.serve(urls, None), flush=True)
+        listening = await node.serve(urls, None)
+        freeze()
+        print(*listening, flush=True)
         await asyncio.to_thread(sys.stdin.read)
     finally:
         await node.close()

@@ -88,6 +88,7 @@ def _kv_memory(config: NodeConfig) -> int:
 
 async def run_r_node(config: NodeConfig) -> None:
     """Run an R-node until SIGTERM. Raises ConfigError, TransportError, OSError, RuntimeError, ValueError."""
+    from fastdecode.daemon.garbage import freeze
     from fastdecode.daemon.rnode import RNode, bind_to_node
 
     shutdown = asyncio.create_task(wait_for_shutdown())
@@ -110,6 +111,7 @@ async def run_r_node(config: NodeConfig) -> None:
     try:
         for url in await node.serve(config.listen, config.read_secret(), insecure=config.insecure):
             log.info("R-node on %s: %s, %d thread(s), %s of KV-cache", url, node.isa, threads, format_bytes(kv_memory))
+        freeze()
         # Beside the links, because an S-node need not wait for a figure that nothing but the page of the cluster shows.
         measuring = asyncio.create_task(_measure_roofline(node, config.cpus or usable_cpus()[:threads]))
         await shutdown

@@ -13,7 +13,7 @@ from fastdecode.daemon.refusals import refusals
 from fastdecode.kernels._native import REngineLink
 from fastdecode.region.contract import PAGE_TOKENS, Status
 from fastdecode.transports import bulk
-from fastdecode.transports.base import CallRefused, LinkRefused
+from fastdecode.transports.base import CallRefused, LinkRefused, TransportError
 from fastdecode.transports.frames import FrameSocket
 
 #: The kernel gives the thread a third of the time of a thread that attends. With less, moves starve on a busy machine.
@@ -120,6 +120,8 @@ class Transfers:
         self._tokens: dict[int, str] = {}  # of the sequences that may be brought, by sequence index
         #: Bulk connections that wait for the rest of a sequence, by sequence index, each with its token.
         self._deliveries: dict[int, tuple[str, bulk.Delivery]] = {}
+        #: Bulk connections that wait for another sequence, by the R-node's URL, each with the timer that closes it.
+        self._kept: dict[str, tuple[asyncio.TimerHandle, bulk.Delivery]] = {}
         self._near: dict[int, Incoming] = {}  # where sequences go that another link of this R-node takes, likewise
 
     def receive(self, seq: tuple[int, int], length: int, token: str) -> None:
@@ -152,7 +154,7 @@ class Transfers:
             delivery.close()
             delivery = None
         if delivery is None:
-            delivery = await bulk.Delivery.open(url, token, self._page_bytes, self._secret)
+            delivery = await self._delivery(url, token)
 
         def move(fd: int, offset: int) -> int:
             with refusals():
@@ -164,10 +166,36 @@ class Transfers:
             delivery.close()
             raise
         if length:
-            delivery.close()
+            self._keep(url, delivery)
         else:
             self._close_delivery(seq[0])
             self._deliveries[seq[0]] = token, delivery
+
+    async def _delivery(self, url: str, token: str) -> bulk.Delivery:
+        """A bulk connection to the R-node at `url`, kept or new, for the sequence that `token` admits. Raises
+        TransportError."""
+        if kept := self._kept.pop(url, None):
+            timer, delivery = kept
+            timer.cancel()
+            try:
+                await delivery.next(token)
+            except TransportError:  # the R-node may have closed it meanwhile; a new connection tells
+                delivery.close()
+            except BaseException:
+                delivery.close()
+                raise
+            else:
+                return delivery
+        return await bulk.Delivery.open(url, token, self._page_bytes, self._secret)
+
+    def _keep(self, url: str, delivery: bulk.Delivery) -> None:
+        self._close_kept(url)
+        self._kept[url] = asyncio.get_running_loop().call_later(bulk.KEPT_S, self._close_kept, url), delivery
+
+    def _close_kept(self, url: str) -> None:
+        if kept := self._kept.pop(url, None):
+            kept[0].cancel()
+            kept[1].close()
 
     async def _copy(self, seq: tuple[int, int], pages: range, length: int, token: str) -> None:
         """Copy pages to the sequence that waits for `token` on this R-node. Raises LinkRefused, CallRefused."""
@@ -194,3 +222,5 @@ class Transfers:
     def close(self) -> None:
         """End all transfers. No PUSH may be under way."""
         self.freed([(seq_index, 0) for seq_index in [*self._tokens, *self._deliveries]])
+        for url in list(self._kept):
+            self._close_kept(url)

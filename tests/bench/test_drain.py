@@ -18,3 +18,4 @@ def test_streams_of_a_drained_r_node_all_move(transport):
     assert (found["moved"], found["recomputed"]) == (found["streams"], 0) and found["streams"]
     assert sum(found["steps_missed"].values()) == 16 and found["mebibytes"] > 0
     assert found["gap_ms_during"]["longest"] >= found["gap_ms_before"]["median"] > 0
+    assert found["longest_beyond_undisturbed_in_usual_steps"] <= found["longest_beyond_median_in_usual_steps"]

@@ -39,6 +39,7 @@ MESSAGES: list[dict] = [
         "token": "70" * 32,
     },
     {"type": "ACCEPTED", "mac": "3c" * 32},
+    {"type": "NEXT", "token": "70" * 32, "page_bytes": 4096},
     {"type": "PAGES", "first": 0, "n_pages": 1, "length": 100},
     {"type": "RECEIVE", "id": 7, "seq_index": 3, "tag": 1, "length": 100, "token": "70" * 32},
     {

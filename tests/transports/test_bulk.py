@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import os
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 
 import numpy as np
 import pytest
@@ -242,6 +242,82 @@ async def test_pages_of_another_size_are_refused():
         await link.close()
 
 
+@contextlib.contextmanager
+def counted_connections(monkeypatch) -> Iterator[list[str]]:
+    """The URLs to which bulk connections are opened."""
+    opened: list[str] = []
+    dial = bulk.dial
+
+    async def counted(url):
+        opened.append(url)
+        return await dial(url)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(bulk, "dial", counted)
+        yield opened
+
+
+@pytest.mark.parametrize("secret", [None, SECRET])
+async def test_sequences_take_one_connection_one_after_the_other(monkeypatch, secret):
+    async with r_nodes(*["tcp://127.0.0.1:0"] * 2, secret=secret) as urls, two_links(*urls, secret=secret) as links:
+        source, target = links
+        with counted_connections(monkeypatch) as opened:
+            for seq in range(3):
+                await in_thread(source.fill, seq, 140 + seq)
+                await move(source, target, seq, seq + 1, rounds=(1,))
+            await in_thread(target.step, 0, [(1, 2, True), (2, 1, True), (3, 3, True)])
+            assert opened == [urls[1]]
+            with pytest.raises(CallRefused, match="no sequence waits"):
+                await source.link.push((0, source.shadows[0].tag), range(1), 0, urls[1], token())
+            assert len(opened) == 2  # the R-node's refusal of NEXT ends a connection; a new one says why
+            await in_thread(source.fill, 4, 20)
+            await move(source, target, 4, 5)
+            assert len(opened) == 3
+
+
+def open_sockets() -> int:
+    found = 0
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # that of the listing
+            found += os.readlink(f"/proc/self/fd/{fd}").startswith("socket:")
+    return found
+
+
+async def test_a_connection_that_waits_too_long_is_closed_at_both_ends(monkeypatch):
+    monkeypatch.setattr(bulk, "KEPT_S", 0.2)
+    async with r_nodes(*["tcp://127.0.0.1:0"] * 2) as urls, two_links(*urls) as (source, target):
+        with counted_connections(monkeypatch) as opened:
+            for seq in range(2):
+                before = open_sockets()
+                await in_thread(source.fill, seq, 20)
+                await move(source, target, seq, seq + 1)
+                assert open_sockets() == before + 2
+
+                async def closed(before: int = before) -> bool:
+                    return open_sockets() == before
+
+                await until(closed, HANG_S)
+            assert len(opened) == 2
+
+
+async def test_a_restarted_r_node_gets_a_new_connection(tmp_path):
+    """The kept one leads to nobody, which the sequence does not feel."""
+    wanted = hello(kv_bytes=4 << 20)
+    async with r_nodes("tcp://127.0.0.1:0") as [url]:
+        source = Driver(await connect(url, wanted, None), wanted, 0)
+        for seq in range(2):
+            receiver = RNodeProcess(f"shm://{tmp_path}/r.sock", KV_BYTES)
+            try:
+                target = Driver(await connect(receiver.url, wanted, None), wanted, 1)
+                await in_thread(source.fill, seq, 200)
+                await move(source, target, seq, 3)
+                await in_thread(target.step, 0, [(3, 2, True)])
+                await target.link.close()
+            finally:
+                receiver.end()
+        await source.link.close()
+
+
 BIG = hello(Geometry(1, 32, 2, 8, 8, 128, "fp32"), kv_bytes=96 << 20)
 
 
@@ -360,3 +436,30 @@ async def test_a_bulk_connection_that_says_something_else_is_closed():
             return (await target.link.stats())["pages_used"] == 0
 
         await until(empty, HANG_S)
+
+
+async def test_what_follows_a_whole_sequence_is_another_one_or_the_end():
+    async with r_nodes(*["tcp://127.0.0.1:0"] * 2) as (a, b), two_links(a, b) as (_, target):
+        page_bytes = target.link.lease.page_bytes
+        for hostile, answer in (
+            ({"type": "PING", "id": 1}, None),
+            ({"type": "PAGES", "first": 0, "n_pages": 1, "length": 1}, None),
+            ({"type": "NEXT", "token": token(), "page_bytes": page_bytes}, "no sequence waits for this token"),
+        ):
+            await target.link.receive((1, 5), 100, admitted := token())
+            caller = await Caller.dial(b)
+            await caller.read_message()
+            caller.send_message(
+                {"type": "DELIVER", "version": PROTOCOL_VERSION, "nonce": "11" * 32, "mac": None, "token": admitted}
+                | {"page_bytes": page_bytes}
+            )
+            assert (await caller.read_message())["type"] == "ACCEPTED"
+            caller.send_message({"type": "PAGES", "first": 0, "n_pages": 1, "length": 100})
+            caller.send(bytes(page_bytes))
+            assert (await caller.read_message())["type"] == "OK"
+            caller.send_message(hostile)
+            if answer is not None:
+                assert answer in (await caller.read_message())["message"]
+            assert await asyncio.wait_for(caller.read_to_end(), HANG_S) == b""
+            await caller.close()
+            await target.link.free([(1, 5)])

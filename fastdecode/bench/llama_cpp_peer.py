@@ -1,0 +1,141 @@
+"""llama.cpp as a peer of the decode benchmark, by way of the package llama-cpp-python.
+
+It gets the same checkpoint as a GGUF file whose matrices have as many bits: BF16 or F16, Q8_0, or Q4_0.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from tqdm import tqdm
+
+from fastdecode.bench import llama_cpp_worker
+from fastdecode.bench.load import Load
+from fastdecode.gguf.file import find_gguf
+
+#: KV format -> the nearest type of llama.cpp.
+_KV_TYPES = {"fp32": "f32", "fp16": "f16", "bf16": "bf16", "int8": "q8_0", "int4": "q4_0", "int8-int4": "q8_0"}
+#: Format of the weights -> name and number of the file's type.
+_FILE_TYPES = {"int8": ("Q8_0", 7), "int4": ("Q4_0", 2)}
+_DENSE_TYPES = {torch.float32: ("F32", 0), torch.float16: ("F16", 1), torch.bfloat16: ("BF16", 32)}
+_NAMES = {
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+}
+
+
+class LlamaCpp:
+    """llama.cpp with flash attention, greedy, all sequences in one batch, each with a stream of KV cells of its own."""
+
+    def __init__(self, load: Load):
+        """Raises ValueError without the package, and for a directory whose model is no Llama; RuntimeError if llama.cpp
+        does not start."""
+        if find_spec("llama_cpp") is None:
+            raise ValueError("the llama.cpp peer needs the package llama-cpp-python")
+        self._folder = tempfile.TemporaryDirectory(prefix="fastdecode-")
+        path = gguf_of(load, Path(self._folder.name))
+        shape = [str(load.batch), str(load.context), _KV_TYPES[load.kv_dtype], str(load.threads)]
+        argv = [sys.executable, "-P", llama_cpp_worker.__file__, str(path), *shape]
+        self._process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        if self._read() != "ready":
+            raise RuntimeError("llama.cpp did not start; see its message above")
+
+    def _read(self) -> str:
+        assert self._process.stdout
+        return self._process.stdout.readline().strip()
+
+    def round(self, steps: int) -> float:
+        assert self._process.stdin
+        print(steps, file=self._process.stdin, flush=True)
+        return float(self._read())
+
+    def close(self) -> None:
+        self._process.terminate()
+        self._process.wait()
+        self._folder.cleanup()
+
+
+def gguf_of(load: Load, folder: Path) -> Path:
+    """The GGUF file that llama.cpp is to load: the model's own, or one in `folder`. Raises ValueError."""
+    own = find_gguf(load.model)
+    if own is not None and load.weights == "auto":
+        return own
+    if own is None:
+        own = folder / "dense.gguf"
+        _write(load.model, load.dtype, own)
+        if load.weights in ("auto", "dense"):
+            return own
+    name, number = _FILE_TYPES.get(load.weights) or _DENSE_TYPES[load.dtype]
+    import llama_cpp
+
+    params = llama_cpp.llama_model_quantize_default_params()
+    params.ftype, params.allow_requantize, params.pure, params.nthread = number, True, True, load.threads
+    path = folder / f"{name}.gguf"
+    if llama_cpp.llama_model_quantize(str(own).encode(), str(path).encode(), params):
+        raise ValueError(f"llama.cpp could not write the weights of {load.model} as {name}")
+    return path
+
+
+def _write(directory: Path, dtype: torch.dtype, path: Path) -> None:
+    """Write a Llama checkpoint of Hugging Face's layout as a GGUF file without a tokenizer. Raises ValueError."""
+    import gguf
+
+    config = json.loads((directory / "config.json").read_text())
+    if config.get("model_type") != "llama":
+        raise ValueError(f"the llama.cpp peer takes Llama checkpoints and GGUF files, not {config.get('model_type')!r}")
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    rope = config.get("rope_parameters") or config
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(kv_heads)
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_freq_base(rope["rope_theta"])
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_string("tokenizer.ggml.model", "no_vocab")
+    if head_size := config.get("head_dim"):
+        writer.add_key_length(head_size)
+        writer.add_value_length(head_size)
+    kind = gguf.GGMLQuantizationType[_DENSE_TYPES[dtype][0]]
+    for part in sorted(directory.glob("*.safetensors")):
+        with safe_open(part, "pt") as tensors:
+            for name in tqdm(tensors.keys(), desc="writing GGUF", leave=False):
+                values, stored = tensors.get_tensor(name).float(), _stored_name(name)
+                turned = {"attn_q": heads, "attn_k": kv_heads}.get(stored.split(".")[-2])
+                if turned:  # llama.cpp wants a rotated pair's two elements side by side
+                    shape = values.shape
+                    values = values.view(turned, 2, -1, *shape[1:]).transpose(1, 2).reshape(shape)
+                used = kind if values.ndim == 2 else gguf.GGMLQuantizationType.F32
+                data = gguf.quants.quantize(np.ascontiguousarray(values.numpy()), used)
+                writer.add_tensor(stored, data, raw_dtype=used)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _stored_name(name: str) -> str:
+    """ "model.layers.1.mlp.up_proj.weight" -> "blk.1.ffn_up.weight"."""
+    stem, _, end = name.rpartition(".")
+    if stem.startswith("model.layers."):
+        number, _, module = stem.removeprefix("model.layers.").partition(".")
+        return f"blk.{number}.{_NAMES[module]}.{end}"
+    return {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}[stem] + f".{end}"
