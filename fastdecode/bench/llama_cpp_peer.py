@@ -53,7 +53,7 @@ class LlamaCpp:
         argv = [sys.executable, "-P", llama_cpp_worker.__file__, str(path), *shape]
         self._process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         if self._read() != "ready":
-            raise RuntimeError("llama.cpp did not start; see its message above")
+            raise RuntimeError(f"llama.cpp cannot decode {load.batch} sequences of {load.context} tokens")
 
     def _read(self) -> str:
         assert self._process.stdout
@@ -62,7 +62,9 @@ class LlamaCpp:
     def round(self, steps: int) -> float:
         assert self._process.stdin
         print(steps, file=self._process.stdin, flush=True)
-        return float(self._read())
+        if not (seconds := self._read()):
+            raise RuntimeError("llama.cpp has ended in a round")
+        return float(seconds)
 
     def close(self) -> None:
         self._process.terminate()
@@ -100,6 +102,8 @@ def _write(directory: Path, dtype: torch.dtype, path: Path) -> None:
         raise ValueError(f"the llama.cpp peer takes Llama checkpoints and GGUF files, not {config.get('model_type')!r}")
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     rope = config.get("rope_parameters") or config
+    if config.get("rope_scaling") or rope.get("rope_type", "default") != "default":
+        raise ValueError("the llama.cpp peer takes no checkpoint with scaled RoPE")
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])

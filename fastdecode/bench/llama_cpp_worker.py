@@ -3,11 +3,13 @@
     python llama_cpp_worker.py FILE BATCH CONTEXT KV_TYPE THREADS
 
 prints "ready" when the model is loaded and all sequences have their context. Then it answers each line "STEPS" with the
-seconds that STEPS tokens of every sequence took.
+seconds that STEPS tokens of every sequence took. It ends without a word if llama.cpp cannot do that.
 """
 
+import os
 import random
 import sys
+from pathlib import Path
 from time import perf_counter
 
 _ROWS = 512  # of a prompt in one call
@@ -21,9 +23,12 @@ def main() -> None:
 
     path, kv_type = sys.argv[1], _KV_TYPES[sys.argv[4]]
     batch, context, threads = int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[5])
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # llama.cpp writes thousands of lines
     lib.llama_backend_init()
-    lib.llama_log_set(_QUIET := lib.llama_log_callback(lambda level, text, data: None), None)
-    model = lib.llama_model_load_from_file(path.encode(), lib.llama_model_default_params())
+    loading = lib.llama_model_default_params()
+    # Version 0.3.36 of the package dies in the first product with AMX, for which it packs weights anew.
+    loading.use_extra_bufts = b"amx_tile" not in Path("/proc/cpuinfo").read_bytes()
+    model = lib.llama_model_load_from_file(path.encode(), loading)
     params = lib.llama_context_default_params()
     params.n_ctx = batch * -(-(context + _MOST_STEPS) // 256) * 256  # of all sequences
     params.n_seq_max, params.n_batch, params.n_ubatch = batch, max(_ROWS, batch), max(_ROWS, batch)
@@ -32,7 +37,7 @@ def main() -> None:
     params.flash_attn_type, params.kv_unified, params.no_perf = 1, False, True
     ctx = lib.llama_init_from_model(model, params)
     if not ctx:
-        sys.exit("llama.cpp could not make a context")
+        return
     memory, vocabulary = lib.llama_get_memory(ctx), lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(model))
     rows = lib.llama_batch_init(max(_ROWS, batch), 0, 1)
 
@@ -42,7 +47,7 @@ def main() -> None:
             rows.token[i], rows.pos[i], rows.n_seq_id[i], rows.logits[i] = token, position, 1, logits
             rows.seq_id[i][0] = sequence
         if status := lib.llama_decode(ctx, rows):
-            sys.exit(f"llama_decode failed with {status}")
+            raise SystemExit(f"llama_decode failed with {status}")
 
     rng = random.Random(0)
     for start in range(0, context, _ROWS):  # all sequences get the same context
