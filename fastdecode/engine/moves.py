@@ -43,7 +43,7 @@ _APART = 128
 _SPARE_BLOCKS = 2
 #: The next step of a mini-batch waits for the rest of a sequence, at most this part of the time of a step. A sequence
 #: that misses the step waits half a step for another mini-batch, or a whole step if there is no other mini-batch.
-_WAIT = 0.5
+_WAIT = 0.25
 #: A target that has failed to take a sequence is not tried again for so many seconds.
 _FAILED_SECONDS = 5.0
 #: Seconds between two searches for a move that evens out the loads.
