@@ -417,7 +417,8 @@ class NodeConfig:
         metavar="SECONDS",
     )
     spin_us: int | None = _option(
-        "microseconds that a waiter spins before it sleeps; default: 50 at an S-node, 100 at an R-node",
+        "microseconds that a waiter spins before it sleeps; default: 50 at an S-node, 100 at an R-node, 0 at an "
+        "embedded one that takes turns with the S-Part on the same cores",
         parse=option_values.non_negative,
     )
     secret_file: Path | None = _option(

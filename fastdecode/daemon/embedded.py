@@ -36,6 +36,7 @@ class Split:
     s_threads: int
     r_threads: int  # 0 without an embedded R-node
     mini_batches: int
+    in_turns: bool = False  # both parts have more threads than there are cores, and take turns on them
     s_cpu: int | None = None  # that an S-Part of one thread has to itself
     r_cpus: tuple[int, ...] = ()  # the others, for the embedded R-node and the API processes
 
@@ -48,7 +49,7 @@ class Split:
             return replace(self, s_threads=1)
         own = cpus[os.getpid() % len(cpus)]  # several S-nodes of one machine should not choose the same one
         others = tuple(cpu for cpu in cpus if cpu != own)
-        return Split(1, len(others), self.mini_batches, own, others)
+        return Split(1, len(others), self.mini_batches, s_cpu=own, r_cpus=others)
 
 
 def split_machine(config: NodeConfig, *, s_on_gpu: bool) -> Split:
@@ -66,7 +67,7 @@ def split_machine(config: NodeConfig, *, s_on_gpu: bool) -> Split:
         return Split(config.s_threads or cores, 0, config.mini_batches or 2)
     side_by_side = config.threads or config.cpus or config.s_threads or config.numa_node is not None
     if not s_on_gpu and not side_by_side and (config.mini_batches or 1) == 1:
-        return Split(cores, cores, 1)
+        return Split(cores, cores, 1, in_turns=True)
     r_threads = config.threads or (len(config.cpus) if config.cpus else None)
     if r_threads is None:
         r_threads = max(1, cores - 1 if s_on_gpu else cores // 2)
@@ -75,7 +76,8 @@ def split_machine(config: NodeConfig, *, s_on_gpu: bool) -> Split:
                 [r_threads, *(len(n.cpus) for n in numa_nodes() if n.number == config.numa_node and n.cpus)]
             )
     s_threads = config.s_threads or max(1, cores - r_threads)
-    return Split(s_threads, r_threads, config.mini_batches or 2)
+    in_turns = not s_on_gpu and s_threads + r_threads > cores
+    return Split(s_threads, r_threads, config.mini_batches or 2, in_turns)
 
 
 class EmbeddedRNode:
@@ -96,6 +98,10 @@ class EmbeddedRNode:
         self._argv += config.to_args([name for name in EMBEDDED_OPTIONS if name != "threads"])
         if split.r_cpus:
             self._argv += ["--cpus", ",".join(map(str, split.r_cpus))]
+        if split.in_turns and config.spin_us is None:
+            # Its threads sleep at once: until they slept, they would keep a core from the S-Part of the next layer.
+            # Linux does not hand the core over at sched_yield to a thread that has yielded itself.
+            self._argv += ["--spin-us", "0"]
         self._argv += config.to_args(["spin_us", "secret_file", "log_level", "log_format"])
 
     async def start(self) -> None:

@@ -282,7 +282,8 @@ def test_an_embedded_r_node_has_at_most_the_cpus_of_its_numa_node(tmp_path, monk
 def test_the_split_of_the_cores_between_both_parts(monkeypatch):
     monkeypatch.setattr(embedded, "usable_cpus", lambda: list(range(16)))
     split = embedded.split_machine
-    assert split(NodeConfig(), s_on_gpu=False) == embedded.Split(16, 16, 1)
+    assert split(NodeConfig(), s_on_gpu=False) == embedded.Split(16, 16, 1, in_turns=True)
+    assert split(NodeConfig(s_threads=12, threads=8), s_on_gpu=False) == embedded.Split(12, 8, 2, in_turns=True)
     assert split(NodeConfig(mini_batches=2), s_on_gpu=False) == embedded.Split(8, 8, 2)
     assert split(NodeConfig(threads=4), s_on_gpu=False) == embedded.Split(12, 4, 2)
     assert split(NodeConfig(cpus=(3, 4)), s_on_gpu=False) == embedded.Split(14, 2, 2)
@@ -321,9 +322,25 @@ def test_the_s_part_of_a_small_model_computes_in_one_thread_on_a_cpu_of_its_own(
 
     small, large = 1000, 10**9
     assert split(NodeConfig(), small) == embedded.Split(1, 3, 1, s_cpu=2, r_cpus=(0, 1, 3))
-    assert split(NodeConfig(), large) == embedded.Split(4, 4, 1)
-    assert split(NodeConfig(s_threads=3), small) == embedded.Split(3, 2, 2)
+    assert split(NodeConfig(), large) == embedded.Split(4, 4, 1, in_turns=True)
+    assert split(NodeConfig(s_threads=3), small) == embedded.Split(3, 2, 2, in_turns=True)
     assert split(NodeConfig(threads=2), small) == embedded.Split(1, 2, 2)
     assert split(NodeConfig(r_node=("tcp://there:7300",)), small) == embedded.Split(1, 0, 2)
     monkeypatch.setattr(embedded, "usable_cpus", lambda: [0])
-    assert split(NodeConfig(), small) == embedded.Split(1, 1, 1)
+    assert split(NodeConfig(), small) == embedded.Split(1, 1, 1, in_turns=True)
+
+
+@pytest.mark.parametrize(
+    ("split", "given", "spin_us"),
+    [
+        (embedded.Split(2, 2, 1, in_turns=True), None, 0),
+        (embedded.Split(2, 2, 1, in_turns=True), 70, 70),
+        (embedded.Split(1, 1, 2), None, None),
+    ],
+)
+def test_an_embedded_r_node_in_turns_leaves_the_cores_at_once(
+    split: embedded.Split, given: int | None, spin_us: int | None
+) -> None:
+    node = embedded.EmbeddedRNode(NodeConfig(spin_us=given), split)
+    node.remove_socket()
+    assert NodeConfig.from_args(node._argv).spin_us == spin_us
