@@ -18,17 +18,18 @@ class Worker:
         self._model.generation_config.pad_token_id = 0
 
     def fill(self, batch: int, context: int, format: str) -> None:
-        """Compute one prompt of random tokens, and copy its K and V for every sequence. `format` is that of the
-        model."""
+        """Cache a token of every sequence, and behind it random K and V. `format` is that of the model."""
         generator, vocabulary = torch.Generator().manual_seed(0), self._model.config.vocab_size
-        prompt = torch.randint(vocabulary, (1, context), generator=generator)
-        last = torch.randint(vocabulary, (batch, 1), generator=generator)
-        self._ids = torch.cat([prompt.expand(batch, -1), last], 1).to(self._model.device)
-        self._context = context
+        ids = torch.randint(vocabulary, (batch, context + 1), generator=generator)
+        self._ids, self._context = ids.to(self._model.device), context
         self._cache = DynamicCache(config=self._model.config)
         with torch.inference_mode():
-            self._model(self._ids[:1, :context], past_key_values=self._cache, logits_to_keep=1)
-            self._cache.batch_repeat_interleave(batch)
+            self._model(self._ids[:, :1], past_key_values=self._cache, logits_to_keep=1)
+            layers: Any = self._cache.layers
+            for i, layer in enumerate(layers):
+                sizes = [(*values.shape[:2], context - 1, values.shape[3]) for values in (layer.keys, layer.values)]
+                k, v = (torch.randn(size, dtype=self._model.dtype, device=self._model.device) for size in sizes)
+                self._cache.update(k, v, i)
 
     def round(self, steps: int) -> float:
         if grown := self._cache.get_seq_length() - self._context:
