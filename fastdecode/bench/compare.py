@@ -20,10 +20,9 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import orjson
 import uvloop
 
-from fastdecode.bench.options import print_result
+from fastdecode.bench.options import keep, print_result, read_kept
 from fastdecode.bench.serving import client, report, workload
 from fastdecode.bench.soaking.processes import Node
 
@@ -91,11 +90,7 @@ async def _run(args: argparse.Namespace) -> dict[str, Any]:
     names = ("options", "share", "concurrency", "run_seconds", "scale_lengths", "max_tokens", "slo_ttft", "slo_tbt")
     settings = {name: getattr(args, name) for name in (*names, "seed")}
     settings |= {"trace": args.trace.name, "configurations": configurations}
-    result: dict[str, Any] = {"settings": settings, "models": {}}
-    if args.out and args.out.exists():
-        result = orjson.loads(args.out.read_bytes())
-        if result.get("settings") != settings:
-            raise ValueError(f"{args.out} has runs of other settings")
+    result = read_kept(args.out, settings) or {"settings": settings, "models": {}}
     requests = workload.scaled(workload.read_trace(args.trace), args.scale_lengths, args.max_tokens)
     begun = time.monotonic()
     for model in args.model or [_DEMO]:
@@ -107,7 +102,7 @@ async def _run(args: argparse.Namespace) -> dict[str, Any]:
             for name, server in servers.items():
                 if name not in kept["capacity_per_s"]:
                     kept["capacity_per_s"][name] = await _capacity(args, server, requests)
-                    _keep(args, result)
+                    keep(args.out, result)
             for n, name in missing:
                 if _late(args, begun):
                     break
@@ -115,7 +110,7 @@ async def _run(args: argparse.Namespace) -> dict[str, Any]:
                 rate = args.share * next(iter(kept["capacity_per_s"].values()))
                 row = await _one_run(args, servers[name], requests, rate, n)
                 kept["runs"].append({"run": n, "configuration": name} | row)
-                _keep(args, result)
+                keep(args.out, result)
     return result
 
 
@@ -125,13 +120,6 @@ def _has(kept: dict[str, Any], n: int, name: str) -> bool:
 
 def _late(args: argparse.Namespace, begun: float) -> bool:
     return args.stop_after is not None and time.monotonic() - begun > args.stop_after
-
-
-def _keep(args: argparse.Namespace, result: dict[str, Any]) -> None:
-    if args.out:
-        unfinished = args.out.with_name(args.out.name + ".new")
-        unfinished.write_bytes(orjson.dumps(result, option=orjson.OPT_INDENT_2))
-        unfinished.replace(args.out)
 
 
 @contextlib.asynccontextmanager

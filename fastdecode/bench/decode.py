@@ -1,166 +1,196 @@
-"""Output tokens a second of the split system, and of the S-Part and the R-Part alone, at a given batch and context.
+"""Output tokens a second of the split system, and of the S-Part and the R-Part alone, in one cell or several.
 
-The two parts set a bound: the time of the slower one if each has cores of its own, the sum of both times if they take
-turns on the same cores. The figure to watch is how near the split system comes to the bound. Peers run the same
-checkpoint, batch and context in the same rounds.
+A cell is a batch and a context. The two parts set a bound: the time of the slower one if each has cores of its own, the
+sum of both times if they take turns on the same cores. The figure to watch is how near the split system comes to the
+bound. Peers run the same checkpoint, batch and context in the same rounds. With --out, every cell is kept as it ends,
+and the same command goes on with what is missing; ^C and SIGTERM end a run with the table of what it has.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
+import asyncio
+import itertools
+import signal
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import uvloop
-from tqdm import tqdm
 
-from fastdecode.bench.decoding import DecodeShape, Decoding
-from fastdecode.bench.load import Load
-from fastdecode.bench.options import print_result
-from fastdecode.bench.peers import PEERS
-from fastdecode.daemon.config import WEIGHTS, NodeConfig, format_bytes
-from fastdecode.daemon.embedded import EmbeddedRNode, Split, split_machine
-from fastdecode.daemon.machine import usable_cpus
+from fastdecode.bench.contenders import PeerRun, Split
+from fastdecode.bench.decode_cell import Limits, measure
+from fastdecode.bench.decode_report import print_one, print_sweep, row_of
+from fastdecode.bench.load import Cell, Load
+from fastdecode.bench.options import keep, print_result, read_kept
+from fastdecode.bench.peers import PEERS, Peer
+from fastdecode.daemon.config import WEIGHTS, NodeConfig
+from fastdecode.daemon.embedded import EmbeddedRNode, split_machine
+from fastdecode.daemon.machine import total_memory, usable_cpus
 from fastdecode.demo import model_dir
 from fastdecode.region.contract import KV_DTYPES
-from fastdecode.spart import choose_device, choose_dtype, load_model, read_config
+from fastdecode.spart import Model, choose_device, choose_dtype, load_model, read_config
 from fastdecode.spart.own_thread import in_own_thread
 
 COMMAND = ("decode", "output tokens/s of the split system, of S and R alone, and the ratio to the bound that they set")
 
+#: The options that a file of --out must have been measured with.
+_SETTINGS = ("weights", "steps", "rounds", "mini_batches", "r_node", "device", "dtype", "threads", "s_threads", "cpus",
+    "spin_us", "peer", "cell_seconds", "load_seconds")  # fmt: skip
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", type=Path, metavar="PATH", help="as for fastdecode-node; default: the demo model")
-    parser.add_argument("--weights", choices=WEIGHTS, default="auto", help="as for fastdecode-node")
-    parser.add_argument("--batch", type=int, default=32, help="sequences that decode at once, over all mini-batches")
-    parser.add_argument("--context", type=int, default=512, help="cached tokens of each sequence")
-    parser.add_argument("--steps", type=int, default=16, help="tokens decoded of each sequence in a round")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--mini-batches", type=int, help="default: as an S-node would choose")
-    parser.add_argument(
-        "--r-node", action="append", metavar="URL", help="R-node to use (repeatable); default: an embedded one"
-    )
-    parser.add_argument("--kv-dtype", choices=KV_DTYPES, default="fp16")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--dtype", choices=("auto", "fp32", "bf16", "fp16"), default="auto")
-    parser.add_argument("--threads", type=int, help="attention threads of the embedded R-node")
-    parser.add_argument("--s-threads", type=int, help="threads of the S-Part if it runs on a CPU")
-    parser.add_argument("--cpus", help="CPUs of the attention threads, for example 1 or 4-7")
-    parser.add_argument("--spin-us", type=int, help="microseconds that a waiter spins before it sleeps")
-    parser.add_argument(
-        "--peer", action="append", choices=sorted(PEERS), default=[], help="also run this peer (repeatable)"
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    """The options of `fastdecode-bench decode`."""
+    add = parser.add_argument
+    add("--model", type=Path, metavar="PATH", help="as for fastdecode-node; default: the demo model")
+    add("--weights", choices=WEIGHTS, default="auto", help="as for fastdecode-node")
+    add("--batch", action="append", type=int, metavar="N",
+        help="sequences that decode at once, over all mini-batches (repeatable); default: 32")  # fmt: skip
+    add("--context", action="append", type=int, metavar="N",
+        help="cached tokens of each sequence (repeatable); default: 512")  # fmt: skip
+    add("--steps", type=int, default=16, help="tokens decoded of each sequence in a round")
+    add("--rounds", type=int, default=7)
+    add("--cell-seconds", type=float, default=60.0, metavar="S",
+        help="time of fastdecode in a cell, and of each peer, filling included (60)")  # fmt: skip
+    add("--load-seconds", type=float, default=300.0, metavar="S",
+        help="time in which a peer loads the model, once for all cells (300)")  # fmt: skip
+    add("--mini-batches", type=int, help="default: as an S-node would choose")
+    add("--r-node", action="append", metavar="URL", help="R-node to use (repeatable); default: an embedded one")
+    add("--kv-dtype", action="append", choices=KV_DTYPES, help="KV format (repeatable); default: fp16")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    add("--dtype", choices=("auto", "fp32", "bf16", "fp16"), default="auto")
+    add("--threads", type=int, help="attention threads of the embedded R-node")
+    add("--s-threads", type=int, help="threads of the S-Part if it runs on a CPU")
+    add("--cpus", help="CPUs of the attention threads, for example 1 or 4-7")
+    add("--spin-us", type=int, help="microseconds that a waiter spins before it sleeps")
+    add("--peer", action="append", choices=sorted(PEERS), default=[], help="also run this peer (repeatable)")
+    add("--out", type=Path, metavar="FILE", help="keep every cell in FILE, and measure only what it lacks")
+    add("--plot", type=Path, metavar="FILE", help="PNG: ratio to the best peer by batch and context")
+    add("--json", action="store_true", help="print one JSON object")
 
 
 def run(args: argparse.Namespace) -> None:
-    print_result(args, uvloop.run(_run(args)), _print_table)
+    """Measure and print. Raises ValueError, OSError, RuntimeError, TransportError."""
+    args.batch, args.context = args.batch or [32], args.context or [512]
+    args.kv_dtype = args.kv_dtype or ["fp16"]
+    if args.mini_batches and min(args.batch) < args.mini_batches:
+        raise ValueError("--batch is smaller than --mini-batches")
+    result, ended_by = uvloop.run(_run(args))
+    single = len(args.batch) == len(args.context) == len(args.kv_dtype) == 1 and not (args.out or args.plot)
+    if single and result["rows"]:
+        (row,) = result.pop("rows")
+        if "tokens_per_s" not in row:
+            raise ValueError(f"batch {row['batch']}, context {row['context']}: {row['note']}")
+        del result["settings"]
+        print_result(args, result | row, print_one)
+    else:
+        print_result(args, result, print_sweep)
+    if args.plot and any("tokens_per_s" in row for row in result["rows"]):
+        from fastdecode.bench import plot
+
+        plot.decode(result, args.plot)
+    if ended_by:
+        sys.exit(128 + ended_by)
 
 
-async def _run(args: argparse.Namespace) -> dict[str, Any]:
+async def _run(args: argparse.Namespace) -> tuple[dict[str, Any], int]:
+    """The rows of all cells, and the signal that has ended the run or 0."""
     device = choose_device(args.device)
     path = NodeConfig(model=args.model).model_path() or model_dir()
     dtype = choose_dtype(args.dtype, read_config(path).dtype, device)
-    argv = ["--kv-dtype", args.kv_dtype]
-    for flag, value in (
-        ("--mini-batches", args.mini_batches),
-        ("--threads", args.threads),
-        ("--s-threads", args.s_threads),
-        ("--cpus", args.cpus),
-        ("--spin-us", args.spin_us),
-    ):
-        argv += [flag, str(value)] if value is not None else []
-    for url in args.r_node or ():
-        argv += ["--r-node", url]
-    config = NodeConfig.from_args(argv)
+    settings = {name: getattr(args, name) for name in _SETTINGS} | {"model": path.resolve().name}
+    kept = read_kept(args.out, settings) or {"settings": settings, "rows": []}
+    stop, ended_by = asyncio.Event(), [0]
+
+    def end_by(number: int) -> None:
+        ended_by[0] = number
+        stop.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, end_by, number)
+    cells = sorted({Cell(*pair) for pair in itertools.product(args.batch, args.context)}, key=_size)
+    missing = {cell: [name for name in dict.fromkeys(args.kv_dtype) if not _has(kept, cell, name)] for cell in cells}
+    missing = {cell: names for cell, names in missing.items() if names}
+    if not missing:
+        return kept, 0
+    config = NodeConfig.from_args(_node_options(args))
     split = split_machine(config, s_on_gpu=device.type == "cuda")
-    args.mini_batches = split.mini_batches
-    if args.batch < args.mini_batches:
-        raise ValueError("--batch is smaller than --mini-batches")
-    all_threads = torch.get_num_threads()
+    batch, context = max(args.batch), max(args.context)
+    load = Load(path, args.weights, dtype, device, torch.get_num_threads(), batch, context, args.steps)
+    peers = [PEERS[name](load) for name in dict.fromkeys(args.peer)]
     torch.set_num_threads(split.s_threads)
     model = in_own_thread(load_model, path, device=device, dtype=dtype, progress=True, weights=args.weights)
+    in_turns = device.type == "cpu" and split.s_threads + split.r_threads > len(usable_cpus())
+    kept |= {"parameters": model.parameters, "weight_bytes": model.weight_bytes, "weights": args.weights}
+    kept |= {"model": path.resolve().name, "dtype": str(dtype).removeprefix("torch."), "s_threads": split.s_threads}
     node = None
     if not args.r_node:
         node = EmbeddedRNode(config, split)
         await node.start()
+    runs = _peer_runs(peers, model, args.kv_dtype)
+    limits = Limits(args.steps, args.rounds, args.cell_seconds, args.load_seconds, stop)
     try:
-        shape = DecodeShape(args.batch, args.context, args.steps, args.mini_batches, args.kv_dtype)
-        bench = await Decoding.open(model, [node.url] if node else args.r_node, shape)
-        await bench.fill()
-        load = Load(path, args.batch, args.context, args.weights, args.kv_dtype, dtype, device, all_threads)
-        peers = {name: PEERS[name](load) for name in args.peer}
-        samples: dict[str, list[float]] = {"split": [], "s": [], "r": [], **{name: [] for name in peers}}
-        for i in tqdm(range(args.rounds + 1), desc="rounds", unit="round"):
-            seconds = {"split": (await bench.split_round())[0], "s": await bench.s_round(), "r": await bench.r_round()}
-            seconds |= {name: peer.round(args.steps) for name, peer in peers.items()}
-            if i:  # the first round is a warm-up
-                for name, value in seconds.items():
-                    samples[name].append(args.batch * args.steps / value)
-        await bench.close()
-        for peer in peers.values():
-            peer.close()
+        urls = [node.url] if node else args.r_node
+        for cell, kv_dtypes in missing.items():
+            if stop.is_set():
+                break
+            splits = [Split(model, urls, name, args.steps, split.mini_batches) for name in kv_dtypes]
+            measured = await measure(cell, splits, runs, limits)
+            others = [(run, its) for run, its in measured.items() if isinstance(run, PeerRun)]
+            rows = []
+            for one in splits:
+                nearest = [(run, measured[run]) for run in runs[one.kv_format]]
+                rows.append(
+                    row_of(
+                        cell, one, measured[one], nearest, others, in_turns=in_turns, weight_bytes=model.weight_bytes
+                    )
+                )
+                if one.isa:
+                    kept |= {"r_threads": one.r_threads, "isa": one.isa}
+            kept["rows"] += [row for row in rows if not stop.is_set() or "tokens_per_s" in row]
+            if not stop.is_set():  # an interrupted cell is measured again
+                keep(args.out, kept)
     finally:
+        for run in {run for listed in runs.values() for run in listed}:
+            await run.close()
+        for peer in peers:
+            peer.close()
         if node:
             await node.stop()
-    return _result(args, path, dtype, split, bench, samples)
+    return kept, ended_by[0]
 
 
-def _result(
-    args: argparse.Namespace,
-    path: Path,
-    dtype: torch.dtype,
-    split: Split,
-    bench: Decoding,
-    samples: dict[str, list[float]],
-) -> dict[str, Any]:
-    in_turns = bench.model.device.type == "cpu" and split.s_threads + split.r_threads > len(usable_cpus())
-    bounds = [1 / (1 / s + 1 / r) if in_turns else min(s, r) for s, r in zip(samples["s"], samples["r"], strict=True)]
-    ratios = [x / bound for x, bound in zip(samples["split"], bounds, strict=True)]
-    return {
-        "model": path.resolve().name,
-        "parameters": bench.model.parameters,
-        "batch": args.batch,
-        "context": args.context,
-        "mini_batches": args.mini_batches,
-        "weights": args.weights,
-        "weight_bytes": bench.model.weight_bytes,
-        "dtype": str(dtype).removeprefix("torch."),
-        "kv_dtype": args.kv_dtype,
-        "s_threads": split.s_threads,
-        "r_threads": sum(link.lease.threads for link in bench.links),
-        "isa": bench.links[0].lease.isa,
-        "rounds": args.rounds,
-        "tokens_per_s": statistics.median(samples["split"]),
-        "s_tokens_per_s": statistics.median(samples["s"]),
-        "r_tokens_per_s": statistics.median(samples["r"]),
-        "bound": "S + R" if in_turns else "max(S, R)",
-        "bound_ratio": statistics.median(ratios),
-        "spread": {name: [min(values), max(values)] for name, values in {**samples, "bound_ratio": ratios}.items()},
-        "peers": {
-            name: {
-                "tokens_per_s": statistics.median(samples[name]),
-                "ratio": statistics.median(a / b for a, b in zip(samples["split"], samples[name], strict=True)),
-            }
-            for name in args.peer
-        },
-    }
+def _node_options(args: argparse.Namespace) -> list[str]:
+    """The command line of a node with the options that the benchmark has in common with it."""
+    argv = ["--log-level", "warning"]
+    if not args.r_node:
+        argv += ["--kv-memory", str(total_memory())]  # a limit: the links lease what they need
+    for name in ("mini_batches", "threads", "s_threads", "cpus", "spin_us"):
+        if (value := getattr(args, name)) is not None:
+            argv += [f"--{name.replace('_', '-')}", str(value)]
+    for url in args.r_node or ():
+        argv += ["--r-node", url]
+    return argv
 
 
-def _print_table(result: dict[str, Any]) -> None:
-    shape = f"batch {result['batch']}, context {result['context']}, {result['mini_batches']} mini-batches"
-    weights = f"weights {result['weights']} ({format_bytes(result['weight_bytes'])})"
-    print(f"{result['model']}: {shape}, {weights}, {result['dtype']}, KV {result['kv_dtype']}")
-    rows = [
-        ("split", result["tokens_per_s"]),
-        ("S alone", result["s_tokens_per_s"]),
-        ("R alone", result["r_tokens_per_s"]),
-    ]
-    rows += [(name, peer["tokens_per_s"]) for name, peer in result["peers"].items()]
-    for name, tokens in rows:
-        print(f"  {name:<14}{tokens:10.1f} tokens/s")
-    print(f"  {'of the bound':<14}{100 * result['bound_ratio']:10.1f} %, the time of {result['bound']}")
-    for name, peer in result["peers"].items():
-        print(f"  split / {name}: {peer['ratio']:.2f}x")
+def _peer_runs(peers: Sequence[Peer], model: Model, kv_dtypes: Sequence[str]) -> dict[str, list[PeerRun]]:
+    """For each KV format the peers in their nearest formats. A peer with one format for several is there once."""
+    layers = (model.config.heads_of(layer) for layer in range(model.config.n_layers))
+    elements = sum(heads.n_kv * (heads.k_size + heads.v_size) for heads in layers)
+    runs: dict[tuple[Peer, str], PeerRun] = {}
+    for peer, kv_dtype in itertools.product(peers, kv_dtypes):
+        kv_format = peer.format_of(kv_dtype)
+        if (peer, kv_format) not in runs:
+            runs[peer, kv_format] = PeerRun(peer, kv_format, elements, model.weight_bytes)
+    return {kv_dtype: [runs[peer, peer.format_of(kv_dtype)] for peer in peers] for kv_dtype in kv_dtypes}
+
+
+def _size(cell: Cell) -> tuple[int, int]:
+    return cell.batch * cell.context, cell.batch
+
+
+def _has(kept: dict[str, Any], cell: Cell, kv_dtype: str) -> bool:
+    wanted = (cell.batch, cell.context, kv_dtype)
+    return any((row["batch"], row["context"], row["kv_dtype"]) == wanted for row in kept["rows"])

@@ -7,7 +7,7 @@ import asyncio
 import dataclasses
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -17,7 +17,8 @@ from tqdm import tqdm
 
 from fastdecode.engine.request import SamplingParams
 from fastdecode.engine.runner import Runner, StepGenerator
-from fastdecode.region.contract import PAGE_TOKENS, ROW_ATTEND, ROW_DTYPE
+from fastdecode.kernels._native import page_bytes, page_sections
+from fastdecode.region.contract import KV_DTYPES, PAGE_TOKENS, ROW_ATTEND, ROW_DTYPE
 from fastdecode.region.geometry import geometry_tuple
 from fastdecode.region.region import Region
 from fastdecode.spart import Model, SPart
@@ -45,6 +46,14 @@ class DecodeShape:
     mini_batches: int
     kv_dtype: str
     temperature: float = 0.0
+
+
+def kv_bytes(model: Model, shape: DecodeShape) -> int:
+    """Bytes of the KV pages that a shape's sequences need."""
+    hello = model.hello(1, _FILL_ROWS, shape.kv_dtype, None, shape.batch)
+    key, stored = (geometry_tuple(hello.geometry), KV_DTYPES.index(hello.kv_dtype)), hello.layers.stored(hello.windows)
+    blocks = -(-(shape.context + shape.steps + 1) // PAGE_TOKENS)
+    return shape.batch * blocks * sum(page_sections(*key, **stored)[:2]) * page_bytes(*key, **stored)
 
 
 class Round(NamedTuple):
@@ -126,14 +135,16 @@ class Decoding:
 
     @classmethod
     async def open(cls, model: Model, urls: Sequence[str], shape: DecodeShape) -> Decoding:
-        """Connect to the R-nodes at `urls`. Raises TransportError, and ValueError if one has too few KV pages."""
+        """Connect to the R-nodes at `urls` and lease as much as the shape needs. Raises TransportError, and ValueError
+        if one has too few KV pages."""
         rows = max(-(-shape.batch // shape.mini_batches), _FILL_ROWS)
         per_link = -(-shape.batch // len(urls))
         tokens = shape.context + shape.steps + 1
+        size = kv_bytes(model, dataclasses.replace(shape, batch=per_link))
         hello = model.hello(
-            n_slots=shape.mini_batches, max_rows=rows, kv_dtype=shape.kv_dtype, kv_bytes=None, max_seqs=per_link
+            n_slots=shape.mini_batches, max_rows=rows, kv_dtype=shape.kv_dtype, kv_bytes=size, max_seqs=per_link
         )
-        links = [await connect(url, dataclasses.replace(hello), None) for url in urls]
+        links = [await connect(url, hello, None) for url in urls]
         for link in links:
             needed = per_link * -(-tokens // PAGE_TOKENS)
             if link.lease.n_pages < needed:
@@ -147,8 +158,9 @@ class Decoding:
         for link in (*self.links, *self.s_alone.links):
             await link.close()
 
-    async def fill(self) -> None:
-        """Cache `context` tokens of random K and V for every sequence, with calls that only append."""
+    async def fill(self, go_on: Callable[[], bool] = lambda: True) -> bool:
+        """Cache `context` tokens of random K and V for every sequence, with calls that only append. Returns False if
+        `go_on` said so before the end."""
         generator = torch.Generator().manual_seed(0)
         for link in self.links:
             y = link.layout
@@ -160,9 +172,12 @@ class Decoding:
         with tqdm(total=total, desc="filling the KV-cache", unit="token", unit_scale=True, leave=False) as bar:
             for index, seq_index in sorted(s for batch in self.mini_batches for s in batch):
                 for pos in range(0, self.shape.context, _FILL_ROWS):
+                    if not go_on():
+                        return False
                     n = min(_FILL_ROWS, self.shape.context - pos)
                     await asyncio.to_thread(self._append, self.links[index], seq_index, pos, n)
                     bar.update(n)
+        return True
 
     def _append(self, link: Link, seq_index: int, pos: int, n: int) -> None:
         link.arm(0, np.array([(seq_index, 1, pos, n, 0, 0)], ROW_DTYPE))

@@ -1,4 +1,4 @@
-"""Load: what a peer of the decode benchmark is to decode, and with what."""
+"""What the peers of the decode benchmark are to decode, and with what."""
 
 from __future__ import annotations
 
@@ -10,13 +10,33 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """`batch` sequences of `context` cached tokens, decoded at once."""
+    """The checkpoint of a run, and the largest of its cells."""
 
     model: Path  # directory or GGUF file
-    batch: int
-    context: int
     weights: str  # format of the weights, as for fastdecode-node
-    kv_dtype: str
     dtype: torch.dtype  # of activations, and of weights that are not quantised
     device: torch.device
     threads: int
+    batch: int  # the most sequences of a cell
+    context: int  # the most cached tokens of a sequence
+    steps: int  # tokens decoded of each sequence in a round
+
+    @property
+    def dtype_name(self) -> str:
+        """ "fp32", "fp16" or "bf16"."""
+        return {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}[self.dtype]
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class Cell:
+    """`batch` sequences of `context` cached tokens, decoded at once."""
+
+    batch: int
+    context: int
+
+    def holds(self, other: Cell) -> bool:
+        """True if this cell is at least as large in both numbers."""
+        return self.batch >= other.batch and self.context >= other.context
+
+    def __str__(self) -> str:
+        return f"batch {self.batch}, context {self.context}"

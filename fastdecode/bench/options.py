@@ -1,9 +1,10 @@
-"""The parts of a command line that several commands share: lists of numbers, and the two forms of a result."""
+"""The parts of a command line that several commands share: lists of numbers, and the forms of a result."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import orjson
@@ -23,6 +24,25 @@ def refuse_unsupported(isas: list[str]) -> None:
     for isa in isas:
         if isa not in supported:
             raise SystemExit(f"--isa {isa}: this processor has {', '.join(supported)}")
+
+
+def read_kept(path: Path | None, settings: dict[str, Any]) -> dict[str, Any] | None:
+    """The result that an earlier run with `settings` has kept in a file; None without one. Raises ValueError for a run
+    of other settings."""
+    if path is None or not path.exists():
+        return None
+    result = orjson.loads(path.read_bytes())
+    if not isinstance(result, dict) or result.get("settings") != settings:
+        raise ValueError(f"{path} has runs of other settings")
+    return result
+
+
+def keep(path: Path | None, result: dict[str, Any]) -> None:
+    """Replace the file, if there is one to be, by a result so far. A run that is killed leaves it whole."""
+    if path is not None:
+        unfinished = path.with_name(path.name + ".new")
+        unfinished.write_bytes(orjson.dumps(result, option=orjson.OPT_INDENT_2))
+        unfinished.replace(path)
 
 
 def print_result(

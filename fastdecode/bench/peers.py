@@ -1,114 +1,149 @@
-"""Peers of the decode benchmark: each loads the checkpoint once, then decodes some tokens of each sequence in a
-round."""
+"""Peers of the decode benchmark: how each one's child process is started, and the KV formats that it has."""
 
 from __future__ import annotations
 
 import os
-import subprocess
-from collections.abc import Callable
-from time import perf_counter
-from typing import Any, Protocol
+import sys
+import tempfile
+from abc import ABC, abstractmethod
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
 
-import torch
-
-from fastdecode.bench import vllm_worker
-from fastdecode.bench.llama_cpp_peer import LlamaCpp
+from fastdecode.bench.llama_cpp_file import KV_TYPES, gguf_of
 from fastdecode.bench.load import Load
 
-
-class Peer(Protocol):
-    """Another system that decodes `batch` sequences of `context` tokens."""
-
-    def round(self, steps: int) -> float:
-        """Decode `steps` tokens of every sequence, from the same context in each round; returns the seconds it took."""
-
-    def close(self) -> None: ...
+#: Bytes of an element in each format of the peers' KV-caches; blocks of 32 elements have a scale in 16 bits.
+ELEMENT_BYTES = {"fp32": 4.0, "fp16": 2.0, "bf16": 2.0, "fp8": 1.0, "f32": 4.0, "f16": 2.0}
+ELEMENT_BYTES |= {"q8_0": 34 / 32, "q4_0": 18 / 32}
+#: The formats among them that keep 16 bits or more of each element.
+DENSE = ("fp32", "fp16", "bf16", "f32", "f16")
 
 
-class Transformers:
-    """transformers' `generate`, greedy, from a cache of `context` random tokens, with all cores in its turn."""
+class Command(NamedTuple):
+    """How a worker process is started."""
+
+    python: str
+    worker: Path
+    arguments: dict[str, Any]
+    env: dict[str, str]
+
+
+class Peer(ABC):
+    """Another system that decodes the same checkpoint. Its constructor raises ValueError if it can run no cell."""
+
+    name: str
 
     def __init__(self, load: Load):
-        """Raises ValueError unless the model is a directory and its weights are dense."""
-        from transformers import AutoModelForCausalLM, DynamicCache
+        self.load = load
 
-        _check_dense_directory("transformers", load)
-        loaded: Any = AutoModelForCausalLM.from_pretrained(load.model, dtype=load.dtype)
-        self._model = loaded.to(load.device).eval()
-        self._model.generation_config.eos_token_id = None
-        self._model.generation_config.pad_token_id = 0
-        self._context = context = load.context
-        self._threads = load.threads
-        vocab = self._model.config.vocab_size
-        ids = torch.randint(vocab, (load.batch, context + 1), generator=torch.Generator().manual_seed(0))
-        self._ids = ids.to(load.device)
-        self._cache = DynamicCache(config=self._model.config)
-        before = torch.get_num_threads()
-        torch.set_num_threads(load.threads)
-        with torch.inference_mode():
-            self._model(self._ids[:, :context], past_key_values=self._cache, logits_to_keep=1)
-        torch.set_num_threads(before)
+    @abstractmethod
+    def format_of(self, kv_dtype: str) -> str:
+        """The peer's format that is nearest to one of ours."""
 
-    def round(self, steps: int) -> float:
-        if grown := self._cache.get_seq_length() - self._context:
-            self._cache.crop(-grown)
-        mask = torch.ones_like(self._ids)
-        before = torch.get_num_threads()
-        torch.set_num_threads(self._threads)
-        start = perf_counter()
-        self._model.generate(
-            self._ids,
-            attention_mask=mask,
-            past_key_values=self._cache,
-            max_new_tokens=steps,
-            min_new_tokens=steps,
-            do_sample=False,
-        )
-        elapsed = perf_counter() - start
-        torch.set_num_threads(before)
-        return elapsed
+    @abstractmethod
+    def command(self, kv_format: str, kv_bytes: int) -> Command:
+        """The worker process for caches of one format, of at most `kv_bytes` bytes."""
 
-    def close(self) -> None:
-        pass
+    def reserved(self, kv_bytes: int) -> int | None:
+        """Bytes of KV-cache that a process takes at its start for caches of `kv_bytes` bytes; None: it takes memory as
+        a cell needs it."""
+        return None
+
+    def close(self) -> None:  # noqa: B027 - most peers keep nothing
+        """Remove what the peer has written."""
 
 
-class Vllm:
+class Transformers(Peer):
+    """transformers' `generate`, with all cores in its turn."""
+
+    name = "transformers"
+
+    def __init__(self, load: Load):
+        _check_dense_directory(self.name, load)
+        super().__init__(load)
+
+    def format_of(self, kv_dtype: str) -> str:
+        return self.load.dtype_name
+
+    def command(self, kv_format: str, kv_bytes: int) -> Command:
+        load = self.load
+        arguments = {"model": str(load.model), "dtype": _torch_name(load), "device": str(load.device)}
+        return Command(sys.executable, _worker("transformers"), arguments | {"threads": load.threads}, _QUIET)
+
+
+class Vllm(Peer):
     """vLLM in an environment of its own, whose Python interpreter FASTDECODE_VLLM_PYTHON names."""
 
+    name = "vllm"
+
     def __init__(self, load: Load):
-        """Raises ValueError unless the model is a directory and its weights are dense, and where no python is named;
-        RuntimeError if vLLM does not start."""
-        _check_dense_directory("vllm", load)
+        _check_dense_directory(self.name, load)
         python = os.environ.get("FASTDECODE_VLLM_PYTHON")
         if not python:
             raise ValueError("the vllm peer needs FASTDECODE_VLLM_PYTHON, the python of an environment with vLLM")
-        shape = [str(load.batch), str(load.context), str(load.dtype).split(".")[-1]]
-        argv = [python, "-P", vllm_worker.__file__, str(load.model), *shape]
-        cpus = sorted(os.sched_getaffinity(0))[: load.threads]
-        env = {
-            **os.environ,
-            "VLLM_CPU_OMP_THREADS_BIND": f"{cpus[0]}-{cpus[-1]}",
-            "VLLM_CPU_KVCACHE_SPACE": "4",
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            "VLLM_NO_USAGE_STATS": "1",
-            "HF_HUB_OFFLINE": "1",
-        }
-        self._process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
-        if self._read() != "ready":
-            raise RuntimeError("vLLM did not start; see its log above")
+        super().__init__(load)
+        self._python = python
 
-    def _read(self) -> str:
-        assert self._process.stdout
-        return self._process.stdout.readline().strip()
+    def format_of(self, kv_dtype: str) -> str:
+        return "fp8" if kv_dtype.startswith("int") else self.load.dtype_name
 
-    def round(self, steps: int) -> float:
-        assert self._process.stdin
-        print(steps, file=self._process.stdin, flush=True)
-        return float(self._read())
+    def command(self, kv_format: str, kv_bytes: int) -> Command:
+        load = self.load
+        arguments: dict[str, Any] = {"model": str(load.model), "dtype": _torch_name(load), "format": kv_format}
+        arguments |= {"batch": load.batch, "context": load.context, "steps": load.steps}
+        env = vllm_env(load.threads, self.reserved(kv_bytes) >> 30)
+        return Command(self._python, _worker("vllm"), arguments, env)
+
+    def reserved(self, kv_bytes: int) -> int:
+        return max(4, -(-kv_bytes * 9 // 8 >> 30)) << 30  # whole GiB; blocks of 128 tokens are not all full
+
+
+class LlamaCpp(Peer):
+    """llama.cpp, by way of the package llama-cpp-python."""
+
+    name = "llama.cpp"
+
+    def __init__(self, load: Load):
+        if find_spec("llama_cpp") is None:
+            raise ValueError("the llama.cpp peer needs the package llama-cpp-python")
+        super().__init__(load)
+        self._folder = tempfile.TemporaryDirectory(prefix="fastdecode-")
+        self._path = gguf_of(load, Path(self._folder.name))
+
+    def format_of(self, kv_dtype: str) -> str:
+        return KV_TYPES[kv_dtype]
+
+    def command(self, kv_format: str, kv_bytes: int) -> Command:
+        arguments = {"model": str(self._path), "threads": self.load.threads, "steps": self.load.steps}
+        return Command(sys.executable, _worker("llama_cpp"), arguments, {})
 
     def close(self) -> None:
-        self._process.terminate()
-        self._process.wait()
+        self._folder.cleanup()
+
+
+def vllm_env(threads: int, kv_gib: int) -> dict[str, str]:
+    """The environment of a vLLM process with so many threads and so many GiB of KV-cache."""
+    cpus = sorted(os.sched_getaffinity(0))[:threads]
+    return _QUIET | {
+        "VLLM_CPU_OMP_THREADS_BIND": f"{cpus[0]}-{cpus[-1]}",
+        "VLLM_CPU_KVCACHE_SPACE": str(kv_gib),
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+    }
+
+
+def _worker(name: str) -> Path:
+    """The file of a worker, which needs packages that this process may lack."""
+    return Path(__file__).with_name(f"{name}_worker.py")
+
+
+_QUIET = {"HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore", "TRANSFORMERS_VERBOSITY": "error"}
+
+
+def _torch_name(load: Load) -> str:
+    return str(load.dtype).removeprefix("torch.")
 
 
 def _check_dense_directory(peer: str, load: Load) -> None:
@@ -116,4 +151,4 @@ def _check_dense_directory(peer: str, load: Load) -> None:
         raise ValueError(f"the {peer} peer needs a model directory whose weights stay as they are stored")
 
 
-PEERS: dict[str, Callable[[Load], Peer]] = {"transformers": Transformers, "vllm": Vllm, "llama.cpp": LlamaCpp}
+PEERS: dict[str, type[Peer]] = {peer.name: peer for peer in (Transformers, Vllm, LlamaCpp)}

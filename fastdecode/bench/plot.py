@@ -12,9 +12,10 @@ except ImportError:
 
 matplotlib.use("agg")
 import matplotlib.pyplot as plt
+import numpy as np
 from matplotlib.artist import Artist
 
-__all__ = ["attention", "plt", "transport"]  # serving/plots.py takes `plt` from here, with the backend set
+__all__ = ["attention", "decode", "plt", "transport"]  # serving/plots.py takes `plt` from here, with the backend set
 
 #: Marker and colour of each peer in the attention plot, the same in every panel.
 _MARKERS = {"torch": ("v", "black"), "ggml": ("s", "tab:green"), "openvino": ("^", "tab:purple")}
@@ -71,6 +72,35 @@ def attention(result: dict[str, Any], path: Path) -> None:
     figure.suptitle(title, fontsize=10)
     figure.legend(list(named.values()), list(named), fontsize=8, ncols=3, loc="lower center")
     figure.tight_layout(rect=(0, 0.65 / size[1], 1, 1))
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def decode(result: dict[str, Any], path: Path) -> None:
+    """Plot heat maps of a decode sweep: tokens/s beside the best peer's, over batch and context.
+
+    Each KV format has a panel. A cell without a peer is grey. The scale is logarithmic, from half to twice.
+    """
+    rows = [row for row in result["rows"] if "tokens_per_s" in row]
+    formats, batches, contexts = (sorted({row[name] for row in rows}) for name in ("kv_dtype", "batch", "context"))
+    size = (max(5.0, (0.9 * len(contexts) + 1.0) * len(formats)), 0.7 * len(batches) + 1.8)
+    figure, axes = plt.subplots(1, len(formats), figsize=size, squeeze=False, sharey=True)
+    for axis, kv_dtype in zip(axes[0], formats, strict=True):
+        values = np.full((len(batches), len(contexts)), np.nan)
+        for row in rows:
+            if row["kv_dtype"] == kv_dtype and row["best_ratio"] is not None:
+                y, x = batches.index(row["batch"]), contexts.index(row["context"])
+                values[y, x] = row["best_ratio"]
+                axis.text(x, y, f"{row['best_ratio']:.2f}x", ha="center", va="center", fontsize=8)
+        axis.set_facecolor("lightgrey")
+        axis.imshow(np.log2(values), cmap="RdYlGn", vmin=-1, vmax=1, aspect="auto", alpha=0.6)
+        axis.set_xticks(range(len(contexts)), [str(context) for context in contexts], fontsize=8)
+        axis.set_yticks(range(len(batches)), [str(batch) for batch in batches], fontsize=8)
+        axis.set_title(kv_dtype, fontsize=9)
+        axis.set_xlabel("context", fontsize=8)
+    axes[0, 0].set_ylabel("batch", fontsize=8)
+    figure.suptitle(f"{result['model']}: tokens/s beside the best peer's", fontsize=10)
+    figure.tight_layout()
     figure.savefig(path, dpi=150)
     plt.close(figure)
 

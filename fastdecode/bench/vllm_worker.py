@@ -1,46 +1,75 @@
-"""The decode benchmark's vLLM worker: a child process in vLLM's own environment, which has no fastdecode.
-
-    python vllm_worker.py MODEL BATCH CONTEXT DTYPE
-
-prints "ready" when the model is loaded and the prompts are in vLLM's prefix cache. Then it answers each line "STEPS"
-with the seconds that STEPS tokens of every sequence took: the time for STEPS + 1 tokens less the time for one.
-"""
+"""vLLM in a child process of the decode benchmark, in an environment of its own; see decode_worker.py."""
 
 import random
-import sys
 from time import perf_counter
+from typing import Any
+
+_CONNECTOR = {
+    "kv_connector": "DecodeBenchConnector",
+    "kv_role": "kv_both",
+    "kv_connector_extra_config": {"startup_fill": True},  # once, not for each request
+}
 
 
-def main() -> None:
-    from vllm import LLM, SamplingParams
+class Worker:
+    """vLLM's engine, greedy, with the connector that it has for such benchmarks.
 
-    model, batch, context, dtype = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
-    out = sys.stdout
-    sys.stdout = sys.stderr  # vLLM prints to stdout
-    llm = LLM(
-        model,
-        dtype=dtype,
-        max_model_len=context + 512,
-        max_num_seqs=batch,
-        enable_prefix_caching=True,
-        disable_log_stats=True,
-    )
-    rng = random.Random(0)
-    vocabulary = llm.get_tokenizer().vocab_size
-    prompts = [{"prompt_token_ids": [rng.randrange(2, vocabulary) for _ in range(context)]} for _ in range(batch)]
+    The K and V of a prompt, but for its last token, count as computed elsewhere. The blocks are each sequence's own.
+    """
 
-    def seconds(tokens: int) -> float:
-        params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+    def __init__(self, model: str, dtype: str, format: str, batch: int, context: int, steps: int):
+        """`format`: of the KV-cache; that of the model, or "fp8". `batch` and `context`: the most of a cell."""
+        from vllm import LLM
+
+        longest = context + 2 * steps + 64
+        self._llm: Any = LLM(
+            model,
+            dtype=dtype,
+            kv_cache_dtype="fp8" if format == "fp8" else "auto",
+            max_model_len=longest,
+            max_num_seqs=batch,
+            enable_prefix_caching=False,
+            kv_transfer_config=_CONNECTOR,
+            disable_log_stats=True,
+            hf_overrides=lambda config: _with_positions(config, longest),
+        )
+        self._round = 0
+
+    def fill(self, batch: int, context: int, format: str) -> None:
+        """Draw the prompts."""
+        rng = random.Random(f"{batch} {context}")
+        vocabulary = self._llm.get_tokenizer().vocab_size
+        self._prompts = [[rng.randrange(2, vocabulary) for _ in range(context)] for _ in range(batch)]
+
+    def round(self, steps: int) -> float:
+        """Time steps of the engine from the one in which every sequence has its first token."""
+        from vllm import SamplingParams
+
+        engine, self._round = self._llm.llm_engine, self._round + 1
+        # Prompts are taken in over some steps, and the sequences that come first decode until the last one has come.
+        most = steps + 64 + len(self._prompts)
+        params = SamplingParams(temperature=0.0, max_tokens=most, ignore_eos=True, detokenize=False)
+        names = [f"{self._round}-{i}" for i in range(len(self._prompts))]
+        for name, prompt in zip(names, self._prompts, strict=True):
+            engine.add_request(name, {"prompt_token_ids": prompt}, params)
+        waiting = set(names)
+        while waiting:
+            waiting -= {output.request_id for output in engine.step() if output.outputs[0].token_ids}
         start = perf_counter()
-        llm.generate(prompts, params, use_tqdm=False)
-        return perf_counter() - start
+        for _ in range(steps):
+            decoded = len(engine.step())
+            if decoded != len(names):
+                raise RuntimeError(f"vLLM decoded {decoded} of {len(names)} sequences in a step; it lacks KV-cache")
+        seconds = perf_counter() - start
+        engine.abort_request(names)
+        return seconds
 
-    seconds(2)
-    print("ready", file=out, flush=True)
-    for line in sys.stdin:
-        steps = int(line)
-        print(seconds(steps + 1) - seconds(1), file=out, flush=True)
+    def clear(self) -> None:
+        self._prompts = []
 
 
-if __name__ == "__main__":
-    main()
+def _with_positions(config: Any, positions: int) -> Any:
+    """The model's configuration with so many positions: a cell may decode more tokens than a model is made for."""
+    if getattr(config, "max_position_embeddings", positions) < positions:
+        config.max_position_embeddings = positions
+    return config

@@ -25,7 +25,7 @@ from tqdm import tqdm
 
 from fastdecode.bench import checkpoint
 from fastdecode.bench.decoding import USUAL_TEMPERATURE, DecodeShape
-from fastdecode.bench.options import print_result
+from fastdecode.bench.options import keep, print_result
 from fastdecode.daemon.machine import usable_cpus
 from fastdecode.plan.children import r_node
 from fastdecode.plan.equations import System, Work, part_times, round_seconds
@@ -119,11 +119,8 @@ class _State:
             raise ValueError(f"{path} is not a state of fastdecode-plan validate: {error}") from None
 
     def write(self, path: Path | None) -> None:
-        if path is not None:
-            measured = [(dataclasses.asdict(point), speeds) for point, speeds in self.measured.items()]
-            unfinished = path.with_name(path.name + ".new")
-            unfinished.write_bytes(orjson.dumps({"profiles": self.profiles, "measured": measured}))
-            unfinished.replace(path)
+        measured = [(dataclasses.asdict(point), speeds) for point, speeds in self.measured.items()]
+        keep(path, {"profiles": self.profiles, "measured": measured})
 
 
 async def _run(directory: Path, args: argparse.Namespace) -> dict[str, Any]:

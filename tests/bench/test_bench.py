@@ -56,7 +56,7 @@ def test_decode_on_a_checkpoint_it_made(tmp_path):
     "argv, sentence",
     [
         (["decode", "--batch", "1", "--mini-batches", "2"], "--batch is smaller than --mini-batches"),
-        (["decode", "--batch", "2", "--context", "99999999"], "KV pages"),
+        (["decode", "--batch", "2", "--context", "99999999"], "GiB of memory"),
         (["decode", "--model", "/nonexistent"], "/nonexistent"),
         (["decode", "--weights", "int8", "--peer", "transformers"], "weights stay as they are stored"),
         (["attention", "--threads", "100000"], "may run on"),

@@ -1,15 +1,9 @@
-"""llama.cpp as a peer of the decode benchmark, by way of the package llama-cpp-python.
-
-It gets the same checkpoint as a GGUF file whose matrices have as many bits: BF16 or F16, Q8_0, or Q4_0.
-"""
+"""The checkpoint of the decode benchmark as llama.cpp takes it: a GGUF file whose matrices have as many bits, in BF16
+or F16, Q8_0, or Q4_0."""
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-import tempfile
-from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -17,12 +11,11 @@ import torch
 from safetensors import safe_open
 from tqdm import tqdm
 
-from fastdecode.bench import llama_cpp_worker
 from fastdecode.bench.load import Load
 from fastdecode.gguf.file import find_gguf
 
 #: KV format -> the nearest type of llama.cpp.
-_KV_TYPES = {"fp32": "f32", "fp16": "f16", "bf16": "bf16", "int8": "q8_0", "int4": "q4_0", "int8-int4": "q8_0"}
+KV_TYPES = {"fp32": "f32", "fp16": "f16", "bf16": "bf16", "int8": "q8_0", "int4": "q4_0", "int8-int4": "q8_0"}
 #: Format of the weights -> name and number of the file's type.
 _FILE_TYPES = {"int8": ("Q8_0", 7), "int4": ("Q4_0", 2)}
 _DENSE_TYPES = {torch.float32: ("F32", 0), torch.float16: ("F16", 1), torch.bfloat16: ("BF16", 32)}
@@ -37,39 +30,6 @@ _NAMES = {
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
 }
-
-
-class LlamaCpp:
-    """llama.cpp with flash attention, greedy, all sequences in one batch, each with a stream of KV cells of its own."""
-
-    def __init__(self, load: Load):
-        """Raises ValueError without the package, and for a directory whose model is no Llama; RuntimeError if llama.cpp
-        does not start."""
-        if find_spec("llama_cpp") is None:
-            raise ValueError("the llama.cpp peer needs the package llama-cpp-python")
-        self._folder = tempfile.TemporaryDirectory(prefix="fastdecode-")
-        path = gguf_of(load, Path(self._folder.name))
-        shape = [str(load.batch), str(load.context), _KV_TYPES[load.kv_dtype], str(load.threads)]
-        argv = [sys.executable, "-P", llama_cpp_worker.__file__, str(path), *shape]
-        self._process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        if self._read() != "ready":
-            raise RuntimeError(f"llama.cpp cannot decode {load.batch} sequences of {load.context} tokens")
-
-    def _read(self) -> str:
-        assert self._process.stdout
-        return self._process.stdout.readline().strip()
-
-    def round(self, steps: int) -> float:
-        assert self._process.stdin
-        print(steps, file=self._process.stdin, flush=True)
-        if not (seconds := self._read()):
-            raise RuntimeError("llama.cpp has ended in a round")
-        return float(seconds)
-
-    def close(self) -> None:
-        self._process.terminate()
-        self._process.wait()
-        self._folder.cleanup()
 
 
 def gguf_of(load: Load, folder: Path) -> Path:
