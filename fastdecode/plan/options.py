@@ -32,13 +32,18 @@ def profile_and_transport(args: argparse.Namespace) -> tuple[Profile, str]:
 
 
 def add_system_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options that `PlannedSystem.of` reads, and those of a step and of its time."""
+    """Add the options that `PlannedSystem.of` reads."""
     add = parser.add_argument
     add("--model", type=Path, metavar="PATH", help="as for fastdecode-node; default: the demo model")
     add_profile_arguments(parser)
     add("--r-nodes", type=int, default=1, metavar="N", help="number of R-nodes")
     add("--kv-memory", type=parse_bytes, metavar="SIZE", help="of each R-node; default: the profile's")
     add("--kv-dtype", choices=KV_DTYPES, default="fp16")
+
+
+def add_step_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the scheduler's steps and of their time."""
+    add = parser.add_argument
     add("--max-batch-tokens", type=int, default=512, metavar="N")
     add("--target-tbt-ms", type=float, default=200.0, metavar="MS", help="as for fastdecode-node; 0: none")
 

@@ -16,7 +16,7 @@ from fastdecode.bench.serving import report, workload
 from fastdecode.bench.serving.options import add_load_arguments, load_requests
 from fastdecode.engine.scheduling.admission import SCHEDULES
 from fastdecode.engine.scheduling.plan import SchedulerLimits
-from fastdecode.plan.options import PlannedSystem, add_system_arguments
+from fastdecode.plan.options import PlannedSystem, add_step_arguments, add_system_arguments
 from fastdecode.plan.simulation import Simulated, simulate
 
 COMMAND = ("simulate", "serve a load in virtual time: the server's scheduler over predicted times (simulated)")
@@ -26,6 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `fastdecode-plan simulate`."""
     add = parser.add_argument
     add_system_arguments(parser)
+    add_step_arguments(parser)
     add("--mini-batches", type=int, metavar="N", help="default: 2, or 1 if both parts take turns on the same cores")
     add("--max-batch-size", type=int, default=256, metavar="N")
     add("--schedule", action="append", choices=SCHEDULES, help="schedule to simulate (repeatable); default: both")

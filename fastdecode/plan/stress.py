@@ -21,7 +21,7 @@ from fastdecode.bench.serving import report
 from fastdecode.bench.serving.workload import MOONCAKE_BLOCK, Request, at_rate, fixed
 from fastdecode.engine.scheduling.admission import SCHEDULES
 from fastdecode.engine.scheduling.plan import SchedulerLimits
-from fastdecode.plan.options import PlannedSystem, add_system_arguments
+from fastdecode.plan.options import PlannedSystem, add_step_arguments, add_system_arguments
 from fastdecode.plan.simulation import Served, simulate
 
 STREAM_PROMPT = 32  # tokens
@@ -33,6 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `fastdecode-plan stress`."""
     add = parser.add_argument
     add_system_arguments(parser)
+    add_step_arguments(parser)
     add("--schedule", choices=SCHEDULES, default="greedy")
     add("--max-batch-size", type=int, default=64, metavar="N")
     add("--streams", type=int, default=16, metavar="N", help="streams in progress beside prompts and costly requests")
