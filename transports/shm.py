@@ -73,7 +73,9 @@ async def connect(url: str, hello: Hello, secret: bytes | None, *, spin_us: int)
     async def release() -> None:
         os.close(wake_fd)
 
-    return RegionLink(url, conn, lease, region, port, release)
+    link = RegionLink(url, conn, lease, region, port, release)
+    link.descriptors = region.fd, wake_fd
+    return link
 
 
 async def dial_url(url: str) -> FrameSocket:

@@ -25,6 +25,7 @@ _COMMANDS = (
     "transport",
     "links",
     "team",
+    "rotate",
     "speculate",
     "perplexity",
     "accuracy",

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from fastdecode.bench.data_path import DataPath
 from fastdecode.engine.request import SamplingParams
 from fastdecode.engine.runner import Runner, StepGenerator
 from fastdecode.kernels._native import page_bytes, page_sections
@@ -25,7 +26,7 @@ from fastdecode.spart import Model, SPart
 from fastdecode.spart.batch import Chunk, SampleSpec, StepBatch
 from fastdecode.spart.own_thread import in_own_thread
 from fastdecode.transports._native import Port
-from fastdecode.transports.base import Link, LinkDown
+from fastdecode.transports.base import Link
 from fastdecode.transports.registry import connect
 
 _FILL_ROWS = 512  # appended by one call when the cache is filled
@@ -64,61 +65,14 @@ class Round(NamedTuple):
     busy: float  # the longest work of an R-node, by its own clock
 
 
-class _NoRPart(Link):
+class _NoRPart(DataPath):
     """Replaces a link while the S-Part is timed alone: its region has the same layout, and every message is answered at
     once."""
 
     def __init__(self, link: Link):
-        self.url, self.geometry, self.lease, self.layout = link.url, link.geometry, link.lease, link.layout
-        self._memory = Region.create(link.geometry)
-        self.region = self._memory.view
-        self.port = Port(self.region, geometry_tuple(link.geometry), 0, loopback=True)
-
-    def arm(self, slot: int, entries: np.ndarray) -> None:
-        self.port.arm(slot, entries.view(np.uint8))
-
-    def ring(self, slot: int, layer: int) -> None:
-        self.port.ring(slot, layer)
-
-    def wait(self, slot: int, timeout: float) -> None:
-        self.port.wait(slot, timeout)
-
-    def disarm(self, slot: int) -> None:
-        self.port.disarm(slot)
-
-    def failure(self, status: int, message: str) -> LinkDown:
-        return LinkDown(message, self)
-
-    async def free(self, handles: Sequence[tuple[int, int]]) -> None:
-        pass
-
-    async def trim(self, seq_index: int, tag: int, length: int) -> None:
-        pass
-
-    async def fork(self, src: tuple[int, int], dst: tuple[int, int], length: int) -> None:
-        pass
-
-    async def receive(self, seq: tuple[int, int], length: int, token: str) -> None:
-        pass
-
-    async def push(self, seq: tuple[int, int], pages: range, length: int, url: str, token: str) -> None:
-        pass
-
-    async def resize(self, n_pages: int) -> dict[str, int]:
-        return {}
-
-    async def stats(self) -> dict[str, int]:
-        return {}
-
-    async def leaving(self) -> None:
-        await asyncio.Event().wait()
-
-    async def closed(self) -> None:
-        return None
-
-    async def close(self) -> None:
-        self.port.close()
-        self._memory.close()
+        region = Region.create(link.geometry)
+        port = Port(region.view, geometry_tuple(link.geometry), 0, loopback=True)
+        super().__init__(link.url, link.lease, region, port)
 
 
 class Decoding:
@@ -186,7 +140,8 @@ class Decoding:
             link.ring(0, layer)
             link.wait(0, _TIMEOUT)
 
-    async def _trim(self) -> None:
+    async def trim(self) -> None:
+        """Take back what a round has appended."""
         for index, seq_index in (s for batch in self.mini_batches for s in batch):
             await self.links[index].trim(seq_index, 1, self.shape.context)
 
@@ -215,7 +170,7 @@ class Decoding:
         start = time.perf_counter()
         await asyncio.gather(*(drive(slot) for slot in range(self.shape.mini_batches)))
         elapsed = time.perf_counter() - start
-        await self._trim()
+        await self.trim()
         return Round(elapsed, waited, busy)
 
     async def s_round(self) -> float:
@@ -233,7 +188,7 @@ class Decoding:
     async def r_round(self) -> float:
         """Seconds of a round of the R-Part alone, with a call in progress in every slot."""
         elapsed = await asyncio.to_thread(self._r_steps)
-        await self._trim()
+        await self.trim()
         return elapsed
 
     def _r_steps(self) -> float:

@@ -198,6 +198,10 @@ class SPart:
         """
         return rows.per_chunk(rows.sampler(logits, rows.uploaded) if rows.n_drawn else [])
 
+    def draw(self, x: torch.Tensor, rows: StepRows) -> list[Sampled | None]:
+        """The tokens after a step of decoding chunks, from x [n, hidden_size] after the last layer."""
+        return self._sample(self._head(x, rows.uploaded["last rows"]), rows)
+
     def head_inputs(self, x: torch.Tensor) -> torch.Tensor:
         """x [n, hidden_size] after the last layer -> what the LM head multiplies, [n, embed_size]."""
         w = self._weights
@@ -308,12 +312,14 @@ class StepState:
         exchange: RowExchange,
         prompts: Sequence[PromptChunk] = (),
         adapters: AdapterRows | None = None,
+        x: torch.Tensor | None = None,
     ):
+        """`x` [rows, hidden_size]: hidden states of a step that goes on in a later layer; None: it begins."""
         c = spart.model.config
         self._ops, self._config = spart._ops, c
         self._prompts, self._exchange, self._adapters = prompts, exchange, adapters
         positions = uploaded["positions"]
-        self.x = spart._embed(uploaded["tokens"], positions)
+        self.x = spart._embed(uploaded["tokens"], positions) if x is None else x
         n, n_attend = len(exchange.kv), len(exchange.q)
         self._mixed = bool(prompts)
         if self._mixed:  # rows of prompts have Q and O too, but these do not go to an R-node

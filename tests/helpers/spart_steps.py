@@ -22,11 +22,17 @@ EXACT = 5e-5
 
 @asynccontextmanager
 async def linked(
-    model: ServedModel, tmp_path: Path, n: int = 1, kv_dtype: str = "fp32", scheme: str = "shm", max_rows: int = 700
+    model: ServedModel,
+    tmp_path: Path,
+    n: int = 1,
+    kv_dtype: str = "fp32",
+    scheme: str = "shm",
+    max_rows: int = 700,
+    n_slots: int = 2,
 ) -> AsyncIterator[list[Link]]:
     """Links to `n` R-nodes of one thread each."""
     nodes, links = [], []
-    hello = model.hello(n_slots=2, max_rows=max_rows, kv_dtype=kv_dtype, kv_bytes=1 << 25, max_seqs=16)
+    hello = model.hello(n_slots=n_slots, max_rows=max_rows, kv_dtype=kv_dtype, kv_bytes=1 << 25, max_seqs=16)
     try:
         for i in range(n):
             nodes.append(RNode(threads=1, kv_bytes=1 << 25))
