@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import tempfile
 from abc import ABC, abstractmethod
@@ -12,6 +11,7 @@ from typing import Any, NamedTuple
 
 from fastdecode.bench.llama_cpp_file import KV_TYPES, gguf_of
 from fastdecode.bench.load import Load
+from fastdecode.bench.vllm_environment import needed_vllm_python, vllm_env
 
 #: Bytes of an element in each format of the peers' KV-caches; blocks of 32 elements have a scale in 16 bits.
 ELEMENT_BYTES = {"fp32": 4.0, "fp16": 2.0, "bf16": 2.0, "fp8": 1.0, "f32": 4.0, "f16": 2.0}
@@ -79,11 +79,8 @@ class Vllm(Peer):
 
     def __init__(self, load: Load):
         _check_dense_directory(self.name, load)
-        python = os.environ.get("FASTDECODE_VLLM_PYTHON")
-        if not python:
-            raise ValueError("the vllm peer needs FASTDECODE_VLLM_PYTHON, the python of an environment with vLLM")
+        self._python = needed_vllm_python()
         super().__init__(load)
-        self._python = python
 
     def format_of(self, kv_dtype: str) -> str:
         return "fp8" if kv_dtype.startswith("int") else self.load.dtype_name
@@ -92,7 +89,7 @@ class Vllm(Peer):
         load = self.load
         arguments: dict[str, Any] = {"model": str(load.model), "dtype": _torch_name(load), "format": kv_format}
         arguments |= {"batch": load.batch, "context": load.context, "steps": load.steps}
-        env = vllm_env(load.threads, self.reserved(kv_bytes) >> 30)
+        env = _QUIET | vllm_env(self.reserved(kv_bytes) >> 30) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
         return Command(self._python, _worker("vllm"), arguments, env)
 
     def reserved(self, kv_bytes: int) -> int:
@@ -120,18 +117,6 @@ class LlamaCpp(Peer):
 
     def close(self) -> None:
         self._folder.cleanup()
-
-
-def vllm_env(threads: int, kv_gib: int) -> dict[str, str]:
-    """The environment of a vLLM process with so many threads and so many GiB of KV-cache."""
-    cpus = sorted(os.sched_getaffinity(0))[:threads]
-    return _QUIET | {
-        "VLLM_CPU_OMP_THREADS_BIND": f"{cpus[0]}-{cpus[-1]}",
-        "VLLM_CPU_KVCACHE_SPACE": str(kv_gib),
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_LOGGING_LEVEL": "ERROR",
-    }
 
 
 def _worker(name: str) -> Path:

@@ -13,16 +13,12 @@ import numpy as np
 
 from fastdecode.bench import vllm_attention_worker
 from fastdecode.bench.shape import Data, Shape
+from fastdecode.bench.vllm_environment import vllm_python
 
 #: KV format -> nearest format of vLLM's cache.
 _FORMATS = {"fp32": "fp32", "fp16": "fp16", "bf16": "bf16", "int8": "fp8", "int4": "fp8", "int8-int4": "fp8"}
 #: Bytes of an element, by vLLM's format.
 _BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
-
-
-def vllm_python() -> str | None:
-    """The python of an environment with vLLM, from FASTDECODE_VLLM_PYTHON; None if that is not set."""
-    return os.environ.get("FASTDECODE_VLLM_PYTHON")
 
 
 class VllmPagedAttention:

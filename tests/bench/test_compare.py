@@ -37,6 +37,25 @@ def test_every_configuration_gets_every_run_and_a_later_command_goes_on(tmp_path
         main([*argv, "--share", "0.5"])
 
 
+def test_closed_loops_of_fixed_lengths_are_run_in_turns_and_cut_off(tmp_path: Path, capsys) -> None:
+    out = tmp_path / "out.json"
+    argv = ["compare", "--lengths", "16/4", "--lengths", "40/6", "--concurrency", "2", "--requests", "5", "--runs", "1"]
+    argv += ["--options", "--kv-memory 64MiB --threads 1 --s-threads 1", "--configuration", "one=--schedule greedy"]
+    main([*argv, "--configuration", "two=--schedule stable", "--out", str(out)])
+    printed = capsys.readouterr().out
+    assert printed.count("one / two") == 2 and "TPOT p50" in printed
+    runs = json.loads(out.read_bytes())["models"]["demo"]["runs"]
+    assert [(row["lengths"], row["configuration"]) for row in runs] == [
+        (lengths, name) for lengths in ("16/4", "40/6") for name in ("one", "two")
+    ]
+    assert all((row["completed"], row["failed"], row["cut_off"]) == (5, 0, False) for row in runs)
+    main([*argv, "--lengths", "16/400", "--run-seconds", "0.2", "--json"])
+    long = json.loads(capsys.readouterr().out)["models"]["demo"]["runs"][-1]
+    assert long["cut_off"] and long["output_tokens_per_s"] > 0
+    with pytest.raises(SystemExit, match="either --trace FILE or --lengths"):
+        main(["compare"])
+
+
 def test_the_median_of_each_figure_counts() -> None:
     rows = [
         {"run": i, "configuration": "a", "ttft_ms": {"p50": x, "p99": x}, "tbt_ms": {}, "output_tokens_per_s": x}

@@ -11,11 +11,19 @@ from fastdecode.bench.serving.client import Answer, Run
 
 PERCENTILES = (50, 90, 95, 99, 99.9)
 
-#: Columns of the table of `fastdecode-bench compare`: heading, and where a run's summary has the value.
-FIGURES = (
+#: Columns of a table: heading, and where a run's summary has the value.
+Figures = tuple[tuple[str, str, str], ...]
+
+#: Columns of the table of `fastdecode-bench compare` for a trace.
+FIGURES: Figures = (
     ("TTFT p50", "ttft_ms", "p50"), ("TTFT p99", "ttft_ms", "p99"), ("TBT p50", "tbt_ms", "p50"),
     ("TBT p99", "tbt_ms", "p99"), ("TBT p99.9", "tbt_ms", "p99.9"), ("tokens/s", "output_tokens_per_s", ""),
     ("good/s", "goodput_per_s", ""),
+)  # fmt: skip
+
+#: The same for closed loops.
+CLOSED_FIGURES: Figures = (
+    ("tokens/s", "output_tokens_per_s", ""), ("TTFT p50", "ttft_ms", "p50"), ("TPOT p50", "tpot_ms", "p50"),
 )  # fmt: skip
 
 
@@ -102,11 +110,14 @@ def table(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def medians(kept: dict[str, Any], name: str) -> dict[str, float]:
-    """The medians of a configuration's runs by the table's headings; none without runs."""
-    rows = [row for row in kept["runs"] if row["configuration"] == name]
+def medians(
+    kept: dict[str, Any], name: str, lengths: str | None = None, figures: Figures = FIGURES
+) -> dict[str, float]:
+    """The medians of a configuration's runs, of closed loops with given lengths, by the table's headings; none without
+    runs."""
+    rows = [row for row in kept["runs"] if (row["configuration"], row.get("lengths")) == (name, lengths)]
     found = {}
-    for heading, key, part in FIGURES:
+    for heading, key, part in figures:
         values = [value for row in rows if (value := figure(row, key, part)) is not None]
         if values:
             found[heading] = statistics.median(values)

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,33 +24,29 @@ _SMALLEST = Geometry(1, 1, 1, 1, 1, 8, ACT_DTYPES[0])
 _LINKS_AT_ONCE = 24
 
 
-class Node:
-    """A fastdecode-node process, whose output goes to the end of a log file."""
+class LoggedProcess:
+    """A process whose output goes to the end of a log file."""
 
-    def __init__(self, log: Path, *argv: str, python: str = sys.executable):
-        """`python` is the interpreter whose fastdecode runs."""
-        self.log = log
+    def __init__(self, log: Path, argv: Sequence[str], env: dict[str, str], start_seconds: float = _START_SECONDS):
+        """`env`: beside this process's environment. `start_seconds`: the longest that `read` waits."""
+        self.log, self._name, self._start_seconds = log, Path(argv[0]).name, start_seconds
         with log.open("ab") as out:
             self._since = out.tell()
             self.process = subprocess.Popen(
-                [python, "-P", "-m", "fastdecode.daemon.node", *argv],
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                env=os.environ | {"OMP_NUM_THREADS": "1"},
+                argv, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, env=os.environ | env
             )
 
     async def read(self, pattern: str) -> str:
         """Wait until the process has written a line with `pattern`, and return its group. Raises RuntimeError."""
-        deadline = time.monotonic() + _START_SECONDS
+        deadline = time.monotonic() + self._start_seconds
         while time.monotonic() < deadline:
             written = self.log.read_bytes()[self._since :].decode(errors="replace")
             if match := re.search(pattern, written):
                 return match[1]
             if self.process.poll() is not None:
-                raise RuntimeError(f"a node ended at start, see {self.log}:\n{written[-2000:]}")
+                raise RuntimeError(f"{self._name} ended at start, see {self.log}:\n{written[-2000:]}")
             await asyncio.sleep(0.1)
-        raise RuntimeError(f"a node did not start within {_START_SECONDS:.0f} s, see {self.log}")
+        raise RuntimeError(f"{self._name} did not start within {self._start_seconds:.0f} s, see {self.log}")
 
     def kill(self) -> None:
         """End the process with SIGKILL."""
@@ -63,7 +60,17 @@ class Node:
             return await asyncio.to_thread(self.process.wait, _END_SECONDS)
         except subprocess.TimeoutExpired:
             self.kill()
-            raise RuntimeError(f"a node did not end within {_END_SECONDS:.0f} s of SIGTERM, see {self.log}") from None
+            late = f"{self._name} did not end within {_END_SECONDS:.0f} s of SIGTERM, see {self.log}"
+            raise RuntimeError(late) from None
+
+
+class Node(LoggedProcess):
+    """A fastdecode-node process."""
+
+    def __init__(self, log: Path, *argv: str, python: str = sys.executable):
+        """`python` is the interpreter whose fastdecode runs."""
+        super().__init__(log, [python, "-P", "-m", "fastdecode.daemon.node", *argv], {"OMP_NUM_THREADS": "1"})
+        self._name = "a node"
 
 
 @dataclass(frozen=True, slots=True)
