@@ -16,11 +16,11 @@ import torch
 import uvloop
 from tqdm import tqdm
 
-from fastdecode.bench.decoding import DecodeShape, Decoding
 from fastdecode.bench.load import Load
 from fastdecode.bench.options import print_result
 from fastdecode.bench.peers import PEERS
 from fastdecode.daemon.config import WEIGHTS, NodeConfig, format_bytes
+from fastdecode.daemon.decoding import DecodeShape, Decoding
 from fastdecode.daemon.embedded import EmbeddedRNode, Split, split_machine
 from fastdecode.daemon.machine import usable_cpus
 from fastdecode.demo import model_dir

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -87,6 +88,13 @@ def usable_cpus() -> list[int]:
     if quota is not None:
         cpus = cpus[: max(1, int(quota))]
     return cpus
+
+
+def cpu_model() -> str:
+    """The name of the processor, or of its architecture where the kernel does not tell the name."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
 
 
 def total_memory() -> int:
