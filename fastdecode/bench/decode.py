@@ -38,15 +38,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--context", type=int, default=512, help="cached tokens of each sequence")
     parser.add_argument("--steps", type=int, default=16, help="tokens decoded of each sequence in a round")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--mini-batches", type=int, help="default: as an S-node would choose")
+    parser.add_argument("--mini-batches", type=int, help="default: by the rule of fastdecode-node --tune off")
     parser.add_argument(
         "--r-node", action="append", metavar="URL", help="R-node to use (repeatable); default: an embedded one"
     )
     parser.add_argument("--kv-dtype", choices=KV_DTYPES, default="fp16")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--dtype", choices=("auto", "fp32", "bf16", "fp16"), default="auto")
-    parser.add_argument("--threads", type=int, help="attention threads of the embedded R-node")
-    parser.add_argument("--s-threads", type=int, help="threads of the S-Part if it runs on a CPU")
+    parser.add_argument("--threads", type=int, help="attention threads of the embedded R-node; default: by that rule")
+    parser.add_argument("--s-threads", type=int, help="threads of the S-Part on a CPU; default: by that rule")
     parser.add_argument("--cpus", help="CPUs of the attention threads, for example 1 or 4-7")
     parser.add_argument("--spin-us", type=int, help="microseconds that a waiter spins before it sleeps")
     parser.add_argument(
@@ -125,6 +125,7 @@ def _result(
         "batch": args.batch,
         "context": args.context,
         "mini_batches": args.mini_batches,
+        "split": str(split),
         "weights": args.weights,
         "weight_bytes": bench.model.weight_bytes,
         "dtype": str(dtype).removeprefix("torch."),
@@ -150,7 +151,7 @@ def _result(
 
 
 def _print_table(result: dict[str, Any]) -> None:
-    shape = f"batch {result['batch']}, context {result['context']}, {result['mini_batches']} mini-batches"
+    shape = f"batch {result['batch']}, context {result['context']}, {result['split']}"
     weights = f"weights {result['weights']} ({format_bytes(result['weight_bytes'])})"
     print(f"{result['model']}: {shape}, {weights}, {result['dtype']}, KV {result['kv_dtype']}")
     rows = [

@@ -1,5 +1,5 @@
-"""Sequences that decode step by step over real R-nodes, or over none, as the decode benchmark and the planner time
-them."""
+"""Sequences that decode step by step over real R-nodes, or over none. The S-node times them when it chooses its split
+(tuning.py), and so do the decode benchmark and the planner."""
 
 from __future__ import annotations
 
