@@ -27,6 +27,8 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (sys.path[0], os.environ
 # One torch thread here and in every process a test starts: with more, OpenMP's spinning waiters and the R-engine's
 # threads take the cores from each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# A node that measures the splits of the cpus starts seconds later, and writes into the user's home.
+os.environ.setdefault("FASTDECODE_TUNE", "off")
 # Children import the installed package, not the source folder `fastdecode/` of their working directory.
 os.environ["PYTHONSAFEPATH"] = "1"
 

@@ -10,10 +10,10 @@ import time
 from collections.abc import Sequence
 from typing import Protocol
 
-from fastdecode.bench.decoding import DecodeShape, Decoding, kv_bytes
 from fastdecode.bench.load import Cell
 from fastdecode.bench.peer_process import CutOffError, PeerError, PeerProcess
 from fastdecode.bench.peers import ELEMENT_BYTES, Peer
+from fastdecode.daemon.decoding import DecodeShape, Decoding, kv_bytes
 from fastdecode.region.contract import PAGE_TOKENS
 from fastdecode.spart import Model
 from fastdecode.transports.base import TransportError

@@ -56,13 +56,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="time of fastdecode in a cell, and of each peer, filling included (60)")  # fmt: skip
     add("--load-seconds", type=float, default=300.0, metavar="S",
         help="time in which a peer loads the model, once for all cells (300)")  # fmt: skip
-    add("--mini-batches", type=int, help="default: as an S-node would choose")
+    add("--mini-batches", type=int, help="default: by the rule of fastdecode-node --tune off")
     add("--r-node", action="append", metavar="URL", help="R-node to use (repeatable); default: an embedded one")
     add("--kv-dtype", action="append", choices=KV_DTYPES, help="KV format (repeatable); default: fp16")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
     add("--dtype", choices=("auto", "fp32", "bf16", "fp16"), default="auto")
-    add("--threads", type=int, help="attention threads of the embedded R-node")
-    add("--s-threads", type=int, help="threads of the S-Part if it runs on a CPU")
+    add("--threads", type=int, help="attention threads of the embedded R-node; default: by that rule")
+    add("--s-threads", type=int, help="threads of the S-Part on a CPU; default: by that rule")
     add("--cpus", help="CPUs of the attention threads, for example 1 or 4-7")
     add("--spin-us", type=int, help="microseconds that a waiter spins before it sleeps")
     add("--peer", action="append", choices=sorted(PEERS), default=[], help="also run this peer (repeatable)")

@@ -19,11 +19,11 @@ from typing import Any
 import uvloop
 from tqdm import tqdm
 
-from fastdecode.bench.decoding import DecodeShape, Decoding
 from fastdecode.bench.options import print_result
 from fastdecode.bench.rnode_child import RNodeChild
 from fastdecode.bench.rotate_child import S_NODES, Job, Load, SecondSNode, SNodeWork, Work, hidden_memory
 from fastdecode.daemon.config import NodeConfig
+from fastdecode.daemon.decoding import DecodeShape, Decoding
 from fastdecode.demo import model_dir
 from fastdecode.region.contract import KV_DTYPES
 from fastdecode.spart import choose_device, choose_dtype, read_config

@@ -21,7 +21,7 @@ import numpy as np
 import orjson
 import torch
 
-from fastdecode.bench.data_path import DataPath
+from fastdecode.daemon.data_path import DataPath
 from fastdecode.engine.runner import Runner
 from fastdecode.region.geometry import Geometry, geometry_tuple
 from fastdecode.region.region import Region

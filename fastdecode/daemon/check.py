@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import resource
+from pathlib import Path
 
 from fastdecode import __version__
 from fastdecode.daemon.config import NodeConfig, format_bytes
@@ -34,6 +35,8 @@ def report(config: NodeConfig) -> str:
         from fastdecode.daemon import check_model
 
         rows += check_model.rows(config, path)
+        if config.role == "s" and not config.uses_r_nodes and (split := _split(config, path)):
+            rows.append(("split", split))
     return "\n".join(f"{name:<11} {value}".replace("\n", f"\n{'':<11} ") for name, value in rows)
 
 
@@ -69,6 +72,19 @@ def _exchange(config: NodeConfig) -> str:
     from fastdecode.spart import choose_device
 
     return str(node_exchange(config, choose_device(config.device), config.mini_batches or 2))
+
+
+def _split(config: NodeConfig, path: Path) -> str | None:
+    """The split of the cpus; None with a GPU."""
+    from fastdecode.daemon import check_model, tuning
+    from fastdecode.spart import choose_device, choose_dtype
+    from fastdecode.spart.backend import choose_backend
+
+    device, backend = choose_device(config.device), choose_backend(config.backend, path)
+    if device.type != "cpu":
+        return None
+    dtype = choose_dtype(config.dtype, backend.config.dtype, device)
+    return tuning.report(config, backend, dtype, check_model.parameters(path, backend.config))
 
 
 def _gpu() -> str:

@@ -40,7 +40,7 @@ def rows(config: NodeConfig, path: Path) -> list[tuple[str, str]]:
     check_partition(config, model)
     device = choose_device(config.device)
     dtype = str(choose_dtype(config.dtype, model.dtype, device)).removeprefix("torch.")
-    weights, stored = _weights(config, path, model, device, dtype)
+    weights, stored = weights_of(config, path, model, device, dtype)
     geometry = geometry_tuple(model.hello_geometry(1, 1, "fp32"))
     memory = config.kv_memory or max(0, available_memory() - (weights if device.type == "cpu" else 0)) // 2
     shape = f"{model.n_layers} layers, {_heads(model)}"
@@ -80,7 +80,7 @@ def check_partition(config: NodeConfig, model: ModelConfig | HFConfig) -> None:
 def check_fits(config: NodeConfig, path: Path, model: ModelConfig | HFConfig, device: torch.device, dtype: str) -> None:
     """Raise ConfigError if the weights of the model in `path` do not fit into the device's free memory. `dtype` is
     torch's name of the activation dtype."""
-    (weights, _), free = _weights(config, path, model, device, dtype), _free_memory(device)
+    (weights, _), free = weights_of(config, path, model, device, dtype), _free_memory(device)
     if weights > free:
         raise ConfigError(
             f"--model {path}: its weights take about {format_bytes(weights)} ({config.weights} weights, {dtype}), and "
@@ -100,10 +100,10 @@ def _heads(model: ModelConfig | HFConfig) -> str:
     return " or ".join(f"{h.n_q} query and {h.n_kv} KV heads of {sizes[h]}" for h in kinds)
 
 
-def _weights(
+def weights_of(
     config: NodeConfig, path: Path, model: ModelConfig | HFConfig, device: torch.device, dtype: str
 ) -> tuple[int, str]:
-    """About how many bytes the weights take in memory, and how they are stored, for people."""
+    """About how many bytes the weights take in memory, and how they are stored, for people. `dtype`: see check_fits."""
     how = open_checkpoint(path, model).quantisation if isinstance(model, ModelConfig) else None
     if dtype == "float32" and model.dtype != "fp32" and not how and keeps16(device):
         dtype = str(TORCH_DTYPES[model.dtype]).removeprefix("torch.")

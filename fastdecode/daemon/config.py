@@ -366,6 +366,15 @@ class NodeConfig:
         parse=option_values.positive,
     )
 
+    tune: str = _option(
+        "threads and mini-batches of an S-Part on a CPU with an embedded R-node, unless an option says them. auto: the "
+        "fastest in a measurement of some seconds at start, remembered for the machine and the model; always: of a new "
+        "measurement; off: all cores in turns",
+        "auto",
+        role="s",
+        choices=("auto", "always", "off"),
+    )
+
     listen: tuple[str, ...] = _option(
         "URL that S-nodes connect to (repeatable): tcp://host:port, shm:///path/to/socket, rdma://host:port",
         (),

@@ -26,7 +26,7 @@ _START_SECONDS = 30.0
 #: A model of fewer parameters has no product that more threads compute sooner; while they wait for the next one, they
 #: take the cores from the API process. Its one thread has a cpu to itself: the threads of the API and of the R-node
 #: would make it wait, and replace its logits in the cpu's own cache.
-_SMALL = 1 << 20
+SMALL_MODEL = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +40,14 @@ class Split:
     s_cpu: int | None = None  # that an S-Part of one thread has to itself
     r_cpus: tuple[int, ...] = ()  # the others, for the embedded R-node and the API processes
 
+    def __str__(self) -> str:
+        how, plural = ("in turns", "") if self.mini_batches == 1 else ("side by side", "es")
+        threads = f"{self.s_threads} + {self.r_threads} threads"
+        return f"{how}, {threads}, {self.mini_batches} mini-batch{plural}"
+
     def for_model(self, config: NodeConfig, parameters: int) -> Split:
         """The division for a model of so many parameters, on a CPU: that of a small one, or this one."""
-        if parameters >= _SMALL or config.s_threads is not None:
+        if parameters >= SMALL_MODEL or config.s_threads is not None:
             return self
         cpus = usable_cpus()
         if config.uses_r_nodes or config.threads or config.cpus or config.numa_node is not None or len(cpus) == 1:
@@ -56,11 +61,12 @@ def split_machine(config: NodeConfig, *, s_on_gpu: bool) -> Split:
     """Choose the threads of both parts and the number of mini-batches, where the command line leaves them open.
 
     On a CPU both parts take turns on all cores, with one mini-batch. Two mini-batches of half the size would read the
-    weights twice, and with half of the cores each part would take twice as long; `fastdecode-bench decode` measures
-    both. The parts work side by side if the S-Part runs on a GPU, if the command line gives one of the parts its own
-    cores, or if it asks for more mini-batches. The embedded R-node then gets half of the cores (rounded down, at least
-    one), or all cores but one if the S-Part runs on a GPU; bound to a NUMA node, it gets at most the cores of that
-    node.
+    weights twice, and with half of the cores each part would take twice as long. An S-node measures at start whether
+    another split is faster (tuning.py), unless --tune is off.
+
+    The parts work side by side if the S-Part runs on a GPU, if the command line gives one of the parts its own cores,
+    or if it asks for more mini-batches. The embedded R-node then gets half of the cores (rounded down, at least one),
+    or all cores but one if the S-Part runs on a GPU; bound to a NUMA node, it gets at most the cores of that node.
     """
     cores = len(usable_cpus())
     if config.uses_r_nodes:
@@ -83,8 +89,8 @@ def split_machine(config: NodeConfig, *, s_on_gpu: bool) -> Split:
 class EmbeddedRNode:
     """A child process `fastdecode-node --role r`. The kernel kills it when this process dies, whatever the cause."""
 
-    def __init__(self, config: NodeConfig, split: Split):
-        """Prepare the child's command line.
+    def __init__(self, config: NodeConfig, split: Split, brief: bool = False):
+        """Prepare the child's command line. `brief`: the child is for a measurement, and the log need not show it.
 
         Start the child after the S-node has loaded the weights: without `--kv-memory`, the child takes a share of the
         memory that is free when it starts.
@@ -92,6 +98,9 @@ class EmbeddedRNode:
         self._directory = Path(tempfile.mkdtemp(prefix="fastdecode-"))  # mode 0700: only this user reaches the socket
         self._process: asyncio.subprocess.Process | None = None
         self._threads = split.r_threads
+        self._log_level = logging.DEBUG if brief else logging.INFO
+        if brief and config.log_level == "info":
+            config = replace(config, log_level="warning")
         self.url = f"shm://{self._directory}/r.sock"
         self._argv = ["--role", "r", "--listen", self.url, "--threads", str(split.r_threads)]
         self._argv += ["--drain-seconds", "0"]  # it ends after its only S-node
@@ -123,7 +132,7 @@ class EmbeddedRNode:
         except BaseException:
             await self.stop()
             raise
-        log.info("embedded R-node: %d thread(s), pid %d", self._threads, self._process.pid)
+        log.log(self._log_level, "embedded R-node: %d thread(s), pid %d", self._threads, self._process.pid)
 
     async def restart(self) -> None:
         """Replace a child that is dead or does not answer. Raises RuntimeError, OSError."""

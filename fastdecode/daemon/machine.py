@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import platform
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -87,6 +90,42 @@ def usable_cpus() -> list[int]:
     if quota is not None:
         cpus = cpus[: max(1, int(quota))]
     return cpus
+
+
+def cpu_model() -> str:
+    """The name of the processor, or of its architecture where the kernel does not tell the name."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def busy_seconds(cpus: Iterable[int]) -> float:
+    """The time that `cpus` have computed since the machine was started, or that a hypervisor has given to others."""
+    names, ticks = {f"cpu{cpu}" for cpu in cpus}, 0
+    for line in Path("/proc/stat").read_text().splitlines():
+        name, *times = line.split()
+        if name in names:
+            user, nice, system, _idle, _iowait, *others = map(int, times[:8])  # guests' time is part of user and nice
+            ticks += user + nice + system + sum(others)
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def own_seconds() -> float:
+    """The time that this process and its living children have computed."""
+    ticks = 0
+    for pid in [os.getpid(), *_children()]:
+        with contextlib.suppress(OSError):  # a child that has ended
+            utime, stime = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+            ticks += int(utime) + int(stime)
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def _children() -> list[int]:
+    pids: list[int] = []
+    for listing in Path("/proc/self/task").glob("*/children"):
+        with contextlib.suppress(OSError):  # a thread that has ended
+            pids += map(int, listing.read_text().split())
+    return pids
 
 
 def total_memory() -> int:

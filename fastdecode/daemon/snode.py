@@ -30,6 +30,7 @@ from fastdecode.daemon.option_values import guesses
 from fastdecode.daemon.rnode_links import RNodeLinks, first_lease
 from fastdecode.daemon.serving import ApiSettings
 from fastdecode.daemon.shutdown import wait_for_shutdown
+from fastdecode.daemon.tuning import choose_split
 from fastdecode.demo import model_dir
 from fastdecode.engine.engine import Engine
 from fastdecode.engine.giver import Giver
@@ -140,23 +141,33 @@ async def _serve(
     if split.r_cpus:
         os.sched_setaffinity(0, split.r_cpus)  # the event loop's thread
     shutdown = asyncio.create_task(wait_for_shutdown())
-    staged = staged_tokens(config, model, model.device, split.mini_batches, exchange.bypass is not None)
-    hello = model.hello(
-        n_slots=split.mini_batches,
-        max_rows=config.max_batch_tokens,
-        kv_dtype=config.kv_dtype,
-        kv_bytes=config.kv_lease,
-        # As many sequences again may be kept: paused ones, and ended ones in the prefix cache.
-        max_seqs=min(MAX_SEQS, 2 * split.mini_batches * config.max_batch_size),
-    )
-    # An embedded R-node has no other S-node, so its whole memory is leased at once, like a lease of a given size.
-    grow_leases = config.uses_r_nodes and config.kv_lease is None
-    length = config.max_model_len or backend.config.max_positions
-    if grow_leases:
-        hello = dataclasses.replace(hello, kv_bytes=first_lease(member_of(hello, 0, config.parts, config.team), length))
     async with contextlib.AsyncExitStack() as stack:
         if isinstance(api, ApiProcesses):
             stack.push_async_callback(api.close)
+        if model.device.type == "cpu":
+            choosing = asyncio.create_task(choose_split(config, backend, model, split))
+            await asyncio.wait([choosing, shutdown], return_when=asyncio.FIRST_COMPLETED)
+            if not choosing.done():
+                choosing.cancel()
+                await asyncio.wait([choosing])  # its R-nodes end
+                return
+            split = choosing.result()
+            torch.set_num_threads(split.s_threads)
+        staged = staged_tokens(config, model, model.device, split.mini_batches, exchange.bypass is not None)
+        hello = model.hello(
+            n_slots=split.mini_batches,
+            max_rows=config.max_batch_tokens,
+            kv_dtype=config.kv_dtype,
+            kv_bytes=config.kv_lease,
+            # As many sequences again may be kept: paused ones, and ended ones in the prefix cache.
+            max_seqs=min(MAX_SEQS, 2 * split.mini_batches * config.max_batch_size),
+        )
+        # An embedded R-node has no other S-node, so its whole memory is leased at once, like a lease of a given size.
+        grow_leases = config.uses_r_nodes and config.kv_lease is None
+        length = config.max_model_len or backend.config.max_positions
+        if grow_leases:
+            first = first_lease(member_of(hello, 0, config.parts, config.team), length)
+            hello = dataclasses.replace(hello, kv_bytes=first)
         embedded: EmbeddedRNode | None = None
         r_nodes: NodeSet
         if config.uses_r_nodes:

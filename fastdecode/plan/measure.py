@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
-import platform
 import statistics
 import time
 from collections.abc import Sequence
@@ -23,14 +22,14 @@ import torch
 import uvloop
 from tqdm import tqdm
 
-from fastdecode.bench.decoding import USUAL_TEMPERATURE, DecodeShape, Decoding, Round
 from fastdecode.bench.options import numbers
 from fastdecode.bench.rpart import RPart
 from fastdecode.bench.shape import Shape
 from fastdecode.bench.steps import run_step
 from fastdecode.daemon.config import NodeConfig, parse_bytes
+from fastdecode.daemon.decoding import USUAL_TEMPERATURE, DecodeShape, Decoding, Round
 from fastdecode.daemon.embedded import split_machine
-from fastdecode.daemon.machine import available_memory, usable_cpus
+from fastdecode.daemon.machine import available_memory, cpu_model, usable_cpus
 from fastdecode.demo import model_dir
 from fastdecode.plan.children import r_node
 from fastdecode.plan.engine_cost import engine_cost
@@ -158,7 +157,7 @@ async def measure(
             arguments: Any = planned, model, steps_of, len(r_cpus), each, in_turns, least
             measured.append(await measure_together(*arguments))
             bar.update()
-    device = _cpu() if on_cpu else torch.cuda.get_device_name(model.device)
+    device = cpu_model() if on_cpu else torch.cuda.get_device_name(model.device)
     assert s_part is not None
     cost = await engine_cost(planned)
     return Profile(
@@ -167,7 +166,7 @@ async def measure(
         notes=f"weights in {str(model.dtype).removeprefix('torch.')}",
         in_turns=in_turns,
         s_node=SNode(device=device, s_part=(s_part,), engine_step=cost.step, engine_row=cost.row, overlap=overlap),
-        r_node=RNode(device=_cpu(), kv_gbps=kv_gbps, row_gbps=of_rows, memory=float(available_memory() // 2)),
+        r_node=RNode(device=cpu_model(), kv_gbps=kv_gbps, row_gbps=of_rows, memory=float(available_memory() // 2)),
         links=links,
         together=tuple(measured),
     )
@@ -319,9 +318,3 @@ def print_profile(profile: Profile) -> None:
         )
     for name, link in profile.links.items():
         print(f"  {name}: {1e6 * link.layer_seconds:.1f} us a layer, {link.gbps:.2f} GB/s")
-
-
-def _cpu() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()

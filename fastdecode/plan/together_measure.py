@@ -7,7 +7,7 @@ import time
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from fastdecode.bench.decoding import USUAL_TEMPERATURE, DecodeShape, Decoding, Round
+from fastdecode.daemon.decoding import USUAL_TEMPERATURE, DecodeShape, Decoding, Round
 from fastdecode.plan.children import r_node
 from fastdecode.plan.model import PlannedModel
 from fastdecode.plan.together import Together

@@ -24,8 +24,8 @@ import uvloop
 from tqdm import tqdm
 
 from fastdecode.bench import checkpoint
-from fastdecode.bench.decoding import USUAL_TEMPERATURE, DecodeShape
 from fastdecode.bench.options import keep, print_result
+from fastdecode.daemon.decoding import USUAL_TEMPERATURE, DecodeShape
 from fastdecode.daemon.machine import usable_cpus
 from fastdecode.plan.children import r_node
 from fastdecode.plan.equations import System, Work, part_times, round_seconds

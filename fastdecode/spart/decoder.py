@@ -161,6 +161,13 @@ class SPart:
         mixtures = ((i, layer.mlp) for i, layer in enumerate(self._weights.layers))
         return {i: mlp.load.tolist() for i, mlp in mixtures if isinstance(mlp, Mixture) and mlp.load is not None}
 
+    def forget_expert_load(self) -> None:
+        """Count the rows of `expert_load` anew, for all S-Parts of the model."""
+        for i in self.expert_load:
+            mlp = self._weights.layers[i].mlp
+            assert isinstance(mlp, Mixture)
+            mlp.load = None
+
     @property
     def config(self) -> ModelConfig:
         return self._config

@@ -17,6 +17,12 @@ from fastdecode.region.contract import KV_DTYPES, MAX_ROWS
 pytestmark = pytest.mark.quick
 
 
+@pytest.fixture(autouse=True)
+def no_variable(monkeypatch):
+    """Options come from command lines alone, not from the variable of tests/conftest.py."""
+    monkeypatch.delenv("FASTDECODE_TUNE", raising=False)
+
+
 def test_defaults_are_those_of_the_dataclass():
     assert NodeConfig.from_args([]) == NodeConfig()
 

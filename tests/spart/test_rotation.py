@@ -10,7 +10,7 @@ import torch
 from checkpoints import VARIANTS, make_checkpoint, reference
 from spart_steps import GREEDY, linked, run, text
 
-from fastdecode.bench.data_path import DataPath
+from fastdecode.daemon.data_path import DataPath
 from fastdecode.engine.runner import Runner
 from fastdecode.region.geometry import geometry_tuple
 from fastdecode.region.region import Region

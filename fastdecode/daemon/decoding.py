@@ -1,5 +1,5 @@
-"""Sequences that decode step by step over real R-nodes, or over none, as the decode benchmark and the planner time
-them."""
+"""Sequences that decode step by step over real R-nodes, or over none. The S-node times them when it chooses its split
+(tuning.py), and so do the decode benchmark and the planner."""
 
 from __future__ import annotations
 
@@ -9,28 +9,34 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from tqdm import tqdm
 
-from fastdecode.bench.data_path import DataPath
+from fastdecode.daemon.data_path import DataPath
+from fastdecode.engine.pages import PageGroups, blocks_for
 from fastdecode.engine.request import SamplingParams
 from fastdecode.engine.runner import Runner, StepGenerator
 from fastdecode.kernels._native import page_bytes, page_sections
-from fastdecode.region.contract import KV_DTYPES, PAGE_TOKENS, ROW_ATTEND, ROW_DTYPE
-from fastdecode.region.geometry import geometry_tuple
+from fastdecode.region.contract import KV_DTYPES, ROW_ATTEND, ROW_DTYPE
+from fastdecode.region.geometry import geometry_tuple, region_layout
 from fastdecode.region.region import Region
 from fastdecode.spart import Model, SPart
 from fastdecode.spart.batch import Chunk, SampleSpec, StepBatch
 from fastdecode.spart.own_thread import in_own_thread
 from fastdecode.transports._native import Port
-from fastdecode.transports.base import Link
+from fastdecode.transports.base import Hello, Link
 from fastdecode.transports.registry import connect
+
+if TYPE_CHECKING:
+    from fastdecode.spart.hf.model import HFModel
 
 _FILL_ROWS = 512  # appended by one call when the cache is filled
 _TIMEOUT = 60.0  # seconds for a call
+_ROUNDING_BYTES = 4 << 20  # of each layer's K and V in a lease, which takes whole huge pages
 
 #: The temperature of requests that give none.
 USUAL_TEMPERATURE = SamplingParams().temperature
@@ -38,8 +44,8 @@ USUAL_TEMPERATURE = SamplingParams().temperature
 
 @dataclass(frozen=True, slots=True)
 class DecodeShape:
-    """The load: `batch` sequences over all mini-batches, each with `context` cached tokens. A round decodes `steps`
-    tokens of each sequence, drawn at `temperature`."""
+    """The load: `batch` sequences over all mini-batches, each with `context` cached tokens. A round decodes at most
+    `steps` tokens of each sequence, drawn at `temperature`."""
 
     batch: int
     context: int
@@ -48,13 +54,39 @@ class DecodeShape:
     kv_dtype: str
     temperature: float = 0.0
 
+    def hello(self, model: Model | HFModel, n_links: int = 1) -> Hello:
+        """The lease to ask each of `n_links` R-nodes for."""
+        rows = max(-(-self.batch // self.mini_batches), _FILL_ROWS)
+        seqs = -(-self.batch // n_links)
+        hello = model.hello(self.mini_batches, rows, self.kv_dtype, None, seqs)
+        return dataclasses.replace(hello, kv_bytes=seqs * self.blocks * block_bytes(hello))
 
-def kv_bytes(model: Model, shape: DecodeShape) -> int:
+    @property
+    def blocks(self) -> int:
+        """The blocks of a sequence."""
+        return blocks_for(self.context + self.steps + 1)
+
+    def memory(self, model: Model | HFModel) -> int:
+        """Bytes of --kv-memory with which one R-node can hold the load."""
+        hello = self.hello(model)
+        layers = hello.geometry.n_layers
+        return (
+            self.batch * self.blocks * block_bytes(hello)
+            + layers * _ROUNDING_BYTES
+            + region_layout(hello.geometry).region_bytes
+        )
+
+
+def block_bytes(hello: Hello) -> int:
+    """Bytes of the KV-cache of PAGE_TOKENS tokens."""
+    key = geometry_tuple(hello.geometry), KV_DTYPES.index(hello.kv_dtype)
+    options = hello.layers.stored(hello.windows)
+    return page_bytes(*key, **options) * PageGroups(*page_sections(*key, **options)).block
+
+
+def kv_bytes(model: Model | HFModel, shape: DecodeShape) -> int:
     """Bytes of the KV pages that a shape's sequences need."""
-    hello = model.hello(1, _FILL_ROWS, shape.kv_dtype, None, shape.batch)
-    key, stored = (geometry_tuple(hello.geometry), KV_DTYPES.index(hello.kv_dtype)), hello.layers.stored(hello.windows)
-    blocks = -(-(shape.context + shape.steps + 1) // PAGE_TOKENS)
-    return shape.batch * blocks * sum(page_sections(*key, **stored)[:2]) * page_bytes(*key, **stored)
+    return shape.batch * shape.blocks * block_bytes(shape.hello(model))
 
 
 class Round(NamedTuple):
@@ -78,43 +110,66 @@ class _NoRPart(DataPath):
 class Decoding:
     """Sequences that decode in mini-batches, spread evenly over links to R-nodes."""
 
-    def __init__(self, model: Model, links: list[Link], shape: DecodeShape):
+    def __init__(
+        self,
+        model: Model | HFModel,
+        links: list[Link],
+        shape: DecodeShape,
+        make_spart: Callable[[Any, list[Link]], SPart] = SPart,
+    ):
         self.model, self.links, self.shape = model, links, shape
-        self.spart = SPart(model, links)
-        self.s_alone = SPart(model, [_NoRPart(link) for link in links])
-        self.runner = Runner()
+        self._make_spart = make_spart
+        self.spart = make_spart(model, links)
+        self._runner: Runner | None = None
         # (link, seq_index) of every sequence: neighbours are on different links; each mini-batch is sorted by link.
         everyone = [(i % len(links), i // len(links)) for i in range(shape.batch)]
         self.mini_batches = [sorted(everyone[i :: shape.mini_batches]) for i in range(shape.mini_batches)]
 
     @classmethod
-    async def open(cls, model: Model, urls: Sequence[str], shape: DecodeShape) -> Decoding:
+    async def open(
+        cls,
+        model: Model | HFModel,
+        urls: Sequence[str],
+        shape: DecodeShape,
+        make_spart: Callable[[Any, list[Link]], SPart] = SPart,
+    ) -> Decoding:
         """Connect to the R-nodes at `urls` and lease as much as the shape needs. Raises TransportError, and ValueError
         if one has too few KV pages."""
-        rows = max(-(-shape.batch // shape.mini_batches), _FILL_ROWS)
-        per_link = -(-shape.batch // len(urls))
-        tokens = shape.context + shape.steps + 1
-        size = kv_bytes(model, dataclasses.replace(shape, batch=per_link))
-        hello = model.hello(
-            n_slots=shape.mini_batches, max_rows=rows, kv_dtype=shape.kv_dtype, kv_bytes=size, max_seqs=per_link
-        )
-        links = [await connect(url, hello, None) for url in urls]
+        hello = shape.hello(model, len(urls))
+        links = [await connect(url, dataclasses.replace(hello), None) for url in urls]
         for link in links:
-            needed = per_link * -(-tokens // PAGE_TOKENS)
-            if link.lease.n_pages < needed:
-                raise ValueError(
-                    f"{link.url} grants {link.lease.n_pages} KV pages, this batch and context need {needed}"
-                )
-        return cls(model, links, shape)
+            lease = link.lease
+            needed = hello.max_seqs * shape.blocks * (lease.full_sections + lease.limited_sections)
+            if lease.n_pages < needed:
+                raise ValueError(f"{link.url} grants {lease.n_pages} KV pages, this batch and context need {needed}")
+        return cls(model, links, shape, make_spart)
+
+    @cached_property
+    def _s_alone(self) -> SPart:
+        return self._make_spart(self.model, [_NoRPart(link) for link in self.links])
+
+    @property
+    def runner(self) -> Runner:
+        """The thread of the S-Part. It has as many OpenMP threads as torch is to have when it begins to compute."""
+        self._runner = self._runner or Runner()
+        return self._runner
+
+    def end_runner(self) -> None:
+        """End the thread of the S-Part and its OpenMP threads; the next round has another one."""
+        if self._runner is not None:
+            self._runner.stop()
+            self._runner = None
 
     async def close(self) -> None:
-        self.runner.stop()
-        for link in (*self.links, *self.s_alone.links):
+        self.end_runner()
+        alone: Sequence[Link] = self._s_alone.links if "_s_alone" in self.__dict__ else ()
+        for link in (*self.links, *alone):
             await link.close()
+        self.spart.forget_expert_load()
 
-    async def fill(self, go_on: Callable[[], bool] = lambda: True) -> bool:
+    async def fill(self, go_on: Callable[[], bool] = lambda: True, *, progress: bool = True) -> bool:
         """Cache `context` tokens of random K and V for every sequence, with calls that only append. Returns False if
-        `go_on` said so before the end."""
+        `go_on` said so before the end. `progress`: show a bar if it takes long."""
         generator = torch.Generator().manual_seed(0)
         for link in self.links:
             y = link.layout
@@ -123,7 +178,8 @@ class Decoding:
             start = y.slot(0) + y.kv
             link.region[start : start + raw.nbytes] = memoryview(raw).cast("B")
         total = self.shape.batch * self.shape.context
-        with tqdm(total=total, desc="filling the KV-cache", unit="token", unit_scale=True, leave=False) as bar:
+        options: Any = {"unit": "token", "unit_scale": True, "leave": False, "delay": 1, "disable": not progress}
+        with tqdm(total=total, desc="filling the KV-cache", **options) as bar:
             for index, seq_index in sorted(s for batch in self.mini_batches for s in batch):
                 for pos in range(0, self.shape.context, _FILL_ROWS):
                     if not go_on():
@@ -146,7 +202,7 @@ class Decoding:
             await self.links[index].trim(seq_index, 1, self.shape.context)
 
     def _batch(self, slot: int, step: int) -> StepBatch:
-        vocab, at = self.model.config.vocab_size, self.shape.context + step
+        vocab, at = self.model.shape.vocab_size, self.shape.context + step
         specs = [SampleSpec(self.shape.temperature, seed=i, index=step) for i in range(len(self.mini_batches[slot]))]
         return StepBatch(
             slot,
@@ -156,13 +212,13 @@ class Decoding:
             ],
         )
 
-    async def split_round(self) -> Round:
-        """A round of the split system."""
+    async def split_round(self, steps: int | None = None) -> Round:
+        """A round of the split system, of all of the shape's steps or of fewer."""
         waited = busy = 0.0
 
         async def drive(slot: int) -> None:
             nonlocal waited, busy
-            for step in range(self.shape.steps):
+            for step in range(steps or self.shape.steps):
                 output = await self.runner.submit(self.spart.step(self._batch(slot, step)))
                 waited += output.r_wait_seconds
                 busy += 1e-9 * max(times.busy_ns for times in output.link_costs.values())
@@ -183,7 +239,7 @@ class Decoding:
     def _s_steps(self) -> StepGenerator:
         for step in range(self.shape.steps):
             for slot in range(self.shape.mini_batches):
-                yield from self.s_alone.step(self._batch(slot, step))
+                yield from self._s_alone.step(self._batch(slot, step))
 
     async def r_round(self) -> float:
         """Seconds of a round of the R-Part alone, with a call in progress in every slot."""

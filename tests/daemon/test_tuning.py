@@ -1,0 +1,203 @@
+"""The split of a CPU between the S-Part and the embedded R-node: measured by real nodes, remembered, and overridden."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from node_process import complete, gone, traces
+
+from fastdecode.daemon import embedded, machine, tuning
+from fastdecode.daemon.check import report
+from fastdecode.daemon.config import NodeConfig
+from fastdecode.daemon.embedded import Split, split_machine
+from fastdecode.daemon.tuning import candidates
+from fastdecode.daemon.tuning_record import Key, Record, Speed, recall, record_key, remember
+from fastdecode.demo import model_dir
+from fastdecode.spart.backend import choose_backend
+
+LARGE = 10**9  # parameters
+CONFIG = NodeConfig(model=model_dir(), port=0, kv_memory=256 << 20)
+DATE = "2001-02-03"
+needs_two_cpus = pytest.mark.skipif(len(machine.usable_cpus()) < 2, reason="one cpu cannot be split")
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of the records."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "fastdecode"
+
+
+def key_of_demo() -> Key:
+    """The key of the demo model, whose parameters are enough for a measurement."""
+    return record_key(CONFIG, choose_backend("auto", model_dir()), torch.bfloat16)
+
+
+def record(key: Key, split: Split) -> Record:
+    return Record(key, DATE, 32, 1000, [Speed(split, 123.4), Speed(Split(2, 2, 1), 100.0)])
+
+
+def side_by_side() -> Split:
+    """A split that this machine may choose."""
+    return candidates(CONFIG, split_machine(CONFIG, s_on_gpu=False), LARGE)[-1]
+
+
+def answer(node) -> str:
+    with node.api() as api:
+        return complete(api)
+
+
+def start_demo(start, *options: str):
+    return start("--dtype", "bf16", "--port", "0", "--kv-memory", "256MiB", *options)
+
+
+@needs_two_cpus
+def test_a_node_measures_the_splits_with_real_r_nodes_which_leave_nothing_behind(start, tmp_path, cache):
+    remember(record(key_of_demo(), side_by_side()))
+    before = traces(tmp_path)
+    secret = tmp_path / "secret"
+    secret.write_text("0123456789abcdef")
+    node = start_demo(start, "--tune", "always", "--secret-file", str(secret))
+    said = r"(in turns|side by side), (\d+) \+ (\d+) threads, (\d) mini-batch.*: [\d.]+ tokens/s; .*; measured now"
+    chosen = node.wait_for(said)
+    text = answer(node)
+    children = node.children()
+    assert len(children) == 1 + len(node.api_processes())
+    assert f"embedded R-node: {chosen[3]} thread(s)" in node.log.read_text()
+    assert node.log.read_text().count("lease of") == 1  # the log does not show the R-nodes of the measurement
+    assert node.end() == 0
+    assert all(map(gone, children))
+    assert traces(tmp_path) <= before
+    plain = start_demo(start, "--tune", "off")
+    assert answer(plain) == text
+    assert "tokens/s" not in plain.log.read_text()
+    # Beside busy programs nothing is remembered.
+    found = recall(key_of_demo())
+    assert found and (found.date != DATE) == ("not remembered" not in chosen.string)
+    split = found.speeds[0].split
+    assert found.date == DATE or (split.s_threads, split.r_threads, split.mini_batches) == tuple(
+        map(int, chosen.groups()[1:])
+    )
+
+
+@needs_two_cpus
+def test_a_remembered_split_is_used_without_a_measurement(start):
+    split = side_by_side()
+    remember(record(key_of_demo(), split))
+    said = f"{split}: 123.4 tokens/s; in turns, 2 + 2 threads, 1 mini-batch: 100 tokens/s (32 sequences of 1000 tokens)"
+    assert said + f"; remembered from {DATE}" in report(NodeConfig(model=model_dir(), dtype="bf16"))
+    node = start_demo(start, "--tune", "auto")
+    node.wait_for(re.escape(said + f"; remembered from {DATE}"))
+    assert answer(node)
+    log = node.log.read_text()
+    assert f"embedded R-node: {split.r_threads} thread(s)" in log
+    assert "measured" not in log
+    assert node.end() == 0
+
+
+@needs_two_cpus
+def test_the_end_of_a_node_that_measures_is_the_end_of_its_r_nodes(start, tmp_path):
+    before = traces(tmp_path)
+    node = start_demo(start, "--tune", "always", "--api-processes", "0", "--log-level", "debug")
+    node.wait_for("embedded R-node: ")  # one that is there for the measurement
+    children = node.children()
+    assert children
+    assert node.end() == 0
+    assert all(map(gone, children))
+    assert traces(tmp_path) <= before
+
+
+@pytest.mark.quick
+def test_the_splits_to_choose_from(monkeypatch):
+    def splits(n_cpus: int, parameters: int = LARGE, **options):
+        for module in (embedded, tuning):
+            monkeypatch.setattr(module, "usable_cpus", lambda: list(range(n_cpus)))
+        config = NodeConfig(**options)
+        rule = split_machine(config, s_on_gpu=False)
+        found = candidates(config, rule, parameters)
+        assert found[0] == rule
+        return found[1:]
+
+    assert splits(2) == [Split(1, 1, 2)]
+    assert splits(5) == [Split(3, 2, 2)]
+    assert splits(16) == [Split(8, 8, 2), Split(12, 4, 2)]
+    assert splits(1) == splits(4, parameters=1000) == splits(4, max_batch_size=1) == []
+    for fixed in (
+        {"threads": 2},
+        {"s_threads": 2},
+        {"mini_batches": 1},
+        {"cpus": (0,)},
+        {"numa_node": 0},
+        {"r_node": ("tcp://there:7300",)},
+    ):
+        assert splits(4, **fixed) == [], fixed
+
+
+@pytest.mark.quick
+def test_check_says_which_split_a_node_would_have():
+    assert "measured at start" in report(NodeConfig(model=model_dir(), tune="auto")) or len(machine.usable_cpus()) == 1
+    assert "split       side by side, 3 + 1 threads, 2 mini-batches" in report(
+        NodeConfig(model=model_dir(), s_threads=3, threads=1)
+    )
+    assert "split       in turns" in report(NodeConfig(model=model_dir(), tune="off"))
+    assert "split" not in report(NodeConfig(model=model_dir(), r_node=("tcp://there:7300",)))
+
+
+@pytest.mark.quick
+def test_what_is_remembered_comes_back_for_the_same_model_and_machine_only():
+    key = key_of_demo()
+    assert recall(key) is None
+    remember(record(key, side_by_side()))
+    assert recall(key) == record(key, side_by_side())
+    for name in key:
+        assert recall(key | {name: "another"}) is None
+    assert record_key(CONFIG, choose_backend("auto", model_dir()), torch.float32) != key
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe", b"[]", b'{"key": {}, "speeds": 3}', b"another's", b"none"])
+def test_a_corrupt_record_counts_as_none_and_is_replaced(content, cache):
+    key = key_of_demo()
+    remember(record(key, Split(1, 1, 2)))
+    [path] = cache.iterdir()
+    if content == b"another's":
+        content = path.read_bytes().replace(str(key["cpu"]).encode(), b"i386")
+    elif content == b"none":
+        content = re.sub(rb'"speeds": \[.*\]', b'"speeds": []', path.read_bytes(), flags=re.DOTALL)
+    path.write_bytes(content)
+    assert recall(key) is None
+    remember(record(key, Split(1, 1, 2)))
+    assert recall(key)
+    assert list(cache.iterdir()) == [path]
+
+
+@pytest.mark.quick
+def test_a_cache_that_cannot_be_written_is_no_error(tmp_path, monkeypatch):
+    """The cache's folder is a file, which stops root, too."""
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    remember(record(key_of_demo(), Split(1, 1, 2)))
+    assert recall(key_of_demo()) is None
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    remember(record(key_of_demo(), Split(1, 1, 2)))
+    assert recall(key_of_demo()) and list((tmp_path / "home/.cache/fastdecode").iterdir())
+
+
+def test_the_time_that_other_programs_take_is_told_from_that_of_children():
+    burn = "import time\nwhile time.process_time() < 1.0: pass\nprint(flush=True)\ninput()"
+    cpus = os.sched_getaffinity(0)
+    own, busy = machine.own_seconds(), machine.busy_seconds(cpus)
+    child = subprocess.Popen([sys.executable, "-c", burn], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert child.stdout and child.stdin
+    child.stdout.readline()
+    own, busy = machine.own_seconds() - own, machine.busy_seconds(cpus) - busy
+    child.communicate(b"\n")
+    assert own > 0.9
+    assert busy > 0.9 * own  # the kernel counts both in ticks
