@@ -61,8 +61,8 @@ def split_machine(config: NodeConfig, *, s_on_gpu: bool) -> Split:
     """Choose the threads of both parts and the number of mini-batches, where the command line leaves them open.
 
     On a CPU both parts take turns on all cores, with one mini-batch. Two mini-batches of half the size would read the
-    weights twice, and with half of the cores each part would take twice as long. An S-node measures at start whether
-    another split is faster (tuning.py), unless --tune is off.
+    weights twice, and with half of the cores each part would take twice as long. With --tune auto an S-node
+    measures at start whether another split is faster (tuning.py).
 
     The parts work side by side if the S-Part runs on a GPU, if the command line gives one of the parts its own cores,
     or if it asks for more mini-batches. The embedded R-node then gets half of the cores (rounded down, at least one),
