@@ -91,7 +91,7 @@ def test_a_remembered_split_is_used_without_a_measurement(start):
     split = side_by_side()
     remember(record(key_of_demo(), split))
     said = f"{split}: 123.4 tokens/s; in turns, 2 + 2 threads, 1 mini-batch: 100 tokens/s (32 sequences of 1000 tokens)"
-    assert said + f"; remembered from {DATE}" in report(NodeConfig(model=model_dir(), dtype="bf16"))
+    assert said + f"; remembered from {DATE}" in report(NodeConfig(model=model_dir(), dtype="bf16", tune="auto"))
     node = start_demo(start, "--tune", "auto")
     node.wait_for(re.escape(said + f"; remembered from {DATE}"))
     assert answer(node)
