@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+from typing import Any
 
 from fastdecode.daemon.garbage import freeze
 from fastdecode.daemon.rnode import RNode
@@ -37,14 +38,19 @@ class RNodeChild:
         self.url = self.urls[0]
 
     def close(self) -> None:
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                pipe.close()
-        try:
-            self._process.wait(10)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        end_child(self._process)
+
+
+def end_child(process: subprocess.Popen[Any]) -> None:
+    """End a child that ends with its standard input; kill it if it has not ended after 10 seconds."""
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            pipe.close()
+    try:
+        process.wait(10)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 async def _serve(urls: list[str], spin_us: int, kv_bytes: int, threads: int, prefault: int, *cpus: int) -> None:

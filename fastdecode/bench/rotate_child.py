@@ -21,6 +21,7 @@ import numpy as np
 import orjson
 import torch
 
+from fastdecode.bench.rnode_child import end_child
 from fastdecode.daemon.data_path import DataPath
 from fastdecode.engine.runner import Runner
 from fastdecode.region.geometry import Geometry, geometry_tuple
@@ -160,14 +161,7 @@ class SecondSNode:
 
     def close(self) -> None:
         """End the process."""
-        for pipe in (self._process.stdin, self._process.stdout):
-            assert pipe is not None
-            pipe.close()
-        try:
-            self._process.wait(10)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        end_child(self._process)
 
     def _tell(self, message: dict[str, Any]) -> None:
         assert self._process.stdin is not None
