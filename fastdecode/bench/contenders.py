@@ -1,4 +1,4 @@
-"""Those that take turns in a cell of the decode benchmark: the split system with one KV format, and a peer with one.
+"""The contenders that take turns in a cell of the decode benchmark: the split system and peers, with a KV format each.
 
 A contender loads and fills within its time, then decodes rounds of some steps. CutOffError and PeerError end its part.
 """
@@ -20,7 +20,7 @@ from fastdecode.transports.base import TransportError
 
 
 class Contender(Protocol):
-    """One of those that take turns."""
+    """The split system or a peer, with one KV format."""
 
     name: str
     kv_format: str

@@ -38,7 +38,7 @@ def read_kept(path: Path | None, settings: dict[str, Any]) -> dict[str, Any] | N
 
 
 def keep(path: Path | None, result: dict[str, Any]) -> None:
-    """Replace the file, if there is one to be, by a result so far. A run that is killed leaves it whole."""
+    """Write a result so far into the file, unless `path` is None. A run that is killed leaves the file whole."""
     if path is not None:
         unfinished = path.with_name(path.name + ".new")
         unfinished.write_bytes(orjson.dumps(result, option=orjson.OPT_INDENT_2))

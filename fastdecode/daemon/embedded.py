@@ -108,8 +108,8 @@ class EmbeddedRNode:
         if split.r_cpus:
             self._argv += ["--cpus", ",".join(map(str, split.r_cpus))]
         if split.in_turns and config.spin_us is None:
-            # Its threads sleep at once: until they slept, they would keep a core from the S-Part of the next layer.
-            # Linux does not hand the core over at sched_yield to a thread that has yielded itself.
+            # A spinning thread of the R-node would keep its core from the S-Part of the next layer: at sched_yield,
+            # Linux does not hand the core to a thread that has yielded, too.
             self._argv += ["--spin-us", "0"]
         self._argv += config.to_args(["spin_us", "secret_file", "log_level", "log_format"])
 

@@ -58,7 +58,7 @@ class _SNode:
 
 @dataclass(slots=True)
 class _Totals:
-    """What has been done up to a time."""
+    """The work that is done at a point of virtual time."""
 
     at: float
     layers: int
