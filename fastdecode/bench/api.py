@@ -31,7 +31,6 @@ from typing import Any, NamedTuple, cast
 
 import aiohttp
 import orjson
-import torch
 import uvloop
 from tqdm import tqdm
 
@@ -48,6 +47,7 @@ from fastdecode.engine.request import SamplingParams
 from fastdecode.engine.runner import Runner
 from fastdecode.spart.backend import choose_backend
 from fastdecode.spart.loader import choose_device, choose_dtype
+from fastdecode.spart.threads import set_threads
 from fastdecode.transports.registry import connect
 
 COMMAND = ("api", "what the API costs the streams, by the number of its processes")
@@ -198,12 +198,12 @@ async def _engine(path: Path, streams: int) -> AsyncIterator[tuple[Engine, int |
     config = NodeConfig(model=path, kv_memory=2**30)
     device, rows = choose_device("auto"), max(512, streams)
     split = split_machine(config, s_on_gpu=device.type != "cpu")
-    torch.set_num_threads(split.s_threads)
+    set_threads(split.s_threads)
     backend = choose_backend("auto", path)
     model = backend.load(device, choose_dtype("auto", backend.config.dtype, device), progress=False)
     if device.type == "cpu":
         split = split.for_model(config, model.parameters)
-        torch.set_num_threads(split.s_threads)
+    set_threads(split.s_threads, model)
     r_node = EmbeddedRNode(config, split)
     try:
         await r_node.start()

@@ -33,6 +33,7 @@ from fastdecode.demo import model_dir
 from fastdecode.region.contract import KV_DTYPES
 from fastdecode.spart import Model, choose_device, choose_dtype, load_model, read_config
 from fastdecode.spart.own_thread import in_own_thread
+from fastdecode.spart.threads import set_threads
 
 COMMAND = ("decode", "output tokens/s of the split system, of S and R alone, and the ratio to the bound that they set")
 
@@ -120,8 +121,9 @@ async def _run(args: argparse.Namespace) -> tuple[dict[str, Any], int]:
     batch, context = max(args.batch), max(args.context)
     load = Load(path, args.weights, dtype, device, torch.get_num_threads(), batch, context, args.steps)
     peers = [PEERS[name](load) for name in dict.fromkeys(args.peer)]
-    torch.set_num_threads(split.s_threads)
+    set_threads(split.s_threads)
     model = in_own_thread(load_model, path, device=device, dtype=dtype, progress=True, weights=args.weights)
+    set_threads(split.s_threads, model)
     in_turns = device.type == "cpu" and split.s_threads + split.r_threads > len(usable_cpus())
     kept |= {"parameters": model.parameters, "weight_bytes": model.weight_bytes, "weights": args.weights}
     kept |= {"model": path.resolve().name, "dtype": str(dtype).removeprefix("torch."), "s_threads": split.s_threads}

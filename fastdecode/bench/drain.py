@@ -19,7 +19,6 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
-import torch
 import uvloop
 
 from fastdecode.bench.options import print_result
@@ -31,6 +30,7 @@ from fastdecode.engine.request import EngineError, SamplingParams, TokenEvent
 from fastdecode.region.contract import KV_DTYPES
 from fastdecode.spart import SPart, choose_device, choose_dtype, load_model, read_config
 from fastdecode.spart.own_thread import in_own_thread
+from fastdecode.spart.threads import set_threads
 from fastdecode.transports.registry import connect
 
 COMMAND = ("drain", "how long streams pause while an R-node is drained, in steps and in milliseconds")
@@ -80,11 +80,12 @@ class _Stream:
 
 
 async def _run(args: argparse.Namespace) -> dict[str, Any]:
-    torch.set_num_threads(args.s_threads)
+    set_threads(args.s_threads)
     directory = args.model or model_dir()
     device = choose_device("cpu")
     dtype = choose_dtype("auto", read_config(directory).dtype, device)
     model = in_own_thread(load_model, directory, device=device, dtype=dtype)
+    set_threads(args.s_threads, model)
     rows = max(256, 2 * args.streams)
     async with AsyncExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())

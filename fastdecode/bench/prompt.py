@@ -24,6 +24,7 @@ from fastdecode.spart.prompt import PackedPrompt, PlainPrompt, PromptChunk
 from fastdecode.spart.prompt_attention import make_prompt_attention
 from fastdecode.spart.served import TORCH_DTYPES
 from fastdecode.spart.shape import AttentionShape
+from fastdecode.spart.threads import set_threads
 
 COMMAND = ("prompt", "attention of prompts on the S-node's CPU, beside torch's")
 
@@ -60,8 +61,7 @@ class _Shape(AttentionShape):
 @torch.inference_mode()
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """The cells' median times in seconds. Raises ValueError for a malformed cell."""
-    if args.threads:
-        torch.set_num_threads(args.threads)
+    set_threads(args.threads or torch.get_num_threads())
     cells = list(
         itertools.product(
             args.dtype or ["fp32", "bf16"],

@@ -30,6 +30,7 @@ from fastdecode.spart import Model, SPart, choose_device, load_model
 from fastdecode.spart.batch import Chunk, Sampled, SampleSpec, StepBatch
 from fastdecode.spart.own_thread import in_own_thread
 from fastdecode.spart.rotation import Rotation
+from fastdecode.spart.threads import set_threads
 from fastdecode.transports._native import Port
 from fastdecode.transports.base import Lease, Link
 from fastdecode.transports.link import RegionLink
@@ -51,11 +52,12 @@ class Load:
 
     def model(self) -> Model:
         """Load the model, and set the number of threads. Raises ValueError for one without a native decoder."""
-        torch.set_num_threads(self.threads)
+        set_threads(self.threads)
         dtype = getattr(torch, self.dtype)
         model = in_own_thread(load_model, Path(self.path), device=choose_device("cpu"), dtype=dtype)
         if not isinstance(model, Model):
             raise ValueError("only models of the native decoder rotate")
+        set_threads(self.threads, model)
         return model
 
 

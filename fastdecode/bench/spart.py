@@ -32,6 +32,7 @@ from fastdecode.spart import SPart, choose_device, choose_dtype
 from fastdecode.spart.backend import Backend, choose_backend
 from fastdecode.spart.batch import Chunk, SampleSpec, StepBatch
 from fastdecode.spart.lora.files import Adapter, read_adapter
+from fastdecode.spart.threads import set_threads
 from fastdecode.transports.registry import connect
 
 COMMAND = ("spart", "time of the S-Part by format of the weights and backend")
@@ -111,8 +112,8 @@ class _Variant:
 async def _run(args: argparse.Namespace) -> dict[str, Any]:
     path = NodeConfig(model=args.model).model_path() or model_dir()
     device = choose_device("auto")
-    if args.threads:
-        torch.set_num_threads(args.threads)
+    threads = args.threads or torch.get_num_threads()
+    set_threads(threads)
     batches: list[int] = args.batch or [1, 32]
     firsts = {batch: sum(batches[:i]) for i, batch in enumerate(batches)}
     variants: list[_Variant] = []
@@ -137,6 +138,7 @@ async def _run(args: argparse.Namespace) -> dict[str, Any]:
         for timed in tqdm(rounds, desc="rounds", unit="round"):
             for batch in batches:
                 for variant in variants:
+                    set_threads(threads, variant.spart.model)
                     for i in range(_WARM_UP + args.steps):
                         variant.step(batch, firsts[batch], timed and i >= _WARM_UP)
     rows = []
@@ -158,7 +160,7 @@ async def _run(args: argparse.Namespace) -> dict[str, Any]:
     return {
         "model": path.resolve().name,
         "dtype": str(dtype).removeprefix("torch."),
-        "threads": torch.get_num_threads(),
+        "threads": threads,
         "rows": rows,
     }
 

@@ -30,6 +30,7 @@ from fastdecode.engine.engine import Engine
 from fastdecode.engine.request import SamplingParams
 from fastdecode.spart import choose_device, choose_dtype
 from fastdecode.spart.backend import choose_backend
+from fastdecode.spart.threads import pool_threads, set_threads
 from fastdecode.text.tokenizer import Tokenizer
 from fastdecode.transports.registry import connect
 
@@ -68,11 +69,11 @@ def _print_table(result: dict[str, Any]) -> None:
 
 async def _run(args: argparse.Namespace) -> dict[str, Any]:
     path = NodeConfig(model=args.model).model_path() or model_dir()
-    if args.threads:
-        torch.set_num_threads(args.threads)
+    set_threads(args.threads or torch.get_num_threads())
     backend, device = choose_backend("auto", path), choose_device("auto")
     dtype = choose_dtype("auto", backend.config.dtype, device)
     model = backend.load(device, dtype)
+    set_threads(pool_threads(), model)
     text = (args.file or Path(room.__path__[0]) / "sequence.py").read_text()
     source = Tokenizer.from_dir(path).encode(text)[:_PROMPT_TOKENS]
     rng = random.Random(0)
@@ -120,7 +121,7 @@ async def _run(args: argparse.Namespace) -> dict[str, Any]:
     return {
         "model": path.resolve().name,
         "dtype": str(dtype).removeprefix("torch."),
-        "threads": torch.get_num_threads(),
+        "threads": pool_threads(),
         "rows": [_row(task, rates[task], *judged[task]) for task in tasks],
     }
 

@@ -12,7 +12,6 @@ import sys
 from functools import partial
 from typing import TYPE_CHECKING
 
-import torch
 import uvloop
 
 from fastdecode.api.server import Server, bind, serve
@@ -43,6 +42,7 @@ from fastdecode.spart.balance import balance_digest, balance_for
 from fastdecode.spart.exchange.choice import Choice
 from fastdecode.spart.lora.files import read_adapter
 from fastdecode.spart.own_thread import in_own_thread
+from fastdecode.spart.threads import set_threads
 from fastdecode.text.calibration import calibration_tokens
 from fastdecode.text.tokenizer import Tokenizer
 from fastdecode.transports.teams import member_of
@@ -78,7 +78,7 @@ def run_s_node(config: NodeConfig) -> None:
     check_partition(config, backend.config)
     dtype = choose_dtype(config.dtype, backend.config.dtype, device)
     split = split_machine(config, s_on_gpu=device.type != "cpu")
-    torch.set_num_threads(split.s_threads)
+    set_threads(split.s_threads)
     # The port and the tokenizer come before the weights, which take long to load, so that a mistake shows at once.
     sockets = bind(config.host, config.port)
     try:
@@ -106,10 +106,10 @@ def run_s_node(config: NodeConfig) -> None:
     )
     if device.type == "cpu" and (for_model := split.for_model(config, model.parameters)) is not split:
         split = for_model
-        torch.set_num_threads(split.s_threads)
         own = "" if split.s_cpu is None else f" on cpu {split.s_cpu}, which it has to itself"
         log.info("the S-Part of only %d parameters computes in one thread%s", model.parameters, own)
     in_own_thread(balance_for, model, config.kv_dtype, calibration)
+    set_threads(split.s_threads, model)
     exchange = node_exchange(config, device, split.mini_batches)
     log.info("exchange: %s", exchange)
     uvloop.run(_serve(config, settings, backend, model, exchange, api_processes or sockets, split, secret))
@@ -152,7 +152,7 @@ async def _serve(
                 await asyncio.wait([choosing])  # its R-nodes end
                 return
             split = choosing.result()
-            torch.set_num_threads(split.s_threads)
+            set_threads(split.s_threads, model)
         staged = staged_tokens(config, model, model.device, split.mini_batches, exchange.bypass is not None)
         hello = model.hello(
             n_slots=split.mini_batches,

@@ -28,6 +28,7 @@ from fastdecode.daemon.tuning_record import Key, Record, Speed, recall, record_k
 from fastdecode.region.contract import PAGE_TOKENS
 from fastdecode.spart import Model
 from fastdecode.spart.backend import Backend
+from fastdecode.spart.threads import set_threads
 from fastdecode.transports.base import TransportError
 
 if TYPE_CHECKING:
@@ -172,7 +173,7 @@ async def _rounds(pairs: Sequence[tuple[Split, Decoding]], bar: tqdm[Any]) -> li
 async def _round(split: Split, decoding: Decoding, steps: int) -> float:
     """Seconds of a step of all mini-batches. The thread of the S-Part ends with the round: OpenMP threads of several
     splits at once would disturb each other (see own_thread.py)."""
-    torch.set_num_threads(split.s_threads)
+    set_threads(split.s_threads, decoding.model)
     try:
         return (await decoding.split_round(steps)).elapsed / steps
     finally:

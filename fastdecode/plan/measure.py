@@ -41,6 +41,7 @@ from fastdecode.region.contract import KV_DTYPES
 from fastdecode.spart import Model, SPart, choose_device, choose_dtype, load_model, read_config
 from fastdecode.spart.batch import Chunk, SampleSpec, StepBatch
 from fastdecode.spart.own_thread import in_own_thread
+from fastdecode.spart.threads import pool_threads, set_threads
 from fastdecode.transports.registry import connect
 
 COMMAND = ("measure", "measure this machine and save a profile")
@@ -127,7 +128,7 @@ async def measure(
     cpus = usable_cpus()
     r_cpus = cpus[-r_threads:] if r_threads else cpus
     on_cpu = model.device.type == "cpu"
-    in_turns = on_cpu and torch.get_num_threads() + len(r_cpus) > len(cpus)
+    in_turns = on_cpu and pool_threads() + len(r_cpus) > len(cpus)
     shapes = [Shape(_ATTENTION_CONTEXT, g, planned.head_size, planned.n_kv_heads) for g in {planned.group, *groups}]
     cells = list(itertools.product(kv_dtypes, shapes))
     n_links = len(transports) + len(r_nodes)
@@ -175,9 +176,12 @@ async def measure(
 def load(directory: Path, threads: int | None = None) -> Model:
     """Load a checkpoint as a node would, and give torch so many threads, or those that the node would."""
     device = choose_device("auto")
-    torch.set_num_threads(threads or split_machine(NodeConfig(), s_on_gpu=device.type == "cuda").s_threads)
+    threads = threads or split_machine(NodeConfig(), s_on_gpu=device.type == "cuda").s_threads
+    set_threads(threads)
     dtype = choose_dtype("auto", read_config(directory).dtype, device)
-    return in_own_thread(load_model, directory, device=device, dtype=dtype)
+    model = in_own_thread(load_model, directory, device=device, dtype=dtype)
+    set_threads(threads, model)
+    return model
 
 
 # -- the three measurements --------------------------------------------------------------------------------------------

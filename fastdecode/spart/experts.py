@@ -50,5 +50,10 @@ class Mixture:
         return torch.bmm(shares[:, None].to(x.dtype), results)[:, 0]
 
     @property
+    def pooled(self) -> bool:
+        """Whether kernels/ computes the products of all experts."""
+        return self._up.pooled and self._down.pooled
+
+    @property
     def nbytes(self) -> int:
         return self._router.nbytes + self._up.nbytes + self._down.nbytes

@@ -22,6 +22,7 @@ from fastdecode.spart.draws import SPAN, span_count, stream_keys
 from fastdecode.spart.masks import mask_words
 from fastdecode.spart.penalties import row_rules
 from fastdecode.spart.sampling_kinds import MIN_TEMPERATURE, why_none
+from fastdecode.spart.threads import pool_threads
 
 #: fd_draw_row_t.
 _ROW = np.dtype(
@@ -116,7 +117,7 @@ class HostSampler:
             tokens.ctypes.data,
             flags.ctypes.data,
             0 if weights is None else weights.data_ptr(),
-            torch.get_num_threads(),
+            pool_threads(),
         )
         return tokens, flags, weights
 

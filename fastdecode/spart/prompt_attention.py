@@ -11,6 +11,7 @@ from fastdecode.kernels import _native
 from fastdecode.region.contract import ACT_DTYPES
 from fastdecode.spart.served import TORCH_DTYPES
 from fastdecode.spart.shape import AttentionShape, Heads
+from fastdecode.spart.threads import pool_threads
 
 _ACT_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
@@ -60,7 +61,7 @@ class PromptAttention:
         assert k.shape == (n_kv, n, k_size) and v.shape == (n_kv, n, v_size)
         assert -(-(pos + n) // BLOCK_TOKENS) * self._native.block_words(k_size, v_size) <= blocks.native[1]
         strides = k.stride(0), k.stride(1), v.stride(0), v.stride(1)
-        self._native.pack(blocks.native, k.data_ptr(), v.data_ptr(), pos, n, *strides, torch.get_num_threads())
+        self._native.pack(blocks.native, k.data_ptr(), v.data_ptr(), pos, n, *strides, pool_threads())
 
     def attend(
         self,
@@ -100,7 +101,7 @@ class PromptAttention:
             window,
             segment,
             scale,
-            torch.get_num_threads(),
+            pool_threads(),
         )
 
 

@@ -14,6 +14,7 @@ from fastdecode.spart.config import ModelConfig
 from fastdecode.spart.layers import make_activation, make_norm, norm_heads
 from fastdecode.spart.rope import rotate
 from fastdecode.spart.served import TORCH_DTYPES
+from fastdecode.spart.threads import pool_threads
 from fastdecode.spart.weights import Layer, Norm
 
 
@@ -102,7 +103,7 @@ class VectorOps:
             out.data_ptr(),
             x.numel() // width,
             width,
-            torch.get_num_threads(),
+            pool_threads(),
         )
         return out
 
@@ -111,7 +112,7 @@ class VectorOps:
         assert x.is_contiguous() and x.dtype is self.dtype
         width = x.shape[-1] // 2
         out = x.new_empty(*x.shape[:-1], width)
-        self._native.gate(x.data_ptr(), out.data_ptr(), out.numel() // width, width, torch.get_num_threads())
+        self._native.gate(x.data_ptr(), out.data_ptr(), out.numel() // width, width, pool_threads())
         return out
 
     def place(
@@ -142,7 +143,7 @@ class VectorOps:
             config.n_kv_heads,
             config.head_size,
             cos.shape[-1],
-            torch.get_num_threads(),
+            pool_threads(),
         )
 
 

@@ -39,6 +39,11 @@ class ServedModel:
         raise NotImplementedError
 
     @property
+    def pooled(self) -> bool:
+        """Whether kernels/ computes the products of all linears, so that torch needs no threads (threads.py)."""
+        return False
+
+    @property
     def all_logits(self) -> bool:
         """True if a step may compute the logits of all of its rows at once."""
         return False

@@ -38,6 +38,10 @@ class MLP:
     def nbytes(self) -> int:
         return self.up.nbytes + self.down.nbytes
 
+    @property
+    def pooled(self) -> bool:
+        return self.up.pooled and self.down.pooled
+
 
 @dataclass(slots=True)
 class Balance:
@@ -93,6 +97,11 @@ class Model(ServedModel):
     @property
     def shape(self) -> ModelConfig:
         return self.config
+
+    @property
+    def pooled(self) -> bool:
+        layers = all(layer.qkv.pooled and layer.o.pooled and layer.mlp.pooled for layer in self.weights.layers)
+        return layers and self.weights.head.pooled
 
     @property
     def widths(self) -> tuple[int, int]:

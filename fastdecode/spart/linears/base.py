@@ -23,6 +23,11 @@ class Linear(Weight):
 
     __slots__ = ()
 
+    @property
+    def pooled(self) -> bool:
+        """Whether the product is computed by the threads of kernels/, and not by torch's."""
+        return False
+
     @abstractmethod
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [n, in] -> [n, out], both in the activation dtype."""

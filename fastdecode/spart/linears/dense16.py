@@ -13,6 +13,7 @@ import torch
 from fastdecode.kernels import _native
 from fastdecode.region.contract import ACT_DTYPES
 from fastdecode.spart.linears.base import Embedding, Linear
+from fastdecode.spart.threads import pool_threads
 
 _CODES = {torch.float16: ACT_DTYPES.index("fp16"), torch.bfloat16: ACT_DTYPES.index("bf16")}
 _FP32 = ACT_DTYPES.index("fp32")
@@ -73,9 +74,13 @@ class Dense16Linear(Linear):
         """The ISA of the kernels."""
         return self._native.isa
 
+    @property
+    def pooled(self) -> bool:
+        return True
+
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         y = x.new_empty(len(x), self._outs)
-        self._native.run(_numbers(x.contiguous()), _numbers(y), torch.get_num_threads())
+        self._native.run(_numbers(x.contiguous()), _numbers(y), pool_threads())
         return y
 
 

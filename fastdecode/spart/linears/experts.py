@@ -33,6 +33,11 @@ class ExpertLinears(Weight):
 
     __slots__ = ()
 
+    @property
+    def pooled(self) -> bool:
+        """As for Linear."""
+        return False
+
     @abstractmethod
     def __call__(self, x: torch.Tensor, rows: ExpertRows) -> torch.Tensor:
         """x [rows, in] -> [rows, out], both in the activation dtype."""
@@ -49,6 +54,10 @@ class LoopedExperts(ExpertLinears):
 
     def __call__(self, x: torch.Tensor, rows: ExpertRows) -> torch.Tensor:
         return torch.cat([self._linears[expert](x[part]) for expert, part in rows.spans])
+
+    @property
+    def pooled(self) -> bool:
+        return all(linear.pooled for linear in self._linears)
 
     @property
     def nbytes(self) -> int:

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from fastdecode.kernels._native import QuantisedLinear
 from fastdecode.spart.linears.base import Embedding, Linear
 from fastdecode.spart.linears.quantised import GROUP, Quantised, decode, rotate
+from fastdecode.spart.threads import pool_threads
 
 _LANES, _BLOCK, _CHUNKS = 16, 32, 8  # kernels/linears/linear.h
 _ROTATED_NORM = GROUP**0.5  # of a row of the Hadamard matrix
@@ -86,6 +87,10 @@ class GroupedLinear(Linear):
         return self._outs
 
     @property
+    def pooled(self) -> bool:
+        return self._native is not None
+
+    @property
     def writes(self) -> bool:
         """Whether `write` may be called: on a CPU."""
         return self._native is not None
@@ -93,7 +98,7 @@ class GroupedLinear(Linear):
     def write(self, x: torch.Tensor, y: torch.Tensor, first: int) -> None:
         """Write the product of x [n, in] to y [n, width], from column `first` on; both are fp32 and contiguous."""
         assert self._native is not None, "only the kernels for a CPU write into a part of a tensor"
-        self._native.run(x.numpy(), y.numpy(), torch.get_num_threads(), y.shape[1], first)
+        self._native.run(x.numpy(), y.numpy(), pool_threads(), y.shape[1], first)
 
     @property
     def nbytes(self) -> int:

@@ -35,6 +35,10 @@ class ConcatenatedLinear(Linear):
         return y.to(x.dtype)
 
     @property
+    def pooled(self) -> bool:
+        return all(part.pooled for part in self._parts)
+
+    @property
     def nbytes(self) -> int:
         return sum(part.nbytes for part in self._parts)
 
@@ -55,6 +59,10 @@ class PermutedLinear(Linear):
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self._linear(x.index_select(1, self._order))
+
+    @property
+    def pooled(self) -> bool:
+        return self._linear.pooled
 
     @property
     def nbytes(self) -> int:

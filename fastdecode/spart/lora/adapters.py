@@ -115,6 +115,10 @@ class AdaptedLinear(Linear):
         return self._base(x)
 
     @property
+    def pooled(self) -> bool:
+        return self._base.pooled
+
+    @property
     def nbytes(self) -> int:
         return self._base.nbytes + self.change.nbytes
 
