@@ -278,6 +278,45 @@ class RowOps:
         /,
     ) -> None: ...
 
+class Joints:
+    """What an S-Part computes between the attention of two layers (joint.h). Norms and rows are given as addresses of
+    C-contiguous memory, which is not checked."""
+
+    def __new__(
+        cls,
+        act_dtype: int,
+        hidden: int,
+        inner: int,
+        q_heads: int,
+        kv_heads: int,
+        head_size: int,
+        eps: float,
+        residual_scale: float,
+        layers: tuple[tuple[object, ...], ...],
+    ) -> Joints:
+        """A layer is the addresses of the weights of its attention norm, MLP norm, Q norm and K norm, 0 for none, and
+        the linears of QKV, O, up and down: tuples of QuantisedLinear, or of one Dense16Linear.
+
+        Raises ValueError if the ISA has no row operations for the dtype, or linears of other sizes or dtypes.
+        """
+    def run(
+        self,
+        layer: int,
+        x: int,
+        o: int,
+        q: int,
+        q_stride: int,
+        kv: int,
+        kv_stride: int,
+        cos: int,
+        sin: int,
+        pairs: int,
+        rows: int,
+        threads: int,
+        /,
+    ) -> None:
+        """Finish block `layer` - 1 and project block `layer`. Other Python threads run meanwhile. Raises MemoryError."""
+
 # ---- the R-engine (engine.h, memory.h) ----
 
 def bind_memory(node: int, /) -> None:

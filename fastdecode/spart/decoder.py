@@ -25,6 +25,7 @@ from fastdecode.spart.exchange import Exchange, RowExchange, SlotViews, link_row
 from fastdecode.spart.exchange.choice import Choice
 from fastdecode.spart.experts import Mixture
 from fastdecode.spart.heads import multiply_heads
+from fastdecode.spart.joints import make_joints
 from fastdecode.spart.lora.adapters import AdapterRows, adapted_product
 from fastdecode.spart.prompt import PromptCache, PromptChunk
 from fastdecode.spart.prompt_logprobs import Scorer
@@ -53,6 +54,7 @@ class SPart:
         self._views: dict[tuple[int, int], SlotViews] = {}
         self._prompts = PromptCache(model.config, model.device, model.dtype)
         self._ops = ops = make_row_ops(model.config, model.device, model.dtype)
+        self._joints = make_joints(model.config, model.weights.layers, ops)
         rope = model.config.rope
         self._rope = RotaryEmbedding(rope, model.config.head_size, model.device, ops.angle_dtype) if rope else None
 
@@ -75,15 +77,15 @@ class SPart:
         try:
             exchange.arm()
             state = StepState(self, rows.uploaded, exchange, rows.prompts, rows.adapters)
-            for i, layer in enumerate(self._weights.layers):
-                state.project(layer)
+            state.advance(0)
+            for i in range(len(self._weights.layers)):
                 exchange.post(i, batch.layer_timeout)
                 state.attend_prompts(i)
                 clock.part_ended()
                 clock.waits((yield exchange.pending))
                 exchange.wait(batch.layer_timeout)
                 clock.replied()
-                state.finish(layer)
+                state.advance(i + 1)
         except BaseException:
             exchange.settle(batch.layer_timeout)
             for prompt in rows.prompts:
@@ -116,11 +118,11 @@ class SPart:
         rows, [rows, vocab_size] fp32.
         """
         state = StepState(self, inputs, exchange)
-        for i, layer in enumerate(self._weights.layers):
-            state.project(layer)
+        state.advance(0)
+        for i in range(len(self._weights.layers)):
             exchange.post(i, 0.0)
             exchange.wait(0.0)
-            state.finish(layer)
+            state.advance(i + 1)
         return self._logits(state.x, inputs["last rows"])
 
     def _end_prompts(self, rows: StepRows, exchange: Exchange) -> None:
@@ -337,6 +339,25 @@ class StepState:
         self._n_attend = n_attend
         self.places = Places(self._q, exchange.kv, c)
         self._angles = spart._rope.angles(positions, uploaded.get("long")) if spart._rope else None
+        self._layers = spart._weights.layers
+        self._joint_rows = None
+        if spart._joints is not None and adapters is None and self._angles is not None:
+            self._joint_rows = spart._joints.rows(self.x, self._o, self._angles, self.places)
+
+    def advance(self, index: int) -> None:
+        """Finish layer `index` - 1 and project layer `index`, as far as there are such layers."""
+        mixed = self._mixed and self._n_attend > 0
+        if self._joint_rows is not None:
+            if mixed and index > 0:
+                self._o[: self._n_attend].copy_(self._exchange.o)
+            if self._joint_rows.run(index):
+                if mixed and index < len(self._layers):
+                    self._exchange.q.copy_(self._q[: self._n_attend])
+                return
+        if index > 0:
+            self.finish(self._layers[index - 1])
+        if index < len(self._layers):
+            self.project(self._layers[index])
 
     def project(self, layer: Layer) -> None:
         """Compute the layer's Q, K and V rows from the residual stream, ready to be posted."""

@@ -157,6 +157,12 @@ class NativeRowOps(RowOps):
         self._rms = config.norm == "rms"
         self._silu = config.gated and config.activation == "silu" and not _clamped(config)
         self.angle_dtype = torch.float32
+        self.act_dtype = _ACT_NAMES[dtype]
+
+    @property
+    def llama(self) -> bool:
+        """Whether kernels/decoder has the norms and the activation of the model's blocks."""
+        return self._rms and self._silu
 
     def norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
         if self._rms and norm.weight is not None:

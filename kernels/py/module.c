@@ -11,6 +11,7 @@ int fd_linears_add_types(PyObject *module);   /* py_linears.c */
 int fd_dense16_add_types(PyObject *module);   /* py_dense16.c */
 int fd_row_ops_add_types(PyObject *module);   /* py_row_ops.c */
 int fd_prompt_add_types(PyObject *module);    /* py_prompt.c */
+int fd_joints_add_types(PyObject *module);    /* py_joints.c */
 int fd_draw_rows_add_types(PyObject *module); /* py_draw_rows.c */
 
 static int exec_module(PyObject *module) {
@@ -21,6 +22,7 @@ static int exec_module(PyObject *module) {
     if (fd_dense16_add_types(module) < 0) return -1;
     if (fd_row_ops_add_types(module) < 0) return -1;
     if (fd_prompt_add_types(module) < 0) return -1;
+    if (fd_joints_add_types(module) < 0) return -1;
     if (fd_draw_rows_add_types(module) < 0) return -1;
     return fd_engine_add_types(module);
 }

@@ -4,6 +4,7 @@
 
 #include "dense16.h"
 #include "py_isa.h"
+#include "py_products.h"
 
 enum { WEIGHTS, BIAS, BUFFERS };
 
@@ -12,6 +13,7 @@ typedef struct {
     fd_dense16_t linear;
     const fd_dense16_ops_t *ops;
     const char *isa;
+    unsigned act;               /* the rows' dtype */
     Py_buffer buffers[BUFFERS]; /* obj NULL: not given */
 } dense16_t;
 
@@ -40,7 +42,7 @@ static PyObject *dense16_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
     if (!ops) return NULL;
     dense16_t *self = (dense16_t *)type->tp_alloc(type, 0);
     if (!self) return NULL;
-    self->ops = ops, self->isa = name;
+    self->ops = ops, self->isa = name, self->act = act;
     Py_buffer *w = &self->buffers[WEIGHTS], *b = &self->buffers[BIAS];
     if (PyObject_GetBuffer(weights, w, PyBUF_C_CONTIGUOUS) < 0 ||
         (bias != Py_None && PyObject_GetBuffer(bias, b, PyBUF_C_CONTIGUOUS) < 0)) {
@@ -129,6 +131,21 @@ static PyType_Spec spec = {
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
     .slots = slots,
 };
+
+/* Outputs have no room between rows: such a product is the only one of its rows. */
+static int multiply(const void *linear, const void *x, size_t rows, void *y, size_t stride, unsigned threads) {
+    const dense16_t *self = linear;
+    (void)stride;
+    fd_dense16_multiply(self->ops, &self->linear, x, rows, y, threads);
+    return 0;
+}
+
+int fd_py_dense16_product(PyObject *o, uint32_t act, fd_product_t *product) {
+    if (Py_TYPE(o)->tp_dealloc != (destructor)dense16_dealloc || ((dense16_t *)o)->act != act) return 0;
+    const fd_dense16_t *l = &((dense16_t *)o)->linear;
+    *product = (fd_product_t){l->ins, l->outs, multiply, o};
+    return 1;
+}
 
 int fd_dense16_add_types(PyObject *module) {
     PyObject *type = PyType_FromSpec(&spec);

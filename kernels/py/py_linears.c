@@ -4,6 +4,7 @@
 
 #include "linear.h"
 #include "py_isa.h"
+#include "py_products.h"
 
 enum { WEIGHTS, SCALES, UNITS, MINS, BIAS, TABLE, NEGATED_SUMS, BUFFERS };
 
@@ -152,6 +153,18 @@ static PyType_Spec spec = {
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
     .slots = slots,
 };
+
+static int multiply(const void *linear, const void *x, size_t rows, void *y, size_t stride, unsigned threads) {
+    const linear_t *self = linear;
+    return fd_linear_run(&self->linear, self->isa, x, (uint32_t)rows, y, (uint32_t)stride, threads);
+}
+
+int fd_py_quantised_product(PyObject *o, uint32_t act, fd_product_t *product) {
+    if (act != FD_ACT_FP32 || Py_TYPE(o)->tp_dealloc != (destructor)linear_dealloc) return 0;
+    const fd_linear_t *l = &((linear_t *)o)->linear;
+    *product = (fd_product_t){l->ins, l->outs, multiply, o};
+    return 1;
+}
 
 int fd_linears_add_types(PyObject *module) {
     PyObject *type = PyType_FromSpec(&spec);

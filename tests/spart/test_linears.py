@@ -409,6 +409,8 @@ print(y.min(), y.max())
 #: with activations rounded as well: a number halfway between two may still go the other way. The second is with exact
 #: activations, on tiny random models, whose 64 channels average little out.
 SAME_ROUNDING, LOGITS = 0.06, 0.2
+#: AVX2 rounds the inputs of 8-bit weights to 7 bits.
+COARSE = 2
 
 
 def quantised_reference(directory, bits: int):
@@ -461,8 +463,9 @@ async def test_logits_are_those_of_the_dequantised_weights(name, weights, tmp_pa
         exact = theirs(ids).logits[0, -2:]
         round_inputs(linears)
         alike = theirs(ids).logits[0, -2:]
-    assert (got - exact).abs().max() < LOGITS * exact.std()
-    assert (got - alike).abs().max() < SAME_ROUNDING * alike.std()
+    coarse = COARSE if weights == "int8" and _native.QuantisedLinear.wants_signed() else 1
+    assert (got - exact).abs().max() < coarse * LOGITS * exact.std()
+    assert (got - alike).abs().max() < coarse * SAME_ROUNDING * alike.std()
     assert model.weight_bytes < load_model(directory, dtype="fp32").weight_bytes / 2
 
 

@@ -7,12 +7,12 @@ import sys
 
 import pytest
 import torch
+from checkpoints import make_checkpoint
 
 from fastdecode.spart import threads
 from fastdecode.spart.linears.dense16 import keeps16
 from fastdecode.spart.loader import load_model
 from fastdecode.spart.threads import pool_threads, set_threads
-from tests.helpers.checkpoints import make_checkpoint
 
 CPU = torch.device("cpu")
 

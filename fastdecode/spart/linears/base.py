@@ -6,6 +6,9 @@ from abc import ABC, abstractmethod
 
 import torch
 
+from fastdecode.kernels._native import Dense16Linear as Dense16
+from fastdecode.kernels._native import QuantisedLinear
+
 
 class Weight(ABC):
     """Parameters of any format."""
@@ -26,7 +29,12 @@ class Linear(Weight):
     @property
     def pooled(self) -> bool:
         """Whether the product is computed by the threads of kernels/, and not by torch's."""
-        return False
+        return bool(self.native)
+
+    @property
+    def native(self) -> tuple[Dense16 | QuantisedLinear, ...]:
+        """The products of kernels/ whose outputs, side by side, are the linear's; empty if there are none."""
+        return ()
 
     @abstractmethod
     def __call__(self, x: torch.Tensor) -> torch.Tensor:

@@ -75,8 +75,8 @@ class Dense16Linear(Linear):
         return self._native.isa
 
     @property
-    def pooled(self) -> bool:
-        return True
+    def native(self) -> tuple[_native.Dense16Linear, ...]:
+        return (self._native,)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         y = x.new_empty(len(x), self._outs)

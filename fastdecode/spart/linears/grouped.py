@@ -87,8 +87,8 @@ class GroupedLinear(Linear):
         return self._outs
 
     @property
-    def pooled(self) -> bool:
-        return self._native is not None
+    def native(self) -> tuple[QuantisedLinear, ...]:
+        return () if self._native is None else (self._native,)
 
     @property
     def writes(self) -> bool:

@@ -7,6 +7,8 @@ from itertools import groupby
 
 import torch
 
+from fastdecode.kernels._native import Dense16Linear as Dense16
+from fastdecode.kernels._native import QuantisedLinear
 from fastdecode.spart.linears.base import Linear
 from fastdecode.spart.linears.dense import make_dense
 from fastdecode.spart.linears.experts import ExpertLinears, LoopedExperts, StackedExperts
@@ -37,6 +39,12 @@ class ConcatenatedLinear(Linear):
     @property
     def pooled(self) -> bool:
         return all(part.pooled for part in self._parts)
+
+    @property
+    def native(self) -> tuple[Dense16 | QuantisedLinear, ...]:
+        if len(self._writers) < len(self._parts):
+            return ()
+        return tuple(native for part in self._writers for native in part.native)
 
     @property
     def nbytes(self) -> int:

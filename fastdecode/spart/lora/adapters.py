@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from fastdecode.kernels._native import Dense16Linear as Dense16
+from fastdecode.kernels._native import QuantisedLinear
 from fastdecode.spart.config import CheckpointError
 from fastdecode.spart.linears.base import Linear
 from fastdecode.spart.linears.products import grouped_product
@@ -117,6 +119,10 @@ class AdaptedLinear(Linear):
     @property
     def pooled(self) -> bool:
         return self._base.pooled
+
+    @property
+    def native(self) -> tuple[Dense16 | QuantisedLinear, ...]:
+        return self._base.native
 
     @property
     def nbytes(self) -> int:

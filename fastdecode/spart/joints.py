@@ -1,0 +1,108 @@
+"""Joints: what a CPU computes between the attention of two layers, in one call of kernels/decoder.
+
+The call does what RowOps and the linears do one by one, in the same order and with the same results. A model has joints
+if its blocks are Llama's (RMS norms, RoPE, a gated SiLU) and kernels/ computes all of their products.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from fastdecode.kernels import _native
+from fastdecode.region.contract import ACT_DTYPES
+from fastdecode.spart.config import ModelConfig
+from fastdecode.spart.row_ops import NativeRowOps, Places, RowOps
+from fastdecode.spart.threads import pool_threads
+from fastdecode.spart.weights import MLP, Layer
+
+
+class Joints:
+    """The joints of a model's layers: joint i is between the attention of layers i - 1 and i."""
+
+    def __init__(self, config: ModelConfig, layers: Sequence[Layer], ops: RowOps):
+        """Raises ValueError for a model without joints."""
+        if not (isinstance(ops, NativeRowOps) and ops.llama and config.norm_first and config.rope is not None):
+            raise ValueError("the blocks are not Llama's")
+        self._layers = tuple(layers)
+        self._native = _native.Joints(
+            ACT_DTYPES.index(ops.act_dtype),
+            config.hidden_size,
+            config.intermediate_size,
+            config.n_q_heads,
+            config.n_kv_heads,
+            config.head_size,
+            config.norm_eps,
+            config.residual_scale,
+            tuple(map(_native_layer, layers)),
+        )
+
+    def rows(
+        self, x: torch.Tensor, o: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor], places: Places
+    ) -> JointRows | None:
+        """The rows of a step: x [n, hidden_size] is the residual stream, o [n, q_heads * head_size] the O rows, and
+        `angles` are cos and sin, fp32 [n, 1, pairs]. None if they do not lie as the joints need them."""
+        dense = (x, o, *angles)
+        if not all(tensor.is_contiguous() for tensor in dense) or len(o) != len(x) or len(places.q) != len(x):
+            return None
+        assert x.dtype is o.dtype is places.q.dtype is places.kv.dtype
+        assert angles[0].dtype is angles[1].dtype is torch.float32
+        return JointRows(self._native, self._layers, x, o, angles, places)
+
+
+class JointRows:
+    """The rows of a step, from one joint to the next."""
+
+    def __init__(
+        self,
+        native: _native.Joints,
+        layers: tuple[Layer, ...],
+        x: torch.Tensor,
+        o: torch.Tensor,
+        angles: tuple[torch.Tensor, torch.Tensor],
+        places: Places,
+    ):
+        self._native, self._layers = native, layers
+        self._tensors = x, o, angles, places  # their memory is what the addresses name
+        cos, sin = angles
+        self._rows = (
+            x.data_ptr(),
+            o.data_ptr(),
+            places.q.data_ptr(),
+            places.q.stride(0),
+            places.kv.data_ptr(),
+            places.kv.stride(0),
+            cos.data_ptr(),
+            sin.data_ptr(),
+            cos.shape[-1],
+            len(x),
+        )
+
+    def run(self, joint: int) -> bool:
+        """Finish layer `joint` - 1 and project layer `joint`, as far as there are such layers. False if nothing was
+        done, because one of the layers is balanced."""
+        if any(layer.balance is not None for layer in self._layers[max(0, joint - 1) : joint + 1]):
+            return False
+        self._native.run(joint, *self._rows, pool_threads())
+        return True
+
+
+def _native_layer(layer: Layer) -> tuple[object, ...]:
+    """The layer as _native.Joints wants it."""
+    norms = layer.attention_norm.weight, layer.mlp_norm.weight
+    if not isinstance(layer.mlp, MLP) or norms[0] is None or norms[1] is None:
+        raise ValueError("the blocks are not Llama's")
+    linears = layer.qkv, layer.o, layer.mlp.up, layer.mlp.down
+    if not all(linear.native for linear in linears):
+        raise ValueError("kernels/ do not compute all products")
+    addresses = [0 if weight is None else weight.data_ptr() for weight in (*norms, layer.q_norm, layer.k_norm)]
+    return *addresses, *(linear.native for linear in linears)
+
+
+def make_joints(config: ModelConfig, layers: Sequence[Layer], ops: RowOps) -> Joints | None:
+    """The joints of a model's layers, or None if it has none."""
+    try:
+        return Joints(config, layers, ops)
+    except ValueError:
+        return None

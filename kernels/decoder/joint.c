@@ -1,0 +1,71 @@
+#include "joint.h"
+
+enum { LINE = 64 };
+
+static size_t max(size_t a, size_t b) { return a > b ? a : b; }
+
+/* The scratch has two areas, from which the operations read and into which they write in turns. */
+static size_t area_bytes(const fd_joints_t *j, size_t rows) {
+    const size_t qkv = (j->q_heads + 2 * j->kv_heads) * j->head_size, widest = max(max(2 * j->inner, j->hidden), qkv);
+    return (rows * widest * j->number_bytes + LINE - 1) / LINE * LINE;
+}
+
+size_t fd_joint_scratch(const fd_joints_t *j, size_t rows) { return 2 * area_bytes(j, rows); }
+
+static int multiply(const fd_joints_t *j, const fd_products_t *p, const void *x, size_t rows, void *y,
+                    unsigned threads) {
+    size_t stride = 0, first = 0;
+    for (uint32_t i = 0; i < p->n; i++) stride += p->parts[i].outs;
+    for (uint32_t i = 0; i < p->n; first += p->parts[i++].outs) {
+        void *to = (uint8_t *)y + first * j->number_bytes;
+        if (p->parts[i].multiply(p->parts[i].linear, x, rows, to, stride, threads) < 0) return -1;
+    }
+    return 0;
+}
+
+/* Adds `y` to the residual stream, unless it is NULL, and writes its norm to `out`. */
+static void norm(const fd_joints_t *j, const fd_joint_rows_t *r, const void *y, const void *weight, void *out,
+                 unsigned threads) {
+    const fd_norm_rows_t o = {r->x, out, y, weight, j->scale, j->eps, j->hidden};
+    fd_norm_rows(j->ops, &o, r->rows, threads);
+}
+
+int fd_joint_run(const fd_joints_t *j, size_t layer, const fd_joint_rows_t *r, void *scratch, unsigned threads) {
+    void *a = scratch, *b = (uint8_t *)scratch + area_bytes(j, r->rows);
+    const void *block = NULL; /* what the last block adds to the residual stream */
+    if (layer > 0) {
+        const fd_joint_layer_t *l = &j->layers[layer - 1];
+        if (multiply(j, &l->o, r->o, r->rows, a, threads) < 0) return -1;
+        norm(j, r, a, l->mlp_norm, b, threads);
+        if (multiply(j, &l->up, b, r->rows, a, threads) < 0) return -1;
+        const fd_gate_rows_t gate = {a, b, j->inner};
+        fd_gate_rows(j->ops, &gate, r->rows, threads);
+        if (multiply(j, &l->down, b, r->rows, a, threads) < 0) return -1;
+        block = a;
+    }
+    if (layer == j->n_layers) { /* nothing wants the norm */
+        norm(j, r, block, j->layers[layer - 1].mlp_norm, b, threads);
+        return 0;
+    }
+    const fd_joint_layer_t *l = &j->layers[layer];
+    norm(j, r, block, l->attention_norm, b, threads);
+    if (multiply(j, &l->qkv, b, r->rows, a, threads) < 0) return -1;
+    const fd_place_rows_t place = {
+        .qkv = a,
+        .q_norm = l->q_norm,
+        .k_norm = l->k_norm,
+        .q = r->q,
+        .kv = r->kv,
+        .cos = r->cos,
+        .sin = r->sin,
+        .eps = j->eps,
+        .q_stride = r->q_stride,
+        .kv_stride = r->kv_stride,
+        .q_heads = j->q_heads,
+        .kv_heads = j->kv_heads,
+        .head_size = j->head_size,
+        .pairs = r->pairs,
+    };
+    fd_place_rows(j->ops, &place, r->rows, threads);
+    return 0;
+}

@@ -1,0 +1,58 @@
+/* What an S-Part on a CPU computes between the attention of two layers, in one call: the rest of a block from its O
+ * rows, then Q, K and V of the next block. The blocks are those of Llama's architecture: RMS norms before attention and
+ * MLP, a gated SiLU, RoPE.
+ *
+ * A single row's products take microseconds, less than Python takes to ask for them.
+ */
+#ifndef FD_JOINT_H
+#define FD_JOINT_H
+
+#include "row_ops.h"
+
+/* A product y = x W^T + b; x is [rows][ins] and y [rows][outs], in the activation dtype. */
+typedef struct {
+    size_t ins, outs;
+    /* Writes y, whose rows stand `stride` numbers apart, in up to `threads` threads. -1 if memory runs out. */
+    int (*multiply)(const void *linear, const void *x, size_t rows, void *y, size_t stride, unsigned threads);
+    const void *linear;
+} fd_product_t;
+
+/* Products of the same rows, whose outputs stand side by side. */
+enum { FD_MOST_PARTS = 4 };
+typedef struct {
+    fd_product_t parts[FD_MOST_PARTS];
+    uint32_t n;
+} fd_products_t;
+
+typedef struct {
+    const void *attention_norm, *mlp_norm; /* [hidden] */
+    const void *q_norm, *k_norm;           /* [head_size], or NULL */
+    fd_products_t qkv, o, up, down;
+} fd_joint_layer_t;
+
+typedef struct {
+    const fd_row_ops_t *ops;
+    size_t number_bytes; /* of an activation */
+    size_t hidden, inner, q_heads, kv_heads, head_size;
+    float eps, scale; /* of the norms; of what a block adds to the residual stream */
+    size_t n_layers;
+    const fd_joint_layer_t *layers;
+} fd_joints_t;
+
+/* The rows of a step. */
+typedef struct {
+    void *x;       /* [rows][hidden], the residual stream */
+    const void *o; /* [rows][q_heads * head_size] */
+    void *q, *kv;  /* rows stand q_stride and kv_stride numbers apart */
+    size_t q_stride, kv_stride;
+    const float *cos, *sin; /* [rows][pairs] */
+    size_t pairs, rows;
+} fd_joint_rows_t;
+
+/* Bytes of scratch that fd_joint_run needs for so many rows. */
+size_t fd_joint_scratch(const fd_joints_t *j, size_t rows);
+
+/* Finishes block `layer - 1`, if there is one, and projects block `layer`, if there is one. -1 if memory runs out. */
+int fd_joint_run(const fd_joints_t *j, size_t layer, const fd_joint_rows_t *r, void *scratch, unsigned threads);
+
+#endif

@@ -1,0 +1,176 @@
+/* Joints: fd_joints_t for Python. It keeps the objects of the products, and scratch for the rows of a step. Tensors are
+ * given as addresses; fastdecode/spart/joints.py checks and keeps them. */
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include "joint.h"
+#include "py_isa.h"
+#include "py_products.h"
+
+typedef struct {
+    PyObject_HEAD
+    fd_joints_t joints;
+    fd_joint_layer_t *layers;
+    PyObject *products; /* the layers as they were given */
+    void *scratch;
+    size_t scratch_rows;
+} joints_t;
+
+#define POINTER(address) ((void *)(uintptr_t)(address))
+
+/* Reads a tuple of linears whose outputs stand side by side: `outs` in all, of `ins` inputs. */
+static int read_products(PyObject *parts, uint32_t act, size_t ins, size_t outs, fd_products_t *products) {
+    if (!PyTuple_Check(parts) || PyTuple_GET_SIZE(parts) < 1 || PyTuple_GET_SIZE(parts) > FD_MOST_PARTS) {
+        PyErr_SetString(PyExc_ValueError, "a product is a tuple of one to four linears");
+        return 0;
+    }
+    size_t total = 0;
+    products->n = (uint32_t)PyTuple_GET_SIZE(parts);
+    for (uint32_t i = 0; i < products->n; i++) {
+        PyObject *part = PyTuple_GET_ITEM(parts, i);
+        fd_product_t *product = &products->parts[i];
+        const int dense = products->n == 1 && fd_py_dense16_product(part, act, product);
+        if (!dense && !fd_py_quantised_product(part, act, product)) {
+            PyErr_SetString(PyExc_ValueError, "a linear has no product for these rows");
+            return 0;
+        }
+        if (product->ins != ins) {
+            PyErr_Format(PyExc_ValueError, "a linear has %zu inputs, not %zu", product->ins, ins);
+            return 0;
+        }
+        total += product->outs;
+    }
+    if (total == outs) return 1;
+    PyErr_Format(PyExc_ValueError, "linears have %zu outputs, not %zu", total, outs);
+    return 0;
+}
+
+static int read_layer(const fd_joints_t *j, uint32_t act, PyObject *o, fd_joint_layer_t *layer) {
+    unsigned long long attention_norm, mlp_norm, q_norm, k_norm;
+    PyObject *qkv, *out, *up, *down;
+    if (!PyTuple_Check(o)) {
+        PyErr_SetString(PyExc_TypeError, "a layer is a tuple");
+        return 0;
+    }
+    if (!PyArg_ParseTuple(o, "KKKKOOOO", &attention_norm, &mlp_norm, &q_norm, &k_norm, &qkv, &out, &up, &down))
+        return 0;
+    layer->attention_norm = POINTER(attention_norm), layer->mlp_norm = POINTER(mlp_norm);
+    layer->q_norm = POINTER(q_norm), layer->k_norm = POINTER(k_norm);
+    const size_t q = j->q_heads * j->head_size, kv = j->kv_heads * j->head_size;
+    return read_products(qkv, act, j->hidden, q + 2 * kv, &layer->qkv) &&
+           read_products(out, act, q, j->hidden, &layer->o) &&
+           read_products(up, act, j->hidden, 2 * j->inner, &layer->up) &&
+           read_products(down, act, j->inner, j->hidden, &layer->down);
+}
+
+static PyObject *joints_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+    static char *keys[] = {"act_dtype", "hidden", "inner",          "q_heads", "kv_heads",
+                           "head_size", "eps",    "residual_scale", "layers",  NULL};
+    unsigned act, hidden, inner, q_heads, kv_heads, head_size;
+    float eps, scale;
+    PyObject *layers;
+    fd_isa_t isa;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "IIIIIIffO!", keys, &act, &hidden, &inner, &q_heads, &kv_heads,
+                                     &head_size, &eps, &scale, &PyTuple_Type, &layers) ||
+        !fd_py_choose_isa(NULL, &isa))
+        return NULL;
+    const char *name;
+    const unsigned most = 1u << 24;
+    const fd_row_ops_t *ops = act < FD_ACT_DTYPES ? fd_row_ops(isa, act, &name) : NULL;
+    if (!ops) return PyErr_Format(PyExc_ValueError, "%s has no row operations for this dtype", fd_isa_name(isa));
+    if (!hidden || !inner || !q_heads || !kv_heads || !head_size || hidden > most || inner > most || q_heads > most ||
+        kv_heads > most || head_size > most || !PyTuple_GET_SIZE(layers))
+        return PyErr_Format(PyExc_ValueError, "no such model");
+    joints_t *self = (joints_t *)type->tp_alloc(type, 0);
+    if (!self) return NULL;
+    const size_t n = (size_t)PyTuple_GET_SIZE(layers);
+    self->layers = PyMem_Calloc(n, sizeof *self->layers);
+    self->joints = (fd_joints_t){.ops = ops,
+                                 .number_bytes = fd_act_bytes(act),
+                                 .hidden = hidden,
+                                 .inner = inner,
+                                 .q_heads = q_heads,
+                                 .kv_heads = kv_heads,
+                                 .head_size = head_size,
+                                 .eps = eps,
+                                 .scale = scale,
+                                 .n_layers = n,
+                                 .layers = self->layers};
+    self->products = Py_NewRef(layers);
+    if (!self->layers) PyErr_NoMemory();
+    for (size_t i = 0; self->layers && i < n; i++)
+        if (!read_layer(&self->joints, act, PyTuple_GET_ITEM(layers, i), &self->layers[i])) break;
+    if (!PyErr_Occurred()) return (PyObject *)self;
+    Py_DECREF(self);
+    return NULL;
+}
+
+static void joints_dealloc(joints_t *self) {
+    PyMem_Free(self->layers);
+    PyMem_RawFree(self->scratch);
+    Py_XDECREF(self->products);
+    PyTypeObject *type = Py_TYPE(self);
+    type->tp_free(self);
+    Py_DECREF(type);
+}
+
+static PyObject *joints_run(joints_t *self, PyObject *args) {
+    unsigned long long x, o, q, kv, cos, sin;
+    Py_ssize_t layer, q_stride, kv_stride, pairs, rows;
+    unsigned threads;
+    if (!PyArg_ParseTuple(args, "nKKKnKnKKnnI", &layer, &x, &o, &q, &q_stride, &kv, &kv_stride, &cos, &sin, &pairs,
+                          &rows, &threads))
+        return NULL;
+    if (layer < 0 || (size_t)layer > self->joints.n_layers || rows < 0)
+        return PyErr_Format(PyExc_ValueError, "no joint %zd, or %zd rows", layer, rows);
+    if ((size_t)rows > self->scratch_rows) {
+        PyMem_RawFree(self->scratch);
+        self->scratch = PyMem_RawMalloc(fd_joint_scratch(&self->joints, (size_t)rows));
+        self->scratch_rows = self->scratch ? (size_t)rows : 0;
+        if (!self->scratch) return PyErr_NoMemory();
+    }
+    const fd_joint_rows_t r = {
+        .x = POINTER(x),
+        .o = POINTER(o),
+        .q = POINTER(q),
+        .kv = POINTER(kv),
+        .q_stride = (size_t)q_stride,
+        .kv_stride = (size_t)kv_stride,
+        .cos = POINTER(cos),
+        .sin = POINTER(sin),
+        .pairs = (size_t)pairs,
+        .rows = (size_t)rows,
+    };
+    int error = 0;
+    Py_BEGIN_ALLOW_THREADS
+    if (rows) error = fd_joint_run(&self->joints, (size_t)layer, &r, self->scratch, threads ? threads : 1);
+    Py_END_ALLOW_THREADS
+    if (error) return PyErr_NoMemory();
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef methods[] = {
+    {"run", (PyCFunction)joints_run, METH_VARARGS,
+     "run(layer, x, o, q, q_stride, kv, kv_stride, cos, sin, pairs, rows, threads): see fd_joint_run."},
+    {NULL, NULL, 0, NULL},
+};
+static PyType_Slot slots[] = {
+    {Py_tp_doc, "What an S-Part computes between the attention of two layers (joint.h)."},
+    {Py_tp_new, joints_new},
+    {Py_tp_dealloc, joints_dealloc},
+    {Py_tp_methods, methods},
+    {0, NULL},
+};
+static PyType_Spec spec = {
+    .name = "fastdecode.kernels._native.Joints",
+    .basicsize = sizeof(joints_t),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
+    .slots = slots,
+};
+
+int fd_joints_add_types(PyObject *module) {
+    PyObject *type = PyType_FromSpec(&spec);
+    const int error = type ? PyModule_AddObjectRef(module, "Joints", type) : -1;
+    Py_XDECREF(type);
+    return error;
+}

@@ -1,0 +1,121 @@
+"""What a CPU computes between the attention of two layers: in one call of kernels/decoder, and one by one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from checkpoints import make_checkpoint
+from quick import quick
+from spart_steps import GREEDY, linked, run, text
+
+from fastdecode.kernels import _native
+from fastdecode.spart import SPart, load_model
+from fastdecode.spart import decoder as decoder_module
+from fastdecode.spart.batch import Chunk, StepBatch
+from fastdecode.spart.joints import JointRows, make_joints
+from fastdecode.spart.row_ops import make_row_ops
+from fastdecode.spart.weights import Balance
+
+CPU = torch.device("cpu")
+VECTOR_ISAS = [isa for isa in _native.isa_supported() if isa != "scalar"]
+#: Checkpoints, the weights they are loaded with, and whether they have joints.
+MODELS = {
+    ("llama-bf16", "dense"): True,
+    ("llama-fp16", "dense"): True,
+    ("llama-gqa", "dense"): False,  # kernels/ have no fp32 weights
+    ("llama-gqa", "int8"): True,
+    ("llama-gqa", "int4"): True,
+    ("llama-llama3", "int8"): True,  # with biases
+    ("qwen3", "int4"): True,  # with norms of the heads
+    ("granite", "int8"): True,  # what a block adds is scaled
+    ("phi3-longrope", "int8"): True,
+    ("mixtral", "int8"): False,
+    ("opt", "int8"): False,
+}
+WITH_JOINTS = [model for model, has in MODELS.items() if has]
+
+
+@pytest.fixture(params=VECTOR_ISAS)
+def isa(request, monkeypatch):
+    monkeypatch.setenv("FASTDECODE_ISA", request.param)
+    return request.param
+
+
+def load(name, weights):
+    return load_model(make_checkpoint(name), device=CPU, dtype="fp32", weights=weights)
+
+
+def joints_of(model):
+    return make_joints(model.config, model.weights.layers, make_row_ops(model.config, CPU, model.dtype))
+
+
+async def logits(spart_of, tmp_path, model) -> list[torch.Tensor]:
+    """Of a prompt, of a step with another prompt, of one with a prompt's part, and of one that only decodes."""
+    tokens = text(40)
+    first = Chunk(0, 0, 1, 0, tokens[:20], True, GREEDY)
+    steps = [
+        [first],
+        [Chunk(0, 0, 1, 20, tokens[20:21], False, GREEDY), Chunk(0, 1, 2, 0, tokens[:30], True, GREEDY)],
+        [Chunk(0, 0, 1, 21, tokens[21:23], False, GREEDY), Chunk(0, 2, 3, 0, tokens[:9], True, None)],
+        [Chunk(0, 0, 1, 23, tokens[23:24], False, GREEDY), Chunk(0, 1, 2, 30, tokens[30:31], False, GREEDY)],
+    ]
+    tmp_path.mkdir(exist_ok=True)
+    async with linked(model, tmp_path, kv_dtype="fp16") as links:
+        spart = spart_of(model, links)
+        return [run(spart.step(StepBatch(0, chunks), keep_logits=True)).logits for chunks in steps]
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """The joints that were run, and whether each one was done."""
+    done: list[bool] = []
+    real = JointRows.run
+
+    def counting(self, joint):
+        done.append(real(self, joint))
+        return done[-1]
+
+    monkeypatch.setattr(JointRows, "run", counting)
+    return done
+
+
+@pytest.mark.skipif(not VECTOR_ISAS, reason="an ISA without vectors")
+@pytest.mark.parametrize("form", quick(WITH_JOINTS, ("llama-gqa", "int8")), ids="-".join)
+async def test_a_joint_gives_the_results_of_its_operations(form, isa, tmp_path, counted, monkeypatch):
+    model = load(*form)
+    with_joints = await logits(SPart, tmp_path / "a", model)
+    assert counted == [True] * (4 * (model.config.n_layers + 1))
+    monkeypatch.setattr(decoder_module, "make_joints", lambda *_: None)
+    one_by_one = await logits(SPart, tmp_path / "b", model)
+    assert len(counted) == 4 * (model.config.n_layers + 1)
+    for got, want in zip(with_joints, one_by_one, strict=True):
+        assert torch.equal(got, want)
+
+
+@pytest.mark.skipif(not VECTOR_ISAS, reason="an ISA without vectors")
+@pytest.mark.parametrize(("name", "weights", "has"), [(*model, has) for model, has in MODELS.items()])
+def test_models_of_other_blocks_have_no_joints(name, weights, has):
+    assert (joints_of(load(name, weights)) is not None) == has
+
+
+@pytest.mark.skipif(not VECTOR_ISAS, reason="an ISA without vectors")
+async def test_balanced_layers_are_computed_one_by_one(tmp_path, counted):
+    model = load("llama-gqa", "int8")
+    c = model.config
+    eye = torch.eye(c.head_size).repeat(c.n_kv_heads, 1, 1)
+    model.weights.layers[1].balance = Balance(None, None, eye, eye)
+    balanced = await logits(SPart, tmp_path / "a", model)
+    assert counted == 4 * [True, False, False, *[True] * (c.n_layers - 2)]
+    model.weights.layers[1].balance = None
+    for got, want in zip(balanced, await logits(SPart, tmp_path / "b", model), strict=True):
+        assert (got - want).abs().max() < 1e-4 * want.std()
+
+
+@pytest.mark.skipif(not VECTOR_ISAS, reason="an ISA without vectors")
+def test_linears_of_other_sizes_are_refused():
+    model = load("llama-gqa", "int8")
+    ops, layers = make_row_ops(model.config, CPU, torch.float32), model.weights.layers
+    for wrong in ({"hidden_size": 32}, {"n_kv_heads": 1}, {"intermediate_size": 128}, {"n_q_heads": 2}):
+        assert make_joints(replace(model.config, **wrong), layers, ops) is None
