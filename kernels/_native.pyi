@@ -315,7 +315,7 @@ class Joints:
         threads: int,
         /,
     ) -> None:
-        """Finish block `layer` - 1 and project block `layer`. Other Python threads run meanwhile. Raises MemoryError."""
+        """Finish block `layer` - 1, project block `layer`. Other Python threads run meanwhile. Raises MemoryError."""
 
 # ---- the R-engine (engine.h, memory.h) ----
 

@@ -41,7 +41,7 @@ COMMAND = ("attention", "GB/s of the R-engine's attention, its share of the read
 PARTS = ("sweep", "one-thread", "in-cache")
 
 _ONE_THREAD_CONTEXT, _HEAD_SIZE = 4096, 128  # of the two parts besides the sweep
-_IN_CACHE_BYTES = 1 << 20
+_L2 = Path("/sys/devices/system/cpu/cpu0/cache/index2/size")
 _IN_CACHE_SECONDS = 0.02  # of one round
 #: The most query rows that share each load of KV, by ISA and format (`block_rows` and `MAX_BLOCK` of the kernels).
 _BLOCK_ROWS = {("avx2", "fp16"): 6, ("avxvnni", "fp16"): 6, ("avx2", ""): 4, ("avxvnni", ""): 4}
@@ -149,11 +149,19 @@ def _cells(args: argparse.Namespace, part: str) -> Iterator[tuple[str, list[Shap
     for kv_dtype, head_size, group in itertools.product(dtypes, sizes, groups):
         if part == "in-cache":
             page = _native.chunk_bytes(kv_dtype, head_size)
-            contexts: Sequence[int] = [max(1, _IN_CACHE_BYTES // page) * PAGE_TOKENS]
+            contexts: Sequence[int] = [max(1, _in_cache_bytes() // page) * PAGE_TOKENS]
         else:
             contexts = args.context or ((512, 4096, 32768) if part == "sweep" else (_ONE_THREAD_CONTEXT,))
         heads = 1 if part == "in-cache" else args.kv_heads
         yield kv_dtype, [Shape(context, group, head_size, heads) for context in contexts]
+
+
+def _in_cache_bytes() -> int:
+    """KV that stays in a core's L2 cache: half of it, or of 1 MiB where the size is unknown."""
+    try:
+        return int(_L2.read_text().strip().removesuffix("K")) * 1024 // 2
+    except (OSError, ValueError):
+        return 1 << 19
 
 
 def _instruction_gbps(isa: str, kv_dtype: str, group: int, threads: int) -> float | None:

@@ -1,8 +1,9 @@
-"""Write a Llama-architecture model again with its channels in random order, in fp32.
+"""Write a Llama-architecture model again with its channels in random order, in fp32 or in 16 bits.
 
 The model computes the same. But a file of 4-bit weights keeps a scale for each group of neighbouring inputs; here the
 groups are mixed, so that the weights lie on no grid of 4 bits, and rounding them to 4 bits costs what it costs weights
-that never were. It needs the transformers package and, for a GGUF file, gguf.
+that never were. In 16 bits the model is what hubs have of it, and serves to measure speed. It needs the
+transformers package and, for a GGUF file, gguf.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from safetensors.torch import save_file
 from fastdecode.daemon.config import NodeConfig
 from fastdecode.demo import model_dir
 from fastdecode.spart.config_file import find_gguf
+from fastdecode.spart.served import TORCH_DTYPES
 from fastdecode.text.tokenizer import Tokenizer
 
 COMMAND = ("permute", "write a model with its channels in random order, to measure what 4 bits cost")
@@ -26,6 +28,7 @@ COMMAND = ("permute", "write a model with its channels in random order, to measu
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", type=Path, metavar="PATH", help="as for fastdecode-node; default: the demo model")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="directory to write")
+    parser.add_argument("--dtype", choices=TORCH_DTYPES, default="fp32")
     parser.add_argument("--seed", type=int, default=0)
 
 
@@ -35,18 +38,20 @@ def run(args: argparse.Namespace) -> None:
     path = NodeConfig(model=args.model).model_path() or model_dir()
     file = find_gguf(path)
     source: dict[str, Any] = {"gguf_file": file.name} if file else {}
-    model = AutoModelForCausalLM.from_pretrained(file.parent if file else path, dtype=torch.float32, **source)
+    model: Any = AutoModelForCausalLM.from_pretrained(file.parent if file else path, dtype=torch.float32, **source)
     torch.manual_seed(args.seed)
     with torch.no_grad():
         _permute(model)
     args.out.mkdir(parents=True, exist_ok=True)
+    model.to(TORCH_DTYPES[args.dtype])
     tensors = {name: tensor for name, tensor in model.state_dict().items() if name in dict(model.named_parameters())}
     save_file(tensors, args.out / "model.safetensors", metadata={"format": "pt"})
     config = {key: value for key, value in model.config.to_dict().items() if key != "quantization_config"}
-    (args.out / "config.json").write_text(json.dumps(config | {"architectures": ["LlamaForCausalLM"]}, indent=2) + "\n")
+    config |= {"architectures": ["LlamaForCausalLM"], "dtype": str(TORCH_DTYPES[args.dtype]).removeprefix("torch.")}
+    (args.out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     Tokenizer.from_dir(path).save(args.out / "tokenizer.json")
     (args.out / "tokenizer_config.json").write_text(json.dumps({}) + "\n")
-    print(f"{args.out}: {sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters, fp32")
+    print(f"{args.out}: {sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters, {args.dtype}")
 
 
 def _permute(model: Any) -> None:
