@@ -77,14 +77,17 @@ class SPart:
         try:
             exchange.arm()
             state = StepState(self, rows.uploaded, exchange, rows.prompts, rows.adapters)
+            n_layers, last_rows = len(self._weights.layers), rows.uploaded["last rows"]
             state.advance(0)
-            for i in range(len(self._weights.layers)):
+            for i in range(n_layers):
                 exchange.post(i, batch.layer_timeout)
                 state.attend_prompts(i)
                 clock.part_ended()
                 clock.waits((yield exchange.pending))
                 exchange.wait(batch.layer_timeout)
                 clock.replied()
+                if i == n_layers - 1 and not rows.scorer.n_rows and state.keep(last_rows):
+                    last_rows = torch.arange(rows.n_drawn)
                 state.advance(i + 1)
         except BaseException:
             exchange.settle(batch.layer_timeout)
@@ -94,7 +97,7 @@ class SPart:
         link_costs = exchange.disarm()
         self._end_prompts(rows, exchange)
         if rows.n_drawn:
-            logits = self._head(state.x, rows.uploaded["last rows"])
+            logits = self._head(state.x, last_rows)
         else:
             logits = state.x.new_empty(0, self._config.vocab_size)
         sampled = self._sample(logits, rows)
@@ -340,18 +343,34 @@ class StepState:
         self.places = Places(self._q, exchange.kv, c)
         self._angles = spart._rope.angles(positions, uploaded.get("long")) if spart._rope else None
         self._layers = spart._weights.layers
-        self._joint_rows = None
+        self._joints, self._joint_rows = spart._joints, None
         if spart._joints is not None and adapters is None and self._angles is not None:
             self._joint_rows = spart._joints.rows(self.x, self._o, self._angles, self.places)
 
+    def keep(self, rows: torch.Tensor) -> bool:
+        """Before the last layer is finished: drop all but some rows, int64 [n], of a step with prompts. Most rows of a
+        prompt have no token drawn after them, and nothing else needs what the last layer makes of them. False if all
+        rows are kept, as in a step without joints."""
+        if self._joints is None or self._joint_rows is None or not self._mixed:
+            return False
+        self._take_attended()
+        self.x, self._o = self.x.index_select(0, rows), self._o.index_select(0, rows)
+        self._mixed = False
+        self._joint_rows = self._joints.last_rows(self.x, self._o)
+        return True
+
+    def _take_attended(self) -> None:
+        """In a step with prompts, bring the O rows of attending rows beside those of prompts."""
+        if self._mixed and self._n_attend:
+            self._o[: self._n_attend].copy_(self._exchange.o)
+
     def advance(self, index: int) -> None:
         """Finish layer `index` - 1 and project layer `index`, as far as there are such layers."""
-        mixed = self._mixed and self._n_attend > 0
         if self._joint_rows is not None:
-            if mixed and index > 0:
-                self._o[: self._n_attend].copy_(self._exchange.o)
+            if index > 0:
+                self._take_attended()
             if self._joint_rows.run(index):
-                if mixed and index < len(self._layers):
+                if self._mixed and self._n_attend and index < len(self._layers):
                     self._exchange.q.copy_(self._q[: self._n_attend])
                 return
         if index > 0:
@@ -380,8 +399,7 @@ class StepState:
 
     def finish(self, layer: Layer) -> None:
         """Compute the rest of the block from the O rows and the residual stream."""
-        if self._mixed and self._n_attend:
-            self._o[: self._n_attend].copy_(self._exchange.o)
+        self._take_attended()
         o = self._o
         if layer.balance is not None:
             o = o.clone(memory_format=torch.contiguous_format)  # the link's memory stays as the R-node wrote it

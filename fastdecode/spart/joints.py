@@ -48,27 +48,8 @@ class Joints:
             return None
         assert x.dtype is o.dtype is places.q.dtype is places.kv.dtype
         assert angles[0].dtype is angles[1].dtype is torch.float32
-        return JointRows(self._native, self._layers, x, o, angles, places)
-
-
-class JointRows:
-    """The rows of a step, from one joint to the next."""
-
-    def __init__(
-        self,
-        native: _native.Joints,
-        layers: tuple[Layer, ...],
-        x: torch.Tensor,
-        o: torch.Tensor,
-        angles: tuple[torch.Tensor, torch.Tensor],
-        places: Places,
-    ):
-        self._native, self._layers = native, layers
-        self._tensors = x, o, angles, places  # their memory is what the addresses name
         cos, sin = angles
-        self._rows = (
-            x.data_ptr(),
-            o.data_ptr(),
+        projected = (
             places.q.data_ptr(),
             places.q.stride(0),
             places.kv.data_ptr(),
@@ -76,8 +57,31 @@ class JointRows:
             cos.data_ptr(),
             sin.data_ptr(),
             cos.shape[-1],
-            len(x),
         )
+        return JointRows(self._native, self._layers, x, o, projected)
+
+    def last_rows(self, x: torch.Tensor, o: torch.Tensor) -> JointRows:
+        """Rows that are only to be finished in the last layer; x and o as for `rows`, contiguous."""
+        return JointRows(self._native, self._layers, x, o)
+
+
+#: The addresses and the distances of the rows of Q and of K and V, the addresses of cos and sin, and their pairs.
+_Projected = tuple[int, int, int, int, int, int, int]
+
+
+class JointRows:
+    """The rows of a step, from one joint to the next. The step keeps their tensors."""
+
+    def __init__(
+        self,
+        native: _native.Joints,
+        layers: tuple[Layer, ...],
+        x: torch.Tensor,
+        o: torch.Tensor,
+        projected: _Projected = (0, 0, 0, 0, 0, 0, 0),
+    ):
+        self._native, self._layers = native, layers
+        self._rows = (x.data_ptr(), o.data_ptr(), *projected, len(x))
 
     def run(self, joint: int) -> bool:
         """Finish layer `joint` - 1 and project layer `joint`, as far as there are such layers. False if nothing was

@@ -119,3 +119,18 @@ def test_linears_of_other_sizes_are_refused():
     ops, layers = make_row_ops(model.config, CPU, torch.float32), model.weights.layers
     for wrong in ({"hidden_size": 32}, {"n_kv_heads": 1}, {"intermediate_size": 128}, {"n_q_heads": 2}):
         assert make_joints(replace(model.config, **wrong), layers, ops) is None
+
+
+@pytest.mark.skipif(not VECTOR_ISAS, reason="an ISA without vectors")
+async def test_the_last_layer_finishes_only_rows_with_a_token_to_draw(tmp_path, monkeypatch):
+    model, rows = load("llama-gqa", "int8"), []
+    real = decoder_module.StepState.keep
+
+    def keep(self, wanted):
+        kept = real(self, wanted)
+        rows.append(len(self.x))
+        return kept
+
+    monkeypatch.setattr(decoder_module.StepState, "keep", keep)
+    await logits(SPart, tmp_path, model)
+    assert rows == [1, 2, 1, 2]  # a step that only decodes keeps its rows as they are
