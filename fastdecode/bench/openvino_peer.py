@@ -10,6 +10,7 @@ import numpy as np
 
 from fastdecode.bench.shape import Data, Shape
 from fastdecode.daemon.roofline import huge_pages
+from fastdecode.kernels import _native
 
 #: KV format -> nearest OpenVINO cache precision.
 _PRECISIONS = {"fp32": "f32", "fp16": "f16", "bf16": "bf16", "int8": "u8", "int4": "u4", "int8-int4": "u8"}
@@ -29,12 +30,15 @@ class OpenVINOPagedAttention:
         import openvino
 
         self._shape, self._ov = shape, openvino
+        # The plugin has bf16 with AVX-512 only; fp16 takes as many bytes.
+        wide = any(isa.startswith(("avx512", "amx")) for isa in _native.isa_supported())
+        nearest = "fp16" if kv_dtype == "bf16" and not wide else kv_dtype
         hints = {
-            "KV_CACHE_PRECISION": _PRECISIONS[kv_dtype],
+            "KV_CACHE_PRECISION": _PRECISIONS[nearest],
             "INFERENCE_NUM_THREADS": threads,
             "PERFORMANCE_HINT": "LATENCY",
         }
-        if kv_dtype in ("fp32", "fp16"):  # else the plugin also uses bf16 for the cache if the CPU has it
+        if nearest in ("fp32", "fp16"):  # else the plugin also uses bf16 for the cache if the CPU has it
             hints["INFERENCE_PRECISION_HINT"] = "f32"
         compiled = openvino.Core().compile_model(self._model(), "CPU", hints)
         self._request = compiled.create_infer_request()
