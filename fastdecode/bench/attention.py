@@ -44,7 +44,7 @@ _ONE_THREAD_CONTEXT, _HEAD_SIZE = 4096, 128  # of the two parts besides the swee
 _L2 = Path("/sys/devices/system/cpu/cpu0/cache/index2/size")
 _IN_CACHE_SECONDS = 0.02  # of one round
 #: The most query rows that share each load of KV, by ISA and format (`block_rows` and `MAX_BLOCK` of the kernels).
-_BLOCK_ROWS = {("avx2", "fp16"): 6, ("avxvnni", "fp16"): 6, ("avx2", ""): 4, ("avxvnni", ""): 4}
+_BLOCK_ROWS = {("avx2", "fp16"): 5, ("avxvnni", "fp16"): 5, ("avx2", ""): 4, ("avxvnni", ""): 4}
 _MULTIPLY_ROUNDS = 2000  # takes a millisecond
 _PATIENCE = 3  # at most so many times `--rounds` rounds, to get `--rounds` judging ones
 _SETTLE_SECONDS = 0.005  # in which the threads of the last peer stop spinning

@@ -52,8 +52,7 @@ FD_INLINE void some_rows(const fd_linear_t *l, uint32_t tile, uint32_t lane, con
         for (uint32_t v = 0; v < vecs; v++) {
             const uint8_t *words = w + v * LANES * 4;
             ivec_t dot[MAX_ROWS];
-            for (uint32_t r = 0; r < n; r++)
-                dot[r] = dot_start(l, starts[(size_t)r * blocks], block + v * LANES, kind);
+            for (uint32_t r = 0; r < n; r++) dot[r] = dot_start(l, starts[(size_t)r * blocks], block + v * LANES, kind);
             if (passes == 2) {
                 ivec_t high[MAX_ROWS];
                 for (uint32_t r = 0; r < n; r++) high[r] = ivec_set1(0);
