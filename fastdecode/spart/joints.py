@@ -99,7 +99,7 @@ def _native_layer(layer: Layer) -> tuple[object, ...]:
         raise ValueError("the blocks are not Llama's")
     linears = layer.qkv, layer.o, layer.mlp.up, layer.mlp.down
     if not all(linear.native for linear in linears):
-        raise ValueError("kernels/ do not compute all products")
+        raise ValueError("kernels/ does not compute all products")
     addresses = [0 if weight is None else weight.data_ptr() for weight in (*norms, layer.q_norm, layer.k_norm)]
     return *addresses, *(linear.native for linear in linears)
 

@@ -4,8 +4,8 @@
 
 #include "joint.h"
 
-/* Each returns 1, 0 if `o` is not of its type or has no product of rows in the activation dtype `act`. The product is
- * valid as long as `o`. */
+/* Each function returns 1, or 0 if `o` is not of its type or has no product of rows in the activation dtype `act`. The
+ * product is valid as long as `o`. */
 int fd_py_quantised_product(PyObject *o, uint32_t act, fd_product_t *product); /* py_linears.c */
 int fd_py_dense16_product(PyObject *o, uint32_t act, fd_product_t *product);   /* py_dense16.c */
 

@@ -24,7 +24,7 @@ VECTOR_ISAS = [isa for isa in _native.isa_supported() if isa != "scalar"]
 MODELS = {
     ("llama-bf16", "dense"): True,
     ("llama-fp16", "dense"): True,
-    ("llama-gqa", "dense"): False,  # kernels/ have no fp32 weights
+    ("llama-gqa", "dense"): False,  # kernels/ has no fp32 weights
     ("llama-gqa", "int8"): True,
     ("llama-gqa", "int4"): True,
     ("llama-llama3", "int8"): True,  # with biases
@@ -52,7 +52,7 @@ def joints_of(model):
 
 
 async def logits(spart_of, tmp_path, model) -> list[torch.Tensor]:
-    """Of a prompt, of a step with another prompt, of one with a prompt's part, and of one that only decodes."""
+    """The logits of four steps: a prompt, a decode beside a prompt, a decode beside a part of a prompt, two decodes."""
     tokens = text(40)
     first = Chunk(0, 0, 1, 0, tokens[:20], True, GREEDY)
     steps = [
