@@ -1,8 +1,8 @@
 """Speculative decoding against plain decoding: tokens a second of one sequence at a time.
 
-Two engines with one model take turns, one of them with --speculate. In the first task the model continues a text that
-begins to repeat itself, as in a summary that quotes or an edit of code. In the second one the tokens are drawn at
-temperature 1 after random ones, so that hardly a guess is right. Both engines must give the same tokens.
+Two engines with one model take turns, one of them with --speculate. There are three tasks: to quote prose that the
+prompt gives and begins to repeat, to write code that the prompt gives before and after an edit, and to draw tokens at
+temperature 1 after random ones, where hardly a guess is right. Both engines must give the same tokens.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ import argparse
 import contextlib
 import dataclasses
 import random
+import re
 import statistics
 import time
+from importlib.metadata import metadata
 from pathlib import Path
 from typing import Any
 
@@ -38,13 +40,15 @@ COMMAND = ("speculate", "speculative against plain decoding, one sequence at a t
 
 _ROWS = 128
 _PROMPT_TOKENS = 400
+_BEGUN_TOKENS = 16  # of a text that the model is to finish
 _KV_BYTES = 1 << 28
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", type=Path, metavar="PATH", help="as for fastdecode-node; default: the demo model")
     parser.add_argument("--speculate", type=guesses, default=8, metavar="suffix:K", help="as for fastdecode-node")
-    parser.add_argument("--file", type=Path, help="text to repeat; default: code of fastdecode")
+    parser.add_argument("--prose", type=Path, metavar="FILE", help="text to quote; default: fastdecode's README")
+    parser.add_argument("--code", type=Path, metavar="FILE", help="code to edit; default: a file of fastdecode")
     parser.add_argument("--tokens", type=int, default=200, help="tokens to generate")
     parser.add_argument("--threads", type=int, help="threads of the S-Part; default: all cores")
     parser.add_argument("--rounds", type=int, default=5)
@@ -74,14 +78,17 @@ async def _run(args: argparse.Namespace) -> dict[str, Any]:
     dtype = choose_dtype("auto", backend.config.dtype, device)
     model = backend.load(device, dtype)
     set_threads(pool_threads(), model)
-    text = (args.file or Path(room.__path__[0]) / "sequence.py").read_text()
-    source = Tokenizer.from_dir(path).encode(text)[:_PROMPT_TOKENS]
+    greedy = SamplingParams(max_tokens=args.tokens, temperature=0.0, ignore_eos=True)
+    tokenizer = Tokenizer.from_dir(path)
+    prose = args.prose.read_text() if args.prose else metadata("fastdecode").get_payload()
+    code = (args.code or Path(room.__path__[0]) / "sequence.py").read_text()
     rng = random.Random(0)
     tasks = {
-        "copy": (source + source[:8], SamplingParams(max_tokens=args.tokens, temperature=0.0, ignore_eos=True)),
+        "quote": (_quote(tokenizer, prose), greedy),
+        "edit": (_edit(tokenizer, code), greedy),
         "random": (
             [rng.randrange(model.config.vocab_size) for _ in range(_PROMPT_TOKENS)],
-            SamplingParams(max_tokens=args.tokens, temperature=1.0, seed=0, ignore_eos=True),
+            dataclasses.replace(greedy, temperature=1.0, seed=0),
         ),
     }
     rates: dict[str, dict[str, list[float]]] = {task: {"plain": [], "guessing": []} for task in tasks}
@@ -105,16 +112,16 @@ async def _run(args: argparse.Namespace) -> dict[str, Any]:
             await engine.start()
             stack.push_async_callback(engine.stop)
             engines[name] = engine
-        for warm in tqdm([True] + [False] * args.rounds, desc="rounds", unit="round"):
+        for round_ in tqdm(range(1 + args.rounds), desc="rounds", unit="round"):  # round 0 warms up
             for task, (prompt, params) in tasks.items():
                 answers = []
-                for name, engine in engines.items():
-                    before = dataclasses.replace(engine.stats.totals)
+                before = dataclasses.replace(engines["guessing"].stats.totals)
+                for name, engine in sorted(engines.items(), reverse=round_ % 2 == 0):
                     answer, seconds = await _decode(engine, prompt, params)
                     answers.append(answer)
-                    if not warm:
+                    if round_ > 0:
                         rates[task][name].append((len(answer) - 1) / seconds)
-                after = engine.stats.totals
+                after = engines["guessing"].stats.totals
                 judged[task] = (after.guessed_right - before.guessed_right, after.guessed - before.guessed)
                 if answers[0] != answers[1]:
                     raise RuntimeError(f"the {task} task gave other tokens with guesses than without")
@@ -124,6 +131,21 @@ async def _run(args: argparse.Namespace) -> dict[str, Any]:
         "threads": pool_threads(),
         "rows": [_row(task, rates[task], *judged[task]) for task in tasks],
     }
+
+
+def _quote(tokenizer: Tokenizer, prose: str) -> list[int]:
+    """A prompt of a text and its beginning, which a model goes on to repeat."""
+    text = tokenizer.encode(prose)[:_PROMPT_TOKENS]
+    return text + tokenizer.encode("\n\n", add_special_tokens=False) + text[:_BEGUN_TOKENS]
+
+
+def _edit(tokenizer: Tokenizer, code: str) -> list[int]:
+    """A prompt of code, the same code with another name for its longest word, and the beginning of that."""
+    before = tokenizer.decode(tokenizer.encode(code)[: _PROMPT_TOKENS // 2])
+    after = before.replace(max(re.findall(r"\w+", before), key=len), "renamed")
+    heading = "\n```\n\nThe same file with another name:\n```python\n"
+    begun = tokenizer.decode(tokenizer.encode(after)[:_BEGUN_TOKENS])
+    return tokenizer.encode(f"```python\n{before}{heading}{after}{heading}{begun}")
 
 
 async def _decode(engine: Engine, prompt: list[int], params: SamplingParams) -> tuple[list[int], float]:
