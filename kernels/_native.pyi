@@ -131,6 +131,9 @@ class QuantisedLinear:
     def run(self, x: Buffer, y: Buffer, threads: int, width: int = ..., first: int = 0, /) -> None:
         """Write x Wᵀ + b of x [rows, ins] to the columns of y [rows, width] from `first` on, both fp32; `width` is outs
         if it is left out. Other Python threads run meanwhile."""
+    def read_rows(self, ids: Buffer, first: int, y: Buffer, /) -> None:
+        """Write the rows `ids` - `first` of W to y [n, ins] fp32; ids is int64 [n]. Rows that W lacks are left out.
+        Other Python threads run meanwhile. Raises ValueError for buffers of other sizes."""
 
 class RowDraws:
     """Draws the next tokens of rows of logits (draw_rows.h). Arguments are addresses of C-contiguous arrays, 0 for
@@ -278,6 +281,10 @@ class RowOps:
         /,
     ) -> None: ...
 
+#: The rows of a step: the addresses of x and o, the address and the stride of Q, the same of K and V, the addresses of
+#: cos and sin, their pairs, the number of rows, and of threads. The addresses of Q to sin are 0 if no layer follows.
+_JointStep = tuple[int, int, int, int, int, int, int, int, int, int, int]
+
 class Joints:
     """What an S-Part computes between the attention of two layers (joint.h). Norms and rows are given as addresses of
     C-contiguous memory, which is not checked."""
@@ -299,23 +306,11 @@ class Joints:
 
         Raises ValueError if the ISA has no row operations for the dtype, or linears of other sizes or dtypes.
         """
-    def run(
-        self,
-        layer: int,
-        x: int,
-        o: int,
-        q: int,
-        q_stride: int,
-        kv: int,
-        kv_stride: int,
-        cos: int,
-        sin: int,
-        pairs: int,
-        rows: int,
-        threads: int,
-        /,
-    ) -> None:
+    def run(self, layer: int, step: _JointStep, /) -> None:
         """Finish block `layer` - 1, project block `layer`. Other Python threads run meanwhile. Raises MemoryError."""
+    def between(self, step: _JointStep, /) -> object:
+        """The PyCapsule "fastdecode.between" (between.h) that runs the joints of a step. The step's memory must outlive
+        it. Raises MemoryError."""
 
 # ---- the R-engine (engine.h, memory.h) ----
 

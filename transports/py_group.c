@@ -1,36 +1,8 @@
 /* The type StepGroup of fastdecode.transports._native: one step of a mini-batch over all links that have rows in it. */
-#include "py_port.h"
+#include "py_group.h"
 
 /* More bytes than this are copied without the GIL. */
 #define GIL_BYTES (256u << 10)
-
-/* The columns of the step's rows that a layer exchanges with one member, as byte ranges [from, to) of a row. In the
- * member's slot each of q, k and o begins its row, and v follows k. */
-typedef struct {
-    uint32_t q[2], k[2], v[2], o[2];
-} columns_t;
-
-typedef struct {
-    PortObject *port;
-    uint32_t attend_from, attend_to, append_from, append_to; /* the link's rows among the step's rows */
-    bool failed;                                             /* it takes no part in the step any more */
-    Py_buffer columns; /* a columns_t for each layer; without bytes: the member's rows are the step's whole rows */
-    Py_buffer table;
-} member_t;
-
-typedef struct {
-    PyObject_HEAD
-    uint32_t slot;
-    size_t n;
-    member_t *members;
-    fd_awaited_t *awaited;                         /* [n] */
-    size_t *who;                                   /* [n] the member of each awaited slot */
-    Py_buffer q, kv, o;                            /* without bytes: the rows are in the slots */
-    size_t q_row_bytes, kv_row_bytes, o_row_bytes; /* of a row of these buffers */
-    size_t bytes_per_layer;
-    bool local; /* no member's carrier makes system calls that move rows */
-    bool busy;  /* a thread is in a method */
-} GroupObject;
 
 static uint32_t n_attend(const member_t *m) { return m->attend_to - m->attend_from; }
 static uint32_t n_append(const member_t *m) { return m->append_to - m->append_from; }
@@ -212,8 +184,7 @@ static int add_result(GroupObject *self, PyObject **failures, size_t i, const fd
 
 /* ---- calls ---- */
 
-/* Lists the members that take part in `awaited`. False with an exception if another thread uses the group. */
-static bool begin(GroupObject *self, size_t *n) {
+bool fd_py_group_begin(GroupObject *self, size_t *n) {
     if (self->busy) {
         PyErr_SetString(PyExc_RuntimeError, "another thread uses this group");
         return false;
@@ -230,20 +201,18 @@ static bool begin(GroupObject *self, size_t *n) {
     return true;
 }
 
-/* Lets other threads run Python, and holds the ports of the first `n` awaited open meanwhile. */
-static PyThreadState *leave_python(GroupObject *self, size_t n) {
+PyThreadState *fd_py_group_leave_python(GroupObject *self, size_t n) {
     for (size_t k = 0; k < n; k++) self->awaited[k].open = fd_py_port_enter(self->members[self->who[k]].port);
     return PyEval_SaveThread();
 }
 
-static void return_to_python(GroupObject *self, size_t n, PyThreadState *state) {
+void fd_py_group_return_to_python(GroupObject *self, size_t n, PyThreadState *state) {
     for (size_t k = 0; k < n; k++)
         if (self->awaited[k].open) fd_py_port_leave(self->members[self->who[k]].port);
     PyEval_RestoreThread(state);
 }
 
-/* Returns the failures among the first `n` awaited, or None. */
-static PyObject *end(GroupObject *self, size_t n, const char *misuse) {
+PyObject *fd_py_group_end(GroupObject *self, size_t n, const char *misuse) {
     PyObject *failures = NULL;
     int rc = 0;
     for (size_t k = 0; k < n && !rc; k++)
@@ -259,8 +228,8 @@ static PyObject *end(GroupObject *self, size_t n, const char *misuse) {
 static PyObject *group_arm(GroupObject *self, PyObject *unused) {
     size_t n;
     const char *misuse = NULL, *wrong = NULL;
-    if (!begin(self, &n)) return NULL;
-    PyThreadState *state = leave_python(self, n);
+    if (!fd_py_group_begin(self, &n)) return NULL;
+    PyThreadState *state = fd_py_group_leave_python(self, n);
     for (size_t k = 0; k < n && !wrong; k++) {
         const Py_buffer *table = &self->members[self->who[k]].table;
         fd_awaited_t *a = &self->awaited[k];
@@ -268,8 +237,8 @@ static PyObject *group_arm(GroupObject *self, PyObject *unused) {
         a->result = fd_port_arm(a->port, a->slot, table->buf, (size_t)table->len / sizeof(fd_row_t), &misuse);
         if (a->result == FD_PORT_MISUSE) wrong = misuse;
     }
-    return_to_python(self, n, state);
-    return end(self, n, wrong);
+    fd_py_group_return_to_python(self, n, state);
+    return fd_py_group_end(self, n, wrong);
 }
 
 /* Copies `bytes` bytes of each of `n` rows. */
@@ -304,8 +273,7 @@ static void scatter(const GroupObject *self, const member_t *m, uint32_t layer) 
            n_append(m) * self->kv_row_bytes);
 }
 
-/* Copies the O rows of the members that have answered a layer from their slots to the step's buffer. */
-static void gather(const GroupObject *self, size_t n) {
+void fd_py_group_gather(const GroupObject *self, size_t n) {
     for (size_t k = 0; k < n; k++) {
         const member_t *m = &self->members[self->who[k]];
         const fd_port_t *port = &m->port->port;
@@ -324,7 +292,7 @@ static void gather(const GroupObject *self, size_t n) {
 
 /* Over shared memory a send is a fence, which waits for the cache lines of the rows; the sends come last, so that the
  * first one waits for the lines of all links at once. Over a wire, a link's rows travel while the next are copied. */
-static const char *ring_all(GroupObject *self, size_t n, uint32_t layer) {
+const char *fd_py_group_ring(GroupObject *self, size_t n, uint32_t layer) {
     const char *misuse = NULL;
     for (size_t k = 0; k < n && !misuse; k++) {
         fd_awaited_t *a = &self->awaited[k];
@@ -344,16 +312,16 @@ static PyObject *group_ring(GroupObject *self, PyObject *arg) {
     if (PyErr_Occurred()) return NULL;
     size_t n;
     const char *misuse;
-    if (!begin(self, &n)) return NULL;
+    if (!fd_py_group_begin(self, &n)) return NULL;
     const uint32_t index = layer < FD_MAX_LAYERS ? (uint32_t)layer : FD_MAX_LAYERS;
     if (self->local && self->bytes_per_layer <= GIL_BYTES) {
-        misuse = ring_all(self, n, index);
+        misuse = fd_py_group_ring(self, n, index);
     } else {
-        PyThreadState *state = leave_python(self, n);
-        misuse = ring_all(self, n, index);
-        return_to_python(self, n, state);
+        PyThreadState *state = fd_py_group_leave_python(self, n);
+        misuse = fd_py_group_ring(self, n, index);
+        fd_py_group_return_to_python(self, n, state);
     }
-    return end(self, n, misuse);
+    return fd_py_group_end(self, n, misuse);
 }
 
 /* True if the slot has sent something that is not answered. */
@@ -368,7 +336,7 @@ static PyObject *group_wait(GroupObject *self, PyObject *args, PyObject *kwargs)
     int rows = 1;
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&|p:wait", names, fd_py_timeout, &timeout_ns, &rows)) return NULL;
     size_t n, pending = 0;
-    if (!begin(self, &n)) return NULL;
+    if (!fd_py_group_begin(self, &n)) return NULL;
     for (size_t k = 0; k < n; k++) {
         fd_awaited_t *a = &self->awaited[k];
         if (a->result != FD_PORT_PENDING) continue;
@@ -378,106 +346,19 @@ static PyObject *group_wait(GroupObject *self, PyObject *args, PyObject *kwargs)
     }
     const bool copy = rows && self->o.buf;
     if (pending || (copy && self->bytes_per_layer > GIL_BYTES)) {
-        PyThreadState *state = leave_python(self, n);
+        PyThreadState *state = fd_py_group_leave_python(self, n);
         fd_port_await(self->awaited, n, timeout_ns);
-        if (copy) gather(self, n);
-        return_to_python(self, n, state);
+        if (copy) fd_py_group_gather(self, n);
+        fd_py_group_return_to_python(self, n, state);
     } else if (copy) {
-        gather(self, n);
+        fd_py_group_gather(self, n);
     }
-    return end(self, n, NULL);
-}
-
-/* ---- waiting for any of several groups and descriptors ---- */
-
-enum { WAITS_MAX = 2 * FD_MAX_SLOTS };
-
-typedef struct {
-    fd_awaited_t *awaited; /* room for the members of all groups */
-    PortObject **ports;    /* of each awaited slot: NULL if it was not entered */
-    size_t ends[WAITS_MAX], group_of[WAITS_MAX], n_groups;
-    struct pollfd fds[WAITS_MAX + 1];
-    size_t fd_of[WAITS_MAX + 1], n_fds;
-    size_t n;
-} any_t;
-
-/* Lists the members of a group that are awaited, and holds their ports open. */
-static void list_group(any_t *any, GroupObject *group, size_t index) {
-    for (size_t i = 0; i < group->n; i++) {
-        const member_t *m = &group->members[i];
-        if (m->failed) continue;
-        const bool open = fd_py_port_enter(m->port);
-        any->ports[any->n] = open ? m->port : NULL;
-        any->awaited[any->n++] = (fd_awaited_t){
-            .port = &m->port->port, .slot = group->slot, .result = open ? FD_PORT_PENDING : FD_PORT_DOWN, .peek = true};
-    }
-    any->group_of[any->n_groups] = index;
-    any->ends[any->n_groups++] = any->n;
-}
-
-/* Sorts the waits by kind. The index of one that is over already, -1, or -2 with an exception. */
-static long list_waits(any_t *any, PyObject **waits, size_t n) {
-    for (size_t i = 0; i < n; i++) {
-        if (waits[i] == Py_None) return (long)i;
-        if (Py_IS_TYPE(waits[i], fd_py_group_type)) {
-            list_group(any, (GroupObject *)waits[i], i);
-            continue;
-        }
-        const int fd = (int)PyLong_AsLong(waits[i]);
-        if (fd == -1 && PyErr_Occurred()) return -2;
-        any->fd_of[any->n_fds] = i;
-        any->fds[any->n_fds++] = (struct pollfd){.fd = fd, .events = POLLIN};
-    }
-    return -1;
-}
-
-static long wait_for_any(any_t *any, size_t n, int wake_fd, uint64_t timeout_ns) {
-    any->fd_of[any->n_fds] = n; /* the last descriptor stands for no wait */
-    any->fds[any->n_fds++] = (struct pollfd){.fd = wake_fd, .events = POLLIN};
-    const fd_waits_t waits = {any->awaited, any->n, any->ends, any->n_groups, any->fds, any->n_fds};
-    long over;
-    Py_BEGIN_ALLOW_THREADS
-    over = fd_port_await_any(&waits, timeout_ns);
-    Py_END_ALLOW_THREADS
-    if (over < 0) return -1;
-    const size_t index = (size_t)over < any->n_groups ? any->group_of[over] : any->fd_of[(size_t)over - any->n_groups];
-    return index < n ? (long)index : -1;
-}
-
-PyObject *fd_py_wait_any(PyObject *module, PyObject *args) {
-    PyObject *list, *result = NULL;
-    int wake_fd;
-    uint64_t timeout_ns;
-    if (!PyArg_ParseTuple(args, "OiO&:wait_any", &list, &wake_fd, fd_py_timeout, &timeout_ns)) return NULL;
-    PyObject *waits = PySequence_Fast(list, "waits are a sequence");
-    if (!waits) return NULL;
-    const size_t n = (size_t)PySequence_Fast_GET_SIZE(waits);
-    size_t members = 1;
-    for (size_t i = 0; i < n; i++) {
-        PyObject *wait = PySequence_Fast_GET_ITEM(waits, (Py_ssize_t)i);
-        if (Py_IS_TYPE(wait, fd_py_group_type)) members += ((GroupObject *)wait)->n;
-    }
-    any_t any = {0};
-    any.awaited = PyMem_Calloc(members, sizeof *any.awaited);
-    any.ports = PyMem_Calloc(members, sizeof(PortObject *));
-    if (!any.awaited || !any.ports) PyErr_NoMemory();
-    else if (n > WAITS_MAX) PyErr_Format(PyExc_ValueError, "%zu waits are more than %d", n, WAITS_MAX);
-    else {
-        long over = list_waits(&any, PySequence_Fast_ITEMS(waits), n);
-        if (over == -1) over = wait_for_any(&any, n, wake_fd, timeout_ns);
-        if (over >= -1) result = over < 0 ? Py_NewRef(Py_None) : PyLong_FromLong(over);
-    }
-    for (size_t i = 0; i < any.n; i++)
-        if (any.ports[i]) fd_py_port_leave(any.ports[i]);
-    PyMem_Free(any.awaited);
-    PyMem_Free(any.ports);
-    Py_DECREF(waits);
-    return result;
+    return fd_py_group_end(self, n, NULL);
 }
 
 static PyObject *group_disarm(GroupObject *self, PyObject *unused) {
     size_t n;
-    if (!begin(self, &n)) return NULL;
+    if (!fd_py_group_begin(self, &n)) return NULL;
     PyObject *totals = PyList_New(0);
     for (size_t k = 0; totals && k < n; k++) {
         fd_report_t report;
@@ -497,6 +378,7 @@ static PyMethodDef group_methods[] = {
     {"ring", (PyCFunction)group_ring, METH_O, NULL},
     {"wait", (PyCFunction)(void (*)(void))group_wait, METH_VARARGS | METH_KEYWORDS, NULL},
     {"disarm", (PyCFunction)group_disarm, METH_NOARGS, NULL},
+    {"run_layers", (PyCFunction)fd_py_group_run_layers, METH_VARARGS, NULL},
     {0},
 };
 

@@ -80,7 +80,7 @@ async def _run(args: argparse.Namespace) -> dict[str, Any]:
     set_threads(pool_threads(), model)
     greedy = SamplingParams(max_tokens=args.tokens, temperature=0.0, ignore_eos=True)
     tokenizer = Tokenizer.from_dir(path)
-    prose = args.prose.read_text() if args.prose else metadata("fastdecode").get_payload()
+    prose = args.prose.read_text() if args.prose else str(metadata("fastdecode").json["description"])
     code = (args.code or Path(room.__path__[0]) / "sequence.py").read_text()
     rng = random.Random(0)
     tasks = {

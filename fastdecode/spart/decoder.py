@@ -61,7 +61,8 @@ class SPart:
     @torch.inference_mode()
     def step(self, batch: StepBatch, keep_logits: bool = False) -> Generator[Pending, float | None, StepOutput]:
         """Run `batch` through all layers. Once a layer, after the layer's rows are posted, the generator yields the
-        answers that it waits for. Returns a StepOutput.
+        answers that it waits for. A step yields nothing where no other step could use the time: on links of one slot,
+        one call of C runs all layers. Returns a StepOutput.
 
         `keep_logits` puts the logits of the sampled rows into the output. Raises ValueError for a batch that breaks the
         rules of batch.py; CallRefused and LinkDown if every link of the step has failed. After an error, and after
@@ -79,7 +80,15 @@ class SPart:
             state = StepState(self, rows.uploaded, exchange, rows.prompts, rows.adapters)
             n_layers, last_rows = len(self._weights.layers), rows.uploaded["last rows"]
             state.advance(0)
-            for i in range(n_layers):
+            between = state.between() if exchange.alone else None
+            done = 0  # layers
+            while done < n_layers and between is not None:
+                times, whole = exchange.run_layers(between, done, n_layers, batch.layer_timeout)
+                clock.exchanged(times)
+                done += len(times)
+                if not whole:
+                    state.advance(done)
+            for i in range(done, n_layers):
                 exchange.post(i, batch.layer_timeout)
                 state.attend_prompts(i)
                 clock.part_ended()
@@ -377,6 +386,11 @@ class StepState:
             self.finish(self._layers[index - 1])
         if index < len(self._layers):
             self.project(self._layers[index])
+
+    def between(self) -> object | None:
+        """What `advance` computes for all layers but the first, for Exchange.run_layers. None in a step with prompts,
+        and where no joints can do it."""
+        return None if self._mixed or self._joint_rows is None else self._joint_rows.between()
 
     def project(self, layer: Layer) -> None:
         """Compute the layer's Q, K and V rows from the residual stream, ready to be posted."""

@@ -81,15 +81,23 @@ class JointRows:
         projected: _Projected = (0, 0, 0, 0, 0, 0, 0),
     ):
         self._native, self._layers = native, layers
-        self._rows = (x.data_ptr(), o.data_ptr(), *projected, len(x))
+        self._step = (x.data_ptr(), o.data_ptr(), *projected, len(x), pool_threads())
 
     def run(self, joint: int) -> bool:
         """Finish layer `joint` - 1 and project layer `joint`, as far as there are such layers. False if nothing was
         done, because one of the layers is balanced."""
-        if any(layer.balance is not None for layer in self._layers[max(0, joint - 1) : joint + 1]):
+        if _balanced(self._layers[max(0, joint - 1) : joint + 1]):
             return False
-        self._native.run(joint, *self._rows, pool_threads())
+        self._native.run(joint, self._step)
         return True
+
+    def between(self) -> object | None:
+        """What runs all joints but the first for StepGroup.run_layers. None if a layer is balanced."""
+        return None if _balanced(self._layers) else self._native.between(self._step)
+
+
+def _balanced(layers: Sequence[Layer]) -> bool:
+    return any(layer.balance is not None for layer in layers)
 
 
 def _native_layer(layer: Layer) -> tuple[object, ...]:

@@ -12,6 +12,9 @@ import time
 from collections import deque
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 #: Parts that a timeline keeps: at 32 layers, those of the last 120 steps.
 _KEPT = 4096
 
@@ -60,6 +63,16 @@ class StepClock:
     def waits(self, since: float | None) -> None:
         """Note that the S-Part has waited for the reply since this time (time.perf_counter); None: since now."""
         self._asked = time.perf_counter() if since is None else since
+
+    def exchanged(self, times: npt.NDArray[np.float64]) -> None:
+        """Note layers that ran one after another: when each was posted, and when its reply had come. float64
+        [layers, 2]."""
+        for posted, replied in times.tolist():
+            self.s_seconds += posted - self._replied
+            self._timeline.add(Part(self._slot, self._number, self._asked, self._replied, posted))
+            self._number += 1
+            self._asked, self._replied = posted, replied
+            self.r_wait_seconds += replied - posted
 
     def replied(self) -> None:
         """Note that the reply has come, so the S-Part computes from now on."""

@@ -3,6 +3,7 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
+#include "between.h"
 #include "joint.h"
 #include "py_isa.h"
 #include "py_products.h"
@@ -114,22 +115,34 @@ static void joints_dealloc(joints_t *self) {
     Py_DECREF(type);
 }
 
-static PyObject *joints_run(joints_t *self, PyObject *args) {
-    unsigned long long x, o, q, kv, cos, sin;
-    Py_ssize_t layer, q_stride, kv_stride, pairs, rows;
+/* The rows of a step, and the threads that compute them. */
+typedef struct {
+    fd_joint_rows_t rows;
     unsigned threads;
-    if (!PyArg_ParseTuple(args, "nKKKnKnKKnnI", &layer, &x, &o, &q, &q_stride, &kv, &kv_stride, &cos, &sin, &pairs,
-                          &rows, &threads))
-        return NULL;
-    if (layer < 0 || (size_t)layer > self->joints.n_layers || rows < 0)
-        return PyErr_Format(PyExc_ValueError, "no joint %zd, or %zd rows", layer, rows);
+} step_t;
+
+/* Reads x, o, q, q_stride, kv, kv_stride, cos, sin, pairs, rows, threads, and makes room for so many rows. */
+static int read_step(joints_t *self, PyObject *tuple, step_t *step) {
+    unsigned long long x, o, q, kv, cos, sin;
+    Py_ssize_t q_stride, kv_stride, pairs, rows;
+    if (!PyArg_ParseTuple(tuple, "KKKnKnKKnnI", &x, &o, &q, &q_stride, &kv, &kv_stride, &cos, &sin, &pairs, &rows,
+                          &step->threads))
+        return 0;
+    if (rows < 0) {
+        PyErr_Format(PyExc_ValueError, "%zd rows", rows);
+        return 0;
+    }
     if ((size_t)rows > self->scratch_rows) {
         PyMem_RawFree(self->scratch);
         self->scratch = PyMem_RawMalloc(fd_joint_scratch(&self->joints, (size_t)rows));
         self->scratch_rows = self->scratch ? (size_t)rows : 0;
-        if (!self->scratch) return PyErr_NoMemory();
     }
-    const fd_joint_rows_t r = {
+    if (rows && !self->scratch) {
+        PyErr_NoMemory();
+        return 0;
+    }
+    if (!step->threads) step->threads = 1;
+    step->rows = (fd_joint_rows_t){
         .x = POINTER(x),
         .o = POINTER(o),
         .q = POINTER(q),
@@ -141,17 +154,69 @@ static PyObject *joints_run(joints_t *self, PyObject *args) {
         .pairs = (size_t)pairs,
         .rows = (size_t)rows,
     };
-    int error = 0;
+    return 1;
+}
+
+static int run_joint(const joints_t *self, size_t layer, const step_t *step) {
+    if (!step->rows.rows) return 0;
+    return fd_joint_run(&self->joints, layer, &step->rows, self->scratch, step->threads);
+}
+
+static PyObject *joints_run(joints_t *self, PyObject *args) {
+    Py_ssize_t layer;
+    PyObject *tuple;
+    step_t step;
+    if (!PyArg_ParseTuple(args, "nO!", &layer, &PyTuple_Type, &tuple) || !read_step(self, tuple, &step)) return NULL;
+    if (layer < 0 || (size_t)layer > self->joints.n_layers)
+        return PyErr_Format(PyExc_ValueError, "no joint %zd", layer);
+    int error;
     Py_BEGIN_ALLOW_THREADS
-    if (rows) error = fd_joint_run(&self->joints, (size_t)layer, &r, self->scratch, threads ? threads : 1);
+    error = run_joint(self, (size_t)layer, &step);
     Py_END_ALLOW_THREADS
     if (error) return PyErr_NoMemory();
     Py_RETURN_NONE;
 }
 
+/* The joints of one step. */
+typedef struct {
+    fd_between_t contract; /* what the capsule points to */
+    joints_t *joints;
+    step_t step;
+} between_t;
+
+static int between_run(void *self, uint32_t layer) {
+    const between_t *between = self;
+    if (layer > between->joints->joints.n_layers || between->step.rows.rows > between->joints->scratch_rows) return -1;
+    return run_joint(between->joints, layer, &between->step);
+}
+
+static void between_free(PyObject *capsule) {
+    between_t *between = PyCapsule_GetContext(capsule);
+    Py_DECREF(between->joints);
+    PyMem_Free(between);
+}
+
+static PyObject *joints_between(joints_t *self, PyObject *tuple) {
+    between_t *between = PyMem_Calloc(1, sizeof *between);
+    if (!between) return PyErr_NoMemory();
+    between->contract = (fd_between_t){between_run, between};
+    PyObject *capsule = NULL;
+    if (PyTuple_Check(tuple) && read_step(self, tuple, &between->step))
+        capsule = PyCapsule_New(&between->contract, FD_BETWEEN_CAPSULE, between_free);
+    else if (!PyErr_Occurred()) PyErr_SetString(PyExc_TypeError, "a step is a tuple");
+    if (!capsule) {
+        PyMem_Free(between);
+        return NULL;
+    }
+    between->joints = (joints_t *)Py_NewRef(self);
+    PyCapsule_SetContext(capsule, between);
+    return capsule;
+}
+
 static PyMethodDef methods[] = {
     {"run", (PyCFunction)joints_run, METH_VARARGS,
-     "run(layer, x, o, q, q_stride, kv, kv_stride, cos, sin, pairs, rows, threads): see fd_joint_run."},
+     "run(layer, (x, o, q, q_stride, kv, kv_stride, cos, sin, pairs, rows, threads)): see fd_joint_run."},
+    {"between", (PyCFunction)joints_between, METH_O, "between(step): the capsule of between.h for the rows of a step."},
     {NULL, NULL, 0, NULL},
 };
 static PyType_Slot slots[] = {

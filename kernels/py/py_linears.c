@@ -128,11 +128,35 @@ static PyObject *linear_wants_signed(PyObject *type, PyObject *unused) {
     return PyBool_FromLong(fd_linear_ops(isa)->wants_signed);
 }
 
+static PyObject *linear_read_rows(linear_t *self, PyObject *args) {
+    Py_buffer ids, y;
+    long long first;
+    const fd_linear_t *l = &self->linear;
+    if (!PyArg_ParseTuple(args, "y*Lw*", &ids, &first, &y)) return NULL;
+    const size_t n = (size_t)ids.len / sizeof(int64_t);
+    const int fits = (size_t)ids.len == n * sizeof(int64_t) && (size_t)y.len == n * l->ins * sizeof(float);
+    if (fits) {
+        Py_BEGIN_ALLOW_THREADS
+        for (size_t i = 0; i < n; i++) {
+            const int64_t id = ((const int64_t *)ids.buf)[i];
+            if (id >= first && id - first < l->outs)
+                fd_linear_row(l, (uint32_t)(id - first), (float *)y.buf + i * l->ins);
+        }
+        Py_END_ALLOW_THREADS
+    }
+    PyBuffer_Release(&ids);
+    PyBuffer_Release(&y);
+    if (!fits) return PyErr_Format(PyExc_ValueError, "ids and y are not int64 [n] and fp32 [n, %u]", l->ins);
+    Py_RETURN_NONE;
+}
+
 static PyMethodDef methods[] = {
     {"wants_signed", linear_wants_signed, METH_NOARGS | METH_STATIC,
      "wants_signed(): whether rotated matrices of 8 bits are stored as signed numbers, with negated sums."},
     {"run", (PyCFunction)linear_run, METH_VARARGS,
      "run(x, y, threads, width=outs, first=0): y [rows, first:first+outs of width] = x [rows, ins] W^T + b."},
+    {"read_rows", (PyCFunction)linear_read_rows, METH_VARARGS,
+     "read_rows(ids, first, y): y [n, ins] gets the rows ids [n] - first of W, as far as W has such rows."},
     {NULL, NULL, 0, NULL},
 };
 static PyGetSetDef getset[] = {

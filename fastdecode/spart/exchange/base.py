@@ -15,6 +15,7 @@ from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from fastdecode.region.contract import ROW_ATTEND, ROW_CUT, ROW_DTYPE, ROW_SLIDE
@@ -220,6 +221,29 @@ class Exchange(StepLinks, ABC):
         self._send_rows()
         self._layer = layer
         self._check(self._group.ring(layer))
+
+    @property
+    def alone(self) -> bool:
+        """True if no other step can be in progress on these links, and `run_layers` may run this one."""
+        links = [rows.views.link for rows in self._link_rows]
+        return self._merged is None and all(link.geometry.n_slots == 1 for link in links)
+
+    def run_layers(
+        self, between: object, from_layer: int, to_layer: int, timeout: float
+    ) -> tuple[npt.NDArray[np.float64], bool]:
+        """`post` and `wait` for each layer from `from_layer` to before `to_layer`, on a CPU, and after each of them
+        what `between` (StepGroup.run_layers) computes. No other step can run meanwhile.
+
+        Returns when each layer was posted and when its reply had come, float64 [layers, 2] in seconds of
+        time.perf_counter. False if a link has failed: then what is between the last of these layers and the next is
+        still to be computed.
+        """
+        if not self._judged:
+            self.judge(timeout)
+            self._judged = True
+        failures, times = self._group.run_layers(between, from_layer, to_layer, timeout)
+        self._check(failures)
+        return np.frombuffer(times).reshape(-1, 2), failures is None
 
     def follow(self, layer: int) -> None:
         """Let `wait` wait for a layer of a step that another process has armed, on links over shared memory whose

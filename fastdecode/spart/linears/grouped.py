@@ -87,6 +87,11 @@ class GroupedLinear(Linear):
         return self._outs
 
     @property
+    def ins(self) -> int:
+        """The columns of the matrix."""
+        return self._ins
+
+    @property
     def native(self) -> tuple[QuantisedLinear, ...]:
         return () if self._native is None else (self._native,)
 
@@ -110,12 +115,25 @@ class GroupedLinear(Linear):
         return self.rows(torch.arange(self._outs, device=self._weights.device))
 
     def rows(self, index: torch.Tensor) -> torch.Tensor:
-        """Rows of the matrix: index [n] -> [n, in] fp32."""
-        stored = self._stored_rows(index)
-        return rotate(stored) if self._rotated else stored
+        """Rows of the matrix: index int64 [n] -> [n, in] fp32."""
+        y = torch.empty(len(index), self._ins, device=index.device)
+        self.read_rows(index, 0, y)
+        return y
+
+    def read_rows(self, ids: torch.Tensor, first: int, y: torch.Tensor) -> None:
+        """Write the rows `ids` - `first` to y [n, in] fp32, as far as the matrix has them; ids is int64 [n]."""
+        if self._native is not None:
+            self._native.read_rows(ids.contiguous().numpy(), first, y.numpy())
+            return
+        index = ids - first
+        rows = self._stored_rows(index.clamp(0, self._outs - 1))
+        if self._rotated:
+            rows = rotate(rows)
+        inside = (index >= 0) & (index < self._outs)
+        y.copy_(torch.where(inside[:, None], rows, y))
 
     def _stored_rows(self, index: torch.Tensor) -> torch.Tensor:
-        """Rows of the matrix as they are stored, rotated or not."""
+        """Rows of the matrix as they are stored, rotated or not, where there are no kernels."""
         tile, lane = index // _LANES, index % _LANES
         q = self._weights[tile, :, :, lane]  # [n, blocks, chunks, 4], chunks in pairs with 4 bits
         if self._signed:
@@ -146,10 +164,9 @@ class GroupedEmbedding(Embedding):
         self.nbytes = 0 if shared else sum(linear.nbytes for linear in linears)
 
     def __call__(self, ids: torch.Tensor) -> torch.Tensor:
-        rows, first = self._linears[0].rows(ids.clamp_max(self._linears[0].outs - 1)), self._linears[0].outs
-        for linear in self._linears[1:]:
-            inside = linear.rows((ids - first).clamp(0, linear.outs - 1))
-            rows = torch.where((ids >= first)[:, None], inside, rows)
+        rows, first = torch.zeros(len(ids), self._linears[0].ins, device=ids.device), 0
+        for linear in self._linears:
+            linear.read_rows(ids, first, rows)
             first += linear.outs
         return rows.to(self._dtype)
 

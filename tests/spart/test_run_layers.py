@@ -1,0 +1,121 @@
+"""Steps that are alone on their links: one call of C runs all layers, with the results of layer after layer."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from checkpoints import make_checkpoint
+from spart_steps import GREEDY, linked, run, text
+
+from fastdecode.kernels import _native
+from fastdecode.spart import SPart, load_model
+from fastdecode.spart.batch import Chunk, StepBatch
+from fastdecode.spart.exchange.base import Exchange
+from fastdecode.spart.weights import Balance
+from fastdecode.transports.base import LinkDown
+
+pytestmark = pytest.mark.skipif(_native.isa_supported() == ("scalar",), reason="an ISA without vectors has no joints")
+
+
+@pytest.fixture(scope="module")
+def model():
+    return load_model(make_checkpoint("llama-gqa"), device=torch.device("cpu"), dtype="fp32", weights="int8")
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """The first layers of the calls that run several."""
+    first: list[int] = []
+    real = Exchange.run_layers
+
+    def counting(self, between, from_layer, *rest):
+        first.append(from_layer)
+        return real(self, between, from_layer, *rest)
+
+    monkeypatch.setattr(Exchange, "run_layers", counting)
+    return first
+
+
+def steps(n_links: int) -> list[list[Chunk]]:
+    """A prompt for every link, then two steps that decode."""
+    prompts = [Chunk(i, 0, 1, 0, text(20 + i), True, GREEDY) for i in range(n_links)]
+    decodes = [[Chunk(i, 0, 1, 20 + i + step, [5 + step], False, GREEDY) for i in range(n_links)] for step in (0, 1)]
+    return [prompts, *decodes]
+
+
+async def outputs(model, tmp_path, n_links: int, scheme: str, n_slots: int):
+    tmp_path.mkdir()
+    async with linked(model, tmp_path, n=n_links, scheme=scheme, n_slots=n_slots) as links:
+        spart = SPart(model, links)
+        return [run(spart.step(StepBatch(0, chunks), keep_logits=True)) for chunks in steps(n_links)], spart.timeline
+
+
+@pytest.mark.parametrize("scheme", ["shm", "tcp"])
+@pytest.mark.parametrize("n_links", [1, 2])
+async def test_the_results_are_those_of_layer_after_layer(model, n_links, scheme, tmp_path, calls):
+    n_parts = model.config.n_layers + 1
+    layer_after_layer, _ = await outputs(model, tmp_path / "a", n_links, scheme, n_slots=2)
+    assert calls == []
+    at_once, timeline = await outputs(model, tmp_path / "b", n_links, scheme, n_slots=1)
+    assert calls == [0, 0]  # the step with prompts computes their attention between post and wait
+    for got, want in zip(at_once, layer_after_layer, strict=True):
+        assert torch.equal(got.logits, want.logits)
+        assert got.kv_bytes == want.kv_bytes
+    for output, parts in zip(at_once[1:], (timeline.last(2 * n_parts)[:n_parts], timeline.last(n_parts)), strict=True):
+        assert [part.number for part in parts] == list(range(n_parts))
+        times = [time for part in parts for time in (part.asked, part.replied, part.ended)]
+        assert times == sorted(times)
+        assert output.s_seconds == pytest.approx(sum(part.ended - part.replied for part in parts))
+        assert output.r_wait_seconds == pytest.approx(sum(part.replied - part.asked for part in parts))
+
+
+@pytest.mark.parametrize("scheme", ["shm", "tcp"])
+async def test_an_r_node_that_is_lost_on_the_way_costs_the_others_nothing(model, scheme, tmp_path, monkeypatch):
+    (_, want, _), _ = await outputs(model, tmp_path / "whole", 2, scheme, n_slots=1)
+    async with linked(model, tmp_path, n=2, scheme=scheme, n_slots=1) as links:
+        spart = SPart(model, links)
+        first, decode, _ = steps(2)
+        run(spart.step(StepBatch(0, first)))
+        real, begun = Exchange.run_layers, []
+
+        def losing(self, between, from_layer, to_layer, timeout):
+            if begun:
+                return real(self, between, from_layer, to_layer, timeout)
+            begun.append(from_layer)
+            times, whole = real(self, between, from_layer, from_layer + 1, timeout)
+            links[1].port.kill("its R-node is gone")
+            return times, whole
+
+        monkeypatch.setattr(Exchange, "run_layers", losing)
+        output = run(spart.step(StepBatch(0, decode), keep_logits=True))
+        assert list(output.failures) == [links[1]] and isinstance(output.failures[links[1]], LinkDown)
+        assert torch.equal(output.logits[0], want.logits[0])
+        begun.clear()
+        links[0].port.kill("nor is this one there")
+        with pytest.raises(LinkDown):
+            run(spart.step(StepBatch(0, decode)))
+
+
+async def test_a_late_r_node_is_lost(model, tmp_path):
+    async with linked(model, tmp_path, n_slots=1) as links:
+        spart = SPart(model, links)
+        first, decode, _ = steps(1)
+        run(spart.step(StepBatch(0, first)))
+        with pytest.raises(LinkDown, match="within"):
+            run(spart.step(StepBatch(0, decode, layer_timeout=0.0)))
+
+
+async def test_balanced_layers_run_one_after_another(model, tmp_path, calls, monkeypatch):
+    eye = torch.eye(model.config.head_size).repeat(model.config.n_kv_heads, 1, 1)
+    monkeypatch.setattr(model.weights.layers[1], "balance", Balance(None, None, eye, eye))
+    await outputs(model, tmp_path / "a", 1, "shm", n_slots=1)
+    assert calls == []
+
+
+async def test_a_lone_step_yields_nothing(model, tmp_path):
+    async with linked(model, tmp_path, n_slots=1) as links:
+        spart = SPart(model, links)
+        first, decode, _ = steps(1)
+        run(spart.step(StepBatch(0, first)))
+        with pytest.raises(StopIteration):
+            next(spart.step(StepBatch(0, decode)))
