@@ -11,6 +11,8 @@
 #ifndef FD_LINEAR_SIMD_H
 #define FD_LINEAR_SIMD_H
 
+#include <stdbool.h>
+
 #include "linear_kinds.h"
 #include "round_row.h"
 
@@ -22,88 +24,123 @@ typedef struct {
     uint32_t first, lines;
 } ahead_t;
 
-/* The tile's vectors of outputs. */
-enum { VECS = FD_LINEAR_LANES / LANES };
+/* What a block of one vector of outputs is multiplied with: the rows' numbers, and what became of them in rounding.
+ * Each pointer is to the first row's; each further row stands `stride` bytes of numbers, or `blocks` elements, behind.
+ */
+typedef struct {
+    const int8_t *x;
+    const float *scales, *sums;
+    const int32_t *starts;
+    size_t stride, blocks;
+} block_rows_t;
 
-/* `vecs` vectors of the tile's outputs, from output `lane` on, of `n` rows from `row` on; `n`, `vecs` and `kind` are
- * constants where this is inlined. */
-FD_INLINE void some_rows(const fd_linear_t *l, uint32_t tile, uint32_t lane, const fd_linear_rows_t *rows, uint32_t row,
-                         float *y, ahead_t ahead, const uint32_t n, const uint32_t vecs, const kind_t kind) {
-    const uint32_t blocks = fd_linear_blocks(l), first = tile * FD_LINEAR_LANES + lane;
-    const uint32_t block_bytes = FD_LINEAR_LANES * FD_LINEAR_BLOCK * (kind == BYTES || kind == ROTATED ? 8 : 4) / 8;
-    const uint32_t passes = kind == ROTATED ? 1 : l->passes;
-    const uint8_t *w = l->weights + tile * fd_linear_tile_bytes(l) + lane * 4;
-    const uint8_t *next = w + fd_linear_tile_bytes(l) + ahead.first * LINE;
-    /* These point to the first row. Each further row stands a row's size behind the one before it. */
-    const size_t stride = (size_t)blocks * passes * FD_LINEAR_BLOCK;
-    const int8_t *x = rows->x + row * stride;
-    const float *scales = rows->scales + (size_t)row * blocks, *sums = rows->sums + (size_t)row * blocks;
-    const int32_t *starts = rows->starts + (size_t)row * blocks;
-    size_t block = (size_t)tile * blocks * FD_LINEAR_LANES + lane;
-    const uint16_t *group_scales = l->scales + (size_t)tile * l->groups * FD_LINEAR_LANES + lane;
-    const uint16_t *group_mins = l->mins ? l->mins + (size_t)tile * l->groups * FD_LINEAR_LANES + lane : NULL;
-    uint32_t of_group = l->group_blocks; /* how many of its blocks are not summed */
-    vec_t acc[VECS][MAX_ROWS];
-    for (uint32_t v = 0; v < vecs; v++)
-        for (uint32_t r = 0; r < n; r++) acc[v][r] = vec_zero();
-    for (uint32_t b = 0; b < blocks; b++) {
-        for (uint32_t i = 0; i < ahead.lines; i++) __builtin_prefetch(next + i * LINE, 0, 2);
-        FD_UNROLL
-        for (uint32_t v = 0; v < vecs; v++) {
-            const uint8_t *words = w + v * LANES * 4;
-            ivec_t dot[MAX_ROWS];
-            for (uint32_t r = 0; r < n; r++) dot[r] = dot_start(l, starts[(size_t)r * blocks], block + v * LANES, kind);
-            if (passes == 2) {
-                ivec_t high[MAX_ROWS];
-                for (uint32_t r = 0; r < n; r++) high[r] = ivec_set1(0);
-                dot_block(high, words, l->table, x, stride, n, kind);
-                for (uint32_t r = 0; r < n; r++) dot[r] = ivec_add(dot[r], ivec_shift(high[r], FD_LINEAR_LOW_BITS));
-            }
-            dot_block(dot, words, l->table, x + (passes - 1) * FD_LINEAR_BLOCK, stride, n, kind);
-            const vec_t scale = vec_load_fp16(group_scales + v * LANES);
-            for (uint32_t r = 0; r < n; r++) {
-                const vec_t row_scale = vec_set1(scales[(size_t)r * blocks]);
-                acc[v][r] = vec_fma(vec_from_ints(dot[r]), vec_mul(scale, row_scale), acc[v][r]);
-            }
-            if (kind != ROTATED && group_mins) {
-                const vec_t min = vec_load_fp16(group_mins + v * LANES);
-                for (uint32_t r = 0; r < n; r++)
-                    acc[v][r] = vec_fma(min, vec_set1(sums[(size_t)r * blocks]), acc[v][r]);
-            }
-        }
-        w += block_bytes, next += block_bytes, x += (size_t)passes * FD_LINEAR_BLOCK;
-        scales++, sums++, starts++, block += FD_LINEAR_LANES;
-        if (--of_group == 0) {
-            of_group = l->group_blocks;
-            group_scales += FD_LINEAR_LANES;
-            if (kind != ROTATED && group_mins) group_mins += FD_LINEAR_LANES;
-        }
+/* Adds a block's products of one vector of outputs to acc [n]. gcc keeps `acc` in registers only if no loop whose index
+ * it does not know yet, when it inlines this, selects it. */
+FD_INLINE void one_block(const fd_linear_t *l, vec_t *acc, const uint8_t *words, const uint16_t *scales,
+                         const uint16_t *mins, size_t block, const block_rows_t *rows, const uint32_t n,
+                         const kind_t kind, const uint32_t passes) {
+    ivec_t dot[MAX_ROWS];
+    for (uint32_t r = 0; r < n; r++) dot[r] = dot_start(l, rows->starts[r * rows->blocks], block, kind);
+    if (passes == 2) {
+        ivec_t high[MAX_ROWS];
+        for (uint32_t r = 0; r < n; r++) high[r] = ivec_set1(0);
+        dot_block(high, words, l->table, rows->x, rows->stride, n, kind);
+        for (uint32_t r = 0; r < n; r++) dot[r] = ivec_add(dot[r], ivec_shift(high[r], FD_LINEAR_LOW_BITS));
     }
-    for (uint32_t v = 0; v < vecs; v++) {
-        const uint32_t at = first + v * LANES, outs = l->outs <= at ? 0 : l->outs - at < LANES ? l->outs - at : LANES;
-        const vec_t unit = vec_load(l->units + at), bias = l->bias ? vec_load(l->bias + at) : vec_zero();
-        for (uint32_t r = 0; r < n; r++) {
-            float sums_of_row[LANES];
-            vec_store(sums_of_row, vec_fma(acc[v][r], unit, bias));
-            memcpy(y + (size_t)(row + r) * rows->stride + at, sums_of_row, outs * sizeof *sums_of_row);
-        }
+    dot_block(dot, words, l->table, rows->x + (passes - 1) * FD_LINEAR_BLOCK, rows->stride, n, kind);
+    const vec_t scale = vec_load_fp16(scales);
+    for (uint32_t r = 0; r < n; r++)
+        acc[r] = vec_fma(vec_from_ints(dot[r]), vec_mul(scale, vec_set1(rows->scales[r * rows->blocks])), acc[r]);
+    if (mins) {
+        const vec_t min = vec_load_fp16(mins);
+        for (uint32_t r = 0; r < n; r++) acc[r] = vec_fma(min, vec_set1(rows->sums[r * rows->blocks]), acc[r]);
     }
 }
 
+/* Writes the sums of the outputs from `at` on of `n` rows from `row` on. */
+FD_INLINE void store_rows(const fd_linear_t *l, const vec_t *acc, uint32_t at, uint32_t row, float *y, uint32_t stride,
+                          const uint32_t n) {
+    const uint32_t outs = l->outs <= at ? 0 : l->outs - at < LANES ? l->outs - at : LANES;
+    const vec_t unit = vec_load(l->units + at), bias = l->bias ? vec_load(l->bias + at) : vec_zero();
+    for (uint32_t r = 0; r < n; r++) {
+        float sums_of_row[LANES];
+        vec_store(sums_of_row, vec_fma(acc[r], unit, bias));
+        memcpy(y + (size_t)(row + r) * stride + at, sums_of_row, outs * sizeof *sums_of_row);
+    }
+}
+
+/* Bytes by which a product of one or two rows fetches 4-bit weights ahead: its instructions hold up the processor's own
+ * prefetching, whereas 8 bits are read as fast without. */
+enum { FEW_ROWS_AHEAD = 4096 };
+
+/* The vectors of outputs of a tile. */
+enum { VECS = FD_LINEAR_LANES / LANES };
+
+/* How often the activations are passed over, and whether there are minima. */
+typedef enum { ONE_PASS, ONE_PASS_MINS, ANY_PASSES } form_t;
+
+/* One vector of a tile's outputs, from output `lane` on, or with `both` two of them, of `n` rows from `row` on; `n`,
+ * `both`, `kind` and `form` are constants where this is inlined. */
+FD_INLINE void some_rows(const fd_linear_t *l, uint32_t tile, uint32_t lane, const fd_linear_rows_t *rows, uint32_t row,
+                         float *y, ahead_t ahead, const uint32_t n, const bool both, const kind_t kind,
+                         const form_t form) {
+    const uint32_t blocks = fd_linear_blocks(l), first = tile * FD_LINEAR_LANES + lane;
+    const uint32_t block_bytes = FD_LINEAR_LANES * FD_LINEAR_BLOCK * (kind == BYTES || kind == ROTATED ? 8 : 4) / 8;
+    const uint32_t passes = form == ANY_PASSES ? l->passes : 1;
+    const bool has_mins = form == ONE_PASS_MINS || (form == ANY_PASSES && l->mins);
+    const uint8_t *w = l->weights + tile * fd_linear_tile_bytes(l) + lane * 4;
+    const uint8_t *next = w + fd_linear_tile_bytes(l) + ahead.first * LINE;
+    const size_t stride = (size_t)blocks * passes * FD_LINEAR_BLOCK, at = (size_t)row * blocks;
+    block_rows_t of = {rows->x + row * stride, rows->scales + at, rows->sums + at, rows->starts + at, stride, blocks};
+    size_t block = (size_t)tile * blocks * FD_LINEAR_LANES + lane;
+    const uint16_t *scales = l->scales + (size_t)tile * l->groups * FD_LINEAR_LANES + lane;
+    const uint16_t *mins = has_mins ? l->mins + (size_t)tile * l->groups * FD_LINEAR_LANES + lane : NULL;
+    uint32_t of_group = l->group_blocks; /* how many of its blocks are not summed */
+    vec_t acc[MAX_ROWS], other[MAX_ROWS];
+    for (uint32_t r = 0; r < n; r++) acc[r] = other[r] = vec_zero();
+    for (uint32_t b = 0; b < blocks; b++) {
+        for (uint32_t i = 0; i < ahead.lines; i++) __builtin_prefetch(next + i * LINE, 0, 2);
+        if (n <= 2 && (kind == NIBBLES || kind == CODES))
+            for (uint32_t i = 0; i < block_bytes; i += LINE) __builtin_prefetch(w + FEW_ROWS_AHEAD + i, 0, 2);
+        one_block(l, acc, w, scales, has_mins ? mins : NULL, block, &of, n, kind, passes);
+        if (both) {
+            const uint16_t *other_mins = has_mins ? mins + LANES : NULL;
+            one_block(l, other, w + LANES * 4, scales + LANES, other_mins, block + LANES, &of, n, kind, passes);
+        }
+        w += block_bytes, next += block_bytes, block += FD_LINEAR_LANES;
+        of.x += (size_t)passes * FD_LINEAR_BLOCK, of.scales++, of.sums++, of.starts++;
+        if (--of_group == 0) {
+            of_group = l->group_blocks;
+            scales += FD_LINEAR_LANES;
+            if (has_mins) mins += FD_LINEAR_LANES;
+        }
+    }
+    store_rows(l, acc, first, row, y, rows->stride, n);
+    if (both) store_rows(l, other, first + LANES, row, y, rows->stride, n);
+}
+
 FD_INLINE void all_lanes(const fd_linear_t *l, uint32_t tile, const fd_linear_rows_t *rows, uint32_t row, float *y,
-                         ahead_t ahead, const uint32_t n, const kind_t kind) {
+                         ahead_t ahead, const uint32_t n, const kind_t kind, const form_t form) {
     /* Few rows read weights from memory, line by line, and their sums fit into the registers with all of a line. */
-    const uint32_t vecs = n <= 2 ? VECS : 1;
-    for (uint32_t lane = 0; lane < FD_LINEAR_LANES; lane += vecs * LANES)
-        some_rows(l, tile, lane, rows, row, y, ahead, n, vecs, kind);
+    const bool both = n <= 2 && VECS == 2;
+    for (uint32_t lane = 0; lane < FD_LINEAR_LANES; lane += both ? 2 * LANES : LANES)
+        some_rows(l, tile, lane, rows, row, y, ahead, n, both, kind, form);
+}
+
+/* The form is a constant for the matrices that are common: a branch in the loop costs the sums their registers. */
+FD_INLINE void any_form(const fd_linear_t *l, uint32_t tile, const fd_linear_rows_t *rows, uint32_t row, float *y,
+                        ahead_t ahead, const uint32_t n, const kind_t kind) {
+    if (l->passes != 1) all_lanes(l, tile, rows, row, y, ahead, n, kind, ANY_PASSES);
+    else if (l->mins) all_lanes(l, tile, rows, row, y, ahead, n, kind, ONE_PASS_MINS);
+    else all_lanes(l, tile, rows, row, y, ahead, n, kind, ONE_PASS);
 }
 
 #define FD_SOME_ROWS(n)                                                                                                \
     for (; row + n <= rows_n; row += n, ahead.first += ahead.lines) {                                                  \
-        if (l->rotated && l->bits == 8) all_lanes(l, tile, rows, row, y, ahead, n, ROTATED);                           \
-        else if (l->bits == 8) all_lanes(l, tile, rows, row, y, ahead, n, BYTES);                                      \
-        else if (l->table) all_lanes(l, tile, rows, row, y, ahead, n, CODES);                                          \
-        else all_lanes(l, tile, rows, row, y, ahead, n, NIBBLES);                                                      \
+        if (l->rotated && l->bits == 8) all_lanes(l, tile, rows, row, y, ahead, n, ROTATED, ONE_PASS);                 \
+        else if (l->bits == 8) any_form(l, tile, rows, row, y, ahead, n, BYTES);                                       \
+        else if (l->table) any_form(l, tile, rows, row, y, ahead, n, CODES);                                           \
+        else any_form(l, tile, rows, row, y, ahead, n, NIBBLES);                                                       \
     }
 
 /* The rows from `row` on. */
