@@ -18,6 +18,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,7 @@ _L2 = Path("/sys/devices/system/cpu/cpu0/cache/index2/size")
 _IN_CACHE_SECONDS = 0.02  # of one round
 #: The most query rows that share each load of KV, by ISA and format (`block_rows` and `MAX_BLOCK` of the kernels).
 _BLOCK_ROWS = {("avx2", "fp16"): 5, ("avxvnni", "fp16"): 5, ("avx2", ""): 4, ("avxvnni", ""): 4}
-_MULTIPLY_ROUNDS = 2000  # takes a millisecond
+_MULTIPLY_ROUNDS = 1_000_000  # take some 10 ms
 _PATIENCE = 3  # at most so many times `--rounds` rounds, to get `--rounds` judging ones
 _SETTLE_SECONDS = 0.005  # in which the threads of the last peer stop spinning
 
@@ -164,18 +165,25 @@ def _in_cache_bytes() -> int:
         return 1 << 19
 
 
-def _instruction_gbps(isa: str, kv_dtype: str, group: int, threads: int) -> float | None:
-    """GB/s of KV that `threads` cores would attend to if they did nothing but unpack and multiply; None if unknown.
+def _instruction_gbps(isa: str, kv_dtype: str, group: int, cpus: Sequence[int]) -> float | None:
+    """GB/s of KV that threads on `cpus` would attend to at once if they did nothing but unpack and multiply; None if
+    unknown.
 
     Query rows beyond a block are multiplied in further blocks, which unpack again. The time of a block is measured for
     1, 4 and 8 rows, and interpolated between them.
     """
-    rows = [1, 4, 8]
-    ns = [_native.multiply_ns(isa, kv_dtype, n, _MULTIPLY_ROUNDS) for n in rows]
-    if None in ns:
-        return None
     blocks = -(-group // _BLOCK_ROWS.get((isa, kv_dtype), _BLOCK_ROWS.get((isa, ""), 8)))
-    return threads * 64 / (blocks * float(np.interp(group / blocks, rows, np.array(ns, float))))
+    rows = group / blocks
+    measured = [n for n in (1, 4, 8) if n == rows] or [1, 4, 8]
+
+    def block_ns(cpu: int) -> float | None:
+        os.sched_setaffinity(0, {cpu})  # 0: this thread
+        ns = [_native.multiply_ns(isa, kv_dtype, n, _MULTIPLY_ROUNDS) for n in measured]
+        return None if None in ns else float(np.interp(rows, measured, np.array(ns, float)))
+
+    with ThreadPoolExecutor(len(cpus)) as pool:
+        times = list(pool.map(block_ns, cpus))
+    return None if None in times else sum(64 / (blocks * ns) for ns in times if ns)
 
 
 @functools.cache
@@ -217,7 +225,7 @@ class _Cell:
         self.gbps.append(kv_bytes / elapsed * 1e-9)
         self.roof.append(max((before + roofline.gbps()) / 2, self.gbps[-1]))
         self.common["roofline_variant"] = _native.read_variants()[roofline.variant]
-        bound = _instruction_gbps(self._ours.isa, self.common["kv_dtype"], self.common["group"], len(self.cpus))
+        bound = _instruction_gbps(self._ours.isa, self.common["kv_dtype"], self.common["group"], self.cpus)
         self.instructions += [bound] if bound else []
         self.rate.append(self.sequences / elapsed)
 
@@ -328,7 +336,7 @@ def _cell_in_cache(args: argparse.Namespace, kv_dtype: str, shape: Shape, cpu: i
             for _ in range(args.rounds):
                 roof.append(roofline.gbps(passes))
                 seconds.append(attend(times))
-                instructions = _instruction_gbps(isa, kv_dtype, shape.group, 1)
+                instructions = _instruction_gbps(isa, kv_dtype, shape.group, [cpu])
                 bound += [instructions] if instructions else []
     finally:
         os.sched_setaffinity(0, usable)

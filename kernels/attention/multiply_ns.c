@@ -1,6 +1,4 @@
 /* How fast a core executes the instructions that unpack K and V and multiply them (fd_multiply_ns). */
-#include <math.h>
-
 #include "dispatch.h"
 #include "doorbell.h"
 #include "roofline.h"
@@ -20,19 +18,14 @@
 #define FD_CLOBBERED                                                                                                   \
     "xmm0", "xmm1", "xmm2", "xmm3", "xmm4", "xmm5", "xmm6", "xmm7", "xmm8", "xmm9", "xmm10", "xmm11", "xmm12",         \
         "xmm13", "xmm14", "xmm15"
-/* The nanoseconds of one vector: the best of BURSTS, because a core may be shared. */
-enum { BURSTS = 16 };
+/* The nanoseconds of one vector. A core that other machines share is slower for a while, so a caller who compares this
+ * with a kernel's time measures both in turns, and this for about as long. */
 #define FD_LOOP(vectors, assembly)                                                                                     \
     do {                                                                                                               \
-        double best = HUGE_VAL;                                                                                        \
-        for (int burst = 0; burst < BURSTS; burst++) {                                                                 \
-            __asm__ volatile("vzeroall" ::: FD_CLOBBERED);                                                             \
-            const uint64_t start = fd_now_ns();                                                                        \
-            for (uint64_t i = 0; i < rounds; i++) __asm__ volatile(assembly::"r"(words) : FD_CLOBBERED);               \
-            const double ns = (double)(fd_now_ns() - start) / (double)rounds / (vectors);                              \
-            if (ns < best) best = ns;                                                                                  \
-        }                                                                                                              \
-        return best;                                                                                                   \
+        __asm__ volatile("vzeroall" ::: FD_CLOBBERED);                                                                 \
+        const uint64_t start = fd_now_ns();                                                                            \
+        for (uint64_t i = 0; i < rounds; i++) __asm__ volatile(assembly::"r"(words) : FD_CLOBBERED);                   \
+        return (double)(fd_now_ns() - start) / (double)rounds / (vectors);                                             \
     } while (0)
 
 #define FD_MIX(mix, V)                                                                                                 \

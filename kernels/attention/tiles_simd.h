@@ -58,14 +58,24 @@ FD_INLINE void multiply_narrow(const fd_kv_dtype_t format, const int is_v, const
                                const uint8_t *matrix, size_t stride, uint32_t from, uint32_t to,
                                multipliers_t multipliers, const uint8_t *ahead, vec_t sum[][MAX_VECS]) {
     const size_t step = vecs * LANES * fd_word_bytes(format);
+    const uint32_t most = kv_narrow_words(format);
     matrix += from * stride;
     multipliers.at += from * multipliers.word_stride;
     for (uint32_t s = from; s < to;) {
-        const uint32_t end = to - s > kv_narrow_words(format) ? s + kv_narrow_words(format) : to;
         vec_t narrow[MAX_BLOCK][MAX_VECS];
         multiply_word(format, is_v, rows, vecs, 1, matrix, multipliers, ahead, narrow);
-        while (matrix += stride, multipliers.at += multipliers.word_stride, ahead += step, ++s < end)
-            multiply_word(format, is_v, rows, vecs, 0, matrix, multipliers, ahead, narrow);
+        if (to - s >= most) { /* unrolled, as nearly always */
+            FD_UNROLL
+            for (uint32_t i = 1; i < most; i++) {
+                multipliers_t others = multipliers;
+                others.at += i * multipliers.word_stride;
+                multiply_word(format, is_v, rows, vecs, 0, matrix + i * stride, others, ahead + i * step, narrow);
+            }
+            matrix += most * stride, multipliers.at += most * multipliers.word_stride, ahead += most * step, s += most;
+        } else {
+            while (matrix += stride, multipliers.at += multipliers.word_stride, ahead += step, ++s < to)
+                multiply_word(format, is_v, rows, vecs, 0, matrix, multipliers, ahead, narrow);
+        }
         FD_UNROLL
         for (int r = 0; r < rows; r++) FD_UNROLL
         for (int i = 0; i < vecs; i++) sum[r][i] = kv_widen_add(narrow[r][i], sum[r][i]);
