@@ -222,8 +222,10 @@ def captured(model: Model, link: Link, ids: np.ndarray) -> list[Case]:
     """Q, K and V of every layer, KV head and sequence, while each token of ids [sequences, length] is decoded over
     `link`.
 
-    The link's lease must be unused and have room for all tokens.
+    The link's lease must be unused and have room for all tokens, and the link two slots: a step that is alone on its
+    links does not stop after each layer.
     """
+    assert link.geometry.n_slots > 1
     spart, views = SPart(model, [link]), SlotViews(link, 0)
     g, (n, length) = link.geometry, ids.shape
     group = g.n_q_heads // g.n_kv_heads
@@ -303,7 +305,7 @@ async def _captured_here(model: Model, ids: np.ndarray) -> list[Case]:
     node = EmbeddedRNode(config, split_machine(config, s_on_gpu=False))
     await node.start()
     try:
-        hello = model.hello(n_slots=1, max_rows=len(ids), kv_dtype="fp32", kv_bytes=None, max_seqs=len(ids))
+        hello = model.hello(n_slots=2, max_rows=len(ids), kv_dtype="fp32", kv_bytes=None, max_seqs=len(ids))
         link = await connect(node.url, hello, None)
         cases = captured(model, link, ids)
         await link.close()

@@ -53,7 +53,7 @@ def model_cases(tmp_path_factory) -> list[accuracy.Case]:
     node = RNodeProcess(f"shm://{tmp_path_factory.mktemp('r')}/r.sock", 1 << 26)
 
     async def decode() -> list[accuracy.Case]:
-        link = await connect(node.url, model.hello(1, len(ids), "fp32", None, len(ids)), None)
+        link = await connect(node.url, model.hello(2, len(ids), "fp32", None, len(ids)), None)
         try:
             return accuracy.captured(model, link, ids)
         finally:
