@@ -5,9 +5,11 @@
 
 #if FD_X86
 /* A mix is what a kernel does to one vector of words, or of a part of words: UNPACK once, then MULTIPLY for each query
- * row. Its assembly has ten sums, in registers 0 to 9, because a product takes five cycles and two can start in each.
- * Register 14 is the unpacked vector, 15 its words, 13 a row's multipliers, 12 is for what lies between, 11 holds ones.
- * V is the kind of register, ymm or zmm. */
+ * row; and for the vectors of a loop together MORE(shifts, widens), which is what only some of the vectors or products
+ * take: the upper half of a byte a shift, and 16-bit sums, after 8 products each, vpmaddwd and vpaddd. Its assembly has
+ * ten sums, in registers 0 to 9, because a product takes five cycles and two can start in each. Register 14 is the
+ * unpacked vector, 15 its words, 13 a row's multipliers, 12 is for what lies between, 11 holds ones. V is the kind of
+ * register, ymm or zmm. */
 #define M(mix, V, a) MULTIPLY_##mix(V, #a)
 #define U(mix, V) UNPACK_##mix(V)
 #define ROWS1(mix, V, a) U(mix, V) M(mix, V, a)
@@ -30,11 +32,12 @@
 
 #define FD_MIX(mix, V)                                                                                                 \
     __attribute__((target("avx2"))) static double ns_##mix(uint32_t rows, uint64_t rounds, const void *words) {        \
-        if (rows == 1) FD_LOOP(40, ROWS1X10(mix, V) ROWS1X10(mix, V) ROWS1X10(mix, V) ROWS1X10(mix, V));               \
-        if (rows == 4) FD_LOOP(10, ROWS4X5(mix, V) ROWS4X5(mix, V));                                                   \
+        if (rows == 1)                                                                                                 \
+            FD_LOOP(40, ROWS1X10(mix, V) ROWS1X10(mix, V) ROWS1X10(mix, V) ROWS1X10(mix, V) MORE_##mix(V, 20, 5));     \
+        if (rows == 4) FD_LOOP(10, ROWS4X5(mix, V) ROWS4X5(mix, V) MORE_##mix(V, 5, 5));                               \
         FD_LOOP(5, ROWS8(mix, V, 0, 1, 2, 3, 4, 5, 6, 7) ROWS8(mix, V, 8, 9, 0, 1, 2, 3, 4, 5)                         \
                        ROWS8(mix, V, 6, 7, 8, 9, 0, 1, 2, 3) ROWS8(mix, V, 4, 5, 6, 7, 8, 9, 0, 1)                     \
-                           ROWS8(mix, V, 2, 3, 4, 5, 6, 7, 8, 9));                                                     \
+                           ROWS8(mix, V, 2, 3, 4, 5, 6, 7, 8, 9) MORE_##mix(V, 2, 5));                                 \
     }
 #define ROWS1X10(mix, V)                                                                                               \
     ROWS1(mix, V, 0)                                                                                                   \
@@ -77,6 +80,27 @@
 #define MULTIPLY_int8_vnni512(V, n) "vpdpbusd %%" V "13, %%" V "14, %%" V n "\n"
 #define UNPACK_int4_vnni512 UNPACK_nibbles_512
 #define MULTIPLY_int4_vnni512 MULTIPLY_int8_vnni512
+
+#define NO_MORE(V, shifts, widens) ""
+#define SHIFT(V) "vpsrlw $4, %%" V "15, %%" V "14\n"
+#define SHIFTS_2(V) SHIFT(V) SHIFT(V)
+#define SHIFTS_5(V) SHIFTS_2(V) SHIFTS_2(V) SHIFT(V)
+#define SHIFTS_20(V) SHIFTS_5(V) SHIFTS_5(V) SHIFTS_5(V) SHIFTS_5(V)
+#define WIDEN(V, n) "vpmaddwd %%" V n ", %%" V "11, %%" V "12\nvpaddd %%" V "12, %%" V n ", %%" V n "\n"
+#define WIDENS_5(V) WIDEN(V, "0") WIDEN(V, "2") WIDEN(V, "4") WIDEN(V, "6") WIDEN(V, "8")
+#define ONLY_SHIFTS(V, shifts, widens) SHIFTS_##shifts(V)
+#define MORE_fp16_256 NO_MORE
+#define MORE_bf16_256 NO_MORE
+#define MORE_int8_256 NO_MORE
+#define MORE_int4_256(V, shifts, widens) SHIFTS_##shifts(V) WIDENS_##widens(V)
+#define MORE_int8_vnni256 NO_MORE
+#define MORE_int4_vnni256 ONLY_SHIFTS
+#define MORE_fp16_512 NO_MORE
+#define MORE_bf16_512 NO_MORE
+#define MORE_bf16_dp NO_MORE
+#define MORE_pairs_512 NO_MORE
+#define MORE_int8_vnni512 NO_MORE
+#define MORE_int4_vnni512 ONLY_SHIFTS
 
 FD_MIX(fp16_256, "ymm")
 FD_MIX(bf16_256, "ymm")
