@@ -80,7 +80,7 @@ class SPart:
             state = StepState(self, rows.uploaded, exchange, rows.prompts, rows.adapters)
             n_layers, last_rows = len(self._weights.layers), rows.uploaded["last rows"]
             state.advance(0)
-            between = state.between() if exchange.alone else None
+            between = state.between() if self._joints is not None and exchange.alone else None
             done = 0  # layers
             while done < n_layers and between is not None:
                 times, whole = exchange.run_layers(between, done, n_layers, batch.layer_timeout)
