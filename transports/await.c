@@ -165,8 +165,11 @@ long fd_port_await_any(const fd_waits_t *w, uint64_t timeout_ns) {
         if (waited >= spin_ns && first_over(w) < 0) rest(w, waited, timeout_ns - waited, &probed_ns);
         else if (waited >= FD_YIELD_AFTER_NS) sched_yield();
     }
-    for (size_t i = 0; i < w->n; i++)
-        if (w->awaited[i].polling) w->awaited[i].port->carrier.ops->poll(w->awaited[i].port->carrier.self, false);
+    for (size_t i = 0; i < w->n; i++) {
+        fd_awaited_t *a = &w->awaited[i];
+        if (a->polling) a->port->carrier.ops->poll(a->port->carrier.self, false);
+        a->polling = false; /* the next wait for the slot has to take the carrier again */
+    }
     return over;
 }
 
