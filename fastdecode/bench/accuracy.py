@@ -222,8 +222,8 @@ def captured(model: Model, link: Link, ids: np.ndarray) -> list[Case]:
     """Q, K and V of every layer, KV head and sequence, while each token of ids [sequences, length] is decoded over
     `link`.
 
-    The link's lease must be unused and have room for all tokens, and the link two slots: a step that is alone on its
-    links does not stop after each layer.
+    The link's lease must be unused and have room for all tokens. The link must have several slots: a step on
+    links of one slot does not stop after each layer.
     """
     assert link.geometry.n_slots > 1
     spart, views = SPart(model, [link]), SlotViews(link, 0)

@@ -34,8 +34,8 @@ typedef struct {
     size_t stride, blocks;
 } block_rows_t;
 
-/* Adds a block's products of one vector of outputs to acc [n]. gcc keeps `acc` in registers only if no loop whose index
- * it does not know yet, when it inlines this, selects it. */
+/* Adds a block's products of one vector of outputs to acc [n]. Each vector has an array of its own: gcc leaves sums in
+ * memory whose place depends on a loop's counter. */
 FD_INLINE void one_block(const fd_linear_t *l, vec_t *acc, const uint8_t *words, const uint16_t *scales,
                          const uint16_t *mins, size_t block, const block_rows_t *rows, const uint32_t n,
                          const kind_t kind, const uint32_t passes) {
