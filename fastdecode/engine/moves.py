@@ -1,10 +1,10 @@
 """Moves running sequences from one R-node to another while they go on (Llumnix, arXiv 2406.03243).
 
-K and V are only ever appended, so the whole pages of a sequence do not change. They are copied while the sequence goes
-on; then the sequence is held between two steps, the rest is copied, at most a page or two, and the next step finds it
-at its new place. That step waits for the rest if the rest comes soon, and else begins without the sequence. The
-R-nodes copy among themselves (transports/bulk.py). Until the last page has arrived the sequence stays where it is:
-whatever breaks before, it goes on there.
+K and V are only ever appended, so those of cached tokens do not change. They are copied while the sequence goes on:
+first its whole pages, then the rest up to its newest token, at most a page or two. Between two steps the sequence then
+changes its place, and its next step computes the few tokens again that steps have cached meanwhile at the old place.
+So a move costs a stream no step. The R-nodes copy among themselves (transports/bulk.py). Until the last page has
+arrived the sequence stays where it is: whatever breaks before, it goes on there.
 
 A sequence that has given back pages beyond windows is not moved. It ends where it is.
 """
@@ -41,8 +41,8 @@ _TOGETHER = 1
 _APART = 128
 #: Blocks that a sequence may fill while its whole blocks are copied. One that fills more is copied again.
 _SPARE_BLOCKS = 2
-#: The next step of a mini-batch waits for the rest of a sequence, at most this part of the time of a step. A sequence
-#: that misses the step waits half a step for another mini-batch, or a whole step if there is no other mini-batch.
+#: The next step of a mini-batch waits for sequences that are about to change their place, at most this part of the time
+#: of a step. Only FORKs that read their pages take noticeable time.
 _WAIT = 0.25
 #: A target that has failed to take a sequence is not tried again for so many seconds.
 _FAILED_SECONDS = 5.0
@@ -71,7 +71,6 @@ class Mover:
         self._scheduler, self._cluster = scheduler, scheduler.cluster
         self._spawn, self._send, self._on_change, self._lost = spawn, send, on_change, lost
         self._moving: set[Sequence] = set()
-        self._held_seconds = 0.0  # how long the last sequence was held, from the end of its step on
         self._failed: dict[tuple[RNodeLedger, RNodeLedger], float] = {}  # source and target: when it was
         self._changed = asyncio.Event()
 
@@ -86,11 +85,10 @@ class Mover:
             await asyncio.wait_for(self._changed.wait(), seconds)
 
     async def settle(self, mini_batch: int) -> None:
-        """Before a step of a mini-batch, wait for its held sequences, if they will soon be at their new place."""
-        most = _WAIT * (self._scheduler.step_times.base or 0.0)
-        if self._held_seconds < most and self._holds(mini_batch):
+        """Before a step of a mini-batch, let its sequences that have been copied change their place."""
+        if self._holds(mini_batch):
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(most):
+                async with asyncio.timeout(_WAIT * (self._scheduler.step_times.base or 0.0)):
                     while self._holds(mini_batch):
                         await self.change()
 
@@ -192,23 +190,19 @@ class Mover:
             await self._ask(source, source.link.push(old, range(sent, whole), 0, url, token))
             sent = whole
         self._check(seq, source, old)
+        if (cached := seq.cached) > pages.covered:
+            return False  # it has grown more than was foreseen; it is tried again
+        await self._ask(source, source.link.push(old, range(sent, blocks_for(cached)), cached, url, token))
+        self._check(seq, source, old)
         seq.held = True
         while seq.in_flight or (seq.entry is not None and seq.entry.pins):
             await self.change()
             self._check(seq, source, old)
-        if seq.cached > pages.covered:
-            return False  # it has grown more than was foreseen; it is tried again
-        arrived, since = False, time.monotonic()
-        self._scheduler.hold(seq)
-        try:
-            rest = range(sent, blocks_for(seq.cached))
-            await self._ask(source, source.link.push(old, rest, seq.cached, url, token))
-            arrived = target.alive
-        finally:
-            self._scheduler.let_go(seq, (target, handle, pages) if arrived else None)
-            self._held_seconds = time.monotonic() - since
-            self._on_change()  # its mini-batch may wait for it
-        return arrived
+        if not target.alive:
+            return False
+        self._scheduler.move(seq, target, handle, pages, cached)
+        self._on_change()  # its mini-batch waits for it
+        return True
 
     async def _step(self, seq: Sequence, node: RNodeLedger) -> None:
         """Wait for the next step of a sequence on `node`, or until it has left."""

@@ -207,24 +207,14 @@ class Scheduler:
             seq.prefill_here = True
             self._running.requeue(seq)
 
-    def hold(self, seq: Sequence) -> None:
-        """Leave a sequence that is not in flight out of steps, because the rest of it is being copied to another
-        R-node. The caller then calls `let_go`."""
-        seq.in_flight = True
+    def move(self, seq: Sequence, target: RNodeLedger, handle: Handle, pages: PageTable, cached: int) -> None:
+        """Let a running sequence that is not in flight go on at `target`, which has its first `cached` tokens. Tokens
+        beyond these, which steps have cached at the old place meanwhile, are computed again by its next step."""
         if seq in self._running.starved:
             self._running.starved.remove(seq)
-
-    def let_go(self, seq: Sequence, place: tuple[RNodeLedger, Handle, PageTable] | None) -> None:
-        """Let a sequence that was held go on in the next step of any mini-batch, at `place`: an R-node, and the handle
-        and pages there. None: where it was."""
-        seq.in_flight = seq.held = False
-        if place is not None:
-            self.cluster.move(seq, *place)
+        seq.cached, seq.held, seq.decoding = cached, False, None
+        self.cluster.move(seq, target, handle, pages)
         self._running.join_next(seq, self.limits.max_seqs)
-        if seq.cancelled:
-            self._running.remove(seq, sound=True)
-        elif not seq.placed_on.alive:
-            self._running.requeue(seq)
 
     # -- a step ---------------------------------------------------------------------------------------------------
 
@@ -234,9 +224,8 @@ class Scheduler:
         self._running.balance(mini_batch, self.limits.max_seqs)
         self._pauses.give_way(mini_batch)
         self._pauses.keep_pace(mini_batch)
-        chunks = self._decode_chunks(mini_batch)
+        chunks, n_decoding = self._decode_chunks(mini_batch)
         n_streams = len(chunks)
-        n_decoding = n_streams if self.speculation is None else sum(chunk.n_tokens for chunk in chunks)
         chunks += self._prompt_chunks(mini_batch, self._budget(mini_batch, n_decoding))
         if not chunks:
             return None
@@ -368,31 +357,41 @@ class Scheduler:
 
     # -- chunks ---------------------------------------------------------------------------------------------------
 
-    def _decode_chunks(self, mini_batch: int) -> list[PlannedChunk]:
+    def _decode_chunks(self, mini_batch: int) -> tuple[list[PlannedChunk], int]:
+        """The chunks of the sequences that decode, and how many rows they have together."""
         # Every token passes here: pages are asked for only where they may be lacking, and one chunk serves all steps.
         chunks = []
         n, pauses = len(self.mini_batches[mini_batch]), self._pauses
-        spare = (self.limits.max_batch_tokens - n) // 2  # rows for guesses; as many are left for prompts
-        scarce = pauses.scarce
+        spare = self.limits.max_batch_tokens - n  # rows beside one of each sequence
+        guessing = spare // 2  # rows for guesses; as many are left for prompts
+        n_rows, scarce = 0, pauses.scarce
         for seq in list(self.mini_batches[mini_batch]):  # oldest first, so a victim of preemption has no chunk yet
             cached = seq.cached
             if seq.mini_batch is None or cached < seq.prefill_end or seq.held:
                 continue
-            if scarce or cached >= seq.pages.covered:
-                covered = pauses.cover(seq, cached + 1)
+            n_tokens = 1
+            if (chunk := seq.decoding) is None and len(seq.tokens) - cached > 1:  # it has moved
+                n_tokens = min(len(seq.tokens) - cached, 1 + spare)
+            if scarce or cached + n_tokens > seq.pages.covered:
+                covered = pauses.cover(seq, cached + n_tokens)
                 scarce = pauses.scarce
                 if not covered:
                     continue
             seq.in_flight = True
-            if (chunk := seq.decoding) is None:
-                chunk = seq.decoding = PlannedChunk(seq, 1, False, True)
-            if self.speculation is not None:
+            if chunk is None:
+                chunk = PlannedChunk(seq, n_tokens, False, cached + n_tokens == len(seq.tokens))
+                if chunk.sample and n_tokens == 1:
+                    seq.decoding = chunk
+                spare -= n_tokens - 1
+            if self.speculation is not None and chunk is seq.decoding:
                 on_page = seq.pages.covered - cached - 1  # a guess is not worth a page
-                if guesses := self.speculation.guesses(seq, min(spare, on_page), n):
+                if guesses := self.speculation.guesses(seq, min(spare, guessing, on_page), n):
                     spare -= len(guesses)
+                    guessing -= len(guesses)
                     chunk = PlannedChunk(seq, 1 + len(guesses), False, True, tuple(guesses))
+            n_rows += chunk.n_tokens
             chunks.append(chunk)
-        return chunks
+        return chunks, n_rows
 
     def _prompt_chunks(self, mini_batch: int, budget: StepBudget) -> list[PlannedChunk]:
         """Chunks of prompts within the budget: first of the mini-batch's unfinished prompts, then of newly admitted
@@ -413,11 +412,13 @@ class Scheduler:
         if seq.in_flight or seq.mini_batch is None:
             return
         if not seq.prefilling:  # it was paused
-            if not self._pauses.cover(seq, seq.cached + 1):
+            n_tokens = min(len(seq.tokens) - seq.cached, budget.rows)  # more than one if it had moved just before
+            if not self._pauses.cover(seq, seq.cached + n_tokens):
                 return
             seq.in_flight = True
-            budget.rows -= 1
-            chunks.append(PlannedChunk(seq, 1, prefill=False, sample=True))
+            budget.rows -= n_tokens
+            sample = seq.cached + n_tokens == len(seq.tokens)
+            chunks.append(PlannedChunk(seq, n_tokens, prefill=False, sample=sample))
             return
         n_tokens = budget.take(seq.cached, seq.prefill_end - seq.cached)
         if n_tokens > 0 and self._pauses.cover(seq, seq.cached + n_tokens):

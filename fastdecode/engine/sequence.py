@@ -34,7 +34,8 @@ class Sequence:
     """A request and, while it runs, where it is cached. Sequences are compared and hashed by identity.
 
     The last token of `tokens` is cached by the step after the one that generated it. So a sequence that decodes has
-    `cached == len(tokens) - 1`, and a sequence that ends has used at most the pages of `len(tokens) - 1` tokens.
+    `cached == len(tokens) - 1`, and a sequence that ends has used at most the pages of `len(tokens) - 1` tokens. A
+    sequence that has just moved to another R-node may have fewer cached tokens there; its next step computes them.
     """
 
     request_id: str
@@ -72,7 +73,7 @@ class Sequence:
     mini_batch: int | None = None  # None: it waits or has ended
     in_flight: bool = False  # its tokens are in a step that has not completed, or its FORK or move is in progress
     moving: bool = False  # a move to another R-node is under way: it gives back no pages
-    held: bool = False  # to be left out of steps, because it is about to move to another R-node
+    held: bool = False  # to be left out of steps, because it is about to change its R-node
     cancelled: bool = False  # to be released as soon as it is not in flight
     cached: int = 0  # tokens cached on the R-node
     slides: bool = False  # its step in flight gives back the pages that no later row sees
@@ -80,8 +81,8 @@ class Sequence:
     overrun: bool = False  # the R-node has tokens beyond the `cached` ones: guesses that were wrong
     guesser: Guesser = field(default_factory=Guesser)
     prefill_end: int = 0  # tokens to cache before it decodes: all it had when it was placed
-    #: The chunk of each step in which it decodes; None: it has not decoded since it was placed. The chunk names the
-    #: sequence, so it goes when the sequence leaves its R-node.
+    #: The chunk of each step in which it decodes one token; None: it has not done so since it was placed or moved. The
+    #: chunk names the sequence, so it goes when the sequence leaves its R-node.
     decoding: PlannedChunk | None = None
     #: The chunk and the SampleSpec of the last step in which it decoded, and its handle then (engine/batching.py).
     decoded: tuple[Handle, Chunk, SampleSpec] | None = None

@@ -59,34 +59,40 @@ async def test_pages_are_copied_while_the_sequence_goes_on():
         assert engine.stats.totals.recomputed == 0
 
 
-class Held:
-    """Stands for a sequence whose rest is being copied."""
-
-    held, mini_batch = True, 1
-
-
-async def test_a_step_waits_for_a_sequence_that_is_at_its_new_place_soon():
+async def test_the_rest_is_copied_while_the_sequence_goes_on_and_no_step_misses_it():
     first, second = pair()
     async with started(first, second, mini_batches=2) as engine:
         work = await loaded(engine, second)
-        mover = engine.r_nodes.moves
-        await work
-        seq = Held()
-        mover._moving.add(seq)
-        engine.scheduler.step_times.base = 100.0  # seconds, of which a step waits a quarter
-        waits = asyncio.create_task(mover.settle(1))
-        async with asyncio.timeout(5):
-            await mover.settle(0)  # the sequence is in the other mini-batch
-            engine.scheduler.step_times.base = 0.01
-            await mover.settle(1)  # the rest has not come in a quarter of a step
-            engine.scheduler.step_times.base = 100.0
-            mover._held_seconds = 30.0
-            await mover.settle(1)  # the last sequence was held for longer than a quarter of a step
-            assert not waits.done()
-            seq.held = False
-            mover.notice()
-            await waits
-        mover._moving.clear()
+        second.finishing.clear()
+        draining = asyncio.create_task(engine.r_nodes.drain(1))
+        await until(lambda: any(length for _, length in second.pushes))
+        [seq] = engine.r_nodes.moves._moving
+        before, goal = seq.cached, len(seq.tokens) + 5
+        await until(lambda: len(seq.tokens) >= goal)
+        target = first.cache.copy()
+        second.finishing.set()
+        await until(lambda: seq.node is engine.cluster.nodes[0])
+        index = seq.handle[0]
+        assert index in target and len(first.cache[index][1]) >= before
+        await asyncio.gather(draining, work)
+        assert engine.stats.totals.recomputed == 0
+
+
+async def test_a_step_computes_only_the_tokens_that_it_has_rows_for():
+    """A step of as many rows as sequences leaves none for the tokens that a moved sequence has missed."""
+    first, second = pair()
+    async with started(first, second, mini_batches=1, max_batch_tokens=16) as engine:
+        work = await loaded(engine, second)
+        assert engine.scheduler.n_running == 16
+        second.finishing.clear()
+        draining = asyncio.create_task(engine.r_nodes.drain(1))
+        await until(lambda: any(length for _, length in second.pushes))
+        [seq] = engine.r_nodes.moves._moving
+        goal = len(seq.tokens) + 5
+        await until(lambda: len(seq.tokens) >= goal)
+        second.finishing.set()
+        await asyncio.gather(draining, work)
+        assert engine.stats.totals.recomputed == 0
 
 
 async def test_a_prefix_that_has_moved_is_found_at_its_new_place():
@@ -115,17 +121,17 @@ async def test_a_sequence_that_fits_nowhere_goes_on_where_it_is(monkeypatch):
 
 
 @pytest.mark.parametrize("victim", ["source", "target"])
-@pytest.mark.parametrize("held", [False, True], ids=["pages", "rest"])
-async def test_an_r_node_that_dies_in_the_middle_costs_no_tokens(victim, held):
+@pytest.mark.parametrize("rest", [False, True], ids=["pages", "rest"])
+async def test_an_r_node_that_dies_in_the_middle_costs_no_tokens(victim, rest):
     first, second = pair()
     third = ToyLink("tcp://third")
     async with started(first, second, third) as engine:
         work = await loaded(engine, second, n=60)
-        gate = second.finishing if held else second.pushing
+        gate = second.finishing if rest else second.pushing
         gate.clear()
         draining = asyncio.create_task(engine.r_nodes.drain(1))
-        if held:
-            await until(lambda: any(s.held and s.in_flight for s in engine.r_nodes.moves._moving))
+        if rest:
+            await until(lambda: any(length for _, length in second.pushes))
         else:
             await until(lambda: any(length == 0 for _, length in second.pushes))
         (second if victim == "source" else first).kill()
@@ -157,7 +163,7 @@ async def test_clients_that_go_away_during_a_move_leave_nothing():
         await until(lambda: len(second.cache) > 3)
         second.finishing.clear()
         draining = asyncio.create_task(engine.r_nodes.drain(1))
-        await until(lambda: any(s.held and s.in_flight for s in engine.r_nodes.moves._moving))
+        await until(lambda: any(length for _, length in second.pushes))
         for seq in list(engine.r_nodes.moves._moving):
             engine.cancel(seq)
         second.finishing.set()

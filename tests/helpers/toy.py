@@ -158,7 +158,7 @@ class ToyLink:
         self.pushes.append((pages, length))
         self.pushed.set()
         tag, tokens = self.cache[seq[0]]
-        whole = tokens[: pages.stop * PAGE_TOKENS]  # full pages do not change while they are sent
+        whole = tokens[: length or pages.stop * PAGE_TOKENS]  # these do not change while they are sent
         await asyncio.sleep(0.001)
         await (self.finishing if length else self.pushing).wait()
         self.check_alive()
