@@ -3,7 +3,9 @@
 A router that sends the header X-Fastdecode-Resumable gets marks in the stream, which are comments of the event stream:
 
     : fd {"id": ..., "created": ..., "seed": ...}   first: what the answer takes from elsewhere than the request
+    : fd []                                         the events before it show that the answer has begun
     : fd [12, 13]                                   the events before it show the text of these tokens, and all before
+    : fd [[1], 12, 13]                              likewise, of choice 1; without a number it is choice 0
     : fd [14, "stop"]                               likewise; the engine has ended the choice
     : fd "leaving"                                  this S-node is about to end
     : fd "leaving tcp://..."                        likewise; there its successor gets the K and V of the stream
@@ -13,14 +15,15 @@ first mark's values and the tokens so far. That S-node feeds the tokens to the c
 text, and computes the prompt with the tokens. Draws depend on the seed and the token's index alone, so the stream goes
 on as it would have.
 
-Only streams of one choice without log-probabilities are resumable, of completions and chats.
+Only streams of one prompt without log-probabilities are resumable.
 """
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -45,6 +48,67 @@ def mark(value: Any) -> bytes:
     return MARK + orjson.dumps(value) + b"\n\n"
 
 
+def token_mark(choice: int, tokens: Sequence[int | str]) -> bytes:
+    """The mark behind the events that show the text of these tokens of a choice."""
+    return mark([[choice], *tokens] if choice else list(tokens))
+
+
+@dataclass(frozen=True, slots=True)
+class Past:
+    """What a choice has had elsewhere."""
+
+    tokens: tuple[int, ...] = ()
+    finish_reason: str | None = None  # why the engine ended the choice with the last token; None: it did not
+
+    def events(self) -> list[TokenEvent]:
+        """The tokens, as the engine gave them."""
+        events = [TokenEvent(token) for token in self.tokens]
+        if events:
+            events[-1].finish_reason = self.finish_reason
+        return events
+
+
+@dataclass(slots=True)
+class Progress:
+    """How far a stream has come, by its marks: what a router keeps of it."""
+
+    head: dict[str, Any] | None = None  # the first mark; None: the stream has no marks
+    begun: bool = False  # the client has the events before the first token
+    leaving: bool = False  # the S-node is about to end; the reader resets it
+    n_tokens: int = 0  # of all choices
+    _tokens: dict[int, list[int]] = field(default_factory=dict)  # by choice
+    _finish_reasons: dict[int, str] = field(default_factory=dict)
+    _take_from: str | None = None
+
+    def take(self, value: Any) -> None:
+        """Record a mark."""
+        match value:
+            case dict():
+                self.head = value
+            case [[int(choice)], *tokens]:
+                self._take_tokens(choice, tokens)
+            case list():
+                self._take_tokens(0, value)
+            case str() if value.startswith(LEAVING):
+                self._take_from = value[len(LEAVING) :].strip() or None
+                self.leaving = True
+
+    def _take_tokens(self, choice: int, tokens: list[Any]) -> None:
+        self.begun = True
+        if tokens and isinstance(tokens[-1], str):
+            self._finish_reasons[choice] = tokens.pop()
+        self._tokens.setdefault(choice, []).extend(tokens)
+        self.n_tokens += len(tokens)
+
+    def resume(self) -> dict[str, Any]:
+        """The value of FIELD with which another S-node continues the stream."""
+        assert self.head is not None, "a stream without marks cannot be continued"
+        numbers = range(1 + max(self._tokens, default=-1))
+        choices = [[self._tokens.get(k, []), self._finish_reasons.get(k)] for k in numbers]
+        value = self.head | {"begun": self.begun, "choices": choices}
+        return value if self._take_from is None else value | {"take_from": self._take_from}
+
+
 @dataclass(frozen=True, slots=True)
 class Resume:
     """Where a stream is to be continued."""
@@ -52,8 +116,8 @@ class Resume:
     id: str
     created: int
     seed: int
-    tokens: tuple[int, ...]
-    finish_reason: str | None  # why the engine ended the choice with the last token; None: it did not
+    begun: bool  # the client has the events before the first token
+    choices: tuple[Past, ...]  # those without tokens may be missing at the end
     take_from: str | None = None  # the URL at which an S-node that is about to end has the K and V
 
     @classmethod
@@ -62,31 +126,25 @@ class Resume:
         if not isinstance(body, dict) or (fields := body.pop(FIELD, None)) is None:
             return None
         try:
-            resume = cls(**(fields | {"tokens": tuple(fields["tokens"])}))
-        except (TypeError, KeyError):
-            raise invalid(FIELD, "must be an object with id, created, seed, tokens and finish_reason") from None
-        numbers = (resume.created, resume.seed, *resume.tokens)
+            choices = tuple(Past(tuple(tokens), reason) for tokens, reason in fields["choices"])
+            resume = cls(**(fields | {"choices": choices}))
+        except (TypeError, KeyError, ValueError):
+            raise invalid(FIELD, "must be an object with id, created, seed, begun and choices") from None
+        numbers = (resume.created, resume.seed, *chain.from_iterable(past.tokens for past in choices))
         good = all(is_integer(n) and 0 <= n < 2**63 for n in numbers) and isinstance(resume.id, str)
-        good = good and isinstance(resume.take_from, str | None)
-        if not good or resume.finish_reason not in (None, "stop", "length"):
+        good = good and isinstance(resume.take_from, str | None) and isinstance(resume.begun, bool)
+        if not good or any(past.finish_reason not in (None, "stop", "length") for past in choices):
             raise invalid(FIELD, "a value is not of the right type")
         return resume
-
-    def events(self) -> list[TokenEvent]:
-        """The tokens so far, as the engine gave them."""
-        events = [TokenEvent(token) for token in self.tokens]
-        if events:
-            events[-1].finish_reason = self.finish_reason
-        return events
 
 
 def is_resumable(headers: Mapping[str, str], generation: Generation, n_prompts: int, answer: Answer) -> bool:
     """True if the stream that answers a request is to have marks."""
     sampling = generation.sampling
     scored = generation.logprobs or sampling.logprobs is not None or sampling.prompt_logprobs is not None
-    one = n_prompts == generation.candidates == 1
-    plain = not (scored or answer.named_events or generation.text.prompt_only)
-    return HEADER in headers and generation.stream and one and plain
+    all_shown = n_prompts == 1 and generation.candidates == generation.n
+    plain = not (scored or generation.text.prompt_only)
+    return HEADER in headers and generation.stream and all_shown and plain
 
 
 def resumable(generation: Generation, answer: Answer, resume: Resume | None) -> Generation:

@@ -204,6 +204,10 @@ class Run:
         """True if a choice has not ended."""
         return bool(self._running)
 
+    def runs(self, index: int) -> bool:
+        """True if a choice has not ended."""
+        return index in self._running
+
     def feed(self, index: int, event: TokenEvent) -> Piece:
         """Let a choice have a token that it has had elsewhere. Returns its piece, which is given to nobody else."""
         piece = self.choices[index].feed(event)

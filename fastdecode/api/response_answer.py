@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hashlib import blake2b
 from typing import Any
 from uuid import uuid4
 
@@ -17,11 +18,13 @@ _Event = dict[str, Any]
 class _Item:
     """An output item that is being written: a message, a reasoning or a function call."""
 
-    def __init__(self, kind: str, index: int, call: CallDelta | None = None):
+    def __init__(self, response: str, kind: str, index: int, call: CallDelta | None = None):
+        """`response` is the response's id, from which the item's ids follow: another S-node may end the item."""
         self.kind, self.index, self.text = kind, index, ""
         prefix = {"message": "msg", "reasoning": "rs", "function_call": "fc"}[kind]
-        self.id = f"{prefix}_{uuid4().hex}"
-        self._head = {"name": call.name, "call_id": f"call_{uuid4().hex[:24]}"} if call else {}
+        own = blake2b(f"{response} {index}".encode(), digest_size=16).hexdigest()
+        self.id = f"{prefix}_{own}"
+        self._head = {"name": call.name, "call_id": f"call_{own[:24]}"} if call else {}
 
     def part(self, text: str) -> dict[str, Any]:
         """The item's only content part."""
@@ -102,7 +105,7 @@ class ResponseAnswer(Answer):
         if self._items and self._items[-1].kind == kind and call is None:
             return []
         events = self._end_item() if self._items else []
-        item = _Item(kind, len(self._items), call)
+        item = _Item(self.id, kind, len(self._items), call)
         self._items.append(item)
         events.append(self._event("output_item.added", output_index=item.index, item=item.shown("in_progress")))
         if kind != "function_call":

@@ -11,7 +11,7 @@ from aiohttp import web
 
 from fastdecode.api.answers import Answer, usage
 from fastdecode.api.chunks import Chunks
-from fastdecode.api.continuation import LEAVING, Resume, is_resumable, mark, not_resumable, resumable
+from fastdecode.api.continuation import LEAVING, Resume, is_resumable, mark, not_resumable, resumable, token_mark
 from fastdecode.api.delivery import Delivery, Lane
 from fastdecode.api.errors import ApiError, from_engine, json_response
 from fastdecode.api.generation import Choice, Echo, Piece, Run
@@ -93,7 +93,7 @@ class Runs:
             # away.
             with run:
                 if job.generation.stream:
-                    return await self._stream(request, job, run)
+                    return await self._stream(request, job, run, resume)
                 return await self._whole(request, job, run)
         finally:
             counts = usage(run.choices, job.generation.candidates)
@@ -128,15 +128,19 @@ class Runs:
 
     async def _replay(self, run: Run, resume: Resume, answer: Answer) -> None:
         """Bring a run to where its stream is to be continued. Raises ApiError (400)."""
-        if len(resume.tokens) >= self.engine.max_model_len:
+        longest = max((len(past.tokens) for past in resume.choices), default=0)
+        if len(resume.choices) > len(run.choices) or longest >= self.engine.max_model_len:
             raise not_resumable()
+        if resume.begun:
+            answer.begin()
         try:
-            for i, event in enumerate(resume.events()):
-                if not run.running:
-                    raise not_resumable()
-                answer.deltas(0, run.feed(0, event))
-                if i % _REPLAYED_AT_ONCE == 0:
-                    await asyncio.sleep(0)
+            for index, past in enumerate(resume.choices):
+                for i, event in enumerate(past.events()):
+                    if not run.runs(index):
+                        raise not_resumable()
+                    answer.deltas(index, run.feed(index, event))
+                    if i % _REPLAYED_AT_ONCE == 0:
+                        await asyncio.sleep(0)
         except (ValueError, LookupError, OverflowError):  # of a token that the tokenizer does not know
             raise not_resumable() from None
 
@@ -148,7 +152,10 @@ class Runs:
         spec = None if grammar is None else grammar.spec
         request = Request(job.answer.id, list(job.prompts), params, generation.candidates, spec)
         if resume is not None:
-            request = replace(request, generated=list(resume.tokens), take_from=resume.take_from)
+            past = [list(choice.tokens) for choice in resume.choices]
+            past += [[] for _ in run.choices[len(past) :]]
+            generated = [tokens if run.runs(index) else None for index, tokens in enumerate(past)]
+            request = replace(request, generated=generated, take_from=resume.take_from)
         try:
             await run.submit(self.engine, request)
         except InvalidGrammar as error:
@@ -173,7 +180,7 @@ class Runs:
                 body["choices"][i]["prompt_logprobs"] = answer.prompt_logprobs(choice.prompt_scores, prompt, top)
         return json_response(body, headers={"X-Request-Id": request_id(request) or answer.id})
 
-    async def _stream(self, request: web.Request, job: Job, run: Run) -> web.StreamResponse:
+    async def _stream(self, request: web.Request, job: Job, run: Run, resume: Resume | None) -> web.StreamResponse:
         generation, answer = job.generation, job.answer
         headers = {"X-Request-Id": request_id(request) or answer.id, **notes().headers}
         events = EventStream(request, headers, named=answer.named_events)
@@ -192,7 +199,8 @@ class Runs:
             return True
 
         def marked(index: int, piece: Piece) -> bytes:
-            return chunks.of(index, piece) + mark(piece.tokens) if piece.tokens else chunks.of(index, piece)
+            chunk = chunks.of(index, piece)
+            return chunk + token_mark(index, piece.tokens) if piece.tokens else chunk
 
         def leave() -> None:
             events.write(mark(f"{LEAVING} {self.hand_over_url}" if self.hand_over_url else LEAVING))
@@ -204,7 +212,10 @@ class Runs:
             if self.closing:
                 leave()
         try:
-            events.send(answer.begin())
+            if not (resume is not None and resume.begun):
+                events.send(answer.begin())
+            if run.names_tokens:
+                events.write(mark([]))
             run.offer_to(write)
             while (ready := await run.pieces(self.keep_alive_seconds - events.quiet_seconds)) is not None:
                 for index, pieces in ready.items():

@@ -197,13 +197,13 @@ class Engine:
         prompt_ids: list[int],
         params: SamplingParams,
         outputs: Mapping[str, Output],
-        generated: Iterable[int] = (),
+        generated: Iterable[Iterable[int] | None] = (),
         take_from: str | None = None,
     ) -> list[Sequence]:
         """Queue the choices of a prompt, all or none. `outputs` maps the id of each choice to the function that
-        takes its tokens; `params` are those of the first choice (SamplingParams.of_choice). `generated` are tokens
-        that each choice has already, from another S-node; its output gets those that follow. `take_from`: the URL at
-        which that S-node still has their K and V.
+        takes its tokens; `params` are those of the first choice (SamplingParams.of_choice). `generated` are the tokens
+        that each choice has already, from another S-node, None for a choice that has ended there and is not queued; its
+        output gets those that follow. `take_from`: the URL at which that S-node still has their K and V.
 
         Raises NotReady, Overloaded, PromptTooLong, InvalidPrompt, InvalidParameter.
         """
@@ -213,9 +213,12 @@ class Engine:
         self._check_tokens(params)
         if params.max_tokens is not None:
             max_new = min(max_new, params.max_tokens)
-        before = list(generated)
-        if len(before) >= max_new or not all(0 <= t < self.spart.config.vocab_size for t in before):
-            raise InvalidPrompt(f"{len(before)} generated tokens cannot be continued: at most {max_new} may come")
+        past = [None if tokens is None else list(tokens) for tokens in generated] or [[] for _ in outputs]
+        for before in past:
+            if before and not (
+                len(before) < max_new and 0 <= min(before) <= max(before) < self.spart.config.vocab_size
+            ):
+                raise InvalidPrompt(f"{len(before)} generated tokens cannot be continued: at most {max_new} may come")
         end_tokens = params.stop_token_ids
         if params.grammar is not None or not params.ignore_eos:
             end_tokens |= self.end_tokens
@@ -228,7 +231,9 @@ class Engine:
         adapter = self._adapter(params.adapter)
         choices: list[Sequence] = []
         request = self._arrivals if len(outputs) > 1 else None
-        for k, (request_id, output) in enumerate(outputs.items()):
+        for k, ((request_id, output), before) in enumerate(zip(outputs.items(), past, strict=True)):
+            if before is None:
+                continue
             try:
                 self._check_backlog(len(prompt_ids))
             except Overloaded:

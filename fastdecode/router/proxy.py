@@ -13,7 +13,7 @@ import aiohttp
 import orjson
 from aiohttp import web
 
-from fastdecode.api.continuation import FIELD, HEADER, LEAVING, MARK
+from fastdecode.api.continuation import FIELD, HEADER, MARK, Progress
 from fastdecode.api.errors import ApiError
 from fastdecode.router.metrics import RouterMetrics
 from fastdecode.router.pool import Pool, SNode, prefix_keys
@@ -75,13 +75,13 @@ class Proxy:
                 self._metrics.retries.inc()
             tried.append(s_node)
             s_node.requests += 1
-            n_tokens = len(relay.tokens)
+            n_tokens = relay.progress.n_tokens
             try:
                 return await self._forward(relay, s_node, keys)
             except _Retry as error:
                 failure = error
                 log.info("%s %s: S-node %s: %s", request.method, request.path, s_node.url, error)
-                if len(relay.tokens) > n_tokens:
+                if relay.progress.n_tokens > n_tokens:
                     tried = [s_node]
             finally:
                 s_node.requests -= 1
@@ -94,7 +94,9 @@ class Proxy:
     async def _choose(self, relay: _Relay, keys: list[bytes], tried: list[SNode]) -> SNode | None:
         """The next S-node for a request; None: there is none. A stream that can be continued waits for one."""
         deadline = time.monotonic() + self._continue_seconds
-        while (s_node := self._pool.choose(keys, tried)) is None and relay.has_token and relay.head is not None:
+        while (
+            (s_node := self._pool.choose(keys, tried)) is None and relay.has_token and relay.progress.head is not None
+        ):
             tried.clear()  # one that was lost may come back
             if time.monotonic() >= deadline:
                 return None
@@ -126,7 +128,7 @@ class Proxy:
             if relay.client_gone:
                 raise
             self._pool.suspect(s_node, f"a request failed: {error or type(error).__name__}")
-            if relay.has_token and relay.head is None:
+            if relay.has_token and relay.progress.head is None:
                 return await relay.fail(self._metrics)
             raise _Retry(str(error) or type(error).__name__) from None
 
@@ -144,21 +146,15 @@ class _Relay:
         self.response: web.StreamResponse | None = None  # of a stream whose headers are sent
         self.has_token = False  # the client has an event of the stream
         self.client_gone = False
-        self.head: dict[str, Any] | None = None  # of a stream that can be continued, see api/continuation.py
-        self.tokens: list[int] = []  # whose text the client has
-        self._finish_reason: str | None = None
-        self._take_from: str | None = None  # where the S-node that is about to end has the K and V
+        self.progress = Progress()  # of what the client has
         self._body = body
 
     @property
     def body(self) -> bytes:
         """The request for the next S-node."""
-        if self.head is None:
+        if self.progress.head is None:
             return self._body
-        resume = self.head | {"tokens": self.tokens, "finish_reason": self._finish_reason}
-        if self._take_from is not None:
-            resume["take_from"] = self._take_from
-        return orjson.dumps(orjson.loads(self._body) | {FIELD: resume})
+        return orjson.dumps(orjson.loads(self._body) | {FIELD: self.progress.resume()})
 
     async def stream(self, answer: aiohttp.ClientResponse, may_leave: Callable[[], bool]) -> web.StreamResponse:
         """Pass a stream on, one whole event or more at a time. Of a stream with marks, events wait for the mark behind
@@ -172,40 +168,29 @@ class _Relay:
         rest, held = b"", b""
         async for part in answer.content.iter_any():
             *events, rest = (rest + part).split(b"\n\n")
-            ready, leaving = b"", False
+            ready = b""
             for event in events:
                 if event.startswith(MARK):
-                    leaving |= self._take_mark(orjson.loads(event[len(MARK) :]))
+                    self.progress.take(orjson.loads(event[len(MARK) :]))
                     ready, held = ready + held, b""
-                elif self.head is None or (event.startswith(b":") and not held):
+                elif self.progress.head is None or (event.startswith(b":") and not held):
                     ready += event + b"\n\n"
                 else:
                     held += event + b"\n\n"
             await self._pass(ready)
-            if leaving and may_leave():
-                raise _Retry("is about to end")
+            if self.progress.leaving:
+                self.progress.leaving = False
+                if may_leave():
+                    raise _Retry("is about to end")
         await self._pass(held + rest)
         await self.response.write_eof()
         return self.response
-
-    def _take_mark(self, mark: Any) -> bool:
-        """Record what a mark says. True: the S-node is about to end."""
-        if isinstance(mark, dict):
-            self.head = mark
-        elif isinstance(mark, list):
-            if mark and isinstance(mark[-1], str):
-                self._finish_reason = mark.pop()
-            self.tokens += mark
-        elif isinstance(mark, str) and mark.startswith(LEAVING):
-            self._take_from = mark[len(LEAVING) :].strip() or None
-            return True
-        return False
 
     async def _pass(self, events: bytes) -> None:
         """Give the client whole events. Raises _Retry for an error that another S-node may mend."""
         if not events:
             return
-        failed = self.head is not None or not self.has_token
+        failed = self.progress.head is not None or not self.has_token
         if failed and (first := _first_data(events)) is not None and _is_passing_failure(500, first):
             raise _Retry("failed")
         self.has_token = self.has_token or _first_data(events) is not None
@@ -252,7 +237,8 @@ def _is_passing_failure(status: int, body: Any) -> bool:
     if status != 500 or not isinstance(body, bytes):
         return False
     try:
-        error = orjson.loads(body)["error"]
+        value = orjson.loads(body)
+        error = value["error"] if "error" in value else value["response"]["error"]
         return error["code"] in ("generation_failed", "not_ready", "shutting_down")
     except (ValueError, KeyError, TypeError):
         return False

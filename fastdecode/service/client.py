@@ -20,7 +20,8 @@ class Request:
     params: SamplingParams  # of every prompt's first choice, without its grammar
     n: int = 1  # choices of each prompt
     grammar: GrammarSpec | None = None  # that every choice must follow
-    generated: list[int] = field(default_factory=list)  # tokens that the only choice has already
+    #: The tokens that each choice of the only prompt has already, None for one that has ended; empty: none.
+    generated: list[list[int] | None] = field(default_factory=list)
     take_from: str | None = None  # the URL of an S-node that has their K and V, and is about to end
 
     @property

@@ -47,16 +47,19 @@ class LocalEngine:
             except GrammarError as error:
                 raise InvalidGrammar(str(error), isinstance(error, GrammarsUnavailable)) from None
             params = replace(params, grammar=grammar)
-        choices: list[Sequence] = []
+        choices: list[Sequence | None] = []
 
         def cancel(choice: int) -> None:
-            self._engine.cancel(choices[choice])
+            if (seq := choices[choice]) is not None:
+                self._engine.cancel(seq)
 
         try:
             for prompt in request.prompts:
                 numbers = range(len(choices), len(choices) + request.n)
                 outputs: dict[str, Output] = {f"{request.id}-{i}": Place(outlet, first + i) for i in numbers}
-                choices += self._engine.submit_choices(prompt, params, outputs, request.generated, request.take_from)
+                past = request.generated or [[]] * request.n
+                queued = iter(self._engine.submit_choices(prompt, params, outputs, past, request.take_from))
+                choices += [None if tokens is None else next(queued) for tokens in past]
         except Exception:
             for i in range(len(choices)):
                 cancel(i)

@@ -173,12 +173,12 @@ async def test_a_sequence_goes_on_from_the_tokens_that_another_s_node_has_genera
                 if event.finish_reason:
                     ended.set()
 
-            engine.submit_choices(beginning, params, {f"from {n}": output}, whole[:n])
+            engine.submit_choices(beginning, params, {f"from {n}": output}, [whole[:n]])
             await ended.wait()
             assert tokens == whole[n:]
         for wrong in (whole, [-1], [10**6]):
             with pytest.raises(InvalidPrompt, match="continued"):
-                engine.submit_choices(beginning, params, {"wrong": lambda event: None}, wrong)
+                engine.submit_choices(beginning, params, {"wrong": lambda event: None}, [wrong])
 
 
 def test_an_engine_without_prefill_nodes_hands_nothing_over():

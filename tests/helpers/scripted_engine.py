@@ -70,18 +70,20 @@ class ScriptedEngine:
         self.alive = True
 
     async def submit(self, request: Request, outlet: Outlet, first: int) -> Cancel:
-        choices: list[ScriptedChoice] = []
-        for i in range(request.n_choices):
+        choices: dict[int, ScriptedChoice] = {}
+        for i, past in enumerate(request.generated or [[]] * request.n_choices):
+            if past is None:
+                continue
             if not self.scripts:
-                for choice in choices:
+                for choice in choices.values():
                     choice.cancel()
                 raise self._refusal or AssertionError("one choice more than there are scripts")
-            choices.append(ScriptedChoice(self.scripts.pop(0), Place(outlet, first + i)))
+            choices[i] = ScriptedChoice(self.scripts.pop(0), Place(outlet, first + i))
             self.prompts.append(request.prompts[i // request.n])
-            self.generated.append(request.generated)
+            self.generated.append(past)
             self.params.append(request.params.of_choice(i % request.n))
-            self.streams.append(choices[-1])
-        return lambda i: choices[i].cancel()
+            self.streams.append(choices[i])
+        return lambda i: choices[i].cancel() if i in choices else None
 
     def choice_ended(self, reason: str, seconds: float) -> None:
         self._metrics.choice_ended(reason, seconds)

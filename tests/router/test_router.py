@@ -330,6 +330,81 @@ async def test_streams_leave_an_s_node_that_is_about_to_end(tokenizer, spell):
             assert second.generated == [script[:6]] * 2
 
 
+async def test_choices_of_one_prompt_leave_an_s_node_each_where_it_is(tokenizer, spell):
+    """Of three choices one has ended, one has begun, and one has no token yet."""
+    waits = asyncio.Event()
+    texts = ["ab", "one two three", "zebra"]
+    first = ScriptedEngine(spell("ab"), [*spell("one tw"), waits], [waits])
+    second = ScriptedEngine(spell("one two three")[6:], spell("zebra"))
+    async with contextlib.AsyncExitStack() as stack:
+        one, two = [await stack.enter_async_context(served(engine, tokenizer)) for engine in (first, second)]
+        api, _, pool = await stack.enter_async_context(routed(url_of(one), url_of(two)))
+        pool.s_nodes[1].requests = 9
+        stream = await api.completions.create(**ASK | {"n": 3, "max_tokens": 99}, stream=True)
+        got = ["", "", ""]
+        while got[0] != "ab" or got[1] != "one tw":
+            choice = (await anext(stream)).choices[0]
+            got[choice.index] += choice.text
+        closing = asyncio.create_task(one.server.close(grace=60))
+        reasons = []
+        async for chunk in stream:
+            got[chunk.choices[0].index] += chunk.choices[0].text
+            reasons += (
+                [(chunk.choices[0].index, chunk.choices[0].finish_reason)] if chunk.choices[0].finish_reason else []
+            )
+        await closing
+        assert got == texts and sorted(reasons)[-2:] == [(1, "length"), (2, "length")]
+        assert second.generated == [spell("one tw"), []]
+        assert second.params[0].seed == first.params[1].seed and second.params[1].seed == first.params[2].seed
+
+
+def numbered(events):
+    """The types of a response's events, which must be numbered from 0 on."""
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    return [event.type.removeprefix("response.") for event in events]
+
+
+@pytest.mark.parametrize("n_seen", [0, 1, 5], ids=lambda n: f"after {n} tokens")
+async def test_a_response_goes_on_at_another_s_node_with_the_same_ids_and_numbers(tokenizer, spell, n_seen):
+    script, waits = spell("one two"), asyncio.Event()
+    first, second = ScriptedEngine([*script[:n_seen], waits]), ScriptedEngine(script[n_seen:])
+    undisturbed = ScriptedEngine(script)
+    async with contextlib.AsyncExitStack() as stack:
+        one, two = [await stack.enter_async_context(served(engine, tokenizer)) for engine in (first, second)]
+        alone, _, _ = await stack.enter_async_context(
+            routed(url_of(await stack.enter_async_context(served(undisturbed, tokenizer))))
+        )
+        api, _, pool = await stack.enter_async_context(routed(url_of(one), url_of(two)))
+        pool.s_nodes[1].requests = 9
+        ask = {"model": MODEL, "input": "x", "stream": True, "max_output_tokens": 99}
+        expected = [event async for event in await alone.responses.create(**ask)]
+        stream = await api.responses.create(**ask)
+        events = [await anext(stream) for _ in range(2)]
+        while sum(event.type == "response.output_text.delta" for event in events) < n_seen:
+            events.append(await anext(stream))
+        closing = asyncio.create_task(one.server.close(grace=60))
+        events += [event async for event in stream]
+        await closing
+        assert numbered(events) == numbered(expected)
+        assert second.generated == [script[:n_seen]]
+        last = events[-1].response
+        assert last.output_text == "one two" and last.id == events[0].response.id
+        named = {event.item_id for event in events if hasattr(event, "item_id")}
+        assert named == {last.output[0].id}
+
+
+async def test_a_response_that_fails_before_its_last_event_goes_on_elsewhere(tokenizer, spell):
+    script = spell("one two")
+    first = ScriptedEngine([*script[:3], GenerationFailed("R-node lost")])
+    async with contextlib.AsyncExitStack() as stack:
+        clients = [await stack.enter_async_context(served(e, tokenizer)) for e in (first, ScriptedEngine(script[3:]))]
+        api, _, pool = await stack.enter_async_context(routed(*map(url_of, clients)))
+        pool.s_nodes[1].requests = 9
+        events = [event async for event in await api.responses.create(model=MODEL, input="x", stream=True)]
+        numbered(events)
+        assert events[-1].response.output_text == "one two"
+
+
 async def test_streams_take_their_k_and_v_along(tokenizer, tmp_path):
     """Real engines with R-nodes of their own. The second one computes a token of the prompt at most."""
     checkpoint, model = make_checkpoint("llama-gqa"), "ab" * 32
@@ -394,10 +469,13 @@ async def test_a_request_that_fails_everywhere_ends_with_an_error(tokenizer, spe
     [
         5,
         {},
-        HEAD | {"tokens": [-1], "finish_reason": None},
-        HEAD | {"tokens": ["a"], "finish_reason": None},
-        HEAD | {"tokens": [1], "finish_reason": "why"},
-        HEAD | {"tokens": [1] * 5000, "finish_reason": None},
+        HEAD | {"begun": True, "choices": [[[-1], None]]},
+        HEAD | {"begun": True, "choices": [[["a"], None]]},
+        HEAD | {"begun": True, "choices": [[[1], "why"]]},
+        HEAD | {"begun": True, "choices": [[[1] * 5000, None]]},
+        HEAD | {"begun": True, "choices": [[[1], None]] * 2},
+        HEAD | {"begun": True, "choices": [[1]]},
+        HEAD | {"begun": 1, "choices": []},
     ],
 )
 async def test_what_cannot_be_continued_is_refused(tokenizer, spell, wrong):
