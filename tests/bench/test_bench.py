@@ -62,7 +62,7 @@ def test_decode_on_a_checkpoint_it_made(tmp_path):
         (["attention", "--threads", "100000"], "may run on"),
         (["transport", "--payload", "7"], "a payload of 7 bytes"),
         (["rpart", "--threads", "1,1000"], "1000 threads are not within"),
-        (["team", "--r-nodes", "1,5000"], "each R-node needs a CPU of its own"),
+        (["team", "--r-nodes", "1,5000"], "from 1 to 8 R-nodes can share heads"),
         (["transport", "--peer", "shm:///nonexistent/r.sock", "--beside", "none"], "no R-node can be reached"),
     ],
 )
@@ -330,3 +330,12 @@ def test_team_prints_a_row_for_each_number_of_r_nodes_and_of_threads():
     assert [(row["r_nodes"], row["threads"]) for row in result["teams"]] == [(1, 1), (2, 1), (1, 2)]
     assert all(row["layer_us"] > 0 and row["r_us"] > 0 for row in result["teams"])
     assert (result["teams"][0]["r_of_ideal"], result["teams"][0]["layer_of_ideal"]) == (1, 1)
+
+
+def test_r_nodes_that_take_turns_have_an_r_time_and_no_time_of_a_layer():
+    shape = ["--heads", "8", "--kv-heads", "4", "--head-size", "16", "--layers", "2", "--context", "700"]
+    argv = ["--r-nodes", "1,2,4", "--at-once", "1", *shape, "--rounds", "2"]
+    rows = json.loads(bench("team", *argv, "--json"))["teams"]
+    assert [(row["r_nodes"], row["layer_us"] is None) for row in rows] == [(1, False), (2, True), (4, True)]
+    assert all(row["r_us"] > 0 for row in rows)
+    assert bench("team", *argv).count("they took turns") == 2
