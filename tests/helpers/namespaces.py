@@ -1,11 +1,13 @@
-"""Machines that share nothing: network namespaces on a bridge, each with a /tmp and processes of its own."""
+"""Machines that share nothing: network namespaces on a switch, each with a /tmp and processes of its own."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import subprocess
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -18,6 +20,8 @@ marks = [
     ),
 ]
 
+#: How much later a frame arrives, one way.
+DELAY_US = 100
 _END = "--- end of the command:"
 
 
@@ -61,21 +65,54 @@ class Machine:
 
 
 @contextlib.contextmanager
-def network(addresses: dict[str, str]) -> Iterator[bool]:
-    """A namespace on a bridge for each address, by name. Yields whether the kernel can delay packets (sch_netem)."""
+def network(addresses: dict[str, str]) -> Iterator[None]:
+    """A namespace for each address, by name, on a switch that delays every frame by DELAY_US: sch_netem does if the
+    kernel has it, else delaying_switch.py."""
     with contextlib.ExitStack() as stack:
-        delayed = True
-        run("ip", "link", "add", "fd-bridge", "type", "bridge")
-        stack.callback(run, "ip", "link", "del", "fd-bridge")
-        run("ip", "link", "set", "fd-bridge", "up")
+        for name in addresses:
+            run("ip", "netns", "add", f"fd-{name}")
+            stack.callback(run, "ip", "netns", "del", f"fd-{name}")
+        stack.enter_context(_bridge(addresses) if _has_netem() else _switch(addresses))
         for name, address in addresses.items():
-            space, outer = f"fd-{name}", f"fd-{name}-up"
-            run("ip", "netns", "add", space)
-            stack.callback(run, "ip", "netns", "del", space)
-            run("ip", "link", "add", outer, "type", "veth", "peer", "name", "eth0", "netns", space)
+            run("ip", "-n", f"fd-{name}", "addr", "add", f"{address}/24", "dev", "eth0")
+            run("ip", "-n", f"fd-{name}", "link", "set", "eth0", "up")
+        yield
+
+
+def _has_netem() -> bool:
+    run("ip", "netns", "add", "fd-probe")
+    try:
+        netem = ["tc", "-n", "fd-probe", "qdisc", "add", "dev", "lo", "root", "netem", "delay", "1ms"]
+        return subprocess.run(netem, capture_output=True, check=False).returncode == 0
+    finally:
+        run("ip", "netns", "del", "fd-probe")
+
+
+@contextlib.contextmanager
+def _bridge(names: Iterable[str]) -> Iterator[None]:
+    """An eth0 in each namespace, all on a bridge."""
+    run("ip", "link", "add", "fd-bridge", "type", "bridge")
+    try:
+        run("ip", "link", "set", "fd-bridge", "up")
+        for name in names:
+            outer = f"fd-{name}-up"
+            run("ip", "link", "add", outer, "type", "veth", "peer", "name", "eth0", "netns", f"fd-{name}")
             run("ip", "link", "set", outer, "master", "fd-bridge", "up")
-            run("ip", "-n", space, "addr", "add", f"{address}/24", "dev", "eth0")
-            run("ip", "-n", space, "link", "set", "eth0", "up")
-            netem = ["tc", "-n", space, "qdisc", "add", "dev", "eth0", "root", "netem", "delay", "0.1ms"]
-            delayed &= subprocess.run(netem, capture_output=True, check=False).returncode == 0
-        yield delayed
+            run("tc", "-n", f"fd-{name}", "qdisc", "add", "dev", "eth0", "root", "netem", "delay", f"{DELAY_US}us")
+        yield
+    finally:
+        run("ip", "link", "del", "fd-bridge")
+
+
+@contextlib.contextmanager
+def _switch(names: Iterable[str]) -> Iterator[None]:
+    """An eth0 in each namespace, all on a delaying switch."""
+    devices = {name: f"fd-{name}-tap" for name in names}
+    argv = [sys.executable, str(Path(__file__).with_name("delaying_switch.py")), str(DELAY_US), *devices.values()]
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None and process.stdout is not None
+        assert process.stdout.readline() == "ready\n", "the switch has not started"
+        for name, device in devices.items():
+            run("ip", "link", "set", device, "netns", f"fd-{name}", "name", "eth0")
+        yield
+        process.stdin.close()
