@@ -181,11 +181,14 @@ typedef struct {
 typedef void (*block_fn)(const block_t *b);
 
 /* Returns the address from which tile number `tile` prefetches while it reads from byte `at` of the chunk on. A panel
- * with one block prefetches prefetch_ahead() bytes further on, in the next chunk if need be. Several blocks read the
- * same chunk one after the other, so they take turns, tile by tile, at prefetching the next chunk. A block whose turn
- * it is not prefetches the lines that it reads itself, which costs less than a branch in the tile's loop. */
+ * with one block prefetches prefetch_ahead() bytes further on, in the next chunk if need be. Two blocks read the same
+ * chunk one after the other, and each prefetches half of every tile of the next chunk, `half_tile` bytes, at half the
+ * speed at which it reads (ahead_step): a whole tile at once asks for more lines than a core can wait for. If there are
+ * more blocks, or `half_tile` is 0, they take turns, tile by tile; a block whose turn it is not prefetches the lines
+ * that it reads itself, which costs less than a branch in the tile's loop. */
 FD_INLINE const uint8_t *prefetch_start(const fd_kv_dtype_t dtype, const int rows, const block_t *b, size_t at,
-                                        uint32_t tile) {
+                                        uint32_t tile, size_t half_tile) {
+    if (b->n_blocks == 2 && half_tile) return b->next + at + b->index * half_tile;
     if (b->n_blocks > 1) return (tile % b->n_blocks == b->index ? b->next : b->chunk) + at;
     const size_t max_ahead = prefetch_ahead(dtype, rows),
                  ahead = max_ahead < b->chunk_bytes ? max_ahead : b->chunk_bytes;
@@ -238,7 +241,7 @@ FD_INLINE void online_softmax(const fd_kv_dtype_t dtype, const int rows, const i
     vec_store(rescale, vec_exp2(format, vec_load(log2_rescale)));
 
     const uint8_t *affine = b->chunk + fd_chunk_v_affine(dtype, b->head_size, 0);
-    const uint8_t *ahead = prefetch_start(dtype, rows, b, fd_chunk_v_affine(dtype, b->head_size, 0), 0);
+    const uint8_t *ahead = prefetch_start(dtype, rows, b, fd_chunk_v_affine(dtype, b->head_size, 0), 0, 0);
     vec_t scale[PAGE_VECS], offset[PAGE_VECS];
     const int has_offset = format == FD_KV_INT4 || (format == FD_KV_INT8 && kv_bits(format) == 16);
     /* Weights rounded to bf16 are summed as rounded, so that the normalised weights add up to 1. */
@@ -255,7 +258,7 @@ FD_INLINE void online_softmax(const fd_kv_dtype_t dtype, const int rows, const i
             offset[i] = mask_tokens(offset[i], i, b->lo, b->hi, 0.0f);
         }
     }
-    const uint8_t *v_ahead = prefetch_start(dtype, rows, b, fd_chunk_v(dtype, b->head_size), 0);
+    const uint8_t *v_ahead = prefetch_start(dtype, rows, b, fd_chunk_v(dtype, b->head_size), 0, 0);
     for (int r = 0; r < rows; r++) {
         row_state_t *state = &b->state[r];
         float *weights = scores[r];

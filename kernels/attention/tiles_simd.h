@@ -96,18 +96,20 @@ FD_INLINE uint32_t kv_narrow_words(fd_kv_dtype_t format) { return 0; }
  * are many rows, a step instead multiplies one part of all vectors before the next part (by_part). */
 FD_INLINE void multiply(const fd_kv_dtype_t format, const int is_v, const int rows, const int vecs, const int half,
                         const uint32_t bits, const uint8_t *matrix, size_t stride, uint32_t from, uint32_t to,
-                        multipliers_t multipliers, const uint8_t *ahead, vec_t sum[][MAX_VECS]) {
+                        multipliers_t multipliers, const uint8_t *ahead, const size_t ahead_step,
+                        vec_t sum[][MAX_VECS]) {
 #ifdef FD_HAS_NARROW_SUMS
     if (kv_narrow_words(format)) {
         multiply_narrow(format, is_v, rows, vecs, matrix, stride, from, to, multipliers, ahead, sum);
         return;
     }
 #endif
-    const size_t vec_bytes = LANES * fd_word_bytes(format), step = vecs * vec_bytes;
+    const size_t vec_bytes = LANES * fd_word_bytes(format);
     const int parts = kv_parts(format), by_part = parts > 1 && parts * rows > LANES / 2, at_once = by_part ? vecs : 1;
     matrix += from * stride;
     multipliers.at += from * multipliers.word_stride;
-    for (uint32_t s = from; s < to; s++, matrix += stride, multipliers.at += multipliers.word_stride, ahead += step) {
+    for (uint32_t s = from; s < to;
+         s++, matrix += stride, multipliers.at += multipliers.word_stride, ahead += ahead_step) {
         FD_UNROLL
         for (int i0 = 0; i0 < vecs; i0 += at_once) {
             vec_t words[MAX_VECS];
@@ -150,20 +152,32 @@ FD_INLINE vec_t read_sum(const fd_kv_dtype_t format, const int rows, vec_t sum[]
     return fd_kv_is_int(format) ? vec_add_int(sum[0][i], sum[1][i]) : vec_add(sum[0][i], sum[1][i]);
 }
 
+/* Half of the bytes of a tile whose vectors are `depth` words deep; 0 if two blocks do not share its prefetches. The
+ * loops of sums in 16 bits have no register for a step of their own. */
+FD_INLINE size_t half_tile(const fd_kv_dtype_t format, int vecs, uint32_t depth) {
+    return kv_narrow_words(format) ? 0 : (size_t)depth * vecs * LANES * fd_word_bytes(format) / 2;
+}
+/* How many bytes the prefetches of a tile move on with a word of its vectors (prefetch_start). */
+FD_INLINE size_t ahead_step(const fd_kv_dtype_t format, const block_t *b, int vecs) {
+    const size_t step = vecs * LANES * fd_word_bytes(format);
+    return b->n_blocks == 2 && !kv_narrow_words(format) ? step / 2 : step;
+}
+
 /* Computes scores[r][t] = sum over d of q[d][r] K[d][t] for tokens t in [t0, t0 + vecs * LANES). */
 FD_INLINE void score_tile(const fd_kv_dtype_t dtype, const int rows, const int vecs, const block_t *b, uint32_t t0,
                           float scores[][FD_PAGE_TOKENS]) {
     const fd_kv_dtype_t format = fd_k_format(dtype);
     const size_t word = fd_word_bytes(format);
     const uint32_t steps = b->head_size / fd_word_elems(format), depth = fd_k_depth(format, b->head_size);
-    const uint8_t *ahead = prefetch_start(dtype, rows, b, t0 * depth * word, t0 / (vecs * LANES));
+    const uint8_t *ahead =
+        prefetch_start(dtype, rows, b, t0 * depth * word, t0 / (vecs * LANES), half_tile(format, vecs, steps));
     prefetch_next_page(dtype, rows, b, t0 / FD_COLUMN_LANES);
     vec_t sum[MAX_BLOCK][MAX_VECS];
     FD_UNROLL
     for (int r = 0; r < n_sums(format, rows); r++) FD_UNROLL
     for (int i = 0; i < vecs; i++) sum[r][i] = vec_zero();
     multiply(format, 0, rows, vecs, 0, ~0u, b->chunk + fd_lane_offset(format, depth, t0), FD_COLUMN_LANES * word, 0,
-             steps, query_multipliers(format, rows, b->q), ahead, sum);
+             steps, query_multipliers(format, rows, b->q), ahead, ahead_step(format, b, vecs), sum);
     FD_UNROLL
     for (int i = 0; i < vecs; i++) {
         const uint32_t t = t0 + i * LANES;
@@ -192,8 +206,8 @@ FD_INLINE void value_tile(const fd_kv_dtype_t dtype, const int rows, const int v
     const size_t offset = fd_chunk_v(dtype, b->head_size), stride = fd_lane_stride(format, b->v_size, d0);
     const uint8_t *v = b->chunk + offset + fd_lane_offset(format, depth, d0);
     const multipliers_t w = weight_multipliers(format, weights);
-    const uint8_t *ahead =
-        prefetch_start(dtype, rows, b, offset + d0 * depth * fd_word_bytes(format), d0 / (vecs * LANES));
+    const uint8_t *ahead = prefetch_start(dtype, rows, b, offset + d0 * depth * fd_word_bytes(format),
+                                          d0 / (vecs * LANES), half_tile(format, vecs, depth));
     prefetch_next_page(dtype, rows, b, (FD_PAGE_TOKENS + d0) / FD_COLUMN_LANES);
     vec_t sum[MAX_BLOCK][MAX_VECS];
     FD_UNROLL
@@ -205,10 +219,11 @@ FD_INLINE void value_tile(const fd_kv_dtype_t dtype, const int rows, const int v
     }
     uint32_t from = b->lo / elems, to = (b->hi + elems - 1) / elems;
     if (format == FD_KV_BF16) { /* the first and last word may hold a masked token, whose value may be NaN */
-        if (b->lo % 2) multiply(format, 1, rows, vecs, half, 0xffff0000u, v, stride, from, from + 1, w, v, sum), from++;
-        if (b->hi % 2) to--, multiply(format, 1, rows, vecs, half, 0xffffu, v, stride, to, to + 1, w, v, sum);
+        if (b->lo % 2)
+            multiply(format, 1, rows, vecs, half, 0xffff0000u, v, stride, from, from + 1, w, v, 0, sum), from++;
+        if (b->hi % 2) to--, multiply(format, 1, rows, vecs, half, 0xffffu, v, stride, to, to + 1, w, v, 0, sum);
     }
-    multiply(format, 1, rows, vecs, half, ~0u, v, stride, from, to, w, ahead, sum);
+    multiply(format, 1, rows, vecs, half, ~0u, v, stride, from, to, w, ahead, ahead_step(format, b, vecs), sum);
     FD_UNROLL
     for (int r = 0; r < rows; r++) FD_UNROLL
     for (int i = 0; i < vecs; i++) {
