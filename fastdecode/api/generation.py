@@ -205,7 +205,7 @@ class Run:
         return bool(self._running)
 
     def runs(self, index: int) -> bool:
-        """True if a choice has not ended."""
+        """True if the choice `index` has not ended."""
         return index in self._running
 
     def feed(self, index: int, event: TokenEvent) -> Piece:

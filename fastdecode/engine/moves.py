@@ -3,8 +3,8 @@
 K and V are only ever appended, so those of cached tokens do not change. They are copied while the sequence goes on:
 first its whole pages, then the rest up to its newest token, at most a page or two. Between two steps the sequence then
 changes its place, and its next step computes the few tokens again that steps have cached meanwhile at the old place.
-So a move costs a stream no step. The R-nodes copy among themselves (transports/bulk.py). Until the last page has
-arrived the sequence stays where it is: whatever breaks before, it goes on there.
+So a move costs a stream no step of its mini-batch. The R-nodes copy among themselves (transports/bulk.py). Until the
+last page has arrived the sequence stays where it is: whatever breaks before, it goes on there.
 
 A sequence that has given back pages beyond windows is not moved. It ends where it is.
 """

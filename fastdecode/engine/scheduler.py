@@ -362,9 +362,9 @@ class Scheduler:
         # Every token passes here: pages are asked for only where they may be lacking, and one chunk serves all steps.
         chunks = []
         n, pauses = len(self.mini_batches[mini_batch]), self._pauses
-        spare = self.limits.max_batch_tokens - n  # rows beside one of each sequence
+        beside = spare = self.limits.max_batch_tokens - n  # rows beside one of each sequence
         guessing = spare // 2  # rows for guesses; as many are left for prompts
-        n_rows, scarce = 0, pauses.scarce
+        scarce = pauses.scarce
         for seq in list(self.mini_batches[mini_batch]):  # oldest first, so a victim of preemption has no chunk yet
             cached = seq.cached
             if seq.mini_batch is None or cached < seq.prefill_end or seq.held:
@@ -389,9 +389,8 @@ class Scheduler:
                     spare -= len(guesses)
                     guessing -= len(guesses)
                     chunk = PlannedChunk(seq, 1 + len(guesses), False, True, tuple(guesses))
-            n_rows += chunk.n_tokens
             chunks.append(chunk)
-        return chunks, n_rows
+        return chunks, len(chunks) + beside - spare
 
     def _prompt_chunks(self, mini_batch: int, budget: StepBudget) -> list[PlannedChunk]:
         """Chunks of prompts within the budget: first of the mini-batch's unfinished prompts, then of newly admitted

@@ -59,16 +59,49 @@ async def test_pages_are_copied_while_the_sequence_goes_on():
         assert engine.stats.totals.recomputed == 0
 
 
+async def copying(engine, second):
+    """A drain of `second`, and the sequence that it moves first, five tokens after the copy of the rest has begun."""
+    second.finishing.clear()
+    draining = asyncio.create_task(engine.r_nodes.drain(1))
+    await until(lambda: any(length for _, length in second.pushes))
+    [seq] = engine.r_nodes.moves._moving
+    goal = len(seq.tokens) + 5
+    await until(lambda: len(seq.tokens) >= goal)
+    return draining, seq
+
+
+class Held:
+    """Stands for a sequence that has been copied."""
+
+    held, mini_batch = True, 1
+
+
+async def test_a_step_waits_for_a_sequence_that_is_about_to_change_its_place():
+    first, second = pair()
+    async with started(first, second, mini_batches=2) as engine:
+        work = await loaded(engine, second)
+        mover = engine.r_nodes.moves
+        await work
+        seq = Held()
+        mover._moving.add(seq)
+        engine.scheduler.step_times.base = 100.0  # seconds, of which a step waits a quarter
+        waits = asyncio.create_task(mover.settle(1))
+        async with asyncio.timeout(5):
+            await mover.settle(0)  # the sequence is in the other mini-batch
+            engine.scheduler.step_times.base = 0.01
+            await mover.settle(1)  # it has not changed its place in a quarter of a step
+            assert not waits.done()
+            seq.held = False
+            mover.notice()
+            await waits
+        mover._moving.clear()
+
+
 async def test_the_rest_is_copied_while_the_sequence_goes_on_and_no_step_misses_it():
     first, second = pair()
     async with started(first, second, mini_batches=2) as engine:
         work = await loaded(engine, second, tokens=350)
-        second.finishing.clear()
-        draining = asyncio.create_task(engine.r_nodes.drain(1))
-        await until(lambda: any(length for _, length in second.pushes))
-        [seq] = engine.r_nodes.moves._moving
-        goal = len(seq.tokens) + 5
-        await until(lambda: len(seq.tokens) >= goal)
+        draining, seq = await copying(engine, second)
         assert seq.mini_batch is not None and seq.node is engine.cluster.nodes[1]
         second.finishing.set()
         await asyncio.gather(draining, work)
@@ -81,12 +114,7 @@ async def test_a_step_computes_only_the_tokens_that_it_has_rows_for():
     async with started(first, second, mini_batches=1, max_batch_tokens=16) as engine:
         work = await loaded(engine, second)
         assert engine.scheduler.n_running == 16
-        second.finishing.clear()
-        draining = asyncio.create_task(engine.r_nodes.drain(1))
-        await until(lambda: any(length for _, length in second.pushes))
-        [seq] = engine.r_nodes.moves._moving
-        goal = len(seq.tokens) + 5
-        await until(lambda: len(seq.tokens) >= goal)
+        draining, _ = await copying(engine, second)
         second.finishing.set()
         await asyncio.gather(draining, work)
         assert engine.stats.totals.recomputed == 0

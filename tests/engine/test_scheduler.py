@@ -213,6 +213,25 @@ def test_burst_is_shared_between_mini_batches():
     assert len(world.begin(1).chunks) == 5
 
 
+def test_a_sequence_that_was_held_goes_on_in_the_mini_batch_whose_step_comes_next():
+    world = World([(400, 64)] * 2, max_batch_tokens=200)
+    seqs = [world.add(10, 20) for _ in range(4)]
+    world.begin(0), world.begin(1)
+    world.end(0)
+    seq = next(seq for seq in seqs if seq.mini_batch == 0)
+    seq.held = True
+    world.begin(0)
+    target = next(node for node in world.cluster.nodes if node is not seq.node)
+    handle, pages = target.admit(PAGE_TOKENS, None, seq.final_length, whole=True)
+    world.cluster.loads.add(target.position, seq.mean_length)
+    world.cached[target.position][handle] = seq.cached
+    world.scheduler.move(seq, target, handle, pages, seq.cached)
+    assert seq.mini_batch == 1 and seq.node is target, "a step of the other one has just begun"
+    world.end(1)
+    assert seq in [chunk.seq for chunk in world.begin(1).chunks]
+    world.run()
+
+
 def test_lopsided_mini_batches_are_evened_out():
     world = World([(400, 64)], max_batch_tokens=200)
     seqs = [world.add(10, 100) for _ in range(8)]

@@ -110,9 +110,8 @@ def _switch(names: Iterable[str]) -> Iterator[None]:
     devices = {name: f"fd-{name}-tap" for name in names}
     argv = [sys.executable, str(Path(__file__).with_name("delaying_switch.py")), str(DELAY_US), *devices.values()]
     with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdin is not None and process.stdout is not None
+        assert process.stdout is not None
         assert process.stdout.readline() == "ready\n", "the switch has not started"
         for name, device in devices.items():
             run("ip", "link", "set", device, "netns", f"fd-{name}", "name", "eth0")
-        yield
-        process.stdin.close()
+        yield  # the switch ends with its standard input

@@ -348,10 +348,10 @@ async def test_choices_of_one_prompt_leave_an_s_node_each_where_it_is(tokenizer,
         closing = asyncio.create_task(one.server.close(grace=60))
         reasons = []
         async for chunk in stream:
-            got[chunk.choices[0].index] += chunk.choices[0].text
-            reasons += (
-                [(chunk.choices[0].index, chunk.choices[0].finish_reason)] if chunk.choices[0].finish_reason else []
-            )
+            choice = chunk.choices[0]
+            got[choice.index] += choice.text
+            if choice.finish_reason:
+                reasons.append((choice.index, choice.finish_reason))
         await closing
         assert got == texts and sorted(reasons)[-2:] == [(1, "length"), (2, "length")]
         assert second.generated == [spell("one tw"), []]
@@ -393,18 +393,6 @@ async def test_a_response_goes_on_at_another_s_node_with_the_same_ids_and_number
         assert named == {last.output[0].id}
 
 
-async def test_a_response_that_fails_before_its_last_event_goes_on_elsewhere(tokenizer, spell):
-    script = spell("one two")
-    first = ScriptedEngine([*script[:3], GenerationFailed("R-node lost")])
-    async with contextlib.AsyncExitStack() as stack:
-        clients = [await stack.enter_async_context(served(e, tokenizer)) for e in (first, ScriptedEngine(script[3:]))]
-        api, _, pool = await stack.enter_async_context(routed(*map(url_of, clients)))
-        pool.s_nodes[1].requests = 9
-        events = [event async for event in await api.responses.create(model=MODEL, input="x", stream=True)]
-        numbered(events)
-        assert events[-1].response.output_text == "one two"
-
-
 async def test_streams_take_their_k_and_v_along(tokenizer, tmp_path):
     """Real engines with R-nodes of their own. The second one computes a token of the prompt at most."""
     checkpoint, model = make_checkpoint("llama-gqa"), "ab" * 32
@@ -437,15 +425,28 @@ async def test_streams_take_their_k_and_v_along(tokenizer, tmp_path):
         assert (taken, giver.given, prefilled) == (1, 1, 0)
 
 
-async def test_a_stream_leaves_an_s_node_that_has_lost_its_engine_or_its_r_nodes(tokenizer, spell):
-    script = spell("one two")
+@contextlib.asynccontextmanager
+async def behind_a_failure(tokenizer, script):
+    """A client of two S-nodes, of which the first one loses its R-node after three tokens of `script`."""
     first = ScriptedEngine([*script[:3], GenerationFailed("R-node lost")])
     async with contextlib.AsyncExitStack() as stack:
         clients = [await stack.enter_async_context(served(e, tokenizer)) for e in (first, ScriptedEngine(script[3:]))]
         api, _, pool = await stack.enter_async_context(routed(*map(url_of, clients)))
         pool.s_nodes[1].requests = 9
+        yield api
+
+
+async def test_a_stream_leaves_an_s_node_that_has_lost_its_engine_or_its_r_nodes(tokenizer, spell):
+    async with behind_a_failure(tokenizer, spell("one two")) as api:
         stream = await api.completions.create(**ASK, stream=True)
         assert "".join([chunk.choices[0].text async for chunk in stream]) == "one two"
+
+
+async def test_a_response_leaves_an_s_node_that_has_lost_its_engine_or_its_r_nodes(tokenizer, spell):
+    async with behind_a_failure(tokenizer, spell("one two")) as api:
+        events = [event async for event in await api.responses.create(model=MODEL, input="x", stream=True)]
+        numbered(events)
+        assert events[-1].response.output_text == "one two"
 
 
 async def test_a_request_that_fails_everywhere_ends_with_an_error(tokenizer, spell):
