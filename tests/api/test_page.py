@@ -221,9 +221,13 @@ async def test_a_lost_r_node_is_shown(page, chat_tokenizer):
         await expect(page.locator("#status-text")).to_contain_text("no R-node is connected")
 
 
-#: Every visible element of a selector: its text, and the contrast of this text with what is behind it (WCAG 2.2, 1.4.3).
+#: The text of each visible element of a selector, and its contrast with what is behind it (WCAG 2.2, 1.4.3).
 #: One script measures them all, because the page may replace an element between two scripts.
-_CONTRASTS = """selector => [...document.querySelectorAll(selector)].filter(e => e.checkVisibility({visibilityProperty: true})).map(element => {
+_CONTRASTS = """selector => {
+  const seen = [...document.querySelectorAll(selector)].filter(e => e.checkVisibility({visibilityProperty: true}));
+  return seen.map(contrast);
+};
+function contrast(element) {
   const parse = (text) => text.match(/[\\d.]+/g).map(Number);
   let behind = element;
   while (parse(getComputedStyle(behind).backgroundColor)[3] === 0) behind = behind.parentElement;
@@ -232,7 +236,7 @@ _CONTRASTS = """selector => [...document.querySelectorAll(selector)].filter(e =>
     .reduce((sum, v, i) => sum + v * [0.2126, 0.7152, 0.0722][i], 0);
   const [a, b] = [light(getComputedStyle(element).color), light(getComputedStyle(behind).backgroundColor)];
   return [element.innerText, (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05)];
-})"""
+}"""
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
