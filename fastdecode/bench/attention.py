@@ -2,10 +2,11 @@
 
 There are three parts: a sweep over formats and shapes with the KV in memory, next to the peers; one thread alone at
 group 1; and one thread whose KV lies in its L2, which shows what the instructions alone allow. The bandwidth of a
-shared machine drifts, so each round measures the roofline and the R-engine at all contexts in turn; after that, the
-rounds of each context measure the R-engine and every peer. The figures of a cell come from its judging rounds: those in
-which the roofline is below `--judge-below`, or all rounds if there is none. Rounds go on until `--rounds` of them judge
-or three times as many have run. A peer's output is held against float64 before it is timed.
+shared machine drifts, so each round measures the roofline and the R-engine in all cells in turn, as far as their KV has
+room in memory at once; after that, the rounds of each cell measure the R-engine and every peer. The figures of a cell
+come from its judging rounds: those in which the roofline is below `--judge-below`, or all rounds if there is none.
+Rounds go on until `--rounds` of them judge or three times as many have run. A peer's output is held against float64
+before it is timed.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from fastdecode.bench.options import print_result, refuse_unsupported
 from fastdecode.bench.rpart import RPart
 from fastdecode.bench.shape import Data, Shape
 from fastdecode.daemon.config import parse_bytes
-from fastdecode.daemon.machine import usable_cpus
+from fastdecode.daemon.machine import available_memory, usable_cpus
 from fastdecode.daemon.roofline import Roofline, huge_pages
 from fastdecode.kernels import _native
 from fastdecode.region.contract import KV_DTYPES, PAGE_TOKENS
@@ -48,6 +49,8 @@ _IN_CACHE_SECONDS = 0.02  # of one round
 _BLOCK_ROWS = {("avx2", "fp16"): 5, ("avxvnni", "fp16"): 5, ("avx2", ""): 4, ("avxvnni", ""): 4}
 _MULTIPLY_ROUNDS = 1_000_000  # take some 10 ms
 _PATIENCE = 3  # at most so many times `--rounds` rounds, to get `--rounds` judging ones
+_AT_ONCE = 12  # cells that take turns at most: within a longer round the bandwidth would drift
+_SHARE_OF_MEMORY = 0.6  # of what is available: the KV of the cells that take turns
 _SETTLE_SECONDS = 0.005  # in which the threads of the last peer stop spinning
 
 
@@ -111,18 +114,16 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
     wanted = list(PEERS) if args.peer is None else [name for name in args.peer if name != "none"]
     present = [name for name in wanted if name in installed()]
     rows = []
-    cells = [(part, *cell) for part in PARTS if part in parts for cell in _cells(args, part)]
-    for part, kv_dtype, shapes in (bar := tqdm(cells, desc="cells", unit="cell")):
-        contexts = ", ".join(str(shape.context) for shape in shapes)
-        bar.set_postfix_str(f"{part}: {kv_dtype} G={shapes[0].group} context {contexts} d={shapes[0].head_size}")
+    for part in (part for part in PARTS if part in parts):
+        cells = list(_cells(args, part))
         if part == "in-cache":
-            rows += [_cell_in_cache(args, kv_dtype, shape, cpus[0]) for shape in shapes]
-        elif part == "one-thread":
-            rows += _own_rows(args, part, kv_dtype, shapes, cpus[:1])
-        else:
-            rows += _own_rows(args, part, kv_dtype, shapes, cpus[:threads])
-            for shape in shapes:
-                rows += _peer_rows(args, kv_dtype, shape, cpus[:threads], present)
+            rows += [_cell_in_cache(args, *cell, cpus[0]) for cell in tqdm(cells, desc=part, unit="cell")]
+            continue
+        at_once = max(1, min(_AT_ONCE, int(_SHARE_OF_MEMORY * available_memory()) // args.kv_bytes))
+        for i in tqdm(range(0, len(cells), at_once), desc=f"{part}, {at_once} cells at once", unit="turn"):
+            rows += _own_rows(args, part, cells[i : i + at_once], cpus[: threads if part == "sweep" else 1])
+        for cell in tqdm(cells if part == "sweep" and present else [], desc="peers", unit="cell"):
+            rows += _peer_rows(args, *cell, cpus[:threads], present)
     raise_rooflines(rows)
     return {
         "threads": threads,
@@ -140,8 +141,8 @@ def _peer_kv_bytes(args: argparse.Namespace) -> int:
     return min(int(args.peer_kv_bytes or args.kv_bytes), int(args.kv_bytes))
 
 
-def _cells(args: argparse.Namespace, part: str) -> Iterator[tuple[str, list[Shape]]]:
-    """The cells of a part: formats, each with shapes that differ in context alone.
+def _cells(args: argparse.Namespace, part: str) -> Iterator[tuple[str, Shape]]:
+    """The cells of a part: a format and a shape each.
 
     Outside of the sweep there is one context and one head size, unless the command line asks for others.
     """
@@ -155,7 +156,8 @@ def _cells(args: argparse.Namespace, part: str) -> Iterator[tuple[str, list[Shap
         else:
             contexts = args.context or ((512, 4096, 32768) if part == "sweep" else (_ONE_THREAD_CONTEXT,))
         heads = 1 if part == "in-cache" else args.kv_heads
-        yield kv_dtype, [Shape(context, group, head_size, heads) for context in contexts]
+        for context in contexts:
+            yield kv_dtype, Shape(context, group, head_size, heads)
 
 
 def _in_cache_bytes() -> int:
@@ -258,13 +260,13 @@ def _run_rounds(args: argparse.Namespace, cells: list[_Cell], then: Callable[[],
 
 
 def _own_rows(
-    args: argparse.Namespace, part: str, kv_dtype: str, shapes: list[Shape], cpus: list[int]
+    args: argparse.Namespace, part: str, cells: list[tuple[str, Shape]], cpus: list[int]
 ) -> list[dict[str, Any]]:
-    """The rows of the R-engine. The shapes take turns in each round, because they are compared with each other."""
+    """The rows of the R-engine. The cells take turns in each round, because they are compared with each other."""
     with ExitStack() as stack:
-        cells = [stack.enter_context(closing(_Cell(args, part, kv_dtype, shape, cpus))) for shape in shapes]
-        _run_rounds(args, cells)
-        return [cell.row() for cell in cells]
+        filled = [stack.enter_context(closing(_Cell(args, part, *cell, cpus))) for cell in cells]
+        _run_rounds(args, filled)
+        return [cell.row() for cell in filled]
 
 
 def _peer_rows(
@@ -353,7 +355,7 @@ ANOTHER_CELL = "attention in another cell"
 
 def raise_rooflines(rows: list[dict[str, Any]]) -> None:
     """Let no roofline be lower than what another cell with as many threads has read from memory in the same run: memory
-    that read slowly while a cell was measured must not make its share larger. The spread stays that of the rounds."""
+    that read slowly while a cell was measured must not make its share larger."""
     for part in ("sweep", "one-thread"):
         of_part = [row for row in rows if row["part"] == part]
         fastest = max((row["gbps"] for row in of_part if row["peer"] is None), default=0.0)
@@ -365,6 +367,8 @@ def raise_rooflines(rows: list[dict[str, Any]]) -> None:
                 row |= {"roofline_variant": ANOTHER_CELL}
                 row |= {"bound": "memory" if bound == fastest else "instructions"}
                 row |= {"bound_pct": 100 * row["gbps"] / bound}
+                for name, limit in (("roofline_pct", fastest), ("bound_pct", bound)):
+                    row["spread"][name] = [100 * gbps / limit for gbps in row["spread"]["gbps"]]
 
 
 def _common(part: str, kv_dtype: str, shape: Shape, threads: int) -> dict[str, Any]:

@@ -83,7 +83,7 @@ def test_attention_prints_a_row_a_cell_and_peer_with_the_roofline_of_the_same_ro
     )
     rows = result["rows"]
     cells = [(row["kv_dtype"], row["group"], row["peer"]) for row in rows]
-    assert cells == [(dtype, group, peer) for dtype in ("fp32", "int8") for group in (1, 3) for peer in (None, "torch")]
+    assert cells == [(dtype, group, peer) for peer in (None, "torch") for dtype in ("fp32", "int8") for group in (1, 3)]
     for row in rows:
         assert (row["context"], row["head_size"], row["threads"], row["rounds"]) == (130, 16, 1, 3)
         assert 1 <= row["judged_rounds"] <= 3
@@ -105,7 +105,8 @@ def test_no_roofline_of_attention_is_below_what_another_cell_has_read():
     def row(part, gbps, roofline, instructions, peer=None):
         figures = {"gbps": gbps, "roofline_gbps": roofline, "instruction_gbps": instructions, "peer": peer}
         shares = {"roofline_pct": 100 * gbps / roofline, "bound": "memory", "bound_pct": 100 * gbps / roofline}
-        return {"part": part, "roofline_variant": "two streams"} | figures | shares
+        spread = {"spread": {name: [value] * 2 for name, value in (figures | shares).items()}}
+        return {"part": part, "roofline_variant": "two streams"} | figures | shares | spread
 
     rows = [row("sweep", 25.0, 26.0, None), row("sweep", 10.0, 20.0, 40.0), row("sweep", 10.0, 20.0, 21.0)]
     rows += [row("sweep", 30.0, 31.0, None, peer="ggml"), row("one-thread", 10.0, 16.0, None)]
@@ -114,6 +115,7 @@ def test_no_roofline_of_attention_is_below_what_another_cell_has_read():
     assert [r["bound"] for r in rows[:3]] == ["memory", "memory", "instructions"]
     assert [r["bound_pct"] for r in rows[1:3]] == [40.0, pytest.approx(1000 / 21)]
     assert [r["roofline_pct"] for r in rows[1:3]] == [40.0, 40.0]
+    assert all(r["spread"][name] == [r[name]] * 2 for r in rows for name in ("roofline_pct", "bound_pct"))
 
 
 def test_attention_in_cache_is_one_thread_on_half_of_its_l2():
