@@ -224,6 +224,7 @@ FD_INLINE void attend_panel(const fd_kv_dtype_t dtype, const fd_attend_t *a, con
                          .head_size = head_size,
                          .v_size = v_size,
                          .chunk_bytes = fd_chunk_end(dtype, head_size, v_size),
+                         .by_amd = fd_by_amd(),
                          .adjusts = adjusts,
                          .a = a,
                          .head = h,

@@ -11,6 +11,8 @@
 #pragma GCC target("avx2,fma,f16c")
 #endif
 
+#define FD_PREFETCH_BY_VENDOR
+
 #include "vec_avx2.h"
 
 FD_INLINE float kv_qmax(fd_kv_dtype_t format, int is_v) { return is_v && format == FD_KV_INT8 ? 255.0f : 127.0f; }
@@ -38,12 +40,14 @@ FD_INLINE __m256i multiply_pairs(fd_kv_dtype_t format, int is_v, vec_t x, vec_t 
     if (format == FD_KV_INT8 && is_v) return _mm256_maddubs_epi16(vec_ints(y), vec_ints(x));
     return _mm256_maddubs_epi16(vec_ints(x), vec_ints(y));
 }
-/* The sums are pinned, because gcc otherwise starts the products of many rows at once and has no register left for some
- * of the sums. A sum that lies in memory waits for its store in every step. */
+/* The addition is volatile assembly, which gcc keeps in its place: it otherwise starts the products of many rows at
+ * once and has no register left for some of the sums. A sum that lies in memory waits for its store in every step. Nor
+ * does gcc 12 copy the sum before assembly, as it does before some intrinsics. */
 FD_INLINE vec_t kv_multiply_add(fd_kv_dtype_t format, int is_v, vec_t x, vec_t y, vec_t sum) {
     if (!fd_kv_is_int(format)) return vec_fma(x, y, sum);
     const __m256i products = _mm256_madd_epi16(multiply_pairs(format, is_v, x, y), _mm256_set1_epi16(1));
-    return vec_pin(vec_bits(_mm256_add_epi32(vec_ints(sum), products)));
+    __asm__ volatile("vpaddd %1, %0, %0" : "+x"(sum) : "x"(products));
+    return sum;
 }
 
 /* A pair of int4's products is at most 2 * 15 * 127, so 16 bits hold the sum of 8 pairs, which are those of 4 words. */

@@ -18,6 +18,10 @@
 
 extern const fd_kv_ops_t fd_kv_ops_scalar[FD_KV_DTYPES];
 extern const fd_vec_ops_t fd_vec_ops_scalar;
+
+/* Whether the processor is by AMD. The answer is cached, because cpuid traps in a virtual machine. */
+int fd_by_amd(void);
+
 #if FD_X86
 extern const fd_kv_ops_t fd_kv_ops_avx2[FD_KV_DTYPES], fd_kv_ops_avxvnni[FD_KV_DTYPES], fd_kv_ops_avx512[FD_KV_DTYPES],
     fd_kv_ops_avx512vnni[FD_KV_DTYPES], fd_kv_ops_avx512bf16[FD_KV_DTYPES], fd_kv_ops_amx[FD_KV_DTYPES];

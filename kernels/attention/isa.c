@@ -73,6 +73,21 @@ static unsigned supported(void) {
     return isas;
 }
 
+int fd_by_amd(void) {
+#if FD_X86
+    static int cached; /* 1 if not by AMD, 2 if by AMD */
+    int found = __atomic_load_n(&cached, __ATOMIC_RELAXED);
+    if (!found) {
+        unsigned a, b, c, d;
+        found = 1 + (__get_cpuid(0, &a, &b, &c, &d) && b == signature_AMD_ebx && c == signature_AMD_ecx);
+        __atomic_store_n(&cached, found, __ATOMIC_RELAXED);
+    }
+    return found - 1;
+#else
+    return 0;
+#endif
+}
+
 int fd_isa_supported(fd_isa_t isa) { return (unsigned)isa < FD_ISAS && (supported() >> isa & 1u); }
 
 fd_isa_t fd_isa_best(void) {

@@ -18,14 +18,20 @@ enum {
     LINE = 64                           /* bytes of a cache line */
 };
 
-/* The best prefetch distance differs between cores, so an ISA file chooses one of two policies. The default, for cores
- * by Intel, prefetches one chunk ahead into L2 and does not prefetch V during the softmax. FD_PREFETCH_NEAR, for cores
- * by AMD, prefetches a few KiB ahead into L1, during the softmax too: so short a distance leaves few requests in
- * flight, and memory would soon be idle. */
+/* The best prefetch distance differs between cores, so there are two policies. The default, for cores by Intel,
+ * prefetches one chunk ahead into L2 and does not prefetch V during the softmax. The policy for cores by AMD prefetches
+ * a few KiB ahead, during the softmax too: so short a distance leaves few requests in flight, and memory would soon be
+ * idle. An ISA file chooses it by FD_PREFETCH_NEAR, and then prefetches into L1; with FD_PREFETCH_BY_VENDOR the
+ * processor decides. */
 #ifdef FD_PREFETCH_NEAR
 enum { PREFETCH_NEAR = 1, PREFETCH_LOCALITY = 3 };
 #else
 enum { PREFETCH_NEAR = 0, PREFETCH_LOCALITY = 2 };
+#endif
+#ifdef FD_PREFETCH_BY_VENDOR
+enum { PREFETCH_BY_VENDOR = 1 };
+#else
+enum { PREFETCH_BY_VENDOR = 0 };
 #endif
 /* Whether tiles prefetch the first lines of the next page while they read the current page, a few lines each. A block
  * of one row reads an int4 page so fast that the start of the next page costs noticeable time, because the hardware
@@ -34,12 +40,12 @@ enum { PREFETCH_NEAR = 0, PREFETCH_LOCALITY = 2 };
 FD_INLINE int prefetch_next_page_early(const fd_kv_dtype_t dtype, const int rows) {
     return PREFETCH_NEAR && dtype == FD_KV_INT4 && rows == 1;
 }
-/* The prefetch distance in bytes; prefetch_start limits it to one chunk. */
-FD_INLINE size_t prefetch_ahead(const fd_kv_dtype_t dtype, const int rows) {
-    return PREFETCH_NEAR ? (size_t)(prefetch_next_page_early(dtype, rows) ? 6 : 8) << 10 : SIZE_MAX;
+/* The prefetch distance in bytes; prefetch_start limits it to one chunk. `near` is that of the block. */
+FD_INLINE size_t prefetch_ahead(const fd_kv_dtype_t dtype, const int rows, const int near) {
+    return near ? (size_t)(prefetch_next_page_early(dtype, rows) ? 6 : 8) << 10 : SIZE_MAX;
 }
-FD_INLINE int prefetch_in_softmax(const fd_kv_dtype_t dtype, const int rows) {
-    return PREFETCH_NEAR && !prefetch_next_page_early(dtype, rows);
+FD_INLINE int prefetch_in_softmax(const fd_kv_dtype_t dtype, const int rows, const int near) {
+    return near && !prefetch_next_page_early(dtype, rows);
 }
 /* The number of lines of the next page that each tile prefetches. */
 FD_INLINE int early_lines_per_tile(const fd_kv_dtype_t dtype, const int rows) {
@@ -171,6 +177,7 @@ typedef struct {
     const uint8_t *q;     /* multipliers of all rows (kv_pack_query_rows) */
     row_state_t *state;   /* [rows] */
     float *acc;           /* [rows][v_size] */
+    int by_amd;           /* whether the processor is by AMD */
     int adjusts;          /* whether adjust_scores (adjust_simd.h) has anything to do; it reads the fields below */
     const fd_attend_t *a;
     uint32_t head, row; /* the KV head, and the block's first row in it */
@@ -179,6 +186,9 @@ typedef struct {
 
 /* Attends a block to a chunk; there is one such function for each KV format and number of rows. */
 typedef void (*block_fn)(const block_t *b);
+
+/* Whether a block prefetches a few KiB ahead. */
+FD_INLINE int prefetch_near(const block_t *b) { return PREFETCH_BY_VENDOR ? b->by_amd : PREFETCH_NEAR; }
 
 /* Returns the address from which tile number `tile` prefetches while it reads from byte `at` of the chunk on. A panel
  * with one block prefetches prefetch_ahead() bytes further on, in the next chunk if need be. Two blocks read the same
@@ -190,7 +200,7 @@ FD_INLINE const uint8_t *prefetch_start(const fd_kv_dtype_t dtype, const int row
                                         uint32_t tile, size_t half_tile) {
     if (b->n_blocks == 2 && half_tile) return b->next + at + b->index * half_tile;
     if (b->n_blocks > 1) return (tile % b->n_blocks == b->index ? b->next : b->chunk) + at;
-    const size_t max_ahead = prefetch_ahead(dtype, rows),
+    const size_t max_ahead = prefetch_ahead(dtype, rows, prefetch_near(b)),
                  ahead = max_ahead < b->chunk_bytes ? max_ahead : b->chunk_bytes;
     return at + ahead < b->chunk_bytes ? b->chunk + at + ahead : b->next + (at + ahead - b->chunk_bytes);
 }
@@ -270,7 +280,8 @@ FD_INLINE void online_softmax(const fd_kv_dtype_t dtype, const int rows, const i
         const vec_t m = vec_set1(state->m), to_log2 = vec_set1(state->q_scale * LOG2_E);
         vec_t sum = vec_zero(), bias = vec_zero(), max = vec_zero(), w[PAGE_VECS];
         for (uint32_t i = first; i < last; i++) {
-            if (prefetch_in_softmax(dtype, rows)) __builtin_prefetch(v_ahead, 0, PREFETCH_LOCALITY), v_ahead += LINE;
+            if (prefetch_in_softmax(dtype, rows, prefetch_near(b)))
+                __builtin_prefetch(v_ahead, 0, PREFETCH_LOCALITY), v_ahead += LINE;
             const vec_t p = vec_exp2(format, vec_mul(vec_sub(vec_load(&weights[i * LANES]), m), to_log2));
             if (!rounded_sum) sum = vec_add(sum, p);
             if (fd_kv_is_int(format)) {
