@@ -32,9 +32,9 @@ from fastdecode.bench.attention_report import print_report, summary
 from fastdecode.bench.options import print_result, refuse_unsupported
 from fastdecode.bench.rpart import RPart
 from fastdecode.bench.shape import Data, Shape
-from fastdecode.daemon.config import parse_bytes
 from fastdecode.daemon.machine import available_memory, usable_cpus
 from fastdecode.daemon.roofline import Roofline, huge_pages
+from fastdecode.daemon.sizes import parse_bytes
 from fastdecode.kernels import _native
 from fastdecode.region.contract import KV_DTYPES, PAGE_TOKENS
 

@@ -11,8 +11,9 @@ from typing import Any, TypeVar
 
 import yaml
 
-from fastdecode.daemon.config import NodeConfig, parse_bytes
+from fastdecode.daemon.config import NodeConfig
 from fastdecode.daemon.config_sources import from_mapping
+from fastdecode.daemon.sizes import parse_bytes
 
 #: Options of a node that the cluster sets itself.
 _OWN_OPTIONS = frozenset(

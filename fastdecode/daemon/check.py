@@ -8,8 +8,9 @@ import resource
 from pathlib import Path
 
 from fastdecode import __version__
-from fastdecode.daemon.config import NodeConfig, format_bytes
+from fastdecode.daemon.config import NodeConfig
 from fastdecode.daemon.machine import available_memory, huge_pages, numa_nodes, usable_cpus
+from fastdecode.daemon.sizes import format_bytes
 from fastdecode.kernels import _native
 from fastdecode.transports import rdma_report
 

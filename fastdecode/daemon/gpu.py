@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from fastdecode.daemon.config import ConfigError, NodeConfig
+from fastdecode.daemon.config import NodeConfig
+from fastdecode.daemon.option_values import ConfigError
 from fastdecode.spart.exchange.choice import BypassImpossible, Choice, choose_exchange
 
 #: Microseconds that the proxy of a bypass spins, without --spin-us. A GPU takes hundreds of them for its part of a

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fastdecode.daemon.config import ConfigError, NodeConfig, format_bytes
+from fastdecode.daemon.config import NodeConfig
 from fastdecode.daemon.machine import available_memory
-from fastdecode.daemon.option_values import guesses
+from fastdecode.daemon.option_values import ConfigError, guesses
+from fastdecode.daemon.sizes import format_bytes
 from fastdecode.engine.pages import PageGroups
 from fastdecode.spart.exchange.graph_table import size_class
 from fastdecode.spart.memory import graph_bytes, step_bytes

@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING
 
 import uvloop
 
-from fastdecode.daemon.config import ConfigError, NodeConfig, format_bytes
+from fastdecode.daemon.config import NodeConfig
 from fastdecode.daemon.logs import set_up_logging
 from fastdecode.daemon.machine import available_memory, huge_pages, numa_nodes, total_memory, usable_cpus
+from fastdecode.daemon.option_values import ConfigError
 from fastdecode.daemon.shutdown import wait_for_shutdown
+from fastdecode.daemon.sizes import format_bytes
 from fastdecode.transports.base import TransportError
 
 if TYPE_CHECKING:

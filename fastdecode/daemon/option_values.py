@@ -13,6 +13,10 @@ _MAX_GUESSES = 64
 _N = TypeVar("_N", int, float)
 
 
+class ConfigError(ValueError):
+    """A bad option; the message is a sentence that names the option."""
+
+
 def number(text: str, kind: type[_N]) -> _N:
     try:
         return kind(text)

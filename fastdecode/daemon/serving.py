@@ -11,7 +11,9 @@ from aiohttp import web
 from fastdecode.api.app import make_app
 from fastdecode.api.defaults import NO_DEFAULTS, SamplingDefaults
 from fastdecode.api.tracing import Tracing, check_available
-from fastdecode.daemon.config import CHAT_MODEL, ConfigError, NodeConfig
+from fastdecode.daemon.config import NodeConfig
+from fastdecode.daemon.config_files import CHAT_MODEL
+from fastdecode.daemon.option_values import ConfigError
 from fastdecode.service.client import EngineClient
 from fastdecode.text.tokenizer import Tokenizer
 

@@ -18,17 +18,18 @@ from fastdecode.api.server import Server, bind, serve
 from fastdecode.daemon.activity import log_activity
 from fastdecode.daemon.api_processes import ApiProcesses
 from fastdecode.daemon.check_model import check_fits, check_partition
-from fastdecode.daemon.config import ConfigError, NodeConfig, format_bytes
+from fastdecode.daemon.config import NodeConfig
 from fastdecode.daemon.discovery import FileSet, FixedSet, NodeSet, bracketed, r_node_set
 from fastdecode.daemon.embedded import EmbeddedRNode, Split, split_machine
 from fastdecode.daemon.garbage import freeze
 from fastdecode.daemon.gpu import node_exchange
 from fastdecode.daemon.handover import PrefillServer, RemotePrefill, model_digest
 from fastdecode.daemon.memory_plan import capacity, staged_tokens
-from fastdecode.daemon.option_values import guesses
+from fastdecode.daemon.option_values import ConfigError, guesses
 from fastdecode.daemon.rnode_links import RNodeLinks, first_lease
 from fastdecode.daemon.serving import ApiSettings
 from fastdecode.daemon.shutdown import wait_for_shutdown
+from fastdecode.daemon.sizes import format_bytes
 from fastdecode.daemon.tuning import choose_split
 from fastdecode.demo import model_dir
 from fastdecode.engine.engine import Engine

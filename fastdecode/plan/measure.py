@@ -26,10 +26,11 @@ from fastdecode.bench.options import numbers
 from fastdecode.bench.rpart import RPart
 from fastdecode.bench.shape import Shape
 from fastdecode.bench.steps import run_step
-from fastdecode.daemon.config import NodeConfig, parse_bytes
+from fastdecode.daemon.config import NodeConfig
 from fastdecode.daemon.decoding import USUAL_TEMPERATURE, DecodeShape, Decoding, Round
 from fastdecode.daemon.embedded import split_machine
 from fastdecode.daemon.machine import available_memory, cpu_model, usable_cpus
+from fastdecode.daemon.sizes import parse_bytes
 from fastdecode.demo import model_dir
 from fastdecode.plan.children import r_node
 from fastdecode.plan.engine_cost import engine_cost

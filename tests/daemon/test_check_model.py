@@ -12,7 +12,8 @@ from checkpoints import make_checkpoint, make_model
 from gguf_made import write_gguf
 
 from fastdecode.daemon.check_model import rows
-from fastdecode.daemon.config import WEIGHTS, ConfigError, NodeConfig
+from fastdecode.daemon.config import WEIGHTS, NodeConfig
+from fastdecode.daemon.option_values import ConfigError
 from fastdecode.daemon.snode import run_s_node
 from fastdecode.spart import load_model
 from fastdecode.spart.loader import parameter_count

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fastdecode.daemon.config import ConfigError
 from fastdecode.daemon.memory_plan import KERNEL_BYTES, capacity, gpu_staging
+from fastdecode.daemon.option_values import ConfigError
 from fastdecode.transports.base import Lease
 
 pytestmark = pytest.mark.quick

@@ -12,7 +12,8 @@ import pytest
 import torch
 from node_process import NODE, complete, fetch
 
-from fastdecode.daemon.config import ConfigError, NodeConfig
+from fastdecode.daemon.config import NodeConfig
+from fastdecode.daemon.option_values import ConfigError
 from fastdecode.demo import model_dir
 from fastdecode.spart.exchange.choice import BypassImpossible, choose_exchange
 

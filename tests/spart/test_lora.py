@@ -20,7 +20,8 @@ from safetensors.torch import load_file, save_file
 from spart_steps import EXACT
 
 from fastdecode.daemon import check_model
-from fastdecode.daemon.config import ConfigError, NodeConfig
+from fastdecode.daemon.config import NodeConfig
+from fastdecode.daemon.option_values import ConfigError
 from fastdecode.daemon.serving import ApiSettings
 from fastdecode.engine.request import InvalidParameter, SamplingParams
 from fastdecode.spart import CheckpointError, load_model
