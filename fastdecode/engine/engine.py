@@ -13,31 +13,26 @@ import dataclasses
 import logging
 import secrets
 import time
-from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from itertools import compress
 from typing import TYPE_CHECKING
 
 from fastdecode.engine.batching import logit_rules, step_batch
+from fastdecode.engine.checks import adapter_index, check_generated, check_link, check_prompt, check_tokens
 from fastdecode.engine.cluster import Cluster
 from fastdecode.engine.constraints import constraints
+from fastdecode.engine.delivery import deliver
 from fastdecode.engine.handover import PrefillNodes
-from fastdecode.engine.ledger import RNodeLedger
 from fastdecode.engine.prefixes import page_hashes
 from fastdecode.engine.request import (
     EngineError,
     GenerationFailed,
-    InvalidParameter,
-    InvalidPrompt,
     NotReady,
-    Outlet,
     Output,
     Overloaded,
     Place,
-    PromptTooLong,
     SamplingParams,
     TokenEvent,
-    check_length,
 )
 from fastdecode.engine.rnode_control import RNodeControl
 from fastdecode.engine.runner import Runner, StepRunner
@@ -47,7 +42,7 @@ from fastdecode.engine.scheduling.plan import Outcome, Plan, SchedulerLimits
 from fastdecode.engine.scheduling.queue import StartRate
 from fastdecode.engine.scheduling.speculation import Speculation
 from fastdecode.engine.sequence import Sequence
-from fastdecode.engine.stats import EngineObserver, EngineStats, NodeStats, NullObserver, StepPart, Totals
+from fastdecode.engine.stats import EngineObserver, EngineStats, NullObserver, StepPart, Totals
 from fastdecode.engine.stream import RequestStream
 from fastdecode.transports.base import CallRefused, LinkDown, TransportError
 
@@ -102,7 +97,7 @@ class Engine:
         if not links:
             raise ValueError("the engine needs at least one R-node")
         for link in links:
-            _check_link(link, mini_batches, max_batch_tokens)
+            check_link(link, mini_batches, max_batch_tokens)
         positions = spart.config.max_positions
         if max_model_len is not None and max_model_len > positions:
             raise ValueError(f"max_model_len {max_model_len} is more than the model's {positions} positions")
@@ -209,16 +204,14 @@ class Engine:
         """
         if (why := self._why_not_ready()) is not None:
             raise NotReady(why)
-        max_new = self._max_new_tokens(prompt_ids)
-        self._check_tokens(params)
+        vocabulary = self.spart.config.vocab_size
+        check_prompt(prompt_ids, vocabulary, self.max_model_len, self.cluster.capacity)
+        check_tokens(params, vocabulary)
+        max_new = self.longest_sequence - len(prompt_ids)
         if params.max_tokens is not None:
             max_new = min(max_new, params.max_tokens)
         past = [None if tokens is None else list(tokens) for tokens in generated] or [[] for _ in outputs]
-        for before in past:
-            if before and not (
-                len(before) < max_new and 0 <= min(before) <= max(before) < self.spart.config.vocab_size
-            ):
-                raise InvalidPrompt(f"{len(before)} generated tokens cannot be continued: at most {max_new} may come")
+        check_generated(past, vocabulary, max_new)
         end_tokens = params.stop_token_ids
         if params.grammar is not None or not params.ignore_eos:
             end_tokens |= self.end_tokens
@@ -228,7 +221,7 @@ class Engine:
         salt = f"{long} {params.prefix_salt}"
         hashes = page_hashes(prompt_ids, salt) if shares else []
         rules = logit_rules(params, prompt_ids)
-        adapter = self._adapter(params.adapter)
+        adapter = adapter_index(params.adapter, self.spart.adapters)
         choices: list[Sequence] = []
         request = self._arrivals if len(outputs) > 1 else None
         for k, ((request_id, output), before) in enumerate(zip(outputs.items(), past, strict=True)):
@@ -253,7 +246,7 @@ class Engine:
                 request=request,
                 hashes=hashes,
                 rules=rules and rules.copy(),
-                constraints=constraints(params, end_tokens, self.spart.config.vocab_size),
+                constraints=constraints(params, end_tokens, vocabulary),
                 adapter=adapter,
                 long=long,
                 salt=salt,
@@ -287,22 +280,6 @@ class Engine:
             return "the server has not started yet"
         return None if self.cluster.alive else "no R-node is connected"
 
-    def _max_new_tokens(self, prompt_ids: list[int]) -> int:
-        """How many tokens may follow a prompt. The last one is never cached, so the KV-cache may be one token shorter.
-
-        Raises InvalidPrompt, PromptTooLong.
-        """
-        if not prompt_ids:
-            raise InvalidPrompt("the prompt is empty")
-        n, capacity = len(prompt_ids), self.cluster.capacity
-        check_length(n, self.max_model_len)
-        vocabulary = self.spart.config.vocab_size
-        if min(prompt_ids) < 0 or max(prompt_ids) >= vocabulary:
-            raise InvalidPrompt(f"the prompt holds a token id outside the model's vocabulary (0 to {vocabulary - 1})")
-        if n > capacity:
-            raise PromptTooLong(f"the prompt has {n} tokens; the KV-cache holds at most {capacity} of one sequence")
-        return self.longest_sequence - n
-
     def _check_backlog(self, n_tokens: int) -> None:
         """Raise Overloaded if more than `max_queued` requests would wait for others to end."""
         n_waiting = len(self.scheduler.waiting)
@@ -310,25 +287,6 @@ class Engine:
             self.totals.rejected += 1
             seconds = self._start_rate.seconds_for(n_waiting, self._clock())
             raise Overloaded(f"{n_waiting} requests are waiting already; try again in {seconds} s", seconds)
-
-    def _check_tokens(self, params: SamplingParams) -> None:
-        vocabulary = self.spart.config.vocab_size
-        named = {
-            "logit_bias": [token for token, _ in params.logit_bias],
-            "allowed_token_ids": params.allowed_token_ids,
-            "bad_words": [token for word in params.bad_words for token in word],
-        }
-        for name, tokens in named.items():
-            for token in tokens:
-                if not 0 <= token < vocabulary:
-                    raise InvalidParameter(name, f"token {token} is outside the vocabulary (0 to {vocabulary - 1})")
-
-    def _adapter(self, name: str | None) -> int | None:
-        """The index of the adapter `name`; None for the base model."""
-        adapters = self.spart.adapters
-        if name is not None and name not in adapters:
-            raise InvalidParameter("model", f"there is no adapter {name!r} among {list(adapters)}")
-        return None if name is None else adapters.index(name)
 
     def cancel(self, seq: Sequence) -> None:
         """End a choice and free its pages; its output gets nothing more. Does nothing to a choice that has ended."""
@@ -422,39 +380,10 @@ class Engine:
                 self.observer.started(now - chunk.seq.arrived)
 
     def _deliver(self, outcomes: list[Outcome], now: float) -> None:
-        """Hand out the new tokens of a step. Tokens that have nothing but their id to say go to their outlet together,
-        and before the others: of the tokens that a choice gets in a step, only the last one can end it."""
-        plain: dict[Outlet, tuple[list[int], list[int]]] = {}
-        others: list[tuple[Sequence, TokenEvent]] = []
-        last_tokens: list[float] = []
-        outlet: Outlet | None = None
-        numbers: list[int] = []
-        tokens: list[int] = []
-        for seq, sampled, reason in outcomes:
-            last, seq.last_token = seq.last_token, now
-            if last is None:
-                self.observer.first_token(now - seq.arrived)
-            else:
-                last_tokens.append(last)
-                if reason is None and seq.place is not None and sampled.logprob is None:
-                    if seq.place.outlet is not outlet:
-                        outlet = seq.place.outlet
-                        numbers, tokens = plain.setdefault(outlet, ([], []))
-                    numbers.append(seq.place.number)
-                    tokens.append(sampled.token)
-                    continue
-            scores = seq.prompt_scores if last is None else []
-            event = TokenEvent(sampled.token, sampled.logprob, [*sampled.top], reason, scores, seq.reused)
-            others.append((seq, event))
+        """Hand out the new tokens of a step."""
         self.totals.generated_tokens += len(outcomes)
-        for last, n in Counter(last_tokens).items():  # nearly all streams had their last token in the same step
-            self.observer.inter_token(now - last, n)
-        for outlet, (numbers, tokens) in plain.items():
-            outlet.tokens(numbers, tokens)
-        for seq, event in others:
-            seq.output(event)
-            if event.finish_reason is not None:
-                self._end_request(seq, event.finish_reason)
+        for seq, reason in deliver(outcomes, now, self.observer):
+            self._end_request(seq, reason)
 
     def _lose_node(self, plan: Plan, error: LinkDown) -> None:
         """Handle a step that the end of a link has broken: its R-node is lost, even if it still answers a STATS."""
@@ -493,13 +422,13 @@ class Engine:
     def replace_link(self, position: int, link: Link) -> None:
         """Use a new link to the R-node at `position`, whose link was lost. It takes effect once no step in flight uses
         the old link. Raises ValueError if the new link does not fit."""
-        _check_link(link, len(self._wake), self.scheduler.limits.max_batch_tokens)
+        check_link(link, len(self._wake), self.scheduler.limits.max_batch_tokens)
         self.r_nodes.set_replacement(position, link)
         self._install_replacements()
 
     def add_link(self, link: Link) -> int:
         """Use one more R-node. Returns its position. Raises ValueError if the link does not fit."""
-        _check_link(link, len(self._wake), self.scheduler.limits.max_batch_tokens)
+        check_link(link, len(self._wake), self.scheduler.limits.max_batch_tokens)
         return self.r_nodes.add(link)
 
     def _install_replacements(self) -> None:
@@ -529,41 +458,10 @@ class Engine:
             running=self.scheduler.n_running,
             waiting=len(self.scheduler.waiting),
             kv_usage=sum(n.pages_used for n in nodes) / max(1, sum(n.obtainable for n in nodes)),
-            nodes=[one for node in self.cluster.nodes if not node.retired for one in self._node_stats(node)],
+            nodes=[one for node in self.cluster.nodes if not node.retired for one in self.r_nodes.stats(node)],
             exchange=str(self.spart.exchange),
             totals=self.totals,
             expert_load=self.spart.expert_load,
-        )
-
-    def _node_stats(self, node: RNodeLedger) -> list[NodeStats]:
-        """The R-node, or each R-node of a team."""
-        links = [member.link for member in node.link.members]
-        parts = [f"{i + 1}/{len(links)}" if len(links) > 1 else "" for i in range(len(links))]
-        return [self._member_stats(node, link, part) for link, part in zip(links, parts, strict=True)]
-
-    def _member_stats(self, node: RNodeLedger, link: Link, part: str) -> NodeStats:
-        lease, counters = link.lease, self.r_nodes.counters.get(link, {})
-        return NodeStats(
-            url=link.url,
-            node=lease.node,
-            isa=lease.isa,
-            threads=lease.threads,
-            alive=node.alive,
-            pages_total=node.n_pages,
-            pages_max=node.obtainable,
-            pages_used=node.pages_used,
-            page_bytes=lease.page_bytes,
-            region_bytes=link.region_bytes,
-            sequences=node.n_sequences,
-            load=node.load,
-            calls=counters.get("calls", 0),
-            attention_seconds=counters.get("busy_ns", 0) / 1e9,
-            kv_bytes_read=counters.get("kv_bytes", 0),
-            rows=counters.get("rows", 0),
-            roofline=counters.get("roofline", 0),
-            answer_seconds=node.answer_seconds,
-            draining=node.draining,
-            part=part,
         )
 
     # -- tasks ----------------------------------------------------------------------------------------------------
@@ -587,11 +485,3 @@ class Engine:
 def _part(plan: Plan, taken: list[bool]) -> Plan:
     """A step's plan without the chunks whose entry in `taken` is False."""
     return dataclasses.replace(plan, chunks=list(compress(plan.chunks, taken)))
-
-
-def _check_link(link: Link, mini_batches: int, max_batch_tokens: int) -> None:
-    slots, rows = link.geometry.n_slots, link.geometry.max_rows
-    if slots < mini_batches:
-        raise ValueError(f"{link.url} has {slots} slots for {mini_batches} mini-batches")
-    if rows < max_batch_tokens:
-        raise ValueError(f"{link.url} takes {rows} rows a call, fewer than max_batch_tokens {max_batch_tokens}")

@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 from fastdecode.engine.handover import PrefillNodes, Taker
 from fastdecode.engine.ledger import RNodeLedger
 from fastdecode.engine.moves import Mover
+from fastdecode.engine.stats import NodeStats
 from fastdecode.transports.base import CallRefused, LinkDown, TransportError
 
 if TYPE_CHECKING:
@@ -228,6 +229,37 @@ class RNodeControl:
         node.retired = True
 
     # -- counters -------------------------------------------------------------------------------------------------
+
+    def stats(self, node: RNodeLedger) -> list[NodeStats]:
+        """The R-node, or each R-node of a team."""
+        links = [member.link for member in node.link.members]
+        parts = [f"{i + 1}/{len(links)}" if len(links) > 1 else "" for i in range(len(links))]
+        return [self._member_stats(node, link, part) for link, part in zip(links, parts, strict=True)]
+
+    def _member_stats(self, node: RNodeLedger, link: Link, part: str) -> NodeStats:
+        lease, counters = link.lease, self.counters.get(link, {})
+        return NodeStats(
+            url=link.url,
+            node=lease.node,
+            isa=lease.isa,
+            threads=lease.threads,
+            alive=node.alive,
+            pages_total=node.n_pages,
+            pages_max=node.obtainable,
+            pages_used=node.pages_used,
+            page_bytes=lease.page_bytes,
+            region_bytes=link.region_bytes,
+            sequences=node.n_sequences,
+            load=node.load,
+            calls=counters.get("calls", 0),
+            attention_seconds=counters.get("busy_ns", 0) / 1e9,
+            kv_bytes_read=counters.get("kv_bytes", 0),
+            rows=counters.get("rows", 0),
+            roofline=counters.get("roofline", 0),
+            answer_seconds=node.answer_seconds,
+            draining=node.draining,
+            part=part,
+        )
 
     async def refresh(self) -> None:
         """Ask the live R-nodes for their counters. An R-node that refuses or takes over 2 s keeps its last ones."""
