@@ -327,9 +327,9 @@ class NodeConfig:
 
     tune: str = _option(
         "threads and mini-batches of an S-Part on a CPU with an embedded R-node, unless an option says them. auto: the "
-        "fastest in a measurement of some seconds at start, remembered for the machine and the model; always: of a new "
-        "measurement; off: all cores in turns",
-        "off",
+        "fastest in a measurement of some seconds at the first start, remembered for the machine and the model; "
+        "always: of a new measurement; off: all cores in turns",
+        "auto",
         role="s",
         choices=("auto", "always", "off"),
     )

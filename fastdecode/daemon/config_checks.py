@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+from typing import Any
 
 from fastdecode.daemon.config_sources import flag
 from fastdecode.daemon.option_values import ConfigError
 from fastdecode.kernels._native import MAX_THREADS
 from fastdecode.region.contract import MAX_ROWS, MAX_SLOTS
-
-if TYPE_CHECKING:
-    from fastdecode.daemon.config import NodeConfig
 
 #: Options that are numbers, and the largest each may be.
 _MOST = {
@@ -26,8 +23,8 @@ _MOST = {
 EMBEDDED_OPTIONS = ("kv_memory", "threads", "cpus", "numa_node", "huge_pages", "prefault", "trim_idle_s")
 
 
-def check_options(config: NodeConfig) -> None:
-    """Raises ConfigError."""
+def check_options(config: Any) -> None:
+    """Check a NodeConfig, whose module imports this one. Raises ConfigError."""
     fields = dataclasses.fields(config)
     defaults = {f.name: f.default for f in fields}
     for f in fields:

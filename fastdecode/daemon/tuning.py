@@ -1,8 +1,8 @@
 """Chooses the split of a CPU between the S-Part and the embedded R-node by a short measurement at start.
 
-Sequences decode with the loaded model over R-nodes of their own, once for each split, in rounds that take turns. The
-rule (`embedded.split_machine`) stands unless another split is faster by a margin, so that noise does not change the
-choice. What was found is remembered (tuning_record.py).
+Sequences decode with the loaded model over R-nodes of their own, once for each split, in rounds that take turns: many
+at once, and one alone. The rule (`embedded.split_machine`) stands unless another split is faster by a margin for many,
+so that noise does not change the choice, and hardly slower for one. What was found is remembered (tuning_record.py).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,10 +37,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_SECONDS = 1.5  # for all rounds; the R-nodes are started and filled before
+_SECONDS = 2.0  # for all rounds; the R-nodes are started and filled before
 _MOST_ROUNDS = 9
 _STEPS = 4  # of a round, at most
-_MARGIN = 1.05  # by which a split must be faster than the rule's
+_MARGIN = 1.05  # by which a split must be faster than the rule's for many sequences
+_LEAST_OF_ONE = 0.9  # of the rule's speed, which a split must have for one sequence
 #: Part of the cpus' time: what is measured beside busier programs may be wrong at the next start.
 _MOST_OTHERS = 0.1
 _MANY_CPUS = 8  # from which on an R-node with a quarter of them is tried, too
@@ -113,44 +115,60 @@ async def _measure(
     Raises TransportError, OSError, RuntimeError, ValueError if a split cannot be measured.
     """
     shapes = [_shape(config, model, split, len(splits)) for split in splits]
-    total = len(splits) * (2 + _MOST_ROUNDS)
+    ones = [replace(shape, batch=1, mini_batches=1) for shape in shapes]
+    total = 2 * len(splits) * (2 + _MOST_ROUNDS)
     async with AsyncExitStack() as stack:
         bar: tqdm[Any] = stack.enter_context(
             tqdm(total=total, desc="measuring the split of the cpus", unit="part", leave=False, delay=1, disable=None)
         )
         nodes = []
-        for split, shape in zip(splits, shapes, strict=True):
+        for split, shape, one in zip(splits, shapes, ones, strict=True):
             # No secret is needed: only this user reaches the socket.
-            of_node = replace(config, kv_memory=shape.memory(model), prefault=False, secret_file=None)
+            memory = shape.memory(model) + one.memory(model)
+            of_node = replace(config, kv_memory=memory, prefault=False, secret_file=None)
             nodes.append(EmbeddedRNode(of_node, split, brief=True))
             stack.push_async_callback(nodes[-1].stop)
         await asyncio.gather(*(node.start() for node in nodes))
         decodings = []
-        for node, shape in zip(nodes, shapes, strict=True):
+        for node, shape in zip(nodes + nodes, shapes + ones, strict=True):
             decodings.append(await Decoding.open(model, [node.url], shape, backend.make_spart))
             stack.push_async_callback(decodings[-1].close)
+        for node in nodes:
             node.remove_socket()
         for decoding in decodings:
             await decoding.fill(progress=False)
             bar.update()
         cpus = usable_cpus()
         begun, others = time.perf_counter(), busy_seconds(cpus) - own_seconds()
-        seconds = await _rounds(list(zip(splits, decodings, strict=True)), bar)
+        seconds = await _rounds([*zip([*splits, *splits], decodings, strict=True)], bar)
         others = (busy_seconds(cpus) - own_seconds() - others) / (len(cpus) * (time.perf_counter() - begun))
-    rule = seconds[0]
-    # Each round is compared with the rule's beside it, because the machine's speed may change meanwhile.
-    faster = [statistics.median(a / b for a, b in zip(rule, taken, strict=True)) for taken in seconds]
-    order = sorted(range(len(seconds)), key=lambda i: -faster[i])
-    if faster[order[0]] < _MARGIN:
-        order = sorted(order, key=lambda i: i != 0)
+    of_many, of_one = seconds[: len(splits)], seconds[len(splits) :]
     batch, context = shapes[0].batch, shapes[0].context
-    speeds = [Speed(splits[i], batch / statistics.median(seconds[i])) for i in order]
+    speeds = [
+        Speed(split, batch / statistics.median(many), 1 / statistics.median(one) if one else None)
+        for split, many, one in zip_longest(splits[: len(of_many)], of_many, of_one)
+    ]
+    speeds = [speeds[i] for i in _order(_beside_rule(of_many), _beside_rule(of_one))]
     key: Key = record_key(config, backend, model.dtype)
     return Record(key, datetime.date.today().isoformat(), batch, context, speeds), others
 
 
+def _beside_rule(seconds: list[list[float]]) -> list[float]:
+    """How many times as fast as the rule's split, the first, each split is. Each round is compared with the rule's
+    beside it, because the machine's speed may change meanwhile."""
+    return [statistics.median(a / b for a, b in zip(seconds[0], taken, strict=True)) for taken in seconds]
+
+
+def _order(of_many: list[float], of_one: list[float]) -> list[int]:
+    """The splits, the chosen one first, then by their speed for many sequences beside that of the rule, the first.
+    `of_one` has the same for one sequence."""
+    order = sorted(range(len(of_many)), key=lambda i: -of_many[i])
+    fit = [i for i in order if of_many[i] >= _MARGIN and of_one[i] >= _LEAST_OF_ONE]
+    return sorted(order, key=lambda i: i != (fit or [0])[0])
+
+
 async def _rounds(pairs: Sequence[tuple[Split, Decoding]], bar: tqdm[Any]) -> list[list[float]]:
-    """The seconds of a step of all sequences, in each round, for each split; only those of the first split if a step
+    """The seconds of a step of all sequences, in each round, for each pair; only those of the first pair if a step
     takes too long to measure others."""
     first = await _round(*pairs[0], 1)
     bar.update()

@@ -33,10 +33,12 @@ class Speed(msgspec.Struct, frozen=True):
     """The speed of a split."""
 
     split: Split
-    tokens_per_s: float
+    tokens_per_s: float  # of many sequences
+    of_one: float | None = None  # tokens a second of one sequence
 
     def __str__(self) -> str:
-        return f"{self.split}: {self.tokens_per_s:.4g} tokens/s"
+        one = "" if self.of_one is None else f", {self.of_one:.4g} with one sequence"
+        return f"{self.split}: {self.tokens_per_s:.4g} tokens/s{one}"
 
 
 class Record(msgspec.Struct, frozen=True):

@@ -64,7 +64,10 @@ def test_a_node_measures_the_splits_with_real_r_nodes_which_leave_nothing_behind
     secret = tmp_path / "secret"
     secret.write_text("0123456789abcdef")
     node = start_demo(start, "--tune", "always", "--secret-file", str(secret))
-    said = r"(in turns|side by side), (\d+) \+ (\d+) threads, (\d) mini-batch.*: [\d.]+ tokens/s; .*; measured now"
+    said = (
+        r"(in turns|side by side), (\d+) \+ (\d+) threads, (\d) mini-batch.*: [\d.]+ tokens/s, [\d.]+ with one "
+        "sequence; .*; measured now"
+    )
     chosen = node.wait_for(said)
     text = answer(node)
     children = node.children()
@@ -137,6 +140,21 @@ def test_the_splits_to_choose_from(monkeypatch):
         {"r_node": ("tcp://there:7300",)},
     ):
         assert splits(4, **fixed) == [], fixed
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    "of_many, of_one, order",
+    [
+        ([1, 1.5, 1.2], [1, 0.95, 1], [1, 2, 0]),
+        ([1, 1.5, 1.2], [1, 0.5, 1], [2, 1, 0]),  # the fastest is slow for one sequence
+        ([1, 1.5, 1.2], [1, 0.5, 0.5], [0, 1, 2]),
+        ([1, 1.04, 0.9], [1, 1, 1], [0, 1, 2]),  # no faster than noise
+        ([1], [], [0]),  # only the rule was measured
+    ],
+)
+def test_a_split_must_be_faster_for_many_sequences_and_not_slower_for_one(of_many, of_one, order):
+    assert tuning._order(of_many, of_one) == order
 
 
 @pytest.mark.quick
