@@ -78,7 +78,7 @@ int fd_by_amd(void) {
     static int cached; /* 1 if not by AMD, 2 if by AMD */
     int found = __atomic_load_n(&cached, __ATOMIC_RELAXED);
     if (!found) {
-        unsigned a, b, c, d;
+        unsigned a, b = 0, c = 0, d;
         found = 1 + (__get_cpuid(0, &a, &b, &c, &d) && b == signature_AMD_ebx && c == signature_AMD_ecx);
         __atomic_store_n(&cached, found, __ATOMIC_RELAXED);
     }
