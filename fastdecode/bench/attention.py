@@ -114,7 +114,7 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
     wanted = list(PEERS) if args.peer is None else [name for name in args.peer if name != "none"]
     present = [name for name in wanted if name in installed()]
     rows = []
-    for part in (part for part in PARTS if part in parts):
+    for part in filter(parts.__contains__, PARTS):
         cells = list(_cells(args, part))
         if part == "in-cache":
             rows += [_cell_in_cache(args, *cell, cpus[0]) for cell in tqdm(cells, desc=part, unit="cell")]

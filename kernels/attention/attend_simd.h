@@ -203,7 +203,7 @@ static void write_unattended_rows(const fd_attend_t *a, uint32_t row0, uint32_t 
 FD_INLINE void attend_panel(const fd_kv_dtype_t dtype, const fd_attend_t *a, const block_fn *blocks, uint32_t row0,
                             uint32_t rows) {
     const uint32_t head_size = a->head_size, v_size = a->v_size, max_rows = block_rows(dtype);
-    const int adjusts = a->softcap != 0.0f || a->slopes;
+    const int adjusts = a->softcap != 0.0f || a->slopes, by_amd = PREFETCH_BY_VENDOR && fd_by_amd();
     panel_t p;
     p.row0 = row0, p.rows = rows, p.n_blocks = (rows + max_rows - 1) / max_rows,
     p.row_bytes = q_row_bytes(fd_k_format(dtype), head_size);
@@ -224,7 +224,7 @@ FD_INLINE void attend_panel(const fd_kv_dtype_t dtype, const fd_attend_t *a, con
                          .head_size = head_size,
                          .v_size = v_size,
                          .chunk_bytes = fd_chunk_end(dtype, head_size, v_size),
-                         .by_amd = fd_by_amd(),
+                         .by_amd = by_amd,
                          .adjusts = adjusts,
                          .a = a,
                          .head = h,

@@ -21,8 +21,8 @@ enum {
 /* The best prefetch distance differs between cores, so there are two policies. The default, for cores by Intel,
  * prefetches one chunk ahead into L2 and does not prefetch V during the softmax. The policy for cores by AMD prefetches
  * a few KiB ahead, during the softmax too: so short a distance leaves few requests in flight, and memory would soon be
- * idle. An ISA file chooses it by FD_PREFETCH_NEAR, and then prefetches into L1; with FD_PREFETCH_BY_VENDOR the
- * processor decides. */
+ * idle. An ISA file that defines FD_PREFETCH_NEAR has AMD's policy and prefetches into L1. An ISA file that defines
+ * FD_PREFETCH_BY_VENDOR has the policy of the processor's vendor and prefetches into L2. */
 #ifdef FD_PREFETCH_NEAR
 enum { PREFETCH_NEAR = 1, PREFETCH_LOCALITY = 3 };
 #else
@@ -40,7 +40,7 @@ enum { PREFETCH_BY_VENDOR = 0 };
 FD_INLINE int prefetch_next_page_early(const fd_kv_dtype_t dtype, const int rows) {
     return PREFETCH_NEAR && dtype == FD_KV_INT4 && rows == 1;
 }
-/* The prefetch distance in bytes; prefetch_start limits it to one chunk. `near` is that of the block. */
+/* The prefetch distance in bytes; prefetch_start limits it to one chunk. `near`: see prefetch_near. */
 FD_INLINE size_t prefetch_ahead(const fd_kv_dtype_t dtype, const int rows, const int near) {
     return near ? (size_t)(prefetch_next_page_early(dtype, rows) ? 6 : 8) << 10 : SIZE_MAX;
 }
@@ -177,7 +177,7 @@ typedef struct {
     const uint8_t *q;     /* multipliers of all rows (kv_pack_query_rows) */
     row_state_t *state;   /* [rows] */
     float *acc;           /* [rows][v_size] */
-    int by_amd;           /* whether the processor is by AMD */
+    int by_amd;           /* whether the processor is by AMD; only set if PREFETCH_BY_VENDOR */
     int adjusts;          /* whether adjust_scores (adjust_simd.h) has anything to do; it reads the fields below */
     const fd_attend_t *a;
     uint32_t head, row; /* the KV head, and the block's first row in it */
@@ -187,7 +187,7 @@ typedef struct {
 /* Attends a block to a chunk; there is one such function for each KV format and number of rows. */
 typedef void (*block_fn)(const block_t *b);
 
-/* Whether a block prefetches a few KiB ahead. */
+/* Whether a block prefetches a few KiB ahead, not one chunk. */
 FD_INLINE int prefetch_near(const block_t *b) { return PREFETCH_BY_VENDOR ? b->by_amd : PREFETCH_NEAR; }
 
 /* Returns the address from which tile number `tile` prefetches while it reads from byte `at` of the chunk on. A panel
@@ -269,6 +269,7 @@ FD_INLINE void online_softmax(const fd_kv_dtype_t dtype, const int rows, const i
         }
     }
     const uint8_t *v_ahead = prefetch_start(dtype, rows, b, fd_chunk_v(dtype, b->head_size), 0, 0);
+    const int in_softmax = prefetch_in_softmax(dtype, rows, prefetch_near(b));
     for (int r = 0; r < rows; r++) {
         row_state_t *state = &b->state[r];
         float *weights = scores[r];
@@ -280,8 +281,7 @@ FD_INLINE void online_softmax(const fd_kv_dtype_t dtype, const int rows, const i
         const vec_t m = vec_set1(state->m), to_log2 = vec_set1(state->q_scale * LOG2_E);
         vec_t sum = vec_zero(), bias = vec_zero(), max = vec_zero(), w[PAGE_VECS];
         for (uint32_t i = first; i < last; i++) {
-            if (prefetch_in_softmax(dtype, rows, prefetch_near(b)))
-                __builtin_prefetch(v_ahead, 0, PREFETCH_LOCALITY), v_ahead += LINE;
+            if (in_softmax) __builtin_prefetch(v_ahead, 0, PREFETCH_LOCALITY), v_ahead += LINE;
             const vec_t p = vec_exp2(format, vec_mul(vec_sub(vec_load(&weights[i * LANES]), m), to_log2));
             if (!rounded_sum) sum = vec_add(sum, p);
             if (fd_kv_is_int(format)) {
