@@ -147,8 +147,8 @@ FD_INLINE void finish_rows(const fd_kv_dtype_t dtype, const fd_attend_t *a, cons
         const float m = state->m * state->q_scale;
         float bias = fd_kv_is_int(dtype) ? vec_reduce_add(vec_load(state->bias)) : NO_BIAS;
         if (fd_v_rotated(dtype)) { /* the rotation is its own inverse */
-            for (uint32_t d = 0; d < v_size; d++) acc[d] += bias;
             fd_rotate(acc, v_size);
+            fd_add_rotated(acc, v_size, bias);
             bias = NO_BIAS;
         }
         a->m[i] = m;

@@ -25,23 +25,81 @@ FD_INLINE void fd_rotate_eight(fd_v8_t *x) {
     *x = y * fours + __builtin_shufflevector(y, y, 4, 5, 6, 7, 0, 1, 2, 3);
 }
 
+/* Registers of a rotation. A file that includes this within its target pragma gets the ISA's widest vectors. */
+#ifdef __AVX512F__
+enum { ROTATE_LANES = 16 };
+typedef float fd_rotate_t __attribute__((vector_size(64), aligned(4), may_alias));
+
+/* The first four stages, within sixteen elements. */
+FD_INLINE void fd_rotate_lanes(fd_rotate_t *x) {
+    const fd_rotate_t ones = {1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1},
+                      twos = {1, 1, -1, -1, 1, 1, -1, -1, 1, 1, -1, -1, 1, 1, -1, -1},
+                      fours = {1, 1, 1, 1, -1, -1, -1, -1, 1, 1, 1, 1, -1, -1, -1, -1},
+                      eights = {1, 1, 1, 1, 1, 1, 1, 1, -1, -1, -1, -1, -1, -1, -1, -1};
+    fd_rotate_t y = *x;
+    y = y * ones + __builtin_shufflevector(y, y, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14);
+    y = y * twos + __builtin_shufflevector(y, y, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13);
+    y = y * fours + __builtin_shufflevector(y, y, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11);
+    *x = y * eights + __builtin_shufflevector(y, y, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
+}
+#else
+enum { ROTATE_LANES = 8 };
+typedef fd_v8_t fd_rotate_t;
+
+FD_INLINE void fd_rotate_lanes(fd_rotate_t *x) { fd_rotate_eight(x); }
+#endif
+
+/* Rotates a block of `size` elements, a power of two of at least ROTATE_LANES, all stages but the last in registers. */
+FD_INLINE void fd_rotate_block(float *x, const uint32_t size) {
+    enum { IN_REGISTERS = 8 * ROTATE_LANES };
+    const float scale = 1.0f / sqrtf((float)size);
+    const uint32_t part = size < IN_REGISTERS ? size : IN_REGISTERS, n = part / ROTATE_LANES;
+    for (uint32_t at = 0; at < size; at += part) {
+        fd_rotate_t y[8];
+        FD_UNROLL
+        for (uint32_t i = 0; i < n; i++) {
+            y[i] = *(fd_rotate_t *)(x + at + i * ROTATE_LANES);
+            fd_rotate_lanes(&y[i]);
+        }
+        FD_UNROLL
+        for (uint32_t half = 1; half < n; half *= 2) {
+            FD_UNROLL
+            for (uint32_t i = 0; i < n; i++) {
+                if (i & half) continue;
+                const fd_rotate_t a = y[i], b = y[i + half];
+                y[i] = a + b, y[i + half] = a - b;
+            }
+        }
+        FD_UNROLL
+        for (uint32_t i = 0; i < n; i++)
+            *(fd_rotate_t *)(x + at + i * ROTATE_LANES) = y[i] * (part == size ? scale : 1.0f);
+    }
+    if (part == size) return;
+    _Static_assert(FD_ROTATED_MAX <= 2 * IN_REGISTERS, "one stage is left at most");
+    FD_UNROLL
+    for (uint32_t i = 0; i < part; i += ROTATE_LANES) {
+        const fd_rotate_t a = *(fd_rotate_t *)(x + i), b = *(fd_rotate_t *)(x + i + part);
+        *(fd_rotate_t *)(x + i) = (a + b) * scale, *(fd_rotate_t *)(x + i + part) = (a - b) * scale;
+    }
+}
+
 /* Rotates x [n], n a multiple of 8, in blocks of a power of two: of FD_ROTATED_MAX elements while so many are left,
  * then of as many as are left. */
 FD_INLINE void fd_rotate(float *x, uint32_t n) {
-    for (uint32_t size = FD_ROTATED_MAX; size >= 8; size /= 2) {
-        const float scale = 1.0f / sqrtf((float)size);
-        for (; n >= size; x += size, n -= size) {
-            for (uint32_t i = 0; i < size; i += 8) fd_rotate_eight((fd_v8_t *)(x + i));
-            for (uint32_t half = 8; half < size; half *= 2)
-                for (uint32_t i = 0; i < size; i += 8) {
-                    if (i & half) continue;
-                    const fd_v8_t a = *(fd_v8_t *)(x + i), b = *(fd_v8_t *)(x + i + half);
-                    *(fd_v8_t *)(x + i) = a + b;
-                    *(fd_v8_t *)(x + i + half) = a - b;
-                }
-            for (uint32_t i = 0; i < size; i += 8) *(fd_v8_t *)(x + i) *= scale;
-        }
-    }
+    for (; n >= FD_ROTATED_MAX; x += FD_ROTATED_MAX, n -= FD_ROTATED_MAX) fd_rotate_block(x, FD_ROTATED_MAX);
+    if (n & 64) fd_rotate_block(x, 64), x += 64;
+    if (n & 32) fd_rotate_block(x, 32), x += 32;
+    if (n & 16) fd_rotate_block(x, 16), x += 16;
+    if (!(n & 8)) return;
+    fd_v8_t y = *(fd_v8_t *)x;
+    fd_rotate_eight(&y);
+    *(fd_v8_t *)x = y * (1.0f / sqrtf(8.0f));
+}
+
+/* Adds the rotation of n elements that all are `value`: only the first element of each block is not 0. */
+FD_INLINE void fd_add_rotated(float *x, uint32_t n, float value) {
+    for (uint32_t size = FD_ROTATED_MAX; size >= 8; size /= 2)
+        for (; n >= size; x += size, n -= size) *x += value * sqrtf((float)size);
 }
 
 #endif
