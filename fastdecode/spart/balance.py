@@ -12,6 +12,9 @@ O projection's columns then take the place of Q's second moments.
 
 The second moments are those of a text, because they differ from those of random tokens. RoPE has hardly turned the slow
 pairs of its few positions, so each row of Q and K counts a second time as if it stood at a random later position.
+
+A row counts by what its error does to O. Few tokens get most of the attention, and what the cache makes of the others
+hardly matters (`_weights`).
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from dataclasses import replace
 import torch
 
 from fastdecode.spart.config import Rope
-from fastdecode.spart.decoder import SPart
+from fastdecode.spart.decoder import SPart, StepState
 from fastdecode.spart.probe import prompt_state, sequences_of
 from fastdecode.spart.rope import RotaryEmbedding, rotate
 from fastdecode.spart.served import ServedModel
@@ -138,17 +141,18 @@ def _second_moments(
 ) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """The second moments of Q and K, after RoPE, and of V, of each layer: fp64 [KV heads, head_size, head_size]. Each
     row of Q and K counts at its own position and at one that is `later` [tokens] behind it."""
-    model = spart.model
+    model, n_kv = spart.model, spart.model.config.n_kv_heads
     state = prompt_state(spart, [tokens])
     moments = []
     turn = _turns(model.config.rope, model.config.head_size, later)
     for i, layer in enumerate(model.weights.layers):
         state.project(layer)
+        of_queries, of_keys, of_values = _weights(state, model.config.softmax_scale)
         queries, keys = (
-            _moments(heads, model.config.n_kv_heads) + _moments(turn(heads), model.config.n_kv_heads)
-            for heads in (state.places.q_heads, state.places.k_heads)
+            _moments(heads, n_kv, weights) + _moments(turn(heads), n_kv, weights)
+            for heads, weights in ((state.places.q_heads, of_queries), (state.places.k_heads, of_keys))
         )
-        moments.append((queries, keys, _moments(state.places.v_heads, model.config.n_kv_heads)))
+        moments.append((queries, keys, _moments(state.places.v_heads, n_kv, of_values)))
         state.attend_prompts(i)
         state.finish(layer)
     return moments
@@ -171,8 +175,29 @@ def _turns(rope: Rope | None, head_size: int, by: torch.Tensor) -> Callable[[tor
     return turn
 
 
-def _moments(heads: torch.Tensor, n_kv: int) -> torch.Tensor:
-    """Of heads [rows, n, size], n a multiple of n_kv: fp64 [n_kv, size, size], the heads of a group together."""
+def _weights(state: StepState, scale: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """How much the rows of the queries [KV heads, tokens * group], keys and values [KV heads, tokens] of one sequence
+    count: fp64.
+
+    O of a query is the sum of values times shares of attention, and the errors of two tokens are independent. So the
+    error of a value counts by the squares of its shares. That of a score moves O by its share of the distance between
+    the value and O; keys and queries count by the square root of what this comes to, because without the root a
+    handful of tokens would decide. Sinks, windows and biases of the scores are left out.
+    """
+    n_kv = state.places.k_heads.shape[1]
+    queries = state.places.q_heads.unflatten(1, (n_kv, -1)).permute(1, 2, 0, 3).float()
+    keys, values = (heads.transpose(0, 1)[:, None].float() for heads in (state.places.k_heads, state.places.v_heads))
+    scores = queries @ keys.mT * scale
+    shares = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf).softmax(-1)
+    moved = (shares * torch.cdist(shares @ values, values)).square()  # [KV heads, group, queries, keys]
+    of_queries = moved.sum(3).transpose(1, 2).flatten(1).sqrt()
+    of_keys, of_values = moved.sum((1, 2)).sqrt(), shares.square().sum((1, 2))
+    return of_queries.double().cpu(), of_keys.double().cpu(), of_values.double().cpu()
+
+
+def _moments(heads: torch.Tensor, n_kv: int, weights: torch.Tensor) -> torch.Tensor:
+    """Of heads [rows, n, size], n a multiple of n_kv: fp64 [n_kv, size, size], the heads of a group together. Each row
+    counts as often as `weights` [n_kv, rows of all heads of a group] says."""
     rows = heads.unflatten(1, (n_kv, -1)).transpose(0, 1).flatten(1, 2).double().cpu()
-    moments: torch.Tensor = rows.mT @ rows / rows.shape[1]
+    moments: torch.Tensor = (rows * weights[:, :, None]).mT @ rows / rows.shape[1]
     return moments

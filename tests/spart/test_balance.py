@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from rnode_process import RNodeProcess
 from fastdecode.bench.perplexity import nats_per_token
 from fastdecode.demo import heldout_text, model_dir
 from fastdecode.spart import load_model
-from fastdecode.spart.balance import balance_digest, balance_for, balancing
+from fastdecode.spart.balance import _weights, balance_digest, balance_for, balancing
 from fastdecode.text.calibration import calibration_tokens
 from fastdecode.text.cut import cut
 from fastdecode.text.tokenizer import Tokenizer
@@ -50,6 +51,36 @@ def test_balanced_queries_and_keys_have_equal_second_moments() -> None:
         assert ours[0][0, 0] > 0.99 * torch.linalg.eigvalsh(ours[0])[-1]  # the largest direction comes first
         before = keys[head].trace() * queries[head].trace()
         assert of_keys[head].trace() * of_queries[head].trace() < before / 2
+
+
+def test_a_row_counts_by_what_its_error_does_to_o() -> None:
+    tokens, n_kv, group, size, scale = 12, 2, 3, 8, 0.4
+    generator = torch.Generator().manual_seed(5)
+    q, k, v = (
+        torch.randn(tokens, heads, size, generator=generator, dtype=torch.float64)
+        for heads in (n_kv * group, n_kv, n_kv)
+    )
+    state = SimpleNamespace(places=SimpleNamespace(q_heads=q, k_heads=k, v_heads=v))
+    of_queries, of_keys, of_values = _weights(state, scale)
+
+    def outputs(values: torch.Tensor, head: int, scores: torch.Tensor) -> torch.Tensor:  # [group, tokens, size]
+        later = torch.ones(tokens, tokens, dtype=torch.bool).triu(1)
+        return scores.masked_fill(later, -math.inf).softmax(-1) @ values[:, head]
+
+    for head in range(n_kv):
+        scores = q[:, head * group :][:, :group].transpose(0, 1) @ k[:, head].mT * scale
+        before = outputs(v, head, scores)
+        moved = torch.zeros(group, tokens, tokens, dtype=torch.float64)
+        for token in range(tokens):
+            other, error = v.clone(), torch.randn(size, generator=generator, dtype=torch.float64)
+            other[token, head] += error
+            change = (outputs(other, head, scores) - before).square().sum() / error.square().sum()
+            assert of_values[head, token].item() == pytest.approx(change.item(), rel=1e-4)
+            nudged = scores.clone()
+            nudged[:, :, token] += 1e-5
+            moved[:, :, token] = ((outputs(v, head, nudged) - before) / 1e-5).square().sum(-1)
+        torch.testing.assert_close(of_keys[head], moved.sum((0, 1)).sqrt(), rtol=1e-3, atol=1e-5)
+        torch.testing.assert_close(of_queries[head], moved.sum(2).T.flatten().sqrt(), rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.parametrize("kv_dtype", ["int4", "int8-int4"])
